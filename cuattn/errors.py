@@ -1,0 +1,44 @@
+"""The errors that cuattn raises.
+
+Every one of them is a :class:`CuattnError`, and each also derives from the built-in exception that a NumPy
+user would expect in its place, so existing ``except ValueError`` clauses keep working.  Messages name the
+argument, its value and what was expected.
+"""
+
+__all__ = [
+    "ArgumentError",
+    "CompileError",
+    "CuattnError",
+    "DtypeError",
+    "MaskError",
+    "ShapeError",
+    "UnsupportedError",
+]
+
+
+class CuattnError(Exception):
+    """Base class of every error that cuattn raises on purpose."""
+
+
+class ArgumentError(CuattnError, ValueError):
+    """A scalar argument is out of range, or two arguments contradict each other."""
+
+
+class ShapeError(CuattnError, ValueError):
+    """The shape of an array does not fit the shapes of the others."""
+
+
+class DtypeError(CuattnError, TypeError):
+    """An argument has the wrong type, dtype, array kind or device."""
+
+
+class MaskError(CuattnError, ValueError):
+    """A mask is malformed, or the requested form cannot express it."""
+
+
+class UnsupportedError(CuattnError, NotImplementedError):
+    """The chosen kernel or backend cannot do what was asked; the message names the argument and the reason."""
+
+
+class CompileError(CuattnError, RuntimeError):
+    """A CUDA kernel could not be compiled or loaded; the message holds the compiler's log."""
