@@ -1,0 +1,5 @@
+"""The problem of a call: its description and the one place that checks it."""
+
+from cuattn.problem.model import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT64, Band, Operands, Origin, Problem
+
+__all__ = ["BFLOAT16", "DTYPES", "FLOAT16", "FLOAT32", "FLOAT64", "Band", "Operands", "Origin", "Problem"]
