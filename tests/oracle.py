@@ -1,0 +1,149 @@
+"""Textbook attention and its gradients, in high precision (the oracle) or rounded at every step (the textbook).
+
+Everything N x N is made here on purpose: this module trades memory for being obviously right.  ``dtype=None``
+computes in float64 (long double for float64 inputs) and rounds nothing; with a dtype, every intermediate result
+is rounded to it, as a chain of array operations in that dtype would.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+from scipy.special import softmax
+
+LOW = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+
+
+class Scores(NamedTuple):
+    """Steps of a textbook forward that the backward uses again."""
+
+    q: np.ndarray  # (..., H, Nq, d), high precision, heads repeated
+    k: np.ndarray  # (..., H, Nk, d)
+    v: np.ndarray  # (..., H, Nk, dv)
+    s: np.ndarray  # (..., H, Nq, Nk) masked scores
+    tanh: np.ndarray | None  # tanh(s / softcap) before bias and mask
+    p: np.ndarray  # softmax(s), 0 in empty rows
+
+
+def work_dtype(dtype: np.dtype) -> np.dtype:
+    """Precision that the oracle computes in."""
+    return np.dtype(np.longdouble) if dtype == np.float64 else np.dtype(np.float64)
+
+
+def visible_band(n_queries: int, n_keys: int, left: int | None, right: int | None, offset: int) -> np.ndarray:
+    """Boolean (Nq, Nk): i + offset - left <= j <= i + offset + right, None = open."""
+    i = np.arange(n_queries)[:, None] + offset
+    j = np.arange(n_keys)[None, :]
+    seen = np.ones((n_queries, n_keys), bool)
+    if left is not None:
+        seen &= j >= i - left
+    if right is not None:
+        seen &= j <= i + right
+    return seen
+
+
+def _steps(q, k, v, *, visible, bias, scale, softcap, dtype) -> Scores:
+    """Compute masked scores and probabilities; `dtype` rounds every step."""
+    low = dtype if dtype is not None else None
+    work = work_dtype(q.dtype) if low is None else (np.dtype(np.float32) if low in LOW else np.dtype(low))
+
+    def rounded(x):
+        return x if low is None else x.astype(low).astype(work)
+
+    heads = np.broadcast_shapes(q.shape[:-2], _lead_after_repeat(q, k), _lead_after_repeat(q, v))
+    k, v = (_repeat(x, q) for x in (k, v))
+    if visible is not None:  # a key that no query of its head may see takes no part at all
+        shape = (*heads, q.shape[-2], k.shape[-2])
+        dead = ~np.broadcast_to(visible, shape).any(-2)[..., None]
+        k = np.where(dead, k.dtype.type(0), np.broadcast_to(k, (*heads, *k.shape[-2:])))
+        v = np.where(dead, v.dtype.type(0), np.broadcast_to(v, (*heads, *v.shape[-2:])))
+    q, k, v = (x.astype(work) for x in (q, k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    s = rounded(rounded(q @ np.swapaxes(k, -1, -2)) * work.type(scale))
+    tanh = None
+    if softcap is not None:
+        tanh = rounded(np.tanh(s / work.type(softcap)))
+        s = rounded(work.type(softcap) * tanh)
+    if bias is not None:
+        s = rounded(s + bias.astype(work))
+    if visible is not None:
+        s = np.where(visible, s, -np.inf)
+    empty = np.all(s == -np.inf, axis=-1, keepdims=True) if s.shape[-1] else np.ones((*s.shape[:-1], 1), bool)
+    p = np.where(empty, 0, softmax(np.where(empty, 0, s), axis=-1)) if s.shape[-1] else s
+    return Scores(q, k, v, s, tanh, rounded(p.astype(work)))
+
+
+def _lead_after_repeat(q, x):
+    lead = list(x.shape[:-2])
+    if lead and lead[-1] > 1 and q.ndim > 2 and q.shape[-3] > lead[-1]:
+        lead[-1] = q.shape[-3]
+    return tuple(lead)
+
+
+def _repeat(x, q):
+    """Repeat grouped key/value heads so that query head h reads head h // group."""
+    if x.ndim > 2 and q.ndim > 2 and x.shape[-3] > 1 and q.shape[-3] > x.shape[-3]:
+        return np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3)
+    return x
+
+
+def forward(
+    q, k, v, *, visible=None, bias=None, scale=None, softcap=None, keep=None, keep_scale=1.0, dtype=None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return textbook o (..., Nq, dv), l and m (..., Nq); `visible` and `keep` are dense booleans."""
+    with np.errstate(all="ignore"):
+        step = _steps(q, k, v, visible=visible, bias=bias, scale=scale, softcap=softcap, dtype=dtype)
+        m = step.s.max(-1, initial=-np.inf)
+        shift = np.where(m == -np.inf, 0, m)
+        l = np.exp(step.s - shift[..., None]).sum(-1)  # noqa: E741
+        p = step.p if keep is None else np.where(keep, step.p * step.p.dtype.type(keep_scale), 0)
+        if dtype is not None:
+            p = p.astype(dtype).astype(p.dtype)
+        o = p @ step.v
+    return (o if dtype is None else o.astype(dtype)), l, m
+
+
+def backward(
+    do, q, k, v, *, visible=None, bias=None, scale=None, softcap=None, keep=None, keep_scale=1.0, dtype=None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return textbook dq, dk, dv, dbias, each of its operand's shape (dbias None without a bias)."""
+    low = dtype
+
+    def rounded(x):
+        return x if low is None else x.astype(low).astype(x.dtype)
+
+    with np.errstate(all="ignore"):
+        step = _steps(q, k, v, visible=visible, bias=bias, scale=scale, softcap=softcap, dtype=dtype)
+        work = step.q.dtype
+        scale = work.type(q.shape[-1] ** -0.5 if scale is None else scale)
+        empty = (step.p == 0).all(-1, keepdims=True)  # an empty row's do and q take no part
+        do = np.where(empty, 0, do.astype(work))
+        sq = np.where(empty, 0, step.q)
+        z = work.type(1) if keep is None else np.where(keep, work.type(keep_scale), work.type(0))
+        pd = rounded(step.p * z)
+        dv = np.swapaxes(pd, -1, -2) @ do
+        dp = rounded(rounded(do @ np.swapaxes(step.v, -1, -2)) * z)
+        ds = rounded(step.p * (dp - rounded((step.p * dp).sum(-1, keepdims=True))))
+        dbias = None if bias is None else sum_to(ds, bias.shape)
+        if softcap is not None:
+            ds = rounded(ds * (1 - step.tanh**2))
+        dq = scale * (ds @ step.k)
+        dk = scale * (np.swapaxes(ds, -1, -2) @ sq)
+    grads = [sum_to(dq, q.shape), sum_heads(dk, k.shape), sum_heads(dv, v.shape), dbias]
+    return tuple(g if g is None or low is None else g.astype(low) for g in grads)
+
+
+def sum_heads(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Sum the gradient of repeated heads back to grouped heads, then over broadcast axes."""
+    if len(shape) > 2 and 1 < shape[-3] < x.shape[-3]:
+        x = x.reshape(*x.shape[:-3], shape[-3], x.shape[-3] // shape[-3], *x.shape[-2:]).sum(-3)
+    return sum_to(x, shape)
+
+
+def sum_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Sum over the axes along which `shape` was broadcast to ``x.shape``."""
+    x = x.sum(axis=tuple(range(x.ndim - len(shape)))) if x.ndim > len(shape) else x
+    axes = tuple(a for a, n in enumerate(shape) if n == 1 and x.shape[a] != 1)
+    return x.sum(axis=axes, keepdims=True) if axes else x

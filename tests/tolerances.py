@@ -1,0 +1,51 @@
+"""The one acceptance rule of the tests: design rule, error <= 2 x textbook error + one rounding.
+
+Nothing else in the test suite holds a numeric tolerance.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+FACTOR = 2.0  # the textbook's own error may be exceeded by this factor
+
+
+def eps(dtype) -> float:
+    """Spacing of `dtype` at 1."""
+    dtype = np.dtype(dtype)
+    return float(ml_dtypes.finfo(dtype).eps if dtype == ml_dtypes.bfloat16 else np.finfo(dtype).eps)
+
+
+def max_error(actual, exact) -> float:
+    """Largest absolute difference; equal infinities and NaNs in the same place differ by 0."""
+    actual, exact = np.asarray(actual).astype(np.longdouble), np.asarray(exact).astype(np.longdouble)
+    if actual.size == 0:
+        return 0.0
+    with np.errstate(all="ignore"):
+        difference = np.abs(actual - exact)
+    same = (actual == exact) | (np.isnan(actual) & np.isnan(exact))
+    difference = np.where(same, 0, difference)
+    return float(np.where(np.isnan(difference), np.inf, difference).max())
+
+
+def bound(exact, textbook, dtype) -> float:
+    """The largest error that the rule allows: FACTOR x the textbook's error + one rounding of the largest value."""
+    finite = np.abs(np.asarray(exact).astype(np.longdouble))
+    finite = finite[np.isfinite(finite)]
+    largest = float(finite.max()) if finite.size else 0.0
+    return FACTOR * max_error(textbook, exact) + eps(dtype) * largest
+
+
+def assert_close(actual, exact, textbook, *, dtype=None, name="result") -> None:
+    """Assert that `actual` is as close to `exact` as the rule asks of something computed in `dtype`.
+
+    `exact` is the oracle's value, `textbook` the same computation rounded to the input's precision at each step,
+    and `dtype` the precision of the one rounding (default: actual's own).
+    """
+    actual = np.asarray(actual)
+    assert actual.shape == np.shape(exact), f"{name} has shape {actual.shape}; the oracle {np.shape(exact)}"
+    error, allowed = max_error(actual, exact), bound(exact, textbook, dtype or actual.dtype)
+    assert error <= allowed, (
+        f"{name}: error {error:.3g} exceeds {allowed:.3g} (textbook {max_error(textbook, exact):.3g})"
+    )
