@@ -1,0 +1,321 @@
+"""Dropout's random numbers: the contract between every backend, kernel, tile size and shard.
+
+Whether dropout keeps an element of the attention matrix is a pure function of the random state and of the
+element's place.  Nothing else enters: not the tile size, not the kernel, not the order of the loops.  So the
+CPU, the GPU, the forward and the backward pass agree bit for bit, and no mask is ever stored.  This page defines
+that function completely.
+
+**The element.** `i` is the query row, `j` the key column and `b` the flat index of the matrix: C order over the
+broadcast leading axes, the query head last, ``b = batch * heads + head``.  All three are indices of the whole
+problem; a shard adds the place of its first element.
+
+**The state.** ``RNGState(seed, offset)``: `seed` is a 64-bit and `offset` a 32-bit unsigned integer.  A fresh
+state has a random seed and offset 0.
+
+**The draw**, a 16-bit unsigned integer::
+
+    x[0], x[1], x[2], x[3] = Philox4x32-7(counter = (j & ~9, i & ~8, b, offset),
+                                          key     = (seed & 0xffffffff, seed >> 32))
+    w    = 2 * bit3(j) + bit3(i)                              # bit3(a) = (a >> 3) & 1
+    draw = (x[w] >> 16) if j is odd else (x[w] & 0xffff)
+
+``j & ~9`` clears bits 0 and 3, ``i & ~8`` clears bit 3, so that one call serves the eight elements
+{i, i ^ 8} x {j, j ^ 1, j ^ 8, j ^ 9}: those which one lane of a tensor-core fragment holds.
+
+**Philox4x32-R** (Salmon et al.) takes R rounds, all arithmetic modulo 2**32.  A round maps (x, k) to::
+
+    (hi(x[2] * 0xCD9E8D57) ^ x[1] ^ k[0],  lo(x[2] * 0xCD9E8D57),
+     hi(x[0] * 0xD2511F53) ^ x[3] ^ k[1],  lo(x[0] * 0xD2511F53))
+
+where ``hi`` and ``lo`` are the halves of the 64-bit product, and after each round ``k[0] += 0x9E3779B9`` and
+``k[1] += 0xBB67AE85``.  Seven rounds are the fewest that pass BigCrush.
+
+**The decision.** With ``T = round(dropout_p * 65536)`` (ties to even), the element is kept when ``draw >= T``,
+and a kept value is scaled by ``65536 / (65536 - T)``: the expectation is exact for the probability that was
+really used, T / 65536.
+
+**Limits.** 0 <= seed < 2**64; offset, b, i and j lie in [0, 2**32); 0 <= T < 65536 (T = 65536 would keep
+nothing and divide by zero).  The kernels need the row and key offsets of a shard to be multiples of 16; the
+definition, and this module, do not.
+
+**Vectors.** seed 0x0123456789abcdef, offset 5, b 3: draw(0, 0) = 0x2443, (0, 1) = 0x18e9, (0, 8) = 0x03b0,
+(8, 0) = 0x93ad, (9, 9) = 0x4603, (1000, 131071) = 0xdedb.
+
+References
+----------
+J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+"""
+
+import operator
+import secrets
+from typing import NamedTuple
+
+import numpy as np
+
+from cuattn.errors import ArgumentError, DtypeError
+
+__all__ = ["LEVELS", "ROUNDS", "RNGState", "draws", "keep", "philox4x32", "resolve", "threshold"]
+
+ROUNDS = 7
+LEVELS = 65536  # a draw has 16 bits
+
+_MULTIPLIER_0, _MULTIPLIER_2 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_WEYL_0, _WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+_BLOCK = 16  # rows and keys of the block whose 256 elements 32 calls cover
+
+
+class RNGState(NamedTuple):
+    """The state of dropout's random numbers.
+
+    Attributes
+    ----------
+    seed : int
+        The key, 0 <= seed < 2**64.
+    offset : int
+        One word of the counter, 0 <= offset < 2**32: states with equal seeds and different offsets draw
+        independently.  On the GPU it may be a 0-d integer array on the device, which the kernel reads, so that a
+        replayed graph can advance it.
+    """
+
+    seed: int
+    offset: int = 0
+
+
+def philox4x32(counter, key, rounds=10):
+    """Apply the Philox4x32 bijection to a 128-bit counter, or to arrays of counters.
+
+    Parameters
+    ----------
+    counter : sequence of 4 array_like of int
+        The words of the counter, lowest first, each taken modulo 2**32; they broadcast against each other.
+    key : sequence of 2 array_like of int
+        The words of the key, lowest first; they broadcast with the counter.
+    rounds : int, default 10
+        Number of rounds; dropout uses 7.
+
+    Returns
+    -------
+    words : ndarray, (4, ...), uint32
+        The four output words; the other axes are those of the broadcast counter and key.
+
+    Examples
+    --------
+    >>> [f"{word:08x}" for word in philox4x32((0, 0, 0, 0), (0, 0)).tolist()]
+    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
+    """
+    # Words live in 64 bits so that a product is one multiplication.  Only what the rounds have mixed takes the
+    # broadcast shape: with a column of rows and a row of keys, the first two rounds cost next to nothing.
+    x0, x1, x2, x3 = (np.asarray(word, dtype=np.uint64) & _LOW for word in counter)
+    k0, k1 = (np.asarray(word, dtype=np.uint64) & _LOW for word in key)
+    for _ in range(rounds):
+        product_0, product_2 = x0 * _MULTIPLIER_0, x2 * _MULTIPLIER_2
+        x0, x1 = (product_2 >> _HALF) ^ (x1 ^ k0), product_2 & _LOW
+        x2, x3 = (product_0 >> _HALF) ^ (x3 ^ k1), product_0 & _LOW
+        k0, k1 = (k0 + _WEYL_0) & _LOW, (k1 + _WEYL_1) & _LOW
+    words = np.empty((4, *np.broadcast_shapes(x0.shape, x1.shape, x2.shape, x3.shape)), np.uint32)
+    for w, x in enumerate((x0, x1, x2, x3)):
+        words[w] = x
+    return words
+
+
+def threshold(dropout_p):
+    """Convert a dropout probability to the threshold T that draws are compared with.
+
+    Parameters
+    ----------
+    dropout_p : float
+        Probability of dropping an element, 0 <= dropout_p < 1.
+
+    Returns
+    -------
+    T : int
+        ``round(dropout_p * 65536)``, ties to even, in [0, 65535].  0 means that there is no dropout, also when
+        a probability below 2**-17 was asked for.
+
+    Raises
+    ------
+    ArgumentError
+        When `dropout_p` is outside [0, 1) or not a number, or so close to 1 that T would be 65536.
+    DtypeError
+        When `dropout_p` is not a real number.
+
+    Examples
+    --------
+    >>> threshold(0.1), threshold(0.0), threshold(0.5)
+    (6554, 0, 32768)
+    """
+    try:
+        p = float(dropout_p)
+    except (TypeError, ValueError):
+        raise DtypeError(f"dropout_p must be a real number, got {type(dropout_p).__name__}") from None
+    if not 0.0 <= p < 1.0:
+        raise ArgumentError(f"dropout_p = {dropout_p!r}: expected 0 <= dropout_p < 1")
+    level = round(p * LEVELS)
+    if level == LEVELS:
+        raise ArgumentError(f"dropout_p = {dropout_p!r} would drop everything: expected dropout_p < 1 - 2**-17")
+    return level
+
+
+def draws(state, b, rows, keys):
+    """Draw the 16-bit numbers of a tile of elements.
+
+    Parameters
+    ----------
+    state : RNGState
+        Seed and offset.
+    b : int
+        Flat index of the matrix (batch * heads + head) in the whole problem.
+    rows, keys : (int, int)
+        Ranges (start, stop) of query rows and of key columns, as indices in the whole problem.  Any range is
+        allowed; the work is that of the smallest range of whole blocks of 16 around it.
+
+    Returns
+    -------
+    draw : ndarray, (stop - start of rows, stop - start of keys), uint16
+        The draw of each element, as the module's contract defines it.
+
+    Raises
+    ------
+    ArgumentError
+        When an index is outside [0, 2**32).
+
+    Examples
+    --------
+    >>> draws(RNGState(42), 0, (0, 2), (0, 4))
+    array([[49562, 37579, 24177, 47116],
+           [ 3573, 32026, 17201, 20192]], dtype=uint16)
+    """
+    words, crop = _words(state, b, rows, keys)
+    return _unfold(words.view("<u2"))[crop]
+
+
+def keep(state, T, b, row_range, key_range):
+    """Decide which elements of a tile dropout keeps.
+
+    Parameters
+    ----------
+    state : RNGState
+        Seed and offset.
+    T : int
+        The threshold, from :func:`threshold`; an element is kept when its draw is at least T.
+    b, row_range, key_range : int, (int, int), (int, int)
+        The tile, as in :func:`draws`.
+
+    Returns
+    -------
+    kept : ndarray, (rows, keys), bool
+        True where the element stays (and is scaled by 65536 / (65536 - T)).
+
+    Raises
+    ------
+    ArgumentError
+        When T is outside [0, 65536) or an index is outside [0, 2**32).
+
+    Examples
+    --------
+    >>> keep(RNGState(42), threshold(0.5), 0, (0, 2), (0, 4)).astype(int)
+    array([[1, 1, 0, 1],
+           [0, 0, 0, 0]])
+    """
+    if not 0 <= T < LEVELS:
+        raise ArgumentError(f"T = {T!r}: expected a threshold with 0 <= T < {LEVELS}")
+    words, crop = _words(state, b, row_range, key_range)
+    # Comparing before unfolding moves bytes instead of 16-bit words.
+    return _unfold(words.view("<u2") >= np.uint16(T))[crop]
+
+
+def resolve(rng):
+    """Turn what a caller may pass as `rng` into a state.
+
+    Parameters
+    ----------
+    rng : int | RNGState | numpy.random.Generator | None
+        A seed; a state; a generator, from which one 64-bit seed is drawn; or None for a fresh random seed.
+
+    Returns
+    -------
+    state : RNGState
+        Python integers, within the limits; an offset that is a 0-d integer array on a device stays as it is.
+
+    Raises
+    ------
+    ArgumentError
+        When the seed is outside [0, 2**64) or the offset outside [0, 2**32).
+    DtypeError
+        When `rng` is none of the above.
+
+    Examples
+    --------
+    >>> resolve(7)
+    RNGState(seed=7, offset=0)
+    """
+    if rng is None:
+        return RNGState(secrets.randbits(64), 0)
+    if isinstance(rng, np.random.Generator):
+        return RNGState(int(rng.integers(2**64, dtype=np.uint64)), 0)
+    if isinstance(rng, RNGState):
+        offset = rng.offset if _is_device_scalar(rng.offset) else _integer("rng.offset", rng.offset, 32)
+        return RNGState(_integer("rng.seed", rng.seed, 64), offset)
+    return RNGState(_integer("rng", rng, 64), 0)
+
+
+def _integer(name, value, bits):
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        expected = "an int, an RNGState, a numpy.random.Generator or None" if name == "rng" else "an int"
+        raise DtypeError(f"{name} has type {type(value).__name__}: expected {expected}") from None
+    if not 0 <= number < 1 << bits:
+        raise ArgumentError(f"{name} = {number}: expected 0 <= {name} < 2**{bits}")
+    return number
+
+
+def _is_device_scalar(value):
+    # Asking a device array for its value would synchronise; its shape and type are host metadata.
+    interface = getattr(value, "__cuda_array_interface__", None)
+    return interface is not None and interface["shape"] == () and interface["typestr"][1] in "iu"
+
+
+def _words(state, b, rows, keys):
+    """Return the words of the whole 16 x 16 blocks around a tile, (4, 8 per block of rows, 4 per block of keys).
+
+    The second value crops the unfolded blocks to the tile.
+    """
+    (i0, i1), (j0, j1) = _span("rows", rows), _span("keys", keys)
+    if not 0 <= b < 1 << 32:
+        raise ArgumentError(f"b = {b!r}: expected 0 <= b < 2**32")
+    # The calls of a block: rows with bit 3 clear, keys with bits 0 and 3 clear.
+    first, last = i0 // _BLOCK, -(-i1 // _BLOCK)
+    i = _BLOCK * np.arange(first, last, dtype=np.uint64)[:, None] + np.arange(8, dtype=np.uint64)
+    crop_rows = slice(i0 - _BLOCK * first, i1 - _BLOCK * first)
+    first, last = j0 // _BLOCK, -(-j1 // _BLOCK)
+    j = _BLOCK * np.arange(first, last, dtype=np.uint64)[:, None] + np.arange(0, 8, 2, dtype=np.uint64)
+    crop_keys = slice(j0 - _BLOCK * first, j1 - _BLOCK * first)
+    seed = state.seed
+    words = philox4x32((j.reshape(1, -1), i.reshape(-1, 1), b, state.offset), (seed & 0xFFFFFFFF, seed >> 32), ROUNDS)
+    return words.astype("<u4", copy=False), (crop_rows, crop_keys)
+
+
+def _span(name, span):
+    start, stop = span
+    if not 0 <= start <= stop <= 1 << 32:
+        raise ArgumentError(f"{name} = ({start}, {stop}): expected 0 <= start <= stop <= 2**32")
+    return start, stop
+
+
+def _unfold(words):
+    """Put the halves of the words at their elements' places: (4, 8 I, 8 J) -> (16 I, 16 J) for I x J blocks.
+
+    Word 2 * bit3(j) + bit3(i) of eight calls of a row holds eight neighbouring elements, so whole runs of eight
+    are moved, each as one opaque item.
+    """
+    row_blocks, key_blocks = words.shape[1] // 8, words.shape[2] // 8
+    run = np.dtype((np.void, 8 * words.itemsize))
+    tile = np.empty((16 * row_blocks, 16 * key_blocks), words.dtype)
+    places = tile.view(run).reshape(row_blocks, 2, 8, key_blocks, 2)
+    for w in range(4):
+        places[:, w & 1, :, :, w >> 1] = words[w].view(run).reshape(row_blocks, 8, key_blocks)
+    return tile
