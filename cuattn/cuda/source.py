@@ -1,0 +1,147 @@
+"""One kernel file and its includes as one text, with the constants it is specialised for in front.
+
+``#include "..."`` lines are replaced by the file they name (relative to ``kernels/``, each file once, with ``#line``
+marks so that compiler messages name the file that was written).  The text is therefore complete: it is the key of the
+compile cache, and no include path leads to our own files.
+
+In front stands the prologue, ``namespace cfg { ... }``: a Python ``bool``, ``int`` or ``float`` becomes a
+``constexpr`` of that type, a ``str`` a type alias.  Kernels branch on it with ``if constexpr``.
+
+======================  =======  ==================================================================================
+name                    type     meaning
+======================  =======  ==================================================================================
+``elem``                type     q, k, v (do): ``__half``, ``__nv_bfloat16``, ``float``, ``double``
+``acc``                 type     accumulators, softmax, l, m: ``float`` or ``double``
+``out``                 type     o of the forward: ``elem`` or ``acc``
+``o_elem``              type     o read by the backward: ``elem`` or ``acc``
+``bias_elem``           type     the bias (``acc`` without one)
+``head_dim``            int      of q and k, rounded up to the kernel's step (``Params::head_dim`` is the true one)
+``head_dim_v``          int      of v and o, likewise
+``block_m``             int      query rows per tile
+``block_n``             int      keys per tile
+``warps``               int      warps per block
+``stages``              int      k (and v) tiles in flight
+``load_bytes``          int      widest access that every address and stride of q, k, v (do) allows: 16, 8, 4 or 2
+``dropout``             int      threshold T; 0 = no dropout
+``bias``                bool     a bias is added
+``softcap``             bool     scores pass through softcap * tanh(s / softcap)
+``prescaled``           bool     scores are scaled before the maximum is taken (bias, softcap, or scale <= 0)
+``band_left``           bool     keys further left than ``Params::band_left`` are invisible
+``band_right``          bool     keys further right than ``Params::band_right`` are invisible (causal: 0)
+``mask``                int      0 none, 1 column, 2 block, 3 dense
+``split``               bool     forward over parts of the key axis, float32 partial results
+``deterministic``       bool     backward: sums in a fixed order
+``tf32``                bool     float32 products in one TF32 pass instead of float32 accuracy
+======================  =======  ==================================================================================
+"""
+
+import functools
+import pathlib
+import re
+from collections.abc import Iterable, Mapping
+from importlib import resources
+
+__all__ = ["build", "flatten", "kernel_root", "prologue"]
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')
+_HEADERS = {"__half": "cuda_fp16.h", "__nv_bfloat16": "cuda_bf16.h"}
+
+
+def kernel_root():
+    """Return the folder that holds the kernels: inside the installed package, or beside it in a checkout."""
+    packaged = resources.files("cuattn").joinpath("kernels")
+    return packaged if packaged.is_dir() else pathlib.Path(__file__).resolve().parents[2] / "kernels"
+
+
+@functools.lru_cache(maxsize=64)
+def flatten(path: str) -> str:
+    """Return the text of ``kernels/<path>`` with its quoted includes written out, each once.
+
+    Parameters
+    ----------
+    path : str
+        Relative to the kernel folder, with forward slashes, for example ``"sm80/fwd.cu"``.
+
+    Returns
+    -------
+    str
+        CUDA source that includes system headers only.
+    """
+    lines: list[str] = []
+    _append(path, lines, set(), None)
+    return "\n".join(lines) + "\n"
+
+
+def _append(path: str, lines: list[str], seen: set[str], origin: str | None) -> None:
+    if path in seen:
+        return
+    seen.add(path)
+    file = kernel_root().joinpath(*path.split("/"))
+    if not file.is_file():
+        by = f", included by {origin}" if origin else ""
+        raise FileNotFoundError(f"kernel source {path!r} does not exist{by}")
+    lines.append(f'#line 1 "{path}"')
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        include = _INCLUDE.match(line)
+        if include:
+            _append(include[1], lines, seen, f"{path}:{number}")
+            lines.append(f'#line {number + 1} "{path}"')
+        elif line.strip() == "#pragma once":
+            lines.append("")
+        else:
+            lines.append(line)
+
+
+def prologue(constants: Mapping[str, object] | Iterable[tuple[str, object]]) -> str:
+    """Return ``namespace cfg`` with one typed constant per item.
+
+    Parameters
+    ----------
+    constants : mapping of str to bool, int, float or str
+        A ``str`` names a CUDA type and becomes an alias.
+
+    Returns
+    -------
+    str
+        CUDA source.
+
+    Examples
+    --------
+    >>> print(prologue({"elem": "float", "head_dim": 64, "bias": False}))
+    namespace cfg {
+    using elem = float;
+    constexpr int head_dim = 64;
+    constexpr bool bias = false;
+    }  // namespace cfg
+    <BLANKLINE>
+    """
+    items = dict(constants)
+    headers = sorted({_HEADERS[value] for value in items.values() if isinstance(value, str) and value in _HEADERS})
+    lines = [f"#include <{header}>" for header in headers]
+    return "\n".join([*lines, "namespace cfg {", *map(_declare, items, items.values()), "}  // namespace cfg"]) + "\n"
+
+
+def _declare(name: str, value: object) -> str:
+    if isinstance(value, str):
+        return f"using {name} = {value};"
+    if isinstance(value, bool):
+        return f"constexpr bool {name} = {str(value).lower()};"
+    if isinstance(value, int):
+        return f"constexpr int {name} = {value};"
+    if isinstance(value, float):
+        return f"constexpr double {name} = {value!r};"
+    raise TypeError(f"prologue constant {name} must be a bool, int, float or str, got {value!r}")
+
+
+@functools.lru_cache(maxsize=256)
+def build(path: str, constants: tuple[tuple[str, object], ...]) -> str:
+    """Return the complete text of one specialised kernel file.
+
+    Parameters
+    ----------
+    path : str
+        As for :func:`flatten`.
+    constants : tuple of (str, value)
+        As for :func:`prologue`.
+    """
+    return prologue(constants) + flatten(path)

@@ -1,0 +1,83 @@
+// The one argument of every attention kernel, mirrored field by field by the NumPy dtype in cuattn/cuda/params.py.
+//
+// Strides are in elements and may be negative or 0 (a broadcast axis); offsets are 64 bits wide everywhere.
+#pragma once
+#include "ptx/types.cuh"
+
+constexpr int kBatchAxes = 4;  // leading axes that remain after neighbours with matching strides were merged
+
+// An array (batch axes..., heads, rows, columns).  Fields a kernel does not use hold a null pointer.
+struct Operand {
+    void* data;
+    i64 batch[kBatchAxes];  // outermost axis first
+    i64 head, row, col;
+};
+
+// Tables made from a mask.  "Instance" counts the distinct masks: batch * head after broadcasting axes are left out.
+struct MaskTables {
+    const int4* cols;           // column: [instance][keys_padded] {lts, lte, uts, ute}, clamped; dead keys hold (0, n_queries, n_queries, 0)
+    const int4* bounds;         // column: [instance][key_tiles][2] {skip a, skip b, partial p, partial q} of both intervals, in row tiles
+    const i32* order;           // column: [instance][row_tiles] row tiles, most visible key tiles first
+    const u8* alive;            // dense: [instance][keys_padded] 1 = some row sees the key;  block: [instance][block columns]
+    i64 batch[kBatchAxes];      // instance strides, 0 on a broadcast axis
+    i64 head;
+    i32 keys_padded;            // keys rounded up to the key tile
+    i32 block_m, block_n;       // block: rows and keys per block
+    i32 block_rows, block_cols; // block: number of blocks
+    i32 instances;              // distinct masks (grid of the kernels that make the tables)
+};
+
+// Philox4x32-7 dropout (the contract is in cuattn/rng.py).
+struct Dropout {
+    u32 keys[7][2];           // round keys: seed + r * Weyl constants
+    u32 offset;               // used when offset_data is null
+    u32 batch, head, heads;   // flat index b = (batch + ib) * heads + head + ih
+    u32 row, key;             // global index of the first row and key, multiples of 16
+    const u64* offset_data;   // one uint64 in device memory, or null
+};
+
+struct Params {
+    Operand q, k, v, o, l, m;                  // o: cfg::out (forward), cfg::o_elem (backward); l, m: cfg::acc, col unused
+    Operand dout, dq, dk, dv;                  // backward
+    Operand bias, dbias;                       // col, row: 0 where broadcast
+    Operand mask;                              // u8: the boolean mask itself (dense) or the blocks (block)
+    MaskTables table;
+    Dropout dropout;
+    // Workspace, contiguous.  Forward with splits: [split][batch][head][row]([head_dim_v]).  Backward: see kernels/sm80/bwd.cu.
+    void *o_part, *l_part, *m_part;
+    void *delta, *stat, *dq_acc, *dk_acc, *dv_acc, *dbias_acc;
+    i32* counters;
+    double scale, softcap, dropout_scale;      // s = softcap * tanh(scale * q.k / softcap); dropout_scale = 65536 / (65536 - T)
+    i32 batch_size[kBatchAxes];                // outermost first, unused axes 1
+    i32 batch, heads, kv_heads, group;         // batch = product of batch_size; query head h reads k, v head h / group
+    i32 n_queries, n_keys, head_dim, head_dim_v;
+    i32 band_left, band_right, band_offset;    // key j is visible to row i when i + offset - left <= j <= i + offset + right
+    i32 row_tiles, key_tiles;                  // of cfg::block_m rows and cfg::block_n keys
+    i32 section;                               // batch-heads that are worked on side by side (their k and v share the L2 cache)
+    i32 splits, split_tiles;                   // forward: parts of the key axis and key tiles in each
+};
+
+// Indices along the batch axes of flat batch number ib.
+struct BatchIndex {
+    i32 at[kBatchAxes];
+};
+
+__device__ __forceinline__ BatchIndex batch_index(const Params& p, i32 ib) {
+    BatchIndex index;
+#pragma unroll
+    for (int axis = kBatchAxes - 1; axis > 0; --axis) {
+        index.at[axis] = ib % p.batch_size[axis];
+        ib /= p.batch_size[axis];
+    }
+    index.at[0] = ib;
+    return index;
+}
+
+// Element offset of (batch, head, 0, 0), from the strides of an Operand or the instance strides of MaskTables.
+template <class Strides>
+__device__ __forceinline__ i64 slice_offset(const Strides& strides, const BatchIndex& index, i32 head) {
+    i64 offset = strides.head * head;
+#pragma unroll
+    for (int axis = 0; axis < kBatchAxes; ++axis) offset += strides.batch[axis] * index.at[axis];
+    return offset;
+}
