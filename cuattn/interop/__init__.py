@@ -1,0 +1,111 @@
+"""Arrays of any kind in, the same kind out.
+
+:func:`enter` turns the arrays of one call into NumPy arrays (host memory) or CuPy arrays (device memory) that
+share memory with them, and returns the :class:`~cuattn.interop.home.Home` that turns results back into the
+caller's kind.  A framework is recognised through ``sys.modules`` alone: an object of a framework can only exist
+when that framework has been imported, so nothing is imported in order to look.
+
+What is accepted, and what comes back:
+
+=========================  ==================================  =====================================
+argument                   seen by a backend as                result
+=========================  ==================================  =====================================
+``numpy.ndarray``          itself                              ``numpy.ndarray``
+``cupy.ndarray``           itself                              ``cupy.ndarray``
+``torch.Tensor``, CPU      NumPy, same memory                  tensor over the result's memory
+``torch.Tensor``, CUDA     CuPy, same memory                   tensor over the result's memory
+``jax.Array``, CPU         NumPy, same memory, read-only       ``jax.Array`` on the same device
+``jax.Array``, GPU         CuPy, same memory                   ``jax.Array`` on the same device
+other with ``__dlpack__``  NumPy or CuPy, same memory          its namespace's ``from_dlpack``, or else a
+                                                               NumPy or CuPy array
+=========================  ==================================  =====================================
+
+Subclasses of ``numpy.ndarray`` (``memmap``, ``matrix``) are read as plain arrays and plain arrays come back, as
+from most of SciPy; ``numpy.ma.MaskedArray`` is refused, since its mask would be lost without a word.  JAX copies a
+NumPy result that is not aligned as XLA wants it.  bfloat16 is ``ml_dtypes.bfloat16`` on this side of the door;
+NumPy cannot export it through DLPack, so for a host array of a framework other than PyTorch and JAX a bfloat16
+result comes back as a NumPy array.
+"""
+
+from cuattn.errors import DtypeError
+from cuattn.interop import dlpack, jax_arrays, native, torch_tensors
+from cuattn.interop.home import Home, type_name
+
+__all__ = ["Home", "enter"]
+
+OPTIONAL = frozenset({"bias", "mask"})
+
+# Most specific first: tensors of CuPy, PyTorch and JAX have __dlpack__ too, and dlpack takes whatever has it.
+_KINDS = (native.NumPy, torch_tensors.Torch, native.CuPy, jax_arrays.Jax, dlpack.DLPack)
+
+
+def enter(named, *, optional=OPTIONAL):
+    """Return NumPy or CuPy views of a call's arrays and the way back.
+
+    Parameters
+    ----------
+    named : dict of str to object
+        The arrays of one call under the names that error messages use.
+    optional : set of str, optional
+        The names that may be None; they stay None.
+
+    Returns
+    -------
+    arrays : dict of str to (numpy.ndarray or cupy.ndarray or None)
+        Views of the same memory, in the order of `named`; all NumPy or all CuPy.
+    home : Home
+        The arrays' kind and place.
+
+    Raises
+    ------
+    DtypeError
+        When an argument is no array, has a dtype without a NumPy counterpart, or differs from the first array in
+        kind or device.
+    UnsupportedError
+        When an argument takes part in automatic differentiation, lives where no backend can read it, or needs
+        CuPy while CuPy cannot be imported.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> arrays, home = enter({"q": np.zeros((2, 3)), "mask": None})
+    >>> arrays["q"].shape, arrays["mask"], home
+    ((2, 3), None, Home(kind='numpy', backend='cpu', device=0))
+    """
+    arrays = {}
+    first = kind = place = None
+    for name, value in named.items():
+        if value is None and name in optional:
+            arrays[name] = None
+            continue
+        value_kind = _kind_of(name, value)
+        arrays[name], value_place = value_kind.take(name, value)
+        if first is None:
+            first, kind, place = name, value_kind, value_place
+        elif value_kind is not kind or value_place != place:
+            raise DtypeError(
+                f"{name} is {_whereabouts(value, value_place)}, but {first} is {_whereabouts(named[first], place)}; "
+                "all arrays of one call must be of one kind and on one device"
+            )
+    if first is None:
+        raise DtypeError(f"expected at least one array among {', '.join(named) or 'the arguments'}, got none")
+    backend, device, handle = place
+    return arrays, Home(kind.name_of(named[first]), backend, device, kind, handle)
+
+
+def _kind_of(name, value):
+    """Return the kind of array that `value` is."""
+    for kind in _KINDS:
+        if kind.owns(value):
+            return kind
+    hint = "; pass numpy.asarray(...) of it" if isinstance(value, (list, tuple, float, int)) else ""
+    raise DtypeError(
+        f"{name} is {type_name(value)}; expected an array of NumPy, CuPy, PyTorch or JAX, "
+        f"or an object with __dlpack__{hint}"
+    )
+
+
+def _whereabouts(value, place):
+    """Say what `value` is and where, for an error message."""
+    backend, device, _ = place
+    return f"{type_name(value)} on {'the CPU' if backend == 'cpu' else f'CUDA device {device}'}"

@@ -1,0 +1,164 @@
+"""PyTorch tensors, on the CPU and on CUDA devices.
+
+This path reads pointer, shape and strides off the tensor instead of going through DLPack, which costs several
+times as much per tensor; results go back through a DLPack capsule that asks for no synchronisation, because they
+were computed on PyTorch's own current stream.
+"""
+
+import functools
+import sys
+
+import ml_dtypes
+import numpy as np
+
+from cuattn.errors import DtypeError, UnsupportedError
+from cuattn.interop.home import device_array_module, type_name
+
+__all__ = ["Torch"]
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_HOST = ("cpu", 0, None)
+_NAMES = ("float16", "float32", "float64", "bool", "uint8", "int8", "int16", "int32", "int64")
+
+
+class Torch:
+    """Tensors of PyTorch."""
+
+    @staticmethod
+    def owns(value):
+        """Return whether `value` is a tensor."""
+        torch = sys.modules.get("torch")
+        return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
+
+    @staticmethod
+    def name_of(value):
+        """Return the name of this kind."""
+        return "torch"
+
+    @staticmethod
+    def take(name, value):
+        """Return a NumPy or CuPy array over the memory of `value`, and its place."""
+        torch = sys.modules["torch"]
+        _refuse_differentiated(torch, name, value)
+        dtype = _dtypes(torch).get(value.dtype)
+        if dtype is None or value.layout is not torch.strided or value.is_nested or value.is_neg():
+            raise _unreadable(torch, name, value)
+        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+            _refuse_dispatching(torch, name, value)
+        try:
+            if value.is_cpu:
+                return _host_view(torch, value, dtype), _HOST
+            if value.is_cuda:
+                return _device_view(torch, name, value, dtype), ("cuda", value.get_device(), None)
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"{name} has no memory that can be read ({error}); inside a transform of torch.func, wrap "
+                "cuattn.forward and cuattn.backward in a torch.autograd.Function"
+            ) from error
+        raise UnsupportedError(f"{name} is on device {str(value.device)!r}; expected a tensor on 'cpu' or 'cuda'")
+
+    @staticmethod
+    def give(array, handle):
+        """Return a tensor over the memory of `array`."""
+        torch = sys.modules["torch"]
+        if not isinstance(array, np.ndarray):
+            return torch.from_dlpack(array.__dlpack__(stream=-1))
+        if array.dtype == _BFLOAT16:
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
+
+    @staticmethod
+    def stream(device):
+        """Return PyTorch's current stream of a device as a CuPy stream."""
+        return _cupy_stream(device, sys.modules["torch"].cuda.current_stream(device).cuda_stream)
+
+
+@functools.lru_cache(maxsize=4)
+def _dtypes(torch):
+    """Return the NumPy dtype of each torch dtype that can be handed over."""
+    table = {getattr(torch, name): np.dtype(name) for name in _NAMES}
+    table[torch.bfloat16] = _BFLOAT16
+    return table
+
+
+def _refuse_differentiated(torch, name, value):
+    """Raise for a tensor whose gradient or tangent would be lost."""
+    if value.requires_grad and torch.is_grad_enabled():
+        problem = f"{name} requires grad while grad mode is on"
+        detach = f"pass {name}.detach(), call under torch.no_grad()"
+    elif _is_dual(torch.autograd.forward_ad, value):
+        problem = f"{name} carries a forward-mode tangent"
+        detach = f"pass its primal (torch.autograd.forward_ad.unpack_dual({name}).primal)"
+    else:
+        return
+    raise UnsupportedError(
+        f"{problem}, and cuattn takes no part in PyTorch's autograd, so its gradient would be lost; "
+        f"{detach}, or wrap cuattn.forward and cuattn.backward in a torch.autograd.Function"
+    )
+
+
+def _is_dual(forward_ad, value):
+    """Return whether a tensor carries a tangent; outside every dual level, the usual case, without unpacking it."""
+    return getattr(forward_ad, "_current_level", 0) >= 0 and forward_ad.unpack_dual(value).tangent is not None
+
+
+def _unreadable(torch, name, value):
+    """Return the error for a tensor whose elements do not lie in memory as its dtype and strides say."""
+    if value.is_nested or value.layout is not torch.strided:
+        layout = "nested" if value.is_nested else str(value.layout)
+        return UnsupportedError(f"{name} is a {layout} tensor; expected a dense one (torch.strided)")
+    if value.is_quantized:
+        return UnsupportedError(f"{name} is quantised ({value.dtype}); pass {name}.dequantize()")
+    if value.is_conj() or value.is_neg():
+        resolve = "conj" if value.is_conj() else "neg"
+        return UnsupportedError(f"{name} has its lazy {resolve} bit set; pass {name}.resolve_{resolve}()")
+    return DtypeError(
+        f"{name} has dtype {value.dtype}, which cuattn cannot read; expected torch.float16, torch.bfloat16, "
+        "torch.float32 or torch.float64 (torch.bool for a mask)"
+    )
+
+
+def _refuse_dispatching(torch, name, value):
+    """Raise for a subclass whose operations do not act on memory of its own (fake, distributed, ... tensors)."""
+    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise UnsupportedError(f"{name} is {type_name(value)}, a subclass that is no plain block of memory")
+
+
+def _host_view(torch, value, dtype):
+    """Return a NumPy array over a CPU tensor."""
+    if value.requires_grad:
+        value = value.detach()
+    if dtype is _BFLOAT16:
+        return value.view(torch.int16).numpy().view(_BFLOAT16)
+    return value.numpy()
+
+
+def _device_view(torch, name, value, dtype):
+    """Return a CuPy array over a CUDA tensor; it keeps the tensor alive."""
+    cupy = sys.modules.get("cupy") or device_array_module(name, value, torch.version.cuda)
+    memory = cupy.cuda.UnownedMemory(value.data_ptr(), value.nbytes, value, value.get_device())
+    itemsize = dtype.itemsize
+    strides = tuple([step * itemsize for step in value.stride()])
+    return cupy.ndarray(tuple(value.shape), dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+
+
+class _ForeignStream:
+    """A stream of another library, by its address (the CUDA stream protocol)."""
+
+    def __init__(self, ptr):
+        self.ptr = ptr
+
+    def __cuda_stream__(self):
+        return 0, self.ptr
+
+
+@functools.lru_cache(maxsize=None)  # noqa: UP033 - bounded by PyTorch's stream pool, and cached for the reason below
+def _cupy_stream(device, ptr):
+    """Return a CuPy stream over a foreign one.
+
+    It is kept for good: making one costs microseconds, and CuPy 14.0 destroys the foreign stream together with the
+    object that wraps it.
+    """
+    from cupy.cuda import Stream
+
+    return Stream.from_external(_ForeignStream(ptr))
