@@ -97,7 +97,7 @@ def forward(
         step = _steps(q, k, v, visible=visible, bias=bias, scale=scale, softcap=softcap, dtype=dtype)
         m = step.s.max(-1, initial=-np.inf)
         shift = np.where(m == -np.inf, 0, m)
-        l = np.exp(step.s - shift[..., None]).sum(-1)  # noqa: E741
+        l = np.exp(step.s - shift[..., None]).sum(-1)
         p = step.p if keep is None else np.where(keep, step.p * step.p.dtype.type(keep_scale), 0)
         if dtype is not None:
             p = p.astype(dtype).astype(p.dtype)

@@ -134,5 +134,5 @@ class Operands(NamedTuple):
     rng: Any = None
     do: Any = None
     o: Any = None
-    l: Any = None  # noqa: E741 (the paper's name)
+    l: Any = None
     m: Any = None

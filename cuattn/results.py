@@ -1,0 +1,66 @@
+"""What the public functions return."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuattn.rng import RNGState
+
+__all__ = ["Forward", "Gradients"]
+
+
+class Forward(NamedTuple):
+    """The result of :func:`cuattn.forward`: all that a backward pass or a merge needs, in O(N) memory.
+
+    Attributes
+    ----------
+    o : array, (..., Hq, Nq, dv)
+        The attention output, in the input dtype (or ``out_dtype``).
+    l : array, (..., Hq, Nq), float32 | float64
+        Row sum of ``exp(s - m)`` over the visible keys, before dropout; 0 in an empty row.
+    m : array, (..., Hq, Nq), float32 | float64
+        Row maximum of the scores s over the visible keys, natural units; -inf in an empty row.
+    rng_state : RNGState | None
+        The state that dropout used; None without dropout.
+    """
+
+    o: Any
+    l: Any
+    m: Any
+    rng_state: RNGState | None = None
+
+    @property
+    def lse(self) -> Any:
+        """Log of the softmax's denominator, ``m + log(l)`` (natural logarithm); -inf in an empty row."""
+        return self.m + _log(self.l)
+
+
+class Gradients(NamedTuple):
+    """The result of :func:`cuattn.backward`.
+
+    Attributes
+    ----------
+    dq, dk, dv : array
+        Gradients, each of the shape and dtype of its operand (broadcast axes are summed).
+    dbias : array | None
+        Gradient of the bias, of its shape and dtype; None when no bias was given.
+    """
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any = None
+
+
+def _log(x: Any) -> Any:
+    """Natural logarithm of an array of any kind, in its own kind; log(0) is -inf without a warning."""
+    root = type(x).__module__.partition(".")[0]
+    if root == "torch":
+        return x.log()
+    if root in ("jax", "jaxlib"):
+        return sys.modules["jax"].numpy.log(x)
+    with np.errstate(divide="ignore"):
+        return np.log(x)  # CuPy answers NumPy's ufuncs itself
