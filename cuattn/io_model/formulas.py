@@ -1,0 +1,163 @@
+"""The papers' own expressions: what stands inside their Theta, and the lecture's forms with constants."""
+
+from cuattn.io_model.sizes import MASK_VECTORS, ceil_div
+
+
+def theorem_2_standard(n, d):
+    """Return N d + N^2: standard attention's forward HBM accesses are Theta of it (Theorem 2).
+
+    Examples
+    --------
+    >>> from cuattn import io_model
+    >>> io_model.theorem_2_standard(1024, 64)
+    1114112
+    """
+    return n * d + n * n
+
+
+def theorem_2_flash(n, d, m):
+    """Return N^2 d^2 / M: FlashAttention's forward HBM accesses are Theta of it for d <= M <= N d (Theorem 2).
+
+    Examples
+    --------
+    >>> from cuattn import io_model
+    >>> io_model.theorem_2_flash(1024, 64, 32768)
+    131072.0
+    """
+    return n * n * d * d / m
+
+
+def theorem_5_standard(n, d):
+    """Return N d + N^2: standard attention's backward HBM accesses are Theta of it (Theorem 5).
+
+    Examples
+    --------
+    >>> from cuattn import io_model
+    >>> io_model.theorem_5_standard(1024, 64)
+    1114112
+    """
+    return n * d + n * n
+
+
+def theorem_5_flash(n, d, m):
+    """Return N^2 d^2 / M: FlashAttention's backward HBM accesses are Theta of it for d <= M <= N d (Theorem 5).
+
+    Examples
+    --------
+    >>> from cuattn import io_model
+    >>> io_model.theorem_5_flash(1024, 64, 32768)
+    131072.0
+    """
+    return n * n * d * d / m
+
+
+def proposition_4(n, d, m, s):
+    """Return N d + s N^2 d^2 / M: block-sparse FlashAttention's accesses are Theta of it (Proposition 4).
+
+    s is the share of nonzero blocks in the block mask.
+
+    Examples
+    --------
+    >>> from cuattn import io_model
+    >>> io_model.proposition_4(1024, 64, 32768, 0.25)
+    98304.0
+    """
+    return n * d + n * n * d * d / m * s
+
+
+def lecture_forward(n, d, m):
+    """Return the lecture's 12 N^2 d^2 / M + 16 N^2 d / M + 3 N d for Algorithm 1 (outer loop over K, V).
+
+    Notes
+    -----
+    One inner iteration reads Q_i, O_i, l_i, m_i and writes O_i, l_i, m_i: (3 d + 4) B_r.  T_r of them make one
+    pass, (3 d + 4) N, and the outer loop makes T_c = 4 N d / M passes: 12 N^2 d^2 / M + 16 N^2 d / M.  Outside
+    the inner loop the slides count 3 d B_c per pass and do not name its parts.  K_j and V_j are two; the third,
+    N d over all passes, is the initialisation of O.  That of l and m (2 N) is left out, so that, where nothing is
+    rounded up, ``flash_forward(n, d, m).total == lecture_forward(n, d, m) + 2 * n``.
+
+    Examples
+    --------
+    >>> from cuattn import io_model
+    >>> io_model.lecture_forward(1024, 64, 32768), io_model.flash_forward(1024, 64, 32768).total
+    (1802240.0, 1804288)
+    """
+    return 12 * n * n * d * d / m + 16 * n * n * d / m + 3 * n * d
+
+
+def lecture_swapped_forward(n, d, m):
+    """Return the lecture's 8 N^2 d^2 / M + 3 N d + 2 N for the swapped loops (outer loop over Q, O on chip).
+
+    Notes
+    -----
+    One inner iteration reads K_j and V_j: 2 d B_c.  T_c of them make one pass, 2 N d, and with B_r = B_c the
+    outer loop makes T_r = 4 N d / M passes: 8 N^2 d^2 / M.  (With Algorithm 1's B_r = min(B_c, d), T_r would
+    not fall below N / d and the term would not fall below 2 N^2.)  Outside the inner loop, Q is read and O, l and
+    m are written once: 2 N d + 2 N.  The slides' third N d is again unnamed and again fits the initialisation of O in
+    HBM.  A tile of O that starts on chip needs none, so that, where nothing is rounded up,
+    ``swapped_forward(n, d, m).total == lecture_swapped_forward(n, d, m) - n * d``.
+
+    Examples
+    --------
+    >>> from cuattn import io_model
+    >>> io_model.lecture_swapped_forward(1024, 64, 32768), io_model.swapped_forward(1024, 64, 32768).total
+    (1247232.0, 1181696)
+    """
+    return 8 * n * n * d * d / m + 3 * n * d + 2 * n
+
+
+def lecture_block_sparse_forward(n, d, m, s):
+    """Return the lecture's s (12 N^2 d^2 / M + 16 N^2 d / M) + 3 N d for a share s of nonzero blocks.
+
+    Notes
+    -----
+    The inner loop's work is done for a share s of its iterations; K and V are read and O is initialised whatever the
+    mask is.  Exactly (:func:`block_sparse_forward`) there are also 2 N writes that initialise l and m, and one read
+    per block of the mask.
+
+    Examples
+    --------
+    >>> from cuattn import io_model
+    >>> io_model.lecture_block_sparse_forward(1024, 64, 32768, 0.5)
+    999424.0
+    """
+    return s * (12 * n * n * d * d / m + 16 * n * n * d / m) + 3 * n * d
+
+
+def dense_mask(n_queries, n_keys):
+    """Return Nq Nk: the elements of a dense mask that a forward pass reads (FlashMask, section 4.3).
+
+    Examples
+    --------
+    >>> from cuattn import io_model
+    >>> io_model.dense_mask(1024, 1024)
+    1048576
+    """
+    return n_queries * n_keys
+
+
+def flashmask_vectors(n, b_r):
+    """Return 4 T_r N: the most that FlashMask's forward reads of its four mask vectors (section 4.3).
+
+    Every block of B_r rows reads the vectors of all keys, when every tile is partial; less than a dense mask by
+    the factor B_r / 4.
+
+    Examples
+    --------
+    >>> from cuattn import io_model
+    >>> io_model.dense_mask(1024, 1024) / io_model.flashmask_vectors(1024, 128)
+    32.0
+    """
+    return MASK_VECTORS * ceil_div(n, b_r) * n
+
+
+def flashmask_vectors_backward(n):
+    """Return 4 N: what FlashMask's backward reads of its mask vectors, each once per key (appendix A.1).
+
+    Examples
+    --------
+    >>> from cuattn import io_model
+    >>> io_model.flashmask_vectors_backward(1024)
+    4096
+    """
+    return MASK_VECTORS * n

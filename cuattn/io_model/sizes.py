@@ -1,0 +1,106 @@
+"""Block sizes of the papers, and what the models of this package return and take."""
+
+import operator
+from typing import NamedTuple
+
+import numpy as np
+
+from cuattn.errors import ArgumentError, ShapeError
+
+MASK_VECTORS = 4  # LTS, LTE, UTS, UTE
+
+
+class Traffic(NamedTuple):
+    """Elements moved between HBM and the chip."""
+
+    reads: int
+    writes: int
+
+    @property
+    def total(self) -> int:
+        """Reads and writes together: the papers' "HBM accesses"."""
+        return self.reads + self.writes
+
+
+class Blocks(NamedTuple):
+    """Block sizes B_r (rows of Q) and B_c (rows of K, V), and the numbers of blocks T_r and T_c."""
+
+    b_r: int
+    b_c: int
+    t_r: int
+    t_c: int
+
+
+class Tiles(NamedTuple):
+    """What FlashMask does with each tile: three boolean arrays of shape (T_r, T_c).
+
+    `visited` tiles are not skipped; in a visited tile, `lower` says that the first interval (LTS, LTE) must be
+    tested element by element, `upper` the same of the second (UTS, UTE).
+    """
+
+    visited: np.ndarray
+    lower: np.ndarray
+    upper: np.ndarray
+
+
+def block_sizes(n, d, m, square=False):
+    """Return the papers' block sizes, B_c = ceil(M / 4d) and B_r = min(ceil(M / 4d), d).
+
+    Parameters
+    ----------
+    n, d, m : int
+        Sequence length, head dimension and on-chip memory in elements, d <= m <= n d.
+    square : bool, default False
+        Take B_r = B_c, the first change of the lecture's last part.
+
+    Returns
+    -------
+    blocks : Blocks
+
+    Raises
+    ------
+    ArgumentError
+        When `n` or `d` is not positive or `m` is outside the theorems' range d <= M <= N d.
+
+    Examples
+    --------
+    >>> from cuattn import io_model
+    >>> io_model.block_sizes(1024, 64, 32768)
+    Blocks(b_r=64, b_c=128, t_r=16, t_c=8)
+    """
+    n, d = _size("n", n), _size("d", d)
+    try:
+        m = operator.index(m)
+    except TypeError:
+        raise ArgumentError(f"M = {m!r}: expected a whole number of elements") from None
+    if not d <= m <= n * d:
+        raise ArgumentError(f"M = {m}: expected d <= M <= N d, here {d} <= M <= {n * d}")
+    b_c = ceil_div(m, 4 * d)
+    b_r = b_c if square else min(b_c, d)
+    return Blocks(b_r, b_c, ceil_div(n, b_r), ceil_div(n, b_c))
+
+
+def ceil_div(a, b):
+    return -(-a // b)
+
+
+def block_lengths(n, block):
+    """Return the lengths of the blocks that n elements are divided into: all `block` but perhaps the last."""
+    return np.minimum(block, n - np.arange(0, n, block))
+
+
+def tile_array(name, array, sizes):
+    array = np.asarray(array).astype(bool)
+    if array.shape != (sizes.t_r, sizes.t_c):
+        raise ShapeError(f"{name} has shape {array.shape}: expected (T_r, T_c) = {(sizes.t_r, sizes.t_c)}")
+    return array
+
+
+def _size(name, value):
+    try:
+        size = operator.index(value)
+    except TypeError:
+        size = 0
+    if size < 1:
+        raise ArgumentError(f"{name} = {value!r}: expected a positive whole number")
+    return size
