@@ -59,7 +59,8 @@ class Jax:
             return jax.dlpack.from_dlpack(array)
         if array.dtype != np.float64:
             return jax.device_put(array, handle)
-        with jax.enable_x64(True):  # a float64 argument was made under it; outside, JAX would round the result
+        enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+        with enable_x64(True):  # a float64 argument was made under it; outside, JAX would round the result
             return jax.device_put(array, handle)
 
     @staticmethod

@@ -152,12 +152,12 @@ class _ForeignStream:
         return 0, self.ptr
 
 
-@functools.lru_cache(maxsize=None)  # noqa: UP033 - bounded by PyTorch's stream pool, and cached for the reason below
+@functools.cache
 def _cupy_stream(device, ptr):
     """Return a CuPy stream over a foreign one.
 
-    It is kept for good: making one costs microseconds, and CuPy 14.0 destroys the foreign stream together with the
-    object that wraps it.
+    It is kept for good (PyTorch draws its streams from a small pool): making one costs microseconds, and CuPy 14.0
+    destroys the foreign stream together with the object that wraps it.
     """
     from cupy.cuda import Stream
 
