@@ -1,0 +1,54 @@
+"""Every example in the documentation runs, and public docstrings are complete."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+from numpydoc.validate import validate
+
+import cuattn
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = sorted(
+    info.name
+    for info in pkgutil.walk_packages(cuattn.__path__, "cuattn.")
+    if not info.name.endswith("__main__") and not info.name.startswith("cuattn.cuda")
+)
+PUBLIC = [f"cuattn.{name}" for name in ("attention", "forward", "backward", "merge", "plan", "ColumnMask", "BlockMask")]
+
+# numpydoc's codes: summary, sections, parameters and returns that are missing or do not match the signature.
+CHECKED = ("GL08", "SS01", "SS02", "SS03", "PR01", "PR02", "PR03", "PR04", "RT01", "RT03", "EX01")
+
+
+@pytest.mark.parametrize("name", ["cuattn", *MODULES])
+def test_doctests(name):
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_docstrings_are_complete(name):
+    found = [f"{code}: {text}" for code, text in validate(name)["errors"] if code in CHECKED]
+    assert not found, "\n".join(found)
+
+
+def readme_blocks():
+    text = (ROOT / "README.md").read_text()
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.M | re.S)
+
+
+@pytest.mark.parametrize("index", range(len(readme_blocks())))
+def test_readme_examples(index, tmp_path, monkeypatch):
+    """Python blocks of the README run as they stand; those that need a GPU or PyTorch say so by importing it."""
+    block = readme_blocks()[index]
+    for package in ("torch", "cupy", "jax"):
+        if re.search(rf"^\s*import .*\b{package}\b", block, flags=re.M):
+            module = pytest.importorskip(package)
+            if package == "cupy" and not module.is_available():
+                pytest.skip("this example needs a GPU")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, f"README.md, block {index}", "exec"), {})
