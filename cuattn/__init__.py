@@ -1,1 +1,53 @@
-"""cuattn."""
+"""Exact attention for arrays: FlashAttention and FlashMask, forward and backward.
+
+NumPy arrays in, NumPy arrays out on the CPU; CuPy arrays in, CuPy arrays out on the GPU; any other DLPack array
+(PyTorch, JAX) in, the same kind out.
+
+Examples
+--------
+>>> import numpy as np, cuattn
+>>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 128, 64), np.float32)
+>>> cuattn.attention(q, k, v, is_causal=True).shape
+(8, 128, 64)
+"""
+
+from cuattn import errors, masks
+from cuattn.api import attention, backward, forward, merge, plan
+from cuattn.errors import (
+    ArgumentError,
+    CompileError,
+    CuattnError,
+    DtypeError,
+    MaskError,
+    ShapeError,
+    UnsupportedError,
+)
+from cuattn.masks import BlockMask, ColumnMask
+from cuattn.plans import Plan
+from cuattn.results import Forward, Gradients
+from cuattn.rng import RNGState
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "BlockMask",
+    "ColumnMask",
+    "CompileError",
+    "CuattnError",
+    "DtypeError",
+    "Forward",
+    "Gradients",
+    "MaskError",
+    "Plan",
+    "RNGState",
+    "ShapeError",
+    "UnsupportedError",
+    "attention",
+    "backward",
+    "errors",
+    "forward",
+    "masks",
+    "merge",
+    "plan",
+]

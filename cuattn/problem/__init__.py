@@ -1,5 +1,20 @@
 """The problem of a call: its description and the one place that checks it."""
 
 from cuattn.problem.model import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT64, Band, Operands, Origin, Problem
+from cuattn.problem.parts import check_parts, unpack_part
+from cuattn.problem.validate import validate
 
-__all__ = ["BFLOAT16", "DTYPES", "FLOAT16", "FLOAT32", "FLOAT64", "Band", "Operands", "Origin", "Problem"]
+__all__ = [
+    "BFLOAT16",
+    "DTYPES",
+    "FLOAT16",
+    "FLOAT32",
+    "FLOAT64",
+    "Band",
+    "Operands",
+    "Origin",
+    "Problem",
+    "check_parts",
+    "unpack_part",
+    "validate",
+]

@@ -1,0 +1,203 @@
+"""Every bad argument gets the right error, and its message names the argument, the value and the expectation."""
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuattn
+from cuattn.errors import ArgumentError, CuattnError, DtypeError, MaskError, ShapeError, UnsupportedError
+from tests import oracle
+from tests.tolerances import assert_close
+
+
+def ones(*shape, dtype=np.float32):
+    return np.ones(shape, dtype)
+
+
+Q = ones(2, 4, 8)
+BAD = [
+    # argument, keyword arguments (q, k, v replaced by name), error, what the message says
+    ("q", {"q": ones(8)}, ShapeError, r"q .*\(8,\).*at least two axes"),
+    ("q", {"q": [[1.0]]}, DtypeError, "q .*list.*array"),
+    ("q", {"q": None}, DtypeError, "q .*None"),
+    ("q", {"q": ones(2, 4, 8, dtype=np.int32)}, DtypeError, "q .*int32.*float16"),
+    ("q", {"q": ones(2, 4, 8, dtype=np.complex64)}, DtypeError, "q .*complex64"),
+    ("q", {"q": ones(2, 4, 8, dtype=">f4")}, DtypeError, "q .*>f4"),
+    ("q", {"q": np.ma.masked_array(Q, Q > 2)}, DtypeError, "q .*[Mm]asked"),
+    ("k", {"k": ones(2, 4, 8, dtype=np.float64)}, DtypeError, "k .*float64.*q .*float32"),
+    ("v", {"v": ones(2, 4, 8, dtype=ml_dtypes.bfloat16)}, DtypeError, "v .*bfloat16.*q .*float32"),
+    ("k", {"k": ones(2, 4, 7)}, ShapeError, "head_dim"),
+    ("q", {"q": ones(2, 4, 0), "k": ones(2, 4, 0)}, ShapeError, "q .*head_dim.*at least 1"),
+    ("v", {"v": ones(2, 5, 8)}, ShapeError, "k .*v .*number of keys"),
+    ("k", {"q": ones(6, 4, 8)}, ShapeError, "6 heads.*2.*enable_gqa"),
+    ("k", {"q": ones(3, 4, 8)}, ShapeError, "3 heads.*2"),
+    ("k", {"q": ones(3, 4, 8), "enable_gqa": True}, ShapeError, "3 heads.*multiple of 2"),
+    ("v", {"v": ones(3, 4, 8)}, ShapeError, "k .*v .*heads"),
+    ("q", {"q": ones(2, 1, 4, 8), "k": ones(3, 1, 4, 8), "v": ones(3, 1, 4, 8)}, ShapeError, "broadcast"),
+    ("scale", {"scale": np.nan}, ArgumentError, "scale .*nan.*finite"),
+    ("scale", {"scale": "big"}, DtypeError, "scale .*'big'.*number"),
+    ("scale", {"scale": True}, DtypeError, "scale .*True.*number"),
+    ("softcap", {"softcap": 0.0}, ArgumentError, "softcap .*0.*> 0"),
+    ("softcap", {"softcap": -3}, ArgumentError, "softcap .*-3.*> 0"),
+    ("dropout_p", {"dropout_p": 1.0}, ArgumentError, "dropout_p .*1.*< 1"),
+    ("dropout_p", {"dropout_p": -0.1}, ArgumentError, "dropout_p .*-0.1"),
+    ("dropout_p", {"dropout_p": "x"}, DtypeError, "dropout_p .*'x'"),
+    ("rng", {"dropout_p": 0.5, "rng": -1}, ArgumentError, "rng .*-1"),
+    ("rng", {"dropout_p": 0.5, "rng": 2**64}, ArgumentError, "rng .*18446744073709551616"),
+    ("rng", {"dropout_p": 0.5, "rng": cuattn.RNGState(1, 2**32)}, ArgumentError, "offset .*4294967296"),
+    ("rng", {"rng": 1.5}, DtypeError, "rng .*float"),
+    ("is_causal", {"is_causal": "diagonal"}, ArgumentError, "is_causal .*'diagonal'.*'top_left'"),
+    ("is_causal", {"is_causal": 1}, ArgumentError, "is_causal .*1"),
+    ("is_causal", {"is_causal": True, "q": ones(2, 3, 8)}, ArgumentError, "is_causal .*3 queries and 4 keys"),
+    ("window", {"window": 4}, ArgumentError, "window .*4.*left, right"),
+    ("window", {"window": (1, -1)}, ArgumentError, "window's right .*-1"),
+    ("window", {"window": (1.5, 1)}, ArgumentError, "window's left .*1.5"),
+    ("window", {"window": (1, 1, "middle")}, ArgumentError, "'middle'"),
+    ("window", {"window": (1, 1), "q": ones(2, 3, 8)}, ArgumentError, "window .*3 queries and 4 keys.*third"),
+    ("window", {"window": (1, 1, "top_left"), "is_causal": "bottom_right"}, ArgumentError, "same alignment"),
+    ("enable_gqa", {"enable_gqa": "yes"}, DtypeError, "enable_gqa .*'yes'"),
+    ("precision", {"precision": "fp8"}, ArgumentError, "precision .*'fp8'.*'tf32'"),
+    ("kernel", {"kernel": "sm70"}, ArgumentError, "kernel .*'sm70'.*'sm80'"),
+    ("kernel", {"kernel": "sm90"}, UnsupportedError, "kernel .*'sm90'.*GPU"),
+    ("mask", {"mask": ones(4, 4)}, DtypeError, "mask .*float32.*boolean"),
+    ("mask", {"mask": "causal"}, DtypeError, "mask "),
+    ("mask", {"mask": ones(3, 4, dtype=bool)}, ShapeError, r"mask .*\(3, 4\).*\(2, 4, 4\)"),
+    ("mask", {"mask": ones(1, 2, 4, 4, dtype=bool)}, ShapeError, "mask .*broadcast"),
+    ("mask", {"mask": cuattn.masks.causal(5)}, ShapeError, "mask .*5 queries and 5 keys.*4 and 4"),
+    ("mask", {"mask": cuattn.ColumnMask(*np.zeros((4, 3, 4), np.int32), n_queries=4)}, ShapeError, r"mask .*\(3,\)"),
+    ("bias", {"bias": ones(5, 4)}, ShapeError, r"bias .*\(5, 4\).*\(2, 4, 4\)"),
+    ("bias", {"bias": ones(4, 4, dtype=np.float64)}, DtypeError, "bias .*float64.*float32"),
+    ("bias", {"bias": 0.5}, DtypeError, "bias .*float"),
+]
+
+
+@pytest.mark.parametrize("argument,change,error,message", BAD, ids=[f"{i}-{b[0]}" for i, b in enumerate(BAD)])
+def test_bad_arguments(argument, change, error, message):
+    options = dict(change)
+    arrays = [options.pop(name, Q) for name in "qkv"]
+    with pytest.raises(error) as caught:
+        cuattn.forward(*arrays, **options)
+    assert re.search(message, str(caught.value)), str(caught.value)
+    assert argument in str(caught.value)
+    with pytest.raises(error):
+        cuattn.plan(*arrays, **options)
+
+
+FWD = cuattn.Forward(ones(2, 4, 8), ones(2, 4), ones(2, 4), None)
+BAD_BACKWARD = [
+    ({"do": ones(2, 4, 7)}, ShapeError, r"do .*\(2, 4, 7\).*\(2, 4, 8\)"),
+    ({"do": ones(2, 4, 8, dtype=np.float64)}, DtypeError, "do .*float64"),
+    ({"do": None}, DtypeError, "do .*None"),
+    ({"fwd": FWD[0]}, DtypeError, "fwd .*Forward"),
+    ({"fwd": FWD[:3]}, DtypeError, "fwd .*Forward"),
+    ({"fwd": FWD._replace(o=ones(2, 3, 8))}, ShapeError, "fwd.o .*"),
+    ({"fwd": FWD._replace(l=ones(2, 3))}, ShapeError, "fwd.l .*"),
+    ({"fwd": FWD._replace(m=ones(2, 4, dtype=np.float64))}, DtypeError, "fwd.m .*float64.*float32"),
+    ({"fwd": FWD._replace(m=None)}, DtypeError, "fwd.m .*None"),
+    ({"dropout_p": 0.5}, ArgumentError, "dropout_p .*rng_state"),
+    ({"fwd": FWD._replace(rng_state=cuattn.RNGState(1, 0))}, ArgumentError, "rng_state .*dropout_p"),
+    ({"deterministic": 1}, DtypeError, "deterministic .*1"),
+]
+
+
+@pytest.mark.parametrize("change,error,message", BAD_BACKWARD, ids=range(len(BAD_BACKWARD)))
+def test_bad_backward_arguments(change, error, message):
+    options = dict(change)
+    do, fwd = options.pop("do", Q), options.pop("fwd", FWD)
+    with pytest.raises(error) as caught:
+        cuattn.backward(do, Q, Q, Q, fwd, **options)
+    assert re.search(message, str(caught.value)), str(caught.value)
+
+
+BAD_PARTS = [
+    ((), ArgumentError, "parts"),
+    ((Q,), DtypeError, r"parts\[0\].*Forward"),
+    ((FWD, FWD._replace(o=ones(2, 5, 8))), ShapeError, r"parts\[1\].o"),
+    ((FWD, FWD._replace(l=ones(2, 5))), ShapeError, r"parts\[1\].l"),
+    ((FWD, FWD._replace(o=ones(2, 4, 8, dtype=np.float16))), DtypeError, r"parts\[1\].o .*float16"),
+    ((FWD._replace(o=ones(2, 4, 8, dtype=np.int8)),), DtypeError, r"parts\[0\].o .*int8"),
+]
+
+
+@pytest.mark.parametrize("parts,error,message", BAD_PARTS, ids=range(len(BAD_PARTS)))
+def test_bad_parts(parts, error, message):
+    with pytest.raises(error, match=message):
+        cuattn.merge(*parts)
+
+
+def test_bad_direction():
+    with pytest.raises(ArgumentError, match=r"direction .*'sideways'.*'backward'"):
+        cuattn.plan(Q, Q, Q, direction="sideways")
+
+
+SHAPES = st.lists(st.integers(0, 4), min_size=0, max_size=4).map(tuple)
+ARRAYS = st.one_of(
+    st.builds(
+        lambda shape, dtype: np.ones(shape, dtype),
+        st.one_of(SHAPES, st.sampled_from([(4, 8), (2, 4, 8), (1, 2, 4, 8), (4, 4), (4, 2, 4, 8)])),
+        st.sampled_from([np.float32, np.float64, np.float16, np.int64, bool, ml_dtypes.bfloat16]),
+    ),
+    st.just(Q),
+    st.just(Q),
+    st.just(Q),
+    st.none(),
+    st.text(max_size=2),
+)
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(), st.text(max_size=3))
+OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "mask": st.one_of(ARRAYS, st.builds(cuattn.masks.causal, st.integers(0, 5)), SCALARS),
+        "bias": st.one_of(ARRAYS, SCALARS),
+        "is_causal": st.one_of(SCALARS, st.sampled_from(["top_left", "bottom_right"])),
+        "window": st.one_of(SCALARS, st.tuples(SCALARS, SCALARS), st.tuples(SCALARS, SCALARS, SCALARS)),
+        "scale": SCALARS,
+        "softcap": SCALARS,
+        "dropout_p": SCALARS,
+        "rng": SCALARS,
+        "enable_gqa": SCALARS,
+        "precision": SCALARS,
+        "kernel": SCALARS,
+        "out_dtype": st.one_of(SCALARS, st.sampled_from(["float32", "int8"])),
+    },
+)
+
+
+@settings(max_examples=600)
+@given(q=ARRAYS, k=ARRAYS, v=ARRAYS, options=OPTIONS)
+def test_random_arguments_give_a_result_or_a_clear_error(q, k, v, options):
+    """All entries are 1, so a result must be a mean of ones (0 in empty rows), scaled only by dropout."""
+    try:
+        fwd = cuattn.forward(q, k, v, **options)
+    except CuattnError as error:
+        assert len(str(error)) > 10
+        return
+    lead = fwd.o.shape[:-2]
+    assert fwd.o.shape[-2:] == (q.shape[-2], v.shape[-1]) and fwd.l.shape == (*lead, q.shape[-2])
+    if not options.get("dropout_p"):
+        o = fwd.o.astype(np.float64)
+        seen = fwd.l > 0
+        exact = np.broadcast_to(seen[..., None].astype(np.float64), o.shape)
+        assert_close(fwd.o, exact, exact.astype(fwd.o.dtype))
+
+
+def test_backward_accepts_plain_tuples():
+    fwd = cuattn.forward(Q, Q, Q, dropout_p=0.5, rng=3)
+    a = cuattn.backward(Q, Q, Q, Q, fwd, dropout_p=0.5)
+    b = cuattn.backward(Q, Q, Q, Q, (fwd.o, fwd.l, fwd.m, (3, 0)), dropout_p=0.5)
+    np.testing.assert_array_equal(a.dq, b.dq)
+
+
+def test_mask_errors_name_the_column():
+    with pytest.raises(MaskError):
+        cuattn.ColumnMask(*np.full((4, 4), 9, np.int32), n_queries=4)
+
+
+def test_scalars_may_be_numpy_scalars_and_lists():
+    exact = oracle.forward(Q, Q, Q, visible=oracle.visible_band(4, 4, 1, 1, 0), scale=0.5)
+    fwd = cuattn.forward(Q, Q, Q, window=[np.int64(1), 1], scale=np.array(0.5), is_causal=np.False_)
+    assert_close(fwd.o, exact[0], exact[0].astype(np.float32))

@@ -1,0 +1,69 @@
+"""The wheel ships every kernel source and works from a fresh environment."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = sorted(path.relative_to(ROOT / "kernels") for path in (ROOT / "kernels").rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Build the wheel with the build backend itself; no network is needed."""
+    out = tmp_path_factory.mktemp("wheel")
+    code = f"import hatchling.build as b; print(b.build_wheel({str(out)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return out / done.stdout.strip().splitlines()[-1]
+
+
+def test_wheel_holds_every_kernel_file(wheel):
+    assert KERNELS, "kernels/ is empty"
+    assert {path.suffix for path in KERNELS} <= {".cu", ".cuh"}, "kernels/ holds CUDA source only"
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for path in KERNELS:
+        assert f"cuattn/kernels/{path.as_posix()}" in names
+    assert "cuattn/py.typed" in names
+    assert not [name for name in names if name.startswith(("tests/", "bench/", "kernels/"))]
+
+
+def test_installed_wheel_finds_its_kernels(wheel, tmp_path):
+    """Install into a fresh environment (its dependencies are borrowed) and read each kernel file there."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    python = tmp_path / "env" / "bin" / "python"
+    site = Path(
+        subprocess.run(
+            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    )
+    zipfile.ZipFile(wheel).extractall(site)
+    import numpy
+
+    borrowed = Path(numpy.__file__).resolve().parent.parent
+    code = f"""
+import sys
+sys.path.append({str(borrowed)!r})
+import cuattn
+from cuattn.cuda import source
+assert cuattn.__file__.startswith({str(site)!r}), cuattn.__file__
+for name in {[path.as_posix() for path in KERNELS]!r}:
+    assert source.kernel_root().joinpath(name).read_text(), name
+import numpy as np
+q = np.ones((3, 8), np.float32)
+print(cuattn.attention(q, q, q).sum())
+"""
+    done = subprocess.run(
+        [python, "-P", "-c", code] if sys.version_info >= (3, 11) else [python, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == 24.0
