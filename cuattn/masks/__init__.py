@@ -1,0 +1,55 @@
+"""Attention masks: what each query row may see, without ever storing the matrix.
+
+`ColumnMask` holds two hidden row intervals per key (FlashMask), `BlockMask` a pattern of whole blocks; the functions
+build the masks of the FlashMask paper in O(N).  Importing this package imports NumPy alone; CuPy is imported when
+an array on a GPU arrives.
+
+Examples
+--------
+>>> from cuattn import masks
+>>> mask = masks.causal_document([300, 500, 224])
+>>> mask
+<ColumnMask 1024 queries x 1024 keys on the host>
+>>> mask.block_sparsity(128, 128)
+0.65625
+"""
+
+from cuattn.masks.block import BlockMask
+from cuattn.masks.column import ColumnMask
+from cuattn.masks.constructors import (
+    causal,
+    eviction,
+    full,
+    global_sliding_window,
+    prefix_lm_causal,
+    qk_sparse,
+    random_eviction,
+    sliding_window,
+)
+from cuattn.masks.packed import (
+    causal_blockwise,
+    causal_document,
+    document,
+    hash_sparse,
+    prefix_lm_document,
+    share_question,
+)
+
+__all__ = [
+    "BlockMask",
+    "ColumnMask",
+    "causal",
+    "causal_blockwise",
+    "causal_document",
+    "document",
+    "eviction",
+    "full",
+    "global_sliding_window",
+    "hash_sparse",
+    "prefix_lm_causal",
+    "prefix_lm_document",
+    "qk_sparse",
+    "random_eviction",
+    "share_question",
+    "sliding_window",
+]

@@ -1,0 +1,167 @@
+"""What every mask is: immutable, comparable, picklable, at home on the host or on one GPU."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import ModuleType
+from typing import Any, ClassVar
+
+import numpy as np
+
+from cuattn.errors import DtypeError, MaskError
+from cuattn.masks import checks
+from cuattn.masks.device import Ready, current_device, namespace, to_host, upload
+
+
+class Mask(ABC):
+    """An immutable mask; its single array `_array` lies on the host or on one GPU.
+
+    Two host masks are equal if they hold the same numbers; a mask on a GPU equals only itself, because comparing
+    would have to read it back.  `_cache` belongs to the backends: tables by hashable key, made once per mask.
+    """
+
+    __slots__ = ("__weakref__", "_array", "_cache", "_ready")
+
+    kind: ClassVar[str]
+    """The name by which a problem knows the mask: "column" or "block"."""
+
+    _array: Any
+    _cache: dict[Any, Any]
+    _ready: Ready | None
+
+    def _settle(self, array: Any, **fields: Any) -> None:
+        """Freeze the mask around an array that nobody else holds."""
+        on_host = isinstance(array, np.ndarray)
+        if on_host:
+            array.setflags(write=False)
+        for name, value in {
+            "_array": array,
+            "_cache": {},
+            "_ready": None if on_host else Ready(array),
+            **fields,
+        }.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def _wrap(cls, array: Any, *parameters: Any) -> "Mask":
+        """Build a mask from a trusted array, which it takes over, and its `_parameters`."""
+        mask = object.__new__(cls)
+        mask._settle(array, **dict(zip(cls._parameter_names(), parameters, strict=True)))
+        return mask
+
+    @staticmethod
+    @abstractmethod
+    def _parameter_names() -> tuple[str, ...]:
+        """Name the slots that, with `_array`, make the mask."""
+
+    def _parameters(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in self._parameter_names())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"cannot set {name}: {type(self).__name__} is immutable")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"cannot delete {name}: {type(self).__name__} is immutable")
+
+    def __copy__(self) -> "Mask":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Mask":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.on_device:
+            raise MaskError(f"{self!r} cannot be pickled: expected a mask on the host (see to_host)")
+        return type(self)._wrap, (self._array, *self._parameters())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mask) or type(self) is not type(other):
+            return NotImplemented
+        if self is other or self.on_device or other.on_device:
+            return self is other
+        return self._parameters() == other._parameters() and np.array_equal(self._array, other._array)
+
+    def __hash__(self) -> int:
+        if self.on_device:
+            return id(self)
+        if "hash" not in self._cache:
+            self._cache["hash"] = hash((type(self), self._parameters(), self._array.shape, self._array.tobytes()))
+        return self._cache["hash"]
+
+    @property
+    def device(self) -> int | None:
+        """Index of the GPU that holds the mask; None on the host."""
+        return None if isinstance(self._array, np.ndarray) else int(self._array.device.id)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the mask lies on a GPU."""
+        return not isinstance(self._array, np.ndarray)
+
+    def to_device(self, device: int | None = None) -> "Mask":
+        """Return this mask on a GPU; the copy is made once per device and kept.
+
+        Parameters
+        ----------
+        device : int, optional
+            Index of the GPU; by default CuPy's current device or, for a mask that is on a GPU, its own.
+
+        Returns
+        -------
+        mask
+            Of the same type, in GPU memory that all streams may read.
+
+        Raises
+        ------
+        DtypeError
+            The mask is on another GPU.
+        UnsupportedError
+            CuPy is not installed.
+
+        Notes
+        -----
+        Calls with CuPy arrays do this by themselves.  Do it ahead when the first such call will be captured in a
+        CUDA graph.
+        """
+        if device is not None:
+            device = checks.integer("device", device)
+        if self.on_device:
+            if device is not None and device != self.device:
+                raise DtypeError(f"device = {device}: expected {self.device}, where this mask is")
+            return self
+        device = current_device() if device is None else device
+        key = ("device", device)
+        if key not in self._cache:
+            twin = self._wrap(upload(self._array, device), *self._parameters())
+            object.__setattr__(twin, "_ready", None)  # the upload has been waited for
+            self._cache.setdefault(key, twin)
+        return self._cache[key]
+
+    def to_host(self) -> "Mask":
+        """Return this mask on the host; from a GPU this copies and waits.
+
+        Returns
+        -------
+        mask
+            Of the same type; bounds outside the problem come back clamped.
+        """
+        if not self.on_device:
+            return self
+        with self._scope():
+            return self._wrap(self._sane(to_host(self._array)), *self._parameters())
+
+    def _sane(self, array: np.ndarray) -> np.ndarray:
+        """Return an array read back from a GPU, which nobody has checked, as a host mask may hold it."""
+        return array
+
+    def _wait(self) -> None:
+        """Make CuPy's current stream wait until the device vectors are written; free when they are."""
+        if self._ready is not None:
+            self._ready.wait()
+
+    @contextmanager
+    def _scope(self) -> Iterator[ModuleType]:
+        """Yield the module that computes on the mask, with its device current and its vectors written."""
+        with nullcontext() if self.device is None else self._array.device:
+            self._wait()
+            yield namespace(self._array)

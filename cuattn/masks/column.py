@@ -1,0 +1,399 @@
+"""ColumnMask: two hidden row intervals per key column, the FlashMask paper's representation."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cuattn.errors import DtypeError, MaskError
+from cuattn.masks import checks, convert, intervals
+from cuattn.masks.base import Mask
+from cuattn.masks.device import namespace, pack
+
+_NAMES = ("lts", "lte", "uts", "ute")
+
+
+class ColumnMask(Mask):
+    """A mask of two row intervals per key: row i may not see key j if lts[j] <= i < lte[j] or uts[j] <= i < ute[j].
+
+    The names say lower and upper triangle, start and end; but the two may lie anywhere and overlap, and
+    ``start >= end`` is an empty interval.  A mask takes 16 bytes per key whatever the number of rows.
+
+    Parameters
+    ----------
+    lts, lte, uts, ute : array_like, (..., n_keys), integer
+        Interval bounds, 0 <= bound <= n_queries, all on the host or all on one GPU (any array library).  The
+        leading axes broadcast among the four and, later, to the problem's (..., heads): query heads, so repeat
+        vectors that were made per key head.  They are copied and stored as int32.
+    n_queries : int
+        Number of query rows.
+
+    Attributes
+    ----------
+    lts, lte, uts, ute : int32 array, (..., n_keys)
+        The bounds, read-only; NumPy arrays or, on a GPU (`on_device`, `device`), CuPy arrays.
+    n_queries, n_keys, leading : int, int, tuple of int
+        Shape of the matrix that is masked and of the axes before it.
+
+    Raises
+    ------
+    MaskError
+        A bound on the host lies outside [0, n_queries], or the shapes do not fit.  Bounds on a GPU are never read
+        back: the kernels clamp them.
+    DtypeError
+        A vector is not of integers, or the vectors lie in different places.
+
+    Notes
+    -----
+    Masks are immutable, pickle (on the host) and compare by content (on the host).
+
+    References
+    ----------
+    G. Wang et al., "FlashMask: Efficient and Rich Mask Extension of FlashAttention", section 4.1.
+
+    Examples
+    --------
+    Causal attention within two documents of two tokens each:
+
+    >>> from cuattn.masks import ColumnMask
+    >>> mask = ColumnMask(lts=[2, 2, 4, 4], lte=[4, 4, 4, 4], uts=[0, 0, 0, 0], ute=[0, 1, 2, 3], n_queries=4)
+    >>> mask
+    <ColumnMask 4 queries x 4 keys on the host>
+    >>> mask.dense().astype(int)
+    array([[1, 0, 0, 0],
+           [1, 1, 0, 0],
+           [0, 0, 1, 0],
+           [0, 0, 1, 1]])
+    """
+
+    __slots__ = ("lte", "lts", "n_queries", "ute", "uts")
+    kind = "column"
+    lts: Any
+    lte: Any
+    uts: Any
+    ute: Any
+    n_queries: int
+
+    def __init__(self, lts: Any, lte: Any, uts: Any, ute: Any, *, n_queries: int) -> None:
+        n_queries = checks.integer("n_queries", n_queries)
+        named = {name: checks.integers(name, value) for name, value in zip(_NAMES, (lts, lte, uts, ute), strict=True)}
+        on_device = checks.same_place(named)
+        shape = checks.common_shape(named)
+        if not on_device:
+            for name, vector in named.items():
+                checks.in_range(name, vector, 0, n_queries)
+        self._settle(pack(list(named.values()), shape, n_queries), n_queries=n_queries)
+
+    @staticmethod
+    def _parameter_names() -> tuple[str, ...]:
+        return ("n_queries",)
+
+    @classmethod
+    def _of(cls, vectors: Sequence[Any], n_queries: int) -> "ColumnMask":
+        """Build a mask from trusted integer vectors or scalars that broadcast to (..., n_keys)."""
+        shape = np.broadcast_shapes(*(np.shape(vector) for vector in vectors))
+        return cls._wrap(pack(vectors, shape, n_queries), n_queries)
+
+    def _settle(self, array: Any, **fields: Any) -> None:
+        super()._settle(array, **fields)
+        for name, vector in zip(_NAMES, array, strict=True):
+            object.__setattr__(self, name, vector)
+
+    @property
+    def n_keys(self) -> int:
+        """Number of key columns."""
+        return int(self._array.shape[-1])
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Shape of the vectors without their last axis."""
+        return tuple(self._array.shape[1:-1])
+
+    def __repr__(self) -> str:
+        leading = f"{self.leading} x " if self.leading else ""
+        place = "on the host" if self.device is None else f"on GPU {self.device}"
+        return f"<ColumnMask {leading}{self.n_queries} queries x {self.n_keys} keys {place}>"
+
+    @classmethod
+    def stack(cls, masks: Sequence[Any]) -> "ColumnMask":
+        """Join masks of one shape along new leading axes.
+
+        Parameters
+        ----------
+        masks : sequence of ColumnMask, or nested sequences of them
+            At least one; each level of nesting becomes an axis.
+
+        Returns
+        -------
+        ColumnMask
+
+        Examples
+        --------
+        One mask per batch element, for all heads: the axis of heads has length 1.
+
+        >>> from cuattn.masks import ColumnMask, causal_document
+        >>> ColumnMask.stack([[causal_document([3, 5])], [causal_document([8])]])
+        <ColumnMask (2, 1) x 8 queries x 8 keys on the host>
+        """
+        parts = [mask if isinstance(mask, ColumnMask) else cls.stack(mask) for mask in checks.sequence("masks", masks)]
+        if not parts:
+            raise MaskError("masks is empty: expected at least one mask")
+        for part in parts:
+            if part.on_device:
+                raise DtypeError(f"masks holds {part!r}: expected masks on the host")
+            if (part.n_queries, part._array.shape) != (parts[0].n_queries, parts[0]._array.shape):
+                raise MaskError(f"masks holds {parts[0]!r} and {part!r}: expected one shape")
+        return cls._wrap(np.stack([part._array for part in parts], axis=1), parts[0].n_queries)
+
+    def dense(self) -> Any:
+        """Return the mask as a boolean matrix, O(n_queries * n_keys).
+
+        Returns
+        -------
+        bool array, (..., n_queries, n_keys)
+            True = attend; where the vectors are.
+
+        Examples
+        --------
+        >>> from cuattn.masks import sliding_window
+        >>> sliding_window(4, 2).dense().astype(int)
+        array([[1, 0, 0, 0],
+               [1, 1, 0, 0],
+               [0, 1, 1, 0],
+               [0, 0, 1, 1]])
+        """
+        with self._scope() as xp:
+            hidden = intervals.hidden(self._intervals(), 0, self.n_queries)
+            return xp.logical_not(hidden, out=hidden)
+
+    @classmethod
+    def from_dense(cls, mask: Any) -> "ColumnMask":
+        """Convert a boolean matrix in which each column hides at most two intervals of rows.
+
+        Parameters
+        ----------
+        mask : array_like of bool, (..., n_queries, n_keys)
+            True = attend.
+
+        Returns
+        -------
+        ColumnMask
+            On the host, or on the GPU where `mask` is (which then waits for the check).
+
+        Raises
+        ------
+        MaskError
+            A column hides more than two intervals; the message names the first.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from cuattn.masks import ColumnMask, causal
+        >>> ColumnMask.from_dense(np.tri(5, dtype=bool)) == causal(5)
+        True
+        """
+        visible = checks.booleans("mask", mask, min_ndim=2)
+        n_queries = checks.integer("mask.shape[-2]", visible.shape[-2])
+        return cls._of(convert.from_dense(visible), n_queries)
+
+    @classmethod
+    def from_startend_row_indices(cls, idx: Any, is_causal: bool, n_queries: int) -> "ColumnMask":
+        """Convert FlashMask's tensor of row indices.
+
+        Parameters
+        ----------
+        idx : array_like of int, (..., n_keys, 1 | 2 | 4)
+            FlashMask has the leading axes (batch, heads).  The last axis holds, causal: LTS or LTS, LTE; not
+            causal: LTS, UTE or LTS, LTE, UTS, UTE.  What is missing is 0 for a start and n_queries for an end.
+        is_causal : bool
+            Hide also the keys after the diagonal, which ends at the bottom right.
+        n_queries : int
+            Number of query rows.
+
+        Returns
+        -------
+        ColumnMask
+
+        Raises
+        ------
+        MaskError
+            The last axis does not fit `is_causal`, or an index lies outside [0, n_queries].
+
+        Examples
+        --------
+        >>> from cuattn.masks import ColumnMask, causal_document
+        >>> ColumnMask.from_startend_row_indices([[2], [2], [4], [4]], True, 4) == causal_document([2, 2])
+        True
+        """
+        n_queries = checks.integer("n_queries", n_queries)
+        return cls._of(convert.from_startend(idx, is_causal, n_queries), n_queries)
+
+    def to_startend_row_indices(self) -> Any:
+        """Return FlashMask's tensor of row indices, to be used without its causal flag.
+
+        Returns
+        -------
+        int32 array, (batch, heads, n_keys, 4)
+            LTS, LTE, UTS, UTE; an axis that the mask lacks has length 1, and one leading axis is the heads.
+
+        Raises
+        ------
+        MaskError
+            The mask has more than two leading axes.
+
+        Examples
+        --------
+        >>> from cuattn.masks import causal
+        >>> causal(4).to_startend_row_indices().shape
+        (1, 1, 4, 4)
+        """
+        with self._scope():
+            return convert.to_startend(self._array)
+
+    def rows(self) -> "ColumnMask":
+        """Return the mask of the transposed problem, in which the queries are keys, in O(n_queries + n_keys).
+
+        Returns
+        -------
+        ColumnMask
+            With n_keys rows and n_queries columns, on the host: its `dense()` is this one's with the last two axes
+            swapped.
+
+        Raises
+        ------
+        MaskError
+            A row hides more than two intervals of keys; the message names the first.
+
+        Examples
+        --------
+        >>> from cuattn.masks import causal
+        >>> causal(3).rows().dense().astype(int)
+        array([[1, 1, 1],
+               [0, 1, 1],
+               [0, 0, 1]])
+        """
+        host = self.to_host()
+        return self._of(convert.transpose(*host._array, self.n_queries), self.n_keys)
+
+    def tile_states(self, block_m: int, block_n: int) -> Any:
+        """Classify the tiles of the matrix.
+
+        Parameters
+        ----------
+        block_m, block_n : int
+            Rows and keys of a tile, >= 1.
+
+        Returns
+        -------
+        int8 array, (..., Tr, Tc)
+            With Tr = ceil(n_queries / block_m), Tc = ceil(n_keys / block_n): 0 = skip, nothing is visible; 1 =
+            partial, elements must be tested; 2 = full, everything is visible.  A tile may be called partial that
+            is in truth full or empty, never the reverse.
+
+        References
+        ----------
+        FlashMask, equation 4; the union of the two intervals is recognised only for keys that no row may see.
+
+        Examples
+        --------
+        >>> from cuattn.masks import causal
+        >>> causal(8).tile_states(4, 4)
+        array([[1, 0],
+               [2, 1]], dtype=int8)
+        """
+        table = self.tile_bounds(block_m, block_n)
+        with self._scope():
+            return intervals.tile_states(table, 0, intervals.tiles(self.n_queries, block_m))
+
+    def tile_bounds(
+        self, block_m: int, block_n: int, *, left: int | None = None, right: int | None = None, offset: int = 0
+    ) -> Any:
+        """Return, per key tile, the row tiles that each interval skips and those that it hides in part.
+
+        This is all that a backend needs of the mask and a band (causal, window) to skip tiles;
+        `cuattn.masks.intervals.tile_states` turns it into the states of any range of row tiles.
+
+        Parameters
+        ----------
+        block_m, block_n : int
+            Rows and keys of a tile, >= 1.
+        left, right : int, optional
+            Band: key j is seen by row i only if i + offset - left <= j <= i + offset + right; None is open.
+        offset : int, optional
+            Column of row 0's diagonal.
+
+        Returns
+        -------
+        int32 array, (..., Tc, K, 4)
+            For the lower and the upper interval and then each closed side of the band (right before left): row
+            tiles [a, b) are skipped and, of the rest, [p, q) partial.  Kept on the mask for the next call.
+
+        Examples
+        --------
+        >>> from cuattn.masks import causal
+        >>> causal(8).tile_bounds(2, 4).tolist()
+        [[[4, 0, 4, 0], [4, 0, 0, 2]], [[4, 0, 4, 0], [0, 2, 0, 4]]]
+        """
+        block_m, block_n = checks.integer("block_m", block_m, 1), checks.integer("block_n", block_n, 1)
+        key = ("tile_bounds", block_m, block_n, left, right, offset)
+        if key not in self._cache:
+            with self._scope():
+                table = intervals.tile_table(self._intervals(left, right, offset), self.n_queries, block_m, block_n)
+            if isinstance(table, np.ndarray):
+                table.setflags(write=False)
+            self._cache[key] = table
+        return self._cache[key]
+
+    def block_sparsity(self, block_m: int = 128, block_n: int = 128) -> float:
+        """Return the share of tiles that are skipped, the paper's rho, over all leading axes.
+
+        Parameters
+        ----------
+        block_m, block_n : int, optional
+            Rows and keys of a tile.
+
+        Returns
+        -------
+        float
+            In [0, 1]; 0 if there are no tiles.  O(Tc) time; from a GPU one number is read back.
+
+        Examples
+        --------
+        >>> from cuattn.masks import causal
+        >>> causal(1024).block_sparsity()
+        0.4375
+        """
+        with self._scope():
+            skipped = intervals.skipped_tiles(self.tile_bounds(block_m, block_n))
+            count = skipped.size * intervals.tiles(self.n_queries, block_m)
+            return int(skipped.sum(dtype=np.int64)) / count if count else 0.0
+
+    def dead_keys(self, *, left: int | None = None, right: int | None = None, offset: int = 0) -> Any:
+        """Return which keys no row may see, given also a band.
+
+        Parameters
+        ----------
+        left, right, offset : int, optional
+            The band, as in `tile_bounds`.
+
+        Returns
+        -------
+        bool array, (..., n_keys)
+            Without rows, all True.
+
+        Examples
+        --------
+        >>> from cuattn.masks import causal, full
+        >>> full(2, 4).dead_keys(right=0)
+        array([False, False,  True,  True])
+        """
+        with self._scope():
+            return intervals.covered(self._intervals(left, right, offset), self.n_queries)
+
+    def _intervals(self, left: int | None = None, right: int | None = None, offset: int = 0) -> list[Any]:
+        lts, lte, uts, ute = self._array
+        band = intervals.band_intervals(self.n_queries, self.n_keys, left, right, offset, namespace(lts))
+        return [(lts, lte), (uts, ute), *band]
+
+    def _sane(self, array: np.ndarray) -> np.ndarray:
+        return np.clip(array, 0, self.n_queries)

@@ -1,0 +1,296 @@
+"""The masks of the FlashMask paper that follow from a length and a few numbers.
+
+Each is built in O(N) time and memory from closed forms for its two intervals per key: the *lower* one, hidden from
+some row on, and the *upper* one, hidden before some row.  i is the query row, j the key column; the docstrings say
+what is visible.  Masks of packed sequences are in `cuattn.masks.packed`; all names are exported by `cuattn.masks`.
+
+References
+----------
+G. Wang et al., "FlashMask: Efficient and Rich Mask Extension of FlashAttention", sections 2.1 and A.5.2.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from cuattn.errors import DtypeError, MaskError
+from cuattn.masks import checks
+from cuattn.masks.column import ColumnMask
+from cuattn.masks.intervals import band_intervals
+
+__all__ = [
+    "causal",
+    "eviction",
+    "full",
+    "global_sliding_window",
+    "prefix_lm_causal",
+    "qk_sparse",
+    "random_eviction",
+    "sliding_window",
+]
+
+
+def full(n_queries: int, n_keys: int | None = None) -> ColumnMask:
+    """Hide nothing.
+
+    Parameters
+    ----------
+    n_queries : int
+        Rows.
+    n_keys : int, optional
+        Keys; by default as many as rows.
+
+    Returns
+    -------
+    ColumnMask
+
+    Examples
+    --------
+    >>> full(2, 3).dense().astype(int)
+    array([[1, 1, 1],
+           [1, 1, 1]])
+    """
+    n_queries, n_keys = _shape(n_queries, n_keys)
+    return ColumnMask._of([n_queries, n_queries, 0, np.zeros(n_keys, dtype=np.int32)], n_queries)
+
+
+def causal(n_queries: int, n_keys: int | None = None, align: str = "bottom_right") -> ColumnMask:
+    """See the keys up to the diagonal: j <= i + (n_keys - n_queries), or j <= i for "top_left".
+
+    Parameters
+    ----------
+    n_queries : int
+        Rows.
+    n_keys : int, optional
+        Keys; by default as many as rows.
+    align : {"bottom_right", "top_left"}, optional
+        Corner in which the diagonal lies.
+
+    Returns
+    -------
+    ColumnMask
+
+    Examples
+    --------
+    >>> causal(2, 3).dense().astype(int)
+    array([[1, 1, 0],
+           [1, 1, 1]])
+    """
+    n_queries, n_keys = _shape(n_queries, n_keys)
+    if align not in ("bottom_right", "top_left"):
+        raise MaskError(f"align = {align!r}: expected 'bottom_right' or 'top_left'")
+    offset = n_keys - n_queries if align == "bottom_right" else 0
+    upper_start, upper_end = band_intervals(n_queries, n_keys, None, 0, offset)[0]
+    return ColumnMask._of([n_queries, n_queries, upper_start, upper_end], n_queries)
+
+
+def sliding_window(n: int, window: int) -> ColumnMask:
+    """See the last `window` keys, one's own included: 0 <= i - j < window.
+
+    Parameters
+    ----------
+    n : int
+        Rows and keys.
+    window : int
+        Keys that a row sees, >= 0.
+
+    Returns
+    -------
+    ColumnMask
+
+    Examples
+    --------
+    >>> sliding_window(4, 2).dense().astype(int)
+    array([[1, 0, 0, 0],
+           [1, 1, 0, 0],
+           [0, 1, 1, 0],
+           [0, 0, 1, 1]])
+    """
+    n = checks.integer("n", n)
+    window = checks.integer("window", window, maximum=None)
+    j = np.arange(n)
+    return ColumnMask._of([np.minimum(j + min(window, n), n), n, 0, j], n)
+
+
+def global_sliding_window(n: int, window: int, n_global: int) -> ColumnMask:
+    """See the keys at most `window` away, and let the first `n_global` tokens see and be seen by all.
+
+    Visible when abs(i - j) <= window, or i < n_global, or j < n_global.
+
+    Parameters
+    ----------
+    n : int
+        Rows and keys.
+    window : int
+        Reach to either side, >= 0.
+    n_global : int
+        Global tokens, >= 0; more than `n` are as good as `n`.
+
+    Returns
+    -------
+    ColumnMask
+
+    Examples
+    --------
+    >>> global_sliding_window(5, 1, 1).dense().astype(int)
+    array([[1, 1, 1, 1, 1],
+           [1, 1, 1, 0, 0],
+           [1, 1, 1, 1, 0],
+           [1, 0, 1, 1, 1],
+           [1, 0, 0, 1, 1]])
+    """
+    n = checks.integer("n", n)
+    window = min(checks.integer("window", window, maximum=None), n)
+    n_global = min(checks.integer("n_global", n_global, maximum=None), n)
+    j = np.arange(n)
+    is_global = j < n_global
+    lower_start = np.where(is_global, n, np.minimum(np.maximum(j + window + 1, n_global), n))
+    upper_end = np.maximum(j - window, n_global)
+    return ColumnMask._of([lower_start, n, n_global, upper_end], n)
+
+
+def prefix_lm_causal(n: int, prefix: int) -> ColumnMask:
+    """See the prefix, and the keys up to one's own: j <= i or j < prefix.
+
+    Parameters
+    ----------
+    n : int
+        Rows and keys.
+    prefix : int
+        Tokens of the prefix, <= n.
+
+    Returns
+    -------
+    ColumnMask
+
+    Examples
+    --------
+    >>> prefix_lm_causal(4, 2).dense().astype(int)
+    array([[1, 1, 0, 0],
+           [1, 1, 0, 0],
+           [1, 1, 1, 0],
+           [1, 1, 1, 1]])
+    """
+    n = checks.integer("n", n)
+    prefix = checks.integer("prefix", prefix, maximum=n)
+    j = np.arange(n)
+    return ColumnMask._of([n, n, 0, np.where(j < prefix, 0, j)], n)
+
+
+def qk_sparse(n: int, spans: Any) -> ColumnMask:
+    """See the keys up to one's own, but a span of keys only from its end on.
+
+    Visible when j <= i, unless j lies in a span and i < that span's end.
+
+    Parameters
+    ----------
+    n : int
+        Rows and keys.
+    spans : sequence of (start, length)
+        Spans of keys within [0, n); they may overlap and come in any order.
+
+    Returns
+    -------
+    ColumnMask
+
+    Examples
+    --------
+    >>> qk_sparse(5, [(1, 3)]).dense().astype(int)
+    array([[1, 0, 0, 0, 0],
+           [1, 0, 0, 0, 0],
+           [1, 0, 0, 0, 0],
+           [1, 0, 0, 0, 0],
+           [1, 1, 1, 1, 1]])
+    """
+    n = checks.integer("n", n)
+    start, length = checks.pairs("spans", spans).T
+    end = start + length
+    outside = end > n
+    if outside.any():
+        first = int(outside.argmax())
+        raise MaskError(f"spans[{first}] = ({start[first]}, {length[first]}): expected a span within [0, {n})")
+    last_end = np.zeros(n + 1, dtype=np.int64)  # last end of the spans that begin at key j; key n: empty spans
+    np.maximum.at(last_end, start, end)
+    # Of the spans that begin by key j, the one that ends last covers j if any does; else it ends by j.
+    return ColumnMask._of([n, n, 0, np.maximum(np.arange(n), np.maximum.accumulate(last_end)[:n])], n)
+
+
+def eviction(evicted_at: Any) -> ColumnMask:
+    """See the keys up to one's own until they are evicted: j <= i < evicted_at[j].
+
+    Parameters
+    ----------
+    evicted_at : array_like of int, (..., n)
+        First row that no longer sees key j, in [0, n]; n keeps the key.
+
+    Returns
+    -------
+    ColumnMask
+
+    Examples
+    --------
+    >>> eviction([4, 2, 4, 4]).dense().astype(int)
+    array([[1, 0, 0, 0],
+           [1, 1, 0, 0],
+           [1, 0, 1, 0],
+           [1, 0, 1, 1]])
+    """
+    evicted_at = checks.integers("evicted_at", evicted_at, checks.host_array("evicted_at", evicted_at))
+    if evicted_at.ndim == 0:
+        raise MaskError(f"evicted_at = {evicted_at}: expected at least one axis")
+    n = checks.integer("evicted_at.shape[-1]", evicted_at.shape[-1])
+    checks.in_range("evicted_at", evicted_at, 0, n)
+    return ColumnMask._of([evicted_at, n, 0, np.arange(n)], n)
+
+
+def random_eviction(n: int, start: int, rng: Any = None) -> ColumnMask:
+    """Evict one random key at each row from `start` on.
+
+    At each row i >= start one key, uniformly random among the keys j < i that are still visible, is gone from row
+    i on; a key that stays is visible when j <= i.
+
+    Parameters
+    ----------
+    n : int
+        Rows and keys.
+    start : int
+        First row that evicts, >= 0.
+    rng : optional
+        What `numpy.random.default_rng` takes: None, an int seed, a Generator, ...
+
+    Returns
+    -------
+    ColumnMask
+
+    Notes
+    -----
+    Once rows evict, each adds one candidate (the key before it) and takes one, so the candidates always fill the
+    same number of slots.  A row picks a slot; its own key is the slot's next tenant, which the next row that picks
+    this slot evicts.  One stable sort by slot finds, for every key, that row: exact, O(n log n), no loop.
+
+    Examples
+    --------
+    >>> mask = random_eviction(6, 3, rng=0)
+    >>> mask.dense().sum(axis=1)
+    array([1, 2, 3, 3, 3, 3])
+    """
+    n = checks.integer("n", n)
+    start = checks.integer("start", start, maximum=None)
+    try:
+        rng = np.random.default_rng(rng)
+    except TypeError as error:
+        raise DtypeError(f"rng = {rng!r}: expected what numpy.random.default_rng takes ({error})") from None
+    except ValueError as error:
+        raise MaskError(f"rng = {rng!r}: expected what numpy.random.default_rng takes ({error})") from None
+    slots = min(max(start, 1), n)  # row 0 has no key before it
+    slot_of = np.concatenate([np.arange(slots), rng.integers(0, max(slots, 1), size=n - slots)])
+    tenants = np.argsort(slot_of, kind="stable")
+    evicted_at = np.full(n, n)
+    succeeded = slot_of[tenants[:-1]] == slot_of[tenants[1:]]
+    evicted_at[tenants[:-1][succeeded]] = tenants[1:][succeeded]
+    return eviction(evicted_at)
+
+
+def _shape(n_queries: int, n_keys: int | None) -> tuple[int, int]:
+    n_queries = checks.integer("n_queries", n_queries)
+    return n_queries, n_queries if n_keys is None else checks.integer("n_keys", n_keys)

@@ -1,0 +1,112 @@
+"""Mask arrays on a GPU, through CuPy, which is imported when the first of them appears."""
+
+import importlib
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from cuattn.errors import UnsupportedError
+
+_CUDA_DEVICE_TYPES = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
+
+
+def is_device_array(value: Any) -> bool:
+    """Tell whether `value` is an array in GPU memory, whichever library made it."""
+    locate = getattr(value, "__dlpack_device__", None)
+    if locate is not None:
+        return int(locate()[0]) in _CUDA_DEVICE_TYPES
+    return getattr(value, "__cuda_array_interface__", None) is not None
+
+
+def load_cupy(name: str) -> ModuleType:
+    """Import CuPy; `name` is the argument that needs it, for the message."""
+    try:
+        return importlib.import_module("cupy")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{name} is for a GPU, which needs CuPy: expected cuattn[cuda12] or cuattn[cuda13] to be installed"
+        ) from error
+
+
+def adopt(name: str, value: Any) -> Any:
+    """View a GPU array of any library as a CuPy array, ordered after its producer's work."""
+    cupy = load_cupy(name)
+    if isinstance(value, cupy.ndarray):
+        return value
+    if not hasattr(value, "__dlpack__"):
+        return cupy.asarray(value)
+    # DLPack before __cuda_array_interface__: the interface's version 2 says nothing about streams.
+    with cupy.cuda.Device(value.__dlpack_device__()[1]):
+        return cupy.from_dlpack(value)
+
+
+def namespace(array: Any) -> ModuleType:
+    """Return the module, NumPy or CuPy, that computes on `array`."""
+    return np if isinstance(array, np.ndarray) else importlib.import_module("cupy")
+
+
+def to_host(array: Any) -> np.ndarray:
+    """Copy a CuPy array to the host; wait for it."""
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def copy(array: Any) -> Any:
+    """Copy an array to a new C-contiguous one in the same place."""
+    with nullcontext() if isinstance(array, np.ndarray) else array.device:
+        return array.copy(order="C")
+
+
+def upload(array: np.ndarray, device: int | None) -> Any:
+    """Copy a host array to a GPU (None = CuPy's current one) and wait until every stream can see it."""
+    cupy = load_cupy("device")
+    with cupy.cuda.Device(device):
+        copied = cupy.asarray(array)
+        cupy.cuda.get_current_stream().synchronize()
+    return copied
+
+
+def pack(vectors: Sequence[Any], shape: tuple[int, ...], limit: int) -> Any:
+    """Copy vectors and scalars into one new int32 array (len(vectors), *shape), on the GPU if a vector is there.
+
+    Device values of a wider dtype are clamped to [0, limit]: the cast alone could wrap them into that range.
+    """
+    device_vectors = [vector for vector in vectors if not isinstance(vector, np.ndarray | int)]
+    if not device_vectors:
+        packed = np.empty((len(vectors), *shape), dtype=np.int32)
+        for k, vector in enumerate(vectors):
+            packed[k] = vector
+        return packed
+    xp = namespace(device_vectors[0])
+    with device_vectors[0].device:
+        packed = xp.empty((len(vectors), *shape), dtype=xp.int32)
+        for k, vector in enumerate(vectors):
+            packed[k] = vector if vector.dtype == xp.int32 else xp.clip(vector, 0, limit)
+    return packed
+
+
+def current_device() -> int:
+    """Return the index of CuPy's current device."""
+    return int(load_cupy("device").cuda.Device().id)
+
+
+class Ready:
+    """The moment when device vectors are written: an event on the stream that writes them."""
+
+    __slots__ = ("_event", "_stream")
+
+    def __init__(self, array: Any) -> None:
+        cuda = importlib.import_module("cupy").cuda
+        with array.device:
+            stream = cuda.get_current_stream()
+            self._stream = stream.ptr
+            self._event = cuda.Event(disable_timing=True)
+            self._event.record(stream)
+
+    def wait(self) -> None:
+        """Make CuPy's current stream wait for that moment, unless it is the same stream or it has passed."""
+        stream = importlib.import_module("cupy").cuda.get_current_stream()
+        if stream.ptr != self._stream and not self._event.done:
+            stream.wait_event(self._event)

@@ -1,0 +1,209 @@
+"""The masks of the FlashMask paper for sequences packed one after the other.
+
+As in `cuattn.masks.constructors`: closed forms, O(N), i is the query row, j the key column.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from cuattn.errors import MaskError
+from cuattn.masks import checks
+from cuattn.masks.column import ColumnMask
+
+__all__ = [
+    "causal_blockwise",
+    "causal_document",
+    "document",
+    "hash_sparse",
+    "prefix_lm_document",
+    "share_question",
+]
+
+
+def causal_document(lengths: Any) -> ColumnMask:
+    """See the keys up to one's own within the same document.
+
+    Visible when j <= i and both lie in the same document.
+
+    Parameters
+    ----------
+    lengths : sequence of int
+        Lengths of the documents, in order.
+
+    Returns
+    -------
+    ColumnMask
+
+    Examples
+    --------
+    >>> causal_document([2, 2]).dense().astype(int)
+    array([[1, 0, 0, 0],
+           [1, 1, 0, 0],
+           [0, 0, 1, 0],
+           [0, 0, 1, 1]])
+    """
+    return _causal_segments(checks.lengths("lengths", lengths))
+
+
+def document(lengths: Any) -> ColumnMask:
+    """See all of the same document.
+
+    Parameters
+    ----------
+    lengths : sequence of int
+        Lengths of the documents, in order.
+
+    Returns
+    -------
+    ColumnMask
+
+    Examples
+    --------
+    >>> document([1, 2]).dense().astype(int)
+    array([[1, 0, 0],
+           [0, 1, 1],
+           [0, 1, 1]])
+    """
+    lengths = checks.lengths("lengths", lengths)
+    start, end = _segments(lengths)
+    return ColumnMask._of([end, end.size, 0, start], end.size)
+
+
+def share_question(documents: Any) -> ColumnMask:
+    """Let several answers share one question without seeing each other.
+
+    Visible when j <= i, both lie in the same document, and j lies in the question or in i's own segment (the
+    question or one answer).
+
+    Parameters
+    ----------
+    documents : sequence of (question_length, [answer_length, ...])
+        Each document is a question followed by its answers.
+
+    Returns
+    -------
+    ColumnMask
+
+    Examples
+    --------
+    >>> share_question([(2, [1, 2])]).dense().astype(int)
+    array([[1, 0, 0, 0, 0],
+           [1, 1, 0, 0, 0],
+           [1, 1, 1, 0, 0],
+           [1, 1, 0, 1, 0],
+           [1, 1, 0, 1, 1]])
+    """
+    segments, is_question = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=bool)]
+    for k, entry in enumerate(checks.sequence("documents", documents)):
+        if len(checks.sequence(f"documents[{k}]", entry)) != 2:
+            raise MaskError(f"documents[{k}] = {entry!r}: expected (question_length, [answer_length, ...])")
+        question = checks.integer(f"documents[{k}][0]", entry[0])
+        answers = checks.lengths(f"documents[{k}][1]", entry[1])
+        segments.append(np.concatenate([[question], answers]))
+        is_question.append(np.arange(answers.size + 1) == 0)
+    lengths, first = checks.lengths("documents", np.concatenate(segments)), np.concatenate(is_question)
+    end = np.cumsum(lengths)
+    # A question is seen to the end of its document: where the segment before the next question ends.
+    document_of = np.cumsum(first) - 1
+    last_of_document = np.append(np.flatnonzero(first)[1:], first.size) - 1
+    seen_until = np.where(first, end[last_of_document[document_of]], end)
+    n = int(lengths.sum())
+    return ColumnMask._of([np.repeat(seen_until, lengths), n, 0, np.arange(n)], n)
+
+
+def causal_blockwise(lengths: Any) -> ColumnMask:
+    """See the keys up to one's own within the same block; the last block sees all blocks.
+
+    Visible when j <= i, and both lie in the same block or i lies in the last one.
+
+    Parameters
+    ----------
+    lengths : sequence of int
+        Lengths of the blocks, in order.
+
+    Returns
+    -------
+    ColumnMask
+
+    Examples
+    --------
+    >>> causal_blockwise([1, 2, 1]).dense().astype(int)
+    array([[1, 0, 0, 0],
+           [0, 1, 0, 0],
+           [0, 1, 1, 0],
+           [1, 1, 1, 1]])
+    """
+    lengths = checks.lengths("lengths", lengths)
+    _, end = _segments(lengths)
+    last_block = end.size - int(lengths[-1]) if lengths.size else 0
+    return ColumnMask._of([end, np.maximum(end, last_block), 0, np.arange(end.size)], end.size)
+
+
+def prefix_lm_document(documents: Any) -> ColumnMask:
+    """See the prefix of the same document, and its keys up to one's own.
+
+    Visible when both lie in the same document, and j <= i or j lies in its prefix.
+
+    Parameters
+    ----------
+    documents : sequence of (prefix, length)
+        Length of each document and, <= length, of its prefix.
+
+    Returns
+    -------
+    ColumnMask
+
+    Examples
+    --------
+    >>> prefix_lm_document([(2, 3), (0, 1)]).dense().astype(int)
+    array([[1, 1, 0, 0],
+           [1, 1, 0, 0],
+           [1, 1, 1, 0],
+           [0, 0, 0, 1]])
+    """
+    prefix, length = checks.pairs("documents", documents).T
+    too_long = prefix > length
+    if too_long.any():
+        first = int(too_long.argmax())
+        raise MaskError(f"documents[{first}] = ({prefix[first]}, {length[first]}): expected prefix <= length")
+    length = checks.lengths("documents[:, 1]", length)
+    start, end = _segments(length)
+    j = np.arange(end.size)
+    upper_end = np.where(j < start + np.repeat(prefix, length), start, j)
+    return ColumnMask._of([end, end.size, 0, upper_end], end.size)
+
+
+def hash_sparse(bucket_lengths: Any) -> ColumnMask:
+    """See the keys up to one's own within the same bucket.
+
+    Visible when j <= i and both lie in the same bucket; the tokens are sorted by bucket.
+
+    Parameters
+    ----------
+    bucket_lengths : sequence of int
+        Tokens of each bucket, in order.
+
+    Returns
+    -------
+    ColumnMask
+
+    Examples
+    --------
+    >>> hash_sparse([1, 2]).dense().astype(int)
+    array([[1, 0, 0],
+           [0, 1, 0],
+           [0, 1, 1]])
+    """
+    return _causal_segments(checks.lengths("bucket_lengths", bucket_lengths))
+
+
+def _causal_segments(lengths: np.ndarray) -> ColumnMask:
+    _, end = _segments(lengths)
+    return ColumnMask._of([end, end.size, 0, np.arange(end.size)], end.size)
+
+
+def _segments(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return, per token, where its segment starts and ends."""
+    end = np.cumsum(lengths)
+    return np.repeat(end - lengths, lengths), np.repeat(end, lengths)
