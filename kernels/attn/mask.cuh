@@ -1,0 +1,165 @@
+// Which keys a row may see: whole tiles (TileWalk) and single elements (KeyMask).
+//
+// Tiles are walked in descending order whatever the mask, and a tile that turns out to be masked altogether changes nothing; so a
+// row's result does not depend on how its mask was expressed.
+#pragma once
+#include "attn/params.cuh"
+
+constexpr int kMaskNone = 0, kMaskColumn = 1, kMaskBlock = 2, kMaskDense = 3;
+constexpr u32 kDeadTile = 0x80000000u;  // in bounds[..].x: some key of the tile is seen by no row
+
+struct Tile {
+    i32 n;         // key tile, -1 = no more
+    bool partial;  // elements must be tested
+    bool dead;     // some key's v must be read as zero
+};
+
+struct Rows {
+    i32 first, end, tile;  // query rows of a row tile, and its number
+};
+
+__device__ __forceinline__ i32 clamp_key(i64 key, i32 n_keys) { return key < 0 ? 0 : (key > n_keys ? n_keys : static_cast<i32>(key)); }
+
+// First key and end of the keys that the band lets any of the rows see.
+__device__ __forceinline__ i32 band_first(const Params& p, const Rows& rows) {
+    if constexpr (!cfg::band_left) return 0;
+    return clamp_key(static_cast<i64>(rows.first) + p.band_offset - p.band_left, p.n_keys);
+}
+__device__ __forceinline__ i32 band_end(const Params& p, const Rows& rows) {
+    if constexpr (!cfg::band_right) return p.n_keys;
+    return clamp_key(static_cast<i64>(rows.end) + p.band_offset + p.band_right, p.n_keys);
+}
+
+// Do the end of the keys or the band's edges cut through the tile?
+__device__ __forceinline__ bool cut(const Params& p, const Rows& rows, i32 n) {
+    const i32 first = n * cfg::block_n, end = first + cfg::block_n;
+    bool partial = end > p.n_keys;
+    if constexpr (cfg::band_right) partial |= end - 1 > rows.first + p.band_offset + p.band_right;
+    if constexpr (cfg::band_left) partial |= first < rows.end - 1 + p.band_offset - p.band_left;
+    return partial;
+}
+
+// The key tiles of one row tile, in descending order.  All lanes of a warp hold the same walk.
+struct TileWalk {
+    const Params& p;
+    Rows rows;
+    i32 lowest, top, group;  // lowest tile, next candidate, first tile of the group of 32 whose ballots are held
+    u32 visible = 0, partial = 0, dead = 0;
+    const int4* bounds;
+    const u8* blocks;
+
+    __device__ __forceinline__ TileWalk(const Params& params, const Rows& range, i32 tile_begin, i32 tile_end, i64 instance, i64 mask_offset)
+        : p(params), rows(range), group(0) {
+        bounds = p.table.bounds + instance * p.key_tiles * 2;
+        blocks = static_cast<const u8*>(p.mask.data) + mask_offset;
+        lowest = max(tile_begin, band_first(p, rows) / cfg::block_n);
+        top = min(tile_end, (band_end(p, rows) + cfg::block_n - 1) / cfg::block_n) - 1;
+    }
+
+    __device__ __forceinline__ Tile next() {
+        if constexpr (cfg::mask == kMaskNone || cfg::mask == kMaskDense) {
+            if (top < lowest) return {-1, false, false};
+            const i32 n = top--;
+            return {n, cfg::mask == kMaskDense || cut(p, rows, n), cfg::mask == kMaskDense};
+        } else {
+            while (visible == 0) {
+                if (top < lowest) return {-1, false, false};
+                classify_group();
+            }
+            const int bit = __ffs(visible) - 1;
+            visible &= visible - 1;
+            const i32 n = group - bit;
+            return {n, (partial >> bit & 1) || cut(p, rows, n), (dead >> bit & 1) != 0};
+        }
+    }
+
+    __device__ __forceinline__ void classify_group() {
+        group = top;
+        top -= 32;
+        const i32 n = group - static_cast<i32>(threadIdx.x % 32);
+        bool seen = false, edge = false, zero = false;
+        if (n >= lowest) {
+            if constexpr (cfg::mask == kMaskColumn) classify_column(n, seen, edge, zero);
+            else classify_blocks(n, seen, edge, zero);
+        }
+        visible = __ballot_sync(~0u, seen);
+        partial = __ballot_sync(~0u, edge);
+        dead = __ballot_sync(~0u, zero);
+    }
+
+    __device__ __forceinline__ void classify_column(i32 n, bool& seen, bool& edge, bool& zero) const {
+        const int4 x = __ldg(bounds + 2 * n), y = __ldg(bounds + 2 * n + 1);
+        const i32 m = rows.tile, first = x.x & ~kDeadTile;
+        seen = !(m >= first && m < x.y) && !(m >= y.x && m < y.y);
+        edge = (m >= x.z && m < x.w) || (m >= y.z && m < y.w);
+        zero = x.x < 0;
+    }
+
+    __device__ __forceinline__ void classify_blocks(i32 n, bool& seen, bool& edge, bool& zero) const {
+        const i32 first = rows.first / p.table.block_m, last = (rows.end - 1) / p.table.block_m;
+        const i32 left = n * cfg::block_n / p.table.block_n;
+        const i32 right = (min((n + 1) * cfg::block_n, p.n_keys) - 1) / p.table.block_n;
+        bool all = true;
+        for (i32 r = first; r <= last; ++r)
+            for (i32 c = left; c <= right; ++c) {
+                const bool on = blocks[r * p.mask.row + c * p.mask.col] != 0;
+                seen |= on;
+                all &= on;
+            }
+        edge = zero = seen && !all;
+    }
+};
+
+// One key's visibility to any row.
+struct KeyMask {
+    i32 lts, lte, uts, ute;
+    const u8* column;
+    i64 row_stride;
+    bool inside;
+
+    __device__ __forceinline__ KeyMask(const Params& p, i64 instance, i64 mask_offset, i32 key) {
+        inside = key < p.n_keys;
+        const i32 safe = inside ? key : 0;
+        if constexpr (cfg::mask == kMaskColumn) {
+            const int4 x = __ldg(p.table.cols + instance * p.table.keys_padded + key);
+            lts = x.x, lte = x.y, uts = x.z, ute = x.w;
+        } else if constexpr (cfg::mask != kMaskNone) {
+            const i32 c = cfg::mask == kMaskBlock ? safe / p.table.block_n : safe;
+            column = static_cast<const u8*>(p.mask.data) + mask_offset + c * p.mask.col;
+            row_stride = p.mask.row;
+        }
+    }
+
+    // `row` must lie in [0, n_queries); `key` is the constructor's.
+    __device__ __forceinline__ bool visible(const Params& p, i32 row, i32 key) const {
+        bool seen = inside;
+        if constexpr (cfg::band_right) seen &= key <= row + p.band_offset + p.band_right;
+        if constexpr (cfg::band_left) seen &= key >= row + p.band_offset - p.band_left;
+        if constexpr (cfg::mask == kMaskColumn) seen &= !(row >= lts && row < lte) && !(row >= uts && row < ute);
+        if constexpr (cfg::mask == kMaskDense) seen &= column[row * row_stride] != 0;
+        if constexpr (cfg::mask == kMaskBlock) seen &= column[row / p.table.block_m * row_stride] != 0;
+        return seen;
+    }
+};
+
+// Does any row see the key?  Only asked in tiles that are marked dead.
+__device__ __forceinline__ bool key_alive(const Params& p, i64 instance, i32 key) {
+    if constexpr (cfg::mask == kMaskColumn) {
+        const int4 x = __ldg(p.table.cols + instance * p.table.keys_padded + key);
+        return !(x.x == 0 && x.y == p.n_queries);
+    } else if constexpr (cfg::mask == kMaskDense) {
+        return p.table.alive[instance * p.table.keys_padded + key] != 0;
+    } else if constexpr (cfg::mask == kMaskBlock) {
+        return p.table.alive[instance * p.table.block_cols + key / p.table.block_n] != 0;
+    } else {
+        return true;
+    }
+}
+
+// The band alone may hide a key from every row (more keys than queries); its arithmetic needs no table.
+__device__ __forceinline__ bool band_sees(const Params& p, i32 key) {
+    i64 first = 0, last = p.n_queries - 1;
+    if constexpr (cfg::band_right) first = max(first, static_cast<i64>(key) - p.band_offset - p.band_right);
+    if constexpr (cfg::band_left) last = min(last, static_cast<i64>(key) - p.band_offset + p.band_left);
+    return first <= last;
+}

@@ -1,0 +1,55 @@
+// Dropout's random bits, one Philox4x32-7 call per lane and 16 x 16 block (the contract is in cuattn/rng.py).
+#pragma once
+#include "attn/params.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/simd.cuh"
+
+// The part of the counter that does not change within a kernel.
+struct RandomStream {
+    u32 batch, offset;
+};
+
+__device__ __forceinline__ RandomStream random_stream(const Dropout& dropout, i32 ib, i32 head) {
+    const u32 offset = dropout.offset_data != nullptr ? static_cast<u32>(*dropout.offset_data) : dropout.offset;
+    return {(dropout.batch + ib) * dropout.heads + dropout.head + head, offset};
+}
+
+__device__ __forceinline__ void philox(u32 (&x)[4], const u32 (&keys)[7][2]) {
+#pragma unroll
+    for (int round = 0; round < 7; ++round) {
+        const u64 product0 = static_cast<u64>(x[0]) * 0xD2511F53u, product2 = static_cast<u64>(x[2]) * 0xCD9E8D57u;
+        x[0] = static_cast<u32>(product2 >> 32) ^ x[1] ^ keys[round][0];
+        x[2] = static_cast<u32>(product0 >> 32) ^ x[3] ^ keys[round][1];
+        x[1] = static_cast<u32>(product2);
+        x[3] = static_cast<u32>(product0);
+    }
+}
+
+// Draws of the eight elements {row, row + 8} x {key, key + 1, key + 8, key + 9}, rows and keys counted from the operands' first:
+// bit 3 of row, and bits 0 and 3 of key, are clear.  Word w masks register a[w] of the m16k16 fragment, low half = even key.
+__device__ __forceinline__ void random_words(u32 (&words)[4], const Dropout& dropout, const RandomStream& stream, i32 row, i32 key) {
+    words[0] = dropout.key + static_cast<u32>(key);
+    words[1] = dropout.row + static_cast<u32>(row);
+    words[2] = stream.batch;
+    words[3] = stream.offset;
+    philox(words, dropout.keys);
+}
+
+template <u32 threshold>
+__device__ __forceinline__ bool kept_low(u32 word) { return (word << 16) >= (threshold << 16); }
+template <u32 threshold>
+__device__ __forceinline__ bool kept_high(u32 word) { return word >= (threshold << 16); }
+
+// Zeroes the halves of a packed pair whose draws lie under the threshold.
+template <u32 threshold>
+__device__ __forceinline__ u32 drop_pair(u32 pair, u32 word) {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (threshold <= 32768) {
+        // min(draw, T) - T is 0 for a kept draw and negative for a dropped one, in 16 bits.
+        constexpr u32 both = threshold | threshold << 16, minus = (65536 - threshold) | (65536 - threshold) << 16;
+        return pair & ~ptx::max_s16x2(ptx::add_s16x2(ptx::min_u16x2(word, both), minus), 0xffffffffu);
+    }
+#endif
+    const u32 low = kept_low<threshold>(word) ? pair & 0xffffu : 0u;
+    return (kept_high<threshold>(word) ? pair & 0xffff0000u : 0u) | low;
+}

@@ -1,0 +1,79 @@
+// Online softmax of a warp's rows: running maximum m and sum l, in the units of exponents to base 2.
+//
+// m is the exact maximum of the scores as they are held (raw products, or finished scores when cfg::prescaled); `to_log2`
+// converts them to exponents of 2.  l is this lane's part of the row sum until `finish` adds up the four lanes.
+#pragma once
+#include "attn/math.cuh"
+
+template <class Acc, int m_tiles>
+struct SoftmaxRows {
+    Acc m[m_tiles][2], l[m_tiles][2];
+    Acc shift[m_tiles][2];  // subtracted from scores: m, or 0 while a row has seen nothing; times to_log2 for 16-bit input
+
+    __device__ __forceinline__ SoftmaxRows() {
+#pragma unroll
+        for (int mt = 0; mt < m_tiles; ++mt)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) m[mt][h] = -infinity<Acc>(), l[mt][h] = 0, shift[mt][h] = 0;
+    }
+
+    // Takes the maximum over a tile of scores and scales o and l to the new one.
+    template <bool fused, int n_tiles, int v_tiles>
+    __device__ __forceinline__ void update(const Acc (&s)[m_tiles][n_tiles][4], Acc (&o)[m_tiles][v_tiles][4], Acc to_log2) {
+        Acc alpha[m_tiles][2];
+        bool changed = false;
+#pragma unroll
+        for (int mt = 0; mt < m_tiles; ++mt)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                Acc top = m[mt][h];
+#pragma unroll
+                for (int n = 0; n < n_tiles; ++n) top = max_of(top, max_of(s[mt][n][2 * h], s[mt][n][2 * h + 1]));
+                top = max_of(top, __shfl_xor_sync(~0u, top, 1));
+                top = max_of(top, __shfl_xor_sync(~0u, top, 2));
+                const Acc used = top == -infinity<Acc>() ? Acc(0) : top;
+                alpha[mt][h] = exp2_of((m[mt][h] - used) * to_log2);
+                changed |= top != m[mt][h];
+                m[mt][h] = top;
+                shift[mt][h] = fused ? used * to_log2 : used;
+            }
+        // Most tiles raise no maximum; multiplying by 1 would change nothing.
+        if (__any_sync(~0u, changed)) {
+#pragma unroll
+            for (int mt = 0; mt < m_tiles; ++mt)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    l[mt][h] *= alpha[mt][h];
+#pragma unroll
+                    for (int n = 0; n < v_tiles; ++n) o[mt][n][2 * h] *= alpha[mt][h], o[mt][n][2 * h + 1] *= alpha[mt][h];
+                }
+        }
+    }
+
+    // Turns the scores of keys 16 c .. 16 c + 15 into exp(s - m), in place, and adds them to l.
+    // fused: one multiply-add per exponent, whose rounding error |m| 2^-24 is common to the row; enough for 16-bit input only.
+    template <bool fused, int n_tiles>
+    __device__ __forceinline__ void exponentiate(Acc (&s)[m_tiles][n_tiles][4], int c, Acc to_log2) {
+#pragma unroll
+        for (int mt = 0; mt < m_tiles; ++mt)
+#pragma unroll
+            for (int n = 2 * c; n < 2 * c + 2; ++n)
+#pragma unroll
+                for (int r = 0; r < 4; ++r) {
+                    const Acc x = fused ? fma_of(s[mt][n][r], to_log2, -shift[mt][r / 2]) : (s[mt][n][r] - shift[mt][r / 2]) * to_log2;
+                    s[mt][n][r] = exp2_of(x);
+                    l[mt][r / 2] += s[mt][n][r];
+                }
+    }
+
+    // Adds the four lanes' parts of l.
+    __device__ __forceinline__ void finish() {
+#pragma unroll
+        for (int mt = 0; mt < m_tiles; ++mt)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                l[mt][h] += __shfl_xor_sync(~0u, l[mt][h], 1);
+                l[mt][h] += __shfl_xor_sync(~0u, l[mt][h], 2);
+            }
+    }
+};

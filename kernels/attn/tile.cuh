@@ -1,0 +1,72 @@
+// Tiles in shared memory: rows of `row_bytes`, 16-byte chunks XOR-swizzled so that 8 rows of one chunk column lie in
+// different banks (what ldmatrix and the copies want).
+#pragma once
+#include "ptx/cp_async.cuh"
+#include "ptx/shared.cuh"
+
+// Byte offset of a chunk.  Rows that are an odd multiple of 64 bytes alternate between two bank halves by themselves.
+template <int row_bytes>
+__device__ __forceinline__ u32 swizzle(u32 row, u32 chunk) {
+    static_assert(row_bytes % 64 == 0, "tile rows are multiples of 64 bytes");
+    const u32 key = row_bytes % 128 == 0 ? row & 7 : (row >> 1) & 3;
+    return row * row_bytes + ((chunk ^ key) << 4);
+}
+
+// The address pattern of one lane through a tile: a row of its own, and chunk pairs (32 bytes) in order.
+// offset(step) = swizzle(row, 2 * step + half); rows 16 further down are at + 16 * row_bytes.
+template <int row_bytes>
+struct LaneRow {
+    u32 base, key;
+
+    __device__ __forceinline__ LaneRow(u32 row, u32 half) {
+        const u32 first = swizzle<row_bytes>(row, half);
+        key = first & (row_bytes % 128 == 0 ? 0x70 : 0x30);
+        base = first - key;
+    }
+    __device__ __forceinline__ u32 offset(int step) const {
+        constexpr u32 low = row_bytes % 128 == 0 ? 0x7f : 0x3f;
+        return base + ((step * 32) & ~low) + (((step * 32) & low) ^ key);
+    }
+};
+
+// Copies 16 bytes of a row, of which `valid` bytes exist; the rest becomes zero.  `load_bytes` is what the alignment allows.
+template <int load_bytes>
+__device__ __forceinline__ void copy_chunk(u32 dst, const u8* src, i32 valid) {
+    if constexpr (load_bytes >= 4) {
+#pragma unroll
+        for (int at = 0; at < 16; at += load_bytes) {
+            const i32 left = valid - at;
+            const i32 bytes = left < 0 ? 0 : (left < load_bytes ? left : load_bytes);
+            ptx::cp_async<load_bytes>(dst + at, bytes > 0 ? src + at : src, bytes);
+        }
+    } else {
+        u32 word[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int at = 0; at < 16; at += 2) {
+            if (at < valid) word[at / 4] |= static_cast<u32>(*reinterpret_cast<const u16*>(src + at)) << (8 * (at % 4));
+        }
+        ptx::store_shared_v4(dst, word[0], word[1], word[2], word[3]);
+    }
+}
+
+// Copies a tile of `rows` x `cols` elements, all threads together.  source(row) is the row's first element, or null for a row of
+// zeros; `any` is an address that may be named (not read) instead.  n_cols <= cols columns exist.
+template <class Elem, int rows, int cols, int threads, int load_bytes, class Source>
+__device__ __forceinline__ void load_tile(u32 shared, const Elem* any, i32 n_cols, const Source& source) {
+    constexpr int chunks = cols * sizeof(Elem) / 16, total = rows * chunks, steps = (total + threads - 1) / threads;
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+        const int index = threadIdx.x + step * threads;
+        if (total % threads != 0 && index >= total) break;
+        const int row = index / chunks, chunk = index % chunks;
+        const Elem* from = source(row);
+        i32 valid = 16;
+        if (n_cols < cols) {
+            valid = (n_cols - chunk * static_cast<int>(16 / sizeof(Elem))) * static_cast<int>(sizeof(Elem));
+            valid = valid < 0 ? 0 : (valid < 16 ? valid : 16);
+        }
+        if (from == nullptr) valid = 0;
+        const u8* bytes = valid > 0 ? reinterpret_cast<const u8*>(from) + chunk * 16 : reinterpret_cast<const u8*>(any);
+        copy_chunk<load_bytes>(shared + swizzle<cols * sizeof(Elem)>(row, chunk), bytes, valid);
+    }
+}
