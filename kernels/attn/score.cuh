@@ -1,7 +1,7 @@
 // Scores from raw products when something other than a positive scale stands between them: softcap, bias, scale <= 0.
 #pragma once
-#include "attn/config.cuh"
 #include "attn/math.cuh"
+#include "attn/params.cuh"
 
 // One score before its bias.
 __device__ __forceinline__ cfg::acc cap_score(const Params& p, cfg::acc product) {
