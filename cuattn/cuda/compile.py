@@ -91,7 +91,9 @@ def compile_log(text: str, arch: str, options: tuple[str, ...] = (), name: str =
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program)
             raise CompileError(f"{name} did not compile for {arch} ({error}):\n{log}") from None
-        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+        cubin = nvrtc.getCUBIN(program)
+        # CuPy cuts the last byte, as it rightly does for text; the ELF file ends in a zero at a multiple of 8.
+        return cubin + b"\0" * (-len(cubin) % 8), nvrtc.getProgramLog(program)
     finally:
         nvrtc.destroyProgram(program)
 

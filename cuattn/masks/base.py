@@ -57,6 +57,10 @@ class Mask(ABC):
     def _parameters(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self._parameter_names())
 
+    @abstractmethod
+    def fits(self, n_queries: int, n_keys: int) -> bool:
+        """Return whether this is a mask of an (n_queries, n_keys) matrix."""
+
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"cannot set {name}: {type(self).__name__} is immutable")
 

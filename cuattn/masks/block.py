@@ -11,6 +11,9 @@ from cuattn.masks.device import copy, namespace
 class BlockMask(Mask):
     """A mask of blocks: row i may see key j if ``blocks[..., i // block_m, j // block_n]``.
 
+    The mask does not know how many rows and keys its last blocks hold; its methods take them, and by default count
+    every block as whole.
+
     Parameters
     ----------
     blocks : array_like of bool, (..., ceil(n_queries / block_m), ceil(n_keys / block_n))
@@ -39,13 +42,11 @@ class BlockMask(Mask):
 
     See Also
     --------
-    ColumnMask : element-wise bounds in O(n_keys) memory.
+    ColumnMask : Element-wise bounds in O(n_keys) memory.
 
     Notes
     -----
-    The mask does not know how many rows and keys its last blocks hold; the methods take them, and by default
-    count every block as whole.  A kernel skips hidden tiles in proportion where the blocks are multiples of its
-    tiles.
+    A kernel skips tiles in proportion to the hidden blocks where the blocks are multiples of its tiles.
 
     References
     ----------
@@ -85,6 +86,11 @@ class BlockMask(Mask):
     def leading(self) -> tuple[int, ...]:
         """Shape of `blocks` without its last two axes."""
         return tuple(self._array.shape[:-2])
+
+    def fits(self, n_queries: int, n_keys: int) -> bool:
+        """Return whether this is a mask of an (n_queries, n_keys) matrix."""
+        needed = (intervals.tiles(n_queries, self.block_m), intervals.tiles(n_keys, self.block_n))
+        return self._array.shape[-2:] == needed
 
     def __repr__(self) -> str:
         rows, columns = self._array.shape[-2:]

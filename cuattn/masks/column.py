@@ -17,11 +17,11 @@ class ColumnMask(Mask):
     """A mask of two row intervals per key: row i may not see key j if lts[j] <= i < lte[j] or uts[j] <= i < ute[j].
 
     The names say lower and upper triangle, start and end; but the two may lie anywhere and overlap, and
-    ``start >= end`` is an empty interval.  A mask takes 16 bytes per key whatever the number of rows.
+    ``start >= end`` is an empty interval.  A mask takes 16 bytes per key.
 
     Parameters
     ----------
-    lts, lte, uts, ute : array_like, (..., n_keys), integer
+    lts, lte, uts, ute : array_like of int, (..., n_keys)
         Interval bounds, 0 <= bound <= n_queries, all on the host or all on one GPU (any array library).  The
         leading axes broadcast among the four and, later, to the problem's (..., heads): query heads, so repeat
         vectors that were made per key head.  They are copied and stored as int32.
@@ -45,7 +45,7 @@ class ColumnMask(Mask):
 
     Notes
     -----
-    Masks are immutable, pickle (on the host) and compare by content (on the host).
+    Masks are immutable and, on the host, pickle and compare by content.
 
     References
     ----------
@@ -108,6 +108,10 @@ class ColumnMask(Mask):
     def leading(self) -> tuple[int, ...]:
         """Shape of the vectors without their last axis."""
         return tuple(self._array.shape[1:-1])
+
+    def fits(self, n_queries: int, n_keys: int) -> bool:
+        """Return whether this is a mask of an (n_queries, n_keys) matrix."""
+        return (self.n_queries, self.n_keys) == (n_queries, n_keys)
 
     def __repr__(self) -> str:
         leading = f"{self.leading} x " if self.leading else ""

@@ -155,10 +155,8 @@ def _check_mask(mask: Any, kind: str, size: Sizes) -> None:
     if kind == "dense":
         check_score_like("mask", tuple(mask.shape), size)
         return
-    if (mask.n_queries, mask.n_keys) != (size.n_queries, size.n_keys):
-        raise ShapeError(
-            f"mask is for {mask.n_queries} queries and {mask.n_keys} keys; expected {size.n_queries} and {size.n_keys}"
-        )
+    if not mask.fits(size.n_queries, size.n_keys):
+        raise ShapeError(f"mask is {mask!r}; expected one for {size.n_queries} queries and {size.n_keys} keys")
     if not broadcasts_to(mask.leading, size.leading):
         raise ShapeError(
             f"mask has leading axes {mask.leading}; expected ones that broadcast to {size.leading} (batch, query heads)"

@@ -8,17 +8,19 @@
 template <class Acc, int m_tiles>
 struct SoftmaxRows {
     Acc m[m_tiles][2], l[m_tiles][2];
-    Acc shift[m_tiles][2];  // subtracted from scores: m, or 0 while a row has seen nothing; times to_log2 for 16-bit input
 
     __device__ __forceinline__ SoftmaxRows() {
 #pragma unroll
         for (int mt = 0; mt < m_tiles; ++mt)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) m[mt][h] = -infinity<Acc>(), l[mt][h] = 0, shift[mt][h] = 0;
+            for (int h = 0; h < 2; ++h) m[mt][h] = -infinity<Acc>(), l[mt][h] = 0;
     }
 
+    // What is subtracted from a row's scores: its maximum, or 0 while it has seen nothing.
+    static __device__ __forceinline__ Acc finite(Acc top) { return top == -infinity<Acc>() ? Acc(0) : top; }
+
     // Takes the maximum over a tile of scores and scales o and l to the new one.
-    template <bool fused, int n_tiles, int v_tiles>
+    template <int n_tiles, int v_tiles>
     __device__ __forceinline__ void update(const Acc (&s)[m_tiles][n_tiles][4], Acc (&o)[m_tiles][v_tiles][4], Acc to_log2) {
         Acc alpha[m_tiles][2];
         bool changed = false;
@@ -31,11 +33,9 @@ struct SoftmaxRows {
                 for (int n = 0; n < n_tiles; ++n) top = max_of(top, max_of(s[mt][n][2 * h], s[mt][n][2 * h + 1]));
                 top = max_of(top, __shfl_xor_sync(~0u, top, 1));
                 top = max_of(top, __shfl_xor_sync(~0u, top, 2));
-                const Acc used = top == -infinity<Acc>() ? Acc(0) : top;
-                alpha[mt][h] = exp2_of((m[mt][h] - used) * to_log2);
+                alpha[mt][h] = exp2_of((m[mt][h] - finite(top)) * to_log2);
                 changed |= top != m[mt][h];
                 m[mt][h] = top;
-                shift[mt][h] = fused ? used * to_log2 : used;
             }
         // Most tiles raise no maximum; multiplying by 1 would change nothing.
         if (__any_sync(~0u, changed)) {
@@ -57,13 +57,15 @@ struct SoftmaxRows {
 #pragma unroll
         for (int mt = 0; mt < m_tiles; ++mt)
 #pragma unroll
-            for (int n = 2 * c; n < 2 * c + 2; ++n)
+            for (int h = 0; h < 2; ++h) {
+                const Acc shift = finite(m[mt][h]) * (fused ? to_log2 : Acc(1));
 #pragma unroll
-                for (int r = 0; r < 4; ++r) {
-                    const Acc x = fused ? fma_of(s[mt][n][r], to_log2, -shift[mt][r / 2]) : (s[mt][n][r] - shift[mt][r / 2]) * to_log2;
-                    s[mt][n][r] = exp2_of(x);
-                    l[mt][r / 2] += s[mt][n][r];
+                for (int e = 0; e < 4; ++e) {
+                    Acc& x = s[mt][2 * c + e / 2][2 * h + e % 2];
+                    x = exp2_of(fused ? fma_of(x, to_log2, -shift) : (x - shift) * to_log2);
+                    l[mt][h] += x;
                 }
+            }
     }
 
     // Adds the four lanes' parts of l.

@@ -49,10 +49,18 @@ __device__ __forceinline__ void copy_chunk(u32 dst, const u8* src, i32 valid) {
     }
 }
 
+// Bytes of a 16-byte chunk that exist when a row has n_cols <= cols elements.
+template <class Elem, int cols>
+__device__ __forceinline__ i32 chunk_bytes(int chunk, i32 n_cols) {
+    if (n_cols >= cols) return 16;
+    const i32 bytes = n_cols * static_cast<i32>(sizeof(Elem)) - chunk * 16;
+    return bytes < 0 ? 0 : (bytes < 16 ? bytes : 16);
+}
+
 // Copies a tile of `rows` x `cols` elements, all threads together.  source(row) is the row's first element, or null for a row of
 // zeros; `any` is an address that may be named (not read) instead.  n_cols <= cols columns exist.
 template <class Elem, int rows, int cols, int threads, int load_bytes, class Source>
-__device__ __forceinline__ void load_tile(u32 shared, const Elem* any, i32 n_cols, const Source& source) {
+__device__ __forceinline__ void gather_tile(u32 shared, const Elem* any, i32 n_cols, const Source& source) {
     constexpr int chunks = cols * sizeof(Elem) / 16, total = rows * chunks, steps = (total + threads - 1) / threads;
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
@@ -60,13 +68,29 @@ __device__ __forceinline__ void load_tile(u32 shared, const Elem* any, i32 n_col
         if (total % threads != 0 && index >= total) break;
         const int row = index / chunks, chunk = index % chunks;
         const Elem* from = source(row);
-        i32 valid = 16;
-        if (n_cols < cols) {
-            valid = (n_cols - chunk * static_cast<int>(16 / sizeof(Elem))) * static_cast<int>(sizeof(Elem));
-            valid = valid < 0 ? 0 : (valid < 16 ? valid : 16);
-        }
-        if (from == nullptr) valid = 0;
+        const i32 valid = from == nullptr ? 0 : chunk_bytes<Elem, cols>(chunk, n_cols);
         const u8* bytes = valid > 0 ? reinterpret_cast<const u8*>(from) + chunk * 16 : reinterpret_cast<const u8*>(any);
         copy_chunk<load_bytes>(shared + swizzle<cols * sizeof(Elem)>(row, chunk), bytes, valid);
+    }
+}
+
+// The same for rows at a fixed stride (elements) from `from`, without holding an address per row; live(row) says which exist.
+template <class Elem, int rows, int cols, int threads, int load_bytes, class Live>
+__device__ __forceinline__ void load_tile(u32 shared, const Elem* from, i64 stride, i32 n_cols, const Live& live) {
+    constexpr int chunks = cols * sizeof(Elem) / 16;
+    if constexpr (threads % chunks == 0 && rows % (threads / chunks) == 0) {
+        constexpr int rows_per_step = threads / chunks;
+        const int row = threadIdx.x / chunks, chunk = threadIdx.x % chunks;
+        const i32 whole = chunk_bytes<Elem, cols>(chunk, n_cols);
+        const u8* bytes = reinterpret_cast<const u8*>(from + row * stride) + chunk * 16;
+        const i64 advance = stride * static_cast<i64>(rows_per_step * sizeof(Elem));
+#pragma unroll
+        for (int step = 0; step < rows / rows_per_step; ++step) {
+            const int at = row + step * rows_per_step;
+            copy_chunk<load_bytes>(shared + swizzle<cols * sizeof(Elem)>(at, chunk), bytes, live(at) ? whole : 0);
+            bytes += advance;
+        }
+    } else {
+        gather_tile<Elem, rows, cols, threads, load_bytes>(shared, from, n_cols, [&](i32 row) { return live(row) ? from + row * stride : nullptr; });
     }
 }

@@ -67,7 +67,7 @@ BAD = [
     ("mask", {"mask": "causal"}, DtypeError, "mask "),
     ("mask", {"mask": ones(3, 4, dtype=bool)}, ShapeError, r"mask .*\(3, 4\).*\(2, 4, 4\)"),
     ("mask", {"mask": ones(1, 2, 4, 4, dtype=bool)}, ShapeError, "mask .*broadcast"),
-    ("mask", {"mask": cuattn.masks.causal(5)}, ShapeError, "mask .*5 queries and 5 keys.*4 and 4"),
+    ("mask", {"mask": cuattn.masks.causal(5)}, ShapeError, "mask .*5 queries x 5 keys.*4 queries and 4 keys"),
     ("mask", {"mask": cuattn.ColumnMask(*np.zeros((4, 3, 4), np.int32), n_queries=4)}, ShapeError, r"mask .*\(3,\)"),
     ("bias", {"bias": ones(5, 4)}, ShapeError, r"bias .*\(5, 4\).*\(2, 4, 4\)"),
     ("bias", {"bias": ones(4, 4, dtype=np.float64)}, DtypeError, "bias .*float64.*float32"),
