@@ -1,0 +1,103 @@
+"""The command line: ``python -m cuattn`` and ``python -m cuattn run``.
+
+Without a command it prints which versions, devices and caches there are and what will be used, then runs forward
+and backward on the best device against a textbook computation in higher precision.  ``run`` computes attention on
+the arrays of an .npz file.
+
+Exit codes: 0 when all is well, 1 when the self-check found something off, 2 for bad arguments or files (with one
+line on standard error).
+"""
+
+import argparse
+import sys
+
+from cuattn.cli.console import open_console
+from cuattn.errors import CuattnError
+
+__all__ = ["main"]
+
+_DESCRIPTION = (
+    "Print versions, devices, caches and what will be used; then check forward and backward on the best device "
+    "against a textbook computation in higher precision. Exit code 1 when anything is off."
+)
+
+
+def main(argv=None):
+    """Run the command line.
+
+    Parameters
+    ----------
+    argv : list of str, optional
+        The arguments; by default those of the process.
+
+    Returns
+    -------
+    int
+        The exit code.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        return options.command(options)
+    except (CuattnError, OSError, MemoryError) as error:
+        print(f"cuattn: error: {str(error) or 'not enough memory'}", file=sys.stderr)
+        return 2
+
+
+def _parser():
+    """Return the parser of all commands."""
+    parser = argparse.ArgumentParser(prog="python -m cuattn", description=_DESCRIPTION)
+    parser.add_argument("--no-check", action="store_true", help="print the report only")
+    parser.set_defaults(command=_report_and_check)
+    commands = parser.add_subparsers(title="commands")
+    run = commands.add_parser(
+        "run",
+        help="compute attention on the arrays of an .npz file",
+        description="Read q, k, v (and do, bias, mask) from an .npz file, write o, l, m, rng_state (and dq, dk, dv, "
+        "dbias) to another. bfloat16 arrays are stored as uint16, with an entry dtype = 'bfloat16'.",
+    )
+    _add_run_arguments(run)
+    run.set_defaults(command=_run)
+    return parser
+
+
+def _add_run_arguments(run):
+    """Add the arguments of ``run``: files, then the keyword arguments of the API under their own names."""
+    run.add_argument("input", metavar="INPUT.npz", help="arrays q, k, v; with --backward also do; optional bias, mask")
+    run.add_argument("--output", metavar="OUT.npz", required=True, help="appears complete or not at all")
+    run.add_argument("--backward", action="store_true", help="compute dq, dk, dv (and dbias) too")
+    run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU when there is one")
+    run.add_argument(
+        "--mask", nargs="+", metavar=("NAME", "ARG"),
+        help="a constructor of cuattn.masks and its arguments as Python literals; lengths that come first in its "
+        "signature (n, n_queries, n_keys) are taken from the data: --mask sliding_window 128, "
+        "--mask causal_document '[100, 28]'",
+    )  # fmt: skip
+    run.add_argument("--causal", nargs="?", const=True, default=False, choices=("top_left", "bottom_right"))
+    run.add_argument("--window", nargs="+", metavar="SIDE", help="LEFT RIGHT [ALIGNMENT]; none leaves a side open")
+    run.add_argument("--scale", type=float, help="factor of the scores (default head_dim ** -0.5)")
+    run.add_argument("--softcap", type=float)
+    run.add_argument("--dropout-p", type=float, default=0.0)
+    run.add_argument("--seed", type=int, help="dropout's seed, 0 <= SEED < 2**64 (default: a fresh random one)")
+    run.add_argument("--offset", type=int, default=0, help="dropout's counter offset (with --seed)")
+    run.add_argument("--enable-gqa", action="store_true", help="allow grouped key and value heads")
+    run.add_argument("--precision", choices=("tf32",))
+    run.add_argument("--kernel", choices=("cpu", "sm80", "sm90"))
+    run.add_argument("--out-dtype", choices=("float32",), help="keep o unrounded")
+    run.add_argument("--deterministic", action="store_true", help="bitwise reproducible gradients")
+
+
+def _report_and_check(options):
+    """Print the report, then run the self-check."""
+    from cuattn.cli import check, devices, report
+
+    console = open_console()
+    device = devices.best()
+    report.show(console, device)
+    return 0 if options.no_check else check.show(console, device)
+
+
+def _run(options):
+    """Compute attention on a file."""
+    from cuattn.cli import run
+
+    return run.run(options)

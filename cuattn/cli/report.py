@@ -1,0 +1,129 @@
+"""The report: versions, devices, what will be used and why, where caches are."""
+
+import os
+import pathlib
+import platform
+
+import ml_dtypes
+import numpy as np
+
+import cuattn
+from cuattn.cuda.compile import cache_dir
+
+__all__ = ["show"]
+
+
+def show(console, device):
+    """Print the report.
+
+    Parameters
+    ----------
+    console : object
+        From :func:`cuattn.cli.console.open_console`.
+    device : Device
+        What the self-check will run on.
+    """
+    console.section("Versions", _versions())
+    console.section("Devices", _devices())
+    console.section("In use", _in_use(device))
+    console.section("Caches", _caches())
+
+
+def _versions():
+    """Return name and version of everything that takes part."""
+    return [
+        ("cuattn", f"{cuattn.__version__} in {pathlib.Path(cuattn.__file__).parent}"),
+        ("Python", f"{platform.python_version()} on {platform.platform()}"),
+        ("NumPy", f"{np.__version__}, ml_dtypes {ml_dtypes.__version__}"),
+        *_blas(),
+        *_cuda_versions(),
+    ]
+
+
+def _blas():
+    """Return the BLAS libraries that are loaded, with their threads."""
+    from threadpoolctl import threadpool_info
+
+    pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
+    return [
+        ("BLAS", f"{pool['internal_api']} {pool['version']}, {pool['num_threads']} threads ({pool['filepath']})")
+        for pool in pools
+    ] or [("BLAS", "unknown to threadpoolctl")]
+
+
+def _cuda_versions():
+    """Return the versions of CuPy, NVRTC, CUDA and the driver, or why there are none."""
+    try:
+        import cupy
+    except Exception as error:  # a broken installation raises more than ImportError
+        hint = 'for a GPU: pip install "cuattn[cuda13]" or "cuattn[cuda12]"'
+        return [("CuPy", f"not importable ({type(error).__name__}: {error}); {hint}")]
+    runtime = cupy.cuda.runtime
+    driver = runtime.driverGetVersion()
+    return [
+        ("CuPy", cupy.__version__),
+        ("NVRTC", _nvrtc()),
+        ("driver", f"for CUDA {_cuda_version(driver)}" if driver else "none"),
+    ]
+
+
+def _nvrtc():
+    """Return the version of the run-time compiler, or what is missing."""
+    from cupy.cuda import nvrtc
+
+    try:
+        return "CUDA {}.{}".format(*nvrtc.getVersion())
+    except Exception as error:  # a missing wheel shows up as many kinds of error
+        return f"cannot be loaded ({type(error).__name__}); the extras cuda12 and cuda13 of cuattn bring it"
+
+
+def _cuda_version(number):
+    """Write CUDA's version number as a version."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _devices():
+    """Return the CPU and the GPUs."""
+    found = [("CPU", f"{platform.machine()}, {_usable_cpus()} of {os.cpu_count()} cores usable")]
+    try:
+        import cupy
+
+        for index in range(cupy.cuda.runtime.getDeviceCount() if cupy.is_available() else 0):
+            facts = cupy.cuda.runtime.getDeviceProperties(index)
+            found.append(
+                (
+                    f"GPU {index}",
+                    f"{facts['name'].decode()}, sm_{facts['major']}{facts['minor']}, "
+                    f"{facts['multiProcessorCount']} multiprocessors, {facts['totalGlobalMem'] / 2**30:.0f} GiB",
+                )
+            )
+    except ImportError:
+        pass
+    return found
+
+
+def _usable_cpus():
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _in_use(device):
+    """Return what calls will run on, with the plan of an example."""
+    q = device.put(np.zeros((1, 8, 1024, 64), np.float32 if device.backend == "cpu" else np.float16))
+    plan = cuattn.plan(q, q, q)
+    return [
+        ("backend", f"{device.backend}: {device.reason}"),
+        ("kernel", f"{plan.kernel}: {plan.reason}"),
+        ("tile", f"{plan.block_m} x {plan.block_n} for {q.dtype} (1, 8, 1024, 64)"),
+    ]
+
+
+def _caches():
+    """Return the folders of compiled kernels."""
+    folder = cache_dir()
+    sizes = [file.stat().st_size for file in folder.glob("*.cubin")]
+    cupy_folder = os.environ.get("CUPY_CACHE_DIR") or pathlib.Path.home() / ".cupy" / "kernel_cache"
+    return [
+        ("kernels", f"{folder} ({len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB; CUATTN_CACHE_DIR moves it)"),
+        ("CuPy", f"{cupy_folder}"),
+    ]

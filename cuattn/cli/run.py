@@ -1,0 +1,99 @@
+"""``python -m cuattn run``: attention on the arrays of a file."""
+
+import sys
+import time
+
+import numpy as np
+
+import cuattn
+from cuattn.cli import devices, files
+from cuattn.cli.mask_argument import build_mask
+from cuattn.errors import ArgumentError
+
+__all__ = ["run"]
+
+
+def run(options):
+    """Read, compute, write.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+        The arguments of the command.
+
+    Returns
+    -------
+    int
+        The exit code.
+    """
+    files.check_output(options.output)
+    arrays = files.read(options.input, ("q", "k", "v", "do") if options.backward else ("q", "k", "v"))
+    keywords = _keywords(options, arrays)
+    device = devices.pick(options.device, options.kernel)
+    q, k, v, do, bias, mask = (
+        device.put(arrays[name]) if name in arrays else None for name in ("q", "k", "v", "do", "bias", "mask")
+    )
+    keywords |= {"bias": bias} if mask is None else {"bias": bias, "mask": mask}
+    print(f"computing on {device.backend} ({device.reason})", file=sys.stderr)
+    start = time.perf_counter()
+    fwd = cuattn.forward(q, k, v, rng=_state(options), out_dtype=options.out_dtype, **keywords)
+    results = {"o": fwd.o, "l": fwd.l, "m": fwd.m}
+    if options.backward:
+        grads = cuattn.backward(do, q, k, v, fwd, deterministic=options.deterministic, **keywords)
+        results |= grads._asdict()
+    results = {name: device.fetch(array) for name, array in results.items() if array is not None}
+    seconds = time.perf_counter() - start
+    if fwd.rng_state is not None:
+        results["rng_state"] = np.array(fwd.rng_state, np.uint64)
+    files.write(options.output, results)
+    shapes = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in results.items())
+    print(f"wrote {options.output} after {seconds:.3f} s: {shapes}")
+    return 0
+
+
+def _keywords(options, arrays):
+    """Return the keyword arguments that forward and backward share, but for arrays."""
+    mask = None
+    if options.mask is not None:
+        if "mask" in arrays:
+            raise ArgumentError(f"--mask {options.mask[0]} is given and {options.input} has a mask; expected one mask")
+        lengths = [arrays[name].shape[-2] if arrays[name].ndim >= 2 else 0 for name in ("q", "k")]
+        mask = build_mask(options.mask, *lengths)
+    return {
+        "mask": mask,
+        "is_causal": options.causal,
+        "window": _window(options.window),
+        "scale": options.scale,
+        "softcap": options.softcap,
+        "dropout_p": options.dropout_p,
+        "enable_gqa": options.enable_gqa,
+        "precision": options.precision,
+        "kernel": options.kernel,
+    }
+
+
+def _window(words):
+    """Return the window that the command line gives."""
+    if words is None:
+        return None
+    sides = [_side(word) for word in words[:2]]
+    return (*sides, *words[2:])
+
+
+def _side(word):
+    """Return one side of a window."""
+    if word.lower() == "none":
+        return None
+    try:
+        return int(word)
+    except ValueError:
+        raise ArgumentError(f"--window has a side {word!r}; expected an integer >= 0, or none") from None
+
+
+def _state(options):
+    """Return dropout's random state, or None for a fresh one."""
+    if options.seed is not None:
+        return cuattn.RNGState(options.seed, options.offset)
+    if options.offset:
+        raise ArgumentError(f"--offset {options.offset} is given without --seed; expected both")
+    return None
