@@ -1,6 +1,7 @@
 """The way back to the caller: the kind and place of a call's arrays, and what all kinds share."""
 
 import contextlib
+import sys
 
 from cuattn.errors import UnsupportedError
 
@@ -69,9 +70,7 @@ class _DeviceScope:
     __slots__ = ("_device", "_stream")
 
     def __init__(self, device, stream):
-        from cupy.cuda import Device
-
-        self._device = Device(device)
+        self._device = sys.modules["cupy"].cuda.Device(device)
         self._stream = stream
 
     def __enter__(self):
