@@ -4,7 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cuattn import rng
@@ -84,7 +84,6 @@ def test_philox_without_rounds_returns_the_counter_modulo_2_32():
 
 
 @given(counter=st.tuples(WORD, WORD, WORD, WORD), key=st.tuples(WORD, WORD), rounds=st.integers(0, 16))
-@settings(deadline=None)
 def test_philox_equals_its_definition(counter, key, rounds):
     assert tuple(rng.philox4x32(counter, key, rounds).tolist()) == philox_by_definition(counter, key, rounds)
 
@@ -123,7 +122,6 @@ def test_contract_kept_elements_of_seed_42():
     size=st.tuples(st.integers(0, 40), st.integers(0, 40)),
     T=st.integers(0, 65535),
 )
-@settings(deadline=None, max_examples=40)
 def test_any_tile_equals_the_definition(state, b, first, size, T):
     rows, keys = ((start, start + length) for start, length in zip(first, size, strict=True))
     tile = rng.draws(state, b, rows, keys)
@@ -137,7 +135,6 @@ def test_any_tile_equals_the_definition(state, b, first, size, T):
 
 
 @given(state=STATES, cut=st.tuples(st.integers(0, 70), st.integers(0, 90)))
-@settings(deadline=None, max_examples=25)
 def test_tiles_join_to_the_whole(state, cut):
     whole = rng.draws(state, 1, (0, 70), (0, 90))
     row, key = cut

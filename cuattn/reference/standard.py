@@ -1,0 +1,152 @@
+"""Standard attention: Algorithm 0 of the FlashAttention paper (forward) and Algorithm 3 (backward).
+
+S, P and their gradients go through HBM.  The paper gives no block sizes for these algorithms; a matrix product here
+keeps B_c rows of one operand or of its result on the chip while B_r rows at a time of the others stream past, with
+the blocks of Algorithm 1, so that every tile fits as it does there.
+"""
+
+import numpy as np
+
+from cuattn.errors import ShapeError
+from cuattn.io_model import block_sizes
+from cuattn.reference.hbm import HBM
+from cuattn.reference.results import Backward, StandardForward
+from cuattn.reference.steps import block, place, softmax_tile
+
+__all__ = ["standard_backward", "standard_forward"]
+
+
+def standard_forward(q, k, v, M, *, dtype=np.float64):
+    """Run Algorithm 0: S = Q K^T, P = softmax(S), O = P V, each step a kernel of its own.
+
+    Parameters
+    ----------
+    q, k, v : array_like, (N, d)
+        Queries (already scaled), keys and values.
+    M : int
+        On-chip memory in elements, d <= M <= N d.
+    dtype : dtype, default float64
+        Type of the arithmetic.
+
+    Returns
+    -------
+    forward : StandardForward
+        O, P and the accesses: Theta(N d + N^2) for M >= d^2.
+
+    Raises
+    ------
+    ArgumentError
+        When M is outside its range.
+    ShapeError
+        When q, k and v are not of one shape (N, d).
+
+    Notes
+    -----
+    A row of S must be on the chip to be normalised, N elements even where M is less.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = k = v = np.eye(4)
+    >>> standard_forward(q, k, v, 16).counts
+    Counts(reads=176, writes=48, extra=32, sram=16)
+    """
+    hbm = HBM(dtype)
+    n, d = place(hbm, Q=q, K=k, V=v)
+    b_r, b_c, t_r, t_c = block_sizes(n, d, M)
+    hbm.allocate("S", (n, n))
+    hbm.allocate("P", (n, n))
+    hbm.allocate("O", (n, d), output=True)
+    for j in range(t_c):  # Alg. 0 l. 1: S = Q K^T
+        keys = block(j, b_c, n)
+        K_j = hbm.load("K", keys)
+        for i in range(t_r):
+            rows = block(i, b_r, n)
+            Q_i = hbm.load("Q", rows)
+            hbm.store("S", (rows, keys), hbm.on_chip("S", Q_i @ K_j.T))
+    hbm.end_kernel()
+    whole_rows = max(1, M // n)
+    for i in range(-(-n // whole_rows)):  # Alg. 0 l. 2: P = softmax(S)
+        rows = block(i, whole_rows, n)
+        _, P_i, l_i = softmax_tile(hbm.load("S", rows))
+        hbm.store("P", rows, P_i / l_i[:, None])
+    hbm.end_kernel()
+    for i in range(t_c):  # Alg. 0 l. 3: O = P V
+        rows = block(i, b_c, n)
+        _product(hbm, "P", rows, "V", "O", b_r, n)
+    return StandardForward(hbm.take("O"), hbm.take("P"), hbm.counts)
+
+
+def standard_backward(do, q, k, v, p, M, *, dtype=np.float64):
+    """Run Algorithm 3: the gradients of Algorithm 0 from P in HBM.
+
+    Parameters
+    ----------
+    do, q, k, v : array_like, (N, d)
+        Gradient of O, and the forward's inputs.
+    p : array_like, (N, N)
+        P of :func:`standard_forward`.
+    M, dtype
+        As in :func:`standard_forward`.
+
+    Returns
+    -------
+    backward : Backward
+        dQ, dK, dV and the accesses: Theta(N d + N^2) for M >= d^2.
+
+    Raises
+    ------
+    ArgumentError, ShapeError
+        As in :func:`standard_forward`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = k = v = do = np.eye(4)
+    >>> p = standard_forward(q, k, v, 16).p
+    >>> standard_backward(do, q, k, v, p, 16).dv.sum(1).round(6)
+    array([1., 1., 1., 1.])
+    """
+    hbm = HBM(dtype)
+    n, d = place(hbm, Q=q, K=k, V=v, dO=do)
+    if np.shape(p) != (n, n):
+        raise ShapeError(f"p has shape {np.shape(p)}: expected (N, N) = {(n, n)}")
+    hbm.place("P", p)
+    b_r, b_c, t_r, t_c = block_sizes(n, d, M)
+    for name in ("dP", "dS"):
+        hbm.allocate(name, (n, n))
+    for name in ("dQ", "dK", "dV"):
+        hbm.allocate(name, (n, d), output=True)
+    for j in range(t_c):  # Alg. 3 l. 1: dV = P^T dO
+        _product(hbm, "P", block(j, b_c, n), "dO", "dV", b_r, n, transposed=True)
+    hbm.end_kernel()
+    for j in range(t_c):  # Alg. 3 l. 2: dP = dO V^T
+        keys = block(j, b_c, n)
+        V_j = hbm.load("V", keys)
+        for i in range(t_r):
+            rows = block(i, b_r, n)
+            dO_i = hbm.load("dO", rows)
+            hbm.store("dP", (rows, keys), hbm.on_chip("dP", dO_i @ V_j.T))
+    hbm.end_kernel()
+    whole_rows = max(1, M // (2 * n))
+    for i in range(-(-n // whole_rows)):  # Alg. 3 l. 3: dS_ij = P_ij (dP_ij - sum_l P_il dP_il)
+        rows = block(i, whole_rows, n)
+        P_i, dP_i = hbm.load("P", rows), hbm.load("dP", rows)
+        hbm.store("dS", rows, P_i * (dP_i - (P_i * dP_i).sum(axis=1, keepdims=True)))
+    hbm.end_kernel()
+    for i in range(t_c):  # Alg. 3 l. 4: dQ = dS K
+        _product(hbm, "dS", block(i, b_c, n), "K", "dQ", b_r, n)
+    hbm.end_kernel()
+    for j in range(t_c):  # Alg. 3 l. 5: dK = dS^T Q
+        _product(hbm, "dS", block(j, b_c, n), "Q", "dK", b_r, n, transposed=True)
+    return Backward(hbm.take("dQ"), hbm.take("dK"), hbm.take("dV"), hbm.counts)
+
+
+def _product(hbm, left, resident, right, result, step, n, transposed=False):
+    """Compute rows `resident` of left @ right, or of left^T @ right, with the result's rows on the chip."""
+    total = 0
+    for i in range(-(-n // step)):
+        streamed = block(i, step, n)
+        A = hbm.load(left, (streamed, resident)).T if transposed else hbm.load(left, (resident, streamed))
+        total = hbm.on_chip(result, total + A @ hbm.load(right, streamed))
+    hbm.store(result, resident, total)

@@ -1,0 +1,138 @@
+"""Problems for the reference algorithms, and what their results are compared with."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from hypothesis import strategies as st
+
+from cuattn import rng
+from tests import oracle
+from tests.tolerances import assert_close, eps
+
+FLOAT32 = np.dtype(np.float32)
+
+
+class Case(NamedTuple):
+    """One problem; the arrays are float32, so that the oracle and the algorithms work in a higher precision."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    do: np.ndarray
+    M: int
+
+    @property
+    def qkv(self):
+        return self.q, self.k, self.v
+
+
+@st.composite
+def cases(draw, max_n=24, max_d=6):
+    """Draw N, d and the M of the theorems' range d <= M <= N d."""
+    n, d = draw(st.integers(1, max_n)), draw(st.integers(1, max_d))
+    return make_case(n, d, draw(st.integers(d, n * d)), draw(st.integers(0, 2**32)))
+
+
+def make_case(n, d, M, seed=0):
+    generator = np.random.default_rng(seed)
+    arrays = generator.standard_normal((4, n, d), np.float32) * generator.choice([0.3, 1, 4], (4, 1, 1))
+    return Case(*arrays.astype(np.float32), M)
+
+
+def causal(i, j):
+    return j <= i
+
+
+def window(i, j):
+    return abs(i - j) <= 2
+
+
+def scattered(i, j):
+    """Hide about a half, with empty rows and keys that no row sees."""
+    return ((i * 7 + j * 5) % 11 < 6) & (i % 5 != 3) & (j % 6 != 2)
+
+
+MASKS = st.sampled_from([None, causal, window, scattered])
+
+
+def dense(mask, n):
+    """Return a mask function as a boolean (N, N) array, None as None."""
+    return None if mask is None else np.broadcast_to(mask(np.arange(n)[:, None], np.arange(n)[None, :]), (n, n))
+
+
+class Dropout(NamedTuple):
+    """Dropout as the algorithms take it (p, state, b), replayed densely for the oracle."""
+
+    p: float = 0.0
+    state: rng.RNGState | None = None
+    b: int = 0
+
+    def replay(self, n):
+        threshold = rng.threshold(self.p)
+        if not threshold:
+            return {}
+        kept = rng.keep(self.state, threshold, self.b, (0, n), (0, n))
+        return {"keep": kept, "keep_scale": 65536 / (65536 - threshold)}
+
+
+NO_DROPOUT = Dropout()
+DROPOUTS = st.one_of(
+    st.just(NO_DROPOUT),
+    st.builds(
+        Dropout,
+        st.sampled_from([0.1, 0.5, 0.9]),
+        st.builds(rng.RNGState, st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)),
+        st.integers(0, 100),
+    ),
+)
+
+
+def check_forward(case, result, *, visible=None, scale=None, dropout=NO_DROPOUT):
+    """Compare o, and where they are known l and m, with the oracle, to the accuracy of float32."""
+    options = {"visible": visible, "scale": scale, **dropout.replay(len(case.q))}
+    exact, textbook = (oracle.forward(*case.qkv, **options, dtype=dtype) for dtype in (None, FLOAT32))
+    assert_close(result.o, exact[0], textbook[0], dtype=FLOAT32, name="o")
+    if hasattr(result, "l"):
+        assert_close(result.l, exact[1], textbook[1], dtype=FLOAT32, name="l")
+        assert_close(result.m, exact[2], textbook[2], dtype=FLOAT32, name="m")
+    if hasattr(result, "lse"):
+        with np.errstate(divide="ignore"):
+            lse, low = (m + np.log(l) for _, l, m in (exact, textbook))
+        assert_close(result.lse, lse, low, dtype=FLOAT32, name="lse")
+
+
+def check_backward(case, result, *, visible=None, scale=None, dropout=NO_DROPOUT):
+    """Compare the gradients with the oracle, to the accuracy of float32.
+
+    All three together, because dq and dk may be exactly 0 (when rows see one key each), which leaves no scale.
+    """
+    options = {"visible": visible, "scale": scale, **dropout.replay(len(case.q))}
+    exact, textbook = (oracle.backward(case.do, *case.qkv, **options, dtype=dtype)[:3] for dtype in (None, FLOAT32))
+    assert_close(np.stack(result[:3]), np.stack(exact), np.stack(textbook), dtype=FLOAT32, name="dq, dk, dv")
+
+
+def check_derivatives(case, forward, gradients, step=1e-3):
+    """Compare gradients with central differences of sum(o * do) along random directions, in float64.
+
+    A difference with half the step is accepted as far as the two differences disagree, which is three times its own
+    error, plus the rounding of the sums.
+    """
+    qkv, do = [x.astype(np.float64) for x in case.qkv], case.do.astype(np.float64)
+    generator = np.random.default_rng(1)
+    for which, gradient in enumerate(gradients):
+        direction = generator.standard_normal(gradient.shape)
+
+        def loss(h, which=which, direction=direction):
+            moved = list(qkv)
+            moved[which] = moved[which] + h * direction
+            return forward(*moved) * do
+
+        def difference(h, loss=loss):
+            return (loss(h) - loss(-h)).sum() / (2 * h)
+
+        coarse, fine = difference(step), difference(step / 2)
+        rounding = len(do) * eps(np.float64) * np.abs(loss(0)).sum() / step
+        exact = (gradient * direction).sum()
+        assert abs(exact - fine) <= abs(coarse - fine) + rounding, ("dq", "dk", "dv")[which]

@@ -1,0 +1,115 @@
+"""Algorithms 1, 2 and 4: FlashAttention."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuattn import reference, rng
+from cuattn.errors import ArgumentError, ShapeError
+from tests.reference.cases import (
+    DROPOUTS,
+    MASKS,
+    Dropout,
+    cases,
+    causal,
+    check_backward,
+    check_derivatives,
+    check_forward,
+    dense,
+    make_case,
+    scattered,
+)
+
+SCALES = st.sampled_from([None, 1.0, 0.3, -0.5, 0.0])
+
+
+@given(case=cases())
+def test_basic_forward_matches_the_oracle(case):
+    check_forward(case, reference.flash_forward_basic(*case.qkv, case.M), scale=1.0)
+
+
+@given(case=cases(), mask=MASKS, dropout=DROPOUTS, scale=SCALES, in_hbm=st.booleans())
+def test_forward_and_backward_match_the_oracle(case, mask, dropout, scale, in_hbm):
+    visible = dense(mask, len(case.q))
+    options = {"scale": scale, "mask": visible if in_hbm else mask, "dropout_p": dropout.p, "b": dropout.b}
+    fwd = reference.flash_forward(*case.qkv, case.M, rng=dropout.state, **options)
+    assert fwd.rng_state == dropout.state
+    check_forward(case, fwd, visible=visible, scale=scale, dropout=dropout)
+    grads = reference.flash_backward(case.do, *case.qkv, fwd, case.M, **options)
+    check_backward(case, grads, visible=visible, scale=scale, dropout=dropout)
+
+
+@pytest.mark.parametrize("mask", [None, causal, scattered])
+@pytest.mark.parametrize("dropout", [Dropout(), Dropout(0.4, rng.RNGState(8, 1), 2)])
+def test_backward_is_the_derivative_of_the_forward(mask, dropout):
+    case, options = make_case(13, 3, 30, seed=5), {"mask": mask, "dropout_p": dropout.p, "b": dropout.b}
+    fwd = reference.flash_forward(*case.qkv, case.M, rng=dropout.state, **options)
+    grads = reference.flash_backward(case.do, *case.qkv, fwd, case.M, **options)[:3]
+    check_derivatives(case, lambda *qkv: reference.flash_forward(*qkv, case.M, rng=dropout.state, **options).o, grads)
+
+
+def test_empty_rows():
+    case = make_case(11, 2, 6)
+    fwd = reference.flash_forward(*case.qkv, case.M, mask=scattered)
+    empty = ~dense(scattered, 11).any(1)
+    assert empty.any()
+    assert (fwd.o[empty] == 0).all()
+    assert (fwd.l[empty] == 0).all()
+    assert (fwd.m[empty] == -np.inf).all()
+    grads = reference.flash_backward(case.do, *case.qkv, fwd, case.M, mask=scattered)
+    assert (grads.dq[empty] == 0).all()
+
+
+def test_dropout_does_not_depend_on_m():
+    case, options = make_case(24, 4, 4), {"dropout_p": 0.3, "rng": 7}
+    outputs = [reference.flash_forward(*case.qkv, M, **options).o for M in (4, 17, 50, 96)]
+    for other in outputs[1:]:
+        assert np.allclose(outputs[0], other, rtol=1e-12, atol=1e-13)
+
+
+def test_extra_memory_is_linear():
+    case = make_case(24, 4, 20)
+    fwd = reference.flash_forward(*case.qkv, case.M)
+    assert fwd.counts.extra == 2 * 24  # l and m (Theorem 1)
+    assert reference.flash_backward(case.do, *case.qkv, fwd, case.M).counts.extra == 0
+    dropped = reference.flash_forward(*case.qkv, case.M, dropout_p=0.5, rng=1)
+    assert dropped.counts.extra == 2 * 24 + 2  # and the random state
+
+
+@given(case=cases(max_n=40, max_d=8))
+def test_tiles_fit_on_the_chip(case):
+    """The block sizes of Algorithm 1 need Theta(M) elements on the chip, as the proof of Theorem 2 claims.
+
+    With B_c < M / 4d + 1 and B_r <= min(B_c, d): K, V (and Q, O) take less than M / 2 + 2 d each pair, S less than
+    M / 4 + d, l and m at most 2 d.  The backward holds four blocks of each kind and two tiles like S.
+    """
+    d = case.q.shape[1]
+    fwd = reference.flash_forward(*case.qkv, case.M)
+    assert fwd.counts.sram < 1.25 * case.M + 7 * d
+    assert reference.flash_forward_basic(*case.qkv, case.M).counts.sram == fwd.counts.sram
+    grads = reference.flash_backward(case.do, *case.qkv, fwd, case.M)
+    assert grads.counts.sram < 2.5 * case.M + 12 * d
+
+
+@pytest.mark.parametrize("M", [3, 41, 10.0, "all"])
+def test_m_outside_the_range(M):
+    case = make_case(10, 4, 4)
+    for forward in (reference.flash_forward_basic, reference.flash_forward):
+        with pytest.raises(ArgumentError, match="M = "):
+            forward(*case.qkv, M)
+    fwd = reference.flash_forward(*case.qkv, 10)
+    with pytest.raises(ArgumentError, match="M = "):
+        reference.flash_backward(case.do, *case.qkv, fwd, M)
+
+
+def test_bad_arguments():
+    case = make_case(10, 4, 4)
+    with pytest.raises(ShapeError, match=r"V has shape \(10, 3\)"):
+        reference.flash_forward(case.q, case.k, case.v[:, :3], 8)
+    with pytest.raises(ShapeError, match=r"mask has shape \(10, 9\)"):
+        reference.flash_forward(*case.qkv, 8, mask=np.ones((10, 9), bool))
+    with pytest.raises(ArgumentError, match="dropout_p = 1"):
+        reference.flash_forward(*case.qkv, 8, dropout_p=1, rng=0)
+    with pytest.raises(ArgumentError, match="rng is None"):
+        reference.flash_forward(*case.qkv, 8, dropout_p=0.5)

@@ -1,0 +1,111 @@
+"""FlashMask's Algorithms 1 and 2."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuattn import io_model, reference
+from cuattn.errors import ArgumentError, ShapeError
+from tests.reference.cases import cases, check_backward, check_derivatives, check_forward, make_case
+
+
+def draw_vectors(n, seed):
+    """Draw two intervals per key: any, none, whole columns, or runs of documents."""
+    generator = np.random.default_rng(seed)
+    kind = seed % 4
+    if kind == 0:  # anything, empty intervals and dead keys included
+        return generator.integers(0, n + 1, (4, n))
+    none = np.zeros(n, int)
+    if kind == 1:
+        return none, none, none, none
+    documents = np.sort(generator.integers(0, 4, n))
+    start, end = np.searchsorted(documents, documents), np.searchsorted(documents, documents, "right")
+    upper = start if kind == 2 else np.arange(n)  # causal inside the documents
+    return end, np.full(n, n), none, upper
+
+
+def visible_by_definition(vectors, n):
+    lts, lte, uts, ute = vectors
+    i = np.arange(n)[:, None]
+    return ~(((lts <= i) & (i < lte)) | ((uts <= i) & (i < ute)))
+
+
+def tiles_by_definition(vectors, n, sizes):
+    """Classify every tile by eq. 4, from the minimum and maximum of each vector over its keys."""
+    tiles = io_model.Tiles(*(np.zeros((sizes.t_r, sizes.t_c), bool) for _ in range(3)))
+    for i in range(sizes.t_r):
+        first, last = i * sizes.b_r, min((i + 1) * sizes.b_r, n)
+        for j in range(sizes.t_c):
+            lts, lte, uts, ute = (np.asarray(x)[j * sizes.b_c : (j + 1) * sizes.b_c] for x in vectors)
+            masked = any(first >= s.max() and last <= e.min() for s, e in ((lts, lte), (uts, ute)))
+            tiles.visited[i, j] = not masked
+            tiles.lower[i, j] = not masked and last > lts.min() and first < lte.max()
+            tiles.upper[i, j] = not masked and last > uts.min() and first < ute.max()
+    return tiles
+
+
+@given(case=cases(), seed=st.integers(0, 10**6), as_object=st.booleans())
+def test_forward_and_backward_match_the_oracle(case, seed, as_object):
+    n = len(case.q)
+    vectors = draw_vectors(n, seed)
+    mask = SimpleNamespace(**dict(zip(("lts", "lte", "uts", "ute"), vectors, strict=True))) if as_object else vectors
+    visible = visible_by_definition(vectors, n)
+    fwd = reference.flashmask_forward(*case.qkv, mask, case.M)
+    check_forward(case, fwd, visible=visible)
+    grads = reference.flashmask_backward(case.do, *case.qkv, fwd, mask, case.M)
+    check_backward(case, grads, visible=visible)
+
+
+@given(case=cases(max_n=32), seed=st.integers(0, 10**6))
+def test_tiles_and_accesses(case, seed):
+    n, d = case.q.shape
+    vectors, sizes = draw_vectors(n, seed), io_model.block_sizes(n, d, case.M)
+    expected = tiles_by_definition(vectors, n, sizes)
+    fwd = reference.flashmask_forward(*case.qkv, vectors, case.M)
+    assert all(np.array_equal(x, y) for x, y in zip(fwd.tiles, expected, strict=True))
+    assert fwd.counts[:2] == io_model.flashmask_forward(n, d, case.M, expected)
+    assert fwd.counts.extra == n + 8 * sizes.t_c  # L and the bounds (section 4.3: linear)
+    grads = reference.flashmask_backward(case.do, *case.qkv, fwd, vectors, case.M)
+    assert grads.counts[:2] == io_model.flashmask_backward(n, d, case.M, expected)
+
+
+@given(case=cases(max_n=32), seed=st.integers(0, 10**6))
+def test_classification_is_never_wrong(case, seed):
+    """A skipped tile shows nothing, and a visited tile without element tests hides nothing."""
+    n, d = case.q.shape
+    vectors, sizes = draw_vectors(n, seed), io_model.block_sizes(n, d, case.M)
+    tiles = reference.flashmask_forward(*case.qkv, vectors, case.M).tiles
+    visible = visible_by_definition(vectors, n)
+    rows, keys = np.arange(n) // sizes.b_r, np.arange(n) // sizes.b_c
+    visited, tested = (x[rows[:, None], keys] for x in (tiles.visited, tiles.lower | tiles.upper))
+    assert not visible[~visited].any()
+    assert visible[visited & ~tested].all()
+
+
+def test_causal_documents_skip_and_leave_tiles_unmasked():
+    """128 tokens in two documents of 64, tiles of 8 x 8: half of each document's square, and its diagonal partial."""
+    case = make_case(128, 8, 256)
+    n = 128
+    vectors = np.repeat([64, 128], 64), np.full(n, n), np.zeros(n, int), np.arange(n)
+    tiles = reference.flashmask_forward(*case.qkv, vectors, case.M).tiles
+    assert tiles.visited.sum() == 2 * 36
+    assert tiles.upper.sum() == 16
+    assert tiles.lower.sum() == 0
+
+
+def test_backward_is_the_derivative_of_the_forward():
+    case, vectors = make_case(14, 3, 24, seed=4), draw_vectors(14, 40)
+    fwd = reference.flashmask_forward(*case.qkv, vectors, case.M)
+    grads = reference.flashmask_backward(case.do, *case.qkv, fwd, vectors, case.M)[:3]
+    check_derivatives(case, lambda *qkv: reference.flashmask_forward(*qkv, vectors, case.M).o, grads)
+
+
+def test_errors():
+    case, vectors = make_case(10, 4, 8), draw_vectors(10, 0)
+    with pytest.raises(ShapeError, match=r"LTE has shape \(9,\)"):
+        reference.flashmask_forward(*case.qkv, (vectors[0], vectors[1][:9], *vectors[2:]), 8)
+    with pytest.raises(ArgumentError, match="M = 2"):
+        reference.flashmask_forward(*case.qkv, vectors, 2)

@@ -1,0 +1,69 @@
+"""Algorithms 0 and 3: standard attention."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from cuattn import reference
+from cuattn.errors import ArgumentError, ShapeError
+from tests import oracle
+from tests.reference.cases import FLOAT32, cases, check_backward, check_derivatives, check_forward, make_case
+from tests.tolerances import assert_close
+
+
+@given(case=cases())
+def test_forward_and_backward_match_the_oracle(case):
+    fwd = reference.standard_forward(*case.qkv, case.M)
+    check_forward(case, fwd, scale=1.0)
+    grads = reference.standard_backward(case.do, *case.qkv, fwd.p, case.M)
+    check_backward(case, grads, scale=1.0)
+
+
+@given(case=cases())
+def test_p_is_the_softmax(case):
+    exact, textbook = (
+        oracle.forward(case.q, case.k, np.eye(len(case.q), dtype=np.float32), scale=1.0, dtype=dtype)[0]
+        for dtype in (None, FLOAT32)
+    )
+    assert_close(reference.standard_forward(*case.qkv, case.M).p, exact, textbook, dtype=FLOAT32)
+
+
+def test_backward_is_the_derivative_of_the_forward():
+    case = make_case(9, 4, 21)
+    fwd = reference.standard_forward(*case.qkv, case.M)
+    grads = reference.standard_backward(case.do, *case.qkv, fwd.p, case.M)[:3]
+    check_derivatives(case, lambda *qkv: reference.standard_forward(*qkv, case.M).o, grads)
+
+
+def test_memory_beyond_the_outputs_is_quadratic():
+    case = make_case(20, 2, 40)
+    fwd = reference.standard_forward(*case.qkv, case.M)
+    assert fwd.counts.extra == 2 * 20**2  # S and P
+    assert reference.standard_backward(case.do, *case.qkv, fwd.p, case.M).counts.extra == 2 * 20**2  # dP and dS
+
+
+def test_dtype_is_that_of_the_arithmetic():
+    case = make_case(5, 2, 10)
+    assert reference.standard_forward(*case.qkv, 10).o.dtype == np.float64
+    assert reference.standard_forward(*case.qkv, 10, dtype=np.float32).o.dtype == np.float32
+
+
+@pytest.mark.parametrize("M", [0, 3, 41, 1e9, 10.0, None])
+def test_m_outside_the_range(M):
+    case = make_case(10, 4, 4)
+    with pytest.raises(ArgumentError, match="M = "):
+        reference.standard_forward(*case.qkv, M)
+    with pytest.raises(ArgumentError, match="M = "):
+        reference.standard_backward(case.do, *case.qkv, np.ones((10, 10)), M)
+
+
+def test_shapes():
+    case = make_case(10, 4, 4)
+    with pytest.raises(ShapeError, match=r"K has shape \(9, 4\)"):
+        reference.standard_forward(case.q, case.k[:9], case.v, 8)
+    with pytest.raises(ShapeError, match=r"Q has shape \(10,\)"):
+        reference.standard_forward(case.q[:, 0], case.k, case.v, 8)
+    with pytest.raises(ShapeError, match=r"Q has shape \(0, 4\)"):
+        reference.standard_forward(case.q[:0], case.k[:0], case.v[:0], 8)
+    with pytest.raises(ShapeError, match=r"p has shape \(10, 9\)"):
+        reference.standard_backward(case.do, *case.qkv, np.ones((10, 9)), 8)

@@ -1,0 +1,249 @@
+"""The papers' IO models against what the algorithms really read and write."""
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from cuattn import io_model, reference
+from cuattn.errors import ArgumentError, ShapeError
+from tests.reference.cases import cases, dense, make_case, scattered
+
+# Every M here makes 4 d divide M and both block sizes divide N, so that nothing is rounded up.
+WHOLE = [(64, 8, 128), (64, 8, 256), (64, 8, 512), (128, 8, 128), (96, 4, 96), (1024, 64, 16384), (4096, 128, 65536)]
+
+
+@st.composite
+def sizes(draw, max_n=10**6, max_d=512):
+    """Draw N, d and an M with d <= M <= N d, evenly over its magnitudes."""
+    n, d = draw(st.integers(1, max_n)), draw(st.integers(1, max_d))
+    return n, d, max(d, min(n * d, int(d * n ** draw(st.floats(0, 1)))))
+
+
+def sparse_blocks(n, d, m, share, seed):
+    blocks = io_model.block_sizes(n, d, m)
+    return np.random.default_rng(seed).random((blocks.t_r, blocks.t_c)) < share
+
+
+def all_tiles(n, d, m, lower, upper):
+    blocks = io_model.block_sizes(n, d, m)
+    return io_model.Tiles(*(np.full((blocks.t_r, blocks.t_c), x) for x in (True, lower, upper)))
+
+
+# Counted and predicted, exactly.
+
+
+@given(case=cases(max_n=40, max_d=8))
+def test_standard_attention_is_predicted(case):
+    n, d = case.q.shape
+    fwd = reference.standard_forward(*case.qkv, case.M)
+    assert fwd.counts[:2] == io_model.standard_forward(n, d, case.M)
+    grads = reference.standard_backward(case.do, *case.qkv, fwd.p, case.M)
+    assert grads.counts[:2] == io_model.standard_backward(n, d, case.M)
+
+
+@given(case=cases(max_n=40, max_d=8), dropout=st.booleans(), mask=st.booleans())
+def test_flash_attention_is_predicted(case, dropout, mask):
+    n, d = case.q.shape
+    options = {"dropout_p": 0.5 * dropout, "mask": dense(scattered, n) if mask else None}
+    fwd = reference.flash_forward(*case.qkv, case.M, rng=1, **options)
+    assert fwd.counts[:2] == io_model.flash_forward(n, d, case.M, dropout, mask)
+    grads = reference.flash_backward(case.do, *case.qkv, fwd, case.M, **options)
+    assert grads.counts[:2] == io_model.flash_backward(n, d, case.M, dropout, mask)
+    basic = reference.flash_forward_basic(*case.qkv, case.M)
+    assert basic.counts[:2] == io_model.flash_forward(n, d, case.M)
+
+
+def test_a_mask_computed_on_the_chip_costs_nothing():
+    case = make_case(20, 4, 20)
+    counts = [reference.flash_forward(*case.qkv, 20, mask=mask).counts for mask in (None, scattered)]
+    assert counts[0] == counts[1]
+
+
+@given(case=cases(max_n=40, max_d=8), share=st.floats(0, 1), dropout=st.booleans(), seed=st.integers(0, 99))
+def test_block_sparse_attention_is_predicted(case, share, dropout, seed):
+    n, d = case.q.shape
+    blocks, options = sparse_blocks(n, d, case.M, share, seed), {"dropout_p": 0.5 * dropout}
+    fwd = reference.block_sparse_forward(*case.qkv, blocks, case.M, rng=1, **options)
+    assert fwd.counts[:2] == io_model.block_sparse_forward(n, d, case.M, blocks, dropout)
+    grads = reference.block_sparse_backward(case.do, *case.qkv, fwd, blocks, case.M, **options)
+    assert grads.counts[:2] == io_model.block_sparse_backward(n, d, case.M, blocks, dropout)
+
+
+@given(case=cases(max_n=40, max_d=8))
+def test_other_forwards_are_predicted(case):
+    n, d = case.q.shape
+    assert reference.swapped_forward(*case.qkv, case.M).counts[:2] == io_model.swapped_forward(n, d, case.M)
+    assert reference.rabe_staats_forward(*case.qkv, case.M).counts[:2] == io_model.rabe_staats_forward(n, d, case.M)
+
+
+# FlashMask's counts are compared with its model where its tiles are known: tests/reference/test_flashmask.py.
+
+
+# The lecture's terms, exactly, where nothing is rounded up.
+
+
+@pytest.mark.parametrize(("n", "d", "m"), WHOLE[:5])
+def test_counted_accesses_are_the_lecture_s(n, d, m):
+    case = make_case(n, d, m)
+    fwd = reference.flash_forward_basic(*case.qkv, m)
+    assert fwd.counts.total == io_model.lecture_forward(n, d, m) + 2 * n  # it leaves out initialising l and m
+    swapped = reference.swapped_forward(*case.qkv, m)
+    assert swapped.counts.total == io_model.lecture_swapped_forward(n, d, m) - n * d  # O starts on the chip
+
+
+@pytest.mark.parametrize(("n", "d", "m"), WHOLE)
+def test_exact_counts_are_the_closed_forms(n, d, m):
+    assert io_model.flash_forward(n, d, m).total == io_model.lecture_forward(n, d, m) + 2 * n
+    assert io_model.swapped_forward(n, d, m).total == io_model.lecture_swapped_forward(n, d, m) - n * d
+    backward = 20 * n**2 * d**2 / m + 8 * n**2 * d / m + 7 * n * d
+    assert io_model.flash_backward(n, d, m).total == backward
+    for share in (0, 0.25, 0.5, 1):
+        blocks = np.zeros(io_model.block_sizes(n, d, m)[2:], bool)
+        blocks.flat[: round(share * blocks.size)] = True
+        s = blocks.mean()
+        exact = io_model.block_sparse_forward(n, d, m, blocks).total - blocks.size - 2 * n
+        assert exact == pytest.approx(io_model.lecture_block_sparse_forward(n, d, m, s), rel=1e-12)
+
+
+@pytest.mark.parametrize(("n", "d", "m"), WHOLE)
+def test_the_swapped_loops_save_a_third_of_the_leading_term(n, d, m):
+    leading = n**2 * d**2 / m
+    swapped, original = io_model.swapped_forward(n, d, m), io_model.flash_forward(n, d, m)
+    assert (swapped.total - 2 * n * d - 2 * n) / leading == 8
+    assert (original.total - 3 * n * d - 2 * n) / leading == 12 + 16 / d
+
+
+# Theta: the ratio to the papers' expression stays between constants for all N, d and M in the theorems' range.
+# B_c < M / 4d + 1 <= 5 M / 4d, so T_c >= 4 N d / 5 M; and T_c <= 4 N d / M + 1 <= 5 N d / M.
+
+
+@given(size=sizes())
+def test_theorem_2(size):
+    n, d, m = size
+    ratio = io_model.flash_forward(n, d, m).total / io_model.theorem_2_flash(n, d, m)
+    assert 0.8 * 3 <= ratio <= 5 * (3 + 4 / d) + 3 + 2 / d
+    assume(m >= d * d)
+    ratio = io_model.standard_forward(n, d, m).total / io_model.theorem_2_standard(n, d)
+    assert 2 <= ratio <= 4 + 2 * 5
+
+
+@given(size=sizes())
+def test_theorem_5(size):
+    n, d, m = size
+    ratio = io_model.flash_backward(n, d, m).total / io_model.theorem_5_flash(n, d, m)
+    assert 0.8 * 5 <= ratio <= 5 * (5 + 2 / d) + 7
+    assume(m >= d * d)
+    ratio = io_model.standard_backward(n, d, m).total / io_model.theorem_5_standard(n, d)
+    assert 4 <= ratio <= 8 + 4 * 5
+
+
+@given(size=sizes(max_n=4096), share=st.floats(0, 1), seed=st.integers(0, 99))
+def test_proposition_4(size, share, seed):
+    n, d, m = size
+    blocks = sparse_blocks(n, d, max(m, min(n * d, 4 * d * 16)), share, seed)
+    m = max(m, min(n * d, 4 * d * 16))
+    b = io_model.block_sizes(n, d, m)
+    rows = np.minimum(b.b_r, n - np.arange(0, n, b.b_r))
+    s = blocks.sum(1) @ rows / (n * b.t_c)  # the share of nonzero blocks, each by the rows it has
+    # The proposition leaves out reading the block mask itself, T_r T_c elements.
+    accesses = io_model.block_sparse_forward(n, d, m, blocks).total - blocks.size
+    assert 0.8 * 3 <= accesses / io_model.proposition_4(n, d, m, s) <= 5 * (3 + 4 / d)
+
+
+@given(size=sizes(max_n=10**5))
+def test_standard_attention_without_m_reads_every_operand_once_per_kernel(size):
+    n, d, _ = size
+    assert io_model.standard_forward(n, d).total == 4 * n * n + 4 * n * d
+    assert io_model.standard_backward(n, d).total == 7 * n * n + 8 * n * d
+
+
+def test_doubling_n_d_and_m():
+    n, d, m = 4096, 64, 16384
+    for model, matrices, vectors in ((io_model.flash_forward, 3, 2), (io_model.flash_backward, 7, 0)):
+
+        def passes(n, d, m, model=model, once=(matrices, vectors)):
+            return model(n, d, m).total - once[0] * n * d - once[1] * n
+
+        base = passes(n, d, m)
+        assert passes(2 * n, d, m) == 4 * base
+        assert passes(n, d, 2 * m) == base / 2
+        assert 1.9 * 2 < passes(n, 2 * d, m) / base < 2 * 2
+    assert 3.9 < io_model.standard_forward(2 * n, d, m).total / io_model.standard_forward(n, d, m).total <= 4
+
+
+def test_flash_attention_moves_less_than_the_others_at_the_paper_s_sizes():
+    """N = 1024, d = 64 and the 192 KB of an A100's SRAM in 32-bit elements."""
+    n, d, m = 1024, 64, 192 * 1024 // 4
+    flash = io_model.flash_forward(n, d, m).total
+    assert flash < io_model.rabe_staats_forward(n, d, m).total
+    assert 3 * flash < io_model.standard_forward(n, d, m).total
+
+
+# FlashMask.
+
+
+def test_mask_vectors_against_a_dense_mask():
+    assert io_model.dense_mask(8192, 4096) == 8192 * 4096
+    for n, b_r in ((1024, 64), (8192, 128)):
+        assert io_model.dense_mask(n, n) / io_model.flashmask_vectors(n, b_r) == b_r / 4
+    assert io_model.flashmask_vectors(10, 4) == 4 * 3 * 10
+
+
+@given(size=sizes(max_n=2000, max_d=64))
+def test_flashmask_s_vectors_cost_at_most_what_the_paper_says(size):
+    n, d, m = size
+    m = max(m, min(n * d, 4 * d * 4))
+    b_r = io_model.block_sizes(n, d, m).b_r
+    counts = [io_model.flashmask_forward(n, d, m, all_tiles(n, d, m, x, x)) for x in (False, True)]
+    assert counts[1].reads - counts[0].reads == io_model.flashmask_vectors(n, b_r)
+    assert counts[1].writes == counts[0].writes
+
+
+def test_flashmask_s_backward_reads_its_vectors_once():
+    n, d, m = 256, 8, 512
+    blocks = io_model.block_sizes(n, d, m)
+    none = all_tiles(n, d, m, False, False)._replace(visited=np.zeros((blocks.t_r, blocks.t_c)))
+    skipped = io_model.flashmask_backward(n, d, m, none)
+    once = 4 * n * d  # dO and O for D, K and V
+    preprocessing = io_model.flashmask_vectors_backward(n) + 8 * blocks.t_c
+    assert skipped.reads == once + preprocessing + io_model.flashmask_vectors_backward(n)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("n", "d", "m", "message"),
+    [
+        (0, 4, 4, "n = 0: expected a positive whole number"),
+        (4, 0, 4, "d = 0: expected a positive whole number"),
+        (4, 4, 3, "M = 3: expected d <= M <= N d, here 4 <= M <= 16"),
+        (4, 4, 17, "M = 17: expected d <= M <= N d, here 4 <= M <= 16"),
+        (4, 4, 4.0, "M = 4.0: expected a whole number of elements"),
+        (4.5, 4, 4, "n = 4.5: expected a positive whole number"),
+    ],
+)
+def test_sizes_outside_the_theorems(n, d, m, message):
+    for model in (io_model.block_sizes, io_model.flash_forward, io_model.swapped_forward):
+        with pytest.raises(ArgumentError, match=message):
+            model(n, d, m)
+
+
+def test_tiles_of_the_wrong_shape():
+    with pytest.raises(ShapeError, match=r"blocks has shape \(3, 3\): expected \(T_r, T_c\) = \(8, 8\)"):
+        io_model.block_sparse_forward(64, 8, 256, np.ones((3, 3)))
+    tiles = all_tiles(64, 8, 256, True, True)._replace(upper=np.ones(3))
+    with pytest.raises(ShapeError, match=r"tiles\.upper has shape"):
+        io_model.flashmask_forward(64, 8, 256, tiles)
+
+
+@given(size=sizes())
+def test_block_sizes_cover_n(size):
+    n, d, m = size
+    for square in (False, True):
+        b = io_model.block_sizes(n, d, m, square)
+        assert b.b_c == -(-m // (4 * d))
+        assert b.b_r == (b.b_c if square else min(b.b_c, d))
+        assert (b.t_r - 1) * b.b_r < n <= b.t_r * b.b_r
+        assert (b.t_c - 1) * b.b_c < n <= b.t_c * b.b_c
