@@ -4,13 +4,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from cuattn.errors import DtypeError, MaskError
 from cuattn.masks import checks
 from cuattn.masks.device import Ready, current_device, namespace, to_host, upload
+
+Self = TypeVar("Self", bound="Mask")
 
 
 class Mask(ABC):
@@ -43,7 +45,7 @@ class Mask(ABC):
             object.__setattr__(self, name, value)
 
     @classmethod
-    def _wrap(cls, array: Any, *parameters: Any) -> "Mask":
+    def _wrap(cls: type[Self], array: Any, *parameters: Any) -> Self:
         """Build a mask from a trusted array, which it takes over, and its `_parameters`."""
         mask = object.__new__(cls)
         mask._settle(array, **dict(zip(cls._parameter_names(), parameters, strict=True)))
@@ -67,10 +69,10 @@ class Mask(ABC):
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"cannot delete {name}: {type(self).__name__} is immutable")
 
-    def __copy__(self) -> "Mask":
+    def __copy__(self: Self) -> Self:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Mask":
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -102,7 +104,7 @@ class Mask(ABC):
         """Whether the mask lies on a GPU."""
         return not isinstance(self._array, np.ndarray)
 
-    def to_device(self, device: int | None = None) -> "Mask":
+    def to_device(self: Self, device: int | None = None) -> Self:
         """Return this mask on a GPU; the copy is made once per device and kept.
 
         Parameters
@@ -141,7 +143,7 @@ class Mask(ABC):
             self._cache.setdefault(key, twin)
         return self._cache[key]
 
-    def to_host(self) -> "Mask":
+    def to_host(self: Self) -> Self:
         """Return this mask on the host; from a GPU this copies and waits.
 
         Returns

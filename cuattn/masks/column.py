@@ -359,7 +359,7 @@ class ColumnMask(Mask):
         Returns
         -------
         float
-            In [0, 1]; 0 if there are no tiles.  O(Tc) time; from a GPU one number is read back.
+            In [0, 1]; 0 if there are no tiles.  From a GPU one number is read back.
 
         Examples
         --------

@@ -18,7 +18,7 @@ def from_dense(visible: Any) -> tuple[Any, Any, Any, Any]:
     xp = namespace(visible)
     hidden = ~visible
     n_queries, n_keys = hidden.shape[-2:]
-    if n_queries == 0:
+    if hidden.size == 0:
         empty = xp.zeros((*hidden.shape[:-2], n_keys), dtype=xp.int64)
         return empty, empty, empty, empty
     begins, ends = hidden.copy(), hidden.copy()  # first and last row of each run of hidden rows

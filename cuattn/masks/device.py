@@ -83,7 +83,7 @@ def pack(vectors: Sequence[Any], shape: tuple[int, ...], limit: int) -> Any:
     with device_vectors[0].device:
         packed = xp.empty((len(vectors), *shape), dtype=xp.int32)
         for k, vector in enumerate(vectors):
-            packed[k] = vector if vector.dtype == xp.int32 else xp.clip(vector, 0, limit)
+            packed[k] = vector if vector.dtype == xp.int32 else xp.clip(vector.astype(xp.int64), 0, limit)
     return packed
 
 

@@ -192,6 +192,8 @@ def tile_bounds(start: Any, end: Any, n_queries: int, block_m: int, block_n: int
     [[4, 0, 0, 2], [0, 2, 0, 4]]
     """
     xp = namespace(start)
+    if start.size == 0:  # CuPy has no minimum of nothing, whatever the axis
+        return xp.zeros((*start.shape[:-1], tiles(start.shape[-1], block_n), 4), dtype=xp.int32)
     row_tiles = tiles(n_queries, block_m)
     start, end = normalise(start, end, n_queries)
     start, end = _by_key_tile(start, block_n), _by_key_tile(end, block_n)
@@ -285,7 +287,7 @@ def _by_key_tile(vector: Any, block_n: int) -> Any:
     """Reshape (..., n_keys) to (..., Tc, block_n); the last key fills a ragged last tile."""
     xp = namespace(vector)
     n_keys = vector.shape[-1]
-    block_n = min(block_n, max(n_keys, 1))
+    block_n = min(block_n, n_keys)
     key_tiles = tiles(n_keys, block_n)
     if key_tiles * block_n != n_keys:
         vector = xp.take(vector, xp.minimum(xp.arange(key_tiles * block_n), n_keys - 1), axis=-1)

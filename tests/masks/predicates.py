@@ -1,0 +1,73 @@
+"""The constructors' predicates as plain broadcasting: i is a column of rows, j a row of keys, True = visible."""
+
+import numpy as np
+
+
+def _labels(lengths):
+    return np.repeat(np.arange(len(lengths)), lengths)
+
+
+def full(i, j, n):
+    return (i >= 0) & (j >= 0)
+
+
+def causal(i, j, n):
+    return j <= i
+
+
+def sliding_window(i, j, n, window):
+    return (i - j >= 0) & (i - j < window)
+
+
+def causal_document(i, j, lengths):
+    return document(i, j, lengths) & (j <= i)
+
+
+def document(i, j, lengths):
+    label = _labels(lengths)
+    return label[i] == label[j]
+
+
+def share_question(i, j, documents):
+    label = _labels([question + sum(answers) for question, answers in documents])
+    segments = [length for question, answers in documents for length in (question, *answers)]
+    kinds = [kind for question, answers in documents for kind in (True, *[False] * len(answers))]
+    segment = _labels(segments)
+    is_question = np.array(kinds, dtype=bool)[segment]
+    return (j <= i) & (label[i] == label[j]) & (is_question[j] | (segment[i] == segment[j]))
+
+
+def global_sliding_window(i, j, n, window, n_global):
+    return (np.abs(i - j) <= window) | (i < n_global) | (j < n_global)
+
+
+def causal_blockwise(i, j, lengths):
+    label = _labels(lengths)
+    return (j <= i) & ((label[i] == label[j]) | (label[i] == len(lengths) - 1))
+
+
+def prefix_lm_causal(i, j, n, prefix):
+    return (j <= i) | (j < prefix)
+
+
+def prefix_lm_document(i, j, documents):
+    lengths = [length for _, length in documents]
+    prefix = np.array([prefix for prefix, _ in documents], dtype=int)
+    start = np.cumsum([0, *lengths])
+    label = _labels(lengths)
+    return (label[i] == label[j]) & ((j <= i) | (j < start[label[j]] + prefix[label[j]]))
+
+
+def qk_sparse(i, j, n, spans):
+    visible = j <= i
+    for start, length in spans:
+        visible = visible & ~((j >= start) & (j < start + length) & (i < start + length))
+    return visible
+
+
+def hash_sparse(i, j, bucket_lengths):
+    return causal_document(i, j, bucket_lengths)
+
+
+def eviction(i, j, evicted_at):
+    return (j <= i) & (i < np.asarray(evicted_at, dtype=int)[j])

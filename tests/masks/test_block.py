@@ -1,0 +1,108 @@
+"""BlockMask: building, meaning, tiles of any size."""
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuattn.errors import DtypeError, MaskError
+from cuattn.masks import BlockMask, intervals
+from tests.masks.strategies import block_masks
+
+
+def meaning(mask, n_queries, n_keys):
+    blocks = np.repeat(np.repeat(mask.blocks, mask.block_m, axis=-2), mask.block_n, axis=-1)
+    return blocks[..., :n_queries, :n_keys]
+
+
+@given(block_masks())
+def test_dense(drawn):
+    mask, n_queries, n_keys = drawn
+    dense = mask.dense(n_queries, n_keys)
+    assert dense.shape == (*mask.leading, n_queries, n_keys)
+    np.testing.assert_array_equal(dense, meaning(mask, n_queries, n_keys))
+    whole = mask.blocks.shape[-2] * mask.block_m, mask.blocks.shape[-1] * mask.block_n
+    np.testing.assert_array_equal(mask.dense(), meaning(mask, *whole))
+    assert mask.fits(n_queries, n_keys)
+    assert not mask.fits(n_queries + mask.block_m, n_keys)
+
+
+@given(block_masks(), st.integers(1, 9), st.integers(1, 9))
+def test_tile_states_are_exact(drawn, block_m, block_n):
+    mask, n_queries, n_keys = drawn
+    states = mask.tile_states(block_m, block_n, n_queries, n_keys)
+    assert states.dtype == np.int8
+    assert states.shape == (*mask.leading, intervals.tiles(n_queries, block_m), intervals.tiles(n_keys, block_n))
+    dense = mask.dense(n_queries, n_keys)
+    for row in range(states.shape[-2]):
+        for key in range(states.shape[-1]):
+            tile = dense[..., row * block_m : (row + 1) * block_m, key * block_n : (key + 1) * block_n]
+            expected = np.where(tile.all(axis=(-2, -1)), 2, np.where(tile.any(axis=(-2, -1)), 1, 0))
+            np.testing.assert_array_equal(states[..., row, key], expected)
+    rho = mask.block_sparsity(block_m, block_n, n_queries, n_keys)
+    assert rho == (float((states == 0).mean()) if states.size else 0.0)
+
+
+@given(block_masks(), st.none() | st.integers(0, 9), st.none() | st.integers(0, 9), st.integers(-9, 9))
+def test_dead_keys(drawn, left, right, offset):
+    mask, n_queries, n_keys = drawn
+    i, j = np.arange(n_queries)[:, None], np.arange(n_keys)
+    visible = mask.dense(n_queries, n_keys)
+    if left is not None:
+        visible = visible & (i + offset - left <= j)
+    if right is not None:
+        visible = visible & (j <= i + offset + right)
+    dead = mask.dead_keys(n_queries, n_keys, left=left, right=right, offset=offset)
+    np.testing.assert_array_equal(dead, ~visible.any(axis=-2))
+
+
+@given(block_masks())
+def test_pickle(drawn):
+    mask = drawn[0]
+    again = pickle.loads(pickle.dumps(mask))
+    assert again == mask
+    assert hash(again) == hash(mask)
+    assert not again.blocks.flags.writeable
+
+
+def test_blocks_are_copied_and_frozen():
+    blocks = np.ones((2, 2), dtype=bool)
+    mask = BlockMask(blocks, 4, 4)
+    blocks[:] = False
+    assert mask.blocks.all()
+    with pytest.raises(ValueError, match="read-only"):
+        mask.blocks[0, 0] = False
+    with pytest.raises(AttributeError, match="immutable"):
+        mask.block_m = 3
+
+
+def test_identity():
+    mask = BlockMask(np.ones((2, 2), dtype=bool), 4, 4)
+    assert mask == BlockMask([[True, True], [True, True]], np.int64(4), 4)
+    assert mask != BlockMask(np.ones((2, 2), dtype=bool), 4, 8)
+    assert mask != BlockMask(np.zeros((2, 2), dtype=bool), 4, 4)
+    assert repr(mask) == "<BlockMask 2 x 2 blocks of 4 x 4 on the host>"
+    assert repr(BlockMask(np.ones((3, 1, 2), dtype=bool), 4, 8)) == (
+        "<BlockMask (3,) x 1 x 2 blocks of 4 x 8 on the host>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: BlockMask(np.ones((2, 2)), 4, 4), DtypeError, "blocks has dtype float64"),
+        (lambda: BlockMask([True], 4, 4), MaskError, r"blocks has shape \(1,\)"),
+        (lambda: BlockMask([[True], [True, False]], 4, 4), DtypeError, "blocks = list"),
+        (lambda: BlockMask([[True]], 0, 4), MaskError, "block_m = 0"),
+        (lambda: BlockMask([[True]], 4, -1), MaskError, "block_n = -1"),
+        (lambda: BlockMask([[True]], 4, 4.0), DtypeError, "block_n = 4.0"),
+        (lambda: BlockMask([[True]], 4, 4).dense(5, 4), MaskError, "n_queries = 5.*1 blocks of 4"),
+        (lambda: BlockMask([[True]], 4, 4).dense(4, 0), MaskError, "n_keys = 0"),
+        (lambda: BlockMask([[True]], 4, 4).tile_states(0, 4), MaskError, "block_m = 0"),
+    ],
+)
+def test_bad_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,232 @@
+"""ColumnMask: building, meaning, tiles, identity."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuattn import masks
+from cuattn.errors import DtypeError, MaskError
+from cuattn.masks import ColumnMask
+from tests.masks.strategies import any_constructor, column_masks
+
+NAMES = ("lts", "lte", "uts", "ute")
+
+
+def meaning(mask):
+    """Write the definition out, element by element."""
+    i = np.arange(mask.n_queries)[:, None]
+    lts, lte, uts, ute = (getattr(mask, name)[..., None, :] for name in NAMES)
+    return ~(((lts <= i) & (i < lte)) | ((uts <= i) & (i < ute)))
+
+
+def blocks_of(dense, block_m, block_n):
+    """Yield (row tile, key tile, elements) of a dense mask with leading axes."""
+    for row in range(-(-dense.shape[-2] // block_m)):
+        for key in range(-(-dense.shape[-1] // block_n)):
+            yield row, key, dense[..., row * block_m : (row + 1) * block_m, key * block_n : (key + 1) * block_n]
+
+
+@given(column_masks())
+def test_dense(mask):
+    dense = mask.dense()
+    assert dense.dtype == np.bool_
+    assert dense.shape == (*mask.leading, mask.n_queries, mask.n_keys)
+    np.testing.assert_array_equal(dense, meaning(mask))
+
+
+@given(column_masks(), st.integers(1, 9), st.integers(1, 9))
+def test_tile_states_agree_with_dense(mask, block_m, block_n):
+    states = mask.tile_states(block_m, block_n)
+    assert states.dtype == np.int8
+    assert states.shape == (*mask.leading, -(-mask.n_queries // block_m), -(-mask.n_keys // block_n))
+    for row, key, tile in blocks_of(mask.dense(), block_m, block_n):
+        state, any_visible, all_visible = states[..., row, key], tile.any(axis=(-2, -1)), tile.all(axis=(-2, -1))
+        assert not (any_visible & (state == 0)).any()
+        assert not (~all_visible & (state == 2)).any()
+    rho = mask.block_sparsity(block_m, block_n)
+    assert isinstance(rho, float)
+    assert rho == (float((states == 0).mean()) if states.size else 0.0)
+
+
+@given(st.integers(1, 24).flatmap(any_constructor))
+def test_tiles_of_one_element_are_exact(mask):
+    np.testing.assert_array_equal(mask.tile_states(1, 1) == 2, mask.dense())
+    np.testing.assert_array_equal(mask.tile_states(1, 1) == 0, ~mask.dense())
+
+
+@pytest.mark.parametrize("name", ["causal_document", "document", "hash_sparse"])
+def test_aligned_documents_have_no_tile_to_spare(name):
+    """Where documents end on tiles, only the diagonal of a causal mask is partial, and nothing of the other."""
+    mask = getattr(masks, name)([8, 4, 12])
+    states, dense = mask.tile_states(4, 4), mask.dense()
+    for row, key, tile in blocks_of(dense, 4, 4):
+        assert states[row, key] == (2 if tile.all() else 1 if tile.any() else 0)
+
+
+@given(column_masks(), st.none() | st.integers(0, 9), st.none() | st.integers(0, 9), st.integers(-9, 9))
+def test_bands(mask, left, right, offset):
+    i, j = np.arange(mask.n_queries)[:, None], np.arange(mask.n_keys)
+    visible = mask.dense()
+    if left is not None:
+        visible = visible & (i + offset - left <= j)
+    if right is not None:
+        visible = visible & (j <= i + offset + right)
+    dead = mask.dead_keys(left=left, right=right, offset=offset)
+    np.testing.assert_array_equal(dead, ~visible.any(axis=-2))
+    table = mask.tile_bounds(3, 4, left=left, right=right, offset=offset)
+    assert table.shape == (*mask.leading, -(-mask.n_keys // 4), 2 + (left is not None) + (right is not None), 4)
+    states = masks.intervals.tile_states(table, 0, -(-mask.n_queries // 3))
+    for row, key, tile in blocks_of(visible, 3, 4):
+        assert not (tile.any(axis=(-2, -1)) & (states[..., row, key] == 0)).any()
+        assert not (~tile.all(axis=(-2, -1)) & (states[..., row, key] == 2)).any()
+
+
+def test_padding_does_not_spoil_a_tile():
+    """Keys that no row may see count as hidden by both intervals, so tiles with a few of them are still skipped."""
+    mask = ColumnMask(lts=[8, 8, 8, 0], lte=[8] * 4, uts=[0] * 4, ute=[4, 4, 4, 0], n_queries=8)
+    assert mask.tile_states(4, 4).tolist() == [[0], [1]]
+
+
+def test_vectors_are_copied_and_frozen():
+    lts = np.array([1, 2], dtype=np.int32)
+    mask = ColumnMask(lts, [2, 2], [0, 0], [0, 0], n_queries=2)
+    lts[:] = 0
+    assert mask.lts.tolist() == [1, 2]
+    for name in NAMES:
+        vector = getattr(mask, name)
+        assert vector.dtype == np.int32
+        assert vector.flags.c_contiguous
+        with pytest.raises(ValueError, match="read-only"):
+            vector[0] = 0
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            vector.setflags(write=True)
+    with pytest.raises(ValueError, match="read-only"):
+        mask.tile_bounds(1, 1)[...] = 0
+
+
+@pytest.mark.parametrize("name", ["lts", "n_queries", "n_keys", "_array", "something"])
+def test_attributes_cannot_be_set(name):
+    mask = masks.causal(4)
+    with pytest.raises(AttributeError):
+        setattr(mask, name, 3)
+    with pytest.raises(AttributeError):
+        delattr(mask, name)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.int64, np.uint64])
+def test_any_integer_dtype(dtype):
+    vectors = np.array([[1, 2], [2, 2], [0, 0], [0, 1]], dtype=dtype)
+    assert ColumnMask(*vectors, n_queries=2) == ColumnMask(*vectors.tolist(), n_queries=2)
+
+
+def test_leading_axes_broadcast():
+    mask = ColumnMask([[[1]], [[2]]], [[2], [3], [3]], [0], [0], n_queries=3)
+    assert mask.leading == (2, 3)
+    np.testing.assert_array_equal(mask.dense(), meaning(mask))
+
+
+@given(column_masks())
+def test_pickle(mask):
+    mask.tile_states(4, 4)
+    again = pickle.loads(pickle.dumps(mask))
+    assert again == mask
+    assert hash(again) == hash(mask)
+    assert not again.lts.flags.writeable
+    np.testing.assert_array_equal(again.dense(), mask.dense())
+
+
+def test_pickle_leaves_the_tables_out():
+    mask = masks.causal(1000)
+    before = len(pickle.dumps(mask))
+    mask.tile_states(1, 1)
+    assert len(pickle.dumps(mask)) == before
+
+
+def test_identity():
+    mask = masks.causal(4)
+    assert copy.copy(mask) is mask
+    assert copy.deepcopy([mask])[0] is mask
+    assert mask == masks.causal(4)
+    assert hash(mask) == hash(masks.causal(4))
+    assert mask != masks.causal(4, 5)
+    assert mask != masks.full(4)
+    assert mask != ColumnMask(*(np.asarray(getattr(mask, name))[None] for name in NAMES), n_queries=4)
+    assert mask != masks.BlockMask(np.ones((4, 4), dtype=bool), 1, 1)
+    assert mask != 4
+    assert mask.to_host() is mask
+
+
+def test_repr_is_one_line():
+    assert repr(masks.causal(4, 6)) == "<ColumnMask 4 queries x 6 keys on the host>"
+    assert repr(ColumnMask.stack([[masks.full(2)]])) == "<ColumnMask (1, 1) x 2 queries x 2 keys on the host>"
+
+
+def test_stack():
+    parts = [[masks.causal(4), masks.full(4), masks.sliding_window(4, 2)], [masks.document([1, 3])] * 3]
+    mask = ColumnMask.stack(parts)
+    assert mask.leading == (2, 3)
+    for row, dense in zip(parts, mask.dense(), strict=True):
+        for part, one in zip(row, dense, strict=True):
+            np.testing.assert_array_equal(one, part.dense())
+
+
+def test_fits():
+    assert masks.causal(4, 5).fits(4, 5)
+    assert not masks.causal(4, 5).fits(5, 4)
+
+
+GOOD = {"lts": [0, 1], "lte": [1, 1], "uts": [0, 0], "ute": [0, 0], "n_queries": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"lts": [0, 3]}, MaskError, r"lts\[1\] = 3.*\[0, 2\]"),
+        ({"ute": [[0, 0], [-1, 0]]}, MaskError, r"ute\[1, 0\] = -1"),
+        ({"lte": np.array([2**40, 0])}, MaskError, r"lte\[0\] = 1099511627776"),
+        ({"uts": [0.0, 1.0]}, DtypeError, "uts has dtype float64"),
+        ({"uts": [True, False]}, DtypeError, "uts has dtype bool"),
+        ({"lts": None}, DtypeError, "lts has dtype object"),
+        ({"lts": ["a", "b"]}, DtypeError, "lts has dtype"),
+        ({"lts": [[1], [2, 3]]}, DtypeError, "lts = list"),
+        ({"lts": 1}, MaskError, r"lts \(\).*same n_keys"),
+        ({"lts": [1]}, MaskError, r"lts \(1,\), lte \(2,\)"),
+        ({"lts": np.zeros((2, 2), int), "ute": np.zeros((3, 2), int)}, MaskError, "broadcast"),
+        ({"n_queries": -1}, MaskError, "n_queries = -1"),
+        ({"n_queries": 2.5}, DtypeError, "n_queries = 2.5"),
+        ({"n_queries": None}, DtypeError, "n_queries = None"),
+        ({"n_queries": 2**31}, MaskError, "n_queries = 2147483648"),
+    ],
+)
+def test_bad_vectors(change, error, message):
+    with pytest.raises(error, match=message):
+        ColumnMask(**{**GOOD, **change})
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda mask: mask.tile_states(0, 4), MaskError, r"block_m = 0.*\[1,"),
+        (lambda mask: mask.tile_states(4, 2.0), DtypeError, "block_n = 2.0"),
+        (lambda mask: mask.block_sparsity(4, -1), MaskError, "block_n = -1"),
+        (lambda mask: ColumnMask.stack([]), MaskError, "masks is empty"),
+        (lambda mask: ColumnMask.stack(mask), DtypeError, "masks = <ColumnMask"),
+        (lambda mask: ColumnMask.stack([mask, 3]), DtypeError, "masks = 3"),
+        (lambda mask: ColumnMask.stack([mask, masks.full(3)]), MaskError, "expected one shape"),
+        (lambda mask: mask.to_device(-1), MaskError, "device = -1"),
+    ],
+)
+def test_bad_calls(call, error, message):
+    with pytest.raises(error, match=message):
+        call(masks.causal(4))
+
+
+def test_large_tables_take_little():
+    """The table of a million keys is made in O(N): a matrix of tiles would have 2**26 entries here."""
+    mask = masks.causal_document([2**15] * 2**5)
+    assert mask.tile_bounds(128, 128).shape == (2**13, 2, 4)
+    assert 0.96 < mask.block_sparsity() < 0.99

@@ -1,0 +1,187 @@
+"""Each constructor equals its predicate, in O(N)."""
+
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuattn import masks
+from cuattn.errors import DtypeError, MaskError
+from tests.masks import predicates
+from tests.masks.strategies import any_constructor, calls
+
+
+def grid(n_queries, n_keys):
+    return np.arange(n_queries)[:, None], np.arange(n_keys)[None, :]
+
+
+@given(st.integers(0, 24).flatmap(lambda n: st.tuples(st.just(n), calls(n))))
+def test_constructor_is_its_predicate(drawn):
+    n, (name, arguments) = drawn
+    mask = getattr(masks, name)(*arguments)
+    assert (mask.n_queries, mask.n_keys, mask.leading, mask.on_device) == (n, n, (), False)
+    if name == "random_eviction":
+        return
+    expected = getattr(predicates, name)(*grid(n, n), *arguments)
+    np.testing.assert_array_equal(mask.dense(), np.broadcast_to(expected, (n, n)))
+
+
+@given(st.integers(0, 12), st.integers(0, 12))
+def test_rectangles(n_queries, n_keys):
+    i, j = grid(n_queries, n_keys)
+    assert masks.full(n_queries, n_keys).dense().all()
+    np.testing.assert_array_equal(masks.causal(n_queries, n_keys).dense(), j <= i + n_keys - n_queries)
+    np.testing.assert_array_equal(masks.causal(n_queries, n_keys, "top_left").dense(), j <= i)
+
+
+@given(st.integers(0, 12), st.integers(0, 14), st.integers(0, 2**64))
+def test_random_eviction_evicts_one_visible_key_per_row(n, start, seed):
+    mask = masks.random_eviction(n, start, seed)
+    visible = mask.dense()
+    before = np.tril(np.ones((n, n), dtype=bool))
+    for i in range(n):
+        gone = before[i] & ~visible[i]
+        candidates = before[i] & (np.arange(n) < i)
+        assert gone.sum() == (1 if i >= start and candidates.any() else 0)
+        assert not (gone & ~candidates).any()
+        before &= ~gone
+    assert mask == masks.random_eviction(n, start, np.random.default_rng(seed))
+
+
+def test_random_eviction_is_uniform():
+    """Row 3 evicts key 0, 1 or 2, and row 4 one of the two left or key 3: nine histories, equally likely."""
+    rng = np.random.default_rng(7)
+    counts, draws = {}, 4500
+    for _ in range(draws):
+        mask = masks.random_eviction(5, 3, rng)
+        history = tuple(int(np.flatnonzero(mask.lts == row)[0]) for row in (3, 4))
+        counts[history] = counts.get(history, 0) + 1
+    assert len(counts) == 9
+    expected = draws / 9
+    chi_square = sum((count - expected) ** 2 / expected for count in counts.values())
+    assert chi_square < 26.1  # 8 degrees of freedom, probability 0.001
+
+
+def test_eviction_takes_leading_axes():
+    evicted_at = np.array([[2, 3, 3], [3, 2, 3]])
+    mask = masks.eviction(evicted_at)
+    assert mask.leading == (2,)
+    for one, row in zip(mask.dense(), evicted_at, strict=True):
+        np.testing.assert_array_equal(one, masks.eviction(row).dense())
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("full", (0,)), ("causal", (0,)), ("sliding_window", (0, 3)), ("causal_document", ([],)), ("document", ([],)),
+        ("share_question", ([],)), ("global_sliding_window", (0, 1, 1)), ("causal_blockwise", ([],)),
+        ("prefix_lm_causal", (0, 0)), ("prefix_lm_document", ([],)), ("qk_sparse", (0, [])), ("hash_sparse", ([],)),
+        ("random_eviction", (0, 0)), ("eviction", ([],)), ("share_question", ([(0, [])],)),
+        ("causal_blockwise", ([0, 0],)), ("prefix_lm_document", ([(0, 0)],)), ("qk_sparse", (0, [(0, 0)])),
+    ],
+)  # fmt: skip
+def test_empty(name, arguments):
+    mask = getattr(masks, name)(*arguments)
+    assert mask.dense().shape == (0, 0)
+    assert mask.tile_states(4, 4).shape == (0, 0)
+    assert mask.block_sparsity() == 0.0
+
+
+def test_qk_sparse_keeps_keys_without_a_span():
+    assert masks.qk_sparse(4, []) == masks.causal(4)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: masks.full(-1), MaskError, "n_queries = -1"),
+        (lambda: masks.full(2, -3), MaskError, "n_keys = -3"),
+        (lambda: masks.full(2.0), DtypeError, "n_queries = 2.0"),
+        (lambda: masks.full(True), DtypeError, "n_queries = True"),
+        (lambda: masks.full(2**31), MaskError, "n_queries = 2147483648"),
+        (lambda: masks.causal(4, align="left"), MaskError, "align = 'left'.*bottom_right"),
+        (lambda: masks.sliding_window(4, -1), MaskError, "window = -1"),
+        (lambda: masks.sliding_window(4, 1.5), DtypeError, "window = 1.5"),
+        (lambda: masks.causal_document([3, -1]), MaskError, r"lengths\[1\] = -1"),
+        (lambda: masks.causal_document([3.0, 1]), DtypeError, "lengths has dtype float64"),
+        (lambda: masks.causal_document([True]), DtypeError, "lengths has dtype bool"),
+        (lambda: masks.causal_document([[1, 2]]), MaskError, r"lengths has shape \(1, 2\)"),
+        (lambda: masks.causal_document([[1], [2, 3]]), DtypeError, "lengths = list"),
+        (lambda: masks.causal_document(3), MaskError, r"lengths has shape \(\)"),
+        (lambda: masks.causal_document(None), DtypeError, "lengths"),
+        (lambda: masks.causal_document("abc"), DtypeError, "lengths"),
+        (lambda: masks.document([2**31 - 1, 1]), MaskError, r"sum\(lengths\) = 2147483648"),
+        (lambda: masks.share_question([(3, [1, -2])]), MaskError, r"documents\[0\]\[1\]\[1\] = -2"),
+        (lambda: masks.share_question([(3, [1]), (-1, [])]), MaskError, r"documents\[1\]\[0\] = -1"),
+        (lambda: masks.share_question([(3, [1], 4)]), MaskError, r"documents\[0\]"),
+        (lambda: masks.share_question([3]), DtypeError, r"documents\[0\] = 3"),
+        (lambda: masks.share_question(3), DtypeError, "documents = 3"),
+        (lambda: masks.share_question([(3.5, [1])]), DtypeError, r"documents\[0\]\[0\] = 3.5"),
+        (lambda: masks.global_sliding_window(4, -1, 0), MaskError, "window = -1"),
+        (lambda: masks.global_sliding_window(4, 1, -2), MaskError, "n_global = -2"),
+        (lambda: masks.causal_blockwise([-4]), MaskError, r"lengths\[0\] = -4"),
+        (lambda: masks.prefix_lm_causal(4, 5), MaskError, r"prefix = 5.*\[0, 4\]"),
+        (lambda: masks.prefix_lm_document([(1, 2), (3, 2)]), MaskError, r"documents\[1\] = \(3, 2\)"),
+        (lambda: masks.prefix_lm_document([1, 2, 3]), MaskError, r"documents has shape \(3,\)"),
+        (lambda: masks.prefix_lm_document([(1, -2)]), MaskError, r"documents\[0, 1\] = -2"),
+        (lambda: masks.prefix_lm_document([(1, 2.5)]), DtypeError, "documents has dtype float64"),
+        (lambda: masks.qk_sparse(8, [(4, 5)]), MaskError, r"spans\[0\] = \(4, 5\).*\[0, 8\)"),
+        (lambda: masks.qk_sparse(8, [(-1, 5)]), MaskError, r"spans\[0, 0\] = -1"),
+        (lambda: masks.qk_sparse(8, [(1, -5)]), MaskError, r"spans\[0, 1\] = -5"),
+        (lambda: masks.hash_sparse([1, -1]), MaskError, r"bucket_lengths\[1\] = -1"),
+        (lambda: masks.eviction([5, 1]), MaskError, r"evicted_at\[0\] = 5.*\[0, 2\]"),
+        (lambda: masks.eviction([0.5, 1]), DtypeError, "evicted_at has dtype float64"),
+        (lambda: masks.eviction(3), MaskError, "evicted_at = 3"),
+        (lambda: masks.random_eviction(4, -1), MaskError, "start = -1"),
+        (lambda: masks.random_eviction(4, 1, "seed"), DtypeError, "rng = 'seed'"),
+        (lambda: masks.random_eviction(4, 1, -5), MaskError, "rng = -5"),
+    ],
+)
+def test_bad_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+N = 2**20
+LARGE = {
+    "full": (N,),
+    "causal": (N,),
+    "sliding_window": (N, 4096),
+    "causal_document": ([1024] * 1024,),
+    "document": ([1024] * 1024,),
+    "share_question": ([(512, [256, 256])] * 1024,),
+    "global_sliding_window": (N, 4096, 64),
+    "causal_blockwise": ([1024] * 1024,),
+    "prefix_lm_causal": (N, 4096),
+    "prefix_lm_document": ([(128, 1024)] * 1024,),
+    "qk_sparse": (N, [(start, 512) for start in range(0, N, 1024)]),
+    "hash_sparse": ([1024] * 1024,),
+    "random_eviction": (N, N // 2, 0),
+    "eviction": (np.full(N, N),),
+}
+
+
+@pytest.mark.parametrize("name", sorted(LARGE))
+def test_large_masks_are_cheap(name):
+    seconds = min(_timed(name) for _ in range(2))
+    assert seconds < 0.7
+    tracemalloc.start()
+    mask = getattr(masks, name)(*LARGE[name])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (mask.n_queries, mask.n_keys) == (N, N)
+    assert peak < 100 * N  # bytes: a handful of 64-bit vectors beside the mask's own 16 bytes per key
+
+
+def _timed(name):
+    begin = time.perf_counter()
+    getattr(masks, name)(*LARGE[name])
+    return time.perf_counter() - begin
+
+
+@given(st.integers(0, 10).flatmap(any_constructor))
+def test_any_constructor_draws_masks(mask):
+    assert isinstance(mask, masks.ColumnMask)
