@@ -21,6 +21,7 @@ def standard_forward(n, d, m=None):
     Returns
     -------
     traffic : Traffic
+        Elements read and written.
 
     Notes
     -----
@@ -41,7 +42,17 @@ def standard_forward(n, d, m=None):
 def standard_backward(n, d, m=None):
     """Count the accesses of Algorithm 3, standard attention's backward: 7 N^2 + 4 N d + 4 T_c N d.
 
-    Parameters and result are those of :func:`standard_forward`.
+    Parameters
+    ----------
+    n, d : int
+        Sequence length and head dimension.
+    m : int, optional
+        As in :func:`standard_forward`.
+
+    Returns
+    -------
+    traffic : Traffic
+        Elements read and written.
 
     Notes
     -----
@@ -73,6 +84,7 @@ def flash_forward(n, d, m, dropout=False, mask=False):
     Returns
     -------
     traffic : Traffic
+        Elements read and written.
 
     Notes
     -----
@@ -94,7 +106,19 @@ def flash_forward(n, d, m, dropout=False, mask=False):
 def flash_backward(n, d, m, dropout=False, mask=False):
     """Count the accesses of Algorithm 4, FlashAttention's backward.
 
-    Parameters and result are those of :func:`flash_forward`; the random state is read, not written.
+    Parameters
+    ----------
+    n, d, m : int
+        Sequence length, head dimension and on-chip memory in elements, d <= m <= n d.
+    dropout : bool
+        The random state is read from HBM (2 words).
+    mask : bool
+        A dense mask lies in HBM and is read once.
+
+    Returns
+    -------
+    traffic : Traffic
+        Elements read and written.
 
     Notes
     -----
@@ -118,14 +142,17 @@ def block_sparse_forward(n, d, m, blocks, dropout=False):
 
     Parameters
     ----------
-    n, d, m, dropout
-        As in :func:`flash_forward`.
+    n, d, m : int
+        Sequence length, head dimension and on-chip memory in elements, d <= m <= n d.
     blocks : array_like, (T_r, T_c), bool
         The block sparsity mask.
+    dropout : bool
+        The random state is saved to HBM (2 words).
 
     Returns
     -------
     traffic : Traffic
+        Elements read and written.
 
     Notes
     -----
@@ -149,7 +176,19 @@ def block_sparse_forward(n, d, m, blocks, dropout=False):
 def block_sparse_backward(n, d, m, blocks, dropout=False):
     """Count the accesses of block-sparse FlashAttention's backward: Algorithm 4 with zero blocks skipped.
 
-    Parameters and result are those of :func:`block_sparse_forward`.
+    Parameters
+    ----------
+    n, d, m : int
+        Sequence length, head dimension and on-chip memory in elements, d <= m <= n d.
+    blocks : array_like, (T_r, T_c), bool
+        The block sparsity mask.
+    dropout : bool
+        The random state is read from HBM (2 words).
+
+    Returns
+    -------
+    traffic : Traffic
+        Elements read and written.
 
     Examples
     --------
@@ -170,6 +209,16 @@ def swapped_forward(n, d, m):
 
     See :func:`lecture_swapped_forward` for the derivation.
 
+    Parameters
+    ----------
+    n, d, m : int
+        Sequence length, head dimension and on-chip memory in elements, d <= m <= n d.
+
+    Returns
+    -------
+    traffic : Traffic
+        Elements read and written.
+
     Examples
     --------
     >>> from cuattn import io_model
@@ -182,6 +231,16 @@ def swapped_forward(n, d, m):
 
 def rabe_staats_forward(n, d, m):
     """Count the accesses of Rabe and Staats' chunked forward, with the chunks that FlashAttention would take.
+
+    Parameters
+    ----------
+    n, d, m : int
+        Sequence length, head dimension and on-chip memory in elements, d <= m <= n d.
+
+    Returns
+    -------
+    traffic : Traffic
+        Elements read and written.
 
     Notes
     -----
@@ -212,6 +271,7 @@ def flashmask_forward(n, d, m, tiles):
     Returns
     -------
     traffic : Traffic
+        Elements read and written.
 
     Notes
     -----
@@ -238,8 +298,17 @@ def flashmask_forward(n, d, m, tiles):
 def flashmask_backward(n, d, m, tiles):
     """Count the accesses of FlashMask's Algorithm 2.
 
-    Parameters and result are those of :func:`flashmask_forward` (only ``tiles.visited`` matters: the vectors are
-    read once per key block, whatever its tiles are).
+    Parameters
+    ----------
+    n, d, m : int
+        Sequence length, head dimension and on-chip memory in elements, d <= m <= n d.
+    tiles : Tiles
+        Which tiles are visited; the vectors are read once per key block, whatever its tiles need.
+
+    Returns
+    -------
+    traffic : Traffic
+        Elements read and written.
 
     Notes
     -----

@@ -6,6 +6,16 @@ from cuattn.io_model.sizes import MASK_VECTORS, ceil_div
 def theorem_2_standard(n, d):
     """Return N d + N^2: standard attention's forward HBM accesses are Theta of it (Theorem 2).
 
+    Parameters
+    ----------
+    n, d : int
+        Sequence length and head dimension.
+
+    Returns
+    -------
+    accesses : int
+        The expression, without the constant that Theta hides.
+
     Examples
     --------
     >>> from cuattn import io_model
@@ -17,6 +27,16 @@ def theorem_2_standard(n, d):
 
 def theorem_2_flash(n, d, m):
     """Return N^2 d^2 / M: FlashAttention's forward HBM accesses are Theta of it for d <= M <= N d (Theorem 2).
+
+    Parameters
+    ----------
+    n, d, m : int
+        Sequence length, head dimension and on-chip memory in elements, d <= m <= n d.
+
+    Returns
+    -------
+    accesses : float
+        The expression, without the constant that Theta hides.
 
     Examples
     --------
@@ -30,6 +50,16 @@ def theorem_2_flash(n, d, m):
 def theorem_5_standard(n, d):
     """Return N d + N^2: standard attention's backward HBM accesses are Theta of it (Theorem 5).
 
+    Parameters
+    ----------
+    n, d : int
+        Sequence length and head dimension.
+
+    Returns
+    -------
+    accesses : int
+        The expression, without the constant that Theta hides.
+
     Examples
     --------
     >>> from cuattn import io_model
@@ -41,6 +71,16 @@ def theorem_5_standard(n, d):
 
 def theorem_5_flash(n, d, m):
     """Return N^2 d^2 / M: FlashAttention's backward HBM accesses are Theta of it for d <= M <= N d (Theorem 5).
+
+    Parameters
+    ----------
+    n, d, m : int
+        Sequence length, head dimension and on-chip memory in elements, d <= m <= n d.
+
+    Returns
+    -------
+    accesses : float
+        The expression, without the constant that Theta hides.
 
     Examples
     --------
@@ -54,7 +94,17 @@ def theorem_5_flash(n, d, m):
 def proposition_4(n, d, m, s):
     """Return N d + s N^2 d^2 / M: block-sparse FlashAttention's accesses are Theta of it (Proposition 4).
 
-    s is the share of nonzero blocks in the block mask.
+    Parameters
+    ----------
+    n, d, m : int
+        Sequence length, head dimension and on-chip memory in elements, d <= m <= n d.
+    s : float
+        Share of nonzero blocks in the block mask.
+
+    Returns
+    -------
+    accesses : float
+        The expression, without the constant that Theta hides.
 
     Examples
     --------
@@ -67,6 +117,16 @@ def proposition_4(n, d, m, s):
 
 def lecture_forward(n, d, m):
     """Return the lecture's 12 N^2 d^2 / M + 16 N^2 d / M + 3 N d for Algorithm 1 (outer loop over K, V).
+
+    Parameters
+    ----------
+    n, d, m : int
+        Sequence length, head dimension and on-chip memory in elements, d <= m <= n d.
+
+    Returns
+    -------
+    accesses : float
+        Elements read and written.
 
     Notes
     -----
@@ -87,6 +147,16 @@ def lecture_forward(n, d, m):
 
 def lecture_swapped_forward(n, d, m):
     """Return the lecture's 8 N^2 d^2 / M + 3 N d + 2 N for the swapped loops (outer loop over Q, O on chip).
+
+    Parameters
+    ----------
+    n, d, m : int
+        Sequence length, head dimension and on-chip memory in elements, d <= m <= n d.
+
+    Returns
+    -------
+    accesses : float
+        Elements read and written.
 
     Notes
     -----
@@ -109,6 +179,18 @@ def lecture_swapped_forward(n, d, m):
 def lecture_block_sparse_forward(n, d, m, s):
     """Return the lecture's s (12 N^2 d^2 / M + 16 N^2 d / M) + 3 N d for a share s of nonzero blocks.
 
+    Parameters
+    ----------
+    n, d, m : int
+        Sequence length, head dimension and on-chip memory in elements, d <= m <= n d.
+    s : float
+        Share of nonzero blocks in the block mask.
+
+    Returns
+    -------
+    accesses : float
+        Elements read and written.
+
     Notes
     -----
     The inner loop's work is done for a share s of its iterations; K and V are read and O is initialised whatever the
@@ -127,6 +209,16 @@ def lecture_block_sparse_forward(n, d, m, s):
 def dense_mask(n_queries, n_keys):
     """Return Nq Nk: the elements of a dense mask that a forward pass reads (FlashMask, section 4.3).
 
+    Parameters
+    ----------
+    n_queries, n_keys : int
+        Rows and columns of the mask.
+
+    Returns
+    -------
+    reads : int
+        Elements read.
+
     Examples
     --------
     >>> from cuattn import io_model
@@ -139,8 +231,19 @@ def dense_mask(n_queries, n_keys):
 def flashmask_vectors(n, b_r):
     """Return 4 T_r N: the most that FlashMask's forward reads of its four mask vectors (section 4.3).
 
-    Every block of B_r rows reads the vectors of all keys, when every tile is partial; less than a dense mask by
-    the factor B_r / 4.
+    Every block of B_r rows reads the vectors of all keys: less than a dense mask by the factor B_r / 4.
+
+    Parameters
+    ----------
+    n : int
+        Sequence length.
+    b_r : int
+        Rows of a block of queries.
+
+    Returns
+    -------
+    reads : int
+        Elements read, when every tile is partial.
 
     Examples
     --------
@@ -153,6 +256,16 @@ def flashmask_vectors(n, b_r):
 
 def flashmask_vectors_backward(n):
     """Return 4 N: what FlashMask's backward reads of its mask vectors, each once per key (appendix A.1).
+
+    Parameters
+    ----------
+    n : int
+        Sequence length.
+
+    Returns
+    -------
+    reads : int
+        Elements read.
 
     Examples
     --------

@@ -56,6 +56,7 @@ def block_sizes(n, d, m, square=False):
     Returns
     -------
     blocks : Blocks
+        B_r, B_c and the numbers of blocks T_r and T_c.
 
     Raises
     ------

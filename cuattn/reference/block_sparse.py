@@ -24,7 +24,7 @@ def block_sparse_forward(q, k, v, blocks, M, *, scale=None, mask=None, dropout_p
         block j where it is true.
     M : int
         On-chip memory in elements, d <= M <= N d.
-    scale, mask, dropout_p, rng, b, dtype
+    scale, mask, dropout_p, rng, b, dtype : optional
         As in :func:`cuattn.reference.flash_forward`; `mask` applies inside the nonzero blocks.
 
     Returns
@@ -75,7 +75,11 @@ def block_sparse_backward(do, q, k, v, fwd, blocks, M, *, scale=None, mask=None,
         Gradient of O, and the forward's inputs.
     fwd : Forward
         Result of :func:`block_sparse_forward`; its O, l, m and random state are used.
-    blocks, M, scale, mask, dropout_p, b, dtype
+    blocks : array_like, (T_r, T_c), bool
+        As in :func:`block_sparse_forward`.
+    M : int
+        As in :func:`block_sparse_forward`.
+    scale, mask, dropout_p, b, dtype : optional
         As in :func:`block_sparse_forward`.
 
     Returns

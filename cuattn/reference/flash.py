@@ -136,7 +136,9 @@ def flash_backward(do, q, k, v, fwd, M, *, scale=None, mask=None, dropout_p=0.0,
         Gradient of O, and the forward's inputs.
     fwd : Forward
         Result of the forward; its O, l, m and random state are used.
-    M, scale, mask, dropout_p, b, dtype
+    M : int
+        As in :func:`flash_forward`.
+    scale, mask, dropout_p, b, dtype : optional
         As in :func:`flash_forward`.
 
     Returns

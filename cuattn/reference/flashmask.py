@@ -107,7 +107,11 @@ def flashmask_backward(do, q, k, v, fwd, mask, M, *, scale=None, dtype=np.float6
         Gradient of O, and the forward's inputs.
     fwd : FlashMaskForward
         Result of :func:`flashmask_forward`; its O and L are used.
-    mask, M, scale, dtype
+    mask : ColumnMask or sequence of 4 array_like of int, (N,)
+        As in :func:`flashmask_forward`.
+    M : int
+        As in :func:`flashmask_forward`.
+    scale, dtype : optional
         As in :func:`flashmask_forward`.
 
     Returns

@@ -49,7 +49,7 @@ class FlashMaskForward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """dQ, dK, dV (N, d) and the accesses."""
+    """The gradients dQ, dK, dV (N, d), and the accesses."""
 
     dq: np.ndarray
     dk: np.ndarray

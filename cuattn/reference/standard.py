@@ -86,7 +86,9 @@ def standard_backward(do, q, k, v, p, M, *, dtype=np.float64):
         Gradient of O, and the forward's inputs.
     p : array_like, (N, N)
         P of :func:`standard_forward`.
-    M, dtype
+    M : int
+        As in :func:`standard_forward`.
+    dtype : dtype, default float64
         As in :func:`standard_forward`.
 
     Returns

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuattn import io_model, reference
+from cuattn import io_model, masks, reference
 from cuattn.errors import ArgumentError, ShapeError
 from tests.reference.cases import cases, check_backward, check_derivatives, check_forward, make_case
 
@@ -83,6 +83,24 @@ def test_classification_is_never_wrong(case, seed):
     visited, tested = (x[rows[:, None], keys] for x in (tiles.visited, tiles.lower | tiles.upper))
     assert not visible[~visited].any()
     assert visible[visited & ~tested].all()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.causal_document([9, 4, 7]),
+        masks.share_question([(5, [3, 2]), (6, [4])]),
+        masks.global_sliding_window(20, 3, 2),
+        masks.prefix_lm_document([(2, 8), (5, 12)]),
+        masks.random_eviction(20, 6, rng=1),
+    ],
+)
+def test_column_masks(mask):
+    case = make_case(20, 4, 32)
+    fwd = reference.flashmask_forward(*case.qkv, mask, case.M)
+    check_forward(case, fwd, visible=mask.dense())
+    grads = reference.flashmask_backward(case.do, *case.qkv, fwd, mask, case.M)
+    check_backward(case, grads, visible=mask.dense())
 
 
 def test_causal_documents_skip_and_leave_tiles_unmasked():
