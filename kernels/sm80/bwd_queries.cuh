@@ -1,0 +1,52 @@
+// dQ while the block walks over rows: added to an accumulator in global memory by every key tile, in no particular order.
+//
+// The accumulator keeps each warp's results together, [head][row tile][warp][fragment][lane][4], so that a warp's addition covers whole
+// cache lines; before sm_90, which adds one float at a time, [head][row tile][warp][fragment][4][lane].
+// kernels/util/bwd_convert.cu puts them in order.
+#pragma once
+#include "ptx/red.cuh"
+#include "sm80/bwd_layout.cuh"
+
+namespace sm80 {
+
+constexpr bool lanes_outside = __CUDA_ARCH__ >= 900 && sizeof(Acc) == 4;
+
+// Offset of element i of a lane's fragment in the warp's part of the accumulator.
+__device__ __forceinline__ i32 accumulator_offset(i32 fragment, i32 i) {
+    const i32 lane = threadIdx.x % 32;
+    return fragment * 128 + (lanes_outside ? lane * 4 + i : i * 32 + lane);
+}
+
+__device__ __forceinline__ Acc* accumulator_of_warp(Acc* acc, i32 row_tile) {
+    return acc + (i64(row_tile) * cfg::warps + threadIdx.x / 32) * (query_fragments * 128);
+}
+
+__device__ __forceinline__ i32 warp_query_row() { return threadIdx.x / 32 % queries_m * query_rows; }
+__device__ __forceinline__ i32 warp_query_column() { return threadIdx.x / 32 / queries_m * query_columns; }
+
+// Algorithm 4 line 21: dQ += dS K for one row tile; the scale comes last, in the conversion.
+__device__ __forceinline__ void add_queries(u32 shared, Acc* dq_acc, i32 row_tile, int buffer) {
+    constexpr int tiles_m = query_rows / 16, tiles_n = query_columns / 8;
+    Acc dq[tiles_m][tiles_n][4];
+    clear(dq);
+    const u32 ds = shared + ds_at + (buffer * cfg::block_m + warp_query_row()) * p_stride;
+    const u32 k = shared + k_at + warp_query_column() * int(sizeof(Elem));
+    product<cfg::block_n, Along::columns, p_stride, Along::rows, qk_stride>(dq, ds, k);
+    Acc* to = accumulator_of_warp(dq_acc, row_tile);
+#pragma unroll
+    for (int m = 0; m < tiles_m; ++m)
+#pragma unroll
+        for (int n = 0; n < tiles_n; ++n) {
+            Acc* at = to + accumulator_offset(m * tiles_n + n, 0);
+#if __CUDA_ARCH__ >= 900
+            if constexpr (lanes_outside) {
+                ptx::red_add_x4(at, dq[m][n][0], dq[m][n][1], dq[m][n][2], dq[m][n][3]);
+                continue;
+            }
+#endif
+#pragma unroll
+            for (int i = 0; i < 4; ++i) ptx::red_add(at + i * 32, dq[m][n][i]);
+        }
+}
+
+}  // namespace sm80

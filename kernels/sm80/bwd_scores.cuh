@@ -1,0 +1,143 @@
+// What happens to a tile of scores between the products: mask, softmax from the stored statistics, dropout, dS.
+//
+// Results of one warp, rows row0 + 16 m + g (+ 8), keys key0 + 8 n + 2q (+ 1): the layout of every accumulator.
+#pragma once
+#include "attn/math.cuh"
+#include "attn/philox.cuh"
+#include "attn/score.cuh"
+#include "ptx/shared.cuh"
+#include "sm80/bwd_layout.cuh"
+#include "sm80/bwd_walk.cuh"
+
+namespace sm80 {
+
+constexpr int score_tiles_m = scores_rows / 16, score_tiles_n = scores_keys / 8;
+using Scores = Acc[score_tiles_m][score_tiles_n][4];
+using RowValues = Acc[score_tiles_m][2];
+
+// The part of the problem that one query head sees; in shared memory, registers being short.
+struct Head {
+    const Elem *q, *k, *v, *dout;
+    const Acc *stat, *delta;  // (rows padded to the tile)
+    Acc* dq_acc;              // this head's accumulator, in the order of add_queries
+    i64 bias, mask_offset;    // offsets of this head's slices
+    i64 instance;             // of the mask's tables
+    RandomStream random;
+    WalkTables walk;
+    bool has_empty_rows;
+};
+
+__device__ __forceinline__ void load_row_values(RowValues& values, u32 vector) {
+    const u32 g = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int m = 0; m < score_tiles_m; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) ptx::load_shared(values[m][half], vector + (16 * m + 8 * half + g) * int(sizeof(Acc)));
+}
+
+// See backward_preprocess: no p of such a row is above 0.
+__device__ __forceinline__ bool is_empty_row(Acc stat) { return stat == (sizeof(Elem) == 2 ? -infinity<Acc>() : infinity<Acc>()); }
+
+// Algorithm 4 line 12: scores that may not be seen become -inf.
+__device__ __forceinline__ void mask_scores(Scores& s, const Params& p, const Head& head, i32 row0, i32 key0) {
+    const i32 lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < score_tiles_n; ++n)
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            const i32 key = key0 + 8 * n + lane % 4 * 2 + odd;
+            const KeyMask mask(p, head.instance, head.mask_offset, key);
+#pragma unroll
+            for (int m = 0; m < score_tiles_m; ++m)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const i32 row = min(row0 + 16 * m + 8 * half + lane / 4, p.n_queries - 1);
+                    if (!mask.visible(p, row, key)) s[m][n][2 * half + odd] = -infinity<Acc>();
+                }
+        }
+}
+
+// Raw products to scores in natural units: scale, softcap, bias.  What is hidden stays -inf.
+__device__ __forceinline__ Acc finish_score(Acc raw, Acc& slope, const Params& p, const Head& head, i32 row, i32 key) {
+    Acc s = raw * Acc(p.scale);
+    if constexpr (cfg::softcap) {
+        const Acc t = tanh_of<Elem>(s * Acc(1 / p.softcap));
+        slope = 1 - t * t;
+        s = t * Acc(p.softcap);
+    }
+    if constexpr (cfg::bias) {
+        if (row < p.n_queries && key < p.n_keys) s += bias_at(p, head.bias, row, key);
+    }
+    return raw == -infinity<Acc>() ? raw : s;
+}
+
+// Algorithm 4 line 13: scores to probabilities.
+__device__ __forceinline__ void probabilities(Scores& s, Scores& slope, const RowValues& stat, const Params& p, const Head& head, i32 row0, i32 key0) {
+    const Acc c = Acc(cfg::prescaled ? kLog2e : p.scale * kLog2e);
+    const i32 lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < score_tiles_m; ++m)
+#pragma unroll
+        for (int n = 0; n < score_tiles_n; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                Acc x = s[m][n][i];
+                if constexpr (cfg::prescaled)
+                    x = finish_score(x, slope[m][n][i], p, head, row0 + 16 * m + lane / 4 + i / 2 * 8, key0 + 8 * n + lane % 4 * 2 + i % 2);
+                s[m][n][i] = exp2_of(fma_of(x, c, stat[m][i / 2]));
+            }
+}
+
+// Algorithm 4 lines 14 and 15: the sign bit marks what the forward dropped.
+__device__ __forceinline__ void mark_dropped(Scores& s, const Params& p, const Head& head, i32 row0, i32 key0) {
+    const i32 lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < score_tiles_m; ++m)
+#pragma unroll
+        for (int n = 0; n < score_tiles_n; n += 2) {
+            u32 words[4];
+            random_words(words, p.dropout, head.random, row0 + 16 * m + lane / 4, key0 + 8 * n + lane % 4 * 2);
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                Acc(&tile)[4] = s[m][n + w / 2];
+                if (!kept_low<cfg::dropout>(words[w])) tile[w % 2 * 2] = -tile[w % 2 * 2];
+                if (!kept_high<cfg::dropout>(words[w])) tile[w % 2 * 2 + 1] = -tile[w % 2 * 2 + 1];
+            }
+        }
+}
+
+// Where p is 0, dP may be anything (a hidden key's v); it must not turn 0 * dP into NaN.
+__device__ __forceinline__ void mask_gradients(Scores& dp, const Scores& prob) {
+#pragma unroll
+    for (int m = 0; m < score_tiles_m; ++m)
+#pragma unroll
+        for (int n = 0; n < score_tiles_n; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) dp[m][n][i] = prob[m][n][i] == 0 ? Acc(0) : dp[m][n][i];
+}
+
+// Algorithm 4 line 20, in place of dP: dS = P (dP - D), all divided by the scale of dropout; a dropped element's dP is 0.
+__device__ __forceinline__ void score_gradients(Scores& dp, const Scores& prob, const RowValues& delta) {
+#pragma unroll
+    for (int m = 0; m < score_tiles_m; ++m)
+#pragma unroll
+        for (int n = 0; n < score_tiles_n; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const Acc x = prob[m][n][i];
+                const Acc d = delta[m][i / 2];
+                dp[m][n][i] = x * (cfg::dropout && x < 0 ? d : dp[m][n][i] - d);
+            }
+}
+
+// Through the softcap: dS times the slope of the cap.
+__device__ __forceinline__ void scale_by(Scores& ds, const Scores& slope) {
+#pragma unroll
+    for (int m = 0; m < score_tiles_m; ++m)
+#pragma unroll
+        for (int n = 0; n < score_tiles_n; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) ds[m][n][i] *= slope[m][n][i];
+}
+
+}  // namespace sm80

@@ -1,0 +1,84 @@
+// The row tiles that a key tile needs, in ascending order: FlashMask's algorithm 2, lines 12-20 and 25, as arithmetic on ranges.
+//
+// For a fixed key tile every mask but the block mask hides a few ranges of row tiles, so the next visible tile is found by jumps.
+#pragma once
+#include "attn/mask.cuh"
+
+namespace sm80 {
+
+// What the walk looks up for every tile; lies in shared memory, registers being short.
+struct WalkTables {
+    int4 bounds[2];    // column mask: skip [x, y) and partial [z, w) of both intervals, in row tiles
+    const u8* blocks;  // the block mask of this head
+};
+
+struct RowWalk {
+    i32 tile = -1, end;  // current row tile; one past the last candidate
+    const WalkTables& tables;
+
+    static __device__ __forceinline__ i32 first_key() { return blockIdx.x * cfg::block_n; }
+    static __device__ __forceinline__ i32 last_key(const Params& p) { return min(first_key() + cfg::block_n, p.n_keys) - 1; }
+
+    __device__ __forceinline__ RowWalk(const Params& p, const WalkTables& tables) : end(p.row_tiles), tables(tables) {
+        if constexpr (cfg::band_right) {
+            const i32 first_row = first_key() - p.band_offset - p.band_right;
+            if (first_row > 0) tile = first_row / cfg::block_m - 1;
+        }
+        if constexpr (cfg::band_left) {
+            const i32 last_row = last_key(p) - p.band_offset + p.band_left;
+            end = last_row < 0 ? 0 : min(end, last_row / cfg::block_m + 1);
+        }
+    }
+
+    // Moves to the next visible tile; false at the end.
+    __device__ __forceinline__ bool next(const Params& p) {
+        ++tile;
+        if constexpr (cfg::mask == kMaskColumn) {
+            // Leaving one skip range may enter the other; after two jumps out of each, none is left to enter.
+#pragma unroll
+            for (int jump = 0; jump < 3; ++jump) {
+                const int4 range = tables.bounds[jump % 2];
+                if (tile >= range.x && tile < range.y) tile = range.y;
+            }
+        }
+        if constexpr (cfg::mask == kMaskBlock) {
+            // A warp looks at 32 tiles at a time.
+            for (; tile < end; tile += 32) {
+                const i32 candidate = tile + threadIdx.x % 32;
+                const u32 seen = __ballot_sync(~0u, candidate < end && block_state<false>(p, candidate));
+                if (seen) {
+                    tile += __ffs(seen) - 1;
+                    break;
+                }
+            }
+        }
+        return tile < end;
+    }
+
+    // Whether elements of the current tile must be tested one by one.
+    __device__ __forceinline__ bool partial(const Params& p) const {
+        if constexpr (cfg::mask == kMaskDense) return true;
+        bool result = first_key() + cfg::block_n > p.n_keys;
+        if constexpr (cfg::mask == kMaskColumn) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) result |= tile >= tables.bounds[i].z && tile < tables.bounds[i].w;
+        }
+        const i32 first_row = tile * cfg::block_m, last_row = min(first_row + cfg::block_m, p.n_queries) - 1;
+        if constexpr (cfg::band_right) result |= last_key(p) > first_row + p.band_offset + p.band_right;
+        if constexpr (cfg::band_left) result |= first_key() < last_row + p.band_offset - p.band_left;
+        if constexpr (cfg::mask == kMaskBlock) result |= !block_state<true>(p, tile);
+        return result;
+    }
+
+    // Over the blocks that a row tile touches: is any of them visible, or (all) are all of them?
+    template <bool all>
+    __device__ __forceinline__ bool block_state(const Params& p, i32 row_tile) const {
+        const i32 row = row_tile * cfg::block_m, last_row = min(row + cfg::block_m, p.n_queries) - 1;
+        for (i32 r = row / p.table.block_m; r <= last_row / p.table.block_m; ++r)
+            for (i32 c = first_key() / p.table.block_n; c <= last_key(p) / p.table.block_n; ++c)
+                if ((tables.blocks[r * p.mask.row + c * p.mask.col] != 0) != all) return !all;
+        return all;
+    }
+};
+
+}  // namespace sm80
