@@ -30,6 +30,8 @@ def host_array(name: str, value: Any) -> np.ndarray:
     """Return `value` as a NumPy array, without copying one."""
     if is_device_array(value):
         raise DtypeError(f"{name} is on a GPU: expected host data")
+    if isinstance(value, np.ma.MaskedArray):
+        raise DtypeError(f"{name} is a numpy masked array: expected a plain one")
     try:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:

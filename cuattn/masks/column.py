@@ -238,12 +238,8 @@ class ColumnMask(Mask):
         Returns
         -------
         int32 array, (batch, heads, n_keys, 4)
-            LTS, LTE, UTS, UTE; an axis that the mask lacks has length 1, and one leading axis is the heads.
-
-        Raises
-        ------
-        MaskError
-            The mask has more than two leading axes.
+            LTS, LTE, UTS, UTE; an axis that the mask lacks has length 1, and one leading axis is the heads.  More
+            than two are a MaskError.
 
         Examples
         --------
@@ -373,7 +369,7 @@ class ColumnMask(Mask):
             return int(skipped.sum(dtype=np.int64)) / count if count else 0.0
 
     def dead_keys(self, *, left: int | None = None, right: int | None = None, offset: int = 0) -> Any:
-        """Return which keys no row may see, given also a band.
+        """Return which keys no row may see, given also a band; without rows, all.
 
         Parameters
         ----------
@@ -383,7 +379,6 @@ class ColumnMask(Mask):
         Returns
         -------
         bool array, (..., n_keys)
-            Without rows, all True.
 
         Examples
         --------

@@ -123,6 +123,15 @@ def test_any_integer_dtype(dtype):
     assert ColumnMask(*vectors, n_queries=2) == ColumnMask(*vectors.tolist(), n_queries=2)
 
 
+@pytest.mark.parametrize("library", ["torch", "jax.numpy"])
+def test_vectors_of_other_libraries(library):
+    library = pytest.importorskip(library)
+    vectors = [[1, 2], [2, 2], [0, 0], [0, 1]]
+    mask = ColumnMask(*vectors, n_queries=2)
+    assert mask == ColumnMask(*map(library.asarray, vectors), n_queries=2)
+    assert mask.dense().tolist() == ColumnMask.from_dense(library.asarray(mask.dense())).dense().tolist()
+
+
 def test_leading_axes_broadcast():
     mask = ColumnMask([[[1]], [[2]]], [[2], [3], [3]], [0], [0], n_queries=3)
     assert mask.leading == (2, 3)
@@ -190,6 +199,7 @@ GOOD = {"lts": [0, 1], "lte": [1, 1], "uts": [0, 0], "ute": [0, 0], "n_queries":
         ({"lte": np.array([2**40, 0])}, MaskError, r"lte\[0\] = 1099511627776"),
         ({"uts": [0.0, 1.0]}, DtypeError, "uts has dtype float64"),
         ({"uts": [True, False]}, DtypeError, "uts has dtype bool"),
+        ({"uts": np.ma.masked_equal([0, 1], 1)}, DtypeError, "uts is a numpy masked array"),
         ({"lts": None}, DtypeError, "lts has dtype object"),
         ({"lts": ["a", "b"]}, DtypeError, "lts has dtype"),
         ({"lts": [[1], [2, 3]]}, DtypeError, "lts = list"),
