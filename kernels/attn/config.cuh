@@ -12,7 +12,8 @@ constexpr int v_tiles = cfg::head_dim_v / 8;
 constexpr int q_bytes = cfg::block_m * cfg::head_dim * static_cast<int>(sizeof(cfg::elem));
 constexpr int k_bytes = cfg::block_n * cfg::head_dim * static_cast<int>(sizeof(cfg::elem));
 constexpr int v_bytes = cfg::block_n * cfg::head_dim_v * static_cast<int>(sizeof(cfg::elem));
-constexpr int stage_bytes = k_bytes + v_bytes;
+constexpr int cols_bytes = cfg::mask == 1 ? cfg::block_n * 16 : 0;  // column intervals of the tile's keys
+constexpr int stage_bytes = k_bytes + v_bytes + cols_bytes;
 
 static_assert(cfg::block_m % (16 * cfg::warps) == 0, "a warp owns whole 16-row tiles");
 static_assert(cfg::block_n % 16 == 0, "dropout and the products work on 16 keys at a time");

@@ -3,19 +3,29 @@
 // Tiles are walked in descending order whatever the mask, and a tile that turns out to be masked altogether changes nothing; so a
 // row's result does not depend on how its mask was expressed.
 #pragma once
+#include "attn/mask_format.cuh"
 #include "attn/params.cuh"
 
-constexpr int kMaskNone = 0, kMaskColumn = 1, kMaskBlock = 2, kMaskDense = 3;
-constexpr u32 kDeadTile = 0x80000000u;  // in bounds[..].x: some key of the tile is seen by no row
-
+// A key tile to work on, packed into one register: several are under way at a time.
 struct Tile {
-    i32 n;         // key tile, -1 = no more
-    bool partial;  // elements must be tested
-    bool dead;     // some key's v must be read as zero
+    i32 code;
+
+    __device__ __forceinline__ static Tile none() { return {-1}; }
+    __device__ __forceinline__ static Tile make(i32 n, bool partial, bool dead) { return {n << 2 | (dead ? 2 : 0) | (partial ? 1 : 0)}; }
+    __device__ __forceinline__ bool exists() const { return code >= 0; }
+    __device__ __forceinline__ i32 n() const { return code >> 2; }
+    __device__ __forceinline__ bool partial() const { return (code & 1) != 0; }  // elements must be tested
+    __device__ __forceinline__ bool dead() const { return (code & 2) != 0; }     // some key's v must be read as zero
 };
 
 struct Rows {
     i32 first, end, tile;  // query rows of a row tile, and its number
+};
+
+// Where a block's masks lie: its rows, the instance of the tables, the element offset of the mask itself.
+struct MaskPlace {
+    Rows rows;
+    i64 instance, offset;
 };
 
 __device__ __forceinline__ i32 clamp_key(i64 key, i32 n_keys) { return key < 0 ? 0 : (key > n_keys ? n_keys : static_cast<i32>(key)); }
@@ -42,34 +52,30 @@ __device__ __forceinline__ bool cut(const Params& p, const Rows& rows, i32 n) {
 // The key tiles of one row tile, in descending order.  All lanes of a warp hold the same walk.
 struct TileWalk {
     const Params& p;
-    Rows rows;
+    const MaskPlace& place;  // in shared memory: it is needed rarely, and registers are short
     i32 lowest, top, group;  // lowest tile, next candidate, first tile of the group of 32 whose ballots are held
     u32 visible = 0, partial = 0, dead = 0;
-    const int4* bounds;
-    const u8* blocks;
 
-    __device__ __forceinline__ TileWalk(const Params& params, const Rows& range, i32 tile_begin, i32 tile_end, i64 instance, i64 mask_offset)
-        : p(params), rows(range), group(0) {
-        bounds = p.table.bounds + instance * p.key_tiles * 2;
-        blocks = static_cast<const u8*>(p.mask.data) + mask_offset;
-        lowest = max(tile_begin, band_first(p, rows) / cfg::block_n);
-        top = min(tile_end, (band_end(p, rows) + cfg::block_n - 1) / cfg::block_n) - 1;
+    __device__ __forceinline__ TileWalk(const Params& params, const MaskPlace& where, i32 tile_begin, i32 tile_end)
+        : p(params), place(where), group(0) {
+        lowest = max(tile_begin, band_first(p, place.rows) / cfg::block_n);
+        top = min(tile_end, (band_end(p, place.rows) + cfg::block_n - 1) / cfg::block_n) - 1;
     }
 
     __device__ __forceinline__ Tile next() {
         if constexpr (cfg::mask == kMaskNone || cfg::mask == kMaskDense) {
-            if (top < lowest) return {-1, false, false};
+            if (top < lowest) return Tile::none();
             const i32 n = top--;
-            return {n, cfg::mask == kMaskDense || cut(p, rows, n), cfg::mask == kMaskDense};
+            return Tile::make(n, cfg::mask == kMaskDense || cut(p, place.rows, n), cfg::mask == kMaskDense);
         } else {
             while (visible == 0) {
-                if (top < lowest) return {-1, false, false};
+                if (top < lowest) return Tile::none();
                 classify_group();
             }
             const int bit = __ffs(visible) - 1;
             visible &= visible - 1;
             const i32 n = group - bit;
-            return {n, (partial >> bit & 1) || cut(p, rows, n), (dead >> bit & 1) != 0};
+            return Tile::make(n, (partial >> bit & 1) || cut(p, place.rows, n), (dead >> bit & 1) != 0);
         }
     }
 
@@ -88,15 +94,17 @@ struct TileWalk {
     }
 
     __device__ __forceinline__ void classify_column(i32 n, bool& seen, bool& edge, bool& zero) const {
-        const int4 x = __ldg(bounds + 2 * n), y = __ldg(bounds + 2 * n + 1);
-        const i32 m = rows.tile, first = x.x & ~kDeadTile;
+        const int4* bounds = p.table.bounds + (place.instance * p.key_tiles + n) * 2;
+        const int4 x = __ldg(bounds), y = __ldg(bounds + 1);
+        const i32 m = place.rows.tile, first = x.x & ~kDeadTile;
         seen = !(m >= first && m < x.y) && !(m >= y.x && m < y.y);
         edge = (m >= x.z && m < x.w) || (m >= y.z && m < y.w);
         zero = x.x < 0;
     }
 
     __device__ __forceinline__ void classify_blocks(i32 n, bool& seen, bool& edge, bool& zero) const {
-        const i32 first = rows.first / p.table.block_m, last = (rows.end - 1) / p.table.block_m;
+        const u8* blocks = static_cast<const u8*>(p.mask.data) + place.offset;
+        const i32 first = place.rows.first / p.table.block_m, last = (place.rows.end - 1) / p.table.block_m;
         const i32 left = n * cfg::block_n / p.table.block_n;
         const i32 right = (min((n + 1) * cfg::block_n, p.n_keys) - 1) / p.table.block_n;
         bool all = true;
@@ -117,12 +125,15 @@ struct KeyMask {
     i64 row_stride;
     bool inside;
 
-    __device__ __forceinline__ KeyMask(const Params& p, i64 instance, i64 mask_offset, i32 key) {
+    __device__ __forceinline__ KeyMask(const Params& p, i64 instance, i64 mask_offset, i32 key)
+        : KeyMask(p, mask_offset, key, cfg::mask == kMaskColumn ? __ldg(p.table.cols + instance * p.table.keys_padded + key) : int4{}) {}
+
+    // The same with the key's column intervals at hand.
+    __device__ __forceinline__ KeyMask(const Params& p, i64 mask_offset, i32 key, int4 intervals) {
         inside = key < p.n_keys;
         const i32 safe = inside ? key : 0;
         if constexpr (cfg::mask == kMaskColumn) {
-            const int4 x = __ldg(p.table.cols + instance * p.table.keys_padded + key);
-            lts = x.x, lte = x.y, uts = x.z, ute = x.w;
+            lts = intervals.x, lte = intervals.y, uts = intervals.z, ute = intervals.w;
         } else if constexpr (cfg::mask != kMaskNone) {
             const i32 c = cfg::mask == kMaskBlock ? safe / p.table.block_n : safe;
             column = static_cast<const u8*>(p.mask.data) + mask_offset + c * p.mask.col;
@@ -147,10 +158,8 @@ __device__ __forceinline__ bool key_alive(const Params& p, i64 instance, i32 key
     if constexpr (cfg::mask == kMaskColumn) {
         const int4 x = __ldg(p.table.cols + instance * p.table.keys_padded + key);
         return !(x.x == 0 && x.y == p.n_queries);
-    } else if constexpr (cfg::mask == kMaskDense) {
+    } else if constexpr (cfg::mask != kMaskNone) {
         return p.table.alive[instance * p.table.keys_padded + key] != 0;
-    } else if constexpr (cfg::mask == kMaskBlock) {
-        return p.table.alive[instance * p.table.block_cols + key / p.table.block_n] != 0;
     } else {
         return true;
     }

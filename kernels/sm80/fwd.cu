@@ -1,0 +1,242 @@
+// Attention forward on mma.sync: o = softmax(q k^T) v with l and m (FlashAttention-2, algorithm 1), any GPU from sm_80 on.
+//
+// One block works on block_m query rows of one head and streams the key tiles in descending order; each warp owns
+// block_m / warps rows.  Grid: x = row tiles x heads x batch, y = splits of the key axis, z = column chunks of v.
+//
+// With cfg::pack > 1 the rows of a tile are (query row, head of the group) pairs, so that the heads that share k and v read them once.
+//
+//   shared memory        bytes
+//   q                    block_m * head_dim * sizeof(elem)
+//   stages x { k, v }    block_n * (head_dim + head_dim_v) * sizeof(elem), and block_n * 16 with a column mask
+#include "attn/config.cuh"
+#include "attn/mask.cuh"
+#include "attn/mma.cuh"
+#include "attn/philox.cuh"
+#include "attn/score.cuh"
+#include "attn/softmax.cuh"
+
+using namespace config;
+using Elem = cfg::elem;
+using Acc = cfg::acc;
+using Product = Mma<Elem>;
+using Q = Product::QRows<m_tiles, cfg::head_dim>;
+
+constexpr bool fused = !cfg::prescaled && sizeof(Elem) == 2;
+
+// What one block works on; kept in shared memory, since registers are short and most of it is needed rarely.
+struct Work {
+    MaskPlace mask;
+    i64 bias_offset;
+    const Elem *q, *k, *v;   // row 0 of the head
+    i32 ib, head;            // head: the first of the packed ones
+    i32 row0;                // first (packed) row of the tile
+    i32 tile_begin, tile_end;
+};
+
+__device__ __forceinline__ void locate(const Params& p, Work& w) {
+    // Sections of heads whose k and v fit in the L2 cache; inside one, the same row tile of all heads, last rows first.
+    const i32 heads = p.heads / cfg::pack, total = p.batch * heads;
+    const i64 per_section = static_cast<i64>(p.section) * p.row_tiles;
+    const i32 section = static_cast<i32>(blockIdx.x / per_section), rest = static_cast<i32>(blockIdx.x % per_section);
+    const i32 width = min(p.section, total - section * p.section);
+    const i32 rank = rest / width, flat = section * p.section + rest % width;
+    w.ib = flat / heads;
+    w.head = flat % heads * cfg::pack;
+    const BatchIndex index = batch_index(p, w.ib);
+    w.q = static_cast<const Elem*>(p.q.data) + slice_offset(p.q, index, w.head);
+    w.k = static_cast<const Elem*>(p.k.data) + slice_offset(p.k, index, w.head / p.group);
+    w.v = static_cast<const Elem*>(p.v.data) + slice_offset(p.v, index, w.head / p.group) + blockIdx.z * cfg::head_dim_v;
+    w.mask.instance = slice_offset(p.table, index, w.head);
+    w.mask.offset = slice_offset(p.mask, index, w.head);
+    w.bias_offset = slice_offset(p.bias, index, w.head);
+    i32 tile = p.row_tiles - 1 - rank;
+    if constexpr (cfg::mask == kMaskColumn) {
+        if (p.table.order != nullptr) tile = p.table.order[w.mask.instance * p.row_tiles + rank];
+    }
+    w.row0 = tile * cfg::block_m;
+    w.mask.rows = {w.row0 / cfg::pack, min((w.row0 + cfg::block_m - 1) / cfg::pack + 1, p.n_queries), tile};
+    w.tile_begin = cfg::split ? blockIdx.y * p.split_tiles : 0;
+    w.tile_end = cfg::split ? min(w.tile_begin + p.split_tiles, p.key_tiles) : p.key_tiles;
+}
+
+__device__ __forceinline__ void load_q(const Params& p, const Work& w, u32 shared) {
+    gather_tile<Elem, cfg::block_m, cfg::head_dim, threads, cfg::load_bytes>(shared, w.q, cfg::exact ? cfg::head_dim : p.head_dim, [&](i32 r) {
+        const i32 row = (w.row0 + r) / cfg::pack, head = (w.row0 + r) % cfg::pack;
+        return row < p.n_queries ? w.q + row * p.q.row + head * p.q.head : nullptr;
+    });
+}
+
+// Issues the copies of one key tile.  Keys that no row sees must not reach the second product: their v could hold NaN.
+__device__ __forceinline__ void load_kv(const Params& p, const Work& w, Tile tile, u32 shared) {
+    const i32 first = tile.n() * cfg::block_n;
+    load_tile<Elem, cfg::block_n, cfg::head_dim, threads, cfg::load_bytes>(shared, w.k + first * p.k.row, p.k.row, cfg::exact ? cfg::head_dim : p.head_dim,
+                                                                        [&](i32 r) { return first + r < p.n_keys; });
+    const i32 v_cols = cfg::exact ? cfg::head_dim_v : p.head_dim_v - static_cast<i32>(blockIdx.z) * cfg::head_dim_v;
+    load_tile<Elem, cfg::block_n, cfg::head_dim_v, threads, cfg::load_bytes>(shared + k_bytes, w.v + first * p.v.row, p.v.row, v_cols, [&](i32 r) {
+        const i32 key = first + r;
+        bool live = key < p.n_keys;
+        if constexpr (cfg::band_left || cfg::band_right) live = live && band_sees(p, key);
+        if constexpr (cfg::mask != kMaskNone) {
+            if (tile.dead()) live = live && key_alive(p, w.mask.instance, key);
+        }
+        return live;
+    });
+    if constexpr (cfg::mask == kMaskColumn) {
+        const int4* cols = p.table.cols + w.mask.instance * p.table.keys_padded + first;
+        for (int r = threadIdx.x; tile.partial() && r < cfg::block_n; r += threads) {
+            ptx::cp_async<16>(shared + k_bytes + v_bytes + r * 16, cols + r, 16);
+        }
+    }
+}
+
+// This lane's query row in half h of row tile mt; past the last row, the last.
+__device__ __forceinline__ i32 row_of(const Params& p, const Work& w, int mt, int h) {
+    const i32 row = w.row0 + static_cast<i32>(threadIdx.x / 32) * warp_rows + mt * 16 + h * 8 + (threadIdx.x % 32) / 4;
+    return min(row / cfg::pack, p.n_queries - 1);
+}
+
+__device__ __forceinline__ i32 key_of(Tile tile, int n, int e) {
+    return tile.n() * cfg::block_n + n * 8 + 2 * (threadIdx.x % 4) + e;
+}
+
+__device__ __forceinline__ void finish_scores(const Params& p, const Work& w, Tile tile, Acc (&s)[m_tiles][n_tiles][4]) {
+#pragma unroll
+    for (int mt = 0; mt < m_tiles; ++mt)
+#pragma unroll
+        for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                s[mt][n][r] = cap_score(p, s[mt][n][r]);
+                if constexpr (cfg::bias) {
+                    const i32 key = min(key_of(tile, n, r % 2), p.n_keys - 1);
+                    s[mt][n][r] += bias_at(p, w.bias_offset, row_of(p, w, mt, r / 2), key);
+                }
+            }
+}
+
+__device__ __forceinline__ void mask_scores(const Params& p, const Work& w, Tile tile, u32 cols, Acc (&s)[m_tiles][n_tiles][4]) {
+#pragma unroll
+    for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const i32 j = key_of(tile, n, e);
+            int4 intervals{};
+            if constexpr (cfg::mask == kMaskColumn) ptx::load_shared(intervals, cols + (n * 8 + 2 * (threadIdx.x % 4) + e) * 16);
+            const KeyMask key(p, w.mask.offset, j, intervals);
+#pragma unroll
+            for (int mt = 0; mt < m_tiles; ++mt)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    if (!key.visible(p, row_of(p, w, mt, h), j)) s[mt][n][2 * h + e] = -infinity<Acc>();
+                }
+        }
+}
+
+// One key tile: s = q k^T, softmax, o += p v.
+__device__ __forceinline__ void attend(const Params& p, const Work& w, const RandomStream& stream, Tile tile, u32 shared, const Q& q,
+                                       SoftmaxRows<Acc, m_tiles>& rows, Acc (&o)[m_tiles][v_tiles][4], Acc to_log2) {
+    const u32 lane = threadIdx.x % 32;
+    Acc s[m_tiles][n_tiles][4] = {};
+    Product::scores(s, q, shared, lane);
+    if constexpr (cfg::prescaled) finish_scores(p, w, tile, s);
+    if (tile.partial()) mask_scores(p, w, tile, shared + k_bytes + v_bytes, s);
+    rows.update(s, o, to_log2);
+    Product::values(
+        o, s, shared + k_bytes, lane, [&](int c) { rows.exponentiate<fused>(s, c, to_log2); },
+        [&](u32(&a)[4], int mt, int c) {
+            if constexpr (cfg::dropout != 0) {
+                u32 words[4];
+                const i32 row = w.row0 + static_cast<i32>(threadIdx.x / 32) * warp_rows + mt * 16 + lane / 4;
+                random_words(words, p.dropout, stream, row, tile.n() * cfg::block_n + c * 16 + 2 * (lane % 4));
+#pragma unroll
+                for (int r = 0; r < 4; ++r) a[r] = drop_pair<cfg::dropout>(a[r], words[r]);
+            }
+        });
+}
+
+template <class Out>
+__device__ __forceinline__ void store_pair(Out* out, Acc x, Acc y, bool first, bool second, bool together) {
+    struct alignas(2 * sizeof(Out)) Pair {
+        Out x, y;
+    };
+    if (together && second) {
+        *reinterpret_cast<Pair*>(out) = {round_to<Out>(x), round_to<Out>(y)};
+    } else {
+        if (first) out[0] = round_to<Out>(x);
+        if (second) out[1] = round_to<Out>(y);
+    }
+}
+
+// Divides by l and writes the warp's rows of o, l and m (contiguous arrays, or this split's part of the workspace).
+__device__ __forceinline__ void store(const Params& p, const Work& w, SoftmaxRows<Acc, m_tiles>& rows, Acc (&o)[m_tiles][v_tiles][4]) {
+    using Out = cfg::out;
+    rows.finish();
+    const i64 part = cfg::split ? static_cast<i64>(blockIdx.y) * p.batch * p.heads : 0;
+    Out* o_out = static_cast<Out*>(cfg::split ? p.o_part : p.o.data);
+    Acc* l_out = static_cast<Acc*>(cfg::split ? p.l_part : p.l.data);
+    Acc* m_out = static_cast<Acc*>(cfg::split ? p.m_part : p.m.data);
+    const i32 q = threadIdx.x % 4, col0 = blockIdx.z * cfg::head_dim_v;
+    const bool together = cfg::exact || p.head_dim_v % 2 == 0;
+    // m leaves in natural units of the score: raw maxima are scaled here.
+    const Acc unit = cfg::prescaled ? Acc(1) : static_cast<Acc>(p.scale);
+#pragma unroll
+    for (int mt = 0; mt < m_tiles; ++mt)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const i32 packed = w.row0 + static_cast<i32>(threadIdx.x / 32) * warp_rows + mt * 16 + h * 8 + (threadIdx.x % 32) / 4;
+            const i32 row = packed / cfg::pack, head = w.head + packed % cfg::pack;
+            if (row >= p.n_queries) continue;
+            const i64 at = (part + static_cast<i64>(w.ib) * p.heads + head) * p.n_queries + row;
+            const Acc l = rows.l[mt][h];
+            const Acc inverse = l == Acc(0) ? Acc(0) : static_cast<Acc>(cfg::dropout != 0 ? p.dropout_scale : 1.0) / l;
+            if (q == 0 && blockIdx.z == 0) l_out[at] = l, m_out[at] = rows.m[mt][h] * unit;
+#pragma unroll
+            for (int n = 0; n < v_tiles; ++n) {
+                const i32 col = col0 + n * 8 + 2 * q;
+                store_pair(o_out + at * p.head_dim_v + col, o[mt][n][2 * h] * inverse, o[mt][n][2 * h + 1] * inverse, cfg::exact || col < p.head_dim_v,
+                           cfg::exact || col + 1 < p.head_dim_v, together);
+            }
+        }
+}
+
+extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void attention_forward(const __grid_constant__ Params p) {
+    extern __shared__ __align__(128) u8 memory[];
+    const u32 q_shared = ptx::shared_address(memory), kv_shared = q_shared + q_bytes;
+    __shared__ Work w;
+    if (threadIdx.x == 0) locate(p, w);
+    __syncthreads();  // w is written
+    RandomStream stream{};
+    if constexpr (cfg::dropout != 0) stream = random_stream(p.dropout, w.ib, w.head);
+
+    TileWalk walk(p, w.mask, w.tile_begin, w.tile_end);
+    Tile tiles[cfg::stages];  // the tile at work and those under way
+    load_q(p, w, q_shared);
+#pragma unroll
+    for (int s = 0; s + 1 < cfg::stages; ++s) {
+        tiles[s] = walk.next();
+        if (tiles[s].exists()) load_kv(p, w, tiles[s], kv_shared + s * stage_bytes);
+        ptx::cp_async_commit();
+    }
+    ptx::cp_async_wait<cfg::stages - 2>();
+    __syncthreads();  // q has arrived
+    Q q(q_shared + threadIdx.x / 32 * warp_rows * cfg::head_dim * static_cast<u32>(sizeof(Elem)), threadIdx.x % 32);
+    q.load();
+
+    SoftmaxRows<Acc, m_tiles> rows;
+    Acc o[m_tiles][v_tiles][4] = {};
+    const Acc to_log2 = static_cast<Acc>((cfg::prescaled ? 1.0 : p.scale) * kLog2e);
+    int stage = 0;
+    while (tiles[0].exists()) {
+        ptx::cp_async_wait<cfg::stages - 2>();
+        __syncthreads();  // this tile has arrived, and every warp is done with the stage that is loaded next
+        const int free = stage == 0 ? cfg::stages - 1 : stage - 1;
+        tiles[cfg::stages - 1] = walk.next();
+        if (tiles[cfg::stages - 1].exists()) load_kv(p, w, tiles[cfg::stages - 1], kv_shared + free * stage_bytes);
+        ptx::cp_async_commit();
+        attend(p, w, stream, tiles[0], kv_shared + stage * stage_bytes, q, rows, o, to_log2);
+#pragma unroll
+        for (int s = 0; s + 1 < cfg::stages; ++s) tiles[s] = tiles[s + 1];
+        stage = stage + 1 == cfg::stages ? 0 : stage + 1;
+    }
+    store(p, w, rows, o);
+}
