@@ -5,7 +5,10 @@ The two are written by hand and compared by a test that compiles ``static_assert
 
 import numpy as np
 
-__all__ = ["BATCH_AXES", "DROPOUT", "MASK_TABLES", "OPERAND", "OPERAND_FIELDS", "PARAMS"]
+__all__ = [
+    "BATCH_AXES", "DROPOUT", "MASK_PARAMS", "MASK_TABLES", "MAX_PARTS", "MERGE_PARAMS", "OPERAND", "OPERAND_FIELDS",
+    "PARAMS",
+]  # fmt: skip
 
 BATCH_AXES = 4
 
@@ -66,5 +69,31 @@ PARAMS = np.dtype(
     + [(name, np.float64) for name in ("scale", "softcap", "dropout_scale")]
     + [("batch_size", np.int32, BATCH_AXES)]
     + [(name, np.int32) for name in _INTEGERS],
+    align=True,
+)
+
+_LEADING_AXES = BATCH_AXES + 1
+
+MASK_PARAMS = np.dtype(
+    [(name, _pointer) for name in ("lts", "lte", "uts", "ute", "mask")]
+    + [("stride", np.int64, _LEADING_AXES), ("row", np.int64), ("col", np.int64)]
+    + [(name, _pointer) for name in ("cols", "bounds", "order", "alive")]
+    + [("size", np.int32, _LEADING_AXES)]
+    + [
+        (name, np.int32)
+        for name in (
+            "rows", "block_m", "block_n", "n_queries", "n_keys", "keys_padded", "row_tiles", "key_tiles",
+            "band_left", "band_right", "band_offset",
+        )
+    ],
+    align=True,
+)  # fmt: skip
+
+MAX_PARTS = 64
+
+MERGE_PARAMS = np.dtype(
+    [(name, _pointer, MAX_PARTS) for name in ("o", "l", "m")]
+    + [(name, _pointer) for name in ("o_out", "l_out", "m_out")]
+    + [("rows", np.int64), ("head_dim_v", np.int32), ("parts", np.int32)],
     align=True,
 )

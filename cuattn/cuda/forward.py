@@ -1,0 +1,233 @@
+"""The forward on a GPU: a launch record per kind of call, filled with this call's pointers."""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuattn.cuda import launch
+from cuattn.cuda.merge import merge_parts
+from cuattn.cuda.params import PARAMS
+from cuattn.cuda.plan import forward_plan, grid_of
+from cuattn.cuda.tables import Tables, mask_tables
+from cuattn.plans import Plan
+from cuattn.problem import Operands, Problem
+
+__all__ = ["forward", "plan"]
+
+_MAX_RECORDS = 1024
+_SLOTS = (
+    "q.data", "k.data", "v.data", "o.data", "l.data", "m.data", "bias.data", "mask.data",
+    "table.cols", "table.bounds", "table.order", "table.alive", "o_part", "l_part", "m_part",
+)  # fmt: skip
+
+
+class _Record(NamedTuple):
+    """Everything about a kind of call that does not change from one to the next."""
+
+    problem: Problem  # held so that its id, which is part of the key, stays its own
+    plan: Plan
+    function: Any
+    struct: launch.Struct
+    grid: tuple[int, int, int]
+    block: tuple[int]
+    splits: int
+
+
+_records: dict[tuple, _Record] = {}
+
+
+def plan(problem: Problem, operands: Operands) -> Plan:
+    """Return the plan of a forward for arrays on the current device."""
+    device = operands.q.device.id
+    return forward_plan(problem, launch.card(device), launch.load_bytes(operands.q, operands.k, operands.v))
+
+
+def forward(problem: Problem, operands: Operands) -> tuple[Any, Any, Any]:
+    """Compute attention for arrays on the current device, on CuPy's current stream.
+
+    Parameters
+    ----------
+    problem : Problem
+    operands : Operands
+        CuPy arrays; the mask may be a host mask, which is copied once and kept.
+
+    Returns
+    -------
+    o : cupy.ndarray, (*batch, heads, n_queries, head_dim_v), problem.out_dtype
+    l, m : cupy.ndarray, (*batch, heads, n_queries), float32 | float64
+
+    Raises
+    ------
+    UnsupportedError
+        Naming the argument that no kernel can take.
+    CompileError
+    """
+    import cupy
+
+    q, k, v = operands.q, operands.k, operands.v
+    device = cupy.cuda.runtime.getDevice()
+    stream = cupy.cuda.get_current_stream()
+    record = _record(problem, operands, device)
+    splits = record.splits
+    together = splits > 1 and stream.is_capturing()
+    o, l, m, parts = _results(problem, splits, together)
+    rows = math.prod(problem.stat_shape)
+    if rows == 0:
+        return o, l, m
+    tables = mask_tables(problem, operands.mask, device, record.plan.block_m, record.plan.block_n)
+    # An empty v has no address, and copies of nothing must still name one.
+    pointers = [q.data.ptr, k.data.ptr, v.data.ptr or k.data.ptr, o.data.ptr, l.data.ptr, m.data.ptr]
+    pointers += [0 if operands.bias is None else operands.bias.data.ptr, *_mask_pointers(operands.mask, tables)]
+    pointers += [0, 0, 0] if parts is None else [part.data.ptr for part in parts]
+    words = record.struct.fill(pointers)
+    held = launch.put_random(words, operands.rng) if problem.dropout else None
+    record.function(record.grid, record.block, (record.struct.seal(words),), record.plan.smem_bytes, stream)
+    del held
+    if splits > 1:
+        o_part, l_part, m_part = parts
+        step, stat = rows * problem.head_dim_v * o_part.itemsize, rows * l_part.itemsize
+        starts = [
+            (o_part.data.ptr + s * step, l_part.data.ptr + s * stat, m_part.data.ptr + s * stat) for s in range(splits)
+        ]
+        merge_parts(device, starts, o_part.dtype, o, l, m)
+    return o, l, m
+
+
+def _mask_pointers(mask: Any, tables: Tables | None) -> list[int]:
+    if tables is None:
+        return [0, 0, 0, 0, 0]
+    if tables.cols is None:
+        dense = tables.blocks if tables.blocks is not None else mask
+        return [dense.data.ptr, 0, 0, 0, tables.alive.data.ptr]
+    order = 0 if tables.order is None else tables.order.data.ptr
+    return [0, tables.cols.data.ptr, tables.bounds.data.ptr, order, 0]
+
+
+def _results(problem: Problem, splits: int, together: bool) -> tuple[Any, Any, Any, tuple[Any, Any, Any] | None]:
+    """Allocate o, l, m and, for split keys, the parts.
+
+    `together` takes all of it from one piece of memory: a captured graph goes on using the parts for as long as
+    its results live, so they must live as long.
+    """
+    import cupy
+
+    stat = problem.stat_dtype
+    wanted = [(problem.o_shape, problem.out_dtype), (problem.stat_shape, stat), (problem.stat_shape, stat)]
+    if splits > 1:
+        wanted += [((splits, *problem.o_shape), stat)] + 2 * [((splits, *problem.stat_shape), stat)]
+    if not together:
+        arrays = [cupy.empty(shape, dtype) for shape, dtype in wanted]
+    else:
+        sizes = [-(-math.prod(shape) * dtype.itemsize // 256) * 256 for shape, dtype in wanted]
+        memory = cupy.cuda.alloc(sum(sizes))
+        starts = np.cumsum([0, *sizes[:-1]]).tolist()
+        arrays = [cupy.ndarray(shape, dtype, memory + at) for (shape, dtype), at in zip(wanted, starts, strict=True)]
+    return arrays[0], arrays[1], arrays[2], tuple(arrays[3:]) or None
+
+
+def _layout(array: Any) -> tuple:
+    return (array.shape, array.strides)
+
+
+def _record(problem: Problem, operands: Operands, device: int) -> _Record:
+    q, k, v, bias, mask = operands[:5]
+    dense = mask if problem.mask == "dense" else None
+    key = (
+        id(problem), device, q.strides, k.shape, k.strides, v.shape, v.strides, q.shape,
+        (q.data.ptr | k.data.ptr | v.data.ptr) & 15,
+        None if bias is None else _layout(bias),
+        None if mask is None else _layout(dense) if dense is not None else mask.leading,
+    )  # fmt: skip
+    record = _records.get(key)
+    if record is None:
+        record = _make_record(problem, operands, device)
+        if len(_records) >= _MAX_RECORDS:
+            _records.clear()
+        _records[key] = record
+    return record
+
+
+def _make_record(problem: Problem, operands: Operands, device: int) -> _Record:
+    card = launch.card(device)
+    made = plan(problem, operands)
+    counts = grid_of(problem, made, card)
+    values = _values(problem, operands, made, counts)
+    constants = dict(made.constants)
+    blocks = counts["row_tiles"] * math.prod(problem.batch) * (problem.heads // constants["pack"])
+    kernel = None
+    if blocks:
+        kernel = launch.function(device, "sm80/fwd.cu", "attention_forward", made.constants, made.smem_bytes)
+    grid = (blocks, counts["splits"], counts["chunks"])
+    return _Record(
+        problem, made, kernel, launch.Struct(PARAMS, values, _SLOTS), grid, (32 * made.workers,), counts["splits"]
+    )
+
+
+def _values(problem: Problem, operands: Operands, made: Plan, counts: dict[str, int]) -> dict[str, Any]:
+    """Return every field of ``Params`` that a kind of call fixes."""
+    arrays = {"q": operands.q, "k": operands.k, "v": operands.v}
+    if operands.bias is not None:
+        arrays["bias"] = operands.bias
+    if problem.mask == "dense":
+        arrays["mask"] = operands.mask
+    rank = len(problem.batch)
+    layouts = [(array.shape[:rank], array.strides[:rank]) for array in arrays.values()]
+    tables = _table_layout(problem, operands.mask)
+    if tables is not None:
+        layouts.append((tables[0][:rank], tables[1][:rank]))
+    axes = launch.collapse(problem.batch, tuple(layouts))
+    values: dict[str, Any] = {}
+    for name, array in arrays.items():
+        values.update(launch.operand_fields(name, array, axes))
+    if tables is not None:
+        values.update(_table_fields(problem, operands.mask, tables, axes, made))
+    values.update(launch.band_fields(problem))
+    values.update(launch.random_fields(problem))
+    values.update({name: counts[name] for name in ("row_tiles", "key_tiles", "section", "splits", "split_tiles")})
+    values.update(
+        scale=problem.scale, softcap=problem.softcap or 0.0, dropout_scale=problem.dropout_scale,
+        batch_size=axes.size, batch=math.prod(problem.batch), heads=problem.heads, kv_heads=problem.kv_heads,
+        group=problem.group, n_queries=problem.n_queries, n_keys=problem.n_keys,
+        head_dim=problem.head_dim, head_dim_v=problem.head_dim_v,
+    )  # fmt: skip
+    return values
+
+
+def _table_layout(problem: Problem, mask: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return shape and instance strides of a mask's tables over (*batch, heads)."""
+    if mask is None:
+        return None
+    leading = mask.shape[:-2] if problem.mask == "dense" else mask.leading
+    leading = (1,) * (len(problem.batch) + 1 - len(leading)) + tuple(leading)
+    strides = [1] * len(leading)
+    for axis in range(len(leading) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * leading[axis + 1]
+    return leading, tuple(strides)
+
+
+def _table_fields(problem: Problem, mask: Any, layout: tuple, axes: launch.Axes, made: Plan) -> dict[str, Any]:
+    shape, strides = layout
+    batch = axes.strides(shape[:-1], strides[:-1], 1)
+    head = strides[-1] if shape[-1] > 1 else 0
+    padded = made.block_n if problem.mask == "column" else 128
+    values: dict[str, Any] = {
+        "table.batch": batch,
+        "table.head": head,
+        "table.keys_padded": -(-problem.n_keys // padded) * padded,
+    }
+    if problem.mask == "block":
+        rows, columns = mask.blocks.shape[-2:]
+        values.update(
+            {
+                "table.block_m": mask.block_m,
+                "table.block_n": mask.block_n,
+                "table.block_rows": rows,
+                "table.block_cols": columns,
+                "mask.batch": tuple(stride * rows * columns for stride in batch),
+                "mask.head": head * rows * columns,
+                "mask.row": columns,
+                "mask.col": 1,
+            }
+        )
+    return values

@@ -1,0 +1,229 @@
+"""From arrays to kernel arguments: cards, compiled functions, strides, streams, scratch memory."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuattn.cuda import compile as compiler
+from cuattn.cuda import source
+from cuattn.cuda.params import BATCH_AXES, PARAMS
+from cuattn.cuda.tiles import Card
+from cuattn.errors import UnsupportedError
+
+__all__ = [
+    "Axes", "Struct", "band_fields", "card", "collapse", "empty", "function", "load_bytes", "operand_fields",
+    "put_random", "random_fields",
+]  # fmt: skip
+
+_OPEN = 2**30  # a band side that hides nothing; lengths are smaller
+
+
+@functools.lru_cache(maxsize=64)
+def card(device: int) -> Card:
+    """Return what a plan needs to know about GPU number `device`."""
+    import cupy
+
+    attributes = cupy.cuda.Device(device).attributes
+    major, minor = attributes["ComputeCapabilityMajor"], attributes["ComputeCapabilityMinor"]
+    if major < 8:
+        raise UnsupportedError(f"GPU {device} has compute capability {major}.{minor}; expected 8.0 or newer")
+    return Card(
+        f"sm_{major}{minor}",
+        attributes["MultiProcessorCount"],
+        attributes["MaxSharedMemoryPerBlockOptin"],
+        attributes["L2CacheSize"],
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def function(
+    device: int,
+    path: str,
+    kernel: str,
+    constants: tuple[tuple[str, object], ...],
+    shared_bytes: int = 0,
+    arch: str | None = None,
+):
+    """Return a kernel of ``kernels/<path>`` for GPU number `device`, which must be current.
+
+    ``function(grid, block, (argument,), shared_bytes, stream)`` launches it; `arch` is the device's unless given.
+    """
+    cubin = compiler.compile_cubin(source.build(path, constants), arch or card(device).arch, name=path)
+    return compiler.load(cubin, kernel, shared_bytes)
+
+
+class Struct:
+    """A packed argument: a template filled once per kind of call, copied and completed in each.
+
+    Pointers are written as 64-bit words; ``slots`` names the words that change from call to call.
+    """
+
+    def __init__(self, dtype: np.dtype, values: dict[str, Any], slots: tuple[str, ...]) -> None:
+        record = np.zeros((), dtype)
+        for name, value in values.items():
+            _assign(record, name, value)
+        self._bytes = f"V{dtype.itemsize}"
+        self._words = np.frombuffer(record.tobytes(), np.uint64).copy()
+        self._slots = np.array([_offset(dtype, name) // 8 for name in slots], np.intp)
+
+    def fill(self, pointers: Sequence[int]) -> np.ndarray:
+        """Return the words of an argument with the slots set to `pointers`, in the order they were named."""
+        words = self._words.copy()
+        words[self._slots] = pointers
+        return words
+
+    def seal(self, words: np.ndarray) -> np.void:
+        """Return what a launch takes by value."""
+        return words.view(self._bytes)[0]
+
+
+def _assign(record: np.ndarray, name: str, value: Any) -> None:
+    *path, last = name.split(".")
+    for part in path:
+        record = record[part]
+    record[last] = value
+
+
+def _offset(dtype: np.dtype, name: str) -> int:
+    offset = 0
+    for part in name.split("."):
+        dtype, position = dtype.fields[part][:2]
+        offset += position
+    return offset
+
+
+class Axes(NamedTuple):
+    """The batch axes of a call after neighbours with matching strides were merged."""
+
+    size: tuple[int, ...]  # BATCH_AXES entries, outermost first, unused ones 1
+    groups: tuple[tuple[int, ...], ...]  # the problem's axes that became each of them, innermost last
+
+    def strides(self, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+        """Return an array's element strides along the merged axes; 0 where it is broadcast."""
+        own = tuple(0 if n == 1 else s // itemsize for n, s in zip(shape, strides, strict=True))
+        # Within a group all strides follow from the innermost axis.
+        inner = [own[group[-1]] if group else 0 for group in self.groups]
+        return (0,) * (BATCH_AXES - len(inner)) + tuple(inner)
+
+
+@functools.lru_cache(maxsize=1024)
+def collapse(batch: tuple[int, ...], layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> Axes:
+    """Merge neighbouring batch axes that every array walks evenly.
+
+    Parameters
+    ----------
+    batch : tuple of int
+        The problem's batch axes.
+    layouts : tuple of (shape, strides)
+        Of each array, its leading ``len(batch)`` axes; sizes 1 or the problem's.
+
+    Raises
+    ------
+    UnsupportedError
+        More axes remain than a kernel can index.
+    """
+    groups: list[list[int]] = []
+    for axis, size in enumerate(batch):
+        if size == 1:
+            continue
+        if groups and all(_even(shape, strides, groups[-1][-1], axis, size) for shape, strides in layouts):
+            groups[-1].append(axis)
+        else:
+            groups.append([axis])
+    if len(groups) > BATCH_AXES:
+        raise UnsupportedError(
+            f"the leading axes of q, k, v {batch} have strides that leave {len(groups)} separate axes; expected at "
+            f"most {BATCH_AXES} on a GPU (make the arrays contiguous)"
+        )
+    sizes = [int(np.prod([batch[axis] for axis in group])) for group in groups]
+    return Axes((1,) * (BATCH_AXES - len(sizes)) + tuple(sizes), tuple(map(tuple, groups)))
+
+
+def _even(shape: tuple[int, ...], strides: tuple[int, ...], outer: int, inner: int, size: int) -> bool:
+    outer_stride = 0 if shape[outer] == 1 else strides[outer]
+    inner_stride = 0 if shape[inner] == 1 else strides[inner]
+    return outer_stride == inner_stride * size
+
+
+def operand_fields(name: str, array: Any, axes: Axes) -> dict[str, Any]:
+    """Return the fields of an ``Operand`` except its pointer, from an array (*batch, heads, rows, columns)."""
+    rank = array.ndim - 3
+    size = array.dtype.itemsize
+    head, row, col = (0 if n == 1 else s // size for n, s in zip(array.shape[rank:], array.strides[rank:], strict=True))
+    return {
+        f"{name}.batch": axes.strides(array.shape[:rank], array.strides[:rank], size),
+        f"{name}.head": head,
+        f"{name}.row": row,
+        f"{name}.col": col,
+    }
+
+
+def load_bytes(*arrays: Any) -> int:
+    """Return the widest access (16, 8, 4 or 2 bytes) that the arrays' addresses and row strides allow."""
+    bits = 16
+    for array in arrays:
+        bits |= array.data.ptr
+        for size, stride in zip(array.shape[:-1], array.strides[:-1], strict=True):
+            if size > 1:
+                bits |= stride
+    return bits & -bits
+
+
+def band_fields(problem) -> dict[str, int]:
+    """Return the band's fields of ``Params`` or ``MaskParams``."""
+    band = problem.band
+    if band is None:
+        return {}
+
+    def side(width: int | None) -> int:
+        return _OPEN if width is None else min(width, _OPEN)
+
+    offset = max(min(band.offset, _OPEN), -_OPEN)
+    return {"band_left": side(band.left), "band_right": side(band.right), "band_offset": offset}
+
+
+@functools.lru_cache(maxsize=256)
+def _round_keys(seed: int) -> np.ndarray:
+    steps = np.arange(7, dtype=np.uint64)[:, None] * np.array([0x9E3779B9, 0xBB67AE85], np.uint64)
+    return ((np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint64) + steps) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+
+
+_KEYS = _offset(PARAMS, "dropout.keys") // 8
+_OFFSET = _offset(PARAMS, "dropout.offset") // 4
+_OFFSET_DATA = _offset(PARAMS, "dropout.offset_data") // 8
+
+
+def put_random(words: np.ndarray, state: Any) -> Any:
+    """Write a random state into the words of a ``Params``; returns what must stay alive until the launch.
+
+    The offset may be a 0-d integer array on the device, which the kernel reads.
+    """
+    words[_KEYS : _KEYS + 7] = _round_keys(int(state.seed)).view(np.uint64)[:, 0]
+    offset = state.offset
+    if isinstance(offset, (int, np.integer)):
+        words.view(np.uint32)[_OFFSET] = int(offset)
+        return None
+    offset = offset if offset.dtype.itemsize == 8 else offset.astype(np.uint64)
+    words[_OFFSET_DATA] = offset.data.ptr
+    return offset
+
+
+def random_fields(problem) -> dict[str, int]:
+    """Return the fields of ``Params.dropout`` that a problem fixes: the place of its first element in the whole."""
+    origin = problem.origin
+    return {
+        "dropout.batch": origin.batch,
+        "dropout.head": origin.head,
+        "dropout.heads": problem.heads if origin.heads is None else origin.heads,
+        "dropout.row": origin.row,
+        "dropout.key": origin.key,
+    }
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype):
+    """Allocate an array on the current device and stream."""
+    import cupy
+
+    return cupy.empty(shape, dtype)

@@ -1,0 +1,204 @@
+"""Which kernel, with which tiles and constants, computes a problem on a card: pure functions, no CuPy."""
+
+import functools
+
+import numpy as np
+
+from cuattn.cuda.tiles import VALUE_COLUMNS, Card, Tile, forward_tile
+from cuattn.errors import UnsupportedError
+from cuattn.plans import Plan
+from cuattn.problem import Problem
+
+__all__ = ["CUDA_TYPES", "check_limits", "forward_plan", "grid_of", "mask_code", "pad", "tile_of"]
+
+CUDA_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
+_MASK_CODES = {None: 0, "column": 1, "block": 2, "dense": 3}
+_MAX_LENGTH = 2**30  # rows and keys are counted in 32 bits, with room for the band's arithmetic
+_MAX_PARTS = 64
+_MIN_SPLIT_TILES = 4  # a part of the key axis shorter than this costs more in merging than it gains
+_KB = 1024
+_PADDING = 64  # bytes: rows of a tile in shared memory are multiples of this
+
+
+def pad(length: int, unit: int) -> int:
+    """Round up to a multiple of `unit`, at least one of them.
+
+    >>> pad(80, 32), pad(0, 32)
+    (96, 32)
+    """
+    return max(-(-length // unit), 1) * unit
+
+
+def mask_code(problem: Problem) -> int:
+    """Return ``cfg::mask``."""
+    return _MASK_CODES[problem.mask]
+
+
+def check_limits(problem: Problem) -> None:
+    """Raise UnsupportedError, naming the argument, for what the portable kernels cannot do."""
+    if problem.kernel not in (None, "sm80"):
+        raise UnsupportedError(f"kernel is {problem.kernel!r}; expected None or 'sm80' for this problem on this GPU")
+    if problem.head_dim > 512:
+        raise UnsupportedError(f"q has head dimension {problem.head_dim}; expected at most 512 on a GPU")
+    for name, length in (("q", problem.n_queries), ("k", problem.n_keys)):
+        if length >= _MAX_LENGTH:
+            raise UnsupportedError(f"{name} has {length} rows; expected fewer than 2**30 on a GPU")
+
+
+def _row_tile(problem: Problem, tile: Tile, pack: int) -> Tile:
+    """Shrink the row tile to what few queries fill: 16 rows per warp then, and more blocks side by side."""
+    rows = problem.n_queries * pack
+    if rows > tile.block_m // 2:
+        return tile
+    block_m = next(size for size in (16, 32, 64) if rows <= size or size == 64)
+    if block_m >= tile.block_m:
+        return tile
+    return tile._replace(block_m=block_m, warps=block_m // 16, min_blocks=1)
+
+
+def _heavy(problem: Problem) -> bool:
+    """Whether testing elements takes so many registers that a warp can only own 16 rows."""
+    return problem.bias is not None or problem.softcap is not None or problem.mask in ("block", "dense")
+
+
+def _pack(problem: Problem, block_m: int) -> int:
+    """Return how many heads share a row tile: the whole group when there are few queries, else 1."""
+    if problem.mask is not None or problem.bias is not None or problem.dropout or problem.group == 1:
+        return 1
+    return problem.group if problem.n_queries * problem.group <= block_m else 1
+
+
+def tile_of(problem: Problem, card: Card) -> tuple[Tile, int, int, int]:
+    """Return the forward's tile, heads packed per row tile, and padded head_dim and head_dim_v."""
+    size = problem.dtype.itemsize
+    head_dim = pad(problem.head_dim, _PADDING // size)
+    head_dim_v = pad(min(problem.head_dim_v, VALUE_COLUMNS), _PADDING // size)
+    tile = forward_tile(card.shared_bytes, size, max(head_dim, head_dim_v))
+    if tile is None:
+        raise UnsupportedError(
+            f"q has dtype {problem.dtype} and head dimension {problem.head_dim}; no kernel does that on this GPU"
+        )
+    pack = _pack(problem, tile.block_m)
+    tile = _row_tile(problem, tile, pack)
+    if _heavy(problem) and tile.block_m > 16 * tile.warps and max(head_dim, head_dim_v) * size > 128:
+        tile = tile._replace(warps=tile.block_m // 16, min_blocks=1)
+    return tile, pack, head_dim, head_dim_v
+
+
+def _splits(problem: Problem, tile: Tile, card: Card, pack: int, shared_bytes: int) -> tuple[int, int]:
+    """Return the parts of the key axis and the key tiles in each, so that a few rows still fill the card."""
+    key_tiles = -(-problem.n_keys // tile.block_n)
+    row_tiles = -(-problem.n_queries * pack // tile.block_m)
+    blocks = int(np.prod(problem.batch, dtype=np.int64)) * (problem.heads // pack) * row_tiles
+    per_multiprocessor = max(tile.min_blocks, min(4, (card.shared_bytes + _KB) // (shared_bytes + _KB)))
+    slots = card.multiprocessors * per_multiprocessor
+    if blocks == 0 or 2 * blocks > slots or key_tiles < 2 * _MIN_SPLIT_TILES or problem.head_dim_v > VALUE_COLUMNS:
+        return 1, key_tiles
+    parts = min(slots // blocks, key_tiles // _MIN_SPLIT_TILES, _MAX_PARTS)
+    split_tiles = -(-key_tiles // parts)
+    return -(-key_tiles // split_tiles), split_tiles
+
+
+def _shared_bytes(problem: Problem, tile: Tile, head_dim: int, head_dim_v: int) -> int:
+    size = problem.dtype.itemsize
+    columns = 16 * tile.block_n if problem.mask == "column" else 0
+    stage = tile.block_n * (head_dim + head_dim_v) * size + columns
+    return tile.block_m * head_dim * size + tile.stages * stage
+
+
+@functools.lru_cache(maxsize=1024)
+def forward_plan(problem: Problem, card: Card, load_bytes: int = 16) -> Plan:
+    """Plan a forward on a card.
+
+    Parameters
+    ----------
+    problem : Problem
+    card : Card
+    load_bytes : {16, 8, 4, 2}
+        The widest access that the addresses and strides of q, k and v allow.
+
+    Returns
+    -------
+    Plan
+        ``constants`` is the prologue of kernels/sm80/fwd.cu.
+
+    Raises
+    ------
+    UnsupportedError
+        Naming the argument that no kernel can take.
+    """
+    check_limits(problem)
+    tile, pack, head_dim, head_dim_v = tile_of(problem, card)
+    shared = _shared_bytes(problem, tile, head_dim, head_dim_v)
+    splits, _ = _splits(problem, tile, card, pack, shared)
+    size = problem.dtype.itemsize
+    acc = CUDA_TYPES[problem.stat_dtype.name]
+    out = problem.stat_dtype if splits > 1 else problem.out_dtype
+    band = problem.band
+    constants = {
+        "elem": CUDA_TYPES[problem.dtype.name],
+        "acc": acc,
+        "out": CUDA_TYPES[out.name],
+        "bias_elem": acc if problem.bias is None else CUDA_TYPES[problem.bias.name],
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+        "exact": problem.head_dim == head_dim and problem.head_dim_v > 0 and problem.head_dim_v % head_dim_v == 0,
+        "block_m": tile.block_m,
+        "block_n": tile.block_n,
+        "warps": tile.warps,
+        "stages": tile.stages,
+        "min_blocks": tile.min_blocks,
+        "load_bytes": max(load_bytes, min(size, 8)),
+        "pack": pack,
+        "dropout": problem.dropout,
+        "bias": problem.bias is not None,
+        "softcap": problem.softcap is not None,
+        "prescaled": problem.bias is not None or problem.softcap is not None or not problem.scale > 0,
+        "band_left": band is not None and band.left is not None,
+        "band_right": band is not None and band.right is not None,
+        "mask": mask_code(problem),
+        "split": splits > 1,
+    }
+    rows = int(np.prod(problem.stat_shape, dtype=np.int64))
+    stat = problem.stat_dtype.itemsize
+    return Plan(
+        kernel="sm80",
+        direction="forward",
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        workers=tile.warps,
+        smem_bytes=shared,
+        workspace_bytes=splits * rows * (problem.head_dim_v + 2) * stat if splits > 1 else 0,
+        reason=f"portable tensor-core kernel, {card.arch}",
+        notes=_notes(problem, splits, pack, load_bytes),
+        constants=tuple(constants.items()),
+    )
+
+
+def _notes(problem: Problem, splits: int, pack: int, load_bytes: int) -> tuple[str, ...]:
+    notes = []
+    if splits > 1:
+        notes.append(f"keys in {splits} parts, merged afterwards: too few query rows to fill the card")
+    if pack > 1:
+        notes.append(f"{pack} query heads share a tile and its keys")
+    if load_bytes < 16:
+        notes.append(f"addresses or strides of q, k, v allow only {load_bytes}-byte loads")
+    return tuple(notes)
+
+
+def grid_of(problem: Problem, plan: Plan, card: Card) -> dict[str, int]:
+    """Return the counts that a forward is launched with: row_tiles, key_tiles, splits, split_tiles, section, chunks."""
+    tile, pack, _, head_dim_v = tile_of(problem, card)
+    splits, split_tiles = _splits(problem, tile, card, pack, plan.smem_bytes)
+    ordered = problem.mask == "column" or problem.band is not None
+    kv_bytes = problem.n_keys * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize / problem.group * pack
+    section = max(int(card.l2_bytes // 2 // max(kv_bytes, 1)), 1) if ordered else 1
+    total = int(np.prod(problem.batch, dtype=np.int64)) * (problem.heads // pack)
+    return {
+        "row_tiles": -(-problem.n_queries * pack // tile.block_m),
+        "key_tiles": -(-problem.n_keys // tile.block_n),
+        "splits": splits,
+        "split_tiles": split_tiles,
+        "section": max(min(section, total), 1),
+        "chunks": max(-(-problem.head_dim_v // head_dim_v), 1),
+    }
