@@ -48,6 +48,7 @@ __device__ __forceinline__ void describe_head(Head& h, const Params& p, i32 memb
     const bool has_empty_rows = empty_rows(p, i64(ib) * p.heads + head);
     if (threadIdx.x != 0) return;
     h.has_empty_rows = has_empty_rows;
+    h.empty_tiles = p.counters + (i64(ib) * p.heads + head) * p.row_tiles;
     const BatchIndex index = batch_index(p, ib);
     const i64 flat = i64(ib) * p.heads + head, rows = i64(p.row_tiles) * cfg::block_m;
     h.q = static_cast<const Elem*>(p.q.data) + slice_offset(p.q, index, head);
@@ -91,11 +92,12 @@ __device__ __forceinline__ void load_queries(u32 shared, const Params& p, const 
     const u32 q = shared + q_at + stage * cfg::block_m * qk_stride, dout = shared + do_at + stage * cfg::block_m * v_stride;
     load_vector(shared + stat_at + stage * stat_bytes, stat);
     load_vector(shared + delta_at + stage * stat_bytes, head.delta + first);
-    if (cfg::whole_columns && first + cfg::block_m <= p.n_queries && !head.has_empty_rows) {
+    const bool some_empty = head.has_empty_rows && head.empty_tiles[tile];
+    if (cfg::whole_columns && first + cfg::block_m <= p.n_queries && !some_empty) {
         load_all_rows<cfg::block_m, cfg::head_dim>(q, head.q, p.q.row, first);
         load_all_rows<cfg::block_m, cfg::head_dim_v>(dout, head.dout, p.dout.row, first);
     } else {
-        auto seen = [&](int row) { return first + row < p.n_queries && !(head.has_empty_rows && is_empty_row(stat[row])); };
+        auto seen = [&](int row) { return first + row < p.n_queries && !(some_empty && is_empty_row(stat[row])); };
         load_some_rows<cfg::block_m, cfg::head_dim>(q, head.q, p.q.row, first, p.head_dim, seen);
         load_some_rows<cfg::block_m, cfg::head_dim_v>(dout, head.dout, p.dout.row, first, p.head_dim_v, seen);
     }
@@ -119,28 +121,13 @@ __device__ __forceinline__ void next_queries(u32 shared, const Params& p, const 
     }
 }
 
-// Algorithm 4 lines 11-15, 17-20 for this warp's part of the tile; P and dS go to shared memory.
-__device__ __forceinline__ void scores_to_shared(u32 shared, const Params& p, const Head& head, const RowWalk& walk, i32 tile, bool partial, int stage) {
-    const i32 warp = threadIdx.x / 32, row = warp % scores_m * scores_rows, key = warp / scores_m * scores_keys;
-    const i32 row0 = tile * cfg::block_m + row, key0 = walk.first_key() + key;
-    const u32 q = shared + q_at + (stage * cfg::block_m + row) * qk_stride, k = shared + k_at + key * qk_stride;
-    const u32 dout = shared + do_at + (stage * cfg::block_m + row) * v_stride, v = shared + v_at + key * v_stride;
-    RowValues stat, delta;
-    load_row_values(stat, shared + stat_at + stage * stat_bytes + row * int(sizeof(Acc)));
-    Scores s, dp, slope;
-    clear(s);
-    product<cfg::head_dim, Along::columns, qk_stride, Along::columns, qk_stride>(s, q, k);  // line 11
-    if (partial) mask_scores(s, p, head, row0, key0);
-    probabilities(s, slope, stat, p, head, row0, key0);
-    if constexpr (cfg::dropout) mark_dropped(s, p, head, row0, key0);
-    clear(dp);
-    product<cfg::head_dim_v, Along::columns, v_stride, Along::columns, v_stride>(dp, dout, v);  // line 17
-    store_rounded<p_stride, cfg::dropout != 0>(shared + p_at + row * p_stride + key * int(sizeof(Elem)), s);
-    load_row_values(delta, shared + delta_at + stage * stat_bytes + row * int(sizeof(Acc)));
-    if (partial) mask_gradients(dp, s);
-    score_gradients(dp, s, delta);
-    if constexpr (cfg::softcap) scale_by(dp, slope);
-    store_rounded<p_stride, false>(shared + ds_at + (stage * cfg::block_m + row) * p_stride + key * int(sizeof(Elem)), dp);
+// Algorithm 4 lines 11-15, 17-20 for the rows of one tile; P and dS go to shared memory.
+__device__ __forceinline__ void rows_to_shared(u32 shared, const Params& p, const Head& head, i32 tile, bool partial, int stage) {
+    const int row = stage * cfg::block_m;
+    const TileAddresses at = {shared + q_at + row * qk_stride, shared + k_at, shared + do_at + row * v_stride, shared + v_at,
+                              shared + stat_at + stage * stat_bytes, shared + delta_at + stage * stat_bytes,
+                              shared + p_at, shared + ds_at + row * p_stride};
+    scores_to_shared<true>(at, p, head, tile * cfg::block_m, RowWalk::first_key(), partial);
 }
 
 // Algorithm 4 lines 16 and 22: dV += P^T dO or dK += dS^T Q, for the columns that this warp owns.
@@ -206,7 +193,7 @@ __device__ __forceinline__ void store_keys(const unsigned char* memory, u32 shar
 
 }  // namespace sm80
 
-extern "C" __global__ void __launch_bounds__(sm80::threads, 1) attention_backward(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(sm80::threads, cfg::blocks_per_sm) attention_backward(const __grid_constant__ Params p) {
     using namespace sm80;
     extern __shared__ __align__(128) unsigned char memory[];
     __shared__ Head head;
@@ -232,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(sm80::threads, 1) attention_backwar
             const bool partial = walk.partial(p);
             more = walk.next(p);
             next_queries(shared, p, head, tile, more ? walk.tile : -1, before, stage);
-            scores_to_shared(shared, p, head, walk, tile, partial, stage);
+            rows_to_shared(shared, p, head, tile, partial, stage);
             if constexpr (team_local)
                 ptx::barrier_sync(1 + slice.team, 32 * slices);  // the team's P and dS are complete
             else

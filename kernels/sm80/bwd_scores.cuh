@@ -24,7 +24,8 @@ struct Head {
     i64 instance;             // of the mask's tables
     RandomStream random;
     WalkTables walk;
-    bool has_empty_rows;
+    const i32* empty_tiles;   // of this head: does the row tile have a row that sees nothing?
+    bool has_empty_rows;      // does any?
 };
 
 __device__ __forceinline__ void load_row_values(RowValues& values, u32 vector) {
@@ -130,14 +131,46 @@ __device__ __forceinline__ void score_gradients(Scores& dp, const Scores& prob, 
             }
 }
 
-// Through the softcap: dS times the slope of the cap.
-__device__ __forceinline__ void scale_by(Scores& ds, const Scores& slope) {
+// P times the slope of the softcap, which dS needs.
+__device__ __forceinline__ void scale_by(Scores& prob, const Scores& slope) {
 #pragma unroll
     for (int m = 0; m < score_tiles_m; ++m)
 #pragma unroll
         for (int n = 0; n < score_tiles_n; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) ds[m][n][i] *= slope[m][n][i];
+            for (int i = 0; i < 4; ++i) prob[m][n][i] *= slope[m][n][i];
+}
+
+// Shared addresses of a tile's operands and results.
+struct TileAddresses {
+    u32 q, k, dout, v, stat, delta, p, ds;
+};
+
+// Algorithm 4 lines 11-15, 17-20 for this warp's part of a tile; dS, and P if asked for, go to shared memory.
+template <bool keep_p>
+__device__ __forceinline__ void scores_to_shared(const TileAddresses& at, const Params& p, const Head& head, i32 first_row, i32 first_key, bool partial) {
+    const i32 warp = threadIdx.x / 32, row = warp % scores_m * scores_rows, key = warp / scores_m * scores_keys;
+    const u32 place = row * p_stride + key * int(sizeof(Elem));
+    RowValues stat, delta;
+    load_row_values(stat, at.stat + row * int(sizeof(Acc)));
+    Scores s, dp, slope;
+    clear(s);
+    product<cfg::head_dim, Along::columns, qk_stride, Along::columns, qk_stride>(s, at.q + row * qk_stride, at.k + key * qk_stride);  // line 11
+    if (partial) mask_scores(s, p, head, first_row + row, first_key + key);
+    probabilities(s, slope, stat, p, head, first_row + row, first_key + key);
+    if constexpr (cfg::dropout) mark_dropped(s, p, head, first_row + row, first_key + key);
+    if constexpr (cfg::softcap) {  // P makes room for P times the slope of the cap
+        if constexpr (keep_p) store_rounded<p_stride, cfg::dropout != 0>(at.p + place, s);
+        scale_by(s, slope);
+    }
+    clear(dp);
+    product<cfg::head_dim_v, Along::columns, v_stride, Along::columns, v_stride>(dp, at.dout + row * v_stride, at.v + key * v_stride);  // line 17
+    // Only after the product: its loads would have to wait for the stores.
+    if constexpr (keep_p && !cfg::softcap) store_rounded<p_stride, cfg::dropout != 0>(at.p + place, s);
+    load_row_values(delta, at.delta + row * int(sizeof(Acc)));
+    if (partial) mask_gradients(dp, s);
+    score_gradients(dp, s, delta);
+    store_rounded<p_stride, false>(at.ds + place, dp);
 }
 
 }  // namespace sm80
