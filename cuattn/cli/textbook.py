@@ -1,8 +1,8 @@
 """Textbook attention with every N x N matrix written out: what the self-check compares with.
 
 One function computes the exact answer (in float64, or long double for float64 inputs) and the textbook answer in
-the inputs' own precision, which rounds every intermediate result to it.  The difference of the two is what a user
-would get from a chain of array operations, and the measure of what is allowed here.
+the inputs' own precision, which rounds every intermediate result to it (16-bit numbers are summed in float32).  The
+difference of the two is what a user would get from a chain of array operations, and the measure of what is allowed.
 """
 
 import ml_dtypes
@@ -32,14 +32,15 @@ def solve(q, k, v, do, *, visible, keep, keep_scale, bias, scale, softcap, exact
     Returns
     -------
     dict of str to numpy.ndarray
-        The results under the names of the API, in higher precision also where they were rounded.
+        The results under the names of the API, in the precision of their sums also where they were rounded.
 
     References
     ----------
     T. Dao et al., "FlashAttention", NeurIPS 2022, algorithms 0 and 3.
     """
     low = q.dtype
-    work = np.longdouble if low == np.float64 else np.float64
+    work = (np.float64, np.longdouble) if low == np.float64 else (np.float32, np.float64)
+    work = work[exact]
 
     def rounded(x):
         return x if exact else x.astype(low).astype(work)
@@ -59,7 +60,7 @@ def solve(q, k, v, do, *, visible, keep, keep_scale, bias, scale, softcap, exact
         l = p.sum(axis=-1, keepdims=True)
         lse = np.where(l > 0, m + np.log(l), -np.inf)[..., 0]
         p = rounded(np.where(l > 0, p / l, 0))
-    z = np.where(keep, keep_scale, 0.0)
+    z = np.where(keep, keep_scale, 0.0).astype(work)
     o = rounded(rounded(p * z) @ v)
     dv = rounded(p * z).mT @ do
     dp = rounded(rounded(do @ v.mT) * z)
