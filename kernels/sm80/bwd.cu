@@ -8,9 +8,10 @@
 //
 // Shared memory   k [block_n][d]   v [block_n][dv]   q [stages][block_m][d]   do [stages][block_m][dv]   p, ds [block_m][block_n]
 //                 stat, delta [stages][block_m]
-// Grid            (key tiles, key/value heads * batch)
+// Grid            key tiles * key/value heads * batch, tiles fastest
 // Workspace       stat, delta [batch * heads][row tiles * block_m] and counters from backward_preprocess; dq_acc (bwd_queries.cuh)
 #include "ptx/barrier.cuh"
+#include "sm80/bwd_head.cuh"
 #include "sm80/bwd_load.cuh"
 #include "sm80/bwd_queries.cuh"
 #include "sm80/bwd_scores.cuh"
@@ -34,45 +35,23 @@ struct Slice {
     }
 };
 
-// Does the head have rows that see nothing?
-__device__ __forceinline__ bool empty_rows(const Params& p, i64 flat) {
-    bool empty = false;
-    for (i32 tile = threadIdx.x; tile < p.row_tiles; tile += threads) empty |= p.counters[flat * p.row_tiles + tile] != 0;
-    return __syncthreads_or(empty);
-}
+// Not kept in registers from one use to the next.
+__device__ __forceinline__ i32 key_tile(const Params& p) { return ptx::opaque(static_cast<i32>(blockIdx.x)) % p.key_tiles; }
+__device__ __forceinline__ i32 flat_kv_head(const Params& p) { return ptx::opaque(static_cast<i32>(blockIdx.x)) / p.key_tiles; }
 
-// Fills in what the block needs of query head number `member` of its group.
-__device__ __forceinline__ void describe_head(Head& h, const Params& p, i32 member) {
-    const i32 flat_head = ptx::opaque(static_cast<i32>(blockIdx.y));  // not kept in registers for the next head
-    const i32 ib = flat_head / p.kv_heads, head = flat_head % p.kv_heads * p.group + member;
-    const bool has_empty_rows = empty_rows(p, i64(ib) * p.heads + head);
+// Describes query head number `member` of the block's group.
+__device__ __forceinline__ void describe_group_member(Head& head, const Params& p, i32 member) {
+    const i32 flat = flat_kv_head(p);
+    describe_head(head, p, flat / p.kv_heads, flat % p.kv_heads * p.group + member);
     if (threadIdx.x != 0) return;
-    h.has_empty_rows = has_empty_rows;
-    h.empty_tiles = p.counters + (i64(ib) * p.heads + head) * p.row_tiles;
-    const BatchIndex index = batch_index(p, ib);
-    const i64 flat = i64(ib) * p.heads + head, rows = i64(p.row_tiles) * cfg::block_m;
-    h.q = static_cast<const Elem*>(p.q.data) + slice_offset(p.q, index, head);
-    h.dout = static_cast<const Elem*>(p.dout.data) + slice_offset(p.dout, index, head);
-    h.k = static_cast<const Elem*>(p.k.data) + slice_offset(p.k, index, head / p.group);
-    h.v = static_cast<const Elem*>(p.v.data) + slice_offset(p.v, index, head / p.group);
-    h.stat = static_cast<const Acc*>(p.stat) + flat * rows;
-    h.delta = static_cast<const Acc*>(p.delta) + flat * rows;
-    if constexpr (cfg::atomic_dq) {
-        const i64 instance = slice_offset(p.dq, index, head) / (i64(p.n_queries) * p.head_dim);
-        h.dq_acc = static_cast<Acc*>(p.dq_acc) + instance * rows * cfg::head_dim;
-    }
-    if constexpr (cfg::bias) h.bias = slice_offset(p.bias, index, head);
-    if constexpr (cfg::mask != kMaskNone) {
-        h.instance = slice_offset(p.table, index, head);
-        h.mask_offset = slice_offset(p.mask, index, head);
-        h.walk.blocks = static_cast<const u8*>(p.mask.data) + h.mask_offset;
-    }
+    head.walk.first_key = key_tile(p) * cfg::block_n;
+    head.walk.end = walk_end(p, head.walk.first_key);
+    if constexpr (cfg::mask == kMaskBlock) head.walk.blocks = static_cast<const u8*>(p.mask.data) + head.mask_offset;
     if constexpr (cfg::mask == kMaskColumn) {
-        const int4* bounds = p.table.bounds + (h.instance * p.key_tiles + blockIdx.x) * 2;
-        h.walk.bounds[0] = bounds[0], h.walk.bounds[1] = bounds[1];
-        h.walk.bounds[0].x &= ~kDeadTile;
+        const int4* bounds = p.table.bounds + (head.instance * p.key_tiles + key_tile(p)) * 2;
+        head.walk.bounds[0] = bounds[0], head.walk.bounds[1] = bounds[1];
+        head.walk.bounds[0].x &= ~kDeadTile;
     }
-    if constexpr (cfg::dropout) h.random = random_stream(p.dropout, ib, head);
 }
 
 // Algorithm 4 line 7.  Keys that no row sees are loaded as zeros: 0 * NaN in dS K would reach dQ.
@@ -127,7 +106,7 @@ __device__ __forceinline__ void rows_to_shared(u32 shared, const Params& p, cons
     const TileAddresses at = {shared + q_at + row * qk_stride, shared + k_at, shared + do_at + row * v_stride, shared + v_at,
                               shared + stat_at + stage * stat_bytes, shared + delta_at + stage * stat_bytes,
                               shared + p_at, shared + ds_at + row * p_stride};
-    scores_to_shared<true>(at, p, head, tile * cfg::block_m, RowWalk::first_key(), partial);
+    scores_to_shared<true>(at, p, head, tile * cfg::block_m, head.walk.first_key, partial);
 }
 
 // Algorithm 4 lines 16 and 22: dV += P^T dO or dK += dS^T Q, for the columns that this warp owns.
@@ -175,10 +154,10 @@ __device__ __forceinline__ void keys_to_accumulator(Acc* out, const KeyGradients
 }
 
 __device__ __forceinline__ void store_keys(const unsigned char* memory, u32 shared, const Params& p, const Slice& slice, KeyGradients& acc) {
-    const i32 flat_head = ptx::opaque(static_cast<i32>(blockIdx.y)), kv_head = flat_head % p.kv_heads;
+    const i32 flat_head = flat_kv_head(p), kv_head = flat_head % p.kv_heads;
     const BatchIndex index = batch_index(p, flat_head / p.kv_heads);
     const Acc factor = Acc(slice.is_k ? p.scale * p.dropout_scale : p.dropout_scale);
-    const i32 first_key = blockIdx.x * cfg::block_n;
+    const i32 first_key = key_tile(p) * cfg::block_n;
     const i64 flat = i64(flat_head) * p.n_keys;
     if (slice.is_k ? cfg::sum_dk : cfg::sum_dv) {
         Acc* out = static_cast<Acc*>(slice.is_k ? p.dk_acc : p.dv_acc) + flat * (slice.is_k ? p.head_dim : p.head_dim_v);
@@ -201,10 +180,9 @@ extern "C" __global__ void __launch_bounds__(sm80::threads, cfg::blocks_per_sm) 
     const Slice slice;
     KeyGradients acc;
     clear(acc);  // line 8
-    int last_stage = 0;
 
     for (i32 member = 0; member < p.group; ++member) {
-        describe_head(head, p, member);
+        describe_group_member(head, p, member);
         __syncthreads();  // head is complete
         RowWalk walk(p, head.walk);
         if (!walk.next(p)) continue;
@@ -213,24 +191,23 @@ extern "C" __global__ void __launch_bounds__(sm80::threads, cfg::blocks_per_sm) 
         ptx::cp_async_commit();
 
         i32 before = -1;  // row tile whose dS is still to be multiplied with K
-        bool more = true;
-        for (int stage = 0; more; stage = (stage + 1) % cfg::stages) {  // line 9
-            const i32 tile = walk.tile;
+        int stage = 0;
+        for (i32 tile = walk.tile, next; tile >= 0; tile = next) {  // line 9
             const bool partial = walk.partial(p);
-            more = walk.next(p);
-            next_queries(shared, p, head, tile, more ? walk.tile : -1, before, stage);
+            next = walk.next(p) ? walk.tile : -1;
+            next_queries(shared, p, head, tile, next, before, stage);
             rows_to_shared(shared, p, head, tile, partial, stage);
             if constexpr (team_local)
                 ptx::barrier_sync(1 + slice.team, 32 * slices);  // the team's P and dS are complete
             else
                 __syncthreads();  // P and dS are complete
             add_keys(acc, shared, slice, stage);
-            last_stage = stage;
             before = tile;
+            stage = (stage + 1) % cfg::stages;
         }
         __syncthreads();  // all of dS is complete, and nothing else of this head is read again
         if constexpr (cfg::atomic_dq) {
-            add_queries(shared, head.dq_acc, before, last_stage);
+            add_queries(shared, head.dq_acc, before, (stage + 1) % cfg::stages);
             __syncthreads();  // k is free for the next head, or for dK
         }
     }

@@ -37,29 +37,30 @@ __device__ __forceinline__ void load_block(u32 (&fragment)[4], u32 lane, int out
 }
 
 // acc += A B, summed over `length` elements, for this warp's 16 tiles_m x 8 tiles_n results; a and b are the addresses of the warp's
-// parts.  Loads run one 16-column block of B, and one step of A, ahead of the products.
+// parts.  Loads run one 16-column block of B, and up to one step of A, ahead of the products.
 template <int length, Along along_a, int stride_a, Along along_b, int stride_b, int tiles_m, int tiles_n>
 __device__ __forceinline__ void product(float (&acc)[tiles_m][tiles_n][4], u32 a, u32 b) {
     static_assert(length % 16 == 0 && tiles_n % 2 == 0, "the product works on 16 x 16 blocks");
     constexpr int blocks = tiles_n / 2, total = length / 16 * blocks;
+    constexpr int ahead = tiles_m <= 2 ? 1 : 0;  // steps that A is loaded ahead; more rows would take too many registers
     const u32 lane_a = lane_address<along_a == Along::columns, stride_a>(a);
     const u32 lane_b = lane_address<along_b == Along::rows, stride_b>(b);
-    u32 fa[2][tiles_m][4], fb[2][4];
+    u32 fa[1 + ahead][tiles_m][4], fb[2][4];
+    auto load_a = [&](int step) {
 #pragma unroll
-    for (int m = 0; m < tiles_m; ++m) load_block<along_a, stride_a>(fa[0][m], lane_a, m, 0);
+        for (int m = 0; m < tiles_m; ++m) load_block<along_a, stride_a>(fa[step % (1 + ahead)][m], lane_a, m, step);
+    };
+    if constexpr (ahead) load_a(0);
     load_block<along_b, stride_b>(fb[0], lane_b, 0, 0);
 #pragma unroll
     for (int i = 0; i < total; ++i) {
         const int step = i / blocks, block = i % blocks;
         if (i + 1 < total) load_block<along_b, stride_b>(fb[(i + 1) % 2], lane_b, (i + 1) % blocks, (i + 1) / blocks);
-        if (block == 0 && step + 1 < length / 16) {
-#pragma unroll
-            for (int m = 0; m < tiles_m; ++m) load_block<along_a, stride_a>(fa[(step + 1) % 2][m], lane_a, m, step + 1);
-        }
+        if (block == 0 && step + ahead < length / 16) load_a(step + ahead);
 #pragma unroll
         for (int m = 0; m < tiles_m; ++m) {
-            Mma<Elem>::mma(acc[m][2 * block], fa[step % 2][m], fb[i % 2][0], fb[i % 2][1]);
-            Mma<Elem>::mma(acc[m][2 * block + 1], fa[step % 2][m], fb[i % 2][2], fb[i % 2][3]);
+            Mma<Elem>::mma(acc[m][2 * block], fa[step % (1 + ahead)][m], fb[i % 2][0], fb[i % 2][1]);
+            Mma<Elem>::mma(acc[m][2 * block + 1], fa[step % (1 + ahead)][m], fb[i % 2][2], fb[i % 2][3]);
         }
     }
 }

@@ -1,7 +1,7 @@
 // dQ while the block walks over rows: added to an accumulator in global memory by every key tile, in no particular order.
 //
-// The accumulator keeps each warp's results together, [head][row tile][warp][fragment][lane][4], so that a warp's addition covers whole
-// cache lines; before sm_90, which adds one float at a time, [head][row tile][warp][fragment][4][lane].
+// The accumulator keeps each warp's results together, [head][row tile][warp][chunk][fragment][lane][4], so that a warp's addition covers whole
+// cache lines; before sm_90, which adds one float at a time, [head][row tile][warp][chunk][fragment][4][lane].
 // kernels/util/bwd_convert.cu puts them in order.
 #pragma once
 #include "ptx/red.cuh"
@@ -17,36 +17,44 @@ __device__ __forceinline__ i32 accumulator_offset(i32 fragment, i32 i) {
     return fragment * 128 + (lanes_outside ? lane * 4 + i : i * 32 + lane);
 }
 
-__device__ __forceinline__ Acc* accumulator_of_warp(Acc* acc, i32 row_tile) {
-    return acc + (i64(row_tile) * cfg::warps + threadIdx.x / 32) * (query_fragments * 128);
+// row_tile: of one instance of q, or counted through all of them.
+__device__ __forceinline__ Acc* accumulator_of_warp(Acc* acc, i64 row_tile) {
+    return acc + (row_tile * cfg::warps + threadIdx.x / 32) * (query_fragments * 128);
 }
 
 __device__ __forceinline__ i32 warp_query_row() { return threadIdx.x / 32 % queries_m * query_rows; }
 __device__ __forceinline__ i32 warp_query_column() { return threadIdx.x / 32 / queries_m * query_columns; }
 
-// Algorithm 4 line 21: dQ += dS K for one row tile; the scale comes last, in the conversion.
-__device__ __forceinline__ void add_queries(u32 shared, Acc* dq_acc, i32 row_tile, int buffer) {
-    constexpr int tiles_m = query_rows / 16, tiles_n = query_columns / 8;
-    Acc dq[tiles_m][tiles_n][4];
-    clear(dq);
-    const u32 ds = shared + ds_at + (buffer * cfg::block_m + warp_query_row()) * p_stride;
-    const u32 k = shared + k_at + warp_query_column() * int(sizeof(Elem));
-    product<cfg::block_n, Along::columns, p_stride, Along::rows, qk_stride>(dq, ds, k);
-    Acc* to = accumulator_of_warp(dq_acc, row_tile);
+// Adds a warp's results to the accumulator.
+template <int tiles_m, int tiles_n>
+__device__ __forceinline__ void add_fragments(Acc* to, const Acc (&dq)[tiles_m][tiles_n][4]) {
 #pragma unroll
     for (int m = 0; m < tiles_m; ++m)
 #pragma unroll
         for (int n = 0; n < tiles_n; ++n) {
             Acc* at = to + accumulator_offset(m * tiles_n + n, 0);
-#if __CUDA_ARCH__ >= 900
             if constexpr (lanes_outside) {
                 ptx::red_add_x4(at, dq[m][n][0], dq[m][n][1], dq[m][n][2], dq[m][n][3]);
-                continue;
-            }
-#endif
+            } else {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) ptx::red_add(at + i * 32, dq[m][n][i]);
+                for (int i = 0; i < 4; ++i) ptx::red_add(at + i * 32, dq[m][n][i]);
+            }
         }
+}
+
+// Algorithm 4 line 21: dQ += dS K for one row tile; the scale comes last, in the conversion.
+__device__ __forceinline__ void add_queries(u32 shared, Acc* dq_acc, i32 row_tile, int buffer) {
+    constexpr int tiles_m = query_rows / 16, tiles_n = query_chunk / 8;
+    const u32 ds = shared + ds_at + (buffer * cfg::block_m + warp_query_row()) * p_stride;
+    const u32 k = shared + k_at + warp_query_column() * int(sizeof(Elem));
+    Acc* to = accumulator_of_warp(dq_acc, row_tile);
+#pragma unroll
+    for (int chunk = 0; chunk < query_columns / query_chunk; ++chunk) {
+        Acc dq[tiles_m][tiles_n][4];
+        clear(dq);
+        product<cfg::block_n, Along::columns, p_stride, Along::rows, qk_stride>(dq, ds, k + chunk * query_chunk * int(sizeof(Elem)));
+        add_fragments(to + chunk * tiles_m * tiles_n * 128, dq);
+    }
 }
 
 }  // namespace sm80

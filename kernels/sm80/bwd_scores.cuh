@@ -5,28 +5,16 @@
 #include "attn/math.cuh"
 #include "attn/philox.cuh"
 #include "attn/score.cuh"
+#include "ptx/opaque.cuh"
 #include "ptx/shared.cuh"
+#include "sm80/bwd_head.cuh"
 #include "sm80/bwd_layout.cuh"
-#include "sm80/bwd_walk.cuh"
 
 namespace sm80 {
 
 constexpr int score_tiles_m = scores_rows / 16, score_tiles_n = scores_keys / 8;
 using Scores = Acc[score_tiles_m][score_tiles_n][4];
 using RowValues = Acc[score_tiles_m][2];
-
-// The part of the problem that one query head sees; in shared memory, registers being short.
-struct Head {
-    const Elem *q, *k, *v, *dout;
-    const Acc *stat, *delta;  // (rows padded to the tile)
-    Acc* dq_acc;              // this head's accumulator, in the order of add_queries
-    i64 bias, mask_offset;    // offsets of this head's slices
-    i64 instance;             // of the mask's tables
-    RandomStream random;
-    WalkTables walk;
-    const i32* empty_tiles;   // of this head: does the row tile have a row that sees nothing?
-    bool has_empty_rows;      // does any?
-};
 
 __device__ __forceinline__ void load_row_values(RowValues& values, u32 vector) {
     const u32 g = threadIdx.x % 32 / 4;
@@ -39,9 +27,15 @@ __device__ __forceinline__ void load_row_values(RowValues& values, u32 vector) {
 // See backward_preprocess: no p of such a row is above 0.
 __device__ __forceinline__ bool is_empty_row(Acc stat) { return stat == (sizeof(Elem) == 2 ? -infinity<Acc>() : infinity<Acc>()); }
 
-// Algorithm 4 line 12: scores that may not be seen become -inf.
-__device__ __forceinline__ void mask_scores(Scores& s, const Params& p, const Head& head, i32 row0, i32 key0) {
-    const i32 lane = threadIdx.x % 32;
+// One bit per element of this lane: 1 = not to be seen.  Found before the product, when registers are free and the looking up of masks
+// can overlap with it.
+constexpr int score_elements = score_tiles_m * score_tiles_n * 4;
+using Hidden = u32[(score_elements + 31) / 32];
+
+__device__ __forceinline__ void find_hidden(Hidden& hidden, const Params& p, const Head& head, i32 row0, i32 key0) {
+    const i32 lane = ptx::opaque(static_cast<i32>(threadIdx.x)) % 32;  // the keys' masks are not kept in registers
+#pragma unroll
+    for (int word = 0; word < (score_elements + 31) / 32; ++word) hidden[word] = 0;
 #pragma unroll
     for (int n = 0; n < score_tiles_n; ++n)
 #pragma unroll
@@ -53,9 +47,23 @@ __device__ __forceinline__ void mask_scores(Scores& s, const Params& p, const He
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const i32 row = min(row0 + 16 * m + 8 * half + lane / 4, p.n_queries - 1);
-                    if (!mask.visible(p, row, key)) s[m][n][2 * half + odd] = -infinity<Acc>();
+                    const int element = (m * score_tiles_n + n) * 4 + 2 * half + odd;
+                    if (!mask.visible(p, row, key)) hidden[element / 32] |= 1u << element % 32;
                 }
         }
+}
+
+// Algorithm 4 line 12: scores that may not be seen become -inf.
+__device__ __forceinline__ void mask_scores(Scores& s, const Hidden& hidden) {
+#pragma unroll
+    for (int m = 0; m < score_tiles_m; ++m)
+#pragma unroll
+        for (int n = 0; n < score_tiles_n; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int element = (m * score_tiles_n + n) * 4 + i;
+                if (hidden[element / 32] >> element % 32 & 1) s[m][n][i] = -infinity<Acc>();
+            }
 }
 
 // Raw products to scores in natural units: scale, softcap, bias.  What is hidden stays -inf.
@@ -153,10 +161,12 @@ __device__ __forceinline__ void scores_to_shared(const TileAddresses& at, const 
     const u32 place = row * p_stride + key * int(sizeof(Elem));
     RowValues stat, delta;
     load_row_values(stat, at.stat + row * int(sizeof(Acc)));
+    Hidden hidden;
+    if (partial) find_hidden(hidden, p, head, first_row + row, first_key + key);
     Scores s, dp, slope;
     clear(s);
     product<cfg::head_dim, Along::columns, qk_stride, Along::columns, qk_stride>(s, at.q + row * qk_stride, at.k + key * qk_stride);  // line 11
-    if (partial) mask_scores(s, p, head, first_row + row, first_key + key);
+    if (partial) mask_scores(s, hidden);
     probabilities(s, slope, stat, p, head, first_row + row, first_key + key);
     if constexpr (cfg::dropout) mark_dropped(s, p, head, first_row + row, first_key + key);
     if constexpr (cfg::softcap) {  // P makes room for P times the slope of the cap

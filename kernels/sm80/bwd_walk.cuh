@@ -10,23 +10,27 @@ namespace sm80 {
 struct WalkTables {
     int4 bounds[2];    // column mask: skip [x, y) and partial [z, w) of both intervals, in row tiles
     const u8* blocks;  // the block mask of this head
+    i32 first_key;
+    i32 end;           // one past the last row tile that may be visible
 };
 
+__device__ __forceinline__ i32 walk_end(const Params& p, i32 first_key) {
+    if constexpr (!cfg::band_left) return p.row_tiles;
+    const i32 last_row = min(first_key + cfg::block_n, p.n_keys) - 1 - p.band_offset + p.band_left;
+    return last_row < 0 ? 0 : min(p.row_tiles, last_row / cfg::block_m + 1);
+}
+
 struct RowWalk {
-    i32 tile = -1, end;  // current row tile; one past the last candidate
+    i32 tile = -1;  // current row tile
     const WalkTables& tables;
 
-    static __device__ __forceinline__ i32 first_key() { return blockIdx.x * cfg::block_n; }
-    static __device__ __forceinline__ i32 last_key(const Params& p) { return min(first_key() + cfg::block_n, p.n_keys) - 1; }
+    __device__ __forceinline__ i32 first_key() const { return tables.first_key; }
+    __device__ __forceinline__ i32 last_key(const Params& p) const { return min(first_key() + cfg::block_n, p.n_keys) - 1; }
 
-    __device__ __forceinline__ RowWalk(const Params& p, const WalkTables& tables) : end(p.row_tiles), tables(tables) {
+    __device__ __forceinline__ RowWalk(const Params& p, const WalkTables& tables) : tables(tables) {
         if constexpr (cfg::band_right) {
             const i32 first_row = first_key() - p.band_offset - p.band_right;
             if (first_row > 0) tile = first_row / cfg::block_m - 1;
-        }
-        if constexpr (cfg::band_left) {
-            const i32 last_row = last_key(p) - p.band_offset + p.band_left;
-            end = last_row < 0 ? 0 : min(end, last_row / cfg::block_m + 1);
         }
     }
 
@@ -43,16 +47,16 @@ struct RowWalk {
         }
         if constexpr (cfg::mask == kMaskBlock) {
             // A warp looks at 32 tiles at a time.
-            for (; tile < end; tile += 32) {
+            for (; tile < tables.end; tile += 32) {
                 const i32 candidate = tile + threadIdx.x % 32;
-                const u32 seen = __ballot_sync(~0u, candidate < end && block_state<false>(p, candidate));
+                const u32 seen = __ballot_sync(~0u, candidate < tables.end && block_state<false>(p, candidate));
                 if (seen) {
                     tile += __ffs(seen) - 1;
                     break;
                 }
             }
         }
-        return tile < end;
+        return tile < tables.end;
     }
 
     // Whether elements of the current tile must be tested one by one.

@@ -31,6 +31,7 @@ struct Work {
     i32 ib, head;            // head: the first of the packed ones
     i32 row0;                // first (packed) row of the tile
     i32 tile_begin, tile_end;
+    Acc to_log2;             // from scores as they are held to exponents of 2
 };
 
 __device__ __forceinline__ void locate(const Params& p, Work& w) {
@@ -55,6 +56,7 @@ __device__ __forceinline__ void locate(const Params& p, Work& w) {
     }
     w.row0 = tile * cfg::block_m;
     w.mask.rows = {w.row0 / cfg::pack, min((w.row0 + cfg::block_m - 1) / cfg::pack + 1, p.n_queries), tile};
+    w.to_log2 = static_cast<Acc>((cfg::prescaled ? 1.0 : p.scale) * kLog2e);
     w.tile_begin = cfg::split ? blockIdx.y * p.split_tiles : 0;
     w.tile_end = cfg::split ? min(w.tile_begin + p.split_tiles, p.key_tiles) : p.key_tiles;
 }
@@ -134,12 +136,13 @@ __device__ __forceinline__ void mask_scores(const Params& p, const Work& w, Tile
 
 // One key tile: s = q k^T, softmax, o += p v.
 __device__ __forceinline__ void attend(const Params& p, const Work& w, const RandomStream& stream, Tile tile, u32 shared, const Q& q,
-                                       SoftmaxRows<Acc, m_tiles>& rows, Acc (&o)[m_tiles][v_tiles][4], Acc to_log2) {
+                                       SoftmaxRows<Acc, m_tiles>& rows, Acc (&o)[m_tiles][v_tiles][4]) {
     const u32 lane = threadIdx.x % 32;
     Acc s[m_tiles][n_tiles][4] = {};
     Product::scores(s, q, shared, lane);
     if constexpr (cfg::prescaled) finish_scores(p, w, tile, s);
     if (tile.partial()) mask_scores(p, w, tile, shared + k_bytes + v_bytes, s);
+    const Acc to_log2 = w.to_log2;
     rows.update(s, o, to_log2);
     Product::values(
         o, s, shared + k_bytes, lane, [&](int c) { rows.exponentiate<fused>(s, c, to_log2); },
@@ -224,7 +227,6 @@ extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void attention
 
     SoftmaxRows<Acc, m_tiles> rows;
     Acc o[m_tiles][v_tiles][4] = {};
-    const Acc to_log2 = static_cast<Acc>((cfg::prescaled ? 1.0 : p.scale) * kLog2e);
     int stage = 0;
     while (tiles[0].exists()) {
         ptx::cp_async_wait<cfg::stages - 2>();
@@ -233,7 +235,7 @@ extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void attention
         tiles[cfg::stages - 1] = walk.next();
         if (tiles[cfg::stages - 1].exists()) load_kv(p, w, tiles[cfg::stages - 1], kv_shared + free * stage_bytes);
         ptx::cp_async_commit();
-        attend(p, w, stream, tiles[0], kv_shared + stage * stage_bytes, q, rows, o, to_log2);
+        attend(p, w, stream, tiles[0], kv_shared + stage * stage_bytes, q, rows, o);
 #pragma unroll
         for (int s = 0; s + 1 < cfg::stages; ++s) tiles[s] = tiles[s + 1];
         stage = stage + 1 == cfg::stages ? 0 : stage + 1;

@@ -1,0 +1,56 @@
+// What the backward kernels look up of one query head.
+#pragma once
+#include "attn/params.cuh"
+#include "attn/philox.cuh"
+#include "sm80/bwd_layout.cuh"
+#include "sm80/bwd_walk.cuh"
+
+namespace sm80 {
+
+// The part of the problem that one query head sees; in shared memory, registers being short.
+struct Head {
+    const Elem *q, *k, *v, *dout;
+    const Acc *stat, *delta;  // (rows padded to the tile)
+    Acc* dq_acc;              // this head's accumulator, in the order of add_queries
+    i64 bias, mask_offset;    // offsets of this head's slices
+    i64 instance;             // of the mask's tables
+    RandomStream random;
+    WalkTables walk;
+    const i32* empty_tiles;   // of this head: does the row tile have a row that sees nothing?
+    bool has_empty_rows;      // does any?
+};
+
+// Does the head have rows that see nothing?
+__device__ __forceinline__ bool empty_rows(const Params& p, i64 flat) {
+    bool empty = false;
+    for (i32 tile = threadIdx.x; tile < p.row_tiles; tile += threads) empty |= p.counters[flat * p.row_tiles + tile] != 0;
+    return __syncthreads_or(empty);
+}
+
+// Fills in what a block needs of one query head; thread 0 writes, the block must synchronise before it reads.
+__device__ __forceinline__ void describe_head(Head& h, const Params& p, i32 ib, i32 head) {
+    const bool has_empty_rows = empty_rows(p, i64(ib) * p.heads + head);
+    if (threadIdx.x != 0) return;
+    h.has_empty_rows = has_empty_rows;
+    h.empty_tiles = p.counters + (i64(ib) * p.heads + head) * p.row_tiles;
+    const BatchIndex index = batch_index(p, ib);
+    const i64 flat = i64(ib) * p.heads + head, rows = i64(p.row_tiles) * cfg::block_m;
+    h.q = static_cast<const Elem*>(p.q.data) + slice_offset(p.q, index, head);
+    h.dout = static_cast<const Elem*>(p.dout.data) + slice_offset(p.dout, index, head);
+    h.k = static_cast<const Elem*>(p.k.data) + slice_offset(p.k, index, head / p.group);
+    h.v = static_cast<const Elem*>(p.v.data) + slice_offset(p.v, index, head / p.group);
+    h.stat = static_cast<const Acc*>(p.stat) + flat * rows;
+    h.delta = static_cast<const Acc*>(p.delta) + flat * rows;
+    if constexpr (cfg::atomic_dq) {
+        const i64 instance = slice_offset(p.dq, index, head) / (i64(p.n_queries) * p.head_dim);
+        h.dq_acc = static_cast<Acc*>(p.dq_acc) + instance * rows * cfg::head_dim;
+    }
+    if constexpr (cfg::bias) h.bias = slice_offset(p.bias, index, head);
+    if constexpr (cfg::mask != kMaskNone) {
+        h.instance = slice_offset(p.table, index, head);
+        h.mask_offset = slice_offset(p.mask, index, head);
+    }
+    if constexpr (cfg::dropout) h.random = random_stream(p.dropout, ib, head);
+}
+
+}  // namespace sm80
