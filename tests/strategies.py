@@ -18,7 +18,7 @@ DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.floa
 MASK_KINDS = ("none", "causal", "window", "dense", "column", "block", "document")
 
 
-@dataclass
+@dataclass(repr=False)
 class Case:
     """An attention problem: arrays, keyword arguments, and the dense visibility and keep matrices."""
 
