@@ -156,7 +156,7 @@ def load(cubin: bytes, kernel: str, shared_bytes: int = 0):
     kernel : str
         The ``extern "C"`` name.
     shared_bytes : int, optional
-        Dynamic shared memory per block; above 48 KB the function must be told.
+        Dynamic shared memory per block; when it and the static part exceed 48 KB, the function must be told.
 
     Returns
     -------
@@ -169,7 +169,7 @@ def load(cubin: bytes, kernel: str, shared_bytes: int = 0):
     module = cupy.cuda.Module()
     module.load(cubin)
     function = module.get_function(kernel)
-    if shared_bytes > 48 * 1024:
+    if shared_bytes > 40 * 1024:
         max_dynamic_shared_size_bytes = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         driver.funcSetAttribute(function.ptr, max_dynamic_shared_size_bytes, shared_bytes)
     return function

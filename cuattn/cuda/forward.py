@@ -32,6 +32,8 @@ class _Record(NamedTuple):
     grid: tuple[int, int, int]
     block: tuple[int]
     splits: int
+    part_offsets: Any  # (3, splits): bytes from the first part's o, l, m to each part's
+    rows: int
 
 
 _records: dict[tuple, _Record] = {}
@@ -72,8 +74,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any, Any]:
     splits = record.splits
     together = splits > 1 and stream.is_capturing()
     o, l, m, parts = _results(problem, splits, together)
-    rows = math.prod(problem.stat_shape)
-    if rows == 0:
+    if record.rows == 0:
         return o, l, m
     tables = mask_tables(problem, operands.mask, device, record.plan.block_m, record.plan.block_n)
     # An empty v has no address, and copies of nothing must still name one.
@@ -85,12 +86,8 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any, Any]:
     record.function(record.grid, record.block, (record.struct.seal(words),), record.plan.smem_bytes, stream)
     del held
     if splits > 1:
-        o_part, l_part, m_part = parts
-        step, stat = rows * problem.head_dim_v * o_part.itemsize, rows * l_part.itemsize
-        starts = [
-            (o_part.data.ptr + s * step, l_part.data.ptr + s * stat, m_part.data.ptr + s * stat) for s in range(splits)
-        ]
-        merge_parts(device, starts, o_part.dtype, o, l, m)
+        firsts = np.array([part.data.ptr for part in parts], np.uint64)
+        merge_parts(device, firsts[:, None] + record.part_offsets, parts[0].dtype, o, l, m, stream)
     return o, l, m
 
 
@@ -159,9 +156,11 @@ def _make_record(problem: Problem, operands: Operands, device: int) -> _Record:
     if blocks:
         kernel = launch.function(device, "sm80/fwd.cu", "attention_forward", made.constants, made.smem_bytes)
     grid = (blocks, counts["splits"], counts["chunks"])
-    return _Record(
-        problem, made, kernel, launch.Struct(PARAMS, values, _SLOTS), grid, (32 * made.workers,), counts["splits"]
-    )
+    rows, stat = math.prod(problem.stat_shape), problem.stat_dtype.itemsize
+    steps = np.array([[rows * problem.head_dim_v * stat], [rows * stat], [rows * stat]], np.uint64)
+    offsets = steps * np.arange(counts["splits"], dtype=np.uint64)
+    struct = launch.Struct(PARAMS, values, _SLOTS)
+    return _Record(problem, made, kernel, struct, grid, (32 * made.workers,), counts["splits"], offsets, rows)
 
 
 def _values(problem: Problem, operands: Operands, made: Plan, counts: dict[str, int]) -> dict[str, Any]:

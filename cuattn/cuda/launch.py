@@ -17,6 +17,14 @@ __all__ = [
     "put_random", "random_fields",
 ]  # fmt: skip
 
+# Values of cudaDeviceAttr.
+_ATTRIBUTES = {
+    "MultiProcessorCount": 16,
+    "L2CacheSize": 38,
+    "ComputeCapabilityMajor": 75,
+    "ComputeCapabilityMinor": 76,
+    "MaxSharedMemoryPerBlockOptin": 97,
+}
 _OPEN = 2**30  # a band side that hides nothing; lengths are smaller
 
 
@@ -25,16 +33,17 @@ def card(device: int) -> Card:
     """Return what a plan needs to know about GPU number `device`."""
     import cupy
 
-    attributes = cupy.cuda.Device(device).attributes
-    major, minor = attributes["ComputeCapabilityMajor"], attributes["ComputeCapabilityMinor"]
+    read = functools.partial(_attribute, cupy.cuda.runtime, device)
+    major, minor = read("ComputeCapabilityMajor"), read("ComputeCapabilityMinor")
     if major < 8:
         raise UnsupportedError(f"GPU {device} has compute capability {major}.{minor}; expected 8.0 or newer")
     return Card(
-        f"sm_{major}{minor}",
-        attributes["MultiProcessorCount"],
-        attributes["MaxSharedMemoryPerBlockOptin"],
-        attributes["L2CacheSize"],
+        f"sm_{major}{minor}", read("MultiProcessorCount"), read("MaxSharedMemoryPerBlockOptin"), read("L2CacheSize")
     )
+
+
+def _attribute(runtime: Any, device: int, name: str) -> int:
+    return int(runtime.deviceGetAttribute(_ATTRIBUTES[name], device))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -57,26 +66,27 @@ def function(
 class Struct:
     """A packed argument: a template filled once per kind of call, copied and completed in each.
 
-    Pointers are written as 64-bit words; ``slots`` names the words that change from call to call.
+    Pointers are written as 64-bit words; `slots` names those that change from call to call.
     """
 
     def __init__(self, dtype: np.dtype, values: dict[str, Any], slots: tuple[str, ...]) -> None:
         record = np.zeros((), dtype)
         for name, value in values.items():
             _assign(record, name, value)
-        self._bytes = f"V{dtype.itemsize}"
-        self._words = np.frombuffer(record.tobytes(), np.uint64).copy()
-        self._slots = np.array([_offset(dtype, name) // 8 for name in slots], np.intp)
+        self._bytes = np.dtype(f"V{dtype.itemsize}")
+        self._template = record.tobytes()
+        self._slots = tuple(_offset(dtype, name) // 8 for name in slots)
 
-    def fill(self, pointers: Sequence[int]) -> np.ndarray:
-        """Return the words of an argument with the slots set to `pointers`, in the order they were named."""
-        words = self._words.copy()
-        words[self._slots] = pointers
+    def fill(self, pointers: Sequence[int]) -> memoryview:
+        """Return the 64-bit words of an argument with the slots set to `pointers`, in the order they were named."""
+        words = memoryview(bytearray(self._template)).cast("Q")
+        for slot, pointer in zip(self._slots, pointers, strict=True):
+            words[slot] = pointer
         return words
 
-    def seal(self, words: np.ndarray) -> np.void:
+    def seal(self, words: memoryview) -> np.void:
         """Return what a launch takes by value."""
-        return words.view(self._bytes)[0]
+        return np.frombuffer(words.obj, self._bytes)[0]
 
 
 def _assign(record: np.ndarray, name: str, value: Any) -> None:
@@ -185,25 +195,27 @@ def band_fields(problem) -> dict[str, int]:
 
 
 @functools.lru_cache(maxsize=256)
-def _round_keys(seed: int) -> np.ndarray:
-    steps = np.arange(7, dtype=np.uint64)[:, None] * np.array([0x9E3779B9, 0xBB67AE85], np.uint64)
-    return ((np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint64) + steps) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+def _round_keys(seed: int) -> tuple[int, ...]:
+    """Return the two 32-bit keys of each Philox round as one word, the first in the low half."""
+    pairs = (((seed + r * 0x9E3779B9) & 0xFFFFFFFF, ((seed >> 32) + r * 0xBB67AE85) & 0xFFFFFFFF) for r in range(7))
+    return tuple(low | high << 32 for low, high in pairs)
 
 
 _KEYS = _offset(PARAMS, "dropout.keys") // 8
-_OFFSET = _offset(PARAMS, "dropout.offset") // 4
+_OFFSET = _offset(PARAMS, "dropout.offset") // 8
 _OFFSET_DATA = _offset(PARAMS, "dropout.offset_data") // 8
 
 
-def put_random(words: np.ndarray, state: Any) -> Any:
+def put_random(words: memoryview, state: Any) -> Any:
     """Write a random state into the words of a ``Params``; returns what must stay alive until the launch.
 
     The offset may be a 0-d integer array on the device, which the kernel reads.
     """
-    words[_KEYS : _KEYS + 7] = _round_keys(int(state.seed)).view(np.uint64)[:, 0]
+    for step, pair in enumerate(_round_keys(int(state.seed))):
+        words[_KEYS + step] = pair
     offset = state.offset
     if isinstance(offset, (int, np.integer)):
-        words.view(np.uint32)[_OFFSET] = int(offset)
+        words[_OFFSET] |= int(offset)  # the low half; the template holds zero there
         return None
     offset = offset if offset.dtype.itemsize == 8 else offset.astype(np.uint64)
     words[_OFFSET_DATA] = offset.data.ptr

@@ -1,6 +1,6 @@
 """Combining forwards over disjoint key sets, on a GPU."""
 
-import math
+import functools
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ def merge(parts: list[tuple[Any, Any, Any]]) -> tuple[Any, Any, Any]:
         for first in range(0, len(parts), MAX_PARTS):
             group = [tuple(map(cupy.ascontiguousarray, part)) for part in parts[first : first + MAX_PARTS]]
             out = cupy.empty(o.shape, dtype if last else stat), cupy.empty(l.shape, stat), cupy.empty(m.shape, stat)
-            pointers = [tuple(array.data.ptr for array in part) for part in group]
+            pointers = np.array([[array.data.ptr for array in part] for part in group], np.uint64).T
             merge_parts(cupy.cuda.runtime.getDevice(), pointers, group[0][0].dtype, *out)
             merged.append(out)
         if last:
@@ -46,28 +46,35 @@ def merge(parts: list[tuple[Any, Any, Any]]) -> tuple[Any, Any, Any]:
         parts = merged
 
 
-def merge_parts(device: int, pointers: list[tuple[int, int, int]], dtype: np.dtype, o: Any, l: Any, m: Any) -> None:
-    """Launch the merge of at most MAX_PARTS contiguous parts, given by their addresses, into o, l and m."""
-    rows, columns = l.size, o.shape[-1]
-    if rows == 0:
+def merge_parts(device: int, parts: np.ndarray, dtype: np.dtype, o: Any, l: Any, m: Any, stream: Any = None) -> None:
+    """Launch the merge of contiguous parts into o, l and m.
+
+    Parameters
+    ----------
+    device : int
+        The current device.
+    parts : numpy.ndarray, (3, n), uint64
+        Addresses of the parts' o, l and m; n <= MAX_PARTS.
+    dtype : dtype
+        Of the parts' o.
+    """
+    if l.size == 0:
         return
-    row_warps = _WARPS if rows < _FEW_ROWS and len(pointers) >= _WARPS else 1
+    kernel, struct, grid = _prepare(device, l.size, o.shape[-1], parts.shape[1], np.dtype(dtype), o.dtype, l.dtype)
+    words = struct.fill((o.data.ptr, l.data.ptr, m.data.ptr))
+    np.frombuffer(words, np.uint64, 3 * MAX_PARTS).reshape(3, MAX_PARTS)[:, : parts.shape[1]] = parts
+    kernel(grid, (32 * _WARPS,), (struct.seal(words),), 0, stream)
+
+
+@functools.lru_cache(maxsize=256)
+def _prepare(device: int, rows: int, columns: int, parts: int, dtype: np.dtype, out: np.dtype, stat: np.dtype):
+    row_warps = _WARPS if rows < _FEW_ROWS and parts >= _WARPS else 1
     constants = (
-        ("acc", CUDA_TYPES[l.dtype.name]),
-        ("part", CUDA_TYPES[np.dtype(dtype).name]),
-        ("out", CUDA_TYPES[o.dtype.name]),
+        ("acc", CUDA_TYPES[stat.name]),
+        ("part", CUDA_TYPES[dtype.name]),
+        ("out", CUDA_TYPES[out.name]),
         ("row_warps", row_warps),
     )
-    columns_of = np.zeros((3, MAX_PARTS), np.uint64)
-    columns_of[:, : len(pointers)] = np.array(pointers, np.uint64).T
-    struct = Struct(
-        MERGE_PARAMS,
-        {
-            "o": columns_of[0], "l": columns_of[1], "m": columns_of[2],
-            "o_out": o.data.ptr, "l_out": l.data.ptr, "m_out": m.data.ptr,
-            "rows": rows, "head_dim_v": columns, "parts": len(pointers),
-        },
-        (),
-    )  # fmt: skip
-    kernel = function(device, "util/merge.cu", "attention_merge", constants)
-    kernel((math.ceil(rows / (_WARPS // row_warps)),), (32 * _WARPS,), (struct.seal(struct.fill([])),))
+    values = {"rows": rows, "head_dim_v": columns, "parts": parts}
+    struct = Struct(MERGE_PARAMS, values, ("o_out", "l_out", "m_out"))
+    return function(device, "util/merge.cu", "attention_merge", constants), struct, (-(-rows * row_warps // _WARPS),)

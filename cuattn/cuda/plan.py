@@ -78,9 +78,11 @@ def tile_of(problem: Problem, card: Card) -> tuple[Tile, int, int, int]:
         raise UnsupportedError(
             f"q has dtype {problem.dtype} and head dimension {problem.head_dim}; no kernel does that on this GPU"
         )
+    if problem.mask == "block" and tile.block_n % 64:
+        tile = tile._replace(block_n=64)  # blocks are usually multiples of 64, and then no tile is partial
     pack = _pack(problem, tile.block_m)
     tile = _row_tile(problem, tile, pack)
-    if _heavy(problem) and tile.block_m > 16 * tile.warps and max(head_dim, head_dim_v) * size > 128:
+    if _heavy(problem) and tile.block_m > 16 * tile.warps and max(head_dim, head_dim_v) * size >= 128:
         tile = tile._replace(warps=tile.block_m // 16, min_blocks=1)
     return tile, pack, head_dim, head_dim_v
 

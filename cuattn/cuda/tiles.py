@@ -36,11 +36,12 @@ _KB = 1024
 # (shared memory per block at least, element bytes, head dimension at most) -> tile; first match wins.
 FORWARD: tuple[tuple[int, int, int, Tile], ...] = (
     # 227 KB: sm_90, sm_100, sm_103
+    (200 * _KB, 2, 64, Tile(128, 96, 4, 2, 2)),
     (200 * _KB, 2, 128, Tile(128, 64, 4, 2, 2)),
     (200 * _KB, 2, 256, Tile(128, 64, 8, 2, 1)),
     (200 * _KB, 2, 512, Tile(64, 32, 4, 2, 1)),
     # 163 KB: sm_80, sm_87
-    (160 * _KB, 2, 96, Tile(128, 64, 4, 2, 2)),
+    (160 * _KB, 2, 64, Tile(128, 64, 4, 2, 2)),
     (160 * _KB, 2, 128, Tile(128, 32, 4, 2, 2)),
     (160 * _KB, 2, 256, Tile(128, 32, 8, 2, 1)),
     (160 * _KB, 2, 512, Tile(64, 32, 4, 2, 1)),

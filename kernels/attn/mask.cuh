@@ -22,10 +22,11 @@ struct Rows {
     i32 first, end, tile;  // query rows of a row tile, and its number
 };
 
-// Where a block's masks lie: its rows, the instance of the tables, the element offset of the mask itself.
+// Where a block's masks lie: its rows, the instance of the tables, the mask's element offset, the lowest key tile to look at.
 struct MaskPlace {
     Rows rows;
     i64 instance, offset;
+    i32 lowest;
 };
 
 __device__ __forceinline__ i32 clamp_key(i64 key, i32 n_keys) { return key < 0 ? 0 : (key > n_keys ? n_keys : static_cast<i32>(key)); }
@@ -53,23 +54,21 @@ __device__ __forceinline__ bool cut(const Params& p, const Rows& rows, i32 n) {
 struct TileWalk {
     const Params& p;
     const MaskPlace& place;  // in shared memory: it is needed rarely, and registers are short
-    i32 lowest, top, group;  // lowest tile, next candidate, first tile of the group of 32 whose ballots are held
+    i32 top, group = 0;      // next candidate, first tile of the group of 32 whose ballots are held
     u32 visible = 0, partial = 0, dead = 0;
 
-    __device__ __forceinline__ TileWalk(const Params& params, const MaskPlace& where, i32 tile_begin, i32 tile_end)
-        : p(params), place(where), group(0) {
-        lowest = max(tile_begin, band_first(p, place.rows) / cfg::block_n);
+    __device__ __forceinline__ TileWalk(const Params& params, const MaskPlace& where, i32 tile_end) : p(params), place(where) {
         top = min(tile_end, (band_end(p, place.rows) + cfg::block_n - 1) / cfg::block_n) - 1;
     }
 
     __device__ __forceinline__ Tile next() {
         if constexpr (cfg::mask == kMaskNone || cfg::mask == kMaskDense) {
-            if (top < lowest) return Tile::none();
+            if (top < place.lowest) return Tile::none();
             const i32 n = top--;
             return Tile::make(n, cfg::mask == kMaskDense || cut(p, place.rows, n), cfg::mask == kMaskDense);
         } else {
             while (visible == 0) {
-                if (top < lowest) return Tile::none();
+                if (top < place.lowest) return Tile::none();
                 classify_group();
             }
             const int bit = __ffs(visible) - 1;
@@ -84,7 +83,7 @@ struct TileWalk {
         top -= 32;
         const i32 n = group - static_cast<i32>(threadIdx.x % 32);
         bool seen = false, edge = false, zero = false;
-        if (n >= lowest) {
+        if (n >= place.lowest) {
             if constexpr (cfg::mask == kMaskColumn) classify_column(n, seen, edge, zero);
             else classify_blocks(n, seen, edge, zero);
         }

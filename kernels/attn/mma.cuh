@@ -36,10 +36,10 @@ struct Mma16 {
         static constexpr int steps = head_dim / step;
         static constexpr bool in_registers = m_tiles * steps <= 8;
         u32 fragment[in_registers ? m_tiles : 1][in_registers ? steps : 1][4];
-        u32 shared;  // address of the warp's first row
         LaneRow<head_dim * 2> lane;
 
-        __device__ __forceinline__ QRows(u32 address, u32 l) : shared(address), lane(l & 15, l >> 4) {}
+        // `address` is that of the warp's first row.
+        __device__ __forceinline__ QRows(u32 address, u32 l) : lane(l & 15, l >> 4) { lane.base += address; }
         __device__ __forceinline__ void load() {
             if constexpr (in_registers) {
 #pragma unroll
@@ -49,7 +49,7 @@ struct Mma16 {
             }
         }
         __device__ __forceinline__ void read(u32 (&a)[4], int mt, int k) const {
-            ptx::ldmatrix_x4(a, shared + lane.offset(k) + mt * 16 * head_dim * 2);
+            ptx::ldmatrix_x4(a, lane.offset(k) + mt * 16 * head_dim * 2);
         }
         __device__ __forceinline__ void get(u32 (&a)[4], int mt, int k) const {
             if constexpr (in_registers) {

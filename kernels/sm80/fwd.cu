@@ -30,7 +30,8 @@ struct Work {
     const Elem *q, *k, *v;   // row 0 of the head
     i32 ib, head;            // head: the first of the packed ones
     i32 row0;                // first (packed) row of the tile
-    i32 tile_begin, tile_end;
+    i32 tile_end;
+    RandomStream stream;
     Acc to_log2;             // from scores as they are held to exponents of 2
 };
 
@@ -57,15 +58,23 @@ __device__ __forceinline__ void locate(const Params& p, Work& w) {
     w.row0 = tile * cfg::block_m;
     w.mask.rows = {w.row0 / cfg::pack, min((w.row0 + cfg::block_m - 1) / cfg::pack + 1, p.n_queries), tile};
     w.to_log2 = static_cast<Acc>((cfg::prescaled ? 1.0 : p.scale) * kLog2e);
-    w.tile_begin = cfg::split ? blockIdx.y * p.split_tiles : 0;
-    w.tile_end = cfg::split ? min(w.tile_begin + p.split_tiles, p.key_tiles) : p.key_tiles;
+    const i32 tile_begin = cfg::split ? blockIdx.y * p.split_tiles : 0;
+    w.tile_end = cfg::split ? min(tile_begin + p.split_tiles, p.key_tiles) : p.key_tiles;
+    w.mask.lowest = max(tile_begin, band_first(p, w.mask.rows) / cfg::block_n);
+    if constexpr (cfg::dropout != 0) w.stream = random_stream(p.dropout, w.ib, w.head);
 }
 
 __device__ __forceinline__ void load_q(const Params& p, const Work& w, u32 shared) {
-    gather_tile<Elem, cfg::block_m, cfg::head_dim, threads, cfg::load_bytes>(shared, w.q, cfg::exact ? cfg::head_dim : p.head_dim, [&](i32 r) {
-        const i32 row = (w.row0 + r) / cfg::pack, head = (w.row0 + r) % cfg::pack;
-        return row < p.n_queries ? w.q + row * p.q.row + head * p.q.head : nullptr;
-    });
+    const i32 cols = cfg::exact ? cfg::head_dim : p.head_dim;
+    if constexpr (cfg::pack == 1) {
+        load_tile<Elem, cfg::block_m, cfg::head_dim, threads, cfg::load_bytes>(shared, w.q + w.row0 * p.q.row, p.q.row, cols,
+                                                                            [&](i32 r) { return w.row0 + r < p.n_queries; });
+    } else {
+        gather_tile<Elem, cfg::block_m, cfg::head_dim, threads, cfg::load_bytes>(shared, w.q, cols, [&](i32 r) {
+            const i32 row = (w.row0 + r) / cfg::pack, head = (w.row0 + r) % cfg::pack;
+            return row < p.n_queries ? w.q + row * p.q.row + head * p.q.head : nullptr;
+        });
+    }
 }
 
 // Issues the copies of one key tile.  Keys that no row sees must not reach the second product: their v could hold NaN.
@@ -135,7 +144,7 @@ __device__ __forceinline__ void mask_scores(const Params& p, const Work& w, Tile
 }
 
 // One key tile: s = q k^T, softmax, o += p v.
-__device__ __forceinline__ void attend(const Params& p, const Work& w, const RandomStream& stream, Tile tile, u32 shared, const Q& q,
+__device__ __forceinline__ void attend(const Params& p, const Work& w, Tile tile, u32 shared, const Q& q,
                                        SoftmaxRows<Acc, m_tiles>& rows, Acc (&o)[m_tiles][v_tiles][4]) {
     const u32 lane = threadIdx.x % 32;
     Acc s[m_tiles][n_tiles][4] = {};
@@ -150,7 +159,7 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, const Ran
             if constexpr (cfg::dropout != 0) {
                 u32 words[4];
                 const i32 row = w.row0 + static_cast<i32>(threadIdx.x / 32) * warp_rows + mt * 16 + lane / 4;
-                random_words(words, p.dropout, stream, row, tile.n() * cfg::block_n + c * 16 + 2 * (lane % 4));
+                random_words(words, p.dropout, w.stream, row, tile.n() * cfg::block_n + c * 16 + 2 * (lane % 4));
 #pragma unroll
                 for (int r = 0; r < 4; ++r) a[r] = drop_pair<cfg::dropout>(a[r], words[r]);
             }
@@ -208,10 +217,7 @@ extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void attention
     __shared__ Work w;
     if (threadIdx.x == 0) locate(p, w);
     __syncthreads();  // w is written
-    RandomStream stream{};
-    if constexpr (cfg::dropout != 0) stream = random_stream(p.dropout, w.ib, w.head);
-
-    TileWalk walk(p, w.mask, w.tile_begin, w.tile_end);
+    TileWalk walk(p, w.mask, w.tile_end);
     Tile tiles[cfg::stages];  // the tile at work and those under way
     load_q(p, w, q_shared);
 #pragma unroll
@@ -227,18 +233,19 @@ extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void attention
 
     SoftmaxRows<Acc, m_tiles> rows;
     Acc o[m_tiles][v_tiles][4] = {};
-    int stage = 0;
+    constexpr u32 ring = cfg::stages * stage_bytes;
+    u32 stage = kv_shared;
     while (tiles[0].exists()) {
         ptx::cp_async_wait<cfg::stages - 2>();
         __syncthreads();  // this tile has arrived, and every warp is done with the stage that is loaded next
-        const int free = stage == 0 ? cfg::stages - 1 : stage - 1;
+        const u32 free = stage == kv_shared ? stage + ring - stage_bytes : stage - stage_bytes;
         tiles[cfg::stages - 1] = walk.next();
-        if (tiles[cfg::stages - 1].exists()) load_kv(p, w, tiles[cfg::stages - 1], kv_shared + free * stage_bytes);
+        if (tiles[cfg::stages - 1].exists()) load_kv(p, w, tiles[cfg::stages - 1], free);
         ptx::cp_async_commit();
-        attend(p, w, stream, tiles[0], kv_shared + stage * stage_bytes, q, rows, o);
+        attend(p, w, tiles[0], stage, q, rows, o);
 #pragma unroll
         for (int s = 0; s + 1 < cfg::stages; ++s) tiles[s] = tiles[s + 1];
-        stage = stage + 1 == cfg::stages ? 0 : stage + 1;
+        stage = stage + stage_bytes == kv_shared + ring ? kv_shared : stage + stage_bytes;
     }
     store(p, w, rows, o);
 }

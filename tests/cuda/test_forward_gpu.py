@@ -1,0 +1,215 @@
+"""The portable forward kernel on a GPU against the float64 oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cuattn
+from cuattn import rng as cuattn_rng
+from cuattn.masks import ColumnMask
+from tests import oracle
+from tests.cuda.cases import BF16, CASES, Case, visible
+from tests.tolerances import assert_close
+
+pytestmark = pytest.mark.gpu
+
+
+def run(qkv, options, **more):
+    """Run ``cuattn.forward`` on the portable kernel; NumPy in, NumPy out."""
+    import cupy
+
+    options = {
+        name: cupy.asarray(value) if isinstance(value, np.ndarray) else value for name, value in options.items()
+    }
+    arrays = [x if isinstance(x, cupy.ndarray) else cupy.asarray(x) for x in qkv]
+    result = cuattn.forward(*arrays, kernel="sm80", **options, **more)
+    return result.o.get(), result.l.get(), result.m.get()
+
+
+def expected(case: Case, qkv, options, dtype=None):
+    """Return o, l, m of the oracle, or of the textbook in `dtype`."""
+    keep, scale = None, 1.0
+    threshold = cuattn_rng.threshold(options.get("dropout_p", 0.0))
+    if threshold:
+        state = cuattn_rng.resolve(options["rng"])
+        count = int(np.prod(case.batch)) * case.heads
+        rows, keys = (0, case.n_queries), (0, case.n_keys)
+        kept = [cuattn_rng.keep(state, threshold, b, rows, keys) for b in range(count)]
+        keep = np.reshape(kept, (*case.batch, case.heads, case.n_queries, case.n_keys))
+        scale = 65536 / (65536 - threshold)
+    return oracle.forward(
+        *qkv, visible=visible(case, options), bias=options.get("bias"), scale=options.get("scale"),
+        softcap=options.get("softcap"), keep=keep, keep_scale=scale, dtype=dtype,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_oracle(case):
+    arrays, options = case.arrays()
+    qkv = tuple(arrays.values())
+    actual = run(qkv, options)
+    exact, textbook = expected(case, qkv, options), expected(case, qkv, options, case.dtype)
+    for name, a, e, t in zip("olm", actual, exact, textbook, strict=True):
+        assert_close(a, e, t, dtype=case.dtype, name=name)
+
+
+def _case(name: str):
+    case = next(case for case in CASES if case.name == name)
+    arrays, options = case.arrays()
+    return case, list(arrays.values()), options
+
+
+@pytest.mark.parametrize("name", ["aligned", "one query", "dropout", "column"])
+def test_same_bits_twice(name):
+    _, qkv, options = _case(name)
+    first, second = run(qkv, options), run(qkv, options)
+    for a, b in zip(first, second, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("name", ["column", "column d64 causal", "dropout column"])
+def test_column_mask_equals_boolean_mask_bit_for_bit(name):
+    _, qkv, options = _case(name)
+    column = run(qkv, options)
+    dense = run(qkv, {**options, "mask": options["mask"].dense()})
+    for a, b in zip(column, dense, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("name", ["column", "dense", "small blocks"])
+def test_invisible_keys_may_hold_nan(name):
+    case, qkv, options = _case(name)
+    clean = run(qkv, options)
+    seen = visible(case, options)
+    dead = ~np.broadcast_to(seen, (*case.batch, case.heads, case.n_queries, case.n_keys)).any(-2)
+    assert dead.any()
+    for x in qkv[1:]:
+        x[dead] = np.nan  # heads are not grouped here, so k and v have the mask's leading axes
+    for a, b in zip(run(qkv, options), clean, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+def test_key_beyond_the_causal_band_may_hold_nan():
+    _, qkv, options = _case("causal top left")
+    clean = run(qkv, options)
+    for x in qkv[1:]:
+        x[..., 200:, :] = np.nan
+    for a, b in zip(run(qkv, options), clean, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+def test_rows_without_keys_are_empty():
+    _, qkv, options = _case("dense")
+    o, l, m = run(qkv, options)
+    assert not o[..., 5, :].any() and not l[..., 5].any() and (m[..., 5] == -np.inf).all()
+
+
+@pytest.mark.parametrize("layout", ["swapped", "negative", "broadcast", "odd stride", "batch axes apart"])
+def test_strides(layout):
+    import cupy
+
+    rng = np.random.default_rng(5)
+    batch = (2, 3) if layout == "batch axes apart" else (2,)
+    case = Case(layout, batch=batch, heads=3, kv_heads=3, n_queries=70, n_keys=150, head_dim=64)
+    qkv = [rng.standard_normal((*batch, 3, n, 64)).astype(BF16) for n in (70, 150, 150)]
+    if layout == "swapped":
+        arrays = [cupy.asarray(np.ascontiguousarray(x.swapaxes(-2, -3))).swapaxes(-2, -3) for x in qkv]
+    elif layout == "negative":
+        arrays = [cupy.asarray(np.ascontiguousarray(x[..., ::-1, :]))[..., ::-1, :] for x in qkv]
+    elif layout == "broadcast":
+        qkv[1:] = [np.broadcast_to(x[:1, :1], x.shape) for x in qkv[1:]]
+        arrays = [cupy.asarray(qkv[0])] + [cupy.broadcast_to(cupy.asarray(x[:1, :1]), x.shape) for x in qkv[1:]]
+    elif layout == "odd stride":
+        arrays = [cupy.asarray(np.concatenate([x, x[..., :3]], -1))[..., :64] for x in qkv]
+    else:
+        arrays = [cupy.asarray(np.ascontiguousarray(x.swapaxes(0, 1))).swapaxes(0, 1) for x in qkv]
+    actual = run(arrays, {})
+    exact, textbook = expected(case, qkv, {}), expected(case, qkv, {}, BF16)
+    for name, a, e, t in zip("olm", actual, exact, textbook, strict=True):
+        assert_close(a, e, t, dtype=BF16, name=name)
+
+
+def test_hostile_device_vectors_are_clamped():
+    import cupy
+
+    rng = np.random.default_rng(1)
+    n, keys = 300, 400
+    wild = rng.integers(-1000, 1400, (4, keys)).astype(np.int32)
+    wild[:, :3] = [[-(2**31)] * 3, [2**31 - 1] * 3, [2**31 - 1] * 3, [-(2**31)] * 3]
+    qkv = [rng.standard_normal((2, m, 64)).astype(BF16) for m in (n, keys, keys)]
+    device = ColumnMask(*map(cupy.asarray, wild), n_queries=n)
+    host = ColumnMask(*np.clip(wild, 0, n), n_queries=n)
+    for a, b in zip(run(qkv, {"mask": device}), run(qkv, {"mask": host}), strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+def test_out_dtype_and_merge():
+    import cupy
+
+    _, (q, k, v), _ = _case("aligned")
+    whole = run((q, k, v), {}, out_dtype="float32")
+    assert whole[0].dtype == np.float32
+    parts = [
+        cuattn.forward(*map(cupy.asarray, (q, k[..., a:b, :], v[..., a:b, :])), out_dtype="float32")
+        for a, b in ((0, 100), (100, 101), (101, 512))
+    ]
+    merged = cuattn.merge(*parts)
+    np.testing.assert_allclose(merged.o.get(), whole[0], rtol=0, atol=2e-3)
+    np.testing.assert_allclose(merged.l.get(), whole[1], rtol=1e-5)
+    assert (merged.m.get() == whole[2]).all()
+
+
+def test_device_offset_and_graph():
+    import cupy
+
+    _, qkv, _ = _case("dropout")
+    arrays = [cupy.asarray(x) for x in qkv]
+    offset = cupy.zeros((), np.uint64)
+    state = cuattn.RNGState(3, offset)
+    call = {"dropout_p": 0.1, "rng": state, "kernel": "sm80"}
+    eager = [run(qkv, {"dropout_p": 0.1, "rng": cuattn.RNGState(3, i)})[0] for i in range(2)]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cuattn.forward(*arrays, **call)  # compiles and loads
+        stream.begin_capture()
+        result = cuattn.forward(*arrays, **call)
+        graph = stream.end_capture()
+        for i in range(2):
+            offset[...] = i
+            graph.launch(stream)
+            assert result.o.get().tobytes() == eager[i].tobytes()
+
+
+def test_graph_with_split_keys():
+    import cupy
+
+    _, qkv, _ = _case("one query")
+    arrays = [cupy.asarray(x) for x in qkv]
+    plan = cuattn.plan(*arrays, kernel="sm80")
+    assert plan.workspace_bytes > 0 and "parts" in str(plan)
+    eager = run(qkv, {})[0]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cuattn.forward(*arrays, kernel="sm80")
+        stream.begin_capture()
+        result = cuattn.forward(*arrays, kernel="sm80")
+        graph = stream.end_capture()
+        noise = [cupy.full(1 << 20, np.nan, np.float32) for _ in range(4)]
+        graph.launch(stream)
+        assert result.o.get().tobytes() == eager.tobytes()
+    del noise
+
+
+def test_more_than_two_to_the_31_elements():
+    import cupy
+
+    rows = (2**31 + 2**20) // 64
+    k = cupy.zeros((rows, 64), np.uint16).view(BF16)  # a view: CuPy cannot fill bfloat16 quickly
+    tail = cupy.asarray(np.random.default_rng(0).standard_normal((300, 64)).astype(BF16))
+    k[-300:] = tail
+    q = tail[:32]
+    result = cuattn.forward(q, k, k, window=(31, None, "bottom_right"), kernel="sm80")
+    last = cuattn.forward(q, k[-1024:], k[-1024:], window=(31, None, "bottom_right"), kernel="sm80")
+    np.testing.assert_array_equal(result.m.get(), last.m.get())
+    np.testing.assert_allclose(result.o.get().astype(np.float32), last.o.get().astype(np.float32), atol=0.05)
