@@ -9,7 +9,7 @@
 // Shared memory   k [block_n][d]   v [block_n][dv]   q [stages][block_m][d]   do [stages][block_m][dv]   p, ds [block_m][block_n]
 //                 stat, delta [stages][block_m]
 // Grid            key tiles * key/value heads * batch, tiles fastest
-// Workspace       stat, delta [batch * heads][row tiles * block_m] and counters from backward_preprocess; dq_acc (bwd_queries.cuh)
+// Workspace       stat, delta, counters (sm80/bwd_workspace.cuh); dq_acc (sm80/bwd_queries.cuh)
 #include "ptx/barrier.cuh"
 #include "sm80/bwd_head.cuh"
 #include "sm80/bwd_load.cuh"
@@ -43,43 +43,14 @@ __device__ __forceinline__ i32 flat_kv_head(const Params& p) { return ptx::opaqu
 __device__ __forceinline__ void describe_group_member(Head& head, const Params& p, i32 member) {
     const i32 flat = flat_kv_head(p);
     describe_head(head, p, flat / p.kv_heads, flat % p.kv_heads * p.group + member);
-    if (threadIdx.x != 0) return;
-    head.walk.first_key = key_tile(p) * cfg::block_n;
-    head.walk.end = walk_end(p, head.walk.first_key);
-    if constexpr (cfg::mask == kMaskBlock) head.walk.blocks = static_cast<const u8*>(p.mask.data) + head.mask_offset;
-    if constexpr (cfg::mask == kMaskColumn) {
-        const int4* bounds = p.table.bounds + (head.instance * p.key_tiles + key_tile(p)) * 2;
-        head.walk.bounds[0] = bounds[0], head.walk.bounds[1] = bounds[1];
-        head.walk.bounds[0].x &= ~kDeadTile;
-    }
+    if (threadIdx.x == 0) describe_walk(head, p, key_tile(p));
 }
 
-// Algorithm 4 line 7.  Keys that no row sees are loaded as zeros: 0 * NaN in dS K would reach dQ.
-__device__ __forceinline__ void load_keys(u32 shared, const Params& p, const Head& head, i32 first_key) {
-    auto inside = [&](int row) { return first_key + row < p.n_keys; };
-    auto alive = [&](int row) {
-        return inside(row) && band_sees(p, first_key + row) && key_alive(p, head.instance, first_key + row);
-    };
-    load_some_rows<cfg::block_n, cfg::head_dim>(shared + k_at, head.k, p.k.row, first_key, p.head_dim, alive);
-    load_some_rows<cfg::block_n, cfg::head_dim_v>(shared + v_at, head.v, p.v.row, first_key, p.head_dim_v, inside);
-}
-
-// Algorithm 4 line 10.  Rows that see nothing are loaded as zeros: they would reach dK and dV by 0 * NaN.
+// Algorithm 4 line 10.
 __device__ __forceinline__ void load_queries(u32 shared, const Params& p, const Head& head, i32 tile, int stage) {
-    const i64 first = i64(tile) * cfg::block_m;
-    const Acc* stat = head.stat + first;
-    const u32 q = shared + q_at + stage * cfg::block_m * qk_stride, dout = shared + do_at + stage * cfg::block_m * v_stride;
-    load_vector(shared + stat_at + stage * stat_bytes, stat);
-    load_vector(shared + delta_at + stage * stat_bytes, head.delta + first);
-    const bool some_empty = head.has_empty_rows && head.empty_tiles[tile];
-    if (cfg::whole_columns && first + cfg::block_m <= p.n_queries && !some_empty) {
-        load_all_rows<cfg::block_m, cfg::head_dim>(q, head.q, p.q.row, first);
-        load_all_rows<cfg::block_m, cfg::head_dim_v>(dout, head.dout, p.dout.row, first);
-    } else {
-        auto seen = [&](int row) { return first + row < p.n_queries && !(some_empty && is_empty_row(stat[row])); };
-        load_some_rows<cfg::block_m, cfg::head_dim>(q, head.q, p.q.row, first, p.head_dim, seen);
-        load_some_rows<cfg::block_m, cfg::head_dim_v>(dout, head.dout, p.dout.row, first, p.head_dim_v, seen);
-    }
+    const int row = stage * cfg::block_m;
+    load_row_tile(shared + q_at + row * qk_stride, shared + do_at + row * v_stride, shared + stat_at + stage * stat_bytes,
+                  shared + delta_at + stage * stat_bytes, p, head, tile);
 }
 
 // Waits for the rows of `tile` and starts loading those of `next` (-1: none); meanwhile, line 21 for the tile before.
@@ -123,36 +94,17 @@ __device__ __forceinline__ void add_keys(KeyGradients& acc, u32 shared, const Sl
     }
 }
 
-// Algorithm 4 line 24, first half: this warp's columns of dV or dK, over the tile of v or k.
+// This warp's columns of dV or dK, over the tile of v or k.
 __device__ __forceinline__ void keys_to_shared(u32 shared, KeyGradients& acc, const Slice& slice, Acc factor) {
-#pragma unroll
-    for (int m = 0; m < team_keys / 16; ++m)
-#pragma unroll
-        for (int n = 0; n < slice_tiles; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) acc[m][n][i] *= factor;
+    scale_by(acc, factor);
     const u32 column = slice.column * int(sizeof(Elem)), key = slice.team * team_keys;
     if (slice.is_k)
-        store_rounded<qk_stride, false>(shared + k_at + key * qk_stride + column, acc);
+        store_rounded<qk_stride, false>(shared + k_at + key * qk_stride + column, acc, cfg::head_dim - slice.column);
     else
-        store_rounded<v_stride, false>(shared + v_at + key * v_stride + column, acc);
+        store_rounded<v_stride, false>(shared + v_at + key * v_stride + column, acc, cfg::head_dim_v - slice.column);
 }
 
-// Line 24 when a sum over axes that k or v was broadcast along is still to come: unrounded, straight to memory.
-__device__ __forceinline__ void keys_to_accumulator(Acc* out, const KeyGradients& acc, const Slice& slice, i32 first_key, i32 n_keys, i32 columns, Acc factor) {
-    const i32 lane = threadIdx.x % 32;
-#pragma unroll
-    for (int m = 0; m < team_keys / 16; ++m)
-#pragma unroll
-        for (int n = 0; n < slice_tiles; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const i64 key = first_key + slice.team * team_keys + 16 * m + i / 2 * 8 + lane / 4;
-                const i32 column = slice.column + 8 * n + lane % 4 * 2 + i % 2;
-                if (key < n_keys && column < columns) out[key * columns + column] = acc[m][n][i] * factor;
-            }
-}
-
+// Algorithm 4 line 24.  A sum over axes that k or v was broadcast along is still to come: then unrounded, to the workspace.
 __device__ __forceinline__ void store_keys(const unsigned char* memory, u32 shared, const Params& p, const Slice& slice, KeyGradients& acc) {
     const i32 flat_head = flat_kv_head(p), kv_head = flat_head % p.kv_heads;
     const BatchIndex index = batch_index(p, flat_head / p.kv_heads);
@@ -161,7 +113,7 @@ __device__ __forceinline__ void store_keys(const unsigned char* memory, u32 shar
     const i64 flat = i64(flat_head) * p.n_keys;
     if (slice.is_k ? cfg::sum_dk : cfg::sum_dv) {
         Acc* out = static_cast<Acc*>(slice.is_k ? p.dk_acc : p.dv_acc) + flat * (slice.is_k ? p.head_dim : p.head_dim_v);
-        keys_to_accumulator(out, acc, slice, first_key, p.n_keys, slice.is_k ? p.head_dim : p.head_dim_v, factor);
+        store_accumulator(out, acc, first_key + slice.team * team_keys, p.n_keys, slice.column, slice.is_k ? p.head_dim : p.head_dim_v, factor);
     }
     if (cfg::sum_dk && cfg::sum_dv) return;
     keys_to_shared(shared, acc, slice, factor);
@@ -186,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(sm80::threads, cfg::blocks_per_sm) 
         __syncthreads();  // head is complete
         RowWalk walk(p, head.walk);
         if (!walk.next(p)) continue;
-        load_keys(shared, p, head, walk.first_key());
+        load_key_tile(shared + k_at, shared + v_at, p, head, walk.first_key(), true);  // line 7
         if constexpr (cfg::stages == 2) load_queries(shared, p, head, walk.tile, 0);
         ptx::cp_async_commit();
 

@@ -75,9 +75,10 @@ __device__ __forceinline__ void clear(Acc (&acc)[tiles_m][tiles_n][4]) {
             for (int i = 0; i < 4; ++i) acc[m][n][i] = 0;
 }
 
-// Rounds the warp's results to elements and stores them to its part of a tile.  With `relu`, negative values become 0.
+// Rounds the warp's results to elements and stores them to its part of a tile, which has `columns` columns.  With `relu`, negative
+// values become 0.
 template <int stride, bool relu, int tiles_m, int tiles_n>
-__device__ __forceinline__ void store_rounded(u32 tile, const float (&acc)[tiles_m][tiles_n][4]) {
+__device__ __forceinline__ void store_rounded(u32 tile, const float (&acc)[tiles_m][tiles_n][4], i32 columns = 8 * tiles_n) {
     const u32 lane = threadIdx.x % 32;
     const u32 at = tile + lane / 4 * stride + lane % 4 * 4;
     auto pair = [](float low, float high) {
@@ -87,25 +88,36 @@ __device__ __forceinline__ void store_rounded(u32 tile, const float (&acc)[tiles
     for (int m = 0; m < tiles_m; ++m)
 #pragma unroll
         for (int n = 0; n < tiles_n; ++n) {
+            if (8 * n >= columns) break;
             ptx::store_shared(at + m * 16 * stride + n * 16, pair(acc[m][n][0], acc[m][n][1]));
             ptx::store_shared(at + (m * 16 + 8) * stride + n * 16, pair(acc[m][n][2], acc[m][n][3]));
         }
 }
 
-// Two neighbouring results to global memory, of which `count` (<= 0: none) exist.
-template <class Out>
-struct alignas(2 * sizeof(Out)) Pair {
-    Out low, high;
-};
+template <int tiles_m, int tiles_n>
+__device__ __forceinline__ void scale_by(Acc (&acc)[tiles_m][tiles_n][4], Acc factor) {
+#pragma unroll
+    for (int m = 0; m < tiles_m; ++m)
+#pragma unroll
+        for (int n = 0; n < tiles_n; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc[m][n][i] *= factor;
+}
 
-template <class Out>
-__device__ __forceinline__ void store_pair(Out* at, Acc low, Acc high, i32 count) {
-    if (count >= 2 && reinterpret_cast<u64>(at) % sizeof(Pair<Out>) == 0) {
-        *reinterpret_cast<Pair<Out>*>(at) = {round_to<Out>(low), round_to<Out>(high)};
-    } else {
-        if (count > 0) at[0] = round_to<Out>(low);
-        if (count > 1) at[1] = round_to<Out>(high);
-    }
+// Unrounded results to an array (rows, columns) in global memory, times a factor; the warp's part starts at (first_row, first_column).
+template <int tiles_m, int tiles_n>
+__device__ __forceinline__ void store_accumulator(Acc* out, const Acc (&acc)[tiles_m][tiles_n][4], i64 first_row, i32 rows, i32 first_column, i32 columns, Acc factor) {
+    const i32 lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < tiles_m; ++m)
+#pragma unroll
+        for (int n = 0; n < tiles_n; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const i64 row = first_row + 16 * m + i / 2 * 8 + lane / 4;
+                const i32 column = first_column + 8 * n + lane % 4 * 2 + i % 2;
+                if (row < rows && column < columns) out[row * columns + column] = acc[m][n][i] * factor;
+            }
 }
 
 }  // namespace sm80

@@ -1,9 +1,11 @@
 // What the backward kernels look up of one query head.
 #pragma once
+#include "attn/math.cuh"
 #include "attn/params.cuh"
 #include "attn/philox.cuh"
 #include "sm80/bwd_layout.cuh"
 #include "sm80/bwd_walk.cuh"
+#include "sm80/bwd_workspace.cuh"
 
 namespace sm80 {
 
@@ -16,34 +18,37 @@ struct Head {
     i64 instance;             // of the mask's tables
     RandomStream random;
     WalkTables walk;
-    const i32* empty_tiles;   // of this head: does the row tile have a row that sees nothing?
+    const i32* empty_groups;  // of this head, by kStatRows rows: is there a row that sees nothing?
     bool has_empty_rows;      // does any?
 };
+
+// See backward_preprocess: no p of such a row is above 0.
+__device__ __forceinline__ bool is_empty_row(Acc stat) { return stat == (sizeof(Elem) == 2 ? -infinity<Acc>() : infinity<Acc>()); }
 
 // Does the head have rows that see nothing?
 __device__ __forceinline__ bool empty_rows(const Params& p, i64 flat) {
     bool empty = false;
-    for (i32 tile = threadIdx.x; tile < p.row_tiles; tile += threads) empty |= p.counters[flat * p.row_tiles + tile] != 0;
+    for (i32 group = threadIdx.x; group < stat_groups(p); group += threads) empty |= p.counters[flat * stat_groups(p) + group] != 0;
     return __syncthreads_or(empty);
 }
 
 // Fills in what a block needs of one query head; thread 0 writes, the block must synchronise before it reads.
 __device__ __forceinline__ void describe_head(Head& h, const Params& p, i32 ib, i32 head) {
-    const bool has_empty_rows = empty_rows(p, i64(ib) * p.heads + head);
+    const i64 flat = i64(ib) * p.heads + head;
+    const bool has_empty_rows = empty_rows(p, flat);
     if (threadIdx.x != 0) return;
     h.has_empty_rows = has_empty_rows;
-    h.empty_tiles = p.counters + (i64(ib) * p.heads + head) * p.row_tiles;
+    h.empty_groups = p.counters + flat * stat_groups(p);
     const BatchIndex index = batch_index(p, ib);
-    const i64 flat = i64(ib) * p.heads + head, rows = i64(p.row_tiles) * cfg::block_m;
     h.q = static_cast<const Elem*>(p.q.data) + slice_offset(p.q, index, head);
     h.dout = static_cast<const Elem*>(p.dout.data) + slice_offset(p.dout, index, head);
     h.k = static_cast<const Elem*>(p.k.data) + slice_offset(p.k, index, head / p.group);
     h.v = static_cast<const Elem*>(p.v.data) + slice_offset(p.v, index, head / p.group);
-    h.stat = static_cast<const Acc*>(p.stat) + flat * rows;
-    h.delta = static_cast<const Acc*>(p.delta) + flat * rows;
+    h.stat = static_cast<const Acc*>(p.stat) + stat_row(p, flat, 0);
+    h.delta = static_cast<const Acc*>(p.delta) + stat_row(p, flat, 0);
     if constexpr (cfg::atomic_dq) {
         const i64 instance = slice_offset(p.dq, index, head) / (i64(p.n_queries) * p.head_dim);
-        h.dq_acc = static_cast<Acc*>(p.dq_acc) + instance * rows * cfg::head_dim;
+        h.dq_acc = static_cast<Acc*>(p.dq_acc) + instance * p.row_tiles * cfg::block_m * cfg::head_dim;
     }
     if constexpr (cfg::bias) h.bias = slice_offset(p.bias, index, head);
     if constexpr (cfg::mask != kMaskNone) {
@@ -51,6 +56,18 @@ __device__ __forceinline__ void describe_head(Head& h, const Params& p, i32 ib, 
         h.mask_offset = slice_offset(p.mask, index, head);
     }
     if constexpr (cfg::dropout) h.random = random_stream(p.dropout, ib, head);
+}
+
+// The same for its walk over the row tiles that see one key tile; called by thread 0.
+__device__ __forceinline__ void describe_walk(Head& head, const Params& p, i32 key_tile) {
+    head.walk.first_key = key_tile * cfg::block_n;
+    head.walk.end = walk_end(p, head.walk.first_key);
+    if constexpr (cfg::mask == kMaskBlock) head.walk.blocks = static_cast<const u8*>(p.mask.data) + head.mask_offset;
+    if constexpr (cfg::mask == kMaskColumn) {
+        const int4* bounds = p.table.bounds + (head.instance * p.key_tiles + key_tile) * 2;
+        head.walk.bounds[0] = bounds[0], head.walk.bounds[1] = bounds[1];
+        head.walk.bounds[0].x &= ~kDeadTile;
+    }
 }
 
 }  // namespace sm80

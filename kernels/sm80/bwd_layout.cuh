@@ -42,8 +42,15 @@ static_assert(queries_m > 0, "no partition of dQ into whole 16 x 16 blocks");
 constexpr int queries_n = cfg::warps / queries_m;
 constexpr int query_rows = cfg::block_m / queries_m;
 constexpr int query_columns = cfg::head_dim / queries_n;
-constexpr int query_chunk = query_rows * query_columns <= 2048 ? query_columns : query_columns / 2;  // columns summed at a time: at most 64 sums per lane
-static_assert(query_rows * query_chunk <= 2048 && query_chunk % 16 == 0, "dQ needs more chunks");
+// Columns of dQ summed at a time, so that a lane holds few sums beside those of dK and dV.
+constexpr int chunk_sums = widest <= 256 ? 64 : 32;
+constexpr int chunk_columns() {
+    int columns = query_columns;
+    while (query_rows * columns > 32 * chunk_sums && columns % 32 == 0) columns /= 2;
+    return columns;
+}
+constexpr int query_chunk = chunk_columns();
+static_assert(query_rows * query_chunk <= 32 * chunk_sums && query_chunk % 16 == 0, "dQ needs more chunks");
 constexpr int query_fragments = query_rows / 16 * (query_columns / 8);  // 16 x 8 results per warp, four sums per lane each
 
 // Shared memory, offsets in bytes.  The second dS lets the products with dS of tile i run after the barrier of tile i + 1.

@@ -2,6 +2,7 @@
 #pragma once
 #include "attn/tile.cuh"
 #include "ptx/opaque.cuh"
+#include "sm80/bwd_head.cuh"
 #include "sm80/bwd_layout.cuh"
 
 namespace sm80 {
@@ -63,6 +64,39 @@ __device__ __forceinline__ void save_rows(const unsigned char* tile, Elem* data,
 __device__ __forceinline__ void load_vector(u32 to, const Acc* from) {
     constexpr int chunks = cfg::block_m * int(sizeof(Acc)) / 16;
     for (int i = thread(); i < chunks; i += threads) ptx::cp_async<16>(to + i * 16, reinterpret_cast<const u8*>(from) + i * 16, 16);
+}
+
+// k and v of one key tile.  Keys that no row sees are loaded as zeros: 0 * NaN in dS K would reach dQ.  `partial`: there may be such keys.
+__device__ __forceinline__ void load_key_tile(u32 k, u32 v, const Params& p, const Head& head, i64 first_key, bool partial) {
+    if (cfg::whole_columns && !partial) {
+        load_all_rows<cfg::block_n, cfg::head_dim>(k, head.k, p.k.row, first_key);
+        load_all_rows<cfg::block_n, cfg::head_dim_v>(v, head.v, p.v.row, first_key);
+    } else {
+        auto inside = [&](int row) { return first_key + row < p.n_keys; };
+        auto alive = [&](int row) {
+            const i32 key = static_cast<i32>(first_key) + row;
+            return inside(row) && band_sees(p, key) && key_alive(p, head.instance, key);
+        };
+        load_some_rows<cfg::block_n, cfg::head_dim>(k, head.k, p.k.row, first_key, p.head_dim, alive);
+        load_some_rows<cfg::block_n, cfg::head_dim_v>(v, head.v, p.v.row, first_key, p.head_dim_v, inside);
+    }
+}
+
+// q, do and the statistics of one row tile.  Rows that see nothing are loaded as zeros: they would reach dK and dV by 0 * NaN.
+__device__ __forceinline__ void load_row_tile(u32 q, u32 dout, u32 stat, u32 delta, const Params& p, const Head& head, i32 tile) {
+    const i64 first = i64(tile) * cfg::block_m;
+    const Acc* stats = head.stat + first;
+    load_vector(stat, stats);
+    load_vector(delta, head.delta + first);
+    const bool some_empty = head.has_empty_rows && head.empty_groups[first / kStatRows];
+    if (cfg::whole_columns && first + cfg::block_m <= p.n_queries && !some_empty) {
+        load_all_rows<cfg::block_m, cfg::head_dim>(q, head.q, p.q.row, first);
+        load_all_rows<cfg::block_m, cfg::head_dim_v>(dout, head.dout, p.dout.row, first);
+    } else {
+        auto seen = [&](int row) { return first + row < p.n_queries && !(some_empty && is_empty_row(stats[row])); };
+        load_some_rows<cfg::block_m, cfg::head_dim>(q, head.q, p.q.row, first, p.head_dim, seen);
+        load_some_rows<cfg::block_m, cfg::head_dim_v>(dout, head.dout, p.dout.row, first, p.head_dim_v, seen);
+    }
 }
 
 }  // namespace sm80

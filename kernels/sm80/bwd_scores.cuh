@@ -24,9 +24,6 @@ __device__ __forceinline__ void load_row_values(RowValues& values, u32 vector) {
         for (int half = 0; half < 2; ++half) ptx::load_shared(values[m][half], vector + (16 * m + 8 * half + g) * int(sizeof(Acc)));
 }
 
-// See backward_preprocess: no p of such a row is above 0.
-__device__ __forceinline__ bool is_empty_row(Acc stat) { return stat == (sizeof(Elem) == 2 ? -infinity<Acc>() : infinity<Acc>()); }
-
 // One bit per element of this lane: 1 = not to be seen.  Found before the product, when registers are free and the looking up of masks
 // can overlap with it.
 constexpr int score_elements = score_tiles_m * score_tiles_n * 4;
@@ -154,33 +151,45 @@ struct TileAddresses {
     u32 q, k, dout, v, stat, delta, p, ds;
 };
 
-// Algorithm 4 lines 11-15, 17-20 for this warp's part of a tile; dS, and P if asked for, go to shared memory.
-template <bool keep_p>
-__device__ __forceinline__ void scores_to_shared(const TileAddresses& at, const Params& p, const Head& head, i32 first_row, i32 first_key, bool partial) {
-    const i32 warp = threadIdx.x / 32, row = warp % scores_m * scores_rows, key = warp / scores_m * scores_keys;
-    const u32 place = row * p_stride + key * int(sizeof(Elem));
+// Where this warp's part of a tile starts.
+__device__ __forceinline__ i32 warp_score_row() { return threadIdx.x / 32 % scores_m * scores_rows; }
+__device__ __forceinline__ i32 warp_score_key() { return threadIdx.x / 32 / scores_m * scores_keys; }
+
+// Algorithm 4 lines 11-15, 17-20 for this warp's part of a tile.  P goes to shared memory if asked for.  ds: the gradient by what enters
+// the softcap, or (behind_cap) by what leaves it, which is the gradient by the bias.
+template <bool keep_p, bool behind_cap>
+__device__ __forceinline__ void find_ds(Scores& ds, const TileAddresses& at, const Params& p, const Head& head, i32 first_row, i32 first_key, bool partial) {
+    const i32 row = warp_score_row(), key = warp_score_key();
+    const u32 p_shared = at.p + row * p_stride + key * int(sizeof(Elem));
     RowValues stat, delta;
     load_row_values(stat, at.stat + row * int(sizeof(Acc)));
     Hidden hidden;
     if (partial) find_hidden(hidden, p, head, first_row + row, first_key + key);
-    Scores s, dp, slope;
+    Scores s, slope;
     clear(s);
     product<cfg::head_dim, Along::columns, qk_stride, Along::columns, qk_stride>(s, at.q + row * qk_stride, at.k + key * qk_stride);  // line 11
     if (partial) mask_scores(s, hidden);
     probabilities(s, slope, stat, p, head, first_row + row, first_key + key);
     if constexpr (cfg::dropout) mark_dropped(s, p, head, first_row + row, first_key + key);
-    if constexpr (cfg::softcap) {  // P makes room for P times the slope of the cap
-        if constexpr (keep_p) store_rounded<p_stride, cfg::dropout != 0>(at.p + place, s);
+    if constexpr (cfg::softcap && !behind_cap) {  // P makes room for P times the slope of the cap
+        if constexpr (keep_p) store_rounded<p_stride, cfg::dropout != 0>(p_shared, s);
         scale_by(s, slope);
     }
-    clear(dp);
-    product<cfg::head_dim_v, Along::columns, v_stride, Along::columns, v_stride>(dp, at.dout + row * v_stride, at.v + key * v_stride);  // line 17
+    clear(ds);
+    product<cfg::head_dim_v, Along::columns, v_stride, Along::columns, v_stride>(ds, at.dout + row * v_stride, at.v + key * v_stride);  // line 17
     // Only after the product: its loads would have to wait for the stores.
-    if constexpr (keep_p && !cfg::softcap) store_rounded<p_stride, cfg::dropout != 0>(at.p + place, s);
+    if constexpr (keep_p && !cfg::softcap) store_rounded<p_stride, cfg::dropout != 0>(p_shared, s);
     load_row_values(delta, at.delta + row * int(sizeof(Acc)));
-    if (partial) mask_gradients(dp, s);
-    score_gradients(dp, s, delta);
-    store_rounded<p_stride, false>(at.ds + place, dp);
+    if (partial) mask_gradients(ds, s);
+    score_gradients(ds, s, delta);
+}
+
+// The same with dS to shared memory.
+template <bool keep_p>
+__device__ __forceinline__ void scores_to_shared(const TileAddresses& at, const Params& p, const Head& head, i32 first_row, i32 first_key, bool partial) {
+    Scores ds;
+    find_ds<keep_p, false>(ds, at, p, head, first_row, first_key, partial);
+    store_rounded<p_stride, false>(at.ds + warp_score_row() * p_stride + warp_score_key() * int(sizeof(Elem)), ds);
 }
 
 }  // namespace sm80

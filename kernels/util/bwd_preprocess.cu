@@ -5,11 +5,12 @@
 //   stat  = m, inverse = 1 / l                                  float32, float64:  p = 2^((s - m) log2 e) * inverse
 //
 // Rows that see nothing (l = 0) and rows beyond the last get delta = 0 and a stat (-inf; m = +inf) that makes every p of theirs 0; what
-// their q, do and o hold is not looked at.  counters[batch head, tile] tells whether a true row of the tile sees nothing.
+// their q, do and o hold is not looked at.  counters tells where a true row sees nothing.
 //
-// Grid: row tiles * batch * heads, tiles fastest.  Outputs [batch * heads][row tiles * block_m]; inverse follows all of stat.
+// Grid: groups of kStatRows rows * batch * heads, groups fastest.  inverse follows all of stat.
 #include "attn/math.cuh"
 #include "attn/params.cuh"
+#include "sm80/bwd_workspace.cuh"
 
 constexpr bool kSplitStat = sizeof(cfg::elem) >= 4;
 constexpr int kThreads = 32 * cfg::warps;
@@ -44,21 +45,24 @@ __device__ __forceinline__ void store_stat(const Params& p, i64 at, bool empty, 
     cfg::acc* stat = static_cast<cfg::acc*>(p.stat);
     if constexpr (kSplitStat) {
         stat[at] = empty ? infinity<cfg::acc>() : m;
-        stat[at + i64(gridDim.x) * cfg::block_m] = empty ? cfg::acc(0) : 1 / l;
+        stat[at + i64(gridDim.x) * kStatRows] = empty ? cfg::acc(0) : 1 / l;
     } else {
         stat[at] = empty ? -infinity<cfg::acc>() : -fmaf(m, float(kLog2e), log2f(l));
     }
 }
 
-__device__ __forceinline__ void zero_accumulator(const Params& p, const BatchIndex& index, i32 head, i32 row_tile) {
+// The group's rows of dq_acc, which holds row_tiles * block_m rows per instance of q.
+__device__ __forceinline__ void zero_accumulator(const Params& p, const BatchIndex& index, i32 head, i32 group) {
     const i64 instance = slice_offset(p.dq, index, head) / (i64(p.n_queries) * p.head_dim);
-    constexpr int units = cfg::block_m * cfg::head_dim * int(sizeof(cfg::acc)) / 16;
-    uint4* tile = static_cast<uint4*>(p.dq_acc) + (instance * p.row_tiles + row_tile) * units;
-    for (i32 i = threadIdx.x; i < units; i += kThreads) tile[i] = make_uint4(0, 0, 0, 0);
+    const i64 rows = i64(p.row_tiles) * cfg::block_m, first = i64(group) * kStatRows;
+    constexpr int row_units = cfg::head_dim * int(sizeof(cfg::acc)) / 16;
+    uint4* to = static_cast<uint4*>(p.dq_acc) + (instance * rows + first) * row_units;
+    const i32 units = static_cast<i32>(min(i64(kStatRows), rows - first)) * row_units;
+    for (i32 i = threadIdx.x; i < units; i += kThreads) to[i] = make_uint4(0, 0, 0, 0);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) backward_preprocess(const __grid_constant__ Params p) {
-    const i32 tile = blockIdx.x % p.row_tiles, flat = blockIdx.x / p.row_tiles, head = flat % p.heads;
+    const i32 group = blockIdx.x % stat_groups(p), flat = blockIdx.x / stat_groups(p), head = flat % p.heads;
     const BatchIndex index = batch_index(p, flat / p.heads);
     const cfg::elem* dout = static_cast<const cfg::elem*>(p.dout.data) + slice_offset(p.dout, index, head);
     const cfg::o_elem* o = static_cast<const cfg::o_elem*>(p.o.data) + slice_offset(p.o, index, head);
@@ -67,8 +71,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) backward_preprocess(const
     const cfg::acc inverse_scale = 1 / p.dropout_scale;
 
     bool any_empty = false;
-    for (i32 r = threadIdx.x / lanes_per_row(); r < cfg::block_m; r += kThreads / lanes_per_row()) {
-        const i64 row = i64(tile) * cfg::block_m + r;
+    for (i32 r = threadIdx.x / lanes_per_row(); r < kStatRows; r += kThreads / lanes_per_row()) {
+        const i64 row = i64(group) * kStatRows + r;
         const bool inside = row < p.n_queries;
         const cfg::acc row_l = inside ? l[row * p.l.row] : cfg::acc(0);
         const bool empty = row_l == 0;
@@ -77,12 +81,12 @@ extern "C" __global__ void __launch_bounds__(kThreads) backward_preprocess(const
         const i64 source = inside ? row : 0;
         const cfg::acc product = row_product(dout + source * p.dout.row, o + source * p.o.row, p.head_dim_v);
         if (threadIdx.x % lanes_per_row() == 0) {
-            const i64 at = i64(flat) * p.row_tiles * cfg::block_m + row;
+            const i64 at = stat_row(p, flat, row);
             static_cast<cfg::acc*>(p.delta)[at] = empty ? cfg::acc(0) : product * inverse_scale;
             store_stat(p, at, empty, row_l, inside ? m[row * p.m.row] : cfg::acc(0));
         }
     }
     any_empty = __syncthreads_or(any_empty);
     if (threadIdx.x == 0) p.counters[blockIdx.x] = any_empty;
-    if constexpr (cfg::atomic_dq) zero_accumulator(p, index, head, tile);
+    if constexpr (cfg::atomic_dq) zero_accumulator(p, index, head, group);
 }

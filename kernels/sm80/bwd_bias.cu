@@ -1,0 +1,126 @@
+// dBias = dS, summed over every axis that the bias was broadcast along: heads and batch, query rows (cfg::sum_rows), keys (cfg::sum_keys).
+//
+// One block owns one tile of the bias (one row or column of tiles where rows or keys are summed).  It recomputes dS for all the heads that
+// read its bias (Algorithm 4 lines 11-15, 17-20) and adds them up in registers in a fixed order: no atomics, no N x N memory.
+//
+// Shared memory   q [block_m][d]   do [block_m][dv]   k [block_n][d]   v [block_n][dv]   stat, delta [block_m];
+//                 at the end sums [block_m][block_n] of cfg::acc over all of it
+// Grid            tiles of the bias (keys fastest, then rows) * instances of the bias * splits
+// Result          dbias, or (cfg::split) dbias_acc [splits][like dbias]: part s takes every splits-th head; section: instances of the bias
+#include "sm80/bwd_load.cuh"
+#include "sm80/bwd_scores.cuh"
+
+namespace sm80 {
+namespace bias {
+
+constexpr int q_at = 0;
+constexpr int do_at = q_at + cfg::block_m * qk_stride;
+constexpr int k_at = do_at + cfg::block_m * v_stride;
+constexpr int v_at = k_at + cfg::block_n * qk_stride;
+constexpr int stat_at = v_at + cfg::block_n * v_stride;
+constexpr int delta_at = stat_at + stat_bytes;
+constexpr int sums_stride = cfg::block_n + 1;
+
+// The block's place: the range of tiles it sums over and the bias instance it belongs to.
+struct Place {
+    i32 row_begin, row_end, key_begin, key_end, instance, split;
+
+    __device__ __forceinline__ explicit Place(const Params& p) {
+        i32 rest = blockIdx.x;
+        auto take = [&](bool summed, i32 tiles, i32& begin, i32& end) {
+            begin = summed ? 0 : rest % tiles;
+            end = summed ? tiles : begin + 1;
+            if (!summed) rest /= tiles;
+        };
+        take(cfg::sum_keys, p.key_tiles, key_begin, key_end);
+        take(cfg::sum_rows, p.row_tiles, row_begin, row_end);
+        split = rest % p.splits;
+        instance = rest / p.splits;
+    }
+};
+
+__device__ __forceinline__ i64 bias_rows(const Params& p) { return cfg::sum_rows ? 1 : p.n_queries; }
+__device__ __forceinline__ i64 bias_keys(const Params& p) { return cfg::sum_keys ? 1 : p.n_keys; }
+
+// Adds dS of one head to the sums, over the block's tiles.
+__device__ __forceinline__ void add_head(Scores& sums, u32 shared, const Params& p, Head& head, const Place& place) {
+    for (i32 key_tile = place.key_begin; key_tile < place.key_end; ++key_tile) {
+        __syncthreads();  // the last head, key tile and walk are done with
+        if (threadIdx.x == 0) describe_walk(head, p, key_tile);
+        __syncthreads();  // head and walk are complete
+        RowWalk walk(p, head.walk);
+        walk.tile = max(walk.tile, place.row_begin - 1);
+        bool first = true;
+        while (walk.next(p) && walk.tile < place.row_end) {
+            __syncthreads();  // q and do are free
+            if (first) load_key_tile(shared + k_at, shared + v_at, p, head, head.walk.first_key, true);
+            load_row_tile(shared + q_at, shared + do_at, shared + stat_at, shared + delta_at, p, head, walk.tile);
+            ptx::cp_async_commit();
+            ptx::cp_async_wait<0>();
+            __syncthreads();  // everything has arrived
+            first = false;
+            const TileAddresses at = {shared + q_at, shared + k_at, shared + do_at, shared + v_at, shared + stat_at, shared + delta_at, 0, 0};
+            Scores ds;
+            find_ds<false, true>(ds, at, p, head, walk.tile * cfg::block_m, head.walk.first_key, walk.partial(p));
+#pragma unroll
+            for (int m = 0; m < score_tiles_m; ++m)
+#pragma unroll
+                for (int n = 0; n < score_tiles_n; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) sums[m][n][i] += ds[m][n][i];
+        }
+    }
+}
+
+// One number of the result per thread: a sum over the rows or keys of the tile where those are summed.
+__device__ __forceinline__ void store_sums(const Acc* sums, const Params& p, const Place& place) {
+    constexpr int rows = cfg::sum_rows ? 1 : cfg::block_m, keys = cfg::sum_keys ? 1 : cfg::block_n;
+    const i64 size = bias_rows(p) * bias_keys(p);
+    for (int index = threadIdx.x; index < rows * keys; index += threads) {
+        const int row = index / keys, key = index % keys;
+        Acc sum = 0;
+        for (int r = row; r < (cfg::sum_rows ? cfg::block_m : row + 1); ++r)
+            for (int c = key; c < (cfg::sum_keys ? cfg::block_n : key + 1); ++c) sum += sums[r * sums_stride + c];
+        const i64 to_row = cfg::sum_rows ? 0 : i64(place.row_begin) * cfg::block_m + row;
+        const i64 to_key = cfg::sum_keys ? 0 : i64(place.key_begin) * cfg::block_n + key;
+        if (to_row >= bias_rows(p) || to_key >= bias_keys(p)) continue;
+        const i64 at = place.instance * size + to_row * bias_keys(p) + to_key;
+        sum *= Acc(p.dropout_scale);
+        if constexpr (cfg::split)
+            static_cast<Acc*>(p.dbias_acc)[(i64(place.split) * p.section) * size + at] = sum;
+        else
+            static_cast<cfg::bias_elem*>(p.dbias.data)[at] = round_to<cfg::bias_elem>(sum);
+    }
+}
+
+}  // namespace bias
+}  // namespace sm80
+
+extern "C" __global__ void __launch_bounds__(sm80::threads, cfg::blocks_per_sm) backward_bias(const __grid_constant__ Params p) {
+    using namespace sm80;
+    extern __shared__ __align__(128) unsigned char memory[];
+    __shared__ Head head;
+    const u32 shared = ptx::shared_address(memory);
+    const bias::Place place(p);
+    const i64 size = bias::bias_rows(p) * bias::bias_keys(p);
+    Scores sums;
+    clear(sums);
+    i32 member = 0;  // heads that read this bias are dealt out to the splits in turn
+    for (i32 flat = 0; flat < p.batch * p.heads; ++flat) {
+        if (slice_offset(p.dbias, batch_index(p, flat / p.heads), flat % p.heads) != place.instance * size) continue;
+        if (member++ % p.splits != place.split) continue;
+        describe_head(head, p, flat / p.heads, flat % p.heads);
+        bias::add_head(sums, shared, p, head, place);
+    }
+    __syncthreads();  // all tiles are done with
+    Acc* to = reinterpret_cast<Acc*>(memory) + warp_score_row() * bias::sums_stride + warp_score_key();
+    const i32 lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < score_tiles_m; ++m)
+#pragma unroll
+        for (int n = 0; n < score_tiles_n; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[(16 * m + i / 2 * 8 + lane / 4) * bias::sums_stride + 8 * n + lane % 4 * 2 + i % 2] = sums[m][n][i];
+    __syncthreads();  // the sums are complete
+    bias::store_sums(reinterpret_cast<const Acc*>(memory), p, place);
+}
