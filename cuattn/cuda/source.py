@@ -41,7 +41,7 @@ import re
 from collections.abc import Iterable, Mapping
 from importlib import resources
 
-__all__ = ["build", "flatten", "kernel_root", "prologue"]
+__all__ = ["build", "flatten", "flatten_text", "kernel_root", "prologue"]
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')
 _HEADERS = {"__half": "cuda_fp16.h", "__nv_bfloat16": "cuda_bf16.h"}
@@ -67,25 +67,34 @@ def flatten(path: str) -> str:
     str
         CUDA source that includes system headers only.
     """
+    return flatten_text(_read(path, None), path)
+
+
+def flatten_text(text: str, name: str = "text") -> str:
+    """Return `text` with its quoted includes written out, each once; `name` is what compiler messages call it."""
     lines: list[str] = []
-    _append(path, lines, set(), None)
+    _append(text, name, lines, {name})
     return "\n".join(lines) + "\n"
 
 
-def _append(path: str, lines: list[str], seen: set[str], origin: str | None) -> None:
-    if path in seen:
-        return
-    seen.add(path)
+def _read(path: str, origin: str | None) -> str:
     file = kernel_root().joinpath(*path.split("/"))
     if not file.is_file():
         by = f", included by {origin}" if origin else ""
         raise FileNotFoundError(f"kernel source {path!r} does not exist{by}")
-    lines.append(f'#line 1 "{path}"')
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    return file.read_text(encoding="utf-8")
+
+
+def _append(text: str, name: str, lines: list[str], seen: set[str]) -> None:
+    lines.append(f'#line 1 "{name}"')
+    for number, line in enumerate(text.splitlines(), 1):
         include = _INCLUDE.match(line)
         if include:
-            _append(include[1], lines, seen, f"{path}:{number}")
-            lines.append(f'#line {number + 1} "{path}"')
+            path = include[1]
+            if path not in seen:
+                seen.add(path)
+                _append(_read(path, f"{name}:{number}"), path, lines, seen)
+            lines.append(f'#line {number + 1} "{name}"')
         elif line.strip() == "#pragma once":
             lines.append("")
         else:
