@@ -9,7 +9,7 @@ from cuattn.cuda import launch
 from cuattn.cuda.merge import merge_parts
 from cuattn.cuda.params import PARAMS
 from cuattn.cuda.plan import forward_plan, grid_of
-from cuattn.cuda.tables import Tables, mask_tables
+from cuattn.cuda.tables import mask_pointers, mask_tables, table_fields, table_layout
 from cuattn.plans import Plan
 from cuattn.problem import Operands, Problem
 
@@ -79,7 +79,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any, Any]:
     tables = mask_tables(problem, operands.mask, device, record.plan.block_m, record.plan.block_n)
     # An empty v has no address, and copies of nothing must still name one.
     pointers = [q.data.ptr, k.data.ptr, v.data.ptr or k.data.ptr, o.data.ptr, l.data.ptr, m.data.ptr]
-    pointers += [0 if operands.bias is None else operands.bias.data.ptr, *_mask_pointers(operands.mask, tables)]
+    pointers += [0 if operands.bias is None else operands.bias.data.ptr, *mask_pointers(operands.mask, tables)]
     pointers += [0, 0, 0] if parts is None else [part.data.ptr for part in parts]
     words = record.struct.fill(pointers)
     held = launch.put_random(words, operands.rng) if problem.dropout else None
@@ -89,16 +89,6 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any, Any]:
         firsts = np.array([part.data.ptr for part in parts], np.uint64)
         merge_parts(device, firsts[:, None] + record.part_offsets, parts[0].dtype, o, l, m, stream)
     return o, l, m
-
-
-def _mask_pointers(mask: Any, tables: Tables | None) -> list[int]:
-    if tables is None:
-        return [0, 0, 0, 0, 0]
-    if tables.cols is None:
-        dense = tables.blocks if tables.blocks is not None else mask
-        return [dense.data.ptr, 0, 0, 0, tables.alive.data.ptr]
-    order = 0 if tables.order is None else tables.order.data.ptr
-    return [0, tables.cols.data.ptr, tables.bounds.data.ptr, order, 0]
 
 
 def _results(problem: Problem, splits: int, together: bool) -> tuple[Any, Any, Any, tuple[Any, Any, Any] | None]:
@@ -172,7 +162,7 @@ def _values(problem: Problem, operands: Operands, made: Plan, counts: dict[str, 
         arrays["mask"] = operands.mask
     rank = len(problem.batch)
     layouts = [(array.shape[:rank], array.strides[:rank]) for array in arrays.values()]
-    tables = _table_layout(problem, operands.mask)
+    tables = table_layout(problem, operands.mask)
     if tables is not None:
         layouts.append((tables[0][:rank], tables[1][:rank]))
     axes = launch.collapse(problem.batch, tuple(layouts))
@@ -180,7 +170,7 @@ def _values(problem: Problem, operands: Operands, made: Plan, counts: dict[str, 
     for name, array in arrays.items():
         values.update(launch.operand_fields(name, array, axes))
     if tables is not None:
-        values.update(_table_fields(problem, operands.mask, tables, axes, made))
+        values.update(table_fields(problem, operands.mask, tables, axes, made.block_n))
     values.update(launch.band_fields(problem))
     values.update(launch.random_fields(problem))
     values.update({name: counts[name] for name in ("row_tiles", "key_tiles", "section", "splits", "split_tiles")})
@@ -190,43 +180,4 @@ def _values(problem: Problem, operands: Operands, made: Plan, counts: dict[str, 
         group=problem.group, n_queries=problem.n_queries, n_keys=problem.n_keys,
         head_dim=problem.head_dim, head_dim_v=problem.head_dim_v,
     )  # fmt: skip
-    return values
-
-
-def _table_layout(problem: Problem, mask: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return shape and instance strides of a mask's tables over (*batch, heads)."""
-    if mask is None:
-        return None
-    leading = mask.shape[:-2] if problem.mask == "dense" else mask.leading
-    leading = (1,) * (len(problem.batch) + 1 - len(leading)) + tuple(leading)
-    strides = [1] * len(leading)
-    for axis in range(len(leading) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * leading[axis + 1]
-    return leading, tuple(strides)
-
-
-def _table_fields(problem: Problem, mask: Any, layout: tuple, axes: launch.Axes, made: Plan) -> dict[str, Any]:
-    shape, strides = layout
-    batch = axes.strides(shape[:-1], strides[:-1], 1)
-    head = strides[-1] if shape[-1] > 1 else 0
-    padded = made.block_n if problem.mask == "column" else 128
-    values: dict[str, Any] = {
-        "table.batch": batch,
-        "table.head": head,
-        "table.keys_padded": -(-problem.n_keys // padded) * padded,
-    }
-    if problem.mask == "block":
-        rows, columns = mask.blocks.shape[-2:]
-        values.update(
-            {
-                "table.block_m": mask.block_m,
-                "table.block_n": mask.block_n,
-                "table.block_rows": rows,
-                "table.block_cols": columns,
-                "mask.batch": tuple(stride * rows * columns for stride in batch),
-                "mask.head": head * rows * columns,
-                "mask.row": columns,
-                "mask.col": 1,
-            }
-        )
     return values

@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.cuda.launch import Struct, band_fields, function
+from cuattn.cuda.launch import Axes, Struct, band_fields, function
 from cuattn.cuda.params import BATCH_AXES, MASK_PARAMS
 from cuattn.cuda.plan import mask_code
 from cuattn.errors import UnsupportedError
 from cuattn.masks.device import Ready
 from cuattn.problem import Problem
 
-__all__ = ["Tables", "mask_tables"]
+__all__ = ["Tables", "mask_pointers", "mask_tables", "table_fields", "table_layout"]
 
 _ORDER_SHARED_BYTES = 40 * 1024  # more row tiles than fit here run unsorted
 _KEYS_PER_BLOCK, _ROWS_PER_BLOCK = 256, 512  # of mask_alive
@@ -64,6 +64,57 @@ def mask_tables(problem: Problem, mask: Any, device: int, block_m: int, block_n:
     tables, ready = cached
     ready.wait()
     return tables
+
+
+def mask_pointers(mask: Any, tables: Tables | None) -> list[int]:
+    """Return the addresses for mask.data and table.cols, bounds, order, alive; 0 where there is none."""
+    if tables is None:
+        return [0, 0, 0, 0, 0]
+    if tables.cols is None:
+        dense = tables.blocks if tables.blocks is not None else mask
+        return [dense.data.ptr, 0, 0, 0, tables.alive.data.ptr]
+    order = 0 if tables.order is None else tables.order.data.ptr
+    return [0, tables.cols.data.ptr, tables.bounds.data.ptr, order, 0]
+
+
+def table_layout(problem: Problem, mask: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return shape and instance strides of a mask's tables over (*batch, heads)."""
+    if mask is None:
+        return None
+    leading = mask.shape[:-2] if problem.mask == "dense" else mask.leading
+    leading = (1,) * (len(problem.batch) + 1 - len(leading)) + tuple(leading)
+    strides = [1] * len(leading)
+    for axis in range(len(leading) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * leading[axis + 1]
+    return leading, tuple(strides)
+
+
+def table_fields(problem: Problem, mask: Any, layout: tuple, axes: Axes, block_n: int) -> dict[str, Any]:
+    """Return the fields of ``Params`` that describe a mask's tables, from :func:`table_layout`."""
+    shape, strides = layout
+    batch = axes.strides(shape[:-1], strides[:-1], 1)
+    head = strides[-1] if shape[-1] > 1 else 0
+    padded = block_n if problem.mask == "column" else 128
+    values: dict[str, Any] = {
+        "table.batch": batch,
+        "table.head": head,
+        "table.keys_padded": -(-problem.n_keys // padded) * padded,
+    }
+    if problem.mask == "block":
+        rows, columns = mask.blocks.shape[-2:]
+        values.update(
+            {
+                "table.block_m": mask.block_m,
+                "table.block_n": mask.block_n,
+                "table.block_rows": rows,
+                "table.block_cols": columns,
+                "mask.batch": tuple(stride * rows * columns for stride in batch),
+                "mask.head": head * rows * columns,
+                "mask.row": columns,
+                "mask.col": 1,
+            }
+        )
+    return values
 
 
 def _column_tables(problem: Problem, mask: Any, device: int, block_m: int, block_n: int) -> Tables:
