@@ -1,0 +1,96 @@
+"""The command line that the measuring scripts share."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from bench import rows
+from bench.cases import BOTH, Case, select
+from bench.peers import RUNNERS, make
+from bench.session import Session
+
+__all__ = ["parser", "run"]
+
+
+def parser(description: str, tables: Sequence[str], optional: Sequence[str], out: str) -> argparse.ArgumentParser:
+    """Return the parser of a script.
+
+    Parameters
+    ----------
+    description : str
+        What the script measures.
+    tables, optional : sequence of str
+        Tables that it measures by default, and those that it measures when asked.
+    out : str
+        Default file.
+    """
+    known = [*tables, *optional]
+    epilog = f"tables: {', '.join(known)}.  runners: {', '.join(RUNNERS)}."
+    found = argparse.ArgumentParser(description=description, epilog=epilog)
+    found.add_argument("--tables", nargs="+", choices=known, default=list(tables), help="which tables", metavar="TABLE")
+    found.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="cases whose name or a word matches")
+    found.add_argument("--directions", nargs="+", choices=BOTH, default=BOTH)
+    found.add_argument("--ours", nargs="*", default=["cuattn"], metavar="RUNNER", help="cuattn, cuattn-sm90, ...")
+    found.add_argument("--peers", nargs="*", metavar="RUNNER", help="by default all that may apply to the table")
+    found.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="start no case past this time")
+    found.add_argument("--seconds", type=float, default=1.5, help="device time to sample per case")
+    found.add_argument("--least", type=int, default=7, help="fewest samples of a runner")
+    found.add_argument("--most", type=int, default=40, help="most samples of a runner")
+    found.add_argument("--shared-mask", action="store_true", help="all sequences of a batch get one mask")
+    found.add_argument("--trees", metavar="NAME=ID,...", help="git tree ids of a copy without git")
+    found.add_argument("--out", type=Path, default=Path(out), metavar="FILE", help="rows are added to this JSON file")
+    found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    found.add_argument("--list", action="store_true", help="print the cases and stop")
+    return found
+
+
+def run(arguments: argparse.Namespace, peers: dict[str, Sequence[str]]) -> int:
+    """Measure what the arguments ask for.
+
+    Parameters
+    ----------
+    arguments : Namespace
+        Of `parser`.
+    peers : dict of str to sequence of str
+        Peers by table, with ``""`` for tables not named.
+
+    Returns
+    -------
+    int
+        Exit status: 0, or 1 when a result was wrong.
+    """
+    console = Console(width=None if Console().is_terminal else 200)
+    if arguments.list:
+        for case in select(arguments.tables, arguments.only, arguments.directions):
+            console.print(case.name, highlight=False)
+        return 0
+    options = {"shared_mask": arguments.shared_mask}
+    file = rows.RowFile(arguments.out, rows.environment(arguments.device, arguments.trees, options))
+    left: list[Case] = []
+    begin = time.monotonic()
+    for table in arguments.tables:
+        names = [*arguments.ours, *(peers.get(table, peers[""]) if arguments.peers is None else arguments.peers)]
+        session = Session(
+            make(names),
+            arguments.device,
+            file,
+            seconds=arguments.seconds,
+            least=arguments.least,
+            most=arguments.most,
+            shared_mask=arguments.shared_mask,
+            console=console,
+        )
+        cases = select([table], arguments.only, arguments.directions)
+        left += session.run(cases, arguments.budget - (time.monotonic() - begin))
+    mine = [row for row in file.rows if row["run"] == file.run]
+    wrong = sum(row["status"] == "wrong" for row in mine)
+    spent = time.monotonic() - begin
+    console.print(f"{len(mine)} rows in {spent:.0f} s, {wrong} wrong, {len(left)} cases left; {arguments.out}")
+    if left:
+        console.print("left: " + " ".join(case.name for case in left), soft_wrap=True)
+    return 1 if wrong else 0

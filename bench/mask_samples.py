@@ -1,0 +1,158 @@
+"""The twelve masks of the FlashMask paper's tables, as data: one sample per sequence, the same at every run.
+
+A sample says what is visible in plain numbers (document lengths, prefixes, spans, ...).  `column_mask` turns samples
+into cuattn's mask with the library's own constructors; peers read the same numbers.
+
+References
+----------
+G. Wang et al., "FlashMask: Efficient and Rich Mask Extension of FlashAttention", appendix A.5.2: 3-7 documents per
+sequence of 8K, 10-14 of 32K, 11-15 of 128K; a shared question has 2-6 answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cuattn import masks
+
+__all__ = ["KINDS", "Sample", "column_mask", "documents_per_sequence", "samples"]
+
+SEED = 20240924
+KINDS = (
+    "full",
+    "causal",
+    "sliding_window",
+    "global_sliding_window",
+    "causal_document",
+    "document",
+    "share_question",
+    "causal_blockwise",
+    "prefix_lm_document",
+    "prefix_lm_causal",
+    "qk_sparse",
+    "random_eviction",
+)
+GLOBAL_TOKENS = 16
+SPANS = ((1 / 8, 0.0657), (0.2878, 0.2075))  # QK-sparse: start and length of each span, as shares of the sequence
+SHORTEST = 0.25  # a document's length is drawn from [SHORTEST, 1), then all are scaled to fill the sequence
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one sequence may see.
+
+    Attributes
+    ----------
+    kind : str
+        One of `KINDS`.
+    n : int
+        Tokens.
+    lengths : tuple of int
+        Documents or blocks, where the kind has them; they fill the sequence.
+    parts : tuple
+        Per document: prefix length, or (question length, answer lengths).
+    number : int
+        Window, prefix, or first row that evicts.
+    """
+
+    kind: str
+    n: int
+    lengths: tuple[int, ...] = ()
+    parts: tuple[Any, ...] = ()
+    number: int = 0
+
+    def column_mask(self) -> masks.ColumnMask:
+        """Return the sample as a mask for one sequence."""
+        n, number = self.n, self.number
+        if self.kind in ("full", "causal"):
+            return getattr(masks, self.kind)(n)
+        if self.kind == "sliding_window":
+            return masks.sliding_window(n, number)
+        if self.kind == "global_sliding_window":
+            return masks.global_sliding_window(n, number, GLOBAL_TOKENS)
+        if self.kind in ("causal_document", "document", "causal_blockwise"):
+            return getattr(masks, self.kind)(list(self.lengths))
+        if self.kind == "share_question":
+            return masks.share_question(list(self.parts))
+        if self.kind == "prefix_lm_document":
+            return masks.prefix_lm_document(list(zip(self.parts, self.lengths, strict=True)))
+        if self.kind == "prefix_lm_causal":
+            return masks.prefix_lm_causal(n, number)
+        if self.kind == "qk_sparse":
+            return masks.qk_sparse(n, list(self.parts))
+        return masks.random_eviction(n, number, rng=np.random.default_rng(self.parts))
+
+
+def documents_per_sequence(n: int) -> tuple[int, int]:
+    """Return the fewest and the most documents in a sequence of `n` tokens, as the paper draws them."""
+    if n <= 8192:
+        return 3, 7
+    return (10, 14) if n <= 32768 else (11, 15)
+
+
+def samples(kind: str, n: int, count: int, documents: int | None = None) -> tuple[Sample, ...]:
+    """Draw the masks of a batch.
+
+    Parameters
+    ----------
+    kind : str
+        One of `KINDS`.
+    n : int
+        Tokens per sequence.
+    count : int
+        Sequences; each gets its own draw where the kind has anything to draw.
+    documents : int, optional
+        Documents per sequence, instead of a random number.
+
+    Returns
+    -------
+    tuple of Sample
+        The same for the same arguments; the first sequences do not depend on `count`.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind = {kind!r}: expected one of {', '.join(KINDS)}")
+    return tuple(_draw(kind, n, (SEED, KINDS.index(kind), n, row), documents) for row in range(count))
+
+
+def column_mask(drawn: tuple[Sample, ...]) -> masks.ColumnMask:
+    """Return one mask for the whole batch, of leading shape (batch, 1), or () when all sequences share it."""
+    if all(sample == drawn[0] for sample in drawn):
+        return drawn[0].column_mask()
+    return masks.ColumnMask.stack([[sample.column_mask()] for sample in drawn])
+
+
+def _draw(kind: str, n: int, seed: tuple[int, ...], documents: int | None) -> Sample:
+    rng = np.random.default_rng(seed)
+    if kind in ("sliding_window", "global_sliding_window"):
+        return Sample(kind, n, number=max(n // 16, 1))
+    if kind in ("prefix_lm_causal", "random_eviction"):
+        return Sample(kind, n, number=n // 2, parts=seed if kind == "random_eviction" else ())
+    if kind == "qk_sparse":
+        return Sample(kind, n, parts=tuple((int(start * n), int(length * n)) for start, length in SPANS))
+    if kind in ("full", "causal"):
+        return Sample(kind, n)
+    fewest, most = documents_per_sequence(n)
+    wanted = int(rng.integers(fewest, most + 1)) if documents is None else documents
+    lengths = _split(n, rng.uniform(SHORTEST, 1.0, size=wanted))
+    parts: tuple[Any, ...] = ()
+    if kind == "share_question":
+        parts = tuple(_question_and_answers(rng, length) for length in lengths)
+    elif kind == "prefix_lm_document":
+        parts = tuple(int(length * rng.uniform(0.25, 0.75)) for length in lengths)
+    return Sample(kind, n, lengths=lengths, parts=parts)
+
+
+def _split(n: int, weights: np.ndarray) -> tuple[int, ...]:
+    """Split `n` tokens in proportion to `weights`."""
+    cuts = np.rint(np.cumsum(weights) / weights.sum() * n).astype(int)
+    return tuple(int(length) for length in np.diff(cuts, prepend=0))
+
+
+def _question_and_answers(rng: np.random.Generator, length: int) -> tuple[int, tuple[int, ...]]:
+    """Split a document into 2 to 6 answers of 10-20 % each, at most 90 % in all, and the question before them."""
+    count = int(rng.integers(2, 7))
+    answers = tuple(int(share * length) for share in rng.uniform(0.10, min(0.20, 0.90 / count), size=count))
+    return length - sum(answers), answers

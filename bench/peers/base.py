@@ -1,0 +1,96 @@
+"""What every runner has in common: a name, what it cannot run and why, and a bound call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.cases import Case
+from bench.inputs import Inputs
+
+__all__ = ["Bound", "Runner", "names", "through_autograd"]
+
+
+@dataclass
+class Bound:
+    """A runner bound to the arrays of one case: nothing but the call is left to do.
+
+    Attributes
+    ----------
+    call : callable
+        Enqueues the work; what it returns is dropped when timed.
+    convert : callable
+        Turns what `call` returned into {"o": ...} or {"dq": ..., "dk": ..., "dv": ...}, each (B, H, N, d).
+    scope : callable
+        Makes a context manager that has to be active around calls.
+    plan : str
+        How the runner says it will run.
+    """
+
+    call: Callable[[], Any]
+    convert: Callable[[Any], dict[str, Any]]
+    scope: Callable[[], Any] = field(default=contextlib.nullcontext)
+    plan: str = ""
+
+
+class Runner:
+    """One way to compute attention.
+
+    Attributes
+    ----------
+    name : str
+        How rows call it.
+    ours : bool
+        Whether it is cuattn, and not a peer.
+    """
+
+    name = ""
+    ours = False
+
+    def why_not(self, case: Case) -> str | None:
+        """Return why a case cannot be run, or None."""
+        raise NotImplementedError
+
+    def bind(self, case: Case, inputs: Inputs) -> Bound:
+        """Prepare a case: compile, convert masks, run the forward that a backward needs."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free what the last case left behind."""
+
+
+def names(direction: str, values: Any) -> dict[str, Any]:
+    """Name the results of a direction."""
+    return {"o": values} if direction == "forward" else dict(zip(("dq", "dk", "dv"), values, strict=True))
+
+
+def through_autograd(
+    case: Case, attention: Callable[..., Any], operands: tuple[Any, ...], to_heads: Callable[[Any], Any]
+) -> Bound:
+    """Bind a differentiable PyTorch function.
+
+    Parameters
+    ----------
+    case : Case
+        Says the direction.
+    attention : callable
+        ``attention(q, k, v) -> o``.
+    operands : (q, k, v, do)
+        In the function's own layout.
+    to_heads : callable
+        Turns an array of that layout into (B, H, N, d).
+    """
+    import torch
+
+    q, k, v, do = operands
+    if case.direction == "forward":
+        return Bound(lambda: attention(q, k, v), lambda o: {"o": to_heads(o)})
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = attention(*leaves)
+
+    def call() -> Any:
+        return torch.autograd.grad(o, leaves, do, retain_graph=True)
+
+    return Bound(call, lambda gradients: {name: to_heads(x) for name, x in names("backward", gradients).items()})

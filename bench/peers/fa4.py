@@ -1,0 +1,102 @@
+"""FlashAttention-4 (``flash_attn.cute``), when it is importable: whole sequences, and packed documents."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from typing import Any
+
+from bench.cases import Case
+from bench.inputs import Inputs
+from bench.peers.base import Bound, Runner, through_autograd
+
+__all__ = ["Fa4", "Fa4Packed", "document_starts"]
+
+
+def _why_not(case: Case) -> str | None:
+    """Return what keeps both ways of calling FlashAttention-4 from a case."""
+    try:
+        missing = importlib.util.find_spec("flash_attn.cute") is None
+    except ImportError:
+        missing = True
+    if missing:
+        return "flash_attn.cute is not installed"
+    if case.dtype not in ("float16", "bfloat16"):
+        return f"does not compute in {case.dtype}"
+    if case.dropout:
+        return "has no dropout"
+    if case.head_dim > 256:
+        return "head dimension at most 256"
+    return None
+
+
+class Fa4(Runner):
+    """``flash_attn_func``: full, causal, and the sliding window."""
+
+    name = "fa4"
+
+    def why_not(self, case: Case) -> str | None:
+        if case.mask not in (None, "full", "causal", "sliding_window"):
+            return "says only full, causal and window masks (others: FlexAttention's FLASH backend)"
+        return _why_not(case)
+
+    def bind(self, case: Case, inputs: Inputs) -> Bound:
+        from flash_attn.cute import flash_attn_func
+
+        options: dict[str, Any] = dict(causal=case.causal or case.mask == "causal", deterministic=case.deterministic)
+        if case.mask == "sliding_window":
+            options["window_size"] = (inputs.samples[0].number - 1, 0)
+        # This library's own layout is (B, N, H, d).
+        operands = tuple(x.transpose(1, 2).contiguous() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
+
+        def attention(q, k, v):
+            return _first(flash_attn_func(q, k, v, **options))
+
+        return through_autograd(case, attention, operands, lambda x: x.transpose(1, 2))
+
+
+class Fa4Packed(Runner):
+    """``flash_attn_varlen_func``: documents as separate sequences, back to back."""
+
+    name = "fa4-varlen"
+
+    def why_not(self, case: Case) -> str | None:
+        if case.mask not in ("document", "causal_document"):
+            return "packs documents only"
+        return _why_not(case)
+
+    def bind(self, case: Case, inputs: Inputs) -> Bound:
+        import torch
+        from flash_attn.cute import flash_attn_varlen_func
+
+        starts = document_starts(inputs)
+        longest = max(b - a for a, b in itertools.pairwise(starts))
+        cumulative = torch.tensor(starts, dtype=torch.int32, device=inputs.q.device)
+        options: dict[str, Any] = dict(
+            cu_seqlens_q=cumulative,
+            cu_seqlens_k=cumulative,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            causal=case.mask == "causal_document",
+            deterministic=case.deterministic,
+        )
+        operands = tuple(x.transpose(1, 2).flatten(0, 1) for x in (inputs.q, inputs.k, inputs.v, inputs.do))
+
+        def attention(q, k, v):
+            return _first(flash_attn_varlen_func(q, k, v, **options))
+
+        return through_autograd(case, attention, operands, lambda x: x.unflatten(0, (case.batch, -1)).transpose(1, 2))
+
+
+def document_starts(inputs: Inputs) -> list[int]:
+    """Return where each document of the batch starts in the packed rows, and the total."""
+    starts = [0]
+    for sample in inputs.samples:
+        for length in sample.lengths:
+            starts.append(starts[-1] + length)
+    return starts
+
+
+def _first(result: Any) -> Any:
+    """Return the output alone: some versions return it together with the row sums."""
+    return result[0] if isinstance(result, (tuple, list)) else result

@@ -1,0 +1,160 @@
+"""PyTorch's FlexAttention, compiled, on its Triton and on its FLASH backend.
+
+Each mask is written the way that costs it least: closed forms where there are any, else per-key vectors, a comparison
+or two per element.  The tables of full and partial blocks are exact and made ahead of all timing, in slices, so that
+a mask of 128K needs no N x N matrix.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from bench.cases import Case
+from bench.inputs import Inputs
+from bench.mask_samples import GLOBAL_TOKENS, Sample
+from bench.peers.base import Bound, Runner, through_autograd
+
+__all__ = ["Flex", "block_tables", "mask_function"]
+
+BLOCK = 128
+COMPILATIONS = 64  # variants of one function that PyTorch may keep before it gives up compiling
+
+
+class Flex(Runner):
+    """``torch.compile(flex_attention)`` on one of its backends."""
+
+    def __init__(self, name: str, backend: str | None) -> None:
+        self.name = name
+        self._backend = backend
+
+    def why_not(self, case: Case) -> str | None:
+        if self._backend == "FLASH":
+            try:
+                found = importlib.util.find_spec("flash_attn.cute") is not None
+            except ImportError:
+                found = False
+            if not found:
+                return "the FLASH backend needs flash_attn.cute, which is not installed"
+        if case.dropout:
+            return "has no dropout"
+        if case.deterministic:
+            return "has no deterministic backward"
+        if case.dtype == "float64" or (case.dtype == "float32" and self._backend == "FLASH"):
+            return f"does not compute in {case.dtype}"
+        return None
+
+    def bind(self, case: Case, inputs: Inputs) -> Bound:
+        import torch
+        from torch.nn.attention.flex_attention import flex_attention
+
+        _raise_compile_limit(torch)
+        torch._functorch.config.donated_buffer = False  # a backward may be run many times
+        options: dict[str, Any] = {"enable_gqa": case.heads != case.kv_heads}
+        if self._backend:
+            options["kernel_options"] = {"BACKEND": self._backend}
+        visible = mask_function(case, inputs.samples, inputs.q.device)
+        if visible is not None:
+            options["block_mask"] = _block_mask(case, visible, inputs)
+        compiled = torch.compile(flex_attention, dynamic=False)
+
+        def attention(q, k, v):
+            return compiled(q, k, v, **options)
+
+        operands = (inputs.q, inputs.k, inputs.v, inputs.do)
+        return through_autograd(case, attention, operands, lambda x: x)
+
+    def close(self) -> None:
+        import torch
+
+        torch._dynamo.reset()  # what was compiled for this mask would count against the limit
+
+
+def _raise_compile_limit(torch: Any) -> None:
+    config = torch._dynamo.config
+    for name in ("recompile_limit", "cache_size_limit"):
+        if hasattr(config, name):
+            setattr(config, name, max(getattr(config, name), COMPILATIONS))
+
+
+def mask_function(case: Case, drawn: tuple[Sample, ...], device: Any) -> Callable[..., Any] | None:
+    """Return FlexAttention's mask function of a case, or None where everything is visible."""
+    kind = case.mask or ("causal" if case.causal else "full")
+    if kind == "full":
+        return None
+    if kind == "causal":
+        return lambda b, h, i, j: i >= j
+    number = drawn[0].number
+    if kind == "sliding_window":
+        return lambda b, h, i, j: (i >= j) & (i - j < number)
+    if kind == "global_sliding_window":
+        return lambda b, h, i, j: ((i - j <= number) & (j - i <= number)) | (i < GLOBAL_TOKENS) | (j < GLOBAL_TOKENS)
+    if kind == "prefix_lm_causal":
+        return lambda b, h, i, j: (i >= j) | (j < number)
+    if kind == "causal_blockwise":
+        end, last = _per_key(drawn, device, "lts"), _last_block(drawn, device)
+        return lambda b, h, i, j: (i >= j) & ((i < end[b, j]) | (i >= last[b]))
+    until = _per_key(drawn, device, "lts")
+    if kind in ("causal_document", "share_question", "random_eviction"):
+        return lambda b, h, i, j: (i >= j) & (i < until[b, j])
+    since = _per_key(drawn, device, "ute")
+    if kind == "qk_sparse":
+        return lambda b, h, i, j: i >= since[b, j]
+    return lambda b, h, i, j: (i >= since[b, j]) & (i < until[b, j])
+
+
+def _per_key(drawn: tuple[Sample, ...], device: Any, name: str) -> Any:
+    """Return one vector of the samples' column masks as a (B, N) tensor."""
+    import torch
+
+    return torch.from_numpy(np.stack([getattr(sample.column_mask(), name) for sample in drawn])).to(device)
+
+
+def _last_block(drawn: tuple[Sample, ...], device: Any) -> Any:
+    """Return the first row of each sequence's last block, (B,)."""
+    import torch
+
+    return torch.tensor([sample.n - sample.lengths[-1] for sample in drawn], dtype=torch.int32, device=device)
+
+
+def block_tables(visible: Callable[..., Any], batch: int, n_queries: int, n_keys: int, device: Any) -> Any:
+    """Return which blocks have any and which have all elements visible, two (batch, Tr, Tc) boolean tensors."""
+    import torch
+
+    rows, columns = -(-n_queries // BLOCK), -(-n_keys // BLOCK)
+    some = torch.zeros(batch, rows, columns, dtype=torch.bool, device=device)
+    every = torch.zeros_like(some)
+    b = torch.arange(batch, device=device)[:, None, None]
+    j = torch.arange(n_keys, device=device)
+    for row in range(rows):
+        i = torch.arange(row * BLOCK, min((row + 1) * BLOCK, n_queries), device=device)[:, None]
+        strip = visible(b, 0, i, j).expand(batch, i.shape[0], n_keys)
+        missing = columns * BLOCK - n_keys
+        any_, all_ = strip.any(1), strip.all(1)
+        some[:, row] = torch.nn.functional.pad(any_, (0, missing)).unflatten(1, (columns, BLOCK)).any(2)
+        every[:, row] = torch.nn.functional.pad(all_, (0, missing), value=True).unflatten(1, (columns, BLOCK)).all(2)
+    return some, every
+
+
+def _block_mask(case: Case, visible: Callable[..., Any], inputs: Inputs) -> Any:
+    import torch
+    from torch.nn.attention.flex_attention import BlockMask
+
+    batch = case.batch if any(sample != inputs.samples[0] for sample in inputs.samples) else 1
+    some, every = block_tables(visible, batch, case.n_queries, case.n_keys, inputs.q.device)
+
+    def ordered(chosen: Any) -> tuple[Any, Any]:
+        """Return, per row of blocks, how many are chosen and their columns, the chosen ones first."""
+        columns = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
+        return chosen.sum(-1, dtype=torch.int32)[:, None], columns.to(torch.int32)[:, None].contiguous()
+
+    return BlockMask.from_kv_blocks(
+        *ordered(some & ~every),
+        *ordered(every),
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=visible,
+        seq_lengths=(case.n_queries, case.n_keys),
+    )

@@ -1,0 +1,197 @@
+"""What a result must equal: textbook attention of single heads in float64, and how far the textbook itself strays.
+
+The rule is the test suite's: an error may be at most twice that of the textbook computation in the same precision,
+plus one rounding.  Everything is computed on PyTorch tensors where the inputs are, some rows at a time, so that a
+sequence of 128K fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Reference", "Visible", "compare", "distance", "textbook"]
+
+CHUNK_ELEMENTS = 1 << 26  # score elements in flight, in float64
+FACTOR = 2.0  # times the textbook's error that a result may have
+PEER_FACTOR = 4.0  # peers may round more often than the textbook: what they get wrong is seen, not how they round
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What the rows of one head may see.
+
+    Attributes
+    ----------
+    causal : bool
+        Keys j <= i only.
+    bounds : tensor, optional
+        (4, Nk) int32: the vectors of a column mask.
+    keep : callable, optional
+        (start, stop) -> bool tensor (stop - start, Nk): what dropout keeps, together with `keep_scale`.
+    """
+
+    causal: bool = False
+    bounds: Any = None
+    keep: Any = None
+    keep_scale: float = 1.0
+
+    def rows(self, start: int, stop: int, n_keys: int, device: Any) -> Any:
+        """Return which keys rows start ... stop - 1 see, (stop - start, Nk) bool, or None for all."""
+        import torch
+
+        i = torch.arange(start, stop, device=device)[:, None]
+        seen = i >= torch.arange(n_keys, device=device) if self.causal else None
+        if self.bounds is not None:
+            lts, lte, uts, ute = self.bounds
+            open_ = ~(((i >= lts) & (i < lte)) | ((i >= uts) & (i < ute)))
+            seen = open_ if seen is None else seen & open_
+        return seen
+
+
+def textbook(q: Any, k: Any, v: Any, do: Any, visible: Visible, rounded_to: Any = None) -> dict[str, Any]:
+    """Compute textbook attention of one head and its gradients.
+
+    Parameters
+    ----------
+    q, k, v, do : tensor, (Nq, d), (Nk, d), (Nk, d), (Nq, d)
+        One head; do may be None.
+    visible : Visible
+        What is visible and what dropout keeps.
+    rounded_to : torch dtype, optional
+        Round every step to this dtype, computing between in float32 (float64 for float64); None computes in float64.
+
+    Returns
+    -------
+    dict of str to tensor
+        ``o`` and, with `do`, ``dq``, ``dk``, ``dv``, in the precision computed in.
+    """
+    import torch
+
+    work = torch.float64 if rounded_to in (None, torch.float64) else torch.float32
+    low = rounded_to not in (None, work)
+
+    def step(x: Any) -> Any:
+        return x.to(rounded_to).to(work) if low else x
+
+    scale = q.shape[-1] ** -0.5
+    q, k, v = (x.to(work) for x in (q, k, v))
+    rows = max(1, CHUNK_ELEMENTS // k.shape[0])
+    result: dict[str, Any] = {"o": torch.empty_like(q)}
+    if do is not None:
+        do = do.to(work)
+        result |= {"dq": torch.empty_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
+    for start in range(0, q.shape[0], rows):
+        part = slice(start, min(start + rows, q.shape[0]))
+        s = step(step(q[part] @ k.T) * scale)
+        seen = visible.rows(part.start, part.stop, k.shape[0], q.device)
+        if seen is not None:
+            s = s.masked_fill_(~seen, -torch.inf)
+        p = step(torch.softmax(s, dim=-1).nan_to_num_(0.0))
+        del s
+        z = None if visible.keep is None else visible.keep(part.start, part.stop).to(work) * visible.keep_scale
+        pd = p if z is None else step(p * z)
+        result["o"][part] = step(pd @ v)
+        if do is None:
+            continue
+        result["dv"] += pd.T @ do[part]
+        dp = step(do[part] @ v.T)
+        dp = dp if z is None else step(dp * z)
+        ds = step(p * (dp - step((p * dp).sum(-1, keepdim=True))))
+        result["dq"][part] = step(scale * (ds @ k))
+        result["dk"] += scale * (ds.T @ q[part])
+    return {name: step(x) for name, x in result.items()}
+
+
+def _textbook_in(dtype: Any, operands: Any, exact: dict[str, Any]) -> dict[str, Any]:
+    """Return the textbook's results in `dtype`.
+
+    Nothing here is more exact than float64, so its textbook's error is inferred: rounding errors are proportional to
+    the spacing of the numbers, hence those of float32 shrunk by the ratio of the two spacings, and half as much again
+    because the results called exact are rounded too.
+    """
+    import torch
+
+    if dtype != torch.float64:
+        return textbook(*operands, rounded_to=dtype)
+    ratio = 1.5 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    single = textbook(*operands, rounded_to=torch.float32)
+    return {name: x + (single[name].double() - x) * ratio for name, x in exact.items()}
+
+
+class Reference:
+    """Exact results of a few heads of a problem, and the error that each result may have.
+
+    Parameters
+    ----------
+    heads : dict of (int, int) to (q, k, v, do, Visible)
+        One-head operands by (batch, query head).
+    dtype : torch dtype
+        Precision that the textbook rounds to.
+    gradients : bool
+        Compute gradients too.
+    """
+
+    def __init__(self, heads: dict[tuple[int, int], Any], dtype: Any, gradients: bool) -> None:
+        self.exact: dict[tuple[int, int], dict[str, Any]] = {}
+        self.rough: dict[tuple[int, int], dict[str, Any]] = {}
+        self.dtype = dtype
+        for place, (q, k, v, do, visible) in heads.items():
+            operands = (q, k, v, do if gradients else None, visible)
+            self.exact[place] = textbook(*operands)
+            self.rough[place] = _textbook_in(dtype, operands, self.exact[place])
+
+    def errors(self, results: dict[str, Any], peer: bool) -> dict[str, dict[str, float]]:
+        """Compare results with the reference.
+
+        Parameters
+        ----------
+        results : dict of str to tensor, (B, H, N, d)
+            Any of o, dq, dk, dv.
+        peer : bool
+            Apply the wider rule for peers.
+
+        Returns
+        -------
+        dict
+            Per name: ``max`` (largest absolute error over the heads), ``allowed``, and their ratio ``of_allowed``,
+            which must not exceed 1; the head with the largest ratio is reported.
+        """
+        worst: dict[str, dict[str, float]] = {}
+        for (b, h), exact in self.exact.items():
+            for name, x in results.items():
+                if name not in exact:
+                    continue
+                found = compare(x[b, h], exact[name], self.rough[b, h][name], self.dtype, peer)
+                if name not in worst or not found["of_allowed"] <= worst[name]["of_allowed"]:
+                    worst[name] = found
+        return worst
+
+    def spread(self, names: Any) -> float:
+        """Return the textbook's largest relative distance from the exact results, over heads and `names`."""
+        pairs = [(self.rough[place][name], x[name]) for place, x in self.exact.items() for name in names if name in x]
+        return max((distance(rough, exact) for rough, exact in pairs), default=0.0)
+
+
+def compare(x: Any, exact: Any, rough: Any, dtype: Any, peer: bool = False) -> dict[str, float]:
+    """Apply the acceptance rule to one head's result; NaN never passes."""
+    import torch
+
+    error = (x.to(exact.dtype) - exact).abs().max().item()
+    own = (rough.to(exact.dtype) - exact).abs().max().item()
+    rounding = torch.finfo(dtype).eps * exact.abs().max().item()
+    allowed = (PEER_FACTOR if peer else FACTOR) * own + rounding
+    return {"max": error, "allowed": allowed, "of_allowed": error / allowed if allowed else error}
+
+
+def distance(x: Any, y: Any) -> float:
+    """Return the relative distance ``|x - y| / |y|`` in the Frobenius norm, one batch element at a time."""
+    import torch
+
+    x, y = (x, y) if x.ndim == 4 else (x[None], y[None])
+    difference = norm = 0.0
+    for a, b in zip(x, y, strict=True):
+        wide = torch.float64 if b.dtype == torch.float64 else torch.float32
+        difference += (a.to(wide) - b.to(wide)).norm().item() ** 2
+        norm += b.to(wide).norm().item() ** 2
+    return (difference / norm) ** 0.5 if norm else difference**0.5

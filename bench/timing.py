@@ -1,0 +1,211 @@
+"""Time calls fairly: caches flushed, the device kept busy, rivals interleaved, every sample kept.
+
+A clock knows one device.  `measure` runs rivals in turn, so that a drifting temperature or clock meets all of them
+alike, and begins each round with the next of them.  Before each call the clock overwrites a buffer larger than the
+L2 cache: inputs come from device memory, as in a model, and the device is still busy while the host enqueues the
+call, so that the events around it enclose device work alone.
+"""
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+__all__ = ["CudaClock", "HostClock", "host_cost", "measure", "summary"]
+
+FLUSH_BYTES = 256 << 20  # four times the L2 cache of an H200 and more
+HOST_MARGIN = 1.5  # the device is kept busy for this many times the host cost of a call
+
+
+class CudaClock:
+    """Time device work on PyTorch's current stream with CUDA events."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        cache = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0)
+        self._buffer = torch.empty(max(FLUSH_BYTES, 4 * cache), dtype=torch.uint8, device="cuda")
+        self._flush_seconds = 0.0
+        passes = 8
+        for _ in range(2):  # the first time loads the kernel
+            pending = self.start(lambda: self.occupy(0.0, passes), passes=0)
+            self._flush_seconds = self.read(pending) / passes
+
+    def occupy(self, seconds: float, passes: int = 1) -> None:
+        """Enqueue flushes that keep the device busy for `seconds`, and at least `passes` of them."""
+        if self._flush_seconds:
+            passes = max(passes, int(np.ceil(seconds / self._flush_seconds)))
+        for _ in range(passes):
+            self._buffer.zero_()
+
+    def start(self, call: Callable[[], Any], host_seconds: float = 0.0, passes: int = 1) -> Any:
+        """Flush, then enqueue `call` between two events; `host_seconds` is what enqueuing it takes."""
+        events = [self._torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        if passes:
+            self.occupy(HOST_MARGIN * host_seconds, passes)
+        events[0].record()
+        call()
+        events[1].record()
+        return events
+
+    def read(self, pending: Any) -> float:
+        """Wait for a started call; return its duration in seconds."""
+        pending[1].synchronize()
+        return pending[0].elapsed_time(pending[1]) / 1e3
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        self._torch.cuda.synchronize()
+
+
+class HostClock:
+    """Time work that runs on the host, in the call itself."""
+
+    def occupy(self, seconds: float, passes: int = 1) -> None:
+        """Do nothing: there is no device to keep busy."""
+
+    def start(self, call: Callable[[], Any], host_seconds: float = 0.0, passes: int = 1) -> float:
+        """Run `call`; return its duration in seconds."""
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
+
+    def read(self, pending: float) -> float:
+        """Return the duration that `start` took."""
+        return pending
+
+    def synchronize(self) -> None:
+        """Do nothing: calls are over when they return."""
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python's garbage collector out of the samples."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def measure(
+    calls: dict[str, Callable[[], Any]], clock: Any, *, seconds: float = 2.0, least: int = 7, most: int = 50
+) -> dict[str, list[float]]:
+    """Time calls in turn.
+
+    Parameters
+    ----------
+    calls : dict of str to callable
+        What to time; each enqueues work and returns.
+    clock : CudaClock or HostClock
+        Of the device that does the work.
+    seconds : float, optional
+        Device time to aim at, for all calls together.
+    least, most : int, optional
+        Bounds on the number of rounds, whatever `seconds` says.
+
+    Returns
+    -------
+    dict of str to list of float
+        Every sample in seconds, in the order taken; warm-up calls are left out.
+
+    Examples
+    --------
+    >>> samples = measure({"sum": lambda: sum(range(10))}, HostClock(), seconds=0.0)
+    >>> len(samples["sum"])
+    7
+    """
+    with _no_collection():
+        host, once = {}, 0.0
+        for name, call in calls.items():
+            clock.read(clock.start(call))
+            clock.occupy(1e-3)
+            begin = time.perf_counter()
+            pending = clock.start(call)
+            host[name] = time.perf_counter() - begin
+            once += clock.read(pending)
+        rounds = int(np.clip(seconds / max(once, 1e-9), least, most))
+        names, samples = list(calls), {name: [] for name in calls}
+        for turn in range(rounds):
+            first = turn % max(len(names), 1)
+            pending = {
+                name: clock.start(calls[name], host_seconds=host[name]) for name in names[first:] + names[:first]
+            }
+            for name, events in pending.items():
+                samples[name].append(clock.read(events))
+    return samples
+
+
+def host_cost(call: Callable[[], Any], clock: Any, *, samples: int = 400, burst: int = 50) -> list[float]:
+    """Time how long the host is held by one warm call, with the device kept busy meanwhile.
+
+    Parameters
+    ----------
+    call : callable
+        Enqueues work on the device and returns.
+    clock : CudaClock or HostClock
+        Of that device.
+    samples : int, optional
+        Calls to time, at least.
+    burst : int, optional
+        Calls between two waits for the device: few enough that the queue of launches never fills, which would hold
+        the host.
+
+    Returns
+    -------
+    list of float
+        Seconds per call, every sample.
+    """
+    for _ in range(5):
+        call()
+    clock.synchronize()
+    begin = time.perf_counter()
+    call()
+    estimate = time.perf_counter() - begin
+    durations: list[int] = []
+    with _no_collection():
+        while len(durations) < samples:
+            clock.synchronize()
+            clock.occupy(HOST_MARGIN * burst * estimate)
+            for _ in range(burst):
+                start = time.perf_counter_ns()
+                call()
+                durations.append(time.perf_counter_ns() - start)
+    clock.synchronize()
+    return [duration / 1e9 for duration in durations]
+
+
+def summary(samples: list[float]) -> dict[str, float]:
+    """Return the median, the quartiles and the extremes of samples.
+
+    Parameters
+    ----------
+    samples : list of float
+        At least one.
+
+    Returns
+    -------
+    dict
+        Keys ``median``, ``q1``, ``q3``, ``min``, ``max``, in the samples' unit, and ``count``.
+
+    Examples
+    --------
+    >>> summary([3.0, 1.0, 2.0])["median"]
+    2.0
+    """
+    q1, median, q3 = np.percentile(samples, [25, 50, 75])
+    return {
+        "median": float(median),
+        "q1": float(q1),
+        "q3": float(q3),
+        "min": float(min(samples)),
+        "max": float(max(samples)),
+        "count": len(samples),
+    }

@@ -1,0 +1,166 @@
+"""A run without a GPU: who is checked, timed, refused, resumed; and the scripts' command lines."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench.cases import Case, select
+from bench.peers import RUNNERS, make
+from bench.peers.base import Bound, Runner
+from bench.rows import RowFile
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = {"device": "here", "driver": None, "versions": {}, "trees": {}, "options": {}}
+
+
+def case(direction="forward", n=64, **options):
+    dtype = options.pop("dtype", "float32")
+    return Case("t", direction, 2, 2, 2, n, n, 16, dtype=dtype, **options)
+
+
+@pytest.fixture
+def session(tmp_path):
+    pytest.importorskip("torch")
+    from bench.session import Session
+
+    def build(*runners):
+        file = RowFile(tmp_path / "rows.json", RUN)
+        console = Console(file=io.StringIO(), width=200)
+        found = [runner if isinstance(runner, Runner) else make([runner])[0] for runner in runners]
+        return Session(found, "cpu", file, seconds=0.0, least=2, most=3, console=console)
+
+    return build
+
+
+class Spoilt(Runner):
+    """Textbook attention, times a factor."""
+
+    name = "spoilt"
+
+    def __init__(self, factor=1.0, ours=False, error=None):
+        self.factor, self.ours, self.error, self.bound = factor, ours, error, 0
+
+    def why_not(self, case):
+        return "no masks" if case.mask else None
+
+    def bind(self, case, inputs):
+        import torch
+
+        self.bound += 1
+        if self.error:
+            raise self.error
+        o = torch.nn.functional.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v) * self.factor
+        return Bound(lambda: o, lambda o: {"o": o})
+
+
+def by_runner(rows):
+    return {row["runner"]: row for row in rows}
+
+
+def test_peers_are_checked_then_timed(session):
+    for direction in ("forward", "backward"):
+        rows = by_runner(session("math", "sdpa").measure(case(direction, causal=True)))
+        for row in rows.values():
+            assert row["status"] == "ok"
+            assert len(row["samples_us"]) == 2
+            assert row["rate"] > 0
+            assert set(row["error"]) == ({"o"} if direction == "forward" else {"dq", "dk", "dv"})
+        json.dumps(rows, allow_nan=False)
+
+
+def test_a_wrong_result_is_never_timed(session):
+    rows = by_runner(session(Spoilt(1.05), "math").measure(case()))
+    assert rows["spoilt"]["status"] == "wrong"
+    assert "samples_us" not in rows["spoilt"]
+    assert rows["math"]["status"] == "ok"
+
+
+def test_a_result_that_is_not_finite_is_wrong_and_can_be_written(session):
+    found = session(Spoilt(float("nan")))
+    assert found.run([case()], 60) == []
+    assert json.loads(found.file.path.read_text())["rows"][0]["reason"] == "o not finite"
+
+
+def test_a_peer_must_agree_with_ours_everywhere(session):
+    class Elsewhere(Spoilt):
+        name = "elsewhere"
+
+        def bind(self, case, inputs):
+            bound = super().bind(case, inputs)
+            bound.call()[1, 0] += 1  # a head that no reference looks at
+            return bound
+
+    rows = by_runner(session(Spoilt(ours=True), Elsewhere()).measure(case()))
+    assert rows["spoilt"]["status"] == "ok"
+    assert rows["elsewhere"]["status"] == "wrong"
+    assert "away from cuattn's" in rows["elsewhere"]["reason"]
+
+
+def test_one_failing_runner_does_not_stop_the_others(session):
+    rows = by_runner(session(Spoilt(error=RuntimeError("no such kernel\nmore")), "math").measure(case()))
+    assert (rows["spoilt"]["status"], rows["spoilt"]["reason"]) == ("failed", "RuntimeError: no such kernel")
+    assert rows["math"]["status"] == "ok"
+    assert by_runner(session(Spoilt()).measure(case(mask="document")))["spoilt"]["reason"] == "no masks"
+
+
+def test_dropout_of_a_peer_is_judged_by_its_noise(session):
+    import torch
+
+    torch.manual_seed(0)
+    dropped = case(n=256, dropout=0.2)
+    rows = by_runner(session("math", Spoilt()).measure(dropped))
+    assert rows["math"]["status"] == "ok"
+    assert rows["math"]["dropout_noise"] == pytest.approx(1, abs=0.2)
+    assert rows["spoilt"]["status"] == "wrong"  # it drops nothing
+
+
+def test_a_run_stops_at_its_budget_and_the_next_goes_on(session):
+    cases = [case(n=n) for n in (32, 48, 64)]
+    first = session("math")
+    left = first.run(cases, -1.0)
+    assert left == cases
+    assert session("math").run(cases[:2], 60) == []
+    runner = Spoilt()
+    runner.name = "math"
+    assert session(runner).run(cases, 60) == []
+    assert runner.bound == 1  # only the third was missing
+
+
+def test_cases_of_one_problem_share_inputs(session):
+    found = session("math")
+    found.run([case(), case(n=32), case("backward")], 60)
+    assert [row["case"] for row in found.file.rows] == [
+        "t/d16-N64-full-float32/forward",
+        "t/d16-N64-full-float32/backward",
+        "t/d16-N32-full-float32/forward",
+    ]
+
+
+def test_every_runner_says_what_it_cannot_do():
+    cases = select(["dense", "masks-8k", "dropout", "deterministic", "portable", "decode"])
+    for name in RUNNERS:
+        (runner,) = make([name])
+        assert runner.name == name
+        for problem in cases:
+            reason = runner.why_not(problem)
+            assert reason is None or reason.strip()
+    (cudnn, fa2, ours) = make(["cudnn", "fa2", "cuattn"])
+    assert not [problem.name for problem in cases if ours.why_not(problem)]
+    assert "float64" in cudnn.why_not(case(dtype="float64"))
+    assert fa2.why_not(case(dtype="bfloat16", dropout=0.1)) is None
+    assert "N x N" in fa2.why_not(case(dtype="bfloat16", mask="document"))
+    with pytest.raises(ValueError, match="'fa9'"):
+        make(["fa9"])
+
+
+@pytest.mark.parametrize(("script", "lines"), [("hopper", 36), ("portable", 2)])
+def test_scripts_list_their_cases_without_a_gpu(script, lines):
+    table = "dense" if script == "hopper" else "decode"
+    command = [sys.executable, "-m", f"bench.{script}", "--list", "--tables", table]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert len(done.stdout.splitlines()) == lines

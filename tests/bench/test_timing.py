@@ -1,0 +1,85 @@
+"""Timing without a GPU: order, counts, statistics."""
+
+import gc
+
+import pytest
+
+from bench import timing
+
+
+class FakeClock:
+    """A clock whose calls take what they return, and which notes the order of things."""
+
+    def __init__(self):
+        self.log = []
+        self.occupied = []
+
+    def occupy(self, seconds, passes=1):
+        self.occupied.append(seconds)
+
+    def start(self, call, host_seconds=0.0, passes=1):
+        result = call()
+        self.log.append(result[0])
+        return result[1]
+
+    def read(self, pending):
+        return pending
+
+    def synchronize(self):
+        self.log.append("wait")
+
+
+def calls(**seconds):
+    return {name: (lambda name=name: (name, seconds[name])) for name in seconds}
+
+
+def test_every_call_is_sampled_equally_often_and_all_samples_are_kept():
+    samples = timing.measure(calls(a=0.1, b=0.3), FakeClock(), seconds=4.0, least=2, most=50)
+    assert samples == {"a": [0.1] * 10, "b": [0.3] * 10}
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 3), (1.0, 5), (100.0, 20)])
+def test_rounds_stay_within_their_bounds(seconds, rounds):
+    samples = timing.measure(calls(a=0.2), FakeClock(), seconds=seconds, least=3, most=20)
+    assert len(samples["a"]) == rounds
+
+
+def test_rivals_take_turns_and_turns_rotate():
+    clock = FakeClock()
+    timing.measure(calls(a=1.0, b=1.0, c=1.0), clock, seconds=0.0, least=3)
+    warm_up, rounds = clock.log[:6], clock.log[6:]
+    assert warm_up == ["a", "a", "b", "b", "c", "c"]
+    assert rounds == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+
+
+def test_the_collector_sleeps_while_samples_are_taken_and_wakes_again():
+    seen = []
+
+    def call():
+        seen.append(gc.isenabled())
+        return "a", 0.1
+
+    assert gc.isenabled()
+    timing.measure({"a": call}, FakeClock(), seconds=0.0, least=2)
+    assert not any(seen)
+    assert gc.isenabled()
+
+
+def test_host_cost_waits_between_bursts_only():
+    clock, made = FakeClock(), []
+    samples = timing.host_cost(lambda: made.append(clock.log.append("call")), clock, samples=100, burst=40)
+    assert len(samples) == 120
+    assert all(sample >= 0 for sample in samples)
+    bursts = " ".join(clock.log).split("wait")
+    assert [part.split().count("call") for part in bursts[-4:-1]] == [40, 40, 40]
+    assert len(clock.occupied) == 3
+
+
+def test_summary_is_the_usual_quartiles():
+    found = timing.summary([5.0, 1.0, 2.0, 4.0, 3.0])
+    assert found == {"median": 3.0, "q1": 2.0, "q3": 4.0, "min": 1.0, "max": 5.0, "count": 5}
+
+
+def test_the_host_clock_times_the_call_itself():
+    clock = timing.HostClock()
+    assert clock.read(clock.start(lambda: sum(range(1000)))) > 0
