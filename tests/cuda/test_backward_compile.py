@@ -1,0 +1,66 @@
+"""The backward's kernels fit their cards and compile for three generations without spills or local memory."""
+
+import pytest
+
+from cuattn.cuda.backward_plan import STAT_ROWS, atomic, backward_plan, kernels_of, shared_bytes
+from cuattn.errors import UnsupportedError
+from tests.cuda.cases import CASES
+from tests.cuda.test_compile import FORWARD_CARDS, _failures
+from tests.cuda.test_plan import CARDS, STATIC_BYTES, problem_of
+
+WIDE = 256  # head dimensions beyond this need the largest shared memory
+
+
+def _problems(card):
+    for case in CASES:
+        if max(case.head_dim, case.head_dim_v or 0) <= WIDE or card.shared_bytes > 200 * 1024:
+            yield case, problem_of(case)
+
+
+def backward_jobs(arch):
+    """Return the backward's variants on one architecture."""
+    card = FORWARD_CARDS[arch]
+    for case, problem in _problems(card):
+        kernels = kernels_of(problem, card)
+        constants = dict(backward_plan(problem, card, 16 if case.head_dim % 8 == 0 else 2).constants)
+        keys = {**constants, "sum_dk": False, "sum_dv": False}
+        yield case.name, "sm80/bwd.cu", tuple(keys.items()), arch
+        rows = {**constants, **kernels.rows._asdict(), "atomic_dq": False, "sum_dq": False}
+        yield case.name, "sm80/bwd_rows.cu", tuple(rows.items()), arch
+        if problem.bias is not None:
+            shape = {"split": False, "sum_rows": "row" in case.name, "sum_keys": "column" in case.name}
+            bias = {**constants, **kernels.bias._asdict(), "atomic_dq": False, **shape}
+            yield case.name, "sm80/bwd_bias.cu", tuple(bias.items()), arch
+        if case.name in ("d64", "float16 d128", "d256"):
+            yield case.name, "util/bwd_convert.cu", tuple(constants.items()), arch
+            few = {"elem", "acc", "o_elem", "block_m", "warps", "head_dim", "head_dim_v", "load_bytes", "atomic_dq"}
+            preprocess = tuple(item for item in constants.items() if item[0] in few)
+            yield case.name, "util/bwd_preprocess.cu", preprocess, arch
+            yield case.name, "sm80/bwd.cu", tuple({**keys, "sum_dk": True, "sum_dv": True}.items()), arch
+            yield case.name, "sm80/bwd_rows.cu", tuple({**rows, "sum_dq": True}.items()), arch
+    yield "sum", "util/bwd_sum.cu", (("elem", "__nv_bfloat16"), ("acc", "float")), arch
+
+
+@pytest.mark.parametrize("arch", FORWARD_CARDS)
+def test_no_spills(arch):
+    assert not _failures(list(backward_jobs(arch)))
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+def test_fits_the_card(card):
+    for case, problem in _problems(card):
+        kernels = kernels_of(problem, card)
+        plan = backward_plan(problem, card)
+        for kernel in ("keys", "rows", "bias", "convert"):
+            assert shared_bytes(problem, kernels, kernel) + STATIC_BYTES <= card.shared_bytes, (case.name, kernel)
+            tile = getattr(kernels, "keys" if kernel == "convert" else kernel)
+            assert STAT_ROWS % tile.block_m == 0
+        assert plan.smem_bytes == shared_bytes(problem, kernels, "keys")
+        assert plan.direction == "backward" and card.arch in str(plan)
+        assert dict(plan.constants)["atomic_dq"] == atomic(problem, kernels)
+
+
+def test_head_dimension_too_large_for_the_card():
+    problem = problem_of(next(case for case in CASES if case.name == "d 512"))
+    with pytest.raises(UnsupportedError, match="head dimension"):
+        backward_plan(problem, CARDS["RTX 4090"])

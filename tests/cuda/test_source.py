@@ -1,0 +1,73 @@
+"""Flattening, the prologue, and the agreement of the argument structs."""
+
+import pytest
+
+from cuattn.cuda import compile as compiler
+from cuattn.cuda import params, source
+from cuattn.errors import CompileError
+
+
+def test_includes_are_written_out_once_with_line_marks():
+    text = source.flatten("sm80/fwd.cu")
+    assert '#include "' not in text and "#pragma once" not in text
+    assert text.count("struct Params {") == 1
+    assert '#line 1 "attn/params.cuh"' in text
+    marks = [line for line in text.splitlines() if line.startswith("#line")]
+    assert any(mark.endswith('"sm80/fwd.cu"') and mark != '#line 1 "sm80/fwd.cu"' for mark in marks)
+
+
+def test_line_marks_point_to_the_line_that_was_written():
+    text = source.flatten_text('#include "ptx/types.cuh"\nint broken = ;\n', "probe.cu")
+    with pytest.raises(CompileError, match=r"probe\.cu\(2\)"):
+        compiler.compile_log(text, "sm_80")
+
+
+def test_missing_include_names_its_origin():
+    with pytest.raises(FileNotFoundError, match=r"'nowhere\.cuh'.*probe\.cu:2"):
+        source.flatten_text('\n#include "nowhere.cuh"\n', "probe.cu")
+
+
+def test_prologue_types():
+    text = source.prologue({"elem": "__half", "n": 3, "flag": True, "x": 0.5})
+    assert "#include <cuda_fp16.h>" in text
+    for line in ("using elem = __half;", "constexpr int n = 3;", "constexpr bool flag = true;"):
+        assert line in text
+    with pytest.raises(TypeError, match="n must be"):
+        source.prologue({"n": None})
+
+
+@pytest.mark.parametrize(
+    ("struct", "header", "dtype"),
+    [
+        ("Params", "attn/params.cuh", params.PARAMS),
+        ("MaskParams", "util/mask_params.cuh", params.MASK_PARAMS),
+        ("MergeParams", "util/merge.cu", params.MERGE_PARAMS),
+    ],
+)
+def test_struct_layouts_agree(struct, header, dtype):
+    checks = [f"static_assert(sizeof({struct}) == {dtype.itemsize});"]
+    checks += [
+        f'static_assert(__builtin_offsetof({struct}, {name}) == {dtype.fields[name][1]}, "{name}");'
+        for name in dtype.names
+    ]
+    constants = {"band_left": True, "band_right": True, "row_warps": 1, "acc": "float", "part": "float", "out": "float"}
+    text = source.prologue(constants) + source.flatten(header) + "\n".join(checks)
+    compiler.compile_log(text, "sm_80")
+
+
+def test_cache_survives_an_unwritable_folder(tmp_path, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("CUATTN_CACHE_DIR", str(blocked))
+    assert compiler.compile_cubin('extern "C" __global__ void k() {}', "sm_80").startswith(b"\x7fELF")
+
+
+def test_cache_is_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUATTN_CACHE_DIR", str(tmp_path))
+    text = 'extern "C" __global__ void k() {}'
+    cubin = compiler.compile_cubin(text, "sm_80")
+    (file,) = tmp_path.iterdir()
+    assert file.read_bytes() == cubin
+    file.write_bytes(b"marker")
+    assert compiler.compile_cubin(text, "sm_80") == b"marker"
+    assert compiler.compile_cubin(text, "sm_90") != b"marker"
