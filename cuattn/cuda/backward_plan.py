@@ -1,0 +1,207 @@
+"""Which kernels, with which tiles and constants, compute a backward on a card: pure functions, no CuPy.
+
+Three kernels may take part.  The key kernel (sm80/bwd.cu) owns dk and dv and, unless the call is deterministic, adds dq
+up in memory.  The row kernel (sm80/bwd_rows.cu) computes dq in a fixed order.  The bias kernel (sm80/bwd_bias.cu)
+computes dbias.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+from cuattn.cuda.plan import CUDA_TYPES, check_limits, mask_code, pad
+from cuattn.cuda.tiles import Card
+from cuattn.errors import UnsupportedError
+from cuattn.plans import Plan
+from cuattn.problem import Problem
+
+__all__ = ["STAT_ROWS", "BackwardTile", "Kernels", "atomic", "backward_plan", "kernels_of", "shared_bytes", "sums"]
+
+STAT_ROWS = 128  # kStatRows: rows that one block of backward_preprocess looks at
+_KB = 1024
+_PADDING = 32  # elements: head dimensions are rounded up to a multiple of this, so that warps can share them evenly
+
+
+class BackwardTile(NamedTuple):
+    """One way of cutting a backward: sizes, warps, warps along the rows of the scores, pipeline depth."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    scores_m: int
+    stages: int
+
+
+class Kernels(NamedTuple):
+    """Tiles of the three kernels, and the padded head dimensions."""
+
+    keys: BackwardTile
+    rows: BackwardTile
+    bias: BackwardTile
+    head_dim: int
+    head_dim_v: int
+
+
+_T = BackwardTile
+# (shared memory per block at least, element bytes, head dimension at most) -> tiles of the key kernel, the key kernel
+# with a heavy mask or score function, the row kernel, the bias kernel; first match wins.
+_TILES: tuple[tuple[int, int, int, tuple[_T, _T, _T, _T]], ...] = (
+    # 227 KB: sm_90, sm_100, sm_103
+    (200 * _KB, 2, 64, (_T(128, 128, 8, 2, 2), _T(64, 128, 8, 2, 2), _T(128, 64, 8, 4, 2), _T(64, 64, 8, 4, 1))),
+    (200 * _KB, 2, 128, (_T(64, 128, 8, 2, 2), _T(64, 64, 8, 4, 2), _T(128, 64, 8, 4, 2), _T(64, 64, 8, 4, 1))),
+    (200 * _KB, 2, 192, (_T(64, 64, 8, 4, 2), _T(32, 64, 8, 2, 2), _T(64, 64, 8, 4, 2), _T(64, 64, 8, 4, 1))),
+    (200 * _KB, 2, 256, (_T(64, 64, 8, 4, 2), _T(32, 64, 8, 2, 1), _T(64, 64, 8, 4, 2), _T(64, 64, 8, 4, 1))),
+    (200 * _KB, 2, 512, (_T(64, 32, 8, 4, 1), _T(64, 32, 8, 4, 1), _T(64, 32, 8, 4, 1), _T(64, 32, 8, 4, 1))),
+    # 163 KB: sm_80, sm_87
+    (160 * _KB, 2, 64, (_T(64, 128, 8, 2, 2), _T(64, 128, 8, 2, 2), _T(128, 64, 8, 4, 2), _T(64, 64, 8, 4, 1))),
+    (160 * _KB, 2, 96, (_T(64, 128, 8, 2, 2), _T(64, 64, 8, 4, 2), _T(128, 64, 8, 4, 2), _T(64, 64, 8, 4, 1))),
+    (160 * _KB, 2, 128, (_T(64, 128, 8, 2, 1), _T(64, 64, 8, 4, 2), _T(128, 64, 8, 4, 2), _T(64, 64, 8, 4, 1))),
+    (160 * _KB, 2, 256, (_T(64, 64, 8, 4, 1), _T(32, 64, 8, 2, 1), _T(64, 64, 8, 4, 1), _T(64, 64, 8, 4, 1))),
+    # 99 KB: sm_86, sm_89, sm_120
+    (0, 2, 64, (_T(64, 128, 8, 2, 1), _T(64, 128, 8, 2, 1), _T(128, 64, 8, 4, 2), _T(64, 64, 8, 4, 1))),
+    (0, 2, 128, (_T(64, 64, 8, 4, 1), _T(64, 64, 8, 4, 1), _T(64, 64, 8, 4, 1), _T(64, 64, 8, 4, 1))),
+    (0, 2, 256, (_T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1))),
+)
+
+
+def _heavy(problem: Problem, widest: int) -> bool:
+    """Whether masks and scores take so many registers that the key kernel needs a smaller tile."""
+    if problem.softcap is not None or problem.mask in ("dense", "block") or problem.bias is not None:
+        return True
+    return problem.mask is not None and problem.dropout > 0 and widest <= 64
+
+
+def kernels_of(problem: Problem, card: Card) -> Kernels:
+    """Return the tiles for a problem on a card.
+
+    Raises
+    ------
+    UnsupportedError
+        No kernel takes the dtype or the head dimension.
+    """
+    head_dim, head_dim_v = _padded(problem.head_dim), _padded(problem.head_dim_v)
+    widest = max(head_dim, head_dim_v)
+    for shared, size, limit, (keys, heavy, rows, bias) in _TILES:
+        if card.shared_bytes >= shared and problem.dtype.itemsize == size and widest <= limit:
+            return Kernels(heavy if _heavy(problem, widest) else keys, rows, bias, head_dim, head_dim_v)
+    raise UnsupportedError(
+        f"q has dtype {problem.dtype}, head dimensions are {problem.head_dim} and {problem.head_dim_v}; "
+        f"no backward kernel does that on {card.arch}"
+    )
+
+
+def _padded(width: int) -> int:
+    unit = _PADDING if width <= 128 else 64 if width <= 256 else 256
+    return pad(width, unit)
+
+
+def atomic(problem: Problem, kernels: Kernels) -> bool:
+    """Whether the key kernel adds dq up in memory, in no fixed order; if not, the row kernel computes it."""
+    return not problem.deterministic and max(kernels.head_dim, kernels.head_dim_v) <= 256
+
+
+def shared_bytes(problem: Problem, kernels: Kernels, kernel: str) -> int:
+    """Return the shared memory of one block of a kernel ("keys", "rows", "bias", "convert"), as its layout has it."""
+    size, acc = problem.dtype.itemsize, problem.stat_dtype.itemsize
+    tile = kernels.keys if kernel == "convert" else getattr(kernels, kernel)
+    width = kernels.head_dim * size + 16 + kernels.head_dim_v * size + 16  # of a row of q and do, or k and v
+    scores = tile.block_m * (tile.block_n * size + 16)
+    if kernel == "convert":
+        return tile.block_m * (kernels.head_dim * size + 16)
+    if kernel == "keys":
+        stage = tile.block_m * (width + 2 * acc)
+        return tile.block_n * width + tile.stages * (stage + scores) + scores
+    rows = tile.block_m * (width + 2 * acc)
+    if kernel == "rows":
+        return rows + tile.stages * tile.block_n * width + scores
+    return max(rows + tile.block_n * width, tile.block_m * (tile.block_n + 1) * acc)
+
+
+def sums(problem: Problem, shape: tuple[int, ...], heads: int) -> bool:
+    """Whether an operand of `shape` (aligned; `heads` of its own kind) was broadcast, so that its gradient is a sum."""
+    return any(n == 1 < full for n, full in zip(shape, (*problem.batch, heads), strict=False))
+
+
+@functools.lru_cache(maxsize=1024)
+def backward_plan(problem: Problem, card: Card, load_bytes: int = 16, o_dtype: str = "") -> Plan:
+    """Plan a backward on a card.
+
+    Parameters
+    ----------
+    problem : Problem
+    card : Card
+    load_bytes : {16, 8, 4, 2}
+        The widest access that the addresses and strides of q, k, v and do allow.
+    o_dtype : str, optional
+        Name of o's dtype; the input's by default.
+
+    Returns
+    -------
+    Plan
+        ``constants`` is the prologue that all kernels share, with the tile of the key kernel.
+
+    Raises
+    ------
+    UnsupportedError
+        Naming the argument that no kernel can take.
+    """
+    check_limits(problem)
+    kernels = kernels_of(problem, card)
+    band, acc = problem.band, CUDA_TYPES[problem.stat_dtype.name]
+    exact = kernels.head_dim == problem.head_dim and kernels.head_dim_v == problem.head_dim_v
+    constants = {
+        "elem": CUDA_TYPES[problem.dtype.name],
+        "acc": acc,
+        "o_elem": CUDA_TYPES[o_dtype or problem.dtype.name],
+        "bias_elem": acc if problem.bias is None else CUDA_TYPES[problem.bias.name],
+        "head_dim": kernels.head_dim,
+        "head_dim_v": kernels.head_dim_v,
+        "whole_columns": exact and load_bytes == 16,
+        **kernels.keys._asdict(),
+        "blocks_per_sm": 1,
+        "load_bytes": max(load_bytes, min(problem.dtype.itemsize, 8)),
+        "dropout": problem.dropout,
+        "bias": problem.bias is not None,
+        "softcap": problem.softcap is not None,
+        "prescaled": problem.bias is not None or problem.softcap is not None or not problem.scale > 0,
+        "band_left": band is not None and band.left is not None,
+        "band_right": band is not None and band.right is not None,
+        "mask": mask_code(problem),
+        "atomic_dq": atomic(problem, kernels),
+    }
+    return Plan(
+        kernel="sm80",
+        direction="backward",
+        block_m=kernels.keys.block_m,
+        block_n=kernels.keys.block_n,
+        workers=kernels.keys.warps,
+        smem_bytes=shared_bytes(problem, kernels, "keys"),
+        workspace_bytes=_workspace_bytes(problem, kernels),
+        reason=f"portable tensor-core kernel, {card.arch}",
+        notes=_notes(problem, kernels, load_bytes),
+        constants=tuple(constants.items()),
+    )
+
+
+def _workspace_bytes(problem: Problem, kernels: Kernels) -> int:
+    heads = math.prod(problem.batch) * problem.heads
+    rows = heads * pad(problem.n_queries, STAT_ROWS)
+    vectors = 2 if problem.dtype.itemsize == 2 else 3
+    total = rows * vectors * problem.stat_dtype.itemsize + 4 * rows // STAT_ROWS
+    if atomic(problem, kernels):
+        padded = pad(problem.n_queries, kernels.keys.block_m)
+        total += heads * padded * kernels.head_dim * problem.stat_dtype.itemsize
+    return total
+
+
+def _notes(problem: Problem, kernels: Kernels, load_bytes: int) -> tuple[str, ...]:
+    notes = []
+    if atomic(problem, kernels):
+        notes.append("dq is added up in memory in no fixed order; deterministic=True makes it bitwise repeatable")
+    else:
+        notes.append("dq by a second pass over the scores, in a fixed order")
+    if problem.bias is not None:
+        notes.append("dbias by a pass of its own, in a fixed order")
+    if load_bytes < 16:
+        notes.append(f"addresses or strides of q, k, v, do allow only {load_bytes}-byte loads")
+    return tuple(notes)
