@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from bench.report import Line, Table
 
@@ -27,6 +27,7 @@ PEERS = {
     "sdpa": "#f2a65a",
 }
 DPI = 130
+GAP = 1.2  # between the bars of two cases, in bars
 
 
 def draw(tables: Iterable[Table], folder: Path) -> list[Path]:
@@ -68,35 +69,40 @@ def _colours(runners: list[str]) -> dict[str, str]:
 
 def _bars(name: str, group: list[Table]) -> Figure:
     """Draw one panel per direction, a group of horizontal bars per case."""
-    rows = max(len(table.lines) for table in group)
-    width = max(len(table.runners) for table in group)
-    height = 1.2 + rows * (0.18 + 0.13 * width)
-    figure = Figure(figsize=(6.4 * len(group), height), layout="constrained")
+    runners = list(dict.fromkeys(runner for table in group for runner in table.runners))
+    colours = _colours(runners)
+    bars = max(sum(len(_present(line, runners)) + GAP for line in table.lines) for table in group)
+    figure = Figure(figsize=(0.8 + 4.6 * len(group), 1.2 + 0.125 * bars), layout="constrained")
     panels = figure.subplots(1, len(group), squeeze=False)[0]
     for axes, table in zip(panels, group, strict=True):
-        _panel(axes, table)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False, fontsize=9)
-    figure.suptitle(name, color=INK, fontsize=13, fontweight="bold")
+        _panel(axes, table, colours)
+    handles = [Patch(color=colours[runner], label=runner) for runner in runners]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(runners), 6), frameon=False, fontsize=9)
+    subject = ", ".join([name, *filter(None, [group[0].common.replace("-", " ").strip()])])
+    figure.suptitle(subject, color=INK, fontsize=12, fontweight="bold")
     return figure
 
 
-def _panel(axes: Any, table: Table) -> None:
-    runners = table.runners
-    colours = _colours(runners)
-    thickness = 0.8 / len(runners)
-    for slot, runner in enumerate(runners):
-        rates = [line.rate(runner) for line in table.lines]
-        places = np.arange(len(rates)) + (slot - (len(runners) - 1) / 2) * thickness
-        lengths = [rate or 0.0 for rate in rates]
-        axes.barh(places, lengths, thickness * 0.92, color=colours[runner], label=runner)
-        if runner.startswith("cuattn"):
-            for place, rate in zip(places, rates, strict=True):
-                if rate:
-                    axes.text(rate, place, f" {rate:.4g}", va="center", fontsize=7, color=INK)
-    _annotate_ratios(axes, table.lines)
-    axes.set_yticks(np.arange(len(table.lines)), [line.label for line in table.lines], fontsize=8, color=INK)
-    axes.invert_yaxis()
+def _present(line: Line, runners: Iterable[str]) -> list[str]:
+    return [runner for runner in runners if line.rate(runner)]
+
+
+def _panel(axes: Any, table: Table, colours: dict[str, str]) -> None:
+    """Draw the bars of one direction; a case takes only as much room as it has bars."""
+    place, centres = 0.0, []
+    for line in table.lines:
+        shown = _present(line, colours)
+        centres.append(place + (len(shown) - 1) / 2)
+        for offset, runner in enumerate(shown):
+            rate = line.rate(runner)
+            axes.barh(place + offset, rate, 0.92, color=colours[runner])
+            if runner.startswith("cuattn"):
+                axes.text(rate, place + offset, f" {rate:.3g}", va="center", fontsize=7, color=INK)
+        place += len(shown) + GAP
+    axes.margins(x=0.18)
+    axes.set_ylim(place - GAP / 2, -1 - GAP / 2)
+    _annotate_ratios(axes, table.lines, centres)
+    axes.set_yticks(centres, [table.short(line) for line in table.lines], fontsize=8)
     axes.set_title(table.direction, color=INK, fontsize=11)
     axes.set_xlabel(next((line.unit for line in table.lines if line.unit), ""), color=QUIET)
     axes.tick_params(colors=QUIET, length=0)
@@ -106,14 +112,13 @@ def _panel(axes: Any, table: Table) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _annotate_ratios(axes: Any, lines: tuple[Line, ...]) -> None:
+def _annotate_ratios(axes: Any, lines: tuple[Line, ...], centres: list[float]) -> None:
     """Write cuattn's ratio to the best rival at the right edge of each group."""
-    axes.margins(x=0.16)
-    for place, line in enumerate(lines):
+    for place, line in zip(centres, lines, strict=True):
         if line.ratio:
             colour = OURS[0] if line.ratio >= 1 else PEERS["fa4"]
             axes.text(
-                0.995, place, f"{line.ratio:.2f}x", transform=axes.get_yaxis_transform(), ha="right", va="center",
+                1.0, place, f"{line.ratio:.2f}x", transform=axes.get_yaxis_transform(), ha="right", va="center",
                 fontsize=8, color=colour, fontweight="bold",
             )  # fmt: skip
 

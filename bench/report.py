@@ -9,6 +9,7 @@ enters no ratio.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.cases import TABLES, select
 from bench.peers import RUNNERS
 
 __all__ = ["Line", "Table", "geometric_mean", "markdown", "read", "tables"]
@@ -86,9 +88,22 @@ class Table:
         return sorted(found, key=lambda name: (not found[name], order.index(name) if name in order else -1))
 
     @property
+    def common(self) -> str:
+        """What all labels begin with, up to a dash; it belongs in the title."""
+        labels = [line.label.split("-") for line in self.lines]
+        shared = itertools.takewhile(
+            lambda words: len(set(words)) == 1, zip(*(words[:-1] for words in labels), strict=False)
+        )
+        return "-".join(words[0] for words in shared)
+
+    def short(self, line: Line) -> str:
+        """Return a line's label without what all have in common."""
+        return line.label.removeprefix(self.common).removeprefix("-")
+
+    @property
     def ratios(self) -> dict[str, float]:
         """The ratio of every line that has one."""
-        return {line.label: line.ratio for line in self.lines if line.ratio is not None}
+        return {self.short(line): line.ratio for line in self.lines if line.ratio is not None}
 
 
 def read(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -102,9 +117,10 @@ def read(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[dict[str, An
 
 
 def tables(rows: Iterable[dict[str, Any]]) -> list[Table]:
-    """Group rows into tables, in the order of their first rows."""
+    """Group rows into tables, in the order of `bench.cases`; unknown cases come last."""
+    order = {case.name: place for place, case in enumerate(select(TABLES))}
     grouped: dict[tuple[str, str], dict[str, dict[str, dict[str, Any]]]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: order.get(row["case"], len(order))):
         name, label, direction = row["case"].split("/")
         grouped.setdefault((name, direction), {}).setdefault(label, {})[row["runner"]] = row
     found = []
@@ -156,13 +172,14 @@ def markdown(table: Table) -> str:
     unit = next((line.unit for line in table.lines if line.unit), "")
     rho = any(row.get("rho") for line in table.lines for row in line.rows.values())
     head = ["case", *(["ρ"] if rho else []), *names, "best peer", "ratio", "±"]
-    text = [f"### {table.name}, {table.direction} ({unit})", "", "| " + " | ".join(head) + " |"]
+    subject = ", ".join(filter(None, [table.name, table.common.replace("-", " "), table.direction]))
+    text = [f"### {subject} ({unit})", "", "| " + " | ".join(head) + " |"]
     text.append("|" + "---|" * len(head))
     for line in table.lines:
         ours, rival = line.best(True), line.best(False)
         leaders = [name for name in (ours, rival) if name]
         fastest = max(leaders, key=lambda name: line.rate(name) * _sign(line.unit), default=None)
-        cells = [line.label]
+        cells = [table.short(line)]
         cells += [f"{next(iter(line.rows.values())).get('rho', 0):.3f}"] if rho else []
         cells += [_cell(line, name, fastest) for name in names]
         cells += [rival or "–", f"{line.ratio:.2f}" if line.ratio else "–"]
@@ -180,7 +197,7 @@ def _conclusion(table: Table) -> list[str]:
     if not ratios:
         return []
     worst = min(ratios, key=ratios.__getitem__)
-    bars = {line.label: next(iter(line.rows.values()))["problem"].get("bar", 1.0) for line in table.lines}
+    bars = {table.short(line): next(iter(line.rows.values()))["problem"].get("bar", 1.0) for line in table.lines}
     below = [label for label, ratio in ratios.items() if ratio < bars[label]]
     text = f"Geometric mean of the ratio {geometric_mean(ratios.values()):.3f}, worst row {worst} {ratios[worst]:.3f}"
     text += f", {len(below)} of {len(ratios)} rows below their bar" + (f": {', '.join(below)}." if below else ".")
@@ -232,7 +249,7 @@ def _reasons(table: Table) -> list[str]:
     for line in table.lines:
         for name, row in line.rows.items():
             if "reason" in row:
-                found.setdefault((name, f"{row['status']}: {row['reason']}"), []).append(line.label)
+                found.setdefault((name, f"{row['status']}: {row['reason']}"), []).append(table.short(line))
     return [
         f"- {name} {reason} ({'all' if len(labels) == len(table.lines) else ', '.join(labels)})"
         for (name, reason), labels in found.items()

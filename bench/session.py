@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -78,7 +79,7 @@ class Session:
         self._differentiated = {case.problem for case in todo if case.direction == "backward"}
         started, longest = time.monotonic(), 0.0
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self.console, transient=True) as progress:
+        with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as progress:
             task = progress.add_task("cases", total=len(todo))
             for index, case in enumerate(todo):
                 begin = time.monotonic()
@@ -141,14 +142,15 @@ class Session:
         if reason is not None:
             return {**row, "reason": reason}, None, None
         begin = time.perf_counter()
-        try:
-            call = runner.bind(case, inputs)
-            with call.scope():
-                results = call.convert(call.call())
-            self.clock.synchronize()
-        except Exception as error:  # a peer may fail in any way it likes; the others go on
-            lines = str(error).strip().splitlines() or [""]
-            return {**row, "status": "failed", "reason": f"{type(error).__name__}: {lines[0]}"[:300]}, None, None
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                call = runner.bind(case, inputs)
+                with call.scope():
+                    results = call.convert(call.call())
+                self.clock.synchronize()
+            except Exception as error:  # a peer may fail in any way it likes; the others go on
+                return {**row, "status": "failed", "reason": _reason(error, said)}, None, None
         row["first_call_s"] = round(time.perf_counter() - begin, 3)
         row["plan"] = call.plan
         wrong = self._judge(runner, case, inputs, results, truth, row)
@@ -255,6 +257,12 @@ def _by_problem(cases: Iterable[Case]) -> list[Case]:
     for case in cases:
         groups.setdefault(case.problem, []).append(case)
     return [case for group in groups.values() for case in group]
+
+
+def _reason(error: Exception, said: list[warnings.WarningMessage]) -> str:
+    """Return the first line of an error, and of the warnings in which PyTorch tells why no kernel fits."""
+    lines = [f"{type(error).__name__}: {error}", *(str(warning.message) for warning in said)]
+    return "; ".join(line.strip().splitlines()[0].partition(" (Triggered")[0] for line in lines)[:400]
 
 
 def _scoped(bound: Bound) -> Callable[[], Any]:

@@ -21,6 +21,7 @@ RUNNERS: dict[str, Callable[[], Runner]] = {
     "cuattn-sm80": lambda: Ours("sm80"),
     "cuattn-cpu": lambda: Ours("cpu"),
     "cuattn-band": lambda: Ours(band=True),
+    "cuattn-cupy": lambda: Ours(cupy=True),
     **{name: (lambda name=name: Sdpa(name)) for name in BACKENDS},
     "flex": lambda: Flex("flex", None),
     "flex-FLASH": lambda: Flex("flex-FLASH", "FLASH"),

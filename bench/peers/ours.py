@@ -1,4 +1,4 @@
-"""cuattn itself, through its public functions on PyTorch tensors."""
+"""cuattn itself, through its public functions, on PyTorch tensors or CuPy arrays."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ class Ours(Runner):
         ``kernel=`` of cuattn's functions.
     band : bool, optional
         Say full, causal and window masks by ``is_causal`` and ``window`` instead of column vectors.
+    cupy : bool, optional
+        Call it on CuPy arrays over the tensors' memory.
     """
 
     ours = True
 
-    def __init__(self, kernel: str | None = None, band: bool = False) -> None:
+    def __init__(self, kernel: str | None = None, band: bool = False, cupy: bool = False) -> None:
         self.name = "cuattn" + (f"-{kernel}" if kernel else "") + ("-band" if band else "")
+        self.name += "-cupy" if cupy else ""
         self._kernel = kernel
         self._band = band
+        self._cupy = cupy
 
     def why_not(self, case: Case) -> str | None:
         if self._band and case.mask not in BANDS:
@@ -57,19 +61,47 @@ class Ours(Runner):
         import cuattn
 
         options = self.options(case, inputs)
-        q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
+        operands = (inputs.q, inputs.k, inputs.v, inputs.do)
+        q, k, v, do = map(_as_cupy, operands) if self._cupy else operands
+        back = _as_torch if self._cupy else _same
         drawn = {"rng": cuattn.RNGState(*DROPOUT_STATE)} if case.dropout else {}
         if case.direction == "forward":
             plan = _plan(q, k, v, **options, **drawn)
-            return Bound(lambda: cuattn.forward(q, k, v, **options, **drawn), lambda fwd: {"o": fwd.o}, plan=plan)
+            return Bound(lambda: cuattn.forward(q, k, v, **options, **drawn), lambda fwd: {"o": back(fwd.o)}, plan=plan)
         fwd = cuattn.forward(q, k, v, **options, **drawn)
         exact = {"deterministic": True} if case.deterministic else {}
         plan = _plan(q, k, v, direction="backward", **options, **drawn, **exact)
         return Bound(
             lambda: cuattn.backward(do, q, k, v, fwd, **options, **exact),
-            lambda gradients: names("backward", gradients[:3]),
+            lambda gradients: names("backward", map(back, gradients[:3])),
             plan=plan,
         )
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _as_cupy(tensor: Any) -> Any:
+    """Return a CuPy array over a tensor's memory (bfloat16, which DLPack lacks on one side, goes as integers)."""
+    import cupy
+    import ml_dtypes
+    import torch
+
+    if tensor.dtype == torch.bfloat16:
+        return cupy.from_dlpack(tensor.view(torch.int16)).view(ml_dtypes.bfloat16)
+    return cupy.from_dlpack(tensor)
+
+
+def _as_torch(array: Any) -> Any:
+    """Return a tensor over a CuPy array's memory."""
+    import ml_dtypes
+    import numpy as np
+    import torch
+
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(array)
 
 
 def _plan(*operands: Any, **options: Any) -> str:

@@ -39,6 +39,8 @@ class Sdpa(Runner):
             return f"does not compute in {case.dtype}"
         if case.head_dim > self._largest:
             return f"head dimension at most {self._largest}"
+        if self._member == "EFFICIENT_ATTENTION" and case.heads != case.kv_heads:
+            return "needs as many key heads as query heads"
         if case.deterministic and self._member == "CUDNN_ATTENTION":
             return "has no deterministic backward in PyTorch"
         if self._member == "MATH":

@@ -147,3 +147,23 @@ def test_files_are_read_plotted_and_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [*arguments, "--plots", str(tmp_path / "plots")])
     assert report.main() == 0
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["masks-8k.png", "sparsity.png"]
+
+
+def test_what_all_labels_share_goes_to_the_title():
+    table = one_table(
+        row("masks-8k/d128-N8192-full/forward", "cuattn", 1.0), row("masks-8k/d128-N8192-causal/forward", "cuattn", 1.0)
+    )
+    text = markdown(table)
+    assert text.startswith("### masks-8k, d128 N8192, forward (TFLOP/s)")
+    assert "| full | **1** |" in text
+    assert text.index("| full |") < text.index("| causal |")
+
+
+def test_rows_come_in_the_order_of_the_cases():
+    (table,) = tables(
+        {"run": ("f", 0), **row(f"dense/{label}/forward", "cuattn", 1.0)}
+        for label in ("unheard-of", "d64-N1024-full", "d128-N4096-causal", "d128-N1024-full")
+    )
+    assert [line.label for line in table.lines] == [
+        "d128-N1024-full", "d128-N4096-causal", "d64-N1024-full", "unheard-of",
+    ]  # fmt: skip

@@ -158,6 +158,29 @@ def test_every_runner_says_what_it_cannot_do():
         make(["fa9"])
 
 
+def test_the_command_measures_reports_and_resumes(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("torch")
+    from bench import cases, command
+
+    monkeypatch.setitem(cases.TABLES, "tiny", lambda: [case(direction) for direction in cases.BOTH])
+    arguments = ["--device", "cpu", "--peers", "math", "fa2", "--seconds", "0", "--out", str(tmp_path / "rows.json")]
+
+    def run(*more):
+        found = command.parser("Measure.", ("tiny",), (), "unused.json").parse_args([*arguments, *more])
+        return command.run(found, {"": ("sdpa",)})
+
+    assert run("--ours", "--directions", "forward", "--trees", "kernels=1,cuattn=2") == 0
+    content = json.loads((tmp_path / "rows.json").read_text())
+    assert content["runs"][0]["trees"] == {"kernels": "1", "cuattn": "2"}
+    assert [(entry["runner"], entry["status"]) for entry in content["rows"]] == [("math", "ok"), ("fa2", "unsupported")]
+    assert run("--ours", "--trees", "kernels=1,cuattn=2") == 0
+    again = json.loads((tmp_path / "rows.json").read_text())
+    assert again["rows"][:2] == content["rows"]
+    assert len(again["rows"]) == 4
+    assert run("--ours", "--budget", "-1", "--trees", "kernels=3") == 0
+    assert "2 cases left" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("script", "lines"), [("hopper", 36), ("portable", 2)])
 def test_scripts_list_their_cases_without_a_gpu(script, lines):
     table = "dense" if script == "hopper" else "decode"
