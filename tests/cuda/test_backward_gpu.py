@@ -1,0 +1,209 @@
+"""The portable backward kernels on a GPU against the float64 oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cuattn
+from cuattn import rng as cuattn_rng
+from cuattn.masks import ColumnMask
+from tests import oracle
+from tests.cuda.cases import BF16, CASES, Case, visible
+from tests.tolerances import assert_close
+
+pytestmark = pytest.mark.gpu
+
+NAMES = ("dq", "dk", "dv", "dbias")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Leave NaNs where the calls of a test will find their results and scratch memory."""
+    import cupy
+
+    del [cupy.full(size, np.nan, np.float32) for size in (1 << 8, 1 << 14, 1 << 18, 1 << 20, 1 << 22)][:]
+    yield
+
+
+def to_device(x):
+    import cupy
+
+    return cupy.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+def run(do, qkv, options, deterministic=False, o_dtype=None, **more):
+    """Run ``cuattn.forward`` and ``cuattn.backward`` on the portable kernels; NumPy in, NumPy out."""
+    options = {name: to_device(value) for name, value in options.items()}
+    do, *qkv = map(to_device, (do, *qkv))
+    forward = cuattn.forward(*qkv, kernel="sm80", out_dtype=o_dtype, **options)
+    options.pop("rng", None)
+    gradients = cuattn.backward(do, *qkv, forward, kernel="sm80", deterministic=deterministic, **options, **more)
+    return [None if x is None else x.get() for x in gradients]
+
+
+def expected(case: Case, do, qkv, options, dtype=None):
+    """Return the gradients of the oracle, or of the textbook in `dtype`."""
+    keep, scale = None, 1.0
+    threshold = cuattn_rng.threshold(options.get("dropout_p", 0.0))
+    if threshold:
+        state = cuattn_rng.resolve(options["rng"])
+        count = int(np.prod(case.batch)) * case.heads
+        rows, keys = (0, case.n_queries), (0, case.n_keys)
+        kept = [cuattn_rng.keep(state, threshold, b, rows, keys) for b in range(count)]
+        keep = np.reshape(kept, (*case.batch, case.heads, case.n_queries, case.n_keys))
+        scale = 65536 / (65536 - threshold)
+    return oracle.backward(
+        do, *qkv, visible=visible(case, options), bias=options.get("bias"), scale=options.get("scale"),
+        softcap=options.get("softcap"), keep=keep, keep_scale=scale, dtype=dtype,
+    )  # fmt: skip
+
+
+def made(case: Case):
+    """Return do, [q, k, v] and the options of a case."""
+    arrays, options = case.arrays()
+    q, _, v = arrays.values()
+    do = np.random.default_rng(11).standard_normal((*q.shape[:-1], v.shape[-1])).astype(case.dtype)
+    return do, list(arrays.values()), options
+
+
+def named(name: str):
+    case = next(case for case in CASES if case.name == name)
+    return case, *made(case)
+
+
+def check(case: Case, actual, do, qkv, options):
+    exact, textbook = (expected(case, do, qkv, options, dtype) for dtype in (None, case.dtype))
+    sums = oracle.magnitude_backward(do, *qkv) if case.n_keys == 1 else [None] * 4  # dq: a difference of equals
+    for name, a, e, t, magnitude in zip(NAMES, actual, exact, textbook, sums, strict=True):
+        if e is not None:
+            assert_close(a, e, t, dtype=case.dtype, magnitude=magnitude, name=name)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_oracle(case, deterministic):
+    do, qkv, options = made(case)
+    check(case, run(do, qkv, options, deterministic), do, qkv, options)
+
+
+@pytest.mark.parametrize("name", ["aligned", "grouped", "dropout column", "bias row", "everything", "d256"])
+def test_deterministic_is_bitwise(name):
+    _, do, qkv, options = named(name)
+    first = run(do, qkv, options, deterministic=True)
+    for _ in range(3):
+        for a, b in zip(first, run(do, qkv, options, deterministic=True), strict=True):
+            assert a is b is None or a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("name", ["column", "column d64 causal", "dropout column"])
+def test_column_mask_equals_boolean_mask_bit_for_bit(name):
+    _, do, qkv, options = named(name)
+    column = run(do, qkv, options, deterministic=True)
+    dense = run(do, qkv, {**options, "mask": options["mask"].dense()}, deterministic=True)
+    for a, b in zip(column[:3], dense[:3], strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["column", "dense", "small blocks", "more queries than keys", "causal top left"])
+def test_what_nobody_sees_may_hold_nan(name, deterministic):
+    case, do, qkv, options = named(name)
+    seen = np.broadcast_to(visible(case, options), (*case.batch, case.heads, case.n_queries, case.n_keys))
+    dead, empty = ~seen.any(-2), ~seen.any(-1)
+    assert dead.any() or empty.any()
+    for x in qkv[1:]:
+        x[dead] = np.nan  # heads are not grouped here, so all arrays have the mask's leading axes
+    do[empty], qkv[0][empty] = np.nan, np.nan
+    actual = run(do, qkv, options, deterministic)
+    assert not actual[0][empty].any() and not actual[1][dead].any() and not actual[2][dead].any()
+    clean = [np.nan_to_num(x.astype(np.float32)).astype(case.dtype) for x in (do, *qkv)]
+    check(case, actual, clean[0], clean[1:], options)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("which", ["q", "k", "v", "kv heads", "do", "bias", "batch of bias"])
+def test_broadcast(which, deterministic):
+    """A broadcast operand's gradient is the sum over the axes it was broadcast along."""
+    import cupy
+
+    rng = np.random.default_rng(3)
+    case = Case(which, batch=(2, 3), heads=4, kv_heads=4, n_queries=70, n_keys=150)
+    shapes = {"q": (2, 3, 4, 70, 64), "k": (2, 3, 4, 150, 64), "v": (2, 3, 4, 150, 64), "do": (2, 3, 4, 70, 64)}
+    if which in shapes:
+        shapes[which] = (2, 1, *shapes[which][2:])
+    if which == "kv heads":
+        shapes["k"] = shapes["v"] = (1, 3, 1, 150, 64)
+    arrays = {name: rng.standard_normal(shape).astype(BF16) for name, shape in shapes.items()}
+    options = {}
+    if "bias" in which:
+        options["bias"] = rng.standard_normal((2, 1, 4, 70, 150) if which == "bias" else (1, 150)).astype(np.float32)
+    do = arrays.pop("do")
+    full = np.broadcast_to(do, (2, 3, 4, 70, 64))
+    qkv = list(arrays.values())
+    actual = run(cupy.broadcast_to(cupy.asarray(do), full.shape), qkv, options, deterministic)
+    for gradient, array in zip(actual, qkv, strict=False):
+        assert gradient.shape == array.shape and gradient.dtype == array.dtype
+    check(case, actual, full, qkv, options)
+
+
+@pytest.mark.parametrize("layout", ["swapped", "negative", "odd stride", "batch axes apart"])
+def test_strides(layout):
+    import cupy
+
+    rng = np.random.default_rng(5)
+    batch = (2, 3) if layout == "batch axes apart" else (2,)
+    case = Case(layout, batch=batch, heads=3, kv_heads=3, n_queries=70, n_keys=150, head_dim=64)
+    arrays = [rng.standard_normal((*batch, 3, n, 64)).astype(BF16) for n in (70, 70, 150, 150)]
+    if layout == "swapped":
+        device = [cupy.asarray(np.ascontiguousarray(x.swapaxes(-2, -3))).swapaxes(-2, -3) for x in arrays]
+    elif layout == "negative":
+        device = [cupy.asarray(np.ascontiguousarray(x[..., ::-1, :]))[..., ::-1, :] for x in arrays]
+    elif layout == "odd stride":
+        device = [cupy.asarray(np.concatenate([x, x[..., :3]], -1))[..., :64] for x in arrays]
+    else:
+        device = [cupy.asarray(np.ascontiguousarray(x.swapaxes(0, 1))).swapaxes(0, 1) for x in arrays]
+    check(case, run(device[0], device[1:], {}), arrays[0], arrays[1:], {})
+
+
+def test_unrounded_o_and_one_head_matrices():
+    case = Case("rank 2", batch=(), heads=1, kv_heads=1, n_queries=130, n_keys=70)
+    do, qkv, options = made(case)
+    actual = run(do[0], [x[0] for x in qkv], options, o_dtype="float32")
+    check(case, [x if x is None else x[None] for x in actual], do, qkv, options)
+
+
+def test_hostile_device_vectors_are_clamped():
+    import cupy
+
+    rng = np.random.default_rng(1)
+    n, keys = 300, 400
+    wild = rng.integers(-1000, 1400, (4, keys)).astype(np.int32)
+    wild[:, :3] = [[-(2**31)] * 3, [2**31 - 1] * 3, [2**31 - 1] * 3, [-(2**31)] * 3]
+    do, *qkv = [rng.standard_normal((2, m, 64)).astype(BF16) for m in (n, n, keys, keys)]
+    device = ColumnMask(*map(cupy.asarray, wild), n_queries=n)
+    host = ColumnMask(*np.clip(wild, 0, n), n_queries=n)
+    pairs = zip(*(run(do, qkv, {"mask": mask}, deterministic=True) for mask in (device, host)), strict=True)
+    for a, b in list(pairs)[:3]:
+        assert a.tobytes() == b.tobytes()
+
+
+def test_graph_holds_its_scratch():
+    import cupy
+
+    _, do, qkv, options = named("grouped")
+    arrays = [cupy.asarray(x) for x in qkv]
+    upstream = cupy.asarray(do)
+    forward = cuattn.forward(*arrays, kernel="sm80", **options)
+    call = {"kernel": "sm80", "deterministic": True, **options}
+    eager = cuattn.backward(upstream, *arrays, forward, **call)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        result = cuattn.backward(upstream, *arrays, forward, **call)
+        graph = stream.end_capture()
+        noise = [cupy.full(1 << 20, np.nan, np.float32) for _ in range(4)]
+        graph.launch(stream)
+        for a, b in zip(result[:3], eager[:3], strict=True):
+            assert a.get().tobytes() == b.get().tobytes()
+    del noise
