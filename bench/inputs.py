@@ -16,6 +16,8 @@ __all__ = ["DROPOUT_STATE", "Inputs", "dropout_noise", "make", "reference"]
 SEED = 1234
 DROPOUT_STATE = (0x5EED, 7)  # seed and offset of cuattn's dropout
 TWO_HEADS_UP_TO = 65536  # longer sequences are checked on one head
+ALL_ROWS_UP_TO = 131072  # and still longer ones on its last rows
+LAST_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def make(case: Case, device: str, shared_mask: bool = False) -> Inputs:
 
 
 def reference(inputs: Inputs, gradients: bool, dropped: bool) -> Reference:
-    """Compute the exact results of the first and the last head.
+    """Compute the exact results of the first and the last head (of very long sequences, of the last rows of one).
 
     Parameters
     ----------
@@ -99,10 +101,11 @@ def reference(inputs: Inputs, gradients: bool, dropped: bool) -> Reference:
     if case.n_keys <= TWO_HEADS_UP_TO:
         places.append((case.batch - 1, case.heads - 1))
     group = case.heads // case.kv_heads
+    first = 0 if case.n_keys <= ALL_ROWS_UP_TO else max(case.n_queries - LAST_ROWS, 0)
     heads = {
         (b, h): (
-            inputs.q[b, h], inputs.k[b, h // group], inputs.v[b, h // group], inputs.do[b, h],
-            _visible(inputs, b, h, dropped),
+            inputs.q[b, h, first:], inputs.k[b, h // group], inputs.v[b, h // group], inputs.do[b, h, first:],
+            _visible(inputs, b, h, dropped, first),
         )
         for b, h in dict.fromkeys(places)
     }  # fmt: skip
@@ -111,7 +114,7 @@ def reference(inputs: Inputs, gradients: bool, dropped: bool) -> Reference:
     return Reference(heads, inputs.q.dtype, gradients)
 
 
-def _visible(inputs: Inputs, b: int, h: int, dropped: bool) -> Visible:
+def _visible(inputs: Inputs, b: int, h: int, dropped: bool, first: int = 0) -> Visible:
     import torch
 
     case, device = inputs.case, inputs.q.device
@@ -120,17 +123,17 @@ def _visible(inputs: Inputs, b: int, h: int, dropped: bool) -> Visible:
         mask = inputs.samples[b].column_mask()
         bounds = torch.from_numpy(np.stack([mask.lts, mask.lte, mask.uts, mask.ute])).to(device)
     if not (dropped and case.dropout):
-        return Visible(case.causal, bounds)
+        return Visible(case.causal, first, bounds)
     from cuattn import rng
 
     threshold = rng.threshold(case.dropout)
 
     def keep(start: int, stop: int) -> Any:
         state = rng.RNGState(*DROPOUT_STATE)
-        bits = rng.keep(state, threshold, b * case.heads + h, (start, stop), (0, case.n_keys))
+        bits = rng.keep(state, threshold, b * case.heads + h, (first + start, first + stop), (0, case.n_keys))
         return torch.from_numpy(bits).to(device)
 
-    return Visible(case.causal, bounds, keep, rng.LEVELS / (rng.LEVELS - threshold))
+    return Visible(case.causal, first, bounds, keep, rng.LEVELS / (rng.LEVELS - threshold))
 
 
 def dropout_noise(inputs: Inputs, exact: Reference, o: Any) -> float:

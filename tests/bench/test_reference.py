@@ -57,6 +57,25 @@ def test_the_rule_passes_pytorch_and_fails_a_percent_of_error(dtype):
         assert [key for key, error in errors.items() if error["of_allowed"] > 1] == [name]
 
 
+@pytest.mark.parametrize("problem", [case(causal=True), case("document"), case(dropout=0.3)], ids=str)
+def test_of_very_long_sequences_the_last_rows_are_checked(problem, monkeypatch):
+    _, whole = heads(problem)
+    monkeypatch.setattr(inputs, "ALL_ROWS_UP_TO", 64)
+    monkeypatch.setattr(inputs, "LAST_ROWS", 24)
+    _, last = heads(problem)
+    for place, results in last.exact.items():
+        assert set(results) == {"o", "dq"}
+        for name, x in results.items():
+            torch.testing.assert_close(x, whole.exact[place][name][-24:], rtol=0, atol=1e-12)
+    o = torch.stack([whole.exact[b, b]["o"] for b in range(2)])[:, None].expand(2, 2, 80, 16)
+    errors = last.errors({"o": o}, peer=False)
+    assert errors["o"]["of_allowed"] < 0.5
+    broken = o.clone()
+    broken[:, :, -1] += 0.1
+    assert last.errors({"o": broken}, peer=False)["o"]["of_allowed"] > 1
+    assert last.spread(["o", "dq", "dk", "dv"]) > 0
+
+
 def test_not_a_number_never_passes():
     found, exact = heads(case())
     o = torch.nn.functional.scaled_dot_product_attention(found.q, found.k, found.v)
