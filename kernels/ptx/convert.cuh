@@ -17,6 +17,19 @@ __device__ __forceinline__ u32 pack_f16(float lo, float hi) {
     return r;
 }
 
+// One half of a packed pair as float32.
+__device__ __forceinline__ float low_f16(u32 pair) {
+    float r;
+    asm("{\n.reg .f16 lo, hi;\nmov.b32 {lo, hi}, %1;\ncvt.f32.f16 %0, lo;\n}" : "=f"(r) : "r"(pair));
+    return r;
+}
+
+__device__ __forceinline__ float high_f16(u32 pair) {
+    float r;
+    asm("{\n.reg .f16 lo, hi;\nmov.b32 {lo, hi}, %1;\ncvt.f32.f16 %0, hi;\n}" : "=f"(r) : "r"(pair));
+    return r;
+}
+
 // The TF32 value nearest to x (ties away from zero), as float32 bits.
 __device__ __forceinline__ u32 round_tf32(float x) {
     u32 r;

@@ -1,8 +1,14 @@
-// Two 16-bit integers in one register.  The instructions exist from sm_90 on.
+// Two 16-bit numbers in one register.  The instructions on integers exist from sm_90 on.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace ptx {
+
+__device__ __forceinline__ u32 mul_f16x2(u32 a, u32 b) {
+    u32 r;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
 
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ u32 min_u16x2(u32 a, u32 b) {
