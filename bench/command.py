@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import site
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ def parser(description: str, tables: Sequence[str], optional: Sequence[str], out
     found.add_argument("--most", type=int, default=40, help="most samples of a runner")
     found.add_argument("--shared-mask", action="store_true", help="all sequences of a batch get one mask")
     found.add_argument("--trees", metavar="NAME=ID,...", help="git tree ids of a copy without git")
+    found.add_argument("--site", metavar="FOLDER", help="unpacked wheels of peers, added like a site-packages folder")
     found.add_argument("--out", type=Path, default=Path(out), metavar="FILE", help="rows are added to this JSON file")
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     found.add_argument("--list", action="store_true", help="print the cases and stop")
@@ -69,6 +71,8 @@ def run(arguments: argparse.Namespace, peers: dict[str, Sequence[str]]) -> int:
         for case in select(arguments.tables, arguments.only, arguments.directions):
             console.print(case.name, highlight=False)
         return 0
+    if arguments.site:
+        site.addsitedir(arguments.site)
     options = {"shared_mask": arguments.shared_mask}
     file = rows.RowFile(arguments.out, rows.environment(arguments.device, arguments.trees, options))
     left: list[Case] = []

@@ -17,6 +17,7 @@ import numpy as np
 __all__ = ["Reference", "Visible", "compare", "distance", "textbook"]
 
 CHUNK_ELEMENTS = 1 << 26  # score elements in flight, in float64
+BLOCK = 32  # terms of a short block; a head dimension of 64 or a sequence of 4096 has many
 FACTOR = 2.0  # times the textbook's error that a result may have
 RMS_ROUNDING = 0.25  # root mean square of one rounding's relative error, in units of the spacing at 1, from above
 PEER_FACTOR = 4.0  # peers may round more often than the textbook: what they get wrong is seen, not how they round
@@ -67,7 +68,8 @@ def textbook(q: Any, k: Any, v: Any, do: Any, visible: Visible, rounded_to: Any 
     visible : Visible
         What is visible and what dropout keeps.
     rounded_to : torch dtype, optional
-        Round every step to this dtype, computing between in float32 (float64 for float64); None computes in float64.
+        Round every step to this dtype, computing between in float32 (float64 for float64).  None computes in float64
+        and, where the operands are float64 already, sums in short blocks, which lose less.
 
     Returns
     -------
@@ -82,6 +84,7 @@ def textbook(q: Any, k: Any, v: Any, do: Any, visible: Visible, rounded_to: Any 
     def step(x: Any) -> Any:
         return x.to(rounded_to).to(work) if low else x
 
+    product = _blocked if rounded_to is None and q.dtype == torch.float64 else torch.matmul
     scale = q.shape[-1] ** -0.5
     q, k, v = (x.to(work) for x in (q, k, v))
     rows = max(1, CHUNK_ELEMENTS // k.shape[0])
@@ -91,7 +94,7 @@ def textbook(q: Any, k: Any, v: Any, do: Any, visible: Visible, rounded_to: Any 
         result |= {"dq": torch.empty_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
     for start in range(0, q.shape[0], rows):
         part = slice(start, min(start + rows, q.shape[0]))
-        s = step(step(q[part] @ k.T) * scale)
+        s = step(step(product(q[part], k.T)) * scale)
         seen = visible.rows(part.start, part.stop, k.shape[0], q.device)
         if seen is not None:
             s = s.masked_fill_(~seen, -torch.inf)
@@ -99,32 +102,24 @@ def textbook(q: Any, k: Any, v: Any, do: Any, visible: Visible, rounded_to: Any 
         del s
         z = None if visible.keep is None else visible.keep(part.start, part.stop).to(work) * visible.keep_scale
         pd = p if z is None else step(p * z)
-        result["o"][part] = step(pd @ v)
+        result["o"][part] = step(product(pd, v))
         if do is None:
             continue
-        result["dv"] += pd.T @ do[part]
-        dp = step(do[part] @ v.T)
+        result["dv"] += product(pd.T, do[part])
+        dp = step(product(do[part], v.T))
         dp = dp if z is None else step(dp * z)
         ds = step(p * (dp - step((p * dp).sum(-1, keepdim=True))))
-        result["dq"][part] = step(scale * (ds @ k))
-        result["dk"] += scale * (ds.T @ q[part])
+        result["dq"][part] = step(scale * product(ds, k))
+        result["dk"] += scale * product(ds.T, q[part])
     return {name: step(x) for name, x in result.items()}
 
 
-def _textbook_in(dtype: Any, operands: Any, exact: dict[str, Any]) -> dict[str, Any]:
-    """Return the textbook's results in `dtype`.
-
-    Nothing here is more exact than float64, so its textbook's error is inferred: rounding errors are proportional to
-    the spacing of the numbers, hence those of float32 shrunk by the ratio of the two spacings, and half as much again
-    because the results called exact are rounded too.
-    """
-    import torch
-
-    if dtype != torch.float64:
-        return textbook(*operands, rounded_to=dtype)
-    ratio = 1.5 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    single = textbook(*operands, rounded_to=torch.float32)
-    return {name: x + (single[name].double() - x) * ratio for name, x in exact.items()}
+def _blocked(a: Any, b: Any) -> Any:
+    """Multiply matrices, summing the products of short blocks: rounding errors grow with the length of a sum."""
+    total = a[:, :0] @ b[:0]
+    for start in range(0, b.shape[0], BLOCK):
+        total += a[:, start : start + BLOCK] @ b[start : start + BLOCK]
+    return total
 
 
 class Reference:
@@ -148,7 +143,7 @@ class Reference:
         for place, (q, k, v, do, visible) in heads.items():
             operands = (q, k, v, do if gradients else None, visible)
             self.exact[place] = textbook(*operands)
-            self.rough[place] = _textbook_in(dtype, operands, self.exact[place])
+            self.rough[place] = textbook(*operands, rounded_to=dtype)
             if visible.first_row:
                 for name in ("dk", "dv"):
                     self.exact[place].pop(name, None)
