@@ -52,7 +52,7 @@ class Case:
     rivals : tuple of str
         Peers that the stated bar counts; empty = all.
     bar : float
-        Smallest ratio to the best rival that the claim needs.
+        Smallest ratio to the best rival that the claim needs; 0 where the claim is no ratio.
     """
 
     table: str
@@ -193,7 +193,7 @@ def decode() -> Iterable[Case]:
 def host() -> Iterable[Case]:
     """Host cost of a warm call on a tiny problem, without and with a mask."""
     for mask, direction in product((None, "causal_document"), BOTH):
-        yield Case("host", direction, 1, 2, 2, 256, 256, 64, mask=mask, host=True)
+        yield Case("host", direction, 1, 2, 2, 256, 256, 64, mask=mask, host=True, bar=0.0)
 
 
 def sparsity() -> Iterable[Case]:

@@ -173,7 +173,7 @@ def markdown(table: Table) -> str:
     rho = any(row.get("rho") for line in table.lines for row in line.rows.values())
     head = ["case", *(["ρ"] if rho else []), *names, "best peer", "ratio", "±"]
     subject = ", ".join(filter(None, [table.name, table.common.replace("-", " "), table.direction]))
-    text = [f"### {subject} ({unit})", "", "| " + " | ".join(head) + " |"]
+    text = [f"### {subject}{f' ({unit})' if unit else ''}", "", "| " + " | ".join(head) + " |"]
     text.append("|" + "---|" * len(head))
     for line in table.lines:
         ours, rival = line.best(True), line.best(False)

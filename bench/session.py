@@ -260,9 +260,10 @@ def _by_problem(cases: Iterable[Case]) -> list[Case]:
 
 
 def _reason(error: Exception, said: list[warnings.WarningMessage]) -> str:
-    """Return the first line of an error, and of the warnings in which PyTorch tells why no kernel fits."""
-    lines = [f"{type(error).__name__}: {error}", *(str(warning.message) for warning in said)]
-    return "; ".join(line.strip().splitlines()[0].partition(" (Triggered")[0] for line in lines)[:400]
+    """Return the first lines of an error, and of the warnings in which PyTorch tells why no kernel fits."""
+    lines = f"{type(error).__name__}: {error}".strip().splitlines()[:2]
+    lines += [str(warning.message).strip().splitlines()[0] for warning in said]
+    return "; ".join(line.partition(" (Triggered")[0] for line in lines)[:400]
 
 
 def _scoped(bound: Bound) -> Callable[[], Any]:
