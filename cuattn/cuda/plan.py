@@ -17,7 +17,7 @@ _MAX_LENGTH = 2**30  # rows and keys are counted in 32 bits, with room for the b
 _MAX_PARTS = 64
 _MIN_SPLIT_TILES = 4  # a part of the key axis shorter than this costs more in merging than it gains
 _KB = 1024
-_PADDING = 64  # bytes: rows of a tile in shared memory are multiples of this
+_PADDING = {2: 32, 4: 16, 8: 16}  # element bytes -> elements: rows of a tile in shared memory are multiples of this
 
 
 def pad(length: int, unit: int) -> int:
@@ -53,7 +53,8 @@ def _row_tile(problem: Problem, tile: Tile, pack: int) -> Tile:
     block_m = next(size for size in (16, 32, 64) if rows <= size or size == 64)
     if block_m >= tile.block_m:
         return tile
-    return tile._replace(block_m=block_m, warps=block_m // 16, min_blocks=1)
+    # Such a block streams keys and values; a deeper pipeline keeps the memory busy.
+    return tile._replace(block_m=block_m, warps=block_m // 16, stages=max(tile.stages, 3), min_blocks=1)
 
 
 def _heavy(problem: Problem) -> bool:
@@ -71,8 +72,8 @@ def _pack(problem: Problem, block_m: int) -> int:
 def tile_of(problem: Problem, card: Card) -> tuple[Tile, int, int, int]:
     """Return the forward's tile, heads packed per row tile, and padded head_dim and head_dim_v."""
     size = problem.dtype.itemsize
-    head_dim = pad(problem.head_dim, _PADDING // size)
-    head_dim_v = pad(min(problem.head_dim_v, VALUE_COLUMNS), _PADDING // size)
+    head_dim = pad(problem.head_dim, _PADDING[size])
+    head_dim_v = pad(min(problem.head_dim_v, VALUE_COLUMNS[size]), _PADDING[size])
     tile = forward_tile(card.shared_bytes, size, max(head_dim, head_dim_v))
     if tile is None:
         raise UnsupportedError(
@@ -82,19 +83,21 @@ def tile_of(problem: Problem, card: Card) -> tuple[Tile, int, int, int]:
         tile = tile._replace(block_n=64)  # blocks are usually multiples of 64, and then no tile is partial
     pack = _pack(problem, tile.block_m)
     tile = _row_tile(problem, tile, pack)
+    if tile.stages > 2 and 2 * _shared_bytes(problem, tile, head_dim, head_dim_v) > card.shared_bytes:
+        tile = tile._replace(stages=2)
     if _heavy(problem) and tile.block_m > 16 * tile.warps and max(head_dim, head_dim_v) * size >= 128:
         tile = tile._replace(warps=tile.block_m // 16, min_blocks=1)
     return tile, pack, head_dim, head_dim_v
 
 
-def _splits(problem: Problem, tile: Tile, card: Card, pack: int, shared_bytes: int) -> tuple[int, int]:
+def _splits(problem: Problem, tile: Tile, card: Card, pack: int, shared_bytes: int, head_dim_v: int) -> tuple[int, int]:
     """Return the parts of the key axis and the key tiles in each, so that a few rows still fill the card."""
     key_tiles = -(-problem.n_keys // tile.block_n)
     row_tiles = -(-problem.n_queries * pack // tile.block_m)
     blocks = int(np.prod(problem.batch, dtype=np.int64)) * (problem.heads // pack) * row_tiles
     per_multiprocessor = max(tile.min_blocks, min(4, (card.shared_bytes + _KB) // (shared_bytes + _KB)))
     slots = card.multiprocessors * per_multiprocessor
-    if blocks == 0 or 2 * blocks > slots or key_tiles < 2 * _MIN_SPLIT_TILES or problem.head_dim_v > VALUE_COLUMNS:
+    if blocks == 0 or 2 * blocks > slots or key_tiles < 2 * _MIN_SPLIT_TILES or problem.head_dim_v > head_dim_v:
         return 1, key_tiles
     parts = min(slots // blocks, key_tiles // _MIN_SPLIT_TILES, _MAX_PARTS)
     split_tiles = -(-key_tiles // parts)
@@ -132,7 +135,7 @@ def forward_plan(problem: Problem, card: Card, load_bytes: int = 16) -> Plan:
     check_limits(problem)
     tile, pack, head_dim, head_dim_v = tile_of(problem, card)
     shared = _shared_bytes(problem, tile, head_dim, head_dim_v)
-    splits, _ = _splits(problem, tile, card, pack, shared)
+    splits, _ = _splits(problem, tile, card, pack, shared, head_dim_v)
     size = problem.dtype.itemsize
     acc = CUDA_TYPES[problem.stat_dtype.name]
     out = problem.stat_dtype if splits > 1 else problem.out_dtype
@@ -160,6 +163,7 @@ def forward_plan(problem: Problem, card: Card, load_bytes: int = 16) -> Plan:
         "band_right": band is not None and band.right is not None,
         "mask": mask_code(problem),
         "split": splits > 1,
+        "tf32": problem.precision == "tf32",
     }
     rows = int(np.prod(problem.stat_shape, dtype=np.int64))
     stat = problem.stat_dtype.itemsize
@@ -191,7 +195,7 @@ def _notes(problem: Problem, splits: int, pack: int, load_bytes: int) -> tuple[s
 def grid_of(problem: Problem, plan: Plan, card: Card) -> dict[str, int]:
     """Return the counts that a forward is launched with: row_tiles, key_tiles, splits, split_tiles, section, chunks."""
     tile, pack, _, head_dim_v = tile_of(problem, card)
-    splits, split_tiles = _splits(problem, tile, card, pack, plan.smem_bytes)
+    splits, split_tiles = _splits(problem, tile, card, pack, plan.smem_bytes, head_dim_v)
     ordered = problem.mask == "column" or problem.band is not None
     kv_bytes = problem.n_keys * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize / problem.group * pack
     section = max(int(card.l2_bytes // 2 // max(kv_bytes, 1)), 1) if ordered else 1

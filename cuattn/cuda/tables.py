@@ -149,7 +149,9 @@ def _column_tables(problem: Problem, mask: Any, device: int, block_m: int, block
     pointers += [tables.bounds.data.ptr, 0 if tables.order is None else tables.order.data.ptr]
     argument = struct.seal(struct.fill(pointers))
     constants = _constants(problem, block_m, block_n)
-    function(device, "util/mask_bounds.cu", "mask_bounds", constants)((key_tiles, instances), (block_n,), (argument,))
+    function(device, "util/mask_bounds.cu", "mask_bounds", constants)(
+        (key_tiles, instances), (-(-block_n // 32) * 32,), (argument,)
+    )
     if tables.order is not None:
         order = function(device, "util/mask_bounds.cu", "mask_order", constants)
         order((instances,), (1024,), (argument,), 4 * (row_tiles + 1))

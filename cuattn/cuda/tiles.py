@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 __all__ = ["FORWARD", "VALUE_COLUMNS", "Card", "Tile", "forward_tile"]
 
-VALUE_COLUMNS = 256  # columns of v that one block accumulates; wider v are done in several blocks
+# Element bytes -> columns of v that one block accumulates; wider v are done in several blocks.
+VALUE_COLUMNS = {2: 256, 4: 256, 8: 128}
 
 
 class Card(NamedTuple):
@@ -40,17 +41,40 @@ FORWARD: tuple[tuple[int, int, int, Tile], ...] = (
     (200 * _KB, 2, 128, Tile(128, 64, 4, 2, 2)),
     (200 * _KB, 2, 256, Tile(128, 64, 8, 2, 1)),
     (200 * _KB, 2, 512, Tile(64, 32, 4, 2, 1)),
+    (200 * _KB, 4, 64, Tile(128, 32, 4, 2, 2)),
+    (200 * _KB, 4, 128, Tile(128, 32, 4, 1, 2)),
+    (200 * _KB, 4, 256, Tile(64, 32, 4, 2, 1)),
+    (200 * _KB, 4, 512, Tile(32, 16, 2, 2, 1)),
+    (200 * _KB, 8, 64, Tile(64, 32, 4, 2, 2)),
+    (200 * _KB, 8, 128, Tile(64, 32, 4, 2, 1)),
+    (200 * _KB, 8, 256, Tile(32, 16, 2, 2, 1)),
+    (200 * _KB, 8, 512, Tile(16, 16, 1, 2, 1)),
     # 163 KB: sm_80, sm_87
     (160 * _KB, 2, 64, Tile(128, 64, 4, 2, 2)),
     (160 * _KB, 2, 128, Tile(128, 32, 4, 2, 2)),
     (160 * _KB, 2, 256, Tile(128, 32, 8, 2, 1)),
     (160 * _KB, 2, 512, Tile(64, 32, 4, 2, 1)),
+    (160 * _KB, 4, 64, Tile(128, 32, 4, 2, 2)),
+    (160 * _KB, 4, 128, Tile(64, 32, 4, 1, 2)),
+    (160 * _KB, 4, 256, Tile(64, 16, 4, 2, 1)),
+    (160 * _KB, 4, 512, Tile(32, 16, 2, 2, 1)),
+    (160 * _KB, 8, 64, Tile(64, 32, 4, 2, 1)),
+    (160 * _KB, 8, 128, Tile(32, 32, 2, 2, 1)),
+    (160 * _KB, 8, 256, Tile(32, 16, 2, 1, 1)),
+    (160 * _KB, 8, 512, Tile(16, 16, 1, 1, 1)),
     # 99 KB: sm_86, sm_89, sm_120
     (0, 2, 64, Tile(128, 64, 4, 2, 2)),
     (0, 2, 96, Tile(128, 32, 8, 2, 2)),
     (0, 2, 128, Tile(128, 32, 8, 2, 1)),
     (0, 2, 256, Tile(64, 32, 4, 2, 1)),
     (0, 2, 512, Tile(32, 16, 2, 2, 1)),
+    (0, 4, 64, Tile(64, 32, 4, 2, 2)),
+    (0, 4, 128, Tile(64, 32, 4, 1, 1)),
+    (0, 4, 256, Tile(32, 16, 2, 2, 1)),
+    (0, 4, 512, Tile(16, 16, 1, 1, 1)),
+    (0, 8, 64, Tile(32, 32, 2, 2, 1)),
+    (0, 8, 128, Tile(32, 16, 2, 2, 1)),
+    (0, 8, 256, Tile(16, 16, 1, 1, 1)),
 )
 
 

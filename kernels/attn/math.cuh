@@ -20,6 +20,26 @@ __device__ __forceinline__ Acc infinity() {
 
 __device__ __forceinline__ float exp2_of(float x) { return ptx::ex2(x); }
 __device__ __forceinline__ double exp2_of(double x) { return exp2(x); }
+
+// Factor from scores to exponents of 2, as a sum of two numbers: rounded to one, its error would be common to all terms of a row.
+template <class Acc>
+struct Log2Factor {
+    Acc hi, lo;
+
+    __device__ __forceinline__ static Log2Factor make(double factor) {
+        const Acc hi = static_cast<Acc>(factor);
+        return {hi, static_cast<Acc>(factor - static_cast<double>(hi))};
+    }
+};
+
+// 2^(x factor) to about 1.5 units in the last place, for x <= 0 or -inf.
+__device__ __forceinline__ float exp2_product(float x, const Log2Factor<float>& factor) {
+    const float y = x * factor.hi, result = ptx::ex2(y);
+    const float rest = fmaf(x, factor.lo, fmaf(x, factor.hi, -y));  // NaN for -inf, where the result is 0
+    return result == 0.f ? 0.f : fmaf(result, rest * 0.69314718f, result);
+}
+__device__ __forceinline__ double exp2_product(double x, const Log2Factor<double>& factor) { return exp2(x * factor.hi); }
+
 __device__ __forceinline__ float max_of(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double max_of(double a, double b) { return fmax(a, b); }
 __device__ __forceinline__ float fma_of(float a, float b, float c) { return fmaf(a, b, c); }

@@ -6,7 +6,7 @@
 //
 // Mma<Elem>::scores(s, q, k)            q: from QRows; k: shared address of a key tile (block_n rows of head_dim)
 // Mma<Elem>::values(o, s, v, finish)    finish(c) turns the scores of keys 16 c .. 16 c + 15 into probabilities, in place;
-//                                       drop(a, mt, c) is applied to the packed fragment
+//                                       drop(...) then applies dropout to what takes part in the product
 #pragma once
 #include "attn/math.cuh"
 #include "attn/tile.cuh"
@@ -15,6 +15,35 @@
 
 template <class Elem>
 struct Mma;
+
+// The warp's rows of q, 32 bytes of 16 rows to a fragment: in registers when they are few, else read again for every key tile.
+template <int element_bytes, int m_tiles, int head_dim>
+struct RowFragments {
+    static constexpr int row_bytes = head_dim * element_bytes, steps = row_bytes / 32;
+    static constexpr bool in_registers = m_tiles * steps <= 8;
+    u32 fragment[in_registers ? m_tiles : 1][in_registers ? steps : 1][4];
+    LaneRow<row_bytes> lane;
+
+    // `address` is that of the warp's first row.
+    __device__ __forceinline__ RowFragments(u32 address, u32 l) : lane(l & 15, l >> 4) { lane.base += address; }
+    __device__ __forceinline__ void load() {
+        if constexpr (in_registers) {
+#pragma unroll
+            for (int mt = 0; mt < m_tiles; ++mt)
+#pragma unroll
+                for (int k = 0; k < steps; ++k) read(fragment[mt][k], mt, k);
+        }
+    }
+    __device__ __forceinline__ void read(u32 (&a)[4], int mt, int k) const { ptx::ldmatrix_x4(a, lane.offset(k) + mt * 16 * row_bytes); }
+    __device__ __forceinline__ void get(u32 (&a)[4], int mt, int k) const {
+        if constexpr (in_registers) {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) a[r] = fragment[mt][k][r];
+        } else {
+            read(a, mt, k);
+        }
+    }
+};
 
 template <class Elem>
 struct Mma16 {
@@ -30,36 +59,8 @@ struct Mma16 {
         else ptx::mma_m16n8k16_bf16(d, a, b0, b1);
     }
 
-    // The warp's rows of q: fragments in registers when they are few, else read again for every key tile.
     template <int m_tiles, int head_dim>
-    struct QRows {
-        static constexpr int steps = head_dim / step;
-        static constexpr bool in_registers = m_tiles * steps <= 8;
-        u32 fragment[in_registers ? m_tiles : 1][in_registers ? steps : 1][4];
-        LaneRow<head_dim * 2> lane;
-
-        // `address` is that of the warp's first row.
-        __device__ __forceinline__ QRows(u32 address, u32 l) : lane(l & 15, l >> 4) { lane.base += address; }
-        __device__ __forceinline__ void load() {
-            if constexpr (in_registers) {
-#pragma unroll
-                for (int mt = 0; mt < m_tiles; ++mt)
-#pragma unroll
-                    for (int k = 0; k < steps; ++k) read(fragment[mt][k], mt, k);
-            }
-        }
-        __device__ __forceinline__ void read(u32 (&a)[4], int mt, int k) const {
-            ptx::ldmatrix_x4(a, lane.offset(k) + mt * 16 * head_dim * 2);
-        }
-        __device__ __forceinline__ void get(u32 (&a)[4], int mt, int k) const {
-            if constexpr (in_registers) {
-#pragma unroll
-                for (int r = 0; r < 4; ++r) a[r] = fragment[mt][k][r];
-            } else {
-                read(a, mt, k);
-            }
-        }
-    };
+    using QRows = RowFragments<2, m_tiles, head_dim>;
 
     template <int m_tiles, int n_tiles, int head_dim>
     static __device__ __forceinline__ void scores(float (&s)[m_tiles][n_tiles][4], const QRows<m_tiles, head_dim>& q, u32 k_shared, u32 l) {

@@ -20,8 +20,8 @@ struct SoftmaxRows {
     static __device__ __forceinline__ Acc finite(Acc top) { return top == -infinity<Acc>() ? Acc(0) : top; }
 
     // Takes the maximum over a tile of scores and scales o and l to the new one.
-    template <int n_tiles, int v_tiles>
-    __device__ __forceinline__ void update(const Acc (&s)[m_tiles][n_tiles][4], Acc (&o)[m_tiles][v_tiles][4], Acc to_log2) {
+    template <bool fused, int n_tiles, int v_tiles>
+    __device__ __forceinline__ void update(const Acc (&s)[m_tiles][n_tiles][4], Acc (&o)[m_tiles][v_tiles][4], const Log2Factor<Acc>& to_log2) {
         Acc alpha[m_tiles][2];
         bool changed = false;
 #pragma unroll
@@ -33,7 +33,8 @@ struct SoftmaxRows {
                 for (int n = 0; n < n_tiles; ++n) top = max_of(top, max_of(s[mt][n][2 * h], s[mt][n][2 * h + 1]));
                 top = max_of(top, __shfl_xor_sync(~0u, top, 1));
                 top = max_of(top, __shfl_xor_sync(~0u, top, 2));
-                alpha[mt][h] = exp2_of((m[mt][h] - finite(top)) * to_log2);
+                const Acc step = m[mt][h] - finite(top);
+                alpha[mt][h] = fused ? exp2_of(step * to_log2.hi) : exp2_product(step, to_log2);
                 changed |= top != m[mt][h];
                 m[mt][h] = top;
             }
@@ -51,18 +52,19 @@ struct SoftmaxRows {
     }
 
     // Turns the scores of keys 16 c .. 16 c + 15 into exp(s - m), in place, and adds them to l.
-    // fused: one multiply-add per exponent, whose rounding error |m| 2^-24 is common to the row; enough for 16-bit input only.
+    // fused: one multiply-add per exponent, whose rounding error |m| 2^-24 is common to the row; enough for 16-bit input.
     template <bool fused, int n_tiles>
-    __device__ __forceinline__ void exponentiate(Acc (&s)[m_tiles][n_tiles][4], int c, Acc to_log2) {
+    __device__ __forceinline__ void exponentiate(Acc (&s)[m_tiles][n_tiles][4], int c, const Log2Factor<Acc>& to_log2) {
 #pragma unroll
         for (int mt = 0; mt < m_tiles; ++mt)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const Acc shift = finite(m[mt][h]) * (fused ? to_log2 : Acc(1));
+                const Acc shift = finite(m[mt][h]) * (fused ? to_log2.hi : Acc(1));
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     Acc& x = s[mt][2 * c + e / 2][2 * h + e % 2];
-                    x = exp2_of(fused ? fma_of(x, to_log2, -shift) : (x - shift) * to_log2);
+                    if constexpr (fused) x = ptx::ex2(fmaf(x, to_log2.hi, -shift));
+                    else x = exp2_product(x - shift, to_log2);
                     l[mt][h] += x;
                 }
             }

@@ -4,11 +4,15 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/shared.cuh"
 
+// Doubles are read one by one, 4 neighbours (32 bytes) from each of 4 rows at a time: rows r .. r + 3 of one product, and rows
+// r, r + 2, r + 4, r + 6 of the other.  Chunk pairs are exchanged so that both fall into different banks.
+__device__ __forceinline__ u32 wide_key(u32 row) { return ((row + (row >> 2 & 1)) & 3) << 1; }
+
 // Byte offset of a chunk.  Rows that are an odd multiple of 64 bytes alternate between two bank halves by themselves.
-template <int row_bytes>
+template <int row_bytes, bool doubles = false>
 __device__ __forceinline__ u32 swizzle(u32 row, u32 chunk) {
-    static_assert(row_bytes % 64 == 0, "tile rows are multiples of 64 bytes");
-    const u32 key = row_bytes % 128 == 0 ? row & 7 : (row >> 1) & 3;
+    static_assert(row_bytes % (doubles ? 128 : 64) == 0, "tile rows are multiples of 64 bytes, of doubles 128");
+    const u32 key = doubles ? wide_key(row) : row_bytes % 128 == 0 ? row & 7 : (row >> 1) & 3;
     return row * row_bytes + ((chunk ^ key) << 4);
 }
 
@@ -57,12 +61,16 @@ __device__ __forceinline__ i32 chunk_bytes(int chunk, i32 n_cols) {
     return bytes < 0 ? 0 : (bytes < 16 ? bytes : 16);
 }
 
+// Long loops of copies hold too many addresses when they are unrolled altogether, and so do kernels for doubles.
+constexpr int unrolled_steps(int steps, int element_bytes) { return steps <= 16 && element_bytes < 8 ? steps : 4; }
+
 // Copies a tile of `rows` x `cols` elements, all threads together.  source(row) is the row's first element, or null for a row of
 // zeros; `any` is an address that may be named (not read) instead.  n_cols <= cols columns exist.
 template <class Elem, int rows, int cols, int threads, int load_bytes, class Source>
 __device__ __forceinline__ void gather_tile(u32 shared, const Elem* any, i32 n_cols, const Source& source) {
     constexpr int chunks = cols * sizeof(Elem) / 16, total = rows * chunks, steps = (total + threads - 1) / threads;
-#pragma unroll
+    constexpr int unrolled = unrolled_steps(steps, sizeof(Elem));
+#pragma unroll unrolled
     for (int step = 0; step < steps; ++step) {
         const int index = threadIdx.x + step * threads;
         if (total % threads != 0 && index >= total) break;
@@ -70,7 +78,7 @@ __device__ __forceinline__ void gather_tile(u32 shared, const Elem* any, i32 n_c
         const Elem* from = source(row);
         const i32 valid = from == nullptr ? 0 : chunk_bytes<Elem, cols>(chunk, n_cols);
         const u8* bytes = valid > 0 ? reinterpret_cast<const u8*>(from) + chunk * 16 : reinterpret_cast<const u8*>(any);
-        copy_chunk<load_bytes>(shared + swizzle<cols * sizeof(Elem)>(row, chunk), bytes, valid);
+        copy_chunk<load_bytes>(shared + swizzle<cols * sizeof(Elem), sizeof(Elem) == 8>(row, chunk), bytes, valid);
     }
 }
 
@@ -84,10 +92,11 @@ __device__ __forceinline__ void load_tile(u32 shared, const Elem* from, i64 stri
         const i32 whole = chunk_bytes<Elem, cols>(chunk, n_cols);
         const u8* bytes = reinterpret_cast<const u8*>(from + row * stride) + chunk * 16;
         const i64 advance = stride * static_cast<i64>(rows_per_step * sizeof(Elem));
-#pragma unroll
-        for (int step = 0; step < rows / rows_per_step; ++step) {
+        constexpr int steps = rows / rows_per_step, unrolled = unrolled_steps(steps, sizeof(Elem));
+#pragma unroll unrolled
+        for (int step = 0; step < steps; ++step) {
             const int at = row + step * rows_per_step;
-            copy_chunk<load_bytes>(shared + swizzle<cols * sizeof(Elem)>(at, chunk), bytes, live(at) ? whole : 0);
+            copy_chunk<load_bytes>(shared + swizzle<cols * sizeof(Elem), sizeof(Elem) == 8>(at, chunk), bytes, live(at) ? whole : 0);
             bytes += advance;
         }
     } else {

@@ -10,7 +10,8 @@
 //   stages x { k, v }    block_n * (head_dim + head_dim_v) * sizeof(elem), and block_n * 16 with a column mask
 #include "attn/config.cuh"
 #include "attn/mask.cuh"
-#include "attn/mma.cuh"
+#include "attn/mma_f32.cuh"
+#include "attn/mma_f64.cuh"
 #include "attn/philox.cuh"
 #include "attn/score.cuh"
 #include "attn/softmax.cuh"
@@ -21,7 +22,7 @@ using Acc = cfg::acc;
 using Product = Mma<Elem>;
 using Q = Product::QRows<m_tiles, cfg::head_dim>;
 
-constexpr bool fused = !cfg::prescaled && sizeof(Elem) == 2;
+constexpr bool fused = sizeof(Elem) == 2;
 
 // What one block works on; kept in shared memory, since registers are short and most of it is needed rarely.
 struct Work {
@@ -32,7 +33,7 @@ struct Work {
     i32 row0;                // first (packed) row of the tile
     i32 tile_end;
     RandomStream stream;
-    Acc to_log2;             // from scores as they are held to exponents of 2
+    Log2Factor<Acc> to_log2; // from scores as they are held to exponents of 2
 };
 
 __device__ __forceinline__ void locate(const Params& p, Work& w) {
@@ -57,7 +58,7 @@ __device__ __forceinline__ void locate(const Params& p, Work& w) {
     }
     w.row0 = tile * cfg::block_m;
     w.mask.rows = {w.row0 / cfg::pack, min((w.row0 + cfg::block_m - 1) / cfg::pack + 1, p.n_queries), tile};
-    w.to_log2 = static_cast<Acc>((cfg::prescaled ? 1.0 : p.scale) * kLog2e);
+    w.to_log2 = Log2Factor<Acc>::make((cfg::prescaled ? 1.0 : p.scale) * kLog2e);
     const i32 tile_begin = cfg::split ? blockIdx.y * p.split_tiles : 0;
     w.tile_end = cfg::split ? min(tile_begin + p.split_tiles, p.key_tiles) : p.key_tiles;
     w.mask.lowest = max(tile_begin, band_first(p, w.mask.rows) / cfg::block_n);
@@ -143,6 +144,38 @@ __device__ __forceinline__ void mask_scores(const Params& p, const Work& w, Tile
         }
 }
 
+// Dropout of the probabilities of 16 keys: packed pairs, or as they are.
+struct Dropped {
+    const Params& p;
+    const Work& w;
+    Tile tile;
+
+    __device__ __forceinline__ void words(u32 (&x)[4], int mt, int c) const {
+        const i32 lane = threadIdx.x % 32, row = w.row0 + static_cast<i32>(threadIdx.x / 32) * warp_rows + mt * 16 + lane / 4;
+        random_words(x, p.dropout, w.stream, row, tile.n() * cfg::block_n + c * 16 + 2 * (lane % 4));
+    }
+    __device__ __forceinline__ void operator()(u32 (&a)[4], int mt, int c) const {
+        if constexpr (cfg::dropout != 0) {
+            u32 x[4];
+            words(x, mt, c);
+#pragma unroll
+            for (int r = 0; r < 4; ++r) a[r] = drop_pair<cfg::dropout>(a[r], x[r]);
+        }
+    }
+    __device__ __forceinline__ void operator()(Acc (&left)[4], Acc (&right)[4], int mt, int c) const {
+        if constexpr (cfg::dropout != 0) {
+            u32 x[4];
+            words(x, mt, c);
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                Acc (&part)[4] = r < 2 ? left : right;
+                if (!kept_low<cfg::dropout>(x[r])) part[2 * (r & 1)] = 0;
+                if (!kept_high<cfg::dropout>(x[r])) part[2 * (r & 1) + 1] = 0;
+            }
+        }
+    }
+};
+
 // One key tile: s = q k^T, softmax, o += p v.
 __device__ __forceinline__ void attend(const Params& p, const Work& w, Tile tile, u32 shared, const Q& q,
                                        SoftmaxRows<Acc, m_tiles>& rows, Acc (&o)[m_tiles][v_tiles][4]) {
@@ -151,19 +184,10 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, Tile tile
     Product::scores(s, q, shared, lane);
     if constexpr (cfg::prescaled) finish_scores(p, w, tile, s);
     if (tile.partial()) mask_scores(p, w, tile, shared + k_bytes + v_bytes, s);
-    const Acc to_log2 = w.to_log2;
-    rows.update(s, o, to_log2);
-    Product::values(
-        o, s, shared + k_bytes, lane, [&](int c) { rows.exponentiate<fused>(s, c, to_log2); },
-        [&](u32(&a)[4], int mt, int c) {
-            if constexpr (cfg::dropout != 0) {
-                u32 words[4];
-                const i32 row = w.row0 + static_cast<i32>(threadIdx.x / 32) * warp_rows + mt * 16 + lane / 4;
-                random_words(words, p.dropout, w.stream, row, tile.n() * cfg::block_n + c * 16 + 2 * (lane % 4));
-#pragma unroll
-                for (int r = 0; r < 4; ++r) a[r] = drop_pair<cfg::dropout>(a[r], words[r]);
-            }
-        });
+    const Log2Factor<Acc> to_log2 = w.to_log2;
+    rows.update<fused>(s, o, to_log2);
+    const auto finish = [&](int c) { rows.exponentiate<fused>(s, c, to_log2); };
+    Product::values(o, s, shared + k_bytes, lane, finish, Dropped{p, w, tile});
 }
 
 template <class Out>
@@ -220,13 +244,14 @@ extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void attention
     TileWalk walk(p, w.mask, w.tile_end);
     Tile tiles[cfg::stages];  // the tile at work and those under way
     load_q(p, w, q_shared);
+    ptx::cp_async_commit();
 #pragma unroll
     for (int s = 0; s + 1 < cfg::stages; ++s) {
         tiles[s] = walk.next();
         if (tiles[s].exists()) load_kv(p, w, tiles[s], kv_shared + s * stage_bytes);
         ptx::cp_async_commit();
     }
-    ptx::cp_async_wait<cfg::stages - 2>();
+    ptx::cp_async_wait<cfg::stages - 1>();
     __syncthreads();  // q has arrived
     Q q(q_shared + threadIdx.x / 32 * warp_rows * cfg::head_dim * static_cast<u32>(sizeof(Elem)), threadIdx.x % 32);
     q.load();
@@ -235,16 +260,25 @@ extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void attention
     Acc o[m_tiles][v_tiles][4] = {};
     constexpr u32 ring = cfg::stages * stage_bytes;
     u32 stage = kv_shared;
+    if constexpr (cfg::stages == 1) tiles[0] = walk.next();
     while (tiles[0].exists()) {
-        ptx::cp_async_wait<cfg::stages - 2>();
+        if constexpr (cfg::stages == 1) {
+            __syncthreads();  // every warp is done with the tile before
+            load_kv(p, w, tiles[0], stage);
+            ptx::cp_async_commit();
+        }
+        ptx::cp_async_wait<(cfg::stages > 1 ? cfg::stages - 2 : 0)>();
         __syncthreads();  // this tile has arrived, and every warp is done with the stage that is loaded next
-        const u32 free = stage == kv_shared ? stage + ring - stage_bytes : stage - stage_bytes;
-        tiles[cfg::stages - 1] = walk.next();
-        if (tiles[cfg::stages - 1].exists()) load_kv(p, w, tiles[cfg::stages - 1], free);
-        ptx::cp_async_commit();
+        if constexpr (cfg::stages > 1) {
+            const u32 free = stage == kv_shared ? stage + ring - stage_bytes : stage - stage_bytes;
+            tiles[cfg::stages - 1] = walk.next();
+            if (tiles[cfg::stages - 1].exists()) load_kv(p, w, tiles[cfg::stages - 1], free);
+            ptx::cp_async_commit();
+        }
         attend(p, w, tiles[0], stage, q, rows, o);
 #pragma unroll
         for (int s = 0; s + 1 < cfg::stages; ++s) tiles[s] = tiles[s + 1];
+        if constexpr (cfg::stages == 1) tiles[0] = walk.next();
         stage = stage + stage_bytes == kv_shared + ring ? kv_shared : stage + stage_bytes;
     }
     store(p, w, rows, o);

@@ -1,13 +1,14 @@
 // Tables of a column mask (FlashMask, section 4.1: per-tile minima and maxima), O(keys) memory.
 //
-// mask_bounds: grid (key tiles, instances), cfg::block_n threads, one per key.  Clamps the intervals, marks keys that no row sees, and
+// mask_bounds: grid (key tiles, instances), one thread per key and whole warps.  Clamps the intervals, marks keys that no row sees, and
 //              reduces each tile's intervals to ranges of row tiles that it hides wholly (skip) or may hide partly (partial).
 // mask_order:  one block per instance; counts the key tiles that each row tile sees and sorts the row tiles, most work first.
 //              Dynamic shared memory: (row_tiles + 1) ints.
 #include "attn/mask_format.cuh"
 #include "util/mask_params.cuh"
 
-constexpr int kThreads = 1024, kBuckets = 1024;
+constexpr int kKeyWarps = (cfg::block_n + 31) / 32;  // of mask_bounds
+constexpr int kThreads = 1024, kBuckets = 1024;       // of mask_order
 
 __device__ __forceinline__ i32 clamp_row(i32 row, i32 n_queries) { return min(max(row, 0), n_queries); }
 
@@ -39,15 +40,16 @@ __device__ __forceinline__ i32 reduce_block(i32 value, i32* scratch, const Combi
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
     __syncthreads();  // every warp has written its part
     value = scratch[0];
-    for (int warp = 1; warp < cfg::block_n / 32; ++warp) value = combine(value, scratch[warp]);
+    for (int warp = 1; warp < kKeyWarps; ++warp) value = combine(value, scratch[warp]);
     __syncthreads();  // scratch may be written again
     return value;
 }
 
-extern "C" __global__ __launch_bounds__(cfg::block_n) void mask_bounds(const __grid_constant__ MaskParams p) {
-    __shared__ i32 scratch[cfg::block_n / 32];
+extern "C" __global__ __launch_bounds__(kKeyWarps * 32) void mask_bounds(const __grid_constant__ MaskParams p) {
+    __shared__ i32 scratch[kKeyWarps];
     const i64 instance = blockIdx.y;
-    const i32 key = blockIdx.x * cfg::block_n + threadIdx.x;
+    // Threads beyond the tile repeat its last key, which changes no minimum or maximum.
+    const i32 key = blockIdx.x * cfg::block_n + min(static_cast<i32>(threadIdx.x), cfg::block_n - 1);
     const int4 x = key_intervals(p, instance * p.n_keys + key, key);
     p.cols[instance * p.keys_padded + key] = x;
     const auto lower = [](i32 a, i32 b) { return min(a, b); };

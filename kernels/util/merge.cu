@@ -20,7 +20,7 @@ using Acc = cfg::acc;
 
 __device__ __forceinline__ Acc weight(const MergeParams& p, int part, i64 row, Acc m) {
     const Acc own = static_cast<const Acc*>(p.m[part])[row], l = static_cast<const Acc*>(p.l[part])[row];
-    return own == -infinity<Acc>() ? Acc(0) : l * exp2_of((own - m) * Acc(kLog2e));
+    return own == -infinity<Acc>() ? Acc(0) : l * exp2_product(own - m, Log2Factor<Acc>::make(kLog2e));
 }
 
 extern "C" __global__ __launch_bounds__(kWarps * 32) void attention_merge(const __grid_constant__ MergeParams p) {

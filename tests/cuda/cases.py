@@ -169,6 +169,26 @@ def _cases() -> list[Case]:
         Case("dropout column causal d256", mask=_columns, head_dim=256,
              options={"dropout_p": 0.25, "rng": 9, "is_causal": "top_left"}),
     ]  # fmt: skip
+    cases += [
+        case._replace(name=f"{dtype} {case.name}", dtype=np.dtype(dtype), head_dim=d, head_dim_v=case.head_dim_v)
+        for dtype in ("float32", "float64")
+        for d, case in [
+            *((d, Case(f"d{d}", n_queries=150)) for d in (20, 64, 96, 128, 192, 256)),
+            (33, Case("d 33 dv 300", head_dim_v=300)),
+            (64, Case("causal", options={"is_causal": "bottom_right"})),
+            (128, Case("column", mask=_columns)),
+            (64, Case("column causal", mask=_columns, options={"is_causal": "top_left"})),
+            (64, Case("dense", mask=_dense)),
+            (128, Case("bias", bias=_bias(1, 1, 1, 1))),
+            (64, Case("softcap", options={"softcap": 5.0})),
+            (64, Case("dropout", options={"dropout_p": 0.1, "rng": 3})),
+            (128, Case("dropout column", mask=_columns, options={"dropout_p": 0.25, "rng": 9})),
+            (128, Case("one query", heads=4, kv_heads=2, n_queries=1, n_keys=4000)),
+        ]
+    ]
+    cases += [
+        Case("float32 d 512", dtype=np.dtype(np.float32), head_dim=512, n_queries=50, n_keys=130),
+    ]
     return cases
 
 

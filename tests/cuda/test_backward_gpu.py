@@ -15,6 +15,11 @@ from tests.tolerances import assert_close
 pytestmark = pytest.mark.gpu
 
 NAMES = ("dq", "dk", "dv", "dbias")
+WIDE = (np.dtype(np.float32), np.dtype(np.float64))
+WIDE_CASES = (
+    "d64", "d128", "d256", "d 33", "grouped", "causal", "column d64 causal", "dense", "bias column causal", "everything",
+    "dropout", "softcap", "window", "scale negative", "dropout column", "small blocks",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +47,8 @@ def run(do, qkv, options, deterministic=False, o_dtype=None, **more):
     return [None if x is None else x.get() for x in gradients]
 
 
-def expected(case: Case, do, qkv, options, dtype=None):
-    """Return the gradients of the oracle, or of the textbook in `dtype`."""
+def arguments(case: Case, options):
+    """Return the options as the oracle takes them."""
     keep, scale = None, 1.0
     threshold = cuattn_rng.threshold(options.get("dropout_p", 0.0))
     if threshold:
@@ -53,10 +58,20 @@ def expected(case: Case, do, qkv, options, dtype=None):
         kept = [cuattn_rng.keep(state, threshold, b, rows, keys) for b in range(count)]
         keep = np.reshape(kept, (*case.batch, case.heads, case.n_queries, case.n_keys))
         scale = 65536 / (65536 - threshold)
-    return oracle.backward(
-        do, *qkv, visible=visible(case, options), bias=options.get("bias"), scale=options.get("scale"),
-        softcap=options.get("softcap"), keep=keep, keep_scale=scale, dtype=dtype,
-    )  # fmt: skip
+    return {
+        "visible": visible(case, options), "bias": options.get("bias"), "scale": options.get("scale"),
+        "softcap": options.get("softcap"), "keep": keep, "keep_scale": scale,
+    }  # fmt: skip
+
+
+def expected(case: Case, do, qkv, options, dtype=None):
+    """Return the gradients of the oracle, or of the textbook in `dtype`."""
+    return oracle.backward(do, *qkv, **arguments(case, options), dtype=dtype)
+
+
+def forward_of(case: Case, qkv, options):
+    """Return o, l, m of the oracle."""
+    return oracle.forward(*qkv, **arguments(case, options))
 
 
 def made(case: Case):
@@ -85,6 +100,20 @@ def check(case: Case, actual, do, qkv, options):
 def test_oracle(case, deterministic):
     do, qkv, options = made(case)
     check(case, run(do, qkv, options, deterministic), do, qkv, options)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize("name", WIDE_CASES)
+def test_wide_types(name, dtype, deterministic):
+    case = next(case for case in CASES if case.name == name)._replace(dtype=dtype)
+    do, qkv, options = made(case)
+    o, l, m = (to_device(x.astype(dtype)) for x in forward_of(case, qkv, options))
+    call = {key: to_device(value) for key, value in options.items()}
+    state = cuattn_rng.resolve(call.pop("rng")) if "rng" in call else None
+    arrays = [to_device(x) for x in (do, *qkv)]
+    gradients = cuattn.backward(*arrays, (o, l, m, state), kernel="sm80", deterministic=deterministic, **call)
+    check(case, [None if x is None else x.get() for x in gradients], do, qkv, options)
 
 
 @pytest.mark.parametrize("name", ["aligned", "grouped", "dropout column", "bias row", "everything", "d256"])

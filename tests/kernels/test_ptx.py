@@ -1,0 +1,161 @@
+"""The instruction wrappers against NumPy, one warp each."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.kernels.probe import lanes, run
+
+pytestmark = pytest.mark.gpu
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def pairs(x):
+    """Pack neighbours along the last axis into 32-bit words, the first in the low half."""
+    return np.ascontiguousarray(x).view(np.uint32)
+
+
+def accumulator(d):
+    """Gather a 16 x 8 result from the lanes' four values."""
+    g, q = lanes()
+    out = np.empty((16, 8), d.dtype)
+    for r in range(4):
+        out[g + 8 * (r // 2), 2 * q + r % 2] = d[:, r]
+    return out
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(np.float16, "f16"), (BF16, "bf16")])
+def test_mma_m16n8k16(dtype, name):
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((16, 16)).astype(dtype), rng.standard_normal((16, 8)).astype(dtype)
+    g, q = lanes()
+    words, columns = pairs(a), pairs(b.T)
+    fa = np.stack([words[g, q], words[g + 8, q], words[g, q + 4], words[g + 8, q + 4]], 1)
+    fb = np.stack([columns[g, q], columns[g, q + 4]], 1)
+    body = f"""
+        float x[4] = {{1, 2, 3, 4}};
+        u32 f[4] = {{a[4 * l], a[4 * l + 1], a[4 * l + 2], a[4 * l + 3]}};
+        ptx::mma_m16n8k16_{name}(x, f, b[2 * l], b[2 * l + 1]);
+        for (int r = 0; r < 4; ++r) d[4 * l + r] = x[r];"""
+    d = run(["ptx/mma.cuh"], "const u32* a, const u32* b, float* d", body, fa, fb, np.empty((32, 4), np.float32))[2]
+    start = accumulator(np.tile(np.float32([1, 2, 3, 4]), (32, 1)))
+    np.testing.assert_allclose(accumulator(d), start + a.astype(float) @ b.astype(float), rtol=1e-5, atol=1e-5)
+
+
+def test_mma_m16n8k8_tf32():
+    rng = np.random.default_rng(1)
+    a, b = (rng.integers(-8, 8, shape).astype(np.float32) for shape in ((16, 8), (8, 8)))
+    g, q = lanes()
+    fa = np.stack([a[g, q], a[g + 8, q], a[g, q + 4], a[g + 8, q + 4]], 1).view(np.uint32)
+    fb = np.stack([b[q, g], b[q + 4, g]], 1).view(np.uint32)
+    body = """
+        float x[4] = {};
+        u32 f[4] = {a[4 * l], a[4 * l + 1], a[4 * l + 2], a[4 * l + 3]};
+        ptx::mma_m16n8k8_tf32(x, f, b[2 * l], b[2 * l + 1]);
+        for (int r = 0; r < 4; ++r) d[4 * l + r] = x[r];"""
+    d = run(["ptx/mma.cuh"], "const u32* a, const u32* b, float* d", body, fa, fb, np.empty((32, 4), np.float32))[2]
+    np.testing.assert_array_equal(accumulator(d), a @ b)
+
+
+def test_mma_f64():
+    rng = np.random.default_rng(2)
+    a, b = rng.integers(-9, 9, (16, 8)).astype(float), rng.integers(-9, 9, (8, 8)).astype(float)
+    g, q = lanes()
+    fa, fb = np.stack([a[g, q], a[g + 8, q], a[g, q + 4], a[g + 8, q + 4]], 1), np.stack([b[q, g], b[q + 4, g]], 1)
+    body = """
+        double x[4] = {};
+        double f[4] = {a[4 * l], a[4 * l + 1], a[4 * l + 2], a[4 * l + 3]};
+        Mma<double>::mma(x, f, b[2 * l], b[2 * l + 1]);
+        double y[2] = {};
+        ptx::mma_m8n8k4_f64(y, f[0], b[2 * l]);
+        for (int r = 0; r < 4; ++r) d[6 * l + r] = x[r];
+        d[6 * l + 4] = y[0], d[6 * l + 5] = y[1];"""
+    arguments = "const double* a, const double* b, double* d"
+    d = run(["attn/mma_f64.cuh"], arguments, body, fa, fb, np.empty((32, 6)))[2]
+    np.testing.assert_array_equal(accumulator(d[:, :4]), a @ b)
+    small = np.empty((8, 8))
+    small[g, 2 * q], small[g, 2 * q + 1] = d[:, 4], d[:, 5]
+    np.testing.assert_array_equal(small, a[:8, :4] @ b[:4])
+
+
+@pytest.mark.parametrize("trans", [False, True])
+def test_ldmatrix(trans):
+    tiles = np.arange(4 * 64, dtype=np.uint16).reshape(4, 8, 8)
+    body = f"""
+        for (int i = l; i < 128; i += 32) reinterpret_cast<u32*>(memory)[i] = x[i];
+        __syncwarp();
+        u32 r[4];
+        ptx::ldmatrix_x4{"_trans" if trans else ""}(r, ptx::shared_address(memory) + l * 16);
+        for (int i = 0; i < 4; ++i) y[4 * l + i] = r[i];"""
+    words = pairs(tiles).reshape(-1)
+    empty = np.empty((32, 4), np.uint32)
+    y = run(["ptx/ldmatrix.cuh"], "const u32* x, u32* y", body, words, empty, shared_bytes=512)[1]
+    g, q = lanes()
+    wanted = pairs(tiles.swapaxes(1, 2) if trans else tiles)
+    np.testing.assert_array_equal(y, np.stack([wanted[i][g, q] for i in range(4)], 1))
+
+
+@pytest.mark.parametrize("size", [4, 8, 16])
+@pytest.mark.parametrize("valid", [0, 3, 4])
+def test_cp_async_fills_with_zeros(size, valid):
+    x = np.arange(1, 33 * 16, dtype=np.uint8)[: 32 * 16]
+    body = f"""
+        const u32 at = ptx::shared_address(memory) + l * 16;
+        for (int i = 0; i < 16; ++i) memory[l * 16 + i] = 255;
+        ptx::cp_async<{size}>(at, x + l * 16, {valid});
+        ptx::cp_async_commit();
+        ptx::cp_async_wait<0>();
+        __syncwarp();
+        for (int i = 0; i < 16; ++i) y[l * 16 + i] = memory[l * 16 + i];"""
+    includes = ["ptx/cp_async.cuh", "ptx/ldmatrix.cuh"]
+    y = run(includes, "const u8* x, u8* y", body, x, np.empty((32, 16), np.uint8), shared_bytes=512)[1]
+    wanted = np.full((32, 16), 255, np.uint8)
+    wanted[:, :size] = 0
+    wanted[:, :valid] = x.reshape(32, 16)[:, :valid]
+    np.testing.assert_array_equal(y, wanted)
+
+
+def test_convert():
+    rng = np.random.default_rng(3)
+    x = (rng.standard_normal((32, 2)) * 10.0 ** rng.integers(-6, 5, (32, 2))).astype(np.float32)
+    body = """
+        p[2 * l] = ptx::pack_f16(x[2 * l], x[2 * l + 1]);
+        p[2 * l + 1] = ptx::pack_bf16(x[2 * l], x[2 * l + 1]);
+        f[4 * l] = ptx::ex2(x[2 * l] / 1000);
+        f[4 * l + 1] = ptx::lg2(x[2 * l] * x[2 * l]);
+        f[4 * l + 2] = ptx::tanh_approx(x[2 * l]);
+        f[4 * l + 3] = __uint_as_float(ptx::round_tf32(x[2 * l]));
+        p[64 + l] = ptx::prmt(0x33221100u, 0x77665544u, 0x0426u);"""
+    _, p, f = run(
+        ["ptx/convert.cuh"], "const float* x, u32* p, float* f", body, x, np.empty(96, np.uint32),
+        np.empty((32, 4), np.float32),
+    )  # fmt: skip
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(p[:64:2], pairs(x.astype(np.float16))[:, 0])
+    np.testing.assert_array_equal(p[1:64:2], pairs(x.astype(BF16))[:, 0])
+    assert (p[64:] == 0x00442266).all()
+    np.testing.assert_allclose(f[:, 0], np.exp2(x[:, 0] / np.float32(1000)), rtol=2**-21)
+    np.testing.assert_allclose(f[:, 1], np.log2(x[:, 0].astype(float) ** 2), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(f[:, 2], np.tanh(x[:, 0]), rtol=2**-10, atol=2**-10)
+    rounded = ((x[:, 0].view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32)
+    np.testing.assert_array_equal(f[:, 3].view(np.uint32) & 0xFFFFE000, rounded.view(np.uint32))
+
+
+def test_simd():
+    import cupy
+
+    if int(cupy.cuda.Device().compute_capability) < 90:
+        pytest.skip("needs compute capability 9.0")
+    rng = np.random.default_rng(4)
+    x, y = (rng.integers(0, 65536, (32, 2)).astype(np.uint16) for _ in range(2))
+    body = """
+        z[3 * l] = ptx::min_u16x2(x[l], y[l]);
+        z[3 * l + 1] = ptx::max_s16x2(x[l], y[l]);
+        z[3 * l + 2] = ptx::add_s16x2(x[l], y[l]);"""
+    arguments = "const u32* x, const u32* y, u32* z"
+    z = run(["ptx/simd.cuh"], arguments, body, pairs(x), pairs(y), np.empty((32, 3), np.uint32))[2]
+    z = z.view(np.uint16).reshape(32, 3, 2)
+    np.testing.assert_array_equal(z[:, 0], np.minimum(x, y))
+    np.testing.assert_array_equal(z[:, 1].view(np.int16), np.maximum(x.view(np.int16), y.view(np.int16)))
+    np.testing.assert_array_equal(z[:, 2], x + y)
