@@ -1,0 +1,153 @@
+"""When and with which tiles the kernel for compute capability 9.0 does a forward: pure functions, no CuPy."""
+
+import functools
+import math
+from typing import NamedTuple
+
+from cuattn.cuda.plan import CUDA_TYPES, mask_code, pad
+from cuattn.cuda.tiles import Card
+from cuattn.plans import Plan
+from cuattn.problem import Problem
+
+__all__ = ["ARCH", "HopperTile", "counts", "hopper_plan", "refusal"]
+
+ARCH = "sm_90a"
+
+# Widths that the second product comes in (kernels/ptx/wgmma.cuh).
+_VALUE_WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
+_MAX_HEAD_DIM = 256
+_SLAB_COLUMNS, _ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
+_LONG = 2048  # keys from which on it pays to begin the softmax under the warpgroup's own product
+_L2_SHARE = 32 << 20  # bytes of k and v that neighbours in time share
+
+
+class HopperTile(NamedTuple):
+    """Query rows and keys of a tile, and buffers for keys (and values) and for queries."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    q_stages: int
+
+
+# head_dim at most, head_dim_v at most -> the tile, and a smaller one for column masks (their tables come in units of 32
+# keys, their intervals take shared memory) and softcap (registers); first match wins.
+_TILES: tuple[tuple[int, int, HopperTile, HopperTile], ...] = (
+    (64, 64, HopperTile(192, 128, 3, 2), HopperTile(192, 128, 3, 2)),
+    (128, 128, HopperTile(128, 128, 2, 2), HopperTile(128, 128, 2, 2)),
+    (192, 128, HopperTile(128, 128, 2, 1), HopperTile(128, 128, 2, 1)),
+    (192, 192, HopperTile(128, 112, 2, 1), HopperTile(128, 96, 2, 1)),
+    (256, 256, HopperTile(128, 80, 2, 1), HopperTile(128, 64, 2, 1)),
+)
+
+
+def _sizes(problem: Problem) -> tuple[int, int]:
+    head_dim_v = next(width for width in _VALUE_WIDTHS if problem.head_dim_v <= width)
+    return pad(problem.head_dim, 16), head_dim_v
+
+
+def _tile(problem: Problem) -> HopperTile:
+    head_dim, head_dim_v = _sizes(problem)
+    row = next(row for row in _TILES if head_dim <= row[0] and head_dim_v <= row[1])
+    capped = problem.softcap is not None
+    tile = row[3] if problem.mask == "column" or capped else row[2]
+    if tile.block_m == 192 and (capped or problem.mask == "block" or problem.out_dtype.itemsize > 2):
+        return tile._replace(block_m=128)  # these need registers that three warpgroups do not have
+    return tile
+
+
+def refusal(problem: Problem, card: Card) -> str | None:
+    """Say why this kernel does not take a problem, or return None.
+
+    Strides and addresses are another matter: see :func:`cuattn.cuda.tensormap.why_not`.
+    """
+    if card.arch != "sm_90":
+        return f"it needs compute capability 9.0, this GPU is {card.arch}"
+    if problem.dtype.name not in ("float16", "bfloat16"):
+        return f"it takes float16 and bfloat16, not {problem.dtype}"
+    if problem.bias is not None:
+        return "it takes no bias"
+    if problem.mask == "dense":
+        return "it takes no boolean mask"
+    if max(problem.head_dim, problem.head_dim_v) > _MAX_HEAD_DIM:
+        return f"it takes head dimensions up to {_MAX_HEAD_DIM}, not {problem.head_dim} and {problem.head_dim_v}"
+    if problem.head_dim_v % 8:
+        return f"it writes rows in units of 8 elements, and v has {problem.head_dim_v}"
+    if not problem.n_queries * problem.n_keys * problem.head_dim_v * problem.heads * math.prod(problem.batch):
+        return "there is nothing to compute"
+    tiles = counts(problem)
+    if 2 * tiles["row_tiles"] * problem.heads * math.prod(problem.batch) < card.multiprocessors:
+        return "too few query rows to fill the card, where the portable kernel splits the keys"
+    return None
+
+
+def counts(problem: Problem) -> dict[str, int]:
+    """Return the counts that a forward is launched with: row_tiles, key_tiles, section."""
+    tile = _tile(problem)
+    total = problem.heads * math.prod(problem.batch)
+    section = problem.group
+    if problem.mask is not None or (problem.band is not None and problem.band.right is not None):
+        bytes_per_head = problem.n_keys * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+        heads = max(_L2_SHARE // bytes_per_head, 1)
+        section *= 1 << (heads.bit_length() - 1)
+    return {
+        "row_tiles": -(-problem.n_queries // tile.block_m),
+        "key_tiles": -(-problem.n_keys // tile.block_n),
+        "section": max(min(section, total), 1),
+    }
+
+
+def _shared_bytes(problem: Problem, tile: HopperTile) -> int:
+    """Bytes of shared memory, as kernels/sm90/layout.cuh lays it out."""
+    slabs, slabs_v = (-(-size // _SLAB_COLUMNS) for size in _sizes(problem))
+    queries = slabs * tile.block_m * _ROW_BYTES
+    if problem.out_dtype.itemsize == 2:
+        queries = max(queries, slabs_v * tile.block_m * _ROW_BYTES)
+    stage = (slabs + slabs_v) * tile.block_n * _ROW_BYTES
+    intervals = bits = 0
+    if problem.mask is not None:
+        intervals = 16 * tile.block_n if problem.mask == "column" else 0
+        bits = tile.block_m // 64 * 2 * 4 * tile.block_n * 2
+    tiles = tile.q_stages * queries + tile.stages * (stage + intervals) + bits
+    barriers = 8 * (2 * tile.q_stages + 4 * tile.stages + 2)
+    return -(-(tiles + barriers) // 16) * 16 + 16 * tile.q_stages + 4 * tile.stages + 12
+
+
+@functools.lru_cache(maxsize=1024)
+def hopper_plan(problem: Problem) -> Plan:
+    """Plan a forward that :func:`refusal` has nothing against; ``constants`` is the prologue of kernels/sm90/fwd.cu."""
+    tile = _tile(problem)
+    head_dim, head_dim_v = _sizes(problem)
+    band = problem.band
+    prescaled = problem.softcap is not None or problem.scale == 0
+    constants = {
+        "elem": CUDA_TYPES[problem.dtype.name],
+        "acc": "float",
+        "out": CUDA_TYPES[problem.out_dtype.name],
+        "bias_elem": "float",
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+        "block_m": tile.block_m,
+        "block_n": tile.block_n,
+        "stages": tile.stages,
+        "q_stages": tile.q_stages,
+        "overlap": problem.n_keys >= _LONG,
+        "dropout": problem.dropout,
+        "softcap": problem.softcap is not None,
+        "prescaled": prescaled,
+        "negate": problem.scale < 0 and not prescaled,
+        "band_left": band is not None and band.left is not None,
+        "band_right": band is not None and band.right is not None,
+        "mask": mask_code(problem),
+    }
+    return Plan(
+        kernel="sm90",
+        direction="forward",
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        workers=4 * (tile.block_m // 64 + 1),
+        smem_bytes=_shared_bytes(problem, tile),
+        workspace_bytes=0,
+        reason="bulk tensor copies and warpgroup products, sm_90a",
+        constants=tuple(constants.items()),
+    )

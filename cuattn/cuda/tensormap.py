@@ -1,0 +1,117 @@
+"""Tensor maps: how the bulk copy engine of compute capability 9.0 finds a tile of an array.
+
+A map describes a four-dimensional view (batch, head, row, column) of 16-bit values and the box of 64 columns by some
+rows that one copy moves.  Boxes that reach beyond the view are filled with zeros when loaded and cut off when stored.
+The driver encodes a map into 128 opaque bytes, which a kernel takes by value.
+"""
+
+import ctypes
+import functools
+
+import numpy as np
+
+from cuattn.errors import CuattnError, UnsupportedError
+
+__all__ = ["BOX_COLUMNS", "describe", "why_not"]
+
+BOX_COLUMNS = 64
+"""Columns of a box: 128 bytes, the widest that the 128-byte swizzle takes."""
+
+_ELEMENT = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
+_SWIZZLE_128B = 3
+_PROMOTE_256B = 3
+_MAX_STRIDE = 1 << 40
+_RANK = 4
+
+
+@functools.lru_cache(maxsize=1)
+def _encoder():
+    try:
+        function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    except (OSError, AttributeError) as error:
+        raise UnsupportedError(f"the CUDA driver offers no tensor maps (expected 12.0 or newer): {error}") from error
+    pointer, word = ctypes.c_void_p, ctypes.c_uint32
+    function.argtypes = [pointer, ctypes.c_int, word, *[pointer] * 5, *[ctypes.c_int] * 4]
+    function.restype = ctypes.c_int
+    return function
+
+
+def why_not(address: int, strides: tuple[int, ...]) -> str | None:
+    """Say why an array cannot be described, or return None.
+
+    Parameters
+    ----------
+    address : int
+        Of the first element.
+    strides : tuple of int
+        In bytes, of the batch, head and row axes; 0 on a broadcast axis.
+
+    Returns
+    -------
+    str or None
+
+    Examples
+    --------
+    >>> why_not(4096, (0, 256, 24))
+    'a stride of 24 bytes is not a positive multiple of 16'
+    """
+    if address % 16:
+        return f"its address {address:#x} is not a multiple of 16"
+    for stride in strides:
+        if stride % 16 or not 0 <= stride < _MAX_STRIDE:
+            return f"a stride of {stride} bytes is not a positive multiple of 16"
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def describe(
+    address: int, dtype: str, shape: tuple[int, int, int, int], strides: tuple[int, int, int], box_rows: int
+) -> np.void:
+    """Encode the map of one array.
+
+    Parameters
+    ----------
+    address : int
+        Of the first element, on the current device.
+    dtype : {"float16", "bfloat16"}
+    shape : tuple of int
+        (batch, head, row, column); none 0.
+    strides : tuple of int
+        In bytes, of the first three axes; the last is contiguous.  A broadcast axis has size 1 here.
+    box_rows : int
+        Rows per copy, at most 256.
+
+    Returns
+    -------
+    numpy.void
+        128 bytes, to be passed as one kernel argument.
+
+    Raises
+    ------
+    UnsupportedError
+        The driver is too old.
+    CuattnError
+        The driver refuses the description (see :func:`why_not`).
+    """
+    extent = (ctypes.c_uint64 * _RANK)(*reversed(shape))
+    steps = map(_stride, shape[2::-1], strides[::-1])
+    step = (ctypes.c_uint64 * (_RANK - 1))(*steps)
+    box = (ctypes.c_uint32 * _RANK)(BOX_COLUMNS, box_rows, 1, 1)
+    ones = (ctypes.c_uint32 * _RANK)(1, 1, 1, 1)
+    storage = np.zeros(192, np.uint8)
+    aligned = -storage.ctypes.data % 64
+    encoded = storage[aligned : aligned + 128]
+    view = encoded.ctypes.data, _ELEMENT[dtype], _RANK, address, extent, step, box, ones
+    interleave = fill = 0
+    status = _encoder()(*view, interleave, _SWIZZLE_128B, _PROMOTE_256B, fill)
+    if status:
+        raise CuattnError(
+            f"the driver refused a tensor map (CUresult {status}) of {dtype} {shape} at {address:#x}, "
+            f"strides {strides} bytes"
+        )
+    return encoded.view("V128")[0]
+
+
+def _stride(size: int, stride: int) -> int:
+    # The driver wants a plausible stride on axes that are never stepped along.
+    return stride if size > 1 else max(stride, 16)

@@ -1,0 +1,279 @@
+// A consumer warpgroup: 64 query rows against all their key tiles, row tile after row tile.
+//
+// The scores of a tile are issued together with P V of the tile before it, whose exponentials are done, so that a
+// warpgroup comes to the tensor cores once per step and with both products.  While it is in its softmax, the products
+// of the others run; turns keep that order.  With cfg::overlap the softmax begins under the warpgroup's own P V, which
+// pays where rows are long.  With two buffers for queries all this goes on across row tiles.
+#pragma once
+#include "attn/philox.cuh"
+#include "sm90/epilogue.cuh"
+#include "sm90/mask.cuh"
+
+namespace sm90 {
+
+constexpr bool may_have_empty_rows = cfg::mask != kMaskNone || cfg::band_left || cfg::band_right;
+constexpr u32 turn_barrier = 1, mask_barrier = 8;  // + warpgroup
+
+// The row of the first of a thread's two rows within the warpgroup's 64.
+__device__ __forceinline__ i32 thread_row() { return 16 * (threadIdx.x % 128 / 32) + threadIdx.x % 32 / 4; }
+
+// A condition that all lanes agree on.  Saying so keeps what depends on it, descriptors above all, in uniform
+// registers.
+__device__ __forceinline__ bool uniform(bool condition) { return __any_sync(~0u, condition); }
+
+struct Consumer {
+    const Params& p;
+    const ptx::TensorMap& o_map;
+    const Shared shared;
+    const u32 warpgroup;
+
+    Slot<cfg::stages> k, v;
+    Slot<cfg::q_stages> q;
+    u32 bits_buffer = 0;
+    u32 leaving = 0;  // barrier of the buffer that an output is leaving through, or 0
+    Work work;        // the row tile being worked on
+    KeyTile tile;     // the key tile whose keys have arrived
+    Softmax state;
+    float factor[2];
+    Scores s;
+    Weights weights;
+    Output o;
+
+    // One arrival per warp: each warp vouches for its own reads.
+    __device__ __forceinline__ void release(int barrier) const {
+        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.barrier(barrier));
+    }
+
+    __device__ __forceinline__ void await_turn() const { ptx::barrier_sync(turn_barrier + warpgroup, 256); }
+
+    __device__ __forceinline__ void pass_turn() const {
+        ptx::barrier_arrive(turn_barrier + (warpgroup + 1 == warpgroups ? 0 : warpgroup + 1), 256);
+    }
+
+    __device__ __forceinline__ void await_keys() {
+        ptx::mbarrier_wait(shared.barrier(k_full + k.stage), k.phase);
+        tile = shared.code(k.stage);
+    }
+
+    // Waits for the next row tile's queries and first keys; false when there is no further row tile.
+    __device__ __forceinline__ bool await_row() {
+        ptx::mbarrier_wait(shared.barrier(q_full + q.stage), q.phase);
+        work = shared.work(q.stage);
+        if (uniform(work.row < 0)) return false;
+        await_keys();
+        return true;
+    }
+
+    __device__ __forceinline__ i32 row() const { return work.row + 64 * warpgroup + thread_row(); }
+
+    __device__ __forceinline__ void issue_scores() {
+        multiply_scores(s, shared.q(q.stage) + 64 * warpgroup * row_bytes, shared.k(k.stage));
+    }
+
+    __device__ __forceinline__ void issue_values() {
+        ptx::mbarrier_wait(shared.barrier(v_full + v.stage), v.phase);
+        multiply_values(o, weights, shared.v(v.stage));
+    }
+
+    // While the scores are being computed: the element mask of a partial tile.
+    __device__ __forceinline__ void prepare_mask() {
+        if constexpr (cfg::mask != kMaskNone) {
+            if (!uniform(tile.partial())) return;
+            bits_buffer ^= 1;
+            const i32 first_row = work.row + 64 * warpgroup;
+            make_bits(p, shared.bits(warpgroup, bits_buffer), shared.cols(k.stage), work, first_row, tile.n());
+            // Whoever passes has read the other buffer, which is written next.
+            ptx::barrier_sync(mask_barrier + warpgroup, 128);
+        }
+    }
+
+    // The scores are there: their keys' buffer goes back at once, since only a few are under way.
+    __device__ __forceinline__ void finish_scores() {
+        ptx::wgmma_pin(s);
+        release(k_empty + k.stage);
+        k.advance();
+    }
+
+    // Prescales and masks the scores.
+    __device__ __forceinline__ void refine_scores() {
+        if constexpr (cfg::prescaled) prescale(s, p);
+        if (!uniform(tile.partial())) return;
+        if constexpr (cfg::mask != kMaskNone)
+            mask_bits(s, shared.bits(warpgroup, bits_buffer));
+        else
+            mask_band(s, p, row(), tile.n());
+    }
+
+    // P as it enters P V: rounded, and with dropout thinned out (l and m are those of the whole P).
+    __device__ __forceinline__ void weigh(KeyTile of) {
+        round_weights(weights, s);
+        if constexpr (cfg::dropout > 0) {
+            const RandomStream stream = random_stream(p.dropout, work.batch, work.head);
+            const i32 key = of.n() * cfg::block_n + 2 * (threadIdx.x % 4);
+#pragma unroll
+            for (int block = 0; block < cfg::block_n / 16; ++block) {
+                u32 words[4];
+                random_words(words, p.dropout, stream, row(), key + 16 * block);
+#pragma unroll
+                for (int w = 0; w < 4; ++w) weights[block][w] = drop_pair<cfg::dropout>(weights[block][w], words[w]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ float output_scale() const {
+        return cfg::dropout > 0 ? static_cast<float>(p.dropout_scale) : 1.0f;
+    }
+
+    __device__ __forceinline__ void finish_values() {
+        ptx::wgmma_pin(o);
+        release(v_empty + v.stage);
+        v.advance();
+    }
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < cfg::head_dim_v / 2; ++i) o[i] = 0.0f;
+    }
+
+    // First key tile with nothing to overlap with.  True when the row has no other.
+    __device__ __forceinline__ bool start() {
+        state.reset();
+        clear();
+        issue_scores();
+        prepare_mask();
+        ptx::wgmma_wait<0>();
+        const bool last = uniform(tile.last());
+        finish_scores();
+        refine_scores();
+        update(state, factor, s);
+        weigh(tile);
+        if (!last) await_keys();
+        return last;
+    }
+
+    // Scores of a tile beside P V of the tile before.  True when this was the last tile of the row.
+    __device__ __forceinline__ bool step() {
+        await_turn();
+        issue_scores();
+        issue_values();
+        pass_turn();
+        free_output();
+        prepare_mask();
+        ptx::wgmma_wait<1>();
+        finish_scores();
+        const KeyTile current = tile;
+        const bool last = uniform(current.last());
+        if constexpr (!cfg::overlap) {
+            ptx::wgmma_wait<0>();
+            finish_values();
+        }
+        refine_scores();
+        const bool grown = update(state, factor, s);
+        // Waiting for the next keys makes the exponentials a basic block of their own: the compiler would otherwise
+        // move the wait for P V above them.
+        if (!last) await_keys();
+        if constexpr (cfg::overlap) {
+            ptx::wgmma_wait<0>();
+            finish_values();
+        }
+        weigh(current);
+        if (grown) rescale(o, factor);
+        return last;
+    }
+
+    // From one row tile to the next: the last P V of the row tile `before`, whose output leaves under the first scores.
+    // True when the new row has one key tile only.
+    __device__ __forceinline__ bool cross(const Work& before, Slot<cfg::q_stages> buffer) {
+        await_turn();
+        issue_values();
+        issue_scores();
+        pass_turn();
+        prepare_mask();
+        ptx::wgmma_wait<1>();
+        finish_values();
+        write(o, before, state, buffer);
+        state.reset();
+        clear();
+        ptx::wgmma_wait<0>();
+        const bool last = uniform(tile.last());
+        finish_scores();
+        refine_scores();
+        update(state, factor, s);
+        weigh(tile);
+        if (!last) await_keys();
+        return last;
+    }
+
+    // The last P V of a row tile, without company.
+    __device__ __forceinline__ void drain() {
+        issue_values();
+        ptx::wgmma_wait<0>();
+        finish_values();
+    }
+
+    // Gives a stored output's buffer back to the producer, long after the store began.
+    __device__ __forceinline__ void free_output() {
+        if (!stage_output || leaving == 0) return;
+        if (threadIdx.x % 128 == 0) {
+            ptx::bulk_wait_read<0>();
+            ptx::mbarrier_arrive(leaving);
+        }
+        leaving = 0;
+    }
+
+    __device__ __forceinline__ void write(Output& result, const Work& of, const Softmax& rows,
+                                          Slot<cfg::q_stages> buffer) {
+        free_output();
+        const i32 first = of.row + 64 * warpgroup + thread_row();
+        float sum[2], normal[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            sum[r] = quad_sum(rows.sum[r]);
+            normal[r] = sum[r] == 0.0f ? 0.0f : __fdividef(output_scale(), sum[r]);
+        }
+        rescale(result, normal);
+        // A row that saw nothing met only zero weights; a NaN among the values must not survive that.
+        if (may_have_empty_rows && uniform(sum[0] == 0.0f || sum[1] == 0.0f)) {
+#pragma unroll
+            for (int i = 0; i < cfg::head_dim_v / 2; ++i) result[i] = sum[half_of(i)] == 0.0f ? 0.0f : result[i];
+        }
+        if constexpr (stage_output) {
+            store_output(result, o_map, shared.q(buffer.stage), warpgroup, of);
+            leaving = shared.barrier(q_empty + buffer.stage);
+            if constexpr (cfg::q_stages == 1) free_output();
+        } else {
+            write_float(result, p, of, first);
+        }
+        write_statistics(p, of, first, rows, sum);
+    }
+
+    __device__ __forceinline__ void run();
+};
+
+__device__ __forceinline__ void Consumer::run() {
+    if (warpgroup + 1 == warpgroups) pass_turn();  // the first turn is the first warpgroup's
+    bool some = await_row();
+    while (some) {
+        bool last = start();
+        Work before;
+        Slot<cfg::q_stages> buffer;
+        for (;;) {
+#pragma unroll 1
+            while (!last) last = step();
+            before = work;
+            buffer = q;
+            q.advance();
+            if constexpr (!stage_output) release(q_empty + buffer.stage);
+            if constexpr (cfg::q_stages == 1) break;
+            free_output();
+            some = await_row();
+            if (!some) break;
+            last = cross(before, buffer);
+        }
+        drain();
+        write(o, before, state, buffer);
+        if constexpr (cfg::q_stages == 1) some = await_row();
+    }
+}
+
+}  // namespace sm90

@@ -1,0 +1,70 @@
+// End of a row tile: l, m and the normalised output leave the registers.
+#pragma once
+#include "ptx/barrier.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/tma.cuh"
+#include "sm90/softmax.cuh"
+
+namespace sm90 {
+
+// Element offset of the head's first row.  Tensor maps have one batch axis, so there is no other.
+__device__ __forceinline__ i64 slice(const Operand& operand, const Work& work) {
+    return operand.batch[kBatchAxes - 1] * work.batch + operand.head * work.head;
+}
+
+constexpr u32 store_barrier = 5;  // + warpgroup: its 128 threads around the output tile
+
+// Writes l and m of the thread's rows; `sum` is l relative to the lazy reference.  Comes after the output, whose fence
+// would wait for these writes.
+__device__ __forceinline__ void write_statistics(const Params& p, const Work& work, i32 row, const Softmax& state,
+                                                 const float (&sum)[2]) {
+    float* l = static_cast<float*>(p.l.data) + slice(p.l, work);
+    float* m = static_cast<float*>(p.m.data) + slice(p.m, work);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float top = quad_max(state.top[r]);
+        const i32 i = row + 8 * r;
+        if (threadIdx.x % 4 == 0 && i < p.n_queries) {
+            const bool empty = top == minus_infinity();
+            l[i * p.l.row] = empty ? 0.0f : sum[r] * ptx::ex2(-fmaf(top, state.scale, state.shift[r]));
+            m[i * p.m.row] = empty ? minus_infinity() : cfg::prescaled ? top : top * fabsf(static_cast<float>(p.scale));
+        }
+    }
+}
+
+// Rounds the warpgroup's rows into shared memory at `tile` and hands them to the copy engine.
+__device__ __forceinline__ void store_output(const Output& o, const ptx::TensorMap& map, u32 tile, u32 warpgroup,
+                                             const Work& work) {
+    const u32 thread = threadIdx.x % 128, lane = thread % 32;
+    const u32 row = 64 * warpgroup + 16 * (thread / 32) + lane % 16;
+#pragma unroll
+    for (int block = 0; block < cfg::head_dim_v / 16; ++block) {
+        const u32 chunk = (2 * (block % 4) + lane / 16) ^ (row % 8);
+        const float* x = o + 8 * block;
+        ptx::stmatrix_x4(tile + ((block / 4) * cfg::block_m + row) * row_bytes + 16 * chunk, pack(x[0], x[1]),
+                         pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
+    }
+    ptx::async_proxy_fence();
+    ptx::barrier_sync(store_barrier + warpgroup, 128);
+    if (thread == 0) {
+#pragma unroll
+        for (int slab = 0; slab < slabs_v; ++slab)
+            ptx::tensor_store(map, tile + (slab * cfg::block_m + 64 * warpgroup) * row_bytes, 64 * slab,
+                              work.row + 64 * warpgroup, work.head, work.batch);
+        ptx::bulk_commit();
+    }
+}
+
+// Writes the thread's two rows as they are, without shared memory: four lanes fill a 32-byte sector.
+__device__ __forceinline__ void write_float(const Output& o, const Params& p, const Work& work, i32 row) {
+    float* base = static_cast<float*>(p.o.data) + slice(p.o, work);
+#pragma unroll
+    for (int i = 0; i < cfg::head_dim_v / 4; ++i) {
+        const i32 at = row + 8 * (i % 2), column = 8 * (i / 2) + 2 * (threadIdx.x % 4);
+        if (at < p.n_queries && column < p.head_dim_v)
+            *reinterpret_cast<float2*>(base + at * p.o.row + column) = make_float2(o[2 * i], o[2 * i + 1]);
+    }
+}
+
+}  // namespace sm90

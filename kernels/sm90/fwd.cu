@@ -1,0 +1,58 @@
+// Attention forward for compute capability 9.0 (FlashAttention algorithm 2 and FlashMask algorithm 1, tile by tile).
+//
+// A persistent grid; per block one producer warp feeds key and value tiles to two or three consumer warpgroups of 64
+// query rows each (sm90/producer.cuh, sm90/consumer.cuh).
+#include "attn/params.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "sm90/consumer.cuh"
+#include "sm90/producer.cuh"
+
+namespace sm90 {
+
+__device__ __forceinline__ void init_barriers(const Shared& shared) {
+    constexpr u32 warps = 4 * warpgroups;
+    for (int stage = 0; stage < cfg::q_stages; ++stage) {
+        ptx::mbarrier_init(shared.barrier(q_full + stage), 1);
+        // Freed by the threads that stored the output, or by every warp after its last scores.
+        ptx::mbarrier_init(shared.barrier(q_empty + stage), stage_output ? warpgroups : warps);
+    }
+    for (int stage = 0; stage < cfg::stages; ++stage) {
+        ptx::mbarrier_init(shared.barrier(k_full + stage), 1);
+        ptx::mbarrier_init(shared.barrier(k_empty + stage), warps);
+        ptx::mbarrier_init(shared.barrier(v_full + stage), 1);
+        ptx::mbarrier_init(shared.barrier(v_empty + stage), warps);
+    }
+    ptx::mbarrier_init(shared.barrier(raw_full), 1);
+    ptx::mbarrier_init(shared.barrier(raw_empty), 1);
+    ptx::mbarrier_init_fence();
+}
+
+}  // namespace sm90
+
+extern "C" __global__ void __launch_bounds__(sm90::threads, 1)
+attention_forward(const __grid_constant__ Params p, const __grid_constant__ ptx::TensorMap q_map,
+                  const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
+                  const __grid_constant__ ptx::TensorMap o_map) {
+    using namespace sm90;
+    extern __shared__ __align__(1024) u8 memory[];
+    const Shared shared{ptx::shared_address(memory), memory};
+    // The same in all lanes; the shuffle tells the compiler so.
+    const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (threadIdx.x == 0) init_barriers(shared);
+    __syncthreads();  // the barriers are ready
+
+    if (warp < 4) {
+        ptx::registers_release<producer_registers>();
+        if (warp == 0) {
+            Producer producer{p, {q_map, k_map, v_map}, shared, threadIdx.x == 0};
+            producer.run();
+        } else if (warp == 1 && may_have_dead_keys) {
+            clean(p, shared);
+        }
+    } else {
+        ptx::registers_claim<consumer_registers>();
+        Consumer consumer{p, o_map, shared, warp / 4 - 1};
+        consumer.state.scale = score_scale(p);
+        consumer.run();
+    }
+}

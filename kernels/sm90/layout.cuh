@@ -1,0 +1,115 @@
+// What the forward kernel keeps in shared memory, and the numbers that follow from the configuration.
+//
+// A tile of r rows is stored as slabs of 64 columns, [slab][r][64] 16-bit values: each slab is one box of the copy
+// engine with the 128-byte swizzle, and what the tensor cores expect as an operand (ptx/wgmma.cuh).
+#pragma once
+#include "attn/mask_format.cuh"
+#include "attn/params.cuh"
+#include "ptx/types.cuh"
+
+namespace sm90 {
+
+constexpr int row_bytes = 128;                                      // one row of a slab
+constexpr int slabs = (cfg::head_dim + 63) / 64;                    // of q and k
+constexpr int slabs_v = (cfg::head_dim_v + 63) / 64;                // of v and o
+constexpr int warpgroups = cfg::block_m / 64;                       // consumers: 64 query rows each
+constexpr int threads = 128 * (warpgroups + 1);
+constexpr int producer_registers = warpgroups == 3 ? 32 : 40;
+constexpr int consumer_registers = warpgroups == 3 ? 160 : 232;
+
+constexpr int q_bytes = slabs * cfg::block_m * row_bytes;
+constexpr int k_bytes = slabs * cfg::block_n * row_bytes;
+constexpr int v_bytes = slabs_v * cfg::block_n * row_bytes;
+constexpr int o_bytes = slabs_v * cfg::block_m * row_bytes;
+constexpr int cols_bytes = cfg::mask == kMaskColumn ? cfg::block_n * 16 : 0;  // intervals of a partial tile's keys
+
+// The output leaves through the queries' buffer: a warpgroup has then read its rows of q for the last time.
+constexpr bool stage_output = sizeof(cfg::out) == 2;  // float32 is written from registers
+constexpr int q_buffer_bytes = stage_output && o_bytes > q_bytes ? o_bytes : q_bytes;
+
+// Offsets in bytes; every tile starts on a multiple of 1024.
+constexpr int q_at = 0;
+constexpr int k_at = q_at + cfg::q_stages * q_buffer_bytes;
+constexpr int v_at = k_at + cfg::stages * k_bytes;
+constexpr int cols_at = v_at + cfg::stages * v_bytes;
+constexpr int bits_at = cols_at + cfg::stages * cols_bytes;
+constexpr int bits_bytes = cfg::mask != kMaskNone ? warpgroups * 2 * 4 * cfg::block_n * 2 : 0;  // two buffers each
+constexpr int barriers_at = bits_at + bits_bytes;
+
+enum Barrier {
+    q_full,
+    q_empty = q_full + cfg::q_stages,
+    k_full = q_empty + cfg::q_stages,
+    k_empty = k_full + cfg::stages,
+    v_full = k_empty + cfg::stages,
+    v_empty = v_full + cfg::stages,
+    raw_full = v_empty + cfg::stages,  // a tile of v that must be cleaned before it counts as full
+    raw_empty,
+    barrier_count
+};
+
+// A row tile as the producer announces it, one per buffer of q.
+struct alignas(16) Work {
+    i32 row;          // first query row; negative: there is no further work
+    i32 head, batch;  // of q and o
+    i32 tile;         // number of the row tile
+};
+
+// A key tile as it travels with its buffer of k.
+struct KeyTile {
+    i32 code;
+    static constexpr i32 partial_bit = 1, dead_bit = 2, last_bit = 4;
+    __device__ __forceinline__ static KeyTile make(i32 n, bool partial, bool dead) {
+        return {n << 3 | (dead ? dead_bit : 0) | (partial ? partial_bit : 0)};
+    }
+    __device__ __forceinline__ static KeyTile none() { return {-1}; }  // the end of a walk
+    __device__ __forceinline__ bool exists() const { return code >= 0; }
+    __device__ __forceinline__ i32 n() const { return code >> 3; }
+    __device__ __forceinline__ bool partial() const { return code & partial_bit; }  // elements must be tested
+    __device__ __forceinline__ bool dead() const { return code & dead_bit; }  // no row sees some key: its v may be NaN
+    __device__ __forceinline__ bool last() const { return code & last_bit; }  // of its row tile
+};
+
+struct Mail {  // to the cleaner: which buffer of v, which keys; negative stage: no more work
+    i32 stage, n, instance;
+};
+
+constexpr int work_at = (barriers_at + 8 * barrier_count + 15) / 16 * 16;
+constexpr int codes_at = work_at + 16 * cfg::q_stages;
+constexpr int mail_at = codes_at + 4 * cfg::stages;
+constexpr int shared_bytes = mail_at + static_cast<int>(sizeof(Mail));
+
+// Shared memory as an address for instructions and as a pointer for ordinary reads and writes.
+struct Shared {
+    u32 address;
+    u8* memory;
+
+    __device__ __forceinline__ u32 barrier(int number) const { return address + barriers_at + 8 * number; }
+    __device__ __forceinline__ u32 q(u32 stage) const { return address + q_at + stage * q_buffer_bytes; }
+    __device__ __forceinline__ u32 k(u32 stage) const { return address + k_at + stage * k_bytes; }
+    __device__ __forceinline__ u32 v(u32 stage) const { return address + v_at + stage * v_bytes; }
+    __device__ __forceinline__ Work& work(u32 stage) const { return reinterpret_cast<Work*>(memory + work_at)[stage]; }
+    __device__ __forceinline__ KeyTile& code(u32 stage) const {
+        return reinterpret_cast<KeyTile*>(memory + codes_at)[stage];
+    }
+    __device__ __forceinline__ int4* cols(u32 stage) const {
+        return reinterpret_cast<int4*>(memory + cols_at + stage * cols_bytes);
+    }
+    using Bits = u16[4][cfg::block_n];
+    __device__ __forceinline__ Bits& bits(u32 warpgroup, u32 buffer) const {
+        return reinterpret_cast<Bits*>(memory + bits_at)[2 * warpgroup + buffer];
+    }
+    __device__ __forceinline__ Mail& mail() const { return *reinterpret_cast<Mail*>(memory + mail_at); }
+};
+
+// Position in a ring of buffers; `phase` is the parity of the barriers in this round.
+template <int stages>
+struct Slot {
+    u32 stage = 0, phase = 0;
+    __device__ __forceinline__ void advance() {
+        stage = stage + 1 == stages ? 0 : stage + 1;
+        phase ^= stage == 0;
+    }
+};
+
+}  // namespace sm90

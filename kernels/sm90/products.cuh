@@ -1,0 +1,42 @@
+// The two matrix products of a step, on one warpgroup's 64 rows.
+#pragma once
+#include "attn/math.cuh"
+#include "ptx/wgmma.cuh"
+#include "sm90/layout.cuh"
+
+namespace sm90 {
+
+constexpr bool is_bfloat16 = same_type<cfg::elem, __nv_bfloat16>;
+constexpr int sign = cfg::negate ? -1 : 1;  // of the scale: raw scores are (sign * q) k^T
+
+using Scores = float[cfg::block_n / 2];
+using Output = float[cfg::head_dim_v / 2];
+using Weights = u32[cfg::block_n / 16][4];          // P as A fragments, one per 16 keys
+
+// S = Q K^T, asynchronous.  q is the address of this warpgroup's rows.
+__device__ __forceinline__ void multiply_scores(Scores& s, u32 q, u32 k) {
+    constexpr u32 group = 8 * row_bytes;
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < cfg::head_dim / 16; ++step) {
+        const int slab = step / 4, column = 32 * (step % 4);
+        const u64 a = ptx::wgmma_descriptor(q, 16, group) + ((slab * cfg::block_m * row_bytes + column) >> 4);
+        const u64 b = ptx::wgmma_descriptor(k, 16, group) + ((slab * cfg::block_n * row_bytes + column) >> 4);
+        ptx::Product<cfg::block_n>::ss<is_bfloat16, sign, 0>(s, a, b, step > 0);
+    }
+    ptx::wgmma_commit();
+}
+
+// O += P V, asynchronous.
+__device__ __forceinline__ void multiply_values(Output& o, const Weights& p, u32 v) {
+    constexpr u32 group = 8 * row_bytes;
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < cfg::block_n / 16; ++step) {
+        const u64 b = ptx::wgmma_descriptor(v, cfg::block_n * row_bytes, group) + ((step * 2 * group) >> 4);
+        ptx::Product<cfg::head_dim_v>::rs<is_bfloat16, 1, 1>(o, p[step], b, 1);
+    }
+    ptx::wgmma_commit();
+}
+
+}  // namespace sm90

@@ -1,0 +1,115 @@
+// The running softmax of one warpgroup: a thread holds parts of rows g and g + 8 of its warp's 16; four lanes
+// share a row.
+#pragma once
+#include "attn/score.cuh"
+#include "ptx/convert.cuh"
+#include "sm90/products.cuh"
+
+namespace sm90 {
+
+__device__ __forceinline__ float minus_infinity() { return -infinity<float>(); }
+
+// Exponents are taken relative to a reference that follows the row maximum lazily: it moves only when the maximum has
+// outgrown it by this many powers of two.  Sums and outputs then never need rescaling in most steps, at the price of
+// weights up to 256 instead of 1, which 16-bit floats hold with the same relative accuracy.
+constexpr float slack = 8.0f;
+
+// Of the thread's two rows.  The decision to move the reference is taken per row, from the row's data alone.
+struct Softmax {
+    float top[2];    // exact maximum of the raw scores, this lane's share
+    float limit[2];  // scores above it move the reference
+    float shift[2];  // minus the reference, in powers of two
+    float sum[2];    // of exp2(score * scale + shift), this lane's share
+    float scale;     // |scale| * log2(e)
+
+    __device__ __forceinline__ void reset() {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            top[r] = limit[r] = minus_infinity();
+            shift[r] = sum[r] = 0.0f;
+        }
+    }
+};
+
+// Score i belongs to row (i / 2) % 2 of the thread's two rows.
+__device__ __forceinline__ constexpr int half_of(int i) { return (i >> 1) & 1; }
+
+// Over the four lanes that share a row.
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// What turns scores into powers of two.
+__device__ __forceinline__ float score_scale(const Params& p) {
+    return static_cast<float>((cfg::prescaled ? 1.0 : fabs(p.scale)) * 1.4426950408889634);
+}
+
+// Softcap, and scales that no maximum survives (zero): raw products become scores before anything else.
+__device__ __forceinline__ void prescale(Scores& s, const Params& p) {
+#pragma unroll
+    for (int i = 0; i < cfg::block_n / 2; ++i) s[i] = cap_score(p, s[i]);
+}
+
+// Moves the reference of the rows that outgrew it; factor is what their earlier sums and outputs shrink by.
+__device__ __forceinline__ void move_reference(Softmax& state, float (&factor)[2], const float (&top)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float reference = quad_max(top[r]);
+        factor[r] = 1.0f;
+        if (reference > state.limit[r]) {
+            const float shift = -reference * state.scale;
+            factor[r] = state.limit[r] == minus_infinity() ? 0.0f : ptx::ex2(shift - state.shift[r]);
+            state.shift[r] = shift;
+            state.limit[r] = reference + __fdividef(slack, state.scale);
+            state.sum[r] *= factor[r];
+        }
+    }
+}
+
+// Replaces the scores by exp2(score * scale + shift) and adds them up.  True when earlier outputs of the warp must be
+// multiplied by factor.
+__device__ __forceinline__ bool update(Softmax& state, float (&factor)[2], Scores& s) {
+    // Two chains per row: a single one would be bound by its latency.
+    float chain[4] = {s[0], s[1], s[2], s[3]};
+#pragma unroll
+    for (int i = 4; i < cfg::block_n / 2; ++i) chain[i & 3] = fmaxf(chain[i & 3], s[i]);
+    const float top[2] = {fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3])};
+    const bool grown = __any_sync(~0u, top[0] > state.limit[0] || top[1] > state.limit[1]);
+    if (grown) move_reference(state, factor, top);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) state.top[r] = fmaxf(state.top[r], top[r]);
+#pragma unroll
+    for (int i = 0; i < cfg::block_n / 2; ++i) {
+        s[i] = ptx::ex2(fmaf(s[i], state.scale, state.shift[half_of(i)]));
+        chain[i & 3] = i < 4 ? s[i] : chain[i & 3] + s[i];
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) state.sum[r] += chain[2 * r] + chain[2 * r + 1];
+    return grown;
+}
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+    if constexpr (is_bfloat16)
+        return ptx::pack_bf16(low, high);
+    else
+        return ptx::pack_f16(low, high);
+}
+
+// The accumulator of 16 columns is, rounded, the A fragment of the next product: no data moves between lanes.
+__device__ __forceinline__ void round_weights(Weights& p, const Scores& s) {
+#pragma unroll
+    for (int i = 0; i < cfg::block_n / 4; ++i) p[i / 4][i % 4] = pack(s[2 * i], s[2 * i + 1]);
+}
+
+__device__ __forceinline__ void rescale(Output& o, const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < cfg::head_dim_v / 2; ++i) o[i] *= factor[half_of(i)];
+}
+
+}  // namespace sm90
