@@ -16,10 +16,9 @@ from cuattn.problem import Operands, Problem
 __all__ = ["forward", "plan"]
 
 _MAX_RECORDS = 1024
-_SLOTS = (
-    "q.data", "k.data", "v.data", "o.data", "l.data", "m.data", "bias.data", "mask.data",
-    "table.cols", "table.bounds", "table.order", "table.alive", "o_part", "l_part", "m_part",
-)  # fmt: skip
+_SLOTS = ("q.data", "k.data", "v.data", "o.data", "l.data", "m.data")
+_PART_SLOTS = ("o_part", "l_part", "m_part")
+_MASK_SLOTS = ("mask.data", "table.cols", "table.bounds", "table.order", "table.alive")
 
 
 class _Record(NamedTuple):
@@ -34,6 +33,7 @@ class _Record(NamedTuple):
     splits: int
     part_offsets: Any  # (3, splits): bytes from the first part's o, l, m to each part's
     rows: int
+    results: tuple  # shape and dtype of o, and of l and m
 
 
 _records: dict[tuple, _Record] = {}
@@ -72,15 +72,22 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any, Any]:
     stream = cupy.cuda.get_current_stream()
     record = _record(problem, operands, device)
     splits = record.splits
-    together = splits > 1 and stream.is_capturing()
-    o, l, m, parts = _results(problem, splits, together)
+    if splits == 1:
+        (o_shape, o_dtype), (stat_shape, stat) = record.results
+        new = cupy.ndarray
+        o, l, m, parts = new(o_shape, o_dtype), new(stat_shape, stat), new(stat_shape, stat), ()
+    else:
+        o, l, m, *parts = _results(problem, splits, stream.is_capturing())
     if record.rows == 0:
         return o, l, m
-    tables = mask_tables(problem, operands.mask, device, record.plan.block_m, record.plan.block_n)
     # An empty v has no address, and copies of nothing must still name one.
     pointers = [q.data.ptr, k.data.ptr, v.data.ptr or k.data.ptr, o.data.ptr, l.data.ptr, m.data.ptr]
-    pointers += [0 if operands.bias is None else operands.bias.data.ptr, *mask_pointers(operands.mask, tables)]
-    pointers += [0, 0, 0] if parts is None else [part.data.ptr for part in parts]
+    pointers += [part.data.ptr for part in parts]
+    if operands.bias is not None:
+        pointers.append(operands.bias.data.ptr)
+    if operands.mask is not None:
+        tables = mask_tables(problem, operands.mask, device, record.plan.block_m, record.plan.block_n)
+        pointers += mask_pointers(operands.mask, tables)
     words = record.struct.fill(pointers)
     held = launch.put_random(words, operands.rng) if problem.dropout else None
     record.function(record.grid, record.block, (record.struct.seal(words),), record.plan.smem_bytes, stream)
@@ -91,8 +98,8 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any, Any]:
     return o, l, m
 
 
-def _results(problem: Problem, splits: int, together: bool) -> tuple[Any, Any, Any, tuple[Any, Any, Any] | None]:
-    """Allocate o, l, m and, for split keys, the parts.
+def _results(problem: Problem, splits: int, together: bool) -> list[Any]:
+    """Allocate o, l, m and their parts over split keys.
 
     `together` takes all of it from one piece of memory: a captured graph goes on using the parts for as long as
     its results live, so they must live as long.
@@ -100,31 +107,33 @@ def _results(problem: Problem, splits: int, together: bool) -> tuple[Any, Any, A
     import cupy
 
     stat = problem.stat_dtype
-    wanted = [(problem.o_shape, problem.out_dtype), (problem.stat_shape, stat), (problem.stat_shape, stat)]
-    if splits > 1:
-        wanted += [((splits, *problem.o_shape), stat)] + 2 * [((splits, *problem.stat_shape), stat)]
+    wanted = [(problem.o_shape, problem.out_dtype), *2 * [(problem.stat_shape, stat)]]
+    wanted += [((splits, *problem.o_shape), stat), *2 * [((splits, *problem.stat_shape), stat)]]
     if not together:
-        arrays = [cupy.empty(shape, dtype) for shape, dtype in wanted]
-    else:
-        sizes = [-(-math.prod(shape) * dtype.itemsize // 256) * 256 for shape, dtype in wanted]
-        memory = cupy.cuda.alloc(sum(sizes))
-        starts = np.cumsum([0, *sizes[:-1]]).tolist()
-        arrays = [cupy.ndarray(shape, dtype, memory + at) for (shape, dtype), at in zip(wanted, starts, strict=True)]
-    return arrays[0], arrays[1], arrays[2], tuple(arrays[3:]) or None
+        return [cupy.empty(shape, dtype) for shape, dtype in wanted]
+    sizes = [-(-math.prod(shape) * dtype.itemsize // 256) * 256 for shape, dtype in wanted]
+    memory = cupy.cuda.alloc(sum(sizes))
+    starts = np.cumsum([0, *sizes[:-1]]).tolist()
+    return [cupy.ndarray(shape, dtype, memory + at) for (shape, dtype), at in zip(wanted, starts, strict=True)]
 
 
 def _layout(array: Any) -> tuple:
     return (array.shape, array.strides)
 
 
+def _mask_layout(problem: Problem, mask: Any) -> tuple:
+    if problem.mask == "dense":
+        return _layout(mask)
+    return mask.leading if problem.mask == "column" else (mask.block_m, mask.block_n, mask.leading)
+
+
 def _record(problem: Problem, operands: Operands, device: int) -> _Record:
     q, k, v, bias, mask = operands[:5]
-    dense = mask if problem.mask == "dense" else None
     key = (
         id(problem), device, q.strides, k.shape, k.strides, v.shape, v.strides, q.shape,
         (q.data.ptr | k.data.ptr | v.data.ptr) & 15,
         None if bias is None else _layout(bias),
-        None if mask is None else _layout(dense) if dense is not None else mask.leading,
+        None if mask is None else _mask_layout(problem, mask),
     )  # fmt: skip
     record = _records.get(key)
     if record is None:
@@ -149,8 +158,12 @@ def _make_record(problem: Problem, operands: Operands, device: int) -> _Record:
     rows, stat = math.prod(problem.stat_shape), problem.stat_dtype.itemsize
     steps = np.array([[rows * problem.head_dim_v * stat], [rows * stat], [rows * stat]], np.uint64)
     offsets = steps * np.arange(counts["splits"], dtype=np.uint64)
-    struct = launch.Struct(PARAMS, values, _SLOTS)
-    return _Record(problem, made, kernel, struct, grid, (32 * made.workers,), counts["splits"], offsets, rows)
+    slots = _SLOTS + (_PART_SLOTS if counts["splits"] > 1 else ())
+    slots += ("bias.data",) if operands.bias is not None else ()
+    slots += _MASK_SLOTS if operands.mask is not None else ()
+    struct = launch.Struct(PARAMS, values, slots)
+    results = (problem.o_shape, problem.out_dtype), (problem.stat_shape, problem.stat_dtype)
+    return _Record(problem, made, kernel, struct, grid, (32 * made.workers,), counts["splits"], offsets, rows, results)
 
 
 def _values(problem: Problem, operands: Operands, made: Plan, counts: dict[str, int]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ __device__ __forceinline__ i32 chunk_bytes(int chunk, i32 n_cols) {
 }
 
 // Long loops of copies hold too many addresses when they are unrolled altogether, and so do kernels for doubles.
-constexpr int unrolled_steps(int steps, int element_bytes) { return steps <= 16 && element_bytes < 8 ? steps : 4; }
+constexpr int unrolled_steps(int steps, int element_bytes) { return steps <= 16 && element_bytes < 8 ? steps : 8; }
 
 // Copies a tile of `rows` x `cols` elements, all threads together.  source(row) is the row's first element, or null for a row of
 // zeros; `any` is an address that may be named (not read) instead.  n_cols <= cols columns exist.

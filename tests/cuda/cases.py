@@ -81,7 +81,7 @@ def visible(case: Case, options: dict[str, Any]) -> np.ndarray | None:
     return seen
 
 
-def _columns(case: Case, rng: np.random.Generator) -> ColumnMask:
+def columns_of(case: Case, rng: np.random.Generator) -> ColumnMask:
     n, keys = case.n_queries, case.n_keys
     a = np.sort(rng.integers(0, n + 1, (4, *case.batch, case.heads, keys)), axis=0)
     a[:, ..., : keys // 4] = 0  # visible everywhere
@@ -94,7 +94,7 @@ def _documents(case: Case, rng: np.random.Generator) -> ColumnMask:
     return masks.causal_document([third, half, case.n_keys - third - half])
 
 
-def _blocks(rows: int, keys: int):
+def blocks_of(rows: int, keys: int):
     def make(case: Case, rng: np.random.Generator) -> BlockMask:
         shape = (case.heads, -(-case.n_queries // rows), -(-case.n_keys // keys))
         on = rng.random(shape) < 0.5
@@ -104,14 +104,14 @@ def _blocks(rows: int, keys: int):
     return make
 
 
-def _dense(case: Case, rng: np.random.Generator) -> np.ndarray:
+def dense_of(case: Case, rng: np.random.Generator) -> np.ndarray:
     seen = rng.random((case.batch[0], 1, case.n_queries, case.n_keys)) < 0.6
     seen[..., 5, :] = False
     seen[..., 100:140] = False
     return seen
 
 
-def _bias(*shape: int, dtype=np.float32):
+def bias_of(*shape: int, dtype=np.float32):
     def make(case: Case, rng: np.random.Generator) -> np.ndarray:
         sizes = (case.batch[0], case.heads, case.n_queries, case.n_keys)
         return rng.standard_normal([n if keep else 1 for n, keep in zip(sizes, shape, strict=True)]).astype(dtype)
@@ -148,25 +148,25 @@ def _cases() -> list[Case]:
         Case("more queries than keys", n_queries=333, n_keys=100, options={"is_causal": "bottom_right"}),
         Case("window", options={"window": (30, 20, "top_left")}, head_dim=128),
         Case("window bottom right", options={"window": (30, None, "bottom_right")}),
-        Case("column", mask=_columns, head_dim=128),
-        Case("column d64 causal", mask=_columns, options={"is_causal": "top_left"}),
+        Case("column", mask=columns_of, head_dim=128),
+        Case("column d64 causal", mask=columns_of, options={"is_causal": "top_left"}),
         Case("documents", n_queries=600, n_keys=600, mask=_documents, head_dim=128),
         Case("documents window", n_queries=600, n_keys=600, mask=_documents, options={"window": (200, None)}),
-        Case("blocks", mask=_blocks(128, 64), n_keys=640, head_dim=128),
-        Case("small blocks", mask=_blocks(16, 48), options={"is_causal": "top_left"}),
-        Case("dense", mask=_dense, head_dim=128),
-        Case("dense causal", mask=_dense, options={"is_causal": "top_left"}),
-        Case("bias", bias=_bias(1, 1, 1, 1), head_dim=128),
-        Case("bias row", bias=_bias(0, 1, 0, 1, dtype=BF16)),
-        Case("bias column causal", bias=_bias(1, 0, 1, 0), options={"is_causal": "top_left"}),
-        Case("everything", bias=_bias(1, 1, 1, 1), mask=_dense, head_dim=128,
+        Case("blocks", mask=blocks_of(128, 64), n_keys=640, head_dim=128),
+        Case("small blocks", mask=blocks_of(16, 48), options={"is_causal": "top_left"}),
+        Case("dense", mask=dense_of, head_dim=128),
+        Case("dense causal", mask=dense_of, options={"is_causal": "top_left"}),
+        Case("bias", bias=bias_of(1, 1, 1, 1), head_dim=128),
+        Case("bias row", bias=bias_of(0, 1, 0, 1, dtype=BF16)),
+        Case("bias column causal", bias=bias_of(1, 0, 1, 0), options={"is_causal": "top_left"}),
+        Case("everything", bias=bias_of(1, 1, 1, 1), mask=dense_of, head_dim=128,
              options={"softcap": 4.0, "window": (100, 50, "top_left"), "dropout_p": 0.2, "rng": 7}),
         Case("dropout", options={"dropout_p": 0.1, "rng": 3}, head_dim=128),
         Case("dropout d64", options={"dropout_p": 0.7, "rng": 5}),
-        Case("dropout column", mask=_columns, options={"dropout_p": 0.25, "rng": 9}, head_dim=128),
+        Case("dropout column", mask=columns_of, options={"dropout_p": 0.25, "rng": 9}, head_dim=128),
         Case("dropout causal", options={"dropout_p": 0.25, "rng": 9, "is_causal": "bottom_right"}, head_dim=128),
-        Case("column d256", mask=_columns, head_dim=256),
-        Case("dropout column causal d256", mask=_columns, head_dim=256,
+        Case("column d256", mask=columns_of, head_dim=256),
+        Case("dropout column causal d256", mask=columns_of, head_dim=256,
              options={"dropout_p": 0.25, "rng": 9, "is_causal": "top_left"}),
     ]  # fmt: skip
     cases += [
@@ -176,13 +176,13 @@ def _cases() -> list[Case]:
             *((d, Case(f"d{d}", n_queries=150)) for d in (20, 64, 96, 128, 192, 256)),
             (33, Case("d 33 dv 300", head_dim_v=300)),
             (64, Case("causal", options={"is_causal": "bottom_right"})),
-            (128, Case("column", mask=_columns)),
-            (64, Case("column causal", mask=_columns, options={"is_causal": "top_left"})),
-            (64, Case("dense", mask=_dense)),
-            (128, Case("bias", bias=_bias(1, 1, 1, 1))),
+            (128, Case("column", mask=columns_of)),
+            (64, Case("column causal", mask=columns_of, options={"is_causal": "top_left"})),
+            (64, Case("dense", mask=dense_of)),
+            (128, Case("bias", bias=bias_of(1, 1, 1, 1))),
             (64, Case("softcap", options={"softcap": 5.0})),
             (64, Case("dropout", options={"dropout_p": 0.1, "rng": 3})),
-            (128, Case("dropout column", mask=_columns, options={"dropout_p": 0.25, "rng": 9})),
+            (128, Case("dropout column", mask=columns_of, options={"dropout_p": 0.25, "rng": 9})),
             (128, Case("one query", heads=4, kv_heads=2, n_queries=1, n_keys=4000)),
         ]
     ]
