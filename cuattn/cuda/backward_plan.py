@@ -61,6 +61,18 @@ _TILES: tuple[tuple[int, int, int, tuple[_T, _T, _T, _T]], ...] = (
     (0, 2, 64, (_T(64, 128, 8, 2, 1), _T(64, 128, 8, 2, 1), _T(128, 64, 8, 4, 2), _T(64, 64, 8, 4, 1))),
     (0, 2, 128, (_T(64, 64, 8, 4, 1), _T(64, 64, 8, 4, 1), _T(64, 64, 8, 4, 1), _T(64, 64, 8, 4, 1))),
     (0, 2, 256, (_T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1))),
+    # float32
+    (200 * _KB, 4, 64, (_T(64, 128, 8, 2, 1), _T(64, 64, 8, 4, 2), _T(64, 64, 8, 4, 2), _T(64, 64, 8, 4, 1))),
+    (200 * _KB, 4, 128, (_T(64, 64, 8, 4, 1), _T(64, 64, 8, 4, 1), _T(64, 64, 8, 4, 1), _T(64, 64, 8, 4, 1))),
+    (160 * _KB, 4, 64, (_T(64, 64, 8, 4, 1), _T(64, 64, 8, 4, 1), _T(64, 64, 8, 4, 1), _T(64, 64, 8, 4, 1))),
+    (160 * _KB, 4, 128, (_T(32, 64, 8, 2, 1), _T(32, 64, 8, 2, 1), _T(32, 64, 8, 2, 1), _T(32, 64, 8, 2, 1))),
+    (160 * _KB, 4, 256, (_T(32, 32, 8, 2, 1), _T(32, 32, 8, 2, 1), _T(32, 32, 8, 2, 1), _T(32, 32, 8, 2, 1))),
+    (0, 4, 64, (_T(32, 64, 8, 2, 1), _T(32, 64, 8, 2, 1), _T(64, 64, 8, 4, 1), _T(64, 64, 8, 4, 1))),
+    (0, 4, 128, (_T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1))),
+    # float64
+    (0, 8, 64, (_T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1))),
+    (160 * _KB, 8, 128, (_T(32, 32, 8, 2, 1), _T(32, 32, 8, 2, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1))),
+    (200 * _KB, 8, 256, (_T(16, 32, 8, 1, 1), _T(16, 32, 8, 1, 1), _T(16, 32, 8, 1, 1), _T(16, 32, 8, 1, 1))),
 )
 
 
@@ -83,11 +95,20 @@ def kernels_of(problem: Problem, card: Card) -> Kernels:
     widest = max(head_dim, head_dim_v)
     for shared, size, limit, (keys, heavy, rows, bias) in _TILES:
         if card.shared_bytes >= shared and problem.dtype.itemsize == size and widest <= limit:
-            return Kernels(heavy if _heavy(problem, widest) else keys, rows, bias, head_dim, head_dim_v)
+            keys = heavy if _heavy(problem, widest) else keys
+            while not (_divides(keys, head_dim) and _divides(rows, head_dim)):
+                head_dim += _PADDING
+            return Kernels(keys, rows, bias, head_dim, head_dim_v)
     raise UnsupportedError(
         f"q has dtype {problem.dtype}, head dimensions are {problem.head_dim} and {problem.head_dim_v}; "
         f"no backward kernel does that on {card.arch}"
     )
+
+
+def _divides(tile: BackwardTile, head_dim: int) -> bool:
+    """Whether the warps can share dq's tile in blocks of 16 x 16 (square_partition in sm80/bwd_layout.cuh)."""
+    along_rows = [m for m in (1, 2, 4, 8) if tile.warps % m == 0 and tile.block_m % (16 * m) == 0]
+    return any(head_dim % (16 * tile.warps // m) == 0 for m in along_rows)
 
 
 def _padded(width: int) -> int:
@@ -103,15 +124,15 @@ def atomic(problem: Problem, kernels: Kernels) -> bool:
 def shared_bytes(problem: Problem, kernels: Kernels, kernel: str) -> int:
     """Return the shared memory of one block of a kernel ("keys", "rows", "bias", "convert"), as its layout has it."""
     size, acc = problem.dtype.itemsize, problem.stat_dtype.itemsize
+    padding, numbers = (32 if size == 8 else 16), (2 if size == 2 else 3)
     tile = kernels.keys if kernel == "convert" else getattr(kernels, kernel)
-    width = kernels.head_dim * size + 16 + kernels.head_dim_v * size + 16  # of a row of q and do, or k and v
-    scores = tile.block_m * (tile.block_n * size + 16)
+    width = (kernels.head_dim + kernels.head_dim_v) * size + 2 * padding  # of a row of q and do, or k and v
+    scores = tile.block_m * (tile.block_n * size + padding)
+    rows = tile.block_m * (width + numbers * acc)
     if kernel == "convert":
-        return tile.block_m * (kernels.head_dim * size + 16)
+        return tile.block_m * (kernels.head_dim * size + padding)
     if kernel == "keys":
-        stage = tile.block_m * (width + 2 * acc)
-        return tile.block_n * width + tile.stages * (stage + scores) + scores
-    rows = tile.block_m * (width + 2 * acc)
+        return tile.block_n * width + tile.stages * (rows + scores) + scores
     if kernel == "rows":
         return rows + tile.stages * tile.block_n * width + scores
     return max(rows + tile.block_n * width, tile.block_m * (tile.block_n + 1) * acc)
@@ -163,6 +184,7 @@ def backward_plan(problem: Problem, card: Card, load_bytes: int = 16, o_dtype: s
         "dropout": problem.dropout,
         "bias": problem.bias is not None,
         "softcap": problem.softcap is not None,
+        "tf32": problem.precision == "tf32",
         "prescaled": problem.bias is not None or problem.softcap is not None or not problem.scale > 0,
         "band_left": band is not None and band.left is not None,
         "band_right": band is not None and band.right is not None,

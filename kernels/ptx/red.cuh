@@ -21,4 +21,8 @@ __device__ __forceinline__ void red_add_x4(float* at, float a, float b, float c,
 #endif
 }
 
+__device__ __forceinline__ void red_add_x4(double* at, double a, double b, double c, double d) {
+    red_add(at, a), red_add(at + 1, b), red_add(at + 2, c), red_add(at + 3, d);
+}
+
 }  // namespace ptx

@@ -20,6 +20,14 @@ __device__ __forceinline__ void store_shared_v4(u32 address, u32 a, u32 b, u32 c
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_v2(u32 address, float a, float b) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_v2(u32 address, double a, double b) {
+    asm volatile("st.shared.v2.f64 [%0], {%1, %2};" ::"r"(address), "d"(a), "d"(b) : "memory");
+}
+
 __device__ __forceinline__ void load_shared(float& value, u32 address) {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
 }

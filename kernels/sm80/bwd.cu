@@ -49,8 +49,7 @@ __device__ __forceinline__ void describe_group_member(Head& head, const Params& 
 // Algorithm 4 line 10.
 __device__ __forceinline__ void load_queries(u32 shared, const Params& p, const Head& head, i32 tile, int stage) {
     const int row = stage * cfg::block_m;
-    load_row_tile(shared + q_at + row * qk_stride, shared + do_at + row * v_stride, shared + stat_at + stage * stat_bytes,
-                  shared + delta_at + stage * stat_bytes, p, head, tile);
+    load_row_tile(shared + q_at + row * qk_stride, shared + do_at + row * v_stride, shared + stat_at + stage * row_numbers, p, head, tile);
 }
 
 // Waits for the rows of `tile` and starts loading those of `next` (-1: none); meanwhile, line 21 for the tile before.
@@ -75,8 +74,7 @@ __device__ __forceinline__ void next_queries(u32 shared, const Params& p, const 
 __device__ __forceinline__ void rows_to_shared(u32 shared, const Params& p, const Head& head, i32 tile, bool partial, int stage) {
     const int row = stage * cfg::block_m;
     const TileAddresses at = {shared + q_at + row * qk_stride, shared + k_at, shared + do_at + row * v_stride, shared + v_at,
-                              shared + stat_at + stage * stat_bytes, shared + delta_at + stage * stat_bytes,
-                              shared + p_at, shared + ds_at + row * p_stride};
+                              shared + stat_at + stage * row_numbers, shared + p_at, shared + ds_at + row * p_stride};
     scores_to_shared<true>(at, p, head, tile * cfg::block_m, head.walk.first_key, partial);
 }
 

@@ -18,7 +18,6 @@ constexpr int do_at = q_at + cfg::block_m * qk_stride;
 constexpr int k_at = do_at + cfg::block_m * v_stride;
 constexpr int v_at = k_at + cfg::block_n * qk_stride;
 constexpr int stat_at = v_at + cfg::block_n * v_stride;
-constexpr int delta_at = stat_at + stat_bytes;
 constexpr int sums_stride = cfg::block_n + 1;
 
 // The block's place: the range of tiles it sums over and the bias instance it belongs to.
@@ -54,12 +53,13 @@ __device__ __forceinline__ void add_head(Scores& sums, u32 shared, const Params&
         while (walk.next(p) && walk.tile < place.row_end) {
             __syncthreads();  // q and do are free
             if (first) load_key_tile(shared + k_at, shared + v_at, p, head, head.walk.first_key, true);
-            load_row_tile(shared + q_at, shared + do_at, shared + stat_at, shared + delta_at, p, head, walk.tile);
+            load_row_tile(shared + q_at, shared + do_at, shared + stat_at, p, head, walk.tile);
             ptx::cp_async_commit();
             ptx::cp_async_wait<0>();
             __syncthreads();  // everything has arrived
             first = false;
-            const TileAddresses at = {shared + q_at, shared + k_at, shared + do_at, shared + v_at, shared + stat_at, shared + delta_at, 0, 0};
+            const TileAddresses at = {shared + q_at, shared + k_at, shared + do_at, shared + v_at, shared + stat_at, 0, 0};
+            if (threadIdx.x / 32 >= scores_warps) continue;
             Scores ds;
             find_ds<false, true>(ds, at, p, head, walk.tile * cfg::block_m, head.walk.first_key, walk.partial(p));
 #pragma unroll
@@ -70,6 +70,18 @@ __device__ __forceinline__ void add_head(Scores& sums, u32 shared, const Params&
                     for (int i = 0; i < 4; ++i) sums[m][n][i] += ds[m][n][i];
         }
     }
+}
+
+// The warp's sums to the tile in shared memory.
+__device__ __forceinline__ void save_sums(Acc* tile, const Scores& sums) {
+    const i32 lane = threadIdx.x % 32;
+    Acc* to = tile + warp_score_row() * sums_stride + warp_score_key();
+#pragma unroll
+    for (int m = 0; m < score_tiles_m; ++m)
+#pragma unroll
+        for (int n = 0; n < score_tiles_n; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[(16 * m + i / 2 * 8 + lane / 4) * sums_stride + 8 * n + lane % 4 * 2 + i % 2] = sums[m][n][i];
 }
 
 // One number of the result per thread: a sum over the rows or keys of the tile where those are summed.
@@ -113,14 +125,7 @@ extern "C" __global__ void __launch_bounds__(sm80::threads, cfg::blocks_per_sm) 
         bias::add_head(sums, shared, p, head, place);
     }
     __syncthreads();  // all tiles are done with
-    Acc* to = reinterpret_cast<Acc*>(memory) + warp_score_row() * bias::sums_stride + warp_score_key();
-    const i32 lane = threadIdx.x % 32;
-#pragma unroll
-    for (int m = 0; m < score_tiles_m; ++m)
-#pragma unroll
-        for (int n = 0; n < score_tiles_n; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) to[(16 * m + i / 2 * 8 + lane / 4) * bias::sums_stride + 8 * n + lane % 4 * 2 + i % 2] = sums[m][n][i];
+    if (threadIdx.x / 32 < scores_warps) bias::save_sums(reinterpret_cast<Acc*>(memory), sums);
     __syncthreads();  // the sums are complete
     bias::store_sums(reinterpret_cast<const Acc*>(memory), p, place);
 }

@@ -12,7 +12,7 @@ namespace sm80 {
 // The part of the problem that one query head sees; in shared memory, registers being short.
 struct Head {
     const Elem *q, *k, *v, *dout;
-    const Acc *stat, *delta;  // (rows padded to the tile)
+    const Acc *stat, *delta, *inverse;  // (padded rows)
     Acc* dq_acc;              // this head's accumulator, in the order of add_queries
     i64 bias, mask_offset;    // offsets of this head's slices
     i64 instance;             // of the mask's tables
@@ -23,7 +23,7 @@ struct Head {
 };
 
 // See backward_preprocess: no p of such a row is above 0.
-__device__ __forceinline__ bool is_empty_row(Acc stat) { return stat == (sizeof(Elem) == 2 ? -infinity<Acc>() : infinity<Acc>()); }
+__device__ __forceinline__ bool is_empty_row(Acc stat) { return stat == (split_stat ? infinity<Acc>() : -infinity<Acc>()); }
 
 // Does the head have rows that see nothing?
 __device__ __forceinline__ bool empty_rows(const Params& p, i64 flat) {
@@ -45,6 +45,7 @@ __device__ __forceinline__ void describe_head(Head& h, const Params& p, i32 ib, 
     h.k = static_cast<const Elem*>(p.k.data) + slice_offset(p.k, index, head / p.group);
     h.v = static_cast<const Elem*>(p.v.data) + slice_offset(p.v, index, head / p.group);
     h.stat = static_cast<const Acc*>(p.stat) + stat_row(p, flat, 0);
+    if constexpr (split_stat) h.inverse = h.stat + i64(p.batch) * p.heads * stat_groups(p) * kStatRows;
     h.delta = static_cast<const Acc*>(p.delta) + stat_row(p, flat, 0);
     if constexpr (cfg::atomic_dq) {
         const i64 instance = slice_offset(p.dq, index, head) / (i64(p.n_queries) * p.head_dim);

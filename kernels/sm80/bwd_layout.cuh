@@ -21,11 +21,12 @@ static_assert(teams * team_keys == cfg::block_n && slices * teams == cfg::warps,
 static_assert(slices % 2 == 0, "a team needs a warp for dV and one for dK");
 
 constexpr int scores_m = cfg::scores_m;
-constexpr int scores_n = cfg::warps / scores_m;
+constexpr int scores_n = cfg::warps / scores_m < cfg::block_n / 16 ? cfg::warps / scores_m : cfg::block_n / 16;
+constexpr int scores_warps = scores_m * scores_n;  // the others wait
 constexpr int scores_rows = cfg::block_m / scores_m;
 constexpr int scores_keys = cfg::block_n / scores_n;
 static_assert(scores_rows % 16 == 0 && scores_keys % 16 == 0, "a warp computes whole 16 x 16 blocks of scores");
-constexpr bool team_local = scores_m == slices;  // a team's P and dS come from its own warps
+constexpr bool team_local = scores_m == slices && scores_warps == cfg::warps;  // a team's P and dS come from its own warps
 
 constexpr int square_partition() {
     int best = 0, best_cost = 1 << 30;
@@ -43,7 +44,7 @@ constexpr int queries_n = cfg::warps / queries_m;
 constexpr int query_rows = cfg::block_m / queries_m;
 constexpr int query_columns = cfg::head_dim / queries_n;
 // Columns of dQ summed at a time, so that a lane holds few sums beside those of dK and dV.
-constexpr int chunk_sums = widest <= 256 ? 64 : 32;
+constexpr int chunk_sums = sizeof(Acc) == 8 ? 16 : widest <= 256 ? 64 : 32;
 constexpr int chunk_columns() {
     int columns = query_columns;
     while (query_rows * columns > 32 * chunk_sums && columns % 32 == 0) columns /= 2;
@@ -58,6 +59,8 @@ constexpr int qk_stride = row_bytes<cfg::head_dim>;
 constexpr int v_stride = row_bytes<cfg::head_dim_v>;
 constexpr int p_stride = row_bytes<cfg::block_n>;
 constexpr int stat_bytes = cfg::block_m * int(sizeof(Acc));
+constexpr bool split_stat = sizeof(Elem) >= 4;                       // m and 1 / l apart (util/bwd_preprocess.cu)
+constexpr int row_numbers = (split_stat ? 3 : 2) * stat_bytes;       // stat, delta and 1 / l of a row tile
 
 constexpr int k_at = 0;
 constexpr int v_at = k_at + cfg::block_n * qk_stride;
@@ -67,7 +70,6 @@ constexpr int p_at = do_at + cfg::stages * cfg::block_m * v_stride;
 constexpr int ds_at = p_at + cfg::block_m * p_stride;
 constexpr int ds_buffers = cfg::stages;
 constexpr int stat_at = ds_at + ds_buffers * cfg::block_m * p_stride;
-constexpr int delta_at = stat_at + cfg::stages * stat_bytes;
-constexpr int shared_bytes = delta_at + cfg::stages * stat_bytes;
+constexpr int shared_bytes = stat_at + cfg::stages * row_numbers;
 
 }  // namespace sm80

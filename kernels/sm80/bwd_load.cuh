@@ -83,11 +83,12 @@ __device__ __forceinline__ void load_key_tile(u32 k, u32 v, const Params& p, con
 }
 
 // q, do and the statistics of one row tile.  Rows that see nothing are loaded as zeros: they would reach dK and dV by 0 * NaN.
-__device__ __forceinline__ void load_row_tile(u32 q, u32 dout, u32 stat, u32 delta, const Params& p, const Head& head, i32 tile) {
+__device__ __forceinline__ void load_row_tile(u32 q, u32 dout, u32 numbers, const Params& p, const Head& head, i32 tile) {
     const i64 first = i64(tile) * cfg::block_m;
     const Acc* stats = head.stat + first;
-    load_vector(stat, stats);
-    load_vector(delta, head.delta + first);
+    load_vector(numbers, stats);
+    load_vector(numbers + stat_bytes, head.delta + first);
+    if constexpr (split_stat) load_vector(numbers + 2 * stat_bytes, head.inverse + first);
     const bool some_empty = head.has_empty_rows && head.empty_groups[first / kStatRows];
     if (cfg::whole_columns && first + cfg::block_m <= p.n_queries && !some_empty) {
         load_all_rows<cfg::block_m, cfg::head_dim>(q, head.q, p.q.row, first);

@@ -6,6 +6,7 @@
 #pragma once
 #include "ptx/red.cuh"
 #include "sm80/bwd_layout.cuh"
+#include "sm80/bwd_product.cuh"
 
 namespace sm80 {
 

@@ -21,8 +21,7 @@ constexpr int k_at = do_at + cfg::block_m * v_stride;
 constexpr int v_at = k_at + cfg::stages * cfg::block_n * qk_stride;
 constexpr int ds_at = v_at + cfg::stages * cfg::block_n * v_stride;
 constexpr int stat_at = ds_at + cfg::block_m * p_stride;
-constexpr int delta_at = stat_at + stat_bytes;
-constexpr int shared_bytes = delta_at + stat_bytes;
+constexpr int shared_bytes = stat_at + row_numbers;
 
 constexpr int tiles_m = query_rows / 16, tiles_n = query_columns / 8;
 using QueryGradients = Acc[tiles_m][tiles_n][4];
@@ -88,15 +87,14 @@ extern "C" __global__ void __launch_bounds__(sm80::threads, cfg::blocks_per_sm) 
     clear(dq);
     TileWalk walk(p, place, p.key_tiles);
     Tile tile = walk.next();
-    load_row_tile(shared + rows::q_at, shared + rows::do_at, shared + rows::stat_at, shared + rows::delta_at, p, head, row_tile);
+    load_row_tile(shared + rows::q_at, shared + rows::do_at, shared + rows::stat_at, p, head, row_tile);
     if (cfg::stages == 2 && tile.exists()) rows::load_keys(shared, p, head, tile, 0);
     ptx::cp_async_commit();
     for (int stage = 0; tile.exists(); stage = (stage + 1) % cfg::stages) {
         const Tile next = walk.next();
         rows::next_keys(shared, p, head, tile, next, stage);
         const u32 k = shared + rows::k_at + stage * cfg::block_n * qk_stride, v = shared + rows::v_at + stage * cfg::block_n * v_stride;
-        const TileAddresses at = {shared + rows::q_at, k, shared + rows::do_at, v, shared + rows::stat_at, shared + rows::delta_at, 0,
-                                  shared + rows::ds_at};
+        const TileAddresses at = {shared + rows::q_at, k, shared + rows::do_at, v, shared + rows::stat_at, 0, shared + rows::ds_at};
         scores_to_shared<false>(at, p, head, place.rows.first, tile.n() * cfg::block_n, tile.partial());
         __syncthreads();  // dS is complete
         product<cfg::block_n, Along::columns, p_stride, Along::rows, qk_stride>(

@@ -9,6 +9,7 @@
 #include "ptx/shared.cuh"
 #include "sm80/bwd_head.cuh"
 #include "sm80/bwd_layout.cuh"
+#include "sm80/bwd_product.cuh"
 
 namespace sm80 {
 
@@ -78,8 +79,9 @@ __device__ __forceinline__ Acc finish_score(Acc raw, Acc& slope, const Params& p
 }
 
 // Algorithm 4 line 13: scores to probabilities.
-__device__ __forceinline__ void probabilities(Scores& s, Scores& slope, const RowValues& stat, const Params& p, const Head& head, i32 row0, i32 key0) {
-    const Acc c = Acc(cfg::prescaled ? kLog2e : p.scale * kLog2e);
+__device__ __forceinline__ void probabilities(Scores& s, Scores& slope, const RowValues& stat, const RowValues& inverse, const Params& p, const Head& head, i32 row0, i32 key0) {
+    const float to_log2 = static_cast<float>(cfg::prescaled ? kLog2e : p.scale * kLog2e);
+    const Log2Factor<Acc> log2_e = Log2Factor<Acc>::make(kLog2e);
     const i32 lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < score_tiles_m; ++m)
@@ -90,12 +92,16 @@ __device__ __forceinline__ void probabilities(Scores& s, Scores& slope, const Ro
                 Acc x = s[m][n][i];
                 if constexpr (cfg::prescaled)
                     x = finish_score(x, slope[m][n][i], p, head, row0 + 16 * m + lane / 4 + i / 2 * 8, key0 + 8 * n + lane % 4 * 2 + i % 2);
-                s[m][n][i] = exp2_of(fma_of(x, c, stat[m][i / 2]));
+                if constexpr (split_stat)
+                    s[m][n][i] = exp2_product((cfg::prescaled ? x : x * Acc(p.scale)) - stat[m][i / 2], log2_e) * inverse[m][i / 2];
+                else
+                    s[m][n][i] = ptx::ex2(fmaf(static_cast<float>(x), to_log2, static_cast<float>(stat[m][i / 2])));
             }
 }
 
 // Algorithm 4 lines 14 and 15: the sign bit marks what the forward dropped.
 __device__ __forceinline__ void mark_dropped(Scores& s, const Params& p, const Head& head, i32 row0, i32 key0) {
+    constexpr u32 threshold = cfg::dropout ? cfg::dropout : 1;
     const i32 lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < score_tiles_m; ++m)
@@ -106,8 +112,8 @@ __device__ __forceinline__ void mark_dropped(Scores& s, const Params& p, const H
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
                 Acc(&tile)[4] = s[m][n + w / 2];
-                if (!kept_low<cfg::dropout>(words[w])) tile[w % 2 * 2] = -tile[w % 2 * 2];
-                if (!kept_high<cfg::dropout>(words[w])) tile[w % 2 * 2 + 1] = -tile[w % 2 * 2 + 1];
+                if (!kept_low<threshold>(words[w])) tile[w % 2 * 2] = -tile[w % 2 * 2];
+                if (!kept_high<threshold>(words[w])) tile[w % 2 * 2 + 1] = -tile[w % 2 * 2 + 1];
             }
         }
 }
@@ -146,9 +152,9 @@ __device__ __forceinline__ void scale_by(Scores& prob, const Scores& slope) {
             for (int i = 0; i < 4; ++i) prob[m][n][i] *= slope[m][n][i];
 }
 
-// Shared addresses of a tile's operands and results.
+// Shared addresses of a tile's operands and results; numbers: stat, delta, 1 / l of its rows.
 struct TileAddresses {
-    u32 q, k, dout, v, stat, delta, p, ds;
+    u32 q, k, dout, v, numbers, p, ds;
 };
 
 // Where this warp's part of a tile starts.
@@ -161,15 +167,17 @@ template <bool keep_p, bool behind_cap>
 __device__ __forceinline__ void find_ds(Scores& ds, const TileAddresses& at, const Params& p, const Head& head, i32 first_row, i32 first_key, bool partial) {
     const i32 row = warp_score_row(), key = warp_score_key();
     const u32 p_shared = at.p + row * p_stride + key * int(sizeof(Elem));
-    RowValues stat, delta;
-    load_row_values(stat, at.stat + row * int(sizeof(Acc)));
+    const u32 numbers = at.numbers + row * int(sizeof(Acc));
+    RowValues stat, delta, inverse;
+    load_row_values(stat, numbers);
+    if constexpr (split_stat) load_row_values(inverse, numbers + 2 * stat_bytes);
     Hidden hidden;
     if (partial) find_hidden(hidden, p, head, first_row + row, first_key + key);
     Scores s, slope;
     clear(s);
     product<cfg::head_dim, Along::columns, qk_stride, Along::columns, qk_stride>(s, at.q + row * qk_stride, at.k + key * qk_stride);  // line 11
     if (partial) mask_scores(s, hidden);
-    probabilities(s, slope, stat, p, head, first_row + row, first_key + key);
+    probabilities(s, slope, stat, inverse, p, head, first_row + row, first_key + key);
     if constexpr (cfg::dropout) mark_dropped(s, p, head, first_row + row, first_key + key);
     if constexpr (cfg::softcap && !behind_cap) {  // P makes room for P times the slope of the cap
         if constexpr (keep_p) store_rounded<p_stride, cfg::dropout != 0>(p_shared, s);
@@ -179,7 +187,7 @@ __device__ __forceinline__ void find_ds(Scores& ds, const TileAddresses& at, con
     product<cfg::head_dim_v, Along::columns, v_stride, Along::columns, v_stride>(ds, at.dout + row * v_stride, at.v + key * v_stride);  // line 17
     // Only after the product: its loads would have to wait for the stores.
     if constexpr (keep_p && !cfg::softcap) store_rounded<p_stride, cfg::dropout != 0>(p_shared, s);
-    load_row_values(delta, at.delta + row * int(sizeof(Acc)));
+    load_row_values(delta, numbers + stat_bytes);
     if (partial) mask_gradients(ds, s);
     score_gradients(ds, s, delta);
 }
@@ -187,6 +195,7 @@ __device__ __forceinline__ void find_ds(Scores& ds, const TileAddresses& at, con
 // The same with dS to shared memory.
 template <bool keep_p>
 __device__ __forceinline__ void scores_to_shared(const TileAddresses& at, const Params& p, const Head& head, i32 first_row, i32 first_key, bool partial) {
+    if (threadIdx.x / 32 >= scores_warps) return;
     Scores ds;
     find_ds<keep_p, false>(ds, at, p, head, first_row, first_key, partial);
     store_rounded<p_stride, false>(at.ds + warp_score_row() * p_stride + warp_score_key() * int(sizeof(Elem)), ds);

@@ -61,7 +61,7 @@ __device__ __forceinline__ void zero_accumulator(const Params& p, const BatchInd
     for (i32 i = threadIdx.x; i < units; i += kThreads) to[i] = make_uint4(0, 0, 0, 0);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) backward_preprocess(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 2) backward_preprocess(const __grid_constant__ Params p) {
     const i32 group = blockIdx.x % stat_groups(p), flat = blockIdx.x / stat_groups(p), head = flat % p.heads;
     const BatchIndex index = batch_index(p, flat / p.heads);
     const cfg::elem* dout = static_cast<const cfg::elem*>(p.dout.data) + slice_offset(p.dout, index, head);
