@@ -123,8 +123,12 @@ def backward(
     keep_scale=1.0,
     dtype=None,
     scale_on="s",
+    delta_on="p",
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return textbook dq, dk, dv, dbias, each of its operand's shape (dbias None without a bias)."""
+    """Return textbook dq, dk, dv, dbias, each of its operand's shape (dbias None without a bias).
+
+    `delta_on`: D is rowsum(p * dp), or with "o" rowsum(do * o), which is equal but cannot cancel dP exactly.
+    """
     low = dtype
 
     def rounded(x):
@@ -141,7 +145,8 @@ def backward(
         pd = rounded(step.p * z)
         dv = np.swapaxes(pd, -1, -2) @ do
         dp = rounded(rounded(do @ np.swapaxes(step.v, -1, -2)) * z)
-        ds = rounded(step.p * (dp - rounded((step.p * dp).sum(-1, keepdims=True))))
+        terms = step.p * dp if delta_on == "p" else do * rounded(pd @ step.v)
+        ds = rounded(step.p * (dp - rounded(terms.sum(-1, keepdims=True))))
         dbias = None if bias is None else sum_to(ds, bias.shape)
         if softcap is not None:
             ds = rounded(ds * (1 - step.tanh**2))
@@ -170,13 +175,14 @@ def textbook_forward(q, k, v, *, dtype, **options) -> list[list[np.ndarray]]:
 
 
 def textbook_backward(do, q, k, v, *, dtype, **options) -> list[list[np.ndarray] | None]:
-    """Evaluate the textbook gradients as :func:`textbook_forward` does; dq, dk, dv, dbias as lists."""
+    """Evaluate the textbook gradients as :func:`textbook_forward` does, D in both ways; dq, dk, dv, dbias as lists."""
     results = []
     for order in range(ORDERS):
         swap = _Order(order, q, k)
         dq, dk, dv, dbias = backward(
-            do, swap.features(q), swap.keys(swap.features(k)), swap.keys(v), dtype=dtype, **swap.options(options)
-        )
+            do, swap.features(q), swap.keys(swap.features(k)), swap.keys(v), dtype=dtype, delta_on="po"[order % 2],
+            **swap.options(options),
+        )  # fmt: skip
         results.append((swap.features(dq, back=True), swap.keys(swap.features(dk, back=True), back=True),
                         swap.keys(dv, back=True), swap.scores(dbias, back=True)))  # fmt: skip
     return [None if column[0] is None else list(column) for column in zip(*results, strict=True)]
