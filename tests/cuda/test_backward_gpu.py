@@ -16,10 +16,6 @@ pytestmark = pytest.mark.gpu
 
 NAMES = ("dq", "dk", "dv", "dbias")
 WIDE = (np.dtype(np.float32), np.dtype(np.float64))
-WIDE_CASES = (
-    "d64", "d128", "d256", "d 33", "grouped", "causal", "column d64 causal", "dense", "bias column causal", "everything",
-    "dropout", "softcap", "window", "scale negative", "dropout column", "small blocks",
-)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -69,11 +65,6 @@ def expected(case: Case, do, qkv, options, dtype=None):
     return oracle.backward(do, *qkv, **arguments(case, options), dtype=dtype)
 
 
-def forward_of(case: Case, qkv, options):
-    """Return o, l, m of the oracle."""
-    return oracle.forward(*qkv, **arguments(case, options))
-
-
 def made(case: Case):
     """Return do, [q, k, v] and the options of a case."""
     arrays, options = case.arrays()
@@ -88,32 +79,32 @@ def named(name: str):
 
 
 def check(case: Case, actual, do, qkv, options):
-    exact, textbook = (expected(case, do, qkv, options, dtype) for dtype in (None, case.dtype))
-    sums = oracle.magnitude_backward(do, *qkv) if case.n_keys == 1 else [None] * 4  # dq: a difference of equals
-    for name, a, e, t, magnitude in zip(NAMES, actual, exact, textbook, sums, strict=True):
+    """Compare with the oracle.
+
+    dS is a difference, dP - D.  The plain textbook takes D from the very P and dP that it subtracts it from, so where a
+    row sees one key, or as good as one, the two cancel exactly; D from o, which is all that O(N) memory leaves, is off
+    by a rounding.  Where the inputs' own rounding does not hide that, the textbook is evaluated in both ways.
+    """
+    exact = expected(case, do, qkv, options)
+    if case.n_keys == 1 or case.dtype in WIDE:
+        textbook = oracle.textbook_backward(do, *qkv, dtype=case.dtype, **arguments(case, options))
+    else:
+        textbook = expected(case, do, qkv, options, case.dtype)
+    for name, a, e, t in zip(NAMES, actual, exact, textbook, strict=True):
         if e is not None:
-            assert_close(a, e, t, dtype=case.dtype, magnitude=magnitude, name=name)
+            assert_close(a, e, t, dtype=case.dtype, name=name)
+
+
+def fits(case: Case) -> bool:
+    """Whether a backward kernel takes the case's dtype and head dimensions; up to 512 only in 16 bits."""
+    return case.dtype.itemsize == 2 or max(case.head_dim, case.head_dim_v or 0) <= 256
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", filter(fits, CASES), ids=lambda case: case.name)
 def test_oracle(case, deterministic):
     do, qkv, options = made(case)
     check(case, run(do, qkv, options, deterministic), do, qkv, options)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dtype", WIDE, ids=str)
-@pytest.mark.parametrize("name", WIDE_CASES)
-def test_wide_types(name, dtype, deterministic):
-    case = next(case for case in CASES if case.name == name)._replace(dtype=dtype)
-    do, qkv, options = made(case)
-    o, l, m = (to_device(x.astype(dtype)) for x in forward_of(case, qkv, options))
-    call = {key: to_device(value) for key, value in options.items()}
-    state = cuattn_rng.resolve(call.pop("rng")) if "rng" in call else None
-    arrays = [to_device(x) for x in (do, *qkv)]
-    gradients = cuattn.backward(*arrays, (o, l, m, state), kernel="sm80", deterministic=deterministic, **call)
-    check(case, [None if x is None else x.get() for x in gradients], do, qkv, options)
 
 
 @pytest.mark.parametrize("name", ["aligned", "grouped", "dropout column", "bias row", "everything", "d256"])
