@@ -8,8 +8,8 @@ from tests.cuda.cases import CASES
 from tests.cuda.test_compile import FORWARD_CARDS, _failures
 from tests.cuda.test_plan import CARDS, STATIC_BYTES, problem_of
 
-# What other generations compile besides the head dimensions: every feature once.  sm_90, with the largest tiles, compiles
-# all cases.
+# What other generations compile besides the head dimensions: every feature once.  sm_90, with the largest tiles,
+# compiles all cases.
 FEATURES = {
     "float16 d128", "softcap", "causal d128", "window", "column", "column d64 causal", "blocks", "dense", "bias row",
     "everything", "dropout", "dropout column", "dropout column causal d256", "float32 dense", "float32 dropout column",
