@@ -9,7 +9,7 @@ from cuattn.cuda import launch
 from cuattn.cuda.backward_plan import STAT_ROWS, Kernels, atomic, backward_plan, kernels_of, shared_bytes, sums
 from cuattn.cuda.params import PARAMS
 from cuattn.cuda.plan import CUDA_TYPES, pad
-from cuattn.cuda.tables import mask_pointers, mask_tables, table_fields, table_layout
+from cuattn.cuda.tables import Tables, mask_pointers, mask_tables, table_fields, table_layout
 from cuattn.plans import Plan
 from cuattn.problem import Operands, Problem
 
@@ -102,6 +102,7 @@ class _Call:
         self.arrays["dout"] = operands.do
         if operands.bias is not None:
             self.arrays["bias"] = operands.bias
+        self.tables: dict[Any, Tables | None] = {}
         self.axes = self._axes()
         self.splits = self._bias_splits()
         self.sums = self._sums()
@@ -202,8 +203,8 @@ class _Call:
         fields: dict[str, Any] = {}
         for name, array in arrays.items():
             fields.update(launch.operand_fields(name, _rank4(array, len(problem.batch)), self.axes))
-        tables = mask_tables(problem, operands.mask, self.device, tile.block_m, tile.block_n)
-        if operands.mask is not None:
+        tables = None if only else self._tables(tile)
+        if tables is not None:
             if problem.mask == "dense":
                 fields.update(launch.operand_fields("mask", operands.mask, self.axes))
             layout = table_layout(problem, operands.mask)
@@ -225,6 +226,13 @@ class _Call:
         function = launch.function(self.device, path, kernel, tuple(constants.items()), shared)
         function((grid,), (32 * tile.warps,), (struct.seal(words),), shared, self.stream)
         del held
+
+    def _tables(self, tile: Any) -> Tables | None:
+        """Return the mask's tables for one kernel's tile; a boolean mask's, made anew in every call, serve all."""
+        key = None if self.problem.mask == "dense" else (tile.block_m, tile.block_n)
+        if key not in self.tables:
+            self.tables[key] = mask_tables(self.problem, self.operands.mask, self.device, tile.block_m, tile.block_n)
+        return self.tables[key]
 
     def _tiles(self, length: int, block: int, heads: int) -> int:
         return -(-length // block) * heads * math.prod(self.problem.batch)
