@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+import cuattn
 from cuattn.errors import DtypeError, UnsupportedError
 from cuattn.interop import enter, torch_tensors
 
@@ -232,6 +233,7 @@ def test_jax_arrays_on_several_devices():
     library("jax")
     script = """
 import jax, pytest
+import cuattn
 from cuattn.errors import DtypeError, UnsupportedError
 from cuattn.interop import enter
 first, second = jax.devices()
@@ -328,6 +330,69 @@ def test_mixed_kinds_name_both_arguments():
             if first != second:
                 with pytest.raises(DtypeError, match=f"k is a {second}.* on the CPU, but q is a {first}.* on the CPU"):
                     enter({"q": x, "bias": None, "k": y})
+
+
+# The wrappers that the errors about automatic differentiation recommend
+
+
+def operands():
+    """Return q, k, v, do and the explicit gradients, as NumPy arrays."""
+    q, k, v, do = np.random.default_rng(0).standard_normal((4, 2, 24, 8), np.float32)
+    fwd = cuattn.forward(q, k, v, is_causal=True)
+    return (q, k, v, do), cuattn.backward(do, q, k, v, fwd, is_causal=True, deterministic=True)
+
+
+def test_an_autograd_function_around_forward_and_backward_works():
+    torch = library("torch")
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            fwd = cuattn.forward(q, k, v, is_causal=True)
+            ctx.save_for_backward(q, k, v, *fwd[:3])
+            return fwd.o
+
+        @staticmethod
+        def backward(ctx, do):
+            q, k, v, *fwd = ctx.saved_tensors
+            return cuattn.backward(do, q, k, v, (*fwd, None), is_causal=True, deterministic=True)[:3]
+
+    arrays, expected = operands()
+    *inputs, do = (torch.from_numpy(x) for x in arrays)
+    for x in inputs:
+        x.requires_grad_()
+    o = Attention.apply(*inputs)
+    o.backward(do)
+    for x, gradient in zip(inputs, expected[:3], strict=True):
+        assert np.array_equal(x.grad.numpy(), gradient)
+
+
+def test_a_custom_vjp_around_forward_and_backward_works():
+    jax = library("jax")
+
+    def like(*arrays):
+        return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
+
+    def forward(q, k, v):
+        def call(q, k, v):
+            return cuattn.forward(q, k, v, is_causal=True)[:3]
+
+        statistics = jax.ShapeDtypeStruct(q.shape[:-1], q.dtype)
+        results = jax.pure_callback(call, (*like(q), statistics, statistics), q, k, v)
+        return results[0], (q, k, v, *results)
+
+    def backward(saved, do):
+        def call(do, q, k, v, *fwd):
+            return cuattn.backward(do, q, k, v, (*fwd, None), is_causal=True, deterministic=True)[:3]
+
+        return jax.pure_callback(call, like(*saved[:3]), do, *saved)
+
+    attention = jax.custom_vjp(lambda q, k, v: forward(q, k, v)[0])
+    attention.defvjp(forward, backward)
+    (q, k, v, do), expected = operands()
+    _, pullback = jax.vjp(jax.jit(attention), q, k, v)
+    for gradient, known in zip(pullback(jax.numpy.asarray(do)), expected[:3], strict=True):
+        assert np.array_equal(np.asarray(gradient), known)
 
 
 # CUDA, with stand-ins for what a machine without a GPU lacks
