@@ -53,7 +53,8 @@ __device__ __forceinline__ void load_queries(u32 shared, const Params& p, const 
 }
 
 // Waits for the rows of `tile` and starts loading those of `next` (-1: none); meanwhile, line 21 for the tile before.
-__device__ __forceinline__ void next_queries(u32 shared, const Params& p, const Head& head, i32 tile, i32 next, i32 before, int stage) {
+__device__ __forceinline__ void next_queries(u32 shared, const Params& p, const Head& head, i32 tile, i32 next, i32 before,
+                                              int stage) {
     if constexpr (cfg::stages == 2) {
         ptx::cp_async_wait<0>();
         __syncthreads();  // this stage has arrived; the other one and P are free; dS of the tile before is complete
@@ -103,21 +104,29 @@ __device__ __forceinline__ void keys_to_shared(u32 shared, KeyGradients& acc, co
 }
 
 // Algorithm 4 line 24.  A sum over axes that k or v was broadcast along is still to come: then unrounded, to the workspace.
-__device__ __forceinline__ void store_keys(const unsigned char* memory, u32 shared, const Params& p, const Slice& slice, KeyGradients& acc) {
+__device__ __forceinline__ void store_keys(const unsigned char* memory, u32 shared, const Params& p, const Slice& slice,
+                                            KeyGradients& acc) {
     const i32 flat_head = flat_kv_head(p), kv_head = flat_head % p.kv_heads;
     const BatchIndex index = batch_index(p, flat_head / p.kv_heads);
     const Acc factor = Acc(slice.is_k ? p.scale * p.dropout_scale : p.dropout_scale);
     const i32 first_key = key_tile(p) * cfg::block_n;
     const i64 flat = i64(flat_head) * p.n_keys;
     if (slice.is_k ? cfg::sum_dk : cfg::sum_dv) {
-        Acc* out = static_cast<Acc*>(slice.is_k ? p.dk_acc : p.dv_acc) + flat * (slice.is_k ? p.head_dim : p.head_dim_v);
-        store_accumulator(out, acc, first_key + slice.team * team_keys, p.n_keys, slice.column, slice.is_k ? p.head_dim : p.head_dim_v, factor);
+        const i32 columns = slice.is_k ? p.head_dim : p.head_dim_v;
+        Acc* out = static_cast<Acc*>(slice.is_k ? p.dk_acc : p.dv_acc) + flat * columns;
+        store_accumulator(out, acc, first_key + slice.team * team_keys, p.n_keys, slice.column, columns, factor);
     }
     if (cfg::sum_dk && cfg::sum_dv) return;
     keys_to_shared(shared, acc, slice, factor);
     __syncthreads();  // dK and dV are complete
-    if (!cfg::sum_dk) save_rows<cfg::block_n, cfg::head_dim>(memory + k_at, static_cast<Elem*>(p.dk.data) + slice_offset(p.dk, index, kv_head), p.dk.row, first_key, p.n_keys, p.head_dim);
-    if (!cfg::sum_dv) save_rows<cfg::block_n, cfg::head_dim_v>(memory + v_at, static_cast<Elem*>(p.dv.data) + slice_offset(p.dv, index, kv_head), p.dv.row, first_key, p.n_keys, p.head_dim_v);
+    if (!cfg::sum_dk) {
+        Elem* dk = static_cast<Elem*>(p.dk.data) + slice_offset(p.dk, index, kv_head);
+        save_rows<cfg::block_n, cfg::head_dim>(memory + k_at, dk, p.dk.row, first_key, p.n_keys, p.head_dim);
+    }
+    if (!cfg::sum_dv) {
+        Elem* dv = static_cast<Elem*>(p.dv.data) + slice_offset(p.dv, index, kv_head);
+        save_rows<cfg::block_n, cfg::head_dim_v>(memory + v_at, dv, p.dv.row, first_key, p.n_keys, p.head_dim_v);
+    }
 }
 
 }  // namespace sm80

@@ -54,8 +54,10 @@ __device__ __forceinline__ void store_rounded(u32 tile, const Acc (&acc)[tiles_m
         for (int n = 0; n < tiles_n; ++n) {
             if (8 * n >= columns) break;
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                store_pair<Elem>(at + (m * 16 + half * 8) * stride + n * 8 * size, clipped(acc[m][n][2 * half]), clipped(acc[m][n][2 * half + 1]));
+            for (int half = 0; half < 2; ++half) {
+                const u32 to = at + (m * 16 + half * 8) * stride + n * 8 * size;
+                store_pair<Elem>(to, clipped(acc[m][n][2 * half]), clipped(acc[m][n][2 * half + 1]));
+            }
         }
 }
 
@@ -71,7 +73,8 @@ __device__ __forceinline__ void scale_by(Acc (&acc)[tiles_m][tiles_n][4], Acc fa
 
 // Unrounded results to an array (rows, columns) in global memory, times a factor; the warp's part starts at (first_row, first_column).
 template <int tiles_m, int tiles_n>
-__device__ __forceinline__ void store_accumulator(Acc* out, const Acc (&acc)[tiles_m][tiles_n][4], i64 first_row, i32 rows, i32 first_column, i32 columns, Acc factor) {
+__device__ __forceinline__ void store_accumulator(Acc* out, const Acc (&acc)[tiles_m][tiles_n][4], i64 first_row, i32 rows, i32 first_column,
+                                                   i32 columns, Acc factor) {
     const i32 lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < tiles_m; ++m)

@@ -79,7 +79,8 @@ __device__ __forceinline__ Acc finish_score(Acc raw, Acc& slope, const Params& p
 }
 
 // Algorithm 4 line 13: scores to probabilities.
-__device__ __forceinline__ void probabilities(Scores& s, Scores& slope, const RowValues& stat, const RowValues& inverse, const Params& p, const Head& head, i32 row0, i32 key0) {
+__device__ __forceinline__ void probabilities(Scores& s, Scores& slope, const RowValues& stat, const RowValues& inverse, const Params& p,
+                                               const Head& head, i32 row0, i32 key0) {
     const float to_log2 = static_cast<float>(cfg::prescaled ? kLog2e : p.scale * kLog2e);
     const Log2Factor<Acc> log2_e = Log2Factor<Acc>::make(kLog2e);
     const i32 lane = threadIdx.x % 32;
@@ -164,7 +165,8 @@ __device__ __forceinline__ i32 warp_score_key() { return threadIdx.x / 32 / scor
 // Algorithm 4 lines 11-15, 17-20 for this warp's part of a tile.  P goes to shared memory if asked for.  ds: the gradient by what enters
 // the softcap, or (behind_cap) by what leaves it, which is the gradient by the bias.
 template <bool keep_p, bool behind_cap>
-__device__ __forceinline__ void find_ds(Scores& ds, const TileAddresses& at, const Params& p, const Head& head, i32 first_row, i32 first_key, bool partial) {
+__device__ __forceinline__ void find_ds(Scores& ds, const TileAddresses& at, const Params& p, const Head& head, i32 first_row, i32 first_key,
+                                         bool partial) {
     const i32 row = warp_score_row(), key = warp_score_key();
     const u32 p_shared = at.p + row * p_stride + key * int(sizeof(Elem));
     const u32 numbers = at.numbers + row * int(sizeof(Acc));
@@ -175,7 +177,8 @@ __device__ __forceinline__ void find_ds(Scores& ds, const TileAddresses& at, con
     if (partial) find_hidden(hidden, p, head, first_row + row, first_key + key);
     Scores s, slope;
     clear(s);
-    product<cfg::head_dim, Along::columns, qk_stride, Along::columns, qk_stride>(s, at.q + row * qk_stride, at.k + key * qk_stride);  // line 11
+    product<cfg::head_dim, Along::columns, qk_stride, Along::columns, qk_stride>(  // line 11
+        s, at.q + row * qk_stride, at.k + key * qk_stride);
     if (partial) mask_scores(s, hidden);
     probabilities(s, slope, stat, inverse, p, head, first_row + row, first_key + key);
     if constexpr (cfg::dropout) mark_dropped(s, p, head, first_row + row, first_key + key);
@@ -184,7 +187,8 @@ __device__ __forceinline__ void find_ds(Scores& ds, const TileAddresses& at, con
         scale_by(s, slope);
     }
     clear(ds);
-    product<cfg::head_dim_v, Along::columns, v_stride, Along::columns, v_stride>(ds, at.dout + row * v_stride, at.v + key * v_stride);  // line 17
+    product<cfg::head_dim_v, Along::columns, v_stride, Along::columns, v_stride>(  // line 17
+        ds, at.dout + row * v_stride, at.v + key * v_stride);
     // Only after the product: its loads would have to wait for the stores.
     if constexpr (keep_p && !cfg::softcap) store_rounded<p_stride, cfg::dropout != 0>(p_shared, s);
     load_row_values(delta, numbers + stat_bytes);
@@ -194,7 +198,8 @@ __device__ __forceinline__ void find_ds(Scores& ds, const TileAddresses& at, con
 
 // The same with dS to shared memory.
 template <bool keep_p>
-__device__ __forceinline__ void scores_to_shared(const TileAddresses& at, const Params& p, const Head& head, i32 first_row, i32 first_key, bool partial) {
+__device__ __forceinline__ void scores_to_shared(const TileAddresses& at, const Params& p, const Head& head, i32 first_row, i32 first_key,
+                                                  bool partial) {
     if (threadIdx.x / 32 >= scores_warps) return;
     Scores ds;
     find_ds<keep_p, false>(ds, at, p, head, first_row, first_key, partial);
