@@ -37,12 +37,19 @@ def textbook_error(textbook, exact) -> float:
 def bound(exact, textbook, dtype, magnitude=None) -> float:
     """The largest error that the rule allows: FACTOR x the textbook's error + one rounding of the largest value.
 
-    With a `magnitude` (sums of absolute values) the one rounding is that of the largest sum's terms.
+    With a `magnitude` (sums of absolute values), one rounding of the largest sum's terms is added, in the precision
+    of the sums: float32, or float64 for float64.
     """
-    finite = np.abs(np.asarray(exact if magnitude is None else magnitude).astype(np.longdouble))
+    allowed = FACTOR * textbook_error(textbook, exact) + eps(dtype) * _largest(exact)
+    if magnitude is not None:
+        allowed += eps(np.float64 if np.dtype(dtype) == np.float64 else np.float32) * _largest(magnitude)
+    return allowed
+
+
+def _largest(x) -> float:
+    finite = np.abs(np.asarray(x).astype(np.longdouble))
     finite = finite[np.isfinite(finite)]
-    largest = float(finite.max()) if finite.size else 0.0
-    return FACTOR * textbook_error(textbook, exact) + eps(dtype) * largest
+    return float(finite.max()) if finite.size else 0.0
 
 
 def assert_close(actual, exact, textbook, *, dtype=None, magnitude=None, name="result") -> None:
