@@ -2,8 +2,8 @@
 
 from cuattn.cuda.backward import backward
 from cuattn.cuda.backward import plan as _plan_backward
-from cuattn.cuda.forward import forward
-from cuattn.cuda.forward import plan as _plan_forward
+from cuattn.cuda.choice import forward
+from cuattn.cuda.choice import plan as _plan_forward
 from cuattn.cuda.merge import merge
 from cuattn.plans import Plan
 from cuattn.problem import Operands, Problem

@@ -5,7 +5,7 @@ import math
 from typing import Any, NamedTuple
 
 from cuattn.cuda import launch
-from cuattn.cuda.hopper_plan import ARCH, counts, hopper_plan, refusal
+from cuattn.cuda.hopper_plan import ARCH, counts, hopper_plan, leaves_idle, refusal
 from cuattn.cuda.params import BATCH_AXES, PARAMS
 from cuattn.cuda.tables import mask_pointers, mask_tables, table_fields, table_layout
 from cuattn.cuda.tensormap import describe, why_not
@@ -13,7 +13,7 @@ from cuattn.errors import UnsupportedError
 from cuattn.plans import Plan
 from cuattn.problem import Operands, Problem
 
-__all__ = ["forward", "plan", "reason_against"]
+__all__ = ["find", "run"]
 
 _MAX_RECORDS = 1024
 _SLOTS = ("q.data", "k.data", "v.data", "o.data", "l.data", "m.data", "counters")
@@ -31,21 +31,40 @@ class _View(NamedTuple):
 class _Record(NamedTuple):
     """Everything about a kind of call that does not change from one to the next."""
 
-    problem: Problem  # held so that its id, which is part of the key, stays its own
     plan: Plan
     function: Any
     struct: launch.Struct
     grid: tuple[int]
+    block: tuple[int]
     views: tuple[_View, ...]  # q, k, v, o
-    dtype: str
 
 
-_records: dict[tuple, _Record] = {}
+_records: dict[tuple, tuple[Problem, _Record | str]] = {}
 
 
-def reason_against(problem: Problem, operands: Operands) -> str | None:
-    """Say why this kernel cannot take a call on the current device, or return None."""
-    against = refusal(problem, launch.card(operands.q.device.id))
+def find(problem: Problem, operands: Operands) -> _Record | str:
+    """Return what :func:`run` needs for a call on the current device, or why this kernel does not take it."""
+    q, k, v, _, mask = operands[:5]
+    layout = None
+    if problem.mask in ("column", "block"):
+        layout = mask.leading, getattr(mask, "block_m", 0), getattr(mask, "block_n", 0)
+    alignment = (q.data.ptr | k.data.ptr | v.data.ptr) & 15
+    key = (id(problem), q.device.id, q.shape, q.strides, k.shape, k.strides, v.shape, v.strides, alignment, layout)
+    known = _records.get(key)
+    if known is None:
+        # The problem is held so that its id, which is part of the key, stays its own.
+        known = problem, _reason_against(problem, operands) or _make_record(problem, operands, q.device.id)
+        if len(_records) >= _MAX_RECORDS:
+            _records.clear()
+        _records[key] = known
+    return known[1]
+
+
+def _reason_against(problem: Problem, operands: Operands) -> str | None:
+    card = launch.card(operands.q.device.id)
+    against = refusal(problem, card)
+    if against is None and problem.kernel is None and leaves_idle(problem, card):
+        against = "too few query rows fill the card, and the portable kernel splits the keys"
     if against is not None:
         return against
     try:
@@ -53,32 +72,26 @@ def reason_against(problem: Problem, operands: Operands) -> str | None:
     except UnsupportedError as error:
         return str(error)
     if math.prod(axes.size[:-1]) > 1:
-        return f"its tensor maps have one leading axis, and the strides of q, k, v leave {problem.batch} apart"
+        return f"its tensor maps have one leading axis, and the strides of q, k, v keep those of {problem.batch} apart"
     for name, array in zip("qkv", operands[:3], strict=True):
         strides = tuple(stride for size, stride in zip(array.shape[:-1], array.strides[:-1], strict=True) if size > 1)
         unfit = why_not(array.data.ptr, strides)
+        if unfit is None and array.shape[-2] > 1 and array.strides[-2] == 0:
+            unfit = "its rows are one row, repeated"
         if unfit is not None:
             return f"the copy engine cannot read {name}: {unfit}"
     return None
 
 
-def plan(problem: Problem) -> Plan:
-    """Return the plan of a forward that :func:`reason_against` has nothing against."""
-    return hopper_plan(problem)
-
-
-def forward(problem: Problem, operands: Operands) -> tuple[Any, Any, Any]:
+def run(record: _Record, problem: Problem, operands: Operands) -> tuple[Any, Any, Any]:
     """Compute attention on the current device, on CuPy's current stream; see :func:`cuattn.cuda.forward.forward`."""
     import cupy
 
-    q, k, v = operands.q, operands.k, operands.v
     device = cupy.cuda.runtime.getDevice()
     stream = cupy.cuda.get_current_stream()
-    record = _record(problem, operands, device)
     stat = problem.stat_shape, problem.stat_dtype
     o, l, m = cupy.ndarray(problem.o_shape, problem.out_dtype), cupy.ndarray(*stat), cupy.ndarray(*stat)
-    arrays = q, k, v, o
-    pointers = [array.data.ptr for array in (*arrays, l, m)]
+    pointers = [array.data.ptr for array in (*operands[:3], o, l, m)]
     # A captured graph may be replayed beside other work of this stream, so it counts its tiles elsewhere.
     ticket = cupy.zeros(1, "u4") if stream.is_capturing() else _ticket(device, stream.ptr)
     pointers.append(ticket.data.ptr)
@@ -87,10 +100,8 @@ def forward(problem: Problem, operands: Operands) -> tuple[Any, Any, Any]:
         pointers += mask_pointers(operands.mask, tables)
     words = record.struct.fill(pointers)
     held = launch.put_random(words, operands.rng) if problem.dropout else None
-    maps = [describe(pointer, record.dtype, *view) for pointer, view in zip(pointers, record.views, strict=False)]
-    record.function(
-        record.grid, (32 * record.plan.workers,), (record.struct.seal(words), *maps), record.plan.smem_bytes, stream
-    )
+    maps = [describe(pointer, problem.dtype.name, *view) for pointer, view in zip(pointers, record.views, strict=False)]
+    record.function(record.grid, record.block, (record.struct.seal(words), *maps), record.plan.smem_bytes, stream)
     del held
     return o, l, m
 
@@ -110,19 +121,6 @@ def _axes(problem: Problem, operands: Operands) -> launch.Axes:
     if tables is not None:
         layouts.append((tables[0][:rank], tables[1][:rank]))
     return launch.collapse(problem.batch, tuple(layouts))
-
-
-def _record(problem: Problem, operands: Operands, device: int) -> _Record:
-    q, k, v, _, mask = operands[:5]
-    layout = None if mask is None else (mask.leading, getattr(mask, "block_m", 0), getattr(mask, "block_n", 0))
-    key = (id(problem), device, q.shape, q.strides, k.shape, k.strides, v.shape, v.strides, layout)
-    record = _records.get(key)
-    if record is None:
-        record = _make_record(problem, operands, device)
-        if len(_records) >= _MAX_RECORDS:
-            _records.clear()
-        _records[key] = record
-    return record
 
 
 def _make_record(problem: Problem, operands: Operands, device: int) -> _Record:
@@ -151,7 +149,7 @@ def _make_record(problem: Problem, operands: Operands, device: int) -> _Record:
     slots = _SLOTS + (_MASK_SLOTS if operands.mask is not None else ())
     struct = launch.Struct(PARAMS, values, slots)
     views = _views(problem, operands, made, axes)
-    return _Record(problem, made, function, struct, (blocks,), views, problem.dtype.name)
+    return _Record(made, function, struct, (blocks,), (32 * made.workers,), views)
 
 
 def _result_fields(problem: Problem) -> dict[str, Any]:
@@ -173,8 +171,10 @@ def _views(problem: Problem, operands: Operands, made: Plan, axes: launch.Axes) 
         rank = len(problem.batch)
         size = array.dtype.itemsize
         batch = size * axes.strides(array.shape[:rank], array.strides[:rank], size)[-1]
-        shape = (axes.size[-1] if batch else 1, *array.shape[rank:])
-        views.append(_View(shape, (batch, *array.strides[rank:-1]), box_rows))
+        head, row = array.strides[rank:-1]
+        heads, rows, columns = array.shape[rank:]
+        shape = (axes.size[-1] if batch else 1, heads if head else 1, rows, columns)
+        views.append(_View(shape, (batch, head, row), box_rows))
     # o leaves in boxes of one warpgroup's rows; a float32 o leaves without a map, and any will do.
     if problem.out_dtype.itemsize > 2:
         return (*views, views[0])

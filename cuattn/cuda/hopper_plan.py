@@ -9,7 +9,7 @@ from cuattn.cuda.tiles import Card
 from cuattn.plans import Plan
 from cuattn.problem import Problem
 
-__all__ = ["ARCH", "HopperTile", "counts", "hopper_plan", "refusal"]
+__all__ = ["ARCH", "HopperTile", "counts", "hopper_plan", "leaves_idle", "refusal"]
 
 ARCH = "sm_90a"
 
@@ -31,7 +31,7 @@ class HopperTile(NamedTuple):
 
 
 # head_dim at most, head_dim_v at most -> the tile, and a smaller one for column masks (their tables come in units of 32
-# keys, their intervals take shared memory) and softcap (registers); first match wins.
+# keys, their intervals take shared memory), softcap and dropout (registers); first match wins.
 _TILES: tuple[tuple[int, int, HopperTile, HopperTile], ...] = (
     (64, 64, HopperTile(192, 128, 3, 2), HopperTile(192, 128, 3, 2)),
     (128, 128, HopperTile(128, 128, 2, 2), HopperTile(128, 128, 2, 2)),
@@ -50,9 +50,11 @@ def _tile(problem: Problem) -> HopperTile:
     head_dim, head_dim_v = _sizes(problem)
     row = next(row for row in _TILES if head_dim <= row[0] and head_dim_v <= row[1])
     capped = problem.softcap is not None
-    tile = row[3] if problem.mask == "column" or capped else row[2]
+    tile = row[3] if problem.mask == "column" or capped or problem.dropout else row[2]
     if tile.block_m == 192 and (capped or problem.mask == "block" or problem.out_dtype.itemsize > 2):
-        return tile._replace(block_m=128)  # these need registers that three warpgroups do not have
+        tile = tile._replace(block_m=128)  # these need registers that three warpgroups do not have
+    if tile.block_m == 192 and problem.dropout:
+        tile = tile._replace(block_n=96)
     return tile
 
 
@@ -75,10 +77,12 @@ def refusal(problem: Problem, card: Card) -> str | None:
         return f"it writes rows in units of 8 elements, and v has {problem.head_dim_v}"
     if not problem.n_queries * problem.n_keys * problem.head_dim_v * problem.heads * math.prod(problem.batch):
         return "there is nothing to compute"
-    tiles = counts(problem)
-    if 2 * tiles["row_tiles"] * problem.heads * math.prod(problem.batch) < card.multiprocessors:
-        return "too few query rows to fill the card, where the portable kernel splits the keys"
     return None
+
+
+def leaves_idle(problem: Problem, card: Card) -> bool:
+    """Whether most of the card would have no query rows; splitting the keys, as the portable kernel does, then wins."""
+    return 2 * counts(problem)["row_tiles"] * problem.heads * math.prod(problem.batch) < card.multiprocessors
 
 
 def counts(problem: Problem) -> dict[str, int]:
@@ -131,7 +135,7 @@ def hopper_plan(problem: Problem) -> Plan:
         "block_n": tile.block_n,
         "stages": tile.stages,
         "q_stages": tile.q_stages,
-        "overlap": problem.n_keys >= _LONG,
+        "overlap": problem.n_keys >= _LONG and not (problem.dropout and head_dim > 128),
         "dropout": problem.dropout,
         "softcap": problem.softcap is not None,
         "prescaled": prescaled,

@@ -36,7 +36,7 @@ struct Consumer {
     Softmax state;
     float factor[2];
     Scores s;
-    Weights weights;
+    Weights weights, kept;
     Output o;
 
     // One arrival per warp: each warp vouches for its own reads.
@@ -104,19 +104,27 @@ struct Consumer {
             mask_band(s, p, row(), tile.n());
     }
 
-    // P as it enters P V: rounded, and with dropout thinned out (l and m are those of the whole P).
-    __device__ __forceinline__ void weigh(KeyTile of) {
-        round_weights(weights, s);
+    // While the scores are being computed: which weights dropout keeps, as masks of packed pairs.
+    __device__ __forceinline__ void draw_dropout() {
         if constexpr (cfg::dropout > 0) {
             const RandomStream stream = random_stream(p.dropout, work.batch, work.head);
-            const i32 key = of.n() * cfg::block_n + 2 * (threadIdx.x % 4);
+            const i32 key = tile.n() * cfg::block_n + 2 * (threadIdx.x % 4);
 #pragma unroll
             for (int block = 0; block < cfg::block_n / 16; ++block) {
                 u32 words[4];
                 random_words(words, p.dropout, stream, row(), key + 16 * block);
 #pragma unroll
-                for (int w = 0; w < 4; ++w) weights[block][w] = drop_pair<cfg::dropout>(weights[block][w], words[w]);
+                for (int w = 0; w < 4; ++w) kept[block][w] = drop_pair<cfg::dropout>(~0u, words[w]);
             }
+        }
+    }
+
+    // P as it enters P V: rounded, and with dropout thinned out (l and m are those of the whole P).
+    __device__ __forceinline__ void weigh() {
+        round_weights(weights, s);
+        if constexpr (cfg::dropout > 0) {
+#pragma unroll
+            for (int i = 0; i < cfg::block_n / 4; ++i) weights[i / 4][i % 4] &= kept[i / 4][i % 4];
         }
     }
 
@@ -141,12 +149,13 @@ struct Consumer {
         clear();
         issue_scores();
         prepare_mask();
+        draw_dropout();
         ptx::wgmma_wait<0>();
         const bool last = uniform(tile.last());
         finish_scores();
         refine_scores();
         update(state, factor, s);
-        weigh(tile);
+        weigh();
         if (!last) await_keys();
         return last;
     }
@@ -159,10 +168,10 @@ struct Consumer {
         pass_turn();
         free_output();
         prepare_mask();
+        draw_dropout();
         ptx::wgmma_wait<1>();
         finish_scores();
-        const KeyTile current = tile;
-        const bool last = uniform(current.last());
+        const bool last = uniform(tile.last());
         if constexpr (!cfg::overlap) {
             ptx::wgmma_wait<0>();
             finish_values();
@@ -176,7 +185,7 @@ struct Consumer {
             ptx::wgmma_wait<0>();
             finish_values();
         }
-        weigh(current);
+        weigh();
         if (grown) rescale(o, factor);
         return last;
     }
@@ -189,6 +198,7 @@ struct Consumer {
         issue_scores();
         pass_turn();
         prepare_mask();
+        draw_dropout();
         ptx::wgmma_wait<1>();
         finish_values();
         write(o, before, state, buffer);
@@ -199,7 +209,7 @@ struct Consumer {
         finish_scores();
         refine_scores();
         update(state, factor, s);
-        weigh(tile);
+        weigh();
         if (!last) await_keys();
         return last;
     }
