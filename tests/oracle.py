@@ -13,6 +13,8 @@ import ml_dtypes
 import numpy as np
 from scipy.special import softmax
 
+from tests.tolerances import eps
+
 LOW = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 
 
@@ -228,7 +230,10 @@ def magnitude_forward(q, k, v, **options) -> tuple[np.ndarray, np.ndarray, np.nd
 
 
 def magnitude_backward(do, q, k, v, **options) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    """Bound what one rounding in every sum can move the gradients by, in units of eps."""
+    """Bound what one rounding in every sum can move the gradients by, in units of eps of the sums' precision.
+
+    D is taken from an o that was rounded to the input's precision, so its rounding counts in that.
+    """
     with np.errstate(all="ignore"):
         step, s = _magnitude_steps(q, k, v, options)
         empty = (step.p == 0).all(-1, keepdims=True)
@@ -236,7 +241,8 @@ def magnitude_backward(do, q, k, v, **options) -> tuple[np.ndarray, np.ndarray, 
         do = np.where(empty, 0, np.abs(do.astype(step.q.dtype)))
         p = step.p * (1 + s)
         dp = (do @ np.swapaxes(np.abs(step.v), -1, -2)) * z
-        ds = p * (dp + (p * dp).sum(-1, keepdims=True))
+        o_rounding = eps(q.dtype) / eps(np.float32) if q.dtype in LOW else 1
+        ds = p * (dp + o_rounding * (p * dp).sum(-1, keepdims=True))
         scale = abs(q.shape[-1] ** -0.5 if options.get("scale") is None else options["scale"])
         dq = scale * (ds @ np.abs(step.k))
         dk = scale * (np.swapaxes(ds, -1, -2) @ np.where(empty, 0, np.abs(step.q)))
