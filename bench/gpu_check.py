@@ -48,14 +48,20 @@ class Collector:
         if report.when == "call" or report.outcome != "passed":
             self.counts[report.outcome] += 1
             if report.failed:
-                self.failures.append({"test": report.nodeid, "error": str(report.longrepr).splitlines()[-1][:500]})
+                self.failures.append({"test": report.nodeid, "error": reason(report.longrepr)})
         if report.when == "teardown":
             self.progress.update(self.task, advance=1, description=report.nodeid[-60:])
 
     def pytest_collectreport(self, report):
         if report.failed:
             self.counts["failed"] += 1
-            self.failures.append({"test": report.nodeid, "error": str(report.longrepr).splitlines()[-1][:500]})
+            self.failures.append({"test": report.nodeid, "error": reason(report.longrepr)})
+
+
+def reason(longrepr: object) -> str:
+    """Return the message of a failure, or the last line of what is known about it."""
+    crash = getattr(longrepr, "reprcrash", None)
+    return (crash.message if crash is not None else str(longrepr).splitlines()[-1])[:500]
 
 
 def tree_id(name: str) -> str | None:
@@ -109,7 +115,9 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(stderr=True)
     with Progress(*columns, console=console) as progress:
         collector = Collector(progress)
-        chosen = ["-q", "-p", "no:terminal", "-m", "gpu", *(options.pytest or ["tests"])]
+        # Without the terminal plugin its options do not exist either, those of pyproject.toml included.
+        quiet = ["-p", "no:terminal", "-o", "addopts=", "--strict-markers"]
+        chosen = [*quiet, "-m", "gpu", *(options.pytest or ["tests"])]
         status = int(pytest.main(chosen, plugins=[collector]))
     report = {
         "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
