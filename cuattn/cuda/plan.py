@@ -17,7 +17,8 @@ _MAX_LENGTH = 2**30  # rows and keys are counted in 32 bits, with room for the b
 _MAX_PARTS = 64
 _MIN_SPLIT_TILES = 4  # a part of the key axis shorter than this costs more in merging than it gains
 _KB = 1024
-_PADDING = {2: 32, 4: 16, 8: 16}  # element bytes -> elements: rows of a tile in shared memory are multiples of this
+_PADDING = {2: 32, 8: 16}  # element bytes -> elements: rows of a tile in shared memory are multiples of this
+_SEGMENT = 128  # float32 is split into halves by segments of a row (kernels/attn/split_f32.cuh)
 
 
 def pad(length: int, unit: int) -> int:
@@ -27,6 +28,13 @@ def pad(length: int, unit: int) -> int:
     (96, 32)
     """
     return max(-(-length // unit), 1) * unit
+
+
+def _padded(length: int, size: int) -> int:
+    """Return a head dimension as the kernel takes it: in float32 a power of two or whole segments."""
+    if size != 4 or length > _SEGMENT:
+        return pad(length, _PADDING.get(size, _SEGMENT))
+    return max(1 << (length - 1).bit_length() if length else 0, 16)
 
 
 def mask_code(problem: Problem) -> int:
@@ -62,6 +70,12 @@ def _heavy(problem: Problem) -> bool:
     return problem.bias is not None or problem.softcap is not None or problem.mask in ("block", "dense")
 
 
+def _wide(problem: Problem, head_dim: int, head_dim_v: int) -> bool:
+    """Whether a float32 kernel with 32 rows per warp would not find the registers at head dimension 128."""
+    ragged = problem.head_dim != head_dim or problem.head_dim_v % head_dim_v != 0
+    return ragged or problem.mask == "column" or problem.precision == "tf32"
+
+
 def _pack(problem: Problem, block_m: int) -> int:
     """Return how many heads share a row tile: the whole group when there are few queries, else 1."""
     if problem.mask is not None or problem.bias is not None or problem.dropout or problem.group == 1:
@@ -72,21 +86,24 @@ def _pack(problem: Problem, block_m: int) -> int:
 def tile_of(problem: Problem, card: Card) -> tuple[Tile, int, int, int]:
     """Return the forward's tile, heads packed per row tile, and padded head_dim and head_dim_v."""
     size = problem.dtype.itemsize
-    head_dim = pad(problem.head_dim, _PADDING[size])
-    head_dim_v = pad(min(problem.head_dim_v, VALUE_COLUMNS[size]), _PADDING[size])
+    head_dim = _padded(problem.head_dim, size)
+    head_dim_v = _padded(min(problem.head_dim_v, VALUE_COLUMNS[size]), size)
     tile = forward_tile(card.shared_bytes, size, max(head_dim, head_dim_v))
     if tile is None:
         raise UnsupportedError(
             f"q has dtype {problem.dtype} and head dimension {problem.head_dim}; no kernel does that on this GPU"
         )
-    if problem.mask == "block" and tile.block_n % 64:
+    if problem.mask == "block" and size == 2 and tile.block_n % 64:
         tile = tile._replace(block_n=64)  # blocks are usually multiples of 64, and then no tile is partial
     pack = _pack(problem, tile.block_m)
     tile = _row_tile(problem, tile, pack)
     if tile.stages > 2 and 2 * _shared_bytes(problem, tile, head_dim, head_dim_v) > card.shared_bytes:
         tile = tile._replace(stages=2)
-    if _heavy(problem) and tile.block_m > 16 * tile.warps and max(head_dim, head_dim_v) * size >= 128:
-        tile = tile._replace(warps=tile.block_m // 16, min_blocks=1)
+    if tile.block_m > 16 * tile.warps:
+        if size == 4 and (_heavy(problem) or (max(head_dim, head_dim_v) > 64 and _wide(problem, head_dim, head_dim_v))):
+            tile = tile._replace(block_m=16 * tile.warps)
+        elif size == 2 and _heavy(problem) and max(head_dim, head_dim_v) >= 64:
+            tile = tile._replace(warps=tile.block_m // 16, min_blocks=1)
     return tile, pack, head_dim, head_dim_v
 
 
@@ -106,9 +123,13 @@ def _splits(problem: Problem, tile: Tile, card: Card, pack: int, shared_bytes: i
 
 def _shared_bytes(problem: Problem, tile: Tile, head_dim: int, head_dim_v: int) -> int:
     size = problem.dtype.itemsize
-    columns = 16 * tile.block_n if problem.mask == "column" else 0
-    stage = tile.block_n * (head_dim + head_dim_v) * size + columns
-    return tile.block_m * head_dim * size + tile.stages * stage
+
+    def row_bytes(columns: int) -> int:
+        exponents = 4 * -(-columns // _SEGMENT) if size == 4 else 0
+        return columns * size + exponents
+
+    key = row_bytes(head_dim) + row_bytes(head_dim_v) + (16 if problem.mask == "column" else 0)
+    return tile.block_m * row_bytes(head_dim) + tile.stages * tile.block_n * key
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,5 +1,7 @@
 // What follows from the prologue, for kernels that work on tiles.
 #pragma once
+#include "attn/mma_f32.cuh"
+#include "attn/mma_f64.cuh"
 #include "attn/params.cuh"
 
 namespace config {
@@ -9,9 +11,9 @@ constexpr int warp_rows = cfg::block_m / cfg::warps;
 constexpr int m_tiles = warp_rows / 16;
 constexpr int n_tiles = cfg::block_n / 8;
 constexpr int v_tiles = cfg::head_dim_v / 8;
-constexpr int q_bytes = cfg::block_m * cfg::head_dim * static_cast<int>(sizeof(cfg::elem));
-constexpr int k_bytes = cfg::block_n * cfg::head_dim * static_cast<int>(sizeof(cfg::elem));
-constexpr int v_bytes = cfg::block_n * cfg::head_dim_v * static_cast<int>(sizeof(cfg::elem));
+constexpr int q_bytes = Mma<cfg::elem>::tile_bytes<cfg::block_m, cfg::head_dim>;
+constexpr int k_bytes = Mma<cfg::elem>::tile_bytes<cfg::block_n, cfg::head_dim>;
+constexpr int v_bytes = Mma<cfg::elem>::tile_bytes<cfg::block_n, cfg::head_dim_v>;
 constexpr int cols_bytes = cfg::mask == 1 ? cfg::block_n * 16 : 0;  // column intervals of the tile's keys
 constexpr int stage_bytes = k_bytes + v_bytes + cols_bytes;
 

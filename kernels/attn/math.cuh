@@ -5,7 +5,7 @@
 
 #include "ptx/convert.cuh"
 
-constexpr double kLog2e = 1.4426950408889634;
+constexpr double kLog2e = 1.4426950408889634, kLog2eRest = 2.0355273740931033e-17;  // their sum is log2 e
 
 template <class A, class B>
 constexpr bool same_type = false;
@@ -18,18 +18,49 @@ __device__ __forceinline__ Acc infinity() {
     else return __int_as_float(0x7f800000);
 }
 
+__device__ __forceinline__ float max_of(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ double max_of(double a, double b) { return fmax(a, b); }
+__device__ __forceinline__ float fma_of(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ __forceinline__ double fma_of(double a, double b, double c) { return fma(a, b, c); }
+
 __device__ __forceinline__ float exp2_of(float x) { return ptx::ex2(x); }
-__device__ __forceinline__ double exp2_of(double x) { return exp2(x); }
+
+// 2^x for x <= 0, error < 1 ulp; 0 where x < -1022.  2^(x - n) = 1 + f q(f) with f in [-1/2, 1/2], q of degree 10 minimax (2e-17).
+__device__ __forceinline__ double exp2_of(double x) {
+    constexpr double coefficients[] = {4.4549605981865186e-10, 7.072585949269223e-09, 1.0178062445845774e-07, 1.321544258792169e-06,
+                                       1.525273382983612e-05,  0.0001540353044173605, 0.0013333558146416936,  0.009618129107606888,
+                                       0.0555041086648216,     0.24022650695910097,   0.6931471805599453};
+    constexpr double magic = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer, kept in the low bits
+    const bool tiny = x < -1022.0;
+    const double clamped = tiny ? 0.0 : x, shifted = clamped + magic, f = clamped - (shifted - magic);
+    const double power = __hiloint2double(tiny ? 0 : (__double2loint(shifted) + 1023) << 20, 0);  // 2^n
+    double q = coefficients[0];
+#pragma unroll
+    for (int i = 1; i < 11; ++i) q = fma(q, f, coefficients[i]);
+    return fma(f * q, power, power);
+}
 
 // Factor from scores to exponents of 2, as a sum of two numbers: rounded to one, its error would be common to all terms of a row.
+// Both are positive, so that -inf stays -inf.
 template <class Acc>
 struct Log2Factor {
     Acc hi, lo;
 
-    __device__ __forceinline__ static Log2Factor make(double factor) {
-        const Acc hi = static_cast<Acc>(factor);
-        return {hi, static_cast<Acc>(factor - static_cast<double>(hi))};
+    // factor + rest, the factor positive and the rest at most half a unit of its last place.
+    __device__ __forceinline__ static Log2Factor make(double factor, double rest = 0) {
+        if constexpr (same_type<Acc, double>) {
+            const double hi = __longlong_as_double(__double_as_longlong(factor) - 1);
+            return {hi, (factor - hi) + rest};
+        } else {
+            const float hi = __double2float_rz(factor);
+            return {hi, fmaxf(static_cast<float>(factor - hi), 1e-30f)};
+        }
     }
+    __device__ __forceinline__ static Log2Factor of_scale(double scale) {
+        const double factor = scale * kLog2e;
+        return make(factor, fma(scale, kLog2e, -factor) + scale * kLog2eRest);
+    }
+    __device__ __forceinline__ Acc operator()(Acc x) const { return fma_of(x, hi, x * lo); }
 };
 
 // 2^(x factor) to about 1.5 units in the last place, for x <= 0 or -inf.
@@ -38,12 +69,7 @@ __device__ __forceinline__ float exp2_product(float x, const Log2Factor<float>& 
     const float rest = fmaf(x, factor.lo, fmaf(x, factor.hi, -y));  // NaN for -inf, where the result is 0
     return result == 0.f ? 0.f : fmaf(result, rest * 0.69314718f, result);
 }
-__device__ __forceinline__ double exp2_product(double x, const Log2Factor<double>& factor) { return exp2(x * factor.hi); }
-
-__device__ __forceinline__ float max_of(float a, float b) { return fmaxf(a, b); }
-__device__ __forceinline__ double max_of(double a, double b) { return fmax(a, b); }
-__device__ __forceinline__ float fma_of(float a, float b, float c) { return fmaf(a, b, c); }
-__device__ __forceinline__ double fma_of(double a, double b, double c) { return fma(a, b, c); }
+__device__ __forceinline__ double exp2_product(double x, const Log2Factor<double>& factor) { return exp2_of(factor(x)); }
 
 // tanh as exact as Elem's own rounding deserves: bfloat16 takes the hardware's (2^-11), float16 needs about 2^-22.
 template <class Elem>

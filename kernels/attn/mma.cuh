@@ -6,7 +6,10 @@
 //
 // Mma<Elem>::scores(s, q, k)            q: from QRows; k: shared address of a key tile (block_n rows of head_dim)
 // Mma<Elem>::values(o, s, v, finish)    finish(c) turns the scores of keys 16 c .. 16 c + 15 into probabilities, in place;
-//                                       drop(...) then applies dropout to what takes part in the product
+//                                       drop(mt, c, a...) then applies dropout to the fragments that take part in the product;
+//                                       between(i, n), for 0 <= i < n, is other work to be done meanwhile
+// tile_bytes, prepare_*                 what a tile takes in shared memory, and what becomes of it before it is used
+// arrange(o), column(n, q)              column of o[mt][n][0] and [2]; after arrange, those of [1] and [3] are the next
 #pragma once
 #include "attn/math.cuh"
 #include "attn/tile.cuh"
@@ -16,16 +19,35 @@
 template <class Elem>
 struct Mma;
 
-// The warp's rows of q, 32 bytes of 16 rows to a fragment: in registers when they are few, else read again for every key tile.
-template <int element_bytes, int m_tiles, int head_dim>
+// Tiles that stay as they are loaded, and accumulators as the instructions leave them.
+template <int element_bytes>
+struct PlainTiles {
+    template <int rows, int columns>
+    static constexpr int tile_bytes = rows * columns * element_bytes;
+
+    // If `prepares`, every thread calls these after its own copies into a tile have arrived, before others may read it; the tile of v
+    // lies behind that of k, and the work on both may be divided into parts.
+    static constexpr bool prepares = false;
+    template <int rows, int columns, int threads>
+    static __device__ __forceinline__ void prepare_q(u32, i32) {}
+    template <int rows, int columns, int columns_v, int threads>
+    static __device__ __forceinline__ void prepare_kv(u32, i32, int, int) {}
+
+    template <class Rows>
+    static __device__ __forceinline__ void arrange(Rows&) {}
+    static __device__ __forceinline__ int column(int n, int q) { return n * 8 + q * 2; }
+};
+
+// The warp's rows of q, 16 columns of 16 rows to a fragment: in registers when they are few, else read again for every key tile.
+template <int m_tiles, int head_dim>
 struct RowFragments {
-    static constexpr int row_bytes = head_dim * element_bytes, steps = row_bytes / 32;
+    static constexpr int row_bytes = head_dim * 2, steps = row_bytes / 32;
     static constexpr bool in_registers = m_tiles * steps <= 8;
     u32 fragment[in_registers ? m_tiles : 1][in_registers ? steps : 1][4];
     LaneRow<row_bytes> lane;
 
-    // `address` is that of the warp's first row.
-    __device__ __forceinline__ RowFragments(u32 address, u32 l) : lane(l & 15, l >> 4) { lane.base += address; }
+    // For the rows of a tile from first_row on; the tile has tile_rows.
+    __device__ __forceinline__ RowFragments(u32 tile, u32 tile_rows, u32 first_row, u32 l) : lane(l & 15, l >> 4) { lane.base += tile + first_row * row_bytes; }
     __device__ __forceinline__ void load() {
         if constexpr (in_registers) {
 #pragma unroll
@@ -46,8 +68,7 @@ struct RowFragments {
 };
 
 template <class Elem>
-struct Mma16 {
-    using Acc = float;
+struct Mma16 : PlainTiles<2> {
     static constexpr int step = 16;  // contraction length of one instruction
 
     static __device__ __forceinline__ u32 pack(float lo, float hi) {
@@ -60,7 +81,7 @@ struct Mma16 {
     }
 
     template <int m_tiles, int head_dim>
-    using QRows = RowFragments<2, m_tiles, head_dim>;
+    using QRows = RowFragments<m_tiles, head_dim>;
 
     template <int m_tiles, int n_tiles, int head_dim>
     static __device__ __forceinline__ void scores(float (&s)[m_tiles][n_tiles][4], const QRows<m_tiles, head_dim>& q, u32 k_shared, u32 l) {
@@ -84,9 +105,9 @@ struct Mma16 {
         }
     }
 
-    template <int m_tiles, int n_tiles, int v_tiles, class Finish, class Drop>
+    template <int m_tiles, int n_tiles, int v_tiles, class Finish, class Drop, class Between>
     static __device__ __forceinline__ void values(float (&o)[m_tiles][v_tiles][4], float (&s)[m_tiles][n_tiles][4], u32 v_shared, u32 l,
-                                                  const Finish& finish, const Drop& drop) {
+                                                  const Finish& finish, const Drop& drop, const Between&) {
         constexpr int row_bytes = v_tiles * 8 * 2;
         const LaneRow<row_bytes> lane(l & 15, l >> 4);
 #pragma unroll
@@ -97,7 +118,7 @@ struct Mma16 {
             for (int mt = 0; mt < m_tiles; ++mt) {
 #pragma unroll
                 for (int r = 0; r < 4; ++r) a[mt][r] = pack(s[mt][2 * c + r / 2][2 * (r & 1)], s[mt][2 * c + r / 2][2 * (r & 1) + 1]);
-                drop(a[mt], mt, c);
+                drop(mt, c, a[mt]);
             }
 #pragma unroll
             for (int n = 0; n < v_tiles; n += 2) {

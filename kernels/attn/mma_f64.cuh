@@ -1,37 +1,18 @@
-// float64 products on the double-precision tensor cores.  As for float32, column q of an instruction of the second product is key 2q
-// and column q + 4 is key 2q + 1, so that the scores' fragment is its first factor as it stands.
+// The two products of the forward for float64 (attn/mma.cuh says what they are).
+//
+// The order of a contraction is free, so every lane reads pairs of neighbours, 16 bytes at once: of q and k, slots q and q + 4 of an
+// instruction are columns 2q and 2q + 1; of p and v, keys 2q and 2q + 1, which is how p lies in its accumulators.  From v a lane takes two
+// columns at once, so of two neighbouring tiles of o the first has the even columns and the second the odd ones, until `arrange`.
 #pragma once
 #include "attn/mma.cuh"
 #include "ptx/mma_f64.cuh"
 
-// The address pattern of one lane through a tile of doubles: offset(step) is that of element 4 step + column of a row; for column >= 4
-// only even steps.
-template <int row_bytes>
-struct LaneDoubles {
-    u32 base, key;
-
-    __device__ __forceinline__ LaneDoubles(u32 row, u32 column)
-        : base(row * row_bytes + column % 4 * 8), key(wide_key(row) << 4 ^ column / 4 << 5) {}
-    __device__ __forceinline__ u32 offset(int step) const { return base + ((step * 32) & ~0x7f) + (((step * 32) & 0x7f) ^ key); }
-};
-
 template <>
-struct Mma<double> {
-    using Acc = double;
+struct Mma<double> : PlainTiles<8> {
     static constexpr int step = 8;
 
-    template <int m_tiles, int head_dim>
-    struct QRows {
-        LaneDoubles<head_dim * 8> lane;
-
-        // `address` is that of the warp's first row.
-        __device__ __forceinline__ QRows(u32 address, u32 l) : lane(l / 4, l % 4) { lane.base += address; }
-        __device__ __forceinline__ void load() {}
-        __device__ __forceinline__ void get(double (&a)[4], int mt, int k) const {
-#pragma unroll
-            for (int r = 0; r < 4; ++r) ptx::load_shared(a[r], lane.offset(2 * k + r / 2) + (mt * 16 + r % 2 * 8) * head_dim * 8);
-        }
-    };
+    template <int row_bytes, int step_bytes>
+    using Lane = LaneRow<row_bytes, step_bytes, true>;
 
     static __device__ __forceinline__ void mma(double (&d)[4], const double (&a)[4], double b0, double b1) {
 #if __CUDA_ARCH__ >= 900
@@ -45,50 +26,91 @@ struct Mma<double> {
 #endif
     }
 
+    template <int m_tiles, int head_dim>
+    struct QRows {
+        Lane<head_dim * 8, 64> lane;
+
+        __device__ __forceinline__ QRows(u32 tile, u32, u32 first_row, u32 l) : lane(l / 4, l % 4) { lane.base += tile + first_row * head_dim * 8; }
+        __device__ __forceinline__ void load() {}
+        __device__ __forceinline__ void get(double (&a)[4], int mt, int k) const {
+            const u32 address = lane.offset(k) + mt * 16 * head_dim * 8;
+            double2 upper, lower;
+            ptx::load_shared(upper, address);
+            ptx::load_shared(lower, address + 8 * head_dim * 8);
+            a[0] = upper.x, a[1] = lower.x, a[2] = upper.y, a[3] = lower.y;
+        }
+    };
+
     template <int m_tiles, int n_tiles, int head_dim>
     static __device__ __forceinline__ void scores(double (&s)[m_tiles][n_tiles][4], const QRows<m_tiles, head_dim>& q, u32 k_shared, u32 l) {
-        const LaneDoubles<head_dim * 8> lane(l / 4, l % 4);
-#pragma unroll 4
+        const Lane<head_dim * 8, 64> lane(l / 4, l % 4);
+#pragma unroll
         for (int k = 0; k < head_dim / step; ++k) {
             double a[m_tiles][4];
 #pragma unroll
             for (int mt = 0; mt < m_tiles; ++mt) q.get(a[mt], mt, k);
 #pragma unroll
             for (int n = 0; n < n_tiles; ++n) {
-                double b0, b1;
-                ptx::load_shared(b0, k_shared + lane.offset(2 * k) + n * 8 * head_dim * 8);
-                ptx::load_shared(b1, k_shared + lane.offset(2 * k + 1) + n * 8 * head_dim * 8);
+                double2 b;
+                ptx::load_shared(b, k_shared + lane.offset(k) + n * 8 * head_dim * 8);
 #pragma unroll
-                for (int mt = 0; mt < m_tiles; ++mt) mma(s[mt][n], a[mt], b0, b1);
+                for (int mt = 0; mt < m_tiles; ++mt) mma(s[mt][n], a[mt], b.x, b.y);
             }
         }
     }
 
-    template <int m_tiles, int n_tiles, int v_tiles, class Finish, class Drop>
+    template <int m_tiles, int n_tiles, int v_tiles, class Finish, class Drop, class Between>
     static __device__ __forceinline__ void values(double (&o)[m_tiles][v_tiles][4], double (&s)[m_tiles][n_tiles][4], u32 v_shared, u32 l,
-                                                  const Finish& finish, const Drop& drop) {
+                                                  const Finish& finish, const Drop& drop, const Between&) {
         constexpr int row_bytes = v_tiles * 8 * 8;
-        const LaneDoubles<row_bytes> even(2 * (l % 4), l / 4), odd(2 * (l % 4) + 1, l / 4);
+        static_assert(v_tiles % 2 == 0, "columns of v are worked on 16 at a time");
+        const Lane<row_bytes, 128> even(l % 4 * 2, l / 4), odd(l % 4 * 2 + 1, l / 4);
 #pragma unroll
-        for (int c = 0; c < n_tiles; ++c) {
-            if (c % 2 == 0) {
-                finish(c / 2);
+        for (int c = 0; c < n_tiles / 2; ++c) {
+            finish(c);
+            double p[m_tiles][8];  // in the order of the random words: rows g, g + 8 of keys 2q, 2q + 1, then the same 8 keys on
 #pragma unroll
-                for (int mt = 0; mt < m_tiles; ++mt) drop(s[mt][c], s[mt][c + 1], mt, c / 2);
+            for (int mt = 0; mt < m_tiles; ++mt) {
+#pragma unroll
+                for (int i = 0; i < 8; ++i) p[mt][i] = s[mt][2 * c + i / 4][i % 4];
+                drop(mt, c, p[mt]);
             }
-            double a[m_tiles][4];
 #pragma unroll
-            for (int mt = 0; mt < m_tiles; ++mt)
+            for (int half = 0; half < 2; ++half) {
+                double a[m_tiles][4];
 #pragma unroll
-                for (int r = 0; r < 4; ++r) a[mt][r] = s[mt][c][2 * (r & 1) + r / 2];
+                for (int mt = 0; mt < m_tiles; ++mt)
 #pragma unroll
-            for (int n = 0; n < v_tiles; ++n) {
-                double b0, b1;
-                ptx::load_shared(b0, v_shared + even.offset(2 * n) + c * 8 * row_bytes);
-                ptx::load_shared(b1, v_shared + odd.offset(2 * n) + c * 8 * row_bytes);
+                    for (int r = 0; r < 4; ++r) a[mt][r] = p[mt][4 * half + r % 2 * 2 + r / 2];
 #pragma unroll
-                for (int mt = 0; mt < m_tiles; ++mt) mma(o[mt][n], a[mt], b0, b1);
+                for (int n = 0; n < v_tiles; n += 2) {
+                    const u32 rows = v_shared + (c * 16 + half * 8) * row_bytes;
+                    double2 b0, b1;
+                    ptx::load_shared(b0, rows + even.offset(n / 2));
+                    ptx::load_shared(b1, rows + odd.offset(n / 2));
+#pragma unroll
+                    for (int mt = 0; mt < m_tiles; ++mt) {
+                        mma(o[mt][n], a[mt], b0.x, b1.x);
+                        mma(o[mt][n + 1], a[mt], b0.y, b1.y);
+                    }
+                }
             }
         }
     }
+
+    // Makes neighbours of the pairs of columns in o; column(n, q) is then the first column of a pair.
+    template <int m_tiles, int v_tiles>
+    static __device__ __forceinline__ void arrange(double (&o)[m_tiles][v_tiles][4]) {
+#pragma unroll
+        for (int mt = 0; mt < m_tiles; ++mt)
+#pragma unroll
+            for (int n = 0; n < v_tiles; n += 2)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const double x = o[mt][n][2 * h + 1];
+                    o[mt][n][2 * h + 1] = o[mt][n + 1][2 * h];
+                    o[mt][n + 1][2 * h] = x;
+                }
+    }
+    static __device__ __forceinline__ int column(int n, int q) { return n / 2 * 16 + q * 4 + n % 2 * 2; }
 };

@@ -53,3 +53,18 @@ __device__ __forceinline__ u32 drop_pair(u32 pair, u32 word) {
     const u32 low = kept_low<threshold>(word) ? pair & 0xffffu : 0u;
     return (kept_high<threshold>(word) ? pair & 0xffff0000u : 0u) | low;
 }
+
+// Zeroes what is dropped of a fragment of p.
+template <u32 threshold>
+__device__ __forceinline__ void drop_fragment(u32 (&a)[4], const u32 (&words)[4]) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) a[w] = drop_pair<threshold>(a[w], words[w]);
+}
+template <u32 threshold>
+__device__ __forceinline__ void drop_fragment(double (&a)[8], const u32 (&words)[4]) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        if (!kept_low<threshold>(words[w])) a[2 * w] = 0;
+        if (!kept_high<threshold>(words[w])) a[2 * w + 1] = 0;
+    }
+}

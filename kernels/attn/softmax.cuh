@@ -5,22 +5,35 @@
 #pragma once
 #include "attn/math.cuh"
 
-template <class Acc, int m_tiles>
+// fused: one multiply-add per exponent, whose rounding error |m| 2^-24 is common to the row; enough for 16-bit input.  Else exponents are
+// as good as differences of scores, and l is summed in float32 by 4 keys, then with a correction (Kahan), for it may have 2^19 terms.
+template <class Acc, int m_tiles, bool fused>
 struct SoftmaxRows {
+    static constexpr bool corrected = !fused && same_type<Acc, float>;
     Acc m[m_tiles][2], l[m_tiles][2];
+    Acc excess[corrected ? m_tiles : 1][2];  // what l is too large by
 
     __device__ __forceinline__ SoftmaxRows() {
 #pragma unroll
         for (int mt = 0; mt < m_tiles; ++mt)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) m[mt][h] = -infinity<Acc>(), l[mt][h] = 0;
+            for (int h = 0; h < 2; ++h) {
+                m[mt][h] = -infinity<Acc>(), l[mt][h] = 0;
+                if constexpr (corrected) excess[mt][h] = 0;
+            }
+    }
+
+    __device__ __forceinline__ void add_corrected(int mt, int h, Acc x) {
+        const Acc y = x - excess[mt][h], sum = l[mt][h] + y;
+        excess[mt][h] = (sum - l[mt][h]) - y;
+        l[mt][h] = sum;
     }
 
     // What is subtracted from a row's scores: its maximum, or 0 while it has seen nothing.
     static __device__ __forceinline__ Acc finite(Acc top) { return top == -infinity<Acc>() ? Acc(0) : top; }
 
     // Takes the maximum over a tile of scores and scales o and l to the new one.
-    template <bool fused, int n_tiles, int v_tiles>
+    template <int n_tiles, int v_tiles>
     __device__ __forceinline__ void update(const Acc (&s)[m_tiles][n_tiles][4], Acc (&o)[m_tiles][v_tiles][4], const Log2Factor<Acc>& to_log2) {
         Acc alpha[m_tiles][2];
         bool changed = false;
@@ -34,7 +47,7 @@ struct SoftmaxRows {
                 top = max_of(top, __shfl_xor_sync(~0u, top, 1));
                 top = max_of(top, __shfl_xor_sync(~0u, top, 2));
                 const Acc step = m[mt][h] - finite(top);
-                alpha[mt][h] = fused ? exp2_of(step * to_log2.hi) : exp2_product(step, to_log2);
+                alpha[mt][h] = exp2_of(fused ? step * to_log2.hi : to_log2(step));
                 changed |= top != m[mt][h];
                 m[mt][h] = top;
             }
@@ -45,6 +58,7 @@ struct SoftmaxRows {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     l[mt][h] *= alpha[mt][h];
+                    if constexpr (corrected) excess[mt][h] *= alpha[mt][h];
 #pragma unroll
                     for (int n = 0; n < v_tiles; ++n) o[mt][n][2 * h] *= alpha[mt][h], o[mt][n][2 * h + 1] *= alpha[mt][h];
                 }
@@ -52,21 +66,23 @@ struct SoftmaxRows {
     }
 
     // Turns the scores of keys 16 c .. 16 c + 15 into exp(s - m), in place, and adds them to l.
-    // fused: one multiply-add per exponent, whose rounding error |m| 2^-24 is common to the row; enough for 16-bit input.
-    template <bool fused, int n_tiles>
+    template <int n_tiles>
     __device__ __forceinline__ void exponentiate(Acc (&s)[m_tiles][n_tiles][4], int c, const Log2Factor<Acc>& to_log2) {
 #pragma unroll
         for (int mt = 0; mt < m_tiles; ++mt)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
+                Acc sum = 0;
                 const Acc shift = finite(m[mt][h]) * (fused ? to_log2.hi : Acc(1));
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     Acc& x = s[mt][2 * c + e / 2][2 * h + e % 2];
                     if constexpr (fused) x = ptx::ex2(fmaf(x, to_log2.hi, -shift));
-                    else x = exp2_product(x - shift, to_log2);
-                    l[mt][h] += x;
+                    else x = exp2_of(to_log2(x - shift));
+                    if constexpr (corrected) sum += x;
+                    else l[mt][h] += x;
                 }
+                if constexpr (corrected) add_corrected(mt, h, sum);
             }
     }
 

@@ -4,32 +4,29 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/shared.cuh"
 
-// Doubles are read one by one, 4 neighbours (32 bytes) from each of 4 rows at a time: rows r .. r + 3 of one product, and rows
-// r, r + 2, r + 4, r + 6 of the other.  Chunk pairs are exchanged so that both fall into different banks.
-__device__ __forceinline__ u32 wide_key(u32 row) { return ((row + (row >> 2 & 1)) & 3) << 1; }
-
 // Byte offset of a chunk.  Rows that are an odd multiple of 64 bytes alternate between two bank halves by themselves.
+// Eight lanes read doubles by the chunk from two neighbouring rows (four chunks) or four rows that are two apart (two chunks).
 template <int row_bytes, bool doubles = false>
 __device__ __forceinline__ u32 swizzle(u32 row, u32 chunk) {
     static_assert(row_bytes % (doubles ? 128 : 64) == 0, "tile rows are multiples of 64 bytes, of doubles 128");
-    const u32 key = doubles ? wide_key(row) : row_bytes % 128 == 0 ? row & 7 : (row >> 1) & 3;
+    const u32 key = doubles ? (row & 7) ^ (row & 1) << 2 : row_bytes % 128 == 0 ? row & 7 : (row >> 1) & 3;
     return row * row_bytes + ((chunk ^ key) << 4);
 }
 
-// The address pattern of one lane through a tile: a row of its own, and chunk pairs (32 bytes) in order.
-// offset(step) = swizzle(row, 2 * step + half); rows 16 further down are at + 16 * row_bytes.
-template <int row_bytes>
+// The address pattern of one lane through a tile: a row of its own, and groups of step_bytes (32: chunk pairs) in order.
+// offset(step) = swizzle(row, step_bytes / 16 * step + chunk); rows 16 further down are at + 16 * row_bytes.
+template <int row_bytes, int step_bytes = 32, bool doubles = false>
 struct LaneRow {
     u32 base, key;
 
-    __device__ __forceinline__ LaneRow(u32 row, u32 half) {
-        const u32 first = swizzle<row_bytes>(row, half);
+    __device__ __forceinline__ LaneRow(u32 row, u32 chunk) {
+        const u32 first = swizzle<row_bytes, doubles>(row, chunk);
         key = first & (row_bytes % 128 == 0 ? 0x70 : 0x30);
         base = first - key;
     }
     __device__ __forceinline__ u32 offset(int step) const {
         constexpr u32 low = row_bytes % 128 == 0 ? 0x7f : 0x3f;
-        return base + ((step * 32) & ~low) + (((step * 32) & low) ^ key);
+        return base + ((step * step_bytes) & ~low) + (((step * step_bytes) & low) ^ key);
     }
 };
 
@@ -62,7 +59,10 @@ __device__ __forceinline__ i32 chunk_bytes(int chunk, i32 n_cols) {
 }
 
 // Long loops of copies hold too many addresses when they are unrolled altogether, and so do kernels for doubles.
-constexpr int unrolled_steps(int steps, int element_bytes) { return steps <= 16 && element_bytes < 8 ? steps : 8; }
+constexpr int unrolled_steps(int steps, int element_bytes) {
+    if (element_bytes == 4) return steps <= 8 ? steps : 2;
+    return steps <= 16 && element_bytes < 8 ? steps : 8;
+}
 
 // Copies a tile of `rows` x `cols` elements, all threads together.  source(row) is the row's first element, or null for a row of
 // zeros; `any` is an address that may be named (not read) instead.  n_cols <= cols columns exist.

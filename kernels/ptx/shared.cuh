@@ -36,6 +36,25 @@ __device__ __forceinline__ void load_shared(double& value, u32 address) {
     asm volatile("ld.shared.f64 %0, [%1];" : "=d"(value) : "r"(address) : "memory");
 }
 
+__device__ __forceinline__ void load_shared(u32& value, u32 address) {
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ void load_shared(float2& value, u32 address) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ void load_shared(float4& value, u32 address) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_shared(double2& value, u32 address) {
+    asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(value.x), "=d"(value.y) : "r"(address) : "memory");
+}
+
 __device__ __forceinline__ void load_shared(int4& value, u32 address) {
     asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)

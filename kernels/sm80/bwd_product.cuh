@@ -7,6 +7,7 @@
 #include "attn/mma_f64.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "sm80/bwd_fragments.cuh"
+#include "sm80/bwd_split.cuh"
 
 namespace sm80 {
 
@@ -58,8 +59,8 @@ struct Product {  // __half, __nv_bfloat16; loads run one 16-column block of B, 
     }
 };
 
-// float32 from TF32 products (attn/mma_f32.cuh): short sums in the tensor core, small terms first, longer ones by ordinary additions.
-// Scores are summed exactly as in the forward, so that those of a row's maximum meet its m bit for bit.  ldmatrix moves 4-byte elements
+// float32: rows with rows as the forward has its scores, so that they meet its m bit for bit (sm80/bwd_split.cuh).  Else from TF32 products
+// (attn/tf32.cuh): short sums in the tensor core, small terms first, longer ones by ordinary additions.  ldmatrix moves 4-byte elements
 // just as well, four columns instead of eight; down the rows there is no such instruction.
 template <>
 struct Product<float> {
@@ -74,12 +75,20 @@ struct Product<float> {
         low = __float_as_uint(x), high = __float_as_uint(y);
     }
 
+    // Where both factors lie along their columns, acc must be 0.
     template <int length, Along along_a, int stride_a, Along along_b, int stride_b, int tiles_m, int tiles_n>
     static __device__ __forceinline__ void run(float (&acc)[tiles_m][tiles_n][4], u32 a, u32 b) {
+        if constexpr (along_a == Along::columns && along_b == Along::columns)
+            product_of_rows<cfg::tf32 ? 1 : 3, length, stride_a, stride_b>(acc, a, b);
+        else
+            run_tf32<length, along_a, stride_a, along_b, stride_b>(acc, a, b);
+    }
+
+    template <int length, Along along_a, int stride_a, Along along_b, int stride_b, int tiles_m, int tiles_n>
+    static __device__ __forceinline__ void run_tf32(float (&acc)[tiles_m][tiles_n][4], u32 a, u32 b) {
         // When both factors are read down the rows, the order of the terms is free: neighbours 2q and 2q + 1 lie in different banks.
         constexpr bool neighbours = along_a == Along::rows && along_b == Along::rows;
-        constexpr bool as_forward = along_a == Along::columns && along_b == Along::columns;
-        constexpr int steps = length / 8, longest = as_forward ? Mma<float>::steps : 4, chunk = steps < longest ? steps : longest;
+        constexpr int steps = length / 8, chunk = steps < 4 ? steps : 4;
         static_assert(steps % chunk == 0 && tiles_n % 2 == 0, "the product works on 16 x 16 blocks");
         const u32 lane_a = lane_address<true, stride_a>(a), lane_b = lane_address<false, stride_b>(b);
 #pragma unroll 1  // unrolled, the loads of all chunks would be moved to the front and their registers with them

@@ -5,7 +5,7 @@
 //
 // With cfg::pack > 1 the rows of a tile are (query row, head of the group) pairs, so that the heads that share k and v read them once.
 //
-//   shared memory        bytes
+//   shared memory        bytes (float32 has 4 more per row and 128 columns: attn/split_f32.cuh)
 //   q                    block_m * head_dim * sizeof(elem)
 //   stages x { k, v }    block_n * (head_dim + head_dim_v) * sizeof(elem), and block_n * 16 with a column mask
 #include "attn/config.cuh"
@@ -15,6 +15,7 @@
 #include "attn/philox.cuh"
 #include "attn/score.cuh"
 #include "attn/softmax.cuh"
+#include "ptx/opaque.cuh"
 
 using namespace config;
 using Elem = cfg::elem;
@@ -22,7 +23,8 @@ using Acc = cfg::acc;
 using Product = Mma<Elem>;
 using Q = Product::QRows<m_tiles, cfg::head_dim>;
 
-constexpr bool fused = sizeof(Elem) == 2;
+constexpr int older_tiles = cfg::stages > 1 ? cfg::stages - 2 : 0;  // copies that may be under way when the oldest must have arrived
+using Softmax = SoftmaxRows<Acc, m_tiles, sizeof(Elem) == 2>;
 
 // What one block works on; kept in shared memory, since registers are short and most of it is needed rarely.
 struct Work {
@@ -58,7 +60,7 @@ __device__ __forceinline__ void locate(const Params& p, Work& w) {
     }
     w.row0 = tile * cfg::block_m;
     w.mask.rows = {w.row0 / cfg::pack, min((w.row0 + cfg::block_m - 1) / cfg::pack + 1, p.n_queries), tile};
-    w.to_log2 = Log2Factor<Acc>::make((cfg::prescaled ? 1.0 : p.scale) * kLog2e);
+    w.to_log2 = Log2Factor<Acc>::of_scale(cfg::prescaled ? 1.0 : p.scale);
     const i32 tile_begin = cfg::split ? blockIdx.y * p.split_tiles : 0;
     w.tile_end = cfg::split ? min(tile_begin + p.split_tiles, p.key_tiles) : p.key_tiles;
     w.mask.lowest = max(tile_begin, band_first(p, w.mask.rows) / cfg::block_n);
@@ -144,50 +146,37 @@ __device__ __forceinline__ void mask_scores(const Params& p, const Work& w, Tile
         }
 }
 
-// Dropout of the probabilities of 16 keys: packed pairs, or as they are.
-struct Dropped {
-    const Params& p;
-    const Work& w;
-    Tile tile;
+__device__ __forceinline__ void prepare_kv(u32 shared, i32 thread, int part = 0, int parts = 1) {
+    Product::prepare_kv<cfg::block_n, cfg::head_dim, cfg::head_dim_v, threads>(shared, thread, part, parts);
+}
 
-    __device__ __forceinline__ void words(u32 (&x)[4], int mt, int c) const {
-        const i32 lane = threadIdx.x % 32, row = w.row0 + static_cast<i32>(threadIdx.x / 32) * warp_rows + mt * 16 + lane / 4;
-        random_words(x, p.dropout, w.stream, row, tile.n() * cfg::block_n + c * 16 + 2 * (lane % 4));
-    }
-    __device__ __forceinline__ void operator()(u32 (&a)[4], int mt, int c) const {
-        if constexpr (cfg::dropout != 0) {
-            u32 x[4];
-            words(x, mt, c);
-#pragma unroll
-            for (int r = 0; r < 4; ++r) a[r] = drop_pair<cfg::dropout>(a[r], x[r]);
-        }
-    }
-    __device__ __forceinline__ void operator()(Acc (&left)[4], Acc (&right)[4], int mt, int c) const {
-        if constexpr (cfg::dropout != 0) {
-            u32 x[4];
-            words(x, mt, c);
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                Acc (&part)[4] = r < 2 ? left : right;
-                if (!kept_low<cfg::dropout>(x[r])) part[2 * (r & 1)] = 0;
-                if (!kept_high<cfg::dropout>(x[r])) part[2 * (r & 1) + 1] = 0;
-            }
-        }
-    }
-};
-
-// One key tile: s = q k^T, softmax, o += p v.
-__device__ __forceinline__ void attend(const Params& p, const Work& w, Tile tile, u32 shared, const Q& q,
-                                       SoftmaxRows<Acc, m_tiles>& rows, Acc (&o)[m_tiles][v_tiles][4]) {
+// One key tile: s = q k^T, softmax, o += p v.  Meanwhile the next tile is prepared, where the products need that.
+__device__ __forceinline__ void attend(const Params& p, const Work& w, Tile tile, u32 shared, u32 next, const Q& q,
+                                       Softmax& rows, Acc (&o)[m_tiles][v_tiles][4]) {
     const u32 lane = threadIdx.x % 32;
+    const i32 thread = Product::prepares ? ptx::opaque(static_cast<i32>(threadIdx.x)) : 0;  // its addresses are not kept in registers
     Acc s[m_tiles][n_tiles][4] = {};
     Product::scores(s, q, shared, lane);
     if constexpr (cfg::prescaled) finish_scores(p, w, tile, s);
     if (tile.partial()) mask_scores(p, w, tile, shared + k_bytes + v_bytes, s);
     const Log2Factor<Acc> to_log2 = w.to_log2;
-    rows.update<fused>(s, o, to_log2);
-    const auto finish = [&](int c) { rows.exponentiate<fused>(s, c, to_log2); };
-    Product::values(o, s, shared + k_bytes, lane, finish, Dropped{p, w, tile});
+    rows.update(s, o, to_log2);
+    Product::values(
+        o, s, shared + k_bytes, lane, [&](int c) { rows.exponentiate(s, c, to_log2); },
+        [&](int mt, int c, auto&... fragments) {
+            if constexpr (cfg::dropout != 0) {
+                u32 words[4];
+                const i32 row = w.row0 + static_cast<i32>(threadIdx.x / 32) * warp_rows + mt * 16 + lane / 4;
+                random_words(words, p.dropout, w.stream, row, tile.n() * cfg::block_n + c * 16 + 2 * (lane % 4));
+                (drop_fragment<cfg::dropout>(fragments, words), ...);
+            }
+        },
+        [&](int part, int parts) {
+            if constexpr (cfg::stages > 1) {
+                if (part == 0) ptx::cp_async_wait<older_tiles>();  // this thread's part of the next tile has arrived
+                prepare_kv(next, thread, part, parts);
+            }
+        });
 }
 
 template <class Out>
@@ -204,9 +193,10 @@ __device__ __forceinline__ void store_pair(Out* out, Acc x, Acc y, bool first, b
 }
 
 // Divides by l and writes the warp's rows of o, l and m (contiguous arrays, or this split's part of the workspace).
-__device__ __forceinline__ void store(const Params& p, const Work& w, SoftmaxRows<Acc, m_tiles>& rows, Acc (&o)[m_tiles][v_tiles][4]) {
+__device__ __forceinline__ void store(const Params& p, const Work& w, Softmax& rows, Acc (&o)[m_tiles][v_tiles][4]) {
     using Out = cfg::out;
     rows.finish();
+    Product::arrange(o);
     const i64 part = cfg::split ? static_cast<i64>(blockIdx.y) * p.batch * p.heads : 0;
     Out* o_out = static_cast<Out*>(cfg::split ? p.o_part : p.o.data);
     Acc* l_out = static_cast<Acc*>(cfg::split ? p.l_part : p.l.data);
@@ -228,7 +218,7 @@ __device__ __forceinline__ void store(const Params& p, const Work& w, SoftmaxRow
             if (q == 0 && blockIdx.z == 0) l_out[at] = l, m_out[at] = rows.m[mt][h] * unit;
 #pragma unroll
             for (int n = 0; n < v_tiles; ++n) {
-                const i32 col = col0 + n * 8 + 2 * q;
+                const i32 col = col0 + Product::column(n, q);
                 store_pair(o_out + at * p.head_dim_v + col, o[mt][n][2 * h] * inverse, o[mt][n][2 * h + 1] * inverse, cfg::exact || col < p.head_dim_v,
                            cfg::exact || col + 1 < p.head_dim_v, together);
             }
@@ -244,19 +234,21 @@ extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void attention
     TileWalk walk(p, w.mask, w.tile_end);
     Tile tiles[cfg::stages];  // the tile at work and those under way
     load_q(p, w, q_shared);
-    ptx::cp_async_commit();
 #pragma unroll
     for (int s = 0; s + 1 < cfg::stages; ++s) {
         tiles[s] = walk.next();
         if (tiles[s].exists()) load_kv(p, w, tiles[s], kv_shared + s * stage_bytes);
         ptx::cp_async_commit();
     }
-    ptx::cp_async_wait<cfg::stages - 1>();
-    __syncthreads();  // q has arrived
-    Q q(q_shared + threadIdx.x / 32 * warp_rows * cfg::head_dim * static_cast<u32>(sizeof(Elem)), threadIdx.x % 32);
+    if constexpr (cfg::stages == 1) ptx::cp_async_commit();
+    ptx::cp_async_wait<older_tiles>();
+    Product::prepare_q<cfg::block_m, cfg::head_dim, threads>(q_shared, threadIdx.x);
+    if constexpr (Product::prepares && cfg::stages > 1) prepare_kv(kv_shared, threadIdx.x);
+    __syncthreads();  // q is ready
+    Q q(q_shared, cfg::block_m, threadIdx.x / 32 * warp_rows, threadIdx.x % 32);
     q.load();
 
-    SoftmaxRows<Acc, m_tiles> rows;
+    Softmax rows;
     Acc o[m_tiles][v_tiles][4] = {};
     constexpr u32 ring = cfg::stages * stage_bytes;
     u32 stage = kv_shared;
@@ -267,19 +259,21 @@ extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void attention
             load_kv(p, w, tiles[0], stage);
             ptx::cp_async_commit();
         }
-        ptx::cp_async_wait<(cfg::stages > 1 ? cfg::stages - 2 : 0)>();
-        __syncthreads();  // this tile has arrived, and every warp is done with the stage that is loaded next
+        if constexpr (cfg::stages == 1 || !Product::prepares) ptx::cp_async_wait<older_tiles>();
+        if constexpr (cfg::stages == 1 && Product::prepares) prepare_kv(stage, threadIdx.x);
+        __syncthreads();  // this tile is ready, and every warp is done with the stage that is loaded next
         if constexpr (cfg::stages > 1) {
             const u32 free = stage == kv_shared ? stage + ring - stage_bytes : stage - stage_bytes;
             tiles[cfg::stages - 1] = walk.next();
             if (tiles[cfg::stages - 1].exists()) load_kv(p, w, tiles[cfg::stages - 1], free);
             ptx::cp_async_commit();
         }
-        attend(p, w, tiles[0], stage, q, rows, o);
+        const auto next = [&] { return stage + stage_bytes == kv_shared + ring ? kv_shared : stage + stage_bytes; };
+        attend(p, w, tiles[0], stage, Product::prepares ? next() : 0, q, rows, o);
 #pragma unroll
         for (int s = 0; s + 1 < cfg::stages; ++s) tiles[s] = tiles[s + 1];
         if constexpr (cfg::stages == 1) tiles[0] = walk.next();
-        stage = stage + stage_bytes == kv_shared + ring ? kv_shared : stage + stage_bytes;
+        stage = next();
     }
     store(p, w, rows, o);
 }

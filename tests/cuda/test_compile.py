@@ -20,10 +20,10 @@ EXCEPTIONS = {
     ("sm_90", "dropout column"),
     ("sm_90", "dropout causal"),
     ("sm_90", "window bottom right"),
-    ("sm_90", "float32 d256"),
     ("sm_90", "float32 column"),
     ("sm_90", "float32 dropout column"),
-    ("sm_120", "float32 d 512"),
+    ("sm_120", "float32 column"),
+    ("sm_120", "float32 dropout column"),
 }
 
 _BAND = {"band_left": True, "band_right": True}

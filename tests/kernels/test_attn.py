@@ -59,48 +59,56 @@ def test_load_tile_is_what_the_swizzle_says(load_bytes, columns):
 
 
 @pytest.mark.parametrize("elem", TYPES)
-@pytest.mark.parametrize("head_dim", [32, 64, 96])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_products(elem, head_dim):
     dtype = TYPES[elem]
     acc = "double" if elem == "double" else "float"
     rng = np.random.default_rng(1)
     q, k, v = (rng.standard_normal((rows, head_dim)).astype(dtype) for rows in (32, 16, 16))
     size = dtype.itemsize
-    total = 64 * head_dim * size
+    total = 64 * (head_dim * size + 4)
     body = f"""
         using P = Mma<cfg::elem>;
         constexpr int d = {head_dim}, bytes = {min(size * 2, 16)};
-        const u32 at = static_cast<u32>(__cvta_generic_to_shared(memory)), kv = at + {32 * head_dim * size};
+        const u32 at = static_cast<u32>(__cvta_generic_to_shared(memory));
+        const u32 kv = at + P::tile_bytes<32, d>, v_at = kv + P::tile_bytes<16, d>;
         const auto all = [](int) {{ return true; }};
         load_tile<cfg::elem, 32, d, 32, bytes>(at, q, d, d, all);
         load_tile<cfg::elem, 16, d, 32, bytes>(kv, k, d, d, all);
-        load_tile<cfg::elem, 16, d, 32, bytes>(kv + {16 * head_dim * size}, v, d, d, all);
+        load_tile<cfg::elem, 16, d, 32, bytes>(v_at, v, d, d, all);
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
+        P::prepare_q<32, d, 32>(at, l);
+        P::prepare_kv<16, d, d, 32>(kv, l, 0, 1);
         __syncwarp();
-        P::QRows<2, {head_dim}> rows(at, l);
+        P::QRows<2, d> rows(at, 32, 0, l);
         rows.load();
         {acc} s[2][2][4] = {{}}, o[2][{head_dim // 8}][4] = {{}};
         P::scores(s, rows, kv, l);
         for (int i = 0; i < 16; ++i) s_out[16 * l + i] = s[i / 8][i / 4 % 2][i % 4];
-        P::values(o, s, kv + {16 * head_dim * size}, l, [](int) {{}}, Keep());
-        for (int i = 0; i < d; ++i) o_out[d * l + i] = o[i / (d / 2)][i / 4 % (d / 8)][i % 4];"""
+        P::values(o, s, v_at, l, [](int) {{}}, Keep(), Keep());
+        P::arrange(o);
+        for (int i = 0; i < d; ++i) o_out[d * l + i] = o[i / (d / 2)][i / 4 % (d / 8)][i % 4];
+        if (l < 4) for (int n = 0; n < d / 8; ++n) columns[n * 4 + l] = P::column(n, l);"""
     keep = """struct Keep {
         template <class... X> __device__ void operator()(X&&...) const {}
     };"""
-    arguments = f"const cfg::elem* q, const cfg::elem* k, const cfg::elem* v, {acc}* s_out, {acc}* o_out"
+    arguments = f"const cfg::elem* q, const cfg::elem* k, const cfg::elem* v, {acc}* s_out, {acc}* o_out, int* columns"
     out = np.float64 if elem == "double" else np.float32
-    *_, s, o = run(
+    *_, s, o, columns = run(
         ["attn/mma_f32.cuh", "attn/mma_f64.cuh"], arguments, body, raw(q), raw(k), raw(v),
         np.empty((32, 2, 2, 4), out), np.empty((32, 2, head_dim // 8, 4), out),
+        np.empty((head_dim // 8, 4), np.int32),
         constants={"elem": elem, "tf32": False}, preamble=keep, shared_bytes=total,
     )  # fmt: skip
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     tolerance = 1e-13 if elem == "double" else 5e-6
     found = gather(s, 32, 16)
+    where = (columns[:, :, None] + np.arange(2)).reshape(-1)  # of the columns in the usual order
     np.testing.assert_allclose(found, q @ k.T, atol=tolerance * 10)
     p = found.astype(dtype).astype(np.float64) if size == 2 else found.astype(np.float64)
-    np.testing.assert_allclose(gather(o, 32, head_dim), p @ v, atol=tolerance * 40)
+    np.testing.assert_array_equal(np.sort(where), np.arange(head_dim))
+    np.testing.assert_allclose(gather(o, 32, head_dim), (p @ v)[:, where], atol=tolerance * 40)
 
 
 def test_softmax_rows():
@@ -109,13 +117,13 @@ def test_softmax_rows():
     s[:4, :, :, :, :2] = -np.inf  # row 0 sees nothing
     s[4:8, 0, :, :, :2] = -np.inf  # row 1 sees nothing of the first tile
     body = """
-        SoftmaxRows<float, 1> rows;
+        SoftmaxRows<float, 1, true> rows;
         float o[1][1][4] = {{{1, 1, 1, 1}}};
         for (int tile = 0; tile < 2; ++tile) {
             float x[1][2][4];
             for (int i = 0; i < 8; ++i) x[0][i / 4][i % 4] = s[(l * 2 + tile) * 8 + i];
-            rows.update<true>(x, o, Log2Factor<float>{1.5f, 0.f});
-            rows.exponentiate<true>(x, 0, Log2Factor<float>{1.5f, 0.f});
+            rows.update(x, o, Log2Factor<float>{1.5f, 0.f});
+            rows.exponentiate(x, 0, Log2Factor<float>{1.5f, 0.f});
             for (int i = 0; i < 8; ++i) p[(l * 2 + tile) * 8 + i] = x[0][i / 4][i % 4];
         }
         rows.finish();
