@@ -1,0 +1,297 @@
+"""The backward pass: the forward's walk over the keys once more, with the probabilities recomputed.
+
+Row tiles are the outer loop, as in the forward: a row tile owns its dq, and its queries and do are transposed
+once.  What several row tiles add to, dk and dv of a chunk of keys, they add to in a fixed order (see
+:mod:`cuattn.cpu.turns`), so the result does not depend on the threads; the alternative, sums of each thread's own,
+would cost O(n_keys * head_dim) more memory per thread and give other bits with other numbers of threads.  Threads
+that work on different heads never wait for each other, and those in the same head follow each other through the
+chunks.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import numpy as np
+
+from cuattn.cpu import threads
+from cuattn.cpu.blocks import Blocks, choose, stack_shape
+from cuattn.cpu.buffers import Buffers
+from cuattn.cpu.dropout import Dropout
+from cuattn.cpu.exponent import exponential, to_units
+from cuattn.cpu.heads import Head, head_groups, pick
+from cuattn.cpu.panel import Panel
+from cuattn.cpu.scores import Rows, Scores
+from cuattn.cpu.sums import BiasSum, KeySum, KeySums, RowSum
+from cuattn.cpu.tiles import Chunk, Tiles
+from cuattn.cpu.turns import Turns
+from cuattn.problem import Operands, Problem
+
+__all__ = ["backward"]
+
+_STEPS = 256  # chunks, as stacks see them, that a thread remembers
+
+
+class Item(NamedTuple):
+    """A stack of row tiles of one head, what they see, and their turns to add to dk and dv of each chunk."""
+
+    group: int
+    head: Head
+    row_tile: int
+    chunks: list[Chunk]
+    dk: KeySum
+    dk_turns: list[int]
+    dv: KeySum
+    dv_turns: list[int]
+
+
+def backward(problem: Problem, operands: Operands) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """Compute the gradients of attention.
+
+    Parameters
+    ----------
+    problem : Problem
+        What to compute.
+    operands : Operands
+        Its arrays, on the host, with do and the forward's o, l and m.
+
+    Returns
+    -------
+    dq, dk, dv : ndarray
+        Gradients, of their operands' shapes and dtypes; summed in float32 (float64) and rounded once.
+    dbias : ndarray or None
+        Gradient of the bias, of its shape and dtype; None without a bias.
+
+    Notes
+    -----
+    Bitwise reproducible, whatever the number of threads.  Extra memory is a few MB per thread and, in the
+    precision of the sums, dk and dv of the heads that are being worked on.
+
+    References
+    ----------
+    T. Dao et al., "FlashAttention", NeurIPS 2022, algorithm 4, with the loops exchanged.
+    """
+    if not problem.n_keys or 0 in problem.stat_shape:
+        return tuple(None if x is None else np.zeros(x.shape, x.dtype) for x in operands[:4])
+    task = _Task(problem, operands)
+    threads.run(
+        threads.Dispatcher([len(group) * task.stacks for group in task.groups]),
+        task.prepare,
+        lambda: _Worker(task),
+        threads.useful(problem, task.blocks),
+        task.turns.abort,
+    )
+    return task.results()
+
+
+class _Task:
+    """A whole backward pass."""
+
+    def __init__(self, problem: Problem, operands: Operands) -> None:
+        self.problem, self.operands = problem, operands
+        self.blocks = choose(problem, operands.mask)
+        self.turns = Turns()
+        self.groups = head_groups(problem, operands)
+        self.tiles = Tiles(problem, operands, self.blocks)
+        self.dq, self.dk, self.dv = (np.zeros(x.shape, x.dtype) for x in operands[:3])
+        self.dq_sum = self.dbias = None
+        leading = (*problem.batch, problem.heads)
+        if operands.q.shape[:-2] != leading:
+            self.dq_sum = RowSum(operands.q, problem.stat_dtype, self.blocks, self.turns, self.groups)
+        if operands.bias is not None:
+            self.dbias = BiasSum(problem, operands.bias, self.blocks, self.turns, self.groups)
+        self.stacks = -(-self.blocks.row_tiles // self.blocks.stack)
+        self._sums: dict[int, KeySums] = {}
+        self._left = [len(group) * self.stacks for group in self.groups]  # items that are not finished
+        self._lock = threading.Lock()
+
+    def prepare(self, group: int, index: int) -> Item:
+        """Return an item of work; called for one item of a group after the other."""
+        if group not in self._sums:
+            self._sums[group] = KeySums(self.problem, self.operands, self.blocks, self.turns, self.groups[group])
+        head, stack = divmod(index, self.stacks)
+        head, row_tile = self.groups[group][head], stack * self.blocks.stack
+        chunks = self.tiles.chunks(head, row_tile)
+        dk, dv = self._sums[group].at(head)
+        return Item(group, head, row_tile, chunks, dk, dk.issue(chunks), dv, dv.issue(chunks))
+
+    def finish(self, item: Item) -> None:
+        """Round dk and dv of a group when its last item is done."""
+        with self._lock:
+            self._left[item.group] -= 1
+            last = self._left[item.group] == 0
+        if last:
+            self._sums.pop(item.group).write(self.dk, self.dv, self.problem.scale)
+
+    def results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return the gradients."""
+        dq = self.dq if self.dq_sum is None else self.dq_sum.total.astype(self.dq.dtype, copy=False)
+        return dq, self.dk, self.dv, None if self.dbias is None else self.dbias.result()
+
+
+class _Run(NamedTuple):
+    """The operands of the products with a run of neighbouring tiles."""
+
+    keys: np.ndarray  # (tiles, keys, head_dim + 1)
+    s: np.ndarray  # (stack, tiles, keys, rows)
+    values: np.ndarray  # (tiles, keys, head_dim_v + 1)
+    dp: np.ndarray  # (stack, tiles, keys, rows)
+    ds_transposed: np.ndarray  # dp as (stack, tiles, rows, keys)
+    keys_alone: np.ndarray  # keys without the ones
+    dq: np.ndarray  # (stack, tiles, rows, head_dim)
+
+
+class _Step(NamedTuple):
+    """The arrays that a chunk works on."""
+
+    runs: tuple[_Run, ...]
+    s: np.ndarray  # (stack, tiles, keys, rows): scores, then probabilities
+    dp: np.ndarray  # of the same shape: the derivatives of the probabilities, then of the scores
+    dv: np.ndarray  # (stack, tiles, keys, head_dim_v)
+    dk: np.ndarray  # (stack, tiles, keys, head_dim)
+    dq: np.ndarray  # (stack, tiles, rows, head_dim)
+
+
+class _Stack:
+    """What a thread keeps for a stack of row tiles."""
+
+    def __init__(self, problem: Problem, blocks: Blocks, panel: Panel, buffers: Buffers, stack: int, rows: int) -> None:
+        self._problem, self._blocks, self._panel, self._buffers = problem, blocks, panel, buffers
+        self._shape = stack, rows
+        self._steps: dict[tuple, _Step] = {}
+        self.q = Rows(buffers, stack, rows, problem.head_dim)
+        self.do = Rows(buffers, stack, rows, problem.head_dim_v)
+        self.dq = buffers.new(stack, rows, problem.head_dim)
+        self.dq_chunk = buffers.new(stack, rows, problem.head_dim)
+
+    def step(self, chunk: Chunk) -> _Step:
+        """Return the arrays for a chunk; most chunks come again with every stack, so they are kept."""
+        step = self._steps.get(chunk.runs)
+        if step is None:
+            if len(self._steps) >= _STEPS:
+                self._steps.clear()
+            step = self._steps[chunk.runs] = self._carve(chunk)
+        return step
+
+    def _carve(self, chunk: Chunk) -> _Step:
+        (stack, rows), keys, problem = self._shape, self._blocks.keys, self._problem
+        get, count = self._buffers.get, chunk.count
+        s, dp = get("s", stack, count, keys, rows), get("dp", stack, count, keys, rows)
+        # One after the other in the same memory, which then stays in the cache.
+        dv, dk, dq = (
+            get("parts", stack, count, length, width)
+            for length, width in ((keys, problem.head_dim_v), (keys, problem.head_dim), (rows, problem.head_dim))
+        )
+        first = chunk.runs[0][0] // self._blocks.panel * self._blocks.panel
+        runs = []
+        for tile, slot, n in chunk.runs:
+            here, there = slice(slot, slot + n), slice(tile - first, tile - first + n)
+            k, v = self._panel.keys[there], self._panel.values[there]
+            runs.append(_Run(k, s[:, here], v, dp[:, here], dp[:, here].swapaxes(2, 3), k[:, :, :-1], dq[:, here]))
+        return _Step(tuple(runs), s, dp, dv, dk, dq)
+
+
+class _Worker:
+    """Computes stacks of row tiles, in one thread."""
+
+    def __init__(self, task: _Task) -> None:
+        self._task, self._problem, self._operands, self._blocks = task, task.problem, task.operands, task.blocks
+        self._buffers = Buffers(self._problem.stat_dtype)
+        common = self._problem, self._operands, self._blocks, task.tiles, self._buffers
+        self._panel = Panel(*common, ones=True)
+        self._scores = Scores(*common)
+        self._dropout = Dropout(self._problem, self._operands, self._blocks) if self._problem.dropout else None
+        self._stacks: dict[tuple[int, int], _Stack] = {}
+
+    def __call__(self, item: Item) -> None:
+        stack = self._stack_at(item.row_tile)
+        dbias = self._task.dbias
+        target = None if dbias is None else dbias.open(item.head, item.row_tile)
+        self._begin(stack, item)
+        panel, q, do = self._panel, stack.q, stack.do
+        for chunk, dk_turn, dv_turn in zip(item.chunks, item.dk_turns, item.dv_turns, strict=True):
+            panel.seek(item.head, chunk.runs[0][0])
+            step = stack.step(chunk)
+            for run in step.runs:
+                np.matmul(run.keys, q.augmented, run.s)
+                np.matmul(run.values, do.augmented, run.dp)
+            self._scores.complete(step.s, chunk)
+            self._scores.exponentiate(step.s, panel.reach)
+            self._differentiate(step, item, chunk, dbias, target)
+            item.dv.add(chunk, dv_turn, np.matmul(step.s, do.plain, step.dv))
+            item.dk.add(chunk, dk_turn, np.matmul(step.dp, q.plain, step.dk))
+            for run in step.runs:
+                np.matmul(run.ds_transposed, run.keys_alone, run.dq)
+            stack.dq += np.add.reduce(step.dq, 1, None, stack.dq_chunk)
+        if dbias is not None:
+            dbias.close(target, item.head, item.row_tile)
+        self._write_dq(stack, item)
+        self._task.finish(item)
+
+    def _stack_at(self, row_tile: int) -> _Stack:
+        shape = stack_shape(self._problem, self._blocks, row_tile)
+        if shape not in self._stacks:
+            self._stacks[shape] = _Stack(self._problem, self._blocks, self._panel, self._buffers, *shape)
+        return self._stacks[shape]
+
+    def _begin(self, stack: _Stack, item: Item) -> None:
+        """Load the rows.  Those of empty rows are 0, whatever they hold: nothing may depend on them."""
+        start = item.row_tile * self._blocks.rows
+        rows = slice(start, start + stack.dq.shape[0] * stack.dq.shape[1])
+        do, o, l, m = (pick(x, item.head.query)[rows] for x in self._operands[6:10])
+        empty = np.flatnonzero(l == 0)
+        # The probabilities are exponentials relative to m; 1 / l, and what the rounding of m in our units makes up
+        # for, multiply do instead, and so everything that the probabilities meet.
+        exact = to_units(m)
+        exact[empty] = 0
+        reference = exact.astype(l.dtype)
+        weight = exponential((reference - exact).astype(l.dtype)) / l
+        weight[empty] = 0
+        self._scores.begin(item.head, item.row_tile, stack.q, empty)
+        self._scores.subtract(_fill(stack, reference))
+        delta = np.add.reduce(do * o.astype(l.dtype, copy=False), axis=1) * weight
+        delta[empty] = 0
+        stack.do.load(do * (weight * l.dtype.type(self._problem.dropout_scale))[:, None], 1.0, empty)
+        self._delta = _fill(stack, delta)
+        if self._dropout is None:
+            stack.do.subtract(self._delta)
+        self._empty = empty
+        stack.dq.fill(0)
+
+    def _differentiate(self, step: _Step, item: Item, chunk: Chunk, dbias: BiasSum | None, target: np.ndarray) -> None:
+        """Make the derivatives of the products q k of those of the probabilities, in place."""
+        p, ds = step.s, step.dp
+        if self._dropout is not None:
+            dropped = self._dropout.dropped(chunk, item.head, item.row_tile)
+            self._dropout.zero(ds, dropped)
+            ds -= self._delta[:, None, None]
+        np.multiply(p, ds, ds)
+        self._scores.overwrite_hidden(ds, 0)  # 0 * NaN and 0 * inf are not 0
+        if self._dropout is not None:
+            self._dropout.zero(p, dropped)
+        if dbias is not None:
+            dbias.add(target, chunk, ds[0])
+        self._scores.differentiate_softcap(ds)
+
+    def _write_dq(self, stack: _Stack, item: Item) -> None:
+        start = item.row_tile * self._blocks.rows
+        count = min(stack.dq.shape[0] * stack.dq.shape[1], self._problem.n_queries - start)
+        dq = stack.dq.reshape(-1, self._problem.head_dim)[:count]
+        dq *= dq.dtype.type(self._problem.scale)
+        dq[self._empty] = 0
+        shared = self._task.dq_sum
+        if shared is None:
+            pick(self._task.dq, item.head.query)[start : start + count] = dq
+            return
+        shared.wait(item.head, item.row_tile)
+        rows = shared.rows(item.head, item.row_tile, count)
+        rows += dq
+        shared.give(item.head, item.row_tile)
+
+
+def _fill(stack: _Stack, values: np.ndarray) -> np.ndarray:
+    """Return one number per row of a stack, 0 in the rows that do not exist."""
+    full = np.zeros(stack.dq.shape[:2], stack.dq.dtype)
+    full.reshape(-1)[: len(values)] = values
+    return full

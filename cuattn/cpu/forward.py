@@ -1,0 +1,248 @@
+"""The forward pass: online softmax over chunks of keys, one row tile at a time.
+
+For each row the state is a reference, the true maximum of its scores so far, the sum of the exponentials and the
+sum of the weighted values, the last two relative to the reference.  The reference follows the maximum only when
+the two have drifted apart by more than ``_WINDOW``: most chunks then rescale nothing, and the product that makes
+the scores subtracts the reference for free.  What is decided for a row depends on the row's own scores alone, and
+every sum over tiles runs in the order of the tiles, so a tile that contributes nothing may be skipped or visited:
+the bits of the result are the same.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from cuattn.cpu import threads
+from cuattn.cpu.blocks import Blocks, choose, stack_shape
+from cuattn.cpu.buffers import Buffers
+from cuattn.cpu.dropout import Dropout
+from cuattn.cpu.exponent import exponential, from_units, to_units
+from cuattn.cpu.heads import Head, head_groups
+from cuattn.cpu.panel import Panel
+from cuattn.cpu.scores import Rows, Scores
+from cuattn.cpu.tiles import Chunk, Tiles
+from cuattn.problem import Operands, Problem
+
+__all__ = ["forward"]
+
+_WINDOW = 16.0  # exponentials stay below exp2(16): far from overflow; the smallest that count are far from underflow
+_STEPS = 256  # chunks, as stacks see them, that a thread remembers
+
+
+class Item(NamedTuple):
+    """A stack of row tiles of one head, and what they see."""
+
+    head: Head
+    row_tile: int
+    chunks: list[Chunk]
+
+
+def forward(problem: Problem, operands: Operands) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Compute attention and the statistics of its softmax.
+
+    Parameters
+    ----------
+    problem : Problem
+        What to compute.
+    operands : Operands
+        Its arrays, on the host.
+
+    Returns
+    -------
+    o : ndarray, problem.o_shape, problem.out_dtype
+        The output; 0 in empty rows.
+    l, m : ndarray, problem.stat_shape, float32 | float64
+        Row sum of ``exp(s - m)`` and row maximum of the scores s, natural units; 0 and -inf in empty rows.
+
+    Notes
+    -----
+    Bitwise reproducible, whatever the number of threads.  Extra memory is a few MB per thread.
+
+    References
+    ----------
+    T. Dao et al., "FlashAttention", NeurIPS 2022, algorithm 2, with the loops exchanged.
+    """
+    o = np.zeros(problem.o_shape, problem.out_dtype)
+    l = np.zeros(problem.stat_shape, problem.stat_dtype)
+    m = np.full(problem.stat_shape, -np.inf, problem.stat_dtype)
+    if l.size == 0 or problem.n_keys == 0:
+        return o, l, m
+    blocks = choose(problem, operands.mask)
+    tiles = Tiles(problem, operands, blocks)
+    groups = head_groups(problem, operands)
+
+    stacks = -(-blocks.row_tiles // blocks.stack)
+
+    def prepare(group: int, index: int) -> Item:
+        head, stack = divmod(index, stacks)
+        head, row_tile = groups[group][head], stack * blocks.stack
+        return Item(head, row_tile, tiles.chunks(head, row_tile))
+
+    threads.run(
+        threads.Dispatcher([len(group) * stacks for group in groups]),
+        prepare,
+        lambda: _Worker(problem, operands, blocks, tiles, (o, l, m)),
+        threads.useful(problem, blocks),
+    )
+    return o, l, m
+
+
+class _Run(NamedTuple):
+    """The operands of the products with a run of neighbouring tiles."""
+
+    keys: np.ndarray  # (tiles, keys, head_dim + 1)
+    s: np.ndarray  # (stack, tiles, keys, rows)
+    transposed: np.ndarray  # s as (stack, tiles, rows, keys)
+    values: np.ndarray  # (tiles, keys, head_dim_v)
+    weighed: np.ndarray  # (stack, tiles, rows, head_dim_v)
+
+
+class _Step(NamedTuple):
+    """The arrays that a chunk works on."""
+
+    runs: tuple[_Run, ...]
+    s: np.ndarray  # (stack, tiles, keys, rows)
+    wide: np.ndarray  # s as (stack, tiles * keys / 8, 8 * rows): longer rows are faster to reduce
+    weighed: np.ndarray  # (stack, tiles, rows, head_dim_v)
+
+
+class _Stack:
+    """What a thread keeps for a stack of row tiles on its way through the keys; all relative to the references."""
+
+    def __init__(self, problem: Problem, blocks: Blocks, panel: Panel, buffers: Buffers, stack: int, rows: int) -> None:
+        self._problem, self._blocks, self._panel, self._buffers = problem, blocks, panel, buffers
+        self._shape = stack, rows
+        self._steps: dict[tuple, _Step] = {}
+        self.q = Rows(buffers, stack, rows, problem.head_dim)
+        self.o = buffers.new(stack, rows, problem.head_dim_v)
+        self.o_chunk = buffers.new(stack, rows, problem.head_dim_v)
+        self.sums = buffers.new(stack, blocks.key_tiles, 1, rows)  # of exponentials, by visible tile
+        self.highest = buffers.new(stack, 8 * rows)  # score so far, 8 candidates per row
+        self.highest_here = buffers.new(stack, 8 * rows)  # in the last chunk
+        self.reference = buffers.new(stack, rows)
+        self.seen = np.empty((stack, rows), bool)
+
+    def start(self) -> None:
+        self.o.fill(0)
+        self.highest.fill(-np.inf)
+        self.reference.fill(0)
+        self.seen.fill(False)
+        self.all_seen = False
+        self.done = 0  # visible tiles
+
+    def step(self, chunk: Chunk) -> _Step:
+        """Return the arrays for a chunk; most chunks come again with every stack, so they are kept."""
+        step = self._steps.get(chunk.runs)
+        if step is None:
+            if len(self._steps) >= _STEPS:
+                self._steps.clear()
+            step = self._steps[chunk.runs] = self._carve(chunk)
+        return step
+
+    def _carve(self, chunk: Chunk) -> _Step:
+        (stack, rows), keys, width = self._shape, self._blocks.keys, self._problem.head_dim_v
+        s = self._buffers.get("s", stack, chunk.count, keys, rows)
+        weighed = self._buffers.get("weighed", stack, chunk.count, rows, width)
+        first = chunk.runs[0][0] // self._blocks.panel * self._blocks.panel
+        runs = []
+        for tile, slot, count in chunk.runs:
+            here, there = slice(slot, slot + count), slice(tile - first, tile - first + count)
+            part = s[:, here]
+            runs.append(
+                _Run(self._panel.keys[there], part, part.swapaxes(2, 3), self._panel.values[there], weighed[:, here])
+            )
+        return _Step(tuple(runs), s, s.reshape(stack, -1, 8 * rows), weighed)
+
+
+class _Worker:
+    """Computes stacks of row tiles, in one thread."""
+
+    def __init__(self, problem: Problem, operands: Operands, blocks: Blocks, tiles: Tiles, results: tuple) -> None:
+        self._problem, self._blocks, self._results = problem, blocks, results
+        self._buffers = Buffers(problem.stat_dtype)
+        self._panel = Panel(problem, operands, blocks, tiles, self._buffers, ones=False)
+        self._scores = Scores(problem, operands, blocks, tiles, self._buffers)
+        self._dropout = Dropout(problem, operands, blocks) if problem.dropout else None
+        self._ones = np.ones((1, blocks.keys), problem.stat_dtype)
+        self._stacks: dict[tuple[int, int], _Stack] = {}
+
+    def __call__(self, item: Item) -> None:
+        if not item.chunks:
+            return
+        stack = self._stack_at(item.row_tile)
+        stack.start()
+        scores, panel, augmented = self._scores, self._panel, stack.q.augmented
+        scores.begin(item.head, item.row_tile, stack.q)
+        for chunk in item.chunks:
+            panel.seek(item.head, chunk.runs[0][0])
+            step = stack.step(chunk)
+            for run in step.runs:
+                np.matmul(run.keys, augmented, run.s)
+            scores.complete(step.s, chunk)
+            self._follow(stack, step)
+            scores.exponentiate(step.s, panel.reach)
+            start, stack.done = stack.done, stack.done + chunk.count
+            np.matmul(self._ones, step.s, stack.sums[:, start : stack.done])
+            if self._dropout is not None:
+                self._dropout.zero(step.s, self._dropout.dropped(chunk, item.head, item.row_tile))
+            for run in step.runs:
+                np.matmul(run.transposed, run.values, run.weighed)
+            stack.o += np.add.reduce(step.weighed, 1, None, stack.o_chunk)
+        self._finish(stack, item)
+
+    def _stack_at(self, row_tile: int) -> _Stack:
+        shape = stack_shape(self._problem, self._blocks, row_tile)
+        if shape not in self._stacks:
+            self._stacks[shape] = _Stack(self._problem, self._blocks, self._panel, self._buffers, *shape)
+        return self._stacks[shape]
+
+    def _follow(self, stack: _Stack, step: _Step) -> None:
+        """Update the row maxima; move the references of rows that have left the window."""
+        here = np.maximum.reduce(step.wide, 1, None, stack.highest_here)
+        if not (np.maximum.reduce(here, None) <= _WINDOW and stack.all_seen):
+            self._move(stack, step.s)
+        np.maximum(stack.highest, here, out=stack.highest)
+
+    def _move(self, stack: _Stack, s: np.ndarray) -> None:
+        here = stack.highest_here.reshape(len(s), 8, -1)
+        highest = np.maximum.reduce(here, axis=1)
+        if np.maximum.reduce(highest, None) <= _WINDOW and np.minimum.reduce(highest, None) >= -_WINDOW:
+            stack.seen.fill(True)
+            stack.all_seen = True
+            return
+        away = ~(highest <= _WINDOW) | (~stack.seen & (highest < -_WINDOW) & (highest > -np.inf))
+        shift = np.where(away, highest, 0)
+        shrink = np.where(stack.seen, exponential(-shift), 0)  # what is yet unseen has nothing to shrink
+        stack.seen |= highest > -np.inf
+        stack.all_seen = bool(stack.seen.all())
+        if not away.any():
+            return
+        s -= shift[:, None, None]
+        stack.reference += shift
+        self._scores.subtract(stack.reference)
+        stack.sums[:, : stack.done] *= shrink[:, None, None]
+        stack.o *= shrink[:, :, None]
+        for highest in (here, stack.highest.reshape(here.shape)):  # what was the maximum is the reference now
+            np.copyto(highest, 0, where=away[:, None])
+
+    def _finish(self, stack: _Stack, item: Item) -> None:
+        total = np.add.reduce(stack.sums[:, : stack.done, 0], axis=1)
+        start = item.row_tile * self._blocks.rows
+        where = (*item.head.query, slice(start, start + total.size))
+        o, l, m = (result[where] for result in self._results)
+        highest = np.maximum.reduce(stack.highest.reshape(len(total), 8, -1), axis=1)
+        unseen = None if stack.all_seen else highest == -np.inf
+        below = total if self._dropout is None else total * total.dtype.type(1 / self._problem.dropout_scale)
+        if unseen is not None:
+            below = np.where(unseen, 1, below)
+        count = len(l)
+        np.divide(stack.o.reshape(total.size, -1)[:count], below.reshape(-1, 1)[:count], out=o, casting="unsafe")
+        m[:] = from_units(highest + stack.reference).reshape(-1)[:count]
+        # l is relative to m as it is returned, after its rounding: what the backward makes of both is then exact.
+        l[:] = total.reshape(-1)[:count] * exponential(
+            (stack.reference.reshape(-1)[:count] - to_units(m)).astype(l.dtype)
+        )
+        if unseen is not None:
+            l[unseen.reshape(-1)[:count]] = 0

@@ -1,0 +1,43 @@
+"""Merging forwards over disjoint sets of keys."""
+
+from __future__ import annotations
+
+import numpy as np
+
+__all__ = ["merge"]
+
+
+def merge(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Combine (o, l, m) of the same queries over disjoint sets of keys.
+
+    Parameters
+    ----------
+    parts : list of (o, l, m)
+        At least one; all of one shape and dtype.
+
+    Returns
+    -------
+    o, l, m : ndarray
+        As one forward over all keys would have given them; o is summed in l's dtype and rounded once.
+
+    Notes
+    -----
+    A part in which a row is empty changes nothing in that row, not even a bit; two parts may be exchanged.
+
+    References
+    ----------
+    T. Dao et al., "FlashAttention", NeurIPS 2022, algorithm 1, lines 11 and 12.
+    """
+    with np.errstate(all="ignore"):  # -inf - -inf of a row that is empty in all parts
+        m = parts[0][2]
+        for part in parts[1:]:
+            m = np.maximum(m, part[2])
+        shares = [np.where(part[2] == -np.inf, 0, part[1] * np.exp(part[2] - m)) for part in parts]
+        l = shares[0]
+        for share in shares[1:]:
+            l = l + share
+        o = np.zeros(parts[0][0].shape, l.dtype)
+        for part, share in zip(parts, shares, strict=True):
+            weight = np.where(l == 0, 0, share / l)
+            o += part[0] * weight[..., None]
+        return o.astype(parts[0][0].dtype, copy=False), l, m.copy()

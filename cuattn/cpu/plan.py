@@ -1,0 +1,61 @@
+"""The plan of a call on the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cuattn.cpu.blocks import Blocks, choose
+from cuattn.cpu.exponent import exponential
+from cuattn.cpu.threads import useful
+from cuattn.plans import Plan
+from cuattn.problem import Operands, Problem
+
+__all__ = ["bytes_per_thread", "plan"]
+
+
+def plan(problem: Problem, operands: Operands) -> Plan:
+    """Tell how a problem would be computed; computes nothing.
+
+    Parameters
+    ----------
+    problem : Problem
+        What to compute.
+    operands : Operands
+        Its arrays; a backward may lack do, o, l and m.
+
+    Returns
+    -------
+    Plan
+        Tiles, threads and memory.
+    """
+    blocks = choose(problem, operands.mask)
+    workers = useful(problem, blocks)
+    notes = [f"{blocks.stack} x {blocks.chunk} tiles at a time; {np.dtype(problem.stat_dtype)} sums"]
+    if exponential is np.exp2:
+        notes.append("base-2 exponentials, which this NumPy vectorises")
+    return Plan(
+        kernel="cpu",
+        direction=problem.direction,
+        block_m=blocks.rows,
+        block_n=blocks.keys,
+        workers=workers,
+        smem_bytes=0,
+        workspace_bytes=workers * bytes_per_thread(problem, blocks),
+        reason="the arrays are in host memory",
+        notes=tuple(notes),
+    )
+
+
+def bytes_per_thread(problem: Problem, blocks: Blocks) -> int:
+    """Return the size of a thread's buffers, and in the backward pass of the sums of the heads that it works on."""
+    d, dv = problem.head_dim, problem.head_dim_v
+    stack, tiles = blocks.stack * blocks.rows, blocks.stack * blocks.chunk
+    scores = tiles * blocks.keys * blocks.rows
+    panel = blocks.panel * blocks.keys * (d + dv + 2)
+    if problem.direction == "forward":
+        parts = tiles * blocks.rows * dv
+        state = stack * (2 * d + 2 * dv + blocks.key_tiles + 18)
+        return problem.stat_dtype.itemsize * (scores + panel + parts + state)
+    parts = tiles * max(blocks.keys * max(d, dv), blocks.rows * d)
+    sums = blocks.key_tiles * blocks.keys * (d + dv)
+    return problem.stat_dtype.itemsize * (2 * scores + panel + parts + sums + stack * (4 * d + 2 * dv + 4))

@@ -1,0 +1,177 @@
+"""Scores of some rows against a chunk of keys: scale, softcap, bias and mask; and their exponentials.
+
+Scores are kept transposed, (row tiles, key tiles, keys, rows): the statistics of a row then run down an axis along
+which NumPy reduces whole registers of rows at once.  They are in units of :data:`~cuattn.cpu.exponent.UNIT`, and
+relative to one reference per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from cuattn.cpu.blocks import Blocks
+from cuattn.cpu.buffers import Buffers
+from cuattn.cpu.exponent import UNIT, exponential, lowest
+from cuattn.cpu.heads import Head, pick
+from cuattn.cpu.tiles import Chunk, Tiles, tile_of
+from cuattn.problem import Operands, Problem
+
+__all__ = ["Rows", "Scores"]
+
+
+class Rows:
+    """Some rows of an operand, in the form that a product with keys or values needs.
+
+    Attributes
+    ----------
+    plain, flat : ndarray, (stack, 1, rows, width) and (stack * rows, width)
+        The rows as they are.
+    augmented : ndarray, (stack, 1, width + 1, rows)
+        The rows, transposed and scaled, above a row of what to subtract from each product.
+    """
+
+    def __init__(self, buffers: Buffers, stack: int, rows: int, width: int) -> None:
+        self.augmented = buffers.new(stack, 1, width + 1, rows)
+        self.plain = buffers.new(stack, 1, rows, width)
+        self.flat = self.plain.reshape(stack * rows, width)
+        self._transposed, self._subtracted = self.augmented[:, 0, :-1], self.augmented[:, 0, -1]
+
+    def load(self, matrix: np.ndarray, factor: float, empty: np.ndarray | None = None) -> None:
+        """Take the rows of a matrix, (<= stack * rows, width); missing rows, and the `empty` ones, are 0.
+
+        `factor` scales the transposed copy.
+        """
+        flat = self.flat
+        flat[: len(matrix)] = matrix
+        flat[len(matrix) :] = 0
+        if empty is not None:
+            flat[empty] = 0
+        np.multiply(self.plain[:, 0].swapaxes(1, 2), self.plain.dtype.type(factor), self._transposed)
+        self._subtracted.fill(0)
+
+    def subtract(self, reference: np.ndarray) -> None:
+        """Let every product with a panel's row come out smaller by `reference`, (stack, rows)."""
+        np.negative(reference, out=self._subtracted)
+
+    def largest(self) -> float:
+        """Return the largest magnitude of an element."""
+        return float(max(np.maximum.reduce(self.augmented, axis=None), -np.minimum.reduce(self.augmented, axis=None)))
+
+
+class _Hidden(NamedTuple):
+    """A part of a chunk that holds hidden scores."""
+
+    slot: int  # first tile
+    count: int  # tiles
+    keys: slice
+    rows: int | None  # stop
+    hidden: np.ndarray | None  # which of them, (keys, rows) or broadcastable; None: all
+
+
+class Scores:
+    """Turns products of queries and keys into scores, and scores into exponentials, for one stack at a time."""
+
+    def __init__(self, problem: Problem, operands: Operands, blocks: Blocks, tiles: Tiles, buffers: Buffers) -> None:
+        self._problem, self._operands, self._blocks = problem, operands, blocks
+        self._tiles, self._buffers = tiles, buffers
+        self._cap = problem.softcap
+        self._factor = problem.scale * UNIT if self._cap is None else problem.scale / self._cap
+        self._lowest = lowest(problem.stat_dtype)
+        self._hidden: list[_Hidden] = []
+        self._bare = self._cap is None and operands.bias is None  # nothing but products enters the scores
+
+    def begin(self, head: Head, row_tile: int, q: Rows, empty: np.ndarray | None = None) -> None:
+        """Load the queries of a stack, with the `empty` rows as 0; its references are 0."""
+        self._head, self._row_tile, self._q = head, row_tile, q
+        self._reference, self._farthest = None, 0.0
+        rows = q.augmented.shape[0] * q.augmented.shape[-1]
+        start = row_tile * self._blocks.rows
+        q.load(pick(self._operands.q, head.query)[start : start + rows], self._factor, empty)
+        self._largest = q.largest() if self._bare else 0.0
+
+    def subtract(self, reference: np.ndarray) -> None:
+        """Take the following scores relative to `reference`, (stack, rows)."""
+        self._farthest = float(np.maximum.reduce(np.abs(reference), axis=None))
+        if self._cap is None:
+            self._q.subtract(reference)  # inside the product, for nothing
+        else:
+            self._reference = reference
+
+    def complete(self, s: np.ndarray, chunk: Chunk) -> None:
+        """Make scores of the products with a chunk of keys, (stack, chunk.count, keys, rows); hidden ones are -inf."""
+        if self._bare and not chunk.partial and not chunk.padding:
+            self._hidden = []
+            return
+        self._hidden = [*self._hidden_by_mask(chunk)]
+        if self._cap is not None:
+            self._soften(s)
+        if self._operands.bias is not None:
+            bias = pick(self._operands.bias, self._head.query)
+            for run in chunk.runs:
+                self._add_bias(bias, s, *run)
+        self.overwrite_hidden(s, -np.inf)
+
+    def differentiate_softcap(self, ds: np.ndarray) -> None:
+        """Turn the derivatives of the last completed scores into those of the products that went into the cap."""
+        if self._cap is not None:
+            slope = np.multiply(self._tanh, self._tanh, self._tanh)
+            ds *= np.subtract(1, slope, slope)
+
+    def overwrite_hidden(self, array: np.ndarray, value: float) -> None:
+        """Set the elements of an array, shaped as the last completed scores, that are hidden."""
+        for part, hidden in self._hidden_parts(array):
+            if hidden is None:
+                part.fill(value)
+            else:
+                np.copyto(part, value, where=hidden)
+
+    def exponentiate(self, s: np.ndarray, reach: float) -> None:
+        """Replace completed scores by their exponentials; hidden ones become 0.  `reach` is the panel's."""
+        if not self._within_range(reach):
+            np.maximum(s, self._lowest, out=s)
+        else:
+            for part, _ in self._hidden_parts(s):
+                np.maximum(part, self._lowest, out=part)
+        exponential(s, s)
+        self.overwrite_hidden(s, 0)
+
+    def _hidden_parts(self, array: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        for slot, count, keys, rows, hidden in self._hidden:
+            stack = array[:, slot : slot + count].reshape(len(array), -1, array.shape[-1])
+            yield stack[:, keys, :rows], hidden
+
+    def _within_range(self, reach: float) -> bool:
+        """Whether all scores that are not hidden are sure to have exponentials that are normal numbers."""
+        if self._bare:
+            return self._farthest + self._largest * reach <= -self._lowest
+        return self._operands.bias is None and self._farthest + self._cap * UNIT <= -self._lowest
+
+    def _soften(self, s: np.ndarray) -> None:
+        self._tanh = np.tanh(s, out=self._buffers.get("tanh", *s.shape))
+        np.multiply(self._tanh, s.dtype.type(self._cap * UNIT), out=s)
+        if self._reference is not None:
+            s -= self._reference[:, None, None]
+
+    def _add_bias(self, bias: np.ndarray, s: np.ndarray, tile: int, slot: int, count: int) -> None:
+        bias = tile_of(bias, self._blocks, self._row_tile, tile, count).T
+        keys = min(count * self._blocks.keys, self._problem.n_keys - tile * self._blocks.keys)
+        target = s[0, slot : slot + count].reshape(-1, s.shape[-1])[:keys, : self._row_count()]
+        scaled = np.multiply(bias, s.dtype.type(UNIT), out=self._buffers.get("bias", *bias.shape), dtype=s.dtype)
+        target += scaled
+        if np.minimum.reduce(scaled, axis=None) == -np.inf:  # hidden even where the score itself is NaN
+            hidden = scaled == -np.inf
+            self._hidden.append(_Hidden(slot, count, slice(0, keys), self._row_count(), hidden))
+
+    def _hidden_by_mask(self, chunk: Chunk) -> Iterator[_Hidden]:
+        for tile, slot in chunk.partial:
+            keys = min(self._blocks.keys, self._problem.n_keys - tile * self._blocks.keys)
+            hidden = self._tiles.hidden(self._head, self._row_tile, tile)
+            yield _Hidden(slot, 1, slice(0, keys), self._row_count(), hidden)
+        if chunk.padding:
+            yield _Hidden(chunk.count - 1, 1, slice(-chunk.padding, None), None, None)
+
+    def _row_count(self) -> int:
+        return min(self._blocks.rows, self._problem.n_queries - self._row_tile * self._blocks.rows)

@@ -1,0 +1,151 @@
+"""Gradients that are sums over several heads or row tiles: of keys, values, broadcast queries and a bias."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cuattn.cpu.blocks import Blocks
+from cuattn.cpu.heads import Head, pick, place
+from cuattn.cpu.tiles import Chunk
+from cuattn.cpu.turns import Turns
+from cuattn.problem import Operands, Problem
+
+__all__ = ["BiasSum", "KeySums", "RowSum"]
+
+
+class KeySum:
+    """The gradient of the keys or of the values of one slice of their operand, by key tile."""
+
+    def __init__(self, blocks: Blocks, width: int, dtype: np.dtype, turns: Turns) -> None:
+        self.total = np.zeros((blocks.key_tiles, blocks.keys, width), dtype)
+        chunks = -(-blocks.key_tiles // blocks.chunk)
+        self._turns, self._issued, self._passed = turns, [0] * chunks, [0] * chunks
+
+    def issue(self, chunks: list[Chunk]) -> list[int]:
+        """Return the turns of an item at the chunks that it sees; for one item after the other."""
+        numbers = []
+        for chunk in chunks:
+            numbers.append(self._issued[chunk.index])
+            self._issued[chunk.index] += 1
+        return numbers
+
+    def add(self, chunk: Chunk, number: int, parts: np.ndarray) -> None:
+        """Add (stack, chunk.count, keys, width) when all earlier items have."""
+        self._turns.wait(self._passed, chunk.index, number)
+        for tile, slot, count in chunk.runs:
+            target = self.total[tile : tile + count]
+            for part in parts:
+                target += part[slot : slot + count]
+        self._turns.give(self._passed, chunk.index)
+
+
+class KeySums:
+    """The sums of a group of heads: they come into being with its first item and leave with its last."""
+
+    def __init__(self, problem: Problem, operands: Operands, blocks: Blocks, turns: Turns, group: list[Head]) -> None:
+        self._operands = operands
+        self.of_keys, self.of_values = (
+            {
+                where: KeySum(blocks, operand.shape[-1], problem.stat_dtype, turns)
+                for where in {place(operand, head.kv): None for head in group}
+            }
+            for operand in (operands.k, operands.v)
+        )
+
+    def at(self, head: Head) -> tuple[KeySum, KeySum]:
+        """Return the sums that a head adds to."""
+        return self.of_keys[place(self._operands.k, head.kv)], self.of_values[place(self._operands.v, head.kv)]
+
+    def write(self, dk: np.ndarray, dv: np.ndarray, scale: float) -> None:
+        """Round the finished sums into the gradients; dk times `scale`."""
+        for result, sums, factor in ((dk, self.of_keys, scale), (dv, self.of_values, 1)):
+            for where, part in sums.items():
+                tiles, keys, width = part.total.shape
+                flat = part.total.reshape(tiles * keys, width)[: result.shape[-2]]
+                np.multiply(flat, flat.dtype.type(factor), out=result[where], casting="unsafe")
+
+
+def _ranks(array: np.ndarray, groups: list[list[Head]]) -> dict[int, int]:
+    """Return, by head index, how many heads before it, in the order of the work, share its slice of an array."""
+    counts: dict[tuple[int, ...], int] = {}
+    result = {}
+    for head in (head for group in groups for head in group):
+        where = place(array, head.query)
+        result[head.index] = counts[where] = counts.get(where, -1) + 1
+    return result
+
+
+class RowSum:
+    """A gradient whose slices get one term per row tile from every head that shares them (a broadcast operand)."""
+
+    def __init__(
+        self, like: np.ndarray, dtype: np.dtype, blocks: Blocks, turns: Turns, groups: list[list[Head]]
+    ) -> None:
+        self.total = np.zeros(like.shape, dtype)
+        self._blocks, self._turns = blocks, turns
+        self._ranks = _ranks(like, groups)
+        self._by_tile = like.shape[-2] > 1
+        counters = blocks.row_tiles if self._by_tile else 1
+        self._passed = {place(like, head.query): [0] * counters for group in groups for head in group}
+
+    def rows(self, head: Head, row_tile: int, count: int) -> np.ndarray:
+        """Return what `count` rows of a head add to, (count | 1, ...)."""
+        start = row_tile * self._blocks.rows
+        return pick(self.total, head.query)[slice(start, start + count) if self._by_tile else slice(None)]
+
+    def wait(self, head: Head, row_tile: int) -> None:
+        """Wait until all heads before this one have added their rows of this tile."""
+        index, number = (row_tile, self._ranks[head.index]) if self._by_tile else (0, self._number(head, row_tile))
+        self._turns.wait(self._passed[place(self.total, head.query)], index, number)
+
+    def give(self, head: Head, row_tile: int) -> None:
+        """Let the next head add."""
+        self._turns.give(self._passed[place(self.total, head.query)], row_tile if self._by_tile else 0)
+
+    def _number(self, head: Head, row_tile: int) -> int:
+        return self._ranks[head.index] * self._blocks.row_tiles + row_tile
+
+
+class BiasSum:
+    """The gradient of a bias, from the derivatives of the scores, by tile."""
+
+    def __init__(
+        self, problem: Problem, bias: np.ndarray, blocks: Blocks, turns: Turns, groups: list[list[Head]]
+    ) -> None:
+        self._problem, self._blocks, self._dtype = problem, blocks, bias.dtype
+        self._whole = bias.shape[-2] > 1 and bias.shape[-1] > 1
+        # What is summed over rows or keys is small, and sums many terms that nearly cancel.
+        self._sum = RowSum(bias, problem.stat_dtype if self._whole else np.dtype(np.float64), blocks, turns, groups)
+
+    def open(self, head: Head, row_tile: int) -> np.ndarray:
+        """Return what :meth:`add` adds the derivatives of a row tile to."""
+        count = min(self._blocks.rows, self._problem.n_queries - row_tile * self._blocks.rows)
+        rows = self._sum.rows(head, row_tile, count)
+        if not self._whole:
+            return np.zeros_like(rows)
+        self._sum.wait(head, row_tile)
+        return rows
+
+    def add(self, target: np.ndarray, chunk: Chunk, ds: np.ndarray) -> None:
+        """Add the derivatives of a chunk of scores, (chunk.count, keys, rows)."""
+        keys, n_keys, rows = self._blocks.keys, self._problem.n_keys, ds.shape[-1]
+        rows = len(target) if self._whole else min(rows, self._problem.n_queries)
+        for tile, slot, count in chunk.runs:
+            start, stop = tile * keys, min((tile + count) * keys, n_keys)
+            part = ds[slot : slot + count].reshape(-1, ds.shape[-1])[: stop - start, :rows].T
+            for axis in (0, 1):
+                if target.shape[axis] == 1:
+                    part = part.sum(axis=axis, keepdims=True)
+            target[:, slice(start, stop) if target.shape[1] > 1 else slice(None)] += part
+
+    def close(self, target: np.ndarray, head: Head, row_tile: int) -> None:
+        """Finish a row tile."""
+        if not self._whole:
+            self._sum.wait(head, row_tile)
+            rows = self._sum.rows(head, row_tile, len(target))
+            rows += target
+        self._sum.give(head, row_tile)
+
+    def result(self) -> np.ndarray:
+        """Return the finished gradient, rounded to the bias's dtype."""
+        return self._sum.total.astype(self._dtype, copy=False)

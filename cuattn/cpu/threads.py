@@ -1,0 +1,169 @@
+"""Threads of the CPU backend: each runs whole items of work, with the BLAS library held to one thread meanwhile.
+
+Many small products with one BLAS thread each use the cores better than one product on all of them: nothing is
+synchronised between the steps of the softmax.  The number of threads is the one that the BLAS library would have
+used, so whatever already controls NumPy (OPENBLAS_NUM_THREADS, ``threadpoolctl.threadpool_limits``) controls this.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+
+import numpy as np
+from threadpoolctl import ThreadpoolController
+
+from cuattn.cpu.blocks import Blocks
+from cuattn.problem import Problem
+
+__all__ = ["Dispatcher", "run", "single_threaded_blas", "useful", "worker_count"]
+
+_WORTHWHILE = 1 << 18  # scores that take a thread about as long to compute as to start
+
+_lock = threading.Lock()
+_depth = 0  # how many callers hold the BLAS library to one thread just now
+_saved: list[tuple[object, int]] = []  # the libraries and what to give back to them
+
+
+@lru_cache(maxsize=1)
+def _libraries() -> list:
+    """Return the controllers of NumPy's BLAS library; finding them scans the loaded libraries, so it is done once."""
+    found = ThreadpoolController().select(user_api="blas").lib_controllers
+    return [library for library in found if "numpy" in library.filepath] or found
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def worker_count() -> int:
+    """Return how many threads the BLAS library would use."""
+    with _lock:
+        if _depth:
+            return max((count for _, count in _saved), default=_cores())
+        return max((library.num_threads for library in _libraries()), default=_cores())
+
+
+def useful(problem: Problem, blocks: Blocks) -> int:
+    """Return how many threads a problem can make use of."""
+    heads = math.prod(problem.batch) * problem.heads
+    scores = heads * problem.n_queries * problem.n_keys
+    return max(1, min(worker_count(), heads * blocks.row_tiles, scores // _WORTHWHILE))
+
+
+@contextmanager
+def single_threaded_blas() -> Iterator[None]:
+    """Hold NumPy's BLAS library to one thread; the last of several concurrent callers gives the old count back.
+
+    The setting belongs to the process, not to the thread, so callers that saved and restored it each for
+    themselves could leave it at one for ever.
+    """
+    global _depth
+    with _lock:
+        if _depth == 0:
+            _saved[:] = [(library, library.num_threads) for library in _libraries()]
+            for library, _ in _saved:
+                library.set_num_threads(1)
+        _depth += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _depth -= 1
+            if _depth == 0:
+                for library, count in _saved:
+                    library.set_num_threads(count)
+
+
+class Dispatcher:
+    """Hands out the items of several groups of work, in order within each group.
+
+    A thread stays in its group while that has items, then opens the next group, and at the end helps in the one
+    with the most items left.
+    """
+
+    def __init__(self, sizes: list[int]) -> None:
+        self._lock = threading.Lock()
+        self._sizes = sizes
+        self._next = [0] * len(sizes)
+        self._unopened = iter(range(len(sizes)))
+        self._open: set[int] = set()
+        self._stopped = False
+
+    def take(self, group: int | None, prepare: Callable[[int, int], object]) -> tuple[int, object] | None:
+        """Return (group, prepared item) for a thread that is in `group`; None at the end.
+
+        ``prepare(group, item)`` runs under the lock, so in the order of the items of each group.
+        """
+        with self._lock:
+            if self._stopped:
+                return None
+            if group not in self._open:
+                group = self._enter()
+                if group is None:
+                    return None
+            item = self._next[group]
+            self._next[group] += 1
+            if self._next[group] == self._sizes[group]:
+                self._open.discard(group)
+            return group, prepare(group, item)
+
+    def _enter(self) -> int | None:
+        for group in self._unopened:
+            if self._sizes[group]:
+                self._open.add(group)
+                return group
+        return max(self._open, key=lambda g: self._sizes[g] - self._next[g], default=None)
+
+    def stop(self) -> None:
+        """Hand out nothing more."""
+        self._stopped = True
+
+
+def run(
+    dispatcher: Dispatcher,
+    prepare: Callable[[int, int], object],
+    make_worker: Callable[[], Callable[[object], None]],
+    threads: int,
+    on_error: Callable[[], None] = lambda: None,
+) -> None:
+    """Run all items on `threads` threads, the caller's included; raise the first error of any of them.
+
+    ``make_worker()`` is called once in each thread and returns what computes an item; `on_error` must wake workers
+    that wait for others.
+    """
+    errors: list[BaseException] = []
+
+    def loop() -> None:
+        group = None
+        try:
+            with np.errstate(all="ignore"):  # -inf and NaN are values here; the setting is each thread's own
+                worker = make_worker()
+                while (taken := dispatcher.take(group, prepare)) is not None:
+                    group, item = taken
+                    worker(item)
+        except BaseException as error:  # also KeyboardInterrupt: the other threads must end first
+            errors.append(error)
+            dispatcher.stop()
+            on_error()
+
+    helpers = [threading.Thread(target=loop, name=f"cuattn-{n}", daemon=True) for n in range(1, threads)]
+    with single_threaded_blas():
+        for helper in helpers:
+            helper.start()
+        loop()
+        try:
+            for helper in helpers:
+                helper.join()
+        except BaseException:  # interrupted: the BLAS setting must outlive the helpers
+            dispatcher.stop()
+            on_error()
+            for helper in helpers:
+                helper.join()
+            raise
+    if errors:
+        raise errors[0]

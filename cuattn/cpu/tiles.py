@@ -1,0 +1,258 @@
+"""Which tiles of the attention matrix to visit, and which of their elements are hidden.
+
+Everything here is by row tile and key tile of one :class:`~cuattn.cpu.blocks.Blocks`.  Element masks are made
+transposed, (keys, rows), as the scores are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from cuattn.cpu.blocks import Blocks
+from cuattn.cpu.heads import Head, pick, place
+from cuattn.masks import BlockMask, intervals
+from cuattn.masks.intervals import FULL, PARTIAL, SKIP
+from cuattn.problem import Operands, Problem
+
+__all__ = ["Chunk", "Tiles"]
+
+_STRIP = 16  # row tiles whose states are computed at once
+_STRIPS = 64  # strips that are remembered, for the heads that share a mask
+
+
+class Chunk(NamedTuple):
+    """The visible ones among the key tiles of one chunk, for one row tile.
+
+    The scores of the visible tiles are kept side by side; `slot` is a tile's place among them.
+    """
+
+    index: int  # of the chunk; its tiles start at index * blocks.chunk
+    count: int  # visible tiles
+    runs: tuple[tuple[int, int, int], ...]  # (first tile, first slot, tiles) of neighbours
+    partial: tuple[tuple[int, int], ...]  # (tile, slot) of tiles whose elements must be tested
+    padding: int  # keys at the end of the last tile that do not exist
+
+
+class _Source:
+    """A part of the visibility rule; several parts combine by AND."""
+
+    def instance(self, head: Head) -> tuple[int, ...]:
+        """Return what tells the heads apart whose masks differ."""
+        raise NotImplementedError
+
+    def states(self, head: Head, start: int, stop: int) -> np.ndarray:
+        """Return the states of a range of row tiles, int8 (stop - start, key tiles)."""
+        raise NotImplementedError
+
+    def hidden(self, head: Head, row_tile: int, key_tile: int) -> np.ndarray:
+        """Return which elements of a tile are hidden, bool, (keys, rows) or broadcastable to it."""
+        raise NotImplementedError
+
+
+class _Intervals(_Source):
+    """Hidden row intervals per key: a ColumnMask, a band, or both together."""
+
+    def __init__(self, pairs: list, table: np.ndarray, blocks: Blocks, problem: Problem) -> None:
+        leading = len(problem.batch) + 1
+        self._pairs = [tuple(_align(np.asarray(bound, np.int32), leading + 1) for bound in pair) for pair in pairs]
+        self._table = _align(table, leading + 3)
+        self._blocks, self._n_queries = blocks, problem.n_queries
+
+    def instance(self, head):
+        return place(self._table, head.query)
+
+    def states(self, head, start, stop):
+        return intervals.tile_states(pick(self._table, head.query), start, stop)
+
+    def hidden(self, head, row_tile, key_tile):
+        first = row_tile * self._blocks.rows
+        stop = min(first + self._blocks.rows, self._n_queries)
+        rows = np.arange(first, stop, dtype=np.int32)
+        keys = slice(key_tile * self._blocks.keys, (key_tile + 1) * self._blocks.keys)
+        touched = pick(self._table, head.query)[key_tile]
+        result = None
+        for (start, end), (_, _, low, high) in zip(self._pairs, touched.tolist(), strict=True):
+            if low <= row_tile < high:
+                inside = _inside(pick(start, head.query)[keys], pick(end, head.query)[keys], rows)
+                result = inside if result is None else np.logical_or(result, inside, out=result)
+        return np.zeros((1, 1), bool) if result is None else result
+
+
+def _inside(start: np.ndarray, end: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return start <= row < end for each key and row; a side that every key passes is not compared."""
+    if start.max() <= rows[0]:
+        return rows < end[:, None]
+    inside = rows >= start[:, None]
+    if end.min() <= rows[-1]:
+        inside &= rows < end[:, None]
+    return inside
+
+
+class _Blocks(_Source):
+    """A BlockMask."""
+
+    def __init__(self, mask: BlockMask, problem: Problem, blocks: Blocks) -> None:
+        self._mask, self._blocks = mask, blocks
+        self._array = _align(mask.blocks, len(problem.batch) + 3)
+        states = mask.tile_states(blocks.rows, blocks.keys, problem.n_queries, problem.n_keys)
+        self._states = _align(states, len(problem.batch) + 3)
+        self._shape = problem.n_queries, problem.n_keys
+
+    def instance(self, head):
+        return place(self._states, head.query)
+
+    def states(self, head, start, stop):
+        return pick(self._states, head.query)[start:stop]
+
+    def hidden(self, head, row_tile, key_tile):
+        rows = _span(row_tile, self._blocks.rows, self._shape[0]) // self._mask.block_m
+        keys = _span(key_tile, self._blocks.keys, self._shape[1]) // self._mask.block_n
+        return ~pick(self._array, head.query)[rows, keys[:, None]]
+
+
+class _Dense(_Source):
+    """A boolean array, True = attend."""
+
+    def __init__(self, mask: np.ndarray, problem: Problem, blocks: Blocks) -> None:
+        self._mask, self._blocks = mask, blocks
+        self._shape = problem.n_queries, problem.n_keys
+
+    def instance(self, head):
+        return place(self._mask, head.query)
+
+    def states(self, head, start, stop):
+        rows, keys = self._blocks.rows, self._blocks.keys
+        mask = pick(self._mask, head.query)
+        edges = np.arange(0, self._shape[1], keys)
+        states = np.empty((stop - start, self._blocks.key_tiles), np.int8)
+        for t in range(start, stop):
+            stripe = mask if len(mask) == 1 else mask[t * rows : (t + 1) * rows]
+            some = np.broadcast_to(np.logical_or.reduce(stripe, axis=0), self._shape[1:])
+            every = np.broadcast_to(np.logical_and.reduce(stripe, axis=0), self._shape[1:])
+            states[t - start] = np.where(np.logical_and.reduceat(every, edges), FULL, PARTIAL)
+            states[t - start][~np.logical_or.reduceat(some, edges)] = SKIP
+        return states
+
+    def hidden(self, head, row_tile, key_tile):
+        return ~tile_of(pick(self._mask, head.query), self._blocks, row_tile, key_tile).T
+
+
+def _span(tile: int, size: int, limit: int) -> np.ndarray:
+    return np.arange(tile * size, min((tile + 1) * size, limit))
+
+
+def _align(array: np.ndarray, rank: int) -> np.ndarray:
+    return array[(None,) * (rank - array.ndim)]
+
+
+class Tiles:
+    """The visibility of a whole problem, by tile."""
+
+    def __init__(self, problem: Problem, operands: Operands, blocks: Blocks) -> None:
+        self._problem, self._bias, self._blocks = problem, operands.bias, blocks
+        self._sources = _sources(problem, operands.mask, blocks)
+        self._everything = _chunks(np.full(blocks.key_tiles, FULL, np.int8), blocks, problem.n_keys)
+        self._strips: dict[tuple, list[list[Chunk]]] = {}
+
+    def chunks(self, head: Head, row_tile: int) -> list[Chunk]:
+        """Return what a row tile sees."""
+        if not self._sources:
+            return self._everything
+        strip, row = divmod(row_tile, _STRIP)
+        key = (strip, *(source.instance(head) for source in self._sources))
+        rows = self._strips.get(key)
+        if rows is None:
+            if len(self._strips) >= _STRIPS:
+                self._strips.clear()
+            start, stop = strip * _STRIP, min((strip + 1) * _STRIP, self._blocks.row_tiles)
+            states = self._sources[0].states(head, start, stop)
+            for source in self._sources[1:]:
+                states = np.minimum(states, source.states(head, start, stop))
+            rows = self._strips[key] = [
+                self._everything if (of_row == FULL).all() else _chunks(of_row, self._blocks, self._problem.n_keys)
+                for of_row in states
+            ]
+        return rows[row]
+
+    def hidden(self, head: Head, row_tile: int, key_tile: int) -> np.ndarray:
+        """Return the hidden elements of a partial tile, bool, (keys, rows) or broadcastable; without padding."""
+        result = self._sources[0].hidden(head, row_tile, key_tile)
+        for source in self._sources[1:]:
+            result = result | source.hidden(head, row_tile, key_tile)
+        return result
+
+    def dead_keys(self, head: Head) -> np.ndarray:
+        """Return which keys no row of a head sees, bool (n_keys,); visits every visible tile.
+
+        A bias of -inf hides.
+        """
+        size = self._blocks
+        seen = np.zeros(self._problem.n_keys, bool)
+        bias = None if self._bias is None else pick(self._bias, head.query)
+        for row_tile in range(size.row_tiles):
+            for chunk in self.chunks(head, row_tile):
+                partial = {tile for tile, _ in chunk.partial}
+                for tile in (first + n for first, _, count in chunk.runs for n in range(count)):
+                    keys = slice(tile * size.keys, (tile + 1) * size.keys)
+                    hidden = self.hidden(head, row_tile, tile) if tile in partial else np.zeros((1, 1), bool)
+                    if bias is not None:
+                        hidden = hidden | np.equal(tile_of(bias, size, row_tile, tile).T, -np.inf)
+                    seen[keys] |= ~hidden.all(axis=1)
+        return ~seen
+
+
+def tile_of(matrix: np.ndarray, blocks: Blocks, row_tile: int, first: int, count: int = 1) -> np.ndarray:
+    """Return the part of a (rows | 1, keys | 1) matrix that lies in a run of `count` tiles."""
+    rows = slice(row_tile * blocks.rows, (row_tile + 1) * blocks.rows) if matrix.shape[0] > 1 else slice(None)
+    keys = slice(first * blocks.keys, (first + count) * blocks.keys) if matrix.shape[1] > 1 else slice(None)
+    return matrix[rows, keys]
+
+
+def _sources(problem: Problem, mask: object, blocks: Blocks) -> list[_Source]:
+    band = problem.band
+    if problem.mask == "column":
+        sides = {} if band is None else {"left": band.left, "right": band.right, "offset": band.offset}
+        pairs = [(mask.lts, mask.lte), (mask.uts, mask.ute), *_band_intervals(problem)]
+        return [_Intervals(pairs, mask.tile_bounds(blocks.rows, blocks.keys, **sides), blocks, problem)]
+    sources: list[_Source] = []
+    if problem.mask == "block":
+        sources.append(_Blocks(mask, problem, blocks))
+    elif problem.mask == "dense":
+        sources.append(_Dense(mask, problem, blocks))
+    pairs = _band_intervals(problem)
+    if pairs:
+        table = intervals.tile_table(pairs, problem.n_queries, blocks.rows, blocks.keys)
+        sources.append(_Intervals(pairs, table, blocks, problem))
+    return sources
+
+
+def _band_intervals(problem: Problem) -> list:
+    band = problem.band
+    if band is None:
+        return []
+    return intervals.band_intervals(problem.n_queries, problem.n_keys, band.left, band.right, band.offset)
+
+
+def _chunks(states: np.ndarray, blocks: Blocks, n_keys: int) -> list[Chunk]:
+    """Group the visible tiles of a row tile by chunk."""
+    chunks = []
+    visible, codes = np.flatnonzero(states).tolist(), states.tolist()
+    start = 0
+    while start < len(visible):
+        index = visible[start] // blocks.chunk
+        stop = start + 1
+        while stop < len(visible) and visible[stop] // blocks.chunk == index:
+            stop += 1
+        runs: list[list[int]] = []
+        for slot, tile in enumerate(visible[start:stop]):
+            if runs and runs[-1][0] + runs[-1][2] == tile:
+                runs[-1][2] += 1
+            else:
+                runs.append([tile, slot, 1])
+        partial = tuple((tile, slot) for slot, tile in enumerate(visible[start:stop]) if codes[tile] == PARTIAL)
+        padding = max(0, (visible[stop - 1] + 1) * blocks.keys - n_keys)
+        chunks.append(Chunk(index, stop - start, tuple(tuple(run) for run in runs), partial, padding))
+        start = stop
+    return chunks
