@@ -52,8 +52,8 @@ struct Product {  // __half, __nv_bfloat16; loads run one 16-column block of B, 
             if (block == 0 && step + ahead < length / 16) load_a(step + ahead);
 #pragma unroll
             for (int m = 0; m < tiles_m; ++m) {
-                Mma<Elem>::mma(acc[m][2 * block], fa[step % (1 + ahead)][m], fb[i % 2][0], fb[i % 2][1]);
-                Mma<Elem>::mma(acc[m][2 * block + 1], fa[step % (1 + ahead)][m], fb[i % 2][2], fb[i % 2][3]);
+                Mma<E>::mma(acc[m][2 * block], fa[step % (1 + ahead)][m], fb[i % 2][0], fb[i % 2][1]);
+                Mma<E>::mma(acc[m][2 * block + 1], fa[step % (1 + ahead)][m], fb[i % 2][2], fb[i % 2][3]);
             }
         }
     }
