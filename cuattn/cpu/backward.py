@@ -271,7 +271,7 @@ class _Worker:
         if self._dropout is not None:
             self._dropout.zero(p, dropped)
         if dbias is not None:
-            dbias.add(target, chunk, ds[0])
+            dbias.add(target, item.row_tile, chunk, ds[0])
         self._scores.differentiate_softcap(ds)
 
     def _write_dq(self, stack: _Stack, item: Item) -> None:

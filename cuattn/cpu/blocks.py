@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cuattn.masks import BlockMask
 from cuattn.problem import Problem
 
-__all__ = ["Blocks", "choose", "stack_shape"]
+__all__ = ["Blocks", "choose", "is_plain", "stack_shape"]
 
 _UNIT = 16  # blocks are multiples of it: whole vector registers, and whole blocks of the dropout generator
 _SMALL_PRODUCT = 1_000_000  # OpenBLAS multiplies matrices of at most 100 ** 3 multiplications without packing them
@@ -47,7 +47,7 @@ def choose(problem: Problem, mask: object = None) -> Blocks:
     key_tiles = max(1, -(-problem.n_keys // keys))
     itemsize = problem.stat_dtype.itemsize
     row_tiles = max(1, -(-problem.n_queries // rows))
-    stack = min(_STACK, row_tiles) if _plain(problem) else 1
+    stack = min(_STACK, row_tiles) if is_plain(problem) else 1
     chunk = max(1, min(key_tiles, _CHUNK_BYTES // (stack * rows * keys * itemsize)))
     chunk = -(-key_tiles // -(-key_tiles // chunk))
     panel = max(1, _PANEL_BYTES // (keys * depth * itemsize * chunk)) * chunk
@@ -62,7 +62,7 @@ def stack_shape(problem: Problem, blocks: Blocks, row_tile: int) -> tuple[int, i
     return min(blocks.stack, -(-left // blocks.rows)), blocks.rows
 
 
-def _plain(problem: Problem) -> bool:
+def is_plain(problem: Problem) -> bool:
     """Whether all row tiles see the same, and nothing but products enters the scores."""
     return problem.mask is problem.band is problem.bias is problem.softcap is None and not problem.dropout
 

@@ -119,17 +119,18 @@ class BiasSum:
 
     def open(self, head: Head, row_tile: int) -> np.ndarray:
         """Return what :meth:`add` adds the derivatives of a row tile to."""
-        count = min(self._blocks.rows, self._problem.n_queries - row_tile * self._blocks.rows)
-        rows = self._sum.rows(head, row_tile, count)
+        rows = self._sum.rows(head, row_tile, self._rows_of(row_tile))
         if not self._whole:
             return np.zeros_like(rows)
         self._sum.wait(head, row_tile)
         return rows
 
-    def add(self, target: np.ndarray, chunk: Chunk, ds: np.ndarray) -> None:
+    def _rows_of(self, row_tile: int) -> int:
+        return min(self._blocks.rows, self._problem.n_queries - row_tile * self._blocks.rows)
+
+    def add(self, target: np.ndarray, row_tile: int, chunk: Chunk, ds: np.ndarray) -> None:
         """Add the derivatives of a chunk of scores, (chunk.count, keys, rows)."""
-        keys, n_keys, rows = self._blocks.keys, self._problem.n_keys, ds.shape[-1]
-        rows = len(target) if self._whole else min(rows, self._problem.n_queries)
+        keys, n_keys, rows = self._blocks.keys, self._problem.n_keys, self._rows_of(row_tile)
         for tile, slot, count in chunk.runs:
             start, stop = tile * keys, min((tile + count) * keys, n_keys)
             part = ds[slot : slot + count].reshape(-1, ds.shape[-1])[: stop - start, :rows].T

@@ -1,0 +1,143 @@
+"""Threads: the dispatcher, the BLAS setting, errors, and turns."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from threadpoolctl import threadpool_info, threadpool_limits
+
+import cuattn
+from cuattn.cpu import threads
+from cuattn.cpu.turns import Aborted, Turns
+
+
+def blas_threads():
+    return [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
+
+
+@given(sizes=st.lists(st.integers(0, 9), max_size=6), workers=st.integers(1, 4))
+def test_every_item_is_handed_out_once_and_in_order_within_its_group(sizes, workers):
+    prepared, done = [], []
+
+    def prepare(group, item):
+        prepared.append((group, item))
+        return group, item
+
+    threads.run(threads.Dispatcher(sizes), prepare, lambda: done.append, workers)
+    everything = [(group, item) for group, size in enumerate(sizes) for item in range(size)]
+    assert sorted(done) == sorted(prepared) == everything
+    for group in range(len(sizes)):
+        items = [item for g, item in prepared if g == group]
+        assert items == sorted(items)
+
+
+def test_a_thread_stays_in_its_group_then_opens_the_next_then_helps():
+    dispatcher = threads.Dispatcher([3, 2])
+    take = lambda group: dispatcher.take(group, lambda group, item: item)  # noqa: E731
+    assert take(None) == (0, 0)
+    assert take(0) == (0, 1)
+    assert take(None) == (1, 0)
+    assert take(1) == (1, 1)
+    assert take(1) == (0, 2)
+    assert take(0) is None
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_first_error_of_any_thread_is_raised_and_blas_gets_its_threads_back(workers):
+    before = blas_threads()
+
+    def worker(item):
+        assert set(blas_threads()) <= {1, *before}
+        if item == 5:
+            raise ValueError("five")
+
+    aborted = []
+    with pytest.raises(ValueError, match="five"):
+        threads.run(
+            threads.Dispatcher([20]), lambda group, item: item, lambda: worker, workers, lambda: aborted.append(1)
+        )
+    assert aborted
+    assert blas_threads() == before
+
+
+def test_concurrent_calls_leave_the_blas_setting_as_it_was():
+    x = np.random.default_rng(0).standard_normal((4, 300, 32), np.float32)
+    expected = cuattn.attention(x, x, x)
+    with threadpool_limits(2, user_api="blas"):
+        before = blas_threads()
+        results = []
+        callers = [
+            threading.Thread(target=lambda: results.append([cuattn.attention(x, x, x) for _ in range(5)]))
+            for _ in range(3)
+        ]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        assert blas_threads() == before
+    assert len(results) == 3
+    for result in results:
+        for o in result:
+            np.testing.assert_array_equal(o, expected)
+
+
+def test_workers_are_as_many_as_blas_threads():
+    for count in (1, 2):
+        with threadpool_limits(count, user_api="blas"):
+            assert threads.worker_count() == count
+            with threads.single_threaded_blas():
+                assert threads.worker_count() == count
+                assert 1 in blas_threads()
+
+
+def test_turns_come_in_order():
+    turns, passed, seen = Turns(), [0], []
+
+    def take(number):
+        turns.wait(passed, 0, number)
+        seen.append(number)
+        turns.give(passed, 0)
+
+    waiting = [threading.Thread(target=take, args=(n,)) for n in (3, 1, 2)]
+    for thread in waiting:
+        thread.start()
+    take(0)
+    for thread in waiting:
+        thread.join()
+    assert seen == [0, 1, 2, 3]
+
+
+def test_an_abort_wakes_those_who_wait():
+    turns, caught = Turns(), []
+
+    def wait():
+        try:
+            turns.wait([0], 0, 7)
+        except Aborted:
+            caught.append(True)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    turns.abort()
+    thread.join()
+    assert caught == [True]
+
+
+def test_an_error_in_the_backward_wakes_the_threads_that_wait(monkeypatch):
+    from cuattn.cpu.sums import KeySum
+
+    add = KeySum.add
+
+    def failing(self, chunk, number, parts):
+        if number == 2:
+            raise MemoryError("no room")
+        add(self, chunk, number, parts)
+
+    x = np.random.default_rng(0).standard_normal((1, 1200, 16), np.float32)
+    fwd = cuattn.forward(x, x, x, is_causal=True)
+    monkeypatch.setattr(KeySum, "add", failing)
+    monkeypatch.setattr(threads, "useful", lambda problem, blocks: 3)
+    with pytest.raises(MemoryError, match="no room"):
+        cuattn.backward(x, x, x, x, fwd, is_causal=True)
