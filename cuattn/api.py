@@ -134,7 +134,7 @@ def forward(
 
     Parameters
     ----------
-    q, k, v, mask, bias, is_causal, window, scale, softcap, dropout_p, rng, enable_gqa, precision, kernel
+    q, k, v, mask, bias, is_causal, window, scale, softcap, dropout_p, rng, enable_gqa, precision, kernel : various
         As in :func:`attention`.
     out_dtype : dtype, optional
         float32 keeps o unrounded, for :func:`merge`; by default q's dtype.
@@ -202,11 +202,11 @@ def backward(
     ----------
     do : array, (..., Hq, Nq, dv)
         Gradient with respect to o, of q's dtype.
-    q, k, v
+    q, k, v : array
         The forward's operands.
     fwd : Forward
         The forward's result, or any ``(o, l, m, rng_state)``: merged over shards, say.
-    mask, bias, is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel
+    mask, bias, is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel : various
         The forward's arguments, see :func:`attention`.  Dropout is replayed from ``fwd.rng_state``.
     deterministic : bool, default False
         Make the gradients bitwise reproducible.
@@ -235,7 +235,7 @@ def backward(
     >>> import numpy as np, cuattn
     >>> q = np.ones((4, 16), np.float32)
     >>> fwd = cuattn.forward(q, q, q)
-    >>> cuattn.backward(np.ones_like(fwd.o), q, q, q, fwd).dv[0, :3]
+    >>> cuattn.backward(np.ones_like(fwd.o), q, q, q, fwd).dv[0, :3].round(6)
     array([1., 1., 1.], dtype=float32)
     """
     if not isinstance(fwd, (tuple, list)) or len(fwd) != 4:
@@ -340,9 +340,11 @@ def plan(
 
     Parameters
     ----------
-    q, k, v, mask, bias, is_causal, window, scale, softcap, dropout_p, rng, enable_gqa, precision, kernel, out_dtype
+    q, k, v, mask, bias, is_causal, window, scale, softcap, dropout_p, rng, enable_gqa : various
         As in :func:`forward`.
-    deterministic
+    precision, kernel, out_dtype : various
+        As in :func:`forward`.
+    deterministic : bool
         As in :func:`backward`.
     direction : {"forward", "backward"}
         Which of the two to plan.
