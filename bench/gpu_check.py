@@ -1,16 +1,20 @@
 """Run the tests marked ``gpu`` on a GPU and write what they gave to ``bench/results/gpu-tests.json``.
 
-    python bench/gpu_check.py [--full] [--kernels-tree ID --cuattn-tree ID --tests-tree ID] [-- pytest arguments]
+    python bench/gpu_check.py [--full] [--workers N] [--kernels-tree ID --cuattn-tree ID --tests-tree ID] [-- pytest arguments]
 
 The report names the device, the versions, the counts, the failures and the git tree ids of kernels/, cuattn/ and
 tests/, so that a reader can tell which files were tested.  The ids are read from git here, or handed in where the copy
 has no .git.  With ``--full`` the product of all features runs, and property tests look at more examples.
+
+Compiling kernels and computing oracles keeps processors busier than the GPU, so with pytest-xdist installed the tests
+run in several processes, each with one BLAS thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import pathlib
@@ -26,6 +30,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 REPORT = ROOT / "bench" / "results" / "gpu-tests.json"
 TREES = ("kernels", "cuattn", "tests")
 FULL_EXAMPLES = "400"
+EXAMPLES = "20"  # of each property: every example may compile kernels of its own
 
 
 class Collector:
@@ -104,11 +109,18 @@ def main(arguments: list[str] | None = None) -> int:
     for name in TREES:
         parser.add_argument(f"--{name}-tree", default=None, help=f"git tree id of {name}/ where the copy has no .git")
     parser.add_argument("--full", action="store_true", help="all variants, more examples")
+    parser.add_argument(
+        "--workers", type=int, default=max((os.cpu_count() or 2) - 1, 1), help="processes, with pytest-xdist"
+    )
     parser.add_argument("pytest", nargs="*", help="further pytest arguments, after --")
     options = parser.parse_args(arguments)
+    os.environ.setdefault("CUATTN_EXAMPLES", FULL_EXAMPLES if options.full else EXAMPLES)
     if options.full:
-        os.environ["CUATTN_EXAMPLES"] = FULL_EXAMPLES
         os.environ["CUATTN_FULL"] = "1"
+    parallel = []
+    if options.workers > 1 and importlib.util.find_spec("xdist"):
+        os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+        parallel = ["-n", str(options.workers)]
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -117,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
         collector = Collector(progress)
         # Without the terminal plugin its options do not exist either, those of pyproject.toml included.
         quiet = ["-p", "no:terminal", "-o", "addopts=", "--strict-markers"]
-        chosen = [*quiet, "-m", "gpu", *(options.pytest or ["tests"])]
+        chosen = [*quiet, *parallel, "-m", "gpu", *(options.pytest or ["tests"])]
         status = int(pytest.main(chosen, plugins=[collector]))
     report = {
         "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -33,6 +33,7 @@ def run(qkv, options, **more):
     import cupy
 
     arrays = [x if isinstance(x, cupy.ndarray) else cupy.asarray(x) for x in qkv]
+    options = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
     result = cuattn.forward(*arrays, kernel="sm90", **options, **more)
     return result.o.get(), result.l.get(), result.m.get()
 
@@ -47,9 +48,7 @@ OWN = [
     Case("hopper float16 softcap", dtype=F16, head_dim=128, options={"softcap": 3.0, "is_causal": "top_left"}),
     Case("hopper columns", heads=40, kv_heads=40, n_queries=700, n_keys=900, head_dim=128, mask=columns_of),
     Case("hopper columns d256", n_queries=300, n_keys=400, head_dim=256, mask=columns_of),
-    Case(
-        "hopper columns window", n_queries=500, n_keys=500, mask=columns_of, options={"window": (99, 40)}
-    ),
+    Case("hopper columns window", n_queries=500, n_keys=500, mask=columns_of, options={"window": (99, 40)}),
     Case("hopper blocks", n_queries=500, n_keys=600, head_dim=128, mask=blocks_of(128, 128)),
     Case(
         "hopper small blocks", n_queries=500, n_keys=600, mask=blocks_of(24, 40), options={"dropout_p": 0.3, "rng": 7}
