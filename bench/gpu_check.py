@@ -1,6 +1,6 @@
 """Run the tests marked ``gpu`` on a GPU and write what they gave to ``bench/results/gpu-tests.json``.
 
-    python bench/gpu_check.py [--full] [--workers N] [--kernels-tree ID --cuattn-tree ID --tests-tree ID] [-- pytest arguments]
+    python bench/gpu_check.py [--full] [--workers N] [--{kernels,cuattn,tests}-tree ID] [-- pytest arguments]
 
 The report names the device, the versions, the counts, the failures and the git tree ids of kernels/, cuattn/ and
 tests/, so that a reader can tell which files were tested.  The ids are read from git here, or handed in where the copy
