@@ -19,9 +19,7 @@ def run(qkv, options, **more):
     """Run ``cuattn.forward`` on the portable kernel; NumPy in, NumPy out."""
     import cupy
 
-    options = {
-        name: cupy.asarray(value) if isinstance(value, np.ndarray) else value for name, value in options.items()
-    }
+    options = {name: cupy.asarray(value) if isinstance(value, np.ndarray) else value for name, value in options.items()}
     arrays = [x if isinstance(x, cupy.ndarray) else cupy.asarray(x) for x in qkv]
     result = cuattn.forward(*arrays, kernel="sm80", **options, **more)
     return result.o.get(), result.l.get(), result.m.get()
