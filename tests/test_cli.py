@@ -385,6 +385,7 @@ def test_report_alone(quick, capsys):
 
 
 @pytest.mark.parametrize("case", check.CASES, ids=lambda case: f"{case.name} {np.dtype(case.dtype)}")
+@pytest.mark.filterwarnings("error")
 def test_a_wrong_result_is_off(quick, monkeypatch, capsys, case):
     right = cuattn.backward
 
@@ -414,6 +415,12 @@ def test_failures_and_missing_features_are_told_apart(quick, monkeypatch, capsys
     monkeypatch.setattr(cuattn, "forward", unsupported)
     assert main([]) == 1  # nothing was checked
     assert "not on this device" in capsys.readouterr().out
+
+
+def test_float64_is_not_judged_by_itself(monkeypatch):
+    monkeypatch.setattr(textbook, "EXTENDED", False)
+    case = next(case for case in check.CASES if case.dtype is np.float64)
+    assert [row.verdict for row in check.check(case, HOST)] == ["not checked"]
 
 
 def test_not_a_number_is_off():

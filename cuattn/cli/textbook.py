@@ -8,7 +8,10 @@ difference of the two is what a user would get from a chain of array operations,
 import ml_dtypes
 import numpy as np
 
-__all__ = ["allowed", "solve", "worst"]
+__all__ = ["EXTENDED", "allowed", "solve", "worst"]
+
+EXTENDED = bool(np.finfo(np.longdouble).eps < np.finfo(np.float64).eps)
+"""Whether there is anything more precise than float64 here to judge float64 by."""
 
 
 def solve(q, k, v, do, *, visible, keep, keep_scale, bias, scale, softcap, exact):
