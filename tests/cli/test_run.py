@@ -1,0 +1,252 @@
+"""Attention on files: arrays in and out, options, complaints."""
+
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import cuattn
+from cuattn import masks
+from cuattn.cli import devices, files, main
+from tests.cli.helpers import BFLOAT16, ROOT, problem, run, save
+
+# Files
+
+
+def refused(capsys, *words):
+    """Run the command, expect exit code 2 and return its one line of complaint."""
+    assert main(["run", *map(str, words)]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("computing on")]
+    assert len(lines) == 1
+    assert lines[0].startswith("cuattn: error: ")
+    return lines[0]
+
+
+@given(
+    hnp.array_shapes(min_dims=0, min_side=0),
+    st.sampled_from(["float16", "bfloat16", "float32", "float64"]),
+    st.sampled_from(["<", ">"]),
+    st.booleans(),
+)
+def test_files_round_trip(tmp_path_factory, shape, dtype, order, fortran):
+    path = tmp_path_factory.getbasetemp() / "round-trip.npz"
+    array = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+    stored = array.view(np.uint16) if dtype == "bfloat16" else array
+    stored = np.asarray(stored, order="F" if fortran else "C").astype(stored.dtype.newbyteorder(order))
+    np.savez_compressed(path, q=stored, mask=array > 1, dtype=np.array(dtype))
+    arrays = files.read(str(path), ("q",))
+    assert list(arrays) == ["q", "mask"]
+    assert arrays["q"].dtype == array.dtype
+    assert arrays["q"].dtype.isnative
+    assert np.array_equal(arrays["q"], array)
+    files.write(str(path), {"q": arrays["q"], "bias": None, "mask": arrays["mask"]})
+    again = files.read(str(path), ())
+    assert again["q"].dtype == array.dtype
+    assert np.array_equal(again["q"], array)
+
+
+def test_bfloat16_saved_without_the_detour_is_understood(tmp_path):
+    array = np.arange(6).astype(BFLOAT16)
+    np.savez(tmp_path / "x.npz", q=array, dtype=np.array([b"bfloat16"]))
+    assert np.array_equal(files.read(str(tmp_path / "x.npz"), ())["q"], array)
+
+
+def bad_files(folder):
+    """Yield files that cannot be a problem, with a word of the complaint that each must cause."""
+    good = {name: array[0] for name, array in problem().items()}
+    yield folder / "absent.npz", "No such file"
+    yield folder, "directory"
+    for name, content in (("empty.npz", b""), ("text.npz", b"q = 1\n")):
+        (folder / name).write_bytes(content)
+        yield folder / name, "not an .npz file"
+    np.save(folder / "array.npy", good["q"])
+    yield folder / "array.npy", "not an .npz file"
+    whole = pathlib.Path(save(folder / "whole.npz", **good)).read_bytes()
+    (folder / "short.npz").write_bytes(whole[: len(whole) // 2])
+    yield folder / "short.npz", "not an .npz file"
+    damaged = bytearray(whole)
+    damaged[200:2000] = bytes(1800)
+    (folder / "damaged.npz").write_bytes(damaged)
+    yield folder / "damaged.npz", "cannot be read"
+    np.savez(folder / "object.npz", **{**good, "v": np.array([{}, None])})
+    yield folder / "object.npz", "allow_pickle"
+    no_kv = {name: good[name] for name in ("q", "do")}
+    yield save(folder / "missing.npz", **no_kv), "has no k and no v; it holds q, do"
+    yield save(folder / "unknown.npz", **good, masks=good["q"]), "entries ['masks']"
+    yield save(folder / "words.npz", **{**good, "k": good["k"].view(np.uint32).astype(np.uint16)}), "k has dtype uint16"
+    np.savez(folder / "says.npz", **good, dtype="float16")
+    yield folder / "says.npz", "the entry dtype says 'float16'"
+    np.savez(folder / "twice.npz", **good, dtype=np.array(["float32", "float32"]))
+    yield folder / "twice.npz", "expected one string"
+    np.savez(folder / "number.npz", **good, dtype=np.array(32))
+    yield folder / "number.npz", "expected one string"
+    yield save(folder / "ints.npz", **{**good, "q": good["q"].astype(np.int64)}), "q"
+    yield save(folder / "shape.npz", **{**good, "v": good["v"][:, :5]}), "v"
+    yield save(folder / "vector.npz", **{**good, "q": good["q"][0, 0]}), "q"
+
+
+def test_bad_files_get_one_clear_line(tmp_path, capsys):
+    for path, complaint in bad_files(tmp_path):
+        line = refused(capsys, path, "--output", tmp_path / "out.npz", "--backward")
+        assert complaint in line
+        assert not (tmp_path / "out.npz").exists()
+
+
+def test_outputs_that_cannot_be_written_are_refused_before_computing(tmp_path, capsys, monkeypatch):
+    path = save(tmp_path / "in.npz", **problem())
+    monkeypatch.setattr(cuattn, "forward", lambda *args, **options: pytest.fail("computed"))
+    for output in (tmp_path, tmp_path / "absent" / "out.npz"):
+        assert "--output" in refused(capsys, path, "--output", output)
+
+
+def test_a_failed_write_leaves_the_old_file_alone(tmp_path, capsys, monkeypatch):
+    def fail(file, **arrays):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    path = save(tmp_path / "in.npz", **problem())
+    (tmp_path / "out.npz").write_bytes(b"old")
+    monkeypatch.setattr(np, "savez", fail)
+    assert "No space left" in refused(capsys, path, "--output", tmp_path / "out.npz")
+    assert (tmp_path / "out.npz").read_bytes() == b"old"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["in.npz", "out.npz"]
+
+
+# Results
+
+
+@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32, np.float64])
+def test_run_writes_what_the_api_returns(tmp_path, dtype):
+    arrays = problem(dtype)
+    bias = np.random.default_rng(1).standard_normal((3, 24, 1)).astype(dtype)
+    mask = np.random.default_rng(2).random((24, 24)) < 0.7
+    written = run(tmp_path, {**arrays, "bias": bias, "mask": mask}, "--backward", "--scale", "0.3")
+    q, k, v, do = arrays.values()
+    fwd = cuattn.forward(q, k, v, bias=bias, mask=mask, scale=0.3)
+    grads = cuattn.backward(do, q, k, v, fwd, bias=bias, mask=mask, scale=0.3)
+    expected = {"o": fwd.o, "l": fwd.l, "m": fwd.m, **grads._asdict()}
+    if dtype == BFLOAT16:
+        assert str(written.pop("dtype")) == "bfloat16"
+        expected = {name: a.view(np.uint16) if a.dtype == BFLOAT16 else a for name, a in expected.items()}
+    assert written.keys() == expected.keys()
+    for name, value in expected.items():
+        assert written[name].dtype == value.dtype
+        assert np.array_equal(written[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("words", "keywords"),
+    [
+        ("--causal", {"is_causal": True}),
+        ("--causal bottom_right", {"is_causal": "bottom_right"}),
+        ("--window 3 1", {"window": (3, 1)}),
+        ("--window none 0 top_left", {"window": (None, 0, "top_left")}),
+        ("--softcap 2.5 --deterministic", {"softcap": 2.5}),
+        ("--mask sliding_window 4", {"mask": masks.sliding_window(24, 4)}),
+        ("--mask causal_document 10 14 --causal", {"mask": masks.causal_document([10, 14]), "is_causal": True}),
+        ("--kernel cpu --out-dtype float32", {"kernel": "cpu"}),
+        ("--device cpu", {}),
+    ],
+)
+def test_options_mean_the_keyword_of_the_same_name(tmp_path, words, keywords):
+    arrays = problem()
+    written = run(tmp_path, arrays, "--backward", *words.split())
+    q, k, v, do = arrays.values()
+    fwd = cuattn.forward(q, k, v, **keywords)
+    assert np.array_equal(written["o"], fwd.o)
+    assert np.array_equal(written["dk"], cuattn.backward(do, q, k, v, fwd, **keywords).dk)
+    assert "dbias" not in written
+    assert "rng_state" not in written
+
+
+def test_grouped_heads_and_unrounded_output(tmp_path):
+    arrays = problem(np.float16)
+    arrays["k"], arrays["v"] = arrays["k"][:, :1].repeat(1, 1), arrays["v"][:, :1]
+    arrays["q"] = np.concatenate([arrays["q"], arrays["q"]], axis=1)
+    arrays["k"], arrays["v"] = (np.concatenate([arrays[name]] * 2, axis=1) for name in "kv")
+    written = run(tmp_path, arrays, "--enable-gqa", "--out-dtype", "float32")
+    assert written["o"].dtype == np.float32
+    expected = cuattn.forward(arrays["q"], arrays["k"], arrays["v"], enable_gqa=True, out_dtype=np.float32).o
+    assert np.array_equal(written["o"], expected)
+
+
+def test_dropout_keeps_its_state_and_repeats_it(tmp_path):
+    arrays = problem()
+    words = ["--dropout-p", "0.25", "--backward"]
+    first = run(tmp_path, arrays, *words)
+    assert first["rng_state"].dtype == np.uint64
+    seed, offset = map(str, first["rng_state"])
+    again = run(tmp_path, arrays, *words, "--seed", seed, "--offset", offset)
+    assert all(np.array_equal(first[name], again[name]) for name in first)
+    other = run(tmp_path, arrays, *words, "--seed", seed, "--offset", "9")
+    assert not np.array_equal(first["o"], other["o"])
+
+
+def test_the_output_may_replace_the_input(tmp_path):
+    path = save(tmp_path / "x.npz", **problem())
+    assert main(["run", path, "--output", path]) == 0
+    with np.load(path) as file:
+        assert set(file.files) == {"o", "l", "m"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.npz"]
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("--mask causal", "expected one mask"),
+        ("--window 3 x", "--window has a side 'x'"),
+        ("--window 3", "window"),
+        ("--window 3 -1", "window"),
+        ("--window 3 1 middle", "alignment"),
+        ("--offset 3", "without --seed"),
+        ("--dropout-p 1.5", "dropout_p"),
+        ("--dropout-p 0.5 --seed -1", "seed"),
+        ("--scale nan", "scale"),
+        ("--softcap 0", "softcap"),
+        ("--device cuda --kernel cpu", "kernel"),
+    ],
+)
+def test_bad_options_get_one_clear_line(tmp_path, capsys, words, complaint):
+    path = save(tmp_path / "in.npz", **problem(), mask=np.ones((24, 24), bool))
+    assert complaint in refused(capsys, path, "--output", tmp_path / "out.npz", *words.split())
+
+
+def test_the_parser_itself_exits_with_2(capsys):
+    for words in (["run"], ["run", "x.npz"], ["walk"], ["run", "x.npz", "--output", "y.npz", "--causal", "maybe"]):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == 2
+
+
+# As a user starts it
+
+
+def test_the_module_runs(tmp_path):
+    path = save(tmp_path / "in.npz", **problem())
+    words = ["run", path, "--output", str(tmp_path / "out.npz"), "--causal", "--backward"]
+    done = subprocess.run([sys.executable, "-m", "cuattn", *words], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "dq (2, 3, 24, 8) float32" in done.stdout
+    done = subprocess.run([sys.executable, "-m", "cuattn", "run", "absent.npz", "--output", "x.npz"],
+                          capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "cuattn: error: absent.npz cannot be read: No such file or directory\n"
+
+
+@pytest.mark.gpu
+def test_gpu_self_check_and_run(tmp_path):
+    pytest.importorskip("cupy")
+    assert devices.best().backend == "cuda"
+    assert main([]) == 0
+    arrays = problem(np.float16, (2, 3, 200, 64))
+    device = run(tmp_path, arrays, "--backward", "--device", "cuda", "--causal")
+    host = run(tmp_path, arrays, "--backward", "--device", "cpu", "--causal")
+    assert {name: (a.shape, a.dtype) for name, a in device.items()} == {n: (a.shape, a.dtype) for n, a in host.items()}

@@ -1,0 +1,230 @@
+"""Arrays on a GPU: with stand-ins for what a machine without one lacks, and for real."""
+
+import gc
+import sys
+import types
+import weakref
+
+import numpy as np
+import pytest
+
+from cuattn.errors import DtypeError, UnsupportedError
+from cuattn.interop import enter, torch_tensors
+from tests.interop.helpers import BFLOAT16, FLOATS, Producer, library, one
+
+# CUDA, with stand-ins for what a machine without a GPU lacks
+
+
+class CudaTensor:
+    """Looks like a CUDA tensor and holds a CPU one."""
+
+    is_cpu, is_cuda, requires_grad, is_nested = False, True, False, False
+
+    def __init__(self, tensor, index=1):
+        self.tensor, self.index = tensor, index
+
+    def __getattr__(self, name):
+        return getattr(self.tensor, name)
+
+    def get_device(self):
+        return self.index
+
+
+@pytest.fixture
+def cuda_torch(monkeypatch):
+    """The real torch, in which CudaTensor counts as a tensor."""
+    torch = library("torch")
+    fake = types.ModuleType("torch")
+    fake.__dict__.update(vars(torch))
+    fake.Tensor = CudaTensor
+    fake.version = types.SimpleNamespace(cuda="13.0")
+    fake.cuda = types.SimpleNamespace(current_stream=lambda index: types.SimpleNamespace(cuda_stream=700 + index))
+    fake.from_dlpack = lambda capsule: ("tensor", capsule)
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    return torch
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_cuda_tensor_becomes_a_cupy_array_over_its_memory(cuda_torch, dtype):
+    cupy = library("cupy")
+    x = cuda_torch.zeros(4, 6, dtype=getattr(cuda_torch, dtype))[1:, ::2]
+    fake = CudaTensor(x)
+    array, home = one(fake)
+    assert isinstance(array, cupy.ndarray)
+    assert array.dtype == (BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype))
+    assert (array.shape, array.data.ptr, array.data.device_id) == (tuple(x.shape), x.data_ptr(), 1)
+    assert array.strides == tuple(array.itemsize * step for step in x.stride())
+    assert (home.kind, home.backend, home.device) == ("torch", "cuda", 1)
+    alive = weakref.ref(fake)
+    del fake, home
+    gc.collect()
+    assert alive() is not None
+    del array
+    gc.collect()
+    assert alive() is None
+
+
+def test_results_go_to_torch_without_synchronisation(cuda_torch):
+    library("cupy")
+    _, home = one(CudaTensor(cuda_torch.zeros(3)))
+    result = types.SimpleNamespace(__dlpack__=lambda *, stream: ("capsule", stream))
+    assert home.leave(result) == ("tensor", ("capsule", -1))
+
+
+def test_tensors_on_different_gpus_are_refused(cuda_torch):
+    library("cupy")
+    x = cuda_torch.zeros(3)
+    with pytest.raises(DtypeError, match=r"k is .* on CUDA device 1, but q is .* on CUDA device 0"):
+        enter({"q": CudaTensor(x, 0), "k": CudaTensor(x, 1)})
+
+
+@pytest.mark.parametrize(("cuda", "extras"), [("13.0", ["cuda13"]), ("12.8", ["cuda12"]), (None, ["cuda13", "cuda12"])])
+def test_a_cuda_tensor_without_cupy_says_what_to_install(cuda_torch, monkeypatch, cuda, extras):
+    sys.modules["torch"].version.cuda = cuda
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(UnsupportedError, match="importing CuPy failed") as caught:
+        one(CudaTensor(cuda_torch.zeros(3)))
+    commands = [f'pip install "cuattn[{extra}]"' for extra in extras]
+    assert [command for command in commands if command in str(caught.value)] == commands
+    assert str(caught.value).count("pip install") == len(extras)
+
+
+class Recorder:
+    """A stand-in for cupy.cuda that records what is made current, in order."""
+
+    def __init__(self):
+        self.events = []
+        events = self.events
+
+        class Entered:
+            def __init__(self, label):
+                self.label = label
+
+            def __enter__(self):
+                events.append(("enter", self.label))
+
+            def __exit__(self, *exception):
+                events.append(("exit", self.label))
+
+        class Stream(Entered):
+            @classmethod
+            def from_external(cls, stream):
+                return cls(stream.__cuda_stream__())
+
+        self.Device, self.Stream = Entered, Stream
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    recorder = Recorder()
+    cupy = types.ModuleType("cupy")
+    cupy.cuda = types.ModuleType("cupy.cuda")
+    cupy.cuda.Device, cupy.cuda.Stream = recorder.Device, recorder.Stream
+    cupy.cuda.UnownedMemory = cupy.cuda.MemoryPointer = lambda *values: values
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
+    torch_tensors._cupy_stream.cache_clear()
+
+    class ndarray:
+        dtype, data = np.dtype(np.float32), types.SimpleNamespace(device_id=3)
+
+        def __init__(self, *values):
+            pass
+
+        def __dlpack__(self, **options):
+            raise NotImplementedError
+
+    cupy.ndarray = ndarray
+    cupy.from_dlpack = lambda value: ndarray()
+    yield recorder
+    torch_tensors._cupy_stream.cache_clear()
+
+
+def test_scope_makes_the_tensors_device_and_torch_stream_current(cuda_torch, recorder):
+    _, home = one(CudaTensor(cuda_torch.zeros(3)))
+    with home.scope(), pytest.raises(ZeroDivisionError), home.scope():
+        _ = 1 / 0
+    inside = [("enter", 1), ("enter", (0, 701)), ("enter", 1), ("enter", (0, 701))]
+    assert recorder.events == [*inside, *(("exit", label) for _, label in reversed(inside))]
+
+
+def test_scope_of_cupy_arrays_keeps_the_current_stream(recorder):
+    array = sys.modules["cupy"].ndarray()
+    taken, home = one(array)
+    assert taken is array
+    assert (home.kind, home.backend, home.device) == ("cupy", "cuda", 3)
+    assert home.leave(array) is array
+    with home.scope():
+        pass
+    assert recorder.events == [("enter", 3), ("exit", 3)]
+
+
+def test_other_cuda_producers_go_through_cupy(recorder):
+    array, home = one(Producer(None, device=(2, 3)))
+    assert isinstance(array, sys.modules["cupy"].ndarray)
+    assert (home.backend, home.device) == ("cuda", 3)
+    assert home.leave(array) is array
+
+
+# On a real GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gpu_torch_round_trip(dtype):
+    torch, cupy = library("torch"), library("cupy")
+    x = torch.arange(24, device="cuda").reshape(4, 6).to(getattr(torch, dtype))[1:, ::2]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        array, home = one(x)
+        assert array.data.ptr == x.data_ptr()
+        with home.scope():
+            assert cupy.cuda.get_current_stream().ptr == stream.cuda_stream
+            result = cupy.ascontiguousarray(array)
+            back = home.leave(result)
+    stream.synchronize()
+    assert (back.dtype, back.device, back.data_ptr()) == (x.dtype, x.device, result.data.ptr)
+    assert torch.equal(back, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gpu_cupy_is_itself(dtype):
+    cupy = library("cupy")
+    x = cupy.zeros((3, 4), BFLOAT16 if dtype == "bfloat16" else dtype)
+    array, home = one(x)
+    assert array is x
+    with home.scope():
+        assert home.leave(array) is x
+
+
+@pytest.mark.gpu
+def test_gpu_jax_round_trip():
+    jax, cupy = library("jax"), library("cupy")
+    if jax.default_backend() != "gpu":
+        pytest.skip("JAX has no GPU here")
+    x = jax.numpy.arange(24, dtype="bfloat16").reshape(4, 6)
+    array, home = one(x)
+    assert array.data.ptr == x.unsafe_buffer_pointer()
+    with home.scope():
+        back = home.leave(cupy.copy(array))
+    assert back.devices() == x.devices()
+    assert bool((back == x).all())
+
+
+@pytest.mark.gpu
+def test_gpu_foreign_producer_is_ordered_by_the_handshake():
+    cupy = library("cupy")
+
+    class Wrapped(Producer):
+        streams = ()
+
+        def __dlpack__(self, *, stream=None, **options):
+            self.streams = (*self.streams, stream)
+            return self.array.__dlpack__(stream=stream, **options)
+
+    x = Wrapped(cupy.arange(6.0), device=(2, 0))
+    with cupy.cuda.Stream() as stream:
+        array, _ = one(x)
+        assert x.streams == (stream.ptr,)
+        assert array.data.ptr == x.array.data.ptr

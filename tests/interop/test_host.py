@@ -1,0 +1,169 @@
+"""Host arrays of every kind enter as views, and results go home as the same kind."""
+
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from cuattn.errors import DtypeError, UnsupportedError
+from cuattn.interop import enter
+from tests.interop.helpers import BFLOAT16, FLOATS, ROOT, Producer, library, one
+
+# NumPy
+
+
+@settings(max_examples=50, deadline=None)
+@given(hnp.array_shapes(min_dims=0, min_side=0), st.sampled_from([*FLOATS, "bool", "int64", "complex64", "object"]))
+def test_a_numpy_array_is_itself(shape, dtype):
+    x = np.zeros(shape, dtype)
+    array, home = one(x)
+    assert array is x
+    assert home.leave(array) is x
+    assert (home.kind, home.backend, home.device) == ("numpy", "cpu", 0)
+    with home.scope():
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+@pytest.mark.parametrize("make", [np.asmatrix, lambda x: np.lib.stride_tricks.as_strided(x, (4, 3), (0, 8))])
+def test_numpy_subclasses_and_views_share_memory(make):
+    x = make(np.arange(6.0).reshape(2, 3))
+    array, _ = one(x)
+    assert type(array) is np.ndarray
+    assert np.shares_memory(array, x)
+
+
+def test_memmap_and_read_only_arrays_are_fine(tmp_path):
+    x = np.memmap(tmp_path / "x.bin", np.float32, "w+", shape=(2, 3))
+    x.flags.writeable = False
+    array, _ = one(x)
+    assert type(array) is np.ndarray
+    assert np.shares_memory(array, x)
+    assert not array.flags.writeable
+
+
+def test_a_masked_array_is_refused_because_its_mask_would_be_lost():
+    with pytest.raises(DtypeError, match=r"k is a numpy\.ma\.MaskedArray, whose mask would be lost"):
+        one(np.ma.masked_array(np.zeros(3), [0, 1, 0]), "k")
+
+
+def test_foreign_byte_order_is_refused():
+    swapped = np.zeros(3, np.dtype(np.float32).newbyteorder())
+    with pytest.raises(DtypeError, match=r"v has dtype .* byte order of another machine"):
+        one(swapped, "v")
+
+
+@pytest.mark.parametrize("value", [None, [[1.0]], 1.0, np.float32(1), "q", object(), np.ndarray, {}, (1, 2)])
+def test_non_arrays_are_refused_by_name(value):
+    with pytest.raises(DtypeError, match=r"^q is .*; expected an array of NumPy, CuPy, PyTorch or JAX"):
+        one(value)
+
+
+def test_only_optional_arguments_may_be_none():
+    x = np.zeros((2, 3))
+    arrays, _ = enter({"q": x, "bias": None, "mask": None})
+    assert arrays == {"q": x, "bias": None, "mask": None} or arrays["q"] is x
+    assert list(arrays) == ["q", "bias", "mask"]
+    arrays, _ = enter({"q": x, "o": None}, optional={"o"})
+    assert arrays["o"] is None
+    with pytest.raises(DtypeError, match=r"^o is None"):
+        enter({"q": x, "o": None})
+    with pytest.raises(DtypeError, match="at least one array"):
+        enter({"mask": None})
+
+
+def test_none_stays_none_on_the_way_home():
+    _, home = one(np.zeros(3))
+    assert home.leave(None) is None
+
+
+# Other producers of DLPack
+
+
+def test_an_unknown_producer_is_read_in_place_and_gets_numpy_back():
+    x = np.arange(6.0).reshape(2, 3)[:, ::2]
+    array, home = one(Producer(x))
+    assert np.shares_memory(array, x)
+    assert np.array_equal(array, x)
+    assert home.leave(array) is array
+    assert home.kind == __name__.partition(".")[0]
+
+
+def test_a_producer_with_a_namespace_gets_its_own_kind_back():
+    class Named(Producer):
+        def __array_namespace__(self, api_version=None):
+            return types.SimpleNamespace(from_dlpack=Named)
+
+    x = np.arange(6.0)
+    array, home = one(Named(x))
+    back = home.leave(array)
+    assert type(back) is Named
+    assert back.array is array
+    with pytest.raises(DtypeError, match=r"k is .*Producer on the CPU, but q is .*Named on the CPU"):
+        enter({"q": Named(x), "k": Producer(x)})
+
+
+def test_bfloat16_of_an_unknown_producer_is_read_from_the_capsule():
+    torch = library("torch")
+    x = torch.arange(24, dtype=torch.bfloat16).reshape(4, 6)[1:, ::2]
+    array, home = one(Producer(x))
+    assert array.dtype == BFLOAT16
+    assert array.ctypes.data == x.data_ptr()
+    assert array.strides == tuple(2 * step for step in x.stride())
+    expected, pointer = x.float().numpy().copy(), x.data_ptr()
+    del x  # the view keeps the memory alive
+    assert np.array_equal(array.astype(np.float32), expected)
+    assert array.ctypes.data == pointer
+    assert home.leave(array) is array
+
+
+def test_unreadable_producers_get_a_clear_error():
+    torch = library("torch")
+    with pytest.raises(UnsupportedError, match="q is on a device of DLPack type 8"):
+        one(Producer(np.zeros(3), device=(8, 0)))
+    with pytest.raises(DtypeError, match="cannot be read through DLPack"):
+        one(Producer(torch.zeros(3, dtype=torch.float8_e5m2)))
+
+    class Broken(Producer):
+        def __dlpack_device__(self):
+            raise BufferError("not here")
+
+    with pytest.raises(DtypeError, match="not here"):
+        one(Broken(np.zeros(3)))
+
+
+# Mixtures
+
+
+def test_mixed_kinds_name_both_arguments():
+    torch, jax = library("torch"), library("jax")
+    kinds = {"numpy.ndarray": np.zeros(3), "torch.Tensor": torch.zeros(3), "jaxlib": jax.numpy.zeros(3)}
+    for first, x in kinds.items():
+        for second, y in kinds.items():
+            if first != second:
+                with pytest.raises(DtypeError, match=f"k is a {second}.* on the CPU, but q is a {first}.* on the CPU"):
+                    enter({"q": x, "bias": None, "k": y})
+
+
+# House rules
+
+
+def test_no_framework_is_imported_in_order_to_look():
+    script = """
+import sys
+import numpy as np
+from cuattn.interop import enter
+enter({"q": np.zeros((2, 3)), "mask": None})
+try:
+    enter({"q": [1.0]})
+except TypeError:
+    pass
+loaded = {"torch", "jax", "cupy", "scipy", "rich"} & set(sys.modules)
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
