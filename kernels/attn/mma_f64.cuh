@@ -1,8 +1,8 @@
 // The two products of the forward for float64 (attn/mma.cuh says what they are).
 //
-// The order of a contraction is free, so every lane reads pairs of neighbours, 16 bytes at once: of q and k, slots q and q + 4 of an
-// instruction are columns 2q and 2q + 1; of p and v, keys 2q and 2q + 1, which is how p lies in its accumulators.  From v a lane takes two
-// columns at once, so of two neighbouring tiles of o the first has the even columns and the second the odd ones, until `arrange`.
+// Scores are summed in the order of the columns, as the backward does.  The order of the second sum is free: slots q and q + 4 of an
+// instruction are keys 2q and 2q + 1, which is how p lies in its accumulators.  From v a lane takes two columns at once, so of two
+// neighbouring tiles of o the first has the even columns and the second the odd ones, until `arrange`.
 #pragma once
 #include "attn/mma.cuh"
 #include "ptx/mma_f64.cuh"
@@ -26,24 +26,34 @@ struct Mma<double> : PlainTiles<8> {
 #endif
     }
 
+    // A lane's elements 8 k + q and 8 k + q + 4 of row l / 4.
+    template <int row_bytes>
+    struct RowElements {
+        Lane<row_bytes, 64> lane;
+        u32 half;
+
+        __device__ __forceinline__ RowElements(u32 rows, u32 l) : lane(l / 4, l % 4 / 2), half(rows + l % 2 * 8) {}
+        __device__ __forceinline__ void get(double& first, double& second, int k, u32 below) const {
+            ptx::load_shared(first, half + lane.offset(k) + below);
+            ptx::load_shared(second, half + (lane.offset(k) ^ 32) + below);
+        }
+    };
+
     template <int m_tiles, int head_dim>
     struct QRows {
-        Lane<head_dim * 8, 64> lane;
+        RowElements<head_dim * 8> rows;
 
-        __device__ __forceinline__ QRows(u32 tile, u32, u32 first_row, u32 l) : lane(l / 4, l % 4) { lane.base += tile + first_row * head_dim * 8; }
+        __device__ __forceinline__ QRows(u32 tile, u32, u32 first_row, u32 l) : rows(tile + first_row * head_dim * 8, l) {}
         __device__ __forceinline__ void load() {}
         __device__ __forceinline__ void get(double (&a)[4], int mt, int k) const {
-            const u32 address = lane.offset(k) + mt * 16 * head_dim * 8;
-            double2 upper, lower;
-            ptx::load_shared(upper, address);
-            ptx::load_shared(lower, address + 8 * head_dim * 8);
-            a[0] = upper.x, a[1] = lower.x, a[2] = upper.y, a[3] = lower.y;
+            rows.get(a[0], a[2], k, mt * 16 * head_dim * 8);
+            rows.get(a[1], a[3], k, (mt * 16 + 8) * head_dim * 8);
         }
     };
 
     template <int m_tiles, int n_tiles, int head_dim>
     static __device__ __forceinline__ void scores(double (&s)[m_tiles][n_tiles][4], const QRows<m_tiles, head_dim>& q, u32 k_shared, u32 l) {
-        const Lane<head_dim * 8, 64> lane(l / 4, l % 4);
+        const RowElements<head_dim * 8> keys(k_shared, l);
 #pragma unroll
         for (int k = 0; k < head_dim / step; ++k) {
             double a[m_tiles][4];
@@ -51,10 +61,10 @@ struct Mma<double> : PlainTiles<8> {
             for (int mt = 0; mt < m_tiles; ++mt) q.get(a[mt], mt, k);
 #pragma unroll
             for (int n = 0; n < n_tiles; ++n) {
-                double2 b;
-                ptx::load_shared(b, k_shared + lane.offset(k) + n * 8 * head_dim * 8);
+                double b0, b1;
+                keys.get(b0, b1, k, n * 8 * head_dim * 8);
 #pragma unroll
-                for (int mt = 0; mt < m_tiles; ++mt) mma(s[mt][n], a[mt], b.x, b.y);
+                for (int mt = 0; mt < m_tiles; ++mt) mma(s[mt][n], a[mt], b0, b1);
             }
         }
     }
