@@ -10,6 +10,8 @@ the bits of the result are the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +30,8 @@ from cuattn.problem import Operands, Problem
 __all__ = ["forward"]
 
 _WINDOW = 16.0  # exponentials stay below exp2(16): far from overflow; the smallest that count are far from underflow
+Call = Callable[[], object]
+
 _STEPS = 256  # chunks, as stacks see them, that a thread remembers
 
 
@@ -89,23 +93,20 @@ def forward(problem: Problem, operands: Operands) -> tuple[np.ndarray, np.ndarra
     return o, l, m
 
 
-class _Run(NamedTuple):
-    """The operands of the products with a run of neighbouring tiles."""
-
-    keys: np.ndarray  # (tiles, keys, head_dim + 1)
-    s: np.ndarray  # (stack, tiles, keys, rows)
-    transposed: np.ndarray  # s as (stack, tiles, rows, keys)
-    values: np.ndarray  # (tiles, keys, head_dim_v)
-    weighed: np.ndarray  # (stack, tiles, rows, head_dim_v)
-
-
 class _Step(NamedTuple):
-    """The arrays that a chunk works on."""
+    """The arrays that a chunk works on, and the calls that work on them, bound to them once.
 
-    runs: tuple[_Run, ...]
-    s: np.ndarray  # (stack, tiles, keys, rows)
-    wide: np.ndarray  # s as (stack, tiles * keys / 8, 8 * rows): longer rows are faster to reduce
-    weighed: np.ndarray  # (stack, tiles, rows, head_dim_v)
+    A bound call costs little, and touches next to nothing that threads share: both matter, since only one thread at a
+    time runs Python.
+    """
+
+    s: np.ndarray  # (stack, tiles, keys, rows): scores, then their exponentials
+    highest: np.ndarray  # (stack, 8 * rows): of each row 8 candidates for the highest score
+    make_scores: tuple[Call, ...]
+    find_highest: Call
+    add_up: tuple[Call, ...]
+    weigh: tuple[Call, ...]
+    collect: Call
 
 
 class _Stack:
@@ -115,45 +116,57 @@ class _Stack:
         self._problem, self._blocks, self._panel, self._buffers = problem, blocks, panel, buffers
         self._shape = stack, rows
         self._steps: dict[tuple, _Step] = {}
+        self._ones = np.ones((1, blocks.keys), problem.stat_dtype)
         self.q = Rows(buffers, stack, rows, problem.head_dim)
         self.o = buffers.new(stack, rows, problem.head_dim_v)
         self.o_chunk = buffers.new(stack, rows, problem.head_dim_v)
-        self.sums = buffers.new(stack, blocks.key_tiles, 1, rows)  # of exponentials, by visible tile
-        self.highest = buffers.new(stack, 8 * rows)  # score so far, 8 candidates per row
-        self.highest_here = buffers.new(stack, 8 * rows)  # in the last chunk
+        self.add_chunk = partial(np.add, self.o, self.o_chunk, self.o)
+        self.sums = buffers.new(stack, blocks.key_tiles, 1, rows)  # of exponentials, by tile
+        self.highest = buffers.new(-(-blocks.key_tiles // blocks.chunk), stack, 8 * rows)  # score, by chunk
         self.reference = buffers.new(stack, rows)
-        self.seen = np.empty((stack, rows), bool)
+        self.seen = np.empty((stack, rows), bool)  # rows that have seen a key
+        self.all_seen = False
 
     def start(self) -> None:
         self.o.fill(0)
+        self.sums.fill(0)
         self.highest.fill(-np.inf)
         self.reference.fill(0)
         self.seen.fill(False)
         self.all_seen = False
-        self.done = 0  # visible tiles
 
     def step(self, chunk: Chunk) -> _Step:
-        """Return the arrays for a chunk; most chunks come again with every stack, so they are kept."""
+        """Return what to do with a chunk; most chunks come again with every stack, so it is kept."""
         step = self._steps.get(chunk.runs)
         if step is None:
             if len(self._steps) >= _STEPS:
                 self._steps.clear()
-            step = self._steps[chunk.runs] = self._carve(chunk)
+            step = self._steps[chunk.runs] = self._bind(chunk)
         return step
 
-    def _carve(self, chunk: Chunk) -> _Step:
-        (stack, rows), keys, width = self._shape, self._blocks.keys, self._problem.head_dim_v
+    def _bind(self, chunk: Chunk) -> _Step:
+        (stack, rows), keys = self._shape, self._blocks.keys
         s = self._buffers.get("s", stack, chunk.count, keys, rows)
-        weighed = self._buffers.get("weighed", stack, chunk.count, rows, width)
-        first = chunk.runs[0][0] // self._blocks.panel * self._blocks.panel
-        runs = []
+        weighed = self._buffers.get("weighed", stack, chunk.count, rows, self._problem.head_dim_v)
+        make_scores, add_up, weigh = [], [], []
         for tile, slot, count in chunk.runs:
-            here, there = slice(slot, slot + count), slice(tile - first, tile - first + count)
+            place = tile % self._blocks.panel
+            here, there = slice(slot, slot + count), slice(place, place + count)
             part = s[:, here]
-            runs.append(
-                _Run(self._panel.keys[there], part, part.swapaxes(2, 3), self._panel.values[there], weighed[:, here])
-            )
-        return _Step(tuple(runs), s, s.reshape(stack, -1, 8 * rows), weighed)
+            make_scores.append(partial(np.matmul, self._panel.keys[there], self.q.augmented, part))
+            add_up.append(partial(np.matmul, self._ones, part, self.sums[:, tile : tile + count]))
+            weigh.append(partial(np.matmul, part.swapaxes(2, 3), self._panel.values[there], weighed[:, here]))
+        highest = self.highest[chunk.index]
+        wide = s.reshape(stack, -1, 8 * rows)  # longer rows are faster to reduce
+        return _Step(
+            s,
+            highest,
+            tuple(make_scores),
+            partial(np.maximum.reduce, wide, 1, None, highest),
+            tuple(add_up),
+            tuple(weigh),
+            partial(np.add.reduce, weighed, 1, None, self.o_chunk),
+        )
 
 
 class _Worker:
@@ -165,7 +178,6 @@ class _Worker:
         self._panel = Panel(problem, operands, blocks, tiles, self._buffers, ones=False)
         self._scores = Scores(problem, operands, blocks, tiles, self._buffers)
         self._dropout = Dropout(problem, operands, blocks) if problem.dropout else None
-        self._ones = np.ones((1, blocks.keys), problem.stat_dtype)
         self._stacks: dict[tuple[int, int], _Stack] = {}
 
     def __call__(self, item: Item) -> None:
@@ -173,23 +185,26 @@ class _Worker:
             return
         stack = self._stack_at(item.row_tile)
         stack.start()
-        scores, panel, augmented = self._scores, self._panel, stack.q.augmented
+        scores, panel = self._scores, self._panel
         scores.begin(item.head, item.row_tile, stack.q)
         for chunk in item.chunks:
             panel.seek(item.head, chunk.runs[0][0])
             step = stack.step(chunk)
-            for run in step.runs:
-                np.matmul(run.keys, augmented, run.s)
+            for call in step.make_scores:
+                call()
             scores.complete(step.s, chunk)
-            self._follow(stack, step)
+            step.find_highest()
+            if not (np.maximum.reduce(step.highest, None) <= _WINDOW and stack.all_seen):
+                self._move(stack, step)
             scores.exponentiate(step.s, panel.reach)
-            start, stack.done = stack.done, stack.done + chunk.count
-            np.matmul(self._ones, step.s, stack.sums[:, start : stack.done])
+            for call in step.add_up:
+                call()
             if self._dropout is not None:
                 self._dropout.zero(step.s, self._dropout.dropped(chunk, item.head, item.row_tile))
-            for run in step.runs:
-                np.matmul(run.transposed, run.values, run.weighed)
-            stack.o += np.add.reduce(step.weighed, 1, None, stack.o_chunk)
+            for call in step.weigh:
+                call()
+            step.collect()
+            stack.add_chunk()
         self._finish(stack, item)
 
     def _stack_at(self, row_tile: int) -> _Stack:
@@ -198,15 +213,9 @@ class _Worker:
             self._stacks[shape] = _Stack(self._problem, self._blocks, self._panel, self._buffers, *shape)
         return self._stacks[shape]
 
-    def _follow(self, stack: _Stack, step: _Step) -> None:
-        """Update the row maxima; move the references of rows that have left the window."""
-        here = np.maximum.reduce(step.wide, 1, None, stack.highest_here)
-        if not (np.maximum.reduce(here, None) <= _WINDOW and stack.all_seen):
-            self._move(stack, step.s)
-        np.maximum(stack.highest, here, out=stack.highest)
-
-    def _move(self, stack: _Stack, s: np.ndarray) -> None:
-        here = stack.highest_here.reshape(len(s), 8, -1)
+    def _move(self, stack: _Stack, step: _Step) -> None:
+        """Move the references of the rows whose highest score has left the window."""
+        here = step.highest.reshape(len(step.s), 8, -1)
         highest = np.maximum.reduce(here, axis=1)
         if np.maximum.reduce(highest, None) <= _WINDOW and np.minimum.reduce(highest, None) >= -_WINDOW:
             stack.seen.fill(True)
@@ -219,20 +228,21 @@ class _Worker:
         stack.all_seen = bool(stack.seen.all())
         if not away.any():
             return
-        s -= shift[:, None, None]
+        np.subtract(step.s, shift[:, None, None], out=step.s)
         stack.reference += shift
         self._scores.subtract(stack.reference)
-        stack.sums[:, : stack.done] *= shrink[:, None, None]
+        stack.sums *= shrink[:, None, None]
         stack.o *= shrink[:, :, None]
-        for highest in (here, stack.highest.reshape(here.shape)):  # what was the maximum is the reference now
-            np.copyto(highest, 0, where=away[:, None])
+        # What was the highest score is the reference now; those of earlier chunks do not count any more.
+        np.copyto(stack.highest.reshape(-1, *here.shape), -np.inf, where=away[:, None])
+        np.copyto(here, 0, where=away[:, None])
 
     def _finish(self, stack: _Stack, item: Item) -> None:
-        total = np.add.reduce(stack.sums[:, : stack.done, 0], axis=1)
+        total = np.add.reduce(stack.sums[:, :, 0], axis=1)
         start = item.row_tile * self._blocks.rows
         where = (*item.head.query, slice(start, start + total.size))
         o, l, m = (result[where] for result in self._results)
-        highest = np.maximum.reduce(stack.highest.reshape(len(total), 8, -1), axis=1)
+        highest = np.maximum.reduce(stack.highest.reshape(-1, len(total), 8, total.shape[1]), axis=(0, 2))
         unseen = None if stack.all_seen else highest == -np.inf
         below = total if self._dropout is None else total * total.dtype.type(1 / self._problem.dropout_scale)
         if unseen is not None:
@@ -241,8 +251,7 @@ class _Worker:
         np.divide(stack.o.reshape(total.size, -1)[:count], below.reshape(-1, 1)[:count], out=o, casting="unsafe")
         m[:] = from_units(highest + stack.reference).reshape(-1)[:count]
         # l is relative to m as it is returned, after its rounding: what the backward makes of both is then exact.
-        l[:] = total.reshape(-1)[:count] * exponential(
-            (stack.reference.reshape(-1)[:count] - to_units(m)).astype(l.dtype)
-        )
+        correction = (stack.reference.reshape(-1)[:count] - to_units(m)).astype(l.dtype)
+        l[:] = total.reshape(-1)[:count] * exponential(correction)
         if unseen is not None:
             l[unseen.reshape(-1)[:count]] = 0

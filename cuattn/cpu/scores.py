@@ -7,7 +7,8 @@ relative to one reference per row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -80,21 +81,22 @@ class Scores:
         self._cap = problem.softcap
         self._factor = problem.scale * UNIT if self._cap is None else problem.scale / self._cap
         self._lowest = lowest(problem.stat_dtype)
-        self._hidden: list[_Hidden] = []
+        self._hidden: Sequence[_Hidden] = ()
         self._bare = self._cap is None and operands.bias is None  # nothing but products enters the scores
 
     def begin(self, head: Head, row_tile: int, q: Rows, empty: np.ndarray | None = None) -> None:
         """Load the queries of a stack, with the `empty` rows as 0; its references are 0."""
         self._head, self._row_tile, self._q = head, row_tile, q
-        self._reference, self._farthest = None, 0.0
+        self._reference = None
         rows = q.augmented.shape[0] * q.augmented.shape[-1]
         start = row_tile * self._blocks.rows
         q.load(pick(self._operands.q, head.query)[start : start + rows], self._factor, empty)
         self._largest = q.largest() if self._bare else 0.0
+        self._reach_limit = self._limit(0.0)
 
     def subtract(self, reference: np.ndarray) -> None:
         """Take the following scores relative to `reference`, (stack, rows)."""
-        self._farthest = float(np.maximum.reduce(np.abs(reference), axis=None))
+        self._reach_limit = self._limit(float(np.maximum.reduce(np.abs(reference), None)))
         if self._cap is None:
             self._q.subtract(reference)  # inside the product, for nothing
         else:
@@ -102,8 +104,8 @@ class Scores:
 
     def complete(self, s: np.ndarray, chunk: Chunk) -> None:
         """Make scores of the products with a chunk of keys, (stack, chunk.count, keys, rows); hidden ones are -inf."""
-        if self._bare and not chunk.partial and not chunk.padding:
-            self._hidden = []
+        if self._bare and chunk.simple:
+            self._hidden = ()
             return
         self._hidden = [*self._hidden_by_mask(chunk)]
         if self._cap is not None:
@@ -130,24 +132,29 @@ class Scores:
 
     def exponentiate(self, s: np.ndarray, reach: float) -> None:
         """Replace completed scores by their exponentials; hidden ones become 0.  `reach` is the panel's."""
-        if not self._within_range(reach):
+        if not reach <= self._reach_limit:
             np.maximum(s, self._lowest, out=s)
         else:
             for part, _ in self._hidden_parts(s):
                 np.maximum(part, self._lowest, out=part)
         exponential(s, s)
-        self.overwrite_hidden(s, 0)
+        if self._hidden:
+            self.overwrite_hidden(s, 0)
 
     def _hidden_parts(self, array: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
         for slot, count, keys, rows, hidden in self._hidden:
             stack = array[:, slot : slot + count].reshape(len(array), -1, array.shape[-1])
             yield stack[:, keys, :rows], hidden
 
-    def _within_range(self, reach: float) -> bool:
-        """Whether all scores that are not hidden are sure to have exponentials that are normal numbers."""
+    def _limit(self, farthest: float) -> float:
+        """Return up to which reach of a panel all visible scores are sure to have exponentials that are normal numbers.
+
+        `farthest` is the largest reference.
+        """
+        room = -self._lowest - farthest
         if self._bare:
-            return self._farthest + self._largest * reach <= -self._lowest
-        return self._operands.bias is None and self._farthest + self._cap * UNIT <= -self._lowest
+            return room / self._largest if self._largest > 0 else math.inf if room >= 0 else -1.0
+        return math.inf if self._operands.bias is None and self._cap * UNIT <= room else -1.0
 
     def _soften(self, s: np.ndarray) -> None:
         self._tanh = np.tanh(s, out=self._buffers.get("tanh", *s.shape))

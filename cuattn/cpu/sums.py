@@ -30,12 +30,15 @@ class KeySum:
         return numbers
 
     def add(self, chunk: Chunk, number: int, parts: np.ndarray) -> None:
-        """Add (stack, chunk.count, keys, width) when all earlier items have."""
+        """Add (stack, chunk.count, keys, width) when all earlier items have; `parts` is used up."""
+        while len(parts) > 1:  # one array, before it goes to the distant total
+            half = len(parts) // 2
+            parts[:half] += parts[-half:]
+            parts = parts[:-half]
         self._turns.wait(self._passed, chunk.index, number)
         for tile, slot, count in chunk.runs:
             target = self.total[tile : tile + count]
-            for part in parts:
-                target += part[slot : slot + count]
+            target += parts[0, slot : slot + count]
         self._turns.give(self._passed, chunk.index)
 
 

@@ -33,6 +33,7 @@ class Chunk(NamedTuple):
     runs: tuple[tuple[int, int, int], ...]  # (first tile, first slot, tiles) of neighbours
     partial: tuple[tuple[int, int], ...]  # (tile, slot) of tiles whose elements must be tested
     padding: int  # keys at the end of the last tile that do not exist
+    simple: bool  # nothing is hidden in it
 
 
 class _Source:
@@ -253,6 +254,8 @@ def _chunks(states: np.ndarray, blocks: Blocks, n_keys: int) -> list[Chunk]:
                 runs.append([tile, slot, 1])
         partial = tuple((tile, slot) for slot, tile in enumerate(visible[start:stop]) if codes[tile] == PARTIAL)
         padding = max(0, (visible[stop - 1] + 1) * blocks.keys - n_keys)
-        chunks.append(Chunk(index, stop - start, tuple(tuple(run) for run in runs), partial, padding))
+        chunks.append(
+            Chunk(index, stop - start, tuple(tuple(run) for run in runs), partial, padding, not partial and not padding)
+        )
         start = stop
     return chunks
