@@ -11,6 +11,8 @@ chunks.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +31,8 @@ from cuattn.cpu.turns import Turns
 from cuattn.problem import Operands, Problem
 
 __all__ = ["backward"]
+
+Call = Callable[[], np.ndarray]
 
 _STEPS = 256  # chunks, as stacks see them, that a thread remembers
 
@@ -130,27 +134,17 @@ class _Task:
         return dq, self.dk, self.dv, None if self.dbias is None else self.dbias.result()
 
 
-class _Run(NamedTuple):
-    """The operands of the products with a run of neighbouring tiles."""
-
-    keys: np.ndarray  # (tiles, keys, head_dim + 1)
-    s: np.ndarray  # (stack, tiles, keys, rows)
-    values: np.ndarray  # (tiles, keys, head_dim_v + 1)
-    dp: np.ndarray  # (stack, tiles, keys, rows)
-    ds_transposed: np.ndarray  # dp as (stack, tiles, rows, keys)
-    keys_alone: np.ndarray  # keys without the ones
-    dq: np.ndarray  # (stack, tiles, rows, head_dim)
-
-
 class _Step(NamedTuple):
-    """The arrays that a chunk works on."""
+    """The arrays that a chunk works on, and the calls that work on them, bound to them once (as in the forward)."""
 
-    runs: tuple[_Run, ...]
     s: np.ndarray  # (stack, tiles, keys, rows): scores, then probabilities
     dp: np.ndarray  # of the same shape: the derivatives of the probabilities, then of the scores
-    dv: np.ndarray  # (stack, tiles, keys, head_dim_v)
-    dk: np.ndarray  # (stack, tiles, keys, head_dim)
-    dq: np.ndarray  # (stack, tiles, rows, head_dim)
+    make_products: tuple[Call, ...]  # q k and do v
+    weigh_probabilities: Call
+    find_dv: Call
+    find_dk: Call
+    find_dq: tuple[Call, ...]
+    collect_dq: Call
 
 
 class _Stack:
@@ -164,17 +158,24 @@ class _Stack:
         self.do = Rows(buffers, stack, rows, problem.head_dim_v)
         self.dq = buffers.new(stack, rows, problem.head_dim)
         self.dq_chunk = buffers.new(stack, rows, problem.head_dim)
+        self.add_dq = partial(np.add, self.dq, self.dq_chunk, self.dq)
+
+    def fill(self, values: np.ndarray) -> np.ndarray:
+        """Return one number per row, 0 in the rows that do not exist."""
+        full = np.zeros(self._shape, self._problem.stat_dtype)
+        full.reshape(-1)[: len(values)] = values
+        return full
 
     def step(self, chunk: Chunk) -> _Step:
-        """Return the arrays for a chunk; most chunks come again with every stack, so they are kept."""
+        """Return what to do with a chunk; most chunks come again with every stack, so it is kept."""
         step = self._steps.get(chunk.runs)
         if step is None:
             if len(self._steps) >= _STEPS:
                 self._steps.clear()
-            step = self._steps[chunk.runs] = self._carve(chunk)
+            step = self._steps[chunk.runs] = self._bind(chunk)
         return step
 
-    def _carve(self, chunk: Chunk) -> _Step:
+    def _bind(self, chunk: Chunk) -> _Step:
         (stack, rows), keys, problem = self._shape, self._blocks.keys, self._problem
         get, count = self._buffers.get, chunk.count
         s, dp = get("s", stack, count, keys, rows), get("dp", stack, count, keys, rows)
@@ -183,13 +184,24 @@ class _Stack:
             get("parts", stack, count, length, width)
             for length, width in ((keys, problem.head_dim_v), (keys, problem.head_dim), (rows, problem.head_dim))
         )
-        first = chunk.runs[0][0] // self._blocks.panel * self._blocks.panel
-        runs = []
+        make_products, find_dq = [], []
         for tile, slot, n in chunk.runs:
-            here, there = slice(slot, slot + n), slice(tile - first, tile - first + n)
+            place = tile % self._blocks.panel
+            here, there = slice(slot, slot + n), slice(place, place + n)
             k, v = self._panel.keys[there], self._panel.values[there]
-            runs.append(_Run(k, s[:, here], v, dp[:, here], dp[:, here].swapaxes(2, 3), k[:, :, :-1], dq[:, here]))
-        return _Step(tuple(runs), s, dp, dv, dk, dq)
+            make_products.append(partial(np.matmul, k, self.q.augmented, s[:, here]))
+            make_products.append(partial(np.matmul, v, self.do.augmented, dp[:, here]))
+            find_dq.append(partial(np.matmul, dp[:, here].swapaxes(2, 3), k[:, :, :-1], dq[:, here]))
+        return _Step(
+            s,
+            dp,
+            tuple(make_products),
+            partial(np.multiply, s, dp, dp),
+            partial(np.matmul, s, self.do.plain, dv),
+            partial(np.matmul, dp, self.q.plain, dk),
+            tuple(find_dq),
+            partial(np.add.reduce, dq, 1, None, self.dq_chunk),
+        )
 
 
 class _Worker:
@@ -209,21 +221,20 @@ class _Worker:
         dbias = self._task.dbias
         target = None if dbias is None else dbias.open(item.head, item.row_tile)
         self._begin(stack, item)
-        panel, q, do = self._panel, stack.q, stack.do
         for chunk, dk_turn, dv_turn in zip(item.chunks, item.dk_turns, item.dv_turns, strict=True):
-            panel.seek(item.head, chunk.runs[0][0])
+            self._panel.seek(item.head, chunk.runs[0][0])
             step = stack.step(chunk)
-            for run in step.runs:
-                np.matmul(run.keys, q.augmented, run.s)
-                np.matmul(run.values, do.augmented, run.dp)
+            for call in step.make_products:
+                call()
             self._scores.complete(step.s, chunk)
-            self._scores.exponentiate(step.s, panel.reach)
+            self._scores.exponentiate(step.s, self._panel.reach)
             self._differentiate(step, item, chunk, dbias, target)
-            item.dv.add(chunk, dv_turn, np.matmul(step.s, do.plain, step.dv))
-            item.dk.add(chunk, dk_turn, np.matmul(step.dp, q.plain, step.dk))
-            for run in step.runs:
-                np.matmul(run.ds_transposed, run.keys_alone, run.dq)
-            stack.dq += np.add.reduce(step.dq, 1, None, stack.dq_chunk)
+            item.dv.add(chunk, dv_turn, step.find_dv())
+            item.dk.add(chunk, dk_turn, step.find_dk())
+            for call in step.find_dq:
+                call()
+            step.collect_dq()
+            stack.add_dq()
         if dbias is not None:
             dbias.close(target, item.head, item.row_tile)
         self._write_dq(stack, item)
@@ -249,11 +260,11 @@ class _Worker:
         weight = exponential((reference - exact).astype(l.dtype)) / l
         weight[empty] = 0
         self._scores.begin(item.head, item.row_tile, stack.q, empty)
-        self._scores.subtract(_fill(stack, reference))
+        self._scores.subtract(stack.fill(reference))
         delta = np.add.reduce(do * o.astype(l.dtype, copy=False), axis=1) * weight
         delta[empty] = 0
         stack.do.load(do * (weight * l.dtype.type(self._problem.dropout_scale))[:, None], 1.0, empty)
-        self._delta = _fill(stack, delta)
+        self._delta = stack.fill(delta)
         if self._dropout is None:
             stack.do.subtract(self._delta)
         self._empty = empty
@@ -266,7 +277,7 @@ class _Worker:
             dropped = self._dropout.dropped(chunk, item.head, item.row_tile)
             self._dropout.zero(ds, dropped)
             ds -= self._delta[:, None, None]
-        np.multiply(p, ds, ds)
+        step.weigh_probabilities()
         self._scores.overwrite_hidden(ds, 0)  # 0 * NaN and 0 * inf are not 0
         if self._dropout is not None:
             self._dropout.zero(p, dropped)
@@ -288,10 +299,3 @@ class _Worker:
         rows = shared.rows(item.head, item.row_tile, count)
         rows += dq
         shared.give(item.head, item.row_tile)
-
-
-def _fill(stack: _Stack, values: np.ndarray) -> np.ndarray:
-    """Return one number per row of a stack, 0 in the rows that do not exist."""
-    full = np.zeros(stack.dq.shape[:2], stack.dq.dtype)
-    full.reshape(-1)[: len(values)] = values
-    return full
