@@ -154,8 +154,8 @@ class _Stack:
         self._problem, self._blocks, self._panel, self._buffers = problem, blocks, panel, buffers
         self._shape = stack, rows
         self._steps: dict[tuple, _Step] = {}
-        self.q = Rows(buffers, stack, rows, problem.head_dim)
-        self.do = Rows(buffers, stack, rows, problem.head_dim_v)
+        self.q = Rows(buffers, stack, rows, problem.head_dim, plain=True)
+        self.do = Rows(buffers, stack, rows, problem.head_dim_v, plain=True)
         self.dq = buffers.new(stack, rows, problem.head_dim)
         self.dq_chunk = buffers.new(stack, rows, problem.head_dim)
         self.add_dq = partial(np.add, self.dq, self.dq_chunk, self.dq)
@@ -278,7 +278,7 @@ class _Worker:
             self._dropout.zero(ds, dropped)
             ds -= self._delta[:, None, None]
         step.weigh_probabilities()
-        self._scores.overwrite_hidden(ds, 0)  # 0 * NaN and 0 * inf are not 0
+        self._scores.zero_hidden(ds)  # 0 * NaN and 0 * inf are not 0
         if self._dropout is not None:
             self._dropout.zero(p, dropped)
         if dbias is not None:

@@ -117,7 +117,7 @@ class _Stack:
         self._shape = stack, rows
         self._steps: dict[tuple, _Step] = {}
         self._ones = np.ones((1, blocks.keys), problem.stat_dtype)
-        self.q = Rows(buffers, stack, rows, problem.head_dim)
+        self.q = Rows(buffers, stack, rows, problem.head_dim, plain=False)
         self.o = buffers.new(stack, rows, problem.head_dim_v)
         self.o_chunk = buffers.new(stack, rows, problem.head_dim_v)
         self.add_chunk = partial(np.add, self.o, self.o_chunk, self.o)

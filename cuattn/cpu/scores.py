@@ -8,8 +8,7 @@ relative to one reference per row.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from cuattn.cpu.blocks import Blocks
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.exponent import UNIT, exponential, lowest
 from cuattn.cpu.heads import Head, pick
-from cuattn.cpu.tiles import Chunk, Tiles, tile_of
+from cuattn.cpu.tiles import Chunk, Tiles, Veil, tile_of
 from cuattn.problem import Operands, Problem
 
 __all__ = ["Rows", "Scores"]
@@ -28,29 +27,35 @@ class Rows:
 
     Attributes
     ----------
-    plain, flat : ndarray, (stack, 1, rows, width) and (stack * rows, width)
-        The rows as they are.
+    plain : ndarray, (stack, 1, rows, width)
+        The rows as they are, where that was asked for.
     augmented : ndarray, (stack, 1, width + 1, rows)
         The rows, transposed and scaled, above a row of what to subtract from each product.
     """
 
-    def __init__(self, buffers: Buffers, stack: int, rows: int, width: int) -> None:
+    def __init__(self, buffers: Buffers, stack: int, rows: int, width: int, *, plain: bool) -> None:
+        self._shape, self._count = (stack, rows, width), stack * rows
         self.augmented = buffers.new(stack, 1, width + 1, rows)
-        self.plain = buffers.new(stack, 1, rows, width)
-        self.flat = self.plain.reshape(stack * rows, width)
         self._transposed, self._subtracted = self.augmented[:, 0, :-1], self.augmented[:, 0, -1]
+        self._padded = buffers.new(stack * rows, width)
+        self.flat = self._padded if plain else None
+        self.plain = self._padded.reshape(stack, 1, rows, width)
 
     def load(self, matrix: np.ndarray, factor: float, empty: np.ndarray | None = None) -> None:
         """Take the rows of a matrix, (<= stack * rows, width); missing rows, and the `empty` ones, are 0.
 
         `factor` scales the transposed copy.
         """
-        flat = self.flat
-        flat[: len(matrix)] = matrix
-        flat[len(matrix) :] = 0
-        if empty is not None:
-            flat[empty] = 0
-        np.multiply(self.plain[:, 0].swapaxes(1, 2), self.plain.dtype.type(factor), self._transposed)
+        if self.flat is None and len(matrix) == self._count:
+            source = matrix.reshape(self._shape)
+        else:
+            flat = self._padded if self.flat is None else self.flat
+            flat[: len(matrix)] = matrix
+            flat[len(matrix) :] = 0
+            if empty is not None:
+                flat[empty] = 0
+            source = flat.reshape(self._shape)
+        np.multiply(source.swapaxes(1, 2), factor, out=self._transposed, dtype=self.augmented.dtype)
         self._subtracted.fill(0)
 
     def subtract(self, reference: np.ndarray) -> None:
@@ -62,16 +67,6 @@ class Rows:
         return float(max(np.maximum.reduce(self.augmented, axis=None), -np.minimum.reduce(self.augmented, axis=None)))
 
 
-class _Hidden(NamedTuple):
-    """A part of a chunk that holds hidden scores."""
-
-    slot: int  # first tile
-    count: int  # tiles
-    keys: slice
-    rows: int | None  # stop
-    hidden: np.ndarray | None  # which of them, (keys, rows) or broadcastable; None: all
-
-
 class Scores:
     """Turns products of queries and keys into scores, and scores into exponentials, for one stack at a time."""
 
@@ -81,7 +76,9 @@ class Scores:
         self._cap = problem.softcap
         self._factor = problem.scale * UNIT if self._cap is None else problem.scale / self._cap
         self._lowest = lowest(problem.stat_dtype)
-        self._hidden: Sequence[_Hidden] = ()
+        self._veils: Sequence[tuple[int, Veil]] = ()  # by slot, of the last completed chunk
+        self._padding = 0
+        self._dead: Sequence[tuple[slice, np.ndarray]] = ()  # what a bias of -inf hides, by slots
         self._bare = self._cap is None and operands.bias is None  # nothing but products enters the scores
 
     def begin(self, head: Head, row_tile: int, q: Rows, empty: np.ndarray | None = None) -> None:
@@ -104,17 +101,28 @@ class Scores:
 
     def complete(self, s: np.ndarray, chunk: Chunk) -> None:
         """Make scores of the products with a chunk of keys, (stack, chunk.count, keys, rows); hidden ones are -inf."""
-        if self._bare and chunk.simple:
-            self._hidden = ()
-            return
-        self._hidden = [*self._hidden_by_mask(chunk)]
+        self._padding = chunk.padding
+        rows = s.shape[-1]
+        self._veils = [(slot, self._tiles.veil(self._head, self._row_tile, tile, rows)) for tile, slot in chunk.partial]
+        if not self._bare:
+            self._bend(s, chunk)
+        for slot, veil in self._veils:
+            veil.hide(s[0, slot])
+        if chunk.padding:
+            s[:, -1, -chunk.padding :].fill(-np.inf)
+
+    def _bend(self, s: np.ndarray, chunk: Chunk) -> None:
+        """Apply the softcap and the bias."""
         if self._cap is not None:
-            self._soften(s)
+            self._tanh = np.tanh(s, out=self._buffers.get("tanh", *s.shape))
+            np.multiply(self._tanh, s.dtype.type(self._cap * UNIT), out=s)
+            if self._reference is not None:
+                s -= self._reference[:, None, None]
         if self._operands.bias is not None:
             bias = pick(self._operands.bias, self._head.query)
+            self._dead = []
             for run in chunk.runs:
                 self._add_bias(bias, s, *run)
-        self.overwrite_hidden(s, -np.inf)
 
     def differentiate_softcap(self, ds: np.ndarray) -> None:
         """Turn the derivatives of the last completed scores into those of the products that went into the cap."""
@@ -122,29 +130,23 @@ class Scores:
             slope = np.multiply(self._tanh, self._tanh, self._tanh)
             ds *= np.subtract(1, slope, slope)
 
-    def overwrite_hidden(self, array: np.ndarray, value: float) -> None:
-        """Set the elements of an array, shaped as the last completed scores, that are hidden."""
-        for part, hidden in self._hidden_parts(array):
-            if hidden is None:
-                part.fill(value)
-            else:
-                np.copyto(part, value, where=hidden)
+    def zero_hidden(self, array: np.ndarray) -> None:
+        """Set the elements of an array, shaped as the last completed scores, that are hidden to 0."""
+        for slot, veil in self._veils:
+            veil.zero(array[0, slot])
+        if self._padding:
+            array[:, -1, -self._padding :].fill(0)
+        for slots, hidden in self._dead:
+            np.copyto(_corner(array[0, slots], hidden.shape), 0, where=hidden)
 
     def exponentiate(self, s: np.ndarray, reach: float) -> None:
         """Replace completed scores by their exponentials; hidden ones become 0.  `reach` is the panel's."""
         if not reach <= self._reach_limit:
             np.maximum(s, self._lowest, out=s)
         else:
-            for part, _ in self._hidden_parts(s):
-                np.maximum(part, self._lowest, out=part)
+            self.zero_hidden(s)  # not -inf, of which the exponential is slow
         exponential(s, s)
-        if self._hidden:
-            self.overwrite_hidden(s, 0)
-
-    def _hidden_parts(self, array: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-        for slot, count, keys, rows, hidden in self._hidden:
-            stack = array[:, slot : slot + count].reshape(len(array), -1, array.shape[-1])
-            yield stack[:, keys, :rows], hidden
+        self.zero_hidden(s)
 
     def _limit(self, farthest: float) -> float:
         """Return up to which reach of a panel all visible scores are sure to have exponentials that are normal numbers.
@@ -156,29 +158,19 @@ class Scores:
             return room / self._largest if self._largest > 0 else math.inf if room >= 0 else -1.0
         return math.inf if self._operands.bias is None and self._cap * UNIT <= room else -1.0
 
-    def _soften(self, s: np.ndarray) -> None:
-        self._tanh = np.tanh(s, out=self._buffers.get("tanh", *s.shape))
-        np.multiply(self._tanh, s.dtype.type(self._cap * UNIT), out=s)
-        if self._reference is not None:
-            s -= self._reference[:, None, None]
-
     def _add_bias(self, bias: np.ndarray, s: np.ndarray, tile: int, slot: int, count: int) -> None:
         bias = tile_of(bias, self._blocks, self._row_tile, tile, count).T
-        keys = min(count * self._blocks.keys, self._problem.n_keys - tile * self._blocks.keys)
-        target = s[0, slot : slot + count].reshape(-1, s.shape[-1])[:keys, : self._row_count()]
         scaled = np.multiply(bias, s.dtype.type(UNIT), out=self._buffers.get("bias", *bias.shape), dtype=s.dtype)
+        keys = min(count * self._blocks.keys, self._problem.n_keys - tile * self._blocks.keys)
+        rows = min(self._blocks.rows, self._problem.n_queries - self._row_tile * self._blocks.rows)
+        target = _corner(s[0, slot : slot + count], (keys, rows))
         target += scaled
         if np.minimum.reduce(scaled, axis=None) == -np.inf:  # hidden even where the score itself is NaN
-            hidden = scaled == -np.inf
-            self._hidden.append(_Hidden(slot, count, slice(0, keys), self._row_count(), hidden))
+            hidden = np.broadcast_to(scaled == -np.inf, (keys, rows))
+            np.copyto(target, -np.inf, where=hidden)
+            self._dead.append((slice(slot, slot + count), hidden))
 
-    def _hidden_by_mask(self, chunk: Chunk) -> Iterator[_Hidden]:
-        for tile, slot in chunk.partial:
-            keys = min(self._blocks.keys, self._problem.n_keys - tile * self._blocks.keys)
-            hidden = self._tiles.hidden(self._head, self._row_tile, tile)
-            yield _Hidden(slot, 1, slice(0, keys), self._row_count(), hidden)
-        if chunk.padding:
-            yield _Hidden(chunk.count - 1, 1, slice(-chunk.padding, None), None, None)
 
-    def _row_count(self) -> int:
-        return min(self._blocks.rows, self._problem.n_queries - self._row_tile * self._blocks.rows)
+def _corner(tiles: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Return the first keys and rows of neighbouring tiles, (tiles, keys, rows)."""
+    return tiles.reshape(-1, tiles.shape[-1])[: shape[0], : shape[1]]

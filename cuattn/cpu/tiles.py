@@ -16,9 +16,10 @@ from cuattn.masks import BlockMask, intervals
 from cuattn.masks.intervals import FULL, PARTIAL, SKIP
 from cuattn.problem import Operands, Problem
 
-__all__ = ["Chunk", "Tiles"]
+__all__ = ["Chunk", "Tiles", "Veil", "tile_of"]
 
 _STRIP = 16  # row tiles whose states are computed at once
+_VEIL_BYTES = 1 << 24  # of element masks, remembered for the same heads
 _STRIPS = 64  # strips that are remembered, for the heads that share a mask
 
 
@@ -34,6 +35,31 @@ class Chunk(NamedTuple):
     partial: tuple[tuple[int, int], ...]  # (tile, slot) of tiles whose elements must be tested
     padding: int  # keys at the end of the last tile that do not exist
     simple: bool  # nothing is hidden in it
+
+
+class Veil:
+    """What a partial tile hides, as bit patterns: selecting by them is several times as fast as by booleans.
+
+    Being bitwise, it is a selection: what a hidden element holds, NaN or not, is gone.
+    """
+
+    def __init__(self, hidden: np.ndarray, dtype: np.dtype) -> None:
+        bits = np.dtype(f"u{dtype.itemsize}")
+        self._shown = np.subtract(hidden, 1, dtype=bits, casting="unsafe")  # 0 where hidden, else all ones
+        infinity = np.array(-np.inf, dtype).view(bits)
+        self._infinite = np.multiply(hidden, infinity, dtype=bits)
+        self.nbytes = self._shown.nbytes + self._infinite.nbytes
+
+    def zero(self, tile: np.ndarray) -> None:
+        """Set the hidden elements of a tile, (keys, rows), to 0."""
+        bits = tile.view(self._shown.dtype)
+        np.bitwise_and(bits, self._shown, bits)
+
+    def hide(self, tile: np.ndarray) -> None:
+        """Set the hidden elements of a tile of scores to -inf."""
+        bits = tile.view(self._shown.dtype)
+        np.bitwise_and(bits, self._shown, bits)
+        np.bitwise_or(bits, self._infinite, bits)
 
 
 class _Source:
@@ -156,13 +182,15 @@ class Tiles:
         self._sources = _sources(problem, operands.mask, blocks)
         self._everything = _chunks(np.full(blocks.key_tiles, FULL, np.int8), blocks, problem.n_keys)
         self._strips: dict[tuple, list[list[Chunk]]] = {}
+        self._veils: dict[tuple, Veil] = {}
+        self._veil_bytes = 0
 
     def chunks(self, head: Head, row_tile: int) -> list[Chunk]:
         """Return what a row tile sees."""
         if not self._sources:
             return self._everything
         strip, row = divmod(row_tile, _STRIP)
-        key = (strip, *(source.instance(head) for source in self._sources))
+        key = (strip, *self._instance(head))
         rows = self._strips.get(key)
         if rows is None:
             if len(self._strips) >= _STRIPS:
@@ -176,6 +204,25 @@ class Tiles:
                 for of_row in states
             ]
         return rows[row]
+
+    def _instance(self, head: Head) -> tuple:
+        return tuple(source.instance(head) for source in self._sources)
+
+    def veil(self, head: Head, row_tile: int, key_tile: int, rows: int) -> Veil:
+        """Return what a partial tile of `rows` rows hides; keys that do not exist, too, but no rows that do not."""
+        key = (row_tile, key_tile, *self._instance(head))
+        veil = self._veils.get(key)
+        if veil is None:
+            hidden = self.hidden(head, row_tile, key_tile)
+            full = np.zeros((self._blocks.keys, rows), bool)
+            keys = min(self._blocks.keys, self._problem.n_keys - key_tile * self._blocks.keys)
+            full[:keys, : min(rows, self._problem.n_queries - row_tile * self._blocks.rows)] = hidden
+            full[keys:] = True
+            veil = Veil(full, self._problem.stat_dtype)
+            if self._veil_bytes + veil.nbytes <= _VEIL_BYTES:  # for the other heads that share the mask
+                self._veils[key] = veil
+                self._veil_bytes += veil.nbytes
+        return veil
 
     def hidden(self, head: Head, row_tile: int, key_tile: int) -> np.ndarray:
         """Return the hidden elements of a partial tile, bool, (keys, rows) or broadcastable; without padding."""
