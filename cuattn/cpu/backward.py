@@ -18,14 +18,14 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.cpu import threads
-from cuattn.cpu.blocks import Blocks, choose, stack_shape
+from cuattn.cpu.blocks import Blocks, Shape, choose, stack_shape
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.exponent import exponential, to_units
-from cuattn.cpu.heads import Head, head_groups, pick
+from cuattn.cpu.heads import Team, pick_team, team_groups
 from cuattn.cpu.panel import Panel
 from cuattn.cpu.scores import Rows, Scores
-from cuattn.cpu.sums import BiasSum, KeySum, KeySums, RowSum
+from cuattn.cpu.sums import BiasSum, KeySums, RowSum, Share, add_shares
 from cuattn.cpu.tiles import Chunk, Tiles
 from cuattn.cpu.turns import Turns
 from cuattn.problem import Operands, Problem
@@ -38,16 +38,14 @@ _STEPS = 256  # chunks, as stacks see them, that a thread remembers
 
 
 class Item(NamedTuple):
-    """A stack of row tiles of one head, what they see, and their turns to add to dk and dv of each chunk."""
+    """A stack of row tiles, of a head or of a team of heads, what they see, and what they add to."""
 
     group: int
-    head: Head
-    row_tile: int
+    team: Team
+    row_tile: int  # the first
     chunks: list[Chunk]
-    dk: KeySum
-    dk_turns: list[int]
-    dv: KeySum
-    dv_turns: list[int]
+    dk: list[Share]  # of each head, or of all
+    dv: list[Share]
 
 
 def backward(problem: Problem, operands: Operands) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
@@ -94,9 +92,9 @@ class _Task:
 
     def __init__(self, problem: Problem, operands: Operands) -> None:
         self.problem, self.operands = problem, operands
-        self.blocks = choose(problem, operands.mask)
+        self.blocks = choose(problem, operands)
         self.turns = Turns()
-        self.groups = head_groups(problem, operands)
+        self.groups = team_groups(problem, operands, self.blocks.team)
         self.tiles = Tiles(problem, operands, self.blocks)
         self.dq, self.dk, self.dv = (np.zeros(x.shape, x.dtype) for x in operands[:3])
         self.dq_sum = self.dbias = None
@@ -114,11 +112,10 @@ class _Task:
         """Return an item of work; called for one item of a group after the other."""
         if group not in self._sums:
             self._sums[group] = KeySums(self.problem, self.operands, self.blocks, self.turns, self.groups[group])
-        head, stack = divmod(index, self.stacks)
-        head, row_tile = self.groups[group][head], stack * self.blocks.stack
-        chunks = self.tiles.chunks(head, row_tile)
-        dk, dv = self._sums[group].at(head)
-        return Item(group, head, row_tile, chunks, dk, dk.issue(chunks), dv, dv.issue(chunks))
+        team, stack = divmod(index, self.stacks)
+        team, row_tile = self.groups[group][team], stack * self.blocks.stack
+        chunks = self.tiles.chunks(team.heads[0], row_tile)
+        return Item(group, team, row_tile, chunks, *self._sums[group].shares(team, chunks))
 
     def finish(self, item: Item) -> None:
         """Round dk and dv of a group when its last item is done."""
@@ -150,21 +147,22 @@ class _Step(NamedTuple):
 class _Stack:
     """What a thread keeps for a stack of row tiles."""
 
-    def __init__(self, problem: Problem, blocks: Blocks, panel: Panel, buffers: Buffers, stack: int, rows: int) -> None:
+    def __init__(self, problem: Problem, blocks: Blocks, panel: Panel, buffers: Buffers, shape: Shape) -> None:
         self._problem, self._blocks, self._panel, self._buffers = problem, blocks, panel, buffers
-        self._shape = stack, rows
+        self.shape = shape
+        stack, rows = shape.heads * shape.tiles, shape.rows
         self._steps: dict[tuple, _Step] = {}
-        self.q = Rows(buffers, stack, rows, problem.head_dim, plain=True)
-        self.do = Rows(buffers, stack, rows, problem.head_dim_v, plain=True)
+        self.q = Rows(buffers, shape, problem.head_dim, plain=True)
+        self.do = Rows(buffers, shape, problem.head_dim_v, plain=True)
         self.dq = buffers.new(stack, rows, problem.head_dim)
         self.dq_chunk = buffers.new(stack, rows, problem.head_dim)
         self.add_dq = partial(np.add, self.dq, self.dq_chunk, self.dq)
 
     def fill(self, values: np.ndarray) -> np.ndarray:
-        """Return one number per row, 0 in the rows that do not exist."""
-        full = np.zeros(self._shape, self._problem.stat_dtype)
-        full.reshape(-1)[: len(values)] = values
-        return full
+        """Return numbers of (heads, count) rows as (stack, rows), 0 for the rows that do not exist."""
+        full = np.zeros((self.shape.heads, self.shape.tiles * self.shape.rows), values.dtype)
+        full[:, : values.shape[1]] = values
+        return full.reshape(len(self.dq), self.shape.rows)
 
     def step(self, chunk: Chunk) -> _Step:
         """Return what to do with a chunk; most chunks come again with every stack, so it is kept."""
@@ -176,7 +174,7 @@ class _Stack:
         return step
 
     def _bind(self, chunk: Chunk) -> _Step:
-        (stack, rows), keys, problem = self._shape, self._blocks.keys, self._problem
+        stack, rows, keys, problem = len(self.dq), self.shape.rows, self._blocks.keys, self._problem
         get, count = self._buffers.get, chunk.count
         s, dp = get("s", stack, count, keys, rows), get("dp", stack, count, keys, rows)
         # One after the other in the same memory, which then stays in the cache.
@@ -186,12 +184,11 @@ class _Stack:
         )
         make_products, find_dq = [], []
         for tile, slot, n in chunk.runs:
-            place = tile % self._blocks.panel
-            here, there = slice(slot, slot + n), slice(place, place + n)
-            k, v = self._panel.keys[there], self._panel.values[there]
+            k, v = self._panel.run(self.shape.heads, tile, n)
+            here = slice(slot, slot + n)
             make_products.append(partial(np.matmul, k, self.q.augmented, s[:, here]))
             make_products.append(partial(np.matmul, v, self.do.augmented, dp[:, here]))
-            find_dq.append(partial(np.matmul, dp[:, here].swapaxes(2, 3), k[:, :, :-1], dq[:, here]))
+            find_dq.append(partial(np.matmul, dp[:, here].swapaxes(2, 3), k[..., :-1], dq[:, here]))
         return _Step(
             s,
             dp,
@@ -214,44 +211,44 @@ class _Worker:
         self._panel = Panel(*common, ones=True)
         self._scores = Scores(*common)
         self._dropout = Dropout(self._problem, self._operands, self._blocks) if self._problem.dropout else None
-        self._stacks: dict[tuple[int, int], _Stack] = {}
+        self._stacks: dict[Shape, _Stack] = {}
 
     def __call__(self, item: Item) -> None:
-        stack = self._stack_at(item.row_tile)
+        stack = self._stack_at(item)
+        start = item.row_tile * self._blocks.rows
+        rows = slice(start, min(start + stack.shape.tiles * stack.shape.rows, self._problem.n_queries))
         dbias = self._task.dbias
-        target = None if dbias is None else dbias.open(item.head, item.row_tile)
-        self._begin(stack, item)
-        for chunk, dk_turn, dv_turn in zip(item.chunks, item.dk_turns, item.dv_turns, strict=True):
-            self._panel.seek(item.head, chunk.runs[0][0])
+        target = None if dbias is None else dbias.open(item.team.heads[0], item.row_tile)
+        self._begin(stack, item.team, rows)
+        for index, chunk in enumerate(item.chunks):
+            self._panel.seek(item.team, chunk.runs[0][0])
             step = stack.step(chunk)
             for call in step.make_products:
                 call()
             self._scores.complete(step.s, chunk)
             self._scores.exponentiate(step.s, self._panel.reach)
-            self._differentiate(step, item, chunk, dbias, target)
-            item.dv.add(chunk, dv_turn, step.find_dv())
-            item.dk.add(chunk, dk_turn, step.find_dk())
+            self._differentiate(step, item, chunk, target)
+            add_shares(item.dv, index, chunk, step.find_dv())
+            add_shares(item.dk, index, chunk, step.find_dk())
             for call in step.find_dq:
                 call()
             step.collect_dq()
             stack.add_dq()
         if dbias is not None:
-            dbias.close(target, item.head, item.row_tile)
-        self._write_dq(stack, item)
+            dbias.close(target, item.team.heads[0], item.row_tile)
+        self._write_dq(stack, item, rows)
         self._task.finish(item)
 
-    def _stack_at(self, row_tile: int) -> _Stack:
-        shape = stack_shape(self._problem, self._blocks, row_tile)
+    def _stack_at(self, item: Item) -> _Stack:
+        shape = stack_shape(self._problem, self._blocks, len(item.team.heads), item.row_tile)
         if shape not in self._stacks:
-            self._stacks[shape] = _Stack(self._problem, self._blocks, self._panel, self._buffers, *shape)
+            self._stacks[shape] = _Stack(self._problem, self._blocks, self._panel, self._buffers, shape)
         return self._stacks[shape]
 
-    def _begin(self, stack: _Stack, item: Item) -> None:
+    def _begin(self, stack: _Stack, team: Team, rows: slice) -> None:
         """Load the rows.  Those of empty rows are 0, whatever they hold: nothing may depend on them."""
-        start = item.row_tile * self._blocks.rows
-        rows = slice(start, start + stack.dq.shape[0] * stack.dq.shape[1])
-        do, o, l, m = (pick(x, item.head.query)[rows] for x in self._operands[6:10])
-        empty = np.flatnonzero(l == 0)
+        do, o, l, m = (pick_team(x, team)[:, rows] for x in self._operands[6:10])
+        empty = l == 0
         # The probabilities are exponentials relative to m; 1 / l, and what the rounding of m in our units makes up
         # for, multiply do instead, and so everything that the probabilities meet.
         exact = to_units(m)
@@ -259,22 +256,22 @@ class _Worker:
         reference = exact.astype(l.dtype)
         weight = exponential((reference - exact).astype(l.dtype)) / l
         weight[empty] = 0
-        self._scores.begin(item.head, item.row_tile, stack.q, empty)
+        self._scores.begin(team, rows, stack.q, empty)
         self._scores.subtract(stack.fill(reference))
-        delta = np.add.reduce(do * o.astype(l.dtype, copy=False), axis=1) * weight
+        delta = np.add.reduce(do * o.astype(l.dtype, copy=False), axis=2) * weight
         delta[empty] = 0
-        stack.do.load(do * (weight * l.dtype.type(self._problem.dropout_scale))[:, None], 1.0, empty)
+        stack.do.load(do * (weight * l.dtype.type(self._problem.dropout_scale))[..., None], 1.0, empty)
         self._delta = stack.fill(delta)
         if self._dropout is None:
             stack.do.subtract(self._delta)
         self._empty = empty
         stack.dq.fill(0)
 
-    def _differentiate(self, step: _Step, item: Item, chunk: Chunk, dbias: BiasSum | None, target: np.ndarray) -> None:
+    def _differentiate(self, step: _Step, item: Item, chunk: Chunk, dbias: np.ndarray | None) -> None:
         """Make the derivatives of the products q k of those of the probabilities, in place."""
         p, ds = step.s, step.dp
         if self._dropout is not None:
-            dropped = self._dropout.dropped(chunk, item.head, item.row_tile)
+            dropped = self._dropout.dropped(chunk, item.team.heads[0], item.row_tile)
             self._dropout.zero(ds, dropped)
             ds -= self._delta[:, None, None]
         step.weigh_probabilities()
@@ -282,20 +279,20 @@ class _Worker:
         if self._dropout is not None:
             self._dropout.zero(p, dropped)
         if dbias is not None:
-            dbias.add(target, item.row_tile, chunk, ds[0])
+            self._task.dbias.add(dbias, item.row_tile, chunk, ds[0])
         self._scores.differentiate_softcap(ds)
 
-    def _write_dq(self, stack: _Stack, item: Item) -> None:
-        start = item.row_tile * self._blocks.rows
-        count = min(stack.dq.shape[0] * stack.dq.shape[1], self._problem.n_queries - start)
-        dq = stack.dq.reshape(-1, self._problem.head_dim)[:count]
+    def _write_dq(self, stack: _Stack, item: Item, rows: slice) -> None:
+        heads, tiles, height = stack.shape
+        dq = stack.dq.reshape(heads, tiles * height, self._problem.head_dim)[:, : rows.stop - rows.start]
         dq *= dq.dtype.type(self._problem.scale)
         dq[self._empty] = 0
         shared = self._task.dq_sum
         if shared is None:
-            pick(self._task.dq, item.head.query)[start : start + count] = dq
+            pick_team(self._task.dq, item.team)[:, rows] = dq
             return
-        shared.wait(item.head, item.row_tile)
-        rows = shared.rows(item.head, item.row_tile, count)
-        rows += dq
-        shared.give(item.head, item.row_tile)
+        head = item.team.heads[0]
+        shared.wait(head, item.row_tile)
+        total = shared.rows(head, item.row_tile, dq.shape[1])
+        total += dq[0]
+        shared.give(head, item.row_tile)

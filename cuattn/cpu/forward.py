@@ -17,11 +17,11 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.cpu import threads
-from cuattn.cpu.blocks import Blocks, choose, stack_shape
+from cuattn.cpu.blocks import Blocks, Shape, choose, stack_shape
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.exponent import exponential, from_units, to_units
-from cuattn.cpu.heads import Head, head_groups
+from cuattn.cpu.heads import Team, pick_team, team_groups
 from cuattn.cpu.panel import Panel
 from cuattn.cpu.scores import Rows, Scores
 from cuattn.cpu.tiles import Chunk, Tiles
@@ -36,10 +36,10 @@ _STEPS = 256  # chunks, as stacks see them, that a thread remembers
 
 
 class Item(NamedTuple):
-    """A stack of row tiles of one head, and what they see."""
+    """A stack of row tiles, of a head or of a team of heads, and what they see."""
 
-    head: Head
-    row_tile: int
+    team: Team
+    row_tile: int  # the first
     chunks: list[Chunk]
 
 
@@ -73,16 +73,15 @@ def forward(problem: Problem, operands: Operands) -> tuple[np.ndarray, np.ndarra
     m = np.full(problem.stat_shape, -np.inf, problem.stat_dtype)
     if l.size == 0 or problem.n_keys == 0:
         return o, l, m
-    blocks = choose(problem, operands.mask)
+    blocks = choose(problem, operands)
     tiles = Tiles(problem, operands, blocks)
-    groups = head_groups(problem, operands)
-
+    groups = team_groups(problem, operands, blocks.team)
     stacks = -(-blocks.row_tiles // blocks.stack)
 
     def prepare(group: int, index: int) -> Item:
-        head, stack = divmod(index, stacks)
-        head, row_tile = groups[group][head], stack * blocks.stack
-        return Item(head, row_tile, tiles.chunks(head, row_tile))
+        team, stack = divmod(index, stacks)
+        team, row_tile = groups[group][team], stack * blocks.stack
+        return Item(team, row_tile, tiles.chunks(team.heads[0], row_tile))
 
     threads.run(
         threads.Dispatcher([len(group) * stacks for group in groups]),
@@ -112,12 +111,13 @@ class _Step(NamedTuple):
 class _Stack:
     """What a thread keeps for a stack of row tiles on its way through the keys; all relative to the references."""
 
-    def __init__(self, problem: Problem, blocks: Blocks, panel: Panel, buffers: Buffers, stack: int, rows: int) -> None:
+    def __init__(self, problem: Problem, blocks: Blocks, panel: Panel, buffers: Buffers, shape: Shape) -> None:
         self._problem, self._blocks, self._panel, self._buffers = problem, blocks, panel, buffers
-        self._shape = stack, rows
+        self.shape = shape
+        stack, rows = shape.heads * shape.tiles, shape.rows
         self._steps: dict[tuple, _Step] = {}
         self._ones = np.ones((1, blocks.keys), problem.stat_dtype)
-        self.q = Rows(buffers, stack, rows, problem.head_dim, plain=False)
+        self.q = Rows(buffers, shape, problem.head_dim, plain=False)
         self.o = buffers.new(stack, rows, problem.head_dim_v)
         self.o_chunk = buffers.new(stack, rows, problem.head_dim_v)
         self.add_chunk = partial(np.add, self.o, self.o_chunk, self.o)
@@ -145,17 +145,17 @@ class _Stack:
         return step
 
     def _bind(self, chunk: Chunk) -> _Step:
-        (stack, rows), keys = self._shape, self._blocks.keys
+        stack, rows, keys = len(self.o), self.shape.rows, self._blocks.keys
         s = self._buffers.get("s", stack, chunk.count, keys, rows)
         weighed = self._buffers.get("weighed", stack, chunk.count, rows, self._problem.head_dim_v)
         make_scores, add_up, weigh = [], [], []
         for tile, slot, count in chunk.runs:
-            place = tile % self._blocks.panel
-            here, there = slice(slot, slot + count), slice(place, place + count)
+            k, v = self._panel.run(self.shape.heads, tile, count)
+            here = slice(slot, slot + count)
             part = s[:, here]
-            make_scores.append(partial(np.matmul, self._panel.keys[there], self.q.augmented, part))
+            make_scores.append(partial(np.matmul, k, self.q.augmented, part))
             add_up.append(partial(np.matmul, self._ones, part, self.sums[:, tile : tile + count]))
-            weigh.append(partial(np.matmul, part.swapaxes(2, 3), self._panel.values[there], weighed[:, here]))
+            weigh.append(partial(np.matmul, part.swapaxes(2, 3), v, weighed[:, here]))
         highest = self.highest[chunk.index]
         wide = s.reshape(stack, -1, 8 * rows)  # longer rows are faster to reduce
         return _Step(
@@ -178,17 +178,19 @@ class _Worker:
         self._panel = Panel(problem, operands, blocks, tiles, self._buffers, ones=False)
         self._scores = Scores(problem, operands, blocks, tiles, self._buffers)
         self._dropout = Dropout(problem, operands, blocks) if problem.dropout else None
-        self._stacks: dict[tuple[int, int], _Stack] = {}
+        self._stacks: dict[Shape, _Stack] = {}
 
     def __call__(self, item: Item) -> None:
         if not item.chunks:
             return
-        stack = self._stack_at(item.row_tile)
+        stack = self._stack_at(item)
         stack.start()
         scores, panel = self._scores, self._panel
-        scores.begin(item.head, item.row_tile, stack.q)
+        start = item.row_tile * self._blocks.rows
+        rows = slice(start, min(start + stack.shape.tiles * stack.shape.rows, self._problem.n_queries))
+        scores.begin(item.team, rows, stack.q)
         for chunk in item.chunks:
-            panel.seek(item.head, chunk.runs[0][0])
+            panel.seek(item.team, chunk.runs[0][0])
             step = stack.step(chunk)
             for call in step.make_scores:
                 call()
@@ -200,17 +202,17 @@ class _Worker:
             for call in step.add_up:
                 call()
             if self._dropout is not None:
-                self._dropout.zero(step.s, self._dropout.dropped(chunk, item.head, item.row_tile))
+                self._dropout.zero(step.s, self._dropout.dropped(chunk, item.team.heads[0], item.row_tile))
             for call in step.weigh:
                 call()
             step.collect()
             stack.add_chunk()
-        self._finish(stack, item)
+        self._finish(stack, item.team, rows)
 
-    def _stack_at(self, row_tile: int) -> _Stack:
-        shape = stack_shape(self._problem, self._blocks, row_tile)
+    def _stack_at(self, item: Item) -> _Stack:
+        shape = stack_shape(self._problem, self._blocks, len(item.team.heads), item.row_tile)
         if shape not in self._stacks:
-            self._stacks[shape] = _Stack(self._problem, self._blocks, self._panel, self._buffers, *shape)
+            self._stacks[shape] = _Stack(self._problem, self._blocks, self._panel, self._buffers, shape)
         return self._stacks[shape]
 
     def _move(self, stack: _Stack, step: _Step) -> None:
@@ -237,21 +239,25 @@ class _Worker:
         np.copyto(stack.highest.reshape(-1, *here.shape), -np.inf, where=away[:, None])
         np.copyto(here, 0, where=away[:, None])
 
-    def _finish(self, stack: _Stack, item: Item) -> None:
-        total = np.add.reduce(stack.sums[:, :, 0], axis=1)
-        start = item.row_tile * self._blocks.rows
-        where = (*item.head.query, slice(start, start + total.size))
-        o, l, m = (result[where] for result in self._results)
-        highest = np.maximum.reduce(stack.highest.reshape(-1, len(total), 8, total.shape[1]), axis=(0, 2))
+    def _finish(self, stack: _Stack, team: Team, rows: slice) -> None:
+        o, l, m = (pick_team(result, team)[:, rows] for result in self._results)
+        heads, count = l.shape
+
+        def of_rows(x: np.ndarray) -> np.ndarray:
+            """Return x, (stack, rows, ...), as (heads, count, ...)."""
+            return x.reshape(heads, stack.shape.tiles * stack.shape.rows, *x.shape[2:])[:, :count]
+
+        total = of_rows(np.add.reduce(stack.sums[:, :, 0], axis=1))
+        by_chunk = stack.highest.reshape(-1, len(stack.o), 8, stack.shape.rows)
+        highest = of_rows(np.maximum.reduce(by_chunk, axis=(0, 2)))
         unseen = None if stack.all_seen else highest == -np.inf
         below = total if self._dropout is None else total * total.dtype.type(1 / self._problem.dropout_scale)
         if unseen is not None:
             below = np.where(unseen, 1, below)
-        count = len(l)
-        np.divide(stack.o.reshape(total.size, -1)[:count], below.reshape(-1, 1)[:count], out=o, casting="unsafe")
-        m[:] = from_units(highest + stack.reference).reshape(-1)[:count]
+        np.divide(of_rows(stack.o), below[..., None], out=o, casting="unsafe")
+        reference = of_rows(stack.reference)
+        m[:] = from_units(highest + reference)
         # l is relative to m as it is returned, after its rounding: what the backward makes of both is then exact.
-        correction = (stack.reference.reshape(-1)[:count] - to_units(m)).astype(l.dtype)
-        l[:] = total.reshape(-1)[:count] * exponential(correction)
+        np.multiply(total, exponential((reference - to_units(m)).astype(l.dtype)), out=l)
         if unseen is not None:
-            l[unseen.reshape(-1)[:count]] = 0
+            l[unseen] = 0

@@ -8,7 +8,7 @@ import numpy as np
 
 from cuattn.problem import Operands, Problem
 
-__all__ = ["Head", "all_heads", "head_groups", "pick", "place"]
+__all__ = ["Head", "Team", "all_heads", "pick", "pick_team", "place", "team_groups"]
 
 
 class Head(NamedTuple):
@@ -17,6 +17,13 @@ class Head(NamedTuple):
     index: int  # flat, C order over (*batch, heads)
     query: tuple[int, ...]  # index into axes (*batch, heads)
     kv: tuple[int, ...]  # index into axes (*batch, kv_heads)
+
+
+class Team(NamedTuple):
+    """Heads that are computed together: neighbours in one batch element, under one mask."""
+
+    heads: tuple[Head, ...]
+    alike: bool  # whether they read the same keys and values
 
 
 def all_heads(problem: Problem) -> list[Head]:
@@ -37,18 +44,29 @@ def pick(array: np.ndarray, where: tuple[int, ...]) -> np.ndarray:
     return array[place(array, where)]
 
 
-def head_groups(problem: Problem, operands: Operands) -> list[list[Head]]:
-    """Group the heads so that no two groups read the same keys or values; groups and heads in C order.
+def pick_team(array: np.ndarray, team: Team) -> np.ndarray:
+    """Return the slices of an array that belong to the query heads of a team, (heads | 1, ...)."""
+    *batch, head = place(array, team.heads[0].query)
+    return array[(*batch, slice(head, head + (len(team.heads) if array.shape[len(batch)] > 1 else 1)))]
+
+
+def team_groups(problem: Problem, operands: Operands, size: int) -> list[list[Team]]:
+    """Make teams of up to `size` heads, and group them so that no two groups read the same keys or values.
 
     Threads prefer to stay within a group: they then copy its keys and values once, and in the backward pass
-    no other thread adds to the same gradients.
+    no other thread adds to the same gradients.  Groups, teams and heads are in C order.
     """
     shared = [
-        size > 1 and 1 in (k, v)
-        for size, k, v in zip((*problem.batch, problem.kv_heads), operands.k.shape, operands.v.shape, strict=False)
+        n > 1 and 1 in (k, v)
+        for n, k, v in zip((*problem.batch, problem.kv_heads), operands.k.shape, operands.v.shape, strict=False)
     ]
-    groups: dict[tuple[int, ...], list[Head]] = {}
+    alike = problem.group > 1
+    groups: dict[tuple[int, ...], dict[tuple[int, ...], list[Head]]] = {}
     for head in all_heads(problem):
-        key = tuple(0 if together else i for i, together in zip(head.kv, shared, strict=True))
-        groups.setdefault(key, []).append(head)
-    return list(groups.values())
+        *batch, kv = head.kv
+        within = head.query[-1] % problem.group if alike else head.query[-1]
+        team = (*batch, kv if alike else 0, within // size)
+        where = (*batch, kv if alike else kv // size)
+        key = tuple(0 if together else i for i, together in zip(where, shared, strict=True))
+        groups.setdefault(key, {}).setdefault(team, []).append(head)
+    return [[Team(tuple(heads), alike) for heads in teams.values()] for teams in groups.values()]

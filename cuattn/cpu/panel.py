@@ -14,7 +14,7 @@ import numpy as np
 
 from cuattn.cpu.blocks import Blocks
 from cuattn.cpu.buffers import Buffers
-from cuattn.cpu.heads import Head, pick, place
+from cuattn.cpu.heads import Head, Team, pick, place
 from cuattn.cpu.tiles import Tiles
 from cuattn.problem import Operands, Problem
 
@@ -22,13 +22,13 @@ __all__ = ["Panel"]
 
 
 class Panel:
-    """Keys and values of a range of key tiles, loaded as the tiles are asked for.
+    """Keys and values of a range of key tiles, for a team of heads, loaded as the tiles are asked for.
 
     Attributes
     ----------
-    keys : ndarray, (tiles, blocks.keys, head_dim + 1)
-        Keys and a one.
-    values : ndarray, (tiles, blocks.keys, head_dim_v or, with `ones`, head_dim_v + 1)
+    keys : ndarray, (heads, tiles, blocks.keys, head_dim + 1)
+        Keys and a one.  Heads that read the same keys and values have one copy.
+    values : ndarray, (heads, tiles, blocks.keys, head_dim_v or, with `ones`, head_dim_v + 1)
         Values and, with `ones`, a one.
     reach : float
         The most by which a product with a key here can exceed the largest element of the other factor.
@@ -39,42 +39,59 @@ class Panel:
     ) -> None:
         self._operands, self._blocks, self._tiles = operands, blocks, tiles
         self._n_keys = problem.n_keys
-        self._length = blocks.panel * blocks.keys
-        self._head: Head | None = None
+        self._team: Team | None = None
         self._first = 0
         self._loaded: tuple | None = None
         self._poisoned = False
         self.reach = 0.0
-        self.keys = buffers.new(blocks.panel, blocks.keys, problem.head_dim + 1)
-        self.values = buffers.new(blocks.panel, blocks.keys, problem.head_dim_v + ones)
+        copies = 1 if problem.group > 1 else blocks.team
+        self.keys = buffers.new(copies, blocks.panel, blocks.keys, problem.head_dim + 1)
+        self.values = buffers.new(copies, blocks.panel, blocks.keys, problem.head_dim_v + ones)
 
-    def seek(self, head: Head, tile: int) -> int:
-        """Make the keys and values of a tile and of its whole chunk present; return the first tile that is here."""
+    def seek(self, team: Team, tile: int) -> None:
+        """Make the keys and values of a tile, and of its whole chunk, present at tile % blocks.panel."""
         first = tile - tile % self._blocks.panel
-        if head is not self._head or first != self._first:
-            wanted = (place(self._operands.k, head.kv), place(self._operands.v, head.kv), first)
-            if wanted != self._loaded or self._poisoned:  # which keys are dead is a matter of the query head
-                self._load(head, first)
-                self._loaded = wanted
-            self._head, self._first = head, first
-        return first
+        if team is not self._team or first != self._first:
+            heads = team.heads[:1] if team.alike else team.heads
+            where = [(place(self._operands.k, head.kv), place(self._operands.v, head.kv)) for head in heads]
+            if self._poisoned or self._loaded != (where, first):  # which keys are dead is a matter of the query head
+                self._load(heads, first)
+                self._loaded = where, first
+            self._team, self._first = team, first
 
-    def _load(self, head: Head, first: int) -> None:
+    def run(self, heads: int, tile: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return where the keys and values of some neighbouring tiles are for a team of `heads`, once they are here."""
+        place = tile % self._blocks.panel
+        where = slice(0, min(heads, len(self.keys))), slice(place, place + count)
+        return self.keys[where], self.values[where]
+
+    def _load(self, heads: tuple[Head, ...], first: int) -> None:
         start = first * self._blocks.keys
-        stop = min(start + self._length, self._n_keys)
+        stop = min(start + self._blocks.panel * self._blocks.keys, self._n_keys)
+        largest = total = 0.0
+        for n, head in enumerate(heads):
+            keys, values = self._copy(n, head, start, stop)
+            largest = np.maximum(largest, np.maximum.reduce(np.einsum("ij,ij->i", keys, keys)))
+            total += np.dot(values, values)
+        self.reach = math.sqrt(largest * self.keys.shape[-1])
+        # Not finite where something is NaN, infinite or huge; of those, the last is only slow.
+        self._poisoned = not math.isfinite(self.reach + total)
+        if self._poisoned:
+            for n, head in enumerate(heads):
+                dead = np.flatnonzero(self._tiles.dead_keys(head)[start:stop])
+                for panel in (self.keys, self.values):
+                    _flat(panel[n])[dead] = 0
+
+    def _copy(self, n: int, head: Head, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Copy the keys and values of a head; return them without ones, the values as one vector."""
         for source, panel in ((self._operands.k, self.keys), (self._operands.v, self.values)):
-            flat, width = self._flat(panel), source.shape[-1]
+            flat, width = _flat(panel[n]), source.shape[-1]
             flat[: stop - start, :width] = pick(source, head.kv)[start:stop]
             flat[: stop - start, width:] = 1
             flat[stop - start :] = 0
-        keys, values = self._flat(self.keys)[:, :-1], self.values.reshape(-1)
-        self.reach = math.sqrt(np.maximum.reduce(np.einsum("ij,ij->i", keys, keys)) * keys.shape[1])
-        # Not finite where something is NaN, infinite or huge; of those, the last is only slow.
-        self._poisoned = not math.isfinite(self.reach + np.dot(values, values))
-        if self._poisoned:
-            dead = np.flatnonzero(self._tiles.dead_keys(head)[start:stop])
-            for panel in (self.keys, self.values):
-                self._flat(panel)[dead] = 0
+        return _flat(self.keys[n])[:, :-1], self.values[n].reshape(self.values[n].size)
 
-    def _flat(self, panel: np.ndarray) -> np.ndarray:
-        return panel.reshape(self._length, panel.shape[-1])
+
+def _flat(panel: np.ndarray) -> np.ndarray:
+    tiles, keys, width = panel.shape
+    return panel.reshape(tiles * keys, width)

@@ -28,9 +28,10 @@ def plan(problem: Problem, operands: Operands) -> Plan:
     Plan
         Tiles, threads and memory.
     """
-    blocks = choose(problem, operands.mask)
+    blocks = choose(problem, operands)
     workers = useful(problem, blocks)
-    notes = [f"{blocks.stack} x {blocks.chunk} tiles at a time; {np.dtype(problem.stat_dtype)} sums"]
+    together = f"{blocks.team} heads" if blocks.team > 1 else f"{blocks.stack} row tiles"
+    notes = [f"{together} x {blocks.chunk} key tiles at a time; {problem.stat_dtype} sums"]
     if exponential is np.exp2:
         notes.append("base-2 exponentials, which this NumPy vectorises")
     return Plan(
@@ -49,13 +50,15 @@ def plan(problem: Problem, operands: Operands) -> Plan:
 def bytes_per_thread(problem: Problem, blocks: Blocks) -> int:
     """Return the size of a thread's buffers, and in the backward pass of the sums of the heads that it works on."""
     d, dv = problem.head_dim, problem.head_dim_v
-    stack, tiles = blocks.stack * blocks.rows, blocks.stack * blocks.chunk
+    members = blocks.stack * blocks.team
+    stack, tiles = members * blocks.rows, members * blocks.chunk
+    copies = 1 if problem.group > 1 else blocks.team
     scores = tiles * blocks.keys * blocks.rows
-    panel = blocks.panel * blocks.keys * (d + dv + 2)
+    panel = copies * blocks.panel * blocks.keys * (d + dv + 2)
     if problem.direction == "forward":
         parts = tiles * blocks.rows * dv
-        state = stack * (2 * d + 2 * dv + blocks.key_tiles + 18)
+        state = stack * (2 * d + 2 * dv + 9 * blocks.key_tiles + 2)
         return problem.stat_dtype.itemsize * (scores + panel + parts + state)
     parts = tiles * max(blocks.keys * max(d, dv), blocks.rows * d)
-    sums = blocks.key_tiles * blocks.keys * (d + dv)
+    sums = copies * blocks.key_tiles * blocks.keys * (d + dv)
     return problem.stat_dtype.itemsize * (2 * scores + panel + parts + sums + stack * (4 * d + 2 * dv + 4))

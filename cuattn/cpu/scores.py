@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cuattn.cpu.blocks import Blocks
+from cuattn.cpu.blocks import Blocks, Shape
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.exponent import UNIT, exponential, lowest
-from cuattn.cpu.heads import Head, pick
+from cuattn.cpu.heads import Team, pick, pick_team
 from cuattn.cpu.tiles import Chunk, Tiles, Veil, tile_of
 from cuattn.problem import Operands, Problem
 
@@ -25,6 +25,8 @@ __all__ = ["Rows", "Scores"]
 class Rows:
     """Some rows of an operand, in the form that a product with keys or values needs.
 
+    The first axis of everything here, the stack, counts the row tiles, of one head or of several.
+
     Attributes
     ----------
     plain : ndarray, (stack, 1, rows, width)
@@ -33,29 +35,29 @@ class Rows:
         The rows, transposed and scaled, above a row of what to subtract from each product.
     """
 
-    def __init__(self, buffers: Buffers, stack: int, rows: int, width: int, *, plain: bool) -> None:
-        self._shape, self._count = (stack, rows, width), stack * rows
+    def __init__(self, buffers: Buffers, shape: Shape, width: int, *, plain: bool) -> None:
+        stack, rows = shape.heads * shape.tiles, shape.rows
         self.augmented = buffers.new(stack, 1, width + 1, rows)
         self._transposed, self._subtracted = self.augmented[:, 0, :-1], self.augmented[:, 0, -1]
-        self._padded = buffers.new(stack * rows, width)
-        self.flat = self._padded if plain else None
-        self.plain = self._padded.reshape(stack, 1, rows, width)
+        self._by_head = buffers.new(shape.heads, shape.tiles * rows, width)
+        self._by_tile = stack, rows, width
+        self._keep = plain
+        self.plain = self._by_head.reshape(stack, 1, rows, width)
 
-    def load(self, matrix: np.ndarray, factor: float, empty: np.ndarray | None = None) -> None:
-        """Take the rows of a matrix, (<= stack * rows, width); missing rows, and the `empty` ones, are 0.
+    def load(self, matrices: np.ndarray, factor: float, empty: np.ndarray | None = None) -> None:
+        """Take the rows of some heads, (heads, <= tiles * rows, width); missing rows, and the `empty` ones, are 0.
 
         `factor` scales the transposed copy.
         """
-        if self.flat is None and len(matrix) == self._count:
-            source = matrix.reshape(self._shape)
-        else:
-            flat = self._padded if self.flat is None else self.flat
-            flat[: len(matrix)] = matrix
-            flat[len(matrix) :] = 0
+        count = matrices.shape[1]
+        if self._keep or matrices.shape != self._by_head.shape:
+            self._by_head[:, :count] = matrices
+            self._by_head[:, count:] = 0
             if empty is not None:
-                flat[empty] = 0
-            source = flat.reshape(self._shape)
-        np.multiply(source.swapaxes(1, 2), factor, out=self._transposed, dtype=self.augmented.dtype)
+                self._by_head[:, :count][empty] = 0
+            matrices = self._by_head
+        by_tile = matrices.reshape(self._by_tile).swapaxes(1, 2)
+        np.multiply(by_tile, factor, out=self._transposed, dtype=self.augmented.dtype)
         self._subtracted.fill(0)
 
     def subtract(self, reference: np.ndarray) -> None:
@@ -81,13 +83,11 @@ class Scores:
         self._dead: Sequence[tuple[slice, np.ndarray]] = ()  # what a bias of -inf hides, by slots
         self._bare = self._cap is None and operands.bias is None  # nothing but products enters the scores
 
-    def begin(self, head: Head, row_tile: int, q: Rows, empty: np.ndarray | None = None) -> None:
+    def begin(self, team: Team, rows: slice, q: Rows, empty: np.ndarray | None = None) -> None:
         """Load the queries of a stack, with the `empty` rows as 0; its references are 0."""
-        self._head, self._row_tile, self._q = head, row_tile, q
+        self._head, self._row_tile, self._q = team.heads[0], rows.start // self._blocks.rows, q
         self._reference = None
-        rows = q.augmented.shape[0] * q.augmented.shape[-1]
-        start = row_tile * self._blocks.rows
-        q.load(pick(self._operands.q, head.query)[start : start + rows], self._factor, empty)
+        q.load(pick_team(self._operands.q, team)[:, rows], self._factor, empty)
         self._largest = q.largest() if self._bare else 0.0
         self._reach_limit = self._limit(0.0)
 
@@ -107,7 +107,7 @@ class Scores:
         if not self._bare:
             self._bend(s, chunk)
         for slot, veil in self._veils:
-            veil.hide(s[0, slot])
+            veil.hide(s[:, slot])
         if chunk.padding:
             s[:, -1, -chunk.padding :].fill(-np.inf)
 
@@ -133,7 +133,7 @@ class Scores:
     def zero_hidden(self, array: np.ndarray) -> None:
         """Set the elements of an array, shaped as the last completed scores, that are hidden to 0."""
         for slot, veil in self._veils:
-            veil.zero(array[0, slot])
+            veil.zero(array[:, slot])
         if self._padding:
             array[:, -1, -self._padding :].fill(0)
         for slots, hidden in self._dead:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from cuattn.cpu.blocks import Blocks
-from cuattn.cpu.heads import Head, pick, place
+from cuattn.cpu.heads import Head, Team, pick, place
 from cuattn.cpu.tiles import Chunk
 from cuattn.cpu.turns import Turns
 from cuattn.problem import Operands, Problem
 
-__all__ = ["BiasSum", "KeySums", "RowSum"]
+__all__ = ["BiasSum", "KeySums", "RowSum", "Share", "add_shares"]
 
 
 class KeySum:
@@ -42,22 +44,40 @@ class KeySum:
         self._turns.give(self._passed, chunk.index)
 
 
-class KeySums:
-    """The sums of a group of heads: they come into being with its first item and leave with its last."""
+class Share(NamedTuple):
+    """What an item adds to one sum: its turns at the chunks that it sees."""
 
-    def __init__(self, problem: Problem, operands: Operands, blocks: Blocks, turns: Turns, group: list[Head]) -> None:
+    sum: KeySum
+    turns: list[int]
+
+
+def add_shares(shares: list[Share], index: int, chunk: Chunk, parts: np.ndarray) -> None:
+    """Add parts, (stack, chunk.count, keys, width), of the chunk with an index among those that an item sees."""
+    size = len(parts) // len(shares)
+    for n, share in enumerate(shares):
+        share.sum.add(chunk, share.turns[index], parts[n * size : (n + 1) * size])
+
+
+class KeySums:
+    """The sums of a group of teams: they come into being with its first item and leave with its last."""
+
+    def __init__(self, problem: Problem, operands: Operands, blocks: Blocks, turns: Turns, group: list[Team]) -> None:
         self._operands = operands
         self.of_keys, self.of_values = (
             {
                 where: KeySum(blocks, operand.shape[-1], problem.stat_dtype, turns)
-                for where in {place(operand, head.kv): None for head in group}
+                for where in {place(operand, head.kv): None for team in group for head in team.heads}
             }
             for operand in (operands.k, operands.v)
         )
 
-    def at(self, head: Head) -> tuple[KeySum, KeySum]:
-        """Return the sums that a head adds to."""
-        return self.of_keys[place(self._operands.k, head.kv)], self.of_values[place(self._operands.v, head.kv)]
+    def shares(self, team: Team, chunks: list[Chunk]) -> tuple[list[Share], list[Share]]:
+        """Return the shares in dk and in dv of an item, which is the next that adds."""
+        heads = team.heads[:1] if team.alike else team.heads
+        return tuple(
+            [Share(part, part.issue(chunks)) for part in (sums[place(operand, head.kv)] for head in heads)]
+            for operand, sums in ((self._operands.k, self.of_keys), (self._operands.v, self.of_values))
+        )
 
     def write(self, dk: np.ndarray, dv: np.ndarray, scale: float) -> None:
         """Round the finished sums into the gradients; dk times `scale`."""
@@ -68,11 +88,11 @@ class KeySums:
                 np.multiply(flat, flat.dtype.type(factor), out=result[where], casting="unsafe")
 
 
-def _ranks(array: np.ndarray, groups: list[list[Head]]) -> dict[int, int]:
+def _ranks(array: np.ndarray, groups: list[list[Team]]) -> dict[int, int]:
     """Return, by head index, how many heads before it, in the order of the work, share its slice of an array."""
     counts: dict[tuple[int, ...], int] = {}
     result = {}
-    for head in (head for group in groups for head in group):
+    for head in (head for group in groups for team in group for head in team.heads):
         where = place(array, head.query)
         result[head.index] = counts[where] = counts.get(where, -1) + 1
     return result
@@ -82,14 +102,16 @@ class RowSum:
     """A gradient whose slices get one term per row tile from every head that shares them (a broadcast operand)."""
 
     def __init__(
-        self, like: np.ndarray, dtype: np.dtype, blocks: Blocks, turns: Turns, groups: list[list[Head]]
+        self, like: np.ndarray, dtype: np.dtype, blocks: Blocks, turns: Turns, groups: list[list[Team]]
     ) -> None:
         self.total = np.zeros(like.shape, dtype)
         self._blocks, self._turns = blocks, turns
         self._ranks = _ranks(like, groups)
         self._by_tile = like.shape[-2] > 1
         counters = blocks.row_tiles if self._by_tile else 1
-        self._passed = {place(like, head.query): [0] * counters for group in groups for head in group}
+        self._passed = {
+            place(like, head.query): [0] * counters for group in groups for team in group for head in team.heads
+        }
 
     def rows(self, head: Head, row_tile: int, count: int) -> np.ndarray:
         """Return what `count` rows of a head add to, (count | 1, ...)."""
@@ -113,7 +135,7 @@ class BiasSum:
     """The gradient of a bias, from the derivatives of the scores, by tile."""
 
     def __init__(
-        self, problem: Problem, bias: np.ndarray, blocks: Blocks, turns: Turns, groups: list[list[Head]]
+        self, problem: Problem, bias: np.ndarray, blocks: Blocks, turns: Turns, groups: list[list[Team]]
     ) -> None:
         self._problem, self._blocks, self._dtype = problem, blocks, bias.dtype
         self._whole = bias.shape[-2] > 1 and bias.shape[-1] > 1

@@ -51,7 +51,7 @@ class Veil:
         self.nbytes = self._shown.nbytes + self._infinite.nbytes
 
     def zero(self, tile: np.ndarray) -> None:
-        """Set the hidden elements of a tile, (keys, rows), to 0."""
+        """Set the hidden elements of a tile, (..., keys, rows), to 0."""
         bits = tile.view(self._shown.dtype)
         np.bitwise_and(bits, self._shown, bits)
 

@@ -15,7 +15,7 @@ from cuattn.cpu.blocks import Blocks
 USERS = [importlib.import_module(f"cuattn.cpu.{name}") for name in ("forward", "backward")]
 _choose = blocks_module.choose
 
-# (rows, keys, stack, tiles of a chunk, chunks of a panel)
+# (rows, keys, row tiles or heads together, tiles of a chunk, chunks of a panel)
 block_sizes = st.tuples(
     st.sampled_from((16, 32, 48)),
     st.sampled_from((16, 32, 80)),
@@ -29,12 +29,13 @@ block_sizes = st.tuples(
 def forced(rows: int, keys: int, stack: int, chunk: int, chunks_of_panel: int, workers: int = 1):
     """Make the CPU backend use these block sizes and this many threads, however small the problem."""
 
-    def choose(problem, mask=None) -> Blocks:
-        usual = _choose(problem, mask)
+    def choose(problem, operands) -> Blocks:
+        usual = _choose(problem, operands)
         tiles = -(-problem.n_keys // keys)
         panel = min(chunks_of_panel * chunk, -(-tiles // chunk) * chunk)
-        stacked = stack if usual.stack > 1 or blocks_module.is_plain(problem) else 1
-        return Blocks(rows, keys, stacked, chunk, panel, -(-problem.n_queries // rows), tiles)
+        stacked = stack if usual.team == 1 and blocks_module.is_plain(problem) else 1
+        team = min(stack, usual.team)
+        return Blocks(rows, keys, stacked, team, chunk, panel, -(-problem.n_queries // rows), tiles)
 
     with mock.patch.object(threads, "useful", lambda problem, blocks: workers):
         for user in USERS:

@@ -25,7 +25,7 @@ def test_visited_tiles_hold_all_that_is_visible_and_nothing_visible_is_hidden(ca
     problem, operands = problem_of(case)
     if 0 in problem.score_shape:
         return
-    size = Blocks(rows, keys, 1, 3, 100, -(-problem.n_queries // rows), -(-problem.n_keys // keys))
+    size = Blocks(rows, keys, 1, 1, 3, 100, -(-problem.n_queries // rows), -(-problem.n_keys // keys))
     tiles = Tiles(problem, operands, size)
     visible = np.ones(problem.score_shape, bool) if case.visible is None else case.visible
     visible = np.broadcast_to(visible, problem.score_shape)
@@ -58,7 +58,7 @@ def test_visited_tiles_hold_all_that_is_visible_and_nothing_visible_is_hidden(ca
 def test_block_sizes_are_multiples_of_16_that_cover_the_problem(head_dim, n, dtype):
     x = np.lib.stride_tricks.as_strided(np.zeros(head_dim, dtype), (1, n, head_dim), (0, 0, np.dtype(dtype).itemsize))
     problem, operands, _ = validate("forward", x, x, x)
-    size = choose(problem, operands.mask)
+    size = choose(problem, operands)
     assert size.rows % 16 == size.keys % 16 == 0
     assert (size.row_tiles - 1) * size.rows < n <= size.row_tiles * size.rows
     assert (size.key_tiles - 1) * size.keys < n <= size.key_tiles * size.keys
@@ -66,7 +66,7 @@ def test_block_sizes_are_multiples_of_16_that_cover_the_problem(head_dim, n, dty
     assert cuattn.plan(x, x, x).workspace_bytes <= cuattn.plan(x, x, x).workers * 64e6
     rows = 0
     for row_tile in range(0, size.row_tiles, size.stack):
-        stack, height = stack_shape(problem, size, row_tile)
+        _, stack, height = stack_shape(problem, size, 1, row_tile)
         assert height % 16 == 0
         assert stack * height >= min(n - row_tile * size.rows, stack * size.rows)
         rows += stack * height
@@ -78,7 +78,7 @@ def test_a_block_mask_of_multiples_of_64_has_no_partial_tiles():
     mask = cuattn.BlockMask(rng.random((4, 8)) < 0.5, 128, 64)
     x = np.zeros((1, 512, 64), np.float32)
     problem, operands, _ = validate("forward", x, x, x, mask=mask)
-    tiles = Tiles(problem, operands, choose(problem, mask))
+    tiles = Tiles(problem, operands, choose(problem, operands))
     head = all_heads(problem)[0]
     assert not any(chunk.partial for t in range(4) for chunk in tiles.chunks(head, t))
 
