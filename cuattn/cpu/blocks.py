@@ -12,7 +12,8 @@ __all__ = ["Blocks", "Shape", "choose", "is_plain", "stack_shape"]
 
 _UNIT = 16  # blocks are multiples of it: whole vector registers, and whole blocks of the dropout generator
 _SMALL_PRODUCT = 1_000_000  # OpenBLAS multiplies matrices of at most 100 ** 3 multiplications without packing them
-_ROWS = 128  # more rows than this evict a block of queries from the first-level cache
+_ROWS = 128, 64  # of a tile; the first when a tile of queries then stays in the first-level cache
+_FIRST_CACHE = 40_000  # bytes of it that a tile of queries may take
 _KEYS = 112  # with 64 dimensions and 128 rows the most that make a small product
 _STACK = 4  # row tiles, or heads, that are computed together
 _FEWEST_KEYS = 48  # with many dimensions a product is large anyway
@@ -42,13 +43,13 @@ def choose(problem: Problem, operands: Operands) -> Blocks:
     can run.  Nothing here depends on the number of threads, since the results do depend on this.
     """
     depth = max(problem.head_dim, problem.head_dim_v) + 1
-    rows = _even(problem.n_queries, _ROWS if depth <= 160 else _ROWS // 2)
+    itemsize = problem.stat_dtype.itemsize
+    rows = _even(problem.n_queries, _ROWS[_ROWS[0] * depth * itemsize > _FIRST_CACHE])
     limit = min(max(_SMALL_PRODUCT // (rows * depth) // _UNIT * _UNIT, _FEWEST_KEYS), _KEYS)
     if isinstance(operands.mask, BlockMask) and limit >= 64 and operands.mask.block_n % 64 == 0:
         limit = 64  # a tile across two blocks would need an element-wise test
     keys = _even(problem.n_keys, limit)
     row_tiles, key_tiles = (max(1, -(-n // size)) for n, size in ((problem.n_queries, rows), (problem.n_keys, keys)))
-    itemsize = problem.stat_dtype.itemsize
     stack = min(_STACK, row_tiles) if is_plain(problem) else 1
     fitting = _PANEL_BYTES // (key_tiles * keys * depth * itemsize)  # heads whose keys a thread can hold
     team = _team(problem, operands, fitting) if stack == 1 else 1
