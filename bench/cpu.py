@@ -173,7 +173,7 @@ def plot(report: dict, path: Path) -> None:
     """Draw the bars."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
     axes = figure.subplots(1, 2, sharey=False)
     for panel, direction in zip(axes, ("forward", "forward+backward"), strict=True):
         rows = [row for row in report["rows"] if row["direction"] == direction]
@@ -188,7 +188,7 @@ def plot(report: dict, path: Path) -> None:
         panel.set_title(direction.replace("+", " + "), fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("seconds (lower is better)")
-    axes[1].legend(frameon=False)
+    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     shape = f"float32, {HEADS} heads, N = {N}, d = {D}, {report['environment']['cores']} cores"
     figure.suptitle(shape, fontsize=10)
     figure.savefig(path, dpi=130)
