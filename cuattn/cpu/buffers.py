@@ -25,12 +25,16 @@ class Buffers:
     def new(self, *shape: int) -> np.ndarray:
         """Return an uninitialised C-contiguous array whose first element starts a cache line."""
         size = math.prod(shape) * self._dtype.itemsize
-        if size + _SKEW > self._block.size:
-            self._block = np.empty(max(size + 2 * _SKEW, _LARGE if size > _SMALL else _SMALL), np.uint8)
-            self._block = self._block[-self._block.ctypes.data % _LINE :]
-        array = self._block[:size].view(self._dtype).reshape(shape)
+        if size > _LARGE // 2:
+            return self._cut(_aligned(size + _LINE), size, shape)
+        if size > self._block.size:
+            self._block = _aligned(_LARGE if size > _SMALL // 2 else _SMALL)
+        array = self._cut(self._block, size, shape)
         self._block = self._block[-(-size // _LINE) * _LINE + _SKEW :]
         return array
+
+    def _cut(self, block: np.ndarray, size: int, shape: tuple[int, ...]) -> np.ndarray:
+        return block[:size].view(self._dtype).reshape(shape)
 
     def get(self, name: str, *shape: int) -> np.ndarray:
         """Return an uninitialised array; calls with one name share its memory, so only the last one's content holds."""
@@ -39,3 +43,8 @@ class Buffers:
         if flat is None or flat.size < size:
             flat = self._named[name] = self.new(size)
         return flat[:size].reshape(shape)
+
+
+def _aligned(size: int) -> np.ndarray:
+    block = np.empty(size, np.uint8)
+    return block[-block.ctypes.data % _LINE :]

@@ -7,10 +7,11 @@ import numpy as np
 from cuattn.cpu.blocks import Blocks, choose
 from cuattn.cpu.exponent import exponential
 from cuattn.cpu.threads import useful
+from cuattn.cpu.tiles import VEIL_BYTES
 from cuattn.plans import Plan
 from cuattn.problem import Operands, Problem
 
-__all__ = ["bytes_per_thread", "plan"]
+__all__ = ["plan"]
 
 
 def plan(problem: Problem, operands: Operands) -> Plan:
@@ -41,10 +42,18 @@ def plan(problem: Problem, operands: Operands) -> Plan:
         block_n=blocks.keys,
         workers=workers,
         smem_bytes=0,
-        workspace_bytes=workers * bytes_per_thread(problem, blocks),
+        workspace_bytes=workers * bytes_per_thread(problem, blocks) + bytes_of_masks(problem, blocks),
         reason="the arrays are in host memory",
         notes=tuple(notes),
     )
+
+
+def bytes_of_masks(problem: Problem, blocks: Blocks) -> int:
+    """Return an upper bound of what is remembered of partial tiles, for all threads."""
+    if problem.mask is problem.band is None:
+        return 0
+    tile = 2 * blocks.rows * blocks.keys * problem.stat_dtype.itemsize
+    return min(VEIL_BYTES, blocks.row_tiles * blocks.key_tiles * tile)
 
 
 def bytes_per_thread(problem: Problem, blocks: Blocks) -> int:

@@ -16,10 +16,10 @@ from cuattn.masks import BlockMask, intervals
 from cuattn.masks.intervals import FULL, PARTIAL, SKIP
 from cuattn.problem import Operands, Problem
 
-__all__ = ["Chunk", "Tiles", "Veil", "tile_of"]
+__all__ = ["VEIL_BYTES", "Chunk", "Tiles", "Veil", "tile_of"]
 
 _STRIP = 16  # row tiles whose states are computed at once
-_VEIL_BYTES = 1 << 24  # of element masks, remembered for the same heads
+VEIL_BYTES = 1 << 24  # of element masks, remembered for the same heads
 _STRIPS = 64  # strips that are remembered, for the heads that share a mask
 
 
@@ -219,7 +219,7 @@ class Tiles:
             full[:keys, : min(rows, self._problem.n_queries - row_tile * self._blocks.rows)] = hidden
             full[keys:] = True
             veil = Veil(full, self._problem.stat_dtype)
-            if self._veil_bytes + veil.nbytes <= _VEIL_BYTES:  # for the other heads that share the mask
+            if self._veil_bytes + veil.nbytes <= VEIL_BYTES:  # for the other heads that share the mask
                 self._veils[key] = veil
                 self._veil_bytes += veil.nbytes
         return veil
