@@ -162,7 +162,7 @@ def forward(
     (array([4., 4., 4., 4.], dtype=float32), array([4., 4., 4., 4.], dtype=float32))
     """
     call = prepare(
-        "forward", {"q": q, "k": k, "v": v, "bias": bias}, mask, kernel,
+        "forward", {"q": q, "k": k, "v": v, "bias": bias}, mask,
         dict(
             is_causal=is_causal, window=window, scale=scale, softcap=softcap, dropout_p=dropout_p, rng=rng,
             enable_gqa=enable_gqa, precision=precision, kernel=kernel, out_dtype=out_dtype,
@@ -242,7 +242,7 @@ def backward(
         raise DtypeError(f"fwd is {type(fwd).__name__}; expected a Forward, or any (o, l, m, rng_state)")
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "do": do, "fwd.o": fwd[0], "fwd.l": fwd[1], "fwd.m": fwd[2]}
     call = prepare(
-        "backward", arrays, mask, kernel,
+        "backward", arrays, mask,
         dict(
             is_causal=is_causal, window=window, scale=scale, softcap=softcap, dropout_p=dropout_p,
             enable_gqa=enable_gqa, precision=precision, kernel=kernel, deterministic=deterministic,
@@ -371,7 +371,7 @@ def plan(
     if isinstance(rng, np.random.Generator):
         rng = None  # planning draws nothing
     call = prepare(
-        direction, {"q": q, "k": k, "v": v, "bias": bias}, mask, kernel,
+        direction, {"q": q, "k": k, "v": v, "bias": bias}, mask,
         dict(
             is_causal=is_causal, window=window, scale=scale, softcap=softcap, dropout_p=dropout_p, rng=rng,
             enable_gqa=enable_gqa, precision=precision, kernel=kernel, out_dtype=out_dtype,

@@ -24,9 +24,7 @@ class Call(NamedTuple):
     rank: int
 
 
-def prepare(
-    direction: str, arrays: dict[str, Any], mask: Any, kernel: Any, options: dict, rng_state: Any = None
-) -> Call:
+def prepare(direction: str, arrays: dict[str, Any], mask: Any, options: dict, rng_state: Any = None) -> Call:
     """Take the caller's arrays in, check everything, and find the backend."""
     sparse = isinstance(mask, (ColumnMask, BlockMask))
     views, home = interop.enter(arrays if sparse else {**arrays, "mask": mask})
@@ -35,14 +33,14 @@ def prepare(
         options["fwd"] = (views["fwd.o"], views["fwd.l"], views["fwd.m"], rng_state)
     problem, operands, size = validate(
         direction, views["q"], views["k"], views["v"],
-        mask=mask if sparse else views.get("mask"), bias=views.get("bias"), **options,
+        mask=mask if sparse else views.get("mask"), bias=views["bias"], **options,
     )  # fmt: skip
     if home.backend == "cpu":
         if sparse and mask.on_device:
             raise DtypeError("mask holds device vectors but q is on the CPU; expected a mask of host vectors")
         if operands.rng is not None and not isinstance(operands.rng.offset, int):
             raise DtypeError("rng.offset is a device array but q is on the CPU; expected an int")
-    return Call(home, backend_of(home, problem.kernel), problem, operands, {"bias": None, **views}, size.rank)
+    return Call(home, backend_of(home, problem.kernel), problem, operands, views, size.rank)
 
 
 def backend_of(home: Any, kernel: str | None) -> ModuleType:

@@ -23,6 +23,11 @@ DTYPES = (FLOAT16, BFLOAT16, FLOAT32, FLOAT64)
 _SHARD_UNIT = 16  # a shard must start on a 16 x 16 block of the dropout generator (see cuattn.rng)
 
 
+def stat_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the dtype of l, m and of every sum, for inputs or outputs of `dtype`."""
+    return FLOAT64 if dtype == FLOAT64 else FLOAT32
+
+
 @dataclass(frozen=True, slots=True)
 class Band:
     """A diagonal band: row i sees key j when ``i + offset - left <= j <= i + offset + right``.
@@ -96,7 +101,7 @@ class Problem:
     @property
     def stat_dtype(self) -> np.dtype:
         """Dtype of l, m and of every sum."""
-        return FLOAT64 if self.dtype == FLOAT64 else FLOAT32
+        return stat_dtype(self.dtype)
 
     @property
     def dropout_scale(self) -> float:

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.errors import ArgumentError, DtypeError, ShapeError
-from cuattn.problem.model import DTYPES, FLOAT32, FLOAT64
+from cuattn.errors import DtypeError, ShapeError
+from cuattn.problem.model import DTYPES, stat_dtype
 
 
 def unpack_part(index: int, part: Any) -> tuple[Any, Any, Any, Any]:
@@ -18,15 +18,13 @@ def unpack_part(index: int, part: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def check_parts(parts: list[tuple[Any, Any, Any]]) -> None:
-    """Check that all parts have one shape and dtype and that l, m fit o."""
-    if not parts:
-        raise ArgumentError("merge got no parts; expected at least one Forward")
+    """Check that all parts, at least one, have one shape and dtype and that l, m fit o."""
     shape, dtype = tuple(parts[0][0].shape), np.dtype(parts[0][0].dtype)
     if len(shape) < 2:
         raise ShapeError(f"parts[0].o has shape {shape}; expected (..., Nq, dv)")
     if dtype not in DTYPES:
         raise DtypeError(f"parts[0].o has dtype {dtype}; expected float16, bfloat16, float32 or float64")
-    statistics = FLOAT64 if dtype == FLOAT64 else FLOAT32
+    statistics = stat_dtype(dtype)
     for index, part in enumerate(parts):
         for name, array, wanted, kind in zip(
             "olm", part, (shape, shape[:-1], shape[:-1]), (dtype, statistics, statistics), strict=True

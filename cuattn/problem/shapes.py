@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuattn.errors import DtypeError, ShapeError
-from cuattn.problem.model import DTYPES, FLOAT32, FLOAT64
+from cuattn.problem.model import DTYPES, FLOAT32
 
 Shape = tuple[int, ...]
 
@@ -117,8 +117,3 @@ def align(array: Any, rank: int) -> Any:
     """Return a view with axes of length 1 in front, up to `rank` axes."""
     missing = rank - array.ndim
     return array if missing <= 0 else array[(None,) * missing]
-
-
-def stat_dtype(dtype: np.dtype) -> np.dtype:
-    """Dtype of the statistics l and m."""
-    return FLOAT64 if dtype == FLOAT64 else FLOAT32

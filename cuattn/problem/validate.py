@@ -20,7 +20,6 @@ from cuattn.problem.shapes import (
     check_score_like,
     common_dtype,
     sizes,
-    stat_dtype,
 )
 
 _INDEX_LIMIT = 2**32  # the generator's counter words have 32 bits
@@ -57,21 +56,17 @@ def validate(
     dtype = common_dtype(q=q, k=k, v=v)
     mask_kind = _mask_kind(mask)
     bias_dtype = None if bias is None else check_bias_dtype(bias, dtype)
+    known = (
+        direction, dtype, tuple(q.shape), tuple(k.shape), tuple(v.shape), mask_kind, bias_dtype,
+        is_causal, tuple(window) if isinstance(window, list) else window, scale, softcap, dropout_p,
+        enable_gqa, precision, kernel, out_dtype, deterministic, origin,
+    )  # fmt: skip
     try:
-        size, problem = _solve(
-            direction, dtype, tuple(q.shape), tuple(k.shape), tuple(v.shape), mask_kind, bias_dtype,
-            is_causal, window if window is None else tuple(window), scale, softcap, dropout_p,
-            enable_gqa, precision, kernel, out_dtype, deterministic, origin,
-        )  # fmt: skip
+        size, problem = _solve(*known)
     except TypeError as error:
         if isinstance(error, DtypeError):
             raise
-        # an argument that cannot be hashed (a list, a 0-d array): check it without the cache
-        size, problem = _solve.__wrapped__(
-            direction, dtype, tuple(q.shape), tuple(k.shape), tuple(v.shape), mask_kind, bias_dtype,
-            is_causal, window, scale, softcap, dropout_p,
-            enable_gqa, precision, kernel, out_dtype, deterministic, origin,
-        )  # fmt: skip
+        size, problem = _solve.__wrapped__(*known)  # an argument that cannot be hashed (a 0-d array): without the cache
     if bias is not None:
         check_score_like("bias", tuple(bias.shape), size)
     if mask is not None:
@@ -174,7 +169,7 @@ def _backward_operands(problem: Problem, size: Sizes, operands: Operands, do: An
     """Check do and the forward's results against the problem."""
     o, l, m, state = fwd
     o_shape = (*size.leading, size.n_queries, size.head_dim_v)
-    statistics = stat_dtype(problem.dtype)
+    statistics = problem.stat_dtype
     rank = len(size.batch) + 3
     for name, array, shape, dtypes in (
         ("do", do, o_shape, (problem.dtype,)),
