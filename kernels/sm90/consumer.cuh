@@ -17,10 +17,6 @@ constexpr u32 turn_barrier = 1, mask_barrier = 8;  // + warpgroup
 // The row of the first of a thread's two rows within the warpgroup's 64.
 __device__ __forceinline__ i32 thread_row() { return 16 * (threadIdx.x % 128 / 32) + threadIdx.x % 32 / 4; }
 
-// A condition that all lanes agree on.  Saying so keeps what depends on it, descriptors above all, in uniform
-// registers.
-__device__ __forceinline__ bool uniform(bool condition) { return __any_sync(~0u, condition); }
-
 struct Consumer {
     const Params& p;
     const ptx::TensorMap& o_map;

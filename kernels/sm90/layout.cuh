@@ -1,15 +1,10 @@
 // What the forward kernel keeps in shared memory, and the numbers that follow from the configuration.
-//
-// A tile of r rows is stored as slabs of 64 columns, [slab][r][64] 16-bit values: each slab is one box of the copy
-// engine with the 128-byte swizzle, and what the tensor cores expect as an operand (ptx/wgmma.cuh).
 #pragma once
 #include "attn/mask_format.cuh"
-#include "attn/params.cuh"
-#include "ptx/types.cuh"
+#include "sm90/tiles.cuh"
 
 namespace sm90 {
 
-constexpr int row_bytes = 128;                                      // one row of a slab
 constexpr int slabs = (cfg::head_dim + 63) / 64;                    // of q and k
 constexpr int slabs_v = (cfg::head_dim_v + 63) / 64;                // of v and o
 constexpr int warpgroups = cfg::block_m / 64;                       // consumers: 64 query rows each
@@ -100,16 +95,6 @@ struct Shared {
         return reinterpret_cast<Bits*>(memory + bits_at)[2 * warpgroup + buffer];
     }
     __device__ __forceinline__ Mail& mail() const { return *reinterpret_cast<Mail*>(memory + mail_at); }
-};
-
-// Position in a ring of buffers; `phase` is the parity of the barriers in this round.
-template <int stages>
-struct Slot {
-    u32 stage = 0, phase = 0;
-    __device__ __forceinline__ void advance() {
-        stage = stage + 1 == stages ? 0 : stage + 1;
-        phase ^= stage == 0;
-    }
 };
 
 }  // namespace sm90

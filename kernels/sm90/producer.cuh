@@ -12,23 +12,6 @@ struct Maps {
     const ptx::TensorMap &q, &k, &v;
 };
 
-// Head and batch of an operand in its tensor map, where a broadcast axis has one element.
-struct Place {
-    i32 head, batch;
-
-    __device__ __forceinline__ Place(const Operand& operand, i32 head, i32 batch)
-        : head(operand.head ? head : 0), batch(operand.batch[kBatchAxes - 1] ? batch : 0) {}
-};
-
-// A tile of `rows` rows and slab_count slabs; `barrier` counts its bytes.
-template <int rows, int slab_count>
-__device__ __forceinline__ void load_tile(const ptx::TensorMap& map, u32 tile, u32 barrier, u64 policy, i32 row,
-                                          const Place& place) {
-#pragma unroll
-    for (int slab = 0; slab < slab_count; ++slab)
-        ptx::tensor_load(tile + slab * rows * row_bytes, map, barrier, policy, 64 * slab, row, place.head, place.batch);
-}
-
 // What is constant while a row tile is worked on.
 struct Sources {
     Place k, v;
