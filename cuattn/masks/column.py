@@ -248,7 +248,7 @@ class ColumnMask(Mask):
         (1, 1, 4, 4)
         """
         with self._scope():
-            return convert.to_startend(self._array)
+            return convert.to_startend(self._sane(self._array))
 
     def rows(self) -> "ColumnMask":
         """Return the mask of the transposed problem, in which the queries are keys, in O(n_queries + n_keys).

@@ -1,4 +1,4 @@
-// Combines forwards over disjoint key sets: o = sum_p w_p o_p / sum_p w_p with w_p = l_p exp(m_p - m), m = max_p m_p, l = sum_p w_p.
+// Combines forwards over disjoint key sets: o = sum_p (w_p / l) o_p with w_p = l_p exp(m_p - m), m = max_p m_p, l = sum_p w_p.
 //
 // A part without visible keys (l = 0, m = -inf) has weight 0.  cfg::row_warps warps share a row: each takes every row_warps-th part;
 // their sums meet in shared memory in a fixed order.  128 threads; lanes run along the columns.
@@ -34,15 +34,15 @@ extern "C" __global__ __launch_bounds__(kWarps * 32) void attention_merge(const 
     // Every lane of every warp of the row adds up all weights in the same order.
     Acc l = 0;
     for (int part = 0; live && part < p.parts; ++part) l += weight(p, part, row, m);
-    const Acc inverse = l == Acc(0) ? Acc(0) : Acc(1) / l;
     for (i32 base = 0; base < p.head_dim_v; base += 32) {
         const i32 col = base + lane;
         Acc sum = 0;
         if (live && col < p.head_dim_v) {
 #pragma unroll 4
             for (int part = slot; part < p.parts; part += cfg::row_warps) {
+                // Divided before the sum: a part that is alone has the share 1 and keeps its bits.
                 const Acc w = weight(p, part, row, m);
-                if (w != Acc(0)) sum += w * to_acc(static_cast<const cfg::part*>(p.o[part])[row * p.head_dim_v + col]);
+                if (w != Acc(0)) sum += w / l * to_acc(static_cast<const cfg::part*>(p.o[part])[row * p.head_dim_v + col]);
             }
         }
         if constexpr (cfg::row_warps > 1) {
@@ -52,7 +52,7 @@ extern "C" __global__ __launch_bounds__(kWarps * 32) void attention_merge(const 
             for (int w = 0; w < cfg::row_warps; ++w) sum += sums[warp / cfg::row_warps * cfg::row_warps + w][lane];
             __syncthreads();  // sums may be written again
         }
-        if (live && slot == 0 && col < p.head_dim_v) static_cast<cfg::out*>(p.o_out)[row * p.head_dim_v + col] = round_to<cfg::out>(sum * inverse);
+        if (live && slot == 0 && col < p.head_dim_v) static_cast<cfg::out*>(p.o_out)[row * p.head_dim_v + col] = round_to<cfg::out>(sum);
     }
     if (live && slot == 0 && lane == 0) static_cast<Acc*>(p.l_out)[row] = l, static_cast<Acc*>(p.m_out)[row] = m;
 }
