@@ -23,6 +23,10 @@ __device__ __forceinline__ double max_of(double a, double b) { return fmax(a, b)
 __device__ __forceinline__ float fma_of(float a, float b, float c) { return fmaf(a, b, c); }
 __device__ __forceinline__ double fma_of(double a, double b, double c) { return fma(a, b, c); }
 
+// A product that is rounded by itself, never fused into the sum that takes it.
+__device__ __forceinline__ float product_of(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double product_of(double a, double b) { return __dmul_rn(a, b); }
+
 __device__ __forceinline__ float exp2_of(float x) { return ptx::ex2(x); }
 
 // 2^x for x <= 0, error < 1 ulp; 0 where x < -1022.  2^(x - n) = 1 + f q(f) with f in [-1/2, 1/2], q of degree 10 minimax (2e-17).

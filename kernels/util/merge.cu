@@ -1,7 +1,8 @@
 // Combines forwards over disjoint key sets: o = sum_p (w_p / l) o_p with w_p = l_p exp(m_p - m), m = max_p m_p, l = sum_p w_p.
 //
-// A part without visible keys (l = 0, m = -inf) has weight 0.  cfg::row_warps warps share a row: each takes every row_warps-th part;
-// their sums meet in shared memory in a fixed order.  128 threads; lanes run along the columns.
+// A part without visible keys (l = 0, m = -inf) has weight 0.  No product is fused into a sum: two parts may change places, bit for bit.
+// cfg::row_warps warps share a row: each takes every row_warps-th part; their sums meet in shared memory in a fixed order.
+// 128 threads; lanes run along the columns.
 #include "attn/math.cuh"
 #include "ptx/types.cuh"
 
@@ -20,7 +21,7 @@ using Acc = cfg::acc;
 
 __device__ __forceinline__ Acc weight(const MergeParams& p, int part, i64 row, Acc m) {
     const Acc own = static_cast<const Acc*>(p.m[part])[row], l = static_cast<const Acc*>(p.l[part])[row];
-    return own == -infinity<Acc>() ? Acc(0) : l * exp2_product(own - m, Log2Factor<Acc>::make(kLog2e));
+    return own == -infinity<Acc>() ? Acc(0) : product_of(l, exp2_product(own - m, Log2Factor<Acc>::make(kLog2e)));
 }
 
 extern "C" __global__ __launch_bounds__(kWarps * 32) void attention_merge(const __grid_constant__ MergeParams p) {
@@ -42,7 +43,7 @@ extern "C" __global__ __launch_bounds__(kWarps * 32) void attention_merge(const 
             for (int part = slot; part < p.parts; part += cfg::row_warps) {
                 // Divided before the sum: a part that is alone has the share 1 and keeps its bits.
                 const Acc w = weight(p, part, row, m);
-                if (w != Acc(0)) sum += w / l * to_acc(static_cast<const cfg::part*>(p.o[part])[row * p.head_dim_v + col]);
+                if (w != Acc(0)) sum += product_of(w / l, to_acc(static_cast<const cfg::part*>(p.o[part])[row * p.head_dim_v + col]));
             }
         }
         if constexpr (cfg::row_warps > 1) {

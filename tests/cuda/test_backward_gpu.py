@@ -81,7 +81,7 @@ def fits(case: Case) -> bool:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("case", filter(fits, CASES), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", list(filter(fits, CASES)), ids=lambda case: case.name)
 def test_oracle(case, deterministic):
     do, qkv, options = made(case)
     check(case, run(do, qkv, options, deterministic), do, qkv, options)
