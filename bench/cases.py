@@ -18,9 +18,10 @@ from bench.mask_samples import KINDS
 
 __all__ = ["TABLES", "Case", "select"]
 
-BACKWARD = 2.5
+WORK = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}  # in forwards
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 BOTH = ("forward", "backward")
+TOGETHER = "forward+backward"  # one after the other, as a training step does
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Case:
     ----------
     table : str
         The table that it belongs to.
-    direction : {"forward", "backward"}
+    direction : {"forward", "backward", "forward+backward"}
         What is timed.
     batch, heads, kv_heads, n_queries, n_keys, head_dim : int
         Shape: q is (batch, heads, n_queries, head_dim), k and v (batch, kv_heads, n_keys, head_dim).
@@ -111,7 +112,7 @@ class Case:
         """Return the floating-point operations that count, with `rho` of the tiles hidden by a mask."""
         work = 4.0 * self.batch * self.heads * self.n_queries * self.n_keys * self.head_dim
         visible = 1.0 - rho if self.mask is not None else 0.5 if self.causal else 1.0
-        return work * visible * (BACKWARD if self.direction == "backward" else 1.0)
+        return work * visible * WORK[self.direction]
 
     def bytes(self) -> int:
         """Return the fewest bytes that the forward moves: q, k, v and o once."""
@@ -190,6 +191,18 @@ def decode() -> Iterable[Case]:
         yield Case("decode", "forward", batch, 32, 8, 1, n, 128)
 
 
+def gpt2() -> Iterable[Case]:
+    """FlashAttention's first figure: the attention of GPT-2 medium, forward and backward, without and with dropout."""
+    for dropped in (0.0, 0.1):
+        yield Case("gpt2", TOGETHER, 64, 16, 16, 1024, 1024, 64, dtype="float16", dropout=dropped)
+
+
+def lengths() -> Iterable[Case]:
+    """FlashAttention's figure 3: runtime and memory from 128 to 64K tokens."""
+    for exponent in range(7, 17):
+        yield Case("lengths", TOGETHER, 8, 8, 8, 2**exponent, 2**exponent, 64, dtype="float16")
+
+
 def host() -> Iterable[Case]:
     """Host cost of a warm call on a tiny problem, without and with a mask."""
     for mask, direction in product((None, "causal_document"), BOTH):
@@ -218,6 +231,8 @@ TABLES: dict[str, Callable[[], Iterable[Case]]] = {
     "long": long,
     "portable": portable,
     "decode": decode,
+    "gpt2": gpt2,
+    "lengths": lengths,
     "host": host,
     "sparsity": sparsity,
 }
@@ -233,7 +248,7 @@ def select(tables: Iterable[str], only: Iterable[str] = (), directions: Iterable
     only : iterable of str, optional
         Shell patterns; a case is kept when its name, or any part of it between slashes and dashes, matches one.
     directions : iterable of str, optional
-        Of "forward" and "backward".
+        Of "forward" and "backward"; cases of both together are always kept.
 
     Returns
     -------
@@ -246,7 +261,7 @@ def select(tables: Iterable[str], only: Iterable[str] = (), directions: Iterable
     'dense/d128-N1024-full/forward'
     """
     only, directions = tuple(only), tuple(directions)
-    cases = [case for table in tables for case in TABLES[table]() if case.direction in directions]
+    cases = [case for table in tables for case in TABLES[table]() if case.direction in (*directions, TOGETHER)]
     return [case for case in cases if not only or any(_matches(case, pattern) for pattern in only)]
 
 

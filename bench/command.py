@@ -43,6 +43,7 @@ def parser(description: str, tables: Sequence[str], optional: Sequence[str], out
     found.add_argument("--least", type=int, default=7, help="fewest samples of a runner")
     found.add_argument("--most", type=int, default=40, help="most samples of a runner")
     found.add_argument("--shared-mask", action="store_true", help="all sequences of a batch get one mask")
+    found.add_argument("--memory", action="store_true", help="also observe the peak of allocated memory")
     found.add_argument("--trees", metavar="NAME=ID,...", help="git tree ids of a copy without git")
     found.add_argument("--site", metavar="FOLDER", help="unpacked wheels of peers, added like a site-packages folder")
     found.add_argument("--out", type=Path, default=Path(out), metavar="FILE", help="rows are added to this JSON file")
@@ -87,6 +88,7 @@ def run(arguments: argparse.Namespace, peers: dict[str, Sequence[str]]) -> int:
             least=arguments.least,
             most=arguments.most,
             shared_mask=arguments.shared_mask,
+            memory=arguments.memory,
             console=console,
         )
         cases = select([table], arguments.only, arguments.directions)

@@ -262,7 +262,8 @@ def _about(runs: Iterable[dict[str, Any]]) -> list[str]:
         versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
         trees = ", ".join(f"{name} {identity[:12]}" for name, identity in run["trees"].items()) or "not recorded"
         driver = f", driver {run['driver']}" if run.get("driver") else ""
-        text.append(f"- {run['time']}: {run['device']}{driver}; {versions}; trees: {trees}; `{run['command']}`")
+        commit = f"commit {run['commit']}, " if run.get("commit") else ""
+        text.append(f"- {run['time']}: {run['device']}{driver}; {versions}; {commit}trees: {trees}; `{run['command']}`")
     return text
 
 

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RowFile", "clocks", "environment", "trees"]
+__all__ = ["RowFile", "clocks", "commit", "environment", "trees"]
 
 PACKAGES = ("numpy", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl")
 TREES = ("kernels", "cuattn", "bench")
@@ -94,17 +94,15 @@ def environment(device: str, handed_trees: str | None = None, options: dict[str,
     device : {"cuda", "cpu"}
         Where cases run.
     handed_trees : str, optional
-        ``"kernels=HASH,cuattn=HASH"`` for a copy of the sources that has no git.
+        ``"commit=ID,kernels=HASH,cuattn=HASH"`` for a copy of the sources that has no git.
     options : dict, optional
         Settings that change what is measured.
 
     Returns
     -------
     dict
-        Device, driver, versions, clocks, source trees, time and command.
+        Device, driver, versions, clocks, commit, source trees, time and command.
     """
-    import torch
-
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -113,6 +111,8 @@ def environment(device: str, handed_trees: str | None = None, options: dict[str,
             continue
     run: dict[str, Any] = {"device": platform.processor() or platform.machine(), "driver": None}
     if device == "cuda":
+        import torch
+
         run["device"] = torch.cuda.get_device_name(0)
         run["driver"] = _smi("driver_version")
         versions["cuda"] = str(torch.version.cuda)
@@ -121,6 +121,7 @@ def environment(device: str, handed_trees: str | None = None, options: dict[str,
         **run,
         "clocks": clocks() if device == "cuda" else None,
         "versions": versions,
+        "commit": commit(handed_trees),
         "trees": trees(handed_trees),
         "options": options or {},
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -179,7 +180,7 @@ def trees(handed: str | None = None) -> dict[str, str]:
     """
     if handed:
         pairs = (part.partition("=") for part in handed.split(","))
-        return {name: value for name, _, value in pairs}
+        return {name: value for name, _, value in pairs if name != "commit"}
     if not (ROOT / ".git").exists() or not shutil.which("git"):
         return {}
     found = {}
@@ -190,10 +191,23 @@ def trees(handed: str | None = None) -> dict[str, str]:
     return found
 
 
+def commit(handed: str | None = None) -> str | None:
+    """Return the commit that is measured: of `handed` as in `trees`, else git's; None when nobody knows.
+
+    Examples
+    --------
+    >>> commit("commit=12ab,kernels=34cd")
+    '12ab'
+    """
+    if handed:
+        return next((part[7:] for part in handed.split(",") if part.startswith("commit=")), None)
+    return _git("rev-parse", "--short=12", "HEAD") or None if (ROOT / ".git").exists() and shutil.which("git") else None
+
+
 def _git(*arguments: str) -> str:
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
 if __name__ == "__main__":
-    print(",".join(f"{name}={value}" for name, value in trees().items()))
+    print(",".join(f"{name}={value}" for name, value in {"commit": commit(), **trees()}.items()))

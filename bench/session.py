@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench import inputs as problem_inputs
 from bench import timing
 from bench.cases import Case
+from bench.memory import peak
 from bench.peers import Bound, Runner
 from bench.reference import Reference, distance
 from bench.rows import RowFile, clocks
@@ -39,6 +40,8 @@ class Session:
         As in `timing.measure`, per case.
     shared_mask : bool
         Give all sequences of a batch the same mask.
+    memory : bool
+        Also observe the peak of allocated memory in one more call.
     console : Console, optional
         Where progress is shown.
     """
@@ -53,6 +56,7 @@ class Session:
         least: int = 7,
         most: int = 50,
         shared_mask: bool = False,
+        memory: bool = False,
         console: Console | None = None,
     ) -> None:
         self.runners = runners
@@ -60,6 +64,7 @@ class Session:
         self.file = file
         self.rounds = {"seconds": seconds, "least": least, "most": most}
         self.shared_mask = shared_mask
+        self.memory = memory
         self.console = console or Console()
         self.clock = timing.CudaClock() if device == "cuda" else timing.HostClock()
         self._inputs: problem_inputs.Inputs | None = None
@@ -76,7 +81,7 @@ class Session:
         """
         names = [runner.name for runner in self.runners]
         todo = [case for case in _by_problem(cases) if not self.file.done(case.name, names)]
-        self._differentiated = {case.problem for case in todo if case.direction == "backward"}
+        self._differentiated = {case.problem for case in todo if case.direction != "forward"}
         started, longest = time.monotonic(), 0.0
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as progress:
@@ -125,7 +130,7 @@ class Session:
 
     def _reference(self, case: Case, inputs: problem_inputs.Inputs, dropped: bool) -> Reference:
         """Return the reference of the current inputs, with or without cuattn's dropout, made once."""
-        gradients = case.direction == "backward" or case.problem in self._differentiated
+        gradients = case.direction != "forward" or case.problem in self._differentiated
         key = (dropped, gradients)
         if key not in self._references:
             self._references[key] = problem_inputs.reference(inputs, gradients, dropped)
@@ -153,6 +158,12 @@ class Session:
                 return {**row, "status": "failed", "reason": _reason(error, said)}, None, None
         row["first_call_s"] = round(time.perf_counter() - begin, 3)
         row["plan"] = call.plan
+        if self.memory:
+            with peak(self.device) as used:
+                again = _scoped(call)()
+                self.clock.synchronize()
+            del again
+            row["peak_bytes"] = used.bytes
         wrong = self._judge(runner, case, inputs, results, truth, row)
         if wrong:
             return {**row, "status": "wrong", "reason": wrong}, None, None
@@ -190,7 +201,7 @@ class Session:
         self, case: Case, inputs: problem_inputs.Inputs, results: dict[str, Any], row: dict[str, Any]
     ) -> str | None:
         """Judge a peer that draws its own dropout: the noise in o must be what its probability predicts."""
-        if case.direction == "backward":
+        if "o" not in results:
             return None
         row["dropout_noise"] = problem_inputs.dropout_noise(inputs, self._reference(case, inputs, False), results["o"])
         low, high = DROPPED_SPREAD
@@ -267,13 +278,13 @@ def _reason(error: Exception, said: list[warnings.WarningMessage]) -> str:
 
 
 def _scoped(bound: Bound) -> Callable[[], Any]:
-    """Return the call of a runner inside its scope."""
+    """Return the call of a runner, inside its scope."""
     if bound.scope is contextlib.nullcontext:
         return bound.call
 
-    def call() -> None:
+    def call() -> Any:
         with bound.scope():
-            bound.call()
+            return bound.call()
 
     return call
 

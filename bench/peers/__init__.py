@@ -12,6 +12,7 @@ from bench.peers.fa4 import Fa4, Fa4Packed
 from bench.peers.flex import Flex
 from bench.peers.ours import Ours
 from bench.peers.sdpa import BACKENDS, Sdpa
+from bench.peers.standard import Standard
 
 __all__ = ["RUNNERS", "Bound", "Runner", "make"]
 
@@ -23,6 +24,7 @@ RUNNERS: dict[str, Callable[[], Runner]] = {
     "cuattn-band": lambda: Ours(band=True),
     "cuattn-cupy": lambda: Ours(cupy=True),
     **{name: (lambda name=name: Sdpa(name)) for name in BACKENDS},
+    "standard": Standard,
     "flex": lambda: Flex("flex", None),
     "flex-FLASH": lambda: Flex("flex-FLASH", "FLASH"),
     "fa4": Fa4,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.cases import Case
+from bench.cases import TOGETHER, Case
 from bench.inputs import Inputs
 
 __all__ = ["Bound", "Runner", "names", "through_autograd"]
@@ -63,7 +63,10 @@ class Runner:
 
 def names(direction: str, values: Any) -> dict[str, Any]:
     """Name the results of a direction."""
-    return {"o": values} if direction == "forward" else dict(zip(("dq", "dk", "dv"), values, strict=True))
+    if direction == "forward":
+        return {"o": values}
+    found = ("o", "dq", "dk", "dv") if direction == TOGETHER else ("dq", "dk", "dv")
+    return dict(zip(found, values, strict=True))
 
 
 def through_autograd(
@@ -88,6 +91,13 @@ def through_autograd(
     if case.direction == "forward":
         return Bound(lambda: attention(q, k, v), lambda o: {"o": to_heads(o)})
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+    def both() -> Any:
+        o = attention(*leaves)
+        return o.detach(), *torch.autograd.grad(o, leaves, do)
+
+    if case.direction == TOGETHER:
+        return Bound(both, lambda found: {name: to_heads(x) for name, x in names(TOGETHER, found).items()})
     o = attention(*leaves)
 
     def call() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.cases import Case
+from bench.cases import TOGETHER, Case
 from bench.inputs import DROPOUT_STATE, Inputs
 from bench.peers.base import Bound, Runner, names
 
@@ -68,9 +68,16 @@ class Ours(Runner):
         if case.direction == "forward":
             plan = _plan(q, k, v, **options, **drawn)
             return Bound(lambda: cuattn.forward(q, k, v, **options, **drawn), lambda fwd: {"o": back(fwd.o)}, plan=plan)
-        fwd = cuattn.forward(q, k, v, **options, **drawn)
         exact = {"deterministic": True} if case.deterministic else {}
         plan = _plan(q, k, v, direction="backward", **options, **drawn, **exact)
+
+        def both() -> Any:
+            fwd = cuattn.forward(q, k, v, **options, **drawn)
+            return fwd.o, *cuattn.backward(do, q, k, v, fwd, **options, **exact)[:3]
+
+        if case.direction == TOGETHER:
+            return Bound(both, lambda found: names(TOGETHER, map(back, found)), plan=plan)
+        fwd = cuattn.forward(q, k, v, **options, **drawn)
         return Bound(
             lambda: cuattn.backward(do, q, k, v, fwd, **options, **exact),
             lambda gradients: names("backward", map(back, gradients[:3])),

@@ -73,6 +73,18 @@ def test_peers_are_checked_then_timed(session):
         json.dumps(rows, allow_nan=False)
 
 
+def test_both_directions_are_checked_and_counted_together(session):
+    together = case("forward+backward")
+    found = session("cuattn", "standard", "math")
+    found.memory = True
+    rows = by_runner(found.measure(together))
+    for row in rows.values():
+        assert set(row["error"]) == {"o", "dq", "dk", "dv"}
+        assert row["flops"] == 3.5 * case().flops()
+        assert row["peak_bytes"] > 0 or not row["ours"]  # PyTorch's own memory on the host is not seen
+    assert "without masks" in by_runner(session("standard").measure(case(causal=True)))["standard"]["reason"]
+
+
 def test_a_wrong_result_is_never_timed(session):
     rows = by_runner(session(Spoilt(1.05), "math").measure(case()))
     assert rows["spoilt"]["status"] == "wrong"

@@ -1,0 +1,161 @@
+"""Hardware counters of single calls: a study's calls run in a process of their own under ``ncu``.
+
+The study's module has a function ``counted(name)`` that returns a call.  `count` starts
+``ncu python -m bench.counters MODULE NAMES``; the child makes each call once to compile it, then once with the profiler
+on, inside a named range.  The clocks and the caches are left as they are.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["TRAFFIC", "count", "parse", "total"]
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAFFIC = {  # what moves between device memory, the L2 cache and the multiprocessors
+    "hbm_read": "dram__bytes_read.sum",
+    "hbm_write": "dram__bytes_write.sum",
+    "l2_to_sm": "l1tex__m_xbar2l1tex_read_bytes.sum",
+    "sm_to_l2": "l1tex__m_l1tex2xbar_write_bytes.sum",
+    "seconds": "gpu__time_duration.sum",
+}
+UNITS = {
+    "byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12,
+    "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "nsecond": 1e-9, "usecond": 1e-6, "msecond": 1e-3, "second": 1.0,
+}  # fmt: skip
+
+
+def count(
+    module: str, names: Iterable[str], metrics: Mapping[str, str] = TRAFFIC, *, timeout: float = 120.0
+) -> dict[str, list[dict[str, Any]]]:
+    """Count the events of some calls.
+
+    Parameters
+    ----------
+    module : str
+        A module with ``counted(name)``.
+    names : iterable of str
+        Calls of it.
+    metrics : mapping of str to str
+        ``ncu``'s metrics by the names wanted.
+    timeout : float
+        Seconds.
+
+    Returns
+    -------
+    dict of str to list of dict
+        Per call, one entry per kernel that it launched: ``kernel`` and the metrics, in bytes, seconds or ncu's unit.
+        None for a call that failed.
+
+    Raises
+    ------
+    RuntimeError
+        ``ncu`` is missing or failed; with the end of its messages.
+    """
+    names = list(names)
+    if shutil.which("ncu") is None:
+        raise RuntimeError("ncu (Nsight Compute) is not installed; the counters need it")
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "counts.csv"
+        command = ["ncu", "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off"]
+        command += ["--nvtx", "--csv", "--page", "raw", "--metrics", ",".join(metrics.values()), "--log-file", str(log)]
+        command += [sys.executable, "-m", "bench.counters", module, *names]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=os.environ)
+        text = log.read_text() if log.exists() else ""
+    if done.stderr.strip():
+        print(done.stderr.strip()[-2000:], file=sys.stderr)
+    if done.returncode or '"ID"' not in text:
+        lines = (text.strip() + "\n" + done.stdout.strip() + "\n" + done.stderr.strip()).strip().splitlines()
+        raise RuntimeError("ncu: " + " | ".join(lines[-3:])[-400:])
+    return parse(text, names, metrics)
+
+
+def parse(text: str, names: Iterable[str], metrics: Mapping[str, str]) -> dict[str, list[dict[str, Any]]]:
+    """Return the kernels of each named range from the text of ``ncu --csv --page raw``."""
+    start = text.index('"ID"')
+    header, units, *rows = csv.reader(io.StringIO(text[start:]))
+    ranges = [place for place, title in enumerate(header) if "Range" in title]
+    kernel = header.index("Kernel Name")
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for row in rows:
+        if len(row) != len(header):
+            continue
+        marks = " ".join(row[place] for place in ranges)
+        name = next((name for name in found if f'"{name}"' in marks or f":{name}:" in marks), None)
+        if name is None:
+            continue
+        values = {key: _value(row, header, units, metric) for key, metric in metrics.items() if metric in header}
+        found[name].append({"kernel": row[kernel].partition("(")[0], **values})
+    return found
+
+
+def _value(row: list[str], header: list[str], units: list[str], metric: str) -> float | None:
+    place = header.index(metric)
+    try:
+        return float(row[place].replace(",", "")) * UNITS.get(units[place], 1)
+    except ValueError:
+        return None
+
+
+def total(kernels: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Add up the numbers of a call's kernels.
+
+    Examples
+    --------
+    >>> total([{"kernel": "a", "hbm_read": 1.0}, {"kernel": "b", "hbm_read": 2.0}])
+    {'hbm_read': 3.0}
+    """
+    sums: dict[str, float] = {}
+    for kernel in kernels:
+        for key, value in kernel.items():
+            if isinstance(value, (int, float)):
+                sums[key] = sums.get(key, 0.0) + value
+    return sums
+
+
+def main() -> int:
+    """Run the calls: this is the child."""
+    module, *names = sys.argv[1:]
+    import cupy
+    from cupy.cuda import nvtx, profiler
+
+    counted = importlib.import_module(module).counted
+    for name in names:
+        try:
+            call = counted(name)
+            call()
+            cupy.cuda.Device().synchronize()
+            profiler.start()
+            nvtx.RangePush(name)
+            call()
+            cupy.cuda.Device().synchronize()
+            nvtx.RangePop()
+            profiler.stop()
+        except Exception as error:  # the other calls go on; this one has no kernels
+            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+        call = None
+        _free()
+    return 0
+
+
+def _free() -> None:
+    """Give back what both allocators keep: the next call may need all of it."""
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
