@@ -1,0 +1,110 @@
+"""FlashAttention's figure 2, middle: the forward's runtime and bytes against the size of its blocks.
+
+    python -m bench.block_size
+
+GPT-2 medium's attention (batch 64, 16 heads, 1024 tokens, head dimension 64, float16) on the portable kernel, with
+16 to 256 query rows to a block.  Each block reads all keys and values once: larger blocks read less, until something
+else is the limit.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import cuattn
+from bench import counters, study, timing
+from bench.study import Point
+from bench.tile_sizes import TILES, portable_tile
+
+__all__ = ["counted", "expected", "points"]
+
+NAME = "block_size"
+STUDY = "block-size"
+SHAPE = (64, 16, 1024, 64)
+TINY = (2, 2, 96, 16)
+RUNNER = "cuattn-sm80"
+
+
+def expected(shape: tuple[int, ...], block_m: int) -> int:
+    """Return the bytes that a forward reads from the L2 cache: q once, k and v once per block of rows (float16)."""
+    batch, heads, n, d = shape
+    return 2 * batch * heads * n * d * (1 + 2 * -(-n // block_m))
+
+
+def forward(xp: Any, shape: tuple[int, ...], block_m: int | None) -> Any:
+    """Return a call of the forward, with the portable kernel's blocks of `block_m` rows where there are any."""
+    q, k, v = study.random_arrays(xp, 3, shape, xp.float16)
+    if block_m is None:
+        return lambda: cuattn.forward(q, k, v)
+    tile = TILES[shape[-1]][block_m]
+
+    def call() -> Any:
+        with portable_tile(tile):
+            return cuattn.forward(q, k, v, kernel="sm80")
+
+    return call
+
+
+def counted(name: str) -> Any:
+    """Return the call with blocks of `name` rows, for `bench.counters`."""
+    import cupy
+
+    return forward(cupy, SHAPE, int(name))
+
+
+@functools.lru_cache(maxsize=1)
+def traffic() -> dict[str, dict[str, float]]:
+    """Count all calls in one process."""
+    names = [str(block_m) for block_m in TILES[SHAPE[-1]]]
+    return {name: counters.total(kernels) for name, kernels in counters.count("bench.block_size", names).items()}
+
+
+def measure(block_m: int, seconds: float) -> dict[str, Any]:
+    """Check, time and count one block size."""
+    import cupy
+
+    call = forward(cupy, SHAPE, block_m)
+    plain = forward(cupy, SHAPE, None)
+    far = float(abs(call().o.astype(cupy.float32) - plain().o.astype(cupy.float32)).max())
+    if not far < 0.01:
+        raise ValueError(f"blocks of {block_m} rows give another result, {far:.2g} away")
+    samples = timing.measure({"": call}, study.clock("cuda"), seconds=seconds)[""]
+    return {
+        **study.timed(samples),
+        "problem": {"shape": SHAPE, "block_m": block_m, "tile": TILES[SHAPE[-1]][block_m]._asdict()},
+        "expected_l2_to_sm": expected(SHAPE, block_m),
+        "counters": traffic()[str(block_m)],
+    }
+
+
+def measure_host(seconds: float) -> dict[str, Any]:
+    """Time the CPU backend, which has tiles of its own."""
+    import numpy as np
+
+    call = forward(np, TINY, None)
+    return {
+        **study.timed(timing.measure({"": call}, study.clock("cpu"), seconds=seconds)[""]),
+        "problem": {"shape": TINY},
+    }
+
+
+def points(device: str, tiny: bool, seconds: float) -> list[Point]:
+    """Return what is measured."""
+    if device == "cpu":
+        return [Point(f"{STUDY}/cpu/forward", ("cuattn-cpu",), lambda: {"cuattn-cpu": measure_host(seconds)})]
+    return [
+        Point(f"{STUDY}/B{block_m}/forward", (RUNNER,), lambda block_m=block_m: {RUNNER: measure(block_m, seconds)})
+        for block_m in TILES[SHAPE[-1]]
+    ]
+
+
+def main() -> int:
+    """Run the command."""
+    arguments = study.parser(__doc__.splitlines()[0], NAME).parse_args()
+    study.run(arguments, points(arguments.device, arguments.tiny, arguments.seconds))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

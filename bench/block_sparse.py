@@ -1,0 +1,93 @@
+"""FlashAttention's figure 2, right: block-sparse runtime in proportion to the density, forward and backward.
+
+    python -m bench.block_sparse
+
+4096 tokens, head dimension 64, float16; blocks of 128 x 128, drawn at random, each row of blocks with the same share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import cuattn
+from bench import study, timing
+from bench.study import Point
+from cuattn.masks import BlockMask
+
+__all__ = ["block_mask", "points"]
+
+NAME = "block_sparse"
+STUDY = "block-sparse"
+SHAPE = (16, 16, 4096, 64)
+TINY = (1, 2, 256, 16)
+BLOCK = 128
+DENSITIES = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0625)
+
+
+def block_mask(n: int, density: float, block: int = BLOCK, seed: int = 5) -> BlockMask:
+    """Return a mask whose rows of blocks each see a share `density` of the blocks, the diagonal one always."""
+    rng = np.random.default_rng(seed)
+    count = -(-n // block)
+    wanted = max(round(density * count), 1)
+    blocks = np.eye(count, dtype=bool)
+    for row in range(count):
+        others = np.delete(np.arange(count), row)
+        blocks[row, rng.choice(others, wanted - 1, replace=False)] = True
+    return BlockMask(blocks, block, block)
+
+
+def measure(density: float, device: str, shape: tuple[int, ...], seconds: float) -> dict[str, Any]:
+    """Check one head against the dense twin of the mask, then time both directions."""
+    xp = study.namespace(device)
+    q, k, v, do = study.random_arrays(xp, 4, shape, xp.float16 if device == "cuda" else xp.float32)
+    n = shape[-2]
+    mask = block_mask(n, density, BLOCK if n > BLOCK * 8 else 32)
+    blocks = float(np.mean(mask.blocks))
+    one = (slice(0, 1), slice(0, 1))
+    o = cuattn.forward(q, k, v, mask=mask).o[one]
+    dense = xp.asarray(mask.dense(n, n))
+    far = float(abs(o - cuattn.forward(q[one], k[one], v[one], mask=dense).o).max())
+    if not far < 0.01:
+        raise ValueError(f"the dense twin of the mask gives another result, {far:.2g} away")
+    mask = mask.to_device() if device == "cuda" else mask
+    fwd = cuattn.forward(q, k, v, mask=mask)
+    samples = timing.measure(
+        {
+            "forward": lambda: cuattn.forward(q, k, v, mask=mask),
+            "backward": lambda: cuattn.backward(do, q, k, v, fwd, mask=mask),
+        },
+        study.clock(device),
+        seconds=seconds,
+    )
+    common = {"problem": {"shape": shape, "block": mask.block_m, "density": density}, "density": blocks}
+    return {
+        f"cuattn-{direction}": {
+            **common,
+            **study.timed(taken),
+            "plan": str(cuattn.plan(q, k, v, mask=mask, direction=direction)),
+        }
+        for direction, taken in samples.items()
+    }
+
+
+def points(device: str, tiny: bool, seconds: float) -> list[Point]:
+    """Return one point per density."""
+    shape = TINY if tiny or device == "cpu" else SHAPE
+    runners = ("cuattn-forward", "cuattn-backward")
+    return [
+        Point(f"{STUDY}/s{density:g}/both", runners, lambda s=density: measure(s, device, shape, seconds))
+        for density in DENSITIES
+    ]
+
+
+def main() -> int:
+    """Run the command."""
+    arguments = study.parser(__doc__.splitlines()[0], NAME).parse_args()
+    study.run(arguments, points(arguments.device, arguments.tiny, arguments.seconds))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

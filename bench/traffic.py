@@ -1,0 +1,220 @@
+"""Do the bytes follow the papers' theorems?  Theorem 2, Theorem 5 and Proposition 4 by hardware counters.
+
+    python -m bench.traffic                       # a GPU and ncu
+    python -m bench.traffic --device cpu --tiny   # the algorithms of cuattn.reference, which count their accesses
+
+The theorems know one fast and one slow memory.  A GPU has an L2 cache between the two: what enters and leaves the
+multiprocessors follows the theorems with M = their shared memory; what enters and leaves device memory is less, as long
+as the L2 cache holds the keys of the heads at work.  Both are counted, and standard attention beside them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import cuattn
+from bench import counters, study
+from bench.block_sparse import block_mask
+from bench.study import Point
+from bench.tile_sizes import TILES, portable_tile
+from cuattn import io_model, reference
+
+__all__ = ["Call", "counted", "expected_reads", "points"]
+
+NAME = "traffic"
+HEADS = 64
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call to count: `heads` heads of (n, d) float16 arrays.
+
+    Attributes
+    ----------
+    study : str
+        What it belongs to: "theorem-2", "theorem-5", "proposition-4" or "beyond-l2".
+    kernel : str
+        "sm80", "sm90", or "standard" for standard attention in PyTorch.
+    heads, n, d : int
+        Shape.
+    block_m : int
+        Rows of a block where the study varies them; 0 = the plan's.
+    density : float
+        Share of blocks that a block mask shows.
+    """
+
+    study: str
+    kernel: str
+    heads: int
+    n: int
+    d: int
+    block_m: int = 0
+    density: float = 1.0
+
+    @property
+    def direction(self) -> str:
+        """What is computed."""
+        return "backward" if self.study == "theorem-5" else "forward"
+
+    @property
+    def case(self) -> str:
+        """Name of the row, without its runner."""
+        label = f"d{self.d}-N{self.n}" + (f"-B{self.block_m}" if self.block_m else "")
+        label += f"-s{self.density:g}" if self.study == "proposition-4" else ""
+        return f"{self.study}/{label}/{self.direction}"
+
+    @property
+    def name(self) -> str:
+        """Unique name."""
+        return f"{self.case}:{self.kernel}"
+
+
+def calls() -> list[Call]:
+    """Return everything that is counted."""
+    sizes = [(n, 64) for n in (512, 1024, 2048, 4096, 8192)] + [(4096, 32), (4096, 128)]
+    found = [Call("theorem-2", kernel, HEADS, n, d) for n, d in sizes for kernel in ("sm80", "sm90", "standard")]
+    found += [Call("theorem-2", "sm80", HEADS, 4096, 64, block_m) for block_m in TILES[64]]
+    found += [Call("theorem-5", kernel, HEADS, n, d) for n, d in sizes for kernel in ("sm80", "sm90", "standard")]
+    found += [Call("proposition-4", "sm80", HEADS, 4096, 64, 0, 2.0**-i) for i in range(6)]
+    found += [Call("beyond-l2", kernel, 1, n, 128) for n in (65536, 131072, 262144) for kernel in ("sm80", "sm90")]
+    return found
+
+
+def expected_reads(call: Call, block_m: int) -> float:
+    """Return the bytes that a forward reads with `block_m` query rows on the chip: q once, k and v once per block."""
+    once = 2 * call.n * call.d
+    return call.heads * (once + call.density * 2 * once * math.ceil(call.n / block_m))
+
+
+def backward_reads(call: Call, block_n: int) -> float:
+    """Return the bytes that a backward with keys outside reads: k, v once; q, do and two statistics per block of keys.
+
+    Before it o and do are read for D, and behind it the float32 sums of dq to round them.
+    """
+    once = 2 * call.n * call.d
+    return call.heads * (2 * once + math.ceil(call.n / block_n) * (2 * once + 8 * call.n) + 2 * once + 2 * once)
+
+
+def theorem(call: Call, block: int) -> float:
+    """Return the theorem's expression in elements of all heads, with the M whose block size is `block`."""
+    n, d, m = call.n, call.d, 4 * call.d * block
+    if call.kernel == "standard":
+        return call.heads * io_model.theorem_2_standard(n, d)
+    if call.study == "proposition-4":
+        return call.heads * io_model.proposition_4(n, d, m, call.density)
+    formula = io_model.theorem_5_flash if call.direction == "backward" else io_model.theorem_2_flash
+    return call.heads * formula(n, d, m)
+
+
+def _bind(call: Call) -> tuple[Any, dict[str, int]]:
+    """Return the call to make, and the plan's tile."""
+    import cupy
+
+    q, k, v, do = study.random_arrays(cupy, 4, (call.heads, call.n, call.d), cupy.float16)
+    if call.kernel == "standard":
+        return _standard(call, q, k, v, do), {}
+    options: dict[str, Any] = {"kernel": call.kernel}
+    if call.study == "proposition-4":
+        options["mask"] = block_mask(call.n, call.density).to_device()
+    if call.direction == "backward":
+        fwd = cuattn.forward(q, k, v, **options)
+        plan = cuattn.plan(q, k, v, direction="backward", **options)
+        return lambda: cuattn.backward(do, q, k, v, fwd, **options), _tile(plan)
+    if not call.block_m:
+        return lambda: cuattn.forward(q, k, v, **options), _tile(cuattn.plan(q, k, v, **options))
+    tile = TILES[call.d][call.block_m]
+
+    def forward() -> Any:
+        with portable_tile(tile):
+            return cuattn.forward(q, k, v, **options)
+
+    return forward, {"block_m": tile.block_m, "block_n": tile.block_n}
+
+
+def _tile(plan: Any) -> dict[str, int]:
+    return {"block_m": plan.block_m, "block_n": plan.block_n}
+
+
+def _standard(call: Call, *arrays: Any) -> Any:
+    import torch
+
+    q, k, v, do = map(torch.from_dlpack, arrays)
+    scale = call.d**-0.5
+    if call.direction == "forward":
+        return lambda: torch.softmax(scale * q @ k.transpose(-2, -1), dim=-1) @ v
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = torch.softmax(scale * leaves[0] @ leaves[1].transpose(-2, -1), dim=-1) @ leaves[2]
+    return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
+
+
+def counted(name: str) -> Any:
+    """Return the call of a name, for `bench.counters`."""
+    (call,) = (call for call in calls() if call.name == name)
+    return _bind(call)[0]
+
+
+@functools.lru_cache(maxsize=8)
+def kernels_of(part: str) -> dict[str, list[dict[str, Any]]]:
+    """Count all calls of one study in one process."""
+    return counters.count("bench.traffic", [call.name for call in calls() if call.study == part], timeout=300)
+
+
+def measure(call: Call) -> dict[str, Any]:
+    """Return the counters of a call beside what the papers expect."""
+    kernels = kernels_of(call.study)[call.name]
+    if not kernels:
+        return {"status": "failed", "reason": "no kernel was counted; see the messages of the run"}
+    tile = {} if call.kernel == "standard" else _bind(call)[1]
+    backward = call.direction == "backward"
+    block = tile.get("block_n" if backward else "block_m", 0)
+    row = {"problem": {**vars(call), **tile}, "counters": counters.total(kernels), "theorem": theorem(call, block)}
+    row["kernels"] = {
+        kernel["kernel"][:60]: (kernel["hbm_read"] or 0) + (kernel["hbm_write"] or 0) for kernel in kernels
+    }
+    if block:
+        row["expected_l2_to_sm"] = backward_reads(call, block) if backward else expected_reads(call, block)
+    return row
+
+
+def measure_reference(n: int, d: int, m: int) -> dict[str, dict[str, Any]]:
+    """Count the accesses of the papers' algorithms in NumPy, in elements of one head."""
+    q, k, v, do = (x.astype(np.float64) for x in study.random_arrays(np, 4, (n, d), np.float32))
+    flash, standard = reference.flash_forward(q, k, v, m), reference.standard_forward(q, k, v, m)
+    back = reference.flash_backward(do, q, k, v, flash, m)
+    rows = {
+        "algorithm-2": (flash.counts, io_model.theorem_2_flash(n, d, m)),
+        "algorithm-4": (back.counts, io_model.theorem_5_flash(n, d, m)),
+        "algorithm-0": (standard.counts, io_model.theorem_2_standard(n, d)),
+    }
+    return {
+        name: {"problem": {"n": n, "d": d, "m": m}, "elements": counts.reads + counts.writes, "theorem": theorem}
+        for name, (counts, theorem) in rows.items()
+    }
+
+
+def points(device: str, tiny: bool) -> list[Point]:
+    """Return what is counted."""
+    if device == "cpu":
+        sizes = [(128, 16), (256, 16)] if tiny else [(n, 64) for n in (256, 512, 1024)]
+        runners = ("algorithm-2", "algorithm-4", "algorithm-0")
+        return [
+            Point(f"theorems/d{d}-N{n}/both", runners, lambda n=n, d=d: measure_reference(n, d, 8 * d * d))
+            for n, d in sizes
+        ]
+    return [Point(call.case, (call.kernel,), lambda call=call: {call.kernel: measure(call)}) for call in calls()]
+
+
+def main() -> int:
+    """Run the command."""
+    arguments = study.parser(__doc__.splitlines()[0], NAME).parse_args()
+    study.run(arguments, points(arguments.device, arguments.tiny))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
