@@ -18,7 +18,7 @@ import numpy as np
 
 from cuattn import masks
 
-__all__ = ["KINDS", "Sample", "column_mask", "documents_per_sequence", "samples"]
+__all__ = ["KINDS", "Sample", "column_mask", "documents_per_sequence", "question_and_answers", "samples", "split"]
 
 SEED = 20240924
 KINDS = (
@@ -136,22 +136,22 @@ def _draw(kind: str, n: int, seed: tuple[int, ...], documents: int | None) -> Sa
         return Sample(kind, n)
     fewest, most = documents_per_sequence(n)
     wanted = int(rng.integers(fewest, most + 1)) if documents is None else documents
-    lengths = _split(n, rng.uniform(SHORTEST, 1.0, size=wanted))
+    lengths = split(n, rng.uniform(SHORTEST, 1.0, size=wanted))
     parts: tuple[Any, ...] = ()
     if kind == "share_question":
-        parts = tuple(_question_and_answers(rng, length) for length in lengths)
+        parts = tuple(question_and_answers(rng, length) for length in lengths)
     elif kind == "prefix_lm_document":
         parts = tuple(int(length * rng.uniform(0.25, 0.75)) for length in lengths)
     return Sample(kind, n, lengths=lengths, parts=parts)
 
 
-def _split(n: int, weights: np.ndarray) -> tuple[int, ...]:
+def split(n: int, weights: np.ndarray) -> tuple[int, ...]:
     """Split `n` tokens in proportion to `weights`."""
     cuts = np.rint(np.cumsum(weights) / weights.sum() * n).astype(int)
     return tuple(int(length) for length in np.diff(cuts, prepend=0))
 
 
-def _question_and_answers(rng: np.random.Generator, length: int) -> tuple[int, tuple[int, ...]]:
+def question_and_answers(rng: np.random.Generator, length: int) -> tuple[int, tuple[int, ...]]:
     """Split a document into 2 to 6 answers of 10-20 % each, at most 90 % in all, and the question before them."""
     count = int(rng.integers(2, 7))
     answers = tuple(int(share * length) for share in rng.uniform(0.10, min(0.20, 0.90 / count), size=count))

@@ -1,0 +1,164 @@
+"""Profile every shipped kernel with ``ncu``: how busy its units are, and what its warps wait for.
+
+    python -m bench.kernel_profiles
+
+A row per call, ``kernels`` in it: each kernel that took a noticeable part of the time.  Percentages are of the unit's
+peak over the kernel's own elapsed cycles, so that they do not depend on the clock; stalls are shares of a warp's time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+import cuattn
+from bench import counters, study
+from bench.mask_samples import column_mask, samples
+from bench.study import Point
+from cuattn.errors import UnsupportedError
+
+__all__ = ["CALLS", "METRICS", "counted", "points", "summary"]
+
+NAME = "kernel_profiles"
+STALLS = (
+    "barrier", "branch_resolving", "dispatch_stall", "gmma", "lg_throttle", "long_scoreboard", "math_pipe_throttle",
+    "membar", "mio_throttle", "no_instruction", "not_selected", "selected", "short_scoreboard", "sleeping", "wait",
+)  # fmt: skip
+METRICS = {
+    "seconds": "gpu__time_duration.sum",
+    "tensor_pct": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "issue_pct": "smsp__issue_active.avg.pct_of_peak_sustained_elapsed",
+    "dram_pct": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "l2_pct": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "occupancy_pct": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "registers": "launch__registers_per_thread",
+    "shared_bytes": "launch__shared_mem_per_block",
+    "hbm_read": "dram__bytes_read.sum",
+    "hbm_write": "dram__bytes_write.sum",
+    "shared_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
+    "bank_conflicts_load": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
+    "bank_conflicts_store": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",
+    **{f"stall_{name}": f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio" for name in STALLS},
+}
+SMALLEST_SHARE = 0.02  # of a call's time that a kernel must take to be named
+
+# name: kernel, direction, dtype, (batch, heads, n, d), options.  Large enough that every multiprocessor stays busy.
+HALF, SINGLE, DOUBLE = "float16", "float32", "float64"
+LONG = (4, 16, 4096, 128)
+CALLS: dict[str, tuple[str, str, str, tuple[int, ...], dict[str, Any]]] = {
+    "sm90-forward-d128": ("sm90", "forward", HALF, LONG, {}),
+    "sm90-forward-d64": ("sm90", "forward", HALF, (4, 32, 4096, 64), {}),
+    "sm90-forward-d256": ("sm90", "forward", HALF, (4, 8, 4096, 256), {}),
+    "sm90-forward-d128-causal": ("sm90", "forward", HALF, LONG, {"is_causal": True}),
+    "sm90-forward-d128-documents": ("sm90", "forward", HALF, LONG, {"mask": "causal_document"}),
+    "sm90-forward-d128-dropout": ("sm90", "forward", HALF, LONG, {"dropout_p": 0.1}),
+    "sm90-backward-d128": ("sm90", "backward", HALF, LONG, {}),
+    "sm90-backward-d64": ("sm90", "backward", HALF, (4, 32, 4096, 64), {}),
+    "sm90-backward-d128-documents": ("sm90", "backward", HALF, LONG, {"mask": "causal_document"}),
+    "sm90-backward-d128-deterministic": ("sm90", "backward", HALF, LONG, {"deterministic": True}),
+    "sm80-forward-d128": ("sm80", "forward", HALF, LONG, {}),
+    "sm80-forward-d64": ("sm80", "forward", HALF, (4, 32, 4096, 64), {}),
+    "sm80-backward-d128": ("sm80", "backward", HALF, LONG, {}),
+    "sm80-backward-d64": ("sm80", "backward", HALF, (4, 32, 4096, 64), {}),
+    "sm80-backward-d128-deterministic": ("sm80", "backward", HALF, LONG, {"deterministic": True}),
+    "sm80-forward-float32-d64": ("sm80", "forward", SINGLE, (2, 16, 4096, 64), {}),
+    "sm80-backward-float32-d64": ("sm80", "backward", SINGLE, (2, 16, 4096, 64), {}),
+    "sm80-forward-float64-d64": ("sm80", "forward", DOUBLE, (1, 16, 4096, 64), {}),
+    "sm80-backward-float64-d64": ("sm80", "backward", DOUBLE, (1, 16, 4096, 64), {}),
+    "sm80-decode": ("sm80", "forward", HALF, (16, 32, 8192, 128), {"decode": True}),
+}
+
+
+def counted(name: str) -> Any:
+    """Return the call of a name, for `bench.counters`."""
+    import cupy
+
+    return bind(cupy, name)
+
+
+def bind(xp: Any, name: str, n: int | None = None) -> Any:
+    """Return a call, with `n` tokens instead of its own where given."""
+    kernel, direction, dtype, (batch, heads, length, d), extra = CALLS[name]
+    n = n or length
+    options = dict(extra, kernel=kernel if xp.__name__ == "cupy" else None)
+    queries, exact = (
+        (1 if options.pop("decode", False) else n),
+        {"deterministic": True} if options.pop("deterministic", False) else {},
+    )
+    if "mask" in options:
+        mask = column_mask(samples(options["mask"], n, 1))
+        options["mask"] = mask.to_device() if xp.__name__ == "cupy" else mask
+    kv_heads = heads // 4 if queries == 1 else heads
+    options |= {"enable_gqa": True} if kv_heads != heads else {}
+    drawn = {"rng": 1} if "dropout_p" in options else {}
+    (q, do) = study.random_arrays(xp, 2, (batch, heads, queries, d), np.dtype(dtype))
+    (k, v) = study.random_arrays(xp, 2, (batch, kv_heads, n, d), np.dtype(dtype), seed=2)
+    if direction == "forward":
+        return lambda: cuattn.forward(q, k, v, **options, **drawn)
+    try:
+        fwd = cuattn.forward(q, k, v, **options, **drawn)
+    except UnsupportedError:
+        fwd = cuattn.forward(q, k, v, **{**options, "kernel": None}, **drawn)
+    return lambda: cuattn.backward(do, q, k, v, fwd, **options, **exact)
+
+
+def summary(kernel: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn one kernel's metrics into what a reader wants: rounded, stalls as shares, conflicts per access."""
+    stalls = {name: kernel.get(f"stall_{name}") or 0.0 for name in STALLS}
+    waited = sum(stalls.values()) or 1.0
+    ranked = sorted(stalls.items(), key=lambda item: -item[1])
+    wavefronts = kernel.get("shared_wavefronts") or 0.0
+    conflicts = (kernel.get("bank_conflicts_load") or 0.0) + (kernel.get("bank_conflicts_store") or 0.0)
+    seconds = kernel["seconds"]
+    moved = (kernel.get("hbm_read") or 0.0) + (kernel.get("hbm_write") or 0.0)
+    kept = {
+        name: kernel.get(name) for name in METRICS if name.endswith("_pct") or name in ("registers", "shared_bytes")
+    }
+    return {
+        "kernel": kernel["kernel"],
+        "milliseconds": round(seconds * 1e3, 4),
+        **{name: None if value is None else round(value, 2) for name, value in kept.items()},
+        "hbm_gb": round(moved / 1e9, 4),
+        "stalls": {name: round(value / waited, 3) for name, value in ranked if value / waited >= 0.02},
+        "bank_conflicts": round(conflicts / wavefronts, 4) if wavefronts else 0.0,
+    }
+
+
+@functools.lru_cache(maxsize=8)
+def profiles(part: str) -> dict[str, list[dict[str, Any]]]:
+    """Profile all calls of one kernel family in one process."""
+    names = [name for name in CALLS if name.startswith(part)]
+    return counters.count("bench.kernel_profiles", names, METRICS, timeout=300)
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Return the profile of a call."""
+    kernels = profiles(CALLS[name][0])[name]
+    problem = dict(zip(("kernel", "direction", "dtype", "shape", "options"), CALLS[name], strict=True))
+    if not kernels:
+        return {"status": "unsupported", "reason": "no such kernel, see the messages of the run", "problem": problem}
+    whole = sum(kernel["seconds"] for kernel in kernels)
+    named = [summary(kernel) for kernel in kernels if kernel["seconds"] >= SMALLEST_SHARE * whole]
+    return {"problem": problem, "kernels": named, "milliseconds": round(whole * 1e3, 4)}
+
+
+def points() -> list[Point]:
+    """Return one point per call."""
+    return [
+        Point(f"profile/{name}/{CALLS[name][1]}", ("cuattn",), lambda name=name: {"cuattn": measure(name)})
+        for name in CALLS
+    ]
+
+
+def main() -> int:
+    """Run the command."""
+    arguments = study.parser(__doc__.splitlines()[0], NAME).parse_args()
+    study.run(arguments, points())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
