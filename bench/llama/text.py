@@ -1,0 +1,77 @@
+"""Real text that every Python ships: the sources of the standard library, as bytes, packed into sequences."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+__all__ = ["VOCABULARY", "Sequence", "documents", "pack"]
+
+VOCABULARY = 256  # one token a byte
+SHORTEST = 64  # bytes that a module must have
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Documents back to back.
+
+    Attributes
+    ----------
+    tokens : array, (n,), int32
+        Bytes.
+    targets : array, (n,), int32
+        The byte after each one of the same document.
+    weights : array, (n,), float32
+        0 where there is no next byte, the same value elsewhere; they sum to 1.
+    lengths : tuple of int
+        Of the documents; they fill the sequence.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+    lengths: tuple[int, ...]
+
+
+def documents(folder: Path | None = None) -> Iterator[bytes]:
+    """Yield the standard library's modules, by name, over and over."""
+    folder = folder or Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(path for path in folder.glob("*.py"))
+    texts = [text for path in files if len(text := path.read_bytes()) >= SHORTEST]
+    if not texts:
+        raise FileNotFoundError(f"no Python sources in {folder}")
+    while True:
+        yield from texts
+
+
+def pack(texts: Iterator[bytes], n: int, longest: int) -> Iterator[Sequence]:
+    """Pack documents into sequences of `n` tokens; documents longer than `longest` are cut into pieces.
+
+    Parameters
+    ----------
+    texts : iterator of bytes
+        Endless.
+    n : int
+        Tokens of a sequence.
+    longest : int
+        Tokens of a document at most.
+    """
+    pieces = (text[at : at + longest] for text in texts for at in range(0, len(text), longest))
+    while True:
+        content, lengths = b"", []
+        while len(content) < n:
+            piece = next(pieces)[: n - len(content)]
+            lengths.append(len(piece))
+            content += piece
+        yield _sequence(content, lengths)
+
+
+def _sequence(content: bytes, lengths: list[int]) -> Sequence:
+    tokens = np.frombuffer(content, np.uint8).astype(np.int32)
+    weights = np.ones(len(tokens), np.float32)
+    weights[np.cumsum(lengths) - 1] = 0
+    return Sequence(tokens, np.roll(tokens, -1), weights / weights.sum(), tuple(lengths))
