@@ -1,0 +1,189 @@
+"""Non-local-means denoising of a photograph as one attention call: pixels are tokens, their patches queries and keys.
+
+    python -m bench.denoise --device cpu          # NumPy: rows and the picture
+    python -m bench.denoise                       # CuPy: rows
+
+A. Buades, B. Coll and J.-M. Morel ("A non-local algorithm for image denoising", CVPR 2005) replace each pixel by a
+mean of others, weighted by exp(-|P_i - P_j|^2 / h^2), where P_i is the patch of pixels around i.  Expanded, the
+exponent is 2 P_i . P_j - |P_i|^2 - |P_j|^2 over h^2; a softmax over j forgets the term in i, and a column more in
+queries and keys holds the term in j.  So the whole method is ``attention(q, k, pixels, scale=2 / h^2)``, over
+N = number of pixels, in float32.
+
+A pixel must not vote for its own noise: a column mask hides the diagonal.  A window over the rows keeps the search
+local.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import cuattn
+from bench import study, timing
+from bench.study import Point
+from cuattn.masks import ColumnMask
+
+__all__ = ["denoise", "noisy", "patches", "photograph", "points", "psnr"]
+
+NAME = "denoise"
+SIGMA = 0.1  # of the noise; pixels lie in [0, 1]
+RADIUS = 1  # of a patch: 3 x 3 pixels of three colours
+STRENGTH = 0.45  # h over what noise alone makes patches differ by; smaller keeps more detail and more noise
+ROWS = 10  # image rows above and below that a local search looks at
+TINY = (24, 32)
+
+
+def photograph(path: Path | None = None) -> np.ndarray:
+    """Return a photograph, (height, width, 3) float32 in [0, 1].
+
+    Parameters
+    ----------
+    path : Path, optional
+        An image that matplotlib reads, or a ``.npy`` file; by default Grace Hopper's portrait, which matplotlib ships
+        (NASA/US Navy, public domain).
+    """
+    if path is not None and path.suffix == ".npy":
+        image = np.load(path)
+    else:
+        from matplotlib import cbook
+        from matplotlib import image as files
+
+        image = files.imread(path or cbook.get_sample_data("grace_hopper.jpg", asfileobj=False))
+    image = image[..., :3].astype(np.float32)
+    return image / 255 if image.max() > 1 else image
+
+
+def noisy(image: np.ndarray, sigma: float = SIGMA) -> np.ndarray:
+    """Return the image with white noise, the same at every call."""
+    return image + np.float32(sigma) * np.random.default_rng(0).standard_normal(image.shape, np.float32)
+
+
+def patches(xp: Any, image: Any, radius: int = RADIUS) -> Any:
+    """Return each pixel's patch, (pixels, 3 (2 radius + 1)^2), about the mean of all."""
+    height, width, _ = image.shape
+    padded = xp.pad(image, ((radius, radius), (radius, radius), (0, 0)), mode="reflect")
+    steps = range(2 * radius + 1)
+    shifted = [padded[y : y + height, x : x + width] for y in steps for x in steps]
+    found = xp.concatenate(shifted, axis=2).reshape(height * width, -1)
+    return found - found.mean(axis=0)  # distances stay; inner products lose fewer digits
+
+
+def denoise(xp: Any, image: Any, rows: int | None = ROWS, sigma: float = SIGMA, kernel: str | None = None) -> Any:
+    """Return the image with each pixel replaced by the weighted mean of those with similar surroundings.
+
+    Parameters
+    ----------
+    xp : module
+        NumPy or CuPy.
+    image : array, (height, width, 3), float32
+        With noise.
+    rows : int or None
+        Image rows above and below to search; None searches the whole image.
+    sigma : float
+        Standard deviation of the noise.
+    kernel : str, optional
+        As in `cuattn.attention`.
+    """
+    p, width = patches(xp, image), image.shape[1]
+    n, d = p.shape
+    half = (p * p).sum(axis=1, keepdims=True) / 2
+    q = xp.concatenate([p, xp.ones_like(half)], axis=1)
+    k = xp.concatenate([p, -half], axis=1)
+    h = STRENGTH * sigma * math.sqrt(2 * d)
+    window = None if rows is None else (rows * width, rows * width)
+    v = image.reshape(n, 3)
+    o = cuattn.attention(q, k, v, scale=2 / h**2, mask=but_itself(n), window=window, kernel=kernel)
+    return o.reshape(image.shape)
+
+
+def but_itself(n: int) -> ColumnMask:
+    """Return the mask in which everyone sees all others: column j hides row j."""
+    j, nothing = np.arange(n, dtype=np.int32), np.zeros(n, np.int32)
+    return ColumnMask(j, j + 1, nothing, nothing, n_queries=n)
+
+
+def psnr(image: Any, truth: Any) -> float:
+    """Return the peak signal-to-noise ratio in decibels, higher is better."""
+    return float(-10 * np.log10(np.mean((np.clip(image, 0, 1) - truth) ** 2)))
+
+
+def measure(truth: np.ndarray, rows: int | None, device: str, seconds: float) -> dict[str, Any]:
+    """Denoise, judge and time."""
+    xp = study.namespace(device)
+    image = xp.asarray(noisy(truth))
+    start = time.perf_counter()
+    result = denoise(xp, image, rows)
+    study.synchronize(xp)
+    first = time.perf_counter() - start
+    least = 3 if device == "cuda" else 1
+    samples = timing.measure(
+        {"": lambda: denoise(xp, image, rows)}, study.clock(device), seconds=seconds, least=least, most=10
+    )[""]
+    n = truth.shape[0] * truth.shape[1]
+    visible = n * n if rows is None else n * min(2 * rows * truth.shape[1], n)
+    result = result if device == "cpu" else result.get()
+    return {
+        **study.timed(samples),
+        "first_call_s": round(first, 3),
+        "problem": {"height": truth.shape[0], "width": truth.shape[1], "rows": rows, "sigma": SIGMA},
+        "pairs": visible,
+        "psnr_before": round(psnr(noisy(truth), truth), 2),
+        "psnr_after": round(psnr(result, truth), 2),
+    }
+
+
+def points(device: str, tiny: bool, seconds: float, photo: Path | None = None) -> list[Point]:
+    """Return what is measured: a local search, and on a GPU the whole image."""
+    runner = "cuattn-cupy" if device == "cuda" else "cuattn-numpy"
+    truth = photograph(photo)
+    truth = truth[: TINY[0], : TINY[1]] if tiny else truth
+    searches = {"local": ROWS} if device == "cpu" and not tiny else {"local": ROWS, "whole": None}
+    return [
+        Point(f"{NAME}/{label}/float32", (runner,), lambda rows=rows: {runner: measure(truth, rows, device, seconds)})
+        for label, rows in searches.items()
+    ]
+
+
+def picture(truth: np.ndarray, path: Path) -> None:
+    """Draw the photograph, the noisy one and the denoised one, with a detail of each below."""
+    from matplotlib.figure import Figure
+
+    dirty = noisy(truth)
+    clean = denoise(np, dirty)
+    figure = Figure(figsize=(9.6, 6.2), layout="constrained")
+    panels = figure.subplots(2, 3, height_ratios=(1.17, 0.6))
+    middle, size = (int(truth.shape[0] * 0.36), int(truth.shape[1] * 0.52)), (48, 80)
+    detail = tuple(slice(max(c - s, 0), c + s) for c, s in zip(middle, size, strict=True))
+    shown = {
+        "photograph": truth,
+        f"with noise, {psnr(dirty, truth):.1f} dB": dirty,
+        f"non-local means, {psnr(clean, truth):.1f} dB": clean,
+    }
+    for column, (title, image) in enumerate(shown.items()):
+        panels[0, column].set_title(title, fontsize=11)
+        for row, part in enumerate((image, image[detail])):
+            panels[row, column].imshow(np.clip(part, 0, 1), interpolation="nearest")
+            panels[row, column].set_axis_off()
+    figure.savefig(path, dpi=80, facecolor="white")
+
+
+def main() -> int:
+    """Run the command."""
+    parser = study.parser(__doc__.splitlines()[0], NAME)
+    parser.add_argument("--photo", type=Path, help="another photograph, or one as .npy where matplotlib is missing")
+    parser.add_argument("--picture", action=argparse.BooleanOptionalAction, help="draw (by default with --device cpu)")
+    arguments = parser.parse_args()
+    study.run(arguments, points(arguments.device, arguments.tiny, arguments.seconds, arguments.photo))
+    draw = arguments.device == "cpu" and not arguments.tiny if arguments.picture is None else arguments.picture
+    if draw and not arguments.list:
+        picture(photograph(arguments.photo), arguments.out.with_suffix(".png"))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
