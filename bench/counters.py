@@ -19,15 +19,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TRAFFIC", "count", "parse", "total"]
+__all__ = ["HBM", "TRAFFIC", "count", "parse", "total"]
 
 ROOT = Path(__file__).resolve().parent.parent
+HBM = {"hbm_read": "dram__bytes_read.sum", "hbm_write": "dram__bytes_write.sum", "seconds": "gpu__time_duration.sum"}
 TRAFFIC = {  # what moves between device memory, the L2 cache and the multiprocessors
-    "hbm_read": "dram__bytes_read.sum",
-    "hbm_write": "dram__bytes_write.sum",
+    **HBM,
     "l2_to_sm": "l1tex__m_xbar2l1tex_read_bytes.sum",
     "sm_to_l2": "l1tex__m_l1tex2xbar_write_bytes.sum",
-    "seconds": "gpu__time_duration.sum",
 }
 UNITS = {
     "byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12,
@@ -133,6 +132,8 @@ def main() -> int:
     for name in names:
         try:
             call = counted(name)
+            if "torch" in sys.modules:  # a named range holds for one thread: gradients must be computed in this one
+                sys.modules["torch"].autograd.set_multithreading_enabled(False)
             call()
             cupy.cuda.Device().synchronize()
             profiler.start()

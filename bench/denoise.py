@@ -16,6 +16,7 @@ local.
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import time
 from pathlib import Path
@@ -152,6 +153,7 @@ def points(device: str, tiny: bool, seconds: float, photo: Path | None = None) -
 def picture(truth: np.ndarray, path: Path) -> None:
     """Draw the photograph, the noisy one and the denoised one, with a detail of each below."""
     from matplotlib.figure import Figure
+    from PIL import Image
 
     dirty = noisy(truth)
     clean = denoise(np, dirty)
@@ -169,7 +171,9 @@ def picture(truth: np.ndarray, path: Path) -> None:
         for row, part in enumerate((image, image[detail])):
             panels[row, column].imshow(np.clip(part, 0, 1), interpolation="nearest")
             panels[row, column].set_axis_off()
-    figure.savefig(path, dpi=80, facecolor="white")
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=80, facecolor="white")
+    Image.open(drawn).convert("RGB").quantize(256).save(path, optimize=True)  # noise takes much room in full colour
 
 
 def main() -> int:

@@ -43,7 +43,8 @@ def counted(name: str) -> Any:
 @functools.lru_cache(maxsize=1)
 def kernels_of_all() -> dict[str, list[dict[str, Any]]]:
     """Count all calls in one process."""
-    return counters.count("bench.gpt2", [f"{case.label}:{runner}" for case in select(TABLES) for runner in RUNNERS])
+    names = [f"{case.label}:{runner}" for case in select(TABLES) for runner in RUNNERS]
+    return counters.count("bench.gpt2", names, counters.HBM)
 
 
 def count(case: Case) -> dict[str, dict[str, Any]]:

@@ -2,6 +2,9 @@
 
 A file is one JSON object: ``runs`` (device, versions, source tree, command, one per process) and ``rows``, one per
 line, each naming its run.  Files grow by whole cases and are replaced atomically, so an interrupted run can be resumed.
+
+``python -m bench.rows`` prints the source trees for ``--trees``; ``python -m bench.rows TARGET SOURCE ...`` takes rows
+of other machines into one file.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RowFile", "clocks", "commit", "environment", "trees"]
+__all__ = ["RowFile", "clocks", "commit", "environment", "merge", "trees"]
 
 PACKAGES = ("numpy", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl")
 TREES = ("kernels", "cuattn", "bench")
@@ -109,7 +112,7 @@ def environment(device: str, handed_trees: str | None = None, options: dict[str,
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    run: dict[str, Any] = {"device": platform.processor() or platform.machine(), "driver": None}
+    run: dict[str, Any] = {"device": _processor(), "driver": None}
     if device == "cuda":
         import torch
 
@@ -127,6 +130,15 @@ def environment(device: str, handed_trees: str | None = None, options: dict[str,
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
     }
+
+
+def _processor() -> str:
+    """Return the processor's name and how many cores may be used."""
+    name = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
 
 
 def clocks() -> dict[str, float] | None:
@@ -209,5 +221,19 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+def merge(target: Path, sources: list[Path]) -> None:
+    """Take the rows of other files into one; where both hold a case and runner, the later source wins."""
+    for source in sources:
+        content = json.loads(source.read_text())
+        for run in content["runs"]:
+            rows = [
+                {key: x for key, x in row.items() if key != "run"} for row in content["rows"] if row["run"] == run["id"]
+            ]
+            RowFile(target, {key: value for key, value in run.items() if key != "id"}).add(rows)
+
+
 if __name__ == "__main__":
-    print(",".join(f"{name}={value}" for name, value in {"commit": commit(), **trees()}.items()))
+    if len(sys.argv) > 2:
+        merge(Path(sys.argv[1]), [Path(path) for path in sys.argv[2:]])
+    else:
+        print(",".join(f"{name}={value}" for name, value in {"commit": commit(), **trees()}.items()))

@@ -23,6 +23,11 @@ __all__ = ["compare", "points"]
 NAME = "same_bits"
 N, D, HEADS = 2048, 128, 4
 TINY = 192
+BANDS = {  # masks that flags can say too
+    "full": lambda n: {},
+    "causal": lambda n: {"is_causal": True},
+    "sliding_window": lambda n: {"window": (max(n // 16, 1) - 1, 0)},
+}
 RESULTS = ("o", "l", "m", "dq", "dk", "dv")
 
 
@@ -32,8 +37,9 @@ def compare(kind: str, kernel: str, device: str, n: int, d: int) -> dict[str, An
     Returns
     -------
     dict
-        ``same``: whether each of o, l, m, dq, dk, dv has the same bits.  ``repeated``: whether a second deterministic
-        backward had.  ``largest``: by how much the worst result differs.
+        ``same``: whether each of o, l, m, dq, dk, dv has the same bits; None if the kernel takes no dense mask.
+        ``same_flags``: whether ``is_causal`` or ``window`` give them too, where they can say the mask.
+        ``repeated``: whether a second call gave them.  ``largest``: by how much the worst result differs.
     """
     xp = study.namespace(device)
     dtype = xp.float16 if device == "cuda" else xp.float32
@@ -44,24 +50,32 @@ def compare(kind: str, kernel: str, device: str, n: int, d: int) -> dict[str, An
     problem = {"n": n, "d": d, "heads": HEADS, "dtype": np.dtype(dtype).name}
     try:
         column = _both(q, k, v, do, mask, kernel)
-        twin = _both(q, k, v, do, dense, kernel)
     except UnsupportedError as error:
         return {"status": "unsupported", "reason": str(error), "problem": problem}
     again = _both(q, k, v, do, mask, kernel)
-    return {
+    flags = _both(q, k, v, do, None, kernel, **BANDS[kind](n)) if kind in BANDS else ()
+    row = {
         "problem": problem,
         "rho": round(mask.block_sparsity(), 6),
-        "same": {name: _same(xp, a, b) for name, a, b in zip(RESULTS, column, twin, strict=True)},
+        "same_flags": all(_same(xp, a, b) for a, b in zip(column, flags, strict=True)) if flags else None,
         "repeated": all(_same(xp, a, b) for a, b in zip(column, again, strict=True)),
-        "largest": max(
-            float(abs(a.astype(xp.float32) - b.astype(xp.float32)).max()) for a, b in _finite(xp, column, twin)
-        ),
+    }
+    try:
+        twin = _both(q, k, v, do, dense, kernel)
+    except UnsupportedError as error:
+        return {**row, "same": None, "reason": str(error)}
+    pairs = list(zip(RESULTS, column, twin, strict=True))
+    return {
+        **row,
+        "same": {name: _same(xp, a, b) for name, a, b in pairs},
+        "largest": max(float(_wide(xp, a, b).max()) for _, a, b in pairs),
     }
 
 
-def _both(q: Any, k: Any, v: Any, do: Any, mask: Any, kernel: str) -> tuple[Any, ...]:
-    fwd = cuattn.forward(q, k, v, mask=mask, kernel=kernel)
-    return *fwd[:3], *cuattn.backward(do, q, k, v, fwd, mask=mask, kernel=kernel, deterministic=True)[:3]
+def _both(q: Any, k: Any, v: Any, do: Any, mask: Any, kernel: str, **flags: Any) -> tuple[Any, ...]:
+    options = {"mask": mask, "kernel": kernel, **flags}
+    fwd = cuattn.forward(q, k, v, **options)
+    return *fwd[:3], *cuattn.backward(do, q, k, v, fwd, **options, deterministic=True)[:3]
 
 
 def _same(xp: Any, a: Any, b: Any) -> bool:
@@ -69,9 +83,10 @@ def _same(xp: Any, a: Any, b: Any) -> bool:
     return bool((xp.ascontiguousarray(a).view(word) == xp.ascontiguousarray(b).view(word)).all())
 
 
-def _finite(xp: Any, left: Any, right: Any) -> Any:
-    """Pair results up, without the -inf in m of rows that see nothing."""
-    return [(xp.nan_to_num(a, neginf=0), xp.nan_to_num(b, neginf=0)) for a, b in zip(left, right, strict=True)]
+def _wide(xp: Any, a: Any, b: Any) -> Any:
+    """Return the distances of two results, 0 between two -inf (m of rows that see nothing)."""
+    a, b = (xp.nan_to_num(x.astype(xp.float32), neginf=0) for x in (a, b))
+    return abs(a - b)
 
 
 def points(device: str, tiny: bool) -> list[Point]:

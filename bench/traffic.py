@@ -158,15 +158,15 @@ def counted(name: str) -> Any:
     return _bind(call)[0]
 
 
-@functools.lru_cache(maxsize=8)
-def kernels_of(part: str) -> dict[str, list[dict[str, Any]]]:
-    """Count all calls of one study in one process."""
-    return counters.count("bench.traffic", [call.name for call in calls() if call.study == part], timeout=300)
+@functools.lru_cache(maxsize=1)
+def kernels_of_all() -> dict[str, list[dict[str, Any]]]:
+    """Count all calls in one process."""
+    return counters.count("bench.traffic", [call.name for call in calls()], timeout=300)
 
 
 def measure(call: Call) -> dict[str, Any]:
     """Return the counters of a call beside what the papers expect."""
-    kernels = kernels_of(call.study)[call.name]
+    kernels = kernels_of_all()[call.name]
     if not kernels:
         return {"status": "failed", "reason": "no kernel was counted; see the messages of the run"}
     tile = {} if call.kernel == "standard" else _bind(call)[1]

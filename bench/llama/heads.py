@@ -40,6 +40,10 @@ class Attention:
         """Take the documents of the next sequence."""
         self._spans = self._make(self._xp, lengths)
 
+    def forget(self) -> None:
+        """Drop the masks of the last sequence."""
+        self._spans = []
+
     def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, list[Any]]:
         """Return o, (heads, n, d), and what `backward` needs."""
         saved = [

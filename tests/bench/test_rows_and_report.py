@@ -46,6 +46,19 @@ def test_a_case_is_not_done_by_two_different_runs(tmp_path):
     assert not rows.RowFile(path, RUN).done("t/a/forward", ["cuattn", "fa2"])
 
 
+def test_files_of_two_machines_become_one(tmp_path):
+    here, there, both = (tmp_path / f"{name}.json" for name in ("here", "there", "both"))
+    rows.RowFile(here, RUN).add([row("t/a/forward", "cuattn", 1.0), row("t/b/forward", "cuattn", 1.0)])
+    rows.RowFile(there, {**RUN, "device": "another"}).add([row("t/b/forward", "cuattn", 2.0)])
+    rows.merge(both, [here, there])
+    content = json.loads(both.read_text())
+    assert [run["device"] for run in content["runs"]] == ["A GPU", "another"]
+    assert [(entry["run"], entry["case"], entry["rate"]) for entry in content["rows"]] == [
+        (0, "t/a/forward", 1.0),
+        (1, "t/b/forward", 2.0),
+    ]
+
+
 def test_not_a_number_is_never_written(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         rows.RowFile(tmp_path / "rows.json", RUN).add([row("t/a/forward", "cuattn", float("nan"))])

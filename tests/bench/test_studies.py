@@ -93,9 +93,11 @@ def test_block_sparse_and_block_size_run_on_the_host():
 def test_column_and_dense_masks_have_the_same_bits():
     rows = measured(same_bits.points("cpu", True))
     assert len(rows) == 12
+    assert sum(row["same_flags"] is not None for row in rows.values()) == 3
     for row in rows.values():
         assert all(row["same"].values())
         assert row["repeated"]
+        assert row["same_flags"] in (True, None)
         assert row["largest"] == 0
 
 
