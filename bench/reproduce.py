@@ -1,0 +1,106 @@
+"""Measure everything that the README shows, on a machine with a GPU, within a budget of time.
+
+    python -m bench.reproduce --budget 1800     # again, to go on where it stopped
+    python -m bench.reproduce --list
+
+Each step is a script of its own that skips what its file already holds for this machine and these sources, so that a
+run can be split in as many parts as one likes.  Pictures and tables: ``python -m bench.redraw``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+__all__ = ["STEPS", "Step", "run"]
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Step(NamedTuple):
+    """One script: its arguments, about how many seconds it takes on an H200, and whether it knows a budget."""
+
+    name: str
+    arguments: tuple[str, ...]
+    seconds: int
+    budget: bool = True
+
+
+MASKS = tuple(f"masks-{n}{d}" for d in ("", "-d64") for n in ("8k", "32k", "128k"))
+STEPS = (
+    Step("gpt2", (), 60),
+    Step("lengths", (), 60),
+    Step("block_size", (), 25),
+    Step("block_sparse", (), 20),
+    Step("loop_order", (), 60),
+    Step("traffic", (), 120),
+    Step("same_bits", (), 40),
+    Step("mask_memory", (), 15),
+    Step("sparsity", (), 40),
+    Step("denoise", (), 15),
+    Step("training", (), 90),
+    Step("kernel_profiles", (), 60),
+    Step("hopper", ("--tables", "dense", "dropout", "deterministic", "long"), 300),
+    Step("hopper", ("--tables", *MASKS), 900),
+    Step("portable", (), 200),
+    Step("cpu", (), 240, False),
+)
+
+
+def run(arguments: argparse.Namespace, steps: Sequence[Step] = STEPS, console: Console | None = None) -> list[str]:
+    """Run steps until the budget is spent.
+
+    Returns
+    -------
+    list of str
+        Commands that failed or were not begun.
+    """
+    console = console or Console()
+    begin, left = time.monotonic(), []
+    for number, step in enumerate(steps, 1):
+        spent = time.monotonic() - begin
+        command = [sys.executable, "-m", f"bench.{step.name}", *step.arguments]
+        shown = " ".join(["python", *command[1:]])
+        if arguments.budget - spent < step.seconds and not (
+            step.budget and arguments.budget - spent > step.seconds / 4
+        ):
+            left.append(shown)
+            continue
+        console.rule(f"{number} of {len(steps)}, {spent:.0f} of {arguments.budget:.0f} s: {shown}", align="left")
+        if step.budget:
+            command += ["--budget", f"{arguments.budget - spent:.0f}"]
+        if step.budget and arguments.trees:
+            command += ["--trees", arguments.trees]
+        if subprocess.run(command, cwd=ROOT).returncode:
+            left.append(shown)
+    return left
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--budget", type=float, default=3600.0, metavar="SECONDS", help="begin no step past this time")
+    parser.add_argument("--only", nargs="+", metavar="SCRIPT", choices=sorted({step.name for step in STEPS}))
+    parser.add_argument("--trees", metavar="NAME=ID,...", help="git tree ids of a copy without git")
+    parser.add_argument("--list", action="store_true", help="print the steps and stop")
+    arguments = parser.parse_args()
+    steps = [step for step in STEPS if not arguments.only or step.name in arguments.only]
+    if arguments.list:
+        for step in steps:
+            print(f"{step.seconds:5d} s  python -m bench.{' '.join((step.name, *step.arguments))}")
+        return 0
+    left = run(arguments, steps)
+    for command in left:
+        print(f"left or failed: {command}")
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

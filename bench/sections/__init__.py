@@ -1,0 +1,28 @@
+"""What the README shows of each study: ``text(rows)``, a table in markdown, and often ``figure(rows)``.
+
+A section reads ``bench/results/NAME.json`` and nothing else, so that all can be redrawn without a GPU
+(`bench.redraw`).  ``SECTIONS`` is the README's order.  The tables of those in ``LONG`` go to
+``bench/results/tables.md``; the README shows their figure and their ``summary(rows)``, a sentence or two.
+"""
+
+from __future__ import annotations
+
+SECTIONS = (
+    "peers",
+    "flashmask",
+    "gpt2",
+    "lengths",
+    "block_size",
+    "block_sparse",
+    "traffic",
+    "loop_order",
+    "sparsity",
+    "mask_memory",
+    "same_bits",
+    "training",
+    "denoise",
+    "kernel_profiles",
+)
+LONG = ("flashmask", "lengths", "block_size", "block_sparse", "traffic", "loop_order", "mask_memory", "kernel_profiles")
+
+__all__ = ["LONG", "SECTIONS"]

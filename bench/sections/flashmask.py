@@ -1,0 +1,72 @@
+"""The FlashMask paper's tables 4 to 9: milliseconds, TFLOP/s and sparsity of twelve masks, and its figure 5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.mask_samples import KINDS
+from bench.sections.common import colour, name, panels, table, times
+
+TITLE = "Twelve masks (FlashMask, tables 4 to 9, figure 5)"
+COMMAND = "python -m bench.hopper --tables masks-8k masks-32k masks-128k masks-8k-d64 masks-32k-d64 masks-128k-d64"
+FILE = "hopper"
+SHOWN = ("cuattn", "fa4", "flex-FLASH", "flex")
+
+
+def _found(rows: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, dict[str, dict[str, Any]]]]:
+    """Return (d, N) -> runner -> mask -> {"forward": row, "backward": row}, where both directions are there."""
+    found: dict[tuple[int, int], dict[str, dict[str, dict[str, Any]]]] = {}
+    for row in rows:
+        if row["case"].startswith("masks-") and "median_us" in row:
+            p = row["problem"]
+            runners = found.setdefault((-p["head_dim"], p["n_keys"]), {})
+            runners.setdefault(row["runner"], {}).setdefault(p["mask"], {})[p["direction"]] = row
+    for runners in found.values():
+        for masks in runners.values():
+            for kind in [kind for kind, both in masks.items() if len(both) < 2]:
+                del masks[kind]
+    return dict(sorted(found.items()))
+
+
+def total(both: dict[str, Any]) -> float:
+    """Return TFLOP/s of forward and backward together."""
+    return sum(row["flops"] for row in both.values()) / sum(row["median_us"] for row in both.values()) / 1e6
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """Return the tables in the paper's form."""
+    parts = []
+    head = ("method, mask", "FW ms", "BW ms", "total ms", "FW TFLOP/s", "BW TFLOP/s", "total TFLOP/s", "sparsity")
+    for (d, n), runners in _found(rows).items():
+        lines = []
+        for runner in sorted(runners, key=lambda runner: not runner.startswith("cuattn")):
+            for kind in (kind for kind in KINDS if kind in runners[runner]):
+                both = runners[runner][kind]
+                spent = [times(both[direction]) for direction in ("forward", "backward")]
+                rates = [both[direction]["rate"] for direction in ("forward", "backward")]
+                rho = f"{both['forward']['rho']:.2f}"
+                lines.append((f"{name(runner)}, {kind}", *spent, sum(spent), *rates, total(both), rho))
+        parts.append(f"{n // 1024}K tokens, head dimension {-d}:\n\n{table(head, lines)}")
+    return "\n\n".join(parts)
+
+
+def figure(rows: list[dict[str, Any]]) -> Any:
+    """Draw the total rate of every mask, a panel per table."""
+    found = _found(rows)
+    drawn, axes = panels(max(len(found), 1), 4.4, 4.2, rows=2 if len(found) > 3 else 1)
+    for axis, ((d, n), runners) in zip(axes, found.items(), strict=False):
+        who = [runner for runner in SHOWN if runner in runners]
+        for offset, runner in enumerate(who):
+            masks = runners[runner]
+            places = [place + 0.8 * offset / len(who) for place, kind in enumerate(KINDS) if kind in masks]
+            rates = [total(masks[kind]) for kind in KINDS if kind in masks]
+            axis.barh(places, rates, 0.78 / len(who), color=colour(runner), label=name(runner))
+        axis.set_yticks([place + 0.3 for place in range(len(KINDS))], KINDS, fontsize=7)
+        axis.invert_yaxis()
+        axis.set_title(f"{n // 1024}K tokens, head dimension {-d}", fontsize=10)
+        axis.set_xlabel("TFLOP/s, forward and backward")
+    for axis in axes[len(found) :]:
+        axis.set_axis_off()
+    if found:
+        axes[0].legend(frameon=False, fontsize=7)
+    return drawn

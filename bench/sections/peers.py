@@ -1,0 +1,47 @@
+"""All tables beside all peers, in one line each: the mean and the worst ratio to the best peer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench import report
+from bench.sections.common import table
+
+TITLE = "Beside every peer"
+COMMAND = "python -m bench.hopper` and `python -m bench.portable"
+FILES = ("hopper", "portable")
+ABOUT = {
+    "dense": "16K tokens, d 64 to 256, full and causal",
+    "masks-8k": "twelve masks, 8K tokens, d 128",
+    "masks-32k": "twelve masks, 32K tokens, d 128",
+    "masks-128k": "twelve masks, 128K tokens, d 128",
+    "masks-8k-d64": "twelve masks, 8K tokens, d 64",
+    "masks-32k-d64": "twelve masks, 32K tokens, d 64",
+    "masks-128k-d64": "twelve masks, 128K tokens, d 64",
+    "dropout": "dropout 0.1",
+    "deterministic": "bitwise reproducible gradients",
+    "long": "128K and 512K tokens, few heads",
+    "portable": "portable kernel: 16 bits, float32, float64",
+    "decode": "one query, long caches",
+    "host": "host time of a warm call",
+}
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """Return one line per table and direction."""
+    lines = []
+    for found in report.tables(rows):
+        ratios = found.ratios
+        if not ratios:
+            continue
+        worst = min(ratios, key=ratios.__getitem__)
+        ahead = sum(ratio >= 1 for ratio in ratios.values())
+        mean = f"{report.geometric_mean(ratios.values()):.2f}"
+        about = f"{ABOUT.get(found.name, found.name)}, {found.direction}"
+        lines.append((about, f"{ahead} of {len(ratios)}", mean, f"{ratios[worst]:.2f} ({worst})"))
+    intro = (
+        "How many times faster cuattn is than the fastest of cuDNN, FlashAttention-2 and 4, FlexAttention on both its "
+        "backends and PyTorch's others, case by case in one run.  Below 1 it is slower.  Every case: "
+        "[bench/results/tables.md](bench/results/tables.md)."
+    )
+    return f"{intro}\n\n{table(('', 'ahead in', 'mean ratio', 'worst ratio'), lines)}"

@@ -1,0 +1,104 @@
+"""What the README shows: sections from rows, the README in step with the committed rows, one command for all."""
+
+import argparse
+import importlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench import redraw, reproduce
+from bench.sections import LONG, SECTIONS
+from bench.sections.common import table
+from bench.study import RESULTS
+
+ROOT = Path(__file__).resolve().parents[2]
+QUIET = Console(file=io.StringIO())
+
+
+def available():
+    return [pytest.param(*item, id=item[0]) for item in redraw.available()]
+
+
+def test_every_section_is_a_script_or_names_its_files():
+    assert set(LONG) <= set(SECTIONS)
+    for name in SECTIONS:
+        section = importlib.import_module(f"bench.sections.{name}")
+        assert section.TITLE
+        assert section.COMMAND.startswith("python -m bench.")
+        if not hasattr(section, "FILES") and not hasattr(section, "FILE"):
+            assert (ROOT / "bench" / f"{name}.py").exists()
+
+
+@pytest.mark.parametrize(("name", "section", "runs", "rows"), available())
+def test_committed_rows_have_a_table_and_a_picture(name, section, runs, rows):
+    text = section.text(rows)
+    widths = {line.count("|") for line in text.splitlines() if line.startswith("|") and "Geometric" not in line}
+    assert widths
+    assert "nan" not in text.lower().split()
+    assert all(run["command"] and run["time"] for run in runs)
+    if hasattr(section, "figure"):
+        pytest.importorskip("matplotlib")
+        section.figure(rows).savefig(io.BytesIO(), dpi=40)
+        assert (RESULTS / f"{name}.png").exists()
+
+
+def test_the_readme_and_the_tables_are_those_of_the_rows():
+    text = (ROOT / "README.md").read_text()
+    assert redraw.insert(text, redraw.readme()) == text, "run python -m bench.redraw --text"
+    if (RESULTS / "tables.md").exists():
+        assert (RESULTS / "tables.md").read_text() == redraw.tables(), "run python -m bench.redraw --text"
+
+
+def test_the_section_goes_between_its_marks_and_nowhere_else():
+    text = f"above\n{redraw.BEGIN}\nold\n{redraw.END}\nbelow\n"
+    assert redraw.insert(text, f"{redraw.BEGIN}\nnew\n{redraw.END}") == text.replace("old", "new")
+    with pytest.raises(ValueError, match="no place"):
+        redraw.insert("nothing here", "new")
+
+
+def test_tables_have_three_digits():
+    text = table(("a", "b"), [("x", 1234.5), ("y", 0.012345), ("z", None), ("w", "as it is")])
+    assert [line.split("|")[2].strip() for line in text.splitlines()[2:]] == ["1234", "0.0123", "–", "as it is"]
+
+
+def test_results_without_any_rows_show_nothing(tmp_path):
+    assert list(redraw.available(tmp_path)) == []
+    (tmp_path / "gpt2.json").write_text(json.dumps({"runs": [], "rows": []}))
+    assert list(redraw.available(tmp_path)) == []
+
+
+def arguments(budget, trees=None):
+    return argparse.Namespace(budget=budget, trees=trees)
+
+
+def test_reproducing_keeps_to_the_budget(monkeypatch):
+    begun = []
+    monkeypatch.setattr(
+        reproduce.subprocess, "run", lambda command, **_: begun.append(command) or argparse.Namespace(returncode=0)
+    )
+    steps = [
+        reproduce.Step("gpt2", (), 60),
+        reproduce.Step("cpu", (), 500, False),
+        reproduce.Step("hopper", ("-x",), 900),
+    ]
+    assert reproduce.run(arguments(300, "kernels=1"), steps, QUIET) == ["python -m bench.cpu"]
+    assert [command[2] for command in begun] == ["bench.gpt2", "bench.hopper"]  # a resumable step may be begun
+    assert begun[0][-4:] == ["--budget", "300", "--trees", "kernels=1"]
+    assert "-x" in begun[1]
+    begun.clear()
+    assert len(reproduce.run(arguments(-1), steps, QUIET)) == 3
+    assert not begun
+
+
+def test_a_failed_step_is_left(monkeypatch):
+    monkeypatch.setattr(reproduce.subprocess, "run", lambda *_, **__: argparse.Namespace(returncode=1))
+    assert reproduce.run(arguments(100), [reproduce.Step("gpt2", (), 60)], QUIET) == ["python -m bench.gpt2"]
+
+
+def test_every_step_is_a_script():
+    for step in reproduce.STEPS:
+        assert (ROOT / "bench" / f"{step.name}.py").exists()
+        assert importlib.util.find_spec(f"bench.{step.name}")
