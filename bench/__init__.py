@@ -1,6 +1,11 @@
-"""Measurements of cuattn beside its peers.  Run from the repository root.
+"""Measurements of cuattn beside its peers, and of the papers' claims.  Run from the repository root.
 
-``python -m bench.hopper`` and ``python -m bench.portable`` measure, on a GPU machine without git or network if need be.
-``python -m bench.report FILE.json ...`` turns their rows into tables and plots, anywhere.  Measuring can be resumed: a
-case that the output file already holds for the same machine and sources is not measured again.
+``python -m bench.reproduce`` measures everything, on a GPU machine without git or network if need be, in as many parts
+as one likes: a case that a file of ``bench/results`` already holds for the same machine and sources is not repeated.
+``python -m bench.redraw`` makes the pictures, the tables and the README's section from those files, anywhere.
+
+Beside peers: ``hopper``, ``portable``, ``gpt2``, ``lengths``, ``cpu`` (``cases`` names them, ``session`` runs them, ``report``
+and ``plots`` show them).  Questions of their own: ``block_size``, ``block_sparse``, ``traffic``, ``loop_order``,
+``sparsity``, ``mask_memory``, ``same_bits``, ``training``, ``denoise``, ``kernel_profiles`` (``study`` runs them,
+``counters`` reads hardware counters, ``sections`` shows them).
 """

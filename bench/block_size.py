@@ -101,9 +101,7 @@ def points(device: str, tiny: bool, seconds: float) -> list[Point]:
 
 def main() -> int:
     """Run the command."""
-    arguments = study.parser(__doc__.splitlines()[0], NAME).parse_args()
-    study.run(arguments, points(arguments.device, arguments.tiny, arguments.seconds))
-    return 0
+    return study.main(__doc__, NAME, lambda a: points(a.device, a.tiny, a.seconds))
 
 
 if __name__ == "__main__":

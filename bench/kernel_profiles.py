@@ -155,9 +155,7 @@ def points() -> list[Point]:
 
 def main() -> int:
     """Run the command."""
-    arguments = study.parser(__doc__.splitlines()[0], NAME).parse_args()
-    study.run(arguments, points())
-    return 0
+    return study.main(__doc__, NAME, lambda _: points())
 
 
 if __name__ == "__main__":

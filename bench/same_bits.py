@@ -105,9 +105,7 @@ def points(device: str, tiny: bool) -> list[Point]:
 
 def main() -> int:
     """Run the command."""
-    arguments = study.parser(__doc__.splitlines()[0], NAME).parse_args()
-    study.run(arguments, points(arguments.device, arguments.tiny))
-    return 0
+    return study.main(__doc__, NAME, lambda a: points(a.device, a.tiny))
 
 
 if __name__ == "__main__":

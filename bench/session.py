@@ -291,13 +291,9 @@ def _scoped(bound: Bound) -> Callable[[], Any]:
 
 def _timed(case: Case, samples: list[float], rho: float) -> dict[str, Any]:
     """Return the part of a row that timing adds."""
-    found = timing.summary(samples)
     return {
-        "samples_us": [round(sample * 1e6, 2) for sample in samples],
-        "median_us": round(found["median"] * 1e6, 3),
-        "q1_us": round(found["q1"] * 1e6, 3),
-        "q3_us": round(found["q3"] * 1e6, 3),
+        **timing.timed(samples),
         "flops": case.flops(rho),
-        "rate": float(f"{case.rate(found['median'], rho):.5g}"),
+        "rate": float(f"{case.rate(timing.summary(samples)['median'], rho):.5g}"),
         "unit": case.unit,
     }

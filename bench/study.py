@@ -18,8 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench import timing
 from bench.rows import RowFile, environment
+from bench.timing import timed
 
-__all__ = ["RESULTS", "Point", "clock", "namespace", "parser", "random_arrays", "run", "synchronize", "timed"]
+__all__ = [
+    "RESULTS", "Point", "clock", "main", "namespace", "parser", "random_arrays", "run", "synchronize", "timed",
+]  # fmt: skip
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -110,6 +113,21 @@ def run(arguments: argparse.Namespace, points: Iterable[Point], console: Console
     return []
 
 
+def main(description: str, name: str, points: Callable[[argparse.Namespace], Iterable[Point]]) -> int:
+    """Run a study's command: parse its line, measure its points, return 0.
+
+    Parameters
+    ----------
+    description, name : str
+        As for `parser`; of the description, the first line.
+    points : callable
+        Given the parsed arguments, returns the points.
+    """
+    arguments = parser(description.splitlines()[0], name).parse_args()
+    run(arguments, points(arguments))
+    return 0
+
+
 def _measure(point: Point) -> list[dict[str, Any]]:
     base = {"status": "ok", "problem": {}}
     try:
@@ -161,14 +179,3 @@ def random_arrays(xp: Any, count: int, shape: tuple[int, ...], dtype: Any, seed:
     """Return standard normal arrays, the same at every call with the same library."""
     generator = xp.random.default_rng(seed)
     return [generator.standard_normal(shape, dtype=xp.float32).astype(dtype) for _ in range(count)]
-
-
-def timed(samples: list[float]) -> dict[str, Any]:
-    """Return the values of a row that stand for samples in seconds."""
-    found = timing.summary(samples)
-    return {
-        "samples_us": [round(sample * 1e6, 2) for sample in samples],
-        "median_us": round(found["median"] * 1e6, 3),
-        "q1_us": round(found["q1"] * 1e6, 3),
-        "q3_us": round(found["q3"] * 1e6, 3),
-    }

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["CudaClock", "HostClock", "host_cost", "measure", "summary"]
+__all__ = ["CudaClock", "HostClock", "host_cost", "measure", "summary", "timed"]
 
 FLUSH_BYTES = 256 << 20  # four times the L2 cache of an H200 and more
 HOST_MARGIN = 1.5  # the device is kept busy for this many times the host cost of a call
@@ -208,4 +208,15 @@ def summary(samples: list[float]) -> dict[str, float]:
         "min": float(min(samples)),
         "max": float(max(samples)),
         "count": len(samples),
+    }
+
+
+def timed(samples: list[float]) -> dict[str, Any]:
+    """Return the values of a row that stand for samples in seconds: all of them, median and quartiles, in us."""
+    found = summary(samples)
+    return {
+        "samples_us": [round(sample * 1e6, 2) for sample in samples],
+        "median_us": round(found["median"] * 1e6, 3),
+        "q1_us": round(found["q1"] * 1e6, 3),
+        "q3_us": round(found["q3"] * 1e6, 3),
     }

@@ -102,3 +102,52 @@ def test_every_step_is_a_script():
     for step in reproduce.STEPS:
         assert (ROOT / "bench" / f"{step.name}.py").exists()
         assert importlib.util.find_spec(f"bench.{step.name}")
+
+
+def peer_rows(table, rates):
+    """Rows of a table's cases as `bench.hopper` writes them, with made-up times."""
+    from bench.cases import select
+
+    for case in select([table]):
+        for runner, rate in rates.items():
+            rho = 0.5 if case.mask else 0.0
+            yield {
+                "run": ("hopper.json", 0),
+                "case": case.name,
+                "runner": runner,
+                "ours": runner == "cuattn",
+                "status": "ok",
+                "problem": case.as_dict(),
+                "rho": rho,
+                "flops": case.flops(rho),
+                "median_us": case.flops(rho) / rate / 1e6,
+                "rate": rate,
+                "unit": case.unit,
+            }
+
+
+def test_the_papers_tables_come_from_the_peers_rows():
+    from bench.sections import flashmask
+
+    rows = [*peer_rows("masks-8k", {"cuattn": 500.0, "flex": 400.0}), *peer_rows("masks-32k-d64", {"cuattn": 300.0})]
+    text = flashmask.text(rows)
+    assert text.index("8K tokens, head dimension 128") < text.index("32K tokens, head dimension 64")
+    line = next(line for line in text.splitlines() if line.startswith("| FlexAttention, causal_document"))
+    cells = [cell.strip() for cell in line.split("|")[2:-1]]
+    forward, backward, total = map(float, cells[:3])
+    assert total == pytest.approx(forward + backward, rel=0.01)
+    assert cells[3:] == ["400", "400", "400", "0.50"]
+    assert text.count("\n| cuattn,") == 24
+    rows = [row for row in rows if not (row["runner"] == "flex" and row["case"].endswith("backward"))]
+    assert "FlexAttention" not in flashmask.text(rows)  # half a row is none
+    pytest.importorskip("matplotlib")
+    flashmask.figure(rows).savefig(io.BytesIO(), dpi=30)
+
+
+def test_the_summary_of_peers_says_where_cuattn_is_behind():
+    from bench.sections import peers
+
+    rows = list(peer_rows("dropout", {"cuattn": 300.0, "fa2": 200.0, "cudnn": 400.0}))
+    assert "| dropout 0.1, forward | 0 of 2 | 0.75 | 0.75 (" in peers.text(rows)
+    rows = list(peer_rows("dropout", {"cuattn": 300.0, "fa2": 200.0}))
+    assert "| dropout 0.1, backward | 2 of 2 | 1.50 | 1.50 (" in peers.text(rows)
