@@ -57,7 +57,7 @@ def readme(folder: Path = RESULTS) -> str:
     intro = (
         "Everything below was measured by the commands that it names; `python -m bench.reproduce` runs them all on a "
         "machine with a GPU, `python -m bench.redraw` makes the pictures and tables again from the committed rows.  "
-        "Results are checked before they are timed; rivals run in turn in one process.  All tables are in "
+        "Results are checked before they are timed; rivals run in turn in one process.  The long tables are in "
         "[bench/results/tables.md](bench/results/tables.md)."
     )
     return "\n\n".join(

@@ -39,7 +39,24 @@ def text(rows: list[dict[str, Any]]) -> str:
             line += [times(row) if row else None, gigabytes(counted.get(dropout, {}).get(runner))]
         lines.append(line)
     head = ("", "GFLOP", "ms", "GB of device memory traffic", "ms, dropout 0.1", "GB, dropout 0.1")
-    return f"Batch 64, 16 heads, 1024 tokens, head dimension 64, float16.  {PAPER}\n\n{table(head, lines)}"
+    about = f"Batch 64, 16 heads, 1024 tokens, head dimension 64, float16.  {PAPER}"
+    return f"{about}\n\n{table(head, lines)}\n\n{_standing(timed)}".rstrip()
+
+
+def _standing(timed: dict[float, dict[str, Any]]) -> str:
+    """Say how cuattn's time compares with its fastest rival's, and which kernel its backward had."""
+    parts = []
+    for dropout, x in sorted(timed.items()):
+        rivals = {runner: times(row) for runner, row in x.items() if not runner.startswith("cuattn")}
+        if "cuattn" not in x or not rivals:
+            continue
+        best = min(rivals, key=rivals.__getitem__)
+        lines = x["cuattn"].get("plan", "").splitlines()
+        kernel = next((line.split()[1] for line in lines if line.startswith("kernel")), "")
+        where = f"with dropout {dropout:g}" if dropout else "without dropout"
+        share = times(x["cuattn"]) / rivals[best]
+        parts.append(f"{where} {share:.2f} times that of {name(best)} (backward on the {kernel} kernel)")
+    return f"cuattn's time is {', '.join(parts)}." if parts else ""
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:

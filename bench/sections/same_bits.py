@@ -21,8 +21,8 @@ def text(rows: list[dict[str, Any]]) -> str:
     for runner, group in found.items():
         dense = [row for row in group if row["same"]]
         equal = [f"{sum(row['same'][key] for row in dense)} of {len(dense)}" if dense else None for key in RESULTS]
-        flags = [row["same_flags"] for row in group if row["same_flags"] is not None]
-        lines.append((runner, *equal, f"{sum(flags)} of {len(flags)}"))
+        flags = [row["same_flags"] for row in group if row.get("same_flags") is not None]
+        lines.append((runner, *equal, f"{sum(flags)} of {len(flags)}" if flags else None))
         notes += [f"- {runner}: {reason}" for reason in sorted({row["reason"] for row in group if "reason" in row})]
     about = (
         "Of the paper's twelve masks, how many give the same bits as a column mask and as a boolean matrix on the same "
