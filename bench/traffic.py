@@ -111,33 +111,45 @@ def theorem(call: Call, block: int) -> float:
     return call.heads * formula(n, d, m)
 
 
-def _bind(call: Call) -> tuple[Any, dict[str, int]]:
-    """Return the call to make, and the plan's tile."""
+def tile_of(call: Call) -> dict[str, int]:
+    """Return the block sizes that a kernel of ours works with."""
     import cupy
 
+    if call.kernel == "standard":
+        return {}
+    if call.block_m:
+        return {"block_m": call.block_m, "block_n": TILES[call.d][call.block_m].block_n}
+    q = cupy.empty((call.heads, call.n, call.d), cupy.float16)
+    plan = cuattn.plan(q, q, q, direction=call.direction, **options(call))
+    return {"block_m": plan.block_m, "block_n": plan.block_n}
+
+
+def options(call: Call) -> dict[str, Any]:
+    """Return the keyword arguments of `cuattn.forward` and `backward`."""
+    mask = {"mask": block_mask(call.n, call.density).to_device()} if call.study == "proposition-4" else {}
+    return {"kernel": call.kernel, **mask}
+
+
+def counted(name: str) -> Any:
+    """Return the call of a name, for `bench.counters`."""
+    import cupy
+
+    (call,) = (call for call in calls() if call.name == name)
     q, k, v, do = study.random_arrays(cupy, 4, (call.heads, call.n, call.d), cupy.float16)
     if call.kernel == "standard":
-        return _standard(call, q, k, v, do), {}
-    options: dict[str, Any] = {"kernel": call.kernel}
-    if call.study == "proposition-4":
-        options["mask"] = block_mask(call.n, call.density).to_device()
+        return _standard(call, q, k, v, do)
+    wanted = options(call)
     if call.direction == "backward":
-        fwd = cuattn.forward(q, k, v, **options)
-        plan = cuattn.plan(q, k, v, direction="backward", **options)
-        return lambda: cuattn.backward(do, q, k, v, fwd, **options), _tile(plan)
+        fwd = cuattn.forward(q, k, v, **wanted)
+        return lambda: cuattn.backward(do, q, k, v, fwd, **wanted)
     if not call.block_m:
-        return lambda: cuattn.forward(q, k, v, **options), _tile(cuattn.plan(q, k, v, **options))
-    tile = TILES[call.d][call.block_m]
+        return lambda: cuattn.forward(q, k, v, **wanted)
 
     def forward() -> Any:
-        with portable_tile(tile):
-            return cuattn.forward(q, k, v, **options)
+        with portable_tile(TILES[call.d][call.block_m]):
+            return cuattn.forward(q, k, v, **wanted)
 
-    return forward, {"block_m": tile.block_m, "block_n": tile.block_n}
-
-
-def _tile(plan: Any) -> dict[str, int]:
-    return {"block_m": plan.block_m, "block_n": plan.block_n}
+    return forward
 
 
 def _standard(call: Call, *arrays: Any) -> Any:
@@ -152,12 +164,6 @@ def _standard(call: Call, *arrays: Any) -> Any:
     return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
 
 
-def counted(name: str) -> Any:
-    """Return the call of a name, for `bench.counters`."""
-    (call,) = (call for call in calls() if call.name == name)
-    return _bind(call)[0]
-
-
 @functools.lru_cache(maxsize=1)
 def kernels_of_all() -> dict[str, list[dict[str, Any]]]:
     """Count all calls in one process."""
@@ -169,7 +175,7 @@ def measure(call: Call) -> dict[str, Any]:
     kernels = kernels_of_all()[call.name]
     if not kernels:
         return {"status": "failed", "reason": "no kernel was counted; see the messages of the run"}
-    tile = {} if call.kernel == "standard" else _bind(call)[1]
+    tile = tile_of(call)
     backward = call.direction == "backward"
     block = tile.get("block_n" if backward else "block_m", 0)
     row = {"problem": {**vars(call), **tile}, "counters": counters.total(kernels), "theorem": theorem(call, block)}

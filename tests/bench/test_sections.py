@@ -151,3 +151,47 @@ def test_the_summary_of_peers_says_where_cuattn_is_behind():
     assert "| dropout 0.1, forward | 0 of 2 | 0.75 | 0.75 (" in peers.text(rows)
     rows = list(peer_rows("dropout", {"cuattn": 300.0, "fa2": 200.0}))
     assert "| dropout 0.1, backward | 2 of 2 | 1.50 | 1.50 (" in peers.text(rows)
+
+
+def made_up(name):
+    """Rows of the shape that a study writes on a GPU."""
+    from bench import sparsity, traffic
+    from bench.cases import select
+
+    if name == "sparsity":
+        for kind in sparsity.KINDS:
+            for step in range(10, 20):
+                rho = step / 20
+                problem = {"kind": kind, "n": 32768}
+                yield {"case": f"figure-4a/{kind}-{step}/both", "runner": "cuattn", "status": "ok", "rho": rho,
+                       "median_us": 1e5 * (1 - rho) + 500, "problem": problem}  # fmt: skip
+    elif name == "lengths":
+        for case in select(["lengths"]):
+            for runner, speed in {"cuattn": 1.0, "standard": 3.0, "cudnn": 0.9}.items():
+                if runner == "standard" and case.n_keys > 8192:
+                    continue
+                yield {"case": case.name, "runner": runner, "status": "ok", "problem": case.as_dict(),
+                       "median_us": speed * case.n_keys**2 / 1e3, "peak_bytes": case.n_keys * 1000}  # fmt: skip
+    else:
+        for call in traffic.calls():
+            moved = {"hbm_read": 1e9, "hbm_write": 1e8, "l2_to_sm": 3e9, "sm_to_l2": 1e9, "seconds": 1e-3}
+            row = {"case": call.case, "runner": call.kernel, "status": "ok", "counters": moved, "theorem": 1.0}
+            row["problem"] = {**vars(call), **({} if call.kernel == "standard" else {"block_m": 128, "block_n": 64})}
+            yield row | ({} if call.kernel == "standard" else {"expected_l2_to_sm": 3.003e9})
+
+
+@pytest.mark.parametrize("name", ["sparsity", "lengths", "traffic"])
+def test_sections_show_what_a_gpu_will_write(name):
+    section, rows = importlib.import_module(f"bench.sections.{name}"), list(made_up(name))
+    text = section.text(rows)
+    expected = {
+        "sparsity": "| document | 10 | 0.50 to 0.95 | 100 | 0.5 | 1.0000 |",
+        "lengths": "| 65,536 | 4295 | – | 3865 | 65.5 |",
+        "traffic": "| block-sparse, N 4096, d 64, s 0.25: cuattn, portable kernel | 128 | 3 | 3 | 1.1 |",
+    }
+    assert any(line.replace(" ", "").startswith(expected[name].replace(" ", "")) for line in text.splitlines()), text
+    if hasattr(section, "summary"):
+        said = {"lengths": "At 8,192 tokens, the longest that standard attention", "traffic": "within 0.1% over all"}
+        assert said[name] in section.summary(rows)
+    pytest.importorskip("matplotlib")
+    section.figure(rows).savefig(io.BytesIO(), dpi=30)
