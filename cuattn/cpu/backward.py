@@ -256,7 +256,8 @@ class _Worker:
         reference = exact.astype(l.dtype)
         weight = exponential((reference - exact).astype(l.dtype)) / l
         weight[empty] = 0
-        self._scores.begin(team, rows, stack.q, empty)
+        self._scores.load(team, rows, stack.q, empty)
+        self._scores.begin(team, rows.start // self._blocks.rows, stack.q.augmented)
         self._scores.subtract(stack.fill(reference))
         delta = np.add.reduce(do * o.astype(l.dtype, copy=False), axis=2) * weight
         delta[empty] = 0

@@ -8,17 +8,32 @@ from typing import NamedTuple
 from cuattn.masks import BlockMask
 from cuattn.problem import Operands, Problem
 
-__all__ = ["Blocks", "Shape", "choose", "is_plain", "stack_shape"]
+__all__ = ["LANES", "Blocks", "Shape", "choose", "is_plain", "small_columns", "stack_shape"]
 
+LANES = 16  # keys whose scores are compared at once; they divide every block of keys
 _UNIT = 16  # blocks are multiples of it: whole vector registers, and whole blocks of the dropout generator
 _SMALL_PRODUCT = 1_000_000  # OpenBLAS multiplies matrices of at most 100 ** 3 multiplications without packing them
-_ROWS = 128, 64  # of a tile; the first when a tile of queries then stays in the first-level cache
+_COLUMNS = 6  # that the inner loop of those products takes at once, with vectors of rows
 _FIRST_CACHE = 40_000  # bytes of it that a tile of queries may take
-_KEYS = 112  # with 64 dimensions and 128 rows the most that make a small product
-_STACK = 4  # row tiles, or heads, that are computed together
 _FEWEST_KEYS = 48  # with many dimensions a product is large anyway
-_CHUNK_BYTES = 3 << 19  # scores of a chunk, and their products with values, stay in a second-level cache
+_CHUNK_BYTES = 7 << 17  # of the scores of a chunk, which stay in a second-level cache
 _PANEL_BYTES = 12 << 20  # the copies of keys and of values that a thread keeps, each
+
+
+class _Limits(NamedTuple):
+    """What the sizes of one direction may be."""
+
+    rows: tuple[int, int]  # of a tile; the first when a tile of queries then stays in the first-level cache
+    keys: int
+    stack: int  # row tiles, where all of a head see the same
+    turns: int  # row tiles of an item of work, where they do not
+    team: int  # heads
+
+
+# 64 rows are what a product of transposed scores keeps in the first-level cache while it takes all columns of values.
+_FORWARD = _Limits((64, 64), 128, 8, 2, 8)
+# With 64 dimensions and 128 rows 112 keys are the most that make a small product.
+_BACKWARD = _Limits((128, 64), 112, 4, 1, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +42,8 @@ class Blocks:
 
     rows: int
     keys: int
-    stack: int  # row tiles of a head that go through the chunks together
-    team: int  # heads whose row tiles go through the chunks together; stack or team is 1
+    stack: int  # row tiles of a head in an item of work; they go through the chunks together if all see the same
+    team: int  # heads whose row tiles go through the chunks together
     chunk: int
     panel: int  # tiles whose keys and values a thread keeps a copy of; a multiple of chunk
     row_tiles: int
@@ -42,34 +57,36 @@ def choose(problem: Problem, operands: Operands) -> Blocks:
     several tiles, row tiles and heads one after the other without returning to Python, which only one thread at a time
     can run.  Nothing here depends on the number of threads, since the results do depend on this.
     """
+    limits = _FORWARD if problem.direction == "forward" else _BACKWARD
+    plain = is_plain(problem)
     depth = max(problem.head_dim, problem.head_dim_v) + 1
     itemsize = problem.stat_dtype.itemsize
-    rows = _even(problem.n_queries, _ROWS[_ROWS[0] * depth * itemsize > _FIRST_CACHE])
-    limit = min(max(_SMALL_PRODUCT // (rows * depth) // _UNIT * _UNIT, _FEWEST_KEYS), _KEYS)
+    rows = _even(problem.n_queries, limits.rows[limits.rows[0] * depth * itemsize > _FIRST_CACHE])
+    limit = min(max(_SMALL_PRODUCT // (rows * depth) // _UNIT * _UNIT, _FEWEST_KEYS), limits.keys)
     if isinstance(operands.mask, BlockMask) and limit >= 64 and operands.mask.block_n % 64 == 0:
-        limit = 64  # a tile across two blocks would need an element-wise test
+        limit = 128 if limit == 128 and operands.mask.block_n % 128 == 0 else 64  # no tile across two blocks
     keys = _even(problem.n_keys, limit)
     row_tiles, key_tiles = (max(1, -(-n // size)) for n, size in ((problem.n_queries, rows), (problem.n_keys, keys)))
-    stack = min(_STACK, row_tiles) if is_plain(problem) else 1
     fitting = _PANEL_BYTES // (key_tiles * keys * depth * itemsize)  # heads whose keys a thread can hold
-    team = _team(problem, operands, fitting) if stack == 1 else 1
-    chunk = max(1, min(key_tiles, _CHUNK_BYTES // (stack * team * rows * (keys + problem.head_dim_v) * itemsize)))
+    team = 1 if plain else _team(problem, operands, limits.team, fitting)
+    stack = min(limits.stack if plain else limits.turns, row_tiles)
+    together = stack if plain else team
+    chunk = max(1, min(key_tiles, _CHUNK_BYTES // (together * rows * keys * itemsize)))
     chunk = -(-key_tiles // -(-key_tiles // chunk))
     panel = max(1, _PANEL_BYTES // (keys * depth * itemsize * chunk)) * chunk
     return Blocks(rows, keys, stack, team, chunk, min(panel, -(-key_tiles // chunk) * chunk), row_tiles, key_tiles)
 
 
-def _team(problem: Problem, operands: Operands, fitting: int) -> int:
-    """Return how many heads to compute together: those that one mask covers and nothing else tells apart."""
+def _team(problem: Problem, operands: Operands, most: int, fitting: int) -> int:
+    """Return how many heads, up to `most`, to compute together: those that nothing but operands tells apart."""
     mask = operands.mask
     shape = () if mask is None else mask.shape[:-2] if problem.mask == "dense" else mask.leading
     one_mask = not shape or shape[-1] == 1
     apart = problem.dropout or problem.bias is not None or operands.q.shape[:-2] != (*problem.batch, problem.heads)
     if not one_mask or apart:
         return 1
-    if problem.group > 1:
-        return min(_STACK, problem.group)
-    return max(1, min(_STACK, problem.heads, fitting))
+    heads, most = (problem.group, most) if problem.group > 1 else (max(1, problem.heads), max(1, min(most, fitting)))
+    return -(-heads // -(-heads // most))
 
 
 class Shape(NamedTuple):
@@ -86,6 +103,17 @@ def stack_shape(problem: Problem, blocks: Blocks, heads: int, row_tile: int) -> 
     if left <= blocks.rows:
         return Shape(heads, 1, -(-left // _UNIT) * _UNIT)
     return Shape(heads, min(blocks.stack, -(-left // blocks.rows)), blocks.rows)
+
+
+def small_columns(width: int, others: int) -> list[slice]:
+    """Split the `width` of a product whose other two lengths multiply to `others` so that each part is small.
+
+    Parts are multiples of 6 columns, which is what the inner loop of OpenBLAS for AVX-512 takes at once.
+    """
+    most = max(_COLUMNS, _SMALL_PRODUCT // others // _COLUMNS * _COLUMNS)
+    parts = -(-width // most)
+    step = -(-width // (max(parts, 1) * _COLUMNS)) * _COLUMNS
+    return [slice(start, min(start + step, width)) for start in range(0, width, max(step, 1))]
 
 
 def is_plain(problem: Problem) -> bool:

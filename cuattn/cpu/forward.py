@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.cpu import threads
-from cuattn.cpu.blocks import Blocks, Shape, choose, stack_shape
+from cuattn.cpu.blocks import LANES, Blocks, Shape, choose, is_plain, small_columns, stack_shape
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.exponent import exponential, from_units, to_units
@@ -30,17 +30,17 @@ from cuattn.problem import Operands, Problem
 __all__ = ["forward"]
 
 _WINDOW = 16.0  # exponentials stay below exp2(16): far from overflow; the smallest that count are far from underflow
-Call = Callable[[], object]
-
 _STEPS = 256  # chunks, as stacks see them, that a thread remembers
+
+Call = Callable[[], object]
 
 
 class Item(NamedTuple):
-    """A stack of row tiles, of a head or of a team of heads, and what they see."""
+    """A stack of row tiles, of a head or of a team of heads, and what they see, pass by pass."""
 
     team: Team
     row_tile: int  # the first
-    chunks: list[Chunk]
+    passes: list[list[Chunk]]
 
 
 def forward(problem: Problem, operands: Operands) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -77,11 +77,13 @@ def forward(problem: Problem, operands: Operands) -> tuple[np.ndarray, np.ndarra
     tiles = Tiles(problem, operands, blocks)
     groups = team_groups(problem, operands, blocks.team)
     stacks = -(-blocks.row_tiles // blocks.stack)
+    together = is_plain(problem)
 
     def prepare(group: int, index: int) -> Item:
         team, stack = divmod(index, stacks)
         team, row_tile = groups[group][team], stack * blocks.stack
-        return Item(team, row_tile, tiles.chunks(team.heads[0], row_tile))
+        stop = min(row_tile + (1 if together else blocks.stack), blocks.row_tiles)
+        return Item(team, row_tile, [tiles.chunks(team.heads[0], t) for t in range(row_tile, stop)])
 
     threads.run(
         threads.Dispatcher([len(group) * stacks for group in groups]),
@@ -99,41 +101,25 @@ class _Step(NamedTuple):
     time runs Python.
     """
 
-    s: np.ndarray  # (stack, tiles, keys, rows): scores, then their exponentials
-    highest: np.ndarray  # (stack, 8 * rows): of each row 8 candidates for the highest score
+    s: np.ndarray  # (members, tiles, keys, rows): scores, then their exponentials
     make_scores: tuple[Call, ...]
     find_highest: Call
     add_up: tuple[Call, ...]
     weigh: tuple[Call, ...]
-    collect: Call
 
 
-class _Stack:
-    """What a thread keeps for a stack of row tiles on its way through the keys; all relative to the references."""
+class _Pass:
+    """The row tiles of a stack that go through the keys together, and what is kept of them, relative to references."""
 
-    def __init__(self, problem: Problem, blocks: Blocks, panel: Panel, buffers: Buffers, shape: Shape) -> None:
-        self._problem, self._blocks, self._panel, self._buffers = problem, blocks, panel, buffers
-        self.shape = shape
-        stack, rows = shape.heads * shape.tiles, shape.rows
+    def __init__(self, stack: _Stack, which: slice) -> None:
+        self._stack = stack
         self._steps: dict[tuple, _Step] = {}
-        self._ones = np.ones((1, blocks.keys), problem.stat_dtype)
-        self.q = Rows(buffers, shape, problem.head_dim, plain=False)
-        self.o = buffers.new(stack, rows, problem.head_dim_v)
-        self.o_chunk = buffers.new(stack, rows, problem.head_dim_v)
-        self.add_chunk = partial(np.add, self.o, self.o_chunk, self.o)
-        self.sums = buffers.new(stack, blocks.key_tiles, 1, rows)  # of exponentials, by tile
-        self.highest = buffers.new(-(-blocks.key_tiles // blocks.chunk), stack, 8 * rows)  # score, by chunk
-        self.reference = buffers.new(stack, rows)
-        self.seen = np.empty((stack, rows), bool)  # rows that have seen a key
+        self.q = stack.q.augmented[which]
+        self.o, self.sums, self.highest = stack.o[which], stack.sums[which], stack.highest[which]
+        self.reference, self.seen = stack.reference[which], stack.seen[which]
         self.all_seen = False
-
-    def start(self) -> None:
-        self.o.fill(0)
-        self.sums.fill(0)
-        self.highest.fill(-np.inf)
-        self.reference.fill(0)
-        self.seen.fill(False)
-        self.all_seen = False
+        self.here = stack.here
+        self.follow = partial(np.maximum, self.highest, self.here, out=self.highest)
 
     def step(self, chunk: Chunk) -> _Step:
         """Return what to do with a chunk; most chunks come again with every stack, so it is kept."""
@@ -145,28 +131,59 @@ class _Stack:
         return step
 
     def _bind(self, chunk: Chunk) -> _Step:
-        stack, rows, keys = len(self.o), self.shape.rows, self._blocks.keys
-        s = self._buffers.get("s", stack, chunk.count, keys, rows)
-        weighed = self._buffers.get("weighed", stack, chunk.count, rows, self._problem.head_dim_v)
+        problem, blocks, buffers, panel, shape = self._stack.common
+        members, rows, keys, width = len(self.o), shape.rows, blocks.keys, problem.head_dim_v
+        # Where nothing is ever skipped one product sums over all keys of the chunk, else over those of a tile.
+        joint = chunk.count if self._stack.together else 1
+        s = buffers.get("s", members, chunk.count, keys, rows)
+        weighed = buffers.get("weighed", members, chunk.count // joint, width, rows)
         make_scores, add_up, weigh = [], [], []
         for tile, slot, count in chunk.runs:
-            k, v = self._panel.run(self.shape.heads, tile, count)
-            here = slice(slot, slot + count)
-            part = s[:, here]
-            make_scores.append(partial(np.matmul, k, self.q.augmented, part))
-            add_up.append(partial(np.matmul, self._ones, part, self.sums[:, tile : tile + count]))
-            weigh.append(partial(np.matmul, part.swapaxes(2, 3), v, weighed[:, here]))
-        highest = self.highest[chunk.index]
-        wide = s.reshape(stack, -1, 8 * rows)  # longer rows are faster to reduce
-        return _Step(
-            s,
-            highest,
-            tuple(make_scores),
-            partial(np.maximum.reduce, wide, 1, None, highest),
-            tuple(add_up),
-            tuple(weigh),
-            partial(np.add.reduce, weighed, 1, None, self.o_chunk),
-        )
+            k, v = panel.run(shape.heads, tile, count)
+            part = s[:, slot : slot + count]
+            make_scores.append(partial(np.matmul, k, self.q, part))
+            add_up.append(partial(np.matmul, self._stack.ones, part, self.sums[:, tile : tile + count]))
+            v = v.reshape(len(v), count // joint, joint * keys, width).swapaxes(2, 3)
+            part = part.reshape(members, count // joint, joint * keys, rows)
+            for columns in small_columns(width, joint * keys * rows):
+                out = weighed[:, slot // joint : (slot + count) // joint, columns]
+                weigh.append(partial(np.matmul, v[:, :, columns], part, out))
+        chunk_sum = weighed[:, 0]
+        if weighed.shape[1] > 1:
+            chunk_sum = buffers.get("chunk_sum", members, width, rows)
+            weigh.append(partial(np.add.reduce, weighed, 1, None, chunk_sum))
+        weigh.append(partial(np.add, self.o, chunk_sum, self.o))
+        wide = s.reshape(members, -1, LANES * rows)  # longer rows are faster to reduce
+        find_highest = partial(np.maximum.reduce, wide, 1, None, self.here)
+        return _Step(s, tuple(make_scores), find_highest, tuple(add_up), tuple(weigh))
+
+
+class _Stack:
+    """What a thread keeps for a stack of row tiles on its way through the keys; all relative to the references."""
+
+    def __init__(self, problem: Problem, blocks: Blocks, panel: Panel, buffers: Buffers, shape: Shape) -> None:
+        self.common = problem, blocks, buffers, panel, shape
+        self.shape, self.together = shape, is_plain(problem)
+        members, rows = shape.heads * shape.tiles, shape.rows
+        self.ones = np.ones((1, blocks.keys), problem.stat_dtype)
+        self.q = Rows(buffers, shape, problem.head_dim, plain=False)
+        self.o = buffers.new(members, problem.head_dim_v, rows)
+        self.sums = buffers.new(members, blocks.key_tiles, 1, rows)  # of exponentials, by tile
+        self.highest = buffers.new(members, LANES * rows)  # of each row the highest scores, among every LANES keys
+        self.here = buffers.new(members if self.together else shape.heads, LANES * rows)  # in a chunk
+        self.reference = buffers.new(members, rows)
+        self.seen = np.empty((members, rows), bool)  # rows that have seen a key
+        if self.together:
+            self.passes = [_Pass(self, slice(None))]
+        else:  # a row tile of all heads at a time
+            self.passes = [_Pass(self, slice(tile, None, shape.tiles)) for tile in range(shape.tiles)]
+
+    def start(self) -> None:
+        for array, value in ((self.o, 0), (self.sums, 0), (self.highest, -np.inf), (self.reference, 0)):
+            array.fill(value)
+        self.seen.fill(False)
+        for each in self.passes:
+            each.all_seen = False
 
 
 class _Worker:
@@ -181,33 +198,38 @@ class _Worker:
         self._stacks: dict[Shape, _Stack] = {}
 
     def __call__(self, item: Item) -> None:
-        if not item.chunks:
+        if not any(item.passes):
             return
         stack = self._stack_at(item)
         stack.start()
-        scores, panel = self._scores, self._panel
         start = item.row_tile * self._blocks.rows
         rows = slice(start, min(start + stack.shape.tiles * stack.shape.rows, self._problem.n_queries))
-        scores.begin(item.team, rows, stack.q)
-        for chunk in item.chunks:
-            panel.seek(item.team, chunk.runs[0][0])
-            step = stack.step(chunk)
-            for call in step.make_scores:
-                call()
-            scores.complete(step.s, chunk)
-            step.find_highest()
-            if not (np.maximum.reduce(step.highest, None) <= _WINDOW and stack.all_seen):
-                self._move(stack, step)
-            scores.exponentiate(step.s, panel.reach)
-            for call in step.add_up:
-                call()
-            if self._dropout is not None:
-                self._dropout.zero(step.s, self._dropout.dropped(chunk, item.team.heads[0], item.row_tile))
-            for call in step.weigh:
-                call()
-            step.collect()
-            stack.add_chunk()
+        self._scores.load(item.team, rows, stack.q)
+        for n, (chunks, state) in enumerate(zip(item.passes, stack.passes, strict=True)):
+            self._scores.begin(item.team, item.row_tile + n, state.q)
+            for chunk in chunks:
+                self._advance(state, item.team, item.row_tile + n, chunk)
         self._finish(stack, item.team, rows)
+
+    def _advance(self, state: _Pass, team: Team, row_tile: int, chunk: Chunk) -> None:
+        """Take a pass through a chunk of keys."""
+        scores, panel = self._scores, self._panel
+        panel.seek(team, chunk.runs[0][0])
+        step = state.step(chunk)
+        for call in step.make_scores:
+            call()
+        scores.complete(step.s, chunk)
+        step.find_highest()
+        if not (np.maximum.reduce(state.here, None) <= _WINDOW and state.all_seen):
+            self._move(state, step.s)
+        state.follow()
+        scores.exponentiate(step.s, panel.reach)
+        for call in step.add_up:
+            call()
+        if self._dropout is not None:
+            self._dropout.zero(step.s, self._dropout.dropped(chunk, team.heads[0], row_tile))
+        for call in step.weigh:
+            call()
 
     def _stack_at(self, item: Item) -> _Stack:
         shape = stack_shape(self._problem, self._blocks, len(item.team.heads), item.row_tile)
@@ -215,49 +237,53 @@ class _Worker:
             self._stacks[shape] = _Stack(self._problem, self._blocks, self._panel, self._buffers, shape)
         return self._stacks[shape]
 
-    def _move(self, stack: _Stack, step: _Step) -> None:
+    def _move(self, state: _Pass, s: np.ndarray) -> None:
         """Move the references of the rows whose highest score has left the window."""
-        here = step.highest.reshape(len(step.s), 8, -1)
+        here = state.here.reshape(len(s), LANES, -1)
         highest = np.maximum.reduce(here, axis=1)
         if np.maximum.reduce(highest, None) <= _WINDOW and np.minimum.reduce(highest, None) >= -_WINDOW:
-            stack.seen.fill(True)
-            stack.all_seen = True
+            state.seen.fill(True)
+            state.all_seen = True
             return
-        away = ~(highest <= _WINDOW) | (~stack.seen & (highest < -_WINDOW) & (highest > -np.inf))
+        away = ~(highest <= _WINDOW) | (~state.seen & (highest < -_WINDOW) & (highest > -np.inf))
         shift = np.where(away, highest, 0)
-        shrink = np.where(stack.seen, exponential(-shift), 0)  # what is yet unseen has nothing to shrink
-        stack.seen |= highest > -np.inf
-        stack.all_seen = bool(stack.seen.all())
+        shrink = np.where(state.seen, exponential(-shift), 0)  # what is yet unseen has nothing to shrink
+        state.seen |= highest > -np.inf
+        state.all_seen = bool(state.seen.all())
         if not away.any():
             return
-        np.subtract(step.s, shift[:, None, None], out=step.s)
-        stack.reference += shift
-        self._scores.subtract(stack.reference)
-        stack.sums *= shrink[:, None, None]
-        stack.o *= shrink[:, :, None]
+        np.subtract(s, shift[:, None, None], out=s)
+        state.reference += shift
+        self._scores.subtract(state.reference)
+        state.sums *= shrink[:, None, None]
+        state.o *= shrink[:, None]
         # What was the highest score is the reference now; those of earlier chunks do not count any more.
-        np.copyto(stack.highest.reshape(-1, *here.shape), -np.inf, where=away[:, None])
+        np.copyto(state.highest.reshape(here.shape), -np.inf, where=away[:, None])
         np.copyto(here, 0, where=away[:, None])
 
     def _finish(self, stack: _Stack, team: Team, rows: slice) -> None:
         o, l, m = (pick_team(result, team)[:, rows] for result in self._results)
-        heads, count = l.shape
+        heads, tiles, height = stack.shape
+        highest = np.maximum.reduce(stack.highest.reshape(len(stack.o), LANES, height), axis=1)
+        total = np.add.reduce(stack.sums[:, :, 0], axis=1)
+        unseen = None if all(each.all_seen for each in stack.passes) else highest == -np.inf
+        kept = 1.0 if self._dropout is None else 1 / self._problem.dropout_scale
+        below = total * total.dtype.type(kept)
+        if unseen is not None:
+            below[unseen] = 1
+        np.divide(stack.o, below[:, None], out=stack.o)
+        by_tile = stack.o.reshape(heads, tiles, self._problem.head_dim_v, height).swapaxes(2, 3)
+        for n in range(tiles):
+            target = o[:, n * height : (n + 1) * height]
+            target[...] = by_tile[:, n, : target.shape[1]]
 
         def of_rows(x: np.ndarray) -> np.ndarray:
-            """Return x, (stack, rows, ...), as (heads, count, ...)."""
-            return x.reshape(heads, stack.shape.tiles * stack.shape.rows, *x.shape[2:])[:, :count]
+            """Return x, (members, rows), as (heads, count)."""
+            return x.reshape(heads, tiles * height)[:, : l.shape[1]]
 
-        total = of_rows(np.add.reduce(stack.sums[:, :, 0], axis=1))
-        by_chunk = stack.highest.reshape(-1, len(stack.o), 8, stack.shape.rows)
-        highest = of_rows(np.maximum.reduce(by_chunk, axis=(0, 2)))
-        unseen = None if stack.all_seen else highest == -np.inf
-        below = total if self._dropout is None else total * total.dtype.type(1 / self._problem.dropout_scale)
-        if unseen is not None:
-            below = np.where(unseen, 1, below)
-        np.divide(of_rows(stack.o), below[..., None], out=o, casting="unsafe")
         reference = of_rows(stack.reference)
-        m[:] = from_units(highest + reference)
+        m[:] = from_units(of_rows(highest) + reference)
         # l is relative to m as it is returned, after its rounding: what the backward makes of both is then exact.
-        np.multiply(total, exponential((reference - to_units(m)).astype(l.dtype)), out=l)
+        np.multiply(of_rows(total), exponential((reference - to_units(m)).astype(l.dtype)), out=l)
         if unseen is not None:
-            l[unseen] = 0
+            l[of_rows(unseen)] = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cuattn.cpu.blocks import Blocks, choose
+from cuattn.cpu.blocks import LANES, Blocks, choose, is_plain
 from cuattn.cpu.exponent import exponential
 from cuattn.cpu.threads import useful
 from cuattn.cpu.tiles import VEIL_BYTES
@@ -31,7 +31,8 @@ def plan(problem: Problem, operands: Operands) -> Plan:
     """
     blocks = choose(problem, operands)
     workers = useful(problem, blocks)
-    together = f"{blocks.team} heads" if blocks.team > 1 else f"{blocks.stack} row tiles"
+    plain = is_plain(problem)
+    together = f"{blocks.stack} row tiles" if plain else f"{blocks.team} heads"
     notes = [f"{together} x {blocks.chunk} key tiles at a time; {problem.stat_dtype} sums"]
     if exponential is np.exp2:
         notes.append("base-2 exponentials, which this NumPy vectorises")
@@ -59,14 +60,15 @@ def bytes_of_masks(problem: Problem, blocks: Blocks) -> int:
 def bytes_per_thread(problem: Problem, blocks: Blocks) -> int:
     """Return the size of a thread's buffers, and in the backward pass of the sums of the heads that it works on."""
     d, dv = problem.head_dim, problem.head_dim_v
-    members = blocks.stack * blocks.team
-    stack, tiles = members * blocks.rows, members * blocks.chunk
+    members = blocks.stack * blocks.team  # row tiles of an item of work, and of a pass through the keys
+    passing = members if is_plain(problem) else blocks.team
+    stack, tiles = members * blocks.rows, passing * blocks.chunk
     copies = 1 if problem.group > 1 else blocks.team
     scores = tiles * blocks.keys * blocks.rows
     panel = copies * blocks.panel * blocks.keys * (d + dv + 2)
     if problem.direction == "forward":
-        parts = tiles * blocks.rows * dv
-        state = stack * (2 * d + 2 * dv + 9 * blocks.key_tiles + 2)
+        parts = (1 if is_plain(problem) else blocks.chunk + 1) * passing * blocks.rows * dv
+        state = stack * (2 * d + dv + blocks.key_tiles + 2 * LANES + 2)
         return problem.stat_dtype.itemsize * (scores + panel + parts + state)
     parts = tiles * max(blocks.keys * max(d, dv), blocks.rows * d)
     sums = copies * blocks.key_tiles * blocks.keys * (d + dv)

@@ -70,7 +70,7 @@ class Rows:
 
 
 class Scores:
-    """Turns products of queries and keys into scores, and scores into exponentials, for one stack at a time."""
+    """Turns products of queries and keys into scores, and scores into exponentials, for some row tiles at a time."""
 
     def __init__(self, problem: Problem, operands: Operands, blocks: Blocks, tiles: Tiles, buffers: Buffers) -> None:
         self._problem, self._operands, self._blocks = problem, operands, blocks
@@ -83,19 +83,22 @@ class Scores:
         self._dead: Sequence[tuple[slice, np.ndarray]] = ()  # what a bias of -inf hides, by slots
         self._bare = self._cap is None and operands.bias is None  # nothing but products enters the scores
 
-    def begin(self, team: Team, rows: slice, q: Rows, empty: np.ndarray | None = None) -> None:
-        """Load the queries of a stack, with the `empty` rows as 0; its references are 0."""
-        self._head, self._row_tile, self._q = team.heads[0], rows.start // self._blocks.rows, q
-        self._reference = None
+    def load(self, team: Team, rows: slice, q: Rows, empty: np.ndarray | None = None) -> None:
+        """Load the queries of a stack, with the `empty` rows as 0."""
         q.load(pick_team(self._operands.q, team)[:, rows], self._factor, empty)
         self._largest = q.largest() if self._bare else 0.0
+
+    def begin(self, team: Team, row_tile: int, q: np.ndarray) -> None:
+        """Turn to row tiles, of which `row_tile` is the first and `q` the augmented queries; their references are 0."""
+        self._head, self._row_tile = team.heads[0], row_tile
+        self._reference, self._subtracted = None, q[:, 0, -1]
         self._reach_limit = self._limit(0.0)
 
     def subtract(self, reference: np.ndarray) -> None:
-        """Take the following scores relative to `reference`, (stack, rows)."""
+        """Take the following scores relative to `reference`, (members, rows)."""
         self._reach_limit = self._limit(float(np.maximum.reduce(np.abs(reference), None)))
         if self._cap is None:
-            self._q.subtract(reference)  # inside the product, for nothing
+            np.negative(reference, self._subtracted)  # inside the product, for nothing
         else:
             self._reference = reference
 

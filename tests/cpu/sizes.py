@@ -33,7 +33,7 @@ def forced(rows: int, keys: int, stack: int, chunk: int, chunks_of_panel: int, w
         usual = _choose(problem, operands)
         tiles = -(-problem.n_keys // keys)
         panel = min(chunks_of_panel * chunk, -(-tiles // chunk) * chunk)
-        stacked = stack if usual.team == 1 and blocks_module.is_plain(problem) else 1
+        stacked = stack if problem.direction == "forward" or blocks_module.is_plain(problem) else 1
         team = min(stack, usual.team)
         return Blocks(rows, keys, stacked, team, chunk, panel, -(-problem.n_queries // rows), tiles)
 

@@ -248,8 +248,8 @@ def test_work_is_in_proportion_to_what_is_visible(monkeypatch):
     """Count the tiles whose products are made."""
     forward = importlib.import_module("cuattn.cpu.forward")
     visited = []
-    step = forward._Stack.step
-    monkeypatch.setattr(forward._Stack, "step", lambda self, chunk: visited.append(chunk.count) or step(self, chunk))
+    step = forward._Pass.step
+    monkeypatch.setattr(forward._Pass, "step", lambda self, chunk: visited.append(chunk.count) or step(self, chunk))
     n = 2048
     x = np.ones((1, n, 8), FLOAT32)
     for mask in (
