@@ -74,8 +74,8 @@ class RNGState(NamedTuple):
         The key, 0 <= seed < 2**64.
     offset : int
         One word of the counter, 0 <= offset < 2**32: states with equal seeds and different offsets draw
-        independently.  On the GPU it may be a 0-d integer array on the device, which the kernel reads, so that a
-        replayed graph can advance it.
+        independently.  On the GPU it may be a 0-d array of 32- or 64-bit integers on the device, of which the kernel
+        reads the low word, so that a replayed graph can advance it.
     """
 
     seed: int
@@ -276,7 +276,14 @@ def _integer(name, value, bits):
 def _is_device_scalar(value):
     # Asking a device array for its value would synchronise; its shape and type are host metadata.
     interface = getattr(value, "__cuda_array_interface__", None)
-    return interface is not None and interface["shape"] == () and interface["typestr"][1] in "iu"
+    if interface is None:
+        return False
+    shape, kind = interface["shape"], interface["typestr"][1:]
+    if shape != () or kind not in ("i4", "i8", "u4", "u8"):
+        raise DtypeError(
+            f"rng.offset is a device array of shape {shape} and type {kind!r}: expected one 32- or 64-bit integer"
+        )
+    return True
 
 
 def _words(state, b, rows, keys):

@@ -240,6 +240,15 @@ def test_resolve_leaves_a_device_offset_alone():
     assert rng.resolve(RNGState(1, offset)).offset is offset
 
 
+@pytest.mark.parametrize(("shape", "typestr"), [((1,), "<i8"), ((), "<i2"), ((), "<f4")])
+def test_resolve_device_offset_that_a_kernel_cannot_read(shape, typestr):
+    class DeviceArray:
+        __cuda_array_interface__ = {"shape": shape, "typestr": typestr, "data": (0, False), "version": 3}  # noqa: RUF012
+
+    with pytest.raises(DtypeError, match="offset is a device array"):
+        rng.resolve(RNGState(1, DeviceArray()))
+
+
 @pytest.mark.parametrize(
     ("value", "name"),
     [

@@ -33,7 +33,7 @@ struct Dropout {
     u32 offset;               // used when offset_data is null
     u32 batch, head, heads;   // flat index b = (batch + ib) * heads + head + ih
     u32 row, key;             // global index of the first row and key, multiples of 16
-    const u64* offset_data;   // one uint64 in device memory, or null
+    const u32* offset_data;   // the low word of an integer in device memory, or null
 };
 
 struct Params {

@@ -10,7 +10,7 @@ struct RandomStream {
 };
 
 __device__ __forceinline__ RandomStream random_stream(const Dropout& dropout, i32 ib, i32 head) {
-    const u32 offset = dropout.offset_data != nullptr ? static_cast<u32>(*dropout.offset_data) : dropout.offset;
+    const u32 offset = dropout.offset_data != nullptr ? *dropout.offset_data : dropout.offset;
     return {(dropout.batch + ib) * dropout.heads + dropout.head + head, offset};
 }
 
