@@ -43,7 +43,18 @@ def _include_options() -> tuple[str, ...]:
     # CuPy knows where the CUDA headers of its wheel are; the call is private, so it is made in this one place.
     from cupy._core import core
 
-    return tuple(option for option in core.assemble_cupy_compiler_options(()) if option.startswith("-I"))
+    try:
+        options = core.assemble_cupy_compiler_options(())
+    except Exception as error:  # missing headers are a RuntimeError, and more may come
+        raise CompileError(_missing("the CUDA headers were not found", error)) from error
+    return tuple(option for option in options if option.startswith("-I"))
+
+
+def _missing(what: str, error: Exception) -> str:
+    return (
+        f"{what} ({type(error).__name__}: {error}); install the extra that matches your driver: "
+        '`pip install "cuattn[cuda13]"` or `pip install "cuattn[cuda12]"`'
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -53,10 +64,7 @@ def _nvrtc():
 
         nvrtc.getVersion()
     except Exception as error:  # a missing wheel shows up as many kinds of error
-        raise CompileError(
-            "NVRTC could not be loaded; install the extra that matches your driver, cuattn[cuda12] or cuattn[cuda13] "
-            f"({type(error).__name__}: {error})"
-        ) from error
+        raise CompileError(_missing("NVRTC could not be loaded", error)) from error
     return nvrtc
 
 
