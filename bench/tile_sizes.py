@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from importlib import import_module
 
+from cuattn import dispatch
+from cuattn.cuda import choice
 from cuattn.cuda.tiles import Tile
 
 __all__ = ["TILES", "portable_tile"]
 
-# `cuattn.cuda` gives functions the names of these two modules.
-plan, forward = import_module("cuattn.cuda.plan"), import_module("cuattn.cuda.forward")
+plan = import_module("cuattn.cuda.plan")  # `cuattn.cuda.plan` is a function
 
 # Head dimension -> query rows -> a tile that fits in registers and shared memory of an H200.
 TILES = {
@@ -47,4 +48,5 @@ def portable_tile(tile: Tile) -> Iterator[None]:
 
 def _forget() -> None:
     plan.forward_plan.cache_clear()
-    forward._records.clear()
+    choice._records.clear()
+    dispatch._slot.cache_clear()

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from cuattn import interop
-from cuattn.dispatch import backend_of, prepare, same_state
+from cuattn import dispatch
+from cuattn.dispatch import compute, same_state
 from cuattn.errors import ArgumentError, DtypeError
 from cuattn.plans import Plan
-from cuattn.problem import check_parts, unpack_part
+from cuattn.problem import unpack_part
 from cuattn.results import Forward, Gradients
 from cuattn.rng import RNGState
 
@@ -161,19 +161,16 @@ def forward(
     >>> fwd.l, fwd.m
     (array([4., 4., 4., 4.], dtype=float32), array([4., 4., 4., 4.], dtype=float32))
     """
-    call = prepare(
-        "forward", {"q": q, "k": k, "v": v, "bias": bias}, mask,
-        dict(
-            is_causal=is_causal, window=window, scale=scale, softcap=softcap, dropout_p=dropout_p, rng=rng,
-            enable_gqa=enable_gqa, precision=precision, kernel=kernel, out_dtype=out_dtype,
-        ),
+    results, state = compute(
+        "forward",
+        {"q": q, "k": k, "v": v, "bias": bias, "mask": mask},
+        {
+            "is_causal": is_causal, "window": window, "scale": scale, "softcap": softcap, "dropout_p": dropout_p,
+            "enable_gqa": enable_gqa, "precision": precision, "kernel": kernel, "out_dtype": out_dtype,
+        },
+        rng,
     )  # fmt: skip
-    with call.home.scope():
-        o, l, m = call.backend.forward(call.problem, call.operands)
-        if call.rank == 2:
-            o, l, m = o[0], l[0], m[0]
-        leave = call.home.leave
-        return Forward(leave(o), leave(l), leave(m), call.operands.rng)
+    return Forward(*results, state)
 
 
 def backward(
@@ -240,24 +237,17 @@ def backward(
     """
     if not isinstance(fwd, (tuple, list)) or len(fwd) != 4:
         raise DtypeError(f"fwd is {type(fwd).__name__}; expected a Forward, or any (o, l, m, rng_state)")
-    arrays = {"q": q, "k": k, "v": v, "bias": bias, "do": do, "fwd.o": fwd[0], "fwd.l": fwd[1], "fwd.m": fwd[2]}
-    call = prepare(
-        "backward", arrays, mask,
-        dict(
-            is_causal=is_causal, window=window, scale=scale, softcap=softcap, dropout_p=dropout_p,
-            enable_gqa=enable_gqa, precision=precision, kernel=kernel, deterministic=deterministic,
-        ),
-        rng_state=fwd[3],
+    o, l, m, state = fwd
+    results, _ = compute(
+        "backward",
+        {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "do": do, "fwd.o": o, "fwd.l": l, "fwd.m": m},
+        {
+            "is_causal": is_causal, "window": window, "scale": scale, "softcap": softcap, "dropout_p": dropout_p,
+            "enable_gqa": enable_gqa, "precision": precision, "kernel": kernel, "deterministic": deterministic,
+        },
+        state,
     )  # fmt: skip
-    with call.home.scope():
-        gradients = call.backend.backward(call.problem, call.operands)
-        shapes = (call.arrays["q"], call.arrays["k"], call.arrays["v"], call.arrays["bias"])
-        return Gradients(
-            *(
-                None if gradient is None else call.home.leave(gradient.reshape(like.shape))
-                for gradient, like in zip(gradients, shapes, strict=True)
-            )
-        )
+    return Gradients(*results)
 
 
 def merge(*parts: Forward) -> Forward:
@@ -304,15 +294,9 @@ def merge(*parts: Forward) -> Forward:
     }
     if not named:
         raise ArgumentError("merge got no parts; expected at least one Forward")
-    views, home = interop.enter(named)
-    flat = list(views.values())
-    triples = [tuple(flat[index : index + 3]) for index in range(0, len(flat), 3)]
-    check_parts(triples)
     states = [part[3] for part in unpacked]
     state = states[0] if all(other is states[0] or same_state(other, states[0]) for other in states) else None
-    with home.scope():
-        merged = backend_of(home, None).merge(triples)
-        return Forward(*(home.leave(array) for array in merged), state)
+    return Forward(*dispatch.merge(named), state)
 
 
 def plan(
@@ -370,13 +354,13 @@ def plan(
         raise ArgumentError(f"direction is {direction!r}; expected 'forward' or 'backward'")
     if isinstance(rng, np.random.Generator):
         rng = None  # planning draws nothing
-    call = prepare(
-        direction, {"q": q, "k": k, "v": v, "bias": bias}, mask,
-        dict(
-            is_causal=is_causal, window=window, scale=scale, softcap=softcap, dropout_p=dropout_p, rng=rng,
-            enable_gqa=enable_gqa, precision=precision, kernel=kernel, out_dtype=out_dtype,
-            deterministic=deterministic,
-        ),
+    return dispatch.plan(
+        direction,
+        {"q": q, "k": k, "v": v, "bias": bias, "mask": mask},
+        {
+            "is_causal": is_causal, "window": window, "scale": scale, "softcap": softcap, "dropout_p": dropout_p,
+            "enable_gqa": enable_gqa, "precision": precision, "kernel": kernel, "out_dtype": out_dtype,
+            "deterministic": deterministic,
+        },
+        rng,
     )  # fmt: skip
-    with call.home.scope():
-        return call.backend.plan(call.problem, call.operands)

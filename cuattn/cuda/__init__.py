@@ -1,16 +1,6 @@
-"""The CUDA backend: CuPy arrays in, CuPy arrays out, on CuPy's current device and stream."""
+"""The CUDA backend: records of launches for CuPy arrays on the current device."""
 
-from cuattn.cuda.backward import backward
-from cuattn.cuda.backward import plan as _plan_backward
-from cuattn.cuda.choice import forward
-from cuattn.cuda.choice import plan as _plan_forward
-from cuattn.cuda.merge import merge
-from cuattn.plans import Plan
-from cuattn.problem import Operands, Problem
+from cuattn.cuda.choice import plan, record
+from cuattn.cuda.merge import merge_record
 
-__all__ = ["backward", "forward", "merge", "plan"]
-
-
-def plan(problem: Problem, operands: Operands) -> Plan:
-    """Return the plan of ``problem.direction`` for arrays on the current device."""
-    return (_plan_backward if problem.direction == "backward" else _plan_forward)(problem, operands)
+__all__ = ["merge_record", "plan", "record"]

@@ -6,21 +6,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuattn.cuda import launch
-from cuattn.cuda.backward_plan import STAT_ROWS, Kernels, atomic, backward_plan, kernels_of, shared_bytes, sums
+from cuattn.cuda.backward_plan import STAT_ROWS, atomic, backward_plan, kernels_of, shared_bytes, sums
 from cuattn.cuda.params import PARAMS
 from cuattn.cuda.plan import CUDA_TYPES, pad
-from cuattn.cuda.tables import Tables, mask_pointers, mask_tables, table_fields, table_layout
+from cuattn.cuda.records import Array, Record
+from cuattn.cuda.tables import MaskTables, mask_tables, table_fields, table_layout, table_slots
 from cuattn.plans import Plan
 from cuattn.problem import Operands, Problem
 
-__all__ = ["backward", "plan"]
+__all__ = ["INPUTS", "plan", "record"]
 
-_ARRAYS = ("q", "k", "v", "o", "l", "m", "dout", "dq", "dk", "dv", "bias", "dbias")
+INPUTS = ("q", "k", "v", "bias", "mask", "dout", "o", "l", "m")  # of every backward's record
+_GRADIENTS = {"dq": "q", "dk": "k", "dv": "v", "dbias": "bias"}
 _SCRATCH = ("delta", "stat", "counters", "dq_acc", "dk_acc", "dv_acc", "dbias_acc")
-_SLOTS = (
-    *(f"{name}.data" for name in _ARRAYS), *_SCRATCH,
-    "mask.data", "table.cols", "table.bounds", "table.order", "table.alive",
-)  # fmt: skip
+_SLOTS = {
+    **{f"{name}.data": name for name in (*INPUTS, *_GRADIENTS) if name != "mask"},
+    **{name: name for name in _SCRATCH},
+}
 _SUM_AXES = 5
 _SUM_PARAMS = np.dtype(
     [
@@ -45,21 +47,19 @@ def plan(problem: Problem, operands: Operands) -> Plan:
     return backward_plan(problem, card, launch.load_bytes(*arrays), o_dtype)
 
 
-def backward(problem: Problem, operands: Operands) -> tuple[Any, Any, Any, Any]:
-    """Compute the gradients of attention for arrays on the current device, on CuPy's current stream.
+def record(problem: Problem, operands: Operands) -> Record:
+    """Return what a backward launches for arrays of this layout on the current device.
 
     Parameters
     ----------
     problem : Problem
     operands : Operands
-        CuPy arrays, with do, o, l and m; the mask may be a host mask, which is copied once and kept.
+        CuPy arrays, with do, o, l and m; the mask may be a host mask.
 
     Returns
     -------
-    dq, dk, dv : cupy.ndarray
-        Each of its operand's (aligned) shape and dtype.
-    dbias : cupy.ndarray or None
-        Likewise; None without a bias.
+    Record
+        Its results are dq, dk, dv, and dbias if there is a bias, each of its operand's (aligned) shape and dtype.
 
     Raises
     ------
@@ -67,19 +67,16 @@ def backward(problem: Problem, operands: Operands) -> tuple[Any, Any, Any, Any]:
         Naming the argument that no kernel can take.
     CompileError
     """
-    import cupy
-
     made = plan(problem, operands)
-    call = _Call(problem, operands, made, cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream())
+    builder = _Builder(problem, operands, made, operands.q.device.id)
     if problem.head_dim_v == 0 or math.prod(problem.score_shape) == 0:
-        for gradient in call.gradients.values():
-            gradient.fill(0)
+        builder.record.zero()
     else:
-        call.preprocess()
-        call.keys()
-        call.rows()
-        call.bias()
-    return tuple(call.gradients.get(name) for name in ("dq", "dk", "dv", "dbias"))
+        builder.preprocess()
+        builder.keys()
+        builder.rows()
+        builder.bias()
+    return builder.record
 
 
 class _Sum(NamedTuple):
@@ -90,34 +87,31 @@ class _Sum(NamedTuple):
     inner: int
 
 
-class _Call:
-    """One backward: its arrays, its scratch memory and the launches in order."""
+class _Builder:
+    """Adds the launches of a backward to its record, in order."""
 
-    def __init__(self, problem: Problem, operands: Operands, made: Plan, device: int, stream: Any) -> None:
-        self.problem, self.operands, self.device, self.stream = problem, operands, device, stream
-        self.kernels: Kernels = kernels_of(problem, launch.card(device))
+    def __init__(self, problem: Problem, operands: Operands, made: Plan, device: int) -> None:
+        self.problem, self.operands, self.device = problem, operands, device
+        self.kernels = kernels_of(problem, launch.card(device))
         self.constants = dict(made.constants)
         self.atomic = atomic(problem, self.kernels)
-        self.arrays = {name: getattr(operands, name) for name in ("q", "k", "v", "o", "l", "m")}
-        self.arrays["dout"] = operands.do
-        if operands.bias is not None:
-            self.arrays["bias"] = operands.bias
-        self.tables: dict[Any, Tables | None] = {}
-        self.axes = self._axes()
+        named = zip(INPUTS, (*operands[:5], operands.do, *operands[7:]), strict=True)
+        self.arrays = {name: array for name, array in named if array is not None and name != "mask"}
+        self.layout = table_layout(problem, operands.mask)
+        masks = {"mask": operands.mask} if problem.mask == "dense" else {}
+        self.axes = launch.merged_axes(problem, {**self.arrays, **masks}.values(), self.layout)
         self.splits = self._bias_splits()
         self.sums = self._sums()
-        self.gradients, self.scratch = self._allocate()
-
-    def _axes(self) -> launch.Axes:
-        rank = len(self.problem.batch)
-        layouts = [(array.shape[:rank], array.strides[:rank]) for array in self.arrays.values()]
-        if self.problem.mask == "dense":
-            mask = self.operands.mask
-            layouts.append((mask.shape[:rank], mask.strides[:rank]))
-        tables = table_layout(self.problem, self.operands.mask)
-        if tables is not None:
-            layouts.append((tables[0][:rank], tables[1][:rank]))
-        return launch.collapse(self.problem.batch, tuple(layouts))
+        self.results = {
+            name: Array(self.arrays[of].shape, self.arrays[of].dtype)
+            for name, of in _GRADIENTS.items()
+            if of in self.arrays
+        }
+        self.fields = launch.problem_fields(problem, self.axes)
+        for name, array in {**self.arrays, **masks, **self.results}.items():
+            self.fields.update(launch.operand_fields(name, array, self.axes, len(problem.batch)))
+        self.tables = self._tables()
+        self.record = Record(INPUTS, self.results, self._scratch(), list(self.tables.values()))
 
     def _sums(self) -> dict[str, _Sum]:
         problem = self.problem
@@ -148,43 +142,37 @@ class _Call:
         wanted = 2 * launch.card(self.device).multiprocessors
         return max(1, min(members, -(-wanted // (instances * row_tiles * key_tiles))))
 
-    def _allocate(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Allocate gradients and scratch.
-
-        In a capture all of it is one piece of memory: the graph goes on using the scratch for as long as its
-        results live.
-        """
-        import cupy
-
+    def _scratch(self) -> dict[str, Array]:
         problem, acc = self.problem, self.problem.stat_dtype
         heads = math.prod(problem.batch) * problem.heads
         groups = -(-problem.n_queries // STAT_ROWS)
         vectors = 1 if problem.dtype.itemsize == 2 else 2
-        named = (("dq", "q"), ("dk", "k"), ("dv", "v"), ("dbias", "bias"))
-        wanted = {name: (self.arrays[of].shape, self.arrays[of].dtype) for name, of in named if of in self.arrays}
-        wanted["delta"] = ((heads, groups * STAT_ROWS), acc)
-        wanted["stat"] = ((vectors, heads, groups * STAT_ROWS), acc)
-        wanted["counters"] = ((heads, groups), np.dtype(np.int32))
+        scratch = {
+            "delta": Array((heads, groups * STAT_ROWS), acc),
+            "stat": Array((vectors, heads, groups * STAT_ROWS), acc),
+            "counters": Array((heads, groups), np.dtype(np.int32)),
+        }
         if self.atomic:
-            tiles = -(-problem.n_queries // self.kernels.keys.block_m)
-            shape = (*self.arrays["q"].shape[:-2], tiles * self.kernels.keys.block_m, self.kernels.head_dim)
-            wanted["dq_acc"] = (shape, acc)
+            rows = pad(problem.n_queries, self.kernels.keys.block_m)
+            scratch["dq_acc"] = Array((*self.arrays["q"].shape[:-2], rows, self.kernels.head_dim), acc)
         for name, total in self.sums.items():
-            wanted[f"{name}_acc"] = ((*total.size, total.inner), acc)
-        if not self.stream.is_capturing():
-            made = {name: cupy.empty(shape, dtype) for name, (shape, dtype) in wanted.items()}
-        else:
-            sizes = [-(-math.prod(shape) * dtype.itemsize // 256) * 256 for shape, dtype in wanted.values()]
-            memory = cupy.cuda.alloc(sum(sizes))
-            starts = np.cumsum([0, *sizes[:-1]]).tolist()
-            made = {
-                name: cupy.ndarray(shape, dtype, memory + at)
-                for (name, (shape, dtype)), at in zip(wanted.items(), starts, strict=True)
-            }
-        gradients = {name: made.pop(name) for name, _ in named if name in made}
-        return gradients, made
+            scratch[f"{name}_acc"] = Array((*total.size, total.inner), acc)
+        return scratch
 
-    def _launch(
+    def _tables(self) -> dict[tuple[int, int], MaskTables]:
+        """Return the mask's tables for each tile that reads them."""
+        mask = self.operands.mask
+        if mask is None:
+            return {}
+        kernels = self.kernels
+        tiles = [kernels.keys] + ([] if self.atomic else [kernels.rows])
+        tiles += [] if self.operands.bias is None else [kernels.bias]
+        if self.problem.mask != "column":
+            tiles = tiles[:1]  # the tables of the other masks are the same for all tiles
+        sizes = {(tile.block_m, tile.block_n) for tile in tiles}
+        return {size: mask_tables(self.problem, mask, self.device, *size) for size in sorted(sizes)}
+
+    def _add(
         self,
         path: str,
         kernel: str,
@@ -195,44 +183,20 @@ class _Call:
         only: Any = None,
         **values: Any,
     ) -> None:
-        """Launch one kernel that takes ``Params``; its constants are the shared ones (or `only` those) and `extra`."""
-        problem, operands = self.problem, self.operands
+        """Append a kernel that takes ``Params``; its constants are the shared ones (or `only` those) and `extra`."""
+        problem = self.problem
         constants = {**self.constants, **tile._asdict()}
         constants = {**({name: constants[name] for name in only} if only else constants), **extra}
-        arrays = {**self.arrays, **self.gradients}
-        fields: dict[str, Any] = {}
-        for name, array in arrays.items():
-            fields.update(launch.operand_fields(name, _rank4(array, len(problem.batch)), self.axes))
-        tables = None if only else self._tables(tile)
-        if tables is not None:
-            if problem.mask == "dense":
-                fields.update(launch.operand_fields("mask", operands.mask, self.axes))
-            layout = table_layout(problem, operands.mask)
-            fields.update(table_fields(problem, operands.mask, layout, self.axes, tile.block_n))
-        fields.update(launch.band_fields(problem))
-        fields.update(launch.random_fields(problem))
-        fields.update(
-            scale=problem.scale, softcap=problem.softcap or 0.0, dropout_scale=problem.dropout_scale,
-            batch_size=self.axes.size, batch=math.prod(problem.batch), heads=problem.heads, kv_heads=problem.kv_heads,
-            group=problem.group, n_queries=problem.n_queries, n_keys=problem.n_keys,
-            head_dim=problem.head_dim, head_dim_v=problem.head_dim_v,
-            row_tiles=-(-problem.n_queries // tile.block_m), key_tiles=-(-problem.n_keys // tile.block_n), **values,
-        )  # fmt: skip
-        struct = launch.Struct(PARAMS, fields, _SLOTS)
-        pointers = [arrays[name].data.ptr if name in arrays else 0 for name in _ARRAYS]
-        pointers += [self.scratch[name].data.ptr if name in self.scratch else 0 for name in _SCRATCH]
-        words = struct.fill(pointers + mask_pointers(operands.mask, tables))
-        held = launch.put_random(words, operands.rng) if problem.dropout else None
+        row_tiles, key_tiles = -(-problem.n_queries // tile.block_m), -(-problem.n_keys // tile.block_n)
+        fields = {**self.fields, "row_tiles": row_tiles, "key_tiles": key_tiles, **values}
+        slots = dict(_SLOTS)
+        if self.tables and not only:
+            fields.update(table_fields(problem, self.operands.mask, self.layout, self.axes, tile.block_n))
+            sizes = list(self.tables)
+            slots |= table_slots(sizes.index((tile.block_m, tile.block_n)) if problem.mask == "column" else 0)
         function = launch.function(self.device, path, kernel, tuple(constants.items()), shared)
-        function((grid,), (32 * tile.warps,), (struct.seal(words),), shared, self.stream)
-        del held
-
-    def _tables(self, tile: Any) -> Tables | None:
-        """Return the mask's tables for one kernel's tile; a boolean mask's, made anew in every call, serve all."""
-        key = None if self.problem.mask == "dense" else (tile.block_m, tile.block_n)
-        if key not in self.tables:
-            self.tables[key] = mask_tables(self.problem, self.operands.mask, self.device, tile.block_m, tile.block_n)
-        return self.tables[key]
+        random = problem.dropout > 0
+        self.record.add(function, (grid,), 32 * tile.warps, PARAMS, fields, slots, shared_bytes=shared, random=random)
 
     def _tiles(self, length: int, block: int, heads: int) -> int:
         return -(-length // block) * heads * math.prod(self.problem.batch)
@@ -247,7 +211,7 @@ class _Call:
             vector //= 2
         extra = {"load_bytes": max(vector, size)}
         grid = self._tiles(problem.n_queries, STAT_ROWS, problem.heads)
-        self._launch("util/bwd_preprocess.cu", "backward_preprocess", grid, tile, 0, extra, only=_PREPROCESS)
+        self._add("util/bwd_preprocess.cu", "backward_preprocess", grid, tile, 0, extra, only=_PREPROCESS)
 
     def keys(self) -> None:
         """Compute dk and dv, and dq if the order of its sums does not matter."""
@@ -255,14 +219,14 @@ class _Call:
         grid = self._tiles(problem.n_keys, tile.block_n, problem.kv_heads)
         extra = {"sum_dk": "dk" in self.sums, "sum_dv": "dv" in self.sums}
         shared = shared_bytes(problem, self.kernels, "keys")
-        self._launch("sm80/bwd.cu", "attention_backward", grid, tile, shared, extra)
+        self._add("sm80/bwd.cu", "attention_backward", grid, tile, shared, extra)
         for name in ("dk", "dv"):
             self._sum(name)
         if self.atomic:
             shape = self.arrays["q"].shape
             grid = -(-problem.n_queries // tile.block_m) * math.prod(shape[:-2])
             shared = shared_bytes(problem, self.kernels, "convert")
-            self._launch("util/bwd_convert.cu", "backward_convert", grid, tile, shared, {})
+            self._add("util/bwd_convert.cu", "backward_convert", grid, tile, shared, {})
 
     def rows(self) -> None:
         """Compute dq in a fixed order."""
@@ -271,7 +235,7 @@ class _Call:
         tile = self.kernels.rows
         grid = self._tiles(self.problem.n_queries, tile.block_m, self.problem.heads)
         shared = shared_bytes(self.problem, self.kernels, "rows")
-        self._launch("sm80/bwd_rows.cu", "backward_rows", grid, tile, shared, {"sum_dq": "dq" in self.sums})
+        self._add("sm80/bwd_rows.cu", "backward_rows", grid, tile, shared, {"sum_dq": "dq" in self.sums})
         self._sum("dq")
 
     def bias(self) -> None:
@@ -288,7 +252,7 @@ class _Call:
         extra = {"split": self.splits > 1, "sum_rows": sum_rows, "sum_keys": sum_keys, "atomic_dq": False}
         shared = shared_bytes(self.problem, self.kernels, "bias")
         values = {"splits": self.splits, "section": instances}
-        self._launch("sm80/bwd_bias.cu", "backward_bias", grid, tile, shared, extra, **values)
+        self._add("sm80/bwd_bias.cu", "backward_bias", grid, tile, shared, extra, **values)
         self._sum("dbias")
 
     def _sum(self, name: str) -> None:
@@ -296,16 +260,10 @@ class _Call:
         total = self.sums.get(name)
         if total is None:
             return
-        out = self.gradients[name]
+        out = self.results[name]
+        size = math.prod(out.shape)
         constants = (("elem", CUDA_TYPES[out.dtype.name]), ("acc", CUDA_TYPES[self.problem.stat_dtype.name]))
-        values = {"inner": total.inner, "results": out.size, "size": total.size, "keep": total.keep}
-        struct = launch.Struct(_SUM_PARAMS, values, ("in", "out"))
-        words = struct.fill([self.scratch[f"{name}_acc"].data.ptr, out.data.ptr])
+        values = {"inner": total.inner, "results": size, "size": total.size, "keep": total.keep}
         function = launch.function(self.device, "util/bwd_sum.cu", "backward_sum", constants)
-        grid = min(pad(out.size, _THREADS) // _THREADS, 16 * launch.card(self.device).multiprocessors)
-        function((grid,), (_THREADS,), (struct.seal(words),), 0, self.stream)
-
-
-def _rank4(array: Any, batch_axes: int) -> Any:
-    """Give l and m, which have no columns, a last axis of length 1."""
-    return array[..., None] if array.ndim == batch_axes + 2 else array
+        grid = min(pad(size, _THREADS) // _THREADS, 16 * launch.card(self.device).multiprocessors)
+        self.record.add(function, (grid,), _THREADS, _SUM_PARAMS, values, {"in": f"{name}_acc", "out": name})

@@ -1,38 +1,68 @@
-"""Which of the forward kernels computes a call: Hopper's own where it can, the portable one elsewhere."""
+"""Which kernels compute a call: Hopper's own where they can, the portable ones elsewhere."""
 
 import dataclasses
+from types import ModuleType
 from typing import Any
 
-from cuattn.cuda import hopper
-from cuattn.cuda.forward import forward as portable_forward
-from cuattn.cuda.forward import plan as portable_plan
+from cuattn.cuda import backward, forward, hopper
+from cuattn.cuda.records import Record
 from cuattn.errors import UnsupportedError
 from cuattn.plans import Plan
 from cuattn.problem import Operands, Problem
 
-__all__ = ["forward", "plan"]
+__all__ = ["plan", "record"]
+
+_MAX_RECORDS = 1024
+_records: dict[tuple, tuple[Problem, Record]] = {}
 
 
-def _hopper(problem: Problem, operands: Operands) -> Any:
-    """Return what Hopper's kernel needs, or the reason why another one computes the call."""
-    if problem.kernel == "sm80":
-        return "kernel is 'sm80'"
-    found = hopper.find(problem, operands)
-    if isinstance(found, str) and problem.kernel == "sm90":
-        raise UnsupportedError(f"kernel is 'sm90', but {found}")
-    return found
+def record(problem: Problem, operands: Operands) -> Record:
+    """Return what a call launches for arrays of this layout on the current device, made once.
+
+    Parameters
+    ----------
+    problem : Problem
+    operands : Operands
+        CuPy arrays; the mask may be a host mask, which is copied once and kept.
+
+    Raises
+    ------
+    UnsupportedError
+        Naming the argument that no kernel can take.
+    CompileError
+    """
+    key = (id(problem), operands.q.device.id, *map(_layout, operands[:5]), *map(_layout, operands[6:]))
+    known = _records.get(key)
+    if known is None:
+        made = _choose(problem, operands)[0].record(problem, operands)
+        if len(_records) >= _MAX_RECORDS:
+            _records.clear()
+        # The problem is held so that its id, which is part of the key, stays its own.
+        known = _records[key] = problem, made
+    return known[1]
 
 
-def forward(problem: Problem, operands: Operands) -> tuple[Any, Any, Any]:
-    """Compute attention on the current device and stream; see :func:`cuattn.cuda.forward.forward`."""
-    found = _hopper(problem, operands)
-    return portable_forward(problem, operands) if isinstance(found, str) else hopper.run(found, problem, operands)
+def _layout(operand: Any) -> tuple | None:
+    """Return all that a record depends on of an array or a mask."""
+    if operand is None or hasattr(operand, "layout"):
+        return operand and operand.layout
+    return operand.shape, operand.strides, operand.dtype, operand.data.ptr & 15
 
 
 def plan(problem: Problem, operands: Operands) -> Plan:
-    """Return the plan of a forward for arrays on the current device; it says why the kernel is not Hopper's."""
-    found = _hopper(problem, operands)
-    if not isinstance(found, str):
-        return found.plan
-    made = portable_plan(problem, operands)
-    return dataclasses.replace(made, notes=(*made.notes, f"not the sm90 kernel: {found}"))
+    """Return the plan of a call for arrays on the current device; it says why the kernel is not Hopper's."""
+    kernels, against = _choose(problem, operands)
+    made = kernels.plan(problem, operands)
+    return dataclasses.replace(made, notes=(*made.notes, f"not the sm90 kernel: {against}")) if against else made
+
+
+def _choose(problem: Problem, operands: Operands) -> tuple[ModuleType, str | None]:
+    """Return who computes a call, and why Hopper's kernel does not."""
+    if problem.direction == "backward":
+        return backward, None
+    against = "kernel is 'sm80'" if problem.kernel == "sm80" else hopper.reason_against(problem, operands)
+    if against is None:
+        return hopper, None
+    if problem.kernel == "sm90":
+        raise UnsupportedError(f"kernel is 'sm90', but {against}")
+    return forward, against

@@ -2,22 +2,24 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from cuattn.cuda import launch
+from cuattn.cuda.forward import INPUTS
 from cuattn.cuda.hopper_plan import ARCH, counts, hopper_plan, leaves_idle, refusal
-from cuattn.cuda.params import BATCH_AXES, PARAMS
-from cuattn.cuda.tables import mask_pointers, mask_tables, table_fields, table_layout
+from cuattn.cuda.merge import result_arrays
+from cuattn.cuda.params import PARAMS
+from cuattn.cuda.records import Record
+from cuattn.cuda.tables import mask_tables, table_fields, table_layout, table_slots
 from cuattn.cuda.tensormap import describe, why_not
 from cuattn.errors import UnsupportedError
 from cuattn.plans import Plan
 from cuattn.problem import Operands, Problem
 
-__all__ = ["find", "run"]
+__all__ = ["plan", "reason_against", "record"]
 
-_MAX_RECORDS = 1024
-_SLOTS = ("q.data", "k.data", "v.data", "o.data", "l.data", "m.data", "counters")
-_MASK_SLOTS = ("mask.data", "table.cols", "table.bounds", "table.order", "table.alive")
+_MAPS_KEPT = 64  # addresses of one operand whose maps are kept
 
 
 class _View(NamedTuple):
@@ -27,40 +29,13 @@ class _View(NamedTuple):
     strides: tuple[int, int, int]  # bytes
     box_rows: int
 
-
-class _Record(NamedTuple):
-    """Everything about a kind of call that does not change from one to the next."""
-
-    plan: Plan
-    function: Any
-    struct: launch.Struct
-    grid: tuple[int]
-    block: tuple[int]
-    views: tuple[_View, ...]  # q, k, v, o
+    def mapper(self, dtype: str) -> Callable[[int], Any]:
+        """Return the function that describes an array of this look at an address."""
+        return functools.lru_cache(_MAPS_KEPT)(lambda address: describe(address, dtype, *self))
 
 
-_records: dict[tuple, tuple[Problem, _Record | str]] = {}
-
-
-def find(problem: Problem, operands: Operands) -> _Record | str:
-    """Return what :func:`run` needs for a call on the current device, or why this kernel does not take it."""
-    q, k, v, _, mask = operands[:5]
-    layout = None
-    if problem.mask in ("column", "block"):
-        layout = mask.leading, getattr(mask, "block_m", 0), getattr(mask, "block_n", 0)
-    alignment = (q.data.ptr | k.data.ptr | v.data.ptr) & 15
-    key = (id(problem), q.device.id, q.shape, q.strides, k.shape, k.strides, v.shape, v.strides, alignment, layout)
-    known = _records.get(key)
-    if known is None:
-        # The problem is held so that its id, which is part of the key, stays its own.
-        known = problem, _reason_against(problem, operands) or _make_record(problem, operands, q.device.id)
-        if len(_records) >= _MAX_RECORDS:
-            _records.clear()
-        _records[key] = known
-    return known[1]
-
-
-def _reason_against(problem: Problem, operands: Operands) -> str | None:
+def reason_against(problem: Problem, operands: Operands) -> str | None:
+    """Say why this kernel does not take a call for arrays on the current device, or return None."""
     card = launch.card(operands.q.device.id)
     against = refusal(problem, card)
     if against is None and problem.kernel is None and leaves_idle(problem, card):
@@ -68,7 +43,7 @@ def _reason_against(problem: Problem, operands: Operands) -> str | None:
     if against is not None:
         return against
     try:
-        axes = _axes(problem, operands)
+        axes = launch.merged_axes(problem, operands[:3], table_layout(problem, operands.mask))
     except UnsupportedError as error:
         return str(error)
     if math.prod(axes.size[:-1]) > 1:
@@ -83,85 +58,35 @@ def _reason_against(problem: Problem, operands: Operands) -> str | None:
     return None
 
 
-def run(record: _Record, problem: Problem, operands: Operands) -> tuple[Any, Any, Any]:
-    """Compute attention on the current device, on CuPy's current stream; see :func:`cuattn.cuda.forward.forward`."""
-    import cupy
+def plan(problem: Problem, operands: Operands) -> Plan:
+    """Return the plan of a forward that :func:`reason_against` has nothing against."""
+    return hopper_plan(problem)
 
-    device = cupy.cuda.runtime.getDevice()
-    stream = cupy.cuda.get_current_stream()
-    stat = problem.stat_shape, problem.stat_dtype
-    o, l, m = cupy.ndarray(problem.o_shape, problem.out_dtype), cupy.ndarray(*stat), cupy.ndarray(*stat)
-    pointers = [array.data.ptr for array in (*operands[:3], o, l, m)]
-    # A captured graph may be replayed beside other work of this stream, so it counts its tiles elsewhere.
-    ticket = cupy.zeros(1, "u4") if stream.is_capturing() else _ticket(device, stream.ptr)
-    pointers.append(ticket.data.ptr)
+
+def record(problem: Problem, operands: Operands) -> Record:
+    """Return what a forward that :func:`reason_against` has nothing against launches; see ``forward.record``."""
+    made, tiles = hopper_plan(problem), counts(problem)
+    device = operands.q.device.id
+    results = result_arrays(problem.o_shape, problem.out_dtype, problem.stat_dtype)
+    layout = table_layout(problem, operands.mask)
+    axes = launch.merged_axes(problem, operands[:3], layout)
+    values = {**launch.problem_fields(problem, axes), **tiles}
+    for name, array in {**dict(zip("qkv", operands[:3], strict=True)), **results}.items():
+        values.update(launch.operand_fields(name, array, axes, len(problem.batch)))
+    tables = []
     if operands.mask is not None:
-        tables = mask_tables(problem, operands.mask, device, record.plan.block_m, record.plan.block_n)
-        pointers += mask_pointers(operands.mask, tables)
-    words = record.struct.fill(pointers)
-    held = launch.put_random(words, operands.rng) if problem.dropout else None
-    maps = [describe(pointer, problem.dtype.name, *view) for pointer, view in zip(pointers, record.views, strict=False)]
-    record.function(record.grid, record.block, (record.struct.seal(words), *maps), record.plan.smem_bytes, stream)
-    del held
-    return o, l, m
-
-
-@functools.lru_cache(maxsize=256)
-def _ticket(device: int, stream: int) -> Any:
-    """Return the counter of a stream; each launch leaves it at 0."""
-    import cupy
-
-    return cupy.zeros(1, "u4")
-
-
-def _axes(problem: Problem, operands: Operands) -> launch.Axes:
-    rank = len(problem.batch)
-    layouts = [(array.shape[:rank], array.strides[:rank]) for array in operands[:3]]
-    tables = table_layout(problem, operands.mask)
-    if tables is not None:
-        layouts.append((tables[0][:rank], tables[1][:rank]))
-    return launch.collapse(problem.batch, tuple(layouts))
-
-
-def _make_record(problem: Problem, operands: Operands, device: int) -> _Record:
-    made = hopper_plan(problem)
-    tiles = counts(problem)
-    axes = _axes(problem, operands)
-    values: dict[str, Any] = {}
-    for name, array in zip("qkv", operands[:3], strict=True):
-        values.update(launch.operand_fields(name, array, axes))
-    values.update(_result_fields(problem))
-    tables = table_layout(problem, operands.mask)
-    if tables is not None:
-        values.update(table_fields(problem, operands.mask, tables, axes, made.block_n))
-    values.update(launch.band_fields(problem))
-    values.update(launch.random_fields(problem))
-    values.update(tiles)
-    batch = math.prod(problem.batch)
-    values.update(
-        scale=problem.scale, softcap=problem.softcap or 0.0, dropout_scale=problem.dropout_scale,
-        batch_size=axes.size, batch=batch, heads=problem.heads, kv_heads=problem.kv_heads, group=problem.group,
-        n_queries=problem.n_queries, n_keys=problem.n_keys,
-        head_dim=problem.head_dim, head_dim_v=problem.head_dim_v,
-    )  # fmt: skip
-    function = launch.function(device, "sm90/fwd.cu", "attention_forward", made.constants, made.smem_bytes, ARCH)
-    blocks = min(tiles["row_tiles"] * problem.heads * batch, launch.card(device).multiprocessors)
-    slots = _SLOTS + (_MASK_SLOTS if operands.mask is not None else ())
-    struct = launch.Struct(PARAMS, values, slots)
+        values.update(table_fields(problem, operands.mask, layout, axes, made.block_n))
+        tables.append(mask_tables(problem, operands.mask, device, made.block_m, made.block_n))
+    found = Record(INPUTS, results, {}, tables, ticket=True)
+    slots = {**{f"{name}.data": name for name in "qkvolm"}, "counters": "ticket", **table_slots(0)}
     views = _views(problem, operands, made, axes)
-    return _Record(made, function, struct, (blocks,), (32 * made.workers,), views)
-
-
-def _result_fields(problem: Problem) -> dict[str, Any]:
-    """Return the fields of o, l and m, which are contiguous over (batch, heads, rows, columns)."""
-    rows, columns = problem.n_queries, problem.head_dim_v
-    values: dict[str, Any] = {}
-    for name, row in (("o", columns), ("l", 1), ("m", 1)):
-        head = rows * row
-        values[f"{name}.batch"] = (0,) * (BATCH_AXES - 1) + (problem.heads * head,)
-        values[f"{name}.head"] = head
-        values[f"{name}.row"] = row
-    return values
+    maps = [(name, view.mapper(problem.dtype.name)) for name, view in zip("qkvo", views, strict=True)]
+    kernel = launch.function(device, "sm90/fwd.cu", "attention_forward", made.constants, made.smem_bytes, ARCH)
+    blocks = tiles["row_tiles"] * problem.heads * math.prod(problem.batch)
+    grid = (min(blocks, launch.card(device).multiprocessors),)
+    shared, random = made.smem_bytes, problem.dropout > 0
+    found.add(kernel, grid, 32 * made.workers, PARAMS, values, slots, shared_bytes=shared, maps=maps, random=random)
+    return found
 
 
 def _views(problem: Problem, operands: Operands, made: Plan, axes: launch.Axes) -> tuple[_View, ...]:

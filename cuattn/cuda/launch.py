@@ -1,7 +1,8 @@
 """From arrays to kernel arguments: cards, compiled functions, strides, streams, scratch memory."""
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,10 +12,11 @@ from cuattn.cuda import source
 from cuattn.cuda.params import BATCH_AXES, PARAMS
 from cuattn.cuda.tiles import Card
 from cuattn.errors import UnsupportedError
+from cuattn.problem import Problem
 
 __all__ = [
-    "Axes", "Struct", "band_fields", "card", "collapse", "empty", "function", "load_bytes", "operand_fields",
-    "put_random", "random_fields",
+    "Axes", "Struct", "band_fields", "card", "collapse", "function", "load_bytes", "merged_axes", "operand_fields",
+    "problem_fields", "random_words", "ticket_of", "whole", "zero",
 ]  # fmt: skip
 
 # Values of cudaDeviceAttr.
@@ -25,6 +27,7 @@ _ATTRIBUTES = {
     "ComputeCapabilityMinor": 76,
     "MaxSharedMemoryPerBlockOptin": 97,
 }
+_UNIT = 256  # bytes; pieces of memory begin at multiples of it
 _OPEN = 2**30  # a band side that hides nothing; lengths are smaller
 
 
@@ -66,10 +69,11 @@ def function(
 class Struct:
     """A packed argument: a template filled once per kind of call, copied and completed in each.
 
-    Pointers are written as 64-bit words; `slots` names those that change from call to call.
+    Pointers are written as 64-bit words; `slots` names those that change from call to call, as "field",
+    "field.of.a.struct" or "field.3" for an item of an array.
     """
 
-    def __init__(self, dtype: np.dtype, values: dict[str, Any], slots: tuple[str, ...]) -> None:
+    def __init__(self, dtype: np.dtype, values: dict[str, Any], slots: Sequence[str]) -> None:
         record = np.zeros((), dtype)
         for name, value in values.items():
             _assign(record, name, value)
@@ -99,7 +103,10 @@ def _assign(record: np.ndarray, name: str, value: Any) -> None:
 def _offset(dtype: np.dtype, name: str) -> int:
     offset = 0
     for part in name.split("."):
-        dtype, position = dtype.fields[part][:2]
+        if part.isdecimal():
+            dtype, position = dtype.base, int(part) * dtype.base.itemsize
+        else:
+            dtype, position = dtype.fields[part][:2]
         offset += position
     return offset
 
@@ -147,8 +154,17 @@ def collapse(batch: tuple[int, ...], layouts: tuple[tuple[tuple[int, ...], tuple
             f"the leading axes of q, k, v {batch} have strides that leave {len(groups)} separate axes; expected at "
             f"most {BATCH_AXES} on a GPU (make the arrays contiguous)"
         )
-    sizes = [int(np.prod([batch[axis] for axis in group])) for group in groups]
+    sizes = [math.prod(batch[axis] for axis in group) for group in groups]
     return Axes((1,) * (BATCH_AXES - len(sizes)) + tuple(sizes), tuple(map(tuple, groups)))
+
+
+def merged_axes(problem: Problem, arrays: Iterable[Any], tables: tuple[tuple[int, ...], ...] | None) -> Axes:
+    """Return the merged batch axes of a call from its arrays and from shape and strides of its mask's tables."""
+    rank = len(problem.batch)
+    layouts = [(array.shape[:rank], array.strides[:rank]) for array in arrays]
+    if tables is not None:
+        layouts.append((tables[0][:rank], tables[1][:rank]))
+    return collapse(problem.batch, tuple(layouts))
 
 
 def _even(shape: tuple[int, ...], strides: tuple[int, ...], outer: int, inner: int, size: int) -> bool:
@@ -157,13 +173,16 @@ def _even(shape: tuple[int, ...], strides: tuple[int, ...], outer: int, inner: i
     return outer_stride == inner_stride * size
 
 
-def operand_fields(name: str, array: Any, axes: Axes) -> dict[str, Any]:
-    """Return the fields of an ``Operand`` except its pointer, from an array (*batch, heads, rows, columns)."""
-    rank = array.ndim - 3
+def operand_fields(name: str, array: Any, axes: Axes, rank: int) -> dict[str, Any]:
+    """Return the fields of an ``Operand`` except its pointer.
+
+    The array is (*batch, heads, rows, columns) with `rank` batch axes, or lacks the columns.
+    """
+    shape, strides = (*array.shape, 1)[: rank + 3], (*array.strides, 0)[: rank + 3]
     size = array.dtype.itemsize
-    head, row, col = (0 if n == 1 else s // size for n, s in zip(array.shape[rank:], array.strides[rank:], strict=True))
+    head, row, col = (0 if n == 1 else s // size for n, s in zip(shape[rank:], strides[rank:], strict=True))
     return {
-        f"{name}.batch": axes.strides(array.shape[:rank], array.strides[:rank], size),
+        f"{name}.batch": axes.strides(shape[:rank], strides[:rank], size),
         f"{name}.head": head,
         f"{name}.row": row,
         f"{name}.col": col,
@@ -181,7 +200,7 @@ def load_bytes(*arrays: Any) -> int:
     return bits & -bits
 
 
-def band_fields(problem) -> dict[str, int]:
+def band_fields(problem: Problem) -> dict[str, int]:
     """Return the band's fields of ``Params`` or ``MaskParams``."""
     band = problem.band
     if band is None:
@@ -206,23 +225,20 @@ _OFFSET = _offset(PARAMS, "dropout.offset") // 8
 _OFFSET_DATA = _offset(PARAMS, "dropout.offset_data") // 8
 
 
-def put_random(words: memoryview, state: Any) -> Any:
-    """Write a random state into the words of a ``Params``; returns what must stay alive until the launch.
+def random_words(state: Any) -> list[tuple[int, int]]:
+    """Return the words of a ``Params`` that hold a random state, each with its place.
 
-    The offset may be a 0-d integer array on the device, which the kernel reads.
+    The offset may be a 0-d array of integers on the device, whose low word the kernel reads.
     """
-    for step, pair in enumerate(_round_keys(int(state.seed))):
-        words[_KEYS + step] = pair
-    offset = state.offset
-    if isinstance(offset, (int, np.integer)):
-        words[_OFFSET] |= int(offset)  # the low half; the template holds zero there
-        return None
-    offset = offset if offset.dtype.itemsize == 8 else offset.astype(np.uint64)
-    words[_OFFSET_DATA] = offset.data.ptr
-    return offset
+    words = list(enumerate(_round_keys(int(state.seed)), _KEYS))
+    if isinstance(state.offset, (int, np.integer)):
+        words.append((_OFFSET, int(state.offset)))  # the low half
+    else:
+        words.append((_OFFSET_DATA, state.offset.__cuda_array_interface__["data"][0]))
+    return words
 
 
-def random_fields(problem) -> dict[str, int]:
+def _random_fields(problem: Problem) -> dict[str, int]:
     """Return the fields of ``Params.dropout`` that a problem fixes: the place of its first element in the whole."""
     origin = problem.origin
     return {
@@ -234,8 +250,42 @@ def random_fields(problem) -> dict[str, int]:
     }
 
 
-def empty(shape: tuple[int, ...], dtype: np.dtype):
-    """Allocate an array on the current device and stream."""
+def problem_fields(problem: Problem, axes: Axes) -> dict[str, Any]:
+    """Return the fields of ``Params`` that follow from a problem and its merged batch axes alone."""
+    return {
+        **band_fields(problem), **_random_fields(problem),
+        "scale": problem.scale, "softcap": problem.softcap or 0.0, "dropout_scale": problem.dropout_scale,
+        "batch_size": axes.size, "batch": math.prod(problem.batch), "heads": problem.heads,
+        "kv_heads": problem.kv_heads, "group": problem.group,
+        "n_queries": problem.n_queries, "n_keys": problem.n_keys,
+        "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v,
+    }  # fmt: skip
+
+
+def whole(size: int) -> int:
+    """Round a number of bytes up to where the next piece of memory may begin."""
+    return -(-size // _UNIT) * _UNIT
+
+
+def zero(address: int, size: int, stream: Any) -> None:
+    """Fill device memory with zeros."""
     import cupy
 
-    return cupy.empty(shape, dtype)
+    if size:
+        cupy.cuda.runtime.memsetAsync(address, 0, size, stream.ptr)
+
+
+def ticket_of(stream: Any) -> int:
+    """Return the address of a stream's 32-bit counter, which every launch leaves at 0."""
+    import cupy
+
+    return _ticket(cupy.cuda.runtime.getDevice(), stream.ptr).ptr
+
+
+@functools.cache  # never evicted: launches may be under way
+def _ticket(device: int, stream: int) -> Any:
+    import cupy
+
+    memory = cupy.cuda.alloc(4)
+    cupy.cuda.runtime.memsetAsync(memory.ptr, 0, 4, stream)
+    return memory

@@ -1,80 +1,115 @@
 """Combining forwards over disjoint key sets, on a GPU."""
 
 import functools
-from typing import Any
+import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from cuattn.cuda.launch import Struct, function
+from cuattn.cuda.launch import function
 from cuattn.cuda.params import MAX_PARTS, MERGE_PARAMS
 from cuattn.cuda.plan import CUDA_TYPES
+from cuattn.cuda.records import Array, Record
 
-__all__ = ["merge", "merge_parts"]
+__all__ = ["add_merge", "merge_record", "result_arrays"]
 
 _WARPS = 4
 _FEW_ROWS = 4096  # below this, the warps of a block share a row
 
 
-def merge(parts: list[tuple[Any, Any, Any]]) -> tuple[Any, Any, Any]:
-    """Combine (o, l, m) of disjoint key sets, on the current device and stream.
-
-    Parameters
-    ----------
-    parts : list of (o, l, m)
-        CuPy arrays of equal shapes; o of one dtype, l and m float32 (float64).
-
-    Returns
-    -------
-    o, l, m : cupy.ndarray
-        o in the parts' dtype, rounded once.
-    """
-    import cupy
-
-    o, l, m = parts[0]
-    dtype, stat = o.dtype, l.dtype
-    while True:
-        last = len(parts) <= MAX_PARTS
-        merged = []
-        for first in range(0, len(parts), MAX_PARTS):
-            group = [tuple(map(cupy.ascontiguousarray, part)) for part in parts[first : first + MAX_PARTS]]
-            out = cupy.empty(o.shape, dtype if last else stat), cupy.empty(l.shape, stat), cupy.empty(m.shape, stat)
-            pointers = np.array([[array.data.ptr for array in part] for part in group], np.uint64).T
-            merge_parts(cupy.cuda.runtime.getDevice(), pointers, group[0][0].dtype, *out)
-            merged.append(out)
-        if last:
-            return merged[0]
-        parts = merged
-
-
-def merge_parts(device: int, parts: np.ndarray, dtype: np.dtype, o: Any, l: Any, m: Any, stream: Any = None) -> None:
-    """Launch the merge of contiguous parts into o, l and m.
+@functools.lru_cache(maxsize=256)
+def merge_record(device: int, count: int, shape: tuple[int, ...], dtype: np.dtype, stat: np.dtype) -> Record:
+    """Return the record that combines C-contiguous parts of equal shapes.
 
     Parameters
     ----------
     device : int
         The current device.
-    parts : numpy.ndarray, (3, n), uint64
-        Addresses of the parts' o, l and m; n <= MAX_PARTS.
-    dtype : dtype
-        Of the parts' o.
+    count : int
+        Number of parts; the record's inputs are their o, l, m, part by part.
+    shape : tuple of int
+        Of o; l and m lack its last axis.
+    dtype, stat : dtype
+        Of o, and of l and m.
+
+    Returns
+    -------
+    Record
+        Its results are o, in the parts' dtype and rounded once, l and m.
     """
-    if l.size == 0:
+    parts = [tuple(f"{name} {part}" for name in "olm") for part in range(count)]
+    inputs, scratch = [name for part in parts for name in part], {}
+    launches, level = [], 0  # each level leaves one part where there were MAX_PARTS
+    while len(parts) > MAX_PARTS:
+        level += 1
+        groups = [parts[first : first + MAX_PARTS] for first in range(0, len(parts), MAX_PARTS)]
+        parts = [tuple(f"{name} {group} of level {level}" for name in "olm") for group in range(len(groups))]
+        launches += [
+            (group, out, dtype if level == 1 else stat, stat) for group, out in zip(groups, parts, strict=True)
+        ]
+        for part in parts:
+            scratch.update(zip(part, result_arrays(shape, stat, stat).values(), strict=True))
+    launches.append((parts, tuple("olm"), stat if level else dtype, dtype))
+    record = Record(inputs, result_arrays(shape, dtype, stat), scratch)
+    for group, out, own, merged in launches:
+        slots = {f"{name}.{index}": part[place] for index, part in enumerate(group) for place, name in enumerate("olm")}
+        add_merge(record, device, len(group), shape, (own, merged, stat), slots=slots, out=out)
+    return record
+
+
+def result_arrays(shape: tuple[int, ...], dtype: np.dtype, stat: np.dtype) -> dict[str, Array]:
+    """Return o, l, m of a forward as arrays to be allocated; `shape` is o's."""
+    return {"o": Array(shape, dtype), "l": Array(shape[:-1], stat), "m": Array(shape[:-1], stat)}
+
+
+def add_merge(
+    record: Record,
+    device: int,
+    parts: int,
+    shape: tuple[int, ...],
+    dtypes: tuple[np.dtype, np.dtype, np.dtype],
+    *,
+    slots: dict[str, str] | None = None,
+    stacked: Sequence[str] = (),
+    out: Sequence[str] = ("o", "l", "m"),
+) -> None:
+    """Append the launch that combines contiguous parts, at most MAX_PARTS.
+
+    Parameters
+    ----------
+    record : Record
+    device : int
+        The current device.
+    parts : int
+    shape : tuple of int
+        Of o.
+    dtypes : (dtype, dtype, dtype)
+        Of the parts' o, the merged o, and l and m.
+    slots : dict of str to str, optional
+        Slots of ``MergeParams`` and the names of the parts that they take.
+    stacked : sequence of str, optional
+        Or else: names of three arrays that hold the o, l and m of all parts, one part after another.
+    out : sequence of str, optional
+        Names of the merged o, l and m.
+    """
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    if rows == 0:
         return
-    kernel, struct, grid = _prepare(device, l.size, o.shape[-1], parts.shape[1], np.dtype(dtype), o.dtype, l.dtype)
-    words = struct.fill((o.data.ptr, l.data.ptr, m.data.ptr))
-    np.frombuffer(words, np.uint64, 3 * MAX_PARTS).reshape(3, MAX_PARTS)[:, : parts.shape[1]] = parts
-    kernel(grid, (32 * _WARPS,), (struct.seal(words),), 0, stream)
-
-
-@functools.lru_cache(maxsize=256)
-def _prepare(device: int, rows: int, columns: int, parts: int, dtype: np.dtype, out: np.dtype, stat: np.dtype):
+    dtype, merged, stat = dtypes
     row_warps = _WARPS if rows < _FEW_ROWS and parts >= _WARPS else 1
     constants = (
         ("acc", CUDA_TYPES[stat.name]),
         ("part", CUDA_TYPES[dtype.name]),
-        ("out", CUDA_TYPES[out.name]),
+        ("out", CUDA_TYPES[merged.name]),
         ("row_warps", row_warps),
     )
     values = {"rows": rows, "head_dim_v": columns, "parts": parts}
-    struct = Struct(MERGE_PARAMS, values, ("o_out", "l_out", "m_out"))
-    return function(device, "util/merge.cu", "attention_merge", constants), struct, (-(-rows * row_warps // _WARPS),)
+    slots = {**(slots or {}), **dict(zip(("o_out", "l_out", "m_out"), out, strict=True))}
+    sizes = (rows * columns * dtype.itemsize, rows * stat.itemsize, rows * stat.itemsize)
+    runs = [
+        (MAX_PARTS * place, name, np.arange(parts, dtype=np.uint64) * np.uint64(size))
+        for place, (name, size) in enumerate(zip(stacked, sizes, strict=False))
+    ]
+    kernel = function(device, "util/merge.cu", "attention_merge", constants)
+    grid = (-(-rows * row_warps // _WARPS),)
+    record.add(kernel, grid, 32 * _WARPS, MERGE_PARAMS, values, slots, runs=runs)

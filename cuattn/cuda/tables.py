@@ -1,80 +1,185 @@
 """Tables of masks in device memory: made once per mask, device and tile, and kept on the mask."""
 
 import functools
-from typing import Any, NamedTuple
+import math
+from itertools import accumulate
+from typing import Any
 
-import numpy as np
-
-from cuattn.cuda.launch import Axes, Struct, band_fields, function
+from cuattn.cuda.launch import Axes, Struct, band_fields, function, whole, zero
 from cuattn.cuda.params import BATCH_AXES, MASK_PARAMS
 from cuattn.cuda.plan import mask_code
 from cuattn.errors import UnsupportedError
 from cuattn.masks.device import Ready
 from cuattn.problem import Problem
 
-__all__ = ["Tables", "mask_pointers", "mask_tables", "table_fields", "table_layout"]
+__all__ = ["MaskTables", "mask_tables", "table_fields", "table_layout", "table_slots"]
 
 _ORDER_SHARED_BYTES = 40 * 1024  # more row tiles than fit here run unsorted
 _KEYS_PER_BLOCK, _ROWS_PER_BLOCK = 256, 512  # of mask_alive
 _UNIT = 128  # keys are padded so that every key tile may be read whole
 
 
-class Tables(NamedTuple):
-    """Device arrays that the kernels read; None where the kind of mask has no such table."""
-
-    leading: tuple[int, ...]  # the mask's own leading axes, C order over which instances are counted
-    keys_padded: int
-    cols: Any = None
-    bounds: Any = None
-    order: Any = None
-    alive: Any = None
-    blocks: Any = None  # block: the blocks as bytes (..., block rows, block columns)
+_SLOTS = ("mask.data", "table.cols", "table.bounds", "table.order", "table.alive")
 
 
-def mask_tables(problem: Problem, mask: Any, device: int, block_m: int, block_n: int) -> Tables | None:
-    """Return the tables of a mask, on the current stream.
+def table_slots(number: int) -> dict[str, str]:
+    """Return the slots of ``Params`` that belong to a mask, and what a record calls their addresses in its table."""
+    return {slot: f"{slot} {number}" for slot in _SLOTS}
+
+
+class MaskTables:
+    """What the kernels with one tile read of a kind of mask; the memory comes from a mask or from a call.
+
+    Attributes
+    ----------
+    nbytes : int
+        Memory that the tables take.
+    """
+
+    nbytes: int
+
+    def __init__(self, problem: Problem, device: int, block_m: int, block_n: int) -> None:
+        band = problem.band
+        sides = None if band is None else (band.left, band.right, band.offset)
+        self._key = ("cuda tables", device, block_m, block_n, problem.n_queries, problem.n_keys, sides)
+        self._device = device
+
+    def find(self, mask: Any, stream: Any, capturing: bool) -> list[int] | None:
+        """Return the addresses for a mask's slots, or None when the call must fill tables of its own.
+
+        It must for a boolean mask (None), which may change from call to call, and while `stream` is captured:
+        what a capture records is written only when it is replayed.
+        """
+        if mask is None:
+            return None
+        kept = mask._cache.get(self._key)
+        if kept is None:
+            if capturing:
+                return None
+            kept = mask._cache[self._key] = self._make(mask, stream)
+        addresses, ready, _ = kept
+        ready.wait(stream)
+        return addresses
+
+    def _make(self, mask: Any, stream: Any) -> tuple[list[int], Ready, Any]:
+        import cupy
+
+        with stream:  # the pool hands memory out, and takes it back, in the order of its current stream
+            memory = cupy.cuda.alloc(self.nbytes)
+        return self.fill(self.source(mask, stream), memory.ptr, stream), Ready(stream), memory
+
+    def source(self, mask: Any, stream: Any) -> int:
+        """Return the address of a mask's vectors or blocks on this device, written before what `stream` does next."""
+        with stream:
+            twin = mask.to_device(self._device)
+            twin._wait()
+        return twin._array.data.ptr
+
+    def fill(self, source: int, memory: int, stream: Any) -> list[int]:
+        """Launch what fills `memory` from a mask at `source`; return the addresses for the mask's slots."""
+        raise NotImplementedError
+
+
+def mask_tables(problem: Problem, mask: Any, device: int, block_m: int, block_n: int) -> MaskTables:
+    """Return the tables of a kind of mask.
 
     Parameters
     ----------
     problem : Problem
-    mask : ColumnMask | BlockMask | cupy.ndarray | None
-        A host mask is copied to the device the first time.
+    mask : ColumnMask | BlockMask | cupy.ndarray
+        Only its layout matters.
     device : int
         The current device.
     block_m, block_n : int
         Query rows and keys of a tile.
     """
-    if mask is None:
-        return None
-    if problem.mask == "dense":
-        return _dense_tables(problem, mask, device)
-    key = ("cuda tables", device, block_m, block_n, problem.n_queries, problem.n_keys, problem.band)
-    cached = mask._cache.get(key)
-    if cached is None:
-        import cupy
-
-        twin = mask.to_device(device)
-        twin._wait()
-        make = _column_tables if problem.mask == "column" else _block_tables
-        cached = make(problem, twin, device, block_m, block_n)
-        first = cached.cols if cached.cols is not None else cached.alive
-        cached = (cached, Ready(first))
-        if not cupy.cuda.get_current_stream().is_capturing():  # what a capture records is written only when replayed
-            mask._cache[key] = cached
-    tables, ready = cached
-    ready.wait()
-    return tables
+    kind = _Columns if problem.mask == "column" else _Alive
+    return kind(problem, mask, device, block_m, block_n)
 
 
-def mask_pointers(mask: Any, tables: Tables | None) -> list[int]:
-    """Return the addresses for mask.data and table.cols, bounds, order, alive; 0 where there is none."""
-    if tables is None:
-        return [0, 0, 0, 0, 0]
-    if tables.cols is None:
-        dense = tables.blocks if tables.blocks is not None else mask
-        return [dense.data.ptr, 0, 0, 0, tables.alive.data.ptr]
-    order = 0 if tables.order is None else tables.order.data.ptr
-    return [0, tables.cols.data.ptr, tables.bounds.data.ptr, order, 0]
+class _Columns(MaskTables):
+    """Of a ColumnMask: its bounds key by key, the ranges of row tiles that they hide, an order of the row tiles."""
+
+    def __init__(self, problem: Problem, mask: Any, device: int, block_m: int, block_n: int) -> None:
+        super().__init__(problem, device, block_m, block_n)
+        instances, keys = math.prod(mask.leading), problem.n_keys
+        _check_instances(instances)
+        key_tiles, row_tiles = -(-keys // block_n), -(-problem.n_queries // block_m)
+        ordered = 4 * (row_tiles + 1) <= _ORDER_SHARED_BYTES
+        padded = key_tiles * block_n
+        sizes = (16 * instances * padded, 32 * instances * key_tiles, 4 * instances * row_tiles if ordered else 0)
+        *self._offsets, self.nbytes = accumulate(map(whole, sizes), initial=0)
+        self._step = 4 * instances * keys  # bytes from one of the four vectors to the next
+        self._ordered = ordered
+        self._launches: list[tuple[Any, ...]] = []
+        if instances * key_tiles * row_tiles == 0:
+            return
+        values = {
+            **band_fields(problem),
+            "n_queries": problem.n_queries,
+            "n_keys": keys,
+            "keys_padded": padded,
+            "row_tiles": row_tiles,
+            "key_tiles": key_tiles,
+        }
+        self._struct = Struct(MASK_PARAMS, values, ("lts", "lte", "uts", "ute", "cols", "bounds", "order"))
+        kernels = {"mask_bounds": ((key_tiles, instances), -(-block_n // 32) * 32, 0)}
+        if ordered:
+            kernels["mask_order"] = ((instances,), 1024, 4 * (row_tiles + 1))
+        constants = _constants(problem, block_m, block_n)
+        for name, (grid, threads, shared_bytes) in kernels.items():
+            kernel = function(device, "util/mask_bounds.cu", name, constants)
+            self._launches.append((kernel, grid, (threads,), shared_bytes))
+
+    def fill(self, source: int, memory: int, stream: Any) -> list[int]:
+        cols, bounds, order = (memory + offset for offset in self._offsets)
+        order = order if self._ordered else 0
+        for kernel, grid, block, shared_bytes in self._launches:
+            words = self._struct.fill([*(source + i * self._step for i in range(4)), cols, bounds, order])
+            kernel(grid, block, (self._struct.seal(words),), shared_bytes, stream)
+        return [0, cols, bounds, order, 0]
+
+
+class _Alive(MaskTables):
+    """Of a boolean mask or a BlockMask: which keys some row sees."""
+
+    def __init__(self, problem: Problem, mask: Any, device: int, block_m: int, block_n: int) -> None:
+        super().__init__(problem, device, 0, 0)  # for all tiles the same
+        array = mask.blocks if problem.mask == "block" else mask
+        sizes = (mask.block_m, mask.block_n) if problem.mask == "block" else (1, 1)
+        leading, (rows, columns) = array.shape[:-2], array.shape[-2:]
+        instances = math.prod(leading)
+        _check_instances(instances)
+        padded = -(-problem.n_keys // _UNIT) * _UNIT
+        self.nbytes = instances * padded
+        self._grid = (-(-problem.n_keys // _KEYS_PER_BLOCK), -(-rows // _ROWS_PER_BLOCK), instances)
+        if self.nbytes * problem.n_queries == 0:
+            self._grid = ()
+            return
+        counts, strides = _leading_axes(leading, array.strides[:-2])
+        values = {
+            **band_fields(problem),
+            "stride": strides,
+            "size": counts,
+            "row": array.strides[-2] if rows > 1 else 0,
+            "col": array.strides[-1] if columns > 1 else 0,
+            "rows": rows,
+            "block_m": sizes[0],
+            "block_n": sizes[1],
+            "n_queries": problem.n_queries,
+            "n_keys": problem.n_keys,
+            "keys_padded": padded,
+        }
+        self._struct = Struct(MASK_PARAMS, values, ("mask", "alive"))
+        constants = _constants(problem, *sizes)
+        self._function = function(device, "util/mask_alive.cu", "mask_alive", constants)
+
+    def fill(self, source: int, memory: int, stream: Any) -> list[int]:
+        zero(memory, self.nbytes, stream)
+        if self._grid:
+            argument = self._struct.seal(self._struct.fill([source, memory]))
+            self._function(self._grid, (_KEYS_PER_BLOCK,), (argument,), 0, stream)
+        return [source, 0, 0, 0, memory]
 
 
 def table_layout(problem: Problem, mask: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -117,91 +222,9 @@ def table_fields(problem: Problem, mask: Any, layout: tuple, axes: Axes, block_n
     return values
 
 
-def _column_tables(problem: Problem, mask: Any, device: int, block_m: int, block_n: int) -> Tables:
-    import cupy
-
-    instances = int(np.prod(mask.leading, dtype=np.int64))
-    keys = problem.n_keys
-    key_tiles, row_tiles = -(-keys // block_n), -(-problem.n_queries // block_m)
-    keys_padded = key_tiles * block_n
-    tables = Tables(
-        mask.leading,
-        keys_padded,
-        cols=cupy.empty((instances, keys_padded, 4), np.int32),
-        bounds=cupy.empty((instances, key_tiles, 8), np.int32),
-        order=cupy.empty((instances, row_tiles), np.int32) if 4 * (row_tiles + 1) <= _ORDER_SHARED_BYTES else None,
-    )
-    if instances == 0 or key_tiles == 0 or row_tiles == 0:
-        return tables
-    _check_grid("mask", instances)
-    values = {
-        **band_fields(problem),
-        "n_queries": problem.n_queries,
-        "n_keys": keys,
-        "keys_padded": keys_padded,
-        "row_tiles": row_tiles,
-        "key_tiles": key_tiles,
-    }
-    struct = Struct(MASK_PARAMS, values, ("lts", "lte", "uts", "ute", "cols", "bounds", "order"))
-    vectors = mask._array.data.ptr
-    step = instances * keys * 4
-    pointers = [vectors, vectors + step, vectors + 2 * step, vectors + 3 * step, tables.cols.data.ptr]
-    pointers += [tables.bounds.data.ptr, 0 if tables.order is None else tables.order.data.ptr]
-    argument = struct.seal(struct.fill(pointers))
-    constants = _constants(problem, block_m, block_n)
-    function(device, "util/mask_bounds.cu", "mask_bounds", constants)(
-        (key_tiles, instances), (-(-block_n // 32) * 32,), (argument,)
-    )
-    if tables.order is not None:
-        order = function(device, "util/mask_bounds.cu", "mask_order", constants)
-        order((instances,), (1024,), (argument,), 4 * (row_tiles + 1))
-    return tables
-
-
-def _block_tables(problem: Problem, mask: Any, device: int, block_m: int, block_n: int) -> Tables:
-    blocks = mask.blocks
-    return _alive_tables(problem, blocks, mask.block_m, mask.block_n, device)._replace(blocks=blocks)
-
-
-def _dense_tables(problem: Problem, mask: Any, device: int) -> Tables:
-    return _alive_tables(problem, mask, 1, 1, device)
-
-
-def _alive_tables(problem: Problem, mask: Any, block_m: int, block_n: int, device: int) -> Tables:
-    """Mark the keys that some row sees; `mask` is boolean (..., rows, columns) in blocks of block_m x block_n."""
-    import cupy
-
-    leading, (rows, columns) = mask.shape[:-2], mask.shape[-2:]
-    instances = int(np.prod(leading, dtype=np.int64))
-    keys_padded = -(-problem.n_keys // _UNIT) * _UNIT
-    alive = cupy.zeros((instances, keys_padded), np.uint8)
-    if alive.size == 0 or problem.n_queries == 0:
-        return Tables(leading, keys_padded, alive=alive)
-    _check_grid("mask", instances)
-    sizes, strides = _leading_axes(leading, mask.strides[:-2])
-    values = {
-        **band_fields(problem),
-        "stride": strides,
-        "size": sizes,
-        "row": mask.strides[-2] if rows > 1 else 0,
-        "col": mask.strides[-1] if columns > 1 else 0,
-        "rows": rows,
-        "block_m": block_m,
-        "block_n": block_n,
-        "n_queries": problem.n_queries,
-        "n_keys": problem.n_keys,
-        "keys_padded": keys_padded,
-    }
-    struct = Struct(MASK_PARAMS, values, ("mask", "alive"))
-    kernel = function(device, "util/mask_alive.cu", "mask_alive", _constants(problem, block_m, block_n))
-    grid = (-(-problem.n_keys // _KEYS_PER_BLOCK), -(-rows // _ROWS_PER_BLOCK), instances)
-    kernel(grid, (_KEYS_PER_BLOCK,), (struct.seal(struct.fill([mask.data.ptr, alive.data.ptr])),))
-    return Tables(leading, keys_padded, alive=alive)
-
-
-def _check_grid(name: str, instances: int) -> None:
+def _check_instances(instances: int) -> None:
     if instances > 65535:
-        raise UnsupportedError(f"{name} holds {instances} different masks; expected at most 65535 on a GPU")
+        raise UnsupportedError(f"mask holds {instances} different masks; expected at most 65535 on a GPU")
 
 
 def _leading_axes(leading: tuple[int, ...], strides: tuple[int, ...]) -> tuple[list[int], list[int]]:

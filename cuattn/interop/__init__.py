@@ -13,7 +13,7 @@ argument                   seen by a backend as                result
 ``numpy.ndarray``          itself                              ``numpy.ndarray``
 ``cupy.ndarray``           itself                              ``cupy.ndarray``
 ``torch.Tensor``, CPU      NumPy, same memory                  tensor over the result's memory
-``torch.Tensor``, CUDA     CuPy, same memory                   tensor over the result's memory
+``torch.Tensor``, CUDA     CuPy, same memory                   tensor, allocated by PyTorch
 ``jax.Array``, CPU         NumPy, same memory, read-only       ``jax.Array`` on the same device
 ``jax.Array``, GPU         CuPy, same memory                   ``jax.Array`` on the same device
 other with ``__dlpack__``  NumPy or CuPy, same memory          its namespace's ``from_dlpack``, or else a
@@ -31,12 +31,39 @@ from cuattn.errors import DtypeError
 from cuattn.interop import dlpack, jax_arrays, native, torch_tensors
 from cuattn.interop.home import Home, type_name
 
-__all__ = ["Home", "enter"]
+__all__ = ["Home", "enter", "look"]
 
 OPTIONAL = frozenset({"bias", "mask"})
 
 # Most specific first: tensors of CuPy, PyTorch and JAX have __dlpack__ too, and dlpack takes whatever has it.
 _KINDS = (native.NumPy, torch_tensors.Torch, native.CuPy, jax_arrays.Jax, dlpack.DLPack)
+
+_looks = {}  # type of array on a GPU that has been entered -> its kind's look
+
+
+def look(values):
+    """Return what arrays on a GPU look like and where they are, without checking them.
+
+    A call that looks like one whose arrays :func:`enter` took needs no other check.
+
+    Parameters
+    ----------
+    values : sequence of object
+        The arrays of one call; None for those that are absent.
+
+    Returns
+    -------
+    layouts : tuple
+        Hashable: type of the first, and dtype, shape, strides, device and alignment of each.
+    addresses : list of int
+        0 for what is absent.
+
+    None stands for both when only :func:`enter` can tell.
+    """
+    cls = type(values[0])
+    find = _looks.get(cls)
+    found = find(values) if find is not None else None
+    return None if found is None else ((cls, *found[0]), found[1])
 
 
 def enter(named, *, optional=OPTIONAL):
@@ -80,6 +107,8 @@ def enter(named, *, optional=OPTIONAL):
             continue
         value_kind = _kind_of(name, value)
         arrays[name], value_place = value_kind.take(name, value)
+        if value_place[0] == "cuda" and hasattr(value_kind, "look"):
+            _looks[type(value)] = value_kind.look
         if first is None:
             first, kind, place = name, value_kind, value_place
         elif value_kind is not kind or value_place != place:

@@ -8,6 +8,7 @@ import numpy as np
 
 from cuattn.errors import DtypeError, UnsupportedError
 from cuattn.interop.home import device_array_module, type_name
+from cuattn.interop.native import OnCuPy
 
 __all__ = ["DLPack"]
 
@@ -16,7 +17,7 @@ _CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13
 _BFLOAT = 4
 
 
-class DLPack:
+class DLPack(OnCuPy):
     """Objects with ``__dlpack__`` and ``__dlpack_device__``."""
 
     @staticmethod
@@ -56,11 +57,6 @@ class DLPack:
             return handle.from_dlpack(array)
         except BufferError:  # NumPy does not export bfloat16
             return array
-
-    @staticmethod
-    def stream(device):
-        """Return None: CuPy's current stream of the device stays current."""
-        return None
 
 
 def _namespace(value):

@@ -38,7 +38,7 @@ class Home:
 
         Parameters
         ----------
-        array : numpy.ndarray or cupy.ndarray
+        array : numpy.ndarray or array from :meth:`allocator`
             A result of the backend, owned by this call: nobody may write to it afterwards.  None stays None.
 
         Returns
@@ -53,40 +53,48 @@ class Home:
         """
         return None if array is None else self._adapter.give(array, self._handle)
 
+    def allocator(self, wanted):
+        """Return a function that allocates results and scratch memory on a GPU.
+
+        Parameters
+        ----------
+        wanted : sequence of (shape, dtype)
+            The results.
+
+        Returns
+        -------
+        callable
+            ``allocate(scratch_bytes, together, held)``, to be called with the device current, returns the results,
+            which are CuPy arrays or arrays of the caller's kind; a list of their addresses, with that of the scratch
+            memory last; and what keeps the scratch memory alive.  With `together`, all is one piece of memory, which
+            lives, and the objects `held` with it, as long as any of the results.
+        """
+        return self._adapter.allocator(tuple(wanted), self.device)
+
+    def stream(self):
+        """Return the caller's current stream of the device, which must be current, as a CuPy stream."""
+        return self._adapter.stream(self.device)
+
+    def on_device(self):
+        """Return a context manager in which the arrays' device is current for CuPy."""
+        cuda = sys.modules["cupy"].cuda
+        return _HERE if cuda.runtime.getDevice() == self.device else cuda.Device(self.device)
+
+    @contextlib.contextmanager
     def scope(self):
-        """Return a context manager in which the arrays' device and the caller's stream are current for CuPy.
+        """Make the arrays' device and the caller's stream current for CuPy; do nothing for host memory.
 
         For PyTorch tensors that stream is PyTorch's current one on their device, for everything else CuPy's
-        current one there.  It does nothing for host memory.
+        current one there.
         """
         if self.backend == "cpu":
-            return contextlib.nullcontext()
-        return _DeviceScope(self.device, self._adapter.stream(self.device))
+            yield
+            return
+        with sys.modules["cupy"].cuda.Device(self.device), self.stream():
+            yield
 
 
-class _DeviceScope:
-    """Make a CUDA device current and, when given, a CuPy stream on it."""
-
-    __slots__ = ("_device", "_stream")
-
-    def __init__(self, device, stream):
-        self._device = sys.modules["cupy"].cuda.Device(device)
-        self._stream = stream
-
-    def __enter__(self):
-        self._device.__enter__()
-        if self._stream is not None:
-            try:
-                self._stream.__enter__()
-            except BaseException:
-                self._device.__exit__()
-                raise
-        return self
-
-    def __exit__(self, *exception):
-        if self._stream is not None:
-            self._stream.__exit__(*exception)
-        self._device.__exit__(*exception)
+_HERE = contextlib.nullcontext()
 
 
 def device_array_module(name, value, cuda_version=None):

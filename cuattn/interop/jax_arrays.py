@@ -6,11 +6,12 @@ import numpy as np
 
 from cuattn.errors import DtypeError, UnsupportedError
 from cuattn.interop.home import device_array_module
+from cuattn.interop.native import OnCuPy
 
 __all__ = ["Jax"]
 
 
-class Jax:
+class Jax(OnCuPy):
     """Concrete arrays of JAX."""
 
     @staticmethod
@@ -62,8 +63,3 @@ class Jax:
         enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
         with enable_x64(True):  # a float64 argument was made under it; outside, JAX would round the result
             return jax.device_put(array, handle)
-
-    @staticmethod
-    def stream(device):
-        """Return None: CuPy's current stream of the device stays current."""
-        return None

@@ -1,14 +1,17 @@
 """The two kinds that the backends work on: NumPy arrays and CuPy arrays."""
 
+import math
 import sys
+from itertools import accumulate
 
 import numpy as np
 
 from cuattn.errors import DtypeError
 
-__all__ = ["CuPy", "NumPy"]
+__all__ = ["CuPy", "NumPy", "OnCuPy", "pieces"]
 
 _HOST = ("cpu", 0, None)
+_UNIT = 256  # bytes; what shares a piece of memory begins at multiples of it
 
 
 class NumPy:
@@ -47,8 +50,22 @@ class NumPy:
         return array
 
 
-class CuPy:
-    """Device arrays of CuPy, run on CuPy's current stream of their device."""
+class OnCuPy:
+    """A kind of array for which work goes on CuPy's current stream, into memory of CuPy's pool."""
+
+    @staticmethod
+    def stream(device):
+        """Return CuPy's current stream of its current device."""
+        return sys.modules["cupy"].cuda.get_current_stream()
+
+    @staticmethod
+    def allocator(wanted, device):
+        """Return what allocates results as CuPy arrays, see :meth:`cuattn.interop.Home.allocator`."""
+        return _FromPool(wanted, device)
+
+
+class CuPy(OnCuPy):
+    """Device arrays of CuPy."""
 
     @staticmethod
     def owns(value):
@@ -67,11 +84,61 @@ class CuPy:
         return value, ("cuda", value.data.device_id, None)
 
     @staticmethod
+    def look(values):
+        """Return layouts and addresses of arrays, see :func:`cuattn.interop.look`."""
+        ndarray = sys.modules["cupy"].ndarray
+        layouts, addresses = [], []
+        for value in values:
+            if value is None:
+                layouts.append(None)
+                addresses.append(0)
+                continue
+            if type(value) is not ndarray:
+                return None
+            data = value.data
+            address = data.ptr
+            layouts.append((value.dtype, value.shape, value.strides, data.device_id, address & 15))
+            addresses.append(address)
+        return tuple(layouts), addresses
+
+    @staticmethod
     def give(array, handle):
         """Return the result as it is."""
         return array
 
-    @staticmethod
-    def stream(device):
-        """Return None: CuPy's current stream of the device stays current."""
-        return None
+
+class _FromPool:
+    """Allocates CuPy arrays on CuPy's current stream."""
+
+    def __init__(self, wanted, device):
+        self._wanted, self._device = wanted, device
+        self._cupy = sys.modules["cupy"]
+
+    def __call__(self, scratch_bytes, together, held):
+        """Return results, their addresses and that of scratch memory, and what keeps the latter alive."""
+        if together:
+            return self._one_piece(scratch_bytes, held)
+        ndarray = self._cupy.ndarray
+        results = [ndarray(shape, dtype) for shape, dtype in self._wanted]
+        addresses = [result.data.ptr for result in results]
+        scratch = self._cupy.cuda.alloc(scratch_bytes) if scratch_bytes else None
+        addresses.append(scratch.ptr if scratch_bytes else 0)
+        return results, addresses, scratch
+
+    def _one_piece(self, scratch_bytes, held):
+        cuda = self._cupy.cuda
+        starts, size = pieces(self._wanted, scratch_bytes)
+        memory = cuda.alloc(size)
+        owner = cuda.UnownedMemory(memory.ptr, size, (memory, *held), self._device)
+        places = [cuda.MemoryPointer(owner, start) for start in starts]
+        results = [
+            self._cupy.ndarray(shape, dtype, place) for (shape, dtype), place in zip(self._wanted, places, strict=False)
+        ]
+        return results, [place.ptr for place in places], owner
+
+
+def pieces(wanted, scratch_bytes):
+    """Return where in one piece of memory each result and, last, scratch memory begin, and the size of it all."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
+    *starts, size = accumulate((-(-size // _UNIT) * _UNIT for size in (*sizes, scratch_bytes)), initial=0)
+    return starts, size

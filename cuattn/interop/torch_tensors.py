@@ -1,8 +1,8 @@
 """PyTorch tensors, on the CPU and on CUDA devices.
 
 This path reads pointer, shape and strides off the tensor instead of going through DLPack, which costs several
-times as much per tensor; results go back through a DLPack capsule that asks for no synchronisation, because they
-were computed on PyTorch's own current stream.
+times as much per tensor.  Results and scratch memory of calls on a GPU come from PyTorch's own allocator, on its own
+current stream: nothing is handed back, and a call can be captured by ``torch.cuda.graph``.
 """
 
 import functools
@@ -13,11 +13,13 @@ import numpy as np
 
 from cuattn.errors import DtypeError, UnsupportedError
 from cuattn.interop.home import device_array_module, type_name
+from cuattn.interop.native import pieces
 
 __all__ = ["Torch"]
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _HOST = ("cpu", 0, None)
+_CONTIGUOUS_LAST = frozenset({"q", "k", "v", "do", "fwd.o"})  # of these, backends read no other strides
 _NAMES = ("float16", "float32", "float64", "bool", "uint8", "int8", "int16", "int32", "int64")
 
 
@@ -58,11 +60,34 @@ class Torch:
         raise UnsupportedError(f"{name} is on device {str(value.device)!r}; expected a tensor on 'cpu' or 'cuda'")
 
     @staticmethod
+    def look(values):
+        """Return layouts and addresses of tensors, see :func:`cuattn.interop.look`."""
+        torch = sys.modules["torch"]
+        if getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0:
+            return None
+        plain = (torch.Tensor, torch.nn.Parameter)
+        layouts, addresses = [], []
+        try:
+            for value in values:
+                if value is None:
+                    layouts.append(None)
+                    addresses.append(0)
+                    continue
+                if type(value) not in plain or value.is_neg() or (value.requires_grad and torch.is_grad_enabled()):
+                    return None
+                address = value.data_ptr()
+                layouts.append((value.dtype, value.shape, value.stride(), value.device, address & 15))
+                addresses.append(address)
+        except RuntimeError:  # no memory, or no strides
+            return None
+        return tuple(layouts), addresses
+
+    @staticmethod
     def give(array, handle):
-        """Return a tensor over the memory of `array`."""
+        """Return a tensor over the memory of a NumPy array; a tensor as it is."""
         torch = sys.modules["torch"]
         if not isinstance(array, np.ndarray):
-            return torch.from_dlpack(array.__dlpack__(stream=-1))
+            return array
         if array.dtype == _BFLOAT16:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
@@ -70,7 +95,58 @@ class Torch:
     @staticmethod
     def stream(device):
         """Return PyTorch's current stream of a device as a CuPy stream."""
-        return _cupy_stream(device, sys.modules["torch"].cuda.current_stream(device).cuda_stream)
+        torch = sys.modules["torch"]
+        raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # private, and ten times as fast
+        return _cupy_stream(device, raw(device) if raw else torch.cuda.current_stream(device).cuda_stream)
+
+    @staticmethod
+    def allocator(wanted, device):
+        """Return what allocates results, see :meth:`cuattn.interop.Home.allocator`."""
+        return _FromTorch(wanted, device)
+
+
+class _FromTorch:
+    """Allocates tensors on PyTorch's current stream of a device."""
+
+    def __init__(self, wanted, device):
+        torch = sys.modules["torch"]
+        names = {theirs: ours for ours, theirs in _dtypes(torch).items()}
+        self._torch, self._wanted = torch, wanted
+        self._place = torch.device("cuda", device)
+        # One element that has a result's shape: empty_like takes half as long as empty.
+        self._models = [
+            torch.empty_strided(shape, (0,) * len(shape), dtype=names[dtype], device=self._place)
+            for shape, dtype in wanted
+        ]
+
+    def __call__(self, scratch_bytes, together, held):
+        """Return results, their addresses and that of scratch memory, and what keeps the latter alive."""
+        if together:
+            return self._one_piece(scratch_bytes, held)
+        torch = self._torch
+        layout = torch.contiguous_format
+        results = [torch.empty_like(model, memory_format=layout) for model in self._models]
+        addresses = [result.data_ptr() for result in results]
+        scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=self._place) if scratch_bytes else None
+        addresses.append(scratch.data_ptr() if scratch_bytes else 0)
+        return results, addresses, scratch
+
+    def _one_piece(self, scratch_bytes, held):
+        if held:
+            raise UnsupportedError(
+                "an argument's strides must be copied away, which a graph of PyTorch cannot capture; "
+                "pass contiguous tensors"
+            )
+        torch = self._torch
+        starts, size = pieces(self._wanted, scratch_bytes)
+        memory = torch.empty(size, dtype=torch.uint8, device=self._place)
+        storage = memory.untyped_storage()
+        results = []
+        for model, start in zip(self._models, starts, strict=False):
+            empty = torch.empty(0, dtype=model.dtype, device=self._place)
+            # Strides of a contiguous tensor follow from the shape.
+            results.append(empty.set_(storage, start // empty.element_size(), model.shape))
+        return results, [memory.data_ptr() + start for start in starts], memory
 
 
 @functools.lru_cache(maxsize=4)
@@ -134,7 +210,9 @@ def _host_view(torch, value, dtype):
 
 
 def _device_view(torch, name, value, dtype):
-    """Return a CuPy array over a CUDA tensor; it keeps the tensor alive."""
+    """Return a CuPy array that keeps a CUDA tensor alive, or a copy of it where the last axis must be contiguous."""
+    if name in _CONTIGUOUS_LAST and value.ndim and value.shape[-1] > 1 and value.stride(-1) != 1:
+        value = value.contiguous()  # PyTorch's copy: on its own stream, in its own memory
     cupy = sys.modules.get("cupy") or device_array_module(name, value, torch.version.cuda)
     memory = cupy.cuda.UnownedMemory(value.data_ptr(), value.nbytes, value, value.get_device())
     itemsize = dtype.itemsize

@@ -10,7 +10,7 @@ import numpy as np
 
 from cuattn.errors import DtypeError, MaskError
 from cuattn.masks import checks
-from cuattn.masks.device import Ready, current_device, namespace, to_host, upload
+from cuattn.masks.device import Ready, current_device, current_stream, namespace, to_host, upload
 
 Self = TypeVar("Self", bound="Mask")
 
@@ -36,12 +36,11 @@ class Mask(ABC):
         on_host = isinstance(array, np.ndarray)
         if on_host:
             array.setflags(write=False)
-        for name, value in {
-            "_array": array,
-            "_cache": {},
-            "_ready": None if on_host else Ready(array),
-            **fields,
-        }.items():
+        ready = None
+        if not on_host:
+            with array.device:
+                ready = Ready(current_stream())
+        for name, value in {"_array": array, "_cache": {}, "_ready": ready, **fields}.items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -93,6 +92,11 @@ class Mask(ABC):
         if "hash" not in self._cache:
             self._cache["hash"] = hash((type(self), self._parameters(), self._array.shape, self._array.tobytes()))
         return self._cache["hash"]
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """What tells masks apart that are handled alike: type, shape and parameters, but not what is hidden."""
+        return (self.kind, self._array.shape, *self._parameters())
 
     @property
     def device(self) -> int | None:
@@ -163,7 +167,7 @@ class Mask(ABC):
     def _wait(self) -> None:
         """Make CuPy's current stream wait until the device vectors are written; free when they are."""
         if self._ready is not None:
-            self._ready.wait()
+            self._ready.wait(current_stream())
 
     @contextmanager
     def _scope(self) -> Iterator[ModuleType]:

@@ -1,8 +1,9 @@
 """Mask arrays on a GPU, through CuPy, which is imported when the first of them appears."""
 
+import ctypes
 import importlib
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -63,8 +64,13 @@ def upload(array: np.ndarray, device: int | None) -> Any:
     """Copy a host array to a GPU (None = CuPy's current one) and wait until every stream can see it."""
     cupy = load_cupy("device")
     with cupy.cuda.Device(device):
+        stream = cupy.cuda.get_current_stream()
+        if stream.ptr > 1 and stream.is_capturing():
+            raise UnsupportedError(
+                "mask is on the host, and a graph being captured cannot copy it to a GPU; call its to_device() before"
+            )
         copied = cupy.asarray(array)
-        cupy.cuda.get_current_stream().synchronize()
+        stream.synchronize()
     return copied
 
 
@@ -87,26 +93,48 @@ def pack(vectors: Sequence[Any], shape: tuple[int, ...], limit: int) -> Any:
     return packed
 
 
+def current_stream() -> Any:
+    """Return CuPy's current stream of its current device."""
+    return importlib.import_module("cupy").cuda.get_current_stream()
+
+
 def current_device() -> int:
     """Return the index of CuPy's current device."""
     return int(load_cupy("device").cuda.Device().id)
 
 
 class Ready:
-    """The moment when device vectors are written: an event on the stream that writes them."""
+    """The moment when device memory is written: an event on the stream that writes it."""
 
     __slots__ = ("_event", "_stream")
 
-    def __init__(self, array: Any) -> None:
-        cuda = importlib.import_module("cupy").cuda
-        with array.device:
-            stream = cuda.get_current_stream()
-            self._stream = stream.ptr
-            self._event = cuda.Event(disable_timing=True)
-            self._event.record(stream)
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream.ptr
+        self._event = importlib.import_module("cupy").cuda.Event(disable_timing=True)
+        self._event.record(stream)
 
-    def wait(self) -> None:
-        """Make CuPy's current stream wait for that moment, unless it is the same stream or it has passed."""
-        stream = importlib.import_module("cupy").cuda.get_current_stream()
-        if stream.ptr != self._stream and not self._event.done:
+    def wait(self, stream: Any) -> None:
+        """Make a stream wait for that moment, unless it is the same stream or the moment has passed."""
+        if self._event is None or stream.ptr == self._stream:
+            return
+        if stream.ptr > 1 and stream.is_capturing():
+            with (
+                _anything_allowed()
+            ):  # a captured stream cannot wait for what is no part of its graph, so the host does
+                self._event.synchronize()
+        elif not self._event.done:
             stream.wait_event(self._event)
+            return
+        self._event = None
+
+
+@contextmanager
+def _anything_allowed() -> Iterator[None]:
+    """Let this thread ask about events while a stream is captured, in whichever mode that was begun."""
+    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))

@@ -2,7 +2,7 @@
 
 from cuattn.problem.model import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT64, Band, Operands, Origin, Problem
 from cuattn.problem.parts import check_parts, unpack_part
-from cuattn.problem.validate import validate
+from cuattn.problem.validate import drawn_state, replayed_state, validate
 
 __all__ = [
     "BFLOAT16",
@@ -15,6 +15,8 @@ __all__ = [
     "Origin",
     "Problem",
     "check_parts",
+    "drawn_state",
+    "replayed_state",
     "unpack_part",
     "validate",
 ]

@@ -81,11 +81,29 @@ def validate(
     )
     if direction == "backward" and fwd is not None:
         return problem, _backward_operands(problem, size, operands, do, fwd), size
+    return problem, operands._replace(rng=drawn_state(problem, rng)), size
+
+
+def drawn_state(problem: Problem, rng: Any) -> _rng.RNGState | None:
+    """Return the state of a forward's dropout from its argument rng; None without dropout."""
     if problem.dropout:
-        operands = operands._replace(rng=_rng.resolve(rng))
-    elif rng is not None and not isinstance(rng, np.random.Generator):
-        _rng.resolve(rng)
-    return problem, operands, size
+        return _rng.resolve(rng)
+    if rng is not None and not isinstance(rng, np.random.Generator):
+        _rng.resolve(rng)  # checks it; from a generator it would draw
+    return None
+
+
+def replayed_state(problem: Problem, state: Any) -> _rng.RNGState | None:
+    """Return the state of a backward's dropout from its forward's; None without dropout."""
+    if not problem.dropout:
+        if state is not None:
+            raise ArgumentError(f"fwd.rng_state is {state!r} but dropout_p is 0; expected the forward's dropout_p")
+        return None
+    if state is None:
+        raise ArgumentError("dropout_p is set but fwd.rng_state is None; expected the state that the forward returned")
+    if type(state) in (tuple, list) and len(state) == 2:
+        state = _rng.RNGState(*state)
+    return _rng.resolve(state)
 
 
 @lru_cache(maxsize=1024, typed=True)
@@ -181,18 +199,8 @@ def _backward_operands(problem: Problem, size: Sizes, operands: Operands, do: An
             raise ShapeError(f"{name} has shape {tuple(array.shape)}; expected {shape}")
         if array.dtype not in dtypes:
             raise DtypeError(f"{name} has dtype {array.dtype}; expected {' or '.join(map(str, dtypes))}")
-    if problem.dropout:
-        if state is None:
-            raise ArgumentError(
-                "dropout_p is set but fwd.rng_state is None; expected the state that the forward returned"
-            )
-        if type(state) in (tuple, list) and len(state) == 2:
-            state = _rng.RNGState(*state)
-        state = _rng.resolve(state)
-    elif state is not None:
-        raise ArgumentError(f"fwd.rng_state is {state!r} but dropout_p is 0; expected the forward's dropout_p")
     return operands._replace(
-        rng=state,
+        rng=replayed_state(problem, state),
         do=align(_contiguous_last(do), rank),
         o=align(_contiguous_last(o), rank),
         l=align(l, rank - 1),

@@ -1,34 +1,16 @@
 """What Hopper's launches are made of, without a GPU: decisions, arguments, views for the copy engine."""
 
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
 
 from cuattn import masks
-from cuattn.cuda import choice, hopper, launch
-from cuattn.cuda.params import PARAMS
+from cuattn.cuda import choice, forward, hopper
 from cuattn.errors import UnsupportedError
 from cuattn.problem import Operands
-from tests.cuda.test_hopper_plan import BF16, CAUSAL, H200, problem
+from tests.cuda.recording import TICKET, array
+from tests.cuda.recording import device as device
+from tests.cuda.test_hopper_plan import CAUSAL, problem
 
-
-@pytest.fixture(autouse=True)
-def card(monkeypatch):
-    monkeypatch.setattr(launch, "card", lambda device: H200)
-    monkeypatch.setattr(launch, "function", lambda *arguments: arguments)
-    monkeypatch.setattr(hopper, "_records", {})
-
-
-def array(shape, address=4096, swap=False, broadcast=()):
-    """Return what a launch looks at of a CuPy array; `swap`: heads inside rows; `broadcast`: axes of stride 0."""
-    order = [*range(len(shape) - 3), -2, -3, -1] if swap else range(len(shape))
-    strides, step = [0] * len(shape), 2
-    for axis in reversed(list(order)):
-        strides[axis], step = step, step * shape[axis]
-    strides = tuple(0 if axis in broadcast else stride for axis, stride in enumerate(strides))
-    data, device = SimpleNamespace(ptr=address), SimpleNamespace(id=0)
-    return SimpleNamespace(shape=tuple(shape), strides=strides, ndim=len(shape), dtype=BF16, data=data, device=device)
+pytestmark = pytest.mark.usefixtures("device")
 
 
 def operands(p, mask=None, **options):
@@ -38,43 +20,52 @@ def operands(p, mask=None, **options):
     return Operands(q, k, v, mask=mask)
 
 
-def argument(record, pointers):
-    return np.frombuffer(record.struct.fill(pointers).obj, PARAMS)[0]
+def launched(device, p, taken, **more):
+    """Return the one launch of a problem's record."""
+    assert hopper.reason_against(p, taken) is None
+    addresses = {"q": 1, "k": 2, "v": 3}
+    *_, last = device.run(hopper.record(p, taken), addresses, forward.INPUTS, taken.mask, **more)[0]
+    return last
 
 
-def test_argument():
+def shapes(device, p, taken):
+    """Return shape, strides and rows of a box of the maps of q, k, v, o."""
+    return [described[2:] for described in launched(device, p, taken).maps]
+
+
+def test_argument(device):
     p = problem(kv_heads=4, n_queries=1000, band=CAUSAL)
-    record = hopper.find(p, operands(p))
-    made = argument(record, range(1, 8))
-    assert [made[name]["data"] for name in "qkvolm"] == [1, 2, 3, 4, 5, 6] and made["counters"] == 7
+    found = launched(device, p, operands(p))
+    made = found.argument
+    _, places = device.run(hopper.record(p, operands(p)), {}, forward.INPUTS)
+    assert [made[name]["data"] for name in "qkvolm"] == [1, 2, 3, *places[:3]] and made["counters"] == TICKET
     assert list(made["k"]["batch"]) == [0, 0, 0, 4 * 4096 * 128] and made["k"]["head"] == 4096 * 128
     assert list(made["o"]["batch"]) == [0, 0, 0, 16 * 1000 * 128] and made["o"]["row"] == 128
     assert (made["l"]["head"], made["m"]["row"]) == (1000, 1)
     assert (made["batch"], made["heads"], made["group"], made["row_tiles"], made["key_tiles"]) == (2, 16, 4, 8, 32)
     assert (made["band_left"], made["band_right"], made["band_offset"]) == (2**30, 0, 0)
-    assert record.grid == (132,) and record.block == (384,)
-    assert record.function[1:3] == ("sm90/fwd.cu", "attention_forward") and record.function[-1] == "sm_90a"
+    assert found.grid == (132,) and found.block == (384,)
+    assert (found.path, found.kernel) == ("sm90/fwd.cu", "attention_forward")
 
 
-def test_views():
+def test_views(device):
     p = problem()
-    q, k, _, o = hopper.find(p, operands(p, swap=True)).views
+    q, k, _, o = shapes(device, p, operands(p, swap=True))
     assert q == ((2, 16, 4096, 128), (4096 * 16 * 256, 256, 16 * 256), 128)
     assert k == q
     assert o == ((2, 16, 4096, 128), (16 * 4096 * 256, 4096 * 256, 256), 64)
 
 
-def test_broadcast_axes_have_one_element():
+def test_broadcast_axes_have_one_element(device):
     p = problem()
-    record = hopper.find(p, operands(p, broadcast=(0, 1)))
-    assert record.views[0].shape == (1, 1, 4096, 128)
-    made = argument(record, range(7))
-    assert made["q"]["head"] == 0 and not made["q"]["batch"].any()
+    found = launched(device, p, operands(p, broadcast=(0, 1)))
+    assert found.maps[0][2] == (1, 1, 4096, 128)
+    assert found.argument["q"]["head"] == 0 and not found.argument["q"]["batch"].any()
 
 
-def test_batch_axes_merge():
+def test_batch_axes_merge(device):
     p = problem(batch=(2, 3))
-    assert hopper.find(p, operands(p)).views[1].shape == (6, 16, 4096, 128)
+    assert shapes(device, p, operands(p))[1][0] == (6, 16, 4096, 128)
 
 
 @pytest.mark.parametrize(
@@ -83,27 +74,35 @@ def test_batch_axes_merge():
 )
 def test_unfit_arrays(options, words):
     p = problem()
-    assert words in hopper.find(p, operands(p, **options))
+    assert words in hopper.reason_against(p, operands(p, **options))
 
 
 def test_unfit_stride():
     p = problem(100, 96)
-    assert "200 bytes" in hopper.find(p, operands(p))
+    assert "200 bytes" in hopper.reason_against(p, operands(p))
 
 
-def test_column_mask_per_batch():
+def test_a_graph_counts_its_tiles_in_memory_of_its_results(device):
+    p = problem()
+    ticket = launched(device, p, operands(p), capturing=True).argument["counters"]
+    cleared = device.done[0]
+    assert (cleared.address, cleared.size) == (ticket, 4) and ticket + 4 <= device.end
+
+
+def test_column_mask_for_all_heads(device):
     mask = masks.causal(4096)
     p = problem(mask="column")
-    made = argument(hopper.find(p, operands(p, mask)), range(12))
-    assert made["table"]["cols"] == 8 and made["table"]["keys_padded"] == 4096 and not made["table"]["batch"].any()
+    made = launched(device, p, operands(p, mask), capturing=True).argument
+    assert made["table"]["keys_padded"] == 4096 and not made["table"]["batch"].any()
+    assert made["table"]["cols"] < made["table"]["bounds"] < made["table"]["order"] < device.end
 
 
 def test_choice():
     few = problem(batch=(1,), n_queries=1)
-    assert "query rows" in choice._hopper(few, operands(few))
+    assert "query rows" in choice._choose(few, operands(few))[1]
     few = problem(batch=(1,), n_queries=1, kernel="sm90")
-    assert not isinstance(choice._hopper(few, operands(few)), str)
+    assert choice._choose(few, operands(few)) == (hopper, None)
     wide = problem(264, kernel="sm90")
     with pytest.raises(UnsupportedError, match="'sm90', but it takes head dimensions up to 256"):
-        choice._hopper(wide, operands(wide))
-    assert choice._hopper(problem(kernel="sm80"), None) == "kernel is 'sm80'"
+        choice._choose(wide, operands(wide))
+    assert choice._choose(problem(kernel="sm80"), None) == (forward, "kernel is 'sm80'")

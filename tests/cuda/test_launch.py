@@ -75,7 +75,8 @@ def test_struct_holds_values_and_slots():
 def test_random_state_reaches_the_struct():
     struct = launch.Struct(PARAMS, {"dropout.batch": 9}, ())
     words = struct.fill(())
-    launch.put_random(words, RNGState(0x0123456789ABCDEF, 5))
+    for place, word in launch.random_words(RNGState(0x0123456789ABCDEF, 5)):
+        words[place] |= word
     record = np.frombuffer(struct.seal(words).tobytes(), PARAMS)[0]["dropout"]
     assert record["offset"] == 5 and record["batch"] == 9 and record["offset_data"] == 0
     weyl = (0x9E3779B9, 0xBB67AE85)

@@ -39,7 +39,7 @@ def cuda_torch(monkeypatch):
     fake.Tensor = CudaTensor
     fake.version = types.SimpleNamespace(cuda="13.0")
     fake.cuda = types.SimpleNamespace(current_stream=lambda index: types.SimpleNamespace(cuda_stream=700 + index))
-    fake.from_dlpack = lambda capsule: ("tensor", capsule)
+    fake._C = types.SimpleNamespace()
     monkeypatch.setitem(sys.modules, "torch", fake)
     return torch
 
@@ -49,7 +49,7 @@ def test_a_cuda_tensor_becomes_a_cupy_array_over_its_memory(cuda_torch, dtype):
     cupy = library("cupy")
     x = cuda_torch.zeros(4, 6, dtype=getattr(cuda_torch, dtype))[1:, ::2]
     fake = CudaTensor(x)
-    array, home = one(fake)
+    array, home = one(fake, "bias")
     assert isinstance(array, cupy.ndarray)
     assert array.dtype == (BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype))
     assert (array.shape, array.data.ptr, array.data.device_id) == (tuple(x.shape), x.data_ptr(), 1)
@@ -62,13 +62,6 @@ def test_a_cuda_tensor_becomes_a_cupy_array_over_its_memory(cuda_torch, dtype):
     del array
     gc.collect()
     assert alive() is None
-
-
-def test_results_go_to_torch_without_synchronisation(cuda_torch):
-    library("cupy")
-    _, home = one(CudaTensor(cuda_torch.zeros(3)))
-    result = types.SimpleNamespace(__dlpack__=lambda *, stream: ("capsule", stream))
-    assert home.leave(result) == ("tensor", ("capsule", -1))
 
 
 def test_tensors_on_different_gpus_are_refused(cuda_torch):
@@ -112,6 +105,7 @@ class Recorder:
                 return cls(stream.__cuda_stream__())
 
         self.Device, self.Stream = Entered, Stream
+        self.get_current_stream = lambda: Entered("current stream")
 
 
 @pytest.fixture
@@ -119,7 +113,8 @@ def recorder(monkeypatch):
     recorder = Recorder()
     cupy = types.ModuleType("cupy")
     cupy.cuda = types.ModuleType("cupy.cuda")
-    cupy.cuda.Device, cupy.cuda.Stream = recorder.Device, recorder.Stream
+    for name in ("Device", "Stream", "get_current_stream"):
+        setattr(cupy.cuda, name, getattr(recorder, name))
     cupy.cuda.UnownedMemory = cupy.cuda.MemoryPointer = lambda *values: values
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
@@ -148,6 +143,15 @@ def test_scope_makes_the_tensors_device_and_torch_stream_current(cuda_torch, rec
     assert recorder.events == [*inside, *(("exit", label) for _, label in reversed(inside))]
 
 
+@pytest.mark.parametrize(("current", "events"), [(3, []), (0, [("enter", 3), ("exit", 3)])])
+def test_a_warm_call_makes_the_arrays_device_current_unless_it_is(recorder, current, events):
+    sys.modules["cupy"].cuda.runtime = types.SimpleNamespace(getDevice=lambda: current)
+    _, home = one(sys.modules["cupy"].ndarray())
+    with home.on_device():
+        pass
+    assert recorder.events == events
+
+
 def test_scope_of_cupy_arrays_keeps_the_current_stream(recorder):
     array = sys.modules["cupy"].ndarray()
     taken, home = one(array)
@@ -156,7 +160,8 @@ def test_scope_of_cupy_arrays_keeps_the_current_stream(recorder):
     assert home.leave(array) is array
     with home.scope():
         pass
-    assert recorder.events == [("enter", 3), ("exit", 3)]
+    inside = [3, "current stream"]
+    assert recorder.events == [*(("enter", label) for label in inside), *(("exit", label) for label in inside[::-1])]
 
 
 def test_other_cuda_producers_go_through_cupy(recorder):
@@ -170,21 +175,65 @@ def test_other_cuda_producers_go_through_cupy(recorder):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["q", "bias"])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_gpu_torch_round_trip(dtype):
+def test_gpu_torch_tensors_are_read_in_place(dtype, name):
     torch, cupy = library("torch"), library("cupy")
-    x = torch.arange(24, device="cuda").reshape(4, 6).to(getattr(torch, dtype))[1:, ::2]
+    whole = torch.arange(24, device="cuda").reshape(4, 6).to(getattr(torch, dtype))
+    x = whole[1:, 1::2] if name == "bias" else whole[1:, 1:3]
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        array, home = one(x)
+        array, home = one(x, name)
         assert array.data.ptr == x.data_ptr()
         with home.scope():
-            assert cupy.cuda.get_current_stream().ptr == stream.cuda_stream
-            result = cupy.ascontiguousarray(array)
-            back = home.leave(result)
-    stream.synchronize()
-    assert (back.dtype, back.device, back.data_ptr()) == (x.dtype, x.device, result.data.ptr)
-    assert torch.equal(back, x)
+            assert cupy.cuda.get_current_stream().ptr == home.stream().ptr == stream.cuda_stream
+            wide = (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else array
+            assert wide.get().tolist() == x.tolist()
+
+
+@pytest.mark.gpu
+def test_gpu_torch_copies_a_strided_last_axis():
+    torch = library("torch")
+    x = torch.arange(24.0, device="cuda").reshape(4, 6)[:, ::2]
+    array, _ = one(x)
+    assert array.data.ptr != x.data_ptr() and array.get().tolist() == x.tolist()
+
+
+def allocated(library_name, together):
+    """Return results, addresses and their keeper as a home of one kind allocates them."""
+    framework = library(library_name)
+    q = framework.zeros((2, 3), **({"device": "cuda"} if library_name == "torch" else {}))
+    _, home = one(q)
+    wanted = [((2, 3, 5), BFLOAT16), ((), np.dtype(np.float64)), ((7, 0), np.dtype(np.float32))]
+    with home.scope():
+        return home.allocator(wanted)(100, together, ()), wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("name", ["torch", "cupy"])
+def test_gpu_results_are_the_callers_kind_of_array(name, together):
+    (results, addresses, keeper), wanted = allocated(name, together)
+    assert len(addresses) == 4 and addresses[-1] and keeper is not None
+    for result, address, (shape, dtype) in zip(results, addresses, wanted, strict=False):
+        assert type(result).__module__.partition(".")[0] == name
+        assert tuple(result.shape) == shape and str(result.dtype).removeprefix("torch.") == dtype.name
+        contiguous = result.is_contiguous() if name == "torch" else result.flags.c_contiguous
+        assert contiguous and (0 in shape or (result.data_ptr() if name == "torch" else result.data.ptr) == address)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["torch", "cupy"])
+def test_gpu_any_result_keeps_a_shared_piece_of_memory(name):
+    (results, addresses, keeper), _ = allocated(name, together=True)
+    begin, end = min(addresses), max(addresses) + 100
+    kept = results[1]
+    del results, keeper
+    gc.collect()
+    for _ in range(50):
+        (_, others, _), _ = allocated(name, together=True)
+        assert not any(begin <= address < end for address in others)
+    del kept
 
 
 @pytest.mark.gpu

@@ -108,6 +108,9 @@ class Stream:
     def synchronize(self):
         self.synchronised += 1
 
+    def is_capturing(self):
+        return False
+
 
 class FakeCuPy(types.ModuleType):
     """NumPy's functions on DeviceArrays, and the part of cupy.cuda that masks use."""

@@ -1,0 +1,219 @@
+"""A kind of call and all that it launches: made once, then only given addresses.
+
+A :class:`Record` lists the kernels of a forward, a backward or a merge for one problem and one layout of its arrays.
+Running it allocates results and scratch memory, fills the mask's tables where none are kept, writes the call's
+addresses into copies of prepared arguments, and launches.  Nothing in it waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuattn.cuda.launch import Struct, random_words, ticket_of, whole, zero
+from cuattn.cuda.tables import MaskTables, table_slots
+
+__all__ = ["Array", "Record"]
+
+_TICKET_BYTES = 4
+
+
+class Array(NamedTuple):
+    """Shape and dtype of a C-contiguous array that is yet to be allocated."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes from one element to the next along each axis."""
+        steps = accumulate(self.shape[:0:-1], operator.mul, initial=self.dtype.itemsize)
+        return tuple(steps)[: self.ndim][::-1]
+
+
+class _Kernel(NamedTuple):
+    """One launch of a record."""
+
+    function: Any
+    grid: tuple[int, ...]
+    block: tuple[int]
+    shared_bytes: int
+    struct: Struct
+    pick: Callable[[Sequence[int]], Sequence[int]]  # from all addresses, those of the struct's slots
+    runs: tuple[tuple[int, int, np.ndarray], ...]  # first word, index of an address, what each word adds to it
+    maps: tuple[tuple[int, Callable[[int], np.void]], ...]  # index of an address, and its description as an argument
+    random: bool  # takes the words of a random state
+
+    def launch(self, addresses: Sequence[int], random: Sequence[tuple[int, int]], stream: Any) -> None:
+        words = self.struct.fill(self.pick(addresses))
+        for first, index, steps in self.runs:
+            np.add(steps, np.uint64(addresses[index]), out=np.frombuffer(words, np.uint64, len(steps), 8 * first))
+        if self.random:
+            for place, value in random:
+                words[place] |= value  # the template holds zero there
+        arguments = (self.struct.seal(words), *[describe(addresses[index]) for index, describe in self.maps])
+        self.function(self.grid, self.block, arguments, self.shared_bytes, stream)
+
+
+class Record:
+    """What a kind of call launches.
+
+    Parameters
+    ----------
+    inputs : sequence of str
+        Names of the arrays whose addresses a run is given, in that order.
+    results, scratch : dict of str to Array
+        What a run allocates.
+    tables : sequence of MaskTables, optional
+        Of the mask, one for each tile that the kernels take.
+    ticket : bool, optional
+        Whether the address "ticket" is that of a 32-bit counter, which is 0 before and after every launch.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[str],
+        results: dict[str, Array],
+        scratch: dict[str, Array],
+        tables: Sequence[MaskTables] = (),
+        ticket: bool = False,
+    ) -> None:
+        self.results = tuple(results.values())
+        self._tables = tuple(tables)
+        self._kernels: list[_Kernel] = []
+        self._zeroed = False
+        sizes = [whole(array.nbytes) for array in scratch.values()]
+        self._table_sizes = [whole(table.nbytes) for table in self._tables]
+        self._offsets = list(accumulate(sizes, initial=0))
+        self._scratch_bytes = self._offsets.pop()
+        names = ["", *inputs, *results, *scratch]
+        names += [name for number in range(len(self._tables)) for name in table_slots(number).values()]
+        names += ["ticket"] if ticket else []
+        self._ticket = ticket
+        self._index = {name: index for index, name in enumerate(names)}
+
+    def add(
+        self,
+        function: Any,
+        grid: tuple[int, ...],
+        threads: int,
+        dtype: np.dtype,
+        values: dict[str, Any],
+        slots: dict[str, str],
+        *,
+        shared_bytes: int = 0,
+        runs: Sequence[tuple[int, str, np.ndarray]] = (),
+        maps: Sequence[tuple[str, Callable[[int], np.void]]] = (),
+        random: bool = False,
+    ) -> None:
+        """Append a launch.
+
+        Parameters
+        ----------
+        function : cupy.cuda.Function
+        grid : tuple of int
+        threads : int
+            Per block.
+        dtype, values, slots : dtype, dict of str to object, dict of str to str
+            The first argument, see :class:`cuattn.cuda.launch.Struct`: what the kind of call fixes, and for each slot
+            the name of its address.  Slots of names that the record does not have stay null.
+        shared_bytes : int, optional
+            Dynamic shared memory per block.
+        runs : sequence of (int, str, array of uint64), optional
+            First word of the struct, name of an address, and what is added to it for this and the following words.
+        maps : sequence of (str, callable), optional
+            Further arguments: the name of an address and a function of it.
+        random : bool, optional
+            Whether the first argument is a ``Params`` that takes the state of dropout.
+        """
+        index = self._index
+        filled = [slot for slot, name in slots.items() if name in index]
+        struct = Struct(dtype, values, filled)
+        pick = operator.itemgetter(*[index[slots[slot]] for slot in filled])
+        runs = tuple((first, index[name], steps) for first, name, steps in runs)
+        maps = tuple((index[name], describe) for name, describe in maps)
+        self._kernels.append(_Kernel(function, grid, (threads,), shared_bytes, struct, pick, runs, maps, random))
+
+    def zero(self) -> None:
+        """Let runs fill the results with zeros: there is nothing to compute."""
+        self._zeroed = True
+
+    def run(
+        self,
+        allocate: Any,
+        stream: Any,
+        inputs: Sequence[int],
+        mask: Any = None,
+        state: Any = None,
+        held: Sequence[Any] = (),
+    ) -> list[Any]:
+        """Launch everything on a stream of the current device.
+
+        Parameters
+        ----------
+        allocate : callable
+            ``allocate(scratch_bytes, together, held)`` makes the results and scratch memory on the stream.  It returns
+            the results, their addresses with that of the scratch memory last, and what keeps that memory alive.
+            With `together`, all is one piece of memory, which lives, and `held` with it, as long as any result: what a
+            captured graph goes on using.
+        stream : cupy.cuda.Stream
+        inputs : sequence of int
+            Addresses, 0 for an array that is absent; a boolean mask's among them.
+        mask : ColumnMask | BlockMask, optional
+        state : RNGState, optional
+            Of dropout.
+        held : sequence of object, optional
+            Copies that some of the inputs are.
+
+        Returns
+        -------
+        list of array
+            As `allocate` made them.
+        """
+        capturing = stream.ptr > 1 and stream.is_capturing()  # the legacy default stream cannot be captured
+        kept = [table.find(mask, stream, capturing) for table in self._tables]
+        needed = self._scratch_bytes
+        if capturing or None in kept:
+            needed += sum(size for size, found in zip(self._table_sizes, kept, strict=True) if found is None)
+            needed += _TICKET_BYTES if capturing and self._ticket else 0
+        results, places, keep = allocate(needed, capturing, held)
+        scratch = places.pop()
+        if self._zeroed:
+            for array, address in zip(self.results, places, strict=True):
+                zero(address, array.nbytes, stream)
+        addresses = [0, *inputs, *places, *[scratch + offset for offset in self._offsets]]
+        free = scratch + self._scratch_bytes
+        for table, size, found in zip(self._tables, self._table_sizes, kept, strict=True):
+            if found is None:
+                source = addresses[self._index["mask"]] if mask is None else table.source(mask, stream)
+                found = table.fill(source, free, stream)
+                free += size
+            addresses += found
+        if self._ticket:
+            addresses.append(_own_ticket(free, stream) if capturing else ticket_of(stream))
+        random = () if state is None else random_words(state)
+        for kernel in self._kernels:
+            kernel.launch(addresses, random, stream)
+        del keep
+        return results
+
+
+def _own_ticket(address: int, stream: Any) -> int:
+    """Make a ticket for a captured graph, which may be replayed beside other work of its stream."""
+    zero(address, _TICKET_BYTES, stream)
+    return address

@@ -1,0 +1,102 @@
+"""Records of launches without a GPU: whatever a kernel is given lies in the call's own memory."""
+
+import numpy as np
+import pytest
+
+from cuattn.cuda import backward, choice, forward, records
+from cuattn.cuda.merge import merge_record
+from cuattn.cuda.params import MAX_PARTS
+from cuattn.masks import BlockMask, ColumnMask
+from tests.cuda.cases import BF16, CASES, Case
+from tests.cuda.recording import BASE, MASK, TICKET, Launch, Zeroed, prepared
+from tests.cuda.recording import device as device
+
+SPLIT = Case("split", batch=(1,), heads=8, kv_heads=8, n_queries=1, n_keys=4096)
+LARGE = Case("large", heads=80, kv_heads=80, n_queries=256, n_keys=256, options={"is_causal": True})
+
+
+def pointers(launch):
+    """Yield every address in the argument of a launch, with its field."""
+
+    def walk(value, dtype, name):
+        if dtype.names:
+            for field in dtype.names:
+                yield from walk(value[field], dtype.fields[field][0], f"{name}.{field}")
+        elif dtype.base == np.uint64:
+            for address in np.ravel(value):
+                yield name, int(address)
+
+    argument = launch.argument
+    if argument.dtype.names:
+        yield from walk(argument, argument.dtype, launch.kernel)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "deterministic"])
+@pytest.mark.parametrize("case", [*CASES, SPLIT, LARGE], ids=lambda case: case.name)
+def test_a_captured_call_uses_its_arguments_and_one_piece_of_memory(case, direction, device):
+    more = {"deterministic": True} if direction == "deterministic" else {}
+    direction = "forward" if direction == "forward" else "backward"
+    if direction == "backward" and case.dtype.itemsize > 2 and max(case.head_dim, case.head_dim_v or 0) > 256:
+        pytest.skip("no backward kernel")
+    problem, operands, addresses = prepared(case, direction, **more)
+    made = choice.record(problem, operands)
+    sparse = operands.mask if isinstance(operands.mask, (ColumnMask, BlockMask)) else None
+    names = forward.INPUTS if direction == "forward" else backward.INPUTS
+    done, places = device.run(made, addresses, names, sparse, operands.rng, capturing=True)
+    vectors = range(MASK, MASK + 4 * (0 if sparse is None else sparse._array.nbytes))
+    written = set(addresses.values()) | {0}
+    for each in done:
+        if isinstance(each, Zeroed):
+            assert each.address >= BASE and each.address + each.size <= device.end
+            continue
+        for name, address in pointers(each):
+            assert address in written or address in vectors or BASE <= address < device.end, name
+    if direction == "forward" and done and isinstance(done[0], Launch):
+        outs = [
+            each.argument[name] for each in done for name in ("l_out", "m_out") if "l_out" in each.argument.dtype.names
+        ]
+        assert places[1:3] == (outs or [done[-1].argument[name]["data"] for name in "lm"])
+
+
+def test_warm_arguments_differ_in_addresses_alone(device):
+    case = next(case for case in CASES if case.name == "dropout")
+    problem, operands, addresses = prepared(case)
+    made = choice.record(problem, operands)
+    assert choice.record(problem, operands) is made
+    first = device.run(made, addresses, forward.INPUTS, None, operands.rng)[0][-1].argument
+    moved = {name: address + 4096 for name, address in addresses.items()}
+    second = device.run(made, moved, forward.INPUTS, None, operands.rng)[0][-1].argument
+    for name in first.dtype.names:
+        if name in "qkv":
+            assert second[name]["data"] == first[name]["data"] + 4096
+        else:
+            assert second[name].tobytes() == first[name].tobytes()
+
+
+def test_arrays_have_the_strides_of_contiguous_ones():
+    for shape in ((), (3,), (2, 3, 5), (4, 1, 0, 7)[:2]):
+        array = np.empty(shape, np.float32)
+        found = records.Array(shape, array.dtype)
+        assert (found.strides, found.nbytes, found.ndim) == (array.strides, array.nbytes, array.ndim)
+
+
+@pytest.mark.parametrize("count", [1, 2, MAX_PARTS, MAX_PARTS + 1, MAX_PARTS**2 + 1])
+def test_merge_reads_every_part_once(count, device):
+    made = merge_record(0, count, (2, 3, 8), BF16, np.dtype(np.float32))
+    names = [f"{name} {part}" for part in range(count) for name in "olm"]
+    done, places = device.run(made, {name: index + 1 for index, name in enumerate(names)}, names)
+    read = [int(address) for each in done for name in "olm" for address in each.argument[name] if address]
+    assert sorted(address for address in read if address < BASE) == list(range(1, 3 * count + 1))
+    outs = [[int(each.argument[name]) for name in ("o_out", "l_out", "m_out")] for each in done]
+    assert outs[-1] == places[:3]
+    assert sorted(address for address in read if address >= BASE) == sorted(
+        address for out in outs[:-1] for address in out
+    )
+    assert sum(int(each.argument["parts"]) for each in done) == count + len(outs) - 1
+    assert done[0].constants["part"] == done[-1].constants["out"] == "__nv_bfloat16"
+
+
+def test_ticket_is_the_streams_own(device):
+    problem, operands, addresses = prepared(LARGE)
+    (launch,), _ = device.run(choice.record(problem, operands), addresses, forward.INPUTS)
+    assert launch.path == "sm90/fwd.cu" and launch.argument["counters"] == TICKET

@@ -1,0 +1,137 @@
+"""What is remembered of a kind of call on a GPU, and what is looked at anew in each, without a GPU."""
+
+import contextlib
+import sys
+
+import numpy as np
+import pytest
+
+import cuattn
+from cuattn import dispatch, interop, masks
+from cuattn.errors import DtypeError
+from tests.cuda.recording import BASE, Stream
+from tests.cuda.recording import device as device
+
+
+def gpu_array(shape, dtype=np.float16, address=1 << 30, strides=None):
+    """Return a CuPy array over memory that is not there."""
+    cupy = pytest.importorskip("cupy")
+    memory = cupy.cuda.UnownedMemory(address, 1 << 20, None, 0)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+
+
+@pytest.fixture
+def calls(device, monkeypatch):
+    """Count how often a call is validated; nothing is computed, results are named by their place."""
+    pytest.importorskip("cupy")
+    validated = []
+
+    def validate(*arguments, **options):
+        validated.append(options)
+        return cuattn.problem.validate(*arguments, **options)
+
+    @contextlib.contextmanager
+    def scope(self):
+        yield
+
+    def allocator(self, wanted):
+        return lambda scratch_bytes, together, held: (list(wanted), [BASE] * (len(wanted) + 1), None)
+
+    monkeypatch.setattr(dispatch, "validate", validate)
+    monkeypatch.setattr(interop.Home, "scope", scope)
+    monkeypatch.setattr(interop.Home, "on_device", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(interop.Home, "stream", lambda self: Stream())
+    monkeypatch.setattr(interop.Home, "allocator", allocator)
+    monkeypatch.setattr(sys.modules["cuattn.cuda.tables"].MaskTables, "find", lambda *_: [0] * 5)
+    monkeypatch.setattr(interop, "_looks", {})
+    dispatch._slot.cache_clear()
+    yield validated
+    dispatch._slot.cache_clear()
+
+
+def test_a_warm_call_is_not_checked_again(calls, device):
+    q, k = gpu_array((2, 100, 64)), gpu_array((2, 80, 64))
+    first = [cuattn.forward(q, k, k) for _ in range(2)][-1]  # the first makes the type known, the second the call
+    assert len(calls) == 2
+    moved = gpu_array((2, 100, 64), address=1 << 31)
+    assert cuattn.forward(moved, k, k) == first == (((2, 100, 64), q.dtype), *2 * [((2, 100), np.float32)], None)
+    assert len(calls) == 2
+    assert device.done[-1].argument["q"]["data"] == 1 << 31
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options"),
+    [
+        ({"q": (2, 101, 64)}, {}),
+        ({"q": (2, 100, 64), "strides": (64, 1280, 2)}, {}),
+        ({"q": (2, 100, 64), "address": (1 << 30) + 8}, {}),
+        ({"q": (2, 100, 64)}, {"is_causal": "top_left"}),
+        ({"q": (2, 100, 64)}, {"scale": 1}),
+        ({"q": (2, 100, 64)}, {"mask": masks.full(100, 80)}),
+        ({"q": (2, 100, 64)}, {"kernel": "sm80"}),
+    ],
+)
+def test_what_looks_different_is_checked(calls, arrays, options):
+    k = gpu_array((2, 80, 64))
+    for _ in range(3):
+        cuattn.forward(gpu_array((2, 100, 64)), k, k, scale=1.0)
+    before = len(calls)
+    shape = arrays.pop("q")
+    for _ in range(3):
+        cuattn.forward(gpu_array(shape, **arrays), k, k, **{"scale": 1.0, **options})
+    assert len(calls) == before + 1
+
+
+def test_masks_of_one_layout_are_one_kind(calls):
+    q = gpu_array((2, 100, 64))
+    for mask in (masks.full(100), masks.causal(100), masks.sliding_window(100, 3)):
+        cuattn.forward(q, q, q, mask=mask)
+    assert len(calls) == 2
+
+
+def test_the_random_state_is_checked_in_every_call(calls):
+    q = gpu_array((2, 100, 64))
+    for _ in range(3):
+        cuattn.forward(q, q, q, rng=1)
+        assert cuattn.forward(q, q, q, dropout_p=0.5, rng=7).rng_state == (7, 0)
+    for dropped in (0.0, 0.5):
+        with pytest.raises(DtypeError, match="rng"):
+            cuattn.forward(q, q, q, dropout_p=dropped, rng="seed")
+    fwd = cuattn.forward(q, q, q, dropout_p=0.5)
+    back = fwd._replace(**{name: gpu_array(*given) for name, given in zip("olm", fwd[:3], strict=True)})
+    for _ in range(3):
+        cuattn.backward(back.o, q, q, q, back, dropout_p=0.5)
+    with pytest.raises(cuattn.errors.ArgumentError, match=r"fwd\.rng_state is None"):
+        cuattn.backward(back.o, q, q, q, back._replace(rng_state=None), dropout_p=0.5)
+
+
+def test_copied_arguments_are_not_remembered(calls, monkeypatch):
+    k, copy = gpu_array((2, 100, 64)), gpu_array((2, 100, 64), address=1 << 31)
+    monkeypatch.setattr(sys.modules["cuattn.problem.validate"], "_contiguous_last", lambda array: copy)
+    for count in range(1, 4):
+        cuattn.forward(k, k, k)
+        assert len(calls) == count
+
+
+def test_look_leaves_to_enter_what_needs_more_than_a_look():
+    torch = pytest.importorskip("torch")
+    look = interop.torch_tensors.Torch.look
+    x = torch.zeros(4, 6)
+    (found, none), addresses = look((x, None))
+    assert found == (x.dtype, x.shape, x.stride(), x.device, x.data_ptr() & 15) and none is None
+    assert addresses == [x.data_ptr(), 0]
+    subclass = type("Subclass", (torch.Tensor,), {})
+    negative = torch.zeros(4, dtype=torch.complex64).conj().imag
+    hidden = [
+        torch.zeros(4, requires_grad=True),
+        negative,
+        x.to_sparse(),
+        x.as_subclass(subclass),
+    ]
+    for value in hidden:
+        assert look((x, value)) is None
+    with torch.no_grad():
+        assert look((hidden[0],)) is not None
+    assert torch.func.vmap(lambda row: (look((row,)) is None) * row)(x + 1).any()
+    with torch.autograd.forward_ad.dual_level():
+        assert look((x,)) is None
