@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from cuattn import dispatch
-from cuattn.dispatch import compute, same_state
 from cuattn.errors import ArgumentError, DtypeError
 from cuattn.plans import Plan
 from cuattn.problem import unpack_part
@@ -161,7 +160,7 @@ def forward(
     >>> fwd.l, fwd.m
     (array([4., 4., 4., 4.], dtype=float32), array([4., 4., 4., 4.], dtype=float32))
     """
-    results, state = compute(
+    results, state = dispatch.compute(
         "forward",
         {"q": q, "k": k, "v": v, "bias": bias, "mask": mask},
         {
@@ -238,7 +237,7 @@ def backward(
     if not isinstance(fwd, (tuple, list)) or len(fwd) != 4:
         raise DtypeError(f"fwd is {type(fwd).__name__}; expected a Forward, or any (o, l, m, rng_state)")
     o, l, m, state = fwd
-    results, _ = compute(
+    results, _ = dispatch.compute(
         "backward",
         {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "do": do, "fwd.o": o, "fwd.l": l, "fwd.m": m},
         {
@@ -295,7 +294,7 @@ def merge(*parts: Forward) -> Forward:
     if not named:
         raise ArgumentError("merge got no parts; expected at least one Forward")
     states = [part[3] for part in unpacked]
-    state = states[0] if all(other is states[0] or same_state(other, states[0]) for other in states) else None
+    state = states[0] if all(other is states[0] or dispatch.same_state(other, states[0]) for other in states) else None
     return Forward(*dispatch.merge(named), state)
 
 
