@@ -154,6 +154,10 @@ class _Stack:
         self._steps: dict[tuple, _Step] = {}
         self.q = Rows(buffers, shape, problem.head_dim, plain=True)
         self.do = Rows(buffers, shape, problem.head_dim_v, plain=True)
+        for name in ("s", "dp"):  # once for all chunks
+            buffers.get(name, stack, blocks.chunk, blocks.keys, rows)
+        depth, width = problem.head_dim, problem.head_dim_v
+        buffers.get("parts", stack, blocks.chunk, max(blocks.keys * max(depth, width), rows * depth))
         self.dq = buffers.new(stack, rows, problem.head_dim)
         self.dq_chunk = buffers.new(stack, rows, problem.head_dim)
         self.add_dq = partial(np.add, self.dq, self.dq_chunk, self.dq)

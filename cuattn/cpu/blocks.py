@@ -17,7 +17,6 @@ _COLUMNS = 6  # that the inner loop of those products takes at once, with vector
 _FIRST_CACHE = 40_000  # bytes of it that a tile of queries may take
 _FEWEST_KEYS = 48  # with many dimensions a product is large anyway
 _CHUNK_BYTES = 7 << 17  # of the scores of a chunk, which stay in a second-level cache
-_PANEL_BYTES = 12 << 20  # the copies of keys and of values that a thread keeps, each
 
 
 class _Limits(NamedTuple):
@@ -28,12 +27,13 @@ class _Limits(NamedTuple):
     stack: int  # row tiles, where all of a head see the same
     turns: int  # row tiles of an item of work, where they do not
     team: int  # heads
+    panel_bytes: int  # the copies of keys and of values that a thread keeps, each
 
 
 # 64 rows are what a product of transposed scores keeps in the first-level cache while it takes all columns of values.
-_FORWARD = _Limits((64, 64), 128, 8, 2, 8)
+_FORWARD = _Limits((64, 64), 128, 8, 2, 8, 20 << 20)
 # With 64 dimensions and 128 rows 112 keys are the most that make a small product.
-_BACKWARD = _Limits((128, 64), 112, 4, 1, 4)
+_BACKWARD = _Limits((128, 64), 112, 4, 1, 4, 12 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,13 @@ def choose(problem: Problem, operands: Operands) -> Blocks:
         limit = 128 if limit == 128 and operands.mask.block_n % 128 == 0 else 64  # no tile across two blocks
     keys = _even(problem.n_keys, limit)
     row_tiles, key_tiles = (max(1, -(-n // size)) for n, size in ((problem.n_queries, rows), (problem.n_keys, keys)))
-    fitting = _PANEL_BYTES // (key_tiles * keys * depth * itemsize)  # heads whose keys a thread can hold
+    fitting = limits.panel_bytes // (key_tiles * keys * depth * itemsize)  # heads whose keys a thread can hold
     team = 1 if plain else _team(problem, operands, limits.team, fitting)
     stack = min(limits.stack if plain else limits.turns, row_tiles)
     together = stack if plain else team
     chunk = max(1, min(key_tiles, _CHUNK_BYTES // (together * rows * keys * itemsize)))
     chunk = -(-key_tiles // -(-key_tiles // chunk))
-    panel = max(1, _PANEL_BYTES // (keys * depth * itemsize * chunk)) * chunk
+    panel = max(1, limits.panel_bytes // (keys * depth * itemsize * chunk)) * chunk
     return Blocks(rows, keys, stack, team, chunk, min(panel, -(-key_tiles // chunk) * chunk), row_tiles, key_tiles)
 
 

@@ -171,6 +171,9 @@ class _Stack:
         self.sums = buffers.new(members, blocks.key_tiles, 1, rows)  # of exponentials, by tile
         self.highest = buffers.new(members, LANES * rows)  # of each row the highest scores, among every LANES keys
         self.here = buffers.new(members if self.together else shape.heads, LANES * rows)  # in a chunk
+        passing, parts = len(self.here), 1 if self.together else blocks.chunk
+        buffers.get("s", passing, blocks.chunk, blocks.keys, rows)  # once for all chunks
+        buffers.get("weighed", passing, parts, problem.head_dim_v, rows)
         self.reference = buffers.new(members, rows)
         self.seen = np.empty((members, rows), bool)  # rows that have seen a key
         if self.together:
@@ -273,9 +276,10 @@ class _Worker:
             below[unseen] = 1
         np.divide(stack.o, below[:, None], out=stack.o)
         by_tile = stack.o.reshape(heads, tiles, self._problem.head_dim_v, height).swapaxes(2, 3)
-        for n in range(tiles):
-            target = o[:, n * height : (n + 1) * height]
-            target[...] = by_tile[:, n, : target.shape[1]]
+        whole, rest = divmod(l.shape[1], height)
+        o[:, : whole * height].reshape(heads, whole, *by_tile.shape[2:])[...] = by_tile[:, :whole]
+        if rest:
+            o[:, whole * height :] = by_tile[:, whole, :rest]
 
         def of_rows(x: np.ndarray) -> np.ndarray:
             """Return x, (members, rows), as (heads, count)."""
