@@ -5,6 +5,7 @@
 
 float32, 8 heads, N = 4096, d = 64, both with as many threads as the machine has cores.  PyTorch takes a mask as a
 dense boolean matrix.  Results are compared before anything is timed; rivals run in turn, all samples are kept.
+cuattn alone is timed at N = 16384, too, to see whether its time under a mask follows the visible tiles.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from bench.mask_samples import column_mask, samples  # noqa: E402
 RESULTS = ROOT / "bench" / "results"
 HEADS, N, D = 8, 4096, 64
 MASKS = (None, "causal_document", "sliding_window", "share_question")
-MEMORY_N = 16384
+LONG_N = 16384
+LONG_REPEATS = 3
 
 
 def mask_of(kind: str | None, n: int = N):
@@ -107,10 +109,31 @@ def measure(repeats: int) -> list[dict]:
     return rows
 
 
+def measure_long(repeats: int) -> list[dict]:
+    """Time cuattn at N = 16384 under every mask; return one row per mask and direction."""
+    rng = np.random.default_rng(2)
+    q, k, v, do = (rng.standard_normal((HEADS, LONG_N, D), np.float32) for _ in range(4))
+    masks = {kind: mask_of(kind, LONG_N) for kind in MASKS}
+    samples = {(kind, name): [] for kind in MASKS for name in ("forward", "forward+backward")}
+    for _ in range(repeats):
+        for kind, mask in masks.items():
+            begin = time.perf_counter()
+            fwd = cuattn.forward(q, k, v, mask=mask)
+            middle = time.perf_counter()
+            cuattn.backward(do, q, k, v, fwd, mask=mask)
+            samples[kind, "forward"].append(middle - begin)
+            samples[kind, "forward+backward"].append(time.perf_counter() - begin)
+    rhos = {kind: 0.0 if mask is None else mask.block_sparsity(128, 128) for kind, mask in masks.items()}
+    return [
+        {"mask": kind or "none", "direction": direction, "n": LONG_N, "rho": rhos[kind], "seconds": {"cuattn": seconds}}
+        for (kind, direction), seconds in samples.items()
+    ]
+
+
 def memory() -> dict[str, float]:
     """Return the peak of memory beyond arguments and results at N = 16384, in MB per thread."""
     rng = np.random.default_rng(1)
-    q, k, v, do = (rng.standard_normal((2, MEMORY_N, D), np.float32) for _ in range(4))
+    q, k, v, do = (rng.standard_normal((2, LONG_N, D), np.float32) for _ in range(4))
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     peaks = {}
     fwd = cuattn.forward(q, k, v)
@@ -165,8 +188,21 @@ def show(report: dict) -> None:
         table.add_row(*cells, f"{theirs / ours:.2f}")
     console = Console()
     console.print(table)
+    console.print(shares(report))
     for name, megabytes in report["memory_mb_per_thread"].items():
-        console.print(f"peak memory of a {name} at N = {MEMORY_N}: {megabytes:.1f} MB per thread")
+        console.print(f"peak memory of a {name} at N = {LONG_N}: {megabytes:.1f} MB per thread")
+
+
+def shares(report: dict) -> Table:
+    """Return the table of cuattn's time under each mask, as a share of its time without, beside the visible tiles."""
+    table = Table("mask", "direction", "N", "visible tiles", "time / unmasked")
+    for rows, n in ((report["rows"], N), (report["long_rows"], LONG_N)):
+        unmasked = {row["direction"]: best(row, "cuattn") for row in rows if row["mask"] == "none"}
+        for row in rows:
+            if row["mask"] != "none":
+                share = best(row, "cuattn") / unmasked[row["direction"]]
+                table.add_row(row["mask"], row["direction"], str(n), f"{1 - row['rho']:.3f}", f"{share:.3f}")
+    return table
 
 
 def plot(report: dict, path: Path) -> None:
@@ -204,7 +240,12 @@ def main() -> int:
     if options.plot:
         report = json.loads(path.read_text())
     else:
-        report = {"environment": environment(), "rows": measure(options.repeats), "memory_mb_per_thread": memory()}
+        report = {
+            "environment": environment(),
+            "rows": measure(options.repeats),
+            "long_rows": measure_long(LONG_REPEATS),
+            "memory_mb_per_thread": memory(),
+        }
         path.write_text(json.dumps(report, indent=1) + "\n")
     show(report)
     plot(report, RESULTS / "cpu.png")
