@@ -41,7 +41,7 @@ __device__ __forceinline__ Head head_of(const Elem* q, const Elem* k, const Elem
 
 template <int rows>
 __device__ __forceinline__ void load_rows(u32 shared, const Elem* from) {
-    load_tile<Elem, rows, d, threads, 16>(shared, from, d, d, [](i32) { return true; });
+    load_tile<Elem, rows, d, threads, 16>(shared, from, d, d, [](i32) { return true; }, threadIdx.x);
 }
 
 // k and v of block_n keys, one behind the other: line 6.

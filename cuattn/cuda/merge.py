@@ -111,5 +111,5 @@ def add_merge(
         for place, (name, size) in enumerate(zip(stacked, sizes, strict=False))
     ]
     kernel = function(device, "util/merge.cu", "attention_merge", constants)
-    grid = (-(-rows * row_warps // _WARPS),)
+    grid = (-(-rows * row_warps // _WARPS), max(-(-columns // 32), 1) if row_warps > 1 else 1)
     record.add(kernel, grid, 32 * _WARPS, MERGE_PARAMS, values, slots, runs=runs)

@@ -15,9 +15,12 @@ CUDA_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "floa
 _MASK_CODES = {None: 0, "column": 1, "block": 2, "dense": 3}
 _MAX_LENGTH = 2**30  # rows and keys are counted in 32 bits, with room for the band's arithmetic
 _MAX_PARTS = 64
+_STREAMS = 4  # blocks of few rows side by side on a multiprocessor, or teams of one such block
+_STREAM_KEYS = 32  # keys per tile of such a block
 _MIN_SPLIT_TILES = 4  # a part of the key axis shorter than this costs more in merging than it gains
 _KB = 1024
 _PADDING = {2: 32, 8: 16}  # element bytes -> elements: rows of a tile in shared memory are multiples of this
+_DEPOSIT_KEYS = 16384  # beyond this, sums over keys in float32 are moved to memory now and then
 _SEGMENT = 128  # float32 is split into halves by segments of a row (kernels/attn/split_f32.cuh)
 
 
@@ -61,8 +64,10 @@ def _row_tile(problem: Problem, tile: Tile, pack: int) -> Tile:
     block_m = next(size for size in (16, 32, 64) if rows <= size or size == 64)
     if block_m >= tile.block_m:
         return tile
-    # Such a block streams keys and values; a deeper pipeline keeps the memory busy.
-    return tile._replace(block_m=block_m, warps=block_m // 16, stages=max(tile.stages, 3), min_blocks=1)
+    # Such a block streams keys and values; a deeper pipeline keeps the memory busy, and small tiles many warps.
+    many = problem.n_keys >= 2 * _MIN_SPLIT_TILES * tile.block_n
+    block_n = min(tile.block_n, _STREAM_KEYS) if many else tile.block_n
+    return Tile(block_m, block_n, block_m // 16, stages=max(tile.stages, 3), min_blocks=1)
 
 
 def _heavy(problem: Problem) -> bool:
@@ -107,21 +112,47 @@ def tile_of(problem: Problem, card: Card) -> tuple[Tile, int, int, int]:
     return tile, pack, head_dim, head_dim_v
 
 
-def _splits(problem: Problem, tile: Tile, card: Card, pack: int, shared_bytes: int, head_dim_v: int) -> tuple[int, int]:
-    """Return the parts of the key axis and the key tiles in each, so that a few rows still fill the card."""
-    key_tiles = -(-problem.n_keys // tile.block_n)
+def _blocks(problem: Problem, tile: Tile, pack: int) -> int:
+    """Return the blocks of one part of the key axis."""
     row_tiles = -(-problem.n_queries * pack // tile.block_m)
-    blocks = int(np.prod(problem.batch, dtype=np.int64)) * (problem.heads // pack) * row_tiles
-    per_multiprocessor = max(tile.min_blocks, min(4, (card.shared_bytes + _KB) // (shared_bytes + _KB)))
+    return int(np.prod(problem.batch, dtype=np.int64)) * (problem.heads // pack) * row_tiles
+
+
+def _teams(problem: Problem, tile: Tile, card: Card, pack: int, head_dim: int, head_dim_v: int) -> int:
+    """Return how many warps of a block divide the keys among them: enough that few blocks keep the memory busy."""
+    key_tiles = -(-problem.n_keys // tile.block_n)
+    if problem.dtype.itemsize != 2 or tile.warps > 1 or problem.head_dim_v > head_dim_v:
+        return 1
+    teams = _STREAMS
+    while teams > 1 and (
+        _blocks(problem, tile, pack) * teams > _STREAMS * card.multiprocessors
+        or key_tiles < 2 * _MIN_SPLIT_TILES * teams
+        or _shared_bytes(problem, tile, head_dim, head_dim_v, teams) > card.shared_bytes - _KB
+    ):
+        teams //= 2
+    return teams
+
+
+def _splits(
+    problem: Problem, tile: Tile, card: Card, pack: int, shared_bytes: int, head_dim_v: int, teams: int
+) -> tuple[int, int]:
+    """Return the parts of the key axis among blocks, and the key tiles of each team, so that few rows fill the card."""
+    key_tiles = -(-problem.n_keys // tile.block_n)
+    blocks = _blocks(problem, tile, pack)
+    per_multiprocessor = max(tile.min_blocks, min(_STREAMS, (card.shared_bytes + _KB) // (shared_bytes + _KB)))
     slots = card.multiprocessors * per_multiprocessor
-    if blocks == 0 or 2 * blocks > slots or key_tiles < 2 * _MIN_SPLIT_TILES or problem.head_dim_v > head_dim_v:
-        return 1, key_tiles
-    parts = min(slots // blocks, key_tiles // _MIN_SPLIT_TILES, _MAX_PARTS)
-    split_tiles = -(-key_tiles // parts)
-    return -(-key_tiles // split_tiles), split_tiles
+    if blocks == 0 or 2 * blocks > slots or key_tiles < 2 * _MIN_SPLIT_TILES * teams or problem.head_dim_v > head_dim_v:
+        return 1, -(-key_tiles // teams)
+    parts = min(slots // blocks, key_tiles // (_MIN_SPLIT_TILES * teams), _MAX_PARTS)
+    split_tiles = -(-key_tiles // (parts * teams))
+    return -(-key_tiles // (split_tiles * teams)), split_tiles
 
 
-def _shared_bytes(problem: Problem, tile: Tile, head_dim: int, head_dim_v: int) -> int:
+def _deposits(problem: Problem) -> bool:
+    return problem.dtype.itemsize == 4 and problem.n_keys > _DEPOSIT_KEYS
+
+
+def _shared_bytes(problem: Problem, tile: Tile, head_dim: int, head_dim_v: int, teams: int = 1) -> int:
     size = problem.dtype.itemsize
 
     def row_bytes(columns: int) -> int:
@@ -129,7 +160,8 @@ def _shared_bytes(problem: Problem, tile: Tile, head_dim: int, head_dim_v: int) 
         return columns * size + exponents
 
     key = row_bytes(head_dim) + row_bytes(head_dim_v) + (16 if problem.mask == "column" else 0)
-    return tile.block_m * row_bytes(head_dim) + tile.stages * tile.block_n * key
+    maxima = 4 * tile.block_m if _deposits(problem) else 0
+    return tile.block_m * row_bytes(head_dim) + teams * tile.stages * tile.block_n * key + maxima
 
 
 @functools.lru_cache(maxsize=1024)
@@ -155,8 +187,9 @@ def forward_plan(problem: Problem, card: Card, load_bytes: int = 16) -> Plan:
     """
     check_limits(problem)
     tile, pack, head_dim, head_dim_v = tile_of(problem, card)
-    shared = _shared_bytes(problem, tile, head_dim, head_dim_v)
-    splits, _ = _splits(problem, tile, card, pack, shared, head_dim_v)
+    teams = _teams(problem, tile, card, pack, head_dim, head_dim_v)
+    shared = _shared_bytes(problem, tile, head_dim, head_dim_v, teams)
+    splits, _ = _splits(problem, tile, card, pack, shared, head_dim_v, teams)
     size = problem.dtype.itemsize
     acc = CUDA_TYPES[problem.stat_dtype.name]
     out = problem.stat_dtype if splits > 1 else problem.out_dtype
@@ -172,6 +205,7 @@ def forward_plan(problem: Problem, card: Card, load_bytes: int = 16) -> Plan:
         "block_m": tile.block_m,
         "block_n": tile.block_n,
         "warps": tile.warps,
+        "teams": teams,
         "stages": tile.stages,
         "min_blocks": tile.min_blocks,
         "load_bytes": max(load_bytes, min(size, 8)),
@@ -184,6 +218,7 @@ def forward_plan(problem: Problem, card: Card, load_bytes: int = 16) -> Plan:
         "band_right": band is not None and band.right is not None,
         "mask": mask_code(problem),
         "split": splits > 1,
+        "deposits": _deposits(problem),
         "tf32": problem.precision == "tf32",
     }
     rows = int(np.prod(problem.stat_shape, dtype=np.int64))
@@ -193,7 +228,7 @@ def forward_plan(problem: Problem, card: Card, load_bytes: int = 16) -> Plan:
         direction="forward",
         block_m=tile.block_m,
         block_n=tile.block_n,
-        workers=tile.warps,
+        workers=tile.warps * teams,
         smem_bytes=shared,
         workspace_bytes=splits * rows * (problem.head_dim_v + 2) * stat if splits > 1 else 0,
         reason=f"portable tensor-core kernel, {card.arch}",
@@ -216,7 +251,8 @@ def _notes(problem: Problem, splits: int, pack: int, load_bytes: int) -> tuple[s
 def grid_of(problem: Problem, plan: Plan, card: Card) -> dict[str, int]:
     """Return the counts that a forward is launched with: row_tiles, key_tiles, splits, split_tiles, section, chunks."""
     tile, pack, _, head_dim_v = tile_of(problem, card)
-    splits, split_tiles = _splits(problem, tile, card, pack, plan.smem_bytes, head_dim_v)
+    teams = plan.workers // tile.warps
+    splits, split_tiles = _splits(problem, tile, card, pack, plan.smem_bytes, head_dim_v, teams)
     ordered = problem.mask == "column" or problem.band is not None
     kv_bytes = problem.n_keys * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize / problem.group * pack
     section = max(int(card.l2_bytes // 2 // max(kv_bytes, 1)), 1) if ordered else 1

@@ -20,6 +20,8 @@ __device__ __forceinline__ Acc infinity() {
 
 __device__ __forceinline__ float max_of(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double max_of(double a, double b) { return fmax(a, b); }
+__device__ __forceinline__ float size_of(float x) { return fabsf(x); }
+__device__ __forceinline__ double size_of(double x) { return fabs(x); }
 __device__ __forceinline__ float fma_of(float a, float b, float c) { return fmaf(a, b, c); }
 __device__ __forceinline__ double fma_of(double a, double b, double c) { return fma(a, b, c); }
 
@@ -27,22 +29,9 @@ __device__ __forceinline__ double fma_of(double a, double b, double c) { return 
 __device__ __forceinline__ float product_of(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double product_of(double a, double b) { return __dmul_rn(a, b); }
 
-__device__ __forceinline__ float exp2_of(float x) { return ptx::ex2(x); }
-
-// 2^x for x <= 0, error < 1 ulp; 0 where x < -1022.  2^(x - n) = 1 + f q(f) with f in [-1/2, 1/2], q of degree 10 minimax (2e-17).
-__device__ __forceinline__ double exp2_of(double x) {
-    constexpr double coefficients[] = {4.4549605981865186e-10, 7.072585949269223e-09, 1.0178062445845774e-07, 1.321544258792169e-06,
-                                       1.525273382983612e-05,  0.0001540353044173605, 0.0013333558146416936,  0.009618129107606888,
-                                       0.0555041086648216,     0.24022650695910097,   0.6931471805599453};
-    constexpr double magic = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer, kept in the low bits
-    const bool tiny = x < -1022.0;
-    const double clamped = tiny ? 0.0 : x, shifted = clamped + magic, f = clamped - (shifted - magic);
-    const double power = __hiloint2double(tiny ? 0 : (__double2loint(shifted) + 1023) << 20, 0);  // 2^n
-    double q = coefficients[0];
-#pragma unroll
-    for (int i = 1; i < 11; ++i) q = fma(q, f, coefficients[i]);
-    return fma(f * q, power, power);
-}
+// a - b with a rounded first, even where it is a product: what it is compared with was rounded too.
+__device__ __forceinline__ float rounded_difference(float a, float b) { return __fadd_rn(a, -b); }
+__device__ __forceinline__ double rounded_difference(double a, double b) { return __dadd_rn(a, -b); }
 
 // Factor from scores to exponents of 2, as a sum of two numbers: rounded to one, its error would be common to all terms of a row.
 // Both are positive, so that -inf stays -inf.
@@ -60,6 +49,7 @@ struct Log2Factor {
             return {hi, fmaxf(static_cast<float>(factor - hi), 1e-30f)};
         }
     }
+    __device__ __forceinline__ static Log2Factor of_e() { return make(kLog2e, kLog2eRest); }
     __device__ __forceinline__ static Log2Factor of_scale(double scale) {
         const double factor = scale * kLog2e;
         return make(factor, fma(scale, kLog2e, -factor) + scale * kLog2eRest);
@@ -73,7 +63,28 @@ __device__ __forceinline__ float exp2_product(float x, const Log2Factor<float>& 
     const float rest = fmaf(x, factor.lo, fmaf(x, factor.hi, -y));  // NaN for -inf, where the result is 0
     return result == 0.f ? 0.f : fmaf(result, rest * 0.69314718f, result);
 }
-__device__ __forceinline__ double exp2_product(double x, const Log2Factor<double>& factor) { return exp2_of(factor(x)); }
+
+// 0 where x factor < -1022.  2^(n + f) = 2^n (1 + f q(f)) with n the nearest integer, so that f, in [-1/2, 1/2], has all of the product's
+// digits; q of degree 10 minimax (2e-17).
+__device__ __forceinline__ double exp2_product(double x, const Log2Factor<double>& factor) {
+    constexpr double coefficients[] = {4.4549605981865186e-10, 7.072585949269223e-09, 1.0178062445845774e-07, 1.321544258792169e-06,
+                                       1.525273382983612e-05,  0.0001540353044173605, 0.0013333558146416936,  0.009618129107606888,
+                                       0.0555041086648216,     0.24022650695910097,   0.6931471805599453};
+    constexpr double magic = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer, kept in the low bits
+    const double product = x * factor.hi;
+    const bool tiny = product < -1022.0;
+    const double clamped = tiny ? 0.0 : x, shifted = (tiny ? 0.0 : product) + magic;
+    const double f = fma(clamped, factor.lo, fma(clamped, factor.hi, magic - shifted));
+    const double power = __hiloint2double(tiny ? 0 : (__double2loint(shifted) + 1023) << 20, 0);  // 2^n
+    double q = coefficients[0];
+#pragma unroll
+    for (int i = 1; i < 11; ++i) q = fma(q, f, coefficients[i]);
+    return fma(f * q, power, power);
+}
+
+// The same for the terms of a sum: float32 with the rounding error of the product.
+__device__ __forceinline__ float exp2_term(float x, const Log2Factor<float>& factor) { return ptx::ex2(factor(x)); }
+__device__ __forceinline__ double exp2_term(double x, const Log2Factor<double>& factor) { return exp2_product(x, factor); }
 
 // tanh as exact as Elem's own rounding deserves: bfloat16 takes the hardware's (2^-11), float16 needs about 2^-22.
 template <class Elem>

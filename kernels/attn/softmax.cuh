@@ -47,7 +47,8 @@ struct SoftmaxRows {
                 top = max_of(top, __shfl_xor_sync(~0u, top, 1));
                 top = max_of(top, __shfl_xor_sync(~0u, top, 2));
                 const Acc step = m[mt][h] - finite(top);
-                alpha[mt][h] = exp2_of(fused ? step * to_log2.hi : to_log2(step));
+                if constexpr (fused) alpha[mt][h] = ptx::ex2(step * to_log2.hi);
+                else alpha[mt][h] = exp2_term(step, to_log2);
                 changed |= top != m[mt][h];
                 m[mt][h] = top;
             }
@@ -78,7 +79,7 @@ struct SoftmaxRows {
                 for (int e = 0; e < 4; ++e) {
                     Acc& x = s[mt][2 * c + e / 2][2 * h + e % 2];
                     if constexpr (fused) x = ptx::ex2(fmaf(x, to_log2.hi, -shift));
-                    else x = exp2_of(to_log2(x - shift));
+                    else x = exp2_term(x - shift, to_log2);
                     if constexpr (corrected) sum += x;
                     else l[mt][h] += x;
                 }

@@ -67,15 +67,15 @@ constexpr int unrolled_steps(int steps, int element_bytes) {
     return steps <= 16 && element_bytes < 8 ? steps : 8;
 }
 
-// Copies a tile of `rows` x `cols` elements, all threads together.  source(row) is the row's first element, or null for a row of
+// Copies a tile of `rows` x `cols` elements, `threads` threads together, of which this is number `thread`.  source(row) is the row's first element, or null for a row of
 // zeros; `any` is an address that may be named (not read) instead.  n_cols <= cols columns exist.
 template <class Elem, int rows, int cols, int threads, int load_bytes, class Source>
-__device__ __forceinline__ void gather_tile(u32 shared, const Elem* any, i32 n_cols, const Source& source) {
+__device__ __forceinline__ void gather_tile(u32 shared, const Elem* any, i32 n_cols, const Source& source, u32 thread) {
     constexpr int chunks = cols * sizeof(Elem) / 16, total = rows * chunks, steps = (total + threads - 1) / threads;
     constexpr int unrolled = unrolled_steps(steps, sizeof(Elem));
 #pragma unroll unrolled
     for (int step = 0; step < steps; ++step) {
-        const int index = threadIdx.x + step * threads;
+        const int index = thread + step * threads;
         if (total % threads != 0 && index >= total) break;
         const int row = index / chunks, chunk = index % chunks;
         const Elem* from = source(row);
@@ -87,11 +87,11 @@ __device__ __forceinline__ void gather_tile(u32 shared, const Elem* any, i32 n_c
 
 // The same for rows at a fixed stride (elements) from `from`, without holding an address per row; live(row) says which exist.
 template <class Elem, int rows, int cols, int threads, int load_bytes, class Live>
-__device__ __forceinline__ void load_tile(u32 shared, const Elem* from, i64 stride, i32 n_cols, const Live& live) {
+__device__ __forceinline__ void load_tile(u32 shared, const Elem* from, i64 stride, i32 n_cols, const Live& live, u32 thread) {
     constexpr int chunks = cols * sizeof(Elem) / 16;
     if constexpr (threads % chunks == 0 && rows % (threads / chunks) == 0) {
         constexpr int rows_per_step = threads / chunks;
-        const int row = threadIdx.x / chunks, chunk = threadIdx.x % chunks;
+        const int row = thread / chunks, chunk = thread % chunks;
         const i32 whole = chunk_bytes<Elem, cols>(chunk, n_cols);
         const u8* bytes = reinterpret_cast<const u8*>(from + row * stride) + chunk * 16;
         const i64 advance = stride * static_cast<i64>(rows_per_step * sizeof(Elem));
@@ -103,6 +103,6 @@ __device__ __forceinline__ void load_tile(u32 shared, const Elem* from, i64 stri
             bytes += advance;
         }
     } else {
-        gather_tile<Elem, rows, cols, threads, load_bytes>(shared, from, n_cols, [&](i32 row) { return live(row) ? from + row * stride : nullptr; });
+        gather_tile<Elem, rows, cols, threads, load_bytes>(shared, from, n_cols, [&](i32 row) { return live(row) ? from + row * stride : nullptr; }, thread);
     }
 }

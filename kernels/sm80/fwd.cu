@@ -3,11 +3,13 @@
 // One block works on block_m query rows of one head and streams the key tiles in descending order; each warp owns
 // block_m / warps rows.  Grid: x = row tiles x heads x batch, y = splits of the key axis, z = column chunks of v.
 //
+// With cfg::teams > 1 (of a warp each) every team has a part of the key axis to itself; their results are combined at the end.
 // With cfg::pack > 1 the rows of a tile are (query row, head of the group) pairs, so that the heads that share k and v read them once.
 //
 //   shared memory        bytes (float32 has 4 more per row and 128 columns: attn/split_f32.cuh)
 //   q                    block_m * head_dim * sizeof(elem)
-//   stages x { k, v }    block_n * (head_dim + head_dim_v) * sizeof(elem), and block_n * 16 with a column mask
+//   teams x stages x { k, v }   block_n * (head_dim + head_dim_v) * sizeof(elem), and block_n * 16 with a column mask
+//   maxima               block_m * 4, if cfg::deposits
 #include "attn/config.cuh"
 #include "attn/mask.cuh"
 #include "attn/mma_f32.cuh"
@@ -23,10 +25,20 @@ using Acc = cfg::acc;
 using Product = Mma<Elem>;
 using Q = Product::QRows<m_tiles, cfg::head_dim>;
 
+static_assert(cfg::teams == 1 || cfg::warps == 1, "a team is a warp");
+constexpr u32 ring_bytes = cfg::stages * stage_bytes;  // of a team
 constexpr int older_tiles = cfg::stages > 1 ? cfg::stages - 2 : 0;  // copies that may be under way when the oldest must have arrived
 using Softmax = SoftmaxRows<Acc, m_tiles, sizeof(Elem) == 2>;
 
-// What one block works on; kept in shared memory, since registers are short and most of it is needed rarely.
+__device__ __forceinline__ u32 team() { return cfg::teams == 1 ? 0 : threadIdx.x / threads; }
+__device__ __forceinline__ u32 thread() { return cfg::teams == 1 ? threadIdx.x : threadIdx.x % threads; }  // of the team
+__device__ __forceinline__ u32 warp() { return cfg::teams == 1 ? threadIdx.x / 32 : 0; }
+__device__ __forceinline__ void sync_team() {
+    if constexpr (cfg::teams == 1) __syncthreads();
+    else __syncwarp();
+}
+
+// What one team works on; kept in shared memory, since registers are short and most of it is needed rarely.
 struct Work {
     MaskPlace mask;
     i64 bias_offset;
@@ -61,8 +73,9 @@ __device__ __forceinline__ void locate(const Params& p, Work& w) {
     w.row0 = tile * cfg::block_m;
     w.mask.rows = {w.row0 / cfg::pack, min((w.row0 + cfg::block_m - 1) / cfg::pack + 1, p.n_queries), tile};
     w.to_log2 = Log2Factor<Acc>::of_scale(cfg::prescaled ? 1.0 : p.scale);
-    const i32 tile_begin = cfg::split ? blockIdx.y * p.split_tiles : 0;
-    w.tile_end = cfg::split ? min(tile_begin + p.split_tiles, p.key_tiles) : p.key_tiles;
+    constexpr bool divided = cfg::split || cfg::teams > 1;
+    const i32 tile_begin = divided ? static_cast<i32>(blockIdx.y * cfg::teams + team()) * p.split_tiles : 0;
+    w.tile_end = divided ? min(tile_begin + p.split_tiles, p.key_tiles) : p.key_tiles;
     w.mask.lowest = max(tile_begin, band_first(p, w.mask.rows) / cfg::block_n);
     if constexpr (cfg::dropout != 0) w.stream = random_stream(p.dropout, w.ib, w.head);
 }
@@ -71,12 +84,12 @@ __device__ __forceinline__ void load_q(const Params& p, const Work& w, u32 share
     const i32 cols = cfg::exact ? cfg::head_dim : p.head_dim;
     if constexpr (cfg::pack == 1) {
         load_tile<Elem, cfg::block_m, cfg::head_dim, threads, cfg::load_bytes>(shared, w.q + w.row0 * p.q.row, p.q.row, cols,
-                                                                            [&](i32 r) { return w.row0 + r < p.n_queries; });
+                                                                            [&](i32 r) { return w.row0 + r < p.n_queries; }, thread());
     } else {
         gather_tile<Elem, cfg::block_m, cfg::head_dim, threads, cfg::load_bytes>(shared, w.q, cols, [&](i32 r) {
             const i32 row = (w.row0 + r) / cfg::pack, head = (w.row0 + r) % cfg::pack;
             return row < p.n_queries ? w.q + row * p.q.row + head * p.q.head : nullptr;
-        });
+        }, thread());
     }
 }
 
@@ -84,7 +97,7 @@ __device__ __forceinline__ void load_q(const Params& p, const Work& w, u32 share
 __device__ __forceinline__ void load_kv(const Params& p, const Work& w, Tile tile, u32 shared) {
     const i32 first = tile.n() * cfg::block_n;
     load_tile<Elem, cfg::block_n, cfg::head_dim, threads, cfg::load_bytes>(shared, w.k + first * p.k.row, p.k.row, cfg::exact ? cfg::head_dim : p.head_dim,
-                                                                        [&](i32 r) { return first + r < p.n_keys; });
+                                                                        [&](i32 r) { return first + r < p.n_keys; }, thread());
     const i32 v_cols = cfg::exact ? cfg::head_dim_v : p.head_dim_v - static_cast<i32>(blockIdx.z) * cfg::head_dim_v;
     load_tile<Elem, cfg::block_n, cfg::head_dim_v, threads, cfg::load_bytes>(shared + k_bytes, w.v + first * p.v.row, p.v.row, v_cols, [&](i32 r) {
         const i32 key = first + r;
@@ -94,10 +107,10 @@ __device__ __forceinline__ void load_kv(const Params& p, const Work& w, Tile til
             if (tile.dead()) live = live && key_alive(p, w.mask.instance, key);
         }
         return live;
-    });
+    }, thread());
     if constexpr (cfg::mask == kMaskColumn) {
         const int4* cols = p.table.cols + w.mask.instance * p.table.keys_padded + first;
-        for (int r = threadIdx.x; tile.partial() && r < cfg::block_n; r += threads) {
+        for (int r = thread(); tile.partial() && r < cfg::block_n; r += threads) {
             ptx::cp_async<16>(shared + k_bytes + v_bytes + r * 16, cols + r, 16);
         }
     }
@@ -105,7 +118,7 @@ __device__ __forceinline__ void load_kv(const Params& p, const Work& w, Tile til
 
 // This lane's query row in half h of row tile mt; past the last row, the last.
 __device__ __forceinline__ i32 row_of(const Params& p, const Work& w, int mt, int h) {
-    const i32 row = w.row0 + static_cast<i32>(threadIdx.x / 32) * warp_rows + mt * 16 + h * 8 + (threadIdx.x % 32) / 4;
+    const i32 row = w.row0 + static_cast<i32>(warp()) * warp_rows + mt * 16 + h * 8 + (threadIdx.x % 32) / 4;
     return min(row / cfg::pack, p.n_queries - 1);
 }
 
@@ -154,7 +167,7 @@ __device__ __forceinline__ void prepare_kv(u32 shared, i32 thread, int part = 0,
 __device__ __forceinline__ void attend(const Params& p, const Work& w, Tile tile, u32 shared, u32 next, const Q& q,
                                        Softmax& rows, Acc (&o)[m_tiles][v_tiles][4]) {
     const u32 lane = threadIdx.x % 32;
-    const i32 thread = Product::prepares ? ptx::opaque(static_cast<i32>(threadIdx.x)) : 0;  // its addresses are not kept in registers
+    const i32 own = Product::prepares ? ptx::opaque(static_cast<i32>(thread())) : 0;  // its addresses are not kept in registers
     Acc s[m_tiles][n_tiles][4] = {};
     Product::scores(s, q, shared, lane);
     if constexpr (cfg::prescaled) finish_scores(p, w, tile, s);
@@ -166,7 +179,7 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, Tile tile
         [&](int mt, int c, auto&... fragments) {
             if constexpr (cfg::dropout != 0) {
                 u32 words[4];
-                const i32 row = w.row0 + static_cast<i32>(threadIdx.x / 32) * warp_rows + mt * 16 + lane / 4;
+                const i32 row = w.row0 + static_cast<i32>(warp()) * warp_rows + mt * 16 + lane / 4;
                 random_words(words, p.dropout, w.stream, row, tile.n() * cfg::block_n + c * 16 + 2 * (lane % 4));
                 (drop_fragment<cfg::dropout>(fragments, words), ...);
             }
@@ -174,7 +187,7 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, Tile tile
         [&](int part, int parts) {
             if constexpr (cfg::stages > 1) {
                 if (part == 0) ptx::cp_async_wait<older_tiles>();  // this thread's part of the next tile has arrived
-                prepare_kv(next, thread, part, parts);
+                prepare_kv(next, own, part, parts);
             }
         });
 }
@@ -192,13 +205,125 @@ __device__ __forceinline__ void store_pair(Out* out, Acc x, Acc y, bool first, b
     }
 }
 
-// Divides by l and writes the warp's rows of o, l and m (contiguous arrays, or this split's part of the workspace).
-__device__ __forceinline__ void store(const Params& p, const Work& w, Softmax& rows, Acc (&o)[m_tiles][v_tiles][4]) {
-    using Out = cfg::out;
+// Row `mt`, `h` of this lane in the results: contiguous arrays, or this split's part of the workspace.
+struct ResultRow {
+    i64 at;
+    bool exists;
+
+    __device__ __forceinline__ ResultRow(const Params& p, const Work& w, int mt, int h) {
+        const i64 part = cfg::split ? static_cast<i64>(blockIdx.y) * p.batch * p.heads : 0;
+        const i32 own = ptx::opaque(static_cast<i32>(thread()));  // what follows from it is not kept in registers
+        const i32 packed = w.row0 + own / 32 * warp_rows + mt * 16 + h * 8 + own % 32 / 4;
+        const i32 row = packed / cfg::pack, head = w.head + packed % cfg::pack;
+        exists = row < p.n_queries;
+        at = (part + static_cast<i64>(w.ib) * p.heads + head) * p.n_queries + row;
+    }
+    __device__ __forceinline__ cfg::out* o(const Params& p) const {
+        return static_cast<cfg::out*>(cfg::split ? p.o_part : p.o.data) + at * p.head_dim_v;
+    }
+};
+
+// Over tens of thousands of keys (cfg::deposits) float32 sums lose digits: after every kDepositTiles key tiles o is added to the result in memory, and starts anew.
+// Shared memory holds the rows' maxima when that was done last, +inf before.
+constexpr int kDepositTiles = 64;
+
+__device__ __forceinline__ u32 deposit_maximum(u32 maxima, int mt, int h) {
+    const i32 own = ptx::opaque(static_cast<i32>(thread()));
+    return maxima + (own / 32 * warp_rows + mt * 16 + h * 8 + own % 32 / 4) * int(sizeof(Acc));
+}
+
+__device__ __forceinline__ void start_deposit(u32 maxima) {
+#pragma unroll
+    for (int mt = 0; mt < m_tiles; ++mt)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) ptx::store_shared(deposit_maximum(maxima, mt, h), infinity<Acc>());
+    __syncwarp();
+}
+
+// Adds o to the deposit or, at last, the deposit to o.
+template <bool last>
+__device__ __forceinline__ void deposit(const Params& p, const Work& w, u32 maxima, const Softmax& rows, Acc (&o)[m_tiles][v_tiles][4]) {
+#pragma unroll
+    for (int mt = 0; mt < m_tiles; ++mt)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const ResultRow row(p, w, mt, h);
+            Acc before;
+            ptx::load_shared(before, deposit_maximum(maxima, mt, h));
+            const bool any = before != infinity<Acc>();
+            const Acc factor = exp2_term(before - Softmax::finite(rows.m[mt][h]), w.to_log2);
+            __syncwarp();  // the lanes that share the row have read
+            ptx::store_shared(deposit_maximum(maxima, mt, h), rows.m[mt][h]);
+            if (!row.exists) continue;
+#pragma unroll
+            for (int n = 0; n < v_tiles; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const i32 col = blockIdx.z * cfg::head_dim_v + Product::column(n, threadIdx.x % 4) + e;
+                    if (!cfg::exact && col >= p.head_dim_v) continue;
+                    Acc& x = o[mt][n][2 * h + e];
+                    const Acc sum = any ? fma_of(row.o(p)[col], factor, x) : x;
+                    x = last ? sum : Acc(0);
+                    if (!last) row.o(p)[col] = sum;
+                }
+        }
+}
+
+// Which tiles of o a team finishes.
+__device__ __forceinline__ bool finishes(int n) { return cfg::teams == 1 || n % cfg::teams == team(); }
+
+// Adds up what the teams have, in shared memory: each leaves its o in its own ring, and finishes every cfg::teams-th tile of o.
+__device__ __forceinline__ void combine_teams(const Work& w, u32 rings, Softmax& rows, Acc (&o)[m_tiles][v_tiles][4]) {
+    static_assert(cfg::teams == 1 || (v_tiles * 4 + 4) * 32 * int(sizeof(Acc)) <= ring_bytes, "a ring has room for o, l and m");
+    static_assert(cfg::teams == 1 || m_tiles == 1, "a team has 16 rows");
+    const u32 lane = threadIdx.x % 32;
+    const auto place = [&](int team, int index) { return rings + team * ring_bytes + (index * 32 + lane) * u32(sizeof(Acc)); };
     rows.finish();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) ptx::store_shared(place(team(), 2 * h), rows.m[0][h]), ptx::store_shared(place(team(), 2 * h + 1), rows.l[0][h]);
+#pragma unroll
+    for (int n = 0; n < v_tiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) ptx::store_shared(place(team(), 4 + 4 * n + i), o[0][n][i]);
+    __syncthreads();  // all teams' results are there
+    Acc weight[cfg::teams][2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        Acc top = -infinity<Acc>(), sum = 0;
+#pragma unroll
+        for (int t = 0; t < cfg::teams; ++t) {
+            ptx::load_shared(weight[t][h], place(t, 2 * h));
+            top = max_of(top, weight[t][h]);
+        }
+#pragma unroll
+        for (int t = 0; t < cfg::teams; ++t) {
+            Acc l;
+            ptx::load_shared(l, place(t, 2 * h + 1));
+            weight[t][h] = exp2_term(weight[t][h] - Softmax::finite(top), w.to_log2);
+            sum += l * weight[t][h];
+        }
+        rows.m[0][h] = top, rows.l[0][h] = sum;
+    }
+#pragma unroll
+    for (int n = 0; n < v_tiles; ++n) {
+        if (!finishes(n)) continue;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            Acc sum = 0;
+#pragma unroll
+            for (int t = 0; t < cfg::teams; ++t) {
+                Acc x;
+                ptx::load_shared(x, place(t, 4 + 4 * n + i));
+                sum += x * weight[t][i / 2];
+            }
+            o[0][n][i] = sum;
+        }
+    }
+}
+
+// Divides by l and writes the warp's rows of o, l and m.
+__device__ __forceinline__ void store(const Params& p, const Work& w, const Softmax& rows, Acc (&o)[m_tiles][v_tiles][4]) {
     Product::arrange(o);
-    const i64 part = cfg::split ? static_cast<i64>(blockIdx.y) * p.batch * p.heads : 0;
-    Out* o_out = static_cast<Out*>(cfg::split ? p.o_part : p.o.data);
     Acc* l_out = static_cast<Acc*>(cfg::split ? p.l_part : p.l.data);
     Acc* m_out = static_cast<Acc*>(cfg::split ? p.m_part : p.m.data);
     const i32 q = threadIdx.x % 4, col0 = blockIdx.z * cfg::head_dim_v;
@@ -209,31 +334,31 @@ __device__ __forceinline__ void store(const Params& p, const Work& w, Softmax& r
     for (int mt = 0; mt < m_tiles; ++mt)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const i32 packed = w.row0 + static_cast<i32>(threadIdx.x / 32) * warp_rows + mt * 16 + h * 8 + (threadIdx.x % 32) / 4;
-            const i32 row = packed / cfg::pack, head = w.head + packed % cfg::pack;
-            if (row >= p.n_queries) continue;
-            const i64 at = (part + static_cast<i64>(w.ib) * p.heads + head) * p.n_queries + row;
+            const ResultRow row(p, w, mt, h);
+            if (!row.exists) continue;
             const Acc l = rows.l[mt][h];
             const Acc inverse = l == Acc(0) ? Acc(0) : static_cast<Acc>(cfg::dropout != 0 ? p.dropout_scale : 1.0) / l;
-            if (q == 0 && blockIdx.z == 0) l_out[at] = l, m_out[at] = rows.m[mt][h] * unit;
+            if (q == 0 && blockIdx.z == 0 && team() == 0) l_out[row.at] = l, m_out[row.at] = rows.m[mt][h] * unit;
 #pragma unroll
             for (int n = 0; n < v_tiles; ++n) {
+                if (!finishes(n)) continue;
                 const i32 col = col0 + Product::column(n, q);
-                store_pair(o_out + at * p.head_dim_v + col, o[mt][n][2 * h] * inverse, o[mt][n][2 * h + 1] * inverse, cfg::exact || col < p.head_dim_v,
+                store_pair(row.o(p) + col, o[mt][n][2 * h] * inverse, o[mt][n][2 * h + 1] * inverse, cfg::exact || col < p.head_dim_v,
                            cfg::exact || col + 1 < p.head_dim_v, together);
             }
         }
 }
 
-extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void attention_forward(const __grid_constant__ Params p) {
+extern "C" __global__ __launch_bounds__(threads * cfg::teams, cfg::min_blocks) void attention_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 memory[];
-    const u32 q_shared = ptx::shared_address(memory), kv_shared = q_shared + q_bytes;
-    __shared__ Work w;
-    if (threadIdx.x == 0) locate(p, w);
-    __syncthreads();  // w is written
+    const u32 q_shared = ptx::shared_address(memory), rings = q_shared + q_bytes, kv_shared = rings + team() * ring_bytes;
+    __shared__ Work works[cfg::teams];
+    Work& w = works[team()];
+    if (thread() == 0) locate(p, w);
+    __syncthreads();  // works are written
     TileWalk walk(p, w.mask, w.tile_end);
     Tile tiles[cfg::stages];  // the tile at work and those under way
-    load_q(p, w, q_shared);
+    if (team() == 0) load_q(p, w, q_shared);
 #pragma unroll
     for (int s = 0; s + 1 < cfg::stages; ++s) {
         tiles[s] = walk.next();
@@ -242,38 +367,46 @@ extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void attention
     }
     if constexpr (cfg::stages == 1) ptx::cp_async_commit();
     ptx::cp_async_wait<older_tiles>();
-    Product::prepare_q<cfg::block_m, cfg::head_dim, threads>(q_shared, threadIdx.x);
-    if constexpr (Product::prepares && cfg::stages > 1) prepare_kv(kv_shared, threadIdx.x);
+    if (team() == 0) Product::prepare_q<cfg::block_m, cfg::head_dim, threads>(q_shared, threadIdx.x);
+    if constexpr (Product::prepares && cfg::stages > 1) prepare_kv(kv_shared, thread());
     __syncthreads();  // q is ready
-    Q q(q_shared, cfg::block_m, threadIdx.x / 32 * warp_rows, threadIdx.x % 32);
+    Q q(q_shared, cfg::block_m, warp() * warp_rows, threadIdx.x % 32);
     q.load();
 
     Softmax rows;
     Acc o[m_tiles][v_tiles][4] = {};
-    constexpr u32 ring = cfg::stages * stage_bytes;
+    const u32 maxima = rings + cfg::teams * ring_bytes;
+    if constexpr (cfg::deposits) start_deposit(maxima);
     u32 stage = kv_shared;
     if constexpr (cfg::stages == 1) tiles[0] = walk.next();
     while (tiles[0].exists()) {
         if constexpr (cfg::stages == 1) {
-            __syncthreads();  // every warp is done with the tile before
+            sync_team();  // every warp is done with the tile before
             load_kv(p, w, tiles[0], stage);
             ptx::cp_async_commit();
         }
         if constexpr (cfg::stages == 1 || !Product::prepares) ptx::cp_async_wait<older_tiles>();
-        if constexpr (cfg::stages == 1 && Product::prepares) prepare_kv(stage, threadIdx.x);
-        __syncthreads();  // this tile is ready, and every warp is done with the stage that is loaded next
+        if constexpr (cfg::stages == 1 && Product::prepares) prepare_kv(stage, thread());
+        sync_team();  // this tile is ready, and every warp is done with the stage that is loaded next
         if constexpr (cfg::stages > 1) {
-            const u32 free = stage == kv_shared ? stage + ring - stage_bytes : stage - stage_bytes;
+            const u32 free = stage == kv_shared ? stage + ring_bytes - stage_bytes : stage - stage_bytes;
             tiles[cfg::stages - 1] = walk.next();
             if (tiles[cfg::stages - 1].exists()) load_kv(p, w, tiles[cfg::stages - 1], free);
             ptx::cp_async_commit();
         }
-        const auto next = [&] { return stage + stage_bytes == kv_shared + ring ? kv_shared : stage + stage_bytes; };
+        const auto next = [&] { return stage + stage_bytes == kv_shared + ring_bytes ? kv_shared : stage + stage_bytes; };
         attend(p, w, tiles[0], stage, Product::prepares ? next() : 0, q, rows, o);
+        const i32 group = cfg::deposits ? tiles[0].n() / kDepositTiles : 0;
 #pragma unroll
         for (int s = 0; s + 1 < cfg::stages; ++s) tiles[s] = tiles[s + 1];
         if constexpr (cfg::stages == 1) tiles[0] = walk.next();
+        if constexpr (cfg::deposits) {
+            if (tiles[0].exists() && tiles[0].n() / kDepositTiles != group) deposit<false>(p, w, maxima, rows, o);
+        }
         stage = next();
     }
+    if constexpr (cfg::deposits) deposit<true>(p, w, maxima, rows, o);
+    if constexpr (cfg::teams > 1) combine_teams(w, rings, rows, o);
+    else rows.finish();
     store(p, w, rows, o);
 }

@@ -2,7 +2,8 @@
 //
 // A part without visible keys (l = 0, m = -inf) has weight 0.  No product is fused into a sum: two parts may change places, bit for bit.
 // cfg::row_warps warps share a row: each takes every row_warps-th part; their sums meet in shared memory in a fixed order.
-// 128 threads; lanes run along the columns.
+// 128 threads; lanes run along the parts for the weights, then along the columns.
+// Grid: rows, and groups of 32 columns (a block takes every gridDim.y-th).
 #include "attn/math.cuh"
 #include "ptx/types.cuh"
 
@@ -19,32 +20,56 @@ struct MergeParams {
 
 using Acc = cfg::acc;
 
-__device__ __forceinline__ Acc weight(const MergeParams& p, int part, i64 row, Acc m) {
-    const Acc own = static_cast<const Acc*>(p.m[part])[row], l = static_cast<const Acc*>(p.l[part])[row];
-    return own == -infinity<Acc>() ? Acc(0) : product_of(l, exp2_product(own - m, Log2Factor<Acc>::make(kLog2e)));
-}
+// All parts' shares w / l of one row, two to a lane: every warp of the row finds the same ones.
+struct Shares {
+    static constexpr int held = kMaxParts / 32;
+    Acc w[held], m = -infinity<Acc>(), l = 0;
+
+    __device__ __forceinline__ Shares(const MergeParams& p, i64 row, bool live) {
+        const int lane = threadIdx.x % 32;
+        Acc own[held];
+#pragma unroll
+        for (int i = 0; i < held; ++i) {
+            const int part = lane + 32 * i;
+            const bool exists = live && part < p.parts;
+            own[i] = exists ? static_cast<const Acc*>(p.m[part])[row] : -infinity<Acc>();
+            w[i] = exists ? static_cast<const Acc*>(p.l[part])[row] : Acc(0);
+            m = max_of(m, own[i]);
+        }
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) m = max_of(m, __shfl_xor_sync(~0u, m, step));
+#pragma unroll
+        for (int i = 0; i < held; ++i) {
+            w[i] = own[i] == -infinity<Acc>() ? Acc(0) : product_of(w[i], exp2_product(own[i] - m, Log2Factor<Acc>::of_e()));
+            l += w[i];
+        }
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) l += __shfl_xor_sync(~0u, l, step);
+        // Divided before the sum: a part that is alone has the share 1 and keeps its bits.
+        const Acc inverse = l == Acc(0) ? Acc(0) : Acc(1) / l;
+#pragma unroll
+        for (int i = 0; i < held; ++i) w[i] = w[i] == l && l != Acc(0) ? Acc(1) : product_of(w[i], inverse);
+    }
+    __device__ __forceinline__ Acc operator[](int part) const {
+        const Acc low = __shfl_sync(~0u, w[0], part % 32), high = __shfl_sync(~0u, w[1], part % 32);
+        return part < 32 ? low : high;
+    }
+};
 
 extern "C" __global__ __launch_bounds__(kWarps * 32) void attention_merge(const __grid_constant__ MergeParams p) {
     __shared__ Acc sums[kWarps][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slot = warp % cfg::row_warps;
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + warp / cfg::row_warps;
     const bool live = row < p.rows;
-    Acc m = -infinity<Acc>();
-    for (int part = lane; live && part < p.parts; part += 32) m = max_of(m, static_cast<const Acc*>(p.m[part])[row]);
-    for (int step = 16; step > 0; step /= 2) m = max_of(m, __shfl_xor_sync(~0u, m, step));
-    // Every lane of every warp of the row adds up all weights in the same order.
-    Acc l = 0;
-    for (int part = 0; live && part < p.parts; ++part) l += weight(p, part, row, m);
-    for (i32 base = 0; base < p.head_dim_v; base += 32) {
+    const Shares shares(p, row, live);
+    for (i32 base = blockIdx.y * 32; base < p.head_dim_v; base += gridDim.y * 32) {
         const i32 col = base + lane;
+        const bool inside = live && col < p.head_dim_v;
         Acc sum = 0;
-        if (live && col < p.head_dim_v) {
 #pragma unroll 4
-            for (int part = slot; part < p.parts; part += cfg::row_warps) {
-                // Divided before the sum: a part that is alone has the share 1 and keeps its bits.
-                const Acc w = weight(p, part, row, m);
-                if (w != Acc(0)) sum += product_of(w / l, to_acc(static_cast<const cfg::part*>(p.o[part])[row * p.head_dim_v + col]));
-            }
+        for (int part = slot; part < p.parts; part += cfg::row_warps) {
+            const Acc w = shares[part], x = inside ? to_acc(static_cast<const cfg::part*>(p.o[part])[row * p.head_dim_v + col]) : Acc(0);
+            if (w != Acc(0)) sum += product_of(w, x);
         }
         if constexpr (cfg::row_warps > 1) {
             sums[warp][lane] = sum;
@@ -53,7 +78,10 @@ extern "C" __global__ __launch_bounds__(kWarps * 32) void attention_merge(const 
             for (int w = 0; w < cfg::row_warps; ++w) sum += sums[warp / cfg::row_warps * cfg::row_warps + w][lane];
             __syncthreads();  // sums may be written again
         }
-        if (live && slot == 0 && col < p.head_dim_v) static_cast<cfg::out*>(p.o_out)[row * p.head_dim_v + col] = round_to<cfg::out>(sum);
+        if (inside && slot == 0) static_cast<cfg::out*>(p.o_out)[row * p.head_dim_v + col] = round_to<cfg::out>(sum);
     }
-    if (live && slot == 0 && lane == 0) static_cast<Acc*>(p.l_out)[row] = l, static_cast<Acc*>(p.m_out)[row] = m;
+    if (live && slot == 0 && lane == 0 && blockIdx.y == 0) {
+        static_cast<Acc*>(p.l_out)[row] = shares.l;
+        static_cast<Acc*>(p.m_out)[row] = shares.m;
+    }
 }

@@ -57,13 +57,28 @@ def test_same_bits_twice(name):
         assert a.tobytes() == b.tobytes()
 
 
-@pytest.mark.parametrize("name", ["column", "column d64 causal", "dropout column"])
+@pytest.mark.parametrize("name", ["column", "column d64 causal", "dropout column", "one query column"])
 def test_column_mask_equals_boolean_mask_bit_for_bit(name):
     _, qkv, options = _case(name)
     column = run(qkv, options)
     dense = run(qkv, {**options, "mask": options["mask"].dense()})
     for a, b in zip(column, dense, strict=True):
         assert a.tobytes() == b.tobytes()
+
+
+def test_float32_over_many_keys():
+    """Enough heads that the keys are not divided among blocks; all of them read the same arrays."""
+    import cupy
+
+    rng = np.random.default_rng(8)
+    qkv = [rng.standard_normal((n, 64)).astype(np.float32) for n in (70, 20000, 20000)]
+    mask = ColumnMask(*np.sort(rng.integers(0, 71, (4, 20000)), axis=0), n_queries=70)
+    arrays = [cupy.broadcast_to(cupy.asarray(x), (80, *x.shape)) for x in qkv]
+    column, dense = run(arrays, {"mask": mask}), run(arrays, {"mask": mask.dense()})
+    exact, textbook = (oracle.forward(*qkv, visible=mask.dense(), dtype=dtype) for dtype in (None, np.float32))
+    for name, a, b, e, t in zip("olm", column, dense, exact, textbook, strict=True):
+        assert a.tobytes() == b.tobytes()
+        assert_close(a[7], e, t, name=name)
 
 
 @pytest.mark.parametrize("name", ["column", "dense", "small blocks"])

@@ -38,10 +38,11 @@ def test_fits_the_card(case, card):
     problem = problem_of(case)
     plan = forward_plan(problem, card)
     assert plan.smem_bytes + STATIC_BYTES <= card.shared_bytes
-    assert plan.block_m % (16 * plan.workers) == 0 and plan.block_n % 16 == 0
+    teams = dict(plan.constants)["teams"]
+    assert plan.block_m * teams % (16 * plan.workers) == 0 and plan.block_n % 16 == 0
     counts = grid_of(problem, plan, card)
-    assert counts["splits"] * counts["split_tiles"] >= counts["key_tiles"]
-    assert (counts["splits"] - 1) * counts["split_tiles"] < max(counts["key_tiles"], 1)
+    assert counts["splits"] * teams * counts["split_tiles"] >= counts["key_tiles"]
+    assert (counts["splits"] - 1) * teams * counts["split_tiles"] < max(counts["key_tiles"], 1)
     assert str(plan.block_m) in str(plan) and card.arch in str(plan)
 
 
@@ -59,7 +60,7 @@ def test_decode_fills_the_card():
     plan = forward_plan(problem, CARDS["H200"])
     counts = grid_of(problem, plan, CARDS["H200"])
     assert dict(plan.constants)["pack"] == 4
-    assert 8 * counts["row_tiles"] * counts["splits"] >= 132
+    assert 8 * counts["row_tiles"] * counts["splits"] * plan.workers >= 3 * 132  # warps
     assert plan.workspace_bytes == counts["splits"] * 32 * (128 + 2) * 4
 
 

@@ -42,7 +42,7 @@ def test_load_tile_is_what_the_swizzle_says(load_bytes, columns):
         const u32 at = static_cast<u32>(__cvta_generic_to_shared(memory));
         const u16* from = x;
         const auto live = [](int r) {{ return r < 13; }};
-        load_tile<u16, 16, {columns}, 32, {load_bytes}>(at, from, {columns + 8}, {have}, live);
+        load_tile<u16, 16, {columns}, 32, {load_bytes}>(at, from, {columns + 8}, {have}, live, l);
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
         __syncwarp();
@@ -73,9 +73,9 @@ def test_products(elem, head_dim):
         const u32 at = static_cast<u32>(__cvta_generic_to_shared(memory));
         const u32 kv = at + P::tile_bytes<32, d>, v_at = kv + P::tile_bytes<16, d>;
         const auto all = [](int) {{ return true; }};
-        load_tile<cfg::elem, 32, d, 32, bytes>(at, q, d, d, all);
-        load_tile<cfg::elem, 16, d, 32, bytes>(kv, k, d, d, all);
-        load_tile<cfg::elem, 16, d, 32, bytes>(v_at, v, d, d, all);
+        load_tile<cfg::elem, 32, d, 32, bytes>(at, q, d, d, all, l);
+        load_tile<cfg::elem, 16, d, 32, bytes>(kv, k, d, d, all, l);
+        load_tile<cfg::elem, 16, d, 32, bytes>(v_at, v, d, d, all, l);
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
         P::prepare_q<32, d, 32>(at, l);
