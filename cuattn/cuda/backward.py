@@ -219,7 +219,12 @@ class _Builder:
         grid = self._tiles(problem.n_keys, tile.block_n, problem.kv_heads)
         extra = {"sum_dk": "dk" in self.sums, "sum_dv": "dv" in self.sums}
         shared = shared_bytes(problem, self.kernels, "keys")
-        self._add("sm80/bwd.cu", "attention_backward", grid, tile, shared, extra)
+        if self.kernels.chunk:
+            grid *= self._parts(self.kernels.head_dim_v) + self._parts(self.kernels.head_dim)
+            extra["sum_dq"] = "dq" in self.sums
+            self._add("sm80/bwd_wide.cu", "backward_wide_keys", grid, tile, shared, extra)
+        else:
+            self._add("sm80/bwd.cu", "attention_backward", grid, tile, shared, extra)
         for name in ("dk", "dv"):
             self._sum(name)
         if self.atomic:
@@ -235,8 +240,17 @@ class _Builder:
         tile = self.kernels.rows
         grid = self._tiles(self.problem.n_queries, tile.block_m, self.problem.heads)
         shared = shared_bytes(self.problem, self.kernels, "rows")
-        self._add("sm80/bwd_rows.cu", "backward_rows", grid, tile, shared, {"sum_dq": "dq" in self.sums})
+        if self.kernels.chunk:
+            grid *= self._parts(self.kernels.head_dim)
+            extra = {f"sum_{name}": name in self.sums for name in ("dk", "dv", "dq")}
+            self._add("sm80/bwd_wide.cu", "backward_wide_rows", grid, tile, shared, extra)
+        else:
+            self._add("sm80/bwd_rows.cu", "backward_rows", grid, tile, shared, {"sum_dq": "dq" in self.sums})
         self._sum("dq")
+
+    def _parts(self, columns: int) -> int:
+        """Return into how many blocks the wide kernels divide the columns of a gradient."""
+        return -(-columns // self.kernels.part)
 
     def bias(self) -> None:
         """Compute dbias."""

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from cuattn.cuda.plan import CUDA_TYPES, check_limits, mask_code, pad
 from cuattn.cuda.tiles import Card
-from cuattn.errors import UnsupportedError
 from cuattn.plans import Plan
 from cuattn.problem import Problem
 
@@ -40,6 +39,8 @@ class Kernels(NamedTuple):
     bias: BackwardTile
     head_dim: int
     head_dim_v: int
+    chunk: int = 0  # columns that come in at a time where whole rows do not fit (sm80/bwd_wide.cu), else 0
+    part: int = 0  # columns of a gradient that one block then owns
 
 
 _T = BackwardTile
@@ -51,7 +52,7 @@ _TILES: tuple[tuple[int, int, int, tuple[_T, _T, _T, _T]], ...] = (
     (200 * _KB, 2, 128, (_T(64, 128, 8, 2, 2), _T(64, 64, 8, 4, 2), _T(128, 64, 8, 4, 2), _T(64, 64, 8, 4, 1))),
     (200 * _KB, 2, 192, (_T(64, 64, 8, 4, 2), _T(32, 64, 8, 2, 2), _T(64, 64, 8, 4, 2), _T(64, 64, 8, 4, 1))),
     (200 * _KB, 2, 256, (_T(64, 64, 8, 4, 2), _T(32, 64, 8, 2, 1), _T(64, 64, 8, 4, 2), _T(64, 64, 8, 4, 1))),
-    (200 * _KB, 2, 512, (_T(64, 32, 8, 4, 1), _T(64, 32, 8, 4, 1), _T(64, 32, 8, 4, 1), _T(64, 32, 8, 4, 1))),
+    (200 * _KB, 2, 512, (_T(32, 32, 8, 2, 2), _T(32, 32, 8, 2, 2), _T(64, 32, 8, 4, 1), _T(64, 32, 8, 4, 1))),
     # 163 KB: sm_80, sm_87
     (160 * _KB, 2, 64, (_T(64, 128, 8, 2, 2), _T(64, 128, 8, 2, 2), _T(128, 64, 8, 4, 2), _T(64, 64, 8, 4, 1))),
     (160 * _KB, 2, 96, (_T(64, 128, 8, 2, 2), _T(64, 64, 8, 4, 2), _T(128, 64, 8, 4, 2), _T(64, 64, 8, 4, 1))),
@@ -71,9 +72,15 @@ _TILES: tuple[tuple[int, int, int, tuple[_T, _T, _T, _T]], ...] = (
     (0, 4, 128, (_T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1))),
     # float64
     (0, 8, 64, (_T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1))),
+    (200 * _KB, 8, 128, (_T(16, 64, 8, 1, 1), _T(16, 64, 8, 1, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1))),
     (160 * _KB, 8, 128, (_T(32, 32, 8, 2, 1), _T(32, 32, 8, 2, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1))),
     (200 * _KB, 8, 256, (_T(16, 32, 8, 1, 1), _T(16, 32, 8, 1, 1), _T(16, 32, 8, 1, 1), _T(16, 32, 8, 1, 1))),
 )
+
+# Element bytes -> tile of all kernels where rows are too wide for those above; it fits every card.
+_WIDE = {2: _T(64, 64, 8, 4, 2), 4: _T(64, 64, 8, 4, 2), 8: _T(32, 32, 4, 2, 2)}
+_CHUNK = 64
+_PART = 256
 
 
 def _heavy(problem: Problem, widest: int) -> bool:
@@ -84,13 +91,7 @@ def _heavy(problem: Problem, widest: int) -> bool:
 
 
 def kernels_of(problem: Problem, card: Card) -> Kernels:
-    """Return the tiles for a problem on a card.
-
-    Raises
-    ------
-    UnsupportedError
-        No kernel takes the dtype or the head dimension.
-    """
+    """Return the tiles for a problem on a card."""
     head_dim, head_dim_v = _padded(problem.head_dim), _padded(problem.head_dim_v)
     widest = max(head_dim, head_dim_v)
     for shared, size, limit, (keys, heavy, rows, bias) in _TILES:
@@ -99,10 +100,10 @@ def kernels_of(problem: Problem, card: Card) -> Kernels:
             while not (_divides(keys, head_dim) and _divides(rows, head_dim)):
                 head_dim += _PADDING
             return Kernels(keys, rows, bias, head_dim, head_dim_v)
-    raise UnsupportedError(
-        f"q has dtype {problem.dtype}, head dimensions are {problem.head_dim} and {problem.head_dim_v}; "
-        f"no backward kernel does that on {card.arch}"
-    )
+    tile = _WIDE[problem.dtype.itemsize]
+    parts = -(-widest // _PART)
+    part = pad(-(-widest // parts), _CHUNK)
+    return Kernels(tile, tile, tile, pad(problem.head_dim, _CHUNK), pad(problem.head_dim_v, _CHUNK), _CHUNK, part)
 
 
 def _divides(tile: BackwardTile, head_dim: int) -> bool:
@@ -118,7 +119,7 @@ def _padded(width: int) -> int:
 
 def atomic(problem: Problem, kernels: Kernels) -> bool:
     """Whether the key kernel adds dq up in memory, in no fixed order; if not, the row kernel computes it."""
-    return not problem.deterministic and max(kernels.head_dim, kernels.head_dim_v) <= 256
+    return not problem.deterministic and not kernels.chunk and max(kernels.head_dim, kernels.head_dim_v) <= 256
 
 
 def shared_bytes(problem: Problem, kernels: Kernels, kernel: str) -> int:
@@ -127,15 +128,30 @@ def shared_bytes(problem: Problem, kernels: Kernels, kernel: str) -> int:
     padding, numbers = (32 if size == 8 else 16), (2 if size == 2 else 3)
     tile = kernels.keys if kernel == "convert" else getattr(kernels, kernel)
     width = (kernels.head_dim + kernels.head_dim_v) * size + 2 * padding  # of a row of q and do, or k and v
-    scores = tile.block_m * (tile.block_n * size + padding)
-    rows = tile.block_m * (width + numbers * acc)
+    unit = 4 / 16 if size == 4 else 0  # a float for 16 rows or keys
+    scores = tile.block_m * (tile.block_n * size + padding) + int(tile.block_m * tile.block_n / 16 * unit)
+    rows = tile.block_m * (width + numbers * acc) + int(2 * tile.block_m * unit)
+    keys = tile.block_n * width + int(2 * tile.block_n * unit)
+    exchange = tile.block_m * tile.block_n * acc if _paired(tile, size) else 0
+    if kernels.chunk:
+        row = kernels.chunk * size + padding
+        rows = tile.block_m * numbers * acc
+        keys = 2 * ((tile.block_m + tile.block_n) * row + int((tile.block_m + tile.block_n) * unit))
     if kernel == "convert":
         return tile.block_m * (kernels.head_dim * size + padding)
+    if kernels.chunk and kernel != "bias":
+        return keys + rows + scores
     if kernel == "keys":
-        return tile.block_n * width + tile.stages * (rows + scores) + scores
+        return keys + tile.stages * (rows + scores) + scores + exchange
     if kernel == "rows":
-        return rows + tile.stages * tile.block_n * width + scores
-    return max(rows + tile.block_n * width, tile.block_m * (tile.block_n + 1) * acc)
+        return rows + tile.stages * keys + scores + exchange
+    return max(rows + keys + exchange, tile.block_m * (tile.block_n + 1) * acc)
+
+
+def _paired(tile: BackwardTile, size: int) -> bool:
+    """Whether half of the warps compute scores and the others dp (sm80/bwd_layout.cuh)."""
+    warps = tile.scores_m * min(tile.warps // tile.scores_m, tile.block_n // 16)
+    return size == 8 and 2 * warps == tile.warps
 
 
 def sums(problem: Problem, shape: tuple[int, ...], heads: int) -> bool:
@@ -190,6 +206,8 @@ def backward_plan(problem: Problem, card: Card, load_bytes: int = 16, o_dtype: s
         "band_right": band is not None and band.right is not None,
         "mask": mask_code(problem),
         "atomic_dq": atomic(problem, kernels),
+        "chunk": kernels.chunk,
+        "part": kernels.part,
     }
     return Plan(
         kernel="sm80",
@@ -222,6 +240,10 @@ def _notes(problem: Problem, kernels: Kernels, load_bytes: int) -> tuple[str, ..
         notes.append("dq is added up in memory in no fixed order; deterministic=True makes it bitwise repeatable")
     else:
         notes.append("dq by a second pass over the scores, in a fixed order")
+    if kernels.chunk:
+        notes.append(
+            f"rows too wide for shared memory: {kernels.chunk} columns at a time, scores again for {kernels.part}"
+        )
     if problem.bias is not None:
         notes.append("dbias by a pass of its own, in a fixed order")
     if load_bytes < 16:

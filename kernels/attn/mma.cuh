@@ -75,6 +75,11 @@ struct Mma16 : PlainTiles<2> {
         if constexpr (same_type<Elem, __half>) return ptx::pack_f16(lo, hi);
         else return ptx::pack_bf16(lo, hi);
     }
+    // The same with negative numbers as 0.
+    static __device__ __forceinline__ u32 pack_positive(float lo, float hi) {
+        if constexpr (same_type<Elem, __half>) return ptx::pack_positive_f16(lo, hi);
+        else return ptx::pack_positive_bf16(lo, hi);
+    }
     static __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         if constexpr (same_type<Elem, __half>) ptx::mma_m16n8k16_f16(d, a, b0, b1);
         else ptx::mma_m16n8k16_bf16(d, a, b0, b1);

@@ -7,7 +7,6 @@
 #pragma once
 #include "attn/mma.cuh"
 #include "attn/split_f32.cuh"
-#include "attn/tf32.cuh"
 #include "ptx/simd.cuh"
 
 // products: 3 for float32 accuracy, 1 for 11 bits (what one product of TF32 has).
@@ -219,6 +218,5 @@ struct MmaSplit : PlainTiles<4> {
     }
 };
 
-// The backward has its products down the rows of a tile on TF32.
 template <>
-struct Mma<float> : MmaSplit<cfg::tf32 ? 1 : 3>, Tf32Products<cfg::tf32 ? 1 : 3> {};
+struct Mma<float> : MmaSplit<cfg::tf32 ? 1 : 3> {};

@@ -17,6 +17,19 @@ __device__ __forceinline__ u32 pack_f16(float lo, float hi) {
     return r;
 }
 
+// The same with negative numbers as 0.
+__device__ __forceinline__ u32 pack_positive_bf16(float lo, float hi) {
+    u32 r;
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+    return r;
+}
+
+__device__ __forceinline__ u32 pack_positive_f16(float lo, float hi) {
+    u32 r;
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+    return r;
+}
+
 // One half of a packed pair as float32.
 __device__ __forceinline__ float low_f16(u32 pair) {
     float r;
@@ -27,13 +40,6 @@ __device__ __forceinline__ float low_f16(u32 pair) {
 __device__ __forceinline__ float high_f16(u32 pair) {
     float r;
     asm("{\n.reg .f16 lo, hi;\nmov.b32 {lo, hi}, %1;\ncvt.f32.f16 %0, hi;\n}" : "=f"(r) : "r"(pair));
-    return r;
-}
-
-// The TF32 value nearest to x (ties away from zero), as float32 bits.
-__device__ __forceinline__ u32 round_tf32(float x) {
-    u32 r;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
     return r;
 }
 

@@ -3,8 +3,6 @@
 // Lane l holds, with g = l / 4 and q = l % 4 (PTX ISA, "Matrix fragments for mma"):
 //   m16n8k16, 16 bit   a[0] = A(g, 2q..)   a[1] = A(g+8, 2q..)   a[2] = A(g, 8+2q..)   a[3] = A(g+8, 8+2q..)
 //                      b[0] = B(2q.., g)   b[1] = B(8+2q.., g)              (two values per register, low half first)
-//   m16n8k8, tf32      a[0] = A(g, q)      a[1] = A(g+8, q)      a[2] = A(g, q+4)      a[3] = A(g+8, q+4)
-//                      b[0] = B(q, g)      b[1] = B(q+4, g)
 //   every m16n8 D      d[0] = D(g, 2q)     d[1] = D(g, 2q+1)     d[2] = D(g+8, 2q)     d[3] = D(g+8, 2q+1)
 //   m8n8k4, f64        a = A(g, q)         b = B(q, g)           d[0] = D(g, 2q)       d[1] = D(g, 2q+1)
 #pragma once
@@ -20,12 +18,6 @@ __device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const u32 (&a)[4
 
 __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }

@@ -7,9 +7,9 @@
 // Warps share the work three ways (sm80/bwd_layout.cuh); P and dS pass between them through shared memory, rounded to the input type.
 //
 // Shared memory   k [block_n][d]   v [block_n][dv]   q [stages][block_m][d]   do [stages][block_m][dv]   p, ds [block_m][block_n]
-//                 stat, delta [stages][block_m]
+//                 stat, delta [stages][block_m]   units (float32: sm80/bwd_split.cuh)
 // Grid            key tiles * key/value heads * batch, tiles fastest
-// Workspace       stat, delta, counters (attn/bwd_workspace.cuh); dq_acc (sm80/bwd_queries.cuh)
+// Workspace       stat, delta, counters (sm80/bwd_workspace.cuh); dq_acc (sm80/bwd_queries.cuh)
 #include "ptx/barrier.cuh"
 #include "sm80/bwd_head.cuh"
 #include "sm80/bwd_load.cuh"
@@ -46,17 +46,29 @@ __device__ __forceinline__ void describe_group_member(Head& head, const Params& 
     if (threadIdx.x == 0) describe_walk(head, p, key_tile(p));
 }
 
+__device__ __forceinline__ TileAt tile_k(u32 shared) { return {shared + k_at, shared + k_units_at}; }
+__device__ __forceinline__ TileAt tile_v(u32 shared) { return {shared + v_at, shared + v_units_at}; }
+__device__ __forceinline__ TileAt tile_q(u32 shared, int stage) {
+    return {shared + q_at + stage * cfg::block_m * qk_stride, shared + q_units_at + stage * row_units};
+}
+__device__ __forceinline__ TileAt tile_do(u32 shared, int stage) {
+    return {shared + do_at + stage * cfg::block_m * v_stride, shared + do_units_at + stage * row_units};
+}
+__device__ __forceinline__ TileAt tile_p(u32 shared) { return {shared + p_at, shared + p_units_at}; }
+__device__ __forceinline__ TileAt tile_ds(u32 shared, int stage) {
+    return {shared + ds_at + stage * cfg::block_m * p_stride, shared + ds_units_at + stage * weight_units};
+}
+
 // Algorithm 4 line 10.
 __device__ __forceinline__ void load_queries(u32 shared, const Params& p, const Head& head, i32 tile, int stage) {
-    const int row = stage * cfg::block_m;
-    load_row_tile(shared + q_at + row * qk_stride, shared + do_at + row * v_stride, shared + stat_at + stage * row_numbers, p, head, tile);
+    load_row_tile(tile_q(shared, stage).tile, tile_do(shared, stage).tile, shared + stat_at + stage * row_numbers, p, head, tile);
 }
 
 // Waits for the rows of `tile` and starts loading those of `next` (-1: none); meanwhile, line 21 for the tile before.
 __device__ __forceinline__ void next_queries(u32 shared, const Params& p, const Head& head, i32 tile, i32 next, i32 before,
                                               int stage) {
     if constexpr (cfg::stages == 2) {
-        ptx::cp_async_wait<0>();
+        finish_row_tile(tile_q(shared, stage), tile_do(shared, stage));
         __syncthreads();  // this stage has arrived; the other one and P are free; dS of the tile before is complete
         if (next >= 0) load_queries(shared, p, head, next, stage ^ 1);
         ptx::cp_async_commit();
@@ -66,24 +78,23 @@ __device__ __forceinline__ void next_queries(u32 shared, const Params& p, const 
         load_queries(shared, p, head, tile, 0);
         ptx::cp_async_commit();
         if (cfg::atomic_dq && before >= 0) add_queries(shared, head.dq_acc, before, 0);
-        ptx::cp_async_wait<0>();
+        finish_row_tile(tile_q(shared, 0), tile_do(shared, 0));
         __syncthreads();  // q and do have arrived; dS is free
     }
 }
 
 // Algorithm 4 lines 11-15, 17-20 for the rows of one tile; P and dS go to shared memory.
 __device__ __forceinline__ void rows_to_shared(u32 shared, const Params& p, const Head& head, i32 tile, bool partial, int stage) {
-    const int row = stage * cfg::block_m;
-    const TileAddresses at = {shared + q_at + row * qk_stride, shared + k_at, shared + do_at + row * v_stride, shared + v_at,
-                              shared + stat_at + stage * row_numbers, shared + p_at, shared + ds_at + row * p_stride};
-    scores_to_shared<true>(at, p, head, tile * cfg::block_m, head.walk.first_key, partial);
+    const WholeTiles tiles = {tile_q(shared, stage), tile_k(shared), tile_do(shared, stage), tile_v(shared), shared + exchange_at};
+    const TilePlace at = {shared + stat_at + stage * row_numbers, tile * cfg::block_m, head.walk.first_key, partial};
+    scores_to_shared<true>(tiles, at, p, head, tile_p(shared), tile_ds(shared, stage));
 }
 
 // Algorithm 4 lines 16 and 22: dV += P^T dO or dK += dS^T Q, for the columns that this warp owns.
 __device__ __forceinline__ void add_keys(KeyGradients& acc, u32 shared, const Slice& slice, int stage) {
-    const u32 weights = shared + (slice.is_k ? ds_at + stage * cfg::block_m * p_stride : p_at) + slice.team * team_keys * int(sizeof(Elem));
-    const u32 column = slice.column * int(sizeof(Elem));
-    const u32 q = shared + q_at + stage * cfg::block_m * qk_stride + column, dout = shared + do_at + stage * cfg::block_m * v_stride + column;
+    const TileAt weights = part_of_weights(slice.is_k ? tile_ds(shared, stage) : tile_p(shared), 0, slice.team * team_keys);
+    const TileAt q = part_of_rows<qk_stride>(tile_q(shared, stage), 0, slice.column);
+    const TileAt dout = part_of_rows<v_stride>(tile_do(shared, stage), 0, slice.column);
     if constexpr (split_slices) {
         product<cfg::block_m, Along::rows, p_stride, Along::rows, qk_stride>(acc, weights, slice.is_k ? q : dout);
     } else if (slice.is_k) {
@@ -114,7 +125,7 @@ __device__ __forceinline__ void store_keys(const unsigned char* memory, u32 shar
     if (slice.is_k ? cfg::sum_dk : cfg::sum_dv) {
         const i32 columns = slice.is_k ? p.head_dim : p.head_dim_v;
         Acc* out = static_cast<Acc*>(slice.is_k ? p.dk_acc : p.dv_acc) + flat * columns;
-        store_accumulator(out, acc, first_key + slice.team * team_keys, p.n_keys, slice.column, columns, factor);
+        store_results(out, columns, acc, first_key + slice.team * team_keys, p.n_keys, slice.column, columns, factor);
     }
     if (cfg::sum_dk && cfg::sum_dv) return;
     keys_to_shared(shared, acc, slice, factor);
@@ -146,6 +157,7 @@ extern "C" __global__ void __launch_bounds__(sm80::threads, cfg::blocks_per_sm) 
         RowWalk walk(p, head.walk);
         if (!walk.next(p)) continue;
         load_key_tile(shared + k_at, shared + v_at, p, head, walk.first_key(), true);  // line 7
+        if constexpr (in_halves) finish_key_tile(tile_k(shared), tile_v(shared));
         if constexpr (cfg::stages == 2) load_queries(shared, p, head, walk.tile, 0);
         ptx::cp_async_commit();
 

@@ -4,11 +4,13 @@
 // read its bias (Algorithm 4 lines 11-15, 17-20) and adds them up in registers in a fixed order: no atomics, no N x N memory.
 //
 // Shared memory   q [block_m][d]   do [block_m][dv]   k [block_n][d]   v [block_n][dv]   stat, delta [block_m];
+//                 or, of tiles too wide, two stages of their stream (sm80/bwd_stream.cuh) and the statistics;
 //                 at the end sums [block_m][block_n] of cfg::acc over all of it
 // Grid            tiles of the bias (keys fastest, then rows) * instances of the bias * splits
 // Result          dbias, or (cfg::split) dbias_acc [splits][like dbias]: part s takes every splits-th head; section: instances of the bias
 #include "sm80/bwd_load.cuh"
 #include "sm80/bwd_scores.cuh"
+#include "sm80/bwd_stream.cuh"
 
 namespace sm80 {
 namespace bias {
@@ -17,7 +19,12 @@ constexpr int q_at = 0;
 constexpr int do_at = q_at + cfg::block_m * qk_stride;
 constexpr int k_at = do_at + cfg::block_m * v_stride;
 constexpr int v_at = k_at + cfg::block_n * qk_stride;
-constexpr int stat_at = v_at + cfg::block_n * v_stride;
+constexpr int stat_at = streams ? 2 * stage_bytes : v_at + cfg::block_n * v_stride;
+constexpr int q_units_at = stat_at + row_numbers;
+constexpr int do_units_at = q_units_at + row_units;
+constexpr int k_units_at = do_units_at + row_units;
+constexpr int v_units_at = k_units_at + key_units;
+constexpr int exchange_at = v_units_at + key_units;
 constexpr int sums_stride = cfg::block_n + 1;
 
 // The block's place: the range of tiles it sums over and the bias instance it belongs to.
@@ -41,6 +48,42 @@ struct Place {
 __device__ __forceinline__ i64 bias_rows(const Params& p) { return cfg::sum_rows ? 1 : p.n_queries; }
 __device__ __forceinline__ i64 bias_keys(const Params& p) { return cfg::sum_keys ? 1 : p.n_keys; }
 
+// Adds dS of one pair of tiles to the warp's sums.
+template <class Products>
+__device__ __forceinline__ void add_ds(Scores& sums, Products& products, const TilePlace& at, const Params& p, const Head& head) {
+    Scores s, slope, ds;
+    find_p(s, slope, products, at, p, head);
+    find_ds<false, true>(ds, s, slope, products, at, {});
+#pragma unroll
+    for (int m = 0; m < score_tiles_m; ++m)
+#pragma unroll
+        for (int n = 0; n < score_tiles_n; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[m][n][i] += ds[m][n][i];
+}
+
+// Loads a pair of tiles, of which the keys may be there already, and adds its dS.
+__device__ __forceinline__ void add_pair(Scores& sums, u32 shared, const Params& p, const Head& head, const TilePlace& at, bool new_keys) {
+    if constexpr (streams) {
+        Stream<false> stream(p, head, shared, at.first_row, at.first_key, true, {}, 0);
+        stream.begin(at.numbers);
+        add_ds(sums, stream, at, p, head);
+    } else {
+        const WholeTiles tiles = {{shared + q_at, shared + q_units_at}, {shared + k_at, shared + k_units_at},
+                                  {shared + do_at, shared + do_units_at}, {shared + v_at, shared + v_units_at}, shared + exchange_at};
+        __syncthreads();  // all tiles are done with
+        if (new_keys) {
+            load_key_tile(tiles.k.tile, tiles.v.tile, p, head, at.first_key, true);
+            finish_key_tile(tiles.k, tiles.v);
+        }
+        load_row_tile(tiles.q.tile, tiles.dout.tile, at.numbers, p, head, at.first_row / cfg::block_m);
+        finish_row_tile(tiles.q, tiles.dout);
+        __syncthreads();  // everything has arrived
+        if (threadIdx.x / 32 < scores_warps) add_ds(sums, tiles, at, p, head);
+        else tiles.help();
+    }
+}
+
 // Adds dS of one head to the sums, over the block's tiles.
 __device__ __forceinline__ void add_head(Scores& sums, u32 shared, const Params& p, Head& head, const Place& place) {
     for (i32 key_tile = place.key_begin; key_tile < place.key_end; ++key_tile) {
@@ -51,23 +94,8 @@ __device__ __forceinline__ void add_head(Scores& sums, u32 shared, const Params&
         walk.tile = max(walk.tile, place.row_begin - 1);
         bool first = true;
         while (walk.next(p) && walk.tile < place.row_end) {
-            __syncthreads();  // q and do are free
-            if (first) load_key_tile(shared + k_at, shared + v_at, p, head, head.walk.first_key, true);
-            load_row_tile(shared + q_at, shared + do_at, shared + stat_at, p, head, walk.tile);
-            ptx::cp_async_commit();
-            ptx::cp_async_wait<0>();
-            __syncthreads();  // everything has arrived
+            add_pair(sums, shared, p, head, {shared + stat_at, walk.tile * cfg::block_m, head.walk.first_key, walk.partial(p)}, first);
             first = false;
-            const TileAddresses at = {shared + q_at, shared + k_at, shared + do_at, shared + v_at, shared + stat_at, 0, 0};
-            if (threadIdx.x / 32 >= scores_warps) continue;
-            Scores ds;
-            find_ds<false, true>(ds, at, p, head, walk.tile * cfg::block_m, head.walk.first_key, walk.partial(p));
-#pragma unroll
-            for (int m = 0; m < score_tiles_m; ++m)
-#pragma unroll
-                for (int n = 0; n < score_tiles_n; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) sums[m][n][i] += ds[m][n][i];
         }
     }
 }

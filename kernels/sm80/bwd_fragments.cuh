@@ -21,6 +21,25 @@ constexpr int row_bytes = columns * int(sizeof(Elem)) + padding;
 // How an operand lies in shared memory: with the axis that the product sums over along its columns (both of Q K^T) or along its rows.
 enum class Along { columns, rows };
 
+// Shared addresses of a tile, or of a part of one, and of its units (float32: sm80/bwd_split.cuh).
+struct TileAt {
+    u32 tile, units;
+};
+
+constexpr bool in_halves = sizeof(Elem) == 4;
+constexpr int unit_bytes = in_halves ? 4 : 0;
+
+// The part of a tile of rows that starts at (row, column).
+template <int stride>
+__device__ __forceinline__ TileAt part_of_rows(TileAt rows, int row, int column) {
+    return {rows.tile + row * stride + column * int(sizeof(Elem)), rows.units + row / 16 * unit_bytes};
+}
+
+// The part of a tile of weights, P or dS.
+__device__ __forceinline__ TileAt part_of_weights(TileAt weights, int row, int key) {
+    return {weights.tile + row * row_bytes<cfg::block_n> + key * int(sizeof(Elem)), weights.units + (row / 16 * (cfg::block_n / 16) + key / 16) * unit_bytes};
+}
+
 template <int tiles_m, int tiles_n>
 __device__ __forceinline__ void clear(Acc (&acc)[tiles_m][tiles_n][4]) {
 #pragma unroll
@@ -31,23 +50,21 @@ __device__ __forceinline__ void clear(Acc (&acc)[tiles_m][tiles_n][4]) {
             for (int i = 0; i < 4; ++i) acc[m][n][i] = 0;
 }
 
-// Two neighbouring results, rounded to elements.
-template <class E>
+// Two neighbouring results, rounded to elements; with `relu`, negative values become 0.
+template <class E, bool relu>
 __device__ __forceinline__ void store_pair(u32 address, Acc low, Acc high) {
     if constexpr (sizeof(E) == 2)
-        ptx::store_shared(address, Mma<E>::pack(low, high));
+        ptx::store_shared(address, relu ? Mma<E>::pack_positive(low, high) : Mma<E>::pack(low, high));
     else
-        ptx::store_shared_v2(address, low, high);
+        ptx::store_shared_v2(address, relu ? max_of(low, Acc(0)) : low, relu ? max_of(high, Acc(0)) : high);
 }
 
-// Rounds the warp's results to elements and stores them to its part of a tile, which has `columns` columns.  With `relu`, negative
-// values become 0.
+// Rounds the warp's results to elements and stores them to its part of a tile, which has `columns` columns.
 template <int stride, bool relu, int tiles_m, int tiles_n>
 __device__ __forceinline__ void store_rounded(u32 tile, const Acc (&acc)[tiles_m][tiles_n][4], i32 columns = 8 * tiles_n) {
     constexpr int size = int(sizeof(Elem));
     const u32 lane = threadIdx.x % 32;
     const u32 at = tile + lane / 4 * stride + lane % 4 * 2 * size;
-    auto clipped = [](Acc x) { return relu ? max_of(x, Acc(0)) : x; };
 #pragma unroll
     for (int m = 0; m < tiles_m; ++m)
 #pragma unroll
@@ -56,7 +73,7 @@ __device__ __forceinline__ void store_rounded(u32 tile, const Acc (&acc)[tiles_m
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const u32 to = at + (m * 16 + half * 8) * stride + n * 8 * size;
-                store_pair<Elem>(to, clipped(acc[m][n][2 * half]), clipped(acc[m][n][2 * half + 1]));
+                store_pair<Elem, relu>(to, acc[m][n][2 * half], acc[m][n][2 * half + 1]);
             }
         }
 }
@@ -71,10 +88,10 @@ __device__ __forceinline__ void scale_by(Acc (&acc)[tiles_m][tiles_n][4], Acc fa
             for (int i = 0; i < 4; ++i) acc[m][n][i] *= factor;
 }
 
-// Unrounded results to an array (rows, columns) in global memory, times a factor; the warp's part starts at (first_row, first_column).
-template <int tiles_m, int tiles_n>
-__device__ __forceinline__ void store_accumulator(Acc* out, const Acc (&acc)[tiles_m][tiles_n][4], i64 first_row, i32 rows, i32 first_column,
-                                                   i32 columns, Acc factor) {
+// Results to an array (rows, columns) in global memory, times a factor; the warp's part starts at (first_row, first_column).
+template <class Out, int tiles_m, int tiles_n>
+__device__ __forceinline__ void store_results(Out* out, i64 row_stride, const Acc (&acc)[tiles_m][tiles_n][4], i64 first_row, i32 rows,
+                                              i32 first_column, i32 columns, Acc factor) {
     const i32 lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < tiles_m; ++m)
@@ -84,7 +101,7 @@ __device__ __forceinline__ void store_accumulator(Acc* out, const Acc (&acc)[til
             for (int i = 0; i < 4; ++i) {
                 const i64 row = first_row + 16 * m + i / 2 * 8 + lane / 4;
                 const i32 column = first_column + 8 * n + lane % 4 * 2 + i % 2;
-                if (row < rows && column < columns) out[row * columns + column] = acc[m][n][i] * factor;
+                if (row < rows && column < columns) out[row * row_stride + column] = round_to<Out>(acc[m][n][i] * factor);
             }
 }
 

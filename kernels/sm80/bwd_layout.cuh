@@ -4,7 +4,7 @@
 //   S, dP   block_m x block_n   scores_m x scores_n warps, each scores_rows x scores_keys
 //   dK, dV  block_n x (d, dv)   teams of `slices` warps; a team owns 32 keys, the first half of its warps the columns of dV and the
 //                               second half those of dK, `slice_columns` each: a loaded block of dO or Q feeds two products
-//   dQ      block_m x d         queries_m x queries_n warps, as square as possible
+//   dQ      block_m x d         queries_m x queries_n warps, as square as possible (sm80/bwd_queries.cuh)
 #pragma once
 #include "sm80/bwd_fragments.cuh"
 
@@ -28,31 +28,21 @@ constexpr int scores_keys = cfg::block_n / scores_n;
 static_assert(scores_rows % 16 == 0 && scores_keys % 16 == 0, "a warp computes whole 16 x 16 blocks of scores");
 constexpr bool team_local = scores_m == slices && scores_warps == cfg::warps;  // a team's P and dS come from its own warps
 
-constexpr int square_partition() {
+// Where half of the warps suffice for the scores, as they do where tiles of float64 are small, the others compute dP meanwhile.
+constexpr bool paired = sizeof(Elem) == 8 && 2 * scores_warps == cfg::warps;
+constexpr int exchange_bytes = paired ? cfg::block_m * cfg::block_n * int(sizeof(Acc)) : 0;  // a tile of dP on its way
+
+// Warps along the rows of dQ, so that they share its tile of block_m x `columns` as evenly as possible.
+constexpr int square_partition(int columns) {
     int best = 0, best_cost = 1 << 30;
     for (int m = 1; m <= cfg::warps; m *= 2) {
         const int n = cfg::warps / m;
-        if (cfg::block_m % (16 * m) || cfg::head_dim % (16 * n)) continue;
-        const int cost = cfg::block_m / m + cfg::head_dim / n;  // elements loaded per step of the contraction
+        if (cfg::block_m % (16 * m) || columns % (16 * n)) continue;
+        const int cost = cfg::block_m / m + columns / n;  // elements loaded per step of the contraction
         if (cost < best_cost) best_cost = cost, best = m;
     }
     return best;
 }
-constexpr int queries_m = square_partition();
-static_assert(queries_m > 0, "no partition of dQ into whole 16 x 16 blocks");
-constexpr int queries_n = cfg::warps / queries_m;
-constexpr int query_rows = cfg::block_m / queries_m;
-constexpr int query_columns = cfg::head_dim / queries_n;
-// Columns of dQ summed at a time, so that a lane holds few sums beside those of dK and dV.
-constexpr int chunk_sums = sizeof(Acc) == 8 ? 16 : widest <= 256 ? 64 : 32;
-constexpr int chunk_columns() {
-    int columns = query_columns;
-    while (query_rows * columns > 32 * chunk_sums && columns % 32 == 0) columns /= 2;
-    return columns;
-}
-constexpr int query_chunk = chunk_columns();
-static_assert(query_rows * query_chunk <= 32 * chunk_sums && query_chunk % 16 == 0, "dQ needs more chunks");
-constexpr int query_fragments = query_rows / 16 * (query_columns / 8);  // 16 x 8 results per warp, four sums per lane each
 
 // Shared memory, offsets in bytes.  The second dS lets the products with dS of tile i run after the barrier of tile i + 1.
 constexpr int qk_stride = row_bytes<cfg::head_dim>;
@@ -70,6 +60,15 @@ constexpr int p_at = do_at + cfg::stages * cfg::block_m * v_stride;
 constexpr int ds_at = p_at + cfg::block_m * p_stride;
 constexpr int ds_buffers = cfg::stages;
 constexpr int stat_at = ds_at + ds_buffers * cfg::block_m * p_stride;
-constexpr int shared_bytes = stat_at + cfg::stages * row_numbers;
+constexpr int row_units = cfg::block_m / 16 * unit_bytes, key_units = cfg::block_n / 16 * unit_bytes;  // of one tile
+constexpr int weight_units = cfg::block_m / 16 * key_units;                                            // of P or dS
+constexpr int k_units_at = stat_at + cfg::stages * row_numbers;
+constexpr int v_units_at = k_units_at + key_units;
+constexpr int q_units_at = v_units_at + key_units;
+constexpr int do_units_at = q_units_at + cfg::stages * row_units;
+constexpr int p_units_at = do_units_at + cfg::stages * row_units;
+constexpr int ds_units_at = p_units_at + weight_units;
+constexpr int exchange_at = ds_units_at + ds_buffers * weight_units;
+constexpr int shared_bytes = exchange_at + exchange_bytes;
 
 }  // namespace sm80

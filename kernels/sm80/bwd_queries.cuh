@@ -10,6 +10,22 @@
 
 namespace sm80 {
 
+constexpr int queries_m = square_partition(cfg::head_dim);
+static_assert(queries_m > 0, "no partition of dQ into whole 16 x 16 blocks");
+constexpr int queries_n = cfg::warps / queries_m;
+constexpr int query_rows = cfg::block_m / queries_m;
+constexpr int query_columns = cfg::head_dim / queries_n;
+// Columns of dQ summed at a time, so that a lane holds few sums beside those of dK and dV.
+constexpr int chunk_sums = sizeof(Acc) == 8 ? 16 : widest <= 256 ? 64 : 32;
+constexpr int chunk_columns() {
+    int columns = query_columns;
+    while (query_rows * columns > 32 * chunk_sums && columns % 32 == 0) columns /= 2;
+    return columns;
+}
+constexpr int query_chunk = chunk_columns();
+static_assert(query_rows * query_chunk <= 32 * chunk_sums && query_chunk % 16 == 0, "dQ needs more chunks");
+constexpr int query_fragments = query_rows / 16 * (query_columns / 8);  // 16 x 8 results per warp, four sums per lane each
+
 constexpr bool lanes_outside = __CUDA_ARCH__ >= 900 && sizeof(Acc) == 4;
 
 // Offset of element i of a lane's fragment in the warp's part of the accumulator.
@@ -46,14 +62,15 @@ __device__ __forceinline__ void add_fragments(Acc* to, const Acc (&dq)[tiles_m][
 // Algorithm 4 line 21: dQ += dS K for one row tile; the scale comes last, in the conversion.
 __device__ __forceinline__ void add_queries(u32 shared, Acc* dq_acc, i32 row_tile, int buffer) {
     constexpr int tiles_m = query_rows / 16, tiles_n = query_chunk / 8;
-    const u32 ds = shared + ds_at + (buffer * cfg::block_m + warp_query_row()) * p_stride;
-    const u32 k = shared + k_at + warp_query_column() * int(sizeof(Elem));
+    const TileAt ds = part_of_weights({shared + ds_at + buffer * cfg::block_m * p_stride, shared + ds_units_at + buffer * weight_units}, warp_query_row(), 0);
+    const TileAt k = {shared + k_at, shared + k_units_at};
     Acc* to = accumulator_of_warp(dq_acc, row_tile);
 #pragma unroll
     for (int chunk = 0; chunk < query_columns / query_chunk; ++chunk) {
         Acc dq[tiles_m][tiles_n][4];
         clear(dq);
-        product<cfg::block_n, Along::columns, p_stride, Along::rows, qk_stride>(dq, ds, k + chunk * query_chunk * int(sizeof(Elem)));
+        product<cfg::block_n, Along::columns, p_stride, Along::rows, qk_stride>(
+            dq, ds, part_of_rows<qk_stride>(k, 0, warp_query_column() + chunk * query_chunk));
         add_fragments(to + chunk * tiles_m * tiles_n * 128, dq);
     }
 }

@@ -5,6 +5,7 @@
 #include "attn/math.cuh"
 #include "attn/philox.cuh"
 #include "attn/score.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/opaque.cuh"
 #include "ptx/shared.cuh"
 #include "sm80/bwd_head.cuh"
@@ -82,7 +83,7 @@ __device__ __forceinline__ Acc finish_score(Acc raw, Acc& slope, const Params& p
 __device__ __forceinline__ void probabilities(Scores& s, Scores& slope, const RowValues& stat, const RowValues& inverse, const Params& p,
                                                const Head& head, i32 row0, i32 key0) {
     const float to_log2 = static_cast<float>(cfg::prescaled ? kLog2e : p.scale * kLog2e);
-    const Log2Factor<Acc> log2_e = Log2Factor<Acc>::make(kLog2e);
+    const Log2Factor<Acc> log2_e = Log2Factor<Acc>::of_e();
     const i32 lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < score_tiles_m; ++m)
@@ -94,7 +95,7 @@ __device__ __forceinline__ void probabilities(Scores& s, Scores& slope, const Ro
                 if constexpr (cfg::prescaled)
                     x = finish_score(x, slope[m][n][i], p, head, row0 + 16 * m + lane / 4 + i / 2 * 8, key0 + 8 * n + lane % 4 * 2 + i % 2);
                 if constexpr (split_stat)
-                    s[m][n][i] = exp2_product((cfg::prescaled ? x : x * Acc(p.scale)) - stat[m][i / 2], log2_e) * inverse[m][i / 2];
+                    s[m][n][i] = exp2_product(rounded_difference(cfg::prescaled ? x : x * Acc(p.scale), stat[m][i / 2]), log2_e) * inverse[m][i / 2];
                 else
                     s[m][n][i] = ptx::ex2(fmaf(static_cast<float>(x), to_log2, static_cast<float>(stat[m][i / 2])));
             }
@@ -137,9 +138,11 @@ __device__ __forceinline__ void score_gradients(Scores& dp, const Scores& prob, 
         for (int n = 0; n < score_tiles_n; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const Acc x = prob[m][n][i];
-                const Acc d = delta[m][i / 2];
-                dp[m][n][i] = x * (cfg::dropout && x < 0 ? d : dp[m][n][i] - d);
+                const Acc x = prob[m][n][i], d = delta[m][i / 2];
+                if constexpr (cfg::dropout != 0)
+                    dp[m][n][i] = fma_of(max_of(x, Acc(0)), dp[m][n][i], -(size_of(x) * d));
+                else
+                    dp[m][n][i] = x * (dp[m][n][i] - d);
             }
 }
 
@@ -153,57 +156,124 @@ __device__ __forceinline__ void scale_by(Scores& prob, const Scores& slope) {
             for (int i = 0; i < 4; ++i) prob[m][n][i] *= slope[m][n][i];
 }
 
-// Shared addresses of a tile's operands and results; numbers: stat, delta, 1 / l of its rows.
-struct TileAddresses {
-    u32 q, k, dout, v, numbers, p, ds;
-};
-
 // Where this warp's part of a tile starts.
 __device__ __forceinline__ i32 warp_score_row() { return threadIdx.x / 32 % scores_m * scores_rows; }
-__device__ __forceinline__ i32 warp_score_key() { return threadIdx.x / 32 / scores_m * scores_keys; }
+__device__ __forceinline__ i32 warp_score_key() { return threadIdx.x / 32 % scores_warps / scores_m * scores_keys; }
 
-// Algorithm 4 lines 11-15, 17-20 for this warp's part of a tile.  P goes to shared memory if asked for.  ds: the gradient by what enters
-// the softcap, or (behind_cap) by what leaves it, which is the gradient by the bias.
-template <bool keep_p, bool behind_cap>
-__device__ __forceinline__ void find_ds(Scores& ds, const TileAddresses& at, const Params& p, const Head& head, i32 first_row, i32 first_key,
-                                         bool partial) {
-    const i32 row = warp_score_row(), key = warp_score_key();
-    const u32 p_shared = at.p + row * p_stride + key * int(sizeof(Elem));
-    const u32 numbers = at.numbers + row * int(sizeof(Acc));
-    RowValues stat, delta, inverse;
-    load_row_values(stat, numbers);
-    if constexpr (split_stat) load_row_values(inverse, numbers + 2 * stat_bytes);
+// A pair of tiles and its place among rows and keys; numbers: shared address of stat, delta and 1 / l of the rows.
+struct TilePlace {
+    u32 numbers;
+    i32 first_row, first_key;
+    bool partial;  // must elements be tested?
+
+    __device__ __forceinline__ i32 row() const { return first_row + warp_score_row(); }
+    __device__ __forceinline__ i32 key() const { return first_key + warp_score_key(); }
+    __device__ __forceinline__ u32 warp_numbers() const { return numbers + warp_score_row() * int(sizeof(Acc)); }
+};
+
+// The products behind a tile of S and dP: `scores` adds q k^T, `gradients` adds do v^T, for this warp's part.
+// This one has all columns of the four tiles in shared memory.
+struct WholeTiles {
+    TileAt q, k, dout, v;
+    u32 exchange;  // for dP, if warps are paired
+
+    __device__ __forceinline__ void scores(Scores& s) const {
+        product<cfg::head_dim, Along::columns, qk_stride, Along::columns, qk_stride>(s, part_of_rows<qk_stride>(q, warp_score_row(), 0),
+                                                                                     part_of_rows<qk_stride>(k, warp_score_key(), 0));
+    }
+    __device__ __forceinline__ void gradients(Scores& dp) const {
+        if constexpr (paired) {
+            ptx::barrier_sync(kPairBarrier, threads);  // the other warps' dP is complete
+            move_scores([&](int i, Acc& x) { ptx::load_shared(x, exchange_place(i)); }, dp);
+        } else {
+            multiply_gradients(dp);
+        }
+    }
+    // What warps without scores do.
+    __device__ __forceinline__ void help() const {
+        if constexpr (paired) {
+            Scores dp;
+            clear(dp);
+            multiply_gradients(dp);
+            move_scores([&](int i, Acc& x) { ptx::store_shared(exchange_place(i), x); }, dp);
+            ptx::barrier_sync(kPairBarrier, threads);
+        }
+    }
+
+private:
+    static constexpr int kPairBarrier = 15;
+
+    __device__ __forceinline__ void multiply_gradients(Scores& dp) const {
+        product<cfg::head_dim_v, Along::columns, v_stride, Along::columns, v_stride>(dp, part_of_rows<v_stride>(dout, warp_score_row(), 0),
+                                                                                     part_of_rows<v_stride>(v, warp_score_key(), 0));
+    }
+    // Of this lane's i-th number; the same for both warps of a pair.
+    __device__ __forceinline__ u32 exchange_place(int i) const { return exchange + (i * scores_warps * 32 + threadIdx.x % (scores_warps * 32)) * int(sizeof(Acc)); }
+    template <class Move>
+    static __device__ __forceinline__ void move_scores(const Move& move, Scores& x) {
+#pragma unroll
+        for (int m = 0; m < score_tiles_m; ++m)
+#pragma unroll
+            for (int n = 0; n < score_tiles_n; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) move((m * score_tiles_n + n) * 4 + i, x[m][n][i]);
+    }
+};
+
+// Algorithm 4 lines 11-15 for this warp's part of a tile.
+template <class Products>
+__device__ __forceinline__ void find_p(Scores& s, Scores& slope, Products& products, const TilePlace& at, const Params& p, const Head& head) {
+    RowValues stat, inverse;
+    load_row_values(stat, at.warp_numbers());
+    if constexpr (split_stat) load_row_values(inverse, at.warp_numbers() + 2 * stat_bytes);
     Hidden hidden;
-    if (partial) find_hidden(hidden, p, head, first_row + row, first_key + key);
-    Scores s, slope;
+    if (at.partial) find_hidden(hidden, p, head, at.row(), at.key());
     clear(s);
-    product<cfg::head_dim, Along::columns, qk_stride, Along::columns, qk_stride>(  // line 11
-        s, at.q + row * qk_stride, at.k + key * qk_stride);
-    if (partial) mask_scores(s, hidden);
-    probabilities(s, slope, stat, inverse, p, head, first_row + row, first_key + key);
-    if constexpr (cfg::dropout) mark_dropped(s, p, head, first_row + row, first_key + key);
+    products.scores(s);  // line 11
+    if (at.partial) mask_scores(s, hidden);
+    probabilities(s, slope, stat, inverse, p, head, at.row(), at.key());
+    if constexpr (cfg::dropout) mark_dropped(s, p, head, at.row(), at.key());
+}
+
+// This warp's part of P or dS to its tile; with `relu`, negative values become 0.
+template <bool relu>
+__device__ __forceinline__ void store_weights(TileAt tile, const Scores& x) {
+    const TileAt part = part_of_weights(tile, warp_score_row(), warp_score_key());
+    if constexpr (in_halves)
+        store_split<p_stride, relu>(part, x);
+    else
+        store_rounded<p_stride, relu>(part.tile, x);
+}
+__device__ __forceinline__ void store_p(TileAt tile, const Scores& s) { store_weights<cfg::dropout != 0>(tile, s); }
+__device__ __forceinline__ void store_ds(TileAt tile, const Scores& ds) { store_weights<false>(tile, ds); }
+
+// Algorithm 4 lines 17-20 from what find_p has left.  P goes to shared memory, at `p_tile`, if asked for.  ds: the gradient by what enters
+// the softcap, or (behind_cap) by what leaves it, which is the gradient by the bias.
+template <bool keep_p, bool behind_cap, class Products>
+__device__ __forceinline__ void find_ds(Scores& ds, Scores& s, const Scores& slope, Products& products, const TilePlace& at, TileAt p_tile) {
     if constexpr (cfg::softcap && !behind_cap) {  // P makes room for P times the slope of the cap
-        if constexpr (keep_p) store_rounded<p_stride, cfg::dropout != 0>(p_shared, s);
+        if constexpr (keep_p) store_p(p_tile, s);
         scale_by(s, slope);
     }
+    RowValues delta;
     clear(ds);
-    product<cfg::head_dim_v, Along::columns, v_stride, Along::columns, v_stride>(  // line 17
-        ds, at.dout + row * v_stride, at.v + key * v_stride);
+    products.gradients(ds);  // line 17
     // Only after the product: its loads would have to wait for the stores.
-    if constexpr (keep_p && !cfg::softcap) store_rounded<p_stride, cfg::dropout != 0>(p_shared, s);
-    load_row_values(delta, numbers + stat_bytes);
-    if (partial) mask_gradients(ds, s);
+    if constexpr (keep_p && !cfg::softcap) store_p(p_tile, s);
+    load_row_values(delta, at.warp_numbers() + stat_bytes);
+    if (at.partial) mask_gradients(ds, s);
     score_gradients(ds, s, delta);
 }
 
-// The same with dS to shared memory.
-template <bool keep_p>
-__device__ __forceinline__ void scores_to_shared(const TileAddresses& at, const Params& p, const Head& head, i32 first_row, i32 first_key,
-                                                  bool partial) {
-    if (threadIdx.x / 32 >= scores_warps) return;
-    Scores ds;
-    find_ds<keep_p, false>(ds, at, p, head, first_row, first_key, partial);
-    store_rounded<p_stride, false>(at.ds + warp_score_row() * p_stride + warp_score_key() * int(sizeof(Elem)), ds);
+// Algorithm 4 lines 11-15, 17-20: P (if asked for) and dS to shared memory.
+template <bool keep_p, class Products>
+__device__ __forceinline__ void scores_to_shared(Products& products, const TilePlace& at, const Params& p, const Head& head, TileAt p_tile,
+                                                  TileAt ds_tile) {
+    if (threadIdx.x / 32 >= scores_warps) return products.help();
+    Scores s, slope, ds;
+    find_p(s, slope, products, at, p, head);
+    find_ds<keep_p, false>(ds, s, slope, products, at, p_tile);
+    store_ds(ds_tile, ds);
 }
 
 }  // namespace sm80

@@ -214,8 +214,24 @@ def _cases() -> list[Case]:
     ]
     cases += [
         Case("float32 d 512", dtype=np.dtype(np.float32), head_dim=512, n_queries=50, n_keys=130),
+        Case("one query column", n_queries=1, n_keys=3000, head_dim=128, mask=columns_of),
     ]
     return cases
 
 
 CASES = _cases()
+
+# Heads whose backward takes its columns in by chunks.
+WIDE_HEADS = [
+    Case(f"{dtype} {name}", np.dtype(dtype), n_queries=90, n_keys=200, **options)
+    for dtype in ("float32", "float64")
+    for name, options in {
+        "wide d 512": dict(head_dim=512),
+        "wide d 300 dv 40 grouped": dict(head_dim=300, head_dim_v=40, heads=4),
+        "wide dv 330": dict(head_dim_v=330),
+        "wide d 320 dropout column causal": dict(
+            head_dim=320, mask=columns_of, options={"dropout_p": 0.25, "rng": 9, "is_causal": "top_left"}
+        ),
+        "wide d 288 bias softcap": dict(head_dim=288, bias=bias_of(1, 0, 1, 1), options={"softcap": 5.0}),
+    }.items()
+]

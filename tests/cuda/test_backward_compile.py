@@ -1,10 +1,10 @@
 """The backward's kernels fit their cards and compile for three generations without spills or local memory."""
 
+import numpy as np
 import pytest
 
 from cuattn.cuda.backward_plan import STAT_ROWS, atomic, backward_plan, kernels_of, shared_bytes
-from cuattn.errors import UnsupportedError
-from tests.cuda.cases import CASES
+from tests.cuda.cases import CASES, F16, WIDE_HEADS, Case
 from tests.cuda.test_compile import FORWARD_CARDS, _failures
 from tests.cuda.test_plan import CARDS, STATIC_BYTES, problem_of
 
@@ -17,28 +17,21 @@ FEATURES = {
 }  # fmt: skip
 
 
-def _problems(card):
-    """Return the cases whose backward some kernel of the card takes: small shared memory rules out wide heads."""
-    for case in CASES:
-        problem = problem_of(case)
-        try:
-            kernels_of(problem, card)
-        except UnsupportedError:
-            widest = max(case.head_dim, case.head_dim_v or 0) * case.dtype.itemsize
-            assert widest > (1024 if card.shared_bytes > 200 * 1024 else 512), case.name
-            continue
-        yield case, problem
-
-
 def backward_jobs(arch):
     """Return the backward's variants on one architecture."""
     card = FORWARD_CARDS[arch]
-    for case, problem in _problems(card):
+    for case in CASES + WIDE_HEADS:
+        problem = problem_of(case)
         plain = not (case.options or case.mask or case.bias)
         if arch != "sm_90" and not plain and case.name not in FEATURES:
             continue
         kernels = kernels_of(problem, card)
         constants = dict(backward_plan(problem, card, 16 if case.head_dim % 8 == 0 else 2).constants)
+        if kernels.chunk:
+            if arch != "sm_90" and "wide" in case.name and "d 512" not in case.name:
+                continue
+            yield from _wide_jobs(case, constants, arch)
+            continue
         keys = {**constants, "sum_dk": False, "sum_dv": False}
         yield case.name, "sm80/bwd.cu", tuple(keys.items()), arch
         rows = {**constants, **kernels.rows._asdict(), "atomic_dq": False, "sum_dq": False}
@@ -58,6 +51,16 @@ def backward_jobs(arch):
     yield "sum", "util/bwd_sum.cu", (("elem", "__nv_bfloat16"), ("acc", "float")), arch
 
 
+def _wide_jobs(case, constants, arch):
+    """Return the variants of a head too wide for whole rows; one with every gradient summed."""
+    summed = "grouped" in case.name
+    sums = {"sum_dk": summed, "sum_dv": summed, "sum_dq": summed}
+    yield case.name, "sm80/bwd_wide.cu", tuple({**constants, **sums}.items()), arch
+    if case.bias is not None:
+        shape = {"split": False, "sum_rows": False, "sum_keys": False}
+        yield case.name, "sm80/bwd_bias.cu", tuple({**constants, **shape}.items()), arch
+
+
 @pytest.mark.parametrize("arch", FORWARD_CARDS)
 def test_no_spills(arch):
     assert not _failures(list(backward_jobs(arch)))
@@ -65,10 +68,11 @@ def test_no_spills(arch):
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
 def test_fits_the_card(card):
-    for case, problem in _problems(card):
+    for case in CASES + WIDE_HEADS:
+        problem = problem_of(case)
         kernels = kernels_of(problem, card)
         plan = backward_plan(problem, card)
-        for kernel in ("keys", "rows", "bias", "convert"):
+        for kernel in ("keys", "rows", "bias") + (("convert",) if atomic(problem, kernels) else ()):
             assert shared_bytes(problem, kernels, kernel) + STATIC_BYTES <= card.shared_bytes, (case.name, kernel)
             tile = getattr(kernels, "keys" if kernel == "convert" else kernel)
             assert STAT_ROWS % tile.block_m == 0
@@ -77,7 +81,22 @@ def test_fits_the_card(card):
         assert dict(plan.constants)["atomic_dq"] == atomic(problem, kernels)
 
 
-def test_head_dimension_too_large_for_the_card():
-    problem = problem_of(next(case for case in CASES if case.name == "d 512"))
-    with pytest.raises(UnsupportedError, match="head dimension"):
-        backward_plan(problem, CARDS["RTX 4090"])
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+@pytest.mark.parametrize("dtype", [F16, np.dtype(np.float32), np.dtype(np.float64)], ids=str)
+def test_wide_heads_come_in_chunks(dtype, card):
+    for head_dim, head_dim_v in ((512, 512), (320, 64), (64, 1000)):
+        case = Case("wide", dtype, n_queries=9, n_keys=9, head_dim=head_dim, head_dim_v=head_dim_v)
+        problem = problem_of(case)
+        kernels = kernels_of(problem, card)
+        assert kernels.head_dim >= head_dim and kernels.head_dim_v >= head_dim_v
+        if kernels.chunk:
+            assert not atomic(problem, kernels)
+            assert (
+                kernels.head_dim % kernels.chunk
+                == kernels.head_dim_v % kernels.chunk
+                == kernels.part % kernels.chunk
+                == 0
+            )
+            assert "64 columns at a time" in str(backward_plan(problem, card))
+        for kernel in ("keys", "rows", "bias"):
+            assert shared_bytes(problem, kernels, kernel) + STATIC_BYTES <= card.shared_bytes

@@ -8,7 +8,7 @@ import pytest
 import cuattn
 from cuattn.masks import ColumnMask
 from tests import oracle
-from tests.cuda.cases import BF16, CASES, WIDE, Case, oracle_options, to_device, visible
+from tests.cuda.cases import BF16, CASES, WIDE, WIDE_HEADS, Case, oracle_options, to_device, visible
 from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -26,13 +26,13 @@ def poisoned_memory():
     yield
 
 
-def run(do, qkv, options, deterministic=False, o_dtype=None, kernel="sm80", **more):
-    """Run ``cuattn.forward`` and ``cuattn.backward``, by default on the portable kernels; NumPy in, NumPy out."""
+def run(do, qkv, options, deterministic=False, o_dtype=None, **more):
+    """Run ``cuattn.forward`` and ``cuattn.backward`` on the portable kernels; NumPy in, NumPy out."""
     options = {name: to_device(value) for name, value in options.items()}
     do, *qkv = map(to_device, (do, *qkv))
-    forward = cuattn.forward(*qkv, kernel=kernel, out_dtype=o_dtype, **options)
+    forward = cuattn.forward(*qkv, kernel="sm80", out_dtype=o_dtype, **options)
     options.pop("rng", None)
-    gradients = cuattn.backward(do, *qkv, forward, kernel=kernel, deterministic=deterministic, **options, **more)
+    gradients = cuattn.backward(do, *qkv, forward, kernel="sm80", deterministic=deterministic, **options, **more)
     return [None if x is None else x.get() for x in gradients]
 
 
@@ -50,7 +50,7 @@ def made(case: Case):
 
 
 def named(name: str):
-    case = next(case for case in CASES if case.name == name)
+    case = next(case for case in CASES + WIDE_HEADS if case.name == name)
     return case, *made(case)
 
 
@@ -75,19 +75,16 @@ def check(case: Case, actual, do, qkv, options):
             assert_close(a, e, t, dtype=dtype, magnitude=magnitude, name=name)
 
 
-def fits(case: Case) -> bool:
-    """Whether a backward kernel takes the case's dtype and head dimensions; up to 512 only in 16 bits."""
-    return case.dtype.itemsize == 2 or max(case.head_dim, case.head_dim_v or 0) <= 256
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("case", list(filter(fits, CASES)), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES + WIDE_HEADS, ids=lambda case: case.name)
 def test_oracle(case, deterministic):
     do, qkv, options = made(case)
     check(case, run(do, qkv, options, deterministic), do, qkv, options)
 
 
-@pytest.mark.parametrize("name", ["aligned", "grouped", "dropout column", "bias row", "everything", "d256"])
+@pytest.mark.parametrize(
+    "name", ["aligned", "grouped", "dropout column", "bias row", "everything", "d256", "float32 wide d 512"]
+)
 def test_deterministic_is_bitwise(name):
     _, do, qkv, options = named(name)
     first = run(do, qkv, options, deterministic=True)

@@ -43,21 +43,6 @@ def test_mma_m16n8k16(dtype, name):
     np.testing.assert_allclose(accumulator(d), start + a.astype(float) @ b.astype(float), rtol=1e-5, atol=1e-5)
 
 
-def test_mma_m16n8k8_tf32():
-    rng = np.random.default_rng(1)
-    a, b = (rng.integers(-8, 8, shape).astype(np.float32) for shape in ((16, 8), (8, 8)))
-    g, q = lanes()
-    fa = np.stack([a[g, q], a[g + 8, q], a[g, q + 4], a[g + 8, q + 4]], 1).view(np.uint32)
-    fb = np.stack([b[q, g], b[q + 4, g]], 1).view(np.uint32)
-    body = """
-        float x[4] = {};
-        u32 f[4] = {a[4 * l], a[4 * l + 1], a[4 * l + 2], a[4 * l + 3]};
-        ptx::mma_m16n8k8_tf32(x, f, b[2 * l], b[2 * l + 1]);
-        for (int r = 0; r < 4; ++r) d[4 * l + r] = x[r];"""
-    d = run(["ptx/mma.cuh"], "const u32* a, const u32* b, float* d", body, fa, fb, np.empty((32, 4), np.float32))[2]
-    np.testing.assert_array_equal(accumulator(d), a @ b)
-
-
 def test_mma_f64():
     rng = np.random.default_rng(2)
     a, b = rng.integers(-9, 9, (16, 8)).astype(float), rng.integers(-9, 9, (8, 8)).astype(float)
@@ -125,21 +110,24 @@ def test_convert():
         f[4 * l] = ptx::ex2(x[2 * l] / 1000);
         f[4 * l + 1] = ptx::lg2(x[2 * l] * x[2 * l]);
         f[4 * l + 2] = ptx::tanh_approx(x[2 * l]);
-        f[4 * l + 3] = __uint_as_float(ptx::round_tf32(x[2 * l]));
+        p[96 + 2 * l] = ptx::pack_positive_f16(x[2 * l], x[2 * l + 1]);
+        p[97 + 2 * l] = ptx::pack_positive_bf16(x[2 * l], x[2 * l + 1]);
         p[64 + l] = ptx::prmt(0x33221100u, 0x77665544u, 0x0426u);"""
     _, p, f = run(
-        ["ptx/convert.cuh"], "const float* x, u32* p, float* f", body, x, np.empty(96, np.uint32),
+        ["ptx/convert.cuh"], "const float* x, u32* p, float* f", body, x, np.empty(160, np.uint32),
         np.empty((32, 4), np.float32),
     )  # fmt: skip
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(p[:64:2], pairs(x.astype(np.float16))[:, 0])
     np.testing.assert_array_equal(p[1:64:2], pairs(x.astype(BF16))[:, 0])
-    assert (p[64:] == 0x00442266).all()
+    assert (p[64:96] == 0x00442266).all()
+    positive = np.maximum(x, 0)
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(p[96::2], pairs(positive.astype(np.float16))[:, 0])
+    np.testing.assert_array_equal(p[97::2], pairs(positive.astype(BF16))[:, 0])
     np.testing.assert_allclose(f[:, 0], np.exp2(x[:, 0] / np.float32(1000)), rtol=2**-21)
     np.testing.assert_allclose(f[:, 1], np.log2(x[:, 0].astype(float) ** 2), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(f[:, 2], np.tanh(x[:, 0]), rtol=2**-10, atol=2**-10)
-    rounded = ((x[:, 0].view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32)
-    np.testing.assert_array_equal(f[:, 3].view(np.uint32) & 0xFFFFE000, rounded.view(np.uint32))
 
 
 def test_simd():
