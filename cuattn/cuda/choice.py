@@ -4,7 +4,7 @@ import dataclasses
 from types import ModuleType
 from typing import Any
 
-from cuattn.cuda import backward, forward, hopper
+from cuattn.cuda import backward, forward, hopper, hopper_backward
 from cuattn.cuda.records import Record
 from cuattn.errors import UnsupportedError
 from cuattn.plans import Plan
@@ -58,11 +58,10 @@ def plan(problem: Problem, operands: Operands) -> Plan:
 
 def _choose(problem: Problem, operands: Operands) -> tuple[ModuleType, str | None]:
     """Return who computes a call, and why Hopper's kernel does not."""
-    if problem.direction == "backward":
-        return backward, None
-    against = "kernel is 'sm80'" if problem.kernel == "sm80" else hopper.reason_against(problem, operands)
+    own, portable = (hopper_backward, backward) if problem.direction == "backward" else (hopper, forward)
+    against = "kernel is 'sm80'" if problem.kernel == "sm80" else own.reason_against(problem, operands)
     if against is None:
-        return hopper, None
+        return own, None
     if problem.kernel == "sm90":
         raise UnsupportedError(f"kernel is 'sm90', but {against}")
-    return forward, against
+    return portable, against

@@ -1,9 +1,6 @@
 """The forward for compute capability 9.0: tensor maps, a ticket, one launch."""
 
-import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 from cuattn.cuda import launch
 from cuattn.cuda.forward import INPUTS
@@ -12,26 +9,12 @@ from cuattn.cuda.merge import result_arrays
 from cuattn.cuda.params import PARAMS
 from cuattn.cuda.records import Record
 from cuattn.cuda.tables import mask_tables, table_fields, table_layout, table_slots
-from cuattn.cuda.tensormap import describe, why_not
+from cuattn.cuda.tensormap import View, unreadable, view_of
 from cuattn.errors import UnsupportedError
 from cuattn.plans import Plan
 from cuattn.problem import Operands, Problem
 
 __all__ = ["plan", "reason_against", "record"]
-
-_MAPS_KEPT = 64  # addresses of one operand whose maps are kept
-
-
-class _View(NamedTuple):
-    """How one operand looks to the copy engine."""
-
-    shape: tuple[int, int, int, int]  # batch, head, row, column
-    strides: tuple[int, int, int]  # bytes
-    box_rows: int
-
-    def mapper(self, dtype: str) -> Callable[[int], Any]:
-        """Return the function that describes an array of this look at an address."""
-        return functools.lru_cache(_MAPS_KEPT)(lambda address: describe(address, dtype, *self))
 
 
 def reason_against(problem: Problem, operands: Operands) -> str | None:
@@ -49,10 +32,7 @@ def reason_against(problem: Problem, operands: Operands) -> str | None:
     if math.prod(axes.size[:-1]) > 1:
         return f"its tensor maps have one leading axis, and the strides of q, k, v keep those of {problem.batch} apart"
     for name, array in zip("qkv", operands[:3], strict=True):
-        strides = tuple(stride for size, stride in zip(array.shape[:-1], array.strides[:-1], strict=True) if size > 1)
-        unfit = why_not(array.data.ptr, strides)
-        if unfit is None and array.shape[-2] > 1 and array.strides[-2] == 0:
-            unfit = "its rows are one row, repeated"
+        unfit = unreadable(array)
         if unfit is not None:
             return f"the copy engine cannot read {name}: {unfit}"
     return None
@@ -89,20 +69,13 @@ def record(problem: Problem, operands: Operands) -> Record:
     return found
 
 
-def _views(problem: Problem, operands: Operands, made: Plan, axes: launch.Axes) -> tuple[_View, ...]:
+def _views(problem: Problem, operands: Operands, made: Plan, axes: launch.Axes) -> tuple[View, ...]:
     boxes = made.block_m, made.block_n, made.block_n
-    views = []
-    for array, box_rows in zip(operands[:3], boxes, strict=True):
-        rank = len(problem.batch)
-        size = array.dtype.itemsize
-        batch = size * axes.strides(array.shape[:rank], array.strides[:rank], size)[-1]
-        head, row = array.strides[rank:-1]
-        heads, rows, columns = array.shape[rank:]
-        shape = (axes.size[-1] if batch else 1, heads if head else 1, rows, columns)
-        views.append(_View(shape, (batch, head, row), box_rows))
+    rank = len(problem.batch)
+    views = [view_of(array, axes, rank, rows) for array, rows in zip(operands[:3], boxes, strict=True)]
     # o leaves in boxes of one warpgroup's rows; a float32 o leaves without a map, and any will do.
     if problem.out_dtype.itemsize > 2:
         return (*views, views[0])
     row = 2 * problem.head_dim_v
     shape = (math.prod(problem.batch), problem.heads, problem.n_queries, problem.head_dim_v)
-    return (*views, _View(shape, (problem.heads * problem.n_queries * row, problem.n_queries * row, row), 64))
+    return (*views, View(shape, (problem.heads * problem.n_queries * row, problem.n_queries * row, row), 64))

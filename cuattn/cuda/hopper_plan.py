@@ -9,7 +9,7 @@ from cuattn.cuda.tiles import Card
 from cuattn.plans import Plan
 from cuattn.problem import Problem
 
-__all__ = ["ARCH", "HopperTile", "counts", "hopper_plan", "leaves_idle", "refusal"]
+__all__ = ["ARCH", "L2_SHARE", "HopperTile", "counts", "hopper_plan", "leaves_idle", "refusal"]
 
 ARCH = "sm_90a"
 
@@ -18,7 +18,7 @@ _VALUE_WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
 _MAX_HEAD_DIM = 256
 _SLAB_COLUMNS, _ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
 _LONG = 2048  # keys from which on it pays to begin the softmax under the warpgroup's own product
-_L2_SHARE = 32 << 20  # bytes of k and v that neighbours in time share
+L2_SHARE = 32 << 20  # bytes of k and v that neighbours in time share
 
 
 class HopperTile(NamedTuple):
@@ -92,7 +92,7 @@ def counts(problem: Problem) -> dict[str, int]:
     section = problem.group
     if problem.mask is not None or (problem.band is not None and problem.band.right is not None):
         bytes_per_head = problem.n_keys * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-        heads = max(_L2_SHARE // bytes_per_head, 1)
+        heads = max(L2_SHARE // bytes_per_head, 1)
         section *= 1 << (heads.bit_length() - 1)
     return {
         "row_tiles": -(-problem.n_queries // tile.block_m),

@@ -55,6 +55,7 @@ OPERAND_FIELDS = ("q", "k", "v", "o", "l", "m", "dout", "dq", "dk", "dv", "bias"
 
 _WORKSPACE = (
     "o_part", "l_part", "m_part", "delta", "stat", "dq_acc", "dk_acc", "dv_acc", "dbias_acc", "counters",
+    "ticket", "turns",
 )  # fmt: skip
 
 _INTEGERS = (

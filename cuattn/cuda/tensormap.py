@@ -7,12 +7,14 @@ The driver encodes a map into 128 opaque bytes, which a kernel takes by value.
 
 import ctypes
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuattn.errors import CuattnError, UnsupportedError
 
-__all__ = ["BOX_COLUMNS", "describe", "why_not"]
+__all__ = ["BOX_COLUMNS", "View", "describe", "unreadable", "view_of", "why_not"]
 
 BOX_COLUMNS = 64
 """Columns of a box: 128 bytes, the widest that the 128-byte swizzle takes."""
@@ -22,6 +24,7 @@ _SWIZZLE_128B = 3
 _PROMOTE_256B = 3
 _MAX_STRIDE = 1 << 40
 _RANK = 4
+_MAPS_KEPT = 64  # addresses of one operand whose maps are kept
 
 
 @functools.lru_cache(maxsize=1)
@@ -115,3 +118,34 @@ def describe(
 def _stride(size: int, stride: int) -> int:
     # The driver wants a plausible stride on axes that are never stepped along.
     return stride if size > 1 else max(stride, 16)
+
+
+class View(NamedTuple):
+    """How one operand looks to the copy engine."""
+
+    shape: tuple[int, int, int, int]  # batch, head, row, column
+    strides: tuple[int, int, int]  # bytes
+    box_rows: int
+
+    def mapper(self, dtype: str) -> Callable[[int], Any]:
+        """Return the function that describes an array of this look at an address."""
+        return functools.lru_cache(_MAPS_KEPT)(lambda address: describe(address, dtype, *self))
+
+
+def view_of(array: Any, axes: Any, rank: int, box_rows: int) -> View:
+    """Return the look of an array (*batch, heads, rows, columns) with `rank` batch axes, merged into one (``Axes``)."""
+    size = array.dtype.itemsize
+    batch = size * axes.strides(array.shape[:rank], array.strides[:rank], size)[-1]
+    head, row = array.strides[rank:-1]
+    heads, rows, columns = array.shape[rank:]
+    shape = (axes.size[-1] if batch else 1, heads if head else 1, rows, columns)
+    return View(shape, (batch, head, row), box_rows)
+
+
+def unreadable(array: Any) -> str | None:
+    """Say why the copy engine cannot read an array, or return None."""
+    strides = tuple(stride for size, stride in zip(array.shape[:-1], array.strides[:-1], strict=True) if size > 1)
+    unfit = why_not(array.data.ptr, strides)
+    if unfit is None and array.shape[-2] > 1 and array.strides[-2] == 0:
+        return "its rows are one row, repeated"
+    return unfit

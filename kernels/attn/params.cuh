@@ -43,10 +43,10 @@ struct Params {
     Operand mask;                              // u8: the boolean mask itself (dense) or the blocks (block)
     MaskTables table;
     Dropout dropout;
-    // Workspace, contiguous.  Forward with splits: [split][batch][head][row]([head_dim_v]).  Backward: see kernels/sm80/bwd.cu.
+    // Workspace, contiguous.  Forward with splits: [split][batch][head][row]([head_dim_v]).  Backward: see kernels/attn/bwd_workspace.cuh.
     void *o_part, *l_part, *m_part;
     void *delta, *stat, *dq_acc, *dk_acc, *dv_acc, *dbias_acc;
-    i32* counters;
+    i32 *counters, *ticket, *turns;
     double scale, softcap, dropout_scale;      // s = softcap * tanh(scale * q.k / softcap); dropout_scale = 65536 / (65536 - T)
     i32 batch_size[kBatchAxes];                // outermost first, unused axes 1
     i32 batch, heads, kv_heads, group;         // batch = product of batch_size; query head h reads k, v head h / group

@@ -10,4 +10,11 @@ __device__ __forceinline__ void stmatrix_x4(u32 address, u32 a0, u32 a1, u32 a2,
                  : "memory");
 }
 
+// The same block transposed: the lanes name row segments of the transpose.
+__device__ __forceinline__ void stmatrix_x4_trans(u32 address, u32 a0, u32 a1, u32 a2, u32 a3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a0),
+                 "r"(a1), "r"(a2), "r"(a3)
+                 : "memory");
+}
+
 }  // namespace ptx

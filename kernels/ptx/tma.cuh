@@ -53,12 +53,25 @@ __device__ __forceinline__ void bulk_load(u32 destination, const void* source, u
         : "memory");
 }
 
+// Adds `bytes` (a multiple of 16) of float32 from shared memory to global memory.
+__device__ __forceinline__ void bulk_add(float* destination, u32 source, u32 bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination),
+                 "r"(source), "r"(bytes)
+                 : "memory");
+}
+
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until the sources of all but the newest `pending` store groups of this thread may be overwritten.
 template <int pending>
 __device__ __forceinline__ void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
+}
+
+// Waits until all but the newest `pending` store groups of this thread are complete, their results visible to the thread.
+template <int pending>
+__device__ __forceinline__ void bulk_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");
 }
 
 // Orders this thread's ordinary shared-memory writes before reads by the copy engine and the tensor cores.

@@ -9,7 +9,7 @@
 // Shared memory   k [block_n][d]   v [block_n][dv]   q [stages][block_m][d]   do [stages][block_m][dv]   p, ds [block_m][block_n]
 //                 stat, delta [stages][block_m]   units (float32: sm80/bwd_split.cuh)
 // Grid            key tiles * key/value heads * batch, tiles fastest
-// Workspace       stat, delta, counters (sm80/bwd_workspace.cuh); dq_acc (sm80/bwd_queries.cuh)
+// Workspace       stat, delta, counters (attn/bwd_workspace.cuh); dq_acc (sm80/bwd_queries.cuh)
 #include "ptx/barrier.cuh"
 #include "sm80/bwd_head.cuh"
 #include "sm80/bwd_load.cuh"

@@ -3,9 +3,9 @@
 #include "attn/math.cuh"
 #include "attn/params.cuh"
 #include "attn/philox.cuh"
+#include "attn/row_walk.cuh"
 #include "sm80/bwd_layout.cuh"
-#include "sm80/bwd_walk.cuh"
-#include "sm80/bwd_workspace.cuh"
+#include "attn/bwd_workspace.cuh"
 
 namespace sm80 {
 
@@ -61,14 +61,7 @@ __device__ __forceinline__ void describe_head(Head& h, const Params& p, i32 ib, 
 
 // The same for its walk over the row tiles that see one key tile; called by thread 0.
 __device__ __forceinline__ void describe_walk(Head& head, const Params& p, i32 key_tile) {
-    head.walk.first_key = key_tile * cfg::block_n;
-    head.walk.end = walk_end(p, head.walk.first_key);
-    if constexpr (cfg::mask == kMaskBlock) head.walk.blocks = static_cast<const u8*>(p.mask.data) + head.mask_offset;
-    if constexpr (cfg::mask == kMaskColumn) {
-        const int4* bounds = p.table.bounds + (head.instance * p.key_tiles + key_tile) * 2;
-        head.walk.bounds[0] = bounds[0], head.walk.bounds[1] = bounds[1];
-        head.walk.bounds[0].x &= ~kDeadTile;
-    }
+    describe_tables(head.walk, p, head.instance, head.mask_offset, key_tile);
 }
 
 // Where one row tile walks over key tiles; called by thread 0, which has described the head.

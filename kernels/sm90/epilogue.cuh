@@ -8,19 +8,14 @@
 
 namespace sm90 {
 
-// Element offset of the head's first row.  Tensor maps have one batch axis, so there is no other.
-__device__ __forceinline__ i64 slice(const Operand& operand, const Work& work) {
-    return operand.batch[kBatchAxes - 1] * work.batch + operand.head * work.head;
-}
-
 constexpr u32 store_barrier = 5;  // + warpgroup: its 128 threads around the output tile
 
 // Writes l and m of the thread's rows; `sum` is l relative to the lazy reference.  Comes after the output, whose fence
 // would wait for these writes.
 __device__ __forceinline__ void write_statistics(const Params& p, const Work& work, i32 row, const Softmax& state,
                                                  const float (&sum)[2]) {
-    float* l = static_cast<float*>(p.l.data) + slice(p.l, work);
-    float* m = static_cast<float*>(p.m.data) + slice(p.m, work);
+    float* l = static_cast<float*>(p.l.data) + slice_of(p.l, work.batch, work.head);
+    float* m = static_cast<float*>(p.m.data) + slice_of(p.m, work.batch, work.head);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float top = quad_max(state.top[r]);
@@ -58,7 +53,7 @@ __device__ __forceinline__ void store_output(const Output& o, const ptx::TensorM
 
 // Writes the thread's two rows as they are, without shared memory: four lanes fill a 32-byte sector.
 __device__ __forceinline__ void write_float(const Output& o, const Params& p, const Work& work, i32 row) {
-    float* base = static_cast<float*>(p.o.data) + slice(p.o, work);
+    float* base = static_cast<float*>(p.o.data) + slice_of(p.o, work.batch, work.head);
 #pragma unroll
     for (int i = 0; i < cfg::head_dim_v / 4; ++i) {
         const i32 at = row + 8 * (i % 2), column = 8 * (i / 2) + 2 * (threadIdx.x % 4);

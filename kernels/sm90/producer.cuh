@@ -142,11 +142,7 @@ __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
         for (u32 row = lane; row < cfg::block_n; row += 32) {
             const i32 key = mail.n * cfg::block_n + row;
             if (key >= p.n_keys || (band_sees(p, key) && key_alive(p, mail.instance, key))) continue;
-            for (int slab = 0; slab < slabs_v; ++slab) {
-                uint4* line = reinterpret_cast<uint4*>(shared.memory + v_at + mail.stage * v_bytes +
-                                                       (slab * cfg::block_n + row) * row_bytes);
-                for (int chunk = 0; chunk < 8; ++chunk) line[chunk] = uint4{};
-            }
+            clear_row<cfg::block_n, slabs_v>(shared.memory + v_at + mail.stage * v_bytes, row);
         }
         ptx::async_proxy_fence();
         __syncwarp();

@@ -1,12 +1,11 @@
 // The two matrix products of a step, on one warpgroup's 64 rows.
 #pragma once
-#include "attn/math.cuh"
 #include "ptx/wgmma.cuh"
+#include "sm90/halves.cuh"
 #include "sm90/layout.cuh"
 
 namespace sm90 {
 
-constexpr bool is_bfloat16 = same_type<cfg::elem, __nv_bfloat16>;
 constexpr int sign = cfg::negate ? -1 : 1;  // of the scale: raw scores are (sign * q) k^T
 
 using Scores = float[cfg::block_n / 2];

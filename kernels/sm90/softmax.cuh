@@ -2,7 +2,6 @@
 // share a row.
 #pragma once
 #include "attn/score.cuh"
-#include "ptx/convert.cuh"
 #include "sm90/products.cuh"
 
 namespace sm90 {
@@ -92,13 +91,6 @@ __device__ __forceinline__ bool update(Softmax& state, float (&factor)[2], Score
 #pragma unroll
     for (int r = 0; r < 2; ++r) state.sum[r] += chain[2 * r] + chain[2 * r + 1];
     return grown;
-}
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-    if constexpr (is_bfloat16)
-        return ptx::pack_bf16(low, high);
-    else
-        return ptx::pack_f16(low, high);
 }
 
 // The accumulator of 16 columns is, rounded, the A fragment of the next product: no data moves between lanes.

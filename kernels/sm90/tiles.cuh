@@ -24,6 +24,28 @@ struct Slot {
 // registers.
 __device__ __forceinline__ bool uniform(bool condition) { return __any_sync(~0u, condition); }
 
+// Element (or instance) offset of a head's slice.  Tensor maps have one batch axis, so there is no other.
+template <class Strides>
+__device__ __forceinline__ i64 slice_of(const Strides& strides, i32 batch, i32 head) {
+    return strides.batch[kBatchAxes - 1] * batch + strides.head * head;
+}
+
+// A tile's place in the order of work: its head and batch, and how many tiles of the same head come before it.
+struct TileRank {
+    i32 head, batch, rank;
+};
+
+// Tiles are numbered so that neighbours in time share the L2 cache: sections of p.section heads; in a section heads are
+// fastest.
+__device__ __forceinline__ TileRank rank_of(const Params& p, i32 number, i32 heads, i32 tiles) {
+    const i32 section = number / (p.section * tiles);
+    const i32 first = section * p.section;
+    const i32 width = min(p.section, p.batch * heads - first);
+    const i32 within = number - first * tiles;
+    const i32 rank = within / width, pair = first + within - rank * width, batch = pair / heads;
+    return {pair - batch * heads, batch, rank};
+}
+
 // Head and batch of an operand in its tensor map, where a broadcast axis has one element.
 struct Place {
     i32 head, batch;

@@ -10,7 +10,7 @@
 // Grid: groups of kStatRows rows * batch * heads, groups fastest.  inverse follows all of stat.
 #include "attn/math.cuh"
 #include "attn/params.cuh"
-#include "sm80/bwd_workspace.cuh"
+#include "attn/bwd_workspace.cuh"
 
 constexpr bool kSplitStat = sizeof(cfg::elem) >= 4;
 constexpr int kThreads = 32 * cfg::warps;
@@ -22,20 +22,40 @@ constexpr int lanes_per_row() {
     return lanes;
 }
 
+constexpr int kPasses = kStatRows * lanes_per_row() / kThreads;
+constexpr int kTogether = kPasses % 4 == 0 ? 4 : kPasses % 2 == 0 ? 2 : 1;  // rows whose loads are under way at a time
+static_assert(kPasses * kThreads == kStatRows * lanes_per_row() && kPasses > 0);
+
+// Row of this lane in a pass.
+__device__ __forceinline__ i64 own_row(i32 group, i32 pass) {
+    return i64(group) * kStatRows + (pass * kThreads + i32(threadIdx.x)) / lanes_per_row();
+}
+
 template <class T>
 struct alignas(sizeof(T) * kVector < 16 ? sizeof(T) * kVector : 16) Vector {
     T x[kVector];
 };
 
-// Sum of do * o over one row, shared by lanes_per_row() neighbouring lanes.
-__device__ __forceinline__ cfg::acc row_product(const cfg::elem* dout, const cfg::o_elem* o, i32 columns) {
+__device__ __forceinline__ cfg::acc piece_product(const cfg::elem* dout, const cfg::o_elem* o) {
+    const auto a = *reinterpret_cast<const Vector<cfg::elem>*>(dout);
+    const auto b = *reinterpret_cast<const Vector<cfg::o_elem>*>(o);
     cfg::acc sum = 0;
-    for (i32 c = threadIdx.x % lanes_per_row() * kVector; c < columns; c += lanes_per_row() * kVector) {
-        const auto a = *reinterpret_cast<const Vector<cfg::elem>*>(dout + c);
-        const auto b = *reinterpret_cast<const Vector<cfg::o_elem>*>(o + c);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) sum += to_acc(a.x[i]) * to_acc(b.x[i]);
-    }
+    for (int i = 0; i < kVector; ++i) sum += to_acc(a.x[i]) * to_acc(b.x[i]);
+    return sum;
+}
+
+// This lane's share of the sum of do * o over one row, which lanes_per_row() neighbouring lanes share.
+__device__ __forceinline__ cfg::acc row_product(const cfg::elem* dout, const cfg::o_elem* o, i32 columns) {
+    constexpr i32 stride = lanes_per_row() * kVector;
+    i32 c = threadIdx.x % lanes_per_row() * kVector;
+    if constexpr (stride >= cfg::head_dim_v) return c < columns ? piece_product(dout + c, o + c) : cfg::acc(0);
+    cfg::acc sum = 0;
+    for (; c < columns; c += stride) sum += piece_product(dout + c, o + c);
+    return sum;
+}
+
+__device__ __forceinline__ cfg::acc sum_lanes(cfg::acc sum) {
 #pragma unroll
     for (int distance = lanes_per_row() / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
     return sum;
@@ -59,6 +79,10 @@ __device__ __forceinline__ void zero_accumulator(const Params& p, const BatchInd
     uint4* to = static_cast<uint4*>(p.dq_acc) + (instance * rows + first) * row_units;
     const i32 units = static_cast<i32>(min(i64(kStatRows), rows - first)) * row_units;
     for (i32 i = threadIdx.x; i < units; i += kThreads) to[i] = make_uint4(0, 0, 0, 0);
+    constexpr int tiles = kStatRows / cfg::block_m;
+    const i32 tile = group * tiles + threadIdx.x / 2;
+    if (p.turns != nullptr && threadIdx.x < 2 * tiles && tile < p.row_tiles)
+        p.turns[(instance * p.row_tiles + tile) * 2 + threadIdx.x % 2] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2) backward_preprocess(const __grid_constant__ Params p) {
@@ -70,23 +94,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) backward_preprocess(co
     const cfg::acc* m = static_cast<const cfg::acc*>(p.m.data) + slice_offset(p.m, index, head);
     const cfg::acc inverse_scale = 1 / p.dropout_scale;
 
+    if constexpr (cfg::atomic_dq) zero_accumulator(p, index, head, group);
     bool any_empty = false;
-    for (i32 r = threadIdx.x / lanes_per_row(); r < kStatRows; r += kThreads / lanes_per_row()) {
-        const i64 row = i64(group) * kStatRows + r;
-        const bool inside = row < p.n_queries;
-        const cfg::acc row_l = inside ? l[row * p.l.row] : cfg::acc(0);
-        const bool empty = row_l == 0;
-        any_empty |= inside && empty;
-        // An empty row reads a valid address all the same: the shuffles in row_product need every lane.
-        const i64 source = inside ? row : 0;
-        const cfg::acc product = row_product(dout + source * p.dout.row, o + source * p.o.row, p.head_dim_v);
-        if (threadIdx.x % lanes_per_row() == 0) {
-            const i64 at = stat_row(p, flat, row);
-            static_cast<cfg::acc*>(p.delta)[at] = empty ? cfg::acc(0) : product * inverse_scale;
-            store_stat(p, at, empty, row_l, inside ? m[row * p.m.row] : cfg::acc(0));
+    for (i32 pass = 0; pass < kPasses; pass += kTogether) {
+        cfg::acc sum[kTogether];
+#pragma unroll
+        for (i32 i = 0; i < kTogether; ++i) {
+            // A row beyond the last reads a valid address all the same.
+            const i64 row = own_row(group, pass + i), source = row < p.n_queries ? row : 0;
+            sum[i] = row_product(dout + source * p.dout.row, o + source * p.o.row, p.head_dim_v);
+        }
+#pragma unroll
+        for (i32 i = 0; i < kTogether; ++i) {
+            const i64 row = own_row(group, pass + i);
+            const bool inside = row < p.n_queries;
+            const cfg::acc row_l = inside ? l[row * p.l.row] : cfg::acc(0);
+            const bool empty = row_l == 0;
+            any_empty |= inside && empty;
+            const cfg::acc product = sum_lanes(sum[i]);
+            if (threadIdx.x % lanes_per_row() == 0) {
+                const i64 at = stat_row(p, flat, row);
+                static_cast<cfg::acc*>(p.delta)[at] = empty ? cfg::acc(0) : product * inverse_scale;
+                store_stat(p, at, empty, row_l, inside ? m[row * p.m.row] : cfg::acc(0));
+            }
         }
     }
     any_empty = __syncthreads_or(any_empty);
     if (threadIdx.x == 0) p.counters[blockIdx.x] = any_empty;
-    if constexpr (cfg::atomic_dq) zero_accumulator(p, index, head, group);
+    if (p.ticket != nullptr && blockIdx.x == 0 && threadIdx.x < 2) p.ticket[threadIdx.x] = 0;
 }

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from cuattn.cuda import choice, hopper, launch, merge, records, tables
+from cuattn.cuda import choice, launch, merge, records, tables, tensormap
 from cuattn.cuda.params import MASK_PARAMS, MERGE_PARAMS, PARAMS
 from cuattn.problem import validate
 from tests.cuda.cases import BF16, Case
@@ -107,7 +107,7 @@ def device(monkeypatch):
     monkeypatch.setattr(choice, "_records", {})
     merge.merge_record.cache_clear()
     monkeypatch.setattr(records, "ticket_of", lambda stream: TICKET)
-    monkeypatch.setattr(hopper, "describe", lambda *arguments: arguments)
+    monkeypatch.setattr(tensormap, "describe", lambda *arguments: arguments)
     monkeypatch.setattr(tables.MaskTables, "source", lambda self, mask, stream: MASK)
     yield device
     merge.merge_record.cache_clear()

@@ -26,13 +26,13 @@ def poisoned_memory():
     yield
 
 
-def run(do, qkv, options, deterministic=False, o_dtype=None, **more):
-    """Run ``cuattn.forward`` and ``cuattn.backward`` on the portable kernels; NumPy in, NumPy out."""
+def run(do, qkv, options, deterministic=False, o_dtype=None, kernel="sm80", **more):
+    """Run ``cuattn.forward`` and ``cuattn.backward``, by default on the portable kernels; NumPy in, NumPy out."""
     options = {name: to_device(value) for name, value in options.items()}
     do, *qkv = map(to_device, (do, *qkv))
-    forward = cuattn.forward(*qkv, kernel="sm80", out_dtype=o_dtype, **options)
+    forward = cuattn.forward(*qkv, kernel=kernel, out_dtype=o_dtype, **options)
     options.pop("rng", None)
-    gradients = cuattn.backward(do, *qkv, forward, kernel="sm80", deterministic=deterministic, **options, **more)
+    gradients = cuattn.backward(do, *qkv, forward, kernel=kernel, deterministic=deterministic, **options, **more)
     return [None if x is None else x.get() for x in gradients]
 
 

@@ -4,8 +4,6 @@
 #pragma once
 #include "attn/mask.cuh"
 
-namespace sm80 {
-
 // What the walk looks up for every tile; lies in shared memory, registers being short.
 struct WalkTables {
     int4 bounds[2];    // column mask: skip [x, y) and partial [z, w) of both intervals, in row tiles
@@ -20,14 +18,32 @@ __device__ __forceinline__ i32 walk_end(const Params& p, i32 first_key) {
     return last_row < 0 ? 0 : min(p.row_tiles, last_row / cfg::block_m + 1);
 }
 
+// The tables of one key tile under one head's mask.  True when the column mask hides some key of it from every row.
+__device__ __forceinline__ bool describe_tables(WalkTables& tables, const Params& p, i64 instance, i64 mask_offset, i32 key_tile) {
+    tables.first_key = key_tile * cfg::block_n;
+    tables.end = walk_end(p, tables.first_key);
+    if constexpr (cfg::mask == kMaskBlock) tables.blocks = static_cast<const u8*>(p.mask.data) + mask_offset;
+    if constexpr (cfg::mask != kMaskColumn) return false;
+    const int4* bounds = p.table.bounds + (instance * p.key_tiles + key_tile) * 2;
+    int4 first = bounds[0];
+    const bool dead = first.x < 0;
+    first.x &= ~kDeadTile;
+    tables.bounds[0] = first, tables.bounds[1] = bounds[1];
+    return dead;
+}
+
 struct RowWalk {
-    i32 tile = -1;  // current row tile
+    i32 tile;  // current row tile
     const WalkTables& tables;
 
     __device__ __forceinline__ i32 first_key() const { return tables.first_key; }
     __device__ __forceinline__ i32 last_key(const Params& p) const { return min(first_key() + cfg::block_n, p.n_keys) - 1; }
 
-    __device__ __forceinline__ RowWalk(const Params& p, const WalkTables& tables) : tables(tables) {
+    __device__ __forceinline__ RowWalk(const Params& p, const WalkTables& tables) : tables(tables) { begin(p); }
+
+    // Before the first tile of what the tables say now.
+    __device__ __forceinline__ void begin(const Params& p) {
+        tile = -1;
         if constexpr (cfg::band_right) {
             const i32 first_row = first_key() - p.band_offset - p.band_right;
             if (first_row > 0) tile = first_row / cfg::block_m - 1;
@@ -84,5 +100,3 @@ struct RowWalk {
         return all;
     }
 };
-
-}  // namespace sm80

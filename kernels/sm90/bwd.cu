@@ -1,0 +1,77 @@
+// Attention backward for compute capability 9.0 (FlashAttention algorithm 4 and FlashMask algorithm 2, tile by tile).
+//
+// A persistent grid.  Per block: a producer warp feeds row tiles of q and do to two consumer warpgroups of 64 keys each, two
+// reducer warps add dQ up in memory, and a cleaner warp looks after NaN (sm90/bwd_producer.cuh, bwd_consumer.cuh, bwd_reducer.cuh).
+#include "attn/params.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "sm90/bwd_consumer.cuh"
+#include "sm90/bwd_producer.cuh"
+#include "sm90/bwd_reducer.cuh"
+#include "sm90/bwd_split.cuh"
+
+namespace sm90 {
+
+__device__ __forceinline__ void init_barriers(const Shared& shared) {
+    constexpr u32 warps = 4 * warpgroups;
+    ptx::mbarrier_init(shared.barrier(k_full), 1);
+    ptx::mbarrier_init(shared.barrier(v_full), 1);
+    ptx::mbarrier_init(shared.barrier(k_empty), by_function ? 1 : warps);
+    ptx::mbarrier_init(shared.barrier(v_empty), by_function ? 1 : warps);
+    for (int stage = 0; stage < cfg::stages; ++stage) {
+        ptx::mbarrier_init(shared.barrier(q_full + stage), 1);
+        ptx::mbarrier_init(shared.barrier(q_empty + stage), warps);
+        ptx::mbarrier_init(shared.barrier(do_full + stage), 1);
+        ptx::mbarrier_init(shared.barrier(do_empty + stage), warps);
+    }
+    for (int buffer = 0; buffer < 2; ++buffer) {
+        ptx::mbarrier_init(shared.barrier(handed + buffer), 4);
+        ptx::mbarrier_init(shared.barrier(taken + buffer), by_function ? 4 : 1);
+    }
+    ptx::mbarrier_init(shared.barrier(raw_full), 1);
+    ptx::mbarrier_init(shared.barrier(raw_empty), 1);
+    ptx::mbarrier_init_fence();
+}
+
+__device__ __forceinline__ void run_consumer(const Params& p, const Shared& shared, const Maps& maps, u32 warpgroup) {
+    if constexpr (!by_function) {
+        Consumer(p, shared, maps, warpgroup).run();
+    } else if (warpgroup == 0) {
+        Weigher weigher{{p, shared}};
+        weigher.run(maps);
+    } else {
+        Differentiator differentiator{{p, shared}};
+        differentiator.run(maps);
+    }
+}
+
+}  // namespace sm90
+
+extern "C" __global__ void __launch_bounds__(sm90::threads, 1)
+attention_backward(const __grid_constant__ Params p, const __grid_constant__ ptx::TensorMap q_map,
+                   const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
+                   const __grid_constant__ ptx::TensorMap do_map, const __grid_constant__ ptx::TensorMap dk_map,
+                   const __grid_constant__ ptx::TensorMap dv_map) {
+    using namespace sm90;
+    extern __shared__ __align__(1024) u8 memory[];
+    const Shared shared{ptx::shared_address(memory), memory};
+    const Maps maps{q_map, k_map, v_map, do_map, dk_map, dv_map};
+    // The same in all lanes; the shuffle tells the compiler so.
+    const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (threadIdx.x == 0) init_barriers(shared);
+    __syncthreads();  // the barriers are ready
+
+    if (warp < 4) {
+        ptx::registers_release<producer_registers>();
+        if (warp == 0) {
+            Producer producer{p, maps, shared, threadIdx.x == 0};
+            producer.run();
+        } else if (warp <= warpgroups) {
+            if constexpr (!by_function) reduce(p, shared, warp - 1);
+        } else if (may_have_dead_keys) {
+            clean(p, shared);
+        }
+    } else {
+        ptx::registers_claim<consumer_registers>();
+        run_consumer(p, shared, maps, warp / 4 - 1);
+    }
+}

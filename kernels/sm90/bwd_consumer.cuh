@@ -1,0 +1,195 @@
+// A consumer warpgroup: 64 keys against all row tiles that see them, key tile after key tile.
+//
+// What a thread computes runs beside products, its own warpgroup's where possible: the probabilities beside dP, and writing dQ out
+// beside the scores of the next row tile, which are issued before dQ is complete.
+#pragma once
+#include "sm90/bwd_worker.cuh"
+
+namespace sm90 {
+
+// P is rounded together with dS, and dV comes after dS, which is faster by 1-4 % and takes fewer registers; but a softcap's slope
+// leaves no P to round, and dropped elements are best thinned out at once.
+constexpr bool values_first = cfg::block_m <= 64 && (cfg::softcap || cfg::dropout);
+static_assert(cfg::stages == 2, "the buffers of dS and the phases of `taken` go by the stage");
+constexpr u32 consumers = 128 * warpgroups;
+constexpr u32 gradients_barrier = 1, keys_barrier = 2;
+
+// dQ takes the place of dP where they have the same size.
+__device__ __forceinline__ QueryGradient& place_of_queries(QueryGradient& dp, QueryGradient&) { return dp; }
+template <int n>
+__device__ __forceinline__ QueryGradient& place_of_queries(float (&)[n], QueryGradient& dq) { return dq; }
+
+struct Consumer : Worker {
+    const ptx::TensorMap &dk_map, &dv_map;
+    const u32 warpgroup;
+    Scores s, dp;
+    QueryGradient dq;
+    Fragments weights, ds;
+    KeyGradient dk;
+    ValueGradient dv;
+
+    __device__ __forceinline__ Consumer(const Params& p, const Shared& shared, const Maps& maps, u32 warpgroup)
+        : Worker{p, shared}, dk_map(maps.dk), dv_map(maps.dv), warpgroup(warpgroup) {}
+
+    __device__ __forceinline__ u32 own_rows(u32 tile) const { return tile + 64 * warpgroup * row_bytes; }
+
+    __device__ __forceinline__ QueryGradient& queries() { return place_of_queries(dp, dq); }
+
+    // Waits for the row tile in the slot and begins its scores.
+    __device__ __forceinline__ void issue_scores() {
+        await_queries();
+        multiply_scores(s, own_rows(shared.k()), shared.q(slot.stage));
+    }
+
+    __device__ __forceinline__ void issue_weights() {
+        await_douts();
+        multiply_weights(dp, own_rows(shared.v()), shared.dout(slot.stage));
+    }
+
+    // Lines 11-13: probabilities, while dP is being computed.
+    __device__ __forceinline__ void probabilities() {
+        const Hidden hidden(*this, 64 * warpgroup);
+        ptx::wgmma_wait<1>();
+        ptx::wgmma_pin(s);
+        hidden.refine(s, p);
+        weigh<values_first>(s, weights, p, stat(), hidden.draws);
+    }
+
+    // Line 20: dS, which goes to shared memory for dQ.
+    __device__ __forceinline__ void gradients() {
+        differentiate<!values_first>(ds, weights, s, dp, delta());
+        store_gradients(ds, shared.ds(slot.stage) + warpgroup * cfg::block_m * row_bytes);
+        ptx::async_proxy_fence();
+    }
+
+    // Line 21: dQ of this warpgroup's rows or columns of the row tile.
+    __device__ __forceinline__ void issue_queries() {
+        const u32 rows = shared.ds(slot.stage), columns = shared.k();
+        if constexpr (dq_by_rows)
+            multiply_queries(queries(), own_rows(rows), columns);
+        else
+            multiply_queries(queries(), rows, columns + (slabs == 1 ? 64 : cfg::block_n * row_bytes) * warpgroup);
+    }
+
+    // Products of a row tile up to dQ, with its scores under way on entry.
+    __device__ __forceinline__ void begin_step() {
+        issue_weights();
+        probabilities();
+        if constexpr (values_first) {
+            accumulate(dv, weights, shared.dout(slot.stage));  // line 16
+            ptx::wgmma_wait<1>();
+        } else {
+            ptx::wgmma_wait<0>();
+        }
+        ptx::wgmma_pin(dp);
+        if (uniform(step().last())) release(v_empty);
+        gradients();
+        if constexpr (!values_first) accumulate(dv, weights, shared.dout(slot.stage));
+        ptx::barrier_sync(gradients_barrier, consumers);  // dS is complete
+        // From shared memory: as registers dS would have to outlive the next scores.
+        accumulate_shared(dk, shared.ds(slot.stage) + warpgroup * cfg::block_m * row_bytes, shared.q(slot.stage));  // line 22
+        issue_queries();
+    }
+
+    // dQ to its buffer, from which the reducer warp takes it; q and do of the row tile go back.
+    __device__ __forceinline__ void finish_step(u32 stage) {
+        QueryGradient& dq = queries();
+        ptx::wgmma_pin(dq);
+        const Step& step = shared.step(stage);
+        const Work& work = shared.work();
+        const DqPart part{step.dq_tile, step.m(), work.tile, step.head, work.batch};
+        __syncwarp();  // which all lanes have read
+        release(q_empty + stage);
+        release(do_empty + stage);
+        ptx::mbarrier_wait(shared.barrier(taken + warpgroup), stage ^ 1);
+        store_registers(shared.handed_on(warpgroup), dq);
+        announce_queries(part);
+    }
+
+    __device__ __forceinline__ void announce_queries(const DqPart& part) {
+        if (threadIdx.x % 128 == 0) shared.dq_part(warpgroup) = part;
+        ptx::async_proxy_fence();
+        __syncwarp();
+        release(handed + warpgroup);
+    }
+
+    // All row tiles of the key tile.
+    __device__ __forceinline__ void accumulate_steps() {
+        issue_scores();
+        ptx::wgmma_commit();
+        await_stores();
+        ptx::mbarrier_wait(shared.barrier(v_full), keys_phase);
+#pragma unroll 1
+        for (;;) {
+            begin_step();
+            const u32 stage = slot.stage;
+            const bool last = uniform(shared.step(stage).last());
+            slot.advance();
+            // Without a next row tile this group of products is empty.
+            if (!last) issue_scores();
+            ptx::wgmma_commit();
+            ptx::wgmma_wait<1>();
+            finish_step(stage);
+            if (last) {
+                ptx::wgmma_wait<0>();
+                break;
+            }
+        }
+        ptx::wgmma_pin(dk);
+        ptx::wgmma_pin(dv);
+    }
+
+    // Line 24.  dV leaves through this warpgroup's part of the buffers of dS, dK through its buffer of dQ, while the next keys
+    // and values arrive.
+    __device__ __forceinline__ void write() {
+        const float factor_v = static_cast<float>(p.dropout_scale), factor_k = static_cast<float>(p.scale * p.dropout_scale);
+        const bool leader = threadIdx.x % 128 == 0;
+        const Work work = shared.work();
+        const i32 first_key = work.tile * cfg::block_n + 64 * warpgroup;
+        __syncwarp();  // all lanes know it
+        release(k_empty);
+        ptx::barrier_sync(keys_barrier, consumers);  // nobody reads dS any more
+        if constexpr (cfg::sum_dv) {
+            write_float(dv, factor_v, p.dv_acc, p, p.head_dim_v, work, first_key + thread_key());
+        } else {
+            const u32 staged = shared.ds(0) + warpgroup * cfg::block_m * row_bytes;
+            stage_gradient(dv, factor_v, staged, ds_bytes);
+            ptx::barrier_sync(store_barrier + warpgroup, 128);  // dV is staged
+            if (leader) store_gradient<slabs_v>(dv_map, staged, ds_bytes, work, first_key);
+        }
+        if constexpr (cfg::sum_dk) {
+            write_float(dk, factor_k, p.dk_acc, p, p.head_dim, work, first_key + thread_key());
+        } else {
+            ptx::mbarrier_wait(shared.barrier(taken + warpgroup), slot.stage ^ 1);
+            stage_gradient(dk, factor_k, shared.handed_on(warpgroup), 64 * row_bytes);
+            ptx::barrier_sync(store_barrier + warpgroup, 128);  // dK is staged
+            if (leader) store_gradient<slabs>(dk_map, shared.handed_on(warpgroup), 64 * row_bytes, work, first_key);
+        }
+    }
+
+    // Before dS and dQ are written again.
+    __device__ __forceinline__ void await_stores() const {
+        if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
+        ptx::barrier_sync(store_barrier + warpgroup, 128);  // the gradients have left their buffers
+    }
+
+    __device__ __forceinline__ void run() {
+        for (; await_keys(); keys_phase ^= 1) {
+            clear(dk);
+            clear(dv);
+            if (uniform(shared.work().steps)) {
+                accumulate_steps();
+            } else {
+                await_stores();
+                ptx::mbarrier_wait(shared.barrier(v_full), keys_phase);
+                release(v_empty);
+            }
+            write();
+        }
+        ptx::mbarrier_wait(shared.barrier(taken + warpgroup), slot.stage ^ 1);
+        announce_queries({-1, 0, 0, 0, 0});
+        await_stores();
+    }
+};
+
+}  // namespace sm90

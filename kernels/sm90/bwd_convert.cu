@@ -1,0 +1,42 @@
+// The dQ accumulator of kernels/sm90/bwd.cu to rows: scaled, rounded and put in order by way of shared memory.
+//
+// Grid: row tiles * instances of q, tiles fastest; a warpgroup takes the part that its namesake there added up.
+#include "attn/params.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/stmatrix.cuh"
+#include "sm90/bwd_layout.cuh"
+#include "sm90/halves.cuh"
+
+namespace sm90 {
+
+// Rounds a part into rows of slabs at `tile`.
+__device__ __forceinline__ void part_to_rows(const float4* part, u32 tile, float factor) {
+    const u32 warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32;
+    const u32 row = (dq_by_rows ? 64 * warpgroup : 0) + 16 * (threadIdx.x % 128 / 32) + lane % 16;
+#pragma unroll
+    for (int block = 0; block < dq_columns / 16; ++block) {
+        const float4 a = part[2 * block * 128], b = part[(2 * block + 1) * 128];
+        const u32 chunk = (dq_by_rows ? 0 : warpgroup * (dq_columns / 8)) + 2 * block + lane / 16;
+        ptx::stmatrix_x4(tile + (chunk / 8 * cfg::block_m + row) * row_bytes + 16 * (chunk % 8 ^ row % 8),
+                         pack(a.x * factor, a.y * factor), pack(a.z * factor, a.w * factor), pack(b.x * factor, b.y * factor),
+                         pack(b.z * factor, b.w * factor));
+    }
+}
+
+}  // namespace sm90
+
+extern "C" __global__ void __launch_bounds__(128 * sm90::warpgroups) backward_convert(const __grid_constant__ Params p) {
+    using namespace sm90;
+    __shared__ __align__(128) u8 tile[slabs * cfg::block_m * row_bytes];
+    const i32 row_tile = blockIdx.x % p.row_tiles, instance = blockIdx.x / p.row_tiles;
+    const i64 part = static_cast<i64>(blockIdx.x) * warpgroups + threadIdx.x / 128;
+    part_to_rows(static_cast<const float4*>(p.dq_acc) + part * (dq_part_bytes / 16) + threadIdx.x % 128, ptx::shared_address(tile),
+                 static_cast<float>(p.scale * p.dropout_scale));
+    __syncthreads();  // the rows are complete
+    const i32 first = row_tile * cfg::block_m, rows = min(cfg::block_m, p.n_queries - first), chunks = p.head_dim / 8;
+    uint4* out = static_cast<uint4*>(p.dq.data) + (static_cast<i64>(instance) * p.n_queries + first) * chunks;
+    for (i32 i = threadIdx.x; i < rows * chunks; i += 128 * warpgroups) {
+        const i32 row = i / chunks, chunk = i % chunks;
+        out[i] = *reinterpret_cast<const uint4*>(tile + (chunk / 8 * cfg::block_m + row) * row_bytes + 16 * (chunk % 8 ^ row % 8));
+    }
+}

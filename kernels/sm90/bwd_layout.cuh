@@ -1,0 +1,154 @@
+// What the backward kernel keeps in shared memory, and the numbers that follow from the configuration.
+#pragma once
+#include "attn/row_walk.cuh"
+#include "sm90/tiles.cuh"
+
+namespace sm90 {
+
+constexpr int slabs = (cfg::head_dim + 63) / 64;        // of q and k
+constexpr int slabs_v = (cfg::head_dim_v + 63) / 64;    // of v and do
+constexpr int warpgroups = 2;                           // consumers
+constexpr int threads = 128 * (warpgroups + 1);
+
+// Two ways to share a key tile's work.  By keys: 64 for each warpgroup, and dQ is computed as well.  By function, for wide
+// heads: both have the same 64 keys, one computes P and dV, the other dS and dK; dQ is left to sm90/bwd_rows.cu.
+constexpr bool by_function = cfg::block_n == 64;
+static_assert(by_function || cfg::block_n == 64 * warpgroups);
+
+// Wide accumulators leave the producer few; walking blocks takes many.
+constexpr int producer_registers = !by_function && cfg::head_dim + cfg::head_dim_v > 192 ? 24 : cfg::mask == kMaskBlock ? 56 : 40;
+constexpr int consumer_registers = (504 - producer_registers) / 2;
+
+// dQ of a row tile is shared out by rows where there are enough of them, else by columns.
+constexpr bool dq_by_rows = cfg::block_m == 128;
+constexpr int dq_columns = dq_by_rows ? 64 * slabs : 64 * slabs / warpgroups;
+constexpr int dq_part_bytes = 64 * dq_columns * 4;  // one warpgroup's part, float32
+static_assert(dq_by_rows || cfg::block_m == 64);
+static_assert(!dq_by_rows || !by_function);
+
+constexpr int k_bytes = slabs * cfg::block_n * row_bytes;
+constexpr int v_bytes = slabs_v * cfg::block_n * row_bytes;
+constexpr int q_bytes = slabs * cfg::block_m * row_bytes;
+constexpr int do_bytes = slabs_v * cfg::block_m * row_bytes;
+constexpr int ds_bytes = by_function ? 0 : warpgroups * cfg::block_m * row_bytes;  // a slab per 64 keys
+// What a warpgroup hands on: its part of dQ to a reducer warp, or (two buffers) float32 P to the other warpgroup.
+constexpr int handed_bytes = by_function ? 64 * cfg::block_m * 4 : dq_part_bytes;
+constexpr int numbers_bytes = cfg::block_m * 4;                  // stat or delta of a row tile
+
+// Offsets in bytes; every tile starts on a multiple of 1024.
+constexpr int k_at = 0;
+constexpr int v_at = k_at + (by_function && v_bytes > k_bytes ? v_bytes : k_bytes);  // the gradients leave through both
+constexpr int q_at = v_at + (by_function && k_bytes > v_bytes ? k_bytes : v_bytes);
+constexpr int do_at = q_at + cfg::stages * q_bytes;
+constexpr int ds_at = do_at + cfg::stages * do_bytes;
+constexpr int handed_at = ds_at + 2 * ds_bytes;
+constexpr int stat_at = handed_at + 2 * handed_bytes;
+constexpr int delta_at = stat_at + cfg::stages * numbers_bytes;
+constexpr int barriers_at = delta_at + cfg::stages * numbers_bytes;
+
+enum Barrier {
+    k_full,
+    v_full,
+    k_empty,
+    v_empty,
+    q_full,
+    q_empty = q_full + cfg::stages,
+    do_full = q_empty + cfg::stages,
+    do_empty = do_full + cfg::stages,
+    handed = do_empty + cfg::stages,
+    taken = handed + 2,
+    raw_full = taken + 2,  // tiles that must be cleaned before they count as full
+    raw_empty,
+    barrier_count
+};
+
+// A key tile as the producer announces it.
+struct alignas(16) Work {
+    i32 tile;         // number of the key tile; negative: there is no further work
+    i32 head, batch;  // of k and v
+    i32 steps;        // 0: no row sees it
+};
+
+// A row tile as the producer finds it, packed into one register.
+struct StepCode {
+    i32 code;
+    static constexpr i32 partial_bit = 1, last_bit = 2, dirty_bit = 4, odd_bit = 8;
+    __device__ __forceinline__ static StepCode none() { return {-1}; }
+    __device__ __forceinline__ bool exists() const { return code >= 0; }
+    __device__ __forceinline__ i32 m() const { return code >> 4; }
+    __device__ __forceinline__ bool partial() const { return code & partial_bit; }  // elements must be tested
+    __device__ __forceinline__ bool last() const { return code & last_bit; }        // of its key tile
+    __device__ __forceinline__ bool dirty() const { return code & dirty_bit; }      // some row of it sees nothing: its q and do may be NaN
+    __device__ __forceinline__ bool odd() const { return code & odd_bit; }          // parity of the head's place in its group
+};
+
+// A row tile as it travels with its buffers of q and do.
+struct alignas(16) Step : StepCode {
+    i32 head;     // of q and do
+    i32 dq_tile;  // its place in the accumulator of dq, in row tiles
+};
+
+// What the producer looks up of one query head; two of them, since it looks ahead.
+struct HeadPlace {
+    i32 head, first_dq_tile;
+    i32 flat;  // number of the head, batches counted in
+};
+
+// To a reducer: where the part of dQ in its warpgroup's buffer belongs.
+struct DqPart {
+    i32 tile;  // in the accumulator, in row tiles; negative: no more work
+    i32 m, n, head, batch;
+};
+
+struct Maps {
+    const ptx::TensorMap &q, &k, &v, &dout, &dk, &dv;
+};
+
+// To the cleaner: which tiles have just arrived raw.  Stage: of q and do; keys_stage: k and v; done_stage: no more work.
+struct alignas(16) Mail {
+    static constexpr i32 keys_stage = -1, done_stage = -2;
+    i32 stage;
+    Work work;
+};
+
+constexpr int work_at = (barriers_at + 8 * barrier_count + 15) / 16 * 16;
+constexpr int steps_at = work_at + int(sizeof(Work));
+constexpr int mail_at = steps_at + cfg::stages * int(sizeof(Step));
+constexpr int walk_at = mail_at + int(sizeof(Mail));
+constexpr int pending_at = walk_at + int(sizeof(WalkTables));
+constexpr int heads_at = pending_at + int(sizeof(Work));
+constexpr int dq_parts_at = heads_at + 2 * int(sizeof(HeadPlace));
+constexpr int shared_bytes = dq_parts_at + warpgroups * int(sizeof(DqPart));
+
+// Shared memory as an address for instructions and as a pointer for ordinary reads and writes.
+struct Shared {
+    u32 address;
+    u8* memory;
+
+    __device__ __forceinline__ u32 barrier(int number) const { return address + barriers_at + 8 * number; }
+    __device__ __forceinline__ u32 k() const { return address + k_at; }
+    __device__ __forceinline__ u32 v() const { return address + v_at; }
+    __device__ __forceinline__ u32 q(u32 stage) const { return address + q_at + stage * q_bytes; }
+    __device__ __forceinline__ u32 dout(u32 stage) const { return address + do_at + stage * do_bytes; }
+    __device__ __forceinline__ u32 ds(u32 buffer) const { return address + ds_at + buffer * ds_bytes; }
+    __device__ __forceinline__ u32 handed_on(u32 buffer) const { return address + handed_at + buffer * handed_bytes; }
+    __device__ __forceinline__ u32 stat(u32 stage) const { return address + stat_at + stage * numbers_bytes; }
+    __device__ __forceinline__ u32 delta(u32 stage) const { return address + delta_at + stage * numbers_bytes; }
+    template <class T>
+    __device__ __forceinline__ T& at(int offset, u32 index = 0) const {
+        return reinterpret_cast<T*>(memory + offset)[index];
+    }
+    __device__ __forceinline__ Work& work() const { return at<Work>(work_at); }
+    __device__ __forceinline__ Step& step(u32 stage) const { return at<Step>(steps_at, stage); }
+    __device__ __forceinline__ Mail& mail() const { return at<Mail>(mail_at); }
+    // The key tile that the producer is at; `work` is the one that the consumers are at.
+    __device__ __forceinline__ Work& pending() const { return at<Work>(pending_at); }
+    __device__ __forceinline__ WalkTables& walk() const { return at<WalkTables>(walk_at); }
+    __device__ __forceinline__ HeadPlace& head(bool odd) const { return at<HeadPlace>(heads_at, odd); }
+    __device__ __forceinline__ DqPart& dq_part(u32 warpgroup) const { return at<DqPart>(dq_parts_at, warpgroup); }
+};
+
+constexpr bool may_have_empty_rows = cfg::mask != kMaskNone || cfg::band_left || cfg::band_right;
+constexpr bool may_have_dead_keys = may_have_empty_rows;
+
+}  // namespace sm90

@@ -1,0 +1,214 @@
+// A consumer warpgroup of the row kernel: dQ of 64 query rows, over all key tiles that they see, in descending order.
+#pragma once
+#include "attn/philox.cuh"
+#include "attn/score.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/stmatrix.cuh"
+#include "attn/bwd_workspace.cuh"
+#include "sm90/bwd_rows_producer.cuh"
+#include "sm90/operands.cuh"
+
+namespace sm90 {
+
+constexpr int sign = cfg::negate ? -1 : 1;  // of the scale: raw scores are (sign * q) k^T
+constexpr u32 store_barrier = 1;            // + warpgroup
+
+using Scores = float[cfg::block_n / 2];      // 64 queries x block_n keys
+using Fragments = u32[cfg::block_n / 16][4]; // the same rounded
+using QueryGradient = float[cfg::head_dim / 2];
+
+struct Consumer {
+    const Params& p;
+    const ptx::TensorMap& dq_map;
+    const Shared shared;
+    const u32 warpgroup;
+    Slot<cfg::stages> k;
+    Slot<cfg::v_stages> v;
+    u32 rows_phase = 0;
+    // Byte offset of this warpgroup's rows in the slabs of q and do.  It grows by 0 with every step, which the compiler does not
+    // know: it would otherwise compute all descriptors ahead, for which there are no registers.
+    u32 row_offset;
+    Scores s, dp;
+    Fragments ds;
+    QueryGradient dq;
+
+    // One arrival per warp: each warp vouches for its own reads.
+    __device__ __forceinline__ void release(int barrier) const {
+        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.barrier(barrier));
+    }
+
+    __device__ __forceinline__ i32 own_row() const {
+        return shared.work().tile * cfg::block_m + 64 * warpgroup + 16 * (threadIdx.x % 128 / 32) + threadIdx.x % 32 / 4;
+    }
+
+    // stat or delta of the thread's two rows, which lie 8 apart.
+    __device__ __forceinline__ float2 own_numbers(const float* numbers) const {
+        const float* own = numbers + 64 * warpgroup + 16 * (threadIdx.x % 128 / 32) + threadIdx.x % 32 / 4;
+        return make_float2(own[0], own[8]);
+    }
+
+    __device__ __forceinline__ void issue_scores() {
+        ptx::mbarrier_wait(shared.barrier(k_full + k.stage), k.phase);
+        ptx::wgmma_fence();
+        multiply_rows<cfg::head_dim, cfg::block_m, cfg::block_n, sign>(s, shared.q() + row_offset, shared.k(k.stage));
+        ptx::wgmma_commit();
+    }
+
+    __device__ __forceinline__ void issue_weights() {
+        ptx::mbarrier_wait(shared.barrier(v_full + v.stage), v.phase);
+        ptx::wgmma_fence();
+        multiply_rows<cfg::head_dim_v, cfg::block_m, cfg::block_n, 1>(dp, shared.dout() + row_offset, shared.v(v.stage));
+        ptx::wgmma_commit();
+    }
+
+    // Element i belongs to row i / 2 % 2 of the thread's two, and to this key of the tile, counted from twice its place in the quad.
+    __device__ __forceinline__ static constexpr int key_of(int i) { return 8 * (i >> 2) + (i & 1); }
+
+    // Hidden scores become -inf, whatever they were; so do those of rows that see nothing.
+    __device__ __forceinline__ void mask_scores(Step step) {
+        const Work& work = shared.work();
+        const i64 instance = cfg::mask == kMaskColumn ? slice_of(p.table, work.batch, work.head) : 0;
+        const i64 offset = cfg::mask == kMaskBlock ? slice_of(p.mask, work.batch, work.head) : 0;
+        const i32 row = own_row(), first = step.n() * cfg::block_n + 2 * (threadIdx.x % 4);
+#pragma unroll
+        for (int i = 0; i < cfg::block_n / 2; i += 4)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const i32 key = first + key_of(i + e);
+                const KeyMask mask(p, instance, offset, key);
+                if (!mask.visible(p, min(row, p.n_queries - 1), key)) s[i + e] = -infinity<float>();
+                if (!mask.visible(p, min(row + 8, p.n_queries - 1), key)) s[i + e + 2] = -infinity<float>();
+            }
+    }
+
+    // Line 13: P in place of the scores; what dropout drops is marked by its sign.  With a softcap, `dp` of line 17 is still to
+    // come, and the slope of the cap joins P at once: P itself is needed no more.
+    __device__ __forceinline__ void weigh(Step step) {
+        const float scale = static_cast<float>((cfg::prescaled ? 1.0 : fabs(p.scale)) * kLog2e);
+        if constexpr (cfg::prescaled) {
+#pragma unroll
+            for (int i = 0; i < cfg::block_n / 2; ++i) s[i] = cap_score(p, s[i]);
+        }
+        if (uniform(step.partial())) mask_scores(step);
+        const float2 stat = own_numbers(shared.stat());
+#pragma unroll
+        for (int i = 0; i < cfg::block_n / 2; ++i) {
+            const float score = s[i];
+            s[i] = ptx::ex2(fmaf(score, scale, i / 2 % 2 ? stat.y : stat.x));
+            if constexpr (cfg::softcap) {
+                const float t = fmaxf(score * static_cast<float>(1 / p.softcap), -1.0f);
+                s[i] *= fmaf(-t, t, 1.0f);
+            }
+        }
+        if constexpr (cfg::dropout) mark_dropped(step);
+    }
+
+    __device__ __forceinline__ void mark_dropped(Step step) {
+        constexpr u32 threshold = cfg::dropout ? cfg::dropout : 1;
+        const Work& work = shared.work();
+        const RandomStream stream = random_stream(p.dropout, work.batch, work.head);
+#pragma unroll
+        for (int block = 0; block < cfg::block_n / 16; ++block) {
+            u32 words[4];
+            random_words(words, p.dropout, stream, own_row(), step.n() * cfg::block_n + 16 * block + 2 * (threadIdx.x % 4));
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                float &low = s[8 * block + 2 * w], &high = s[8 * block + 2 * w + 1];
+                if (!kept_low<threshold>(words[w])) low = -low;
+                if (!kept_high<threshold>(words[w])) high = -high;
+            }
+        }
+    }
+
+    // Line 20, rounded.  A row that sees nothing may hold NaN.
+    __device__ __forceinline__ void differentiate() {
+        const float2 delta = own_numbers(shared.delta());
+#pragma unroll
+        for (int i = 0; i < cfg::block_n / 2; ++i) {
+            const float d = i / 2 % 2 ? delta.y : delta.x;
+            s[i] *= cfg::dropout && s[i] < 0 ? d : dp[i] - d;
+        }
+        if constexpr (may_have_empty_rows) {
+            const float2 stat = own_numbers(shared.stat());
+            const bool empty[2] = {stat.x == -infinity<float>(), stat.y == -infinity<float>()};
+            if (uniform(empty[0] || empty[1])) {
+#pragma unroll
+                for (int i = 0; i < cfg::block_n / 2; ++i) s[i] = empty[i / 2 % 2] ? 0.0f : s[i];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < cfg::block_n / 2; i += 2) ds[i / 8][i / 2 % 4] = pack(s[i], s[i + 1]);
+    }
+
+    __device__ __forceinline__ void accumulate_steps() {
+        row_offset = 64 * warpgroup * row_bytes;
+        issue_scores();
+        issue_weights();
+        for (i32 before = -1;;) {
+            const u32 stage = k.stage;
+            const Step step = shared.step(stage);
+            const bool last = uniform(step.last());
+            ptx::wgmma_wait<1>();
+            ptx::wgmma_pin(s);
+            if (before >= 0) release(k_empty + before);
+            weigh(step);
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_pin(dp);
+            release(v_empty + v.stage);
+            v.advance();
+            differentiate();
+            ptx::wgmma_fence();
+            accumulate_rows<cfg::block_n>(dq, ds, shared.k(stage));  // line 21
+            ptx::wgmma_commit();
+            before = stage;
+            k.advance();
+            row_offset += p.splits;
+            if (last) break;
+            issue_scores();
+            issue_weights();
+        }
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_pin(dq);
+        release(k_empty + (k.stage ^ 1));
+    }
+
+    // dQ leaves through this warpgroup's rows of q.
+    __device__ __forceinline__ void write() {
+        const Work& work = shared.work();
+        const float factor = static_cast<float>(p.scale * p.dropout_scale);
+        const u32 lane = threadIdx.x % 32, row = 64 * warpgroup + 16 * (threadIdx.x % 128 / 32) + lane % 16;
+#pragma unroll
+        for (int block = 0; block < cfg::head_dim / 16; ++block) {
+            const u32 chunk = (2 * (block % 4) + lane / 16) ^ (row % 8);
+            u32 packed[4];
+#pragma unroll
+            for (int w = 0; w < 4; ++w) packed[w] = pack(dq[8 * block + 2 * w] * factor, dq[8 * block + 2 * w + 1] * factor);
+            ptx::stmatrix_x4(shared.q() + (block / 4 * cfg::block_m + row) * row_bytes + 16 * chunk, packed[0], packed[1], packed[2],
+                             packed[3]);
+        }
+        ptx::async_proxy_fence();
+        ptx::barrier_sync(store_barrier + warpgroup, 128);  // dQ is staged
+        if (threadIdx.x % 128 != 0) return;
+#pragma unroll
+        for (int slab = 0; slab < slabs; ++slab)
+            ptx::tensor_store(dq_map, shared.q() + (slab * cfg::block_m + 64 * warpgroup) * row_bytes, 64 * slab,
+                              work.tile * cfg::block_m + 64 * warpgroup, work.head, work.batch);
+        ptx::bulk_commit();
+        ptx::bulk_wait_read<0>();
+        ptx::mbarrier_arrive(shared.barrier(rows_empty));
+    }
+
+    __device__ __forceinline__ void run() {
+        for (;; rows_phase ^= 1) {
+            ptx::mbarrier_wait(shared.barrier(rows_full), rows_phase);
+            if (uniform(shared.work().tile < 0)) break;
+#pragma unroll
+            for (int i = 0; i < cfg::head_dim / 2; ++i) dq[i] = 0.0f;
+            ptx::wgmma_pin(dq);  // before any product is under way
+            if (uniform(shared.work().steps)) accumulate_steps();
+            write();
+        }
+    }
+};
+
+}  // namespace sm90

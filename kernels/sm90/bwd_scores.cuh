@@ -1,0 +1,134 @@
+// Scores to probabilities to dS, on one warpgroup's 64 keys: a thread holds keys g and g + 8 of its warp's 16, and two
+// neighbours of every 8 queries.
+#pragma once
+#include "attn/philox.cuh"
+#include "attn/score.cuh"
+#include "ptx/stmatrix.cuh"
+#include "sm90/bwd_products.cuh"
+#include "sm90/mask_bits.cuh"
+
+namespace sm90 {
+
+// Element i of a thread belongs to its key key_of(i) and to query query_of(i), counted from twice its place in the quad.
+__device__ __forceinline__ constexpr int key_of(int i) { return (i >> 1) & 1; }
+__device__ __forceinline__ constexpr int query_of(int i) { return 8 * (i >> 2) + (i & 1); }
+
+// The first of a thread's two keys within the warpgroup's 64; the other lies 8 further.
+__device__ __forceinline__ i32 thread_key() { return 16 * (threadIdx.x % 128 / 32) + threadIdx.x % 32 / 4; }
+
+// The tile being worked on, as the element mask and dropout see it.
+struct TilePlace {
+    i32 batch, head, first_row, key;  // key: the thread's first
+};
+
+// Which of 64 rows from first_row on see a key.
+__device__ __forceinline__ u64 visible_rows(const Params& p, const TilePlace& at, i32 first_row, i32 key) {
+    u64 rows = band_rows(p, first_row, key);
+    if constexpr (cfg::mask == kMaskColumn) {
+        const i64 instance = slice_of(p.table, at.batch, at.head);
+        rows &= column_rows(__ldg(p.table.cols + instance * p.table.keys_padded + key), first_row);
+    }
+    if constexpr (cfg::mask == kMaskBlock)
+        rows &= block_rows(p, static_cast<const u8*>(p.mask.data) + slice_of(p.mask, at.batch, at.head), first_row, key);
+    return rows;
+}
+
+// Visibility of a thread's elements: by key and 64 queries, bit query_of(i) % 64.
+using Visible = u64[2][(cfg::block_m + 63) / 64];
+
+__device__ __forceinline__ void find_visible(Visible& visible, const Params& p, const TilePlace& at) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int half = 0; half < (cfg::block_m + 63) / 64; ++half)
+            visible[r][half] = visible_rows(p, at, at.first_row + 64 * half, at.key + 8 * r) >> (2 * (threadIdx.x % 4));
+}
+
+// Hidden scores become -inf, whatever they were.
+__device__ __forceinline__ void mask_scores(Scores& s, const Visible& visible) {
+#pragma unroll
+    for (int i = 0; i < cfg::block_m / 2; ++i) {
+        const int query = query_of(i);
+        const u64 rows = visible[key_of(i)][query / 64];
+        const u32 word = static_cast<u32>(query % 64 < 32 ? rows : rows >> 32);
+        s[i] = word & (1u << query % 32) ? s[i] : -infinity<float>();
+    }
+}
+
+// Dropout's draws for a thread's elements; halves of word w of a block of 16 queries belong to fragment register w.
+using Draws = u32[cfg::dropout ? cfg::block_m / 16 : 1][4];
+
+// The generator serves rows; the columns that a thread holds here take two calls per block (the contract is in
+// cuattn/rng.py: bit 3 of row, bits 0 and 3 of key are clear in the counter).
+__device__ __forceinline__ void draw(Draws& draws, const Params& p, const TilePlace& at) {
+    const RandomStream stream = random_stream(p.dropout, at.batch, at.head);
+    const u32 pick = at.key & 1 ? 0x7632 : 0x5410;
+    const i32 row = at.first_row + 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int block = 0; block < cfg::block_m / 16; ++block) {
+        u32 even[4], odd[4];
+        random_words(even, p.dropout, stream, row + 16 * block, at.key & ~1);
+        random_words(odd, p.dropout, stream, row + 16 * block + 1, at.key & ~1);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) draws[block][w] = ptx::prmt(even[(w >> 1) | (w & 1) << 1], odd[(w >> 1) | (w & 1) << 1], pick);
+    }
+}
+
+// What the softcap does to gradients, from the score behind it; a hidden score must not turn into NaN.
+__device__ __forceinline__ float cap_slope(const Params& p, float score) {
+    const float t = fmaxf(score * static_cast<float>(1 / p.softcap), -1.0f);
+    return fmaf(-t, t, 1.0f);
+}
+
+// Elements 2 i and 2 i + 1 as a packed pair; a negative P is one that dropout dropped.
+__device__ __forceinline__ u32 round_weights(float low, float high) {
+    return cfg::dropout ? pack(fmaxf(low, 0.0f), fmaxf(high, 0.0f)) : pack(low, high);
+}
+
+// Algorithm 4, line 13: P in place of the scores, p = 2^(s log2 e + stat); what dropout drops is marked by its sign.  With
+// round_now P is also rounded, and then, with a softcap, multiplied by the slope that dS needs.
+template <bool round_now>
+__device__ __forceinline__ void weigh(Scores& s, Fragments& weights, const Params& p, const float* stat, const Draws& draws) {
+    static_assert(round_now || !cfg::softcap);
+    constexpr u32 threshold = cfg::dropout ? cfg::dropout : 1;
+    const float scale = static_cast<float>((cfg::prescaled ? 1.0 : fabs(p.scale)) * kLog2e);
+#pragma unroll
+    for (int i = 0; i < cfg::block_m / 2; i += 2) {
+        const float2 shift = *reinterpret_cast<const float2*>(stat + 8 * (i / 4) + 2 * (threadIdx.x % 4));
+        const float score[2] = {s[i], s[i + 1]};
+        s[i] = ptx::ex2(fmaf(score[0], scale, shift.x));
+        s[i + 1] = ptx::ex2(fmaf(score[1], scale, shift.y));
+        if constexpr (cfg::dropout) {
+            const u32 word = draws[i / 8][i / 2 % 4];
+            if (!kept_low<threshold>(word)) s[i] = -s[i];
+            if (!kept_high<threshold>(word)) s[i + 1] = -s[i + 1];
+        }
+        if constexpr (round_now) weights[i / 8][i / 2 % 4] = round_weights(s[i], s[i + 1]);
+        if constexpr (cfg::softcap) s[i] *= cap_slope(p, score[0]), s[i + 1] *= cap_slope(p, score[1]);
+    }
+}
+
+// Algorithm 4, line 20: dS = P (dP - D), rounded; all divided by the scale of dropout, where a dropped element's dP is 0.
+template <bool round_weights_now>
+__device__ __forceinline__ void differentiate(Fragments& ds, Fragments& weights, const Scores& s, const Scores& dp, const float* delta) {
+#pragma unroll
+    for (int i = 0; i < cfg::block_m / 2; i += 2) {
+        const float2 d = *reinterpret_cast<const float2*>(delta + 8 * (i / 4) + 2 * (threadIdx.x % 4));
+        const float low = s[i] * (cfg::dropout && s[i] < 0 ? d.x : dp[i] - d.x);
+        const float high = s[i + 1] * (cfg::dropout && s[i + 1] < 0 ? d.y : dp[i + 1] - d.y);
+        ds[i / 8][i / 2 % 4] = pack(low, high);
+        if constexpr (round_weights_now) weights[i / 8][i / 2 % 4] = round_weights(s[i], s[i + 1]);
+    }
+}
+
+// dS as [queries][keys]: this warpgroup's 64 keys are the slab at `ds`.
+__device__ __forceinline__ void store_gradients(const Fragments& fragments, u32 ds) {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    const u32 query = lane % 8 + 8 * (lane / 16), chunk = (2 * warp + lane / 8 % 2) ^ (query % 8);
+    const u32 at = ds + query * row_bytes + 16 * chunk;
+#pragma unroll
+    for (int j = 0; j < cfg::block_m / 16; ++j)
+        ptx::stmatrix_x4_trans(at + j * 2 * eight_rows, fragments[j][0], fragments[j][1], fragments[j][2], fragments[j][3]);
+}
+
+}  // namespace sm90

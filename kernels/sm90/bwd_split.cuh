@@ -1,0 +1,136 @@
+// Two consumer warpgroups that share 64 keys and divide the work by function, for heads too wide to hold dK and dV in one:
+// the weigher computes P and accumulates dV, the differentiator computes dS and accumulates dK.  P goes from the one to the
+// other in float32, in the order of the registers, which is the same in both.
+#pragma once
+#include "sm90/bwd_worker.cuh"
+
+namespace sm90 {
+
+// dK or dV through the buffer of k or v, which goes back when the gradient has left.
+template <int slab_count, bool sum, int n>
+__device__ __forceinline__ void write_gradient(const Worker& worker, const float (&x)[n], float factor, const ptx::TensorMap& map,
+                                               void* unrounded, i32 columns, u32 tile, int empty, u32 warpgroup) {
+    const Work& work = worker.shared.work();
+    const i32 first_key = work.tile * cfg::block_n;
+    if constexpr (sum)
+        write_float(x, factor, unrounded, worker.p, columns, work, first_key + thread_key());
+    else
+        stage_gradient(x, factor, tile, 64 * row_bytes);
+    ptx::barrier_sync(store_barrier + warpgroup, 128);  // the gradient is staged, and nobody needs to know the key tile any more
+    if (threadIdx.x % 128 != 0) return;
+    if constexpr (!sum) {
+        store_gradient<slab_count>(map, tile, 64 * row_bytes, work, first_key);
+        ptx::bulk_wait_read<0>();
+    }
+    ptx::mbarrier_arrive(worker.shared.barrier(empty));
+}
+
+struct Weigher : Worker {
+    Scores s;
+    Fragments weights;
+    ValueGradient dv;
+
+    __device__ __forceinline__ void issue_scores() {
+        await_queries();
+        multiply_scores(s, shared.k(), shared.q(slot.stage));
+        ptx::wgmma_commit();
+    }
+
+    // Line 13, and P to the differentiator.
+    __device__ __forceinline__ void hand_on() {
+        ptx::mbarrier_wait(shared.barrier(taken + slot.stage), slot.phase ^ 1);
+        store_registers(shared.handed_on(slot.stage), s);
+        __syncwarp();  // the warp's part is complete
+        release(handed + slot.stage);
+    }
+
+    __device__ __forceinline__ void accumulate_steps() {
+        issue_scores();
+        for (i32 before = -1;;) {
+            const Hidden hidden(*this, 0);
+            const u32 stage = slot.stage;
+            const bool last = uniform(step().last());
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_pin(s);
+            if (before >= 0) release(do_empty + before);
+            hidden.refine(s, p);
+            weigh<true>(s, weights, p, stat(), hidden.draws);
+            release(q_empty + stage);
+            hand_on();
+            await_douts();
+            accumulate(dv, weights, shared.dout(stage));  // line 16
+            before = stage;
+            slot.advance();
+            if (last) break;
+            issue_scores();
+        }
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_pin(dv);
+        release(do_empty + (slot.stage ^ 1));
+    }
+
+    __device__ __forceinline__ void run(const Maps& maps) {
+        for (; await_keys(); keys_phase ^= 1) {
+            clear(dv);
+            ptx::wgmma_pin(dv);  // before any product is under way
+            if (uniform(shared.work().steps)) accumulate_steps();
+            write_gradient<slabs_v, cfg::sum_dv>(*this, dv, static_cast<float>(p.dropout_scale), maps.dv, p.dv_acc, p.head_dim_v, shared.k(),
+                                                 k_empty, 0);
+        }
+    }
+};
+
+struct Differentiator : Worker {
+    Scores s, dp;
+    Fragments ds;
+    KeyGradient dk;
+
+    __device__ __forceinline__ void issue_weights() {
+        await_douts();
+        multiply_weights(dp, shared.v(), shared.dout(slot.stage));
+    }
+
+    // Line 20, with P from the weigher.
+    __device__ __forceinline__ void gradients() {
+        ptx::mbarrier_wait(shared.barrier(handed + slot.stage), slot.phase);
+        load_registers(s, shared.handed_on(slot.stage));
+        __syncwarp();  // the warp has its part
+        release(taken + slot.stage);
+        differentiate<false>(ds, ds, s, dp, delta());
+    }
+
+    __device__ __forceinline__ void accumulate_steps() {
+        issue_weights();
+        for (i32 before = -1;;) {
+            const u32 stage = slot.stage;
+            const bool last = uniform(step().last());
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_pin(dp);
+            if (before >= 0) release(q_empty + before);
+            gradients();
+            release(do_empty + stage);
+            await_queries();
+            accumulate(dk, ds, shared.q(stage));  // line 22
+            before = stage;
+            slot.advance();
+            if (last) break;
+            issue_weights();
+        }
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_pin(dk);
+        release(q_empty + (slot.stage ^ 1));
+    }
+
+    __device__ __forceinline__ void run(const Maps& maps) {
+        for (; await_keys(); keys_phase ^= 1) {
+            ptx::mbarrier_wait(shared.barrier(v_full), keys_phase);
+            clear(dk);
+            ptx::wgmma_pin(dk);  // before any product is under way
+            if (uniform(shared.work().steps)) accumulate_steps();
+            write_gradient<slabs, cfg::sum_dk>(*this, dk, static_cast<float>(p.scale * p.dropout_scale), maps.dk, p.dk_acc, p.head_dim, shared.v(),
+                                               v_empty, 1);
+        }
+    }
+};
+
+}  // namespace sm90

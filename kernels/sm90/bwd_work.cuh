@@ -1,0 +1,58 @@
+// Which key tiles a block of the persistent grid works on, and which row tiles each of them visits.
+#pragma once
+#include "sm90/bwd_layout.cuh"
+#include "attn/bwd_workspace.cuh"
+
+namespace sm90 {
+
+// In a section the key tiles with most work come first; neighbours share q, do and dq.
+__device__ __forceinline__ Work key_tile(const Params& p, i32 number) {
+    const TileRank place = rank_of(p, number, p.kv_heads, p.key_tiles);
+    // Under causality the first keys are seen by most rows, without it (but with a window) the last.  Where key tiles take
+    // turns, they do so from the last to the first.
+    const bool ascending = !cfg::deterministic && (cfg::band_right || !cfg::band_left);
+    return {ascending ? place.rank : p.key_tiles - 1 - place.rank, place.head, place.batch, 0};
+}
+
+// The visible row tiles of a key tile, over all query heads that share its keys.  All lanes of a warp take part; what is
+// needed rarely lies in shared memory, a producer having few registers.
+struct StepWalk {
+    const Params& p;
+    const Shared& shared;
+    const Work& work;
+    RowWalk rows;
+    i32 member = -1;
+    bool dead = false;  // a column mask hides some key of the tile from every row of some head
+
+    __device__ __forceinline__ StepWalk(const Params& params, const Shared& memory, const Work& of)
+        : p(params), shared(memory), work(of), rows(params, shared.walk()) {}
+
+    __device__ __forceinline__ void enter_head() {
+        const i32 head = work.head * p.group + member;
+        const i64 offset = cfg::mask == kMaskBlock ? slice_of(p.mask, work.batch, head) : 0;
+        const i64 instance = cfg::mask == kMaskColumn ? slice_of(p.table, work.batch, head) : 0;
+        __syncwarp();  // the tables of the head before are no longer looked at
+        if (threadIdx.x % 32 == 0) {
+            const i32 dq = static_cast<i32>(slice_of(p.dq, work.batch, head) / (static_cast<i64>(p.n_queries) * p.head_dim));
+            shared.head(member & 1) = {head, dq * p.row_tiles, work.batch * p.heads + head};
+            dead |= describe_tables(shared.walk(), p, instance, offset, work.tile);
+        }
+        __syncwarp();  // the new ones are there
+        rows.begin(p);
+    }
+
+    __device__ __forceinline__ StepCode next() {
+        while (member < 0 || !rows.next(p)) {
+            if (++member == p.group) return StepCode::none();
+            enter_head();
+        }
+        StepCode step{rows.tile << 4 | (member & 1 ? StepCode::odd_bit : 0) | (rows.partial(p) ? StepCode::partial_bit : 0)};
+        if (may_have_empty_rows) {
+            const i32 group = shared.head(member & 1).flat * stat_groups(p) + rows.tile * cfg::block_m / kStatRows;
+            if (p.counters[group]) step.code |= StepCode::dirty_bit;
+        }
+        return step;
+    }
+};
+
+}  // namespace sm90

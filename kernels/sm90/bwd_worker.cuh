@@ -1,0 +1,91 @@
+// What the consumer warpgroups of the backward have in common: their place in the rings, and the way from scores to P.
+#pragma once
+#include "ptx/barrier.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "sm90/bwd_epilogue.cuh"
+#include "sm90/bwd_scores.cuh"
+
+namespace sm90 {
+
+constexpr u32 store_barrier = 3;  // + warpgroup: its 128 threads around a staged gradient
+
+struct Worker {
+    const Params& p;
+    const Shared shared;
+    Slot<cfg::stages> slot;  // of the row tile being worked on
+    u32 keys_phase = 0;
+
+    // One arrival per warp: each warp vouches for its own reads.
+    __device__ __forceinline__ void release(int barrier) const {
+        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.barrier(barrier));
+    }
+
+    __device__ __forceinline__ const Step& step() const { return shared.step(slot.stage); }
+    __device__ __forceinline__ const float* stat() const { return &shared.at<float>(stat_at, slot.stage * cfg::block_m); }
+    __device__ __forceinline__ const float* delta() const { return &shared.at<float>(delta_at, slot.stage * cfg::block_m); }
+
+    __device__ __forceinline__ void await_queries() const { ptx::mbarrier_wait(shared.barrier(q_full + slot.stage), slot.phase); }
+    __device__ __forceinline__ void await_douts() const { ptx::mbarrier_wait(shared.barrier(do_full + slot.stage), slot.phase); }
+
+    // Waits for the next key tile; false when there is none.
+    __device__ __forceinline__ bool await_keys() const {
+        ptx::mbarrier_wait(shared.barrier(k_full), keys_phase);
+        return uniform(shared.work().tile >= 0);
+    }
+};
+
+// What is hidden or dropped of a warpgroup's part of a tile; found while the scores are being computed.
+struct Hidden {
+    Visible visible;
+    Draws draws;
+    bool partial;
+
+    // first_key: of the warpgroup, within the key tile.
+    __device__ __forceinline__ Hidden(const Worker& worker, i32 first_key) {
+        const Work& work = worker.shared.work();
+        const Step& step = worker.step();
+        const TilePlace at{work.batch, step.head, step.m() * cfg::block_m, work.tile * cfg::block_n + first_key + thread_key()};
+        partial = uniform(step.partial());
+        if (partial) find_visible(visible, worker.p, at);
+        if constexpr (cfg::dropout) draw(draws, worker.p, at);
+    }
+
+    // Raw products to scores, as far as something stands between them.
+    __device__ __forceinline__ void refine(Scores& s, const Params& p) const {
+        if constexpr (cfg::prescaled) {
+#pragma unroll
+            for (int i = 0; i < cfg::block_m / 2; ++i) s[i] = cap_score(p, s[i]);
+        }
+        if (partial) mask_scores(s, visible);
+    }
+};
+
+template <int n>
+__device__ __forceinline__ void clear(float (&x)[n]) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) x[i] = 0.0f;
+}
+
+// Registers to and from a buffer in shared memory that keeps their order, [n / 4][thread][4].
+template <int n>
+__device__ __forceinline__ void store_registers(u32 buffer, const float (&x)[n]) {
+    const u32 to = buffer + 16 * (threadIdx.x % 128);
+#pragma unroll
+    for (int i = 0; i < n; i += 4)
+        ptx::store_shared_v4(to + i / 4 * 2048, __float_as_uint(x[i]), __float_as_uint(x[i + 1]), __float_as_uint(x[i + 2]),
+                             __float_as_uint(x[i + 3]));
+}
+
+template <int n>
+__device__ __forceinline__ void load_registers(float (&x)[n], u32 buffer) {
+    const u32 from = buffer + 16 * (threadIdx.x % 128);
+#pragma unroll
+    for (int i = 0; i < n; i += 4) {
+        float4 four;
+        ptx::load_shared(four, from + i / 4 * 2048);
+        x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+    }
+}
+
+}  // namespace sm90

@@ -1,0 +1,34 @@
+// Matrix products of one warpgroup on tiles of slabs.  All are asynchronous; the caller fences before and commits after.
+#pragma once
+#include "ptx/wgmma.cuh"
+#include "sm90/halves.cuh"
+#include "sm90/tiles.cuh"
+
+namespace sm90 {
+
+constexpr u32 eight_rows = 8 * row_bytes;
+
+// d = sign_a * A B^T, both along their rows: `columns` of contraction; rows_a, rows_b: of the tiles, whose slabs lie that far
+// apart.
+template <int columns, int rows_a, int rows_b, int sign_a, int n>
+__device__ __forceinline__ void multiply_rows(float (&d)[n], u32 a, u32 b) {
+#pragma unroll
+    for (int step = 0; step < columns / 16; ++step) {
+        const int slab = step / 4, column = 32 * (step % 4);
+        const u64 left = ptx::wgmma_descriptor(a, 16, eight_rows) + ((slab * rows_a * row_bytes + column) >> 4);
+        const u64 right = ptx::wgmma_descriptor(b, 16, eight_rows) + ((slab * rows_b * row_bytes + column) >> 4);
+        ptx::Product<2 * n>::template ss<is_bfloat16, sign_a, 0>(d, left, right, step > 0);
+    }
+}
+
+// d += A B, A in registers, 16 rows of B to a fragment; the tile's slabs lie `rows` rows apart.
+template <int rows, int n, int steps>
+__device__ __forceinline__ void accumulate_rows(float (&d)[n], const u32 (&a)[steps][4], u32 b) {
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+        const u64 right = ptx::wgmma_descriptor(b, rows * row_bytes, eight_rows) + ((step * 2 * eight_rows) >> 4);
+        ptx::Product<2 * n>::template rs<is_bfloat16, 1, 1>(d, a[step], right, 1);
+    }
+}
+
+}  // namespace sm90
