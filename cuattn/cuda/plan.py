@@ -17,6 +17,7 @@ _MAX_LENGTH = 2**30  # rows and keys are counted in 32 bits, with room for the b
 _MAX_PARTS = 64
 _STREAMS = 4  # blocks of few rows side by side on a multiprocessor, or teams of one such block
 _STREAM_KEYS = 32  # keys per tile of such a block
+_STREAM_STAGES = 3
 _MIN_SPLIT_TILES = 4  # a part of the key axis shorter than this costs more in merging than it gains
 _KB = 1024
 _PADDING = {2: 32, 8: 16}  # element bytes -> elements: rows of a tile in shared memory are multiples of this
@@ -67,7 +68,7 @@ def _row_tile(problem: Problem, tile: Tile, pack: int) -> Tile:
     # Such a block streams keys and values; a deeper pipeline keeps the memory busy, and small tiles many warps.
     many = problem.n_keys >= 2 * _MIN_SPLIT_TILES * tile.block_n
     block_n = min(tile.block_n, _STREAM_KEYS) if many else tile.block_n
-    return Tile(block_m, block_n, block_m // 16, stages=max(tile.stages, 3), min_blocks=1)
+    return Tile(block_m, block_n, block_m // 16, stages=max(tile.stages, _STREAM_STAGES), min_blocks=1)
 
 
 def _heavy(problem: Problem) -> bool:

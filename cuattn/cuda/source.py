@@ -19,7 +19,8 @@ name                    type     meaning
 ``head_dim_v``          int      of v and o, likewise
 ``block_m``             int      query rows per tile
 ``block_n``             int      keys per tile
-``warps``               int      warps per block
+``warps``               int      warps per block (forward: per team)
+``teams``               int      forward of few rows: teams of a warp that divide a block's keys among them
 ``stages``              int      k (and v) tiles in flight
 ``load_bytes``          int      widest access that every address and stride of q, k, v (do) allows: 16, 8, 4 or 2
 ``dropout``             int      threshold T; 0 = no dropout
@@ -30,7 +31,9 @@ name                    type     meaning
 ``band_right``          bool     keys further right than ``Params::band_right`` are invisible (causal: 0)
 ``mask``                int      0 none, 1 column, 2 block, 3 dense
 ``split``               bool     forward over parts of the key axis, float32 partial results
-``deterministic``       bool     backward: sums in a fixed order
+``deposits``            bool     float32 forward over very many keys: o is added to memory now and then
+``atomic_dq``           bool     backward: dq is added up in memory, in no fixed order
+``chunk``, ``part``     int      backward of wide heads: columns loaded at a time, columns that a block owns; else 0
 ``tf32``                bool     float32 products in one TF32 pass instead of float32 accuracy
 ======================  =======  ==================================================================================
 """

@@ -53,8 +53,8 @@ struct Work {
 __device__ __forceinline__ void locate(const Params& p, Work& w) {
     // Sections of heads whose k and v fit in the L2 cache; inside one, the same row tile of all heads, last rows first.
     const i32 heads = p.heads / cfg::pack, total = p.batch * heads;
-    const i64 per_section = static_cast<i64>(p.section) * p.row_tiles;
-    const i32 section = static_cast<i32>(blockIdx.x / per_section), rest = static_cast<i32>(blockIdx.x % per_section);
+    const i32 per_section = p.section * p.row_tiles;  // at most gridDim.x
+    const i32 section = static_cast<i32>(blockIdx.x) / per_section, rest = static_cast<i32>(blockIdx.x) % per_section;
     const i32 width = min(p.section, total - section * p.section);
     const i32 rank = rest / width, flat = section * p.section + rest % width;
     w.ib = flat / heads;
