@@ -196,7 +196,7 @@ def show(report: dict) -> None:
 def shares(report: dict) -> Table:
     """Return the table of cuattn's time under each mask, as a share of its time without, beside the visible tiles."""
     table = Table("mask", "direction", "N", "visible tiles", "time / unmasked")
-    for rows, n in ((report["rows"], N), (report["long_rows"], LONG_N)):
+    for rows, n in ((report["rows"], N), (report.get("long_rows", []), LONG_N)):
         unmasked = {row["direction"]: best(row, "cuattn") for row in rows if row["mask"] == "none"}
         for row in rows:
             if row["mask"] != "none":
