@@ -41,6 +41,8 @@ def _arrays(operands: Operands) -> dict[str, Any]:
 def reason_against(problem: Problem, operands: Operands) -> str | None:
     """Say why these kernels do not take a call for arrays on the current device, or return None."""
     against = planner.refusal(problem, launch.card(operands.q.device.id))
+    if against is None and problem.kernel is None and planner.short(problem):
+        against = "rows and keys are fewer than its tiles have"
     if against is not None:
         return against
     summed = {"k": problem.kv_heads, "v": problem.kv_heads}

@@ -20,13 +20,14 @@ from cuattn.plans import Plan
 from cuattn.problem import Problem
 
 __all__ = [
-    "Kernel", "accumulator_columns", "key_kernel", "plan", "refusal", "row_kernel", "scratch", "whole",
+    "Kernel", "accumulator_columns", "key_kernel", "plan", "refusal", "row_kernel", "scratch", "short", "whole",
 ]  # fmt: skip
 
 _WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 256)  # of accumulating products (kernels/ptx/wgmma.cuh)
 _WHOLE_HEAD_DIM = 128
 _SLAB_COLUMNS, _ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
 _WARPGROUPS = 2  # consumers
+_SHORT = 128
 
 
 class Kernel(NamedTuple):
@@ -58,6 +59,11 @@ def refusal(problem: Problem, card: Card) -> str | None:
     if against is None and problem.head_dim % 8:
         return f"it writes rows in units of 8 elements, and q has {problem.head_dim}"
     return against
+
+
+def short(problem: Problem) -> bool:
+    """Whether a problem does not even fill one tile, so that smaller ones serve it as well."""
+    return problem.n_queries < _SHORT and problem.n_keys < _SHORT
 
 
 def whole(problem: Problem) -> bool:
