@@ -68,7 +68,8 @@ extern "C" __global__ __launch_bounds__(kWarps * 32) void attention_merge(const 
         Acc sum = 0;
 #pragma unroll 4
         for (int part = slot; part < p.parts; part += cfg::row_warps) {
-            const Acc w = shares[part], x = inside ? to_acc(static_cast<const cfg::part*>(p.o[part])[row * p.head_dim_v + col]) : Acc(0);
+            const Acc x = inside ? to_acc(static_cast<const cfg::part*>(p.o[part])[row * p.head_dim_v + col]) : Acc(0);
+            const Acc w = shares[part];
             if (w != Acc(0)) sum += product_of(w, x);
         }
         if constexpr (cfg::row_warps > 1) {
