@@ -4,7 +4,7 @@ import math
 
 from cuattn.cuda import launch
 from cuattn.cuda.forward import INPUTS
-from cuattn.cuda.hopper_plan import ARCH, counts, hopper_plan, leaves_idle, refusal
+from cuattn.cuda.hopper_plan import ARCH, UNIT, counts, hopper_plan, leaves_idle, refusal
 from cuattn.cuda.merge import result_arrays
 from cuattn.cuda.params import PARAMS
 from cuattn.cuda.records import Record
@@ -56,7 +56,7 @@ def record(problem: Problem, operands: Operands) -> Record:
     tables = []
     if operands.mask is not None:
         values.update(table_fields(problem, operands.mask, layout, axes, made.block_n))
-        tables.append(mask_tables(problem, operands.mask, device, made.block_m, made.block_n))
+        tables.append(mask_tables(problem, operands.mask, device, made.block_m, made.block_n, UNIT))
     found = Record(INPUTS, results, {}, tables, ticket=True)
     slots = {**{f"{name}.data": name for name in "qkvolm"}, "counters": "ticket", **table_slots(0)}
     views = _views(problem, operands, made, axes)

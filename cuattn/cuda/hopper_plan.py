@@ -9,14 +9,17 @@ from cuattn.cuda.tiles import Card
 from cuattn.plans import Plan
 from cuattn.problem import Problem
 
-__all__ = ["ARCH", "L2_SHARE", "HopperTile", "counts", "hopper_plan", "leaves_idle", "refusal"]
+__all__ = ["ARCH", "L2_SHARE", "UNIT", "HopperTile", "counts", "hopper_plan", "leaves_idle", "refusal"]
 
 ARCH = "sm_90a"
+UNIT = 64  # query rows of a warpgroup, which the bounds of column masks count in
 
 # Widths that the second product comes in (kernels/ptx/wgmma.cuh).
 _VALUE_WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
 _MAX_HEAD_DIM = 256
 _SLAB_COLUMNS, _ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
+_MASK_BYTES = 64 * 16  # the element mask of 64 rows
+_LIST_BYTES = 4 * (32 + 4)  # a list of key tiles
 _LONG = 2048  # keys from which on it pays to begin the softmax under the warpgroup's own product
 L2_SHARE = 32 << 20  # bytes of k and v that neighbours in time share
 
@@ -30,8 +33,8 @@ class HopperTile(NamedTuple):
     q_stages: int
 
 
-# head_dim at most, head_dim_v at most -> the tile, and a smaller one for column masks (their tables come in units of 32
-# keys, their intervals take shared memory), softcap and dropout (registers); first match wins.
+# head_dim at most, head_dim_v at most -> the tile, and a smaller one for softcap and dropout (registers); first match
+# wins.  A column mask does not change it, so that the sums of one that says causal come in causal's order.
 _TILES: tuple[tuple[int, int, HopperTile, HopperTile], ...] = (
     (64, 64, HopperTile(192, 128, 3, 2), HopperTile(192, 128, 3, 2)),
     (128, 128, HopperTile(128, 128, 2, 2), HopperTile(128, 128, 2, 2)),
@@ -50,7 +53,7 @@ def _tile(problem: Problem) -> HopperTile:
     head_dim, head_dim_v = _sizes(problem)
     row = next(row for row in _TILES if head_dim <= row[0] and head_dim_v <= row[1])
     capped = problem.softcap is not None
-    tile = row[3] if problem.mask == "column" or capped or problem.dropout else row[2]
+    tile = row[3] if capped or problem.dropout else row[2]
     if tile.block_m == 192 and (capped or problem.mask == "block" or problem.out_dtype.itemsize > 2):
         tile = tile._replace(block_m=128)  # these need registers that three warpgroups do not have
     if tile.block_m == 192 and problem.dropout:
@@ -110,11 +113,12 @@ def _shared_bytes(problem: Problem, tile: HopperTile) -> int:
     stage = (slabs + slabs_v) * tile.block_n * _ROW_BYTES
     intervals = bits = 0
     if problem.mask is not None:
-        intervals = 16 * tile.block_n if problem.mask == "column" else 0
-        bits = tile.block_m // 64 * 2 * 4 * tile.block_n * 2
+        intervals = 16 * tile.block_n if problem.mask == "column" and problem.head_dim <= 192 else 0
+        bits = tile.block_m // 64 * _MASK_BYTES
     tiles = tile.q_stages * queries + tile.stages * (stage + intervals) + bits
-    barriers = 8 * (2 * tile.q_stages + 4 * tile.stages + 2)
-    return -(-(tiles + barriers) // 16) * 16 + 16 * tile.q_stages + 4 * tile.stages + 12
+    barriers = 8 * (2 * tile.q_stages + 4 * tile.stages + 4)
+    mail = 16 * tile.q_stages + _LIST_BYTES + 4 * tile.stages + 12
+    return -(-(tiles + barriers) // 16) * 16 + mail
 
 
 @functools.lru_cache(maxsize=1024)
@@ -135,7 +139,7 @@ def hopper_plan(problem: Problem) -> Plan:
         "block_n": tile.block_n,
         "stages": tile.stages,
         "q_stages": tile.q_stages,
-        "overlap": problem.n_keys >= _LONG and not (problem.dropout and head_dim > 128),
+        "overlap": problem.n_keys >= _LONG and not problem.dropout,
         "dropout": problem.dropout,
         "softcap": problem.softcap is not None,
         "prescaled": prescaled,

@@ -22,6 +22,7 @@ name                    type     meaning
 ``warps``               int      warps per block (forward: per team)
 ``teams``               int      forward of few rows: teams of a warp that divide a block's keys among them
 ``stages``              int      k (and v) tiles in flight
+``rows_per_item``       int      mask tables: units of the bounds in a row tile
 ``load_bytes``          int      widest access that every address and stride of q, k, v (do) allows: 16, 8, 4 or 2
 ``dropout``             int      threshold T; 0 = no dropout
 ``bias``                bool     a bias is added

@@ -38,10 +38,10 @@ class MaskTables:
 
     nbytes: int
 
-    def __init__(self, problem: Problem, device: int, block_m: int, block_n: int) -> None:
+    def __init__(self, problem: Problem, device: int, *tile: int) -> None:
         band = problem.band
         sides = None if band is None else (band.left, band.right, band.offset)
-        self._key = ("cuda tables", device, block_m, block_n, problem.n_queries, problem.n_keys, sides)
+        self._key = ("cuda tables", device, tile, problem.n_queries, problem.n_keys, sides)
         self._device = device
 
     def find(self, mask: Any, stream: Any, capturing: bool) -> list[int] | None:
@@ -80,7 +80,9 @@ class MaskTables:
         raise NotImplementedError
 
 
-def mask_tables(problem: Problem, mask: Any, device: int, block_m: int, block_n: int) -> MaskTables:
+def mask_tables(
+    problem: Problem, mask: Any, device: int, block_m: int, block_n: int, unit: int | None = None
+) -> MaskTables:
     """Return the tables of a kind of mask.
 
     Parameters
@@ -92,22 +94,29 @@ def mask_tables(problem: Problem, mask: Any, device: int, block_m: int, block_n:
         The current device.
     block_m, block_n : int
         Query rows and keys of a tile.
+    unit : int, optional
+        Query rows that the bounds of a column mask count in: a divisor of `block_m`, which is the default.
     """
-    kind = _Columns if problem.mask == "column" else _Alive
-    return kind(problem, mask, device, block_m, block_n)
+    if problem.mask == "column":
+        return _Columns(problem, mask, device, block_m, block_n, unit or block_m)
+    return _Alive(problem, mask, device)
 
 
 class _Columns(MaskTables):
     """Of a ColumnMask: its bounds key by key, the ranges of row tiles that they hide, an order of the row tiles."""
 
-    def __init__(self, problem: Problem, mask: Any, device: int, block_m: int, block_n: int) -> None:
-        super().__init__(problem, device, block_m, block_n)
+    def __init__(self, problem: Problem, mask: Any, device: int, block_m: int, block_n: int, unit: int) -> None:
+        super().__init__(problem, device, block_m, block_n, unit)
         instances, keys = math.prod(mask.leading), problem.n_keys
         _check_instances(instances)
-        key_tiles, row_tiles = -(-keys // block_n), -(-problem.n_queries // block_m)
+        key_tiles, row_tiles, items = (
+            -(-keys // block_n),
+            -(-problem.n_queries // unit),
+            -(-problem.n_queries // block_m),
+        )
         ordered = 4 * (row_tiles + 1) <= _ORDER_SHARED_BYTES
         padded = key_tiles * block_n
-        sizes = (16 * instances * padded, 32 * instances * key_tiles, 4 * instances * row_tiles if ordered else 0)
+        sizes = (16 * instances * padded, 32 * instances * key_tiles, 4 * instances * items if ordered else 0)
         *self._offsets, self.nbytes = accumulate(map(whole, sizes), initial=0)
         self._step = 4 * instances * keys  # bytes from one of the four vectors to the next
         self._ordered = ordered
@@ -126,7 +135,7 @@ class _Columns(MaskTables):
         kernels = {"mask_bounds": ((key_tiles, instances), -(-block_n // 32) * 32, 0)}
         if ordered:
             kernels["mask_order"] = ((instances,), 1024, 4 * (row_tiles + 1))
-        constants = _constants(problem, block_m, block_n)
+        constants = (*_constants(problem, unit, block_n), ("rows_per_item", block_m // unit))
         for name, (grid, threads, shared_bytes) in kernels.items():
             kernel = function(device, "util/mask_bounds.cu", name, constants)
             self._launches.append((kernel, grid, (threads,), shared_bytes))
@@ -143,8 +152,8 @@ class _Columns(MaskTables):
 class _Alive(MaskTables):
     """Of a boolean mask or a BlockMask: which keys some row sees."""
 
-    def __init__(self, problem: Problem, mask: Any, device: int, block_m: int, block_n: int) -> None:
-        super().__init__(problem, device, 0, 0)  # for all tiles the same
+    def __init__(self, problem: Problem, mask: Any, device: int) -> None:
+        super().__init__(problem, device)  # for all tiles the same
         array = mask.blocks if problem.mask == "block" else mask
         sizes = (mask.block_m, mask.block_n) if problem.mask == "block" else (1, 1)
         leading, (rows, columns) = array.shape[:-2], array.shape[-2:]

@@ -17,7 +17,7 @@ struct Operand {
 struct MaskTables {
     const int4* cols;           // column: [instance][keys_padded] {lts, lte, uts, ute}, clamped; dead keys hold (0, n_queries, n_queries, 0)
     const int4* bounds;         // column: [instance][key_tiles][2] {skip a, skip b, partial p, partial q} of both intervals, in row tiles
-    const i32* order;           // column: [instance][row_tiles] row tiles, most visible key tiles first
+    const i32* order;           // column: [instance][row tiles as they are worked on], most visible key tiles first
     const u8* alive;            // dense, block: [instance][keys_padded] 1 = some row sees the key
     i64 batch[kBatchAxes];      // instance strides, 0 on a broadcast axis
     i64 head;

@@ -25,10 +25,10 @@ struct Consumer {
 
     Slot<cfg::stages> k, v;
     Slot<cfg::q_stages> q;
-    u32 bits_buffer = 0;
-    u32 leaving = 0;  // barrier of the buffer that an output is leaving through, or 0
+    u32 leaving = 0;   // barrier of the buffer that an output is leaving through, or 0
     Work work;        // the row tile being worked on
     KeyTile tile;     // the key tile whose keys have arrived
+    bool seen;        // this warpgroup's rows see something of it
     Softmax state;
     float factor[2];
     Scores s;
@@ -49,13 +49,14 @@ struct Consumer {
     __device__ __forceinline__ void await_keys() {
         ptx::mbarrier_wait(shared.barrier(k_full + k.stage), k.phase);
         tile = shared.code(k.stage);
+        seen = !uniform(tile.hidden(warpgroup));
     }
 
     // Waits for the next row tile's queries and first keys; false when there is no further row tile.
     __device__ __forceinline__ bool await_row() {
         ptx::mbarrier_wait(shared.barrier(q_full + q.stage), q.phase);
         work = shared.work(q.stage);
-        if (uniform(work.row < 0)) return false;
+        if (uniform(work.head < 0)) return false;
         await_keys();
         return true;
     }
@@ -74,11 +75,13 @@ struct Consumer {
     // While the scores are being computed: the element mask of a partial tile.
     __device__ __forceinline__ void prepare_mask() {
         if constexpr (cfg::mask != kMaskNone) {
-            if (!uniform(tile.partial())) return;
-            bits_buffer ^= 1;
+            if (!uniform(tile.partial(warpgroup))) return;
+            const int4* cols = shared.cols(k.stage);
+            if constexpr (!stage_cols)
+                cols = p.table.cols + static_cast<i64>(work.instance) * p.table.keys_padded + tile.n() * cfg::block_n;
             const i32 first_row = work.row + 64 * warpgroup;
-            make_bits(p, shared.bits(warpgroup, bits_buffer), shared.cols(k.stage), work, first_row, tile.n());
-            // Whoever passes has read the other buffer, which is written next.
+            make_bits(p, shared.bits(warpgroup), cols, work, first_row, tile.n());
+            // The bits are there.  They were read before the warpgroup came for its turn.
             ptx::barrier_sync(mask_barrier + warpgroup, 128);
         }
     }
@@ -93,26 +96,25 @@ struct Consumer {
     // Prescales and masks the scores.
     __device__ __forceinline__ void refine_scores() {
         if constexpr (cfg::prescaled) prescale(s, p);
-        if (!uniform(tile.partial())) return;
+        if (!uniform(tile.partial(warpgroup))) return;
         if constexpr (cfg::mask != kMaskNone)
-            mask_bits(s, shared.bits(warpgroup, bits_buffer));
+            mask_bits(s, shared.bits(warpgroup));
         else
             mask_band(s, p, row(), tile.n());
     }
 
-    // While the scores are being computed: which weights dropout keeps, as masks of packed pairs.
-    __device__ __forceinline__ void draw_dropout() {
-        if constexpr (cfg::dropout > 0) {
-            const RandomStream stream = random_stream(p.dropout, work.batch, work.head);
-            const i32 key = tile.n() * cfg::block_n + 2 * (threadIdx.x % 4);
+    // The running softmax.  What dropout keeps is drawn between the exponentials, block by block: the two wait for
+    // different units.  True when earlier outputs must be multiplied by factor.
+    __device__ __forceinline__ bool update_softmax() {
+        if constexpr (cfg::dropout == 0) return update(state, factor, s, [](int) {});
+        const RandomStream stream = random_stream(p.dropout, work.batch, work.head);
+        const i32 key = tile.n() * cfg::block_n + 2 * (threadIdx.x % 4);
+        return update(state, factor, s, [&](int block) {
+            u32 words[4];
+            random_words(words, p.dropout, stream, row(), key + 16 * block);
 #pragma unroll
-            for (int block = 0; block < cfg::block_n / 16; ++block) {
-                u32 words[4];
-                random_words(words, p.dropout, stream, row(), key + 16 * block);
-#pragma unroll
-                for (int w = 0; w < 4; ++w) kept[block][w] = drop_pair<cfg::dropout>(~0u, words[w]);
-            }
-        }
+            for (int w = 0; w < 4; ++w) kept[block][w] = drop_pair<cfg::dropout>(~0u, words[w]);
+        });
     }
 
     // P as it enters P V: rounded, and with dropout thinned out (l and m are those of the whole P).
@@ -139,21 +141,34 @@ struct Consumer {
         for (int i = 0; i < cfg::head_dim_v / 2; ++i) o[i] = 0.0f;
     }
 
-    // First key tile with nothing to overlap with.  True when the row has no other.
-    __device__ __forceinline__ bool start() {
-        state.reset();
-        clear();
+    // A key tile with nothing to overlap with.  True when the row has no further one.
+    __device__ __forceinline__ bool single() {
+        await_turn();
         issue_scores();
+        pass_turn();
         prepare_mask();
-        draw_dropout();
         ptx::wgmma_wait<0>();
         const bool last = uniform(tile.last());
         finish_scores();
         refine_scores();
-        update(state, factor, s);
+        if (update_softmax()) rescale(o, factor);
         weigh();
         if (!last) await_keys();
         return last;
+    }
+
+    // Passes over a hidden key tile.  It takes its turn all the same, since warpgroups count turns by tiles, and lets the
+    // values before it out, if any are pending.  A row's last tile is never hidden.
+    __device__ __forceinline__ void pass(bool pending) {
+        await_turn();
+        if (pending) drain();
+        pass_turn();
+        release(k_empty + k.stage);
+        k.advance();
+        ptx::mbarrier_wait(shared.barrier(v_full + v.stage), v.phase);
+        release(v_empty + v.stage);
+        v.advance();
+        await_keys();
     }
 
     // Scores of a tile beside P V of the tile before.  True when this was the last tile of the row.
@@ -164,24 +179,28 @@ struct Consumer {
         pass_turn();
         free_output();
         prepare_mask();
-        draw_dropout();
         ptx::wgmma_wait<1>();
         finish_scores();
-        const bool last = uniform(tile.last());
+        bool last = uniform(tile.last());
         if constexpr (!cfg::overlap) {
             ptx::wgmma_wait<0>();
             finish_values();
         }
         refine_scores();
-        const bool grown = update(state, factor, s);
-        // Waiting for the next keys makes the exponentials a basic block of their own: the compiler would otherwise
-        // move the wait for P V above them.
+        const bool grown = update_softmax();
+        if constexpr (cfg::overlap) {
+            // No sum is negative.  The question, and the wait for the next keys, keep exponentials and sums above the
+            // wait for P V, which the assembler would otherwise do first.
+            last = uniform(last || state.sum[0] < 0.0f || state.sum[1] < 0.0f);
+        } else {
+            weigh();
+        }
         if (!last) await_keys();
         if constexpr (cfg::overlap) {
             ptx::wgmma_wait<0>();
             finish_values();
+            weigh();
         }
-        weigh();
         if (grown) rescale(o, factor);
         return last;
     }
@@ -194,7 +213,6 @@ struct Consumer {
         issue_scores();
         pass_turn();
         prepare_mask();
-        draw_dropout();
         ptx::wgmma_wait<1>();
         finish_values();
         write(o, before, state, buffer);
@@ -204,7 +222,7 @@ struct Consumer {
         const bool last = uniform(tile.last());
         finish_scores();
         refine_scores();
-        update(state, factor, s);
+        update_softmax();
         weigh();
         if (!last) await_keys();
         return last;
@@ -227,9 +245,12 @@ struct Consumer {
         leaving = 0;
     }
 
-    __device__ __forceinline__ void write(Output& result, const Work& of, const Softmax& rows,
+    // Ends the row tile `before`, whose queries lay in `buffer`.
+    __device__ __forceinline__ void write(Output& result, const Work& before, const Softmax& rows,
                                           Slot<cfg::q_stages> buffer) {
         free_output();
+        // Its announcement lies there until its output has left, and registers are few.
+        const Work of = stage_output ? shared.work(buffer.stage) : before;
         const i32 first = of.row + 64 * warpgroup + thread_row();
         float sum[2], normal[2];
 #pragma unroll
@@ -260,12 +281,25 @@ __device__ __forceinline__ void Consumer::run() {
     if (warpgroup + 1 == warpgroups) pass_turn();  // the first turn is the first warpgroup's
     bool some = await_row();
     while (some) {
-        bool last = start();
+        state.reset();
+        clear();
+        bool last = false, pending = false;
         Work before;
         Slot<cfg::q_stages> buffer;
         for (;;) {
 #pragma unroll 1
-            while (!last) last = step();
+            while (!last) {
+                if (!seen) {
+                    pass(pending);
+                    pending = false;
+                } else if (!pending) {
+                    last = single();
+                    pending = true;
+                } else {
+                    do last = step();
+                    while (!last && seen);
+                }
+            }
             before = work;
             buffer = q;
             q.advance();
@@ -273,7 +307,7 @@ __device__ __forceinline__ void Consumer::run() {
             if constexpr (cfg::q_stages == 1) break;
             free_output();
             some = await_row();
-            if (!some) break;
+            if (!some || !seen) break;
             last = cross(before, buffer);
         }
         drain();

@@ -31,7 +31,7 @@ __device__ __forceinline__ void write_statistics(const Params& p, const Work& wo
 // Rounds the warpgroup's rows into shared memory at `tile` and hands them to the copy engine.
 __device__ __forceinline__ void store_output(const Output& o, const ptx::TensorMap& map, u32 tile, u32 warpgroup,
                                              const Work& work) {
-    const u32 thread = threadIdx.x % 128, lane = thread % 32;
+    const u32 thread = place_of_thread(), lane = thread % 32;
     const u32 row = 64 * warpgroup + 16 * (thread / 32) + lane % 16;
 #pragma unroll
     for (int block = 0; block < cfg::head_dim_v / 16; ++block) {

@@ -1,10 +1,11 @@
 // Attention forward for compute capability 9.0 (FlashAttention algorithm 2 and FlashMask algorithm 1, tile by tile).
 //
-// A persistent grid; per block one producer warp feeds key and value tiles to two or three consumer warpgroups of 64
-// query rows each (sm90/producer.cuh, sm90/consumer.cuh).
+// A persistent grid; per block a planner warp lists the key tiles of a row tile, a producer warp feeds them to two or
+// three consumer warpgroups of 64 query rows each (sm90/planner.cuh, sm90/producer.cuh, sm90/consumer.cuh).
 #include "attn/params.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "sm90/consumer.cuh"
+#include "sm90/planner.cuh"
 #include "sm90/producer.cuh"
 
 namespace sm90 {
@@ -24,6 +25,8 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
     }
     ptx::mbarrier_init(shared.barrier(raw_full), 1);
     ptx::mbarrier_init(shared.barrier(raw_empty), 1);
+    ptx::mbarrier_init(shared.barrier(list_full), 1);
+    ptx::mbarrier_init(shared.barrier(list_empty), 1);
     ptx::mbarrier_init_fence();
 }
 
@@ -44,9 +47,12 @@ attention_forward(const __grid_constant__ Params p, const __grid_constant__ ptx:
     if (warp < 4) {
         ptx::registers_release<producer_registers>();
         if (warp == 0) {
-            Producer producer{p, {q_map, k_map, v_map}, shared, threadIdx.x == 0};
+            Producer producer{p, k_map, v_map, shared, threadIdx.x};
             producer.run();
-        } else if (warp == 1 && may_have_dead_keys) {
+        } else if (warp == 1) {
+            Planner planner{p, q_map, shared, threadIdx.x % 32};
+            planner.run();
+        } else if (warp == 2 && may_have_dead_keys) {
             clean(p, shared);
         }
     } else {

@@ -25,35 +25,56 @@ __device__ __forceinline__ void mask_band(Scores& s, const Params& p, i32 row, i
     }
 }
 
-// The element mask of a partial tile as one bit per row and key, [warp][key]: 16 rows of a warp in 16 bits.  A thread
-// does a key; while the scores are being computed, this costs nothing.
-__device__ __forceinline__ void make_bits(const Params& p, u16 (&bits)[4][cfg::block_n], const int4* cols,
-                                          const Work& work, i32 first_row, i32 n) {
+// Bit j of lane i becomes bit i of lane j.
+__device__ __forceinline__ u32 transpose_bits(u32 x) {
+    const u32 lane = place_of_thread() % 32;
+    u32 low = 0x0000ffff;  // bits whose number has the step's bit clear
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+        const bool upper = lane & step;
+        const u32 other = __shfl_xor_sync(~0u, x, step), own = upper ? ~low : low;
+        x = (x & own) | (__funnelshift_l(other, other, upper ? 32 - step : step) & ~own);
+        low ^= low << (step / 2);
+    }
+    return x;
+}
+
+// The element mask of a partial tile, in the order in which a thread holds its scores: word q of a row has the keys
+// 8 j + 2 q and 8 j + 2 q + 1 in bits 2 j and 2 j + 1.  A thread finds the 64 rows that see one key; the bits then
+// change sides in each warp.  While the scores are being computed, this costs nothing.  `cols` are the intervals of the
+// tile's keys.
+__device__ __forceinline__ void make_bits(const Params& p, MaskBits& bits, const int4* cols, const Work& work,
+                                          i32 first_row, i32 n) {
     const u8* blocks = nullptr;
     if constexpr (cfg::mask == kMaskBlock)
-        blocks = static_cast<const u8*>(p.mask.data) + slice_offset(p.mask, batch_index(p, work.batch), work.head);
-    for (i32 i = threadIdx.x % 128; i < cfg::block_n; i += 128) {
-        const i32 key = n * cfg::block_n + i;
-        u64 rows = band_rows(p, first_row, key);
+        blocks = static_cast<const u8*>(p.mask.data) + slice_of(p.mask, work.batch, work.head);
+    const u32 thread = place_of_thread(), lane = thread % 32, warp = thread / 32;
+    const i32 i = 32 * warp + 8 * (lane / 2 % 4) + 2 * (lane / 8) + lane % 2, key = n * cfg::block_n + i;
+    u64 rows = 0;
+    if (i < cfg::block_n) {
+        rows = band_rows(p, first_row, key);
         if constexpr (cfg::mask == kMaskColumn) rows &= column_rows(cols[i], first_row);
         if constexpr (cfg::mask == kMaskBlock) rows &= block_rows(p, blocks, first_row, key);
+    }
+    const u32 words[2] = {transpose_bits(static_cast<u32>(rows)), transpose_bits(static_cast<u32>(rows >> 32))};
+    u8* bytes = reinterpret_cast<u8*>(bits[lane]) + warp;
 #pragma unroll
-        for (int warp = 0; warp < 4; ++warp) bits[warp][i] = static_cast<u16>(rows >> (16 * warp));
+    for (int q = 0; q < 4; ++q) {
+        bytes[4 * q] = static_cast<u8>(words[0] >> (8 * q));
+        bytes[sizeof(bits) / 2 + 4 * q] = static_cast<u8>(words[1] >> (8 * q));
     }
 }
 
-__device__ __forceinline__ void mask_bits(Scores& s, const u16 (&bits)[4][cfg::block_n]) {
-    const u32 lane = threadIdx.x % 32;
-    const u32* mine = reinterpret_cast<const u32*>(bits[threadIdx.x % 128 / 32]) + lane % 4;
+__device__ __forceinline__ void mask_bits(Scores& s, const MaskBits& bits) {
+    const u32 thread = place_of_thread(), lane = thread % 32, row = 16 * (thread / 32) + lane / 4;
+    const u32 words[2] = {bits[row][lane % 4], bits[row + 8][lane % 4]};
 #pragma unroll
-    for (int i = 0; i < cfg::block_n / 2; i += 4) {
-        const u32 word = mine[i] >> (lane / 4);  // two keys: bits 0 and 8, bits 16 and 24 are this thread's rows
+    for (int r = 0; r < 2; ++r)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const u32 bit = 1u << (16 * (e % 2) + 8 * (e / 2));
-            s[i + e] = word & bit ? s[i + e] : minus_infinity();
+        for (int i = 0; i < cfg::block_n / 4; ++i) {
+            float& score = s[4 * (i / 2) + 2 * r + i % 2];
+            score = words[r] & 1u << i ? score : minus_infinity();
         }
-    }
 }
 
 }  // namespace sm90

@@ -71,9 +71,10 @@ __device__ __forceinline__ void move_reference(Softmax& state, float (&factor)[2
     }
 }
 
-// Replaces the scores by exp2(score * scale + shift) and adds them up.  True when earlier outputs of the warp must be
-// multiplied by factor.
-__device__ __forceinline__ bool update(Softmax& state, float (&factor)[2], Scores& s) {
+// Replaces the scores by exp2(score * scale + shift) and adds them up; calls `beside` after each block of 16 keys.  True
+// when earlier outputs of the warp must be multiplied by factor.
+template <class Beside>
+__device__ __forceinline__ bool update(Softmax& state, float (&factor)[2], Scores& s, const Beside& beside) {
     // Two chains per row: a single one would be bound by its latency.
     float chain[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
@@ -87,6 +88,7 @@ __device__ __forceinline__ bool update(Softmax& state, float (&factor)[2], Score
     for (int i = 0; i < cfg::block_n / 2; ++i) {
         s[i] = ptx::ex2(fmaf(s[i], state.scale, state.shift[half_of(i)]));
         chain[i & 3] = i < 4 ? s[i] : chain[i & 3] + s[i];
+        if (i % 8 == 7) beside(i / 8);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) state.sum[r] += chain[2 * r] + chain[2 * r + 1];

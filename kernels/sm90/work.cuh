@@ -8,30 +8,56 @@ namespace sm90 {
 // In a section the row tiles with most work come first; neighbours share keys and values.
 __device__ __forceinline__ Work row_tile(const Params& p, i32 number) {
     const TileRank place = rank_of(p, number, p.heads, p.row_tiles);
-    i32 tile = p.row_tiles - 1 - place.rank;
-    if constexpr (cfg::mask == kMaskColumn) {
-        const i64 instance = slice_offset(p.table, batch_index(p, place.batch), place.head);
-        if (p.table.order != nullptr) tile = p.table.order[instance * p.row_tiles + place.rank];
-    }
-    return {tile * cfg::block_m, place.head, place.batch, tile};
+    i32 tile = p.row_tiles - 1 - place.rank, instance = 0;
+    if constexpr (cfg::mask != kMaskNone) instance = static_cast<i32>(slice_of(p.table, place.batch, place.head));
+    if constexpr (cfg::mask == kMaskColumn)
+        if (p.table.order != nullptr) tile = p.table.order[static_cast<i64>(instance) * p.row_tiles + place.rank];
+    return {tile * cfg::block_m, place.head, place.batch, instance};
 }
 
-__device__ __forceinline__ MaskPlace mask_place(const Params& p, const Work& work) {
-    MaskPlace place{{work.row, min(work.row + cfg::block_m, p.n_queries), work.tile}, 0, 0, 0};
-    place.lowest = band_first(p, place.rows) / cfg::block_n;
-    if constexpr (cfg::mask != kMaskNone) {
-        const BatchIndex index = batch_index(p, work.batch);
-        place.instance = slice_offset(p.table, index, work.head);
-        if constexpr (cfg::mask == kMaskBlock) place.offset = slice_offset(p.mask, index, work.head);
-    }
-    return place;
+// A row tile's rows.
+__device__ __forceinline__ Rows all_rows(const Params& p, const Work& work) {
+    return {work.row, min(work.row + cfg::block_m, p.n_queries), 0};
 }
 
-// The next visible key tile of a row tile, in descending order; all lanes of a warp take part.
-__device__ __forceinline__ KeyTile next_key_tile(TileWalk& walk) {
-    const Tile tile = walk.next();
-    if (!tile.exists()) return KeyTile::none();
-    return KeyTile::make(tile.n(), tile.partial(), tile.dead() || band_hides(walk.p, tile.n()));
+// A warpgroup's rows; past the end of the queries there are none.
+__device__ __forceinline__ Rows warpgroup_rows(const Params& p, const Work& work, int warpgroup) {
+    const i32 first = work.row + 64 * warpgroup;
+    return {first, min(first + 64, p.n_queries), first / 64};
+}
+
+// The first key tile, of which no row sees anything.
+__device__ __forceinline__ KeyTile hidden_tile(const Params& p, const Work& work) {
+    i32 bits = 0;
+    for (int w = 0; w < warpgroups; ++w) {
+        const Rows rows = warpgroup_rows(p, work, w);
+        if (rows.first < rows.end) bits |= KeyTile::partial_bit << w;
+    }
+    return KeyTile::make(0, bits);
+}
+
+// How a key tile looks to each warpgroup of a row tile; none when it is hidden from all of them.  `blocks` is the offset
+// of the head's blocks.
+__device__ __forceinline__ KeyTile classify(const Params& p, const Work& work, i64 blocks, i32 n) {
+    bool seen = true, partial = false, dead = false;
+    if constexpr (cfg::mask == kMaskBlock) {
+        const MaskPlace place{all_rows(p, work), 0, blocks, 0};
+        TileWalk(p, place, 0).classify_blocks(n, seen = false, partial, dead);
+    }
+    i32 bits = dead || band_hides(p, n) ? KeyTile::dead_bit : 0;
+#pragma unroll 1  // registers are few
+    for (int w = 0; w < warpgroups; ++w) {
+        const MaskPlace place{warpgroup_rows(p, work, w), work.instance, 0, 0};
+        const Rows& rows = place.rows;
+        if constexpr (cfg::mask == kMaskColumn) TileWalk(p, place, 0).classify_column(n, seen, partial, dead);
+        const bool some = rows.first < rows.end, mine = seen && some && n * cfg::block_n < band_end(p, rows) &&
+                                                        (n + 1) * cfg::block_n > band_first(p, rows);
+        if (!mine) bits |= KeyTile::hidden_bit << w;
+        if (some && (!mine || partial || cut(p, rows, n))) bits |= KeyTile::partial_bit << w;
+        if (dead) bits |= KeyTile::dead_bit;
+    }
+    constexpr i32 hidden = (1 << warpgroups) - 1;
+    return (bits & hidden) == hidden ? KeyTile::none() : KeyTile::make(n, bits);
 }
 
 }  // namespace sm90

@@ -2,7 +2,8 @@
 //
 // mask_bounds: grid (key tiles, instances), one thread per key and whole warps.  Clamps the intervals, marks keys that no row sees, and
 //              reduces each tile's intervals to ranges of row tiles that it hides wholly (skip) or may hide partly (partial).
-// mask_order:  one block per instance; counts the key tiles that each row tile sees and sorts the row tiles, most work first.
+// mask_order:  one block per instance; counts the key tiles that each row tile sees and sorts them, most work first and
+//              the last rows first among equals, cfg::rows_per_item row tiles at a time (the most loaded of them counts).
 //              Dynamic shared memory: (row_tiles + 1) ints.
 #include "attn/mask_format.cuh"
 #include "util/mask_params.cuh"
@@ -116,6 +117,19 @@ __device__ __forceinline__ void count_tile(const MaskParams& p, const int4* boun
     add_range(steps, b, b_end, -1);
 }
 
+// Fills each bucket from its end with the items in ascending order; one warp.
+template <class Bucket>
+__device__ __forceinline__ void place_items(i32* order, i32 items, i32* ends, const Bucket& bucket) {
+    for (i32 base = 0; base < items; base += 32) {
+        const i32 item = base + threadIdx.x, mine = item < items ? bucket(item) : -1;
+        const u32 equals = __match_any_sync(~0u, mine), before = equals & ((1u << threadIdx.x) - 1);
+        if (mine >= 0) order[ends[mine] - 1 - __popc(before)] = item;
+        __syncwarp();  // the ends are read
+        if (mine >= 0 && before == 0) ends[mine] -= __popc(equals);
+        __syncwarp();  // the ends have moved
+    }
+}
+
 extern "C" __global__ __launch_bounds__(kThreads) void mask_order(const __grid_constant__ MaskParams p) {
     extern __shared__ i32 counts[];
     __shared__ i32 buckets[kBuckets];
@@ -126,11 +140,15 @@ extern "C" __global__ __launch_bounds__(kThreads) void mask_order(const __grid_c
     for (i32 n = threadIdx.x; n < p.key_tiles; n += kThreads) count_tile(p, p.bounds + (instance * p.key_tiles + n) * 2, n, counts);
     __syncthreads();  // all steps are in
     scan(counts, p.row_tiles);
-    const auto bucket = [&](i32 m) { return kBuckets - 1 - static_cast<i32>(static_cast<i64>(counts[m]) * (kBuckets - 1) / max(p.key_tiles, 1)); };
-    for (i32 m = threadIdx.x; m < p.row_tiles; m += kThreads) atomicAdd(buckets + bucket(m), 1);
+    constexpr i32 width = cfg::rows_per_item;
+    const i32 items = (p.row_tiles + width - 1) / width;
+    const auto bucket = [&](i32 item) {
+        i32 most = 0;
+        for (i32 m = item * width; m < min((item + 1) * width, p.row_tiles); ++m) most = max(most, counts[m]);
+        return kBuckets - 1 - static_cast<i32>(static_cast<i64>(most) * (kBuckets - 1) / max(p.key_tiles, 1));
+    };
+    for (i32 i = threadIdx.x; i < items; i += kThreads) atomicAdd(buckets + bucket(i), 1);
     __syncthreads();  // bucket sizes are known
     scan(buckets, kBuckets);
-    for (i32 m = threadIdx.x; m < p.row_tiles; m += kThreads) {
-        p.order[instance * p.row_tiles + atomicSub(buckets + bucket(m), 1) - 1] = m;
-    }
+    if (threadIdx.x < 32) place_items(p.order + instance * items, items, buckets, bucket);
 }

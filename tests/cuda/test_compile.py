@@ -29,8 +29,11 @@ EXCEPTIONS = {
 
 _BAND = {"band_left": True, "band_right": True}
 UTILITIES = [
-    ("util/mask_bounds.cu", {"block_m": 128, "block_n": 96, **_BAND}),
-    ("util/mask_bounds.cu", {"block_m": 64, "block_n": 32, "band_left": False, "band_right": False}),
+    ("util/mask_bounds.cu", {"block_m": 64, "block_n": 96, "rows_per_item": 3, **_BAND}),
+    (
+        "util/mask_bounds.cu",
+        {"block_m": 64, "block_n": 32, "rows_per_item": 1, "band_left": False, "band_right": False},
+    ),
     ("util/mask_alive.cu", {"block_m": 1, "block_n": 1, **_BAND}),
     ("util/merge.cu", {"acc": "float", "part": "float", "out": "__nv_bfloat16", "row_warps": 4}),
     ("util/merge.cu", {"acc": "float", "part": "__half", "out": "__half", "row_warps": 1}),

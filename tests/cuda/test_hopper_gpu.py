@@ -33,6 +33,14 @@ def run(qkv, options, **more):
     return run_on(qkv, options, kernel="sm90", **more)
 
 
+def patches_of(case: Case, rng: np.random.Generator) -> ColumnMask:
+    """Show every 100 keys to some of the 64-row strips, so that warpgroups of one tile see different key tiles."""
+    n, strips = case.n_queries, -(-case.n_queries // 64)
+    ends = np.sort(rng.integers(0, strips + 1, (2, *case.batch, case.heads, -(-case.n_keys // 100))), axis=0) * 64
+    first, end = np.minimum(np.repeat(ends, 100, axis=-1)[..., : case.n_keys], n)
+    return ColumnMask(np.zeros_like(first), first, end, np.full_like(first, n), n_queries=n)
+
+
 OWN = [
     Case("hopper long", batch=(1,), n_queries=700, n_keys=4200, head_dim=128),
     Case("hopper long causal", batch=(1,), n_queries=2300, n_keys=2300, options={"is_causal": True}),
@@ -43,6 +51,11 @@ OWN = [
     Case("hopper float16 softcap", dtype=F16, head_dim=128, options={"softcap": 3.0, "is_causal": "top_left"}),
     Case("hopper columns", heads=40, kv_heads=40, n_queries=700, n_keys=900, head_dim=128, mask=columns_of),
     Case("hopper columns d256", n_queries=300, n_keys=400, head_dim=256, mask=columns_of),
+    Case("hopper patches", heads=40, kv_heads=40, n_queries=700, n_keys=1100, head_dim=128, mask=patches_of),
+    Case("hopper patches d64", heads=40, kv_heads=40, n_queries=700, n_keys=1100, mask=patches_of),
+    Case("hopper long columns", batch=(1,), n_queries=500, n_keys=9000, mask=patches_of),
+    Case("hopper one strip of a tile", heads=40, kv_heads=40, n_queries=200, n_keys=2500),
+    Case("hopper narrow window", n_queries=900, n_keys=900, options={"window": (20, 3)}),
     Case("hopper columns window", n_queries=500, n_keys=500, mask=columns_of, options={"window": (99, 40)}),
     Case("hopper blocks", n_queries=500, n_keys=600, head_dim=128, mask=blocks_of(128, 128)),
     Case(
@@ -68,7 +81,7 @@ def _case(name: str):
     return case, list(arrays.values()), options
 
 
-@pytest.mark.parametrize("name", ["hopper long", "hopper many tiles", "hopper columns", "hopper small blocks"])
+@pytest.mark.parametrize("name", ["hopper long", "hopper many tiles", "hopper patches d64", "hopper small blocks"])
 def test_same_bits_twice(name):
     _, qkv, options = _case(name)
     first, second = run(qkv, options), run(qkv, options)
@@ -83,7 +96,7 @@ def test_float32_output_is_the_rounded_one():
     np.testing.assert_array_equal(exact.astype(case.dtype), run(qkv, options)[0])
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_column_masks_equal_causality_bit_for_bit(head_dim):
     case = Case(f"bits {head_dim}", heads=20, kv_heads=20, n_queries=520, n_keys=520, head_dim=head_dim)
     qkv = list(case.arrays()[0].values())

@@ -83,11 +83,13 @@ def test_tensor_map_conditions(address, stride, good):
 VARIANTS = [
     problem(64, band=CAUSAL),
     problem(64, dropout=6554, dtype=F16, out_dtype=F16),
+    problem(64, mask="column"),
     problem(64, mask="block", band=Band(10, 0, 0)),
     problem(96, scale=-0.1),
     problem(128, n_keys=1024),
     problem(128, mask="column", band=Band(10, 0, 0), dropout=6554, softcap=3.0),
     problem(192, 128, out_dtype=np.dtype(np.float32)),
+    problem(256, mask="column"),
     problem(256, mask="column", dropout=6554),
     problem(256, band=CAUSAL, softcap=3.0),
 ]
