@@ -13,9 +13,11 @@ namespace sm90 {
 
 __device__ __forceinline__ void init_barriers(const Shared& shared) {
     constexpr u32 warps = 4 * warpgroups;
-    ptx::mbarrier_init(shared.barrier(k_full), 1);
+    for (int stage = 0; stage < k_stages; ++stage) {
+        ptx::mbarrier_init(shared.barrier(k_full + stage), 1);
+        ptx::mbarrier_init(shared.barrier(k_empty + stage), by_function ? 1 : warps);
+    }
     ptx::mbarrier_init(shared.barrier(v_full), 1);
-    ptx::mbarrier_init(shared.barrier(k_empty), by_function ? 1 : warps);
     ptx::mbarrier_init(shared.barrier(v_empty), by_function ? 1 : warps);
     for (int stage = 0; stage < cfg::stages; ++stage) {
         ptx::mbarrier_init(shared.barrier(q_full + stage), 1);

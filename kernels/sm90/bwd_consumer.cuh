@@ -27,6 +27,7 @@ struct Consumer : Worker {
     Fragments weights, ds;
     KeyGradient dk;
     ValueGradient dv;
+    u32 begun = 0;  // 0 in the first step of a key tile, whose products overwrite dK and dV
 
     __device__ __forceinline__ Consumer(const Params& p, const Shared& shared, const Maps& maps, u32 warpgroup)
         : Worker{p, shared}, dk_map(maps.dk), dv_map(maps.dv), warpgroup(warpgroup) {}
@@ -38,7 +39,7 @@ struct Consumer : Worker {
     // Waits for the row tile in the slot and begins its scores.
     __device__ __forceinline__ void issue_scores() {
         await_queries();
-        multiply_scores(s, own_rows(shared.k()), shared.q(slot.stage));
+        multiply_scores(s, own_rows(shared.k(keys.stage)), shared.q(slot.stage));
     }
 
     __device__ __forceinline__ void issue_weights() {
@@ -64,7 +65,7 @@ struct Consumer : Worker {
 
     // Line 21: dQ of this warpgroup's rows or columns of the row tile.
     __device__ __forceinline__ void issue_queries() {
-        const u32 rows = shared.ds(slot.stage), columns = shared.k();
+        const u32 rows = shared.ds(slot.stage), columns = shared.k(keys.stage);
         if constexpr (dq_by_rows)
             multiply_queries(queries(), own_rows(rows), columns);
         else
@@ -76,7 +77,7 @@ struct Consumer : Worker {
         issue_weights();
         probabilities();
         if constexpr (values_first) {
-            accumulate(dv, weights, shared.dout(slot.stage));  // line 16
+            accumulate(dv, weights, shared.dout(slot.stage), begun);  // line 16
             ptx::wgmma_wait<1>();
         } else {
             ptx::wgmma_wait<0>();
@@ -84,20 +85,20 @@ struct Consumer : Worker {
         ptx::wgmma_pin(dp);
         if (uniform(step().last())) release(v_empty);
         gradients();
-        if constexpr (!values_first) accumulate(dv, weights, shared.dout(slot.stage));
+        if constexpr (!values_first) accumulate(dv, weights, shared.dout(slot.stage), begun);
         ptx::barrier_sync(gradients_barrier, consumers);  // dS is complete
         // From shared memory: as registers dS would have to outlive the next scores.
-        accumulate_shared(dk, shared.ds(slot.stage) + warpgroup * cfg::block_m * row_bytes, shared.q(slot.stage));  // line 22
+        accumulate_shared(dk, shared.ds(slot.stage) + warpgroup * cfg::block_m * row_bytes, shared.q(slot.stage), begun);  // line 22
         issue_queries();
+        begun = 1;
     }
 
     // dQ to its buffer, from which the reducer warp takes it; q and do of the row tile go back.
-    __device__ __forceinline__ void finish_step(u32 stage) {
+    __device__ __forceinline__ void finish_step(u32 stage, const Work& of) {
         QueryGradient& dq = queries();
         ptx::wgmma_pin(dq);
         const Step& step = shared.step(stage);
-        const Work& work = shared.work();
-        const DqPart part{step.dq_tile, step.m(), work.tile, step.head, work.batch};
+        const DqPart part{step.dq_tile, step.m(), of.tile, step.head, of.batch};
         __syncwarp();  // which all lanes have read
         release(q_empty + stage);
         release(do_empty + stage);
@@ -113,41 +114,54 @@ struct Consumer : Worker {
         release(handed + warpgroup);
     }
 
-    // All row tiles of the key tile.
-    __device__ __forceinline__ void accumulate_steps() {
-        issue_scores();
-        ptx::wgmma_commit();
+    // Begins the scores of the key tile in the slot, if there is one that some row sees.
+    __device__ __forceinline__ bool begin_keys() {
+        const bool some = await_keys();
+        if (some && uniform(work().seen())) issue_scores();
+        return some;
+    }
+
+    // All row tiles of the key tile in the slot, whose first scores are under way on entry.  On exit the slot is the next key
+    // tile's, and its first scores are under way; true when there is one.
+    __device__ __forceinline__ bool accumulate_steps() {
         await_stores();
-        ptx::mbarrier_wait(shared.barrier(v_full), keys_phase);
+        await_values();
+        begun = 0;
 #pragma unroll 1
         for (;;) {
             begin_step();
-            const u32 stage = slot.stage;
+            const u32 stage = slot.stage, keys_stage = keys.stage;
             const bool last = uniform(shared.step(stage).last());
+            bool some = true;
             slot.advance();
-            // Without a next row tile this group of products is empty.
-            if (!last) issue_scores();
-            ptx::wgmma_commit();
+            if (last) {
+                keys.advance();
+                some = begin_keys();
+            } else {
+                issue_scores();
+            }
+            ptx::wgmma_commit();  // perhaps of nothing
             ptx::wgmma_wait<1>();
-            finish_step(stage);
+            finish_step(stage, shared.work(keys_stage));
             if (last) {
                 ptx::wgmma_wait<0>();
-                break;
+                ptx::wgmma_pin(s);
+                ptx::wgmma_pin(dk);
+                ptx::wgmma_pin(dv);
+                return some;
             }
         }
-        ptx::wgmma_pin(dk);
-        ptx::wgmma_pin(dv);
     }
 
-    // Line 24.  dV leaves through this warpgroup's part of the buffers of dS, dK through its buffer of dQ, while the next keys
-    // and values arrive.
-    __device__ __forceinline__ void write() {
+    // Line 24, of the key tile in another slot.  dV leaves through this warpgroup's part of the buffers of dS, dK through its
+    // buffer of dQ.
+    __device__ __forceinline__ void write(u32 keys_stage) {
         const float factor_v = static_cast<float>(p.dropout_scale), factor_k = static_cast<float>(p.scale * p.dropout_scale);
         const bool leader = threadIdx.x % 128 == 0;
-        const Work work = shared.work();
+        const Work work = shared.work(keys_stage);
         const i32 first_key = work.tile * cfg::block_n + 64 * warpgroup;
         __syncwarp();  // all lanes know it
-        release(k_empty);
+        release(k_empty + keys_stage);
         ptx::barrier_sync(keys_barrier, consumers);  // nobody reads dS any more
         if constexpr (cfg::sum_dv) {
             write_float(dv, factor_v, p.dv_acc, p, p.head_dim_v, work, first_key + thread_key());
@@ -173,19 +187,33 @@ struct Consumer : Worker {
         ptx::barrier_sync(store_barrier + warpgroup, 128);  // the gradients have left their buffers
     }
 
+    // A key tile that no row sees: its gradients are 0.
+    __device__ __forceinline__ bool skip_keys() {
+        await_stores();
+        await_values();
+        release(v_empty);
+        clear(dk);
+        clear(dv);
+        keys.advance();
+        return begin_keys();
+    }
+
     __device__ __forceinline__ void run() {
-        for (; await_keys(); keys_phase ^= 1) {
-            clear(dk);
-            clear(dv);
-            if (uniform(shared.work().steps)) {
-                accumulate_steps();
+        bool some = begin_keys();
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<0>();
+        while (some) {
+            const u32 keys_stage = keys.stage;
+            if (uniform(work().seen())) {
+                some = accumulate_steps();
             } else {
-                await_stores();
-                ptx::mbarrier_wait(shared.barrier(v_full), keys_phase);
-                release(v_empty);
+                some = skip_keys();
+                ptx::wgmma_commit();
+                ptx::wgmma_wait<0>();
             }
-            write();
+            write(keys_stage);
         }
+        ptx::wgmma_wait<0>();
         ptx::mbarrier_wait(shared.barrier(taken + warpgroup), slot.stage ^ 1);
         announce_queries({-1, 0, 0, 0, 0});
         await_stores();

@@ -16,7 +16,8 @@ constexpr bool by_function = cfg::block_n == 64;
 static_assert(by_function || cfg::block_n == 64 * warpgroups);
 
 // Wide accumulators leave the producer few; walking blocks takes many.
-constexpr int producer_registers = !by_function && cfg::head_dim + cfg::head_dim_v > 192 ? 24 : cfg::mask == kMaskBlock ? 56 : 40;
+constexpr bool wide = cfg::head_dim + cfg::head_dim_v > 192;
+constexpr int producer_registers = !by_function && (wide || cfg::mask != kMaskBlock) ? 24 : 40;
 constexpr int consumer_registers = (504 - producer_registers) / 2;
 
 // dQ of a row tile is shared out by rows where there are enough of them, else by columns.
@@ -37,7 +38,8 @@ constexpr int numbers_bytes = cfg::block_m * 4;                  // stat or delt
 
 // Offsets in bytes; every tile starts on a multiple of 1024.
 constexpr int k_at = 0;
-constexpr int v_at = k_at + (by_function && v_bytes > k_bytes ? v_bytes : k_bytes);  // the gradients leave through both
+constexpr int k_stages = by_function ? 1 : 2;  // the next key tile's first scores come before this one's gradients
+constexpr int v_at = k_at + k_stages * (by_function && v_bytes > k_bytes ? v_bytes : k_bytes);  // the gradients leave through both
 constexpr int q_at = v_at + (by_function && k_bytes > v_bytes ? k_bytes : v_bytes);
 constexpr int do_at = q_at + cfg::stages * q_bytes;
 constexpr int ds_at = do_at + cfg::stages * do_bytes;
@@ -48,8 +50,8 @@ constexpr int barriers_at = delta_at + cfg::stages * numbers_bytes;
 
 enum Barrier {
     k_full,
-    v_full,
-    k_empty,
+    k_empty = k_full + k_stages,
+    v_full = k_empty + k_stages,
     v_empty,
     q_full,
     q_empty = q_full + cfg::stages,
@@ -66,7 +68,10 @@ enum Barrier {
 struct alignas(16) Work {
     i32 tile;         // number of the key tile; negative: there is no further work
     i32 head, batch;  // of k and v
-    i32 steps;        // 0: no row sees it
+    i32 flags;
+    static constexpr i32 seen_bit = 1, dead_bit = 2;
+    __device__ __forceinline__ bool seen() const { return flags & seen_bit; }  // by some row
+    __device__ __forceinline__ bool dead() const { return flags & dead_bit; }  // a column mask hides some key of it from every row of the first head
 };
 
 // A row tile as the producer finds it, packed into one register.
@@ -104,15 +109,16 @@ struct Maps {
     const ptx::TensorMap &q, &k, &v, &dout, &dk, &dv;
 };
 
-// To the cleaner: which tiles have just arrived raw.  Stage: of q and do; keys_stage: k and v; done_stage: no more work.
+// To the cleaner: which tiles have just arrived raw.  Stage: of q and do; keys_stage - i: v and k in buffer i; done_stage: no
+// more work.
 struct alignas(16) Mail {
-    static constexpr i32 keys_stage = -1, done_stage = -2;
+    static constexpr i32 keys_stage = -1, done_stage = -9;
     i32 stage;
     Work work;
 };
 
 constexpr int work_at = (barriers_at + 8 * barrier_count + 15) / 16 * 16;
-constexpr int steps_at = work_at + int(sizeof(Work));
+constexpr int steps_at = work_at + k_stages * int(sizeof(Work));
 constexpr int mail_at = steps_at + cfg::stages * int(sizeof(Step));
 constexpr int walk_at = mail_at + int(sizeof(Mail));
 constexpr int pending_at = walk_at + int(sizeof(WalkTables));
@@ -126,7 +132,7 @@ struct Shared {
     u8* memory;
 
     __device__ __forceinline__ u32 barrier(int number) const { return address + barriers_at + 8 * number; }
-    __device__ __forceinline__ u32 k() const { return address + k_at; }
+    __device__ __forceinline__ u32 k(u32 stage) const { return address + k_at + stage * k_bytes; }
     __device__ __forceinline__ u32 v() const { return address + v_at; }
     __device__ __forceinline__ u32 q(u32 stage) const { return address + q_at + stage * q_bytes; }
     __device__ __forceinline__ u32 dout(u32 stage) const { return address + do_at + stage * do_bytes; }
@@ -138,7 +144,8 @@ struct Shared {
     __device__ __forceinline__ T& at(int offset, u32 index = 0) const {
         return reinterpret_cast<T*>(memory + offset)[index];
     }
-    __device__ __forceinline__ Work& work() const { return at<Work>(work_at); }
+    // Of the buffer of k with this number.
+    __device__ __forceinline__ Work& work(u32 stage) const { return at<Work>(work_at, stage); }
     __device__ __forceinline__ Step& step(u32 stage) const { return at<Step>(steps_at, stage); }
     __device__ __forceinline__ Mail& mail() const { return at<Mail>(mail_at); }
     // The key tile that the producer is at; `work` is the one that the consumers are at.

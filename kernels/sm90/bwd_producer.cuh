@@ -13,7 +13,8 @@ struct Producer {
     const Shared shared;
     const bool leader;  // lane 0
     Slot<cfg::stages> slot;
-    u32 keys_phase = 1, raw_phase = 1;
+    Slot<k_stages> keys;
+    u32 values_phase = 1, raw_phase = 1;
 
     // Key tiles are handed out in order by a ticket that starts at 0.
     __device__ __forceinline__ i32 draw() const {
@@ -54,45 +55,69 @@ struct Producer {
         slot.advance();
     }
 
-    // v of the key tile before is done with first, then k.
-    __device__ __forceinline__ void load_keys(bool dead) {
-        u32 full = shared.barrier(k_full), full_v = shared.barrier(v_full);
+    // May some key of the tile be seen by no row?
+    __device__ __forceinline__ bool is_dead() const {
         const Work& work = shared.pending();
-        const i32 key = work.tile * cfg::block_n;
-        ptx::mbarrier_wait(shared.barrier(v_empty), keys_phase);
-        if (may_have_dead_keys && dead) {
-            ptx::mbarrier_wait(shared.barrier(k_empty), keys_phase);
-            mail(Mail::keys_stage);
-            full = full_v = shared.barrier(raw_full);
-            if (leader) ptx::mbarrier_arrive_expect(full, k_bytes + v_bytes);
-        } else if (leader) {
-            ptx::mbarrier_arrive_expect(full_v, v_bytes);
-        }
-        if (leader) load_tile<cfg::block_n, slabs_v>(maps.v, shared.v(), full_v, ptx::evict_first, key, {p.v, work.head, work.batch});
-        ptx::mbarrier_wait(shared.barrier(k_empty), keys_phase);
-        if (leader) {
-            shared.work() = work;
-            if (full == shared.barrier(k_full)) ptx::mbarrier_arrive_expect(full, k_bytes);
-            load_tile<cfg::block_n, slabs>(maps.k, shared.k(), full, ptx::evict_first, key, {p.k, work.head, work.batch});
-        }
-        keys_phase ^= 1;
+        return may_have_dead_keys && (cfg::mask == kMaskBlock || uniform(work.dead()) || band_hides(p, work.tile));
     }
 
-    // One key tile: its first row tile is asked for before the buffers of k and v are free.
+    __device__ __forceinline__ void load_keys(u32 full) {
+        const Work& work = shared.pending();
+        if (leader) {
+            shared.work(keys.stage) = work;
+            load_tile<cfg::block_n, slabs>(maps.k, shared.k(keys.stage), full, ptx::evict_first, work.tile * cfg::block_n,
+                                           {p.k, work.head, work.batch});
+        }
+        keys.advance();
+    }
+
+    __device__ __forceinline__ void load_values(u32 full) {
+        const Work& work = shared.pending();
+        values_phase ^= 1;
+        if (leader)
+            load_tile<cfg::block_n, slabs_v>(maps.v, shared.v(), full, ptx::evict_first, work.tile * cfg::block_n,
+                                             {p.v, work.head, work.batch});
+    }
+
+    // Tiles with keys that no row sees go through the cleaner, k and v together.
+    __device__ __forceinline__ void load_raw() {
+        const u32 full = shared.barrier(raw_full);
+        ptx::mbarrier_wait(shared.barrier(v_empty), values_phase);
+        mail(Mail::keys_stage - static_cast<i32>(keys.stage));
+        if (leader) ptx::mbarrier_arrive_expect(full, k_bytes + v_bytes);
+        load_keys(full);
+        load_values(full);
+    }
+
+    // One key tile: k and the first row tile are asked for while the consumers are at the key tile before.
     __device__ __forceinline__ void feed(i32 number) {
         __syncwarp();  // the key tile before is no longer looked at
         if (leader) shared.pending() = key_tile(p, number);
         __syncwarp();  // the new one is known
         StepWalk walk(p, shared, shared.pending());
         StepCode step = walk.next();
-        if (leader) shared.pending().steps = step.exists();
+        if (leader && step.exists()) shared.pending().flags |= Work::seen_bit;
+        __syncwarp();  // the flags are complete
+        ptx::mbarrier_wait(shared.barrier(k_empty + keys.stage), keys.phase ^ 1);
+        if (is_dead()) {
+            load_raw();
+        } else {
+            const u32 full = shared.barrier(k_full + keys.stage);
+            if (leader) ptx::mbarrier_arrive_expect(full, k_bytes);
+            load_keys(full);
+        }
         for (bool first = true; first || step.exists(); first = false) {
             const StepCode after = step.exists() ? walk.next() : step;
             if (step.exists()) {
                 if (!after.exists()) step.code |= StepCode::last_bit;
                 load_step(step);
             }
-            if (first) load_keys(cfg::mask == kMaskBlock || uniform(walk.dead) || band_hides(p, shared.pending().tile));
+            if (first && !is_dead()) {
+                const u32 full = shared.barrier(v_full);
+                ptx::mbarrier_wait(shared.barrier(v_empty), values_phase);
+                if (leader) ptx::mbarrier_arrive_expect(full, v_bytes);
+                load_values(full);
+            }
             step = after;
         }
     }
@@ -100,11 +125,11 @@ struct Producer {
     __device__ __forceinline__ void run() {
         const i32 total = p.batch * p.kv_heads * p.key_tiles;
         for (i32 number = blockIdx.x; number < total; number = draw()) feed(number);
-        ptx::mbarrier_wait(shared.barrier(v_empty), keys_phase);
-        ptx::mbarrier_wait(shared.barrier(k_empty), keys_phase);  // now nobody looks at the last key tile
+        if (by_function) ptx::mbarrier_wait(shared.barrier(v_empty), values_phase);
+        ptx::mbarrier_wait(shared.barrier(k_empty + keys.stage), keys.phase ^ 1);  // now nobody looks at that key tile
         if (leader) {
-            shared.work() = {-1, 0, 0, 0};
-            ptx::mbarrier_arrive(shared.barrier(k_full));
+            shared.work(keys.stage) = {-1, 0, 0, 0};
+            ptx::mbarrier_arrive(shared.barrier(k_full + keys.stage));
         }
         if (may_have_dead_keys) {
             mail(Mail::done_stage);
@@ -130,10 +155,11 @@ __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
         ptx::mbarrier_wait(shared.barrier(raw_full), phase);
         const Mail mail = shared.mail();
         if (mail.stage == Mail::done_stage) return;
-        if (mail.stage == Mail::keys_stage) {
+        const i32 k_stage = Mail::keys_stage - mail.stage;  // not negative: a tile of k and v
+        if (k_stage >= 0) {
             for (u32 row = lane; row < cfg::block_n; row += 32) {
                 if (key_lives(p, mail.work, mail.work.tile * cfg::block_n + row)) continue;
-                clear_row<cfg::block_n, slabs>(shared.memory + k_at, row);
+                clear_row<cfg::block_n, slabs>(shared.memory + k_at + k_stage * k_bytes, row);
                 clear_row<cfg::block_n, slabs_v>(shared.memory + v_at, row);
             }
         } else {
@@ -147,9 +173,8 @@ __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
         ptx::async_proxy_fence();
         __syncwarp();
         if (lane == 0) {
-            const bool keys = mail.stage == Mail::keys_stage;
-            ptx::mbarrier_arrive(shared.barrier(keys ? k_full : q_full + mail.stage));
-            ptx::mbarrier_arrive(shared.barrier(keys ? v_full : do_full + mail.stage));
+            ptx::mbarrier_arrive(shared.barrier(k_stage >= 0 ? k_full + k_stage : q_full + mail.stage));
+            ptx::mbarrier_arrive(shared.barrier(k_stage >= 0 ? v_full : do_full + mail.stage));
             ptx::mbarrier_arrive(shared.barrier(raw_empty));
         }
     }

@@ -10,7 +10,7 @@ namespace sm90 {
 template <int slab_count, bool sum, int n>
 __device__ __forceinline__ void write_gradient(const Worker& worker, const float (&x)[n], float factor, const ptx::TensorMap& map,
                                                void* unrounded, i32 columns, u32 tile, int empty, u32 warpgroup) {
-    const Work& work = worker.shared.work();
+    const Work& work = worker.work();
     const i32 first_key = work.tile * cfg::block_n;
     if constexpr (sum)
         write_float(x, factor, unrounded, worker.p, columns, work, first_key + thread_key());
@@ -32,7 +32,7 @@ struct Weigher : Worker {
 
     __device__ __forceinline__ void issue_scores() {
         await_queries();
-        multiply_scores(s, shared.k(), shared.q(slot.stage));
+        multiply_scores(s, shared.k(0), shared.q(slot.stage));
         ptx::wgmma_commit();
     }
 
@@ -70,11 +70,11 @@ struct Weigher : Worker {
     }
 
     __device__ __forceinline__ void run(const Maps& maps) {
-        for (; await_keys(); keys_phase ^= 1) {
+        for (; await_keys(); keys.advance()) {
             clear(dv);
             ptx::wgmma_pin(dv);  // before any product is under way
-            if (uniform(shared.work().steps)) accumulate_steps();
-            write_gradient<slabs_v, cfg::sum_dv>(*this, dv, static_cast<float>(p.dropout_scale), maps.dv, p.dv_acc, p.head_dim_v, shared.k(),
+            if (uniform(work().seen())) accumulate_steps();
+            write_gradient<slabs_v, cfg::sum_dv>(*this, dv, static_cast<float>(p.dropout_scale), maps.dv, p.dv_acc, p.head_dim_v, shared.k(0),
                                                  k_empty, 0);
         }
     }
@@ -122,11 +122,11 @@ struct Differentiator : Worker {
     }
 
     __device__ __forceinline__ void run(const Maps& maps) {
-        for (; await_keys(); keys_phase ^= 1) {
-            ptx::mbarrier_wait(shared.barrier(v_full), keys_phase);
+        for (; await_keys(); keys.advance()) {
+            await_values();
             clear(dk);
             ptx::wgmma_pin(dk);  // before any product is under way
-            if (uniform(shared.work().steps)) accumulate_steps();
+            if (uniform(work().seen())) accumulate_steps();
             write_gradient<slabs, cfg::sum_dk>(*this, dk, static_cast<float>(p.scale * p.dropout_scale), maps.dk, p.dk_acc, p.head_dim, shared.v(),
                                                v_empty, 1);
         }

@@ -22,7 +22,6 @@ struct StepWalk {
     const Work& work;
     RowWalk rows;
     i32 member = -1;
-    bool dead = false;  // a column mask hides some key of the tile from every row of some head
 
     __device__ __forceinline__ StepWalk(const Params& params, const Shared& memory, const Work& of)
         : p(params), shared(memory), work(of), rows(params, shared.walk()) {}
@@ -35,7 +34,9 @@ struct StepWalk {
         if (threadIdx.x % 32 == 0) {
             const i32 dq = static_cast<i32>(slice_of(p.dq, work.batch, head) / (static_cast<i64>(p.n_queries) * p.head_dim));
             shared.head(member & 1) = {head, dq * p.row_tiles, work.batch * p.heads + head};
-            dead |= describe_tables(shared.walk(), p, instance, offset, work.tile);
+            const bool dead = describe_tables(shared.walk(), p, instance, offset, work.tile);
+            // A key that no head sees is none that the first one sees.
+            if (dead && member == 0) shared.pending().flags |= Work::dead_bit;
         }
         __syncwarp();  // the new ones are there
         rows.begin(p);

@@ -14,7 +14,8 @@ struct Worker {
     const Params& p;
     const Shared shared;
     Slot<cfg::stages> slot;  // of the row tile being worked on
-    u32 keys_phase = 0;
+    Slot<k_stages> keys;     // of the key tile
+    u32 values_phase = 0;
 
     // One arrival per warp: each warp vouches for its own reads.
     __device__ __forceinline__ void release(int barrier) const {
@@ -28,10 +29,17 @@ struct Worker {
     __device__ __forceinline__ void await_queries() const { ptx::mbarrier_wait(shared.barrier(q_full + slot.stage), slot.phase); }
     __device__ __forceinline__ void await_douts() const { ptx::mbarrier_wait(shared.barrier(do_full + slot.stage), slot.phase); }
 
-    // Waits for the next key tile; false when there is none.
+    __device__ __forceinline__ const Work& work() const { return shared.work(keys.stage); }
+
+    // Waits for the key tile in the slot; false when there is none.
     __device__ __forceinline__ bool await_keys() const {
-        ptx::mbarrier_wait(shared.barrier(k_full), keys_phase);
-        return uniform(shared.work().tile >= 0);
+        ptx::mbarrier_wait(shared.barrier(k_full + keys.stage), keys.phase);
+        return uniform(work().tile >= 0);
+    }
+
+    __device__ __forceinline__ void await_values() {
+        ptx::mbarrier_wait(shared.barrier(v_full), values_phase);
+        values_phase ^= 1;
     }
 };
 
@@ -43,7 +51,7 @@ struct Hidden {
 
     // first_key: of the warpgroup, within the key tile.
     __device__ __forceinline__ Hidden(const Worker& worker, i32 first_key) {
-        const Work& work = worker.shared.work();
+        const Work& work = worker.work();
         const Step& step = worker.step();
         const TilePlace at{work.batch, step.head, step.m() * cfg::block_m, work.tile * cfg::block_n + first_key + thread_key()};
         partial = uniform(step.partial());

@@ -21,13 +21,13 @@ __device__ __forceinline__ void multiply_rows(float (&d)[n], u32 a, u32 b) {
     }
 }
 
-// d += A B, A in registers, 16 rows of B to a fragment; the tile's slabs lie `rows` rows apart.
+// d += A B (begun = 0: d = A B), A in registers, 16 rows of B to a fragment; the tile's slabs lie `rows` rows apart.
 template <int rows, int n, int steps>
-__device__ __forceinline__ void accumulate_rows(float (&d)[n], const u32 (&a)[steps][4], u32 b) {
+__device__ __forceinline__ void accumulate_rows(float (&d)[n], const u32 (&a)[steps][4], u32 b, u32 begun = 1) {
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
         const u64 right = ptx::wgmma_descriptor(b, rows * row_bytes, eight_rows) + ((step * 2 * eight_rows) >> 4);
-        ptx::Product<2 * n>::template rs<is_bfloat16, 1, 1>(d, a[step], right, 1);
+        ptx::Product<2 * n>::template rs<is_bfloat16, 1, 1>(d, a[step], right, step > 0 || begun);
     }
 }
 
