@@ -77,7 +77,7 @@ def whole(problem: Problem) -> bool:
     return not (
         problem.softcap is not None
         or (problem.dropout and problem.mask is not None)
-        or (problem.mask == "block" and problem.band is not None)
+        or (problem.mask == "block" and (problem.band is not None or problem.deterministic))
     )
 
 
@@ -110,9 +110,9 @@ def key_kernel(problem: Problem) -> Kernel:
         handed = 2 * 4 * 64 * block_m  # P
         gradients = 0
     rows = (slabs + slabs_v) * block_m * _ROW_BYTES + 2 * 4 * block_m
-    barriers = 8 * ((6 if one else 4) + 4 * stages + 4 + 2)
+    barriers = 8 * ((6 if one else 4) + 4 * stages + 8 + 2)
     tiles = keys * block_n * _ROW_BYTES + stages * rows + gradients + handed
-    work, steps, mail, walk, heads, dq_parts = (3 if one else 2) * 16, 16 * stages, 32, 48, 24, 40
+    work, steps, mail, walk, heads, dq_parts = (3 if one else 2) * 16, 16 * stages, 32, 48, 24, 96
     smem_bytes = pad(tiles + barriers, 16) + work + steps + mail + walk + heads + dq_parts
     row = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + (4 * problem.head_dim if one else 0)
     section = _section(problem, row, problem.n_queries * problem.group, problem.kv_heads)

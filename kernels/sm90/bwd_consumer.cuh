@@ -74,6 +74,7 @@ struct Consumer : Worker {
 
     // Products of a row tile up to dQ, with its scores under way on entry.
     __device__ __forceinline__ void begin_step() {
+        foretell({step().dq_tile, step().m(), work().tile, step().head, work().batch, 0});
         issue_weights();
         probabilities();
         if constexpr (values_first) {
@@ -94,24 +95,23 @@ struct Consumer : Worker {
     }
 
     // dQ to its buffer, from which the reducer warp takes it; q and do of the row tile go back.
-    __device__ __forceinline__ void finish_step(u32 stage, const Work& of) {
+    __device__ __forceinline__ void finish_step(u32 stage) {
         QueryGradient& dq = queries();
         ptx::wgmma_pin(dq);
-        const Step& step = shared.step(stage);
-        const DqPart part{step.dq_tile, step.m(), of.tile, step.head, of.batch};
-        __syncwarp();  // which all lanes have read
         release(q_empty + stage);
         release(do_empty + stage);
         ptx::mbarrier_wait(shared.barrier(taken + warpgroup), stage ^ 1);
         store_registers(shared.handed_on(warpgroup), dq);
-        announce_queries(part);
+        ptx::async_proxy_fence();
+        __syncwarp();  // the warp's part is complete
+        release(handed + warpgroup);
     }
 
-    __device__ __forceinline__ void announce_queries(const DqPart& part) {
-        if (threadIdx.x % 128 == 0) shared.dq_part(warpgroup) = part;
-        ptx::async_proxy_fence();
-        __syncwarp();
-        release(handed + warpgroup);
+    // Tells the reducer where the step's part of dQ will belong; after a step's end, when the entry before the last is free.
+    __device__ __forceinline__ void foretell(const DqPart& part) const {
+        if (threadIdx.x % 128 != 0) return;
+        shared.dq_part(warpgroup, slot.stage) = part;
+        ptx::mbarrier_arrive(shared.barrier(foretold + 2 * warpgroup + slot.stage));
     }
 
     // Begins the scores of the key tile in the slot, if there is one that some row sees.
@@ -130,7 +130,7 @@ struct Consumer : Worker {
 #pragma unroll 1
         for (;;) {
             begin_step();
-            const u32 stage = slot.stage, keys_stage = keys.stage;
+            const u32 stage = slot.stage;
             const bool last = uniform(shared.step(stage).last());
             bool some = true;
             slot.advance();
@@ -142,7 +142,7 @@ struct Consumer : Worker {
             }
             ptx::wgmma_commit();  // perhaps of nothing
             ptx::wgmma_wait<1>();
-            finish_step(stage, shared.work(keys_stage));
+            finish_step(stage);
             if (last) {
                 ptx::wgmma_wait<0>();
                 ptx::wgmma_pin(s);
@@ -214,8 +214,7 @@ struct Consumer : Worker {
             write(keys_stage);
         }
         ptx::wgmma_wait<0>();
-        ptx::mbarrier_wait(shared.barrier(taken + warpgroup), slot.stage ^ 1);
-        announce_queries({-1, 0, 0, 0, 0});
+        foretell({-1, 0, 0, 0, 0, 0});
         await_stores();
     }
 };

@@ -59,7 +59,8 @@ enum Barrier {
     do_empty = do_full + cfg::stages,
     handed = do_empty + cfg::stages,
     taken = handed + 2,
-    raw_full = taken + 2,  // tiles that must be cleaned before they count as full
+    foretold = taken + 2,  // where the next part of dQ belongs; + 2 * warpgroup + stage
+    raw_full = foretold + 2 * warpgroups,  // tiles that must be cleaned before they count as full
     raw_empty,
     barrier_count
 };
@@ -99,10 +100,11 @@ struct HeadPlace {
     i32 flat;  // number of the head, batches counted in
 };
 
-// To a reducer: where the part of dQ in its warpgroup's buffer belongs.
+// To a reducer: where a part of dQ belongs that its warpgroup is about to compute.
 struct DqPart {
     i32 tile;  // in the accumulator, in row tiles; negative: no more work
     i32 m, n, head, batch;
+    i32 turn;  // the reducer's own note
 };
 
 struct Maps {
@@ -124,7 +126,7 @@ constexpr int walk_at = mail_at + int(sizeof(Mail));
 constexpr int pending_at = walk_at + int(sizeof(WalkTables));
 constexpr int heads_at = pending_at + int(sizeof(Work));
 constexpr int dq_parts_at = heads_at + 2 * int(sizeof(HeadPlace));
-constexpr int shared_bytes = dq_parts_at + warpgroups * int(sizeof(DqPart));
+constexpr int shared_bytes = dq_parts_at + 2 * warpgroups * int(sizeof(DqPart));
 
 // Shared memory as an address for instructions and as a pointer for ordinary reads and writes.
 struct Shared {
@@ -152,7 +154,9 @@ struct Shared {
     __device__ __forceinline__ Work& pending() const { return at<Work>(pending_at); }
     __device__ __forceinline__ WalkTables& walk() const { return at<WalkTables>(walk_at); }
     __device__ __forceinline__ HeadPlace& head(bool odd) const { return at<HeadPlace>(heads_at, odd); }
-    __device__ __forceinline__ DqPart& dq_part(u32 warpgroup) const { return at<DqPart>(dq_parts_at, warpgroup); }
+    __device__ __forceinline__ DqPart& dq_part(u32 warpgroup, u32 stage) const {
+        return at<DqPart>(dq_parts_at, 2 * warpgroup + stage);
+    }
 };
 
 constexpr bool may_have_empty_rows = cfg::mask != kMaskNone || cfg::band_left || cfg::band_right;

@@ -47,21 +47,22 @@ __device__ __forceinline__ i32 turn_of(const Params& p, const DqPart& part) {
 
 __device__ __forceinline__ void reduce(const Params& p, const Shared& shared, u32 warpgroup) {
     const bool leader = threadIdx.x % 32 == 0;
-    for (u32 phase = 0;; phase ^= 1) {
-        ptx::mbarrier_wait(shared.barrier(handed + warpgroup), phase);
-        const DqPart& part = shared.dq_part(warpgroup);
+    for (Slot<2> slot;; slot.advance()) {
+        ptx::mbarrier_wait(shared.barrier(foretold + 2 * warpgroup + slot.stage), slot.phase);
+        DqPart& part = shared.dq_part(warpgroup, slot.stage);
         if (uniform(part.tile < 0)) return;
-        const i64 number = static_cast<i64>(part.tile) * warpgroups + warpgroup;
-        float* to = static_cast<float*>(p.dq_acc) + number * (dq_part_bytes / 4);
-        if constexpr (cfg::deterministic) {
+        if constexpr (cfg::deterministic) {  // while dQ is being computed
             const i32 turn = turn_of(p, part);
-            if (leader) {
-                while (ptx::load_acquire(p.turns + number) != turn) {}
+            if (leader) part.turn = turn;
+        }
+        ptx::mbarrier_wait(shared.barrier(handed + warpgroup), slot.stage);
+        if (leader) {
+            const i64 number = static_cast<i64>(part.tile) * warpgroups + warpgroup;
+            if constexpr (cfg::deterministic) {
+                while (ptx::load_acquire(p.turns + number) != part.turn) {}
                 ptx::proxy_fence();
             }
-        }
-        if (leader) {
-            ptx::bulk_add(to, shared.handed_on(warpgroup), dq_part_bytes);
+            ptx::bulk_add(static_cast<float*>(p.dq_acc) + number * (dq_part_bytes / 4), shared.handed_on(warpgroup), dq_part_bytes);
             ptx::bulk_commit();
             if constexpr (cfg::deterministic) {
                 ptx::bulk_wait<0>();  // the sum itself, not only its source, is done with
