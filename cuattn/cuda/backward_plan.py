@@ -72,7 +72,7 @@ _TILES: tuple[tuple[int, int, int, tuple[_T, _T, _T, _T]], ...] = (
     (0, 4, 128, (_T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1))),
     # float64
     (0, 8, 64, (_T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1))),
-    (200 * _KB, 8, 128, (_T(16, 64, 8, 1, 1), _T(16, 64, 8, 1, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1))),
+    (200 * _KB, 8, 128, (_T(16, 64, 8, 1, 2), _T(16, 64, 8, 1, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1))),
     (160 * _KB, 8, 128, (_T(32, 32, 8, 2, 1), _T(32, 32, 8, 2, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1))),
     (200 * _KB, 8, 256, (_T(16, 32, 8, 1, 1), _T(16, 32, 8, 1, 1), _T(16, 32, 8, 1, 1), _T(16, 32, 8, 1, 1))),
 )
@@ -142,6 +142,7 @@ def shared_bytes(problem: Problem, kernels: Kernels, kernel: str) -> int:
     if kernels.chunk and kernel != "bias":
         return keys + rows + scores
     if kernel == "keys":
+        exchange = exchange if problem.softcap is not None else 0
         return keys + tile.stages * (rows + scores) + scores + exchange
     if kernel == "rows":
         return rows + tile.stages * keys + scores + exchange

@@ -65,7 +65,7 @@ __device__ __forceinline__ void add_ds(Scores& sums, Products& products, const T
 // Loads a pair of tiles, of which the keys may be there already, and adds its dS.
 __device__ __forceinline__ void add_pair(Scores& sums, u32 shared, const Params& p, const Head& head, const TilePlace& at, bool new_keys) {
     if constexpr (streams) {
-        Stream<false> stream(p, head, shared, at.first_row, at.first_key, true, {}, 0);
+        Stream<false> stream(p, head, shared, at, true, {}, 0);
         stream.begin(at.numbers);
         add_ds(sums, stream, at, p, head);
     } else {

@@ -31,6 +31,7 @@ constexpr bool team_local = scores_m == slices && scores_warps == cfg::warps;  /
 // Where half of the warps suffice for the scores, as they do where tiles of float64 are small, the others compute dP meanwhile.
 constexpr bool paired = sizeof(Elem) == 8 && 2 * scores_warps == cfg::warps;
 constexpr int exchange_bytes = paired ? cfg::block_m * cfg::block_n * int(sizeof(Acc)) : 0;  // a tile of dP on its way
+constexpr bool exchange_in_p = paired && !cfg::softcap;  // in bwd.cu: under a softcap P is stored before dP comes
 
 // Warps along the rows of dQ, so that they share its tile of block_m x `columns` as evenly as possible.
 constexpr int square_partition(int columns) {
@@ -68,7 +69,7 @@ constexpr int q_units_at = v_units_at + key_units;
 constexpr int do_units_at = q_units_at + cfg::stages * row_units;
 constexpr int p_units_at = do_units_at + cfg::stages * row_units;
 constexpr int ds_units_at = p_units_at + weight_units;
-constexpr int exchange_at = ds_units_at + ds_buffers * weight_units;
-constexpr int shared_bytes = exchange_at + exchange_bytes;
+constexpr int exchange_at = exchange_in_p ? p_at : ds_units_at + ds_buffers * weight_units;
+constexpr int shared_bytes = ds_units_at + ds_buffers * weight_units + (exchange_in_p ? 0 : exchange_bytes);
 
 }  // namespace sm80

@@ -185,6 +185,7 @@ struct WholeTiles {
         if constexpr (paired) {
             ptx::barrier_sync(kPairBarrier, threads);  // the other warps' dP is complete
             move_scores([&](int i, Acc& x) { ptx::load_shared(x, exchange_place(i)); }, dp);
+            ptx::barrier_sync(kReadBarrier, 32 * scores_warps);  // P may take the place of dP
         } else {
             multiply_gradients(dp);
         }
@@ -201,7 +202,7 @@ struct WholeTiles {
     }
 
 private:
-    static constexpr int kPairBarrier = 15;
+    static constexpr int kPairBarrier = 15, kReadBarrier = 14;
 
     __device__ __forceinline__ void multiply_gradients(Scores& dp) const {
         product<cfg::head_dim_v, Along::columns, v_stride, Along::columns, v_stride>(dp, part_of_rows<v_stride>(dout, warp_score_row(), 0),

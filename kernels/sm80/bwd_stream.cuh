@@ -35,12 +35,14 @@ struct Stream {
     const Head& head;
     u32 shared;       // of the two stages
     i64 row, key;     // first of the tile
+    bool partial;     // are there keys that do not exist or that no row sees?
     Columns own;
     int pairs, steps; // chunks of pairs of arrays; and of all
     int step = -1;    // the chunk that has arrived
 
-    __device__ __forceinline__ Stream(const Params& p, const Head& head, u32 shared, i64 row, i64 key, bool gradients, Columns own, int own_chunks)
-        : p(p), head(head), shared(shared), row(row), key(key), own(own), pairs(qk_chunks + (gradients ? v_chunks : 0)), steps(pairs + own_chunks) {}
+    __device__ __forceinline__ Stream(const Params& p, const Head& head, u32 shared, const TilePlace& at, bool gradients, Columns own, int own_chunks)
+        : p(p), head(head), shared(shared), row(at.first_row), key(at.first_key), partial(at.partial), own(own),
+          pairs(qk_chunks + (gradients ? v_chunks : 0)), steps(pairs + own_chunks) {}
 
     __device__ __forceinline__ TileAt rows(int step) const {
         const u32 stage = shared + step % 2 * stage_bytes;
@@ -92,14 +94,20 @@ private:
         if (of_pair || !own_keys) {
             const Columns from = (!of_pair ? own : of_qk ? Columns{head.q, p.q.row, p.head_dim} : Columns{head.dout, p.dout.row, p.head_dim_v}).from(first);
             const TileRows tile = {p, head, row};
-            load_some_tile<cfg::block_m, stream_columns>(rows(step).tile, from.data, from.row_stride, row, from.count, 0, [&](int r) { return tile.seeing(r); });
+            if (cfg::whole_columns && from.count >= stream_columns && tile.whole())
+                load_whole_tile<cfg::block_m, stream_columns>(rows(step).tile, from.data, from.row_stride, row, 0);
+            else
+                load_some_tile<cfg::block_m, stream_columns>(rows(step).tile, from.data, from.row_stride, row, from.count, 0, [&](int r) { return tile.seeing(r); });
         }
         if (of_pair || own_keys) {
             const Columns from = (!of_pair ? own : of_qk ? Columns{head.k, p.k.row, p.head_dim} : Columns{head.v, p.v.row, p.head_dim_v}).from(first);
             const TileKeys tile = {p, head, key};
             const bool all = of_pair && !of_qk;
-            load_some_tile<cfg::block_n, stream_columns>(keys(step).tile, from.data, from.row_stride, key, from.count, cfg::block_m / 16,
-                                                     [&](int r) { return all ? tile.inside(r) : tile.seen(r); });
+            if (cfg::whole_columns && from.count >= stream_columns && !partial)
+                load_whole_tile<cfg::block_n, stream_columns>(keys(step).tile, from.data, from.row_stride, key, cfg::block_m / 16);
+            else
+                load_some_tile<cfg::block_n, stream_columns>(keys(step).tile, from.data, from.row_stride, key, from.count, cfg::block_m / 16,
+                                                             [&](int r) { return all ? tile.inside(r) : tile.seen(r); });
         }
     }
 
