@@ -31,17 +31,28 @@ def text(rows: list[dict[str, Any]]) -> str:
     """Return one line per table and direction."""
     lines = []
     for found in report.tables(rows):
-        ratios = found.ratios
+        ratios, refused = found.ratios, _refused(found)
         if not ratios:
             continue
         worst = min(ratios, key=ratios.__getitem__)
         ahead = sum(ratio >= 1 for ratio in ratios.values())
         mean = f"{report.geometric_mean(ratios.values()):.2f}"
         about = f"{ABOUT.get(found.name, found.name)}, {found.direction}"
-        lines.append((about, f"{ahead} of {len(ratios)}", mean, f"{ratios[worst]:.2f} ({worst})"))
+        count = f"{ahead} of {len(ratios) + len(refused)}"
+        lines.append((about, count, mean, f"{ratios[worst]:.2f} ({worst})", ", ".join(refused) or "–"))
     intro = (
         "How many times faster cuattn is than the fastest of cuDNN, FlashAttention-2 and 4, FlexAttention on both its "
         "backends and PyTorch's others, case by case in one run.  Below 1 it is slower.  Every case: "
         "[bench/results/tables.md](bench/results/tables.md)."
     )
-    return f"{intro}\n\n{table(('', 'ahead in', 'mean ratio', 'worst ratio'), lines)}"
+    head = ("", "ahead in", "mean ratio", "worst ratio", "not timed: error above the bound")
+    return f"{intro}\n\n{table(head, lines)}"
+
+
+def _refused(found: report.Table) -> list[str]:
+    """Return the lines that have no ratio because cuattn's result was wrong."""
+    return [
+        found.short(line)
+        for line in found.lines
+        if line.ratio is None and any(row["ours"] and row["status"] == "wrong" for row in line.rows.values())
+    ]

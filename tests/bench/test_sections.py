@@ -153,6 +153,18 @@ def test_the_summary_of_peers_says_where_cuattn_is_behind():
     assert "| dropout 0.1, backward | 2 of 2 | 1.50 | 1.50 (" in peers.text(rows)
 
 
+def test_the_summary_of_peers_counts_results_that_were_wrong():
+    from bench.sections import peers
+
+    rows = list(peer_rows("dropout", {"cuattn": 300.0, "fa2": 200.0}))
+    for row in rows:
+        if row["ours"] and row["case"].endswith("d64-N4096-full-drop0.1/backward"):
+            row["status"] = "wrong"
+            del row["rate"]
+    line = next(line for line in peers.text(rows).splitlines() if "dropout 0.1, backward" in line)
+    assert line.endswith("| 1 of 2 | 1.50 | 1.50 (d128-N4096-full-drop0.1) | d64-N4096-full-drop0.1 |")
+
+
 def made_up(name):
     """Rows of the shape that a study writes on a GPU."""
     from bench import sparsity, traffic
