@@ -54,7 +54,10 @@ def check_backward(case, grads):
 @dtypes
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_accuracy(xp, dtype, is_causal):
-    """The plain rule, on a problem so large that no textbook is right by luck (but for gradients in float64)."""
+    """The plain rule, on a problem so large that no textbook is right by luck.
+
+    Gradients in float64 on a GPU, whose products add up in another order, may err as the worst of several orders.
+    """
     rng = np.random.default_rng(11)
     q, k, v, do = (normal(rng, (4, 520, 64), dtype) for _ in range(4))
     visible = oracle.visible_band(520, 520, None, 0, 0) if is_causal else None
@@ -65,7 +68,7 @@ def test_accuracy(xp, dtype, is_causal):
         (("dq", "dk", "dv"), grads[:3], oracle.backward, (do, q, k, v)),
     ):
         exact, textbook = (function(*arrays, visible=visible, dtype=d)[:3] for d in (None, dtype))
-        if dtype == np.float64 and function is oracle.backward:
+        if xp.name == "cupy" and dtype == np.float64 and function is oracle.backward:
             textbook = oracle.textbook_backward(*arrays, visible=visible, dtype=dtype)[:3]
         for name, a, e, t in zip(names, actual, exact, textbook, strict=True):
             assert_close(xp.get(a), e, t, dtype=dtype, name=name)
