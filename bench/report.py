@@ -55,12 +55,16 @@ class Line:
 
     def best(self, ours: bool) -> str | None:
         """Return the fastest of cuattn's runners, or of its rivals."""
-        rivals = next((row["problem"].get("rivals") for row in self.rows.values()), None)
-        names = [name for name, row in self.rows.items() if row["ours"] == ours and self.rate(name) is not None]
-        if not ours and rivals:
-            names = [name for name in names if name in rivals] or names
         pick = min if self.unit in LOWER_IS_BETTER else max
-        return pick(names, key=lambda name: self.rate(name), default=None)
+        return pick(self.compared(ours), key=lambda name: self.rate(name), default=None)
+
+    def compared(self, ours: bool) -> list[str]:
+        """Return cuattn's runners that were timed, or the rivals: those that the case names, else all."""
+        names = [name for name, row in self.rows.items() if row["ours"] == ours and self.rate(name) is not None]
+        rivals = next((row["problem"].get("rivals") for row in self.rows.values()), None)
+        if not ours and rivals:
+            return [name for name in names if name in rivals] or names
+        return names
 
     @property
     def ratio(self) -> float | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from bench import report
-from bench.sections.common import table
+from bench.sections.common import name, table
 
-TITLE = "Beside every peer"
+TITLE = "Beside other libraries"
 COMMAND = "python -m bench.hopper` and `python -m bench.portable"
 FILES = ("hopper", "portable")
 ABOUT = {
@@ -39,14 +39,19 @@ def text(rows: list[dict[str, Any]]) -> str:
         mean = f"{report.geometric_mean(ratios.values()):.2f}"
         about = f"{ABOUT.get(found.name, found.name)}, {found.direction}"
         count = f"{ahead} of {len(ratios) + len(refused)}"
-        lines.append((about, count, mean, f"{ratios[worst]:.2f} ({worst})", ", ".join(refused) or "–"))
+        lines.append((about, _rivals(found), count, mean, f"{ratios[worst]:.2f} ({worst})", ", ".join(refused) or "–"))
     intro = (
-        "How many times faster cuattn is than the fastest of cuDNN, FlashAttention-2 and 4, FlexAttention on both its "
-        "backends and PyTorch's others, case by case in one run.  Below 1 it is slower.  Every case: "
+        "How many times faster cuattn is than the fastest of the rivals named in each line, case by case in one run.  "
+        "Below 1 it is slower.  Every case, and every runner that was timed: "
         "[bench/results/tables.md](bench/results/tables.md)."
     )
-    head = ("", "ahead in", "mean ratio", "worst ratio", "not timed: error above the bound")
+    head = ("", "beside", "ahead in", "mean ratio", "worst ratio", "not timed: error above the bound")
     return f"{intro}\n\n{table(head, lines)}"
+
+
+def _rivals(found: report.Table) -> str:
+    """Return the names of all whose fastest a line was compared with."""
+    return ", ".join(dict.fromkeys(name(runner) for line in found.lines for runner in line.compared(False)))
 
 
 def _refused(found: report.Table) -> list[str]:

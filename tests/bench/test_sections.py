@@ -148,9 +148,9 @@ def test_the_summary_of_peers_says_where_cuattn_is_behind():
     from bench.sections import peers
 
     rows = list(peer_rows("dropout", {"cuattn": 300.0, "fa2": 200.0, "cudnn": 400.0}))
-    assert "| dropout 0.1, forward | 0 of 2 | 0.75 | 0.75 (" in peers.text(rows)
+    assert "| dropout 0.1, forward | FlashAttention-2, cuDNN | 0 of 2 | 0.75 | 0.75 (" in peers.text(rows)
     rows = list(peer_rows("dropout", {"cuattn": 300.0, "fa2": 200.0}))
-    assert "| dropout 0.1, backward | 2 of 2 | 1.50 | 1.50 (" in peers.text(rows)
+    assert "| dropout 0.1, backward | FlashAttention-2 | 2 of 2 | 1.50 | 1.50 (" in peers.text(rows)
 
 
 def test_the_summary_of_peers_counts_results_that_were_wrong():
