@@ -96,6 +96,24 @@ class Session:
                 progress.advance(task)
         return []
 
+    def compile(self, cases: Iterable[Case]) -> None:
+        """Call every runner once on each case, so that a later run finds in the disk caches what compilers made."""
+        for case in _by_problem(cases):
+            inputs = self._prepare(case)
+            for runner in self.runners:
+                if runner.why_not(case) is not None:
+                    continue
+                begin = time.perf_counter()
+                try:
+                    _scoped(runner.bind(case, inputs))()
+                    self.clock.synchronize()
+                    said = f"{time.perf_counter() - begin:.1f} s"
+                except Exception as error:  # the run that measures will say so in its rows
+                    said = _reason(error, [])
+                runner.close()
+                self.console.print(f"{case.name} {runner.name}: {said}", highlight=False, soft_wrap=True)
+            self._free()
+
     def measure(self, case: Case) -> list[dict[str, Any]]:
         """Check and time one case with every runner; return its rows."""
         inputs = self._prepare(case)
