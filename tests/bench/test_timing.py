@@ -46,10 +46,16 @@ def test_rounds_stay_within_their_bounds(seconds, rounds):
 
 def test_rivals_take_turns_and_turns_rotate():
     clock = FakeClock()
-    timing.measure(calls(a=1.0, b=1.0, c=1.0), clock, seconds=0.0, least=3)
+    timing.measure(calls(a=0.1, b=0.1, c=0.1), clock, seconds=0.0, least=3)
     warm_up, rounds = clock.log[:6], clock.log[6:]
     assert warm_up == ["a", "a", "b", "b", "c", "c"]
     assert rounds == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+
+
+def test_long_calls_are_warmed_up_once():
+    clock = FakeClock()
+    timing.measure(calls(a=1.0, b=0.1), clock, seconds=0.0, least=1)
+    assert clock.log == ["a", "b", "b", "a", "b"]
 
 
 def test_the_collector_sleeps_while_samples_are_taken_and_wakes_again():
