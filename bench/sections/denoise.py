@@ -8,7 +8,7 @@ from bench.sections.common import by_case, table, times
 
 TITLE = "Not only transformers: non-local means as attention"
 COMMAND = "python -m bench.denoise` and `python -m bench.denoise --device cpu"
-LABELS = {"cuattn-cupy": "GPU", "cuattn-numpy": "CPU"}
+LABELS = {"cuattn-cupy": "GPU", "cuattn-numpy": "CPU", "keops": "KeOps on the GPU"}
 
 
 def text(rows: list[dict[str, Any]]) -> str:
