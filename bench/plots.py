@@ -24,6 +24,7 @@ PEERS = {
     "fa2": "#b8bfc6",
     "mem-efficient": "#c9b458",
     "math": "#8a949d",
+    "jax": "#7fb285",
     "sdpa": "#f2a65a",
 }
 DPI = 130

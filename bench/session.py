@@ -236,9 +236,9 @@ class Session:
                     with call.scope():
                         samples[name] = timing.host_cost(call.call, self.clock)
             else:
-                samples = timing.measure(
-                    {name: _scoped(call) for name, call in bound.items()}, self.clock, **self.rounds
-                )
+                calls = {name: _scoped(call) for name, call in bound.items()}
+                alone = {name for name, call in bound.items() if call.alone}
+                samples = timing.measure(calls, self.clock, alone=alone, **self.rounds)
         except Exception as error:  # out of memory, mostly: the other cases go on
             reason = f"{type(error).__name__} while timing: {error}"[:300]
             return {name: {"status": "failed", "reason": reason} for name in bound}

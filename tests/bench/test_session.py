@@ -153,6 +153,14 @@ def test_cases_of_one_problem_share_inputs(session):
     ]
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward", "forward+backward"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_jax_runs_beside_us(session, direction, dtype):
+    pytest.importorskip("jax")
+    rows = by_runner(session("cuattn", "jax").measure(case(direction, causal=True, dtype=dtype)))
+    assert {name: row["status"] for name, row in rows.items()} == {"cuattn": "ok", "jax": "ok"}
+
+
 def test_compiling_calls_every_runner_once_and_writes_no_rows(session):
     found, failing = Spoilt(), Spoilt(error=RuntimeError("no such kernel"))
     running = session(found)
