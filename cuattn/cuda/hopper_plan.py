@@ -4,12 +4,12 @@ import functools
 import math
 from typing import NamedTuple
 
-from cuattn.cuda.plan import CUDA_TYPES, mask_code, pad
+from cuattn.cuda.plan import CUDA_TYPES, mask_code, pad, tile_of
 from cuattn.cuda.tiles import Card
 from cuattn.plans import Plan
 from cuattn.problem import Problem
 
-__all__ = ["ARCH", "L2_SHARE", "UNIT", "HopperTile", "counts", "hopper_plan", "leaves_idle", "refusal"]
+__all__ = ["ARCH", "L2_SHARE", "UNIT", "HopperTile", "counts", "few_rows", "hopper_plan", "leaves_idle", "refusal"]
 
 ARCH = "sm_90a"
 UNIT = 64  # query rows of a warpgroup, which the bounds of column masks count in
@@ -22,6 +22,9 @@ _MASK_BYTES = 64 * 16  # the element mask of 64 rows
 _LIST_BYTES = 4 * (32 + 4)  # a list of key tiles
 _LONG = 2048  # keys from which on it pays to begin the softmax under the warpgroup's own product
 L2_SHARE = 32 << 20  # bytes of k and v that neighbours in time share
+# Rows that a key must meet before its products take longer than reading it: 660 and 350 TFLOP/s over 4 TB/s.
+_RIDGE, _PORTABLE_RIDGE = 165, 88
+_GAIN = 1.25  # what the portable kernel must promise before it is taken
 
 
 class HopperTile(NamedTuple):
@@ -86,6 +89,18 @@ def refusal(problem: Problem, card: Card) -> str | None:
 def leaves_idle(problem: Problem, card: Card) -> bool:
     """Whether most of the card would have no query rows; splitting the keys, as the portable kernel does, then wins."""
     return 2 * counts(problem)["row_tiles"] * problem.heads * math.prod(problem.batch) < card.multiprocessors
+
+
+def few_rows(problem: Problem, card: Card) -> bool:
+    """Whether the portable kernel would sooner be done, because this one mostly multiplies rows that are not there.
+
+    Both read a key once from device memory, for all heads that share it.  This kernel's tiles have 128 rows or more of
+    one head, the portable kernel's 16 or more, of the whole group where it can pack them.
+    """
+    tile, pack, *_ = tile_of(problem, card)
+    own = problem.group * pad(problem.n_queries, _tile(problem).block_m)
+    portable = problem.group // pack * pad(problem.n_queries * pack, tile.block_m)
+    return problem.n_keys >= _LONG and _GAIN * max(portable / _PORTABLE_RIDGE, 1) < max(own / _RIDGE, 1)
 
 
 def counts(problem: Problem) -> dict[str, int]:
