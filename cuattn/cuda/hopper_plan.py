@@ -18,7 +18,6 @@ UNIT = 64  # query rows of a warpgroup, which the bounds of column masks count i
 _VALUE_WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
 _MAX_HEAD_DIM = 256
 _SLAB_COLUMNS, _ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
-_MASK_BYTES = 64 * 16  # the element mask of 64 rows
 _LIST_BYTES = 4 * (32 + 4)  # a list of key tiles
 _LONG = 2048  # keys from which on it pays to begin the softmax under the warpgroup's own product
 L2_SHARE = 32 << 20  # bytes of k and v that neighbours in time share
@@ -39,7 +38,7 @@ class HopperTile(NamedTuple):
 # head_dim at most, head_dim_v at most -> the tile, and a smaller one for softcap and dropout (registers); first match
 # wins.  A column mask does not change it, so that the sums of one that says causal come in causal's order.
 _TILES: tuple[tuple[int, int, HopperTile, HopperTile], ...] = (
-    (64, 64, HopperTile(192, 128, 3, 2), HopperTile(192, 128, 3, 2)),
+    (64, 64, HopperTile(192, 128, 3, 3), HopperTile(192, 128, 3, 3)),
     (128, 128, HopperTile(128, 128, 2, 2), HopperTile(128, 128, 2, 2)),
     (192, 128, HopperTile(128, 128, 2, 1), HopperTile(128, 128, 2, 1)),
     (192, 192, HopperTile(128, 112, 2, 1), HopperTile(128, 96, 2, 1)),
@@ -126,11 +125,8 @@ def _shared_bytes(problem: Problem, tile: HopperTile) -> int:
     if problem.out_dtype.itemsize == 2:
         queries = max(queries, slabs_v * tile.block_m * _ROW_BYTES)
     stage = (slabs + slabs_v) * tile.block_n * _ROW_BYTES
-    intervals = bits = 0
-    if problem.mask is not None:
-        intervals = 16 * tile.block_n if problem.mask == "column" and problem.head_dim <= 192 else 0
-        bits = tile.block_m // 64 * _MASK_BYTES
-    tiles = tile.q_stages * queries + tile.stages * (stage + intervals) + bits
+    intervals = 16 * tile.block_n if problem.mask == "column" else 0
+    tiles = tile.q_stages * queries + tile.stages * (stage + intervals)
     barriers = 8 * (2 * tile.q_stages + 4 * tile.stages + 4)
     mail = 16 * tile.q_stages + _LIST_BYTES + 4 * tile.stages + 12
     return -(-(tiles + barriers) // 16) * 16 + mail
