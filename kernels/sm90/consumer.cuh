@@ -38,6 +38,7 @@ struct Consumer {
 
     // One arrival per warp: each warp vouches for its own reads.
     __device__ __forceinline__ void release(int barrier) const {
+        __syncwarp();  // an arrival orders the reads of the thread that arrives alone
         if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.barrier(barrier));
     }
 
