@@ -12,7 +12,7 @@ TABLES = ("portable", "decode", "host", "sparsity")
 PEERS = {
     "": ("fa2", "cudnn", "mem-efficient", "math", "jax"),
     "decode": ("cudnn", "fa2", "flex", "fa4"),
-    "host": ("cuattn-cupy", "sdpa", "flex", "fa4"),
+    "host": ("cuattn-cupy", "cuattn-sm90", "sdpa", "flex", "fa4"),
     "sparsity": (),
 }
 
