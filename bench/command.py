@@ -101,6 +101,8 @@ def run(arguments: argparse.Namespace, peers: dict[str, Sequence[str]]) -> int:
     file = rows.RowFile(arguments.out, rows.environment(arguments.device, arguments.trees, options))
     left: list[Case] = []
     begin = time.monotonic()
+    every = select(arguments.tables, arguments.only, arguments.directions)
+    compiled = share(every, *arguments.compile) if arguments.compile else []
     for table in arguments.tables:
         names = [*arguments.ours, *(peers.get(table, peers[""]) if arguments.peers is None else arguments.peers)]
         session = Session(
@@ -116,7 +118,7 @@ def run(arguments: argparse.Namespace, peers: dict[str, Sequence[str]]) -> int:
         )
         cases = select([table], arguments.only, arguments.directions)
         if arguments.compile:
-            session.compile(share(cases, *arguments.compile))
+            session.compile(case for case in cases if case in compiled)
             continue
         left += session.run(cases, arguments.budget - (time.monotonic() - begin))
     mine = [row for row in file.rows if row["run"] == file.run]

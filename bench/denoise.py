@@ -173,11 +173,20 @@ def points(device: str, tiny: bool, seconds: float, photo: Path | None = None) -
         Point(f"{NAME}/{label}/float32", (runner,), lambda rows=rows: {runner: measure(truth, rows, device, seconds)})
         for label, rows in searches.items()
     ]
-    if device == "cuda" and importlib.util.find_spec("pykeops"):
+    if device == "cuda" and _keops_runs():
         found.append(
             Point(f"{NAME}/whole/float32", ("keops",), lambda: {"keops": measure(truth, None, device, seconds, True)})
         )
     return found
+
+
+def _keops_runs() -> bool:
+    """Whether KeOps is there, and CUDA is not 13: pykeops 2.3 crashes in its runtime compiler."""
+    if importlib.util.find_spec("pykeops") is None:
+        return False
+    import torch
+
+    return int(torch.version.cuda.partition(".")[0]) < 13
 
 
 def picture(truth: np.ndarray, path: Path) -> None:
