@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.cpu import threads
-from cuattn.cpu.blocks import Blocks, Shape, choose, stack_shape
+from cuattn.cpu.blocks import Blocks, Shape, choose, is_plain, stack_shape
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.exponent import exponential, to_units
@@ -96,7 +96,7 @@ class _Task:
         self.turns = Turns()
         self.groups = team_groups(problem, operands, self.blocks.team)
         self.tiles = Tiles(problem, operands, self.blocks)
-        self.dq, self.dk, self.dv = (np.zeros(x.shape, x.dtype) for x in operands[:3])
+        self.dq, self.dk, self.dv = (np.empty(x.shape, x.dtype) for x in operands[:3])  # all of it will be written
         self.dq_sum = self.dbias = None
         leading = (*problem.batch, problem.heads)
         if operands.q.shape[:-2] != leading:
@@ -141,7 +141,7 @@ class _Step(NamedTuple):
     find_dv: Call
     find_dk: Call
     find_dq: tuple[Call, ...]
-    collect_dq: Call
+    collect_dq: tuple[Call, ...]
 
 
 class _Stack:
@@ -160,7 +160,7 @@ class _Stack:
         buffers.get("parts", stack, blocks.chunk, max(blocks.keys * max(depth, width), rows * depth))
         self.dq = buffers.new(stack, rows, problem.head_dim)
         self.dq_chunk = buffers.new(stack, rows, problem.head_dim)
-        self.add_dq = partial(np.add, self.dq, self.dq_chunk, self.dq)
+        self.together = is_plain(problem)
 
     def fill(self, values: np.ndarray) -> np.ndarray:
         """Return numbers of (heads, count) rows as (stack, rows), 0 for the rows that do not exist."""
@@ -201,8 +201,19 @@ class _Stack:
             partial(np.matmul, s, self.do.plain, dv),
             partial(np.matmul, dp, self.q.plain, dk),
             tuple(find_dq),
-            partial(np.add.reduce, dq, 1, None, self.dq_chunk),
+            self._collect(dq),
         )
+
+    def _collect(self, parts: np.ndarray) -> tuple[Call, ...]:
+        """Return the calls that add the parts of dq, (stack, tiles, rows, width), to it."""
+        stack, tiles, *_ = parts.shape
+        total, add = self.dq_chunk, partial(np.add, self.dq, self.dq_chunk, self.dq)
+        if tiles == 1:
+            return (partial(np.add, self.dq, parts[:, 0], self.dq),)
+        if not self.together:  # tile by tile: one that adds nothing may be missing
+            return partial(np.add.reduce, parts, 1, None, total), add
+        ones = np.ones((1, tiles), parts.dtype)  # this product reads and writes less than a sum does
+        return partial(np.matmul, ones, parts.reshape(stack, tiles, -1), total.reshape(stack, 1, -1)), add
 
 
 class _Worker:
@@ -236,8 +247,8 @@ class _Worker:
             add_shares(item.dk, index, chunk, step.find_dk())
             for call in step.find_dq:
                 call()
-            step.collect_dq()
-            stack.add_dq()
+            for call in step.collect_dq:
+                call()
         if dbias is not None:
             dbias.close(target, item.team.heads[0], item.row_tile)
         self._write_dq(stack, item, rows)

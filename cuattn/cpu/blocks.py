@@ -16,7 +16,6 @@ _SMALL_PRODUCT = 1_000_000  # OpenBLAS multiplies matrices of at most 100 ** 3 m
 _COLUMNS = 6  # that the inner loop of those products takes at once, with vectors of rows
 _FIRST_CACHE = 40_000  # bytes of it that a tile of queries may take
 _FEWEST_KEYS = 48  # with many dimensions a product is large anyway
-_CHUNK_BYTES = 7 << 17  # of the scores of a chunk, which stay in a second-level cache
 
 
 class _Limits(NamedTuple):
@@ -28,12 +27,13 @@ class _Limits(NamedTuple):
     turns: int  # row tiles of an item of work, where they do not
     team: int  # heads
     panel_bytes: int  # the copies of keys and of values that a thread keeps, each
+    chunk_bytes: int  # of the scores of a chunk, which stay in a second-level cache
 
 
 # 64 rows are what a product of transposed scores keeps in the first-level cache while it takes all columns of values.
-_FORWARD = _Limits((64, 64), 128, 8, 2, 8, 20 << 20)
+_FORWARD = _Limits((64, 64), 128, 8, 2, 8, 20 << 20, 7 << 17)
 # With 64 dimensions and 128 rows 112 keys are the most that make a small product.
-_BACKWARD = _Limits((128, 64), 112, 4, 1, 4, 12 << 20)
+_BACKWARD = _Limits((128, 64), 112, 4, 1, 4, 12 << 20, 6 << 17)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def choose(problem: Problem, operands: Operands) -> Blocks:
     team = 1 if plain else _team(problem, operands, limits.team, fitting)
     stack = min(limits.stack if plain else limits.turns, row_tiles)
     together = stack if plain else team
-    chunk = max(1, min(key_tiles, _CHUNK_BYTES // (together * rows * keys * itemsize)))
+    chunk = max(1, min(key_tiles, limits.chunk_bytes // (together * rows * keys * itemsize)))
     chunk = -(-key_tiles // -(-key_tiles // chunk))
     panel = max(1, limits.panel_bytes // (keys * depth * itemsize * chunk)) * chunk
     return Blocks(rows, keys, stack, team, chunk, min(panel, -(-key_tiles // chunk) * chunk), row_tiles, key_tiles)

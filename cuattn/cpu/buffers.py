@@ -12,6 +12,7 @@ _LINE = 64  # bytes of a cache line and of the widest vector register: unaligned
 _SKEW = 17 * _LINE  # between arrays: equal places of two arrays must not share a set of the first-level cache
 _LARGE = 1 << 22  # bytes; blocks of this size get huge pages from NumPy where the system has them: 2 % faster
 _SMALL = 1 << 16  # bytes; but clearing a huge page would cost more than a small problem does
+_HUGE_PAGE = 1 << 21  # bytes; a block that does not start one gets small pages at both ends
 
 
 class Buffers:
@@ -26,7 +27,7 @@ class Buffers:
         """Return an uninitialised C-contiguous array whose first element starts a cache line."""
         size = math.prod(shape) * self._dtype.itemsize
         if size > _LARGE // 2:
-            return self._cut(_aligned(size + _LINE), size, shape)
+            return self._cut(_aligned(size), size, shape)
         if size > self._block.size:
             self._block = _aligned(_LARGE if size > _SMALL // 2 else _SMALL)
         array = self._cut(self._block, size, shape)
@@ -46,5 +47,6 @@ class Buffers:
 
 
 def _aligned(size: int) -> np.ndarray:
-    block = np.empty(size, np.uint8)
-    return block[-block.ctypes.data % _LINE :]
+    boundary = _HUGE_PAGE if size >= _LARGE else _LINE
+    block = np.empty(size + boundary, np.uint8)
+    return block[-block.ctypes.data % boundary :][:size]
