@@ -104,10 +104,17 @@ def attention(
     >>> cuattn.attention(q, q, q, is_causal=True).shape
     (2, 4, 16)
     """
-    return forward(
-        q, k, v, mask=mask, bias=bias, is_causal=is_causal, window=window, scale=scale, softcap=softcap,
-        dropout_p=dropout_p, rng=rng, enable_gqa=enable_gqa, precision=precision, kernel=kernel,
-    ).o  # fmt: skip
+    results, _ = dispatch.compute(
+        "forward",
+        {"q": q, "k": k, "v": v, "bias": bias, "mask": mask},
+        {
+            "is_causal": is_causal, "window": window, "scale": scale, "softcap": softcap, "dropout_p": dropout_p,
+            "enable_gqa": enable_gqa, "precision": precision, "kernel": kernel, "out_dtype": None,
+        },
+        rng,
+        statistics=False,
+    )  # fmt: skip
+    return results[0]
 
 
 def forward(

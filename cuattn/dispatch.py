@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -43,7 +43,9 @@ def _slot(direction: str, layouts: tuple, mask: tuple | None, *options: Any) -> 
     return []
 
 
-def compute(direction: str, arrays: dict[str, Any], options: dict[str, Any], given: Any) -> tuple[list[Any], Any]:
+def compute(
+    direction: str, arrays: dict[str, Any], options: dict[str, Any], given: Any, *, statistics: bool = True
+) -> tuple[list[Any], Any]:
     """Run a forward or a backward.
 
     Parameters
@@ -55,11 +57,13 @@ def compute(direction: str, arrays: dict[str, Any], options: dict[str, Any], giv
         All other arguments, always in the same order.
     given : object
         The argument rng or, for a backward, fwd.rng_state.
+    statistics : bool
+        Whether a forward's l and m are wanted; a GPU, which has them anyway, always gives them.
 
     Returns
     -------
     results : list of array
-        o, l, m; or the gradients of q, k, v and, if there is one, the bias.
+        o, l, m, or o alone; or the gradients of q, k, v and, if there is one, the bias.
     state : RNGState or None
         Of dropout.
     """
@@ -80,7 +84,8 @@ def compute(direction: str, arrays: dict[str, Any], options: dict[str, Any], giv
         problem, operands, rank = _check(direction, views, mask, home, options, given)
         backend = _backend_of(home, problem.kernel)
         if home.backend == "cpu":
-            results = [x for x in getattr(backend, direction)(problem, operands) if x is not None]
+            run = backend.backward if direction == "backward" else partial(backend.forward, statistics=statistics)
+            results = [x for x in run(problem, operands) if x is not None]
             shapes = _shapes(direction, rank, views, results)
             results = [result.reshape(shape) for result, shape in zip(results, shapes, strict=True)]
         else:

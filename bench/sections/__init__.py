@@ -9,7 +9,6 @@ from __future__ import annotations
 
 SECTIONS = (
     "peers",
-    "dense",
     "flashmask",
     "gpt2",
     "lengths",
@@ -24,9 +23,6 @@ SECTIONS = (
     "denoise",
     "kernel_profiles",
 )
-LONG = (
-    "dense", "flashmask", "lengths", "block_size", "block_sparse", "traffic", "loop_order", "mask_memory",
-    "kernel_profiles",
-)  # fmt: skip
+LONG = ("flashmask", "lengths", "block_size", "block_sparse", "traffic", "loop_order", "mask_memory", "kernel_profiles")
 
 __all__ = ["LONG", "SECTIONS"]

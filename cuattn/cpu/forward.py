@@ -2,7 +2,7 @@
 
 For each row the state is a reference, the true maximum of its scores so far, the sum of the exponentials and the
 sum of the weighted values, the last two relative to the reference.  The reference follows the maximum only when
-the two have drifted apart by more than ``_WINDOW``: most chunks then rescale nothing, and the product that makes
+the two have drifted apart by more than ``WINDOW``: most chunks then rescale nothing, and the product that makes
 the scores subtracts the reference for free.  What is decided for a row depends on the row's own scores alone, and
 every sum over tiles runs in the order of the tiles, so a tile that contributes nothing may be skipped or visited:
 the bits of the result are the same.
@@ -18,6 +18,7 @@ import numpy as np
 
 from cuattn.cpu import threads
 from cuattn.cpu.blocks import LANES, Blocks, Shape, choose, is_plain, small_columns, stack_shape
+from cuattn.cpu.bound import WINDOW
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.exponent import exponential, from_units, to_units
@@ -29,7 +30,6 @@ from cuattn.problem import Operands, Problem
 
 __all__ = ["forward"]
 
-_WINDOW = 16.0  # exponentials stay below exp2(16): far from overflow; the smallest that count are far from underflow
 _STEPS = 256  # chunks, as stacks see them, that a thread remembers
 
 Call = Callable[[], object]
@@ -43,7 +43,9 @@ class Item(NamedTuple):
     passes: list[list[Chunk]]
 
 
-def forward(problem: Problem, operands: Operands) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def forward(
+    problem: Problem, operands: Operands, *, statistics: bool = True
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
     """Compute attention and the statistics of its softmax.
 
     Parameters
@@ -52,12 +54,14 @@ def forward(problem: Problem, operands: Operands) -> tuple[np.ndarray, np.ndarra
         What to compute.
     operands : Operands
         Its arrays, on the host.
+    statistics : bool
+        Whether l and m are wanted.
 
     Returns
     -------
     o : ndarray, problem.o_shape, problem.out_dtype
         The output; 0 in empty rows.
-    l, m : ndarray, problem.stat_shape, float32 | float64
+    l, m : ndarray, problem.stat_shape, float32 | float64, or None
         Row sum of ``exp(s - m)`` and row maximum of the scores s, natural units; 0 and -inf in empty rows.
 
     Notes
@@ -68,11 +72,13 @@ def forward(problem: Problem, operands: Operands) -> tuple[np.ndarray, np.ndarra
     ----------
     T. Dao et al., "FlashAttention", NeurIPS 2022, algorithm 2, with the loops exchanged.
     """
-    o = np.zeros(problem.o_shape, problem.out_dtype)
-    l = np.zeros(problem.stat_shape, problem.stat_dtype)
-    m = np.full(problem.stat_shape, -np.inf, problem.stat_dtype)
-    if l.size == 0 or problem.n_keys == 0:
-        return o, l, m
+    l = m = None
+    if statistics:
+        l = np.zeros(problem.stat_shape, problem.stat_dtype)
+        m = np.full(problem.stat_shape, -np.inf, problem.stat_dtype)
+    if problem.n_keys == 0 or 0 in problem.stat_shape:
+        return np.zeros(problem.o_shape, problem.out_dtype), l, m
+    o = np.empty(problem.o_shape, problem.out_dtype)  # in huge pages, where zeros would have to be small ones
     blocks = choose(problem, operands)
     tiles = Tiles(problem, operands, blocks)
     groups = team_groups(problem, operands, blocks.team)
@@ -119,7 +125,14 @@ class _Pass:
         self.reference, self.seen = stack.reference[which], stack.seen[which]
         self.all_seen = False
         self.here = stack.here
+        self.bounded = False  # whether chunks went by of which only a bound is known
         self.follow = partial(np.maximum, self.highest, self.here, out=self.highest)
+
+    def look_back(self) -> None:
+        """Find out which rows have seen a key in chunks that went by without a look at their scores."""
+        if self.bounded:
+            self.seen |= np.add.reduce(self.sums[:, :, 0], axis=1) != 0
+            self.all_seen, self.bounded = bool(self.seen.all()), False
 
     def step(self, chunk: Chunk) -> _Step:
         """Return what to do with a chunk; most chunks come again with every stack, so it is kept."""
@@ -186,7 +199,7 @@ class _Stack:
             array.fill(value)
         self.seen.fill(False)
         for each in self.passes:
-            each.all_seen = False
+            each.all_seen = each.bounded = False
 
 
 class _Worker:
@@ -194,6 +207,7 @@ class _Worker:
 
     def __init__(self, problem: Problem, operands: Operands, blocks: Blocks, tiles: Tiles, results: tuple) -> None:
         self._problem, self._blocks, self._results = problem, blocks, results
+        self._statistics = results[1] is not None
         self._buffers = Buffers(problem.stat_dtype)
         self._panel = Panel(problem, operands, blocks, tiles, self._buffers, ones=False)
         self._scores = Scores(problem, operands, blocks, tiles, self._buffers)
@@ -201,12 +215,13 @@ class _Worker:
         self._stacks: dict[Shape, _Stack] = {}
 
     def __call__(self, item: Item) -> None:
-        if not any(item.passes):
-            return
         stack = self._stack_at(item)
-        stack.start()
         start = item.row_tile * self._blocks.rows
         rows = slice(start, min(start + stack.shape.tiles * stack.shape.rows, self._problem.n_queries))
+        if not any(item.passes):
+            pick_team(self._results[0], item.team)[:, rows] = 0
+            return
+        stack.start()
         self._scores.load(item.team, rows, stack.q)
         for n, (chunks, state) in enumerate(zip(item.passes, stack.passes, strict=True)):
             self._scores.begin(item.team, item.row_tile + n, state.q)
@@ -221,11 +236,18 @@ class _Worker:
         step = state.step(chunk)
         for call in step.make_scores:
             call()
-        scores.complete(step.s, chunk)
-        step.find_highest()
-        if not (np.maximum.reduce(state.here, None) <= _WINDOW and state.all_seen):
-            self._move(state, step.s)
-        state.follow()
+        if scores.farthest == 0 and scores.span(panel.reach) <= WINDOW:  # no reference would move
+            state.bounded = True
+            scores.complete(step.s, chunk, hide=self._statistics)
+            if self._statistics:
+                step.find_highest()
+                state.follow()
+        else:
+            scores.complete(step.s, chunk)
+            step.find_highest()
+            if not (np.maximum.reduce(state.here, None) <= WINDOW and state.all_seen):
+                self._move(state, step.s)
+            state.follow()
         scores.exponentiate(step.s, panel.reach)
         for call in step.add_up:
             call()
@@ -242,16 +264,17 @@ class _Worker:
 
     def _move(self, state: _Pass, s: np.ndarray) -> None:
         """Move the references of the rows whose highest score has left the window."""
+        state.look_back()
         here = state.here.reshape(len(s), LANES, -1)
         highest = np.maximum.reduce(here, axis=1)
-        if np.maximum.reduce(highest, None) <= _WINDOW and np.minimum.reduce(highest, None) >= -_WINDOW:
+        if np.maximum.reduce(highest, None) <= WINDOW and np.minimum.reduce(highest, None) >= -WINDOW:
             state.seen.fill(True)
             state.all_seen = True
             return
-        away = ~(highest <= _WINDOW) | (~state.seen & (highest < -_WINDOW) & (highest > -np.inf))
+        away = ~(highest <= WINDOW) | (~state.seen & (highest < -WINDOW) & (highest > -np.inf))
         shift = np.where(away, highest, 0)
         shrink = np.where(state.seen, exponential(-shift), 0)  # what is yet unseen has nothing to shrink
-        state.seen |= highest > -np.inf
+        state.seen |= highest != -np.inf
         state.all_seen = bool(state.seen.all())
         if not away.any():
             return
@@ -265,21 +288,31 @@ class _Worker:
         np.copyto(here, 0, where=away[:, None])
 
     def _finish(self, stack: _Stack, team: Team, rows: slice) -> None:
-        o, l, m = (pick_team(result, team)[:, rows] for result in self._results)
+        for each in stack.passes:
+            each.look_back()
+        o = pick_team(self._results[0], team)[:, rows]
         heads, tiles, height = stack.shape
-        highest = np.maximum.reduce(stack.highest.reshape(len(stack.o), LANES, height), axis=1)
         total = np.add.reduce(stack.sums[:, :, 0], axis=1)
-        unseen = None if all(each.all_seen for each in stack.passes) else highest == -np.inf
+        unseen = None if all(each.all_seen for each in stack.passes) else ~stack.seen
         kept = 1.0 if self._dropout is None else 1 / self._problem.dropout_scale
         below = total * total.dtype.type(kept)
         if unseen is not None:
             below[unseen] = 1
         np.divide(stack.o, below[:, None], out=stack.o)
         by_tile = stack.o.reshape(heads, tiles, self._problem.head_dim_v, height).swapaxes(2, 3)
-        whole, rest = divmod(l.shape[1], height)
+        whole, rest = divmod(o.shape[1], height)
         o[:, : whole * height].reshape(heads, whole, *by_tile.shape[2:])[...] = by_tile[:, :whole]
         if rest:
             o[:, whole * height :] = by_tile[:, whole, :rest]
+        if self._statistics:
+            self._write_statistics(stack, team, rows, total, unseen)
+
+    def _write_statistics(
+        self, stack: _Stack, team: Team, rows: slice, total: np.ndarray, unseen: np.ndarray | None
+    ) -> None:
+        l, m = (pick_team(result, team)[:, rows] for result in self._results[1:])
+        heads, tiles, height = stack.shape
+        highest = np.maximum.reduce(stack.highest.reshape(len(stack.o), LANES, height), axis=1)
 
         def of_rows(x: np.ndarray) -> np.ndarray:
             """Return x, (members, rows), as (heads, count)."""

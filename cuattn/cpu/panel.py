@@ -13,6 +13,7 @@ import math
 import numpy as np
 
 from cuattn.cpu.blocks import Blocks
+from cuattn.cpu.bound import longest
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.heads import Head, Team, pick, place
 from cuattn.cpu.tiles import Tiles
@@ -31,7 +32,7 @@ class Panel:
     values : ndarray, (heads, tiles, blocks.keys, head_dim_v or, with `ones`, head_dim_v + 1)
         Values and, with `ones`, a one.
     reach : float
-        The most by which a product with a key here can exceed the largest element of the other factor.
+        The length of the longest key, or a little more.
     """
 
     def __init__(
@@ -68,12 +69,11 @@ class Panel:
     def _load(self, heads: tuple[Head, ...], first: int) -> None:
         start = first * self._blocks.keys
         stop = min(start + self._blocks.panel * self._blocks.keys, self._n_keys)
-        largest = total = 0.0
+        self.reach = total = 0.0
         for n, head in enumerate(heads):
             keys, values = self._copy(n, head, start, stop)
-            largest = np.maximum(largest, np.maximum.reduce(np.einsum("ij,ij->i", keys, keys)))
+            self.reach = np.maximum(self.reach, longest(np.einsum("ij,ij->i", keys, keys), keys.shape[1]))
             total += np.dot(values, values)
-        self.reach = math.sqrt(largest * self.keys.shape[-1])
         # Not finite where something is NaN, infinite or huge; of those, the last is only slow.
         self._poisoned = not math.isfinite(self.reach + total)
         if self._poisoned:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cuattn.cpu.blocks import Blocks, Shape
+from cuattn.cpu.bound import longest
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.exponent import UNIT, exponential, lowest
 from cuattn.cpu.heads import Team, pick, pick_team
@@ -64,9 +65,10 @@ class Rows:
         """Let every product with a panel's row come out smaller by `reference`, (stack, rows)."""
         np.negative(reference, out=self._subtracted)
 
-    def largest(self) -> float:
-        """Return the largest magnitude of an element."""
-        return float(max(np.maximum.reduce(self.augmented, axis=None), -np.minimum.reduce(self.augmented, axis=None)))
+    def longest(self) -> float:
+        """Return the length of the longest scaled row, or a little more."""
+        squares = np.einsum("sdr,sdr->sr", self._transposed, self._transposed)
+        return longest(squares, self._transposed.shape[1])
 
 
 class Scores:
@@ -79,40 +81,57 @@ class Scores:
         self._factor = problem.scale * UNIT if self._cap is None else problem.scale / self._cap
         self._lowest = lowest(problem.stat_dtype)
         self._veils: Sequence[tuple[int, Veil]] = ()  # by slot, of the last completed chunk
-        self._padding = 0
+        self._padding = 0  # keys, at its end
+        self._hiding = False  # whether what is hidden in it is -inf
         self._dead: Sequence[tuple[slice, np.ndarray]] = ()  # what a bias of -inf hides, by slots
         self._bare = self._cap is None and operands.bias is None  # nothing but products enters the scores
 
     def load(self, team: Team, rows: slice, q: Rows, empty: np.ndarray | None = None) -> None:
         """Load the queries of a stack, with the `empty` rows as 0."""
         q.load(pick_team(self._operands.q, team)[:, rows], self._factor, empty)
-        self._largest = q.largest() if self._bare else 0.0
+        self._longest = q.longest() if self._bare else 0.0
 
     def begin(self, team: Team, row_tile: int, q: np.ndarray) -> None:
         """Turn to row tiles, of which `row_tile` is the first and `q` the augmented queries; their references are 0."""
         self._head, self._row_tile = team.heads[0], row_tile
         self._reference, self._subtracted = None, q[:, 0, -1]
-        self._reach_limit = self._limit(0.0)
+        self.farthest = 0.0
 
     def subtract(self, reference: np.ndarray) -> None:
         """Take the following scores relative to `reference`, (members, rows)."""
-        self._reach_limit = self._limit(float(np.maximum.reduce(np.abs(reference), None)))
+        self.farthest = float(np.maximum.reduce(np.abs(reference), None))
         if self._cap is None:
             np.negative(reference, self._subtracted)  # inside the product, for nothing
         else:
             self._reference = reference
 
-    def complete(self, s: np.ndarray, chunk: Chunk) -> None:
-        """Make scores of the products with a chunk of keys, (stack, chunk.count, keys, rows); hidden ones are -inf."""
-        self._padding = chunk.padding
+    def span(self, reach: float) -> float:
+        """Return how far from 0 a score can be, before its reference, with keys of a length up to `reach`.
+
+        Cauchy and Schwarz tell; not finite where they cannot.
+        """
+        if self._operands.bias is not None:
+            return math.inf
+        return self._longest * reach if self._cap is None else self._cap * UNIT
+
+    def complete(self, s: np.ndarray, chunk: Chunk, *, hide: bool = True) -> None:
+        """Make scores of the products with a chunk of keys, (stack, chunk.count, keys, rows); hidden ones are -inf.
+
+        Without `hide` they are what they are, until they are exponentials.
+        """
+        if chunk.simple and self._bare:
+            self._veils, self._padding = (), 0
+            return
+        self._padding, self._hiding = chunk.padding, hide
         rows = s.shape[-1]
         self._veils = [(slot, self._tiles.veil(self._head, self._row_tile, tile, rows)) for tile, slot in chunk.partial]
         if not self._bare:
             self._bend(s, chunk)
-        for slot, veil in self._veils:
-            veil.hide(s[:, slot])
-        if chunk.padding:
-            s[:, -1, -chunk.padding :].fill(-np.inf)
+        if hide:
+            for slot, veil in self._veils:
+                veil.hide(s[:, slot])
+            if chunk.padding:
+                s[:, -1, -chunk.padding :].fill(-np.inf)
 
     def _bend(self, s: np.ndarray, chunk: Chunk) -> None:
         """Apply the softcap and the bias."""
@@ -144,22 +163,12 @@ class Scores:
 
     def exponentiate(self, s: np.ndarray, reach: float) -> None:
         """Replace completed scores by their exponentials; hidden ones become 0.  `reach` is the panel's."""
-        if not reach <= self._reach_limit:
-            np.maximum(s, self._lowest, out=s)
-        else:
-            self.zero_hidden(s)  # not -inf, of which the exponential is slow
+        if not self.span(reach) + self.farthest <= -self._lowest:
+            np.maximum(s, self._lowest, out=s)  # what is less may be a subnormal number, or is -inf: both are slow
+        elif self._hiding:
+            self.zero_hidden(s)
         exponential(s, s)
         self.zero_hidden(s)
-
-    def _limit(self, farthest: float) -> float:
-        """Return up to which reach of a panel all visible scores are sure to have exponentials that are normal numbers.
-
-        `farthest` is the largest reference.
-        """
-        room = -self._lowest - farthest
-        if self._bare:
-            return room / self._largest if self._largest > 0 else math.inf if room >= 0 else -1.0
-        return math.inf if self._operands.bias is None and self._cap * UNIT <= room else -1.0
 
     def _add_bias(self, bias: np.ndarray, s: np.ndarray, tile: int, slot: int, count: int) -> None:
         bias = tile_of(bias, self._blocks, self._row_tile, tile, count).T
