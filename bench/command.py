@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import site
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from bench.cases import BOTH, Case, select
 from bench.peers import RUNNERS, make
 from bench.session import Session
 
-__all__ = ["parser", "run"]
+__all__ = ["parser", "run", "share"]
 
 
 def parser(description: str, tables: Sequence[str], optional: Sequence[str], out: str) -> argparse.ArgumentParser:
@@ -48,8 +49,29 @@ def parser(description: str, tables: Sequence[str], optional: Sequence[str], out
     found.add_argument("--site", metavar="FOLDER", help="unpacked wheels of peers, added like a site-packages folder")
     found.add_argument("--out", type=Path, default=Path(out), metavar="FILE", help="rows are added to this JSON file")
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    found.add_argument("--compile", type=_share, metavar="I/N", help="only compile, part I of N; see bench.prepare")
     found.add_argument("--list", action="store_true", help="print the cases and stop")
     return found
+
+
+def _share(text: str) -> tuple[int, int]:
+    """Read ``I/N``: part I, from 0, of N."""
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected I/N with 0 <= I < N")
+    return int(part), int(parts)
+
+
+def share(cases: Sequence[Case], part: int, parts: int) -> list[Case]:
+    """Return one process's part of the cases; those that differ in length or direction alone stay together.
+
+    Compilers make much the same for them, and what one of them made the next finds in memory.
+    """
+    families: dict[tuple[object, ...], list[Case]] = {}
+    for case in cases:
+        family = (case.head_dim, case.dtype, case.pattern, case.dropout, case.deterministic)
+        families.setdefault(family, []).append(case)
+    return [case for family in list(families.values())[part::parts] for case in family]
 
 
 def run(arguments: argparse.Namespace, peers: dict[str, Sequence[str]]) -> int:
@@ -74,10 +96,13 @@ def run(arguments: argparse.Namespace, peers: dict[str, Sequence[str]]) -> int:
         return 0
     if arguments.site:
         site.addsitedir(arguments.site)
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # as all other compilers keep what they made
     options = {"shared_mask": arguments.shared_mask}
     file = rows.RowFile(arguments.out, rows.environment(arguments.device, arguments.trees, options))
     left: list[Case] = []
     begin = time.monotonic()
+    every = select(arguments.tables, arguments.only, arguments.directions)
+    compiled = share(every, *arguments.compile) if arguments.compile else []
     for table in arguments.tables:
         names = [*arguments.ours, *(peers.get(table, peers[""]) if arguments.peers is None else arguments.peers)]
         session = Session(
@@ -92,6 +117,9 @@ def run(arguments: argparse.Namespace, peers: dict[str, Sequence[str]]) -> int:
             console=console,
         )
         cases = select([table], arguments.only, arguments.directions)
+        if arguments.compile:
+            session.compile(case for case in cases if case in compiled)
+            continue
         left += session.run(cases, arguments.budget - (time.monotonic() - begin))
     mine = [row for row in file.rows if row["run"] == file.run]
     wrong = sum(row["status"] == "wrong" for row in mine)

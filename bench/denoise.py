@@ -11,11 +11,14 @@ N = number of pixels, in float32.
 
 A pixel must not vote for its own noise: a column mask hides the diagonal.  A window over the rows keeps the search
 local.
+
+Where KeOps (``pykeops``) is importable, it computes the same over the whole image on the GPU, beside cuattn.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import math
 import time
@@ -29,7 +32,7 @@ from bench import study, timing
 from bench.study import Point
 from cuattn.masks import ColumnMask
 
-__all__ = ["denoise", "noisy", "patches", "photograph", "points", "psnr"]
+__all__ = ["by_keops", "denoise", "noisy", "patches", "photograph", "points", "psnr"]
 
 NAME = "denoise"
 SIGMA = 0.1  # of the noise; pixels lie in [0, 1]
@@ -90,16 +93,39 @@ def denoise(xp: Any, image: Any, rows: int | None = ROWS, sigma: float = SIGMA, 
     kernel : str, optional
         As in `cuattn.attention`.
     """
-    p, width = patches(xp, image), image.shape[1]
+    width = image.shape[1]
+    q, k, v, scale = operands(xp, image, sigma)
+    window = None if rows is None else (rows * width, rows * width)
+    o = cuattn.attention(q, k, v, scale=scale, mask=but_itself(len(q)), window=window, kernel=kernel)
+    return o.reshape(image.shape)
+
+
+def operands(xp: Any, image: Any, sigma: float = SIGMA) -> tuple[Any, Any, Any, float]:
+    """Return queries, keys, values and the scale under which attention is the non-local mean."""
+    p = patches(xp, image)
     n, d = p.shape
     half = (p * p).sum(axis=1, keepdims=True) / 2
     q = xp.concatenate([p, xp.ones_like(half)], axis=1)
     k = xp.concatenate([p, -half], axis=1)
     h = STRENGTH * sigma * math.sqrt(2 * d)
-    window = None if rows is None else (rows * width, rows * width)
-    v = image.reshape(n, 3)
-    o = cuattn.attention(q, k, v, scale=2 / h**2, mask=but_itself(n), window=window, kernel=kernel)
-    return o.reshape(image.shape)
+    return q, k, image.reshape(n, 3), 2 / h**2
+
+
+def by_keops(xp: Any, image: Any, sigma: float = SIGMA) -> Any:
+    """Return what `denoise` makes of an image by a search of all of it, computed by KeOps (a PyTorch tensor).
+
+    KeOps reduces symbolic matrices without storing them; here with the softmax of the same scores.  It has no masks: a
+    pixel's own score is pushed down until it underflows in the softmax.
+    """
+    import torch
+    from pykeops.torch import LazyTensor
+
+    *arrays, scale = operands(xp, image, sigma)
+    q, k, v = map(torch.from_dlpack, arrays)
+    place = torch.arange(len(q), dtype=q.dtype, device=q.device)[:, None]
+    itself = (0.5 - (LazyTensor(place[:, None]) - LazyTensor(place[None])).abs()).step()
+    scores = (LazyTensor(q[:, None]) | LazyTensor(k[None])) * scale - itself * 1e9
+    return scores.sumsoftmaxweight(LazyTensor(v[None]), axis=1).reshape(image.shape)
 
 
 def but_itself(n: int) -> ColumnMask:
@@ -113,21 +139,20 @@ def psnr(image: Any, truth: Any) -> float:
     return float(-10 * np.log10(np.mean((np.clip(image, 0, 1) - truth) ** 2)))
 
 
-def measure(truth: np.ndarray, rows: int | None, device: str, seconds: float) -> dict[str, Any]:
+def measure(truth: np.ndarray, rows: int | None, device: str, seconds: float, keops: bool = False) -> dict[str, Any]:
     """Denoise, judge and time."""
     xp = study.namespace(device)
     image = xp.asarray(noisy(truth))
+    call = (lambda: by_keops(xp, image)) if keops else (lambda: denoise(xp, image, rows))
     start = time.perf_counter()
-    result = denoise(xp, image, rows)
+    result = call()
     study.synchronize(xp)
     first = time.perf_counter() - start
     least = 3 if device == "cuda" else 1
-    samples = timing.measure(
-        {"": lambda: denoise(xp, image, rows)}, study.clock(device), seconds=seconds, least=least, most=10
-    )[""]
+    samples = timing.measure({"": call}, study.clock(device), seconds=seconds, least=least, most=10)[""]
     n = truth.shape[0] * truth.shape[1]
     visible = n * n if rows is None else n * min(2 * rows * truth.shape[1], n)
-    result = result if device == "cpu" else result.get()
+    result = result.cpu().numpy() if keops else result if device == "cpu" else result.get()
     return {
         **study.timed(samples),
         "first_call_s": round(first, 3),
@@ -144,10 +169,24 @@ def points(device: str, tiny: bool, seconds: float, photo: Path | None = None) -
     truth = photograph(photo)
     truth = truth[: TINY[0], : TINY[1]] if tiny else truth
     searches = {"local": ROWS} if device == "cpu" and not tiny else {"local": ROWS, "whole": None}
-    return [
+    found = [
         Point(f"{NAME}/{label}/float32", (runner,), lambda rows=rows: {runner: measure(truth, rows, device, seconds)})
         for label, rows in searches.items()
     ]
+    if device == "cuda" and _keops_runs():
+        found.append(
+            Point(f"{NAME}/whole/float32", ("keops",), lambda: {"keops": measure(truth, None, device, seconds, True)})
+        )
+    return found
+
+
+def _keops_runs() -> bool:
+    """Whether KeOps is there, and CUDA is not 13: pykeops 2.3 crashes in its runtime compiler."""
+    if importlib.util.find_spec("pykeops") is None:
+        return False
+    import torch
+
+    return int(torch.version.cuda.partition(".")[0]) < 13
 
 
 def picture(truth: np.ndarray, path: Path) -> None:

@@ -57,6 +57,9 @@ CALLS: dict[str, tuple[str, str, str, tuple[int, ...], dict[str, Any]]] = {
     "sm90-forward-d128-dropout": ("sm90", "forward", HALF, LONG, {"dropout_p": 0.1}),
     "sm90-backward-d128": ("sm90", "backward", HALF, LONG, {}),
     "sm90-backward-d64": ("sm90", "backward", HALF, (4, 32, 4096, 64), {}),
+    "sm90-backward-d256": ("sm90", "backward", HALF, (4, 8, 4096, 256), {}),
+    "sm90-backward-d128-causal": ("sm90", "backward", HALF, LONG, {"is_causal": True}),
+    "sm90-backward-d128-dropout": ("sm90", "backward", HALF, LONG, {"dropout_p": 0.1}),
     "sm90-backward-d128-documents": ("sm90", "backward", HALF, LONG, {"mask": "causal_document"}),
     "sm90-backward-d128-deterministic": ("sm90", "backward", HALF, LONG, {"deterministic": True}),
     "sm80-forward-d128": ("sm80", "forward", HALF, LONG, {}),
@@ -69,6 +72,7 @@ CALLS: dict[str, tuple[str, str, str, tuple[int, ...], dict[str, Any]]] = {
     "sm80-forward-float64-d64": ("sm80", "forward", DOUBLE, (1, 16, 4096, 64), {}),
     "sm80-backward-float64-d64": ("sm80", "backward", DOUBLE, (1, 16, 4096, 64), {}),
     "sm80-decode": ("sm80", "forward", HALF, (16, 32, 8192, 128), {"decode": True}),
+    "sm80-decode-split": ("sm80", "forward", HALF, (1, 32, 65536, 128), {"decode": True}),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from bench.report import Line, Table
+from bench.report import Line, Table, picture
 
 __all__ = ["draw"]
 
@@ -24,6 +24,7 @@ PEERS = {
     "fa2": "#b8bfc6",
     "mem-efficient": "#c9b458",
     "math": "#8a949d",
+    "jax": "#7fb285",
     "sdpa": "#f2a65a",
 }
 DPI = 130
@@ -38,7 +39,7 @@ def draw(tables: Iterable[Table], folder: Path) -> list[Path]:
     tables : iterable of Table
         From `bench.report.tables`.
     folder : Path
-        Where the files go, ``TABLE.png`` each, both directions side by side.
+        Where the files go, named by `bench.report.picture`, both directions side by side.
 
     Returns
     -------
@@ -53,7 +54,7 @@ def draw(tables: Iterable[Table], folder: Path) -> list[Path]:
     written = []
     for name, group in by_name.items():
         figure = _proportion(group) if name == "sparsity" else _bars(name, group)
-        path = folder / f"{name}.png"
+        path = folder / picture(name)
         figure.savefig(path, dpi=DPI, facecolor="white")
         written.append(path)
     return written

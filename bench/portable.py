@@ -10,9 +10,9 @@ from bench.command import parser, run
 
 TABLES = ("portable", "decode", "host", "sparsity")
 PEERS = {
-    "": ("fa2", "cudnn", "mem-efficient", "math"),
+    "": ("fa2", "cudnn", "mem-efficient", "math", "jax"),
     "decode": ("cudnn", "fa2", "flex", "fa4"),
-    "host": ("cuattn-cupy", "sdpa", "flex", "fa4"),
+    "host": ("cuattn-cupy", "cuattn-sm90", "sdpa", "flex", "fa4"),
     "sparsity": (),
 }
 

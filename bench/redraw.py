@@ -104,11 +104,22 @@ def tables(folder: Path = RESULTS) -> str:
         if (folder / f"{file}.json").exists():
             _, rows = report.read([folder / f"{file}.json"])
             parts.append(f"## {file}")
-            parts += [report.markdown(table).rstrip() for table in report.tables(rows)]
+            parts += _with_pictures(report.tables(rows), folder)
     for name, section, _, rows in available(folder):
         if name in LONG:
             parts.append(_block(name, section, rows, folder, "", "##"))
     return "\n\n".join(parts) + "\n"
+
+
+def _with_pictures(found: list[report.Table], folder: Path) -> Iterator[str]:
+    """Yield every table, and before the first of a name its picture."""
+    seen = set()
+    for table in found:
+        path = folder / report.picture(table.name)
+        if table.name not in seen and path.exists():
+            yield f"![{table.name}]({path.name})"
+        seen.add(table.name)
+        yield report.markdown(table).rstrip()
 
 
 def insert(text: str, section: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 from bench.cases import TABLES, select
 from bench.peers import RUNNERS
 
-__all__ = ["Line", "Table", "geometric_mean", "markdown", "read", "tables"]
+__all__ = ["Line", "Table", "geometric_mean", "markdown", "picture", "read", "tables"]
 
 LOWER_IS_BETTER = ("us", "s")
 
@@ -135,6 +135,11 @@ def tables(rows: Iterable[dict[str, Any]]) -> list[Table]:
             lines.append(Line(label, runners, max(own or [row["run"] for row in runners.values()])))
         found.append(Table(name, direction, tuple(lines)))
     return found
+
+
+def picture(table: str) -> str:
+    """Return the file name of a table's picture (those of `bench.sections` have their section's name)."""
+    return f"table-{table}.png"
 
 
 def geometric_mean(values: Iterable[float]) -> float:

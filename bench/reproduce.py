@@ -47,8 +47,9 @@ STEPS = (
     Step("denoise", (), 10),
     Step("training", (), 65),
     Step("kernel_profiles", (), 35),
-    Step("hopper", ("--tables", "dense", "dropout", "deterministic", "long"), 300),
-    Step("hopper", ("--tables", *MASKS), 900),
+    Step("prepare", ("hopper", "--tables", "dense", "deterministic", *MASKS), 150, False),
+    Step("hopper", ("--tables", "dense", "dropout", "deterministic", "long"), 120),
+    Step("hopper", ("--tables", *MASKS), 500),
     Step("portable", (), 200),
     Step("cpu", (), 240, False),
 )

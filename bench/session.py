@@ -96,6 +96,24 @@ class Session:
                 progress.advance(task)
         return []
 
+    def compile(self, cases: Iterable[Case]) -> None:
+        """Call every runner once on each case, so that a later run finds in the disk caches what compilers made."""
+        for case in _by_problem(cases):
+            inputs = self._prepare(case)
+            for runner in self.runners:
+                if runner.why_not(case) is not None:
+                    continue
+                begin = time.perf_counter()
+                try:
+                    _scoped(runner.bind(case, inputs))()
+                    self.clock.synchronize()
+                    said = f"{time.perf_counter() - begin:.1f} s"
+                except Exception as error:  # the run that measures will say so in its rows
+                    said = _reason(error, [])
+                runner.close()
+                self.console.print(f"{case.name} {runner.name}: {said}", highlight=False, soft_wrap=True)
+            self._free()
+
     def measure(self, case: Case) -> list[dict[str, Any]]:
         """Check and time one case with every runner; return its rows."""
         inputs = self._prepare(case)
@@ -218,9 +236,9 @@ class Session:
                     with call.scope():
                         samples[name] = timing.host_cost(call.call, self.clock)
             else:
-                samples = timing.measure(
-                    {name: _scoped(call) for name, call in bound.items()}, self.clock, **self.rounds
-                )
+                calls = {name: _scoped(call) for name, call in bound.items()}
+                alone = {name for name, call in bound.items() if call.alone}
+                samples = timing.measure(calls, self.clock, alone=alone, **self.rounds)
         except Exception as error:  # out of memory, mostly: the other cases go on
             reason = f"{type(error).__name__} while timing: {error}"[:300]
             return {name: {"status": "failed", "reason": reason} for name in bound}

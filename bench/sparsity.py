@@ -30,7 +30,7 @@ KINDS = {  # kind: documents at least and at most, lowest sparsity that has a bu
     "share_question": (1, 5, 0.5),
     "document": (2, 10, 0.0),
 }
-TRIES = 2000  # draws before a bucket that found too few samples is given up
+TRIES = 1000  # draws before a bucket that found too few samples is given up
 
 
 def draw(kind: str, n: int, rng: np.random.Generator) -> Sample:

@@ -9,7 +9,7 @@ call, so that the events around it enclose device work alone.
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ __all__ = ["CudaClock", "HostClock", "host_cost", "measure", "summary", "timed"]
 
 FLUSH_BYTES = 256 << 20  # four times the L2 cache of an H200 and more
 HOST_MARGIN = 1.5  # the device is kept busy for this many times the host cost of a call
+LONG = 0.2  # seconds; of a longer call one warm-up is enough
 
 
 class CudaClock:
@@ -42,11 +43,16 @@ class CudaClock:
         for _ in range(passes):
             self._buffer.zero_()
 
-    def start(self, call: Callable[[], Any], host_seconds: float = 0.0, passes: int = 1) -> Any:
-        """Flush, then enqueue `call` between two events; `host_seconds` is what enqueuing it takes."""
+    def start(self, call: Callable[[], Any], host_seconds: float | None = 0.0, passes: int = 1) -> Any:
+        """Flush, then enqueue `call` between two events.
+
+        `host_seconds` is what enqueuing it takes; None for a call on a stream of its own, which waits for itself.
+        """
         events = [self._torch.cuda.Event(enable_timing=True) for _ in range(2)]
         if passes:
-            self.occupy(HOST_MARGIN * host_seconds, passes)
+            self.occupy(HOST_MARGIN * (host_seconds or 0.0), passes)
+        if host_seconds is None:
+            self.synchronize()
         events[0].record()
         call()
         events[1].record()
@@ -68,7 +74,7 @@ class HostClock:
     def occupy(self, seconds: float, passes: int = 1) -> None:
         """Do nothing: there is no device to keep busy."""
 
-    def start(self, call: Callable[[], Any], host_seconds: float = 0.0, passes: int = 1) -> float:
+    def start(self, call: Callable[[], Any], host_seconds: float | None = 0.0, passes: int = 1) -> float:
         """Run `call`; return its duration in seconds."""
         begin = time.perf_counter()
         call()
@@ -96,7 +102,13 @@ def _no_collection() -> Iterator[None]:
 
 
 def measure(
-    calls: dict[str, Callable[[], Any]], clock: Any, *, seconds: float = 2.0, least: int = 7, most: int = 50
+    calls: dict[str, Callable[[], Any]],
+    clock: Any,
+    *,
+    seconds: float = 2.0,
+    least: int = 7,
+    most: int = 50,
+    alone: Container[str] = (),
 ) -> dict[str, list[float]]:
     """Time calls in turn.
 
@@ -110,6 +122,9 @@ def measure(
         Device time to aim at, for all calls together.
     least, most : int, optional
         Bounds on the number of rounds, whatever `seconds` says.
+    alone : container of str, optional
+        Calls that use streams of their own and wait for them: each begins on an idle device, and its time includes
+        what the host needs to enqueue it.
 
     Returns
     -------
@@ -125,12 +140,11 @@ def measure(
     with _no_collection():
         host, once = {}, 0.0
         for name, call in calls.items():
-            clock.read(clock.start(call))
-            clock.occupy(1e-3)
-            begin = time.perf_counter()
-            pending = clock.start(call)
-            host[name] = time.perf_counter() - begin
-            once += clock.read(pending)
+            host[name], spent = _warm_up(call, clock)
+            if spent < LONG:
+                host[name], spent = _warm_up(call, clock)
+            host[name] = None if name in alone else host[name]
+            once += spent
         rounds = int(np.clip(seconds / max(once, 1e-9), least, most))
         names, samples = list(calls), {name: [] for name in calls}
         for turn in range(rounds):
@@ -141,6 +155,15 @@ def measure(
             for name, events in pending.items():
                 samples[name].append(clock.read(events))
     return samples
+
+
+def _warm_up(call: Callable[[], Any], clock: Any) -> tuple[float, float]:
+    """Return the seconds that enqueuing a call took, and its duration."""
+    clock.occupy(1e-3)
+    begin = time.perf_counter()
+    pending = clock.start(call)
+    enqueued = time.perf_counter() - begin
+    return enqueued, clock.read(pending)
 
 
 def host_cost(call: Callable[[], Any], clock: Any, *, samples: int = 400, burst: int = 50) -> list[float]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from bench.peers.base import Bound, Runner
 from bench.peers.fa4 import Fa4, Fa4Packed
 from bench.peers.flex import Flex
+from bench.peers.jax_nn import Jax
 from bench.peers.ours import Ours
 from bench.peers.sdpa import BACKENDS, Sdpa
 from bench.peers.standard import Standard
@@ -25,6 +26,7 @@ RUNNERS: dict[str, Callable[[], Runner]] = {
     "cuattn-cupy": lambda: Ours(cupy=True),
     **{name: (lambda name=name: Sdpa(name)) for name in BACKENDS},
     "standard": Standard,
+    "jax": Jax,
     "flex": lambda: Flex("flex", None),
     "flex-FLASH": lambda: Flex("flex-FLASH", "FLASH"),
     "fa4": Fa4,

@@ -27,12 +27,15 @@ class Bound:
         Makes a context manager that has to be active around calls.
     plan : str
         How the runner says it will run.
+    alone : bool
+        The call works on a stream of its own and waits for it.
     """
 
     call: Callable[[], Any]
     convert: Callable[[Any], dict[str, Any]]
     scope: Callable[[], Any] = field(default=contextlib.nullcontext)
     plan: str = ""
+    alone: bool = False
 
 
 class Runner:

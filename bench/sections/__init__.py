@@ -9,6 +9,7 @@ from __future__ import annotations
 
 SECTIONS = (
     "peers",
+    "dense",
     "flashmask",
     "gpt2",
     "lengths",
@@ -23,6 +24,9 @@ SECTIONS = (
     "denoise",
     "kernel_profiles",
 )
-LONG = ("flashmask", "lengths", "block_size", "block_sparse", "traffic", "loop_order", "mask_memory", "kernel_profiles")
+LONG = (
+    "dense", "flashmask", "lengths", "block_size", "block_sparse", "traffic", "loop_order", "mask_memory",
+    "kernel_profiles",
+)  # fmt: skip
 
 __all__ = ["LONG", "SECTIONS"]

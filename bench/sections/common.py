@@ -21,6 +21,7 @@ COLOURS = {
     "flex": "#bfa9d6",
     "flex-FLASH": "#8c6bb1",
     "mem-efficient": "#c9b458",
+    "jax": "#7fb285",
     "keys-outside": "#d9674f",
     "keys-outside-o16": "#e79c8b",
     "queries-outside": "#24658f",
@@ -33,6 +34,7 @@ NAMES = {
     "flex": "FlexAttention",
     "flex-FLASH": "FlexAttention, FLASH",
     "mem-efficient": "memory-efficient",
+    "jax": "JAX",
     "cuattn-sm80": "cuattn, portable kernel",
     "cuattn-sm90": "cuattn, Hopper kernel",
 }

@@ -50,6 +50,25 @@ def text(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Return, per table, what cuattn and its best rivals reach over all masks that all of them ran."""
+    parts = []
+    for (d, n), runners in _found(rows).items():
+        ours = runners.get("cuattn", {})
+        rivals = [masks for runner, masks in runners.items() if not runner.startswith("cuattn")]
+        best = {kind: max((total(x[kind]) for x in rivals if kind in x), default=None) for kind in ours}
+        ratios = [total(ours[kind]) / rival for kind, rival in best.items() if rival]
+        rates = [total(both) for both in ours.values()]
+        if not rates:
+            continue
+        said = f"at {n // 1024}K tokens, head dimension {-d}, {min(rates):.0f} to {max(rates):.0f} TFLOP/s"
+        if ratios:
+            ahead = sum(ratio >= 1 for ratio in ratios)
+            said += f" (the fastest in {ahead} of {len(ratios)} masks; worst {min(ratios):.2f} times the fastest rival)"
+        parts.append(said)
+    return f"Forward and backward together, counting visible tiles only: {'; '.join(parts)}."
+
+
 def figure(rows: list[dict[str, Any]]) -> Any:
     """Draw the total rate of every mask, a panel per table."""
     found = _found(rows)

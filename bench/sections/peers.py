@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench import report
-from bench.sections.common import name, table
+from bench.sections.common import COLOURS, INK, name, panels, table
 
 TITLE = "Beside other libraries"
 COMMAND = "python -m bench.hopper` and `python -m bench.portable"
@@ -47,6 +47,26 @@ def text(rows: list[dict[str, Any]]) -> str:
     )
     head = ("", "beside", "ahead in", "mean ratio", "worst ratio", "not timed: error above the bound")
     return f"{intro}\n\n{table(head, lines)}"
+
+
+def figure(rows: list[dict[str, Any]]) -> Any:
+    """Draw the ratio of every case, a line per table and direction: right of 1 cuattn is faster."""
+    found = [part for part in report.tables(rows) if part.ratios]
+    drawn, (axis,) = panels(1, 8.0, 0.7 + 0.27 * max(len(found), 1))
+    for place, part in enumerate(found):
+        ratios = list(part.ratios.values())
+        shades = [COLOURS["cuattn" if ratio >= 1 else "fa4"] for ratio in ratios]
+        axis.scatter(ratios, [place] * len(ratios), s=22, color=shades, alpha=0.55, linewidths=0, zorder=3)
+        axis.plot([report.geometric_mean(ratios)] * 2, [place - 0.36, place + 0.36], color=INK, linewidth=2, zorder=4)
+    axis.axvline(1, color=INK, linewidth=0.8)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks([0.5, 0.75, 1, 1.5, 2, 3], ["0.5", "0.75", "1", "1.5", "2", "3"])
+    axis.set_xticks([], minor=True)
+    axis.set_yticks(range(len(found)), [f"{ABOUT.get(part.name, part.name)}, {part.direction}" for part in found])
+    axis.tick_params(axis="y", labelsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel("times the fastest rival's speed (dots: cases, bar: mean)", fontsize=9)
+    return drawn
 
 
 def _rivals(found: report.Table) -> str:

@@ -4,7 +4,7 @@ import math
 
 from cuattn.cuda import launch
 from cuattn.cuda.forward import INPUTS
-from cuattn.cuda.hopper_plan import ARCH, UNIT, counts, hopper_plan, leaves_idle, refusal
+from cuattn.cuda.hopper_plan import ARCH, UNIT, counts, few_rows, hopper_plan, leaves_idle, refusal
 from cuattn.cuda.merge import result_arrays
 from cuattn.cuda.params import PARAMS
 from cuattn.cuda.records import Record
@@ -21,8 +21,11 @@ def reason_against(problem: Problem, operands: Operands) -> str | None:
     """Say why this kernel does not take a call for arrays on the current device, or return None."""
     card = launch.card(operands.q.device.id)
     against = refusal(problem, card)
-    if against is None and problem.kernel is None and leaves_idle(problem, card):
-        against = "too few query rows fill the card, and the portable kernel splits the keys"
+    if against is None and problem.kernel is None:
+        if leaves_idle(problem, card):
+            against = "too few query rows fill the card, and the portable kernel splits the keys"
+        elif few_rows(problem, card):
+            against = "too few query rows fill its tiles, and the portable kernel has smaller ones"
     if against is not None:
         return against
     try:

@@ -4,12 +4,12 @@ import functools
 import math
 from typing import NamedTuple
 
-from cuattn.cuda.plan import CUDA_TYPES, mask_code, pad
+from cuattn.cuda.plan import CUDA_TYPES, mask_code, pad, tile_of
 from cuattn.cuda.tiles import Card
 from cuattn.plans import Plan
 from cuattn.problem import Problem
 
-__all__ = ["ARCH", "L2_SHARE", "UNIT", "HopperTile", "counts", "hopper_plan", "leaves_idle", "refusal"]
+__all__ = ["ARCH", "L2_SHARE", "UNIT", "HopperTile", "counts", "few_rows", "hopper_plan", "leaves_idle", "refusal"]
 
 ARCH = "sm_90a"
 UNIT = 64  # query rows of a warpgroup, which the bounds of column masks count in
@@ -18,10 +18,12 @@ UNIT = 64  # query rows of a warpgroup, which the bounds of column masks count i
 _VALUE_WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
 _MAX_HEAD_DIM = 256
 _SLAB_COLUMNS, _ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
-_MASK_BYTES = 64 * 16  # the element mask of 64 rows
 _LIST_BYTES = 4 * (32 + 4)  # a list of key tiles
 _LONG = 2048  # keys from which on it pays to begin the softmax under the warpgroup's own product
 L2_SHARE = 32 << 20  # bytes of k and v that neighbours in time share
+# Rows that a key must meet before its products take longer than reading it: 660 and 350 TFLOP/s over 4 TB/s.
+_RIDGE, _PORTABLE_RIDGE = 165, 88
+_GAIN = 1.25  # what the portable kernel must promise before it is taken
 
 
 class HopperTile(NamedTuple):
@@ -36,7 +38,7 @@ class HopperTile(NamedTuple):
 # head_dim at most, head_dim_v at most -> the tile, and a smaller one for softcap and dropout (registers); first match
 # wins.  A column mask does not change it, so that the sums of one that says causal come in causal's order.
 _TILES: tuple[tuple[int, int, HopperTile, HopperTile], ...] = (
-    (64, 64, HopperTile(192, 128, 3, 2), HopperTile(192, 128, 3, 2)),
+    (64, 64, HopperTile(192, 128, 3, 3), HopperTile(192, 128, 3, 3)),
     (128, 128, HopperTile(128, 128, 2, 2), HopperTile(128, 128, 2, 2)),
     (192, 128, HopperTile(128, 128, 2, 1), HopperTile(128, 128, 2, 1)),
     (192, 192, HopperTile(128, 112, 2, 1), HopperTile(128, 96, 2, 1)),
@@ -88,6 +90,18 @@ def leaves_idle(problem: Problem, card: Card) -> bool:
     return 2 * counts(problem)["row_tiles"] * problem.heads * math.prod(problem.batch) < card.multiprocessors
 
 
+def few_rows(problem: Problem, card: Card) -> bool:
+    """Whether the portable kernel would sooner be done, because this one mostly multiplies rows that are not there.
+
+    Both read a key once from device memory, for all heads that share it.  This kernel's tiles have 128 rows or more of
+    one head, the portable kernel's 16 or more, of the whole group where it can pack them.
+    """
+    tile, pack, *_ = tile_of(problem, card)
+    own = problem.group * pad(problem.n_queries, _tile(problem).block_m)
+    portable = problem.group // pack * pad(problem.n_queries * pack, tile.block_m)
+    return problem.n_keys >= _LONG and _GAIN * max(portable / _PORTABLE_RIDGE, 1) < max(own / _RIDGE, 1)
+
+
 def counts(problem: Problem) -> dict[str, int]:
     """Return the counts that a forward is launched with: row_tiles, key_tiles, section."""
     tile = _tile(problem)
@@ -111,11 +125,8 @@ def _shared_bytes(problem: Problem, tile: HopperTile) -> int:
     if problem.out_dtype.itemsize == 2:
         queries = max(queries, slabs_v * tile.block_m * _ROW_BYTES)
     stage = (slabs + slabs_v) * tile.block_n * _ROW_BYTES
-    intervals = bits = 0
-    if problem.mask is not None:
-        intervals = 16 * tile.block_n if problem.mask == "column" and problem.head_dim <= 192 else 0
-        bits = tile.block_m // 64 * _MASK_BYTES
-    tiles = tile.q_stages * queries + tile.stages * (stage + intervals) + bits
+    intervals = 16 * tile.block_n if problem.mask == "column" else 0
+    tiles = tile.q_stages * queries + tile.stages * (stage + intervals)
     barriers = 8 * (2 * tile.q_stages + 4 * tile.stages + 4)
     mail = 16 * tile.q_stages + _LIST_BYTES + 4 * tile.stages + 12
     return -(-(tiles + barriers) // 16) * 16 + mail

@@ -23,13 +23,13 @@ struct TilePlace {
 
 // Which of 64 rows from first_row on see a key.
 __device__ __forceinline__ u64 visible_rows(const Params& p, const TilePlace& at, i32 first_row, i32 key) {
-    u64 rows = band_rows(p, first_row, key);
+    u64 rows = band_rows<u64>(p, first_row, key);
     if constexpr (cfg::mask == kMaskColumn) {
         const i64 instance = slice_of(p.table, at.batch, at.head);
-        rows &= column_rows(__ldg(p.table.cols + instance * p.table.keys_padded + key), first_row);
+        rows &= column_rows<u64>(__ldg(p.table.cols + instance * p.table.keys_padded + key), first_row);
     }
     if constexpr (cfg::mask == kMaskBlock)
-        rows &= block_rows(p, static_cast<const u8*>(p.mask.data) + slice_of(p.mask, at.batch, at.head), first_row, key);
+        rows &= block_rows<u64>(p, static_cast<const u8*>(p.mask.data) + slice_of(p.mask, at.batch, at.head), first_row, key);
     return rows;
 }
 

@@ -12,7 +12,7 @@
 namespace sm90 {
 
 constexpr bool may_have_empty_rows = cfg::mask != kMaskNone || cfg::band_left || cfg::band_right;
-constexpr u32 turn_barrier = 1, mask_barrier = 8;  // + warpgroup
+constexpr u32 turn_barrier = 1;  // + warpgroup
 
 // The row of the first of a thread's two rows within the warpgroup's 64.
 __device__ __forceinline__ i32 thread_row() { return 16 * (threadIdx.x % 128 / 32) + threadIdx.x % 32 / 4; }
@@ -29,6 +29,7 @@ struct Consumer {
     Work work;        // the row tile being worked on
     KeyTile tile;     // the key tile whose keys have arrived
     bool seen;        // this warpgroup's rows see something of it
+    Visible visible;  // what of it, if that is only a part
     Softmax state;
     float factor[2];
     Scores s;
@@ -37,6 +38,7 @@ struct Consumer {
 
     // One arrival per warp: each warp vouches for its own reads.
     __device__ __forceinline__ void release(int barrier) const {
+        __syncwarp();  // an arrival orders the reads of the thread that arrives alone
         if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.barrier(barrier));
     }
 
@@ -74,16 +76,11 @@ struct Consumer {
 
     // While the scores are being computed: the element mask of a partial tile.
     __device__ __forceinline__ void prepare_mask() {
-        if constexpr (cfg::mask != kMaskNone) {
-            if (!uniform(tile.partial(warpgroup))) return;
-            const int4* cols = shared.cols(k.stage);
-            if constexpr (!stage_cols)
-                cols = p.table.cols + static_cast<i64>(work.instance) * p.table.keys_padded + tile.n() * cfg::block_n;
-            const i32 first_row = work.row + 64 * warpgroup;
-            make_bits(p, shared.bits(warpgroup), cols, work, first_row, tile.n());
-            // The bits are there.  They were read before the warpgroup came for its turn.
-            ptx::barrier_sync(mask_barrier + warpgroup, 128);
-        }
+        if (!uniform(tile.partial(warpgroup))) return;
+        if constexpr (cfg::mask != kMaskNone)
+            find_in_table(visible, p, shared.cols(k.stage), work, work.row + 64 * warpgroup, tile.n());
+        else
+            find_in_band(visible, p, row(), tile.n());
     }
 
     // The scores are there: their keys' buffer goes back at once, since only a few are under way.
@@ -96,11 +93,7 @@ struct Consumer {
     // Prescales and masks the scores.
     __device__ __forceinline__ void refine_scores() {
         if constexpr (cfg::prescaled) prescale(s, p);
-        if (!uniform(tile.partial(warpgroup))) return;
-        if constexpr (cfg::mask != kMaskNone)
-            mask_bits(s, shared.bits(warpgroup));
-        else
-            mask_band(s, p, row(), tile.n());
+        if (uniform(tile.partial(warpgroup))) mask_scores(s, visible);
     }
 
     // The running softmax.  What dropout keeps is drawn between the exponentials, block by block: the two wait for

@@ -10,6 +10,11 @@ namespace sm90 {
 
 constexpr u32 store_barrier = 5;  // + warpgroup: its 128 threads around the output tile
 
+// Row tiles reach beyond both ends of the queries.
+__device__ __forceinline__ bool is_query(const Params& p, i32 row) {
+    return static_cast<u32>(row) < static_cast<u32>(p.n_queries);
+}
+
 // Writes l and m of the thread's rows; `sum` is l relative to the lazy reference.  Comes after the output, whose fence
 // would wait for these writes.
 __device__ __forceinline__ void write_statistics(const Params& p, const Work& work, i32 row, const Softmax& state,
@@ -20,7 +25,7 @@ __device__ __forceinline__ void write_statistics(const Params& p, const Work& wo
     for (int r = 0; r < 2; ++r) {
         const float top = quad_max(state.top[r]);
         const i32 i = row + 8 * r;
-        if (threadIdx.x % 4 == 0 && i < p.n_queries) {
+        if (threadIdx.x % 4 == 0 && is_query(p, i)) {
             const bool empty = top == minus_infinity();
             l[i * p.l.row] = empty ? 0.0f : sum[r] * ptx::ex2(-fmaf(top, state.scale, state.shift[r]));
             m[i * p.m.row] = empty ? minus_infinity() : cfg::prescaled ? top : top * fabsf(static_cast<float>(p.scale));
@@ -32,6 +37,7 @@ __device__ __forceinline__ void write_statistics(const Params& p, const Work& wo
 __device__ __forceinline__ void store_output(const Output& o, const ptx::TensorMap& map, u32 tile, u32 warpgroup,
                                              const Work& work) {
     const u32 thread = place_of_thread(), lane = thread % 32;
+    const i32 first_row = work.row + 64 * static_cast<i32>(warpgroup);
     const u32 row = 64 * warpgroup + 16 * (thread / 32) + lane % 16;
 #pragma unroll
     for (int block = 0; block < cfg::head_dim_v / 16; ++block) {
@@ -42,11 +48,12 @@ __device__ __forceinline__ void store_output(const Output& o, const ptx::TensorM
     }
     ptx::async_proxy_fence();
     ptx::barrier_sync(store_barrier + warpgroup, 128);
-    if (thread == 0) {
+    // Rows past the end are left out by the copy engine; it must not begin before the first.
+    if (thread == 0 && first_row >= 0) {
 #pragma unroll
         for (int slab = 0; slab < slabs_v; ++slab)
             ptx::tensor_store(map, tile + (slab * cfg::block_m + 64 * warpgroup) * row_bytes, 64 * slab,
-                              work.row + 64 * warpgroup, work.head, work.batch);
+                              first_row, work.head, work.batch);
         ptx::bulk_commit();
     }
 }
@@ -57,7 +64,7 @@ __device__ __forceinline__ void write_float(const Output& o, const Params& p, co
 #pragma unroll
     for (int i = 0; i < cfg::head_dim_v / 4; ++i) {
         const i32 at = row + 8 * (i % 2), column = 8 * (i / 2) + 2 * (threadIdx.x % 4);
-        if (at < p.n_queries && column < p.head_dim_v)
+        if (is_query(p, at) && column < p.head_dim_v)
             *reinterpret_cast<float2*>(base + at * p.o.row + column) = make_float2(o[2 * i], o[2 * i + 1]);
     }
 }

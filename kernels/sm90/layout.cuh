@@ -17,24 +17,18 @@ constexpr int q_bytes = slabs * cfg::block_m * row_bytes;
 constexpr int k_bytes = slabs * cfg::block_n * row_bytes;
 constexpr int v_bytes = slabs_v * cfg::block_n * row_bytes;
 constexpr int o_bytes = slabs_v * cfg::block_m * row_bytes;
-// Intervals of a partial tile's keys; where shared memory is full they are read from global memory.
-constexpr bool stage_cols = cfg::mask == kMaskColumn && cfg::head_dim <= 192;
-constexpr int cols_bytes = stage_cols ? cfg::block_n * 16 : 0;
+constexpr int cols_bytes = cfg::mask == kMaskColumn ? cfg::block_n * 16 : 0;  // intervals of a partial tile's keys
 
 // The output leaves through the queries' buffer: a warpgroup has then read its rows of q for the last time.
 constexpr bool stage_output = sizeof(cfg::out) == 2;  // float32 is written from registers
 constexpr int q_buffer_bytes = stage_output && o_bytes > q_bytes ? o_bytes : q_bytes;
-
-using MaskBits = u32[64][4];  // which keys of a partial tile a warpgroup's rows see (sm90/mask.cuh)
 
 // Offsets in bytes; every tile starts on a multiple of 1024.
 constexpr int q_at = 0;
 constexpr int k_at = q_at + cfg::q_stages * q_buffer_bytes;
 constexpr int v_at = k_at + cfg::stages * k_bytes;
 constexpr int cols_at = v_at + cfg::stages * v_bytes;
-constexpr int bits_at = cols_at + cfg::stages * cols_bytes;
-constexpr int bits_bytes = cfg::mask != kMaskNone ? warpgroups * static_cast<int>(sizeof(MaskBits)) : 0;
-constexpr int barriers_at = bits_at + bits_bytes;
+constexpr int barriers_at = cols_at + cfg::stages * cols_bytes;
 
 enum Barrier {
     q_full,
@@ -113,9 +107,6 @@ struct Shared {
     }
     __device__ __forceinline__ int4* cols(u32 stage) const {
         return reinterpret_cast<int4*>(memory + cols_at + stage * cols_bytes);
-    }
-    __device__ __forceinline__ MaskBits& bits(u32 warpgroup) const {
-        return reinterpret_cast<MaskBits*>(memory + bits_at)[warpgroup];
     }
     __device__ __forceinline__ Mail& mail() const { return *reinterpret_cast<Mail*>(memory + mail_at); }
 };

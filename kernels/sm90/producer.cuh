@@ -30,7 +30,7 @@ struct Producer {
         ptx::mbarrier_wait(shared.barrier(k_empty + k.stage), k.phase ^ 1);
         if (lane == 0) {
             shared.code(k.stage) = from.tile;
-            const bool with_cols = stage_cols && from.tile.partial();
+            const bool with_cols = cfg::mask == kMaskColumn && from.tile.partial();
             ptx::mbarrier_arrive_expect(full, k_bytes + (with_cols ? cols_bytes : 0));
             const i32 key = from.tile.n() * cfg::block_n;
             load_tile<cfg::block_n, slabs>(k_map, shared.k(k.stage), full, ptx::evict_last, key,

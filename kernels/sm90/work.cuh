@@ -5,6 +5,12 @@
 
 namespace sm90 {
 
+// Where keys end with the row, the last row tile ends with the last 64 queries, and the rows that are too many stand before
+// the first one, which sees fewest keys.  Whole warpgroups: no output is stored from before a tensor's beginning.
+__device__ __forceinline__ i32 rows_before_first(const Params& p) {
+    return cfg::band_right ? p.row_tiles * cfg::block_m - (p.n_queries + 63) / 64 * 64 : 0;
+}
+
 // In a section the row tiles with most work come first; neighbours share keys and values.
 __device__ __forceinline__ Work row_tile(const Params& p, i32 number) {
     const TileRank place = rank_of(p, number, p.heads, p.row_tiles);
@@ -12,18 +18,18 @@ __device__ __forceinline__ Work row_tile(const Params& p, i32 number) {
     if constexpr (cfg::mask != kMaskNone) instance = static_cast<i32>(slice_of(p.table, place.batch, place.head));
     if constexpr (cfg::mask == kMaskColumn)
         if (p.table.order != nullptr) tile = p.table.order[static_cast<i64>(instance) * p.row_tiles + place.rank];
-    return {tile * cfg::block_m, place.head, place.batch, instance};
+    return {tile * cfg::block_m - rows_before_first(p), place.head, place.batch, instance};
 }
 
 // A row tile's rows.
 __device__ __forceinline__ Rows all_rows(const Params& p, const Work& work) {
-    return {work.row, min(work.row + cfg::block_m, p.n_queries), 0};
+    return {max(work.row, 0), min(work.row + cfg::block_m, p.n_queries), 0};
 }
 
-// A warpgroup's rows; past the end of the queries there are none.
+// A warpgroup's rows; before the first query and past the last one there are none.
 __device__ __forceinline__ Rows warpgroup_rows(const Params& p, const Work& work, int warpgroup) {
     const i32 first = work.row + 64 * warpgroup;
-    return {first, min(first + 64, p.n_queries), first / 64};
+    return {first, first < 0 ? first : min(first + 64, p.n_queries), first / 64};
 }
 
 // The first key tile, of which no row sees anything.

@@ -159,7 +159,7 @@ def test_files_are_read_plotted_and_written(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr("sys.argv", [*arguments, "--plots", str(tmp_path / "plots")])
     assert report.main() == 0
-    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["masks-8k.png", "sparsity.png"]
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["table-masks-8k.png", "table-sparsity.png"]
 
 
 def test_what_all_labels_share_goes_to_the_title():

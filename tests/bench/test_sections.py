@@ -207,3 +207,39 @@ def test_sections_show_what_a_gpu_will_write(name):
         assert said[name] in section.summary(rows)
     pytest.importorskip("matplotlib")
     section.figure(rows).savefig(io.BytesIO(), dpi=30)
+
+
+def test_shapes_without_a_mask_are_drawn_and_summed_up():
+    from bench.sections import dense
+
+    rows = list(peer_rows("dense", {"cuattn": 600.0, "cudnn": 500.0, "fa4": 500.0}))
+    for row in rows:
+        if row["case"] == "dense/d64-N1024-causal/forward" and row["ours"]:
+            row["rate"] = 250.0
+    assert "| d 64, N 1024, causal | 250 | 500 | 500 | 600 | 500 | 500 |" in dense.text(rows)
+    said = dense.summary(rows)
+    assert "Forward, cuattn is the fastest in 17 of 18 shapes, 0.50 times" in said
+    assert "(d 64, N 1024, causal)" in said
+    assert "Backward, cuattn is the fastest in 18 of 18 shapes, 1.20 times" in said
+    pytest.importorskip("matplotlib")
+    dense.figure(rows).savefig(io.BytesIO(), dpi=30)
+
+
+def test_the_summaries_of_peers_and_masks_are_drawn_and_said():
+    from bench.sections import flashmask, peers
+
+    rows = list(peer_rows("masks-8k", {"cuattn": 500.0, "flex": 400.0, "fa4": 625.0}))
+    rows = [row for row in rows if row["runner"] != "fa4" or row["problem"]["mask"] == "causal"]
+    assert "at 8K tokens, head dimension 128, 500 to 500 TFLOP/s (the fastest in 11 of 12 masks; worst 0.80" in (
+        flashmask.summary(rows)
+    )
+    pytest.importorskip("matplotlib")
+    peers.figure(rows).savefig(io.BytesIO(), dpi=30)
+
+
+def test_every_picture_of_a_table_is_shown_once(tmp_path):
+    (tmp_path / "hopper.json").write_text(
+        json.dumps({"runs": [], "rows": [row | {"run": 0} for row in peer_rows("dropout", {"cuattn": 300.0})]})
+    )
+    (tmp_path / "table-dropout.png").touch()
+    assert redraw.tables(tmp_path).count("![dropout](table-dropout.png)") == 1

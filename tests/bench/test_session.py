@@ -153,6 +153,35 @@ def test_cases_of_one_problem_share_inputs(session):
     ]
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward", "forward+backward"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_jax_runs_beside_us(session, direction, dtype):
+    pytest.importorskip("jax")
+    rows = by_runner(session("cuattn", "jax").measure(case(direction, causal=True, dtype=dtype)))
+    assert {name: row["status"] for name, row in rows.items()} == {"cuattn": "ok", "jax": "ok"}
+
+
+def test_compiling_calls_every_runner_once_and_writes_no_rows(session):
+    found, failing = Spoilt(), Spoilt(error=RuntimeError("no such kernel"))
+    running = session(found)
+    running.runners.append(failing)
+    running.compile([case(), case("backward"), case(mask="document")])
+    assert (found.bound, failing.bound) == (2, 2)  # neither takes masks
+    assert not running.file.path.exists()
+    assert "no such kernel" in running.console.file.getvalue()
+
+
+def test_processes_share_all_cases_by_what_they_compile():
+    from bench.command import share
+
+    cases = select(["dense", "masks-8k", "masks-32k"])
+    parts = [share(cases, part, 5) for part in range(5)]
+    assert sorted((x for part in parts for x in part), key=cases.index) == cases
+    for part in parts:
+        kinds = {(x.pattern, x.head_dim) for x in part}
+        assert not any((x.pattern, x.head_dim) in kinds for other in parts if other is not part for x in other)
+
+
 def test_every_runner_says_what_it_cannot_do():
     cases = select(["dense", "masks-8k", "dropout", "deterministic", "portable", "decode"])
     for name in RUNNERS:
@@ -191,6 +220,18 @@ def test_the_command_measures_reports_and_resumes(tmp_path, monkeypatch, capsys)
     assert len(again["rows"]) == 4
     assert run("--ours", "--budget", "-1", "--trees", "kernels=3") == 0
     assert "2 cases left" in capsys.readouterr().out
+    assert run("--ours", "--compile", "0/1", "--out", str(tmp_path / "none.json")) == 0
+    assert not (tmp_path / "none.json").exists()
+    with pytest.raises(SystemExit):
+        run("--compile", "2/2")
+
+
+def test_prepare_runs_its_shares_side_by_side(capfd):
+    from bench import prepare
+
+    assert prepare.run("hopper", ["--list", "--tables", "dropout"], 2, 60) == 0
+    assert capfd.readouterr().out.count("dropout/d64") == 4
+    assert prepare.run("hopper", ["--tables", "no-such-table"], 2, 60) == 2
 
 
 @pytest.mark.parametrize(("script", "lines"), [("hopper", 36), ("portable", 2)])

@@ -19,7 +19,7 @@ class FakeClock:
 
     def start(self, call, host_seconds=0.0, passes=1):
         result = call()
-        self.log.append(result[0])
+        self.log.append(result[0] if host_seconds is not None else f"{result[0]} alone")
         return result[1]
 
     def read(self, pending):
@@ -46,10 +46,22 @@ def test_rounds_stay_within_their_bounds(seconds, rounds):
 
 def test_rivals_take_turns_and_turns_rotate():
     clock = FakeClock()
-    timing.measure(calls(a=1.0, b=1.0, c=1.0), clock, seconds=0.0, least=3)
+    timing.measure(calls(a=0.1, b=0.1, c=0.1), clock, seconds=0.0, least=3)
     warm_up, rounds = clock.log[:6], clock.log[6:]
     assert warm_up == ["a", "a", "b", "b", "c", "c"]
     assert rounds == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+
+
+def test_long_calls_are_warmed_up_once():
+    clock = FakeClock()
+    timing.measure(calls(a=1.0, b=0.1), clock, seconds=0.0, least=1)
+    assert clock.log == ["a", "b", "b", "a", "b"]
+
+
+def test_calls_on_streams_of_their_own_begin_on_an_idle_device():
+    clock = FakeClock()
+    timing.measure(calls(a=0.1, b=0.1), clock, seconds=0.0, least=1, alone={"b"})
+    assert clock.log == ["a", "a", "b", "b", "a", "b alone"]
 
 
 def test_the_collector_sleeps_while_samples_are_taken_and_wakes_again():

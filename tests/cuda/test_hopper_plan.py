@@ -7,7 +7,7 @@ import pytest
 
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
-from cuattn.cuda.hopper_plan import ARCH, counts, hopper_plan, leaves_idle, refusal
+from cuattn.cuda.hopper_plan import ARCH, counts, few_rows, hopper_plan, leaves_idle, refusal
 from cuattn.cuda.tensormap import why_not
 from cuattn.cuda.tiles import Card
 from cuattn.problem import Band, Origin, Problem
@@ -54,6 +54,23 @@ def test_takes_head_dimensions(head_dim):
 def test_few_rows_leave_the_card_idle():
     assert leaves_idle(problem(n_queries=1, batch=(1,)), H200)
     assert not leaves_idle(problem(), H200)
+
+
+@pytest.mark.parametrize(
+    ("changes", "few"),
+    [
+        ({"heads": 32, "kv_heads": 8, "n_queries": 1, "n_keys": 8192}, True),
+        ({"heads": 32, "kv_heads": 8, "n_queries": 32, "n_keys": 8192}, True),  # 128 rows share their keys
+        ({"heads": 32, "kv_heads": 8, "n_queries": 64, "n_keys": 8192}, False),
+        ({"heads": 32, "kv_heads": 8, "n_queries": 1, "n_keys": 128}, False),
+        ({"n_queries": 64}, False),
+        ({"n_queries": 128}, False),
+        ({"n_queries": 4096}, False),
+        ({"heads": 32, "kv_heads": 8, "n_queries": 1, "n_keys": 8192, "mask": "column"}, True),
+    ],
+)
+def test_few_rows_per_key(changes, few):
+    assert few_rows(problem(batch=(16,), **changes), H200) == few
 
 
 def test_counts_cover_ragged_ends():

@@ -100,6 +100,8 @@ def test_column_mask_for_all_heads(device):
 def test_choice():
     few = problem(batch=(1,), n_queries=1)
     assert "query rows" in choice._choose(few, operands(few))[1]
+    grouped = problem(batch=(16,), heads=32, kv_heads=8, n_queries=1, n_keys=8192)
+    assert "fill its tiles" in choice._choose(grouped, operands(grouped))[1]
     few = problem(batch=(1,), n_queries=1, kernel="sm90")
     assert choice._choose(few, operands(few)) == (hopper, None)
     wide = problem(264, kernel="sm90")

@@ -1,0 +1,84 @@
+"""``jax.nn.dot_product_attention``: XLA's attention in float32, cuDNN's through JAX in 16 bits."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+from bench.cases import TOGETHER, Case
+from bench.inputs import Inputs
+from bench.peers.base import Bound, Runner, names
+
+__all__ = ["Jax"]
+
+SCORES_BYTES = 20 << 30  # XLA makes a few score matrices of up to this size
+
+
+class Jax(Runner):
+    """JAX's own attention, compiled, float32 products at full precision."""
+
+    name = "jax"
+
+    def why_not(self, case: Case) -> str | None:
+        if importlib.util.find_spec("jax") is None:
+            return "jax is not installed"
+        if case.mask not in (None, "full", "causal"):
+            return "takes a mask only as an N x N matrix"
+        if case.dropout:
+            return "has no dropout"
+        if case.deterministic:
+            return "has no deterministic backward"
+        if case.host:
+            return "waits for its own stream in every call"
+        if case.dtype == "float64":
+            return "has its softmax in float32"
+        scores = case.batch * case.heads * case.n_queries * case.n_keys * 4
+        if not _half(case) and scores > SCORES_BYTES:
+            return f"would make score matrices of {scores >> 30} GiB each"
+        return None
+
+    def bind(self, case: Case, inputs: Inputs) -> Bound:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch and CuPy live on the device too
+        import jax
+
+        # JAX's layout is (B, N, H, d).
+        q, k, v, do = (
+            jax.dlpack.from_dlpack(x.transpose(1, 2).contiguous()) for x in (inputs.q, inputs.k, inputs.v, inputs.do)
+        )
+        options = {
+            "is_causal": case.causal or case.mask == "causal",
+            "implementation": "cudnn" if _half(case) and inputs.q.is_cuda else "xla",
+        }
+
+        def attention(q: Any, k: Any, v: Any) -> Any:
+            return jax.nn.dot_product_attention(q, k, v, **options)
+
+        def both(q: Any, k: Any, v: Any, do: Any) -> Any:
+            o, back = jax.vjp(attention, q, k, v)
+            return o, *back(do)
+
+        with jax.default_matmul_precision("highest"):
+            if case.direction == "backward":
+                _, back = jax.jit(lambda *operands: jax.vjp(attention, *operands))(q, k, v)
+                compiled, operands = jax.jit(lambda back, do: back(do)).lower(back, do).compile(), (back, do)
+            elif case.direction == TOGETHER:
+                compiled, operands = jax.jit(both).lower(q, k, v, do).compile(), (q, k, v, do)
+            else:
+                compiled, operands = jax.jit(attention).lower(q, k, v).compile(), (q, k, v)
+        return Bound(
+            lambda: jax.block_until_ready(compiled(*operands)),
+            lambda found: {name: _as_torch(x) for name, x in names(case.direction, found).items()},
+            alone=True,
+        )
+
+
+def _half(case: Case) -> bool:
+    return case.dtype in ("float16", "bfloat16")
+
+
+def _as_torch(array: Any) -> Any:
+    """Return a (B, H, N, d) tensor over a (B, N, H, d) array's memory."""
+    import torch
+
+    return torch.from_dlpack(array).transpose(1, 2)

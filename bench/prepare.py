@@ -1,0 +1,60 @@
+"""Compile what a run will need, in many processes, so that the run itself waits for no compiler.
+
+    python -m bench.prepare hopper --tables masks-8k masks-32k --site SITE
+    python -m bench.hopper --tables masks-8k masks-32k --site SITE
+
+Nothing is timed or checked.  The kernels go to the disk caches of cuattn, CuPy, Triton, TorchInductor and
+FlashAttention-4, each of which has an environment variable that moves it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+__all__ = ["run"]
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ("hopper", "portable", "gpt2", "lengths")
+ONE_WORKER = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}  # processes are the parallelism
+
+
+def run(script: str, arguments: list[str], processes: int, seconds: float) -> int:
+    """Start the processes, wait for them, return how many failed or were ended after `seconds`."""
+    command = [sys.executable, "-m", f"bench.{script}", *arguments, "--compile"]
+    environment = {**os.environ, **ONE_WORKER}
+    deadline = time.monotonic() + seconds
+    started = [
+        subprocess.Popen([*command, f"{part}/{processes}"], cwd=ROOT, env=environment) for part in range(processes)
+    ]
+    failed = 0
+    for process in started:
+        try:
+            failed += process.wait(max(deadline - time.monotonic(), 0)) != 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            failed += 1
+    return failed
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, default=6, help="each may take 16 GB of the GPU's memory")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="end what runs longer")
+    parser.add_argument("script", choices=SCRIPTS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    options = parser.parse_args()
+    begin = time.monotonic()
+    failed = run(options.script, options.arguments, options.processes, options.timeout)
+    print(f"compiled in {time.monotonic() - begin:.0f} s, {failed} of {options.processes} processes failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
