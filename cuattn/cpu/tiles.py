@@ -6,6 +6,7 @@ transposed, (keys, rows), as the scores are.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -43,12 +44,10 @@ class Veil:
     Being bitwise, it is a selection: what a hidden element holds, NaN or not, is gone.
     """
 
-    def __init__(self, hidden: np.ndarray, dtype: np.dtype) -> None:
-        bits = np.dtype(f"u{dtype.itemsize}")
-        self._shown = np.subtract(hidden, 1, dtype=bits, casting="unsafe")  # 0 where hidden, else all ones
-        infinity = np.array(-np.inf, dtype).view(bits)
-        self._infinite = np.multiply(hidden, infinity, dtype=bits)
-        self.nbytes = self._shown.nbytes + self._infinite.nbytes
+    def __init__(self, shown: np.ndarray, dtype: np.dtype) -> None:
+        self._shown, self._dtype = shown, dtype  # 0 where hidden, else all ones
+        self._infinite: np.ndarray | None = None
+        self.nbytes = 2 * shown.nbytes
 
     def zero(self, tile: np.ndarray) -> None:
         """Set the hidden elements of a tile, (..., keys, rows), to 0."""
@@ -58,6 +57,9 @@ class Veil:
     def hide(self, tile: np.ndarray) -> None:
         """Set the hidden elements of a tile of scores to -inf."""
         bits = tile.view(self._shown.dtype)
+        if self._infinite is None:
+            infinity = np.array(-np.inf, self._dtype).view(bits.dtype)
+            self._infinite = np.bitwise_and(np.invert(self._shown), infinity)
         np.bitwise_and(bits, self._shown, bits)
         np.bitwise_or(bits, self._infinite, bits)
 
@@ -77,6 +79,18 @@ class _Source:
         """Return which elements of a tile are hidden, bool, (keys, rows) or broadcastable to it."""
         raise NotImplementedError
 
+    def shown(self, head: Head, row_tile: int, key_tile: int, ramp: np.ndarray) -> np.ndarray:
+        """Return the same as bits, 0 where hidden; (keys, rows) or (1, rows), with rows that do not exist.
+
+        The bits are all zeros or all ones, of the dtype of `ramp`, see :func:`_ramp`, which has as many rows.
+        """
+        hidden = self.hidden(head, row_tile, key_tile)
+        shown = np.empty((len(hidden), ramp.shape[1]), ramp.dtype)
+        there = hidden.shape[1] if hidden.shape[1] > 1 else ramp.shape[1]
+        np.subtract(hidden, 1, out=shown[:, :there], dtype=ramp.dtype, casting="unsafe")
+        shown[:, there:] = ramp[-1, 0]
+        return shown
+
 
 class _Intervals(_Source):
     """Hidden row intervals per key: a ColumnMask, a band, or both together."""
@@ -93,28 +107,39 @@ class _Intervals(_Source):
     def states(self, head, start, stop):
         return intervals.tile_states(pick(self._table, head.query), start, stop)
 
-    def hidden(self, head, row_tile, key_tile):
+    def shown(self, head, row_tile, key_tile, ramp):
         first = row_tile * self._blocks.rows
-        stop = min(first + self._blocks.rows, self._n_queries)
-        rows = np.arange(first, stop, dtype=np.int32)
         keys = slice(key_tile * self._blocks.keys, (key_tile + 1) * self._blocks.keys)
         touched = pick(self._table, head.query)[key_tile]
         result = None
         for (start, end), (_, _, low, high) in zip(self._pairs, touched.tolist(), strict=True):
             if low <= row_tile < high:
-                inside = _inside(pick(start, head.query)[keys], pick(end, head.query)[keys], rows)
-                result = inside if result is None else np.logical_or(result, inside, out=result)
-        return np.zeros((1, 1), bool) if result is None else result
+                outside = _outside(pick(start, head.query)[keys] - first, pick(end, head.query)[keys] - first, ramp)
+                result = outside if result is None else np.bitwise_and(result, outside, out=result)
+        return ramp[-1:] if result is None else result
+
+    def hidden(self, head, row_tile, key_tile):
+        rows = min(self._blocks.rows, self._n_queries - row_tile * self._blocks.rows)
+        return ~self.shown(head, row_tile, key_tile, _ramp(rows, np.dtype(bool)))
 
 
-def _inside(start: np.ndarray, end: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return start <= row < end for each key and row; a side that every key passes is not compared."""
-    if start.max() <= rows[0]:
-        return rows < end[:, None]
-    inside = rows >= start[:, None]
-    if end.min() <= rows[-1]:
-        inside &= rows < end[:, None]
-    return inside
+@lru_cache(maxsize=16)
+def _ramp(rows: int, dtype: np.dtype) -> np.ndarray:
+    """Return (rows + 1, rows), whose line t has all bits set before row t; a tile's veil is made of such lines."""
+    ramp = np.tri(rows + 1, rows, -1, bool)
+    return ramp if dtype.kind == "b" else np.negative(ramp.astype(dtype))
+
+
+def _outside(start: np.ndarray, end: np.ndarray, ramp: np.ndarray) -> np.ndarray:
+    """Return, as bits, row < start or row >= end for each key and row; a side that no key needs is not looked up."""
+    rows = len(ramp) - 1
+    if end.min() >= rows:
+        return ramp.take(start, 0, mode="clip")
+    after = ramp.take(end, 0, mode="clip")
+    np.invert(after, out=after)
+    if start.max() > 0:
+        after |= ramp.take(start, 0, mode="clip")
+    return after
 
 
 class _Blocks(_Source):
@@ -213,16 +238,24 @@ class Tiles:
         key = (row_tile, key_tile, *self._instance(head))
         veil = self._veils.get(key)
         if veil is None:
-            hidden = self.hidden(head, row_tile, key_tile)
-            full = np.zeros((self._blocks.keys, rows), bool)
-            keys = min(self._blocks.keys, self._problem.n_keys - key_tile * self._blocks.keys)
-            full[:keys, : min(rows, self._problem.n_queries - row_tile * self._blocks.rows)] = hidden
-            full[keys:] = True
-            veil = Veil(full, self._problem.stat_dtype)
+            veil = Veil(self._shown(head, row_tile, key_tile, rows), self._problem.stat_dtype)
             if self._veil_bytes + veil.nbytes <= VEIL_BYTES:  # for the other heads that share the mask
                 self._veils[key] = veil
                 self._veil_bytes += veil.nbytes
         return veil
+
+    def _shown(self, head: Head, row_tile: int, key_tile: int, rows: int) -> np.ndarray:
+        """Return the bits of a veil, (blocks.keys, rows)."""
+        ramp = _ramp(rows, np.dtype(f"u{self._problem.stat_dtype.itemsize}"))
+        shown = self._sources[0].shown(head, row_tile, key_tile, ramp)
+        for source in self._sources[1:]:
+            shown = shown & source.shown(head, row_tile, key_tile, ramp)
+        keys = min(self._blocks.keys, self._problem.n_keys - key_tile * self._blocks.keys)
+        if shown.shape[0] == self._blocks.keys:
+            return shown
+        full = np.zeros((self._blocks.keys, rows), shown.dtype)
+        full[:keys] = shown
+        return full
 
     def hidden(self, head: Head, row_tile: int, key_tile: int) -> np.ndarray:
         """Return the hidden elements of a partial tile, bool, (keys, rows) or broadcastable; without padding."""
