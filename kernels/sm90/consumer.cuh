@@ -13,6 +13,8 @@ namespace sm90 {
 
 constexpr bool may_have_empty_rows = cfg::mask != kMaskNone || cfg::band_left || cfg::band_right;
 constexpr u32 turn_barrier = 1;  // + warpgroup
+constexpr int output_blocks = cfg::head_dim_v / 16;
+constexpr bool search_beside = cfg::head_dim <= 128 && cfg::mask != kMaskBlock && cfg::dropout == 0;
 
 // The row of the first of a thread's two rows within the warpgroup's 64.
 __device__ __forceinline__ i32 thread_row() { return 16 * (threadIdx.x % 128 / 32) + threadIdx.x % 32 / 4; }
@@ -65,22 +67,40 @@ struct Consumer {
 
     __device__ __forceinline__ i32 row() const { return work.row + 64 * warpgroup + thread_row(); }
 
-    __device__ __forceinline__ void issue_scores() {
-        multiply_scores(s, shared.q(q.stage) + 64 * warpgroup * row_bytes, shared.k(k.stage));
+    template <class Beside>
+    __device__ __forceinline__ void issue_scores(const Beside& beside) {
+        multiply_scores(s, shared.q(q.stage) + 64 * warpgroup * row_bytes, shared.k(k.stage), beside);
     }
 
-    __device__ __forceinline__ void issue_values() {
+    template <class Beside>
+    __device__ __forceinline__ void issue_values(const Beside& beside) {
         ptx::mbarrier_wait(shared.barrier(v_full + v.stage), v.phase);
-        multiply_values(o, weights, shared.v(v.stage));
+        multiply_values(o, weights, shared.v(v.stage), beside);
     }
 
-    // While the scores are being computed: the element mask of a partial tile.
-    __device__ __forceinline__ void prepare_mask() {
-        if (!uniform(tile.partial(warpgroup))) return;
-        if constexpr (cfg::mask != kMaskNone)
-            find_in_table(visible, p, shared.cols(k.stage), work, work.row + 64 * warpgroup, tile.n());
+    // The phases of finding the tile's visible elements that belong to one of `steps` steps.
+    __device__ __forceinline__ void search(int step, int steps) {
+#pragma unroll
+        for (int phase = 0; phase < search_phases; ++phase) {
+            if (phase * steps / search_phases != step) continue;
+            if constexpr (cfg::mask == kMaskNone)
+                find_in_band(visible, p, row(), tile.n());
+            else
+                find_in_table(visible, phase, p, shared.cols(k.stage), work, work.row + 64 * warpgroup, tile.n());
+        }
+    }
+
+    // Issues the scores; where registers allow it, what is visible of a partial tile is found meanwhile.
+    __device__ __forceinline__ void begin_scores() {
+        if (search_beside && uniform(tile.partial(warpgroup)))
+            issue_scores([&](int step) { search(step, score_steps); });
         else
-            find_in_band(visible, p, row(), tile.n());
+            issue_scores([](int) {});
+    }
+
+    // While the products run: the same where registers are fewer.
+    __device__ __forceinline__ void search_behind() {
+        if (!search_beside && uniform(tile.partial(warpgroup))) search(0, 1);
     }
 
     // The scores are there: their keys' buffer goes back at once, since only a few are under way.
@@ -137,9 +157,9 @@ struct Consumer {
     // A key tile with nothing to overlap with.  True when the row has no further one.
     __device__ __forceinline__ bool single() {
         await_turn();
-        issue_scores();
+        begin_scores();
         pass_turn();
-        prepare_mask();
+        search_behind();
         ptx::wgmma_wait<0>();
         const bool last = uniform(tile.last());
         finish_scores();
@@ -167,11 +187,11 @@ struct Consumer {
     // Scores of a tile beside P V of the tile before.  True when this was the last tile of the row.
     __device__ __forceinline__ bool step() {
         await_turn();
-        issue_scores();
-        issue_values();
+        begin_scores();
+        issue_values([](int) {});
         pass_turn();
         free_output();
-        prepare_mask();
+        search_behind();
         ptx::wgmma_wait<1>();
         finish_scores();
         bool last = uniform(tile.last());
@@ -202,13 +222,23 @@ struct Consumer {
     // True when the new row has one key tile only.
     __device__ __forceinline__ bool cross(const Work& before, Slot<cfg::q_stages> buffer) {
         await_turn();
-        issue_values();
-        issue_scores();
-        pass_turn();
-        prepare_mask();
-        ptx::wgmma_wait<1>();
+        // The new row's first tile is its diagonal one, as a rule: what is visible of it is found here.
+        if (search_beside && uniform(tile.partial(warpgroup)))
+            issue_values([&](int step) { search(step, value_steps); });
+        else
+            issue_values([](int) {});
+        search_behind();
+        const Ending ending = begin_ending(before, state, buffer);
+        ptx::wgmma_wait<0>();
         finish_values();
-        write(o, before, state, buffer);
+        clear_empty_rows(ending);
+        issue_scores([&](int step) {
+#pragma unroll
+            for (int block = 0; block < output_blocks; ++block)
+                if (block * score_steps / output_blocks == step) write_columns(ending, block);
+        });
+        pass_turn();
+        finish_ending(ending);
         state.reset();
         clear();
         ptx::wgmma_wait<0>();
@@ -223,7 +253,7 @@ struct Consumer {
 
     // The last P V of a row tile, without company.
     __device__ __forceinline__ void drain() {
-        issue_values();
+        issue_values([](int) {});
         ptx::wgmma_wait<0>();
         finish_values();
     }
@@ -238,33 +268,61 @@ struct Consumer {
         leaving = 0;
     }
 
-    // Ends the row tile `before`, whose queries lay in `buffer`.
-    __device__ __forceinline__ void write(Output& result, const Work& before, const Softmax& rows,
-                                          Slot<cfg::q_stages> buffer) {
+    // How a row tile ends: its place, the buffer that its output leaves through, l relative to the reference.
+    struct Ending {
+        Work of;
+        u32 stage;
+        float sum[2], normal[2];
+    };
+
+    // Ends the row tile `before`, whose queries lay in `buffer`; all but the last product of its output is there.
+    __device__ __forceinline__ Ending begin_ending(const Work& before, const Softmax& rows,
+                                                   Slot<cfg::q_stages> buffer) {
         free_output();
         // Its announcement lies there until its output has left, and registers are few.
-        const Work of = stage_output ? shared.work(buffer.stage) : before;
-        const i32 first = of.row + 64 * warpgroup + thread_row();
-        float sum[2], normal[2];
+        Ending ending{stage_output ? shared.work(buffer.stage) : before, buffer.stage, {}, {}};
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            sum[r] = quad_sum(rows.sum[r]);
-            normal[r] = sum[r] == 0.0f ? 0.0f : __fdividef(output_scale(), sum[r]);
+            ending.sum[r] = quad_sum(rows.sum[r]);
+            ending.normal[r] = ending.sum[r] == 0.0f ? 0.0f : __fdividef(output_scale(), ending.sum[r]);
         }
-        rescale(result, normal);
-        // A row that saw nothing met only zero weights; a NaN among the values must not survive that.
-        if (may_have_empty_rows && uniform(sum[0] == 0.0f || sum[1] == 0.0f)) {
+        return ending;
+    }
+
+    // A row that saw nothing met only zero weights; a NaN among the values must not survive that.
+    __device__ __forceinline__ void clear_empty_rows(const Ending& ending) {
+        if (!may_have_empty_rows || !uniform(ending.sum[0] == 0.0f || ending.sum[1] == 0.0f)) return;
 #pragma unroll
-            for (int i = 0; i < cfg::head_dim_v / 2; ++i) result[i] = sum[half_of(i)] == 0.0f ? 0.0f : result[i];
-        }
+        for (int i = 0; i < cfg::head_dim_v / 2; ++i) o[i] = ending.sum[half_of(i)] == 0.0f ? 0.0f : o[i];
+    }
+
+    // Normalises 16 columns of the output, and stages them.
+    __device__ __forceinline__ void write_columns(const Ending& ending, int block) {
+#pragma unroll
+        for (int i = 8 * block; i < 8 * block + 8; ++i) o[i] *= ending.normal[half_of(i)];
+        if constexpr (stage_output) stage_columns(o, shared.q(ending.stage), warpgroup, block);
+    }
+
+    __device__ __forceinline__ void finish_ending(const Ending& ending) {
+        const i32 first = ending.of.row + 64 * warpgroup + thread_row();
         if constexpr (stage_output) {
-            store_output(result, o_map, shared.q(buffer.stage), warpgroup, of);
-            leaving = shared.barrier(q_empty + buffer.stage);
+            store_output(o_map, shared.q(ending.stage), warpgroup, ending.of);
+            leaving = shared.barrier(q_empty + ending.stage);
             if constexpr (cfg::q_stages == 1) free_output();
         } else {
-            write_float(result, p, of, first);
+            write_float(o, p, ending.of, first);
         }
-        write_statistics(p, of, first, rows, sum);
+        write_statistics(p, ending.of, first, state, ending.sum);
+    }
+
+    // The end of a row tile with nothing to overlap with.
+    __device__ __forceinline__ void write(const Work& before, Slot<cfg::q_stages> buffer) {
+        drain();
+        const Ending ending = begin_ending(before, state, buffer);
+        clear_empty_rows(ending);
+#pragma unroll
+        for (int block = 0; block < output_blocks; ++block) write_columns(ending, block);
+        finish_ending(ending);
     }
 
     __device__ __forceinline__ void run();
@@ -303,8 +361,7 @@ __device__ __forceinline__ void Consumer::run() {
             if (!some || !seen) break;
             last = cross(before, buffer);
         }
-        drain();
-        write(o, before, state, buffer);
+        write(before, buffer);
         if constexpr (cfg::q_stages == 1) some = await_row();
     }
 }

@@ -33,27 +33,27 @@ __device__ __forceinline__ void write_statistics(const Params& p, const Work& wo
     }
 }
 
-// Rounds the warpgroup's rows into shared memory at `tile` and hands them to the copy engine.
-__device__ __forceinline__ void store_output(const Output& o, const ptx::TensorMap& map, u32 tile, u32 warpgroup,
-                                             const Work& work) {
+// Rounds 16 columns of the warpgroup's rows into shared memory at `tile`.
+__device__ __forceinline__ void stage_columns(const Output& o, u32 tile, u32 warpgroup, int block) {
     const u32 thread = place_of_thread(), lane = thread % 32;
-    const i32 first_row = work.row + 64 * static_cast<i32>(warpgroup);
     const u32 row = 64 * warpgroup + 16 * (thread / 32) + lane % 16;
-#pragma unroll
-    for (int block = 0; block < cfg::head_dim_v / 16; ++block) {
-        const u32 chunk = (2 * (block % 4) + lane / 16) ^ (row % 8);
-        const float* x = o + 8 * block;
-        ptx::stmatrix_x4(tile + ((block / 4) * cfg::block_m + row) * row_bytes + 16 * chunk, pack(x[0], x[1]),
-                         pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
-    }
+    const u32 chunk = (2 * (block % 4) + lane / 16) ^ (row % 8);
+    const float* x = o + 8 * block;
+    ptx::stmatrix_x4(tile + ((block / 4) * cfg::block_m + row) * row_bytes + 16 * chunk, pack(x[0], x[1]),
+                     pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
+}
+
+// Hands the warpgroup's staged rows to the copy engine.
+__device__ __forceinline__ void store_output(const ptx::TensorMap& map, u32 tile, u32 warpgroup, const Work& work) {
     ptx::async_proxy_fence();
     ptx::barrier_sync(store_barrier + warpgroup, 128);
+    const i32 row = work.row + 64 * static_cast<i32>(warpgroup);
     // Rows past the end are left out by the copy engine; it must not begin before the first.
-    if (thread == 0 && first_row >= 0) {
+    if (place_of_thread() == 0 && row >= 0) {
 #pragma unroll
         for (int slab = 0; slab < slabs_v; ++slab)
-            ptx::tensor_store(map, tile + (slab * cfg::block_m + 64 * warpgroup) * row_bytes, 64 * slab,
-                              first_row, work.head, work.batch);
+            ptx::tensor_store(map, tile + (slab * cfg::block_m + 64 * warpgroup) * row_bytes, 64 * slab, row, work.head,
+                              work.batch);
         ptx::bulk_commit();
     }
 }

@@ -35,51 +35,55 @@ __device__ __forceinline__ void find_in_band(Visible& visible, const Params& p, 
     }
 }
 
-// Among the eight lanes g that differ in their row: bit g' of each byte of lane g becomes bit g of lane g'.
-__device__ __forceinline__ void turn_bits(Visible& x) {
-    const u32 g = place_of_thread() % 32 / 4;
-    u32 low = 0x0f0f0f0f;  // bits whose number has the step's bit clear
+// Among the eight lanes g that differ in their row: bit g' of each byte of lane g becomes bit g of lane g', after calls
+// with step 4, 2 and 1.
+__device__ __forceinline__ void turn_bits(Visible& x, int step) {
+    const bool upper = place_of_thread() % 32 / 4 & step;
+    // Bits whose number has the step's bit clear.
+    const u32 low = step == 4 ? 0x0f0f0f0f : step == 2 ? 0x33333333 : 0x55555555;
+    const u32 own = ptx::opaque(static_cast<i32>(upper ? ~low : low));  // opaque: one instruction merges two words
 #pragma unroll
-    for (int step = 4; step > 0; step /= 2) {
-        const bool upper = g & step;
-        const u32 own = ptx::opaque(static_cast<i32>(upper ? ~low : low));  // opaque: one instruction merges two words
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const u32 other = __shfl_xor_sync(~0u, x[r], 4 * step);
-            x[r] = (x[r] & own) | (__funnelshift_l(other, other, upper ? 32 - step : step) & ~own);
-        }
-        low ^= low << (step / 2);
+    for (int r = 0; r < 2; ++r) {
+        const u32 other = __shfl_xor_sync(~0u, x[r], 4 * step);
+        x[r] = (x[r] & own) | (__funnelshift_l(other, other, upper ? 32 - step : step) & ~own);
     }
 }
 
-// By a table.  A lane finds which of its warp's 16 rows see keys 8 g + 2 q, 8 g + 2 q + 1 and the two 64 further (g, q: its
-// place in the fragment); the bits then change sides.  `cols` are the intervals of the tile's keys.
-__device__ __forceinline__ void find_in_table(Visible& visible, const Params& p, const int4* cols, const Work& work,
-                                              i32 first_row, i32 n) {
-    const u8* blocks = nullptr;
-    if constexpr (cfg::mask == kMaskBlock)
-        blocks = static_cast<const u8*>(p.mask.data) + slice_of(p.mask, work.batch, work.head);
-    const u32 thread = place_of_thread(), lane = thread % 32;
-    first_row += 16 * (thread / 32);
-    u32 pairs[2];  // rows 0-7 of both keys, then rows 8-15 of both
+// Which of 16 rows see keys `column` and the next of a tile: rows 0-7 of both, then rows 8-15 of both.
+__device__ __forceinline__ u32 pair_rows(const Params& p, const int4* cols, const Work& work, i32 first_row, i32 n,
+                                         i32 column) {
+    if (column >= cfg::block_n) return 0;
+    const i32 key = n * cfg::block_n + column;
+    u32 rows[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const i32 column = 64 * half + 8 * (lane / 4) + 2 * (lane % 4), key = n * cfg::block_n + column;
-        u32 rows[2] = {0, 0};
-        if (column < cfg::block_n) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                rows[e] = band_rows<u32>(p, first_row, key + e);
-                if constexpr (cfg::mask == kMaskColumn) rows[e] &= column_rows<u32>(cols[column + e], first_row);
-                if constexpr (cfg::mask == kMaskBlock) rows[e] &= block_rows<u32>(p, blocks, first_row, key + e);
-            }
+    for (int e = 0; e < 2; ++e) {
+        rows[e] = band_rows<u32>(p, first_row, key + e);
+        if constexpr (cfg::mask == kMaskColumn) rows[e] &= column_rows<u32>(cols[column + e], first_row);
+        if constexpr (cfg::mask == kMaskBlock) {
+            const u8* blocks = static_cast<const u8*>(p.mask.data) + slice_of(p.mask, work.batch, work.head);
+            rows[e] &= block_rows<u32>(p, blocks, first_row, key + e);
         }
-        pairs[half] = __byte_perm(rows[0], rows[1], 0x5140);
     }
-    visible[0] = __byte_perm(pairs[0], pairs[1], 0x5410);
-    visible[1] = __byte_perm(pairs[0], pairs[1], 0x7632);
-    turn_bits(visible);
+    return __byte_perm(rows[0], rows[1], 0x5140);
 }
+
+// By a table, in five phases.  A lane finds which of its warp's 16 rows see keys 8 g + 2 q, 8 g + 2 q + 1 and the two 64
+// further (g, q: its place in the fragment); the bits then change sides.  `cols` are the intervals of the tile's keys.
+__device__ __forceinline__ void find_in_table(Visible& visible, int phase, const Params& p, const int4* cols,
+                                              const Work& work, i32 first_row, i32 n) {
+    if (phase >= 2) return turn_bits(visible, 16 >> phase);
+    const u32 thread = place_of_thread(), lane = thread % 32;
+    const i32 column = 64 * phase + 8 * (lane / 4) + 2 * (lane % 4);
+    const u32 pair = pair_rows(p, cols, work, first_row + 16 * (thread / 32), n, column);
+    if (phase == 0) {
+        visible[0] = pair;
+    } else {
+        visible[1] = __byte_perm(visible[0], pair, 0x7632);
+        visible[0] = __byte_perm(visible[0], pair, 0x5410);
+    }
+}
+
+constexpr int search_phases = cfg::mask == kMaskNone ? 1 : 5;  // of finding what is visible
 
 __device__ __forceinline__ void mask_scores(Scores& s, const Visible& visible) {
 #pragma unroll

@@ -12,28 +12,36 @@ using Scores = float[cfg::block_n / 2];
 using Output = float[cfg::head_dim_v / 2];
 using Weights = u32[cfg::block_n / 16][4];          // P as A fragments, one per 16 keys
 
+// Both products call `beside` after each of their instructions: a warp is held up while it issues them, until the tensor
+// cores have come that far, and other work costs nothing there.
+constexpr int score_steps = cfg::head_dim / 16, value_steps = cfg::block_n / 16;
+
 // S = Q K^T, asynchronous.  q is the address of this warpgroup's rows.
-__device__ __forceinline__ void multiply_scores(Scores& s, u32 q, u32 k) {
+template <class Beside>
+__device__ __forceinline__ void multiply_scores(Scores& s, u32 q, u32 k, const Beside& beside) {
     constexpr u32 group = 8 * row_bytes;
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < cfg::head_dim / 16; ++step) {
+    for (int step = 0; step < score_steps; ++step) {
         const int slab = step / 4, column = 32 * (step % 4);
         const u64 a = ptx::wgmma_descriptor(q, 16, group) + ((slab * cfg::block_m * row_bytes + column) >> 4);
         const u64 b = ptx::wgmma_descriptor(k, 16, group) + ((slab * cfg::block_n * row_bytes + column) >> 4);
         ptx::Product<cfg::block_n>::ss<is_bfloat16, sign, 0>(s, a, b, step > 0);
+        beside(step);
     }
     ptx::wgmma_commit();
 }
 
 // O += P V, asynchronous.
-__device__ __forceinline__ void multiply_values(Output& o, const Weights& p, u32 v) {
+template <class Beside>
+__device__ __forceinline__ void multiply_values(Output& o, const Weights& p, u32 v, const Beside& beside) {
     constexpr u32 group = 8 * row_bytes;
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < cfg::block_n / 16; ++step) {
+    for (int step = 0; step < value_steps; ++step) {
         const u64 b = ptx::wgmma_descriptor(v, cfg::block_n * row_bytes, group) + ((step * 2 * group) >> 4);
         ptx::Product<cfg::head_dim_v>::rs<is_bfloat16, 1, 1>(o, p[step], b, 1);
+        beside(step);
     }
     ptx::wgmma_commit();
 }
