@@ -30,6 +30,8 @@ struct Consumer {
     u32 leaving = 0;   // barrier of the buffer that an output is leaving through, or 0
     Work work;        // the row tile being worked on
     KeyTile tile;     // the key tile whose keys have arrived
+    bool arrived = false;  // had the next keys when they were looked for, and what
+    KeyTile next;          // came with them
     bool seen;        // this warpgroup's rows see something of it
     Visible visible;  // what of it, if that is only a part
     Softmax state;
@@ -50,9 +52,20 @@ struct Consumer {
         ptx::barrier_arrive(turn_barrier + (warpgroup + 1 == warpgroups ? 0 : warpgroup + 1), 256);
     }
 
+    // Looks for the next keys halfway through the exponentials, so that nobody waits for the answer behind them.
+    __device__ __forceinline__ void look_for_keys(int block) {
+        constexpr int middle = value_steps / 2;
+        if (block == middle) arrived = ptx::mbarrier_passed(shared.barrier(k_full + k.stage), k.phase);
+        if (block == middle + 1 && arrived) next = shared.code(k.stage);
+    }
+
     __device__ __forceinline__ void await_keys() {
-        ptx::mbarrier_wait(shared.barrier(k_full + k.stage), k.phase);
-        tile = shared.code(k.stage);
+        tile = next;
+        if (!__all_sync(~0u, arrived)) {
+            ptx::mbarrier_wait(shared.barrier(k_full + k.stage), k.phase);
+            tile = shared.code(k.stage);
+        }
+        arrived = false;
         seen = !uniform(tile.hidden(warpgroup));
     }
 
@@ -119,10 +132,12 @@ struct Consumer {
     // The running softmax.  What dropout keeps is drawn between the exponentials, block by block: the two wait for
     // different units.  True when earlier outputs must be multiplied by factor.
     __device__ __forceinline__ bool update_softmax() {
-        if constexpr (cfg::dropout == 0) return update(state, factor, s, [](int) {});
+        if constexpr (cfg::dropout == 0)
+            return update(state, factor, s, [&](int block) { look_for_keys(block); });
         const RandomStream stream = random_stream(p.dropout, work.batch, work.head);
         const i32 key = tile.n() * cfg::block_n + 2 * (threadIdx.x % 4);
         return update(state, factor, s, [&](int block) {
+            look_for_keys(block);
             u32 words[4];
             random_words(words, p.dropout, stream, row(), key + 16 * block);
 #pragma unroll
