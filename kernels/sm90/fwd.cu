@@ -42,6 +42,12 @@ attention_forward(const __grid_constant__ Params p, const __grid_constant__ ptx:
     // The same in all lanes; the shuffle tells the compiler so.
     const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (threadIdx.x == 0) init_barriers(shared);
+    if (threadIdx.x == 32) {  // descriptors are on their way before the first copies need them
+        ptx::tensor_map_prefetch(q_map);
+        ptx::tensor_map_prefetch(k_map);
+        ptx::tensor_map_prefetch(v_map);
+        ptx::tensor_map_prefetch(o_map);
+    }
     __syncthreads();  // the barriers are ready
 
     if (warp < 4) {
