@@ -112,6 +112,7 @@ class _Step(NamedTuple):
     find_highest: Call
     add_up: tuple[Call, ...]
     weigh: tuple[Call, ...]
+    take_whole: tuple[Call, ...]  # all steps, for a chunk in which nothing is hidden and no reference moves
 
 
 class _Pass:
@@ -168,15 +169,19 @@ class _Pass:
         weigh.append(partial(np.add, self.o, chunk_sum, self.o))
         wide = s.reshape(members, -1, LANES * rows)  # longer rows are faster to reduce
         find_highest = partial(np.maximum.reduce, wide, 1, None, self.here)
-        return _Step(s, tuple(make_scores), find_highest, tuple(add_up), tuple(weigh))
+        search = (find_highest, self.follow) if self._stack.statistics else ()
+        take_whole = (*make_scores, *search, partial(exponential, s, s), *add_up, *weigh)
+        return _Step(s, tuple(make_scores), find_highest, tuple(add_up), tuple(weigh), take_whole)
 
 
 class _Stack:
     """What a thread keeps for a stack of row tiles on its way through the keys; all relative to the references."""
 
-    def __init__(self, problem: Problem, blocks: Blocks, panel: Panel, buffers: Buffers, shape: Shape) -> None:
+    def __init__(
+        self, problem: Problem, blocks: Blocks, panel: Panel, buffers: Buffers, shape: Shape, *, statistics: bool
+    ) -> None:
         self.common = problem, blocks, buffers, panel, shape
-        self.shape, self.together = shape, is_plain(problem)
+        self.shape, self.together, self.statistics = shape, is_plain(problem), statistics
         members, rows = shape.heads * shape.tiles, shape.rows
         self.ones = np.ones((1, blocks.keys), problem.stat_dtype)
         self.q = Rows(buffers, shape, problem.head_dim, plain=False)
@@ -212,6 +217,7 @@ class _Worker:
         self._panel = Panel(problem, operands, blocks, tiles, self._buffers, ones=False)
         self._scores = Scores(problem, operands, blocks, tiles, self._buffers)
         self._dropout = Dropout(problem, operands, blocks) if problem.dropout else None
+        self._bare = self._scores.bare and not problem.dropout
         self._stacks: dict[Shape, _Stack] = {}
 
     def __call__(self, item: Item) -> None:
@@ -234,10 +240,15 @@ class _Worker:
         scores, panel = self._scores, self._panel
         panel.seek(team, chunk.runs[0][0])
         step = state.step(chunk)
+        bounded = scores.farthest == 0 and scores.span(panel.reach) <= WINDOW  # no reference would move
+        state.bounded |= bounded
+        if bounded and self._bare and chunk.simple:
+            for call in step.take_whole:
+                call()
+            return
         for call in step.make_scores:
             call()
-        if scores.farthest == 0 and scores.span(panel.reach) <= WINDOW:  # no reference would move
-            state.bounded = True
+        if bounded:
             scores.complete(step.s, chunk, hide=self._statistics)
             if self._statistics:
                 step.find_highest()
@@ -259,7 +270,8 @@ class _Worker:
     def _stack_at(self, item: Item) -> _Stack:
         shape = stack_shape(self._problem, self._blocks, len(item.team.heads), item.row_tile)
         if shape not in self._stacks:
-            self._stacks[shape] = _Stack(self._problem, self._blocks, self._panel, self._buffers, shape)
+            common = self._problem, self._blocks, self._panel, self._buffers
+            self._stacks[shape] = _Stack(*common, shape, statistics=self._statistics)
         return self._stacks[shape]
 
     def _move(self, state: _Pass, s: np.ndarray) -> None:

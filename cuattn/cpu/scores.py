@@ -84,12 +84,12 @@ class Scores:
         self._padding = 0  # keys, at its end
         self._hiding = False  # whether what is hidden in it is -inf
         self._dead: Sequence[tuple[slice, np.ndarray]] = ()  # what a bias of -inf hides, by slots
-        self._bare = self._cap is None and operands.bias is None  # nothing but products enters the scores
+        self.bare = self._cap is None and operands.bias is None  # nothing but products enters the scores
 
     def load(self, team: Team, rows: slice, q: Rows, empty: np.ndarray | None = None) -> None:
         """Load the queries of a stack, with the `empty` rows as 0."""
         q.load(pick_team(self._operands.q, team)[:, rows], self._factor, empty)
-        self._longest = q.longest() if self._bare else 0.0
+        self._longest = q.longest() if self.bare else 0.0
 
     def begin(self, team: Team, row_tile: int, q: np.ndarray) -> None:
         """Turn to row tiles, of which `row_tile` is the first and `q` the augmented queries; their references are 0."""
@@ -119,13 +119,13 @@ class Scores:
 
         Without `hide` they are what they are, until they are exponentials.
         """
-        if chunk.simple and self._bare:
+        if chunk.simple and self.bare:
             self._veils, self._padding = (), 0
             return
         self._padding, self._hiding = chunk.padding, hide
         rows = s.shape[-1]
         self._veils = [(slot, self._tiles.veil(self._head, self._row_tile, tile, rows)) for tile, slot in chunk.partial]
-        if not self._bare:
+        if not self.bare:
             self._bend(s, chunk)
         if hide:
             for slot, veil in self._veils:
