@@ -1,7 +1,8 @@
 // A consumer warpgroup: 64 keys against all row tiles that see them, key tile after key tile.
 //
 // What a thread computes runs beside products, its own warpgroup's where possible: the probabilities beside dP, and writing dQ out
-// beside the scores of the next row tile, which are issued before dQ is complete.
+// beside dK.  Narrow heads, with 128 rows, do the latter beside the scores of the next row tile, which are issued before dQ is
+// complete.
 #pragma once
 #include "sm90/bwd_worker.cuh"
 
@@ -10,6 +11,12 @@ namespace sm90 {
 // P is rounded together with dS, and dV comes after dS, which is faster by 1-4 % and takes fewer registers; but a softcap's slope
 // leaves no P to round, and dropped elements are best thinned out at once.
 constexpr bool values_first = cfg::block_m <= 64 && (cfg::softcap || cfg::dropout);
+// With scores ahead dK takes dS from shared memory: as registers it would have to outlive those scores.  With 64 rows, where shared
+// memory nearly binds, that costs more than the scores gain.
+constexpr bool scores_ahead = cfg::block_m == 128;
+// The fence behind dQ's stores can wait until the next products are under way; but where key tiles take turns, others wait for it.
+constexpr bool late_hand_over = !scores_ahead && !cfg::deterministic;
+
 static_assert(cfg::stages == 2, "the buffers of dS and the phases of `taken` go by the stage");
 constexpr u32 consumers = 128 * warpgroups;
 constexpr u32 gradients_barrier = 1, keys_barrier = 2;
@@ -19,7 +26,11 @@ __device__ __forceinline__ QueryGradient& place_of_queries(QueryGradient& dp, Qu
 template <int n>
 __device__ __forceinline__ QueryGradient& place_of_queries(float (&)[n], QueryGradient& dq) { return dq; }
 
+template <bool in_place> struct ChooseNumbers { using type = NumbersInPlace; };
+template <> struct ChooseNumbers<false> { using type = NumbersAhead; };
+
 struct Consumer : Worker {
+    using Numbers = ChooseNumbers<scores_ahead>::type;
     const ptx::TensorMap &dk_map, &dv_map;
     const u32 warpgroup;
     Scores s, dp;
@@ -50,15 +61,16 @@ struct Consumer : Worker {
     // Lines 11-13: probabilities, while dP is being computed.
     __device__ __forceinline__ void probabilities() {
         const Hidden hidden(*this, 64 * warpgroup);
+        const Numbers numbers(stat());
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(s);
         hidden.refine(s, p);
-        weigh<values_first>(s, weights, p, stat(), hidden.draws);
+        weigh<values_first>(s, weights, p, numbers, hidden.draws);
     }
 
     // Line 20: dS, which goes to shared memory for dQ.
-    __device__ __forceinline__ void gradients() {
-        differentiate<!values_first>(ds, weights, s, dp, delta());
+    __device__ __forceinline__ void gradients(const Numbers& delta) {
+        differentiate<!values_first>(ds, weights, s, dp, delta);
         store_gradients(ds, shared.ds(slot.stage) + warpgroup * cfg::block_m * row_bytes);
         ptx::async_proxy_fence();
     }
@@ -72,11 +84,13 @@ struct Consumer : Worker {
             multiply_queries(queries(), rows, columns + (slabs == 1 ? 64 : cfg::block_n * row_bytes) * warpgroup);
     }
 
-    // Products of a row tile up to dQ, with its scores under way on entry.
+    // Products of a row tile, whose scores are under way on entry, and dQ and dK on exit.
     __device__ __forceinline__ void begin_step() {
         foretell({step().dq_tile, step().m(), work().tile, step().head, work().batch, 0});
         issue_weights();
+        if (late_hand_over && begun) hand_over();  // dQ of the step before
         probabilities();
+        const Numbers numbers(delta());
         if constexpr (values_first) {
             accumulate(dv, weights, shared.dout(slot.stage), begun);  // line 16
             ptx::wgmma_wait<1>();
@@ -85,23 +99,29 @@ struct Consumer : Worker {
         }
         ptx::wgmma_pin(dp);
         if (uniform(step().last())) release(v_empty);
-        gradients();
+        gradients(numbers);
         if constexpr (!values_first) accumulate(dv, weights, shared.dout(slot.stage), begun);
         ptx::barrier_sync(gradients_barrier, consumers);  // dS is complete
-        // From shared memory: as registers dS would have to outlive the next scores.
-        accumulate_shared(dk, shared.ds(slot.stage) + warpgroup * cfg::block_m * row_bytes, shared.q(slot.stage), begun);  // line 22
-        issue_queries();
+        if constexpr (scores_ahead) {
+            accumulate_shared(dk, shared.ds(slot.stage) + warpgroup * cfg::block_m * row_bytes, shared.q(slot.stage), begun);  // line 22
+            issue_queries();
+        } else {
+            issue_queries();
+            accumulate(dk, ds, shared.q(slot.stage), begun);  // line 22
+        }
         begun = 1;
     }
 
-    // dQ to its buffer, from which the reducer warp takes it; q and do of the row tile go back.
-    __device__ __forceinline__ void finish_step(u32 stage) {
+    // dQ to its buffer, once the reducer warp is done with what was there.
+    __device__ __forceinline__ void store_queries(u32 stage) {
         QueryGradient& dq = queries();
         ptx::wgmma_pin(dq);
-        release(q_empty + stage);
-        release(do_empty + stage);
         ptx::mbarrier_wait(shared.barrier(taken + warpgroup), stage ^ 1);
         store_registers(shared.handed_on(warpgroup), dq);
+    }
+
+    // The buffer to the reducer warp.
+    __device__ __forceinline__ void hand_over() const {
         ptx::async_proxy_fence();
         __syncwarp();  // the warp's part is complete
         release(handed + warpgroup);
@@ -114,35 +134,63 @@ struct Consumer : Worker {
         ptx::mbarrier_arrive(shared.barrier(foretold + 2 * warpgroup + slot.stage));
     }
 
-    // Begins the scores of the key tile in the slot, if there is one that some row sees.
+    // Waits for the key tile in the slot; false when there is none.  Its first scores begin, if they go ahead and some row sees it.
     __device__ __forceinline__ bool begin_keys() {
         const bool some = await_keys();
-        if (some && uniform(work().seen())) issue_scores();
+        if (scores_ahead && some && uniform(work().seen())) issue_scores();
         return some;
     }
 
-    // All row tiles of the key tile in the slot, whose first scores are under way on entry.  On exit the slot is the next key
-    // tile's, and its first scores are under way; true when there is one.
+    // The rest of a step with scores ahead: those of the next row tile, or after a last step of the next key tile; false when there
+    // is none.
+    __device__ __forceinline__ bool end_step_ahead(bool last) {
+        const u32 stage = slot.stage;
+        bool some = true;
+        slot.advance();
+        if (last) {
+            keys.advance();
+            some = begin_keys();
+        } else {
+            issue_scores();
+        }
+        ptx::wgmma_commit();  // perhaps of nothing
+        ptx::wgmma_wait<1>();
+        release(q_empty + stage);
+        release(do_empty + stage);
+        store_queries(stage);
+        hand_over();
+        return some;
+    }
+
+    // And of one without.
+    __device__ __forceinline__ bool end_step(bool last) {
+        ptx::wgmma_wait<1>();
+        release(do_empty + slot.stage);
+        store_queries(slot.stage);
+        if (!late_hand_over || last) hand_over();
+        ptx::wgmma_wait<0>();
+        release(q_empty + slot.stage);
+        slot.advance();
+        if (!last) return true;
+        keys.advance();
+        return begin_keys();
+    }
+
+    // All row tiles of the key tile in the slot.  On exit the slot is the next key tile's; true when there is one.  With scores
+    // ahead the first are under way on entry, and the next complete on exit.
     __device__ __forceinline__ bool accumulate_steps() {
         await_stores();
         await_values();
         begun = 0;
 #pragma unroll 1
         for (;;) {
-            begin_step();
-            const u32 stage = slot.stage;
-            const bool last = uniform(shared.step(stage).last());
-            bool some = true;
-            slot.advance();
-            if (last) {
-                keys.advance();
-                some = begin_keys();
-            } else {
+            if constexpr (!scores_ahead) {
                 issue_scores();
+                ptx::wgmma_commit();
             }
-            ptx::wgmma_commit();  // perhaps of nothing
-            ptx::wgmma_wait<1>();
-            finish_step(stage);
+            begin_step();
+            const bool last = uniform(step().last());
+            const bool some = scores_ahead ? end_step_ahead(last) : end_step(last);
             if (last) {
                 ptx::wgmma_wait<0>();
                 ptx::wgmma_pin(s);

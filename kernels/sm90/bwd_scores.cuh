@@ -85,16 +85,32 @@ __device__ __forceinline__ u32 round_weights(float low, float high) {
     return cfg::dropout ? pack(fmaxf(low, 0.0f), fmaxf(high, 0.0f)) : pack(low, high);
 }
 
+// Numbers of a tile's queries, for a thread those of 2 neighbours of every 8: where they lie, or ahead of their use in registers,
+// since beside products that fill shared memory's time a load waits for hundreds of clocks.
+struct NumbersInPlace {
+    const float2* first;
+    __device__ __forceinline__ float2 operator[](int i) const { return first[4 * i]; }
+};
+
+struct NumbersAhead {
+    float2 number[cfg::block_m / 8];
+    __device__ __forceinline__ explicit NumbersAhead(NumbersInPlace tile) {
+#pragma unroll
+        for (int i = 0; i < cfg::block_m / 8; ++i) number[i] = tile[i];
+    }
+    __device__ __forceinline__ float2 operator[](int i) const { return number[i]; }
+};
+
 // Algorithm 4, line 13: P in place of the scores, p = 2^(s log2 e + stat); what dropout drops is marked by its sign.  With
 // round_now P is also rounded, and then, with a softcap, multiplied by the slope that dS needs.
-template <bool round_now>
-__device__ __forceinline__ void weigh(Scores& s, Fragments& weights, const Params& p, const float* stat, const Draws& draws) {
+template <bool round_now, class Numbers>
+__device__ __forceinline__ void weigh(Scores& s, Fragments& weights, const Params& p, const Numbers& stat, const Draws& draws) {
     static_assert(round_now || !cfg::softcap);
     constexpr u32 threshold = cfg::dropout ? cfg::dropout : 1;
     const float scale = static_cast<float>((cfg::prescaled ? 1.0 : fabs(p.scale)) * kLog2e);
 #pragma unroll
     for (int i = 0; i < cfg::block_m / 2; i += 2) {
-        const float2 shift = *reinterpret_cast<const float2*>(stat + 8 * (i / 4) + 2 * (threadIdx.x % 4));
+        const float2 shift = stat[i / 4];
         const float score[2] = {s[i], s[i + 1]};
         s[i] = ptx::ex2(fmaf(score[0], scale, shift.x));
         s[i + 1] = ptx::ex2(fmaf(score[1], scale, shift.y));
@@ -109,11 +125,11 @@ __device__ __forceinline__ void weigh(Scores& s, Fragments& weights, const Param
 }
 
 // Algorithm 4, line 20: dS = P (dP - D), rounded; all divided by the scale of dropout, where a dropped element's dP is 0.
-template <bool round_weights_now>
-__device__ __forceinline__ void differentiate(Fragments& ds, Fragments& weights, const Scores& s, const Scores& dp, const float* delta) {
+template <bool round_weights_now, class Numbers>
+__device__ __forceinline__ void differentiate(Fragments& ds, Fragments& weights, const Scores& s, const Scores& dp, const Numbers& delta) {
 #pragma unroll
     for (int i = 0; i < cfg::block_m / 2; i += 2) {
-        const float2 d = *reinterpret_cast<const float2*>(delta + 8 * (i / 4) + 2 * (threadIdx.x % 4));
+        const float2 d = delta[i / 4];
         const float low = s[i] * (cfg::dropout && s[i] < 0 ? d.x : dp[i] - d.x);
         const float high = s[i + 1] * (cfg::dropout && s[i + 1] < 0 ? d.y : dp[i + 1] - d.y);
         ds[i / 8][i / 2 % 4] = pack(low, high);

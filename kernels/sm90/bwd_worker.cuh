@@ -23,8 +23,11 @@ struct Worker {
     }
 
     __device__ __forceinline__ const Step& step() const { return shared.step(slot.stage); }
-    __device__ __forceinline__ const float* stat() const { return &shared.at<float>(stat_at, slot.stage * cfg::block_m); }
-    __device__ __forceinline__ const float* delta() const { return &shared.at<float>(delta_at, slot.stage * cfg::block_m); }
+    __device__ __forceinline__ NumbersInPlace numbers(int offset) const {
+        return {&shared.at<float2>(offset, slot.stage * (cfg::block_m / 2) + threadIdx.x % 4)};
+    }
+    __device__ __forceinline__ NumbersInPlace stat() const { return numbers(stat_at); }
+    __device__ __forceinline__ NumbersInPlace delta() const { return numbers(delta_at); }
 
     __device__ __forceinline__ void await_queries() const { ptx::mbarrier_wait(shared.barrier(q_full + slot.stage), slot.phase); }
     __device__ __forceinline__ void await_douts() const { ptx::mbarrier_wait(shared.barrier(do_full + slot.stage), slot.phase); }
