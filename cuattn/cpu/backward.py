@@ -137,11 +137,11 @@ class _Step(NamedTuple):
     s: np.ndarray  # (stack, tiles, keys, rows): scores, then probabilities
     dp: np.ndarray  # of the same shape: the derivatives of the probabilities, then of the scores
     make_products: tuple[Call, ...]  # q k and do v
+    exponentiate: Call
     weigh_probabilities: Call
     find_dv: Call
     find_dk: Call
-    find_dq: tuple[Call, ...]
-    collect_dq: tuple[Call, ...]
+    find_dq: tuple[Call, ...]  # and add it
 
 
 class _Stack:
@@ -197,11 +197,11 @@ class _Stack:
             s,
             dp,
             tuple(make_products),
+            partial(exponential, s, s),
             partial(np.multiply, s, dp, dp),
             partial(np.matmul, s, self.do.plain, dv),
             partial(np.matmul, dp, self.q.plain, dk),
-            tuple(find_dq),
-            self._collect(dq),
+            (*find_dq, *self._collect(dq)),
         )
 
     def _collect(self, parts: np.ndarray) -> tuple[Call, ...]:
@@ -226,6 +226,7 @@ class _Worker:
         self._panel = Panel(*common, ones=True)
         self._scores = Scores(*common)
         self._dropout = Dropout(self._problem, self._operands, self._blocks) if self._problem.dropout else None
+        self._bare = self._scores.bare and self._dropout is None  # no bias, so no dbias either
         self._stacks: dict[Shape, _Stack] = {}
 
     def __call__(self, item: Item) -> None:
@@ -240,14 +241,16 @@ class _Worker:
             step = stack.step(chunk)
             for call in step.make_products:
                 call()
-            self._scores.complete(step.s, chunk)
-            self._scores.exponentiate(step.s, self._panel.reach)
-            self._differentiate(step, item, chunk, target)
+            if self._bare and chunk.simple and self._scores.normal(self._panel.reach):
+                step.exponentiate()
+                step.weigh_probabilities()
+            else:
+                self._scores.complete(step.s, chunk)
+                self._scores.exponentiate(step.s, self._panel.reach)
+                self._differentiate(step, item, chunk, target)
             add_shares(item.dv, index, chunk, step.find_dv())
             add_shares(item.dk, index, chunk, step.find_dk())
             for call in step.find_dq:
-                call()
-            for call in step.collect_dq:
                 call()
         if dbias is not None:
             dbias.close(target, item.team.heads[0], item.row_tile)

@@ -114,6 +114,10 @@ class Scores:
             return math.inf
         return self._longest * reach if self._cap is None else self._cap * UNIT
 
+    def normal(self, reach: float) -> bool:
+        """Whether all visible scores are sure to have exponentials that are normal numbers."""
+        return self.span(reach) + self.farthest <= -self._lowest
+
     def complete(self, s: np.ndarray, chunk: Chunk, *, hide: bool = True) -> None:
         """Make scores of the products with a chunk of keys, (stack, chunk.count, keys, rows); hidden ones are -inf.
 
@@ -163,7 +167,7 @@ class Scores:
 
     def exponentiate(self, s: np.ndarray, reach: float) -> None:
         """Replace completed scores by their exponentials; hidden ones become 0.  `reach` is the panel's."""
-        if not self.span(reach) + self.farthest <= -self._lowest:
+        if not self.normal(reach):
             np.maximum(s, self._lowest, out=s)  # what is less may be a subnormal number, or is -inf: both are slow
         elif self._hiding:
             self.zero_hidden(s)
