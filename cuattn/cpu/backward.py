@@ -25,7 +25,7 @@ from cuattn.cpu.exponent import exponential, to_units
 from cuattn.cpu.heads import Team, pick_team, team_groups
 from cuattn.cpu.panel import Panel
 from cuattn.cpu.scores import Rows, Scores
-from cuattn.cpu.sums import BiasSum, KeySums, RowSum, Share, add_shares
+from cuattn.cpu.sums import BiasSum, KeySums, RowSum, Share, Spare, add_shares
 from cuattn.cpu.tiles import Chunk, Tiles
 from cuattn.cpu.turns import Turns
 from cuattn.problem import Operands, Problem
@@ -105,13 +105,15 @@ class _Task:
             self.dbias = BiasSum(problem, operands.bias, self.blocks, self.turns, self.groups)
         self.stacks = -(-self.blocks.row_tiles // self.blocks.stack)
         self._sums: dict[int, KeySums] = {}
+        self._spare = Spare()
         self._left = [len(group) * self.stacks for group in self.groups]  # items that are not finished
         self._lock = threading.Lock()
 
     def prepare(self, group: int, index: int) -> Item:
         """Return an item of work; called for one item of a group after the other."""
         if group not in self._sums:
-            self._sums[group] = KeySums(self.problem, self.operands, self.blocks, self.turns, self.groups[group])
+            common = self.problem, self.operands, self.blocks, self.turns
+            self._sums[group] = KeySums(*common, self.groups[group], self._spare)
         team, stack = divmod(index, self.stacks)
         team, row_tile = self.groups[group][team], stack * self.blocks.stack
         chunks = self.tiles.chunks(team.heads[0], row_tile)
@@ -277,9 +279,11 @@ class _Worker:
         self._scores.load(team, rows, stack.q, empty)
         self._scores.begin(team, rows.start // self._blocks.rows, stack.q.augmented)
         self._scores.subtract(stack.fill(reference))
-        delta = np.add.reduce(do * o.astype(l.dtype, copy=False), axis=2) * weight
+        products = self._buffers.get("products", *do.shape)  # new memory would cost its first touch in every stack
+        delta = np.add.reduce(np.multiply(do, o, out=products, dtype=l.dtype), axis=2) * weight
         delta[empty] = 0
-        stack.do.load(do * (weight * l.dtype.type(self._problem.dropout_scale))[..., None], 1.0, empty)
+        weight *= l.dtype.type(self._problem.dropout_scale)
+        stack.do.load(np.multiply(do, weight[..., None], out=products, dtype=l.dtype), 1.0, empty)
         self._delta = stack.fill(delta)
         if self._dropout is None:
             stack.do.subtract(self._delta)

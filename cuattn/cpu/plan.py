@@ -72,4 +72,4 @@ def bytes_per_thread(problem: Problem, blocks: Blocks) -> int:
         return problem.stat_dtype.itemsize * (scores + panel + parts + state)
     parts = tiles * max(blocks.keys * max(d, dv), blocks.rows * d)
     sums = copies * blocks.key_tiles * blocks.keys * (d + dv)
-    return problem.stat_dtype.itemsize * (2 * scores + panel + parts + sums + stack * (4 * d + 2 * dv + 4))
+    return problem.stat_dtype.itemsize * (2 * scores + panel + parts + sums + stack * (4 * d + 3 * dv + 4))

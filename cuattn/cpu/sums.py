@@ -12,14 +12,15 @@ from cuattn.cpu.tiles import Chunk
 from cuattn.cpu.turns import Turns
 from cuattn.problem import Operands, Problem
 
-__all__ = ["BiasSum", "KeySums", "RowSum", "Share", "add_shares"]
+__all__ = ["BiasSum", "KeySums", "RowSum", "Share", "Spare", "add_shares"]
 
 
 class KeySum:
     """The gradient of the keys or of the values of one slice of their operand, by key tile."""
 
-    def __init__(self, blocks: Blocks, width: int, dtype: np.dtype, turns: Turns) -> None:
-        self.total = np.zeros((blocks.key_tiles, blocks.keys, width), dtype)
+    def __init__(self, total: np.ndarray, blocks: Blocks, turns: Turns) -> None:
+        self.total = total
+        self.total.fill(0)
         chunks = -(-blocks.key_tiles // blocks.chunk)
         self._turns, self._issued, self._passed = turns, [0] * chunks, [0] * chunks
 
@@ -58,14 +59,32 @@ def add_shares(shares: list[Share], index: int, chunk: Chunk, parts: np.ndarray)
         share.sum.add(chunk, share.turns[index], parts[n * size : (n + 1) * size])
 
 
+class Spare:
+    """Arrays of finished sums, for the next ones: new memory would cost its first touch again."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, list[np.ndarray]] = {}  # by width
+
+    def take(self, blocks: Blocks, width: int, dtype: np.dtype) -> np.ndarray:
+        """Return an uninitialised array, (key tiles, keys, width)."""
+        arrays = self._arrays.setdefault(width, [])
+        return arrays.pop() if arrays else np.empty((blocks.key_tiles, blocks.keys, width), dtype)
+
+    def give(self, array: np.ndarray) -> None:
+        """Take an array back."""
+        self._arrays[array.shape[-1]].append(array)
+
+
 class KeySums:
     """The sums of a group of teams: they come into being with its first item and leave with its last."""
 
-    def __init__(self, problem: Problem, operands: Operands, blocks: Blocks, turns: Turns, group: list[Team]) -> None:
-        self._operands = operands
+    def __init__(
+        self, problem: Problem, operands: Operands, blocks: Blocks, turns: Turns, group: list[Team], spare: Spare
+    ) -> None:
+        self._operands, self._spare = operands, spare
         self.of_keys, self.of_values = (
             {
-                where: KeySum(blocks, operand.shape[-1], problem.stat_dtype, turns)
+                where: KeySum(spare.take(blocks, operand.shape[-1], problem.stat_dtype), blocks, turns)
                 for where in {place(operand, head.kv): None for team in group for head in team.heads}
             }
             for operand in (operands.k, operands.v)
@@ -86,6 +105,7 @@ class KeySums:
                 tiles, keys, width = part.total.shape
                 flat = part.total.reshape(tiles * keys, width)[: result.shape[-2]]
                 np.multiply(flat, flat.dtype.type(factor), out=result[where], casting="unsafe")
+                self._spare.give(part.total)
 
 
 def _ranks(array: np.ndarray, groups: list[list[Team]]) -> dict[int, int]:
