@@ -33,6 +33,8 @@ class _Warm(NamedTuple):
 
     def run(self, addresses: list[int], mask: Any, state: Any, held: Sequence[Any] = ()) -> list[Any]:
         home = self.home
+        if home.is_current():
+            return self.record.run(self.allocate, home.stream(), addresses, mask, state, held)
         with home.on_device():
             return self.record.run(self.allocate, home.stream(), addresses, mask, state, held)
 
@@ -67,8 +69,8 @@ def compute(
     state : RNGState or None
         Of dropout.
     """
-    mask = _take_sparse(arrays)
-    seen = interop.look(tuple(arrays.values()))
+    mask = None if arrays["mask"] is None else _take_sparse(arrays)
+    seen = interop.look(arrays.values())
     slot: list[_Warm] = []
     if seen is not None:
         try:
@@ -134,7 +136,7 @@ def merge(parts: dict[str, Any]) -> list[Any]:
 def _take_sparse(arrays: dict[str, Any]) -> ColumnMask | BlockMask | None:
     """Return the mask among the arguments and leave None in its place, unless it is an array."""
     mask = arrays["mask"]
-    if mask is None or not isinstance(mask, (ColumnMask, BlockMask)):
+    if not isinstance(mask, (ColumnMask, BlockMask)):
         return None
     arrays["mask"] = None
     return mask

@@ -60,7 +60,7 @@ def record(problem: Problem, operands: Operands) -> Record:
     if operands.mask is not None:
         values.update(table_fields(problem, operands.mask, layout, axes, made.block_n))
         tables.append(mask_tables(problem, operands.mask, device, made.block_m, made.block_n, UNIT))
-    found = Record(INPUTS, results, {}, tables, ticket=True)
+    found = Record(INPUTS, results, {}, tables, tickets=1)
     slots = {**{f"{name}.data": name for name in "qkvolm"}, "counters": "ticket", **table_slots(0)}
     views = _views(problem, operands, made, axes)
     maps = [(name, view.mapper(problem.dtype.name)) for name, view in zip("qkvo", views, strict=True)]

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,13 +11,13 @@ import numpy as np
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.params import BATCH_AXES, PARAMS
-from cuattn.cuda.tiles import Card
+from cuattn.cuda.tiles import TICKETS, Card
 from cuattn.errors import UnsupportedError
 from cuattn.problem import Problem
 
 __all__ = [
     "Axes", "Struct", "band_fields", "card", "collapse", "function", "load_bytes", "merged_axes", "operand_fields",
-    "problem_fields", "random_words", "ticket_of", "whole", "zero",
+    "problem_fields", "random_words", "start", "ticket_of", "whole", "zero",
 ]  # fmt: skip
 
 # Values of cudaDeviceAttr.
@@ -28,6 +29,7 @@ _ATTRIBUTES = {
     "MaxSharedMemoryPerBlockOptin": 97,
 }
 _UNIT = 256  # bytes; pieces of memory begin at multiples of it
+_PER_THREAD = 2  # address of the default stream that every thread has to itself
 _OPEN = 2**30  # a band side that hides nothing; lengths are smaller
 
 
@@ -66,6 +68,56 @@ def function(
     return compiler.load(cubin, kernel, shared_bytes)
 
 
+class Piece(NamedTuple):
+    """Arguments of a launch in memory: a struct's words, and behind them the address of each argument."""
+
+    words: memoryview
+    arguments: int  # where the addresses are
+
+
+class _Thread(threading.local):
+    """Whether the calling thread has launched before."""
+
+    ready = False
+
+
+_thread = _Thread()
+
+
+def start(kernel: Any, shape: Sequence[int], piece: Piece, maps: Sequence[Any], stream: int) -> None:
+    """Launch a kernel with the arguments of a piece, which the driver copies.
+
+    Parameters
+    ----------
+    kernel : cupy.cuda.Function
+    shape : sequence of int
+        Blocks along three axes, threads along three axes, dynamic shared memory per block.
+    piece : Piece
+    maps : sequence of object
+        Keeps the arguments behind the first alive.
+    stream : int
+        The stream's address.
+    """
+    if not _thread.ready:
+        _bind()
+    _launch()(kernel.ptr, *shape, stream, piece.arguments, 0)
+
+
+def _bind() -> None:
+    """Make the current device's context the calling thread's, which the driver's own calls do not."""
+    import cupy
+
+    cupy.cuda.runtime.memGetInfo()
+    _thread.ready = True
+
+
+@functools.cache
+def _launch() -> Any:
+    from cupy_backends.cuda.api import driver
+
+    return driver.launchKernel
+
+
 class Struct:
     """A packed argument: a template filled once per kind of call, copied and completed in each.
 
@@ -79,18 +131,26 @@ class Struct:
             _assign(record, name, value)
         self._bytes = np.dtype(f"V{dtype.itemsize}")
         self._template = record.tobytes()
-        self._slots = tuple(_offset(dtype, name) // 8 for name in slots)
+        self.slots = tuple(_offset(dtype, name) // 8 for name in slots)
 
     def fill(self, pointers: Sequence[int]) -> memoryview:
         """Return the 64-bit words of an argument with the slots set to `pointers`, in the order they were named."""
         words = memoryview(bytearray(self._template)).cast("Q")
-        for slot, pointer in zip(self._slots, pointers, strict=True):
+        for slot, pointer in zip(self.slots, pointers, strict=True):
             words[slot] = pointer
         return words
 
     def seal(self, words: memoryview) -> np.void:
         """Return what a launch takes by value."""
         return np.frombuffer(words.obj, self._bytes)[0]
+
+    def piece(self, maps: int) -> Piece:
+        """Return memory with the template and with room for the addresses of `maps` further arguments."""
+        size = len(self._template) // 8
+        storage = np.zeros(size + 1 + maps, np.uint64)
+        storage[:size] = np.frombuffer(self._template, np.uint64)
+        storage[size] = storage.ctypes.data
+        return Piece(memoryview(storage), storage.ctypes.data + 8 * size)
 
 
 def _assign(record: np.ndarray, name: str, value: Any) -> None:
@@ -225,17 +285,16 @@ _OFFSET = _offset(PARAMS, "dropout.offset") // 8
 _OFFSET_DATA = _offset(PARAMS, "dropout.offset_data") // 8
 
 
-def random_words(state: Any) -> list[tuple[int, int]]:
-    """Return the words of a ``Params`` that hold a random state, each with its place.
+def random_words(state: Any) -> list[tuple[int, int, int]]:
+    """Return the words of a ``Params`` that hold a random state: place, bits that belong to something else, value.
 
     The offset may be a 0-d array of integers on the device, whose low word the kernel reads.
     """
-    words = list(enumerate(_round_keys(int(state.seed)), _KEYS))
-    if isinstance(state.offset, (int, np.integer)):
-        words.append((_OFFSET, int(state.offset)))  # the low half
-    else:
-        words.append((_OFFSET_DATA, state.offset.__cuda_array_interface__["data"][0]))
-    return words
+    number = isinstance(state.offset, (int, np.integer))
+    offset = int(state.offset) if number else 0
+    address = 0 if number else state.offset.__cuda_array_interface__["data"][0]
+    keys = [(place, 0, key) for place, key in enumerate(_round_keys(int(state.seed)), _KEYS)]
+    return [*keys, (_OFFSET, 0xFFFFFFFF << 32, offset), (_OFFSET_DATA, 0, address)]
 
 
 def _random_fields(problem: Problem) -> dict[str, int]:
@@ -276,16 +335,17 @@ def zero(address: int, size: int, stream: Any) -> None:
 
 
 def ticket_of(stream: Any) -> int:
-    """Return the address of a stream's 32-bit counter, which every launch leaves at 0."""
+    """Return the address of a stream's 32-bit counters, TICKETS of them, which every launch leaves at 0."""
     import cupy
 
-    return _ticket(cupy.cuda.runtime.getDevice(), stream.ptr).ptr
+    thread = threading.get_ident() if stream.ptr == _PER_THREAD else 0
+    return _ticket(cupy.cuda.runtime.getDevice(), stream.ptr, thread).ptr
 
 
 @functools.cache  # never evicted: launches may be under way
-def _ticket(device: int, stream: int) -> Any:
+def _ticket(device: int, stream: int, thread: int) -> Any:
     import cupy
 
-    memory = cupy.cuda.alloc(4)
-    cupy.cuda.runtime.memsetAsync(memory.ptr, 0, 4, stream)
+    memory = cupy.cuda.alloc(4 * TICKETS)
+    cupy.cuda.runtime.memsetAsync(memory.ptr, 0, 4 * TICKETS, stream)
     return memory

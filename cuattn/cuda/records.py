@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.cuda.launch import Struct, random_words, ticket_of, whole, zero
+from cuattn.cuda.launch import Piece, Struct, random_words, start, ticket_of, whole, zero
 from cuattn.cuda.tables import MaskTables, table_slots
+from cuattn.cuda.tensormap import TensorMap
 
 __all__ = ["Array", "Record"]
 
-_TICKET_BYTES = 4
+_TICKET_BYTES = 4  # of a counter
 
 
 class Array(NamedTuple):
@@ -50,24 +51,32 @@ class _Kernel(NamedTuple):
     """One launch of a record."""
 
     function: Any
-    grid: tuple[int, ...]
-    block: tuple[int]
-    shared_bytes: int
+    shape: tuple[int, ...]  # see launch.start
     struct: Struct
-    pick: Callable[[Sequence[int]], Sequence[int]]  # from all addresses, those of the struct's slots
+    slots: tuple[tuple[int, int], ...]  # word of the struct, index of its address
     runs: tuple[tuple[int, int, np.ndarray], ...]  # first word, index of an address, what each word adds to it
-    maps: tuple[tuple[int, Callable[[int], np.void]], ...]  # index of an address, and its description as an argument
+    maps: tuple[tuple[int, Callable[[int], TensorMap]], ...]  # index of an address, and its description as an argument
     random: bool  # takes the words of a random state
+    idle: list[Piece]  # arguments that no launch is being made of
 
-    def launch(self, addresses: Sequence[int], random: Sequence[tuple[int, int]], stream: Any) -> None:
-        words = self.struct.fill(self.pick(addresses))
+    def launch(self, addresses: Sequence[int], random: Sequence[tuple[int, int, int]], stream: int) -> None:
+        try:
+            piece = self.idle.pop()
+        except IndexError:
+            piece = self.struct.piece(len(self.maps))
+        words = piece.words
+        for word, index in self.slots:
+            words[word] = addresses[index]
         for first, index, steps in self.runs:
             np.add(steps, np.uint64(addresses[index]), out=np.frombuffer(words, np.uint64, len(steps), 8 * first))
         if self.random:
-            for place, value in random:
-                words[place] |= value  # the template holds zero there
-        arguments = (self.struct.seal(words), *[describe(addresses[index]) for index, describe in self.maps])
-        self.function(self.grid, self.block, arguments, self.shared_bytes, stream)
+            for word, kept, value in random:
+                words[word] = words[word] & kept | value
+        maps = [describe(addresses[index]) for index, describe in self.maps]
+        for word, described in enumerate(maps, len(words) - len(maps)):
+            words[word] = described.address
+        start(self.function, self.shape, piece, maps, stream)
+        self.idle.append(piece)
 
 
 class Record:
@@ -81,8 +90,9 @@ class Record:
         What a run allocates.
     tables : sequence of MaskTables, optional
         Of the mask, one for each tile that the kernels take.
-    ticket : bool, optional
-        Whether the address "ticket" is that of a 32-bit counter, which is 0 before and after every launch.
+    tickets : int, optional
+        Number of 32-bit counters, at most ``tiles.TICKETS``, at the address "ticket", each 0 before and after every
+        launch.
     """
 
     def __init__(
@@ -91,7 +101,7 @@ class Record:
         results: dict[str, Array],
         scratch: dict[str, Array],
         tables: Sequence[MaskTables] = (),
-        ticket: bool = False,
+        tickets: int = 0,
     ) -> None:
         self.results = tuple(results.values())
         self._tables = tuple(tables)
@@ -103,8 +113,8 @@ class Record:
         self._scratch_bytes = self._offsets.pop()
         names = ["", *inputs, *results, *scratch]
         names += [name for number in range(len(self._tables)) for name in table_slots(number).values()]
-        names += ["ticket"] if ticket else []
-        self._ticket = ticket
+        names += ["ticket"] if tickets else []
+        self._ticket_bytes = _TICKET_BYTES * tickets
         self._index = {name: index for index, name in enumerate(names)}
 
     def add(
@@ -118,7 +128,7 @@ class Record:
         *,
         shared_bytes: int = 0,
         runs: Sequence[tuple[int, str, np.ndarray]] = (),
-        maps: Sequence[tuple[str, Callable[[int], np.void]]] = (),
+        maps: Sequence[tuple[str, Callable[[int], TensorMap]]] = (),
         random: bool = False,
     ) -> None:
         """Append a launch.
@@ -144,10 +154,11 @@ class Record:
         index = self._index
         filled = [slot for slot, name in slots.items() if name in index]
         struct = Struct(dtype, values, filled)
-        pick = operator.itemgetter(*[index[slots[slot]] for slot in filled])
+        words = tuple(zip(struct.slots, [index[slots[slot]] for slot in filled], strict=True))
         runs = tuple((first, index[name], steps) for first, name, steps in runs)
         maps = tuple((index[name], describe) for name, describe in maps)
-        self._kernels.append(_Kernel(function, grid, (threads,), shared_bytes, struct, pick, runs, maps, random))
+        shape = (*(*grid, 1, 1)[:3], threads, 1, 1, shared_bytes)
+        self._kernels.append(_Kernel(function, shape, struct, words, runs, maps, random, []))
 
     def zero(self) -> None:
         """Let runs fill the results with zeros: there is nothing to compute."""
@@ -185,18 +196,21 @@ class Record:
         list of array
             As `allocate` made them.
         """
-        capturing = stream.ptr > 1 and stream.is_capturing()  # the legacy default stream cannot be captured
-        kept = [table.find(mask, stream, capturing) for table in self._tables]
+        pointer = stream.ptr
+        capturing = pointer > 1 and stream.is_capturing()  # the legacy default stream cannot be captured
+        kept = [table.find(mask, stream, capturing) for table in self._tables] if self._tables else ()
         needed = self._scratch_bytes
         if capturing or None in kept:
             needed += sum(size for size, found in zip(self._table_sizes, kept, strict=True) if found is None)
-            needed += _TICKET_BYTES if capturing and self._ticket else 0
+            needed += self._ticket_bytes if capturing else 0
         results, places, keep = allocate(needed, capturing, held)
         scratch = places.pop()
         if self._zeroed:
             for array, address in zip(self.results, places, strict=True):
                 zero(address, array.nbytes, stream)
-        addresses = [0, *inputs, *places, *[scratch + offset for offset in self._offsets]]
+        addresses = [0, *inputs, *places]
+        if self._offsets:
+            addresses += [scratch + offset for offset in self._offsets]
         free = scratch + self._scratch_bytes
         for table, size, found in zip(self._tables, self._table_sizes, kept, strict=True):
             if found is None:
@@ -204,16 +218,12 @@ class Record:
                 found = table.fill(source, free, stream)
                 free += size
             addresses += found
-        if self._ticket:
-            addresses.append(_own_ticket(free, stream) if capturing else ticket_of(stream))
+        if self._ticket_bytes:
+            if capturing:  # the graph may be replayed beside other work of its stream
+                zero(free, self._ticket_bytes, stream)
+            addresses.append(free if capturing else ticket_of(stream))
         random = () if state is None else random_words(state)
         for kernel in self._kernels:
-            kernel.launch(addresses, random, stream)
+            kernel.launch(addresses, random, pointer)
         del keep
         return results
-
-
-def _own_ticket(address: int, stream: Any) -> int:
-    """Make a ticket for a captured graph, which may be replayed beside other work of its stream."""
-    zero(address, _TICKET_BYTES, stream)
-    return address

@@ -14,7 +14,7 @@ import numpy as np
 
 from cuattn.errors import CuattnError, UnsupportedError
 
-__all__ = ["BOX_COLUMNS", "View", "describe", "unreadable", "view_of", "why_not"]
+__all__ = ["BOX_COLUMNS", "TensorMap", "View", "describe", "unreadable", "view_of", "why_not"]
 
 BOX_COLUMNS = 64
 """Columns of a box: 128 bytes, the widest that the 128-byte swizzle takes."""
@@ -25,6 +25,13 @@ _PROMOTE_256B = 3
 _MAX_STRIDE = 1 << 40
 _RANK = 4
 _MAPS_KEPT = 64  # addresses of one operand whose maps are kept
+
+
+class TensorMap(NamedTuple):
+    """A map as the driver encoded it: the address of its 128 bytes, and what keeps them."""
+
+    address: int
+    storage: Any
 
 
 @functools.lru_cache(maxsize=1)
@@ -69,7 +76,7 @@ def why_not(address: int, strides: tuple[int, ...]) -> str | None:
 @functools.lru_cache(maxsize=1024)
 def describe(
     address: int, dtype: str, shape: tuple[int, int, int, int], strides: tuple[int, int, int], box_rows: int
-) -> np.void:
+) -> TensorMap:
     """Encode the map of one array.
 
     Parameters
@@ -86,8 +93,7 @@ def describe(
 
     Returns
     -------
-    numpy.void
-        128 bytes, to be passed as one kernel argument.
+    TensorMap
 
     Raises
     ------
@@ -112,7 +118,7 @@ def describe(
             f"the driver refused a tensor map (CUresult {status}) of {dtype} {shape} at {address:#x}, "
             f"strides {strides} bytes"
         )
-    return encoded.view("V128")[0]
+    return TensorMap(encoded.ctypes.data, storage)
 
 
 def _stride(size: int, stride: int) -> int:

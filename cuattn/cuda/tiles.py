@@ -7,10 +7,12 @@ not depend on how its mask was given.
 
 from typing import NamedTuple
 
-__all__ = ["FORWARD", "VALUE_COLUMNS", "Card", "Tile", "forward_tile"]
+__all__ = ["FORWARD", "TICKETS", "VALUE_COLUMNS", "Card", "Tile", "forward_tile"]
 
 # Element bytes -> columns of v that one block accumulates; wider v are done in several blocks.
 VALUE_COLUMNS = {2: 256, 4: 128, 8: 128}
+
+TICKETS = 1024  # counters that blocks of one stream share, each 0 between launches
 
 
 class Card(NamedTuple):

@@ -48,22 +48,20 @@ def look(values):
 
     Parameters
     ----------
-    values : sequence of object
-        The arrays of one call; None for those that are absent.
+    values : iterable of object
+        The arrays of one call, the first of them there; None for those that are absent.
 
     Returns
     -------
     layouts : tuple
-        Hashable: type of the first, and dtype, shape, strides, device and alignment of each.
+        Hashable: dtype, shape, strides, device and alignment of each, None for what is absent.
     addresses : list of int
         0 for what is absent.
 
     None stands for both when only :func:`enter` can tell.
     """
-    cls = type(values[0])
-    find = _looks.get(cls)
-    found = find(values) if find is not None else None
-    return None if found is None else ((cls, *found[0]), found[1])
+    find = _looks.get(type(next(iter(values))))
+    return None if find is None else find(values)
 
 
 def enter(named, *, optional=OPTIONAL):

@@ -75,10 +75,13 @@ class Home:
         """Return the caller's current stream of the device, which must be current, as a CuPy stream."""
         return self._adapter.stream(self.device)
 
+    def is_current(self):
+        """Return whether the arrays' device is current for CuPy."""
+        return sys.modules["cupy"].cuda.runtime.getDevice() == self.device
+
     def on_device(self):
         """Return a context manager in which the arrays' device is current for CuPy."""
-        cuda = sys.modules["cupy"].cuda
-        return _HERE if cuda.runtime.getDevice() == self.device else cuda.Device(self.device)
+        return sys.modules["cupy"].cuda.Device(self.device)
 
     @contextlib.contextmanager
     def scope(self):
@@ -92,9 +95,6 @@ class Home:
             return
         with sys.modules["cupy"].cuda.Device(self.device), self.stream():
             yield
-
-
-_HERE = contextlib.nullcontext()
 
 
 def device_array_module(name, value, cuda_version=None):

@@ -97,7 +97,7 @@ class CuPy(OnCuPy):
                 return None
             data = value.data
             address = data.ptr
-            layouts.append((value.dtype, value.shape, value.strides, data.device_id, address & 15))
+            layouts += value.dtype, value.shape, value.strides, data.device_id, address & 15
             addresses.append(address)
         return tuple(layouts), addresses
 

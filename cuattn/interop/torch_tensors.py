@@ -62,10 +62,9 @@ class Torch:
     @staticmethod
     def look(values):
         """Return layouts and addresses of tensors, see :func:`cuattn.interop.look`."""
-        torch = sys.modules["torch"]
-        if getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0:
+        torch, forward_ad, plain = _parts()
+        if getattr(forward_ad, "_current_level", 0) >= 0:
             return None
-        plain = (torch.Tensor, torch.nn.Parameter)
         layouts, addresses = [], []
         try:
             for value in values:
@@ -76,7 +75,7 @@ class Torch:
                 if type(value) not in plain or value.is_neg() or (value.requires_grad and torch.is_grad_enabled()):
                     return None
                 address = value.data_ptr()
-                layouts.append((value.dtype, value.shape, value.stride(), value.device, address & 15))
+                layouts += value.dtype, value.shape, value.stride(), value.device, address & 15
                 addresses.append(address)
         except RuntimeError:  # no memory, or no strides
             return None
@@ -123,12 +122,15 @@ class _FromTorch:
         """Return results, their addresses and that of scratch memory, and what keeps the latter alive."""
         if together:
             return self._one_piece(scratch_bytes, held)
-        torch = self._torch
-        layout = torch.contiguous_format
-        results = [torch.empty_like(model, memory_format=layout) for model in self._models]
+        empty, layout = self._torch.empty_like, self._torch.contiguous_format
+        results = [empty(model, memory_format=layout) for model in self._models]
         addresses = [result.data_ptr() for result in results]
-        scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=self._place) if scratch_bytes else None
-        addresses.append(scratch.data_ptr() if scratch_bytes else 0)
+        if not scratch_bytes:
+            addresses.append(0)
+            return results, addresses, None
+        torch = self._torch
+        scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=self._place)
+        addresses.append(scratch.data_ptr())
         return results, addresses, scratch
 
     def _one_piece(self, scratch_bytes, held):
@@ -147,6 +149,13 @@ class _FromTorch:
             # Strides of a contiguous tensor follow from the shape.
             results.append(empty.set_(storage, start // empty.element_size(), model.shape))
         return results, [memory.data_ptr() + start for start in starts], memory
+
+
+@functools.cache
+def _parts():
+    """Return torch, its module of forward-mode differentiation, and the types of tensors that are memory alone."""
+    torch = sys.modules["torch"]
+    return torch, torch.autograd.forward_ad, (torch.Tensor, torch.nn.Parameter)
 
 
 @functools.lru_cache(maxsize=4)

@@ -53,6 +53,13 @@ class Stream:
         return self.capturing
 
 
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a grid as it is written: without the last axes of length 1, the first apart."""
+    while len(shape) > 1 and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
 class Device:
     """Stands in for the driver: remembers what is compiled, allocated and launched."""
 
@@ -61,14 +68,22 @@ class Device:
         self.sizes: list[int] = []  # of the pieces of memory of the last run
 
     def function(self, device, path, kernel, constants, shared_bytes=0, arch=None):
-        def start(grid, block, arguments, shared_bytes=0, stream=None):
+        def started(grid, block, arguments, shared_bytes=0, stream=None):
             first, *maps = arguments
             dtype = _DTYPES.get(kernel, PARAMS)
             argument = np.frombuffer(first.tobytes(), dtype)[0] if first.nbytes == dtype.itemsize else first
             values = dict(constants)
             self.done.append(Launch(path, kernel, values, grid, block, shared_bytes, argument, tuple(maps)))
 
-        return start
+        return started
+
+    def start(self, function, shape, piece, maps, stream):
+        assert stream == Stream.ptr
+        struct = len(piece.words) - 1 - len(maps)
+        assert list(piece.words[struct + 1 :]) == [described.address for described in maps]
+        argument = np.frombuffer(piece.words[:struct].tobytes(), f"V{8 * struct}")[0]
+        grid, block = (_without_ones(shape[first : first + 3]) for first in (0, 3))
+        function(grid, block, (argument, *[described.storage for described in maps]), shape[6])
 
     def zero(self, address, size, stream):
         self.done.append(Zeroed(address, size))
@@ -107,7 +122,8 @@ def device(monkeypatch):
     monkeypatch.setattr(choice, "_records", {})
     merge.merge_record.cache_clear()
     monkeypatch.setattr(records, "ticket_of", lambda stream: TICKET)
-    monkeypatch.setattr(tensormap, "describe", lambda *arguments: arguments)
+    monkeypatch.setattr(records, "start", device.start)
+    monkeypatch.setattr(tensormap, "describe", lambda *arguments: tensormap.TensorMap(arguments[0], arguments))
     monkeypatch.setattr(tables.MaskTables, "source", lambda self, mask, stream: MASK)
     yield device
     merge.merge_record.cache_clear()

@@ -1,5 +1,6 @@
 """Strides, packed arguments and random keys, without a GPU."""
 
+import ctypes
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,8 @@ from cuattn.cuda import launch
 from cuattn.cuda.params import PARAMS
 from cuattn.errors import UnsupportedError
 from cuattn.rng import RNGState
+
+SEED = 0x0123456789ABCDEF
 
 
 def device_like(array):
@@ -72,12 +75,22 @@ def test_struct_holds_values_and_slots():
     assert np.frombuffer(struct.seal(struct.fill((0, 0))).tobytes(), PARAMS)[0]["q"]["data"] == 0
 
 
-def test_random_state_reaches_the_struct():
-    struct = launch.Struct(PARAMS, {"dropout.batch": 9}, ())
-    words = struct.fill(())
-    for place, word in launch.random_words(RNGState(0x0123456789ABCDEF, 5)):
-        words[place] |= word
-    record = np.frombuffer(struct.seal(words).tobytes(), PARAMS)[0]["dropout"]
+def test_piece_holds_the_template_and_points_to_it():
+    struct = launch.Struct(PARAMS, {"n_keys": 7}, ("q.data", "o.data"))
+    words, arguments = struct.piece(2)
+    words[struct.slots[1]] = 12
+    assert len(words) == PARAMS.itemsize // 8 + 3
+    assert arguments == words[-3] + PARAMS.itemsize
+    record = np.frombuffer(ctypes.string_at(words[-3], PARAMS.itemsize), PARAMS)[0]
+    assert (record["n_keys"], record["o"]["data"], record["q"]["data"]) == (7, 12, 0)
+
+
+def test_random_state_replaces_the_one_before():
+    words = launch.Struct(PARAMS, {"dropout.batch": 9}, ()).piece(0).words
+    for state in (RNGState(77, SimpleNamespace(__cuda_array_interface__={"data": (64, True)})), RNGState(SEED, 5)):
+        for place, kept, word in launch.random_words(state):
+            words[place] = words[place] & kept | word
+    record = np.frombuffer(words[:-1].tobytes(), PARAMS)[0]["dropout"]
     assert record["offset"] == 5 and record["batch"] == 9 and record["offset_data"] == 0
     weyl = (0x9E3779B9, 0xBB67AE85)
     seed = (0x89ABCDEF, 0x01234567)
