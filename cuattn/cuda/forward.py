@@ -55,9 +55,9 @@ def record(problem: Problem, operands: Operands) -> Record:
         scratch = {name: Array((splits, *one.shape), stat) for name, one in zip(_PARTS, whole, strict=True)}
     if operands.mask is not None:
         tables.append(mask_tables(problem, operands.mask, device, made.block_m, made.block_n))
-    found = Record(INPUTS, results, scratch, tables)
     constants = dict(made.constants)
     blocks = counts["row_tiles"] * math.prod(problem.batch) * (problem.heads // constants["pack"])
+    found = Record(INPUTS, results, scratch, tables, tickets=blocks if constants["merges"] else 0)
     if blocks == 0:
         return found
     kernel = launch.function(device, "sm80/fwd.cu", "attention_forward", made.constants, made.smem_bytes)
@@ -65,12 +65,13 @@ def record(problem: Problem, operands: Operands) -> Record:
         "q.data": "q", "k.data": "k",
         "v.data": "v" if operands.v.size else "k",  # an empty v has no address, and copies of nothing must name one
         "bias.data": "bias", **{f"{name}.data": name for name in "olm"}, **{name: name for name in _PARTS},
+        "counters": "ticket",
     }  # fmt: skip
     slots |= table_slots(0)
     values, grid = _values(problem, operands, made, counts), (blocks, splits, counts["chunks"])
     shared, random = made.smem_bytes, problem.dropout > 0
     found.add(kernel, grid, 32 * made.workers, PARAMS, values, slots, shared_bytes=shared, random=random)
-    if splits > 1:
+    if splits > 1 and not constants["merges"]:
         add_merge(found, device, splits, problem.o_shape, (stat, problem.out_dtype, stat), stacked=_PARTS)
     return found
 

@@ -21,9 +21,11 @@ _SLAB_COLUMNS, _ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
 _LIST_BYTES = 4 * (32 + 4)  # a list of key tiles
 _LONG = 2048  # keys from which on it pays to begin the softmax under the warpgroup's own product
 L2_SHARE = 32 << 20  # bytes of k and v that neighbours in time share
-# Rows that a key must meet before its products take longer than reading it: 660 and 350 TFLOP/s over 4 TB/s.
-_RIDGE, _PORTABLE_RIDGE = 165, 88
-_GAIN = 1.25  # what the portable kernel must promise before it is taken
+# Rows, with those of a tile that are not there, that a key must meet before its products take longer than reading it:
+# measured at d 128.
+_RIDGE, _PORTABLE_RIDGE = 222, 77
+_GAIN = 1.3  # what the portable kernel must promise before it is taken, unless its tiles are this much smaller:
+_SMALLER = 8
 
 
 class HopperTile(NamedTuple):
@@ -101,7 +103,7 @@ def few_rows(problem: Problem, card: Card) -> bool:
     tile, pack, *_ = tile_of(problem, card)
     own = problem.group * pad(problem.n_queries, _tile(problem).block_m)
     portable = problem.group // pack * pad(problem.n_queries * pack, tile.block_m)
-    return problem.n_keys >= _LONG and _GAIN * max(portable / _PORTABLE_RIDGE, 1) < max(own / _RIDGE, 1)
+    return own >= _SMALLER * portable or own / _RIDGE > _GAIN * max(portable / _PORTABLE_RIDGE, 1)
 
 
 def counts(problem: Problem) -> dict[str, int]:

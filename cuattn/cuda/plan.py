@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 
-from cuattn.cuda.tiles import VALUE_COLUMNS, Card, Tile, forward_tile
+from cuattn.cuda.tiles import TICKETS, VALUE_COLUMNS, Card, Tile, forward_tile
 from cuattn.errors import UnsupportedError
 from cuattn.plans import Plan
 from cuattn.problem import Problem
@@ -15,6 +15,7 @@ CUDA_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "floa
 _MASK_CODES = {None: 0, "column": 1, "block": 2, "dense": 3}
 _MAX_LENGTH = 2**30  # rows and keys are counted in 32 bits, with room for the band's arithmetic
 _MAX_PARTS = 64
+_MERGE_COST = 96  # rows of a warp times (16 + parts) that are merged before a second kernel would have begun
 _STREAMS = 4  # blocks of few rows side by side on a multiprocessor, or teams of one such block
 _STREAM_KEYS = 32  # keys per tile of such a block
 _STREAM_STAGES = 3
@@ -149,6 +150,14 @@ def _splits(
     return -(-key_tiles // (split_tiles * teams)), split_tiles
 
 
+def _merges(problem: Problem, tile: Tile, pack: int, teams: int, splits: int) -> bool:
+    """Whether the last block of a row tile merges the parts: there are few, and it saves a launch."""
+    rows = min(problem.n_queries * pack, tile.block_m)
+    row_tiles = _blocks(problem, tile, pack)
+    warp_rows = -(-rows // (tile.warps * teams))
+    return splits > 1 and row_tiles <= TICKETS and warp_rows * (16 + splits) <= _MERGE_COST
+
+
 def _deposits(problem: Problem) -> bool:
     return problem.dtype.itemsize == 4 and problem.n_keys > _DEPOSIT_KEYS
 
@@ -191,9 +200,10 @@ def forward_plan(problem: Problem, card: Card, load_bytes: int = 16) -> Plan:
     teams = _teams(problem, tile, card, pack, head_dim, head_dim_v)
     shared = _shared_bytes(problem, tile, head_dim, head_dim_v, teams)
     splits, _ = _splits(problem, tile, card, pack, shared, head_dim_v, teams)
+    merges = _merges(problem, tile, pack, teams, splits)
     size = problem.dtype.itemsize
     acc = CUDA_TYPES[problem.stat_dtype.name]
-    out = problem.stat_dtype if splits > 1 else problem.out_dtype
+    out = problem.stat_dtype if splits > 1 and not merges else problem.out_dtype
     band = problem.band
     constants = {
         "elem": CUDA_TYPES[problem.dtype.name],
@@ -219,6 +229,7 @@ def forward_plan(problem: Problem, card: Card, load_bytes: int = 16) -> Plan:
         "band_right": band is not None and band.right is not None,
         "mask": mask_code(problem),
         "split": splits > 1,
+        "merges": merges,
         "deposits": _deposits(problem),
         "tf32": problem.precision == "tf32",
     }
@@ -233,15 +244,16 @@ def forward_plan(problem: Problem, card: Card, load_bytes: int = 16) -> Plan:
         smem_bytes=shared,
         workspace_bytes=splits * rows * (problem.head_dim_v + 2) * stat if splits > 1 else 0,
         reason=f"portable tensor-core kernel, {card.arch}",
-        notes=_notes(problem, splits, pack, load_bytes),
+        notes=_notes(splits, merges, pack, load_bytes),
         constants=tuple(constants.items()),
     )
 
 
-def _notes(problem: Problem, splits: int, pack: int, load_bytes: int) -> tuple[str, ...]:
+def _notes(splits: int, merges: bool, pack: int, load_bytes: int) -> tuple[str, ...]:
     notes = []
     if splits > 1:
-        notes.append(f"keys in {splits} parts, merged afterwards: too few query rows to fill the card")
+        merged = "by the last block to finish one" if merges else "afterwards"
+        notes.append(f"keys in {splits} parts, merged {merged}: too few query rows to fill the card")
     if pack > 1:
         notes.append(f"{pack} query heads share a tile and its keys")
     if load_bytes < 16:

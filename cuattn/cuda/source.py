@@ -31,7 +31,8 @@ name                    type     meaning
 ``band_left``           bool     keys further left than ``Params::band_left`` are invisible
 ``band_right``          bool     keys further right than ``Params::band_right`` are invisible (causal: 0)
 ``mask``                int      0 none, 1 column, 2 block, 3 dense
-``split``               bool     forward over parts of the key axis, float32 partial results
+``split``               bool     forward over parts of the key axis, partial results of type ``acc``
+``merges``              bool     the last block of a row tile to finish its part merges them all
 ``deposits``            bool     float32 forward over very many keys: o is added to memory now and then
 ``atomic_dq``           bool     backward: dq is added up in memory, in no fixed order
 ``chunk``, ``part``     int      backward of wide heads: columns loaded at a time, columns that a block owns; else 0

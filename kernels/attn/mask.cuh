@@ -50,21 +50,26 @@ __device__ __forceinline__ bool cut(const Params& p, const Rows& rows, i32 n) {
     return partial;
 }
 
-// The key tiles of one row tile, in descending order.  All lanes of a warp hold the same walk.
+// The key tiles of one row tile, or every step-th of them, in descending order.  All lanes of a warp hold the same walk.
+template <int step = 1>
 struct TileWalk {
     const Params& p;
     const MaskPlace& place;  // in shared memory: it is needed rarely, and registers are short
     i32 top, group = 0;      // next candidate, first tile of the group of 32 whose ballots are held
     u32 visible = 0, partial = 0, dead = 0;
 
-    __device__ __forceinline__ TileWalk(const Params& params, const MaskPlace& where, i32 tile_end) : p(params), place(where) {
+    // `phase` is one of the tiles: which they are does not depend on where the mask ends.
+    __device__ __forceinline__ TileWalk(const Params& params, const MaskPlace& where, i32 tile_end, i32 phase = 0) : p(params), place(where) {
+        static_assert((step & (step - 1)) == 0, "a power of two");
         top = min(tile_end, (band_end(p, place.rows) + cfg::block_n - 1) / cfg::block_n) - 1;
+        top -= (top - phase) & (step - 1);
     }
 
     __device__ __forceinline__ Tile next() {
         if constexpr (cfg::mask == kMaskNone || cfg::mask == kMaskDense) {
             if (top < place.lowest) return Tile::none();
-            const i32 n = top--;
+            const i32 n = top;
+            top -= step;
             return Tile::make(n, cfg::mask == kMaskDense || cut(p, place.rows, n), cfg::mask == kMaskDense);
         } else {
             while (visible == 0) {
@@ -73,15 +78,15 @@ struct TileWalk {
             }
             const int bit = __ffs(visible) - 1;
             visible &= visible - 1;
-            const i32 n = group - bit;
+            const i32 n = group - bit * step;
             return Tile::make(n, (partial >> bit & 1) || cut(p, place.rows, n), (dead >> bit & 1) != 0);
         }
     }
 
     __device__ __forceinline__ void classify_group() {
         group = top;
-        top -= 32;
-        const i32 n = group - static_cast<i32>(threadIdx.x % 32);
+        top -= 32 * step;
+        const i32 n = group - static_cast<i32>(threadIdx.x % 32) * step;
         bool seen = false, edge = false, zero = false;
         if (n >= place.lowest) {
             if constexpr (cfg::mask == kMaskColumn) classify_column(n, seen, edge, zero);

@@ -12,6 +12,16 @@ constexpr bool same_type = false;
 template <class A>
 constexpr bool same_type<A, A> = true;
 
+// The first type if the flag is set, else the second.
+template <bool first, class A, class B>
+struct Either {
+    using type = A;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+    using type = B;
+};
+
 template <class Acc>
 __device__ __forceinline__ Acc infinity() {
     if constexpr (same_type<Acc, double>) return __longlong_as_double(0x7ff0000000000000ll);

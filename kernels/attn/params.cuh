@@ -43,7 +43,8 @@ struct Params {
     Operand mask;                              // u8: the boolean mask itself (dense) or the blocks (block)
     MaskTables table;
     Dropout dropout;
-    // Workspace, contiguous.  Forward with splits: [split][batch][head][row]([head_dim_v]).  Backward: see kernels/attn/bwd_workspace.cuh.
+    // Workspace, contiguous.  Forward with splits: [split][batch][head][row]([head_dim_v]), and a counter per row tile that is 0 between
+    // launches where the last block merges.  Backward: see kernels/attn/bwd_workspace.cuh.
     void *o_part, *l_part, *m_part;
     void *delta, *stat, *dq_acc, *dk_acc, *dv_acc, *dbias_acc;
     i32 *counters, *ticket, *turns;
@@ -66,8 +67,13 @@ __device__ __forceinline__ BatchIndex batch_index(const Params& p, i32 ib) {
     BatchIndex index;
 #pragma unroll
     for (int axis = kBatchAxes - 1; axis > 0; --axis) {
-        index.at[axis] = ib % p.batch_size[axis];
-        ib /= p.batch_size[axis];
+        const i32 size = p.batch_size[axis];
+        if (size == 1) {  // most are, and a division takes long
+            index.at[axis] = 0;
+            continue;
+        }
+        index.at[axis] = ib % size;
+        ib /= size;
     }
     index.at[0] = ib;
     return index;

@@ -3,82 +3,31 @@
 // One block works on block_m query rows of one head and streams the key tiles in descending order; each warp owns
 // block_m / warps rows.  Grid: x = row tiles x heads x batch, y = splits of the key axis, z = column chunks of v.
 //
-// With cfg::teams > 1 (of a warp each) every team has a part of the key axis to itself; their results are combined at the end.
+// With cfg::teams > 1 (of a warp each) every team takes every cfg::teams-th key tile, so that the block reads neighbours at a time; their
+// results are combined at the end.
+// With cfg::split a block has a part of the key axis, too: the parts meet in memory, where the last block of a row tile merges them
+// (cfg::merges) or another kernel does.
 // With cfg::pack > 1 the rows of a tile are (query row, head of the group) pairs, so that the heads that share k and v read them once.
 //
 //   shared memory        bytes (float32 has 4 more per row and 128 columns: attn/split_f32.cuh)
 //   q                    block_m * head_dim * sizeof(elem)
 //   teams x stages x { k, v }   block_n * (head_dim + head_dim_v) * sizeof(elem), and block_n * 16 with a column mask
 //   maxima               block_m * 4, if cfg::deposits
-#include "attn/config.cuh"
-#include "attn/mask.cuh"
 #include "attn/mma_f32.cuh"
 #include "attn/mma_f64.cuh"
-#include "attn/philox.cuh"
 #include "attn/score.cuh"
 #include "attn/softmax.cuh"
 #include "ptx/opaque.cuh"
+#include "sm80/fwd_merge.cuh"
+#include "sm80/fwd_work.cuh"
 
-using namespace config;
-using Elem = cfg::elem;
-using Acc = cfg::acc;
+using Stored = typename Either<cfg::split, Acc, cfg::out>::type;  // of o as a block leaves it
 using Product = Mma<Elem>;
 using Q = Product::QRows<m_tiles, cfg::head_dim>;
 
-static_assert(cfg::teams == 1 || cfg::warps == 1, "a team is a warp");
 constexpr u32 ring_bytes = cfg::stages * stage_bytes;  // of a team
 constexpr int older_tiles = cfg::stages > 1 ? cfg::stages - 2 : 0;  // copies that may be under way when the oldest must have arrived
 using Softmax = SoftmaxRows<Acc, m_tiles, sizeof(Elem) == 2>;
-
-__device__ __forceinline__ u32 team() { return cfg::teams == 1 ? 0 : threadIdx.x / threads; }
-__device__ __forceinline__ u32 thread() { return cfg::teams == 1 ? threadIdx.x : threadIdx.x % threads; }  // of the team
-__device__ __forceinline__ u32 warp() { return cfg::teams == 1 ? threadIdx.x / 32 : 0; }
-__device__ __forceinline__ void sync_team() {
-    if constexpr (cfg::teams == 1) __syncthreads();
-    else __syncwarp();
-}
-
-// What one team works on; kept in shared memory, since registers are short and most of it is needed rarely.
-struct Work {
-    MaskPlace mask;
-    i64 bias_offset;
-    const Elem *q, *k, *v;   // row 0 of the head
-    i32 ib, head;            // head: the first of the packed ones
-    i32 row0;                // first (packed) row of the tile
-    i32 tile_end;
-    RandomStream stream;
-    Log2Factor<Acc> to_log2; // from scores as they are held to exponents of 2
-};
-
-__device__ __forceinline__ void locate(const Params& p, Work& w) {
-    // Sections of heads whose k and v fit in the L2 cache; inside one, the same row tile of all heads, last rows first.
-    const i32 heads = p.heads / cfg::pack, total = p.batch * heads;
-    const i32 per_section = p.section * p.row_tiles;  // at most gridDim.x
-    const i32 section = static_cast<i32>(blockIdx.x) / per_section, rest = static_cast<i32>(blockIdx.x) % per_section;
-    const i32 width = min(p.section, total - section * p.section);
-    const i32 rank = rest / width, flat = section * p.section + rest % width;
-    w.ib = flat / heads;
-    w.head = flat % heads * cfg::pack;
-    const BatchIndex index = batch_index(p, w.ib);
-    w.q = static_cast<const Elem*>(p.q.data) + slice_offset(p.q, index, w.head);
-    w.k = static_cast<const Elem*>(p.k.data) + slice_offset(p.k, index, w.head / p.group);
-    w.v = static_cast<const Elem*>(p.v.data) + slice_offset(p.v, index, w.head / p.group) + blockIdx.z * cfg::head_dim_v;
-    w.mask.instance = slice_offset(p.table, index, w.head);
-    w.mask.offset = slice_offset(p.mask, index, w.head);
-    w.bias_offset = slice_offset(p.bias, index, w.head);
-    i32 tile = p.row_tiles - 1 - rank;
-    if constexpr (cfg::mask == kMaskColumn) {
-        if (p.table.order != nullptr) tile = p.table.order[w.mask.instance * p.row_tiles + rank];
-    }
-    w.row0 = tile * cfg::block_m;
-    w.mask.rows = {w.row0 / cfg::pack, min((w.row0 + cfg::block_m - 1) / cfg::pack + 1, p.n_queries), tile};
-    w.to_log2 = Log2Factor<Acc>::of_scale(cfg::prescaled ? 1.0 : p.scale);
-    constexpr bool divided = cfg::split || cfg::teams > 1;
-    const i32 tile_begin = divided ? static_cast<i32>(blockIdx.y * cfg::teams + team()) * p.split_tiles : 0;
-    w.tile_end = divided ? min(tile_begin + p.split_tiles, p.key_tiles) : p.key_tiles;
-    w.mask.lowest = max(tile_begin, band_first(p, w.mask.rows) / cfg::block_n);
-    if constexpr (cfg::dropout != 0) w.stream = random_stream(p.dropout, w.ib, w.head);
-}
 
 __device__ __forceinline__ void load_q(const Params& p, const Work& w, u32 shared) {
     const i32 cols = cfg::exact ? cfg::head_dim : p.head_dim;
@@ -205,23 +154,26 @@ __device__ __forceinline__ void store_pair(Out* out, Acc x, Acc y, bool first, b
     }
 }
 
-// Row `mt`, `h` of this lane in the results: contiguous arrays, or this split's part of the workspace.
+// A (packed) row of the results: contiguous arrays, or a part's share of the workspace.
 struct ResultRow {
     i64 at;
     bool exists;
 
-    __device__ __forceinline__ ResultRow(const Params& p, const Work& w, int mt, int h) {
-        const i64 part = cfg::split ? static_cast<i64>(blockIdx.y) * p.batch * p.heads : 0;
-        const i32 own = ptx::opaque(static_cast<i32>(thread()));  // what follows from it is not kept in registers
-        const i32 packed = w.row0 + own / 32 * warp_rows + mt * 16 + h * 8 + own % 32 / 4;
+    __device__ __forceinline__ ResultRow(const Params& p, const Work& w, i32 packed, i32 part) {
         const i32 row = packed / cfg::pack, head = w.head + packed % cfg::pack;
         exists = row < p.n_queries;
-        at = (part + static_cast<i64>(w.ib) * p.heads + head) * p.n_queries + row;
+        at = ((static_cast<i64>(part) * p.batch + w.ib) * p.heads + head) * p.n_queries + row;
     }
-    __device__ __forceinline__ cfg::out* o(const Params& p) const {
-        return static_cast<cfg::out*>(cfg::split ? p.o_part : p.o.data) + at * p.head_dim_v;
+    __device__ __forceinline__ Stored* o(const Params& p) const {
+        return static_cast<Stored*>(cfg::split ? p.o_part : p.o.data) + at * p.head_dim_v;
     }
 };
+
+// Row `mt`, `h` of this lane.
+__device__ __forceinline__ ResultRow result_row(const Params& p, const Work& w, int mt, int h) {
+    const i32 own = ptx::opaque(static_cast<i32>(thread()));  // what follows from it is not kept in registers
+    return {p, w, w.row0 + own / 32 * warp_rows + mt * 16 + h * 8 + own % 32 / 4, cfg::split ? static_cast<i32>(blockIdx.y) : 0};
+}
 
 // Over tens of thousands of keys (cfg::deposits) float32 sums lose digits: after every kDepositTiles key tiles o is added to the result in memory, and starts anew.
 // Shared memory holds the rows' maxima when that was done last, +inf before.
@@ -247,7 +199,7 @@ __device__ __forceinline__ void deposit(const Params& p, const Work& w, u32 maxi
     for (int mt = 0; mt < m_tiles; ++mt)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const ResultRow row(p, w, mt, h);
+            const ResultRow row = result_row(p, w, mt, h);
             Acc before;
             ptx::load_shared(before, deposit_maximum(maxima, mt, h));
             const bool any = before != infinity<Acc>();
@@ -334,7 +286,7 @@ __device__ __forceinline__ void store(const Params& p, const Work& w, const Soft
     for (int mt = 0; mt < m_tiles; ++mt)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const ResultRow row(p, w, mt, h);
+            const ResultRow row = result_row(p, w, mt, h);
             if (!row.exists) continue;
             const Acc l = rows.l[mt][h];
             const Acc inverse = l == Acc(0) ? Acc(0) : static_cast<Acc>(cfg::dropout != 0 ? p.dropout_scale : 1.0) / l;
@@ -349,6 +301,15 @@ __device__ __forceinline__ void store(const Params& p, const Work& w, const Soft
         }
 }
 
+// Merges the parts of this block's rows if it is the last to have one.
+__device__ __forceinline__ void merge(const Params& p, const Work& w) {
+    if (!last_of_parts(p)) return;
+    for (i32 r = threadIdx.x / 32; r < cfg::block_m; r += cfg::warps * cfg::teams) {
+        const ResultRow row(p, w, w.row0 + r, 0);
+        if (row.exists) merge_row<Acc>(p, row.at);
+    }
+}
+
 extern "C" __global__ __launch_bounds__(threads * cfg::teams, cfg::min_blocks) void attention_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 memory[];
     const u32 q_shared = ptx::shared_address(memory), rings = q_shared + q_bytes, kv_shared = rings + team() * ring_bytes;
@@ -356,7 +317,7 @@ extern "C" __global__ __launch_bounds__(threads * cfg::teams, cfg::min_blocks) v
     Work& w = works[team()];
     if (thread() == 0) locate(p, w);
     __syncthreads();  // works are written
-    TileWalk walk(p, w.mask, w.tile_end);
+    TileWalk<cfg::teams> walk(p, w.mask, w.tile_end, w.tile_begin + static_cast<i32>(team()));
     Tile tiles[cfg::stages];  // the tile at work and those under way
     if (team() == 0) load_q(p, w, q_shared);
 #pragma unroll
@@ -409,4 +370,5 @@ extern "C" __global__ __launch_bounds__(threads * cfg::teams, cfg::min_blocks) v
     if constexpr (cfg::teams > 1) combine_teams(w, rings, rows, o);
     else rows.finish();
     store(p, w, rows, o);
+    if constexpr (cfg::merges) merge(p, w);
 }

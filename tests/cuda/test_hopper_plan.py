@@ -62,8 +62,11 @@ def test_few_rows_leave_the_card_idle():
         ({"heads": 32, "kv_heads": 8, "n_queries": 1, "n_keys": 8192}, True),
         ({"heads": 32, "kv_heads": 8, "n_queries": 32, "n_keys": 8192}, True),  # 128 rows share their keys
         ({"heads": 32, "kv_heads": 8, "n_queries": 64, "n_keys": 8192}, False),
-        ({"heads": 32, "kv_heads": 8, "n_queries": 1, "n_keys": 128}, False),
+        ({"heads": 32, "kv_heads": 8, "n_queries": 4, "n_keys": 256}, True),
+        ({"n_queries": 16}, True),
+        ({"n_queries": 32}, False),
         ({"n_queries": 64}, False),
+        ({"kv_heads": 8, "n_queries": 32}, False),
         ({"n_queries": 128}, False),
         ({"n_queries": 4096}, False),
         ({"heads": 32, "kv_heads": 8, "n_queries": 1, "n_keys": 8192, "mask": "column"}, True),

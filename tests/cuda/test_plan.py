@@ -64,6 +64,23 @@ def test_decode_fills_the_card():
     assert plan.workspace_bytes == counts["splits"] * 32 * (128 + 2) * 4
 
 
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"heads": 32, "kv_heads": 8, "n_keys": 65536}, "by the last block"),
+        ({"batch": 4, "heads": 32, "kv_heads": 8, "n_keys": 8192}, "by the last block"),
+        ({"n_queries": 100, "n_keys": 65536}, "afterwards"),
+    ],
+)
+def test_parts_of_few_rows_are_merged_without_a_second_kernel(sizes, words):
+    problem = shaped(head_dim=128, **sizes)
+    plan = forward_plan(problem, CARDS["H200"])
+    constants = dict(plan.constants)
+    assert words in str(plan) and constants["split"]
+    assert constants["merges"] == (words != "afterwards")
+    assert constants["out"] == ("__nv_bfloat16" if constants["merges"] else "float")
+
+
 def test_long_queries_are_not_split():
     problem = shaped(heads=16, n_queries=4096, n_keys=4096, batch=4)
     assert forward_plan(problem, CARDS["H200"]).workspace_bytes == 0

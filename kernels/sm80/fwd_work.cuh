@@ -1,0 +1,70 @@
+// What a team of the portable forward works on: its rows, its part of the keys, where both lie.
+#pragma once
+#include "attn/config.cuh"
+#include "attn/mask.cuh"
+#include "attn/philox.cuh"
+
+using namespace config;
+using Elem = cfg::elem;
+using Acc = cfg::acc;
+
+static_assert(cfg::teams == 1 || cfg::warps == 1, "a team is a warp");
+
+__device__ __forceinline__ u32 team() { return cfg::teams == 1 ? 0 : threadIdx.x / threads; }
+__device__ __forceinline__ u32 thread() { return cfg::teams == 1 ? threadIdx.x : threadIdx.x % threads; }  // of the team
+__device__ __forceinline__ u32 warp() { return cfg::teams == 1 ? threadIdx.x / 32 : 0; }
+__device__ __forceinline__ void sync_team() {
+    if constexpr (cfg::teams == 1) __syncthreads();
+    else __syncwarp();
+}
+
+// What one team works on; kept in shared memory, since registers are short and most of it is needed rarely.
+struct Work {
+    MaskPlace mask;
+    i64 bias_offset;
+    const Elem *q, *k, *v;   // row 0 of the head
+    i32 ib, head;            // head: the first of the packed ones
+    i32 row0;                // first (packed) row of the tile
+    i32 tile_begin, tile_end; // of the block
+    RandomStream stream;
+    Log2Factor<Acc> to_log2; // from scores as they are held to exponents of 2
+};
+
+// a / b; most divisors are 1, and a division takes a hundred clocks before the first load.
+__device__ __forceinline__ i32 quotient(i32 a, i32 b) {
+    return b == 1 ? a : a / b;
+}
+
+__device__ __forceinline__ void locate(const Params& p, Work& w) {
+    // Sections of heads whose k and v fit in the L2 cache; inside one, the same row tile of all heads, last rows first.
+    const i32 heads = p.heads / cfg::pack, total = p.batch * heads;
+    const i32 per_section = p.section * p.row_tiles;  // at most gridDim.x
+    const i32 section = quotient(blockIdx.x, per_section), rest = static_cast<i32>(blockIdx.x) - section * per_section;
+    const i32 width = min(p.section, total - section * p.section);
+    const i32 rank = quotient(rest, width), flat = section * p.section + rest - rank * width;
+    w.ib = quotient(flat, heads);
+    w.head = (flat - w.ib * heads) * cfg::pack;
+    const BatchIndex index = batch_index(p, w.ib);
+    w.q = static_cast<const Elem*>(p.q.data) + slice_offset(p.q, index, w.head);
+    const i32 kv_head = quotient(w.head, p.group);
+    w.k = static_cast<const Elem*>(p.k.data) + slice_offset(p.k, index, kv_head);
+    w.v = static_cast<const Elem*>(p.v.data) + slice_offset(p.v, index, kv_head) + blockIdx.z * cfg::head_dim_v;
+    if constexpr (cfg::mask != kMaskNone) {
+        w.mask.instance = slice_offset(p.table, index, w.head);
+        w.mask.offset = slice_offset(p.mask, index, w.head);
+    }
+    if constexpr (cfg::bias) w.bias_offset = slice_offset(p.bias, index, w.head);
+    i32 tile = p.row_tiles - 1 - rank;
+    if constexpr (cfg::mask == kMaskColumn) {
+        if (p.table.order != nullptr) tile = p.table.order[w.mask.instance * p.row_tiles + rank];
+    }
+    w.row0 = tile * cfg::block_m;
+    w.mask.rows = {w.row0 / cfg::pack, min((w.row0 + cfg::block_m - 1) / cfg::pack + 1, p.n_queries), tile};
+    w.to_log2 = Log2Factor<Acc>::of_scale(cfg::prescaled ? 1.0 : p.scale);
+    constexpr bool divided = cfg::split || cfg::teams > 1;
+    const i32 tiles = p.split_tiles * cfg::teams;  // of the block; a team takes every cfg::teams-th
+    w.tile_begin = divided ? static_cast<i32>(blockIdx.y) * tiles : 0;
+    w.tile_end = divided ? min(w.tile_begin + tiles, p.key_tiles) : p.key_tiles;
+    w.mask.lowest = max(w.tile_begin, band_first(p, w.mask.rows) / cfg::block_n);
+    if constexpr (cfg::dropout != 0) w.stream = random_stream(p.dropout, w.ib, w.head);
+}
