@@ -70,9 +70,10 @@ struct alignas(16) Work {
     i32 tile;         // number of the key tile; negative: there is no further work
     i32 head, batch;  // of k and v
     i32 flags;
-    static constexpr i32 seen_bit = 1, dead_bit = 2;
+    static constexpr i32 seen_bit = 1, dead_bit = 2, odd_bit = 4;
     __device__ __forceinline__ bool seen() const { return flags & seen_bit; }  // by some row
     __device__ __forceinline__ bool dead() const { return flags & dead_bit; }  // a column mask hides some key of it from every row of the first head
+    __device__ __forceinline__ bool odd() const { return flags & odd_bit; }    // the producer's own: where it noted the head of its last step
 };
 
 // A row tile as the producer finds it, packed into one register.
@@ -85,7 +86,7 @@ struct StepCode {
     __device__ __forceinline__ bool partial() const { return code & partial_bit; }  // elements must be tested
     __device__ __forceinline__ bool last() const { return code & last_bit; }        // of its key tile
     __device__ __forceinline__ bool dirty() const { return code & dirty_bit; }      // some row of it sees nothing: its q and do may be NaN
-    __device__ __forceinline__ bool odd() const { return code & odd_bit; }          // parity of the head's place in its group
+    __device__ __forceinline__ bool odd() const { return code & odd_bit; }          // which of two notes its head has
 };
 
 // A row tile as it travels with its buffers of q and do.

@@ -14,7 +14,7 @@ struct Producer {
     const bool leader;  // lane 0
     Slot<cfg::stages> slot;
     Slot<k_stages> keys;
-    u32 values_phase = 1, raw_phase = 1;
+    u32 phases = 3;  // bit 0: of v_empty, bit 1: of raw_empty; in one register, of which there are few
 
     // Key tiles are handed out in order by a ticket that starts at 0.
     __device__ __forceinline__ i32 draw() const {
@@ -23,8 +23,8 @@ struct Producer {
 
     // Sends a message to the cleaner, at whom the bytes of raw tiles arrive.
     __device__ __forceinline__ void mail(i32 stage) {
-        ptx::mbarrier_wait(shared.barrier(raw_empty), raw_phase);
-        raw_phase ^= 1;
+        ptx::mbarrier_wait(shared.barrier(raw_empty), phases >> 1);
+        phases ^= 2;
         if (leader) shared.mail() = {stage, shared.pending()};
     }
 
@@ -73,7 +73,7 @@ struct Producer {
 
     __device__ __forceinline__ void load_values(u32 full) {
         const Work& work = shared.pending();
-        values_phase ^= 1;
+        phases ^= 1;
         if (leader)
             load_tile<cfg::block_n, slabs_v>(maps.v, shared.v(), full, ptx::evict_first, work.tile * cfg::block_n,
                                              {p.v, work.head, work.batch});
@@ -82,21 +82,16 @@ struct Producer {
     // Tiles with keys that no row sees go through the cleaner, k and v together.
     __device__ __forceinline__ void load_raw() {
         const u32 full = shared.barrier(raw_full);
-        ptx::mbarrier_wait(shared.barrier(v_empty), values_phase);
+        ptx::mbarrier_wait(shared.barrier(v_empty), phases & 1);
         mail(Mail::keys_stage - static_cast<i32>(keys.stage));
         if (leader) ptx::mbarrier_arrive_expect(full, k_bytes + v_bytes);
         load_keys(full);
         load_values(full);
     }
 
-    // One key tile: k and the first row tile are asked for while the consumers are at the key tile before.
-    __device__ __forceinline__ void feed(i32 number) {
-        __syncwarp();  // the key tile before is no longer looked at
-        if (leader) shared.pending() = key_tile(p, number);
-        __syncwarp();  // the new one is known
-        StepWalk walk(p, shared, shared.pending());
-        StepCode step = walk.next();
-        if (leader && step.exists()) shared.pending().flags |= Work::seen_bit;
+    // k, and v too where both must be cleaned.  seen: by some row.
+    __device__ __forceinline__ void begin_keys(bool seen) {
+        if (leader && seen) shared.pending().flags |= Work::seen_bit;
         __syncwarp();  // the flags are complete
         ptx::mbarrier_wait(shared.barrier(k_empty + keys.stage), keys.phase ^ 1);
         if (is_dead()) {
@@ -106,18 +101,33 @@ struct Producer {
             if (leader) ptx::mbarrier_arrive_expect(full, k_bytes);
             load_keys(full);
         }
-        for (bool first = true; first || step.exists(); first = false) {
-            const StepCode after = step.exists() ? walk.next() : step;
-            if (step.exists()) {
+    }
+
+    __device__ __forceinline__ void end_keys() {
+        if (is_dead()) return;
+        const u32 full = shared.barrier(v_full);
+        ptx::mbarrier_wait(shared.barrier(v_empty), phases & 1);
+        if (leader) ptx::mbarrier_arrive_expect(full, v_bytes);
+        load_values(full);
+    }
+
+    // One key tile: k and the first row tile are asked for while the consumers are at the key tile before.
+    __device__ __forceinline__ void feed(i32 number) {
+        __syncwarp();  // the key tile before is no longer looked at
+        if (leader) shared.pending() = key_tile(p, number);
+        __syncwarp();  // the new one is known
+        StepWalk walk(p, shared, shared.pending());
+        StepCode step = StepCode::none();
+        for (i32 found = 0;; ++found) {
+            const StepCode after = walk.next();
+            if (found == 0) {
+                begin_keys(after.exists());
+            } else {
                 if (!after.exists()) step.code |= StepCode::last_bit;
                 load_step(step);
             }
-            if (first && !is_dead()) {
-                const u32 full = shared.barrier(v_full);
-                ptx::mbarrier_wait(shared.barrier(v_empty), values_phase);
-                if (leader) ptx::mbarrier_arrive_expect(full, v_bytes);
-                load_values(full);
-            }
+            if (found == 1 || (found == 0 && !after.exists())) end_keys();
+            if (!after.exists()) return;
             step = after;
         }
     }
@@ -125,7 +135,7 @@ struct Producer {
     __device__ __forceinline__ void run() {
         const i32 total = p.batch * p.kv_heads * p.key_tiles;
         for (i32 number = blockIdx.x; number < total; number = draw()) feed(number);
-        if (by_function) ptx::mbarrier_wait(shared.barrier(v_empty), values_phase);
+        if (by_function) ptx::mbarrier_wait(shared.barrier(v_empty), phases & 1);
         ptx::mbarrier_wait(shared.barrier(k_empty + keys.stage), keys.phase ^ 1);  // now nobody looks at that key tile
         if (leader) {
             shared.work(keys.stage) = {-1, 0, 0, 0};

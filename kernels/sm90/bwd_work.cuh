@@ -32,8 +32,6 @@ struct StepWalk {
         const i64 instance = cfg::mask == kMaskColumn ? slice_of(p.table, work.batch, head) : 0;
         __syncwarp();  // the tables of the head before are no longer looked at
         if (threadIdx.x % 32 == 0) {
-            const i32 dq = static_cast<i32>(slice_of(p.dq, work.batch, head) / (static_cast<i64>(p.n_queries) * p.head_dim));
-            shared.head(member & 1) = {head, dq * p.row_tiles, work.batch * p.heads + head};
             const bool dead = describe_tables(shared.walk(), p, instance, offset, work.tile);
             // A key that no head sees is none that the first one sees.
             if (dead && member == 0) shared.pending().flags |= Work::dead_bit;
@@ -42,14 +40,29 @@ struct StepWalk {
         rows.begin(p);
     }
 
+    // Of a head that sees the key tile: the one before may still have a step to be loaded, whatever heads lie between them.
+    __device__ __forceinline__ void note_head() {
+        if (threadIdx.x % 32 == 0) {
+            shared.pending().flags ^= Work::odd_bit;
+            const i32 head = work.head * p.group + member;
+            const i32 dq = static_cast<i32>(slice_of(p.dq, work.batch, head) / (static_cast<i64>(p.n_queries) * p.head_dim));
+            shared.head(shared.pending().odd()) = {head, dq * p.row_tiles, work.batch * p.heads + head};
+        }
+        __syncwarp();  // all lanes may look
+    }
+
     __device__ __forceinline__ StepCode next() {
+        bool entered = false;
         while (member < 0 || !rows.next(p)) {
             if (++member == p.group) return StepCode::none();
             enter_head();
+            entered = true;
         }
-        StepCode step{rows.tile << 4 | (member & 1 ? StepCode::odd_bit : 0) | (rows.partial(p) ? StepCode::partial_bit : 0)};
+        if (entered) note_head();
+        const bool odd = shared.pending().odd();
+        StepCode step{rows.tile << 4 | (odd ? StepCode::odd_bit : 0) | (rows.partial(p) ? StepCode::partial_bit : 0)};
         if (may_have_empty_rows) {
-            const i32 group = shared.head(member & 1).flat * stat_groups(p) + rows.tile * cfg::block_m / kStatRows;
+            const i32 group = shared.head(odd).flat * stat_groups(p) + rows.tile * cfg::block_m / kStatRows;
             if (p.counters[group]) step.code |= StepCode::dirty_bit;
         }
         return step;

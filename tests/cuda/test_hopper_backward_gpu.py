@@ -14,6 +14,14 @@ from tests.cuda.test_hopper_gpu import hopper  # noqa: F401
 
 pytestmark = pytest.mark.gpu
 
+
+def some_heads(case: Case, rng: np.random.Generator) -> masks.ColumnMask:
+    """Hide the first keys from the second and third of every four heads."""
+    hidden = np.zeros((2, *case.batch, case.heads, case.n_keys), np.int32)
+    hidden[1, ..., 1::4, :200] = hidden[1, ..., 2::4, :200] = case.n_queries
+    return masks.ColumnMask(*hidden, *np.zeros_like(hidden), n_queries=case.n_queries)
+
+
 OWN = [
     Case("long", batch=(1,), n_queries=2000, n_keys=700, head_dim=128),
     Case("long d64", batch=(1,), n_queries=2000, n_keys=700),
@@ -27,6 +35,7 @@ OWN = [
     Case("columns", heads=20, kv_heads=20, n_queries=500, n_keys=600, head_dim=128, mask=columns_of),
     Case("columns d64", n_queries=500, n_keys=600, mask=columns_of),
     Case("columns grouped", heads=8, kv_heads=2, n_queries=300, n_keys=400, head_dim=128, mask=columns_of),
+    Case("heads between", heads=8, kv_heads=2, n_queries=300, n_keys=400, head_dim=128, mask=some_heads),
     Case("columns window", n_queries=500, n_keys=500, mask=columns_of, options={"window": (99, 40)}),
     Case("columns softcap", n_queries=300, n_keys=400, head_dim=128, mask=columns_of, options={"softcap": 3.0}),
     Case("blocks", n_queries=500, n_keys=600, head_dim=128, mask=blocks_of(128, 128)),
