@@ -4,8 +4,10 @@
     python bench/cpu.py --plot          # redraws the picture from the committed rows
 
 float32, 8 heads, N = 4096, d = 64, both with as many threads as the machine has cores.  PyTorch takes a mask as a
-dense boolean matrix.  Results are compared before anything is timed; rivals run in turn, all samples are kept.
-cuattn alone is timed at N = 16384, too, to see whether its time under a mask follows the visible tiles.
+dense boolean matrix.  "forward" gives o alone, as PyTorch's function does (``cuattn.attention``); "forward, l, m" is
+``cuattn.forward``, whose statistics PyTorch has no counterpart for, beside the same call of PyTorch's.  Results are
+compared before anything is timed; rivals run in turn, all samples are kept.  cuattn alone is timed at N = 16384, too,
+to see whether its time under a mask follows the visible tiles.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from bench.mask_samples import column_mask, samples  # noqa: E402
 RESULTS = ROOT / "bench" / "results"
 HEADS, N, D = 8, 4096, 64
 MASKS = (None, "causal_document", "sliding_window", "share_question")
+DIRECTIONS = ("forward", "forward, l, m", "forward+backward")
 LONG_N = 16384
 LONG_REPEATS = 3
 
@@ -43,7 +46,7 @@ def mask_of(kind: str | None, n: int = N):
 
 
 def rivals(kind: str | None, q, k, v, do):
-    """Return, per rival, a forward and a forward + backward that give (o,) and (o, dq, dk, dv) as NumPy arrays."""
+    """Return, per rival, what it does in each of DIRECTIONS: (o,), (o,) and (o, dq, dk, dv) as NumPy arrays."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -53,6 +56,9 @@ def rivals(kind: str | None, q, k, v, do):
     dense = None if mask is None else torch.from_numpy(np.broadcast_to(mask.dense(), (1, 1, N, N)).copy())
 
     def ours():
+        return (cuattn.attention(q, k, v, mask=mask),)
+
+    def ours_with_statistics():
         return (cuattn.forward(q, k, v, mask=mask).o,)
 
     def ours_both():
@@ -71,7 +77,7 @@ def rivals(kind: str | None, q, k, v, do):
         o.backward(seed)
         return o.detach()[0].numpy(), *(x.grad[0].numpy() for x in tensors)
 
-    return {"cuattn": (ours, ours_both), "torch": (theirs, theirs_both)}
+    return {"cuattn": (ours, ours_with_statistics, ours_both), "torch": (theirs, theirs, theirs_both)}
 
 
 def check(results: dict[str, tuple]) -> None:
@@ -88,12 +94,12 @@ def measure(repeats: int) -> list[dict]:
     q, k, v, do = (rng.standard_normal((HEADS, N, D), np.float32) for _ in range(4))
     rows = []
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("CPU", total=2 * len(MASKS) * repeats)
+        task = progress.add_task("CPU", total=len(DIRECTIONS) * len(MASKS) * repeats)
         for kind in MASKS:
             calls = rivals(kind, q, k, v, do)
             visible = 1.0 if kind is None else float(mask_of(kind).dense().mean())
             rho = 0.0 if kind is None else mask_of(kind).block_sparsity(128, 128)
-            for index, direction in enumerate(("forward", "forward+backward")):
+            for index, direction in enumerate(DIRECTIONS):
                 check({name: pair[index]() for name, pair in calls.items()})
                 seconds = {name: [] for name in calls}
                 for turn in range(repeats):
@@ -114,14 +120,16 @@ def measure_long(repeats: int) -> list[dict]:
     rng = np.random.default_rng(2)
     q, k, v, do = (rng.standard_normal((HEADS, LONG_N, D), np.float32) for _ in range(4))
     masks = {kind: mask_of(kind, LONG_N) for kind in MASKS}
-    samples = {(kind, name): [] for kind in MASKS for name in ("forward", "forward+backward")}
+    samples = {(kind, name): [] for kind in MASKS for name in DIRECTIONS}
     for _ in range(repeats):
         for kind, mask in masks.items():
             begin = time.perf_counter()
+            cuattn.attention(q, k, v, mask=mask)
+            samples[kind, "forward"].append(time.perf_counter() - begin)
+            begin = time.perf_counter()
             fwd = cuattn.forward(q, k, v, mask=mask)
-            middle = time.perf_counter()
+            samples[kind, "forward, l, m"].append(time.perf_counter() - begin)
             cuattn.backward(do, q, k, v, fwd, mask=mask)
-            samples[kind, "forward"].append(middle - begin)
             samples[kind, "forward+backward"].append(time.perf_counter() - begin)
     rhos = {kind: 0.0 if mask is None else mask.block_sparsity(128, 128) for kind, mask in masks.items()}
     return [
