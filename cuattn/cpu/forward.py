@@ -150,7 +150,10 @@ class _Pass:
         # Where nothing is ever skipped one product sums over all keys of the chunk, else over those of a tile.
         joint = chunk.count if self._stack.together else 1
         s = buffers.get("s", members, chunk.count, keys, rows)
-        weighed = buffers.get("weighed", members, chunk.count // joint, width, rows)
+        # There the first chunk is every stack's first, and o begins with it.
+        first = self._stack.together and chunk.index == 0
+        parts = chunk.count // joint
+        weighed = self.o[:, None] if first else buffers.get("weighed", members, parts, width, rows)
         make_scores, add_up, weigh = [], [], []
         for tile, slot, count in chunk.runs:
             k, v = panel.run(shape.heads, tile, count)
@@ -166,7 +169,8 @@ class _Pass:
         if weighed.shape[1] > 1:
             chunk_sum = buffers.get("chunk_sum", members, width, rows)
             weigh.append(partial(np.add.reduce, weighed, 1, None, chunk_sum))
-        weigh.append(partial(np.add, self.o, chunk_sum, self.o))
+        if not first:
+            weigh.append(partial(np.add, self.o, chunk_sum, self.o))
         wide = s.reshape(members, -1, LANES * rows)  # longer rows are faster to reduce
         find_highest = partial(np.maximum.reduce, wide, 1, None, self.here)
         search = (find_highest, self.follow) if self._stack.statistics else ()
@@ -200,8 +204,10 @@ class _Stack:
             self.passes = [_Pass(self, slice(tile, None, shape.tiles)) for tile in range(shape.tiles)]
 
     def start(self) -> None:
-        for array, value in ((self.o, 0), (self.sums, 0), (self.highest, -np.inf), (self.reference, 0)):
+        for array, value in ((self.sums, 0), (self.highest, -np.inf), (self.reference, 0)):
             array.fill(value)
+        if not self.together:
+            self.o.fill(0)
         self.seen.fill(False)
         for each in self.passes:
             each.all_seen = each.bounded = False
