@@ -243,11 +243,12 @@ class _Worker:
             step = stack.step(chunk)
             for call in step.make_products:
                 call()
-            if self._bare and chunk.simple and self._scores.normal(self._panel.reach):
+            normal = self._scores.normal(self._panel.reach)
+            if self._bare and chunk.simple and normal:
                 step.exponentiate()
                 step.weigh_probabilities()
             else:
-                self._scores.complete(step.s, chunk)
+                self._scores.complete(step.s, chunk, hide=not normal)
                 self._scores.exponentiate(step.s, self._panel.reach)
                 self._differentiate(step, item, chunk, target)
             add_shares(item.dv, index, chunk, step.find_dv())
