@@ -9,7 +9,7 @@ import functools
 import math
 from typing import NamedTuple
 
-from cuattn.cuda.plan import CUDA_TYPES, check_limits, mask_code, pad
+from cuattn.cuda.plan import CUDA_TYPES, check_limits, deposit_tiles, mask_code, pad
 from cuattn.cuda.tiles import Card
 from cuattn.plans import Plan
 from cuattn.problem import Problem
@@ -196,6 +196,7 @@ def backward_plan(problem: Problem, card: Card, load_bytes: int = 16, o_dtype: s
         "head_dim_v": kernels.head_dim_v,
         "whole_columns": exact and load_bytes == 16,
         **kernels.keys._asdict(),
+        "deposits": deposit_tiles(problem.dtype.itemsize, problem.n_queries * problem.group, kernels.keys.block_m),
         "blocks_per_sm": 1,
         "load_bytes": max(load_bytes, min(problem.dtype.itemsize, 8)),
         "dropout": problem.dropout,

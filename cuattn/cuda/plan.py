@@ -9,7 +9,7 @@ from cuattn.errors import UnsupportedError
 from cuattn.plans import Plan
 from cuattn.problem import Problem
 
-__all__ = ["CUDA_TYPES", "check_limits", "forward_plan", "grid_of", "mask_code", "pad", "tile_of"]
+__all__ = ["CUDA_TYPES", "check_limits", "deposit_tiles", "forward_plan", "grid_of", "mask_code", "pad", "tile_of"]
 
 CUDA_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
 _MASK_CODES = {None: 0, "column": 1, "block": 2, "dense": 3}
@@ -22,7 +22,9 @@ _STREAM_STAGES = 3
 _MIN_SPLIT_TILES = 4  # a part of the key axis shorter than this costs more in merging than it gains
 _KB = 1024
 _PADDING = {2: 32, 8: 16}  # element bytes -> elements: rows of a tile in shared memory are multiples of this
-_DEPOSIT_KEYS = 16384  # beyond this, sums over keys in float32 are moved to memory now and then
+# Element bytes -> keys (forward) or queries (backward) that are summed in registers before the sums move to memory, and
+# the smallest number of them that is worth it: beyond, a sum that is rounded after every few terms loses digits.
+_DEPOSITS = {2: (0, 0), 4: (2048, 16384), 8: (1024, 1024)}
 _SEGMENT = 128  # float32 is split into halves by segments of a row (kernels/attn/split_f32.cuh)
 
 
@@ -158,8 +160,14 @@ def _merges(problem: Problem, tile: Tile, pack: int, teams: int, splits: int) ->
     return splits > 1 and row_tiles <= TICKETS and warp_rows * (16 + splits) <= _MERGE_COST
 
 
-def _deposits(problem: Problem) -> bool:
-    return problem.dtype.itemsize == 4 and problem.n_keys > _DEPOSIT_KEYS
+def deposit_tiles(size: int, length: int, block: int) -> int:
+    """Return ``cfg::deposits``: how many tiles of `block` are summed in registers at a time; 0: all `length`.
+
+    >>> deposit_tiles(8, 4096, 16), deposit_tiles(8, 1024, 16)
+    (64, 0)
+    """
+    together, least = _DEPOSITS[size]
+    return together // block if together and length > least else 0
 
 
 def _shared_bytes(problem: Problem, tile: Tile, head_dim: int, head_dim_v: int, teams: int = 1) -> int:
@@ -170,7 +178,8 @@ def _shared_bytes(problem: Problem, tile: Tile, head_dim: int, head_dim_v: int, 
         return columns * size + exponents
 
     key = row_bytes(head_dim) + row_bytes(head_dim_v) + (16 if problem.mask == "column" else 0)
-    maxima = 4 * tile.block_m if _deposits(problem) else 0
+    deposits = deposit_tiles(size, problem.n_keys, tile.block_n)
+    maxima = problem.stat_dtype.itemsize * tile.block_m if deposits else 0
     return tile.block_m * row_bytes(head_dim) + teams * tile.stages * tile.block_n * key + maxima
 
 
@@ -230,7 +239,7 @@ def forward_plan(problem: Problem, card: Card, load_bytes: int = 16) -> Plan:
         "mask": mask_code(problem),
         "split": splits > 1,
         "merges": merges,
-        "deposits": _deposits(problem),
+        "deposits": deposit_tiles(size, problem.n_keys, tile.block_n),
         "tf32": problem.precision == "tf32",
     }
     rows = int(np.prod(problem.stat_shape, dtype=np.int64))

@@ -33,7 +33,7 @@ name                    type     meaning
 ``mask``                int      0 none, 1 column, 2 block, 3 dense
 ``split``               bool     forward over parts of the key axis, partial results of type ``acc``
 ``merges``              bool     the last block of a row tile to finish its part merges them all
-``deposits``            bool     float32 forward over very many keys: o is added to memory now and then
+``deposits``            int      float32, float64: tiles after which long sums are added to memory; 0 = never
 ``atomic_dq``           bool     backward: dq is added up in memory, in no fixed order
 ``chunk``, ``part``     int      backward of wide heads: columns loaded at a time, columns that a block owns; else 0
 ``tf32``                bool     float32 products in one TF32 pass instead of float32 accuracy

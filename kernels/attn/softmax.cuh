@@ -6,10 +6,10 @@
 #include "attn/math.cuh"
 
 // fused: one multiply-add per exponent, whose rounding error |m| 2^-24 is common to the row; enough for 16-bit input.  Else exponents are
-// as good as differences of scores, and l is summed in float32 by 4 keys, then with a correction (Kahan), for it may have 2^19 terms.
+// as good as differences of scores, and l is summed by 4 keys, then with a correction (Kahan), for it may have 2^19 terms.
 template <class Acc, int m_tiles, bool fused>
 struct SoftmaxRows {
-    static constexpr bool corrected = !fused && same_type<Acc, float>;
+    static constexpr bool corrected = !fused;
     Acc m[m_tiles][2], l[m_tiles][2];
     Acc excess[corrected ? m_tiles : 1][2];  // what l is too large by
 

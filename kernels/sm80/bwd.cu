@@ -10,6 +10,7 @@
 //                 stat, delta [stages][block_m]   units (float32: sm80/bwd_split.cuh)
 // Grid            key tiles * key/value heads * batch, tiles fastest
 // Workspace       stat, delta, counters (attn/bwd_workspace.cuh); dq_acc (sm80/bwd_queries.cuh)
+// A row tile      S | dP    P, dS | dQ of the tile before    dV, dK      (two halves of the warps, where sm80/bwd_layout.cuh pairs them)
 #include "ptx/barrier.cuh"
 #include "sm80/bwd_head.cuh"
 #include "sm80/bwd_load.cuh"
@@ -90,18 +91,78 @@ __device__ __forceinline__ void rows_to_shared(u32 shared, const Params& p, cons
     scores_to_shared<true>(tiles, at, p, head, tile_p(shared), tile_ds(shared, stage));
 }
 
+// acc += A^T B for a tile of weights and one of rows.  float64: loaded() when the last of them is in registers.
+template <int stride, class Loaded>
+__device__ __forceinline__ void add_rows(KeyGradients& acc, TileAt weights, TileAt rows, const Loaded& loaded) {
+    if constexpr (sizeof(Elem) == 8) {
+        constexpr int last = cfg::block_m / 8 - 1;
+        Product<Elem>::template run<cfg::block_m, Along::rows, p_stride, Along::rows, stride>(acc, weights, rows, [&](int step) {
+            if (step == last) loaded();
+        });
+    } else {
+        product<cfg::block_m, Along::rows, p_stride, Along::rows, stride>(acc, weights, rows);
+    }
+}
+
 // Algorithm 4 lines 16 and 22: dV += P^T dO or dK += dS^T Q, for the columns that this warp owns.
-__device__ __forceinline__ void add_keys(KeyGradients& acc, u32 shared, const Slice& slice, int stage) {
+template <class Loaded = Nothing>
+__device__ __forceinline__ void add_keys(KeyGradients& acc, u32 shared, const Slice& slice, int stage, const Loaded& loaded = {}) {
     const TileAt weights = part_of_weights(slice.is_k ? tile_ds(shared, stage) : tile_p(shared), 0, slice.team * team_keys);
     const TileAt q = part_of_rows<qk_stride>(tile_q(shared, stage), 0, slice.column);
     const TileAt dout = part_of_rows<v_stride>(tile_do(shared, stage), 0, slice.column);
-    if constexpr (split_slices) {
-        product<cfg::block_m, Along::rows, p_stride, Along::rows, qk_stride>(acc, weights, slice.is_k ? q : dout);
-    } else if (slice.is_k) {
-        product<cfg::block_m, Along::rows, p_stride, Along::rows, qk_stride>(acc, weights, q);
-    } else {
-        product<cfg::block_m, Along::rows, p_stride, Along::rows, v_stride>(acc, weights, dout);
+    if constexpr (split_slices) add_rows<qk_stride>(acc, weights, slice.is_k ? q : dout, loaded);
+    else if (slice.is_k) add_rows<qk_stride>(acc, weights, q, loaded);
+    else add_rows<v_stride>(acc, weights, dout, loaded);
+}
+
+// Over very many rows sums lose digits: after every cfg::deposits row tiles (0: never) a warp adds its part of dV or dK to the result in
+// memory, where nobody else adds, and starts anew.  This calls use(memory, sum) for all sums of a lane.
+template <class Use>
+__device__ __forceinline__ void visit_deposits(KeyGradients& acc, const Params& p, const Slice& slice, const Use& use) {
+    const i32 own = ptx::opaque(static_cast<i32>(threadIdx.x)) % 32, flat_head = flat_kv_head(p);
+    const Operand& gradient = slice.is_k ? p.dk : p.dv;
+    const bool summed = slice.is_k ? cfg::sum_dk : cfg::sum_dv;
+    const i32 columns = slice.is_k ? p.head_dim : p.head_dim_v, first_column = slice.column + own % 4 * 2;
+    const i64 stride = summed ? columns : gradient.row;
+    Acc* const data = summed ? static_cast<Acc*>(slice.is_k ? p.dk_acc : p.dv_acc) + i64(flat_head) * p.n_keys * columns
+                             : static_cast<Acc*>(gradient.data) + slice_offset(gradient, batch_index(p, flat_head / p.kv_heads), flat_head % p.kv_heads);
+#pragma unroll
+    for (int m = 0; m < team_keys / 16; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const i32 key = key_tile(p) * cfg::block_n + slice.team * team_keys + 16 * m + 8 * half + own / 4;
+            __syncwarp();  // loads are not moved ahead of this, and their registers with them
+            if (key >= p.n_keys) continue;  // its sums are never looked at
+            Acc* const row = data + key * stride + first_column;
+#pragma unroll
+            for (int i = 0; i < 2 * slice_tiles; ++i) {
+                const i32 column = i / 2 * 8 + i % 2;
+                if (cfg::whole_columns || first_column + column < columns) use(row + column, acc[m][i / 2][2 * half + i % 2]);
+            }
+        }
+}
+
+__device__ __forceinline__ void start_deposits(KeyGradients& acc, const Params& p, const Slice& slice) {
+    if constexpr (cfg::deposits > 0) visit_deposits(acc, p, slice, [](Acc* at, Acc) { *at = 0; });
+}
+
+// Before row tile number `tile` of the block is added; group: of cfg::deposits tiles, the one added to last, or -1.  Groups are the same for
+// all masks.
+__device__ __forceinline__ void deposit(KeyGradients& acc, const Params& p, const Slice& slice, i32& group, i32 tile) {
+    if constexpr (cfg::deposits > 0) {
+        const i32 next = tile / cfg::deposits;
+        if (group >= 0 && group != next) {
+            visit_deposits(acc, p, slice, [](Acc* at, Acc& sum) {
+                ptx::red_add(at, sum);
+                ptx::set_zero(sum);
+            });
+        }
+        group = next;
     }
+}
+
+__device__ __forceinline__ void finish_deposits(KeyGradients& acc, const Params& p, const Slice& slice) {
+    if constexpr (cfg::deposits > 0) visit_deposits(acc, p, slice, [](const Acc* at, Acc& sum) { sum += __ldcg(at); });
 }
 
 // This warp's columns of dV or dK, over the tile of v or k.
@@ -140,6 +201,62 @@ __device__ __forceinline__ void store_keys(const unsigned char* memory, u32 shar
     }
 }
 
+// Algorithm 4 lines 9-23 for one query head, from row tile walk.tile on; first_tile: number of its first row tile among those of the block.
+__device__ __forceinline__ void walk_together(KeyGradients& acc, i32& group, u32 shared, const Params& p, const Head& head, RowWalk& walk,
+                                              const Slice& slice, i32 first_tile) {
+    i32 before = -1;  // row tile whose dS is still to be multiplied with K
+    int stage = 0;
+    for (i32 tile = walk.tile, next; tile >= 0; tile = next) {
+        const bool partial = walk.partial(p);
+        next = walk.next(p) ? walk.tile : -1;
+        deposit(acc, p, slice, group, first_tile + tile);
+        next_queries(shared, p, head, tile, next, before, stage);
+        rows_to_shared(shared, p, head, tile, partial, stage);
+        if constexpr (team_local)
+            ptx::barrier_sync(1 + slice.team, 32 * slices);  // the team's P and dS are complete
+        else
+            __syncthreads();  // P and dS are complete
+        add_keys(acc, shared, slice, stage);
+        before = tile;
+        stage = (stage + 1) % cfg::stages;
+    }
+    __syncthreads();  // all of dS is complete
+    if constexpr (cfg::atomic_dq) add_queries(shared, head.dq_acc, before, (stage + 1) % cfg::stages);
+}
+
+// The same with helpers, which load the tiles, compute dP, and add dQ of the tile before.  The others go from one tile to the next without
+// waiting for them.
+__device__ __forceinline__ void walk_apart(KeyGradients& acc, i32& group, u32 shared, const Params& p, const Head& head, RowWalk& walk,
+                                           const Slice& slice, i32 first_tile) {
+    constexpr int kKeysBarrier = 13;
+    const bool helps = query_warp() >= 0;
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // k, v and the first row tile have arrived
+    i32 before = -1;
+    int stage = 0;
+    for (i32 tile = walk.tile, next; tile >= 0 || before >= 0; tile = next) {
+        const bool more = tile >= 0;  // the helpers come once more for dQ of the last tile
+        const bool partial = more && walk.partial(p);
+        next = more && walk.next(p) ? walk.tile : -1;
+        if (more) deposit(acc, p, slice, group, first_tile + tile);
+        if (helps) {
+            if (before >= 0) ptx::barrier_sync(kKeysBarrier, threads);  // all are done with P and the row tile of before
+            if (next >= 0) load_queries(shared, p, head, next, stage ^ 1);
+            ptx::cp_async_commit();
+        }
+        if (more) rows_to_shared(shared, p, head, tile, partial, stage);
+        if (before >= 0) add_queries(shared, head.dq_acc, before, stage ^ 1);
+        before = tile;
+        if (!more) break;
+        ptx::cp_async_wait<0>();
+        __syncthreads();  // P and dS are complete, and the next row tile has arrived
+        add_keys(acc, shared, slice, stage, [] {  // a condition found here keeps the arrival from sinking behind the products
+            if (ptx::opaque(static_cast<i32>(threadIdx.x)) < 32 * scores_warps) ptx::barrier_arrive(kKeysBarrier, threads);
+        });
+        stage ^= 1;
+    }
+}
+
 }  // namespace sm80
 
 extern "C" __global__ void __launch_bounds__(sm80::threads, cfg::blocks_per_sm) attention_backward(const __grid_constant__ Params p) {
@@ -150,6 +267,8 @@ extern "C" __global__ void __launch_bounds__(sm80::threads, cfg::blocks_per_sm) 
     const Slice slice;
     KeyGradients acc;
     clear(acc);  // line 8
+    start_deposits(acc, p, slice);
+    i32 group = -1;
 
     for (i32 member = 0; member < p.group; ++member) {
         describe_group_member(head, p, member);
@@ -160,27 +279,10 @@ extern "C" __global__ void __launch_bounds__(sm80::threads, cfg::blocks_per_sm) 
         if constexpr (in_halves) finish_key_tile(tile_k(shared), tile_v(shared));
         if constexpr (cfg::stages == 2) load_queries(shared, p, head, walk.tile, 0);
         ptx::cp_async_commit();
-
-        i32 before = -1;  // row tile whose dS is still to be multiplied with K
-        int stage = 0;
-        for (i32 tile = walk.tile, next; tile >= 0; tile = next) {  // line 9
-            const bool partial = walk.partial(p);
-            next = walk.next(p) ? walk.tile : -1;
-            next_queries(shared, p, head, tile, next, before, stage);
-            rows_to_shared(shared, p, head, tile, partial, stage);
-            if constexpr (team_local)
-                ptx::barrier_sync(1 + slice.team, 32 * slices);  // the team's P and dS are complete
-            else
-                __syncthreads();  // P and dS are complete
-            add_keys(acc, shared, slice, stage);
-            before = tile;
-            stage = (stage + 1) % cfg::stages;
-        }
-        __syncthreads();  // all of dS is complete, and nothing else of this head is read again
-        if constexpr (cfg::atomic_dq) {
-            add_queries(shared, head.dq_acc, before, (stage + 1) % cfg::stages);
-            __syncthreads();  // k is free for the next head, or for dK
-        }
+        if constexpr (helpers_add_queries) walk_apart(acc, group, shared, p, head, walk, slice, member * p.row_tiles);
+        else walk_together(acc, group, shared, p, head, walk, slice, member * p.row_tiles);
+        __syncthreads();  // nothing of this head is read again
     }
+    finish_deposits(acc, p, slice);
     store_keys(memory, shared, p, slice, acc);  // line 24
 }

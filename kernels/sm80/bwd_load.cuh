@@ -12,8 +12,9 @@ namespace sm80 {
 __device__ __forceinline__ int thread() { return ptx::opaque(static_cast<i32>(threadIdx.x)); }
 
 // float32 tiles are split (sm80/bwd_split.cuh) before anybody reads them, 16 rows by the warp that has loaded them, which so need not wait
-// for others.  Tiles of other types are loaded by the whole block.
-constexpr int loaders = in_halves ? 32 : threads;
+// for others.  Tiles of other types are loaded by the whole block, or by the helpers (sm80/bwd_layout.cuh), the last warps.
+constexpr int loaders = in_halves ? 32 : helpers_add_queries ? 32 * query_warps : threads;
+__device__ __forceinline__ bool loads_tiles() { return !helpers_add_queries || query_warp() >= 0; }
 template <int rows>
 constexpr int loaded_rows = in_halves ? 16 : rows;
 
@@ -88,10 +89,10 @@ __device__ __forceinline__ void save_rows(const unsigned char* tile, Elem* data,
     }
 }
 
-// block_m consecutive accumulators, 16-byte aligned, by the whole block.
+// block_m consecutive accumulators, 16-byte aligned, by the threads that load.
 __device__ __forceinline__ void load_vector(u32 to, const Acc* from) {
     constexpr int chunks = cfg::block_m * int(sizeof(Acc)) / 16;
-    for (int i = thread(); i < chunks; i += threads) ptx::cp_async<16>(to + i * 16, reinterpret_cast<const u8*>(from) + i * 16, 16);
+    for (int i = helpers_add_queries ? thread() % loaders : thread(); i < chunks; i += helpers_add_queries ? loaders : threads) ptx::cp_async<16>(to + i * 16, reinterpret_cast<const u8*>(from) + i * 16, 16);
 }
 
 // The keys of a tile: those that exist, and those among them that some row sees.  The k of the others is loaded as zeros: 0 * NaN in
@@ -156,6 +157,7 @@ __device__ __forceinline__ void finish_tiles(TileAt first, TileAt second) {
 
 // k and v of one key tile.  `partial`: there may be keys that do not exist or that no row sees.
 __device__ __forceinline__ void load_key_tile(u32 k, u32 v, const Params& p, const Head& head, i64 first_key, bool partial) {
+    if (!loads_tiles()) return;
     if (cfg::whole_columns && !partial) {
         load_whole_tile<cfg::block_n, cfg::head_dim>(k, head.k, p.k.row, first_key, 0);
         load_whole_tile<cfg::block_n, cfg::head_dim_v>(v, head.v, p.v.row, first_key, cfg::block_n / 16);
@@ -177,6 +179,7 @@ __device__ __forceinline__ void load_row_numbers(u32 numbers, const Head& head, 
 
 // q, do and the statistics of one row tile.
 __device__ __forceinline__ void load_row_tile(u32 q, u32 dout, u32 numbers, const Params& p, const Head& head, i32 tile) {
+    if (!loads_tiles()) return;
     const TileRows rows = {p, head, i64(tile) * cfg::block_m};
     load_row_numbers(numbers, head, rows.first);
     if (cfg::whole_columns && rows.whole()) {

@@ -67,6 +67,11 @@ struct Product<float> {
     }
 };
 
+struct Nothing {
+    template <class... Arguments>
+    __device__ __forceinline__ void operator()(Arguments...) const {}
+};
+
 template <>
 struct Product<double> {
     // Element (outer + l / 4, inner + l % 4), inner along the axis that is summed over.
@@ -84,10 +89,10 @@ struct Product<double> {
         double a[tiles_m][4], b[tiles_n][2];
     };
 
-    // Loads run one step ahead of the products.
-    template <int length, Along along_a, int stride_a, Along along_b, int stride_b, int tiles_m, int tiles_n>
-    static __device__ __forceinline__ void run(double (&acc)[tiles_m][tiles_n][4], TileAt a, TileAt b) {
-        constexpr int unrolled = length <= 64 ? length / 8 : 4;
+    // Loads run one step ahead of the products; between(step) is other work to be done meanwhile.
+    template <int length, Along along_a, int stride_a, Along along_b, int stride_b, int tiles_m, int tiles_n, class Between = Nothing>
+    static __device__ __forceinline__ void run(double (&acc)[tiles_m][tiles_n][4], TileAt a, TileAt b, const Between& between = {}) {
+        constexpr int unrolled = length <= 64 && tiles_n <= 2 ? length / 8 : length <= 16 ? 2 : 4;  // more would take too many registers
         Step<tiles_m, tiles_n> steps[2];
         auto load_step = [&](Step<tiles_m, tiles_n>& step, int k) {
 #pragma unroll
@@ -104,6 +109,7 @@ struct Product<double> {
         for (int k = 0; k < length; k += 8) {
             const int now = k / 8 % 2;
             if (k + 8 < length) load_step(steps[now ^ 1], k + 8);
+            between(k / 8);
 #pragma unroll
             for (int n = 0; n < tiles_n; ++n)
 #pragma unroll
@@ -115,6 +121,24 @@ struct Product<double> {
 template <int length, Along along_a, int stride_a, Along along_b, int stride_b, int tiles_m, int tiles_n>
 __device__ __forceinline__ void product(Acc (&acc)[tiles_m][tiles_n][4], TileAt a, TileAt b) {
     Product<Elem>::template run<length, along_a, stride_a, along_b, stride_b>(acc, a, b);
+}
+
+// The same for an acc that adds up many tiles.  In float64, which is rounded after every term, the sum of these tiles is made by itself.
+template <int length, Along along_a, int stride_a, Along along_b, int stride_b, int tiles_m, int tiles_n>
+__device__ __forceinline__ void add_product(Acc (&acc)[tiles_m][tiles_n][4], TileAt a, TileAt b) {
+    if constexpr (sizeof(Elem) < 8) {
+        product<length, along_a, stride_a, along_b, stride_b>(acc, a, b);
+    } else {
+        Acc sum[tiles_m][tiles_n][4];
+        clear(sum);
+        product<length, along_a, stride_a, along_b, stride_b>(sum, a, b);
+#pragma unroll
+        for (int m = 0; m < tiles_m; ++m)
+#pragma unroll
+            for (int n = 0; n < tiles_n; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) acc[m][n][i] += sum[m][n][i];
+    }
 }
 
 }  // namespace sm80

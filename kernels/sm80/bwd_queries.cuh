@@ -10,9 +10,9 @@
 
 namespace sm80 {
 
-constexpr int queries_m = square_partition(cfg::head_dim);
+constexpr int queries_m = square_partition(cfg::head_dim, query_warps);
 static_assert(queries_m > 0, "no partition of dQ into whole 16 x 16 blocks");
-constexpr int queries_n = cfg::warps / queries_m;
+constexpr int queries_n = query_warps / queries_m;
 constexpr int query_rows = cfg::block_m / queries_m;
 constexpr int query_columns = cfg::head_dim / queries_n;
 // Columns of dQ summed at a time, so that a lane holds few sums beside those of dK and dV.
@@ -36,11 +36,11 @@ __device__ __forceinline__ i32 accumulator_offset(i32 fragment, i32 i) {
 
 // row_tile: of one instance of q, or counted through all of them.
 __device__ __forceinline__ Acc* accumulator_of_warp(Acc* acc, i64 row_tile) {
-    return acc + (row_tile * cfg::warps + threadIdx.x / 32) * (query_fragments * 128);
+    return acc + (row_tile * query_warps + query_warp()) * (query_fragments * 128);
 }
 
-__device__ __forceinline__ i32 warp_query_row() { return threadIdx.x / 32 % queries_m * query_rows; }
-__device__ __forceinline__ i32 warp_query_column() { return threadIdx.x / 32 / queries_m * query_columns; }
+__device__ __forceinline__ i32 warp_query_row() { return query_warp() % queries_m * query_rows; }
+__device__ __forceinline__ i32 warp_query_column() { return query_warp() / queries_m * query_columns; }
 
 // Adds a warp's results to the accumulator.
 template <int tiles_m, int tiles_n>
@@ -61,6 +61,7 @@ __device__ __forceinline__ void add_fragments(Acc* to, const Acc (&dq)[tiles_m][
 
 // Algorithm 4 line 21: dQ += dS K for one row tile; the scale comes last, in the conversion.
 __device__ __forceinline__ void add_queries(u32 shared, Acc* dq_acc, i32 row_tile, int buffer) {
+    if (query_warp() < 0) return;
     constexpr int tiles_m = query_rows / 16, tiles_n = query_chunk / 8;
     const TileAt ds = part_of_weights({shared + ds_at + buffer * cfg::block_m * p_stride, shared + ds_units_at + buffer * weight_units}, warp_query_row(), 0);
     const TileAt k = {shared + k_at, shared + k_units_at};

@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(sm80::threads, cfg::blocks_per_sm) 
         const TilePlace at = {shared + rows::stat_at, place.rows.first, tile.n() * cfg::block_n, tile.partial()};
         scores_to_shared<false>(tiles, at, p, head, ds, ds);
         __syncthreads();  // dS is complete
-        product<cfg::block_n, Along::columns, p_stride, Along::rows, qk_stride>(
+        add_product<cfg::block_n, Along::columns, p_stride, Along::rows, qk_stride>(
             dq, part_of_weights(ds, warp_query_row(), 0), part_of_rows<qk_stride>(k, 0, warp_query_column()));  // line 21
         tile = next;
     }

@@ -197,7 +197,7 @@ struct WholeTiles {
             clear(dp);
             multiply_gradients(dp);
             move_scores([&](int i, Acc& x) { ptx::store_shared(exchange_place(i), x); }, dp);
-            ptx::barrier_sync(kPairBarrier, threads);
+            ptx::barrier_arrive(kPairBarrier, threads);
         }
     }
 

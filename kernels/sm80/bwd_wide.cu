@@ -34,7 +34,7 @@ __device__ __forceinline__ i32 warp_key() { return threadIdx.x / 32 / slices * t
 __device__ __forceinline__ i32 warp_key_column() { return threadIdx.x / 32 % slices * key_columns; }
 
 // dQ: warps share the rows, and the columns of every chunk.
-constexpr int queries_m = square_partition(cfg::chunk);
+constexpr int queries_m = square_partition(cfg::chunk, cfg::warps);
 constexpr int query_rows = cfg::block_m / queries_m, query_columns = cfg::chunk / (cfg::warps / queries_m);
 using QueryResults = Acc[part_chunks][query_rows / 16][query_columns / 8][4];
 __device__ __forceinline__ i32 warp_query_row() { return threadIdx.x / 32 % queries_m * query_rows; }
@@ -63,7 +63,7 @@ __device__ __forceinline__ void add_rows(KeyResults& acc, u32 shared, const Para
     __syncthreads();  // P or dS is complete
 #pragma unroll
     for (int chunk = 0; chunk < part_chunks; ++chunk) {
-        product<cfg::block_m, Along::rows, p_stride, Along::rows, chunk_stride>(  // line 16 or 22
+        add_product<cfg::block_m, Along::rows, p_stride, Along::rows, chunk_stride>(  // line 16 or 22
             acc[chunk], part_of_weights(weights(shared), 0, warp_key()), part_of_rows<chunk_stride>(stream.own_tile(), 0, warp_key_column()));
         stream.advance();
     }
@@ -78,7 +78,7 @@ __device__ __forceinline__ void add_keys(QueryResults& acc, u32 shared, const Pa
     __syncthreads();  // dS is complete
 #pragma unroll
     for (int chunk = 0; chunk < part_chunks; ++chunk) {
-        product<cfg::block_n, Along::columns, p_stride, Along::rows, chunk_stride>(  // line 21
+        add_product<cfg::block_n, Along::columns, p_stride, Along::rows, chunk_stride>(  // line 21
             acc[chunk], part_of_weights(weights(shared), warp_query_row(), 0), part_of_rows<chunk_stride>(stream.own_tile(), 0, warp_query_column()));
         stream.advance();
     }

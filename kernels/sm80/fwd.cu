@@ -12,7 +12,7 @@
 //   shared memory        bytes (float32 has 4 more per row and 128 columns: attn/split_f32.cuh)
 //   q                    block_m * head_dim * sizeof(elem)
 //   teams x stages x { k, v }   block_n * (head_dim + head_dim_v) * sizeof(elem), and block_n * 16 with a column mask
-//   maxima               block_m * 4, if cfg::deposits
+//   maxima               block_m * sizeof(acc), if cfg::deposits
 #include "attn/mma_f32.cuh"
 #include "attn/mma_f64.cuh"
 #include "attn/score.cuh"
@@ -175,9 +175,9 @@ __device__ __forceinline__ ResultRow result_row(const Params& p, const Work& w, 
     return {p, w, w.row0 + own / 32 * warp_rows + mt * 16 + h * 8 + own % 32 / 4, cfg::split ? static_cast<i32>(blockIdx.y) : 0};
 }
 
-// Over tens of thousands of keys (cfg::deposits) float32 sums lose digits: after every kDepositTiles key tiles o is added to the result in memory, and starts anew.
+// Over very many keys sums lose digits: after every cfg::deposits key tiles (0: never) o is added to the result in memory, and starts anew.
 // Shared memory holds the rows' maxima when that was done last, +inf before.
-constexpr int kDepositTiles = 64;
+__device__ __forceinline__ i32 deposit_group(Tile tile) { return tile.n() / max(cfg::deposits, 1); }
 
 __device__ __forceinline__ u32 deposit_maximum(u32 maxima, int mt, int h) {
     const i32 own = ptx::opaque(static_cast<i32>(thread()));
@@ -207,17 +207,26 @@ __device__ __forceinline__ void deposit(const Params& p, const Work& w, u32 maxi
             __syncwarp();  // the lanes that share the row have read
             ptx::store_shared(deposit_maximum(maxima, mt, h), rows.m[mt][h]);
             if (!row.exists) continue;
+            constexpr int together = v_tiles % 8 == 0 ? 8 : v_tiles % 4 == 0 ? 4 : 2;  // tiles whose loads are under way at a time
 #pragma unroll
-            for (int n = 0; n < v_tiles; ++n)
+            for (int first = 0; first < v_tiles; first += together) {
+                Stored* const from = row.o(p) + blockIdx.z * cfg::head_dim_v + Product::column(0, threadIdx.x % 4);
+                const i32 columns = p.head_dim_v - blockIdx.z * cfg::head_dim_v - Product::column(0, threadIdx.x % 4);
+                Acc deposited[together][2];
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const i32 col = blockIdx.z * cfg::head_dim_v + Product::column(n, threadIdx.x % 4) + e;
-                    if (!cfg::exact && col >= p.head_dim_v) continue;
-                    Acc& x = o[mt][n][2 * h + e];
-                    const Acc sum = any ? fma_of(row.o(p)[col], factor, x) : x;
-                    x = last ? sum : Acc(0);
-                    if (!last) row.o(p)[col] = sum;
+                for (int i = 0; i < 2 * together; ++i) {
+                    const i32 col = Product::column(first + i / 2, 0) + i % 2;
+                    deposited[i / 2][i % 2] = any && (cfg::exact || col < columns) ? Acc(from[col]) : Acc(0);
                 }
+#pragma unroll
+                for (int i = 0; i < 2 * together; ++i) {
+                    const i32 col = Product::column(first + i / 2, 0) + i % 2;
+                    Acc& x = o[mt][first + i / 2][2 * h + i % 2];
+                    const Acc sum = any ? fma_of(deposited[i / 2][i % 2], factor, x) : x;
+                    x = last ? sum : Acc(0);
+                    if (!last && (cfg::exact || col < columns)) from[col] = sum;
+                }
+            }
         }
 }
 
@@ -337,7 +346,7 @@ extern "C" __global__ __launch_bounds__(threads * cfg::teams, cfg::min_blocks) v
     Softmax rows;
     Acc o[m_tiles][v_tiles][4] = {};
     const u32 maxima = rings + cfg::teams * ring_bytes;
-    if constexpr (cfg::deposits) start_deposit(maxima);
+    if constexpr (cfg::deposits > 0) start_deposit(maxima);
     u32 stage = kv_shared;
     if constexpr (cfg::stages == 1) tiles[0] = walk.next();
     while (tiles[0].exists()) {
@@ -357,16 +366,16 @@ extern "C" __global__ __launch_bounds__(threads * cfg::teams, cfg::min_blocks) v
         }
         const auto next = [&] { return stage + stage_bytes == kv_shared + ring_bytes ? kv_shared : stage + stage_bytes; };
         attend(p, w, tiles[0], stage, Product::prepares ? next() : 0, q, rows, o);
-        const i32 group = cfg::deposits ? tiles[0].n() / kDepositTiles : 0;
+        const i32 group = deposit_group(tiles[0]);
 #pragma unroll
         for (int s = 0; s + 1 < cfg::stages; ++s) tiles[s] = tiles[s + 1];
         if constexpr (cfg::stages == 1) tiles[0] = walk.next();
-        if constexpr (cfg::deposits) {
-            if (tiles[0].exists() && tiles[0].n() / kDepositTiles != group) deposit<false>(p, w, maxima, rows, o);
+        if constexpr (cfg::deposits > 0) {
+            if (tiles[0].exists() && deposit_group(tiles[0]) != group) deposit<false>(p, w, maxima, rows, o);
         }
         stage = next();
     }
-    if constexpr (cfg::deposits) deposit<true>(p, w, maxima, rows, o);
+    if constexpr (cfg::deposits > 0) deposit<true>(p, w, maxima, rows, o);
     if constexpr (cfg::teams > 1) combine_teams(w, rings, rows, o);
     else rows.finish();
     store(p, w, rows, o);

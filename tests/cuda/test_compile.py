@@ -64,8 +64,8 @@ def forward_jobs(arch):
         load_bytes = 16 if case.head_dim % 8 == 0 else 2
         plan = forward_plan(problem_of(case), FORWARD_CARDS[arch], load_bytes)
         yield case.name, "sm80/fwd.cu", plan.constants, arch
-        if case.name in ("float32 d64", "float32 d128"):
-            deposits = {**dict(plan.constants), "deposits": True}
+        if case.name in ("float32 d64", "float32 d128", "float64 d64", "float64 d128"):
+            deposits = {**dict(plan.constants), "deposits": 64}
             yield f"{case.name} with deposits", "sm80/fwd.cu", tuple(deposits.items()), arch
 
 

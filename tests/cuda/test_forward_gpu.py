@@ -66,16 +66,19 @@ def test_column_mask_equals_boolean_mask_bit_for_bit(name):
         assert a.tobytes() == b.tobytes()
 
 
-def test_float32_over_many_keys():
+@pytest.mark.parametrize(
+    ("dtype", "keys", "head_dim"), [(np.float32, 20000, 64), (np.float64, 3000, 64), (np.float64, 3000, 128)]
+)
+def test_over_many_keys(dtype, keys, head_dim):
     """Enough heads that the keys are not divided among blocks; all of them read the same arrays."""
     import cupy
 
     rng = np.random.default_rng(8)
-    qkv = [rng.standard_normal((n, 64)).astype(np.float32) for n in (70, 20000, 20000)]
-    mask = ColumnMask(*np.sort(rng.integers(0, 71, (4, 20000)), axis=0), n_queries=70)
+    qkv = [rng.standard_normal((n, head_dim)).astype(dtype) for n in (70, keys, keys)]
+    mask = ColumnMask(*np.sort(rng.integers(0, 71, (4, keys)), axis=0), n_queries=70)
     arrays = [cupy.broadcast_to(cupy.asarray(x), (80, *x.shape)) for x in qkv]
     column, dense = run(arrays, {"mask": mask}), run(arrays, {"mask": mask.dense()})
-    exact, textbook = (oracle.forward(*qkv, visible=mask.dense(), dtype=dtype) for dtype in (None, np.float32))
+    exact, textbook = (oracle.forward(*qkv, visible=mask.dense(), dtype=dtype) for dtype in (None, qkv[0].dtype))
     for name, a, b, e, t in zip("olm", column, dense, exact, textbook, strict=True):
         assert a.tobytes() == b.tobytes()
         assert_close(a[7], e, t, name=name)

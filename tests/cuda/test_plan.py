@@ -81,6 +81,16 @@ def test_parts_of_few_rows_are_merged_without_a_second_kernel(sizes, words):
     assert constants["out"] == ("__nv_bfloat16" if constants["merges"] else "float")
 
 
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+@pytest.mark.parametrize(("dtype", "keys"), [(np.float32, 20000), (np.float64, 2000)], ids=["float32", "float64"])
+def test_long_sums_move_to_memory(dtype, keys, card):
+    for head_dim in (33, 64, 128, 200, 256):
+        problem = shaped(np.dtype(dtype), heads=999, n_queries=300, n_keys=keys, head_dim=head_dim)
+        plan = forward_plan(problem, card)
+        assert 0 < dict(plan.constants)["deposits"] * plan.block_n <= 2048
+        assert plan.smem_bytes + STATIC_BYTES <= card.shared_bytes
+
+
 def test_long_queries_are_not_split():
     problem = shaped(heads=16, n_queries=4096, n_keys=4096, batch=4)
     assert forward_plan(problem, CARDS["H200"]).workspace_bytes == 0
