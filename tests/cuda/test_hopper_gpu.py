@@ -45,7 +45,7 @@ OWN = [
     Case("hopper long", batch=(1,), n_queries=700, n_keys=4200, head_dim=128),
     Case("hopper long causal", batch=(1,), n_queries=2300, n_keys=2300, options={"is_causal": True}),
     Case("hopper rows before the first", heads=40, kv_heads=40, n_queries=440, n_keys=440, options={"is_causal": True}),
-    Case("hopper rows before the first d128", n_queries=300, n_keys=350, head_dim=128, options={"window": (200, 9)}),
+    Case("hopper rows before the first d128", n_queries=300, n_keys=350, head_dim=128, options={"window": (200, 9, "bottom_right")}),
     Case("hopper many tiles", batch=(3,), heads=60, kv_heads=20, n_queries=260, n_keys=130, head_dim=128),
     Case("hopper many tiles d64", batch=(3,), heads=60, kv_heads=20, n_queries=400, n_keys=130),
     Case("hopper many tiles d256", batch=(3,), heads=60, kv_heads=20, n_queries=260, n_keys=90, head_dim=256),
