@@ -25,7 +25,7 @@ PEERS = {
     "mem-efficient": "#c9b458",
     "math": "#8a949d",
     "jax": "#7fb285",
-    "sdpa": "#f2a65a",
+    "sdpa": "#b5703a",
 }
 DPI = 130
 GAP = 1.2  # between the bars of two cases, in bars
@@ -78,7 +78,9 @@ def _bars(name: str, group: list[Table]) -> Figure:
     for axes, table in zip(panels, group, strict=True):
         _panel(axes, table, colours)
     handles = [Patch(color=colours[runner], label=runner) for runner in runners]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(runners), 6), frameon=False, fontsize=9)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=min(len(runners), 3 * len(group)), frameon=False, fontsize=9
+    )
     subject = ", ".join([name, *filter(None, [group[0].common.replace("-", " ").strip()])])
     figure.suptitle(subject, color=INK, fontsize=12, fontweight="bold")
     return figure

@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,7 +53,10 @@ def readme(folder: Path = RESULTS) -> str:
     """Return the README's section, between its marks."""
     found = list(available(folder))
     parts = [_brief(*item[:2], item[3], folder) for item in found]
-    machines = sorted({_machine(run) for _, _, runs, rows in found for run in _used(runs, rows)})
+    machines: dict[str, dict[str, None]] = {}
+    for name, _, runs, rows in found:
+        for run in _used(runs, rows):
+            machines.setdefault(_machine(run), {})[name] = None
     intro = (
         "Everything below was measured by the commands that it names; `python -m bench.reproduce` runs them all on a "
         "machine with a GPU, `python -m bench.redraw` makes the pictures and tables again from the committed rows.  "
@@ -61,7 +64,13 @@ def readme(folder: Path = RESULTS) -> str:
         "[bench/results/tables.md](bench/results/tables.md)."
     )
     return "\n\n".join(
-        [BEGIN, _fill(intro), "\n".join(f"- {machine}" for machine in machines), *filter(None, parts), END]
+        [
+            BEGIN,
+            _fill(intro),
+            _fill_list(f"- {machine}: {', '.join(names)}" for machine, names in sorted(machines.items())),
+            *filter(None, parts),
+            END,
+        ]
     )
 
 
@@ -84,8 +93,12 @@ def _fill(text: str) -> str:
     )
 
 
+def _fill_list(items: Iterable[str]) -> str:
+    return "\n".join(textwrap.fill(item, 118, subsequent_indent="  ", break_long_words=False) for item in items)
+
+
 def _used(runs: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    used = {row["run"] for row in rows}
+    used = {row["run"] for row in rows if row["status"] != "unsupported"}
     return [run for run in runs if run["id"] in used]
 
 

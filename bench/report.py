@@ -54,7 +54,9 @@ class Line:
         return next((row["unit"] for row in self.rows.values() if "unit" in row), "")
 
     def best(self, ours: bool) -> str | None:
-        """Return the fastest of cuattn's runners, or of its rivals."""
+        """Return the fastest rival; or of ours the one that chooses its kernel itself, if timed, else the fastest."""
+        if ours and "cuattn" in self.compared(ours):
+            return "cuattn"
         pick = min if self.unit in LOWER_IS_BETTER else max
         return pick(self.compared(ours), key=lambda name: self.rate(name), default=None)
 

@@ -81,6 +81,6 @@ def figure(rows: list[dict[str, Any]]) -> Any:
         axis.set_title(f"{way}, head dimension {d}", fontsize=10)
         axis.set_ylabel("TFLOP/s")
     if found:
-        axes[0].legend(frameon=False, fontsize=7, loc="upper left")
-        axes[0].margins(y=0.35)
+        handles, labels = axes[0].get_legend_handles_labels()
+        drawn.legend(handles, labels, loc="outside lower center", ncols=len(who), frameon=False, fontsize=9)
     return drawn

@@ -10,7 +10,8 @@ from bench.sections.common import colour, name, panels, table, times
 TITLE = "Twelve masks (FlashMask, tables 4 to 9, figure 5)"
 COMMAND = "python -m bench.hopper --tables masks-8k masks-32k masks-128k masks-8k-d64 masks-32k-d64 masks-128k-d64"
 FILE = "hopper"
-SHOWN = ("cuattn", "fa4", "flex-FLASH", "flex")
+SHOWN = ("cuattn", "cudnn", "fa4", "fa4-varlen", "flex-FLASH", "flex")
+GAP = 1.2  # between the bars of two masks, in bars
 
 
 def _found(rows: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, dict[str, dict[str, Any]]]]:
@@ -65,27 +66,38 @@ def summary(rows: list[dict[str, Any]]) -> str:
         if ratios:
             ahead = sum(ratio >= 1 for ratio in ratios)
             said += f" (the fastest in {ahead} of {len(ratios)} masks; worst {min(ratios):.2f} times the fastest rival)"
+        if len(rates) < len(KINDS):
+            said += f", {len(KINDS) - len(rates)} masks not timed yet"
         parts.append(said)
     return f"Forward and backward together, counting visible tiles only: {'; '.join(parts)}."
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
     """Draw the total rate of every mask, a panel per table."""
+    from matplotlib.patches import Patch
+
     found = _found(rows)
-    drawn, axes = panels(max(len(found), 1), 4.4, 4.2, rows=2 if len(found) > 3 else 1)
+    drawn, axes = panels(max(len(found), 1), 5.0, 5.4, rows=2 if len(found) > 3 else 1)
     for axis, ((d, n), runners) in zip(axes, found.items(), strict=False):
-        who = [runner for runner in SHOWN if runner in runners]
-        for offset, runner in enumerate(who):
-            masks = runners[runner]
-            places = [place + 0.8 * offset / len(who) for place, kind in enumerate(KINDS) if kind in masks]
-            rates = [total(masks[kind]) for kind in KINDS if kind in masks]
-            axis.barh(places, rates, 0.78 / len(who), color=colour(runner), label=name(runner))
-        axis.set_yticks([place + 0.3 for place in range(len(KINDS))], KINDS, fontsize=7)
-        axis.invert_yaxis()
+        _panel(axis, runners)
         axis.set_title(f"{n // 1024}K tokens, head dimension {-d}", fontsize=10)
         axis.set_xlabel("TFLOP/s, forward and backward")
     for axis in axes[len(found) :]:
         axis.set_axis_off()
-    if found:
-        axes[0].legend(frameon=False, fontsize=7)
+    who = [runner for runner in SHOWN if any(runner in runners for runners in found.values())]
+    handles = [Patch(color=colour(runner), label=name(runner)) for runner in who]
+    drawn.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     return drawn
+
+
+def _panel(axis: Any, runners: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """Draw the masks of one table from top to bottom; a mask takes as much room as it has bars."""
+    place, centres = 0.0, {}
+    for kind in (kind for kind in KINDS if any(kind in masks for masks in runners.values())):
+        who = [runner for runner in SHOWN if kind in runners.get(runner, {})]
+        for offset, runner in enumerate(who):
+            axis.barh(place + offset, total(runners[runner][kind]), 0.92, color=colour(runner))
+        centres[kind] = place + (len(who) - 1) / 2
+        place += len(who) + GAP
+    axis.set_yticks(list(centres.values()), list(centres), fontsize=8)
+    axis.set_ylim(max(place - GAP / 2, 1), -0.5 - GAP / 2)

@@ -40,7 +40,8 @@ def text(rows: list[dict[str, Any]]) -> str:
         lines.append(line)
     head = ("", "GFLOP", "ms", "GB of device memory traffic", "ms, dropout 0.1", "GB, dropout 0.1")
     about = f"Batch 64, 16 heads, 1024 tokens, head dimension 64, float16.  {PAPER}"
-    return f"{about}\n\n{table(head, lines)}\n\n{_standing(timed)}".rstrip()
+    standing = "  ".join(filter(None, (_standing(timed), _bytes(counted))))
+    return f"{about}\n\n{table(head, lines)}\n\n{standing}".rstrip()
 
 
 def _standing(timed: dict[float, dict[str, Any]]) -> str:
@@ -57,6 +58,20 @@ def _standing(timed: dict[float, dict[str, Any]]) -> str:
         share = times(x["cuattn"]) / rivals[best]
         parts.append(f"{where} {share:.2f} times that of {name(best)} (backward on the {kernel} kernel)")
     return f"cuattn's time is {', '.join(parts)}." if parts else ""
+
+
+def _bytes(counted: dict[float, dict[str, Any]]) -> str:
+    """Say how cuattn's bytes compare with those of the rival that moves the fewest."""
+    parts = []
+    for dropout, x in sorted(counted.items()):
+        rivals = {runner: gigabytes(row) for runner, row in x.items() if not runner.startswith("cuattn")}
+        if "cuattn" in x and rivals:
+            best = min(rivals, key=rivals.__getitem__)
+            share = gigabytes(x["cuattn"]) / rivals[best]
+            parts.append(
+                f"{share:.3f} times the bytes of {name(best)}" + (f" with dropout {dropout:g}" if dropout else "")
+            )
+    return f"It moves {', '.join(parts)}." if parts else ""
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:

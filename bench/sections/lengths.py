@@ -39,14 +39,28 @@ def summary(rows: list[dict[str, Any]]) -> str:
         plain, ours = found[both]["standard"], found[both]["cuattn"]
         parts.append(
             f"At {both:,} tokens, the longest that standard attention can do here, cuattn takes "
-            f"{times(ours):.3g} ms for {times(plain):.3g} and {ours['peak_bytes'] / 1e6:.3g} MB for "
-            f"{plain['peak_bytes'] / 1e6:.3g}."
+            f"{times(ours):.3g} ms for {times(plain):.3g} and {ours['peak_bytes'] / 1e6:,.0f} MB for "
+            f"{plain['peak_bytes'] / 1e6:,.0f}."
         )
     ours = found[longest]["cuattn"]
     rivals = {name(r): times(x) for r, x in found[longest].items() if not r.startswith("cuattn")}
     beside = ", ".join(f"{who} {spent:.0f}" for who, spent in rivals.items())
     parts.append(f"At {longest:,} tokens it takes {times(ours):.0f} ms ({beside}).")
+    behind = _behind(found)
+    if behind:
+        said = ", ".join(f"{who} at {n:,} ({share:.2f} times the speed)" for n, (who, share) in behind.items())
+        parts.append(f"A rival is faster at {len(behind)} of {len(found)} lengths: {said}.")
     return "  ".join(parts)
+
+
+def _behind(found: dict[int, dict[str, Any]]) -> dict[int, tuple[str, float]]:
+    """Return, where cuattn is not the fastest, who is, and cuattn's speed over theirs."""
+    behind = {}
+    for n, x in found.items():
+        best = min((r for r in x if not r.startswith("cuattn")), key=lambda r: times(x[r]), default=None)
+        if "cuattn" in x and best is not None and times(x[best]) < times(x["cuattn"]):
+            behind[n] = (name(best), times(x[best]) / times(x["cuattn"]))
+    return behind
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:

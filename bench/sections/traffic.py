@@ -59,54 +59,60 @@ def summary(rows: list[dict[str, Any]]) -> str:
         row for study in STUDIES if study != "theorem-5" for row in _rows(rows, study) if "expected_l2_to_sm" in row
     ]
     off = max((abs(row["counters"]["l2_to_sm"] / row["expected_l2_to_sm"] - 1) for row in found), default=0.0)
+    read = f"What enters the multiprocessors is what the algorithms read, counted within {off:.1%} over"
+    if any(_rows(rows, study) for study in ("theorem-2", "proposition-4")):
+        return (
+            f"{read} all lengths, head dimensions, block sizes and densities of the forward: quadratic in N, in "
+            f"inverse proportion to the rows kept on the chip (M), in proportion to the density.  Device memory sees "
+            f"less, as long as the L2 cache holds the keys of the heads at work."
+        )
+    lengths = sorted({row["problem"]["n"] for row in found})
+    share = max((hbm(row) / entered(row) for row in found), default=0.0)
     return (
-        f"What enters the multiprocessors is what the algorithms read, counted within {off:.1%} over all lengths, head "
-        f"dimensions, block sizes and densities of the forward: quadratic in N, in inverse proportion to the rows kept "
-        f"on the chip (M), in proportion to the density.  Device memory sees less, as long as the L2 cache holds the "
-        f"keys of the heads at work."
+        f"{read} the forwards of one head of {' to '.join(f'{n:,}' for n in (lengths[0], lengths[-1]))} tokens: "
+        f"quadratic in N.  Device memory sees at most {share:.1%} of it, since blocks side by side share their keys in "
+        f"the L2 cache.  The sweeps over d, block sizes, densities and the backward are not measured yet."
     )
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
-    """Draw forward and backward against N, block sizes, densities, and one long head."""
-    drawn, axes = panels(5, 4.0, 3.5)
-    for axis, study in zip(axes, ("theorem-2", "theorem-5"), strict=False):
-        for kernel in ("sm80", "sm90", "standard"):
-            found = sorted(_rows(rows, study, kernel=kernel, d=64), key=lambda row: row["problem"]["n"])
-            found = [row for row in found if row["problem"]["heads"] == 64 and not _varied(row)]
-            runner = kernel if kernel == "standard" else f"cuattn-{kernel}"
-            lengths = [row["problem"]["n"] for row in found]
-            axis.loglog(lengths, [hbm(row) for row in found], "s-", color=colour(runner), alpha=0.5, markersize=4)
-            if kernel != "standard":
-                axis.loglog(lengths, [entered(row) for row in found], "o", color=colour(runner), label=name(runner))
-                axis.loglog(lengths, [row["expected_l2_to_sm"] / 1e9 for row in found], "--", color=colour(runner))
-            else:
-                axis.loglog([], [], "s-", color=colour(runner), label=name(runner))
+    """Draw a panel for each study that has rows: forward and backward against N, block sizes, densities, one head."""
+    blocks = [row for row in _rows(rows, "theorem-2", kernel="sm80", d=64) if _varied(row)]
+    densities, heads = _rows(rows, "proposition-4"), _rows(rows, "beyond-l2")
+    lengths = [study for study in ("theorem-2", "theorem-5") if _rows(rows, study)]
+    drawn, axes = panels(max(len(lengths) + bool(blocks) + bool(densities) + bool(heads), 1), 4.0, 3.5)
+    left = iter(axes)
+    for study in lengths:
+        _against_length(next(left), _rows(rows, study, d=64, heads=64), f"{STUDIES[study]}, d 64")
+    if blocks:
+        _against(axis := next(left), blocks, "block_m", "query rows in a block")
         axis.set_xscale("log", base=2)
-        axis.set_title(f"{STUDIES[study]}, d 64", fontsize=10)
-        axis.set_xlabel("tokens")
-        axis.set_ylabel("GB")
+    if densities:
+        _against(next(left), densities, "density", "density s, N 4096")
+    if heads:
+        _against_length(next(left), heads, "one head, d 128")
     axes[0].legend(frameon=False, fontsize=7)
-    _against(
-        axes[2],
-        [row for row in _rows(rows, "theorem-2", kernel="sm80", d=64) if _varied(row)],
-        "block_m",
-        "query rows in a block",
-    )
-    axes[2].set_xscale("log", base=2)
-    _against(axes[3], _rows(rows, "proposition-4"), "density", "density s, N 4096")
-    for kernel in ("sm80", "sm90"):
-        found = sorted(_rows(rows, "beyond-l2", kernel=kernel), key=lambda row: row["problem"]["n"])
-        lengths = [row["problem"]["n"] for row in found]
-        runner = f"cuattn-{kernel}"
-        axes[4].loglog(lengths, [entered(row) for row in found], "o", color=colour(runner))
-        axes[4].loglog(lengths, [row["expected_l2_to_sm"] / 1e9 for row in found], "--", color=colour(runner))
-        axes[4].loglog(lengths, [hbm(row) for row in found], "s-", color=colour(runner), alpha=0.5, markersize=4)
-    axes[4].set_xscale("log", base=2)
-    axes[4].set_title("one head, d 128", fontsize=10)
-    axes[4].set_xlabel("tokens")
-    drawn.suptitle("circles: into the multiprocessors; dashed: by the algorithm; squares: device memory", fontsize=10)
+    drawn.suptitle("circles: into the multiprocessors; dashed: by the algorithm;\nsquares: device memory", fontsize=9)
     return drawn
+
+
+def _against_length(axis: Any, rows: list[dict[str, Any]], title: str) -> None:
+    for kernel in ("sm80", "sm90", "standard"):
+        found = [row for row in rows if row["problem"]["kernel"] == kernel and not _varied(row)]
+        found.sort(key=lambda row: row["problem"]["n"])
+        if not found:
+            continue
+        runner = kernel if kernel == "standard" else f"cuattn-{kernel}"
+        shade, lengths = colour(runner), [row["problem"]["n"] for row in found]
+        axis.loglog(lengths, [hbm(row) for row in found], "s-", color=shade, alpha=0.5, markersize=4)
+        if kernel != "standard":
+            axis.loglog(lengths, [entered(row) for row in found], "o", color=shade)
+            axis.loglog(lengths, [row["expected_l2_to_sm"] / 1e9 for row in found], "--", color=shade)
+        axis.plot([], [], "s-", color=shade, label=name(runner))
+    axis.set_xscale("log", base=2)
+    axis.set_title(title, fontsize=10)
+    axis.set_xlabel("tokens")
+    axis.set_ylabel("GB")
 
 
 def _varied(row: dict[str, Any]) -> bool:
