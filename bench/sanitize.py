@@ -32,7 +32,7 @@ def problems() -> list[tuple[tuple[int, ...], dict[str, Any]]]:
     blocks = BlockMask(rng.random((7, 8)) < 0.5, 32, 40)
     return [
         ((2, 200, 300, 64, 64), {}),
-        ((2, 330, 300, 64, 64), {"is_causal": True}),  # rows before the first and past the last query
+        ((2, 330, 300, 64, 64), {"is_causal": "bottom_right"}),  # rows before the first and past the last query
         ((2, 200, 333, 128, 128), {"is_causal": "top_left"}),
         ((2, 200, 300, 256, 256), {"is_causal": "bottom_right"}),
         ((2, 200, 300, 192, 128), {"window": (40, 30, "bottom_right")}),
