@@ -16,7 +16,7 @@ from bench.cases import BOTH, Case, select
 from bench.peers import RUNNERS, make
 from bench.session import Session
 
-__all__ = ["parser", "run", "share"]
+__all__ = ["parser", "read_part", "run", "share"]
 
 
 def parser(description: str, tables: Sequence[str], optional: Sequence[str], out: str) -> argparse.ArgumentParser:
@@ -49,12 +49,12 @@ def parser(description: str, tables: Sequence[str], optional: Sequence[str], out
     found.add_argument("--site", metavar="FOLDER", help="unpacked wheels of peers, added like a site-packages folder")
     found.add_argument("--out", type=Path, default=Path(out), metavar="FILE", help="rows are added to this JSON file")
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    found.add_argument("--compile", type=_share, metavar="I/N", help="only compile, part I of N; see bench.prepare")
+    found.add_argument("--compile", type=read_part, metavar="I/N", help="only compile, part I of N; see bench.prepare")
     found.add_argument("--list", action="store_true", help="print the cases and stop")
     return found
 
 
-def _share(text: str) -> tuple[int, int]:
+def read_part(text: str) -> tuple[int, int]:
     """Read ``I/N``: part I, from 0, of N."""
     part, _, parts = text.partition("/")
     if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):

@@ -13,33 +13,53 @@ from typing import Any
 
 import numpy as np
 
+from bench.command import read_part
+
+__all__ = ["blocks", "hostile", "read_arguments"]
+
 BOUND = 2**31 - 1
+
+
+def read_arguments(description: str) -> tuple[int, int]:
+    """Read the command line; return which part of the problems to run, and of how many parts."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(
+        "--part", type=read_part, default=(0, 1), metavar="I/N", help="every N-th problem from number I on"
+    )
+    return parser.parse_args().part
+
+
+def hostile(rng: np.random.Generator, n_queries: int, n_keys: int) -> Any:
+    """Return a device mask whose bounds lie anywhere: they are clamped, never trusted."""
+    import cupy
+
+    from cuattn.masks import ColumnMask
+
+    vectors = rng.integers(-BOUND, BOUND, (4, n_keys), dtype=np.int32)
+    return ColumnMask(*map(cupy.asarray, vectors), n_queries=n_queries)
+
+
+def blocks(rng: np.random.Generator) -> Any:
+    """Return a mask of 7 x 8 blocks of 32 x 40."""
+    from cuattn.masks import BlockMask
+
+    return BlockMask(rng.random((7, 8)) < 0.5, 32, 40)
 
 
 def problems() -> list[tuple[tuple[int, ...], dict[str, Any]]]:
     """Return (heads, queries, keys, head_dim, head_dim_v) and options of the problems."""
-    import cupy
-
-    from cuattn.masks import BlockMask, ColumnMask
-
     rng = np.random.default_rng(0)
-
-    def hostile(n_queries: int, n_keys: int) -> ColumnMask:
-        """Return a device mask whose bounds lie anywhere: they are clamped, never trusted."""
-        vectors = rng.integers(-BOUND, BOUND, (4, n_keys), dtype=np.int32)
-        return ColumnMask(*map(cupy.asarray, vectors), n_queries=n_queries)
-
-    blocks = BlockMask(rng.random((7, 8)) < 0.5, 32, 40)
+    some = blocks(rng)
     return [
         ((2, 200, 300, 64, 64), {}),
         ((2, 330, 300, 64, 64), {"is_causal": "bottom_right"}),  # rows before the first and past the last query
         ((2, 200, 333, 128, 128), {"is_causal": "top_left"}),
         ((2, 200, 300, 256, 256), {"is_causal": "bottom_right"}),
         ((2, 200, 300, 192, 128), {"window": (40, 30, "bottom_right")}),
-        ((2, 200, 300, 128, 128), {"mask": hostile(200, 300)}),
-        ((2, 300, 300, 64, 64), {"mask": hostile(300, 300)}),
-        ((2, 200, 300, 256, 256), {"mask": hostile(200, 300)}),
-        ((2, 200, 300, 128, 128), {"mask": blocks, "dropout_p": 0.1}),
+        ((2, 200, 300, 128, 128), {"mask": hostile(rng, 200, 300)}),
+        ((2, 300, 300, 64, 64), {"mask": hostile(rng, 300, 300)}),
+        ((2, 200, 300, 256, 256), {"mask": hostile(rng, 200, 300)}),
+        ((2, 200, 300, 128, 128), {"mask": some, "dropout_p": 0.1}),
         ((2, 200, 300, 64, 64), {"dropout_p": 0.1}),
         ((2, 200, 300, 64, 64), {"softcap": 3.0, "out_dtype": np.float32}),
         ((150, 200, 160, 128, 128), {}),  # more row tiles than multiprocessors
@@ -71,9 +91,7 @@ def run(shape: tuple[int, ...], options: dict[str, Any], rng: np.random.Generato
 
 def main() -> int:
     """Run the problems, naming each as it is done."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th problem from number I on")
-    part, parts = map(int, parser.parse_args().part.split("/"))
+    part, parts = read_arguments(__doc__.splitlines()[0])
     rng = np.random.default_rng(1)
     for shape, options in problems()[part::parts]:
         print(*shape, *options, run(shape, options, rng), sep=", ", flush=True)

@@ -8,14 +8,14 @@ fourth problem from number 1 on, as in ``bench.sanitize``, the same for the Hopp
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-BOUND = 2**31 - 1
+from bench.sanitize import blocks, hostile, read_arguments
+
 _RNG = np.random.default_rng(0)
 
 
@@ -54,23 +54,6 @@ class Tiny(NamedTuple):
         cupy.cuda.Device().synchronize()
 
 
-def hostile(n_queries: int, n_keys: int) -> Any:
-    """Return a device mask whose bounds lie anywhere: they are clamped, never trusted."""
-    import cupy
-
-    from cuattn.masks import ColumnMask
-
-    vectors = _RNG.integers(-BOUND, BOUND, (4, n_keys), dtype=np.int32)
-    return ColumnMask(*map(cupy.asarray, vectors), n_queries=n_queries)
-
-
-def blocks() -> Any:
-    """Return a mask of 7 x 8 blocks of 32 x 40."""
-    from cuattn.masks import BlockMask
-
-    return BlockMask(_RNG.random((7, 8)) < 0.5, 32, 40)
-
-
 def problems() -> Iterator[Tiny]:
     """Yield the problems: per dtype, then decoding in parts, and heads by chunks of columns."""
     import cupy
@@ -81,8 +64,8 @@ def problems() -> Iterator[Tiny]:
         seen = cupy.asarray(_RNG.random((1, 1, 70, 150)) < 0.6)
         for head_dim, options in [
             (64, {}),
-            (128, {"mask": hostile(70, 150), "is_causal": "top_left"}),
-            (64, {"mask": blocks(), "dropout_p": 0.2, "rng": 3}),
+            (128, {"mask": hostile(_RNG, 70, 150), "is_causal": "top_left"}),
+            (64, {"mask": blocks(_RNG), "dropout_p": 0.2, "rng": 3}),
             (128, {"mask": seen, "bias": bias, "softcap": 4.0}),
             (40, {"window": (30, 20, "bottom_right"), "dropout_p": 0.2, "rng": 3}),
         ]:
@@ -90,16 +73,14 @@ def problems() -> Iterator[Tiny]:
             yield Tiny(2, n_queries, n_keys, head_dim, head_dim, options, dtype, 1, both)
         yield Tiny(8, 1, 3000, 128, 128, {}, dtype, 2)  # parts that the last block merges
         yield Tiny(2, 20, 1500, 64, 64, {}, dtype)  # parts that another kernel merges
-        yield Tiny(2, 1, 3000, 128, 128, {"mask": hostile(1, 3000)}, dtype)
+        yield Tiny(2, 1, 3000, 128, 128, {"mask": hostile(_RNG, 1, 3000)}, dtype)
         wide = 512 if dtype is ml_dtypes.bfloat16 else 300
         yield Tiny(1, 40, 70, wide, wide, {}, dtype, backward=() if wide == 512 else both)
 
 
 def main() -> int:
     """Run the problems, naming each as it is done."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th problem from number I on")
-    part, parts = map(int, parser.parse_args().part.split("/"))
+    part, parts = read_arguments(__doc__.splitlines()[0])
     for problem in list(problems())[part::parts]:
         problem.run()
         print(np.dtype(problem.dtype), *problem[:5], *problem.options, len(problem.backward), flush=True)
