@@ -18,7 +18,7 @@ __all__ = ["CudaClock", "HostClock", "host_cost", "measure", "summary", "timed"]
 
 FLUSH_BYTES = 256 << 20  # four times the L2 cache of an H200 and more
 HOST_MARGIN = 1.5  # the device is kept busy for this many times the host cost of a call
-LONG = 0.2  # seconds; of a longer call one warm-up is enough
+LONG = 0.2  # seconds; a longer call that was checked before needs no warm-up that does not count
 
 
 class CudaClock:
@@ -129,7 +129,8 @@ def measure(
     Returns
     -------
     dict of str to list of float
-        Every sample in seconds, in the order taken; warm-up calls are left out.
+        Every sample in seconds, in the order taken, equally many of all; warm-up calls are left out, but for those of
+        calls that take a fifth of a second and more.
 
     Examples
     --------
@@ -139,19 +140,20 @@ def measure(
     """
     with _no_collection():
         host, once = {}, 0.0
+        names, samples = list(calls), {name: [] for name in calls}
         for name, call in calls.items():
             host[name], spent = _warm_up(call, clock)
             if spent < LONG:
                 host[name], spent = _warm_up(call, clock)
+            elif name not in alone:
+                samples[name].append(spent)
             host[name] = None if name in alone else host[name]
             once += spent
         rounds = int(np.clip(seconds / max(once, 1e-9), least, most))
-        names, samples = list(calls), {name: [] for name in calls}
         for turn in range(rounds):
             first = turn % max(len(names), 1)
-            pending = {
-                name: clock.start(calls[name], host_seconds=host[name]) for name in names[first:] + names[:first]
-            }
+            due = [name for name in names[first:] + names[:first] if len(samples[name]) < rounds]
+            pending = {name: clock.start(calls[name], host_seconds=host[name]) for name in due}
             for name, events in pending.items():
                 samples[name].append(clock.read(events))
     return samples

@@ -52,10 +52,11 @@ def test_rivals_take_turns_and_turns_rotate():
     assert rounds == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
 
 
-def test_long_calls_are_warmed_up_once():
+def test_the_warm_up_of_a_long_call_is_its_first_sample():
     clock = FakeClock()
-    timing.measure(calls(a=1.0, b=0.1), clock, seconds=0.0, least=1)
-    assert clock.log == ["a", "b", "b", "a", "b"]
+    samples = timing.measure(calls(a=1.0, b=0.1), clock, seconds=0.0, least=2)
+    assert clock.log == ["a", "b", "b", "a", "b", "b"]
+    assert samples == {"a": [1.0, 1.0], "b": [0.1, 0.1]}
 
 
 def test_calls_on_streams_of_their_own_begin_on_an_idle_device():
