@@ -147,7 +147,9 @@ def clocks() -> dict[str, float] | None:
         import pynvml
 
         pynvml.nvmlInit()
-        gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+        name = _gpu()
+        numbered = name.isdecimal()
+        gpu = pynvml.nvmlDeviceGetHandleByIndex(int(name)) if numbered else pynvml.nvmlDeviceGetHandleByUUID(name)
         return {
             "sm_mhz": pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
             "memory_mhz": pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM),
@@ -163,11 +165,16 @@ def clocks() -> dict[str, float] | None:
         return dict(zip(("sm_mhz", "memory_mhz", "watts", "celsius"), readings, strict=True)) if readings else None
 
 
+def _gpu() -> str:
+    """Return the number or the identity of the GPU that this process computes on."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
+
+
 def _smi(query: str) -> str | None:
-    """Ask nvidia-smi about GPU 0."""
+    """Ask nvidia-smi about this process's GPU."""
     if not shutil.which("nvidia-smi"):
         return None
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", f"--id={_gpu()}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout.strip() or None if done.returncode == 0 else None
 

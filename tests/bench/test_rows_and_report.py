@@ -1,6 +1,7 @@
 """Row files that grow and resume, and what the report says of them."""
 
 import json
+import sys
 
 import pytest
 
@@ -180,3 +181,22 @@ def test_rows_come_in_the_order_of_the_cases():
     assert [line.label for line in table.lines] == [
         "d128-N1024-full", "d128-N4096-causal", "d64-N1024-full", "unheard-of",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("visible", "gpu"), [(None, "0"), ("", "0"), ("1", "1"), ("GPU-12ab, 0", "GPU-12ab")])
+def test_clocks_are_of_the_gpu_in_use(monkeypatch, visible, gpu):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(rows.shutil, "which", lambda name: name)
+    asked = []
+    monkeypatch.setattr(rows.subprocess, "run", lambda command, **_: asked.append(command) or Answer)
+    assert rows.clocks() == {"sm_mhz": 1.0, "memory_mhz": 2.0, "watts": 3.0, "celsius": 4.0}
+    assert asked[0][1] == f"--id={gpu}"
+
+
+class Answer:
+    """What nvidia-smi says."""
+
+    returncode, stdout = 0, "1, 2, 3, 4\n"
