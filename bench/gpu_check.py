@@ -115,6 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("pytest", nargs="*", help="further pytest arguments, after --")
     options = parser.parse_args(arguments)
     os.environ.setdefault("CUATTN_EXAMPLES", FULL_EXAMPLES if options.full else EXAMPLES)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else one process takes 75 % of the GPU's memory
     if options.full:
         os.environ["CUATTN_FULL"] = "1"
     parallel = []
