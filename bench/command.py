@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import site
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,10 @@ from rich.console import Console
 
 from bench import rows
 from bench.cases import BOTH, Case, select
-from bench.peers import RUNNERS, make
+from bench.peers import RUNNERS, Runner, make
 from bench.session import Session
 
-__all__ = ["parser", "read_part", "run", "share"]
+__all__ = ["parser", "read_part", "run", "units"]
 
 
 def parser(description: str, tables: Sequence[str], optional: Sequence[str], out: str) -> argparse.ArgumentParser:
@@ -49,7 +50,7 @@ def parser(description: str, tables: Sequence[str], optional: Sequence[str], out
     found.add_argument("--site", metavar="FOLDER", help="unpacked wheels of peers, added like a site-packages folder")
     found.add_argument("--out", type=Path, default=Path(out), metavar="FILE", help="rows are added to this JSON file")
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    found.add_argument("--compile", type=read_part, metavar="I/N", help="only compile, part I of N; see bench.prepare")
+    found.add_argument("--compile", action="store_true", help="only compile what standard input says; bench.prepare")
     found.add_argument("--list", action="store_true", help="print the cases and stop")
     return found
 
@@ -62,16 +63,26 @@ def read_part(text: str) -> tuple[int, int]:
     return int(part), int(parts)
 
 
-def share(cases: Sequence[Case], part: int, parts: int) -> list[Case]:
-    """Return one process's part of the cases; those that differ in length or direction alone stay together.
+def units(calls: Sequence[tuple[Runner, Case]]) -> list[list[tuple[Runner, Case]]]:
+    """Return what must be compiled, in portions for processes to take in turn, the longest first.
 
-    Compilers make much the same for them, and what one of them made the next finds in memory.
+    A portion is one runner's cases that differ in length or direction alone: compilers make much the same for them,
+    and what one of them made the next finds in memory.
     """
-    families: dict[tuple[object, ...], list[Case]] = {}
-    for case in cases:
-        family = (case.head_dim, case.dtype, case.pattern, case.dropout, case.deterministic)
-        families.setdefault(family, []).append(case)
-    return [case for family in list(families.values())[part::parts] for case in family]
+    found: dict[tuple[object, ...], list[tuple[Runner, Case]]] = {}
+    for runner, case in sorted(calls, key=lambda call: -call[0].compile_seconds):
+        if runner.compile_seconds and runner.why_not(case) is None:
+            family = (runner.name, case.head_dim, case.dtype, case.pattern, case.dropout, case.deterministic)
+            found.setdefault(family, []).append((runner, case))
+    return list(found.values())
+
+
+def _compile(calls: Sequence[tuple[Runner, Case]], session: Session) -> None:
+    """Compile the portions whose numbers, of four characters each, stand on the standard input that processes share."""
+    portions = units(calls)
+    while (number := os.read(sys.stdin.fileno(), 4)) and int(number) < len(portions):
+        for runner, case in portions[int(number)]:
+            session.compile(runner, case)
 
 
 def run(arguments: argparse.Namespace, peers: dict[str, Sequence[str]]) -> int:
@@ -101,8 +112,7 @@ def run(arguments: argparse.Namespace, peers: dict[str, Sequence[str]]) -> int:
     file = rows.RowFile(arguments.out, rows.environment(arguments.device, arguments.trees, options))
     left: list[Case] = []
     begin = time.monotonic()
-    every = select(arguments.tables, arguments.only, arguments.directions)
-    compiled = share(every, *arguments.compile) if arguments.compile else []
+    calls: list[tuple[Runner, Case]] = []
     for table in arguments.tables:
         names = [*arguments.ours, *(peers.get(table, peers[""]) if arguments.peers is None else arguments.peers)]
         session = Session(
@@ -118,9 +128,12 @@ def run(arguments: argparse.Namespace, peers: dict[str, Sequence[str]]) -> int:
         )
         cases = select([table], arguments.only, arguments.directions)
         if arguments.compile:
-            session.compile(case for case in cases if case in compiled)
+            calls += [(runner, case) for case in cases for runner in session.runners]
             continue
         left += session.run(cases, arguments.budget - (time.monotonic() - begin))
+    if arguments.compile:
+        _compile(calls, session)
+        return 0
     mine = [row for row in file.rows if row["run"] == file.run]
     wrong = sum(row["status"] == "wrong" for row in mine)
     spent = time.monotonic() - begin

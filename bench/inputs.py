@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,8 @@ class Inputs:
         The same as one mask.
     rho : float
         Share of fully hidden 128 x 128 tiles.
+    blank : bool
+        All operands are zeros in the same memory: made to compile for, not to compute.
     """
 
     case: Case
@@ -46,9 +49,10 @@ class Inputs:
     samples: tuple[Sample, ...]
     mask: Any
     rho: float
+    blank: bool = False
 
 
-def make(case: Case, device: str, shared_mask: bool = False) -> Inputs:
+def make(case: Case, device: str, shared_mask: bool = False, blank: bool = False) -> Inputs:
     """Make the operands of a case on a device.
 
     Parameters
@@ -59,6 +63,8 @@ def make(case: Case, device: str, shared_mask: bool = False) -> Inputs:
         Where.
     shared_mask : bool, optional
         Let all sequences have the first one's mask.
+    blank : bool, optional
+        Make operands of zeros that share their memory, so that many processes can compile at a time.
 
     Returns
     -------
@@ -74,14 +80,22 @@ def make(case: Case, device: str, shared_mask: bool = False) -> Inputs:
         shape = (case.batch, heads, n, case.head_dim)
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
-    q, do = normal(case.heads, case.n_queries), normal(case.heads, case.n_queries)
-    k, v = normal(case.kv_heads, case.n_keys), normal(case.kv_heads, case.n_keys)
+    def zeros(heads: int, n: int) -> Any:
+        shape = (case.batch, heads, n, case.head_dim)
+        return memory[: math.prod(shape)].view(shape).detach()
+
+    if blank:
+        sizes = case.heads * case.n_queries, case.kv_heads * case.n_keys
+        memory = torch.zeros(case.batch * max(sizes) * case.head_dim, dtype=dtype, device=device)
+    array = zeros if blank else normal
+    q, do = array(case.heads, case.n_queries), array(case.heads, case.n_queries)
+    k, v = array(case.kv_heads, case.n_keys), array(case.kv_heads, case.n_keys)
     if case.mask is None:
-        return Inputs(case, q, k, v, do, (), None, 0.0)
+        return Inputs(case, q, k, v, do, (), None, 0.0, blank)
     drawn = samples(case.mask, case.n_keys, 1 if shared_mask else case.batch, case.documents)
     drawn = drawn * case.batch if shared_mask else drawn
     mask = column_mask(drawn)
-    return Inputs(case, q, k, v, do, drawn, mask, mask.block_sparsity(128, 128))
+    return Inputs(case, q, k, v, do, drawn, mask, mask.block_sparsity(128, 128), blank)
 
 
 def reference(inputs: Inputs, gradients: bool, dropped: bool) -> Reference:

@@ -20,6 +20,7 @@ __all__ = ["run"]
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("hopper", "portable", "gpt2", "lengths")
+MOST = 1000  # portions that a run may have
 ONE_WORKER = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}  # processes are the parallelism
 
 
@@ -28,9 +29,11 @@ def run(script: str, arguments: list[str], processes: int, seconds: float) -> in
     command = [sys.executable, "-m", f"bench.{script}", *arguments, "--compile"]
     environment = {**os.environ, **ONE_WORKER}
     deadline = time.monotonic() + seconds
-    started = [
-        subprocess.Popen([*command, f"{part}/{processes}"], cwd=ROOT, env=environment) for part in range(processes)
-    ]
+    numbers, writer = os.pipe()  # of portions: each process takes the next when it has compiled one
+    os.write(writer, b"".join(b"%4d" % number for number in range(MOST)))
+    os.close(writer)
+    started = [subprocess.Popen(command, cwd=ROOT, env=environment, stdin=numbers) for _ in range(processes)]
+    os.close(numbers)
     failed = 0
     for process in started:
         try:
@@ -45,7 +48,7 @@ def run(script: str, arguments: list[str], processes: int, seconds: float) -> in
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--processes", type=int, default=6, help="each may take 16 GB of the GPU's memory")
+    parser.add_argument("--processes", type=int, default=6, help="each takes about 1 GB of the GPU's memory")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="end what runs longer")
     parser.add_argument("script", choices=SCRIPTS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")

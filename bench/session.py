@@ -96,23 +96,20 @@ class Session:
                 progress.advance(task)
         return []
 
-    def compile(self, cases: Iterable[Case]) -> None:
-        """Call every runner once on each case, so that a later run finds in the disk caches what compilers made."""
-        for case in _by_problem(cases):
-            inputs = self._prepare(case)
-            for runner in self.runners:
-                if runner.why_not(case) is not None:
-                    continue
-                begin = time.perf_counter()
-                try:
-                    _scoped(runner.bind(case, inputs))()
-                    self.clock.synchronize()
-                    said = f"{time.perf_counter() - begin:.1f} s"
-                except Exception as error:  # the run that measures will say so in its rows
-                    said = _reason(error, [])
-                runner.close()
-                self.console.print(f"{case.name} {runner.name}: {said}", highlight=False, soft_wrap=True)
-            self._free()
+    def compile(self, runner: Runner, case: Case) -> None:
+        """Call a runner once on zeros, so that a later run finds in the disk caches what its compilers made."""
+        begin = time.perf_counter()
+        try:
+            inputs = problem_inputs.make(case.problem, self.device, self.shared_mask, blank=True)
+            _scoped(runner.bind(case, inputs))()
+            self.clock.synchronize()
+            said = f"{time.perf_counter() - begin:.1f} s"
+        except Exception as error:  # the run that measures will say so in its rows
+            said = _reason(error, [])
+        inputs = None
+        runner.close()
+        self._free(at_once=True)
+        self.console.print(f"{case.name} {runner.name}: {said}", highlight=False, soft_wrap=True)
 
     def measure(self, case: Case) -> list[dict[str, Any]]:
         """Check and time one case with every runner; return its rows."""
@@ -255,8 +252,8 @@ class Session:
         self.clock.synchronize()
         return heat
 
-    def _free(self) -> None:
-        """Give memory back when the two allocators together hold much of the device."""
+    def _free(self, at_once: bool = False) -> None:
+        """Give memory back when the two allocators together hold much of the device, or at once."""
         if self.device != "cuda":
             return
         import sys
@@ -264,7 +261,7 @@ class Session:
         import torch
 
         free, total = torch.cuda.mem_get_info()
-        if free < 0.6 * total:
+        if at_once or free < 0.6 * total:
             torch.cuda.empty_cache()
             if "cupy" in sys.modules:
                 sys.modules["cupy"].get_default_memory_pool().free_all_blocks()

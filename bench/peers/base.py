@@ -47,10 +47,13 @@ class Runner:
         How rows call it.
     ours : bool
         Whether it is cuattn, and not a peer.
+    compile_seconds : float
+        What compiling for a new kind of problem takes, about; 0 where nothing compiled outlives the process.
     """
 
     name = ""
     ours = False
+    compile_seconds = 0.0
 
     def why_not(self, case: Case) -> str | None:
         """Return why a case cannot be run, or None."""

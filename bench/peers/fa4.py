@@ -34,6 +34,7 @@ class Fa4(Runner):
     """``flash_attn_func``: full, causal, and the sliding window."""
 
     name = "fa4"
+    compile_seconds = 8.0
 
     def why_not(self, case: Case) -> str | None:
         if case.mask not in (None, "full", "causal", "sliding_window"):
@@ -59,6 +60,7 @@ class Fa4Packed(Runner):
     """``flash_attn_varlen_func``: documents as separate sequences, back to back."""
 
     name = "fa4-varlen"
+    compile_seconds = 8.0
 
     def why_not(self, case: Case) -> str | None:
         if case.mask not in ("document", "causal_document"):

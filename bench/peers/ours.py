@@ -27,6 +27,7 @@ class Ours(Runner):
     """
 
     ours = True
+    compile_seconds = 2.0
 
     def __init__(self, kernel: str | None = None, band: bool = False, cupy: bool = False) -> None:
         self.name = "cuattn" + (f"-{kernel}" if kernel else "") + ("-band" if band else "")

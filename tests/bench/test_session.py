@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -161,25 +162,40 @@ def test_jax_runs_beside_us(session, direction, dtype):
     assert {name: row["status"] for name, row in rows.items()} == {"cuattn": "ok", "jax": "ok"}
 
 
-def test_compiling_calls_every_runner_once_and_writes_no_rows(session):
+def test_compiling_calls_a_runner_once_on_zeros_and_writes_no_rows(session):
     found, failing = Spoilt(), Spoilt(error=RuntimeError("no such kernel"))
     running = session(found)
-    running.runners.append(failing)
-    running.compile([case(), case("backward"), case(mask="document")])
-    assert (found.bound, failing.bound) == (2, 2)  # neither takes masks
+    running.compile(found, case())
+    running.compile(failing, case("backward", mask="document"))
+    assert (found.bound, failing.bound) == (1, 1)
     assert not running.file.path.exists()
     assert "no such kernel" in running.console.file.getvalue()
 
 
-def test_processes_share_all_cases_by_what_they_compile():
-    from bench.command import share
+def test_what_is_compiled_is_shared_by_what_compilers_make():
+    from bench.command import units
 
     cases = select(["dense", "masks-8k", "masks-32k"])
-    parts = [share(cases, part, 5) for part in range(5)]
-    assert sorted((x for part in parts for x in part), key=cases.index) == cases
-    for part in parts:
-        kinds = {(x.pattern, x.head_dim) for x in part}
-        assert not any((x.pattern, x.head_dim) in kinds for other in parts if other is not part for x in other)
+    calls = [(runner, case) for case in cases for runner in make(["cuattn", "cudnn", "fa2", "flex"])]
+    portions = units(calls)
+    assert len(portions) == 2 * (6 + 10)  # patterns of cuattn and of flex; PyTorch's own kernels are compiled already
+    expected = {(runner.name, case.name) for runner, case in calls if runner.name in ("cuattn", "flex")}
+    assert {(runner.name, case.name) for portion in portions for runner, case in portion} == expected
+    assert [portion[0][0].name for portion in portions] == ["flex"] * 16 + ["cuattn"] * 16
+
+
+def test_blank_inputs_share_their_memory():
+    pytest.importorskip("torch")
+    from bench import inputs
+
+    grouped = Case("t", "forward", 2, 4, 2, 8, 40, 16, dtype="float16", mask="document")
+    blank, real = inputs.make(grouped, "cpu", blank=True), inputs.make(grouped, "cpu")
+    for name in ("q", "k", "v", "do"):
+        mine, other = getattr(blank, name), getattr(real, name)
+        assert (mine.shape, mine.stride(), mine.dtype) == (other.shape, other.stride(), other.dtype)
+        assert mine.data_ptr() == blank.q.data_ptr()
+        assert not mine.any()
+    assert (blank.samples, blank.rho, blank.blank, real.blank) == (real.samples, real.rho, True, False)
 
 
 def test_every_runner_says_what_it_cannot_do():
@@ -220,10 +236,10 @@ def test_the_command_measures_reports_and_resumes(tmp_path, monkeypatch, capsys)
     assert len(again["rows"]) == 4
     assert run("--ours", "--budget", "-1", "--trees", "kernels=3") == 0
     assert "2 cases left" in capsys.readouterr().out
-    assert run("--ours", "--compile", "0/1", "--out", str(tmp_path / "none.json")) == 0
+    with open(os.devnull) as nothing, monkeypatch.context() as patched:
+        patched.setattr("sys.stdin", nothing)
+        assert run("--ours", "--compile", "--out", str(tmp_path / "none.json")) == 0
     assert not (tmp_path / "none.json").exists()
-    with pytest.raises(SystemExit):
-        run("--compile", "2/2")
 
 
 def test_prepare_runs_its_shares_side_by_side(capfd):
