@@ -9,6 +9,7 @@ from __future__ import annotations
 
 SECTIONS = (
     "peers",
+    "behind",
     "dense",
     "flashmask",
     "gpt2",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bench import report
 from bench.mask_samples import KINDS
 from bench.sections.common import colour, name, panels, table, times
 
@@ -52,24 +53,27 @@ def text(rows: list[dict[str, Any]]) -> str:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """Return, per table, what cuattn and its best rivals reach over all masks that all of them ran."""
-    parts = []
+    """Return, per table, what cuattn reaches and how it stands beside the fastest rival of each mask."""
+    lines = []
     for (d, n), runners in _found(rows).items():
-        ours = runners.get("cuattn", {})
+        ours = {kind: total(both) for kind, both in runners.get("cuattn", {}).items()}
         rivals = [masks for runner, masks in runners.items() if not runner.startswith("cuattn")]
         best = {kind: max((total(x[kind]) for x in rivals if kind in x), default=None) for kind in ours}
-        ratios = [total(ours[kind]) / rival for kind, rival in best.items() if rival]
-        rates = [total(both) for both in ours.values()]
-        if not rates:
+        ratios = {kind: ours[kind] / rival for kind, rival in best.items() if rival}
+        if not ratios:
             continue
-        said = f"at {n // 1024}K tokens, head dimension {-d}, {min(rates):.0f} to {max(rates):.0f} TFLOP/s"
-        if ratios:
-            ahead = sum(ratio >= 1 for ratio in ratios)
-            said += f" (the fastest in {ahead} of {len(ratios)} masks; worst {min(ratios):.2f} times the fastest rival)"
-        if len(rates) < len(KINDS):
-            said += f", {len(KINDS) - len(rates)} masks not timed yet"
-        parts.append(said)
-    return f"Forward and backward together, counting visible tiles only: {'; '.join(parts)}."
+        worst = min(ratios, key=ratios.__getitem__)
+        lines.append(
+            (
+                f"{n // 1024}K tokens, d {-d}",
+                f"{min(ours.values()):.0f} to {max(ours.values()):.0f}",
+                f"{sum(ratio >= 1 for ratio in ratios.values())} of {len(ratios)}",
+                f"{report.geometric_mean(ratios.values()):.2f}",
+                f"{ratios[worst]:.2f} ({worst})",
+            )
+        )
+    head = ("", "TFLOP/s", "the fastest in", "mean ratio to the fastest rival", "worst")
+    return f"Forward and backward together, counting visible tiles only.\n\n{table(head, lines)}"
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:

@@ -165,6 +165,33 @@ def test_the_summary_of_peers_counts_results_that_were_wrong():
     assert line.endswith("| 1 of 2 | 1.50 | 1.50 (d128-N4096-full-drop0.1) | d64-N4096-full-drop0.1 |")
 
 
+def test_every_case_behind_a_rival_is_shown_in_one_group():
+    from bench.sections import behind
+
+    rows = list(peer_rows("dense", {"cuattn": 300.0, "fa4": 250.0, "cudnn": 200.0}))
+    assert behind.text(rows) == "In no case that was measured."
+    for row in rows:
+        p = row["problem"]
+        if row["runner"] == "fa4" and p["direction"] == "backward" and p["head_dim"] == 64:
+            row["rate"] = 400.0 if p["causal"] else 301.0  # 0.75 and, too near to call, 0.997
+    rows += peer_rows("deterministic", {"cuattn": 300.0, "fa4": 200.0})
+    rows += peer_rows("dropout", {"cuattn": 300.0, "fa2": 600.0})
+    lines = [line for line in behind.text(rows).splitlines() if line.startswith("| ")][1:]
+    assert [line.rpartition(" | ")[0] for line in lines] == [
+        "| dropout, forward | 2 of 2 | 0.50 to 0.50 | FlashAttention-2",
+        "| dropout, backward | 2 of 2 | 0.50 to 0.50 | FlashAttention-2",
+        "| backward, d 64, no mask | 3 of 6 | 0.75 to 0.75 | FlashAttention-4",
+    ]
+
+
+def test_every_peer_case_has_a_group_that_says_why():
+    from bench.cases import TABLES, select
+    from bench.sections.behind import GROUPS
+
+    for case in select([name for name in TABLES if name != "sparsity"]):
+        assert any(group.holds(case.as_dict()) for group in GROUPS), case.name
+
+
 def made_up(name):
     """Rows of the shape that a study writes on a GPU."""
     from bench import sparsity, traffic
@@ -230,9 +257,8 @@ def test_the_summaries_of_peers_and_masks_are_drawn_and_said():
 
     rows = list(peer_rows("masks-8k", {"cuattn": 500.0, "flex": 400.0, "fa4": 625.0}))
     rows = [row for row in rows if row["runner"] != "fa4" or row["problem"]["mask"] == "causal"]
-    assert "at 8K tokens, head dimension 128, 500 to 500 TFLOP/s (the fastest in 11 of 12 masks; worst 0.80" in (
-        flashmask.summary(rows)
-    )
+    line = "| 8K tokens, d 128 | 500 to 500 | 11 of 12 | 1.20 | 0.80 (causal) |"
+    assert line in flashmask.summary(rows)
     pytest.importorskip("matplotlib")
     peers.figure(rows).savefig(io.BytesIO(), dpi=30)
 
