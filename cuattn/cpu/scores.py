@@ -65,11 +65,6 @@ class Rows:
         """Let every product with a panel's row come out smaller by `reference`, (stack, rows)."""
         np.negative(reference, out=self._subtracted)
 
-    def longest(self) -> float:
-        """Return the length of the longest scaled row, or a little more."""
-        squares = np.einsum("sdr,sdr->sr", self._transposed, self._transposed)
-        return longest(squares, self._transposed.shape[1])
-
 
 class Scores:
     """Turns products of queries and keys into scores, and scores into exponentials, for some row tiles at a time."""
@@ -83,13 +78,19 @@ class Scores:
         self._veils: Sequence[tuple[int, Veil]] = ()  # by slot, of the last completed chunk
         self._padding = 0  # keys, at its end
         self._hiding = False  # whether what is hidden in it is -inf
+        self._longest = 0.0  # length of a scaled query
         self._dead: Sequence[tuple[slice, np.ndarray]] = ()  # what a bias of -inf hides, by slots
         self.bare = self._cap is None and operands.bias is None  # nothing but products enters the scores
 
     def load(self, team: Team, rows: slice, q: Rows, empty: np.ndarray | None = None) -> None:
         """Load the queries of a stack, with the `empty` rows as 0."""
-        q.load(pick_team(self._operands.q, team)[:, rows], self._factor, empty)
-        self._longest = q.longest() if self.bare else 0.0
+        queries = pick_team(self._operands.q, team)[:, rows]
+        if self.bare:  # first, as it reads the rows in their order: the transposed copy then finds them in the cache
+            squares = np.vecdot(queries, queries, dtype=self._problem.stat_dtype)
+            if empty is not None:
+                squares = np.where(empty, 0, squares)
+            self._longest = longest(squares, queries.shape[2]) * abs(self._factor)
+        q.load(queries, self._factor, empty)
 
     def begin(self, team: Team, row_tile: int, q: np.ndarray) -> None:
         """Turn to row tiles, of which `row_tile` is the first and `q` the augmented queries; their references are 0."""
