@@ -6,8 +6,8 @@
 float32, 8 heads, N = 4096, d = 64, both with as many threads as the machine has cores.  PyTorch takes a mask as a
 dense boolean matrix.  "forward" gives o alone, as PyTorch's function does (``cuattn.attention``); "forward, l, m" is
 ``cuattn.forward``, whose statistics PyTorch has no counterpart for, beside the same call of PyTorch's.  Results are
-compared before anything is timed; rivals run in turn, all samples are kept.  cuattn alone is timed at N = 16384, too,
-to see whether its time under a mask follows the visible tiles.
+compared before anything is timed; rivals run in turn, after a pause, all samples are kept.  cuattn alone is timed at
+N = 16384, too, to see whether its time under a mask follows the visible tiles.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ MASKS = (None, "causal_document", "sliding_window", "share_question")
 DIRECTIONS = ("forward", "forward, l, m", "forward+backward")
 LONG_N = 16384
 LONG_REPEATS = 3
+PAUSE = 0.05  # seconds: for 7 to 9 ms after a call PyTorch's OpenMP threads spin, on cores that the next one needs
 
 
 def mask_of(kind: str | None, n: int = N):
@@ -105,6 +106,7 @@ def measure(repeats: int) -> list[dict]:
                 for turn in range(repeats):
                     order = list(calls) if turn % 2 else list(calls)[::-1]
                     for name in order:
+                        time.sleep(PAUSE)
                         begin = time.perf_counter()
                         calls[name][index]()
                         seconds[name].append(time.perf_counter() - begin)
