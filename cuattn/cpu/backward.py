@@ -225,7 +225,7 @@ class _Worker:
         self._task, self._problem, self._operands, self._blocks = task, task.problem, task.operands, task.blocks
         self._buffers = Buffers(self._problem.stat_dtype)
         common = self._problem, self._operands, self._blocks, task.tiles, self._buffers
-        self._panel = Panel(*common, ones=True)
+        self._panel = Panel(*common, counts=1)
         self._scores = Scores(*common)
         self._dropout = Dropout(self._problem, self._operands, self._blocks) if self._problem.dropout else None
         self._bare = self._scores.bare and self._dropout is None  # no bias, so no dbias either

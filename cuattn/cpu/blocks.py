@@ -8,12 +8,25 @@ from typing import NamedTuple
 from cuattn.masks import BlockMask
 from cuattn.problem import Operands, Problem
 
-__all__ = ["LANES", "Blocks", "Shape", "choose", "is_plain", "small_columns", "stack_shape"]
+__all__ = [
+    "LANES",
+    "Blocks",
+    "Shape",
+    "choose",
+    "is_plain",
+    "most_parts",
+    "small_columns",
+    "stack_shape",
+    "sum_columns",
+    "summed_keys",
+]
 
 LANES = 16  # keys whose scores are compared at once; they divide every block of keys
 _UNIT = 16  # blocks are multiples of it: whole vector registers, and whole blocks of the dropout generator
 _SMALL_PRODUCT = 1_000_000  # OpenBLAS multiplies matrices of at most 100 ** 3 multiplications without packing them
 _COLUMNS = 6  # that the inner loop of those products takes at once, with vectors of rows
+_SUMMED = 384  # keys that a product of probabilities and values may sum over, lest roundings pile up;
+_SUMMED_PER_COLUMN = 12  # where values are narrow the textbook's products, with other inner loops, err less
 _FIRST_CACHE = 40_000  # bytes of it that a tile of queries may take
 _FEWEST_KEYS = 48  # with many dimensions a product is large anyway
 
@@ -114,6 +127,29 @@ def small_columns(width: int, others: int) -> list[slice]:
     parts = -(-width // most)
     step = -(-width // (max(parts, 1) * _COLUMNS)) * _COLUMNS
     return [slice(start, min(start + step, width)) for start in range(0, width, max(step, 1))]
+
+
+def summed_keys(width: int, keys: int) -> int:
+    """Return over how many of `keys`, a multiple of 16, one product with values of a width sums; it divides them."""
+    most = min(keys, _SUMMED, max(_UNIT, _SUMMED_PER_COLUMN * width))
+    return max(n for n in range(_UNIT, most + 1, _UNIT) if keys % n == 0)
+
+
+def most_parts(problem: Problem, blocks: Blocks) -> int:
+    """Return of how many such sums the output of a chunk of keys may consist, in a forward."""
+    together = is_plain(problem)
+    counts = {blocks.chunk, blocks.key_tiles % blocks.chunk or blocks.chunk}
+    lengths = [count * blocks.keys for count in counts]
+    return max(n // summed_keys(problem.head_dim_v, n if together else blocks.keys) for n in lengths)
+
+
+def sum_columns(problem: Problem) -> int:
+    """Return how many columns of ones and zeros, beside those of the values, sum up the probabilities in a forward.
+
+    They are what the values leave free of the columns that the inner loop of OpenBLAS takes at once, so they cost
+    nothing.  Where tiles may be skipped or probabilities dropped there are none.
+    """
+    return _COLUMNS - problem.head_dim_v % _COLUMNS if is_plain(problem) else 0
 
 
 def is_plain(problem: Problem) -> bool:

@@ -17,7 +17,18 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.cpu import threads
-from cuattn.cpu.blocks import LANES, Blocks, Shape, choose, is_plain, small_columns, stack_shape
+from cuattn.cpu.blocks import (
+    LANES,
+    Blocks,
+    Shape,
+    choose,
+    is_plain,
+    most_parts,
+    small_columns,
+    stack_shape,
+    sum_columns,
+    summed_keys,
+)
 from cuattn.cpu.bound import WINDOW
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.dropout import Dropout
@@ -132,7 +143,7 @@ class _Pass:
     def look_back(self) -> None:
         """Find out which rows have seen a key in chunks that went by without a look at their scores."""
         if self.bounded:
-            self.seen |= np.add.reduce(self.sums[:, :, 0], axis=1) != 0
+            self.seen |= True if self._stack.together else np.add.reduce(self.sums[:, :, 0], axis=1) != 0
             self.all_seen, self.bounded = bool(self.seen.all()), False
 
     def step(self, chunk: Chunk) -> _Step:
@@ -146,35 +157,37 @@ class _Pass:
 
     def _bind(self, chunk: Chunk) -> _Step:
         problem, blocks, buffers, panel, shape = self._stack.common
-        members, rows, keys, width = len(self.o), shape.rows, blocks.keys, problem.head_dim_v
-        # Where nothing is ever skipped one product sums over all keys of the chunk, else over those of a tile.
-        joint = chunk.count if self._stack.together else 1
+        members, width, rows = self.o.shape
+        keys = blocks.keys
         s = buffers.get("s", members, chunk.count, keys, rows)
-        # There the first chunk is every stack's first, and o begins with it.
+        # Where tiles may be skipped no product sums over two of them.
+        summed = summed_keys(problem.head_dim_v, chunk.count * keys if self._stack.together else keys)
+        parts = chunk.count * keys // summed
+        # Elsewhere the first chunk is every stack's first, and o begins with it.
         first = self._stack.together and chunk.index == 0
-        parts = chunk.count // joint
-        weighed = self.o[:, None] if first else buffers.get("weighed", members, parts, width, rows)
-        make_scores, add_up, weigh = [], [], []
+        chunk_sum = self.o if first else buffers.get("chunk_sum", members, width, rows)
+        weighed = chunk_sum[:, None] if parts == 1 else buffers.get("weighed", members, parts, width, rows)
+        make_scores, make_products, add_up, weigh = [], [], [], []
         for tile, slot, count in chunk.runs:
             k, v = panel.run(shape.heads, tile, count)
             part = s[:, slot : slot + count]
             make_scores.append(partial(np.matmul, k, self.q, part))
-            add_up.append(partial(np.matmul, self._stack.ones, part, self.sums[:, tile : tile + count]))
-            v = v.reshape(len(v), count // joint, joint * keys, width).swapaxes(2, 3)
-            part = part.reshape(members, count // joint, joint * keys, rows)
-            for columns in small_columns(width, joint * keys * rows):
-                out = weighed[:, slot // joint : (slot + count) // joint, columns]
-                weigh.append(partial(np.matmul, v[:, :, columns], part, out))
-        chunk_sum = weighed[:, 0]
-        if weighed.shape[1] > 1:
-            chunk_sum = buffers.get("chunk_sum", members, width, rows)
+            make_products.append(partial(np.matmul, k[..., :-1], self.q[..., :-1, :], part))
+            if self._stack.counts_tiles:
+                add_up.append(partial(np.matmul, self._stack.ones, part, self.sums[:, tile : tile + count]))
+            which = slice(slot * keys // summed, (slot + count) * keys // summed)
+            v = v.reshape(len(v), which.stop - which.start, summed, width).swapaxes(2, 3)
+            part = part.reshape(members, -1, summed, rows)
+            for columns in small_columns(width, summed * rows):
+                weigh.append(partial(np.matmul, v[:, :, columns], part, weighed[:, which, columns]))
+        if parts > 1:
             weigh.append(partial(np.add.reduce, weighed, 1, None, chunk_sum))
         if not first:
             weigh.append(partial(np.add, self.o, chunk_sum, self.o))
         wide = s.reshape(members, -1, LANES * rows)  # longer rows are faster to reduce
         find_highest = partial(np.maximum.reduce, wide, 1, None, self.here)
         search = (find_highest, self.follow) if self._stack.statistics else ()
-        take_whole = (*make_scores, *search, partial(exponential, s, s), *add_up, *weigh)
+        take_whole = (*make_products, *search, partial(exponential, s, s), *add_up, *weigh)
         return _Step(s, tuple(make_scores), find_highest, tuple(add_up), tuple(weigh), take_whole)
 
 
@@ -187,15 +200,20 @@ class _Stack:
         self.common = problem, blocks, buffers, panel, shape
         self.shape, self.together, self.statistics = shape, is_plain(problem), statistics
         members, rows = shape.heads * shape.tiles, shape.rows
+        self.counts_tiles = statistics or not self.together  # else the sums beside o are enough
         self.ones = np.ones((1, blocks.keys), problem.stat_dtype)
+        self.all_ones = np.ones((1, blocks.key_tiles), problem.stat_dtype)
         self.q = Rows(buffers, shape, problem.head_dim, plain=False)
-        self.o = buffers.new(members, problem.head_dim_v, rows)
+        width = problem.head_dim_v + sum_columns(problem)
+        self.o = buffers.new(members, width, rows)
         self.sums = buffers.new(members, blocks.key_tiles, 1, rows)  # of exponentials, by tile
         self.highest = buffers.new(members, LANES * rows)  # of each row the highest scores, among every LANES keys
         self.here = buffers.new(members if self.together else shape.heads, LANES * rows)  # in a chunk
-        passing, parts = len(self.here), 1 if self.together else blocks.chunk
+        passing, parts = len(self.here), most_parts(problem, blocks)
         buffers.get("s", passing, blocks.chunk, blocks.keys, rows)  # once for all chunks
-        buffers.get("weighed", passing, parts, problem.head_dim_v, rows)
+        buffers.get("chunk_sum", passing, width, rows)
+        if parts > 1:
+            buffers.get("weighed", passing, parts, width, rows)
         self.reference = buffers.new(members, rows)
         self.seen = np.empty((members, rows), bool)  # rows that have seen a key
         if self.together:
@@ -204,9 +222,11 @@ class _Stack:
             self.passes = [_Pass(self, slice(tile, None, shape.tiles)) for tile in range(shape.tiles)]
 
     def start(self) -> None:
-        for array, value in ((self.sums, 0), (self.highest, -np.inf), (self.reference, 0)):
-            array.fill(value)
-        if not self.together:
+        self.reference.fill(0)
+        if self.statistics:
+            self.highest.fill(-np.inf)
+        if not self.together:  # else there is no tile without a sum, and o begins with the first chunk's
+            self.sums.fill(0)
             self.o.fill(0)
         self.seen.fill(False)
         for each in self.passes:
@@ -220,7 +240,7 @@ class _Worker:
         self._problem, self._blocks, self._results = problem, blocks, results
         self._statistics = results[1] is not None
         self._buffers = Buffers(problem.stat_dtype)
-        self._panel = Panel(problem, operands, blocks, tiles, self._buffers, ones=False)
+        self._panel = Panel(problem, operands, blocks, tiles, self._buffers, counts=sum_columns(problem))
         self._scores = Scores(problem, operands, blocks, tiles, self._buffers)
         self._dropout = Dropout(problem, operands, blocks) if problem.dropout else None
         self._bare = self._scores.bare and not problem.dropout
@@ -264,7 +284,8 @@ class _Worker:
             step.find_highest()
             if not (np.maximum.reduce(state.here, None) <= WINDOW and state.all_seen):
                 self._move(state, step.s)
-            state.follow()
+            if self._statistics:
+                state.follow()
         scores.exponentiate(step.s, panel.reach)
         for call in step.add_up:
             call()
@@ -310,14 +331,19 @@ class _Worker:
             each.look_back()
         o = pick_team(self._results[0], team)[:, rows]
         heads, tiles, height = stack.shape
-        total = np.add.reduce(stack.sums[:, :, 0], axis=1)
+        width = self._problem.head_dim_v
+        total = np.matmul(stack.all_ones, stack.sums[:, :, 0])[:, 0] if stack.counts_tiles else None
+        if stack.together:  # by the sums that had its own roundings
+            below = np.add.reduce(stack.o[:, width:], axis=1)
+        else:
+            kept = 1.0 if self._dropout is None else 1 / self._problem.dropout_scale
+            below = total * total.dtype.type(kept)
         unseen = None if all(each.all_seen for each in stack.passes) else ~stack.seen
-        kept = 1.0 if self._dropout is None else 1 / self._problem.dropout_scale
-        below = total * total.dtype.type(kept)
         if unseen is not None:
             below[unseen] = 1
-        np.divide(stack.o, below[:, None], out=stack.o)
-        by_tile = stack.o.reshape(heads, tiles, self._problem.head_dim_v, height).swapaxes(2, 3)
+        weighed = stack.o[:, :width]
+        np.divide(weighed, below[:, None], out=weighed)
+        by_tile = weighed.reshape(heads, tiles, width, height).swapaxes(2, 3)
         whole, rest = divmod(o.shape[1], height)
         o[:, : whole * height].reshape(heads, whole, *by_tile.shape[2:])[...] = by_tile[:, :whole]
         if rest:

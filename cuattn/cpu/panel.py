@@ -29,14 +29,14 @@ class Panel:
     ----------
     keys : ndarray, (heads, tiles, blocks.keys, head_dim + 1)
         Keys and a one.  Heads that read the same keys and values have one copy.
-    values : ndarray, (heads, tiles, blocks.keys, head_dim_v or, with `ones`, head_dim_v + 1)
-        Values and, with `ones`, a one.
+    values : ndarray, (heads, tiles, blocks.keys, head_dim_v + counts)
+        Values and, with `counts`, a one among zeros; its place goes round from key to key.
     reach : float
         The length of the longest key, or a little more.
     """
 
     def __init__(
-        self, problem: Problem, operands: Operands, blocks: Blocks, tiles: Tiles, buffers: Buffers, *, ones: bool
+        self, problem: Problem, operands: Operands, blocks: Blocks, tiles: Tiles, buffers: Buffers, *, counts: int
     ) -> None:
         self._operands, self._blocks, self._tiles = operands, blocks, tiles
         self._n_keys = problem.n_keys
@@ -47,7 +47,7 @@ class Panel:
         self.reach = 0.0
         copies = 1 if problem.group > 1 else blocks.team
         self.keys = buffers.new(copies, blocks.panel, blocks.keys, problem.head_dim + 1)
-        self.values = buffers.new(copies, blocks.panel, blocks.keys, problem.head_dim_v + ones)
+        self.values = buffers.new(copies, blocks.panel, blocks.keys, problem.head_dim_v + counts)
 
     def seek(self, team: Team, tile: int) -> None:
         """Make the keys and values of a tile, and of its whole chunk, present at tile % blocks.panel."""
@@ -87,7 +87,10 @@ class Panel:
         for source, panel in ((self._operands.k, self.keys), (self._operands.v, self.values)):
             flat, width = _flat(panel[n]), source.shape[-1]
             flat[: stop - start, :width] = pick(source, head.kv)[start:stop]
-            flat[: stop - start, width:] = 1
+            flat[: stop - start, width:] = 0
+            counts = panel.shape[-1] - width
+            for turn in range(counts):
+                flat[turn : stop - start : counts, width + turn] = 1
             flat[stop - start :] = 0
         return _flat(self.keys[n])[:, :-1], self.values[n].reshape(self.values[n].size)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cuattn.cpu.blocks import LANES, Blocks, choose, is_plain
+from cuattn.cpu.blocks import LANES, Blocks, choose, is_plain, most_parts, sum_columns
 from cuattn.cpu.exponent import exponential
 from cuattn.cpu.threads import useful
 from cuattn.cpu.tiles import VEIL_BYTES
@@ -65,10 +65,11 @@ def bytes_per_thread(problem: Problem, blocks: Blocks) -> int:
     stack, tiles = members * blocks.rows, passing * blocks.chunk
     copies = 1 if problem.group > 1 else blocks.team
     scores = tiles * blocks.keys * blocks.rows
-    panel = copies * blocks.panel * blocks.keys * (d + dv + 2)
+    counts = sum_columns(problem) if problem.direction == "forward" else 1
+    panel = copies * blocks.panel * blocks.keys * (d + dv + 1 + counts)
     if problem.direction == "forward":
-        parts = (1 if is_plain(problem) else blocks.chunk + 1) * passing * blocks.rows * dv
-        state = stack * (2 * d + dv + blocks.key_tiles + 2 * LANES + 2)
+        parts = (most_parts(problem, blocks) + 1) * passing * blocks.rows * (dv + counts)
+        state = stack * (2 * d + dv + counts + blocks.key_tiles + 2 * LANES + 2)
         return problem.stat_dtype.itemsize * (scores + panel + parts + state)
     parts = tiles * max(blocks.keys * max(d, dv), blocks.rows * d)
     sums = copies * blocks.key_tiles * blocks.keys * (d + dv)

@@ -48,6 +48,27 @@ def test_any_block_sizes_match_the_oracle(case, sizes):
     check_backward(case, grads)
 
 
+class FlatCase:
+    """Rows that see all keys about alike, and values of one sign: sums as long as they get, which roundings fill."""
+
+    def __init__(self, n_keys, head_dim, width):
+        rng = np.random.default_rng(n_keys * width)
+        self.q, self.k = 0.01 * normal(rng, (1, 256, head_dim), FLOAT32), normal(rng, (1, n_keys, head_dim), FLOAT32)
+        self.v = rng.uniform(1, 1.3, (1, n_keys, width)).astype(np.float32)
+
+    def reference(self):
+        return {}
+
+
+@pytest.mark.parametrize(("head_dim", "width"), [(64, 1), (16, 2), (16, 5), (64, 8), (64, 64), (32, 128)])
+@pytest.mark.parametrize("n_keys", [128, 384, 777, 2304])
+def test_long_sums_keep_the_rule(n_keys, head_dim, width):
+    case = FlatCase(n_keys, head_dim, width)
+    fwd = cuattn.forward(case.q, case.k, case.v)
+    check_forward(case, fwd)
+    np.testing.assert_array_equal(cuattn.attention(case.q, case.k, case.v), fwd.o)
+
+
 @given(case=cases(max_length=200), sizes=block_sizes)
 def test_the_number_of_threads_changes_no_bit(case, sizes):
     results = []
