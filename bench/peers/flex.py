@@ -7,6 +7,7 @@ a mask of 128K needs no N x N matrix.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -140,6 +141,13 @@ def block_tables(visible: Callable[..., Any], batch: int, n_queries: int, n_keys
     return some, every
 
 
+@functools.lru_cache(maxsize=1)
+def _tables(problem: Case, drawn: tuple[Sample, ...], batch: int, device: Any) -> Any:
+    """Return a problem's block tables, kept for the other backend and direction."""
+    visible = mask_function(problem, drawn, device)
+    return block_tables(visible, batch, problem.n_queries, problem.n_keys, device)
+
+
 def _block_mask(case: Case, visible: Callable[..., Any], inputs: Inputs) -> Any:
     import torch
     from torch.nn.attention.flex_attention import BlockMask
@@ -149,7 +157,7 @@ def _block_mask(case: Case, visible: Callable[..., Any], inputs: Inputs) -> Any:
         shape = (batch, -(-case.n_queries // BLOCK), -(-case.n_keys // BLOCK))
         some = every = torch.eye(*shape[1:], dtype=torch.bool, device=inputs.q.device).expand(shape)
     else:
-        some, every = block_tables(visible, batch, case.n_queries, case.n_keys, inputs.q.device)
+        some, every = _tables(case.problem, inputs.samples, batch, inputs.q.device)
 
     def ordered(chosen: Any) -> tuple[Any, Any]:
         """Return, per row of blocks, how many are chosen and their columns, the chosen ones first."""
