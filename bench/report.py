@@ -20,7 +20,9 @@ from typing import Any
 from bench.cases import TABLES, select
 from bench.peers import RUNNERS
 
-__all__ = ["Line", "Table", "geometric_mean", "markdown", "picture", "read", "tables"]
+__all__ = [
+    "Line", "Table", "costs_of_determinism", "geometric_mean", "markdown", "picture", "read", "tables",
+]  # fmt: skip
 
 LOWER_IS_BETTER = ("us", "s")
 
@@ -224,15 +226,22 @@ def _extra(table: Table) -> list[str]:
     return []
 
 
-def _cost_of_determinism(table: Table) -> list[str]:
+def costs_of_determinism(table: Table) -> dict[str, dict[str, float]]:
+    """Return, by label and runner, what bitwise reproducible gradients cost in the plain backward's time."""
     lines = {line.label: line for line in table.lines}
-    text = []
+    found: dict[str, dict[str, float]] = {}
     for label, exact in lines.items():
         plain = lines.get(label.removesuffix("-deterministic"))
-        if plain is None or plain is exact:
-            continue
-        costs = [(n, plain.rate(n), exact.rate(n)) for n in table.runners]
-        found = [f"{name} {fast / slow - 1:+.1%}" for name, fast, slow in costs if fast and slow]
+        if plain is not None and plain is not exact:
+            rates = {name: (plain.rate(name), exact.rate(name)) for name in table.runners}
+            found[label] = {name: fast / slow - 1 for name, (fast, slow) in rates.items() if fast and slow}
+    return found
+
+
+def _cost_of_determinism(table: Table) -> list[str]:
+    text = []
+    for label, costs in costs_of_determinism(table).items():
+        found = [f"{name} {cost:+.1%}" for name, cost in costs.items()]
         text.append(f"- {label}: time over the plain backward's: {', '.join(found) or 'not measured'}")
     return [*text, ""]
 

@@ -46,7 +46,8 @@ def text(rows: list[dict[str, Any]]) -> str:
         "[bench/results/tables.md](bench/results/tables.md)."
     )
     head = ("", "beside", "ahead in", "mean ratio", "worst ratio", "not timed: error above the bound")
-    return f"{intro}\n\n{table(head, lines)}"
+    costs = "  ".join(_determinism(found) for found in report.tables(rows) if found.name == "deterministic")
+    return "\n\n".join(filter(None, [intro, table(head, lines), costs]))
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
@@ -67,6 +68,16 @@ def figure(rows: list[dict[str, Any]]) -> Any:
     axis.invert_yaxis()
     axis.set_xlabel("times the fastest rival's speed (dots: cases, bar: mean)", fontsize=9)
     return drawn
+
+
+def _determinism(found: report.Table) -> str:
+    """Return what reproducible gradients cost each runner."""
+    costs: dict[str, list[float]] = {}
+    for case in report.costs_of_determinism(found).values():
+        for runner, cost in case.items():
+            costs.setdefault(runner, []).append(cost)
+    said = [f"{name(runner)} {min(x):.0%} to {max(x):.0%}" for runner, x in costs.items()]
+    return f"`deterministic=True`, in the plain backward's time, costs {', '.join(said)}." if said else ""
 
 
 def _rivals(found: report.Table) -> str:
