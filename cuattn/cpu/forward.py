@@ -132,6 +132,7 @@ class _Pass:
     def __init__(self, stack: _Stack, which: slice) -> None:
         self._stack = stack
         self._steps: dict[tuple, _Step] = {}
+        self._all: tuple[Call, ...] = ()
         self.q = stack.q.augmented[which]
         self.o, self.sums, self.highest = stack.o[which], stack.sums[which], stack.highest[which]
         self.reference, self.seen = stack.reference[which], stack.seen[which]
@@ -154,6 +155,12 @@ class _Pass:
                 self._steps.clear()
             step = self._steps[chunk.runs] = self._bind(chunk)
         return step
+
+    def take_all(self, chunks: list[Chunk]) -> tuple[Call, ...]:
+        """Return all steps of all chunks, which are whole, and the same at every call."""
+        if not self._all:
+            self._all = tuple(call for chunk in chunks for call in self.step(chunk).take_whole)
+        return self._all
 
     def _bind(self, chunk: Chunk) -> _Step:
         problem, blocks, buffers, panel, shape = self._stack.common
@@ -244,6 +251,8 @@ class _Worker:
         self._scores = Scores(problem, operands, blocks, tiles, self._buffers)
         self._dropout = Dropout(problem, operands, blocks) if problem.dropout else None
         self._bare = self._scores.bare and not problem.dropout
+        # Whether nothing is hidden and one panel holds all keys.
+        self._uniform = is_plain(problem) and not problem.n_keys % blocks.keys and blocks.panel >= blocks.key_tiles
         self._stacks: dict[Shape, _Stack] = {}
 
     def __call__(self, item: Item) -> None:
@@ -257,16 +266,34 @@ class _Worker:
         self._scores.load(item.team, rows, stack.q)
         for n, (chunks, state) in enumerate(zip(item.passes, stack.passes, strict=True)):
             self._scores.begin(item.team, item.row_tile + n, state.q)
+            if self._take_all(state, item.team, chunks):
+                continue
             for chunk in chunks:
                 self._advance(state, item.team, item.row_tile + n, chunk)
         self._finish(stack, item.team, rows)
+
+    def _take_all(self, state: _Pass, team: Team, chunks: list[Chunk]) -> bool:
+        """Take a pass through all keys as one list of calls, where no chunk needs a look; return whether."""
+        if not self._uniform:
+            return False
+        self._panel.seek(team, 0)
+        if not self._bounded():
+            return False
+        state.bounded = True
+        for call in state.take_all(chunks):
+            call()
+        return True
+
+    def _bounded(self) -> bool:
+        """Whether no reference would move, whatever the scores with the panel's keys are."""
+        return self._scores.farthest == 0 and self._scores.span(self._panel.reach) <= WINDOW
 
     def _advance(self, state: _Pass, team: Team, row_tile: int, chunk: Chunk) -> None:
         """Take a pass through a chunk of keys."""
         scores, panel = self._scores, self._panel
         panel.seek(team, chunk.runs[0][0])
         step = state.step(chunk)
-        bounded = scores.farthest == 0 and scores.span(panel.reach) <= WINDOW  # no reference would move
+        bounded = self._bounded()
         state.bounded |= bounded
         if bounded and self._bare and chunk.simple:
             for call in step.take_whole:

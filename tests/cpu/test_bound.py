@@ -67,6 +67,20 @@ def test_both_sides_of_the_border_keep_the_rule(dtype, factor, looks):
     np.testing.assert_array_equal(cuattn.attention(q, k, v, scale=scale), cuattn.forward(q, k, v, scale=scale).o)
 
 
+@pytest.mark.parametrize(("chunks_of_panel", "n_keys"), [(100, 192), (100, 190), (1, 192)])
+def test_all_keys_in_one_list_of_calls_change_no_bit(chunks_of_panel, n_keys):
+    """One panel of whole tiles is gone through without a look between its chunks."""
+    rng = np.random.default_rng(4)
+    q, k, v = (normal(rng, (2, n, 16), np.float32) for n in (150, n_keys, n_keys))
+    with forced(16, 32, 2, 2, chunks_of_panel):
+        alone, fwd = cuattn.attention(q, k, v), cuattn.forward(q, k, v)
+        with BLIND:
+            searched = cuattn.forward(q, k, v)
+    np.testing.assert_array_equal(alone, searched.o)
+    for a, b in zip(fwd[:3], searched[:3], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 class Case:
     """As much of a case of the strategies as the check of a forward needs."""
 
