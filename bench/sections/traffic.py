@@ -63,8 +63,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
     if any(_rows(rows, study) for study in ("theorem-2", "proposition-4")):
         return (
             f"{read} all lengths, head dimensions, block sizes and densities of the forward: quadratic in N, in "
-            f"inverse proportion to the rows kept on the chip (M), in proportion to the density.  Device memory sees "
-            f"less, as long as the L2 cache holds the keys of the heads at work."
+            f"inverse proportion to the rows kept on the chip (M), in proportion to the density.  {_backward(rows)}"
+            f"Device memory sees less, as long as the L2 cache holds the keys of the heads at work."
         )
     lengths = sorted({row["problem"]["n"] for row in found})
     share = max((hbm(row) / entered(row) for row in found), default=0.0)
@@ -72,6 +72,21 @@ def summary(rows: list[dict[str, Any]]) -> str:
         f"{read} the forwards of one head of {' to '.join(f'{n:,}' for n in (lengths[0], lengths[-1]))} tokens: "
         f"quadratic in N.  Device memory sees at most {share:.1%} of it, since blocks side by side share their keys in "
         f"the L2 cache.  The sweeps over d, block sizes, densities and the backward are not measured yet."
+    )
+
+
+def _backward(rows: list[dict[str, Any]]) -> str:
+    """Return how the backward's counts stand to algorithm 4."""
+    shares = {}
+    for kernel in ("sm90", "sm80"):
+        found = [row for row in _rows(rows, "theorem-5", kernel=kernel) if "expected_l2_to_sm" in row]
+        shares[kernel] = [row["counters"]["l2_to_sm"] / row["expected_l2_to_sm"] for row in found]
+    if not all(shares.values()):
+        return ""
+    return (
+        f"The backward on the Hopper kernel reads what algorithm 4 reads within "
+        f"{max(abs(share - 1) for share in shares['sm90']):.1%}, on the portable kernel, which adds to dQ from "
+        f"registers, {min(shares['sm80']):.2f} to {max(shares['sm80']):.2f} times that.  "
     )
 
 
