@@ -28,6 +28,7 @@ __all__ = ["available", "readme", "tables"]
 
 ROOT = RESULTS.parent.parent
 BEGIN, END = "<!-- measured: written by python -m bench.redraw -->", "<!-- /measured -->"
+CPU_BEGIN, CPU_END = "<!-- cpu: written by python -m bench.redraw -->", "<!-- /cpu -->"
 VERSIONS = ("cupy-cuda13x", "cupy-cuda12x", "torch", "cuda", "cudnn", "flash-attn-4")
 
 
@@ -136,12 +137,36 @@ def _with_pictures(found: list[report.Table], folder: Path) -> Iterator[str]:
 
 
 def insert(text: str, section: str) -> str:
-    """Return a README with its section replaced."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    """Return a README with the section replaced that begins and ends with the same marks."""
+    first, last = section.splitlines()[0], section.splitlines()[-1]
+    before, begin, rest = text.partition(first)
+    _, end, after = rest.partition(last)
     if not (begin and end):
-        raise ValueError(f"the README has no place for the results: expected {BEGIN} and {END}")
+        raise ValueError(f"the README has no place for the results: expected {first} and {last}")
     return before + section + after
+
+
+def cpu(folder: Path = RESULTS) -> str:
+    """Return the README's paragraph on the CPU, between its marks."""
+    found = json.loads((folder / "cpu.json").read_text())
+    ratios = {(row["mask"], row["direction"]): _times_as_fast(row) for row in found["rows"]}
+    plain = {direction: ratio for (mask, direction), ratio in ratios.items() if mask == "none"}
+    masked = [ratio for (mask, _), ratio in ratios.items() if mask != "none"]
+    about = found["environment"]
+    text = (
+        f"Beside PyTorch's `scaled_dot_product_attention`, which takes masks as dense matrices, in one run on "
+        f"{about['cores']} cores of a shared machine ({about['cpu']}; `python bench/cpu.py`, fastest of "
+        f"{len(found['rows'][0]['seconds']['torch'])} samples each; all are in `bench/results/cpu.json`).  Without a "
+        f"mask cuattn has {plain['forward']:.2f} times PyTorch's speed forward, {plain['forward, l, m']:.2f} where the "
+        f"forward also returns l and m, {plain['forward+backward']:.2f} forward and backward.  With a mask it computes "
+        f"only the tiles that somebody sees, and has {min(masked):.1f} to {max(masked):.1f} times the speed.  Extra "
+        f"memory at N = 16384 is {max(found['memory_mb_per_thread'].values()):.0f} MB a thread."
+    )
+    return "\n\n".join([CPU_BEGIN, _fill(text), CPU_END])
+
+
+def _times_as_fast(row: dict[str, Any]) -> float:
+    return min(row["seconds"]["torch"]) / min(row["seconds"]["cuattn"])
 
 
 def draw(console: Console, folder: Path = RESULTS) -> None:
@@ -173,7 +198,7 @@ def main() -> int:
         draw(console)
     (RESULTS / "tables.md").write_text(tables())
     path = ROOT / "README.md"
-    path.write_text(insert(path.read_text(), readme()))
+    path.write_text(insert(insert(path.read_text(), readme()), cpu()))
     console.print(f"{path.relative_to(ROOT)} and bench/results/ are up to date")
     return 0
 

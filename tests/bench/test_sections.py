@@ -47,7 +47,8 @@ def test_committed_rows_have_a_table_and_a_picture(name, section, runs, rows):
 
 def test_the_readme_and_the_tables_are_those_of_the_rows():
     text = (ROOT / "README.md").read_text()
-    assert redraw.insert(text, redraw.readme()) == text, "run python -m bench.redraw --text"
+    for section in (redraw.readme(), redraw.cpu()):
+        assert redraw.insert(text, section) == text, "run python -m bench.redraw --text"
     if (RESULTS / "tables.md").exists():
         assert (RESULTS / "tables.md").read_text() == redraw.tables(), "run python -m bench.redraw --text"
 
@@ -56,7 +57,7 @@ def test_the_section_goes_between_its_marks_and_nowhere_else():
     text = f"above\n{redraw.BEGIN}\nold\n{redraw.END}\nbelow\n"
     assert redraw.insert(text, f"{redraw.BEGIN}\nnew\n{redraw.END}") == text.replace("old", "new")
     with pytest.raises(ValueError, match="no place"):
-        redraw.insert("nothing here", "new")
+        redraw.insert("nothing here", f"{redraw.BEGIN}\nnew\n{redraw.END}")
 
 
 def test_tables_have_three_digits():
