@@ -48,7 +48,8 @@ def run(script: str, arguments: list[str], processes: int, seconds: float) -> in
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--processes", type=int, default=6, help="each takes about 1 GB of the GPU's memory")
+    half = max((os.cpu_count() or 2) // 2, 1)
+    parser.add_argument("--processes", type=int, default=half, help="each takes 1 to 8 GB of the GPU's memory")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="end what runs longer")
     parser.add_argument("script", choices=SCRIPTS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")

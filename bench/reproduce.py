@@ -35,22 +35,22 @@ class Step(NamedTuple):
 
 MASKS = tuple(f"masks-{n}{d}" for d in ("", "-d64") for n in ("8k", "32k", "128k"))
 STEPS = (
-    Step("gpt2", (), 50),
-    Step("lengths", (), 45),
-    Step("block_size", (), 12),
+    Step("gpt2", (), 35),
+    Step("lengths", (), 50),
+    Step("block_size", (), 15),
     Step("block_sparse", (), 10),
     Step("loop_order", (), 30),
-    Step("traffic", (), 60),
+    Step("traffic", (), 100),
     Step("same_bits", (), 25),
     Step("mask_memory", (), 10),
     Step("sparsity", (), 30),
-    Step("denoise", (), 10),
-    Step("training", (), 65),
-    Step("kernel_profiles", (), 35),
-    Step("prepare", ("hopper", "--tables", "dense", "deterministic", *MASKS), 150, False),
-    Step("hopper", ("--tables", "dense", "dropout", "deterministic", "long"), 120),
-    Step("hopper", ("--tables", *MASKS), 500),
-    Step("portable", (), 200),
+    Step("denoise", (), 15),
+    Step("training", (), 85),
+    Step("kernel_profiles", (), 50),
+    Step("prepare", ("hopper", "--tables", "dense", "dropout", "deterministic", "long", *MASKS), 150, False),
+    Step("hopper", ("--tables", "dense", "dropout", "deterministic", "long"), 140),
+    Step("hopper", ("--tables", *MASKS), 700),
+    Step("portable", (), 130),
     Step("cpu", (), 240, False),
 )
 
