@@ -139,11 +139,13 @@ class _Step(NamedTuple):
     s: np.ndarray  # (stack, tiles, keys, rows): scores, then probabilities
     dp: np.ndarray  # of the same shape: the derivatives of the probabilities, then of the scores
     make_products: tuple[Call, ...]  # q k and do v
-    exponentiate: Call
     weigh_probabilities: Call
-    find_dv: Call
-    find_dk: Call
+    take_whole: tuple[Call, ...]  # all up to there, where no visible score is hidden and no exponential slow
+    find_dv: tuple[Call, ...]
+    find_dk: tuple[Call, ...]
     find_dq: tuple[Call, ...]  # and add it
+    dv: np.ndarray  # (shares, tiles, keys, head_dim_v), in memory that dk and dq use, too
+    dk: np.ndarray
 
 
 class _Stack:
@@ -154,6 +156,7 @@ class _Stack:
         self.shape = shape
         stack, rows = shape.heads * shape.tiles, shape.rows
         self._steps: dict[tuple, _Step] = {}
+        self._all: list[tuple] = []
         self.q = Rows(buffers, shape, problem.head_dim, plain=True)
         self.do = Rows(buffers, shape, problem.head_dim_v, plain=True)
         for name in ("s", "dp"):  # once for all chunks
@@ -179,6 +182,14 @@ class _Stack:
             step = self._steps[chunk.runs] = self._bind(chunk)
         return step
 
+    def all_steps(self, chunks: list[Chunk]) -> list[tuple]:
+        """Return (calls up to dv, dv, calls for dk, dk, calls for dq) of chunks that are the same every time."""
+        if not self._all:
+            for step in map(self.step, chunks):
+                until_dv = (*step.take_whole, *step.find_dv)
+                self._all.append((until_dv, step.dv[0], step.find_dk, step.dk[0], step.find_dq))
+        return self._all
+
     def _bind(self, chunk: Chunk) -> _Step:
         stack, rows, keys, problem = len(self.dq), self.shape.rows, self._blocks.keys, self._problem
         get, count = self._buffers.get, chunk.count
@@ -195,16 +206,31 @@ class _Stack:
             make_products.append(partial(np.matmul, k, self.q.augmented, s[:, here]))
             make_products.append(partial(np.matmul, v, self.do.augmented, dp[:, here]))
             find_dq.append(partial(np.matmul, dp[:, here].swapaxes(2, 3), k[..., :-1], dq[:, here]))
+        weigh = partial(np.multiply, s, dp, dp)
+        add_dv, sum_dv = self._fold(dv)
+        add_dk, sum_dk = self._fold(dk)
         return _Step(
             s,
             dp,
             tuple(make_products),
-            partial(exponential, s, s),
-            partial(np.multiply, s, dp, dp),
-            partial(np.matmul, s, self.do.plain, dv),
-            partial(np.matmul, dp, self.q.plain, dk),
+            weigh,
+            (*make_products, partial(exponential, s, s), weigh),
+            (partial(np.matmul, s, self.do.plain, dv), *add_dv),
+            (partial(np.matmul, dp, self.q.plain, dk), *add_dk),
             (*find_dq, *self._collect(dq)),
+            sum_dv,
+            sum_dk,
         )
+
+    def _fold(self, parts: np.ndarray) -> tuple[list[Call], np.ndarray]:
+        """Return the calls that add up, by what they share, parts of dk or dv, (stack, ...); and where the sums are."""
+        shares = 1 if self._problem.group > 1 else self.shape.heads
+        parts = parts.reshape(shares, len(parts) // shares, *parts.shape[1:])
+        calls = []
+        while (half := parts.shape[1] // 2) > 0:
+            calls.append(partial(np.add, parts[:, :half], parts[:, -half:], parts[:, :half]))
+            parts = parts[:, :-half]
+        return calls, parts[:, 0]
 
     def _collect(self, parts: np.ndarray) -> tuple[Call, ...]:
         """Return the calls that add the parts of dq, (stack, tiles, rows, width), to it."""
@@ -229,6 +255,8 @@ class _Worker:
         self._scores = Scores(*common)
         self._dropout = Dropout(self._problem, self._operands, self._blocks) if self._problem.dropout else None
         self._bare = self._scores.bare and self._dropout is None  # no bias, so no dbias either
+        # Whether all rows see the same and one panel holds all keys.
+        self._uniform = is_plain(self._problem) and self._blocks.panel >= self._blocks.key_tiles
         self._stacks: dict[Shape, _Stack] = {}
 
     def __call__(self, item: Item) -> None:
@@ -238,27 +266,58 @@ class _Worker:
         dbias = self._task.dbias
         target = None if dbias is None else dbias.open(item.team.heads[0], item.row_tile)
         self._begin(stack, item.team, rows)
-        for index, chunk in enumerate(item.chunks):
-            self._panel.seek(item.team, chunk.runs[0][0])
-            step = stack.step(chunk)
-            for call in step.make_products:
-                call()
-            normal = self._scores.normal(self._panel.reach)
-            if self._bare and chunk.simple and normal:
-                step.exponentiate()
-                step.weigh_probabilities()
-            else:
-                self._scores.complete(step.s, chunk, hide=not normal)
-                self._scores.exponentiate(step.s, self._panel.reach)
-                self._differentiate(step, item, chunk, target)
-            add_shares(item.dv, index, chunk, step.find_dv())
-            add_shares(item.dk, index, chunk, step.find_dk())
-            for call in step.find_dq:
-                call()
+        if not self._take_all(stack, item):
+            self._take_each(stack, item, target)
         if dbias is not None:
             dbias.close(target, item.team.heads[0], item.row_tile)
         self._write_dq(stack, item, rows)
         self._task.finish(item)
+
+    def _take_all(self, stack: _Stack, item: Item) -> bool:
+        """Take a stack through all keys where no chunk needs a look; return whether.
+
+        What Python runs between two calls comes from distant memory each time, and only one thread at a time runs it.
+        """
+        if not self._uniform:
+            return False
+        self._panel.seek(item.team, 0)
+        if not self._scores.normal(self._panel.reach):
+            return False
+        (dv,), (dk,) = item.dv, item.dk
+        for index, (until_dv, part_of_dv, find_dk, part_of_dk, find_dq) in enumerate(stack.all_steps(item.chunks)):
+            for call in until_dv:
+                call()
+            dv.sum.add_whole(index, dv.turns[index], part_of_dv)
+            for call in find_dk:
+                call()
+            dk.sum.add_whole(index, dk.turns[index], part_of_dk)
+            for call in find_dq:
+                call()
+        return True
+
+    def _take_each(self, stack: _Stack, item: Item, dbias: np.ndarray | None) -> None:
+        """Take a stack through the keys that it sees."""
+        for index, chunk in enumerate(item.chunks):
+            self._panel.seek(item.team, chunk.runs[0][0])
+            step = stack.step(chunk)
+            normal = self._scores.normal(self._panel.reach)
+            if self._bare and normal and not chunk.partial:  # keys that do not exist are 0 and add nothing that is kept
+                for call in step.take_whole:
+                    call()
+            else:
+                for call in step.make_products:
+                    call()
+                self._scores.complete(step.s, chunk, hide=not normal)
+                self._scores.exponentiate(step.s, self._panel.reach)
+                self._differentiate(step, item, chunk, dbias)
+            for call in step.find_dv:
+                call()
+            add_shares(item.dv, index, chunk, step.dv)
+            for call in step.find_dk:
+                call()
+            add_shares(item.dk, index, chunk, step.dk)
+            for call in step.find_dq:
+                call()
 
     def _stack_at(self, item: Item) -> _Stack:
         shape = stack_shape(self._problem, self._blocks, len(item.team.heads), item.row_tile)

@@ -21,7 +21,8 @@ class KeySum:
     def __init__(self, total: np.ndarray, blocks: Blocks, turns: Turns) -> None:
         self.total = total
         self.total.fill(0)
-        chunks = -(-blocks.key_tiles // blocks.chunk)
+        self._chunks = [total[start : start + blocks.chunk] for start in range(0, blocks.key_tiles, blocks.chunk)]
+        chunks = len(self._chunks)
         self._turns, self._issued, self._passed = turns, [0] * chunks, [0] * chunks
 
     def issue(self, chunks: list[Chunk]) -> list[int]:
@@ -32,17 +33,20 @@ class KeySum:
             self._issued[chunk.index] += 1
         return numbers
 
-    def add(self, chunk: Chunk, number: int, parts: np.ndarray) -> None:
-        """Add (stack, chunk.count, keys, width) when all earlier items have; `parts` is used up."""
-        while len(parts) > 1:  # one array, before it goes to the distant total
-            half = len(parts) // 2
-            parts[:half] += parts[-half:]
-            parts = parts[:-half]
+    def add(self, chunk: Chunk, number: int, part: np.ndarray) -> None:
+        """Add (chunk.count, keys, width) when all earlier items have."""
         self._turns.wait(self._passed, chunk.index, number)
         for tile, slot, count in chunk.runs:
             target = self.total[tile : tile + count]
-            target += parts[0, slot : slot + count]
+            np.add(target, part[slot : slot + count], target)
         self._turns.give(self._passed, chunk.index)
+
+    def add_whole(self, index: int, number: int, part: np.ndarray) -> None:
+        """Do the same for the chunk with an index, of which all tiles are visible."""
+        self._turns.wait(self._passed, index, number)
+        total = self._chunks[index]
+        np.add(total, part, total)
+        self._turns.give(self._passed, index)
 
 
 class Share(NamedTuple):
@@ -53,10 +57,9 @@ class Share(NamedTuple):
 
 
 def add_shares(shares: list[Share], index: int, chunk: Chunk, parts: np.ndarray) -> None:
-    """Add parts, (stack, chunk.count, keys, width), of the chunk with an index among those that an item sees."""
-    size = len(parts) // len(shares)
-    for n, share in enumerate(shares):
-        share.sum.add(chunk, share.turns[index], parts[n * size : (n + 1) * size])
+    """Add parts, (shares, chunk.count, keys, width), of the chunk with an index among those that an item sees."""
+    for share, part in zip(shares, parts, strict=True):
+        share.sum.add(chunk, share.turns[index], part)
 
 
 class Spare:

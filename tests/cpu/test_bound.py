@@ -71,13 +71,15 @@ def test_both_sides_of_the_border_keep_the_rule(dtype, factor, looks):
 def test_all_keys_in_one_list_of_calls_change_no_bit(chunks_of_panel, n_keys):
     """One panel of whole tiles is gone through without a look between its chunks."""
     rng = np.random.default_rng(4)
-    q, k, v = (normal(rng, (2, n, 16), np.float32) for n in (150, n_keys, n_keys))
-    with forced(16, 32, 2, 2, chunks_of_panel):
+    q, k, v, do = (normal(rng, (2, n, 16), np.float32) for n in (150, n_keys, n_keys, 150))
+    with forced(16, 32, 3, 2, chunks_of_panel, workers=2):
         alone, fwd = cuattn.attention(q, k, v), cuattn.forward(q, k, v)
+        grads = cuattn.backward(do, q, k, v, fwd)
         with BLIND:
             searched = cuattn.forward(q, k, v)
+            searched_grads = cuattn.backward(do, q, k, v, fwd)
     np.testing.assert_array_equal(alone, searched.o)
-    for a, b in zip(fwd[:3], searched[:3], strict=True):
+    for a, b in zip((*fwd[:3], *grads[:3]), (*searched[:3], *searched_grads[:3]), strict=True):
         np.testing.assert_array_equal(a, b)
 
 

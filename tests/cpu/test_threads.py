@@ -130,10 +130,10 @@ def test_an_error_in_the_backward_wakes_the_threads_that_wait(monkeypatch):
 
     add = KeySum.add
 
-    def failing(self, chunk, number, parts):
+    def failing(self, chunk, number, part):
         if number == 2:
             raise MemoryError("no room")
-        add(self, chunk, number, parts)
+        add(self, chunk, number, part)
 
     x = np.random.default_rng(0).standard_normal((1, 1200, 16), np.float32)
     fwd = cuattn.forward(x, x, x, is_causal=True)
