@@ -13,8 +13,8 @@ FILES = ("hopper", "portable")
 ABOUT = {
     "dense": "16K tokens, d 64 to 256, full and causal",
     "masks-8k": "twelve masks, 8K tokens, d 128",
-    "masks-32k": "masks, 32K tokens, d 128",
-    "masks-128k": "masks, 128K tokens, d 128",
+    "masks-32k": "twelve masks, 32K tokens, d 128",
+    "masks-128k": "twelve masks, 128K tokens, d 128",
     "masks-8k-d64": "twelve masks, 8K tokens, d 64",
     "masks-32k-d64": "twelve masks, 32K tokens, d 64",
     "masks-128k-d64": "twelve masks, 128K tokens, d 64",
