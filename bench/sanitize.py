@@ -3,7 +3,8 @@
     compute-sanitizer --tool memcheck python -m bench.sanitize
 
 ``--part 1/4`` takes every fourth problem from number 1 on, so that several processes share the work; a run without the
-sanitizer before it fills the disk cache of compiled kernels.
+sanitizer before it fills the disk cache of compiled kernels.  racecheck is slow: name the kernel that it is to watch,
+``--kernel-name kns=attention_backward`` (``attention_forward``, ``backward_rows``), and give it one problem at a time.
 """
 
 from __future__ import annotations
@@ -63,6 +64,10 @@ def problems() -> list[tuple[tuple[int, ...], dict[str, Any]]]:
         ((2, 200, 300, 64, 64), {"dropout_p": 0.1}),
         ((2, 200, 300, 64, 64), {"softcap": 3.0, "out_dtype": np.float32}),
         ((150, 200, 160, 128, 128), {}),  # more row tiles than multiprocessors
+        ((1, 130, 200, 128, 128), {"deterministic": True}),
+        ((2, 300, 300, 64, 64), {"deterministic": True, "is_causal": "top_left"}),
+        ((1, 200, 300, 128, 128), {"deterministic": True, "mask": hostile(rng, 200, 300)}),
+        ((1, 200, 300, 64, 64), {"deterministic": True, "mask": some, "window": (90, 30, "top_left")}),
     ]
 
 
@@ -78,7 +83,8 @@ def run(shape: tuple[int, ...], options: dict[str, Any], rng: np.random.Generato
     shapes = ((n_queries, head_dim), (n_keys, head_dim), (n_keys, head_dim_v), (n_queries, head_dim_v))
     q, k, v, do = (cupy.asarray(rng.standard_normal((1, heads, *x)).astype(ml_dtypes.bfloat16)) for x in shapes)
     state = {"rng": 3} if "dropout_p" in options else {}
-    fwd = cuattn.forward(q, k, v, kernel="sm90", **options, **state)
+    forward = {name: value for name, value in options.items() if name != "deterministic"}
+    fwd = cuattn.forward(q, k, v, kernel="sm90", **forward, **state)
     cupy.cuda.Device().synchronize()
     again = {name: value for name, value in options.items() if name != "out_dtype"}
     try:
