@@ -15,7 +15,7 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
     constexpr u32 warps = 4 * warpgroups;
     for (int stage = 0; stage < k_stages; ++stage) {
         ptx::mbarrier_init(shared.barrier(k_full + stage), 1);
-        ptx::mbarrier_init(shared.barrier(k_empty + stage), by_function ? 1 : warps);
+        ptx::mbarrier_init(shared.barrier(k_empty + stage), by_function ? 1 + 4 : warps);
     }
     ptx::mbarrier_init(shared.barrier(v_full), 1);
     ptx::mbarrier_init(shared.barrier(v_empty), by_function ? 1 : warps);

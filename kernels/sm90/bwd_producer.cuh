@@ -33,6 +33,8 @@ struct Producer {
         u32 full = shared.barrier(q_full + stage), full_do = shared.barrier(do_full + stage);
         ptx::mbarrier_wait(shared.barrier(q_empty + stage), slot.phase ^ 1);
         ptx::mbarrier_wait(shared.barrier(do_empty + stage), slot.phase ^ 1);
+        const HeadPlace& place = shared.head(step.odd());
+        if (leader) shared.step(stage) = {step, place.head, place.first_dq_tile + step.m()};  // told by the arrival that follows
         if (may_have_empty_rows && uniform(step.dirty())) {
             mail(stage);
             full = full_do = shared.barrier(raw_full);
@@ -42,9 +44,7 @@ struct Producer {
             ptx::mbarrier_arrive_expect(full_do, do_bytes + numbers_bytes);
         }
         if (leader) {
-            const HeadPlace& place = shared.head(step.odd());
             const Work& work = shared.pending();
-            shared.step(stage) = {step, place.head, place.first_dq_tile + step.m()};
             const i32 row = step.m() * cfg::block_m;
             const i64 at = stat_row(p, place.flat, row);
             load_tile<cfg::block_m, slabs>(maps.q, shared.q(stage), full, ptx::evict_last, row, {p.q, place.head, work.batch});
@@ -63,11 +63,9 @@ struct Producer {
 
     __device__ __forceinline__ void load_keys(u32 full) {
         const Work& work = shared.pending();
-        if (leader) {
-            shared.work(keys.stage) = work;
+        if (leader)
             load_tile<cfg::block_n, slabs>(maps.k, shared.k(keys.stage), full, ptx::evict_first, work.tile * cfg::block_n,
                                            {p.k, work.head, work.batch});
-        }
         keys.advance();
     }
 
@@ -94,6 +92,7 @@ struct Producer {
         if (leader && seen) shared.pending().flags |= Work::seen_bit;
         __syncwarp();  // the flags are complete
         ptx::mbarrier_wait(shared.barrier(k_empty + keys.stage), keys.phase ^ 1);
+        if (leader) shared.work(keys.stage) = shared.pending();  // told by the arrival that follows
         if (is_dead()) {
             load_raw();
         } else {
@@ -135,7 +134,6 @@ struct Producer {
     __device__ __forceinline__ void run() {
         const i32 total = p.batch * p.kv_heads * p.key_tiles;
         for (i32 number = blockIdx.x; number < total; number = draw()) feed(number);
-        if (by_function) ptx::mbarrier_wait(shared.barrier(v_empty), phases & 1);
         ptx::mbarrier_wait(shared.barrier(k_empty + keys.stage), keys.phase ^ 1);  // now nobody looks at that key tile
         if (leader) {
             shared.work(keys.stage) = {-1, 0, 0, 0};
@@ -167,6 +165,7 @@ __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
         if (mail.stage == Mail::done_stage) return;
         const i32 k_stage = Mail::keys_stage - mail.stage;  // not negative: a tile of k and v
         if (k_stage >= 0) {
+#pragma unroll 1  // of registers there are few
             for (u32 row = lane; row < cfg::block_n; row += 32) {
                 if (key_lives(p, mail.work, mail.work.tile * cfg::block_n + row)) continue;
                 clear_row<cfg::block_n, slabs>(shared.memory + k_at + k_stage * k_bytes, row);

@@ -34,6 +34,7 @@ struct Consumer {
 
     // One arrival per warp: each warp vouches for its own reads.
     __device__ __forceinline__ void release(int barrier) const {
+        __syncwarp();  // an arrival tells of what its own thread did, and by this of what the others did
         if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.barrier(barrier));
     }
 

@@ -8,9 +8,9 @@ namespace sm90 {
 
 // dK or dV through the buffer of k or v, which goes back when the gradient has left.
 template <int slab_count, bool sum, int n>
-__device__ __forceinline__ void write_gradient(const Worker& worker, const float (&x)[n], float factor, const ptx::TensorMap& map,
-                                               void* unrounded, i32 columns, u32 tile, int empty, u32 warpgroup) {
-    const Work& work = worker.work();
+__device__ __forceinline__ void write_gradient(const Worker& worker, const Work& work, const float (&x)[n], float factor,
+                                               const ptx::TensorMap& map, void* unrounded, i32 columns, u32 tile, int empty,
+                                               u32 warpgroup) {
     const i32 first_key = work.tile * cfg::block_n;
     if constexpr (sum)
         write_float(x, factor, unrounded, worker.p, columns, work, first_key + thread_key());
@@ -40,7 +40,6 @@ struct Weigher : Worker {
     __device__ __forceinline__ void hand_on() {
         ptx::mbarrier_wait(shared.barrier(taken + slot.stage), slot.phase ^ 1);
         store_registers(shared.handed_on(slot.stage), s);
-        __syncwarp();  // the warp's part is complete
         release(handed + slot.stage);
     }
 
@@ -74,8 +73,8 @@ struct Weigher : Worker {
             clear(dv);
             ptx::wgmma_pin(dv);  // before any product is under way
             if (uniform(work().seen())) accumulate_steps();
-            write_gradient<slabs_v, cfg::sum_dv>(*this, dv, static_cast<float>(p.dropout_scale), maps.dv, p.dv_acc, p.head_dim_v, shared.k(0),
-                                                 k_empty, 0);
+            write_gradient<slabs_v, cfg::sum_dv>(*this, work(), dv, static_cast<float>(p.dropout_scale), maps.dv, p.dv_acc, p.head_dim_v,
+                                                 shared.k(0), k_empty, 0);
         }
     }
 };
@@ -94,7 +93,6 @@ struct Differentiator : Worker {
     __device__ __forceinline__ void gradients() {
         ptx::mbarrier_wait(shared.barrier(handed + slot.stage), slot.phase);
         load_registers(s, shared.handed_on(slot.stage));
-        __syncwarp();  // the warp has its part
         release(taken + slot.stage);
         differentiate<false>(ds, ds, s, dp, delta());
     }
@@ -123,12 +121,14 @@ struct Differentiator : Worker {
 
     __device__ __forceinline__ void run(const Maps& maps) {
         for (; await_keys(); keys.advance()) {
+            const Work work = this->work();  // the weigher may be done with it before
+            release(k_empty);
             await_values();
             clear(dk);
             ptx::wgmma_pin(dk);  // before any product is under way
-            if (uniform(work().seen())) accumulate_steps();
-            write_gradient<slabs, cfg::sum_dk>(*this, dk, static_cast<float>(p.scale * p.dropout_scale), maps.dk, p.dk_acc, p.head_dim, shared.v(),
-                                               v_empty, 1);
+            if (uniform(work.seen())) accumulate_steps();
+            write_gradient<slabs, cfg::sum_dk>(*this, work, dk, static_cast<float>(p.scale * p.dropout_scale), maps.dk, p.dk_acc, p.head_dim,
+                                               shared.v(), v_empty, 1);
         }
     }
 };

@@ -5,6 +5,7 @@
 #include "ptx/shared.cuh"
 #include "sm90/bwd_epilogue.cuh"
 #include "sm90/bwd_scores.cuh"
+#include "sm90/bwd_work.cuh"
 
 namespace sm90 {
 
@@ -17,8 +18,9 @@ struct Worker {
     Slot<k_stages> keys;     // of the key tile
     u32 values_phase = 0;
 
-    // One arrival per warp: each warp vouches for its own reads.
+    // One arrival per warp: each warp vouches for its own reads and writes.
     __device__ __forceinline__ void release(int barrier) const {
+        __syncwarp();  // an arrival tells of what its own thread did, and by this of what the others did
         if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.barrier(barrier));
     }
 
