@@ -28,6 +28,7 @@ _WHOLE_HEAD_DIM = 128
 _SLAB_COLUMNS, _ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
 _WARPGROUPS = 2  # consumers
 _SHORT = 128
+_TURNS = 32  # heads at least, where key tiles take turns
 
 
 class Kernel(NamedTuple):
@@ -87,11 +88,17 @@ def _slabs(problem: Problem) -> tuple[int, int]:
 
 
 def _section(problem: Problem, row: int, rows: int, heads: int) -> int:
-    """Return how many heads' `rows` of `row` bytes share the L2 cache, where the order of the tiles matters."""
-    if problem.mask is None and problem.band is None:
-        return 1
-    together = max(hopper_plan.L2_SHARE // (rows * row), 1)
-    return max(min(1 << (together.bit_length() - 1), heads * math.prod(problem.batch)), 1)
+    """Return how many heads are worked on side by side.
+
+    Where the order of the tiles matters, their `rows` of `row` bytes share the L2 cache; where key tiles take turns,
+    the more heads, the fewer of one head wait for each other.
+    """
+    together = 1
+    if problem.mask is not None or problem.band is not None:
+        together = 1 << (max(hopper_plan.L2_SHARE // (rows * row), 1).bit_length() - 1)
+    if problem.deterministic and whole(problem):
+        together = max(together, _TURNS)
+    return max(min(together, heads * math.prod(problem.batch)), 1)
 
 
 def key_kernel(problem: Problem) -> Kernel:
@@ -110,10 +117,10 @@ def key_kernel(problem: Problem) -> Kernel:
         handed = 2 * 4 * 64 * block_m  # P
         gradients = 0
     rows = (slabs + slabs_v) * block_m * _ROW_BYTES + 2 * 4 * block_m
-    barriers = 8 * ((6 if one else 4) + 4 * stages + 8 + 2)
+    barriers = 8 * ((6 if one else 4) + 4 * stages + 6 + 2)
     tiles = keys * block_n * _ROW_BYTES + stages * rows + gradients + handed
-    work, steps, mail, walk, heads, dq_parts = (3 if one else 2) * 16, 16 * stages, 32, 48, 24, 96
-    smem_bytes = pad(tiles + barriers, 16) + work + steps + mail + walk + heads + dq_parts
+    work, steps, mail, walk, heads, dq_places = (3 if one else 2) * 16, 16 * stages, 32, 48, 24, 40
+    smem_bytes = pad(tiles + barriers, 16) + work + steps + mail + walk + heads + dq_places
     row = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + (4 * problem.head_dim if one else 0)
     section = _section(problem, row, problem.n_queries * problem.group, problem.kv_heads)
     return Kernel(block_m, block_n, stages, 0, smem_bytes, *_tiles(problem, block_m, block_n), section)
@@ -159,7 +166,7 @@ def scratch(problem: Problem, dq_instances: int) -> dict[str, Array]:
     if whole(problem):
         kernel = key_kernel(problem)
         if problem.deterministic:
-            found["turns"] = Array((dq_instances, kernel.row_tiles, _WARPGROUPS), int32)
+            found["turns"] = Array((dq_instances, kernel.row_tiles), int32)
         rows = kernel.row_tiles * kernel.block_m
         found["dq_acc"] = Array((dq_instances, rows, accumulator_columns(problem)), float32)
     return found

@@ -1,4 +1,4 @@
-// The row tiles that a key tile needs, in ascending order: FlashMask's algorithm 2, lines 12-20 and 25, as arithmetic on ranges.
+// The row tiles that a key tile needs, in ascending or descending order: FlashMask's algorithm 2, lines 12-20 and 25, as arithmetic on ranges.
 //
 // For a fixed key tile every mask but the block mask hides a few ranges of row tiles, so the next visible tile is found by jumps.
 #pragma once
@@ -32,47 +32,52 @@ __device__ __forceinline__ bool describe_tables(WalkTables& tables, const Params
     return dead;
 }
 
-struct RowWalk {
+template <bool descending>
+struct DirectedRowWalk {
     i32 tile;  // current row tile
     const WalkTables& tables;
 
     __device__ __forceinline__ i32 first_key() const { return tables.first_key; }
     __device__ __forceinline__ i32 last_key(const Params& p) const { return min(first_key() + cfg::block_n, p.n_keys) - 1; }
 
-    __device__ __forceinline__ RowWalk(const Params& p, const WalkTables& tables) : tables(tables) { begin(p); }
+    __device__ __forceinline__ DirectedRowWalk(const Params& p, const WalkTables& tables) : tables(tables) { begin(p); }
+
+    // The first row tile that the band lets see the keys.
+    __device__ __forceinline__ i32 first_tile(const Params& p) const {
+        if constexpr (!cfg::band_right) return 0;
+        return max(first_key() - p.band_offset - p.band_right, 0) / cfg::block_m;
+    }
 
     // Before the first tile of what the tables say now.
-    __device__ __forceinline__ void begin(const Params& p) {
-        tile = -1;
-        if constexpr (cfg::band_right) {
-            const i32 first_row = first_key() - p.band_offset - p.band_right;
-            if (first_row > 0) tile = first_row / cfg::block_m - 1;
-        }
-    }
+    __device__ __forceinline__ void begin(const Params& p) { tile = descending ? tables.end : first_tile(p) - 1; }
+
+    __device__ __forceinline__ bool in_range(i32 first) const { return descending ? tile >= first : tile < tables.end; }
 
     // Moves to the next visible tile; false at the end.
     __device__ __forceinline__ bool next(const Params& p) {
-        ++tile;
+        tile += descending ? -1 : 1;
+        const i32 first = descending ? first_tile(p) : 0;  // going up, begin() has seen to it
         if constexpr (cfg::mask == kMaskColumn) {
             // Leaving one skip range may enter the other; after two jumps out of each, none is left to enter.
 #pragma unroll
             for (int jump = 0; jump < 3; ++jump) {
                 const int4 range = tables.bounds[jump % 2];
-                if (tile >= range.x && tile < range.y) tile = range.y;
+                if (tile >= range.x && tile < range.y) tile = descending ? range.x - 1 : range.y;
             }
         }
         if constexpr (cfg::mask == kMaskBlock) {
             // A warp looks at 32 tiles at a time.
-            for (; tile < tables.end; tile += 32) {
-                const i32 candidate = tile + threadIdx.x % 32;
-                const u32 seen = __ballot_sync(~0u, candidate < tables.end && block_state<false>(p, candidate));
+            for (; in_range(first); tile += descending ? -32 : 32) {
+                const i32 lane = threadIdx.x % 32, candidate = descending ? tile - lane : tile + lane;
+                const bool some = (descending ? candidate >= first : candidate < tables.end) && block_state<false>(p, candidate);
+                const u32 seen = __ballot_sync(~0u, some);
                 if (seen) {
-                    tile += __ffs(seen) - 1;
+                    tile += descending ? 1 - __ffs(seen) : __ffs(seen) - 1;
                     break;
                 }
             }
         }
-        return tile < tables.end;
+        return in_range(first);
     }
 
     // Whether elements of the current tile must be tested one by one.
@@ -100,3 +105,5 @@ struct RowWalk {
         return all;
     }
 };
+
+using RowWalk = DirectedRowWalk<false>;

@@ -11,8 +11,8 @@ __device__ __forceinline__ i32 load_acquire(const i32* at) {
     return value;
 }
 
-__device__ __forceinline__ void add_release(i32* at, i32 value) {
-    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+__device__ __forceinline__ void store_release(i32* at, i32 value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
 // Orders this thread's ordinary accesses and those of the copy engine, to any memory, both ways.

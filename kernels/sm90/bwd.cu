@@ -26,10 +26,10 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
         ptx::mbarrier_init(shared.barrier(do_empty + stage), warps);
     }
     for (int buffer = 0; buffer < 2; ++buffer) {
-        ptx::mbarrier_init(shared.barrier(handed + buffer), 4);
+        ptx::mbarrier_init(shared.barrier(handed + buffer), by_function ? 4 : warps);
         ptx::mbarrier_init(shared.barrier(taken + buffer), by_function ? 4 : 1);
+        ptx::mbarrier_init(shared.barrier(foretold + buffer), 1);
     }
-    for (u32 part = 0; part < 2 * warpgroups; ++part) ptx::mbarrier_init(shared.barrier(foretold + part), 1);
     ptx::mbarrier_init(shared.barrier(raw_full), 1);
     ptx::mbarrier_init(shared.barrier(raw_empty), 1);
     ptx::mbarrier_init_fence();

@@ -14,8 +14,6 @@ constexpr bool values_first = cfg::block_m <= 64 && (cfg::softcap || cfg::dropou
 // With scores ahead dK takes dS from shared memory: as registers it would have to outlive those scores.  With 64 rows, where shared
 // memory nearly binds, that costs more than the scores gain.
 constexpr bool scores_ahead = cfg::block_m == 128;
-// The fence behind dQ's stores can wait until the next products are under way; but where key tiles take turns, others wait for it.
-constexpr bool late_hand_over = !scores_ahead && !cfg::deterministic;
 
 static_assert(cfg::stages == 2, "the buffers of dS and the phases of `taken` go by the stage");
 constexpr u32 consumers = 128 * warpgroups;
@@ -26,11 +24,8 @@ __device__ __forceinline__ QueryGradient& place_of_queries(QueryGradient& dp, Qu
 template <int n>
 __device__ __forceinline__ QueryGradient& place_of_queries(float (&)[n], QueryGradient& dq) { return dq; }
 
-template <bool in_place> struct ChooseNumbers { using type = NumbersInPlace; };
-template <> struct ChooseNumbers<false> { using type = NumbersAhead; };
-
 struct Consumer : Worker {
-    using Numbers = ChooseNumbers<scores_ahead>::type;
+    using Numbers = Either<scores_ahead, NumbersInPlace, NumbersAhead>::type;
     const ptx::TensorMap &dk_map, &dv_map;
     const u32 warpgroup;
     Scores s, dp;
@@ -86,9 +81,8 @@ struct Consumer : Worker {
 
     // Products of a row tile, whose scores are under way on entry, and dQ and dK on exit.
     __device__ __forceinline__ void begin_step() {
-        foretell({step().dq_tile, step().m(), work().tile, step().head, work().batch, 0});
+        foretell({step().dq_tile, step().m(), work().tile, step().head, work().batch});
         issue_weights();
-        if (late_hand_over && begun) hand_over();  // dQ of the step before
         probabilities();
         const Numbers numbers(delta());
         if constexpr (values_first) {
@@ -112,26 +106,21 @@ struct Consumer : Worker {
         begun = 1;
     }
 
-    // dQ to its buffer, once the reducer warp is done with what was there.
-    __device__ __forceinline__ void store_queries(u32 stage) {
+    // dQ to its buffer, once a reducer is done with what was there, and the buffer to the other.
+    __device__ __forceinline__ void hand_over(u32 stage) {
         QueryGradient& dq = queries();
         ptx::wgmma_pin(dq);
-        ptx::mbarrier_wait(shared.barrier(taken + warpgroup), stage ^ 1);
+        ptx::mbarrier_wait(shared.barrier(taken), stage ^ 1);
         store_registers(shared.handed_on(warpgroup), dq);
-    }
-
-    // The buffer to the reducer warp.
-    __device__ __forceinline__ void hand_over() const {
         ptx::async_proxy_fence();
-        __syncwarp();  // the warp's part is complete
-        release(handed + warpgroup);
+        release(handed + stage);
     }
 
-    // Tells the reducer where the step's part of dQ will belong; after a step's end, when the entry before the last is free.
-    __device__ __forceinline__ void foretell(const DqPart& part) const {
-        if (threadIdx.x % 128 != 0) return;
-        shared.dq_part(warpgroup, slot.stage) = part;
-        ptx::mbarrier_arrive(shared.barrier(foretold + 2 * warpgroup + slot.stage));
+    // Tells a reducer where the step's dQ will belong; after a step's end, when the entry before the last is free.
+    __device__ __forceinline__ void foretell(const DqPlace& place) const {
+        if (warpgroup != 0 || threadIdx.x % 128 != 0) return;
+        shared.dq_place(slot.stage) = place;
+        ptx::mbarrier_arrive(shared.barrier(foretold + slot.stage));
     }
 
     // Waits for the key tile in the slot; false when there is none.  Its first scores begin, if they go ahead and some row sees it.
@@ -157,8 +146,7 @@ struct Consumer : Worker {
         ptx::wgmma_wait<1>();
         release(q_empty + stage);
         release(do_empty + stage);
-        store_queries(stage);
-        hand_over();
+        hand_over(stage);
         return some;
     }
 
@@ -166,8 +154,7 @@ struct Consumer : Worker {
     __device__ __forceinline__ bool end_step(bool last) {
         ptx::wgmma_wait<1>();
         release(do_empty + slot.stage);
-        store_queries(slot.stage);
-        if (!late_hand_over || last) hand_over();
+        hand_over(slot.stage);
         ptx::wgmma_wait<0>();
         release(q_empty + slot.stage);
         slot.advance();
@@ -208,7 +195,6 @@ struct Consumer : Worker {
         const bool leader = threadIdx.x % 128 == 0;
         const Work work = shared.work(keys_stage);
         const i32 first_key = work.tile * cfg::block_n + 64 * warpgroup;
-        __syncwarp();  // all lanes know it
         release(k_empty + keys_stage);
         ptx::barrier_sync(keys_barrier, consumers);  // nobody reads dS any more
         if constexpr (cfg::sum_dv) {
@@ -222,7 +208,7 @@ struct Consumer : Worker {
         if constexpr (cfg::sum_dk) {
             write_float(dk, factor_k, p.dk_acc, p, p.head_dim, work, first_key + thread_key());
         } else {
-            ptx::mbarrier_wait(shared.barrier(taken + warpgroup), slot.stage ^ 1);
+            ptx::mbarrier_wait(shared.barrier(taken), slot.stage ^ 1);
             stage_gradient(dk, factor_k, shared.handed_on(warpgroup), 64 * row_bytes);
             ptx::barrier_sync(store_barrier + warpgroup, 128);  // dK is staged
             if (leader) store_gradient<slabs>(dk_map, shared.handed_on(warpgroup), 64 * row_bytes, work, first_key);
@@ -262,7 +248,8 @@ struct Consumer : Worker {
             write(keys_stage);
         }
         ptx::wgmma_wait<0>();
-        foretell({-1, 0, 0, 0, 0, 0});
+        ptx::mbarrier_wait(shared.barrier(taken), slot.stage ^ 1);  // both reducers have read their last place
+        for (u32 reducer = 0; reducer < 2; ++reducer, slot.advance()) foretell({-1, 0, 0, 0, 0});
         await_stores();
     }
 };

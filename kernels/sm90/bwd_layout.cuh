@@ -15,9 +15,8 @@ constexpr int threads = 128 * (warpgroups + 1);
 constexpr bool by_function = cfg::block_n == 64;
 static_assert(by_function || cfg::block_n == 64 * warpgroups);
 
-// Wide accumulators leave the producer few; walking blocks takes many.
-constexpr bool wide = cfg::head_dim + cfg::head_dim_v > 192;
-constexpr int producer_registers = !by_function && (wide || cfg::mask != kMaskBlock) ? 24 : 40;
+// Accumulators leave the producer few; walking blocks takes more.
+constexpr int producer_registers = !by_function && cfg::mask != kMaskBlock ? 24 : 40;
 constexpr int consumer_registers = (504 - producer_registers) / 2;
 
 // dQ of a row tile is shared out by rows where there are enough of them, else by columns.
@@ -59,8 +58,8 @@ enum Barrier {
     do_empty = do_full + cfg::stages,
     handed = do_empty + cfg::stages,
     taken = handed + 2,
-    foretold = taken + 2,  // where the next part of dQ belongs; + 2 * warpgroup + stage
-    raw_full = foretold + 2 * warpgroups,  // tiles that must be cleaned before they count as full
+    foretold = taken + 2,  // + stage: where the next dQ belongs
+    raw_full = foretold + 2,  // tiles that must be cleaned before they count as full
     raw_empty,
     barrier_count
 };
@@ -101,11 +100,10 @@ struct HeadPlace {
     i32 flat;  // number of the head, batches counted in
 };
 
-// To a reducer: where a part of dQ belongs that its warpgroup is about to compute.
-struct DqPart {
+// To a reducer: where the dQ of a row tile belongs that is about to be computed.
+struct DqPlace {
     i32 tile;  // in the accumulator, in row tiles; negative: no more work
     i32 m, n, head, batch;
-    i32 turn;  // the reducer's own note
 };
 
 struct Maps {
@@ -126,8 +124,8 @@ constexpr int mail_at = steps_at + cfg::stages * int(sizeof(Step));
 constexpr int walk_at = mail_at + int(sizeof(Mail));
 constexpr int pending_at = walk_at + int(sizeof(WalkTables));
 constexpr int heads_at = pending_at + int(sizeof(Work));
-constexpr int dq_parts_at = heads_at + 2 * int(sizeof(HeadPlace));
-constexpr int shared_bytes = dq_parts_at + 2 * warpgroups * int(sizeof(DqPart));
+constexpr int dq_places_at = heads_at + 2 * int(sizeof(HeadPlace));
+constexpr int shared_bytes = dq_places_at + 2 * int(sizeof(DqPlace));
 
 // Shared memory as an address for instructions and as a pointer for ordinary reads and writes.
 struct Shared {
@@ -155,9 +153,7 @@ struct Shared {
     __device__ __forceinline__ Work& pending() const { return at<Work>(pending_at); }
     __device__ __forceinline__ WalkTables& walk() const { return at<WalkTables>(walk_at); }
     __device__ __forceinline__ HeadPlace& head(bool odd) const { return at<HeadPlace>(heads_at, odd); }
-    __device__ __forceinline__ DqPart& dq_part(u32 warpgroup, u32 stage) const {
-        return at<DqPart>(dq_parts_at, 2 * warpgroup + stage);
-    }
+    __device__ __forceinline__ DqPlace& dq_place(u32 stage) const { return at<DqPlace>(dq_places_at, stage); }
 };
 
 constexpr bool may_have_empty_rows = cfg::mask != kMaskNone || cfg::band_left || cfg::band_right;

@@ -80,9 +80,8 @@ __device__ __forceinline__ void zero_accumulator(const Params& p, const BatchInd
     const i32 units = static_cast<i32>(min(i64(kStatRows), rows - first)) * row_units;
     for (i32 i = threadIdx.x; i < units; i += kThreads) to[i] = make_uint4(0, 0, 0, 0);
     constexpr int tiles = kStatRows / cfg::block_m;
-    const i32 tile = group * tiles + threadIdx.x / 2;
-    if (p.turns != nullptr && threadIdx.x < 2 * tiles && tile < p.row_tiles)
-        p.turns[(instance * p.row_tiles + tile) * 2 + threadIdx.x % 2] = 0;
+    const i32 tile = group * tiles + threadIdx.x;
+    if (p.turns != nullptr && threadIdx.x < tiles && tile < p.row_tiles) p.turns[instance * p.row_tiles + tile] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2) backward_preprocess(const __grid_constant__ Params p) {

@@ -8,6 +8,7 @@ import pytest
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import hopper_backward_plan as planner
 from cuattn.cuda import source
+from cuattn.cuda.hopper_backward import _CONVERT
 from cuattn.cuda.hopper_plan import ARCH
 from cuattn.problem import Band
 from tests.cuda.cases import F16
@@ -52,7 +53,7 @@ def test_scratch_holds_whole_tiles():
     made = planner.scratch(problem(72, n_queries=130), dq_instances=3)
     assert made["dq_acc"].shape == (3, 192, 128) and "turns" not in made
     assert made["stat"].shape == (2 * 16, 256)
-    assert planner.scratch(problem(deterministic=True), 3)["turns"].shape == (3, 64, 2)
+    assert planner.scratch(problem(deterministic=True), 3)["turns"].shape == (3, 64)
     assert "dq_acc" not in planner.scratch(problem(256), 32)
 
 
@@ -69,6 +70,11 @@ def test_causal_heads_share_the_cache():
     assert planner.key_kernel(problem()).section == 1
     assert planner.key_kernel(problem(band=CAUSAL, n_queries=65536)).section == 1
     assert planner.key_kernel(problem(band=CAUSAL, n_queries=1024)).section == 32
+
+
+def test_many_heads_take_turns():
+    assert planner.key_kernel(problem(deterministic=True)).section == 32
+    assert planner.key_kernel(problem(256, deterministic=True)).section == 1
 
 
 VARIANTS = [
@@ -95,7 +101,7 @@ def kernels(p):
     made = planner.plan(p)
     yield "sm90/bwd.cu", {**dict(made.constants), "sum_dk": False, "sum_dv": False}, made.smem_bytes, "bwd_layout"
     if planner.whole(p):
-        yield "sm90/bwd_convert.cu", dict(made.constants), 0, ""
+        yield "sm90/bwd_convert.cu", {name: value for name, value in made.constants if name in _CONVERT}, 0, ""
     else:
         tile = planner.row_kernel(p)
         own = {"block_m": tile.block_m, "block_n": tile.block_n, "v_stages": tile.v_stages}

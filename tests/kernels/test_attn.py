@@ -201,3 +201,47 @@ def test_walk_visits_what_the_band_sees():
                 assert state[m, n] == (2 if full else 1)
             else:
                 assert state[m, n] in (0, 1)
+
+
+@pytest.mark.parametrize("mask", [0, 1, 2])
+def test_row_walk_goes_both_ways(mask):
+    rng = np.random.default_rng(mask)
+    row_tiles, key_tiles, left, right, offset = 75, 7, 1700, 4, 70
+    n_queries, n_keys = 32 * row_tiles - 5, 16 * key_tiles - 3
+    bounds = np.sort(rng.integers(0, row_tiles + 1, (key_tiles, 2, 2)), -1).repeat(2, -1)[..., [0, 2, 1, 3]]
+    blocks = rng.random((row_tiles, key_tiles)) < 0.1
+    body = f"""
+        Params p{{}};
+        p.n_queries = {n_queries}, p.n_keys = {n_keys}, p.row_tiles = {row_tiles}, p.key_tiles = {key_tiles};
+        p.band_left = {left}, p.band_right = {right}, p.band_offset = {offset};
+        p.table.bounds = bounds, p.table.block_m = 32, p.table.block_n = 16;
+        p.mask.data = blocks, p.mask.row = {key_tiles}, p.mask.col = 1;
+        __shared__ WalkTables tables;
+        for (int n = 0; n < {key_tiles}; ++n) {{
+            __syncwarp();
+            if (l == 0) describe_tables(tables, p, 0, 0, n);
+            __syncwarp();
+            int count = 0;
+            for (RowWalk walk(p, tables); walk.next(p); ++count) if (l == 0) up[{row_tiles} * n + count] = walk.tile;
+            count = 0;
+            for (DirectedRowWalk<true> walk(p, tables); walk.next(p); ++count)
+                if (l == 0) down[{row_tiles} * n + count] = walk.tile;
+        }}"""
+    nothing = np.full((key_tiles, row_tiles), -1, np.int32)
+    _, _, up, down = run(
+        ["attn/row_walk.cuh"], "const int4* bounds, u8* blocks, i32* up, i32* down", body, bounds.astype(np.int32),
+        blocks.astype(np.uint8), nothing, nothing, constants={**_MASK, "mask": mask},
+    )  # fmt: skip
+    i, j = np.arange(n_queries)[:, None] + offset, np.arange(n_keys)
+    band = (j >= i - left) & (j <= i + right)
+    for n in range(key_tiles):
+        seen = [band[32 * m : 32 * m + 32, 16 * n : 16 * n + 16].any() for m in range(row_tiles)]
+        if mask == 1:
+            for first, end in bounds[n, :, :2]:
+                seen[first:end] = [False] * (end - first)
+        if mask == 2:
+            seen &= blocks[:, n]
+        visited = np.flatnonzero(seen)
+        np.testing.assert_array_equal(up[n, : len(visited)], visited)
+        np.testing.assert_array_equal(down[n, : len(visited)], visited[::-1])
+        assert (up[n, len(visited) :] == -1).all() and (down[n, len(visited) :] == -1).all()
