@@ -15,23 +15,23 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
     constexpr u32 warps = 4 * warpgroups;
     for (int stage = 0; stage < k_stages; ++stage) {
         ptx::mbarrier_init(shared.barrier(k_full + stage), 1);
-        ptx::mbarrier_init(shared.barrier(k_empty + stage), by_function ? 1 + 4 : warps);
+        ptx::mbarrier_init(shared.barrier(k_empty + stage), consumers);
     }
     ptx::mbarrier_init(shared.barrier(v_full), 1);
-    ptx::mbarrier_init(shared.barrier(v_empty), by_function ? 1 : warps);
+    ptx::mbarrier_init(shared.barrier(v_empty), by_function ? 128 : warps);
     for (int stage = 0; stage < cfg::stages; ++stage) {
         ptx::mbarrier_init(shared.barrier(q_full + stage), 1);
-        ptx::mbarrier_init(shared.barrier(q_empty + stage), warps);
+        ptx::mbarrier_init(shared.barrier(q_empty + stage), consumers);
         ptx::mbarrier_init(shared.barrier(do_full + stage), 1);
-        ptx::mbarrier_init(shared.barrier(do_empty + stage), warps);
+        ptx::mbarrier_init(shared.barrier(do_empty + stage), by_function ? consumers : warps);
     }
     for (int buffer = 0; buffer < 2; ++buffer) {
-        ptx::mbarrier_init(shared.barrier(handed + buffer), by_function ? 4 : warps);
-        ptx::mbarrier_init(shared.barrier(taken + buffer), by_function ? 4 : 1);
+        ptx::mbarrier_init(shared.barrier(handed + buffer), by_function ? 128 : warps);
+        ptx::mbarrier_init(shared.barrier(taken + buffer), by_function ? 128 : 1);
         ptx::mbarrier_init(shared.barrier(foretold + buffer), 1);
     }
     ptx::mbarrier_init(shared.barrier(raw_full), 1);
-    ptx::mbarrier_init(shared.barrier(raw_empty), 1);
+    ptx::mbarrier_init(shared.barrier(raw_empty), 32);
     ptx::mbarrier_init_fence();
 }
 

@@ -144,7 +144,7 @@ struct Consumer : Worker {
         }
         ptx::wgmma_commit();  // perhaps of nothing
         ptx::wgmma_wait<1>();
-        release(q_empty + stage);
+        release_read(q_empty + stage);
         release(do_empty + stage);
         hand_over(stage);
         return some;
@@ -156,7 +156,7 @@ struct Consumer : Worker {
         release(do_empty + slot.stage);
         hand_over(slot.stage);
         ptx::wgmma_wait<0>();
-        release(q_empty + slot.stage);
+        release_read(q_empty + slot.stage);
         slot.advance();
         if (!last) return true;
         keys.advance();
@@ -195,7 +195,7 @@ struct Consumer : Worker {
         const bool leader = threadIdx.x % 128 == 0;
         const Work work = shared.work(keys_stage);
         const i32 first_key = work.tile * cfg::block_n + 64 * warpgroup;
-        release(k_empty + keys_stage);
+        release_read(k_empty + keys_stage);
         ptx::barrier_sync(keys_barrier, consumers);  // nobody reads dS any more
         if constexpr (cfg::sum_dv) {
             write_float(dv, factor_v, p.dv_acc, p, p.head_dim_v, work, first_key + thread_key());

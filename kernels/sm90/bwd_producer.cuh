@@ -184,8 +184,8 @@ __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
         if (lane == 0) {
             ptx::mbarrier_arrive(shared.barrier(k_stage >= 0 ? k_full + k_stage : q_full + mail.stage));
             ptx::mbarrier_arrive(shared.barrier(k_stage >= 0 ? v_full : do_full + mail.stage));
-            ptx::mbarrier_arrive(shared.barrier(raw_empty));
         }
+        ptx::mbarrier_arrive(shared.barrier(raw_empty));  // each lane for itself
     }
 }
 

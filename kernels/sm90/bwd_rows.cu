@@ -12,14 +12,14 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
     ptx::mbarrier_init(shared.barrier(rows_empty), warpgroups);
     for (int stage = 0; stage < cfg::stages; ++stage) {
         ptx::mbarrier_init(shared.barrier(k_full + stage), 1);
-        ptx::mbarrier_init(shared.barrier(k_empty + stage), warps);
+        ptx::mbarrier_init(shared.barrier(k_empty + stage), 128 * warpgroups);
     }
     for (int stage = 0; stage < cfg::v_stages; ++stage) {
         ptx::mbarrier_init(shared.barrier(v_full + stage), 1);
         ptx::mbarrier_init(shared.barrier(v_empty + stage), warps);
     }
     ptx::mbarrier_init(shared.barrier(raw_full), 1);
-    ptx::mbarrier_init(shared.barrier(raw_empty), 1);
+    ptx::mbarrier_init(shared.barrier(raw_empty), 32);
     ptx::mbarrier_init_fence();
 }
 

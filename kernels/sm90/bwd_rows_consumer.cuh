@@ -32,11 +32,14 @@ struct Consumer {
     Fragments ds;
     QueryGradient dq;
 
-    // One arrival per warp: each warp vouches for its own reads.
+    // One arrival per warp, where the tensor cores read.
     __device__ __forceinline__ void release(int barrier) const {
-        __syncwarp();  // an arrival tells of what its own thread did, and by this of what the others did
+        __syncwarp();
         if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.barrier(barrier));
     }
+
+    // One arrival per thread, for what threads have read (see bwd_worker.cuh).
+    __device__ __forceinline__ void release_read(int barrier) const { ptx::mbarrier_arrive(shared.barrier(barrier)); }
 
     __device__ __forceinline__ i32 own_row() const {
         return shared.work().tile * cfg::block_m + 64 * warpgroup + 16 * (threadIdx.x % 128 / 32) + threadIdx.x % 32 / 4;
@@ -151,7 +154,7 @@ struct Consumer {
             const bool last = uniform(step.last());
             ptx::wgmma_wait<1>();
             ptx::wgmma_pin(s);
-            if (before >= 0) release(k_empty + before);
+            if (before >= 0) release_read(k_empty + before);
             weigh(step);
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(dp);
@@ -170,7 +173,7 @@ struct Consumer {
         }
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dq);
-        release(k_empty + (k.stage ^ 1));
+        release_read(k_empty + (k.stage ^ 1));
     }
 
     // dQ leaves through this warpgroup's rows of q.

@@ -143,8 +143,8 @@ __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
         if (threadIdx.x % 32 == 0) {
             ptx::mbarrier_arrive(shared.barrier(k_full + mail.k_stage));
             ptx::mbarrier_arrive(shared.barrier(v_full + mail.v_stage));
-            ptx::mbarrier_arrive(shared.barrier(raw_empty));
         }
+        ptx::mbarrier_arrive(shared.barrier(raw_empty));  // each lane for itself
     }
 }
 

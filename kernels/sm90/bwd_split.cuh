@@ -17,12 +17,11 @@ __device__ __forceinline__ void write_gradient(const Worker& worker, const Work&
     else
         stage_gradient(x, factor, tile, 64 * row_bytes);
     ptx::barrier_sync(store_barrier + warpgroup, 128);  // the gradient is staged, and nobody needs to know the key tile any more
-    if (threadIdx.x % 128 != 0) return;
-    if constexpr (!sum) {
+    if (!sum && threadIdx.x % 128 == 0) {
         store_gradient<slab_count>(map, tile, 64 * row_bytes, work, first_key);
         ptx::bulk_wait_read<0>();
     }
-    ptx::mbarrier_arrive(worker.shared.barrier(empty));
+    worker.release_read(empty);
 }
 
 struct Weigher : Worker {
@@ -40,7 +39,7 @@ struct Weigher : Worker {
     __device__ __forceinline__ void hand_on() {
         ptx::mbarrier_wait(shared.barrier(taken + slot.stage), slot.phase ^ 1);
         store_registers(shared.handed_on(slot.stage), s);
-        release(handed + slot.stage);
+        release_read(handed + slot.stage);
     }
 
     __device__ __forceinline__ void accumulate_steps() {
@@ -51,10 +50,10 @@ struct Weigher : Worker {
             const bool last = uniform(step().last());
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(s);
-            if (before >= 0) release(do_empty + before);
+            if (before >= 0) release_read(do_empty + before);
             hidden.refine(s, p);
             weigh<true>(s, weights, p, stat(), hidden.draws);
-            release(q_empty + stage);
+            release_read(q_empty + stage);
             hand_on();
             await_douts();
             accumulate(dv, weights, shared.dout(stage));  // line 16
@@ -65,7 +64,7 @@ struct Weigher : Worker {
         }
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dv);
-        release(do_empty + (slot.stage ^ 1));
+        release_read(do_empty + (slot.stage ^ 1));
     }
 
     __device__ __forceinline__ void run(const Maps& maps) {
@@ -93,7 +92,7 @@ struct Differentiator : Worker {
     __device__ __forceinline__ void gradients() {
         ptx::mbarrier_wait(shared.barrier(handed + slot.stage), slot.phase);
         load_registers(s, shared.handed_on(slot.stage));
-        release(taken + slot.stage);
+        release_read(taken + slot.stage);
         differentiate<false>(ds, ds, s, dp, delta());
     }
 
@@ -104,9 +103,9 @@ struct Differentiator : Worker {
             const bool last = uniform(step().last());
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(dp);
-            if (before >= 0) release(q_empty + before);
+            if (before >= 0) release_read(q_empty + before);
             gradients();
-            release(do_empty + stage);
+            release_read(do_empty + stage);
             await_queries();
             accumulate(dk, ds, shared.q(stage));  // line 22
             before = stage;
@@ -116,13 +115,13 @@ struct Differentiator : Worker {
         }
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dk);
-        release(q_empty + (slot.stage ^ 1));
+        release_read(q_empty + (slot.stage ^ 1));
     }
 
     __device__ __forceinline__ void run(const Maps& maps) {
         for (; await_keys(); keys.advance()) {
             const Work work = this->work();  // the weigher may be done with it before
-            release(k_empty);
+            release_read(k_empty);
             await_values();
             clear(dk);
             ptx::wgmma_pin(dk);  // before any product is under way

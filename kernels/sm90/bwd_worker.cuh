@@ -18,11 +18,15 @@ struct Worker {
     Slot<k_stages> keys;     // of the key tile
     u32 values_phase = 0;
 
-    // One arrival per warp: each warp vouches for its own reads and writes.
+    // One arrival per warp, where the tensor cores and the copy engine read or the other warpgroup waits.
     __device__ __forceinline__ void release(int barrier) const {
         __syncwarp();  // an arrival tells of what its own thread did, and by this of what the others did
         if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.barrier(barrier));
     }
+
+    // One arrival per thread, for what threads have read: no less would do for racecheck, which does not see that one lane may
+    // speak for a warp.
+    __device__ __forceinline__ void release_read(int barrier) const { ptx::mbarrier_arrive(shared.barrier(barrier)); }
 
     __device__ __forceinline__ const Step& step() const { return shared.step(slot.stage); }
     __device__ __forceinline__ NumbersInPlace numbers(int offset) const {
