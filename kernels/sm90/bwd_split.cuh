@@ -45,7 +45,7 @@ struct Weigher : Worker {
     __device__ __forceinline__ void accumulate_steps() {
         issue_scores();
         for (i32 before = -1;;) {
-            const Hidden hidden(*this, 0);
+            const Hidden hidden(*this, 0, uniform(step().partial()));
             const u32 stage = slot.stage;
             const bool last = uniform(step().last());
             ptx::wgmma_wait<0>();

@@ -56,14 +56,13 @@ struct Worker {
 struct Hidden {
     Visible visible;
     Draws draws;
-    bool partial;
+    const bool partial;
 
-    // first_key: of the warpgroup, within the key tile.
-    __device__ __forceinline__ Hidden(const Worker& worker, i32 first_key) {
+    // first_key: of the warpgroup, within the key tile.  partial: elements must be tested.
+    __device__ __forceinline__ Hidden(const Worker& worker, i32 first_key, bool partial) : partial(partial) {
         const Work& work = worker.work();
         const Step& step = worker.step();
         const TilePlace at{work.batch, step.head, step.m() * cfg::block_m, work.tile * cfg::block_n + first_key + thread_key()};
-        partial = uniform(step.partial());
         if (partial) find_visible(visible, worker.p, at);
         if constexpr (cfg::dropout) draw(draws, worker.p, at);
     }
