@@ -73,7 +73,8 @@ def test_causal_heads_share_the_cache():
 
 
 def test_many_heads_take_turns():
-    assert planner.key_kernel(problem(deterministic=True)).section == 32
+    assert planner.key_kernel(problem(deterministic=True)).section == 16
+    assert planner.key_kernel(problem(deterministic=True, band=CAUSAL)).section == 32
     assert planner.key_kernel(problem(256, deterministic=True)).section == 1
 
 
