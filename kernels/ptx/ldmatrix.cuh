@@ -3,13 +3,9 @@
 // ldmatrix_x4: lanes 8i..8i+7 give the addresses (bytes, 16-byte aligned) of the rows of tile i; register i of lane l then
 // holds elements (l / 4, 2 (l % 4)) and the next one of tile i, or of its transpose for _trans.
 #pragma once
-#include "ptx/types.cuh"
+#include "ptx/shared.cuh"
 
 namespace ptx {
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-    return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
 
 __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

@@ -1,12 +1,8 @@
 // mbarrier: a shared-memory barrier that counts both arriving threads and bytes delivered by the copy engine.
 #pragma once
-#include "ptx/types.cuh"
+#include "ptx/shared.cuh"
 
 namespace ptx {
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-    return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
 
 __device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");

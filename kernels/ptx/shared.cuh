@@ -4,6 +4,10 @@
 
 namespace ptx {
 
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
 __device__ __forceinline__ void store_shared(u32 address, u32 value) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }

@@ -30,11 +30,6 @@ struct Work {
     Log2Factor<Acc> to_log2; // from scores as they are held to exponents of 2
 };
 
-// a / b; most divisors are 1, and a division takes a hundred clocks before the first load.
-__device__ __forceinline__ i32 quotient(i32 a, i32 b) {
-    return b == 1 ? a : a / b;
-}
-
 __device__ __forceinline__ void locate(const Params& p, Work& w) {
     // Sections of heads whose k and v fit in the L2 cache; inside one, the same row tile of all heads, last rows first.
     const i32 heads = p.heads / cfg::pack, total = p.batch * heads;
