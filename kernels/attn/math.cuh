@@ -74,22 +74,41 @@ __device__ __forceinline__ float exp2_product(float x, const Log2Factor<float>& 
     return result == 0.f ? 0.f : fmaf(result, rest * 0.69314718f, result);
 }
 
-// 0 where x factor < -1022.  2^(n + f) = 2^n (1 + f q(f)) with n the nearest integer, so that f, in [-1/2, 1/2], has all of the product's
-// digits; q of degree 10 minimax (2e-17).
-__device__ __forceinline__ double exp2_product(double x, const Log2Factor<double>& factor) {
+// f q(f) = 2^f - 1 for f in [-1/2, 1/2]; q of degree 10 minimax (2e-17).
+__device__ __forceinline__ double exp2_less_one(double f) {
     constexpr double coefficients[] = {4.4549605981865186e-10, 7.072585949269223e-09, 1.0178062445845774e-07, 1.321544258792169e-06,
                                        1.525273382983612e-05,  0.0001540353044173605, 0.0013333558146416936,  0.009618129107606888,
                                        0.0555041086648216,     0.24022650695910097,   0.6931471805599453};
-    constexpr double magic = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer, kept in the low bits
-    const double product = x * factor.hi;
-    const bool tiny = product < -1022.0;
-    const double clamped = tiny ? 0.0 : x, shifted = (tiny ? 0.0 : product) + magic;
-    const double f = fma(clamped, factor.lo, fma(clamped, factor.hi, magic - shifted));
-    const double power = __hiloint2double(tiny ? 0 : (__double2loint(shifted) + 1023) << 20, 0);  // 2^n
     double q = coefficients[0];
 #pragma unroll
     for (int i = 1; i < 11; ++i) q = fma(q, f, coefficients[i]);
-    return fma(f * q, power, power);
+    return f * q;
+}
+
+constexpr double kRounds = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer, kept in the low bits
+
+// 0 where x factor < -1022.  2^(n + f) = 2^n 2^f with n the nearest integer, so that f has all of the product's digits.
+__device__ __forceinline__ double exp2_product(double x, const Log2Factor<double>& factor) {
+    const double product = x * factor.hi;
+    const bool tiny = product < -1022.0;
+    const double clamped = tiny ? 0.0 : x, shifted = (tiny ? 0.0 : product) + kRounds;
+    const double f = fma(clamped, factor.lo, fma(clamped, factor.hi, kRounds - shifted));
+    const double power = __hiloint2double(tiny ? 0 : (__double2loint(shifted) + 1023) << 20, 0);  // 2^n
+    return fma(exp2_less_one(f), power, power);
+}
+
+// e^x y to about 2 units in the last place, for x <= 0 or -inf and y from 2^-40 to 1.
+__device__ __forceinline__ float exp_times(float x, float y) { return exp2_product(x, Log2Factor<float>::of_e()) * y; }
+
+// 0 where x <= -680, which is below 2^-981: y 2^n is found by adding exponents.  Tensor cores leave other instructions for doubles few turns.
+__device__ __forceinline__ double exp_times(double x, double y) {
+    const Log2Factor<double> factor = Log2Factor<double>::of_e();
+    const double shifted = fma(x, factor.hi, kRounds);
+    const double f = fma(x, factor.lo, fma(x, factor.hi, kRounds - shifted));
+    const double scaled = __hiloint2double(__double2hiint(y) + (__double2loint(shifted) << 20), __double2loint(y));
+    const double result = fma(exp2_less_one(f), scaled, scaled);
+    const u32 high = __double2hiint(x), lowest = 0xc0854000, last = 0xfff00000;  // of -680 and -inf
+    return high - lowest <= last - lowest ? 0.0 : result;
 }
 
 // The same for the terms of a sum: float32 with the rounding error of the product.

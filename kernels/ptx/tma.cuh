@@ -45,6 +45,14 @@ __device__ __forceinline__ void tensor_store(const TensorMap& map, u32 source, i
                  : "memory");
 }
 
+// True in one lane of a warp.  Copies behind this condition are issued one after the other; behind any other one the assembler puts each of
+// them into a loop over the lanes that might be there.
+__device__ __forceinline__ bool elected() {
+    u32 chosen;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
+    return chosen;
+}
+
 // `bytes` (a multiple of 16) of consecutive memory, counted on `barrier`.
 __device__ __forceinline__ void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
     asm volatile(

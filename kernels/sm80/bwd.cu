@@ -10,7 +10,7 @@
 //                 stat, delta [stages][block_m]   units (float32: sm80/bwd_split.cuh)
 // Grid            key tiles * key/value heads * batch, tiles fastest
 // Workspace       stat, delta, counters (attn/bwd_workspace.cuh); dq_acc (sm80/bwd_queries.cuh)
-// A row tile      S | dP    P, dS | dQ of the tile before    dV, dK      (two halves of the warps, where sm80/bwd_layout.cuh pairs them)
+// A row tile      S | dP    P, dS | dQ of the tile before    dV, dK      (two halves of the warps, where they take turns)
 #include "ptx/barrier.cuh"
 #include "sm80/bwd_head.cuh"
 #include "sm80/bwd_load.cuh"
@@ -65,6 +65,10 @@ __device__ __forceinline__ void load_queries(u32 shared, const Params& p, const 
     load_row_tile(tile_q(shared, stage).tile, tile_do(shared, stage).tile, shared + stat_at + stage * row_numbers, p, head, tile);
 }
 
+__device__ __forceinline__ bool send_queries(u32 shared, const Params& p, const Head& head, i32 tile, int stage, u32 arrived) {
+    return send_row_tile(tile_q(shared, stage).tile, tile_do(shared, stage).tile, shared + stat_at + stage * row_numbers, p, head, tile, arrived);
+}
+
 // Waits for the rows of `tile` and starts loading those of `next` (-1: none); meanwhile, line 21 for the tile before.
 __device__ __forceinline__ void next_queries(u32 shared, const Params& p, const Head& head, i32 tile, i32 next, i32 before,
                                               int stage) {
@@ -91,28 +95,31 @@ __device__ __forceinline__ void rows_to_shared(u32 shared, const Params& p, cons
     scores_to_shared<true>(tiles, at, p, head, tile_p(shared), tile_ds(shared, stage));
 }
 
-// acc += A^T B for a tile of weights and one of rows.  float64: loaded() when the last of them is in registers.
-template <int stride, class Loaded>
-__device__ __forceinline__ void add_rows(KeyGradients& acc, TileAt weights, TileAt rows, const Loaded& loaded) {
+// acc += A^T B for a tile of weights and one of rows.  float64: ready() before the first of the weights is read, loaded() when the last of
+// both are in registers.
+template <int stride, class Ready, class Loaded>
+__device__ __forceinline__ void add_rows(KeyGradients& acc, TileAt weights, TileAt rows, const Ready& ready, const Loaded& loaded) {
     if constexpr (sizeof(Elem) == 8) {
         constexpr int last = cfg::block_m / 8 - 1;
-        Product<Elem>::template run<cfg::block_m, Along::rows, p_stride, Along::rows, stride>(acc, weights, rows, [&](int step) {
+        const auto between = [&](int step) {
             if (step == last) loaded();
-        });
+        };
+        Product<Elem>::template run<cfg::block_m, Along::rows, p_stride, Along::rows, stride>(acc, weights, rows, ready, between);
     } else {
         product<cfg::block_m, Along::rows, p_stride, Along::rows, stride>(acc, weights, rows);
     }
 }
 
 // Algorithm 4 lines 16 and 22: dV += P^T dO or dK += dS^T Q, for the columns that this warp owns.
-template <class Loaded = Nothing>
-__device__ __forceinline__ void add_keys(KeyGradients& acc, u32 shared, const Slice& slice, int stage, const Loaded& loaded = {}) {
+template <class Ready = Nothing, class Loaded = Nothing>
+__device__ __forceinline__ void add_keys(KeyGradients& acc, u32 shared, const Slice& slice, int stage, const Ready& ready = {},
+                                         const Loaded& loaded = {}) {
     const TileAt weights = part_of_weights(slice.is_k ? tile_ds(shared, stage) : tile_p(shared), 0, slice.team * team_keys);
     const TileAt q = part_of_rows<qk_stride>(tile_q(shared, stage), 0, slice.column);
     const TileAt dout = part_of_rows<v_stride>(tile_do(shared, stage), 0, slice.column);
-    if constexpr (split_slices) add_rows<qk_stride>(acc, weights, slice.is_k ? q : dout, loaded);
-    else if (slice.is_k) add_rows<qk_stride>(acc, weights, q, loaded);
-    else add_rows<v_stride>(acc, weights, dout, loaded);
+    if constexpr (split_slices) add_rows<qk_stride>(acc, weights, slice.is_k ? q : dout, ready, loaded);
+    else if (slice.is_k) add_rows<qk_stride>(acc, weights, q, ready, loaded);
+    else add_rows<v_stride>(acc, weights, dout, ready, loaded);
 }
 
 // Over very many rows sums lose digits: after every cfg::deposits row tiles (0: never) a warp adds its part of dV or dK to the result in
@@ -224,36 +231,83 @@ __device__ __forceinline__ void walk_together(KeyGradients& acc, i32& group, u32
     if constexpr (cfg::atomic_dq) add_queries(shared, head.dq_acc, before, (stage + 1) % cfg::stages);
 }
 
-// The same with helpers, which load the tiles, compute dP, and add dQ of the tile before.  The others go from one tile to the next without
-// waiting for them.
-__device__ __forceinline__ void walk_apart(KeyGradients& acc, i32& group, u32 shared, const Params& p, const Head& head, RowWalk& walk,
-                                           const Slice& slice, i32 first_tile) {
-    constexpr int kKeysBarrier = 13;
-    const bool helps = query_warp() >= 0;
+// What the two halves of the warps tell each other in walk_in_turns.  All but the first two barriers complete a phase with every row tile.
+struct Signals {
+    static constexpr int rows = 0, gradients = 2, weights = 3, keys = 4, count = 5;  // mbarriers: rows in a stage, dP, P and dS; all are used
+    static constexpr u32 half = 32 * scores_warps;
+    u32 barriers;  // shared address
+    u32 tile;      // the row tile's number, odd or even
+    u32 loads;     // of each stage, odd or even
+
+    __device__ __forceinline__ void init() const {
+        if (threadIdx.x != 0) return;
+        for (int i = 0; i < count; ++i) ptx::mbarrier_init(at(i), i == keys ? threads : half);
+        ptx::mbarrier_init_fence();
+    }
+    __device__ __forceinline__ u32 at(int signal) const { return barriers + 8 * signal; }
+    __device__ __forceinline__ void give(int signal) const { ptx::mbarrier_arrive(at(signal)); }
+    __device__ __forceinline__ void wait(int signal, u32 before = 0) const { ptx::mbarrier_wait(at(signal), (tile ^ before) & 1); }
+    __device__ __forceinline__ void wait_rows(int stage) {
+        ptx::mbarrier_wait(at(rows + stage), loads >> stage & 1);
+        loads ^= 1u << stage;
+    }
+};
+
+struct TurnHandover {
+    const Signals& signals;
+    bool first;  // row tile of a head
+
+    __device__ __forceinline__ void before() const {
+        if (!first) signals.wait(Signals::keys, 1);  // all are done with P and the row tile of before
+    }
+    __device__ __forceinline__ void done() const { signals.give(Signals::gradients); }
+    __device__ __forceinline__ void wait() const { signals.wait(Signals::gradients); }
+};
+
+// The same by two halves of the warps.  Of one row tile a half computes S, and from it P and dS, while the other one computes dP, sends for
+// the next row tile and adds dQ of the tile before.  Then each adds its part of dV and dK and goes on to the next tile, where they have
+// changed places.  They wait for each other only where dP, P and dS change hands, so that there are nearly always products of two warps for
+// each of the tensor cores: one warp's loads and exponentials leave gaps.
+__device__ __forceinline__ void walk_in_turns(KeyGradients& acc, i32& group, Signals& signals, u32 shared, const Params& p, const Head& head,
+                                              RowWalk& walk, const Slice& slice, i32 first_tile) {
+    bool scores = threadIdx.x < Signals::half;
     ptx::cp_async_wait<0>();
+    ptx::async_proxy_fence();  // the copy engine is next to write there
     __syncthreads();  // k, v and the first row tile have arrived
     i32 before = -1;
     int stage = 0;
     for (i32 tile = walk.tile, next; tile >= 0 || before >= 0; tile = next) {
-        const bool more = tile >= 0;  // the helpers come once more for dQ of the last tile
+        const bool more = tile >= 0;  // once more for dQ of the last tile
         const bool partial = more && walk.partial(p);
         next = more && walk.next(p) ? walk.tile : -1;
         if (more) deposit(acc, p, slice, group, first_tile + tile);
-        if (helps) {
-            if (before >= 0) ptx::barrier_sync(kKeysBarrier, threads);  // all are done with P and the row tile of before
-            if (next >= 0) load_queries(shared, p, head, next, stage ^ 1);
-            ptx::cp_async_commit();
+        if (more && before >= 0) signals.wait_rows(stage);
+        const TilesInShared<TurnHandover> tiles = {tile_q(shared, stage), tile_k(shared), tile_do(shared, stage), tile_v(shared), shared + exchange_at,
+                                                   {signals, before < 0}};
+        if (!scores) {
+            if (more) tiles.help();
+            const bool sent = next < 0 || send_queries(shared, p, head, next, stage ^ 1, signals.at(Signals::rows + (stage ^ 1)));
+            if (before >= 0) add_queries(shared, head.dq_acc, before, stage ^ 1);
+            if (!sent) {
+                finish_row_tile(tile_q(shared, stage ^ 1), tile_do(shared, stage ^ 1));
+                ptx::async_proxy_fence();  // the copy engine may be next to write there
+                signals.give(Signals::rows + (stage ^ 1));
+            }
+        } else if (more) {
+            const TilePlace at = {shared + stat_at + stage * row_numbers, tile * cfg::block_m, head.walk.first_key, partial};
+            score<true>(tiles, at, p, head, tile_p(shared), tile_ds(shared, stage));
+            signals.give(Signals::weights);
         }
-        if (more) rows_to_shared(shared, p, head, tile, partial, stage);
-        if (before >= 0) add_queries(shared, head.dq_acc, before, stage ^ 1);
         before = tile;
         if (!more) break;
-        ptx::cp_async_wait<0>();
-        __syncthreads();  // P and dS are complete, and the next row tile has arrived
-        add_keys(acc, shared, slice, stage, [] {  // a condition found here keeps the arrival from sinking behind the products
-            if (ptx::opaque(static_cast<i32>(threadIdx.x)) < 32 * scores_warps) ptx::barrier_arrive(kKeysBarrier, threads);
-        });
+        const auto ready = [&] { signals.wait(Signals::weights); };
+        const auto loaded = [&] {  // a condition found here keeps the signal from sinking behind the products
+            if (ptx::opaque(tile) >= 0) signals.give(Signals::keys);
+        };
+        add_keys(acc, shared, slice, stage, ready, loaded);
         stage ^= 1;
+        scores = !scores;
+        ++signals.tile;
     }
 }
 
@@ -263,23 +317,28 @@ extern "C" __global__ void __launch_bounds__(sm80::threads, cfg::blocks_per_sm) 
     using namespace sm80;
     extern __shared__ __align__(128) unsigned char memory[];
     __shared__ Head head;
+    __shared__ u64 barriers[Signals::count];
     const u32 shared = ptx::shared_address(memory);
     const Slice slice;
     KeyGradients acc;
     clear(acc);  // line 8
     start_deposits(acc, p, slice);
     i32 group = -1;
+    Signals signals = {ptx::shared_address(barriers), 0, 0};
+    if constexpr (in_turns) signals.init();
 
     for (i32 member = 0; member < p.group; ++member) {
         describe_group_member(head, p, member);
         __syncthreads();  // head is complete
         RowWalk walk(p, head.walk);
         if (!walk.next(p)) continue;
-        load_key_tile(shared + k_at, shared + v_at, p, head, walk.first_key(), true);  // line 7
-        if constexpr (in_halves) finish_key_tile(tile_k(shared), tile_v(shared));
-        if constexpr (cfg::stages == 2) load_queries(shared, p, head, walk.tile, 0);
+        if (!in_turns || threadIdx.x < number_loaders) {
+            load_key_tile(shared + k_at, shared + v_at, p, head, walk.first_key(), true);  // line 7
+            if constexpr (in_halves) finish_key_tile(tile_k(shared), tile_v(shared));
+            if constexpr (cfg::stages == 2) load_queries(shared, p, head, walk.tile, 0);
+        }
         ptx::cp_async_commit();
-        if constexpr (helpers_add_queries) walk_apart(acc, group, shared, p, head, walk, slice, member * p.row_tiles);
+        if constexpr (in_turns) walk_in_turns(acc, group, signals, shared, p, head, walk, slice, member * p.row_tiles);
         else walk_together(acc, group, shared, p, head, walk, slice, member * p.row_tiles);
         __syncthreads();  // nothing of this head is read again
     }

@@ -4,7 +4,7 @@
 //   S, dP   block_m x block_n   scores_m x scores_n warps, each scores_rows x scores_keys
 //   dK, dV  block_n x (d, dv)   teams of `slices` warps; a team owns 32 keys, the first half of its warps the columns of dV and the
 //                               second half those of dK, `slice_columns` each: a loaded block of dO or Q feeds two products
-//   dQ      block_m x d         queries_m x queries_n warps, as square as possible (sm80/bwd_queries.cuh); all or the helpers
+//   dQ      block_m x d         queries_m x queries_n warps, as square as possible (sm80/bwd_queries.cuh); all or half of them
 #pragma once
 #include "sm80/bwd_fragments.cuh"
 
@@ -28,13 +28,13 @@ constexpr int scores_keys = cfg::block_n / scores_n;
 static_assert(scores_rows % 16 == 0 && scores_keys % 16 == 0, "a warp computes whole 16 x 16 blocks of scores");
 constexpr bool team_local = scores_m == slices && scores_warps == cfg::warps;  // a team's P and dS come from its own warps
 
-// Where half of the warps suffice for the scores, as they do where tiles of float64 are small, the others compute dP meanwhile.  In two
-// stages these helpers go on with dQ of the tile before, while the first half makes P and dS of S and dP.
+// Where half of the warps suffice for the scores, as they do where tiles of float64 are small, the other half computes dP meanwhile.  In two
+// stages the halves change places with every row tile (walk_in_turns in sm80/bwd.cu), and who computes dP adds dQ of the tile before.
 constexpr bool paired = sizeof(Elem) == 8 && 2 * scores_warps == cfg::warps;
 constexpr int exchange_bytes = paired ? cfg::block_m * cfg::block_n * int(sizeof(Acc)) : 0;  // a tile of dP on its way
-constexpr bool helpers_add_queries = paired && cfg::stages == 2 && cfg::atomic_dq;
-constexpr int query_warps = helpers_add_queries ? cfg::warps - scores_warps : cfg::warps;
-__device__ __forceinline__ i32 query_warp() { return i32(threadIdx.x / 32) - (cfg::warps - query_warps); }  // < 0: has no part of dQ
+constexpr bool in_turns = paired && cfg::stages == 2 && cfg::atomic_dq;
+constexpr int query_warps = in_turns ? scores_warps : cfg::warps;  // that share a tile of dQ
+__device__ __forceinline__ i32 query_warp() { return threadIdx.x / 32 % query_warps; }
 constexpr bool exchange_in_p = paired && !cfg::softcap;  // in bwd.cu: under a softcap P is stored before dP comes
 
 // Warps along the rows of dQ, so that `warps` share its tile of block_m x `columns` as evenly as possible.

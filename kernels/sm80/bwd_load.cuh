@@ -1,7 +1,9 @@
 // Global to shared memory, asynchronously, into rows with padding (sm80/bwd_fragments.cuh).
 #pragma once
 #include "attn/tile.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/opaque.cuh"
+#include "ptx/tma.cuh"
 #include "sm80/bwd_head.cuh"
 #include "sm80/bwd_layout.cuh"
 #include "sm80/bwd_split.cuh"
@@ -12,9 +14,9 @@ namespace sm80 {
 __device__ __forceinline__ int thread() { return ptx::opaque(static_cast<i32>(threadIdx.x)); }
 
 // float32 tiles are split (sm80/bwd_split.cuh) before anybody reads them, 16 rows by the warp that has loaded them, which so need not wait
-// for others.  Tiles of other types are loaded by the whole block, or by the helpers (sm80/bwd_layout.cuh), the last warps.
-constexpr int loaders = in_halves ? 32 : helpers_add_queries ? 32 * query_warps : threads;
-__device__ __forceinline__ bool loads_tiles() { return !helpers_add_queries || query_warp() >= 0; }
+// for others.  Tiles of other types are loaded by the whole block, or by the half of it that computes dP (sm80/bwd_layout.cuh).
+constexpr int number_loaders = in_turns ? 32 * query_warps : threads;
+constexpr int loaders = in_halves ? 32 : number_loaders;
 template <int rows>
 constexpr int loaded_rows = in_halves ? 16 : rows;
 
@@ -92,7 +94,7 @@ __device__ __forceinline__ void save_rows(const unsigned char* tile, Elem* data,
 // block_m consecutive accumulators, 16-byte aligned, by the threads that load.
 __device__ __forceinline__ void load_vector(u32 to, const Acc* from) {
     constexpr int chunks = cfg::block_m * int(sizeof(Acc)) / 16;
-    for (int i = helpers_add_queries ? thread() % loaders : thread(); i < chunks; i += helpers_add_queries ? loaders : threads) ptx::cp_async<16>(to + i * 16, reinterpret_cast<const u8*>(from) + i * 16, 16);
+    for (int i = thread() % number_loaders; i < chunks; i += number_loaders) ptx::cp_async<16>(to + i * 16, reinterpret_cast<const u8*>(from) + i * 16, 16);
 }
 
 // The keys of a tile: those that exist, and those among them that some row sees.  The k of the others is loaded as zeros: 0 * NaN in
@@ -157,7 +159,6 @@ __device__ __forceinline__ void finish_tiles(TileAt first, TileAt second) {
 
 // k and v of one key tile.  `partial`: there may be keys that do not exist or that no row sees.
 __device__ __forceinline__ void load_key_tile(u32 k, u32 v, const Params& p, const Head& head, i64 first_key, bool partial) {
-    if (!loads_tiles()) return;
     if (cfg::whole_columns && !partial) {
         load_whole_tile<cfg::block_n, cfg::head_dim>(k, head.k, p.k.row, first_key, 0);
         load_whole_tile<cfg::block_n, cfg::head_dim_v>(v, head.v, p.v.row, first_key, cfg::block_n / 16);
@@ -179,7 +180,6 @@ __device__ __forceinline__ void load_row_numbers(u32 numbers, const Head& head, 
 
 // q, do and the statistics of one row tile.
 __device__ __forceinline__ void load_row_tile(u32 q, u32 dout, u32 numbers, const Params& p, const Head& head, i32 tile) {
-    if (!loads_tiles()) return;
     const TileRows rows = {p, head, i64(tile) * cfg::block_m};
     load_row_numbers(numbers, head, rows.first);
     if (cfg::whole_columns && rows.whole()) {
@@ -190,6 +190,32 @@ __device__ __forceinline__ void load_row_tile(u32 q, u32 dout, u32 numbers, cons
         load_some_tile<cfg::block_m, cfg::head_dim>(q, head.q, p.q.row, rows.first, p.head_dim, 0, seeing);
         load_some_tile<cfg::block_m, cfg::head_dim_v>(dout, head.dout, p.dout.row, rows.first, p.head_dim_v, cfg::block_m / 16, seeing);
     }
+}
+
+// The same for one half of the warps by the copy engine, a row at a time; all of them arrive at `arrived`, which counts the bytes.  False: rows
+// or columns are missing, cp.async is under way, and they have yet to arrive.
+__device__ __forceinline__ bool send_row_tile(u32 q, u32 dout, u32 numbers, const Params& p, const Head& head, i32 tile, u32 arrived) {
+    constexpr int q_bytes = cfg::head_dim * int(sizeof(Elem)), do_bytes = cfg::head_dim_v * int(sizeof(Elem));
+    constexpr int copies = 2 * cfg::block_m / query_warps;  // of rows, for each warp; the first three have a vector of numbers as well
+    const TileRows rows = {p, head, i64(tile) * cfg::block_m};
+    const i32 warp = __shfl_sync(~0u, query_warp(), 0), row = warp * copies % cfg::block_m;
+    const bool of_q = warp < query_warps / 2;
+    const i64 stride = (of_q ? p.q.row : p.dout.row) * i64(sizeof(Elem));
+    const u8* from = reinterpret_cast<const u8*>(of_q ? head.q : head.dout) + (rows.first + row) * stride;
+    const Acc* vector = (warp == 0 ? head.stat : warp == 1 ? head.delta : head.inverse) + rows.first;
+    if (!cfg::whole_columns || !rows.whole()) {
+        load_row_tile(q, dout, numbers, p, head, tile);
+        return false;
+    }
+    const u32 to = of_q ? q + row * qk_stride : dout + row * v_stride;
+    if (thread() % number_loaders == 0) ptx::mbarrier_arrive_expect(arrived, cfg::block_m * (q_bytes + do_bytes) + 3 * stat_bytes);
+    else ptx::mbarrier_arrive(arrived);
+    if (ptx::elected()) {
+        if (warp < 3) ptx::bulk_load(numbers + warp * stat_bytes, vector, stat_bytes, arrived);
+#pragma unroll
+        for (int i = 0; i < copies; ++i) ptx::bulk_load(to + i * (of_q ? qk_stride : v_stride), from + i * stride, of_q ? q_bytes : do_bytes, arrived);
+    }
+    return true;
 }
 __device__ __forceinline__ void finish_row_tile(TileAt q, TileAt dout) { finish_tiles<cfg::block_m, cfg::head_dim, cfg::head_dim_v>(q, dout); }
 

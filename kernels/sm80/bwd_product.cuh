@@ -5,6 +5,7 @@
 #pragma once
 #include "attn/mma_f64.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/opaque.cuh"
 #include "sm80/bwd_fragments.cuh"
 #include "sm80/bwd_split.cuh"
 
@@ -74,12 +75,17 @@ struct Nothing {
 
 template <>
 struct Product<double> {
-    // Element (outer + l / 4, inner + l % 4), inner along the axis that is summed over.
+    // Address of the lane's element (l / 4, l % 4), the second along the axis that is summed over.
     template <Along along, int stride>
-    static __device__ __forceinline__ double load(u32 tile, int outer, int inner) {
-        const u32 lane = threadIdx.x % 32, across = outer + lane / 4, along_it = inner + lane % 4;
+    static __device__ __forceinline__ u32 lane_address(u32 tile) {
+        const u32 lane = threadIdx.x % 32, across = lane / 4, along_it = lane % 4;
+        return ptx::opaque(static_cast<i32>(tile + (along == Along::columns ? across * stride + along_it * 8 : along_it * stride + across * 8)));
+    }
+    // The element (outer, inner) further on.
+    template <Along along, int stride>
+    static __device__ __forceinline__ double load(u32 lane, int outer, int inner) {
         double x;
-        ptx::load_shared(x, tile + (along == Along::columns ? across * stride + along_it * 8 : along_it * stride + across * 8));
+        ptx::load_shared(x, lane + (along == Along::columns ? outer * stride + inner * 8 : inner * stride + outer * 8));
         return x;
     }
 
@@ -89,31 +95,51 @@ struct Product<double> {
         double a[tiles_m][4], b[tiles_n][2];
     };
 
-    // Loads run one step ahead of the products; between(step) is other work to be done meanwhile.
-    template <int length, Along along_a, int stride_a, Along along_b, int stride_b, int tiles_m, int tiles_n, class Between = Nothing>
-    static __device__ __forceinline__ void run(double (&acc)[tiles_m][tiles_n][4], TileAt a, TileAt b, const Between& between = {}) {
-        constexpr int unrolled = length <= 64 && tiles_n <= 2 ? length / 8 : length <= 16 ? 2 : 4;  // more would take too many registers
-        Step<tiles_m, tiles_n> steps[2];
-        auto load_step = [&](Step<tiles_m, tiles_n>& step, int k) {
+    // Loads run one step ahead of the products, two where few registers are needed.  ready() comes before the first load from a;
+    // between(step) is other work to be done meanwhile.
+    template <int length, Along along_a, int stride_a, Along along_b, int stride_b, int tiles_m, int tiles_n, class Ready = Nothing, class Between = Nothing>
+    static __device__ __forceinline__ void run(double (&acc)[tiles_m][tiles_n][4], TileAt a, TileAt b, const Ready& ready = {},
+                                               const Between& between = {}) {
+        constexpr int count = length / 8;
+        constexpr bool few = tiles_n <= 2 && count <= 16 && count > 2;
+        constexpr int depth = few ? 3 : 2, unrolled = few ? count : count <= 2 ? 2 : 4;
+        const u32 lane_a = lane_address<along_a, stride_a>(a.tile), lane_b = lane_address<along_b, stride_b>(b.tile);
+        Step<tiles_m, tiles_n> steps[depth];
+        auto load_a = [&](Step<tiles_m, tiles_n>& step, int k) {
 #pragma unroll
             for (int m = 0; m < tiles_m; ++m)
 #pragma unroll
-                for (int r = 0; r < 4; ++r) step.a[m][r] = load<along_a, stride_a>(a.tile, 16 * m + r % 2 * 8, k + r / 2 * 4);
+                for (int r = 0; r < 4; ++r) step.a[m][r] = load<along_a, stride_a>(lane_a, 16 * m + r % 2 * 8, k + r / 2 * 4);
+        };
+        auto load_b = [&](Step<tiles_m, tiles_n>& step, int k) {
 #pragma unroll
             for (int n = 0; n < tiles_n; ++n)
 #pragma unroll
-                for (int r = 0; r < 2; ++r) step.b[n][r] = load<along_b, stride_b>(b.tile, 8 * n, k + 4 * r);
+                for (int r = 0; r < 2; ++r) step.b[n][r] = load<along_b, stride_b>(lane_b, 8 * n, k + 4 * r);
         };
-        load_step(steps[0], 0);
+        const auto multiply = [&](const Step<tiles_m, tiles_n>& step, int first, int last) {
+#pragma unroll
+            for (int n = first; n < last; ++n)
+#pragma unroll
+                for (int m = 0; m < tiles_m; ++m) Mma<double>::mma(acc[m][n], step.a[m], step.b[n][0], step.b[n][1]);
+        };
+        load_b(steps[0], 0);
+        ready();
+        load_a(steps[0], 0);
+#pragma unroll
+        for (int k = 1; k < depth - 1; ++k) load_a(steps[k], 8 * k), load_b(steps[k], 8 * k);
 #pragma unroll unrolled
         for (int k = 0; k < length; k += 8) {
-            const int now = k / 8 % 2;
-            if (k + 8 < length) load_step(steps[now ^ 1], k + 8);
+            const Step<tiles_m, tiles_n>& now = steps[k / 8 % depth];
+            constexpr int early = count == 2 ? tiles_n / 2 : 0;  // of two steps, the first begins before the second is loaded
+            multiply(now, 0, early);
+            if (early && k == 0) __syncwarp();  // loads are not moved ahead of this
+            if (const int next = k + 8 * (depth - 1); next < length) {
+                load_a(steps[next / 8 % depth], next);
+                load_b(steps[next / 8 % depth], next);
+            }
             between(k / 8);
-#pragma unroll
-            for (int n = 0; n < tiles_n; ++n)
-#pragma unroll
-                for (int m = 0; m < tiles_m; ++m) Mma<double>::mma(acc[m][n], steps[now].a[m], steps[now].b[n][0], steps[now].b[n][1]);
+            multiply(now, early, tiles_n);
         }
     }
 };

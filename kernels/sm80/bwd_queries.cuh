@@ -61,7 +61,6 @@ __device__ __forceinline__ void add_fragments(Acc* to, const Acc (&dq)[tiles_m][
 
 // Algorithm 4 line 21: dQ += dS K for one row tile; the scale comes last, in the conversion.
 __device__ __forceinline__ void add_queries(u32 shared, Acc* dq_acc, i32 row_tile, int buffer) {
-    if (query_warp() < 0) return;
     constexpr int tiles_m = query_rows / 16, tiles_n = query_chunk / 8;
     const TileAt ds = part_of_weights({shared + ds_at + buffer * cfg::block_m * p_stride, shared + ds_units_at + buffer * weight_units}, warp_query_row(), 0);
     const TileAt k = {shared + k_at, shared + k_units_at};

@@ -83,7 +83,6 @@ __device__ __forceinline__ Acc finish_score(Acc raw, Acc& slope, const Params& p
 __device__ __forceinline__ void probabilities(Scores& s, Scores& slope, const RowValues& stat, const RowValues& inverse, const Params& p,
                                                const Head& head, i32 row0, i32 key0) {
     const float to_log2 = static_cast<float>(cfg::prescaled ? kLog2e : p.scale * kLog2e);
-    const Log2Factor<Acc> log2_e = Log2Factor<Acc>::of_e();
     const i32 lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < score_tiles_m; ++m)
@@ -95,7 +94,7 @@ __device__ __forceinline__ void probabilities(Scores& s, Scores& slope, const Ro
                 if constexpr (cfg::prescaled)
                     x = finish_score(x, slope[m][n][i], p, head, row0 + 16 * m + lane / 4 + i / 2 * 8, key0 + 8 * n + lane % 4 * 2 + i % 2);
                 if constexpr (split_stat)
-                    s[m][n][i] = exp2_product(rounded_difference(cfg::prescaled ? x : x * Acc(p.scale), stat[m][i / 2]), log2_e) * inverse[m][i / 2];
+                    s[m][n][i] = exp_times(rounded_difference(cfg::prescaled ? x : x * Acc(p.scale), stat[m][i / 2]), inverse[m][i / 2]);
                 else
                     s[m][n][i] = ptx::ex2(fmaf(static_cast<float>(x), to_log2, static_cast<float>(stat[m][i / 2])));
             }
@@ -171,11 +170,20 @@ struct TilePlace {
     __device__ __forceinline__ u32 warp_numbers() const { return numbers + warp_score_row() * int(sizeof(Acc)); }
 };
 
+// How a tile of dP changes hands where warps are paired: the block waits for it.
+struct BlockHandover {
+    __device__ __forceinline__ void before() const {}
+    __device__ __forceinline__ void done() const { ptx::barrier_sync(15, threads); }
+    __device__ __forceinline__ void wait() const { done(); }
+};
+
 // The products behind a tile of S and dP: `scores` adds q k^T, `gradients` adds do v^T, for this warp's part.
 // This one has all columns of the four tiles in shared memory.
-struct WholeTiles {
+template <class Handover>
+struct TilesInShared {
     TileAt q, k, dout, v;
     u32 exchange;  // for dP, if warps are paired
+    Handover handover;
 
     __device__ __forceinline__ void scores(Scores& s) const {
         product<cfg::head_dim, Along::columns, qk_stride, Along::columns, qk_stride>(s, part_of_rows<qk_stride>(q, warp_score_row(), 0),
@@ -183,7 +191,7 @@ struct WholeTiles {
     }
     __device__ __forceinline__ void gradients(Scores& dp) const {
         if constexpr (paired) {
-            ptx::barrier_sync(kPairBarrier, threads);  // the other warps' dP is complete
+            handover.wait();  // the other warps' dP is complete
             move_scores([&](int i, Acc& x) { ptx::load_shared(x, exchange_place(i)); }, dp);
             ptx::barrier_sync(kReadBarrier, 32 * scores_warps);  // P may take the place of dP
         } else {
@@ -196,13 +204,14 @@ struct WholeTiles {
             Scores dp;
             clear(dp);
             multiply_gradients(dp);
+            handover.before();
             move_scores([&](int i, Acc& x) { ptx::store_shared(exchange_place(i), x); }, dp);
-            ptx::barrier_arrive(kPairBarrier, threads);
+            handover.done();
         }
     }
 
 private:
-    static constexpr int kPairBarrier = 15, kReadBarrier = 14;
+    static constexpr int kReadBarrier = 14;
 
     __device__ __forceinline__ void multiply_gradients(Scores& dp) const {
         product<cfg::head_dim_v, Along::columns, v_stride, Along::columns, v_stride>(dp, part_of_rows<v_stride>(dout, warp_score_row(), 0),
@@ -220,6 +229,7 @@ private:
                 for (int i = 0; i < 4; ++i) move((m * score_tiles_n + n) * 4 + i, x[m][n][i]);
     }
 };
+using WholeTiles = TilesInShared<BlockHandover>;
 
 // Algorithm 4 lines 11-15 for this warp's part of a tile.
 template <class Products>
@@ -266,15 +276,21 @@ __device__ __forceinline__ void find_ds(Scores& ds, Scores& s, const Scores& slo
     score_gradients(ds, s, delta);
 }
 
-// Algorithm 4 lines 11-15, 17-20: P (if asked for) and dS to shared memory.
+// Algorithm 4 lines 11-15, 17-20 by the warps with scores: P (if asked for) and dS to shared memory.
 template <bool keep_p, class Products>
-__device__ __forceinline__ void scores_to_shared(Products& products, const TilePlace& at, const Params& p, const Head& head, TileAt p_tile,
-                                                  TileAt ds_tile) {
-    if (threadIdx.x / 32 >= scores_warps) return products.help();
+__device__ __forceinline__ void score(Products& products, const TilePlace& at, const Params& p, const Head& head, TileAt p_tile, TileAt ds_tile) {
     Scores s, slope, ds;
     find_p(s, slope, products, at, p, head);
     find_ds<keep_p, false>(ds, s, slope, products, at, p_tile);
     store_ds(ds_tile, ds);
+}
+
+// The same by all warps of the block.
+template <bool keep_p, class Products>
+__device__ __forceinline__ void scores_to_shared(Products& products, const TilePlace& at, const Params& p, const Head& head, TileAt p_tile,
+                                                  TileAt ds_tile) {
+    if (threadIdx.x / 32 < scores_warps) score<keep_p>(products, at, p, head, p_tile, ds_tile);
+    else products.help();
 }
 
 }  // namespace sm80

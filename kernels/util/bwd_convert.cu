@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(sm80::threads) backward_convert(con
     const u32 part = ptx::shared_address(memory) + warp_query_row() * qk_stride + warp_query_column() * int(sizeof(Elem));
 #pragma unroll
     for (int chunk = 0; chunk < query_columns / query_chunk; ++chunk) {
-        if (query_warp() < 0) break;
+        if (threadIdx.x >= 32 * query_warps) break;
         Acc dq[tiles_m][tiles_n][4];
 #pragma unroll
         for (int m = 0; m < tiles_m; ++m)

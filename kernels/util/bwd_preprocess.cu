@@ -64,7 +64,7 @@ __device__ __forceinline__ cfg::acc sum_lanes(cfg::acc sum) {
 __device__ __forceinline__ void store_stat(const Params& p, i64 at, bool empty, cfg::acc l, cfg::acc m) {
     cfg::acc* stat = static_cast<cfg::acc*>(p.stat);
     if constexpr (kSplitStat) {
-        stat[at] = empty ? infinity<cfg::acc>() : m;
+        stat[at] = empty ? infinity<cfg::acc>() : l < infinity<cfg::acc>() ? m : l - l;  // NaN, which m may have passed over
         stat[at + i64(gridDim.x) * kStatRows] = empty ? cfg::acc(0) : 1 / l;
     } else {
         stat[at] = empty ? -infinity<cfg::acc>() : -fmaf(m, float(kLog2e), log2f(l));

@@ -130,6 +130,35 @@ def test_convert():
     np.testing.assert_allclose(f[:, 2], np.tanh(x[:, 0]), rtol=2**-10, atol=2**-10)
 
 
+def test_bulk_load_by_one_lane():
+    import cupy
+
+    if int(cupy.cuda.Device().compute_capability) < 90:
+        pytest.skip("needs compute capability 9.0")
+    x = np.random.default_rng(6).standard_normal((3, 32))
+    body = """
+        __shared__ u64 word;
+        const u32 barrier = ptx::shared_address(&word), at = ptx::shared_address(memory);
+        if (l == 0) {
+            ptx::mbarrier_init(barrier, 32);
+            ptx::mbarrier_init_fence();
+        }
+        __syncwarp();
+        const bool chosen = ptx::elected();
+        if (l == 0) ptx::mbarrier_arrive_expect(barrier, 3 * 256);
+        else ptx::mbarrier_arrive(barrier);
+        if (chosen)
+            for (int i = 0; i < 3; ++i) ptx::bulk_load(at + 272 * i, x + 32 * i, 256, barrier);
+        ptx::mbarrier_wait(barrier, 0);
+        n[l] = chosen;
+        for (int i = 0; i < 3; ++i) ptx::load_shared(y[32 * i + l], at + 272 * i + 8 * l);"""
+    arguments = "const double* x, double* y, i32* n"
+    y, n = run(["ptx/mbarrier.cuh", "ptx/tma.cuh"], arguments, body, x, np.empty((3, 32)), np.empty(32, np.int32),
+               shared_bytes=1024)[1:]  # fmt: skip
+    assert n.sum() == 1
+    np.testing.assert_array_equal(y, x)
+
+
 def test_simd():
     import cupy
 
