@@ -96,25 +96,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) backward_preprocess(co
     if constexpr (cfg::atomic_dq) zero_accumulator(p, index, head, group);
     bool any_empty = false;
     for (i32 pass = 0; pass < kPasses; pass += kTogether) {
-        cfg::acc sum[kTogether];
+        cfg::acc sum[kTogether], row_l[kTogether], row_m[kTogether];
 #pragma unroll
         for (i32 i = 0; i < kTogether; ++i) {
             // A row beyond the last reads a valid address all the same.
             const i64 row = own_row(group, pass + i), source = row < p.n_queries ? row : 0;
+            row_l[i] = l[source * p.l.row];
+            row_m[i] = m[source * p.m.row];
             sum[i] = row_product(dout + source * p.dout.row, o + source * p.o.row, p.head_dim_v);
         }
 #pragma unroll
         for (i32 i = 0; i < kTogether; ++i) {
             const i64 row = own_row(group, pass + i);
             const bool inside = row < p.n_queries;
-            const cfg::acc row_l = inside ? l[row * p.l.row] : cfg::acc(0);
-            const bool empty = row_l == 0;
+            const bool empty = !inside || row_l[i] == 0;
             any_empty |= inside && empty;
             const cfg::acc product = sum_lanes(sum[i]);
             if (threadIdx.x % lanes_per_row() == 0) {
                 const i64 at = stat_row(p, flat, row);
                 static_cast<cfg::acc*>(p.delta)[at] = empty ? cfg::acc(0) : product * inverse_scale;
-                store_stat(p, at, empty, row_l, inside ? m[row * p.m.row] : cfg::acc(0));
+                store_stat(p, at, empty, row_l[i], row_m[i]);
             }
         }
     }
