@@ -19,7 +19,8 @@ _VALUE_WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
 _MAX_HEAD_DIM = 256
 _SLAB_COLUMNS, _ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
 _LIST_BYTES = 4 * (32 + 4)  # a list of key tiles
-_LONG = 2048  # keys from which on it pays to begin the softmax under the warpgroup's own product
+# Keys from which on it pays to begin the softmax under the warpgroup's own product, by rows of a tile.
+_LONG = {128: 1024, 192: 2048}
 L2_SHARE = 32 << 20  # bytes of k and v that neighbours in time share
 # Rows, with those of a tile that are not there, that a key must meet before its products take longer than reading it:
 # measured at d 128.
@@ -154,7 +155,7 @@ def hopper_plan(problem: Problem) -> Plan:
         "block_n": tile.block_n,
         "stages": tile.stages,
         "q_stages": tile.q_stages,
-        "overlap": problem.n_keys >= _LONG and not problem.dropout,
+        "overlap": problem.n_keys >= _LONG[tile.block_m] and not problem.dropout,
         "dropout": problem.dropout,
         "softcap": problem.softcap is not None,
         "prescaled": prescaled,

@@ -12,7 +12,16 @@
 namespace sm90 {
 
 constexpr bool may_have_empty_rows = cfg::mask != kMaskNone || cfg::band_left || cfg::band_right;
-constexpr u32 turn_barrier = 1;  // + warpgroup
+// Short rows of three warpgroups do best with the plainest steps.
+constexpr bool plain = !cfg::overlap && cfg::dropout == 0;
+// Else no key tile is hidden, and only a row's first one, the last of the keys, may be cut.
+constexpr bool later_tiles_vary = may_have_empty_rows || plain;
+// The next keys, and the warpgroup's own P V, are awaited halfway through the exponentials: both have long been there, and
+// rounding P then runs beside the other half.  Three warpgroups fill each other's gaps, and do better with one long stretch.
+constexpr bool proceeds_early = cfg::overlap && warpgroups == 2;
+constexpr int middle = value_steps / 2 - 1;  // the block of 16 keys behind which that is
+constexpr bool looks_for_values = cfg::dropout > 0;  // behind the exponentials; else it costs more than it saves
+constexpr u32 turn_barrier = 1;              // + warpgroup
 constexpr int output_blocks = cfg::head_dim_v / 16;
 constexpr bool search_beside = cfg::head_dim <= 128 && cfg::mask != kMaskBlock && cfg::dropout == 0;
 
@@ -32,6 +41,7 @@ struct Consumer {
     KeyTile tile;     // the key tile whose keys have arrived
     bool arrived = false;  // had the next keys when they were looked for, and what
     KeyTile next;          // came with them
+    bool values_arrived;   // had the tile's values when they were looked for
     bool seen;        // this warpgroup's rows see something of it
     Visible visible;  // what of it, if that is only a part
     Softmax state;
@@ -52,21 +62,23 @@ struct Consumer {
         ptx::barrier_arrive(turn_barrier + (warpgroup + 1 == warpgroups ? 0 : warpgroup + 1), 256);
     }
 
-    // Looks for the next keys halfway through the exponentials, so that nobody waits for the answer behind them.
+    // Looks for the next keys during the exponentials, so that nobody waits for the answer behind them.
     __device__ __forceinline__ void look_for_keys(int block) {
-        constexpr int middle = value_steps / 2;
-        if (block == middle) arrived = ptx::mbarrier_passed(shared.barrier(k_full + k.stage), k.phase);
-        if (block == middle + 1 && arrived) next = shared.code(k.stage);
+        constexpr int when = proceeds_early ? middle / 2 : value_steps / 2;
+        if (block == when) arrived = ptx::mbarrier_passed(shared.barrier(k_full + k.stage), k.phase);
+        if (block == when + 1 && arrived) next = shared.code(k.stage);
     }
 
     __device__ __forceinline__ void await_keys() {
         tile = next;
         if (!__all_sync(~0u, arrived)) {
             ptx::mbarrier_wait(shared.barrier(k_full + k.stage), k.phase);
-            tile = shared.code(k.stage);
+            // Read by the lane that gives the buffer back.
+            tile.code = threadIdx.x % 32 == 0 ? shared.code(k.stage).code : 0;
+            tile.code = __shfl_sync(~0u, tile.code, 0);
         }
         arrived = false;
-        seen = !uniform(tile.hidden(warpgroup));
+        seen = !later_tiles_vary || !uniform(tile.hidden(warpgroup));
     }
 
     // Waits for the next row tile's queries and first keys; false when there is no further row tile.
@@ -87,7 +99,8 @@ struct Consumer {
 
     template <class Beside>
     __device__ __forceinline__ void issue_values(const Beside& beside) {
-        ptx::mbarrier_wait(shared.barrier(v_full + v.stage), v.phase);
+        if (!looks_for_values || !__all_sync(~0u, values_arrived))
+            ptx::mbarrier_wait(shared.barrier(v_full + v.stage), v.phase);
         multiply_values(o, weights, shared.v(v.stage), beside);
     }
 
@@ -131,18 +144,36 @@ struct Consumer {
 
     // The running softmax.  What dropout keeps is drawn between the exponentials, block by block: the two wait for
     // different units.  True when earlier outputs must be multiplied by factor.
-    __device__ __forceinline__ bool update_softmax() {
-        if constexpr (cfg::dropout == 0)
-            return update(state, factor, s, [&](int block) { look_for_keys(block); });
-        const RandomStream stream = random_stream(p.dropout, work.batch, work.head);
+    template <bool early>
+    __device__ __forceinline__ bool update_softmax(bool last, bool settled) {
+        const RandomStream stream = cfg::dropout ? random_stream(p.dropout, work.batch, work.head) : RandomStream{};
         const i32 key = tile.n() * cfg::block_n + 2 * (threadIdx.x % 4);
-        return update(state, factor, s, [&](int block) {
+        const bool grown = follow(state, factor, s, settled);
+        exponentiate(state, s, [&](int block, const float (&sums)[4]) {
             look_for_keys(block);
-            u32 words[4];
-            random_words(words, p.dropout, stream, row(), key + 16 * block);
+            if (early && block == middle) proceed<true>(last, fminf(fminf(sums[0], sums[1]), fminf(sums[2], sums[3])));
+            if constexpr (cfg::dropout > 0) {
+                u32 words[4];
+                random_words(words, p.dropout, stream, row(), key + 16 * block);
 #pragma unroll
-            for (int w = 0; w < 4; ++w) kept[block][w] = drop_pair<cfg::dropout>(~0u, words[w]);
+                for (int w = 0; w < 4; ++w) kept[block][w] = drop_pair<cfg::dropout>(~0u, words[w]);
+            }
         });
+        return grown;
+    }
+
+    // Awaits the next keys, if there are any, and lets out the values before where they are `pending`.
+    template <bool pending>
+    __device__ __forceinline__ void proceed(bool last, float sum) {
+        // No sum is negative.  The question keeps exponentials and sums above the wait for P V, which the assembler would
+        // otherwise do first.
+        if constexpr (pending) last = uniform(last || sum < 0.0f);
+        if (!last) await_keys();
+        if constexpr (pending) {
+            ptx::wgmma_wait<0>();
+            finish_values();
+        }
+        if constexpr (looks_for_values) values_arrived = ptx::mbarrier_passed(shared.barrier(v_full + v.stage), v.phase);
     }
 
     // P as it enters P V: rounded, and with dropout thinned out (l and m are those of the whole P).
@@ -179,9 +210,9 @@ struct Consumer {
         const bool last = uniform(tile.last());
         finish_scores();
         refine_scores();
-        if (update_softmax()) rescale(o, factor);
+        if (update_softmax<false>(last, false)) rescale(o, factor);
         weigh();
-        if (!last) await_keys();
+        proceed<false>(last, 0.0f);
         return last;
     }
 
@@ -202,33 +233,29 @@ struct Consumer {
     // Scores of a tile beside P V of the tile before.  True when this was the last tile of the row.
     __device__ __forceinline__ bool step() {
         await_turn();
-        begin_scores();
+        if constexpr (later_tiles_vary)
+            begin_scores();
+        else
+            issue_scores([](int) {});
         issue_values([](int) {});
         pass_turn();
         free_output();
-        search_behind();
+        if constexpr (later_tiles_vary) search_behind();
         ptx::wgmma_wait<1>();
         finish_scores();
-        bool last = uniform(tile.last());
+        const bool last = uniform(tile.last()), settled = !plain && (!later_tiles_vary || !uniform(tile.partial(warpgroup)));
         if constexpr (!cfg::overlap) {
             ptx::wgmma_wait<0>();
             finish_values();
         }
-        refine_scores();
-        const bool grown = update_softmax();
-        if constexpr (cfg::overlap) {
-            // No sum is negative.  The question, and the wait for the next keys, keep exponentials and sums above the
-            // wait for P V, which the assembler would otherwise do first.
-            last = uniform(last || state.sum[0] < 0.0f || state.sum[1] < 0.0f);
-        } else {
-            weigh();
-        }
-        if (!last) await_keys();
-        if constexpr (cfg::overlap) {
-            ptx::wgmma_wait<0>();
-            finish_values();
-            weigh();
-        }
+        if constexpr (later_tiles_vary)
+            refine_scores();
+        else if constexpr (cfg::prescaled)
+            prescale(s, p);
+        const bool grown = update_softmax<proceeds_early>(last, settled);
+        if constexpr (cfg::overlap && !proceeds_early) proceed<true>(last, fminf(state.sum[0], state.sum[1]));
+        weigh();
+        if constexpr (!cfg::overlap) proceed<false>(last, 0.0f);
         if (grown) rescale(o, factor);
         return last;
     }
@@ -260,9 +287,9 @@ struct Consumer {
         const bool last = uniform(tile.last());
         finish_scores();
         refine_scores();
-        update_softmax();
+        update_softmax<false>(last, false);
         weigh();
-        if (!last) await_keys();
+        proceed<false>(last, 0.0f);
         return last;
     }
 

@@ -24,9 +24,10 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
         ptx::mbarrier_init(shared.barrier(v_empty + stage), warps);
     }
     ptx::mbarrier_init(shared.barrier(raw_full), 1);
-    ptx::mbarrier_init(shared.barrier(raw_empty), 1);
-    ptx::mbarrier_init(shared.barrier(list_full), 1);
-    ptx::mbarrier_init(shared.barrier(list_empty), 1);
+    // All lanes write lists, and all read lists and mail: each arrives for itself.
+    ptx::mbarrier_init(shared.barrier(raw_empty), 32);
+    ptx::mbarrier_init(shared.barrier(list_full), 32);
+    ptx::mbarrier_init(shared.barrier(list_empty), 32);
     ptx::mbarrier_init_fence();
 }
 

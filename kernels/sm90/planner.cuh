@@ -36,8 +36,7 @@ struct Planner {
             to.batch = work.batch;
             to.instance = work.instance;
         }
-        __syncwarp();  // the list is written
-        if (lane == 0) ptx::mbarrier_arrive(shared.barrier(list_full));
+        ptx::mbarrier_arrive(shared.barrier(list_full));
         list.advance();
     }
 
@@ -93,10 +92,8 @@ struct Planner {
             number = __shfl_sync(~0u, draw(total), 0);
         }
         ptx::mbarrier_wait(shared.barrier(list_empty), list.phase ^ 1);
-        if (lane == 0) {
-            shared.list().count = -1;
-            ptx::mbarrier_arrive(shared.barrier(list_full));
-        }
+        if (lane == 0) shared.list().count = -1;
+        ptx::mbarrier_arrive(shared.barrier(list_full));
         load_queries({0, -1, 0, 0});
     }
 };

@@ -75,9 +75,8 @@ struct Producer {
             const KeyTile mine = from.tiles[lane];
             const i32 count = from.count;
             Source source{mine, from.head, from.batch, from.instance};
-            __syncwarp();  // the list is read
             if (count < 0) break;
-            if (lane == 0) ptx::mbarrier_arrive(shared.barrier(list_empty));
+            ptx::mbarrier_arrive(shared.barrier(list_empty));
             for (i32 i = 0; i < count; ++i) {
                 source.tile.code = __shfl_sync(~0u, mine.code, i);
                 load_keys(source);
@@ -110,10 +109,8 @@ __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
         }
         ptx::async_proxy_fence();
         __syncwarp();
-        if (lane == 0) {
-            ptx::mbarrier_arrive(shared.barrier(v_full + mail.stage));
-            ptx::mbarrier_arrive(shared.barrier(raw_empty));
-        }
+        if (lane == 0) ptx::mbarrier_arrive(shared.barrier(v_full + mail.stage));
+        ptx::mbarrier_arrive(shared.barrier(raw_empty));
     }
 }
 

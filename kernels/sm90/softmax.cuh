@@ -71,28 +71,58 @@ __device__ __forceinline__ void move_reference(Softmax& state, float (&factor)[2
     }
 }
 
-// Replaces the scores by exp2(score * scale + shift) and adds them up; calls `beside` after each block of 16 keys.  True
-// when earlier outputs of the warp must be multiplied by factor.
-template <class Beside>
-__device__ __forceinline__ bool update(Softmax& state, float (&factor)[2], Scores& s, const Beside& beside) {
+// The largest of a thread's scores in each of its two rows.
+__device__ __forceinline__ void find_largest(float (&top)[2], const Scores& s) {
     // Two chains per row: a single one would be bound by its latency.
     float chain[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
     for (int i = 4; i < cfg::block_n / 2; ++i) chain[i & 3] = fmaxf(chain[i & 3], s[i]);
-    const float top[2] = {fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3])};
-    const bool grown = __any_sync(~0u, top[0] > state.limit[0] || top[1] > state.limit[1]);
-    if (grown) move_reference(state, factor, top);
+    top[0] = fmaxf(chain[0], chain[1]), top[1] = fmaxf(chain[2], chain[3]);
+}
+
+// The same where it is positive, else 0; NaN if one of them is.  Positive floats are ordered as their bits are, and one
+// instruction finds the largest of three integers.
+__device__ __forceinline__ void find_largest_positive(float (&top)[2], const Scores& s) {
+    i32 chain[4] = {};
+#pragma unroll
+    for (int i = 0; i < cfg::block_n / 4; ++i)
+        chain[i & 3] = __vimax3_s32(chain[i & 3], __float_as_int(s[2 * i]), __float_as_int(s[2 * i + 1]));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) top[r] = __int_as_float(max(chain[r], chain[r + 2]));
+}
+
+// Brings the maximum up to date, and the reference if need be; true when earlier outputs of the warp must be multiplied by
+// factor.  With `settled` the rows are expected to have positive scores and to stay within their limits.
+__device__ __forceinline__ bool follow(Softmax& state, float (&factor)[2], const Scores& s, bool settled) {
+    float top[2];
+    if (settled) {
+        find_largest_positive(top, s);
+        settled = __all_sync(~0u, top[0] > 0.0f && top[0] <= state.limit[0] && top[1] > 0.0f && top[1] <= state.limit[1]);
+    }
+    bool grown = false;
+    if (!settled) {
+        find_largest(top, s);
+        grown = __any_sync(~0u, top[0] > state.limit[0] || top[1] > state.limit[1]);
+        if (grown) move_reference(state, factor, top);
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) state.top[r] = fmaxf(state.top[r], top[r]);
+    return grown;
+}
+
+// Replaces the scores by exp2(score * scale + shift) and adds them up; calls `beside` after each block of 16 keys, with the
+// sums so far.
+template <class Beside>
+__device__ __forceinline__ void exponentiate(Softmax& state, Scores& s, const Beside& beside) {
+    float chain[4];
 #pragma unroll
     for (int i = 0; i < cfg::block_n / 2; ++i) {
         s[i] = ptx::ex2(fmaf(s[i], state.scale, state.shift[half_of(i)]));
         chain[i & 3] = i < 4 ? s[i] : chain[i & 3] + s[i];
-        if (i % 8 == 7) beside(i / 8);
+        if (i % 8 == 7) beside(i / 8, chain);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) state.sum[r] += chain[2 * r] + chain[2 * r + 1];
-    return grown;
 }
 
 // The accumulator of 16 columns is, rounded, the A fragment of the next product: no data moves between lanes.
