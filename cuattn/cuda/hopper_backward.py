@@ -26,7 +26,9 @@ _SLOTS = {
     "ticket": "tickets",
 }
 _PREPROCESS = ("elem", "acc", "o_elem", "block_m", "head_dim_v")
-_CONVERT = ("elem", "head_dim", "head_dim_v", "block_m", "block_n", "stages", "band_left", "band_right", "mask")
+_CONVERT = (
+    "elem", "head_dim", "head_dim_v", "block_m", "block_n", "stages", "band_left", "band_right", "mask", "dropout",
+)  # fmt: skip
 _THREADS = 256  # of backward_preprocess and backward_convert
 _STORE_ROWS = 64  # of gradients leave at a time: one warpgroup's
 

@@ -74,11 +74,10 @@ def whole(problem: Problem) -> bool:
         return False
     if widest <= 64:
         return True
-    # What a score goes through besides the softmax takes registers, too, and so does walking blocks inside a band.
+    # A softcap takes registers, too, and so does walking blocks beside anything else.
     return not (
         problem.softcap is not None
-        or (problem.dropout and problem.mask is not None)
-        or (problem.mask == "block" and (problem.band is not None or problem.deterministic))
+        or (problem.mask == "block" and (problem.band is not None or problem.deterministic or problem.dropout))
     )
 
 
@@ -106,7 +105,8 @@ def key_kernel(problem: Problem) -> Kernel:
     slabs, slabs_v = _slabs(problem)
     one = whole(problem)
     block_m, block_n, stages = 64, 128 if one else 64, 2
-    if one and max(slabs, slabs_v) == 1 and problem.softcap is None and not problem.dropout:
+    crowded = problem.softcap is not None or (problem.mask == "block" and problem.dropout)  # registers are
+    if one and max(slabs, slabs_v) == 1 and not crowded:
         block_m = 128
     if one:
         keys = 2 * slabs + slabs_v
@@ -117,10 +117,12 @@ def key_kernel(problem: Problem) -> Kernel:
         handed = 2 * 4 * 64 * block_m  # P
         gradients = 0
     rows = (slabs + slabs_v) * block_m * _ROW_BYTES + 2 * 4 * block_m
-    barriers = 8 * ((6 if one else 4) + 4 * stages + 6 + 2)
-    tiles = keys * block_n * _ROW_BYTES + stages * rows + gradients + handed
+    draws = block_m * block_n // 8 if problem.dropout else 0
+    barriers = 8 * ((6 if one else 4) + 4 * stages + 6 + 2 + (3 * stages if draws else 0))
+    tiles = keys * block_n * _ROW_BYTES + stages * rows + gradients + handed + draws
     work, steps, mail, walk, heads, dq_places = (3 if one else 2) * 16, 16 * stages, 32, 48, 24, 40
-    smem_bytes = pad(tiles + barriers, 16) + work + steps + mail + walk + heads + dq_places
+    draw_places = 16 * stages if draws else 0
+    smem_bytes = pad(tiles + barriers, 16) + work + draw_places + steps + mail + walk + heads + dq_places
     row = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + (4 * problem.head_dim if one else 0)
     section = _section(problem, row, problem.n_queries * problem.group, problem.kv_heads)
     return Kernel(block_m, block_n, stages, 0, smem_bytes, *_tiles(problem, block_m, block_n), section)
@@ -221,7 +223,7 @@ def plan(problem: Problem, o_dtype: str = "") -> Plan:
         direction="backward",
         block_m=kernel.block_m,
         block_n=kernel.block_n,
-        workers=4 * (_WARPGROUPS + 1),
+        workers=4 * (_WARPGROUPS + 1 + bool(problem.dropout and whole(problem))),
         smem_bytes=kernel.smem_bytes,
         workspace_bytes=sum(array.nbytes for array in scratch(problem, heads).values()),
         reason="bulk tensor copies and warpgroup products, sm_90a",

@@ -40,18 +40,29 @@ __device__ __forceinline__ bool kept_low(u32 word) { return (word << 16) >= (thr
 template <u32 threshold>
 __device__ __forceinline__ bool kept_high(u32 word) { return word >= (threshold << 16); }
 
+#if __CUDA_ARCH__ >= 900
+// All bits of the halves that lie under a limit.
+template <u32 limit>
+__device__ __forceinline__ u32 halves_under(u32 word) {
+    static_assert(limit <= 32768);
+    // min(half, limit) - limit is negative for such a half and else 0, in 16 bits.
+    constexpr u32 both = limit | limit << 16, minus = (65536 - limit) | (65536 - limit) << 16;
+    return ptx::max_s16x2(ptx::add_s16x2(ptx::min_u16x2(word, both), minus), 0xffffffffu);
+}
+#endif
+
 // Zeroes the halves of a packed pair whose draws lie under the threshold.
 template <u32 threshold>
 __device__ __forceinline__ u32 drop_pair(u32 pair, u32 word) {
 #if __CUDA_ARCH__ >= 900
-    if constexpr (threshold <= 32768) {
-        // min(draw, T) - T is 0 for a kept draw and negative for a dropped one, in 16 bits.
-        constexpr u32 both = threshold | threshold << 16, minus = (65536 - threshold) | (65536 - threshold) << 16;
-        return pair & ~ptx::max_s16x2(ptx::add_s16x2(ptx::min_u16x2(word, both), minus), 0xffffffffu);
-    }
-#endif
+    if constexpr (threshold <= 32768)
+        return pair & ~halves_under<threshold>(word);
+    else
+        return pair & halves_under<65536 - threshold>(~word);
+#else
     const u32 low = kept_low<threshold>(word) ? pair & 0xffffu : 0u;
     return (kept_high<threshold>(word) ? pair & 0xffff0000u : 0u) | low;
+#endif
 }
 
 // Zeroes what is dropped of a fragment of p.

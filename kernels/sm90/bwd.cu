@@ -2,9 +2,11 @@
 //
 // A persistent grid.  Per block: a producer warp feeds row tiles of q and do to two consumer warpgroups of 64 keys each, two
 // reducer warps add dQ up in memory, and a cleaner warp looks after NaN (sm90/bwd_producer.cuh, bwd_consumer.cuh, bwd_reducer.cuh).
+// With dropout a further warpgroup draws what is dropped (bwd_draws.cuh).
 #include "attn/params.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "sm90/bwd_consumer.cuh"
+#include "sm90/bwd_draws.cuh"
 #include "sm90/bwd_producer.cuh"
 #include "sm90/bwd_reducer.cuh"
 #include "sm90/bwd_split.cuh"
@@ -24,6 +26,11 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
         ptx::mbarrier_init(shared.barrier(q_empty + stage), consumers);
         ptx::mbarrier_init(shared.barrier(do_full + stage), 1);
         ptx::mbarrier_init(shared.barrier(do_empty + stage), by_function ? consumers : warps);
+        if constexpr (drawers) {
+            ptx::mbarrier_init(shared.barrier(draws_told + stage), 1);
+            ptx::mbarrier_init(shared.barrier(draws_full + stage), drawers);
+            ptx::mbarrier_init(shared.barrier(draws_empty + stage), by_function ? 4 : warps);
+        }
     }
     for (int buffer = 0; buffer < 2; ++buffer) {
         ptx::mbarrier_init(shared.barrier(handed + buffer), by_function ? 128 : warps);
@@ -69,10 +76,16 @@ attention_backward(const __grid_constant__ Params p, const __grid_constant__ ptx
             Producer producer{p, maps, shared, threadIdx.x == 0};
             producer.run();
         } else if (warp <= warpgroups) {
-            if constexpr (!by_function) reduce(p, shared, warp - 1);
+            if constexpr (!by_function)
+                reduce(p, shared, warp - 1);
+            else if constexpr (drawers)
+                draw_ahead(p, shared, warp - 1);
         } else if (may_have_dead_keys) {
             clean(p, shared);
         }
+    } else if (drawing_warpgroups && warp >= 4 * (1 + warpgroups)) {
+        ptx::registers_release<drawer_registers>();
+        draw_ahead(p, shared, warp % 4);
     } else {
         ptx::registers_claim<consumer_registers>();
         run_consumer(p, shared, maps, warp / 4 - 1);

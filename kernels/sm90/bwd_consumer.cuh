@@ -9,8 +9,8 @@
 namespace sm90 {
 
 // P is rounded together with dS, and dV comes after dS, which is faster by 1-4 % and takes fewer registers; but a softcap's slope
-// leaves no P to round, and dropped elements are best thinned out at once.
-constexpr bool values_first = cfg::block_m <= 64 && (cfg::softcap || cfg::dropout);
+// leaves no P to round.
+constexpr bool values_first = cfg::block_m <= 64 && cfg::softcap;
 // With scores ahead dK takes dS from shared memory: as registers it would have to outlive those scores.  With 64 rows, where shared
 // memory nearly binds, that costs more than the scores gain.
 constexpr bool scores_ahead = cfg::block_m == 128;
@@ -58,11 +58,12 @@ struct Consumer : Worker {
     // Lines 11-13: probabilities, while dP is being computed.
     __device__ __forceinline__ void probabilities() {
         const Hidden hidden(*this, 64 * warpgroup, uniform(code.partial()));
+        const Draws draws = take_draws(64 * warpgroup);
         const Numbers numbers(stat());
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(s);
         hidden.refine(s, p);
-        weigh<values_first>(s, weights, p, numbers, hidden.draws);
+        weigh<values_first>(s, weights, p, numbers, draws);
     }
 
     // Line 20: dS, which goes to shared memory for dQ.

@@ -8,16 +8,21 @@ namespace sm90 {
 constexpr int slabs = (cfg::head_dim + 63) / 64;        // of q and k
 constexpr int slabs_v = (cfg::head_dim_v + 63) / 64;    // of v and do
 constexpr int warpgroups = 2;                           // consumers
-constexpr int threads = 128 * (warpgroups + 1);
 
 // Two ways to share a key tile's work.  By keys: 64 for each warpgroup, and dQ is computed as well.  By function, for wide
 // heads: both have the same 64 keys, one computes P and dV, the other dS and dK; dQ is left to sm90/bwd_rows.cu.
 constexpr bool by_function = cfg::block_n == 64;
 static_assert(by_function || cfg::block_n == 64 * warpgroups);
 
+// Warps that draw what dropout drops (sm90/bwd_draws.cuh): a warpgroup of their own, or those that would reduce dQ.
+constexpr int drawers = !cfg::dropout ? 0 : by_function ? 2 : 4;
+constexpr int drawing_warpgroups = drawers / 4;
+constexpr int threads = 128 * (warpgroups + 1 + drawing_warpgroups);
+
 // Accumulators leave the producer few; walking blocks takes more.
 constexpr int producer_registers = !by_function && cfg::mask != kMaskBlock ? 24 : 40;
-constexpr int consumer_registers = (504 - producer_registers) / 2;
+constexpr int drawer_registers = 24;
+constexpr int consumer_registers = ((drawing_warpgroups ? 512 - drawer_registers : 504) - producer_registers) / 2;
 
 // dQ of a row tile is shared out by rows where there are enough of them, else by columns.
 constexpr bool dq_by_rows = cfg::block_m == 128;
@@ -34,6 +39,7 @@ constexpr int ds_bytes = by_function ? 0 : warpgroups * cfg::block_m * row_bytes
 // What a warpgroup hands on: its part of dQ to a reducer warp, or (two buffers) float32 P to the other warpgroup.
 constexpr int handed_bytes = by_function ? 64 * cfg::block_m * 4 : dq_part_bytes;
 constexpr int numbers_bytes = cfg::block_m * 4;                  // stat or delta of a row tile
+constexpr int draws_bytes = drawers ? cfg::block_m * cfg::block_n / 8 : 0;  // a bit per element
 
 // Offsets in bytes; every tile starts on a multiple of 1024.
 constexpr int k_at = 0;
@@ -45,7 +51,8 @@ constexpr int ds_at = do_at + cfg::stages * do_bytes;
 constexpr int handed_at = ds_at + 2 * ds_bytes;
 constexpr int stat_at = handed_at + 2 * handed_bytes;
 constexpr int delta_at = stat_at + cfg::stages * numbers_bytes;
-constexpr int barriers_at = delta_at + cfg::stages * numbers_bytes;
+constexpr int draws_at = delta_at + cfg::stages * numbers_bytes;
+constexpr int barriers_at = draws_at + draws_bytes;
 
 enum Barrier {
     k_full,
@@ -61,7 +68,10 @@ enum Barrier {
     foretold = taken + 2,  // + stage: where the next dQ belongs
     raw_full = foretold + 2,  // tiles that must be cleaned before they count as full
     raw_empty,
-    barrier_count
+    draws_told,  // which row tile to draw for; + stage
+    draws_full = draws_told + (drawers ? cfg::stages : 0),
+    draws_empty = draws_full + (drawers ? cfg::stages : 0),
+    barrier_count = draws_empty + (drawers ? cfg::stages : 0)
 };
 
 // A key tile as the producer announces it.
@@ -106,6 +116,12 @@ struct DqPlace {
     i32 m, n, head, batch;
 };
 
+// To the drawers: the tile that is drawn for next.
+struct alignas(16) DrawPlace {
+    i32 n;  // number of the key tile; negative: no more work
+    i32 m, head, batch;
+};
+
 struct Maps {
     const ptx::TensorMap &q, &k, &v, &dout, &dk, &dv;
 };
@@ -119,7 +135,8 @@ struct alignas(16) Mail {
 };
 
 constexpr int work_at = (barriers_at + 8 * barrier_count + 15) / 16 * 16;
-constexpr int steps_at = work_at + k_stages * int(sizeof(Work));
+constexpr int draw_places_at = work_at + k_stages * int(sizeof(Work));
+constexpr int steps_at = draw_places_at + (drawers ? cfg::stages * int(sizeof(DrawPlace)) : 0);
 constexpr int mail_at = steps_at + cfg::stages * int(sizeof(Step));
 constexpr int walk_at = mail_at + int(sizeof(Mail));
 constexpr int pending_at = walk_at + int(sizeof(WalkTables));
@@ -154,6 +171,7 @@ struct Shared {
     __device__ __forceinline__ WalkTables& walk() const { return at<WalkTables>(walk_at); }
     __device__ __forceinline__ HeadPlace& head(bool odd) const { return at<HeadPlace>(heads_at, odd); }
     __device__ __forceinline__ DqPlace& dq_place(u32 stage) const { return at<DqPlace>(dq_places_at, stage); }
+    __device__ __forceinline__ DrawPlace& draw_place(u32 stage) const { return at<DrawPlace>(draw_places_at, stage); }
 };
 
 constexpr bool may_have_empty_rows = cfg::mask != kMaskNone || cfg::band_left || cfg::band_right;

@@ -28,8 +28,17 @@ struct Producer {
         if (leader) shared.mail() = {stage, shared.pending()};
     }
 
+    // Sends the drawers a place; what they drew for the one before it in this stage is in registers.
+    __device__ __forceinline__ void tell(const DrawPlace& place) {
+        ptx::mbarrier_wait(shared.barrier(draws_empty + slot.stage), slot.phase ^ 1);
+        if (!leader) return;
+        shared.draw_place(slot.stage) = place;
+        ptx::mbarrier_arrive(shared.barrier(draws_told + slot.stage));
+    }
+
     __device__ __forceinline__ void load_step(StepCode step) {
         const u32 stage = slot.stage;
+        if constexpr (drawers) tell({shared.pending().tile, step.m(), shared.head(step.odd()).head, shared.pending().batch});
         u32 full = shared.barrier(q_full + stage), full_do = shared.barrier(do_full + stage);
         ptx::mbarrier_wait(shared.barrier(q_empty + stage), slot.phase ^ 1);
         ptx::mbarrier_wait(shared.barrier(do_empty + stage), slot.phase ^ 1);
@@ -134,6 +143,7 @@ struct Producer {
     __device__ __forceinline__ void run() {
         const i32 total = p.batch * p.kv_heads * p.key_tiles;
         for (i32 number = blockIdx.x; number < total; number = draw()) feed(number);
+        if constexpr (drawers) tell({-1, 0, 0, 0});
         ptx::mbarrier_wait(shared.barrier(k_empty + keys.stage), keys.phase ^ 1);  // now nobody looks at that key tile
         if (leader) {
             shared.work(keys.stage) = {-1, 0, 0, 0};

@@ -1,7 +1,6 @@
 // Scores to probabilities to dS, on one warpgroup's 64 keys: a thread holds keys g and g + 8 of its warp's 16, and two
 // neighbours of every 8 queries.
 #pragma once
-#include "attn/philox.cuh"
 #include "attn/score.cuh"
 #include "ptx/stmatrix.cuh"
 #include "sm90/bwd_products.cuh"
@@ -55,24 +54,15 @@ __device__ __forceinline__ void mask_scores(Scores& s, const Visible& visible) {
     }
 }
 
-// Dropout's draws for a thread's elements; halves of word w of a block of 16 queries belong to fragment register w.
-using Draws = u32[cfg::dropout ? cfg::block_m / 16 : 1][4];
+// What dropout keeps of a thread's elements, a bit each, as sm90/bwd_draws.cuh lays them out.
+struct Draws {
+    u32 kept[cfg::block_m / 64];
 
-// The generator serves rows; the columns that a thread holds here take two calls per block (the contract is in
-// cuattn/rng.py: bit 3 of row, bits 0 and 3 of key are clear in the counter).
-__device__ __forceinline__ void draw(Draws& draws, const Params& p, const TilePlace& at) {
-    const RandomStream stream = random_stream(p.dropout, at.batch, at.head);
-    const u32 pick = at.key & 1 ? 0x7632 : 0x5410;
-    const i32 row = at.first_row + 2 * (threadIdx.x % 4);
-#pragma unroll
-    for (int block = 0; block < cfg::block_m / 16; ++block) {
-        u32 even[4], odd[4];
-        random_words(even, p.dropout, stream, row + 16 * block, at.key & ~1);
-        random_words(odd, p.dropout, stream, row + 16 * block + 1, at.key & ~1);
-#pragma unroll
-        for (int w = 0; w < 4; ++w) draws[block][w] = ptx::prmt(even[(w >> 1) | (w & 1) << 1], odd[(w >> 1) | (w & 1) << 1], pick);
+    // p of element i, negative if it is dropped.
+    __device__ __forceinline__ float mark(int i, float p) const {
+        return kept[i / 32] & (1u << (i / 8 % 4 * 8 + i % 2 * 4 + i / 2 % 4)) ? p : -p;
     }
-}
+};
 
 // What the softcap does to gradients, from the score behind it; a hidden score must not turn into NaN.
 __device__ __forceinline__ float cap_slope(const Params& p, float score) {
@@ -82,7 +72,12 @@ __device__ __forceinline__ float cap_slope(const Params& p, float score) {
 
 // Elements 2 i and 2 i + 1 as a packed pair; a negative P is one that dropout dropped.
 __device__ __forceinline__ u32 round_weights(float low, float high) {
-    return cfg::dropout ? pack(fmaxf(low, 0.0f), fmaxf(high, 0.0f)) : pack(low, high);
+    return cfg::dropout ? pack_positive(low, high) : pack(low, high);
+}
+
+// P (dP - D); of a dropped element, whose dP is 0, - P D.
+__device__ __forceinline__ float gradient(float p, float dp, float d) {
+    return cfg::dropout ? fmaf(fmaxf(p, 0.0f), dp, -fabsf(p) * d) : p * (dp - d);
 }
 
 // Numbers of a tile's queries, for a thread those of 2 neighbours of every 8: where they lie, or ahead of their use in registers,
@@ -106,7 +101,6 @@ struct NumbersAhead {
 template <bool round_now, class Numbers>
 __device__ __forceinline__ void weigh(Scores& s, Fragments& weights, const Params& p, const Numbers& stat, const Draws& draws) {
     static_assert(round_now || !cfg::softcap);
-    constexpr u32 threshold = cfg::dropout ? cfg::dropout : 1;
     const float scale = static_cast<float>((cfg::prescaled ? 1.0 : fabs(p.scale)) * kLog2e);
 #pragma unroll
     for (int i = 0; i < cfg::block_m / 2; i += 2) {
@@ -114,11 +108,7 @@ __device__ __forceinline__ void weigh(Scores& s, Fragments& weights, const Param
         const float score[2] = {s[i], s[i + 1]};
         s[i] = ptx::ex2(fmaf(score[0], scale, shift.x));
         s[i + 1] = ptx::ex2(fmaf(score[1], scale, shift.y));
-        if constexpr (cfg::dropout) {
-            const u32 word = draws[i / 8][i / 2 % 4];
-            if (!kept_low<threshold>(word)) s[i] = -s[i];
-            if (!kept_high<threshold>(word)) s[i + 1] = -s[i + 1];
-        }
+        if constexpr (cfg::dropout) s[i] = draws.mark(i, s[i]), s[i + 1] = draws.mark(i + 1, s[i + 1]);
         if constexpr (round_now) weights[i / 8][i / 2 % 4] = round_weights(s[i], s[i + 1]);
         if constexpr (cfg::softcap) s[i] *= cap_slope(p, score[0]), s[i + 1] *= cap_slope(p, score[1]);
     }
@@ -130,9 +120,7 @@ __device__ __forceinline__ void differentiate(Fragments& ds, Fragments& weights,
 #pragma unroll
     for (int i = 0; i < cfg::block_m / 2; i += 2) {
         const float2 d = delta[i / 4];
-        const float low = s[i] * (cfg::dropout && s[i] < 0 ? d.x : dp[i] - d.x);
-        const float high = s[i + 1] * (cfg::dropout && s[i + 1] < 0 ? d.y : dp[i + 1] - d.y);
-        ds[i / 8][i / 2 % 4] = pack(low, high);
+        ds[i / 8][i / 2 % 4] = pack(gradient(s[i], dp[i], d.x), gradient(s[i + 1], dp[i + 1], d.y));
         if constexpr (round_weights_now) weights[i / 8][i / 2 % 4] = round_weights(s[i], s[i + 1]);
     }
 }

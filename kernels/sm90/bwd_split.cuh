@@ -46,13 +46,14 @@ struct Weigher : Worker {
         issue_scores();
         for (i32 before = -1;;) {
             const Hidden hidden(*this, 0, uniform(step().partial()));
+            const Draws draws = take_draws(0);
             const u32 stage = slot.stage;
             const bool last = uniform(step().last());
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(s);
             if (before >= 0) release_read(do_empty + before);
             hidden.refine(s, p);
-            weigh<true>(s, weights, p, stat(), hidden.draws);
+            weigh<true>(s, weights, p, stat(), draws);
             release_read(q_empty + stage);
             hand_on();
             await_douts();

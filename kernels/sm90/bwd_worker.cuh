@@ -38,6 +38,20 @@ struct Worker {
     __device__ __forceinline__ void await_queries() const { ptx::mbarrier_wait(shared.barrier(q_full + slot.stage), slot.phase); }
     __device__ __forceinline__ void await_douts() const { ptx::mbarrier_wait(shared.barrier(do_full + slot.stage), slot.phase); }
 
+    // What is kept of the row tile in the slot, for the warpgroup's keys from first_key on within the key tile.
+    __device__ __forceinline__ Draws take_draws(u32 first_key) const {
+        Draws draws;
+        if constexpr (drawers) {
+            ptx::mbarrier_wait(shared.barrier(draws_full + slot.stage), slot.phase);
+            const u32 keys_block = first_key / 16 + threadIdx.x % 128 / 32;
+#pragma unroll
+            for (int part = 0; part < cfg::block_m / 64; ++part)
+                draws.kept[part] = shared.at<u32>(draws_at, (part * cfg::block_n / 16 + keys_block) * 32 + threadIdx.x % 32);
+            release(draws_empty + slot.stage);
+        }
+        return draws;
+    }
+
     __device__ __forceinline__ const Work& work() const { return shared.work(keys.stage); }
 
     // Waits for the key tile in the slot; false when there is none.
@@ -52,10 +66,9 @@ struct Worker {
     }
 };
 
-// What is hidden or dropped of a warpgroup's part of a tile; found while the scores are being computed.
+// What is hidden of a warpgroup's part of a tile; found while the scores are being computed.
 struct Hidden {
     Visible visible;
-    Draws draws;
     const bool partial;
 
     // first_key: of the warpgroup, within the key tile.  partial: elements must be tested.
@@ -64,7 +77,6 @@ struct Hidden {
         const Step& step = worker.step();
         const TilePlace at{work.batch, step.head, step.m() * cfg::block_m, work.tile * cfg::block_n + first_key + thread_key()};
         if (partial) find_visible(visible, worker.p, at);
-        if constexpr (cfg::dropout) draw(draws, worker.p, at);
     }
 
     // Raw products to scores, as far as something stands between them.

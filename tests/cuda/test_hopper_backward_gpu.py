@@ -42,6 +42,8 @@ OWN = [
     Case("small blocks", n_queries=300, n_keys=400, mask=blocks_of(24, 40), options={"dropout_p": 0.3, "rng": 7}),
     Case("dropout", n_queries=300, n_keys=400, head_dim=128, options={"dropout_p": 0.1, "rng": 42}),
     Case("dropout d64", n_queries=300, n_keys=400, options={"dropout_p": 0.7, "rng": 42}),
+    Case("dropout grouped", heads=8, kv_heads=2, n_queries=500, n_keys=600, mask=some_heads,
+         options={"dropout_p": 0.1, "rng": 11, "is_causal": "bottom_right"}),
     Case("d 192 dv 128", head_dim=192, head_dim_v=128, options={"is_causal": True}, n_keys=200),
     Case("d256 grouped", heads=8, kv_heads=2, n_queries=300, n_keys=400, head_dim=256),
     Case("d256 window", head_dim=256, options={"window": (50, 20, "bottom_right"), "scale": -0.05}),
@@ -70,7 +72,7 @@ def test_oracle(case):
 # Where turns matter: many key tiles add to a row tile, and masks leave some of them out.
 TURNS = [
     "turns", "turns causal", "many tiles", "many tiles d64", "columns", "columns grouped", "columns window",
-    "small blocks", "blocks", "dropout", "d 96 dv 40", "d256 everything",
+    "small blocks", "blocks", "dropout", "dropout grouped", "d 96 dv 40", "d256 everything",
 ]  # fmt: skip
 
 

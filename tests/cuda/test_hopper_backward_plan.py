@@ -44,6 +44,7 @@ def test_takes_head_dimensions(head_dim):
 
 def test_one_kernel_or_two():
     assert planner.whole(problem()) and planner.whole(problem(64, softcap=3.0, dropout=6554))
+    assert [planner.whole(problem(mask=mask, dropout=6554)) for mask in ("column", "block")] == [True, False]
     assert not planner.whole(problem(256)) and not planner.whole(problem(softcap=3.0))
     assert "turns" in planner.plan(problem(64, deterministic=True)).notes[0]
     assert "fixed order" in planner.plan(problem(256)).notes[0]
@@ -82,10 +83,12 @@ VARIANTS = [
     problem(64),
     problem(64, mask="column", band=WINDOW),
     problem(64, dropout=6554, dtype=F16, softcap=3.0),
+    problem(64, dropout=40000, mask="block", band=WINDOW),
     problem(96, 40, mask="block"),
     problem(128),
     problem(128, mask="column", band=CAUSAL),
     problem(128, dropout=6554, scale=-0.1),
+    problem(128, dropout=6554, mask="column", band=CAUSAL),
     problem(128, softcap=3.0, mask="column"),
     problem(192, 128, band=CAUSAL),
     problem(256),
