@@ -23,7 +23,8 @@ constexpr int lanes_per_row() {
 }
 
 constexpr int kPasses = kStatRows * lanes_per_row() / kThreads;
-constexpr int kTogether = kPasses % 4 == 0 ? 4 : kPasses % 2 == 0 ? 2 : 1;  // rows whose loads are under way at a time
+constexpr int kMost = sizeof(cfg::acc) == 8 ? 2 : 4;  // as many as the registers hold
+constexpr int kTogether = kPasses % kMost == 0 ? kMost : kPasses % 2 == 0 ? 2 : 1;  // rows whose loads are under way at a time
 static_assert(kPasses * kThreads == kStatRows * lanes_per_row() && kPasses > 0);
 
 // Row of this lane in a pass.
