@@ -42,37 +42,52 @@ GROUPS = (  # the first that holds a case takes it
     Group(
         "deterministic gradients",
         lambda p: p["deterministic"],
-        "key tiles take turns to add to dQ, and wait for each other",
+        "key tiles add to dQ in turn, and some wait for their turn",
     ),
     Group("host time", lambda p: p["host"], "checks, plan and two frameworks' arrays in Python, before one launch"),
     Group("one query", _table("decode"), "both read k and v at the memory's speed"),
     Group(
         "dropout, backward",
         _table("dropout", direction="backward"),
-        "each weight's random bits are made again from its place",
+        "drawing a weight's bits from its place again takes longer than the softmax leaves time for",
     ),
-    Group("dropout, forward", _table("dropout"), "each weight's random bits are made from its place"),
+    Group(
+        "dropout, forward",
+        _table("dropout"),
+        "drawing a weight's bits from its place shares the issue slots with the softmax",
+    ),
     Group(
         "backward, d 128, no mask",
         _sort("backward", 128, False),
-        "the softmax between the products, and writing dQ out, hold the tensor cores up",
+        "loads, fences and dQ's way out in every step; none of them alone is worth more than 2 %",
     ),
     Group("backward, d 128, masks", _sort("backward", 128, True), "as without a mask"),
     Group(
         "backward, d 64, no mask",
         _sort("backward", 64, False),
-        "half as many products to an exponential as at 128",
+        "shared memory is 75 % busy, and a warpgroup's arithmetic hardly overlaps its own products",
     ),
     Group("backward, d 64, masks", _sort("backward", 64, True), "as without a mask"),
     Group("backward, d 256", _sort("backward", 256, False), "two kernels instead of one"),
     *(
         Group(f"forward, d {d}, {kind}", _sort("forward", d, kind == "masks"), why)
         for d in (128, 64, 256)
-        for kind, why in (("no mask", "long sequences: the rival keeps them in step"), ("masks", "as without a mask"))
+        for kind, why in (
+            ("no mask", "a step of the softmax outlasts the other warpgroup's products"),
+            ("masks", "as without a mask"),
+        )
     ),
-    Group("float64", _table("portable", dtype="float64"), "the rival is cuBLAS on N x N matrices in device memory"),
+    Group(
+        "float64",
+        _table("portable", dtype="float64"),
+        "the rival is matrix products of N x N in device memory; loads from shared memory beside the products",
+    ),
     Group("portable kernel", _table("portable"), "written for every GPU, not for this one"),
-    Group("short sequences, forward and backward", _table("lengths", "gpt2"), "few tiles for 132 multiprocessors"),
+    Group(
+        "short sequences, forward and backward",
+        _table("lengths", "gpt2"),
+        "presumably the launches around the backward (row sums before, dq behind), on little work",
+    ),
 )
 
 
