@@ -8,6 +8,9 @@ dense boolean matrix.  "forward" gives o alone, as PyTorch's function does (``cu
 ``cuattn.forward``, whose statistics PyTorch has no counterpart for, beside the same call of PyTorch's.  Results are
 compared before anything is timed; rivals run in turn, after a pause, all samples are kept.  cuattn alone is timed at
 N = 16384, too, to see whether its time under a mask follows the visible tiles.
+
+Where other work runs, ``chrt -f 1 python bench/cpu.py`` gives the cores to whichever rival is being timed; the report
+names the scheduling policy.
 """
 
 from __future__ import annotations
@@ -179,9 +182,18 @@ def environment() -> dict[str, object]:
         "numpy": np.__version__,
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
+        "scheduling": policy(),
         "shape": {"heads": HEADS, "n": N, "head_dim": D, "dtype": "float32"},
         "command": "python bench/cpu.py",
     }
+
+
+def policy() -> str:
+    """Return the scheduling policy of this process: "SCHED_OTHER" is the usual one."""
+    if not hasattr(os, "sched_getscheduler"):
+        return "unknown"
+    names = {getattr(os, name): name for name in ("SCHED_OTHER", "SCHED_BATCH", "SCHED_FIFO", "SCHED_RR")}
+    return names.get(os.sched_getscheduler(0), "unknown")
 
 
 def best(row: dict, name: str) -> float:
@@ -189,13 +201,19 @@ def best(row: dict, name: str) -> float:
     return min(row["seconds"][name])
 
 
+def pairs(row: dict) -> float:
+    """Return the median, over the turns, of PyTorch's time / cuattn's: what a lucky sample of one does not move."""
+    ours, theirs = row["seconds"]["cuattn"], row["seconds"]["torch"]
+    return float(np.median(np.divide(theirs, ours)))
+
+
 def show(report: dict) -> None:
     """Print the table."""
-    table = Table("mask", "tiles skipped", "direction", "cuattn, s", "torch, s", "torch / cuattn")
+    table = Table("mask", "tiles skipped", "direction", "cuattn, s", "torch, s", "torch / cuattn", "median of pairs")
     for row in report["rows"]:
         ours, theirs = best(row, "cuattn"), best(row, "torch")
         cells = (row["mask"], f"{row['rho']:.0%}", row["direction"], f"{ours:.3f}", f"{theirs:.3f}")
-        table.add_row(*cells, f"{theirs / ours:.2f}")
+        table.add_row(*cells, f"{theirs / ours:.2f}", f"{pairs(row):.2f}")
     console = Console()
     console.print(table)
     console.print(shares(report))

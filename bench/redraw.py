@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 from bench import report
+from bench.cpu import pairs
 from bench.sections import LONG, SECTIONS
 from bench.study import RESULTS
 
@@ -149,23 +150,23 @@ def insert(text: str, section: str) -> str:
 def cpu(folder: Path = RESULTS) -> str:
     """Return the README's paragraph on the CPU, between its marks."""
     found = json.loads((folder / "cpu.json").read_text())
-    ratios = {(row["mask"], row["direction"]): _times_as_fast(row) for row in found["rows"]}
-    plain = {direction: ratio for (mask, direction), ratio in ratios.items() if mask == "none"}
-    masked = [ratio for (mask, _), ratio in ratios.items() if mask != "none"]
+    plain = {row["direction"]: (pairs(row), _of_the_fastest(row)) for row in found["rows"] if row["mask"] == "none"}
+    masked = [pairs(row) for row in found["rows"] if row["mask"] != "none"]
+    medians, fastest = (", ".join(f"{of[n]:.2f}" for of in plain.values()) for n in (0, 1))
     about = found["environment"]
     text = (
         f"Beside PyTorch's `scaled_dot_product_attention`, which takes masks as dense matrices, in one run on "
-        f"{about['cores']} cores of a shared machine ({about['cpu']}; `python bench/cpu.py`, fastest of "
-        f"{len(found['rows'][0]['seconds']['torch'])} samples each; all are in `bench/results/cpu.json`).  Without a "
-        f"mask cuattn has {plain['forward']:.2f} times PyTorch's speed forward, {plain['forward, l, m']:.2f} where the "
-        f"forward also returns l and m, {plain['forward+backward']:.2f} forward and backward.  With a mask it computes "
-        f"only the tiles that somebody sees, and has {min(masked):.1f} to {max(masked):.1f} times the speed.  Extra "
+        f"{about['cores']} cores of a shared machine ({about['cpu']}; `python bench/cpu.py`, "
+        f"{len(found['rows'][0]['seconds']['torch'])} turns; all samples are in `bench/results/cpu.json`).  PyTorch's "
+        f"time over cuattn's without a mask, forward, forward with l and m, forward and backward: {medians} in the median "
+        f"of the turns, {fastest} between the fastest calls of each.  With a mask cuattn computes only the tiles that "
+        f"somebody sees, and has {min(masked):.1f} to {max(masked):.1f} times the speed (medians).  Extra "
         f"memory at N = 16384 is {max(found['memory_mb_per_thread'].values()):.0f} MB a thread."
     )
     return "\n\n".join([CPU_BEGIN, _fill(text), CPU_END])
 
 
-def _times_as_fast(row: dict[str, Any]) -> float:
+def _of_the_fastest(row: dict[str, Any]) -> float:
     return min(row["seconds"]["torch"]) / min(row["seconds"]["cuattn"])
 
 
