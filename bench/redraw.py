@@ -158,9 +158,9 @@ def cpu(folder: Path = RESULTS) -> str:
         f"Beside PyTorch's `scaled_dot_product_attention`, which takes masks as dense matrices, in one run on "
         f"{about['cores']} cores of a shared machine ({about['cpu']}; `python bench/cpu.py`, "
         f"{len(found['rows'][0]['seconds']['torch'])} turns; all samples are in `bench/results/cpu.json`).  PyTorch's "
-        f"time over cuattn's without a mask, forward, forward with l and m, forward and backward: {medians} in the median "
-        f"of the turns, {fastest} between the fastest calls of each.  With a mask cuattn computes only the tiles that "
-        f"somebody sees, and has {min(masked):.1f} to {max(masked):.1f} times the speed (medians).  Extra "
+        f"time over cuattn's without a mask, forward, forward with l and m, forward and backward: {medians} in the "
+        f"median of the turns, {fastest} between the fastest calls of each.  With a mask cuattn computes only the "
+        f"tiles that somebody sees, and has {min(masked):.1f} to {max(masked):.1f} times the speed (medians).  Extra "
         f"memory at N = 16384 is {max(found['memory_mb_per_thread'].values()):.0f} MB a thread."
     )
     return "\n\n".join([CPU_BEGIN, _fill(text), CPU_END])
