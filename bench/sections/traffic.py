@@ -68,10 +68,12 @@ def summary(rows: list[dict[str, Any]]) -> str:
         )
     lengths = sorted({row["problem"]["n"] for row in found})
     share = max((hbm(row) / entered(row) for row in found), default=0.0)
+    back = _backward(rows)
     return (
         f"{read} the forwards of one head of {' to '.join(f'{n:,}' for n in (lengths[0], lengths[-1]))} tokens: "
         f"quadratic in N.  Device memory sees at most {share:.1%} of it, since blocks side by side share their keys in "
-        f"the L2 cache.  The sweeps over d, block sizes, densities and the backward are not measured yet."
+        f"the L2 cache.  {back}The forward's sweeps over d, block sizes and densities"
+        f"{'' if back else ', and the backward,'} are not measured yet."
     )
 
 
