@@ -71,6 +71,10 @@ CALLS: dict[str, tuple[str, str, str, tuple[int, ...], dict[str, Any]]] = {
     "sm80-backward-float32-d64": ("sm80", "backward", SINGLE, (2, 16, 4096, 64), {}),
     "sm80-forward-float64-d64": ("sm80", "forward", DOUBLE, (1, 16, 4096, 64), {}),
     "sm80-backward-float64-d64": ("sm80", "backward", DOUBLE, (1, 16, 4096, 64), {}),
+    "sm80-backward-float64-d128": ("sm80", "backward", DOUBLE, (1, 16, 4096, 128), {}),
+    "sm80-backward-float32-d512": ("sm80", "backward", SINGLE, (1, 8, 2048, 512), {}),
+    "sm80-backward-bias": ("sm80", "backward", HALF, (2, 16, 2048, 128), {"bias": True}),
+    "sm90-forward-new-mask": ("sm90", "forward", HALF, (1, 2, 32768, 128), {"mask": "causal_document", "new": True}),
     "sm80-decode": ("sm80", "forward", HALF, (16, 32, 8192, 128), {"decode": True}),
     "sm80-decode-split": ("sm80", "forward", HALF, (1, 32, 65536, 128), {"decode": True}),
 }
@@ -92,14 +96,19 @@ def bind(xp: Any, name: str, n: int | None = None) -> Any:
         (1 if options.pop("decode", False) else n),
         {"deterministic": True} if options.pop("deterministic", False) else {},
     )
-    if "mask" in options:
-        mask = column_mask(samples(options["mask"], n, 1))
+    new, kind = options.pop("new", False), options.pop("mask", None)
+    if kind and not new:
+        mask = column_mask(samples(kind, n, 1))
         options["mask"] = mask.to_device() if xp.__name__ == "cupy" else mask
     kv_heads = heads // 4 if queries == 1 else heads
     options |= {"enable_gqa": True} if kv_heads != heads else {}
     drawn = {"rng": 1} if "dropout_p" in options else {}
     (q, do) = study.random_arrays(xp, 2, (batch, heads, queries, d), np.dtype(dtype))
     (k, v) = study.random_arrays(xp, 2, (batch, kv_heads, n, d), np.dtype(dtype), seed=2)
+    if options.pop("bias", False):
+        options["bias"] = study.random_arrays(xp, 1, (heads, n, n), np.dtype(dtype), seed=3)[0]
+    if new:  # its tables are made in the call
+        return lambda: cuattn.forward(q, k, v, **options, mask=column_mask(samples(kind, n, 1)))
     if direction == "forward":
         return lambda: cuattn.forward(q, k, v, **options, **drawn)
     try:

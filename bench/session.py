@@ -243,10 +243,10 @@ class Session:
         return {name: {**_timed(case, samples[name], rho), "clocks": heat} for name in bound}
 
     def _clocks_at_work(self, bound: dict[str, Bound]) -> dict[str, float] | None:
-        """Read the clocks while the device still works."""
+        """Read the clocks while the device still works, on one call: all of them can take ten seconds."""
         if self.device != "cuda":
             return None
-        for call in bound.values():
+        for call in list(bound.values())[:1]:
             _scoped(call)()
         heat = clocks()
         self.clock.synchronize()

@@ -1,4 +1,4 @@
-"""Run the portable forward with other tile sizes than the plan would choose, to see what they cost."""
+"""Run the portable kernels with other tile sizes than the plan would choose, to see what they cost."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from importlib import import_module
 
 from cuattn import dispatch
-from cuattn.cuda import choice
+from cuattn.cuda import backward_plan, choice
+from cuattn.cuda.backward_plan import BackwardTile
 from cuattn.cuda.tiles import Tile
 
-__all__ = ["TILES", "portable_tile"]
+__all__ = ["BACKWARD_TILES", "TILES", "portable_tile"]
 
 plan = import_module("cuattn.cuda.plan")  # `cuattn.cuda.plan` is a function
 
@@ -32,21 +33,32 @@ TILES = {
     },
 }
 
+# Keys -> a tile of the backward's key kernel, for 64 dimensions of 16 bits.
+BACKWARD_TILES = {
+    32: BackwardTile(64, 32, 8, 4, 2),
+    64: BackwardTile(64, 64, 8, 4, 2),
+    128: BackwardTile(64, 128, 8, 2, 2),
+}
+
 
 @contextlib.contextmanager
-def portable_tile(tile: Tile) -> Iterator[None]:
-    """Let the portable forward (``kernel="sm80"``) use `tile`; plans and launch records made before are forgotten."""
-    chosen = plan.forward_tile
-    plan.forward_tile = lambda *_: tile
+def portable_tile(tile: Tile | BackwardTile) -> Iterator[None]:
+    """Let the portable forward or backward use `tile`; plans and launch records made before are forgotten."""
+    chosen, table = plan.forward_tile, backward_plan._TILES
+    if isinstance(tile, Tile):
+        plan.forward_tile = lambda *_: tile
+    else:
+        backward_plan._TILES = ((0, 2, 64, (tile,) * 4), *table)
     _forget()
     try:
         yield
     finally:
-        plan.forward_tile = chosen
+        plan.forward_tile, backward_plan._TILES = chosen, table
         _forget()
 
 
 def _forget() -> None:
     plan.forward_plan.cache_clear()
+    backward_plan.backward_plan.cache_clear()
     choice._records.clear()
     dispatch._slot.cache_clear()

@@ -10,6 +10,7 @@ as the L2 cache holds the keys of the heads at work.  Both are counted, and stan
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import cuattn
 from bench import counters, study
 from bench.block_sparse import block_mask
 from bench.study import Point
-from bench.tile_sizes import TILES, portable_tile
+from bench.tile_sizes import BACKWARD_TILES, TILES, portable_tile
 from cuattn import io_model, reference
 
 __all__ = ["Call", "counted", "expected_reads", "points"]
@@ -43,8 +44,9 @@ class Call:
         "sm80", "sm90", or "standard" for standard attention in PyTorch.
     heads, n, d : int
         Shape.
-    block_m : int
-        Rows of a block where the study varies them; 0 = the plan's.
+    block : int
+        Size of the block that stays on the chip where the study varies it (forward: rows, backward: keys); 0 = the
+        plan's.
     density : float
         Share of blocks that a block mask shows.
     """
@@ -54,7 +56,7 @@ class Call:
     heads: int
     n: int
     d: int
-    block_m: int = 0
+    block: int = 0
     density: float = 1.0
 
     @property
@@ -65,7 +67,7 @@ class Call:
     @property
     def case(self) -> str:
         """Name of the row, without its runner."""
-        label = f"d{self.d}-N{self.n}" + (f"-B{self.block_m}" if self.block_m else "")
+        label = f"d{self.d}-N{self.n}" + (f"-B{self.block}" if self.block else "")
         label += f"-s{self.density:g}" if self.study == "proposition-4" else ""
         return f"{self.study}/{label}/{self.direction}"
 
@@ -82,8 +84,9 @@ def calls() -> list[Call]:
     ours = [(kernel, n, d) for n, d in sizes for kernel in ("sm80", "sm90") if kernel == "sm80" or d >= 64]
     found = [Call("theorem-2", kernel, HEADS, n, d) for kernel, n, d in ours]
     found += [Call(study, "standard", HEADS, n, d) for study in ("theorem-2", "theorem-5") for n, d in with_scores]
-    found += [Call("theorem-2", "sm80", HEADS, 4096, 64, block_m) for block_m in TILES[64]]
+    found += [Call("theorem-2", "sm80", HEADS, 4096, 64, block) for block in TILES[64]]
     found += [Call("theorem-5", kernel, HEADS, n, d) for kernel, n, d in ours]
+    found += [Call("theorem-5", "sm80", HEADS, 4096, 64, block) for block in BACKWARD_TILES]
     found += [Call("proposition-4", "sm80", HEADS, 4096, 64, 0, 2.0**-i) for i in range(6)]
     found += [Call("beyond-l2", kernel, 1, n, 128) for n in (65536, 131072, 262144) for kernel in ("sm80", "sm90")]
     return found
@@ -121,11 +124,17 @@ def tile_of(call: Call) -> dict[str, int]:
 
     if call.kernel == "standard":
         return {}
-    if call.block_m:
-        return {"block_m": call.block_m, "block_n": TILES[call.d][call.block_m].block_n}
+    if call.block:
+        tile = tile_in(call)
+        return {"block_m": tile.block_m, "block_n": tile.block_n}
     q = cupy.empty((call.heads, call.n, call.d), cupy.float16)
     plan = cuattn.plan(q, q, q, direction=call.direction, **options(call))
     return {"block_m": plan.block_m, "block_n": plan.block_n}
+
+
+def tile_in(call: Call) -> Any:
+    """Return the tile of a call that names its block."""
+    return BACKWARD_TILES[call.block] if call.direction == "backward" else TILES[call.d][call.block]
 
 
 def options(call: Call) -> dict[str, Any]:
@@ -145,15 +154,14 @@ def counted(name: str) -> Any:
     wanted = options(call)
     if call.direction == "backward":
         fwd = cuattn.forward(q, k, v, **wanted)
-        return lambda: cuattn.backward(do, q, k, v, fwd, **wanted)
-    if not call.block_m:
-        return lambda: cuattn.forward(q, k, v, **wanted)
 
-    def forward() -> Any:
-        with portable_tile(TILES[call.d][call.block_m]):
+    def ours() -> Any:
+        with portable_tile(tile_in(call)) if call.block else contextlib.nullcontext():
+            if call.direction == "backward":
+                return cuattn.backward(do, q, k, v, fwd, **wanted)
             return cuattn.forward(q, k, v, **wanted)
 
-    return forward
+    return ours
 
 
 def _standard(call: Call, *arrays: Any) -> Any:

@@ -64,7 +64,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
         return (
             f"{read} all lengths, head dimensions, block sizes and densities of the forward: quadratic in N, in "
             f"inverse proportion to the rows kept on the chip (M), in proportion to the density.  {_backward(rows)}"
-            f"Device memory sees less, as long as the L2 cache holds the keys of the heads at work."
+            f"Device memory sees less, as long as the L2 cache holds the keys of the heads at work.{_standard(rows)}"
         )
     lengths = sorted({row["problem"]["n"] for row in found})
     share = max((hbm(row) / entered(row) for row in found), default=0.0)
@@ -92,22 +92,39 @@ def _backward(rows: list[dict[str, Any]]) -> str:
     )
 
 
+def _standard(rows: list[dict[str, Any]]) -> str:
+    """Return how many times cuattn's bytes standard attention moves to and from device memory, forward and backward."""
+    shares = {}
+    for study in ("theorem-2", "theorem-5"):
+        plain, ours = (_rows(rows, study, kernel=kernel, n=4096, d=64) for kernel in ("standard", "sm90"))
+        if plain and ours:
+            shares[STUDIES[study]] = hbm(plain[0]) / hbm(ours[0])
+    said = ", ".join(f"{direction} {share:.0f} times" for direction, share in shares.items())
+    return f"  At 4,096 tokens standard attention moves more to and from it: {said} as much." if said else ""
+
+
 def figure(rows: list[dict[str, Any]]) -> Any:
     """Draw a panel for each study that has rows: forward and backward against N, block sizes, densities, one head."""
-    blocks = [row for row in _rows(rows, "theorem-2", kernel="sm80", d=64) if _varied(row)]
+    rows_kept, keys_kept = (
+        [row for row in _rows(rows, study, kernel="sm80", d=64) if _varied(row)] for study in ("theorem-2", "theorem-5")
+    )
     densities, heads = _rows(rows, "proposition-4"), _rows(rows, "beyond-l2")
     lengths = [study for study in ("theorem-2", "theorem-5") if _rows(rows, study)]
-    drawn, axes = panels(max(len(lengths) + bool(blocks) + bool(densities) + bool(heads), 1), 4.0, 3.5)
+    others = sum(map(bool, (rows_kept, keys_kept, densities, heads)))
+    drawn, axes = panels(max(len(lengths) + others, 1), 4.0, 3.5, rows=2 if len(lengths) + others > 3 else 1)
     left = iter(axes)
     for study in lengths:
         _against_length(next(left), _rows(rows, study, d=64, heads=64), f"{STUDIES[study]}, d 64")
-    if blocks:
-        _against(axis := next(left), blocks, "block_m", "query rows in a block")
-        axis.set_xscale("log", base=2)
+    for found, key, label in ((rows_kept, "block_m", "query rows"), (keys_kept, "block_n", "keys")):
+        if found:
+            _against(axis := next(left), found, key, f"{label} in a block, N 4096")
+            axis.set_xscale("log", base=2)
     if densities:
         _against(next(left), densities, "density", "density s, N 4096")
     if heads:
         _against_length(next(left), heads, "one head, d 128")
+    for axis in left:
+        axis.set_axis_off()
     axes[0].legend(frameon=False, fontsize=7)
     drawn.suptitle("circles: into the multiprocessors; dashed: by the algorithm;\nsquares: device memory", fontsize=9)
     return drawn

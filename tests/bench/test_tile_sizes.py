@@ -3,20 +3,17 @@
 import numpy as np
 import pytest
 
-from bench.tile_sizes import TILES, plan, portable_tile
+from bench.tile_sizes import BACKWARD_TILES, TILES, backward_plan, plan, portable_tile
 from cuattn.cuda.tiles import Card
 from cuattn.problem import validate
 
 H200 = Card("sm_90", 132, 232448, 62914560)
 
 
-def planned(head_dim):
+def planned(head_dim, direction="forward"):
     q = np.zeros((8, 1024, head_dim), np.float16)
-    problem, *_ = validate(
-        "forward", q, q, q, mask=None, bias=None, is_causal=False, window=None, scale=None, softcap=None, dropout_p=0.0,
-        rng=None, enable_gqa=False, precision=None, kernel="sm80", out_dtype=None,
-    )  # fmt: skip
-    return plan.forward_plan(problem, H200)
+    problem, *_ = validate(direction, q, q, q, kernel="sm80")
+    return (plan.forward_plan if direction == "forward" else backward_plan.backward_plan)(problem, H200)
 
 
 @pytest.mark.parametrize("head_dim", TILES)
@@ -28,6 +25,16 @@ def test_the_tile_is_used_inside_and_forgotten_outside(head_dim):
             assert (made.block_m, made.block_n, made.workers) == (rows, tile.block_n, tile.warps)
             assert made.smem_bytes <= H200.shared_bytes
     assert planned(head_dim) == chosen
+
+
+def test_the_tile_of_a_backward_is_used_inside_and_forgotten_outside():
+    chosen = planned(64, "backward")
+    for keys, tile in BACKWARD_TILES.items():
+        with portable_tile(tile):
+            made = planned(64, "backward")
+            assert (made.block_m, made.block_n, made.workers) == (tile.block_m, keys, tile.warps)
+            assert made.smem_bytes <= H200.shared_bytes
+    assert planned(64, "backward") == chosen
 
 
 @pytest.mark.gpu
