@@ -34,5 +34,7 @@ def text(rows: list[dict[str, Any]]) -> str:
         f"A photograph of {p['height']} x {p['width']} = {n:,} pixels in float32: each pixel attends to those with "
         f"similar surroundings (`bench/denoise.py`).  A dense N x N matrix would take {4 * n * n / 1e9:.0f} GB."
     )
+    if not any(row["runner"] == "keops" for row in rows):
+        about += "  KeOps could not be measured beside it: its runtime compiler (pykeops 2.3) crashes under CUDA 13."
     head = ("search", "billion pairs", "seconds", "PSNR before, dB", "after, dB")
     return f"{about}\n\n{table(head, lines)}"
