@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.sections.common import by_case, colour, panels, table, times
+from bench.sparsity import fit
 
 TITLE = "Block-sparse attention takes time in proportion to its density (FlashAttention, figure 2 right)"
 COMMAND = "python -m bench.block_sparse"
@@ -38,11 +39,18 @@ def text(rows: list[dict[str, Any]]) -> str:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """Return the two ends."""
+    """Return the line through the times, and its lower end."""
     found = _found(rows)
     whole, (density, sparse) = found[0][1], found[-1]
+    lines = {
+        direction: fit([1 - s for s, _ in found], [spent[direction] for _, spent in found]) for direction in DIRECTIONS
+    }
+    said = ", ".join(f"{direction} {x['intercept']:.2f} + {x['slope']:.2f} s ms" for direction, x in lines.items())
     shares = ", ".join(f"{direction} {sparse[direction] / whole[direction]:.1%}" for direction in DIRECTIONS)
-    return f"With {density:.2%} of the 128 x 128 blocks of 4096 tokens, of the dense time: {shares}."
+    return (
+        f"With a share s of the 128 x 128 blocks of 4096 tokens it takes {said} (correlation at least "
+        f"{min(x['correlation'] for x in lines.values()):.4f}): at s = {density:.2%}, of the dense time, {shares}."
+    )
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
