@@ -74,7 +74,7 @@ GROUPS = (  # the first that holds a case takes it
         for d in (128, 64, 256)
         for kind, why in (
             ("no mask", "a step of the softmax outlasts the other warpgroup's products"),
-            ("masks", "as without a mask"),
+            ("masks", "presumably the ends of short rows, and tests of elements in partial tiles"),
         )
     ),
     Group(
