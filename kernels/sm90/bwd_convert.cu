@@ -1,6 +1,7 @@
 // The dQ accumulator of kernels/sm90/bwd.cu to rows: scaled, rounded and put in order by way of shared memory.
 //
-// Grid: row tiles * instances of q, tiles fastest; a warpgroup takes the part that its namesake there added up.
+// Grid: row tiles * instances of q, tiles fastest, from the last to the first: the L2 cache holds what was added up last.  A warpgroup
+// takes the part that its namesake there added up.
 #include "attn/params.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/stmatrix.cuh"
@@ -28,8 +29,8 @@ __device__ __forceinline__ void part_to_rows(const float4* part, u32 tile, float
 extern "C" __global__ void __launch_bounds__(128 * sm90::warpgroups) backward_convert(const __grid_constant__ Params p) {
     using namespace sm90;
     __shared__ __align__(128) u8 tile[slabs * cfg::block_m * row_bytes];
-    const i32 row_tile = blockIdx.x % p.row_tiles, instance = blockIdx.x / p.row_tiles;
-    const i64 part = static_cast<i64>(blockIdx.x) * warpgroups + threadIdx.x / 128;
+    const i32 block = gridDim.x - 1 - blockIdx.x, row_tile = block % p.row_tiles, instance = block / p.row_tiles;
+    const i64 part = static_cast<i64>(block) * warpgroups + threadIdx.x / 128;
     part_to_rows(static_cast<const float4*>(p.dq_acc) + part * (dq_part_bytes / 16) + threadIdx.x % 128, ptx::shared_address(tile),
                  static_cast<float>(p.scale * p.dropout_scale));
     __syncthreads();  // the rows are complete

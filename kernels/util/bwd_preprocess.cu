@@ -7,7 +7,8 @@
 // Rows that see nothing (l = 0) and rows beyond the last get delta = 0 and a stat (-inf; m = +inf) that makes every p of theirs 0; what
 // their q, do and o hold is not looked at.  counters tells where a true row sees nothing.
 //
-// Grid: groups of kStatRows rows * batch * heads, groups fastest.  inverse follows all of stat.
+// Grid: groups of kStatRows rows * batch * heads, groups fastest, from the last to the first: the forward left the last rows of o in
+// the L2 cache, and the main kernel begins with the first of do and dQ.  inverse follows all of stat.
 #include "attn/math.cuh"
 #include "attn/params.cuh"
 #include "attn/bwd_workspace.cuh"
@@ -86,7 +87,7 @@ __device__ __forceinline__ void zero_accumulator(const Params& p, const BatchInd
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2) backward_preprocess(const __grid_constant__ Params p) {
-    const i32 group = blockIdx.x % stat_groups(p), flat = blockIdx.x / stat_groups(p), head = flat % p.heads;
+    const i32 block = gridDim.x - 1 - blockIdx.x, group = block % stat_groups(p), flat = block / stat_groups(p), head = flat % p.heads;
     const BatchIndex index = batch_index(p, flat / p.heads);
     const cfg::elem* dout = static_cast<const cfg::elem*>(p.dout.data) + slice_offset(p.dout, index, head);
     const cfg::o_elem* o = static_cast<const cfg::o_elem*>(p.o.data) + slice_offset(p.o, index, head);
@@ -121,6 +122,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) backward_preprocess(co
         }
     }
     any_empty = __syncthreads_or(any_empty);
-    if (threadIdx.x == 0) p.counters[blockIdx.x] = any_empty;
+    if (threadIdx.x == 0) p.counters[block] = any_empty;
     if (p.ticket != nullptr && blockIdx.x == 0 && threadIdx.x < 2) p.ticket[threadIdx.x] = 0;
 }
