@@ -37,7 +37,7 @@ __device__ __forceinline__ u64 wgmma_descriptor(u32 address, u32 leading, u32 st
 }
 
 // Product<n>::ss / rs<bfloat16, sign, transpose>: d (+)= sign * a @ b, `accumulate` = 0 overwrites d.  `transpose`: b lies
-// along the result's columns in memory; `transpose_a`: a along its rows.
+// along the result's columns in memory.
 template <int n>
 struct Product;
 
@@ -78,12 +78,12 @@ struct Product;
 #define WGMMA_R16 WGMMA_R15, WGMMA_R(120)
 
 // type: of A and B; groups: n / 16; i0..i7: the numbers of the operands that follow the n / 2 accumulators.
-#define WGMMA_SS(n, type, groups, i0, i1, i2, i3, i4, i5)                                                           \
+#define WGMMA_SS(n, type, groups, i0, i1, i2, i3, i4)                                                               \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #i2 ", 0;\n"                                                  \
                  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" WGMMA_D##groups "}, %" #i0     \
-                 ", %" #i1 ", p, %" #i3 ", 1, %" #i4 ", %" #i5 ";\n}"                                                \
+                 ", %" #i1 ", p, %" #i3 ", 1, 0, %" #i4 ";\n}"                                                       \
                  : WGMMA_R##groups                                                                                  \
-                 : "l"(a), "l"(b), "r"(accumulate), "n"(sign), "n"(transpose_a), "n"(transpose))
+                 : "l"(a), "l"(b), "r"(accumulate), "n"(sign), "n"(transpose))
 #define WGMMA_RS(n, type, groups, i0, i1, i2, i3, i4, i5, i6, i7)                                                   \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #i5 ", 0;\n"                                                  \
                  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" WGMMA_D##groups "}, {%" #i0    \
@@ -93,12 +93,12 @@ struct Product;
 #define WGMMA_PRODUCT(n, groups, i0, i1, i2, i3, i4, i5, i6, i7)                                                    \
     template <>                                                                                                     \
     struct Product<n> {                                                                                             \
-        template <bool bfloat16, int sign, int transpose, int transpose_a = 0>                                      \
+        template <bool bfloat16, int sign, int transpose>                                                           \
         static __device__ __forceinline__ void ss(float (&d)[n / 2], u64 a, u64 b, u32 accumulate) {                \
             if constexpr (bfloat16)                                                                                 \
-                WGMMA_SS(n, "bf16", groups, i0, i1, i2, i3, i4, i5);                                                   \
+                WGMMA_SS(n, "bf16", groups, i0, i1, i2, i3, i4);                                                    \
             else                                                                                                    \
-                WGMMA_SS(n, "f16", groups, i0, i1, i2, i3, i4, i5);                                                    \
+                WGMMA_SS(n, "f16", groups, i0, i1, i2, i3, i4);                                                     \
         }                                                                                                           \
         template <bool bfloat16, int sign, int transpose>                                                           \
         static __device__ __forceinline__ void rs(float (&d)[n / 2], const u32 (&a)[4], u64 b, u32 accumulate) {    \

@@ -31,6 +31,9 @@ constexpr int dq_part_bytes = 64 * dq_columns * 4;  // one warpgroup's part, flo
 static_assert(dq_by_rows || cfg::block_m == 64);
 static_assert(!dq_by_rows || !by_function);
 
+// Who makes dQ in its buffer visible to the copy engine: the reducer, or (faster with 64 rows) each warp that wrote it.
+constexpr bool reducer_fences = dq_by_rows;
+
 constexpr int k_bytes = slabs * cfg::block_n * row_bytes;
 constexpr int v_bytes = slabs_v * cfg::block_n * row_bytes;
 constexpr int q_bytes = slabs * cfg::block_m * row_bytes;
@@ -43,7 +46,7 @@ constexpr int draws_bytes = drawers ? cfg::block_m * cfg::block_n / 8 : 0;  // a
 
 // Offsets in bytes; every tile starts on a multiple of 1024.
 constexpr int k_at = 0;
-constexpr int k_stages = by_function ? 1 : 2;  // the next key tile's first scores come before this one's gradients
+constexpr int k_stages = by_function ? 1 : 2;  // the next key tile arrives while this one is worked on
 constexpr int v_at = k_at + k_stages * (by_function && v_bytes > k_bytes ? v_bytes : k_bytes);  // the gradients leave through both
 constexpr int q_at = v_at + (by_function && k_bytes > v_bytes ? k_bytes : v_bytes);
 constexpr int do_at = q_at + cfg::stages * q_bytes;

@@ -37,19 +37,6 @@ __device__ __forceinline__ void accumulate(float (&d)[n], const Fragments& a, u3
     ptx::wgmma_commit();
 }
 
-// dK += dS^T Q with dS from shared memory; ds: this warpgroup's slab, 64 keys across.
-template <int n>
-__device__ __forceinline__ void accumulate_shared(float (&d)[n], u32 ds, u32 tile, u32 begun) {
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < cfg::block_m / 16; ++step) {
-        const u64 a = ptx::wgmma_descriptor(ds, 16, eight_rows) + ((step * 2 * eight_rows) >> 4);
-        const u64 b = ptx::wgmma_descriptor(tile, cfg::block_m * row_bytes, eight_rows) + ((step * 2 * eight_rows) >> 4);
-        ptx::Product<2 * n>::template ss<is_bfloat16, 1, 1, 1>(d, a, b, step > 0 || begun);
-    }
-    ptx::wgmma_commit();
-}
-
 // dQ = dS K, over all keys of the tile.  ds: this warpgroup's rows; k: its columns.
 __device__ __forceinline__ void multiply_queries(QueryGradient& dq, u32 ds, u32 k) {
     ptx::wgmma_fence();

@@ -20,6 +20,7 @@ __device__ __forceinline__ void reduce(const Params& p, const Shared& shared, u3
         if (threadIdx.x % 32 == 0) {
             turn.await();  // while dQ is being computed
             ptx::mbarrier_wait(shared.barrier(handed + stage), phase);
+            if constexpr (reducer_fences) ptx::async_proxy_fence();
             ptx::bulk_add(static_cast<float*>(p.dq_acc) + static_cast<i64>(place.tile) * (bytes / 4), shared.handed_on(0), bytes);
             ptx::bulk_commit();
             ptx::bulk_wait_read<0>();
