@@ -257,6 +257,7 @@ class _Worker:
         self._bare = self._scores.bare and self._dropout is None  # no bias, so no dbias either
         # Whether all rows see the same and one panel holds all keys.
         self._uniform = is_plain(self._problem) and self._blocks.panel >= self._blocks.key_tiles
+        self._everything = tuple(range(-(-self._blocks.key_tiles // self._blocks.chunk)))  # chunks
         self._stacks: dict[Shape, _Stack] = {}
 
     def __call__(self, item: Item) -> None:
@@ -278,9 +279,8 @@ class _Worker:
 
         What Python runs between two calls comes from distant memory each time, and only one thread at a time runs it.
         """
-        if not self._uniform:
+        if not (self._uniform and self._panel.hold(item.team, self._everything)):
             return False
-        self._panel.seek(item.team, 0)
         if not self._scores.normal(self._panel.reach):
             return False
         (dv,), (dk,) = item.dv, item.dk
@@ -298,7 +298,7 @@ class _Worker:
     def _take_each(self, stack: _Stack, item: Item, dbias: np.ndarray | None) -> None:
         """Take a stack through the keys that it sees."""
         for index, chunk in enumerate(item.chunks):
-            self._panel.seek(item.team, chunk.runs[0][0])
+            self._panel.hold(item.team, (chunk.index,))
             step = stack.step(chunk)
             normal = self._scores.normal(self._panel.reach)
             if self._bare and normal and not chunk.partial:  # keys that do not exist are 0 and add nothing that is kept

@@ -44,7 +44,7 @@ class _Limits(NamedTuple):
 
 
 # 64 rows are what a product of transposed scores keeps in the first-level cache while it takes all columns of values.
-_FORWARD = _Limits((64, 64), 128, 8, 2, 8, 20 << 20, 7 << 17)
+_FORWARD = _Limits((64, 64), 128, 8, 4, 4, 20 << 20, 7 << 17)
 # With 64 dimensions and 128 rows 112 keys are the most that make a small product.
 _BACKWARD = _Limits((128, 64), 112, 4, 1, 4, 12 << 20, 6 << 17)
 
@@ -147,9 +147,9 @@ def sum_columns(problem: Problem) -> int:
     """Return how many columns of ones and zeros, beside those of the values, sum up the probabilities in a forward.
 
     They are what the values leave free of the columns that the inner loop of OpenBLAS takes at once, so they cost
-    nothing.  Where tiles may be skipped or probabilities dropped there are none.
+    nothing.  Where probabilities are dropped there are none.
     """
-    return _COLUMNS - problem.head_dim_v % _COLUMNS if is_plain(problem) else 0
+    return 0 if problem.dropout else _COLUMNS - problem.head_dim_v % _COLUMNS
 
 
 def is_plain(problem: Problem) -> bool:

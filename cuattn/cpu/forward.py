@@ -10,40 +10,24 @@ the bits of the result are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from cuattn.cpu import threads
-from cuattn.cpu.blocks import (
-    LANES,
-    Blocks,
-    Shape,
-    choose,
-    is_plain,
-    most_parts,
-    small_columns,
-    stack_shape,
-    sum_columns,
-    summed_keys,
-)
+from cuattn.cpu.blocks import LANES, Blocks, Shape, choose, is_plain, stack_shape, sum_columns, summed_keys
 from cuattn.cpu.bound import WINDOW
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.exponent import exponential, from_units, to_units
 from cuattn.cpu.heads import Team, pick_team, team_groups
 from cuattn.cpu.panel import Panel
-from cuattn.cpu.scores import Rows, Scores
-from cuattn.cpu.tiles import Chunk, Tiles
+from cuattn.cpu.passes import Pass, Stack
+from cuattn.cpu.scores import Scores
+from cuattn.cpu.tiles import Chunk, Tiles, View
 from cuattn.problem import Operands, Problem
 
 __all__ = ["forward"]
-
-_STEPS = 256  # chunks, as stacks see them, that a thread remembers
-
-Call = Callable[[], object]
 
 
 class Item(NamedTuple):
@@ -51,7 +35,7 @@ class Item(NamedTuple):
 
     team: Team
     row_tile: int  # the first
-    passes: list[list[Chunk]]
+    passes: list[View]
 
 
 def forward(
@@ -100,7 +84,7 @@ def forward(
         team, stack = divmod(index, stacks)
         team, row_tile = groups[group][team], stack * blocks.stack
         stop = min(row_tile + (1 if together else blocks.stack), blocks.row_tiles)
-        return Item(team, row_tile, [tiles.chunks(team.heads[0], t) for t in range(row_tile, stop)])
+        return Item(team, row_tile, [tiles.view(team.heads[0], t) for t in range(row_tile, stop)])
 
     threads.run(
         threads.Dispatcher([len(group) * stacks for group in groups]),
@@ -111,135 +95,6 @@ def forward(
     return o, l, m
 
 
-class _Step(NamedTuple):
-    """The arrays that a chunk works on, and the calls that work on them, bound to them once.
-
-    A bound call costs little, and touches next to nothing that threads share: both matter, since only one thread at a
-    time runs Python.
-    """
-
-    s: np.ndarray  # (members, tiles, keys, rows): scores, then their exponentials
-    make_scores: tuple[Call, ...]
-    find_highest: Call
-    add_up: tuple[Call, ...]
-    weigh: tuple[Call, ...]
-    take_whole: tuple[Call, ...]  # all steps, for a chunk in which nothing is hidden and no reference moves
-
-
-class _Pass:
-    """The row tiles of a stack that go through the keys together, and what is kept of them, relative to references."""
-
-    def __init__(self, stack: _Stack, which: slice) -> None:
-        self._stack = stack
-        self._steps: dict[tuple, _Step] = {}
-        self._all: tuple[Call, ...] = ()
-        self.q = stack.q.augmented[which]
-        self.o, self.sums, self.highest = stack.o[which], stack.sums[which], stack.highest[which]
-        self.reference, self.seen = stack.reference[which], stack.seen[which]
-        self.all_seen = False
-        self.here = stack.here
-        self.bounded = False  # whether chunks went by of which only a bound is known
-        self.follow = partial(np.maximum, self.highest, self.here, out=self.highest)
-
-    def look_back(self) -> None:
-        """Find out which rows have seen a key in chunks that went by without a look at their scores."""
-        if self.bounded:
-            self.seen |= True if self._stack.together else np.add.reduce(self.sums[:, :, 0], axis=1) != 0
-            self.all_seen, self.bounded = bool(self.seen.all()), False
-
-    def step(self, chunk: Chunk) -> _Step:
-        """Return what to do with a chunk; most chunks come again with every stack, so it is kept."""
-        step = self._steps.get(chunk.runs)
-        if step is None:
-            if len(self._steps) >= _STEPS:
-                self._steps.clear()
-            step = self._steps[chunk.runs] = self._bind(chunk)
-        return step
-
-    def take_all(self, chunks: list[Chunk]) -> tuple[Call, ...]:
-        """Return all steps of all chunks, which are whole, and the same at every call."""
-        if not self._all:
-            self._all = tuple(call for chunk in chunks for call in self.step(chunk).take_whole)
-        return self._all
-
-    def _bind(self, chunk: Chunk) -> _Step:
-        problem, blocks, buffers, panel, shape = self._stack.common
-        members, width, rows = self.o.shape
-        keys = blocks.keys
-        s = buffers.get("s", members, chunk.count, keys, rows)
-        # Where tiles may be skipped no product sums over two of them.
-        summed = summed_keys(problem.head_dim_v, chunk.count * keys if self._stack.together else keys)
-        parts = chunk.count * keys // summed
-        # Elsewhere the first chunk is every stack's first, and o begins with it.
-        first = self._stack.together and chunk.index == 0
-        chunk_sum = self.o if first else buffers.get("chunk_sum", members, width, rows)
-        weighed = chunk_sum[:, None] if parts == 1 else buffers.get("weighed", members, parts, width, rows)
-        make_scores, make_products, add_up, weigh = [], [], [], []
-        for tile, slot, count in chunk.runs:
-            k, v = panel.run(shape.heads, tile, count)
-            part = s[:, slot : slot + count]
-            make_scores.append(partial(np.matmul, k, self.q, part))
-            make_products.append(partial(np.matmul, k[..., :-1], self.q[..., :-1, :], part))
-            if self._stack.counts_tiles:
-                add_up.append(partial(np.matmul, self._stack.ones, part, self.sums[:, tile : tile + count]))
-            which = slice(slot * keys // summed, (slot + count) * keys // summed)
-            v = v.reshape(len(v), which.stop - which.start, summed, width).swapaxes(2, 3)
-            part = part.reshape(members, -1, summed, rows)
-            for columns in small_columns(width, summed * rows):
-                weigh.append(partial(np.matmul, v[:, :, columns], part, weighed[:, which, columns]))
-        if parts > 1:
-            weigh.append(partial(np.add.reduce, weighed, 1, None, chunk_sum))
-        if not first:
-            weigh.append(partial(np.add, self.o, chunk_sum, self.o))
-        wide = s.reshape(members, -1, LANES * rows)  # longer rows are faster to reduce
-        find_highest = partial(np.maximum.reduce, wide, 1, None, self.here)
-        search = (find_highest, self.follow) if self._stack.statistics else ()
-        take_whole = (*make_products, *search, partial(exponential, s, s), *add_up, *weigh)
-        return _Step(s, tuple(make_scores), find_highest, tuple(add_up), tuple(weigh), take_whole)
-
-
-class _Stack:
-    """What a thread keeps for a stack of row tiles on its way through the keys; all relative to the references."""
-
-    def __init__(
-        self, problem: Problem, blocks: Blocks, panel: Panel, buffers: Buffers, shape: Shape, *, statistics: bool
-    ) -> None:
-        self.common = problem, blocks, buffers, panel, shape
-        self.shape, self.together, self.statistics = shape, is_plain(problem), statistics
-        members, rows = shape.heads * shape.tiles, shape.rows
-        self.counts_tiles = statistics or not self.together  # else the sums beside o are enough
-        self.ones = np.ones((1, blocks.keys), problem.stat_dtype)
-        self.all_ones = np.ones((1, blocks.key_tiles), problem.stat_dtype)
-        self.q = Rows(buffers, shape, problem.head_dim, plain=False)
-        width = problem.head_dim_v + sum_columns(problem)
-        self.o = buffers.new(members, width, rows)
-        self.sums = buffers.new(members, blocks.key_tiles, 1, rows)  # of exponentials, by tile
-        self.highest = buffers.new(members, LANES * rows)  # of each row the highest scores, among every LANES keys
-        self.here = buffers.new(members if self.together else shape.heads, LANES * rows)  # in a chunk
-        passing, parts = len(self.here), most_parts(problem, blocks)
-        buffers.get("s", passing, blocks.chunk, blocks.keys, rows)  # once for all chunks
-        buffers.get("chunk_sum", passing, width, rows)
-        if parts > 1:
-            buffers.get("weighed", passing, parts, width, rows)
-        self.reference = buffers.new(members, rows)
-        self.seen = np.empty((members, rows), bool)  # rows that have seen a key
-        if self.together:
-            self.passes = [_Pass(self, slice(None))]
-        else:  # a row tile of all heads at a time
-            self.passes = [_Pass(self, slice(tile, None, shape.tiles)) for tile in range(shape.tiles)]
-
-    def start(self) -> None:
-        self.reference.fill(0)
-        if self.statistics:
-            self.highest.fill(-np.inf)
-        if not self.together:  # else there is no tile without a sum, and o begins with the first chunk's
-            self.sums.fill(0)
-            self.o.fill(0)
-        self.seen.fill(False)
-        for each in self.passes:
-            each.all_seen = each.bounded = False
-
-
 class _Worker:
     """Computes stacks of row tiles, in one thread."""
 
@@ -247,88 +102,87 @@ class _Worker:
         self._problem, self._blocks, self._results = problem, blocks, results
         self._statistics = results[1] is not None
         self._buffers = Buffers(problem.stat_dtype)
-        self._panel = Panel(problem, operands, blocks, tiles, self._buffers, counts=sum_columns(problem))
+        plain, narrow = is_plain(problem), summed_keys(problem.head_dim_v, blocks.keys) < blocks.keys
+        common = problem, operands, blocks, tiles, self._buffers
+        self._panel = Panel(*common, counts=sum_columns(problem), upright=not (plain or narrow))
         self._scores = Scores(problem, operands, blocks, tiles, self._buffers)
         self._dropout = Dropout(problem, operands, blocks) if problem.dropout else None
-        self._bare = self._scores.bare and not problem.dropout
         # Whether nothing is hidden and one panel holds all keys.
         self._uniform = is_plain(problem) and not problem.n_keys % blocks.keys and blocks.panel >= blocks.key_tiles
-        self._stacks: dict[Shape, _Stack] = {}
+        self._stacks: dict[Shape, Stack] = {}
 
     def __call__(self, item: Item) -> None:
         stack = self._stack_at(item)
         start = item.row_tile * self._blocks.rows
         rows = slice(start, min(start + stack.shape.tiles * stack.shape.rows, self._problem.n_queries))
-        if not any(item.passes):
+        if not any(view.chunks for view in item.passes):
             pick_team(self._results[0], item.team)[:, rows] = 0
             return
-        stack.start()
+        stack.start(item.passes)
         self._scores.load(item.team, rows, stack.q)
-        for n, (chunks, state) in enumerate(zip(item.passes, stack.passes, strict=True)):
+        for n, (view, state) in enumerate(zip(item.passes, stack.passes, strict=True)):
             self._scores.begin(item.team, item.row_tile + n, state.q)
-            if self._take_all(state, item.team, chunks):
-                continue
-            for chunk in chunks:
-                self._advance(state, item.team, item.row_tile + n, chunk)
+            if not self._take_all(state, item.team, view):
+                self._take_each(state, item.team, item.row_tile + n, view)
         self._finish(stack, item.team, rows)
 
-    def _take_all(self, state: _Pass, team: Team, chunks: list[Chunk]) -> bool:
+    def _take_all(self, state: Pass, team: Team, view: View) -> bool:
         """Take a pass through all keys as one list of calls, where no chunk needs a look; return whether."""
-        if not self._uniform:
+        if not (self._uniform and self._panel.hold(team, view.indices) and self._bounded()):
             return False
-        self._panel.seek(team, 0)
-        if not self._bounded():
-            return False
-        state.bounded = True
-        for call in state.take_all(chunks):
+        state.bounded, state.fresh = True, False
+        for call in state.take_all(view.chunks):
             call()
         return True
+
+    def _take_each(self, state: Pass, team: Team, row_tile: int, view: View) -> None:
+        """Take a pass through the keys that it sees."""
+        if view.chunks and self._panel.hold(team, view.indices) and self._bounded():
+            state.bounded = True
+            for chunk in view.merged:
+                self._advance(state, team, row_tile, chunk, bounded=True)
+            return
+        for chunk in view.chunks:
+            self._panel.hold(team, (chunk.index,))
+            bounded = self._bounded()
+            state.bounded |= bounded
+            self._advance(state, team, row_tile, chunk, bounded=bounded)
 
     def _bounded(self) -> bool:
         """Whether no reference would move, whatever the scores with the panel's keys are."""
         return self._scores.farthest == 0 and self._scores.span(self._panel.reach) <= WINDOW
 
-    def _advance(self, state: _Pass, team: Team, row_tile: int, chunk: Chunk) -> None:
+    def _advance(self, state: Pass, team: Team, row_tile: int, chunk: Chunk, *, bounded: bool) -> None:
         """Take a pass through a chunk of keys."""
-        scores, panel = self._scores, self._panel
-        panel.seek(team, chunk.runs[0][0])
-        step = state.step(chunk)
-        bounded = self._bounded()
-        state.bounded |= bounded
-        if bounded and self._bare and chunk.simple:
-            for call in step.take_whole:
-                call()
-            return
-        for call in step.make_scores:
+        scores, step = self._scores, state.step(chunk)
+        for call in step.make_products if bounded else step.make_scores:
             call()
-        if bounded:
-            scores.complete(step.s, chunk, hide=self._statistics)
-            if self._statistics:
-                step.find_highest()
-                state.follow()
-        else:
-            scores.complete(step.s, chunk)
+        scores.complete(step.s, chunk, hide=self._statistics or not bounded)
+        if not bounded:
             step.find_highest()
             if not (np.maximum.reduce(state.here, None) <= WINDOW and state.all_seen):
                 self._move(state, step.s)
-            if self._statistics:
-                state.follow()
-        scores.exponentiate(step.s, panel.reach)
+        elif self._statistics:
+            step.find_highest()
+        if self._statistics:
+            state.follow()
+        scores.exponentiate(step.s, self._panel.reach)
         for call in step.add_up:
             call()
         if self._dropout is not None:
             self._dropout.zero(step.s, self._dropout.dropped(chunk, team.heads[0], row_tile))
-        for call in step.weigh:
+        for call in step.begin if state.fresh else step.weigh:
             call()
+        state.fresh = False
 
-    def _stack_at(self, item: Item) -> _Stack:
+    def _stack_at(self, item: Item) -> Stack:
         shape = stack_shape(self._problem, self._blocks, len(item.team.heads), item.row_tile)
         if shape not in self._stacks:
             common = self._problem, self._blocks, self._panel, self._buffers
-            self._stacks[shape] = _Stack(*common, shape, statistics=self._statistics)
+            self._stacks[shape] = Stack(*common, shape, statistics=self._statistics)
         return self._stacks[shape]
 
-    def _move(self, state: _Pass, s: np.ndarray) -> None:
+    def _move(self, state: Pass, s: np.ndarray) -> None:
         """Move the references of the rows whose highest score has left the window."""
         state.look_back()
         here = state.here.reshape(len(s), LANES, -1)
@@ -353,18 +207,13 @@ class _Worker:
         np.copyto(state.highest.reshape(here.shape), -np.inf, where=away[:, None])
         np.copyto(here, 0, where=away[:, None])
 
-    def _finish(self, stack: _Stack, team: Team, rows: slice) -> None:
-        for each in stack.passes:
-            each.look_back()
+    def _finish(self, stack: Stack, team: Team, rows: slice) -> None:
+        total, beside = stack.finish()
         o = pick_team(self._results[0], team)[:, rows]
         heads, tiles, height = stack.shape
         width = self._problem.head_dim_v
-        total = np.matmul(stack.all_ones, stack.sums[:, :, 0])[:, 0] if stack.counts_tiles else None
-        if stack.together:  # by the sums that had its own roundings
-            below = np.add.reduce(stack.o[:, width:], axis=1)
-        else:
-            kept = 1.0 if self._dropout is None else 1 / self._problem.dropout_scale
-            below = total * total.dtype.type(kept)
+        # By the sums that had the roundings of o; with dropout there are none.
+        below = total * total.dtype.type(1 / self._problem.dropout_scale) if beside is None else beside
         unseen = None if all(each.all_seen for each in stack.passes) else ~stack.seen
         if unseen is not None:
             below[unseen] = 1
@@ -379,7 +228,7 @@ class _Worker:
             self._write_statistics(stack, team, rows, total, unseen)
 
     def _write_statistics(
-        self, stack: _Stack, team: Team, rows: slice, total: np.ndarray, unseen: np.ndarray | None
+        self, stack: Stack, team: Team, rows: slice, total: np.ndarray, unseen: np.ndarray | None
     ) -> None:
         l, m = (pick_team(result, team)[:, rows] for result in self._results[1:])
         heads, tiles, height = stack.shape

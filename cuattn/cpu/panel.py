@@ -30,35 +30,72 @@ class Panel:
     keys : ndarray, (heads, tiles, blocks.keys, head_dim + 1)
         Keys and a one.  Heads that read the same keys and values have one copy.
     values : ndarray, (heads, tiles, blocks.keys, head_dim_v + counts)
-        Values and, with `counts`, a one among zeros; its place goes round from key to key.
+        Values and, with `counts`, a one among zeros; its place goes round from key to key.  With `upright` a tile's
+        keys lie side by side in memory: products with tiles that are not in the cache then take 0.8 of the time.
     reach : float
         The length of the longest key, or a little more.
     """
 
     def __init__(
-        self, problem: Problem, operands: Operands, blocks: Blocks, tiles: Tiles, buffers: Buffers, *, counts: int
+        self,
+        problem: Problem,
+        operands: Operands,
+        blocks: Blocks,
+        tiles: Tiles,
+        buffers: Buffers,
+        *,
+        counts: int,
+        upright: bool = False,
     ) -> None:
         self._operands, self._blocks, self._tiles = operands, blocks, tiles
         self._n_keys = problem.n_keys
         self._team: Team | None = None
-        self._first = 0
-        self._loaded: tuple | None = None
-        self._poisoned = False
+        self._where: list[tuple] = []
+        self._held = [-1] * (blocks.panel // blocks.chunk)  # by place, which chunk is there
+        self._reaches = [0.0] * len(self._held)
+        self._poisoned = False  # whether any of them is
+        self._present: tuple[int, ...] = ()  # what was asked for last
         self.reach = 0.0
         copies = 1 if problem.group > 1 else blocks.team
         self.keys = buffers.new(copies, blocks.panel, blocks.keys, problem.head_dim + 1)
-        self.values = buffers.new(copies, blocks.panel, blocks.keys, problem.head_dim_v + counts)
+        width = problem.head_dim_v + counts
+        if upright:
+            self._values = buffers.new(copies, blocks.panel, width, blocks.keys)
+            self.values = self._values.swapaxes(2, 3)
+        else:
+            self._values = self.values = buffers.new(copies, blocks.panel, blocks.keys, width)
 
-    def seek(self, team: Team, tile: int) -> None:
-        """Make the keys and values of a tile, and of its whole chunk, present at tile % blocks.panel."""
-        first = tile - tile % self._blocks.panel
-        if team is not self._team or first != self._first:
-            heads = team.heads[:1] if team.alike else team.heads
-            where = [(place(self._operands.k, head.kv), place(self._operands.v, head.kv)) for head in heads]
-            if self._poisoned or self._loaded != (where, first):  # which keys are dead is a matter of the query head
-                self._load(heads, first)
-                self._loaded = where, first
-            self._team, self._first = team, first
+    def hold(self, team: Team, chunks: tuple[int, ...]) -> bool:
+        """Make the keys and values of some chunks present, tile t at t % blocks.panel; return whether all fit.
+
+        They are given by index, in ascending order.  If they do not fit nothing is loaded; one always does.
+        """
+        if team is self._team and chunks == self._present:
+            return True
+        places = len(self._held)
+        if chunks[-1] - chunks[0] >= places:
+            return False
+        if team is not self._team:
+            self._turn_to(team)
+        missing = [index for index in chunks if self._held[index % places] != index]
+        while missing:
+            run = 1
+            while run < len(missing) and missing[run] == missing[0] + run and missing[run] % places:
+                run += 1
+            self._load(missing[0], run)
+            del missing[:run]
+        self.reach = float(np.maximum.reduce([self._reaches[index % places] for index in chunks]))  # NaN stays
+        self._present = chunks
+        return True
+
+    def _turn_to(self, team: Team) -> None:
+        heads = team.heads[:1] if team.alike else team.heads
+        where = [(place(self._operands.k, head.kv), place(self._operands.v, head.kv)) for head in heads]
+        if self._poisoned or where != self._where:  # which keys are dead is a matter of the query head
+            self._held = [-1] * len(self._held)
+            self._poisoned = False
+        self._team, self._heads, self._where = team, heads, where
+        self._dead: list[np.ndarray] = []
 
     def run(self, heads: int, tile: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return where the keys and values of some neighbouring tiles are for a team of `heads`, once they are here."""
@@ -66,35 +103,42 @@ class Panel:
         where = slice(0, min(heads, len(self.keys))), slice(place, place + count)
         return self.keys[where], self.values[where]
 
-    def _load(self, heads: tuple[Head, ...], first: int) -> None:
-        start = first * self._blocks.keys
-        stop = min(start + self._blocks.panel * self._blocks.keys, self._n_keys)
-        self.reach = total = 0.0
-        for n, head in enumerate(heads):
-            keys, values = self._copy(n, head, start, stop)
-            self.reach = np.maximum(self.reach, longest(np.einsum("ij,ij->i", keys, keys), keys.shape[1]))
+    def _load(self, index: int, count: int) -> None:
+        """Load some neighbouring chunks, which have neighbouring places."""
+        place, chunk = index % len(self._held), self._blocks.chunk
+        where = slice(place * chunk, (place + count) * chunk)
+        start = index * chunk * self._blocks.keys
+        stop = min(start + count * chunk * self._blocks.keys, self._n_keys)
+        reach = total = 0.0
+        for n, head in enumerate(self._heads):
+            keys, values = self._copy(n, head, where, start, stop)
+            reach = np.maximum(reach, longest(np.einsum("ij,ij->i", keys, keys), keys.shape[1]))
             total += np.dot(values, values)
+        self._held[place : place + count] = range(index, index + count)
+        self._reaches[place : place + count] = [reach] * count
         # Not finite where something is NaN, infinite or huge; of those, the last is only slow.
-        self._poisoned = not math.isfinite(self.reach + total)
-        if self._poisoned:
-            for n, head in enumerate(heads):
-                dead = np.flatnonzero(self._tiles.dead_keys(head)[start:stop])
+        if not math.isfinite(reach + total):
+            self._poisoned = True
+            self._dead = self._dead or [self._tiles.dead_keys(head) for head in self._heads]
+            for n, dead in enumerate(self._dead):
+                tiles, keys = np.divmod(np.flatnonzero(dead[start:stop]), self._blocks.keys)
                 for panel in (self.keys, self.values):
-                    _flat(panel[n])[dead] = 0
+                    panel[n, where][tiles, keys] = 0
 
-    def _copy(self, n: int, head: Head, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Copy the keys and values of a head; return them without ones, the values as one vector."""
+    def _copy(self, n: int, head: Head, where: slice, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Copy keys and values of a head to some places; return them without ones, the values as one vector."""
+        whole, rest = divmod(stop - start, self._blocks.keys)
         for source, panel in ((self._operands.k, self.keys), (self._operands.v, self.values)):
-            flat, width = _flat(panel[n]), source.shape[-1]
-            flat[: stop - start, :width] = pick(source, head.kv)[start:stop]
-            flat[: stop - start, width:] = 0
+            tiles, width = panel[n, where], source.shape[-1]
+            rows = pick(source, head.kv)[start:stop]
+            tiles[:whole, :, :width] = rows[: stop - start - rest].reshape(whole, self._blocks.keys, width)
+            tiles[:, :, width:] = 0
             counts = panel.shape[-1] - width
             for turn in range(counts):
-                flat[turn : stop - start : counts, width + turn] = 1
-            flat[stop - start :] = 0
-        return _flat(self.keys[n])[:, :-1], self.values[n].reshape(self.values[n].size)
-
-
-def _flat(panel: np.ndarray) -> np.ndarray:
-    tiles, keys, width = panel.shape
-    return panel.reshape(tiles * keys, width)
+                tiles[:, turn::counts, width + turn] = 1
+            if whole < len(tiles):
+                tiles[whole, :rest, :width] = rows[stop - start - rest :]
+                tiles[whole, rest:] = 0
+                tiles[whole + 1 :] = 0
+        keys, values = self.keys[n, where], self._values[n, where]
+        return keys.reshape(-1, keys.shape[-1])[:, :-1], values.reshape(values.size)

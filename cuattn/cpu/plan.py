@@ -69,7 +69,7 @@ def bytes_per_thread(problem: Problem, blocks: Blocks) -> int:
     panel = copies * blocks.panel * blocks.keys * (d + dv + 1 + counts)
     if problem.direction == "forward":
         parts = (most_parts(problem, blocks) + 1) * passing * blocks.rows * (dv + counts)
-        state = stack * (2 * d + dv + counts + blocks.key_tiles + 2 * LANES + 2)
+        state = stack * (2 * d + dv + counts + blocks.key_tiles + 2 * LANES + 18)
         return problem.stat_dtype.itemsize * (scores + panel + parts + state)
     parts = tiles * max(blocks.keys * max(d, dv), blocks.rows * d)
     sums = copies * blocks.key_tiles * blocks.keys * (d + dv)

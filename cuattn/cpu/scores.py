@@ -17,7 +17,8 @@ from cuattn.cpu.bound import longest
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.exponent import UNIT, exponential, lowest
 from cuattn.cpu.heads import Team, pick, pick_team
-from cuattn.cpu.tiles import Chunk, Tiles, Veil, tile_of
+from cuattn.cpu.sources import tile_of
+from cuattn.cpu.tiles import Chunk, Tiles, Veil
 from cuattn.problem import Operands, Problem
 
 __all__ = ["Rows", "Scores"]
@@ -128,8 +129,11 @@ class Scores:
             self._veils, self._padding = (), 0
             return
         self._padding, self._hiding = chunk.padding, hide
-        rows = s.shape[-1]
-        self._veils = [(slot, self._tiles.veil(self._head, self._row_tile, tile, rows)) for tile, slot in chunk.partial]
+        rows, whole = s.shape[-1], s.shape[-1] == self._blocks.rows
+        self._veils = [
+            (slot, veil if veil and whole else self._tiles.veil(self._head, self._row_tile, tile, rows))
+            for (tile, slot), veil in zip(chunk.partial, chunk.veils, strict=True)
+        ]
         if not self.bare:
             self._bend(s, chunk)
         if hide:

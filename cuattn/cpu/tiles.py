@@ -6,22 +6,50 @@ transposed, (keys, rows), as the scores are.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from cuattn.cpu.blocks import Blocks
-from cuattn.cpu.heads import Head, pick, place
-from cuattn.masks import BlockMask, intervals
-from cuattn.masks.intervals import FULL, PARTIAL, SKIP
+from cuattn.cpu.heads import Head, pick
+from cuattn.cpu.sources import bit_lines, sources, tile_of
+from cuattn.masks.intervals import FULL, PARTIAL
 from cuattn.problem import Operands, Problem
 
-__all__ = ["VEIL_BYTES", "Chunk", "Tiles", "Veil", "tile_of"]
+__all__ = ["VEIL_BYTES", "Chunk", "Tiles", "Veil", "View"]
 
 _STRIP = 16  # row tiles whose states are computed at once
 VEIL_BYTES = 1 << 24  # of element masks, remembered for the same heads
+_PATTERNS = 1 << 10  # partial tiles in a strip; where there are more they are likely to differ
 _STRIPS = 64  # strips that are remembered, for the heads that share a mask
+
+
+class Veil:
+    """What a partial tile hides, as bit patterns: selecting by them is several times as fast as by booleans.
+
+    Being bitwise, it is a selection: what a hidden element holds, NaN or not, is gone.
+    """
+
+    def __init__(self, shown: np.ndarray, dtype: np.dtype) -> None:
+        touched = np.flatnonzero(~shown.all(axis=1))
+        self._keys = slice(touched[0], touched[-1] + 1) if len(touched) else slice(0, 0)  # all others hide nothing
+        self._shown, self._dtype = shown[self._keys], dtype  # 0 where hidden, else all ones
+        self._infinite: np.ndarray | None = None
+        self.nbytes = 2 * shown.nbytes
+
+    def zero(self, tile: np.ndarray) -> None:
+        """Set the hidden elements of a tile, (..., keys, rows), to 0."""
+        bits = tile[..., self._keys, :].view(self._shown.dtype)
+        np.bitwise_and(bits, self._shown, bits)
+
+    def hide(self, tile: np.ndarray) -> None:
+        """Set the hidden elements of a tile of scores to -inf."""
+        bits = tile[..., self._keys, :].view(self._shown.dtype)
+        if self._infinite is None:
+            infinity = np.array(-np.inf, self._dtype).view(bits.dtype)
+            self._infinite = np.bitwise_and(np.invert(self._shown), infinity)
+        np.bitwise_and(bits, self._shown, bits)
+        np.bitwise_or(bits, self._infinite, bits)
 
 
 class Chunk(NamedTuple):
@@ -34,169 +62,23 @@ class Chunk(NamedTuple):
     count: int  # visible tiles
     runs: tuple[tuple[int, int, int], ...]  # (first tile, first slot, tiles) of neighbours
     partial: tuple[tuple[int, int], ...]  # (tile, slot) of tiles whose elements must be tested
+    veils: tuple[Veil | None, ...]  # of the partial tiles, if all rows exist, where they are known
     padding: int  # keys at the end of the last tile that do not exist
     simple: bool  # nothing is hidden in it
 
-
-class Veil:
-    """What a partial tile hides, as bit patterns: selecting by them is several times as fast as by booleans.
-
-    Being bitwise, it is a selection: what a hidden element holds, NaN or not, is gone.
-    """
-
-    def __init__(self, shown: np.ndarray, dtype: np.dtype) -> None:
-        self._shown, self._dtype = shown, dtype  # 0 where hidden, else all ones
-        self._infinite: np.ndarray | None = None
-        self.nbytes = 2 * shown.nbytes
-
-    def zero(self, tile: np.ndarray) -> None:
-        """Set the hidden elements of a tile, (..., keys, rows), to 0."""
-        bits = tile.view(self._shown.dtype)
-        np.bitwise_and(bits, self._shown, bits)
-
-    def hide(self, tile: np.ndarray) -> None:
-        """Set the hidden elements of a tile of scores to -inf."""
-        bits = tile.view(self._shown.dtype)
-        if self._infinite is None:
-            infinity = np.array(-np.inf, self._dtype).view(bits.dtype)
-            self._infinite = np.bitwise_and(np.invert(self._shown), infinity)
-        np.bitwise_and(bits, self._shown, bits)
-        np.bitwise_or(bits, self._infinite, bits)
+    @property
+    def stop(self) -> int:
+        """The tile after the last visible one."""
+        tile, _, count = self.runs[-1]
+        return tile + count
 
 
-class _Source:
-    """A part of the visibility rule; several parts combine by AND."""
+class View(NamedTuple):
+    """What a row tile sees."""
 
-    def instance(self, head: Head) -> tuple[int, ...]:
-        """Return what tells the heads apart whose masks differ."""
-        raise NotImplementedError
-
-    def states(self, head: Head, start: int, stop: int) -> np.ndarray:
-        """Return the states of a range of row tiles, int8 (stop - start, key tiles)."""
-        raise NotImplementedError
-
-    def hidden(self, head: Head, row_tile: int, key_tile: int) -> np.ndarray:
-        """Return which elements of a tile are hidden, bool, (keys, rows) or broadcastable to it."""
-        raise NotImplementedError
-
-    def shown(self, head: Head, row_tile: int, key_tile: int, ramp: np.ndarray) -> np.ndarray:
-        """Return the same as bits, 0 where hidden; (keys, rows) or (1, rows), with rows that do not exist.
-
-        The bits are all zeros or all ones, of the dtype of `ramp`, see :func:`_ramp`, which has as many rows.
-        """
-        hidden = self.hidden(head, row_tile, key_tile)
-        shown = np.empty((len(hidden), ramp.shape[1]), ramp.dtype)
-        there = hidden.shape[1] if hidden.shape[1] > 1 else ramp.shape[1]
-        np.subtract(hidden, 1, out=shown[:, :there], dtype=ramp.dtype, casting="unsafe")
-        shown[:, there:] = ramp[-1, 0]
-        return shown
-
-
-class _Intervals(_Source):
-    """Hidden row intervals per key: a ColumnMask, a band, or both together."""
-
-    def __init__(self, pairs: list, table: np.ndarray, blocks: Blocks, problem: Problem) -> None:
-        leading = len(problem.batch) + 1
-        self._pairs = [tuple(_align(np.asarray(bound, np.int32), leading + 1) for bound in pair) for pair in pairs]
-        self._table = _align(table, leading + 3)
-        self._blocks, self._n_queries = blocks, problem.n_queries
-
-    def instance(self, head):
-        return place(self._table, head.query)
-
-    def states(self, head, start, stop):
-        return intervals.tile_states(pick(self._table, head.query), start, stop)
-
-    def shown(self, head, row_tile, key_tile, ramp):
-        first = row_tile * self._blocks.rows
-        keys = slice(key_tile * self._blocks.keys, (key_tile + 1) * self._blocks.keys)
-        touched = pick(self._table, head.query)[key_tile]
-        result = None
-        for (start, end), (_, _, low, high) in zip(self._pairs, touched.tolist(), strict=True):
-            if low <= row_tile < high:
-                outside = _outside(pick(start, head.query)[keys] - first, pick(end, head.query)[keys] - first, ramp)
-                result = outside if result is None else np.bitwise_and(result, outside, out=result)
-        return ramp[-1:] if result is None else result
-
-    def hidden(self, head, row_tile, key_tile):
-        rows = min(self._blocks.rows, self._n_queries - row_tile * self._blocks.rows)
-        return ~self.shown(head, row_tile, key_tile, _ramp(rows, np.dtype(bool)))
-
-
-@lru_cache(maxsize=16)
-def _ramp(rows: int, dtype: np.dtype) -> np.ndarray:
-    """Return (rows + 1, rows), whose line t has all bits set before row t; a tile's veil is made of such lines."""
-    ramp = np.tri(rows + 1, rows, -1, bool)
-    return ramp if dtype.kind == "b" else np.negative(ramp.astype(dtype))
-
-
-def _outside(start: np.ndarray, end: np.ndarray, ramp: np.ndarray) -> np.ndarray:
-    """Return, as bits, row < start or row >= end for each key and row; a side that no key needs is not looked up."""
-    rows = len(ramp) - 1
-    if end.min() >= rows:
-        return ramp.take(start, 0, mode="clip")
-    after = ramp.take(end, 0, mode="clip")
-    np.invert(after, out=after)
-    if start.max() > 0:
-        after |= ramp.take(start, 0, mode="clip")
-    return after
-
-
-class _Blocks(_Source):
-    """A BlockMask."""
-
-    def __init__(self, mask: BlockMask, problem: Problem, blocks: Blocks) -> None:
-        self._mask, self._blocks = mask, blocks
-        self._array = _align(mask.blocks, len(problem.batch) + 3)
-        states = mask.tile_states(blocks.rows, blocks.keys, problem.n_queries, problem.n_keys)
-        self._states = _align(states, len(problem.batch) + 3)
-        self._shape = problem.n_queries, problem.n_keys
-
-    def instance(self, head):
-        return place(self._states, head.query)
-
-    def states(self, head, start, stop):
-        return pick(self._states, head.query)[start:stop]
-
-    def hidden(self, head, row_tile, key_tile):
-        rows = _span(row_tile, self._blocks.rows, self._shape[0]) // self._mask.block_m
-        keys = _span(key_tile, self._blocks.keys, self._shape[1]) // self._mask.block_n
-        return ~pick(self._array, head.query)[rows, keys[:, None]]
-
-
-class _Dense(_Source):
-    """A boolean array, True = attend."""
-
-    def __init__(self, mask: np.ndarray, problem: Problem, blocks: Blocks) -> None:
-        self._mask, self._blocks = mask, blocks
-        self._shape = problem.n_queries, problem.n_keys
-
-    def instance(self, head):
-        return place(self._mask, head.query)
-
-    def states(self, head, start, stop):
-        rows, keys = self._blocks.rows, self._blocks.keys
-        mask = pick(self._mask, head.query)
-        edges = np.arange(0, self._shape[1], keys)
-        states = np.empty((stop - start, self._blocks.key_tiles), np.int8)
-        for t in range(start, stop):
-            stripe = mask if len(mask) == 1 else mask[t * rows : (t + 1) * rows]
-            some = np.broadcast_to(np.logical_or.reduce(stripe, axis=0), self._shape[1:])
-            every = np.broadcast_to(np.logical_and.reduce(stripe, axis=0), self._shape[1:])
-            states[t - start] = np.where(np.logical_and.reduceat(every, edges), FULL, PARTIAL)
-            states[t - start][~np.logical_or.reduceat(some, edges)] = SKIP
-        return states
-
-    def hidden(self, head, row_tile, key_tile):
-        return ~tile_of(pick(self._mask, head.query), self._blocks, row_tile, key_tile).T
-
-
-def _span(tile: int, size: int, limit: int) -> np.ndarray:
-    return np.arange(tile * size, min((tile + 1) * size, limit))
-
-
-def _align(array: np.ndarray, rank: int) -> np.ndarray:
-    return array[(None,) * (rank - array.ndim)]
+    chunks: list[Chunk]
+    indices: tuple[int, ...]  # of the chunks
+    merged: list[Chunk]  # the same tiles in fewer chunks, whose indices mean nothing
 
 
 class Tiles:
@@ -204,13 +86,18 @@ class Tiles:
 
     def __init__(self, problem: Problem, operands: Operands, blocks: Blocks) -> None:
         self._problem, self._bias, self._blocks = problem, operands.bias, blocks
-        self._sources = _sources(problem, operands.mask, blocks)
-        self._everything = _chunks(np.full(blocks.key_tiles, FULL, np.int8), blocks, problem.n_keys)
-        self._strips: dict[tuple, list[list[Chunk]]] = {}
+        self._sources = sources(problem, operands.mask, blocks)
+        everything = _chunks(np.full(blocks.key_tiles, FULL, np.int8), blocks, problem.n_keys, {})
+        self._everything = View(everything, tuple(range(len(everything))), everything)
+        self._strips: dict[tuple, list[View]] = {}
         self._veils: dict[tuple, Veil] = {}
         self._veil_bytes = 0
 
     def chunks(self, head: Head, row_tile: int) -> list[Chunk]:
+        """Return what a row tile sees, by chunk."""
+        return self.view(head, row_tile).chunks
+
+    def view(self, head: Head, row_tile: int) -> View:
         """Return what a row tile sees."""
         if not self._sources:
             return self._everything
@@ -225,10 +112,15 @@ class Tiles:
             for source in self._sources[1:]:
                 states = np.minimum(states, source.states(head, start, stop))
             rows = self._strips[key] = [
-                self._everything if (of_row == FULL).all() else _chunks(of_row, self._blocks, self._problem.n_keys)
-                for of_row in states
+                self._everything if (of_row == FULL).all() else self._view(of_row, veils)
+                for of_row, veils in zip(states, self._strip_veils(head, states, start), strict=True)
             ]
         return rows[row]
+
+    def _view(self, states: np.ndarray, veils: dict[int, Veil]) -> View:
+        chunks = _chunks(states, self._blocks, self._problem.n_keys, veils)
+        merged = _merge(chunks, self._blocks) if self._problem.direction == "forward" else chunks
+        return View(chunks, tuple([chunk.index for chunk in chunks]), merged)
 
     def _instance(self, head: Head) -> tuple:
         return tuple(source.instance(head) for source in self._sources)
@@ -236,17 +128,39 @@ class Tiles:
     def veil(self, head: Head, row_tile: int, key_tile: int, rows: int) -> Veil:
         """Return what a partial tile of `rows` rows hides; keys that do not exist, too, but no rows that do not."""
         key = (row_tile, key_tile, *self._instance(head))
-        veil = self._veils.get(key)
-        if veil is None:
-            veil = Veil(self._shown(head, row_tile, key_tile, rows), self._problem.stat_dtype)
-            if self._veil_bytes + veil.nbytes <= VEIL_BYTES:  # for the other heads that share the mask
-                self._veils[key] = veil
-                self._veil_bytes += veil.nbytes
+        return self._veils.get(key) or self._make_veil(key, head, row_tile, key_tile, rows)
+
+    def _make_veil(self, key: tuple, head: Head, row_tile: int, key_tile: int, rows: int) -> Veil:
+        veil = Veil(self._shown(head, row_tile, key_tile, rows), self._problem.stat_dtype)
+        if self._veil_bytes + veil.nbytes <= VEIL_BYTES:
+            self._veils[key] = veil
+            self._veil_bytes += veil.nbytes
         return veil
+
+    def _strip_veils(self, head: Head, states: np.ndarray, start: int) -> list[dict[int, Veil]]:
+        """Return, for each row tile of a strip, the veils of its partial tiles as far as they are easy to find.
+
+        Along a diagonal one tile looks like another, so few are made.
+        """
+        found: list[dict[int, Veil]] = [{} for _ in states]
+        row_tiles, key_tiles = np.nonzero(states == PARTIAL)
+        if not 0 < len(row_tiles) <= _PATTERNS:
+            return found
+        size = 2 * self._blocks.rows * self._blocks.keys * self._problem.stat_dtype.itemsize
+        patterns = [source.patterns(head, row_tiles + start, key_tiles) for source in self._sources]
+        if None not in patterns:
+            for row, tile, *key in zip(row_tiles.tolist(), key_tiles.tolist(), *patterns, strict=True):
+                key = tuple(key)
+                veil = self._veils.get(key)
+                if veil is None and self._veil_bytes + size <= VEIL_BYTES:
+                    veil = self._make_veil(key, head, row + start, tile, self._blocks.rows)
+                if veil is not None:
+                    found[row][tile] = veil
+        return found
 
     def _shown(self, head: Head, row_tile: int, key_tile: int, rows: int) -> np.ndarray:
         """Return the bits of a veil, (blocks.keys, rows)."""
-        ramp = _ramp(rows, np.dtype(f"u{self._problem.stat_dtype.itemsize}"))
+        ramp = bit_lines(rows, np.dtype(f"u{self._problem.stat_dtype.itemsize}"))
         shown = self._sources[0].shown(head, row_tile, key_tile, ramp)
         for source in self._sources[1:]:
             shown = shown & source.shown(head, row_tile, key_tile, ramp)
@@ -284,39 +198,7 @@ class Tiles:
         return ~seen
 
 
-def tile_of(matrix: np.ndarray, blocks: Blocks, row_tile: int, first: int, count: int = 1) -> np.ndarray:
-    """Return the part of a (rows | 1, keys | 1) matrix that lies in a run of `count` tiles."""
-    rows = slice(row_tile * blocks.rows, (row_tile + 1) * blocks.rows) if matrix.shape[0] > 1 else slice(None)
-    keys = slice(first * blocks.keys, (first + count) * blocks.keys) if matrix.shape[1] > 1 else slice(None)
-    return matrix[rows, keys]
-
-
-def _sources(problem: Problem, mask: object, blocks: Blocks) -> list[_Source]:
-    band = problem.band
-    if problem.mask == "column":
-        sides = {} if band is None else {"left": band.left, "right": band.right, "offset": band.offset}
-        pairs = [(mask.lts, mask.lte), (mask.uts, mask.ute), *_band_intervals(problem)]
-        return [_Intervals(pairs, mask.tile_bounds(blocks.rows, blocks.keys, **sides), blocks, problem)]
-    sources: list[_Source] = []
-    if problem.mask == "block":
-        sources.append(_Blocks(mask, problem, blocks))
-    elif problem.mask == "dense":
-        sources.append(_Dense(mask, problem, blocks))
-    pairs = _band_intervals(problem)
-    if pairs:
-        table = intervals.tile_table(pairs, problem.n_queries, blocks.rows, blocks.keys)
-        sources.append(_Intervals(pairs, table, blocks, problem))
-    return sources
-
-
-def _band_intervals(problem: Problem) -> list:
-    band = problem.band
-    if band is None:
-        return []
-    return intervals.band_intervals(problem.n_queries, problem.n_keys, band.left, band.right, band.offset)
-
-
-def _chunks(states: np.ndarray, blocks: Blocks, n_keys: int) -> list[Chunk]:
+def _chunks(states: np.ndarray, blocks: Blocks, n_keys: int, veils: dict[int, Veil]) -> list[Chunk]:
     """Group the visible tiles of a row tile by chunk."""
     chunks = []
     visible, codes = np.flatnonzero(states).tolist(), states.tolist()
@@ -334,8 +216,34 @@ def _chunks(states: np.ndarray, blocks: Blocks, n_keys: int) -> list[Chunk]:
                 runs.append([tile, slot, 1])
         partial = tuple((tile, slot) for slot, tile in enumerate(visible[start:stop]) if codes[tile] == PARTIAL)
         padding = max(0, (visible[stop - 1] + 1) * blocks.keys - n_keys)
-        chunks.append(
-            Chunk(index, stop - start, tuple(tuple(run) for run in runs), partial, padding, not partial and not padding)
-        )
+        known = tuple([veils.get(tile) for tile, _ in partial])
+        runs = tuple(map(tuple, runs))
+        chunks.append(Chunk(index, stop - start, runs, partial, known, padding, not partial and not padding))
         start = stop
     return chunks
+
+
+def _merge(chunks: list[Chunk], blocks: Blocks) -> list[Chunk]:
+    """Take the tiles of several chunks together while they are not more than a whole chunk has."""
+    merged: list[Chunk] = []
+    for chunk in chunks:
+        if not merged or merged[-1].count + chunk.count > blocks.chunk:
+            merged.append(chunk)
+            continue
+        last = merged[-1]
+        runs = list(last.runs)
+        for tile, slot, count in chunk.runs:
+            if last.stop == tile and tile % blocks.panel and len(runs) == len(last.runs):  # neighbours in the panel
+                runs[-1] = (*runs[-1][:2], runs[-1][2] + count)
+            else:
+                runs.append((tile, slot + last.count, count))
+        merged[-1] = Chunk(
+            last.index,
+            last.count + chunk.count,
+            tuple(runs),
+            last.partial + tuple((tile, slot + last.count) for tile, slot in chunk.partial),
+            last.veils + chunk.veils,
+            chunk.padding,
+            last.simple and chunk.simple,
+        )
+    return merged

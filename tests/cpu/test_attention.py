@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuattn
-from cuattn.cpu import threads
+from cuattn.cpu import passes, threads
 from cuattn.cpu.panel import Panel
 from tests.cpu.sizes import block_sizes, forced
 from tests.strategies import DTYPES, cases, normal
@@ -267,10 +267,9 @@ def test_memory_of_a_thread_is_bounded(direction):
 
 def test_work_is_in_proportion_to_what_is_visible(monkeypatch):
     """Count the tiles whose products are made."""
-    forward = importlib.import_module("cuattn.cpu.forward")
     visited = []
-    step = forward._Pass.step
-    monkeypatch.setattr(forward._Pass, "step", lambda self, chunk: visited.append(chunk.count) or step(self, chunk))
+    step = passes.Pass.step
+    monkeypatch.setattr(passes.Pass, "step", lambda self, chunk: visited.append(chunk.count) or step(self, chunk))
     n = 2048
     x = np.ones((1, n, 8), FLOAT32)
     for mask in (
@@ -283,6 +282,20 @@ def test_work_is_in_proportion_to_what_is_visible(monkeypatch):
         cuattn.forward(x, x, x, mask=mask)
         plan = cuattn.plan(x, x, x, mask=mask)
         assert sum(visited) == (mask.tile_states(plan.block_m, plan.block_n) != 0).sum()
+
+
+def test_a_panel_loads_the_keys_that_are_seen_once(monkeypatch):
+    loads = []
+    load = Panel._load
+    monkeypatch.setattr(
+        Panel, "_load", lambda self, index, count: loads.extend(range(index, index + count)) or load(self, index, count)
+    )
+    x = np.random.default_rng(0).standard_normal((1, 640, 16)).astype(FLOAT32)
+    visible = np.zeros((640, 640), bool)
+    visible[:, 64:128] = visible[300:, 384:] = True
+    with forced(32, 32, 1, 2, 100):
+        cuattn.forward(x, x, x, mask=visible)
+    assert sorted(loads) == [1, 6, 7, 8, 9]
 
 
 def test_a_panel_is_loaded_once_per_head(monkeypatch):

@@ -83,6 +83,47 @@ def test_a_block_mask_of_multiples_of_64_has_no_partial_tiles():
     assert not any(chunk.partial for t in range(4) for chunk in tiles.chunks(head, t))
 
 
+@given(case=cases(dtypes=DTYPES[2:3], max_length=200), chunk=st.integers(1, 4), panel=st.integers(1, 3))
+def test_merged_chunks_hold_the_same_tiles_in_the_same_order(case, chunk, panel):
+    problem, operands = problem_of(case)
+    if 0 in problem.score_shape:
+        return
+    size = Blocks(16, 16, 1, 1, chunk, chunk * panel, -(-problem.n_queries // 16), -(-problem.n_keys // 16))
+    tiles = Tiles(problem, operands, size)
+
+    def listed(chunks):
+        seen, partial = [], {}
+        for chunk in chunks:
+            slots = [(first + n, slot + n) for first, slot, count in chunk.runs for n in range(count)]
+            assert [slot for _, slot in slots] == list(range(chunk.count))
+            seen += [tile for tile, _ in slots]
+            for pair, veil in zip(chunk.partial, chunk.veils, strict=True):
+                assert pair in slots
+                partial[pair[0]] = veil
+        return seen, partial
+
+    for head in all_heads(problem):
+        for row_tile in range(size.row_tiles):
+            chunks, indices, merged = tiles.view(head, row_tile)
+            assert indices == tuple(each.index for each in chunks)
+            assert listed(merged) == listed(chunks)
+            assert all(each.count <= chunk for each in merged)
+            assert [each.padding for each in merged[-1:]] == [each.padding for each in chunks[-1:]]
+            for first, _, count in (run for each in merged for run in each.runs):
+                assert first % size.panel + count <= size.panel
+
+
+def test_tiles_along_a_diagonal_share_what_hides_them():
+    mask = cuattn.masks.sliding_window(2048, 300)
+    x = np.zeros((1, 2048, 64), np.float32)
+    problem, operands, _ = validate("forward", x, x, x, mask=mask)
+    size = choose(problem, operands)
+    tiles, head = Tiles(problem, operands, size), all_heads(problem)[0]
+    veils = {veil for t in range(size.row_tiles) for chunk in tiles.chunks(head, t) for veil in chunk.veils}
+    assert None not in veils
+    assert len(veils) <= 8
+
+
 def test_forced_sizes_reach_the_backend():
     x = np.zeros((1, 100, 8), np.float32)
     with forced(16, 16, 1, 1, 1):
