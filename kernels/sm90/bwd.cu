@@ -28,8 +28,8 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
         ptx::mbarrier_init(shared.barrier(do_empty + stage), by_function ? consumers : warps);
         if constexpr (drawers) {
             ptx::mbarrier_init(shared.barrier(draws_told + stage), 1);
-            ptx::mbarrier_init(shared.barrier(draws_full + stage), drawers);
-            ptx::mbarrier_init(shared.barrier(draws_empty + stage), by_function ? 4 : warps);
+            ptx::mbarrier_init(shared.barrier(draws_full + stage), 32 * drawers);
+            ptx::mbarrier_init(shared.barrier(draws_empty + stage), by_function ? 128 : consumers);
         }
     }
     for (int buffer = 0; buffer < 2; ++buffer) {

@@ -43,10 +43,9 @@ __device__ __forceinline__ void draw_ahead(const Params& p, const Shared& shared
         for (u32 part = warp; part < parts; part += drawers) {
             const u32 kept = draw_part(p, stream, at.m * cfg::block_m + part / key_blocks * part_rows, at.n * cfg::block_n + part % key_blocks * 16);
             ptx::mbarrier_wait(shared.barrier(draws_empty + (slot.stage ^ 1)), slot.phase ^ slot.stage ^ 1);  // of the row tile before
-            shared.at<u32>(draws_at, 32 * part + receiver) = kept;
+            shared.draws(part / key_blocks, part % key_blocks, receiver) = kept;
         }
-        __syncwarp();  // the warp's part is complete
-        if (lane == 0) ptx::mbarrier_arrive(shared.barrier(draws_full + slot.stage));
+        ptx::mbarrier_arrive(shared.barrier(draws_full + slot.stage));  // each lane for itself
     }
 }
 

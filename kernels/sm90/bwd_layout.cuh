@@ -175,6 +175,10 @@ struct Shared {
     __device__ __forceinline__ HeadPlace& head(bool odd) const { return at<HeadPlace>(heads_at, odd); }
     __device__ __forceinline__ DqPlace& dq_place(u32 stage) const { return at<DqPlace>(dq_places_at, stage); }
     __device__ __forceinline__ DrawPlace& draw_place(u32 stage) const { return at<DrawPlace>(draw_places_at, stage); }
+    // What is kept of 64 rows and 16 keys for a lane of the warp that works on them; both counted in such blocks.
+    __device__ __forceinline__ u32& draws(u32 rows, u32 keys, u32 lane) const {
+        return at<u32>(draws_at, (rows * (cfg::block_n / 16) + keys) * 32 + lane);
+    }
 };
 
 constexpr bool may_have_empty_rows = cfg::mask != kMaskNone || cfg::band_left || cfg::band_right;

@@ -46,8 +46,8 @@ struct Worker {
             const u32 keys_block = first_key / 16 + threadIdx.x % 128 / 32;
 #pragma unroll
             for (int part = 0; part < cfg::block_m / 64; ++part)
-                draws.kept[part] = shared.at<u32>(draws_at, (part * cfg::block_n / 16 + keys_block) * 32 + threadIdx.x % 32);
-            release(draws_empty + slot.stage);
+                draws.kept[part] = shared.draws(part, keys_block, threadIdx.x % 32);
+            release_read(draws_empty + slot.stage);
         }
         return draws;
     }
