@@ -49,6 +49,21 @@ __device__ __forceinline__ u32 halves_under(u32 word) {
     constexpr u32 both = limit | limit << 16, minus = (65536 - limit) | (65536 - limit) << 16;
     return ptx::max_s16x2(ptx::add_s16x2(ptx::min_u16x2(word, both), minus), 0xffffffffu);
 }
+
+// 1 in every half whose draw is kept.
+template <u32 threshold>
+__device__ __forceinline__ u32 kept_ones(u32 word) {
+    constexpr u32 minus = 0x00010001 * ((65537 - threshold) % 65536);
+    if constexpr (threshold <= 32768) {
+        // min(half, threshold) - (threshold - 1) is 1 for such a half and else at most 0, in 16 bits.
+        constexpr u32 both = 0x00010001 * threshold;
+        return ptx::max_s16x2(ptx::add_s16x2(ptx::min_u16x2(word, both), minus), 0);
+    } else {
+        // max(half, threshold - 1) - (threshold - 1) is at least 1, and no more than 32767, or else 0.
+        constexpr u32 both = 0x00010001 * (threshold - 1);
+        return ptx::min_s16x2(ptx::add_s16x2(ptx::max_u16x2(word, both), minus), 0x00010001);
+    }
+}
 #endif
 
 // Zeroes the halves of a packed pair whose draws lie under the threshold.

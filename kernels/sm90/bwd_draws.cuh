@@ -1,12 +1,13 @@
 // The drawers: a warpgroup that draws, a row tile ahead, what dropout drops of a tile, so that the consumers only look it up.
 //
 // A tile is drawn in parts of 16 keys by 64 rows, what a warp of a consumer works on.  The generator serves rows (the contract is
-// in cuattn/rng.py): a call of lane (g, q) = (lane / 4, lane % 4) covers rows g, g + 8 and keys 2 q, 2 q + 1, + 8 of 16 x 16.  Consumers
-// hold keys g, g + 8 and rows 2 q, 2 q + 1, + 8: neighbouring rows exchange what they drew, so that one has both for the even key and
-// the other for the odd one.
+// in cuattn/rng.py): a call covers rows i, i + 8 and keys j, j + 1, + 8, of 16 x 16.  The consumer's lane (g, q) = (lane / 4, lane % 4)
+// holds keys g, g + 8 and rows 2 q, 2 q + 1, + 8: two calls, which serve the lane of the next key as well.  So a drawer's lane draws
+// for both keys, in two blocks of 16 rows.
 #pragma once
 #include "attn/philox.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/opaque.cuh"
 #include "sm90/bwd_layout.cuh"
 
 namespace sm90 {
@@ -14,26 +15,23 @@ namespace sm90 {
 constexpr int part_rows = 64, key_blocks = cfg::block_n / 16;
 constexpr int parts = cfg::block_m / part_rows * key_blocks;  // [rows / 64][keys / 16]
 
-// What is kept of 64 rows from `row` and 16 keys from `key`, for thread `receiver` of a consumer's warp: in
-// byte i for block i of 16 rows, bit 4 e + j for element e of register j of the fragment.
+// What is kept of 2 x 2 rows in each of two blocks of 16, and 2 x 2 keys, from `row` and `key` on: in the low half the even keys', in
+// byte i of it those of block i, in bit 4 e + j that of element e of register j of the fragment.
 __device__ __forceinline__ u32 draw_part(const Params& p, const RandomStream& stream, i32 row, i32 key) {
     constexpr u32 threshold = cfg::dropout ? cfg::dropout : 1;
-    const u32 lane = threadIdx.x % 32, odd_row = lane / 4 % 2;
-    u32 kept[2] = {0, 0};  // of two blocks each: even key in the low half
+    u32 kept = 0;
 #pragma unroll
-    for (int block = 0; block < part_rows / 16; ++block) {
+    for (int call = 3; call >= 0; --call) {
         u32 words[4];
-        random_words(words, p.dropout, stream, row + 16 * block + lane / 4, key + 2 * (lane % 4));
+        random_words(words, p.dropout, stream, row + 16 * (call / 2) + call % 2, key);
 #pragma unroll
-        for (int w = 0; w < 4; ++w)
-            kept[block / 2] |= drop_pair<threshold>(~0u, words[w]) & (0x00010001u << (8 * (block % 2) + (w >> 1 | (w & 1) << 1)));
+        for (int j = 3; j >= 0; --j) kept = 2 * kept + kept_ones<threshold>(words[j >> 1 | (j & 1) << 1]);
     }
-    const u32 even = ptx::prmt(kept[0], kept[1], 0x5410) << 4 * odd_row, odd = ptx::prmt(kept[0], kept[1], 0x7632) << 4 * odd_row;
-    return (odd_row ? odd : even) | __shfl_xor_sync(~0u, odd_row ? even : odd, 4);
+    return kept;
 }
 
 __device__ __forceinline__ void draw_ahead(const Params& p, const Shared& shared, u32 warp) {
-    const u32 lane = threadIdx.x % 32, receiver = 8 * (lane % 4) + 4 * (lane / 4 % 2) + lane / 8;
+    const i32 own_lane = threadIdx.x % 32;
     for (Slot<cfg::stages> slot;; slot.advance()) {
         ptx::mbarrier_wait(shared.barrier(draws_told + slot.stage), slot.phase);
         const DrawPlace at = shared.draw_place(slot.stage);
@@ -41,9 +39,13 @@ __device__ __forceinline__ void draw_ahead(const Params& p, const Shared& shared
         const RandomStream stream = random_stream(p.dropout, at.batch, at.head);
 #pragma unroll 1
         for (u32 part = warp; part < parts; part += drawers) {
-            const u32 kept = draw_part(p, stream, at.m * cfg::block_m + part / key_blocks * part_rows, at.n * cfg::block_n + part % key_blocks * 16);
+            const u32 lane = ptx::opaque(own_lane), keys = part % key_blocks, rows = part / key_blocks, half = lane / 16;
+            const u32 kept = draw_part(p, stream, at.m * cfg::block_m + rows * part_rows + 32 * half + 2 * (lane / 4 % 4),
+                                       at.n * cfg::block_n + keys * 16 + 2 * (lane % 4));
             ptx::mbarrier_wait(shared.barrier(draws_empty + (slot.stage ^ 1)), slot.phase ^ slot.stage ^ 1);  // of the row tile before
-            shared.draws(part / key_blocks, part % key_blocks, receiver) = kept;
+            u16* const even = reinterpret_cast<u16*>(&shared.draws(rows, keys, 8 * (lane % 4) + lane / 4 % 4)) + half;
+            even[0] = static_cast<u16>(kept);
+            even[8] = static_cast<u16>(kept >> 16);  // 4 lanes on
         }
         ptx::mbarrier_arrive(shared.barrier(draws_full + slot.stage));  // each lane for itself
     }

@@ -2,6 +2,7 @@
 // neighbours of every 8 queries.
 #pragma once
 #include "attn/score.cuh"
+#include "ptx/select.cuh"
 #include "ptx/stmatrix.cuh"
 #include "sm90/bwd_products.cuh"
 #include "sm90/mask_bits.cuh"
@@ -60,7 +61,7 @@ struct Draws {
 
     // p of element i, negative if it is dropped.
     __device__ __forceinline__ float mark(int i, float p) const {
-        return kept[i / 32] & (1u << (i / 8 % 4 * 8 + i % 2 * 4 + i / 2 % 4)) ? p : -p;
+        return ptx::negate_unless(p, kept[i / 32] & (1u << (i / 8 % 4 * 8 + i % 2 * 4 + i / 2 % 4)));
     }
 };
 

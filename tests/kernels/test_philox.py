@@ -19,6 +19,10 @@ _BODY = """
         words[4 * l + w] = x[w];
         dropped[4 * l + w] = drop_pair<THRESHOLD>(0xbeefcafe, x[w]);
         kept[2 * (4 * l + w)] = kept_low<THRESHOLD>(x[w]), kept[2 * (4 * l + w) + 1] = kept_high<THRESHOLD>(x[w]);
+#if __CUDA_ARCH__ >= 900
+        const u32 ones = kept_ones<THRESHOLD>(x[w]);
+        if (ones != (u32{kept_low<THRESHOLD>(x[w])} | u32{kept_high<THRESHOLD>(x[w])} << 16)) ++wrong[l];
+#endif
     }"""
 
 
@@ -26,10 +30,11 @@ _BODY = """
 def test_block_of_draws(threshold):
     seed = 0x0123456789ABCDEF
     keys = np.array(_round_keys(seed), np.uint64).view(np.uint32)
-    _, words, dropped, kept = run(
-        ["attn/philox.cuh"], "const u32* k, u32* words, u32* dropped, u8* kept",
+    _, words, dropped, kept, wrong = run(
+        ["attn/philox.cuh"], "const u32* k, u32* words, u32* dropped, u8* kept, u32* wrong",
         _BODY.replace("THRESHOLD", str(threshold)).replace("u32 x[4], keys[7][2];", "u32 x[4];"),
         keys, np.empty((32, 4), np.uint32), np.empty((32, 4), np.uint32), np.empty((32, 4, 2), np.uint8),
+        np.zeros(32, np.uint32),
     )  # fmt: skip
     draws = cuattn_rng.draws(cuattn_rng.RNGState(seed, 5), 3, (32, 48), (64, 80))
     found = np.empty((16, 16), np.uint16)
@@ -43,4 +48,5 @@ def test_block_of_draws(threshold):
             keep[row, key : key + 2] = kept[lane, w]
     np.testing.assert_array_equal(found, draws)
     np.testing.assert_array_equal(keep, draws >= threshold)
+    assert not wrong.any()
     np.testing.assert_array_equal(pairs, np.where(keep, np.tile(np.uint16([0xCAFE, 0xBEEF]), 8), 0))

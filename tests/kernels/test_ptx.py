@@ -159,6 +159,13 @@ def test_bulk_load_by_one_lane():
     np.testing.assert_array_equal(y, x)
 
 
+def test_negate_unless():
+    x, bits = np.random.default_rng(7).standard_normal(32).astype(np.float32), np.arange(32, dtype=np.uint32) % 5 * 3
+    body = "y[l] = ptx::negate_unless(x[l], bits[l]);"
+    y = run(["ptx/select.cuh"], "const float* x, const u32* bits, float* y", body, x, bits, np.empty_like(x))[2]
+    np.testing.assert_array_equal(y, np.where(bits, x, -x))
+
+
 def test_simd():
     import cupy
 
@@ -167,12 +174,16 @@ def test_simd():
     rng = np.random.default_rng(4)
     x, y = (rng.integers(0, 65536, (32, 2)).astype(np.uint16) for _ in range(2))
     body = """
-        z[3 * l] = ptx::min_u16x2(x[l], y[l]);
-        z[3 * l + 1] = ptx::max_s16x2(x[l], y[l]);
-        z[3 * l + 2] = ptx::add_s16x2(x[l], y[l]);"""
+        z[5 * l] = ptx::min_u16x2(x[l], y[l]);
+        z[5 * l + 1] = ptx::max_s16x2(x[l], y[l]);
+        z[5 * l + 2] = ptx::add_s16x2(x[l], y[l]);
+        z[5 * l + 3] = ptx::max_u16x2(x[l], y[l]);
+        z[5 * l + 4] = ptx::min_s16x2(x[l], y[l]);"""
     arguments = "const u32* x, const u32* y, u32* z"
-    z = run(["ptx/simd.cuh"], arguments, body, pairs(x), pairs(y), np.empty((32, 3), np.uint32))[2]
-    z = z.view(np.uint16).reshape(32, 3, 2)
+    z = run(["ptx/simd.cuh"], arguments, body, pairs(x), pairs(y), np.empty((32, 5), np.uint32))[2]
+    z = z.view(np.uint16).reshape(32, 5, 2)
     np.testing.assert_array_equal(z[:, 0], np.minimum(x, y))
     np.testing.assert_array_equal(z[:, 1].view(np.int16), np.maximum(x.view(np.int16), y.view(np.int16)))
     np.testing.assert_array_equal(z[:, 2], x + y)
+    np.testing.assert_array_equal(z[:, 3], np.maximum(x, y))
+    np.testing.assert_array_equal(z[:, 4].view(np.int16), np.minimum(x.view(np.int16), y.view(np.int16)))
