@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuattn.cuda import launch
-from cuattn.cuda.backward_plan import STAT_ROWS, atomic, backward_plan, kernels_of, shared_bytes, sums
+from cuattn.cuda.backward_plan import STAT_ROWS, atomic, backward_plan, kernels_of, shared_bytes, shared_keys, sums
 from cuattn.cuda.params import PARAMS
 from cuattn.cuda.plan import CUDA_TYPES, pad
 from cuattn.cuda.records import Array, Record
@@ -102,6 +102,7 @@ class _Builder:
         self.axes = launch.merged_axes(problem, {**self.arrays, **masks}.values(), self.layout)
         self.splits = self._bias_splits()
         self.sums = self._sums()
+        self.shared = shared_keys(problem, self.kernels, launch.card(device).multiprocessors, self.sums)
         self.results = {
             name: Array(self.arrays[of].shape, self.arrays[of].dtype)
             for name, of in _GRADIENTS.items()
@@ -202,7 +203,7 @@ class _Builder:
         return -(-length // block) * heads * math.prod(self.problem.batch)
 
     def preprocess(self) -> None:
-        """Compute delta and the softmax statistics of every row, and zero the accumulator of dq."""
+        """Compute delta and the softmax statistics of every row; zero the accumulator of dq and shared dk and dv."""
         problem = self.problem
         tile = self.kernels.keys._replace(warps=_THREADS // 32)
         size = problem.dtype.itemsize
@@ -211,7 +212,11 @@ class _Builder:
             vector //= 2
         extra = {"load_bytes": max(vector, size)}
         grid = self._tiles(problem.n_queries, STAT_ROWS, problem.heads)
-        self._add("util/bwd_preprocess.cu", "backward_preprocess", grid, tile, 0, extra, only=_PREPROCESS)
+        values = {}
+        if self.shared.parts > 1:
+            head, of_head = divmod(self.shared.first, -(-problem.n_keys // tile.block_n))
+            values = {"section": head * problem.n_keys + of_head * tile.block_n, "splits": self.shared.parts}
+        self._add("util/bwd_preprocess.cu", "backward_preprocess", grid, tile, 0, extra, only=_PREPROCESS, **values)
 
     def keys(self) -> None:
         """Compute dk and dv, and dq if the order of its sums does not matter."""
@@ -224,7 +229,9 @@ class _Builder:
             extra["sum_dq"] = "dq" in self.sums
             self._add("sm80/bwd_wide.cu", "backward_wide_keys", grid, tile, shared, extra)
         else:
-            self._add("sm80/bwd.cu", "attention_backward", grid, tile, shared, extra)
+            first, parts, row_tiles, grid = self.shared
+            values = {"section": first, "splits": parts, "split_tiles": row_tiles}
+            self._add("sm80/bwd.cu", "attention_backward", grid, tile, shared, extra, **values)
         for name in ("dk", "dv"):
             self._sum(name)
         if self.atomic:

@@ -7,6 +7,7 @@ computes dbias.
 
 import functools
 import math
+from collections.abc import Container
 from typing import NamedTuple
 
 from cuattn.cuda.plan import CUDA_TYPES, check_limits, deposit_tiles, mask_code, pad
@@ -14,10 +15,14 @@ from cuattn.cuda.tiles import Card
 from cuattn.plans import Plan
 from cuattn.problem import Problem
 
-__all__ = ["STAT_ROWS", "BackwardTile", "Kernels", "atomic", "backward_plan", "kernels_of", "shared_bytes", "sums"]
+__all__ = [
+    "STAT_ROWS", "BackwardTile", "Kernels", "SharedKeys", "atomic", "backward_plan", "kernels_of", "shared_bytes",
+    "shared_keys", "sums",
+]  # fmt: skip
 
 STAT_ROWS = 128  # kStatRows: rows that one block of backward_preprocess looks at
 _KB = 1024
+_MAX_ROWS = 2**31 - 1  # counted through all heads, where a kernel is told one of them
 _PADDING = 32  # elements: head dimensions are rounded up to a multiple of this, so that warps can share them evenly
 
 
@@ -41,6 +46,15 @@ class Kernels(NamedTuple):
     head_dim_v: int
     chunk: int = 0  # columns that come in at a time where whole rows do not fit (sm80/bwd_wide.cu), else 0
     part: int = 0  # columns of a gradient that one block then owns
+
+
+class SharedKeys(NamedTuple):
+    """The last key tiles, which would leave most multiprocessors without work: each for several blocks of the grid."""
+
+    first: int  # number of the first of these tiles, and of the first block that has a part of one
+    parts: int  # blocks to a tile
+    row_tiles: int  # of each such block
+    grid: int
 
 
 _T = BackwardTile
@@ -155,6 +169,31 @@ def _paired(tile: BackwardTile, size: int) -> bool:
     return size == 8 and 2 * warps == tile.warps
 
 
+def shared_keys(problem: Problem, kernels: Kernels, multiprocessors: int, sums: Container[str] = ()) -> SharedKeys:
+    """Return which blocks of the key kernel share their key tiles (float64, dq in no fixed order; else none).
+
+    Where all tiles take the same time and blocks have a multiprocessor each, the tiles of the last round are dealt out
+    to all multiprocessors.  Their sums have to be short, since such blocks do not add to memory after cfg::deposits.
+    `sums` names gradients that are sums over broadcast axes.
+    """
+    tile, size = kernels.keys, problem.dtype.itemsize
+    tiles = -(-problem.n_keys // tile.block_n) * problem.kv_heads * math.prod(problem.batch)
+    row_tiles = -(-problem.n_queries // tile.block_m)
+    none = SharedKeys(tiles, 1, row_tiles, tiles)
+    in_turns = _paired(tile, size) and tile.stages == 2 and atomic(problem, kernels)
+    deposits = deposit_tiles(size, problem.n_queries * problem.group, tile.block_m)
+    last = tiles % multiprocessors
+    if not in_turns or not deposits or not last or tiles < multiprocessors:
+        return none
+    if problem.mask is not None or problem.band is not None or "dk" in sums or "dv" in sums:
+        return none
+    each = -(-row_tiles // (multiprocessors // last))
+    parts = -(-row_tiles // each)
+    if parts == 1 or tiles * tile.block_n > _MAX_ROWS or each * problem.group > deposits:
+        return none
+    return SharedKeys(tiles - last, parts, each, tiles + last * (parts - 1))
+
+
 def sums(problem: Problem, shape: tuple[int, ...], heads: int) -> bool:
     """Whether an operand of `shape` (aligned; `heads` of its own kind) was broadcast, so that its gradient is a sum."""
     return any(n == 1 < full for n, full in zip(shape, (*problem.batch, heads), strict=False))
@@ -220,7 +259,7 @@ def backward_plan(problem: Problem, card: Card, load_bytes: int = 16, o_dtype: s
         smem_bytes=shared_bytes(problem, kernels, "keys"),
         workspace_bytes=_workspace_bytes(problem, kernels),
         reason=f"portable tensor-core kernel, {card.arch}",
-        notes=_notes(problem, kernels, load_bytes),
+        notes=_notes(problem, kernels, card, load_bytes),
         constants=tuple(constants.items()),
     )
 
@@ -236,12 +275,14 @@ def _workspace_bytes(problem: Problem, kernels: Kernels) -> int:
     return total
 
 
-def _notes(problem: Problem, kernels: Kernels, load_bytes: int) -> tuple[str, ...]:
+def _notes(problem: Problem, kernels: Kernels, card: Card, load_bytes: int) -> tuple[str, ...]:
     notes = []
     if atomic(problem, kernels):
         notes.append("dq is added up in memory in no fixed order; deterministic=True makes it bitwise repeatable")
     else:
         notes.append("dq by a second pass over the scores, in a fixed order")
+    if shared_keys(problem, kernels, card.multiprocessors).parts > 1:
+        notes.append("dk and dv of the last key tiles are added up likewise, by several blocks")
     if kernels.chunk:
         notes.append(
             f"rows too wide for shared memory: {kernels.chunk} columns at a time, scores again for {kernels.part}"

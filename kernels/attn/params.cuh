@@ -55,7 +55,7 @@ struct Params {
     i32 band_left, band_right, band_offset;    // key j is visible to row i when i + offset - left <= j <= i + offset + right
     i32 row_tiles, key_tiles;                  // of cfg::block_m rows and cfg::block_n keys
     i32 section;                               // batch-heads that are worked on side by side (their k and v share the L2 cache)
-    i32 splits, split_tiles;                   // forward: parts of the key axis and key tiles in each
+    i32 splits, split_tiles;                   // forward: parts of the key axis and key tiles in each; backward: sm80/bwd.cu
 };
 
 // Indices along the batch axes of flat batch number ib.

@@ -36,15 +36,24 @@ struct Slice {
     }
 };
 
-// Not kept in registers from one use to the next.
-__device__ __forceinline__ i32 key_tile(const Params& p) { return ptx::opaque(static_cast<i32>(blockIdx.x)) % p.key_tiles; }
-__device__ __forceinline__ i32 flat_kv_head(const Params& p) { return ptx::opaque(static_cast<i32>(blockIdx.x)) / p.key_tiles; }
+// Number of the block's tile.  From number p.section on, p.splits blocks share a tile: each takes p.split_tiles of the row tiles, and adds
+// its dK and dV to zeros in memory.  Not kept in registers from one use to the next.
+__device__ __forceinline__ i32 tile_number(const Params& p) {
+    const i32 block = ptx::opaque(static_cast<i32>(blockIdx.x));
+    return may_share && block > p.section ? p.section + (block - p.section) / p.splits : block;
+}
+__device__ __forceinline__ bool shares(const Params& p) { return may_share && static_cast<i32>(blockIdx.x) >= p.section; }
+__device__ __forceinline__ i32 first_shared(const Params& p) { return (static_cast<i32>(blockIdx.x) - p.section) % p.splits * p.split_tiles; }
+__device__ __forceinline__ i32 key_tile(const Params& p) { return tile_number(p) % p.key_tiles; }
+__device__ __forceinline__ i32 flat_kv_head(const Params& p) { return tile_number(p) / p.key_tiles; }
 
 // Describes query head number `member` of the block's group.
 __device__ __forceinline__ void describe_group_member(Head& head, const Params& p, i32 member) {
     const i32 flat = flat_kv_head(p);
     describe_head(head, p, flat / p.kv_heads, flat % p.kv_heads * p.group + member);
-    if (threadIdx.x == 0) describe_walk(head, p, key_tile(p));
+    if (threadIdx.x != 0) return;
+    describe_walk(head, p, key_tile(p));
+    if (shares(p)) head.walk.end = min(head.walk.end, first_shared(p) + p.split_tiles);
 }
 
 __device__ __forceinline__ TileAt tile_k(u32 shared) { return {shared + k_at, shared + k_units_at}; }
@@ -150,7 +159,7 @@ __device__ __forceinline__ void visit_deposits(KeyGradients& acc, const Params& 
 }
 
 __device__ __forceinline__ void start_deposits(KeyGradients& acc, const Params& p, const Slice& slice) {
-    if constexpr (cfg::deposits > 0) visit_deposits(acc, p, slice, [](Acc* at, Acc) { *at = 0; });
+    if (cfg::deposits > 0 && !shares(p)) visit_deposits(acc, p, slice, [](Acc* at, Acc) { *at = 0; });
 }
 
 // Before row tile number `tile` of the block is added; group: of cfg::deposits tiles, the one added to last, or -1.  Groups are the same for
@@ -164,12 +173,23 @@ __device__ __forceinline__ void deposit(KeyGradients& acc, const Params& p, cons
                 ptx::set_zero(sum);
             });
         }
-        group = next;
+        group = shares(p) ? -1 : next;  // a block that shares its keys has few rows
     }
 }
 
 __device__ __forceinline__ void finish_deposits(KeyGradients& acc, const Params& p, const Slice& slice) {
     if constexpr (cfg::deposits > 0) visit_deposits(acc, p, slice, [](const Acc* at, Acc& sum) { sum += __ldcg(at); });
+}
+
+// The scale of dropout, and of dK.
+__device__ __forceinline__ Acc last_factor(const Params& p, const Slice& slice) {
+    return Acc(slice.is_k ? p.scale * p.dropout_scale : p.dropout_scale);
+}
+
+// Line 24 by a block that shares its keys.
+__device__ __forceinline__ void add_shared(KeyGradients& acc, const Params& p, const Slice& slice) {
+    scale_by(acc, last_factor(p, slice));
+    visit_deposits(acc, p, slice, [](Acc* at, Acc sum) { ptx::red_add(at, sum); });
 }
 
 // This warp's columns of dV or dK, over the tile of v or k.
@@ -187,7 +207,7 @@ __device__ __forceinline__ void store_keys(const unsigned char* memory, u32 shar
                                             KeyGradients& acc) {
     const i32 flat_head = flat_kv_head(p), kv_head = flat_head % p.kv_heads;
     const BatchIndex index = batch_index(p, flat_head / p.kv_heads);
-    const Acc factor = Acc(slice.is_k ? p.scale * p.dropout_scale : p.dropout_scale);
+    const Acc factor = last_factor(p, slice);
     const i32 first_key = key_tile(p) * cfg::block_n;
     const i64 flat = i64(flat_head) * p.n_keys;
     if (slice.is_k ? cfg::sum_dk : cfg::sum_dv) {
@@ -331,6 +351,7 @@ extern "C" __global__ void __launch_bounds__(sm80::threads, cfg::blocks_per_sm) 
         describe_group_member(head, p, member);
         __syncthreads();  // head is complete
         RowWalk walk(p, head.walk);
+        if (shares(p)) walk.tile = max(walk.tile, first_shared(p) - 1);
         if (!walk.next(p)) continue;
         if (!in_turns || threadIdx.x < number_loaders) {
             load_key_tile(shared + k_at, shared + v_at, p, head, walk.first_key(), true);  // line 7
@@ -341,6 +362,10 @@ extern "C" __global__ void __launch_bounds__(sm80::threads, cfg::blocks_per_sm) 
         if constexpr (in_turns) walk_in_turns(acc, group, signals, shared, p, head, walk, slice, member * p.row_tiles);
         else walk_together(acc, group, shared, p, head, walk, slice, member * p.row_tiles);
         __syncthreads();  // nothing of this head is read again
+    }
+    if (shares(p)) {
+        add_shared(acc, p, slice);
+        return;
     }
     finish_deposits(acc, p, slice);
     store_keys(memory, shared, p, slice, acc);  // line 24

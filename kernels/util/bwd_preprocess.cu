@@ -86,6 +86,17 @@ __device__ __forceinline__ void zero_accumulator(const Params& p, const BatchInd
     if (p.turns != nullptr && threadIdx.x < tiles && tile < p.row_tiles) p.turns[instance * p.row_tiles + tile] = 0;
 }
 
+// The rows of dK and dV from p.section on, counted through all heads, to which several blocks of the key kernel add (p.splits > 1).
+__device__ __forceinline__ void zero_shared_keys(const Params& p) {
+    const i64 rows = i64(p.batch) * p.kv_heads * p.n_keys - p.section;
+    const auto zero = [&](void* data, i64 columns) {
+        cfg::acc* to = static_cast<cfg::acc*>(data) + p.section * columns;
+        for (i64 i = i64(blockIdx.x) * kThreads + threadIdx.x; i < rows * columns; i += i64(gridDim.x) * kThreads) to[i] = 0;
+    };
+    zero(p.dk.data, p.head_dim);
+    zero(p.dv.data, p.head_dim_v);
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, 2) backward_preprocess(const __grid_constant__ Params p) {
     const i32 block = gridDim.x - 1 - blockIdx.x, group = block % stat_groups(p), flat = block / stat_groups(p), head = flat % p.heads;
     const BatchIndex index = batch_index(p, flat / p.heads);
@@ -96,6 +107,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) backward_preprocess(co
     const cfg::acc inverse_scale = 1 / p.dropout_scale;
 
     if constexpr (cfg::atomic_dq) zero_accumulator(p, index, head, group);
+    if (sizeof(cfg::elem) == 8 && p.splits > 1) zero_shared_keys(p);
     bool any_empty = false;
     for (i32 pass = 0; pass < kPasses; pass += kTogether) {
         cfg::acc sum[kTogether], row_l[kTogether], row_m[kTogether];

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import cuattn
+from cuattn.cuda.launch import card
 from tests import oracle
 from tests.cuda.cases import (
     BF16,
@@ -188,6 +189,19 @@ def test_over_many_rows(dtype, rows, head_dim, masked, deterministic):
         dense = run(do, qkv, {**options, "mask": options["mask"].dense()}, deterministic)
         for a, b in list(zip(actual, dense, strict=True))[0 if deterministic else 1 : 3]:
             assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize(("group", "n_keys"), [(1, 64), (2, 40)])
+def test_blocks_share_the_last_keys(group, n_keys):
+    """One key tile more than there are multiprocessors: many blocks have a few rows of it each."""
+    heads = card(0).multiprocessors + 1
+    case = Case("shared", np.dtype(np.float64), (), heads * group, heads, 1040, n_keys, 128)
+    do, qkv, options = made(case)
+    assert "several blocks" in str(cuattn.plan(*map(to_device, qkv), direction="backward", **options))
+    do_q, kv = slice(-2 * group, None), slice(-2, None)
+    actual = [x[part] for x, part in zip(run(do, qkv, options), (do_q, kv, kv), strict=False)]
+    few = case._replace(heads=2 * group, kv_heads=2)
+    check(few, [*actual, None], do[do_q], [x[part] for x, part in zip(qkv, (do_q, kv, kv), strict=True)], options)
 
 
 def test_unrounded_o_and_one_head_matrices():
