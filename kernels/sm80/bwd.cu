@@ -217,7 +217,7 @@ __device__ __forceinline__ void store_keys(const unsigned char* memory, u32 shar
     }
     if (cfg::sum_dk && cfg::sum_dv) return;
     keys_to_shared(shared, acc, slice, factor);
-    __syncthreads();  // dK and dV are complete
+    ptx::barrier_sync(12, threads);  // dK and dV are complete; with barrier 0, racecheck takes what is read of a partial tile for a race
     if (!cfg::sum_dk) {
         Elem* dk = static_cast<Elem*>(p.dk.data) + slice_offset(p.dk, index, kv_head);
         save_rows<cfg::block_n, cfg::head_dim>(memory + k_at, dk, p.dk.row, first_key, p.n_keys, p.head_dim);
