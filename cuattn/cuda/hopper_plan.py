@@ -61,8 +61,8 @@ def _tile(problem: Problem) -> HopperTile:
     tile = row[3] if capped or problem.dropout else row[2]
     if tile.block_m == 192 and (capped or problem.mask == "block" or problem.out_dtype.itemsize > 2):
         tile = tile._replace(block_m=128)  # these need registers that three warpgroups do not have
-    if tile.block_m == 192 and problem.dropout:
-        tile = tile._replace(block_n=96)
+    if tile.block_m == 192 and problem.dropout and (problem.mask is not None or problem.band is not None):
+        tile = tile._replace(block_n=112)
     if row[0] == 128 and problem.mask == "column":
         tile = tile._replace(q_stages=2)  # the intervals of partial tiles' keys take the third one's place
     return tile

@@ -14,7 +14,7 @@ namespace sm90 {
 constexpr bool may_have_empty_rows = cfg::mask != kMaskNone || cfg::band_left || cfg::band_right;
 // Short rows of three warpgroups do best with the plainest steps.
 constexpr bool plain = !cfg::overlap && cfg::dropout == 0;
-// Else no key tile is hidden, and only a row's first one, the last of the keys, may be cut.
+// Else no key tile is hidden, only a row's first one, the last of the keys, may be cut, and tiles are counted, not told.
 constexpr bool later_tiles_vary = may_have_empty_rows || plain;
 // The next keys, and the warpgroup's own P V, are awaited halfway through the exponentials: both have long been there, and
 // rounding P then runs beside the other half.  Three warpgroups fill each other's gaps, and do better with one long stretch.
@@ -50,10 +50,19 @@ struct Consumer {
     Weights weights, kept;
     Output o;
 
-    // One arrival per warp: each warp vouches for its own reads.
+    // An arrival orders what its thread has read.  Of what products alone read, one lane gives back its warp's share.
     __device__ __forceinline__ void release(int barrier) const {
-        __syncwarp();  // an arrival orders the reads of the thread that arrives alone
+        __syncwarp();
         if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.barrier(barrier));
+    }
+
+    // With keys come their tile's code and intervals, which every lane reads.
+    __device__ __forceinline__ void release_keys() {
+        if constexpr (later_tiles_vary)
+            ptx::mbarrier_arrive(shared.barrier(k_empty + k.stage));
+        else
+            release(k_empty + k.stage);
+        k.advance();
     }
 
     __device__ __forceinline__ void await_turn() const { ptx::barrier_sync(turn_barrier + warpgroup, 256); }
@@ -66,17 +75,24 @@ struct Consumer {
     __device__ __forceinline__ void look_for_keys(int block) {
         constexpr int when = proceeds_early ? middle / 2 : value_steps / 2;
         if (block == when) arrived = ptx::mbarrier_passed(shared.barrier(k_full + k.stage), k.phase);
-        if (block == when + 1 && arrived) next = shared.code(k.stage);
+        if (later_tiles_vary && block == when + 1 && arrived) next = shared.code(k.stage);
     }
 
+    // The tile that follows, or the row's `first`, where all are visited.
+    __device__ __forceinline__ KeyTile count_down(bool first) const {
+        const i32 n = first ? p.key_tiles - 1 : tile.n() - 1;
+        const bool whole = !first || (n + 1) * cfg::block_n <= p.n_keys;
+        return KeyTile::make(n, (whole ? 0 : KeyTile::partial_bits) | (n == 0 ? KeyTile::last_bit : 0));
+    }
+
+    template <bool first = false>
     __device__ __forceinline__ void await_keys() {
-        tile = next;
+        if constexpr (later_tiles_vary) tile = next;
         if (!__all_sync(~0u, arrived)) {
             ptx::mbarrier_wait(shared.barrier(k_full + k.stage), k.phase);
-            // Read by the lane that gives the buffer back.
-            tile.code = threadIdx.x % 32 == 0 ? shared.code(k.stage).code : 0;
-            tile.code = __shfl_sync(~0u, tile.code, 0);
+            if constexpr (later_tiles_vary) tile = shared.code(k.stage);
         }
+        if constexpr (!later_tiles_vary) tile = count_down(first);
         arrived = false;
         seen = !later_tiles_vary || !uniform(tile.hidden(warpgroup));
     }
@@ -86,7 +102,7 @@ struct Consumer {
         ptx::mbarrier_wait(shared.barrier(q_full + q.stage), q.phase);
         work = shared.work(q.stage);
         if (uniform(work.head < 0)) return false;
-        await_keys();
+        await_keys<true>();
         return true;
     }
 
@@ -132,8 +148,7 @@ struct Consumer {
     // The scores are there: their keys' buffer goes back at once, since only a few are under way.
     __device__ __forceinline__ void finish_scores() {
         ptx::wgmma_pin(s);
-        release(k_empty + k.stage);
-        k.advance();
+        release_keys();
     }
 
     // Prescales and masks the scores.
@@ -222,8 +237,7 @@ struct Consumer {
         await_turn();
         if (pending) drain();
         pass_turn();
-        release(k_empty + k.stage);
-        k.advance();
+        release_keys();
         ptx::mbarrier_wait(shared.barrier(v_full + v.stage), v.phase);
         release(v_empty + v.stage);
         v.advance();
@@ -303,10 +317,8 @@ struct Consumer {
     // Gives a stored output's buffer back to the producer, long after the store began.
     __device__ __forceinline__ void free_output() {
         if (!stage_output || leaving == 0) return;
-        if (threadIdx.x % 128 == 0) {
-            ptx::bulk_wait_read<0>();
-            ptx::mbarrier_arrive(leaving);
-        }
+        if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
+        ptx::mbarrier_arrive(leaving);
         leaving = 0;
     }
 
@@ -396,7 +408,7 @@ __device__ __forceinline__ void Consumer::run() {
             before = work;
             buffer = q;
             q.advance();
-            if constexpr (!stage_output) release(q_empty + buffer.stage);
+            if constexpr (!stage_output) ptx::mbarrier_arrive(shared.barrier(q_empty + buffer.stage));
             if constexpr (cfg::q_stages == 1) break;
             free_output();
             some = await_row();

@@ -14,17 +14,17 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
     constexpr u32 warps = 4 * warpgroups;
     for (int stage = 0; stage < cfg::q_stages; ++stage) {
         ptx::mbarrier_init(shared.barrier(q_full + stage), 1);
-        // Freed by the threads that stored the output, or by every warp after its last scores.
-        ptx::mbarrier_init(shared.barrier(q_empty + stage), stage_output ? warpgroups : warps);
+        // Freed by all threads, who read the announcement, when the output is stored or the last scores are there.
+        ptx::mbarrier_init(shared.barrier(q_empty + stage), 32 * warps);
     }
     for (int stage = 0; stage < cfg::stages; ++stage) {
         ptx::mbarrier_init(shared.barrier(k_full + stage), 1);
-        ptx::mbarrier_init(shared.barrier(k_empty + stage), warps);
+        ptx::mbarrier_init(shared.barrier(k_empty + stage), later_tiles_vary ? 32 * warps : warps);
         ptx::mbarrier_init(shared.barrier(v_full + stage), 1);
         ptx::mbarrier_init(shared.barrier(v_empty + stage), warps);
     }
     ptx::mbarrier_init(shared.barrier(raw_full), 1);
-    // All lanes write lists, and all read lists and mail: each arrives for itself.
+    // All lanes write lists, and all read lists and mail.
     ptx::mbarrier_init(shared.barrier(raw_empty), 32);
     ptx::mbarrier_init(shared.barrier(list_full), 32);
     ptx::mbarrier_init(shared.barrier(list_empty), 32);
