@@ -418,6 +418,7 @@ __device__ __forceinline__ void Consumer::run() {
         write(before, buffer);
         if constexpr (cfg::q_stages == 1) some = await_row();
     }
+    free_output();  // shared memory is read until then
 }
 
 }  // namespace sm90
