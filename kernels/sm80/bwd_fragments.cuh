@@ -18,6 +18,12 @@ constexpr int padding = sizeof(Elem) == 8 ? 32 : 16;
 template <int columns>
 constexpr int row_bytes = columns * int(sizeof(Elem)) + padding;
 
+// Where a row lies among those of a tile.  Of four rows of float64 the second and the third change places: rows of accumulators next to each
+// other, of which a lane stores 16 bytes each, are then two paddings apart, and their 64 bytes in different banks.  The bits of a sum may be
+// placed one by one where they do not meet: slot(a + b) = slot(a) + slot(b).
+template <class Row>
+__host__ __device__ constexpr Row slot(Row row) { return sizeof(Elem) == 8 ? (row & ~3) + (row & 1) * 2 + (row >> 1 & 1) : row; }
+
 // How an operand lies in shared memory: with the axis that the product sums over along its columns (both of Q K^T) or along its rows.
 enum class Along { columns, rows };
 
@@ -64,7 +70,7 @@ template <int stride, bool relu, int tiles_m, int tiles_n>
 __device__ __forceinline__ void store_rounded(u32 tile, const Acc (&acc)[tiles_m][tiles_n][4], i32 columns = 8 * tiles_n) {
     constexpr int size = int(sizeof(Elem));
     const u32 lane = threadIdx.x % 32;
-    const u32 at = tile + lane / 4 * stride + lane % 4 * 2 * size;
+    const u32 at = tile + slot(lane / 4) * stride + lane % 4 * 2 * size;
 #pragma unroll
     for (int m = 0; m < tiles_m; ++m)
 #pragma unroll

@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_some_rows(u32 tile, const Elem* data, i64 r
         const int row = index / chunks, column = index % chunks * chunk;
         const i32 valid = keep(row) ? max(0, min(16, (true_columns - column) * int(sizeof(Elem)))) : 0;
         const Elem* source = valid ? data + (first_row + row) * row_stride + column : data;
-        copy_chunk<cfg::load_bytes>(tile + row * row_bytes<columns> + column * int(sizeof(Elem)), reinterpret_cast<const u8*>(source), valid);
+        copy_chunk<cfg::load_bytes>(tile + slot(row) * row_bytes<columns> + column * int(sizeof(Elem)), reinterpret_cast<const u8*>(source), valid);
     }
 }
 
@@ -57,10 +57,10 @@ __device__ __forceinline__ void load_all_rows(u32 tile, const Elem* data, i64 ro
     if constexpr (loaders % chunks == 0 && total % loaders == 0) {
         constexpr int rows_per_step = loaders / chunks;
         const int row = first / chunks, column = first % chunks * chunk;
-        const u32 to = tile + row * row_bytes<columns> + column * int(sizeof(Elem));
+        const u32 to = tile + slot(row) * row_bytes<columns> + column * int(sizeof(Elem));
         data += row * stride + column;
 #pragma unroll
-        for (int step = 0; step < steps; ++step, data += rows_per_step * stride) ptx::cp_async<16>(to + step * rows_per_step * row_bytes<columns>, data, 16);
+        for (int step = 0; step < steps; ++step, data += rows_per_step * stride) ptx::cp_async<16>(to + slot(step * rows_per_step) * row_bytes<columns>, data, 16);
         return;
     }
 #pragma unroll
@@ -68,7 +68,7 @@ __device__ __forceinline__ void load_all_rows(u32 tile, const Elem* data, i64 ro
         const int index = first + step * loaders;
         if (total % loaders && index >= total) break;
         const int row = index / chunks, column = index % chunks * chunk;
-        ptx::cp_async<16>(tile + row * row_bytes<columns> + column * int(sizeof(Elem)), data + row * stride + column, 16);
+        ptx::cp_async<16>(tile + slot(row) * row_bytes<columns> + column * int(sizeof(Elem)), data + row * stride + column, 16);
     }
 }
 
@@ -81,7 +81,7 @@ __device__ __forceinline__ void save_rows(const unsigned char* tile, Elem* data,
     for (int index = threadIdx.x; index < rows * chunks; index += threads) {
         const int row = index / chunks, column = index % chunks * chunk;
         if (first_row + row >= row_end) break;
-        const unsigned char* from = tile + row * row_bytes<columns> + column * int(sizeof(Elem));
+        const unsigned char* from = tile + slot(row) * row_bytes<columns> + column * int(sizeof(Elem));
         Elem* to = data + (first_row + row) * row_stride + column;
         if (whole && column < true_columns) {
             *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
@@ -213,7 +213,7 @@ __device__ __forceinline__ bool send_row_tile(u32 q, u32 dout, u32 numbers, cons
     if (ptx::elected()) {
         if (warp < 3) ptx::bulk_load(numbers + warp * stat_bytes, vector, stat_bytes, arrived);
 #pragma unroll
-        for (int i = 0; i < copies; ++i) ptx::bulk_load(to + i * (of_q ? qk_stride : v_stride), from + i * stride, of_q ? q_bytes : do_bytes, arrived);
+        for (int i = 0; i < copies; ++i) ptx::bulk_load(to + slot(i) * (of_q ? qk_stride : v_stride), from + i * stride, of_q ? q_bytes : do_bytes, arrived);
     }
     return true;
 }

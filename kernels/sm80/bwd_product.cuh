@@ -79,7 +79,7 @@ struct Product<double> {
     template <Along along, int stride>
     static __device__ __forceinline__ u32 lane_address(u32 tile) {
         const u32 lane = threadIdx.x % 32, across = lane / 4, along_it = lane % 4;
-        return ptx::opaque(static_cast<i32>(tile + (along == Along::columns ? across * stride + along_it * 8 : along_it * stride + across * 8)));
+        return ptx::opaque(static_cast<i32>(tile + (along == Along::columns ? slot(across) * stride + along_it * 8 : slot(along_it) * stride + across * 8)));
     }
     // The element (outer, inner) further on.
     template <Along along, int stride>
