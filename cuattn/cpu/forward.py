@@ -212,7 +212,7 @@ class _Worker:
         o = pick_team(self._results[0], team)[:, rows]
         heads, tiles, height = stack.shape
         width = self._problem.head_dim_v
-        # By the sums that had the roundings of o; with dropout there are none.
+        # By the sums that had the roundings of o, where there are any.
         below = total * total.dtype.type(1 / self._problem.dropout_scale) if beside is None else beside
         unseen = None if all(each.all_seen for each in stack.passes) else ~stack.seen
         if unseen is not None:
