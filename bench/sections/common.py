@@ -5,7 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["COLOURS", "INK", "NAMES", "QUIET", "by_case", "colour", "name", "panels", "runners", "table", "times"]
+from bench.mask_samples import KINDS
+
+__all__ = [
+    "COLOURS",
+    "INK",
+    "NAMES",
+    "QUIET",
+    "by_case",
+    "colour",
+    "masks_left_out",
+    "name",
+    "panels",
+    "runners",
+    "table",
+    "times",
+]
 
 INK, QUIET = "#22303c", "#6b7a86"
 COLOURS = {
@@ -59,6 +74,20 @@ def by_case(rows: Iterable[dict[str, Any]], table: str | None = None) -> dict[st
         if row["status"] == "ok" and (table is None or row["case"].startswith(table + "/")):
             found.setdefault(row["case"], {})[row["runner"]] = row
     return found
+
+
+def masks_left_out(rows: Iterable[dict[str, Any]]) -> str:
+    """Say which of the twelve masks a table of masks lacks; nothing where all of them were measured."""
+    found: dict[tuple[int, int], set[str]] = {}
+    for row in rows:
+        p = row["problem"]
+        if row["case"].startswith("masks-") and row["ours"] and "median_us" in row:
+            found.setdefault((p["n_keys"], p["head_dim"]), set()).add(p["mask"])
+    return "  ".join(
+        f"Not measured at {n // 1024}K tokens, d {d}: {', '.join(kind for kind in KINDS if kind not in kinds)}."
+        for (n, d), kinds in sorted(found.items())
+        if kinds < set(KINDS)
+    )
 
 
 def runners(cases: dict[str, dict[str, Any]]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from bench import report
 from bench.mask_samples import KINDS
-from bench.sections.common import colour, name, panels, table, times
+from bench.sections.common import colour, masks_left_out, name, panels, table, times
 
 TITLE = "Twelve masks (FlashMask, tables 4 to 9, figure 5)"
 COMMAND = "python -m bench.hopper --tables masks-8k masks-32k masks-128k masks-8k-d64 masks-32k-d64 masks-128k-d64"
@@ -73,7 +73,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
             )
         )
     head = ("", "TFLOP/s", "the fastest in", "mean ratio to the fastest rival", "worst")
-    return f"Forward and backward together, counting visible tiles only.\n\n{table(head, lines)}"
+    about = "Forward and backward together, counting visible tiles only."
+    return "\n\n".join(filter(None, [about, table(head, lines), masks_left_out(rows)]))
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench import report
-from bench.sections.common import COLOURS, INK, name, panels, table
+from bench.sections.common import COLOURS, INK, masks_left_out, name, panels, table
 
 TITLE = "Beside other libraries"
 COMMAND = "python -m bench.hopper` and `python -m bench.portable"
@@ -47,7 +47,7 @@ def text(rows: list[dict[str, Any]]) -> str:
     )
     head = ("", "beside", "ahead in", "mean ratio", "worst ratio", "not timed: error above the bound")
     costs = "  ".join(_determinism(found) for found in report.tables(rows) if found.name == "deterministic")
-    return "\n\n".join(filter(None, [intro, table(head, lines), costs]))
+    return "\n\n".join(filter(None, [intro, table(head, lines), masks_left_out(rows), costs]))
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
