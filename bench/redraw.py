@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 from bench import report
-from bench.cpu import pairs
+from bench.cpu import pairs, share
 from bench.sections import LONG, SECTIONS
 from bench.study import RESULTS
 
@@ -160,10 +160,21 @@ def cpu(folder: Path = RESULTS) -> str:
         f"{len(found['rows'][0]['seconds']['torch'])} turns; all samples are in `bench/results/cpu.json`).  PyTorch's "
         f"time over cuattn's without a mask, forward, forward with l and m, forward and backward: {medians} in the "
         f"median of the turns, {fastest} between the fastest calls of each.  With a mask cuattn computes only the "
-        f"tiles that somebody sees, and has {min(masked):.1f} to {max(masked):.1f} times the speed (medians).  Extra "
-        f"memory at N = 16384 is {max(found['memory_mb_per_thread'].values()):.0f} MB a thread."
+        f"tiles that somebody sees, and has {min(masked):.1f} to {max(masked):.1f} times the speed (medians).  Its own "
+        f"time under a mask over that without, median of the turns, for the share of 128 x 128 tiles that is visible: "
+        f"{_shares(found)}.  Extra memory at N = 16384 is "
+        f"{max(found['memory_mb_per_thread'].values()):.0f} MB a thread."
     )
     return "\n\n".join([CPU_BEGIN, _fill(text), CPU_END])
+
+
+def _shares(found: dict[str, Any]) -> str:
+    by_length = {}
+    for row in found["rows_alone"]:
+        if row["mask"] != "none" and row["direction"] == "forward":
+            cell = f"{share(row, found)[1]:.3f} for {1 - row['rho']:.3f} ({row['mask']})"
+            by_length.setdefault(row["n"], []).append(cell)
+    return "; ".join(f"forward at N = {n} {', '.join(cells)}" for n, cells in by_length.items())
 
 
 def _of_the_fastest(row: dict[str, Any]) -> float:
