@@ -173,4 +173,5 @@ def _against(axis: Any, found: list[dict[str, Any]], key: str, label: str) -> No
     axis.plot(x, [row["expected_l2_to_sm"] / 1e9 for row in found], "--", color=shade)
     axis.plot(x, [hbm(row) for row in found], "s-", color=shade, alpha=0.5, markersize=4)
     axis.set_xlabel(label)
+    axis.set_ylabel("GB")
     axis.set_ylim(bottom=0)
