@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 from bench import report
-from bench.cpu import pairs, share
+from bench.cpu import best, pairs, share
 from bench.sections import LONG, SECTIONS
 from bench.study import RESULTS
 
@@ -178,7 +178,7 @@ def _shares(found: dict[str, Any]) -> str:
 
 
 def _of_the_fastest(row: dict[str, Any]) -> float:
-    return min(row["seconds"]["torch"]) / min(row["seconds"]["cuattn"])
+    return best(row, "torch") / best(row, "cuattn")
 
 
 def draw(console: Console, folder: Path = RESULTS) -> None:

@@ -76,8 +76,7 @@ def _bytes(counted: dict[float, dict[str, Any]]) -> str:
             parts.append(
                 f"{share:.3f} times the bytes of {name(best)}" + (f" with dropout {dropout:g}" if dropout else "")
             )
-    said = f"It moves {', '.join(parts)}" if parts else ""
-    return f"{said}{STATISTICS if more else '.'}" if said else ""
+    return f"It moves {', '.join(parts)}{STATISTICS if more else '.'}" if parts else ""
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
