@@ -11,7 +11,6 @@ chunks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -25,16 +24,14 @@ from cuattn.cpu.exponent import exponential, to_units
 from cuattn.cpu.heads import Team, pick_team, team_groups
 from cuattn.cpu.panel import Panel
 from cuattn.cpu.scores import Rows, Scores
+from cuattn.cpu.steps import Call, Steps
 from cuattn.cpu.sums import BiasSum, KeySums, RowSum, Share, Spare, add_shares
-from cuattn.cpu.tiles import Chunk, Tiles
+from cuattn.cpu.tiles import Tiles
 from cuattn.cpu.turns import Turns
+from cuattn.cpu.views import Chunk
 from cuattn.problem import Operands, Problem
 
 __all__ = ["backward"]
-
-Call = Callable[[], np.ndarray]
-
-_STEPS = 256  # chunks, as stacks see them, that a thread remembers
 
 
 class Item(NamedTuple):
@@ -116,7 +113,7 @@ class _Task:
             self._sums[group] = KeySums(*common, self.groups[group], self._spare)
         team, stack = divmod(index, self.stacks)
         team, row_tile = self.groups[group][team], stack * self.blocks.stack
-        chunks = self.tiles.chunks(team.heads[0], row_tile)
+        chunks = self.tiles.view(team.heads[0], row_tile).chunks
         return Item(group, team, row_tile, chunks, *self._sums[group].shares(team, chunks))
 
     def finish(self, item: Item) -> None:
@@ -155,7 +152,7 @@ class _Stack:
         self._problem, self._blocks, self._panel, self._buffers = problem, blocks, panel, buffers
         self.shape = shape
         stack, rows = shape.heads * shape.tiles, shape.rows
-        self._steps: dict[tuple, _Step] = {}
+        self.step: Steps[_Step] = Steps(self._bind)  # what to do with a chunk
         self._all: list[tuple] = []
         self.q = Rows(buffers, shape, problem.head_dim, plain=True)
         self.do = Rows(buffers, shape, problem.head_dim_v, plain=True)
@@ -172,15 +169,6 @@ class _Stack:
         full = np.zeros((self.shape.heads, self.shape.tiles * self.shape.rows), values.dtype)
         full[:, : values.shape[1]] = values
         return full.reshape(len(self.dq), self.shape.rows)
-
-    def step(self, chunk: Chunk) -> _Step:
-        """Return what to do with a chunk; most chunks come again with every stack, so it is kept."""
-        step = self._steps.get(chunk.runs)
-        if step is None:
-            if len(self._steps) >= _STEPS:
-                self._steps.clear()
-            step = self._steps[chunk.runs] = self._bind(chunk)
-        return step
 
     def all_steps(self, chunks: list[Chunk]) -> list[tuple]:
         """Return (calls up to dv, dv, calls for dk, dk, calls for dq) of chunks that are the same every time."""

@@ -9,6 +9,7 @@ from cuattn.masks import BlockMask
 from cuattn.problem import Operands, Problem
 
 __all__ = [
+    "ABREAST",
     "LANES",
     "Blocks",
     "Shape",
@@ -28,6 +29,7 @@ _COLUMNS = 6  # that the inner loop of those products takes at once, with vector
 _SUMMED = 384  # keys that a product of probabilities and values may sum over, lest roundings pile up;
 _SUMMED_PER_COLUMN = 12  # where values are narrow the textbook's products, with other inner loops, err less
 _FIRST_CACHE = 40_000  # bytes of it that a tile of queries may take
+ABREAST = 2  # row tiles of a head that read the keys that they see together
 _FEWEST_KEYS = 48  # with many dimensions a product is large anyway
 
 
@@ -61,6 +63,11 @@ class Blocks:
     panel: int  # tiles whose keys and values a thread keeps a copy of; a multiple of chunk
     row_tiles: int
     key_tiles: int
+
+    @property
+    def slots(self) -> int:
+        """Tiles of each head that a group of row tiles is taken through at once, where no score needs a look."""
+        return -(-self.chunk // ABREAST) * ABREAST
 
 
 def choose(problem: Problem, operands: Operands) -> Blocks:
@@ -136,11 +143,12 @@ def summed_keys(width: int, keys: int) -> int:
 
 
 def most_parts(problem: Problem, blocks: Blocks) -> int:
-    """Return of how many such sums the output of a chunk of keys may consist, in a forward."""
-    together = is_plain(problem)
+    """Return of how many such sums the output of a chunk of keys may consist, in a forward; and of those before it."""
+    if not is_plain(problem):
+        return ABREAST + blocks.slots * (blocks.keys // summed_keys(problem.head_dim_v, blocks.keys))
     counts = {blocks.chunk, blocks.key_tiles % blocks.chunk or blocks.chunk}
     lengths = [count * blocks.keys for count in counts]
-    return max(n // summed_keys(problem.head_dim_v, n if together else blocks.keys) for n in lengths)
+    return max(n // summed_keys(problem.head_dim_v, n) for n in lengths)
 
 
 def sum_columns(problem: Problem) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 from cuattn import rng
 from cuattn.cpu.blocks import Blocks
 from cuattn.cpu.heads import Head
-from cuattn.cpu.tiles import Chunk
+from cuattn.cpu.views import Chunk, Part
 from cuattn.problem import Operands, Problem
 
 __all__ = ["Dropout"]
@@ -20,7 +20,7 @@ class Dropout:
         self._problem, self._state, self._blocks = problem, operands.rng, blocks
         self._first_batch_head = problem.origin.batch * (problem.origin.heads or problem.heads) + problem.origin.head
 
-    def dropped(self, chunk: Chunk, head: Head, row_tile: int) -> list[tuple[slice, np.ndarray]]:
+    def dropped(self, chunk: Chunk | Part, head: Head, row_tile: int) -> list[tuple[slice, np.ndarray]]:
         """Return the dropped elements of a chunk: the slots of each run, and which of them, (keys, rows)."""
         problem, origin, size = self._problem, self._problem.origin, self._blocks
         batch, local = divmod(head.index, problem.heads)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.cpu import threads
-from cuattn.cpu.blocks import LANES, Blocks, Shape, choose, is_plain, stack_shape, sum_columns, summed_keys
+from cuattn.cpu.blocks import ABREAST, LANES, Blocks, Shape, choose, is_plain, stack_shape, sum_columns, summed_keys
 from cuattn.cpu.bound import WINDOW
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.dropout import Dropout
@@ -24,18 +24,20 @@ from cuattn.cpu.heads import Team, pick_team, team_groups
 from cuattn.cpu.panel import Panel
 from cuattn.cpu.passes import Pass, Stack
 from cuattn.cpu.scores import Scores
-from cuattn.cpu.tiles import Chunk, Tiles, View
+from cuattn.cpu.sweep import Sweep
+from cuattn.cpu.tiles import Tiles
+from cuattn.cpu.views import Chunk, Group, View
 from cuattn.problem import Operands, Problem
 
 __all__ = ["forward"]
 
 
 class Item(NamedTuple):
-    """A stack of row tiles, of a head or of a team of heads, and what they see, pass by pass."""
+    """A stack of row tiles, of a head or of a team of heads, and what they see."""
 
     team: Team
     row_tile: int  # the first
-    passes: list[View]
+    groups: list[Group]
 
 
 def forward(
@@ -78,13 +80,13 @@ def forward(
     tiles = Tiles(problem, operands, blocks)
     groups = team_groups(problem, operands, blocks.team)
     stacks = -(-blocks.row_tiles // blocks.stack)
-    together = is_plain(problem)
+    apart = operands.bias is not None or problem.dropout or problem.softcap is not None
 
     def prepare(group: int, index: int) -> Item:
         team, stack = divmod(index, stacks)
         team, row_tile = groups[group][team], stack * blocks.stack
-        stop = min(row_tile + (1 if together else blocks.stack), blocks.row_tiles)
-        return Item(team, row_tile, [tiles.view(team.heads[0], t) for t in range(row_tile, stop)])
+        stop = min(row_tile + (1 if is_plain(problem) else blocks.stack), blocks.row_tiles)
+        return Item(team, row_tile, tiles.groups(team.heads[0], row_tile, stop, 1 if apart else ABREAST))
 
     threads.run(
         threads.Dispatcher([len(group) * stacks for group in groups]),
@@ -99,7 +101,7 @@ class _Worker:
     """Computes stacks of row tiles, in one thread."""
 
     def __init__(self, problem: Problem, operands: Operands, blocks: Blocks, tiles: Tiles, results: tuple) -> None:
-        self._problem, self._blocks, self._results = problem, blocks, results
+        self._problem, self._blocks, self._tiles, self._results = problem, blocks, tiles, results
         self._statistics = results[1] is not None
         self._buffers = Buffers(problem.stat_dtype)
         plain, narrow = is_plain(problem), summed_keys(problem.head_dim_v, blocks.keys) < blocks.keys
@@ -107,41 +109,46 @@ class _Worker:
         self._panel = Panel(*common, counts=sum_columns(problem), upright=not (plain or narrow))
         self._scores = Scores(problem, operands, blocks, tiles, self._buffers)
         self._dropout = Dropout(problem, operands, blocks) if problem.dropout else None
-        # Whether nothing is hidden and one panel holds all keys.
-        self._uniform = is_plain(problem) and not problem.n_keys % blocks.keys and blocks.panel >= blocks.key_tiles
-        self._stacks: dict[Shape, Stack] = {}
+        # Without a mask only whole tiles, all of which a panel holds, are taken in one list of calls.
+        whole = not problem.n_keys % blocks.keys and blocks.panel >= blocks.key_tiles
+        self._may_sweep = whole or not is_plain(problem)
+        self._stacks: dict[Shape, tuple[Stack, Sweep | None]] = {}
 
     def __call__(self, item: Item) -> None:
-        stack = self._stack_at(item)
+        stack, sweep = self._stack_at(item)
         start = item.row_tile * self._blocks.rows
         rows = slice(start, min(start + stack.shape.tiles * stack.shape.rows, self._problem.n_queries))
-        if not any(view.chunks for view in item.passes):
+        views = [view for group in item.groups for view in group.views]
+        if not any(view.runs for view in views):
             pick_team(self._results[0], item.team)[:, rows] = 0
             return
-        stack.start(item.passes)
+        stack.start(views)
         self._scores.load(item.team, rows, stack.q)
-        for n, (view, state) in enumerate(zip(item.passes, stack.passes, strict=True)):
-            self._scores.begin(item.team, item.row_tile + n, state.q)
-            if not self._take_all(state, item.team, view):
-                self._take_each(state, item.team, item.row_tile + n, view)
+        for group in item.groups:
+            row_tile = item.row_tile + group.start
+            self._scores.begin(item.team, row_tile, stack.passes[group.start].q)
+            if group.parts and not self._take_all(stack, sweep, group, item.team, row_tile):
+                for n, view in enumerate(group.views):
+                    self._take_each(stack.passes[group.start + n], item.team, row_tile + n, view)
         self._finish(stack, item.team, rows)
 
-    def _take_all(self, state: Pass, team: Team, view: View) -> bool:
-        """Take a pass through all keys as one list of calls, where no chunk needs a look; return whether."""
-        if not (self._uniform and self._panel.hold(team, view.indices) and self._bounded()):
+    def _take_all(self, stack: Stack, sweep: Sweep | None, group: Group, team: Team, row_tile: int) -> bool:
+        """Take a group through all that it sees, where no score needs a look; return whether."""
+        if not (self._panel.hold(team, group.views[0].indices) and self._bounded() and self._may_sweep):
             return False
-        state.bounded, state.fresh = True, False
-        for call in state.take_all(view.chunks):
-            call()
+        states = stack.passes[group.start : group.start + len(group.views)]
+        for state in states:
+            state.bounded, state.fresh = True, False
+        if sweep is not None:
+            sweep(group, team, row_tile)
+        else:
+            for call in states[0].take_all(group.views[0].chunks):
+                call()
         return True
 
     def _take_each(self, state: Pass, team: Team, row_tile: int, view: View) -> None:
-        """Take a pass through the keys that it sees."""
-        if view.chunks and self._panel.hold(team, view.indices) and self._bounded():
-            state.bounded = True
-            for chunk in view.merged:
-                self._advance(state, team, row_tile, chunk, bounded=True)
-            return
+        """Take a pass through the keys that it sees, chunk by chunk."""
+        self._scores.begin(team, row_tile, state.q)
         for chunk in view.chunks:
             self._panel.hold(team, (chunk.index,))
             bounded = self._bounded()
@@ -175,11 +182,13 @@ class _Worker:
             call()
         state.fresh = False
 
-    def _stack_at(self, item: Item) -> Stack:
+    def _stack_at(self, item: Item) -> tuple[Stack, Sweep | None]:
         shape = stack_shape(self._problem, self._blocks, len(item.team.heads), item.row_tile)
         if shape not in self._stacks:
             common = self._problem, self._blocks, self._panel, self._buffers
-            self._stacks[shape] = Stack(*common, shape, statistics=self._statistics)
+            stack = Stack(*common, shape, statistics=self._statistics)
+            sweep = None if stack.together else Sweep(stack, self._tiles, self._scores, self._dropout)
+            self._stacks[shape] = stack, sweep
         return self._stacks[shape]
 
     def _move(self, state: Pass, s: np.ndarray) -> None:
@@ -214,7 +223,7 @@ class _Worker:
         width = self._problem.head_dim_v
         # By the sums that had the roundings of o, where there are any.
         below = total * total.dtype.type(1 / self._problem.dropout_scale) if beside is None else beside
-        unseen = None if all(each.all_seen for each in stack.passes) else ~stack.seen
+        unseen = None if stack.seen.all() else ~stack.seen
         if unseen is not None:
             below[unseen] = 1
         weighed = stack.o[:, :width]
@@ -243,4 +252,4 @@ class _Worker:
         # l is relative to m as it is returned, after its rounding: what the backward makes of both is then exact.
         np.multiply(of_rows(total), exponential((reference - to_units(m)).astype(l.dtype)), out=l)
         if unseen is not None:
-            l[of_rows(unseen)] = 0
+            l[of_rows(unseen)], m[of_rows(unseen)] = 0, -np.inf

@@ -6,13 +6,13 @@ threads share.  Both matter, since only one thread at a time runs Python.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from cuattn.cpu.blocks import (
+    ABREAST,
     LANES,
     Blocks,
     Shape,
@@ -26,15 +26,13 @@ from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.exponent import exponential
 from cuattn.cpu.panel import Panel
 from cuattn.cpu.scores import Rows
-from cuattn.cpu.tiles import Chunk, View
+from cuattn.cpu.steps import Call, Steps
+from cuattn.cpu.views import Chunk, View
 from cuattn.problem import Problem
 
 __all__ = ["Pass", "Stack"]
 
-_STEPS = 256  # chunks, as stacks see them, that a thread remembers
 _BLOCK = 16  # tiles whose sums are added up first, in a sum over all of them
-
-Call = Callable[[], object]
 
 
 class Step(NamedTuple):
@@ -54,11 +52,11 @@ class Pass:
 
     def __init__(self, stack: Stack, which: slice) -> None:
         self._stack = stack
-        self._steps: dict[tuple, Step] = {}
+        self.step: Steps[Step] = Steps(self._bind)  # what to do with a chunk
         self.q = stack.q.augmented[which]
         self.o, self.sums, self.highest = stack.o[which], stack.sums[which], stack.highest[which]
         self.reference, self.seen = stack.reference[which], stack.seen[which]
-        self.here = stack.here
+        self.here = stack.here[: len(self.o)]
         self.follow = partial(np.maximum, self.highest, self.here, out=self.highest)
         self.start()
 
@@ -77,15 +75,6 @@ class Pass:
     def _summed(self) -> np.ndarray | float:
         """Return what is 0 in the rows that have seen nothing."""
         raise NotImplementedError
-
-    def step(self, chunk: Chunk) -> Step:
-        """Return what to do with a chunk; most chunks come again with every stack, so it is kept."""
-        step = self._steps.get(chunk.runs)
-        if step is None:
-            if len(self._steps) >= _STEPS:
-                self._steps.clear()
-            step = self._steps[chunk.runs] = self._bind(chunk)
-        return step
 
     def _bind(self, chunk: Chunk) -> Step:
         raise NotImplementedError
@@ -160,8 +149,7 @@ class _Room(NamedTuple):
 class MaskedPass(Pass):
     """A row tile of all heads of a team; tiles may be skipped.
 
-    Every sum over tiles runs in the order of the tiles and starts anew with each: a tile that adds nothing may be
-    missing, and chunks may be taken together, without any other bits in the result.
+    Where scores need a look; else see :mod:`cuattn.cpu.sweep`, which gives the same bits.
     """
 
     def __init__(self, stack: Stack, which: slice) -> None:
@@ -180,9 +168,7 @@ class MaskedPass(Pass):
         self._fetch = partial(np.copyto, self._weighed[:, 0], self.o)
 
     def _summed(self):
-        if self._stack.counts_tiles:
-            return self._stack.add_tiles(self.sums)
-        return np.add.reduce(self.o[:, self._stack.width :], axis=1)
+        return self._stack.add_tiles(self.sums)
 
     def _room(self, count: int) -> _Room:
         room = self._rooms.get(count)
@@ -233,12 +219,13 @@ class Stack:
         self.sums = buffers.new(members, tiles, 1, rows)  # of exponentials, by tile
         self._touched = slice(0, tiles)  # those that may be other than 0
         self.highest = buffers.new(members, LANES * rows)  # of each row the highest scores, among every LANES keys
-        self.here = buffers.new(members if self.together else shape.heads, LANES * rows)  # in a chunk
-        passing, parts = len(self.here), most_parts(problem, blocks)
-        buffers.get("s", passing, blocks.chunk, blocks.keys, rows)  # once for all chunks
+        abreast = shape.tiles if self.together else ABREAST
+        self.here = buffers.new(shape.heads * abreast, LANES * rows)  # in a chunk
+        passing, parts = members if self.together else shape.heads, most_parts(problem, blocks)
+        buffers.get("s", passing, blocks.chunk if self.together else blocks.slots, blocks.keys, rows)  # once for all
         if self.together:
             buffers.get("chunk_sum", passing, *self.o.shape[1:])
-        buffers.get("weighed", passing, parts + (not self.together), *self.o.shape[1:])
+        buffers.get("weighed", passing, parts, *self.o.shape[1:])
         self.reference = buffers.new(members, rows)
         self.seen = np.empty((members, rows), bool)  # rows that have seen a key
         if self.together:
@@ -252,9 +239,9 @@ class Stack:
         if self.statistics:
             self.highest.fill(-np.inf)
         if self.counts_tiles and not self.together:  # together there is no tile without a sum
-            some = [view.chunks for view in views if view.chunks]
-            first = min(chunks[0].runs[0][0] for chunks in some)
-            stop = max(chunks[-1].stop for chunks in some)
+            some = [view for view in views if view.runs]
+            first = min(view.runs[0][0] for view in some)
+            stop = max(view.stop for view in some)
             self._touched = slice(first // _BLOCK * _BLOCK, -(-stop // _BLOCK) * _BLOCK)
             self.sums[:, self._touched].fill(0)
         self.seen.fill(False)
@@ -270,13 +257,15 @@ class Stack:
     def finish(self) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the sums of the exponentials of all rows, as far as they were wanted, and of those beside o."""
         for each in self.passes:
-            each.look_back()
             if each.fresh:
                 each.o.fill(0)
         beside = np.add.reduce(self.o[:, self.width :], axis=1) if self.o.shape[1] > self.width else None
+        if not self.together:
+            total = self.add_tiles(self.sums)
+            self.seen |= total != 0
+            return total, beside
+        self.passes[0].look_back()
         if not self.counts_tiles:
             return None, beside
-        if self.together:
-            tiles = self.all_ones.shape[1]
-            return np.matmul(self.all_ones, self.sums[:, :tiles, 0])[:, 0], beside
-        return self.add_tiles(self.sums), beside
+        tiles = self.all_ones.shape[1]
+        return np.matmul(self.all_ones, self.sums[:, :tiles, 0])[:, 0], beside

@@ -62,7 +62,8 @@ def bytes_per_thread(problem: Problem, blocks: Blocks) -> int:
     d, dv = problem.head_dim, problem.head_dim_v
     members = blocks.stack * blocks.team  # row tiles of an item of work, and of a pass through the keys
     passing = members if is_plain(problem) else blocks.team
-    stack, tiles = members * blocks.rows, passing * blocks.chunk
+    swept = problem.direction == "forward" and not is_plain(problem)
+    stack, tiles = members * blocks.rows, passing * (blocks.slots if swept else blocks.chunk)
     copies = 1 if problem.group > 1 else blocks.team
     scores = tiles * blocks.keys * blocks.rows
     counts = sum_columns(problem) if problem.direction == "forward" else 1

@@ -18,7 +18,8 @@ from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.exponent import UNIT, exponential, lowest
 from cuattn.cpu.heads import Team, pick, pick_team
 from cuattn.cpu.sources import tile_of
-from cuattn.cpu.tiles import Chunk, Tiles, Veil
+from cuattn.cpu.tiles import Tiles
+from cuattn.cpu.views import Chunk, Part, Veil
 from cuattn.problem import Operands, Problem
 
 __all__ = ["Rows", "Scores"]
@@ -75,7 +76,7 @@ class Scores:
         self._tiles, self._buffers = tiles, buffers
         self._cap = problem.softcap
         self._factor = problem.scale * UNIT if self._cap is None else problem.scale / self._cap
-        self._lowest = lowest(problem.stat_dtype)
+        self.lowest = lowest(problem.stat_dtype)
         self._veils: Sequence[tuple[int, Veil]] = ()  # by slot, of the last completed chunk
         self._padding = 0  # keys, at its end
         self._hiding = False  # whether what is hidden in it is -inf
@@ -118,7 +119,7 @@ class Scores:
 
     def normal(self, reach: float) -> bool:
         """Whether all visible scores are sure to have exponentials that are normal numbers."""
-        return self.span(reach) + self.farthest <= -self._lowest
+        return self.span(reach) + self.farthest <= -self.lowest
 
     def complete(self, s: np.ndarray, chunk: Chunk, *, hide: bool = True) -> None:
         """Make scores of the products with a chunk of keys, (stack, chunk.count, keys, rows); hidden ones are -inf.
@@ -135,15 +136,15 @@ class Scores:
             for (tile, slot), veil in zip(chunk.partial, chunk.veils, strict=True)
         ]
         if not self.bare:
-            self._bend(s, chunk)
+            self.bend(s, chunk)
         if hide:
             for slot, veil in self._veils:
                 veil.hide(s[:, slot])
             if chunk.padding:
                 s[:, -1, -chunk.padding :].fill(-np.inf)
 
-    def _bend(self, s: np.ndarray, chunk: Chunk) -> None:
-        """Apply the softcap and the bias."""
+    def bend(self, s: np.ndarray, chunk: Chunk | Part) -> None:
+        """Apply the softcap and the bias to products, (members, chunk.count, keys, rows)."""
         if self._cap is not None:
             self._tanh = np.tanh(s, out=self._buffers.get("tanh", *s.shape))
             np.multiply(self._tanh, s.dtype.type(self._cap * UNIT), out=s)
@@ -173,7 +174,7 @@ class Scores:
     def exponentiate(self, s: np.ndarray, reach: float) -> None:
         """Replace completed scores by their exponentials; hidden ones become 0.  `reach` is the panel's."""
         if not self.normal(reach):
-            np.maximum(s, self._lowest, out=s)  # what is less may be a subnormal number, or is -inf: both are slow
+            np.maximum(s, self.lowest, out=s)  # what is less may be a subnormal number, or is -inf: both are slow
         elif self._hiding:
             self.zero_hidden(s)
         exponential(s, s)

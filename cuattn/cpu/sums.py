@@ -8,8 +8,8 @@ import numpy as np
 
 from cuattn.cpu.blocks import Blocks
 from cuattn.cpu.heads import Head, Team, pick, place
-from cuattn.cpu.tiles import Chunk
 from cuattn.cpu.turns import Turns
+from cuattn.cpu.views import Chunk
 from cuattn.problem import Operands, Problem
 
 __all__ = ["BiasSum", "KeySums", "RowSum", "Share", "Spare", "add_shares"]

@@ -1,12 +1,14 @@
 """Which tiles are visited, and which of their elements are hidden, against dense masks; block sizes."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import cuattn
-from cuattn.cpu.blocks import Blocks, choose, stack_shape
+from cuattn.cpu.blocks import ABREAST, Blocks, choose, stack_shape
 from cuattn.cpu.heads import all_heads
 from cuattn.cpu.tiles import Tiles
 from cuattn.problem import validate
@@ -33,7 +35,7 @@ def test_visited_tiles_hold_all_that_is_visible_and_nothing_visible_is_hidden(ca
     for head in all_heads(problem):
         rebuilt = np.zeros((size.row_tiles * rows, size.key_tiles * keys), bool)
         for row_tile in range(size.row_tiles):
-            chunks = tiles.chunks(head, row_tile)
+            chunks = tiles.view(head, row_tile).chunks
             assert [chunk.index for chunk in chunks] == sorted({chunk.index for chunk in chunks})
             for chunk in chunks:
                 assert chunk.count == sum(count for _, _, count in chunk.runs)
@@ -80,37 +82,49 @@ def test_a_block_mask_of_multiples_of_64_has_no_partial_tiles():
     problem, operands, _ = validate("forward", x, x, x, mask=mask)
     tiles = Tiles(problem, operands, choose(problem, operands))
     head = all_heads(problem)[0]
-    assert not any(chunk.partial for t in range(4) for chunk in tiles.chunks(head, t))
+    assert not any(chunk.partial for t in range(4) for chunk in tiles.view(head, t).chunks)
 
 
-@given(case=cases(dtypes=DTYPES[2:3], max_length=200), chunk=st.integers(1, 4), panel=st.integers(1, 3))
-def test_merged_chunks_hold_the_same_tiles_in_the_same_order(case, chunk, panel):
+@given(
+    case=cases(dtypes=DTYPES[2:3], max_length=200),
+    chunk=st.integers(1, 4),
+    panel=st.integers(1, 3),
+    stack=st.integers(1, 5),
+    most=st.integers(1, ABREAST),
+)
+def test_groups_hold_what_their_row_tiles_see_in_parts_of_about_one_size(case, chunk, panel, stack, most):
     problem, operands = problem_of(case)
     if 0 in problem.score_shape:
         return
-    size = Blocks(16, 16, 1, 1, chunk, chunk * panel, -(-problem.n_queries // 16), -(-problem.n_keys // 16))
+    size = Blocks(16, 16, stack, 1, chunk, chunk * panel, -(-problem.n_queries // 16), -(-problem.n_keys // 16))
     tiles = Tiles(problem, operands, size)
 
-    def listed(chunks):
-        seen, partial = [], {}
-        for chunk in chunks:
-            slots = [(first + n, slot + n) for first, slot, count in chunk.runs for n in range(count)]
-            assert [slot for _, slot in slots] == list(range(chunk.count))
-            seen += [tile for tile, _ in slots]
-            for pair, veil in zip(chunk.partial, chunk.veils, strict=True):
-                assert pair in slots
-                partial[pair[0]] = veil
-        return seen, partial
+    def listed(parts):
+        pairs = [(first + n, slot + n) for _, runs in parts for first, slot, count in runs for n in range(count)]
+        return [tile for tile, _ in pairs], [slot for _, slot in pairs]
 
-    for head in all_heads(problem):
-        for row_tile in range(size.row_tiles):
-            chunks, indices, merged = tiles.view(head, row_tile)
-            assert indices == tuple(each.index for each in chunks)
-            assert listed(merged) == listed(chunks)
-            assert all(each.count <= chunk for each in merged)
-            assert [each.padding for each in merged[-1:]] == [each.padding for each in chunks[-1:]]
-            for first, _, count in (run for each in merged for run in each.runs):
-                assert first % size.panel + count <= size.panel
+    for head, row_tile in product(all_heads(problem), range(0, size.row_tiles, stack)):
+        stop = min(row_tile + stack, size.row_tiles)
+        groups = tiles.groups(head, row_tile, stop, most)
+        views = [tiles.view(head, t) for t in range(row_tile, stop)]
+        assert [view for group in groups for view in group.views] == views
+        for group in groups:
+            assert 1 <= len(group.views) <= most
+            assert views[group.start] is group.views[0]
+            seen, slots = listed([(part.count, part.runs) for part in group.parts])
+            assert slots == [slot for part in group.parts for slot in range(part.count)]
+            counts = [part.count for part in group.parts]
+            assert max(counts, default=0) <= size.slots // len(group.views)
+            assert max(counts, default=0) - min(counts, default=0) <= 1
+            for part in group.parts:
+                assert all(first % size.panel + count <= size.panel for first, _, count in part.runs)
+            for row, view in enumerate(group.views):
+                assert listed([(0, chunk.runs) for chunk in view.chunks])[0] == seen
+                assert view.indices == tuple(chunk.index for chunk in view.chunks)
+                veiled = [each for part in group.parts for each in part.veils if each[0] == row]
+                assert {tile: veil for _, tile, _, veil in veiled} == view.partial
+                assert all((tile, slot) in zip(seen, slots, strict=True) for _, tile, slot, _ in veiled)
+                assert [part.padding for part in group.parts[-1:]] == [chunk.padding for chunk in view.chunks[-1:]]
 
 
 def test_tiles_along_a_diagonal_share_what_hides_them():
@@ -119,7 +133,7 @@ def test_tiles_along_a_diagonal_share_what_hides_them():
     problem, operands, _ = validate("forward", x, x, x, mask=mask)
     size = choose(problem, operands)
     tiles, head = Tiles(problem, operands, size), all_heads(problem)[0]
-    veils = {veil for t in range(size.row_tiles) for chunk in tiles.chunks(head, t) for veil in chunk.veils}
+    veils = {veil for t in range(size.row_tiles) for chunk in tiles.view(head, t).chunks for veil in chunk.veils}
     assert None not in veils
     assert len(veils) <= 8
 
