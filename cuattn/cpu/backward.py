@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.cpu import threads
-from cuattn.cpu.blocks import Blocks, Shape, choose, is_plain, stack_shape
+from cuattn.cpu.blocks import Shape, choose, is_plain, stack_shape
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.exponent import exponential, to_units
@@ -25,7 +25,7 @@ from cuattn.cpu.heads import Team, pick_team, team_groups
 from cuattn.cpu.panel import Panel
 from cuattn.cpu.scores import Rows, Scores
 from cuattn.cpu.steps import Call, Steps
-from cuattn.cpu.sums import BiasSum, KeySums, RowSum, Share, Spare, add_shares
+from cuattn.cpu.sums import BiasSum, KeySums, RowSum, Share, Spare, shares_of
 from cuattn.cpu.tiles import Tiles
 from cuattn.cpu.turns import Turns
 from cuattn.cpu.views import Chunk
@@ -41,8 +41,8 @@ class Item(NamedTuple):
     team: Team
     row_tile: int  # the first
     chunks: list[Chunk]
-    dk: list[Share]  # of each head, or of all
-    dv: list[Share]
+    dk: Share
+    dv: Share
 
 
 def backward(problem: Problem, operands: Operands) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
@@ -148,8 +148,10 @@ class _Step(NamedTuple):
 class _Stack:
     """What a thread keeps for a stack of row tiles."""
 
-    def __init__(self, problem: Problem, blocks: Blocks, panel: Panel, buffers: Buffers, shape: Shape) -> None:
-        self._problem, self._blocks, self._panel, self._buffers = problem, blocks, panel, buffers
+    def __init__(self, task: _Task, panel: Panel, buffers: Buffers, shape: Shape) -> None:
+        problem, blocks = self._problem, self._blocks = task.problem, task.blocks
+        self._panel, self._buffers = panel, buffers
+        self._shares_k, self._shares_v = (shares_of(x, problem, shape.heads) for x in task.operands[1:3])
         self.shape = shape
         stack, rows = shape.heads * shape.tiles, shape.rows
         self.step: Steps[_Step] = Steps(self._bind)  # what to do with a chunk
@@ -175,7 +177,7 @@ class _Stack:
         if not self._all:
             for step in map(self.step, chunks):
                 until_dv = (*step.take_whole, *step.find_dv)
-                self._all.append((until_dv, step.dv[0], step.find_dk, step.dk[0], step.find_dq))
+                self._all.append((until_dv, step.dv, step.find_dk, step.dk, step.find_dq))
         return self._all
 
     def _bind(self, chunk: Chunk) -> _Step:
@@ -195,8 +197,8 @@ class _Stack:
             make_products.append(partial(np.matmul, v, self.do.augmented, dp[:, here]))
             find_dq.append(partial(np.matmul, dp[:, here].swapaxes(2, 3), k[..., :-1], dq[:, here]))
         weigh = partial(np.multiply, s, dp, dp)
-        add_dv, sum_dv = self._fold(dv)
-        add_dk, sum_dk = self._fold(dk)
+        add_dv, sum_dv = self._fold(dv, self._shares_v)
+        add_dk, sum_dk = self._fold(dk, self._shares_k)
         return _Step(
             s,
             dp,
@@ -210,9 +212,8 @@ class _Stack:
             sum_dk,
         )
 
-    def _fold(self, parts: np.ndarray) -> tuple[list[Call], np.ndarray]:
+    def _fold(self, parts: np.ndarray, shares: int) -> tuple[list[Call], np.ndarray]:
         """Return the calls that add up, by what they share, parts of dk or dv, (stack, ...); and where the sums are."""
-        shares = 1 if self._problem.group > 1 else self.shape.heads
         parts = parts.reshape(shares, len(parts) // shares, *parts.shape[1:])
         calls = []
         while (half := parts.shape[1] // 2) > 0:
@@ -271,7 +272,7 @@ class _Worker:
             return False
         if not self._scores.normal(self._panel.reach):
             return False
-        (dv,), (dk,) = item.dv, item.dk
+        dk, dv = item.dk, item.dv
         for index, (until_dv, part_of_dv, find_dk, part_of_dk, find_dq) in enumerate(stack.all_steps(item.chunks)):
             for call in until_dv:
                 call()
@@ -300,17 +301,17 @@ class _Worker:
                 self._differentiate(step, item, chunk, dbias)
             for call in step.find_dv:
                 call()
-            add_shares(item.dv, index, chunk, step.dv)
+            item.dv.sum.add(chunk, item.dv.turns[index], step.dv)
             for call in step.find_dk:
                 call()
-            add_shares(item.dk, index, chunk, step.dk)
+            item.dk.sum.add(chunk, item.dk.turns[index], step.dk)
             for call in step.find_dq:
                 call()
 
     def _stack_at(self, item: Item) -> _Stack:
         shape = stack_shape(self._problem, self._blocks, len(item.team.heads), item.row_tile)
         if shape not in self._stacks:
-            self._stacks[shape] = _Stack(self._problem, self._blocks, self._panel, self._buffers, shape)
+            self._stacks[shape] = _Stack(self._task, self._panel, self._buffers, shape)
         return self._stacks[shape]
 
     def _begin(self, stack: _Stack, team: Team, rows: slice) -> None:

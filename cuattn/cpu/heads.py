@@ -8,7 +8,7 @@ import numpy as np
 
 from cuattn.problem import Operands, Problem
 
-__all__ = ["Head", "Team", "all_heads", "pick", "pick_team", "place", "team_groups"]
+__all__ = ["Head", "Team", "all_heads", "pick", "pick_team", "place", "place_team", "team_groups"]
 
 
 class Head(NamedTuple):
@@ -44,10 +44,15 @@ def pick(array: np.ndarray, where: tuple[int, ...]) -> np.ndarray:
     return array[place(array, where)]
 
 
+def place_team(array: np.ndarray, where: tuple[int, ...], count: int) -> tuple[int | slice, ...]:
+    """Return the index of the slices that belong to `count` neighbouring heads, the first at `where`."""
+    *batch, head = place(array, where)
+    return (*batch, slice(head, head + (count if array.shape[len(batch)] > 1 else 1)))
+
+
 def pick_team(array: np.ndarray, team: Team) -> np.ndarray:
     """Return the slices of an array that belong to the query heads of a team, (heads | 1, ...)."""
-    *batch, head = place(array, team.heads[0].query)
-    return array[(*batch, slice(head, head + (len(team.heads) if array.shape[len(batch)] > 1 else 1)))]
+    return array[place_team(array, team.heads[0].query, len(team.heads))]
 
 
 def team_groups(problem: Problem, operands: Operands, size: int) -> list[list[Team]]:

@@ -7,23 +7,25 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.cpu.blocks import Blocks
-from cuattn.cpu.heads import Head, Team, pick, place
+from cuattn.cpu.heads import Head, Team, pick, place, place_team
 from cuattn.cpu.turns import Turns
 from cuattn.cpu.views import Chunk
 from cuattn.problem import Operands, Problem
 
-__all__ = ["BiasSum", "KeySums", "RowSum", "Share", "Spare", "add_shares"]
+__all__ = ["BiasSum", "KeySums", "RowSum", "Share", "Spare", "shares_of"]
 
 
 class KeySum:
-    """The gradient of the keys or of the values of one slice of their operand, by key tile."""
+    """The gradient of the keys or of the values that a team reads, by key tile.
+
+    The first axis of everything here, the shares, counts the slices of the operand: one for each head, or for all.
+    """
 
     def __init__(self, total: np.ndarray, blocks: Blocks, turns: Turns) -> None:
         self.total = total
-        self.total.fill(0)
-        self._chunks = [total[start : start + blocks.chunk] for start in range(0, blocks.key_tiles, blocks.chunk)]
-        chunks = len(self._chunks)
-        self._turns, self._issued, self._passed = turns, [0] * chunks, [0] * chunks
+        starts = range(0, blocks.key_tiles, blocks.chunk)
+        self._chunks = [total[:, start : start + blocks.chunk] for start in starts]
+        self._turns, self._issued, self._passed = turns, [0] * len(starts), [0] * len(starts)
 
     def issue(self, chunks: list[Chunk]) -> list[int]:
         """Return the turns of an item at the chunks that it sees; for one item after the other."""
@@ -34,48 +36,60 @@ class KeySum:
         return numbers
 
     def add(self, chunk: Chunk, number: int, part: np.ndarray) -> None:
-        """Add (chunk.count, keys, width) when all earlier items have."""
+        """Add (shares, chunk.count, keys, width) when all earlier items have."""
         self._turns.wait(self._passed, chunk.index, number)
+        if number == 0:
+            self._chunks[chunk.index].fill(0)
         for tile, slot, count in chunk.runs:
-            target = self.total[tile : tile + count]
-            np.add(target, part[slot : slot + count], target)
+            target = self.total[:, tile : tile + count]
+            np.add(target, part[:, slot : slot + count], target)
         self._turns.give(self._passed, chunk.index)
 
     def add_whole(self, index: int, number: int, part: np.ndarray) -> None:
         """Do the same for the chunk with an index, of which all tiles are visible."""
         self._turns.wait(self._passed, index, number)
         total = self._chunks[index]
-        np.add(total, part, total)
+        if number == 0:
+            np.copyto(total, part)
+        else:
+            np.add(total, part, total)
         self._turns.give(self._passed, index)
+
+    def finish(self) -> np.ndarray:
+        """Return the sum, as (shares, keys, width), when all items have added: 0 where none did."""
+        for chunk, issued in zip(self._chunks, self._issued, strict=True):
+            if not issued:
+                chunk.fill(0)
+        shares, tiles, keys, width = self.total.shape
+        return self.total.reshape(shares, tiles * keys, width)
 
 
 class Share(NamedTuple):
-    """What an item adds to one sum: its turns at the chunks that it sees."""
+    """What an item adds to a sum: its turns at the chunks that it sees."""
 
     sum: KeySum
     turns: list[int]
-
-
-def add_shares(shares: list[Share], index: int, chunk: Chunk, parts: np.ndarray) -> None:
-    """Add parts, (shares, chunk.count, keys, width), of the chunk with an index among those that an item sees."""
-    for share, part in zip(shares, parts, strict=True):
-        share.sum.add(chunk, share.turns[index], part)
 
 
 class Spare:
     """Arrays of finished sums, for the next ones: new memory would cost its first touch again."""
 
     def __init__(self) -> None:
-        self._arrays: dict[int, list[np.ndarray]] = {}  # by width
+        self._arrays: dict[tuple[int, ...], list[np.ndarray]] = {}  # by shape
 
-    def take(self, blocks: Blocks, width: int, dtype: np.dtype) -> np.ndarray:
-        """Return an uninitialised array, (key tiles, keys, width)."""
-        arrays = self._arrays.setdefault(width, [])
-        return arrays.pop() if arrays else np.empty((blocks.key_tiles, blocks.keys, width), dtype)
+    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return an uninitialised array."""
+        arrays = self._arrays.setdefault(shape, [])
+        return arrays.pop() if arrays else np.empty(shape, dtype)
 
     def give(self, array: np.ndarray) -> None:
         """Take an array back."""
-        self._arrays[array.shape[-1]].append(array)
+        self._arrays[array.shape].append(array)
+
+
+def shares_of(operand: np.ndarray, problem: Problem, heads: int) -> int:
+    """Return how many slices of the keys or of the values a team of heads reads."""
+    return 1 if problem.group > 1 or operand.shape[-3] == 1 else heads
 
 
 class KeySums:
@@ -84,30 +98,31 @@ class KeySums:
     def __init__(
         self, problem: Problem, operands: Operands, blocks: Blocks, turns: Turns, group: list[Team], spare: Spare
     ) -> None:
-        self._operands, self._spare = operands, spare
-        self.of_keys, self.of_values = (
-            {
-                where: KeySum(spare.take(blocks, operand.shape[-1], problem.stat_dtype), blocks, turns)
-                for where in {place(operand, head.kv): None for team in group for head in team.heads}
-            }
-            for operand in (operands.k, operands.v)
-        )
+        self._spare = spare
+        self._operands = operands.k, operands.v
+        self._sums: list[dict[tuple[int, ...], KeySum]] = [{}, {}]  # by where the first slice is
+        for operand, sums in zip(self._operands, self._sums, strict=True):
+            for team in group:
+                where = place(operand, team.heads[0].kv)
+                if where not in sums:
+                    shares = shares_of(operand, problem, len(team.heads))
+                    shape = shares, blocks.key_tiles, blocks.keys, operand.shape[-1]
+                    sums[where] = KeySum(spare.take(shape, problem.stat_dtype), blocks, turns)
 
-    def shares(self, team: Team, chunks: list[Chunk]) -> tuple[list[Share], list[Share]]:
+    def shares(self, team: Team, chunks: list[Chunk]) -> tuple[Share, Share]:
         """Return the shares in dk and in dv of an item, which is the next that adds."""
-        heads = team.heads[:1] if team.alike else team.heads
-        return tuple(
-            [Share(part, part.issue(chunks)) for part in (sums[place(operand, head.kv)] for head in heads)]
-            for operand, sums in ((self._operands.k, self.of_keys), (self._operands.v, self.of_values))
-        )
+        parts = [
+            sums[place(operand, team.heads[0].kv)] for operand, sums in zip(self._operands, self._sums, strict=True)
+        ]
+        return tuple([Share(part, part.issue(chunks)) for part in parts])
 
     def write(self, dk: np.ndarray, dv: np.ndarray, scale: float) -> None:
         """Round the finished sums into the gradients; dk times `scale`."""
-        for result, sums, factor in ((dk, self.of_keys, scale), (dv, self.of_values, 1)):
+        for result, sums, factor in zip((dk, dv), self._sums, (scale, 1), strict=True):
             for where, part in sums.items():
-                tiles, keys, width = part.total.shape
-                flat = part.total.reshape(tiles * keys, width)[: result.shape[-2]]
-                np.multiply(flat, flat.dtype.type(factor), out=result[where], casting="unsafe")
+                total = part.finish()[:, : result.shape[-2]]
+                target = result[place_team(result, where, len(total))]
+                np.multiply(total, total.dtype.type(factor), out=target, casting="unsafe")
                 self._spare.give(part.total)
 
 
