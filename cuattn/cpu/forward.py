@@ -21,6 +21,7 @@ from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.exponent import exponential, from_units, to_units
 from cuattn.cpu.heads import Team, pick_team, team_groups
+from cuattn.cpu.inplace import InPlace
 from cuattn.cpu.panel import Panel
 from cuattn.cpu.passes import Pass, Stack
 from cuattn.cpu.scores import Scores
@@ -107,6 +108,7 @@ class _Worker:
         plain, narrow = is_plain(problem), summed_keys(problem.head_dim_v, blocks.keys) < blocks.keys
         common = problem, operands, blocks, tiles, self._buffers
         self._panel = Panel(*common, counts=sum_columns(problem), upright=not (plain or narrow))
+        self._in_place = InPlace(problem, operands, blocks)
         self._scores = Scores(problem, operands, blocks, tiles, self._buffers)
         self._dropout = Dropout(problem, operands, blocks) if problem.dropout else None
         # Without a mask only whole tiles, all of which a panel holds, are taken in one list of calls.
@@ -134,30 +136,38 @@ class _Worker:
 
     def _take_all(self, stack: Stack, sweep: Sweep | None, group: Group, team: Team, row_tile: int) -> bool:
         """Take a group through all that it sees, where no score needs a look; return whether."""
-        if not (self._panel.hold(team, group.views[0].indices) and self._bounded() and self._may_sweep):
+        source = self._source(team, group.views[0].indices, masked=sweep is not None)
+        if source is None:
             return False
         states = stack.passes[group.start : group.start + len(group.views)]
         for state in states:
             state.bounded, state.fresh = True, False
         if sweep is not None:
-            sweep(group, team, row_tile)
+            sweep(group, team, row_tile, source.keys, source.values)
         else:
             for call in states[0].take_all(group.views[0].chunks):
                 call()
         return True
+
+    def _source(self, team: Team, chunks: tuple[int, ...], *, masked: bool) -> Panel | InPlace | None:
+        """Return where the keys and values of all these chunks are, if no reference would move on the way."""
+        if masked and self._in_place.hold(team, chunks):
+            return self._in_place if self._bounded(self._in_place.reach) else None
+        held = self._panel.hold(team, chunks)
+        return self._panel if held and self._bounded(self._panel.reach) and self._may_sweep else None
 
     def _take_each(self, state: Pass, team: Team, row_tile: int, view: View) -> None:
         """Take a pass through the keys that it sees, chunk by chunk."""
         self._scores.begin(team, row_tile, state.q)
         for chunk in view.chunks:
             self._panel.hold(team, (chunk.index,))
-            bounded = self._bounded()
+            bounded = self._bounded(self._panel.reach)
             state.bounded |= bounded
             self._advance(state, team, row_tile, chunk, bounded=bounded)
 
-    def _bounded(self) -> bool:
-        """Whether no reference would move, whatever the scores with the panel's keys are."""
-        return self._scores.farthest == 0 and self._scores.span(self._panel.reach) <= WINDOW
+    def _bounded(self, reach: float) -> bool:
+        """Whether no reference would move, whatever the scores with keys of a length up to `reach` are."""
+        return self._scores.farthest == 0 and self._scores.span(reach) <= WINDOW
 
     def _advance(self, state: Pass, team: Team, row_tile: int, chunk: Chunk, *, bounded: bool) -> None:
         """Take a pass through a chunk of keys."""

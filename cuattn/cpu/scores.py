@@ -53,14 +53,16 @@ class Rows:
         `factor` scales the transposed copy.
         """
         count = matrices.shape[1]
-        if self._keep or matrices.shape != self._by_head.shape:
+        if self._keep:
             self._by_head[:, :count] = matrices
-            self._by_head[:, count:] = 0
-            if empty is not None:
-                self._by_head[:, :count][empty] = 0
-            matrices = self._by_head
-        by_tile = matrices.reshape(self._by_tile).swapaxes(1, 2)
-        np.multiply(by_tile, factor, out=self._transposed, dtype=self.augmented.dtype)
+        else:
+            np.multiply(matrices, factor, out=self._by_head[:, :count], dtype=self._by_head.dtype)
+        self._by_head[:, count:] = 0
+        if empty is not None:
+            self._by_head[:, :count][empty] = 0
+        np.copyto(self._transposed, self._by_head.reshape(self._by_tile).swapaxes(1, 2))
+        if self._keep and factor != 1:
+            np.multiply(self._transposed, factor, out=self._transposed)
         self._subtracted.fill(0)
 
     def subtract(self, reference: np.ndarray) -> None:

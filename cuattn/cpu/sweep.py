@@ -35,30 +35,34 @@ class Sweep:
     """Takes groups of row tiles of a stack, of all heads of its team, through what they see; references are 0."""
 
     def __init__(self, stack: Stack, tiles: Tiles, scores: Scores, dropout: Dropout | None) -> None:
-        problem, self._blocks, self._buffers, panel, shape = stack.common
+        problem, self._blocks, self._buffers, _, shape = stack.common
         self._tiles, self._scores, self._dropout, self._ones = tiles, scores, dropout, stack.ones
         self._statistics, self._whole = stack.statistics, shape.rows == self._blocks.rows
         state = stack.q.augmented[..., :-1, :], stack.o, stack.sums, stack.highest
         self._state = tuple(x.reshape(shape.heads, shape.tiles, *x.shape[1:]) for x in state)
-        k, v = panel.run(shape.heads, 0, self._blocks.panel)
-        self._keys = k[:, None, ..., :-1]
         width, summed = problem.head_dim_v, summed_keys(problem.head_dim_v, self._blocks.keys)
         self._parts = self._blocks.keys // summed  # of a tile
-        parts = self._blocks.panel * self._parts
-        self._values = v.reshape(len(v), 1, parts, summed, width).swapaxes(3, 4)  # a view, upright or not
         self._columns = small_columns(width, summed * shape.rows)
         self._here = stack.here.reshape(shape.heads, -1, LANES * shape.rows)
         self._rooms: dict[tuple[int, int], _Room] = {}
 
-    def __call__(self, group: Group, team: Team, row_tile: int) -> None:
-        """Take a group, whose first row tile is `row_tile`, through all that it sees."""
+    def __call__(self, group: Group, team: Team, row_tile: int, keys: np.ndarray, values: np.ndarray) -> None:
+        """Take a group, whose first row tile is `row_tile`, through all that it sees.
+
+        `keys` and `values` are (heads | 1, tiles, blocks.keys, width); a tile has its place modulo their number.
+        """
+        q = self._state[0]
+        _, places, height, width = values.shape
+        keys, values = keys[: len(q), None, ..., : q.shape[-2]], values[: len(q), None]
+        # A view: a tile's keys are as far apart as those of neighbouring tiles, or a tile is one part.
+        values = values.reshape(*values.shape[:2], places * self._parts, height // self._parts, width).swapaxes(3, 4)
         where = slice(group.start, group.start + len(group.views))
         q, o, sums, highest = (x[:, where] for x in self._state)
         for index, part in enumerate(group.parts):
             room = self._room(len(group.views), part.count)
             for tile, slot, count in part.runs:
-                place = tile % self._blocks.panel
-                np.matmul(self._keys[:, :, place : place + count], q, room.s[:, :, slot : slot + count])
+                place = tile % places
+                np.matmul(keys[:, :, place : place + count], q, room.s[:, :, slot : slot + count])
             self._exponentiate(room, part, team, row_tile, highest, first=index == 0)
             for tile, slot, count in part.runs:
                 np.matmul(self._ones, room.s[:, :, slot : slot + count], sums[:, :, tile : tile + count])
@@ -66,16 +70,16 @@ class Sweep:
                 self._dropout.zero(room.s[:, 0], self._dropout.dropped(part, team.heads[0], row_tile))
             if index:
                 np.copyto(room.weighed[:, :, 0], o)
-            for run in part.runs:
-                self._weigh(room, *run)
+            for tile, slot, count in part.runs:
+                self._weigh(values, room, tile % places, slot, count)
             np.add.reduce(room.weighed[:, :, index == 0 :], 2, None, o)
 
-    def _weigh(self, room: _Room, tile: int, slot: int, count: int) -> None:
+    def _weigh(self, values: np.ndarray, room: _Room, place: int, slot: int, count: int) -> None:
         """Multiply the values of neighbouring tiles by their probabilities."""
-        place, slot, count = (n * self._parts for n in (tile % self._blocks.panel, slot, count))
+        place, slot, count = place * self._parts, slot * self._parts, count * self._parts
         p = room.p[:, :, slot : slot + count]
         for columns in self._columns:
-            v = self._values[:, :, place : place + count, columns]
+            v = values[:, :, place : place + count, columns]
             np.matmul(v, p, room.weighed[:, :, 1 + slot : 1 + slot + count, columns])
 
     def _exponentiate(
@@ -90,13 +94,14 @@ class Sweep:
             )
             for row, tile, slot, veil in part.veils
         ]
-        padding = s[:, :, -1, s.shape[3] - part.padding :]
+        padding = s[:, :, -1, s.shape[3] - part.padding :] if part.padding else None
         if not self._scores.bare:
             self._scores.bend(s[:, 0], part)
         if self._statistics:
             for tile, veil in veils:
                 veil.lower(tile, self._scores.lowest)
-            padding.fill(self._scores.lowest)
+            if padding is not None:
+                padding.fill(self._scores.lowest)
             if first:
                 np.maximum.reduce(room.wide, 2, None, highest)
             else:
@@ -106,7 +111,8 @@ class Sweep:
         exponential(s, s)
         for tile, veil in veils:
             veil.zero(tile)
-        padding.fill(0)
+        if padding is not None:
+            padding.fill(0)
 
     def _room(self, row_tiles: int, count: int) -> _Room:
         room = self._rooms.get((row_tiles, count))

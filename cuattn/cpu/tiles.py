@@ -6,6 +6,8 @@ transposed, (keys, rows), as the scores are.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from cuattn.cpu.blocks import Blocks
@@ -30,10 +32,11 @@ class Tiles:
         self._problem, self._bias, self._blocks = problem, operands.bias, blocks
         self._sources = sources(problem, operands.mask, blocks)
         self._everything = View(((0, blocks.key_tiles),), {}, blocks, problem.n_keys)
+        self._instances: dict[int, tuple] = {}  # of heads: what tells their masks apart
         self._strips: dict[tuple, list[View]] = {}
         self._groups: dict[tuple, list[Group]] = {}
         self._veils: dict[tuple, Veil] = {}
-        self._veil_bytes = 0
+        self._veils_left = VEIL_BYTES // (2 * blocks.rows * blocks.keys * problem.stat_dtype.itemsize)
 
     def view(self, head: Head, row_tile: int) -> View:
         """Return what a row tile sees."""
@@ -78,7 +81,10 @@ class Tiles:
         ]
 
     def _instance(self, head: Head) -> tuple:
-        return tuple(source.instance(head) for source in self._sources)
+        instance = self._instances.get(head.index)
+        if instance is None:
+            instance = self._instances[head.index] = tuple(source.instance(head) for source in self._sources)
+        return instance
 
     def veil(self, head: Head, row_tile: int, key_tile: int, rows: int) -> Veil:
         """Return what a partial tile of `rows` rows hides; keys that do not exist, too, but no rows that do not."""
@@ -86,10 +92,10 @@ class Tiles:
         return self._veils.get(key) or self._make_veil(key, head, row_tile, key_tile, rows)
 
     def _make_veil(self, key: tuple, head: Head, row_tile: int, key_tile: int, rows: int) -> Veil:
-        veil = Veil(self._shown(head, row_tile, key_tile, rows), self._problem.stat_dtype)
-        if self._veil_bytes + veil.nbytes <= VEIL_BYTES:
+        veil = Veil(partial(self._shown, head, row_tile, key_tile, rows), self._problem.stat_dtype)
+        if self._veils_left:
             self._veils[key] = veil
-            self._veil_bytes += veil.nbytes
+            self._veils_left -= 1
         return veil
 
     def _partial(self, head: Head, states: np.ndarray, start: int) -> list[dict[int, Veil | None]]:
@@ -99,7 +105,6 @@ class Tiles:
         """
         found: list[dict[int, Veil | None]] = [{} for _ in states]
         row_tiles, key_tiles = np.nonzero(states == PARTIAL)
-        size = 2 * self._blocks.rows * self._blocks.keys * self._problem.stat_dtype.itemsize
         patterns = [None]
         if 0 < len(row_tiles) <= _PATTERNS:
             patterns = [source.patterns(head, row_tiles + start, key_tiles) for source in self._sources]
@@ -109,7 +114,7 @@ class Tiles:
             veil = None
             if key:
                 veil = self._veils.get(tuple(key))
-                if veil is None and self._veil_bytes + size <= VEIL_BYTES:
+                if veil is None and self._veils_left:
                     veil = self._make_veil(tuple(key), head, row + start, tile, self._blocks.rows)
             found[row][tile] = veil
         return found

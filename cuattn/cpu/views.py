@@ -6,6 +6,7 @@ is needed, neighbouring row tiles that see the same tiles form a group, and go t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,25 +20,33 @@ __all__ = ["Chunk", "Group", "Part", "Veil", "View", "groups"]
 class Veil:
     """What a partial tile hides, as bit patterns: selecting by them is several times as fast as by booleans.
 
-    Being bitwise, it is a selection: what a hidden element holds, NaN or not, is gone.
+    Being bitwise, it is a selection: what a hidden element holds, NaN or not, is gone.  The patterns are made when they
+    are needed first, by the thread that needs them; should two need them at once, both make the same.
     """
 
-    def __init__(self, shown: np.ndarray, dtype: np.dtype) -> None:
-        touched = np.flatnonzero(~shown.all(axis=1))
-        self._keys = slice(touched[0], touched[-1] + 1) if len(touched) else slice(0, 0)  # all others hide nothing
-        self._shown, self._dtype = shown[self._keys], dtype  # 0 where hidden, else all ones
+    def __init__(self, make: Callable[[], np.ndarray], dtype: np.dtype) -> None:
+        self._make, self._dtype = make, dtype
+        self._shown: np.ndarray | None = None  # 0 where hidden, else all ones; of some keys, as all others hide nothing
         self._infinite: np.ndarray | None = None
-        self._ceiling: np.ndarray | None = None
-        self.nbytes = 2 * shown.nbytes  # of the two below, only one is kept
+        self._ceiling: np.ndarray | None = None  # of these two only one is kept
+
+    def _some(self, tile: np.ndarray) -> np.ndarray:
+        """Return the keys of a tile, (..., keys, rows), that hide something; see to it that the patterns are there."""
+        if self._shown is None:
+            shown = self._make()
+            touched = np.flatnonzero(~np.bitwise_and.reduce(shown, axis=1))
+            self._keys = slice(touched[0], touched[-1] + 1) if len(touched) else slice(0, 0)
+            self._shown = shown[self._keys]
+        return tile[..., self._keys, :]
 
     def zero(self, tile: np.ndarray) -> None:
         """Set the hidden elements of a tile, (..., keys, rows), to 0."""
-        bits = tile[..., self._keys, :].view(self._shown.dtype)
+        bits = self._some(tile).view(self._shown.dtype)
         np.bitwise_and(bits, self._shown, bits)
 
     def hide(self, tile: np.ndarray) -> None:
         """Set the hidden elements of a tile of scores to -inf."""
-        bits = tile[..., self._keys, :].view(self._shown.dtype)
+        bits = self._some(tile).view(self._shown.dtype)
         infinite = self._infinite
         if infinite is None:
             infinity = np.array(-np.inf, self._dtype).view(bits.dtype)
@@ -48,11 +57,10 @@ class Veil:
 
     def lower(self, tile: np.ndarray, lowest: float) -> None:
         """Set the hidden elements of a tile of scores, all of which are numbers above `lowest`, to that."""
-        ceiling = self._ceiling
+        some, ceiling = self._some(tile), self._ceiling
         if ceiling is None:
             ceiling = np.where(self._shown, np.array(np.inf, self._dtype), np.array(lowest, self._dtype))
             self._infinite, self._ceiling = None, ceiling
-        some = tile[..., self._keys, :]
         np.minimum(some, ceiling, out=some)
 
 

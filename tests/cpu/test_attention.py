@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import cuattn
 from cuattn.cpu import threads
+from cuattn.cpu.inplace import InPlace
 from cuattn.cpu.panel import Panel
 from cuattn.cpu.sweep import Sweep
 from tests.cpu.sizes import block_sizes, forced
@@ -286,18 +287,44 @@ def test_work_is_in_proportion_to_what_is_visible(monkeypatch):
         assert sum(visited) == (mask.tile_states(plan.block_m, plan.block_n) != 0).sum()
 
 
-def test_a_panel_loads_the_keys_that_are_seen_once(monkeypatch):
-    loads = []
-    load = Panel._load
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_the_keys_that_are_seen_are_loaded_once_or_read_in_place(monkeypatch, dtype):
+    loads, looks = [], []
+    load, look = Panel._load, InPlace._look
     monkeypatch.setattr(
         Panel, "_load", lambda self, index, count: loads.extend(range(index, index + count)) or load(self, index, count)
     )
-    x = np.random.default_rng(0).standard_normal((1, 640, 16)).astype(FLOAT32)
+    monkeypatch.setattr(InPlace, "_look", lambda self, index: looks.append(index) or look(self, index))
+    x = np.random.default_rng(0).standard_normal((1, 640, 16)).astype(dtype)
     visible = np.zeros((640, 640), bool)
     visible[:, 64:128] = visible[300:, 384:] = True
     with forced(32, 32, 1, 2, 100):
         cuattn.forward(x, x, x, mask=visible)
-    assert sorted(loads) == [1, 6, 7, 8, 9]
+    touched, other = (looks, loads) if dtype == np.float32 else (loads, looks)
+    assert sorted(touched) == [1, 6, 7, 8, 9]
+    assert not other
+
+
+@pytest.mark.parametrize("layout", ["rows of heads", "every second row", "unaligned", "backwards", "float32 of one"])
+def test_operands_that_lie_otherwise_give_the_same_bits(layout):
+    """Read in place where that is possible, else copied."""
+    rng = np.random.default_rng(8)
+    q, k, v = (rng.standard_normal((2, 96, 1 if layout == "float32 of one" else 16)).astype(FLOAT32) for _ in range(3))
+    others = [k, v]
+    for n, x in enumerate(others):
+        if layout == "rows of heads":
+            others[n] = np.ascontiguousarray(x.swapaxes(0, 1)).swapaxes(0, 1)
+        elif layout == "every second row":
+            others[n] = np.repeat(x, 2, axis=1)[:, ::2]
+        elif layout == "unaligned":
+            others[n] = np.frombuffer(b"." + x.tobytes(), np.uint8)[1:].view(FLOAT32).reshape(x.shape)
+        elif layout == "backwards":
+            others[n] = np.ascontiguousarray(x[:, ::-1])[:, ::-1]
+    mask = cuattn.masks.causal_document([50, 46])
+    with forced(32, 32, 2, 2, 1):
+        one = cuattn.forward(q, k, v, mask=mask)
+        other = cuattn.forward(q, *others, mask=mask)
+    assert_same_bits(one[:3], other[:3])
 
 
 def test_a_panel_is_loaded_once_per_head(monkeypatch):
