@@ -332,7 +332,7 @@ class _Worker:
         delta = np.add.reduce(np.multiply(do, o, out=products, dtype=l.dtype), axis=2) * weight
         delta[empty] = 0
         weight *= l.dtype.type(self._problem.dropout_scale)
-        stack.do.load(np.multiply(do, weight[..., None], out=products, dtype=l.dtype), 1.0, empty)
+        stack.do.load(do, empty=empty, weights=weight)
         self._delta = stack.fill(delta)
         if self._dropout is None:
             stack.do.subtract(self._delta)

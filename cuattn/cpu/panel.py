@@ -15,7 +15,7 @@ import numpy as np
 from cuattn.cpu.blocks import Blocks
 from cuattn.cpu.bound import longest
 from cuattn.cpu.buffers import Buffers
-from cuattn.cpu.heads import Head, Team, pick, place
+from cuattn.cpu.heads import Team, place, place_team
 from cuattn.cpu.tiles import Tiles
 from cuattn.problem import Operands, Problem
 
@@ -109,11 +109,12 @@ class Panel:
         where = slice(place * chunk, (place + count) * chunk)
         start = index * chunk * self._blocks.keys
         stop = min(start + count * chunk * self._blocks.keys, self._n_keys)
-        reach = total = 0.0
-        for n, head in enumerate(self._heads):
-            keys, values = self._copy(n, head, where, start, stop)
-            reach = np.maximum(reach, longest(np.einsum("ij,ij->i", keys, keys), keys.shape[1]))
-            total += np.dot(values, values)
+        keys, values = self.keys[: len(self._heads), where], self._values[: len(self._heads), where]
+        self._copy(self._operands.k, keys, start, stop)
+        self._copy(self._operands.v, self.values[: len(self._heads), where], start, stop)
+        keys = keys[..., :-1]
+        reach = longest(np.einsum("hijk,hijk->hij", keys, keys), keys.shape[-1])
+        total = float(np.einsum("hijk,hijk->", values, values))
         self._held[place : place + count] = range(index, index + count)
         self._reaches[place : place + count] = [reach] * count
         # Not finite where something is NaN, infinite or huge; of those, the last is only slow.
@@ -125,20 +126,17 @@ class Panel:
                 for panel in (self.keys, self.values):
                     panel[n, where][tiles, keys] = 0
 
-    def _copy(self, n: int, head: Head, where: slice, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Copy keys and values of a head to some places; return them without ones, the values as one vector."""
+    def _copy(self, operand: np.ndarray, tiles: np.ndarray, start: int, stop: int) -> None:
+        """Copy some rows of an operand, of all heads of the team, to (copies, tiles, blocks.keys, columns)."""
+        rows, width = operand[place_team(operand, self._heads[0].kv, len(self._heads))], operand.shape[-1]
         whole, rest = divmod(stop - start, self._blocks.keys)
-        for source, panel in ((self._operands.k, self.keys), (self._operands.v, self.values)):
-            tiles, width = panel[n, where], source.shape[-1]
-            rows = pick(source, head.kv)[start:stop]
-            tiles[:whole, :, :width] = rows[: stop - start - rest].reshape(whole, self._blocks.keys, width)
-            tiles[:, :, width:] = 0
-            counts = panel.shape[-1] - width
-            for turn in range(counts):
-                tiles[:, turn::counts, width + turn] = 1
-            if whole < len(tiles):
-                tiles[whole, :rest, :width] = rows[stop - start - rest :]
-                tiles[whole, rest:] = 0
-                tiles[whole + 1 :] = 0
-        keys, values = self.keys[n, where], self._values[n, where]
-        return keys.reshape(-1, keys.shape[-1])[:, :-1], values.reshape(values.size)
+        middle = stop - rest
+        tiles[:, :whole, :, :width] = rows[:, start:middle].reshape(len(rows), whole, self._blocks.keys, width)
+        tiles[..., width:] = 0
+        counts = tiles.shape[-1] - width
+        for turn in range(counts):
+            tiles[:, :, turn::counts, width + turn] = 1
+        if whole < tiles.shape[1]:
+            tiles[:, whole, :rest, :width] = rows[:, middle:stop]
+            tiles[:, whole, rest:] = 0
+            tiles[:, whole + 1 :] = 0

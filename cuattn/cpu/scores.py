@@ -47,16 +47,20 @@ class Rows:
         self._keep = plain
         self.plain = self._by_head.reshape(stack, 1, rows, width)
 
-    def load(self, matrices: np.ndarray, factor: float, empty: np.ndarray | None = None) -> None:
+    def load(
+        self,
+        matrices: np.ndarray,
+        factor: float = 1.0,
+        empty: np.ndarray | None = None,
+        weights: np.ndarray | float = 1.0,
+    ) -> None:
         """Take the rows of some heads, (heads, <= tiles * rows, width); missing rows, and the `empty` ones, are 0.
 
-        `factor` scales the transposed copy.
+        `factor` scales the transposed copy, `weights`, (heads, rows), the rows of either.
         """
         count = matrices.shape[1]
-        if self._keep:
-            self._by_head[:, :count] = matrices
-        else:
-            np.multiply(matrices, factor, out=self._by_head[:, :count], dtype=self._by_head.dtype)
+        by_row = np.asarray(weights)[..., None] if self._keep else factor
+        np.multiply(matrices, by_row, out=self._by_head[:, :count], dtype=self._by_head.dtype)
         self._by_head[:, count:] = 0
         if empty is not None:
             self._by_head[:, :count][empty] = 0
@@ -165,11 +169,11 @@ class Scores:
             ds *= np.subtract(1, slope, slope)
 
     def zero_hidden(self, array: np.ndarray) -> None:
-        """Set the elements of an array, shaped as the last completed scores, that are hidden to 0."""
+        """Set the elements of an array, (..., members, tiles, keys, rows), that the last completed scores hide to 0."""
         for slot, veil in self._veils:
-            veil.zero(array[:, slot])
+            veil.zero(array[..., slot, :, :])
         if self._padding:
-            array[:, -1, -self._padding :].fill(0)
+            array[..., -1, -self._padding :, :].fill(0)
         for slots, hidden in self._dead:
             np.copyto(_corner(array[0, slots], hidden.shape), 0, where=hidden)
 
