@@ -23,6 +23,7 @@ _STRIP = 16  # row tiles whose states are computed at once
 VEIL_BYTES = 1 << 24  # of element masks, remembered for the same heads
 _PATTERNS = 1 << 10  # partial tiles in a strip; where there are more they are likely to differ
 _STRIPS = 64  # strips that are remembered, for the heads that share a mask
+_PARTS = 1 << 12  # parts of groups that are, some 2 MB
 
 
 class Tiles:
@@ -35,6 +36,7 @@ class Tiles:
         self._instances: dict[int, tuple] = {}  # of heads: what tells their masks apart
         self._strips: dict[tuple, list[View]] = {}
         self._groups: dict[tuple, list[Group]] = {}
+        self._parts = 0  # of these
         self._veils: dict[tuple, Veil] = {}
         self._veils_left = VEIL_BYTES // (2 * blocks.rows * blocks.keys * problem.stat_dtype.itemsize)
 
@@ -60,10 +62,13 @@ class Tiles:
         key = (row_tile, *self._instance(head)) if self._sources else (stop - row_tile,)
         found = self._groups.get(key)
         if found is None:
-            if len(self._groups) >= _STRIPS * _STRIP:
-                self._groups.clear()
             views = [self.view(head, t) for t in range(row_tile, stop)]
-            found = self._groups[key] = groups(views, most, self._blocks)
+            found = groups(views, most, self._blocks)
+            self._parts += sum(len(group.parts) for group in found)
+            if self._parts > _PARTS:
+                self._groups.clear()
+                self._parts = 0
+            self._groups[key] = found
         return found
 
     def _views(self, head: Head, states: np.ndarray, start: int) -> list[View]:
