@@ -329,6 +329,9 @@ __device__ __forceinline__ void walk_in_turns(KeyGradients& acc, i32& group, Sig
         scores = !scores;
         ++signals.tile;
     }
+    // Each half passes its own barrier as often as the other: racecheck counts the barriers that a thread has passed, and else takes what
+    // __syncthreads parts for a race.
+    if (scores && threadIdx.x >= Signals::half) ptx::barrier_sync(read_barrier, Signals::half);
 }
 
 }  // namespace sm80

@@ -177,6 +177,8 @@ struct BlockHandover {
     __device__ __forceinline__ void wait() const { done(); }
 };
 
+constexpr int read_barrier = 14;  // of the warps that have read dP
+
 // The products behind a tile of S and dP: `scores` adds q k^T, `gradients` adds do v^T, for this warp's part.
 // This one has all columns of the four tiles in shared memory.
 template <class Handover>
@@ -193,7 +195,7 @@ struct TilesInShared {
         if constexpr (paired) {
             handover.wait();  // the other warps' dP is complete
             move_scores([&](int i, Acc& x) { ptx::load_shared(x, exchange_place(i)); }, dp);
-            ptx::barrier_sync(kReadBarrier, 32 * scores_warps);  // P may take the place of dP
+            ptx::barrier_sync(read_barrier, 32 * scores_warps);  // P may take the place of dP
         } else {
             multiply_gradients(dp);
         }
@@ -211,8 +213,6 @@ struct TilesInShared {
     }
 
 private:
-    static constexpr int kReadBarrier = 14;
-
     __device__ __forceinline__ void multiply_gradients(Scores& dp) const {
         product<cfg::head_dim_v, Along::columns, v_stride, Along::columns, v_stride>(dp, part_of_rows<v_stride>(dout, warp_score_row(), 0),
                                                                                      part_of_rows<v_stride>(v, warp_score_key(), 0));
