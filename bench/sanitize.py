@@ -62,6 +62,7 @@ def problems() -> list[tuple[tuple[int, ...], dict[str, Any]]]:
         ((2, 200, 300, 256, 256), {"mask": hostile(rng, 200, 300)}),
         ((2, 200, 300, 128, 128), {"mask": some, "dropout_p": 0.1}),
         ((2, 200, 300, 64, 64), {"dropout_p": 0.1}),
+        ((2, 200, 300, 128, 128), {"dropout_p": 0.1}),
         ((2, 200, 300, 64, 64), {"softcap": 3.0, "out_dtype": np.float32}),
         ((150, 200, 160, 128, 128), {}),  # more row tiles than multiprocessors
         ((1, 130, 200, 128, 128), {"deterministic": True}),

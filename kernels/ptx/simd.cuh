@@ -23,12 +23,6 @@ __device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
     return r;
 }
 
-__device__ __forceinline__ u32 min_s16x2(u32 a, u32 b) {
-    u32 r;
-    asm("min.s16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
-
 __device__ __forceinline__ u32 max_s16x2(u32 a, u32 b) {
     u32 r;
     asm("max.s16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));

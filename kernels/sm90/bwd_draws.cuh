@@ -3,7 +3,7 @@
 // A tile is drawn in parts of 16 keys by 64 rows, what a warp of a consumer works on.  The generator serves rows (the contract is
 // in cuattn/rng.py): a call covers rows i, i + 8 and keys j, j + 1, + 8, of 16 x 16.  The consumer's lane (g, q) = (lane / 4, lane % 4)
 // holds keys g, g + 8 and rows 2 q, 2 q + 1, + 8: two calls, which serve the lane of the next key as well.  So a drawer's lane draws
-// for both keys, in two blocks of 16 rows.
+// for both keys, 2 (lane / 8) and the next, in two blocks of 16 rows, those of the rows' half lane % 2, where q = lane / 2 % 4.
 #pragma once
 #include "attn/philox.cuh"
 #include "ptx/mbarrier.cuh"
@@ -13,56 +13,63 @@
 namespace sm90 {
 
 constexpr int part_rows = 64, key_blocks = cfg::block_n / 16;
-constexpr int parts = cfg::block_m / part_rows * key_blocks;  // [rows / 64][keys / 16]
+constexpr int side_by_side = drawn_in_pairs ? 2 : 1;  // parts of the same rows and of keys 16 * drawers apart
+constexpr int row_turns = drawers ? key_blocks / (drawers * side_by_side) : 1;  // of a warp, for 64 rows
+constexpr int turns = row_turns * (cfg::block_m / part_rows);
+constexpr bool unrolled = cfg::block_m == part_rows;
+static_assert(!drawers || key_blocks == drawers * side_by_side * row_turns);
 
-constexpr int chains = drawn_in_pairs ? 2 : 1;  // parts of the same rows that are drawn side by side
-static_assert(!drawers || !drawn_in_pairs || key_blocks == drawers * chains);
-
-// What is kept, in each of these parts, of 2 x 2 rows in each of two blocks of 16, and 2 x 2 keys, from `row` and `key` on: in the low
-// half the even keys', in byte i of it those of block i, in bit 4 e + j that of element e of register j of the fragment.
-__device__ __forceinline__ void draw_parts(u32 (&kept)[chains], const Params& p, const RandomStream& stream, i32 row, i32 key) {
+// What is kept, in each of these parts, of 2 x 2 rows in each of two blocks of 16, and 2 x 2 keys from `key` on: in the low half the
+// even keys', in byte i of it those of block i, in bit 4 e + j that of element e of register j of the fragment.
+__device__ __forceinline__ void draw_parts(u32 (&kept)[side_by_side], const Dropout& dropout, const StreamWords& stream, u32 row, u32 key) {
     constexpr u32 threshold = cfg::dropout ? cfg::dropout : 1;
+    const u32 first = row ^ stream.row, second = (row + 16) ^ stream.row;
+    KeyProducts keys[side_by_side];
 #pragma unroll
-    for (int chain = 0; chain < chains; ++chain) kept[chain] = 0;
-#pragma unroll(4 / chains)  // as far as registers go
+    for (int i = 0; i < side_by_side; ++i) kept[i] = 0, keys[i] = key_products(stream, key + 16 * drawers * i);
+#pragma unroll(4 / side_by_side)  // as far as registers go
     for (int call = 3; call >= 0; --call) {
 #pragma unroll
-        for (int chain = 0; chain < chains; ++chain) {
+        for (int i = 0; i < side_by_side; ++i) {
             u32 words[4];
-            random_words(words, p.dropout, stream, row + 16 * (call / 2) + call % 2, key + 16 * drawers * chain);
+            random_words(words, dropout, (call / 2 ? second : first) ^ call % 2, keys[i]);
 #pragma unroll
-            for (int j = 3; j >= 0; --j) kept[chain] = 2 * kept[chain] + kept_ones<threshold>(words[j >> 1 | (j & 1) << 1]);
+            for (int j = 3; j >= 0; --j) kept[i] = 2 * kept[i] + clamp_draws<threshold>(words[j >> 1 | (j & 1) << 1]);
         }
     }
+    // Sixteen times threshold - 1 too many, in bits 0 to 15 of either half: 0xffff * 0x10001 = -1 times.
+#pragma unroll
+    for (int i = 0; i < side_by_side; ++i) kept[i] += threshold - 1;
 }
 
 __device__ __forceinline__ void draw_ahead(const Params& p, const Shared& shared, u32 warp) {
     const i32 own_lane = threadIdx.x % 32;
+    const u32 offset = __shfl_sync(~0u, random_offset(p.dropout), 0);  // the shuffle puts it into a uniform register
     for (Slot<cfg::stages> slot;; slot.advance()) {
         ptx::mbarrier_wait(shared.barrier(draws_told + slot.stage), slot.phase);
         const DrawPlace at = shared.draw_place(slot.stage);
         if (uniform(at.n < 0)) return;
-        const RandomStream stream = random_stream(p.dropout, at.batch, at.head);
-        // Of the lane in the first part; followed from part to part in pairs, else found for each: registers decide.
-        u32 lane = ptx::opaque(own_lane);
-        i32 row = at.m * cfg::block_m + 32 * (lane / 16) + 2 * (lane / 4 % 4), key = at.n * cfg::block_n + 16 * warp + 2 * (lane % 4);
-#pragma unroll 1
-        for (u32 part = warp; part < parts; part += drawers * chains) {
-            const u32 keys = part % key_blocks, rows = part / key_blocks;
+        const StreamWords stream = stream_words(p.dropout, {at.batch, offset});
+#pragma unroll(unrolled ? turns : 1)
+        for (u32 turn = 0; turn < turns; ++turn) {
+            // Unrolled, what the generator makes of the rows would be kept for the next turn, in registers that are not there, if the
+            // compiler knew that this is the same stream.
+            const StreamWords own = unrolled ? stream_words(p.dropout, {shared.draw_place(slot.stage).batch, offset}) : stream;
+            const u32 rows = turn / row_turns, keys = warp + drawers * side_by_side * (turn % row_turns);
+            u32 lane = ptx::opaque(own_lane);  // found again where it is needed: of registers there are few
+            const u32 row = p.dropout.row + at.m * cfg::block_m + rows * part_rows + lane % 2 * 32 + (lane & 6);
+            const u32 key = p.dropout.key + at.n * cfg::block_n + 16 * keys + lane / 8 * 2;
+            u32 kept[side_by_side];
+            draw_parts(kept, p.dropout, own, row, key);
+            // Until the row tile before has been looked up.  Asked behind the first turn, so that the second does not mix with it.
+            if (!unrolled || turn == 0)
+                ptx::mbarrier_wait(shared.barrier(draws_empty + (slot.stage ^ 1)), slot.phase ^ slot.stage ^ 1);
             lane = ptx::opaque(own_lane);
-            if constexpr (!drawn_in_pairs) {
-                row = at.m * cfg::block_m + rows * part_rows + 32 * (lane / 16) + 2 * (lane / 4 % 4);
-                key = at.n * cfg::block_n + keys * 16 + 2 * (lane % 4);
-            }
-            u32 kept[chains];
-            draw_parts(kept, p, stream, drawn_in_pairs ? ptx::opaque(row) : row, key);
-            ptx::mbarrier_wait(shared.barrier(draws_empty + (slot.stage ^ 1)), slot.phase ^ slot.stage ^ 1);  // of the row tile before
-            if constexpr (drawn_in_pairs) lane = ptx::opaque(own_lane), row += part_rows;
-            u16* const even = reinterpret_cast<u16*>(&shared.draws(rows, keys, 8 * (lane % 4) + lane / 4 % 4)) + lane / 16;
+            u16* const even = reinterpret_cast<u16*>(&shared.draws(rows, keys, 0)) + lane + (lane & 24);
 #pragma unroll
-            for (int chain = 0; chain < chains; ++chain) {
-                even[64 * drawers * chain] = static_cast<u16>(kept[chain]);
-                even[64 * drawers * chain + 8] = static_cast<u16>(kept[chain] >> 16);  // 4 lanes on
+            for (int i = 0; i < side_by_side; ++i) {
+                even[64 * drawers * i] = static_cast<u16>(kept[i]);
+                even[64 * drawers * i + 8] = static_cast<u16>(kept[i] >> 16);  // 4 lanes on
             }
         }
         ptx::mbarrier_arrive(shared.barrier(draws_full + slot.stage));  // each lane for itself

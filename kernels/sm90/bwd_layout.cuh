@@ -22,7 +22,8 @@ constexpr int threads = 128 * (warpgroups + 1 + drawing_warpgroups);
 // Accumulators leave the producer few; walking blocks takes more.
 constexpr int producer_registers = !by_function && cfg::mask != kMaskBlock ? 24 : 40;
 // Where nothing is masked narrow heads leave registers for two calls of the generator side by side.
-constexpr bool drawn_in_pairs = cfg::block_m == 128 && cfg::mask == kMaskNone && !cfg::band_left && !cfg::band_right;
+constexpr bool unmasked = cfg::mask == kMaskNone && !cfg::band_left && !cfg::band_right;
+constexpr bool drawn_in_pairs = cfg::block_m == 128 && unmasked;
 constexpr int drawer_registers = drawn_in_pairs ? 40 : 24;
 constexpr int consumer_registers = ((drawing_warpgroups ? 512 - drawer_registers : 504) - producer_registers) / 2;
 
@@ -124,7 +125,8 @@ struct DqPlace {
 // To the drawers: the tile that is drawn for next.
 struct alignas(16) DrawPlace {
     i32 n;  // number of the key tile; negative: no more work
-    i32 m, head, batch;
+    i32 m;
+    u32 batch;  // of the random stream
 };
 
 struct Maps {
@@ -183,7 +185,7 @@ struct Shared {
     }
 };
 
-constexpr bool may_have_empty_rows = cfg::mask != kMaskNone || cfg::band_left || cfg::band_right;
+constexpr bool may_have_empty_rows = !unmasked;
 constexpr bool may_have_dead_keys = may_have_empty_rows;
 
 }  // namespace sm90

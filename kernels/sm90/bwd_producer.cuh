@@ -1,6 +1,7 @@
 // The producer warp: walks the row tiles that see a key tile and keeps the copy engine busy.  All lanes walk, lane 0
 // issues.  Also the cleaner warp, through which tiles pass that may hold NaN where it must not count.
 #pragma once
+#include "attn/philox.cuh"
 #include "ptx/mbarrier.cuh"
 #include "sm90/bwd_work.cuh"
 #include "sm90/clean.cuh"
@@ -38,7 +39,8 @@ struct Producer {
 
     __device__ __forceinline__ void load_step(StepCode step) {
         const u32 stage = slot.stage;
-        if constexpr (drawers) tell({shared.pending().tile, step.m(), shared.head(step.odd()).head, shared.pending().batch});
+        if constexpr (drawers)
+            tell({shared.pending().tile, step.m(), random_batch(p.dropout, shared.pending().batch, shared.head(step.odd()).head)});
         u32 full = shared.barrier(q_full + stage), full_do = shared.barrier(do_full + stage);
         ptx::mbarrier_wait(shared.barrier(q_empty + stage), slot.phase ^ 1);
         ptx::mbarrier_wait(shared.barrier(do_empty + stage), slot.phase ^ 1);
@@ -143,7 +145,7 @@ struct Producer {
     __device__ __forceinline__ void run() {
         const i32 total = p.batch * p.kv_heads * p.key_tiles;
         for (i32 number = blockIdx.x; number < total; number = draw()) feed(number);
-        if constexpr (drawers) tell({-1, 0, 0, 0});
+        if constexpr (drawers) tell({-1, 0, 0});
         ptx::mbarrier_wait(shared.barrier(k_empty + keys.stage), keys.phase ^ 1);  // now nobody looks at that key tile
         if (leader) {
             shared.work(keys.stage) = {-1, 0, 0, 0};

@@ -66,6 +66,18 @@ struct Worker {
     }
 };
 
+template <int n>
+__device__ __forceinline__ void clear(float (&x)[n]) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) x[i] = 0.0f;
+}
+__device__ __forceinline__ void clear(Visible& visible) {
+#pragma unroll
+    for (auto& rows_of_key : visible)
+#pragma unroll
+        for (u64& rows : rows_of_key) rows = 0;
+}
+
 // What is hidden of a warpgroup's part of a tile; found while the scores are being computed.
 struct Hidden {
     Visible visible;
@@ -76,7 +88,10 @@ struct Hidden {
         const Work& work = worker.work();
         const Step& step = worker.step();
         const TilePlace at{work.batch, step.head, step.m() * cfg::block_m, work.tile * cfg::block_n + first_key + thread_key()};
-        if (partial) find_visible(visible, worker.p, at);
+        if (partial)
+            find_visible(visible, worker.p, at);
+        else if (cfg::dropout && unmasked)
+            clear(visible);  // or the assembler keeps the last tile's in registers, of which dropout leaves few
     }
 
     // Raw products to scores, as far as something stands between them.
@@ -88,12 +103,6 @@ struct Hidden {
         if (partial) mask_scores(s, visible);
     }
 };
-
-template <int n>
-__device__ __forceinline__ void clear(float (&x)[n]) {
-#pragma unroll
-    for (int i = 0; i < n; ++i) x[i] = 0.0f;
-}
 
 // Registers to and from a buffer in shared memory that keeps their order, [n / 4][thread][4].
 template <int n>

@@ -87,6 +87,7 @@ VARIANTS = [
     problem(96, 40, mask="block"),
     problem(128),
     problem(128, mask="column", band=CAUSAL),
+    problem(96, dropout=6554),
     problem(128, dropout=6554, scale=-0.1),
     problem(128, dropout=6554, mask="column", band=CAUSAL),
     problem(128, softcap=3.0, mask="column"),
