@@ -20,14 +20,13 @@ _BODY = """
         dropped[4 * l + w] = drop_pair<THRESHOLD>(0xbeefcafe, x[w]);
         kept[2 * (4 * l + w)] = kept_low<THRESHOLD>(x[w]), kept[2 * (4 * l + w) + 1] = kept_high<THRESHOLD>(x[w]);
 #if __CUDA_ARCH__ >= 900
-        const u32 ones = clamp_draws<THRESHOLD>(x[w]) - 0x00010001 * (THRESHOLD - 1);
+        const u32 ones = clamp_draws<THRESHOLD>(x[w]) - 0x00010001u * (THRESHOLD - 1);
         if (ones != (u32{kept_low<THRESHOLD>(x[w])} | u32{kept_high<THRESHOLD>(x[w])} << 16)) ++wrong[l];
 #endif
     }
     u32 again[4];
-    const RandomStream stream = random_stream(dropout, 0, 2);
-    const StreamWords mixed = stream_words(dropout, stream);
-    random_words(again, dropout, mixed, (dropout.row + l / 4) ^ mixed.row, dropout.key + 2 * (l % 4));
+    const StreamWords mixed = stream_words(dropout, random_stream(dropout, 0, 2));
+    random_words(again, dropout, (dropout.row + l / 4) ^ mixed.row, key_products(mixed, dropout.key + 2 * (l % 4)));
     for (int w = 0; w < 4; ++w) wrong[l] += again[w] != x[w];"""
 
 
