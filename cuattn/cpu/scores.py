@@ -136,10 +136,10 @@ class Scores:
             self._veils, self._padding = (), 0
             return
         self._padding, self._hiding = chunk.padding, hide
-        rows, whole = s.shape[-1], s.shape[-1] == self._blocks.rows
+        rows = s.shape[-1]
         self._veils = [
-            (slot, veil if veil and whole else self._tiles.veil(self._head, self._row_tile, tile, rows))
-            for (tile, slot), veil in zip(chunk.partial, chunk.veils, strict=True)
+            (slot, self._tiles.veil(self._head, self._row_tile, tile, rows, known))
+            for (tile, slot), known in zip(chunk.partial, chunk.veils, strict=True)
         ]
         if not self.bare:
             self.bend(s, chunk)

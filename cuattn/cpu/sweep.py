@@ -37,7 +37,7 @@ class Sweep:
     def __init__(self, stack: Stack, tiles: Tiles, scores: Scores, dropout: Dropout | None) -> None:
         problem, self._blocks, self._buffers, _, shape = stack.common
         self._tiles, self._scores, self._dropout, self._ones = tiles, scores, dropout, stack.ones
-        self._statistics, self._whole = stack.statistics, shape.rows == self._blocks.rows
+        self._statistics = stack.statistics
         state = stack.q.augmented[..., :-1, :], stack.o, stack.sums, stack.highest
         self._state = tuple(x.reshape(shape.heads, shape.tiles, *x.shape[1:]) for x in state)
         width, summed = problem.head_dim_v, summed_keys(problem.head_dim_v, self._blocks.keys)
@@ -88,11 +88,8 @@ class Sweep:
         """Turn products into exponentials, 0 where hidden; keep up with the highest scores, where they are wanted."""
         s, rows = room.s, room.s.shape[-1]
         veils = [
-            (
-                s[:, row, slot],
-                veil if veil and self._whole else self._tiles.veil(team.heads[0], row_tile + row, tile, rows),
-            )
-            for row, tile, slot, veil in part.veils
+            (s[:, row, slot], self._tiles.veil(team.heads[0], row_tile + row, tile, rows, known))
+            for row, tile, slot, known in part.veils
         ]
         padding = s[:, :, -1, s.shape[3] - part.padding :] if part.padding else None
         if not self._scores.bare:

@@ -91,8 +91,13 @@ class Tiles:
             instance = self._instances[head.index] = tuple(source.instance(head) for source in self._sources)
         return instance
 
-    def veil(self, head: Head, row_tile: int, key_tile: int, rows: int) -> Veil:
-        """Return what a partial tile of `rows` rows hides; keys that do not exist, too, but no rows that do not."""
+    def veil(self, head: Head, row_tile: int, key_tile: int, rows: int, known: Veil | None) -> Veil:
+        """Return what a partial tile of `rows` rows hides; keys that do not exist, too, but no rows that do not.
+
+        `known` is what its row tile's view has of it, which is right if all rows exist.
+        """
+        if known is not None and rows == self._blocks.rows:
+            return known
         key = (row_tile, key_tile, *self._instance(head))
         return self._veils.get(key) or self._make_veil(key, head, row_tile, key_tile, rows)
 
