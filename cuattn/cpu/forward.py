@@ -128,7 +128,6 @@ class _Worker:
         self._scores.load(item.team, rows, stack.q)
         for group in item.groups:
             row_tile = item.row_tile + group.start
-            self._scores.begin(item.team, row_tile, stack.passes[group.start].q)
             if group.parts and not self._take_all(stack, sweep, group, item.team, row_tile):
                 for n, view in enumerate(group.views):
                     self._take_each(stack.passes[group.start + n], item.team, row_tile + n, view)
@@ -143,6 +142,7 @@ class _Worker:
         for state in states:
             state.bounded, state.fresh = True, False
         if sweep is not None:
+            self._scores.begin(team, row_tile, states[0].q)
             sweep(group, team, row_tile, source.keys, source.values)
         else:
             for call in states[0].take_all(group.views[0].chunks):
@@ -161,13 +161,13 @@ class _Worker:
         self._scores.begin(team, row_tile, state.q)
         for chunk in view.chunks:
             self._panel.hold(team, (chunk.index,))
-            bounded = self._bounded(self._panel.reach)
+            bounded = self._scores.farthest == 0 and self._bounded(self._panel.reach)
             state.bounded |= bounded
             self._advance(state, team, row_tile, chunk, bounded=bounded)
 
     def _bounded(self, reach: float) -> bool:
-        """Whether no reference would move, whatever the scores with keys of a length up to `reach` are."""
-        return self._scores.farthest == 0 and self._scores.span(reach) <= WINDOW
+        """Whether no reference would move from 0, whatever the scores with keys of a length up to `reach` are."""
+        return self._scores.span(reach) <= WINDOW
 
     def _advance(self, state: Pass, team: Team, row_tile: int, chunk: Chunk, *, bounded: bool) -> None:
         """Take a pass through a chunk of keys."""
