@@ -17,13 +17,13 @@ from cuattn.cpu.views import Group, Veil, View, groups
 from cuattn.masks.intervals import PARTIAL
 from cuattn.problem import Operands, Problem
 
-__all__ = ["VEIL_BYTES", "Tiles"]
+__all__ = ["PARTS", "VEIL_BYTES", "Tiles"]
 
 _STRIP = 16  # row tiles whose states are computed at once
 VEIL_BYTES = 1 << 24  # of element masks, remembered for the same heads
 _PATTERNS = 1 << 10  # partial tiles in a strip; where there are more they are likely to differ
 _STRIPS = 64  # strips that are remembered, for the heads that share a mask
-_PARTS = 1 << 12  # parts of groups that are, some 2 MB
+PARTS = 1 << 12  # parts of groups that are, some 2 MB
 
 
 class Tiles:
@@ -64,11 +64,12 @@ class Tiles:
         if found is None:
             views = [self.view(head, t) for t in range(row_tile, stop)]
             found = groups(views, most, self._blocks)
-            self._parts += sum(len(group.parts) for group in found)
-            if self._parts > _PARTS:
+            parts = sum(len(group.parts) for group in found)
+            if self._parts + parts > PARTS:
                 self._groups.clear()
                 self._parts = 0
             self._groups[key] = found
+            self._parts += parts
         return found
 
     def _views(self, head: Head, states: np.ndarray, start: int) -> list[View]:

@@ -1,6 +1,6 @@
 """Which tiles are visited, and which of their elements are hidden, against dense masks; block sizes."""
 
-from itertools import product
+from itertools import product, takewhile
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import cuattn
 from cuattn.cpu.blocks import ABREAST, Blocks, choose, stack_shape
 from cuattn.cpu.heads import all_heads
-from cuattn.cpu.tiles import Tiles
+from cuattn.cpu.tiles import PARTS, Tiles
 from cuattn.problem import validate
 from tests.cpu.sizes import forced
 from tests.strategies import DTYPES, cases
@@ -136,6 +136,18 @@ def test_tiles_along_a_diagonal_share_what_hides_them():
     veils = {veil for t in range(size.row_tiles) for chunk in tiles.view(head, t).chunks for veil in chunk.veils}
     assert None not in veils
     assert len(veils) <= 8
+
+
+def test_remembered_groups_have_no_more_parts_than_there_is_room_for():
+    row_tiles, key_tiles = 33, PARTS // 8  # at two key tiles a part, a row tile takes a 16th of the room
+    q, k = (np.zeros((1, 16 * n, 8), np.float32) for n in (row_tiles, key_tiles))
+    mask = cuattn.BlockMask(np.ones((row_tiles, key_tiles), bool), 16, 16)
+    problem, operands, _ = validate("forward", q, k, k, mask=mask)
+    tiles = Tiles(problem, operands, Blocks(16, 16, 1, 1, 1, 1, row_tiles, key_tiles))
+    head = all_heads(problem)[0]
+    made = [tiles.groups(head, t, t + 1, 1) for t in range(row_tiles)]
+    kept = list(takewhile(lambda t: tiles.groups(head, t, t + 1, 1) is made[t], reversed(range(row_tiles))))
+    assert 0 < sum(len(group.parts) for t in kept for group in made[t]) <= PARTS
 
 
 def test_forced_sizes_reach_the_backend():
