@@ -105,17 +105,16 @@ class PlainPass(Pass):
         return self._all
 
     def _bind(self, chunk):
-        problem, blocks, buffers, panel, shape = self._stack.common
+        stack, buffers, keys = self._stack, self._stack.buffers, self._stack.blocks.keys
         members, width, rows = self.o.shape
-        keys = blocks.keys
         s = buffers.get("s", members, chunk.count, keys, rows)
-        summed = summed_keys(problem.head_dim_v, chunk.count * keys)
+        summed = summed_keys(stack.width, chunk.count * keys)
         parts = chunk.count * keys // summed
         # The first chunk is every stack's first, and o begins with it.
         chunk_sum = self.o if chunk.index == 0 else buffers.get("chunk_sum", members, width, rows)
         weighed = chunk_sum[:, None] if parts == 1 else buffers.get("weighed", members, parts, width, rows)
         ((tile, _, count),) = chunk.runs
-        k, v = panel.run(shape.heads, tile, count)
+        k, v = stack.panel.run(stack.shape.heads, tile, count)
         v = v.reshape(len(v), parts, summed, width).swapaxes(2, 3)
         p = s.reshape(members, parts, summed, rows)
         columns = small_columns(width, summed * rows)
@@ -123,8 +122,8 @@ class PlainPass(Pass):
         if parts > 1:
             weigh.append(partial(np.add.reduce, weighed, 1, None, chunk_sum))
         add_up = ()
-        if self._stack.counts_tiles:
-            add_up = (partial(np.matmul, self._stack.ones, s, self.sums[:, tile : tile + count]),)
+        if stack.counts_tiles:
+            add_up = (partial(np.matmul, stack.ones, s, self.sums[:, tile : tile + count]),)
         return Step(
             s,
             (partial(np.matmul, k, self.q, s),),
@@ -154,13 +153,13 @@ class MaskedPass(Pass):
 
     def __init__(self, stack: Stack, which: slice) -> None:
         super().__init__(stack, which)
-        problem, blocks, buffers, panel, shape = stack.common
+        blocks, buffers = stack.blocks, stack.buffers
         members, width, rows = self.o.shape
-        summed = summed_keys(problem.head_dim_v, blocks.keys)
+        summed = summed_keys(stack.width, blocks.keys)
         self._parts = blocks.keys // summed  # of a tile
         self._s = buffers.get("s", members, blocks.chunk, blocks.keys, rows)
         self._weighed = buffers.get("weighed", members, 1 + blocks.chunk * self._parts, width, rows)  # o comes first
-        self._k, v = panel.run(shape.heads, 0, blocks.panel)
+        self._k, v = stack.panel.run(stack.shape.heads, 0, blocks.panel)
         self._k_alone, self._q_alone = self._k[..., :-1], self.q[..., :-1, :]
         v = v.reshape(len(v), blocks.panel * self._parts, summed, width).swapaxes(2, 3)  # a view, upright or not
         self._columns = [(v[:, :, some], self._weighed[:, 1:, some]) for some in small_columns(width, summed * rows)]
@@ -174,7 +173,7 @@ class MaskedPass(Pass):
         room = self._rooms.get(count)
         if room is None:
             members, _, keys, rows = self._s.shape
-            s = self._stack.common[2].get("s", members, count, keys, rows)
+            s = self._stack.buffers.get("s", members, count, keys, rows)
             p = s.reshape(members, count * self._parts, -1, rows)
             weighed = self._weighed[:, : 1 + count * self._parts]
             begin = partial(np.add.reduce, weighed[:, 1:], 1, None, self.o)
@@ -184,7 +183,7 @@ class MaskedPass(Pass):
 
     def _bind(self, chunk):
         s, p, find_highest, begin, add = self._room(chunk.count)
-        parts, panel = self._parts, self._stack.common[1].panel
+        parts, panel = self._parts, self._stack.blocks.panel
         make_scores, make_products, add_up, weigh = [], [], [], []
         for tile, slot, count in chunk.runs:
             place, here = tile % panel, slice(slot, slot + count)
@@ -206,8 +205,8 @@ class Stack:
     def __init__(
         self, problem: Problem, blocks: Blocks, panel: Panel, buffers: Buffers, shape: Shape, *, statistics: bool
     ) -> None:
-        self.common = problem, blocks, buffers, panel, shape
-        self.shape, self.together, self.statistics = shape, is_plain(problem), statistics
+        self.blocks, self.panel, self.buffers, self.shape = blocks, panel, buffers, shape
+        self.together, self.statistics = is_plain(problem), statistics
         self.width = problem.head_dim_v  # of o, which ends with what sums up the probabilities
         members, rows = shape.heads * shape.tiles, shape.rows
         self.counts_tiles = statistics or not sum_columns(problem)  # else the sums beside o are enough

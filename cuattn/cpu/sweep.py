@@ -35,14 +35,14 @@ class Sweep:
     """Takes groups of row tiles of a stack, of all heads of its team, through what they see; references are 0."""
 
     def __init__(self, stack: Stack, tiles: Tiles, scores: Scores, dropout: Dropout | None) -> None:
-        problem, self._blocks, self._buffers, _, shape = stack.common
+        self._blocks, self._buffers, shape = stack.blocks, stack.buffers, stack.shape
         self._tiles, self._scores, self._dropout, self._ones = tiles, scores, dropout, stack.ones
         self._statistics = stack.statistics
         state = stack.q.augmented[..., :-1, :], stack.o, stack.sums, stack.highest
         self._state = tuple(x.reshape(shape.heads, shape.tiles, *x.shape[1:]) for x in state)
-        width, summed = problem.head_dim_v, summed_keys(problem.head_dim_v, self._blocks.keys)
+        summed = summed_keys(stack.width, self._blocks.keys)
         self._parts = self._blocks.keys // summed  # of a tile
-        self._columns = small_columns(width, summed * shape.rows)
+        self._columns = small_columns(stack.width, summed * shape.rows)
         self._here = stack.here.reshape(shape.heads, -1, LANES * shape.rows)
         self._rooms: dict[tuple[int, int], _Room] = {}
 
