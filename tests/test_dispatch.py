@@ -84,9 +84,19 @@ def test_what_looks_different_is_checked(calls, arrays, options):
 
 def test_masks_of_one_layout_are_one_kind(calls):
     q = gpu_array((2, 100, 64))
-    for mask in (masks.full(100), masks.causal(100), masks.sliding_window(100, 3)):
+    for mask in (masks.document([40, 60]), masks.causal_document([7, 93]), masks.share_question([(30, [30, 40])])):
         cuattn.forward(q, q, q, mask=mask)
     assert len(calls) == 2
+
+
+def test_each_band_is_a_kind_of_its_own(calls):
+    q = gpu_array((2, 100, 64))
+    cuattn.forward(q, q, q)  # makes the type known
+    for mask in (masks.full(100), masks.causal(100), masks.sliding_window(100, 3), masks.document([40, 60])):
+        before = len(calls)
+        for _ in range(3):
+            cuattn.forward(q, q, q, mask=mask)
+        assert len(calls) == before + 1
 
 
 def test_the_random_state_is_checked_in_every_call(calls):

@@ -2,13 +2,13 @@
 
 import dataclasses
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from cuattn.cuda import backward, forward, hopper, hopper_backward
 from cuattn.cuda.records import Record
 from cuattn.errors import UnsupportedError
 from cuattn.plans import Plan
-from cuattn.problem import Operands, Problem
+from cuattn.problem import Operands, Problem, mask_as_band
 
 __all__ = ["plan", "record"]
 
@@ -34,7 +34,8 @@ def record(problem: Problem, operands: Operands) -> Record:
     key = (id(problem), operands.q.device.id, *map(_layout, operands[:5]), *map(_layout, operands[6:]))
     known = _records.get(key)
     if known is None:
-        made = _choose(problem, operands)[0].record(problem, operands)
+        choice = _choose(problem, operands)
+        made = choice.kernels.record(choice.problem, choice.operands)
         if len(_records) >= _MAX_RECORDS:
             _records.clear()
         # The problem is held so that its id, which is part of the key, stays its own.
@@ -51,17 +52,31 @@ def _layout(operand: Any) -> tuple | None:
 
 def plan(problem: Problem, operands: Operands) -> Plan:
     """Return the plan of a call for arrays on the current device; it says why the kernel is not Hopper's."""
-    kernels, against = _choose(problem, operands)
-    made = kernels.plan(problem, operands)
-    return dataclasses.replace(made, notes=(*made.notes, f"not the sm90 kernel: {against}")) if against else made
+    choice = _choose(problem, operands)
+    made = choice.kernels.plan(choice.problem, choice.operands)
+    notes = [] if choice.against is None else [f"not the sm90 kernel: {choice.against}"]
+    if choice.problem.mask != problem.mask:
+        notes.append("the mask is a band and is taken as one: nothing reads its vectors")
+    return dataclasses.replace(made, notes=(*made.notes, *notes))
 
 
-def _choose(problem: Problem, operands: Operands) -> tuple[ModuleType, str | None]:
-    """Return who computes a call, and why Hopper's kernel does not."""
+class _Choice(NamedTuple):
+    """Who computes a call, what they are given, and why Hopper's kernels do not."""
+
+    kernels: ModuleType
+    problem: Problem
+    operands: Operands
+    against: str | None
+
+
+def _choose(problem: Problem, operands: Operands) -> _Choice:
     own, portable = (hopper_backward, backward) if problem.direction == "backward" else (hopper, forward)
-    against = "kernel is 'sm80'" if problem.kernel == "sm80" else own.reason_against(problem, operands)
+    if problem.kernel == "sm80":
+        return _Choice(portable, problem, operands, "kernel is 'sm80'")
+    taken = mask_as_band(problem, operands)  # they take no boolean mask
+    against = own.reason_against(*taken)
     if against is None:
-        return own, None
+        return _Choice(own, *taken, None)
     if problem.kernel == "sm90":
         raise UnsupportedError(f"kernel is 'sm90', but {against}")
-    return portable, against
+    return _Choice(portable, problem, operands, against)

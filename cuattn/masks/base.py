@@ -144,8 +144,13 @@ class Mask(ABC):
         if key not in self._cache:
             twin = self._wrap(upload(self._array, device), *self._parameters())
             object.__setattr__(twin, "_ready", None)  # the upload has been waited for
+            twin._cache.update(self._known())
             self._cache.setdefault(key, twin)
         return self._cache[key]
+
+    def _known(self) -> dict[Any, Any]:
+        """Return what a copy on a GPU takes over, which nobody could tell there without reading it back."""
+        return {}
 
     def to_host(self: Self) -> Self:
         """Return this mask on the host; from a GPU this copies and waits.

@@ -7,6 +7,7 @@ import numpy as np
 
 from cuattn.errors import DtypeError, MaskError
 from cuattn.masks import checks, convert, intervals
+from cuattn.masks.bands import Reach, find_reach
 from cuattn.masks.base import Mask
 from cuattn.masks.device import namespace, pack
 
@@ -98,6 +99,43 @@ class ColumnMask(Mask):
         super()._settle(array, **fields)
         for name, vector in zip(_NAMES, array, strict=True):
             object.__setattr__(self, name, vector)
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """What tells masks apart that are handled alike: a band is handled as one."""
+        return (*super().layout, self.reach)
+
+    @property
+    def reach(self) -> Reach | None:
+        """The band that this mask is, or None where it is none or where that is not known.
+
+        ``(left, right)`` says that row i sees key j if ``i - left <= j <= i + right``; None leaves that side open.
+        On Hopper such a mask (`full`, `causal`, `sliding_window`, a single document ...) costs no more than
+        ``is_causal`` or ``window``.  It is known of host masks and their copies on a GPU, not of vectors from a GPU.
+
+        Examples
+        --------
+        >>> from cuattn.masks import causal, causal_document, sliding_window
+        >>> sliding_window(8, 3).reach, causal(4, 6).reach, causal_document([3, 5]).reach
+        ((2, 0), (None, 2), None)
+        """
+        if "reach" not in self._cache:
+            self._cache["reach"] = None if self.on_device else self._find_reach()
+        return self._cache["reach"]
+
+    def _find_reach(self) -> Reach | None:
+        found = None
+        if not self._array.size:
+            return None
+        for lts, lte, uts, ute in np.moveaxis(self._array.reshape(4, -1, self.n_keys), 0, 1):
+            reach = find_reach([(lts, lte), (uts, ute)], self.n_queries)
+            if reach is None or found not in (None, reach):
+                return None
+            found = reach
+        return found
+
+    def _known(self) -> dict[Any, Any]:
+        return {"reach": self.reach}
 
     @property
     def n_keys(self) -> int:

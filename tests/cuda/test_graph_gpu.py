@@ -239,7 +239,7 @@ def test_work_follows_the_callers_stream(kind, layout):
     q = library.put(np.ones((2, 64, 64), np.float32))
     pointer = v.data.ptr if kind == "cupy" else v.data_ptr()
     seen = v.swapaxes(-1, -2) if layout == "copied" else v
-    mask = masks.causal(64)
+    mask = masks.causal_document([20, 44])
 
     def call():
         fwd = cuattn.forward(q, q, seen, mask=mask)
