@@ -217,7 +217,7 @@ __device__ __forceinline__ void store_keys(const unsigned char* memory, u32 shar
     }
     if (cfg::sum_dk && cfg::sum_dv) return;
     keys_to_shared(shared, acc, slice, factor);
-    ptx::barrier_sync(12, threads);  // dK and dV are complete; with barrier 0, racecheck takes reads behind it for races
+    __syncthreads();  // dK and dV are complete
     if (!cfg::sum_dk) {
         Elem* dk = static_cast<Elem*>(p.dk.data) + slice_offset(p.dk, index, kv_head);
         save_rows<cfg::block_n, cfg::head_dim>(memory + k_at, dk, p.dk.row, first_key, p.n_keys, p.head_dim);
@@ -364,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(sm80::threads, cfg::blocks_per_sm) 
         ptx::cp_async_commit();
         if constexpr (in_turns) walk_in_turns(acc, group, signals, shared, p, head, walk, slice, member * p.row_tiles);
         else walk_together(acc, group, shared, p, head, walk, slice, member * p.row_tiles);
-        ptx::barrier_sync(11, threads);  // nothing of this head is read again
+        __syncthreads();  // nothing of this head is read again
     }
     if (shares(p)) {
         add_shared(acc, p, slice);
