@@ -11,9 +11,10 @@ namespace sm90 {
 // leaves no P to round.
 constexpr bool values_first = cfg::block_m <= 64 && cfg::softcap;
 
-// Beside products a load waits for hundreds of clocks; ahead of them it delays them.  With dropout it pays to load what the
-// probabilities need ahead (2.6 % at N 4096), but neither without dropout (- 1 to - 2 %) nor under masks.
-constexpr bool given_first = cfg::dropout && cfg::block_m == 64 && unmasked && !cfg::softcap;
+// Beside products a load waits for hundreds of clocks; ahead of them it delays them.  Between the two of a row tile it pays to load
+// what the probabilities need (1 % where nothing is masked, 0.5 % under causality), but not under masks (- 0.5 %) nor under
+// causality with dropout (- 2 %).
+constexpr bool given_early = cfg::block_m == 64 && !cfg::softcap && (unmasked || (cfg::mask == kMaskNone && !cfg::dropout));
 
 static_assert(cfg::stages == 2, "the buffers of dS and the phases of `taken` go by the stage");
 constexpr u32 consumers = 128 * warpgroups;
@@ -33,6 +34,7 @@ struct Consumer : Worker {
     Fragments weights, ds;
     KeyGradient dk;
     ValueGradient dv;
+    HeldValues values;
     StepCode code;  // of the row tile whose scores were begun last
     u32 begun = 0;  // 0 in the first step of a key tile, whose products overwrite dK and dV
 
@@ -55,13 +57,7 @@ struct Consumer : Worker {
 
     __device__ __forceinline__ void issue_weights() {
         await_douts();
-        multiply_weights(dp, own_rows(shared.v()), shared.dout(slot.stage));
-    }
-
-    __device__ __forceinline__ void issue_products() {
-        issue_scores();
-        foretell_queries();
-        issue_weights();
+        multiply_weights(dp, values, own_rows(shared.v()), shared.dout(slot.stage));
     }
 
     __device__ __forceinline__ Hidden find_hidden() const { return Hidden(*this, 64 * warpgroup, uniform(code.partial())); }
@@ -99,12 +95,14 @@ struct Consumer : Worker {
     // Products of a row tile; dQ and dK are under way on exit.
     __device__ __forceinline__ void begin_step() {
         await_queries();
-        if constexpr (given_first) {
+        issue_scores();
+        foretell_queries();
+        if constexpr (given_early) {
             const Given given = load_given();
-            issue_products();
+            issue_weights();
             probabilities(find_hidden(), given);
         } else {
-            issue_products();
+            issue_weights();
             const Hidden hidden = find_hidden();
             probabilities(hidden, load_given());
         }
@@ -116,7 +114,7 @@ struct Consumer : Worker {
             ptx::wgmma_wait<0>();
         }
         ptx::wgmma_pin(dp);
-        if (uniform(code.last())) release(v_empty);
+        if (uniform(code.last())) release_read(v_empty);
         gradients(numbers);
         if constexpr (!values_first) accumulate(dv, weights, shared.dout(slot.stage), begun);
         ptx::async_proxy_fence();  // of dS, beside dV
@@ -208,7 +206,7 @@ struct Consumer : Worker {
 
     // A key tile that no row sees: its gradients are 0.
     __device__ __forceinline__ void skip_keys() {
-        release(v_empty);
+        release_read(v_empty);
         clear(dk);
         clear(dv);
     }
@@ -217,6 +215,7 @@ struct Consumer : Worker {
         for (; await_keys(); keys.advance()) {
             await_stores();
             await_values();
+            values.load(own_rows(shared.v()));
             if (uniform(work().seen()))
                 accumulate_steps();
             else

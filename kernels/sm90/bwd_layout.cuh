@@ -21,8 +21,8 @@ constexpr int threads = 128 * (warpgroups + 1 + drawing_warpgroups);
 
 // Accumulators leave the producer few; walking blocks takes more.
 constexpr int producer_registers = !by_function && cfg::mask != kMaskBlock ? 24 : 40;
-// Where nothing is masked narrow heads leave registers for two calls of the generator side by side.
 constexpr bool unmasked = cfg::mask == kMaskNone && !cfg::band_left && !cfg::band_right;
+// Where nothing is masked narrow heads leave registers for two calls of the generator side by side.
 constexpr bool drawn_in_pairs = cfg::block_m == 128 && unmasked;
 constexpr int drawer_registers = drawn_in_pairs ? 40 : 24;
 constexpr int consumer_registers = ((drawing_warpgroups ? 512 - drawer_registers : 504) - producer_registers) / 2;

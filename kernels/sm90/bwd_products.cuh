@@ -22,10 +22,16 @@ __device__ __forceinline__ void multiply_scores(Scores& s, u32 k, u32 q) {
     multiply_rows<cfg::head_dim, cfg::block_n, cfg::block_m, sign>(s, k, q);
 }
 
+// Steps of V that a warpgroup keeps in registers, as many as it has: products of 64 rows and keys read as much shared memory as they
+// can multiply, these half of it.
+constexpr int held_steps = by_function || cfg::block_m > 64 || cfg::dropout || cfg::softcap || cfg::mask == kMaskBlock ? 0 : 2;
+using HeldValues = HeldRows<held_steps>;
+
 // dP^T = V dO^T.  v: this warpgroup's rows.
-__device__ __forceinline__ void multiply_weights(Scores& dp, u32 v, u32 dout) {
+__device__ __forceinline__ void multiply_weights(Scores& dp, const HeldValues& held, u32 v, u32 dout) {
     ptx::wgmma_fence();
-    multiply_rows<cfg::head_dim_v, cfg::block_n, cfg::block_m, 1>(dp, v, dout);
+    held.multiply(dp, dout);
+    multiply_rows<cfg::head_dim_v, cfg::block_n, cfg::block_m, 1, held_steps>(dp, v, dout);
     ptx::wgmma_commit();
 }
 

@@ -1,5 +1,6 @@
 // Matrix products of one warpgroup on tiles of slabs.  All are asynchronous; the caller fences before and commits after.
 #pragma once
+#include "ptx/ldmatrix.cuh"
 #include "ptx/wgmma.cuh"
 #include "sm90/halves.cuh"
 #include "sm90/tiles.cuh"
@@ -9,17 +10,48 @@ namespace sm90 {
 constexpr u32 eight_rows = 8 * row_bytes;
 
 // d = sign_a * A B^T, both along their rows: `columns` of contraction; rows_a, rows_b: of the tiles, whose slabs lie that far
-// apart.
-template <int columns, int rows_a, int rows_b, int sign_a, int n>
+// apart.  first: the step of 16 columns to begin with, those before being in d.
+template <int columns, int rows_a, int rows_b, int sign_a, int first = 0, int n>
 __device__ __forceinline__ void multiply_rows(float (&d)[n], u32 a, u32 b) {
 #pragma unroll
-    for (int step = 0; step < columns / 16; ++step) {
+    for (int step = first; step < columns / 16; ++step) {
         const int slab = step / 4, column = 32 * (step % 4);
         const u64 left = ptx::wgmma_descriptor(a, 16, eight_rows) + ((slab * rows_a * row_bytes + column) >> 4);
         const u64 right = ptx::wgmma_descriptor(b, 16, eight_rows) + ((slab * rows_b * row_bytes + column) >> 4);
         ptx::Product<2 * n>::template ss<is_bfloat16, sign_a, 0>(d, left, right, step > 0);
     }
 }
+
+// A warpgroup's 64 rows of A in the first steps of a contraction, as fragments: columns that no product need read again.
+template <int steps>
+struct HeldRows {
+    static_assert(steps <= 4);
+    u32 fragments[steps][4];
+
+    // tile: the rows in their first slab.
+    __device__ __forceinline__ void load(u32 tile) {
+        const u32 lane = threadIdx.x % 32, row = 16 * (threadIdx.x % 128 / 32) + lane % 16;
+#pragma unroll
+        for (int step = 0; step < steps; ++step)
+            ptx::ldmatrix_x4(fragments[step], tile + row * row_bytes + 16 * ((2 * step + lane / 16) ^ (row % 8)));
+    }
+
+    // d = A B^T over these steps.
+    template <int n>
+    __device__ __forceinline__ void multiply(float (&d)[n], u32 b) const {
+#pragma unroll
+        for (int step = 0; step < steps; ++step)
+            ptx::Product<2 * n>::template rs<is_bfloat16, 1, 0>(
+                d, fragments[step], ptx::wgmma_descriptor(b, 16, eight_rows) + (32 * step >> 4), step > 0);
+    }
+};
+
+template <>
+struct HeldRows<0> {
+    __device__ __forceinline__ void load(u32) {}
+    template <int n>
+    __device__ __forceinline__ void multiply(float (&)[n], u32) const {}
+};
 
 // d += A B (begun = 0: d = A B), A in registers, 16 rows of B to a fragment; the tile's slabs lie `rows` rows apart.
 template <int rows, int n, int steps>
