@@ -15,7 +15,7 @@ from tests import oracle
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64))
 
-MASK_KINDS = ("none", "causal", "window", "dense", "column", "block", "document", "band")
+MASK_KINDS = ("none", "causal", "window", "dense", "column", "block", "document")
 
 
 @dataclass(repr=False)
@@ -165,14 +165,6 @@ def _visibility(draw, rng, kinds, lead, nq, nk):
         dense = np.repeat(np.repeat(blocks, bm, -2), bn, -1)[..., :nq, :nk]
         mask = cuattn.BlockMask(blocks, bm, bn) if nq and nk else None
         return ({"mask": mask}, dense) if mask is not None else ({}, None)
-    if kind == "band":
-        left, right = (draw(st.one_of(st.none(), st.integers(0, 20))) for _ in range(2))
-        visible = oracle.visible_band(nq, nk, left, right, draw(st.sampled_from((0, nk - nq, 3, -4))))
-        options = {"mask": cuattn.ColumnMask.from_dense(visible)}
-        if draw(st.booleans()):
-            options["is_causal"] = align = draw(st.sampled_from(("top_left", "bottom_right")))
-            visible = visible & oracle.visible_band(nq, nk, None, 0, offset[align])
-        return options, visible
     if kind == "document" and nq == nk:
         cuts = np.sort(rng.integers(0, nq + 1, 2))
         lengths = [int(cuts[0]), int(cuts[1] - cuts[0]), int(nq - cuts[1])]

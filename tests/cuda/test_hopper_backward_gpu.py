@@ -22,6 +22,11 @@ def some_heads(case: Case, rng: np.random.Generator) -> masks.ColumnMask:
     return masks.ColumnMask(*hidden, *np.zeros_like(hidden), n_queries=case.n_queries)
 
 
+def diagonal(case: Case, rng: np.random.Generator) -> masks.ColumnMask:
+    """Causality as a mask, which these kernels take as a band."""
+    return masks.causal(case.n_queries, case.n_keys)
+
+
 OWN = [
     Case("long", batch=(1,), n_queries=2000, n_keys=700, head_dim=128),
     Case("long d64", batch=(1,), n_queries=2000, n_keys=700),
@@ -38,6 +43,9 @@ OWN = [
     Case("heads between", heads=8, kv_heads=2, n_queries=300, n_keys=400, head_dim=128, mask=some_heads),
     Case("columns window", n_queries=500, n_keys=500, mask=columns_of, options={"window": (99, 40)}),
     Case("columns softcap", n_queries=300, n_keys=400, head_dim=128, mask=columns_of, options={"softcap": 3.0}),
+    Case("diagonal", n_queries=300, n_keys=400, head_dim=128, mask=diagonal,
+         options={"window": (250, 7, "bottom_right")}),
+    Case("no diagonal", n_queries=400, n_keys=300, mask=diagonal, options={"is_causal": "top_left"}),
     Case("blocks", n_queries=500, n_keys=600, head_dim=128, mask=blocks_of(128, 128)),
     Case("small blocks", n_queries=300, n_keys=400, mask=blocks_of(24, 40), options={"dropout_p": 0.3, "rng": 7}),
     Case("dropout", n_queries=300, n_keys=400, head_dim=128, options={"dropout_p": 0.1, "rng": 42}),
