@@ -19,6 +19,7 @@ import json
 import os
 import pathlib
 import platform
+import signal
 import subprocess
 import sys
 
@@ -34,13 +35,21 @@ EXAMPLES = "20"  # of each property: every example may compile kernels of its ow
 
 
 class Collector:
-    """A pytest plugin that counts outcomes and moves a progress bar."""
+    """A pytest plugin that counts outcomes, moves a progress bar and tells of failures as they come."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.task = progress.add_task("gpu tests", total=None)
         self.counts = {"passed": 0, "failed": 0, "skipped": 0}
         self.failures: list[dict[str, str]] = []
+        self.running: set[str] = set()
+
+    def interrupt(self, *_: object) -> None:
+        """Say which tests are under way and end as Ctrl-C does: what has run is reported."""
+        self.progress.console.print(
+            "under way when it was told to end:", *sorted(self.running), sep="\n", highlight=False
+        )
+        raise KeyboardInterrupt
 
     def pytest_collection_modifyitems(self, items):
         self.progress.update(self.task, total=len(items))
@@ -49,18 +58,29 @@ class Collector:
     def pytest_collection_finish(self, session):
         self.progress.update(self.task, total=len(session.items))
 
+    def pytest_runtest_logstart(self, nodeid):
+        self.running.add(nodeid)
+
+    def pytest_runtest_logfinish(self, nodeid):
+        self.running.discard(nodeid)
+
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":
             self.counts[report.outcome] += 1
             if report.failed:
-                self.failures.append({"test": report.nodeid, "error": reason(report.longrepr)})
+                self._fail(report)
         if report.when == "teardown":
             self.progress.update(self.task, advance=1, description=report.nodeid[-60:])
 
     def pytest_collectreport(self, report):
         if report.failed:
             self.counts["failed"] += 1
-            self.failures.append({"test": report.nodeid, "error": reason(report.longrepr)})
+            self._fail(report)
+
+    def _fail(self, report):
+        self.failures.append({"test": report.nodeid, "error": reason(report.longrepr)})
+        text = " ".join(self.failures[-1].values())
+        self.progress.console.print(text, style="red", markup=False, highlight=False)
 
 
 def reason(longrepr: object) -> str:
@@ -128,6 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(stderr=True)
     with Progress(*columns, console=console) as progress:
         collector = Collector(progress)
+        signal.signal(signal.SIGTERM, collector.interrupt)
         # Without the terminal plugin its options do not exist either, those of pyproject.toml included.
         quiet = ["-p", "no:terminal", "-o", "addopts=", "--strict-markers"]
         chosen = [*quiet, *parallel, "-m", "gpu", *(options.pytest or ["tests"])]
@@ -138,13 +159,12 @@ def main(arguments: list[str] | None = None) -> int:
         "full": options.full,
         "counts": collector.counts,
         "failures": collector.failures,
+        "unfinished": sorted(collector.running),
         "trees": {name: getattr(options, f"{name}_tree") or tree_id(name) for name in TREES},
     }
     REPORT.parent.mkdir(parents=True, exist_ok=True)
     REPORT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     console.print(f"{collector.counts} on {report['device']}; report in {REPORT.relative_to(ROOT)}")
-    for failure in collector.failures[:20]:
-        console.print(f"[red]{failure['test']}[/red] {failure['error']}", highlight=False)
     return status
 
 
