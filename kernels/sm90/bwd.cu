@@ -20,7 +20,7 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
         ptx::mbarrier_init(shared.barrier(k_empty + stage), consumers);
     }
     ptx::mbarrier_init(shared.barrier(v_full), 1);
-    ptx::mbarrier_init(shared.barrier(v_empty), by_function ? 128 : consumers);
+    ptx::mbarrier_init(shared.barrier(v_empty), by_function ? 128 : held_steps ? consumers : warps);
     for (int stage = 0; stage < cfg::stages; ++stage) {
         ptx::mbarrier_init(shared.barrier(q_full + stage), 1);
         ptx::mbarrier_init(shared.barrier(q_empty + stage), consumers);

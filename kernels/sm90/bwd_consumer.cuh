@@ -11,10 +11,11 @@ namespace sm90 {
 // leaves no P to round.
 constexpr bool values_first = cfg::block_m <= 64 && cfg::softcap;
 
-// Beside products a load waits for hundreds of clocks; ahead of them it delays them.  Between the two of a row tile it pays to load
-// what the probabilities need (1 % where nothing is masked, 0.5 % under causality), but not under masks (- 0.5 %) nor under
-// causality with dropout (- 2 %).
-constexpr bool given_early = cfg::block_m == 64 && !cfg::softcap && (unmasked || (cfg::mask == kMaskNone && !cfg::dropout));
+// Beside products a load waits for hundreds of clocks; ahead of them it delays them.  What the probabilities need is loaded where that
+// was fastest at d 128: with dropout before the two products of a row tile (2.6 % where nothing is masked, but - 2 % under
+// causality), without between them (1 % and 0.5 %), under masks behind them (0.5 %).
+constexpr bool given_first = cfg::dropout && cfg::block_m == 64 && unmasked && !cfg::softcap;
+constexpr bool given_between = !cfg::dropout && cfg::block_m == 64 && cfg::mask == kMaskNone && !cfg::softcap;
 
 static_assert(cfg::stages == 2, "the buffers of dS and the phases of `taken` go by the stage");
 constexpr u32 consumers = 128 * warpgroups;
@@ -48,11 +49,12 @@ struct Consumer : Worker {
 
     __device__ __forceinline__ QueryGradient& queries() { return place_of_queries(dp, dq); }
 
-    // Begins the scores of the row tile in the slot, which is there.
+    // Begins the scores of the row tile in the slot, which is there, and tells of its dQ.
     __device__ __forceinline__ void issue_scores() {
         code = step();
         multiply_scores(s, own_rows(shared.k(keys.stage)), shared.q(slot.stage));
         ptx::wgmma_commit();
+        foretell_queries();
     }
 
     __device__ __forceinline__ void issue_weights() {
@@ -61,6 +63,14 @@ struct Consumer : Worker {
     }
 
     __device__ __forceinline__ Hidden find_hidden() const { return Hidden(*this, 64 * warpgroup, uniform(code.partial())); }
+
+    // Read by threads where they hold a part of V.
+    __device__ __forceinline__ void release_values() const {
+        if constexpr (held_steps)
+            release_read(v_empty);
+        else
+            release(v_empty);
+    }
 
     // What probabilities need beside the scores.
     struct Given {
@@ -95,13 +105,18 @@ struct Consumer : Worker {
     // Products of a row tile; dQ and dK are under way on exit.
     __device__ __forceinline__ void begin_step() {
         await_queries();
-        issue_scores();
-        foretell_queries();
-        if constexpr (given_early) {
+        if constexpr (given_first) {
+            const Given given = load_given();
+            issue_scores();
+            issue_weights();
+            probabilities(find_hidden(), given);
+        } else if constexpr (given_between) {
+            issue_scores();
             const Given given = load_given();
             issue_weights();
             probabilities(find_hidden(), given);
         } else {
+            issue_scores();
             issue_weights();
             const Hidden hidden = find_hidden();
             probabilities(hidden, load_given());
@@ -114,7 +129,7 @@ struct Consumer : Worker {
             ptx::wgmma_wait<0>();
         }
         ptx::wgmma_pin(dp);
-        if (uniform(code.last())) release_read(v_empty);
+        if (uniform(code.last())) release_values();
         gradients(numbers);
         if constexpr (!values_first) accumulate(dv, weights, shared.dout(slot.stage), begun);
         ptx::async_proxy_fence();  // of dS, beside dV
@@ -206,7 +221,7 @@ struct Consumer : Worker {
 
     // A key tile that no row sees: its gradients are 0.
     __device__ __forceinline__ void skip_keys() {
-        release_read(v_empty);
+        release_values();
         clear(dk);
         clear(dv);
     }
