@@ -141,6 +141,8 @@ class _Columns(MaskTables):
             self._launches.append((kernel, grid, (threads,), shared_bytes))
 
     def fill(self, source: int, memory: int, stream: Any) -> list[int]:
+        if not self._launches:  # without keys nothing would write an order, which rows would yet be taken in
+            return [0] * 5
         cols, bounds, order = (memory + offset for offset in self._offsets)
         order = order if self._ordered else 0
         for kernel, grid, block, shared_bytes in self._launches:

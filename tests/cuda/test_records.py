@@ -50,6 +50,9 @@ def test_a_captured_call_uses_its_arguments_and_one_piece_of_memory(case, direct
         for name, address in pointers(each):
             assert address in written or address in vectors or BASE <= address < device.end, name
     launches = [each for each in done if isinstance(each, Launch)]
+    for number, each in enumerate(launches):
+        if "table" in (each.argument.dtype.names or ()) and each.argument["table"]["order"]:
+            assert "mask_order" in [before.kernel for before in launches[:number]], "an order that nothing wrote"
     if direction == "forward" and launches:
         last = launches[-1].argument
         merged = "l_out" in last.dtype.names
