@@ -149,17 +149,18 @@ def _stand_in(shape, strides, dtype, address):
 def prepared(case: Case, direction="forward", **more):
     """Return problem, operands and addresses by name of a case, its arrays on a GPU that is not there."""
     arrays, options = case.arrays()
-    problem, operands, _ = validate("forward", *arrays.values(), **options, **({} if direction == "backward" else more))
+    return validated(arrays.values(), options, direction, **more)
+
+
+def validated(arrays, options, direction, **more):
+    """Return the same of q, k, v and the options of a forward; `more` are a backward's own."""
+    problem, operands, size = validate("forward", *arrays, **options, **({} if direction == "backward" else more))
     if direction == "backward":
-        state = operands.rng
-        results = [np.empty(shape, dtype) for shape, dtype in (
-            (problem.o_shape, problem.out_dtype), *2 * [(problem.stat_shape, problem.stat_dtype)],
-        )]  # fmt: skip
-        do = np.empty(problem.o_shape, problem.dtype)
+        state, shape = operands.rng, (*size.leading, size.n_queries, size.head_dim_v)
+        o, do = np.empty(shape, problem.out_dtype), np.empty(shape, problem.dtype)
+        l, m = np.empty((2, *shape[:-1]), problem.stat_dtype)
         options = {name: value for name, value in options.items() if name not in ("rng", "out_dtype")}
-        problem, operands, _ = validate(
-            "backward", *arrays.values(), do=do, fwd=(*results, state), **options, **more
-        )  # fmt: skip
+        problem, operands, _ = validate("backward", *arrays, do=do, fwd=(o, l, m, state), **options, **more)
     addresses, next_address = {}, 1 << 32
     for field, value in operands._asdict().items():
         if isinstance(value, np.ndarray):

@@ -2,14 +2,16 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
 
 from cuattn.cuda import backward, choice, forward, records
 from cuattn.cuda.merge import merge_record
 from cuattn.cuda.params import MAX_PARTS
 from cuattn.masks import BlockMask, ColumnMask
 from tests.cuda.cases import BF16, CASES, Case
-from tests.cuda.recording import BASE, MASK, TICKET, Launch, Zeroed, prepared
+from tests.cuda.recording import BASE, MASK, TICKET, Launch, Zeroed, prepared, validated
 from tests.cuda.recording import device as device
+from tests.strategies import cases
 
 SPLIT = Case("split", batch=(1,), heads=8, kv_heads=8, n_queries=1, n_keys=4096)
 LARGE = Case("large", heads=80, kv_heads=80, n_queries=256, n_keys=256, options={"is_causal": True})
@@ -31,12 +33,8 @@ def pointers(launch):
         yield from walk(argument, argument.dtype, launch.kernel)
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward", "deterministic"])
-@pytest.mark.parametrize("case", [*CASES, SPLIT, LARGE], ids=lambda case: case.name)
-def test_a_captured_call_uses_its_arguments_and_one_piece_of_memory(case, direction, device):
-    more = {"deterministic": True} if direction == "deterministic" else {}
-    direction = "forward" if direction == "forward" else "backward"
-    problem, operands, addresses = prepared(case, direction, **more)
+def check_memory(device, direction, problem, operands, addresses):
+    """Check that a captured call uses its arguments and one piece of memory, and no tables that nothing has written."""
     made = choice.record(problem, operands)
     sparse = operands.mask if isinstance(operands.mask, (ColumnMask, BlockMask)) else None
     names = forward.INPUTS if direction == "forward" else backward.INPUTS
@@ -47,16 +45,33 @@ def test_a_captured_call_uses_its_arguments_and_one_piece_of_memory(case, direct
         if isinstance(each, Zeroed):
             assert each.address >= BASE and each.address + each.size <= device.end
             continue
-        for name, address in pointers(each):
-            assert address in written or address in vectors or BASE <= address < device.end, name
+        for name, address in pointers(each):  # what is empty may begin where the memory ends
+            assert address in written or address in vectors or BASE <= address <= device.end, name
     launches = [each for each in done if isinstance(each, Launch)]
     for number, each in enumerate(launches):
-        if "table" in (each.argument.dtype.names or ()) and each.argument["table"]["order"]:
-            assert "mask_order" in [before.kernel for before in launches[:number]], "an order that nothing wrote"
+        if "table" in (each.argument.dtype.names or ()):
+            before = [other.kernel for other in launches[:number]]
+            for table in ("bounds", "order"):
+                assert not each.argument["table"][table] or f"mask_{table}" in before, f"nothing wrote {table}"
     if direction == "forward" and launches:
         last = launches[-1].argument
         merged = "l_out" in last.dtype.names
         assert places[1:3] == [last[f"{name}_out"] if merged else last[name]["data"] for name in "lm"]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "deterministic"])
+@pytest.mark.parametrize("case", [*CASES, SPLIT, LARGE], ids=lambda case: case.name)
+def test_memory_of_the_gpu_cases(case, direction, device):
+    more = {"deterministic": True} if direction == "deterministic" else {}
+    direction = "forward" if direction == "forward" else "backward"
+    check_memory(device, direction, *prepared(case, direction, **more))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@given(case=cases(max_length=300, head_dims=(8, 33, 64, 128, 256)))
+def test_memory_of_any_call(direction, device, case):
+    arrays, options = case.arguments()
+    check_memory(device, direction, *validated(arrays, options, direction))
 
 
 def test_warm_arguments_differ_in_addresses_alone(device):
