@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cuattn.masks.intervals import Interval, normalise
+from cuattn.masks.intervals import Interval, band_intervals, first_left, normalise
 
 __all__ = ["Reach", "find_reach"]
 
@@ -52,19 +52,13 @@ def find_reach(hidden: Sequence[Interval], n_queries: int) -> Reach | None:
 
 def _visible(hidden: Sequence[Interval], n_queries: int) -> Interval:
     """Return each key's first visible row and the one behind its last; nothing is visible if they are not in order."""
-    first, last = np.zeros((), dtype=np.int64), np.full((), n_queries, dtype=np.int64)
-    for _ in hidden:
-        for start, end in hidden:
-            first = np.where((start <= first) & (end > first), end, first)
-            last = np.where((end >= last) & (start < last), start, last)
-    return first, last
+    mirrored = [(n_queries - end, n_queries - start) for start, end in hidden]
+    return first_left(hidden), n_queries - first_left(mirrored)
 
 
 def _is_band(first: np.ndarray, last: np.ndarray, reach: Reach, n_queries: int) -> bool:
     """Whether a band leaves visible just the rows from `first` on before `last`, key by key."""
-    left, right = reach
-    key = np.arange(first.size)
-    first_of_band = 0 if right is None else np.clip(key - right, 0, n_queries)
-    last_of_band = n_queries if left is None else np.clip(key + left + 1, 0, n_queries)
+    hidden = band_intervals(n_queries, first.size, *reach)
+    first_of_band, last_of_band = _visible(hidden, n_queries) if hidden else (0, n_queries)
     same = (first == first_of_band) & (last == last_of_band)
     return bool(np.where(first < last, same, first_of_band >= last_of_band).all())

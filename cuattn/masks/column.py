@@ -124,9 +124,9 @@ class ColumnMask(Mask):
         return self._cache["reach"]
 
     def _find_reach(self) -> Reach | None:
-        found = None
         if not self._array.size:
             return None
+        found = None
         for lts, lte, uts, ute in np.moveaxis(self._array.reshape(4, -1, self.n_keys), 0, 1):
             reach = find_reach([(lts, lte), (uts, ute)], self.n_queries)
             if reach is None or found not in (None, reach):

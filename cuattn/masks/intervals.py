@@ -157,12 +157,33 @@ def covered(intervals: Sequence[Interval], n_queries: int) -> Any:
     >>> covered([lower, upper], 8).tolist()
     [True, False]
     """
+    return first_left(intervals) >= n_queries
+
+
+def first_left(intervals: Sequence[Interval]) -> Any:
+    """Return, per key, the first row that the intervals together do not hide, however far it lies.
+
+    Parameters
+    ----------
+    intervals : sequence of (start, end)
+        Pairs of arrays of shape (..., n_keys) that broadcast against each other.
+
+    Returns
+    -------
+    int array, (..., n_keys)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> first_left([(np.array([3, 4]), np.array([8, 8])), (np.array([0, 0]), np.array([3, 3]))]).tolist()
+    [8, 3]
+    """
     xp = namespace(intervals[0][0])
-    reach = xp.zeros((), dtype=xp.int64)  # every row before this one is hidden
+    row = xp.zeros((), dtype=xp.int64)  # every row before this one is hidden
     for _ in intervals:
         for start, end in intervals:
-            reach = xp.where((start <= reach) & (end > reach), end, reach)
-    return reach >= n_queries
+            row = xp.where((start <= row) & (end > row), end, row)
+    return row
 
 
 def tile_bounds(start: Any, end: Any, n_queries: int, block_m: int, block_n: int) -> Any:
