@@ -190,7 +190,7 @@ class _Alive(MaskTables):
         if self._grid:
             argument = self._struct.seal(self._struct.fill([source, memory]))
             self._function(self._grid, (_KEYS_PER_BLOCK,), (argument,), 0, stream)
-        return [source, 0, 0, 0, memory]
+        return [source, 0, 0, 0, memory if self.nbytes else 0]
 
 
 def table_layout(problem: Problem, mask: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

@@ -166,6 +166,7 @@ def _cases() -> list[Case]:
         Case("one key", n_keys=1),
         Case("no keys", n_keys=0),
         Case("no keys column", n_keys=0, mask=columns_of, head_dim=128),
+        Case("no keys dense", n_keys=0, mask=dense_of, head_dim=128),
         Case("aligned", n_queries=256, n_keys=512, head_dim=128),
         Case("batch axes", batch=(2, 3), heads=2, kv_heads=2),
         Case("grouped", heads=6, kv_heads=2, head_dim=128),
