@@ -210,7 +210,7 @@ class _Builder:
         vector = launch.load_bytes(self.operands.do, self.operands.o)
         while vector > size and problem.head_dim_v * size % vector:
             vector //= 2
-        extra = {"load_bytes": max(vector, size)}
+        extra = {"load_bytes": max(vector, size), "split_delta": False}
         grid = self._tiles(problem.n_queries, STAT_ROWS, problem.heads)
         values = {}
         if self.shared.parts > 1:

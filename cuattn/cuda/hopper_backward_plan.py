@@ -28,6 +28,8 @@ _WHOLE_HEAD_DIM = 128
 _SLAB_COLUMNS, _ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
 _WARPGROUPS = 2  # consumers
 _SHORT = 128
+_DELTA_PARTS = 3  # bfloat16 that add up to a row's delta (kernels/attn/bwd_workspace.cuh)
+_DELTA_OPERAND = 8 * _ROW_BYTES  # bytes of which a row tile's parts are the first rows
 _TURNS, _CAUSAL_TURNS = 16, 32  # heads at least, where key tiles take turns: measured at N 8192
 
 
@@ -81,6 +83,11 @@ def whole(problem: Problem) -> bool:
     )
 
 
+def splits_delta(problem: Problem) -> bool:
+    """Whether tensor cores subtract delta from dP: dropout needs it apart, and blocks take the registers of V."""
+    return whole(problem) and max(_sizes(problem)) > 64 and not problem.dropout and problem.mask != "block"
+
+
 def _slabs(problem: Problem) -> tuple[int, int]:
     head_dim, head_dim_v = _sizes(problem)
     return -(-head_dim // _SLAB_COLUMNS), -(-head_dim_v // _SLAB_COLUMNS)
@@ -116,13 +123,16 @@ def key_kernel(problem: Problem) -> Kernel:
         keys = 2 * max(slabs, slabs_v)
         handed = 2 * 4 * 64 * block_m  # P
         gradients = 0
-    rows = (slabs + slabs_v) * block_m * _ROW_BYTES + 2 * 4 * block_m
+    rows = (slabs + slabs_v) * block_m * _ROW_BYTES + 4 * block_m
+    split = splits_delta(problem)
+    rows += _DELTA_OPERAND if split else 4 * block_m
     draws = block_m * block_n // 8 if problem.dropout else 0
     barriers = 8 * ((6 if one else 4) + 4 * stages + 6 + 2 + (3 * stages if draws else 0))
     tiles = keys * block_n * _ROW_BYTES + stages * rows + gradients + handed + draws
     work, steps, mail, walk, heads, dq_places = (3 if one else 2) * 16, 16 * stages, 32, 48, 24, 40
     draw_places = 16 * stages if draws else 0
     smem_bytes = pad(tiles + barriers, 16) + work + draw_places + steps + mail + walk + heads + dq_places
+    smem_bytes = pad(smem_bytes, _DELTA_OPERAND) if split else smem_bytes
     row = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + (4 * problem.head_dim if one else 0)
     section = _section(problem, row, problem.n_queries * problem.group, problem.kv_heads)
     return Kernel(block_m, block_n, stages, 0, smem_bytes, *_tiles(problem, block_m, block_n), section)
@@ -159,8 +169,11 @@ def scratch(problem: Problem, dq_instances: int) -> dict[str, Array]:
     int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
     heads = math.prod(problem.batch) * problem.heads
     groups = -(-problem.n_queries // STAT_ROWS)
+    delta = Array((heads, groups * STAT_ROWS), float32)
+    if splits_delta(problem):
+        delta = Array((heads, groups * STAT_ROWS, _DELTA_PARTS), np.dtype(np.uint16))
     found = {
-        "delta": Array((heads, groups * STAT_ROWS), float32),
+        "delta": delta,
         "stat": Array((heads, groups * STAT_ROWS), float32),
         "counters": Array((heads, groups), int32),
         "tickets": Array((2,), int32),
@@ -211,6 +224,7 @@ def plan(problem: Problem, o_dtype: str = "") -> Plan:
         "band_right": band is not None and band.right is not None,
         "mask": mask_code(problem),
         "deterministic": problem.deterministic,
+        "split_delta": splits_delta(problem),
     }
     if not whole(problem):
         note = "dq by a second pass over the scores, in a fixed order"

@@ -20,7 +20,7 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
         ptx::mbarrier_init(shared.barrier(k_empty + stage), consumers);
     }
     ptx::mbarrier_init(shared.barrier(v_full), 1);
-    ptx::mbarrier_init(shared.barrier(v_empty), by_function ? 128 : held_steps ? consumers : warps);
+    ptx::mbarrier_init(shared.barrier(v_empty), by_function ? 128 : cfg::split_delta ? consumers : warps);
     for (int stage = 0; stage < cfg::stages; ++stage) {
         ptx::mbarrier_init(shared.barrier(q_full + stage), 1);
         ptx::mbarrier_init(shared.barrier(q_empty + stage), consumers);
@@ -40,6 +40,12 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
     ptx::mbarrier_init(shared.barrier(raw_full), 1);
     ptx::mbarrier_init(shared.barrier(raw_empty), 32);
     ptx::mbarrier_init_fence();
+}
+
+// Of what tensor cores read as D all but its parts is never written.
+__device__ __forceinline__ void clear_delta(const Shared& shared) {
+    for (u32 i = threadIdx.x; i < cfg::stages * delta_stride / 16; i += threads) shared.at<uint4>(delta_at, i) = {0, 0, 0, 0};
+    ptx::async_proxy_fence();
 }
 
 __device__ __forceinline__ void run_consumer(const Params& p, const Shared& shared, const Maps& maps, u32 warpgroup) {
@@ -68,7 +74,8 @@ attention_backward(const __grid_constant__ Params p, const __grid_constant__ ptx
     // The same in all lanes; the shuffle tells the compiler so.
     const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (threadIdx.x == 0) init_barriers(shared);
-    __syncthreads();  // the barriers are ready
+    if constexpr (cfg::split_delta) clear_delta(shared);
+    __syncthreads();  // the barriers and the zeros beside delta are ready
 
     if (warp < 4) {
         ptx::registers_release<producer_registers>();

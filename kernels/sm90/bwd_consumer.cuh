@@ -11,11 +11,9 @@ namespace sm90 {
 // leaves no P to round.
 constexpr bool values_first = cfg::block_m <= 64 && cfg::softcap;
 
-// Beside products a load waits for hundreds of clocks; ahead of them it delays them.  What the probabilities need is loaded where that
-// was fastest at d 128: with dropout before the two products of a row tile (2.6 % where nothing is masked, but - 2 % under
-// causality), without between them (1 % and 0.5 %), under masks behind them (0.5 %).
+// Beside products a load waits for hundreds of clocks; ahead of them it delays them.  With dropout at d 128 what the probabilities need is
+// loaded before the two products of a row tile where nothing is masked (2.6 %, but - 2 % under causality), else behind them.
 constexpr bool given_first = cfg::dropout && cfg::block_m == 64 && unmasked && !cfg::softcap;
-constexpr bool given_between = !cfg::dropout && cfg::block_m == 64 && cfg::mask == kMaskNone && !cfg::softcap;
 
 static_assert(cfg::stages == 2, "the buffers of dS and the phases of `taken` go by the stage");
 constexpr u32 consumers = 128 * warpgroups;
@@ -27,7 +25,9 @@ template <int n>
 __device__ __forceinline__ QueryGradient& place_of_queries(float (&)[n], QueryGradient& dq) { return dq; }
 
 struct Consumer : Worker {
-    using Numbers = Either<cfg::block_m == 128, NumbersInPlace, NumbersAhead>::type;  // 128 rows leave no registers
+    // 128 rows, or a part of V, leave no registers.
+    using Numbers = Either<cfg::block_m == 128 || cfg::split_delta, NumbersInPlace, NumbersAhead>::type;
+    using Delta = Either<cfg::split_delta, NoNumbers, Numbers>::type;
     const ptx::TensorMap &dk_map, &dv_map;
     const u32 warpgroup;
     Scores s, dp;
@@ -35,7 +35,7 @@ struct Consumer : Worker {
     Fragments weights, ds;
     KeyGradient dk;
     ValueGradient dv;
-    HeldValues values;
+    Either<cfg::split_delta, HeldValues, ReadValues>::type values;
     StepCode code;  // of the row tile whose scores were begun last
     u32 begun = 0;  // 0 in the first step of a key tile, whose products overwrite dK and dV
 
@@ -59,14 +59,14 @@ struct Consumer : Worker {
 
     __device__ __forceinline__ void issue_weights() {
         await_douts();
-        multiply_weights(dp, values, own_rows(shared.v()), shared.dout(slot.stage));
+        values.multiply(dp, own_rows(shared.v()), shared.dout(slot.stage), shared.delta(slot.stage));
     }
 
     __device__ __forceinline__ Hidden find_hidden() const { return Hidden(*this, 64 * warpgroup, uniform(code.partial())); }
 
     // Read by threads where they hold a part of V.
     __device__ __forceinline__ void release_values() const {
-        if constexpr (held_steps)
+        if constexpr (cfg::split_delta)
             release_read(v_empty);
         else
             release(v_empty);
@@ -88,7 +88,7 @@ struct Consumer : Worker {
     }
 
     // Line 20: dS, which goes to shared memory for dQ.
-    __device__ __forceinline__ void gradients(const Numbers& delta) {
+    __device__ __forceinline__ void gradients(const Delta& delta) {
         differentiate<!values_first>(ds, weights, s, dp, delta);
         store_gradients(ds, own_gradients(slot.stage));
     }
@@ -110,18 +110,13 @@ struct Consumer : Worker {
             issue_scores();
             issue_weights();
             probabilities(find_hidden(), given);
-        } else if constexpr (given_between) {
-            issue_scores();
-            const Given given = load_given();
-            issue_weights();
-            probabilities(find_hidden(), given);
         } else {
             issue_scores();
             issue_weights();
             const Hidden hidden = find_hidden();
             probabilities(hidden, load_given());
         }
-        const Numbers numbers(delta());
+        const Delta numbers(delta());
         if constexpr (values_first) {
             accumulate(dv, weights, shared.dout(slot.stage), begun);  // line 16
             ptx::wgmma_wait<1>();

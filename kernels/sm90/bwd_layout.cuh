@@ -1,5 +1,6 @@
 // What the backward kernel keeps in shared memory, and the numbers that follow from the configuration.
 #pragma once
+#include "attn/bwd_workspace.cuh"
 #include "attn/row_walk.cuh"
 #include "sm90/tiles.cuh"
 
@@ -45,6 +46,9 @@ constexpr int ds_bytes = by_function ? 0 : warpgroups * cfg::block_m * row_bytes
 // What a warpgroup hands on: its part of dQ to a reducer warp, or (two buffers) float32 P to the other warpgroup.
 constexpr int handed_bytes = by_function ? 64 * cfg::block_m * 4 : dq_part_bytes;
 constexpr int numbers_bytes = cfg::block_m * 4;                  // stat or delta of a row tile
+// A split delta's parts are the first rows of 128 bytes of an operand of eight, of which the others remain zero.
+constexpr int delta_bytes = cfg::split_delta ? kDeltaParts * row_bytes : numbers_bytes;  // that arrive
+constexpr int delta_stride = cfg::split_delta ? 8 * row_bytes : numbers_bytes;
 constexpr int draws_bytes = drawers ? cfg::block_m * cfg::block_n / 8 : 0;  // a bit per element
 
 // Offsets in bytes; every tile starts on a multiple of 1024.
@@ -55,9 +59,9 @@ constexpr int q_at = v_at + (by_function && k_bytes > v_bytes ? k_bytes : v_byte
 constexpr int do_at = q_at + cfg::stages * q_bytes;
 constexpr int ds_at = do_at + cfg::stages * do_bytes;
 constexpr int handed_at = ds_at + 2 * ds_bytes;
-constexpr int stat_at = handed_at + 2 * handed_bytes;
-constexpr int delta_at = stat_at + cfg::stages * numbers_bytes;
-constexpr int draws_at = delta_at + cfg::stages * numbers_bytes;
+constexpr int delta_at = handed_at + 2 * handed_bytes;
+constexpr int stat_at = delta_at + cfg::stages * delta_stride;
+constexpr int draws_at = stat_at + cfg::stages * numbers_bytes;
 constexpr int barriers_at = draws_at + draws_bytes;
 
 enum Barrier {
@@ -149,7 +153,9 @@ constexpr int walk_at = mail_at + int(sizeof(Mail));
 constexpr int pending_at = walk_at + int(sizeof(WalkTables));
 constexpr int heads_at = pending_at + int(sizeof(Work));
 constexpr int dq_places_at = heads_at + 2 * int(sizeof(HeadPlace));
-constexpr int shared_bytes = dq_places_at + 2 * int(sizeof(DqPlace));
+constexpr int used_bytes = dq_places_at + 2 * int(sizeof(DqPlace));
+// The eight rows that hold delta's parts are read twice, as sixteen; compute-sanitizer takes the second time for what follows them.
+constexpr int shared_bytes = cfg::split_delta ? (used_bytes + delta_stride - 1) / delta_stride * delta_stride : used_bytes;
 
 // Shared memory as an address for instructions and as a pointer for ordinary reads and writes.
 struct Shared {
@@ -164,7 +170,7 @@ struct Shared {
     __device__ __forceinline__ u32 ds(u32 buffer) const { return address + ds_at + buffer * ds_bytes; }
     __device__ __forceinline__ u32 handed_on(u32 buffer) const { return address + handed_at + buffer * handed_bytes; }
     __device__ __forceinline__ u32 stat(u32 stage) const { return address + stat_at + stage * numbers_bytes; }
-    __device__ __forceinline__ u32 delta(u32 stage) const { return address + delta_at + stage * numbers_bytes; }
+    __device__ __forceinline__ u32 delta(u32 stage) const { return address + delta_at + stage * delta_stride; }
     template <class T>
     __device__ __forceinline__ T& at(int offset, u32 index = 0) const {
         return reinterpret_cast<T*>(memory + offset)[index];

@@ -49,10 +49,10 @@ struct Producer {
         if (may_have_empty_rows && uniform(step.dirty())) {
             mail(stage);
             full = full_do = shared.barrier(raw_full);
-            if (leader) ptx::mbarrier_arrive_expect(full, q_bytes + do_bytes + 2 * numbers_bytes);
+            if (leader) ptx::mbarrier_arrive_expect(full, q_bytes + do_bytes + numbers_bytes + delta_bytes);
         } else if (leader) {
             ptx::mbarrier_arrive_expect(full, q_bytes + numbers_bytes);
-            ptx::mbarrier_arrive_expect(full_do, do_bytes + numbers_bytes);
+            ptx::mbarrier_arrive_expect(full_do, do_bytes + delta_bytes);
         }
         if (leader) {
             const Work& work = shared.pending();
@@ -61,7 +61,7 @@ struct Producer {
             load_tile<cfg::block_m, slabs>(maps.q, shared.q(stage), full, ptx::evict_last, row, {p.q, place.head, work.batch});
             ptx::bulk_load(shared.stat(stage), static_cast<const float*>(p.stat) + at, numbers_bytes, full);
             load_tile<cfg::block_m, slabs_v>(maps.dout, shared.dout(stage), full_do, ptx::evict_last, row, {p.dout, place.head, work.batch});
-            ptx::bulk_load(shared.delta(stage), static_cast<const float*>(p.delta) + at, numbers_bytes, full_do);
+            ptx::bulk_load(shared.delta(stage), static_cast<const u8*>(p.delta) + at / cfg::block_m * delta_bytes, delta_bytes, full_do);
         }
         slot.advance();
     }

@@ -22,18 +22,44 @@ __device__ __forceinline__ void multiply_scores(Scores& s, u32 k, u32 q) {
     multiply_rows<cfg::head_dim, cfg::block_n, cfg::block_m, sign>(s, k, q);
 }
 
-// Steps of V that a warpgroup keeps in registers, as many as it has: products of 64 rows and keys read as much shared memory as they
-// can multiply, these half of it.
-constexpr int held_steps = by_function || cfg::block_m > 64 || cfg::dropout || cfg::softcap || cfg::mask == kMaskBlock ? 0 : 2;
-using HeldValues = HeldRows<held_steps>;
-
 // dP^T = V dO^T.  v: this warpgroup's rows.
-__device__ __forceinline__ void multiply_weights(Scores& dp, const HeldValues& held, u32 v, u32 dout) {
+__device__ __forceinline__ void multiply_weights(Scores& dp, u32 v, u32 dout) {
     ptx::wgmma_fence();
-    held.multiply(dp, dout);
-    multiply_rows<cfg::head_dim_v, cfg::block_n, cfg::block_m, 1, held_steps>(dp, v, dout);
+    multiply_rows<cfg::head_dim_v, cfg::block_n, cfg::block_m, 1>(dp, v, dout);
     ptx::wgmma_commit();
 }
+
+// A key tile's V as the consumers multiply it: out of shared memory.
+struct ReadValues {
+    __device__ __forceinline__ void load(u32) const {}
+    __device__ __forceinline__ void multiply(Scores& dp, u32 v, u32 dout, u32) const { multiply_weights(dp, v, dout); }
+};
+
+// With a split delta (attn/bwd_workspace.cuh): dP less D, so that no thread loads or subtracts it.  The registers that this saves keep a
+// part of V, since a product of 64 rows and keys reads as much shared memory as it can multiply, and then half as much.
+struct HeldValues {
+    // Of 16 columns.  The assembler grants no more; a key tile under a column mask meets too few rows for as many.
+    static constexpr int steps = cfg::mask == kMaskColumn ? 2 : 4;
+    HeldRows<steps> rows;
+    u32 minus_half[4];  // A: -1/2 where B has a part of D; both halves of B's 16 rows are the same 8
+
+    __device__ __forceinline__ HeldValues() {
+        const u32 column = 2 * (threadIdx.x % 4), pair = column == 0 ? 0xBF00BF00 : column == 2 ? 0xBF00 : 0;
+#pragma unroll
+        for (u32& columns : minus_half) columns = pair;
+    }
+
+    // v: this warpgroup's rows.
+    __device__ __forceinline__ void load(u32 v) { rows.load(v); }
+
+    __device__ __forceinline__ void multiply(Scores& dp, u32 v, u32 dout, u32 delta) const {
+        ptx::wgmma_fence();
+        ptx::Product<cfg::block_m>::rs<true, 1, 1>(dp, minus_half, ptx::wgmma_descriptor(delta, 16, 0), 0);
+        rows.multiply(dp, dout);
+        multiply_rows<cfg::head_dim_v, cfg::block_n, cfg::block_m, 1, steps>(dp, v, dout, 1);
+        ptx::wgmma_commit();
+    }
+};
 
 // dV += P^T dO, or dK += dS^T Q: the fragments' queries times the tile's rows; begun = 0: instead of +=.
 template <int n>

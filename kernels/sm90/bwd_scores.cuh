@@ -88,6 +88,12 @@ struct NumbersInPlace {
     __device__ __forceinline__ float2 operator[](int i) const { return first[4 * i]; }
 };
 
+// What the tensor cores have seen to.
+struct NoNumbers {
+    __device__ __forceinline__ explicit NoNumbers(NumbersInPlace) {}
+    __device__ __forceinline__ float2 operator[](int) const { return {0.0f, 0.0f}; }
+};
+
 struct NumbersAhead {
     float2 number[cfg::block_m / 8];
     __device__ __forceinline__ explicit NumbersAhead(NumbersInPlace tile) {

@@ -86,7 +86,7 @@ struct Differentiator : Worker {
 
     __device__ __forceinline__ void issue_weights() {
         await_douts();
-        multiply_weights(dp, {}, shared.v(), shared.dout(slot.stage));
+        multiply_weights(dp, shared.v(), shared.dout(slot.stage));
     }
 
     // Line 20, with P from the weigher.

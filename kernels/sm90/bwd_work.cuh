@@ -1,7 +1,6 @@
 // Which key tiles a block of the persistent grid works on, and which row tiles each of them visits.
 #pragma once
 #include "sm90/bwd_layout.cuh"
-#include "attn/bwd_workspace.cuh"
 
 namespace sm90 {
 

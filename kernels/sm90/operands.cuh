@@ -10,15 +10,15 @@ namespace sm90 {
 constexpr u32 eight_rows = 8 * row_bytes;
 
 // d = sign_a * A B^T, both along their rows: `columns` of contraction; rows_a, rows_b: of the tiles, whose slabs lie that far
-// apart.  first: the step of 16 columns to begin with, those before being in d.
+// apart.  first: the step of 16 columns to begin with; begun = 1: d +=.
 template <int columns, int rows_a, int rows_b, int sign_a, int first = 0, int n>
-__device__ __forceinline__ void multiply_rows(float (&d)[n], u32 a, u32 b) {
+__device__ __forceinline__ void multiply_rows(float (&d)[n], u32 a, u32 b, u32 begun = 0) {
 #pragma unroll
     for (int step = first; step < columns / 16; ++step) {
         const int slab = step / 4, column = 32 * (step % 4);
         const u64 left = ptx::wgmma_descriptor(a, 16, eight_rows) + ((slab * rows_a * row_bytes + column) >> 4);
         const u64 right = ptx::wgmma_descriptor(b, 16, eight_rows) + ((slab * rows_b * row_bytes + column) >> 4);
-        ptx::Product<2 * n>::template ss<is_bfloat16, sign_a, 0>(d, left, right, step > 0);
+        ptx::Product<2 * n>::template ss<is_bfloat16, sign_a, 0>(d, left, right, step > first || begun);
     }
 }
 
@@ -36,21 +36,14 @@ struct HeldRows {
             ptx::ldmatrix_x4(fragments[step], tile + row * row_bytes + 16 * ((2 * step + lane / 16) ^ (row % 8)));
     }
 
-    // d = A B^T over these steps.
+    // d += A B^T over these steps.
     template <int n>
     __device__ __forceinline__ void multiply(float (&d)[n], u32 b) const {
 #pragma unroll
         for (int step = 0; step < steps; ++step)
             ptx::Product<2 * n>::template rs<is_bfloat16, 1, 0>(
-                d, fragments[step], ptx::wgmma_descriptor(b, 16, eight_rows) + (32 * step >> 4), step > 0);
+                d, fragments[step], ptx::wgmma_descriptor(b, 16, eight_rows) + (32 * step >> 4), 1);
     }
-};
-
-template <>
-struct HeldRows<0> {
-    __device__ __forceinline__ void load(u32) {}
-    template <int n>
-    __device__ __forceinline__ void multiply(float (&)[n], u32) const {}
 };
 
 // d += A B (begun = 0: d = A B), A in registers, 16 rows of B to a fragment; the tile's slabs lie `rows` rows apart.

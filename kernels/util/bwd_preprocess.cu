@@ -4,6 +4,8 @@
 //   stat  = -(m log2 e + log2 l)                                float16, bfloat16: p = 2^(s log2 e + stat)
 //   stat  = m, inverse = 1 / l                                  float32, float64:  p = 2^((s - m) log2 e) * inverse
 //
+// With cfg::split_delta delta is kept in parts (attn/bwd_workspace.cuh).
+//
 // Rows that see nothing (l = 0) and rows beyond the last get delta = 0 and a stat (-inf; m = +inf) that makes every p of theirs 0; what
 // their q, do and o hold is not looked at.  counters tells where a true row sees nothing.
 //
@@ -16,6 +18,14 @@
 constexpr bool kSplitStat = sizeof(cfg::elem) >= 4;
 constexpr int kThreads = 32 * cfg::warps;
 constexpr int kVector = cfg::load_bytes / int(sizeof(cfg::elem));
+
+// Blocks that share a multiprocessor: the more, the more loads are under way, up to where registers would spill.
+constexpr int blocks() {
+#if __CUDA_ARCH__ >= 900
+    if (kVector == 8 && cfg::head_dim_v <= 256) return same_type<cfg::o_elem, __nv_bfloat16> ? 6 : 4;
+#endif
+    return 2;
+}
 
 constexpr int lanes_per_row() {
     int lanes = 1;
@@ -63,6 +73,28 @@ __device__ __forceinline__ cfg::acc sum_lanes(cfg::acc sum) {
     return sum;
 }
 
+// What remains of x behind its eight leading bits; of infinity and NaN nothing.
+__device__ __forceinline__ float rest_of(float x) {
+    const float rest = x - __uint_as_float(__float_as_uint(x) & 0xFFFF0000u);
+    return rest == rest ? rest : 0.f;
+}
+
+// Splits a row's delta, which all of its lanes know: x = hi + mid + lo, eight bits each.
+__device__ __forceinline__ void split(u16* parts, u32 row, float x) {
+    static_assert(!cfg::split_delta || lanes_per_row() >= kDeltaParts);
+    const u32 part = threadIdx.x % lanes_per_row();
+    const float rest = rest_of(x), last = rest_of(rest);
+    if (part < kDeltaParts)
+        parts[delta_part(row % kStatRows, part)] = __float_as_uint(part == 0 ? x : part == 1 ? rest : last) >> 16;
+}
+
+// The group's delta in parts, once all are there; 16 bytes a thread.
+__device__ __forceinline__ void store_parts(const Params& p, const u16* parts, i64 first_row) {
+    constexpr u32 units = kStatRows * kDeltaParts / 8;
+    uint4* to = static_cast<uint4*>(p.delta) + first_row / kStatRows * units;
+    if (threadIdx.x < units) to[threadIdx.x] = reinterpret_cast<const uint4*>(parts)[threadIdx.x];
+}
+
 __device__ __forceinline__ void store_stat(const Params& p, i64 at, bool empty, cfg::acc l, cfg::acc m) {
     cfg::acc* stat = static_cast<cfg::acc*>(p.stat);
     if constexpr (kSplitStat) {
@@ -97,7 +129,7 @@ __device__ __forceinline__ void zero_shared_keys(const Params& p) {
     zero(p.dv.data, p.head_dim_v);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2) backward_preprocess(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_preprocess(const __grid_constant__ Params p) {
     const i32 block = gridDim.x - 1 - blockIdx.x, group = block % stat_groups(p), flat = block / stat_groups(p), head = flat % p.heads;
     const BatchIndex index = batch_index(p, flat / p.heads);
     const cfg::elem* dout = static_cast<const cfg::elem*>(p.dout.data) + slice_offset(p.dout, index, head);
@@ -108,6 +140,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) backward_preprocess(co
 
     if constexpr (cfg::atomic_dq) zero_accumulator(p, index, head, group);
     if (sizeof(cfg::elem) == 8 && p.splits > 1) zero_shared_keys(p);
+    __shared__ __align__(16) u16 parts[cfg::split_delta ? kStatRows * kDeltaParts : 1];
     bool any_empty = false;
     for (i32 pass = 0; pass < kPasses; pass += kTogether) {
         cfg::acc sum[kTogether], row_l[kTogether], row_m[kTogether];
@@ -126,14 +159,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) backward_preprocess(co
             const bool empty = !inside || row_l[i] == 0;
             any_empty |= inside && empty;
             const cfg::acc product = sum_lanes(sum[i]);
+            const i64 at = stat_row(p, flat, row);
+            const cfg::acc delta = empty ? cfg::acc(0) : product * inverse_scale;
+            if constexpr (cfg::split_delta) split(parts, row, delta);
             if (threadIdx.x % lanes_per_row() == 0) {
-                const i64 at = stat_row(p, flat, row);
-                static_cast<cfg::acc*>(p.delta)[at] = empty ? cfg::acc(0) : product * inverse_scale;
+                if constexpr (!cfg::split_delta) static_cast<cfg::acc*>(p.delta)[at] = delta;
                 store_stat(p, at, empty, row_l[i], row_m[i]);
             }
         }
     }
     any_empty = __syncthreads_or(any_empty);
+    if constexpr (cfg::split_delta) store_parts(p, parts, stat_row(p, flat, i64(group) * kStatRows));
     if (threadIdx.x == 0) p.counters[block] = any_empty;
     if (p.ticket != nullptr && blockIdx.x == 0 && threadIdx.x < 2) p.ticket[threadIdx.x] = 0;
 }

@@ -8,7 +8,7 @@ import pytest
 import cuattn
 from cuattn import masks
 from cuattn.errors import UnsupportedError
-from tests.cuda.cases import BF16, CASES, F16, Case, blocks_of, columns_of, hostile_columns, visible
+from tests.cuda.cases import BF16, CASES, F16, Case, blocks_of, columns_of, hostile_columns, to_device, visible
 from tests.cuda.test_backward_gpu import check, made, poisoned_memory, run  # noqa: F401
 from tests.cuda.test_hopper_gpu import hopper  # noqa: F401
 
@@ -179,6 +179,22 @@ def test_strides(layout):
 def test_unrounded_o():
     case, do, qkv, options = named("long")
     check(case, run(do, qkv, options, kernel="sm90", o_dtype="float32"), do, qkv, options)
+
+
+@pytest.mark.parametrize("name", ["long", "columns", "long d64"])
+def test_delta_cancels_to_its_last_bits(name):
+    """Where all values are alike dP is D, whatever P is; no term of D is negative, so that its own error is small."""
+    import cupy
+
+    _, do, (q, k, v), options = named(name)
+    v[...] = values = np.linspace(0.5, 2, v.shape[-1]).astype(v.dtype)
+    do, q, k, v = map(to_device, (np.abs(do), q, k, v))
+    forward = cuattn.forward(q, k, v, **options)
+    forward.o[...] = to_device(values)  # o that is rounded may be off by a unit
+    dq = cuattn.backward(do, q, k, v, forward, kernel="sm90", **options).dq
+    delta = do.astype(cupy.float64) @ to_device(values.astype(np.float64))
+    bound = 2.0**-18 * delta * abs(k.astype(cupy.float64)).max() / q.shape[-1] ** 0.5
+    assert (abs(dq.astype(cupy.float64)) <= bound[..., None]).all()
 
 
 def test_graph_holds_its_scratch():

@@ -8,7 +8,7 @@ import pytest
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import hopper_backward_plan as planner
 from cuattn.cuda import source
-from cuattn.cuda.hopper_backward import _CONVERT
+from cuattn.cuda.hopper_backward import _CONVERT, _PREPROCESS
 from cuattn.cuda.hopper_plan import ARCH
 from cuattn.problem import Band
 from tests.cuda.cases import F16
@@ -56,6 +56,15 @@ def test_scratch_holds_whole_tiles():
     assert made["stat"].shape == (2 * 16, 256)
     assert planner.scratch(problem(deterministic=True), 3)["turns"].shape == (3, 64)
     assert "dq_acc" not in planner.scratch(problem(256), 32)
+
+
+def test_who_subtracts_delta():
+    assert [planner.splits_delta(problem(d)) for d in (64, 96, 128, 256)] == [False, True, True, False]
+    assert planner.splits_delta(problem(mask="column", deterministic=True, band=CAUSAL))
+    assert not planner.splits_delta(problem(dropout=6554)) and not planner.splits_delta(problem(mask="block"))
+    parts = planner.scratch(problem(n_queries=130), 3)["delta"]
+    assert (parts.shape, parts.dtype) == ((2 * 16, 256, 3), np.uint16)
+    assert planner.scratch(problem(64, n_queries=130), 3)["delta"].dtype == np.float32
 
 
 @pytest.mark.parametrize("mask", [None, "column", "block"])
@@ -120,6 +129,20 @@ def test_compiles_without_spills(variant):
         _, log = compiler.compile_log(text, ARCH, ("--ptxas-options=-v",))
         assert re.search(r"\b0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", log), (path, log)
         assert "C75" not in log, (path, log)  # products that the compiler runs one by one
+
+
+@pytest.mark.parametrize("load_bytes", [2, 8, 16])
+@pytest.mark.parametrize("o_elem", ["elem", "float"])
+@pytest.mark.parametrize(
+    "variant", [problem(64), problem(256), problem(96), problem(dtype=F16)], ids=["d64", "d256", "d96", "float16"]
+)
+def test_preprocess_compiles_without_spills(variant, o_elem, load_bytes):
+    constants = {name: value for name, value in planner.plan(variant).constants if name in _PREPROCESS}
+    constants["o_elem"] = constants["elem"] if o_elem == "elem" else "float"
+    constants |= {"warps": 8, "head_dim": planner.accumulator_columns(variant), "atomic_dq": planner.whole(variant)}
+    text = source.build("util/bwd_preprocess.cu", tuple({**constants, "load_bytes": load_bytes}.items()))
+    _, log = compiler.compile_log(text, "sm_90", ("--ptxas-options=-v",))
+    assert re.search(r"\b0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", log), log
 
 
 def test_layout_agrees_with_the_kernel():
