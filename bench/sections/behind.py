@@ -59,7 +59,7 @@ GROUPS = (  # the first that holds a case takes it
     Group(
         "backward, d 128, no mask",
         _sort("backward", 128, False),
-        "shared memory is busy 85 % of the time, by products with both operands in it and by dQ's way out",
+        "shared memory: products with both operands in it, and dQ's way out",
     ),
     Group(
         "backward, d 128, masks",
