@@ -8,7 +8,6 @@ launches that were prepared for it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import ModuleType
@@ -18,9 +17,9 @@ import numpy as np
 
 from cuattn import interop
 from cuattn.errors import ArgumentError, DtypeError, UnsupportedError, shown
+from cuattn.interop import Outputs
 from cuattn.masks.band_mask import band_of_runs
 from cuattn.masks.base import Mask
-from cuattn.interop import Outputs
 from cuattn.plans import Plan
 from cuattn.problem import (
     Checked,
@@ -35,8 +34,8 @@ from cuattn.problem import (
     check_band,
     check_parts,
     drawn_state,
-    place_of_call,
     pieces,
+    place_of_call,
     replayed_state,
     whole_offset,
 )
@@ -182,6 +181,17 @@ def _compute(call: Call, masks: tuple, known: _Known, seen: list[int] | None) ->
             copies = [a for name, a in operands.items() if a.data.ptr != views[name].data.ptr]
             results = _launch(made, addresses, masks, state, place, copies)
         return outputs.fill(dict(zip(specs, map(origin.from_backend, results), strict=True))), state
+
+
+def _launch(
+    known: _Known, addresses: Sequence[int], masks: tuple, state: Any, place: Place, held: Sequence[Any] = ()
+) -> list[Any]:
+    """Run a prepared sequence of launches for arrays at these addresses."""
+    origin = known.origin
+    if origin.is_current():
+        return known.sequence.run(known.allocate, origin.stream(), addresses, masks, state, place, held)
+    with origin.on_device():
+        return known.sequence.run(known.allocate, origin.stream(), addresses, masks, state, place, held)
 
 
 def _results(call: Call) -> tuple[str, ...]:

@@ -52,11 +52,17 @@ class Outputs:
     def _items(results: Sequence[str], out: Any) -> dict[str, Any]:
         if len(results) == 1:
             return {"out": out}
-        if not isinstance(out, (tuple, list)) or not len(results) - (results[-1] == "dbias") <= len(out) <= len(results):
-            raise ArgumentError(f"out is {shown(type_name(out))}; expected a tuple ({', '.join(results)}) of arrays or None")
+        if not isinstance(out, (tuple, list)) or not len(results) - (results[-1] == "dbias") <= len(out) <= len(
+            results
+        ):
+            raise ArgumentError(
+                f"out is {shown(type_name(out))}; expected a tuple ({', '.join(results)}) of arrays or None"
+            )
         return {f"out[{index}]": array for index, array in enumerate(out)}
 
-    def check(self, views: dict[str, Any], specs: dict[str, Any], operands: dict[str, Any], origin: ArrayOrigin) -> None:
+    def check(
+        self, views: dict[str, Any], specs: dict[str, Any], operands: dict[str, Any], origin: ArrayOrigin
+    ) -> None:
         """Check the given arrays against the results' shapes and dtypes, and that none shares memory.
 
         Parameters

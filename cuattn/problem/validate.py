@@ -47,7 +47,11 @@ class Checked(NamedTuple):
 
 
 def check(
-    operation: Operation, arrays: dict[str, Any], masks: tuple[Mask, ...], options: Options, origin: Origin | None = None
+    operation: Operation,
+    arrays: dict[str, Any],
+    masks: tuple[Mask, ...],
+    options: Options,
+    origin: Origin | None = None,
 ) -> Checked:
     """Check every argument of a call against the others.
 
@@ -68,9 +72,7 @@ def check(
     """
     q, k, v = (arrays[name] for name in "qkv")
     dtype = common_dtype(q=q, k=k, v=v)
-    size = sizes(
-        tuple(q.shape), tuple(k.shape), tuple(v.shape), scalars.flag("enable_gqa", options.enable_gqa)
-    )
+    size = sizes(tuple(q.shape), tuple(k.shape), tuple(v.shape), scalars.flag("enable_gqa", options.enable_gqa))
     bias = arrays.get("bias")
     band, bottom_right = scalars.check_band(
         options.is_causal, options.window, size.n_queries, size.n_keys, sharded=origin is not None

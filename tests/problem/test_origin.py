@@ -65,13 +65,13 @@ def test_rows_of_the_whole(xp, dtype, problem, head):
     options["rng"] = 5
     exact = cuattn.forward(*(x.astype(np.float64) for x in (q, k, v)), **options)
     whole = cuattn.forward(q, k, v, **options)
-    origin = cuattn.Origin(
-        head=head, heads=2, n_queries=n_queries, n_keys=n_keys, row=place({"row": runs})["row"]
-    )
+    origin = cuattn.Origin(head=head, heads=2, n_queries=n_queries, n_keys=n_keys, row=place({"row": runs})["row"])
     q, k, v = q[head : head + 1, index], k[head : head + 1], v[head : head + 1]
     part = cuattn.forward(*map(xp.put, (q, k, v)), origin=origin, **options)
     for name, actual, e, w in zip("olm", part[:3], exact, whole, strict=False):
-        assert_close(xp.get(actual), e[head : head + 1, index], w[head : head + 1, index], magnitude=sizes(e, v), name=name)
+        assert_close(
+            xp.get(actual), e[head : head + 1, index], w[head : head + 1, index], magnitude=sizes(e, v), name=name
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -84,9 +84,7 @@ def test_merged_keys_and_their_gradients(xp, dtype, problem):
     rest = np.setdiff1d(np.arange(n_keys), index)
     steps = np.flatnonzero(np.diff(rest, prepend=-2) != 1)
     shards = [(index, runs), (rest, tuple((int(at), int(rest[at])) for at in steps))][: 1 + bool(rest.size)]
-    origins = [
-        cuattn.Origin(n_queries=n_queries, n_keys=n_keys, key=place({"key": own})["key"]) for _, own in shards
-    ]
+    origins = [cuattn.Origin(n_queries=n_queries, n_keys=n_keys, key=place({"key": own})["key"]) for _, own in shards]
     do64, q64, k64, v64 = (x.astype(np.float64) for x in (do, q, k, v))
     exact = cuattn.forward(q64, k64, v64, rng=5, **options)
     whole = cuattn.forward(q, k, v, rng=5, out_dtype=stat, **options)
@@ -143,7 +141,7 @@ def test_bad_origins(fields, error, message):
     ("origin", "options", "error", "message"),
     [
         ((0, 16), {}, DtypeError, r"origin is \(0, 16\); expected a cuattn.Origin"),
-        (cuattn.Origin(), {"is_causal": "bottom_right"}, ArgumentError, "expected the lengths of the whole problem"),
+        (cuattn.Origin(), {"is_causal": "bottom_right"}, ArgumentError, "expected the lengths of the whole"),
         (cuattn.Origin(row=8), {"dropout_p": 0.5}, ArgumentError, "origin.row is 8; expected multiples of 16"),
         (cuattn.Origin(key=((0, 0), (24, 40))), {"dropout_p": 0.5}, ArgumentError, "expected multiples of 16"),
         (cuattn.Origin(head=7, heads=8), {}, ArgumentError, "origin.head is 7 with 2 heads"),
