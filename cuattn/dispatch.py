@@ -8,6 +8,7 @@ launches that were prepared for it.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import ModuleType

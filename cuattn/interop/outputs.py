@@ -89,7 +89,9 @@ class Outputs:
                 raise DtypeError(f"{label} has dtype {view.dtype}; expected {dtype}")
             if isinstance(view, np.ndarray) and not view.flags.writeable:
                 raise ArgumentError(f"{label} is read-only; expected a writable array")
-            if any(size > 1 and step == 0 for size, step in zip(view.shape, view.strides, strict=True)):
+            if 0 not in view.shape and any(
+                size > 1 and step == 0 for size, step in zip(view.shape, view.strides, strict=True)
+            ):
                 raise ArgumentError(f"{label} has elements that share memory (a stride of 0); expected distinct ones")
             for other, array in taken.items():
                 if _overlap(view, array):

@@ -160,8 +160,8 @@ def whole_offset(origin: Origin) -> int:
     """Return by how much the diagonal of the whole problem is shifted when it ends in the bottom right corner."""
     if origin.n_queries is None or origin.n_keys is None:
         raise ArgumentError(
-            "is_causal or window is aligned 'bottom_right' and origin lacks n_queries or n_keys; expected the lengths of "
-            "the whole problem"
+            "is_causal or window is aligned 'bottom_right' and origin lacks n_queries or n_keys; expected the "
+            "lengths of the whole problem"
         )
     return origin.n_keys - origin.n_queries
 

@@ -95,6 +95,11 @@ def test_neighbours_in_memory_do_not_overlap():
     assert np.array_equal(cuattn.attention(X, k, k, out=out), cuattn.attention(X, X, X))
 
 
+def test_nothing_to_write(xp):
+    q, v, out = (xp.put(np.ones((2, 3, n), np.float32)) for n in (8, 0, 0))
+    assert cuattn.attention(q, q, v, out=out) is out
+
+
 def test_tensors_of_torch_and_arrays_of_jax():
     torch = pytest.importorskip("torch")
     x, out = torch.from_numpy(X), torch.empty(X.shape)
