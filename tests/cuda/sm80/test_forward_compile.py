@@ -7,9 +7,9 @@ import pytest
 
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
-from cuattn.cuda.plan import forward_plan
+from cuattn.cuda.sm80.forward_plan import forward_plan
 from tests.cuda.cases import CASES
-from tests.cuda.test_plan import CARDS, problem_of
+from tests.cuda.sm80.test_forward_plan import CARDS, problem_of
 
 FORWARD_CARDS = {card.arch: card for card in (CARDS["A100"], CARDS["H200"], CARDS["RTX 5090"])}
 

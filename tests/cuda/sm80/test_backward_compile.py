@@ -5,10 +5,10 @@ import pytest
 
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
-from cuattn.cuda.backward_plan import STAT_ROWS, atomic, backward_plan, kernels_of, shared_bytes
+from cuattn.cuda.sm80.backward_plan import STAT_ROWS, atomic, backward_plan, kernels_of, shared_bytes
 from tests.cuda.cases import CASES, F16, WIDE_HEADS, Case
-from tests.cuda.test_compile import FORWARD_CARDS, _failures
-from tests.cuda.test_plan import CARDS, STATIC_BYTES, problem_of
+from tests.cuda.sm80.test_forward_compile import FORWARD_CARDS, _failures
+from tests.cuda.sm80.test_forward_plan import CARDS, STATIC_BYTES, problem_of
 
 # What other generations compile besides the head dimensions: every feature once.  sm_90, with the largest tiles,
 # compiles all cases.

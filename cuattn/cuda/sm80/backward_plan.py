@@ -10,8 +10,8 @@ import math
 from collections.abc import Container
 from typing import NamedTuple
 
-from cuattn.cuda.plan import CUDA_TYPES, check_limits, deposit_tiles, mask_code, pad
-from cuattn.cuda.tiles import Card
+from cuattn.cuda.sm80.forward_plan import CUDA_TYPES, check_limits, deposit_tiles, mask_code, pad
+from cuattn.cuda.sm80.tiles import Card
 from cuattn.plans import Plan
 from cuattn.problem import Problem
 

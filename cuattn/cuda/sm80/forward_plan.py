@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 
-from cuattn.cuda.tiles import TICKETS, VALUE_COLUMNS, Card, Tile, forward_tile
+from cuattn.cuda.sm80.tiles import TICKETS, VALUE_COLUMNS, Card, Tile, forward_tile
 from cuattn.errors import UnsupportedError
 from cuattn.plans import Plan
 from cuattn.problem import Problem
@@ -153,7 +153,7 @@ def _splits(
 
 
 def _merges(problem: Problem, tile: Tile, pack: int, teams: int, splits: int) -> bool:
-    """Whether the last block of a row tile merges the parts: there are few, and it saves a launch."""
+    """Whether the last block of a row tile merges the parts: there are few, and it saves a arguments."""
     rows = min(problem.n_queries * pack, tile.block_m)
     row_tiles = _blocks(problem, tile, pack)
     warp_rows = -(-rows // (tile.warps * teams))

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from cuattn.cuda.plan import forward_plan, grid_of
-from cuattn.cuda.tiles import Card
+from cuattn.cuda.sm80.forward_plan import forward_plan, grid_of
+from cuattn.cuda.sm80.tiles import Card
 from cuattn.errors import UnsupportedError
 from cuattn.problem import validate
 from tests.cuda.cases import BF16, CASES, Case
