@@ -10,3 +10,5 @@ from cuattn.cpu.merge import merge
 from cuattn.cpu.plan import plan
 
 __all__ = ["backward", "forward", "merge", "plan"]
+
+FAMILIES = ("cpu",)
