@@ -313,7 +313,8 @@ def problem_fields(problem: Problem, axes: Axes) -> dict[str, Any]:
     """Return the fields of ``Params`` that follow from a problem and its merged batch axes alone."""
     return {
         **band_fields(problem), **_random_fields(problem),
-        "scale": problem.scale, "softcap": problem.softcap or 0.0, "dropout_scale": problem.dropout_scale,
+        "scale": problem.scale, "softcap": problem.softcap or 0.0,
+        "cap_scale": problem.scale / problem.softcap if problem.softcap else 0.0, "dropout_scale": problem.dropout_scale,
         "batch_size": axes.size, "batch": math.prod(problem.batch), "heads": problem.heads,
         "kv_heads": problem.kv_heads, "group": problem.group,
         "n_queries": problem.n_queries, "n_keys": problem.n_keys,

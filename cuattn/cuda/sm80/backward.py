@@ -215,7 +215,7 @@ class _Builder:
         values = {}
         if self.shared.parts > 1:
             head, of_head = divmod(self.shared.first, -(-problem.n_keys // tile.block_n))
-            values = {"section": head * problem.n_keys + of_head * tile.block_n, "splits": self.shared.parts}
+            values = {"shared_key": head * problem.n_keys + of_head * tile.block_n, "splits": self.shared.parts}
         self._add("util/bwd_preprocess.cu", "backward_preprocess", grid, tile, 0, extra, only=_PREPROCESS, **values)
 
     def keys(self) -> None:
@@ -230,7 +230,7 @@ class _Builder:
             self._add("sm80/bwd_wide.cu", "backward_wide_keys", grid, tile, shared, extra)
         else:
             first, parts, row_tiles, grid = self.shared
-            values = {"section": first, "splits": parts, "split_tiles": row_tiles}
+            values = {"shared_tile": first, "splits": parts, "split_tiles": row_tiles}
             self._add("sm80/bwd.cu", "attention_backward", grid, tile, shared, extra, **values)
         for name in ("dk", "dv"):
             self._sum(name)
@@ -272,7 +272,7 @@ class _Builder:
         grid *= 1 if sum_keys else -(-bias.shape[-1] // tile.block_n)
         extra = {"split": self.splits > 1, "sum_rows": sum_rows, "sum_keys": sum_keys, "atomic_dq": False}
         shared = shared_bytes(self.problem, self.kernels, "bias")
-        values = {"splits": self.splits, "section": instances}
+        values = {"splits": self.splits, "bias_instances": instances}
         self._add("sm80/bwd_bias.cu", "backward_bias", grid, tile, shared, extra, **values)
         self._sum("dbias")
 
@@ -283,7 +283,7 @@ class _Builder:
             return
         out = self.results[name]
         size = math.prod(out.shape)
-        constants = (("elem", CUDA_TYPES[out.dtype.name]), ("acc", CUDA_TYPES[self.problem.stat_dtype.name]))
+        constants = (("grad", CUDA_TYPES[out.dtype.name]), ("acc", CUDA_TYPES[self.problem.stat_dtype.name]))
         values = {"inner": total.inner, "results": size, "size": total.size, "keep": total.keep}
         function = arguments.function(self.device, "util/bwd_sum.cu", "backward_sum", constants)
         grid = min(pad(size, _THREADS) // _THREADS, 16 * arguments.card(self.device).multiprocessors)

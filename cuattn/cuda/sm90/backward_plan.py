@@ -217,6 +217,7 @@ def plan(problem: Problem, o_dtype: str = "") -> Plan:
         "block_n": kernel.block_n,
         "stages": kernel.stages,
         "dropout": problem.dropout,
+        "runs": False,
         "softcap": problem.softcap is not None,
         "prescaled": prescaled,
         "negate": problem.scale < 0 and not prescaled,

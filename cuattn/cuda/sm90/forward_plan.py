@@ -157,6 +157,7 @@ def hopper_plan(problem: Problem) -> Plan:
         "q_stages": tile.q_stages,
         "overlap": problem.n_keys >= _LONG[tile.block_m] and not problem.dropout,
         "dropout": problem.dropout,
+        "runs": False,
         "softcap": problem.softcap is not None,
         "prescaled": prescaled,
         "negate": problem.scale < 0 and not prescaled,

@@ -87,7 +87,7 @@ def test_long_sums_move_to_memory(dtype, keys, card):
     for head_dim in (33, 64, 128, 200, 256):
         problem = shaped(np.dtype(dtype), heads=999, n_queries=300, n_keys=keys, head_dim=head_dim)
         plan = forward_plan(problem, card)
-        assert 0 < dict(plan.constants)["deposits"] * plan.block_n <= 2048
+        assert 0 < dict(plan.constants)["flush_every"] * plan.block_n <= 2048
         assert plan.smem_bytes + STATIC_BYTES <= card.shared_bytes
 
 
