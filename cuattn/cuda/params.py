@@ -47,11 +47,13 @@ DROPOUT = np.dtype(
         ("row", np.uint32),
         ("key", np.uint32),
         ("offset_data", _pointer),
+        ("row_blocks", _pointer),
+        ("key_blocks", _pointer),
     ],
     align=True,
 )
 
-OPERAND_FIELDS = ("q", "k", "v", "o", "l", "m", "dout", "dq", "dk", "dv", "bias", "dbias", "mask")
+OPERAND_FIELDS = ("q", "k", "v", "o", "l", "m", "dout", "dlse", "dq", "dk", "dv", "bias", "dbias", "mask")
 
 _WORKSPACE = (
     "o_part", "l_part", "m_part", "delta", "stat", "dq_acc", "dk_acc", "dv_acc", "dbias_acc", "counters",
@@ -61,13 +63,14 @@ _WORKSPACE = (
 _INTEGERS = (
     "batch", "heads", "kv_heads", "group", "n_queries", "n_keys", "head_dim", "head_dim_v",
     "band_left", "band_right", "band_offset", "row_tiles", "key_tiles", "section", "splits", "split_tiles",
+    "shared_tile", "shared_key", "bias_instances",
 )  # fmt: skip
 
 PARAMS = np.dtype(
     [(name, OPERAND) for name in OPERAND_FIELDS]
     + [("table", MASK_TABLES), ("dropout", DROPOUT)]
     + [(name, _pointer) for name in _WORKSPACE]
-    + [(name, np.float64) for name in ("scale", "softcap", "dropout_scale")]
+    + [(name, np.float64) for name in ("scale", "softcap", "cap_scale", "dropout_scale")]
     + [("batch_size", np.int32, BATCH_AXES)]
     + [(name, np.int32) for name in _INTEGERS],
     align=True,
