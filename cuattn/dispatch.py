@@ -18,7 +18,8 @@ import numpy as np
 
 from cuattn import interop
 from cuattn.errors import ArgumentError, DtypeError, UnsupportedError, shown
-from cuattn.masks import BlockMask, ColumnMask
+from cuattn.masks.band_mask import band_of_runs
+from cuattn.masks.base import Mask
 from cuattn.interop import Outputs
 from cuattn.plans import Plan
 from cuattn.problem import (
@@ -29,12 +30,13 @@ from cuattn.problem import (
     Place,
     Runs,
     bind,
+    borrowed_mask,
     check,
     check_band,
     check_parts,
     drawn_state,
     place_of_call,
-    positions,
+    pieces,
     replayed_state,
     whole_offset,
 )
@@ -134,8 +136,8 @@ def _compute(call: Call, masks: tuple, known: _Known, seen: list[int] | None) ->
     views, origin = _enter(call, outputs.given)
     with origin.scope():
         given = {label: views.pop(label) for label in outputs.given}
-        checked, place, operands, masks = _check(call, views, masks)
-        all_masks = masks if views["mask"] is None else (*masks, views["mask"])
+        checked, place, operands, all_masks = _check(call, views, masks)
+        masks = all_masks[: len(all_masks) - (views["mask"] is not None)]
         state = _state(call, checked)
         specs = call.operation.result_specs(checked.problem, checked.sizes, views)
         outputs.check(given, specs, views, origin)
@@ -176,18 +178,19 @@ def _enter(call: Call, given: dict[str, Any]) -> tuple[dict[str, Any], interop.A
 
 
 def _check(call: Call, views: dict[str, Any], masks: tuple) -> tuple[Checked, Place, dict[str, Any], tuple]:
-    """Check a call; return what it is, its place, its operands and its masks, without one that is an array."""
+    """Check a call; return what it is, its place, its operands and its masks, of which an array is the last."""
     sharded = call.origin is not None
     if sharded and not isinstance(call.origin, Origin):
         raise DtypeError(f"origin is {shown(call.origin)}; expected a cuattn.Origin or None")
     if sharded and call.origin.has_runs:
         call, masks = _folded(call, views, masks)
     arrays = {name: array for name, array in views.items() if name != "mask"}
-    all_masks = masks if views["mask"] is None else (*masks, views["mask"])
     layouts = tuple([None if array is None else (array.dtype, array.shape) for array in views.values()])
     known = _cell(call, layouts, masks)
+    if views["mask"] is not None:
+        masks = (*masks, borrowed_mask(views["mask"]))
     if known.checked is None:
-        known.checked = check(call.operation, arrays, all_masks, call.options, sharded=sharded)
+        known.checked = check(call.operation, arrays, masks, call.options, sharded=sharded)
     checked = known.checked
     return checked, place_of_call(checked, call.origin), bind(checked.problem, arrays), masks
 
@@ -207,7 +210,7 @@ def _folded(call: Call, views: dict[str, Any], masks: tuple) -> tuple[Call, tupl
 @lru_cache(maxsize=64)
 def _band_mask(row: Runs, rows: int, key: Runs, keys: int, left: int | None, right: int | None, offset: int) -> Any:
     """Return the ColumnMask that a band is for global rows and keys; kept, since it holds tables on a GPU."""
-    return ColumnMask.from_band(positions(row, rows), positions(key, keys), left, right, offset)
+    return band_of_runs(pieces(row, rows), pieces(key, keys), left, right, offset)
 
 
 def plan(call: Call) -> Plan:
@@ -218,8 +221,7 @@ def plan(call: Call) -> Plan:
         checked, _, operands, masks = _check(call, views, masks)
         if not isinstance(call.random, np.random.Generator):  # which planning must not draw from
             _state(call, checked)
-        all_masks = masks if views["mask"] is None else (*masks, views["mask"])
-        return _backend_of(origin, checked.problem.kernel).plan(checked.problem, operands, all_masks)
+        return _backend_of(origin, checked.problem.kernel).plan(checked.problem, operands, masks)
 
 
 def merge(parts: dict[str, Any], out: Any) -> list[Any]:
@@ -248,8 +250,8 @@ def merge(parts: dict[str, Any], out: Any) -> list[Any]:
 def _take_masks(call: Call) -> tuple:
     """Return the masks of a call that are no arrays; an array stays among its arrays."""
     mask = call.mask
-    if isinstance(mask, (ColumnMask, BlockMask)):
-        return (mask,)
+    if isinstance(mask, Mask):
+        return mask.parts
     call.arrays["mask"] = mask
     return ()
 
@@ -264,15 +266,17 @@ def _check_host(masks: tuple, state: Any) -> None:
 
 def _backend_of(origin: interop.ArrayOrigin, kernel: str | None) -> ModuleType:
     """Return the module that computes where the arrays are."""
-    from cuattn import cpu, cuda
+    from cuattn import cpu
 
-    names = (*cpu.FAMILIES, *cuda.FAMILIES)
-    if kernel is not None and kernel not in names:
-        raise ArgumentError(f"kernel is {shown(kernel)}; expected None or one of {', '.join(map(repr, names))}")
-    if origin.backend == "cpu":
-        if kernel not in (None, *cpu.FAMILIES):
-            raise UnsupportedError(f"kernel is {kernel!r} but q is in host memory; expected an array on a GPU")
+    if origin.backend == "cpu" and kernel in (None, *cpu.FAMILIES):
         return cpu
+    from cuattn import cuda
+
+    if kernel not in (None, *cpu.FAMILIES, *cuda.FAMILIES):
+        names = ", ".join(map(repr, (*cpu.FAMILIES, *cuda.FAMILIES)))
+        raise ArgumentError(f"kernel is {shown(kernel)}; expected None or one of {names}")
+    if origin.backend == "cpu":
+        raise UnsupportedError(f"kernel is {kernel!r} but q is in host memory; expected an array on a GPU")
     if kernel in cpu.FAMILIES:
         raise UnsupportedError(f"kernel is {kernel!r} but q is on a GPU; expected an array in host memory")
     return cuda

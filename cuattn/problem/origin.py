@@ -12,7 +12,7 @@ import numpy as np
 from cuattn.errors import ArgumentError, DtypeError, shown
 from cuattn.problem.model import Place, Problem
 
-__all__ = ["Origin", "Runs", "place_of", "positions", "whole_offset"]
+__all__ = ["Origin", "Runs", "place_of", "pieces", "whole_offset"]
 
 Runs = tuple[tuple[int, int], ...]
 """Pieces of an axis, ``((local_start, global_start), ...)``; each reaches to the next one's local start."""
@@ -110,17 +110,15 @@ def _check_runs(name: str, value: Any) -> int | Runs:
     return runs[0][1] if len(runs) == 1 else runs  # type: ignore[return-value]
 
 
-def positions(start: int | Runs, length: int) -> np.ndarray:
-    """Return the global index of each of `length` rows or keys.
+def pieces(start: int | Runs, length: int) -> Runs:
+    """Return the global (start, stop) of each piece of a part of `length` rows or keys.
 
-    >>> positions(((0, 4), (2, 10)), 4).tolist()
-    [4, 5, 10, 11]
+    >>> pieces(((0, 4), (2, 10)), 4)
+    ((4, 6), (10, 12))
     """
     runs = ((0, start),) if isinstance(start, int) else start
-    found = np.arange(length, dtype=np.int64)
-    for (first, at), end in zip(runs, (*(run[0] for run in runs[1:]), length), strict=True):
-        found[first:end] += at - first
-    return found
+    ends = (*(first for first, _ in runs[1:]), length)
+    return tuple((at, at + end - first) for (first, at), end in zip(runs, ends, strict=True))
 
 
 def place_of(origin: Origin | None, problem: Problem, bottom_right: bool) -> Place:
@@ -151,7 +149,7 @@ def place_of(origin: Origin | None, problem: Problem, bottom_right: bool) -> Pla
     if bottom_right:
         shift += whole_offset(origin)
     blocks = [
-        positions(start, length)[::_BLOCK].astype(np.int32) if problem.dropout and isinstance(start, tuple) else None
+        _blocks(pieces(start, length)) if problem.dropout and isinstance(start, tuple) else None
         for start, length in ((origin.row, problem.n_queries), (origin.key, problem.n_keys))
     ]
     return Place(origin.batch, origin.head, heads, row, key, shift, *blocks)
@@ -165,6 +163,11 @@ def whole_offset(origin: Origin) -> int:
             "of the whole problem"
         )
     return origin.n_keys - origin.n_queries
+
+
+def _blocks(runs: Runs) -> np.ndarray:
+    """Return the global index of the first of every 16 local rows or keys."""
+    return np.concatenate([np.arange(*run, _BLOCK, dtype=np.int32) for run in runs])
 
 
 def _check_end(name: str, start: int | Runs, length: int, whole: int | None, *, aligned: bool) -> None:

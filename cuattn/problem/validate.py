@@ -9,14 +9,15 @@ import numpy as np
 
 from cuattn import rng as _rng
 from cuattn.errors import ArgumentError, DtypeError, ShapeError, shown
-from cuattn.masks import BlockMask, ColumnMask
+from cuattn.masks import BooleanMask
+from cuattn.masks.base import Mask
 from cuattn.problem import scalars
 from cuattn.problem.model import Place, Problem
 from cuattn.problem.operations import Operation
 from cuattn.problem.origin import Origin, place_of
 from cuattn.problem.shapes import Sizes, align, broadcasts_to, check_bias_dtype, check_score_like, common_dtype, sizes
 
-__all__ = ["Checked", "Options", "bind", "check", "drawn_state", "place_of_call", "replayed_state"]
+__all__ = ["Checked", "Options", "bind", "borrowed_mask", "check", "drawn_state", "place_of_call", "replayed_state"]
 
 _INDEX_LIMIT = 2**32  # the generator's counter words have 32 bits
 
@@ -46,7 +47,7 @@ class Checked(NamedTuple):
 
 
 def check(
-    operation: Operation, arrays: dict[str, Any], masks: tuple[Any, ...], options: Options, *, sharded: bool = False
+    operation: Operation, arrays: dict[str, Any], masks: tuple[Mask, ...], options: Options, *, sharded: bool = False
 ) -> Checked:
     """Check every argument of a call against the others.
 
@@ -55,7 +56,7 @@ def check(
     operation : Operation
     arrays : dict of str to array
         NumPy or CuPy views of q, k, v and of what the operation needs beside; absent ones are missing or None.
-    masks : tuple of Mask or boolean array
+    masks : tuple of Mask
     options : Options
     sharded : bool
         Whether the call has an origin: its band is then placed by it (see :func:`place_of_call`).
@@ -86,7 +87,7 @@ def check(
         scale=scalars.check_scale(options.scale, size.head_dim, dtype),
         softcap=scalars.check_softcap(options.softcap, dtype),
         band=band,
-        masks=tuple(_mask_kind(mask) for mask in masks),
+        masks=tuple(mask.kind for mask in masks),
         bias=None if bias is None else check_bias_dtype(bias, dtype),
         dropout=_rng.threshold(scalars.real("dropout_p", options.dropout_p)),
         out_dtype=scalars.check_out_dtype(options.out_dtype, dtype),
@@ -168,19 +169,10 @@ def _check_counters(problem: Problem, place: Place) -> None:
             raise ArgumentError(f"dropout_p needs {name} indices up to {end}; expected at most {_INDEX_LIMIT}")
 
 
-def _mask_kind(mask: Any) -> str:
-    if isinstance(mask, (ColumnMask, BlockMask)):
-        return mask.kind
-    if getattr(mask, "dtype", None) != np.bool_:
-        got = f"has dtype {mask.dtype}" if hasattr(mask, "dtype") else f"is {type(mask).__name__}"
-        raise DtypeError(f"mask {got}; expected a boolean array (True = attend), a ColumnMask or a BlockMask")
-    return "boolean"
-
-
-def _check_mask(mask: Any, size: Sizes) -> None:
+def _check_mask(mask: Mask, size: Sizes) -> None:
     """Check a mask's shape against the scores."""
-    if not isinstance(mask, (ColumnMask, BlockMask)):
-        check_score_like("mask", tuple(mask.shape), size)
+    if isinstance(mask, BooleanMask) and mask.borrowed:
+        check_score_like("mask", tuple(mask.array.shape), size)
         return
     if not mask.fits(size.n_queries, size.n_keys):
         raise ShapeError(f"mask is {mask!r}; expected one for {size.n_queries} queries and {size.n_keys} keys")
@@ -188,6 +180,15 @@ def _check_mask(mask: Any, size: Sizes) -> None:
         raise ShapeError(
             f"mask has leading axes {mask.leading}; expected ones that broadcast to {size.leading} (batch, query heads)"
         )
+
+
+def borrowed_mask(array: Any) -> Mask:
+    """Return a caller's boolean array as a mask that shares its memory."""
+    if array.dtype != np.bool_:
+        raise DtypeError(
+            f"mask has dtype {array.dtype}; expected a boolean array (True = attend), or a mask of cuattn.masks"
+        )
+    return BooleanMask.borrow(align(array, 2))
 
 
 def _contiguous_last(array: Any) -> Any:
