@@ -1,7 +1,7 @@
 // Before the backward: what its main kernels need of o, do, l and m per query row, and a zeroed dQ accumulator.
 //
-//   delta = rowsum(do * o) / dropout_scale                      Algorithm 4 line 19; the scale of dropout joins the last factor of dQ, dK
-//   stat  = -(m log2 e + log2 l)                                float16, bfloat16: p = 2^(s log2 e + stat)
+//   delta = (rowsum(do * o) - dlse) / dropout_scale             Algorithm 4 line 19; the scale of dropout joins the last factor of dQ, dK
+//   stat  = -(m log2 e + log2 l)                                float16, bfloat16: p = 2^(s log2 e + stat), unless stat is large
 //   stat  = m, inverse = 1 / l                                  float32, float64:  p = 2^((s - m) log2 e) * inverse
 //
 // With cfg::split_delta delta is kept in parts (attn/bwd_workspace.cuh).
@@ -95,13 +95,16 @@ __device__ __forceinline__ void store_parts(const Params& p, const u16* parts, i
     if (threadIdx.x < units) to[threadIdx.x] = reinterpret_cast<const uint4*>(parts)[threadIdx.x];
 }
 
+constexpr float kLeast = -3.4028235e38f;  // of a stat that is not -inf, which only rows that see nothing have
+
 __device__ __forceinline__ void store_stat(const Params& p, i64 at, bool empty, cfg::acc l, cfg::acc m) {
     cfg::acc* stat = static_cast<cfg::acc*>(p.stat);
     if constexpr (kSplitStat) {
         stat[at] = empty ? infinity<cfg::acc>() : l < infinity<cfg::acc>() ? m : l - l;  // NaN, which m may have passed over
         stat[at + i64(gridDim.x) * kStatRows] = empty ? cfg::acc(0) : 1 / l;
     } else {
-        stat[at] = empty ? -infinity<cfg::acc>() : -fmaf(m, float(kLog2e), log2f(l));
+        const float x = -fmaf(m, float(kLog2e), log2f(l));
+        stat[at] = empty ? -infinity<cfg::acc>() : x == -infinity<cfg::acc>() ? kLeast : x;
     }
 }
 
@@ -118,11 +121,11 @@ __device__ __forceinline__ void zero_accumulator(const Params& p, const BatchInd
     if (p.turns != nullptr && threadIdx.x < tiles && tile < p.row_tiles) p.turns[instance * p.row_tiles + tile] = 0;
 }
 
-// The rows of dK and dV from p.section on, counted through all heads, to which several blocks of the key kernel add (p.splits > 1).
+// The rows of dK and dV from p.shared_key on, counted through all heads, to which several blocks of the key kernel add (p.splits > 1).
 __device__ __forceinline__ void zero_shared_keys(const Params& p) {
-    const i64 rows = i64(p.batch) * p.kv_heads * p.n_keys - p.section;
+    const i64 rows = i64(p.batch) * p.kv_heads * p.n_keys - p.shared_key;
     const auto zero = [&](void* data, i64 columns) {
-        cfg::acc* to = static_cast<cfg::acc*>(data) + p.section * columns;
+        cfg::acc* to = static_cast<cfg::acc*>(data) + p.shared_key * columns;
         for (i64 i = i64(blockIdx.x) * kThreads + threadIdx.x; i < rows * columns; i += i64(gridDim.x) * kThreads) to[i] = 0;
     };
     zero(p.dk.data, p.head_dim);
@@ -136,6 +139,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_prepro
     const cfg::o_elem* o = static_cast<const cfg::o_elem*>(p.o.data) + slice_offset(p.o, index, head);
     const cfg::acc* l = static_cast<const cfg::acc*>(p.l.data) + slice_offset(p.l, index, head);
     const cfg::acc* m = static_cast<const cfg::acc*>(p.m.data) + slice_offset(p.m, index, head);
+    const cfg::acc* dlse = p.dlse.data == nullptr ? nullptr : static_cast<const cfg::acc*>(p.dlse.data) + slice_offset(p.dlse, index, head);
     const cfg::acc inverse_scale = 1 / p.dropout_scale;
 
     if constexpr (cfg::atomic_dq) zero_accumulator(p, index, head, group);
@@ -160,7 +164,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_prepro
             any_empty |= inside && empty;
             const cfg::acc product = sum_lanes(sum[i]);
             const i64 at = stat_row(p, flat, row);
-            const cfg::acc delta = empty ? cfg::acc(0) : product * inverse_scale;
+            const cfg::acc lse_gradient = dlse != nullptr && inside ? dlse[row * p.dlse.row] : cfg::acc(0);
+            const cfg::acc delta = empty ? cfg::acc(0) : (product - lse_gradient) * inverse_scale;
             if constexpr (cfg::split_delta) split(parts, row, delta);
             if (threadIdx.x % lanes_per_row() == 0) {
                 if constexpr (!cfg::split_delta) static_cast<cfg::acc*>(p.delta)[at] = delta;
