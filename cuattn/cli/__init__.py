@@ -4,14 +4,13 @@ Without a command it prints which versions, devices and caches there are and wha
 and backward on the best device against a textbook computation in higher precision.  ``run`` computes attention on
 the arrays of an .npz file.
 
-Exit codes: 0 when all is well, 1 when the self-check found something off, 2 for bad arguments or files (with one
-line on standard error).
+Exit codes: 0 when all is well, 1 when the self-check found something off, 2 for bad arguments or files and 130 when
+interrupted (both with one line on standard error).
 """
 
 import argparse
 import sys
 
-from cuattn.cli.console import open_console
 from cuattn.errors import CuattnError
 
 __all__ = ["main"]
@@ -41,6 +40,9 @@ def main(argv=None):
     except (CuattnError, OSError, MemoryError) as error:
         print(f"cuattn: error: {str(error) or 'not enough memory'}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("cuattn: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser():
@@ -63,7 +65,7 @@ def _parser():
 def _add_run_arguments(run):
     """Add the arguments of ``run``: files, then the keyword arguments of the API under their own names."""
     run.add_argument("input", metavar="INPUT.npz", help="arrays q, k, v; with --backward also do; optional bias, mask")
-    run.add_argument("--output", metavar="OUT.npz", required=True, help="appears complete or not at all")
+    run.add_argument("--output", metavar="OUT.npz", required=True, help="a file appears complete or not at all")
     run.add_argument("--backward", action="store_true", help="compute dq, dk, dv (and dbias) too")
     run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU when there is one")
     run.add_argument(
@@ -88,9 +90,11 @@ def _add_run_arguments(run):
 
 def _report_and_check(options):
     """Print the report, then run the self-check."""
+    from rich.console import Console
+
     from cuattn.cli import check, devices, report
 
-    console = open_console()
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     device = devices.best()
     report.show(console, device)
     return 0 if options.no_check else check.show(console, device)

@@ -6,11 +6,14 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
 
 import cuattn
 from cuattn import masks, rng
-from cuattn.cli import textbook
 from cuattn.errors import UnsupportedError
+from cuattn.reference import textbook
 
 __all__ = ["CASES", "Case", "Row", "check", "show"]
 
@@ -43,6 +46,11 @@ class Case(NamedTuple):
     options: Callable[[int], dict] = lambda n: {}
     group: int = 1
     bias: bool = False
+
+    @property
+    def title(self):
+        """Name and dtype."""
+        return f"{self.name}, {np.dtype(self.dtype)}"
 
 
 class Row(NamedTuple):
@@ -84,8 +92,8 @@ def show(console, device, cases=CASES):
 
     Parameters
     ----------
-    console : object
-        From :func:`cuattn.cli.console.open_console`.
+    console : rich.console.Console
+        Where to print the results; progress goes to standard error.
     device : Device
         Where to compute.
     cases : sequence of Case, optional
@@ -96,31 +104,41 @@ def show(console, device, cases=CASES):
     int
         0 when every result is as close to the exact one as it has to be, else 1.
     """
-    rows = []
-    for case in console.progress(cases, lambda case: f"{case.name}, {np.dtype(case.dtype)}"):
-        rows += check(case, device)
-    console.table(
+    rows = [row for case in _progress(cases) for row in check(case, device)]
+    title = (
         f"Self-check on {device.backend}: errors at {HEADS} heads x {LENGTH} x {HEAD_DIM} against a textbook "
-        f"computation in higher precision, rates at {RATE_HEADS} x {RATE_LENGTH[device.backend]} x {HEAD_DIM}",
-        ("case", "direction", "worst", "error", "allowed", "ms", "GFLOP/s", "verdict"),
-        [_cells(row) for row in rows],
+        f"computation in higher precision, rates at {RATE_HEADS} x {RATE_LENGTH[device.backend]} x {HEAD_DIM}"
     )
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for index, name in enumerate(("case", "direction", "worst", "error", "allowed", "ms", "GFLOP/s", "verdict")):
+        table.add_column(name, justify="left" if index < 2 else "right")
+    for row in rows:
+        numbers = [f"{row.error:.1e}", f"{row.limit:.1e}", f"{row.seconds * 1e3:.2f}", f"{row.gflops:.1f}"]
+        cells = ["-" if cell == "nan" else cell for cell in numbers]
+        table.add_row(row.case, row.direction, row.result, *cells, row.verdict)
+    console.print(table)
     for row in rows:
         if row.message:
-            console.line(f"{row.case}, {row.direction}: {row.verdict}: {row.message}", good=False)
+            text = f"{row.case}, {row.direction}: {row.verdict}: {row.message}"
+            console.print(text, style="red", markup=False, soft_wrap=True)
     bad = sum(row.verdict in ("off", "failed") for row in rows)
     good = sum(row.verdict == "ok" for row in rows)
     if bad or not good:
-        console.line(f"{bad} of {len(rows)} checks are off", good=False)
+        console.print(f"{bad} of {len(rows)} checks are off", style="bold red")
         return 1
-    console.line(f"all {good} checks are within twice the textbook's own error plus one rounding")
+    console.print(f"all {good} checks are within twice the textbook's own error plus one rounding", style="green")
     return 0
 
 
-def _cells(row):
-    """Write a row of the table."""
-    numbers = [f"{row.error:.1e}", f"{row.limit:.1e}", f"{row.seconds * 1e3:.2f}", f"{row.gflops:.1f}"]
-    return (row.case, row.direction, row.result, *("-" if cell == "nan" else cell for cell in numbers), row.verdict)
+def _progress(cases):
+    """Yield the cases under a progress bar that names the one being worked on."""
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=len(cases))
+        for case in cases:
+            bar.update(task, description=case.title)
+            yield case
+            bar.advance(task)
 
 
 def check(case, device):
@@ -138,29 +156,25 @@ def check(case, device):
     list of Row
         Forward and backward, or one row that says why there is no result.
     """
-    name = f"{case.name}, {np.dtype(case.dtype)}"
     if case.dtype is np.float64 and not textbook.EXTENDED:
-        return [Row(name, "both", "not checked", message="long double is float64 here: nothing to compare with")]
+        return [Row(case.title, "both", "not checked", message="long double is float64 here: nothing to compare with")]
     try:
         problem = _problem(case, HEADS, LENGTH)
-        fwd, grads = _compute(problem, device)
-        exact, plain = (textbook.solve(**_spelled_out(problem), exact=exact) for exact in (True, False))
+        forward, backward = _calls(problem, device)
+        fwd = forward()
+        results = {"forward": {"o": fwd.o, "lse": fwd.lse}, "backward": backward(fwd)._asdict()}
+        exact, rounded = (_textbook(problem, low) for low in (None, np.dtype(case.dtype)))
         seconds, counts = _rates(case, device)
     except UnsupportedError as error:
-        return [Row(name, "both", "not supported", message=str(error))]
+        return [Row(case.title, "both", "not supported", message=str(error))]
     except Exception as error:  # whatever goes wrong here is what the user runs this command to learn
-        return [Row(name, "both", "failed", message=f"{type(error).__name__}: {error}")]
-    results = {
-        "forward": {"o": fwd.o, "lse": fwd.lse},
-        "backward": grads._asdict(),
-    }
+        return [Row(case.title, "both", "failed", message=f"{type(error).__name__}: {error}")]
     rows = []
     for direction, arrays in results.items():
-        arrays = {key: device.fetch(value) for key, value in arrays.items() if value is not None}
-        result, error, limit = textbook.worst(arrays, exact, plain)
-        verdict = "ok" if error <= limit else "off"
-        time_, count = seconds[direction], counts[direction]
-        rows.append(Row(name, direction, verdict, result, error, limit, time_, count / time_ / 1e9))
+        arrays = {name: device.fetch(value) for name, value in arrays.items() if value is not None}
+        result, error, limit = _worst(arrays, exact, rounded)
+        verdict, time_ = "ok" if error <= limit else "off", seconds[direction]
+        rows.append(Row(case.title, direction, verdict, result, error, limit, time_, counts[direction] / time_ / 1e9))
     return rows
 
 
@@ -186,13 +200,6 @@ def _calls(problem, device):
     )
 
 
-def _compute(problem, device):
-    """Return the results of forward and backward."""
-    forward, backward = _calls(problem, device)
-    fwd = forward()
-    return fwd, backward(fwd)
-
-
 def _visible(problem, n):
     """Return what the mask, causality and the window let through together, (n, n) booleans."""
     i, j = np.ogrid[:n, :n]
@@ -205,23 +212,39 @@ def _visible(problem, n):
     return visible
 
 
-def _spelled_out(problem):
-    """Return the arguments of the textbook: masks and dropout as booleans, defaults filled in."""
+def _textbook(problem, low):
+    """Return the textbook's results by name: exact (low=None), or with every step rounded to `low`."""
     heads, n, _ = problem["q"].shape
-    keep, keep_scale = np.ones((n, n), bool), 1.0
+    options = {"visible": _visible(problem, n), "bias": problem.get("bias"), "softcap": problem.get("softcap")}
     if "dropout_p" in problem:
         level = rng.threshold(problem["dropout_p"])
-        keep = np.stack([rng.keep(STATE, level, head, (0, n), (0, n)) for head in range(heads)])
-        keep_scale = rng.LEVELS / (rng.LEVELS - level)
-    return {
-        **{name: problem[name] for name in ("q", "k", "v", "do")},
-        "visible": _visible(problem, n),
-        "keep": keep,
-        "keep_scale": keep_scale,
-        "bias": problem.get("bias"),
-        "scale": HEAD_DIM**-0.5,
-        "softcap": problem.get("softcap"),
-    }
+        options["keep"] = np.stack([rng.keep(STATE, level, head, (0, n), (0, n)) for head in range(heads)])
+        options["keep_scale"] = rng.LEVELS / (rng.LEVELS - level)
+    solution = textbook.solve(*(problem[name] for name in ("q", "k", "v", "do")), low=low, **options)
+    with np.errstate(divide="ignore"):
+        return {**solution._asdict(), "lse": solution.m + np.log(solution.l)}
+
+
+def _worst(results, exact, rounded):
+    """Return which of several results is the furthest beyond what is accepted, its error, and what is accepted.
+
+    That is twice the textbook's own error, plus one rounding of the largest value.
+    """
+    rows = []
+    for name, value in results.items():
+        finite = np.abs(exact[name][np.isfinite(exact[name])])
+        one_rounding = float(ml_dtypes.finfo(value.dtype).eps) * float(finite.max(initial=0))
+        limit = 2 * _distance(rounded[name], exact[name]) + one_rounding
+        error = _distance(value.astype(exact[name].dtype), exact[name])
+        rows.append((error / limit if limit else np.inf if error else 0.0, name, error, limit))
+    return max(rows)[1:]
+
+
+def _distance(x, exact):
+    """Return the largest absolute difference; infinity when one side is not a number."""
+    with np.errstate(invalid="ignore"):
+        difference = np.where(x == exact, 0, np.abs(x - exact))
+    return float(np.where(np.isnan(difference), np.inf, difference).max(initial=0))
 
 
 def _rates(case, device):
@@ -230,10 +253,7 @@ def _rates(case, device):
     problem = _problem(case, RATE_HEADS, n)
     forward, backward = _calls(problem, device)
     fwd = forward()
-    seconds = {
-        "forward": _time(forward, device),
-        "backward": _time(lambda: backward(fwd), device),
-    }
+    seconds = {"forward": _time(forward, device), "backward": _time(lambda: backward(fwd), device)}
     pairs = RATE_HEADS * np.count_nonzero(_visible(problem, n))
     return seconds, {"forward": 4 * HEAD_DIM * pairs, "backward": 10 * HEAD_DIM * pairs}
 

@@ -73,15 +73,16 @@ def pick(wanted, kernel):
     UnsupportedError
         When a GPU was asked for and CuPy finds none.
     """
+    asked = f"--device {wanted}"
     if wanted == "auto" and kernel is not None:
-        wanted = "cpu" if kernel == "cpu" else "cuda"
+        asked, wanted = f"--kernel {kernel}", "cpu" if kernel == "cpu" else "cuda"
     if wanted == "auto":
         return best()
     if wanted == "cpu":
         return Device("cpu", "asked for", np)
     cupy, reason = _cupy_with_gpu()
     if cupy is None:
-        raise UnsupportedError(f"--device cuda or --kernel {kernel} needs a GPU, but {reason}")
+        raise UnsupportedError(f"{asked} needs a GPU, but {reason}")
     return Device("cuda", "asked for", cupy)
 
 

@@ -18,15 +18,17 @@ def show(console, device):
 
     Parameters
     ----------
-    console : object
-        From :func:`cuattn.cli.console.open_console`.
+    console : rich.console.Console
+        Where to print.
     device : Device
         What the self-check will run on.
     """
-    console.section("Versions", _versions())
-    console.section("Devices", _devices())
-    console.section("In use", _in_use(device))
-    console.section("Caches", _caches())
+    sections = {"Versions": _versions(), "Devices": _devices(), "In use": _in_use(device), "Caches": _caches()}
+    for title, pairs in sections.items():
+        console.print(title, style="bold")
+        width = max(len(name) for name, _ in pairs)
+        for name, value in pairs:
+            console.print(f"  {name:<{width}}  {value}", markup=False, soft_wrap=True)
 
 
 def _versions():
