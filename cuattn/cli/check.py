@@ -1,6 +1,6 @@
 """The self-check: forward and backward of a handful of cases on one device, against the textbook."""
 
-import time
+import timeit
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ __all__ = ["CASES", "Case", "Row", "check", "show"]
 HEADS, LENGTH, HEAD_DIM = 4, 389, 64  # a length that is a multiple of no tile
 RATE_HEADS = 8
 RATE_LENGTH = {"cpu": 1024, "cuda": 8192}
-REPEATS = {"cpu": 3, "cuda": 10}
+REPEATS = {"cpu": 4, "cuda": 11}  # the first may compile
 STATE = cuattn.RNGState(20220527, 1)
 
 
@@ -58,12 +58,12 @@ class Row(NamedTuple):
 
     case: str
     direction: str
-    verdict: str  # "ok", "off", "failed", "not supported" or "not checked"
-    result: str = ""
-    error: float = float("nan")
-    limit: float = float("nan")
-    seconds: float = float("nan")
-    gflops: float = float("nan")
+    worst: str = "-"  # the result with the largest error beside what is allowed
+    error: str = "-"
+    allowed: str = "-"
+    ms: str = "-"
+    gflops: str = "-"
+    verdict: str = "ok"  # or "off", "failed", "not supported", "not checked"
     message: str = ""
 
 
@@ -109,31 +109,29 @@ def show(console, device, cases=CASES):
         f"Self-check on {device.backend}: errors at {HEADS} heads x {LENGTH} x {HEAD_DIM} against a textbook "
         f"computation in higher precision, rates at {RATE_HEADS} x {RATE_LENGTH[device.backend]} x {HEAD_DIM}"
     )
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for index, name in enumerate(("case", "direction", "worst", "error", "allowed", "ms", "GFLOP/s", "verdict")):
-        table.add_column(name, justify="left" if index < 2 else "right")
+    table = Table("case", "direction", title=title, title_justify="left")
+    for name in Row._fields[2:-1]:
+        table.add_column("GFLOP/s" if name == "gflops" else name, justify="right")
     for row in rows:
-        numbers = [f"{row.error:.1e}", f"{row.limit:.1e}", f"{row.seconds * 1e3:.2f}", f"{row.gflops:.1f}"]
-        cells = ["-" if cell == "nan" else cell for cell in numbers]
-        table.add_row(row.case, row.direction, row.result, *cells, row.verdict)
+        table.add_row(*row[:-1])
     console.print(table)
     for row in rows:
         if row.message:
-            text = f"{row.case}, {row.direction}: {row.verdict}: {row.message}"
-            console.print(text, style="red", markup=False, soft_wrap=True)
-    bad = sum(row.verdict in ("off", "failed") for row in rows)
-    good = sum(row.verdict == "ok" for row in rows)
-    if bad or not good:
+            console.print(f"{row.case}: {row.verdict}: {row.message}", style="red", markup=False, soft_wrap=True)
+    verdicts = [row.verdict for row in rows]
+    bad = verdicts.count("off") + verdicts.count("failed")
+    if bad or "ok" not in verdicts:
         console.print(f"{bad} of {len(rows)} checks are off", style="bold red")
         return 1
-    console.print(f"all {good} checks are within twice the textbook's own error plus one rounding", style="green")
+    console.print(f"all {verdicts.count('ok')} checks are within twice the textbook's own error plus one rounding")
     return 0
 
 
 def _progress(cases):
     """Yield the cases under a progress bar that names the one being worked on."""
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False)
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(cases))
         for case in cases:
             bar.update(task, description=case.title)
@@ -157,72 +155,66 @@ def check(case, device):
         Forward and backward, or one row that says why there is no result.
     """
     if case.dtype is np.float64 and not textbook.EXTENDED:
-        return [Row(case.title, "both", "not checked", message="long double is float64 here: nothing to compare with")]
+        return [Row(case.title, "both", verdict="not checked", message="long double is float64 here")]
     try:
-        problem = _problem(case, HEADS, LENGTH)
-        forward, backward = _calls(problem, device)
+        problem, forward, backward = _calls(case, HEADS, LENGTH, device)
         fwd = forward()
         results = {"forward": {"o": fwd.o, "lse": fwd.lse}, "backward": backward(fwd)._asdict()}
         exact, rounded = (_textbook(problem, low) for low in (None, np.dtype(case.dtype)))
-        seconds, counts = _rates(case, device)
+        rates = _rates(case, device)
     except UnsupportedError as error:
-        return [Row(case.title, "both", "not supported", message=str(error))]
+        return [Row(case.title, "both", verdict="not supported", message=str(error))]
     except Exception as error:  # whatever goes wrong here is what the user runs this command to learn
-        return [Row(case.title, "both", "failed", message=f"{type(error).__name__}: {error}")]
+        return [Row(case.title, "both", verdict="failed", message=f"{type(error).__name__}: {error}")]
     rows = []
     for direction, arrays in results.items():
         arrays = {name: device.fetch(value) for name, value in arrays.items() if value is not None}
-        result, error, limit = _worst(arrays, exact, rounded)
-        verdict, time_ = "ok" if error <= limit else "off", seconds[direction]
-        rows.append(Row(case.title, direction, verdict, result, error, limit, time_, counts[direction] / time_ / 1e9))
+        name, error, limit = _worst(arrays, exact, rounded)
+        verdict, numbers = "ok" if error <= limit else "off", (f"{error:.1e}", f"{limit:.1e}", *rates[direction])
+        rows.append(Row(case.title, direction, name, *numbers, verdict))
     return rows
 
 
-def _problem(case, heads, n):
-    """Return the arrays and options of a case, as keyword arguments."""
+def _calls(case, heads, n, device):
+    """Return the arrays and options of a case, and two functions: forward, and backward of a forward's result."""
     generator = np.random.default_rng(n)
     shapes = {"q": heads, "k": heads // case.group, "v": heads // case.group, "do": heads}
-    arrays = {name: generator.standard_normal((h, n, HEAD_DIM)).astype(case.dtype) for name, h in shapes.items()}
-    options = {"enable_gqa": case.group > 1, **case.options(n)}
+    problem = {name: generator.standard_normal((h, n, HEAD_DIM)).astype(case.dtype) for name, h in shapes.items()}
+    problem |= {"enable_gqa": case.group > 1, **case.options(n)}
     if case.bias:
-        options["bias"] = generator.standard_normal((heads, 1, n)).astype(case.dtype)
-    return {**arrays, **options}
-
-
-def _calls(problem, device):
-    """Return two functions of no argument: forward, and backward of a forward's result."""
-    problem = {key: device.put(value) if isinstance(value, np.ndarray) else value for key, value in problem.items()}
-    q, k, v, do = (problem.pop(name) for name in ("q", "k", "v", "do"))
-    state = STATE if "dropout_p" in problem else None
+        problem["bias"] = generator.standard_normal((heads, 1, n)).astype(case.dtype)
+    there = {name: device.put(value) if isinstance(value, np.ndarray) else value for name, value in problem.items()}
+    q, k, v, do = (there.pop(name) for name in shapes)
     return (
-        lambda: cuattn.forward(q, k, v, rng=state, **problem),
-        lambda fwd: cuattn.backward(do, q, k, v, fwd, **problem),
+        problem,
+        lambda: cuattn.forward(q, k, v, rng=STATE, **there),
+        lambda fwd: cuattn.backward(do, q, k, v, fwd, **there),
     )
 
 
-def _visible(problem, n):
+def _visible(problem):
     """Return what the mask, causality and the window let through together, (n, n) booleans."""
+    n = problem["q"].shape[1]
     i, j = np.ogrid[:n, :n]
-    visible = problem["mask"].dense() if "mask" in problem else np.ones((n, n), bool)
-    if problem.get("is_causal"):
-        visible = visible & (j <= i)
-    if "window" in problem:
-        left, right = problem["window"]
-        visible = visible & (i - left <= j) & (j <= i + right)
-    return visible
+    left, right = problem.get("window", (n, 0 if problem.get("is_causal") else n))
+    visible = (i - left <= j) & (j <= i + right)
+    return visible & problem["mask"].dense() if "mask" in problem else visible
 
 
 def _textbook(problem, low):
     """Return the textbook's results by name: exact (low=None), or with every step rounded to `low`."""
     heads, n, _ = problem["q"].shape
-    options = {"visible": _visible(problem, n), "bias": problem.get("bias"), "softcap": problem.get("softcap")}
-    if "dropout_p" in problem:
-        level = rng.threshold(problem["dropout_p"])
-        options["keep"] = np.stack([rng.keep(STATE, level, head, (0, n), (0, n)) for head in range(heads)])
-        options["keep_scale"] = rng.LEVELS / (rng.LEVELS - level)
-    solution = textbook.solve(*(problem[name] for name in ("q", "k", "v", "do")), low=low, **options)
-    with np.errstate(divide="ignore"):
-        return {**solution._asdict(), "lse": solution.m + np.log(solution.l)}
+    level = rng.threshold(problem.get("dropout_p", 0))
+    solution = textbook.solve(
+        *(problem[name] for name in ("q", "k", "v", "do")),
+        visible=_visible(problem),
+        keep=np.stack([rng.keep(STATE, level, head, (0, n), (0, n)) for head in range(heads)]),
+        keep_scale=rng.LEVELS / (rng.LEVELS - level),
+        bias=problem.get("bias"),
+        softcap=problem.get("softcap"),
+        low=low,
+    )
+    return {**solution._asdict(), "lse": solution.m + np.log(solution.l)}
 
 
 def _worst(results, exact, rounded):
@@ -232,39 +224,25 @@ def _worst(results, exact, rounded):
     """
     rows = []
     for name, value in results.items():
-        finite = np.abs(exact[name][np.isfinite(exact[name])])
-        one_rounding = float(ml_dtypes.finfo(value.dtype).eps) * float(finite.max(initial=0))
+        one_rounding = float(ml_dtypes.finfo(value.dtype).eps) * float(np.abs(exact[name]).max())
         limit = 2 * _distance(rounded[name], exact[name]) + one_rounding
         error = _distance(value.astype(exact[name].dtype), exact[name])
-        rows.append((error / limit if limit else np.inf if error else 0.0, name, error, limit))
+        rows.append((error / limit, name, error, limit))
     return max(rows)[1:]
 
 
 def _distance(x, exact):
     """Return the largest absolute difference; infinity when one side is not a number."""
-    with np.errstate(invalid="ignore"):
-        difference = np.where(x == exact, 0, np.abs(x - exact))
-    return float(np.where(np.isnan(difference), np.inf, difference).max(initial=0))
+    return float(np.nan_to_num(np.abs(x - exact), nan=np.inf, posinf=np.inf).max())
 
 
 def _rates(case, device):
-    """Return the seconds and the floating-point operations of each direction at the size for rates."""
-    n = RATE_LENGTH[device.backend]
-    problem = _problem(case, RATE_HEADS, n)
-    forward, backward = _calls(problem, device)
+    """Return the milliseconds and the GFLOP/s of each direction, written out, at the size for rates."""
+    problem, forward, backward = _calls(case, RATE_HEADS, RATE_LENGTH[device.backend], device)
     fwd = forward()
-    seconds = {"forward": _time(forward, device), "backward": _time(lambda: backward(fwd), device)}
-    pairs = RATE_HEADS * np.count_nonzero(_visible(problem, n))
-    return seconds, {"forward": 4 * HEAD_DIM * pairs, "backward": 10 * HEAD_DIM * pairs}
-
-
-def _time(call, device):
-    """Return the least time of several calls, in seconds."""
-    best = float("inf")
-    for _ in range(REPEATS[device.backend] + 1):  # the first one may compile
-        device.synchronize()
-        start = time.perf_counter()
-        call()
-        device.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return best
+    pairs = RATE_HEADS * np.count_nonzero(_visible(problem))
+    rates = {}
+    for direction, call, products in (("forward", forward, 2), ("backward", lambda: backward(fwd), 5)):
+        seconds = min(timeit.repeat(lambda: device.finish(call()), number=1, repeat=REPEATS[device.backend]))  # noqa: B023
+        rates[direction] = f"{seconds * 1e3:.2f}", f"{2 * products * HEAD_DIM * pairs / seconds / 1e9:.1f}"
+    return rates

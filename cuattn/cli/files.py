@@ -1,8 +1,8 @@
 """Arrays in .npz files: bfloat16 travels as uint16, and a file appears complete or not at all."""
 
 import contextlib
+import math
 import os
-import pathlib
 import stat
 import tempfile
 import zipfile
@@ -20,9 +20,9 @@ NAMES = (*FLOATS, "mask", "dtype")
 
 
 class Archive:
-    """The arrays of a problem in an .npz file, known by shape and dtype before any is loaded.
+    """The arrays of a problem in an .npz file, described before they are loaded.
 
-    What a file unpacks to may be a thousand times its size, so shapes are checked first.
+    What a file unpacks to may be a thousand times its size, so shapes are to be checked first.
 
     Parameters
     ----------
@@ -33,10 +33,9 @@ class Archive:
 
     Attributes
     ----------
-    path : str
-        The file.
-    names : list of str
-        The entries but ``dtype``.
+    arrays : dict of str to numpy.ndarray
+        For each entry but ``dtype`` an array of its shape and dtype whose elements share one row of zeros.  Where
+        ``dtype`` says bfloat16, those of q, k, v, do and bias that hold 16-bit words are bfloat16.
 
     Raises
     ------
@@ -45,36 +44,32 @@ class Archive:
     """
 
     def __init__(self, path, required):
-        self.path = path
+        self._path = path
         with self._readable():
-            if not zipfile.is_zipfile(path):
-                with open(path, "rb"):
-                    raise ArgumentError(f"{path} is not an .npz file; expected what numpy.savez writes")
             self._zip = zipfile.ZipFile(path)
-            members = {info.filename.removesuffix(".npy"): info for info in self._zip.infolist()}
-            if unknown := [name for name in members if name not in NAMES]:
+            found = {info.filename.removesuffix(".npy"): info for info in self._zip.infolist()}
+            if unknown := [name for name in found if name not in NAMES]:
                 raise ArgumentError(f"{path} has entries {unknown}; expected only {', '.join(NAMES)}")
-            if missing := [name for name in required if name not in members]:
-                held = ", ".join(members) or "nothing"
+            if missing := [name for name in required if name not in found]:
+                held = ", ".join(found) or "nothing"
                 raise ArgumentError(f"{path} has no {' and no '.join(missing)}; it holds {held}")
-            self._headers = {name: self._header(name, info) for name, info in members.items()}
-        declared = self._declared()
-        self.names = [name for name in members if name != "dtype"]
-        self._dtypes = {name: self._dtype(name, declared) for name in self.names}
-
-    def stand_in(self, name):
-        """Return an array with the shape and dtype of an entry whose elements share one row of memory."""
-        shape, _ = self._headers[name]
-        dtype = self._dtypes[name]
-        row = np.zeros(shape[-1:], dtype)
-        return np.lib.stride_tricks.as_strided(row, shape, (*(0 for _ in shape[:-1]), *row.strides), writeable=False)
+            headers = {name: self._header(name, info) for name, info in found.items()}
+            declared = self._declared(*headers.pop("dtype")) if "dtype" in headers else None
+        self.arrays = {}
+        for name, (shape, stored) in headers.items():
+            row = np.zeros(shape[-1:], self._dtype(name, stored, declared))
+            strides = (*(0 for _ in shape[:-1]), *row.strides)
+            self.arrays[name] = np.lib.stride_tricks.as_strided(row, shape, strides, writeable=False)
 
     def load(self, name):
-        """Return an entry in this machine's byte order; where ``dtype`` says bfloat16, 16-bit words are bfloat16."""
+        """Return an entry in this machine's byte order."""
+        array = self._stored(name)
+        return array.astype(array.dtype.newbyteorder("="), copy=False).view(self.arrays[name].dtype)
+
+    def _stored(self, name):
+        """Return an entry as it is in the file."""
         with self._readable(), self._zip.open(f"{name}.npy") as file:
-            array = np.lib.format.read_array(file)
-        dtype = self._dtypes.get(name, array.dtype)
-        return array.astype(array.dtype.newbyteorder("="), copy=False).view(dtype)
+            return np.lib.format.read_array(file)
 
     @contextlib.contextmanager
     def _readable(self):
@@ -85,63 +80,49 @@ class Archive:
             raise
         except Exception as error:  # it may go wrong in zipfile, zlib, struct or NumPy's header parser
             text = " ".join(str(error).split()) if not isinstance(error, OSError) else error.strerror or str(error)
-            raise ArgumentError(f"{self.path} cannot be read: {text or type(error).__name__}") from error
+            raise ArgumentError(f"{self._path} cannot be read: {text or type(error).__name__}") from error
 
     def _header(self, name, info):
         """Return the shape and the dtype that an entry says it has, after comparing them with its size."""
         if not info.filename.endswith(".npy"):
-            raise ArgumentError(f"{self.path}: {name} is not an array")
+            raise ArgumentError(f"{self._path}: {name} is not an array")
         with self._zip.open(info) as file:
-            version = np.lib.format.read_magic(file)
-            parse = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = parse(file)
-            start = file.tell()
+            major, _ = np.lib.format.read_magic(file)
+            shape, _, dtype = getattr(np.lib.format, f"read_array_header_{min(major, 2)}_0")(file)
+            held = info.file_size - file.tell()
         if dtype.hasobject:
-            raise ArgumentError(f"{self.path}: {name} holds Python objects, which are never loaded")
-        size = dtype.itemsize * np.prod(shape, dtype=object)
-        if start + size != info.file_size:
-            held = f"{info.file_size - start} bytes"
-            raise ArgumentError(f"{self.path}: {name} holds {held}; expected {size} for {dtype} of shape {shape}")
+            raise ArgumentError(f"{self._path}: {name} holds Python objects, which are never loaded")
+        if held != (size := math.prod(shape) * dtype.itemsize):
+            raise ArgumentError(f"{self._path}: {name} holds {held} bytes; expected {size} for {dtype} {shape}")
         return shape, dtype
 
-    def _declared(self):
-        """Return the entry ``dtype`` as a string, None without it."""
-        if "dtype" not in self._headers:
-            return None
-        shape, dtype = self._headers["dtype"]
-        value = self.load("dtype").item() if np.prod(shape) == 1 and dtype.itemsize < 256 else None
-        name = value.decode("ascii", "replace") if isinstance(value, bytes) else value
-        if not isinstance(name, str):
-            raise ArgumentError(f"{self.path}: dtype is {dtype} of shape {shape}; expected one string, like 'bfloat16'")
-        return name
+    def _declared(self, shape, dtype):
+        """Return the entry ``dtype`` as a string."""
+        if math.prod(shape) != 1 or dtype.kind not in "SU" or dtype.itemsize > 256:
+            raise ArgumentError(f"{self._path}: dtype is {dtype} of shape {shape}; expected one string like 'bfloat16'")
+        return self._stored("dtype").astype(str).item()
 
-    def _dtype(self, name, declared):
+    def _dtype(self, name, stored, declared):
         """Return the dtype that an entry has once it is loaded."""
-        dtype = self._headers[name][1]
-        if name in FLOATS and dtype.itemsize == 2 and dtype.kind in "uV":  # V2: what numpy.savez makes of bfloat16
-            if declared != "bfloat16":
-                raise ArgumentError(
-                    f"{self.path}: {name} has dtype {dtype}; for bfloat16 stored as uint16, add an entry "
-                    f"dtype = 'bfloat16' (it is {declared!r})"
-                )
-            return BFLOAT16
-        if name in ("q", "k", "v", "do") and declared not in (None, dtype.name):
-            raise ArgumentError(f"{self.path}: {name} has dtype {dtype}, but the entry dtype says {declared!r}")
-        return dtype.newbyteorder("=")
+        if name in FLOATS and stored.itemsize == 2 and stored.kind in "uV":  # V2: what numpy.savez makes of bfloat16
+            if declared == "bfloat16":
+                return BFLOAT16
+            hint = "; for bfloat16 stored as uint16, add an entry dtype = 'bfloat16'"
+        elif name in ("bias", "mask") or declared in (None, stored.name):
+            return stored.newbyteorder("=")
+        else:
+            hint = ""
+        raise ArgumentError(f"{self._path}: {name} has dtype {stored}, but the entry dtype says {declared!r}{hint}")
 
 
 def check_output(path):
     """Raise where a file could not be written, before anything is computed."""
     found = _status(path)
-    folder = pathlib.Path(os.path.realpath(path)).parent
-    if found is None or stat.S_ISREG(found.st_mode):
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ArgumentError(f"--output {path} cannot be written; expected a file in an existing, writable folder")
-    elif stat.S_ISDIR(found.st_mode):
-        raise ArgumentError(f"--output {path} is a folder; expected a file")
     # Root may write anything, but whoever took all write permissions from a file wants to keep it.
-    if found is not None and not (os.access(path, os.W_OK) and found.st_mode & 0o222):
+    if found and not (os.access(path, os.W_OK) and found.st_mode & 0o222):
         raise ArgumentError(f"--output {path} is read-only; expected a file that may be replaced")
+    if os.path.isdir(path) or not (_special(found) or os.access(_folder(path), os.W_OK)):
+        raise ArgumentError(f"--output {path} cannot be written; expected a file in an existing, writable folder")
 
 
 def write(path, arrays):
@@ -151,25 +132,23 @@ def write(path, arrays):
     ----------
     path : str
         The file, named exactly so.  A device or a pipe is written into.
-    arrays : dict of str to (numpy.ndarray or None)
-        None is left out.  bfloat16 is stored as uint16, and then an entry ``dtype`` = "bfloat16" is added.
+    arrays : dict of str to numpy.ndarray
+        bfloat16 is stored as uint16, and then an entry ``dtype`` = "bfloat16" is added.
     """
-    stored = {name: np.asarray(array) for name, array in arrays.items() if array is not None}
-    if any(array.dtype == BFLOAT16 for array in stored.values()):
-        stored = {name: a.view(np.uint16) if a.dtype == BFLOAT16 else a for name, a in stored.items()}
+    stored = {name: array.view(np.uint16) if array.dtype == BFLOAT16 else array for name, array in arrays.items()}
+    if any(array.dtype == BFLOAT16 for array in arrays.values()):
         stored["dtype"] = np.array("bfloat16")
     found = _status(path)
-    if found is not None and not stat.S_ISREG(found.st_mode):
+    if _special(found):
         with open(path, "wb") as file:
             np.savez(file, **stored)
         return
-    target = pathlib.Path(os.path.realpath(path))
-    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".cuattn-", suffix=".tmp", delete=False) as file:
+    # Readable for nobody else until it is complete.
+    with tempfile.NamedTemporaryFile(dir=_folder(path), prefix=".cuattn-", delete=False) as file:
         try:
             np.savez(file, **stored)
-            file.close()
-            _keep_permissions(file.name, found)
-            os.replace(file.name, target)
+            os.chmod(file.name, stat.S_IMODE(found.st_mode) if found else 0o666 & ~_umask())
+            os.replace(file.name, os.path.realpath(path))
         except BaseException:
             os.unlink(file.name)
             raise
@@ -183,13 +162,17 @@ def _status(path):
         return None
 
 
-def _keep_permissions(path, found):
-    """Give a private file the permissions of the file that it will replace, or those of any new file."""
-    if found is None:
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(path, 0o666 & ~umask)
-        return
-    with contextlib.suppress(OSError, AttributeError):  # only root may give a file away
-        os.chown(path, found.st_uid, found.st_gid)
-    os.chmod(path, stat.S_IMODE(found.st_mode))
+def _special(found):
+    """Tell whether there is something other than a regular file."""
+    return found is not None and not stat.S_ISREG(found.st_mode)
+
+
+def _folder(path):
+    """Return the folder of the file that a path leads to."""
+    return os.path.dirname(os.path.realpath(path))
+
+
+def _umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -7,7 +7,7 @@ import numpy as np
 
 import cuattn
 from cuattn.cli import devices, files
-from cuattn.cli.mask_argument import build_mask
+from cuattn.cli.mask_argument import build_mask, literal
 from cuattn.errors import ArgumentError, ShapeError
 
 __all__ = ["run"]
@@ -32,15 +32,14 @@ def run(options):
     _check_shapes(archive, keywords)
     device = devices.pick(options.device, options.kernel)
     q, k, v = (device.put(archive.load(name)) for name in "qkv")
-    keywords |= {name: device.put(archive.load(name)) for name in ("bias", "mask") if name in archive.names}
+    keywords |= {name: device.put(archive.load(name)) for name in ("bias", "mask") if name in archive.arrays}
     print(f"computing on {device.backend} ({device.reason})", file=sys.stderr)
     start = time.perf_counter()
     fwd = cuattn.forward(q, k, v, rng=state, out_dtype=options.out_dtype, **keywords)
     results = {"o": fwd.o, "l": fwd.l, "m": fwd.m}
     if options.backward:
-        do = archive.stand_in("do")
-        if do.shape != fwd.o.shape:
-            raise ShapeError(f"do has shape {do.shape}; expected {fwd.o.shape}, the shape of o")
+        if archive.arrays["do"].shape != fwd.o.shape:
+            raise ShapeError(f"do has shape {archive.arrays['do'].shape}; expected {fwd.o.shape}, the shape of o")
         do = device.put(archive.load("do"))
         results |= cuattn.backward(do, q, k, v, fwd, deterministic=options.deterministic, **keywords)._asdict()
     results = {name: device.fetch(array) for name, array in results.items() if array is not None}
@@ -57,45 +56,19 @@ def _keywords(options, archive):
     """Return the keyword arguments that forward and backward share, but for arrays."""
     mask = None
     if options.mask is not None:
-        if "mask" in archive.names:
+        if "mask" in archive.arrays:
             raise ArgumentError(f"--mask {options.mask[0]} is given and {options.input} has a mask; expected one mask")
-        shapes = [archive.stand_in(name).shape for name in "qk"]
+        shapes = [archive.arrays[name].shape for name in "qk"]
         mask = build_mask(options.mask, *(shape[-2] if len(shape) >= 2 else 0 for shape in shapes))
-    return {
-        "mask": mask,
-        "is_causal": options.causal,
-        "window": _window(options.window),
-        "scale": options.scale,
-        "softcap": options.softcap,
-        "dropout_p": options.dropout_p,
-        "enable_gqa": options.enable_gqa,
-        "precision": options.precision,
-        "kernel": options.kernel,
-    }
+    window = options.window and tuple(literal("--window", word) for word in options.window)
+    names = "is_causal", "scale", "softcap", "dropout_p", "enable_gqa", "precision", "kernel"
+    return {"mask": mask, "window": window, **{name: getattr(options, name) for name in names}}
 
 
 def _check_shapes(archive, keywords):
     """Raise what the API raises for arrays that do not fit together, before they take memory."""
-    arrays = {name: archive.stand_in(name) for name in archive.names if name != "do"}
+    arrays = {name: array for name, array in archive.arrays.items() if name != "do"}
     cuattn.plan(arrays.pop("q"), arrays.pop("k"), arrays.pop("v"), **{**keywords, "kernel": None, **arrays})
-
-
-def _window(words):
-    """Return the window that the command line gives."""
-    if words is None:
-        return None
-    sides = [_side(word) for word in words[:2]]
-    return (*sides, *words[2:])
-
-
-def _side(word):
-    """Return one side of a window."""
-    if word.lower() == "none":
-        return None
-    try:
-        return int(word)
-    except ValueError:
-        raise ArgumentError(f"--window has a side {word!r}; expected an integer >= 0, or none") from None
 
 
 def _state(options):
