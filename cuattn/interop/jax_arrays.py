@@ -5,7 +5,7 @@ import sys
 import numpy as np
 
 from cuattn.errors import DtypeError, UnsupportedError
-from cuattn.interop.home import device_array_module
+from cuattn.interop.origin import device_array_module
 from cuattn.interop.native import OnCuPy
 
 __all__ = ["Jax"]
