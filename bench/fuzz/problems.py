@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 import cuattn
-from bench.fuzz import masking
+from bench.fuzz import masking, sharding
 from cuattn import rng as contract
 
 __all__ = ["Problem", "Variant", "draw_problem", "draw_variant"]
@@ -25,6 +25,8 @@ DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.floa
 WORK = 6e6  # multiplications of one product of a problem, at most; a hundredth of it in long double
 LENGTHS = ((0.02, 0, 1), (0.08, 1, 2), (0.30, 2, 20), (0.40, 20, 80), (0.17, 80, 200), (0.03, 200, 600))
 BIAS_KINDS = ("matrix", "row", "column", "scalar", "whole", "heads", "padding", "holes")
+COMPILED_CHECKS = {"deterministic": 0.25, "shards": 0.2, "dlse": 0.15, "gradients in out_dtype": 0.5}
+CHECKS = {"attention": 0.15, "twice": 0.15, "boolean": 0.2, "out": 0.15, "plan": 0.03}
 VALUES = ("normal", "normal", "normal", "normal", "large", "tiny", "constant", "saturated", "zero")
 
 
@@ -43,6 +45,7 @@ class Variant:
     dropout_p: float = 0.0
     out_dtype: np.dtype | None = None
     precision: str | None = None
+    checks: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -55,10 +58,12 @@ class Problem:
     v: np.ndarray
     do: np.ndarray
     bias: np.ndarray | None = None
+    dlse: np.ndarray | None = None
     mask: Any = None
     visible: np.ndarray | None = None
     options: dict[str, Any] = field(default_factory=dict)
     layouts: dict[str, str] = field(default_factory=dict)
+    plan: sharding.Plan | None = None
     poison: float | None = None
     checks: set[str] = field(default_factory=set)
     features: set[str] = field(default_factory=set)
@@ -107,6 +112,7 @@ def draw_variant(rng: np.random.Generator) -> Variant:
         dropout_p=float(rng.choice((0.1, 0.5, 0.9, 2e-5))) if rng.random() < 0.25 else 0.0,
         out_dtype=np.dtype(np.float32) if dtype != np.float64 and rng.random() < 0.15 else None,
         precision="tf32" if dtype == np.float32 and rng.random() < 0.03 else None,
+        checks=frozenset(name for name, share in COMPILED_CHECKS.items() if rng.random() < share),
     )
 
 
@@ -237,11 +243,17 @@ def _draw_presentation(problem: Problem, rng: np.random.Generator) -> None:
     for name in ("q", "k", "v", "do", "bias", "mask"):
         x = getattr(problem, name)
         if isinstance(x, np.ndarray) and rng.random() < 0.25:
-            kind = str(rng.choice(("swapped", "negative", "step", "fortran", "unaligned")))
+            kind = str(rng.choice(("swapped", "negative", "step", "fortran", "unaligned", "spread")))
+            if kind == "spread" and x.ndim > 2 and name != "mask":
+                x[...] = x[..., :1, :, :]
             problem.layouts[name] = kind
             problem.features.add(f"strides {kind}")
     if rng.random() < 0.3:
         problem.poison = float(rng.choice((np.nan, np.inf, -np.inf)))
-    for name, share in (("attention", 0.15), ("twice", 0.15), ("deterministic", 0.2), ("boolean", 0.15)):
-        if rng.random() < share:
-            problem.checks.add(name)
+    problem.checks = {*problem.variant.checks, *(name for name, share in CHECKS.items() if rng.random() < share)}
+    problem.features.update(problem.checks - {"gradients in out_dtype"})
+    if "dlse" in problem.checks:
+        dtype = np.float64 if problem.variant.dtype == np.float64 else np.float32
+        problem.dlse = rng.standard_normal(problem.do.shape[:-1]).astype(dtype)
+    if "shards" in problem.checks:
+        problem.plan = sharding.draw_plan(problem, rng)

@@ -11,15 +11,12 @@ from typing import Any
 import numpy as np
 
 import cuattn
-from bench.fuzz import judge
+from bench.fuzz import judge, sharding
 from bench.fuzz.problems import Problem
 from cuattn.errors import UnsupportedError
 from cuattn.reference import textbook
 
 __all__ = ["Outcome", "Target", "run"]
-
-FORWARD = frozenset(inspect.signature(cuattn.forward).parameters)
-BACKWARD = frozenset(inspect.signature(cuattn.backward).parameters)
 
 
 @dataclass
@@ -67,7 +64,7 @@ class _Run:
     def __init__(self, problem: Problem, target: Target, outcome: Outcome) -> None:
         self.problem, self.target, self.outcome, self.xp = problem, target, outcome, target.xp
         xp = self.xp
-        self.clean = {name: target.put(getattr(problem, name)) for name in ("q", "k", "v", "do", "bias")}
+        self.clean = {name: target.put(getattr(problem, name)) for name in ("q", "k", "v", "do", "bias", "dlse")}
         self.visible = target.put(problem.visible)
         given = self._poisoned()
         self.given = {
@@ -76,7 +73,9 @@ class _Run:
         mask = target.put(problem.mask)
         if "mask" in problem.layouts:
             mask = lay(xp, mask, problem.layouts["mask"])
-        self.options = {**problem.options, "mask": mask, "bias": self.given.pop("bias")}
+        self.bias, self.dlse = self.given.pop("bias"), self.given.pop("dlse")
+        self.options = {**problem.options, "mask": mask, "bias": self.bias}
+        self.grad_dtype = problem.variant.out_dtype if "gradients in out_dtype" in problem.checks else None
         if target.kernel is not None:
             self.options["kernel"] = target.kernel
 
@@ -106,14 +105,13 @@ class _Run:
         self._judge(("o", "l", "m"), fwd[:3])
         self._properties(fwd, reference)
         self._backward(fwd)
+        if self.problem.plan is not None:
+            self._parts(fwd)
 
     def _call(self, function: Any, *arrays: Any, **more: Any) -> Any:
         options = {**self.options, **more}
-        if function is cuattn.backward:
-            options = {name: value for name, value in options.items() if name in BACKWARD and name != "out_dtype"}
-        elif function is cuattn.attention:
-            options.pop("out_dtype", None)
-        return function(*arrays, **options)
+        taken = inspect.signature(function).parameters
+        return function(*arrays, **{name: value for name, value in options.items() if name in taken})
 
     def _forward(self) -> Any:
         g = self.given
@@ -129,7 +127,23 @@ class _Run:
             dense = self.target.put(self.problem.mask.dense())
             other = self._call(cuattn.forward, g["q"], g["k"], g["v"], mask=dense)
             self._same("ColumnMask and boolean", fwd[:3], other[:3])
+        if "out" in checks:
+            self._fills("forward", fwd[:3], cuattn.forward, g["q"], g["k"], g["v"])
+        if "plan" in checks:
+            str(self._call(cuattn.plan, g["q"], g["k"], g["v"]))
         return fwd
+
+    def _fills(self, name: str, known: Any, function: Any, *arrays: Any, **more: Any) -> None:
+        """Check that out= is filled with the same bits, whatever its strides, and returned."""
+        kinds = ("plain", "swapped", "negative", "step", "fortran", "unaligned")
+        out = [
+            None if x is None or n == len(name) % 5 else lay(self.xp, self.xp.zeros_like(x), kinds[(n + x.size) % 6])
+            for n, x in enumerate(known)
+        ]
+        found = self._call(function, *arrays, out=tuple(out[: 3 if known[-1] is None else None]), **more)
+        self._same(f"{name} with out=", known, found[: len(known)])
+        if not all(given is None or given is x for given, x in zip(out, found, strict=False)):
+            self.outcome.complaints.append((name, "out= is not what is returned"))
 
     def _reference(self, fwd: Any) -> textbook.Solution:
         c, problem = self.clean, self.problem
@@ -137,6 +151,7 @@ class _Run:
         self.spelled_out = {
             "visible": self.visible, "bias": c["bias"], "scale": problem.variant.scale,
             "softcap": problem.variant.softcap, "keep": self.target.put(keep), "keep_scale": factor,
+            "dlse": c["dlse"],
         }  # fmt: skip
         low = problem.variant.dtype
         operands = (c["q"], c["k"], c["v"], c["do"])
@@ -146,7 +161,7 @@ class _Run:
             self.rough = textbook.solve(*operands, **self.spelled_out, low=low)
         return self.exact
 
-    def _judge(self, names: Any, results: Any, tag: str = "") -> None:
+    def _judge(self, names: Any, results: Any, tag: str = "", dtype: Any = None) -> None:
         stats = np.dtype(np.float64 if self.problem.variant.dtype == np.float64 else np.float32)
         for name, actual in zip(names, results, strict=True):
             exact = getattr(self.exact, name)
@@ -154,7 +169,7 @@ class _Run:
                 if (actual is None) != (exact is None):
                     self.outcome.complaints.append((name + tag, f"is {actual!r}"))
                 continue
-            wanted = stats if name in ("l", "m") else self._dtype_of(name)
+            wanted = stats if name in ("l", "m") else dtype or self._dtype_of(name)
             if (actual.shape, actual.dtype) != (exact.shape, wanted):
                 message = f"{actual.dtype} {actual.shape}, expected {wanted} {exact.shape}"
                 self.outcome.complaints.append((name + tag, message))
@@ -173,7 +188,7 @@ class _Run:
         variant = self.problem.variant
         if name == "o":
             return variant.out_dtype or variant.dtype
-        return variant.bias if name == "dbias" else variant.dtype
+        return self.grad_dtype or (variant.bias if name == "dbias" else variant.dtype)
 
     def _properties(self, fwd: Any, exact: textbook.Solution) -> None:
         """Check what holds for scores of any size: 1 <= l <= the visible keys, and o lies among the values."""
@@ -182,21 +197,39 @@ class _Run:
         finite = xp.isfinite(exact.m)
         low, high = xp.where(finite, 1 - unit, 0), seen * (1 + unit)
         if fwd.l.size and not ((fwd.l >= low) & (fwd.l <= high) | xp.isnan(exact.l)).all():
-            self.outcome.complaints.append(("l", f"not in [1, visible keys]: {float(fwd.l.min())} {float(fwd.l.max())}"))
+            self.outcome.complaints.append(
+                ("l", f"not in [1, visible keys]: {float(fwd.l.min())} {float(fwd.l.max())}")
+            )
 
     def _backward(self, fwd: Any) -> None:
         g = self.given
         names, arrays = ("dq", "dk", "dv", "dbias"), (g["do"], g["q"], g["k"], g["v"])
-        self._judge(names, self._call(cuattn.backward, *arrays, fwd))
-        if "deterministic" in self.problem.checks:
-            first = self._call(cuattn.backward, *arrays, fwd, deterministic=True)
-            self._judge(names, first, " deterministic")
-            self._same("deterministic", first, self._call(cuattn.backward, *arrays, fwd, deterministic=True))
-            if "boolean" in self.problem.checks and isinstance(self.problem.mask, cuattn.ColumnMask):
-                if self.target.kernel != "sm90":
-                    dense = self.target.put(self.problem.mask.dense())
-                    other = self._call(cuattn.backward, *arrays, fwd, deterministic=True, mask=dense)
-                    self._same("gradients of ColumnMask and boolean", first, other)
+        more = {"out_dtype": self.grad_dtype, "dlse": self.dlse}
+        self._judge(names, self._call(cuattn.backward, *arrays, fwd, **more))
+        if "deterministic" not in self.problem.checks:
+            return
+        more["deterministic"] = True
+        first = self._call(cuattn.backward, *arrays, fwd, **more)
+        self._judge(names, first, " deterministic")
+        self._same("deterministic", first, self._call(cuattn.backward, *arrays, fwd, **more))
+        if "out" in self.problem.checks:
+            self._fills("backward", first, cuattn.backward, *arrays, fwd, **more)
+        if "boolean" in self.problem.checks and isinstance(self.problem.mask, cuattn.ColumnMask):
+            if self.target.kernel != "sm90":
+                dense = self.target.put(self.problem.mask.dense())
+                other = self._call(cuattn.backward, *arrays, fwd, **more, mask=dense)
+                self._same("gradients of ColumnMask and boolean", first, other)
+
+    def _parts(self, fwd: Any) -> None:
+        """Compute it in shards: merged, they are the whole."""
+        given = {**self.given, "bias": self.bias, "dlse": self.dlse}
+        results, states = sharding.run_parts(
+            self.problem.plan, self.problem, given, self.options, self.exact, self.xp, self._call
+        )
+        sums = results["l"].dtype
+        self._judge(results, results.values(), " of shards", sums)
+        if states - {fwd.rng_state}:
+            self.outcome.complaints.append(("rng_state of shards", f"{states}, expected {fwd.rng_state}"))
 
     def _same(self, name: str, first: Any, second: Any) -> None:
         for a, b in zip(first, second, strict=True):
@@ -210,18 +243,22 @@ class _Run:
 
 def lay(xp: Any, x: Any, kind: str) -> Any:
     """Return the same array with other strides."""
-    if kind == "swapped" and x.ndim > 2:
-        return xp.ascontiguousarray(x.swapaxes(-3, -2)).swapaxes(-3, -2)
-    if kind == "negative":
-        return xp.ascontiguousarray(x[..., ::-1, :])[..., ::-1, :]
-    if kind == "step":
-        wide = xp.ones((*x.shape[:-2], 2 * x.shape[-2], x.shape[-1]), x.dtype)
-        wide[..., ::2, :] = x
-        return wide[..., ::2, :]
     if kind == "fortran":
         return xp.asfortranarray(x)
     if kind == "unaligned":
         flat = xp.empty(x.size + 1, x.dtype)[1:]
         flat[:] = x.reshape(-1)
         return flat.reshape(x.shape)
+    if x.ndim < 2 or not x.size:
+        return x
+    if kind == "negative":
+        return xp.ascontiguousarray(x[..., ::-1, :])[..., ::-1, :]
+    if kind == "step":
+        wide = xp.ones((*x.shape[:-2], 2 * x.shape[-2], x.shape[-1]), x.dtype)
+        wide[..., ::2, :] = x
+        return wide[..., ::2, :]
+    if kind == "swapped" and x.ndim > 2:
+        return xp.ascontiguousarray(x.swapaxes(-3, -2)).swapaxes(-3, -2)
+    if kind == "spread" and x.ndim > 2 and bool((x == x[..., :1, :, :]).all()):
+        return xp.broadcast_to(x[..., :1, :, :], x.shape)
     return x
