@@ -9,7 +9,8 @@ and S'_i = sum_j p_ij S_ij, where A_ij = |do_i| . |v_j| with dropout's factor, a
     m      S at the maximum                       l      l (1 + S' + S at the maximum)
     p      E = p (1 + S + S')                     o      sum_j E z |v|
     dp     A                                      D      sum_j E A
-    ds     E |dp - D| + p (A + dD)                dq     |scale| sum_j (dds + |ds|) |k|, dk likewise; dv = sum_i E z |do|
+    ds     E |dp - D| + p (A + dD)                dq     |scale| sum_j (dds + |ds|) |k|, dk likewise
+                                                  dv     sum_i E z |do|
 
 all times eps of the sums' precision; and, for 16-bit inputs, times eps of that: p |v| and p |do| (P is rounded before
 it is multiplied), |do . o| in D (o was rounded), |ds| |k| and |ds| |q| (so was dS).

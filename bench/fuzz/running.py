@@ -123,7 +123,7 @@ class _Run:
             self._same("forward twice", fwd[:3], self._call(cuattn.forward, g["q"], g["k"], g["v"])[:3])
         if "attention" in checks and self.problem.variant.out_dtype is None:
             self._same("attention and forward", fwd[:1], [self._call(cuattn.attention, g["q"], g["k"], g["v"])])
-        if "boolean" in checks and isinstance(self.problem.mask, cuattn.ColumnMask) and self.target.kernel != "sm90":
+        if self._has_boolean_twin():
             dense = self.target.put(self.problem.mask.dense())
             other = self._call(cuattn.forward, g["q"], g["k"], g["v"], mask=dense)
             self._same("ColumnMask and boolean", fwd[:3], other[:3])
@@ -214,11 +214,15 @@ class _Run:
         self._same("deterministic", first, self._call(cuattn.backward, *arrays, fwd, **more))
         if "out" in self.problem.checks:
             self._fills("backward", first, cuattn.backward, *arrays, fwd, **more)
-        if "boolean" in self.problem.checks and isinstance(self.problem.mask, cuattn.ColumnMask):
-            if self.target.kernel != "sm90":
-                dense = self.target.put(self.problem.mask.dense())
-                other = self._call(cuattn.backward, *arrays, fwd, **more, mask=dense)
-                self._same("gradients of ColumnMask and boolean", first, other)
+        if self._has_boolean_twin():
+            dense = self.target.put(self.problem.mask.dense())
+            other = self._call(cuattn.backward, *arrays, fwd, **more, mask=dense)
+            self._same("gradients of ColumnMask and boolean", first, other)
+
+    def _has_boolean_twin(self) -> bool:
+        """Whether the same mask as a boolean array must give the same bits; on a GPU, by a kernel that takes both."""
+        own = "boolean" in self.problem.checks and isinstance(self.problem.mask, cuattn.ColumnMask)
+        return own and (self.target.device == "cpu" or self.target.kernel == "sm80")
 
     def _parts(self, fwd: Any) -> None:
         """Compute it in shards: merged, they are the whole."""

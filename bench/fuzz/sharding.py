@@ -204,6 +204,5 @@ def _place(x: Any, lead: tuple[slice, ...], rows: Any) -> tuple[Any, ...]:
 
 def _add_bias(xp: Any, total: Any, part: Any, lead: tuple[slice, ...], i: Any, j: Any) -> None:
     view = total[_where_long(total.shape[:-2], lead)]
-    at_i = i if view.shape[-2] > 1 or len(i) == view.shape[-2] else xp.zeros(1, int)
-    at_j = j if view.shape[-1] > 1 or len(j) == view.shape[-1] else xp.zeros(1, int)
-    view[..., at_i[:, None], at_j] += part
+    i, j = (at if n > 1 else xp.zeros(1, int) for at, n in zip((i, j), view.shape[-2:], strict=True))
+    view[..., i[:, None], j] += part
