@@ -98,7 +98,7 @@ def draw_variant(rng: np.random.Generator) -> Variant:
     kinds = ("none", "boolean", "column", "constructor", "block", "and")
     mask = str(rng.choice(kinds, p=(0.4, 0.12, 0.14, 0.14, 0.1, 0.1)))
     band = str(rng.choice(("none", "causal", "left", "right", "window"), p=(0.55, 0.2, 0.05, 0.05, 0.15)))
-    bias = None if rng.random() < 0.7 else dtype if rng.random() < 0.5 or dtype == np.float64 else np.dtype(np.float32)
+    bias = None if rng.random() < 0.7 else dtype if rng.random() < 0.5 else np.dtype(np.float32)
     scales = (0.3, -0.2, 0.0, 1.0, 1e-6, 4.0)
     return Variant(
         dtype,

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 import cuattn
-from bench.fuzz import judge, sharding
+from bench.fuzz import sharding
 from bench.fuzz.problems import Problem
 from cuattn.errors import UnsupportedError
-from cuattn.reference import textbook
+from cuattn.reference.textbook import Solution, sum_heads
+from tests import oracle
+from tests.tolerances import judge
 
 __all__ = ["Outcome", "Target", "run"]
 
@@ -95,7 +97,7 @@ class _Run:
         rows, keys = seen.any(-1)[..., None].astype(np.int32), seen.any(-2)[..., None].astype(np.int32)
         for name, alive in (("q", rows), ("do", rows), ("k", keys), ("v", keys)):
             x = arrays[name]
-            hidden = textbook._sum_heads(alive, (*x.shape[:-1], 1)) == 0
+            hidden = sum_heads(alive, (*x.shape[:-1], 1)) == 0
             arrays[name] = xp.where(hidden, xp.asarray(poison).astype(x.dtype), x)
         return arrays
 
@@ -145,7 +147,7 @@ class _Run:
         if not all(given is None or given is x for given, x in zip(out, found, strict=False)):
             self.outcome.complaints.append((name, "out= is not what is returned"))
 
-    def _reference(self, fwd: Any) -> textbook.Solution:
+    def _reference(self, fwd: Any) -> Solution:
         c, problem = self.clean, self.problem
         keep, factor = problem.keep(fwd.rng_state)
         self.spelled_out = {
@@ -153,12 +155,11 @@ class _Run:
             "softcap": problem.variant.softcap, "keep": self.target.put(keep), "keep_scale": factor,
             "dlse": c["dlse"],
         }  # fmt: skip
-        low = problem.variant.dtype
         operands = (c["q"], c["k"], c["v"], c["do"])
-        self.exact = textbook.solve(*operands, **self.spelled_out)
         with np.errstate(all="ignore"):
-            self.floors = judge.floors(self.exact, *operands, self.xp, self.spelled_out)
-            self.rough = textbook.solve(*operands, **self.spelled_out, low=low)
+            self.exact = oracle.solve(*operands, **self.spelled_out)
+            self.floors = oracle.floors(self.exact, *operands, **self.spelled_out)
+            self.rough = oracle.solve(*operands, **self.spelled_out, dtype=problem.variant.dtype)
         return self.exact
 
     def _judge(self, names: Any, results: Any, tag: str = "", dtype: Any = None) -> None:
@@ -174,9 +175,8 @@ class _Run:
                 message = f"{actual.dtype} {actual.shape}, expected {wanted} {exact.shape}"
                 self.outcome.complaints.append((name + tag, message))
                 continue
-            low = stats if name in ("l", "m") else self.problem.variant.dtype
-            rough = None if name in ("l", "m") and low != self.problem.variant.dtype else getattr(self.rough, name)
-            verdict = judge.judge(name, actual, exact, rough, self.floors[name], low, self.xp)
+            dtype_in = self.problem.variant.dtype
+            verdict = judge(name, actual, exact, getattr(self.rough, name), self.floors[name], dtype_in)
             self.outcome.worst[name] = max(self.outcome.worst.get(name, 0.0), verdict.share)
             if verdict.plain > 1 >= verdict.share:
                 self.outcome.plain.append(name)
@@ -190,7 +190,7 @@ class _Run:
             return variant.out_dtype or variant.dtype
         return self.grad_dtype or (variant.bias if name == "dbias" else variant.dtype)
 
-    def _properties(self, fwd: Any, exact: textbook.Solution) -> None:
+    def _properties(self, fwd: Any, exact: Solution) -> None:
         """Check what holds for scores of any size: 1 <= l <= the visible keys, and o lies among the values."""
         xp, unit = self.xp, 2.0**-10
         seen = (exact.s > -np.inf).sum(-1)
