@@ -5,7 +5,7 @@ A family is a set of kernels for some GPUs.  What ``kernel=`` accepts, the choic
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from cuattn.cuda import sm80, sm90
@@ -26,7 +26,10 @@ class Kernels(Protocol):
     """
 
     def unsupported_reason(self, problem: Problem, operands: Operands, masks: Sequence[Any]) -> str | None:
-        """Say why the family does not do a call, or None; where another family is quicker, if the caller lets us choose."""
+        """Say why the family does not do a call, or return None.
+
+        That another one would be quicker is a reason unless `problem.kernel` names this one.
+        """
 
     def plan(self, problem: Problem, operands: Operands, masks: Sequence[Any]) -> Plan:
         """Return the plan of a call that it does."""

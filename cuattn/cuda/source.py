@@ -5,8 +5,8 @@ marks so that compiler messages name the file that was written).  The text is th
 compile cache, and no include path leads to our own files.
 
 In front stands the prologue, ``namespace cfg { ... }``: a Python ``bool``, ``int`` or ``float`` becomes a
-``constexpr`` of that type, a ``str`` a type alias.  Kernels branch on it with ``if constexpr``; :mod:`cuattn.cuda.constants`
-lists the names.
+``constexpr`` of that type, a ``str`` a type alias.  Kernels branch on it with ``if constexpr``;
+:mod:`cuattn.cuda.constants` lists the names.
 """
 
 import functools

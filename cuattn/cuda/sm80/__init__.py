@@ -1,7 +1,7 @@
 """The portable kernels: any GPU from compute capability 8.0 on."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from cuattn.cuda.sm80 import backward, forward
 from cuattn.problem import Problem
@@ -13,7 +13,7 @@ class _Portable:
     """The family; it takes masks as they are: a column mask must give the bits that its boolean twin gives."""
 
     name = "sm80"
-    operations = {"forward": forward, "backward": backward}
+    operations: ClassVar = {"forward": forward, "backward": backward}
 
     def simplify(self, problem: Problem, masks: Sequence[Any]) -> tuple[Problem, Sequence[Any]]:
         return problem, masks

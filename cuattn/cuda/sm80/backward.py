@@ -13,7 +13,7 @@ from cuattn.cuda.constants import Constants
 from cuattn.cuda.device import Device, device_of
 from cuattn.cuda.params import BATCH_AXES
 from cuattn.cuda.sequence import Array, LaunchSequence
-from cuattn.cuda.sm80.backward_plan import STAT_ROWS, Cut, backward_plan, cut, is_sum, shared_bytes, shared_keys
+from cuattn.cuda.sm80.backward_plan import STAT_ROWS, backward_plan, cut, is_sum, shared_bytes, shared_keys
 from cuattn.cuda.sm80.forward_plan import unsupported_reason as problem_reason
 from cuattn.cuda.sm80.tiles import BackwardTile
 from cuattn.io_model.sizes import cdiv

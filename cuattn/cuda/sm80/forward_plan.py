@@ -1,7 +1,6 @@
 """With which tiles and constants the portable kernel computes a forward on a device: pure functions, no CuPy."""
 
 import functools
-import math
 from typing import NamedTuple
 
 from cuattn.cuda.arguments import pad
@@ -13,7 +12,17 @@ from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
 from cuattn.problem import DTYPES, Problem, row_of
 
-__all__ = ["Cut", "Grid", "cut", "flush_tiles", "forward_plan", "grid_of", "length_reason", "tile_reason", "unsupported_reason"]
+__all__ = [
+    "Cut",
+    "Grid",
+    "cut",
+    "flush_tiles",
+    "forward_plan",
+    "grid_of",
+    "length_reason",
+    "tile_reason",
+    "unsupported_reason",
+]
 
 _MAX_LENGTH = 2**30  # rows and keys are counted in 32 bits, with room for the band's arithmetic
 _MAX_HEAD_DIM = 512

@@ -12,8 +12,8 @@ from cuattn.plans import Plan
 from cuattn.problem import DTYPES, Problem
 
 __all__ = [
-    "ARCH", "L2_SHARE", "REASON", "ROW_BYTES", "SLAB_COLUMNS", "WARPGROUP_ROWS", "Tile", "counts", "few_rows", "forward_plan",
-    "leaves_idle", "scaling", "unsupported_reason", "width_of",
+    "ARCH", "L2_SHARE", "REASON", "ROW_BYTES", "SLAB_COLUMNS", "WARPGROUP_ROWS", "Tile", "counts", "few_rows",
+    "forward_plan", "leaves_idle", "scaling", "unsupported_reason", "width_of",
 ]  # fmt: skip
 
 ARCH = "sm_90a"

@@ -152,9 +152,7 @@ def view_of(array: Any, axes: Axes, rank: int, box_rows: int) -> View:
     return View(shape, (batch, head, row), box_rows)
 
 
-def layout_reason(
-    problem: Problem, operands: dict[str, Any], masks: Sequence[Any], read: Iterable[str]
-) -> str | None:
+def layout_reason(problem: Problem, operands: dict[str, Any], masks: Sequence[Any], read: Iterable[str]) -> str | None:
     """Say why the arrays of a call cannot be described; `read` names those that the copy engine reads."""
     try:
         axes = Call(problem, operands, masks).axes
