@@ -53,6 +53,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.errors import ArgumentError, DtypeError
+from cuattn.io_model.sizes import cdiv
 
 __all__ = ["LEVELS", "ROUNDS", "RNGState", "draws", "keep", "philox4x32", "resolve", "threshold"]
 
@@ -295,10 +296,10 @@ def _words(state, b, rows, keys):
     if not 0 <= b < 1 << 32:
         raise ArgumentError(f"b = {b!r}: expected 0 <= b < 2**32")
     # The calls of a block: rows with bit 3 clear, keys with bits 0 and 3 clear.
-    first, last = i0 // _BLOCK, -(-i1 // _BLOCK)
+    first, last = i0 // _BLOCK, cdiv(i1, _BLOCK)
     i = _BLOCK * np.arange(first, last, dtype=np.uint64)[:, None] + np.arange(8, dtype=np.uint64)
     crop_rows = slice(i0 - _BLOCK * first, i1 - _BLOCK * first)
-    first, last = j0 // _BLOCK, -(-j1 // _BLOCK)
+    first, last = j0 // _BLOCK, cdiv(j1, _BLOCK)
     j = _BLOCK * np.arange(first, last, dtype=np.uint64)[:, None] + np.arange(0, 8, 2, dtype=np.uint64)
     crop_keys = slice(j0 - _BLOCK * first, j1 - _BLOCK * first)
     seed = state.seed
