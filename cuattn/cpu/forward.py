@@ -14,7 +14,7 @@ import numpy as np
 from cuattn.cpu.blocks import Blocks
 from cuattn.cpu.buffers import Shapes
 from cuattn.cpu.exponent import WINDOW, exponential, exponentiate, lowest, relative
-from cuattn.cpu.scores import LANES, Item, Rows, Task, Walk, selecting_product
+from cuattn.cpu.scores import LANES, Item, Rows, Task, Walk, longest_of, selecting_product
 from cuattn.cpu.tiles import Part, RowGroup
 from cuattn.problem import Problem
 
@@ -61,7 +61,7 @@ class ForwardWalk(Walk):
         self._m, self._reference = get("m", *size), get("reference", *size)
         queries = item.group.of_queries(self.task.operands["q"])[:, self.rows_of(item)]
         self._q.load(queries, self.task.factor)
-        self._bounded = self.task.bounded(item.group, queries)
+        self._bounded = self.task.bounded(longest_of(self._q.upright) * self.task.max_norm("k", item.group))
         self.kv.turn_to(item.group)
         self._attend(item, careful=False)
         if not np.isfinite(self._o).all():
@@ -104,7 +104,7 @@ class ForwardWalk(Walk):
         weighed = self.buffers.get("weighed", *s.shape[:2], 1 + part.count, *o.shape[2:])
         np.matmul(self._ones, s, weighed[:, :, 1:, -1:])
         if self.task.dropout is not None:
-            self.drop(item, row_group, part, s)  # line 14
+            self.drop(s, self.dropped(item, row_group, part))  # line 14
         for tile, slot, count in part.runs:
             place = tile % self.kv.values.shape[2]
             v, p = self.kv.values[:, :, place : place + count], s[:, :, slot : slot + count]

@@ -7,7 +7,7 @@ along which NumPy reduces whole registers of rows at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from cuattn.cpu.packed import PackedKV
 from cuattn.cpu.tiles import Part, RowGroup, TileMask, Visibility
 from cuattn.problem import Problem
 
-__all__ = ["LANES", "Item", "Rows", "Task", "Walk", "selecting_product"]
+__all__ = ["LANES", "Item", "Rows", "Task", "Walk", "longest_of", "selecting_product"]
 
 LANES = 16  # keys whose scores are compared at once; they divide every block of keys
 
@@ -32,7 +32,8 @@ class Item(NamedTuple):
     group: HeadGroup
     row_tile: int  # the first
     row_groups: tuple[RowGroup, ...]
-    turns: Any = None  # of a backward, at the sums that it adds to
+    line: tuple[int, ...] = ()  # of a backward: which items it shares sums with
+    numbers: tuple[int, ...] = ()  # and its turns at them: part by part, and at the end
 
 
 class Task:
@@ -45,27 +46,28 @@ class Task:
         self.problem, self.operands, self.dropout, self.blocks = problem, operands, dropout, blocks
         self.visibility = Visibility(problem, masks, blocks)
         self.factor = problem.scale / (problem.softcap or 1)
-        self._max_key_norms: dict[tuple, float] = {}
+        self._max_norms: dict[tuple, float] = {}
 
-    def max_key_norm(self, group: HeadGroup) -> float:
-        """Return the length of the longest key of some heads, or a little more; not finite where one is not."""
-        where = (*group.batch, group.kv_start)
-        if where not in self._max_key_norms:
-            keys = group.of_keys(self.operands["k"])
-            squares = np.vecdot(keys, keys, dtype=self.problem.stat_dtype)
-            self._max_key_norms[where] = longest(squares, keys.shape[-1])
-        return self._max_key_norms[where]
+    def max_norm(self, name: str, group: HeadGroup) -> float:
+        """Return the length of the longest key or value, "k" or "v", of some heads; not finite where one is not."""
+        where = (name, *group.batch, group.kv_start)
+        if where not in self._max_norms:
+            self._max_norms[where] = longest_of(group.of_keys(self.operands[name]), self.problem.stat_dtype)
+        return self._max_norms[where]
 
-    def bounded(self, group: HeadGroup, queries: np.ndarray) -> bool:
-        """Whether Cauchy and Schwarz tell that all scores of these rows are within the window around 0."""
+    def bounded(self, product: float) -> bool:
+        """Whether all scores are within the window around 0, given a bound of the products of scaled queries and keys.
+
+        Cauchy and Schwarz give such a bound; it is not finite where something is not.
+        """
         if "bias" in self.operands:
             return False
-        if self.problem.softcap is not None:
-            return self.problem.softcap <= WINDOW and math.isfinite(self._longest(queries) * self.max_key_norm(group))
-        return self._longest(queries) * abs(self.problem.scale) * self.max_key_norm(group) <= WINDOW
+        return product <= WINDOW if self.problem.softcap is None else product < math.inf and self.problem.softcap <= WINDOW
 
-    def _longest(self, queries: np.ndarray) -> float:
-        return longest(np.vecdot(queries, queries, dtype=self.problem.stat_dtype), queries.shape[-1])
+
+def longest_of(vectors: np.ndarray, dtype: np.dtype | None = None) -> float:
+    """Return the length of the longest of some vectors, or a little more."""
+    return longest(np.vecdot(vectors, vectors, dtype=dtype), vectors.shape[-1]) if vectors.size else 0.0
 
 
 class Rows:
@@ -157,18 +159,23 @@ class Walk:
             wide, tall = bias.shape[2] > 1, bias.shape[1] > 1
             yield tile, bias[:, rows if tall else slice(None), keys if wide else slice(None)].swapaxes(1, 2)
 
-    def drop(self, item: Item, row_group: RowGroup, part: Part, *arrays: np.ndarray) -> None:
-        """Set the dropped elements of arrays of a part's shape to 0: algorithm 2, line 14; algorithm 4, line 14."""
+    def dropped(self, item: Item, row_group: RowGroup, part: Part) -> Iterator[tuple[tuple, np.ndarray]]:
+        """Yield which elements dropout takes from a part: an index of tiles of it, and bool (keys, rows) of these."""
         size = self.blocks
         for row, (first, slot, count) in ((row, run) for row in range(row_group.count) for run in part.runs):
             tile = item.row_tile + row_group.start + row
             rows = slice(tile * size.rows, min((tile + 1) * size.rows, self.problem.n_queries))
             keys = slice(first * size.keys, min((first + count) * size.keys, self.problem.n_keys))
             for head in range(item.group.count):
-                dropped = ~self.task.dropout.kept(item.group.batch, item.group.start + head, rows, keys).T
-                for array in arrays:
-                    tiles = array[head, row, slot : slot + count].reshape(-1, array.shape[-1])
-                    np.copyto(tiles[: len(dropped), : dropped.shape[1]], 0, where=dropped)
+                kept = self.task.dropout.kept(item.group.batch, item.group.start + head, rows, keys)
+                yield (head, row, slice(slot, slot + count)), ~kept.T
+
+    @staticmethod
+    def drop(array: np.ndarray, dropped: Iterable[tuple[tuple, np.ndarray]]) -> None:
+        """Set the dropped elements of an array of a part's shape to 0."""
+        for index, which in dropped:
+            tiles = array[index].reshape(-1, array.shape[-1])
+            np.copyto(tiles[: len(which), : which.shape[1]], 0, where=which)
 
 
 def selecting_product(weights: np.ndarray, data: np.ndarray, out: np.ndarray) -> None:
