@@ -12,50 +12,22 @@ up with.  What a saturated softmax gives is then exact: its largest weight is ex
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from cuattn.cpu.blocks import Blocks
 from cuattn.cpu.buffers import Shapes
-from cuattn.cpu.exponent import WINDOW, exponential, exponentiate, relative
-from cuattn.cpu.heads import HeadGroup
+from cuattn.cpu.exponent import exponentiate, relative
 from cuattn.cpu.scores import Item, Rows, Task, Walk, longest_of, selecting_product
-from cuattn.cpu.sums import OrderedSum, add_to
+from cuattn.cpu.sums import OrderedSum, summed_to
 from cuattn.cpu.tiles import Part, RowGroup
+from cuattn.cpu.weights import RowWeights
 from cuattn.problem import Problem
 
-__all__ = ["END", "BackwardWalk", "RowWeights"]
+__all__ = ["END", "BackwardWalk"]
 
 END = -1  # what an item adds to when it ends, in place of a part's index
-
-
-class RowWeights:
-    """What the backward needs to know of rows, from the forward's results, (heads, rows) each.
-
-    Attributes
-    ----------
-    empty : bool ndarray
-        Rows that see nothing.
-    reference : ndarray
-        What scores are relative to.
-    weight : ndarray
-        What makes an exponential a probability; it multiplies do instead, and so everything that probabilities meet.
-    delta : ndarray
-        The weighted D of algorithm 4, line 19, less dlse.
-    """
-
-    def __init__(self, rows: Mapping[str, np.ndarray]) -> None:
-        do, o, l, m = (rows[name] for name in ("do", "o", "l", "m"))
-        self.empty = l == 0
-        self.reference = np.where(self.empty | (np.abs(m) <= WINDOW), 0, m)
-        relative_to = np.where(self.empty, 0, m - self.reference)
-        self.weight = np.where(self.empty, 0, 1 / (l * exponential(relative_to)))
-        self.delta = np.add.reduce(np.multiply(do, o, dtype=l.dtype), axis=-1)
-        if "dlse" in rows:
-            self.delta -= rows["dlse"]
-        self.delta *= self.weight
-        self.delta[self.empty] = 0
 
 
 class BackwardWalk(Walk):
@@ -121,7 +93,7 @@ class BackwardWalk(Walk):
             flat[:, values.shape[1] :] = 0
         self._dq = self.buffers.get("dq", *stack, problem.head_dim)
         self._dq.fill(0)
-        self._dbias = []  # sums over keys, which this item alone makes: (where they belong, sum)
+        self._dbias: np.ndarray | None = None  # sums over keys, which this item makes alone
         longest_q, longest_do = (longest_of(x.upright) for x in (self._q, self._do))
         k_norm, v_norm = (self.task.max_norm(name, group) for name in ("k", "v"))
         self._bounded = self.task.bounded(longest_q * k_norm) and not self._reference.any()
@@ -208,33 +180,29 @@ class BackwardWalk(Walk):
             dq += products[:, :, 0]
 
     def _add_bias(self, item: Item, row_group: RowGroup, part: Part, ds: np.ndarray) -> None:
-        """Add parts of dbias, or keep those that are sums over keys until the item ends."""
-        for part_of_ds, target in self.bias_of(self._totals["bias"], item, row_group, part, ds):
-            if target.shape[1] > 1 or self.problem.n_keys == 1:
-                add_to(target, part_of_ds)
-                continue
-            if not (self._dbias and self._dbias[-1][0] is row_group):
-                self._dbias.append((row_group, {}))
-            sums = self._dbias[-1][1]
-            key = target.__array_interface__["data"][0]
-            known = sums.setdefault(key, (target, np.zeros(target.shape, target.dtype)))
-            add_to(known[1], part_of_ds)
+        """Add parts of dbias; sums over keys are kept until the item ends."""
+        total = item.group.of_queries(self._totals["bias"])
+        if total.shape[2] == 1 < self.problem.n_keys:
+            if self._dbias is None:
+                self._dbias = np.zeros_like(total)
+            total = self._dbias
+        for part_of_ds, target in self.bias_of(total, item, row_group, part, ds):
+            target += summed_to(part_of_ds, target.shape, target.dtype)
 
     def _finish(self, item: Item, number: int) -> None:
         """Write dq, and add what the item alone has summed up."""
-        heads, count = len(self._dq), self.rows_of(item).stop - self.rows_of(item).start
-        dq = self._dq.reshape(heads, -1, self.problem.head_dim)[:, :count]
+        heads, rows = len(self._dq), self.rows_of(item)
+        dq = self._dq.reshape(heads, -1, self.problem.head_dim)[:, : rows.stop - rows.start]
         dq *= dq.dtype.type(self.task.factor)
-        target = item.group.of_queries(self._totals["q"])[:, self.rows_of(item)]
-        if not (self._shares_q or self._dbias):
+        target = item.group.of_queries(self._totals["q"])[:, rows]
+        if not self._shares_q:
             target[...] = dq
-            return
-        self._turns.wait((item.line, END), number)
-        if self._shares_q:
-            add_to(target, dq)
-        else:
-            target[...] = dq
-        for _, sums in self._dbias:
-            for into, part in sums.values():
-                into += part
-        self._turns.release((item.line, END))
+        if self._shares_q or "bias" in self._totals:
+            self._turns.wait((item.line, END), number)
+            if self._shares_q:
+                target += summed_to(dq, target.shape, target.dtype)
+            if self._dbias is not None:
+                total = item.group.of_queries(self._totals["bias"])
+                some = rows if total.shape[1] > 1 else slice(None)
+                total[:, some] += self._dbias[:, some]
+            self._turns.release((item.line, END))

@@ -1,78 +1,199 @@
-"""Running an operation: the choice between whole heads and tiles, and the work of all threads."""
+"""Running an operation: the choice between whole heads and tiles, the results, and the work of all threads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from cuattn.cpu import threads
-from cuattn.cpu.blocks import choose
+from cuattn.cpu.backward import END, BackwardWalk
+from cuattn.cpu.blocks import Blocks, choose
+from cuattn.cpu.direct import DirectBackward, DirectForward, batches, is_small, nanoseconds
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.forward import ForwardWalk
-from cuattn.cpu.heads import head_groups, shares_sums
+from cuattn.cpu.heads import HeadGroup, head_groups, shares_sums
+from cuattn.cpu.merge import merge
 from cuattn.cpu.scores import Item, Task
-from cuattn.cpu.backward import END, BackwardWalk
 from cuattn.cpu.sums import OrderedSum, total_like
 from cuattn.io_model.sizes import cdiv
-from cuattn.problem import Problem
+from cuattn.masks.bands import BandMask
+from cuattn.masks.interval_mask import join
+from cuattn.problem import Place, Problem
+from cuattn.rng import RNGState
 
-__all__ = ["plan", "run"]
+__all__ = ["Call", "run"]
 
 Arrays = Mapping[str, np.ndarray]
 
 
-def run(problem, operands, masks, state, place, out):
-    dropout = Dropout(problem, place, state) if problem.dropout else None
+def run(
+    problem: Problem, operands: Arrays, masks: Sequence[Any], state: RNGState | None, place: Place, out: Arrays
+) -> dict[str, np.ndarray]:
+    """Run an operation.
+
+    Parameters
+    ----------
+    problem : Problem
+        What to compute.
+    operands : dict of str to ndarray
+        Its arrays by name, on the host, aligned to len(batch) + 3 axes (l, m and dlse to one less).
+    masks : sequence of Mask
+        What hides elements; they combine by AND, and with the band.
+    state : RNGState or None
+        Of dropout.
+    place : Place
+        Where the problem stands in a whole one.
+    out : dict of str to ndarray
+        C-contiguous arrays for some of the results, or none.
+
+    Returns
+    -------
+    dict of str to ndarray
+        A forward's o and, if they are wanted, l and m: row sum of exp(s - m) and row maximum of the scores s; 0 and
+        -inf in empty rows, where o is 0.  A backward's dq, dk, dv and dbias.
+
+    Notes
+    -----
+    Bitwise reproducible, whatever the number of threads.  Extra memory is what :func:`plan` tells.
+
+    References
+    ----------
+    T. Dao et al., "FlashAttention", NeurIPS 2022, algorithms 2 and 4 with the loops exchanged, 1 and 3 if small.
+    """
+    if problem.operation == "merge":
+        return merge(operands, out)
+    results = _allocate(problem, operands, out)
+    if not problem.n_keys or 0 in problem.stat_shape:
+        for name, result in results.items():
+            result.fill(-np.inf if name == "m" else 0)
+        return results
+    call = Call(problem, operands, masks, place)
     if problem.operation == "forward":
-        results = {"o": np.empty(problem.o_shape, problem.out_dtype)}
-        if problem.statistics:
-            results["l"] = np.empty(problem.stat_shape, problem.stat_dtype)
-            results["m"] = np.empty(problem.stat_shape, problem.stat_dtype)
-        totals = results
-    else:
-        results = {"d" + name: np.empty(operands[name].shape, problem.grad_dtype(operands[name].dtype)) for name in ("q", "k", "v", "bias") if name in operands}
-        totals = {}
-        for name, result in results.items():
-            dtype = problem.stat_dtype
-            if name == "dbias" and 1 in result.shape[-2:]:
-                dtype = np.dtype(np.float64)
-            if name == "dq" and result.shape[:-2] == (*problem.batch, problem.heads):
-                totals["q"] = result
-            else:
-                totals[name[1:]] = total_like(result, dtype)
-    blocks = choose(problem, operands, masks)
-    task = Task(problem, operands, masks, dropout, blocks)
-    stacks = cdiv(blocks.row_tiles, blocks.stack)
-    turns = OrderedSum()
-    groups = list(head_groups(problem, blocks.heads))
-    shared = problem.operation == "backward" and shares_sums(problem, operands)
-    if shared:
-        groups = [[group for several in groups for group in several]]
-    sizes = [len(group) * stacks for group in groups]
-
-    def prepare(group, index):
-        heads, stack = divmod(index, stacks)
-        start = stack * blocks.stack
-        stop = min(start + blocks.stack, blocks.row_tiles)
-        group = groups[group][heads]
-        row_groups = task.visibility.groups(group.first, start, stop)
-        if problem.operation == "forward":
-            return Item(group, start, row_groups)
-        line = () if shared else (*group.batch, group.kv_start)
-        numbers = [turns.take_number((line, part.index)) for rg in row_groups for part in rg.steps]
-        return Item(group, start, row_groups, line, (*numbers, turns.take_number((line, END))))
-
-    count = threads.useful(sum(sizes), problem.instances * problem.n_queries * problem.n_keys)
-    make = (lambda: ForwardWalk(task, results)) if problem.operation == "forward" else (lambda: BackwardWalk(task, totals, turns))
-    threads.run(threads.Dispatcher(sizes), prepare, make, count, turns.abort)
-    if problem.operation != "forward":
-        for name, result in results.items():
-            if totals[name[1:]] is not result:
-                result[...] = totals[name[1:]]
+        call.run(state, place, results)
+        return results
+    totals = call.totals(results)
+    call.run(state, place, totals)
+    for name, result in results.items():
+        if totals[name[1:]] is not result:
+            result[...] = totals[name[1:]]
     return results
 
 
-def plan():
-    pass
+def _allocate(problem: Problem, operands: Arrays, out: Arrays) -> dict[str, np.ndarray]:
+    """Return the arrays of the results, by name."""
+    if problem.operation == "forward":
+        wanted = {"o": (problem.o_shape, problem.out_dtype)}
+        if problem.statistics:
+            wanted |= {name: (problem.stat_shape, problem.stat_dtype) for name in ("l", "m")}
+    else:
+        given = [name for name in ("q", "k", "v", "bias") if name in operands]
+        wanted = {f"d{name}": (operands[name].shape, problem.grad_dtype(operands[name].dtype)) for name in given}
+    return {name: out[name] if name in out else np.empty(*of) for name, of in wanted.items()}
+
+
+class Call:
+    """How a forward or a backward is to be computed, whatever its arrays hold.
+
+    Attributes
+    ----------
+    blocks : Blocks or None
+        Sizes of tiles; None where whole heads are computed.
+    workers : int
+        Threads.
+    """
+
+    def __init__(self, problem: Problem, operands: Arrays, masks: Sequence[Any], place: Place) -> None:
+        self.problem, self.operands = problem, operands
+        self.masks = visible_parts(problem, masks, place)
+        self.shares = problem.operation == "backward" and shares_sums(problem, operands)
+        self.blocks: Blocks | None = None
+        if is_small(problem):
+            self._batches = batches(problem)
+            self._sizes = [len(self._batches)]
+        else:
+            self.blocks = choose(problem, operands, self.masks)
+            groups = list(head_groups(problem, self.blocks.heads))
+            # What adds to common sums is handed out in one order.
+            self._groups = [[group for some in groups for group in some]] if self.shares else groups
+            self._stacks = cdiv(self.blocks.row_tiles, self.blocks.stack)
+            self._sizes = [len(group) * self._stacks for group in self._groups]
+        self.workers = threads.useful(sum(self._sizes), nanoseconds(problem))
+
+    def totals(self, results: Arrays) -> dict[str, np.ndarray]:
+        """Return what a backward's terms are added to, or written where there is one: the results if they can be."""
+        problem, totals = self.problem, {}
+        for name, result in results.items():
+            small = name == "dbias" and 1 in result.shape[-2:]  # sums of many terms that nearly cancel
+            owned = not self.shares if self.blocks is None else name == "dq" and not self._is_broadcast("q")
+            dtype = np.dtype(np.float64) if small else problem.stat_dtype
+            totals[name[1:]] = result if owned else total_like(result, dtype)
+        return totals
+
+    def _is_broadcast(self, name: str) -> bool:
+        return self.operands[name].shape[:-2] != (*self.problem.batch, self.problem.heads)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of each thread's buffers."""
+        forward = self.problem.operation == "forward"
+        if self.blocks is None:
+            return (DirectForward if forward else DirectBackward).shapes(self.problem)
+        return (ForwardWalk if forward else BackwardWalk).shapes(self.problem, self.operands, self.blocks)
+
+    def run(self, state: RNGState | None, place: Place, results: Arrays) -> None:
+        """Compute everything; results are as a forward's, or as :meth:`totals` gives them."""
+        dropout = Dropout(self.problem, place, state) if self.problem.dropout else None
+        turns = OrderedSum()
+        run = self._run_heads if self.blocks is None else self._run_tiles
+        prepare, make_worker = run(dropout, results, turns)
+        threads.run(threads.Dispatcher(self._sizes), prepare, make_worker, self.workers, turns.abort)
+
+    def _run_heads(self, dropout: Dropout | None, results: Arrays, turns: OrderedSum) -> tuple[Callable, Callable]:
+        common = self.problem, self.operands, self.masks, dropout, results
+        if self.problem.operation == "forward":
+            return lambda _, n: self._batches[n], lambda: DirectForward(*common)
+        shared = turns if self.shares else None
+        return lambda _, n: (self._batches[n], n), lambda: DirectBackward(*common, turns=shared)
+
+    def _run_tiles(self, dropout: Dropout | None, results: Arrays, turns: OrderedSum) -> tuple[Callable, Callable]:
+        task = Task(self.problem, self.operands, self.masks, dropout, self.blocks)
+        forward = self.problem.operation == "forward"
+
+        def prepare(group: int, index: int) -> Item:
+            heads, stack = divmod(index, self._stacks)
+            item = self._item(task, self._groups[group][heads], stack)
+            return item if forward else self._with_turns(item, turns)
+
+        return prepare, lambda: ForwardWalk(task, results) if forward else BackwardWalk(task, results, turns)
+
+    def _item(self, task: Task, heads: HeadGroup, stack: int) -> Item:
+        start = stack * self.blocks.stack
+        stop = min(start + self.blocks.stack, self.blocks.row_tiles)
+        return Item(heads, start, task.visibility.groups(heads.first, start, stop))
+
+    def _with_turns(self, item: Item, turns: OrderedSum) -> Item:
+        line = () if self.shares else (*item.group.batch, item.group.kv_start)
+        indices = [part.index for row_group in item.row_groups for part in row_group.steps]
+        return item._replace(line=line, numbers=tuple([turns.take_number((line, n)) for n in (*indices, END)]))
+
+    def mask_bytes(self) -> int:
+        """Return how much memory the element masks of partial tiles will take; visits the tiles."""
+        task = Task(self.problem, self.operands, self.masks, None, self.blocks)
+        for group in self._groups:
+            for heads in group:
+                for stack in range(self._stacks):
+                    self._item(task, heads, stack)
+                    if task.visibility.is_full:
+                        return task.visibility.mask_bytes
+        return task.visibility.mask_bytes
+
+
+def visible_parts(problem: Problem, masks: Sequence[Any], place: Place) -> tuple[Any, ...]:
+    """Return the masks of a problem with its band as one of them."""
+    band = problem.band
+    if band is None:
+        return join(masks)
+    return join((*masks, BandMask(problem.n_queries, problem.n_keys, band.left, band.right, band.offset + place.shift)))

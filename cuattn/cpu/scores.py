@@ -139,7 +139,7 @@ class Walk:
             self.tanh = np.tanh(s, out=self.buffers.get("tanh", *s.shape))
             np.multiply(self.tanh, self.problem.softcap, out=s)
         if "bias" in self.task.operands:
-            for tile, bias in self.bias_of(self.task.operands["bias"], item, row_group, part, s):
+            for tile, bias in self.bias_of(item.group.of_queries(self.task.operands["bias"]), item, row_group, part, s):
                 tile += bias
                 if careful:  # hidden even where the score itself is NaN
                     np.copyto(tile, -np.inf, where=bias == -np.inf)
@@ -148,8 +148,7 @@ class Walk:
     def bias_of(
         self, bias: np.ndarray, item: Item, row_group: RowGroup, part: Part, s: np.ndarray
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield (elements of scores, the bias's for them), (heads, keys, rows); the bias's axes may be 1."""
-        bias = item.group.of_queries(bias)
+        """Yield (elements of scores, those of a bias, (heads | 1, rows | 1, keys | 1), for them), (heads, keys, rows)."""
         for row, (first, slot, count) in ((row, run) for row in range(row_group.count) for run in part.runs):
             start = (item.row_tile + row_group.start + row) * self.blocks.rows
             rows = slice(start, min(start + self.blocks.rows, self.problem.n_queries))
@@ -178,7 +177,7 @@ class Walk:
             np.copyto(tiles[: len(which), : which.shape[1]], 0, where=which)
 
 
-def selecting_product(weights: np.ndarray, data: np.ndarray, out: np.ndarray) -> None:
+def selecting_product(weights: np.ndarray, data: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Compute weights @ data, where a weight of 0 takes nothing: not NaN, either, of infinite data or of NaN."""
     bad = ~np.isfinite(data)
     np.matmul(weights, np.where(bad, 0, data), out=out)
@@ -187,3 +186,4 @@ def selecting_product(weights: np.ndarray, data: np.ndarray, out: np.ndarray) ->
         count = np.matmul(np.abs(signs), bad.astype(out.dtype))
         net = np.matmul(signs, np.where(bad & ~np.isnan(data), np.sign(data), 0))
         out += np.where(count == 0, 0, np.where(np.abs(net) == count, np.copysign(np.inf, net), np.nan))
+    return out

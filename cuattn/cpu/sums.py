@@ -12,7 +12,7 @@ from collections.abc import Hashable
 
 import numpy as np
 
-__all__ = ["Aborted", "OrderedSum", "add_to", "total_like"]
+__all__ = ["Aborted", "OrderedSum", "summed_to", "total_like"]
 
 
 class Aborted(Exception):
@@ -67,7 +67,7 @@ def total_like(result: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return result
 
 
-def add_to(target: np.ndarray, part: np.ndarray) -> None:
-    """Add a part to a target of as many axes, summed over those in which the target has length 1."""
-    axes = tuple(axis for axis, n in enumerate(target.shape) if n == 1 and part.shape[axis] > 1)
-    target += part.sum(axis=axes, keepdims=True, dtype=target.dtype) if axes else part
+def summed_to(part: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return a part summed over the axes in which a shape of as many has length 1."""
+    axes = tuple([axis for axis, n in enumerate(shape) if n == 1 and part.shape[axis] > 1])
+    return part.sum(axis=axes, keepdims=True, dtype=dtype) if axes else part
