@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,11 +14,10 @@ from cuattn.cpu.direct import DirectBackward, DirectForward, batches, is_small, 
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.forward import ForwardWalk
 from cuattn.cpu.heads import HeadGroup, head_groups, shares_sums
-from cuattn.cpu.merge import merge
 from cuattn.cpu.scores import Item, Task
 from cuattn.cpu.sums import OrderedSum, total_like
 from cuattn.io_model.sizes import cdiv
-from cuattn.masks.bands import BandMask
+from cuattn.masks.band_mask import BandMask
 from cuattn.masks.interval_mask import join
 from cuattn.problem import Place, Problem
 from cuattn.rng import RNGState
@@ -64,8 +61,6 @@ def run(
     ----------
     T. Dao et al., "FlashAttention", NeurIPS 2022, algorithms 2 and 4 with the loops exchanged, 1 and 3 if small.
     """
-    if problem.operation == "merge":
-        return merge(operands, out)
     results = _allocate(problem, operands, out)
     if not problem.n_keys or 0 in problem.stat_shape:
         for name, result in results.items():
@@ -91,7 +86,8 @@ def _allocate(problem: Problem, operands: Arrays, out: Arrays) -> dict[str, np.n
             wanted |= {name: (problem.stat_shape, problem.stat_dtype) for name in ("l", "m")}
     else:
         given = [name for name in ("q", "k", "v", "bias") if name in operands]
-        wanted = {f"d{name}": (operands[name].shape, problem.grad_dtype(operands[name].dtype)) for name in given}
+        dtypes = dict.fromkeys("qkv", problem.out_dtype) | {"bias": problem.bias and problem.grad_dtype(problem.bias)}
+        wanted = {f"d{name}": (operands[name].shape, dtypes[name]) for name in given}
     return {name: out[name] if name in out else np.empty(*of) for name, of in wanted.items()}
 
 
@@ -124,14 +120,30 @@ class Call:
         self.workers = threads.useful(sum(self._sizes), nanoseconds(problem))
 
     def totals(self, results: Arrays) -> dict[str, np.ndarray]:
-        """Return what a backward's terms are added to, or written where there is one: the results if they can be."""
-        problem, totals = self.problem, {}
-        for name, result in results.items():
-            small = name == "dbias" and 1 in result.shape[-2:]  # sums of many terms that nearly cancel
-            owned = not self.shares if self.blocks is None else name == "dq" and not self._is_broadcast("q")
-            dtype = np.dtype(np.float64) if small else problem.stat_dtype
-            totals[name[1:]] = result if owned else total_like(result, dtype)
-        return totals
+        """Return what a backward's terms are added to, or written to where there is one: the results if they can be."""
+        return {
+            name[1:]: result if self._is_owned(name[1:]) else total_like(result, self._dtype_of_sum(name[1:]))
+            for name, result in results.items()
+        }
+
+    def _is_owned(self, name: str) -> bool:
+        """Whether each element of a gradient is one item's, which rounds it."""
+        return not self.shares if self.blocks is None else name == "q" and not self._is_broadcast("q")
+
+    def _dtype_of_sum(self, name: str) -> np.dtype:
+        """Return the dtype of a sum: of a bias that is broadcast, of many terms that nearly cancel."""
+        many = name == "bias" and 1 in self.operands["bias"].shape[-2:]
+        return np.dtype(np.float64) if many else self.problem.stat_dtype
+
+    def bytes_of_totals(self) -> int:
+        """Return the size of the sums of a backward that are not its results."""
+        size = 0
+        for name in ("q", "k", "v", "bias"):
+            if name in self.operands and not self._is_owned(name):
+                dtype = self._dtype_of_sum(name)
+                result = self.problem.out_dtype if name != "bias" else self.problem.grad_dtype(self.problem.bias)
+                size += self.operands[name].size * dtype.itemsize * (dtype != result)
+        return size
 
     def _is_broadcast(self, name: str) -> bool:
         return self.operands[name].shape[:-2] != (*self.problem.batch, self.problem.heads)
@@ -193,7 +205,7 @@ class Call:
 
 def visible_parts(problem: Problem, masks: Sequence[Any], place: Place) -> tuple[Any, ...]:
     """Return the masks of a problem with its band as one of them."""
-    band = problem.band
+    masks, band = [mask.bind(problem.n_queries, problem.n_keys) for mask in masks], problem.band
     if band is None:
         return join(masks)
     return join((*masks, BandMask(problem.n_queries, problem.n_keys, band.left, band.right, band.offset + place.shift)))

@@ -22,7 +22,7 @@ from cuattn.cpu.weights import RowWeights
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
 
-__all__ = ["DirectBackward", "DirectForward", "Index", "batches", "is_small"]
+__all__ = ["DirectBackward", "DirectForward", "Index", "batches", "is_small", "nanoseconds"]
 
 _SCORES = 1 << 17  # that are computed at a time: they stay in a second-level cache
 _MOST = 1 << 18  # scores of the query heads that read the same keys
@@ -41,13 +41,19 @@ def is_small(problem: Problem) -> bool:
     return rows * problem.n_keys <= (_MOST_OF_FEW if rows <= _FEW else _MOST)
 
 
+def nanoseconds(problem: Problem) -> float:
+    """Return how long a forward takes one thread, about."""
+    widths = problem.head_dim + problem.head_dim_v
+    scores = problem.group * problem.n_queries * problem.n_keys
+    of_head = scores * (1.5 + widths / 40) + problem.n_keys * widths / 3
+    return math.prod(problem.batch) * problem.kv_heads * of_head
+
+
 def batches(problem: Problem) -> list[Index]:
     """Cut a problem into batches of heads; nothing here depends on the number of threads, as sums may depend on this."""
     shape = *problem.batch, problem.kv_heads
     scores = problem.group * problem.n_queries * problem.n_keys
-    widths = problem.head_dim + problem.head_dim_v
-    nanoseconds = scores * (1.5 + widths / 40) + problem.n_keys * widths / 3  # of a head, about
-    most = max(1, int(min(_SCORES / scores, _NANOSECONDS / nanoseconds)))
+    most = max(1, int(min(_SCORES / scores, _NANOSECONDS * math.prod(shape) / nanoseconds(problem))))
     axis = len(shape) - 1  # which is cut; those behind it are whole
     while axis and math.prod(shape[axis:]) <= most:
         axis -= 1

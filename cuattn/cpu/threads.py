@@ -18,7 +18,7 @@ from threadpoolctl import ThreadpoolController
 
 __all__ = ["Dispatcher", "run", "single_threaded_blas", "useful", "worker_count"]
 
-_WORTHWHILE = 1 << 18  # scores that take a thread about as long to compute as to start
+_WORTHWHILE = 250_000  # nanoseconds of work for which a thread is worth its start
 
 _lock = threading.Lock()
 _depth = 0  # how many callers hold the BLAS library to one thread just now
@@ -44,9 +44,9 @@ def worker_count() -> int:
         return max((library.num_threads for library in _libraries()), default=_cores())
 
 
-def useful(items: int, scores: int) -> int:
-    """Return how many threads are worth their start for some items of work, of so many scores in all."""
-    most = min(items, scores // _WORTHWHILE)
+def useful(items: int, nanoseconds: float) -> int:
+    """Return how many threads are worth their start for some items of work, which take one so long."""
+    most = min(items, int(nanoseconds / _WORTHWHILE))
     return min(worker_count(), most) if most > 1 else 1
 
 

@@ -108,8 +108,17 @@ class Visibility:
         self._strips: dict[Hashable, list[_View]] = {}
         self._groups: dict[Hashable, tuple[RowGroup, ...]] = {}
         self._tile_masks: dict[Hashable, LazyTileMask] = {}
-        # How many may still be remembered.
-        self._left = MASK_BYTES // (2 * blocks.rows * blocks.keys * problem.stat_dtype.itemsize)
+        self._mask_bytes = 2 * blocks.rows * blocks.keys * problem.stat_dtype.itemsize
+
+    @property
+    def mask_bytes(self) -> int:
+        """How much memory the element masks take at most that are remembered."""
+        return len(self._tile_masks) * self._mask_bytes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more element masks are remembered."""
+        return self.mask_bytes + self._mask_bytes > MASK_BYTES
 
     def groups(self, head: tuple[int, ...], start: int, stop: int) -> tuple[RowGroup, ...]:
         """Return what some row tiles of a head see, grouped by those that see the same."""
@@ -170,10 +179,9 @@ class Visibility:
             known = self._tile_masks.get(key)
             if known is None:
                 make = partial(self._tile_mask, instances, row + start, tile)
-                known = LazyTileMask(make, keep=self._left > 0)
-                if self._left:
+                known = LazyTileMask(make, keep=not self.is_full)
+                if not self.is_full:
                     self._tile_masks[key] = known
-                    self._left -= 1
             found[row][tile] = known
         return found
 
