@@ -77,7 +77,9 @@ class BackwardWalk(Walk):
         """Load the rows: algorithm 4, line 10.  Those of empty rows are 0: nothing may depend on what they hold."""
         group, rows, problem = item.group, self.rows_of(item), self.problem
         operands = {
-            name: group.of_queries(x)[:, rows] for name, x in self.task.operands.items() if name not in ("k", "v", "bias")
+            name: group.of_queries(x)[:, rows]
+            for name, x in self.task.operands.items()
+            if name not in ("k", "v", "bias")
         }
         weights = RowWeights(operands)
         stack = group.count, sum(row_group.count for row_group in item.row_groups), self.blocks.rows

@@ -83,7 +83,7 @@ def _allocate(problem: Problem, operands: Arrays, out: Arrays) -> dict[str, np.n
     if problem.operation == "forward":
         wanted = {"o": (problem.o_shape, problem.out_dtype)}
         if problem.statistics:
-            wanted |= {name: (problem.stat_shape, problem.stat_dtype) for name in ("l", "m")}
+            wanted |= dict.fromkeys(("l", "m"), (problem.stat_shape, problem.stat_dtype))
     else:
         given = [name for name in ("q", "k", "v", "bias") if name in operands]
         dtypes = dict.fromkeys("qkv", problem.out_dtype) | {"bias": problem.bias and problem.grad_dtype(problem.bias)}

@@ -88,7 +88,12 @@ class _Direct:
         rows = problem.group * problem.n_queries
         scores = heads, problem.n_keys, rows
         tanh = {} if problem.softcap is None else {"tanh": scores}
-        return {"s": scores, "half": (heads, cdiv(problem.n_keys, 2), rows), "q": (heads, problem.head_dim, rows), **tanh}
+        return {
+            "s": scores,
+            "half": (heads, cdiv(problem.n_keys, 2), rows),
+            "q": (heads, problem.head_dim, rows),
+            **tanh,
+        }
 
     def _grouped(self, x: np.ndarray) -> np.ndarray:
         """Return an array of axes (*batch, heads, ...) with axes (*batch, kv_heads, group, ...)."""
@@ -173,9 +178,9 @@ class _Direct:
         folded = self.buffers.get("half", *s.shape[:-2], keys // 2, rows)
         while keys > 1:
             half = keys // 2
-            ufunc(s[..., :half, :], s[..., half : 2 * half, :], folded[..., :half, :])
+            ufunc(s[..., :half, :], s[..., half : 2 * half, :], out=folded[..., :half, :])
             if keys % 2:
-                ufunc(folded[..., 0, :], s[..., keys - 1, :], folded[..., 0, :])
+                ufunc(folded[..., 0, :], s[..., keys - 1, :], out=folded[..., 0, :])
             s, keys = folded, half
         return s[..., 0, :].copy()
 
@@ -277,7 +282,9 @@ class DirectBackward(_Direct):
         gradients = {"v": times(p, do, self.buffers.get("dv", *lead, keys, problem.head_dim_v))}
         if "bias" in self.operands:
             like = take(self.totals["bias"], index)
-            gradients["bias"] = summed_to(np.moveaxis(self.by_group(ds), -3, -1), like.shape, like.dtype)
+            part = np.moveaxis(self.by_group(ds), -3, -1)
+            dtype = np.float64 if 1 in like.shape[-2:] else self.dtype
+            gradients["bias"] = summed_to(part, like.shape, dtype) + self.dtype.type(0)  # a copy, as ds will change
         if problem.softcap is not None:
             slope = np.multiply(self.tanh, self.tanh, self.tanh)
             np.subtract(1, slope, slope)

@@ -31,8 +31,7 @@ class Dropout:
         flat = int(np.ravel_multi_index(batch, self._problem.batch)) if batch else 0
         b = (place.batch + flat) * place.heads + place.head + head
         blocks = (
-            of[part.start // _BLOCK : -(-part.stop // _BLOCK)]
-            for of, part in ((self._rows, rows), (self._keys, keys))
+            of[part.start // _BLOCK : -(-part.stop // _BLOCK)] for of, part in ((self._rows, rows), (self._keys, keys))
         )
         kept = rng.keep_blocks(self._state, self._problem.dropout, b, *blocks)
         return kept[: rows.stop - rows.start, : keys.stop - keys.start]

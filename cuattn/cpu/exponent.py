@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-__all__ = ["BASE_2", "WINDOW", "exponentiate", "exponential", "longest", "lowest", "relative"]
+__all__ = ["BASE_2", "WINDOW", "exponential", "exponentiate", "longest", "lowest", "relative"]
 
 # Exponentials are within 2^-32 .. 2^32 of each row's reference.  float32 has 2^-126 .. 2^128: a row of 2^24 keys sums
 # to 2^56, and its output stays below the largest number with values up to 2^71; values down to 2^-70 keep all bits.

@@ -26,9 +26,7 @@ class PackedKV:
         The second axis is there for row tiles.
     """
 
-    def __init__(
-        self, problem: Problem, operands: Mapping[str, np.ndarray], blocks: Blocks, buffers: Buffers
-    ) -> None:
+    def __init__(self, problem: Problem, operands: Mapping[str, np.ndarray], blocks: Blocks, buffers: Buffers) -> None:
         self._operands, self._blocks = (operands["k"], operands["v"]), blocks
         self._in_place = reads_in_place(problem, operands, blocks)
         self._group: HeadGroup | None = None

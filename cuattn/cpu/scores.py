@@ -62,7 +62,9 @@ class Task:
         """
         if "bias" in self.operands:
             return False
-        return product <= WINDOW if self.problem.softcap is None else product < math.inf and self.problem.softcap <= WINDOW
+        return (
+            product <= WINDOW if self.problem.softcap is None else product < math.inf and self.problem.softcap <= WINDOW
+        )
 
 
 def longest_of(vectors: np.ndarray, dtype: np.dtype | None = None) -> float:
@@ -148,7 +150,7 @@ class Walk:
     def bias_of(
         self, bias: np.ndarray, item: Item, row_group: RowGroup, part: Part, s: np.ndarray
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield (elements of scores, those of a bias, (heads | 1, rows | 1, keys | 1), for them), (heads, keys, rows)."""
+        """Yield elements of scores and those of a bias, (heads | 1, rows | 1, keys | 1), for them, as (heads, keys, rows)."""
         for row, (first, slot, count) in ((row, run) for row in range(row_group.count) for run in part.runs):
             start = (item.row_tile + row_group.start + row) * self.blocks.rows
             rows = slice(start, min(start + self.blocks.rows, self.problem.n_queries))

@@ -206,9 +206,7 @@ class Visibility:
             tiles = sum(count for _, count in views[start].runs)
             most = max(1, blocks.room // (blocks.heads * len(together)))
             packed = _pack(views[start].runs, tiles, cdiv(tiles, most))
-            result.append(
-                RowGroup(start, stop - start, *(tuple(_parts(cut, together)) for cut in (packed, steps)))
-            )
+            result.append(RowGroup(start, stop - start, *(tuple(_parts(cut, together)) for cut in (packed, steps))))
             start = stop
         return result
 
