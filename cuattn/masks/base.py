@@ -59,10 +59,8 @@ class Mask(Immutable):
         if isinstance(cls.__dict__.get("kind"), str):
             KINDS[cls.kind] = cls
 
-    @property
-    @abstractmethod
-    def leading(self) -> tuple[int, ...]:
-        """Shape of the axes before queries and keys; they broadcast to a problem's (..., heads)."""
+    leading: tuple[int, ...]
+    """Shape of the axes before queries and keys; they broadcast to a problem's (..., heads)."""
 
     @abstractmethod
     def visible(self, instance: Instance, i: np.ndarray, j: np.ndarray) -> np.ndarray:
@@ -83,10 +81,8 @@ class Mask(Immutable):
 
     # For backends: a mask's place in a problem.
 
-    @property
-    def parts(self) -> "tuple[Mask, ...]":
-        """The masks that hold together in this one: for all but `AllOf` the mask itself."""
-        return (self,)
+    parts: "tuple[Mask, ...]" = property(lambda self: (self,))
+    """The masks that hold together in this one: for all but `AllOf` the mask itself."""
 
     @property
     def layout(self) -> tuple[Hashable, ...]:
@@ -182,6 +178,17 @@ class Mask(Immutable):
         return shown
 
     # For everybody.
+
+    __array_ufunc__ = None  # ``array & mask`` is this class's affair
+
+    def __and__(self, other: Any) -> "Mask":
+        """Return the mask of what both show: of another mask, or of a boolean array."""
+        from cuattn.masks.combine import both
+
+        is_array = hasattr(other, "dtype") and hasattr(other, "shape")
+        return both(self, other) if is_array or isinstance(other, Mask) else NotImplemented
+
+    __rand__ = __and__
 
     def dense(self, n_queries: int | None = None, n_keys: int | None = None) -> Any:
         """Return the mask as a boolean matrix, O(n_queries * n_keys).
