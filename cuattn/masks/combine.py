@@ -150,11 +150,9 @@ class AllOf(Mask):
         return reduce(getattr(namespace(mask.parts[0]._array), combine.__name__), map(of, mask._walk))
 
     def _skipped(self, block_m: int, block_n: int) -> int:
-        return (
-            super()._skipped(block_m, block_n)
-            if not self.on_device
-            else int((self._tile_states(block_m, block_n) == 0).sum())
-        )
+        if not self.on_device:
+            return super()._skipped(block_m, block_n)
+        return int((self._tile_states(block_m, block_n) == SKIP).sum())
 
     def _restrict(self, rows: Runs, keys: Runs) -> "AllOf":
         return AllOf([part.bind(self.n_queries, self.n_keys).restrict(rows, keys) for part in self.parts])
