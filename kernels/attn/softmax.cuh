@@ -14,7 +14,6 @@ struct SoftmaxRows {
     static constexpr Acc far = 128;  // largest exponent of m that is fused
     Acc m[m_tiles][2], l[m_tiles][2];
     Acc excess[corrected ? m_tiles : 1][2];  // what l is too large by
-    Acc shift[m_tiles][2];                   // what is subtracted from the scores of the tile at work, as their exponents where fused
 
     __device__ __forceinline__ SoftmaxRows() {
 #pragma unroll
@@ -55,6 +54,14 @@ struct SoftmaxRows {
                 changed |= top != m[mt][h];
                 m[mt][h] = top;
             }
+        bool distant = false;
+#pragma unroll
+        for (int mt = 0; mt < m_tiles; ++mt)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                distant |= fused && is_distant(m[mt][h], to_log2);
+            }
+        if (fused && __any_sync(~0u, distant)) subtract_distant(s, to_log2);
         // Most tiles raise no maximum; multiplying by 1 would change nothing.
         if (__any_sync(~0u, changed)) {
 #pragma unroll
@@ -67,26 +74,18 @@ struct SoftmaxRows {
                     for (int n = 0; n < v_tiles; ++n) o[mt][n][2 * h] *= alpha[mt][h], o[mt][n][2 * h + 1] *= alpha[mt][h];
                 }
         }
-        bool distant = false;
-#pragma unroll
-        for (int mt = 0; mt < m_tiles; ++mt)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                shift[mt][h] = finite(m[mt][h]) * (fused ? to_log2.hi : Acc(1));
-                distant |= fused && size_of(shift[mt][h]) > far;
-            }
-        if (fused && __any_sync(~0u, distant)) subtract_distant(s);
     }
+
+    static __device__ __forceinline__ bool is_distant(Acc top, const Log2Factor<Acc>& to_log2) { return size_of(finite(top) * to_log2.hi) > far; }
 
     // Subtracts the maxima that are too large to be fused from their rows' scores.
     template <int n_tiles>
-    __device__ __forceinline__ void subtract_distant(Acc (&s)[m_tiles][n_tiles][4]) {
+    __device__ __forceinline__ void subtract_distant(Acc (&s)[m_tiles][n_tiles][4], const Log2Factor<Acc>& to_log2) {
 #pragma unroll
         for (int mt = 0; mt < m_tiles; ++mt)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                if (!(size_of(shift[mt][h]) > far)) continue;
-                shift[mt][h] = 0;
+                if (!is_distant(m[mt][h], to_log2)) continue;
 #pragma unroll
                 for (int n = 0; n < n_tiles; ++n) s[mt][n][2 * h] -= m[mt][h], s[mt][n][2 * h + 1] -= m[mt][h];
             }
@@ -100,11 +99,12 @@ struct SoftmaxRows {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 Acc sum = 0;
+                const Acc shift = !fused ? finite(m[mt][h]) : is_distant(m[mt][h], to_log2) ? Acc(0) : finite(m[mt][h]) * to_log2.hi;
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     Acc& x = s[mt][2 * c + e / 2][2 * h + e % 2];
-                    if constexpr (fused) x = ptx::ex2(fmaf(x, to_log2.hi, -shift[mt][h]));
-                    else x = exp2_term(x - shift[mt][h], to_log2);
+                    if constexpr (fused) x = ptx::ex2(fmaf(x, to_log2.hi, -shift));
+                    else x = exp2_term(x - shift, to_log2);
                     if constexpr (corrected) sum += x;
                     else l[mt][h] += x;
                 }

@@ -19,27 +19,29 @@ struct Head {
     MaskSlices mask;
     RandomStream random;
     WalkTables walk;
-    const i32* empty_groups;  // of this head, by kStatRows rows: is there a row that sees nothing?
-    bool has_empty_rows;      // does any?
+    const i32* row_flags;     // of this head, by kStatRows rows
+    bool has_empty_rows;      // does any of its rows see nothing?
+    bool has_far_rows;        // see is_far_row
 };
 
 // See backward_preprocess: no p of such a row is above 0.
 __device__ __forceinline__ bool is_empty_row(Acc stat) { return stat == (split_stat ? infinity<Acc>() : -infinity<Acc>()); }
 
-// Does the head have rows that see nothing?
-__device__ __forceinline__ bool empty_rows(const Params& p, i64 flat) {
-    bool empty = false;
-    for (i32 group = threadIdx.x; group < stat_groups(p); group += threads) empty |= p.counters[flat * stat_groups(p) + group] != 0;
-    return __syncthreads_or(empty);
+// What the flags of all groups of the head's rows say together.
+__device__ __forceinline__ i32 row_flags(const Params& p, i64 flat) {
+    i32 flags = 0;
+    for (i32 group = threadIdx.x; group < stat_groups(p); group += threads) flags |= p.counters[flat * stat_groups(p) + group];
+    return all_flags(flags & kEmptyRows, flags & kFarRows);
 }
 
 // Fills in what a block needs of one query head; thread 0 writes, the block must synchronise before it reads.
 __device__ __forceinline__ void describe_head(Head& h, const Params& p, i32 ib, i32 head) {
     const i64 flat = i64(ib) * p.heads + head;
-    const bool has_empty_rows = empty_rows(p, flat);
+    const i32 flags = row_flags(p, flat);
     if (threadIdx.x != 0) return;
-    h.has_empty_rows = has_empty_rows;
-    h.empty_groups = p.counters + flat * stat_groups(p);
+    h.has_empty_rows = flags & kEmptyRows;
+    h.has_far_rows = flags & kFarRows;
+    h.row_flags = p.counters + flat * stat_groups(p);
     const BatchIndex index = batch_index(p, ib);
     h.q = static_cast<const Elem*>(p.q.data) + slice_offset(p.q, index, head);
     h.dout = static_cast<const Elem*>(p.dout.data) + slice_offset(p.dout, index, head);

@@ -80,25 +80,22 @@ __device__ __forceinline__ void finish_scores(Scores& s, Scores& slope, const Pa
 }
 
 // Where s log2 e and stat are large, their sum has few digits or is NaN: for such rows s becomes s - m, and stat -log2 l.
-constexpr Acc far = 128;
-__device__ __forceinline__ bool is_far(Acc stat) { return size_of(stat) > far && !is_empty_row(stat); }
-
 __device__ __forceinline__ void subtract_far(Scores& s, RowValues& stat, const Params& p, const Head& head, i32 row0) {
-    const Acc scale = cfg::prescaled ? Acc(1) : Acc(p.scale);
+    const Acc scale = cfg::prescaled ? Acc(1) : Acc(p.scale), unit = cfg::prescaled ? Acc(1) : ptx::rcp(scale);
 #pragma unroll
     for (int m = 0; m < score_tiles_m; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            if (!is_far(stat[m][half])) continue;
-            const i64 row = row0 + 16 * m + static_cast<i32>(threadIdx.x % 32) / 4 + 8 * half;
+            if (!is_far_row(stat[m][half])) continue;
+            const i64 row = row0 + 16 * m + ptx::opaque(static_cast<i32>(threadIdx.x)) % 32 / 4 + 8 * half;
             const Acc top = head.m[row * p.m.row];
-            stat[m][half] = -log2f(head.l[row * p.l.row]);
+            stat[m][half] = -ptx::lg2(head.l[row * p.l.row]);
 #pragma unroll
             for (int n = 0; n < score_tiles_n; ++n)
 #pragma unroll
                 for (int odd = 0; odd < 2; ++odd) {
                     Acc& x = s[m][n][2 * half + odd];
-                    x = rounded_difference(product_of(x, scale), top) * (1 / scale);
+                    x = rounded_difference(product_of(x, scale), top) * unit;
                 }
         }
 }
@@ -264,10 +261,7 @@ __device__ __forceinline__ void find_p(Scores& s, Scores& slope, Products& produ
     if constexpr (cfg::prescaled) finish_scores(s, slope, p, head, at.row(), at.key());
     if (at.partial) mask_scores(s, hidden);
     if constexpr (!split_stat) {
-        bool some = false;
-#pragma unroll
-        for (int m = 0; m < score_tiles_m; ++m) some |= is_far(stat[m][0]) || is_far(stat[m][1]);
-        if (__any_sync(~0u, some)) subtract_far(s, stat, p, head, at.row());
+        if (head.has_far_rows) subtract_far(s, stat, p, head, at.row());
     }
     probabilities(s, stat, inverse, p);
     if constexpr (cfg::dropout) mark_dropped(s, p, head, at.row(), at.key());

@@ -57,7 +57,7 @@ def backward_jobs(arch):
             deposits = {"flush_every": 64 if case.dtype.itemsize > 2 else 0}
             yield case.name, "sm80/bwd.cu", tuple({**keys, **deposits, "sum_dk": True, "sum_dv": True}.items()), arch
             yield case.name, "sm80/bwd_rows.cu", tuple({**rows, "sum_dq": True}.items()), arch
-    yield "sum", "util/bwd_sum.cu", (("elem", "__nv_bfloat16"), ("acc", "float")), arch
+    yield "sum", "util/bwd_sum.cu", (("grad", "__nv_bfloat16"), ("acc", "float")), arch
 
 
 def _wide_jobs(case, constants, arch):
