@@ -30,6 +30,9 @@ Self = TypeVar("Self", bound="Mask")
 Instance = tuple[int, ...]
 """Index into a mask's own leading axes: one of its matrices."""
 
+Reach = tuple[int | None, int | None]
+"""(left, right): row i sees key j if i - left <= j <= i + right; None leaves that side open."""
+
 KINDS: "dict[str, type[Mask]]" = {}
 """The classes of masks by the name of their kind."""
 
@@ -125,6 +128,9 @@ class Mask(Immutable):
         extra = len(leading) - len(index)
         index = (*(0,) * extra, *index)[-len(leading) :] if leading else ()
         return tuple([0 if n == 1 else i for i, n in zip(index, leading, strict=True)])
+
+    reach: Reach | None = None
+    """The band that the mask is, where that is known, see `ColumnMask.reach`."""
 
     def source(self) -> Source:
         """Return where the mask's numbers lie on a GPU, for kinds that have a `cuda` half."""
