@@ -13,30 +13,29 @@ __all__ = ["find_reach"]
 def find_reach(hidden: Sequence[Interval], n_queries: int) -> Reach | None:
     """Return the band that the keys' hidden row intervals leave visible, or None where it is none.
 
-        Parameters
-        ----------
-        hidden : sequence of (start, end)
-            Pairs of NumPy arrays of shape (n_keys,): intervals that hold together.
-        n_queries : int
-            Rows.
+    Parameters
+    ----------
+    hidden : sequence of (start, end)
+        Pairs of NumPy arrays of shape (n_keys,): intervals that hold together.
+    n_queries : int
+        Rows.
 
-        Returns
-        -------
-        tuple of (int or None) or None
-            ``(left, right)``: row i sees key j if ``i - left <= j <= i + right``; either may be negative.  None also
-            where nothing is visible, and for a single row that does not see all keys.
+    Returns
+    -------
+    tuple of (int or None) or None
+        ``(left, right)``: row i sees key j if ``i - left <= j <= i + right``; either may be negative.  None also
+        where nothing is visible, and for a single row that does not see all keys.
 
-        Examples
-        --------
-        >>> from cuattn.masks.base import Reach
-    from cuattn.masks.intervals import band_intervals
-        >>> find_reach(band_intervals(6, 6, left=2, right=0), 6)
-        (2, 0)
+    Examples
+    --------
+    >>> from cuattn.masks.intervals import band_intervals
+    >>> find_reach(band_intervals(6, 6, left=2, right=0), 6)
+    (2, 0)
 
-        Two documents are no band:
+    Two documents are no band:
 
-        >>> find_reach([(np.array([2, 2, 4, 4]), np.full(4, 4)), (np.zeros(4, int), np.array([0, 0, 2, 2]))], 4) is None
-        True
+    >>> find_reach([(np.array([2, 2, 4, 4]), np.full(4, 4)), (np.zeros(4, int), np.array([0, 0, 2, 2]))], 4) is None
+    True
     """
     hidden = [normalise(start, end, n_queries) for start, end in hidden]
     first, last = _visible(hidden, n_queries)
