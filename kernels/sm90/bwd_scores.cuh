@@ -55,6 +55,20 @@ __device__ __forceinline__ void mask_scores(Scores& s, const Visible& visible) {
     }
 }
 
+// Takes the maximum from the scores of steep rows, as the forward rounded both; what comes out is in the units of the scores.
+__device__ __forceinline__ void lower_steep(Scores& s, const Params& p, const TilePlace& at) {
+    const float scale = cfg::prescaled ? 1.0f : fabsf(static_cast<float>(p.scale)), inverse = 1 / scale;
+    const float* tops = static_cast<const float*>(p.m.data) + slice_of(p.m, at.batch, at.head);
+#pragma unroll
+    for (int i = 0; i < cfg::block_m / 2; i += i % 2 ? 3 : 1) {
+        const i32 row = at.first_row + query_of(i) + 2 * (threadIdx.x % 4);
+        const float top = row < p.n_queries ? tops[row * p.m.row] : 0.0f;
+        if (!is_steep(top)) continue;
+        s[i] = rounded_difference(s[i] * scale, top) * inverse;
+        s[i + 2] = rounded_difference(s[i + 2] * scale, top) * inverse;
+    }
+}
+
 // What dropout keeps of a thread's elements, a bit each, as sm90/bwd_draws.cuh lays them out.
 struct Draws {
     u32 kept[cfg::block_m / 64];
