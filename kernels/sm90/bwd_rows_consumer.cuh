@@ -83,22 +83,6 @@ struct Consumer {
                 if (!mask.visible(p, min(row, p.n_queries - 1), key)) s[i + e] = -infinity<float>();
                 if (!mask.visible(p, min(row + 8, p.n_queries - 1), key)) s[i + e + 2] = -infinity<float>();
             }
-        if (uniform(work.steep())) lower_steep();
-    }
-
-    // Takes the maximum from the scores of steep rows, as the forward rounded both; what comes out is in the units of the scores.
-    __device__ __forceinline__ void lower_steep() {
-        const Work& work = shared.work();
-        const float scale = cfg::prescaled ? 1.0f : fabsf(static_cast<float>(p.scale)), inverse = 1 / scale;
-        const float* tops = static_cast<const float*>(p.m.data) + slice_of(p.m, work.batch, work.head);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float top = tops[min(own_row() + 8 * r, p.n_queries - 1) * p.m.row];
-            if (!is_steep(top)) continue;
-#pragma unroll
-            for (int i = 0; i < cfg::block_n / 2; ++i)
-                if (i / 2 % 2 == r) s[i] = rounded_difference(s[i] * scale, top) * inverse;
-        }
     }
 
     // Line 13: P in place of the scores; what dropout drops is marked by its sign.  With a softcap, `dp` of line 17 is still to
@@ -225,7 +209,7 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < cfg::head_dim / 2; ++i) dq[i] = 0.0f;
             ptx::wgmma_pin(dq);  // before any product is under way
-            if (uniform(shared.work().seen())) accumulate_steps();
+            if (uniform(shared.work().steps)) accumulate_steps();
             write();
         }
     }

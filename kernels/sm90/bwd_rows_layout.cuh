@@ -45,10 +45,7 @@ enum Barrier {
 struct alignas(16) Work {
     i32 tile;         // number of the row tile; negative: there is no further work
     i32 head, batch;  // of q and do
-    i32 flags;
-    static constexpr i32 seen_bit = 1, steep_bit = 2;
-    __device__ __forceinline__ bool seen() const { return flags & seen_bit; }    // some key, by some row
-    __device__ __forceinline__ bool steep() const { return flags & steep_bit; }  // some row is (attn/bwd_workspace.cuh); all its key tiles are partial
+    i32 steps;        // 0: it sees no key
 };
 
 // A key tile as it travels with its buffer of k.

@@ -98,12 +98,11 @@ struct Producer {
         const MaskPlace& place = describe(work);
         TileWalk walk(p, place, p.key_tiles);
         Tile tile = walk.next();
-        const bool steep = p.counters[(work.batch * p.heads + work.head) * stat_groups(p) + work.tile * cfg::block_m / kStatRows] & kSteepRow;
-        work.flags = (tile.exists() ? Work::seen_bit : 0) | (steep ? Work::steep_bit : 0);
+        work.steps = tile.exists();
         load_rows(work);
         while (tile.exists()) {
             const Tile after = walk.next();
-            const Step step{tile.n() << 2 | (after.exists() ? 0 : Step::last_bit) | (tile.partial() || steep ? Step::partial_bit : 0)};
+            const Step step{tile.n() << 2 | (after.exists() ? 0 : Step::last_bit) | (tile.partial() ? Step::partial_bit : 0)};
             load_keys(work, step, uniform(tile.dead() || band_hides(p, tile.n())), place.instance);
             tile = after;
         }

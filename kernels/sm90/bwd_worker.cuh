@@ -103,9 +103,10 @@ struct Hidden {
 #pragma unroll
             for (int i = 0; i < cfg::block_m / 2; ++i) s[i] = cap_score(p, s[i]);
         }
-        if (!partial) return;
-        mask_scores(s, visible);
-        if (uniform(worker.step().steep())) lower_steep(s, p, worker.place(0));
+        if (partial) {
+            mask_scores(s, visible);
+            if (uniform(worker.step().steep())) lower_steep(s, p, worker.place(0));
+        }
     }
 };
 

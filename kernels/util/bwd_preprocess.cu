@@ -1,13 +1,13 @@
 // Before the backward: what its main kernels need of o, do, l and m per query row, and a zeroed dQ accumulator.
 //
 //   delta = rowsum(do * o) / dropout_scale                      Algorithm 4 line 19; the scale of dropout joins the last factor of dQ, dK
-//   stat  = -(m log2 e + log2 l)                                float16, bfloat16: p = 2^(s log2 e + stat); -log2 l of steep rows
+//   stat  = -(m log2 e + log2 l)                                float16, bfloat16: p = 2^(s log2 e + stat)
 //   stat  = m, inverse = 1 / l                                  float32, float64:  p = 2^((s - m) log2 e) * inverse
 //
 // With cfg::split_delta delta is kept in parts (attn/bwd_workspace.cuh).
 //
 // Rows that see nothing (l = 0) and rows beyond the last get delta = 0 and a stat (-inf; m = +inf) that makes every p of theirs 0; what
-// their q, do and o hold is not looked at.  counters tells where a true row sees nothing or is steep (attn/bwd_workspace.cuh).
+// their q, do and o hold is not looked at.  counters tells where a true row sees nothing.
 //
 // Grid: groups of kStatRows rows * batch * heads, groups fastest, from the last to the first: the forward left the last rows of o in
 // the L2 cache, and the main kernel begins with the first of do and dQ.  inverse follows all of stat.
@@ -101,7 +101,7 @@ __device__ __forceinline__ void store_stat(const Params& p, i64 at, bool empty, 
         stat[at] = empty ? infinity<cfg::acc>() : l < infinity<cfg::acc>() ? m : l - l;  // NaN, which m may have passed over
         stat[at + i64(gridDim.x) * kStatRows] = empty ? cfg::acc(0) : 1 / l;
     } else {
-        stat[at] = empty ? -infinity<cfg::acc>() : -fmaf(is_steep(m) ? 0.f : m, float(kLog2e), log2f(l));
+        stat[at] = empty ? -infinity<cfg::acc>() : -fmaf(m, float(kLog2e), log2f(l));
     }
 }
 
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_prepro
     if constexpr (cfg::atomic_dq) zero_accumulator(p, index, head, group);
     if (sizeof(cfg::elem) == 8 && p.splits > 1) zero_shared_keys(p);
     __shared__ __align__(16) u16 parts[cfg::split_delta ? kStatRows * kDeltaParts : 1];
-    bool any_empty = false, any_steep = false;
+    bool any_empty = false;
     for (i32 pass = 0; pass < kPasses; pass += kTogether) {
         cfg::acc sum[kTogether], row_l[kTogether], row_m[kTogether];
 #pragma unroll
@@ -158,7 +158,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_prepro
             const bool inside = row < p.n_queries;
             const bool empty = !inside || row_l[i] == 0;
             any_empty |= inside && empty;
-            if constexpr (!kSplitStat) any_steep |= !empty && is_steep(row_m[i]);
             const cfg::acc product = sum_lanes(sum[i]);
             const i64 at = stat_row(p, flat, row);
             const cfg::acc delta = empty ? cfg::acc(0) : product * inverse_scale;
@@ -169,9 +168,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_prepro
             }
         }
     }
-    i32 marks = __syncthreads_or(any_empty) ? kEmptyRow : 0;
-    if (!kSplitStat && __syncthreads_or(any_steep)) marks |= kSteepRow;
+    any_empty = __syncthreads_or(any_empty);
     if constexpr (cfg::split_delta) store_parts(p, parts, stat_row(p, flat, i64(group) * kStatRows));
-    if (threadIdx.x == 0) p.counters[block] = marks;
+    if (threadIdx.x == 0) p.counters[block] = any_empty;
     if (p.ticket != nullptr && blockIdx.x == 0 && threadIdx.x < 2) p.ticket[threadIdx.x] = 0;
 }
