@@ -21,8 +21,6 @@ struct TilePlace {
     i32 batch, head, first_row, key;  // key: the thread's first
 };
 
-__device__ __forceinline__ bool is_steep(float m) { return fabsf(m) > 1024.f; }
-
 // Which of 64 rows from first_row on see a key.
 __device__ __forceinline__ u64 visible_rows(const Params& p, const TilePlace& at, i32 first_row, i32 key) {
     u64 rows = band_rows<u64>(p, first_row, key);
@@ -57,9 +55,9 @@ __device__ __forceinline__ void mask_scores(Scores& s, const Visible& visible) {
     }
 }
 
-// Takes the maximum from the scores of steep rows, as the forward rounded both, so that weigh finds what is left of their exponents: exactly
+// Takes the maximum from the scores of far rows, as the forward rounded both, so that weigh finds what is left of their exponents: exactly
 // - log2 l at the maximum.  A lane fetches what every 32nd row needs, and tells it by shuffles.
-__device__ __forceinline__ void lower_steep(Scores& s, const Params& p, const TilePlace& at) {
+__device__ __forceinline__ void subtract_far(Scores& s, const Params& p, const TilePlace& at) {
     const float scale = cfg::prescaled ? 1.0f : fabsf(static_cast<float>(p.scale)), inverse = __fdividef(1.0f, scale);
     const float* maxima = static_cast<const float*>(p.m.data) + slice_of(p.m, at.batch, at.head);
     const u32 lane = threadIdx.x % 32;
@@ -68,7 +66,7 @@ __device__ __forceinline__ void lower_steep(Scores& s, const Params& p, const Ti
     for (int i = 0; i < cfg::block_m / 2; i += i % 2 ? 3 : 1) {
         if (query_of(i) % 32 == 0) {
             top = maxima[min(at.first_row + query_of(i) + static_cast<i32>(lane), p.n_queries - 1) * p.m.row];
-            if (!is_steep(top)) top = 0.0f;
+            if (!is_far_row(top)) top = 0.0f;
         }
         const float own = __shfl_sync(~0u, top, query_of(i) % 32 + 2 * (lane % 4));
         s[i] = rounded_difference(s[i] * scale, own) * inverse;

@@ -105,7 +105,7 @@ struct Hidden {
         }
         if (partial) {
             mask_scores(s, visible);
-            if (uniform(worker.step().steep())) lower_steep(s, p, worker.place(0));
+            if (uniform(worker.step().far())) subtract_far(s, p, worker.place(0));
         }
     }
 };
