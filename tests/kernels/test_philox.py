@@ -33,7 +33,7 @@ _BODY = """
 @pytest.mark.parametrize("threshold", [1, 6554, 32768, 32769, 65535])
 def test_block_of_draws(threshold):
     seed = 0x0123456789ABCDEF
-    keys = np.array(_round_keys(seed), np.uint64).view(np.uint32)
+    keys = np.array([low | high << 32 for low, high in round_keys((seed & 0xFFFFFFFF, seed >> 32))], np.uint64).view(np.uint32)
     _, words, dropped, kept, wrong = run(
         ["attn/philox.cuh"], "const u32* k, u32* words, u32* dropped, u8* kept, u32* wrong",
         _BODY.replace("THRESHOLD", str(threshold)).replace("u32 x[4], keys[7][2];", "u32 x[4];"),
