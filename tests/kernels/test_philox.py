@@ -29,7 +29,8 @@ _BODY = """
     }
     u32 again[4];
     const StreamWords mixed = stream_words(dropout, random_stream(dropout, 0, 2));
-    random_words(again, dropout, global_row(p, FIRST_ROW + l / 4) ^ mixed.row, key_products(mixed, global_key(p, FIRST_KEY + 2 * (l % 4))));
+    const u32 row = global_row(p, FIRST_ROW + l / 4), key = global_key(p, FIRST_KEY + 2 * (l % 4));
+    random_words(again, dropout, row ^ mixed.row, key_products(mixed, key));
     for (int w = 0; w < 4; ++w) wrong[l] += again[w] != x[w];"""
 
 
