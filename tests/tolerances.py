@@ -13,8 +13,7 @@ FACTOR = 2.0  # the textbook's own error may be exceeded by this factor
 
 def eps(dtype) -> float:
     """Spacing of `dtype` at 1."""
-    dtype = np.dtype(dtype)
-    return float(ml_dtypes.finfo(dtype).eps if dtype == ml_dtypes.bfloat16 else np.finfo(dtype).eps)
+    return float(ml_dtypes.finfo(np.dtype(dtype)).eps)
 
 
 def max_error(actual, exact) -> float:

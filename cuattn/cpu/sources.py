@@ -20,11 +20,10 @@ __all__ = ["Source", "bit_lines", "sources", "tile_of"]
 
 def sources(problem: Problem, mask: object, blocks: Blocks) -> list[Source]:
     """Return the parts of the rule of a problem."""
-    band = problem.band
     if problem.mask == "column":
-        sides = {} if band is None else {"left": band.left, "right": band.right, "offset": band.offset}
-        pairs = [(mask.lts, mask.lte), (mask.uts, mask.ute), *_band_intervals(problem)]
-        return [_Intervals(pairs, mask.tile_bounds(blocks.rows, blocks.keys, **sides), blocks, problem)]
+        pairs = [*mask._intervals(), *_band_intervals(problem)]
+        table = intervals.tile_table(pairs, problem.n_queries, blocks.rows, blocks.keys)
+        return [_Intervals(pairs, table, blocks, problem)]
     parts: list[Source] = []
     if problem.mask == "block":
         parts.append(_Blocks(mask, problem, blocks))

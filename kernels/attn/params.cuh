@@ -13,18 +13,17 @@ struct Operand {
     i64 head, row, col;
 };
 
-// Tables made from a mask.  "Instance" counts the distinct masks: batch * head after broadcasting axes are left out.
+// Tables made from all masks together.  "Instance" counts the distinct matrices: batch * head without the axes along which every mask is
+// broadcast.
 struct MaskTables {
-    const int4* cols;           // column: [instance][keys_padded] {lts, lte, uts, ute}, clamped; dead keys hold (0, n_queries, n_queries, 0)
-    const int4* bounds;         // column: [instance][key_tiles][2] {skip a, skip b, partial p, partial q} of both intervals, in row tiles
+    const int4* cols;           // column: [instance][mask][keys_padded] {lts, lte, uts, ute}, clamped; of keys that no row sees (0, n_queries, n_queries, 0)
+    const int4* bounds;         // column: [instance][key_tiles][mask][2] {skip a, skip b, partial p, partial q} of each interval, in row tiles
     const i32* order;           // column: [instance][row tiles as they are worked on], most visible key tiles first
-    const u8* alive;            // dense, block: [instance][keys_padded] 1 = some row sees the key
+    const u8* alive;            // boolean, block: [instance][n_keys] 1 = some row sees the key
     i64 batch[kBatchAxes];      // instance strides, 0 on a broadcast axis
     i64 head;
     i32 keys_padded;            // keys rounded up to the key tile
     i32 block_m, block_n;       // block: rows and keys per block
-    i32 block_rows, block_cols; // block: number of blocks
-    i32 instances;              // distinct masks (grid of the kernels that make the tables)
 };
 
 // Philox4x32-7 dropout (the contract is in cuattn/rng.py).
@@ -41,7 +40,7 @@ struct Params {
     Operand q, k, v, o, l, m;                  // o: cfg::out (forward), cfg::o_elem (backward); l, m: cfg::acc, col unused, null = not wanted
     Operand dout, dlse, dq, dk, dv;            // backward; dlse: cfg::acc, col unused, null = none; dq, dk, dv: cfg::grad
     Operand bias, dbias;                       // col, row: 0 where broadcast
-    Operand mask;                              // u8: the boolean mask itself (dense) or the blocks (block)
+    Operand mask, boolean;                     // u8: the blocks of a block mask; the elements of a boolean one
     MaskTables table;
     Dropout dropout;
     // Workspace, contiguous.  Forward with splits: [split][batch][head][row]([head_dim_v]), and a counter per row tile that is 0 between

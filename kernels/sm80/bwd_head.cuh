@@ -15,8 +15,8 @@ struct Head {
     const Acc *stat, *delta, *inverse;  // (padded rows)
     const Acc *l, *m;         // as the forward left them
     Acc* dq_acc;              // this head's accumulator, in the order of add_queries
-    i64 bias, mask_offset;    // offsets of this head's slices
-    i64 instance;             // of the mask's tables
+    i64 bias;                 // offset of this head's slice
+    MaskSlices mask;
     RandomStream random;
     WalkTables walk;
     const i32* row_flags;     // of this head, by kStatRows rows
@@ -59,16 +59,13 @@ __device__ __forceinline__ void describe_head(Head& h, const Params& p, i32 ib, 
         h.dq_acc = static_cast<Acc*>(p.dq_acc) + instance * p.row_tiles * cfg::block_m * cfg::head_dim;
     }
     if constexpr (cfg::bias) h.bias = slice_offset(p.bias, index, head);
-    if constexpr (cfg::mask != kMaskNone) {
-        h.instance = slice_offset(p.table, index, head);
-        h.mask_offset = slice_offset(p.mask, index, head);
-    }
+    h.mask = MaskSlices::of(p, index, head);
     if constexpr (cfg::dropout) h.random = random_stream(p.dropout, ib, head);
 }
 
 // The same for its walk over the row tiles that see one key tile; called by thread 0.
 __device__ __forceinline__ void describe_walk(Head& head, const Params& p, i32 key_tile) {
-    describe_tables(head.walk, p, head.instance, head.mask_offset, key_tile);
+    describe_tables(head.walk, p, head.mask.instance, head.mask.blocks, key_tile);
 }
 
 // Where one row tile walks over key tiles; called by thread 0, which has described the head.
@@ -76,8 +73,7 @@ __device__ __forceinline__ void describe_rows(MaskPlace& place, const Params& p,
     const i32 first = row_tile * cfg::block_m;
     place.rows = {first, min(first + cfg::block_m, p.n_queries), row_tile};
     place.lowest = band_first(p, place.rows) / cfg::block_n;
-    place.instance = head.instance;
-    place.offset = head.mask_offset;
+    place.set(head.mask);
 }
 
 }  // namespace sm80

@@ -107,7 +107,7 @@ struct TileKeys {
     __device__ __forceinline__ bool inside(int row) const { return first + row < p.n_keys; }
     __device__ __forceinline__ bool seen(int row) const {
         const i32 key = static_cast<i32>(first) + row;
-        return inside(row) && band_sees(p, key) && key_alive(p, head.instance, key);
+        return inside(row) && band_sees(p, key) && key_alive(p, head.mask.instance, key);
     }
 };
 

@@ -40,7 +40,7 @@ __device__ __forceinline__ void find_hidden(Hidden& hidden, const Params& p, con
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
             const i32 key = key0 + 8 * n + lane % 4 * 2 + odd;
-            const KeyMask mask(p, head.instance, head.mask_offset, key);
+            const KeyMask mask(p, head.mask, key);
 #pragma unroll
             for (int m = 0; m < score_tiles_m; ++m)
 #pragma unroll

@@ -57,8 +57,8 @@ __device__ __forceinline__ void load_kv(const Params& p, const Work& w, Tile til
         }
         return live;
     }, thread());
-    if constexpr (cfg::mask == kMaskColumn) {
-        const int4* cols = p.table.cols + w.mask.instance * p.table.keys_padded + first;
+    if constexpr (column_masks > 0) {
+        const int4* cols = p.table.cols + w.mask.instance * column_masks * p.table.keys_padded + first;
         for (int r = thread(); tile.partial() && r < cfg::block_n; r += threads) {
             ptx::cp_async<16>(shared + k_bytes + v_bytes + r * 16, cols + r, 16);
         }
@@ -92,8 +92,8 @@ __device__ __forceinline__ void mask_scores(const Params& p, const Work& w, Tile
         for (int e = 0; e < 2; ++e) {
             const i32 j = key_of(tile, n, e);
             int4 intervals{};
-            if constexpr (cfg::mask == kMaskColumn) ptx::load_shared(intervals, cols + (n * 8 + 2 * (threadIdx.x % 4) + e) * 16);
-            const KeyMask key(p, w.mask.offset, j, intervals);
+            if constexpr (column_masks > 0) ptx::load_shared(intervals, cols + (n * 8 + 2 * (threadIdx.x % 4) + e) * 16);
+            const KeyMask key(p, w.mask.slices(), j, intervals);
 #pragma unroll
             for (int mt = 0; mt < m_tiles; ++mt)
 #pragma unroll

@@ -5,10 +5,10 @@ import sys
 
 from cuattn.errors import UnsupportedError
 
-__all__ = ["Home", "device_array_module", "type_name"]
+__all__ = ["ArrayOrigin", "device_array_module", "type_name"]
 
 
-class Home:
+class ArrayOrigin:
     """Where a call's arrays came from, and how results go back there.
 
     Attributes
@@ -31,9 +31,9 @@ class Home:
         self._handle = handle
 
     def __repr__(self):
-        return f"Home(kind={self.kind!r}, backend={self.backend!r}, device={self.device!r})"
+        return f"ArrayOrigin(kind={self.kind!r}, backend={self.backend!r}, device={self.device!r})"
 
-    def leave(self, array):
+    def from_backend(self, array):
         """Return `array` as the caller's kind of array, sharing its memory where that kind can.
 
         Parameters
