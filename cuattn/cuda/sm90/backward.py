@@ -27,8 +27,8 @@ _SLOTS = {
 }
 _PREPROCESS = ("elem", "acc", "o_elem", "block_m", "head_dim_v", "split_delta")
 _CONVERT = (
-    "elem", "head_dim", "head_dim_v", "block_m", "block_n", "stages", "band_left", "band_right", "mask", "dropout",
-    "split_delta",
+    "elem", "acc", "grad", "head_dim", "head_dim_v", "block_m", "block_n", "stages", "band_left", "band_right", "mask",
+    "dropout", "split_delta",
 )  # fmt: skip
 _THREADS = 256  # of backward_preprocess and backward_convert
 _STORE_ROWS = 64  # of gradients leave at a time: one warpgroup's

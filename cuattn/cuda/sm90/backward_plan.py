@@ -28,6 +28,9 @@ _WHOLE_HEAD_DIM = 128
 _SLAB_COLUMNS, _ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
 _WARPGROUPS = 2  # consumers
 _SHORT = 128
+_MAX_SOFTCAP = (
+    1024  # rows that reach further lose their scores, and with them the slope (kernels/attn/bwd_workspace.cuh)
+)
 _DELTA_PARTS = 3  # bfloat16 that add up to a row's delta (kernels/attn/bwd_workspace.cuh)
 _DELTA_OPERAND = 8 * _ROW_BYTES  # bytes of which a row tile's parts are the first rows
 _TURNS, _CAUSAL_TURNS = 16, 32  # heads at least, where key tiles take turns: measured at N 8192
@@ -61,6 +64,8 @@ def refusal(problem: Problem, card: Card) -> str | None:
     against = forward_plan.refusal(problem, card)
     if against is None and problem.head_dim % 8:
         return f"it writes rows in units of 8 elements, and q has {problem.head_dim}"
+    if against is None and problem.softcap is not None and problem.softcap > _MAX_SOFTCAP:
+        return f"it takes softcaps up to {_MAX_SOFTCAP}, not {problem.softcap}"
     return against
 
 
@@ -205,7 +210,7 @@ def plan(problem: Problem, o_dtype: str = "") -> Plan:
     kernel = key_kernel(problem)
     head_dim, head_dim_v = _sizes(problem)
     band, heads = problem.band, math.prod(problem.batch) * problem.heads
-    prescaled = problem.softcap is not None or problem.scale == 0
+    prescaled = forward_plan.prescales(problem)
     constants = {
         "elem": CUDA_TYPES[problem.dtype.name],
         "acc": "float",

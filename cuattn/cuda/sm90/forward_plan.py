@@ -9,7 +9,18 @@ from cuattn.cuda.sm80.tiles import Card
 from cuattn.plans import Plan
 from cuattn.problem import Problem
 
-__all__ = ["ARCH", "L2_SHARE", "UNIT", "HopperTile", "counts", "few_rows", "hopper_plan", "leaves_idle", "refusal"]
+__all__ = [
+    "ARCH",
+    "L2_SHARE",
+    "UNIT",
+    "HopperTile",
+    "counts",
+    "few_rows",
+    "hopper_plan",
+    "leaves_idle",
+    "prescales",
+    "refusal",
+]
 
 ARCH = "sm_90a"
 UNIT = 64  # query rows of a warpgroup, which the bounds of column masks count in
@@ -17,6 +28,7 @@ UNIT = 64  # query rows of a warpgroup, which the bounds of column masks count i
 # Widths that the second product comes in (kernels/ptx/wgmma.cuh).
 _VALUE_WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
 _MAX_HEAD_DIM = 256
+_LEAST_SCALE = 1e-30
 _SLAB_COLUMNS, _ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
 _LIST_BYTES = 4 * (32 + 4)  # a list of key tiles
 # Keys from which on it pays to begin the softmax under the warpgroup's own product, by rows of a tile.
@@ -90,6 +102,11 @@ def refusal(problem: Problem, card: Card) -> str | None:
     return None
 
 
+def prescales(problem: Problem) -> bool:
+    """Whether scores are scaled before their maximum is taken: a scale that is next to 0 or to infinity spoils it."""
+    return problem.softcap is not None or not _LEAST_SCALE <= abs(problem.scale) <= 1 / _LEAST_SCALE
+
+
 def leaves_idle(problem: Problem, card: Card) -> bool:
     """Whether most of the card would have no query rows; splitting the keys, as the portable kernel does, then wins."""
     return 2 * counts(problem)["row_tiles"] * problem.heads * math.prod(problem.batch) < card.multiprocessors
@@ -143,7 +160,7 @@ def hopper_plan(problem: Problem) -> Plan:
     tile = _tile(problem)
     head_dim, head_dim_v = _sizes(problem)
     band = problem.band
-    prescaled = problem.softcap is not None or problem.scale == 0
+    prescaled = prescales(problem)
     constants = {
         "elem": CUDA_TYPES[problem.dtype.name],
         "acc": "float",
