@@ -238,7 +238,7 @@ class _Builder:
             shape = self.arrays["q"].shape
             grid = -(-problem.n_queries // tile.block_m) * math.prod(shape[:-2])
             shared = shared_bytes(problem, self.kernels, "convert")
-            self._add("util/bwd_convert.cu", "backward_convert", grid, tile, shared, {})
+            self._add("sm80/bwd_convert.cu", "backward_convert", grid, tile, shared, {})
 
     def rows(self) -> None:
         """Compute dq in a fixed order."""

@@ -25,7 +25,7 @@ _PADDING = {2: 32, 8: 16}  # element bytes -> elements: rows of a tile in shared
 # Element bytes -> keys (forward) or queries (backward) that are summed in registers before the sums move to memory, and
 # the smallest number of them that is worth it: beyond, a sum that is rounded after every few terms loses digits.
 _DEPOSITS = {2: (0, 0), 4: (2048, 16384), 8: (1024, 1024)}
-_SEGMENT = 128  # float32 is split into halves by segments of a row (kernels/attn/split_f32.cuh)
+_SEGMENT = 128  # float32 is split into halves by segments of a row (kernels/sm80/split_f32.cuh)
 
 
 def pad(length: int, unit: int) -> int:
