@@ -132,9 +132,7 @@ def attention(
     >>> cuattn.attention(q, q, q, is_causal=True).shape
     (2, 4, 16)
     """
-    options = Options(
-        is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, None, False, False
-    )
+    options = Options(is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, None, False, False)
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": None}
     results, _ = dispatch.compute(Call(OPERATIONS["forward"], arrays, mask, options, rng, origin, out))
     return results[0]

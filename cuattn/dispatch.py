@@ -18,9 +18,9 @@ import numpy as np
 
 from cuattn import interop
 from cuattn.errors import ArgumentError, DtypeError, UnsupportedError, shown
+from cuattn.interop import Outputs
 from cuattn.masks.band_mask import band_of_runs
 from cuattn.masks.base import Mask
-from cuattn.interop import Outputs
 from cuattn.plans import Plan
 from cuattn.problem import (
     Checked,
@@ -35,8 +35,8 @@ from cuattn.problem import (
     check_band,
     check_parts,
     drawn_state,
-    place_of_call,
     pieces,
+    place_of_call,
     replayed_state,
     whole_offset,
 )
@@ -96,7 +96,16 @@ def _signature(call: Call, layouts: tuple, masks: tuple) -> _Known:
     options, window = call.options, call.options.window
     kinds = tuple(map(type, options)), None if window is None else tuple(map(type, window))
     shapes = tuple([mask.layout for mask in masks])
-    return _known((call.operation, layouts, shapes, options, kinds, call.origin is None))
+    return _known((call.operation, layouts, shapes, options, kinds, call.origin is None, _has_runs(call)))
+
+
+def _has_runs(call: Call) -> bool:
+    """Return whether the call is part of a larger problem, in several pieces."""
+    if call.origin is None:
+        return False
+    if not isinstance(call.origin, Origin):
+        raise DtypeError(f"origin is {shown(call.origin)}; expected a cuattn.Origin or None")
+    return call.origin.has_runs
 
 
 def _cell(call: Call, layouts: tuple, masks: tuple) -> _Known:
@@ -107,7 +116,7 @@ def _cell(call: Call, layouts: tuple, masks: tuple) -> _Known:
 
 
 def compute(call: Call) -> tuple[list[Any], Any]:
-    """Run a call.
+    """Run a call; PyTorch's compiler, where it is in use, is kept from looking inside.
 
     Returns
     -------
@@ -116,9 +125,25 @@ def compute(call: Call) -> tuple[list[Any], Any]:
     state : RNGState or None
         Of dropout.
     """
+    if "torch._dynamo" not in sys.modules:
+        return _run(call)
+    if sys.modules["torch"].compiler.is_compiling():
+        raise UnsupportedError(
+            "q, k, v are being traced by torch.compile, and cuattn runs on real memory alone; call it through "
+            "torch.compiler.disable(cuattn.attention), or without fullgraph=True"
+        )
+    return _opaque()(call)
+
+
+@lru_cache(maxsize=1)
+def _opaque() -> Any:
+    """Return `_run` as a function in which PyTorch's compiler traces nothing."""
+    return sys.modules["torch._dynamo"].disable(_run)
+
+
+def _run(call: Call) -> tuple[list[Any], Any]:
     masks = _take_masks(call)
-    runs = call.origin is not None and call.origin.has_runs
-    seen = interop.signature(call.arrays.values()) if call.out is None and not runs else None
+    seen = interop.signature(call.arrays.values()) if call.out is None and not _has_runs(call) else None
     if seen is None:
         return _compute(call, masks, _Known(), None)
     known = _cell(call, seen[0], masks)
@@ -159,6 +184,17 @@ def _compute(call: Call, masks: tuple, known: _Known, seen: list[int] | None) ->
         return outputs.fill(dict(zip(specs, map(origin.from_backend, results), strict=True))), state
 
 
+def _launch(
+    known: _Known, addresses: Sequence[int], masks: tuple, state: Any, place: Place, held: Sequence[Any] = ()
+) -> list[Any]:
+    """Run a prepared sequence of launches for arrays at these addresses."""
+    origin = known.origin
+    if origin.is_current():
+        return known.sequence.run(known.allocate, origin.stream(), addresses, masks, state, place, held)
+    with origin.on_device():
+        return known.sequence.run(known.allocate, origin.stream(), addresses, masks, state, place, held)
+
+
 def _results(call: Call) -> tuple[str, ...]:
     return call.operation.results if call.options.statistics else call.operation.results[:1]
 
@@ -179,10 +215,7 @@ def _enter(call: Call, given: dict[str, Any]) -> tuple[dict[str, Any], interop.A
 
 def _check(call: Call, views: dict[str, Any], masks: tuple) -> tuple[Checked, Place, dict[str, Any], tuple]:
     """Check a call; return what it is, its place, its operands and its masks, of which an array is the last."""
-    sharded = call.origin is not None
-    if sharded and not isinstance(call.origin, Origin):
-        raise DtypeError(f"origin is {shown(call.origin)}; expected a cuattn.Origin or None")
-    if sharded and call.origin.has_runs:
+    if _has_runs(call):
         call, masks = _folded(call, views, masks)
     arrays = {name: array for name, array in views.items() if name != "mask"}
     layouts = tuple([None if array is None else (array.dtype, array.shape) for array in views.values()])
@@ -190,7 +223,7 @@ def _check(call: Call, views: dict[str, Any], masks: tuple) -> tuple[Checked, Pl
     if views["mask"] is not None:
         masks = (*masks, borrowed_mask(views["mask"]))
     if known.checked is None:
-        known.checked = check(call.operation, arrays, masks, call.options, sharded=sharded)
+        known.checked = check(call.operation, arrays, masks, call.options, call.origin)
     checked = known.checked
     return checked, place_of_call(checked, call.origin), bind(checked.problem, arrays), masks
 
@@ -237,6 +270,7 @@ def merge(parts: dict[str, Any], out: Any) -> list[Any]:
         backend = _backend_of(origin, None)
         if origin.backend == "cpu":
             results = backend.merge(triples)
+            outputs.direct.clear()  # they are filled below
         else:
             o, l, _ = triples[0]
             sequence = backend.merge_sequence(origin.device, len(triples), o.shape, o.dtype, l.dtype)

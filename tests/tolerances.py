@@ -27,7 +27,7 @@ class Verdict(NamedTuple):
 
 def eps(dtype, smallest=False) -> float:
     """Spacing of `dtype` at 1, or its smallest positive number."""
-    found = ml_dtypes.finfo(dtype)
+    found = ml_dtypes.finfo(np.dtype(dtype))
     return float(found.smallest_subnormal if smallest else found.eps)
 
 

@@ -13,8 +13,14 @@ def plan(problem, operands, masks):
 
 
 def _heads(x, problem, rank):
-    return np.broadcast_to(x, (*problem.batch, problem.heads, *x.shape[rank - 2 :])) if x.shape[rank - 3] in (1, problem.heads) else np.broadcast_to(
-        np.repeat(x, problem.heads // x.shape[rank - 3], axis=rank - 3), (*problem.batch, problem.heads, *x.shape[rank - 2 :]))
+    return (
+        np.broadcast_to(x, (*problem.batch, problem.heads, *x.shape[rank - 2 :]))
+        if x.shape[rank - 3] in (1, problem.heads)
+        else np.broadcast_to(
+            np.repeat(x, problem.heads // x.shape[rank - 3], axis=rank - 3),
+            (*problem.batch, problem.heads, *x.shape[rank - 2 :]),
+        )
+    )
 
 
 def _scores(problem, operands, masks, state, place):
@@ -31,16 +37,26 @@ def _scores(problem, operands, masks, state, place):
     if problem.band:
         i = np.arange(problem.n_queries)[:, None] + problem.band.offset + place.shift
         j = np.arange(problem.n_keys)
-        if problem.band.left is not None: see &= j >= i - problem.band.left
-        if problem.band.right is not None: see &= j <= i + problem.band.right
+        if problem.band.left is not None:
+            see &= j >= i - problem.band.left
+        if problem.band.right is not None:
+            see &= j <= i + problem.band.right
     s = np.where(see, s, -np.inf)
     keep = np.ones(problem.score_shape)
     if problem.dropout:
         for n, index in enumerate(np.ndindex(*problem.batch, problem.heads)):
             ib, ih = divmod(n, problem.heads)
             b = (place.batch + ib) * place.heads + place.head + ih
-            rows = place.row + np.arange(problem.n_queries) if place.row_blocks is None else (place.row_blocks[:, None] + np.arange(16)).ravel()[: problem.n_queries]
-            keys = place.key + np.arange(problem.n_keys) if place.key_blocks is None else (place.key_blocks[:, None] + np.arange(16)).ravel()[: problem.n_keys]
+            rows = (
+                place.row + np.arange(problem.n_queries)
+                if place.row_blocks is None
+                else (place.row_blocks[:, None] + np.arange(16)).ravel()[: problem.n_queries]
+            )
+            keys = (
+                place.key + np.arange(problem.n_keys)
+                if place.key_blocks is None
+                else (place.key_blocks[:, None] + np.arange(16)).ravel()[: problem.n_keys]
+            )
             full = _rng.draws(state, b, (0, int(rows.max()) + 1), (0, int(keys.max()) + 1)) >= problem.dropout
             keep[index] = full[np.ix_(rows, keys)] * problem.dropout_scale
     return q, k, v, x, t, s, keep
@@ -73,7 +89,12 @@ def run(problem, operands, masks, state, place, out):
     D = (do * o).sum(-1) - (operands["dlse"] if "dlse" in operands else 0)
     ds = p * ((do @ v.swapaxes(-1, -2)) * keep - D[..., None])
     dx = ds * (1 - (t / problem.softcap) ** 2) if problem.softcap else ds
-    grads = {"dq": problem.scale * dx @ k, "dk": problem.scale * dx.swapaxes(-1, -2) @ q, "dv": (p * keep).swapaxes(-1, -2) @ do, "dbias": ds}
+    grads = {
+        "dq": problem.scale * dx @ k,
+        "dk": problem.scale * dx.swapaxes(-1, -2) @ q,
+        "dv": (p * keep).swapaxes(-1, -2) @ do,
+        "dbias": ds,
+    }
     found = {}
     for name, g in grads.items():
         if name[1:] not in operands:
@@ -83,7 +104,8 @@ def run(problem, operands, masks, state, place, out):
         if group > 1:
             g = g.reshape(*g.shape[:-3], like.shape[-3], group, *g.shape[-2:]).sum(-3)
         for axis, (a, b) in enumerate(zip(g.shape, like.shape)):
-            if a != b: g = g.sum(axis, keepdims=True)
+            if a != b:
+                g = g.sum(axis, keepdims=True)
         dtype = problem.out_dtype if name != "dbias" else problem.grad_dtype(like.dtype)
         found[name] = _give(name, g, dtype, out)
     return found

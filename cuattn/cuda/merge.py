@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cuattn.cuda.launch import function
+from cuattn.cuda.arguments import function
+from cuattn.cuda.launch import Array, Record
 from cuattn.cuda.params import MAX_PARTS, MERGE_PARAMS
-from cuattn.cuda.plan import CUDA_TYPES
-from cuattn.cuda.records import Array, Record
+from cuattn.cuda.sm80.forward_plan import CUDA_TYPES
 
 __all__ = ["add_merge", "merge_record", "result_arrays"]
 

@@ -33,7 +33,7 @@ name                    type     meaning
 ``mask``                int      0 none, 1 column, 2 block, 3 dense
 ``split``               bool     forward over parts of the key axis, partial results of type ``acc``
 ``merges``              bool     the last block of a row tile to finish its part merges them all
-``deposits``            int      float32, float64: tiles after which long sums are added to memory; 0 = never
+``flush_every``         int      float32, float64: tiles after which long sums are added to memory; 0 = never
 ``atomic_dq``           bool     backward: dq is added up in memory, in no fixed order
 ``split_delta``         bool     backward: delta is kept in parts, for tensor cores to subtract
 ``chunk``, ``part``     int      backward of wide heads: columns loaded at a time, columns that a block owns; else 0

@@ -5,9 +5,9 @@ import math
 from itertools import accumulate
 from typing import Any
 
-from cuattn.cuda.launch import Axes, Struct, band_fields, function, whole, zero
+from cuattn.cuda.arguments import Axes, Struct, band_fields, function, whole, zero
 from cuattn.cuda.params import BATCH_AXES, MASK_PARAMS
-from cuattn.cuda.plan import mask_code
+from cuattn.cuda.sm80.forward_plan import mask_code
 from cuattn.errors import UnsupportedError
 from cuattn.masks.device import Ready
 from cuattn.problem import Problem

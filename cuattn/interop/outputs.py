@@ -52,11 +52,17 @@ class Outputs:
     def _items(results: Sequence[str], out: Any) -> dict[str, Any]:
         if len(results) == 1:
             return {"out": out}
-        if not isinstance(out, (tuple, list)) or not len(results) - (results[-1] == "dbias") <= len(out) <= len(results):
-            raise ArgumentError(f"out is {shown(type_name(out))}; expected a tuple ({', '.join(results)}) of arrays or None")
+        if not isinstance(out, (tuple, list)) or not len(results) - (results[-1] == "dbias") <= len(out) <= len(
+            results
+        ):
+            raise ArgumentError(
+                f"out is {shown(type_name(out))}; expected a tuple ({', '.join(results)}) of arrays or None"
+            )
         return {f"out[{index}]": array for index, array in enumerate(out)}
 
-    def check(self, views: dict[str, Any], specs: dict[str, Any], operands: dict[str, Any], origin: ArrayOrigin) -> None:
+    def check(
+        self, views: dict[str, Any], specs: dict[str, Any], operands: dict[str, Any], origin: ArrayOrigin
+    ) -> None:
         """Check the given arrays against the results' shapes and dtypes, and that none shares memory.
 
         Parameters
@@ -83,7 +89,9 @@ class Outputs:
                 raise DtypeError(f"{label} has dtype {view.dtype}; expected {dtype}")
             if isinstance(view, np.ndarray) and not view.flags.writeable:
                 raise ArgumentError(f"{label} is read-only; expected a writable array")
-            if any(size > 1 and step == 0 for size, step in zip(view.shape, view.strides, strict=True)):
+            if 0 not in view.shape and any(
+                size > 1 and step == 0 for size, step in zip(view.shape, view.strides, strict=True)
+            ):
                 raise ArgumentError(f"{label} has elements that share memory (a stride of 0); expected distinct ones")
             for other, array in taken.items():
                 if _overlap(view, array):

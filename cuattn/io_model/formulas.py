@@ -1,6 +1,6 @@
 """The papers' own expressions: what stands inside their Theta, and the lecture's forms with constants."""
 
-from cuattn.io_model.sizes import MASK_VECTORS, ceil_div
+from cuattn.io_model.sizes import MASK_VECTORS, cdiv
 
 
 def theorem_2_standard(n, d):
@@ -251,7 +251,7 @@ def flashmask_vectors(n, b_r):
     >>> io_model.dense_mask(1024, 1024) / io_model.flashmask_vectors(1024, 128)
     32.0
     """
-    return MASK_VECTORS * ceil_div(n, b_r) * n
+    return MASK_VECTORS * cdiv(n, b_r) * n
 
 
 def flashmask_vectors_backward(n):

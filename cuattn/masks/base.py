@@ -19,6 +19,7 @@ import numpy as np
 
 from cuattn.errors import MaskError
 from cuattn.masks import checks
+from cuattn.masks.cuda_half import CudaHalf, Source
 from cuattn.masks.device import namespace
 from cuattn.masks.immutable import Immutable
 from cuattn.masks.intervals import FULL, PARTIAL, SKIP, tiles
@@ -28,6 +29,9 @@ Self = TypeVar("Self", bound="Mask")
 
 Instance = tuple[int, ...]
 """Index into a mask's own leading axes: one of its matrices."""
+
+KINDS: "dict[str, type[Mask]]" = {}
+"""The classes of masks by the name of their kind."""
 
 _STRIP = 64  # row tiles that are classified at once
 
@@ -44,8 +48,16 @@ class Mask(Immutable):
     kind: ClassVar[str]
     """The name by which a problem knows this kind of mask: "column", "block", "boolean", "band"."""
 
+    cuda: ClassVar[CudaHalf | None] = None
+    """How kernels take this kind of mask; None: not at all."""
+
     n_queries: int
     n_keys: int
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if isinstance(cls.__dict__.get("kind"), str):
+            KINDS[cls.kind] = cls
 
     @property
     @abstractmethod
@@ -117,6 +129,10 @@ class Mask(Immutable):
         extra = len(leading) - len(index)
         index = (*(0,) * extra, *index)[-len(leading) :] if leading else ()
         return tuple([0 if n == 1 else i for i, n in zip(index, leading, strict=True)])
+
+    def source(self) -> Source:
+        """Return where the mask's numbers lie on a GPU, for kinds that have a `cuda` half."""
+        raise NotImplementedError(f"{type(self).__name__}.source")
 
     # For backends: what one instance hides, by tiles.
 

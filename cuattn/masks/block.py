@@ -8,6 +8,7 @@ import numpy as np
 from cuattn.errors import MaskError
 from cuattn.masks import checks, intervals
 from cuattn.masks.base import Instance, Mask
+from cuattn.masks.cuda_half import CudaHalf, Source, source_of
 from cuattn.masks.device import copy, namespace
 from cuattn.masks.runs import Runs, length_of
 
@@ -71,6 +72,7 @@ class BlockMask(Mask):
 
     __slots__ = ("_n_keys", "_n_queries", "block_m", "block_n")
     kind = "block"
+    cuda = CudaHalf(8, 1, "blocks", "mask", (("util/mask_alive.cu", "mask_alive"),))
     _parameter_names = ("block_m", "block_n", "_n_queries", "_n_keys")
     block_m: int
     block_n: int
@@ -143,6 +145,9 @@ class BlockMask(Mask):
         xp = namespace(self._array)
         row, key = xp.arange(self.n_queries) // self.block_m, xp.arange(self.n_keys) // self.block_n
         return self._array[..., row[:, None], key]
+
+    def source(self) -> Source:
+        return source_of(self._array, block_m=self.block_m, block_n=self.block_n)
 
     def _restrict(self, rows: Runs, keys: Runs) -> "BlockMask":
         block_m, row = _blocks_of_runs("rows", rows, self.block_m)

@@ -6,6 +6,7 @@ import numpy as np
 
 from cuattn.masks import checks, intervals
 from cuattn.masks.base import Instance, Mask
+from cuattn.masks.cuda_half import CudaHalf, Source, source_of
 from cuattn.masks.device import copy, namespace
 from cuattn.masks.runs import Runs, length_of, take
 
@@ -41,6 +42,7 @@ class BooleanMask(Mask):
 
     __slots__ = ("_n_keys", "_n_queries", "borrowed")
     kind = "boolean"
+    cuda = CudaHalf(16, 1, "boolean", "boolean", (("util/mask_alive.cu", "mask_alive"),))
     _parameter_names = ("_n_queries", "_n_keys", "borrowed")
     _n_queries: int | None  # None: that of the array, which stands for any length if it is 1
     _n_keys: int | None
@@ -136,6 +138,9 @@ class BooleanMask(Mask):
     def _dense(self) -> Any:
         xp = namespace(self._array)
         return xp.broadcast_to(self._array, (*self.leading, self.n_queries, self.n_keys)).copy()
+
+    def source(self) -> Source:
+        return source_of(self._array)
 
     def _restrict(self, rows: Runs, keys: Runs) -> "BooleanMask":
         part = self._array

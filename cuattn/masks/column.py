@@ -8,6 +8,7 @@ import numpy as np
 from cuattn.errors import DtypeError, MaskError
 from cuattn.masks import checks, convert, intervals
 from cuattn.masks.bands import Reach, find_reach
+from cuattn.masks.cuda_half import CudaHalf, Source, source_of
 from cuattn.masks.device import pack
 from cuattn.masks.interval_mask import IntervalMask
 from cuattn.masks.runs import Runs, kept_before, length_of, take
@@ -71,6 +72,7 @@ class ColumnMask(IntervalMask):
     __slots__ = ("lte", "lts", "n_queries", "ute", "uts")
     kind = "column"
     _parameter_names = ("n_queries",)
+    cuda = CudaHalf(1, 4, "column", None, (("util/mask_bounds.cu", "mask_bounds"), ("util/mask_bounds.cu", "mask_order")))
     lts: Any
     lte: Any
     uts: Any
@@ -288,6 +290,9 @@ class ColumnMask(IntervalMask):
 
     def _skipped(self, block_m: int, block_n: int) -> int:
         return int(intervals.skipped_tiles(self._table(block_m, block_n)).sum(dtype=np.int64))
+
+    def source(self) -> Source:
+        return source_of(self._array, vectors=True)
 
     def _restrict(self, rows: Runs, keys: Runs) -> "ColumnMask":
         bounds = kept_before(take(self._array, keys, axis=-1), rows)

@@ -6,7 +6,16 @@ from cuattn.problem.operations import OPERATIONS, Operation, register_operation
 from cuattn.problem.origin import Origin, Runs, pieces, whole_offset
 from cuattn.problem.parts import check_parts, unpack_part
 from cuattn.problem.scalars import check_band
-from cuattn.problem.validate import Checked, Options, bind, borrowed_mask, check, drawn_state, place_of_call, replayed_state
+from cuattn.problem.validate import (
+    Checked,
+    Options,
+    bind,
+    borrowed_mask,
+    check,
+    drawn_state,
+    place_of_call,
+    replayed_state,
+)
 
 __all__ = [
     "BFLOAT16",

@@ -84,6 +84,7 @@ class Problem:
     precision: str | None = None
     deterministic: bool = False
     kernel: str | None = None
+    runs: bool = False  # dropout over parts of several runs: a place has row_blocks or key_blocks
 
     @property
     def row(self) -> Dtype:

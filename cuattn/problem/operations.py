@@ -94,7 +94,7 @@ def register_operation(row: Operation) -> Operation:
 
 def _statistics(problem: Problem, sizes: Sizes) -> dict[str, Spec]:
     rows = (*sizes.leading, sizes.n_queries)
-    return {name: (rows, (problem.stat_dtype,)) for name in "lm"}
+    return dict.fromkeys("lm", (rows, (problem.stat_dtype,)))
 
 
 def _forward_results(problem: Problem, sizes: Sizes, operands: dict[str, Any]) -> dict[str, Spec]:

@@ -12,7 +12,7 @@ import numpy as np
 from cuattn.errors import ArgumentError, DtypeError, shown
 from cuattn.problem.model import Place, Problem
 
-__all__ = ["Origin", "Runs", "place_of", "pieces", "whole_offset"]
+__all__ = ["Origin", "Runs", "pieces", "place_of", "whole_offset"]
 
 Runs = tuple[tuple[int, int], ...]
 """Pieces of an axis, ``((local_start, global_start), ...)``; each reaches to the next one's local start."""
@@ -54,7 +54,8 @@ class Origin:
 
     >>> import numpy as np, cuattn
     >>> x = np.random.default_rng(0).standard_normal((64, 8), np.float32)
-    >>> parts = [cuattn.forward(x, x[a:a + 32], x[a:a + 32], is_causal=True, origin=cuattn.Origin(key=a)) for a in (0, 32)]
+    >>> shards = [(x[key : key + 32], cuattn.Origin(key=key)) for key in (0, 32)]
+    >>> parts = [cuattn.forward(x, k, k, is_causal=True, origin=origin) for k, origin in shards]
     >>> bool(np.allclose(cuattn.merge(*parts).o, cuattn.attention(x, x, x, is_causal=True), atol=1e-6))
     True
     """
@@ -159,8 +160,8 @@ def whole_offset(origin: Origin) -> int:
     """Return by how much the diagonal of the whole problem is shifted when it ends in the bottom right corner."""
     if origin.n_queries is None or origin.n_keys is None:
         raise ArgumentError(
-            "is_causal or window is aligned 'bottom_right' and origin has no n_queries and n_keys; expected the lengths "
-            "of the whole problem"
+            "is_causal or window is aligned 'bottom_right' and origin lacks n_queries or n_keys; expected the "
+            "lengths of the whole problem"
         )
     return origin.n_keys - origin.n_queries
 

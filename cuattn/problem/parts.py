@@ -26,7 +26,7 @@ def check_parts(parts: list[tuple[Any, Any, Any]]) -> dict[str, Spec]:
     if dtype not in DTYPES:
         raise DtypeError(f"parts[0].o has dtype {dtype}; expected {dtype_names()}")
     statistics = row_of(dtype).stat
-    specs: dict[str, Spec] = {"o": (shape, (dtype,)), **{name: (shape[:-1], (statistics,)) for name in "lm"}}
+    specs: dict[str, Spec] = {"o": (shape, (dtype,)), **dict.fromkeys("lm", (shape[:-1], (statistics,)))}
     for index, part in enumerate(parts):
         for array, (name, (wanted, (kind,))) in zip(part, specs.items(), strict=True):
             if tuple(array.shape) != wanted:

@@ -47,7 +47,11 @@ class Checked(NamedTuple):
 
 
 def check(
-    operation: Operation, arrays: dict[str, Any], masks: tuple[Mask, ...], options: Options, *, sharded: bool = False
+    operation: Operation,
+    arrays: dict[str, Any],
+    masks: tuple[Mask, ...],
+    options: Options,
+    origin: Origin | None = None,
 ) -> Checked:
     """Check every argument of a call against the others.
 
@@ -58,8 +62,9 @@ def check(
         NumPy or CuPy views of q, k, v and of what the operation needs beside; absent ones are missing or None.
     masks : tuple of Mask
     options : Options
-    sharded : bool
-        Whether the call has an origin: its band is then placed by it (see :func:`place_of_call`).
+    origin : Origin, optional
+        Of a part of a larger problem: of it only whether it is given, which decides how the band is placed (see
+        :func:`place_of_call`), and whether it has runs.
 
     Returns
     -------
@@ -67,12 +72,10 @@ def check(
     """
     q, k, v = (arrays[name] for name in "qkv")
     dtype = common_dtype(q=q, k=k, v=v)
-    size = sizes(
-        tuple(q.shape), tuple(k.shape), tuple(v.shape), scalars.flag("enable_gqa", options.enable_gqa)
-    )
+    size = sizes(tuple(q.shape), tuple(k.shape), tuple(v.shape), scalars.flag("enable_gqa", options.enable_gqa))
     bias = arrays.get("bias")
     band, bottom_right = scalars.check_band(
-        options.is_causal, options.window, size.n_queries, size.n_keys, sharded=sharded
+        options.is_causal, options.window, size.n_queries, size.n_keys, sharded=origin is not None
     )
     problem = Problem(
         operation=operation.name,
@@ -96,6 +99,8 @@ def check(
         deterministic=scalars.flag("deterministic", options.deterministic),
         kernel=scalars.check_kernel(options.kernel),
     )
+    if problem.dropout and origin is not None and origin.has_runs:
+        problem = replace(problem, runs=True)
     if bias is not None:
         check_score_like("bias", tuple(bias.shape), size)
     for mask in masks:
@@ -123,8 +128,6 @@ def place_of_call(checked: Checked, origin: Origin | None) -> Place:
     """Return where a call stands in the whole problem."""
     if origin is None:
         return checked.problem.place
-    if not isinstance(origin, Origin):
-        raise DtypeError(f"origin is {shown(origin)}; expected a cuattn.Origin or None")
     place = place_of(origin, checked.problem, checked.bottom_right)
     _check_counters(checked.problem, place)
     return place

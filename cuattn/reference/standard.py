@@ -9,6 +9,7 @@ import numpy as np
 
 from cuattn.errors import ShapeError
 from cuattn.io_model import block_sizes
+from cuattn.io_model.sizes import cdiv
 from cuattn.reference.hbm import HBM
 from cuattn.reference.results import Backward, StandardForward
 from cuattn.reference.steps import block, place, softmax_tile
@@ -66,7 +67,7 @@ def standard_forward(q, k, v, M, *, dtype=np.float64):
             hbm.store("S", (rows, keys), hbm.on_chip("S", Q_i @ K_j.T))
     hbm.end_kernel()
     whole_rows = max(1, M // n)
-    for i in range(-(-n // whole_rows)):  # Alg. 0 l. 2: P = softmax(S)
+    for i in range(cdiv(n, whole_rows)):  # Alg. 0 l. 2: P = softmax(S)
         rows = block(i, whole_rows, n)
         _, P_i, l_i = softmax_tile(hbm.load("S", rows))
         hbm.store("P", rows, P_i / l_i[:, None])
@@ -131,7 +132,7 @@ def standard_backward(do, q, k, v, p, M, *, dtype=np.float64):
             hbm.store("dP", (rows, keys), hbm.on_chip("dP", dO_i @ V_j.T))
     hbm.end_kernel()
     whole_rows = max(1, M // (2 * n))
-    for i in range(-(-n // whole_rows)):  # Alg. 3 l. 3: dS_ij = P_ij (dP_ij - sum_l P_il dP_il)
+    for i in range(cdiv(n, whole_rows)):  # Alg. 3 l. 3: dS_ij = P_ij (dP_ij - sum_l P_il dP_il)
         rows = block(i, whole_rows, n)
         P_i, dP_i = hbm.load("P", rows), hbm.load("dP", rows)
         hbm.store("dS", rows, P_i * (dP_i - (P_i * dP_i).sum(axis=1, keepdims=True)))
@@ -147,7 +148,7 @@ def standard_backward(do, q, k, v, p, M, *, dtype=np.float64):
 def _product(hbm, left, resident, right, result, step, n, transposed=False):
     """Compute rows `resident` of left @ right, or of left^T @ right, with the result's rows on the chip."""
     total = 0
-    for i in range(-(-n // step)):
+    for i in range(cdiv(n, step)):
         streamed = block(i, step, n)
         A = hbm.load(left, (streamed, resident)).T if transposed else hbm.load(left, (resident, streamed))
         total = hbm.on_chip(result, total + A @ hbm.load(right, streamed))

@@ -162,7 +162,10 @@ def test_scope_of_cupy_arrays_keeps_the_current_stream(recorder):
     with origin.scope():
         pass
     inside = [3, "current stream"]
-    assert recorder.events == [*(("to_backend", label) for label in inside), *(("exit", label) for label in inside[::-1])]
+    assert recorder.events == [
+        *(("to_backend", label) for label in inside),
+        *(("exit", label) for label in inside[::-1]),
+    ]
 
 
 def test_other_cuda_producers_go_through_cupy(recorder):

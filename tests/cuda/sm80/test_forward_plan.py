@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from cuattn.cuda.plan import forward_plan, grid_of
-from cuattn.cuda.tiles import Card
+from cuattn.cuda.sm80.forward_plan import forward_plan, grid_of
+from cuattn.cuda.sm80.tiles import Card
 from cuattn.errors import UnsupportedError
 from cuattn.problem import validate
 from tests.cuda.cases import BF16, CASES, Case
@@ -87,7 +87,7 @@ def test_long_sums_move_to_memory(dtype, keys, card):
     for head_dim in (33, 64, 128, 200, 256):
         problem = shaped(np.dtype(dtype), heads=999, n_queries=300, n_keys=keys, head_dim=head_dim)
         plan = forward_plan(problem, card)
-        assert 0 < dict(plan.constants)["deposits"] * plan.block_n <= 2048
+        assert 0 < dict(plan.constants)["flush_every"] * plan.block_n <= 2048
         assert plan.smem_bytes + STATIC_BYTES <= card.shared_bytes
 
 

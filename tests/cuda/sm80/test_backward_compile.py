@@ -5,10 +5,10 @@ import pytest
 
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
-from cuattn.cuda.backward_plan import STAT_ROWS, atomic, backward_plan, kernels_of, shared_bytes
+from cuattn.cuda.sm80.backward_plan import STAT_ROWS, atomic, backward_plan, kernels_of, shared_bytes
 from tests.cuda.cases import CASES, F16, WIDE_HEADS, Case
-from tests.cuda.test_compile import FORWARD_CARDS, _failures
-from tests.cuda.test_plan import CARDS, STATIC_BYTES, problem_of
+from tests.cuda.sm80.test_forward_compile import FORWARD_CARDS, _failures
+from tests.cuda.sm80.test_forward_plan import CARDS, STATIC_BYTES, problem_of
 
 # What other generations compile besides the head dimensions: every feature once.  sm_90, with the largest tiles,
 # compiles all cases.
@@ -54,10 +54,10 @@ def backward_jobs(arch):
             few = {"elem", "acc", "o_elem", "block_m", "warps", "head_dim", "head_dim_v", "load_bytes", "atomic_dq"}
             preprocess = tuple(item for item in constants.items() if item[0] in few)
             yield case.name, "util/bwd_preprocess.cu", (*preprocess, ("split_delta", False)), arch
-            deposits = {"deposits": 64 if case.dtype.itemsize > 2 else 0}
+            deposits = {"flush_every": 64 if case.dtype.itemsize > 2 else 0}
             yield case.name, "sm80/bwd.cu", tuple({**keys, **deposits, "sum_dk": True, "sum_dv": True}.items()), arch
             yield case.name, "sm80/bwd_rows.cu", tuple({**rows, "sum_dq": True}.items()), arch
-    yield "sum", "util/bwd_sum.cu", (("elem", "__nv_bfloat16"), ("acc", "float")), arch
+    yield "sum", "util/bwd_sum.cu", (("grad", "__nv_bfloat16"), ("acc", "float")), arch
 
 
 def _wide_jobs(case, constants, arch):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cuattn.cuda.backward_plan import backward_plan, kernels_of, shared_keys
-from tests.cuda.test_plan import CARDS, shaped
+from cuattn.cuda.sm80.backward_plan import backward_plan, kernels_of, shared_keys
+from tests.cuda.sm80.test_forward_plan import CARDS, shaped
 
 CARD = CARDS["H200"]
 

@@ -9,8 +9,8 @@ import cuattn
 from cuattn import masks
 from cuattn.errors import UnsupportedError
 from tests.cuda.cases import BF16, CASES, F16, Case, blocks_of, columns_of, hostile_columns, to_device, visible
-from tests.cuda.test_backward_gpu import check, made, poisoned_memory, run  # noqa: F401
-from tests.cuda.test_hopper_gpu import hopper  # noqa: F401
+from tests.cuda.sm80.test_backward_gpu import check, made, poisoned_memory, run  # noqa: F401
+from tests.cuda.sm90.test_forward_gpu import hopper  # noqa: F401
 
 pytestmark = pytest.mark.gpu
 

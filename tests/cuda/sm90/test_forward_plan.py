@@ -7,9 +7,9 @@ import pytest
 
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
-from cuattn.cuda.hopper_plan import ARCH, counts, few_rows, hopper_plan, leaves_idle, refusal
-from cuattn.cuda.tensormap import why_not
-from cuattn.cuda.tiles import Card
+from cuattn.cuda.sm80.tiles import Card
+from cuattn.cuda.sm90.forward_plan import ARCH, counts, few_rows, hopper_plan, leaves_idle, refusal
+from cuattn.cuda.sm90.tensor_map import why_not
 from cuattn.problem import Band, Origin, Problem
 from tests.cuda.cases import BF16, F16
 

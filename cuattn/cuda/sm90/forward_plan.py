@@ -4,8 +4,8 @@ import functools
 import math
 from typing import NamedTuple
 
-from cuattn.cuda.plan import CUDA_TYPES, mask_code, pad, tile_of
-from cuattn.cuda.tiles import Card
+from cuattn.cuda.sm80.forward_plan import CUDA_TYPES, mask_code, pad, tile_of
+from cuattn.cuda.sm80.tiles import Card
 from cuattn.plans import Plan
 from cuattn.problem import Problem
 
@@ -71,7 +71,7 @@ def _tile(problem: Problem) -> HopperTile:
 def refusal(problem: Problem, card: Card) -> str | None:
     """Say why this kernel does not take a problem, or return None.
 
-    Strides and addresses are another matter: see :func:`cuattn.cuda.tensormap.why_not`.
+    Strides and addresses are another matter: see :func:`cuattn.cuda.sm90.tensor_map.why_not`.
     """
     if card.arch != "sm_90":
         return f"it needs compute capability 9.0, this GPU is {card.arch}"
@@ -157,6 +157,7 @@ def hopper_plan(problem: Problem) -> Plan:
         "q_stages": tile.q_stages,
         "overlap": problem.n_keys >= _LONG[tile.block_m] and not problem.dropout,
         "dropout": problem.dropout,
+        "runs": False,
         "softcap": problem.softcap is not None,
         "prescaled": prescaled,
         "negate": problem.scale < 0 and not prescaled,

@@ -10,8 +10,8 @@ from cuattn import masks
 from cuattn.errors import UnsupportedError
 from cuattn.masks import ColumnMask
 from tests.cuda.cases import BF16, CASES, F16, Case, blocks_of, columns_of, visible
-from tests.cuda.test_forward_gpu import check
-from tests.cuda.test_forward_gpu import run as run_on
+from tests.cuda.sm80.test_forward_gpu import check
+from tests.cuda.sm80.test_forward_gpu import run as run_on
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.cuda.cases import BF16, F16, Case, bias_of, blocks_of, columns_of, dense_of
-from tests.cuda.test_forward_gpu import check
+from tests.cuda.sm80.test_forward_gpu import check
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,15 +1,15 @@
-"""The forward for compute capability 9.0: tensor maps, a ticket, one launch."""
+"""The forward for compute capability 9.0: tensor maps, a ticket, one arguments."""
 
 import math
 
-from cuattn.cuda import launch
-from cuattn.cuda.forward import INPUTS
-from cuattn.cuda.hopper_plan import ARCH, UNIT, counts, few_rows, hopper_plan, leaves_idle, refusal
+from cuattn.cuda import arguments
+from cuattn.cuda.launch import Record
 from cuattn.cuda.merge import result_arrays
 from cuattn.cuda.params import PARAMS
-from cuattn.cuda.records import Record
+from cuattn.cuda.sm80.forward import INPUTS
+from cuattn.cuda.sm90.forward_plan import ARCH, UNIT, counts, few_rows, hopper_plan, leaves_idle, refusal
+from cuattn.cuda.sm90.tensor_map import View, unreadable, view_of
 from cuattn.cuda.tables import mask_tables, table_fields, table_layout, table_slots
-from cuattn.cuda.tensormap import View, unreadable, view_of
 from cuattn.errors import UnsupportedError
 from cuattn.plans import Plan
 from cuattn.problem import Operands, Problem
@@ -19,7 +19,7 @@ __all__ = ["plan", "reason_against", "record"]
 
 def reason_against(problem: Problem, operands: Operands) -> str | None:
     """Say why this kernel does not take a call for arrays on the current device, or return None."""
-    card = launch.card(operands.q.device.id)
+    card = arguments.card(operands.q.device.id)
     against = refusal(problem, card)
     if against is None and problem.kernel is None:
         if leaves_idle(problem, card):
@@ -29,7 +29,7 @@ def reason_against(problem: Problem, operands: Operands) -> str | None:
     if against is not None:
         return against
     try:
-        axes = launch.merged_axes(problem, operands[:3], table_layout(problem, operands.mask))
+        axes = arguments.merged_axes(problem, operands[:3], table_layout(problem, operands.mask))
     except UnsupportedError as error:
         return str(error)
     if math.prod(axes.size[:-1]) > 1:
@@ -52,10 +52,10 @@ def record(problem: Problem, operands: Operands) -> Record:
     device = operands.q.device.id
     results = result_arrays(problem.o_shape, problem.out_dtype, problem.stat_dtype)
     layout = table_layout(problem, operands.mask)
-    axes = launch.merged_axes(problem, operands[:3], layout)
-    values = {**launch.problem_fields(problem, axes), **tiles}
+    axes = arguments.merged_axes(problem, operands[:3], layout)
+    values = {**arguments.problem_fields(problem, axes), **tiles}
     for name, array in {**dict(zip("qkv", operands[:3], strict=True)), **results}.items():
-        values.update(launch.operand_fields(name, array, axes, len(problem.batch)))
+        values.update(arguments.operand_fields(name, array, axes, len(problem.batch)))
     tables = []
     if operands.mask is not None:
         values.update(table_fields(problem, operands.mask, layout, axes, made.block_n))
@@ -64,15 +64,15 @@ def record(problem: Problem, operands: Operands) -> Record:
     slots = {**{f"{name}.data": name for name in "qkvolm"}, "counters": "ticket", **table_slots(0)}
     views = _views(problem, operands, made, axes)
     maps = [(name, view.mapper(problem.dtype.name)) for name, view in zip("qkvo", views, strict=True)]
-    kernel = launch.function(device, "sm90/fwd.cu", "attention_forward", made.constants, made.smem_bytes, ARCH)
+    kernel = arguments.function(device, "sm90/fwd.cu", "attention_forward", made.constants, made.smem_bytes, ARCH)
     blocks = tiles["row_tiles"] * problem.heads * math.prod(problem.batch)
-    grid = (min(blocks, launch.card(device).multiprocessors),)
+    grid = (min(blocks, arguments.card(device).multiprocessors),)
     shared, random = made.smem_bytes, problem.dropout > 0
     found.add(kernel, grid, 32 * made.workers, PARAMS, values, slots, shared_bytes=shared, maps=maps, random=random)
     return found
 
 
-def _views(problem: Problem, operands: Operands, made: Plan, axes: launch.Axes) -> tuple[View, ...]:
+def _views(problem: Problem, operands: Operands, made: Plan, axes: arguments.Axes) -> tuple[View, ...]:
     boxes = made.block_m, made.block_n, made.block_n
     rank = len(problem.batch)
     views = [view_of(array, axes, rank, rows) for array, rows in zip(operands[:3], boxes, strict=True)]

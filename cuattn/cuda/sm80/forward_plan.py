@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 
-from cuattn.cuda.tiles import TICKETS, VALUE_COLUMNS, Card, Tile, forward_tile
+from cuattn.cuda.sm80.tiles import TICKETS, VALUE_COLUMNS, Card, Tile, forward_tile
 from cuattn.errors import UnsupportedError
 from cuattn.plans import Plan
 from cuattn.problem import Problem
@@ -153,7 +153,7 @@ def _splits(
 
 
 def _merges(problem: Problem, tile: Tile, pack: int, teams: int, splits: int) -> bool:
-    """Whether the last block of a row tile merges the parts: there are few, and it saves a launch."""
+    """Whether the last block of a row tile merges the parts: there are few, and it saves a arguments."""
     rows = min(problem.n_queries * pack, tile.block_m)
     row_tiles = _blocks(problem, tile, pack)
     warp_rows = -(-rows // (tile.warps * teams))
@@ -161,7 +161,7 @@ def _merges(problem: Problem, tile: Tile, pack: int, teams: int, splits: int) ->
 
 
 def deposit_tiles(size: int, length: int, block: int) -> int:
-    """Return ``cfg::deposits``: how many tiles of `block` are summed in registers at a time; 0: all `length`.
+    """Return ``cfg::flush_every``: how many tiles of `block` are summed in registers at a time; 0: all `length`.
 
     >>> deposit_tiles(8, 4096, 16), deposit_tiles(8, 1024, 16)
     (64, 0)
@@ -231,6 +231,8 @@ def forward_plan(problem: Problem, card: Card, load_bytes: int = 16) -> Plan:
         "load_bytes": max(load_bytes, min(size, 8)),
         "pack": pack,
         "dropout": problem.dropout,
+        "runs": False,
+        "statistics": True,
         "bias": problem.bias is not None,
         "softcap": problem.softcap is not None,
         "prescaled": problem.bias is not None or problem.softcap is not None or not problem.scale > 0,
@@ -239,7 +241,7 @@ def forward_plan(problem: Problem, card: Card, load_bytes: int = 16) -> Plan:
         "mask": mask_code(problem),
         "split": splits > 1,
         "merges": merges,
-        "deposits": deposit_tiles(size, problem.n_keys, tile.block_n),
+        "flush_every": deposit_tiles(size, problem.n_keys, tile.block_n),
         "tf32": problem.precision == "tf32",
     }
     rows = int(np.prod(problem.stat_shape, dtype=np.int64))

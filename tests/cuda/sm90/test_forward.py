@@ -3,12 +3,14 @@
 import pytest
 
 from cuattn import masks
-from cuattn.cuda import choice, forward, hopper
+from cuattn.cuda import families
+from cuattn.cuda.sm80 import forward
+from cuattn.cuda.sm90 import forward as hopper
 from cuattn.errors import UnsupportedError
 from cuattn.problem import Operands
 from tests.cuda.recording import TICKET, array
 from tests.cuda.recording import device as device
-from tests.cuda.test_hopper_plan import CAUSAL, problem
+from tests.cuda.sm90.test_forward_plan import CAUSAL, problem
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -100,24 +102,24 @@ def test_column_mask_for_all_heads(device):
 def test_a_mask_that_is_a_band_is_taken_as_one(device):
     mask = masks.causal(4096)
     p = problem(mask="column")
-    done = choice._choose(p, operands(p, mask))
+    done = families._choose(p, operands(p, mask))
     assert (done.kernels, done.problem, done.operands.mask) == (hopper, problem(band=CAUSAL), None)
-    assert any("the mask is a band" in note for note in choice.plan(p, operands(p, mask)).notes)
+    assert any("the mask is a band" in note for note in families.plan(p, operands(p, mask)).notes)
     documents = masks.causal_document([96, 4000])
-    assert choice._choose(p, operands(p, documents)).problem is p
-    assert not any("band" in note for note in choice.plan(p, operands(p, documents)).notes)
+    assert families._choose(p, operands(p, documents)).problem is p
+    assert not any("band" in note for note in families.plan(p, operands(p, documents)).notes)
     portable = problem(mask="column", kernel="sm80")  # must give the bits that a boolean mask gives
-    assert choice._choose(portable, operands(portable, mask)).problem is portable
+    assert families._choose(portable, operands(portable, mask)).problem is portable
 
 
 def test_choice():
     few = problem(batch=(1,), n_queries=1)
-    assert "query rows" in choice._choose(few, operands(few)).against
+    assert "query rows" in families._choose(few, operands(few)).against
     grouped = problem(batch=(16,), heads=32, kv_heads=8, n_queries=1, n_keys=8192)
-    assert "fill its tiles" in choice._choose(grouped, operands(grouped)).against
+    assert "fill its tiles" in families._choose(grouped, operands(grouped)).against
     few = problem(batch=(1,), n_queries=1, kernel="sm90")
-    assert choice._choose(few, operands(few))[::3] == (hopper, None)
+    assert families._choose(few, operands(few))[::3] == (hopper, None)
     wide = problem(264, kernel="sm90")
     with pytest.raises(UnsupportedError, match="'sm90', but it takes head dimensions up to 256"):
-        choice._choose(wide, operands(wide))
-    assert choice._choose(problem(kernel="sm80"), None)[::3] == (forward, "kernel is 'sm80'")
+        families._choose(wide, operands(wide))
+    assert families._choose(problem(kernel="sm80"), None)[::3] == (forward, "kernel is 'sm80'")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cuattn
-from cuattn.cuda.launch import card
+from cuattn.cuda.arguments import card
 from tests import oracle
 from tests.cuda.cases import (
     BF16,

@@ -3,13 +3,15 @@
 import pytest
 
 from cuattn import masks
-from cuattn.cuda import backward, choice, hopper_backward
+from cuattn.cuda import families
+from cuattn.cuda.sm80 import backward
+from cuattn.cuda.sm90 import backward as hopper_backward
 from cuattn.errors import UnsupportedError
 from cuattn.problem import Operands
 from tests.cuda.recording import array
 from tests.cuda.recording import device as device
-from tests.cuda.test_hopper_backward_plan import problem
-from tests.cuda.test_hopper_plan import CAUSAL
+from tests.cuda.sm90.test_backward_plan import problem
+from tests.cuda.sm90.test_forward_plan import CAUSAL
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -88,13 +90,16 @@ def test_unfit_arrays(changes, words):
 
 def test_choice():
     p = problem()
-    assert choice._choose(p, operands(p))[::3] == (hopper_backward, None)
-    assert choice._choose(p, Operands(*operands(p)[:3]))[::3] == (hopper_backward, None)  # a call that is only planned
-    assert choice._choose(problem(kernel="sm80"), None)[::3] == (backward, "kernel is 'sm80'")
+    assert families._choose(p, operands(p))[::3] == (hopper_backward, None)
+    assert families._choose(p, Operands(*operands(p)[:3]))[::3] == (
+        hopper_backward,
+        None,
+    )  # planned
+    assert families._choose(problem(kernel="sm80"), None)[::3] == (backward, "kernel is 'sm80'")
     short = problem(n_queries=100, n_keys=100)
-    assert "fewer than its tiles" in choice._choose(short, operands(short)).against
+    assert "fewer than its tiles" in families._choose(short, operands(short)).against
     short = problem(n_queries=100, n_keys=100, kernel="sm90")
-    assert choice._choose(short, operands(short))[::3] == (hopper_backward, None)
+    assert families._choose(short, operands(short))[::3] == (hopper_backward, None)
     wide = problem(264, kernel="sm90")
     with pytest.raises(UnsupportedError, match="'sm90', but it takes head dimensions up to 256"):
-        choice._choose(wide, operands(wide))
+        families._choose(wide, operands(wide))

@@ -10,8 +10,8 @@ import math
 from collections.abc import Container
 from typing import NamedTuple
 
-from cuattn.cuda.plan import CUDA_TYPES, check_limits, deposit_tiles, mask_code, pad
-from cuattn.cuda.tiles import Card
+from cuattn.cuda.sm80.forward_plan import CUDA_TYPES, check_limits, deposit_tiles, mask_code, pad
+from cuattn.cuda.sm80.tiles import Card
 from cuattn.plans import Plan
 from cuattn.problem import Problem
 
@@ -173,7 +173,7 @@ def shared_keys(problem: Problem, kernels: Kernels, multiprocessors: int, sums: 
     """Return which blocks of the key kernel share their key tiles (float64, dq in no fixed order; else none).
 
     Where all tiles take the same time and blocks have a multiprocessor each, the tiles of the last round are dealt out
-    to all multiprocessors.  Their sums have to be short, since such blocks do not add to memory after cfg::deposits.
+    to all multiprocessors.  Their sums have to be short, since such blocks do not add to memory after cfg::flush_every.
     `sums` names gradients that are sums over broadcast axes.
     """
     tile, size = kernels.keys, problem.dtype.itemsize
@@ -231,14 +231,17 @@ def backward_plan(problem: Problem, card: Card, load_bytes: int = 16, o_dtype: s
         "acc": acc,
         "o_elem": CUDA_TYPES[o_dtype or problem.dtype.name],
         "bias_elem": acc if problem.bias is None else CUDA_TYPES[problem.bias.name],
+        "grad": CUDA_TYPES[problem.dtype.name],
+        "bias_grad": acc if problem.bias is None else CUDA_TYPES[problem.bias.name],
         "head_dim": kernels.head_dim,
         "head_dim_v": kernels.head_dim_v,
         "whole_columns": exact and load_bytes == 16,
         **kernels.keys._asdict(),
-        "deposits": deposit_tiles(problem.dtype.itemsize, problem.n_queries * problem.group, kernels.keys.block_m),
+        "flush_every": deposit_tiles(problem.dtype.itemsize, problem.n_queries * problem.group, kernels.keys.block_m),
         "blocks_per_sm": 1,
         "load_bytes": max(load_bytes, min(problem.dtype.itemsize, 8)),
         "dropout": problem.dropout,
+        "runs": False,
         "bias": problem.bias is not None,
         "softcap": problem.softcap is not None,
         "tf32": problem.precision == "tf32",

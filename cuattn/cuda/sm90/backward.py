@@ -3,16 +3,16 @@
 import math
 from typing import Any
 
-from cuattn.cuda import hopper_backward_plan as planner
-from cuattn.cuda import launch
-from cuattn.cuda.backward import INPUTS
-from cuattn.cuda.backward_plan import STAT_ROWS, sums
-from cuattn.cuda.hopper_backward_plan import Kernel
-from cuattn.cuda.hopper_plan import ARCH
+from cuattn.cuda import arguments
+from cuattn.cuda.launch import Array, Record
 from cuattn.cuda.params import PARAMS
-from cuattn.cuda.records import Array, Record
+from cuattn.cuda.sm80.backward import INPUTS
+from cuattn.cuda.sm80.backward_plan import STAT_ROWS, sums
+from cuattn.cuda.sm90 import backward_plan as planner
+from cuattn.cuda.sm90.backward_plan import Kernel
+from cuattn.cuda.sm90.forward_plan import ARCH
+from cuattn.cuda.sm90.tensor_map import unreadable, view_of
 from cuattn.cuda.tables import mask_tables, table_fields, table_layout, table_slots
-from cuattn.cuda.tensormap import unreadable, view_of
 from cuattn.errors import UnsupportedError
 from cuattn.plans import Plan
 from cuattn.problem import Operands, Problem
@@ -43,7 +43,7 @@ def _arrays(operands: Operands) -> dict[str, Any]:
 
 def reason_against(problem: Problem, operands: Operands) -> str | None:
     """Say why these kernels do not take a call for arrays on the current device, or return None."""
-    against = planner.refusal(problem, launch.card(operands.q.device.id))
+    against = planner.refusal(problem, arguments.card(operands.q.device.id))
     if against is None and problem.kernel is None and planner.short(problem):
         against = "rows and keys are fewer than its tiles have"
     if against is not None:
@@ -56,7 +56,7 @@ def reason_against(problem: Problem, operands: Operands) -> str | None:
         if sums(problem, arrays[name].shape, heads):
             return f"the gradient of {name} is a sum over axes along which it was broadcast"
     try:
-        axes = launch.merged_axes(problem, arrays.values(), table_layout(problem, operands.mask))
+        axes = arguments.merged_axes(problem, arrays.values(), table_layout(problem, operands.mask))
     except UnsupportedError as error:
         return str(error)
     if math.prod(axes.size[:-1]) > 1:
@@ -95,11 +95,11 @@ class _Builder:
         self.kernels = [planner.key_kernel(problem)] + ([] if self.whole else [planner.row_kernel(problem)])
         self.arrays = _arrays(operands)
         self.layout = table_layout(problem, operands.mask)
-        self.axes = launch.merged_axes(problem, self.arrays.values(), self.layout)
+        self.axes = arguments.merged_axes(problem, self.arrays.values(), self.layout)
         self.results = {name: Array(self.arrays[of].shape, self.arrays[of].dtype) for name, of in _RESULTS.items()}
-        self.fields = launch.problem_fields(problem, self.axes)
+        self.fields = arguments.problem_fields(problem, self.axes)
         for name, array in {**self.arrays, **self.results}.items():
-            self.fields.update(launch.operand_fields(name, array, self.axes, len(problem.batch)))
+            self.fields.update(arguments.operand_fields(name, array, self.axes, len(problem.batch)))
         mask, tables = operands.mask, []
         if mask is not None:
             tables = [mask_tables(problem, mask, self.device, k.block_m, k.block_n) for k in self.kernels]
@@ -117,7 +117,7 @@ class _Builder:
         fields = {**self.fields, "row_tiles": tile.row_tiles, "key_tiles": tile.key_tiles, "section": tile.section}
         slots, shared, threads, arch = dict(_SLOTS), 0, _THREADS, None
         if maps:
-            grid = min(grid, launch.card(self.device).multiprocessors)
+            grid = min(grid, arguments.card(self.device).multiprocessors)
             shared, threads, arch = tile.smem_bytes, 32 * self.made.workers, ARCH
             if problem.mask is not None:
                 fields.update(table_fields(problem, self.operands.mask, self.layout, self.axes, tile.block_n))
@@ -125,7 +125,7 @@ class _Builder:
         known = {**self.arrays, **self.results}
         views = [(name, view_of(known[name], self.axes, len(problem.batch), rows)) for name, rows in maps.items()]
         described = [(name, view.mapper(problem.dtype.name)) for name, view in views]
-        function = launch.function(self.device, path, kernel, tuple(constants.items()), shared, arch)
+        function = arguments.function(self.device, path, kernel, tuple(constants.items()), shared, arch)
         random = problem.dropout > 0
         self.record.add(
             function, (grid,), threads, PARAMS, fields, slots, shared_bytes=shared, maps=described, random=random
@@ -134,7 +134,7 @@ class _Builder:
     def preprocess(self) -> None:
         """Compute delta and the softmax statistics of every row, and zero the accumulator of dq."""
         problem, size = self.problem, self.problem.dtype.itemsize
-        vector = launch.load_bytes(self.operands.do, self.operands.o)
+        vector = arguments.load_bytes(self.operands.do, self.operands.o)
         while vector > size and problem.head_dim_v * size % vector:
             vector //= 2
         constants = {name: value for name, value in self.made.constants if name in _PREPROCESS}

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cuattn.cuda import hopper_plan
-from cuattn.cuda.backward_plan import STAT_ROWS
-from cuattn.cuda.plan import CUDA_TYPES, mask_code, pad
-from cuattn.cuda.records import Array
-from cuattn.cuda.tiles import Card
+from cuattn.cuda.launch import Array
+from cuattn.cuda.sm80.backward_plan import STAT_ROWS
+from cuattn.cuda.sm80.forward_plan import CUDA_TYPES, mask_code, pad
+from cuattn.cuda.sm80.tiles import Card
+from cuattn.cuda.sm90 import forward_plan
 from cuattn.plans import Plan
 from cuattn.problem import Problem
 
@@ -56,9 +56,9 @@ def _sizes(problem: Problem) -> tuple[int, int]:
 def refusal(problem: Problem, card: Card) -> str | None:
     """Say why this kernel does not take a problem, or return None.
 
-    Strides and addresses are another matter: see :func:`cuattn.cuda.tensormap.why_not`.
+    Strides and addresses are another matter: see :func:`cuattn.cuda.sm90.tensor_map.why_not`.
     """
-    against = hopper_plan.refusal(problem, card)
+    against = forward_plan.refusal(problem, card)
     if against is None and problem.head_dim % 8:
         return f"it writes rows in units of 8 elements, and q has {problem.head_dim}"
     return against
@@ -101,7 +101,7 @@ def _section(problem: Problem, row: int, rows: int, heads: int) -> int:
     """
     together = 1
     if problem.mask is not None or problem.band is not None:
-        together = 1 << (max(hopper_plan.L2_SHARE // (rows * row), 1).bit_length() - 1)
+        together = 1 << (max(forward_plan.L2_SHARE // (rows * row), 1).bit_length() - 1)
     if problem.deterministic and whole(problem):
         together = max(together, _CAUSAL_TURNS if problem.mask is None and problem.band is not None else _TURNS)
     return max(min(together, heads * math.prod(problem.batch)), 1)
@@ -217,6 +217,7 @@ def plan(problem: Problem, o_dtype: str = "") -> Plan:
         "block_n": kernel.block_n,
         "stages": kernel.stages,
         "dropout": problem.dropout,
+        "runs": False,
         "softcap": problem.softcap is not None,
         "prescaled": prescaled,
         "negate": problem.scale < 0 and not prescaled,

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.cuda import launch
-from cuattn.cuda.backward_plan import STAT_ROWS, atomic, backward_plan, kernels_of, shared_bytes, shared_keys, sums
+from cuattn.cuda import arguments
+from cuattn.cuda.launch import Array, Record
 from cuattn.cuda.params import PARAMS
-from cuattn.cuda.plan import CUDA_TYPES, pad
-from cuattn.cuda.records import Array, Record
+from cuattn.cuda.sm80.backward_plan import STAT_ROWS, atomic, backward_plan, kernels_of, shared_bytes, shared_keys, sums
+from cuattn.cuda.sm80.forward_plan import CUDA_TYPES, pad
 from cuattn.cuda.tables import MaskTables, mask_tables, table_fields, table_layout, table_slots
 from cuattn.plans import Plan
 from cuattn.problem import Operands, Problem
@@ -41,10 +41,10 @@ _PREPROCESS = ("elem", "acc", "o_elem", "block_m", "warps", "head_dim", "head_di
 
 def plan(problem: Problem, operands: Operands) -> Plan:
     """Return the plan of a backward for arrays on the current device."""
-    card = launch.card(operands.q.device.id)
+    card = arguments.card(operands.q.device.id)
     arrays = [array for array in (operands.q, operands.k, operands.v, operands.do) if array is not None]
     o_dtype = "" if operands.o is None else operands.o.dtype.name
-    return backward_plan(problem, card, launch.load_bytes(*arrays), o_dtype)
+    return backward_plan(problem, card, arguments.load_bytes(*arrays), o_dtype)
 
 
 def record(problem: Problem, operands: Operands) -> Record:
@@ -92,25 +92,25 @@ class _Builder:
 
     def __init__(self, problem: Problem, operands: Operands, made: Plan, device: int) -> None:
         self.problem, self.operands, self.device = problem, operands, device
-        self.kernels = kernels_of(problem, launch.card(device))
+        self.kernels = kernels_of(problem, arguments.card(device))
         self.constants = dict(made.constants)
         self.atomic = atomic(problem, self.kernels)
         named = zip(INPUTS, (*operands[:5], operands.do, *operands[7:]), strict=True)
         self.arrays = {name: array for name, array in named if array is not None and name != "mask"}
         self.layout = table_layout(problem, operands.mask)
         masks = {"mask": operands.mask} if problem.mask == "dense" else {}
-        self.axes = launch.merged_axes(problem, {**self.arrays, **masks}.values(), self.layout)
+        self.axes = arguments.merged_axes(problem, {**self.arrays, **masks}.values(), self.layout)
         self.splits = self._bias_splits()
         self.sums = self._sums()
-        self.shared = shared_keys(problem, self.kernels, launch.card(device).multiprocessors, self.sums)
+        self.shared = shared_keys(problem, self.kernels, arguments.card(device).multiprocessors, self.sums)
         self.results = {
             name: Array(self.arrays[of].shape, self.arrays[of].dtype)
             for name, of in _GRADIENTS.items()
             if of in self.arrays
         }
-        self.fields = launch.problem_fields(problem, self.axes)
+        self.fields = arguments.problem_fields(problem, self.axes)
         for name, array in {**self.arrays, **masks, **self.results}.items():
-            self.fields.update(launch.operand_fields(name, array, self.axes, len(problem.batch)))
+            self.fields.update(arguments.operand_fields(name, array, self.axes, len(problem.batch)))
         self.tables = self._tables()
         self.record = Record(INPUTS, self.results, self._scratch(), list(self.tables.values()))
 
@@ -140,7 +140,7 @@ class _Builder:
         key_tiles = -(-bias.shape[-1] // tile.block_n) if bias.shape[-1] > 1 else 1
         instances = max(math.prod(bias.shape[:-2]), 1)
         members = math.prod(problem.batch) * problem.heads // instances
-        wanted = 2 * launch.card(self.device).multiprocessors
+        wanted = 2 * arguments.card(self.device).multiprocessors
         return max(1, min(members, -(-wanted // (instances * row_tiles * key_tiles))))
 
     def _scratch(self) -> dict[str, Array]:
@@ -195,7 +195,7 @@ class _Builder:
             fields.update(table_fields(problem, self.operands.mask, self.layout, self.axes, tile.block_n))
             sizes = list(self.tables)
             slots |= table_slots(sizes.index((tile.block_m, tile.block_n)) if problem.mask == "column" else 0)
-        function = launch.function(self.device, path, kernel, tuple(constants.items()), shared)
+        function = arguments.function(self.device, path, kernel, tuple(constants.items()), shared)
         random = problem.dropout > 0
         self.record.add(function, (grid,), 32 * tile.warps, PARAMS, fields, slots, shared_bytes=shared, random=random)
 
@@ -207,7 +207,7 @@ class _Builder:
         problem = self.problem
         tile = self.kernels.keys._replace(warps=_THREADS // 32)
         size = problem.dtype.itemsize
-        vector = launch.load_bytes(self.operands.do, self.operands.o)
+        vector = arguments.load_bytes(self.operands.do, self.operands.o)
         while vector > size and problem.head_dim_v * size % vector:
             vector //= 2
         extra = {"load_bytes": max(vector, size), "split_delta": False}
@@ -215,7 +215,7 @@ class _Builder:
         values = {}
         if self.shared.parts > 1:
             head, of_head = divmod(self.shared.first, -(-problem.n_keys // tile.block_n))
-            values = {"section": head * problem.n_keys + of_head * tile.block_n, "splits": self.shared.parts}
+            values = {"shared_key": head * problem.n_keys + of_head * tile.block_n, "splits": self.shared.parts}
         self._add("util/bwd_preprocess.cu", "backward_preprocess", grid, tile, 0, extra, only=_PREPROCESS, **values)
 
     def keys(self) -> None:
@@ -230,7 +230,7 @@ class _Builder:
             self._add("sm80/bwd_wide.cu", "backward_wide_keys", grid, tile, shared, extra)
         else:
             first, parts, row_tiles, grid = self.shared
-            values = {"section": first, "splits": parts, "split_tiles": row_tiles}
+            values = {"shared_tile": first, "splits": parts, "split_tiles": row_tiles}
             self._add("sm80/bwd.cu", "attention_backward", grid, tile, shared, extra, **values)
         for name in ("dk", "dv"):
             self._sum(name)
@@ -272,7 +272,7 @@ class _Builder:
         grid *= 1 if sum_keys else -(-bias.shape[-1] // tile.block_n)
         extra = {"split": self.splits > 1, "sum_rows": sum_rows, "sum_keys": sum_keys, "atomic_dq": False}
         shared = shared_bytes(self.problem, self.kernels, "bias")
-        values = {"splits": self.splits, "section": instances}
+        values = {"splits": self.splits, "bias_instances": instances}
         self._add("sm80/bwd_bias.cu", "backward_bias", grid, tile, shared, extra, **values)
         self._sum("dbias")
 
@@ -283,8 +283,8 @@ class _Builder:
             return
         out = self.results[name]
         size = math.prod(out.shape)
-        constants = (("elem", CUDA_TYPES[out.dtype.name]), ("acc", CUDA_TYPES[self.problem.stat_dtype.name]))
+        constants = (("grad", CUDA_TYPES[out.dtype.name]), ("acc", CUDA_TYPES[self.problem.stat_dtype.name]))
         values = {"inner": total.inner, "results": size, "size": total.size, "keep": total.keep}
-        function = launch.function(self.device, "util/bwd_sum.cu", "backward_sum", constants)
-        grid = min(pad(size, _THREADS) // _THREADS, 16 * launch.card(self.device).multiprocessors)
+        function = arguments.function(self.device, "util/bwd_sum.cu", "backward_sum", constants)
+        grid = min(pad(size, _THREADS) // _THREADS, 16 * arguments.card(self.device).multiprocessors)
         self.record.add(function, (grid,), _THREADS, _SUM_PARAMS, values, {"in": f"{name}_acc", "out": name})

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from cuattn.cuda import compile as compiler
-from cuattn.cuda import hopper_backward_plan as planner
 from cuattn.cuda import source
-from cuattn.cuda.hopper_backward import _CONVERT, _PREPROCESS
-from cuattn.cuda.hopper_plan import ARCH
+from cuattn.cuda.sm90 import backward_plan as planner
+from cuattn.cuda.sm90.backward import _CONVERT, _PREPROCESS
+from cuattn.cuda.sm90.forward_plan import ARCH
 from cuattn.problem import Band
 from tests.cuda.cases import F16
-from tests.cuda.test_hopper_plan import CAUSAL, H200
-from tests.cuda.test_hopper_plan import problem as forward_problem
+from tests.cuda.sm90.test_forward_plan import CAUSAL, H200
+from tests.cuda.sm90.test_forward_plan import problem as forward_problem
 
 WINDOW = Band(10, 5, 0)
 

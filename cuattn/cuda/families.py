@@ -4,8 +4,10 @@ import dataclasses
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from cuattn.cuda import backward, forward, hopper, hopper_backward
-from cuattn.cuda.records import Record
+from cuattn.cuda.launch import Record
+from cuattn.cuda.sm80 import backward, forward
+from cuattn.cuda.sm90 import backward as hopper_backward
+from cuattn.cuda.sm90 import forward as hopper
 from cuattn.errors import UnsupportedError
 from cuattn.plans import Plan
 from cuattn.problem import Operands, Problem, mask_as_band

@@ -3,11 +3,11 @@
 import math
 from typing import Any
 
-from cuattn.cuda import launch
+from cuattn.cuda import arguments
+from cuattn.cuda.launch import Array, Record
 from cuattn.cuda.merge import add_merge, result_arrays
 from cuattn.cuda.params import PARAMS
-from cuattn.cuda.plan import forward_plan, grid_of
-from cuattn.cuda.records import Array, Record
+from cuattn.cuda.sm80.forward_plan import forward_plan, grid_of
 from cuattn.cuda.tables import mask_tables, table_fields, table_layout, table_slots
 from cuattn.plans import Plan
 from cuattn.problem import Operands, Problem
@@ -20,8 +20,8 @@ _PARTS = ("o_part", "l_part", "m_part")
 
 def plan(problem: Problem, operands: Operands) -> Plan:
     """Return the plan of a forward for arrays on the current device."""
-    card = launch.card(operands.q.device.id)
-    return forward_plan(problem, card, launch.load_bytes(operands.q, operands.k, operands.v))
+    card = arguments.card(operands.q.device.id)
+    return forward_plan(problem, card, arguments.load_bytes(operands.q, operands.k, operands.v))
 
 
 def record(problem: Problem, operands: Operands) -> Record:
@@ -45,7 +45,7 @@ def record(problem: Problem, operands: Operands) -> Record:
     CompileError
     """
     device = operands.q.device.id
-    card, made = launch.card(device), plan(problem, operands)
+    card, made = arguments.card(device), plan(problem, operands)
     counts = grid_of(problem, made, card)
     splits, stat = counts["splits"], problem.stat_dtype
     results = result_arrays(problem.o_shape, problem.out_dtype, stat)
@@ -60,7 +60,7 @@ def record(problem: Problem, operands: Operands) -> Record:
     found = Record(INPUTS, results, scratch, tables, tickets=blocks if constants["merges"] else 0)
     if blocks == 0:
         return found
-    kernel = launch.function(device, "sm80/fwd.cu", "attention_forward", made.constants, made.smem_bytes)
+    kernel = arguments.function(device, "sm80/fwd.cu", "attention_forward", made.constants, made.smem_bytes)
     slots = {
         "q.data": "q", "k.data": "k",
         "v.data": "v" if operands.v.size else "k",  # an empty v has no address, and copies of nothing must name one
@@ -84,10 +84,10 @@ def _values(problem: Problem, operands: Operands, made: Plan, counts: dict[str, 
     if problem.mask == "dense":
         arrays["mask"] = operands.mask
     tables = table_layout(problem, operands.mask)
-    axes = launch.merged_axes(problem, arrays.values(), tables)
-    values = launch.problem_fields(problem, axes)
+    axes = arguments.merged_axes(problem, arrays.values(), tables)
+    values = arguments.problem_fields(problem, axes)
     for name, array in arrays.items():
-        values.update(launch.operand_fields(name, array, axes, len(problem.batch)))
+        values.update(arguments.operand_fields(name, array, axes, len(problem.batch)))
     if tables is not None:
         values.update(table_fields(problem, operands.mask, tables, axes, made.block_n))
     values.update({name: counts[name] for name in ("row_tiles", "key_tiles", "section", "splits", "split_tiles")})

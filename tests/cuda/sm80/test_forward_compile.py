@@ -7,9 +7,9 @@ import pytest
 
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
-from cuattn.cuda.plan import forward_plan
+from cuattn.cuda.sm80.forward_plan import forward_plan
 from tests.cuda.cases import CASES
-from tests.cuda.test_plan import CARDS, problem_of
+from tests.cuda.sm80.test_forward_plan import CARDS, problem_of
 
 FORWARD_CARDS = {card.arch: card for card in (CARDS["A100"], CARDS["H200"], CARDS["RTX 5090"])}
 
@@ -22,7 +22,7 @@ EXCEPTIONS = {
     ("sm_90", "dropout causal"),
     ("sm_90", "window bottom right"),
     ("sm_90", "float32 dropout column"),
-    ("sm_90", "float32 d128 with deposits"),
+    ("sm_90", "float32 d128 with flushes"),
     ("sm_120", "float32 column"),
     ("sm_120", "float32 dropout column"),
 }
@@ -65,8 +65,8 @@ def forward_jobs(arch):
         plan = forward_plan(problem_of(case), FORWARD_CARDS[arch], load_bytes)
         yield case.name, "sm80/fwd.cu", plan.constants, arch
         if case.name in ("float32 d64", "float32 d128", "float64 d64", "float64 d128"):
-            deposits = {**dict(plan.constants), "deposits": 64}
-            yield f"{case.name} with deposits", "sm80/fwd.cu", tuple(deposits.items()), arch
+            deposits = {**dict(plan.constants), "flush_every": 64}
+            yield f"{case.name} with flushes", "sm80/fwd.cu", tuple(deposits.items()), arch
 
 
 @pytest.mark.parametrize("arch", FORWARD_CARDS)

@@ -1,0 +1,1 @@
+"""The kernels for compute capability 9.0: bulk tensor copies and warpgroup products."""
