@@ -80,8 +80,8 @@ def judge(name: str, actual: Any, exact: Any, textbook: Any, floor: Any, dtype: 
     unit, smallest = (sums, 0.0) if statistic else (eps(rounded), eps(rounded, smallest=True))
     rounding = unit * xp.where(xp.isfinite(exact), xp.abs(exact), 0) + smallest
     least = sums * floor.wide + (eps(dtype) if eps(dtype) > sums else 0.0) * floor.short
-    parts = [xp.broadcast_to(x, actual.shape) for x in (_distance(xp, actual.astype(exact.dtype), exact), strays)]
-    parts += [xp.broadcast_to(x, actual.shape) for x in (rounding, least)]
+    error = _distance(xp, actual.astype(exact.dtype), exact)
+    parts = [xp.broadcast_to(xp.asarray(x), actual.shape) for x in (error, strays, rounding, least)]
     error, strays, rounding, least = parts if statistic else [x.max(-1) for x in parts]
     plain = FACTOR * xp.where(xp.isfinite(strays), strays, 0) + rounding
     share = _ratio(xp, error, plain + least)
