@@ -40,7 +40,7 @@ class Target:
         self.xp: Any = np
         if device == "cuda":
             import cupy
-            import cupyx.scipy.special
+            import cupyx.scipy.special  # noqa: F401  (the oracle's softmax)
 
             self.xp = cupy
 
@@ -234,6 +234,8 @@ class _Run:
             self.problem.plan, self.problem, given, self.options, self.exact, self.xp, self._call
         )
         sums = results["l"].dtype
+        if self.problem.variant.dtype == np.float64 != self.problem.variant.bias:
+            results.pop("dbias", None)  # a float32 bias of float64 inputs: each part's gradient is rounded
         self._judge(results, results.values(), " of shards", sums)
         if states - {fwd.rng_state}:
             self.outcome.complaints.append(("rng_state of shards", f"{states}, expected {fwd.rng_state}"))
