@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from importlib import import_module
 
 from cuattn import dispatch
-from cuattn.cuda import backward_plan, choice
-from cuattn.cuda.backward_plan import BackwardTile
-from cuattn.cuda.tiles import Tile
+from cuattn.cuda import families
+from cuattn.cuda.sm80 import backward_plan
+from cuattn.cuda.sm80 import forward_plan as plan
+from cuattn.cuda.sm80.backward_plan import BackwardTile
+from cuattn.cuda.sm80.tiles import Tile
 
 __all__ = ["BACKWARD_TILES", "TILES", "portable_tile"]
-
-plan = import_module("cuattn.cuda.plan")  # `cuattn.cuda.plan` is a function
 
 # Head dimension -> query rows -> a tile that fits in registers and shared memory of an H200.
 TILES = {
@@ -60,5 +59,5 @@ def portable_tile(tile: Tile | BackwardTile) -> Iterator[None]:
 def _forget() -> None:
     plan.forward_plan.cache_clear()
     backward_plan.backward_plan.cache_clear()
-    choice._records.clear()
+    families._records.clear()
     dispatch._slot.cache_clear()

@@ -15,6 +15,7 @@ Examples
 """
 
 from cuattn.masks.block import BlockMask
+from cuattn.masks.boolean import BooleanMask
 from cuattn.masks.column import ColumnMask
 from cuattn.masks.constructors import (
     causal,
@@ -37,6 +38,7 @@ from cuattn.masks.packed import (
 
 __all__ = [
     "BlockMask",
+    "BooleanMask",
     "ColumnMask",
     "causal",
     "causal_blockwise",

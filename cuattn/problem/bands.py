@@ -16,7 +16,7 @@ __all__ = ["join_reach", "mask_as_band"]
 
 def mask_as_band(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
     """Return a problem and operands without their column mask, where a band says the same, else as they are."""
-    reach = operands.mask.reach if problem.mask == "column" else None
+    reach = operands.mask._reach if problem.mask == "column" else None
     if reach is None:
         return problem, operands
     band, whole = join_reach(problem.band, reach, problem.n_queries, problem.n_keys)
@@ -31,7 +31,7 @@ def join_reach(band: Band | None, reach: Reach, n_queries: int, n_keys: int) -> 
     band : Band or None
         Of is_causal and window.
     reach : tuple of (int or None)
-        Of the mask, see :attr:`cuattn.masks.ColumnMask.reach`.
+        Of the mask, see :attr:`cuattn.masks.ColumnMask._reach`.
     n_queries, n_keys : int
 
     Returns

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-__all__ = ["EXTENDED", "Solution", "solve", "sum_to"]
+__all__ = ["EXTENDED", "Solution", "repeat_heads", "solve", "sum_heads", "sum_to"]
 
 EXTENDED = bool(np.finfo(np.longdouble).eps < np.finfo(np.float64).eps)
 """Whether there is anything more precise than float64 here to judge float64 by."""
@@ -64,6 +64,7 @@ def solve(
     scale=None,
     softcap=None,
     dlse=None,
+    delta_from_o=False,
     low=None,
     softmax=softmax,
 ):
@@ -81,6 +82,8 @@ def solve(
         As in :func:`cuattn.attention`.
     dlse : array, (..., Hq, Nq), optional
         Gradient with respect to m + log(l).
+    delta_from_o : bool, default False
+        Take D from do and o, as algorithm 4 does in O(N) memory, instead of from dp and p.
     low : dtype, optional
         Round every step to it, with sums in float32 for 16 bits; None is exact: float64, and long double for NumPy
         arrays in float64.
@@ -94,15 +97,15 @@ def solve(
 
     References
     ----------
-    T. Dao et al., "FlashAttention", NeurIPS 2022, algorithms 0 and 3.
+    T. Dao et al., "FlashAttention", NeurIPS 2022, algorithms 0, 3 and 4.
 
     Examples
     --------
     >>> import numpy as np
     >>> x = np.eye(2, dtype=np.float32)
     >>> solve(x, x, x, visible=np.tri(2, dtype=bool)).o.round(3)
-    array([[1.  , 0.  ],
-           [0.33, 0.67]])
+    array([[1.   , 0.   ],
+           [0.33 , 0.67 ]])
     """
     xp = np if isinstance(q, np.ndarray) else sys.modules["cupy"]
     work = _work_dtype(q, low)
@@ -118,7 +121,7 @@ def solve(
         if wide_bias is not None:
             seen = wide_bias != -np.inf
             visible = seen if visible is None else visible & seen
-        key_heads, value_heads = (_repeat(xp, x, lead) for x in (k, v))
+        key_heads, value_heads = (repeat_heads(xp, x, lead) for x in (k, v))
         if visible is not None:
             visible = xp.broadcast_to(visible, shape)
             dead, empty = ~visible.any(-2)[..., None], ~visible.any(-1)[..., None]
@@ -154,15 +157,15 @@ def solve(
             do = xp.where(empty, work.type(0), do)
         dv = dropped.swapaxes(-1, -2) @ do
         dp = rounded(rounded(do @ value_heads.swapaxes(-1, -2)) * z)
-        delta = rounded((p * dp).sum(-1))
+        delta = rounded((do * o if delta_from_o else p * dp).sum(-1))
         if dlse is not None:
             delta = delta - dlse.astype(work)
         ds = rounded(p * (dp - delta[..., None]))
         dbias = None if bias is None else rounded(sum_to(ds, bias.shape))
         ds_raw = rounded(ds * slope)
         dq = rounded(sum_to(scale * (ds_raw @ key_heads), q.shape))
-        dk = rounded(_sum_heads(scale * (ds_raw.swapaxes(-1, -2) @ q_rows), k.shape))
-        dv = rounded(_sum_heads(dv, v.shape))
+        dk = rounded(sum_heads(scale * (ds_raw.swapaxes(-1, -2) @ q_rows), k.shape))
+        dv = rounded(sum_heads(dv, v.shape))
     return Solution(o, l, m, dq, dk, dv, dbias, s, p, dp, ds, slope)
 
 
@@ -196,14 +199,14 @@ def _lead(q, k, v):
     return np.broadcast_shapes(q.shape[:-2], *spread)
 
 
-def _repeat(xp, x, lead):
+def repeat_heads(xp, x, lead):
     """Repeat grouped heads, so that query head h reads head h // group, and write all leading axes out."""
     if x.ndim > 2 and 1 < x.shape[-3] < lead[-1]:
         x = xp.repeat(x, lead[-1] // x.shape[-3], axis=-3)
     return xp.broadcast_to(x, (*lead, *x.shape[-2:]))
 
 
-def _sum_heads(x, shape):
+def sum_heads(x, shape):
     """Sum the gradients of repeated heads, then over broadcast axes."""
     if len(shape) > 2 and 1 < shape[-3] < x.shape[-3]:
         x = x.reshape(*x.shape[:-3], shape[-3], x.shape[-3] // shape[-3], *x.shape[-2:]).sum(-3)

@@ -1,5 +1,6 @@
 // What follows from the prologue, for kernels that work on tiles.
 #pragma once
+#include "attn/mask_format.cuh"
 #include "attn/mma_f32.cuh"
 #include "attn/mma_f64.cuh"
 #include "attn/params.cuh"
@@ -14,7 +15,7 @@ constexpr int v_tiles = cfg::head_dim_v / 8;
 constexpr int q_bytes = Mma<cfg::elem>::tile_bytes<cfg::block_m, cfg::head_dim>;
 constexpr int k_bytes = Mma<cfg::elem>::tile_bytes<cfg::block_n, cfg::head_dim>;
 constexpr int v_bytes = Mma<cfg::elem>::tile_bytes<cfg::block_n, cfg::head_dim_v>;
-constexpr int cols_bytes = cfg::mask == 1 ? cfg::block_n * 16 : 0;  // column intervals of the tile's keys
+constexpr int cols_bytes = column_masks > 0 ? cfg::block_n * 16 : 0;  // intervals of the tile's keys in the first column mask
 constexpr int stage_bytes = k_bytes + v_bytes + cols_bytes;
 
 static_assert(cfg::block_m % (16 * cfg::warps) == 0, "a warp owns whole 16-row tiles");

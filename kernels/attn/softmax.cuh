@@ -5,11 +5,13 @@
 #pragma once
 #include "attn/math.cuh"
 
-// fused: one multiply-add per exponent, whose rounding error |m| 2^-24 is common to the row; enough for 16-bit input.  Else exponents are
-// as good as differences of scores, and l is summed by 4 keys, then with a correction (Kahan), for it may have 2^19 terms.
+// fused: one multiply-add per exponent, whose rounding error |m log2 e| 2^-24 is common to the row, and at most 2^-17: rows with larger maxima
+// take differences of scores first.  Enough for 16-bit input.  Else all do, and l is summed by 4 keys, then with a correction (Kahan), for it
+// may have 2^19 terms.
 template <class Acc, int m_tiles, bool fused>
 struct SoftmaxRows {
     static constexpr bool corrected = !fused;
+    static constexpr Acc far = 128;  // largest exponent of m that is fused
     Acc m[m_tiles][2], l[m_tiles][2];
     Acc excess[corrected ? m_tiles : 1][2];  // what l is too large by
 
@@ -34,7 +36,7 @@ struct SoftmaxRows {
 
     // Takes the maximum over a tile of scores and scales o and l to the new one.
     template <int n_tiles, int v_tiles>
-    __device__ __forceinline__ void update(const Acc (&s)[m_tiles][n_tiles][4], Acc (&o)[m_tiles][v_tiles][4], const Log2Factor<Acc>& to_log2) {
+    __device__ __forceinline__ void update(Acc (&s)[m_tiles][n_tiles][4], Acc (&o)[m_tiles][v_tiles][4], const Log2Factor<Acc>& to_log2) {
         Acc alpha[m_tiles][2];
         bool changed = false;
 #pragma unroll
@@ -52,6 +54,14 @@ struct SoftmaxRows {
                 changed |= top != m[mt][h];
                 m[mt][h] = top;
             }
+        bool distant = false;
+#pragma unroll
+        for (int mt = 0; mt < m_tiles; ++mt)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                distant |= fused && is_distant(m[mt][h], to_log2);
+            }
+        if (fused && __any_sync(~0u, distant)) subtract_distant(s, to_log2);
         // Most tiles raise no maximum; multiplying by 1 would change nothing.
         if (__any_sync(~0u, changed)) {
 #pragma unroll
@@ -66,6 +76,21 @@ struct SoftmaxRows {
         }
     }
 
+    static __device__ __forceinline__ bool is_distant(Acc top, const Log2Factor<Acc>& to_log2) { return size_of(finite(top) * to_log2.hi) > far; }
+
+    // Subtracts the maxima that are too large to be fused from their rows' scores.
+    template <int n_tiles>
+    __device__ __forceinline__ void subtract_distant(Acc (&s)[m_tiles][n_tiles][4], const Log2Factor<Acc>& to_log2) {
+#pragma unroll
+        for (int mt = 0; mt < m_tiles; ++mt)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                if (!is_distant(m[mt][h], to_log2)) continue;
+#pragma unroll
+                for (int n = 0; n < n_tiles; ++n) s[mt][n][2 * h] -= m[mt][h], s[mt][n][2 * h + 1] -= m[mt][h];
+            }
+    }
+
     // Turns the scores of keys 16 c .. 16 c + 15 into exp(s - m), in place, and adds them to l.
     template <int n_tiles>
     __device__ __forceinline__ void exponentiate(Acc (&s)[m_tiles][n_tiles][4], int c, const Log2Factor<Acc>& to_log2) {
@@ -74,7 +99,7 @@ struct SoftmaxRows {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 Acc sum = 0;
-                const Acc shift = finite(m[mt][h]) * (fused ? to_log2.hi : Acc(1));
+                const Acc shift = !fused ? finite(m[mt][h]) : is_distant(m[mt][h], to_log2) ? Acc(0) : finite(m[mt][h]) * to_log2.hi;
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     Acc& x = s[mt][2 * c + e / 2][2 * h + e % 2];

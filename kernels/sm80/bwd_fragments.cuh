@@ -12,6 +12,7 @@ namespace sm80 {
 
 using Elem = cfg::elem;
 using Acc = cfg::acc;
+constexpr bool gradients_in_elements = same_type<cfg::grad, Elem>;  // else unrounded
 
 // The padding is what one lane of ldmatrix reads; of float64, the four columns of a fragment.
 constexpr int padding = sizeof(Elem) == 8 ? 32 : 16;

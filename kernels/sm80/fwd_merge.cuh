@@ -46,5 +46,5 @@ __device__ __forceinline__ void merge_row(const Params& p, i64 row) {
     for (int i = 0; i < held; ++i) {
         if (lane + 32 * i < p.head_dim_v) static_cast<cfg::out*>(p.o.data)[row * p.head_dim_v + lane + 32 * i] = round_to<cfg::out>(sum[i]);
     }
-    if (lane == 0) static_cast<Acc*>(p.l.data)[row] = shares.l, static_cast<Acc*>(p.m.data)[row] = shares.m;
+    if (cfg::statistics && lane == 0) static_cast<Acc*>(p.l.data)[row] = shares.l, static_cast<Acc*>(p.m.data)[row] = shares.m;
 }

@@ -44,13 +44,10 @@ __device__ __forceinline__ void locate(const Params& p, Work& w) {
     const i32 kv_head = quotient(w.head, p.group);
     w.k = static_cast<const Elem*>(p.k.data) + slice_offset(p.k, index, kv_head);
     w.v = static_cast<const Elem*>(p.v.data) + slice_offset(p.v, index, kv_head) + blockIdx.z * cfg::head_dim_v;
-    if constexpr (cfg::mask != kMaskNone) {
-        w.mask.instance = slice_offset(p.table, index, w.head);
-        w.mask.offset = slice_offset(p.mask, index, w.head);
-    }
+    w.mask.set(MaskSlices::of(p, index, w.head));
     if constexpr (cfg::bias) w.bias_offset = slice_offset(p.bias, index, w.head);
     i32 tile = p.row_tiles - 1 - rank;
-    if constexpr (cfg::mask == kMaskColumn) {
+    if constexpr (column_masks > 0) {
         if (p.table.order != nullptr) tile = p.table.order[w.mask.instance * p.row_tiles + rank];
     }
     w.row0 = tile * cfg::block_m;

@@ -65,7 +65,7 @@ struct StepWalk {
         StepCode step{rows.tile << 4 | (odd ? StepCode::odd_bit : 0) | (rows.partial(p) ? StepCode::partial_bit : 0)};
         if (may_have_empty_rows) {
             const i32 group = shared.head(odd).flat * stat_groups(p) + rows.tile * cfg::block_m / kStatRows;
-            if (p.counters[group]) step.code |= StepCode::dirty_bit;
+            if (p.counters[group] & kEmptyRows) step.code |= StepCode::dirty_bit;
         }
         return step;
     }

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bench.tile_sizes import BACKWARD_TILES, TILES, backward_plan, plan, portable_tile
-from cuattn.cuda.tiles import Card
+from cuattn.cuda.sm80.tiles import Card
 from cuattn.problem import validate
 
 H200 = Card("sm_90", 132, 232448, 62914560)

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from cuattn.cuda import choice, launch, merge, records, tables, tensormap
+from cuattn.cuda import arguments, families, launch, merge, tables
 from cuattn.cuda.params import MASK_PARAMS, MERGE_PARAMS, PARAMS
+from cuattn.cuda.sm90 import tensor_map
 from cuattn.problem import validate
 from tests.cuda.cases import BF16, Case
-from tests.cuda.test_hopper_plan import H200
+from tests.cuda.sm90.test_forward_plan import H200
 
 BASE = 1 << 40  # where results and scratch memory begin
 MASK, TICKET = 1 << 36, 1 << 38
@@ -88,14 +89,14 @@ class Device:
     def zero(self, address, size, stream):
         self.done.append(Zeroed(address, size))
 
-    def run(self, made: records.Record, inputs: dict[str, int], names, mask=None, state=None, capturing=False):
+    def run(self, made: launch.Record, inputs: dict[str, int], names, mask=None, state=None, capturing=False):
         """Run a record; return what it launched, in order, and the addresses of its results by position."""
         self.done.clear()
         places: list[int] = []
 
         def allocate(scratch_bytes, together, held):
             assert together == capturing
-            sizes = [launch.whole(array.nbytes) for array in made.results] + [scratch_bytes]
+            sizes = [arguments.whole(array.nbytes) for array in made.results] + [scratch_bytes]
             places[:] = np.cumsum([BASE, *sizes[:-1]]).tolist()
             self.sizes = sizes
             return ["results"], list(places), None
@@ -114,16 +115,16 @@ class Device:
 def device(monkeypatch):
     """A stand-in for an H200."""
     device = Device()
-    monkeypatch.setattr(launch, "card", lambda number: H200)
-    for module in (launch, merge, tables):
+    monkeypatch.setattr(arguments, "card", lambda number: H200)
+    for module in (arguments, merge, tables):
         monkeypatch.setattr(module, "function", device.function)
-    for module in (records, tables):
+    for module in (launch, tables):
         monkeypatch.setattr(module, "zero", device.zero)
-    monkeypatch.setattr(choice, "_records", {})
+    monkeypatch.setattr(families, "_records", {})
     merge.merge_record.cache_clear()
-    monkeypatch.setattr(records, "ticket_of", lambda stream: TICKET)
-    monkeypatch.setattr(records, "start", device.start)
-    monkeypatch.setattr(tensormap, "describe", lambda *arguments: tensormap.TensorMap(arguments[0], arguments))
+    monkeypatch.setattr(launch, "ticket_of", lambda stream: TICKET)
+    monkeypatch.setattr(launch, "start", device.start)
+    monkeypatch.setattr(tensor_map, "describe", lambda *arguments: tensor_map.TensorMap(arguments[0], arguments))
     monkeypatch.setattr(tables.MaskTables, "source", lambda self, mask, stream: MASK)
     yield device
     merge.merge_record.cache_clear()

@@ -1,98 +1,122 @@
-"""Strides, packed arguments and random keys, without a GPU."""
+"""Records of launches without a GPU: whatever a kernel is given lies in the call's own memory."""
 
-import ctypes
-from types import SimpleNamespace
+import math
 
 import numpy as np
 import pytest
+from hypothesis import given
 
-from cuattn.cuda import launch
-from cuattn.cuda.params import PARAMS
-from cuattn.errors import UnsupportedError
-from cuattn.rng import RNGState
+from cuattn.cuda import families
+from cuattn.cuda import launch as launches
+from cuattn.cuda.merge import merge_record
+from cuattn.cuda.params import MAX_PARTS
+from cuattn.cuda.sm80 import backward, forward
+from cuattn.masks import BlockMask, ColumnMask
+from tests.cuda.cases import BF16, CASES, Case
+from tests.cuda.recording import BASE, MASK, TICKET, Launch, Zeroed, prepared, validated
+from tests.cuda.recording import device as device
+from tests.strategies import cases
 
-SEED = 0x0123456789ABCDEF
-
-
-def device_like(array):
-    """Give a NumPy array the attribute that tells a CuPy array's address."""
-    return SimpleNamespace(
-        shape=array.shape, strides=array.strides, ndim=array.ndim, dtype=array.dtype,
-        data=SimpleNamespace(ptr=array.ctypes.data),
-    )  # fmt: skip
-
-
-def test_collapse_merges_even_axes():
-    x = np.empty((2, 3, 5, 4, 7, 8), np.float16)
-    axes = launch.collapse((2, 3, 5), ((x.shape[:3], x.strides[:3]),))
-    assert axes.size == (1, 1, 1, 30)
-    assert axes.strides(x.shape[:3], x.strides[:3], 2) == (0, 0, 0, 4 * 7 * 8)
+SPLIT = Case("split", batch=(1,), heads=8, kv_heads=8, n_queries=1, n_keys=4096)
+LARGE = Case("large", heads=80, kv_heads=80, n_queries=256, n_keys=256, options={"is_causal": True})
 
 
-def test_collapse_keeps_a_broadcast_axis_apart():
-    x, y = np.empty((2, 3, 4, 7, 8)), np.empty((1, 3, 4, 7, 8))
-    axes = launch.collapse((2, 3), tuple((a.shape[:2], a.strides[:2]) for a in (x, y)))
-    assert axes.size == (1, 1, 2, 3)
-    assert axes.strides(y.shape[:2], y.strides[:2], 8) == (0, 0, 0, 4 * 7 * 8)
+def pointers(launch):
+    """Yield every address in the argument of a launch, with its field."""
+
+    def walk(value, dtype, name):
+        if dtype.names:
+            for field in dtype.names:
+                yield from walk(value[field], dtype.fields[field][0], f"{name}.{field}")
+        elif dtype.base == np.uint64:
+            for address in np.ravel(value):
+                yield name, int(address)
+
+    argument = launch.argument
+    if argument.dtype.names:
+        yield from walk(argument, argument.dtype, launch.kernel)
 
 
-def test_collapse_finds_every_element():
-    base = np.arange(2 * 3 * 4 * 5).reshape(3, 2, 5, 4)
-    view = base.transpose(1, 0, 3, 2)
-    axes = launch.collapse(view.shape, ((view.shape, view.strides),))
-    strides = axes.strides(view.shape, view.strides, base.itemsize)
-    for flat, index in enumerate(np.ndindex(view.shape)):
-        offset, rest = 0, flat
-        for size, stride in zip(axes.size[::-1], strides[::-1], strict=True):
-            offset += rest % size * stride
-            rest //= size
-        assert base.ravel()[offset] == view[index]
+def check_memory(device, direction, problem, operands, addresses):
+    """Check that a captured call uses its arguments and one piece of memory, and no tables that nothing has written."""
+    made = families.record(problem, operands)
+    sparse = operands.mask if isinstance(operands.mask, (ColumnMask, BlockMask)) else None
+    names = forward.INPUTS if direction == "forward" else backward.INPUTS
+    done, places = device.run(made, addresses, names, sparse, operands.rng, capturing=True)
+    vectors = range(MASK, MASK + 4 * (0 if sparse is None else sparse._array.nbytes))
+    written = set(addresses.values()) | {0}
+    for each in done:
+        if isinstance(each, Zeroed):
+            assert each.address >= BASE and each.address + each.size <= device.end
+            continue
+        for name, address in pointers(each):
+            assert address in written or address in vectors or BASE <= address < device.end, name
+    launches = [each for each in done if isinstance(each, Launch)]
+    for number, each in enumerate(launches):
+        if "table" in (each.argument.dtype.names or ()):
+            before = [other.kernel for other in launches[:number]]
+            for table in ("bounds", "order"):
+                assert not each.argument["table"][table] or f"mask_{table}" in before, f"nothing wrote {table}"
+    if direction == "forward" and math.prod(problem.stat_shape):
+        last = launches[-1].argument
+        merged = "l_out" in last.dtype.names
+        assert places[1:3] == [last[f"{name}_out"] if merged else last[name]["data"] for name in "lm"]
 
 
-def test_too_many_axes_are_refused():
-    shape = (2,) * 6
-    layouts = tuple((tuple(n if a == b else 1 for b, n in enumerate(shape)), (8,) * 6) for a in range(6))
-    with pytest.raises(UnsupportedError, match="at most 4"):
-        launch.collapse(shape, layouts)
+@pytest.mark.parametrize("direction", ["forward", "backward", "deterministic"])
+@pytest.mark.parametrize("case", [*CASES, SPLIT, LARGE], ids=lambda case: case.name)
+def test_memory_of_the_gpu_cases(case, direction, device):
+    more = {"deterministic": True} if direction == "deterministic" else {}
+    direction = "forward" if direction == "forward" else "backward"
+    check_memory(device, direction, *prepared(case, direction, **more))
 
 
-def test_load_bytes_follow_address_and_strides():
-    buffer = np.zeros(4096, np.uint8)
-    start = -buffer.ctypes.data % 16
-    x = buffer[start : start + 2048].view(np.float16).reshape(2, 8, 64)
-    assert launch.load_bytes(device_like(x)) == 16
-    assert launch.load_bytes(device_like(x[..., 4:])) == 8
-    assert launch.load_bytes(device_like(x[..., 1:])) == 2
-    assert launch.load_bytes(device_like(x[:1, :1, 8:])) == 16
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@given(case=cases(max_length=300, head_dims=(8, 33, 64, 128, 256)))
+def test_memory_of_any_call(direction, device, case):
+    arrays, options = case.arguments()
+    check_memory(device, direction, *validated(arrays, options, direction))
 
 
-def test_struct_holds_values_and_slots():
-    struct = launch.Struct(PARAMS, {"n_keys": 7, "q.row": -3, "scale": 0.5}, ("q.data", "o.data"))
-    filled = struct.seal(struct.fill((11, 12)))
-    record = np.frombuffer(filled.tobytes(), PARAMS)[0]
-    assert (record["n_keys"], record["q"]["row"], record["scale"]) == (7, -3, 0.5)
-    assert (record["q"]["data"], record["o"]["data"], record["k"]["data"]) == (11, 12, 0)
-    assert np.frombuffer(struct.seal(struct.fill((0, 0))).tobytes(), PARAMS)[0]["q"]["data"] == 0
+def test_warm_arguments_differ_in_addresses_alone(device):
+    case = next(case for case in CASES if case.name == "dropout")
+    problem, operands, addresses = prepared(case)
+    made = families.record(problem, operands)
+    assert families.record(problem, operands) is made
+    first = device.run(made, addresses, forward.INPUTS, None, operands.rng)[0][-1].argument
+    moved = {name: address + 4096 for name, address in addresses.items()}
+    second = device.run(made, moved, forward.INPUTS, None, operands.rng)[0][-1].argument
+    for name in first.dtype.names:
+        if name in "qkv":
+            assert second[name]["data"] == first[name]["data"] + 4096
+        else:
+            assert second[name].tobytes() == first[name].tobytes()
 
 
-def test_piece_holds_the_template_and_points_to_it():
-    struct = launch.Struct(PARAMS, {"n_keys": 7}, ("q.data", "o.data"))
-    words, arguments = struct.piece(2)
-    words[struct.slots[1]] = 12
-    assert len(words) == PARAMS.itemsize // 8 + 3
-    assert arguments == words[-3] + PARAMS.itemsize
-    record = np.frombuffer(ctypes.string_at(words[-3], PARAMS.itemsize), PARAMS)[0]
-    assert (record["n_keys"], record["o"]["data"], record["q"]["data"]) == (7, 12, 0)
+def test_arrays_have_the_strides_of_contiguous_ones():
+    for shape in ((), (3,), (2, 3, 5), (4, 1, 0, 7)[:2]):
+        array = np.empty(shape, np.float32)
+        found = launches.Array(shape, array.dtype)
+        assert (found.strides, found.nbytes, found.ndim) == (array.strides, array.nbytes, array.ndim)
 
 
-def test_random_state_replaces_the_one_before():
-    words = launch.Struct(PARAMS, {"dropout.batch": 9}, ()).piece(0).words
-    for state in (RNGState(77, SimpleNamespace(__cuda_array_interface__={"data": (64, True)})), RNGState(SEED, 5)):
-        for place, kept, word in launch.random_words(state):
-            words[place] = words[place] & kept | word
-    record = np.frombuffer(words[:-1].tobytes(), PARAMS)[0]["dropout"]
-    assert record["offset"] == 5 and record["batch"] == 9 and record["offset_data"] == 0
-    weyl = (0x9E3779B9, 0xBB67AE85)
-    seed = (0x89ABCDEF, 0x01234567)
-    expected = [[(seed[i] + r * weyl[i]) % 2**32 for i in range(2)] for r in range(7)]
-    assert record["keys"].tolist() == expected
+@pytest.mark.parametrize("count", [1, 2, MAX_PARTS, MAX_PARTS + 1, MAX_PARTS**2 + 1])
+def test_merge_reads_every_part_once(count, device):
+    made = merge_record(0, count, (2, 3, 8), BF16, np.dtype(np.float32))
+    names = [f"{name} {part}" for part in range(count) for name in "olm"]
+    done, places = device.run(made, {name: index + 1 for index, name in enumerate(names)}, names)
+    read = [int(address) for each in done for name in "olm" for address in each.argument[name] if address]
+    assert sorted(address for address in read if address < BASE) == list(range(1, 3 * count + 1))
+    outs = [[int(each.argument[name]) for name in ("o_out", "l_out", "m_out")] for each in done]
+    assert outs[-1] == places[:3]
+    assert sorted(address for address in read if address >= BASE) == sorted(
+        address for out in outs[:-1] for address in out
+    )
+    assert sum(int(each.argument["parts"]) for each in done) == count + len(outs) - 1
+    assert done[0].constants["part"] == done[-1].constants["out"] == "__nv_bfloat16"
+
+
+def test_ticket_is_the_streams_own(device):
+    problem, operands, addresses = prepared(LARGE)
+    (launch,), _ = device.run(families.record(problem, operands), addresses, forward.INPUTS)
+    assert launch.path == "sm90/fwd.cu" and launch.argument["counters"] == TICKET
