@@ -104,8 +104,8 @@ def solve(
     >>> import numpy as np
     >>> x = np.eye(2, dtype=np.float32)
     >>> solve(x, x, x, visible=np.tri(2, dtype=bool)).o.round(3)
-    array([[1.   , 0.   ],
-           [0.33 , 0.67 ]])
+    array([[1.  , 0.  ],
+           [0.33, 0.67]])
     """
     xp = np if isinstance(q, np.ndarray) else sys.modules["cupy"]
     work = _work_dtype(q, low)
