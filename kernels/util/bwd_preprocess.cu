@@ -104,8 +104,6 @@ __device__ __forceinline__ void load_lse_gradients(cfg::acc (&shared)[kStatRows]
     shared[threadIdx.x] = dlse != nullptr && row < p.n_queries ? dlse[slice_offset(p.dlse, index, head) + row * p.dlse.row] : cfg::acc(0);
 }
 
-constexpr float kLeast = -3.4028235e38f;  // of a stat that is not -inf, which only rows that see nothing have
-
 // Returns whether the row is a far one.
 __device__ __forceinline__ bool store_stat(const Params& p, i64 at, bool empty, cfg::acc l, cfg::acc m) {
     cfg::acc* stat = static_cast<cfg::acc*>(p.stat);
@@ -114,10 +112,9 @@ __device__ __forceinline__ bool store_stat(const Params& p, i64 at, bool empty, 
         stat[at + i64(gridDim.x) * kStatRows] = empty ? cfg::acc(0) : 1 / l;
         return false;
     } else {
-        const float x = -fmaf(m, float(kLog2e), log2f(l));
-        const float kept = empty ? -infinity<float>() : x == -infinity<float>() ? kLeast : x;
-        stat[at] = kept;
-        return is_far_row(kept);
+        const bool far = !empty && is_far_row(m);
+        stat[at] = empty ? -infinity<float>() : -fmaf(far ? 0.f : m, float(kLog2e), log2f(l));
+        return far;
     }
 }
 
