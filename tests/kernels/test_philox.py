@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cuattn import rng as cuattn_rng
-from cuattn.rng import round_keys
+from cuattn.rng import RNGState, round_keys
 from tests.kernels.probe import run
 
 pytestmark = pytest.mark.gpu
