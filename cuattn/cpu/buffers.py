@@ -12,7 +12,7 @@ _LINE = 64  # bytes of a cache line and of the widest vector register: unaligned
 _SKEW = 17 * _LINE  # between arrays: equal places of two arrays must not share a set of the first-level cache
 _HUGE_PAGE = 1 << 21  # bytes; a block that does not start one gets small pages at both ends
 
-_SMALL = 1 << 16  # bytes in all, of which cutting a block would take longer than it saves
+_SMALL = 1 << 14  # elements in all, of which cutting a block would take longer than it saves
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -21,9 +21,10 @@ class Buffers:
     """Scratch arrays of one thread, one for each name, cut from one block."""
 
     def __init__(self, dtype: np.dtype, shapes: Shapes) -> None:
-        self._dtype, self._arrays, size = dtype, {}, bytes_of(dtype, shapes)
-        if size <= _SMALL:
+        self._dtype, self._arrays = dtype, {}
+        if sum(map(math.prod, shapes.values())) <= _SMALL:
             return
+        size = bytes_of(dtype, shapes)
         block, boundary = np.empty(size, np.uint8), _boundary(size)
         start = -block.ctypes.data % boundary
         for name, shape in shapes.items():

@@ -30,6 +30,7 @@ _MOST = 1 << 18  # scores of the query heads that read the same keys
 _MOST_OF_FEW = 1 << 22  # where they are few rows, for which tiles would have to be padded
 _FEW = 16
 _NANOSECONDS = 400_000  # that a batch is to take: a few times what its calls cost
+_COPIED = 48  # rows from which it pays to transpose q and do
 _FOLDED = 1 << 13  # scores of a head from which it is quicker to compare halves than lines
 
 Index = tuple[slice, ...]  # into axes (*batch, kv_heads)
@@ -70,14 +71,15 @@ def layout(problem: Problem) -> Layout:
     outer = [[slice(i, i + 1) for i in range(n)] for n in shape[:axis]]
     cuts = [slice(start, min(start + step, shape[axis])) for start in range(0, shape[axis], step)]
     heads, d, dv = step * math.prod(shape[axis + 1 :]), problem.head_dim, problem.head_dim_v
-    shapes = {"s": (heads, keys, rows), "half": (heads, cdiv(keys, 2), rows), "q": (heads, d, rows)}
+    shapes = {"s": (heads, keys, rows), "half": (heads, cdiv(keys, 2), rows)}
+    shapes |= {"q": (heads, rows, d), "q transposed": (heads, d, rows)}
     if problem.softcap is not None:
         shapes["tanh"] = shapes["s"]
     if problem.operation == "forward":
         shapes["o"] = heads, rows, dv
     else:
         shapes |= {"ds": shapes["s"], "do": (heads, rows, dv), "do transposed": (heads, dv, rows)}
-        shapes |= {"q rows": (heads, rows, d), "dq": (heads, rows, d), "dk": (heads, keys, d), "dv": (heads, keys, dv)}
+        shapes |= {"dq": (heads, rows, d), "dk": (heads, keys, d), "dv": (heads, keys, dv)}
     whole = [slice(0, n) for n in shape[axis + 1 :]]
     return Layout(tuple([(*index, *whole) for index in product(*outer, cuts)]), shapes)
 
@@ -124,13 +126,13 @@ class _Direct:
     def scores(self, index: Index, empty: np.ndarray | None = None, *, careful: bool) -> np.ndarray:
         """Return the scores of a batch, -inf where hidden: algorithm 2, lines 10 and 11."""
         problem, lead = self.problem, tuple([part.stop - part.start for part in index])
-        self.q = self.buffers.get("q", *lead, problem.head_dim, self.rows)  # transposed
-        target = self.by_group(self.q)
-        np.multiply(self.take(self.operands["q"], index), self.factor, target, dtype=self.dtype, casting="unsafe")
+        self.q = self.buffers.get("q", *lead, self.rows, problem.head_dim)
+        by_group = self.q.reshape(*lead, problem.group, problem.n_queries, problem.head_dim)
+        np.multiply(self.take(self.operands["q"], index), self.factor, by_group, dtype=self.dtype, casting="unsafe")
         if empty is not None:
-            target[np.broadcast_to(empty, target.shape[:-1])] = 0
+            by_group[np.broadcast_to(empty, by_group.shape[:-1])] = 0
         s = self.buffers.get("s", *lead, problem.n_keys, self.rows)
-        np.matmul(self.keys_of("k", index), self.q, s)
+        np.matmul(self.keys_of("k", index), self.transposed("q", self.q), s)
         if problem.softcap is not None:
             self.tanh = np.tanh(s, self.buffers.get("tanh", *s.shape))
             np.multiply(self.tanh, problem.softcap, s)
@@ -146,6 +148,15 @@ class _Direct:
             bits &= shown
             bits |= ~shown & np.array(-np.inf, s.dtype).view(shown.dtype)
         return s
+
+    def transposed(self, name: str, x: np.ndarray) -> np.ndarray:
+        """Return (..., width, rows) of (..., rows, width), as a copy where products are slower without."""
+        view = x.swapaxes(-1, -2)
+        if self.rows < _COPIED:
+            return view
+        copy = self.buffers.get(f"{name} transposed", *view.shape)
+        np.copyto(copy, view)
+        return copy
 
     def exponentials(self, s: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
         """Replace the scores of a batch by exponentials relative to (..., rows), or to 0: algorithm 2, line 12."""
@@ -265,17 +276,14 @@ class DirectBackward(_Direct):
         index, number = item
         names = [name for name in ("do", "o", "l", "m", "dlse") if name in self.operands]
         weights = RowWeights({name: self.take(self.operands[name], index) for name in names})
-        p = self.scores(index, weights.empty if weights.empty.any() else None, careful=careful)
-        self.exponentials(p, weights.reference if weights.reference.any() else None)
+        p = self.scores(index, weights.empty, careful=careful)
+        self.exponentials(p, weights.reference)
         lead, (keys, rows), problem = p.shape[:-2], p.shape[-2:], self.problem
         do = self.buffers.get("do", *lead, rows, problem.head_dim_v)
         by_group = do.reshape(*lead, problem.group, problem.n_queries, problem.head_dim_v)
         weights.weigh(self.take(self.operands["do"], index), problem.dropout_scale, by_group)
-        transposed = self.buffers.get("do transposed", *lead, problem.head_dim_v, rows)
-        np.copyto(transposed, do.swapaxes(-1, -2))
-        q = self.buffers.get("q rows", *lead, rows, problem.head_dim)
-        np.copyto(q, self.q.swapaxes(-1, -2))
-        ds = np.matmul(self.keys_of("v", index), transposed, self.buffers.get("ds", *p.shape))
+        ds = self.buffers.get("ds", *p.shape)
+        np.matmul(self.keys_of("v", index), self.transposed("do", do), ds)
         dropped = [] if self._dropout is None else list(self.dropped(index, p, ds))
         for _, part, which in dropped:
             np.copyto(part, 0, where=which)
@@ -295,8 +303,8 @@ class DirectBackward(_Direct):
             slope = np.multiply(self.tanh, self.tanh, self.tanh)
             np.subtract(1, slope, slope)
             ds *= np.multiply(slope, problem.softcap, slope)
-        dk, dq = self.buffers.get("dk", *lead, keys, problem.head_dim), self.buffers.get("dq", *q.shape)
-        gradients["k"] = _product(ds, q, dk, careful=careful)
+        dk, dq = self.buffers.get("dk", *lead, keys, problem.head_dim), self.buffers.get("dq", *self.q.shape)
+        gradients["k"] = _product(ds, self.q, dk, careful=careful)
         _product(ds.swapaxes(-1, -2), self.keys_of("k", index), dq, careful=careful)
         dq *= self.dtype.type(self.factor)
         gradients["q"] = dq.reshape(*lead, problem.group, problem.n_queries, problem.head_dim)

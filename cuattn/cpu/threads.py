@@ -18,7 +18,7 @@ from threadpoolctl import ThreadpoolController
 
 __all__ = ["Dispatcher", "run", "single_threaded_blas", "useful", "worker_count"]
 
-_WORTHWHILE = 400_000  # nanoseconds of work for which a thread is worth its start
+_WORTHWHILE = 1_000_000  # nanoseconds of work for which a thread is worth its start
 
 _lock = threading.Lock()
 _depth = 0  # how many callers hold the BLAS library to one thread just now
