@@ -17,7 +17,7 @@ class _Hopper:
     operations: ClassVar = {"forward": forward, "backward": backward}
 
     def simplify(self, problem: Problem, masks: Sequence[Any]) -> tuple[Problem, Sequence[Any]]:
-        reach = masks[0]._reach if problem.masks == ("column",) and problem.band is None else None
+        reach = masks[0].reach if problem.masks == ("column",) and problem.band is None else None
         if reach is None:
             return problem, masks
         return replace(problem, masks=(), band=None if reach == (None, None) else Band(*reach, 0)), ()
