@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_kv(const Params& p, const Work& w, Tile til
         return live;
     }, thread());
     if constexpr (column_masks > 0) {
-        const int4* cols = p.table.cols + w.mask.instance * column_masks * p.table.keys_padded + first;
+        const int4* cols = p.table.cols + static_cast<i64>(w.mask.instance) * column_masks * p.table.keys_padded + first;
         for (int r = thread(); tile.partial() && r < cfg::block_n; r += threads) {
             ptx::cp_async<16>(shared + k_bytes + v_bytes + r * 16, cols + r, 16);
         }

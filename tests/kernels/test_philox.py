@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cuattn import rng as cuattn_rng
-from cuattn.cuda.arguments import _round_keys
+from cuattn.rng import RNGState, round_keys
 from tests.kernels.probe import run
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +38,7 @@ _BODY = """
 @pytest.mark.parametrize("runs", [False, True])
 def test_block_of_draws(threshold, runs):
     seed = 0x0123456789ABCDEF
-    keys = np.array(_round_keys(seed), np.uint64).view(np.uint32)
+    keys = np.array([low | high << 32 for low, high in round_keys(RNGState(seed).key)], np.uint64).view(np.uint32)
     blocks = np.int32([0, 960, 32]), np.int32([480, 64, 0])  # of a shard in runs: its blocks 2 and 1 are the ones below
     names = {"THRESHOLD": threshold, "FIRST_ROW": 32 if runs else 0, "FIRST_KEY": 16 if runs else 0}
     body = _BODY
