@@ -1,6 +1,6 @@
 // What a team of the portable forward works on: its rows, its part of the keys, where both lie.
 #pragma once
-#include "attn/config.cuh"
+#include "sm80/config.cuh"
 #include "attn/mask.cuh"
 #include "attn/philox.cuh"
 
