@@ -2,29 +2,88 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
-from cuattn.cuda.arguments import Axes, Struct, band_fields, function, whole, zero
+from cuattn.cuda.arguments import Axes, align_up, band_fields, change
+from cuattn.cuda.compile import function
+from cuattn.cuda.device import zero
+from cuattn.cuda.launch import Kernel
 from cuattn.cuda.params import BATCH_AXES, MASK_PARAMS
-from cuattn.cuda.sm80.forward_plan import mask_code
 from cuattn.errors import UnsupportedError
 from cuattn.masks.device import Ready
 from cuattn.problem import Problem
 
-__all__ = ["MaskTables", "mask_tables", "table_fields", "table_layout", "table_slots"]
+__all__ = ["CallMasks", "Kept", "MaskTables", "mask_constants", "slots"]
 
 _ORDER_SHARED_BYTES = 40 * 1024  # more row tiles than fit here run unsorted
 _KEYS_PER_BLOCK, _ROWS_PER_BLOCK = 256, 512  # of mask_alive
 _UNIT = 128  # keys are padded so that every key tile may be read whole
-
-
+_CODES = {"column": 1, "block": 2, "boolean": 3}
 _SLOTS = ("mask.data", "table.cols", "table.bounds", "table.order", "table.alive")
 
 
-def table_slots(number: int) -> dict[str, str]:
-    """Return the slots of ``Params`` that belong to a mask, and what a record calls their addresses in its table."""
+def slots(number: int) -> dict[str, str]:
+    """Return the slots of ``Params`` that belong to masks, and what a sequence calls their addresses in its table."""
     return {slot: f"{slot} {number}" for slot in _SLOTS}
+
+
+def mask_constants(problem: Problem) -> dict[str, object]:
+    """Return the constants of masks that kernels are specialised by."""
+    return {"mask": sum(_CODES[kind] for kind in problem.masks)}
+
+
+class Kept(NamedTuple):
+    """Tables that a mask keeps."""
+
+    addresses: list[int]
+    ready: Ready
+    memory: Any
+
+
+class CallMasks:
+    """The masks of one kind of call: what of them its launches depend on."""
+
+    def __init__(self, problem: Problem, masks: Sequence[Any], device: int) -> None:
+        if len(masks) > 1:
+            raise UnsupportedError(f"mask has {len(masks)} parts; expected one on a GPU")
+        self._problem, self._device = problem, device
+        self._mask = masks[0] if masks else None
+        self._layout = table_layout(problem, self._mask)
+
+    @property
+    def layouts(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Shapes and strides over (*batch, heads) that merging axes must keep."""
+        found = [] if self._layout is None else [self._layout]
+        if self._problem.masks == ("boolean",):
+            array = self._array()
+            found.append((array[0], array[1]))
+        return found
+
+    def _array(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        array, rank = self._mask.array, len(self._problem.batch) + 3
+        more = rank - array.ndim
+        return (1,) * more + tuple(array.shape), (0,) * more + tuple(array.strides)
+
+    def fields(self, axes: Axes, block_n: int) -> dict[str, Any]:
+        """Return the fields of ``Params`` that describe masks and tables."""
+        if self._mask is None:
+            return {}
+        values = table_fields(self._problem, self._mask, self._layout, axes, block_n)
+        if self._problem.masks == ("boolean",):
+            shape, strides = self._array()
+            rank = len(self._problem.batch)
+            head, row, col = (0 if n == 1 else s for n, s in zip(shape[rank:], strides[rank:], strict=True))
+            values |= {"mask.batch": axes.strides(shape[:rank], strides[:rank], 1)}
+            values |= {"mask.head": head, "mask.row": row, "mask.col": col}
+        return values
+
+    def tables(self, block_m: int, block_n: int, unit: int | None = None) -> "MaskTables":
+        """Return the tables for a tile; those that are the same have the same `key`."""
+        if self._problem.masks == ("column",):
+            return _Columns(self._problem, self._mask, self._device, block_m, block_n, unit or block_m)
+        return _Alive(self._problem, self._mask, self._device)
 
 
 class MaskTables:
@@ -34,72 +93,55 @@ class MaskTables:
     ----------
     nbytes : int
         Memory that the tables take.
+    key : hashable
+        The same for tables that are the same.
     """
 
     nbytes: int
 
     def __init__(self, problem: Problem, device: int, *tile: int) -> None:
-        band = problem.band
-        sides = None if band is None else (band.left, band.right, band.offset)
-        self._key = ("cuda tables", device, tile, problem.n_queries, problem.n_keys, sides)
-        self._device = device
+        self._problem, self._device = problem, device
+        self.key = ("cuda tables", device, tile, problem.n_queries, problem.n_keys)
 
-    def find(self, mask: Any, stream: Any, capturing: bool) -> list[int] | None:
-        """Return the addresses for a mask's slots, or None when the call must fill tables of its own.
+    def find(self, masks: Sequence[Any], shift: int, stream: Any, capturing: bool) -> Kept | None:
+        """Return tables that are kept, or None when the call must fill tables of its own.
 
-        It must for a boolean mask (None), which may change from call to call, and while `stream` is captured:
+        It must for a boolean array, which may change from call to call, and while `stream` is captured:
         what a capture records is written only when it is replayed.
         """
-        if mask is None:
+        if not masks:
             return None
-        kept = mask._cache.get(self._key)
+        key = (*self.key, *band_fields(self._problem, shift).values())
+        kept = masks[0]._cache.get(key)
         if kept is None:
             if capturing:
                 return None
-            kept = mask._cache[self._key] = self._make(mask, stream)
-        addresses, ready, _ = kept
-        ready.wait(stream)
-        return addresses
+            kept = masks[0]._cache[key] = self._make(masks, shift, stream)
+        kept.ready.wait(stream)
+        return kept
 
-    def _make(self, mask: Any, stream: Any) -> tuple[list[int], Ready, Any]:
+    def _make(self, masks: Sequence[Any], shift: int, stream: Any) -> Kept:
         import cupy
 
         with stream:  # the pool hands memory out, and takes it back, in the order of its current stream
             memory = cupy.cuda.alloc(self.nbytes)
-        return self.fill(self.source(mask, stream), memory.ptr, stream), Ready(stream), memory
+        return Kept(self.fill(self.sources(masks, 0, stream), shift, memory.ptr, stream), Ready(stream), memory)
 
-    def source(self, mask: Any, stream: Any) -> int:
-        """Return the address of a mask's vectors or blocks on this device, written before what `stream` does next."""
+    def sources(self, masks: Sequence[Any], plain: int, stream: Any) -> int:
+        """Return the address of a mask on this device, written before what `stream` does next.
+
+        `plain` is that of a caller's boolean array.
+        """
+        if not masks:
+            return plain
         with stream:
-            twin = mask.to_device(self._device)
+            twin = masks[0].to_device(self._device)
             twin._wait()
         return twin._array.data.ptr
 
-    def fill(self, source: int, memory: int, stream: Any) -> list[int]:
+    def fill(self, source: int, shift: int, memory: int, stream: Any) -> list[int]:
         """Launch what fills `memory` from a mask at `source`; return the addresses for the mask's slots."""
         raise NotImplementedError
-
-
-def mask_tables(
-    problem: Problem, mask: Any, device: int, block_m: int, block_n: int, unit: int | None = None
-) -> MaskTables:
-    """Return the tables of a kind of mask.
-
-    Parameters
-    ----------
-    problem : Problem
-    mask : ColumnMask | BlockMask | cupy.ndarray
-        Only its layout matters.
-    device : int
-        The current device.
-    block_m, block_n : int
-        Query rows and keys of a tile.
-    unit : int, optional
-        Query rows that the bounds of a column mask count in: a divisor of `block_m`, which is the default.
-    """
-    if problem.mask == "column":
-        return _Columns(problem, mask, device, block_m, block_n, unit or block_m)
-    return _Alive(problem, mask, device)
 
 
 class _Columns(MaskTables):
@@ -117,37 +159,38 @@ class _Columns(MaskTables):
         ordered = 4 * (row_tiles + 1) <= _ORDER_SHARED_BYTES
         padded = key_tiles * block_n
         sizes = (16 * instances * padded, 32 * instances * key_tiles, 4 * instances * items if ordered else 0)
-        *self._offsets, self.nbytes = accumulate(map(whole, sizes), initial=0)
+        *self._offsets, self.nbytes = accumulate(map(align_up, sizes), initial=0)
         self._step = 4 * instances * keys  # bytes from one of the four vectors to the next
         self._ordered = ordered
-        self._launches: list[tuple[Any, ...]] = []
-        if instances * key_tiles * row_tiles == 0:
-            return
+        self._empty = instances * key_tiles * row_tiles == 0
         values = {
-            **band_fields(problem),
-            "n_queries": problem.n_queries,
-            "n_keys": keys,
-            "keys_padded": padded,
-            "row_tiles": row_tiles,
-            "key_tiles": key_tiles,
-        }
-        self._struct = Struct(MASK_PARAMS, values, ("lts", "lte", "uts", "ute", "cols", "bounds", "order"))
-        kernels = {"mask_bounds": ((key_tiles, instances), -(-block_n // 32) * 32, 0)}
+            "n_queries": problem.n_queries, "n_keys": keys, "keys_padded": padded,
+            "row_tiles": row_tiles, "key_tiles": key_tiles, **band_fields(problem),
+        }  # fmt: skip
+        shapes = {"mask_bounds": ((key_tiles, instances), -(-block_n // 32) * 32, 0)}
         if ordered:
-            kernels["mask_order"] = ((instances,), 1024, 4 * (row_tiles + 1))
+            shapes["mask_order"] = ((instances,), 1024, 4 * (row_tiles + 1))
         constants = (*_constants(problem, unit, block_n), ("rows_per_item", block_m // unit))
-        for name, (grid, threads, shared_bytes) in kernels.items():
-            kernel = function(device, "util/mask_bounds.cu", name, constants)
-            self._launches.append((kernel, grid, (threads,), shared_bytes))
+        names = ("lts", "lte", "uts", "ute", "cols", "bounds", "order")
+        numbers = {name: number for number, name in enumerate(names)}
 
-    def fill(self, source: int, memory: int, stream: Any) -> list[int]:
-        if not self._launches:  # without keys nothing would write an order, which rows would yet be taken in
+        def kernels() -> list[Kernel]:
+            return [
+                Kernel(function(device, "util/mask_bounds.cu", name, constants), *shape, MASK_PARAMS, values, numbers)
+                for name, shape in shapes.items()
+            ]
+
+        self._kernels = functools.cache(kernels)
+
+    def fill(self, source: int, shift: int, memory: int, stream: Any) -> list[int]:
+        if self._empty:  # without keys nothing would write an order, which rows would yet be taken in
             return [0] * 5
         cols, bounds, order = (memory + offset for offset in self._offsets)
         order = order if self._ordered else 0
-        for kernel, grid, block, shared_bytes in self._launches:
-            words = self._struct.fill([*(source + i * self._step for i in range(4)), cols, bounds, order])
-            kernel(grid, block, (self._struct.seal(words),), shared_bytes, stream)
+        addresses = [*(source + i * self._step for i in range(4)), cols, bounds, order]
+        changes = [change(MASK_PARAMS, *field) for field in band_fields(self._problem, shift).items()]
+        for kernel in self._kernels():
+            kernel.launch(addresses, stream.ptr, changes)
         return [0, cols, bounds, order, 0]
 
 
@@ -156,8 +199,9 @@ class _Alive(MaskTables):
 
     def __init__(self, problem: Problem, mask: Any, device: int) -> None:
         super().__init__(problem, device)  # for all tiles the same
-        array = mask.blocks if problem.mask == "block" else mask
-        sizes = (mask.block_m, mask.block_n) if problem.mask == "block" else (1, 1)
+        block = problem.masks == ("block",)
+        array = mask.blocks if block else mask.array
+        sizes = (mask.block_m, mask.block_n) if block else (1, 1)
         leading, (rows, columns) = array.shape[:-2], array.shape[-2:]
         instances = math.prod(leading)
         _check_instances(instances)
@@ -181,15 +225,19 @@ class _Alive(MaskTables):
             "n_keys": problem.n_keys,
             "keys_padded": padded,
         }
-        self._struct = Struct(MASK_PARAMS, values, ("mask", "alive"))
         constants = _constants(problem, *sizes)
-        self._function = function(device, "util/mask_alive.cu", "mask_alive", constants)
 
-    def fill(self, source: int, memory: int, stream: Any) -> list[int]:
+        def kernel() -> Kernel:
+            found = function(device, "util/mask_alive.cu", "mask_alive", constants)
+            return Kernel(found, self._grid, _KEYS_PER_BLOCK, 0, MASK_PARAMS, values, {"mask": 0, "alive": 1})
+
+        self._kernel = functools.cache(kernel)
+
+    def fill(self, source: int, shift: int, memory: int, stream: Any) -> list[int]:
         zero(memory, self.nbytes, stream)
         if self._grid:
-            argument = self._struct.seal(self._struct.fill([source, memory]))
-            self._function(self._grid, (_KEYS_PER_BLOCK,), (argument,), 0, stream)
+            changes = [change(MASK_PARAMS, *field) for field in band_fields(self._problem, shift).items()]
+            self._kernel().launch([source, memory], stream.ptr, changes)
         return [source, 0, 0, 0, memory if self.nbytes else 0]
 
 
@@ -197,7 +245,7 @@ def table_layout(problem: Problem, mask: Any) -> tuple[tuple[int, ...], tuple[in
     """Return shape and instance strides of a mask's tables over (*batch, heads)."""
     if mask is None:
         return None
-    leading = mask.shape[:-2] if problem.mask == "dense" else mask.leading
+    leading = mask.leading
     leading = (1,) * (len(problem.batch) + 1 - len(leading)) + tuple(leading)
     strides = [1] * len(leading)
     for axis in range(len(leading) - 2, -1, -1):
@@ -210,13 +258,13 @@ def table_fields(problem: Problem, mask: Any, layout: tuple, axes: Axes, block_n
     shape, strides = layout
     batch = axes.strides(shape[:-1], strides[:-1], 1)
     head = strides[-1] if shape[-1] > 1 else 0
-    padded = block_n if problem.mask == "column" else 128
+    padded = block_n if problem.masks == ("column",) else 128
     values: dict[str, Any] = {
         "table.batch": batch,
         "table.head": head,
         "table.keys_padded": -(-problem.n_keys // padded) * padded,
     }
-    if problem.mask == "block":
+    if problem.masks == ("block",):
         rows, columns = mask.blocks.shape[-2:]
         values.update(
             {
@@ -255,5 +303,5 @@ def _constants(problem: Problem, block_m: int, block_n: int) -> tuple[tuple[str,
         ("block_n", block_n),
         ("band_left", band is not None and band.left is not None),
         ("band_right", band is not None and band.right is not None),
-        ("mask", mask_code(problem)),
+        *mask_constants(problem).items(),
     )

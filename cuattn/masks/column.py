@@ -72,7 +72,9 @@ class ColumnMask(IntervalMask):
     __slots__ = ("lte", "lts", "n_queries", "ute", "uts")
     kind = "column"
     _parameter_names = ("n_queries",)
-    cuda = CudaHalf(1, 4, "column", None, (("util/mask_bounds.cu", "mask_bounds"), ("util/mask_bounds.cu", "mask_order")))
+    cuda = CudaHalf(
+        1, 4, "column", None, (("util/mask_bounds.cu", "mask_bounds"), ("util/mask_bounds.cu", "mask_order"))
+    )
     lts: Any
     lte: Any
     uts: Any
