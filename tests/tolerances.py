@@ -27,7 +27,7 @@ class Verdict(NamedTuple):
 
 def eps(dtype, smallest=False) -> float:
     """Spacing of `dtype` at 1, or its smallest positive number."""
-    found = ml_dtypes.finfo(dtype)
+    found = ml_dtypes.finfo(np.dtype(dtype))
     return float(found.smallest_subnormal if smallest else found.eps)
 
 
@@ -37,13 +37,17 @@ def max_error(actual, exact) -> float:
     return float(_distance(np, actual, exact).max(initial=0))
 
 
-def bound(exact, textbook, dtype) -> float:
-    """The largest error that the rule allows: FACTOR x the textbook's error + one rounding of the largest value."""
+def bound(exact, textbook, dtype, magnitude=0.0) -> float:
+    """The largest error that the rule allows: FACTOR x the textbook's error + one rounding of the largest value.
+
+    A `magnitude`, the size of a sum's terms, adds one rounding of it in the sums' precision.
+    """
     finite = np.abs(np.asarray(exact).astype(np.longdouble))
-    return FACTOR * max_error(textbook, exact) + eps(dtype) * float(finite[np.isfinite(finite)].max(initial=0))
+    rounding = eps(dtype) * float(finite[np.isfinite(finite)].max(initial=0))
+    return FACTOR * max_error(textbook, exact) + rounding + eps(_sums(dtype)) * magnitude
 
 
-def assert_close(actual, exact, textbook, *, dtype=None, floor=None, name="result") -> None:
+def assert_close(actual, exact, textbook, *, dtype=None, magnitude=0.0, floor=None, name="result") -> None:
     """Assert that `actual` is as close to `exact` as the rule asks of something computed in `dtype`.
 
     `exact` is the oracle's value, `textbook` the same computation rounded to the input's precision at each step, and
@@ -54,7 +58,7 @@ def assert_close(actual, exact, textbook, *, dtype=None, floor=None, name="resul
     assert actual.shape == np.shape(exact), f"{name} has shape {actual.shape}; the oracle {np.shape(exact)}"
     known = max_error(textbook, exact)
     if floor is None:
-        error, allowed = max_error(actual, exact), bound(exact, textbook, dtype)
+        error, allowed = max_error(actual, exact), bound(exact, textbook, dtype, magnitude)
     else:
         _, error, allowed, _ = judge(name, actual, exact, textbook, floor, np.dtype(dtype))
     assert error <= allowed, f"{name}: error {error:.3g} exceeds {allowed:.3g} (textbook {known:.3g})"
@@ -69,21 +73,25 @@ def judge(name: str, actual: Any, exact: Any, textbook: Any, floor: Any, dtype: 
     if not actual.size:
         return Verdict(0.0, 0.0, 0.0, 0.0)
     xp = np if isinstance(actual, np.ndarray) else sys.modules["cupy"]
-    sums = eps(np.float64 if dtype == np.float64 else np.float32)
+    sums = eps(_sums(dtype))
     statistic = name in ("l", "m")
     strays = 0.0 if statistic else _distance(xp, textbook.astype(exact.dtype), exact)
     rounded = max(dtype, actual.dtype, key=eps)
     unit, smallest = (sums, 0.0) if statistic else (eps(rounded), eps(rounded, smallest=True))
     rounding = unit * xp.where(xp.isfinite(exact), xp.abs(exact), 0) + smallest
-    least = sums * floor.wide + (eps(dtype) if dtype.itemsize == 2 else 0.0) * floor.short
-    parts = [xp.broadcast_to(x, actual.shape) for x in (_distance(xp, actual.astype(exact.dtype), exact), strays)]
-    parts += [xp.broadcast_to(x, actual.shape) for x in (rounding, least)]
+    least = sums * floor.wide + (eps(dtype) if eps(dtype) > sums else 0.0) * floor.short
+    error = _distance(xp, actual.astype(exact.dtype), exact)
+    parts = [xp.broadcast_to(xp.asarray(x), actual.shape) for x in (error, strays, rounding, least)]
     error, strays, rounding, least = parts if statistic else [x.max(-1) for x in parts]
     plain = FACTOR * xp.where(xp.isfinite(strays), strays, 0) + rounding
     share = _ratio(xp, error, plain + least)
     worst = int(share.argmax())
     at_worst = [float(x.reshape(-1)[worst]) for x in (share, error, plain + least)]
     return Verdict(*at_worst, float(_ratio(xp, error, plain).max()))
+
+
+def _sums(dtype):
+    return np.float64 if np.dtype(dtype) == np.float64 else np.float32
 
 
 def _ratio(xp, error, allowed):

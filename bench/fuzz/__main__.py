@@ -23,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench import rows
 from bench.fuzz.running import Outcome, Target, run
-from bench.fuzz.workers import Settings, outcomes, problem_of
+from bench.fuzz.workers import Settings, outcomes, prepare_all, problem_of
 
 POOL = 60  # variants that a GPU's problems share
 KEPT = 200  # complaints that a report holds in full
@@ -48,6 +48,8 @@ class Tally:
         kernel = self.settings.kernels[index % len(self.settings.kernels)] or "chosen"
         if outcome.refused is not None:
             self.refused[f"{kernel}: {outcome.refused}"] += 1
+            if kernel != "sm90":  # the one family that leaves problems to another
+                outcome.complaints.append(("refused", outcome.refused))
         else:
             self.kernels[kernel] += 1
             self.features.update(outcome.features)
@@ -63,7 +65,8 @@ class Tally:
         device = "" if self.settings.device == "cpu" else f" --device {self.settings.device}"
         only = self.settings.kernels
         kernel = f" --kernel {only[0]}" if len(only) == 1 and only[0] else ""
-        return f"python -m bench.fuzz{device}{kernel} --replay {self.settings.seed}:{index}"
+        pool = f" --variants {self.settings.variants}" if self.settings.variants not in (0, POOL) else ""
+        return f"python -m bench.fuzz{device}{kernel}{pool} --replay {self.settings.seed}:{index}"
 
     def report(self, seconds: float) -> dict[str, Any]:
         """Return what is written as JSON."""
@@ -89,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(stderr=True)
     if args.replay:
         return _replay(settings, int(args.replay.split(":")[1]))
-    tally, start = Tally(settings), time.monotonic()
+    tally = Tally(settings)
     bar = Progress(
         TextColumn("{task.completed} problems, {task.fields[rate]:.0f}/s, {task.fields[bad]} complaints"),
         BarColumn(),
@@ -98,7 +101,11 @@ def main(argv: list[str] | None = None) -> int:
         disable=args.quiet,
     )
     with bar:
-        task = bar.add_task("", total=args.problems, rate=0.0, bad=0)
+        task = bar.add_task("", total=settings.variants * len(settings.kernels) or None, rate=0.0, bad=0)
+        for _ in prepare_all(settings, os.cpu_count() or 1):
+            bar.advance(task)
+        bar.reset(task, total=args.problems, rate=0.0, bad=0)
+        start = time.monotonic()
         for index, outcome in outcomes(settings, args.workers, args.first, args.problems, args.seconds):
             for complaint in tally.add(index, outcome):
                 bar.console.print(*complaint.values(), sep="  ", markup=False, highlight=False, soft_wrap=True)
@@ -121,6 +128,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernel", choices=("sm80", "sm90"), help="this family alone; a GPU's are forced in turn")
     parser.add_argument("--replay", metavar="SEED:INDEX", help="run one problem and say all about it")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--variants", type=int, default=POOL, help="compiled variants that a GPU's problems share")
     parser.add_argument("--report", type=Path, help="JSON file to write")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     return parser.parse_args(argv)
@@ -130,7 +138,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     seed = int(args.replay.split(":")[0]) if args.replay else args.seed
     if args.device == "cpu":
         return Settings(seed)
-    return Settings(seed, args.device, (args.kernel,) if args.kernel else (None, "sm80", "sm90"), POOL)
+    return Settings(seed, args.device, (args.kernel,) if args.kernel else (None, "sm80", "sm90"), args.variants)
 
 
 def _replay(settings: Settings, index: int) -> int:

@@ -26,13 +26,17 @@ WORK = 6e6  # multiplications of one product of a problem, at most; a hundredth 
 LENGTHS = ((0.02, 0, 1), (0.08, 1, 2), (0.30, 2, 20), (0.40, 20, 80), (0.17, 80, 200), (0.03, 200, 600))
 BIAS_KINDS = ("matrix", "row", "column", "scalar", "whole", "heads", "padding", "holes")
 COMPILED_CHECKS = {"deterministic": 0.25, "shards": 0.2, "dlse": 0.15, "gradients in out_dtype": 0.5}
-CHECKS = {"attention": 0.15, "twice": 0.15, "boolean": 0.2, "out": 0.15, "plan": 0.03}
+CHECKS = {"attention": 0.15, "twice": 0.15, "boolean": 0.2, "out": 0.15, "plan": 0.03, "mask on the device": 0.3}
 VALUES = ("normal", "normal", "normal", "normal", "large", "tiny", "constant", "saturated", "zero")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What a GPU compiles a kernel for."""
+    """What a GPU compiles a kernel for.
+
+    `rows` and `aligned` matter where variants are shared: few rows have kernels of their own, as have strides and
+    addresses that are no multiples of 16 bytes.
+    """
 
     dtype: np.dtype
     head_dim: int
@@ -46,6 +50,8 @@ class Variant:
     out_dtype: np.dtype | None = None
     precision: str | None = None
     checks: frozenset[str] = frozenset()
+    rows: tuple[int, int] = (1, 300)
+    aligned: bool = True
 
 
 @dataclass
@@ -113,6 +119,8 @@ def draw_variant(rng: np.random.Generator) -> Variant:
         out_dtype=np.dtype(np.float32) if dtype != np.float64 and rng.random() < 0.15 else None,
         precision="tf32" if dtype == np.float32 and rng.random() < 0.03 else None,
         checks=frozenset(name for name, share in COMPILED_CHECKS.items() if rng.random() < share),
+        rows=((1, 17), (17, 65), (65, 400))[rng.choice(3, p=(0.15, 0.15, 0.7))],
+        aligned=bool(rng.random() < 0.85),
     )
 
 
@@ -121,9 +129,9 @@ def _width(rng: np.random.Generator) -> int:
     return int(rng.choice(usual)) if rng.random() < 0.6 else int(rng.integers(1, 40 if rng.random() < 0.8 else 300))
 
 
-def draw_problem(variant: Variant, rng: np.random.Generator) -> Problem:
-    """Draw lengths, heads, values and everything else of a problem of this variant."""
-    n_queries = _length(rng)
+def draw_problem(variant: Variant, rng: np.random.Generator, shared: bool = False) -> Problem:
+    """Draw lengths, heads, values and everything else of a problem of this variant, which others may share."""
+    n_queries = int(rng.integers(*variant.rows)) if shared else _length(rng)
     n_keys = n_queries if rng.random() < 0.5 else _length(rng)
     shapes = _shapes(variant, rng, n_queries, n_keys)
     values = str(rng.choice(VALUES))
@@ -140,7 +148,7 @@ def draw_problem(variant: Variant, rng: np.random.Generator) -> Problem:
     masking.draw(problem, rng)
     _draw_bias(problem, rng)
     _draw_options(problem, rng)
-    _draw_presentation(problem, rng)
+    _draw_presentation(problem, rng, not shared or not variant.aligned)
     return problem
 
 
@@ -238,12 +246,12 @@ def _draw_options(problem: Problem, rng: np.random.Generator) -> None:
         problem.features.add("dropout")
 
 
-def _draw_presentation(problem: Problem, rng: np.random.Generator) -> None:
+def _draw_presentation(problem: Problem, rng: np.random.Generator, unaligned: bool) -> None:
     """Draw strides, poison, and what else is looked at beside the results."""
     for name in ("q", "k", "v", "do", "bias", "mask"):
         x = getattr(problem, name)
         if isinstance(x, np.ndarray) and rng.random() < 0.25:
-            kind = str(rng.choice(("swapped", "negative", "step", "fortran", "unaligned", "spread")))
+            kind = str(rng.choice(("swapped", "negative", "step", "fortran", "spread", "unaligned")[: 5 + unaligned]))
             if kind == "spread" and x.ndim > 2 and name != "mask":
                 x[...] = x[..., :1, :, :]
             problem.layouts[name] = kind
@@ -251,7 +259,7 @@ def _draw_presentation(problem: Problem, rng: np.random.Generator) -> None:
     if rng.random() < 0.3:
         problem.poison = float(rng.choice((np.nan, np.inf, -np.inf)))
     problem.checks = {*problem.variant.checks, *(name for name, share in CHECKS.items() if rng.random() < share)}
-    problem.features.update(problem.checks - {"gradients in out_dtype"})
+    problem.features.update(problem.checks - {"gradients in out_dtype", "mask on the device"})
     if "dlse" in problem.checks:
         dtype = np.float64 if problem.variant.dtype == np.float64 else np.float32
         problem.dlse = rng.standard_normal(problem.do.shape[:-1]).astype(dtype)

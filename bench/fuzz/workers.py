@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -15,9 +15,10 @@ import numpy as np
 from bench.fuzz.problems import Problem, draw_problem, draw_variant
 from bench.fuzz.running import Outcome, Target, run
 
-__all__ = ["Settings", "outcomes", "problem_of"]
+__all__ = ["Settings", "outcomes", "prepare_all", "problem_of"]
 
 CHUNK = 20  # problems that a process is handed at a time
+PREPARED = 3  # problems of each variant that are run ahead
 PATIENCE = 300.0  # seconds that a chunk may take
 
 
@@ -48,7 +49,32 @@ def problem_of(settings: Settings, index: int) -> Problem:
     if not settings.variants:
         return draw_problem(draw_variant(rng), rng)
     chosen = int(rng.integers(settings.variants))
-    return draw_problem(draw_variant(_generator(settings.seed, chosen, 1)), rng)
+    return draw_problem(draw_variant(_generator(settings.seed, chosen, 1)), rng, shared=True)
+
+
+def prepare(settings: Settings, variant: int, kernel: str | None) -> None:
+    """Compile what problems of one variant need, into the disk cache."""
+    for turn in range(PREPARED):
+        rng = _generator(settings.seed, variant, 2, turn)
+        problem = draw_problem(draw_variant(_generator(settings.seed, variant, 1)), rng, shared=True)
+        problem.checks = set(problem.variant.checks)
+        run(problem, Target(settings.device, kernel))
+
+
+def prepare_all(settings: Settings, workers: int) -> Iterator[None]:
+    """Compile for all variants and kernel families, in many processes; yield after each."""
+    pool = _pool(workers)
+    jobs = [
+        pool.submit(prepare, settings, variant, kernel)
+        for variant in range(settings.variants)
+        for kernel in settings.kernels
+    ]
+    try:
+        for job in as_completed(jobs):
+            job.exception()
+            yield
+    finally:
+        _kill(pool)
 
 
 def _generator(seed: int, *key: int) -> np.random.Generator:

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-import stat
+import shutil
 import tempfile
 import zipfile
 
@@ -83,17 +83,14 @@ class Archive:
             raise ArgumentError(f"{self._path} cannot be read: {text or type(error).__name__}") from error
 
     def _header(self, name, info):
-        """Return the shape and the dtype that an entry says it has, after comparing them with its size."""
+        """Return the shape and the dtype that an entry says it has."""
         if not info.filename.endswith(".npy"):
             raise ArgumentError(f"{self._path}: {name} is not an array")
         with self._zip.open(info) as file:
             major, _ = np.lib.format.read_magic(file)
             shape, _, dtype = getattr(np.lib.format, f"read_array_header_{min(major, 2)}_0")(file)
-            held = info.file_size - file.tell()
         if dtype.hasobject:
             raise ArgumentError(f"{self._path}: {name} holds Python objects, which are never loaded")
-        if held != (size := math.prod(shape) * dtype.itemsize):
-            raise ArgumentError(f"{self._path}: {name} holds {held} bytes; expected {size} for {dtype} {shape}")
         return shape, dtype
 
     def _declared(self, shape, dtype):
@@ -117,11 +114,10 @@ class Archive:
 
 def check_output(path):
     """Raise where a file could not be written, before anything is computed."""
-    found = _status(path)
     # Root may write anything, but whoever took all write permissions from a file wants to keep it.
-    if found and not (os.access(path, os.W_OK) and found.st_mode & 0o222):
+    if os.path.exists(path) and not (os.access(path, os.W_OK) and os.stat(path).st_mode & 0o222):
         raise ArgumentError(f"--output {path} is read-only; expected a file that may be replaced")
-    if os.path.isdir(path) or not (_special(found) or os.access(_folder(path), os.W_OK)):
+    if os.path.isdir(path) or not (_special(path) or os.access(_folder(path), os.W_OK)):
         raise ArgumentError(f"--output {path} cannot be written; expected a file in an existing, writable folder")
 
 
@@ -138,8 +134,7 @@ def write(path, arrays):
     stored = {name: array.view(np.uint16) if array.dtype == BFLOAT16 else array for name, array in arrays.items()}
     if any(array.dtype == BFLOAT16 for array in arrays.values()):
         stored["dtype"] = np.array("bfloat16")
-    found = _status(path)
-    if _special(found):
+    if _special(path):
         with open(path, "wb") as file:
             np.savez(file, **stored)
         return
@@ -147,24 +142,19 @@ def write(path, arrays):
     with tempfile.NamedTemporaryFile(dir=_folder(path), prefix=".cuattn-", delete=False) as file:
         try:
             np.savez(file, **stored)
-            os.chmod(file.name, stat.S_IMODE(found.st_mode) if found else 0o666 & ~_umask())
+            if os.path.exists(path):
+                shutil.copymode(path, file.name)
+            else:
+                os.chmod(file.name, 0o666 & ~_umask())
             os.replace(file.name, os.path.realpath(path))
         except BaseException:
             os.unlink(file.name)
             raise
 
 
-def _status(path):
-    """Return what a path leads to, None when there is nothing."""
-    try:
-        return os.stat(path)
-    except FileNotFoundError:
-        return None
-
-
-def _special(found):
-    """Tell whether there is something other than a regular file."""
-    return found is not None and not stat.S_ISREG(found.st_mode)
+def _special(path):
+    """Tell whether there is something other than a regular file: a device, a pipe, a folder."""
+    return os.path.exists(path) and not os.path.isfile(path)
 
 
 def _folder(path):

@@ -30,6 +30,9 @@ Self = TypeVar("Self", bound="Mask")
 Instance = tuple[int, ...]
 """Index into a mask's own leading axes: one of its matrices."""
 
+Reach = tuple[int | None, int | None]
+"""(left, right): row i sees key j if i - left <= j <= i + right; None leaves that side open."""
+
 KINDS: "dict[str, type[Mask]]" = {}
 """The classes of masks by the name of their kind."""
 
@@ -59,10 +62,8 @@ class Mask(Immutable):
         if isinstance(cls.__dict__.get("kind"), str):
             KINDS[cls.kind] = cls
 
-    @property
-    @abstractmethod
-    def leading(self) -> tuple[int, ...]:
-        """Shape of the axes before queries and keys; they broadcast to a problem's (..., heads)."""
+    leading: tuple[int, ...]
+    """Shape of the axes before queries and keys; they broadcast to a problem's (..., heads)."""
 
     @abstractmethod
     def visible(self, instance: Instance, i: np.ndarray, j: np.ndarray) -> np.ndarray:
@@ -83,10 +84,8 @@ class Mask(Immutable):
 
     # For backends: a mask's place in a problem.
 
-    @property
-    def parts(self) -> "tuple[Mask, ...]":
-        """The masks that hold together in this one: for all but `AllOf` the mask itself."""
-        return (self,)
+    parts: "tuple[Mask, ...]" = property(lambda self: (self,))
+    """The masks that hold together in this one: for all but `AllOf` the mask itself."""
 
     @property
     def layout(self) -> tuple[Hashable, ...]:
@@ -129,6 +128,9 @@ class Mask(Immutable):
         extra = len(leading) - len(index)
         index = (*(0,) * extra, *index)[-len(leading) :] if leading else ()
         return tuple([0 if n == 1 else i for i, n in zip(index, leading, strict=True)])
+
+    reach: Reach | None = None
+    """The band that the mask is, where that is known, see `ColumnMask.reach`."""
 
     def source(self) -> Source:
         """Return where the mask's numbers lie on a GPU, for kinds that have a `cuda` half."""
@@ -182,6 +184,17 @@ class Mask(Immutable):
         return shown
 
     # For everybody.
+
+    __array_ufunc__ = None  # ``array & mask`` is this class's affair
+
+    def __and__(self, other: Any) -> "Mask":
+        """Return the mask of what both show: of another mask, or of a boolean array."""
+        from cuattn.masks.combine import both
+
+        is_array = hasattr(other, "dtype") and hasattr(other, "shape")
+        return both(self, other) if is_array or isinstance(other, Mask) else NotImplemented
+
+    __rand__ = __and__
 
     def dense(self, n_queries: int | None = None, n_keys: int | None = None) -> Any:
         """Return the mask as a boolean matrix, O(n_queries * n_keys).

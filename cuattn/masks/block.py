@@ -72,7 +72,7 @@ class BlockMask(Mask):
 
     __slots__ = ("_n_keys", "_n_queries", "block_m", "block_n")
     kind = "block"
-    cuda = CudaHalf(8, 1, "blocks", "mask", (("util/mask_alive.cu", "mask_alive"),))
+    cuda = CudaHalf(8, 1, "blocks", "mask", "util/mask_alive.cu", ("mask_alive",))
     _parameter_names = ("block_m", "block_n", "_n_queries", "_n_keys")
     block_m: int
     block_n: int

@@ -42,7 +42,7 @@ class BooleanMask(Mask):
 
     __slots__ = ("_n_keys", "_n_queries", "borrowed")
     kind = "boolean"
-    cuda = CudaHalf(16, 1, "boolean", "boolean", (("util/mask_alive.cu", "mask_alive"),))
+    cuda = CudaHalf(16, 1, "boolean", "boolean", "util/mask_alive.cu", ("mask_alive",))
     _parameter_names = ("_n_queries", "_n_keys", "borrowed")
     _n_queries: int | None  # None: that of the array, which stands for any length if it is 1
     _n_keys: int | None

@@ -7,15 +7,12 @@ rounds every intermediate result.  The difference of the two is the measure of w
 import sys
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 __all__ = ["EXTENDED", "Solution", "repeat_heads", "solve", "sum_heads", "sum_to"]
 
 EXTENDED = bool(np.finfo(np.longdouble).eps < np.finfo(np.float64).eps)
 """Whether there is anything more precise than float64 here to judge float64 by."""
-
-_SHORT = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 
 
 class Solution(NamedTuple):
@@ -85,8 +82,8 @@ def solve(
     delta_from_o : bool, default False
         Take D from do and o, as algorithm 4 does in O(N) memory, instead of from dp and p.
     low : dtype, optional
-        Round every step to it, with sums in float32 for 16 bits; None is exact: float64, and long double for NumPy
-        arrays in float64.
+        Round every step to it, with sums in float32 (float64 for float64); None is exact: float64, and long double for
+        NumPy arrays in float64.
     softmax : callable, optional
         Another softmax along the last axis, SciPy's for a test.
 
@@ -104,8 +101,8 @@ def solve(
     >>> import numpy as np
     >>> x = np.eye(2, dtype=np.float32)
     >>> solve(x, x, x, visible=np.tri(2, dtype=bool)).o.round(3)
-    array([[1.   , 0.   ],
-           [0.33 , 0.67 ]])
+    array([[1.  , 0.  ],
+           [0.33, 0.67]])
     """
     xp = np if isinstance(q, np.ndarray) else sys.modules["cupy"]
     work = _work_dtype(q, low)
@@ -188,7 +185,7 @@ def sum_to(x, shape):
 def _work_dtype(q, low):
     """Return the dtype of the arithmetic."""
     if low is not None:
-        return np.dtype(np.float32) if low in _SHORT else np.dtype(low)
+        return np.dtype(np.float64 if low == np.float64 else np.float32)
     return np.dtype(np.longdouble if q.dtype == np.float64 and isinstance(q, np.ndarray) else np.float64)
 
 

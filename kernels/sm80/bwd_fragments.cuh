@@ -5,7 +5,7 @@
 // Accumulators are m16n8 fragments: acc[m][n][0..3] of lane l are rows 16 m + l / 4 and 8 further (two each), columns 8 n + 2 (l % 4), + 1.
 #pragma once
 #include "attn/math.cuh"
-#include "attn/mma.cuh"
+#include "sm80/mma.cuh"
 #include "ptx/shared.cuh"
 
 namespace sm80 {

@@ -1,6 +1,6 @@
 // Global to shared memory, asynchronously, into rows with padding (sm80/bwd_fragments.cuh).
 #pragma once
-#include "attn/tile.cuh"
+#include "sm80/tile.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/opaque.cuh"
 #include "ptx/tma.cuh"

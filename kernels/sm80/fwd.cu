@@ -9,14 +9,14 @@
 // (cfg::merges) or another kernel does.
 // With cfg::pack > 1 the rows of a tile are (query row, head of the group) pairs, so that the heads that share k and v read them once.
 //
-//   shared memory        bytes (float32 has 4 more per row and 128 columns: attn/split_f32.cuh)
+//   shared memory        bytes (float32 has 4 more per row and 128 columns: sm80/split_f32.cuh)
 //   q                    block_m * head_dim * sizeof(elem)
 //   teams x stages x { k, v }   block_n * (head_dim + head_dim_v) * sizeof(elem), and block_n * 16 with a column mask
 //   maxima               block_m * sizeof(acc), if cfg::flush_every
-#include "attn/mma_f32.cuh"
-#include "attn/mma_f64.cuh"
+#include "sm80/mma_f32.cuh"
+#include "sm80/mma_f64.cuh"
 #include "attn/score.cuh"
-#include "attn/softmax.cuh"
+#include "sm80/softmax.cuh"
 #include "ptx/opaque.cuh"
 #include "sm80/fwd_merge.cuh"
 #include "sm80/fwd_work.cuh"
@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_kv(const Params& p, const Work& w, Tile til
         return live;
     }, thread());
     if constexpr (column_masks > 0) {
-        const int4* cols = p.table.cols + w.mask.instance * column_masks * p.table.keys_padded + first;
+        const int4* cols = p.table.cols + static_cast<i64>(w.mask.instance) * column_masks * p.table.keys_padded + first;
         for (int r = thread(); tile.partial() && r < cfg::block_n; r += threads) {
             ptx::cp_async<16>(shared + k_bytes + v_bytes + r * 16, cols + r, 16);
         }

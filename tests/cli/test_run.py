@@ -97,7 +97,7 @@ def bad_files(folder):
     with zipfile.ZipFile(folder / "cut.npz", "w") as file:
         for name in ("q", "k", "v", "do"):
             file.writestr(f"{name}.npy", short.getvalue()[: -8 if name == "k" else None])
-    yield folder / "cut.npz", "k holds 2296 bytes; expected 2304 for float32 (3, 24, 8)"
+    yield folder / "cut.npz", "cut.npz cannot be read: EOF"
     with zipfile.ZipFile(folder / "no-array.npz", "w") as file:
         for name in ("q", "k", "v", "do"):
             file.writestr(name, "text")

@@ -199,7 +199,7 @@ class _Builder:
             self._sum(name)
         if self.cut.atomic:
             grid = cdiv(problem.n_queries, tile.block_m) * math.prod(self.operands["q"].shape[:-2])
-            self._add("util/bwd_convert.cu", "backward_convert", grid, tile, "convert", {})
+            self._add("sm80/bwd_convert.cu", "backward_convert", grid, tile, "convert", {})
 
     def rows(self) -> None:
         """Compute dq in a fixed order."""

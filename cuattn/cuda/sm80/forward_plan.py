@@ -34,7 +34,7 @@ _MIN_SPLIT_TILES = 4  # a part of the key axis shorter than this costs more in m
 _KB = 1024
 _BLOCK = 64  # blocks of a mask are usually multiples of it
 _PADDING = {"half": 32, "double": 16}  # columns: rows of a tile in shared memory are multiples of this
-_SEGMENT = 128  # float32 is split into halves by segments of a row (kernels/attn/split_f32.cuh)
+_SEGMENT = 128  # float32 is split into halves by segments of a row (kernels/sm80/split_f32.cuh)
 # Keys (forward) or queries (backward) that are summed in registers before the sums move to memory, and the smallest
 # number of them that is worth it: beyond, a sum that is rounded after every few terms loses digits.
 _FLUSH = {"split": (2048, 16384), "double": (1024, 1024)}

@@ -24,7 +24,7 @@ SLAB_COLUMNS, ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
 # Widths that accumulating products come in (kernels/ptx/wgmma.cuh).
 _WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
 _MAX_HEAD_DIM = 256
-_LEAST_SCALE = 1e-30  # of products whose maximum is taken before they are scaled; at most the inverse
+_LEAST_SCALE = 1e-30  # and its inverse the largest
 _LIST_BYTES = 4 * (32 + 4)  # a list of key tiles
 # Keys from which on it pays to begin the softmax under the warpgroup's own product, by rows of a tile.
 _LONG = {128: 1024, 192: 2048}
@@ -148,7 +148,11 @@ def _shared_bytes(problem: Problem, tile: Tile) -> int:
 
 
 def scaling(problem: Problem) -> Constants:
+<<<<<<< HEAD
     """Return the constants that say how scores are scaled."""
+=======
+    """Return the constants that say how scores are scaled: before their maximum where the scale would spoil it."""
+>>>>>>> core
     prescaled = problem.softcap is not None or not _LEAST_SCALE <= abs(problem.scale) <= 1 / _LEAST_SCALE
     return {"prescaled": prescaled, "negate": problem.scale < 0 and not prescaled}
 

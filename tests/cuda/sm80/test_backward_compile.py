@@ -50,7 +50,7 @@ def backward_jobs(arch):
             bias = {**constants, **kernels.bias._asdict(), "atomic_dq": False, **shape}
             yield case.name, "sm80/bwd_bias.cu", tuple(bias.items()), arch
         if case.name in ("d64", "float16 d128", "d256") or (case.dtype.itemsize > 2 and case.head_dim in (64, 128)):
-            yield case.name, "util/bwd_convert.cu", tuple(constants.items()), arch
+            yield case.name, "sm80/bwd_convert.cu", tuple(constants.items()), arch
             few = {"elem", "acc", "o_elem", "block_m", "warps", "head_dim", "head_dim_v", "load_bytes", "atomic_dq"}
             preprocess = tuple(item for item in constants.items() if item[0] in few)
             yield case.name, "util/bwd_preprocess.cu", (*preprocess, ("split_delta", False)), arch
