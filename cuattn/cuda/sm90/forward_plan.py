@@ -148,11 +148,7 @@ def _shared_bytes(problem: Problem, tile: Tile) -> int:
 
 
 def scaling(problem: Problem) -> Constants:
-<<<<<<< HEAD
-    """Return the constants that say how scores are scaled."""
-=======
     """Return the constants that say how scores are scaled: before their maximum where the scale would spoil it."""
->>>>>>> core
     prescaled = problem.softcap is not None or not _LEAST_SCALE <= abs(problem.scale) <= 1 / _LEAST_SCALE
     return {"prescaled": prescaled, "negate": problem.scale < 0 and not prescaled}
 
