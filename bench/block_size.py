@@ -9,17 +9,17 @@ else is the limit.
 
 from __future__ import annotations
 
+import argparse
 import functools
 from typing import Any
 
 import cuattn
-from bench import counters, study, timing
-from bench.study import Point
-from bench.tile_sizes import TILES, portable_tile
+from bench import counters, harness
+from bench.harness import Point, one
+from bench.internals import TILES, portable_tile
 
 __all__ = ["counted", "expected", "points"]
 
-NAME = "block_size"
 STUDY = "block-size"
 SHAPE = (64, 16, 1024, 64)
 TINY = (2, 2, 96, 16)
@@ -34,7 +34,7 @@ def expected(shape: tuple[int, ...], block_m: int) -> int:
 
 def forward(xp: Any, shape: tuple[int, ...], block_m: int | None) -> Any:
     """Return a call of the forward, with the portable kernel's blocks of `block_m` rows where there are any."""
-    q, k, v = study.random_arrays(xp, 3, shape, xp.float16)
+    q, k, v = harness.random_arrays(xp, 3, shape, xp.float16)
     if block_m is None:
         return lambda: cuattn.forward(q, k, v)
     tile = TILES[shape[-1]][block_m]
@@ -69,9 +69,8 @@ def measure(block_m: int, seconds: float) -> dict[str, Any]:
     far = float(abs(call().o.astype(cupy.float32) - plain().o.astype(cupy.float32)).max())
     if not far < 0.01:
         raise ValueError(f"blocks of {block_m} rows give another result, {far:.2g} away")
-    samples = timing.measure({"": call}, study.clock("cuda"), seconds=seconds)[""]
     return {
-        **study.timed(samples),
+        **harness.timed(call, "cuda", seconds),
         "problem": {"shape": SHAPE, "block_m": block_m, "tile": TILES[SHAPE[-1]][block_m]._asdict()},
         "expected_l2_to_sm": expected(SHAPE, block_m),
         "counters": traffic()[str(block_m)],
@@ -82,27 +81,15 @@ def measure_host(seconds: float) -> dict[str, Any]:
     """Time the CPU backend, which has tiles of its own."""
     import numpy as np
 
-    call = forward(np, TINY, None)
-    return {
-        **study.timed(timing.measure({"": call}, study.clock("cpu"), seconds=seconds)[""]),
-        "problem": {"shape": TINY},
-    }
+    return {**harness.timed(forward(np, TINY, None), "cpu", seconds), "problem": {"shape": TINY}}
 
 
-def points(device: str, tiny: bool, seconds: float) -> list[Point]:
+def points(arguments: argparse.Namespace) -> list[Point]:
     """Return what is measured."""
-    if device == "cpu":
-        return [Point(f"{STUDY}/cpu/forward", ("cuattn-cpu",), lambda: {"cuattn-cpu": measure_host(seconds)})]
-    return [
-        Point(f"{STUDY}/B{block_m}/forward", (RUNNER,), lambda block_m=block_m: {RUNNER: measure(block_m, seconds)})
-        for block_m in TILES[SHAPE[-1]]
-    ]
-
-
-def main() -> int:
-    """Run the command."""
-    return study.main(__doc__, NAME, lambda a: points(a.device, a.tiny, a.seconds))
+    if arguments.device == "cpu":
+        return [one(f"{STUDY}/cpu/forward", "cuattn-cpu", measure_host, arguments.seconds)]
+    return [one(f"{STUDY}/B{block}/forward", RUNNER, measure, block, arguments.seconds) for block in TILES[SHAPE[-1]]]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.main(__doc__, "block_size", points))

@@ -7,18 +7,18 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import numpy as np
 
 import cuattn
-from bench import study, timing
-from bench.study import Point
+from bench import harness, timing
+from bench.harness import Point
 from cuattn.masks import BlockMask
 
 __all__ = ["block_mask", "points"]
 
-NAME = "block_sparse"
 STUDY = "block-sparse"
 SHAPE = (16, 16, 4096, 64)
 TINY = (1, 2, 256, 16)
@@ -40,8 +40,8 @@ def block_mask(n: int, density: float, block: int = BLOCK, seed: int = 5) -> Blo
 
 def measure(density: float, device: str, shape: tuple[int, ...], seconds: float) -> dict[str, Any]:
     """Check one head against the dense twin of the mask, then time both directions."""
-    xp = study.namespace(device)
-    q, k, v, do = study.random_arrays(xp, 4, shape, xp.float16 if device == "cuda" else xp.float32)
+    xp = harness.namespace(device)
+    q, k, v, do = harness.random_arrays(xp, 4, shape, xp.float16 if device == "cuda" else xp.float32)
     n = shape[-2]
     mask = block_mask(n, density, BLOCK if n > BLOCK * 8 else 32)
     blocks = float(np.mean(mask.blocks))
@@ -58,34 +58,29 @@ def measure(density: float, device: str, shape: tuple[int, ...], seconds: float)
             "forward": lambda: cuattn.forward(q, k, v, mask=mask),
             "backward": lambda: cuattn.backward(do, q, k, v, fwd, mask=mask),
         },
-        study.clock(device),
+        harness.clock(device),
         seconds=seconds,
     )
     common = {"problem": {"shape": shape, "block": mask.block_m, "density": density}, "density": blocks}
     return {
         f"cuattn-{direction}": {
             **common,
-            **study.timed(taken),
+            **timing.timed(taken),
             "plan": str(cuattn.plan(q, k, v, mask=mask, direction=direction)),
         }
         for direction, taken in samples.items()
     }
 
 
-def points(device: str, tiny: bool, seconds: float) -> list[Point]:
+def points(arguments: argparse.Namespace) -> list[Point]:
     """Return one point per density."""
-    shape = TINY if tiny or device == "cpu" else SHAPE
+    device, shape = arguments.device, TINY if arguments.tiny or arguments.device == "cpu" else SHAPE
     runners = ("cuattn-forward", "cuattn-backward")
     return [
-        Point(f"{STUDY}/s{density:g}/both", runners, lambda s=density: measure(s, device, shape, seconds))
-        for density in DENSITIES
+        Point(f"{STUDY}/s{s:g}/both", runners, lambda s=s: measure(s, device, shape, arguments.seconds))
+        for s in DENSITIES
     ]
 
 
-def main() -> int:
-    """Run the command."""
-    return study.main(__doc__, NAME, lambda a: points(a.device, a.tiny, a.seconds))
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.main(__doc__, "block_sparse", points))

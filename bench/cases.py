@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any
 
@@ -41,9 +40,11 @@ class Case:
     causal : bool
         Causal by a band, without a mask object.
     mask : str, optional
-        One of `bench.mask_samples.KINDS`.
+        One of `bench.mask_samples.KINDS`, or ``"random"``, a boolean matrix.
     documents : int, optional
         Documents per sequence, instead of the mask's own random number.
+    bias : {"keys", "scores"}, optional
+        A bias of shape (B, 1, 1, N), or one N x N for all heads.
     dropout : float
         Probability of dropping.
     deterministic : bool
@@ -68,6 +69,7 @@ class Case:
     causal: bool = False
     mask: str | None = None
     documents: int | None = None
+    bias: str | None = None
     dropout: float = 0.0
     deterministic: bool = False
     host: bool = False
@@ -85,8 +87,10 @@ class Case:
     def label(self) -> str:
         """The case without table and direction, as a table's row calls it."""
         n = f"N{self.n_keys}" if self.n_queries == self.n_keys else f"{self.n_queries}xN{self.n_keys}"
-        parts = [f"d{self.head_dim}", n, self.pattern]
+        parts = [f"{self.batch}x{self.heads}"] if self.table.startswith("cpu") else []
+        parts += [f"d{self.head_dim}", n, self.pattern]
         parts += [] if self.dtype == "bfloat16" else [self.dtype]
+        parts += [f"bias_{self.bias}"] if self.bias else []
         parts += [f"drop{self.dropout:g}"] if self.dropout else []
         parts += ["deterministic"] if self.deterministic else []
         return "-".join(parts)
@@ -218,6 +222,35 @@ def sparsity() -> Iterable[Case]:
             yield _case("sparsity", direction, **shape, mask=kind, documents=documents)
 
 
+def cpu() -> Iterable[Case]:
+    """8 heads in float32, without a mask and with three: the CPU backend where its tiles are many."""
+    shape = dict(tokens=4096, hidden=512, n=4096, head_dim=64, dtype="float32")
+    for direction in ("forward", TOGETHER):
+        yield _case("cpu", direction, **{**shape, "tokens": 2048, "n": 2048})
+        for kind in (None, "causal_document", "sliding_window", "share_question"):
+            yield _case("cpu", direction, **shape, mask=kind)
+
+
+def cpu_torch() -> Iterable[Case]:
+    """Shapes that PyTorch users call, with a bias for padding, a dense bias, a boolean matrix."""
+    for direction in ("forward", TOGETHER):
+        yield Case("cpu-torch", direction, 8, 12, 12, 128, 128, 64, "float32")
+        yield Case("cpu-torch", direction, 1, 16, 16, 512, 512, 64, "float32")
+        yield Case("cpu-torch", direction, 1, 8, 8, 1024, 1024, 64, "float32", mask="random")
+    for bias in ("keys", "scores"):
+        yield Case("cpu-torch", "forward", 8, 8, 8, 256, 256, 64, "float32", bias=bias)
+
+
+def cpu_small() -> Iterable[Case]:
+    """Problems of a few rows, beside the three lines of NumPy that compute them."""
+    shapes = (
+        (1, 8, 1, 128, 64), (1, 8, 1, 4096, 64), (1, 8, 16, 16, 64), (1, 64, 32, 32, 32), (1024, 4, 49, 49, 32),
+        (1, 512, 16, 16, 32), (64, 8, 64, 64, 32), (32, 12, 128, 128, 64), (1, 32, 1, 4096, 128), (8, 16, 1, 512, 64),
+    )  # fmt: skip
+    for (batch, heads, n_queries, n_keys, d), direction in product(shapes, BOTH):
+        yield Case("cpu-small", direction, batch, heads, heads, n_queries, n_keys, d, "float32")
+
+
 TABLES: dict[str, Callable[[], Iterable[Case]]] = {
     "dense": dense,
     "masks-8k": mask_table(8192, 128),
@@ -235,18 +268,19 @@ TABLES: dict[str, Callable[[], Iterable[Case]]] = {
     "lengths": lengths,
     "host": host,
     "sparsity": sparsity,
+    "cpu": cpu,
+    "cpu-torch": cpu_torch,
+    "cpu-small": cpu_small,
 }
 
 
-def select(tables: Iterable[str], only: Iterable[str] = (), directions: Iterable[str] = BOTH) -> list[Case]:
+def select(tables: Iterable[str], directions: Iterable[str] = BOTH) -> list[Case]:
     """Return the cases of some tables.
 
     Parameters
     ----------
     tables : iterable of str
         Names in `TABLES`.
-    only : iterable of str, optional
-        Shell patterns; a case is kept when its name, or any part of it between slashes and dashes, matches one.
     directions : iterable of str, optional
         Of "forward" and "backward"; cases of both together are always kept.
 
@@ -257,14 +291,8 @@ def select(tables: Iterable[str], only: Iterable[str] = (), directions: Iterable
 
     Examples
     --------
-    >>> [case.name for case in select(["dense"], ["*N1024-full*"], ["forward"])][0]
+    >>> select(["dense"], ["forward"])[0].name
     'dense/d128-N1024-full/forward'
     """
-    only, directions = tuple(only), tuple(directions)
-    cases = [case for table in tables for case in TABLES[table]() if case.direction in (*directions, TOGETHER)]
-    return [case for case in cases if not only or any(_matches(case, pattern) for pattern in only)]
-
-
-def _matches(case: Case, pattern: str) -> bool:
-    words = case.name.replace("/", "-").split("-")
-    return fnmatchcase(case.name, pattern) or pattern in words
+    wanted = (*directions, TOGETHER)
+    return [case for table in tables for case in TABLES[table]() if case.direction in wanted]

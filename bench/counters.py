@@ -19,9 +19,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HBM", "TRAFFIC", "count", "parse", "total"]
+from bench.rows import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
+__all__ = ["HBM", "TRAFFIC", "count", "moved", "parse", "total"]
+
 HBM = {"hbm_read": "dram__bytes_read.sum", "hbm_write": "dram__bytes_write.sum", "seconds": "gpu__time_duration.sum"}
 TRAFFIC = {  # what moves between device memory, the L2 cache and the multiprocessors
     **HBM,
@@ -120,6 +121,11 @@ def total(kernels: Iterable[Mapping[str, Any]]) -> dict[str, float]:
             if isinstance(value, (int, float)):
                 sums[key] = sums.get(key, 0.0) + value
     return sums
+
+
+def moved(kernel: Mapping[str, Any]) -> float:
+    """Return the bytes that a kernel, or all of a call, moved to and from device memory."""
+    return (kernel.get("hbm_read") or 0) + (kernel.get("hbm_write") or 0)
 
 
 def main() -> int:

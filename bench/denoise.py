@@ -28,13 +28,12 @@ from typing import Any
 import numpy as np
 
 import cuattn
-from bench import study, timing
-from bench.study import Point
+from bench import harness
+from bench.harness import Point, one
 from cuattn.masks import ColumnMask
 
 __all__ = ["by_keops", "denoise", "noisy", "patches", "photograph", "points", "psnr"]
 
-NAME = "denoise"
 SIGMA = 0.1  # of the noise; pixels lie in [0, 1]
 RADIUS = 1  # of a patch: 3 x 3 pixels of three colours
 STRENGTH = 0.45  # h over what noise alone makes patches differ by; smaller keeps more detail and more noise
@@ -141,20 +140,19 @@ def psnr(image: Any, truth: Any) -> float:
 
 def measure(truth: np.ndarray, rows: int | None, device: str, seconds: float, keops: bool = False) -> dict[str, Any]:
     """Denoise, judge and time."""
-    xp = study.namespace(device)
+    xp = harness.namespace(device)
     image = xp.asarray(noisy(truth))
     call = (lambda: by_keops(xp, image)) if keops else (lambda: denoise(xp, image, rows))
     start = time.perf_counter()
     result = call()
-    study.synchronize(xp)
+    harness.synchronize(xp)
     first = time.perf_counter() - start
-    least = 3 if device == "cuda" else 1
-    samples = timing.measure({"": call}, study.clock(device), seconds=seconds, least=least, most=10)[""]
+    timed = harness.timed(call, device, seconds, least=3 if device == "cuda" else 1, most=10)
     n = truth.shape[0] * truth.shape[1]
     visible = n * n if rows is None else n * min(2 * rows * truth.shape[1], n)
     result = result.cpu().numpy() if keops else result if device == "cpu" else result.get()
     return {
-        **study.timed(samples),
+        **timed,
         "first_call_s": round(first, 3),
         "problem": {"height": truth.shape[0], "width": truth.shape[1], "rows": rows, "sigma": SIGMA},
         "pairs": visible,
@@ -163,20 +161,19 @@ def measure(truth: np.ndarray, rows: int | None, device: str, seconds: float, ke
     }
 
 
-def points(device: str, tiny: bool, seconds: float, photo: Path | None = None) -> list[Point]:
-    """Return what is measured: a local search, and on a GPU the whole image."""
+def points(arguments: argparse.Namespace) -> list[Point]:
+    """Return what is measured: a local search, and on a GPU the whole image; on a host, the picture too."""
+    device, tiny = arguments.device, arguments.tiny
     runner = "cuattn-cupy" if device == "cuda" else "cuattn-numpy"
-    truth = photograph(photo)
+    truth = photograph(arguments.photo)
     truth = truth[: TINY[0], : TINY[1]] if tiny else truth
     searches = {"local": ROWS} if device == "cpu" and not tiny else {"local": ROWS, "whole": None}
     found = [
-        Point(f"{NAME}/{label}/float32", (runner,), lambda rows=rows: {runner: measure(truth, rows, device, seconds)})
+        one(f"denoise/{label}/float32", runner, measure, truth, rows, device, arguments.seconds)
         for label, rows in searches.items()
     ]
     if device == "cuda" and _keops_runs():
-        found.append(
-            Point(f"{NAME}/whole/float32", ("keops",), lambda: {"keops": measure(truth, None, device, seconds, True)})
-        )
+        found.append(one("denoise/whole/float32", "keops", measure, truth, None, device, arguments.seconds, True))
     return found
 
 
@@ -215,18 +212,7 @@ def picture(truth: np.ndarray, path: Path) -> None:
     Image.open(drawn).convert("RGB").quantize(256).save(path, optimize=True)  # noise takes much room in full colour
 
 
-def main() -> int:
-    """Run the command."""
-    parser = study.parser(__doc__.splitlines()[0], NAME)
-    parser.add_argument("--photo", type=Path, help="another photograph, or one as .npy where matplotlib is missing")
-    parser.add_argument("--picture", action=argparse.BooleanOptionalAction, help="draw (by default with --device cpu)")
-    arguments = parser.parse_args()
-    study.run(arguments, points(arguments.device, arguments.tiny, arguments.seconds, arguments.photo))
-    draw = arguments.device == "cpu" and not arguments.tiny if arguments.picture is None else arguments.picture
-    if draw and not arguments.list:
-        picture(photograph(arguments.photo), arguments.out.with_suffix(".png"))
-    return 0
-
+PHOTO = {"--photo": {"type": Path, "help": "another photograph, or one as .npy where matplotlib is missing"}}
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.main(__doc__, "denoise", points, PHOTO))

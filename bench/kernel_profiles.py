@@ -8,6 +8,7 @@ peak over the kernel's own elapsed cycles, so that they do not depend on the clo
 
 from __future__ import annotations
 
+import argparse
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -15,14 +16,13 @@ from typing import Any
 import numpy as np
 
 import cuattn
-from bench import counters, study
+from bench import counters, harness
+from bench.harness import Point, one
 from bench.mask_samples import column_mask, samples
-from bench.study import Point
 from cuattn.errors import UnsupportedError
 
 __all__ = ["CALLS", "METRICS", "counted", "points", "summary"]
 
-NAME = "kernel_profiles"
 STALLS = (
     "barrier", "branch_resolving", "dispatch_stall", "gmma", "lg_throttle", "long_scoreboard", "math_pipe_throttle",
     "membar", "mio_throttle", "no_instruction", "not_selected", "selected", "short_scoreboard", "sleeping", "wait",
@@ -103,10 +103,10 @@ def bind(xp: Any, name: str, n: int | None = None) -> Any:
     kv_heads = heads // 4 if queries == 1 else heads
     options |= {"enable_gqa": True} if kv_heads != heads else {}
     drawn = {"rng": 1} if "dropout_p" in options else {}
-    (q, do) = study.random_arrays(xp, 2, (batch, heads, queries, d), np.dtype(dtype))
-    (k, v) = study.random_arrays(xp, 2, (batch, kv_heads, n, d), np.dtype(dtype), seed=2)
+    (q, do) = harness.random_arrays(xp, 2, (batch, heads, queries, d), np.dtype(dtype))
+    (k, v) = harness.random_arrays(xp, 2, (batch, kv_heads, n, d), np.dtype(dtype), seed=2)
     if options.pop("bias", False):
-        options["bias"] = study.random_arrays(xp, 1, (heads, n, n), np.dtype(dtype), seed=3)[0]
+        options["bias"] = harness.random_arrays(xp, 1, (heads, n, n), np.dtype(dtype), seed=3)[0]
     if new:  # its tables are made in the call
         return lambda: cuattn.forward(q, k, v, **options, mask=column_mask(samples(kind, n, 1)))
     if direction == "forward":
@@ -158,18 +158,10 @@ def measure(name: str) -> dict[str, Any]:
     return {"problem": problem, "kernels": named, "milliseconds": round(whole * 1e3, 4)}
 
 
-def points() -> list[Point]:
+def points(arguments: argparse.Namespace) -> list[Point]:
     """Return one point per call."""
-    return [
-        Point(f"profile/{name}/{CALLS[name][1]}", ("cuattn",), lambda name=name: {"cuattn": measure(name)})
-        for name in CALLS
-    ]
-
-
-def main() -> int:
-    """Run the command."""
-    return study.main(__doc__, NAME, lambda _: points())
+    return [one(f"profile/{name}/{call[1]}", "cuattn", measure, name) for name, call in CALLS.items()]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.main(__doc__, "kernel_profiles", points))

@@ -10,19 +10,19 @@ inner code of both and works on all row tiles side by side.
 
 from __future__ import annotations
 
+import argparse
 import functools
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from bench import counters, studies, study, timing
-from bench.study import Point
+from bench import counters, harness, internals, timing
+from bench.harness import Point
 from cuattn import io_model, reference
 
 __all__ = ["Problem", "counted", "expected", "points"]
 
-NAME = "loop_order"
 STUDY = "loop-order"
 BLOCK_N = 64  # keys of one inner step
 ROUNDINGS = 2.0  # times the textbook's error, and one rounding of o per block of keys where o is stored in 16 bits
@@ -111,7 +111,7 @@ def launcher(problem: Problem, runner: str, q: Any, k: Any, v: Any) -> Any:
         return lambda: cuattn.forward(q, k, v, kernel=runner.removeprefix("cuattn-"))[:3]
     name, out, _ = KERNELS[runner]
     constants, shared = geometry(problem, runner)
-    kernel = studies.function("loop_order.cu", name, constants, shared)
+    kernel = internals.study_kernel("loop_order.cu", name, constants, shared)
     threads = 32 * dict(constants)["warps"]
     scale = np.float32(problem.d**-0.5)
 
@@ -126,7 +126,7 @@ def launcher(problem: Problem, runner: str, q: Any, k: Any, v: Any) -> Any:
 
 def arrays(xp: Any, problem: Problem) -> list[Any]:
     """Return q, k and v."""
-    return study.random_arrays(xp, 3, (problem.heads, problem.n, problem.d), xp.float16)
+    return harness.random_arrays(xp, 3, (problem.heads, problem.n, problem.d), xp.float16)
 
 
 def check(problem: Problem, runner: str, operands: list[Any], found: tuple[Any, Any, Any]) -> None:
@@ -162,19 +162,20 @@ def traffic(names: tuple[str, ...]) -> dict[str, dict[str, float]]:
     return {name: counters.total(kernels) for name, kernels in found.items()}
 
 
-def measure(problem: Problem, device: str, seconds: float) -> dict[str, dict[str, Any]]:
+def measure(problem: Problem, seconds: float) -> dict[str, dict[str, Any]]:
     """Check, time and count one problem with all runners."""
-    xp = study.namespace(device)
-    q, k, v = arrays(xp, problem)
+    import cupy
+
+    q, k, v = arrays(cupy, problem)
     calls = {runner: launcher(problem, runner, q, k, v) for runner in RUNNERS}
     for runner, call in calls.items():
         check(problem, runner, [q, k, v], call())
-    samples = timing.measure(calls, study.clock(device), seconds=seconds)
+    samples = timing.measure(calls, harness.clock("cuda"), seconds=seconds)
     counts = traffic(tuple(f"{p.label}/{runner}" for p in PROBLEMS for runner in RUNNERS))
     rows = {}
     for runner in RUNNERS:
         model = expected(problem, runner) if runner in KERNELS else {}
-        rows[runner] = {**describe(problem), **study.timed(samples[runner]), **model}
+        rows[runner] = {**describe(problem), **timing.timed(samples[runner]), **model}
         rows[runner]["counters"] = counts[f"{problem.label}/{runner}"]
     return rows
 
@@ -198,20 +199,13 @@ def describe(problem: Problem) -> dict[str, Any]:
     return {"problem": {"heads": problem.heads, "n": problem.n, "d": problem.d, "block": problem.block, "m": problem.m}}
 
 
-def points(device: str, tiny: bool, seconds: float) -> list[Point]:
+def points(arguments: argparse.Namespace) -> list[Point]:
     """Return what is measured."""
-    if device == "cpu":
-        return [
-            Point(f"{STUDY}/{p.label}/forward", ("keys-outside", "queries-outside"), lambda p=p: measure_reference(p))
-            for p in (TINY if tiny else TINY + PROBLEMS[:1])
-        ]
-    return [Point(f"{STUDY}/{p.label}/forward", RUNNERS, lambda p=p: measure(p, device, seconds)) for p in PROBLEMS]
-
-
-def main() -> int:
-    """Run the command."""
-    return study.main(__doc__, NAME, lambda a: points(a.device, a.tiny, a.seconds))
+    if arguments.device == "cpu":
+        problems, runners = TINY if arguments.tiny else TINY + PROBLEMS[:1], ("keys-outside", "queries-outside")
+        return [Point(f"{STUDY}/{p.label}/forward", runners, lambda p=p: measure_reference(p)) for p in problems]
+    return [Point(f"{STUDY}/{p.label}/forward", RUNNERS, lambda p=p: measure(p, arguments.seconds)) for p in PROBLEMS]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.main(__doc__, "loop_order", points))

@@ -8,17 +8,17 @@ A dense mask is N x N; it is made (as bytes) and measured as long as it is small
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import cuattn
-from bench import study
+from bench import harness
+from bench.harness import Point
 from bench.mask_samples import column_mask, samples
 from bench.memory import peak
-from bench.study import Point
 
 __all__ = ["LENGTHS", "points"]
 
-NAME = "mask_memory"
 K = 1024
 LENGTHS = tuple(n * K for n in (4, 8, 16, 32, 64, 128, 256, 544))
 TINY = (512, 1024)
@@ -28,8 +28,8 @@ D = 64
 
 def measure_column(n: int, device: str) -> dict[str, Any]:
     """Observe the first forward and backward with a mask: vectors on the device, tables, everything."""
-    xp = study.namespace(device)
-    q, k, v, do = study.random_arrays(xp, 4, (1, n, D), xp.float16 if device == "cuda" else xp.float32)
+    xp = harness.namespace(device)
+    q, k, v, do = harness.random_arrays(xp, 4, (1, n, D), xp.float16 if device == "cuda" else xp.float32)
     mask = column_mask(samples("causal_document", n, 1))
     lengths = list(samples("causal_document", n, 1)[0].lengths)
     run(q, k, v, do, is_causal=True)
@@ -55,7 +55,7 @@ def measure_dense(n: int, device: str) -> dict[str, Any]:
     """Allocate a boolean matrix where that is reasonable."""
     found: dict[str, Any] = {"problem": {"n": n}, "mask_bytes": n * n, "measured": False}
     if n * n <= LARGEST_DENSE:
-        xp = study.namespace(device)
+        xp = harness.namespace(device)
         with peak(device) as used:
             mask = xp.ones((n, n), dtype=bool)
         del mask
@@ -63,22 +63,15 @@ def measure_dense(n: int, device: str) -> dict[str, Any]:
     return found
 
 
-def points(device: str, tiny: bool) -> list[Point]:
+def points(arguments: argparse.Namespace) -> list[Point]:
     """Return one point per length."""
 
     def measure(n: int) -> dict[str, dict[str, Any]]:
-        return {"cuattn-column": measure_column(n, device), "dense": measure_dense(n, device)}
+        return {"cuattn-column": measure_column(n, arguments.device), "dense": measure_dense(n, arguments.device)}
 
-    return [
-        Point(f"figure-4b/N{n}/memory", ("cuattn-column", "dense"), lambda n=n: measure(n))
-        for n in (TINY if tiny else LENGTHS)
-    ]
-
-
-def main() -> int:
-    """Run the command."""
-    return study.main(__doc__, NAME, lambda a: points(a.device, a.tiny))
+    lengths = TINY if arguments.tiny else LENGTHS
+    return [Point(f"figure-4b/N{n}/memory", ("cuattn-column", "dense"), lambda n=n: measure(n)) for n in lengths]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.main(__doc__, "mask_memory", points))

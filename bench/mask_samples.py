@@ -64,26 +64,24 @@ class Sample:
     parts: tuple[Any, ...] = ()
     number: int = 0
 
-    def column_mask(self) -> masks.ColumnMask:
-        """Return the sample as a mask for one sequence."""
-        n, number = self.n, self.number
+    def column_mask(self, masks: Any = masks) -> Any:
+        """Return the sample as a mask for one sequence, made by cuattn's `masks` or another version of them."""
+        n, number, make = self.n, self.number, getattr(masks, self.kind)
         if self.kind in ("full", "causal"):
-            return getattr(masks, self.kind)(n)
-        if self.kind == "sliding_window":
-            return masks.sliding_window(n, number)
+            return make(n)
+        if self.kind in ("sliding_window", "prefix_lm_causal"):
+            return make(n, number)
         if self.kind == "global_sliding_window":
-            return masks.global_sliding_window(n, number, GLOBAL_TOKENS)
+            return make(n, number, GLOBAL_TOKENS)
         if self.kind in ("causal_document", "document", "causal_blockwise"):
-            return getattr(masks, self.kind)(list(self.lengths))
+            return make(list(self.lengths))
         if self.kind == "share_question":
-            return masks.share_question(list(self.parts))
+            return make(list(self.parts))
         if self.kind == "prefix_lm_document":
-            return masks.prefix_lm_document(list(zip(self.parts, self.lengths, strict=True)))
-        if self.kind == "prefix_lm_causal":
-            return masks.prefix_lm_causal(n, number)
+            return make(list(zip(self.parts, self.lengths, strict=True)))
         if self.kind == "qk_sparse":
-            return masks.qk_sparse(n, list(self.parts))
-        return masks.random_eviction(n, number, rng=np.random.default_rng(self.parts))
+            return make(n, list(self.parts))
+        return make(n, number, rng=np.random.default_rng(self.parts))
 
 
 def documents_per_sequence(n: int) -> tuple[int, int]:
@@ -117,11 +115,11 @@ def samples(kind: str, n: int, count: int, documents: int | None = None) -> tupl
     return tuple(_draw(kind, n, (SEED, KINDS.index(kind), n, row), documents) for row in range(count))
 
 
-def column_mask(drawn: tuple[Sample, ...]) -> masks.ColumnMask:
+def column_mask(drawn: tuple[Sample, ...], masks: Any = masks) -> Any:
     """Return one mask for the whole batch, of leading shape (batch, 1), or () when all sequences share it."""
     if all(sample == drawn[0] for sample in drawn):
-        return drawn[0].column_mask()
-    return masks.ColumnMask.stack([[sample.column_mask()] for sample in drawn])
+        return drawn[0].column_mask(masks)
+    return masks.ColumnMask.stack([[sample.column_mask(masks)] for sample in drawn])
 
 
 def _draw(kind: str, n: int, seed: tuple[int, ...], documents: int | None) -> Sample:

@@ -37,6 +37,10 @@ class Visible:
         (4, Nk) int32: the vectors of a column mask.
     keep : callable, optional
         (start, stop) -> bool tensor (stop - start, Nk): what dropout keeps, together with `keep_scale`.
+    dense : tensor, optional
+        (Nq, Nk) bool.
+    bias : tensor, optional
+        (Nq or 1, Nk), added to the scores.
     """
 
     causal: bool = False
@@ -44,6 +48,8 @@ class Visible:
     bounds: Any = None
     keep: Any = None
     keep_scale: float = 1.0
+    dense: Any = None
+    bias: Any = None
 
     def rows(self, start: int, stop: int, n_keys: int, device: Any) -> Any:
         """Return which keys rows start ... stop - 1 see, (stop - start, Nk) bool, or None for all."""
@@ -55,7 +61,7 @@ class Visible:
             lts, lte, uts, ute = self.bounds
             open_ = ~(((i >= lts) & (i < lte)) | ((i >= uts) & (i < ute)))
             seen = open_ if seen is None else seen & open_
-        return seen
+        return seen if self.dense is None else self.dense[start:stop]
 
 
 def textbook(q: Any, k: Any, v: Any, do: Any, visible: Visible, rounded_to: Any = None) -> dict[str, Any]:
@@ -95,6 +101,8 @@ def textbook(q: Any, k: Any, v: Any, do: Any, visible: Visible, rounded_to: Any 
     for start in range(0, q.shape[0], rows):
         part = slice(start, min(start + rows, q.shape[0]))
         s = step(step(product(q[part], k.T)) * scale)
+        if visible.bias is not None:
+            s = step(s + (visible.bias if len(visible.bias) == 1 else visible.bias[part]).to(work))
         seen = visible.rows(part.start, part.stop, k.shape[0], q.device)
         if seen is not None:
             s = s.masked_fill_(~seen, -torch.inf)
@@ -134,9 +142,12 @@ class Reference:
         Precision that the textbook rounds to.
     gradients : bool
         Compute gradients too.
+    pooled : bool
+        Compare all heads as one: the textbook's error in the few numbers of a small head is luck.
     """
 
-    def __init__(self, heads: dict[tuple[int, int], Any], dtype: Any, gradients: bool) -> None:
+    def __init__(self, heads: dict[tuple[int, int], Any], dtype: Any, gradients: bool, pooled: bool = False) -> None:
+        self.pooled = pooled
         self.exact: dict[tuple[int, int], dict[str, Any]] = {}
         self.rough: dict[tuple[int, int], dict[str, Any]] = {}
         self.dtype = dtype
@@ -164,13 +175,14 @@ class Reference:
             Per name, for the worst head: ``max``, the largest absolute error; ``distance``, relative, in the
             Frobenius norm; and ``of_allowed``, the larger share of the two in what is allowed, at most 1 if right.
         """
+        import torch
+
         worst: dict[str, dict[str, float]] = {}
-        for (b, h), exact in self.exact.items():
-            for name, x in results.items():
-                if name not in exact:
-                    continue
-                rows = exact[name].shape[0]
-                found = compare(x[b, h, -rows:], exact[name], self.rough[b, h][name], self.dtype, peer)
+        for heads in [list(self.exact)] if self.pooled else [[head] for head in self.exact]:
+            for name in [name for name in results if name in self.exact[heads[0]]]:
+                exact, rough = (torch.stack([of[head][name] for head in heads]) for of in (self.exact, self.rough))
+                x = torch.stack([results[name][head][-exact.shape[1] :] for head in heads])
+                found = compare(x, exact, rough, self.dtype, peer)
                 if name not in worst or not found["of_allowed"] <= worst[name]["of_allowed"]:
                     worst[name] = found
         return worst
@@ -182,7 +194,7 @@ class Reference:
 
 
 def compare(x: Any, exact: Any, rough: Any, dtype: Any, peer: bool = False) -> dict[str, float]:
-    """Apply the acceptance rule to one head's result; NaN never passes."""
+    """Apply the acceptance rule to the result of one head or of some; NaN never passes."""
     import torch
 
     eps, factor = torch.finfo(dtype).eps, PEER_FACTOR if peer else FACTOR

@@ -8,19 +8,19 @@ The FlashMask paper's claim of exactness, for its twelve masks.  A kernel that t
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import numpy as np
 
 import cuattn
-from bench import study
+from bench import harness
+from bench.harness import Point
 from bench.mask_samples import KINDS, column_mask, samples
-from bench.study import Point
 from cuattn.errors import UnsupportedError
 
 __all__ = ["compare", "points"]
 
-NAME = "same_bits"
 N, D, HEADS = 2048, 128, 4
 TINY = 192
 BANDS = {  # masks that flags can say too
@@ -41,9 +41,9 @@ def compare(kind: str, kernel: str, device: str, n: int, d: int) -> dict[str, An
         ``same_flags``: whether ``is_causal`` or ``window`` give them too, where they can say the mask.
         ``repeated``: whether a second call gave them.  ``largest``: by how much the worst result differs.
     """
-    xp = study.namespace(device)
+    xp = harness.namespace(device)
     dtype = xp.float16 if device == "cuda" else xp.float32
-    operands = study.random_arrays(xp, 4, (HEADS, n, d), dtype)
+    operands = harness.random_arrays(xp, 4, (HEADS, n, d), dtype)
     q, k, v, do = operands
     mask = column_mask(samples(kind, n, 1))
     dense = xp.asarray(mask.dense())
@@ -89,24 +89,17 @@ def _wide(xp: Any, a: Any, b: Any) -> Any:
     return abs(a - b)
 
 
-def points(device: str, tiny: bool) -> list[Point]:
-    """Return one point per mask and kernel."""
-    kernels = ("sm80", "sm90") if device == "cuda" else ("cpu",)
-    n, d = (TINY, 16) if tiny else (N, D)
-    return [
-        Point(
-            f"same-bits/{kind}/both",
-            tuple(f"cuattn-{kernel}" for kernel in kernels),
-            lambda kind=kind: {f"cuattn-{kernel}": compare(kind, kernel, device, n, d) for kernel in kernels},
-        )
-        for kind in KINDS
-    ]
+def points(arguments: argparse.Namespace) -> list[Point]:
+    """Return one point per mask."""
+    kernels = ("sm80", "sm90") if arguments.device == "cuda" else ("cpu",)
+    n, d = (TINY, 16) if arguments.tiny else (N, D)
 
+    def measure(kind: str) -> dict[str, dict[str, Any]]:
+        return {f"cuattn-{kernel}": compare(kind, kernel, arguments.device, n, d) for kernel in kernels}
 
-def main() -> int:
-    """Run the command."""
-    return study.main(__doc__, NAME, lambda a: points(a.device, a.tiny))
+    runners = tuple(f"cuattn-{kernel}" for kernel in kernels)
+    return [Point(f"same-bits/{kind}/both", runners, lambda kind=kind: measure(kind)) for kind in KINDS]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.main(__doc__, "same_bits", points))

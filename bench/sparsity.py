@@ -8,6 +8,7 @@ three kinds are drawn until every bucket of 0.05 in sparsity has its samples; a 
 
 from __future__ import annotations
 
+import argparse
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -15,13 +16,12 @@ from typing import Any
 import numpy as np
 
 import cuattn
-from bench import study, timing
+from bench import harness
+from bench.harness import Point, one
 from bench.mask_samples import Sample, question_and_answers, split
-from bench.study import Point
 
 __all__ = ["KINDS", "buckets", "fit", "points"]
 
-NAME = "sparsity"
 HEADS, N, D = 32, 32768, 128
 TINY = (2, 1024, 16)
 WIDTH = 0.05
@@ -73,7 +73,7 @@ def measure(
     kind: str, index: int, shape: tuple[int, int, int], device: str, count: int, seconds: float
 ) -> dict[str, Any]:
     """Time forward and backward with one mask."""
-    xp = study.namespace(device)
+    xp = harness.namespace(device)
     heads, n, d = shape
     rho, sample = buckets(kind, n, count)[index]
     q, k, v, do = _arrays(device, shape)
@@ -85,9 +85,8 @@ def measure(
     def both() -> None:
         cuattn.backward(do, q, k, v, cuattn.forward(q, k, v, mask=mask), mask=mask)
 
-    samples = timing.measure({"": both}, _clock(device), seconds=seconds, least=3, most=20)[""]
     return {
-        **study.timed(samples),
+        **harness.timed(both, device, seconds, least=3, most=20),
         "rho": round(rho, 6),
         "problem": {"kind": kind, "heads": heads, "n": n, "d": d, "documents": len(sample.lengths)},
     }
@@ -97,12 +96,8 @@ def measure(
 def _arrays(device: str, shape: tuple[int, int, int]) -> list[Any]:
     import ml_dtypes
 
-    return study.random_arrays(
-        study.namespace(device), 4, shape, ml_dtypes.bfloat16 if device == "cuda" else np.float32
-    )
-
-
-_clock = functools.lru_cache(maxsize=2)(study.clock)
+    dtype = ml_dtypes.bfloat16 if device == "cuda" else np.float32
+    return harness.random_arrays(harness.namespace(device), 4, shape, dtype)
 
 
 def _check(xp: Any, sample: Sample, q: Any, k: Any, v: Any, o: Any) -> None:
@@ -130,34 +125,20 @@ def fit(rho: list[float], milliseconds: list[float]) -> dict[str, float]:
     """
     visible = 1 - np.asarray(rho)
     slope, intercept = np.polyfit(visible, milliseconds, 1)
-    correlation = np.corrcoef(visible, milliseconds)[0, 1]
-    return {
-        name: round(float(x), 6)
-        for name, x in zip(("slope", "intercept", "correlation"), (slope, intercept, correlation), strict=True)
-    }
+    found = {"slope": slope, "intercept": intercept, "correlation": np.corrcoef(visible, milliseconds)[0, 1]}
+    return {name: round(float(x), 6) for name, x in found.items()}
 
 
-def points(device: str, tiny: bool, seconds: float, count: int) -> Iterator[Point]:
-    """Return one point per mask."""
-    shape = TINY if tiny else (HEADS, N, D)
+def points(arguments: argparse.Namespace) -> Iterator[Point]:
+    """Yield one point per mask."""
+    shape, count = TINY if arguments.tiny else (HEADS, N, D), arguments.samples
     for kind in KINDS:
         for index, (rho, _) in enumerate(buckets(kind, shape[1], count)):
-            yield Point(
-                f"figure-4a/{kind}-{index}-rho{rho:.3f}/both",
-                ("cuattn",),
-                lambda kind=kind, index=index: {"cuattn": measure(kind, index, shape, device, count, seconds)},
-            )
+            case = f"figure-4a/{kind}-{index}-rho{rho:.3f}/both"
+            yield one(case, "cuattn", measure, kind, index, shape, arguments.device, count, arguments.seconds)
 
 
-def main() -> int:
-    """Run the command."""
-    parser = study.parser(__doc__.splitlines()[0], NAME)
-    parser.add_argument("--samples", type=int, default=2, help="masks per bucket of sparsity")
-    parser.set_defaults(seconds=0.0)
-    arguments = parser.parse_args()
-    study.run(arguments, points(arguments.device, arguments.tiny, arguments.seconds, arguments.samples))
-    return 0
-
+SAMPLES = {"--samples": {"type": int, "default": 2, "help": "masks per bucket of sparsity"}}
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.main(__doc__, "sparsity", points, SAMPLES, seconds=0.0))

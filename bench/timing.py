@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["CudaClock", "HostClock", "host_cost", "measure", "summary", "timed"]
+__all__ = ["CudaClock", "HostClock", "host_cost", "measure", "timed"]
 
 FLUSH_BYTES = 256 << 20  # four times the L2 cache of an H200 and more
 HOST_MARGIN = 1.5  # the device is kept busy for this many times the host cost of a call
@@ -73,16 +73,33 @@ class CudaClock:
 
 
 class HostClock:
-    """Time work that runs on the host, in the call itself."""
+    """Time work that runs on the host, in the call itself.
+
+    Parameters
+    ----------
+    pause : float, optional
+        Seconds to sleep before a sample: for 7 to 9 ms after a call the threads of PyTorch's OpenMP spin, on cores that
+        the next call needs.
+    batch : float, optional
+        Seconds that a sample takes at least: shorter calls are repeated, and the sample is their mean.
+    """
+
+    def __init__(self, pause: float = 0.0, batch: float = 0.0) -> None:
+        self._pause, self._batch = pause, batch
 
     def occupy(self, seconds: float, passes: int = 1) -> None:
         """Do nothing: there is no device to keep busy."""
 
     def start(self, call: Callable[[], Any], host_seconds: float | None = 0.0, passes: int = 1) -> float:
-        """Run `call`; return its duration in seconds."""
+        """Run `call`, repeatedly where `host_seconds` says that it is short; return its duration in seconds."""
+        repeats = max(1, round(self._batch / host_seconds)) if host_seconds else 1
+        time.sleep(self._pause)
+        if repeats > 1:
+            call()
         begin = time.perf_counter()
-        call()
-        return time.perf_counter() - begin
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - begin) / repeats
 
     def read(self, pending: float) -> float:
         """Return the duration that `start` took."""
@@ -217,41 +234,18 @@ def host_cost(call: Callable[[], Any], clock: Any, *, samples: int = 400, burst:
     return [duration / 1e9 for duration in durations]
 
 
-def summary(samples: list[float]) -> dict[str, float]:
-    """Return the median, the quartiles and the extremes of samples.
-
-    Parameters
-    ----------
-    samples : list of float
-        At least one.
-
-    Returns
-    -------
-    dict
-        Keys ``median``, ``q1``, ``q3``, ``min``, ``max``, in the samples' unit, and ``count``.
+def timed(samples: list[float]) -> dict[str, Any]:
+    """Return the values of a row that stand for samples in seconds: all of them, median and quartiles, in us.
 
     Examples
     --------
-    >>> summary([3.0, 1.0, 2.0])["median"]
+    >>> timed([3e-6, 1e-6, 2e-6])["median_us"]
     2.0
     """
-    q1, median, q3 = np.percentile(samples, [25, 50, 75])
-    return {
-        "median": float(median),
-        "q1": float(q1),
-        "q3": float(q3),
-        "min": float(min(samples)),
-        "max": float(max(samples)),
-        "count": len(samples),
-    }
-
-
-def timed(samples: list[float]) -> dict[str, Any]:
-    """Return the values of a row that stand for samples in seconds: all of them, median and quartiles, in us."""
-    found = summary(samples)
+    q1, median, q3 = (round(float(x) * 1e6, 3) for x in np.percentile(samples, [25, 50, 75]))
     return {
         "samples_us": [round(sample * 1e6, 2) for sample in samples],
-        "median_us": round(found["median"] * 1e6, 3),
-        "q1_us": round(found["q1"] * 1e6, 3),
-        "q3_us": round(found["q3"] * 1e6, 3),
+        "median_us": median,
+        "q1_us": q1,
+        "q3_us": q3,
     }

@@ -10,6 +10,7 @@ as the L2 cache holds the keys of the heads at work.  Both are counted, and stan
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import math
@@ -19,15 +20,14 @@ from typing import Any
 import numpy as np
 
 import cuattn
-from bench import counters, study
+from bench import counters, harness
 from bench.block_sparse import block_mask
-from bench.study import Point
-from bench.tile_sizes import BACKWARD_TILES, TILES, portable_tile
+from bench.harness import Point, one
+from bench.internals import BACKWARD_TILES, TILES, portable_tile
 from cuattn import io_model, reference
 
 __all__ = ["Call", "counted", "expected_reads", "points"]
 
-NAME = "traffic"
 HEADS = 64
 LARGEST_SCORES = 4096  # tokens up to which standard attention is counted: ncu saves and restores its score matrices
 
@@ -124,12 +124,9 @@ def tile_of(call: Call) -> dict[str, int]:
 
     if call.kernel == "standard":
         return {}
-    if call.block:
-        tile = tile_in(call)
-        return {"block_m": tile.block_m, "block_n": tile.block_n}
     q = cupy.empty((call.heads, call.n, call.d), cupy.float16)
-    plan = cuattn.plan(q, q, q, direction=call.direction, **options(call))
-    return {"block_m": plan.block_m, "block_n": plan.block_n}
+    tile = tile_in(call) if call.block else cuattn.plan(q, q, q, direction=call.direction, **options(call))
+    return {"block_m": tile.block_m, "block_n": tile.block_n}
 
 
 def tile_in(call: Call) -> Any:
@@ -148,7 +145,7 @@ def counted(name: str) -> Any:
     import cupy
 
     (call,) = (call for call in calls() if call.name == name)
-    q, k, v, do = study.random_arrays(cupy, 4, (call.heads, call.n, call.d), cupy.float16)
+    q, k, v, do = harness.random_arrays(cupy, 4, (call.heads, call.n, call.d), cupy.float16)
     if call.kernel == "standard":
         return _standard(call, q, k, v, do)
     wanted = options(call)
@@ -191,9 +188,7 @@ def measure(call: Call) -> dict[str, Any]:
     backward = call.direction == "backward"
     block = tile.get("block_n" if backward else "block_m", 0)
     row = {"problem": {**vars(call), **tile}, "counters": counters.total(kernels), "theorem": theorem(call, block)}
-    row["kernels"] = {
-        kernel["kernel"][:60]: (kernel["hbm_read"] or 0) + (kernel["hbm_write"] or 0) for kernel in kernels
-    }
+    row["kernels"] = {kernel["kernel"][:60]: counters.moved(kernel) for kernel in kernels}
     if block:
         row["expected_l2_to_sm"] = backward_reads(call, block) if backward else expected_reads(call, block)
     return row
@@ -201,7 +196,7 @@ def measure(call: Call) -> dict[str, Any]:
 
 def measure_reference(n: int, d: int, m: int) -> dict[str, dict[str, Any]]:
     """Count the accesses of the papers' algorithms in NumPy, in elements of one head."""
-    q, k, v, do = (x.astype(np.float64) for x in study.random_arrays(np, 4, (n, d), np.float32))
+    q, k, v, do = (x.astype(np.float64) for x in harness.random_arrays(np, 4, (n, d), np.float32))
     flash, standard = reference.flash_forward(q, k, v, m), reference.standard_forward(q, k, v, m)
     back = reference.flash_backward(do, q, k, v, flash, m)
     rows = {
@@ -215,22 +210,17 @@ def measure_reference(n: int, d: int, m: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def points(device: str, tiny: bool) -> list[Point]:
+def points(arguments: argparse.Namespace) -> list[Point]:
     """Return what is counted."""
-    if device == "cpu":
-        sizes = [(128, 16), (256, 16)] if tiny else [(n, 64) for n in (256, 512, 1024)]
-        runners = ("algorithm-2", "algorithm-4", "algorithm-0")
-        return [
-            Point(f"theorems/d{d}-N{n}/both", runners, lambda n=n, d=d: measure_reference(n, d, 8 * d * d))
-            for n, d in sizes
-        ]
-    return [Point(call.case, (call.kernel,), lambda call=call: {call.kernel: measure(call)}) for call in calls()]
-
-
-def main() -> int:
-    """Run the command."""
-    return study.main(__doc__, NAME, lambda a: points(a.device, a.tiny))
+    if arguments.device == "cuda":
+        return [one(call.case, call.kernel, measure, call) for call in calls()]
+    sizes = [(128, 16), (256, 16)] if arguments.tiny else [(n, 64) for n in (256, 512, 1024)]
+    runners = ("algorithm-2", "algorithm-4", "algorithm-0")
+    return [
+        Point(f"theorems/d{d}-N{n}/both", runners, lambda n=n, d=d: measure_reference(n, d, 8 * d * d))
+        for n, d in sizes
+    ]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.main(__doc__, "traffic", points))

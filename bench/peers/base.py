@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from bench.cases import TOGETHER, Case
 from bench.inputs import Inputs
 
-__all__ = ["Bound", "Runner", "names", "through_autograd"]
+__all__ = ["Bound", "Runner", "dense_reason", "half", "is_causal", "names", "scores_bytes", "through_autograd"]
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Runner:
     ours = False
     compile_seconds = 0.0
 
-    def why_not(self, case: Case) -> str | None:
+    def unsupported_reason(self, case: Case) -> str | None:
         """Return why a case cannot be run, or None."""
         raise NotImplementedError
 
@@ -67,16 +67,37 @@ class Runner:
         """Free what the last case left behind."""
 
 
-def names(direction: str, values: Any) -> dict[str, Any]:
+def names(direction: str, values: Iterable[Any]) -> dict[str, Any]:
     """Name the results of a direction."""
-    if direction == "forward":
-        return {"o": values}
-    found = ("o", "dq", "dk", "dv") if direction == TOGETHER else ("dq", "dk", "dv")
+    found = {"forward": ("o",), "backward": ("dq", "dk", "dv"), TOGETHER: ("o", "dq", "dk", "dv")}[direction]
     return dict(zip(found, values, strict=True))
 
 
+def half(case: Case) -> bool:
+    """Return whether a case computes in 16 bits."""
+    return case.dtype in ("float16", "bfloat16")
+
+
+def scores_bytes(case: Case) -> int:
+    """Return the bytes of a score matrix, in float32 at least."""
+    item = 8 if case.dtype == "float64" else 4
+    return case.batch * case.heads * case.n_queries * case.n_keys * item
+
+
+def dense_reason(case: Case) -> str | None:
+    """Return why a peer cannot run a case whose masks it takes only as N x N matrices, which no runner makes."""
+    if case.mask not in (None, "full", "causal") or case.bias:
+        return "takes a mask only as an N x N matrix"
+    return None
+
+
+def is_causal(case: Case) -> bool:
+    """Return whether a case is causal, by a band or by a mask."""
+    return case.causal or case.mask == "causal"
+
+
 def through_autograd(
-    case: Case, attention: Callable[..., Any], operands: tuple[Any, ...], to_heads: Callable[[Any], Any]
+    case: Case, attention: Callable[..., Any], operands: tuple[Any, ...], to_heads: Callable[[Any], Any] = lambda x: x
 ) -> Bound:
     """Bind a differentiable PyTorch function.
 
@@ -89,13 +110,17 @@ def through_autograd(
     operands : (q, k, v, do)
         In the function's own layout.
     to_heads : callable
-        Turns an array of that layout into (B, H, N, d).
+        Turns an array of that layout into (B, H, N, d), where it is another one.
     """
     import torch
 
     q, k, v, do = operands
+
+    def convert(found: Any) -> dict[str, Any]:
+        return names(case.direction, map(to_heads, found))
+
     if case.direction == "forward":
-        return Bound(lambda: attention(q, k, v), lambda o: {"o": to_heads(o)})
+        return Bound(lambda: attention(q, k, v), lambda o: convert([o]))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
     def both() -> Any:
@@ -103,10 +128,7 @@ def through_autograd(
         return o.detach(), *torch.autograd.grad(o, leaves, do)
 
     if case.direction == TOGETHER:
-        return Bound(both, lambda found: {name: to_heads(x) for name, x in names(TOGETHER, found).items()})
+        return Bound(both, convert)
     o = attention(*leaves)
 
-    def call() -> Any:
-        return torch.autograd.grad(o, leaves, do, retain_graph=True)
-
-    return Bound(call, lambda gradients: {name: to_heads(x) for name, x in names("backward", gradients).items()})
+    return Bound(lambda: torch.autograd.grad(o, leaves, do, retain_graph=True), convert)

@@ -8,7 +8,6 @@ a mask of 128K needs no N x N matrix.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from bench.cases import Case
 from bench.inputs import Inputs
 from bench.mask_samples import GLOBAL_TOKENS, Sample
 from bench.peers.base import Bound, Runner, through_autograd
+from bench.peers.fa4 import installed
 
 __all__ = ["Flex", "block_tables", "mask_function"]
 
@@ -33,14 +33,9 @@ class Flex(Runner):
         self._backend = backend
         self.compile_seconds = 10.0 if backend else 5.0  # Triton compiles anew for every length, which FLASH need not
 
-    def why_not(self, case: Case) -> str | None:
-        if self._backend == "FLASH":
-            try:
-                found = importlib.util.find_spec("flash_attn.cute") is not None
-            except ImportError:
-                found = False
-            if not found:
-                return "the FLASH backend needs flash_attn.cute, which is not installed"
+    def unsupported_reason(self, case: Case) -> str | None:
+        if self._backend and not installed():
+            return "the FLASH backend needs flash_attn.cute, which is not installed"
         if case.dropout:
             return "has no dropout"
         if case.deterministic:
@@ -67,7 +62,7 @@ class Flex(Runner):
             return compiled(q, k, v, **options)
 
         operands = (inputs.q, inputs.k, inputs.v, inputs.do)
-        return through_autograd(case, attention, operands, lambda x: x)
+        return through_autograd(case, attention, operands)
 
     def close(self) -> None:
         import torch

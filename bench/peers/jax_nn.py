@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.cases import TOGETHER, Case
 from bench.inputs import Inputs
-from bench.peers.base import Bound, Runner, names
+from bench.peers.base import Bound, Runner, dense_reason, half, is_causal, names, scores_bytes
 
 __all__ = ["Jax"]
 
@@ -20,11 +20,11 @@ class Jax(Runner):
 
     name = "jax"
 
-    def why_not(self, case: Case) -> str | None:
+    def unsupported_reason(self, case: Case) -> str | None:
         if importlib.util.find_spec("jax") is None:
             return "jax is not installed"
-        if case.mask not in (None, "full", "causal"):
-            return "takes a mask only as an N x N matrix"
+        if reason := dense_reason(case):
+            return reason
         if case.dropout:
             return "has no dropout"
         if case.deterministic:
@@ -33,9 +33,8 @@ class Jax(Runner):
             return "waits for its own stream in every call"
         if case.dtype == "float64":
             return "has its softmax in float32"
-        scores = case.batch * case.heads * case.n_queries * case.n_keys * 4
-        if not _half(case) and scores > SCORES_BYTES:
-            return f"would make score matrices of {scores >> 30} GiB each"
+        if not half(case) and scores_bytes(case) > SCORES_BYTES:
+            return f"would make score matrices of {scores_bytes(case) >> 30} GiB each"
         return None
 
     def bind(self, case: Case, inputs: Inputs) -> Bound:
@@ -47,8 +46,8 @@ class Jax(Runner):
             jax.dlpack.from_dlpack(x.transpose(1, 2).contiguous()) for x in (inputs.q, inputs.k, inputs.v, inputs.do)
         )
         options = {
-            "is_causal": case.causal or case.mask == "causal",
-            "implementation": "cudnn" if _half(case) and inputs.q.is_cuda else "xla",
+            "is_causal": is_causal(case),
+            "implementation": "cudnn" if half(case) and inputs.q.is_cuda else "xla",
         }
 
         def attention(q: Any, k: Any, v: Any) -> Any:
@@ -61,20 +60,17 @@ class Jax(Runner):
         with jax.default_matmul_precision("highest"):
             if case.direction == "backward":
                 _, back = jax.jit(lambda *operands: jax.vjp(attention, *operands))(q, k, v)
-                compiled, operands = jax.jit(lambda back, do: back(do)).lower(back, do).compile(), (back, do)
+                function, operands = lambda back, do: back(do), (back, do)
             elif case.direction == TOGETHER:
-                compiled, operands = jax.jit(both).lower(q, k, v, do).compile(), (q, k, v, do)
+                function, operands = both, (q, k, v, do)
             else:
-                compiled, operands = jax.jit(attention).lower(q, k, v).compile(), (q, k, v)
+                function, operands = lambda *operands: (attention(*operands),), (q, k, v)
+            compiled = jax.jit(function).lower(*operands).compile()
         return Bound(
             lambda: jax.block_until_ready(compiled(*operands)),
-            lambda found: {name: _as_torch(x) for name, x in names(case.direction, found).items()},
+            lambda found: names(case.direction, map(_as_torch, found)),
             alone=True,
         )
-
-
-def _half(case: Case) -> bool:
-    return case.dtype in ("float16", "bfloat16")
 
 
 def _as_torch(array: Any) -> Any:

@@ -1,19 +1,24 @@
-"""Run the portable kernels with other tile sizes than the plan would choose, to see what they cost."""
+"""Everything of cuattn that is no public API and that measurements need: tiles, plans made anew, kernels of studies."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 from cuattn import dispatch
-from cuattn.cuda import backward_plan, choice
+from cuattn.cuda import backward_plan, choice, source
+from cuattn.cuda import compile as compiler
 from cuattn.cuda.backward_plan import BackwardTile
 from cuattn.cuda.tiles import Tile
 
-__all__ = ["BACKWARD_TILES", "TILES", "portable_tile"]
+__all__ = ["BACKWARD_TILES", "TILES", "portable_tile", "study_kernel", "study_text"]
 
 plan = import_module("cuattn.cuda.plan")  # `cuattn.cuda.plan` is a function
+STUDIES = Path(__file__).resolve().parent / "studies"
 
 # Head dimension -> query rows -> a tile that fits in registers and shared memory of an H200.
 TILES = {
@@ -62,3 +67,19 @@ def _forget() -> None:
     backward_plan.backward_plan.cache_clear()
     choice._records.clear()
     dispatch._slot.cache_clear()
+
+
+@functools.lru_cache(maxsize=64)
+def study_text(name: str, constants: tuple[tuple[str, object], ...]) -> str:
+    """Return the complete source of ``bench/studies/NAME``, specialised by `constants` as the library's kernels are."""
+    return source.prologue(constants) + source.flatten_text((STUDIES / name).read_text(), name)
+
+
+@functools.lru_cache(maxsize=64)
+def study_kernel(name: str, kernel: str, constants: tuple[tuple[str, object], ...], shared_bytes: int) -> Any:
+    """Return a kernel of ``bench/studies/NAME``, compiled for the current GPU."""
+    import cupy
+
+    arch = f"sm_{cupy.cuda.Device().compute_capability}"
+    cubin = compiler.compile_cubin(study_text(name, constants), arch, name=name)
+    return compiler.load(cubin, kernel, shared_bytes)
