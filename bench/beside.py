@@ -4,24 +4,18 @@
 ``cuattn`` is taken from ``cuattn_base``.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import sys
-from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from pathlib import Path
-from types import CodeType, ModuleType
-from typing import Any
+from importlib.machinery import SourceFileLoader
 
 __all__ = ["ALIAS", "load"]
 
 NAME, ALIAS = "cuattn", "cuattn_base"
 
 
-def load(checkout: Path) -> ModuleType:
+def load(checkout):
     """Return the package of another checkout as the module ``cuattn_base``.
 
     Parameters
@@ -40,10 +34,10 @@ def load(checkout: Path) -> ModuleType:
 class _Finder(MetaPathFinder):
     """Finds the modules of the alias below a folder."""
 
-    def __init__(self, package: Path) -> None:
+    def __init__(self, package):
         self._package = package
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, fullname, path, target=None):
         if fullname.partition(".")[0] != ALIAS:
             return None
         place = self._package.joinpath(*fullname.split(".")[1:])
@@ -59,7 +53,7 @@ class _Finder(MetaPathFinder):
 class _Loader(SourceFileLoader):
     """Compiles a module with its imports renamed; never from or into a bytecode cache, which holds the other's."""
 
-    def get_code(self, fullname: str) -> CodeType:
+    def get_code(self, fullname):
         path = self.get_filename(fullname)
         return compile(_Renamed().visit(ast.parse(self.get_data(path), path)), path, "exec")
 
@@ -67,23 +61,23 @@ class _Loader(SourceFileLoader):
 class _Renamed(ast.NodeTransformer):
     """Renames the package in ``import`` and ``from`` statements and in dotted names of modules."""
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom:
+    def visit_ImportFrom(self, node):
         if not node.level:
             node.module = _renamed(node.module or "")
         return node
 
-    def visit_Import(self, node: ast.Import) -> list[ast.Import]:
+    def visit_Import(self, node):
         found = [ast.Import([ast.alias(_renamed(name.name), name.asname)]) for name in node.names]
         if any(name.name.partition(".")[0] == NAME and name.asname is None for name in node.names):
             found.append(ast.Import([ast.alias(ALIAS, NAME)]))  # the module itself goes by its own name
         return [ast.copy_location(ast.fix_missing_locations(statement), node) for statement in found]
 
-    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+    def visit_Constant(self, node):
         if isinstance(node.value, str) and node.value.startswith(f"{NAME}.") and node.value.replace(".", "").isalnum():
             node.value = _renamed(node.value)
         return node
 
 
-def _renamed(module: str) -> str:
+def _renamed(module):
     first, dot, rest = module.partition(".")
     return (ALIAS if first == NAME else first) + dot + rest

@@ -7,15 +7,11 @@ GPT-2 medium's attention (batch 64, 16 heads, 1024 tokens, head dimension 64, fl
 else is the limit.
 """
 
-from __future__ import annotations
-
-import argparse
 import functools
-from typing import Any
 
 import cuattn
 from bench import counters, harness
-from bench.harness import Point, one
+from bench.harness import one
 from bench.internals import TILES, portable_tile
 
 __all__ = ["counted", "expected", "points"]
@@ -26,27 +22,27 @@ TINY = (2, 2, 96, 16)
 RUNNER = "cuattn-sm80"
 
 
-def expected(shape: tuple[int, ...], block_m: int) -> int:
+def expected(shape, block_m):
     """Return the bytes that a forward reads from the L2 cache: q once, k and v once per block of rows (float16)."""
     batch, heads, n, d = shape
     return 2 * batch * heads * n * d * (1 + 2 * -(-n // block_m))
 
 
-def forward(xp: Any, shape: tuple[int, ...], block_m: int | None) -> Any:
+def forward(xp, shape, block_m):
     """Return a call of the forward, with the portable kernel's blocks of `block_m` rows where there are any."""
     q, k, v = harness.random_arrays(xp, 3, shape, xp.float16)
     if block_m is None:
         return lambda: cuattn.forward(q, k, v)
     tile = TILES[shape[-1]][block_m]
 
-    def call() -> Any:
+    def call():
         with portable_tile(tile):
             return cuattn.forward(q, k, v, kernel="sm80")
 
     return call
 
 
-def counted(name: str) -> Any:
+def counted(name):
     """Return the call with blocks of `name` rows, for `bench.counters`."""
     import cupy
 
@@ -54,13 +50,13 @@ def counted(name: str) -> Any:
 
 
 @functools.lru_cache(maxsize=1)
-def traffic() -> dict[str, dict[str, float]]:
+def traffic():
     """Count all calls in one process."""
     names = [str(block_m) for block_m in TILES[SHAPE[-1]]]
     return {name: counters.total(kernels) for name, kernels in counters.count("bench.block_size", names).items()}
 
 
-def measure(block_m: int, seconds: float) -> dict[str, Any]:
+def measure(block_m, seconds):
     """Check, time and count one block size."""
     import cupy
 
@@ -77,14 +73,14 @@ def measure(block_m: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def measure_host(seconds: float) -> dict[str, Any]:
+def measure_host(seconds):
     """Time the CPU backend, which has tiles of its own."""
     import numpy as np
 
     return {**harness.timed(forward(np, TINY, None), "cpu", seconds), "problem": {"shape": TINY}}
 
 
-def points(arguments: argparse.Namespace) -> list[Point]:
+def points(arguments):
     """Return what is measured."""
     if arguments.device == "cpu":
         return [one(f"{STUDY}/cpu/forward", "cuattn-cpu", measure_host, arguments.seconds)]

@@ -5,11 +5,6 @@
 4096 tokens, head dimension 64, float16; blocks of 128 x 128, drawn at random, each row of blocks with the same share.
 """
 
-from __future__ import annotations
-
-import argparse
-from typing import Any
-
 import numpy as np
 
 import cuattn
@@ -26,7 +21,7 @@ BLOCK = 128
 DENSITIES = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0625)
 
 
-def block_mask(n: int, density: float, block: int = BLOCK, seed: int = 5) -> BlockMask:
+def block_mask(n, density, block=BLOCK, seed=5):
     """Return a mask whose rows of blocks each see a share `density` of the blocks, the diagonal one always."""
     rng = np.random.default_rng(seed)
     count = -(-n // block)
@@ -38,7 +33,7 @@ def block_mask(n: int, density: float, block: int = BLOCK, seed: int = 5) -> Blo
     return BlockMask(blocks, block, block)
 
 
-def measure(density: float, device: str, shape: tuple[int, ...], seconds: float) -> dict[str, Any]:
+def measure(density, device, shape, seconds):
     """Check one head against the dense twin of the mask, then time both directions."""
     xp = harness.namespace(device)
     q, k, v, do = harness.random_arrays(xp, 4, shape, xp.float16 if device == "cuda" else xp.float32)
@@ -72,7 +67,7 @@ def measure(density: float, device: str, shape: tuple[int, ...], seconds: float)
     }
 
 
-def points(arguments: argparse.Namespace) -> list[Point]:
+def points(arguments):
     """Return one point per density."""
     device, shape = arguments.device, TINY if arguments.tiny or arguments.device == "cpu" else SHAPE
     runners = ("cuattn-forward", "cuattn-backward")

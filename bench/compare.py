@@ -1,23 +1,17 @@
 """Runners side by side on one case: each is checked against one reference, then all are timed in turn."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
 
 from bench import inputs as problem_inputs
 from bench import timing
-from bench.cases import Case
 from bench.harness import Point, clock
 from bench.memory import peak
-from bench.peers import Bound, Runner
-from bench.reference import Reference, distance
-from bench.rows import Row, clocks
+from bench.reference import distance
+from bench.rows import clocks
 
 __all__ = ["Comparison"]
 
@@ -48,24 +42,22 @@ class Comparison:
         Results that were refused so far.
     """
 
-    def __init__(
-        self, device: str, clock_: Any = None, *, shared_mask: bool = False, memory: bool = False, **rounds: Any
-    ) -> None:
+    def __init__(self, device, clock_=None, *, shared_mask=False, memory=False, **rounds):
         self.device, self._clock = device, clock_
         self.shared_mask, self.memory, self.rounds = shared_mask, memory, rounds
         self.wrong = 0
-        self._inputs: problem_inputs.Inputs | None = None
-        self._references: dict[tuple[bool, bool], Reference] = {}
-        self._differentiated: set[Case] = set()  # problems whose gradients some case asks for
+        self._inputs = None
+        self._references = {}
+        self._differentiated = set()  # problems whose gradients some case asks for
 
     @functools.cached_property
-    def clock(self) -> Any:
+    def clock(self):
         """The clock, made when it is first needed: on a GPU it loads PyTorch."""
         return self._clock or clock(self.device)
 
-    def points(self, cases: Iterable[Case], runners: list[Runner]) -> list[Point]:
+    def points(self, cases, runners):
         """Return the points of some cases, those of the same problem one after the other."""
-        groups: dict[Case, list[Case]] = {}
+        groups = {}
         for case in cases:
             groups.setdefault(case.problem, []).append(case)
         ordered = [case for group in groups.values() for case in group]
@@ -73,11 +65,11 @@ class Comparison:
         names = tuple(runner.name for runner in runners)
         return [Point(case.name, names, lambda case=case: self.measure(case, runners), False) for case in ordered]
 
-    def measure(self, case: Case, runners: list[Runner]) -> dict[str, Row]:
+    def measure(self, case, runners):
         """Check and time one case with every runner; return the values of their rows."""
         inputs = self._prepare(case)
-        rows: dict[str, Row] = {}
-        bound: dict[str, Bound] = {}
+        rows = {}
+        bound = {}
         truth = None
         try:
             for runner in runners:
@@ -97,7 +89,7 @@ class Comparison:
         self.wrong += sum(row["status"] == "wrong" for row in rows.values())
         return rows
 
-    def compile(self, runner: Runner, case: Case) -> str:
+    def compile(self, runner, case):
         """Call a runner once on zeros, so that a later run finds in the disk caches what its compilers made."""
         begin = time.perf_counter()
         try:
@@ -112,7 +104,7 @@ class Comparison:
         self._free(at_once=True)
         return f"{case.name} {runner.name}: {said}"
 
-    def _prepare(self, case: Case) -> problem_inputs.Inputs:
+    def _prepare(self, case):
         """Return the inputs of a case, kept from the case before when the problem is the same."""
         if self._inputs is None or self._inputs.case != case.problem:
             self._inputs, self._references = None, {}
@@ -120,18 +112,16 @@ class Comparison:
             self._inputs = problem_inputs.make(case.problem, self.device, self.shared_mask)
         return self._inputs
 
-    def _reference(self, case: Case, inputs: problem_inputs.Inputs, dropped: bool) -> Reference:
+    def _reference(self, case, inputs, dropped):
         """Return the reference of the current inputs, with or without cuattn's dropout, made once."""
         key = (dropped, case.direction != "forward" or case.problem in self._differentiated)
         if key not in self._references:
             self._references[key] = problem_inputs.reference(inputs, key[1], dropped)
         return self._references[key]
 
-    def _check(
-        self, runner: Runner, case: Case, inputs: problem_inputs.Inputs, truth: dict[str, Any] | None
-    ) -> tuple[Row, Bound | None, dict[str, Any] | None]:
+    def _check(self, runner, case, inputs, truth):
         """Bind a runner and check its results; return its row, and its call when it may be timed."""
-        row: Row = {"ours": runner.ours, "status": "unsupported", "problem": case.as_dict()}
+        row = {"ours": runner.ours, "status": "unsupported", "problem": case.as_dict()}
         row["rho"] = round(inputs.rho, 6)
         if reason := runner.unsupported_reason(case):
             return {**row, "reason": reason}, None, None
@@ -156,7 +146,7 @@ class Comparison:
             return {**row, "status": "wrong", "reason": wrong}, None, None
         return {**row, "status": "ok"}, call, results
 
-    def _judge(self, runner: Runner, case: Case, inputs: Any, results: Any, truth: Any, row: Row) -> str | None:
+    def _judge(self, runner, case, inputs, results, truth, row):
         """Note a result's errors in its row; return what is wrong with it, or None."""
         broken = [name for name, x in results.items() if not bool(x.isfinite().all())]
         if broken:
@@ -176,7 +166,7 @@ class Comparison:
                     return f"{name} is {found:.2g} away from cuattn's; at most {limit:.2g} expected"
         return None
 
-    def _judge_dropout(self, case: Case, inputs: Any, results: Any, row: Row) -> str | None:
+    def _judge_dropout(self, case, inputs, results, row):
         """Judge a peer that draws its own dropout: the noise in o must be what its probability predicts."""
         if "o" not in results:
             return None
@@ -186,7 +176,7 @@ class Comparison:
             return None
         return f"the noise of dropout is {row['dropout_noise']:.2f} of what its probability predicts"
 
-    def _time(self, case: Case, bound: dict[str, Bound], rho: float) -> dict[str, Row]:
+    def _time(self, case, bound, rho):
         """Time the bound calls; return what each row gains."""
         calls = {name: _scoped(call) for name, call in bound.items()}
         try:
@@ -201,7 +191,7 @@ class Comparison:
         heat = self._clocks_at_work(calls)
         return {name: {**_timed(case, samples[name], rho), "clocks": heat} for name in bound}
 
-    def _clocks_at_work(self, calls: dict[str, Callable[[], Any]]) -> dict[str, float] | None:
+    def _clocks_at_work(self, calls):
         """Read the clocks while the device still works, on one call: all of them can take ten seconds."""
         if self.device != "cuda" or not calls:
             return None
@@ -210,7 +200,7 @@ class Comparison:
         self.clock.synchronize()
         return heat
 
-    def _free(self, at_once: bool = False) -> None:
+    def _free(self, at_once=False):
         """Give memory back when the two allocators together hold much of the device, or at once."""
         if self.device != "cuda":
             return
@@ -223,26 +213,26 @@ class Comparison:
                 sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
 
 
-def _reason(error: Exception, said: list[warnings.WarningMessage]) -> str:
+def _reason(error, said):
     """Return the first lines of an error, and of the warnings in which PyTorch tells why no kernel fits."""
     lines = f"{type(error).__name__}: {error}".strip().splitlines()[:2]
     lines += [str(warning.message).strip().splitlines()[0] for warning in said]
     return "; ".join(line.partition(" (Triggered")[0] for line in lines)[:400]
 
 
-def _scoped(bound: Bound) -> Callable[[], Any]:
+def _scoped(bound):
     """Return the call of a runner, inside its scope."""
     if bound.scope is contextlib.nullcontext:
         return bound.call
 
-    def call() -> Any:
+    def call():
         with bound.scope():
             return bound.call()
 
     return call
 
 
-def _timed(case: Case, samples: list[float], rho: float) -> Row:
+def _timed(case, samples, rho):
     """Return the part of a row that timing adds."""
     found = timing.timed(samples)
     rate = float(f"{case.rate(found['median_us'] / 1e6, rho):.5g}")

@@ -12,11 +12,7 @@ cuattn alone is timed under every mask and without one in turn, at N = 4096 and 
 Where other work runs, ``chrt -f 1 python -m bench.cpu`` gives the cores to whichever rival is being timed.
 """
 
-from __future__ import annotations
-
-import argparse
 import functools
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +21,7 @@ from bench import harness, timing
 from bench.harness import Point
 from bench.mask_samples import column_mask, samples
 from bench.memory import peak
-from bench.rows import Row, cores
+from bench.rows import cores
 
 __all__ = ["points"]
 
@@ -35,15 +31,15 @@ LONG = 16384
 MASKS = ("none", "causal_document", "sliding_window", "share_question")
 
 
-def measure(n: int, backward: bool) -> dict[str, Row]:
+def measure(n, backward):
     """Time cuattn at a length under every mask, in turn."""
     q, k, v, do = harness.random_arrays(np, 4, (HEADS, n, D), np.float32, seed=2)
     masks = {kind: None if kind == "none" else column_mask(samples(kind, n, 1)) for kind in MASKS}
 
-    def both(mask: Any) -> None:
+    def both(mask):
         cuattn.backward(do, q, k, v, cuattn.forward(q, k, v, mask=mask), mask=mask)
 
-    def forward(mask: Any) -> None:
+    def forward(mask):
         cuattn.attention(q, k, v, mask=mask)
 
     calls = {kind: functools.partial(both if backward else forward, mask) for kind, mask in masks.items()}
@@ -58,12 +54,12 @@ def measure(n: int, backward: bool) -> dict[str, Row]:
     }
 
 
-def memory() -> dict[str, Row]:
+def memory():
     """Return the peak of memory beyond arguments and results at N = 16384, in bytes per thread."""
     q, k, v, do = harness.random_arrays(np, 4, (2, LONG, D), np.float32)
     fwd = cuattn.forward(q, k, v)
     calls = {"forward": lambda: cuattn.forward(q, k, v), "backward": lambda: cuattn.backward(do, q, k, v, fwd)}
-    rows: dict[str, Row] = {}
+    rows = {}
     for name, call in calls.items():
         with peak("cpu") as used:
             results = call()
@@ -72,7 +68,7 @@ def memory() -> dict[str, Row]:
     return rows
 
 
-def points(arguments: argparse.Namespace) -> list[Point]:
+def points(arguments):
     """Return what cuattn does alone."""
     runners = tuple(f"cuattn-{kind}" for kind in MASKS)
     found = [

@@ -15,21 +15,17 @@ local.
 Where KeOps (``pykeops``) is importable, it computes the same over the whole image on the GPU, beside cuattn.
 """
 
-from __future__ import annotations
-
-import argparse
 import importlib.util
 import io
 import math
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import cuattn
 from bench import harness
-from bench.harness import Point, one
+from bench.harness import one
 from cuattn.masks import ColumnMask
 
 __all__ = ["by_keops", "denoise", "noisy", "patches", "photograph", "points", "psnr"]
@@ -41,7 +37,7 @@ ROWS = 10  # image rows above and below that a local search looks at
 TINY = (24, 32)
 
 
-def photograph(path: Path | None = None) -> np.ndarray:
+def photograph(path=None):
     """Return a photograph, (height, width, 3) float32 in [0, 1].
 
     Parameters
@@ -61,12 +57,12 @@ def photograph(path: Path | None = None) -> np.ndarray:
     return image / 255 if image.max() > 1 else image
 
 
-def noisy(image: np.ndarray, sigma: float = SIGMA) -> np.ndarray:
+def noisy(image, sigma=SIGMA):
     """Return the image with white noise, the same at every call."""
     return image + np.float32(sigma) * np.random.default_rng(0).standard_normal(image.shape, np.float32)
 
 
-def patches(xp: Any, image: Any, radius: int = RADIUS) -> Any:
+def patches(xp, image, radius=RADIUS):
     """Return each pixel's patch, (pixels, 3 (2 radius + 1)^2), about the mean of all."""
     height, width, _ = image.shape
     padded = xp.pad(image, ((radius, radius), (radius, radius), (0, 0)), mode="reflect")
@@ -76,7 +72,7 @@ def patches(xp: Any, image: Any, radius: int = RADIUS) -> Any:
     return found - found.mean(axis=0)  # distances stay; inner products lose fewer digits
 
 
-def denoise(xp: Any, image: Any, rows: int | None = ROWS, sigma: float = SIGMA, kernel: str | None = None) -> Any:
+def denoise(xp, image, rows=ROWS, sigma=SIGMA, kernel=None):
     """Return the image with each pixel replaced by the weighted mean of those with similar surroundings.
 
     Parameters
@@ -99,7 +95,7 @@ def denoise(xp: Any, image: Any, rows: int | None = ROWS, sigma: float = SIGMA, 
     return o.reshape(image.shape)
 
 
-def operands(xp: Any, image: Any, sigma: float = SIGMA) -> tuple[Any, Any, Any, float]:
+def operands(xp, image, sigma=SIGMA):
     """Return queries, keys, values and the scale under which attention is the non-local mean."""
     p = patches(xp, image)
     n, d = p.shape
@@ -110,7 +106,7 @@ def operands(xp: Any, image: Any, sigma: float = SIGMA) -> tuple[Any, Any, Any, 
     return q, k, image.reshape(n, 3), 2 / h**2
 
 
-def by_keops(xp: Any, image: Any, sigma: float = SIGMA) -> Any:
+def by_keops(xp, image, sigma=SIGMA):
     """Return what `denoise` makes of an image by a search of all of it, computed by KeOps (a PyTorch tensor).
 
     KeOps reduces symbolic matrices without storing them; here with the softmax of the same scores.  It has no masks: a
@@ -127,18 +123,18 @@ def by_keops(xp: Any, image: Any, sigma: float = SIGMA) -> Any:
     return scores.sumsoftmaxweight(LazyTensor(v[None]), axis=1).reshape(image.shape)
 
 
-def but_itself(n: int) -> ColumnMask:
+def but_itself(n):
     """Return the mask in which everyone sees all others: column j hides row j."""
     j, nothing = np.arange(n, dtype=np.int32), np.zeros(n, np.int32)
     return ColumnMask(j, j + 1, nothing, nothing, n_queries=n)
 
 
-def psnr(image: Any, truth: Any) -> float:
+def psnr(image, truth):
     """Return the peak signal-to-noise ratio in decibels, higher is better."""
     return float(-10 * np.log10(np.mean((np.clip(image, 0, 1) - truth) ** 2)))
 
 
-def measure(truth: np.ndarray, rows: int | None, device: str, seconds: float, keops: bool = False) -> dict[str, Any]:
+def measure(truth, rows, device, seconds, keops=False):
     """Denoise, judge and time."""
     xp = harness.namespace(device)
     image = xp.asarray(noisy(truth))
@@ -161,7 +157,7 @@ def measure(truth: np.ndarray, rows: int | None, device: str, seconds: float, ke
     }
 
 
-def points(arguments: argparse.Namespace) -> list[Point]:
+def points(arguments):
     """Return what is measured: a local search, and on a GPU the whole image; on a host, the picture too."""
     device, tiny = arguments.device, arguments.tiny
     runner = "cuattn-cupy" if device == "cuda" else "cuattn-numpy"
@@ -177,7 +173,7 @@ def points(arguments: argparse.Namespace) -> list[Point]:
     return found
 
 
-def _keops_runs() -> bool:
+def _keops_runs():
     """Whether KeOps is there, and CUDA is not 13: pykeops 2.3 crashes in its runtime compiler."""
     if importlib.util.find_spec("pykeops") is None:
         return False
@@ -186,7 +182,7 @@ def _keops_runs() -> bool:
     return int(torch.version.cuda.partition(".")[0]) < 13
 
 
-def picture(truth: np.ndarray, path: Path) -> None:
+def picture(truth, path):
     """Draw the photograph, the noisy one and the denoised one, with a detail of each below."""
     from matplotlib.figure import Figure
     from PIL import Image

@@ -4,8 +4,6 @@ A table of ``python -m bench.portable``.  ``python -m bench.first_call forward``
 its first call.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os
@@ -13,11 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
 
 from bench import timing
 from bench.harness import Point
-from bench.rows import ROOT, Row
+from bench.rows import ROOT
 
 __all__ = ["points"]
 
@@ -27,7 +24,7 @@ FROM_DISK = 3  # times that the call from the disk cache is measured
 SHAPE = (2, 4, 1024, 128)
 
 
-def child(direction: str, mask: str, kernel: str | None) -> float:
+def child(direction, mask, kernel):
     """Return the seconds of this process's first call of `direction`, until its result is there.
 
     The CUDA context, the arrays and, for a backward, the forward exist before.
@@ -38,7 +35,7 @@ def child(direction: str, mask: str, kernel: str | None) -> float:
 
     rng = cupy.random.default_rng(1)
     q, k, v, do = (rng.standard_normal(SHAPE, dtype=cupy.float32).astype(cupy.float16) for _ in range(4))
-    options: dict[str, Any] = {"kernel": kernel}
+    options = {"kernel": kernel}
     if mask != "full":
         options["mask"] = getattr(cuattn.masks, mask)([SHAPE[2] // 4] * 4)
     fwd = cuattn.forward(q, k, v, **options) if direction == "backward" else None
@@ -52,7 +49,7 @@ def child(direction: str, mask: str, kernel: str | None) -> float:
     return time.perf_counter() - begin
 
 
-def _in_child(cache: str, direction: str, mask: str, kernel: str) -> float:
+def _in_child(cache, direction, mask, kernel):
     command = [sys.executable, "-m", "bench.first_call", direction, "--mask", mask]
     command += ["--kernel", kernel] if kernel else []
     folders = {"CUATTN_CACHE_DIR": f"{cache}/cuattn", "CUPY_CACHE_DIR": f"{cache}/cupy"}
@@ -63,14 +60,14 @@ def _in_child(cache: str, direction: str, mask: str, kernel: str) -> float:
 
 
 @functools.cache
-def samples(runner: str, direction: str, mask: str) -> dict[str, list[float]]:
+def samples(runner, direction, mask):
     """Return the seconds of the first calls, with an empty cache and from the disk cache."""
     with tempfile.TemporaryDirectory() as cache:
         cold, *disk = (_in_child(cache, direction, mask, runner.partition("-")[2]) for _ in range(1 + FROM_DISK))
     return {"cold": [cold], "disk": disk}
 
 
-def measure(state: str, runners: tuple[str, ...], direction: str, mask: str) -> dict[str, Row]:
+def measure(state, runners, direction, mask):
     """Return the rows of every runner."""
     rows = {}
     for runner in runners:
@@ -80,7 +77,7 @@ def measure(state: str, runners: tuple[str, ...], direction: str, mask: str) -> 
     return rows
 
 
-def points(arguments: argparse.Namespace) -> list[Point]:
+def points(arguments):
     """Return two points per problem, for the runners of ``--ours``."""
     runners = tuple(arguments.ours)
     return [
@@ -95,7 +92,7 @@ def points(arguments: argparse.Namespace) -> list[Point]:
     ]
 
 
-def main() -> int:
+def main():
     """Run the child."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("direction", choices=("forward", "backward"))

@@ -6,17 +6,12 @@ Batch 64, 16 heads, 1024 tokens, head dimension 64, float16, without and with dr
 attention, cuattn, FlashAttention-2, cuDNN, and the bytes that each moves to and from device memory (``ncu``).
 """
 
-from __future__ import annotations
-
-import argparse
 import functools
-from typing import Any
 
 from bench import counters, inputs
-from bench.cases import Case, select
+from bench.cases import select
 from bench.harness import Point
 from bench.peers import make
-from bench.rows import Row
 
 __all__ = ["counted", "points"]
 
@@ -24,13 +19,13 @@ RUNNERS = ("cuattn", "cuattn-sm80", "standard", "fa2", "cudnn")
 KEPT = 4  # kernels that a row names, the ones that move most
 
 
-def counted(name: str) -> Any:
+def counted(name):
     """Return the call of ``CASE:RUNNER``, for `bench.counters`."""
     label, _, runner = name.partition(":")
     (case,) = (case for case in select(["gpt2"]) if case.label == label)
     bound = make([runner])[0].bind(case, inputs.make(case.problem, "cuda"))
 
-    def call() -> None:
+    def call():
         with bound.scope():
             bound.call()
 
@@ -38,15 +33,15 @@ def counted(name: str) -> Any:
 
 
 @functools.lru_cache(maxsize=1)
-def _kernels() -> dict[str, list[Row]]:
+def _kernels():
     """Count all calls in one process."""
     names = [f"{case.label}:{runner}" for case in select(["gpt2"]) for runner in RUNNERS]
     return counters.count("bench.gpt2", names, counters.HBM)
 
 
-def count(case: Case) -> dict[str, Row]:
+def count(case):
     """Return the bytes that each runner moves in a case."""
-    rows: dict[str, Row] = {}
+    rows = {}
     for runner in RUNNERS:
         kernels = sorted(_kernels()[f"{case.label}:{runner}"], key=counters.moved, reverse=True)
         rows[runner] = {
@@ -60,7 +55,7 @@ def count(case: Case) -> dict[str, Row]:
     return rows
 
 
-def points(arguments: argparse.Namespace) -> list[Point]:
+def points(arguments):
     """Return what is counted."""
     return [
         Point(f"gpt2-bytes/{case.label}/{case.direction}", RUNNERS, functools.partial(count, case))

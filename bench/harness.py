@@ -10,11 +10,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -60,12 +59,12 @@ class Point:
     retry: bool = True
 
 
-def one(case: str, runner: str, measure: Callable[..., Row], *arguments: Any) -> Point:
+def one(case, runner, measure, *arguments):
     """Return the point of a single runner, whose values are ``measure(*arguments)``."""
     return Point(case, (runner,), lambda: {runner: measure(*arguments)})
 
 
-def parser(description: str, name: str) -> argparse.ArgumentParser:
+def parser(description, name):
     """Return the parser of a command.
 
     Parameters
@@ -87,13 +86,7 @@ def parser(description: str, name: str) -> argparse.ArgumentParser:
     return found
 
 
-def main(
-    description: str,
-    name: str,
-    points: Callable[[argparse.Namespace], Iterable[Point]],
-    more: Mapping[str, Row] | None = None,
-    **defaults: Any,
-) -> int:
+def main(description, name, points, more=None, **defaults):
     """Run a command: parse its line, measure its points, return 0.
 
     Parameters
@@ -116,12 +109,12 @@ def main(
     return 0
 
 
-def console() -> Console:
+def console():
     """Return the terminal, or wide lines where the output is none."""
     return Console(width=None if Console().is_terminal else 200)
 
 
-def matches(name: str, patterns: Iterable[str]) -> bool:
+def matches(name, patterns):
     """Return whether a name, or a part of it between slashes and dashes, matches a shell pattern; without any, True.
 
     Examples
@@ -134,12 +127,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return not patterns or any(fnmatchcase(word, pattern) for word in words for pattern in patterns)
 
 
-def run(
-    arguments: argparse.Namespace,
-    points: Iterable[Point],
-    options: Row | None = None,
-    show: Console | None = None,
-) -> list[str]:
+def run(arguments, points, options=None, show=None):
     """Measure the points that the file lacks, until the budget is spent.
 
     Parameters
@@ -186,7 +174,7 @@ def run(
     return []
 
 
-def _measure(point: Point) -> list[Row]:
+def _measure(point):
     try:
         found = point.measure()
     except Exception as error:  # the other points go on; the row says what happened
@@ -198,7 +186,7 @@ def _measure(point: Point) -> list[Row]:
     ]
 
 
-def _said(row: Row) -> str:
+def _said(row):
     if row["status"] != "ok":
         return f"{row['runner']} [red]{row['status']}[/]: {row.get('reason', '')}"
     if "rate" in row:
@@ -206,28 +194,28 @@ def _said(row: Row) -> str:
     return f"{row['runner']} " + (f"[bold]{row['median_us'] / 1e3:.4g} ms[/]" if "median_us" in row else "done")
 
 
-def clock(device: str) -> timing.CudaClock | timing.HostClock:
+def clock(device):
     """Return the clock of a device, see `bench.timing`."""
     return timing.CudaClock() if device == "cuda" else timing.HostClock()
 
 
-def namespace(device: str) -> Any:
+def namespace(device):
     """Return CuPy for ``"cuda"``, else NumPy."""
     return importlib.import_module("cupy" if device == "cuda" else "numpy")
 
 
-def synchronize(xp: Any) -> None:
+def synchronize(xp):
     """Wait for the device whose library `xp` is."""
     if xp.__name__ == "cupy":
         xp.cuda.Device().synchronize()
 
 
-def random_arrays(xp: Any, count: int, shape: tuple[int, ...], dtype: Any, seed: int = 1) -> list[Any]:
+def random_arrays(xp, count, shape, dtype, seed=1):
     """Return standard normal arrays, the same at every call with the same library."""
     generator = xp.random.default_rng(seed)
     return [generator.standard_normal(shape, dtype=xp.float32).astype(dtype) for _ in range(count)]
 
 
-def timed(call: Callable[[], Any], device: str, seconds: float, **rounds: int) -> Row:
+def timed(call, device, seconds, **rounds):
     """Time one call alone; return the values of `timing.timed`."""
     return timing.timed(timing.measure({"": call}, clock(device), seconds=seconds, **rounds)[""])

@@ -61,7 +61,7 @@ class Inputs:
     visible: Any = None
 
 
-def make(case: Case, device: str, shared_mask: bool = False, blank: bool = False) -> Inputs:
+def make(case, device, shared_mask=False, blank=False):
     """Make the operands of a case on a device.
 
     Parameters
@@ -85,11 +85,11 @@ def make(case: Case, device: str, shared_mask: bool = False, blank: bool = False
     dtype = getattr(torch, case.dtype)
     generator = torch.Generator(device=device).manual_seed(SEED)
 
-    def normal(heads: int, n: int) -> Any:
+    def normal(heads, n):
         shape = (case.batch, heads, n, case.head_dim)
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
-    def zeros(heads: int, n: int) -> Any:
+    def zeros(heads, n):
         shape = (case.batch, heads, n, case.head_dim)
         return memory[: math.prod(shape)].view(shape).detach()
 
@@ -113,7 +113,7 @@ def make(case: Case, device: str, shared_mask: bool = False, blank: bool = False
     return Inputs(case, q, k, v, do, drawn, mask, mask.block_sparsity(128, 128), blank, bias)
 
 
-def reference(inputs: Inputs, gradients: bool, dropped: bool) -> Reference:
+def reference(inputs, gradients, dropped):
     """Compute the exact results of the first and the last head (of very long sequences, of the last rows of one).
 
     Parameters
@@ -146,7 +146,7 @@ def reference(inputs: Inputs, gradients: bool, dropped: bool) -> Reference:
     return Reference(heads, inputs.q.dtype, gradients, pooled=small)
 
 
-def _visible(inputs: Inputs, b: int, h: int, dropped: bool, first: int = 0) -> Visible:
+def _visible(inputs, b, h, dropped, first=0):
     import torch
 
     case, device = inputs.case, inputs.q.device
@@ -162,7 +162,7 @@ def _visible(inputs: Inputs, b: int, h: int, dropped: bool, first: int = 0) -> V
 
     threshold = rng.threshold(case.dropout)
 
-    def keep(start: int, stop: int) -> Any:
+    def keep(start, stop):
         state = rng.RNGState(*DROPOUT_STATE)
         bits = rng.keep(state, threshold, b * case.heads + h, (first + start, first + stop), (0, case.n_keys))
         return torch.from_numpy(bits).to(device)
@@ -170,7 +170,7 @@ def _visible(inputs: Inputs, b: int, h: int, dropped: bool, first: int = 0) -> V
     return replace(seen, keep=keep, keep_scale=rng.LEVELS / (rng.LEVELS - threshold))
 
 
-def dropout_noise(inputs: Inputs, exact: Reference, o: Any) -> float:
+def dropout_noise(inputs, exact, o):
     """Return how strongly dropout disturbs `o`, over the disturbance that the case's probability predicts.
 
     With p the probability, each weight is multiplied by 0 or 1 / (1 - p), so that the mean square of the change is

@@ -1,13 +1,9 @@
 """Everything of cuattn that is no public API and that measurements need: tiles, plans made anew, kernels of studies."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from cuattn import dispatch
 from cuattn.cuda import backward_plan, choice, source
@@ -47,7 +43,7 @@ BACKWARD_TILES = {
 
 
 @contextlib.contextmanager
-def portable_tile(tile: Tile | BackwardTile) -> Iterator[None]:
+def portable_tile(tile):
     """Let the portable forward or backward use `tile`; plans and launch records made before are forgotten."""
     chosen, table = plan.forward_tile, backward_plan._TILES
     if isinstance(tile, Tile):
@@ -62,7 +58,7 @@ def portable_tile(tile: Tile | BackwardTile) -> Iterator[None]:
         _forget()
 
 
-def _forget() -> None:
+def _forget():
     plan.forward_plan.cache_clear()
     backward_plan.backward_plan.cache_clear()
     choice._records.clear()
@@ -70,13 +66,13 @@ def _forget() -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def study_text(name: str, constants: tuple[tuple[str, object], ...]) -> str:
+def study_text(name, constants):
     """Return the complete source of ``bench/studies/NAME``, specialised by `constants` as the library's kernels are."""
     return source.prologue(constants) + source.flatten_text((STUDIES / name).read_text(), name)
 
 
 @functools.lru_cache(maxsize=64)
-def study_kernel(name: str, kernel: str, constants: tuple[tuple[str, object], ...], shared_bytes: int) -> Any:
+def study_kernel(name, kernel, constants, shared_bytes):
     """Return a kernel of ``bench/studies/NAME``, compiled for the current GPU."""
     import cupy
 

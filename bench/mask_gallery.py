@@ -1,9 +1,5 @@
 """Draw every mask of `cuattn.masks`, with the tiles that a kernel skips: ``python -m bench.redraw`` writes it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 
 from bench.style import INK, OURS, QUIET, panels
@@ -43,14 +39,14 @@ CASES = [
 ]
 
 
-def states(mask: Any) -> np.ndarray:
+def states(mask):
     """Return what becomes of each element: SKIPPED, HIDDEN, VISIBLE or FULL."""
     tiles = np.kron(mask.tile_states(TILE, TILE), np.ones((TILE, TILE), dtype=np.int8))
     partial = np.where(mask.dense(), VISIBLE, HIDDEN)
     return np.where(tiles == 0, SKIPPED, np.where(tiles == 2, FULL, partial))
 
 
-def figure() -> Any:
+def figure():
     """Draw the masks, their tiles and their block sparsity."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch

@@ -6,11 +6,6 @@ A column mask is four integers a key; measured is all that a forward with it all
 A dense mask is N x N; it is made (as bytes) and measured as long as it is small, and counted beyond.
 """
 
-from __future__ import annotations
-
-import argparse
-from typing import Any
-
 import cuattn
 from bench import harness
 from bench.harness import Point
@@ -26,7 +21,7 @@ LARGEST_DENSE = 20 << 30  # bytes that are worth allocating to see them
 D = 64
 
 
-def measure_column(n: int, device: str) -> dict[str, Any]:
+def measure_column(n, device):
     """Observe the first forward and backward with a mask: vectors on the device, tables, everything."""
     xp = harness.namespace(device)
     q, k, v, do = harness.random_arrays(xp, 4, (1, n, D), xp.float16 if device == "cuda" else xp.float32)
@@ -46,14 +41,14 @@ def measure_column(n: int, device: str) -> dict[str, Any]:
     }
 
 
-def run(q: Any, k: Any, v: Any, do: Any, **options: Any) -> None:
+def run(q, k, v, do, **options):
     """Compute forward and backward."""
     cuattn.backward(do, q, k, v, cuattn.forward(q, k, v, **options), **options)
 
 
-def measure_dense(n: int, device: str) -> dict[str, Any]:
+def measure_dense(n, device):
     """Allocate a boolean matrix where that is reasonable."""
-    found: dict[str, Any] = {"problem": {"n": n}, "mask_bytes": n * n, "measured": False}
+    found = {"problem": {"n": n}, "mask_bytes": n * n, "measured": False}
     if n * n <= LARGEST_DENSE:
         xp = harness.namespace(device)
         with peak(device) as used:
@@ -63,10 +58,10 @@ def measure_dense(n: int, device: str) -> dict[str, Any]:
     return found
 
 
-def points(arguments: argparse.Namespace) -> list[Point]:
+def points(arguments):
     """Return one point per length."""
 
-    def measure(n: int) -> dict[str, dict[str, Any]]:
+    def measure(n):
         return {"cuattn-column": measure_column(n, arguments.device), "dense": measure_dense(n, arguments.device)}
 
     lengths = TINY if arguments.tiny else LENGTHS

@@ -64,7 +64,7 @@ class Sample:
     parts: tuple[Any, ...] = ()
     number: int = 0
 
-    def column_mask(self, masks: Any = masks) -> Any:
+    def column_mask(self, masks=masks):
         """Return the sample as a mask for one sequence, made by cuattn's `masks` or another version of them."""
         n, number, make = self.n, self.number, getattr(masks, self.kind)
         if self.kind in ("full", "causal"):
@@ -84,14 +84,14 @@ class Sample:
         return make(n, number, rng=np.random.default_rng(self.parts))
 
 
-def documents_per_sequence(n: int) -> tuple[int, int]:
+def documents_per_sequence(n):
     """Return the fewest and the most documents in a sequence of `n` tokens, as the paper draws them."""
     if n <= 8192:
         return 3, 7
     return (10, 14) if n <= 32768 else (11, 15)
 
 
-def samples(kind: str, n: int, count: int, documents: int | None = None) -> tuple[Sample, ...]:
+def samples(kind, n, count, documents=None):
     """Draw the masks of a batch.
 
     Parameters
@@ -115,14 +115,14 @@ def samples(kind: str, n: int, count: int, documents: int | None = None) -> tupl
     return tuple(_draw(kind, n, (SEED, KINDS.index(kind), n, row), documents) for row in range(count))
 
 
-def column_mask(drawn: tuple[Sample, ...], masks: Any = masks) -> Any:
+def column_mask(drawn, masks=masks):
     """Return one mask for the whole batch, of leading shape (batch, 1), or () when all sequences share it."""
     if all(sample == drawn[0] for sample in drawn):
         return drawn[0].column_mask(masks)
     return masks.ColumnMask.stack([[sample.column_mask(masks)] for sample in drawn])
 
 
-def _draw(kind: str, n: int, seed: tuple[int, ...], documents: int | None) -> Sample:
+def _draw(kind, n, seed, documents):
     rng = np.random.default_rng(seed)
     if kind in ("sliding_window", "global_sliding_window"):
         return Sample(kind, n, number=max(n // 16, 1))
@@ -135,7 +135,7 @@ def _draw(kind: str, n: int, seed: tuple[int, ...], documents: int | None) -> Sa
     fewest, most = documents_per_sequence(n)
     wanted = int(rng.integers(fewest, most + 1)) if documents is None else documents
     lengths = split(n, rng.uniform(SHORTEST, 1.0, size=wanted))
-    parts: tuple[Any, ...] = ()
+    parts = ()
     if kind == "share_question":
         parts = tuple(question_and_answers(rng, length) for length in lengths)
     elif kind == "prefix_lm_document":
@@ -143,13 +143,13 @@ def _draw(kind: str, n: int, seed: tuple[int, ...], documents: int | None) -> Sa
     return Sample(kind, n, lengths=lengths, parts=parts)
 
 
-def split(n: int, weights: np.ndarray) -> tuple[int, ...]:
+def split(n, weights):
     """Split `n` tokens in proportion to `weights`."""
     cuts = np.rint(np.cumsum(weights) / weights.sum() * n).astype(int)
     return tuple(int(length) for length in np.diff(cuts, prepend=0))
 
 
-def question_and_answers(rng: np.random.Generator, length: int) -> tuple[int, tuple[int, ...]]:
+def question_and_answers(rng, length):
     """Split a document into 2 to 6 answers of 10-20 % each, at most 90 % in all, and the question before them."""
     count = int(rng.integers(2, 7))
     answers = tuple(int(share * length) for share in rng.uniform(0.10, min(0.20, 0.90 / count), size=count))

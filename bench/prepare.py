@@ -7,8 +7,6 @@ Nothing is timed or checked.  The kernels go to the disk caches of cuattn, CuPy,
 FlashAttention-4, each of which has an environment variable that moves it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess
@@ -24,7 +22,7 @@ MOST = 1000  # portions that a run may have
 ONE_WORKER = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}  # processes are the parallelism
 
 
-def run(suite: str, arguments: list[str], processes: int, seconds: float) -> int:
+def run(suite, arguments, processes, seconds):
     """Start the processes, wait for them, return how many failed or were ended after `seconds`."""
     command = [sys.executable, "-m", f"bench.{suite}", *arguments, "--compile"]
     deadline = time.monotonic() + seconds
@@ -46,7 +44,7 @@ def run(suite: str, arguments: list[str], processes: int, seconds: float) -> int
     return failed
 
 
-def main() -> int:
+def main():
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     half = max((os.cpu_count() or 2) // 2, 1)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import textwrap
-from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -37,7 +35,7 @@ class Shown(NamedTuple):
     runs: list[Row]
     frame: pd.DataFrame
 
-    def block(self, folder: Path, link: str, brief: bool = False) -> str:
+    def block(self, folder, link, brief=False):
         """Return its title, its text (or, in brief, its summary), its picture and its command."""
         say = getattr(self.section, "summary", None) if brief else self.section.text
         picture = f"![{self.section.TITLE}]({link}{self.name}.png)" if (folder / f"{self.name}.png").exists() else ""
@@ -45,7 +43,7 @@ class Shown(NamedTuple):
         return "\n\n".join(filter(None, parts))
 
 
-def available(folder: Path = RESULTS, names: Iterable[str] = SECTIONS) -> Iterator[Shown]:
+def available(folder=RESULTS, names=SECTIONS):
     """Yield every section whose rows are there."""
     for name in names:
         section = importlib.import_module(f"bench.sections.{name}")
@@ -55,7 +53,7 @@ def available(folder: Path = RESULTS, names: Iterable[str] = SECTIONS) -> Iterat
             yield Shown(name, section, runs, frame)
 
 
-def readme(folder: Path = RESULTS) -> str:
+def readme(folder=RESULTS):
     """Return the README's section, between its marks."""
     intro = (
         "Everything below was measured by the commands that it names; `python -m bench.reproduce` runs them all on a "
@@ -78,7 +76,7 @@ def readme(folder: Path = RESULTS) -> str:
     return "\n\n".join([BEGIN, _fill(intro), lines, *parts, END])
 
 
-def cpu(folder: Path = RESULTS) -> str:
+def cpu(folder=RESULTS):
     """Return the README's paragraph on the CPU, between its marks."""
     (shown,) = available(folder, ["cpu"])
     where = "; ".join(sorted({f"{run['device']}, {run['options'].get('scheduling', '')}" for run in shown.runs}))
@@ -86,7 +84,7 @@ def cpu(folder: Path = RESULTS) -> str:
     return "\n\n".join([CPU_BEGIN, _fill(f"{text} {shown.section.summary(shown.frame)}"), CPU_END])
 
 
-def _fill(text: str) -> str:
+def _fill(text):
     """Wrap paragraphs; leave tables and lists alone."""
     return "\n\n".join(
         part if part.startswith(("|", "-", "!", "#")) else textwrap.fill(part, 118, break_long_words=False)
@@ -94,7 +92,7 @@ def _fill(text: str) -> str:
     )
 
 
-def _machine(run: Row) -> str:
+def _machine(run):
     versions = ", ".join(f"{name} {run['versions'][name]}" for name in VERSIONS if name in run["versions"])
     driver = f", driver {run['driver']}" if run.get("driver") else ""
     trees = ", ".join(f"{name} {tree[:12]}" for name, tree in run["trees"].items() if name in ("kernels", "cuattn"))
@@ -102,7 +100,7 @@ def _machine(run: Row) -> str:
     return f"{run['device']}{driver}, {versions}, {commit}"
 
 
-def tables(folder: Path = RESULTS) -> str:
+def tables(folder=RESULTS):
     """Return ``tables.md``: every case beside every peer, then the studies' long tables."""
     parts = ["# Every table", "Written by `python -m bench.redraw` from the rows beside this file."]
     for file in PEER_FILES:
@@ -118,7 +116,7 @@ def tables(folder: Path = RESULTS) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def insert(text: str, section: str) -> str:
+def insert(text, section):
     """Return a README with the section replaced that begins and ends with the same marks."""
     first, last = section.splitlines()[0], section.splitlines()[-1]
     before, begin, rest = text.partition(first)
@@ -128,7 +126,7 @@ def insert(text: str, section: str) -> str:
     return before + section + after
 
 
-def draw(folder: Path = RESULTS) -> None:
+def draw(folder=RESULTS):
     """Draw every picture."""
     from bench import denoise, mask_gallery
 
@@ -141,7 +139,7 @@ def draw(folder: Path = RESULTS) -> None:
     denoise.picture(denoise.photograph(), folder / "denoise.png")
 
 
-def main() -> int:
+def main():
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", action="store_true", help="leave the pictures as they are")

@@ -6,21 +6,16 @@ A ratio compares cuattn with the best rival of the same run; what an earlier run
 enters no ratio.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
 import statistics
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from bench.cases import TABLES, select
 from bench.peers import RUNNERS
-from bench.rows import Row
 from bench.style import INK, OURS, WORSE, bars, colour, legend, panels, save
 
 __all__ = ["costs_of_determinism", "draw", "lines", "markdown", "of_table", "picture", "read", "tables"]
@@ -28,7 +23,7 @@ __all__ = ["costs_of_determinism", "draw", "lines", "markdown", "of_table", "pic
 LOWER_IS_BETTER = ("us", "s")
 
 
-def read(paths: Iterable[Path]) -> tuple[list[Row], pd.DataFrame]:
+def read(paths):
     """Return the runs and the rows of several files.
 
     Each row's run becomes ``FILE NUMBER``; ``table``, ``label`` and ``direction`` are columns, and so are the values
@@ -42,7 +37,7 @@ def read(paths: Iterable[Path]) -> tuple[list[Row], pd.DataFrame]:
     return runs, framed(rows)
 
 
-def framed(rows: Iterable[Row]) -> pd.DataFrame:
+def framed(rows):
     """Return rows as a frame, see `read`."""
     frame = pd.json_normalize(list(rows), max_level=1)
     if len(frame):
@@ -51,14 +46,14 @@ def framed(rows: Iterable[Row]) -> pd.DataFrame:
     return frame
 
 
-def of_table(frame: pd.DataFrame, *tables: str) -> pd.DataFrame:
+def of_table(frame, *tables):
     """Return the rows of some tables that succeeded, without the columns that none of them has."""
     if not len(frame):
         return frame
     return frame[frame["table"].isin(tables) & (frame["status"] == "ok")].dropna(axis="columns", how="all")
 
 
-def lines(frame: pd.DataFrame) -> pd.DataFrame:
+def lines(frame):
     """Return one line per case, in the order of `bench.cases`, unknown cases last.
 
     Beside the columns of its first row: ``run``, the one that is compared (the latest of ours, or the latest of all);
@@ -74,7 +69,7 @@ def lines(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame([_line(rows) for _, rows in groups])
 
 
-def _line(rows: pd.DataFrame) -> Row:
+def _line(rows):
     ours = dict(zip(rows["runner"], rows["ours"], strict=True))
     rated = rows.dropna(subset="rate")
     own = rated.loc[rated["ours"].astype(bool), "run"]
@@ -95,7 +90,7 @@ def _line(rows: pd.DataFrame) -> Row:
     return {**rows.iloc[0], **found, "ratio": 1 / ratio if lower and ratio else ratio}
 
 
-def tables(frame: pd.DataFrame) -> Iterator[tuple[tuple[str, str], pd.DataFrame, pd.DataFrame]]:
+def tables(frame):
     """Yield, per table and direction, its name, its lines (``short``: labels without what they share) and its rows."""
     for key, found in lines(frame).groupby(["table", "direction"], sort=False):
         common = _common(found["label"])
@@ -104,18 +99,18 @@ def tables(frame: pd.DataFrame) -> Iterator[tuple[tuple[str, str], pd.DataFrame,
         yield key, found.assign(short=short, common=common), rows
 
 
-def _common(labels: Iterable[str]) -> str:
+def _common(labels):
     """Return what all labels begin with, up to a dash; it belongs in the title."""
     words = zip(*(label.split("-")[:-1] for label in labels), strict=False)
     return "-".join(word[0] for word in itertools.takewhile(lambda word: len(set(word)) == 1, words))
 
 
-def picture(table: str) -> str:
+def picture(table):
     """Return the file name of a table's picture (those of `bench.sections` have their section's name)."""
     return f"table-{table}.png"
 
 
-def runners(rows: pd.DataFrame) -> list[str]:
+def runners(rows):
     """Return the runners with a rate: cuattn's first, then peers in the registry's order."""
     order = list(RUNNERS)
     found = rows.dropna(subset="rate").drop_duplicates("runner")
@@ -123,7 +118,7 @@ def runners(rows: pd.DataFrame) -> list[str]:
     return sorted(ours, key=lambda name: (not ours[name], order.index(name) if name in order else -1))
 
 
-def markdown(key: tuple[str, str], found: pd.DataFrame, rows: pd.DataFrame) -> str:
+def markdown(key, found, rows):
     """Write one table of `tables`, its summary, and why cells are empty."""
     who, rho = runners(rows), "rho" in rows and bool(rows["rho"].fillna(0).any())
     head = ["case", *(["ρ"] if rho else []), *who, "best peer", "ratio", "±"]
@@ -141,7 +136,7 @@ def markdown(key: tuple[str, str], found: pd.DataFrame, rows: pd.DataFrame) -> s
     return "\n".join([*text, "", *_conclusion(found), *_extra(key, found, rows), *_reasons(found, rows)]).rstrip()
 
 
-def _cell(line: Row, rows: pd.DataFrame, name: str) -> str:
+def _cell(line, rows, name):
     if name not in rows.index or rows.loc[name, "status"] == "unsupported":
         return "–"
     rate = rows.loc[name, "rate"]
@@ -154,12 +149,12 @@ def _cell(line: Row, rows: pd.DataFrame, name: str) -> str:
     return f"**{text}**" if name == leader else text
 
 
-def _spread(row: pd.Series) -> str:
+def _spread(row):
     """Return half the distance of the quartiles over the median."""
     return f"{(row['q3_us'] - row['q1_us']) / 2 / row['median_us']:.1%}" if row.get("q3_us", 0) > 0 else "0.0%"
 
 
-def _conclusion(found: pd.DataFrame) -> list[str]:
+def _conclusion(found):
     compared = found.dropna(subset="ratio").set_index("short")
     if not len(compared):
         return []
@@ -171,7 +166,7 @@ def _conclusion(found: pd.DataFrame) -> list[str]:
     return [text + (f": {', '.join(below)}." if below else "."), ""]
 
 
-def _extra(key: tuple[str, str], found: pd.DataFrame, rows: pd.DataFrame) -> list[str]:
+def _extra(key, found, rows):
     """Return what single tables add: the cost of determinism, the proportion to what is visible."""
     if key[0] == "deterministic":
         costs = costs_of_determinism(found)
@@ -195,7 +190,7 @@ def _extra(key: tuple[str, str], found: pd.DataFrame, rows: pd.DataFrame) -> lis
     return [*text, ""]
 
 
-def costs_of_determinism(found: pd.DataFrame) -> dict[str, dict[str, float]]:
+def costs_of_determinism(found):
     """Return, by label and runner, what bitwise reproducible gradients cost in the plain backward's time."""
     rates = found.set_index("label")["rates"]
     pairs = {label: label.removesuffix("-deterministic") for label in rates.index}
@@ -206,7 +201,7 @@ def costs_of_determinism(found: pd.DataFrame) -> dict[str, dict[str, float]]:
     }
 
 
-def _reasons(found: pd.DataFrame, rows: pd.DataFrame) -> list[str]:
+def _reasons(found, rows):
     """Say, once per runner and reason, why cells are empty."""
     if "reason" not in rows:
         return []
@@ -218,9 +213,9 @@ def _reasons(found: pd.DataFrame, rows: pd.DataFrame) -> list[str]:
     ]
 
 
-def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
+def draw(frame, folder):
     """Draw every table, its directions side by side; return the files, named by `picture`."""
-    groups: dict[str, list[Any]] = {}
+    groups = {}
     for key, found, rows in tables(frame):
         if runners(rows):
             groups.setdefault(key[0], []).append((key[1], found, rows))
@@ -230,7 +225,7 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
     return [folder / picture(name) for name in groups]
 
 
-def _rates(name: str, group: list[Any]) -> Any:
+def _rates(name, group):
     """Draw a panel of bars per direction, with cuattn's ratio to the best rival at the right edge."""
     count = max(sum(len(rates) + 1.2 for rates in found["rates"]) for _, found, _ in group)
     figure, axes = panels(len(group), 4.8, 1.2 + 0.125 * count)
@@ -248,7 +243,7 @@ def _rates(name: str, group: list[Any]) -> Any:
     return figure
 
 
-def _proportion(group: list[Any]) -> Any:
+def _proportion(group):
     """Draw time against the share of visible tiles, with the line that proportion would be."""
     figure, axes = panels(len(group), 5.2, 4.2)
     for axis, (direction, _, rows) in zip(axes, group, strict=True):
@@ -264,7 +259,7 @@ def _proportion(group: list[Any]) -> Any:
     return figure
 
 
-def _about(run: Row) -> str:
+def _about(run):
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     trees = ", ".join(f"{name} {identity[:12]}" for name, identity in run["trees"].items()) or "not recorded"
     driver = f", driver {run['driver']}" if run.get("driver") else ""
@@ -272,7 +267,7 @@ def _about(run: Row) -> str:
     return f"- {run['time']}: {run['device']}{driver}; {versions}; {commit}trees: {trees}; `{run['command']}`"
 
 
-def main() -> int:
+def main():
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path)

@@ -17,7 +17,6 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,24 +42,24 @@ class RowFile:
         This process, see `environment`; rows of an equal earlier run count as done.
     """
 
-    def __init__(self, path: Path, run: Row) -> None:
+    def __init__(self, path, run):
         self.path = path
         content = json.loads(path.read_text()) if path.exists() else {"runs": [], "rows": []}
-        self.runs: list[Row] = content["runs"]
-        self.rows: list[Row] = content["rows"]
+        self.runs = content["runs"]
+        self.rows = content["rows"]
         self.runs.append({**run, "id": max((old["id"] for old in self.runs), default=-1) + 1})
 
     @property
-    def run(self) -> int:
+    def run(self):
         """The number of this process among the file's runs."""
         return int(self.runs[-1]["id"])
 
-    def done(self, case: str, runners: Iterable[str], retry: bool = False) -> bool:
+    def done(self, case, runners, retry=False):
         """Return whether one run on this same machine and source holds a case with all these runners.
 
         With `retry`, rows of runners that failed do not count.
         """
-        found: dict[int, set[str]] = {}
+        found = {}
         for row in self.rows:
             if row["case"] == case and not (retry and row["status"] == "failed"):
                 found.setdefault(row["run"], set()).add(row["runner"])
@@ -68,7 +67,7 @@ class RowFile:
         same = (run["id"] for run in self.runs if _fingerprint(run) == mark)
         return any(found.get(run, set()) >= set(runners) for run in same)
 
-    def add(self, rows: list[Row]) -> None:
+    def add(self, rows):
         """Append the rows of a case and write the file; older rows of the same case and runner make way."""
         new = {(row["case"], row["runner"]) for row in rows}
         self.rows = [row for row in self.rows if (row["case"], row["runner"]) not in new]
@@ -81,15 +80,15 @@ class RowFile:
         os.replace(partial, self.path)
 
 
-def _lines(items: list[Row]) -> str:
+def _lines(items):
     return ",\n".join(json.dumps(item, allow_nan=False) for item in items)
 
 
-def _fingerprint(run: Row) -> str:
+def _fingerprint(run):
     return json.dumps([run.get(key) for key in SAME], sort_keys=True)
 
 
-def environment(device: str, handed: str | None = None, options: Row | None = None) -> Row:
+def environment(device, handed=None, options=None):
     """Describe this process.
 
     Parameters
@@ -132,7 +131,7 @@ def environment(device: str, handed: str | None = None, options: Row | None = No
     }
 
 
-def _processor() -> str:
+def _processor():
     """Return the processor's name and how many cores may be used."""
     name = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
@@ -141,12 +140,12 @@ def _processor() -> str:
     return f"{name}, {cores()} cores"
 
 
-def cores() -> int:
+def cores():
     """Return how many processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def clocks() -> dict[str, float] | None:
+def clocks():
     """Return the GPU's clocks (MHz), power (W) and temperature (C) now, or None where they cannot be read."""
     names = ("sm_mhz", "memory_mhz", "watts", "celsius")
     try:
@@ -167,12 +166,12 @@ def clocks() -> dict[str, float] | None:
         return None
 
 
-def _gpu() -> str:
+def _gpu():
     """Return the number or the identity of the GPU that this process computes on."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
 
 
-def _smi(query: str) -> str | None:
+def _smi(query):
     """Ask nvidia-smi about this process's GPU."""
     if not shutil.which("nvidia-smi"):
         return None
@@ -181,7 +180,7 @@ def _smi(query: str) -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
-def sources(handed: str | None = None, names: Iterable[str] = TREES, root: Path = ROOT) -> tuple[str | None, Row]:
+def sources(handed=None, names=TREES, root=ROOT):
     """Return the commit and the git tree ids of the sources that are measured.
 
     Parameters
@@ -213,7 +212,7 @@ def sources(handed: str | None = None, names: Iterable[str] = TREES, root: Path 
     if not (root / ".git").exists() or not shutil.which("git"):
         return None, {}
 
-    def git(*arguments: str) -> str:
+    def git(*arguments):
         done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else ""
 
@@ -225,7 +224,7 @@ def sources(handed: str | None = None, names: Iterable[str] = TREES, root: Path 
     return git("rev-parse", "--short=12", "HEAD") or None, trees
 
 
-def merge(target: Path, paths: Iterable[Path]) -> None:
+def merge(target, paths):
     """Take the rows of other files into one; where both hold a case and runner, the later file wins."""
     for path in paths:
         content = json.loads(path.read_text())

@@ -6,11 +6,6 @@
 The FlashMask paper's claim of exactness, for its twelve masks.  A kernel that takes no boolean mask says so in its row.
 """
 
-from __future__ import annotations
-
-import argparse
-from typing import Any
-
 import numpy as np
 
 import cuattn
@@ -31,7 +26,7 @@ BANDS = {  # masks that flags can say too
 RESULTS = ("o", "l", "m", "dq", "dk", "dv")
 
 
-def compare(kind: str, kernel: str, device: str, n: int, d: int) -> dict[str, Any]:
+def compare(kind, kernel, device, n, d):
     """Compute with the column mask and with its dense twin.
 
     Returns
@@ -72,29 +67,29 @@ def compare(kind: str, kernel: str, device: str, n: int, d: int) -> dict[str, An
     }
 
 
-def _both(q: Any, k: Any, v: Any, do: Any, mask: Any, kernel: str, **flags: Any) -> tuple[Any, ...]:
+def _both(q, k, v, do, mask, kernel, **flags):
     options = {"mask": mask, "kernel": kernel, **flags}
     fwd = cuattn.forward(q, k, v, **options)
     return *fwd[:3], *cuattn.backward(do, q, k, v, fwd, **options, deterministic=True)[:3]
 
 
-def _same(xp: Any, a: Any, b: Any) -> bool:
+def _same(xp, a, b):
     word = {2: xp.uint16, 4: xp.uint32}[a.dtype.itemsize]
     return bool((xp.ascontiguousarray(a).view(word) == xp.ascontiguousarray(b).view(word)).all())
 
 
-def _wide(xp: Any, a: Any, b: Any) -> Any:
+def _wide(xp, a, b):
     """Return the distances of two results, 0 between two -inf (m of rows that see nothing)."""
     a, b = (xp.nan_to_num(x.astype(xp.float32), neginf=0) for x in (a, b))
     return abs(a - b)
 
 
-def points(arguments: argparse.Namespace) -> list[Point]:
+def points(arguments):
     """Return one point per mask."""
     kernels = ("sm80", "sm90") if arguments.device == "cuda" else ("cpu",)
     n, d = (TINY, 16) if arguments.tiny else (N, D)
 
-    def measure(kind: str) -> dict[str, dict[str, Any]]:
+    def measure(kind):
         return {f"cuattn-{kernel}": compare(kind, kernel, arguments.device, n, d) for kernel in kernels}
 
     runners = tuple(f"cuattn-{kernel}" for kernel in kernels)

@@ -6,18 +6,13 @@
 three kinds are drawn until every bucket of 0.05 in sparsity has its samples; a row holds one mask.
 """
 
-from __future__ import annotations
-
-import argparse
 import functools
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 import cuattn
 from bench import harness
-from bench.harness import Point, one
+from bench.harness import one
 from bench.mask_samples import Sample, question_and_answers, split
 
 __all__ = ["KINDS", "buckets", "fit", "points"]
@@ -33,19 +28,19 @@ KINDS = {  # kind: documents at least and at most, lowest sparsity that has a bu
 TRIES = 1000  # draws before a bucket that found too few samples is given up
 
 
-def draw(kind: str, n: int, rng: np.random.Generator) -> Sample:
+def draw(kind, n, rng):
     """Draw a number of documents and their lengths, uniformly among all ways to cut the sequence."""
     fewest, most, _ = KINDS[kind]
     lengths = split(n, rng.exponential(size=int(rng.integers(fewest, most + 1))))
     lengths = tuple(length for length in lengths if length)
-    parts: tuple[Any, ...] = ()
+    parts = ()
     if kind == "share_question":
         parts = tuple(question_and_answers(rng, length) for length in lengths)
     return Sample(kind, n, lengths, parts)
 
 
 @functools.lru_cache(maxsize=16)
-def buckets(kind: str, n: int, count: int) -> tuple[tuple[float, Sample], ...]:
+def buckets(kind, n, count):
     """Return up to `count` masks of every bucket, with their sparsity, from the densest to the sparsest.
 
     Parameters
@@ -57,7 +52,7 @@ def buckets(kind: str, n: int, count: int) -> tuple[tuple[float, Sample], ...]:
     """
     rng = np.random.default_rng((7, list(KINDS).index(kind)))
     lowest = KINDS[kind][2]
-    full: dict[int, list[tuple[float, Sample]]] = {i: [] for i in range(round((1 - lowest) / WIDTH))}
+    full = {i: [] for i in range(round((1 - lowest) / WIDTH))}
     for _ in range(TRIES):
         sample = draw(kind, n, rng)
         rho = sample.column_mask().block_sparsity()
@@ -69,9 +64,7 @@ def buckets(kind: str, n: int, count: int) -> tuple[tuple[float, Sample], ...]:
     return tuple(sorted((pair for found in full.values() for pair in found), key=lambda pair: pair[0]))
 
 
-def measure(
-    kind: str, index: int, shape: tuple[int, int, int], device: str, count: int, seconds: float
-) -> dict[str, Any]:
+def measure(kind, index, shape, device, count, seconds):
     """Time forward and backward with one mask."""
     xp = harness.namespace(device)
     heads, n, d = shape
@@ -82,7 +75,7 @@ def measure(
     if index == 0:
         _check(xp, sample, q, k, v, cuattn.forward(q, k, v, mask=mask).o)
 
-    def both() -> None:
+    def both():
         cuattn.backward(do, q, k, v, cuattn.forward(q, k, v, mask=mask), mask=mask)
 
     return {
@@ -93,14 +86,14 @@ def measure(
 
 
 @functools.lru_cache(maxsize=1)
-def _arrays(device: str, shape: tuple[int, int, int]) -> list[Any]:
+def _arrays(device, shape):
     import ml_dtypes
 
     dtype = ml_dtypes.bfloat16 if device == "cuda" else np.float32
     return harness.random_arrays(harness.namespace(device), 4, shape, dtype)
 
 
-def _check(xp: Any, sample: Sample, q: Any, k: Any, v: Any, o: Any) -> None:
+def _check(xp, sample, q, k, v, o):
     """Compare some rows of one head with the textbook's, on the host in float64."""
     n, d = q.shape[1:]
     rows = np.unique(np.linspace(0, n - 1, 24).astype(int))
@@ -115,7 +108,7 @@ def _check(xp: Any, sample: Sample, q: Any, k: Any, v: Any, o: Any) -> None:
         raise ValueError(f"{sample.kind}: o is {far:.2g} from the textbook's")
 
 
-def fit(rho: list[float], milliseconds: list[float]) -> dict[str, float]:
+def fit(rho, milliseconds):
     """Return the line through latency against 1 - rho: ``slope`` and ``intercept`` (ms) and the correlation.
 
     Examples
@@ -129,7 +122,7 @@ def fit(rho: list[float], milliseconds: list[float]) -> dict[str, float]:
     return {name: round(float(x), 6) for name, x in found.items()}
 
 
-def points(arguments: argparse.Namespace) -> Iterator[Point]:
+def points(arguments):
     """Yield one point per mask."""
     shape, count = TINY if arguments.tiny else (HEADS, N, D), arguments.samples
     for kind in KINDS:

@@ -1,12 +1,5 @@
 """How everything that is shown looks: names, colours, markdown, axes.  Only figures import matplotlib."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-from typing import Any
-
-import pandas as pd
-
 __all__ = ["INK", "QUIET", "bars", "colour", "curves", "legend", "name", "ours_first", "panels", "save", "table"]
 
 INK, QUIET, OURS, WORSE = "#22303c", "#6b7a86", "#24658f", "#d9674f"
@@ -34,22 +27,22 @@ PEERS = {  # runner: name, colour
 }
 
 
-def name(runner: str) -> str:
+def name(runner):
     """Return what a reader calls a runner."""
     return PEERS.get(runner, (runner,))[0]
 
 
-def colour(runner: str) -> str:
+def colour(runner):
     """Return the colour that a runner has in every figure."""
     return PEERS[runner][1] if runner in PEERS else OURS if runner.startswith("cuattn") else QUIET
 
 
-def ours_first(runners: Iterable[str]) -> list[str]:
+def ours_first(runners):
     """Return runners once each, cuattn's first."""
     return sorted(dict.fromkeys(runners), key=lambda runner: not runner.startswith("cuattn"))
 
 
-def table(frame: pd.DataFrame) -> str:
+def table(frame):
     """Return a markdown table; floats get three digits, missing values a dash, the first column is text.
 
     Examples
@@ -65,18 +58,18 @@ def table(frame: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
-def _cells(values: Iterable[Any]) -> list[str]:
+def _cells(values):
     return [
         "–" if value is None or value != value else _digits(value) if isinstance(value, float) else str(value)
         for value in values
     ]
 
 
-def _digits(value: float) -> str:
+def _digits(value):
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def panels(count: int, width: float = 4.6, height: float = 3.7, rows: int = 1) -> tuple[Any, list[Any]]:
+def panels(count, width=4.6, height=3.7, rows=1):
     """Return a figure and its axes, all with the same quiet frame."""
     from matplotlib.figure import Figure
 
@@ -92,14 +85,14 @@ def panels(count: int, width: float = 4.6, height: float = 3.7, rows: int = 1) -
     return figure, axes
 
 
-def curves(axis: Any, frame: pd.DataFrame, style: str = "o-", **options: Any) -> None:
+def curves(axis, frame, style="o-", **options):
     """Draw a column per runner against the index; missing values are left out."""
     for runner in frame:
         points = frame[runner].dropna()
         axis.plot(points.index, points, style, **{"color": colour(runner), "label": name(runner), **options})
 
 
-def bars(axis: Any, frame: pd.DataFrame, numbers: str = "") -> None:
+def bars(axis, frame, numbers=""):
     """Draw a group of horizontal bars per line, a bar per runner, the first of all at the top.
 
     With `numbers`, a format, every bar gets its value.
@@ -119,9 +112,9 @@ def bars(axis: Any, frame: pd.DataFrame, numbers: str = "") -> None:
     axis.grid(axis="y", visible=False)
 
 
-def legend(figure: Any, columns: int = 4) -> None:
+def legend(figure, columns=4):
     """Put one entry per name below the panels."""
-    found: dict[str, Any] = {}
+    found = {}
     for axis in figure.axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
@@ -130,6 +123,6 @@ def legend(figure: Any, columns: int = 4) -> None:
     )
 
 
-def save(figure: Any, path: Any) -> None:
+def save(figure, path):
     """Write a figure as PNG."""
     figure.savefig(path, dpi=120, facecolor="white")

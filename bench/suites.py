@@ -6,24 +6,21 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
 import site
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench import beside, harness
-from bench.cases import BOTH, Case, select
+from bench.cases import BOTH, select
 from bench.compare import Comparison
-from bench.harness import Point
-from bench.peers import RUNNERS, Runner, make
-from bench.rows import RESULTS, Row, sources
+from bench.peers import RUNNERS, make
+from bench.rows import RESULTS, sources
 from bench.timing import HostClock
 
 __all__ = ["SUITES", "Suite", "main", "parser", "portions", "ratios"]
@@ -109,7 +106,7 @@ SUITES = {
 }
 
 
-def parser(name: str) -> argparse.ArgumentParser:
+def parser(name):
     """Return the parser of a suite's command."""
     suite = SUITES[name]
     found = harness.parser(suite.about, name)
@@ -131,17 +128,17 @@ def parser(name: str) -> argparse.ArgumentParser:
     return found
 
 
-def main(name: str, arguments: Sequence[str] | None = None) -> int:
+def main(name, arguments=None):
     """Run a suite's command; return 0, or 1 when a result was wrong."""
     return run(name, SUITES[name], parser(name).parse_args(arguments))
 
 
-def run(name: str, suite: Suite, arguments: argparse.Namespace) -> int:
+def run(name, suite, arguments):
     """Measure what the arguments ask for; see `main`."""
     if arguments.site:
         site.addsitedir(arguments.site)
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # as all other compilers keep what they made
-    options: Row = {"shared_mask": arguments.shared_mask}
+    options = {"shared_mask": arguments.shared_mask}
     if arguments.beside:
         beside.load(arguments.beside)
         options["beside"] = sources(names=("kernels", "cuattn"), root=arguments.beside.resolve())
@@ -152,8 +149,8 @@ def run(name: str, suite: Suite, arguments: argparse.Namespace) -> int:
     comparison = Comparison(
         arguments.device, resting, shared_mask=arguments.shared_mask, memory=arguments.memory, **rounds
     )
-    points: list[Point] = []
-    calls: list[tuple[Runner, Case]] = []
+    points = []
+    calls = []
     for table in arguments.tables:
         if table in suite.studies:
             points += importlib.import_module(f"bench.{suite.studies[table]}").points(arguments)
@@ -171,14 +168,14 @@ def run(name: str, suite: Suite, arguments: argparse.Namespace) -> int:
     return 1 if comparison.wrong else 0
 
 
-def _names(suite: Suite, arguments: argparse.Namespace, table: str) -> list[str]:
+def _names(suite, arguments, table):
     """Return the runners of a table: ours, then the other checkout's twins, or the peers."""
     usual = () if arguments.beside else suite.peers.get(table, suite.peers[""])
     twins = [runner.replace("cuattn", "base", 1) for runner in arguments.ours if arguments.beside]
     return [*arguments.ours, *twins, *(usual if arguments.peers is None else arguments.peers)]
 
 
-def ratios(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
+def ratios(rows):
     """Return, by case and runner of this checkout, the other checkout's time over its own: above 1, it is faster.
 
     Examples
@@ -192,9 +189,9 @@ def ratios(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
     return {key: times[twin] / times[key] for key, twin in twins.items() if twin in times}
 
 
-def _show(found: dict[tuple[str, str], float]) -> None:
+def _show(found):
     """Print the ratio of every row; per table the geometric mean and the worst."""
-    tables: dict[str, dict[str, float]] = {}
+    tables = {}
     for (case, runner), ratio in found.items():
         table, _, row = case.partition("/")
         tables.setdefault(table, {})[f"{row} {runner}"] = ratio
@@ -206,13 +203,13 @@ def _show(found: dict[tuple[str, str], float]) -> None:
         print(f"{table}: geometric mean {mean:.3f} of {len(rows)} rows, worst {rows[worst]:.3f} ({worst})")
 
 
-def portions(calls: Sequence[tuple[Runner, Case]]) -> list[list[tuple[Runner, Case]]]:
+def portions(calls):
     """Return what must be compiled, in portions for processes to take in turn, the longest first.
 
     A portion is one runner's cases that differ in length or direction alone: compilers make much the same for them,
     and what one of them made the next finds in memory.
     """
-    found: dict[tuple[object, ...], list[tuple[Runner, Case]]] = {}
+    found = {}
     for runner, case in sorted(calls, key=lambda call: -call[0].compile_seconds):
         if runner.compile_seconds and runner.unsupported_reason(case) is None:
             family = (runner.name, case.head_dim, case.dtype, case.pattern, case.dropout, case.deterministic)
@@ -220,7 +217,7 @@ def portions(calls: Sequence[tuple[Runner, Case]]) -> list[list[tuple[Runner, Ca
     return list(found.values())
 
 
-def _compile(calls: Sequence[tuple[Runner, Case]], comparison: Comparison) -> None:
+def _compile(calls, comparison):
     """Compile the portions whose numbers, of four characters each, stand on the standard input that processes share."""
     found = portions(calls)
     while (number := os.read(sys.stdin.fileno(), 4)) and int(number) < len(found):

@@ -11,8 +11,6 @@ several they were, and slower behind PyTorch's than behind ours.
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Container, Iterator
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +26,7 @@ LONG = 0.2  # seconds; a longer call that was checked before needs no warm-up th
 class CudaClock:
     """Time device work on PyTorch's current stream with CUDA events."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         import torch
 
         self._torch = torch
@@ -40,14 +38,14 @@ class CudaClock:
             pending = self.start(lambda: self.occupy(0.0, passes), passes=0)
             self._flush_seconds = self.read(pending) / passes
 
-    def occupy(self, seconds: float, passes: int = 1) -> None:
+    def occupy(self, seconds, passes=1):
         """Enqueue flushes that keep the device busy for `seconds`, and at least `passes` of them."""
         if self._flush_seconds:
             passes = max(passes, int(np.ceil(seconds / self._flush_seconds)))
         for _ in range(passes):
             self._buffer.zero_()
 
-    def start(self, call: Callable[[], Any], host_seconds: float | None = 0.0, passes: int = 1) -> Any:
+    def start(self, call, host_seconds=0.0, passes=1):
         """Flush, then enqueue `call` between two events.
 
         `host_seconds` is what enqueuing it takes; None for a call on a stream of its own, which waits for itself.
@@ -62,12 +60,12 @@ class CudaClock:
         events[1].record()
         return events
 
-    def read(self, pending: Any) -> float:
+    def read(self, pending):
         """Wait for a started call; return its duration in seconds."""
         pending[1].synchronize()
         return pending[0].elapsed_time(pending[1]) / 1e3
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         """Wait for the device."""
         self._torch.cuda.synchronize()
 
@@ -84,13 +82,13 @@ class HostClock:
         Seconds that a sample takes at least: shorter calls are repeated, and the sample is their mean.
     """
 
-    def __init__(self, pause: float = 0.0, batch: float = 0.0) -> None:
+    def __init__(self, pause=0.0, batch=0.0):
         self._pause, self._batch = pause, batch
 
-    def occupy(self, seconds: float, passes: int = 1) -> None:
+    def occupy(self, seconds, passes=1):
         """Do nothing: there is no device to keep busy."""
 
-    def start(self, call: Callable[[], Any], host_seconds: float | None = 0.0, passes: int = 1) -> float:
+    def start(self, call, host_seconds=0.0, passes=1):
         """Run `call`, repeatedly where `host_seconds` says that it is short; return its duration in seconds."""
         repeats = max(1, round(self._batch / host_seconds)) if host_seconds else 1
         time.sleep(self._pause)
@@ -101,16 +99,16 @@ class HostClock:
             call()
         return (time.perf_counter() - begin) / repeats
 
-    def read(self, pending: float) -> float:
+    def read(self, pending):
         """Return the duration that `start` took."""
         return pending
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         """Do nothing: calls are over when they return."""
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def _no_collection():
     """Keep Python's garbage collector out of the samples."""
     gc.collect()
     was_enabled = gc.isenabled()
@@ -122,15 +120,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def measure(
-    calls: dict[str, Callable[[], Any]],
-    clock: Any,
-    *,
-    seconds: float = 2.0,
-    least: int = 7,
-    most: int = 50,
-    alone: Container[str] = (),
-) -> dict[str, list[float]]:
+def measure(calls, clock, *, seconds=2.0, least=7, most=50, alone=()):
     """Time calls in turn.
 
     Parameters
@@ -186,7 +176,7 @@ def measure(
     return samples
 
 
-def _warm_up(call: Callable[[], Any], clock: Any) -> tuple[float, float]:
+def _warm_up(call, clock):
     """Return the seconds that enqueuing a call took, and its duration."""
     clock.occupy(1e-3)
     begin = time.perf_counter()
@@ -195,7 +185,7 @@ def _warm_up(call: Callable[[], Any], clock: Any) -> tuple[float, float]:
     return enqueued, clock.read(pending)
 
 
-def host_cost(call: Callable[[], Any], clock: Any, *, samples: int = 400, burst: int = 50) -> list[float]:
+def host_cost(call, clock, *, samples=400, burst=50):
     """Time how long the host is held by one warm call, with the device kept busy meanwhile.
 
     Parameters
@@ -221,7 +211,7 @@ def host_cost(call: Callable[[], Any], clock: Any, *, samples: int = 400, burst:
     begin = time.perf_counter()
     call()
     estimate = time.perf_counter() - begin
-    durations: list[int] = []
+    durations = []
     with _no_collection():
         while len(durations) < samples:
             clock.synchronize()
@@ -234,7 +224,7 @@ def host_cost(call: Callable[[], Any], clock: Any, *, samples: int = 400, burst:
     return [duration / 1e9 for duration in durations]
 
 
-def timed(samples: list[float]) -> dict[str, Any]:
+def timed(samples):
     """Return the values of a row that stand for samples in seconds: all of them, median and quartiles, in us.
 
     Examples
@@ -243,9 +233,4 @@ def timed(samples: list[float]) -> dict[str, Any]:
     2.0
     """
     q1, median, q3 = (round(float(x) * 1e6, 3) for x in np.percentile(samples, [25, 50, 75]))
-    return {
-        "samples_us": [round(sample * 1e6, 2) for sample in samples],
-        "median_us": median,
-        "q1_us": q1,
-        "q3_us": q3,
-    }
+    return {"samples_us": [round(sample * 1e6, 2) for sample in samples], "median_us": median, "q1_us": q1, "q3_us": q3}

@@ -10,12 +10,10 @@ as the L2 cache holds the keys of the heads at work.  Both are counted, and stan
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -60,24 +58,24 @@ class Call:
     density: float = 1.0
 
     @property
-    def direction(self) -> str:
+    def direction(self):
         """What is computed."""
         return "backward" if self.study == "theorem-5" else "forward"
 
     @property
-    def case(self) -> str:
+    def case(self):
         """Name of the row, without its runner."""
         label = f"d{self.d}-N{self.n}" + (f"-B{self.block}" if self.block else "")
         label += f"-s{self.density:g}" if self.study == "proposition-4" else ""
         return f"{self.study}/{label}/{self.direction}"
 
     @property
-    def name(self) -> str:
+    def name(self):
         """Unique name."""
         return f"{self.case}:{self.kernel}"
 
 
-def calls() -> list[Call]:
+def calls():
     """Return everything that is counted (32 columns are 64 to the Hopper kernel and left out there)."""
     sizes = [(n, 64) for n in (512, 1024, 2048, 4096, 8192)] + [(4096, 32), (4096, 128)]
     with_scores = [(n, d) for n, d in sizes if n <= LARGEST_SCORES]
@@ -92,13 +90,13 @@ def calls() -> list[Call]:
     return found
 
 
-def expected_reads(call: Call, block_m: int) -> float:
+def expected_reads(call, block_m):
     """Return the bytes that a forward reads with `block_m` query rows on the chip: q once, k and v once per block."""
     once = 2 * call.n * call.d
     return call.heads * (once + call.density * 2 * once * math.ceil(call.n / block_m))
 
 
-def backward_reads(call: Call, block_n: int) -> float:
+def backward_reads(call, block_n):
     """Return the bytes that a backward with keys outside reads: k, v once; q, do and two statistics per block of keys.
 
     Before it o and do are read for D, and behind it the float32 sums of dq to round them.
@@ -107,7 +105,7 @@ def backward_reads(call: Call, block_n: int) -> float:
     return call.heads * (2 * once + math.ceil(call.n / block_n) * (2 * once + 8 * call.n) + 2 * once + 2 * once)
 
 
-def theorem(call: Call, block: int) -> float:
+def theorem(call, block):
     """Return the theorem's expression in elements of all heads, with the M whose block size is `block`."""
     n, d, m = call.n, call.d, 4 * call.d * block
     if call.kernel == "standard":
@@ -118,7 +116,7 @@ def theorem(call: Call, block: int) -> float:
     return call.heads * formula(n, d, m)
 
 
-def tile_of(call: Call) -> dict[str, int]:
+def tile_of(call):
     """Return the block sizes that a kernel of ours works with."""
     import cupy
 
@@ -129,18 +127,18 @@ def tile_of(call: Call) -> dict[str, int]:
     return {"block_m": tile.block_m, "block_n": tile.block_n}
 
 
-def tile_in(call: Call) -> Any:
+def tile_in(call):
     """Return the tile of a call that names its block."""
     return BACKWARD_TILES[call.block] if call.direction == "backward" else TILES[call.d][call.block]
 
 
-def options(call: Call) -> dict[str, Any]:
+def options(call):
     """Return the keyword arguments of `cuattn.forward` and `backward`."""
     mask = {"mask": block_mask(call.n, call.density).to_device()} if call.study == "proposition-4" else {}
     return {"kernel": call.kernel, **mask}
 
 
-def counted(name: str) -> Any:
+def counted(name):
     """Return the call of a name, for `bench.counters`."""
     import cupy
 
@@ -152,7 +150,7 @@ def counted(name: str) -> Any:
     if call.direction == "backward":
         fwd = cuattn.forward(q, k, v, **wanted)
 
-    def ours() -> Any:
+    def ours():
         with portable_tile(tile_in(call)) if call.block else contextlib.nullcontext():
             if call.direction == "backward":
                 return cuattn.backward(do, q, k, v, fwd, **wanted)
@@ -161,7 +159,7 @@ def counted(name: str) -> Any:
     return ours
 
 
-def _standard(call: Call, *arrays: Any) -> Any:
+def _standard(call, *arrays):
     import torch
 
     q, k, v, do = map(torch.from_dlpack, arrays)
@@ -174,12 +172,12 @@ def _standard(call: Call, *arrays: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=8)
-def kernels_of(study: str) -> dict[str, list[dict[str, Any]]]:
+def kernels_of(study):
     """Count all calls of a study in one process."""
     return counters.count("bench.traffic", [call.name for call in calls() if call.study == study], timeout=120)
 
 
-def measure(call: Call) -> dict[str, Any]:
+def measure(call):
     """Return the counters of a call beside what the papers expect."""
     kernels = kernels_of(call.study)[call.name]
     if not kernels:
@@ -194,7 +192,7 @@ def measure(call: Call) -> dict[str, Any]:
     return row
 
 
-def measure_reference(n: int, d: int, m: int) -> dict[str, dict[str, Any]]:
+def measure_reference(n, d, m):
     """Count the accesses of the papers' algorithms in NumPy, in elements of one head."""
     q, k, v, do = (x.astype(np.float64) for x in harness.random_arrays(np, 4, (n, d), np.float32))
     flash, standard = reference.flash_forward(q, k, v, m), reference.standard_forward(q, k, v, m)
@@ -210,7 +208,7 @@ def measure_reference(n: int, d: int, m: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def points(arguments: argparse.Namespace) -> list[Point]:
+def points(arguments):
     """Return what is counted."""
     if arguments.device == "cuda":
         return [one(call.case, call.kernel, measure, call) for call in calls()]

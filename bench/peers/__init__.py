@@ -3,10 +3,6 @@
 ``make(["cuattn", "cudnn"])`` turns names into runners.  A peer says itself which cases it can run.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
-
 from bench.peers.base import Bound, Runner
 from bench.peers.fa4 import Fa4, Fa4Packed
 from bench.peers.flex import Flex
@@ -18,7 +14,7 @@ from bench.peers.standard import Formula, Standard
 __all__ = ["RUNNERS", "Bound", "Runner", "make"]
 
 WAYS = ("", "-sm90", "-sm80", "-cpu", "-band", "-cupy", "-attention")
-RUNNERS: dict[str, Callable[[str], Runner]] = {
+RUNNERS = {
     **dict.fromkeys((f"{package}{way}" for package in ("cuattn", "base") for way in WAYS), Ours),
     **dict.fromkeys(BACKENDS, Sdpa),
     "sdpa-documents": lambda _: Documents(),
@@ -32,7 +28,7 @@ RUNNERS: dict[str, Callable[[str], Runner]] = {
 }
 
 
-def make(names: Iterable[str]) -> list[Runner]:
+def make(names):
     """Return runners by name.
 
     Parameters

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.cases import TOGETHER, Case
-from bench.inputs import Inputs
+from bench.cases import TOGETHER
 
 __all__ = ["Bound", "Runner", "dense_reason", "half", "is_causal", "names", "scores_bytes", "through_autograd"]
 
@@ -55,50 +54,48 @@ class Runner:
     ours = False
     compile_seconds = 0.0
 
-    def unsupported_reason(self, case: Case) -> str | None:
+    def unsupported_reason(self, case):
         """Return why a case cannot be run, or None."""
         raise NotImplementedError
 
-    def bind(self, case: Case, inputs: Inputs) -> Bound:
+    def bind(self, case, inputs):
         """Prepare a case: compile, convert masks, run the forward that a backward needs."""
         raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self):
         """Free what the last case left behind."""
 
 
-def names(direction: str, values: Iterable[Any]) -> dict[str, Any]:
+def names(direction, values):
     """Name the results of a direction."""
     found = {"forward": ("o",), "backward": ("dq", "dk", "dv"), TOGETHER: ("o", "dq", "dk", "dv")}[direction]
     return dict(zip(found, values, strict=True))
 
 
-def half(case: Case) -> bool:
+def half(case):
     """Return whether a case computes in 16 bits."""
     return case.dtype in ("float16", "bfloat16")
 
 
-def scores_bytes(case: Case) -> int:
+def scores_bytes(case):
     """Return the bytes of a score matrix, in float32 at least."""
     item = 8 if case.dtype == "float64" else 4
     return case.batch * case.heads * case.n_queries * case.n_keys * item
 
 
-def dense_reason(case: Case) -> str | None:
+def dense_reason(case):
     """Return why a peer cannot run a case whose masks it takes only as N x N matrices, which no runner makes."""
     if case.mask not in (None, "full", "causal") or case.bias:
         return "takes a mask only as an N x N matrix"
     return None
 
 
-def is_causal(case: Case) -> bool:
+def is_causal(case):
     """Return whether a case is causal, by a band or by a mask."""
     return case.causal or case.mask == "causal"
 
 
-def through_autograd(
-    case: Case, attention: Callable[..., Any], operands: tuple[Any, ...], to_heads: Callable[[Any], Any] = lambda x: x
-) -> Bound:
+def through_autograd(case, attention, operands, to_heads=lambda x: x):
     """Bind a differentiable PyTorch function.
 
     Parameters
@@ -116,14 +113,14 @@ def through_autograd(
 
     q, k, v, do = operands
 
-    def convert(found: Any) -> dict[str, Any]:
+    def convert(found):
         return names(case.direction, map(to_heads, found))
 
     if case.direction == "forward":
         return Bound(lambda: attention(q, k, v), lambda o: convert([o]))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
-    def both() -> Any:
+    def both():
         o = attention(*leaves)
         return o.detach(), *torch.autograd.grad(o, leaves, do)
 

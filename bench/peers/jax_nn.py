@@ -1,13 +1,9 @@
 """``jax.nn.dot_product_attention``: XLA's attention in float32, cuDNN's through JAX in 16 bits."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
-from typing import Any
 
-from bench.cases import TOGETHER, Case
-from bench.inputs import Inputs
+from bench.cases import TOGETHER
 from bench.peers.base import Bound, Runner, dense_reason, half, is_causal, names, scores_bytes
 
 __all__ = ["Jax"]
@@ -20,7 +16,7 @@ class Jax(Runner):
 
     name = "jax"
 
-    def unsupported_reason(self, case: Case) -> str | None:
+    def unsupported_reason(self, case):
         if importlib.util.find_spec("jax") is None:
             return "jax is not installed"
         if reason := dense_reason(case):
@@ -37,7 +33,7 @@ class Jax(Runner):
             return f"would make score matrices of {scores_bytes(case) >> 30} GiB each"
         return None
 
-    def bind(self, case: Case, inputs: Inputs) -> Bound:
+    def bind(self, case, inputs):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch and CuPy live on the device too
         import jax
 
@@ -50,10 +46,10 @@ class Jax(Runner):
             "implementation": "cudnn" if half(case) and inputs.q.is_cuda else "xla",
         }
 
-        def attention(q: Any, k: Any, v: Any) -> Any:
+        def attention(q, k, v):
             return jax.nn.dot_product_attention(q, k, v, **options)
 
-        def both(q: Any, k: Any, v: Any, do: Any) -> Any:
+        def both(q, k, v, do):
             o, back = jax.vjp(attention, q, k, v)
             return o, *back(do)
 
@@ -73,7 +69,7 @@ class Jax(Runner):
         )
 
 
-def _as_torch(array: Any) -> Any:
+def _as_torch(array):
     """Return a (B, H, N, d) tensor over a (B, N, H, d) array's memory."""
     import torch
 

@@ -1,13 +1,10 @@
 """cuattn itself, through its public functions: on PyTorch tensors, or on CuPy or NumPy arrays over their memory."""
 
-from __future__ import annotations
-
 import importlib
-from typing import Any
 
 from bench.beside import ALIAS
-from bench.cases import TOGETHER, Case
-from bench.inputs import DROPOUT_STATE, Inputs
+from bench.cases import TOGETHER
+from bench.inputs import DROPOUT_STATE
 from bench.mask_samples import column_mask
 from bench.peers.base import Bound, Runner, names
 
@@ -29,21 +26,21 @@ class Ours(Runner):
 
     compile_seconds = 2.0
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         package, _, self._way = name.partition("-")
         self.name, self.ours = name, package == "cuattn"
         self._package = "cuattn" if self.ours else ALIAS
 
-    def unsupported_reason(self, case: Case) -> str | None:
+    def unsupported_reason(self, case):
         if self._way == "band" and case.mask not in BANDS:
             return "only for masks that are bands"
         if self._way == "attention" and case.direction != "forward":
             return "gives o alone, which no backward follows"
         return None
 
-    def options(self, case: Case, inputs: Inputs) -> dict[str, Any]:
+    def options(self, case, inputs):
         """Return the keyword arguments that `forward` and `backward` share."""
-        options: dict[str, Any] = {}
+        options = {}
         band = self._way == "band"
         if case.causal or (band and case.mask == "causal"):
             options["is_causal"] = True
@@ -64,13 +61,13 @@ class Ours(Runner):
             options["kernel"] = self._way
         return options
 
-    def bind(self, case: Case, inputs: Inputs) -> Bound:
+    def bind(self, case, inputs):
         cuattn = self._import()
         options = self.options(case, inputs)
         q, k, v, do = self._arrays(inputs, inputs.q, inputs.k, inputs.v, inputs.do)
         drawn = {"rng": cuattn.RNGState(*DROPOUT_STATE)} if case.dropout else {}
 
-        def convert(found: Any) -> dict[str, Any]:
+        def convert(found):
             return names(case.direction, [_as_torch(x) for x in found])
 
         if self._way == "attention":
@@ -81,7 +78,7 @@ class Ours(Runner):
         exact = {"deterministic": True} if case.deterministic else {}
         plan = _plan(cuattn, q, k, v, direction="backward", **options, **drawn, **exact)
 
-        def both() -> Any:
+        def both():
             fwd = cuattn.forward(q, k, v, **options, **drawn)
             return fwd.o, *cuattn.backward(do, q, k, v, fwd, **options, **exact)[:3]
 
@@ -90,10 +87,10 @@ class Ours(Runner):
         fwd = cuattn.forward(q, k, v, **options, **drawn)
         return Bound(lambda: cuattn.backward(do, q, k, v, fwd, **options, **exact), lambda x: convert(x[:3]), plan=plan)
 
-    def _import(self, module: str = "") -> Any:
+    def _import(self, module=""):
         return importlib.import_module(f"{self._package}.{module}".rstrip("."))
 
-    def _arrays(self, inputs: Inputs, *tensors: Any) -> list[Any]:
+    def _arrays(self, inputs, *tensors):
         """Return the tensors, or CuPy or NumPy arrays over their memory (bfloat16 goes there as integers)."""
         if inputs.q.is_cuda and self._way != "cupy":
             return list(tensors)
@@ -107,7 +104,7 @@ class Ours(Runner):
         ]
 
 
-def _as_torch(array: Any) -> Any:
+def _as_torch(array):
     """Return a tensor over an array's memory."""
     import ml_dtypes
     import numpy as np
@@ -120,7 +117,7 @@ def _as_torch(array: Any) -> Any:
     return torch.from_dlpack(array)
 
 
-def _plan(package: Any, *operands: Any, **options: Any) -> str:
+def _plan(package, *operands, **options):
     """Return the printed plan; a plan that fails must not keep the call itself from being measured."""
     try:
         return str(package.plan(*operands, **options))

@@ -1,15 +1,10 @@
 """``torch.nn.functional.scaled_dot_product_attention`` on each of its backends, and document by document."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from bench.cases import Case
-from bench.inputs import Inputs
-from bench.peers.base import Bound, Runner, dense_reason, is_causal, scores_bytes, through_autograd
+from bench.peers.base import Runner, dense_reason, is_causal, scores_bytes, through_autograd
 
 __all__ = ["BACKENDS", "Documents", "Sdpa"]
 
@@ -32,11 +27,11 @@ class Sdpa(Runner):
     ``"sdpa-dense"``, which is meant for the host, makes one.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.name = name
         self._member, self._dtypes, self._largest = BACKENDS[name]
 
-    def unsupported_reason(self, case: Case) -> str | None:
+    def unsupported_reason(self, case):
         if self.name != "sdpa-dense" and (reason := dense_reason(case)):
             return reason
         if case.dtype not in self._dtypes:
@@ -51,13 +46,11 @@ class Sdpa(Runner):
             return f"would make score matrices of {scores_bytes(case) >> 30} GiB each"
         return None
 
-    def bind(self, case: Case, inputs: Inputs) -> Bound:
+    def bind(self, case, inputs):
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        options: dict[str, Any] = dict(
-            is_causal=is_causal(case), dropout_p=case.dropout, enable_gqa=case.heads != case.kv_heads
-        )
+        options = dict(is_causal=is_causal(case), dropout_p=case.dropout, enable_gqa=case.heads != case.kv_heads)
         if self.name == "sdpa-dense":
             options |= _dense(inputs)
 
@@ -75,7 +68,7 @@ class Sdpa(Runner):
             bound = through_autograd(case, attention, operands)
         return replace(bound, scope=scope)
 
-    def close(self) -> None:
+    def close(self):
         import torch
 
         torch.use_deterministic_algorithms(False)
@@ -86,12 +79,12 @@ class Documents(Runner):
 
     name = "sdpa-documents"
 
-    def unsupported_reason(self, case: Case) -> str | None:
+    def unsupported_reason(self, case):
         if case.mask not in ("document", "causal_document") or case.batch > 1:
             return "loops over the documents of one sequence"
         return None
 
-    def bind(self, case: Case, inputs: Inputs) -> Bound:
+    def bind(self, case, inputs):
         import torch
 
         lengths = list(inputs.samples[0].lengths)
@@ -106,7 +99,7 @@ class Documents(Runner):
         return through_autograd(case, attention, (inputs.q, inputs.k, inputs.v, inputs.do))
 
 
-def _dense(inputs: Inputs) -> dict[str, Any]:
+def _dense(inputs):
     """Return the mask and the bias of a problem as PyTorch's ``attn_mask``."""
     import torch
 

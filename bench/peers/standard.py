@@ -1,11 +1,6 @@
 """Standard attention, the papers' algorithms 0 and 3, every step an operation of its own: in PyTorch, and in NumPy."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from bench.cases import TOGETHER, Case
-from bench.inputs import Inputs
+from bench.cases import TOGETHER
 from bench.peers.base import Bound, Runner, names, scores_bytes, through_autograd
 
 __all__ = ["Formula", "Standard"]
@@ -18,7 +13,7 @@ class Standard(Runner):
 
     name = "standard"
 
-    def unsupported_reason(self, case: Case) -> str | None:
+    def unsupported_reason(self, case):
         if case.mask is not None or case.causal or case.bias:
             return "written without masks"
         if case.heads != case.kv_heads:
@@ -27,12 +22,12 @@ class Standard(Runner):
             return f"would make score matrices of {scores_bytes(case) >> 31} GiB each"
         return None
 
-    def bind(self, case: Case, inputs: Inputs) -> Bound:
+    def bind(self, case, inputs):
         import torch
 
         scale = case.head_dim**-0.5
 
-        def attention(q: Any, k: Any, v: Any) -> Any:
+        def attention(q, k, v):
             weights = torch.softmax(scale * q @ k.transpose(-2, -1), dim=-1)
             return torch.nn.functional.dropout(weights, case.dropout) @ v
 
@@ -44,31 +39,31 @@ class Formula(Standard):
 
     name = "numpy"
 
-    def unsupported_reason(self, case: Case) -> str | None:
+    def unsupported_reason(self, case):
         if case.dropout or case.dtype == "bfloat16":
             return "three lines of NumPy have no dropout and no bfloat16"
         return super().unsupported_reason(case)
 
-    def bind(self, case: Case, inputs: Inputs) -> Bound:
+    def bind(self, case, inputs):
         import numpy as np
         import torch
 
         q, k, v, do = (x.numpy() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
         scale = np.asarray(case.head_dim**-0.5, q.dtype)
 
-        def forward() -> tuple[Any, Any]:
+        def forward():
             s = scale * (q @ k.swapaxes(-1, -2))
             p = np.exp(s - s.max(axis=-1, keepdims=True))
             p /= p.sum(axis=-1, keepdims=True)
             return p @ v, p
 
-        def backward(o: Any, p: Any) -> tuple[Any, ...]:
+        def backward(o, p):
             dv = p.swapaxes(-1, -2) @ do
             dp = do @ v.swapaxes(-1, -2)
             ds = scale * p * (dp - (do * o).sum(axis=-1, keepdims=True))
             return ds @ k, ds.swapaxes(-1, -2) @ q, dv
 
-        def both() -> tuple[Any, ...]:
+        def both():
             o, p = forward()
             return o, *backward(o, p)
 

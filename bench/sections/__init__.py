@@ -5,8 +5,6 @@ GPU (`bench.redraw`).  ``SECTIONS`` is the README's order.  The tables of those 
 ``bench/results/tables.md``; the README shows their figure and their ``summary(frame)``, a sentence or two.
 """
 
-from __future__ import annotations
-
 SECTIONS = (
     "peers", "behind", "dense", "flashmask", "gpt2", "lengths", "block_size", "block_sparse", "traffic", "loop_order",
     "sparsity", "mask_memory", "same_bits", "training", "denoise", "kernel_profiles",

@@ -3,8 +3,6 @@
 The figures come from the rows; ``bench/NOTES.md`` says what was tried against each group, and what comes next.
 """
 
-from __future__ import annotations
-
 import pandas as pd
 
 from bench import report
@@ -24,7 +22,7 @@ SINGLE = {
 }
 
 
-def group(line: pd.Series) -> str:
+def group(line):
     """Return the kind of a case, in words: what it computes that others do not."""
     if line.get("problem.deterministic") is True:
         return "deterministic gradients"
@@ -37,7 +35,7 @@ def group(line: pd.Series) -> str:
     return f"{line['direction']}, d {line['problem.head_dim']:.0f}, {masks}"
 
 
-def text(frame: pd.DataFrame) -> str:
+def text(frame):
     """Return the table, the groups in which it is furthest behind first."""
     found = report.lines(frame).dropna(subset="ratio")
     found = found.assign(group=found.apply(group, axis=1))

@@ -1,9 +1,5 @@
 """Runtime and bytes against the block size."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pandas as pd
 
 from bench import report
@@ -14,7 +10,7 @@ COMMAND = "python -m bench.block_size"
 HEAD = ["query rows in a block", "ms", "GB into the multiprocessors", "GB, Q + 2 T_r (K, V)", "GB of device memory"]
 
 
-def _found(frame: pd.DataFrame) -> pd.DataFrame:
+def _found(frame):
     """Return milliseconds and gigabytes by block size: ms, entered, expected, device memory."""
     rows = report.of_table(frame, "block-size").sort_values("problem.block_m")
     hbm = rows["counters.hbm_read"] + rows["counters.hbm_write"]
@@ -23,13 +19,13 @@ def _found(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"block": rows["problem.block_m"].astype(int), "ms": rows["ms"], **gigabytes})
 
 
-def text(frame: pd.DataFrame) -> str:
+def text(frame):
     """Return the table."""
     about = "The forward of the problem above on the portable kernel.  Larger blocks read the keys fewer times."
     return f"{about}\n\n{table(_found(frame).set_axis(HEAD, axis=1))}"
 
 
-def summary(frame: pd.DataFrame) -> str:
+def summary(frame):
     """Return what changes with the block size."""
     found = _found(frame).set_index("block")
     ms, best = found["ms"], found["ms"].idxmin()
@@ -44,7 +40,7 @@ def summary(frame: pd.DataFrame) -> str:
     )
 
 
-def figure(frame: pd.DataFrame) -> Any:
+def figure(frame):
     """Draw time and bytes."""
     found = _found(frame).set_index("block")
     drawn, axes = panels(2, 4.2, 3.2)

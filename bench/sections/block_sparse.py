@@ -1,9 +1,5 @@
 """Block-sparse runtime against density."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pandas as pd
 
 from bench import report
@@ -15,24 +11,24 @@ COMMAND = "python -m bench.block_sparse"
 DIRECTIONS = ("forward", "backward")
 
 
-def _found(frame: pd.DataFrame) -> pd.DataFrame:
+def _found(frame):
     """Return milliseconds by density and direction, the densest first."""
     rows = report.of_table(frame, "block-sparse")
     found = rows.pivot_table(index="density", columns="runner", values="ms").sort_index(ascending=False)
     return found.rename(columns=lambda runner: runner.removeprefix("cuattn-"))[list(DIRECTIONS)]
 
 
-def text(frame: pd.DataFrame) -> str:
+def text(frame):
     """Return the table."""
     found = _found(frame)
-    cells: dict[str, Any] = {"density s": [f"{s:g}" for s in found.index]}
+    cells = {"density s": [f"{s:g}" for s in found.index]}
     for way in DIRECTIONS:
         cells |= {f"{way}, ms": found[way].array, f"{way}, of dense": (found[way] / found[way].iloc[0]).array}
     about = "4096 tokens, 256 heads in all, head dimension 64, float16, random 128 x 128 blocks."
     return f"{about}\n\n{table(pd.DataFrame(cells))}"
 
 
-def summary(frame: pd.DataFrame) -> str:
+def summary(frame):
     """Return the line through the times, and its lower end."""
     found = _found(frame)
     fits = {way: fit(1 - found.index.to_numpy(), found[way]) for way in DIRECTIONS}
@@ -45,7 +41,7 @@ def summary(frame: pd.DataFrame) -> str:
     )
 
 
-def figure(frame: pd.DataFrame) -> Any:
+def figure(frame):
     """Draw time against density, and the line of proportion."""
     found = _found(frame)
     drawn, (axis,) = panels(1, 5.0, 3.4)

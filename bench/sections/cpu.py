@@ -1,9 +1,5 @@
 """The CPU backend: beside PyTorch and the NumPy formula, its time under a mask, its memory."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pandas as pd
 
@@ -17,7 +13,7 @@ RIVALS = {"sdpa-dense": "PyTorch", "sdpa-documents": "PyTorch by document", "num
 EXTRA_MS = 0.1  # what a call may cost beyond the formula
 
 
-def _pairs(frame: pd.DataFrame) -> pd.DataFrame:
+def _pairs(frame):
     """Return, per case and runner of ours, its milliseconds and each rival's time over its own, turn by turn."""
     lines = []
     for _, rows in report.of_table(frame, *TABLES).groupby("case", sort=False):
@@ -28,14 +24,12 @@ def _pairs(frame: pd.DataFrame) -> pd.DataFrame:
                 for runner, label in RIVALS.items()
                 if runner in samples and len(samples[runner]) == len(samples[ours])
             }
-            ms = np.median(samples[ours]) / 1e3
-            lines.append(
-                {"case": case, "runner": ours, **rows.iloc[0][["table", "label", "direction"]], "ms": ms, **times}
-            )
+            about = rows.iloc[0][["case", "table", "label", "direction"]]
+            lines.append({**about, "runner": ours, "ms": np.median(samples[ours]) / 1e3, **times})
     return pd.DataFrame(lines)
 
 
-def text(frame: pd.DataFrame) -> str:
+def text(frame):
     """Return the table: a line per case and function of ours."""
     found = _pairs(frame)
     label = found["label"] + ", " + found["direction"] + ", " + found["runner"].map(name)
@@ -48,13 +42,13 @@ def text(frame: pd.DataFrame) -> str:
     return f"{about}\n\n{table(lines)}"
 
 
-def summary(frame: pd.DataFrame) -> str:
+def summary(frame):
     """Return the paragraph of the README."""
     found = _pairs(frame)
     return "  ".join(filter(None, [*_beside(found), _small(found), _visible(frame), _memory(frame)]))
 
 
-def _beside(found: pd.DataFrame) -> list[str]:
+def _beside(found):
     """Say how many times PyTorch's speed cuattn has, without and with masks."""
     masked = ~found["label"].str.contains("full")
     said = []
@@ -71,7 +65,7 @@ def _beside(found: pd.DataFrame) -> list[str]:
     return said
 
 
-def _small(found: pd.DataFrame) -> str:
+def _small(found):
     """Say how far small problems are above the formula and its allowance."""
     small = found[(found["table"] == "cpu-small") & (found["runner"] != "cuattn-cpu")]
     if not len(small) or "NumPy formula" not in small:
@@ -84,7 +78,7 @@ def _small(found: pd.DataFrame) -> str:
     )
 
 
-def _visible(frame: pd.DataFrame) -> str:
+def _visible(frame):
     """Say what share of its unmasked time cuattn takes under a mask, beside the share of visible tiles."""
     rows = report.of_table(frame, "cpu-visible").query("direction == 'forward'")
     said = []
@@ -100,12 +94,12 @@ def _visible(frame: pd.DataFrame) -> str:
     return f"{about}: {'; '.join(said)}." if said else ""
 
 
-def _memory(frame: pd.DataFrame) -> str:
+def _memory(frame):
     rows = report.of_table(frame, "cpu-memory")
     return f"Extra memory at N = 16384 is {rows['bytes_per_thread'].max() / 1e6:.0f} MB a thread." if len(rows) else ""
 
 
-def figure(frame: pd.DataFrame) -> Any:
+def figure(frame):
     """Draw the seconds of both under every mask."""
     rows = report.of_table(frame, "cpu")
     drawn, axes = panels(2, 4.8, 3.6)

@@ -1,7 +1,5 @@
 """Denoising a photograph."""
 
-from __future__ import annotations
-
 import pandas as pd
 
 from bench import report
@@ -13,7 +11,7 @@ WHERE = {"cuattn-cupy": "GPU", "cuattn-numpy": "CPU", "keops": "KeOps, GPU"}
 HEAD = ["search", "billion pairs", "seconds", "PSNR before, dB", "after, dB"]
 
 
-def text(frame: pd.DataFrame) -> str:
+def text(frame):
     """Return the table."""
     rows = report.of_table(frame, "denoise")
     lines = []

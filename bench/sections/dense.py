@@ -1,9 +1,6 @@
 """Without a mask: the sweep of the FlashAttention papers, 16K tokens, from 1K to 16K in a sequence."""
 
-from __future__ import annotations
-
 import statistics
-from typing import Any
 
 import pandas as pd
 
@@ -17,7 +14,7 @@ DIRECTIONS = ("forward", "backward")
 PEAK = 798  # TFLOP/s of a bfloat16 matrix product of 8192^3 on an H200
 
 
-def _found(frame: pd.DataFrame) -> pd.DataFrame:
+def _found(frame):
     """Return the lines with their shape in words, by direction, d, N."""
     found = report.lines(frame[frame["table"] == "dense"])
     kind = found["problem.causal"].map({True: "causal", False: "full"})
@@ -27,12 +24,12 @@ def _found(frame: pd.DataFrame) -> pd.DataFrame:
     return found.assign(d=d, n=n, shape=shape, short=short).sort_values(["d", "problem.causal", "n"])
 
 
-def _rates(found: pd.DataFrame, index: str) -> pd.DataFrame:
+def _rates(found, index):
     rates = pd.DataFrame(list(found["rates"]), index=found[index])
     return rates[ours_first(rates)]
 
 
-def text(frame: pd.DataFrame) -> str:
+def text(frame):
     """Return the table: a line per shape, TFLOP/s of each runner in both directions."""
     found = _found(frame)
     rates = {way: _rates(found[found["direction"] == way], "shape") for way in DIRECTIONS}
@@ -43,7 +40,7 @@ def text(frame: pd.DataFrame) -> str:
     return f"16K tokens, hidden size 2048, bfloat16.\n\n{table(joined.rename_axis('TFLOP/s').reset_index())}"
 
 
-def summary(frame: pd.DataFrame) -> str:
+def summary(frame):
     """Return in how many shapes cuattn is ahead, and the shape in which it is furthest behind."""
     said = ["16K tokens, hidden size 2048, bfloat16."]
     for way, group in _found(frame).dropna(subset="ratio").groupby("direction", sort=False):
@@ -56,7 +53,7 @@ def summary(frame: pd.DataFrame) -> str:
     return "  ".join(said)
 
 
-def figure(frame: pd.DataFrame) -> Any:
+def figure(frame):
     """Draw dots of TFLOP/s under the line of the peak, a panel per direction and head dimension."""
     groups = [
         (f"{way}, head dimension {d}", _rates(group, "short"))

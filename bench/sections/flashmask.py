@@ -1,9 +1,6 @@
 """The FlashMask paper's tables 4 to 9: milliseconds, TFLOP/s and sparsity of twelve masks, and its figure 5."""
 
-from __future__ import annotations
-
 import statistics
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,7 +15,7 @@ HEAD = ["method, mask", "FW ms", "BW ms", "total ms", "FW TFLOP/s", "BW TFLOP/s"
 KEYS = ["d", "n", "runner", "mask"]
 
 
-def _found(frame: pd.DataFrame) -> pd.DataFrame:
+def _found(frame):
     """Return a line per d, N, runner and mask of which both directions are there: ms, flops, rates, total."""
     rows = frame[frame["table"].str.startswith("masks-") & frame["ms"].notna()]
     kind = pd.Categorical(rows["problem.mask"], KINDS, ordered=True)
@@ -30,13 +27,13 @@ def _found(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({**both, "total": total, "rho": wide["rho", "forward"]}).reset_index()
 
 
-def _titled(found: pd.DataFrame) -> Any:
+def _titled(found):
     """Yield the title and the lines of each table, d 128 first."""
     for (d, n), group in sorted(found.groupby(["d", "n"]), key=lambda item: (-item[0][0], item[0][1])):
         yield f"{n // 1024}K tokens", d, group
 
 
-def text(frame: pd.DataFrame) -> str:
+def text(frame):
     """Return the tables in the paper's form."""
     parts = []
     for title, d, group in _titled(_found(frame)):
@@ -51,7 +48,7 @@ def text(frame: pd.DataFrame) -> str:
     return "\n\n".join(parts)
 
 
-def ratios(frame: pd.DataFrame) -> pd.DataFrame:
+def ratios(frame):
     """Return, by table and mask, cuattn's total rate over that of the fastest rival."""
     found = {}
     for title, d, group in _titled(_found(frame)):
@@ -61,7 +58,7 @@ def ratios(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def summary(frame: pd.DataFrame) -> str:
+def summary(frame):
     """Return, per table, what cuattn reaches and how it stands beside the fastest rival of each mask."""
     against = ratios(frame)
     ours = {f"{title}, d {d}": group.query("runner == 'cuattn'") for title, d, group in _titled(_found(frame))}
@@ -79,7 +76,7 @@ def summary(frame: pd.DataFrame) -> str:
     return "\n\n".join(filter(None, [about, table(pd.DataFrame(lines)), left_out(frame)]))
 
 
-def left_out(frame: pd.DataFrame) -> str:
+def left_out(frame):
     """Say which of the twelve masks a table of masks lacks; nothing where all of them were measured."""
     rows = frame[frame["table"].str.startswith("masks-") & (frame["ours"] == True) & frame["ms"].notna()]  # noqa: E712
     if not len(rows):
@@ -92,7 +89,7 @@ def left_out(frame: pd.DataFrame) -> str:
     )
 
 
-def figure(frame: pd.DataFrame) -> Any:
+def figure(frame):
     """Draw the ratio to the fastest rival as a map, a column per table, a line per mask."""
     found = ratios(frame)
     drawn, (axis,) = panels(1, 3.2 + 0.95 * len(found.columns), 4.8)

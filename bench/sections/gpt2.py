@@ -1,9 +1,5 @@
 """GPT-2 medium's attention: runtime, operations, bytes."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pandas as pd
 
 from bench import report
@@ -16,7 +12,7 @@ PAPER = "The paper's A100: standard 41.7 ms and 40.3 GB, FlashAttention 7.3 ms a
 VALUES = {"ms": "ms", "GB": "GB of device memory traffic"}
 
 
-def _found(frame: pd.DataFrame) -> pd.DataFrame:
+def _found(frame):
     """Return ms and GB by runner (cuattn first), and dropout: columns ("ms", 0.0) and so on."""
     rows = report.of_table(frame, "gpt2", "gpt2-bytes")
     if "counters.hbm_read" in rows:
@@ -26,7 +22,7 @@ def _found(frame: pd.DataFrame) -> pd.DataFrame:
     return found.loc[ours_first(rows["runner"])]
 
 
-def text(frame: pd.DataFrame) -> str:
+def text(frame):
     """Return the table."""
     found = _found(frame)
     p = report.of_table(frame, "gpt2").iloc[0]
@@ -42,7 +38,7 @@ def text(frame: pd.DataFrame) -> str:
     return f"{about}\n\n{table(pd.DataFrame(cells))}\n\n{said}".rstrip()
 
 
-def _standing(found: pd.DataFrame, what: str) -> str:
+def _standing(found, what):
     """Say how cuattn's time, or bytes, compares with the best rival's."""
     parts = []
     for dropout in found:
@@ -55,7 +51,7 @@ def _standing(found: pd.DataFrame, what: str) -> str:
     return f"cuattn's {what}: {', '.join(parts)}." if parts else ""
 
 
-def figure(frame: pd.DataFrame) -> Any:
+def figure(frame):
     """Draw bars of time and bytes, without and with dropout."""
     found = _found(frame)
     drawn, axes = panels(2, 5.0, 3.2)

@@ -1,7 +1,5 @@
 """Profiles of the kernels."""
 
-from __future__ import annotations
-
 import pandas as pd
 
 from bench import report
@@ -13,7 +11,7 @@ SHARES = {f"{unit}_pct": f"{unit} %" for unit in ("tensor", "issue")}
 SHARES |= {"l2_pct": "L2 %", "dram_pct": "DRAM %", "occupancy_pct": "occupancy %"}
 
 
-def text(frame: pd.DataFrame) -> str:
+def text(frame):
     """Return the table: the longest kernel of every call."""
     lines = []
     for row in report.of_table(frame, "profile").to_dict("records"):

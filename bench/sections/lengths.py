@@ -1,9 +1,5 @@
 """Runtime and memory against the length of the sequence."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pandas as pd
 
 from bench import report
@@ -13,7 +9,7 @@ TITLE = "Runtime and memory from 128 to 64K tokens (FlashAttention, figure 3)"
 COMMAND = "python -m bench.lengths"
 
 
-def _found(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
+def _found(frame):
     """Return milliseconds and megabytes by length and runner."""
     rows = report.of_table(frame, "lengths")
     rows = rows.assign(n=rows["problem.n_keys"].astype(int), MB=rows["peak_bytes"] / 1e6)
@@ -21,7 +17,7 @@ def _found(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     return {unit: rows.pivot_table(index="n", columns="runner", values=unit)[order] for unit in ("ms", "MB")}
 
 
-def text(frame: pd.DataFrame) -> str:
+def text(frame):
     """Return the table."""
     found = _found(frame)
     parts = [found[unit].rename(columns=lambda runner, unit=unit: f"{name(runner)}, {unit}") for unit in found]
@@ -30,7 +26,7 @@ def text(frame: pd.DataFrame) -> str:
     return f"{about}\n\n{table(lines)}"
 
 
-def summary(frame: pd.DataFrame) -> str:
+def summary(frame):
     """Return the longest length at which standard attention runs, the longest of all, and where a rival is faster."""
     found = _found(frame)
     ms, mb = found["ms"], found["MB"]
@@ -56,7 +52,7 @@ def summary(frame: pd.DataFrame) -> str:
     return "  ".join(parts)
 
 
-def figure(frame: pd.DataFrame) -> Any:
+def figure(frame):
     """Draw both against the length."""
     drawn, axes = panels(2)
     labels = ("ms, forward and backward", "MB at the peak, beyond the inputs")

@@ -1,9 +1,5 @@
 """Which loop outside: bytes and time."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pandas as pd
 
 from bench import report
@@ -12,15 +8,10 @@ from bench.style import curves, legend, name, panels, table
 TITLE = "Does swapping the loops win? (the lecture's open question)"
 COMMAND = "python -m bench.loop_order"
 RUNNERS = ("cuattn-sm80", "keys-outside", "keys-outside-o16", "queries-outside")
-COLUMNS = {
-    "hbm": "GB counted",
-    "expected": "GB by the algorithm",
-    "lecture": "GB by the lecture's formula",
-    "ms": "ms",
-}
+COLUMNS = {"hbm": "GB counted", "expected": "GB by the algorithm", "lecture": "GB by the lecture's formula", "ms": "ms"}
 
 
-def _found(frame: pd.DataFrame) -> pd.DataFrame:
+def _found(frame):
     """Return the rows with their gigabytes: counted, by the algorithm, by the lecture's formula."""
     rows = report.of_table(frame, "loop-order")
     hbm = (rows["counters.hbm_read"] + rows["counters.hbm_write"]) / 1e9
@@ -28,12 +19,12 @@ def _found(frame: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(hbm=hbm, expected=expected, lecture=rows["lecture"] / 1e9)
 
 
-def _wide(frame: pd.DataFrame, value: str) -> pd.DataFrame:
+def _wide(frame, value):
     """Return one value by problem and runner."""
     return _found(frame).pivot_table(index="label", columns="runner", values=value, sort=False)
 
 
-def text(frame: pd.DataFrame) -> str:
+def text(frame):
     """Return the table."""
     found = _found(frame)
     place = found["runner"].map(RUNNERS.index)
@@ -48,7 +39,7 @@ def text(frame: pd.DataFrame) -> str:
     return f"{about}\n\n{table(lines)}"
 
 
-def summary(frame: pd.DataFrame) -> str:
+def summary(frame):
     """Return the answer, as the rows give it."""
     ms, moved = _wide(frame, "ms"), _wide(frame, "hbm")
     swapped = ms["keys-outside-o16"] / ms["queries-outside"]
@@ -60,13 +51,13 @@ def summary(frame: pd.DataFrame) -> str:
     return (
         f"{answer}: with one block per head and the same inner code in both, keys outside takes {swapped.min():.1f} to "
         f"{swapped.max():.1f} times the time of queries outside, and moves {fewer.min():.1f} to {fewer.max():.1f} "
-        f"times the bytes.  What algorithm 1 moves is counted within {off:.1%} of what its lines say.  Query blocks need "
+        f"times the bytes.  Algorithm 1 is counted within {off:.1%} of what its lines say.  Query blocks need "
         f"nothing from each other: side by side they can share keys in the L2 cache; cuattn's portable kernel, which "
         f"works so, is {beside.min():.1f} to {beside.max():.1f} times as fast as queries outside."
     )
 
 
-def figure(frame: pd.DataFrame) -> Any:
+def figure(frame):
     """Draw dots of bytes and time per problem."""
     drawn, axes = panels(2, 5.2, 3.8)
     for axis, value, label in zip(axes, ("hbm", "ms"), ("GB of device memory", "ms, forward"), strict=True):

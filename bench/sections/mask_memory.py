@@ -1,9 +1,5 @@
 """A mask's memory against the length."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pandas as pd
 
 from bench import report
@@ -13,7 +9,7 @@ TITLE = "A mask's memory (FlashMask, figure 4b)"
 COMMAND = "python -m bench.mask_memory"
 
 
-def _found(frame: pd.DataFrame) -> pd.DataFrame:
+def _found(frame):
     """Return megabytes by length: ours, dense, and the dense ones that were really allocated."""
     rows = report.of_table(frame, "figure-4b")
     rows = rows.assign(n=rows["problem.n"].astype(int), MB=rows["mask_bytes"] / 1e6)
@@ -23,7 +19,7 @@ def _found(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"ours": wide["MB", "cuattn-column"].astype(float), "dense": dense, "seen": seen})
 
 
-def text(frame: pd.DataFrame) -> str:
+def text(frame):
     """Return the table."""
     found = _found(frame)
     counted = found["seen"].isna().map({True: " (counted)", False: ""})
@@ -36,14 +32,14 @@ def text(frame: pd.DataFrame) -> str:
     return f"{about}\n\n{table(pd.DataFrame(lines))}"
 
 
-def summary(frame: pd.DataFrame) -> str:
+def summary(frame):
     """Return the longest."""
     last = _found(frame).iloc[-1]
     long = f"At {last.name // 1024}K tokens a column mask takes {last['ours']:.0f} MB with all its tables"
     return f"{long}; a dense one would take {last['dense'] / 1e3:.0f} GB."
 
 
-def figure(frame: pd.DataFrame) -> Any:
+def figure(frame):
     """Draw both."""
     found = _found(frame)
     drawn, (axis,) = panels(1, 5.0, 3.4)

@@ -1,10 +1,7 @@
 """All tables beside all peers, in one line each: the mean and the worst ratio to the best peer."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
-from typing import Any
 
 import pandas as pd
 
@@ -31,13 +28,13 @@ ABOUT = {
 }
 
 
-def _found(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame, pd.Series]]:
+def _found(frame):
     """Return what each table is about, its lines, and the ratios by short label, where there are any."""
     found = [(key, lines, lines.set_index("short")["ratio"].dropna()) for key, lines, _ in report.tables(frame)]
     return [(f"{ABOUT.get(key[0], key[0])}, {key[1]}", lines, ratios) for key, lines, ratios in found if len(ratios)]
 
 
-def text(frame: pd.DataFrame) -> str:
+def text(frame):
     """Return one line per table and direction."""
     wrong = set(frame.loc[(frame["status"] == "wrong") & frame["ours"], "case"])
     rows = []
@@ -60,7 +57,7 @@ def text(frame: pd.DataFrame) -> str:
     return "\n\n".join(filter(None, [intro, table(lines.replace("", "–")), note, left_out(frame), _determinism(frame)]))
 
 
-def figure(frame: pd.DataFrame) -> Any:
+def figure(frame):
     """Draw the ratio of every case, a line per table and direction: right of 1 cuattn is faster."""
     found = _found(frame)
     drawn, (axis,) = panels(1, 8.0, 0.7 + 0.27 * len(found))
@@ -80,7 +77,7 @@ def figure(frame: pd.DataFrame) -> Any:
     return drawn
 
 
-def _determinism(frame: pd.DataFrame) -> str:
+def _determinism(frame):
     """Return what reproducible gradients cost each runner."""
     tables = [lines for (table, _), lines, _ in report.tables(frame) if table == "deterministic"]
     costs = pd.DataFrame([case for lines in tables for case in report.costs_of_determinism(lines).values()])

@@ -1,7 +1,5 @@
 """Column masks and dense masks, bit for bit."""
 
-from __future__ import annotations
-
 import pandas as pd
 
 from bench import report
@@ -12,7 +10,7 @@ COMMAND = "python -m bench.same_bits"
 RESULTS = {f"same.{key}": key for key in ("o", "l", "m", "dq", "dk", "dv")} | {"same_flags": "as flags"}
 
 
-def text(frame: pd.DataFrame) -> str:
+def text(frame):
     """Return the table: how many of the twelve masks agree, per kernel."""
     lines, notes = [], []
     for runner, group in report.of_table(frame, "same-bits").groupby("runner", sort=False):

@@ -1,10 +1,5 @@
 """Latency against a mask's sparsity."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pandas as pd
 
 from bench import report
@@ -16,7 +11,7 @@ COMMAND = "python -m bench.sparsity"
 SHADES = dict(zip(KINDS, (OURS, WORSE, "#f2a65a"), strict=True))
 
 
-def _found(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, dict[str, float]]]:
+def _found(frame):
     """Yield, per kind of mask, its rows and the line through them."""
     rows = report.of_table(frame, "figure-4a")
     for kind in KINDS:
@@ -25,7 +20,7 @@ def _found(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, dict[str, f
             yield kind, group, fit(group["rho"], group["ms"])
 
 
-def text(frame: pd.DataFrame) -> str:
+def text(frame):
     """Return the table of fits."""
     lines = [
         {
@@ -44,7 +39,7 @@ def text(frame: pd.DataFrame) -> str:
     return f"{about}\n\n{table(pd.DataFrame(lines))}"
 
 
-def figure(frame: pd.DataFrame) -> Any:
+def figure(frame):
     """Draw every sample and the fitted lines."""
     drawn, (axis,) = panels(1, 5.4, 3.8)
     for kind, group, line in _found(frame):

@@ -1,9 +1,5 @@
 """Bytes against the papers' theorems."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pandas as pd
 
@@ -22,7 +18,7 @@ SHOWN = (1024, 4096)  # tokens of standard attention in the table
 HEAD = ["", "block", "GB into the multiprocessors", "GB by the algorithm", "GB of device memory"]
 
 
-def _found(frame: pd.DataFrame, *studies: str, **wanted: Any) -> pd.DataFrame:
+def _found(frame, *studies, **wanted):
     """Return the rows of studies in gigabytes, ``hbm``, ``entered``, ``expected``; only those with wanted values."""
     rows = report.of_table(frame, *studies)
     columns = {key.removeprefix("problem."): rows[key] for key in rows if key.startswith("problem.")}
@@ -42,7 +38,7 @@ def _found(frame: pd.DataFrame, *studies: str, **wanted: Any) -> pd.DataFrame:
     return found.sort_values(["n"], kind="stable") if wanted else found
 
 
-def text(frame: pd.DataFrame) -> str:
+def text(frame):
     """Return the table."""
     lines = []
     for study, label in STUDIES.items():
@@ -61,7 +57,7 @@ def text(frame: pd.DataFrame) -> str:
     return f"{about}\n\n{table(pd.DataFrame(lines, columns=HEAD))}"
 
 
-def summary(frame: pd.DataFrame) -> str:
+def summary(frame):
     """Return how far the counts are from the algorithms."""
     found = _found(frame, "theorem-2", "proposition-4", "beyond-l2").dropna(subset="expected")
     off, most = (found["entered"] / found["expected"] - 1).abs().max(), (found["hbm"] / found["entered"]).max()
@@ -72,7 +68,7 @@ def summary(frame: pd.DataFrame) -> str:
     )
 
 
-def _backward(frame: pd.DataFrame) -> str:
+def _backward(frame):
     """Return how the backward's counts stand to algorithm 4."""
     found = _found(frame, "theorem-5").dropna(subset="expected")
     said = [
@@ -90,7 +86,7 @@ def _backward(frame: pd.DataFrame) -> str:
     )
 
 
-def _standard(frame: pd.DataFrame) -> str:
+def _standard(frame):
     """Return how many times cuattn's bytes standard attention moves to and from device memory, forward and backward."""
     shares = {}
     for study in ("theorem-2", "theorem-5"):
@@ -101,7 +97,7 @@ def _standard(frame: pd.DataFrame) -> str:
     return f"  At 4,096 tokens standard attention moves more to and from it: {said} as much." if said else ""
 
 
-def figure(frame: pd.DataFrame) -> Any:
+def figure(frame):
     """Draw forward and backward against N, block sizes, densities, one long head; a panel each that has rows."""
     parts = [
         *(

@@ -1,9 +1,5 @@
 """A small Llama trained on packed documents, three ways to mask."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pandas as pd
 
@@ -22,7 +18,7 @@ LABELS = {
 SHADES = dict(zip(LABELS, map(colour, ("cuattn", "standard", "cudnn", "cuattn-sm80")), strict=True))
 
 
-def _found(frame: pd.DataFrame) -> pd.DataFrame:
+def _found(frame):
     """Return a row per variant, with its losses and how far they are from the first one's at each step."""
     found = report.of_table(frame, "training").drop_duplicates("runner", keep="last").set_index("runner")
     found = found.loc[[runner for runner in LABELS if runner in found.index]]
@@ -30,7 +26,7 @@ def _found(frame: pd.DataFrame) -> pd.DataFrame:
     return found.assign(apart=apart, GB=found.get("peak_bytes", np.nan) / 1e9)
 
 
-def text(frame: pd.DataFrame) -> str:
+def text(frame):
     """Return the table."""
     found = _found(frame)
     first = found.loc[FIRST]
@@ -52,7 +48,7 @@ def text(frame: pd.DataFrame) -> str:
     return f"{about}\n\n{table(pd.DataFrame(lines))}"
 
 
-def figure(frame: pd.DataFrame) -> Any:
+def figure(frame):
     """Draw how far the losses are from the first variant's, and the speeds."""
     found = _found(frame)
     drawn, axes = panels(2, 4.8, 3.2)
