@@ -49,7 +49,8 @@ def available(folder=RESULTS, names=SECTIONS):
         section = importlib.import_module(f"bench.sections.{name}")
         files = getattr(section, "FILES", (name,))
         runs, frame = report.read(path for file in files if (path := folder / f"{file}.json").exists())
-        if len(frame) and (frame["status"] == "ok").any() and section.text(frame).count("\n|") > 1:
+        mine = frame[frame["table"].str.startswith(getattr(section, "PREFIX", ""))] if len(frame) else frame
+        if len(mine) and (mine["status"] == "ok").any() and section.text(frame).count("\n|") > 1:
             yield Shown(name, section, runs, frame)
 
 

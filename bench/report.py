@@ -9,6 +9,7 @@ enters no ratio.
 import argparse
 import itertools
 import json
+import math
 import statistics
 from pathlib import Path
 
@@ -50,7 +51,8 @@ def of_table(frame, *tables):
     """Return the rows of some tables that succeeded, without the columns that none of them has."""
     if not len(frame):
         return frame
-    return frame[frame["table"].isin(tables) & (frame["status"] == "ok")].dropna(axis="columns", how="all")
+    found = frame[frame["table"].isin(tables) & (frame["status"] == "ok")]
+    return found.dropna(axis="columns", how="all") if len(found) else found
 
 
 def lines(frame):
@@ -85,9 +87,9 @@ def _line(rows):
     pick = min if lower else max
     best = "cuattn" if "cuattn" in mine else pick(mine, key=rates.get, default="")
     rival = pick(rivals, key=rates.get, default="")
-    ratio = rates[best] / rates[rival] if best and rival else None
+    ratio = rates[best] / rates[rival] if best and rival else math.nan
     found = {"run": run, "unit": unit, "rates": rates, "best": best, "rivals": rivals, "rival": rival}
-    return {**rows.iloc[0], **found, "ratio": 1 / ratio if lower and ratio else ratio}
+    return {**rows.iloc[0], **found, "ratio": 1 / ratio if lower else ratio}
 
 
 def tables(frame):

@@ -159,7 +159,7 @@ def run(name, suite, arguments):
         cases = [x for x in select([table], arguments.directions) if harness.matches(x.name, arguments.only)]
         points += comparison.points(cases, runners)
         calls += [(runner, case) for case in cases for runner in runners]
-    if arguments.compile:
+    if arguments.compile and not arguments.list:
         _compile(calls, comparison)
         return 0
     harness.run(arguments, points, options)

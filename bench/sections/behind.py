@@ -53,4 +53,4 @@ def text(frame):
         "Every case in which a rival was more than half a percent faster in the same run.  `bench/NOTES.md` says what "
         "was tried against each, and what comes next."
     )
-    return f"{about}\n\n{table(pd.DataFrame([row[1:] for row in sorted(rows)], columns=head))}"
+    return f"{about}\n\n{table(pd.DataFrame([row[1:] for row in sorted(rows, key=lambda row: row[0])], columns=head))}"

@@ -9,7 +9,7 @@ from bench.style import QUIET, curves, legend, name, ours_first, panels, table
 
 TITLE = "Full and causal attention, d 64 to 256 (as in the FlashAttention papers)"
 COMMAND = "python -m bench.hopper --tables dense"
-FILES = ("hopper",)
+FILES, PREFIX = ("hopper",), "dense"
 DIRECTIONS = ("forward", "backward")
 PEAK = 798  # TFLOP/s of a bfloat16 matrix product of 8192^3 on an H200
 

@@ -10,7 +10,7 @@ from bench.style import name, ours_first, panels, table
 
 TITLE = "Twelve masks (FlashMask, tables 4 to 9, figure 5)"
 COMMAND = "python -m bench.hopper --tables masks-8k masks-32k masks-128k masks-8k-d64 masks-32k-d64 masks-128k-d64"
-FILES = ("hopper",)
+FILES, PREFIX = ("hopper",), "masks-"
 HEAD = ["method, mask", "FW ms", "BW ms", "total ms", "FW TFLOP/s", "BW TFLOP/s", "total TFLOP/s", "sparsity"]
 KEYS = ["d", "n", "runner", "mask"]
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bench.tile_sizes import BACKWARD_TILES, TILES, backward_plan, plan, portable_tile
+from bench.internals import BACKWARD_TILES, TILES, backward_plan, plan, portable_tile
 from cuattn.cuda.tiles import Card
 from cuattn.problem import validate
 
