@@ -93,7 +93,7 @@ def figure(frame):
     """Draw the ratio to the fastest rival as a map, a column per table, a line per mask."""
     found = ratios(frame)
     drawn, (axis,) = panels(1, 3.2 + 0.95 * len(found.columns), 4.8)
-    axis.imshow(np.log2(found), cmap="RdBu", vmin=-1, vmax=1, aspect="auto")
+    axis.imshow(np.log2(found), cmap="RdBu", vmin=-1.5, vmax=1.5, aspect="auto")
     axis.grid(visible=False)
     for (row, column), ratio in np.ndenumerate(found):
         if ratio > 0:
