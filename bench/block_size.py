@@ -33,7 +33,7 @@ def forward(xp, shape, block_m):
     q, k, v = harness.random_arrays(xp, 3, shape, xp.float16)
     if block_m is None:
         return lambda: cuattn.forward(q, k, v)
-    tile = TILES[shape[-1]][block_m]
+    tile = TILES[block_m]
 
     def call():
         with portable_tile(tile):
@@ -52,7 +52,7 @@ def counted(name):
 @functools.lru_cache(maxsize=1)
 def traffic():
     """Count all calls in one process."""
-    names = [str(block_m) for block_m in TILES[SHAPE[-1]]]
+    names = [str(block_m) for block_m in TILES]
     return {name: counters.total(kernels) for name, kernels in counters.count("bench.block_size", names).items()}
 
 
@@ -67,7 +67,7 @@ def measure(block_m, seconds):
         raise ValueError(f"blocks of {block_m} rows give another result, {far:.2g} away")
     return {
         **harness.timed(call, "cuda", seconds),
-        "problem": {"shape": SHAPE, "block_m": block_m, "tile": TILES[SHAPE[-1]][block_m]._asdict()},
+        "problem": {"shape": SHAPE, "block_m": block_m, "tile": TILES[block_m]._asdict()},
         "expected_l2_to_sm": expected(SHAPE, block_m),
         "counters": traffic()[str(block_m)],
     }
@@ -84,7 +84,7 @@ def points(arguments):
     """Return what is measured."""
     if arguments.device == "cpu":
         return [one(f"{STUDY}/cpu/forward", "cuattn-cpu", measure_host, arguments.seconds)]
-    return [one(f"{STUDY}/B{block}/forward", RUNNER, measure, block, arguments.seconds) for block in TILES[SHAPE[-1]]]
+    return [one(f"{STUDY}/B{block}/forward", RUNNER, measure, block, arguments.seconds) for block in TILES]
 
 
 if __name__ == "__main__":

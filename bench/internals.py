@@ -2,36 +2,27 @@
 
 import contextlib
 import functools
-from importlib import import_module
 from pathlib import Path
+from unittest import mock
 
 from cuattn import dispatch
-from cuattn.cuda import backward_plan, choice, source
 from cuattn.cuda import compile as compiler
-from cuattn.cuda.backward_plan import BackwardTile
-from cuattn.cuda.tiles import Tile
+from cuattn.cuda import source
+from cuattn.cuda.sm80 import backward_plan, forward_plan
+from cuattn.cuda.sm80.tiles import BackwardTile, BackwardTiles, Tile
 
-__all__ = ["BACKWARD_TILES", "TILES", "portable_tile", "study_kernel", "study_text"]
+__all__ = ["BACKWARD_TILES", "TILES", "nvrtc_version", "portable_tile", "study_kernel", "study_text"]
 
-plan = import_module("cuattn.cuda.plan")  # `cuattn.cuda.plan` is a function
 STUDIES = Path(__file__).resolve().parent / "studies"
+nvrtc_version = compiler.nvrtc_version
 
-# Head dimension -> query rows -> a tile that fits in registers and shared memory of an H200.
+# Query rows -> a tile for 64 dimensions that fits in registers and shared memory of an H200.
 TILES = {
-    64: {
-        16: Tile(16, 64, 1, 2, 1),
-        32: Tile(32, 64, 2, 2, 1),
-        64: Tile(64, 64, 4, 2, 1),
-        128: Tile(128, 64, 4, 2, 2),
-        256: Tile(256, 64, 8, 2, 1),
-    },
-    128: {
-        16: Tile(16, 64, 1, 2, 1),
-        32: Tile(32, 64, 2, 2, 1),
-        64: Tile(64, 64, 4, 2, 1),
-        128: Tile(128, 64, 8, 2, 1),
-        256: Tile(256, 32, 8, 2, 1),
-    },
+    16: Tile(16, 64, 1, 2, 1),
+    32: Tile(32, 64, 2, 2, 1),
+    64: Tile(64, 64, 4, 2, 1),
+    128: Tile(128, 64, 4, 2, 2),
+    256: Tile(256, 64, 8, 2, 1),
 }
 
 # Keys -> a tile of the backward's key kernel, for 64 dimensions of 16 bits.
@@ -44,25 +35,24 @@ BACKWARD_TILES = {
 
 @contextlib.contextmanager
 def portable_tile(tile):
-    """Let the portable forward or backward use `tile`; plans and launch records made before are forgotten."""
-    chosen, table = plan.forward_tile, backward_plan._TILES
+    """Let the portable forward or backward use `tile`; plans and launch sequences made before are forgotten."""
     if isinstance(tile, Tile):
-        plan.forward_tile = lambda *_: tile
+        changed = mock.patch.object(forward_plan, "forward_tile", lambda *_: tile)
     else:
-        backward_plan._TILES = ((0, 2, 64, (tile,) * 4), *table)
+        tiles = BackwardTiles(tile, tile, tile, tile)
+        changed = mock.patch.object(backward_plan, "backward_tiles", lambda *_: tiles)
     _forget()
     try:
-        yield
+        with changed:
+            yield
     finally:
-        plan.forward_tile, backward_plan._TILES = chosen, table
         _forget()
 
 
 def _forget():
-    plan.forward_plan.cache_clear()
+    forward_plan.forward_plan.cache_clear()
     backward_plan.backward_plan.cache_clear()
-    choice._records.clear()
-    dispatch._slot.cache_clear()
+    dispatch._known.cache_clear()
 
 
 @functools.lru_cache(maxsize=64)

@@ -111,12 +111,13 @@ def environment(device, handed=None, options=None):
             versions[name] = metadata.version(name)
     gpu = device == "cuda"
     if gpu:
-        import cupy
         import torch
+
+        from bench.internals import nvrtc_version
 
         versions["cuda"] = str(torch.version.cuda)
         versions["cudnn"] = str(torch.backends.cudnn.version())
-        versions["nvrtc"] = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+        versions["nvrtc"] = nvrtc_version()
     commit, trees = sources(handed)
     return {
         "device": torch.cuda.get_device_name(0) if gpu else _processor(),

@@ -24,6 +24,7 @@ from cuattn.errors import (
 )
 from cuattn.masks import BlockMask, ColumnMask
 from cuattn.plans import Plan
+from cuattn.problem import Origin
 from cuattn.results import Forward, Gradients
 from cuattn.rng import RNGState
 
@@ -39,6 +40,7 @@ __all__ = [
     "Forward",
     "Gradients",
     "MaskError",
+    "Origin",
     "Plan",
     "RNGState",
     "ShapeError",

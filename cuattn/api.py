@@ -2,49 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
 from cuattn import dispatch
-from cuattn.errors import ArgumentError, DtypeError
+from cuattn.dispatch import Call
+from cuattn.errors import ArgumentError, DtypeError, shown
 from cuattn.plans import Plan
-from cuattn.problem import unpack_part
+from cuattn.problem import OPERATIONS, Options, Origin, unpack_part
 from cuattn.results import Forward, Gradients
 from cuattn.rng import RNGState
 
 __all__ = ["attention", "backward", "forward", "merge", "plan"]
 
+ArrayT = TypeVar("ArrayT")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    /,
-    *,
-    mask: Any = None,
-    bias: Any = None,
-    is_causal: bool | str = False,
-    window: tuple | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout_p: float = 0.0,
-    rng: int | RNGState | np.random.Generator | None = None,
-    enable_gqa: bool = False,
-    precision: str | None = None,
-    kernel: str | None = None,
-) -> Any:
-    """Compute exact attention, ``softmax(scale * q @ k.T + bias) @ v``, without ever making a score matrix.
-
-    Parameters
-    ----------
-    q : array, (..., Hq, Nq, d) or (Nq, d), float16 | bfloat16 | float32 | float64
-        Queries.  NumPy, CuPy, PyTorch, JAX or any other DLPack array; the result is of the same kind.
+_SHARED = {
+    "operands": """q : array, (..., Hq, Nq, d) or (Nq, d), float16 | bfloat16 | float32 | float64
+        Queries.  NumPy, CuPy, PyTorch, JAX or any other DLPack array; results are of the same kind.
     k : array, (..., Hkv, Nk, d) or (Nk, d)
         Keys, of q's dtype.
     v : array, (..., Hkv, Nk, dv) or (Nk, dv)
-        Values, of q's dtype.  Leading axes broadcast as in :func:`numpy.matmul`.
-    mask : bool array | ColumnMask | BlockMask, optional
+        Values, of q's dtype.  Leading axes broadcast as in :func:`numpy.matmul`.""",
+    "mask": """mask : bool array | ColumnMask | BlockMask | AllOf, optional
         Which keys each query may see (True = attend), broadcast to (..., Hq, Nq, Nk); see :mod:`cuattn.masks`.
         Mask, ``is_causal`` and ``window`` combine by AND.
     bias : array, optional
@@ -60,27 +43,73 @@ def attention(
     softcap : float, optional
         Cap the scores softly: ``s = softcap * tanh(s / softcap)``, before bias and mask.
     dropout_p : float, default 0
-        Probability of dropping each attention weight, 0 <= dropout_p < 1.
-    rng : int, RNGState, numpy.random.Generator or None, optional
-        Where dropout's random numbers come from; None draws a fresh seed.  See :mod:`cuattn.rng`.
-    enable_gqa : bool, default False
+        Probability of dropping each attention weight, 0 <= dropout_p < 1.""",
+    "rng": """rng : int, RNGState, numpy.random.Generator or None, optional
+        Where dropout's random numbers come from; None draws a fresh seed.  See :mod:`cuattn.rng`.""",
+    "kernel": """enable_gqa : bool, default False
         Allow grouped heads: Hq a multiple of Hkv, query head h reads key/value head ``h // (Hq / Hkv)``.
     precision : {None, "tf32"}, optional
         "tf32" permits a backend to compute float32 products with TF32 inputs.
     kernel : {None, "cpu", "sm80", "sm90"}, optional
         The kernel family; None lets the plan choose.
+    origin : Origin, optional
+        Where the call's part stands in a larger problem that is computed in parts; see :class:`Origin`.""",
+    "errors": """ShapeError, DtypeError, ArgumentError, MaskError
+        When an argument does not fit; the message names it, its value and what was expected.
+    UnsupportedError
+        When the backend cannot do what was asked, or a gradient would be lost in silence: of a PyTorch tensor that
+        requires grad while grad mode is on, or of a JAX tracer.""",
+}
+
+
+def _public(function: Function) -> Function:
+    """Fill the paragraphs that the public functions share into a docstring, and keep PyTorch's compiler out."""
+    for name, text in _SHARED.items():
+        function.__doc__ = (function.__doc__ or "").replace(f"<{name}>", text)
+    return function
+
+
+@_public
+def attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    /,
+    *,
+    mask: Any = None,
+    bias: ArrayT | None = None,
+    is_causal: bool | str = False,
+    window: tuple | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    rng: int | RNGState | np.random.Generator | None = None,
+    enable_gqa: bool = False,
+    precision: str | None = None,
+    kernel: str | None = None,
+    origin: Origin | None = None,
+    out: ArrayT | None = None,
+) -> ArrayT:
+    """Compute exact attention, ``softmax(scale * q @ k.T + bias) @ v``, without ever making a score matrix.
+
+    Parameters
+    ----------
+    <operands>
+    <mask>
+    <rng>
+    <kernel>
+    out : array, optional
+        Where o goes: of o's shape and dtype and q's kind and device, writable, with any strides, sharing no memory
+        with an operand.  Not for JAX.
 
     Returns
     -------
     o : array, (..., Hq, Nq, dv)
-        The output, in q's dtype and kind.  A row that sees no key is 0.
+        The output, in q's dtype and kind; `out` if it was given.  A row that sees no key is 0.
 
     Raises
     ------
-    ShapeError, DtypeError, ArgumentError, MaskError
-        When an argument does not fit; the message names it, its value and what was expected.
-    UnsupportedError
-        When the backend cannot do what was asked, or a gradient would be lost (see Notes).
+    <errors>
 
     See Also
     --------
@@ -89,9 +118,8 @@ def attention(
 
     Notes
     -----
-    Extra memory is O(Nq).  Automatic differentiation is explicit: a PyTorch tensor that requires grad, or a JAX
-    tracer, is refused; wrap :func:`forward` and :func:`backward` in a ``torch.autograd.Function`` or a
-    ``jax.custom_vjp``.
+    Extra memory is O(Nq).  Automatic differentiation is explicit: wrap :func:`forward` and :func:`backward` in a
+    ``torch.autograd.Function`` or a ``jax.custom_vjp``.
 
     References
     ----------
@@ -104,27 +132,21 @@ def attention(
     >>> cuattn.attention(q, q, q, is_causal=True).shape
     (2, 4, 16)
     """
-    results, _ = dispatch.compute(
-        "forward",
-        {"q": q, "k": k, "v": v, "bias": bias, "mask": mask},
-        {
-            "is_causal": is_causal, "window": window, "scale": scale, "softcap": softcap, "dropout_p": dropout_p,
-            "enable_gqa": enable_gqa, "precision": precision, "kernel": kernel, "out_dtype": None,
-        },
-        rng,
-        statistics=False,
-    )  # fmt: skip
+    options = Options(is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, None, False, False)
+    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": None}
+    results, _ = dispatch.compute(Call(OPERATIONS["forward"], arrays, mask, options, rng, origin, out))
     return results[0]
 
 
+@_public
 def forward(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
     /,
     *,
     mask: Any = None,
-    bias: Any = None,
+    bias: ArrayT | None = None,
     is_causal: bool | str = False,
     window: tuple | None = None,
     scale: float | None = None,
@@ -135,15 +157,21 @@ def forward(
     precision: str | None = None,
     kernel: str | None = None,
     out_dtype: Any = None,
+    origin: Origin | None = None,
+    out: tuple | None = None,
 ) -> Forward:
     """Compute exact attention and keep what a backward pass or a merge needs.
 
     Parameters
     ----------
-    q, k, v, mask, bias, is_causal, window, scale, softcap, dropout_p, rng, enable_gqa, precision, kernel : various
-        As in :func:`attention`.
+    <operands>
+    <mask>
+    <rng>
+    <kernel>
     out_dtype : dtype, optional
         float32 keeps o unrounded, for :func:`merge`; by default q's dtype.
+    out : (o, l, m), optional
+        Arrays to fill, as :func:`attention`'s; None in place of one is a new array.
 
     Returns
     -------
@@ -152,8 +180,12 @@ def forward(
 
     Raises
     ------
-    CuattnError
-        As :func:`attention`.
+    <errors>
+
+    See Also
+    --------
+    backward : takes the result.
+    merge : combines results over disjoint keys.
 
     References
     ----------
@@ -167,28 +199,25 @@ def forward(
     >>> fwd.l, fwd.m
     (array([4., 4., 4., 4.], dtype=float32), array([4., 4., 4., 4.], dtype=float32))
     """
-    results, state = dispatch.compute(
-        "forward",
-        {"q": q, "k": k, "v": v, "bias": bias, "mask": mask},
-        {
-            "is_causal": is_causal, "window": window, "scale": scale, "softcap": softcap, "dropout_p": dropout_p,
-            "enable_gqa": enable_gqa, "precision": precision, "kernel": kernel, "out_dtype": out_dtype,
-        },
-        rng,
-    )  # fmt: skip
+    options = Options(
+        is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, out_dtype, False, True
+    )
+    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": None}
+    results, state = dispatch.compute(Call(OPERATIONS["forward"], arrays, mask, options, rng, origin, out))
     return Forward(*results, state)
 
 
+@_public
 def backward(
-    do: Any,
-    q: Any,
-    k: Any,
-    v: Any,
+    do: ArrayT,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
     fwd: Any,
     /,
     *,
     mask: Any = None,
-    bias: Any = None,
+    bias: ArrayT | None = None,
     is_causal: bool | str = False,
     window: tuple | None = None,
     scale: float | None = None,
@@ -198,6 +227,10 @@ def backward(
     precision: str | None = None,
     kernel: str | None = None,
     deterministic: bool = False,
+    out_dtype: Any = None,
+    dlse: ArrayT | None = None,
+    origin: Origin | None = None,
+    out: tuple | None = None,
 ) -> Gradients:
     """Compute the gradients of attention, recomputing the scores from q, k and the forward's statistics.
 
@@ -205,24 +238,33 @@ def backward(
     ----------
     do : array, (..., Hq, Nq, dv)
         Gradient with respect to o, of q's dtype.
-    q, k, v : array
-        The forward's operands.
+    <operands>
     fwd : Forward
-        The forward's result, or any ``(o, l, m, rng_state)``: merged over shards, say.
-    mask, bias, is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel : various
-        The forward's arguments, see :func:`attention`.  Dropout is replayed from ``fwd.rng_state``.
+        The forward's result, or any ``(o, l, m, rng_state)``: merged over shards, say.  Dropout is replayed from its
+        ``rng_state``.
+    <mask>
+    <kernel>
     deterministic : bool, default False
         Make the gradients bitwise reproducible.
+    out_dtype : dtype, optional
+        float32 keeps the gradients unrounded, for sums over shards; by default each has its operand's dtype.
+    dlse : array, (..., Hq, Nq), float32 | float64, optional
+        Gradient with respect to lse, where it is used beside o.
+    out : (dq, dk, dv) or (dq, dk, dv, dbias), optional
+        Arrays to fill, as :func:`attention`'s; None in place of one is a new array.
 
     Returns
     -------
     Gradients
-        ``(dq, dk, dv, dbias)``, each of its operand's shape and dtype; dbias is None without a bias.
+        ``(dq, dk, dv, dbias)``, each of its operand's shape; dbias is None without a bias.
 
     Raises
     ------
-    CuattnError
-        As :func:`attention`.
+    <errors>
+
+    See Also
+    --------
+    forward : computes `fwd`.
 
     Notes
     -----
@@ -244,19 +286,15 @@ def backward(
     if not isinstance(fwd, (tuple, list)) or len(fwd) != 4:
         raise DtypeError(f"fwd is {type(fwd).__name__}; expected a Forward, or any (o, l, m, rng_state)")
     o, l, m, state = fwd
-    results, _ = dispatch.compute(
-        "backward",
-        {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "do": do, "fwd.o": o, "fwd.l": l, "fwd.m": m},
-        {
-            "is_causal": is_causal, "window": window, "scale": scale, "softcap": softcap, "dropout_p": dropout_p,
-            "enable_gqa": enable_gqa, "precision": precision, "kernel": kernel, "deterministic": deterministic,
-        },
-        state,
-    )  # fmt: skip
+    options = Options(
+        is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, out_dtype, deterministic, True
+    )
+    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": None, "do": do, "o": o, "l": l, "m": m, "dlse": dlse}
+    results, _ = dispatch.compute(Call(OPERATIONS["backward"], arrays, mask, options, state, origin, out))
     return Gradients(*results)
 
 
-def merge(*parts: Forward) -> Forward:
+def merge(*parts: Forward, out: tuple | None = None) -> Forward:
     """Combine forwards over disjoint sets of keys into the forward over their union.
 
     Parameters
@@ -264,6 +302,8 @@ def merge(*parts: Forward) -> Forward:
     *parts : Forward
         Results of :func:`forward` for the same queries; shapes and dtypes agree.  Parts with o in float32
         (``out_dtype=numpy.float32``) lose nothing on the way.
+    out : (o, l, m), optional
+        Arrays to fill, as :func:`attention`'s; None in place of one is a new array.
 
     Returns
     -------
@@ -278,11 +318,16 @@ def merge(*parts: Forward) -> Forward:
     ShapeError, DtypeError
         When parts do not agree.
 
+    See Also
+    --------
+    Origin : gives each part its place, for causality, windows and dropout.
+
     Notes
     -----
     Commutative, and associative up to rounding; an empty row is the identity.  With m = max(m_a, m_b),
     l = l_a exp(m_a - m) + l_b exp(m_b - m) and o = (o_a l_a exp(m_a - m) + o_b l_b exp(m_b - m)) / l: the update
-    of FlashAttention, algorithm 1, lines 11 and 12.
+    of FlashAttention, algorithm 1, lines 11 and 12.  Gradients follow part by part: :func:`backward` with the merged
+    o, l and m and that part's keys, rng_state and origin.
 
     Examples
     --------
@@ -302,17 +347,18 @@ def merge(*parts: Forward) -> Forward:
         raise ArgumentError("merge got no parts; expected at least one Forward")
     states = [part[3] for part in unpacked]
     state = states[0] if all(other is states[0] or dispatch.same_state(other, states[0]) for other in states) else None
-    return Forward(*dispatch.merge(named), state)
+    return Forward(*dispatch.merge(named, out), state)
 
 
+@_public
 def plan(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
     /,
     *,
     mask: Any = None,
-    bias: Any = None,
+    bias: ArrayT | None = None,
     is_causal: bool | str = False,
     window: tuple | None = None,
     scale: float | None = None,
@@ -322,6 +368,7 @@ def plan(
     enable_gqa: bool = False,
     precision: str | None = None,
     kernel: str | None = None,
+    origin: Origin | None = None,
     out_dtype: Any = None,
     deterministic: bool = False,
     direction: str = "forward",
@@ -330,14 +377,16 @@ def plan(
 
     Parameters
     ----------
-    q, k, v, mask, bias, is_causal, window, scale, softcap, dropout_p, rng, enable_gqa : various
-        As in :func:`forward`.
-    precision, kernel, out_dtype : various
-        As in :func:`forward`.
-    deterministic : bool
+    <operands>
+    <mask>
+    <rng>
+    <kernel>
+    out_dtype : dtype, optional
+        As in :func:`forward` and :func:`backward`.
+    deterministic : bool, default False
         As in :func:`backward`.
     direction : {"forward", "backward"}
-        Which of the two to plan.
+        Which operation to plan.
 
     Returns
     -------
@@ -346,8 +395,7 @@ def plan(
 
     Raises
     ------
-    CuattnError
-        What the call itself would raise.
+    <errors>
 
     Examples
     --------
@@ -356,17 +404,10 @@ def plan(
     >>> cuattn.plan(q, q, q).kernel
     'cpu'
     """
-    if direction not in ("forward", "backward"):
-        raise ArgumentError(f"direction is {direction!r}; expected 'forward' or 'backward'")
-    if isinstance(rng, np.random.Generator):
-        rng = None  # planning draws nothing
-    return dispatch.plan(
-        direction,
-        {"q": q, "k": k, "v": v, "bias": bias, "mask": mask},
-        {
-            "is_causal": is_causal, "window": window, "scale": scale, "softcap": softcap, "dropout_p": dropout_p,
-            "enable_gqa": enable_gqa, "precision": precision, "kernel": kernel, "out_dtype": out_dtype,
-            "deterministic": deterministic,
-        },
-        rng,
-    )  # fmt: skip
+    if not isinstance(direction, str) or direction not in OPERATIONS:
+        raise ArgumentError(f"direction is {shown(direction)}; expected {' or '.join(map(repr, OPERATIONS))}")
+    options = Options(
+        is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, out_dtype, deterministic, True
+    )
+    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": None}
+    return dispatch.plan(Call(OPERATIONS[direction], arrays, mask, options, rng, origin, whole=False))

@@ -5,6 +5,8 @@ user would expect in its place, so existing ``except ValueError`` clauses keep w
 argument, its value and what was expected.
 """
 
+import reprlib
+
 __all__ = [
     "ArgumentError",
     "CompileError",
@@ -13,6 +15,7 @@ __all__ = [
     "MaskError",
     "ShapeError",
     "UnsupportedError",
+    "shown",
 ]
 
 
@@ -42,3 +45,35 @@ class UnsupportedError(CuattnError, NotImplementedError):
 
 class CompileError(CuattnError, RuntimeError):
     """A CUDA kernel could not be compiled or loaded; the message holds the compiler's log."""
+
+
+_WRITER = reprlib.Repr()
+_WRITER.maxtuple = _WRITER.maxlist = _WRITER.maxdict = 10
+_WRITER.maxstring = _WRITER.maxother = _WRITER.maxlong = 80
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """Write a value for an error message, on one line.
+
+    Parameters
+    ----------
+    value : object
+        What a caller passed; its repr may be megabytes long, or raise.
+    limit : int, default 80
+        The most characters to write.
+
+    Returns
+    -------
+    text : str
+        The beginning of its repr.
+
+    Examples
+    --------
+    >>> shown(1.5), shown("x" * 200, 12)
+    ('1.5', "'xxxxx ... '")
+    """
+    try:
+        text = " ".join(_WRITER.repr(value).split())
+    except Exception:  # a foreign object whose repr raises
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= limit else f"{text[: limit - 6]} ... {text[-1]}"

@@ -35,8 +35,8 @@ and a kept value is scaled by ``65536 / (65536 - T)``: the expectation is exact 
 really used, T / 65536.
 
 **Limits.** 0 <= seed < 2**64; offset, b, i and j lie in [0, 2**32); 0 <= T < 65536 (T = 65536 would keep
-nothing and divide by zero).  The kernels need the row and key offsets of a shard to be multiples of 16; the
-definition, and this module, do not.
+nothing and divide by zero).  The kernels need the rows and keys of a shard to begin at multiples of 16, each run of
+them where there are several; the definition does not.
 
 **Vectors.** seed 0x0123456789abcdef, offset 5, b 3: draw(0, 0) = 0x2443, (0, 1) = 0x18e9, (0, 8) = 0x03b0,
 (8, 0) = 0x93ad, (9, 9) = 0x4603, (1000, 131071) = 0xdedb.
@@ -54,15 +54,28 @@ import numpy as np
 
 from cuattn.errors import ArgumentError, DtypeError
 
-__all__ = ["LEVELS", "ROUNDS", "RNGState", "draws", "keep", "philox4x32", "resolve", "threshold"]
+__all__ = [
+    "BLOCK",
+    "LEVELS",
+    "ROUNDS",
+    "RNGState",
+    "draws",
+    "keep",
+    "keep_blocks",
+    "philox4x32",
+    "recorded",
+    "resolve",
+    "round_keys",
+    "threshold",
+]
 
 ROUNDS = 7
 LEVELS = 65536  # a draw has 16 bits
+BLOCK = 16  # rows and keys of the block whose 256 elements 32 calls cover
 
 _MULTIPLIER_0, _MULTIPLIER_2 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_WEYL_0, _WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
-_BLOCK = 16  # rows and keys of the block whose 256 elements 32 calls cover
 
 
 class RNGState(NamedTuple):
@@ -80,6 +93,35 @@ class RNGState(NamedTuple):
 
     seed: int
     offset: int = 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The two words of Philox's key, the lower one first."""
+        return self.seed & 0xFFFFFFFF, self.seed >> 32
+
+
+def round_keys(key, rounds=ROUNDS):
+    """Return the key of each round of Philox4x32.
+
+    Parameters
+    ----------
+    key : sequence of 2 int or ndarray of uint64
+        The words of the key, lowest first, each below 2**32.
+    rounds : int, default 7
+        Number of rounds.
+
+    Returns
+    -------
+    keys : list of (int, int) or of (ndarray, ndarray)
+        The words (k[0], k[1]) that each round takes, in the type of `key`.
+
+    Examples
+    --------
+    >>> [(hex(low), hex(high)) for low, high in round_keys(RNGState(42).key, 2)]
+    [('0x2a', '0x0'), ('0x9e3779e3', '0xbb67ae85')]
+    """
+    low, high = key
+    return [((low + r * _WEYL_0) & 0xFFFFFFFF, (high + r * _WEYL_1) & 0xFFFFFFFF) for r in range(rounds)]
 
 
 def philox4x32(counter, key, rounds=10):
@@ -107,12 +149,11 @@ def philox4x32(counter, key, rounds=10):
     # Words live in 64 bits so that a product is one multiplication.  Only what the rounds have mixed takes the
     # broadcast shape: with a column of rows and a row of keys, the first two rounds cost next to nothing.
     x0, x1, x2, x3 = (np.asarray(word, dtype=np.uint64) & _LOW for word in counter)
-    k0, k1 = (np.asarray(word, dtype=np.uint64) & _LOW for word in key)
-    for _ in range(rounds):
+    key = [np.asarray(word, dtype=np.uint64) & _LOW for word in key]
+    for k0, k1 in round_keys(key, rounds):
         product_0, product_2 = x0 * _MULTIPLIER_0, x2 * _MULTIPLIER_2
         x0, x1 = (product_2 >> _HALF) ^ (x1 ^ k0), product_2 & _LOW
         x2, x3 = (product_0 >> _HALF) ^ (x3 ^ k1), product_0 & _LOW
-        k0, k1 = (k0 + _WEYL_0) & _LOW, (k1 + _WEYL_1) & _LOW
     words = np.empty((4, *np.broadcast_shapes(x0.shape, x1.shape, x2.shape, x3.shape)), np.uint32)
     for w, x in enumerate((x0, x1, x2, x3)):
         words[w] = x
@@ -186,8 +227,8 @@ def draws(state, b, rows, keys):
     array([[49562, 37579, 24177, 47116],
            [ 3573, 32026, 17201, 20192]], dtype=uint16)
     """
-    words, crop = _words(state, b, rows, keys)
-    return _unfold(words.view("<u2"))[crop]
+    (row_blocks, crop_rows), (key_blocks, crop_keys) = _around("rows", rows), _around("keys", keys)
+    return _unfold(_words(state, b, row_blocks, key_blocks))[crop_rows, crop_keys]
 
 
 def keep(state, T, b, row_range, key_range):
@@ -218,11 +259,74 @@ def keep(state, T, b, row_range, key_range):
     array([[1, 1, 0, 1],
            [0, 0, 0, 0]])
     """
-    if not 0 <= T < LEVELS:
-        raise ArgumentError(f"T = {T!r}: expected a threshold with 0 <= T < {LEVELS}")
-    words, crop = _words(state, b, row_range, key_range)
-    # Comparing before unfolding moves bytes instead of 16-bit words.
-    return _unfold(words.view("<u2") >= np.uint16(T))[crop]
+    (row_blocks, crop_rows), (key_blocks, crop_keys) = _around("rows", row_range), _around("keys", key_range)
+    return _keep(state, T, b, row_blocks, key_blocks)[crop_rows, crop_keys]
+
+
+def keep_blocks(state, T, b, row_blocks, key_blocks):
+    """Decide which elements of a tile made of blocks from anywhere in the whole problem dropout keeps.
+
+    Parameters
+    ----------
+    state, T, b : RNGState, int, int
+        As in :func:`keep`.
+    row_blocks, key_blocks : array_like of int, (I,), (J,)
+        The index in the whole problem of the first of each 16 rows, and of each 16 keys; multiples of 16.
+
+    Returns
+    -------
+    kept : ndarray, (16 I, 16 J), bool
+        True where the element stays.
+
+    Raises
+    ------
+    ArgumentError
+        When T is outside [0, 65536), an index is outside [0, 2**32) or a block does not begin at a multiple of 16.
+
+    Examples
+    --------
+    The keys of a shard that holds the first and the last quarter of 128:
+
+    >>> shard = keep_blocks(RNGState(42), threshold(0.5), 0, [0], [0, 16, 96, 112])
+    >>> whole = keep(RNGState(42), threshold(0.5), 0, (0, 16), (0, 128))
+    >>> bool((shard == np.hstack([whole[:, :32], whole[:, 96:]])).all())
+    True
+    """
+    return _keep(state, T, b, _aligned("row_blocks", row_blocks), _aligned("key_blocks", key_blocks))
+
+
+def recorded(state, name="fwd.rng_state"):
+    """Check a random state that a forward is said to have used, so that a backward can draw the same again.
+
+    Parameters
+    ----------
+    state : RNGState | (int, int) | int
+        A state, a pair like one, or a seed.  Nothing else tells what the forward drew.
+    name : str
+        What messages call it.
+
+    Returns
+    -------
+    state : RNGState
+        As :func:`resolve` returns it.
+
+    Raises
+    ------
+    ArgumentError
+        When the seed is outside [0, 2**64) or the offset outside [0, 2**32).
+    DtypeError
+        When `state` is none of the above: a generator or None would draw other numbers than the forward did.
+
+    Examples
+    --------
+    >>> recorded((7, 1))
+    RNGState(seed=7, offset=1)
+    """
+    if state is None or isinstance(state, np.random.Generator):
+        raise DtypeError(f"{name} has type {type(state).__name__}: expected the RNGState that the forward returned")
+    if type(state) in (tuple, list) and len(state) == 2:
+        state = RNGState(*state)
+    return _checked(name, state)
 
 
 def resolve(rng):
@@ -254,10 +358,15 @@ def resolve(rng):
         return RNGState(secrets.randbits(64), 0)
     if isinstance(rng, np.random.Generator):
         return RNGState(int(rng.integers(2**64, dtype=np.uint64)), 0)
-    if isinstance(rng, RNGState):
-        offset = rng.offset if _is_device_scalar(rng.offset) else _integer("rng.offset", rng.offset, 32)
-        return RNGState(_integer("rng.seed", rng.seed, 64), offset)
-    return RNGState(_integer("rng", rng, 64), 0)
+    return _checked("rng", rng)
+
+
+def _checked(name, state):
+    """Return a seed or a state as a state of Python integers within the limits."""
+    if not isinstance(state, RNGState):
+        return RNGState(_integer(name, state, 64), 0)
+    seed, offset = _integer(f"{name}.seed", state.seed, 64), state.offset
+    return RNGState(seed, offset if _is_device_scalar(name, offset) else _integer(f"{name}.offset", offset, 32))
 
 
 def _integer(name, value, bits):
@@ -266,14 +375,15 @@ def _integer(name, value, bits):
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        expected = "an int, an RNGState, a numpy.random.Generator or None" if name == "rng" else "an int"
+        whole = {"rng": "an int, an RNGState, a numpy.random.Generator or None", "fwd.rng_state": "an RNGState"}
+        expected = whole.get(name, "an int")
         raise DtypeError(f"{name} has type {type(value).__name__}: expected {expected}") from None
     if not 0 <= number < 1 << bits:
         raise ArgumentError(f"{name} = {number}: expected 0 <= {name} < 2**{bits}")
     return number
 
 
-def _is_device_scalar(value):
+def _is_device_scalar(name, value):
     # Asking a device array for its value would synchronise; its shape and type are host metadata.
     interface = getattr(value, "__cuda_array_interface__", None)
     if interface is None:
@@ -281,40 +391,48 @@ def _is_device_scalar(value):
     shape, kind = interface["shape"], interface["typestr"][1:]
     if shape != () or kind not in ("i4", "i8", "u4", "u8"):
         raise DtypeError(
-            f"rng.offset is a device array of shape {shape} and type {kind!r}: expected one 32- or 64-bit integer"
+            f"{name}.offset is a device array of shape {shape} and type {kind!r}: expected one 32- or 64-bit integer"
         )
     return True
 
 
-def _words(state, b, rows, keys):
-    """Return the words of the whole 16 x 16 blocks around a tile, (4, 8 per block of rows, 4 per block of keys).
-
-    The second value crops the unfolded blocks to the tile.
-    """
-    (i0, i1), (j0, j1) = _span("rows", rows), _span("keys", keys)
-    if not 0 <= b < 1 << 32:
-        raise ArgumentError(f"b = {b!r}: expected 0 <= b < 2**32")
-    # The calls of a block: rows with bit 3 clear, keys with bits 0 and 3 clear.
-    first, last = i0 // _BLOCK, -(-i1 // _BLOCK)
-    i = _BLOCK * np.arange(first, last, dtype=np.uint64)[:, None] + np.arange(8, dtype=np.uint64)
-    crop_rows = slice(i0 - _BLOCK * first, i1 - _BLOCK * first)
-    first, last = j0 // _BLOCK, -(-j1 // _BLOCK)
-    j = _BLOCK * np.arange(first, last, dtype=np.uint64)[:, None] + np.arange(0, 8, 2, dtype=np.uint64)
-    crop_keys = slice(j0 - _BLOCK * first, j1 - _BLOCK * first)
-    seed = state.seed
-    words = philox4x32((j.reshape(1, -1), i.reshape(-1, 1), b, state.offset), (seed & 0xFFFFFFFF, seed >> 32), ROUNDS)
-    return words.astype("<u4", copy=False), (crop_rows, crop_keys)
-
-
-def _span(name, span):
+def _around(name, span):
+    """Return the starts of the blocks of 16 around a range, and the slice of their elements that it is."""
     start, stop = span
     if not 0 <= start <= stop <= 1 << 32:
         raise ArgumentError(f"{name} = ({start}, {stop}): expected 0 <= start <= stop <= 2**32")
-    return start, stop
+    first = start - start % BLOCK
+    return np.arange(first, stop, BLOCK, dtype=np.uint64), slice(start - first, stop - first)
+
+
+def _aligned(name, blocks):
+    """Return the starts of blocks as 64-bit words, after checking them."""
+    starts = np.asarray(blocks, dtype=np.int64)
+    if starts.ndim != 1 or ((starts % BLOCK != 0) | (starts < 0) | (starts >= 1 << 32)).any():
+        raise ArgumentError(f"{name}: expected one axis of multiples of {BLOCK} in [0, 2**32), got {blocks!r:.200}")
+    return starts.astype(np.uint64)
+
+
+def _keep(state, T, b, row_blocks, key_blocks):
+    if not 0 <= T < LEVELS:
+        raise ArgumentError(f"T = {T!r}: expected a threshold with 0 <= T < {LEVELS}")
+    words = _words(state, b, row_blocks, key_blocks)
+    return _unfold(words >= np.uint16(T))  # comparing before unfolding moves bytes instead of 16-bit words
+
+
+def _words(state, b, row_blocks, key_blocks):
+    """Return the halves of the words of I x J blocks, (4, 8 I, 8 J) of 16 bits."""
+    if not 0 <= b < 1 << 32:
+        raise ArgumentError(f"b = {b!r}: expected 0 <= b < 2**32")
+    # The calls of a block: rows with bit 3 clear, keys with bits 0 and 3 clear.
+    i = row_blocks[:, None] + np.arange(8, dtype=np.uint64)
+    j = key_blocks[:, None] + np.arange(0, 8, 2, dtype=np.uint64)
+    words = philox4x32((j.reshape(1, -1), i.reshape(-1, 1), b, state.offset), state.key, ROUNDS)
+    return words.astype("<u4", copy=False).view("<u2")
 
 
 def _unfold(words):
-    """Put the halves of the words at their elements' places: (4, 8 I, 8 J) -> (16 I, 16 J) for I x J blocks.
+    """Put one item per half word at its element's place: (4, 8 I, 8 J) -> (16 I, 16 J) for I x J blocks.
 
     Word 2 * bit3(j) + bit3(i) of eight calls of a row holds eight neighbouring elements, so whole runs of eight
     are moved, each as one opaque item.

@@ -38,12 +38,12 @@ def calls(device, monkeypatch):
         return lambda scratch_bytes, together, held: (list(wanted), [BASE] * (len(wanted) + 1), None)
 
     monkeypatch.setattr(dispatch, "validate", validate)
-    monkeypatch.setattr(interop.Home, "scope", scope)
-    monkeypatch.setattr(interop.Home, "is_current", lambda self: True)
-    monkeypatch.setattr(interop.Home, "stream", lambda self: Stream())
-    monkeypatch.setattr(interop.Home, "allocator", allocator)
+    monkeypatch.setattr(interop.ArrayOrigin, "scope", scope)
+    monkeypatch.setattr(interop.ArrayOrigin, "is_current", lambda self: True)
+    monkeypatch.setattr(interop.ArrayOrigin, "stream", lambda self: Stream())
+    monkeypatch.setattr(interop.ArrayOrigin, "allocator", allocator)
     monkeypatch.setattr(sys.modules["cuattn.cuda.tables"].MaskTables, "find", lambda *_: [0] * 5)
-    monkeypatch.setattr(interop, "_looks", {})
+    monkeypatch.setattr(interop, "_signatures", {})
     dispatch._slot.cache_clear()
     yield validated
     dispatch._slot.cache_clear()
@@ -71,7 +71,7 @@ def test_a_warm_call_is_not_checked_again(calls, device):
         ({"q": (2, 100, 64)}, {"kernel": "sm80"}),
     ],
 )
-def test_what_looks_different_is_checked(calls, arrays, options):
+def test_what_signatures_different_is_checked(calls, arrays, options):
     k = gpu_array((2, 80, 64))
     for _ in range(3):
         cuattn.forward(gpu_array((2, 100, 64)), k, k, scale=1.0)

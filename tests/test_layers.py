@@ -14,7 +14,7 @@ GROUND = {"errors"}
 BASE = {"errors", "rng", "io_model"}
 ALLOWED = {
     "errors": set(),
-    "rng": GROUND,
+    "rng": GROUND | {"io_model"},
     "io_model": GROUND,
     "masks": BASE,
     "plans": BASE,

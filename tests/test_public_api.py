@@ -8,19 +8,17 @@ import cuattn
 import cuattn.errors
 import cuattn.masks
 
-ATTENTION = (
-    "(q, k, v, /, *, mask=None, bias=None, is_causal=False, window=None, scale=None, softcap=None, dropout_p=0.0, "
-    "rng=None, enable_gqa=False, precision=None, kernel=None)"
-)
+SCORES = "mask=None, bias=None, is_causal=False, window=None, scale=None, softcap=None, dropout_p=0.0"
+KERNEL = "enable_gqa=False, precision=None, kernel=None"
+PLACES = "origin=None, out=None"
+GRADIENTS = "deterministic=False, out_dtype=None, dlse=None"
 SIGNATURES = {
-    "attention": ATTENTION,
-    "forward": ATTENTION.replace("kernel=None)", "kernel=None, out_dtype=None)"),
-    "backward": ATTENTION.replace("(q,", "(do, q,")
-    .replace("v, /", "v, fwd, /")
-    .replace("rng=None, ", "")
-    .replace("kernel=None)", "kernel=None, deterministic=False)"),
-    "merge": "(*parts)",
-    "plan": ATTENTION.replace("kernel=None)", "kernel=None, out_dtype=None, deterministic=False, direction='forward')"),
+    "attention": f"(q, k, v, /, *, {SCORES}, rng=None, {KERNEL}, {PLACES})",
+    "forward": f"(q, k, v, /, *, {SCORES}, rng=None, {KERNEL}, out_dtype=None, {PLACES})",
+    "backward": f"(do, q, k, v, fwd, /, *, {SCORES}, {KERNEL}, {GRADIENTS}, {PLACES})",
+    "merge": "(*parts, out=None)",
+    "plan": f"(q, k, v, /, *, {SCORES}, rng=None, {KERNEL}, origin=None, out_dtype=None, deterministic=False, "
+    "direction='forward')",
 }
 
 
@@ -34,7 +32,18 @@ def test_signatures(name):
 
 def test_names():
     assert set(cuattn.__all__) <= set(dir(cuattn))
-    for name in ("attention", "forward", "backward", "merge", "plan", "RNGState", "Forward", "Gradients", "Plan"):
+    for name in (
+        "attention",
+        "forward",
+        "backward",
+        "merge",
+        "plan",
+        "RNGState",
+        "Forward",
+        "Gradients",
+        "Plan",
+        "Origin",
+    ):
         assert name in cuattn.__all__
     assert cuattn.Forward._fields == ("o", "l", "m", "rng_state")
     assert cuattn.Gradients._fields == ("dq", "dk", "dv", "dbias")

@@ -88,6 +88,20 @@ def test_philox_equals_its_definition(counter, key, rounds):
     assert tuple(rng.philox4x32(counter, key, rounds).tolist()) == philox_by_definition(counter, key, rounds)
 
 
+@given(key=st.tuples(WORD, WORD), rounds=st.integers(0, 16))
+def test_round_keys(key, rounds):
+    keys = rng.round_keys(key, rounds)
+    assert len(keys) == rounds
+    for r, pair in enumerate(keys):
+        assert pair == ((key[0] + r * 0x9E3779B9) % 2**32, (key[1] + r * 0xBB67AE85) % 2**32)
+        assert all(type(word) is int for word in pair)
+
+
+def test_the_key_of_a_state_is_its_seed():
+    assert CONTRACT.key == (0x89ABCDEF, 0x01234567)
+    assert len(rng.round_keys(CONTRACT.key)) == rng.ROUNDS
+
+
 @pytest.mark.parametrize(("place", "draw"), CONTRACT_DRAWS.items())
 def test_contract_vectors(place, draw):
     i, j = place
@@ -96,8 +110,7 @@ def test_contract_vectors(place, draw):
 
 
 def test_contract_call():
-    key = CONTRACT.seed & 0xFFFFFFFF, CONTRACT.seed >> 32
-    words = rng.philox4x32((48, 32, 3, CONTRACT.offset), key, rng.ROUNDS)
+    words = rng.philox4x32((48, 32, 3, CONTRACT.offset), CONTRACT.key, rng.ROUNDS)
     assert words.tolist() == [0x23679A1C, 0x3603770D, 0xA2F175EC, 0x17925D78]
 
 
@@ -140,6 +153,31 @@ def test_tiles_join_to_the_whole(state, cut):
     row, key = cut
     tiles = [[rng.draws(state, 1, i, j) for j in ((0, key), (key, 90))] for i in ((0, row), (row, 70))]
     assert np.array_equal(np.block(tiles), whole)
+
+
+@given(
+    state=STATES,
+    b=WORD,
+    rows=st.lists(st.integers(0, 2**28 - 1), max_size=4),
+    keys=st.lists(st.integers(0, 2**28 - 1), max_size=4),
+    T=st.integers(0, 65535),
+)
+def test_blocks_from_anywhere_equal_their_tiles(state, b, rows, keys, T):
+    rows, keys = (16 * np.array(blocks, dtype=np.int64) for blocks in (rows, keys))
+    kept = rng.keep_blocks(state, T, b, rows, keys)
+    assert (kept.dtype, kept.shape) == (np.bool_, (16 * len(rows), 16 * len(keys)))
+    for n, i in enumerate(rows.tolist()):
+        for m, j in enumerate(keys.tolist()):
+            tile = rng.keep(state, T, b, (i, i + 16), (j, j + 16))
+            assert np.array_equal(kept[16 * n : 16 * n + 16, 16 * m : 16 * m + 16], tile)
+
+
+@pytest.mark.parametrize("blocks", [[8], [-16], [2**32], [[0, 16]], 16])
+def test_blocks_outside_the_limits(blocks):
+    with pytest.raises(ArgumentError, match="row_blocks: expected one axis of multiples of 16"):
+        rng.keep_blocks(RNGState(0), 1, 0, blocks, [0])
+    with pytest.raises(ArgumentError, match="key_blocks: expected one axis of multiples of 16"):
+        rng.keep_blocks(RNGState(0), 1, 0, [0], blocks)
 
 
 def test_the_last_indices_are_reachable():
@@ -227,6 +265,24 @@ def test_resolve_none_is_fresh():
     states = {rng.resolve(None) for _ in range(4)}
     assert len(states) == 4
     assert all(0 <= state.seed < 2**64 and state.offset == 0 for state in states)
+
+
+@pytest.mark.parametrize("state", [RNGState(7, 1), (7, 1), [7, 1], RNGState(np.int64(7), np.uint32(1))])
+def test_recorded_states_are_replayed(state):
+    assert rng.recorded(state) == RNGState(7, 1)
+    assert rng.recorded(7) == RNGState(7, 0)
+
+
+@pytest.mark.parametrize("state", [np.random.default_rng(7), None, 1.5, True, "7", (1, 2, 3), (1, 2.0)])
+def test_what_does_not_tell_what_was_drawn_is_no_recorded_state(state):
+    with pytest.raises(DtypeError, match=r"^fwd\.rng_state"):
+        rng.recorded(state)
+
+
+def test_recorded_states_outside_the_limits():
+    for state in (RNGState(2**64, 0), (0, -1), -1):
+        with pytest.raises(ArgumentError, match=r"^fwd\.rng_state"):
+            rng.recorded(state)
 
 
 def test_resolve_leaves_a_device_offset_alone():

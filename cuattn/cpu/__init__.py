@@ -1,12 +1,13 @@
-"""The CPU backend: tiled attention in NumPy.
+"""The CPU backend: attention in NumPy, small problems by whole heads, large ones by tiles.
 
-Scores are never stored beyond a chunk of tiles; products go through NumPy's BLAS library, one thread each, on as
-many threads as it would have used; masked tiles are skipped.
+Scores are never stored beyond a few tiles or a few small heads; products go through NumPy's BLAS library, one thread
+each, on as many threads as it would have used; masked tiles are skipped.
 """
 
-from cuattn.cpu.backward import backward
-from cuattn.cpu.forward import forward
+from cuattn.cpu.call import run
 from cuattn.cpu.merge import merge
 from cuattn.cpu.plan import plan
 
-__all__ = ["backward", "forward", "merge", "plan"]
+__all__ = ["FAMILIES", "merge", "plan", "run"]
+
+FAMILIES = ("cpu",)

@@ -1,4 +1,4 @@
-"""Memory of the CPU backend: aligned, allocated once per thread, carved into views."""
+"""Memory of a thread: aligned, allocated once, cut into named arrays."""
 
 from __future__ import annotations
 
@@ -6,47 +6,38 @@ import math
 
 import numpy as np
 
-__all__ = ["Buffers"]
+__all__ = ["Buffers", "bytes_of"]
 
 _LINE = 64  # bytes of a cache line and of the widest vector register: unaligned, a matrix product loses 10 %
 _SKEW = 17 * _LINE  # between arrays: equal places of two arrays must not share a set of the first-level cache
-_LARGE = 1 << 22  # bytes; blocks of this size get huge pages from NumPy where the system has them: 2 % faster
-_SMALL = 1 << 16  # bytes; but clearing a huge page would cost more than a small problem does
 _HUGE_PAGE = 1 << 21  # bytes; a block that does not start one gets small pages at both ends
+
+Shapes = dict[str, tuple[int, ...]]
 
 
 class Buffers:
-    """Scratch arrays of one thread, cut from few large blocks."""
+    """Scratch arrays of one thread, one for each name, cut from one block."""
 
-    def __init__(self, dtype: np.dtype) -> None:
-        self._dtype = dtype
-        self._block = np.empty(0, np.uint8)
-        self._named: dict[str, np.ndarray] = {}
-
-    def new(self, *shape: int) -> np.ndarray:
-        """Return an uninitialised C-contiguous array whose first element starts a cache line."""
-        size = math.prod(shape) * self._dtype.itemsize
-        if size > _LARGE // 2:
-            return self._cut(_aligned(size), size, shape)
-        if size > self._block.size:
-            self._block = _aligned(_LARGE if size > _SMALL // 2 else _SMALL)
-        array = self._cut(self._block, size, shape)
-        self._block = self._block[-(-size // _LINE) * _LINE + _SKEW :]
-        return array
-
-    def _cut(self, block: np.ndarray, size: int, shape: tuple[int, ...]) -> np.ndarray:
-        return block[:size].view(self._dtype).reshape(shape)
+    def __init__(self, dtype: np.dtype, shapes: Shapes) -> None:
+        size = bytes_of(dtype, shapes)
+        boundary = _boundary(size)
+        block = np.empty(size, np.uint8)
+        self._arrays, start = {}, -block.ctypes.data % boundary
+        for name, shape in shapes.items():
+            stop = start + math.prod(shape) * dtype.itemsize
+            self._arrays[name] = block[start:stop].view(dtype)
+            start = stop + -stop % _LINE + _SKEW
 
     def get(self, name: str, *shape: int) -> np.ndarray:
-        """Return an uninitialised array; calls with one name share its memory, so only the last one's content holds."""
-        size = math.prod(shape)
-        flat = self._named.get(name)
-        if flat is None or flat.size < size:
-            flat = self._named[name] = self.new(size)
-        return flat[:size].reshape(shape)
+        """Return an uninitialised C-contiguous array; calls with one name share its memory."""
+        return self._arrays[name][: math.prod(shape)].reshape(shape)
 
 
-def _aligned(size: int) -> np.ndarray:
-    boundary = _HUGE_PAGE if size >= _LARGE else _LINE
-    block = np.empty(size + boundary, np.uint8)
-    return block[-block.ctypes.data % boundary :][:size]
+def _boundary(size: int) -> int:
+    return _HUGE_PAGE if size >= 2 * _HUGE_PAGE else _LINE
+
+
+def bytes_of(dtype: np.dtype, shapes: Shapes) -> int:
+    """Return how much memory such buffers take."""
+    size = sum(math.prod(shape) * dtype.itemsize + _LINE + _SKEW for shape in shapes.values())
+    return size + _boundary(size)

@@ -1,8 +1,8 @@
-"""The exponential that the CPU backend uses, and the unit that its scores are in.
+"""Exponentials: base 2 where NumPy vectorises that, which takes half the time of base e.
 
-Softmax may use any base: scores that are multiplied by ``log2(e)`` beforehand (folded into q, at no cost) need
-``exp2`` instead of ``exp``.  NumPy's ``exp2`` takes half the time of ``exp`` where it is vectorised (AVX-512), and
-several times as long where it is not; so the base is chosen once, by what this NumPy and processor offer.
+A product of queries and keys is a natural score.  Exponentials are relative to a reference per row: 0, as long as the
+row's highest score is within WINDOW of it, else a score near the highest.  Which it is follows from the row's own
+scores alone, so its bits depend neither on tiles nor on neighbours.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ import math
 
 import numpy as np
 
-__all__ = ["UNIT", "exponential", "from_units", "lowest", "to_units"]
+__all__ = ["BASE_2", "WINDOW", "exponential", "exponentiate", "longest", "lowest", "relative"]
+
+# Exponentials are within 2^-32 .. 2^32 of each row's reference.  float32 has 2^-126 .. 2^128: a row of 2^24 keys sums
+# to 2^56, and its output stays below the largest number with values up to 2^71; values down to 2^-70 keep all bits.
+WINDOW = 22.0
 
 
 def _exp2_is_vectorised() -> bool:
@@ -24,33 +28,40 @@ def _exp2_is_vectorised() -> bool:
     return bool(targets) and all(not target["current"].startswith("baseline") for target in targets.values())
 
 
-_BASE_2 = _exp2_is_vectorised()
+BASE_2 = _exp2_is_vectorised()
+_LOG2_E = float(1 / np.log(np.longdouble(2)))
 
-_EXACT_UNIT = 1 / np.log(np.longdouble(2)) if _BASE_2 else np.longdouble(1)
 
-UNIT = float(_EXACT_UNIT)
-"""What natural scores are multiplied by; ``exponential(UNIT * x) == exp(x)``."""
+def exponential(s: np.ndarray) -> np.ndarray:
+    """Return exp of an array, with the bits of :func:`exponentiate`."""
+    return exponentiate(np.array(s, ndmin=1)).reshape(np.shape(s))
 
-exponential: np.ufunc = np.exp2 if _BASE_2 else np.exp
-"""``exp2`` or ``exp``."""
+
+def exponentiate(s: np.ndarray) -> np.ndarray:
+    """Replace numbers by their exponentials, and return the array."""
+    if not BASE_2:
+        return np.exp(s, s)
+    np.multiply(s, _LOG2_E, s)
+    return np.exp2(s, s)
 
 
 def lowest(dtype: np.dtype) -> float:
-    """Return a score whose exponential is next to nothing and still a normal number.
+    """Return a number whose exponential is next to nothing and still a normal number; smaller results are slow."""
+    return math.ceil(math.log(np.finfo(dtype).tiny)) + 1.0
 
-    Below it vectorised exponentials leave their fast path: a subnormal result may take a hundred times as long.
+
+def relative(s: np.ndarray) -> np.ndarray:
+    """Replace scores of any size, relative to their references, by exponentials; 0 for the lowest and for -inf."""
+    floor = lowest(s.dtype)
+    np.maximum(s, floor, out=s)  # what is less may be subnormal, or is -inf: both are slow
+    exponentiate(s)
+    # Takes nothing from a weight that counts: it is less than half a unit in the last place of 2^-100.
+    return np.subtract(s, exponential(np.full(16, floor, s.dtype))[0], out=s)
+
+
+def longest(squares: np.ndarray, terms: int) -> float:
+    """Return the length of the longest of some vectors, given their sums of `terms` squares; or a little more.
+
+    What rounding may have taken from the sums, and underflow from the squares, is made up for.
     """
-    return math.ceil(math.log(np.finfo(dtype).tiny) * UNIT) + 1.0
-
-
-def to_units(natural: np.ndarray) -> np.ndarray:
-    """Return natural scores in units of UNIT, in a precision beyond their own."""
-    if natural.dtype == np.float32:
-        return natural.astype(np.float64) * UNIT
-    return natural * _EXACT_UNIT
-
-
-def from_units(scores: np.ndarray) -> np.ndarray:
-    """Return scores in units of UNIT as natural ones, in their own precision, rounded once."""
-    high = scores.astype(np.float64) / UNIT if scores.dtype == np.float32 else scores / _EXACT_UNIT
-    return high.astype(scores.dtype)
+    return math.sqrt(1.001 * float(np.maximum.reduce(squares, None)) + terms * float(np.finfo(squares.dtype).tiny))

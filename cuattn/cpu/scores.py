@@ -1,204 +1,191 @@
-"""Scores of some rows against a chunk of keys: scale, softcap, bias and mask; and their exponentials.
+"""What the forward and the backward walk share: a call's arrays, scores by tile, sums over tiles.
 
-Scores are kept transposed, (row tiles, key tiles, keys, rows): the statistics of a row then run down an axis along
-which NumPy reduces whole registers of rows at once.  They are in units of :data:`~cuattn.cpu.exponent.UNIT`, and
-relative to one reference per row.
+Scores are kept transposed, (heads, row tiles, key tiles, keys, rows): the statistics of a row then run down an axis
+along which NumPy reduces whole registers of rows at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.cpu.blocks import Blocks, Shape
-from cuattn.cpu.bound import longest
-from cuattn.cpu.buffers import Buffers
-from cuattn.cpu.exponent import UNIT, exponential, lowest
-from cuattn.cpu.heads import Team, pick, pick_team
-from cuattn.cpu.sources import tile_of
-from cuattn.cpu.tiles import Tiles
-from cuattn.cpu.views import Chunk, Part, Veil
-from cuattn.problem import Operands, Problem
+from cuattn.cpu.blocks import Blocks
+from cuattn.cpu.buffers import Buffers, Shapes
+from cuattn.cpu.dropout import Dropout
+from cuattn.cpu.exponent import WINDOW, longest
+from cuattn.cpu.heads import HeadGroup
+from cuattn.cpu.packed import PackedKV
+from cuattn.cpu.tiles import Part, RowGroup, TileMask, Visibility
+from cuattn.problem import Problem
 
-__all__ = ["Rows", "Scores"]
+__all__ = ["LANES", "Item", "Rows", "Task", "Walk", "longest_of", "selecting_product"]
+
+LANES = 16  # keys whose scores are compared at once; they divide every block of keys
+
+
+class Item(NamedTuple):
+    """A stack of row tiles of some heads, and what they see."""
+
+    group: HeadGroup
+    row_tile: int  # the first
+    row_groups: tuple[RowGroup, ...]
+    line: tuple[int, ...] = ()  # of a backward: which items it shares sums with
+    numbers: tuple[int, ...] = ()  # and its turns at them: part by part, and at the end
+
+
+class Task:
+    """A call: its problem, its arrays, and what all threads know of them."""
+
+    def __init__(
+        self, problem: Problem, operands: Mapping[str, np.ndarray], masks: Sequence[Any], dropout: Dropout | None,
+        blocks: Blocks,
+    ) -> None:  # fmt: skip
+        self.problem, self.operands, self.dropout, self.blocks = problem, operands, dropout, blocks
+        self.visibility = Visibility(problem, masks, blocks)
+        self.factor = problem.scale / (problem.softcap or 1)
+        self._max_norms: dict[tuple, float] = {}
+
+    def max_norm(self, name: str, group: HeadGroup) -> float:
+        """Return the length of the longest key or value, "k" or "v", of some heads; not finite where one is not."""
+        where = (name, *group.batch, group.kv_start)
+        if where not in self._max_norms:
+            self._max_norms[where] = longest_of(group.of_keys(self.operands[name]), self.problem.stat_dtype)
+        return self._max_norms[where]
+
+    def bounded(self, product: float) -> bool:
+        """Whether all scores are within the window around 0, given a bound of the products of scaled queries and keys.
+
+        Cauchy and Schwarz give such a bound; it is not finite where something is not.
+        """
+        if "bias" in self.operands:
+            return False
+        return (
+            product <= WINDOW if self.problem.softcap is None else product < math.inf and self.problem.softcap <= WINDOW
+        )
+
+
+def longest_of(vectors: np.ndarray, dtype: np.dtype | None = None) -> float:
+    """Return the length of the longest of some vectors, or a little more."""
+    return longest(np.vecdot(vectors, vectors, dtype=dtype), vectors.shape[-1]) if vectors.size else 0.0
 
 
 class Rows:
-    """Some rows of an operand, in the form that a product with keys or values needs.
-
-    The first axis of everything here, the stack, counts the row tiles, of one head or of several.
+    """Rows of q or do of a stack, as products need them: transposed and, where asked for, also as they are.
 
     Attributes
     ----------
-    plain : ndarray, (stack, 1, rows, width)
-        The rows as they are, where that was asked for.
-    augmented : ndarray, (stack, 1, width + 1, rows)
-        The rows, transposed and scaled, above a row of what to subtract from each product.
+    upright : ndarray, (heads, row tiles, rows, width)
+    transposed : ndarray, (heads, row tiles, width, rows)
     """
 
-    def __init__(self, buffers: Buffers, shape: Shape, width: int, *, plain: bool) -> None:
-        stack, rows = shape.heads * shape.tiles, shape.rows
-        self.augmented = buffers.new(stack, 1, width + 1, rows)
-        self._transposed, self._subtracted = self.augmented[:, 0, :-1], self.augmented[:, 0, -1]
-        self._by_head = buffers.new(shape.heads, shape.tiles * rows, width)
-        self._by_tile = stack, rows, width
-        self._keep = plain
-        self.plain = self._by_head.reshape(stack, 1, rows, width)
+    def __init__(self, buffers: Buffers, name: str, heads: int, tiles: int, rows: int, width: int) -> None:
+        self.upright = buffers.get(name, heads, tiles, rows, width)
+        self.transposed = buffers.get(f"{name} transposed", heads, tiles, width, rows)
 
-    def load(
-        self,
-        matrices: np.ndarray,
-        factor: float = 1.0,
-        empty: np.ndarray | None = None,
-        weights: np.ndarray | float = 1.0,
-    ) -> None:
-        """Take the rows of some heads, (heads, <= tiles * rows, width); missing rows, and the `empty` ones, are 0.
+    @staticmethod
+    def shapes(name: str, blocks: Blocks, width: int) -> Shapes:
+        """Return the shapes of the buffers that are needed."""
+        members = blocks.heads * blocks.stack
+        return {name: (members, blocks.rows, width), f"{name} transposed": (members, width, blocks.rows)}
 
-        `factor` scales the transposed copy, `weights`, (heads, rows), the rows of either.
-        """
+    def load(self, matrices: np.ndarray, factors: Any, empty: np.ndarray | None = None) -> None:
+        """Take rows of some heads, (heads | 1, count, width), times `factors`; missing and `empty` rows become 0."""
+        heads, tiles, rows, width = self.upright.shape
+        flat = self.upright.reshape(heads, tiles * rows, width)
         count = matrices.shape[1]
-        by_row = np.asarray(weights)[..., None] if self._keep else factor
-        np.multiply(matrices, by_row, out=self._by_head[:, :count], dtype=self._by_head.dtype)
-        self._by_head[:, count:] = 0
+        np.multiply(matrices, factors, out=flat[:, :count], dtype=flat.dtype, casting="unsafe")
+        flat[:, count:] = 0
         if empty is not None:
-            self._by_head[:, :count][empty] = 0
-        np.copyto(self._transposed, self._by_head.reshape(self._by_tile).swapaxes(1, 2))
-        if self._keep and factor != 1:
-            np.multiply(self._transposed, factor, out=self._transposed)
-        self._subtracted.fill(0)
-
-    def subtract(self, reference: np.ndarray) -> None:
-        """Let every product with a panel's row come out smaller by `reference`, (stack, rows)."""
-        np.negative(reference, out=self._subtracted)
+            flat[:, :count][empty] = 0
+        np.copyto(self.transposed, self.upright.swapaxes(2, 3))
 
 
-class Scores:
-    """Turns products of queries and keys into scores, and scores into exponentials, for some row tiles at a time."""
+class Walk:
+    """The part of a thread's work that makes scores."""
 
-    def __init__(self, problem: Problem, operands: Operands, blocks: Blocks, tiles: Tiles, buffers: Buffers) -> None:
-        self._problem, self._operands, self._blocks = problem, operands, blocks
-        self._tiles, self._buffers = tiles, buffers
-        self._cap = problem.softcap
-        self._factor = problem.scale * UNIT if self._cap is None else problem.scale / self._cap
-        self.lowest = lowest(problem.stat_dtype)
-        self._veils: Sequence[tuple[int, Veil]] = ()  # by slot, of the last completed chunk
-        self._padding = 0  # keys, at its end
-        self._hiding = False  # whether what is hidden in it is -inf
-        self._longest = 0.0  # length of a scaled query
-        self._dead: Sequence[tuple[slice, np.ndarray]] = ()  # what a bias of -inf hides, by slots
-        self.bare = self._cap is None and operands.bias is None  # nothing but products enters the scores
+    def __init__(self, task: Task, shapes: Shapes) -> None:
+        self.task, self.problem, self.blocks = task, task.problem, task.blocks
+        self.buffers = Buffers(task.problem.stat_dtype, shapes)
+        self.kv = PackedKV(task.problem, task.operands, task.blocks, self.buffers)
 
-    def load(self, team: Team, rows: slice, q: Rows, empty: np.ndarray | None = None) -> None:
-        """Load the queries of a stack, with the `empty` rows as 0."""
-        queries = pick_team(self._operands.q, team)[:, rows]
-        if self.bare:  # first, as it reads the rows in their order: the transposed copy then finds them in the cache
-            squares = np.vecdot(queries, queries, dtype=self._problem.stat_dtype)
-            if empty is not None:
-                squares = np.where(empty, 0, squares)
-            self._longest = longest(squares, queries.shape[2]) * abs(self._factor)
-        q.load(queries, self._factor, empty)
+    @staticmethod
+    def shapes(problem: Problem, operands: Mapping[str, np.ndarray], blocks: Blocks) -> Shapes:
+        """Return the shapes of the buffers that every walk needs."""
+        scores = max(blocks.room, blocks.heads * blocks.abreast), blocks.keys, blocks.rows
+        tanh = {} if problem.softcap is None else {"tanh": scores}
+        return {"s": scores, **tanh, **PackedKV.shapes(problem, operands, blocks)}
 
-    def begin(self, team: Team, row_tile: int, q: np.ndarray) -> None:
-        """Turn to row tiles, of which `row_tile` is the first and `q` the augmented queries; their references are 0."""
-        self._head, self._row_tile = team.heads[0], row_tile
-        self._reference, self._subtracted = None, q[:, 0, -1]
-        self.farthest = 0.0
+    def rows_of(self, item: Item) -> slice:
+        """Return the rows of an item that exist."""
+        start = item.row_tile * self.blocks.rows
+        tiles = sum(group.count for group in item.row_groups)
+        return slice(start, min(start + tiles * self.blocks.rows, self.problem.n_queries))
 
-    def subtract(self, reference: np.ndarray) -> None:
-        """Take the following scores relative to `reference`, (members, rows)."""
-        self.farthest = float(np.maximum.reduce(np.abs(reference), None))
-        if self._cap is None:
-            np.negative(reference, self._subtracted)  # inside the product, for nothing
-        else:
-            self._reference = reference
+    def make_scores(
+        self, item: Item, row_group: RowGroup, part: Part, q: np.ndarray, *, careful: bool
+    ) -> tuple[np.ndarray, list[tuple[np.ndarray, TileMask]]]:
+        """Return the scores of a part, and the tiles of them that hide something with what they hide.
 
-    def span(self, reach: float) -> float:
-        """Return how far from 0 a score can be, before its reference, with keys of a length up to `reach`.
-
-        Cauchy and Schwarz tell; not finite where they cannot.
+        q is (heads, row tiles, width, rows), scaled.  Algorithms 2 and 4, lines 10 and 11: what is hidden is not yet.
         """
-        if self._operands.bias is not None:
-            return math.inf
-        return self._longest * reach if self._cap is None else self._cap * UNIT
+        heads, tiles, _, rows = q.shape
+        s = self.buffers.get("s", heads, tiles, part.count, self.blocks.keys, rows)
+        self.kv.hold(part)
+        for first, slot, count in part.runs:
+            place = first % self.kv.keys.shape[2]
+            np.matmul(self.kv.keys[:, :, place : place + count], q[:, :, None], s[:, :, slot : slot + count])
+        if self.problem.softcap is not None:
+            self.tanh = np.tanh(s, out=self.buffers.get("tanh", *s.shape))
+            np.multiply(self.tanh, self.problem.softcap, out=s)
+        if "bias" in self.task.operands:
+            for tile, bias in self.bias_of(item.group.of_queries(self.task.operands["bias"]), item, row_group, part, s):
+                tile += bias
+                if careful:  # hidden even where the score itself is NaN
+                    np.copyto(tile, -np.inf, where=bias == -np.inf)
+        return s, [(s[:, row, slot], mask()) for row, slot, mask in part.masks]
 
-    def normal(self, reach: float) -> bool:
-        """Whether all visible scores are sure to have exponentials that are normal numbers."""
-        return self.span(reach) + self.farthest <= -self.lowest
+    def bias_of(
+        self, bias: np.ndarray, item: Item, row_group: RowGroup, part: Part, s: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield elements of scores and those of a bias, (heads | 1, rows | 1, keys | 1), for them, as (heads, keys, rows)."""
+        for row, (first, slot, count) in ((row, run) for row in range(row_group.count) for run in part.runs):
+            start = (item.row_tile + row_group.start + row) * self.blocks.rows
+            rows = slice(start, min(start + self.blocks.rows, self.problem.n_queries))
+            keys = slice(first * self.blocks.keys, min((first + count) * self.blocks.keys, self.problem.n_keys))
+            tile = s[:, row, slot : slot + count].reshape(len(s), -1, s.shape[-1])
+            tile = tile[:, : keys.stop - keys.start, : rows.stop - rows.start]
+            wide, tall = bias.shape[2] > 1, bias.shape[1] > 1
+            yield tile, bias[:, rows if tall else slice(None), keys if wide else slice(None)].swapaxes(1, 2)
 
-    def complete(self, s: np.ndarray, chunk: Chunk, *, hide: bool = True) -> None:
-        """Make scores of the products with a chunk of keys, (stack, chunk.count, keys, rows); hidden ones are -inf.
+    def dropped(self, item: Item, row_group: RowGroup, part: Part) -> Iterator[tuple[tuple, np.ndarray]]:
+        """Yield which elements dropout takes from a part: an index of tiles of it, and bool (keys, rows) of these."""
+        size = self.blocks
+        for row, (first, slot, count) in ((row, run) for row in range(row_group.count) for run in part.runs):
+            tile = item.row_tile + row_group.start + row
+            rows = slice(tile * size.rows, min((tile + 1) * size.rows, self.problem.n_queries))
+            keys = slice(first * size.keys, min((first + count) * size.keys, self.problem.n_keys))
+            for head in range(item.group.count):
+                kept = self.task.dropout.kept(item.group.batch, item.group.start + head, rows, keys)
+                yield (head, row, slice(slot, slot + count)), ~kept.T
 
-        Without `hide` they are what they are, until they are exponentials.
-        """
-        if chunk.simple and self.bare:
-            self._veils, self._padding = (), 0
-            return
-        self._padding, self._hiding = chunk.padding, hide
-        rows = s.shape[-1]
-        self._veils = [
-            (slot, self._tiles.veil(self._head, self._row_tile, tile, rows, known))
-            for (tile, slot), known in zip(chunk.partial, chunk.veils, strict=True)
-        ]
-        if not self.bare:
-            self.bend(s, chunk)
-        if hide:
-            for slot, veil in self._veils:
-                veil.hide(s[:, slot])
-            if chunk.padding:
-                s[:, -1, -chunk.padding :].fill(-np.inf)
-
-    def bend(self, s: np.ndarray, chunk: Chunk | Part) -> None:
-        """Apply the softcap and the bias to products, (members, chunk.count, keys, rows)."""
-        if self._cap is not None:
-            self._tanh = np.tanh(s, out=self._buffers.get("tanh", *s.shape))
-            np.multiply(self._tanh, s.dtype.type(self._cap * UNIT), out=s)
-            if self._reference is not None:
-                s -= self._reference[:, None, None]
-        if self._operands.bias is not None:
-            bias = pick(self._operands.bias, self._head.query)
-            self._dead = []
-            for run in chunk.runs:
-                self._add_bias(bias, s, *run)
-
-    def differentiate_softcap(self, ds: np.ndarray) -> None:
-        """Turn the derivatives of the last completed scores into those of the products that went into the cap."""
-        if self._cap is not None:
-            slope = np.multiply(self._tanh, self._tanh, self._tanh)
-            ds *= np.subtract(1, slope, slope)
-
-    def zero_hidden(self, array: np.ndarray) -> None:
-        """Set the elements of an array, (..., members, tiles, keys, rows), that the last completed scores hide to 0."""
-        for slot, veil in self._veils:
-            veil.zero(array[..., slot, :, :])
-        if self._padding:
-            array[..., -1, -self._padding :, :].fill(0)
-        for slots, hidden in self._dead:
-            np.copyto(_corner(array[0, slots], hidden.shape), 0, where=hidden)
-
-    def exponentiate(self, s: np.ndarray, reach: float) -> None:
-        """Replace completed scores by their exponentials; hidden ones become 0.  `reach` is the panel's."""
-        if not self.normal(reach):
-            np.maximum(s, self.lowest, out=s)  # what is less may be a subnormal number, or is -inf: both are slow
-        elif self._hiding:
-            self.zero_hidden(s)
-        exponential(s, s)
-        self.zero_hidden(s)
-
-    def _add_bias(self, bias: np.ndarray, s: np.ndarray, tile: int, slot: int, count: int) -> None:
-        bias = tile_of(bias, self._blocks, self._row_tile, tile, count).T
-        scaled = np.multiply(bias, s.dtype.type(UNIT), out=self._buffers.get("bias", *bias.shape), dtype=s.dtype)
-        keys = min(count * self._blocks.keys, self._problem.n_keys - tile * self._blocks.keys)
-        rows = min(self._blocks.rows, self._problem.n_queries - self._row_tile * self._blocks.rows)
-        target = _corner(s[0, slot : slot + count], (keys, rows))
-        target += scaled
-        if np.minimum.reduce(scaled, axis=None) == -np.inf:  # hidden even where the score itself is NaN
-            hidden = np.broadcast_to(scaled == -np.inf, (keys, rows))
-            np.copyto(target, -np.inf, where=hidden)
-            self._dead.append((slice(slot, slot + count), hidden))
+    @staticmethod
+    def drop(array: np.ndarray, dropped: Iterable[tuple[tuple, np.ndarray]]) -> None:
+        """Set the dropped elements of an array of a part's shape to 0."""
+        for index, which in dropped:
+            tiles = array[index].reshape(-1, array.shape[-1])
+            np.copyto(tiles[: len(which), : which.shape[1]], 0, where=which)
 
 
-def _corner(tiles: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Return the first keys and rows of neighbouring tiles, (tiles, keys, rows)."""
-    return tiles.reshape(-1, tiles.shape[-1])[: shape[0], : shape[1]]
+def selecting_product(weights: np.ndarray, data: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Compute weights @ data, where a weight of 0 takes nothing: not NaN, either, of infinite data or of NaN."""
+    bad = ~np.isfinite(data)
+    np.matmul(weights, np.where(bad, 0, data), out=out)
+    if bad.any():
+        signs = np.sign(weights)
+        count = np.matmul(np.abs(signs), bad.astype(out.dtype))
+        net = np.matmul(signs, np.where(bad & ~np.isnan(data), np.sign(data), 0))
+        out += np.where(count == 0, 0, np.where(np.abs(net) == count, np.copysign(np.inf, net), np.nan))
+    return out

@@ -7,7 +7,6 @@ used, so whatever already controls NumPy (OPENBLAS_NUM_THREADS, ``threadpoolctl.
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -17,12 +16,9 @@ from functools import lru_cache
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from cuattn.cpu.blocks import Blocks
-from cuattn.problem import Problem
-
 __all__ = ["Dispatcher", "run", "single_threaded_blas", "useful", "worker_count"]
 
-_WORTHWHILE = 1 << 18  # scores that take a thread about as long to compute as to start
+_WORTHWHILE = 250_000  # nanoseconds of work for which a thread is worth its start
 
 _lock = threading.Lock()
 _depth = 0  # how many callers hold the BLAS library to one thread just now
@@ -48,11 +44,10 @@ def worker_count() -> int:
         return max((library.num_threads for library in _libraries()), default=_cores())
 
 
-def useful(problem: Problem, blocks: Blocks) -> int:
-    """Return how many threads a problem can make use of."""
-    heads = math.prod(problem.batch) * problem.heads
-    scores = heads * problem.n_queries * problem.n_keys
-    return max(1, min(worker_count(), heads * blocks.row_tiles, scores // _WORTHWHILE))
+def useful(items: int, nanoseconds: float) -> int:
+    """Return how many threads are worth their start for some items of work, which take one so long."""
+    most = min(items, int(nanoseconds / _WORTHWHILE))
+    return min(worker_count(), most) if most > 1 else 1
 
 
 @contextmanager
@@ -134,7 +129,7 @@ def run(
     """Run all items on `threads` threads, the caller's included; raise the first error of any of them.
 
     ``make_worker()`` is called once in each thread and returns what computes an item; `on_error` must wake workers
-    that wait for others.
+    that wait for others.  Where threads cannot be started, fewer do the work.
     """
     errors: list[BaseException] = []
 
@@ -151,10 +146,15 @@ def run(
             dispatcher.stop()
             on_error()
 
-    helpers = [threading.Thread(target=loop, name=f"cuattn-{n}", daemon=True) for n in range(1, threads)]
+    helpers = []
     with single_threaded_blas():
-        for helper in helpers:
-            helper.start()
+        for n in range(1, threads):
+            helper = threading.Thread(target=loop, name=f"cuattn-{n}", daemon=True)
+            try:
+                helper.start()
+            except RuntimeError:  # the system has no more threads to give: those that there are do the work
+                break
+            helpers.append(helper)
         loop()
         try:
             for helper in helpers:

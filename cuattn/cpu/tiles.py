@@ -1,169 +1,263 @@
-"""Which tiles of the attention matrix to visit, and which of their elements are hidden.
+"""What row tiles see: the tiles to visit, and what hides elements of them.
 
-Everything here is by row tile and key tile of one :class:`~cuattn.cpu.blocks.Blocks`.  Element masks are made
-transposed, (keys, rows), as the scores are.
+Elements are (keys, rows), as scores are.  A key that does not exist, at the end of the last key tile, is hidden.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuattn.cpu.blocks import Blocks
-from cuattn.cpu.heads import Head, pick
-from cuattn.cpu.sources import bit_lines, sources, tile_of
-from cuattn.cpu.views import Group, Veil, View, groups
-from cuattn.masks.intervals import PARTIAL
-from cuattn.problem import Operands, Problem
+from cuattn.io_model.sizes import cdiv
+from cuattn.masks.intervals import PARTIAL, bit_lines
+from cuattn.problem import Problem
 
-__all__ = ["PARTS", "VEIL_BYTES", "Tiles"]
+__all__ = ["MASK_BYTES", "Part", "RowGroup", "TileMask", "Visibility"]
 
 _STRIP = 16  # row tiles whose states are computed at once
-VEIL_BYTES = 1 << 24  # of element masks, remembered for the same heads
+MASK_BYTES = 1 << 24  # of element masks, remembered for the same heads
 _PATTERNS = 1 << 10  # partial tiles in a strip; where there are more they are likely to differ
-_STRIPS = 64  # strips that are remembered, for the heads that share a mask
-PARTS = 1 << 12  # parts of groups that are, some 2 MB
+_REMEMBERED = 1 << 12  # strips, and parts of groups of row tiles: some 2 MB each
 
 
-class Tiles:
+class TileMask:
+    """What hides elements of a partial tile, as bit patterns: selecting by them is faster than by booleans.
+
+    Being bitwise, it is a selection: what a hidden element holds, NaN or not, is gone.
+
+    Parameters
+    ----------
+    shown : ndarray, (keys, rows), unsigned
+        Of each element all bits, or none where it is hidden.
+    dtype : numpy.dtype
+        Of the tiles, of as many bits.
+    """
+
+    def __init__(self, shown: np.ndarray, dtype: np.dtype) -> None:
+        touched = np.flatnonzero(~np.bitwise_and.reduce(shown, axis=1))  # all other keys hide nothing
+        self._keys = slice(touched[0], touched[-1] + 1) if len(touched) else slice(0, 0)
+        self._shown, self._dtype = shown[self._keys], dtype
+        self._filling: tuple[float, np.ndarray] = (math.nan, shown)
+
+    def zero(self, tile: np.ndarray) -> None:
+        """Set the hidden elements of a tile, (..., keys, rows), to 0."""
+        bits = tile[..., self._keys, :].view(self._shown.dtype)
+        np.bitwise_and(bits, self._shown, bits)
+
+    def fill(self, tile: np.ndarray, value: float) -> None:
+        """Set the hidden elements of a tile to a number."""
+        filled, filling = self._filling
+        if filled != value:
+            filling = np.bitwise_and(~self._shown, np.array(value, self._dtype).view(self._shown.dtype))
+            self._filling = value, filling
+        bits = tile[..., self._keys, :].view(self._shown.dtype)
+        np.bitwise_and(bits, self._shown, bits)
+        np.bitwise_or(bits, filling, bits)
+
+
+class LazyTileMask:
+    """A tile mask that is made by the thread that needs it; should two need it at once, both make the same."""
+
+    def __init__(self, make: Callable[[], TileMask], *, keep: bool) -> None:
+        self._make, self._keep = make, keep
+        self._made: TileMask | None = None
+
+    def __call__(self) -> TileMask:
+        """Return the mask, of which only those that are kept are remembered."""
+        made = self._made or self._make()
+        if self._keep:
+            self._made = made
+        return made
+
+
+class Part(NamedTuple):
+    """Some of the key tiles that a group of row tiles sees; they are taken at once, side by side."""
+
+    index: int  # of the step that they lie in, if parts are kept to steps
+    count: int
+    runs: tuple[tuple[int, int, int], ...]  # (first tile, its slot among those of the part, tiles) of neighbours
+    masks: tuple[tuple[int, int, LazyTileMask], ...]  # (row tile in the group, slot, what hides elements)
+
+
+class RowGroup(NamedTuple):
+    """Neighbouring row tiles that see the same tiles."""
+
+    start: int  # the first, in its stack
+    count: int
+    packed: tuple[Part, ...]  # as few as there is room for, of about equal sizes
+    steps: tuple[Part, ...]  # by steps of the key tiles: what is visible does not move their bounds
+
+
+class _View(NamedTuple):
+    """What a row tile sees."""
+
+    runs: tuple[tuple[int, int], ...]  # (first tile, tiles) of neighbours
+    partial: dict[int, LazyTileMask]  # by tile
+
+
+class Visibility:
     """The visibility of a whole problem, by tile."""
 
-    def __init__(self, problem: Problem, operands: Operands, blocks: Blocks) -> None:
-        self._problem, self._bias, self._blocks = problem, operands.bias, blocks
-        self._sources = sources(problem, operands.mask, blocks)
-        self._everything = View(((0, blocks.key_tiles),), {}, blocks, problem.n_keys)
-        self._instances: dict[int, tuple] = {}  # of heads: what tells their masks apart
-        self._strips: dict[tuple, list[View]] = {}
-        self._groups: dict[tuple, list[Group]] = {}
-        self._parts = 0  # of these
-        self._veils: dict[tuple, Veil] = {}
-        self._veils_left = VEIL_BYTES // (2 * blocks.rows * blocks.keys * problem.stat_dtype.itemsize)
+    def __init__(self, problem: Problem, masks: Sequence[Any], blocks: Blocks) -> None:
+        self._problem, self._masks, self._blocks = problem, masks, blocks
+        self._strips: dict[Hashable, list[_View]] = {}
+        self._groups: dict[Hashable, tuple[RowGroup, ...]] = {}
+        self._tile_masks: dict[Hashable, LazyTileMask] = {}
+        self._mask_bytes = 2 * blocks.rows * blocks.keys * problem.stat_dtype.itemsize
 
-    def view(self, head: Head, row_tile: int) -> View:
-        """Return what a row tile sees."""
-        if not self._sources:
-            return self._everything
-        strip, row = divmod(row_tile, _STRIP)
-        key = (strip, *self._instance(head))
-        views = self._strips.get(key)
-        if views is None:
-            if len(self._strips) >= _STRIPS:
-                self._strips.clear()
-            start, stop = strip * _STRIP, min((strip + 1) * _STRIP, self._blocks.row_tiles)
-            states = self._sources[0].states(head, start, stop)
-            for source in self._sources[1:]:
-                states = np.minimum(states, source.states(head, start, stop))
-            views = self._strips[key] = self._views(head, states, start)
-        return views[row]
+    @property
+    def mask_bytes(self) -> int:
+        """How much memory the element masks take at most that are remembered."""
+        return len(self._tile_masks) * self._mask_bytes
 
-    def groups(self, head: Head, row_tile: int, stop: int, most: int) -> list[Group]:
-        """Return what some row tiles see, grouped by up to `most` that see the same tiles."""
-        key = (row_tile, *self._instance(head)) if self._sources else (stop - row_tile,)
+    @property
+    def is_full(self) -> bool:
+        """Whether no more element masks are remembered."""
+        return self.mask_bytes + self._mask_bytes > MASK_BYTES
+
+    def groups(self, head: tuple[int, ...], start: int, stop: int) -> tuple[RowGroup, ...]:
+        """Return what some row tiles of a head see, grouped by those that see the same."""
+        instances = tuple([mask.instance(head) for mask in self._masks])
+        key = (start if self._masks else stop - start, instances)
         found = self._groups.get(key)
         if found is None:
-            views = [self.view(head, t) for t in range(row_tile, stop)]
-            found = groups(views, most, self._blocks)
-            parts = sum(len(group.parts) for group in found)
-            if self._parts + parts > PARTS:
+            if len(self._groups) >= _REMEMBERED:
                 self._groups.clear()
-                self._parts = 0
-            self._groups[key] = found
-            self._parts += parts
+            views = [self._view(instances, t) for t in range(start, stop)]
+            found = self._groups[key] = tuple(self._group(views))
         return found
 
-    def _views(self, head: Head, states: np.ndarray, start: int) -> list[View]:
+    def _view(self, instances: tuple, row_tile: int) -> _View:
+        blocks = self._blocks
+        strip, row = divmod(row_tile, _STRIP)
+        if not self._masks:
+            strip, row = 0, 0
+        views = self._strips.get((strip, instances))
+        if views is None:
+            if len(self._strips) >= _REMEMBERED:
+                self._strips.clear()
+            start, stop = strip * _STRIP, min((strip + 1) * _STRIP, blocks.row_tiles)
+            states = np.full((stop - start if self._masks else 1, blocks.key_tiles), PARTIAL + 1, np.int8)
+            for mask, instance in zip(self._masks, instances, strict=True):
+                np.minimum(states, mask.states(instance, blocks.rows, blocks.keys, start, stop), out=states)
+            if self._problem.n_keys % blocks.keys:
+                np.minimum(states[:, -1], PARTIAL, out=states[:, -1])
+            views = self._strips[strip, instances] = self._views(instances, states, start)
+        return views[row]
+
+    def _views(self, instances: tuple, states: np.ndarray, start: int) -> list[_View]:
         """Return what the row tiles of a strip see, given the states of their tiles."""
         runs: list[list[tuple[int, int]]] = [[] for _ in states]
         edges = np.zeros((len(states), states.shape[1] + 2), bool)
         edges[:, 1:-1] = states
-        row_tiles, ends = np.nonzero(edges[:, 1:] != edges[:, :-1])  # of a run the first tile, and the one after it
-        for row, first, last in zip(row_tiles[::2].tolist(), ends[::2].tolist(), ends[1::2].tolist(), strict=True):
+        rows, ends = np.nonzero(edges[:, 1:] != edges[:, :-1])  # of a run the first tile, and the one after it
+        for row, first, last in zip(rows[::2].tolist(), ends[::2].tolist(), ends[1::2].tolist(), strict=True):
             runs[row].append((first, last - first))
-        common = self._blocks, self._problem.n_keys
-        return [
-            View(tuple(of_row), partial, *common)
-            for of_row, partial in zip(runs, self._partial(head, states, start), strict=True)
-        ]
+        partial = self._partial(instances, states, start)
+        return [_View(tuple(of_row), of_tiles) for of_row, of_tiles in zip(runs, partial, strict=True)]
 
-    def _instance(self, head: Head) -> tuple:
-        instance = self._instances.get(head.index)
-        if instance is None:
-            instance = self._instances[head.index] = tuple(source.instance(head) for source in self._sources)
-        return instance
-
-    def veil(self, head: Head, row_tile: int, key_tile: int, rows: int, known: Veil | None) -> Veil:
-        """Return what a partial tile of `rows` rows hides; keys that do not exist, too, but no rows that do not.
-
-        `known` is what its row tile's view has of it, which is right if all rows exist.
-        """
-        if known is not None and rows == self._blocks.rows:
-            return known
-        key = (row_tile, key_tile, *self._instance(head))
-        return self._veils.get(key) or self._make_veil(key, head, row_tile, key_tile, rows)
-
-    def _make_veil(self, key: tuple, head: Head, row_tile: int, key_tile: int, rows: int) -> Veil:
-        veil = Veil(partial(self._shown, head, row_tile, key_tile, rows), self._problem.stat_dtype)
-        if self._veils_left:
-            self._veils[key] = veil
-            self._veils_left -= 1
-        return veil
-
-    def _partial(self, head: Head, states: np.ndarray, start: int) -> list[dict[int, Veil | None]]:
-        """Return, for each row tile of a strip, its partial tiles, with their veils as far as they are easy to find.
-
-        Along a diagonal one tile looks like another, so few are made.
-        """
-        found: list[dict[int, Veil | None]] = [{} for _ in states]
-        row_tiles, key_tiles = np.nonzero(states == PARTIAL)
-        patterns = [None]
-        if 0 < len(row_tiles) <= _PATTERNS:
-            patterns = [source.patterns(head, row_tiles + start, key_tiles) for source in self._sources]
+    def _partial(self, instances: tuple, states: np.ndarray, start: int) -> list[dict[int, LazyTileMask]]:
+        """Return, for each row tile of a strip, its partial tiles; along a diagonal one looks like another."""
+        blocks = self._blocks
+        found: list[dict[int, LazyTileMask]] = [{} for _ in states]
+        rows, tiles = np.nonzero(states == PARTIAL)
+        patterns: list = [None]
+        if 0 < len(rows) <= _PATTERNS:
+            patterns = [
+                mask.patterns(instance, blocks.rows, blocks.keys, rows + start, tiles)
+                for mask, instance in zip(self._masks, instances, strict=True)
+            ]
         if None in patterns:
-            patterns = []
-        for row, tile, *key in zip(row_tiles.tolist(), key_tiles.tolist(), *patterns, strict=True):
-            veil = None
-            if key:
-                veil = self._veils.get(tuple(key))
-                if veil is None and self._veils_left:
-                    veil = self._make_veil(tuple(key), head, row + start, tile, self._blocks.rows)
-            found[row][tile] = veil
+            patterns = [((rows + start) * blocks.key_tiles + tiles).tolist()]
+        for row, tile, *pattern in zip(rows.tolist(), tiles.tolist(), *patterns, strict=True):
+            key = (*pattern, instances, tile == blocks.key_tiles - 1)
+            known = self._tile_masks.get(key)
+            if known is None:
+                make = partial(self._tile_mask, instances, row + start, tile)
+                known = LazyTileMask(make, keep=not self.is_full)
+                if not self.is_full:
+                    self._tile_masks[key] = known
+            found[row][tile] = known
         return found
 
-    def _shown(self, head: Head, row_tile: int, key_tile: int, rows: int) -> np.ndarray:
-        """Return the bits of a veil, (blocks.keys, rows)."""
-        ramp = bit_lines(rows, np.dtype(f"u{self._problem.stat_dtype.itemsize}"))
-        shown = self._sources[0].shown(head, row_tile, key_tile, ramp)
-        for source in self._sources[1:]:
-            shown = shown & source.shown(head, row_tile, key_tile, ramp)
-        keys = min(self._blocks.keys, self._problem.n_keys - key_tile * self._blocks.keys)
-        if shown.shape[0] == self._blocks.keys:
-            return shown
-        full = np.zeros((self._blocks.keys, rows), shown.dtype)
-        full[:keys] = shown
-        return full
+    def _tile_mask(self, instances: tuple, row_tile: int, tile: int) -> TileMask:
+        blocks = self._blocks
+        ramp = bit_lines(blocks.rows, np.dtype(f"u{self._problem.stat_dtype.itemsize}"))
+        there = min(blocks.keys, self._problem.n_keys - tile * blocks.keys)
+        full = np.zeros((blocks.keys, blocks.rows), ramp.dtype)
+        full[:there] = ramp[-1]
+        for mask, instance in zip(self._masks, instances, strict=True):
+            full[:there] &= mask.shown(instance, blocks.rows, blocks.keys, row_tile, tile, ramp)[:there]
+        return TileMask(full, self._problem.stat_dtype)
 
-    def hidden(self, head: Head, row_tile: int, key_tile: int) -> np.ndarray:
-        """Return the hidden elements of a partial tile, bool, (keys, rows) or broadcastable; without padding."""
-        result = self._sources[0].hidden(head, row_tile, key_tile)
-        for source in self._sources[1:]:
-            result = result | source.hidden(head, row_tile, key_tile)
+    def _group(self, views: list[_View]) -> list[RowGroup]:
+        result, start, blocks = [], 0, self._blocks
+        while start < len(views):
+            stop = start + 1
+            while stop < min(len(views), start + blocks.abreast) and views[stop].runs == views[start].runs:
+                stop += 1
+            together = views[start:stop]
+            steps = _cut(views[start].runs, blocks.step)
+            tiles = sum(count for _, count in views[start].runs)
+            most = max(1, blocks.room // (blocks.heads * len(together)))
+            packed = _pack(views[start].runs, tiles, cdiv(tiles, most))
+            result.append(RowGroup(start, stop - start, *(tuple(_parts(cut, together)) for cut in (packed, steps))))
+            start = stop
         return result
 
-    def dead_keys(self, head: Head) -> np.ndarray:
-        """Return which keys no row of a head sees, bool (n_keys,); visits every visible tile.
 
-        A bias of -inf hides.
-        """
-        size = self._blocks
-        seen = np.zeros(self._problem.n_keys, bool)
-        bias = None if self._bias is None else pick(self._bias, head.query)
-        for row_tile in range(size.row_tiles):
-            view = self.view(head, row_tile)
-            for tile in (first + n for first, count in view.runs for n in range(count)):
-                keys = slice(tile * size.keys, (tile + 1) * size.keys)
-                hidden = self.hidden(head, row_tile, tile) if tile in view.partial else np.zeros((1, 1), bool)
-                if bias is not None:
-                    hidden = hidden | np.equal(tile_of(bias, size, row_tile, tile).T, -np.inf)
-                seen[keys] |= ~hidden.all(axis=1)
-        return ~seen
+Cut = tuple[int, list[tuple[int, int, int]]]
+
+
+def _cut(runs: tuple[tuple[int, int], ...], step: int) -> list[Cut]:
+    """Cut runs of tiles at the multiples of `step`."""
+    by_step: dict[int, list[tuple[int, int, int]]] = {}
+    for tile, left in runs:
+        while left:
+            count = min(left, step - tile % step)
+            cut = by_step.setdefault(tile // step, [])
+            cut.append((tile, cut[-1][1] + cut[-1][2] if cut else 0, count))
+            tile, left = tile + count, left - count
+    return list(by_step.items())
+
+
+def _pack(runs: tuple[tuple[int, int], ...], tiles: int, number: int) -> list[Cut]:
+    """Split runs of tiles into parts of about equal sizes."""
+    left = list(runs[::-1])
+    packed = []
+    for index in range(number):
+        taken: list[tuple[int, int, int]] = []
+        slot, room = 0, (tiles + index) // number
+        while slot < room:
+            tile, rest = left.pop()
+            count = min(rest, room - slot)
+            taken.append((tile, slot, count))
+            slot += count
+            if count < rest:
+                left.append((tile + count, rest - count))
+        packed.append((index, taken))
+    return packed
+
+
+def _parts(cuts: list[Cut], views: list[_View]) -> list[Part]:
+    return [
+        Part(
+            index,
+            runs[-1][1] + runs[-1][2],
+            tuple(runs),
+            tuple(
+                (row, slot + n, view.partial[tile + n])
+                for row, view in enumerate(views)
+                if view.partial
+                for tile, slot, count in runs
+                for n in range(count)
+                if tile + n in view.partial
+            ),
+        )
+        for index, runs in cuts
+    ]

@@ -6,7 +6,7 @@ The two are written by hand and compared by a test that compiles ``static_assert
 import numpy as np
 
 __all__ = [
-    "BATCH_AXES", "DROPOUT", "MASK_PARAMS", "MASK_TABLES", "MAX_PARTS", "MERGE_PARAMS", "OPERAND", "OPERAND_FIELDS",
+    "BATCH_AXES", "DROPOUT", "MASK_PARAMS", "MASK_SOURCE", "MASK_TABLES", "MAX_PARTS", "MERGE_PARAMS", "OPERAND", "OPERAND_FIELDS",
     "PARAMS",
 ]  # fmt: skip
 
@@ -30,9 +30,6 @@ MASK_TABLES = np.dtype(
         ("keys_padded", np.int32),
         ("block_m", np.int32),
         ("block_n", np.int32),
-        ("block_rows", np.int32),
-        ("block_cols", np.int32),
-        ("instances", np.int32),
     ],
     align=True,
 )
@@ -47,11 +44,13 @@ DROPOUT = np.dtype(
         ("row", np.uint32),
         ("key", np.uint32),
         ("offset_data", _pointer),
+        ("row_blocks", _pointer),
+        ("key_blocks", _pointer),
     ],
     align=True,
 )
 
-OPERAND_FIELDS = ("q", "k", "v", "o", "l", "m", "dout", "dq", "dk", "dv", "bias", "dbias", "mask")
+OPERAND_FIELDS = ("q", "k", "v", "o", "l", "m", "dout", "dlse", "dq", "dk", "dv", "bias", "dbias", "mask", "boolean")
 
 _WORKSPACE = (
     "o_part", "l_part", "m_part", "delta", "stat", "dq_acc", "dk_acc", "dv_acc", "dbias_acc", "counters",
@@ -61,13 +60,14 @@ _WORKSPACE = (
 _INTEGERS = (
     "batch", "heads", "kv_heads", "group", "n_queries", "n_keys", "head_dim", "head_dim_v",
     "band_left", "band_right", "band_offset", "row_tiles", "key_tiles", "section", "splits", "split_tiles",
+    "shared_tile", "shared_key", "bias_instances",
 )  # fmt: skip
 
 PARAMS = np.dtype(
     [(name, OPERAND) for name in OPERAND_FIELDS]
     + [("table", MASK_TABLES), ("dropout", DROPOUT)]
     + [(name, _pointer) for name in _WORKSPACE]
-    + [(name, np.float64) for name in ("scale", "softcap", "dropout_scale")]
+    + [(name, np.float64) for name in ("scale", "softcap", "cap_scale", "dropout_scale")]
     + [("batch_size", np.int32, BATCH_AXES)]
     + [(name, np.int32) for name in _INTEGERS],
     align=True,
@@ -75,16 +75,28 @@ PARAMS = np.dtype(
 
 _LEADING_AXES = BATCH_AXES + 1
 
+MAX_COLUMN_MASKS = 4
+
+MASK_SOURCE = np.dtype(
+    [
+        ("data", _pointer),
+        ("stride", np.int64, _LEADING_AXES),
+        ("row", np.int64),
+        ("col", np.int64),
+        ("block_m", np.int32),
+        ("block_n", np.int32),
+    ],
+    align=True,
+)
+
 MASK_PARAMS = np.dtype(
-    [(name, _pointer) for name in ("lts", "lte", "uts", "ute", "mask")]
-    + [("stride", np.int64, _LEADING_AXES), ("row", np.int64), ("col", np.int64)]
+    [("column", MASK_SOURCE, MAX_COLUMN_MASKS), ("blocks", MASK_SOURCE), ("boolean", MASK_SOURCE)]
     + [(name, _pointer) for name in ("cols", "bounds", "order", "alive")]
     + [("size", np.int32, _LEADING_AXES)]
     + [
         (name, np.int32)
         for name in (
-            "rows", "block_m", "block_n", "n_queries", "n_keys", "keys_padded", "row_tiles", "key_tiles",
-            "band_left", "band_right", "band_offset",
+            "alike", "n_queries", "n_keys", "keys_padded", "row_tiles", "key_tiles", "band_left", "band_right",
         )
     ],
     align=True,

@@ -1,7 +1,7 @@
 """Arrays of any kind in, the same kind out.
 
-:func:`enter` turns the arrays of one call into NumPy arrays (host memory) or CuPy arrays (device memory) that
-share memory with them, and returns the :class:`~cuattn.interop.home.Home` that turns results back into the
+:func:`to_backend` turns the arrays of one call into NumPy arrays (host memory) or CuPy arrays (device memory) that
+share memory with them, and returns the :class:`~cuattn.interop.origin.ArrayOrigin` that turns results back into the
 caller's kind.  A framework is recognised through ``sys.modules`` alone: an object of a framework can only exist
 when that framework has been imported, so nothing is imported in order to look.
 
@@ -29,22 +29,23 @@ result comes back as a NumPy array.
 
 from cuattn.errors import DtypeError
 from cuattn.interop import dlpack, jax_arrays, native, torch_tensors
-from cuattn.interop.home import Home, type_name
+from cuattn.interop.origin import ArrayOrigin, type_name
+from cuattn.interop.outputs import Outputs
 
-__all__ = ["Home", "enter", "look"]
+__all__ = ["ArrayOrigin", "Outputs", "signature", "to_backend"]
 
 OPTIONAL = frozenset({"bias", "mask"})
 
 # Most specific first: tensors of CuPy, PyTorch and JAX have __dlpack__ too, and dlpack takes whatever has it.
 _KINDS = (native.NumPy, torch_tensors.Torch, native.CuPy, jax_arrays.Jax, dlpack.DLPack)
 
-_looks = {}  # type of array on a GPU that has been entered -> its kind's look
+_signatures = {}  # type of array on a GPU that has been entered -> its kind's look
 
 
-def look(values):
+def signature(values):
     """Return what arrays on a GPU look like and where they are, without checking them.
 
-    A call that looks like one whose arrays :func:`enter` took needs no other check.
+    A call that looks like one whose arrays :func:`to_backend` took needs no other check.
 
     Parameters
     ----------
@@ -58,13 +59,13 @@ def look(values):
     addresses : list of int
         0 for what is absent.
 
-    None stands for both when only :func:`enter` can tell.
+    None stands for both when only :func:`to_backend` can tell.
     """
-    find = _looks.get(type(next(iter(values))))
+    find = _signatures.get(type(next(iter(values))))
     return None if find is None else find(values)
 
 
-def enter(named, *, optional=OPTIONAL):
+def to_backend(named, *, optional=OPTIONAL):
     """Return NumPy or CuPy views of a call's arrays and the way back.
 
     Parameters
@@ -78,7 +79,7 @@ def enter(named, *, optional=OPTIONAL):
     -------
     arrays : dict of str to (numpy.ndarray or cupy.ndarray or None)
         Views of the same memory, in the order of `named`; all NumPy or all CuPy.
-    home : Home
+    origin : ArrayOrigin
         The arrays' kind and place.
 
     Raises
@@ -93,9 +94,9 @@ def enter(named, *, optional=OPTIONAL):
     Examples
     --------
     >>> import numpy as np
-    >>> arrays, home = enter({"q": np.zeros((2, 3)), "mask": None})
-    >>> arrays["q"].shape, arrays["mask"], home
-    ((2, 3), None, Home(kind='numpy', backend='cpu', device=0))
+    >>> arrays, origin = to_backend({"q": np.zeros((2, 3)), "mask": None})
+    >>> arrays["q"].shape, arrays["mask"], origin
+    ((2, 3), None, ArrayOrigin(kind='numpy', backend='cpu', device=0))
     """
     arrays = {}
     first = kind = place = None
@@ -105,8 +106,8 @@ def enter(named, *, optional=OPTIONAL):
             continue
         value_kind = _kind_of(name, value)
         arrays[name], value_place = value_kind.take(name, value)
-        if value_place[0] == "cuda" and hasattr(value_kind, "look"):
-            _looks[type(value)] = value_kind.look
+        if value_place[0] == "cuda" and hasattr(value_kind, "signature"):
+            _signatures[type(value)] = value_kind.signature
         if first is None:
             first, kind, place = name, value_kind, value_place
         elif value_kind is not kind or value_place != place:
@@ -117,7 +118,7 @@ def enter(named, *, optional=OPTIONAL):
     if first is None:
         raise DtypeError(f"expected at least one array among {', '.join(named) or 'the arguments'}, got none")
     backend, device, handle = place
-    return arrays, Home(kind.name_of(named[first]), backend, device, kind, handle)
+    return arrays, ArrayOrigin(kind.name_of(named[first]), backend, device, kind, handle)
 
 
 def _kind_of(name, value):

@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 
 from cuattn.errors import DtypeError, UnsupportedError
-from cuattn.interop.home import device_array_module, type_name
 from cuattn.interop.native import OnCuPy
+from cuattn.interop.origin import device_array_module, type_name
 
 __all__ = ["DLPack"]
 

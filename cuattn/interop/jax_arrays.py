@@ -5,8 +5,8 @@ import sys
 import numpy as np
 
 from cuattn.errors import DtypeError, UnsupportedError
-from cuattn.interop.home import device_array_module
 from cuattn.interop.native import OnCuPy
+from cuattn.interop.origin import device_array_module
 
 __all__ = ["Jax"]
 

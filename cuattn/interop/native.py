@@ -60,7 +60,7 @@ class OnCuPy:
 
     @staticmethod
     def allocator(wanted, device):
-        """Return what allocates results as CuPy arrays, see :meth:`cuattn.interop.Home.allocator`."""
+        """Return what allocates results as CuPy arrays, see :meth:`cuattn.interop.ArrayOrigin.allocator`."""
         return _FromPool(wanted, device)
 
 
@@ -84,8 +84,8 @@ class CuPy(OnCuPy):
         return value, ("cuda", value.data.device_id, None)
 
     @staticmethod
-    def look(values):
-        """Return layouts and addresses of arrays, see :func:`cuattn.interop.look`."""
+    def signature(values):
+        """Return layouts and addresses of arrays, see :func:`cuattn.interop.signature`."""
         ndarray = sys.modules["cupy"].ndarray
         layouts, addresses = [], []
         for value in values:

@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 
 from cuattn.errors import DtypeError, UnsupportedError
-from cuattn.interop.home import device_array_module, type_name
 from cuattn.interop.native import pieces
+from cuattn.interop.origin import device_array_module, type_name
 
 __all__ = ["Torch"]
 
@@ -60,8 +60,8 @@ class Torch:
         raise UnsupportedError(f"{name} is on device {str(value.device)!r}; expected a tensor on 'cpu' or 'cuda'")
 
     @staticmethod
-    def look(values):
-        """Return layouts and addresses of tensors, see :func:`cuattn.interop.look`."""
+    def signature(values):
+        """Return layouts and addresses of tensors, see :func:`cuattn.interop.signature`."""
         torch, forward_ad, plain = _parts()
         if getattr(forward_ad, "_current_level", 0) >= 0:
             return None
@@ -100,7 +100,7 @@ class Torch:
 
     @staticmethod
     def allocator(wanted, device):
-        """Return what allocates results, see :meth:`cuattn.interop.Home.allocator`."""
+        """Return what allocates results, see :meth:`cuattn.interop.ArrayOrigin.allocator`."""
         return _FromTorch(wanted, device)
 
 

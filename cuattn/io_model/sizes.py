@@ -76,12 +76,29 @@ def block_sizes(n, d, m, square=False):
         raise ArgumentError(f"M = {m!r}: expected a whole number of elements") from None
     if not d <= m <= n * d:
         raise ArgumentError(f"M = {m}: expected d <= M <= N d, here {d} <= M <= {n * d}")
-    b_c = ceil_div(m, 4 * d)
+    b_c = cdiv(m, 4 * d)
     b_r = b_c if square else min(b_c, d)
-    return Blocks(b_r, b_c, ceil_div(n, b_r), ceil_div(n, b_c))
+    return Blocks(b_r, b_c, cdiv(n, b_r), cdiv(n, b_c))
 
 
-def ceil_div(a, b):
+def cdiv(a, b):
+    """Return ceil(a / b) of integers: how many blocks of b hold a elements.
+
+    Parameters
+    ----------
+    a, b : int or ndarray of int
+        Elements in all and in one block, b > 0.
+
+    Returns
+    -------
+    blocks : int or ndarray of int
+        Exact for integers of any size, which ``math.ceil(a / b)`` is not.
+
+    Examples
+    --------
+    >>> cdiv(10, 4), cdiv(8, 4), cdiv(0, 4)
+    (3, 2, 0)
+    """
     return -(-a // b)
 
 

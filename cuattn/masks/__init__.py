@@ -15,7 +15,9 @@ Examples
 """
 
 from cuattn.masks.block import BlockMask
+from cuattn.masks.boolean import BooleanMask
 from cuattn.masks.column import ColumnMask
+from cuattn.masks.combine import AllOf
 from cuattn.masks.constructors import (
     causal,
     eviction,
@@ -36,7 +38,9 @@ from cuattn.masks.packed import (
 )
 
 __all__ = [
+    "AllOf",
     "BlockMask",
+    "BooleanMask",
     "ColumnMask",
     "causal",
     "causal_blockwise",

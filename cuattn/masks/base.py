@@ -1,182 +1,377 @@
-"""What every mask is: immutable, comparable, picklable, at home on the host or on one GPU."""
+"""What every mask is: one protocol for whoever reads it, immutable, comparable, picklable, on the host or on one GPU.
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from types import ModuleType
+A backend is handed a tuple of masks, which hold together, bound to its problem's lengths (:meth:`Mask.bind`); it never
+asks what kind a mask is.  The CPU walks a mask by tiles of its own size::
+
+    parts = join((*masks, band))             # masks.bands: all masks of intervals become one, which is quicker
+    instance = mask.instance((batch, head))  # equal for matrices under the same mask: a key for what is remembered
+    mask.states(instance, rows, keys, t, t + 16)         # of 16 row tiles; the minimum over the parts holds
+    mask.patterns(instance, rows, keys, row_tiles, key_tiles)  # a key for each of these tiles, or None
+    mask.shown(instance, rows, keys, row_tile, key_tile, ramp)  # one tile's bits; parts combine by &
+    mask.hidden(instance, row_slice, key_slice)          # the same as booleans; parts combine by |
+"""
+
+from abc import abstractmethod
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from cuattn.errors import DtypeError, MaskError
+from cuattn.errors import MaskError
 from cuattn.masks import checks
-from cuattn.masks.device import Ready, current_device, current_stream, namespace, to_host, upload
+from cuattn.masks.cuda_half import CudaHalf, Source
+from cuattn.masks.device import namespace
+from cuattn.masks.immutable import Immutable
+from cuattn.masks.intervals import FULL, PARTIAL, SKIP, tiles
+from cuattn.masks.runs import Runs, as_runs, indices, length_of
 
 Self = TypeVar("Self", bound="Mask")
 
+Instance = tuple[int, ...]
+"""Index into a mask's own leading axes: one of its matrices."""
 
-class Mask(ABC):
-    """An immutable mask; its single array `_array` lies on the host or on one GPU.
+Reach = tuple[int | None, int | None]
+"""(left, right): row i sees key j if i - left <= j <= i + right; None leaves that side open."""
 
-    Two host masks are equal if they hold the same numbers; a mask on a GPU equals only itself, because comparing
-    would have to read it back.  `_cache` belongs to the backends: tables by hashable key, made once per mask.
+KINDS: "dict[str, type[Mask]]" = {}
+"""The classes of masks by the name of their kind."""
+
+_STRIP = 64  # row tiles that are classified at once
+
+
+class Mask(Immutable):
+    """What every mask can tell.
+
+    A new kind of mask needs `kind`, `leading`, `n_queries`, `n_keys` and `visible`, and calls `_settle` when it is
+    built; everything else follows from these, if slowly.
     """
 
-    __slots__ = ("__weakref__", "_array", "_cache", "_ready")
+    __slots__ = ()
 
     kind: ClassVar[str]
-    """The name by which a problem knows the mask: "column" or "block"."""
+    """The name by which a problem knows this kind of mask: "column", "block", "boolean", "band"."""
 
-    _array: Any
-    _cache: dict[Any, Any]
-    _ready: Ready | None
+    cuda: ClassVar[CudaHalf | None] = None
+    """How kernels take this kind of mask; None: not at all."""
 
-    def _settle(self, array: Any, **fields: Any) -> None:
-        """Freeze the mask around an array that nobody else holds."""
-        on_host = isinstance(array, np.ndarray)
-        if on_host:
-            array.setflags(write=False)
-        ready = None
-        if not on_host:
-            with array.device:
-                ready = Ready(current_stream())
-        for name, value in {"_array": array, "_cache": {}, "_ready": ready, **fields}.items():
-            object.__setattr__(self, name, value)
+    n_queries: int
+    n_keys: int
 
-    @classmethod
-    def _wrap(cls: type[Self], array: Any, *parameters: Any) -> Self:
-        """Build a mask from a trusted array, which it takes over, and its `_parameters`."""
-        mask = object.__new__(cls)
-        mask._settle(array, **dict(zip(cls._parameter_names(), parameters, strict=True)))
-        return mask
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if isinstance(cls.__dict__.get("kind"), str):
+            KINDS[cls.kind] = cls
 
-    @staticmethod
-    @abstractmethod
-    def _parameter_names() -> tuple[str, ...]:
-        """Name the slots that, with `_array`, make the mask."""
-
-    def _parameters(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in self._parameter_names())
+    leading: tuple[int, ...]
+    """Shape of the axes before queries and keys; they broadcast to a problem's (..., heads)."""
 
     @abstractmethod
-    def fits(self, n_queries: int, n_keys: int) -> bool:
-        """Return whether this is a mask of an (n_queries, n_keys) matrix."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"cannot set {name}: {type(self).__name__} is immutable")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"cannot delete {name}: {type(self).__name__} is immutable")
-
-    def __copy__(self: Self) -> Self:
-        return self
-
-    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.on_device:
-            raise MaskError(f"{self!r} cannot be pickled: expected a mask on the host (see to_host)")
-        return type(self)._wrap, (self._array, *self._parameters())
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Mask) or type(self) is not type(other):
-            return NotImplemented
-        if self is other or self.on_device or other.on_device:
-            return self is other
-        return self._parameters() == other._parameters() and np.array_equal(self._array, other._array)
-
-    def __hash__(self) -> int:
-        if self.on_device:
-            return id(self)
-        if "hash" not in self._cache:
-            self._cache["hash"] = hash((type(self), self._parameters(), self._array.shape, self._array.tobytes()))
-        return self._cache["hash"]
-
-    @property
-    def layout(self) -> tuple[Any, ...]:
-        """What tells masks apart that are handled alike: type, shape and parameters, but not what is hidden."""
-        return (self.kind, self._array.shape, *self._parameters())
-
-    @property
-    def device(self) -> int | None:
-        """Index of the GPU that holds the mask; None on the host."""
-        return None if isinstance(self._array, np.ndarray) else int(self._array.device.id)
-
-    @property
-    def on_device(self) -> bool:
-        """Whether the mask lies on a GPU."""
-        return not isinstance(self._array, np.ndarray)
-
-    def to_device(self: Self, device: int | None = None) -> Self:
-        """Return this mask on a GPU; the copy is made once per device and kept.
+    def visible(self, instance: Instance, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+        """Return whether query rows may see keys, on the host: for backends.
 
         Parameters
         ----------
-        device : int, optional
-            Index of the GPU; by default CuPy's current device or, for a mask that is on a GPU, its own.
+        instance : tuple of int
+            Which of the mask's matrices.
+        i, j : int array
+            Rows in [0, n_queries) and keys in [0, n_keys), which broadcast against each other.
 
         Returns
         -------
-        mask
-            Of the same type, in GPU memory that all streams may read.
+        bool array
+            Of the shape that `i` and `j` have together, or one that broadcasts to it.
+        """
+
+    # For backends: a mask's place in a problem.
+
+    parts: "tuple[Mask, ...]" = property(lambda self: (self,))
+    """The masks that hold together in this one: for all but `AllOf` the mask itself."""
+
+    @property
+    def layout(self) -> tuple[Hashable, ...]:
+        """All of the mask that a launch depends on: kind, shape and parameters, but not what is hidden."""
+        shape = None if self._array is None else self._array.shape
+        return (self.kind, shape, *self._parameters())
+
+    def fits(self, n_queries: int, n_keys: int) -> bool:
+        """Return whether this is a mask of an (n_queries, n_keys) matrix."""
+        return (self.n_queries, self.n_keys) == (n_queries, n_keys)
+
+    def bind(self: Self, n_queries: int | None = None, n_keys: int | None = None) -> Self:
+        """Return this mask of a matrix whose lengths are known, where the mask itself leaves them open.
+
+        Parameters
+        ----------
+        n_queries, n_keys : int, optional
+            Lengths, by default the mask's own.
 
         Raises
         ------
-        DtypeError
-            The mask is on another GPU.
-        UnsupportedError
-            CuPy is not installed.
-
-        Notes
-        -----
-        Calls with CuPy arrays do this by themselves.  Do it ahead when the first such call will be captured in a
-        CUDA graph.
+        MaskError
+            It is not a mask of such a matrix.
         """
-        if device is not None:
-            device = checks.integer("device", device)
-        if self.on_device:
-            if device is not None and device != self.device:
-                raise DtypeError(f"device = {device}: expected {self.device}, where this mask is")
-            return self
-        device = current_device() if device is None else device
-        key = ("device", device)
-        if key not in self._cache:
-            twin = self._wrap(upload(self._array, device), *self._parameters())
-            object.__setattr__(twin, "_ready", None)  # the upload has been waited for
-            twin._cache.update(self._known())
-            self._cache.setdefault(key, twin)
-        return self._cache[key]
+        lengths = tuple(
+            own if given is None else checks.integer(name, given)
+            for name, own, given in (("n_queries", self.n_queries, n_queries), ("n_keys", self.n_keys, n_keys))
+        )
+        if not self.fits(*lengths):
+            n_queries, n_keys = lengths
+            raise MaskError(f"n_queries = {n_queries}, n_keys = {n_keys}: expected lengths that fit {self!r}")
+        return self if lengths == (self.n_queries, self.n_keys) else self._bound(*lengths)
 
-    def _known(self) -> dict[Any, Any]:
-        """Return what a copy on a GPU takes over, which nobody could tell there without reading it back."""
-        return {}
+    def _bound(self: Self, n_queries: int, n_keys: int) -> Self:
+        raise NotImplementedError(f"{type(self).__name__}.fits accepts lengths that are not the mask's own")
 
-    def to_host(self: Self) -> Self:
-        """Return this mask on the host; from a GPU this copies and waits.
+    def instance(self, index: Sequence[int]) -> Instance:
+        """Return which of the mask's matrices belongs to an index into a problem's (*batch, heads)."""
+        leading = self.leading
+        extra = len(leading) - len(index)
+        index = (*(0,) * extra, *index)[-len(leading) :] if leading else ()
+        return tuple([0 if n == 1 else i for i, n in zip(index, leading, strict=True)])
+
+    reach: Reach | None = None
+    """The band that the mask is, where that is known, see `ColumnMask.reach`."""
+
+    def source(self) -> Source:
+        """Return where the mask's numbers lie on a GPU, for kinds that have a `cuda` half."""
+        raise NotImplementedError(f"{type(self).__name__}.source")
+
+    # For backends: what one instance hides, by tiles.
+
+    def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
+        """Return the states of row tiles start to stop, int8 (stop - start, Tc), as in `tile_states`."""
+        keys = np.arange(0, self.n_keys, block_n)
+        states = np.empty((stop - start, keys.size), np.int8)
+        for t in range(start, stop):
+            rows = slice(t * block_m, min((t + 1) * block_m, self.n_queries))
+            hidden = self.hidden(instance, rows, slice(0, self.n_keys))
+            none = np.broadcast_to(~hidden.any(axis=1), self.n_keys)
+            every = np.broadcast_to(hidden.all(axis=1), self.n_keys)
+            states[t - start] = np.where(np.logical_and.reduceat(none, keys), FULL, PARTIAL) if keys.size else 0
+            states[t - start][np.logical_and.reduceat(every, keys) if keys.size else ()] = SKIP
+        return states
+
+    def hidden(self, instance: Instance, rows: slice, keys: slice) -> np.ndarray:
+        """Return which elements of a tile are hidden, bool, (keys, rows) or broadcastable to it."""
+        return ~self.visible(instance, np.arange(rows.start, rows.stop), np.arange(keys.start, keys.stop)[:, None])
+
+    def patterns(
+        self, instance: Instance, block_m: int, block_n: int, row_tiles: np.ndarray, key_tiles: np.ndarray
+    ) -> Sequence[Hashable] | None:
+        """Return one key per tile, of which equal ones imply equal element masks; None where that takes long to tell.
+
+        The keys hold for whole tiles, and for instances, tile sizes and masks that are the same.
+        """
+        return None
+
+    def shown(
+        self, instance: Instance, block_m: int, block_n: int, row_tile: int, key_tile: int, ramp: np.ndarray
+    ) -> np.ndarray:
+        """Return a tile as bits, all ones where visible and all zeros where hidden; (keys, rows) or (1, rows).
+
+        Parameters
+        ----------
+        ramp : array, (rows + 1, rows)
+            From :func:`cuattn.masks.intervals.bit_lines`, whose dtype the bits get; rows that do not exist may be
+            among them.
+        """
+        rows = slice(row_tile * block_m, min(row_tile * block_m + ramp.shape[1], self.n_queries))
+        hidden = self.hidden(instance, rows, slice(key_tile * block_n, min((key_tile + 1) * block_n, self.n_keys)))
+        shown = np.empty((len(hidden), ramp.shape[1]), ramp.dtype)
+        there = hidden.shape[1] if hidden.shape[1] > 1 else ramp.shape[1]
+        np.subtract(hidden, 1, out=shown[:, :there], dtype=ramp.dtype, casting="unsafe")
+        shown[:, there:] = ramp[-1, 0]
+        return shown
+
+    # For everybody.
+
+    __array_ufunc__ = None  # ``array & mask`` is this class's affair
+
+    def __and__(self, other: Any) -> "Mask":
+        """Return the mask of what both show: of another mask, or of a boolean array."""
+        from cuattn.masks.combine import both
+
+        is_array = hasattr(other, "dtype") and hasattr(other, "shape")
+        return both(self, other) if is_array or isinstance(other, Mask) else NotImplemented
+
+    __rand__ = __and__
+
+    def dense(self, n_queries: int | None = None, n_keys: int | None = None) -> Any:
+        """Return the mask as a boolean matrix, O(n_queries * n_keys).
+
+        Parameters
+        ----------
+        n_queries, n_keys : int, optional
+            Lengths, for masks that leave them open (see `bind`).
+
+        Returns
+        -------
+        bool array, (..., n_queries, n_keys)
+            True = attend; on the GPU that holds the mask, else on the host.
+
+        Examples
+        --------
+        >>> from cuattn.masks import sliding_window
+        >>> sliding_window(4, 2).dense().astype(int)
+        array([[1, 0, 0, 0],
+               [1, 1, 0, 0],
+               [0, 1, 1, 0],
+               [0, 0, 1, 1]])
+        """
+        mask = self.bind(n_queries, n_keys)
+        with mask._scope():
+            return mask._dense()
+
+    def _dense(self) -> Any:
+        i, j = np.arange(self.n_queries)[:, None], np.arange(self.n_keys)
+        return self._stack(lambda instance: self.visible(instance, i, j), (self.n_queries, self.n_keys), bool)
+
+    def tile_states(self, block_m: int, block_n: int, n_queries: int | None = None, n_keys: int | None = None) -> Any:
+        """Classify the tiles of the matrix.
+
+        Parameters
+        ----------
+        block_m, block_n : int
+            Rows and keys of a tile, >= 1.
+        n_queries, n_keys : int, optional
+            Lengths, for masks that leave them open (see `bind`).
+
+        Returns
+        -------
+        int8 array, (..., Tr, Tc)
+            With Tr = ceil(n_queries / block_m), Tc = ceil(n_keys / block_n): 0 = skip, nothing is visible; 1 =
+            partial, elements must be tested; 2 = full, everything is visible.  A tile may be called partial that
+            is in truth full or empty, never the reverse.
+
+        References
+        ----------
+        FlashMask, equation 4; the union of the two intervals is recognised only for keys that no row may see.
+
+        Examples
+        --------
+        >>> from cuattn.masks import causal
+        >>> causal(8).tile_states(4, 4)
+        array([[1, 0],
+               [2, 1]], dtype=int8)
+        """
+        block_m, block_n = checks.tile(block_m, block_n)
+        mask = self.bind(n_queries, n_keys)
+        with mask._scope():
+            return mask._tile_states(block_m, block_n)
+
+    def _tile_states(self, block_m: int, block_n: int) -> Any:
+        row_tiles, key_tiles = tiles(self.n_queries, block_m), tiles(self.n_keys, block_n)
+        return self._stack(
+            lambda instance: self.states(instance, block_m, block_n, 0, row_tiles), (row_tiles, key_tiles), np.int8
+        )
+
+    def block_sparsity(
+        self, block_m: int = 128, block_n: int = 128, n_queries: int | None = None, n_keys: int | None = None
+    ) -> float:
+        """Return the share of tiles that are skipped, the paper's rho, over all leading axes.
+
+        Parameters
+        ----------
+        block_m, block_n : int, optional
+            Rows and keys of a tile.
+        n_queries, n_keys : int, optional
+            Lengths, for masks that leave them open (see `bind`).
+
+        Returns
+        -------
+        float
+            In [0, 1]; 0 if there are no tiles.  From a GPU numbers are read back.
+
+        Examples
+        --------
+        >>> from cuattn.masks import causal
+        >>> causal(1024).block_sparsity()
+        0.4375
+        """
+        block_m, block_n = checks.tile(block_m, block_n)
+        mask = self.bind(n_queries, n_keys)
+        row_tiles, key_tiles = tiles(mask.n_queries, block_m), tiles(mask.n_keys, block_n)
+        count = int(np.prod(mask.leading, dtype=object)) * row_tiles * key_tiles
+        if not count:
+            return 0.0
+        with mask._scope():
+            return mask._skipped(block_m, block_n) / count
+
+    def _skipped(self, block_m: int, block_n: int) -> int:
+        """Return how many tiles are skipped, of which some exist."""
+        row_tiles = tiles(self.n_queries, block_m)
+        strips = [(start, min(start + _STRIP, row_tiles)) for start in range(0, row_tiles, _STRIP)]
+        return sum(
+            int((self.states(instance, block_m, block_n, *strip) == SKIP).sum())
+            for instance in np.ndindex(*self.leading)
+            for strip in strips
+        )
+
+    def _stack(self, of: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Join what a function returns of each instance along the leading axes."""
+        matrices = [of(instance) for instance in np.ndindex(*self.leading)]
+        xp = namespace(matrices[0]) if matrices else np
+        joined = xp.empty((len(matrices), *shape), dtype)
+        for place, matrix in enumerate(matrices):
+            joined[place] = matrix
+        return joined.reshape(*self.leading, *shape)
+
+    def restrict(self, rows: Any = slice(None), keys: Any = slice(None)) -> "Mask":
+        """Return the mask of a part of the matrix, whose rows and keys are counted anew from 0.
+
+        Parameters
+        ----------
+        rows, keys : slice, or sequence of (start, stop), optional
+            What the part takes: neighbours, or runs of them in ascending order.
 
         Returns
         -------
         mask
-            Of the same type; bounds outside the problem come back clamped.
+            A ColumnMask of a ColumnMask, in O(n_keys).
+
+        Raises
+        ------
+        MaskError
+            The runs are not ascending or leave the matrix, or cut a `BlockMask` too finely.
+
+        Examples
+        --------
+        >>> from cuattn.masks import causal
+        >>> causal(6).restrict(rows=[(0, 1), (5, 6)], keys=slice(4, 6)).dense().astype(int)
+        array([[0, 0],
+               [1, 1]])
         """
-        if not self.on_device:
-            return self
+        rows, keys = as_runs("rows", rows, self.n_queries), as_runs("keys", keys, self.n_keys)
         with self._scope():
-            return self._wrap(self._sane(to_host(self._array)), *self._parameters())
+            return self._restrict(rows, keys)
 
-    def _sane(self, array: np.ndarray) -> np.ndarray:
-        """Return an array read back from a GPU, which nobody has checked, as a host mask may hold it."""
-        return array
+    def _restrict(self, rows: Runs, keys: Runs) -> "Mask":
+        return _Part(self, rows, keys)
 
-    def _wait(self) -> None:
-        """Make CuPy's current stream wait until the device vectors are written; free when they are."""
-        if self._ready is not None:
-            self._ready.wait(current_stream())
 
-    @contextmanager
-    def _scope(self) -> Iterator[ModuleType]:
-        """Yield the module that computes on the mask, with its device current and its vectors written."""
-        with nullcontext() if self.device is None else self._array.device:
-            self._wait()
-            yield namespace(self._array)
+class _Part(Mask):
+    """Some rows and keys of a mask on the host that has no better way to say it."""
+
+    __slots__ = _parameter_names = ("_whole", "_rows", "_keys")
+
+    def __init__(self, whole: Mask, rows: Runs, keys: Runs) -> None:
+        self._settle(None, _whole=whole, _rows=rows, _keys=keys)
+
+    @property
+    def kind(self) -> str:
+        return self._whole.kind
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        return self._whole.leading
+
+    @property
+    def n_queries(self) -> int:
+        return length_of(self._rows)
+
+    @property
+    def n_keys(self) -> int:
+        return length_of(self._keys)
+
+    def visible(self, instance: Instance, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+        return self._whole.visible(instance, indices(self._rows)[i], indices(self._keys)[j])

@@ -1,18 +1,25 @@
 """BlockMask: whole blocks of the matrix, seen or not."""
 
+import math
 from typing import Any
+
+import numpy as np
 
 from cuattn.errors import MaskError
 from cuattn.masks import checks, intervals
-from cuattn.masks.base import Mask
+from cuattn.masks.base import Instance, Mask
+from cuattn.masks.cuda_half import CudaHalf, Source, source_of
 from cuattn.masks.device import copy, namespace
+from cuattn.masks.runs import Runs, length_of
+
+_FINEST = 16  # parts may cut blocks at multiples of it: finer ones would make blocks of a few elements each
 
 
 class BlockMask(Mask):
     """A mask of blocks: row i may see key j if ``blocks[..., i // block_m, j // block_n]``.
 
-    The mask does not know how many rows and keys its last blocks hold; its methods take them, and by default count
-    every block as whole.
+    The mask does not know how many rows and keys its last blocks hold; its methods take them, `bind` settles them, and
+    by default every block counts as whole.
 
     Parameters
     ----------
@@ -63,19 +70,19 @@ class BlockMask(Mask):
            [1, 1, 1]])
     """
 
-    __slots__ = ("block_m", "block_n")
+    __slots__ = ("_n_keys", "_n_queries", "block_m", "block_n")
     kind = "block"
+    cuda = CudaHalf(8, 1, "blocks", "mask", "util/mask_alive.cu", ("mask_alive",))
+    _parameter_names = ("block_m", "block_n", "_n_queries", "_n_keys")
     block_m: int
     block_n: int
+    _n_queries: int | None  # None: not known; all blocks then count as whole
+    _n_keys: int | None
 
     def __init__(self, blocks: Any, block_m: int, block_n: int) -> None:
         blocks = checks.booleans("blocks", blocks, min_ndim=2)
-        block_m, block_n = checks.integer("block_m", block_m, 1), checks.integer("block_n", block_n, 1)
-        self._settle(copy(blocks), block_m=block_m, block_n=block_n)
-
-    @staticmethod
-    def _parameter_names() -> tuple[str, ...]:
-        return "block_m", "block_n"
+        block_m, block_n = checks.tile(block_m, block_n)
+        self._settle(copy(blocks), block_m=block_m, block_n=block_n, _n_queries=None, _n_keys=None)
 
     @property
     def blocks(self) -> Any:
@@ -87,10 +94,30 @@ class BlockMask(Mask):
         """Shape of `blocks` without its last two axes."""
         return tuple(self._array.shape[:-2])
 
+    @property
+    def n_queries(self) -> int:
+        """Number of query rows; while that is not known (see `bind`) that of whole blocks."""
+        return self._array.shape[-2] * self.block_m if self._n_queries is None else self._n_queries
+
+    @property
+    def n_keys(self) -> int:
+        """Number of key columns, in the same way."""
+        return self._array.shape[-1] * self.block_n if self._n_keys is None else self._n_keys
+
     def fits(self, n_queries: int, n_keys: int) -> bool:
         """Return whether this is a mask of an (n_queries, n_keys) matrix."""
-        needed = (intervals.tiles(n_queries, self.block_m), intervals.tiles(n_keys, self.block_n))
-        return self._array.shape[-2:] == needed
+        return all(
+            intervals.tiles(length, block) == blocks if known is None else length == known
+            for length, known, block, blocks in (
+                (n_queries, self._n_queries, self.block_m, self._array.shape[-2]),
+                (n_keys, self._n_keys, self.block_n, self._array.shape[-1]),
+            )
+        )
+
+    def _bound(self, n_queries: int, n_keys: int) -> "BlockMask":
+        bound = self._wrap(self._array, self.block_m, self.block_n, n_queries, n_keys)
+        object.__setattr__(bound, "_ready", self._ready)
+        return bound
 
     def __repr__(self) -> str:
         rows, columns = self._array.shape[-2:]
@@ -98,145 +125,62 @@ class BlockMask(Mask):
         place = "on the host" if self.device is None else f"on GPU {self.device}"
         return f"<BlockMask {leading}{rows} x {columns} blocks of {self.block_m} x {self.block_n} {place}>"
 
-    def dense(self, n_queries: int | None = None, n_keys: int | None = None) -> Any:
-        """Return the mask as a boolean matrix.
+    def visible(self, instance: Instance, i: Any, j: Any) -> Any:
+        return self._array[instance][i // self.block_m, j // self.block_n]
 
-        Parameters
-        ----------
-        n_queries, n_keys : int, optional
-            Shape of the problem; by default all blocks are whole.
+    def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
+        blocks = self._array[instance]
+        xp = namespace(blocks)
+        top, bottom = _blocks_of_tiles(self.n_queries, block_m, self.block_m, xp, start, stop)
+        left, right = _blocks_of_tiles(self.n_keys, block_n, self.block_n, xp)
+        first = start * block_m // self.block_m
+        last = min(-(-stop * block_m // self.block_m), blocks.shape[0])
+        seen = _count_before(blocks[first:last], 0)
+        seen = _count_before(seen[bottom - first] - seen[top - first], 1)
+        seen = seen[:, right] - seen[:, left]
+        states = xp.where(seen == (bottom - top)[:, None] * (right - left), intervals.FULL, intervals.PARTIAL)
+        return xp.where(seen == 0, intervals.SKIP, states).astype(xp.int8)
 
-        Returns
-        -------
-        bool array, (..., n_queries, n_keys)
-            True = attend; where the blocks are.
-
-        Raises
-        ------
-        MaskError
-            The shape does not have this many blocks.
-        """
-        n_queries, n_keys = self._extent(n_queries, n_keys)
-        with self._scope() as xp:
-            row, key = xp.arange(n_queries) // self.block_m, xp.arange(n_keys) // self.block_n
-            return self._array[..., row[:, None], key]
-
-    def tile_states(self, block_m: int, block_n: int, n_queries: int | None = None, n_keys: int | None = None) -> Any:
-        """Classify tiles of any size, exactly.
-
-        Parameters
-        ----------
-        block_m, block_n : int
-            Rows and keys of a tile, >= 1; they need not be those of the mask.
-        n_queries, n_keys : int, optional
-            Shape of the problem; by default all blocks are whole.
-
-        Returns
-        -------
-        int8 array, (..., Tr, Tc)
-            0 = skip, nothing is visible; 1 = partial; 2 = full, everything is visible.
-
-        Examples
-        --------
-        >>> from cuattn.masks import BlockMask
-        >>> BlockMask([[True, False], [True, True]], 64, 64).tile_states(64, 128)
-        array([[1],
-               [2]], dtype=int8)
-        """
-        block_m, block_n = checks.integer("block_m", block_m, 1), checks.integer("block_n", block_n, 1)
-        n_queries, n_keys = self._extent(n_queries, n_keys)
-        with self._scope() as xp:
-            first_row, last_row = _blocks_of_tiles(n_queries, block_m, self.block_m, xp)
-            first_key, last_key = _blocks_of_tiles(n_keys, block_n, self.block_n, xp)
-            seen = self._prefix_sums(axes=(-2, -1))
-            seen = seen[..., last_row, :] - seen[..., first_row, :]
-            seen = seen[..., last_key] - seen[..., first_key]
-            total = (last_row - first_row)[:, None] * (last_key - first_key)
-            states = xp.where(seen == total, intervals.FULL, intervals.PARTIAL)
-            return xp.where(seen == 0, intervals.SKIP, states).astype(xp.int8)
-
-    def block_sparsity(
-        self, block_m: int = 128, block_n: int = 128, n_queries: int | None = None, n_keys: int | None = None
-    ) -> float:
-        """Return the share of tiles that are skipped, over all leading axes.
-
-        Parameters
-        ----------
-        block_m, block_n : int, optional
-            Rows and keys of a tile.
-        n_queries, n_keys : int, optional
-            Shape of the problem; by default all blocks are whole.
-
-        Returns
-        -------
-        float
-            In [0, 1]; 0 if there are no tiles.
-        """
-        states = self.tile_states(block_m, block_n, n_queries, n_keys)
-        return float((states == intervals.SKIP).mean()) if states.size else 0.0
-
-    def dead_keys(
-        self,
-        n_queries: int | None = None,
-        n_keys: int | None = None,
-        *,
-        left: int | None = None,
-        right: int | None = None,
-        offset: int = 0,
-    ) -> Any:
-        """Return which keys no row may see, given also a band.
-
-        Parameters
-        ----------
-        n_queries, n_keys : int, optional
-            Shape of the problem; by default all blocks are whole.
-        left, right, offset : int, optional
-            Band: key j is seen by row i only if i + offset - left <= j <= i + offset + right; None is open.
-
-        Returns
-        -------
-        bool array, (..., n_keys)
-            Without rows, all True.
-        """
-        n_queries, n_keys = self._extent(n_queries, n_keys)
-        with self._scope() as xp:
-            first, last = xp.zeros(n_keys, dtype=xp.int64), xp.full(n_keys, n_queries, dtype=xp.int64)
-            for start, end in intervals.band_intervals(n_queries, n_keys, left, right, offset, xp):
-                # Each side hides the first rows or the last ones; what hides all counts as the first.
-                first, last = xp.where(start == 0, xp.maximum(first, end), first), xp.where(start == 0, last, start)
-            above = self._prefix_sums(axes=(-2,))
-            column = xp.arange(n_keys) // self.block_n
-            top, bottom = first // self.block_m, -(-last // self.block_m)
-            return (first >= last) | (above[..., bottom, column] == above[..., top, column])
-
-    def _prefix_sums(self, axes: tuple[int, ...]) -> Any:
-        """Count the True blocks before each index along `axes`, with a leading 0."""
+    def _dense(self) -> Any:
         xp = namespace(self._array)
-        sums = self._array.astype(xp.int64)
-        for axis in axes:
-            shape = list(sums.shape)
-            shape[axis] = 1
-            sums = xp.concatenate([xp.zeros(shape, dtype=xp.int64), sums.cumsum(axis=axis)], axis=axis)
-        return sums
+        row, key = xp.arange(self.n_queries) // self.block_m, xp.arange(self.n_keys) // self.block_n
+        return self._array[..., row[:, None], key]
 
-    def _extent(self, n_queries: int | None, n_keys: int | None) -> tuple[int, int]:
-        rows, columns = self._array.shape[-2:]
-        return (
-            _length("n_queries", n_queries, rows, self.block_m),
-            _length("n_keys", n_keys, columns, self.block_n),
-        )
+    def source(self) -> Source:
+        return source_of(self._array, block_m=self.block_m, block_n=self.block_n)
 
-
-def _length(name: str, length: int | None, blocks: int, block: int) -> int:
-    if length is None:
-        return blocks * block
-    length = checks.integer(name, length)
-    if intervals.tiles(length, block) != blocks:
-        raise MaskError(f"{name} = {length}: expected a length that has {blocks} blocks of {block}")
-    return length
+    def _restrict(self, rows: Runs, keys: Runs) -> "BlockMask":
+        block_m, row = _blocks_of_runs("rows", rows, self.block_m)
+        block_n, key = _blocks_of_runs("keys", keys, self.block_n)
+        xp = namespace(self._array)
+        blocks = self._array[..., xp.asarray(row)[:, None], xp.asarray(key)]
+        return self._wrap(blocks, block_m, block_n, length_of(rows), length_of(keys))
 
 
-def _blocks_of_tiles(length: int, tile: int, block: int, xp: Any) -> tuple[Any, Any]:
-    """Return the first block of each tile and the block after its last."""
-    tile_start = xp.arange(intervals.tiles(length, tile)) * tile
-    return tile_start // block, -(-xp.minimum(tile_start + tile, length) // block)
+def _blocks_of_tiles(
+    length: int, tile: int, block: int, xp: Any, start: int = 0, stop: int | None = None
+) -> tuple[Any, Any]:
+    """Return the first block of each tile from `start` to `stop`, and the block after its last."""
+    first = xp.arange(start, intervals.tiles(length, tile) if stop is None else stop) * tile
+    return first // block, -(-xp.minimum(first + tile, length) // block)
+
+
+def _count_before(values: Any, axis: int) -> Any:
+    """Sum the values before each index along an axis, with a leading 0."""
+    xp = namespace(values)
+    shape = list(values.shape)
+    shape[axis] = 1
+    return xp.concatenate([xp.zeros(shape, xp.int64), values.cumsum(axis=axis, dtype=xp.int64)], axis=axis)
+
+
+def _blocks_of_runs(name: str, runs: Runs, block: int) -> tuple[int, np.ndarray]:
+    """Return a block size that no cut of the runs falls into, and which of the mask's blocks each such block is in.
+
+    It is the mask's own where the cuts are where blocks begin.
+    """
+    cuts = [cut for start, stop in runs for cut in (start, stop)]
+    size = math.gcd(block, *cuts[:-1])  # the last block may be ragged
+    if size < min(block, _FINEST):
+        raise MaskError(f"{name} cut blocks of {block} at multiples of {size}: expected multiples of {_FINEST}")
+    firsts = [np.arange(start, stop, size) // block for start, stop in runs]
+    return size, np.concatenate([np.zeros(0, np.int64), *firsts])

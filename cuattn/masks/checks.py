@@ -26,6 +26,11 @@ def integer(name: str, value: Any, minimum: int = 0, maximum: int | None = INT32
     return number
 
 
+def tile(block_m: Any, block_n: Any) -> tuple[int, int]:
+    """Return the sizes of a tile as ints >= 1."""
+    return integer("block_m", block_m, 1), integer("block_n", block_n, 1)
+
+
 def host_array(name: str, value: Any) -> np.ndarray:
     """Return `value` as a NumPy array, without copying one."""
     if is_device_array(value):

@@ -7,14 +7,17 @@ import numpy as np
 
 from cuattn.errors import DtypeError, MaskError
 from cuattn.masks import checks, convert, intervals
-from cuattn.masks.bands import Reach, find_reach
-from cuattn.masks.base import Mask
-from cuattn.masks.device import namespace, pack
+from cuattn.masks.bands import find_reach
+from cuattn.masks.base import Reach
+from cuattn.masks.cuda_half import CudaHalf, Source, source_of
+from cuattn.masks.device import pack
+from cuattn.masks.interval_mask import IntervalMask
+from cuattn.masks.runs import Runs, kept_before, length_of, take
 
 _NAMES = ("lts", "lte", "uts", "ute")
 
 
-class ColumnMask(Mask):
+class ColumnMask(IntervalMask):
     """A mask of two row intervals per key: row i may not see key j if lts[j] <= i < lte[j] or uts[j] <= i < ute[j].
 
     The names say lower and upper triangle, start and end; but the two may lie anywhere and overlap, and
@@ -69,6 +72,8 @@ class ColumnMask(Mask):
 
     __slots__ = ("lte", "lts", "n_queries", "ute", "uts")
     kind = "column"
+    _parameter_names = ("n_queries",)
+    cuda = CudaHalf(1, 4, "column", None, "util/mask_bounds.cu", ("mask_bounds", "mask_order"))
     lts: Any
     lte: Any
     uts: Any
@@ -84,10 +89,6 @@ class ColumnMask(Mask):
             for name, vector in named.items():
                 checks.in_range(name, vector, 0, n_queries)
         self._settle(pack(list(named.values()), shape, n_queries), n_queries=n_queries)
-
-    @staticmethod
-    def _parameter_names() -> tuple[str, ...]:
-        return ("n_queries",)
 
     @classmethod
     def _of(cls, vectors: Sequence[Any], n_queries: int) -> "ColumnMask":
@@ -107,7 +108,7 @@ class ColumnMask(Mask):
 
     @property
     def reach(self) -> Reach | None:
-        """The band that this mask is, or None where it is none or where that is not known.
+        """For backends: the band that this mask is, or None where it is none or where that is not known.
 
         ``(left, right)`` says that row i sees key j if ``i - left <= j <= i + right``; None leaves that side open.
         On Hopper such a mask (`full`, `causal`, `sliding_window`, a single document ...) costs no more than
@@ -147,10 +148,6 @@ class ColumnMask(Mask):
         """Shape of the vectors without their last axis."""
         return tuple(self._array.shape[1:-1])
 
-    def fits(self, n_queries: int, n_keys: int) -> bool:
-        """Return whether this is a mask of an (n_queries, n_keys) matrix."""
-        return (self.n_queries, self.n_keys) == (n_queries, n_keys)
-
     def __repr__(self) -> str:
         leading = f"{self.leading} x " if self.leading else ""
         place = "on the host" if self.device is None else f"on GPU {self.device}"
@@ -186,27 +183,6 @@ class ColumnMask(Mask):
             if (part.n_queries, part._array.shape) != (parts[0].n_queries, parts[0]._array.shape):
                 raise MaskError(f"masks holds {parts[0]!r} and {part!r}: expected one shape")
         return cls._wrap(np.stack([part._array for part in parts], axis=1), parts[0].n_queries)
-
-    def dense(self) -> Any:
-        """Return the mask as a boolean matrix, O(n_queries * n_keys).
-
-        Returns
-        -------
-        bool array, (..., n_queries, n_keys)
-            True = attend; where the vectors are.
-
-        Examples
-        --------
-        >>> from cuattn.masks import sliding_window
-        >>> sliding_window(4, 2).dense().astype(int)
-        array([[1, 0, 0, 0],
-               [1, 1, 0, 0],
-               [0, 1, 1, 0],
-               [0, 0, 1, 1]])
-        """
-        with self._scope() as xp:
-            hidden = intervals.hidden(self._intervals(), 0, self.n_queries)
-            return xp.logical_not(hidden, out=hidden)
 
     @classmethod
     def from_dense(cls, mask: Any) -> "ColumnMask":
@@ -313,124 +289,19 @@ class ColumnMask(Mask):
         host = self.to_host()
         return self._of(convert.transpose(*host._array, self.n_queries), self.n_keys)
 
-    def tile_states(self, block_m: int, block_n: int) -> Any:
-        """Classify the tiles of the matrix.
+    def _skipped(self, block_m: int, block_n: int) -> int:
+        return int(intervals.skipped_tiles(self._table(block_m, block_n)).sum(dtype=np.int64))
 
-        Parameters
-        ----------
-        block_m, block_n : int
-            Rows and keys of a tile, >= 1.
+    def source(self) -> Source:
+        return source_of(self._array, vectors=True)
 
-        Returns
-        -------
-        int8 array, (..., Tr, Tc)
-            With Tr = ceil(n_queries / block_m), Tc = ceil(n_keys / block_n): 0 = skip, nothing is visible; 1 =
-            partial, elements must be tested; 2 = full, everything is visible.  A tile may be called partial that
-            is in truth full or empty, never the reverse.
+    def _restrict(self, rows: Runs, keys: Runs) -> "ColumnMask":
+        bounds = kept_before(take(self._array, keys, axis=-1), rows)
+        return self._of(list(bounds), length_of(rows))
 
-        References
-        ----------
-        FlashMask, equation 4; the union of the two intervals is recognised only for keys that no row may see.
-
-        Examples
-        --------
-        >>> from cuattn.masks import causal
-        >>> causal(8).tile_states(4, 4)
-        array([[1, 0],
-               [2, 1]], dtype=int8)
-        """
-        table = self.tile_bounds(block_m, block_n)
-        with self._scope():
-            return intervals.tile_states(table, 0, intervals.tiles(self.n_queries, block_m))
-
-    def tile_bounds(
-        self, block_m: int, block_n: int, *, left: int | None = None, right: int | None = None, offset: int = 0
-    ) -> Any:
-        """Return, per key tile, the row tiles that each interval skips and those that it hides in part.
-
-        This is all that a backend needs of the mask and a band (causal, window) to skip tiles;
-        `cuattn.masks.intervals.tile_states` turns it into the states of any range of row tiles.
-
-        Parameters
-        ----------
-        block_m, block_n : int
-            Rows and keys of a tile, >= 1.
-        left, right : int, optional
-            Band: key j is seen by row i only if i + offset - left <= j <= i + offset + right; None is open.
-        offset : int, optional
-            Column of row 0's diagonal.
-
-        Returns
-        -------
-        int32 array, (..., Tc, K, 4)
-            For the lower and the upper interval and then each closed side of the band (right before left): row
-            tiles [a, b) are skipped and, of the rest, [p, q) partial.  Kept on the mask for the next call.
-
-        Examples
-        --------
-        >>> from cuattn.masks import causal
-        >>> causal(8).tile_bounds(2, 4).tolist()
-        [[[4, 0, 4, 0], [4, 0, 0, 2]], [[4, 0, 4, 0], [0, 2, 0, 4]]]
-        """
-        block_m, block_n = checks.integer("block_m", block_m, 1), checks.integer("block_n", block_n, 1)
-        key = ("tile_bounds", block_m, block_n, left, right, offset)
-        if key not in self._cache:
-            with self._scope():
-                table = intervals.tile_table(self._intervals(left, right, offset), self.n_queries, block_m, block_n)
-            if isinstance(table, np.ndarray):
-                table.setflags(write=False)
-            self._cache[key] = table
-        return self._cache[key]
-
-    def block_sparsity(self, block_m: int = 128, block_n: int = 128) -> float:
-        """Return the share of tiles that are skipped, the paper's rho, over all leading axes.
-
-        Parameters
-        ----------
-        block_m, block_n : int, optional
-            Rows and keys of a tile.
-
-        Returns
-        -------
-        float
-            In [0, 1]; 0 if there are no tiles.  From a GPU one number is read back.
-
-        Examples
-        --------
-        >>> from cuattn.masks import causal
-        >>> causal(1024).block_sparsity()
-        0.4375
-        """
-        with self._scope():
-            skipped = intervals.skipped_tiles(self.tile_bounds(block_m, block_n))
-            count = skipped.size * intervals.tiles(self.n_queries, block_m)
-            return int(skipped.sum(dtype=np.int64)) / count if count else 0.0
-
-    def dead_keys(self, *, left: int | None = None, right: int | None = None, offset: int = 0) -> Any:
-        """Return which keys no row may see, given also a band; without rows, all.
-
-        Parameters
-        ----------
-        left, right, offset : int, optional
-            The band, as in `tile_bounds`.
-
-        Returns
-        -------
-        bool array, (..., n_keys)
-
-        Examples
-        --------
-        >>> from cuattn.masks import causal, full
-        >>> full(2, 4).dead_keys(right=0)
-        array([False, False,  True,  True])
-        """
-        with self._scope():
-            return intervals.covered(self._intervals(left, right, offset), self.n_queries)
-
-    def _intervals(self, left: int | None = None, right: int | None = None, offset: int = 0) -> list[Any]:
+    def _intervals(self) -> list[Any]:
         lts, lte, uts, ute = self._array
-        band = intervals.band_intervals(self.n_queries, self.n_keys, left, right, offset, namespace(lts))
-        return [(lts, lte), (uts, ute), *band]
+        return [(lts, lte), (uts, ute)]
 
     def _sane(self, array: np.ndarray) -> np.ndarray:
         return np.clip(array, 0, self.n_queries)

@@ -14,6 +14,7 @@ therefore never stored.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ FULL, PARTIAL, SKIP = 2, 1, 0
 
 Interval = tuple[Any, Any]
 
-_OPEN = 2**33  # beyond any row index: a window at least this wide is open
+OPEN = 2**33  # beyond any row index: a window at least this wide is open
 
 
 def tiles(length: int, block: int) -> int:
@@ -98,10 +99,10 @@ def band_intervals(
     diagonal = xp.arange(n_keys, dtype=xp.int64) - offset  # the row whose diagonal is key j
     intervals = []
     if right is not None:
-        end = xp.clip(diagonal - min(right, _OPEN), 0, n_queries)
+        end = xp.clip(diagonal - min(right, OPEN), 0, n_queries)
         intervals.append((xp.zeros_like(end), end))
     if left is not None:
-        start = xp.clip(diagonal + (min(left, _OPEN) + 1), 0, n_queries)
+        start = xp.clip(diagonal + (min(left, OPEN) + 1), 0, n_queries)
         intervals.append((start, xp.full_like(start, n_queries)))
     return intervals
 
@@ -302,6 +303,13 @@ def skipped_tiles(table: Any) -> Any:
     lengths = xp.maximum(last - first, 0).sum(axis=-1)
     both = xp.minimum(last[..., 0], last[..., 1]) - xp.maximum(first[..., 0], first[..., 1])
     return lengths - xp.maximum(both, 0)
+
+
+@lru_cache(maxsize=16)
+def bit_lines(rows: int, dtype: np.dtype) -> np.ndarray:
+    """Return (rows + 1, rows), whose line t has all bits set before row t; the bits of tiles are made of such lines."""
+    ramp = np.tri(rows + 1, rows, -1, bool)
+    return ramp if dtype.kind == "b" else np.negative(ramp.astype(dtype))
 
 
 def _by_key_tile(vector: Any, block_n: int) -> Any:

@@ -1,31 +1,21 @@
 """What an attention call computes, as values without arrays.
 
-A :class:`Problem` is made once, by :func:`cuattn.problem.validate`, and every backend trusts it: nothing below
-this layer checks an argument again.
+A :class:`Problem` is made once, by :func:`cuattn.problem.check`, and every backend trusts it: nothing below this layer
+checks an argument again.  It is hashable and says all that a plan depends on.  Where a shard stands in the whole is no
+part of it: :class:`Place` is an argument of each launch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
-from cuattn.errors import ArgumentError
+from cuattn.problem.dtypes import FLOAT32, Dtype, row_of
 
-FLOAT16 = np.dtype(np.float16)
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-FLOAT32 = np.dtype(np.float32)
-FLOAT64 = np.dtype(np.float64)
-DTYPES = (FLOAT16, BFLOAT16, FLOAT32, FLOAT64)
-
-_SHARD_UNIT = 16  # a shard must start on a 16 x 16 block of the dropout generator (see cuattn.rng)
-
-
-def stat_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the dtype of l, m and of every sum, for inputs or outputs of `dtype`."""
-    return FLOAT64 if dtype == FLOAT64 else FLOAT32
+__all__ = ["Band", "Place", "Problem"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +31,29 @@ class Band:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Global indices of a problem's first element: its place in a larger, sharded problem.
+class Place(NamedTuple):
+    """Where a call's first element stands in the whole problem, as a backend needs it.
 
-    Only dropout looks at it.  The generator's batch-head index of local (batch ib, head ih) is
-    ``(batch + ib) * heads + head + ih``, where ``heads`` is the head count of the whole (None: of this problem).
+    Attributes
+    ----------
+    batch, head, heads : int
+        Dropout's index of local (batch ib, head ih) is ``(batch + ib) * heads + head + ih``.
+    row, key : int
+        Global index of the first row and key.
+    shift : int
+        What is added to the band's offset.
+    row_blocks, key_blocks : int32 ndarray | None
+        Global index of the first of every 16 local rows or keys, for dropout over parts of several runs.
     """
 
-    batch: int = 0
-    head: int = 0
+    batch: int
+    head: int
+    heads: int
     row: int = 0
     key: int = 0
-    heads: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "head", "row", "key"):
-            if getattr(self, name) < 0:
-                raise ArgumentError(f"origin.{name} is {getattr(self, name)}; expected an index >= 0")
-        for name in ("row", "key"):
-            if getattr(self, name) % _SHARD_UNIT:
-                raise ArgumentError(f"origin.{name} is {getattr(self, name)}; expected a multiple of {_SHARD_UNIT}")
+    shift: int = 0
+    row_blocks: Any = None
+    key_blocks: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +64,7 @@ class Problem:
     ``h // group``; keys and values that broadcast over all heads have ``kv_heads = 1``.
     """
 
-    direction: str
+    operation: str
     batch: tuple[int, ...]
     heads: int
     kv_heads: int
@@ -84,14 +76,20 @@ class Problem:
     scale: float
     softcap: float | None = None
     band: Band | None = None
-    mask: str | None = None  # None | "column" | "block" | "dense"
+    masks: tuple[str, ...] = ()  # kinds of the masks, which combine by AND
     bias: np.dtype | None = None  # the bias's dtype
     dropout: int = 0  # threshold T of cuattn.rng: an element is kept when its 16-bit draw is >= T
-    out_dtype: np.dtype = FLOAT32
+    out_dtype: np.dtype = FLOAT32  # of o, or of the gradients
+    statistics: bool = True  # False: l and m are not asked for
     precision: str | None = None
     deterministic: bool = False
     kernel: str | None = None
-    origin: Origin = field(default_factory=Origin)
+    runs: bool = False  # dropout over parts of several runs: a place has row_blocks or key_blocks
+
+    @property
+    def row(self) -> Dtype:
+        """The dtype's row."""
+        return row_of(self.dtype)
 
     @property
     def group(self) -> int:
@@ -99,9 +97,14 @@ class Problem:
         return self.heads // self.kv_heads if self.kv_heads else 1
 
     @property
+    def instances(self) -> int:
+        """Number of score matrices: all heads of all leading axes."""
+        return math.prod(self.batch) * self.heads
+
+    @property
     def stat_dtype(self) -> np.dtype:
         """Dtype of l, m and of every sum."""
-        return stat_dtype(self.dtype)
+        return self.row.stat
 
     @property
     def dropout_scale(self) -> float:
@@ -123,21 +126,11 @@ class Problem:
         """Shape that a mask or a bias broadcasts to; never allocated."""
         return (*self.batch, self.heads, self.n_queries, self.n_keys)
 
+    @property
+    def place(self) -> Place:
+        """The place of a call that is the whole problem."""
+        return Place(0, 0, self.heads)
 
-class Operands(NamedTuple):
-    """The arrays of a problem, aligned to ``len(batch) + 3`` axes but not yet broadcast.
-
-    Leading axes are 1 or the problem's size; so is the head axis (of k and v: 1 or ``kv_heads``).  The last axis
-    of q, k, v, do and o is contiguous; all other strides are whatever the caller's array has.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    bias: Any = None
-    mask: Any = None
-    rng: Any = None
-    do: Any = None
-    o: Any = None
-    l: Any = None
-    m: Any = None
+    def grad_dtype(self, dtype: np.dtype) -> np.dtype:
+        """Dtype of the gradient of an operand: its own, unless out_dtype asks for unrounded gradients."""
+        return dtype if self.out_dtype == self.dtype else self.out_dtype

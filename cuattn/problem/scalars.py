@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.errors import ArgumentError, DtypeError
-from cuattn.problem.model import FLOAT32, FLOAT64, Band
+from cuattn.errors import ArgumentError, DtypeError, shown
+from cuattn.problem.dtypes import row_of
+from cuattn.problem.model import Band
 
 ALIGNMENTS = ("top_left", "bottom_right")
-KERNELS = ("cpu", "sm80", "sm90")
 
 
 def real(name: str, value: Any) -> float:
@@ -21,32 +21,46 @@ def real(name: str, value: Any) -> float:
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (Real, np.floating, np.integer)):
-        raise DtypeError(f"{name} is {value!r}; expected a real number")
-    value = float(value)
-    if not math.isfinite(value):
-        raise ArgumentError(f"{name} is {value}; expected a finite number")
+        raise DtypeError(f"{name} is {shown(value)}; expected a real number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ArgumentError(f"{name} is {shown(value)}; expected a finite number")
+    return number
+
+
+def check_scale(scale: Any, head_dim: int, dtype: np.dtype) -> float:
+    """Return the score scale, by default ``head_dim ** -0.5``; finite in the dtype that scores are computed in."""
+    if scale is None:
+        return head_dim**-0.5
+    value = real("scale", scale)
+    largest = float(np.finfo(row_of(dtype).stat).max)
+    if abs(value) > largest:
+        raise ArgumentError(f"scale is {value}; expected at most {largest:.3g}: scores are {row_of(dtype).stat}")
     return value
 
 
-def check_scale(scale: Any, head_dim: int) -> float:
-    """Return the score scale, by default ``head_dim ** -0.5``."""
-    return head_dim**-0.5 if scale is None else real("scale", scale)
-
-
-def check_softcap(softcap: Any) -> float | None:
-    """Return a positive softcap or None."""
+def check_softcap(softcap: Any, dtype: np.dtype) -> float | None:
+    """Return a softcap that is positive and finite in the dtype that scores are computed in, or None."""
     if softcap is None:
         return None
     value = real("softcap", softcap)
     if value <= 0:
         raise ArgumentError(f"softcap is {value}; expected a number > 0, or None for no softcap")
+    limits = np.finfo(row_of(dtype).stat)
+    if not float(limits.tiny) <= value <= float(limits.max):
+        raise ArgumentError(
+            f"softcap is {value}; expected {limits.tiny:.3g} to {limits.max:.3g}: scores are {row_of(dtype).stat}"
+        )
     return value
 
 
 def flag(name: str, value: Any) -> bool:
     """Return a bool, or raise naming `name`."""
     if not isinstance(value, (bool, np.bool_)):
-        raise DtypeError(f"{name} is {value!r}; expected True or False")
+        raise DtypeError(f"{name} is {shown(value)}; expected True or False")
     return bool(value)
 
 
@@ -54,26 +68,53 @@ def choice(name: str, value: Any, options: tuple[str, ...]) -> str | None:
     """Return one of `options` or None."""
     if value is None or (isinstance(value, str) and value in options):
         return value
-    raise ArgumentError(f"{name} is {value!r}; expected None or one of {', '.join(map(repr, options))}")
+    raise ArgumentError(f"{name} is {shown(value)}; expected None or one of {', '.join(map(repr, options))}")
+
+
+def check_kernel(kernel: Any) -> str | None:
+    """Return the name of a kernel family or None; which families there are is for the backends to say."""
+    if kernel is None or isinstance(kernel, str):
+        return kernel
+    raise ArgumentError(f"kernel is {shown(kernel)}; expected None or a name")
 
 
 def check_out_dtype(out_dtype: Any, dtype: np.dtype) -> np.dtype:
-    """Return the dtype of o: the input's, or float32 to keep the sums unrounded."""
+    """Return the dtype of o or of the gradients: the input's, or that of the sums, which keeps them unrounded."""
     if out_dtype is None:
         return dtype
+    name = str(out_dtype)
     try:
-        wanted = np.dtype(out_dtype)
-    except TypeError as error:
-        raise DtypeError(f"out_dtype is {out_dtype!r}; expected a dtype") from error
-    if wanted == dtype or (wanted == FLOAT32 and dtype != FLOAT64):
+        wanted = np.dtype(name.removeprefix("torch.") if name.startswith("torch.") else out_dtype)
+    except (TypeError, ValueError) as error:
+        raise DtypeError(f"out_dtype is {shown(out_dtype)}; expected a dtype") from error
+    allowed = dict.fromkeys((dtype, row_of(dtype).stat))
+    if wanted in allowed:
         return wanted
-    allowed = f"{dtype}" if dtype == FLOAT64 else f"{dtype} or float32"
-    raise DtypeError(f"out_dtype is {wanted}; expected {allowed} for {dtype} inputs")
+    raise DtypeError(f"out_dtype is {wanted}; expected {' or '.join(map(str, allowed))} for {dtype} inputs")
 
 
-def check_band(is_causal: Any, window: Any, n_queries: int, n_keys: int) -> Band | None:
-    """Join `is_causal` and `window` into one diagonal band (their AND), or None when neither restricts."""
-    causal, align = _check_causal(is_causal, n_queries, n_keys)
+def check_band(
+    is_causal: Any, window: Any, n_queries: int, n_keys: int, *, sharded: bool = False
+) -> tuple[Band | None, bool]:
+    """Join `is_causal` and `window` into one diagonal band (their AND), or None when neither restricts.
+
+    Parameters
+    ----------
+    is_causal, window : object
+        The caller's arguments.
+    n_queries, n_keys : int
+        Of the call.
+    sharded : bool
+        Whether the call is part of a larger problem, by whose lengths the diagonal is placed: the band's offset is
+        then 0, and no lengths need be equal.
+
+    Returns
+    -------
+    band : Band or None
+    bottom_right : bool
+        Whether it ends in the bottom right corner.
+    """
+    causal, align = _check_causal(is_causal, n_queries, n_keys, sharded)
     left, right, window_align = _check_window(window)
     if window_align is not None:
         if align is not None and align != window_align:
@@ -84,23 +125,24 @@ def check_band(is_causal: Any, window: Any, n_queries: int, n_keys: int) -> Band
     if causal:
         right = 0 if right is None else min(right, 0)
     if left is None and right is None:
-        return None
+        return None, False
     if align is None:
-        if n_queries != n_keys:
+        if n_queries != n_keys and not sharded:
             raise ArgumentError(
                 f"window is {window!r} with {n_queries} queries and {n_keys} keys; expected its alignment as a third "
                 "item: (left, right, 'top_left') or (left, right, 'bottom_right')"
             )
         align = "top_left"
-    return Band(left, right, 0 if align == "top_left" else n_keys - n_queries)
+    bottom_right = align == "bottom_right"
+    return Band(left, right, n_keys - n_queries if bottom_right and not sharded else 0), bottom_right
 
 
-def _check_causal(is_causal: Any, n_queries: int, n_keys: int) -> tuple[bool, str | None]:
+def _check_causal(is_causal: Any, n_queries: int, n_keys: int, sharded: bool) -> tuple[bool, str | None]:
     if isinstance(is_causal, str) and is_causal in ALIGNMENTS:
         return True, is_causal
     if not isinstance(is_causal, (bool, np.bool_)):
-        raise ArgumentError(f"is_causal is {is_causal!r}; expected True, False, 'top_left' or 'bottom_right'")
-    if is_causal and n_queries != n_keys:
+        raise ArgumentError(f"is_causal is {shown(is_causal)}; expected True, False, 'top_left' or 'bottom_right'")
+    if is_causal and n_queries != n_keys and not sharded:
         raise ArgumentError(
             f"is_causal is True with {n_queries} queries and {n_keys} keys; expected 'top_left' or 'bottom_right', "
             "since True says which only when the lengths are equal"
@@ -112,22 +154,22 @@ def _check_window(window: Any) -> tuple[int | None, int | None, str | None]:
     if window is None:
         return None, None, None
     if not isinstance(window, (tuple, list)) or len(window) not in (2, 3):
-        raise ArgumentError(f"window is {window!r}; expected (left, right) or (left, right, alignment)")
+        raise ArgumentError(f"window is {shown(window)}; expected (left, right) or (left, right, alignment)")
     align = window[2] if len(window) == 3 else None
-    if align is not None and align not in ALIGNMENTS:
-        raise ArgumentError(f"window's alignment is {align!r}; expected 'top_left' or 'bottom_right'")
-    sides = []
-    for side, value in zip(("left", "right"), window[:2], strict=True):
-        if value is None:
-            sides.append(None)
-            continue
-        try:
-            if isinstance(value, (bool, np.bool_)):
-                raise TypeError
-            number = operator.index(value)
-        except TypeError:
-            raise ArgumentError(f"window's {side} is {value!r}; expected an integer >= 0 or None (open)") from None
-        if number < 0:
-            raise ArgumentError(f"window's {side} is {number}; expected an integer >= 0 or None (open)")
-        sides.append(number)
-    return sides[0], sides[1], align
+    if align is not None and not (isinstance(align, str) and align in ALIGNMENTS):
+        raise ArgumentError(f"window's alignment is {shown(align)}; expected 'top_left' or 'bottom_right'")
+    return _side("left", window[0]), _side("right", window[1]), align
+
+
+def _side(side: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise ArgumentError(f"window's {side} is {shown(value)}; expected an integer >= 0 or None (open)") from None
+    if number < 0:
+        raise ArgumentError(f"window's {side} is {shown(number)}; expected an integer >= 0 or None (open)")
+    return number

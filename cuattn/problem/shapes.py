@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuattn.errors import DtypeError, ShapeError
-from cuattn.problem.model import DTYPES, FLOAT32
+from cuattn.problem.dtypes import DTYPES, FLOAT32, dtype_names
 
 Shape = tuple[int, ...]
 
@@ -82,8 +82,8 @@ def common_dtype(**arrays: Any) -> np.dtype:
     dtype = np.dtype(lead.dtype)
     if dtype not in DTYPES or not dtype.isnative:
         raise DtypeError(
-            f"{first} has dtype {dtype.newbyteorder('=') if dtype.isnative else dtype.str}; expected float16, "
-            "bfloat16, float32 or float64 in native byte order"
+            f"{first} has dtype {dtype.newbyteorder('=') if dtype.isnative else dtype.str}; expected "
+            f"{dtype_names()} in native byte order"
         )
     for name, array in rest:
         if array.dtype != dtype:

@@ -4,19 +4,29 @@ Row i may not see key j when LTS[j] <= i < LTE[j] or UTS[j] <= i < UTE[j].  The 
 over a block of keys, eight numbers, tell which tiles are skipped and which need no element test (eq. 4).
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from cuattn.errors import ShapeError
 from cuattn.io_model import Tiles, block_sizes
-from cuattn.reference.hbm import HBM
-from cuattn.reference.results import Backward, FlashMaskForward
-from cuattn.reference.steps import block, place, reciprocal, rescaling
+from cuattn.reference.hbm import HBM, Counts
+from cuattn.reference.steps import Backward, block, place, reciprocal, rescaling
 
-__all__ = ["flashmask_backward", "flashmask_forward"]
+__all__ = ["FlashMaskForward", "flashmask_backward", "flashmask_forward"]
 
 _VECTORS = ("LTS", "LTE", "UTS", "UTE")
 _SKIP = ("LTS max", "LTE min", "UTS max", "UTE min")
 _TEST = ("LTS min", "LTE max", "UTS min", "UTE max")
+
+
+class FlashMaskForward(NamedTuple):
+    """O (N, d), the logsumexp L (N,), -inf in an empty row, what was done with each tile, and the accesses."""
+
+    o: np.ndarray
+    lse: np.ndarray
+    tiles: Tiles
+    counts: Counts
 
 
 def flashmask_forward(q, k, v, mask, M, *, scale=None, dtype=np.float64):

@@ -22,11 +22,26 @@ struct Rows {
     i32 first, end, tile;  // query rows of a row tile, and its number
 };
 
-// Where a block's masks lie: its rows, the instance of the tables, the mask's element offset, the lowest key tile to look at.
+// All of the masks that depends on the head: the instance of the tables, the element offsets of the block mask and of the boolean one.
+struct MaskSlices {
+    i64 instance, blocks, boolean;
+
+    __device__ __forceinline__ static MaskSlices of(const Params& p, const BatchIndex& index, i32 head) {
+        return {cfg::mask != kMaskNone ? slice_offset(p.table, index, head) : 0, block_mask ? slice_offset(p.mask, index, head) : 0,
+                boolean_mask ? slice_offset(p.boolean, index, head) : 0};
+    }
+};
+
+// Where a block's masks lie: its rows, what MaskSlices says of its head, the lowest key tile to look at.
 struct MaskPlace {
     Rows rows;
-    i64 instance, offset;
+    i32 instance;
+    i64 offset;  // of the block mask
     i32 lowest;
+    i64 boolean;
+
+    __device__ __forceinline__ void set(const MaskSlices& of) { instance = static_cast<i32>(of.instance), offset = of.blocks, boolean = of.boolean; }
+    __device__ __forceinline__ MaskSlices slices() const { return {instance, offset, boolean}; }
 };
 
 __device__ __forceinline__ i32 clamp_key(i64 key, i32 n_keys) { return key < 0 ? 0 : (key > n_keys ? n_keys : static_cast<i32>(key)); }
@@ -34,19 +49,19 @@ __device__ __forceinline__ i32 clamp_key(i64 key, i32 n_keys) { return key < 0 ?
 // First key and end of the keys that the band lets any of the rows see.
 __device__ __forceinline__ i32 band_first(const Params& p, const Rows& rows) {
     if constexpr (!cfg::band_left) return 0;
-    return clamp_key(static_cast<i64>(rows.first) + p.band_offset - p.band_left, p.n_keys);
+    return clamp_key(static_cast<i64>(rows.first) - p.band_left, p.n_keys);
 }
 __device__ __forceinline__ i32 band_end(const Params& p, const Rows& rows) {
     if constexpr (!cfg::band_right) return p.n_keys;
-    return clamp_key(static_cast<i64>(rows.end) + p.band_offset + p.band_right, p.n_keys);
+    return clamp_key(static_cast<i64>(rows.end) + p.band_right, p.n_keys);
 }
 
 // Do the end of the keys or the band's edges cut through the tile?
 __device__ __forceinline__ bool cut(const Params& p, const Rows& rows, i32 n) {
     const i32 first = n * cfg::block_n, end = first + cfg::block_n;
     bool partial = end > p.n_keys;
-    if constexpr (cfg::band_right) partial |= end - 1 > rows.first + p.band_offset + p.band_right;
-    if constexpr (cfg::band_left) partial |= first < rows.end - 1 + p.band_offset - p.band_left;
+    if constexpr (cfg::band_right) partial |= end - 1 > rows.first + p.band_right;
+    if constexpr (cfg::band_left) partial |= first < rows.end - 1 - p.band_left;
     return partial;
 }
 
@@ -66,11 +81,11 @@ struct TileWalk {
     }
 
     __device__ __forceinline__ Tile next() {
-        if constexpr (cfg::mask == kMaskNone || cfg::mask == kMaskDense) {
+        if constexpr (column_masks == 0 && !block_mask) {
             if (top < place.lowest) return Tile::none();
             const i32 n = top;
             top -= step;
-            return Tile::make(n, cfg::mask == kMaskDense || cut(p, place.rows, n), cfg::mask == kMaskDense);
+            return Tile::make(n, boolean_mask || cut(p, place.rows, n), boolean_mask);
         } else {
             while (visible == 0) {
                 if (top < place.lowest) return Tile::none();
@@ -79,7 +94,9 @@ struct TileWalk {
             const int bit = __ffs(visible) - 1;
             visible &= visible - 1;
             const i32 n = group - bit * step;
-            return Tile::make(n, (partial >> bit & 1) || cut(p, place.rows, n), (dead >> bit & 1) != 0);
+            const bool edge = boolean_mask || (partial >> bit & 1) || cut(p, place.rows, n);
+            // The tables of block and boolean masks go by key: a tile in which nothing is hidden has none that no row sees.
+            return Tile::make(n, edge, (dead >> bit & 1) != 0 || (alive_table && edge));
         }
     }
 
@@ -89,8 +106,13 @@ struct TileWalk {
         const i32 n = group - static_cast<i32>(threadIdx.x % 32) * step;
         bool seen = false, edge = false, zero = false;
         if (n >= place.lowest) {
-            if constexpr (cfg::mask == kMaskColumn) classify_column(n, seen, edge, zero);
-            else classify_blocks(n, seen, edge, zero);
+            if constexpr (block_mask) classify_blocks(n, seen, edge, zero);
+            else seen = true;
+            if constexpr (column_masks > 0) {
+                bool in_columns, cut_by_columns, dead_in_columns;
+                classify_column(n, in_columns, cut_by_columns, dead_in_columns);
+                seen &= in_columns, edge |= cut_by_columns, zero |= dead_in_columns;
+            }
         }
         visible = __ballot_sync(~0u, seen);
         partial = __ballot_sync(~0u, edge);
@@ -98,12 +120,19 @@ struct TileWalk {
     }
 
     __device__ __forceinline__ void classify_column(i32 n, bool& seen, bool& edge, bool& zero) const {
-        const int4* bounds = p.table.bounds + (place.instance * p.key_tiles + n) * 2;
-        const int4 x = __ldg(bounds), y = __ldg(bounds + 1);
-        const i32 m = place.rows.tile, first = x.x & ~kDeadTile;
-        seen = !(m >= first && m < x.y) && !(m >= y.x && m < y.y);
-        edge = (m >= x.z && m < x.w) || (m >= y.z && m < y.w);
-        zero = x.x < 0;
+        const int4* bounds = p.table.bounds + (static_cast<i64>(place.instance) * p.key_tiles + n) * (2 * column_masks);
+        const i32 m = place.rows.tile;
+        seen = true, edge = zero = false;
+#pragma unroll
+        for (int i = 0; i < 2 * column_masks; ++i) {
+            int4 x = __ldg(bounds + i);
+            if (i == 0) {
+                zero = x.x < 0;
+                x.x &= ~kDeadTile;
+            }
+            seen &= !(m >= x.x && m < x.y);
+            edge |= m >= x.z && m < x.w;
+        }
     }
 
     __device__ __forceinline__ void classify_blocks(i32 n, bool& seen, bool& edge, bool& zero) const {
@@ -122,57 +151,68 @@ struct TileWalk {
     }
 };
 
+// The intervals of a key in one of the column masks.
+__device__ __forceinline__ int4 column_intervals(const Params& p, i64 instance, int mask, i32 key) {
+    return __ldg(p.table.cols + (instance * column_masks + mask) * p.table.keys_padded + key);
+}
+
 // One key's visibility to any row.
 struct KeyMask {
-    i32 lts, lte, uts, ute;
-    const u8* column;
-    i64 row_stride;
+    int4 columns[column_masks + 1];
+    const u8 *blocks, *boolean;
     bool inside;
 
-    __device__ __forceinline__ KeyMask(const Params& p, i64 instance, i64 mask_offset, i32 key)
-        : KeyMask(p, mask_offset, key, cfg::mask == kMaskColumn ? __ldg(p.table.cols + instance * p.table.keys_padded + key) : int4{}) {}
+    __device__ __forceinline__ KeyMask(const Params& p, const MaskSlices& slices, i32 key) {
+        if constexpr (column_masks > 0) columns[0] = column_intervals(p, slices.instance, 0, key);
+        find(p, slices, key);
+    }
 
-    // The same with the key's column intervals at hand.
-    __device__ __forceinline__ KeyMask(const Params& p, i64 mask_offset, i32 key, int4 intervals) {
+    // The same with the intervals of the first column mask at hand.
+    __device__ __forceinline__ KeyMask(const Params& p, const MaskSlices& slices, i32 key, int4 intervals) {
+        columns[0] = intervals;
+        find(p, slices, key);
+    }
+
+    __device__ __forceinline__ KeyMask(const Params& p, i64 instance, i64 mask_offset, i32 key)
+        : KeyMask(p, MaskSlices{instance, mask_offset, 0}, key) {}
+
+    __device__ __forceinline__ void find(const Params& p, const MaskSlices& slices, i32 key) {
         inside = key < p.n_keys;
         const i32 safe = inside ? key : 0;
-        if constexpr (cfg::mask == kMaskColumn) {
-            lts = intervals.x, lte = intervals.y, uts = intervals.z, ute = intervals.w;
-        } else if constexpr (cfg::mask != kMaskNone) {
-            const i32 c = cfg::mask == kMaskBlock ? safe / p.table.block_n : safe;
-            column = static_cast<const u8*>(p.mask.data) + mask_offset + c * p.mask.col;
-            row_stride = p.mask.row;
-        }
+#pragma unroll
+        for (int c = 1; c < column_masks; ++c) columns[c] = column_intervals(p, slices.instance, c, key);
+        if constexpr (block_mask) blocks = static_cast<const u8*>(p.mask.data) + slices.blocks + safe / p.table.block_n * p.mask.col;
+        if constexpr (boolean_mask) boolean = static_cast<const u8*>(p.boolean.data) + slices.boolean + safe * p.boolean.col;
     }
 
     // `row` must lie in [0, n_queries); `key` is the constructor's.
     __device__ __forceinline__ bool visible(const Params& p, i32 row, i32 key) const {
         bool seen = inside;
-        if constexpr (cfg::band_right) seen &= key <= row + p.band_offset + p.band_right;
-        if constexpr (cfg::band_left) seen &= key >= row + p.band_offset - p.band_left;
-        if constexpr (cfg::mask == kMaskColumn) seen &= !(row >= lts && row < lte) && !(row >= uts && row < ute);
-        if constexpr (cfg::mask == kMaskDense) seen &= column[row * row_stride] != 0;
-        if constexpr (cfg::mask == kMaskBlock) seen &= column[row / p.table.block_m * row_stride] != 0;
+        if constexpr (cfg::band_right) seen &= key <= row + p.band_right;
+        if constexpr (cfg::band_left) seen &= key >= row - p.band_left;
+#pragma unroll
+        for (int c = 0; c < column_masks; ++c) {
+            const int4& x = columns[c];
+            seen &= !(row >= x.x && row < x.y) && !(row >= x.z && row < x.w);
+        }
+        if constexpr (boolean_mask) seen &= boolean[row * p.boolean.row] != 0;
+        if constexpr (block_mask) seen &= blocks[row / p.table.block_m * p.mask.row] != 0;
         return seen;
     }
 };
 
 // Does any row see the key?  Only asked in tiles that are marked dead.
 __device__ __forceinline__ bool key_alive(const Params& p, i64 instance, i32 key) {
-    if constexpr (cfg::mask == kMaskColumn) {
-        const int4 x = __ldg(p.table.cols + instance * p.table.keys_padded + key);
-        return !(x.x == 0 && x.y == p.n_queries);
-    } else if constexpr (cfg::mask != kMaskNone) {
-        return p.table.alive[instance * p.table.keys_padded + key] != 0;
-    } else {
-        return true;
-    }
+    if constexpr (alive_table) return p.table.alive[instance * p.n_keys + key] != 0;
+    if constexpr (column_masks == 0) return true;
+    const int4 x = column_intervals(p, instance, 0, key);
+    return !(x.x == 0 && x.y == p.n_queries);  // what all masks together hide has these bounds in each of them
 }
 
 // The band alone may hide a key from every row (more keys than queries); its arithmetic needs no table.
 __device__ __forceinline__ bool band_sees(const Params& p, i32 key) {
     i64 first = 0, last = p.n_queries - 1;
-    if constexpr (cfg::band_right) first = max(first, static_cast<i64>(key) - p.band_offset - p.band_right);
-    if constexpr (cfg::band_left) last = min(last, static_cast<i64>(key) - p.band_offset + p.band_left);
+    if constexpr (cfg::band_right) first = max(first, static_cast<i64>(key) - p.band_right);
+    if constexpr (cfg::band_left) last = min(last, static_cast<i64>(key) + p.band_left);
     return first <= last;
 }

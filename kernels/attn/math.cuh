@@ -1,4 +1,4 @@
-// Scalar functions by accumulator type, and the tanh of the softcap by input type.
+// Scalar functions by accumulator type.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -30,6 +30,8 @@ __device__ __forceinline__ Acc infinity() {
 
 __device__ __forceinline__ float max_of(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double max_of(double a, double b) { return fmax(a, b); }
+__device__ __forceinline__ float tanh_of(float x) { return tanhf(x); }
+__device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
 __device__ __forceinline__ float size_of(float x) { return fabsf(x); }
 __device__ __forceinline__ double size_of(double x) { return fabs(x); }
 __device__ __forceinline__ float fma_of(float a, float b, float c) { return fmaf(a, b, c); }
@@ -115,16 +117,6 @@ __device__ __forceinline__ double exp_times(double x, double y) {
 __device__ __forceinline__ float exp2_term(float x, const Log2Factor<float>& factor) { return ptx::ex2(factor(x)); }
 __device__ __forceinline__ double exp2_term(double x, const Log2Factor<double>& factor) { return exp2_product(x, factor); }
 
-// tanh as exact as Elem's own rounding deserves: bfloat16 takes the hardware's (2^-11), float16 needs about 2^-22.
-template <class Elem>
-__device__ __forceinline__ auto tanh_of(float x) {
-    if constexpr (same_type<Elem, __nv_bfloat16>) return ptx::tanh_approx(x);
-    else if constexpr (same_type<Elem, __half>) return 1.f - 2.f / (1.f + ptx::ex2(x * static_cast<float>(2 * kLog2e)));
-    else return tanhf(x);
-}
-template <class Elem>
-__device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
-
 __device__ __forceinline__ float to_acc(float x) { return x; }
 __device__ __forceinline__ double to_acc(double x) { return x; }
 __device__ __forceinline__ float to_acc(__half x) { return __half2float(x); }
@@ -137,5 +129,3 @@ __device__ __forceinline__ Out round_to(Acc x) {
     else return static_cast<Out>(x);
 }
 
-template <class T>
-__device__ __forceinline__ T min_of(T a, T b) { return a < b ? a : b; }

@@ -13,18 +13,17 @@ struct Operand {
     i64 head, row, col;
 };
 
-// Tables made from a mask.  "Instance" counts the distinct masks: batch * head after broadcasting axes are left out.
+// Tables made from all masks together.  "Instance" counts the distinct matrices: batch * head without the axes along which every mask is
+// broadcast.
 struct MaskTables {
-    const int4* cols;           // column: [instance][keys_padded] {lts, lte, uts, ute}, clamped; dead keys hold (0, n_queries, n_queries, 0)
-    const int4* bounds;         // column: [instance][key_tiles][2] {skip a, skip b, partial p, partial q} of both intervals, in row tiles
+    const int4* cols;           // column: [instance][mask][keys_padded] {lts, lte, uts, ute}, clamped; of keys that no row sees (0, n_queries, n_queries, 0)
+    const int4* bounds;         // column: [instance][key_tiles][mask][2] {skip a, skip b, partial p, partial q} of each interval, in row tiles
     const i32* order;           // column: [instance][row tiles as they are worked on], most visible key tiles first
-    const u8* alive;            // dense, block: [instance][keys_padded] 1 = some row sees the key
+    const u8* alive;            // boolean, block: [instance][n_keys] 1 = some row sees the key
     i64 batch[kBatchAxes];      // instance strides, 0 on a broadcast axis
     i64 head;
     i32 keys_padded;            // keys rounded up to the key tile
     i32 block_m, block_n;       // block: rows and keys per block
-    i32 block_rows, block_cols; // block: number of blocks
-    i32 instances;              // distinct masks (grid of the kernels that make the tables)
 };
 
 // Philox4x32-7 dropout (the contract is in cuattn/rng.py).
@@ -34,13 +33,14 @@ struct Dropout {
     u32 batch, head, heads;   // flat index b = (batch + ib) * heads + head + ih
     u32 row, key;             // global index of the first row and key, multiples of 16
     const u32* offset_data;   // the low word of an integer in device memory, or null
+    const i32 *row_blocks, *key_blocks;  // cfg::runs: global index of the first of every 16 rows, of every 16 keys; null: from row or key on
 };
 
 struct Params {
-    Operand q, k, v, o, l, m;                  // o: cfg::out (forward), cfg::o_elem (backward); l, m: cfg::acc, col unused
-    Operand dout, dq, dk, dv;                  // backward
+    Operand q, k, v, o, l, m;                  // o: cfg::out (forward), cfg::o_elem (backward); l, m: cfg::acc, col unused, null = not wanted
+    Operand dout, dlse, dq, dk, dv;            // backward; dlse: cfg::acc, col unused, null = none; dq, dk, dv: cfg::grad
     Operand bias, dbias;                       // col, row: 0 where broadcast
-    Operand mask;                              // u8: the boolean mask itself (dense) or the blocks (block)
+    Operand mask, boolean;                     // u8: the blocks of a block mask; the elements of a boolean one
     MaskTables table;
     Dropout dropout;
     // Workspace, contiguous.  Forward with splits: [split][batch][head][row]([head_dim_v]), and a counter per row tile that is 0 between
@@ -48,14 +48,17 @@ struct Params {
     void *o_part, *l_part, *m_part;
     void *delta, *stat, *dq_acc, *dk_acc, *dv_acc, *dbias_acc;
     i32 *counters, *ticket, *turns;
-    double scale, softcap, dropout_scale;      // s = softcap * tanh(scale * q.k / softcap); dropout_scale = 65536 / (65536 - T)
+    double scale, softcap, cap_scale;          // s = softcap * tanh(cap_scale * q.k); cap_scale = scale / softcap
+    double dropout_scale;                      // 65536 / (65536 - T)
     i32 batch_size[kBatchAxes];                // outermost first, unused axes 1
     i32 batch, heads, kv_heads, group;         // batch = product of batch_size; query head h reads k, v head h / group
     i32 n_queries, n_keys, head_dim, head_dim_v;
-    i32 band_left, band_right, band_offset;    // key j is visible to row i when i + offset - left <= j <= i + offset + right
+    i32 band_left, band_right, band_offset;    // key j is visible to row i when i + offset - left <= j <= i + offset + right; |offset +- side| <= 2^30
     i32 row_tiles, key_tiles;                  // of cfg::block_m rows and cfg::block_n keys
     i32 section;                               // batch-heads that are worked on side by side (their k and v share the L2 cache)
     i32 splits, split_tiles;                   // forward: parts of the key axis and key tiles in each; backward: sm80/bwd.cu
+    i32 shared_tile, shared_key;               // backward: first key tile, and its first key, that several blocks share (counted through all heads)
+    i32 bias_instances;                        // distinct biases: the product of its own leading axes
 };
 
 // Indices along the batch axes of flat batch number ib.

@@ -38,14 +38,25 @@ __device__ __forceinline__ void philox(u32 (&x)[4], const u32 (&keys)[7][2]) {
     }
 }
 
+// Number in the whole problem of row or key `index` of the operands, of which there are `count`: counted on from `first`, or (cfg::runs) looked
+// up by sixteens.  Beyond the last any number will do.
+__device__ __forceinline__ u32 global_index(u32 first, const i32* blocks, i32 index, i32 count) {
+    if constexpr (cfg::runs) {
+        if (blocks != nullptr) return static_cast<u32>(__ldg(blocks + min(index, count - 1) / 16) + index % 16);
+    }
+    return first + static_cast<u32>(index);
+}
+__device__ __forceinline__ u32 global_row(const Params& p, i32 row) { return global_index(p.dropout.row, p.dropout.row_blocks, row, p.n_queries); }
+__device__ __forceinline__ u32 global_key(const Params& p, i32 key) { return global_index(p.dropout.key, p.dropout.key_blocks, key, p.n_keys); }
+
 // Draws of the eight elements {row, row + 8} x {key, key + 1, key + 8, key + 9}, rows and keys counted from the operands' first:
 // bit 3 of row, and bits 0 and 3 of key, are clear.  Word w masks register a[w] of the m16k16 fragment, low half = even key.
-__device__ __forceinline__ void random_words(u32 (&words)[4], const Dropout& dropout, const RandomStream& stream, i32 row, i32 key) {
-    words[0] = dropout.key + static_cast<u32>(key);
-    words[1] = dropout.row + static_cast<u32>(row);
+__device__ __forceinline__ void random_words(u32 (&words)[4], const Params& p, const RandomStream& stream, i32 row, i32 key) {
+    words[0] = global_key(p, key);
+    words[1] = global_row(p, row);
     words[2] = stream.batch;
     words[3] = stream.offset;
-    philox<0>(words, dropout.keys);
+    philox<0>(words, p.dropout.keys);
 }
 
 // random_words in steps, for many rows and keys of the whole problem: until round 1, where a row and a key meet, each goes alone.

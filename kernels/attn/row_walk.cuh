@@ -6,7 +6,7 @@
 
 // What the walk looks up for every tile; lies in shared memory, registers being short.
 struct WalkTables {
-    int4 bounds[2];    // column mask: skip [x, y) and partial [z, w) of both intervals, in row tiles
+    int4 bounds[column_masks > 1 ? 2 * column_masks : 2];  // column masks: skip [x, y) and partial [z, w) of their intervals, in row tiles
     const u8* blocks;  // the block mask of this head
     i32 first_key;
     i32 end;           // one past the last row tile that may be visible
@@ -14,21 +14,20 @@ struct WalkTables {
 
 __device__ __forceinline__ i32 walk_end(const Params& p, i32 first_key) {
     if constexpr (!cfg::band_left) return p.row_tiles;
-    const i32 last_row = min(first_key + cfg::block_n, p.n_keys) - 1 - p.band_offset + p.band_left;
+    const i32 last_row = min(first_key + cfg::block_n, p.n_keys) - 1 + p.band_left;
     return last_row < 0 ? 0 : min(p.row_tiles, last_row / cfg::block_m + 1);
 }
 
-// The tables of one key tile under one head's mask.  True when the column mask hides some key of it from every row.
+// The tables of one key tile under one head's mask.  True when column masks hide some key of it from every row.
 __device__ __forceinline__ bool describe_tables(WalkTables& tables, const Params& p, i64 instance, i64 mask_offset, i32 key_tile) {
     tables.first_key = key_tile * cfg::block_n;
     tables.end = walk_end(p, tables.first_key);
-    if constexpr (cfg::mask == kMaskBlock) tables.blocks = static_cast<const u8*>(p.mask.data) + mask_offset;
-    if constexpr (cfg::mask != kMaskColumn) return false;
-    const int4* bounds = p.table.bounds + (instance * p.key_tiles + key_tile) * 2;
-    int4 first = bounds[0];
-    const bool dead = first.x < 0;
-    first.x &= ~kDeadTile;
-    tables.bounds[0] = first, tables.bounds[1] = bounds[1];
+    if constexpr (block_mask) tables.blocks = static_cast<const u8*>(p.mask.data) + mask_offset;
+    const int4* bounds = p.table.bounds + (instance * p.key_tiles + key_tile) * (2 * column_masks);
+#pragma unroll
+    for (int i = 0; i < 2 * column_masks; ++i) tables.bounds[i] = bounds[i];
+    const bool dead = column_masks > 0 && tables.bounds[0].x < 0;
+    tables.bounds[0].x &= ~kDeadTile;
     return dead;
 }
 
@@ -45,7 +44,7 @@ struct DirectedRowWalk {
     // The first row tile that the band lets see the keys.
     __device__ __forceinline__ i32 first_tile(const Params& p) const {
         if constexpr (!cfg::band_right) return 0;
-        return max(first_key() - p.band_offset - p.band_right, 0) / cfg::block_m;
+        return max(first_key() - p.band_right, 0) / cfg::block_m;
     }
 
     // Before the first tile of what the tables say now.
@@ -57,15 +56,9 @@ struct DirectedRowWalk {
     __device__ __forceinline__ bool next(const Params& p) {
         tile += descending ? -1 : 1;
         const i32 first = descending ? first_tile(p) : 0;  // going up, begin() has seen to it
-        if constexpr (cfg::mask == kMaskColumn) {
-            // Leaving one skip range may enter the other; after two jumps out of each, none is left to enter.
-#pragma unroll
-            for (int jump = 0; jump < 3; ++jump) {
-                const int4 range = tables.bounds[jump % 2];
-                if (tile >= range.x && tile < range.y) tile = descending ? range.x - 1 : range.y;
-            }
-        }
-        if constexpr (cfg::mask == kMaskBlock) {
+        if constexpr (column_masks > 0 && block_mask) {
+            for (jump_columns(); in_range(first) && !block_state<false>(p, tile); jump_columns()) tile += descending ? -1 : 1;
+        } else if constexpr (block_mask) {
             // A warp looks at 32 tiles at a time.
             for (; in_range(first); tile += descending ? -32 : 32) {
                 const i32 lane = threadIdx.x % 32, candidate = descending ? tile - lane : tile + lane;
@@ -76,22 +69,33 @@ struct DirectedRowWalk {
                     break;
                 }
             }
+        } else {
+            jump_columns();
         }
         return in_range(first);
     }
 
+    // Past what the column masks skip.  Leaving one range may enter another: of n ranges, n rounds leave none to enter, and of two
+    // ranges three looks.
+    __device__ __forceinline__ void jump_columns() {
+        constexpr int ranges = column_masks > 0 ? 2 * column_masks : 1, looks = column_masks <= 1 ? 3 * column_masks : ranges * ranges;
+#pragma unroll
+        for (int look = 0; look < looks; ++look) {
+            const int4 range = tables.bounds[look % ranges];
+            if (tile >= range.x && tile < range.y) tile = descending ? range.x - 1 : range.y;
+        }
+    }
+
     // Whether elements of the current tile must be tested one by one.
     __device__ __forceinline__ bool partial(const Params& p) const {
-        if constexpr (cfg::mask == kMaskDense) return true;
+        if constexpr (boolean_mask) return true;
         bool result = first_key() + cfg::block_n > p.n_keys;
-        if constexpr (cfg::mask == kMaskColumn) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) result |= tile >= tables.bounds[i].z && tile < tables.bounds[i].w;
-        }
+        for (int i = 0; i < 2 * column_masks; ++i) result |= tile >= tables.bounds[i].z && tile < tables.bounds[i].w;
         const i32 first_row = tile * cfg::block_m, last_row = min(first_row + cfg::block_m, p.n_queries) - 1;
-        if constexpr (cfg::band_right) result |= last_key(p) > first_row + p.band_offset + p.band_right;
-        if constexpr (cfg::band_left) result |= first_key() < last_row + p.band_offset - p.band_left;
-        if constexpr (cfg::mask == kMaskBlock) result |= !block_state<true>(p, tile);
+        if constexpr (cfg::band_right) result |= last_key(p) > first_row + p.band_right;
+        if constexpr (cfg::band_left) result |= first_key() < last_row - p.band_left;
+        if constexpr (block_mask) result |= !block_state<true>(p, tile);
         return result;
     }
 

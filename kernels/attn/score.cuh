@@ -1,20 +1,47 @@
 // Scores from raw products when something other than a positive scale stands between them: softcap, bias, scale <= 0.
+//
+// The forward and the backward make them by the same operations in the same order: the backward's exp(s - m) / l add up to 1 only if s is
+// what m and l were made from.
 #pragma once
 #include "attn/math.cuh"
 #include "attn/params.cuh"
 
-// One score before its bias.
-__device__ __forceinline__ cfg::acc cap_score(const Params& p, cfg::acc product) {
-    const cfg::acc s = product * static_cast<cfg::acc>(p.scale);
-    if constexpr (cfg::softcap) {
-        const cfg::acc cap = static_cast<cfg::acc>(p.softcap);
-        return cap * tanh_of<cfg::elem>(s / cap);
+// What the softcap makes of a product, and its derivative by what it caps.
+struct Capped {
+    cfg::acc score, slope;
+};
+
+// 16-bit input: tanh x = 1 - 2 r with r = 1 / (1 + e^2x), to about 2^-22; its slope is 4 r (1 - r).
+__device__ __forceinline__ Capped cap_product(const Params& p, cfg::acc product) {
+    const cfg::acc cap = static_cast<cfg::acc>(p.softcap);
+    if constexpr (sizeof(cfg::elem) == 2) {
+        const float r = ptx::rcp(1.f + ptx::ex2(product * static_cast<float>(p.cap_scale * (2 * kLog2e))));
+        return {fmaf(-2.f * cap, r, cap), fmaf(-4.f * r, r, 4.f * r)};
     } else {
-        return s;
+        const cfg::acc t = tanh_of(product * static_cast<cfg::acc>(p.cap_scale));
+        return {product_of(cap, t), 1 - t * t};
     }
 }
 
+// One score before its bias.
+__device__ __forceinline__ cfg::acc cap_score(const Params& p, cfg::acc product) {
+    if constexpr (cfg::softcap) return cap_product(p, product).score;
+    else return product_of(product, static_cast<cfg::acc>(p.scale));
+}
+
+// The bias at a row and key, or where that lies beyond the last ones, at those.
 __device__ __forceinline__ cfg::acc bias_at(const Params& p, i64 offset, i32 row, i32 key) {
     const auto* bias = static_cast<const cfg::bias_elem*>(p.bias.data) + offset;
-    return to_acc(bias[row * p.bias.row + key * p.bias.col]);
+    return to_acc(bias[min(row, p.n_queries - 1) * p.bias.row + min(key, p.n_keys - 1) * p.bias.col]);
+}
+
+// A score, and the slope of its softcap.  bias_offset: of the head's slice.
+__device__ __forceinline__ Capped finish_score(const Params& p, cfg::acc product, i64 bias_offset, i32 row, i32 key) {
+    if constexpr (cfg::softcap) {
+        const Capped capped = cap_product(p, product);
+        if constexpr (!cfg::bias) return capped;
+        return {capped.score + bias_at(p, bias_offset, row, key), capped.slope};
+    }
+    if constexpr (!cfg::bias) return {cap_score(p, product), 1};
+    return {fma_of(product, static_cast<cfg::acc>(p.scale), bias_at(p, bias_offset, row, key)), 1};
 }

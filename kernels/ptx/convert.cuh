@@ -56,10 +56,10 @@ __device__ __forceinline__ float lg2(float x) {
     return r;
 }
 
-// tanh x, absolute error 2^-11.
-__device__ __forceinline__ float tanh_approx(float x) {
+// 1 / x to a unit of the last place; 1 / inf = 0.
+__device__ __forceinline__ float rcp(float x) {
     float r;
-    asm("tanh.approx.f32 %0, %1;" : "=f"(r) : "f"(x));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
 

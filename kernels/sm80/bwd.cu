@@ -20,6 +20,7 @@
 namespace sm80 {
 
 constexpr bool split_slices = cfg::head_dim == cfg::head_dim_v;
+constexpr bool whole_slices = cfg::whole_columns && split_slices && slices / 2 * slice_columns == cfg::head_dim;  // no warp's columns end early
 constexpr int slice_tiles = slice_columns / 8;
 using KeyGradients = Acc[team_keys / 16][slice_tiles][4];
 
@@ -36,14 +37,14 @@ struct Slice {
     }
 };
 
-// Number of the block's tile.  From number p.section on, p.splits blocks share a tile: each takes p.split_tiles of the row tiles, and adds
+// Number of the block's tile.  From number p.shared_tile on, p.splits blocks share a tile: each takes p.split_tiles of the row tiles, and adds
 // its dK and dV to zeros in memory.  Not kept in registers from one use to the next.
 __device__ __forceinline__ i32 tile_number(const Params& p) {
     const i32 block = ptx::opaque(static_cast<i32>(blockIdx.x));
-    return may_share && block > p.section ? p.section + (block - p.section) / p.splits : block;
+    return may_share && block > p.shared_tile ? p.shared_tile + (block - p.shared_tile) / p.splits : block;
 }
-__device__ __forceinline__ bool shares(const Params& p) { return may_share && static_cast<i32>(blockIdx.x) >= p.section; }
-__device__ __forceinline__ i32 first_shared(const Params& p) { return (static_cast<i32>(blockIdx.x) - p.section) % p.splits * p.split_tiles; }
+__device__ __forceinline__ bool shares(const Params& p) { return may_share && static_cast<i32>(blockIdx.x) >= p.shared_tile; }
+__device__ __forceinline__ i32 first_shared(const Params& p) { return (static_cast<i32>(blockIdx.x) - p.shared_tile) % p.splits * p.split_tiles; }
 __device__ __forceinline__ i32 key_tile(const Params& p) { return tile_number(p) % p.key_tiles; }
 __device__ __forceinline__ i32 flat_kv_head(const Params& p) { return tile_number(p) / p.key_tiles; }
 
@@ -131,7 +132,7 @@ __device__ __forceinline__ void add_keys(KeyGradients& acc, u32 shared, const Sl
     else add_rows<v_stride>(acc, weights, dout, ready, loaded);
 }
 
-// Over very many rows sums lose digits: after every cfg::deposits row tiles (0: never) a warp adds its part of dV or dK to the result in
+// Over very many rows sums lose digits: after every cfg::flush_every row tiles (0: never) a warp adds its part of dV or dK to the result in
 // memory, where nobody else adds, and starts anew.  This calls use(memory, sum) for all sums of a lane.
 template <class Use>
 __device__ __forceinline__ void visit_deposits(KeyGradients& acc, const Params& p, const Slice& slice, const Use& use) {
@@ -153,20 +154,20 @@ __device__ __forceinline__ void visit_deposits(KeyGradients& acc, const Params& 
 #pragma unroll
             for (int i = 0; i < 2 * slice_tiles; ++i) {
                 const i32 column = i / 2 * 8 + i % 2;
-                if (cfg::whole_columns || first_column + column < columns) use(row + column, acc[m][i / 2][2 * half + i % 2]);
+                if (whole_slices || first_column + column < columns) use(row + column, acc[m][i / 2][2 * half + i % 2]);
             }
         }
 }
 
 __device__ __forceinline__ void start_deposits(KeyGradients& acc, const Params& p, const Slice& slice) {
-    if (cfg::deposits > 0 && !shares(p)) visit_deposits(acc, p, slice, [](Acc* at, Acc) { *at = 0; });
+    if (cfg::flush_every > 0 && !shares(p)) visit_deposits(acc, p, slice, [](Acc* at, Acc) { *at = 0; });
 }
 
-// Before row tile number `tile` of the block is added; group: of cfg::deposits tiles, the one added to last, or -1.  Groups are the same for
+// Before row tile number `tile` of the block is added; group: of cfg::flush_every tiles, the one added to last, or -1.  Groups are the same for
 // all masks.
 __device__ __forceinline__ void deposit(KeyGradients& acc, const Params& p, const Slice& slice, i32& group, i32 tile) {
-    if constexpr (cfg::deposits > 0) {
-        const i32 next = tile / cfg::deposits;
+    if constexpr (cfg::flush_every > 0) {
+        const i32 next = tile / cfg::flush_every;
         if (group >= 0 && group != next) {
             visit_deposits(acc, p, slice, [](Acc* at, Acc& sum) {
                 ptx::red_add(at, sum);
@@ -178,7 +179,7 @@ __device__ __forceinline__ void deposit(KeyGradients& acc, const Params& p, cons
 }
 
 __device__ __forceinline__ void finish_deposits(KeyGradients& acc, const Params& p, const Slice& slice) {
-    if constexpr (cfg::deposits > 0) visit_deposits(acc, p, slice, [](const Acc* at, Acc& sum) { sum += __ldcg(at); });
+    if constexpr (cfg::flush_every > 0) visit_deposits(acc, p, slice, [](const Acc* at, Acc& sum) { sum += __ldcg(at); });
 }
 
 // The scale of dropout, and of dK.
@@ -214,6 +215,13 @@ __device__ __forceinline__ void store_keys(const unsigned char* memory, u32 shar
         const i32 columns = slice.is_k ? p.head_dim : p.head_dim_v;
         Acc* out = static_cast<Acc*>(slice.is_k ? p.dk_acc : p.dv_acc) + flat * columns;
         store_results(out, columns, acc, first_key + slice.team * team_keys, p.n_keys, slice.column, columns, factor);
+    }
+    if constexpr (!gradients_in_elements) {
+        const Operand& gradient = slice.is_k ? p.dk : p.dv;
+        if (!(slice.is_k ? cfg::sum_dk : cfg::sum_dv))
+            store_results(static_cast<cfg::grad*>(gradient.data) + slice_offset(gradient, index, kv_head), gradient.row, acc,
+                          first_key + slice.team * team_keys, p.n_keys, slice.column, slice.is_k ? p.head_dim : p.head_dim_v, factor);
+        return;
     }
     if (cfg::sum_dk && cfg::sum_dv) return;
     keys_to_shared(shared, acc, slice, factor);

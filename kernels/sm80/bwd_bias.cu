@@ -7,7 +7,7 @@
 //                 or, of tiles too wide, two stages of their stream (sm80/bwd_stream.cuh) and the statistics;
 //                 at the end sums [block_m][block_n] of cfg::acc over all of it
 // Grid            tiles of the bias (keys fastest, then rows) * instances of the bias * splits
-// Result          dbias, or (cfg::split) dbias_acc [splits][like dbias]: part s takes every splits-th head; section: instances of the bias
+// Result          dbias, or (cfg::split) dbias_acc [splits][like dbias]: part s takes every splits-th head
 #include "sm80/bwd_load.cuh"
 #include "sm80/bwd_scores.cuh"
 #include "sm80/bwd_stream.cuh"
@@ -127,9 +127,9 @@ __device__ __forceinline__ void store_sums(const Acc* sums, const Params& p, con
         const i64 at = place.instance * size + to_row * bias_keys(p) + to_key;
         sum *= Acc(p.dropout_scale);
         if constexpr (cfg::split)
-            static_cast<Acc*>(p.dbias_acc)[(i64(place.split) * p.section) * size + at] = sum;
+            static_cast<Acc*>(p.dbias_acc)[(i64(place.split) * p.bias_instances) * size + at] = sum;
         else
-            static_cast<cfg::bias_elem*>(p.dbias.data)[at] = round_to<cfg::bias_elem>(sum);
+            static_cast<cfg::bias_grad*>(p.dbias.data)[at] = round_to<cfg::bias_grad>(sum);
     }
 }
 

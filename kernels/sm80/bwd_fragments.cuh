@@ -5,13 +5,14 @@
 // Accumulators are m16n8 fragments: acc[m][n][0..3] of lane l are rows 16 m + l / 4 and 8 further (two each), columns 8 n + 2 (l % 4), + 1.
 #pragma once
 #include "attn/math.cuh"
-#include "attn/mma.cuh"
+#include "sm80/mma.cuh"
 #include "ptx/shared.cuh"
 
 namespace sm80 {
 
 using Elem = cfg::elem;
 using Acc = cfg::acc;
+constexpr bool gradients_in_elements = same_type<cfg::grad, Elem>;  // else unrounded
 
 // The padding is what one lane of ldmatrix reads; of float64, the four columns of a fragment.
 constexpr int padding = sizeof(Elem) == 8 ? 32 : 16;

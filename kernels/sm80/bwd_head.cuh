@@ -13,32 +13,35 @@ namespace sm80 {
 struct Head {
     const Elem *q, *k, *v, *dout;
     const Acc *stat, *delta, *inverse;  // (padded rows)
+    const Acc* m;             // as the forward left it
     Acc* dq_acc;              // this head's accumulator, in the order of add_queries
-    i64 bias, mask_offset;    // offsets of this head's slices
-    i64 instance;             // of the mask's tables
+    i64 bias;                 // offset of this head's slice
+    MaskSlices mask;
     RandomStream random;
     WalkTables walk;
-    const i32* empty_groups;  // of this head, by kStatRows rows: is there a row that sees nothing?
-    bool has_empty_rows;      // does any?
+    const i32* row_flags;     // of this head, by kStatRows rows
+    bool has_empty_rows;      // does any of its rows see nothing?
+    bool has_far_rows;        // see is_far_row
 };
 
 // See backward_preprocess: no p of such a row is above 0.
 __device__ __forceinline__ bool is_empty_row(Acc stat) { return stat == (split_stat ? infinity<Acc>() : -infinity<Acc>()); }
 
-// Does the head have rows that see nothing?
-__device__ __forceinline__ bool empty_rows(const Params& p, i64 flat) {
-    bool empty = false;
-    for (i32 group = threadIdx.x; group < stat_groups(p); group += threads) empty |= p.counters[flat * stat_groups(p) + group] != 0;
-    return __syncthreads_or(empty);
+// What the flags of all groups of the head's rows say together.
+__device__ __forceinline__ i32 row_flags(const Params& p, i64 flat) {
+    i32 flags = 0;
+    for (i32 group = threadIdx.x; group < stat_groups(p); group += threads) flags |= p.counters[flat * stat_groups(p) + group];
+    return all_flags(flags & kEmptyRows, flags & kFarRows);
 }
 
 // Fills in what a block needs of one query head; thread 0 writes, the block must synchronise before it reads.
 __device__ __forceinline__ void describe_head(Head& h, const Params& p, i32 ib, i32 head) {
     const i64 flat = i64(ib) * p.heads + head;
-    const bool has_empty_rows = empty_rows(p, flat);
+    const i32 flags = row_flags(p, flat);
     if (threadIdx.x != 0) return;
-    h.has_empty_rows = has_empty_rows;
-    h.empty_groups = p.counters + flat * stat_groups(p);
+    h.has_empty_rows = flags & kEmptyRows;
+    h.has_far_rows = flags & kFarRows;
+    h.row_flags = p.counters + flat * stat_groups(p);
     const BatchIndex index = batch_index(p, ib);
     h.q = static_cast<const Elem*>(p.q.data) + slice_offset(p.q, index, head);
     h.dout = static_cast<const Elem*>(p.dout.data) + slice_offset(p.dout, index, head);
@@ -47,21 +50,19 @@ __device__ __forceinline__ void describe_head(Head& h, const Params& p, i32 ib, 
     h.stat = static_cast<const Acc*>(p.stat) + stat_row(p, flat, 0);
     if constexpr (split_stat) h.inverse = h.stat + i64(p.batch) * p.heads * stat_groups(p) * kStatRows;
     h.delta = static_cast<const Acc*>(p.delta) + stat_row(p, flat, 0);
+    if constexpr (!split_stat) h.m = static_cast<const Acc*>(p.m.data) + slice_offset(p.m, index, head);
     if constexpr (cfg::atomic_dq) {
         const i64 instance = slice_offset(p.dq, index, head) / (i64(p.n_queries) * p.head_dim);
         h.dq_acc = static_cast<Acc*>(p.dq_acc) + instance * p.row_tiles * cfg::block_m * cfg::head_dim;
     }
     if constexpr (cfg::bias) h.bias = slice_offset(p.bias, index, head);
-    if constexpr (cfg::mask != kMaskNone) {
-        h.instance = slice_offset(p.table, index, head);
-        h.mask_offset = slice_offset(p.mask, index, head);
-    }
+    h.mask = MaskSlices::of(p, index, head);
     if constexpr (cfg::dropout) h.random = random_stream(p.dropout, ib, head);
 }
 
 // The same for its walk over the row tiles that see one key tile; called by thread 0.
 __device__ __forceinline__ void describe_walk(Head& head, const Params& p, i32 key_tile) {
-    describe_tables(head.walk, p, head.instance, head.mask_offset, key_tile);
+    describe_tables(head.walk, p, head.mask.instance, head.mask.blocks, key_tile);
 }
 
 // Where one row tile walks over key tiles; called by thread 0, which has described the head.
@@ -69,8 +70,7 @@ __device__ __forceinline__ void describe_rows(MaskPlace& place, const Params& p,
     const i32 first = row_tile * cfg::block_m;
     place.rows = {first, min(first + cfg::block_m, p.n_queries), row_tile};
     place.lowest = band_first(p, place.rows) / cfg::block_n;
-    place.instance = head.instance;
-    place.offset = head.mask_offset;
+    place.set(head.mask);
 }
 
 }  // namespace sm80

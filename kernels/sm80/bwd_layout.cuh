@@ -33,7 +33,7 @@ constexpr bool team_local = scores_m == slices && scores_warps == cfg::warps;  /
 constexpr bool paired = sizeof(Elem) == 8 && 2 * scores_warps == cfg::warps;
 constexpr int exchange_bytes = paired ? cfg::block_m * cfg::block_n * int(sizeof(Acc)) : 0;  // a tile of dP on its way
 constexpr bool in_turns = paired && cfg::stages == 2 && cfg::atomic_dq;
-constexpr bool may_share = in_turns && cfg::deposits > 0;  // blocks may share the keys of a tile
+constexpr bool may_share = in_turns && cfg::flush_every > 0;  // blocks may share the keys of a tile
 constexpr int query_warps = in_turns ? scores_warps : cfg::warps;  // that share a tile of dQ
 __device__ __forceinline__ i32 query_warp() { return threadIdx.x / 32 % query_warps; }
 constexpr bool exchange_in_p = paired && !cfg::softcap;  // in bwd.cu: under a softcap P is stored before dP comes

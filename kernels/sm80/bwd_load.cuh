@@ -1,6 +1,6 @@
 // Global to shared memory, asynchronously, into rows with padding (sm80/bwd_fragments.cuh).
 #pragma once
-#include "attn/tile.cuh"
+#include "sm80/tile.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/opaque.cuh"
 #include "ptx/tma.cuh"
@@ -107,7 +107,7 @@ struct TileKeys {
     __device__ __forceinline__ bool inside(int row) const { return first + row < p.n_keys; }
     __device__ __forceinline__ bool seen(int row) const {
         const i32 key = static_cast<i32>(first) + row;
-        return inside(row) && band_sees(p, key) && key_alive(p, head.instance, key);
+        return inside(row) && band_sees(p, key) && key_alive(p, head.mask.instance, key);
     }
 };
 
@@ -117,7 +117,7 @@ struct TileRows {
     const Head& head;
     i64 first;
 
-    __device__ __forceinline__ bool some_empty() const { return head.has_empty_rows && head.empty_groups[first / kStatRows]; }
+    __device__ __forceinline__ bool some_empty() const { return head.has_empty_rows && head.row_flags[first / kStatRows] & kEmptyRows; }
     __device__ __forceinline__ bool whole() const { return first + cfg::block_m <= p.n_queries && !some_empty(); }
     __device__ __forceinline__ bool seeing(int row) const {
         return first + row < p.n_queries && !(head.has_empty_rows && is_empty_row(head.stat[first + row]));

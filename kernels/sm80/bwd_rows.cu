@@ -66,6 +66,9 @@ __device__ __forceinline__ void store_queries(unsigned char* memory, u32 shared,
     if constexpr (cfg::sum_dq) {
         Acc* out = static_cast<Acc*>(p.dq_acc) + i64(flat) * p.n_queries * p.head_dim;
         store_results(out, p.head_dim, dq, first + warp_query_row(), p.n_queries, warp_query_column(), p.head_dim, factor);
+    } else if constexpr (!gradients_in_elements) {
+        cfg::grad* out = static_cast<cfg::grad*>(p.dq.data) + slice_offset(p.dq, batch_index(p, flat / p.heads), flat % p.heads);
+        store_results(out, p.dq.row, dq, first + warp_query_row(), p.n_queries, warp_query_column(), p.head_dim, factor);
     } else {
         scale_by(dq, factor);
         store_rounded<qk_stride, false>(shared + q_at + warp_query_row() * qk_stride + warp_query_column() * int(sizeof(Elem)), dq);

@@ -40,7 +40,7 @@ __device__ __forceinline__ void find_hidden(Hidden& hidden, const Params& p, con
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
             const i32 key = key0 + 8 * n + lane % 4 * 2 + odd;
-            const KeyMask mask(p, head.instance, head.mask_offset, key);
+            const KeyMask mask(p, head.mask, key);
 #pragma unroll
             for (int m = 0; m < score_tiles_m; ++m)
 #pragma unroll
@@ -65,24 +65,8 @@ __device__ __forceinline__ void mask_scores(Scores& s, const Hidden& hidden) {
             }
 }
 
-// Raw products to scores in natural units: scale, softcap, bias.  What is hidden stays -inf.
-__device__ __forceinline__ Acc finish_score(Acc raw, Acc& slope, const Params& p, const Head& head, i32 row, i32 key) {
-    Acc s = raw * Acc(p.scale);
-    if constexpr (cfg::softcap) {
-        const Acc t = tanh_of<Elem>(s * Acc(1 / p.softcap));
-        slope = 1 - t * t;
-        s = t * Acc(p.softcap);
-    }
-    if constexpr (cfg::bias) {
-        if (row < p.n_queries && key < p.n_keys) s += bias_at(p, head.bias, row, key);
-    }
-    return raw == -infinity<Acc>() ? raw : s;
-}
-
-// Algorithm 4 line 13: scores to probabilities.
-__device__ __forceinline__ void probabilities(Scores& s, Scores& slope, const RowValues& stat, const RowValues& inverse, const Params& p,
-                                               const Head& head, i32 row0, i32 key0) {
-    const float to_log2 = static_cast<float>(cfg::prescaled ? kLog2e : p.scale * kLog2e);
+// Raw products to scores in natural units: scale, softcap, bias.
+__device__ __forceinline__ void finish_scores(Scores& s, Scores& slope, const Params& p, const Head& head, i32 row0, i32 key0) {
     const i32 lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < score_tiles_m; ++m)
@@ -90,13 +74,45 @@ __device__ __forceinline__ void probabilities(Scores& s, Scores& slope, const Ro
         for (int n = 0; n < score_tiles_n; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                Acc x = s[m][n][i];
-                if constexpr (cfg::prescaled)
-                    x = finish_score(x, slope[m][n][i], p, head, row0 + 16 * m + lane / 4 + i / 2 * 8, key0 + 8 * n + lane % 4 * 2 + i % 2);
+                const Capped x = finish_score(p, s[m][n][i], head.bias, row0 + 16 * m + lane / 4 + i / 2 * 8, key0 + 8 * n + lane % 4 * 2 + i % 2);
+                s[m][n][i] = x.score, slope[m][n][i] = x.slope;
+            }
+}
+
+// Takes m from the scores of far rows (attn/bwd_workspace.cuh).
+__device__ __forceinline__ void subtract_far(Scores& s, const Params& p, const Head& head, i32 row0) {
+    const Acc scale = cfg::prescaled ? Acc(1) : Acc(p.scale), unit = cfg::prescaled ? Acc(1) : ptx::rcp(scale);
+#pragma unroll
+    for (int m = 0; m < score_tiles_m; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const i64 row = row0 + 16 * m + ptx::opaque(static_cast<i32>(threadIdx.x)) % 32 / 4 + 8 * half;
+            const Acc top = row < p.n_queries ? head.m[row * p.m.row] : Acc(0);
+            if (!is_far_row(top)) continue;
+#pragma unroll
+            for (int n = 0; n < score_tiles_n; ++n)
+#pragma unroll
+                for (int odd = 0; odd < 2; ++odd) {
+                    Acc& x = s[m][n][2 * half + odd];
+                    x = rounded_difference(product_of(x, scale), top) * unit;
+                }
+        }
+}
+
+// Algorithm 4 line 13: scores to probabilities.
+__device__ __forceinline__ void probabilities(Scores& s, const RowValues& stat, const RowValues& inverse, const Params& p) {
+    const float to_log2 = static_cast<float>(cfg::prescaled ? kLog2e : p.scale * kLog2e);
+#pragma unroll
+    for (int m = 0; m < score_tiles_m; ++m)
+#pragma unroll
+        for (int n = 0; n < score_tiles_n; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const Acc x = s[m][n][i];
                 if constexpr (split_stat)
                     s[m][n][i] = exp_times(rounded_difference(cfg::prescaled ? x : x * Acc(p.scale), stat[m][i / 2]), inverse[m][i / 2]);
                 else
-                    s[m][n][i] = ptx::ex2(fmaf(static_cast<float>(x), to_log2, static_cast<float>(stat[m][i / 2])));
+                    s[m][n][i] = ptx::ex2(fmaf(x, to_log2, stat[m][i / 2]));
             }
 }
 
@@ -109,7 +125,7 @@ __device__ __forceinline__ void mark_dropped(Scores& s, const Params& p, const H
 #pragma unroll
         for (int n = 0; n < score_tiles_n; n += 2) {
             u32 words[4];
-            random_words(words, p.dropout, head.random, row0 + 16 * m + lane / 4, key0 + 8 * n + lane % 4 * 2);
+            random_words(words, p, head.random, row0 + 16 * m + lane / 4, key0 + 8 * n + lane % 4 * 2);
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
                 Acc(&tile)[4] = s[m][n + w / 2];
@@ -241,8 +257,12 @@ __device__ __forceinline__ void find_p(Scores& s, Scores& slope, Products& produ
     if (at.partial) find_hidden(hidden, p, head, at.row(), at.key());
     clear(s);
     products.scores(s);  // line 11
+    if constexpr (cfg::prescaled) finish_scores(s, slope, p, head, at.row(), at.key());
     if (at.partial) mask_scores(s, hidden);
-    probabilities(s, slope, stat, inverse, p, head, at.row(), at.key());
+    if constexpr (!split_stat) {
+        if (head.has_far_rows) subtract_far(s, p, head, at.row());
+    }
+    probabilities(s, stat, inverse, p);
     if constexpr (cfg::dropout) mark_dropped(s, p, head, at.row(), at.key());
 }
 

@@ -89,7 +89,7 @@ template <bool sum, class Results>
 __device__ __forceinline__ void store(const Params& p, const Operand& gradient, void* workspace, Results& acc, i32 flat, i32 heads, i64 first_row,
                                       i32 rows, i32 first_column, i32 columns, Acc factor) {
     Acc* const sums = static_cast<Acc*>(workspace) + i64(flat) * rows * columns;
-    Elem* const out = static_cast<Elem*>(gradient.data) + slice_offset(gradient, batch_index(p, flat / heads), flat % heads);
+    cfg::grad* const out = static_cast<cfg::grad*>(gradient.data) + slice_offset(gradient, batch_index(p, flat / heads), flat % heads);
 #pragma unroll
     for (int chunk = 0; chunk < part_chunks; ++chunk) {
         const i32 column = first_column + chunk * cfg::chunk;

@@ -9,14 +9,14 @@
 // (cfg::merges) or another kernel does.
 // With cfg::pack > 1 the rows of a tile are (query row, head of the group) pairs, so that the heads that share k and v read them once.
 //
-//   shared memory        bytes (float32 has 4 more per row and 128 columns: attn/split_f32.cuh)
+//   shared memory        bytes (float32 has 4 more per row and 128 columns: sm80/split_f32.cuh)
 //   q                    block_m * head_dim * sizeof(elem)
 //   teams x stages x { k, v }   block_n * (head_dim + head_dim_v) * sizeof(elem), and block_n * 16 with a column mask
-//   maxima               block_m * sizeof(acc), if cfg::deposits
-#include "attn/mma_f32.cuh"
-#include "attn/mma_f64.cuh"
+//   maxima               block_m * sizeof(acc), if cfg::flush_every
+#include "sm80/mma_f32.cuh"
+#include "sm80/mma_f64.cuh"
 #include "attn/score.cuh"
-#include "attn/softmax.cuh"
+#include "sm80/softmax.cuh"
 #include "ptx/opaque.cuh"
 #include "sm80/fwd_merge.cuh"
 #include "sm80/fwd_work.cuh"
@@ -57,8 +57,8 @@ __device__ __forceinline__ void load_kv(const Params& p, const Work& w, Tile til
         }
         return live;
     }, thread());
-    if constexpr (cfg::mask == kMaskColumn) {
-        const int4* cols = p.table.cols + w.mask.instance * p.table.keys_padded + first;
+    if constexpr (column_masks > 0) {
+        const int4* cols = p.table.cols + static_cast<i64>(w.mask.instance) * column_masks * p.table.keys_padded + first;
         for (int r = thread(); tile.partial() && r < cfg::block_n; r += threads) {
             ptx::cp_async<16>(shared + k_bytes + v_bytes + r * 16, cols + r, 16);
         }
@@ -81,13 +81,8 @@ __device__ __forceinline__ void finish_scores(const Params& p, const Work& w, Ti
 #pragma unroll
         for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                s[mt][n][r] = cap_score(p, s[mt][n][r]);
-                if constexpr (cfg::bias) {
-                    const i32 key = min(key_of(tile, n, r % 2), p.n_keys - 1);
-                    s[mt][n][r] += bias_at(p, w.bias_offset, row_of(p, w, mt, r / 2), key);
-                }
-            }
+            for (int r = 0; r < 4; ++r)
+                s[mt][n][r] = finish_score(p, s[mt][n][r], w.bias_offset, row_of(p, w, mt, r / 2), key_of(tile, n, r % 2)).score;
 }
 
 __device__ __forceinline__ void mask_scores(const Params& p, const Work& w, Tile tile, u32 cols, Acc (&s)[m_tiles][n_tiles][4]) {
@@ -97,8 +92,8 @@ __device__ __forceinline__ void mask_scores(const Params& p, const Work& w, Tile
         for (int e = 0; e < 2; ++e) {
             const i32 j = key_of(tile, n, e);
             int4 intervals{};
-            if constexpr (cfg::mask == kMaskColumn) ptx::load_shared(intervals, cols + (n * 8 + 2 * (threadIdx.x % 4) + e) * 16);
-            const KeyMask key(p, w.mask.offset, j, intervals);
+            if constexpr (column_masks > 0) ptx::load_shared(intervals, cols + (n * 8 + 2 * (threadIdx.x % 4) + e) * 16);
+            const KeyMask key(p, w.mask.slices(), j, intervals);
 #pragma unroll
             for (int mt = 0; mt < m_tiles; ++mt)
 #pragma unroll
@@ -129,7 +124,7 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, Tile tile
             if constexpr (cfg::dropout != 0) {
                 u32 words[4];
                 const i32 row = w.row0 + static_cast<i32>(warp()) * warp_rows + mt * 16 + lane / 4;
-                random_words(words, p.dropout, w.stream, row, tile.n() * cfg::block_n + c * 16 + 2 * (lane % 4));
+                random_words(words, p, w.stream, row, tile.n() * cfg::block_n + c * 16 + 2 * (lane % 4));
                 (drop_fragment<cfg::dropout>(fragments, words), ...);
             }
         },
@@ -175,9 +170,9 @@ __device__ __forceinline__ ResultRow result_row(const Params& p, const Work& w, 
     return {p, w, w.row0 + own / 32 * warp_rows + mt * 16 + h * 8 + own % 32 / 4, cfg::split ? static_cast<i32>(blockIdx.y) : 0};
 }
 
-// Over very many keys sums lose digits: after every cfg::deposits key tiles (0: never) o is added to the result in memory, and starts anew.
+// Over very many keys sums lose digits: after every cfg::flush_every key tiles (0: never) o is added to the result in memory, and starts anew.
 // Shared memory holds the rows' maxima when that was done last, +inf before.
-__device__ __forceinline__ i32 deposit_group(Tile tile) { return tile.n() / max(cfg::deposits, 1); }
+__device__ __forceinline__ i32 deposit_group(Tile tile) { return tile.n() / max(cfg::flush_every, 1); }
 
 __device__ __forceinline__ u32 deposit_maximum(u32 maxima, int mt, int h) {
     const i32 own = ptx::opaque(static_cast<i32>(thread()));
@@ -299,7 +294,7 @@ __device__ __forceinline__ void store(const Params& p, const Work& w, const Soft
             if (!row.exists) continue;
             const Acc l = rows.l[mt][h];
             const Acc inverse = l == Acc(0) ? Acc(0) : static_cast<Acc>(cfg::dropout != 0 ? p.dropout_scale : 1.0) / l;
-            if (q == 0 && blockIdx.z == 0 && team() == 0) l_out[row.at] = l, m_out[row.at] = rows.m[mt][h] * unit;
+            if ((cfg::statistics || cfg::split) && q == 0 && blockIdx.z == 0 && team() == 0) l_out[row.at] = l, m_out[row.at] = rows.m[mt][h] * unit;
 #pragma unroll
             for (int n = 0; n < v_tiles; ++n) {
                 if (!finishes(n)) continue;
@@ -346,7 +341,7 @@ extern "C" __global__ __launch_bounds__(threads * cfg::teams, cfg::min_blocks) v
     Softmax rows;
     Acc o[m_tiles][v_tiles][4] = {};
     const u32 maxima = rings + cfg::teams * ring_bytes;
-    if constexpr (cfg::deposits > 0) start_deposit(maxima);
+    if constexpr (cfg::flush_every > 0) start_deposit(maxima);
     u32 stage = kv_shared;
     if constexpr (cfg::stages == 1) tiles[0] = walk.next();
     while (tiles[0].exists()) {
@@ -370,12 +365,12 @@ extern "C" __global__ __launch_bounds__(threads * cfg::teams, cfg::min_blocks) v
 #pragma unroll
         for (int s = 0; s + 1 < cfg::stages; ++s) tiles[s] = tiles[s + 1];
         if constexpr (cfg::stages == 1) tiles[0] = walk.next();
-        if constexpr (cfg::deposits > 0) {
+        if constexpr (cfg::flush_every > 0) {
             if (tiles[0].exists() && deposit_group(tiles[0]) != group) deposit<false>(p, w, maxima, rows, o);
         }
         stage = next();
     }
-    if constexpr (cfg::deposits > 0) deposit<true>(p, w, maxima, rows, o);
+    if constexpr (cfg::flush_every > 0) deposit<true>(p, w, maxima, rows, o);
     if constexpr (cfg::teams > 1) combine_teams(w, rings, rows, o);
     else rows.finish();
     store(p, w, rows, o);

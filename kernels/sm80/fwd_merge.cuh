@@ -2,7 +2,7 @@
 //
 // Which block that is differs from run to run; what it adds up, and in which order, does not.
 #pragma once
-#include "attn/config.cuh"
+#include "sm80/config.cuh"
 #include "attn/merge.cuh"
 
 // Whether the other blocks of this row tile are done, and what they wrote to memory may be read.  The row tile's counter goes
@@ -46,5 +46,5 @@ __device__ __forceinline__ void merge_row(const Params& p, i64 row) {
     for (int i = 0; i < held; ++i) {
         if (lane + 32 * i < p.head_dim_v) static_cast<cfg::out*>(p.o.data)[row * p.head_dim_v + lane + 32 * i] = round_to<cfg::out>(sum[i]);
     }
-    if (lane == 0) static_cast<Acc*>(p.l.data)[row] = shares.l, static_cast<Acc*>(p.m.data)[row] = shares.m;
+    if (cfg::statistics && lane == 0) static_cast<Acc*>(p.l.data)[row] = shares.l, static_cast<Acc*>(p.m.data)[row] = shares.m;
 }

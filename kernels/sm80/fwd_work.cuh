@@ -1,6 +1,6 @@
 // What a team of the portable forward works on: its rows, its part of the keys, where both lie.
 #pragma once
-#include "attn/config.cuh"
+#include "sm80/config.cuh"
 #include "attn/mask.cuh"
 #include "attn/philox.cuh"
 
@@ -44,14 +44,11 @@ __device__ __forceinline__ void locate(const Params& p, Work& w) {
     const i32 kv_head = quotient(w.head, p.group);
     w.k = static_cast<const Elem*>(p.k.data) + slice_offset(p.k, index, kv_head);
     w.v = static_cast<const Elem*>(p.v.data) + slice_offset(p.v, index, kv_head) + blockIdx.z * cfg::head_dim_v;
-    if constexpr (cfg::mask != kMaskNone) {
-        w.mask.instance = slice_offset(p.table, index, w.head);
-        w.mask.offset = slice_offset(p.mask, index, w.head);
-    }
+    w.mask.set(MaskSlices::of(p, index, w.head));
     if constexpr (cfg::bias) w.bias_offset = slice_offset(p.bias, index, w.head);
     i32 tile = p.row_tiles - 1 - rank;
-    if constexpr (cfg::mask == kMaskColumn) {
-        if (p.table.order != nullptr) tile = p.table.order[w.mask.instance * p.row_tiles + rank];
+    if constexpr (column_masks > 0) {
+        if (p.table.order != nullptr) tile = p.table.order[static_cast<i64>(w.mask.instance) * p.row_tiles + rank];
     }
     w.row0 = tile * cfg::block_m;
     w.mask.rows = {w.row0 / cfg::pack, min((w.row0 + cfg::block_m - 1) / cfg::pack + 1, p.n_queries), tile};

@@ -114,7 +114,7 @@ struct Consumer {
 #pragma unroll
         for (int block = 0; block < cfg::block_n / 16; ++block) {
             u32 words[4];
-            random_words(words, p.dropout, stream, own_row(), step.n() * cfg::block_n + 16 * block + 2 * (threadIdx.x % 4));
+            random_words(words, p, stream, own_row(), step.n() * cfg::block_n + 16 * block + 2 * (threadIdx.x % 4));
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
                 float &low = s[8 * block + 2 * w], &high = s[8 * block + 2 * w + 1];

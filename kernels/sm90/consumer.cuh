@@ -169,7 +169,7 @@ struct Consumer {
             if (early && block == middle) proceed<true>(last, fminf(fminf(sums[0], sums[1]), fminf(sums[2], sums[3])));
             if constexpr (cfg::dropout > 0) {
                 u32 words[4];
-                random_words(words, p.dropout, stream, row(), key + 16 * block);
+                random_words(words, p, stream, row(), key + 16 * block);
 #pragma unroll
                 for (int w = 0; w < 4; ++w) kept[block][w] = drop_pair<cfg::dropout>(~0u, words[w]);
             }

@@ -1,19 +1,20 @@
 // Before the backward: what its main kernels need of o, do, l and m per query row, and a zeroed dQ accumulator.
 //
-//   delta = rowsum(do * o) / dropout_scale                      Algorithm 4 line 19; the scale of dropout joins the last factor of dQ, dK
-//   stat  = -(m log2 e + log2 l)                                float16, bfloat16: p = 2^(s log2 e + stat)
+//   delta = (rowsum(do * o) - dlse) / dropout_scale             Algorithm 4 line 19; the scale of dropout joins the last factor of dQ, dK
+//   stat  = -(m log2 e + log2 l)                                float16, bfloat16: p = 2^(s log2 e + stat), unless stat is large
 //   stat  = m, inverse = 1 / l                                  float32, float64:  p = 2^((s - m) log2 e) * inverse
 //
 // With cfg::split_delta delta is kept in parts (attn/bwd_workspace.cuh).
 //
 // Rows that see nothing (l = 0) and rows beyond the last get delta = 0 and a stat (-inf; m = +inf) that makes every p of theirs 0; what
-// their q, do and o hold is not looked at.  counters tells where a true row sees nothing.
+// their q, do and o hold is not looked at.
 //
 // Grid: groups of kStatRows rows * batch * heads, groups fastest, from the last to the first: the forward left the last rows of o in
 // the L2 cache, and the main kernel begins with the first of do and dQ.  inverse follows all of stat.
 #include "attn/math.cuh"
 #include "attn/params.cuh"
 #include "attn/bwd_workspace.cuh"
+#include "ptx/opaque.cuh"
 
 constexpr bool kSplitStat = sizeof(cfg::elem) >= 4;
 constexpr int kThreads = 32 * cfg::warps;
@@ -23,6 +24,7 @@ constexpr int kVector = cfg::load_bytes / int(sizeof(cfg::elem));
 constexpr int blocks() {
 #if __CUDA_ARCH__ >= 900
     if (kVector == 8 && cfg::head_dim_v <= 256) return same_type<cfg::o_elem, __nv_bfloat16> ? 6 : 4;
+    if (sizeof(cfg::elem) == 4) return 4;
 #endif
     return 2;
 }
@@ -39,8 +41,8 @@ constexpr int kTogether = kPasses % kMost == 0 ? kMost : kPasses % 2 == 0 ? 2 : 
 static_assert(kPasses * kThreads == kStatRows * lanes_per_row() && kPasses > 0);
 
 // Row of this lane in a pass.
-__device__ __forceinline__ i64 own_row(i32 group, i32 pass) {
-    return i64(group) * kStatRows + (pass * kThreads + i32(threadIdx.x)) / lanes_per_row();
+__device__ __forceinline__ i64 own_row(i32 group, i32 pass, i32 thread = threadIdx.x) {
+    return i64(group) * kStatRows + (pass * kThreads + thread) / lanes_per_row();
 }
 
 template <class T>
@@ -95,13 +97,25 @@ __device__ __forceinline__ void store_parts(const Params& p, const u16* parts, i
     if (threadIdx.x < units) to[threadIdx.x] = reinterpret_cast<const uint4*>(parts)[threadIdx.x];
 }
 
-__device__ __forceinline__ void store_stat(const Params& p, i64 at, bool empty, cfg::acc l, cfg::acc m) {
+// The gradients by the log-sum-exps of a group's rows, 0 where there are none.
+__device__ __forceinline__ void load_lse_gradients(cfg::acc (&shared)[kStatRows], const Params& p, const BatchIndex& index, i32 head, i32 group) {
+    const i32 row = group * kStatRows + threadIdx.x;
+    if (threadIdx.x >= kStatRows) return;
+    const auto* dlse = static_cast<const cfg::acc*>(p.dlse.data);
+    shared[threadIdx.x] = dlse != nullptr && row < p.n_queries ? dlse[slice_offset(p.dlse, index, head) + row * p.dlse.row] : cfg::acc(0);
+}
+
+// Returns whether the row is a far one.
+__device__ __forceinline__ bool store_stat(const Params& p, i64 at, bool empty, cfg::acc l, cfg::acc m) {
     cfg::acc* stat = static_cast<cfg::acc*>(p.stat);
     if constexpr (kSplitStat) {
         stat[at] = empty ? infinity<cfg::acc>() : l < infinity<cfg::acc>() ? m : l - l;  // NaN, which m may have passed over
         stat[at + i64(gridDim.x) * kStatRows] = empty ? cfg::acc(0) : 1 / l;
+        return false;
     } else {
-        stat[at] = empty ? -infinity<cfg::acc>() : -fmaf(m, float(kLog2e), log2f(l));
+        const bool far = !empty && is_far_row(m);
+        stat[at] = empty ? -infinity<float>() : -fmaf(far ? 0.f : m, float(kLog2e), log2f(l));
+        return far;
     }
 }
 
@@ -118,11 +132,11 @@ __device__ __forceinline__ void zero_accumulator(const Params& p, const BatchInd
     if (p.turns != nullptr && threadIdx.x < tiles && tile < p.row_tiles) p.turns[instance * p.row_tiles + tile] = 0;
 }
 
-// The rows of dK and dV from p.section on, counted through all heads, to which several blocks of the key kernel add (p.splits > 1).
+// The rows of dK and dV from p.shared_key on, counted through all heads, to which several blocks of the key kernel add (p.splits > 1).
 __device__ __forceinline__ void zero_shared_keys(const Params& p) {
-    const i64 rows = i64(p.batch) * p.kv_heads * p.n_keys - p.section;
+    const i64 rows = i64(p.batch) * p.kv_heads * p.n_keys - p.shared_key;
     const auto zero = [&](void* data, i64 columns) {
-        cfg::acc* to = static_cast<cfg::acc*>(data) + p.section * columns;
+        cfg::acc* to = static_cast<cfg::acc*>(data) + p.shared_key * columns;
         for (i64 i = i64(blockIdx.x) * kThreads + threadIdx.x; i < rows * columns; i += i64(gridDim.x) * kThreads) to[i] = 0;
     };
     zero(p.dk.data, p.head_dim);
@@ -132,6 +146,12 @@ __device__ __forceinline__ void zero_shared_keys(const Params& p) {
 extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_preprocess(const __grid_constant__ Params p) {
     const i32 block = gridDim.x - 1 - blockIdx.x, group = block % stat_groups(p), flat = block / stat_groups(p), head = flat % p.heads;
     const BatchIndex index = batch_index(p, flat / p.heads);
+    __shared__ bool any_empty, any_far;
+    if (threadIdx.x == 0) any_empty = any_far = false;
+    __shared__ cfg::acc lse_gradients[kStatRows];
+    static_assert(kThreads >= kStatRows);
+    load_lse_gradients(lse_gradients, p, index, head, group);
+    __syncthreads();  // any_empty, any_far, lse_gradients are there
     const cfg::elem* dout = static_cast<const cfg::elem*>(p.dout.data) + slice_offset(p.dout, index, head);
     const cfg::o_elem* o = static_cast<const cfg::o_elem*>(p.o.data) + slice_offset(p.o, index, head);
     const cfg::acc* l = static_cast<const cfg::acc*>(p.l.data) + slice_offset(p.l, index, head);
@@ -141,7 +161,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_prepro
     if constexpr (cfg::atomic_dq) zero_accumulator(p, index, head, group);
     if (sizeof(cfg::elem) == 8 && p.splits > 1) zero_shared_keys(p);
     __shared__ __align__(16) u16 parts[cfg::split_delta ? kStatRows * kDeltaParts : 1];
-    bool any_empty = false;
     for (i32 pass = 0; pass < kPasses; pass += kTogether) {
         cfg::acc sum[kTogether], row_l[kTogether], row_m[kTogether];
 #pragma unroll
@@ -157,19 +176,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_prepro
             const i64 row = own_row(group, pass + i);
             const bool inside = row < p.n_queries;
             const bool empty = !inside || row_l[i] == 0;
-            any_empty |= inside && empty;
+            if (inside && empty) any_empty = true;
             const cfg::acc product = sum_lanes(sum[i]);
             const i64 at = stat_row(p, flat, row);
-            const cfg::acc delta = empty ? cfg::acc(0) : product * inverse_scale;
+            const cfg::acc lse_gradient = lse_gradients[own_row(0, pass + i, ptx::opaque(i32(threadIdx.x)))];
+            const cfg::acc delta = empty ? cfg::acc(0) : (product - lse_gradient) * inverse_scale;
             if constexpr (cfg::split_delta) split(parts, row, delta);
             if (threadIdx.x % lanes_per_row() == 0) {
                 if constexpr (!cfg::split_delta) static_cast<cfg::acc*>(p.delta)[at] = delta;
-                store_stat(p, at, empty, row_l[i], row_m[i]);
+                if (store_stat(p, at, empty, row_l[i], row_m[i])) any_far = true;
             }
         }
     }
-    any_empty = __syncthreads_or(any_empty);
+    __syncthreads();  // parts, any_empty, any_far are complete
     if constexpr (cfg::split_delta) store_parts(p, parts, stat_row(p, flat, i64(group) * kStatRows));
-    if (threadIdx.x == 0) p.counters[block] = any_empty;
+    if (threadIdx.x == 0) p.counters[block] = (any_empty ? kEmptyRows : 0) | (any_far ? kFarRows : 0);
     if (p.ticket != nullptr && blockIdx.x == 0 && threadIdx.x < 2) p.ticket[threadIdx.x] = 0;
 }

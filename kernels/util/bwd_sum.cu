@@ -1,6 +1,6 @@
 // Sums of an array of accumulators over some of its axes, rounded once: gradients of operands that were broadcast.
 //
-// in: C-contiguous, size[0] x ... x size[4] x inner.  out: the same without the axes whose keep[] is 0, elements of cfg::elem.
+// in: C-contiguous, size[0] x ... x size[4] x inner.  out: the same without the axes whose keep[] is 0, elements of cfg::grad.
 // Grid: any; each thread adds up whole results, in index order.
 #include "attn/math.cuh"
 #include "ptx/types.cuh"
@@ -9,7 +9,7 @@ constexpr int kAxes = 5;
 
 struct SumParams {
     const cfg::acc* in;
-    cfg::elem* out;
+    cfg::grad* out;
     i64 inner, results;  // results: elements of out
     i32 size[kAxes];
     i32 keep[kAxes];
@@ -38,6 +38,6 @@ extern "C" __global__ void __launch_bounds__(256) backward_sum(const __grid_cons
                 if (!p.keep[axis]) offset += index % p.size[axis] * stride[axis], index /= p.size[axis];
             sum += p.in[offset];
         }
-        p.out[at] = round_to<cfg::elem>(sum);
+        p.out[at] = round_to<cfg::grad>(sum);
     }
 }

@@ -1,27 +1,50 @@
-// Which keys of a boolean or block mask are seen by any row: alive[instance][key] = 1, zeros before.
+// Which keys some row sees when a block mask or a boolean one is among the masks: alive[instance][key] = 1, zeros before.
 //
-// Grid (keys / 256, row chunks of kChunk, instances), 256 threads, one per key.
+// Grid: instances x chunks of kChunk groups of rows that are alike x keys / 256 (fastest), in one axis; 256 threads, one per key.
 #include "util/mask_params.cuh"
 
 constexpr int kThreads = 256, kChunk = 512;
 
-extern "C" __global__ __launch_bounds__(kThreads) void mask_alive(const __grid_constant__ MaskParams p) {
-    const i32 key = blockIdx.x * kThreads + threadIdx.x;
-    if (key >= p.n_keys) return;
-    i64 offset = key / p.block_n * p.col;
-    i32 rest = blockIdx.z;
+// What one key's masks say of rows.
+struct KeySources {
+    int4 columns[column_masks + 1];
+    const u8 *blocks, *boolean;
+
+    __device__ __forceinline__ KeySources(const MaskParams& p, i32 instance, i32 key) {
 #pragma unroll
-    for (int axis = kLeadingAxes - 1; axis >= 0; --axis) {
-        offset += rest % p.size[axis] * p.stride[axis];
-        rest /= p.size[axis];
+        for (int c = 0; c < column_masks; ++c) columns[c] = source_bounds(p.column[c], source_offset(p, p.column[c], instance), key);
+        const auto column_of = [&](const MaskSource& source) {
+            return static_cast<const u8*>(source.data) + source_offset(p, source, instance) + key / source.block_n * source.col;
+        };
+        if constexpr (block_mask) blocks = column_of(p.blocks);
+        if constexpr (boolean_mask) boolean = column_of(p.boolean);
     }
+
+    __device__ __forceinline__ bool visible(const MaskParams& p, i32 row) const {
+        bool seen = true;
+        if constexpr (block_mask) seen = blocks[row / p.blocks.block_m * p.blocks.row] != 0;
+        if constexpr (boolean_mask) seen = seen && boolean[row * p.boolean.row] != 0;
+#pragma unroll
+        for (int c = 0; c < column_masks; ++c) {
+            const int4& x = columns[c];
+            seen = seen && !(row >= x.x && row < x.y) && !(row >= x.z && row < x.w);
+        }
+        return seen;
+    }
+};
+
+extern "C" __global__ __launch_bounds__(kThreads) void mask_alive(const __grid_constant__ MaskParams p) {
+    const i32 key_blocks = (p.n_keys + kThreads - 1) / kThreads;
+    const i32 groups = (p.n_queries + p.alike - 1) / p.alike, chunks = (groups + kChunk - 1) / kChunk;
+    const i32 key = blockIdx.x % key_blocks * kThreads + threadIdx.x, rest = blockIdx.x / key_blocks;
+    if (key >= p.n_keys) return;
+    const i32 instance = rest / chunks, chunk = rest % chunks;
     const RowRange rows = band_rows(p, key);
-    i32 first = blockIdx.y * kChunk, end = min(first + kChunk, p.rows);
-    if (p.rows > 1) {  // a single row of the mask stands for all query rows
-        first = max(first, rows.first / p.block_m);
-        end = min(end, (rows.end + p.block_m - 1) / p.block_m);
-    }
+    if (rows.first >= rows.end) return;
+    const KeySources sources(p, instance, key);
+    const i32 first = max(chunk * kChunk, rows.first / p.alike);
+    const i32 end = min(min(chunk * kChunk + kChunk, groups), (rows.end - 1) / p.alike + 1);
     bool seen = false;
-    for (i32 r = first; r < end && !seen; ++r) seen = p.mask[offset + r * p.row] != 0;
-    if (seen && rows.first < rows.end) p.alive[static_cast<i64>(blockIdx.z) * p.keys_padded + key] = 1;
+    for (i32 group = first; group < end && !seen; ++group) seen = sources.visible(p, group * p.alike);
+    if (seen) p.alive[static_cast<i64>(instance) * p.n_keys + key] = 1;
 }

@@ -1,7 +1,7 @@
-// Tables of a column mask (FlashMask, section 4.1: per-tile minima and maxima), O(keys) memory.
+// Tables of column masks that hold together (FlashMask, section 4.1: per-tile minima and maxima), O(keys) memory.
 //
-// mask_bounds: grid (key tiles, instances), one thread per key and whole warps.  Clamps the intervals, marks keys that no row sees, and
-//              reduces each tile's intervals to ranges of row tiles that it hides wholly (skip) or may hide partly (partial).
+// mask_bounds: grid instances x key tiles (fastest) in one axis, one thread per key and whole warps.  Clamps the intervals, marks keys that no
+//              row sees, and reduces each tile's intervals to ranges of row tiles that it hides wholly (skip) or may hide partly (partial).
 // mask_order:  one block per instance; counts the key tiles that each row tile sees and sorts them, most work first and
 //              the last rows first among equals, cfg::rows_per_item row tiles at a time (the most loaded of them counts).
 //              Dynamic shared memory: (row_tiles + 1) ints.
@@ -10,29 +10,41 @@
 
 constexpr int kKeyWarps = (cfg::block_n + 31) / 32;  // of mask_bounds
 constexpr int kThreads = 1024, kBuckets = 1024;       // of mask_order
+constexpr int kRanges = 2 * column_masks;             // intervals of a key
 
 __device__ __forceinline__ i32 clamp_row(i32 row, i32 n_queries) { return min(max(row, 0), n_queries); }
 
-// The first row from `row` on that neither interval hides.
-__device__ __forceinline__ i32 first_visible(i32 row, const int4& x) {
-#pragma unroll
-    for (int jump = 0; jump < 2; ++jump) {  // leaving one interval may enter the other, and then none is left
-        if (row >= x.x && row < x.y) row = x.y;
-        if (row >= x.z && row < x.w) row = x.w;
-    }
-    return row;
-}
+// A key's intervals [start, end) of hidden rows; empty ones are (n_queries, 0), neutral in the minima and maxima below.
+struct KeyRanges {
+    i32 start[kRanges], end[kRanges];
+    bool dead;  // no row sees the key
 
-__device__ __forceinline__ int4 key_intervals(const MaskParams& p, i64 at, i32 key) {
-    const i32 n = p.n_queries;
-    const int4 dead = {0, n, n, 0};
-    if (key >= p.n_keys) return dead;
-    int4 x = {clamp_row(p.lts[at], n), clamp_row(p.lte[at], n), clamp_row(p.uts[at], n), clamp_row(p.ute[at], n)};
-    if (x.x >= x.y) x.x = n, x.y = 0;  // empty: neutral in the minima and maxima below
-    if (x.z >= x.w) x.z = n, x.w = 0;
-    const RowRange rows = band_rows(p, key);
-    return rows.first >= rows.end || first_visible(rows.first, x) >= rows.end ? dead : x;
-}
+    __device__ __forceinline__ KeyRanges(const MaskParams& p, i32 instance, i32 key) : dead(true) {
+        const i32 n = p.n_queries;
+#pragma unroll
+        for (int c = 0; c < column_masks && key < p.n_keys; ++c) {
+            const int4 x = source_bounds(p.column[c], source_offset(p, p.column[c], instance), key);
+            set(2 * c, clamp_row(x.x, n), clamp_row(x.y, n), n);
+            set(2 * c + 1, clamp_row(x.z, n), clamp_row(x.w, n), n);
+        }
+        if (key < p.n_keys) {
+            const RowRange rows = band_rows(p, key);
+            dead = rows.first >= rows.end || first_visible(rows.first) >= rows.end;
+        }
+    }
+
+    __device__ __forceinline__ void set(int i, i32 from, i32 to, i32 n) { start[i] = from < to ? from : n, end[i] = from < to ? to : 0; }
+
+    // The first row from `row` on that no interval hides.
+    __device__ __forceinline__ i32 first_visible(i32 row) const {
+#pragma unroll
+        for (int jump = 0; jump < kRanges; ++jump)  // leaving one interval may enter another, each at most once
+#pragma unroll
+            for (int i = 0; i < kRanges; ++i)
+                if (row >= start[i] && row < end[i]) row = end[i];
+        return row;
+    }
+};
 
 template <class Combine>
 __device__ __forceinline__ i32 reduce_block(i32 value, i32* scratch, const Combine& combine) {
@@ -48,29 +60,32 @@ __device__ __forceinline__ i32 reduce_block(i32 value, i32* scratch, const Combi
 
 extern "C" __global__ __launch_bounds__(kKeyWarps * 32) void mask_bounds(const __grid_constant__ MaskParams p) {
     __shared__ i32 scratch[kKeyWarps];
-    const i64 instance = blockIdx.y;
+    const i32 instance = blockIdx.x / p.key_tiles, tile = blockIdx.x % p.key_tiles;
     // Threads beyond the tile repeat its last key, which changes no minimum or maximum.
-    const i32 key = blockIdx.x * cfg::block_n + min(static_cast<i32>(threadIdx.x), cfg::block_n - 1);
-    const int4 x = key_intervals(p, instance * p.n_keys + key, key);
-    p.cols[instance * p.keys_padded + key] = x;
+    const i32 key = tile * cfg::block_n + min(static_cast<i32>(threadIdx.x), cfg::block_n - 1);
+    const KeyRanges x(p, instance, key);
+#pragma unroll
+    for (int c = 0; c < column_masks; ++c) {
+        const int4 bounds = {x.start[2 * c], x.end[2 * c], x.start[2 * c + 1], x.end[2 * c + 1]};
+        p.cols[(static_cast<i64>(instance) * column_masks + c) * p.keys_padded + key] = x.dead ? int4{0, p.n_queries, p.n_queries, 0} : bounds;
+    }
     const auto lower = [](i32 a, i32 b) { return min(a, b); };
     const auto upper = [](i32 a, i32 b) { return max(a, b); };
-    const bool dead = key < p.n_keys && x.x == 0 && x.y == p.n_queries;
-    const i32 any_dead = reduce_block(dead, scratch, upper);
-    int4 result[2];
+    const u32 dead_tile = reduce_block(x.dead && key < p.n_keys, scratch, upper) ? kDeadTile : 0;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const i32 start = i == 0 ? x.x : x.z, end = i == 0 ? x.y : x.w;
+    for (int i = 0; i < kRanges; ++i) {
+        // A dead key counts as hidden by every interval, so that it spoils the skip range of none.
+        const i32 start = x.dead ? 0 : x.start[i], end = x.dead ? p.n_queries : x.end[i];
         const i32 first_start = reduce_block(start, scratch, lower), last_start = reduce_block(start, scratch, upper);
         const i32 first_end = reduce_block(end, scratch, lower), last_end = reduce_block(end, scratch, upper);
         constexpr i32 rows = cfg::block_m;
-        result[i].x = (last_start + rows - 1) / rows;
-        result[i].y = first_end == p.n_queries ? p.row_tiles : first_end / rows;
-        result[i].z = first_start / rows;
-        result[i].w = (last_end + rows - 1) / rows;
+        int4 result;
+        result.x = (last_start + rows - 1) / rows | (i == 0 ? dead_tile : 0);
+        result.y = first_end == p.n_queries ? p.row_tiles : first_end / rows;
+        result.z = first_start / rows;
+        result.w = (last_end + rows - 1) / rows;
+        if (threadIdx.x == 0) p.bounds[(static_cast<i64>(instance) * p.key_tiles + tile) * kRanges + i] = result;
     }
-    if (any_dead) result[0].x |= kDeadTile;
-    if (threadIdx.x < 2) p.bounds[(instance * p.key_tiles + blockIdx.x) * 2 + threadIdx.x] = result[threadIdx.x];
 }
 
 // Inclusive prefix sums of values[0 .. count), in place.
@@ -98,7 +113,7 @@ __device__ __forceinline__ void add_range(i32* steps, i32 first, i32 end, i32 am
     if (first < end) atomicAdd(steps + first, amount), atomicAdd(steps + end, -amount);
 }
 
-// Adds one for every row tile that sees something of the key tile: the band's range minus the union of two skip ranges.
+// Adds one for every row tile that sees something of the key tile: the band's range minus the union of the skip ranges.
 __device__ __forceinline__ void count_tile(const MaskParams& p, const int4* bounds, i32 n, i32* steps) {
     i32 first = 0, end = p.row_tiles;
     if constexpr (cfg::band_right) first = band_rows(p, n * cfg::block_n).first / cfg::block_m;
@@ -106,15 +121,19 @@ __device__ __forceinline__ void count_tile(const MaskParams& p, const int4* boun
         const RowRange last = band_rows(p, min((n + 1) * cfg::block_n, p.n_keys) - 1);
         end = (last.end + cfg::block_m - 1) / cfg::block_m;
     }
-    const i32 a = max(bounds[0].x & ~kDeadTile, first), a_end = min(bounds[0].y, end);
-    i32 b = max(bounds[1].x, first), b_end = min(bounds[1].y, end);
     add_range(steps, first, end, 1);
-    add_range(steps, a, a_end, -1);
-    if (a < a_end && b < a_end && b_end > a) {  // count the overlap once
-        add_range(steps, b, min(b_end, a), -1);
-        b = max(b, a_end);
+    i32 from[kRanges], to[kRanges];
+#pragma unroll
+    for (int i = 0; i < kRanges; ++i) from[i] = max(bounds[i].x & ~kDeadTile, first), to[i] = min(bounds[i].y, end);
+    // In ascending order, each from where those before it end: what two hide counts once.
+    for (int taken = 0; taken < kRanges; ++taken) {
+        int next = 0;
+        for (int i = 1; i < kRanges; ++i)
+            if (from[i] < from[next]) next = i;
+        add_range(steps, max(from[next], first), to[next], -1);
+        first = max(first, to[next]);
+        from[next] = p.row_tiles;
     }
-    add_range(steps, b, b_end, -1);
 }
 
 // Fills each bucket from its end with the items in ascending order; one warp.
@@ -137,7 +156,7 @@ extern "C" __global__ __launch_bounds__(kThreads) void mask_order(const __grid_c
     for (i32 i = threadIdx.x; i <= p.row_tiles; i += kThreads) counts[i] = 0;
     for (i32 i = threadIdx.x; i < kBuckets; i += kThreads) buckets[i] = 0;
     __syncthreads();  // counters are zero
-    for (i32 n = threadIdx.x; n < p.key_tiles; n += kThreads) count_tile(p, p.bounds + (instance * p.key_tiles + n) * 2, n, counts);
+    for (i32 n = threadIdx.x; n < p.key_tiles; n += kThreads) count_tile(p, p.bounds + (instance * p.key_tiles + n) * kRanges, n, counts);
     __syncthreads();  // all steps are in
     scan(counts, p.row_tiles);
     constexpr i32 width = cfg::rows_per_item;

@@ -12,7 +12,7 @@ constexpr int kRows = kWarps / cfg::row_warps;  // rows per block
 // Mirrored by MERGE_PARAMS in cuattn/cuda/params.py.  All arrays are contiguous.
 struct MergeParams {
     const void *o[kMaxParts], *l[kMaxParts], *m[kMaxParts];
-    void *o_out, *l_out, *m_out;
+    void *o_out, *l_out, *m_out;  // l_out, m_out: null where nobody asks for them
     i64 rows;
     i32 head_dim_v, parts;
 };
@@ -46,7 +46,7 @@ extern "C" __global__ __launch_bounds__(kWarps * 32) void attention_merge(const 
         }
         if (inside && slot == 0) static_cast<cfg::out*>(p.o_out)[row * p.head_dim_v + col] = round_to<cfg::out>(sum);
     }
-    if (live && slot == 0 && lane == 0 && blockIdx.y == 0) {
+    if (p.l_out != nullptr && live && slot == 0 && lane == 0 && blockIdx.y == 0) {
         static_cast<Acc*>(p.l_out)[row] = shares.l;
         static_cast<Acc*>(p.m_out)[row] = shares.m;
     }

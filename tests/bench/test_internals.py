@@ -1,40 +1,31 @@
-"""Other tiles for the portable forward, and back."""
+"""Other tiles for the portable kernels, and back."""
 
 import numpy as np
 import pytest
 
-from bench.internals import BACKWARD_TILES, TILES, backward_plan, plan, portable_tile
-from cuattn.cuda.tiles import Card
-from cuattn.problem import validate
+from bench.internals import BACKWARD_TILES, TILES, backward_plan, forward_plan, portable_tile
+from cuattn.cuda.device import Device
+from cuattn.problem import Problem
 
-H200 = Card("sm_90", 132, 232448, 62914560)
-
-
-def planned(head_dim, direction="forward"):
-    q = np.zeros((8, 1024, head_dim), np.float16)
-    problem, *_ = validate(direction, q, q, q, kernel="sm80")
-    return (plan.forward_plan if direction == "forward" else backward_plan.backward_plan)(problem, H200)
+H200 = Device("sm_90", 132, 232448, 60 << 20)
+PLANS = {"forward": forward_plan.forward_plan, "backward": backward_plan.backward_plan}
 
 
-@pytest.mark.parametrize("head_dim", TILES)
-def test_the_tile_is_used_inside_and_forgotten_outside(head_dim):
-    chosen = planned(head_dim)
-    for rows, tile in TILES[head_dim].items():
+def planned(direction):
+    problem = Problem(direction, (8,), 1, 1, 1024, 1024, 64, 64, np.dtype(np.float16), 0.125)
+    return PLANS[direction](problem, H200)
+
+
+@pytest.mark.parametrize("direction", PLANS)
+def test_the_tile_is_used_inside_and_forgotten_outside(direction):
+    chosen = planned(direction)
+    for kept, tile in (TILES if direction == "forward" else BACKWARD_TILES).items():
         with portable_tile(tile):
-            made = planned(head_dim)
-            assert (made.block_m, made.block_n, made.workers) == (rows, tile.block_n, tile.warps)
+            made = planned(direction)
+            assert (made.block_m, made.block_n, made.workers) == (tile.block_m, tile.block_n, tile.warps)
+            assert kept == (made.block_m if direction == "forward" else made.block_n)
             assert made.smem_bytes <= H200.shared_bytes
-    assert planned(head_dim) == chosen
-
-
-def test_the_tile_of_a_backward_is_used_inside_and_forgotten_outside():
-    chosen = planned(64, "backward")
-    for keys, tile in BACKWARD_TILES.items():
-        with portable_tile(tile):
-            made = planned(64, "backward")
-            assert (made.block_m, made.block_n, made.workers) == (tile.block_m, keys, tile.warps)
-            assert made.smem_bytes <= H200.shared_bytes
-    assert planned(64, "backward") == chosen
+    assert planned(direction) == chosen
 
 
 @pytest.mark.gpu

@@ -50,7 +50,15 @@ def test_struct_layouts_agree(struct, header, dtype):
         f'static_assert(__builtin_offsetof({struct}, {name}) == {dtype.fields[name][1]}, "{name}");'
         for name in dtype.names
     ]
-    constants = {"band_left": True, "band_right": True, "row_warps": 1, "acc": "float", "part": "float", "out": "float"}
+    constants = {
+        "mask": 1,
+        "band_left": True,
+        "band_right": True,
+        "row_warps": 1,
+        "acc": "float",
+        "part": "float",
+        "out": "float",
+    }
     text = source.prologue(constants) + source.flatten(header) + "\n".join(checks)
     compiler.compile_log(text, "sm_80")
 

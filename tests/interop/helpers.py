@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import cuattn
-from cuattn.interop import enter
+from cuattn.interop import to_backend
 
 ROOT = pathlib.Path(cuattn.__file__).parent.parent
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -16,8 +16,8 @@ FLOATS = ["float16", "bfloat16", "float32", "float64"]
 
 def one(value, name="q"):
     """Enter a single array."""
-    arrays, home = enter({name: value})
-    return arrays[name], home
+    arrays, origin = to_backend({name: value})
+    return arrays[name], origin
 
 
 def library(name):

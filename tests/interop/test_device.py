@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cuattn.errors import DtypeError, UnsupportedError
-from cuattn.interop import enter, torch_tensors
+from cuattn.interop import to_backend, torch_tensors
 from tests.interop.helpers import BFLOAT16, FLOATS, Producer, library, one
 
 # CUDA, with stand-ins for what a machine without a GPU lacks
@@ -49,14 +49,14 @@ def test_a_cuda_tensor_becomes_a_cupy_array_over_its_memory(cuda_torch, dtype):
     cupy = library("cupy")
     x = cuda_torch.zeros(4, 6, dtype=getattr(cuda_torch, dtype))[1:, ::2]
     fake = CudaTensor(x)
-    array, home = one(fake, "bias")
+    array, origin = one(fake, "bias")
     assert isinstance(array, cupy.ndarray)
     assert array.dtype == (BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype))
     assert (array.shape, array.data.ptr, array.data.device_id) == (tuple(x.shape), x.data_ptr(), 1)
     assert array.strides == tuple(array.itemsize * step for step in x.stride())
-    assert (home.kind, home.backend, home.device) == ("torch", "cuda", 1)
+    assert (origin.kind, origin.backend, origin.device) == ("torch", "cuda", 1)
     alive = weakref.ref(fake)
-    del fake, home
+    del fake, origin
     gc.collect()
     assert alive() is not None
     del array
@@ -68,7 +68,7 @@ def test_tensors_on_different_gpus_are_refused(cuda_torch):
     library("cupy")
     x = cuda_torch.zeros(3)
     with pytest.raises(DtypeError, match=r"k is .* on CUDA device 1, but q is .* on CUDA device 0"):
-        enter({"q": CudaTensor(x, 0), "k": CudaTensor(x, 1)})
+        to_backend({"q": CudaTensor(x, 0), "k": CudaTensor(x, 1)})
 
 
 @pytest.mark.parametrize(("cuda", "extras"), [("13.0", ["cuda13"]), ("12.8", ["cuda12"]), (None, ["cuda13", "cuda12"])])
@@ -94,7 +94,7 @@ class Recorder:
                 self.label = label
 
             def __enter__(self):
-                events.append(("enter", self.label))
+                events.append(("to_backend", self.label))
 
             def __exit__(self, *exception):
                 events.append(("exit", self.label))
@@ -136,40 +136,43 @@ def recorder(monkeypatch):
 
 
 def test_scope_makes_the_tensors_device_and_torch_stream_current(cuda_torch, recorder):
-    _, home = one(CudaTensor(cuda_torch.zeros(3)))
-    with home.scope(), pytest.raises(ZeroDivisionError), home.scope():
+    _, origin = one(CudaTensor(cuda_torch.zeros(3)))
+    with origin.scope(), pytest.raises(ZeroDivisionError), origin.scope():
         _ = 1 / 0
-    inside = [("enter", 1), ("enter", (0, 701)), ("enter", 1), ("enter", (0, 701))]
+    inside = [("to_backend", 1), ("to_backend", (0, 701)), ("to_backend", 1), ("to_backend", (0, 701))]
     assert recorder.events == [*inside, *(("exit", label) for _, label in reversed(inside))]
 
 
 def test_the_arrays_device_can_be_made_current(recorder):
-    _, home = one(sys.modules["cupy"].ndarray())
+    _, origin = one(sys.modules["cupy"].ndarray())
     for current in (0, 3):
         sys.modules["cupy"].cuda.runtime = types.SimpleNamespace(getDevice=lambda current=current: current)
-        assert home.is_current() == (current == 3)
-    with home.on_device():
-        assert recorder.events == [("enter", 3)]
-    assert recorder.events == [("enter", 3), ("exit", 3)]
+        assert origin.is_current() == (current == 3)
+    with origin.on_device():
+        assert recorder.events == [("to_backend", 3)]
+    assert recorder.events == [("to_backend", 3), ("exit", 3)]
 
 
 def test_scope_of_cupy_arrays_keeps_the_current_stream(recorder):
     array = sys.modules["cupy"].ndarray()
-    taken, home = one(array)
+    taken, origin = one(array)
     assert taken is array
-    assert (home.kind, home.backend, home.device) == ("cupy", "cuda", 3)
-    assert home.leave(array) is array
-    with home.scope():
+    assert (origin.kind, origin.backend, origin.device) == ("cupy", "cuda", 3)
+    assert origin.from_backend(array) is array
+    with origin.scope():
         pass
     inside = [3, "current stream"]
-    assert recorder.events == [*(("enter", label) for label in inside), *(("exit", label) for label in inside[::-1])]
+    assert recorder.events == [
+        *(("to_backend", label) for label in inside),
+        *(("exit", label) for label in inside[::-1]),
+    ]
 
 
 def test_other_cuda_producers_go_through_cupy(recorder):
-    array, home = one(Producer(None, device=(2, 3)))
+    array, origin = one(Producer(None, device=(2, 3)))
     assert isinstance(array, sys.modules["cupy"].ndarray)
-    assert (home.backend, home.device) == ("cuda", 3)
-    assert home.leave(array) is array
+    assert (origin.backend, origin.device) == ("cuda", 3)
+    assert origin.from_backend(array) is array
 
 
 # On a real GPU
@@ -184,10 +187,10 @@ def test_gpu_torch_tensors_are_read_in_place(dtype, name):
     x = whole[1:, 1::2] if name == "bias" else whole[1:, 1:3]
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        array, home = one(x, name)
+        array, origin = one(x, name)
         assert array.data.ptr == x.data_ptr()
-        with home.scope():
-            assert cupy.cuda.get_current_stream().ptr == home.stream().ptr == stream.cuda_stream
+        with origin.scope():
+            assert cupy.cuda.get_current_stream().ptr == origin.stream().ptr == stream.cuda_stream
             wide = (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else array
             assert wide.get().tolist() == x.tolist()
 
@@ -201,13 +204,13 @@ def test_gpu_torch_copies_a_strided_last_axis():
 
 
 def allocated(library_name, together):
-    """Return results, addresses and their keeper as a home of one kind allocates them."""
+    """Return results, addresses and their keeper as a origin of one kind allocates them."""
     framework = library(library_name)
     q = framework.zeros((2, 3), **({"device": "cuda"} if library_name == "torch" else {}))
-    _, home = one(q)
+    _, origin = one(q)
     wanted = [((2, 3, 5), BFLOAT16), ((), np.dtype(np.float64)), ((7, 0), np.dtype(np.float32))]
-    with home.scope():
-        return home.allocator(wanted)(100, together, ()), wanted
+    with origin.scope():
+        return origin.allocator(wanted)(100, together, ()), wanted
 
 
 @pytest.mark.gpu
@@ -242,10 +245,10 @@ def test_gpu_any_result_keeps_a_shared_piece_of_memory(name):
 def test_gpu_cupy_is_itself(dtype):
     cupy = library("cupy")
     x = cupy.zeros((3, 4), BFLOAT16 if dtype == "bfloat16" else dtype)
-    array, home = one(x)
+    array, origin = one(x)
     assert array is x
-    with home.scope():
-        assert home.leave(array) is x
+    with origin.scope():
+        assert origin.from_backend(array) is x
 
 
 @pytest.mark.gpu
@@ -254,10 +257,10 @@ def test_gpu_jax_round_trip():
     if jax.default_backend() != "gpu":
         pytest.skip("JAX has no GPU here")
     x = jax.numpy.arange(24, dtype="bfloat16").reshape(4, 6)
-    array, home = one(x)
+    array, origin = one(x)
     assert array.data.ptr == x.unsafe_buffer_pointer()
-    with home.scope():
-        back = home.leave(cupy.copy(array))
+    with origin.scope():
+        back = origin.from_backend(cupy.copy(array))
     assert back.devices() == x.devices()
     assert bool((back == x).all())
 

@@ -8,7 +8,7 @@ import pytest
 
 import cuattn
 from cuattn.errors import DtypeError, UnsupportedError
-from cuattn.interop import enter
+from cuattn.interop import to_backend
 from tests.interop.helpers import BFLOAT16, FLOATS, ROOT, library, one
 
 # PyTorch on the CPU
@@ -19,18 +19,18 @@ def test_torch_shares_memory_both_ways(dtype):
     torch = library("torch")
     base = torch.arange(24).reshape(2, 3, 4).to(getattr(torch, dtype))
     for x in (base, base.transpose(0, 1), base[:, 1:], base[:1].expand(5, 3, 4), base[0, 0, 0], base[:0]):
-        array, home = one(x)
+        array, origin = one(x)
         assert array.dtype == (BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype))
         assert array.shape == tuple(x.shape)
         assert np.array_equal(array.astype(np.float64), x.to(torch.float64).numpy())
         assert array.size == 0 or array.ctypes.data == x.data_ptr()
         result = np.ascontiguousarray(array)
-        back = home.leave(result)
+        back = origin.from_backend(result)
         assert type(back) is torch.Tensor
         assert (back.dtype, back.device) == (x.dtype, x.device)
         assert result.size == 0 or back.data_ptr() == result.ctypes.data
         assert torch.equal(back.reshape(x.shape), x)
-    assert (home.kind, home.backend) == ("torch", "cpu")
+    assert (origin.kind, origin.backend) == ("torch", "cpu")
 
 
 def test_torch_tensor_that_requires_grad_is_refused_while_grad_mode_is_on():
@@ -40,14 +40,14 @@ def test_torch_tensor_that_requires_grad_is_refused_while_grad_mode_is_on():
         with pytest.raises(UnsupportedError, match=r"q requires grad .*q\.detach\(\).*torch\.autograd\.Function"):
             one(value)
         with torch.no_grad():
-            array, home = one(value)
+            array, origin = one(value)
             assert array.ctypes.data == value.data_ptr()
-            assert not home.leave(array).requires_grad
+            assert not origin.from_backend(array).requires_grad
         with torch.inference_mode():
             one(value)
     plain = torch.zeros(2, 3)
     with pytest.raises(UnsupportedError, match="bias requires grad"):
-        enter({"q": plain, "k": plain, "v": plain, "bias": x})
+        to_backend({"q": plain, "k": plain, "v": plain, "bias": x})
 
 
 def test_torch_forward_mode_and_function_transforms_are_refused():
@@ -66,6 +66,29 @@ def test_torch_forward_mode_and_function_transforms_are_refused():
     torch.func.grad(f)(x)
     torch.func.vmap(f)(x)
     torch.func.jvp(f, (x,), (x,))
+
+
+def test_torch_compile_runs_the_call_as_it_is():
+    """The compiler breaks its graph around a call; it never looks inside, where it would meet no tensors."""
+    torch = library("torch")
+    x = torch.randn(2, 40, 8)
+    bias, mask = torch.randn(40, 40), torch.randn(40, 40) > 0
+    fwd, documents = cuattn.forward(x, x, x), cuattn.masks.document([30, 10])
+    functions = [
+        lambda x: cuattn.attention(x, x, x),
+        lambda x: cuattn.attention(2 * x, x, x, is_causal=True) + 1,
+        lambda x: cuattn.attention(x, x, x, bias=bias, mask=mask, softcap=5.0),
+        lambda x: cuattn.attention(x, x, x, mask=documents, window=(3, 3)),
+        lambda x: cuattn.forward(x, x, x, dropout_p=0.3, rng=5).lse,
+        lambda x: cuattn.backward(x, x, x, x, fwd).dv,
+        lambda x: cuattn.merge(fwd, fwd).o,
+        lambda x: cuattn.attention(x.bfloat16(), x.bfloat16(), x.bfloat16()),
+    ]
+    for function in functions:
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(function, backend="eager")(x), function(x))
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(cuattn.attention, backend="eager")(x, x, x), functions[0](x))
 
 
 def test_unusual_torch_tensors_get_a_clear_error():
@@ -98,21 +121,21 @@ def test_unusual_torch_tensors_get_a_clear_error():
 def test_jax_arrays_are_views_and_come_back_on_their_device(dtype):
     jax = library("jax")
     x = jax.numpy.arange(24, dtype=dtype).reshape(2, 3, 4)
-    array, home = one(x)
+    array, origin = one(x)
     assert array.dtype == (BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype))
     assert array.ctypes.data == x.unsafe_buffer_pointer()
     assert np.array_equal(array, np.asarray(x))
-    back = home.leave(array.copy())
+    back = origin.from_backend(array.copy())
     assert isinstance(back, jax.Array)
     assert (back.dtype, back.shape, back.devices()) == (x.dtype, x.shape, x.devices())
     assert bool((back == x).all())
-    assert home.kind == "jax"
+    assert origin.kind == "jax"
 
 
 def test_a_float64_result_stays_float64_in_jax():
     jax = library("jax")
-    _, home = one(jax.numpy.zeros(3))
-    assert home.leave(np.full(3, 1 / 3)).dtype == np.float64
+    _, origin = one(jax.numpy.zeros(3))
+    assert origin.from_backend(np.full(3, 1 / 3)).dtype == np.float64
 
 
 def test_jax_tracers_are_refused():
@@ -145,17 +168,17 @@ def test_jax_arrays_on_several_devices():
 import jax, pytest
 import cuattn
 from cuattn.errors import DtypeError, UnsupportedError
-from cuattn.interop import enter
+from cuattn.interop import to_backend
 first, second = jax.devices()
 x = jax.numpy.ones((2, 2))
 y = jax.device_put(x, second)
-arrays, home = enter({"q": y})
-assert home.leave(arrays["q"].copy()).devices() == {second}
+arrays, origin = to_backend({"q": y})
+assert origin.from_backend(arrays["q"].copy()).devices() == {second}
 with pytest.raises(DtypeError, match="k is .* but q is"):
-    enter({"q": x, "k": y})
+    to_backend({"q": x, "k": y})
 mesh = jax.sharding.Mesh([first, second], "n")
 with pytest.raises(UnsupportedError, match="v is spread over 2 devices"):
-    enter({"v": jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("n")))})
+    to_backend({"v": jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("n")))})
 """
     env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu", "PATH": ""}
     subprocess.run([sys.executable, "-c", script], check=True, env=env, cwd=ROOT)

@@ -1,4 +1,4 @@
-"""Host arrays of every kind enter as views, and results go home as the same kind."""
+"""Host arrays of every kind enter as views, and results go back as the same kind."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cuattn.errors import DtypeError, UnsupportedError
-from cuattn.interop import enter
+from cuattn.interop import to_backend
 from tests.interop.helpers import BFLOAT16, FLOATS, ROOT, Producer, library, one
 
 # NumPy
@@ -21,11 +21,11 @@ from tests.interop.helpers import BFLOAT16, FLOATS, ROOT, Producer, library, one
 @given(hnp.array_shapes(min_dims=0, min_side=0), st.sampled_from([*FLOATS, "bool", "int64", "complex64", "object"]))
 def test_a_numpy_array_is_itself(shape, dtype):
     x = np.zeros(shape, dtype)
-    array, home = one(x)
+    array, origin = one(x)
     assert array is x
-    assert home.leave(array) is x
-    assert (home.kind, home.backend, home.device) == ("numpy", "cpu", 0)
-    with home.scope():
+    assert origin.from_backend(array) is x
+    assert (origin.kind, origin.backend, origin.device) == ("numpy", "cpu", 0)
+    with origin.scope():
         pass
 
 
@@ -66,20 +66,20 @@ def test_non_arrays_are_refused_by_name(value):
 
 def test_only_optional_arguments_may_be_none():
     x = np.zeros((2, 3))
-    arrays, _ = enter({"q": x, "bias": None, "mask": None})
+    arrays, _ = to_backend({"q": x, "bias": None, "mask": None})
     assert arrays == {"q": x, "bias": None, "mask": None} or arrays["q"] is x
     assert list(arrays) == ["q", "bias", "mask"]
-    arrays, _ = enter({"q": x, "o": None}, optional={"o"})
+    arrays, _ = to_backend({"q": x, "o": None}, optional={"o"})
     assert arrays["o"] is None
     with pytest.raises(DtypeError, match=r"^o is None"):
-        enter({"q": x, "o": None})
+        to_backend({"q": x, "o": None})
     with pytest.raises(DtypeError, match="at least one array"):
-        enter({"mask": None})
+        to_backend({"mask": None})
 
 
 def test_none_stays_none_on_the_way_home():
-    _, home = one(np.zeros(3))
-    assert home.leave(None) is None
+    _, origin = one(np.zeros(3))
+    assert origin.from_backend(None) is None
 
 
 # Other producers of DLPack
@@ -87,11 +87,11 @@ def test_none_stays_none_on_the_way_home():
 
 def test_an_unknown_producer_is_read_in_place_and_gets_numpy_back():
     x = np.arange(6.0).reshape(2, 3)[:, ::2]
-    array, home = one(Producer(x))
+    array, origin = one(Producer(x))
     assert np.shares_memory(array, x)
     assert np.array_equal(array, x)
-    assert home.leave(array) is array
-    assert home.kind == __name__.partition(".")[0]
+    assert origin.from_backend(array) is array
+    assert origin.kind == __name__.partition(".")[0]
 
 
 def test_a_producer_with_a_namespace_gets_its_own_kind_back():
@@ -100,18 +100,18 @@ def test_a_producer_with_a_namespace_gets_its_own_kind_back():
             return types.SimpleNamespace(from_dlpack=Named)
 
     x = np.arange(6.0)
-    array, home = one(Named(x))
-    back = home.leave(array)
+    array, origin = one(Named(x))
+    back = origin.from_backend(array)
     assert type(back) is Named
     assert back.array is array
     with pytest.raises(DtypeError, match=r"k is .*Producer on the CPU, but q is .*Named on the CPU"):
-        enter({"q": Named(x), "k": Producer(x)})
+        to_backend({"q": Named(x), "k": Producer(x)})
 
 
 def test_bfloat16_of_an_unknown_producer_is_read_from_the_capsule():
     torch = library("torch")
     x = torch.arange(24, dtype=torch.bfloat16).reshape(4, 6)[1:, ::2]
-    array, home = one(Producer(x))
+    array, origin = one(Producer(x))
     assert array.dtype == BFLOAT16
     assert array.ctypes.data == x.data_ptr()
     assert array.strides == tuple(2 * step for step in x.stride())
@@ -119,7 +119,7 @@ def test_bfloat16_of_an_unknown_producer_is_read_from_the_capsule():
     del x  # the view keeps the memory alive
     assert np.array_equal(array.astype(np.float32), expected)
     assert array.ctypes.data == pointer
-    assert home.leave(array) is array
+    assert origin.from_backend(array) is array
 
 
 def test_unreadable_producers_get_a_clear_error():
@@ -147,7 +147,7 @@ def test_mixed_kinds_name_both_arguments():
         for second, y in kinds.items():
             if first != second:
                 with pytest.raises(DtypeError, match=f"k is a {second}.* on the CPU, but q is a {first}.* on the CPU"):
-                    enter({"q": x, "bias": None, "k": y})
+                    to_backend({"q": x, "bias": None, "k": y})
 
 
 # House rules
@@ -157,10 +157,10 @@ def test_no_framework_is_imported_in_order_to_look():
     script = """
 import sys
 import numpy as np
-from cuattn.interop import enter
-enter({"q": np.zeros((2, 3)), "mask": None})
+from cuattn.interop import to_backend
+to_backend({"q": np.zeros((2, 3)), "mask": None})
 try:
-    enter({"q": [1.0]})
+    to_backend({"q": [1.0]})
 except TypeError:
     pass
 loaded = {"torch", "jax", "cupy", "scipy", "rich"} & set(sys.modules)

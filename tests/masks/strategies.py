@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cuattn import masks
-from cuattn.masks import BlockMask, ColumnMask
+from cuattn.masks import BlockMask, BooleanMask, ColumnMask
+from cuattn.masks.band_mask import BandMask
 
 LEADING = ((), (1,), (3,), (2, 1), (1, 3), (2, 3))
 
@@ -111,3 +112,20 @@ _ARGUMENTS = {
     "random_eviction": lambda draw, n: (n, draw(st.integers(0, n + 2)), draw(st.integers(0, 2**32))),
     "eviction": lambda draw, n: (draw(st.lists(st.integers(0, n), min_size=n, max_size=n)),),
 }
+
+
+@st.composite
+def boolean_masks(draw, n_queries=None, n_keys=None, leading=None, max_length=24):
+    """Draw a BooleanMask; one of its axes may stand for any length and is then bound to one."""
+    n_queries = draw(st.integers(0, max_length)) if n_queries is None else n_queries
+    n_keys = draw(st.integers(0, max_length)) if n_keys is None else n_keys
+    leading = draw(st.sampled_from(LEADING)) if leading is None else leading
+    rows, keys = (draw(st.sampled_from((n, n, 1))) for n in (n_queries, n_keys))
+    return BooleanMask(draw(hnp.arrays(np.bool_, (*leading, rows, keys)))).bind(n_queries, n_keys)
+
+
+def band_masks(n_queries=None, n_keys=None, max_length=24):
+    """Draw a BandMask."""
+    lengths = (st.integers(0, max_length) if n is None else st.just(n) for n in (n_queries, n_keys))
+    side = st.none() | st.integers(-3, 30)
+    return st.builds(BandMask, *lengths, side, side, st.integers(-20, 20))

@@ -45,19 +45,6 @@ def test_tile_states_are_exact(drawn, block_m, block_n):
     assert rho == (float((states == 0).mean()) if states.size else 0.0)
 
 
-@given(block_masks(), st.none() | st.integers(0, 9), st.none() | st.integers(0, 9), st.integers(-9, 9))
-def test_dead_keys(drawn, left, right, offset):
-    mask, n_queries, n_keys = drawn
-    i, j = np.arange(n_queries)[:, None], np.arange(n_keys)
-    visible = mask.dense(n_queries, n_keys)
-    if left is not None:
-        visible = visible & (i + offset - left <= j)
-    if right is not None:
-        visible = visible & (j <= i + offset + right)
-    dead = mask.dead_keys(n_queries, n_keys, left=left, right=right, offset=offset)
-    np.testing.assert_array_equal(dead, ~visible.any(axis=-2))
-
-
 @given(block_masks())
 def test_pickle(drawn):
     mask = drawn[0]

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from cuattn import masks
 from cuattn.errors import DtypeError, MaskError
 from cuattn.masks import ColumnMask
+from cuattn.masks.band_mask import BandMask
+from cuattn.masks.interval_mask import join
 from tests.masks.strategies import any_constructor, column_masks
 
 NAMES = ("lts", "lte", "uts", "ute")
@@ -68,18 +70,13 @@ def test_aligned_documents_have_no_tile_to_spare(name):
 
 
 @given(column_masks(), st.none() | st.integers(0, 9), st.none() | st.integers(0, 9), st.integers(-9, 9))
-def test_bands(mask, left, right, offset):
-    i, j = np.arange(mask.n_queries)[:, None], np.arange(mask.n_keys)
-    visible = mask.dense()
-    if left is not None:
-        visible = visible & (i + offset - left <= j)
-    if right is not None:
-        visible = visible & (j <= i + offset + right)
-    dead = mask.dead_keys(left=left, right=right, offset=offset)
-    np.testing.assert_array_equal(dead, ~visible.any(axis=-2))
-    table = mask.tile_bounds(3, 4, left=left, right=right, offset=offset)
-    assert table.shape == (*mask.leading, -(-mask.n_keys // 4), 2 + (left is not None) + (right is not None), 4)
-    states = masks.intervals.tile_states(table, 0, -(-mask.n_queries // 3))
+def test_joined_with_a_band(mask, left, right, offset):
+    """Tiles are classified by the intervals of both, and keys that no row sees are recognised."""
+    band = BandMask(mask.n_queries, mask.n_keys, left, right, offset)
+    (joined,) = join((mask, band))
+    visible = mask.dense() & band.dense()
+    np.testing.assert_array_equal(joined.dense(), visible)
+    states = joined.tile_states(3, 4)
     for row, key, tile in blocks_of(visible, 3, 4):
         assert not (tile.any(axis=(-2, -1)) & (states[..., row, key] == 0)).any()
         assert not (~tile.all(axis=(-2, -1)) & (states[..., row, key] == 2)).any()
@@ -104,8 +101,6 @@ def test_vectors_are_copied_and_frozen():
             vector[0] = 0
         with pytest.raises(ValueError, match="WRITEABLE"):
             vector.setflags(write=True)
-    with pytest.raises(ValueError, match="read-only"):
-        mask.tile_bounds(1, 1)[...] = 0
 
 
 @pytest.mark.parametrize("name", ["lts", "n_queries", "n_keys", "_array", "something"])
@@ -235,8 +230,7 @@ def test_bad_calls(call, error, message):
         call(masks.causal(4))
 
 
-def test_large_tables_take_little():
+def test_large_masks_take_little():
     """The table of a million keys is made in O(N): a matrix of tiles would have 2**26 entries here."""
     mask = masks.causal_document([2**15] * 2**5)
-    assert mask.tile_bounds(128, 128).shape == (2**13, 2, 4)
     assert 0.96 < mask.block_sparsity() < 0.99

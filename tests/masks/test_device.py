@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cuattn import masks
 from cuattn.errors import DtypeError, MaskError, UnsupportedError
-from cuattn.masks import BlockMask, ColumnMask, intervals
+from cuattn.masks import BlockMask, ColumnMask
 from tests.masks.strategies import column_masks
 
 
@@ -208,7 +208,6 @@ def test_methods_on_a_device(mask, block_m, block_n):
     twin = mask.to_device()
     np.testing.assert_array_equal(twin.dense().get(), mask.dense())
     np.testing.assert_array_equal(twin.tile_states(block_m, block_n).get(), mask.tile_states(block_m, block_n))
-    np.testing.assert_array_equal(twin.dead_keys(left=3, right=2).get(), mask.dead_keys(left=3, right=2))
     assert twin.block_sparsity(block_m, block_n) == mask.block_sparsity(block_m, block_n)
     if len(mask.leading) <= 2:
         out = twin.to_startend_row_indices()
@@ -250,7 +249,6 @@ def test_blocks_on_a_device(cupy):
         assert repr(mask) == "<BlockMask 2 x 2 blocks of 3 x 4 on GPU 0>"
         np.testing.assert_array_equal(mask.dense(5, 7).get(), host.dense(5, 7))
         np.testing.assert_array_equal(mask.tile_states(2, 3, 5, 7).get(), host.tile_states(2, 3, 5, 7))
-        np.testing.assert_array_equal(mask.dead_keys(5, 7, right=0).get(), host.dead_keys(5, 7, right=0))
         assert mask.block_sparsity(3, 4) == 0.25
         assert mask.to_host() == host
 
@@ -276,12 +274,8 @@ def test_on_a_real_gpu(leading):
     for place in (mask, host.to_device()):
         np.testing.assert_array_equal(place.dense().get(), host.dense())
         np.testing.assert_array_equal(place.tile_states(16, 8).get(), host.tile_states(16, 8))
-        np.testing.assert_array_equal(place.dead_keys(right=0).get(), host.dead_keys(right=0))
         assert place.block_sparsity(16, 8) == host.block_sparsity(16, 8)
         np.testing.assert_array_equal(place.to_startend_row_indices().get(), host.to_startend_row_indices())
-    table = mask.tile_bounds(16, 8, left=5, right=0)
-    expected = intervals.tile_states(host.tile_bounds(16, 8, left=5, right=0), 1, 3)
-    np.testing.assert_array_equal(intervals.tile_states(table, 1, 3).get(), expected)
     dense = cupy.asarray(masks.document([30, 34]).dense())
     assert ColumnMask.from_dense(dense).to_host() == ColumnMask.from_dense(dense.get())
 
@@ -293,7 +287,6 @@ def test_zero_lengths_on_a_real_gpu(n_queries, n_keys):
     assert mask.dense().shape == (n_queries, n_keys)
     assert mask.tile_states(4, 4).shape == (-(-n_queries // 4), -(-n_keys // 4))
     assert mask.block_sparsity() == 0.0
-    assert mask.dead_keys().get().tolist() == [n_queries == 0] * n_keys
     assert ColumnMask.from_dense(mask.dense()).to_host().dense().shape == (n_queries, n_keys)
 
 
@@ -320,5 +313,4 @@ def test_blocks_on_a_real_gpu():
     for mask in (host.to_device(), BlockMask(cupy.asarray(blocks), 3, 4)):
         np.testing.assert_array_equal(mask.dense(14, 28).get(), host.dense(14, 28))
         np.testing.assert_array_equal(mask.tile_states(4, 8, 14, 28).get(), host.tile_states(4, 8, 14, 28))
-        np.testing.assert_array_equal(mask.dead_keys(14, 28, left=2).get(), host.dead_keys(14, 28, left=2))
         assert mask.to_host() == host

@@ -1,0 +1,123 @@
+"""A GPU as plans and launches see it: what it can hold, who owns an address, and counters that a stream keeps."""
+
+import ctypes
+import functools
+import threading
+from typing import Any, NamedTuple
+
+from cuattn.errors import DtypeError, UnsupportedError
+
+__all__ = ["COUNTERS", "Device", "check_reachable", "counters_of", "device_of", "zero"]
+
+COUNTERS = 1024  # 32-bit counters that the launches of one stream share, each 0 between launches
+
+# Values of cudaDeviceAttr.
+_ATTRIBUTES = {
+    "MultiProcessorCount": 16,
+    "L2CacheSize": 38,
+    "ComputeCapabilityMajor": 75,
+    "ComputeCapabilityMinor": 76,
+    "MaxSharedMemoryPerBlockOptin": 97,
+}
+_DEVICE_MEMORY = 2  # cudaMemoryTypeDevice
+_PER_THREAD = 2  # address of the default stream that every thread has to itself
+_STREAMS_KEPT = 256
+
+_counters: dict[tuple[int, int, int], Any] = {}  # by device, number of the stream, thread
+
+
+class Device(NamedTuple):
+    """What plans and launches need to know of a GPU.
+
+    Attributes
+    ----------
+    arch : str
+        "sm_90".
+    multiprocessors : int
+    shared_bytes : int
+        Shared memory that one block may have.
+    l2_bytes : int
+        Size of the L2 cache.
+    number : int
+        CUDA's index of it.
+    """
+
+    arch: str
+    multiprocessors: int
+    shared_bytes: int
+    l2_bytes: int
+    number: int = 0
+
+
+@functools.lru_cache(maxsize=64)
+def device_of(number: int) -> Device:
+    """Return what is known of GPU `number`; UnsupportedError if it is too old."""
+    import cupy
+
+    def read(name: str) -> int:
+        return int(cupy.cuda.runtime.deviceGetAttribute(_ATTRIBUTES[name], number))
+
+    major, minor = read("ComputeCapabilityMajor"), read("ComputeCapabilityMinor")
+    if major < 8:
+        raise UnsupportedError(f"GPU {number} has compute capability {major}.{minor}; expected 8.0 or newer")
+    shared, l2 = read("MaxSharedMemoryPerBlockOptin"), read("L2CacheSize")
+    return Device(f"sm_{major}{minor}", read("MultiProcessorCount"), shared, l2, number)
+
+
+def check_reachable(name: str, address: int, device: int) -> None:
+    """Raise DtypeError unless a kernel on a GPU may read the memory at an address that argument `name` holds."""
+    import cupy
+
+    memory = cupy.cuda.runtime.pointerGetAttributes(address)
+    if memory.type == _DEVICE_MEMORY and memory.device != device:
+        raise DtypeError(f"{name} is on GPU {memory.device} but q is on GPU {device}; expected the same GPU")
+
+
+def zero(address: int, size: int, stream: Any) -> None:
+    """Fill device memory with zeros."""
+    import cupy
+
+    if size:
+        cupy.cuda.runtime.memsetAsync(address, 0, size, stream.ptr)
+
+
+def counters_of(stream: Any, device: int) -> int:
+    """Return the address of a stream's counters, COUNTERS of them, which every launch leaves at 0.
+
+    Launches may share counters only if one waits for the other.  A stream that was given the handle of a destroyed one
+    does not wait for that one's launches: only the driver's own number of a stream tells the two apart.
+    """
+    thread = threading.get_ident() if stream.ptr == _PER_THREAD else 0
+    kept = vars(stream).setdefault("_cuattn_counters", {})  # CuPy's default stream stands for those of all devices
+    memory = kept.get((device, thread))
+    if memory is None:
+        memory = kept[device, thread] = _new_counters(stream, device, thread)
+    return memory.ptr
+
+
+def _new_counters(stream: Any, device: int, thread: int) -> Any:
+    key = device, _stream_number(stream.ptr), thread
+    memory = _counters.pop(key, None)
+    if memory is None:
+        memory = _allocate(4 * COUNTERS)
+        zero(memory.ptr, 4 * COUNTERS, stream)
+    _counters[key] = memory
+    while len(_counters) > _STREAMS_KEPT:
+        _counters.pop(next(iter(_counters)), None)
+    return memory
+
+
+def _allocate(size: int) -> Any:
+    """Return memory of its own, not the pool's: to free it waits for every launch that may still count in it."""
+    import cupy
+
+    return cupy.cuda.Memory(size)
+
+
+def _stream_number(handle: int) -> int:
+    """Return the number that the driver gave a stream, which no other stream of this process ever has."""
+    number = ctypes.c_ulonglong()
+    function = ctypes.CDLL("libcuda.so.1").cuStreamGetId
+    function.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_ulonglong)]
+    function(handle, ctypes.byref(number))
+    return number.value

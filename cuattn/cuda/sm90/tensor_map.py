@@ -1,0 +1,175 @@
+"""Tensor maps: how the bulk copy engine of compute capability 9.0 finds a tile of an array.
+
+A map describes a four-dimensional view (batch, head, row, column) of 16-bit values and the box of 64 columns by some
+rows that one copy moves.  Boxes that reach beyond the view are filled with zeros when loaded and cut off when stored.
+The driver encodes a map into 128 opaque bytes, which a kernel takes by value.
+"""
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuattn.cuda.arguments import Axes
+from cuattn.cuda.call import Call
+from cuattn.errors import CuattnError, UnsupportedError
+from cuattn.problem import Dtype, Problem
+
+__all__ = ["BOX_COLUMNS", "TensorMap", "View", "describe", "layout_reason", "unsupported_reason", "view_of"]
+
+BOX_COLUMNS = 64
+"""Columns of a box: 128 bytes, the widest that the 128-byte swizzle takes."""
+
+_SWIZZLE_128B = 3
+_PROMOTE_256B = 3
+_MAX_STRIDE = 1 << 40
+_RANK = 4
+_MAPS_KEPT = 64  # addresses of one operand whose maps are kept
+
+
+class TensorMap(NamedTuple):
+    """A map as the driver encoded it: the address of its 128 bytes, and what keeps them."""
+
+    address: int
+    storage: Any
+
+
+@functools.lru_cache(maxsize=1)
+def _encoder():
+    try:
+        function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    except (OSError, AttributeError) as error:
+        raise UnsupportedError(f"the CUDA driver offers no tensor maps (expected 12.0 or newer): {error}") from error
+    pointer, word = ctypes.c_void_p, ctypes.c_uint32
+    function.argtypes = [pointer, ctypes.c_int, word, *[pointer] * 5, *[ctypes.c_int] * 4]
+    function.restype = ctypes.c_int
+    return function
+
+
+def unsupported_reason(address: int, strides: tuple[int, ...]) -> str | None:
+    """Say why an array cannot be described, or return None.
+
+    Parameters
+    ----------
+    address : int
+        Of the first element.
+    strides : tuple of int
+        In bytes, of the batch, head and row axes; 0 on a broadcast axis.
+
+    Returns
+    -------
+    str or None
+
+    Examples
+    --------
+    >>> unsupported_reason(4096, (0, 256, 24))
+    'a stride of 24 bytes is not a positive multiple of 16'
+    """
+    if address % 16:
+        return f"its address {address:#x} is not a multiple of 16"
+    for stride in strides:
+        if stride % 16 or not 0 <= stride < _MAX_STRIDE:
+            return f"a stride of {stride} bytes is not a positive multiple of 16"
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def describe(
+    address: int, dtype: Dtype, shape: tuple[int, int, int, int], strides: tuple[int, int, int], box_rows: int
+) -> TensorMap:
+    """Encode the map of one array.
+
+    Parameters
+    ----------
+    address : int
+        Of the first element, on the current device.
+    dtype : Dtype
+        One that has a code for tensor maps.
+    shape : tuple of int
+        (batch, head, row, column); none 0.
+    strides : tuple of int
+        In bytes, of the first three axes; the last is contiguous.  A broadcast axis has size 1 here.
+    box_rows : int
+        Rows per copy, at most 256.
+
+    Returns
+    -------
+    TensorMap
+
+    Raises
+    ------
+    UnsupportedError
+        The driver is too old.
+    CuattnError
+        The driver refuses the description (see :func:`unsupported_reason`).
+    """
+    extent = (ctypes.c_uint64 * _RANK)(*reversed(shape))
+    steps = map(_stride, shape[2::-1], strides[::-1])
+    step = (ctypes.c_uint64 * (_RANK - 1))(*steps)
+    box = (ctypes.c_uint32 * _RANK)(BOX_COLUMNS, box_rows, 1, 1)
+    ones = (ctypes.c_uint32 * _RANK)(1, 1, 1, 1)
+    storage = np.zeros(192, np.uint8)
+    aligned = -storage.ctypes.data % 64
+    encoded = storage[aligned : aligned + 128]
+    view = encoded.ctypes.data, dtype.tensor_map, _RANK, address, extent, step, box, ones
+    interleave = fill = 0
+    status = _encoder()(*view, interleave, _SWIZZLE_128B, _PROMOTE_256B, fill)
+    if status:
+        raise CuattnError(
+            f"the driver refused a tensor map (CUresult {status}) of {dtype.name} {shape} at {address:#x}, "
+            f"strides {strides} bytes"
+        )
+    return TensorMap(encoded.ctypes.data, storage)
+
+
+def _stride(size: int, stride: int) -> int:
+    # The driver wants a plausible stride on axes that are never stepped along.
+    return stride if size > 1 else max(stride, 16)
+
+
+class View(NamedTuple):
+    """How one operand looks to the copy engine."""
+
+    shape: tuple[int, int, int, int]  # batch, head, row, column
+    strides: tuple[int, int, int]  # bytes
+    box_rows: int
+
+    def mapper(self, dtype: Dtype) -> Callable[[int], TensorMap]:
+        """Return the function that describes an array of this look at an address."""
+        return functools.lru_cache(_MAPS_KEPT)(lambda address: describe(address, dtype, *self))
+
+
+def view_of(array: Any, axes: Axes, rank: int, box_rows: int) -> View:
+    """Return the look of an array (*batch, heads, rows, columns) with `rank` batch axes, merged into one (``Axes``)."""
+    size = array.dtype.itemsize
+    batch = size * axes.strides(array.shape[:rank], array.strides[:rank], size)[-1]
+    head, row = array.strides[rank:-1]
+    heads, rows, columns = array.shape[rank:]
+    shape = (axes.size[-1] if batch else 1, heads if head else 1, rows, columns)
+    return View(shape, (batch, head, row), box_rows)
+
+
+def layout_reason(problem: Problem, operands: dict[str, Any], masks: Sequence[Any], read: Iterable[str]) -> str | None:
+    """Say why the arrays of a call cannot be described; `read` names those that the copy engine reads."""
+    try:
+        axes = Call(problem, operands, masks).axes
+    except UnsupportedError as error:
+        return str(error)
+    if math.prod(axes.size[:-1]) > 1:
+        return f"its tensor maps have one leading axis, and the strides of its arrays keep {problem.batch} apart"
+    for name in read:
+        unfit = _array_reason(operands[name]) if name in operands else None
+        if unfit is not None:
+            return f"the copy engine cannot read {name}: {unfit}"
+    return None
+
+
+def _array_reason(array: Any) -> str | None:
+    strides = tuple(stride for size, stride in zip(array.shape[:-1], array.strides[:-1], strict=True) if size > 1)
+    unfit = unsupported_reason(array.data.ptr, strides)
+    if unfit is None and array.shape[-2] > 1 and array.strides[-2] == 0:
+        return "its rows are one row, repeated"
+    return unfit

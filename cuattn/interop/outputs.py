@@ -1,0 +1,170 @@
+"""Where results go: into arrays of the caller's (``out=``), or into new ones."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cuattn.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError, shown
+from cuattn.interop.origin import ArrayOrigin, type_name
+
+__all__ = ["Outputs"]
+
+_ALIGNMENT = 16  # bytes; what the kernels' widest stores need
+_kept: list[Any] = []  # scratch memory of captured calls whose results cannot hold it
+
+
+class Outputs:
+    """The arrays that a caller wants results in.
+
+    Parameters
+    ----------
+    results : sequence of str
+        The operation's results.
+    out : object
+        None, or a sequence with an item for each result: an array, or None for a new one.  A lone array where the
+        call has one result.
+
+    Attributes
+    ----------
+    given : dict of str to array
+        The caller's arrays, under the names that error messages use.
+    direct : dict of str to array
+        By result, views of those that a backend can fill as they are: contiguous and aligned.
+    """
+
+    def __init__(self, results: Sequence[str], out: Any) -> None:
+        self._labels: dict[str, str] = {}
+        self._own: dict[str, Any] = {}
+        self.direct: dict[str, Any] = {}
+        if out is not None:
+            items = self._items(results, out)
+            for name, (label, array) in zip(results, items.items(), strict=False):
+                if array is not None:
+                    self._labels[name], self._own[name] = label, array
+        self.given = {label: self._own[name] for name, label in self._labels.items()}
+
+    @staticmethod
+    def _items(results: Sequence[str], out: Any) -> dict[str, Any]:
+        if len(results) == 1:
+            return {"out": out}
+        if not isinstance(out, (tuple, list)) or not len(results) - (results[-1] == "dbias") <= len(out) <= len(
+            results
+        ):
+            raise ArgumentError(
+                f"out is {shown(type_name(out))}; expected a tuple ({', '.join(results)}) of arrays or None"
+            )
+        return {f"out[{index}]": array for index, array in enumerate(out)}
+
+    def check(
+        self, views: dict[str, Any], specs: dict[str, Any], operands: dict[str, Any], origin: ArrayOrigin
+    ) -> None:
+        """Check the given arrays against the results' shapes and dtypes, and that none shares memory.
+
+        Parameters
+        ----------
+        views : dict of str to array
+            NumPy or CuPy views of `given`.
+        specs : dict of str to (shape, (dtype,))
+            Of the results.
+        operands : dict of str to array
+            Views of the call's arrays; None for absent ones.
+        origin : ArrayOrigin
+        """
+        if views and origin.kind == "jax":
+            raise UnsupportedError("out is given for JAX arrays, which are immutable; expected None")
+        taken = {name: array for name, array in operands.items() if array is not None}
+        for name, label in self._labels.items():
+            view = views[label]
+            if name not in specs:
+                raise ArgumentError(f"{label} is given but the call has no {name}; expected None")
+            shape, (dtype,) = specs[name]
+            if tuple(view.shape) != shape:
+                raise ShapeError(f"{label} has shape {shown(tuple(view.shape))}; expected {shape}")
+            if view.dtype != dtype:
+                raise DtypeError(f"{label} has dtype {view.dtype}; expected {dtype}")
+            if isinstance(view, np.ndarray) and not view.flags.writeable:
+                raise ArgumentError(f"{label} is read-only; expected a writable array")
+            if 0 not in view.shape and any(
+                size > 1 and step == 0 for size, step in zip(view.shape, view.strides, strict=True)
+            ):
+                raise ArgumentError(f"{label} has elements that share memory (a stride of 0); expected distinct ones")
+            for other, array in taken.items():
+                if _overlap(view, array):
+                    raise ArgumentError(f"{label} overlaps {other} in memory; expected memory of its own")
+            taken[label] = view
+            if view.flags.c_contiguous and _address(view) % _ALIGNMENT == 0:
+                self.direct[name] = view
+
+    def allocator(self, origin: ArrayOrigin, specs: dict[str, Any]) -> Any:
+        """Return what allocates the results that are not given and scratch memory, see `ArrayOrigin.allocator`."""
+        wanted = [(shape, dtype) for name, (shape, (dtype,)) in specs.items() if name not in self.direct]
+        allocate = origin.allocator(wanted)
+        if not self.direct:
+            return allocate
+        return _Given(allocate, [self.direct.get(name) for name in specs], list(self._own.values()))
+
+    def fill(self, results: dict[str, Any]) -> list[Any]:
+        """Return the results, the given arrays among them, which are filled here where no backend could."""
+        for name, own in self._own.items():
+            if name not in self.direct:
+                own[...] = results[name]
+            results[name] = own
+        return list(results.values())
+
+
+class _Given:
+    """Allocates results of which some are given."""
+
+    def __init__(self, allocate: Any, given: list[Any], own: list[Any]) -> None:
+        self._allocate, self._given, self._own = allocate, given, own
+
+    def __call__(self, scratch_bytes: int, together: bool, held: Sequence[Any]) -> tuple[list[Any], list[int], Any]:
+        """Return results, addresses and what keeps scratch memory alive."""
+        fresh, places, keep = self._allocate(scratch_bytes, together, held)
+        if together and not fresh:
+            _hold(self._own[0], (keep, held))
+        *addresses, scratch = places
+        free, at = iter(fresh), iter(addresses)
+        results = [next(free) if array is None else array for array in self._given]
+        return results, [*(next(at) if a is None else a.data.ptr for a in self._given), scratch], keep
+
+
+def _hold(owner: Any, memory: Any) -> None:
+    """Keep memory that a captured graph uses as long as one of its results, or for good."""
+    try:
+        weakref.finalize(owner, lambda kept: None, memory)
+    except TypeError:  # no weak references to it
+        _kept.append(memory)
+
+
+def _address(array: Any) -> int:
+    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+
+
+class _Span:
+    """An array's elements as NumPy sees memory, which is never read: it may lie on a GPU."""
+
+    def __init__(self, array: Any) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(array.shape),
+            "typestr": f"|V{array.dtype.itemsize}",
+            "strides": tuple(array.strides),
+            "data": (_address(array), True),
+        }
+
+
+def _overlap(a: Any, b: Any) -> bool:
+    """Whether two arrays share an element's memory; also true where that is hard to tell."""
+    if math.prod(a.shape) == 0 or math.prod(b.shape) == 0:
+        return False
+    a, b = np.asarray(_Span(a)), np.asarray(_Span(b))
+    try:
+        return np.shares_memory(a, b, max_work=10_000)
+    except np.exceptions.TooHardError:
+        return True

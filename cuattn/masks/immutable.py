@@ -1,0 +1,177 @@
+"""Values that never change, compare by content, pickle, and lie on the host or on one GPU."""
+
+from abc import ABC
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import ModuleType
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+
+from cuattn.errors import DtypeError, MaskError
+from cuattn.masks import checks
+from cuattn.masks.device import Ready, current_device, current_stream, namespace, to_host, upload
+from cuattn.masks.recent import Recent
+
+__all__ = ["Immutable"]
+
+Self = TypeVar("Self", bound="Immutable")
+
+_TABLES = 8  # tables on the host that a mask remembers
+
+
+class Immutable(ABC):
+    """What a mask is apart from masking: its array `_array`, if it has one, lies on the host or on one GPU.
+
+    Two on the host are equal if they hold the same numbers; one on a GPU equals only itself, because comparing would
+    have to read it back.
+    """
+
+    __slots__ = ("__weakref__", "_array", "_cache", "_ready", "_tables")
+
+    _array: Any
+    _cache: dict[Any, Any]  # what is made once and kept: the hash, copies on GPUs
+    _tables: Recent  # of the host, by tile size
+    _ready: Ready | None
+
+    def _settle(self, array: Any, **fields: Any) -> None:
+        """Freeze the mask around an array that nobody else holds."""
+        ready = None
+        if isinstance(array, np.ndarray):
+            array.setflags(write=False)
+        elif array is not None:
+            with array.device:
+                ready = Ready(current_stream())
+        fields |= {"_array": array, "_cache": {}, "_tables": Recent(_TABLES), "_ready": ready}
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def _wrap(cls: type[Self], array: Any, *parameters: Any) -> Self:
+        """Build a mask from a trusted array, which it takes over, and its `_parameters`."""
+        mask = object.__new__(cls)
+        mask._settle(array, **dict(zip(cls._parameter_names, parameters, strict=True)))
+        return mask
+
+    _parameter_names: ClassVar[tuple[str, ...]] = ()
+    """The slots that, with `_array`, make the mask."""
+
+    def _parameters(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in self._parameter_names)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"cannot set {name}: {type(self).__name__} is immutable")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"cannot delete {name}: {type(self).__name__} is immutable")
+
+    def __copy__(self: Self) -> Self:
+        return self
+
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.on_device:
+            raise MaskError(f"{self!r} cannot be pickled: expected a mask on the host (see to_host)")
+        return type(self)._wrap, (self._array, *self._parameters())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Immutable) or type(self) is not type(other):
+            return NotImplemented
+        if self is other or self.on_device or other.on_device:
+            return self is other
+        return self._parameters() == other._parameters() and np.array_equal(self._array, other._array)
+
+    def __hash__(self) -> int:
+        if self.on_device:
+            return id(self)
+        if "hash" not in self._cache:
+            content = self._array if self._array is None else (self._array.shape, self._array.tobytes())
+            self._cache["hash"] = hash((type(self), self._parameters(), content))
+        return self._cache["hash"]
+
+    @property
+    def device(self) -> int | None:
+        """Index of the GPU that holds the mask; None on the host."""
+        return int(self._array.device.id) if self.on_device else None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the mask lies on a GPU."""
+        return not (self._array is None or isinstance(self._array, np.ndarray))
+
+    def to_device(self: Self, device: int | None = None) -> Self:
+        """Return this mask on a GPU; the copy is made once per device and kept.
+
+        Parameters
+        ----------
+        device : int, optional
+            Index of the GPU; by default CuPy's current device or, for a mask that is on a GPU, its own.
+
+        Returns
+        -------
+        mask
+            Of the same type, in GPU memory that all streams may read.
+
+        Raises
+        ------
+        DtypeError
+            The mask is on another GPU.
+        UnsupportedError
+            CuPy is not installed.
+
+        Notes
+        -----
+        Calls with CuPy arrays do this by themselves.  Do it ahead when the first such call will be captured in a
+        CUDA graph.
+        """
+        if device is not None:
+            device = checks.integer("device", device)
+        if self._array is None:
+            return self
+        if self.on_device:
+            if device is not None and device != self.device:
+                raise DtypeError(f"device = {device}: expected {self.device}, where this mask is")
+            return self
+        device = current_device() if device is None else device
+        key = ("device", device)
+        if key not in self._cache:
+            twin = self._wrap(upload(self._array, device), *self._parameters())
+            object.__setattr__(twin, "_ready", None)  # the upload has been waited for
+            twin._cache.update(self._known())
+            self._cache.setdefault(key, twin)
+        return self._cache[key]
+
+    def _known(self) -> dict[Any, Any]:
+        """Return what a copy on a GPU takes over, which nobody could tell there without reading it back."""
+        return {}
+
+    def to_host(self: Self) -> Self:
+        """Return this mask on the host; from a GPU this copies and waits.
+
+        Returns
+        -------
+        mask
+            Of the same type; bounds outside the problem come back clamped.
+        """
+        if not self.on_device:
+            return self
+        with self._scope():
+            return self._wrap(self._sane(to_host(self._array)), *self._parameters())
+
+    def _sane(self, array: np.ndarray) -> np.ndarray:
+        """Return an array read back from a GPU, which nobody has checked, as a host mask may hold it."""
+        return array
+
+    def _wait(self) -> None:
+        """Make CuPy's current stream wait until the device vectors are written; free when they are."""
+        if self._ready is not None:
+            self._ready.wait(current_stream())
+
+    @contextmanager
+    def _scope(self) -> Iterator[ModuleType]:
+        """Yield the module that computes on the mask, with its device current and its vectors written."""
+        with self._array.device if self.on_device else nullcontext():
+            self._wait()
+            yield namespace(self._array) if self.on_device else np

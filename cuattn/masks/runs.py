@@ -1,0 +1,71 @@
+"""Rows or keys that a part of a matrix takes from the whole: a few runs of neighbours, in ascending order."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cuattn.errors import MaskError
+from cuattn.masks import checks
+from cuattn.masks.device import namespace
+
+__all__ = ["Runs", "as_runs", "indices", "kept_before", "length_of", "take"]
+
+Runs = tuple[tuple[int, int], ...]
+"""Pairs (start, stop), each with start <= stop, none beginning before its predecessor stops."""
+
+
+def as_runs(name: str, value: Any, length: int) -> Runs:
+    """Return a slice, or a sequence of (start, stop), as runs of an axis.
+
+    Examples
+    --------
+    >>> as_runs("rows", slice(2, None), 8), as_runs("rows", [(0, 2), (6, 8)], 8)
+    (((2, 8),), ((0, 2), (6, 8)))
+    """
+    if isinstance(value, slice):
+        start, stop, step = value.indices(length)
+        if step != 1:
+            raise MaskError(f"{name} = {value!r}: expected a slice of step 1")
+        return ((start, max(start, stop)),)
+    runs = tuple(map(tuple, checks.pairs(name, value).tolist()))
+    end = 0
+    for start, stop in runs:
+        if not end <= start <= stop <= length:
+            raise MaskError(f"{name} has the run ({start}, {stop}): expected ascending runs within [0, {length}]")
+        end = stop
+    return runs
+
+
+def length_of(runs: Runs) -> int:
+    """Return how many elements the runs take."""
+    return sum(stop - start for start, stop in runs)
+
+
+def indices(runs: Runs) -> np.ndarray:
+    """Return the elements that the runs take, int64."""
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(*run) for run in runs)])
+
+
+def kept_before(bound: Any, runs: Runs) -> Any:
+    """Return of each index into the whole how many elements before it the runs take.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> kept_before(np.array([0, 1, 5, 7]), ((0, 2), (6, 8))).tolist()
+    [0, 1, 2, 3]
+    """
+    xp = namespace(bound)
+    kept = xp.zeros_like(bound)
+    for start, stop in runs:
+        kept += xp.clip(bound, start, stop) - start
+    return kept
+
+
+def take(array: Any, runs: Sequence[tuple[int, int]], axis: int) -> Any:
+    """Return what an array holds at the runs of one of its last two axes; of one run that is a view."""
+    parts = [array[..., start:stop] if axis == -1 else array[..., start:stop, :] for start, stop in runs]
+    if len(parts) == 1:
+        return parts[0]
+    return namespace(array).concatenate(parts or [array[..., :0] if axis == -1 else array[..., :0, :]], axis=axis)

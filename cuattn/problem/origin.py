@@ -1,0 +1,184 @@
+"""Origin: where a shard stands in the whole problem."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from cuattn.errors import ArgumentError, DtypeError, shown
+from cuattn.problem.model import Place, Problem
+
+__all__ = ["Origin", "Runs", "pieces", "place_of", "whole_offset"]
+
+Runs = tuple[tuple[int, int], ...]
+"""Pieces of an axis, ``((local_start, global_start), ...)``; each reaches to the next one's local start."""
+
+_BLOCK = 16  # rows and keys of a block of dropout's generator (see cuattn.rng)
+_LIMIT = 2**31
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Global indices of a call's first element: its place in a larger problem that is computed in parts.
+
+    Causality, windows and dropout then use global indices; masks and bias are the call's own, already cut.
+
+    Parameters
+    ----------
+    batch, head : int, default 0
+        Flat leading index and query head of the first element.
+    row, key : int or runs, default 0
+        Global index of the first row and key; for a part of several pieces, ``((local_start, global_start), ...)`` in
+        ascending order of both, the first at local 0.
+    heads : int, optional
+        Query heads of the whole problem; needed when `head` > 0, by default the call's own.
+    n_queries, n_keys : int, optional
+        Lengths of the whole problem, which "bottom_right" needs.
+
+    Raises
+    ------
+    DtypeError, ArgumentError
+        When a field is no integer or no runs, negative or not ascending.
+
+    Notes
+    -----
+    With dropout every local and global start is a multiple of 16.
+
+    Examples
+    --------
+    Two shards of the keys, merged, are the whole causal problem:
+
+    >>> import numpy as np, cuattn
+    >>> x = np.random.default_rng(0).standard_normal((64, 8), np.float32)
+    >>> shards = [(x[key : key + 32], cuattn.Origin(key=key)) for key in (0, 32)]
+    >>> parts = [cuattn.forward(x, k, k, is_causal=True, origin=origin) for k, origin in shards]
+    >>> bool(np.allclose(cuattn.merge(*parts).o, cuattn.attention(x, x, x, is_causal=True), atol=1e-6))
+    True
+    """
+
+    batch: int = 0
+    head: int = 0
+    row: int | Runs = 0
+    key: int | Runs = 0
+    heads: int | None = None
+    n_queries: int | None = None
+    n_keys: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "head", "heads", "n_queries", "n_keys"):
+            value = getattr(self, name)
+            if value is not None or name in ("batch", "head"):
+                object.__setattr__(self, name, _index(f"origin.{name}", value))
+        for name in ("row", "key"):
+            object.__setattr__(self, name, _check_runs(f"origin.{name}", getattr(self, name)))
+        if self.head and self.heads is None:
+            raise ArgumentError(f"origin.head is {self.head} without origin.heads; expected the whole problem's heads")
+
+    @property
+    def has_runs(self) -> bool:
+        """Whether rows or keys are several pieces."""
+        return isinstance(self.row, tuple) or isinstance(self.key, tuple)
+
+
+def _index(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise DtypeError(f"{name} is {shown(value)}; expected an integer >= 0") from None
+    if not 0 <= number < _LIMIT:
+        raise ArgumentError(f"{name} is {shown(number)}; expected an index >= 0 and < 2**31")
+    return number
+
+
+def _check_runs(name: str, value: Any) -> int | Runs:
+    if not isinstance(value, (tuple, list)):
+        return _index(name, value)
+    form = "expected an integer, or runs ((local_start, global_start), ...)"
+    if not value or not all(isinstance(run, (tuple, list)) and len(run) == 2 for run in value):
+        raise ArgumentError(f"{name} is {shown(value)}; {form}")
+    runs = tuple(tuple(_index(name, start) for start in run) for run in value)
+    if runs[0][0] != 0:
+        raise ArgumentError(f"{name} is {shown(value)}; expected the first run at local index 0")
+    for (a, start), (b, next_start) in pairwise(runs):
+        if b <= a or next_start < start + b - a:
+            raise ArgumentError(f"{name} is {shown(value)}; expected runs that ascend and do not overlap")
+    return runs[0][1] if len(runs) == 1 else runs  # type: ignore[return-value]
+
+
+def pieces(start: int | Runs, length: int) -> Runs:
+    """Return the global (start, stop) of each piece of a part of `length` rows or keys.
+
+    >>> pieces(((0, 4), (2, 10)), 4)
+    ((4, 6), (10, 12))
+    """
+    runs = ((0, start),) if isinstance(start, int) else start
+    ends = (*(first for first, _ in runs[1:]), length)
+    return tuple((at, at + end - first) for (first, at), end in zip(runs, ends, strict=True))
+
+
+def place_of(origin: Origin | None, problem: Problem, bottom_right: bool) -> Place:
+    """Return a call's place, checked against its problem.
+
+    Parameters
+    ----------
+    origin : Origin or None
+        None: the call is the whole problem.
+    problem : Problem
+    bottom_right : bool
+        Whether the band ends in the bottom right corner of the whole problem.
+    """
+    if origin is None:
+        return problem.place
+    heads = problem.heads if origin.heads is None else origin.heads
+    if origin.head + problem.heads > heads:
+        raise ArgumentError(
+            f"origin.head is {origin.head} with {problem.heads} heads; expected at most origin.heads = {heads} in all"
+        )
+    for name, start, length, whole in (
+        ("row", origin.row, problem.n_queries, origin.n_queries),
+        ("key", origin.key, problem.n_keys, origin.n_keys),
+    ):
+        _check_end(name, start, length, whole, aligned=problem.dropout > 0)
+    row, key = (start if isinstance(start, int) else 0 for start in (origin.row, origin.key))
+    shift = 0 if problem.band is None else row - key
+    if bottom_right:
+        shift += whole_offset(origin)
+    blocks = [
+        _blocks(pieces(start, length)) if problem.dropout and isinstance(start, tuple) else None
+        for start, length in ((origin.row, problem.n_queries), (origin.key, problem.n_keys))
+    ]
+    return Place(origin.batch, origin.head, heads, row, key, shift, *blocks)
+
+
+def whole_offset(origin: Origin) -> int:
+    """Return by how much the diagonal of the whole problem is shifted when it ends in the bottom right corner."""
+    if origin.n_queries is None or origin.n_keys is None:
+        raise ArgumentError(
+            "is_causal or window is aligned 'bottom_right' and origin lacks n_queries or n_keys; expected the "
+            "lengths of the whole problem"
+        )
+    return origin.n_keys - origin.n_queries
+
+
+def _blocks(runs: Runs) -> np.ndarray:
+    """Return the global index of the first of every 16 local rows or keys."""
+    return np.concatenate([np.arange(*run, _BLOCK, dtype=np.int32) for run in runs])
+
+
+def _check_end(name: str, start: int | Runs, length: int, whole: int | None, *, aligned: bool) -> None:
+    runs = ((0, start),) if isinstance(start, int) else start
+    first, at = runs[-1]
+    if first > length:
+        raise ArgumentError(f"origin.{name} is {shown(start)}; expected local starts of at most {length}")
+    end = at + length - first
+    limit = _LIMIT if whole is None else whole
+    if end > limit or end >= _LIMIT:
+        raise ArgumentError(f"origin.{name} is {shown(start)}, which ends at {end}; expected an end of at most {limit}")
+    if aligned and any(index % _BLOCK for run in runs for index in run):
+        raise ArgumentError(f"origin.{name} is {shown(start)}; expected multiples of {_BLOCK} with dropout_p > 0")

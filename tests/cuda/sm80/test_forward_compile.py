@@ -1,0 +1,79 @@
+"""Every kernel in a canonical set of variants compiles for three generations without spills or local memory."""
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from cuattn.cuda import compile as compiler
+from cuattn.cuda import source
+from cuattn.cuda.sm80.forward_plan import forward_plan
+from tests.cuda.cases import CASES
+from tests.cuda.sm80.test_forward_plan import CARDS, problem_of
+
+FORWARD_CARDS = {card.arch: card for card in (CARDS["A100"], CARDS["H200"], CARDS["RTX 5090"])}
+
+# Variants that may keep a few values in local memory: their products take every register, and what is spilled is the
+# walk over key tiles, touched once per tile of thousands of instructions.
+SPILL_BYTES = 32
+EXCEPTIONS = {
+    ("sm_80", "float32 column causal"),
+    ("sm_90", "dropout column"),
+    ("sm_90", "dropout causal"),
+    ("sm_90", "window bottom right"),
+    ("sm_90", "float32 dropout column"),
+    ("sm_90", "float32 d128 with flushes"),
+    ("sm_120", "float32 column"),
+    ("sm_120", "float32 dropout column"),
+}
+
+_BAND = {"band_left": True, "band_right": True}
+UTILITIES = [
+    ("util/mask_bounds.cu", {"block_m": 64, "block_n": 96, "rows_per_item": 3, **_BAND}),
+    (
+        "util/mask_bounds.cu",
+        {"block_m": 64, "block_n": 32, "rows_per_item": 1, "band_left": False, "band_right": False},
+    ),
+    ("util/mask_alive.cu", {"block_m": 1, "block_n": 1, **_BAND}),
+    ("util/merge.cu", {"acc": "float", "part": "float", "out": "__nv_bfloat16", "row_warps": 4}),
+    ("util/merge.cu", {"acc": "float", "part": "__half", "out": "__half", "row_warps": 1}),
+]
+
+
+def _resources(job):
+    path, constants, arch = job
+    return compiler.resources(source.build(path, constants), arch, path)
+
+
+def _failures(jobs):
+    """Compile (name, path, constants, arch) in parallel; return what uses local memory."""
+    unique = list({job[1:] for job in jobs})
+    with ProcessPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
+        found = dict(zip(unique, pool.map(_resources, unique), strict=True))
+    failures = []
+    for name, *key in jobs:
+        for kernel, used in found[tuple(key)].items():
+            if used.stack > (SPILL_BYTES if (key[-1], name) in EXCEPTIONS else 0):
+                failures.append(f"{key[-1]} {name}: {kernel} {used}")
+    return failures
+
+
+def forward_jobs(arch):
+    """Return the forward's variants on one architecture."""
+    for case in CASES:
+        load_bytes = 16 if case.head_dim % 8 == 0 else 2
+        plan = forward_plan(problem_of(case), FORWARD_CARDS[arch], load_bytes)
+        yield case.name, "sm80/fwd.cu", plan.constants, arch
+        if case.name in ("float32 d64", "float32 d128", "float64 d64", "float64 d128"):
+            deposits = {**dict(plan.constants), "flush_every": 64}
+            yield f"{case.name} with flushes", "sm80/fwd.cu", tuple(deposits.items()), arch
+
+
+@pytest.mark.parametrize("arch", FORWARD_CARDS)
+def test_forward(arch):
+    assert not _failures(list(forward_jobs(arch)))
+
+
+@pytest.mark.parametrize("arch", FORWARD_CARDS)
+def test_utilities(arch):
+    assert not _failures([(path, path, tuple(constants.items()), arch) for path, constants in UTILITIES])

@@ -1,0 +1,240 @@
+"""Hopper's backward kernels on a GPU against the float64 oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cuattn
+from cuattn import masks
+from cuattn.errors import UnsupportedError
+from tests.cuda.cases import BF16, CASES, F16, Case, blocks_of, columns_of, hostile_columns, to_device, visible
+from tests.cuda.sm80.test_backward_gpu import check, made, poisoned_memory, run  # noqa: F401
+from tests.cuda.sm90.test_forward_gpu import hopper  # noqa: F401
+
+pytestmark = pytest.mark.gpu
+
+
+def some_heads(case: Case, rng: np.random.Generator) -> masks.ColumnMask:
+    """Hide the first keys from the second and third of every four heads."""
+    hidden = np.zeros((2, *case.batch, case.heads, case.n_keys), np.int32)
+    hidden[1, ..., 1::4, :200] = hidden[1, ..., 2::4, :200] = case.n_queries
+    return masks.ColumnMask(*hidden, *np.zeros_like(hidden), n_queries=case.n_queries)
+
+
+def diagonal(case: Case, rng: np.random.Generator) -> masks.ColumnMask:
+    """Causality as a mask, which these kernels take as a band."""
+    return masks.causal(case.n_queries, case.n_keys)
+
+
+OWN = [
+    Case("long", batch=(1,), n_queries=2000, n_keys=700, head_dim=128),
+    Case("long d64", batch=(1,), n_queries=2000, n_keys=700),
+    Case("long causal", batch=(1,), n_queries=1300, n_keys=1300, head_dim=128, options={"is_causal": True}),
+    Case("many tiles", batch=(3,), heads=60, kv_heads=20, n_queries=200, n_keys=130, head_dim=128),
+    Case("many tiles d64", batch=(3,), heads=60, kv_heads=20, n_queries=200, n_keys=130),
+    Case("d 64 dv 128", head_dim_v=128),
+    Case("d 128 dv 64", head_dim=128, head_dim_v=64),
+    Case("d 96 dv 40", head_dim=96, head_dim_v=40, options={"is_causal": "bottom_right"}),
+    Case("float16 softcap", dtype=F16, head_dim=128, options={"softcap": 3.0, "is_causal": "top_left"}),
+    Case("columns", heads=20, kv_heads=20, n_queries=500, n_keys=600, head_dim=128, mask=columns_of),
+    Case("columns d64", n_queries=500, n_keys=600, mask=columns_of),
+    Case("columns grouped", heads=8, kv_heads=2, n_queries=300, n_keys=400, head_dim=128, mask=columns_of),
+    Case("heads between", heads=8, kv_heads=2, n_queries=300, n_keys=400, head_dim=128, mask=some_heads),
+    Case("columns window", n_queries=500, n_keys=500, mask=columns_of, options={"window": (99, 40)}),
+    Case("columns softcap", n_queries=300, n_keys=400, head_dim=128, mask=columns_of, options={"softcap": 3.0}),
+    Case("diagonal", n_queries=300, n_keys=400, head_dim=128, mask=diagonal,
+         options={"window": (250, 7, "bottom_right")}),
+    Case("no diagonal", n_queries=400, n_keys=300, mask=diagonal, options={"is_causal": "top_left"}),
+    Case("blocks", n_queries=500, n_keys=600, head_dim=128, mask=blocks_of(128, 128)),
+    Case("small blocks", n_queries=300, n_keys=400, mask=blocks_of(24, 40), options={"dropout_p": 0.3, "rng": 7}),
+    Case("dropout", n_queries=300, n_keys=400, head_dim=128, options={"dropout_p": 0.1, "rng": 42}),
+    Case("dropout d64", n_queries=300, n_keys=400, options={"dropout_p": 0.7, "rng": 42}),
+    Case("dropout grouped", heads=8, kv_heads=2, n_queries=500, n_keys=600, mask=some_heads,
+         options={"dropout_p": 0.1, "rng": 11, "is_causal": "bottom_right"}),
+    Case("d 192 dv 128", head_dim=192, head_dim_v=128, options={"is_causal": True}, n_keys=200),
+    Case("d256 grouped", heads=8, kv_heads=2, n_queries=300, n_keys=400, head_dim=256),
+    Case("d256 window", head_dim=256, options={"window": (50, 20, "bottom_right"), "scale": -0.05}),
+    Case("d256 blocks", n_queries=300, n_keys=400, head_dim=256, mask=blocks_of(24, 40)),
+    Case("d256 columns", heads=20, kv_heads=20, n_queries=300, n_keys=400, head_dim=256, mask=columns_of),
+    Case("d256 everything", n_queries=300, n_keys=400, head_dim=256, mask=columns_of,
+         options={"softcap": 3.0, "dropout_p": 0.3, "rng": 7, "is_causal": "top_left"}),
+    Case("turns", batch=(1,), heads=6, kv_heads=3, n_queries=900, n_keys=900, head_dim=128),
+    Case("turns causal", batch=(1,), heads=4, kv_heads=4, n_queries=900, n_keys=900, options={"is_causal": True}),
+    Case("dropout columns", n_queries=300, n_keys=400, head_dim=128, mask=columns_of,
+         options={"dropout_p": 0.1, "rng": 42}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*CASES, *OWN], ids=lambda case: case.name)
+def test_oracle(case):
+    do, qkv, options = made(case)
+    try:
+        actual = run(do, qkv, options, kernel="sm90")
+    except UnsupportedError as error:
+        assert case not in OWN
+        pytest.skip(str(error))
+    check(case, actual, do, qkv, options)
+
+
+# Where turns matter: many key tiles add to a row tile, and masks leave some of them out.
+TURNS = [
+    "turns", "turns causal", "many tiles", "many tiles d64", "columns", "columns grouped", "columns window",
+    "small blocks", "blocks", "dropout", "dropout grouped", "d 96 dv 40", "d256 everything",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_deterministic(name):
+    case, do, qkv, options = named(name)
+    first = run(do, qkv, options, deterministic=True, kernel="sm90")
+    check(case, first, do, qkv, options)
+    for _ in range(5):
+        for a, b in zip(first, run(do, qkv, options, deterministic=True, kernel="sm90"), strict=True):
+            assert a is b is None or a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("name", ["turns", "turns causal", "columns"])
+def test_a_thousand_runs_are_bitwise_equal(name):
+    import cupy
+
+    _, do, qkv, options = named(name)
+    options = {"deterministic": True, "kernel": "sm90", **options}
+    arrays = [cupy.asarray(x) for x in (do, *qkv)]
+    forward_options = {key: value for key, value in options.items() if key not in ("deterministic", "kernel")}
+    forward = cuattn.forward(*arrays[1:], **forward_options)
+    first = [x.view(np.uint16) for x in cuattn.backward(*arrays, forward, **options)[:3]]
+    different = cupy.zeros((), np.int64)
+    for _ in range(1000):
+        for a, b in zip(first, cuattn.backward(*arrays, forward, **options)[:3], strict=True):
+            different += (a != b.view(np.uint16)).any()
+    assert int(different) == 0
+
+
+def named(name: str):
+    case = next(case for case in OWN if case.name == name)
+    return case, *made(case)
+
+
+@pytest.mark.parametrize(
+    "name", ["columns", "columns window", "small blocks", "columns d64", "d256 columns", "d256 blocks"]
+)
+def test_what_nobody_sees_may_hold_nan(name):
+    case, do, qkv, options = named(name)
+    seen = np.broadcast_to(visible(case, options), (*case.batch, case.heads, case.n_queries, case.n_keys))
+    dead, empty = ~seen.any(-2), ~seen.any(-1)
+    assert dead.any() or empty.any()
+    for x in qkv[1:]:
+        x[dead] = np.nan
+    do[empty], qkv[0][empty] = np.nan, np.nan
+    actual = run(do, qkv, options, kernel="sm90")
+    assert not actual[0][empty].any() and not actual[1][dead].any() and not actual[2][dead].any()
+    clean = [np.nan_to_num(x.astype(np.float32)).astype(case.dtype) for x in (do, *qkv)]
+    check(case, actual, clean[0], clean[1:], options)
+
+
+@pytest.mark.parametrize("align", ["top_left", "bottom_right"])
+def test_beyond_the_causal_band_may_hold_nan(align):
+    """More keys than queries leaves dead keys, more queries than keys empty rows."""
+    for n_queries, n_keys in ((200, 333), (333, 200)):
+        case = Case("beyond", n_queries=n_queries, n_keys=n_keys, head_dim=128)
+        do, qkv, _ = made(case)
+        options = {"is_causal": align}
+        seen = np.broadcast_to(visible(case, options), (2, 2, n_queries, n_keys))
+        dead, empty = ~seen.any(-2), ~seen.any(-1)
+        for x in qkv[1:]:
+            x[dead] = np.nan
+        do[empty], qkv[0][empty] = np.nan, np.nan
+        actual = run(do, qkv, options, kernel="sm90")
+        clean = [np.nan_to_num(x.astype(np.float32)).astype(case.dtype) for x in (do, *qkv)]
+        check(case, actual, clean[0], clean[1:], options)
+
+
+def test_hostile_device_vectors_are_clamped():
+    rng = np.random.default_rng(1)
+    n, keys = 300, 400
+    device, host = hostile_columns(rng, n, keys)
+    do, *qkv = [rng.standard_normal((2, m, 64)).astype(BF16) for m in (n, n, keys, keys)]
+    case = Case("hostile", batch=(), heads=2, kv_heads=2, n_queries=n, n_keys=keys)
+    check(case, run(do, qkv, {"mask": device}, kernel="sm90"), do, qkv, {"mask": host})
+
+
+@pytest.mark.parametrize("layout", ["swapped", "broadcast q", "offset"])
+def test_strides(layout):
+    import cupy
+
+    rng = np.random.default_rng(5)
+    case = Case(layout, heads=3, kv_heads=3, n_queries=170, n_keys=250)
+    arrays = [rng.standard_normal((2, 3, n, 64)).astype(BF16) for n in (170, 170, 250, 250)]
+    if layout == "swapped":
+        device = [cupy.asarray(np.ascontiguousarray(x.swapaxes(-2, -3))).swapaxes(-2, -3) for x in arrays]
+    elif layout == "broadcast q":
+        arrays[1] = arrays[1][:1]
+        device = [cupy.asarray(np.ascontiguousarray(x)) for x in arrays]
+    else:
+        device = [cupy.asarray(np.pad(x, ((0, 0), (0, 0), (0, 0), (8, 24))))[..., 8:72] for x in arrays]
+    check(case, run(device[0], device[1:], {}, kernel="sm90"), arrays[0], arrays[1:], {})
+
+
+def test_unrounded_o():
+    case, do, qkv, options = named("long")
+    check(case, run(do, qkv, options, kernel="sm90", o_dtype="float32"), do, qkv, options)
+
+
+@pytest.mark.parametrize("name", ["long", "columns", "long d64"])
+def test_delta_cancels_to_its_last_bits(name):
+    """Where all values are alike dP is D, whatever P is; no term of D is negative, so that its own error is small."""
+    import cupy
+
+    _, do, (q, k, v), options = named(name)
+    v[...] = values = np.linspace(0.5, 2, v.shape[-1]).astype(v.dtype)
+    do, q, k, v = map(to_device, (np.abs(do), q, k, v))
+    forward = cuattn.forward(q, k, v, **options)
+    forward.o[...] = to_device(values)  # o that is rounded may be off by a unit
+    dq = cuattn.backward(do, q, k, v, forward, kernel="sm90", **options).dq
+    delta = do.astype(cupy.float64) @ to_device(values.astype(np.float64))
+    bound = 2.0**-18 * delta * abs(k.astype(cupy.float64)).max() / q.shape[-1] ** 0.5
+    assert (abs(dq.astype(cupy.float64)) <= bound[..., None]).all()
+
+
+def test_graph_holds_its_scratch():
+    import cupy
+
+    _, do, qkv, options = named("columns")
+    arrays = [cupy.asarray(x) for x in qkv]
+    upstream = cupy.asarray(do)
+    forward = cuattn.forward(*arrays, **options)
+    call = {"kernel": "sm90", **options}
+    eager = cuattn.backward(upstream, *arrays, forward, **call)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        result = cuattn.backward(upstream, *arrays, forward, **call)
+        graph = stream.end_capture()
+        noise = [cupy.full(1 << 20, np.nan, np.float32) for _ in range(4)]
+        for _ in range(2):
+            graph.launch(stream)
+        for a, b in zip(result[1:3], eager[1:3], strict=True):
+            assert a.get().tobytes() == b.get().tobytes()
+        np.testing.assert_allclose(result[0].get().astype(np.float32), eager[0].get().astype(np.float32), atol=1e-2)
+    del noise
+
+
+def test_key_gradients_repeat_bit_for_bit():
+    _, do, qkv, options = named("columns grouped")
+    first, second = (run(do, qkv, options, kernel="sm90")[1:3] for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+def test_plan_says_which():
+    import cupy
+
+    q = cupy.zeros((1, 8, 2048, 64), np.float32)
+    assert any("not the sm90 kernel" in note for note in cuattn.plan(q, q, q, direction="backward").notes)
+    halves = [q.astype(BF16)] * 3
+    assert cuattn.plan(*halves, direction="backward").kernel == "sm90"
+    assert (
+        cuattn.plan(*halves, direction="backward", mask=masks.causal_document([700, 1348]), dropout_p=0.1).kernel
+        == "sm90"
+    )

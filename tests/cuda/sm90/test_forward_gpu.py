@@ -1,0 +1,200 @@
+"""Hopper's forward kernel on a GPU against the float64 oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cuattn
+from cuattn import masks
+from cuattn.errors import UnsupportedError
+from cuattn.masks import ColumnMask
+from tests.cuda.cases import BF16, CASES, F16, Case, blocks_of, columns_of, visible
+from tests.cuda.sm80.test_forward_gpu import check
+from tests.cuda.sm80.test_forward_gpu import run as run_on
+
+pytestmark = pytest.mark.gpu
+
+
+def _is_hopper() -> bool:
+    import cupy
+
+    return cupy.cuda.Device().compute_capability == "90"
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if not _is_hopper():
+        pytest.skip("needs compute capability 9.0")
+
+
+def run(qkv, options, **more):
+    """Run ``cuattn.forward`` on Hopper's kernel; NumPy in, NumPy out."""
+    return run_on(qkv, options, kernel="sm90", **more)
+
+
+def patches_of(case: Case, rng: np.random.Generator) -> ColumnMask:
+    """Show every 100 keys to some of the 64-row strips, so that warpgroups of one tile see different key tiles."""
+    n, strips = case.n_queries, -(-case.n_queries // 64)
+    ends = np.sort(rng.integers(0, strips + 1, (2, *case.batch, case.heads, -(-case.n_keys // 100))), axis=0) * 64
+    first, end = np.minimum(np.repeat(ends, 100, axis=-1)[..., : case.n_keys], n)
+    return ColumnMask(np.zeros_like(first), first, end, np.full_like(first, n), n_queries=n)
+
+
+OWN = [
+    Case("hopper long", batch=(1,), n_queries=700, n_keys=4200, head_dim=128),
+    Case("hopper long causal", batch=(1,), n_queries=2300, n_keys=2300, options={"is_causal": True}),
+    Case("hopper rows before the first", heads=40, kv_heads=40, n_queries=440, n_keys=440, options={"is_causal": True}),
+    Case(
+        "hopper rows before the first d128",
+        n_queries=300,
+        n_keys=350,
+        head_dim=128,
+        options={"window": (200, 9, "bottom_right")},
+    ),
+    Case("hopper many tiles", batch=(3,), heads=60, kv_heads=20, n_queries=260, n_keys=130, head_dim=128),
+    Case("hopper many tiles d64", batch=(3,), heads=60, kv_heads=20, n_queries=400, n_keys=130),
+    Case("hopper many tiles d256", batch=(3,), heads=60, kv_heads=20, n_queries=260, n_keys=90, head_dim=256),
+    Case("hopper 192 128", head_dim=192, head_dim_v=128),
+    Case("hopper float16 softcap", dtype=F16, head_dim=128, options={"softcap": 3.0, "is_causal": "top_left"}),
+    Case("hopper columns", heads=40, kv_heads=40, n_queries=700, n_keys=900, head_dim=128, mask=columns_of),
+    Case("hopper columns d256", n_queries=300, n_keys=400, head_dim=256, mask=columns_of),
+    Case("hopper patches", heads=40, kv_heads=40, n_queries=700, n_keys=1100, head_dim=128, mask=patches_of),
+    Case("hopper patches d64", heads=40, kv_heads=40, n_queries=700, n_keys=1100, mask=patches_of),
+    Case("hopper long columns", batch=(1,), n_queries=500, n_keys=9000, mask=patches_of),
+    Case("hopper one strip of a tile", heads=40, kv_heads=40, n_queries=200, n_keys=2500),
+    Case("hopper narrow window", n_queries=900, n_keys=900, options={"window": (20, 3)}),
+    Case("hopper columns window", n_queries=500, n_keys=500, mask=columns_of, options={"window": (99, 40)}),
+    Case("hopper blocks", n_queries=500, n_keys=600, head_dim=128, mask=blocks_of(128, 128)),
+    Case(
+        "hopper small blocks", n_queries=500, n_keys=600, mask=blocks_of(24, 40), options={"dropout_p": 0.3, "rng": 7}
+    ),
+    Case("hopper dropout", n_queries=300, n_keys=400, head_dim=128, options={"dropout_p": 0.1, "rng": 42}),
+    Case("hopper dropout d256", n_queries=300, n_keys=400, head_dim=256, options={"dropout_p": 0.7, "rng": 42}),
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, *OWN], ids=lambda case: case.name)
+def test_oracle(case):
+    try:
+        check(case, "sm90")
+    except UnsupportedError as error:
+        assert case not in OWN
+        pytest.skip(str(error))
+
+
+def _case(name: str):
+    case = next(case for case in OWN if case.name == name)
+    arrays, options = case.arrays()
+    return case, list(arrays.values()), options
+
+
+@pytest.mark.parametrize("name", ["hopper long", "hopper many tiles", "hopper patches d64", "hopper small blocks"])
+def test_same_bits_twice(name):
+    _, qkv, options = _case(name)
+    first, second = run(qkv, options), run(qkv, options)
+    for a, b in zip(first, second, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+def test_float32_output_is_the_rounded_one():
+    case, qkv, options = _case("hopper long")
+    exact = run(qkv, options, out_dtype=np.float32)[0]
+    assert exact.dtype == np.float32
+    np.testing.assert_array_equal(exact.astype(case.dtype), run(qkv, options)[0])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_column_masks_equal_causality_bit_for_bit(head_dim):
+    """A mask that is known to be a band is taken as one; of vectors that come from the device nobody knows."""
+    import cupy
+
+    n = 440  # the flag's row tiles end with the last 64 queries, the mask's begin with the first
+    case = Case(f"bits {head_dim}", heads=20, kv_heads=20, n_queries=n, n_keys=n, head_dim=head_dim)
+    qkv = list(case.arrays()[0].values())
+    for mask, option in (
+        (masks.causal(n), {"is_causal": True}),
+        (masks.sliding_window(n, 77), {"is_causal": True, "window": (76, None)}),
+    ):
+        unknown = masks.ColumnMask(*(cupy.asarray(x) for x in (mask.lts, mask.lte, mask.uts, mask.ute)), n_queries=n)
+        assert mask.to_device().reach == mask.reach is not None is unknown.reach
+        for a, b, c in zip(run(qkv, {"mask": unknown}), run(qkv, {"mask": mask}), run(qkv, option), strict=True):
+            assert a.tobytes() == b.tobytes() == c.tobytes()
+
+
+@pytest.mark.parametrize("name", ["hopper columns", "hopper columns window", "hopper small blocks"])
+def test_invisible_keys_may_hold_nan(name):
+    case, qkv, options = _case(name)
+    clean = run(qkv, options)
+    seen = visible(case, options)
+    dead = ~np.broadcast_to(seen, (*case.batch, case.heads, case.n_queries, case.n_keys)).any(-2)
+    assert dead.any()
+    for x in qkv[1:]:
+        x[dead] = np.nan
+    for a, b in zip(run(qkv, options), clean, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+def test_keys_beyond_the_causal_band_may_hold_nan():
+    case = Case("beyond", n_queries=200, n_keys=333)
+    qkv = list(case.arrays()[0].values())
+    clean = run(qkv, {"is_causal": "top_left"})
+    for x in qkv[1:]:
+        x[..., 200:, :] = np.nan
+    for a, b in zip(run(qkv, {"is_causal": "top_left"}), clean, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+def test_empty_rows_are_zero_whatever_the_values_hold():
+    n = 300
+    start = np.full(n, 100)
+    mask = ColumnMask(start, np.full(n, 140), np.zeros(n, int), np.zeros(n, int), n_queries=n)
+    qkv = list(Case("empty rows", n_queries=n, n_keys=n).arrays()[0].values())
+    qkv[2][..., 7, :] = np.nan
+    o, l, m = run(qkv, {"mask": mask})
+    assert not o[..., 100:140, :].any() and not l[..., 100:140].any() and (m[..., 100:140] == -np.inf).all()
+
+
+@pytest.mark.parametrize("layout", ["swapped", "broadcast", "offset"])
+def test_strides(layout):
+    import cupy
+
+    rng = np.random.default_rng(5)
+    q, k, v = (rng.standard_normal((2, 3, n, 64)).astype(BF16) for n in (300, 500, 500))
+    if layout == "swapped":
+        arrays = [cupy.asarray(np.ascontiguousarray(x.swapaxes(1, 2))).swapaxes(1, 2) for x in (q, k, v)]
+    elif layout == "broadcast":
+        q, k, v = (np.broadcast_to(x[:1], x.shape) for x in (q, k, v))
+        arrays = [cupy.broadcast_to(cupy.asarray(np.ascontiguousarray(x[:1])), x.shape) for x in (q, k, v)]
+    else:
+        arrays = [cupy.asarray(np.pad(x, ((0, 0), (0, 0), (0, 0), (8, 24))))[..., 8:72] for x in (q, k, v)]
+    actual = run(arrays, {})
+    for a, b in zip(actual, run([q, k, v], {}), strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+def test_captured_in_a_graph():
+    import cupy
+
+    arrays = [cupy.asarray(x) for x in Case("graph", heads=80, kv_heads=80).arrays()[0].values()]
+    plain = cuattn.forward(*arrays, kernel="sm90")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cuattn.forward(*arrays, kernel="sm90")
+        stream.synchronize()
+        stream.begin_capture()
+        result = cuattn.forward(*arrays, kernel="sm90")
+        graph = stream.end_capture()
+        result.o.fill(0)
+        for _ in range(3):
+            graph.launch(stream)
+        stream.synchronize()
+    assert result.o.get().tobytes() == plain.o.get().tobytes()
+
+
+def test_plan_says_why_not():
+    import cupy
+
+    q = cupy.zeros((1, 8, 2048, 64), np.float32)
+    assert any("not the sm90 kernel" in note for note in cuattn.plan(q, q, q).notes)
+    assert cuattn.plan(*[q.astype(BF16)] * 3).kernel == "sm90"

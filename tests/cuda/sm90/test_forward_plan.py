@@ -1,0 +1,135 @@
+"""Hopper's plan: what it takes, that every variant compiles without spills and fits in shared memory."""
+
+import re
+
+import numpy as np
+import pytest
+
+from cuattn.cuda import compile as compiler
+from cuattn.cuda import source
+from cuattn.cuda.sm80.tiles import Card
+from cuattn.cuda.sm90.forward_plan import ARCH, counts, few_rows, hopper_plan, leaves_idle, refusal
+from cuattn.cuda.sm90.tensor_map import why_not
+from cuattn.problem import Band, Origin, Problem
+from tests.cuda.cases import BF16, F16
+
+H200 = Card("sm_90", 132, 232448, 60 << 20)
+CAUSAL = Band(None, 0, 0)
+
+
+def problem(head_dim=128, head_dim_v=None, **changes) -> Problem:
+    values = {
+        "direction": "forward", "batch": (2,), "heads": 16, "kv_heads": 16, "n_queries": 4096, "n_keys": 4096,
+        "head_dim": head_dim, "head_dim_v": head_dim if head_dim_v is None else head_dim_v, "dtype": BF16,
+        "scale": 0.1, "softcap": None, "band": None, "mask": None, "bias": None, "dropout": 0, "out_dtype": BF16,
+        "precision": None, "deterministic": False, "kernel": None, "origin": Origin(),
+    }  # fmt: skip
+    return Problem(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dtype": np.dtype(np.float32)}, "float32"),
+        ({"bias": np.dtype(np.float32)}, "bias"),
+        ({"mask": "dense"}, "boolean"),
+        ({"head_dim": 264}, "264"),
+        ({"head_dim_v": 36}, "36"),
+        ({"n_keys": 0}, "nothing"),
+    ],
+)
+def test_refusal_says_why(changes, words):
+    assert words in refusal(problem(**changes), H200)
+
+
+def test_refusal_of_other_cards():
+    assert "sm_80" in refusal(problem(), H200._replace(arch="sm_80"))
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 128, 136, 192, 256])
+def test_takes_head_dimensions(head_dim):
+    assert refusal(problem(head_dim), H200) is None
+
+
+def test_few_rows_leave_the_card_idle():
+    assert leaves_idle(problem(n_queries=1, batch=(1,)), H200)
+    assert not leaves_idle(problem(), H200)
+
+
+@pytest.mark.parametrize(
+    ("changes", "few"),
+    [
+        ({"heads": 32, "kv_heads": 8, "n_queries": 1, "n_keys": 8192}, True),
+        ({"heads": 32, "kv_heads": 8, "n_queries": 32, "n_keys": 8192}, True),  # 128 rows share their keys
+        ({"heads": 32, "kv_heads": 8, "n_queries": 64, "n_keys": 8192}, False),
+        ({"heads": 32, "kv_heads": 8, "n_queries": 4, "n_keys": 256}, True),
+        ({"n_queries": 16}, True),
+        ({"n_queries": 32}, False),
+        ({"n_queries": 64}, False),
+        ({"kv_heads": 8, "n_queries": 32}, False),
+        ({"n_queries": 128}, False),
+        ({"n_queries": 4096}, False),
+        ({"heads": 32, "kv_heads": 8, "n_queries": 1, "n_keys": 8192, "mask": "column"}, True),
+    ],
+)
+def test_few_rows_per_key(changes, few):
+    assert few_rows(problem(batch=(16,), **changes), H200) == few
+
+
+def test_counts_cover_ragged_ends():
+    tiles = counts(problem(n_queries=129, n_keys=257))
+    assert (tiles["row_tiles"], tiles["key_tiles"]) == (2, 3)
+
+
+def test_causal_heads_share_the_cache():
+    assert counts(problem(band=CAUSAL, kv_heads=4, n_keys=65536))["section"] == 4
+    assert counts(problem(band=CAUSAL, n_keys=1024))["section"] == 32
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("mask", [None, "column", "block"])
+def test_fits_in_shared_memory(head_dim, mask):
+    for out in (BF16, np.dtype(np.float32)):
+        assert hopper_plan(problem(head_dim, mask=mask, out_dtype=out)).smem_bytes <= H200.shared_bytes
+
+
+@pytest.mark.parametrize(
+    ("address", "stride", "good"), [(16, 32, True), (8, 32, False), (16, 24, False), (16, -16, False)]
+)
+def test_tensor_map_conditions(address, stride, good):
+    assert (why_not(address, (0, stride)) is None) == good
+
+
+VARIANTS = [
+    problem(64, band=CAUSAL),
+    problem(64, dropout=6554, dtype=F16, out_dtype=F16),
+    problem(64, mask="column"),
+    problem(64, mask="block", band=Band(10, 0, 0)),
+    problem(96, scale=-0.1),
+    problem(128, n_keys=1024),
+    problem(128, mask="column", band=Band(10, 0, 0), dropout=6554, softcap=3.0),
+    problem(192, 128, out_dtype=np.dtype(np.float32)),
+    problem(256, mask="column"),
+    problem(256, mask="column", dropout=6554),
+    problem(256, band=CAUSAL, softcap=3.0),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda p: f"d{p.head_dim} {p.mask} {p.dropout} {p.softcap}")
+def test_compiles_without_spills(variant):
+    made = hopper_plan(variant)
+    text = source.build("sm90/fwd.cu", made.constants)
+    _, log = compiler.compile_log(text, ARCH, ("--ptxas-options=-v",))
+    assert re.search(r"\b0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", log), log
+    assert "C75" not in log, log  # products that the compiler runs one by one
+
+
+def test_layout_agrees_with_the_kernel():
+    for variant in VARIANTS:
+        made = hopper_plan(variant)
+        text = source.prologue(made.constants) + source.flatten_text(
+            f'#include "sm90/layout.cuh"\nstatic_assert(sm90::shared_bytes == {made.smem_bytes});\n'
+            f"static_assert(sm90::threads == {32 * made.workers});\n",
+            "layout.cu",
+        )
+        compiler.compile_log(text, ARCH)
