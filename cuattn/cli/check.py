@@ -34,18 +34,12 @@ class Case(NamedTuple):
     dtype : type
         Of the arrays.
     options : callable
-        From the sequence length to the keyword arguments of the API.
-    group : int
-        Query heads per key and value head.
-    bias : bool
-        Whether there is a bias.
+        From the sequence length to the keyword arguments of the API; with enable_gqa, heads are grouped in pairs.
     """
 
     name: str
     dtype: Any
     options: Callable[[int], dict] = lambda n: {}
-    group: int = 1
-    bias: bool = False
 
     @property
     def title(self):
@@ -67,12 +61,13 @@ class Row(NamedTuple):
     message: str = ""
 
 
-def _documents(n):
-    return [n // 3, n // 4, n - n // 3 - n // 4]
+def _capped(n):
+    return {"softcap": 5.0, "window": (n // 4, 8), "bias": np.sin(np.arange(n, dtype=np.float32))[None]}
 
 
-def _answers(n):
-    return [(n // 4, [n // 8, n // 8]), (n // 8, [n - n // 4 - 3 * (n // 8)])]
+def _shared(n):
+    answers = [n // 8, n // 5, n - n // 4 - n // 8 - n // 5]
+    return {"mask": masks.share_question([(n // 4, answers)]), "enable_gqa": True}
 
 
 CASES = (
@@ -80,10 +75,10 @@ CASES = (
     Case("no mask", np.float64),
     Case("causal", np.float16, lambda n: {"is_causal": True}),
     Case("causal", ml_dtypes.bfloat16, lambda n: {"is_causal": True}),
-    Case("causal documents", ml_dtypes.bfloat16, lambda n: {"mask": masks.causal_document(_documents(n))}),
-    Case("shared question, grouped heads", np.float16, lambda n: {"mask": masks.share_question(_answers(n))}, group=2),
+    Case("causal documents", ml_dtypes.bfloat16, lambda n: {"mask": masks.causal_document([n // 3, n - n // 3])}),
+    Case("shared question, grouped heads", np.float16, _shared),
     Case("dropout 0.1", ml_dtypes.bfloat16, lambda n: {"dropout_p": 0.1}),
-    Case("bias, softcap, window", np.float32, lambda n: {"softcap": 5.0, "window": (n // 4, 8)}, bias=True),
+    Case("bias, softcap, window", np.float32, _capped),
 )
 
 
@@ -174,12 +169,11 @@ def check(case, device):
 
 def _calls(case, heads, n, device):
     """Return the arrays and options of a case, and two functions: forward, and backward of a forward's result."""
-    generator = np.random.default_rng(n)
-    shapes = {"q": heads, "k": heads // case.group, "v": heads // case.group, "do": heads}
+    generator, options = np.random.default_rng(n), case.options(n)
+    kv_heads = heads // 2 if "enable_gqa" in options else heads
+    shapes = {"q": heads, "k": kv_heads, "v": kv_heads, "do": heads}
     problem = {name: generator.standard_normal((h, n, HEAD_DIM)).astype(case.dtype) for name, h in shapes.items()}
-    problem |= {"enable_gqa": case.group > 1, **case.options(n)}
-    if case.bias:
-        problem["bias"] = generator.standard_normal((heads, 1, n)).astype(case.dtype)
+    problem |= options
     there = {name: device.put(value) if isinstance(value, np.ndarray) else value for name, value in problem.items()}
     q, k, v, do = (there.pop(name) for name in shapes)
     return (
