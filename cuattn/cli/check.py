@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import track
 from rich.table import Table
 
 import cuattn
@@ -99,7 +99,9 @@ def show(console, device, cases=CASES):
     int
         0 when every result is as close to the exact one as it has to be, else 1.
     """
-    rows = [row for case in _progress(cases) for row in check(case, device)]
+    aside = Console(stderr=True)
+    bar = track(cases, "Self-check", console=aside, transient=True, disable=not aside.is_terminal)
+    rows = [row for case in bar for row in check(case, device)]
     title = (
         f"Self-check on {device.backend}: errors at {HEADS} heads x {LENGTH} x {HEAD_DIM} against a textbook "
         f"computation in higher precision, ms and GFLOP/s at {RATE_HEADS} x {RATE_LENGTH[device.backend]} x {HEAD_DIM}"
@@ -118,18 +120,6 @@ def show(console, device, cases=CASES):
         return 1
     console.print(f"all {verdicts.count('ok')} checks are within twice the textbook's own error plus one rounding")
     return 0
-
-
-def _progress(cases):
-    """Yield the cases under a progress bar that names the one being worked on."""
-    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False)
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(cases))
-        for case in cases:
-            bar.update(task, description=case.title)
-            yield case
-            bar.advance(task)
 
 
 def check(case, device):
