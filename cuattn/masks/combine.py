@@ -147,9 +147,12 @@ def both(a: Any, b: Any) -> Mask:
         Their lengths agree and their leading axes broadcast.  What lies on a GPU is not read.
     """
     given = AllOf([as_mask(a), as_mask(b)])
+    n_queries, n_keys = given.n_queries, given.n_keys
+    beside = [(n_queries + step, n_keys) for step in (-1, 1)] + [(n_queries, n_keys + step) for step in (-1, 1)]
+    is_open = any(given.fits(*lengths) for lengths in beside)
     parts: list[Mask] = []
     for part in given.parts:
-        part = _as_columns(part, given.n_queries)
+        part = part if is_open else _as_columns(part, n_queries, n_keys)
         for place, other in enumerate(parts):
             joined = None if part.on_device or other.on_device else _joined(part, other)
             if joined is not None:
@@ -160,9 +163,9 @@ def both(a: Any, b: Any) -> Mask:
     return parts[0] if len(parts) == 1 else AllOf(parts)
 
 
-def _as_columns(mask: Mask, n_queries: int) -> Mask:
-    """Return a host's boolean mask as a `ColumnMask`, where it is one."""
-    if not isinstance(mask, BooleanMask) or mask.on_device or mask.array.shape[-1] == 1 < mask.n_keys:
+def _as_columns(mask: Mask, n_queries: int, n_keys: int) -> Mask:
+    """Return a host's boolean mask as a `ColumnMask` of these lengths, where it is one."""
+    if not isinstance(mask, BooleanMask) or mask.on_device or mask.array.shape[-1] != n_keys:
         return mask
     if mask.array.shape[-2] == 1:
         dead = ~mask.array[..., 0, :]
