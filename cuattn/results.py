@@ -56,5 +56,7 @@ class Gradients(NamedTuple):
 
 def _log(x: Any) -> Any:
     """Natural logarithm of an array of any kind, in its own kind; log(0) is -inf without a warning."""
+    if hasattr(x, "log"):  # a tensor of PyTorch
+        return x.log()
     with np.errstate(divide="ignore"):
-        return x.__array_namespace__().log(x) if hasattr(x, "__array_namespace__") else x.log()
+        return x.__array_namespace__().log(x) if hasattr(x, "__array_namespace__") else np.log(x)  # CuPy answers NumPy
