@@ -1,4 +1,4 @@
-"""Tile, product, softmax, score and mask helpers against NumPy, one warp each."""
+"""Tiles, products and softmax of the forward against NumPy, one warp each."""
 
 import ml_dtypes
 import numpy as np
@@ -147,6 +147,7 @@ def test_softmax_rows():
     for h in range(2):
         np.testing.assert_allclose(sums[:, h], weights[g + 8 * h], rtol=1e-5)
     assert not p[:4, :, :, :, :2].any() and not np.isnan(p).any()
+<<<<<<< HEAD:tests/kernels/test_attn.py
 
 
 @pytest.mark.parametrize(("elem", "units"), [("float", 6), ("double", 3)])
@@ -262,3 +263,5 @@ def test_row_walk_goes_both_ways(mask):
         np.testing.assert_array_equal(up[n, : len(visited)], visited)
         np.testing.assert_array_equal(down[n, : len(visited)], visited[::-1])
         assert (up[n, len(visited) :] == -1).all() and (down[n, len(visited) :] == -1).all()
+=======
+>>>>>>> refs/heads/sm80:tests/kernels/sm80/test_mma.py
