@@ -1,4 +1,4 @@
-"""The commands run in an environment that holds what the extras name: what they import is declared, the rest is late."""
+"""The commands run where the extras are installed: what they import is declared, peers are imported late."""
 
 import ast
 import re
