@@ -204,5 +204,5 @@ def _place(x: Any, lead: tuple[slice, ...], rows: Any) -> tuple[Any, ...]:
 
 def _add_bias(xp: Any, total: Any, part: Any, lead: tuple[slice, ...], i: Any, j: Any) -> None:
     view = total[_where_long(total.shape[:-2], lead)]
-    i, j = (at if n > 1 else xp.zeros(1, int) for at, n in zip((i, j), view.shape[-2:], strict=True))
+    i, j = (at if n != 1 else xp.zeros(1, int) for at, n in zip((i, j), view.shape[-2:], strict=True))
     view[..., i[:, None], j] += part

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -86,7 +87,13 @@ def check(settings: Settings, indices: range) -> list[tuple[int, Outcome]]:
     found = []
     for index in indices:
         kernel = settings.kernels[index % len(settings.kernels)]
-        found.append((index, run(problem_of(settings, index), Target(settings.device, kernel))))
+        try:
+            problem = problem_of(settings, index)
+        except Exception as error:  # of a mask's constructor
+            text = "".join(traceback.format_exception(error)[-3:])
+            found.append((index, Outcome([], [(type(error).__name__, text)])))
+        else:
+            found.append((index, run(problem, Target(settings.device, kernel))))
     return found
 
 

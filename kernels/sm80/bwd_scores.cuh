@@ -270,7 +270,7 @@ __device__ __forceinline__ void find_p(Scores& s, Scores& slope, Products& produ
 template <bool relu>
 __device__ __forceinline__ void store_weights(TileAt tile, const Scores& x) {
     const TileAt part = part_of_weights(tile, warp_score_row(), warp_score_key());
-    if constexpr (in_halves)
+    if constexpr (is_split)
         store_split<p_stride, relu>(part, x);
     else
         store_rounded<p_stride, relu>(part.tile, x);
