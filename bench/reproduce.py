@@ -13,7 +13,6 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,7 +55,7 @@ STEPS = (
 )
 
 
-def run(arguments: argparse.Namespace, steps: Sequence[Step] = STEPS, console: Console | None = None) -> list[str]:
+def run(arguments, steps=STEPS, console=None):
     """Run steps until the budget is spent.
 
     Returns
@@ -85,7 +84,7 @@ def run(arguments: argparse.Namespace, steps: Sequence[Step] = STEPS, console: C
     return left
 
 
-def main() -> int:
+def main():
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budget", type=float, default=3600.0, metavar="SECONDS", help="begin no step past this time")

@@ -89,7 +89,8 @@ class BackwardWalk(Walk):
         factors = weights.weight * weights.weight.dtype.type(problem.dropout_scale)
         self._do.load(operands["do"], factors[..., None], weights.empty)
         self._reference, self._delta = (self.buffers.get(name, *stack) for name in ("reference", "delta"))
-        for buffer, values in ((self._reference, weights.reference), (self._delta, weights.delta)):
+        reference = np.zeros_like(weights.delta) if weights.reference is None else weights.reference
+        for buffer, values in ((self._reference, reference), (self._delta, weights.delta)):
             flat = buffer.reshape(len(buffer), -1)
             flat[:, : values.shape[1]] = values
             flat[:, values.shape[1] :] = 0
@@ -98,7 +99,8 @@ class BackwardWalk(Walk):
         self._dbias: np.ndarray | None = None  # sums over keys, which this item makes alone
         longest_q, longest_do = (longest_of(x.upright) for x in (self._q, self._do))
         k_norm, v_norm = (self.task.max_norm(name, group) for name in ("k", "v"))
-        self._bounded = self.task.bounded(longest_q * k_norm) and not self._reference.any()
+        self._moved = weights.reference is not None
+        self._bounded = self.task.bounded(longest_q * k_norm) and not self._moved
         largest = max(longest_q, k_norm, longest_do * v_norm, float(np.abs(self._delta).max()))
         self._careful = not largest < np.finfo(problem.stat_dtype).max
         self.kv.turn_to(group)
@@ -142,7 +144,7 @@ class BackwardWalk(Walk):
             return s
         for tile, mask in masks:
             mask.fill(tile, -np.inf)
-        if self._reference.any():
+        if self._moved:
             s -= self._reference[:, where, None, None]
         return relative(s)
 

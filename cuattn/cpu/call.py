@@ -10,7 +10,7 @@ import numpy as np
 from cuattn.cpu import threads
 from cuattn.cpu.backward import END, BackwardWalk
 from cuattn.cpu.blocks import Blocks, choose
-from cuattn.cpu.direct import DirectBackward, DirectForward, batches, is_small, nanoseconds
+from cuattn.cpu.direct import DirectBackward, DirectForward, is_small, layout, nanoseconds
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.forward import ForwardWalk
 from cuattn.cpu.heads import HeadGroup, head_groups, shares_sums
@@ -108,7 +108,7 @@ class Call:
         self.shares = problem.operation == "backward" and shares_sums(problem, operands)
         self.blocks: Blocks | None = None
         if is_small(problem):
-            self._batches = batches(problem)
+            self._batches = layout(problem).batches
             self._sizes = [len(self._batches)]
         else:
             self.blocks = choose(problem, operands, self.masks)
@@ -150,10 +150,10 @@ class Call:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of each thread's buffers."""
-        forward = self.problem.operation == "forward"
         if self.blocks is None:
-            return (DirectForward if forward else DirectBackward).shapes(self.problem)
-        return (ForwardWalk if forward else BackwardWalk).shapes(self.problem, self.operands, self.blocks)
+            return layout(self.problem).shapes
+        walk = ForwardWalk if self.problem.operation == "forward" else BackwardWalk
+        return walk.shapes(self.problem, self.operands, self.blocks)
 
     def run(self, state: RNGState | None, place: Place, results: Arrays) -> None:
         """Compute everything; results are as a forward's, or as :meth:`totals` gives them."""
@@ -161,7 +161,7 @@ class Call:
         turns = OrderedSum()
         run = self._run_heads if self.blocks is None else self._run_tiles
         prepare, make_worker = run(dropout, results, turns)
-        threads.run(threads.Dispatcher(self._sizes), prepare, make_worker, self.workers, turns.abort)
+        threads.run(self._sizes, prepare, make_worker, self.workers, turns.abort)
 
     def _run_heads(self, dropout: Dropout | None, results: Arrays, turns: OrderedSum) -> tuple[Callable, Callable]:
         common = self.problem, self.operands, self.masks, dropout, results

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -18,7 +18,7 @@ from threadpoolctl import ThreadpoolController
 
 __all__ = ["Dispatcher", "run", "single_threaded_blas", "useful", "worker_count"]
 
-_WORTHWHILE = 250_000  # nanoseconds of work for which a thread is worth its start
+_WORTHWHILE = 1_000_000  # nanoseconds of work for which a thread is worth its start
 
 _lock = threading.Lock()
 _depth = 0  # how many callers hold the BLAS library to one thread just now
@@ -81,7 +81,7 @@ class Dispatcher:
     with the most items left.
     """
 
-    def __init__(self, sizes: list[int]) -> None:
+    def __init__(self, sizes: Sequence[int]) -> None:
         self._lock = threading.Lock()
         self._sizes = sizes
         self._next = [0] * len(sizes)
@@ -120,18 +120,19 @@ class Dispatcher:
 
 
 def run(
-    dispatcher: Dispatcher,
+    sizes: Sequence[int],
     prepare: Callable[[int, int], object],
     make_worker: Callable[[], Callable[[object], None]],
     threads: int,
     on_error: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run all items on `threads` threads, the caller's included; raise the first error of any of them.
+    """Run the items of groups of these sizes on `threads` threads, the caller's included; raise the first error.
 
-    ``make_worker()`` is called once in each thread and returns what computes an item; `on_error` must wake workers
-    that wait for others.  Where threads cannot be started, fewer do the work.
+    ``prepare(group, item)`` returns an item, for one after the other of a group.  ``make_worker()`` is called once in
+    each thread and returns what computes an item; `on_error` must wake workers that wait for others.  Where threads
+    cannot be started, fewer do the work.
     """
-    errors: list[BaseException] = []
+    dispatcher, errors = Dispatcher(sizes), []
 
     def loop() -> None:
         group = None
@@ -146,15 +147,15 @@ def run(
             dispatcher.stop()
             on_error()
 
-    helpers = []
+    helpers: list[threading.Thread] = []
     with single_threaded_blas():
-        for n in range(1, threads):
-            helper = threading.Thread(target=loop, name=f"cuattn-{n}", daemon=True)
-            try:
+        try:
+            for n in range(1, threads):
+                helper = threading.Thread(target=loop, name=f"cuattn-{n}", daemon=True)
+                helpers.append(helper)
                 helper.start()
-            except RuntimeError:  # the system has no more threads to give: those that there are do the work
-                break
-            helpers.append(helper)
+        except RuntimeError:  # the system has no more threads to give: those that there are do the work
+            helpers.pop()
         loop()
         try:
             for helper in helpers:

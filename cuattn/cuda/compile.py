@@ -140,7 +140,7 @@ def _trusted(folder: pathlib.Path) -> bool:
     if not hasattr(os, "getuid") or (status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022):
         return True
     warnings.warn(
-        f"cuattn keeps no compiled kernels in {folder}: it would load them as code, and other users may write there; "
+        f"cuattn keeps no compiled kernels in {folder}: it would load them as code, and others may write there; "
         "expected a folder of your own (chmod go-w, or another CUATTN_CACHE_DIR)",
         RuntimeWarning,
         stacklevel=2,

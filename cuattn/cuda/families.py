@@ -82,12 +82,13 @@ class _Choice(NamedTuple):
 
 def _choose(problem: Problem, operands: Operands, masks: Sequence[Any]) -> _Choice:
     notes: list[str] = []
-    reason = f"no kernel does {problem.operation}"
+    reason: str | None = None
     for name, family in FAMILIES.items():
         if problem.kernel not in (None, name):
             notes.append(f"not the {name} kernel: kernel is {problem.kernel!r}")
             continue
         kernels = family.operations.get(problem.operation)
+        reason = f"it does no {problem.operation}"
         if kernels is not None:
             taken = family.simplify(problem, masks)
             reason = kernels.unsupported_reason(taken[0], operands, taken[1])

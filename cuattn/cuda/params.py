@@ -6,8 +6,8 @@ The two are written by hand and compared by a test that compiles ``static_assert
 import numpy as np
 
 __all__ = [
-    "BATCH_AXES", "DROPOUT", "MASK_PARAMS", "MASK_SOURCE", "MASK_TABLES", "MAX_PARTS", "MERGE_PARAMS", "OPERAND", "OPERAND_FIELDS",
-    "PARAMS",
+    "BATCH_AXES", "DROPOUT", "MASK_PARAMS", "MASK_SOURCE", "MASK_TABLES", "MAX_PARTS", "MERGE_PARAMS",
+    "OPERAND", "OPERAND_FIELDS", "PARAMS",
 ]  # fmt: skip
 
 BATCH_AXES = 4
@@ -59,7 +59,7 @@ _WORKSPACE = (
 
 _INTEGERS = (
     "batch", "heads", "kv_heads", "group", "n_queries", "n_keys", "head_dim", "head_dim_v",
-    "band_left", "band_right", "band_offset", "row_tiles", "key_tiles", "section", "splits", "split_tiles",
+    "band_left", "band_right", "row_tiles", "key_tiles", "section", "splits", "split_tiles",
     "shared_tile", "shared_key", "bias_instances",
 )  # fmt: skip
 

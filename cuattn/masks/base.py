@@ -18,11 +18,12 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from cuattn.errors import MaskError
-from cuattn.masks import checks
+from cuattn.io_model.sizes import cdiv
+from cuattn.masks import checks, draw
 from cuattn.masks.cuda_half import CudaHalf, Source
 from cuattn.masks.device import namespace
 from cuattn.masks.immutable import Immutable
-from cuattn.masks.intervals import FULL, PARTIAL, SKIP, tiles
+from cuattn.masks.intervals import FULL, PARTIAL, SKIP
 from cuattn.masks.runs import Runs, as_runs, indices, length_of
 
 Self = TypeVar("Self", bound="Mask")
@@ -84,8 +85,10 @@ class Mask(Immutable):
 
     # For backends: a mask's place in a problem.
 
-    parts: "tuple[Mask, ...]" = property(lambda self: (self,))
-    """The masks that hold together in this one: for all but `AllOf` the mask itself."""
+    @property
+    def parts(self) -> "tuple[Mask, ...]":
+        """The masks that hold together in this one: for all but `AllOf` the mask itself."""
+        return (self,)
 
     @property
     def layout(self) -> tuple[Hashable, ...]:
@@ -260,7 +263,7 @@ class Mask(Immutable):
             return mask._tile_states(block_m, block_n)
 
     def _tile_states(self, block_m: int, block_n: int) -> Any:
-        row_tiles, key_tiles = tiles(self.n_queries, block_m), tiles(self.n_keys, block_n)
+        row_tiles, key_tiles = cdiv(self.n_queries, block_m), cdiv(self.n_keys, block_n)
         return self._stack(
             lambda instance: self.states(instance, block_m, block_n, 0, row_tiles), (row_tiles, key_tiles), np.int8
         )
@@ -290,7 +293,7 @@ class Mask(Immutable):
         """
         block_m, block_n = checks.tile(block_m, block_n)
         mask = self.bind(n_queries, n_keys)
-        row_tiles, key_tiles = tiles(mask.n_queries, block_m), tiles(mask.n_keys, block_n)
+        row_tiles, key_tiles = cdiv(mask.n_queries, block_m), cdiv(mask.n_keys, block_n)
         count = int(np.prod(mask.leading, dtype=object)) * row_tiles * key_tiles
         if not count:
             return 0.0
@@ -299,7 +302,7 @@ class Mask(Immutable):
 
     def _skipped(self, block_m: int, block_n: int) -> int:
         """Return how many tiles are skipped, of which some exist."""
-        row_tiles = tiles(self.n_queries, block_m)
+        row_tiles = cdiv(self.n_queries, block_m)
         strips = [(start, min(start + _STRIP, row_tiles)) for start in range(0, row_tiles, _STRIP)]
         return sum(
             int((self.states(instance, block_m, block_n, *strip) == SKIP).sum())
@@ -315,6 +318,28 @@ class Mask(Immutable):
         for place, matrix in enumerate(matrices):
             joined[place] = matrix
         return joined.reshape(*self.leading, *shape)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw which tiles are skipped, partial and full, of the first mask along the leading axes.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; by default the current axes.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+
+        Raises
+        ------
+        UnsupportedError
+            Matplotlib is not installed.
+        """
+        return draw.plot(self, ax)
+
+    def _repr_html_(self) -> str:
+        return draw.to_html(self)
 
     def restrict(self, rows: Any = slice(None), keys: Any = slice(None)) -> "Mask":
         """Return the mask of a part of the matrix, whose rows and keys are counted anew from 0.

@@ -223,7 +223,9 @@ def common_lengths(parts: Sequence[Mask]) -> tuple[int, int]:
     for pair in product(*lengths):
         if all(part.fits(*pair) for part in parts):
             return pair
-    raise MaskError(f"masks {', '.join(map(repr, parts))}: expected masks of one shape")
+    first = parts[0]
+    other = next((part for part in parts if not part.fits(first.n_queries, first.n_keys)), parts[-1])
+    raise MaskError(f"{first!r} & {other!r}: expected masks of one shape")
 
 
 def common_leading(parts: Sequence[Mask]) -> tuple[int, ...]:
@@ -231,4 +233,5 @@ def common_leading(parts: Sequence[Mask]) -> tuple[int, ...]:
     try:
         return np.broadcast_shapes(*(part.leading for part in parts))
     except ValueError:
-        raise MaskError(f"masks {', '.join(map(repr, parts))}: expected leading axes that broadcast") from None
+        shapes = " & ".join(str(part.leading) for part in parts)
+        raise MaskError(f"leading axes {shapes}: expected ones that broadcast") from None

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.errors import DtypeError, MaskError
+from cuattn.errors import DtypeError, MaskError, shown
 from cuattn.masks import checks
 from cuattn.masks.column import ColumnMask
 from cuattn.masks.intervals import band_intervals
@@ -80,8 +80,8 @@ def causal(n_queries: int, n_keys: int | None = None, align: str = "bottom_right
            [1, 1, 1]])
     """
     n_queries, n_keys = _shape(n_queries, n_keys)
-    if align not in ("bottom_right", "top_left"):
-        raise MaskError(f"align = {align!r}: expected 'bottom_right' or 'top_left'")
+    if not isinstance(align, str) or align not in ("bottom_right", "top_left"):
+        raise MaskError(f"align = {shown(align)}: expected 'bottom_right' or 'top_left'")
     offset = n_keys - n_queries if align == "bottom_right" else 0
     upper_start, upper_end = band_intervals(n_queries, n_keys, None, 0, offset)[0]
     return ColumnMask._of([n_queries, n_queries, upper_start, upper_end], n_queries)
@@ -292,10 +292,10 @@ def random_eviction(n: int, start: int, rng: Any = None) -> ColumnMask:
     start = checks.integer("start", start, maximum=None)
     try:
         rng = np.random.default_rng(rng)
-    except TypeError as error:
-        raise DtypeError(f"rng = {rng!r}: expected what numpy.random.default_rng takes ({error})") from None
-    except ValueError as error:
-        raise MaskError(f"rng = {rng!r}: expected what numpy.random.default_rng takes ({error})") from None
+    except TypeError:
+        raise DtypeError(f"rng = {shown(rng)}: expected what numpy.random.default_rng takes") from None
+    except ValueError:
+        raise MaskError(f"rng = {shown(rng)}: expected what numpy.random.default_rng takes") from None
     slots = min(max(start, 1), n)  # row 0 has no key before it
     slot_of = np.concatenate([np.arange(slots), rng.integers(0, max(slots, 1), size=n - slots)])
     tenants = np.argsort(slot_of, kind="stable")

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.errors import DtypeError, MaskError
+from cuattn.errors import DtypeError, MaskError, shown
 from cuattn.masks import checks
 from cuattn.masks.device import namespace
 from cuattn.masks.intervals import Interval, band_intervals, normalise
@@ -101,7 +101,7 @@ def union(hidden: Sequence[Interval], n_queries: int) -> tuple[Any, Any, Any, An
 def from_startend(idx: Any, is_causal: bool, n_queries: int) -> list[Any]:
     """Return lts, lte, uts, ute of FlashMask's index tensor (..., n_keys, 1 | 2 | 4)."""
     if not isinstance(is_causal, bool | np.bool_):
-        raise DtypeError(f"is_causal = {is_causal!r}: expected a bool")
+        raise DtypeError(f"is_causal = {shown(is_causal)}: expected a bool")
     idx = checks.integers("idx", idx)
     allowed = (1, 2) if is_causal else (2, 4)
     if idx.ndim < 2 or idx.shape[-1] not in allowed:
@@ -142,8 +142,8 @@ def transpose(
     """
     leading, n_keys = lts.shape[:-1], lts.shape[-1]
     count = int(np.prod(leading))
-    vectors = [vector.reshape(count, n_keys).astype(np.int64) for vector in (lts, lte, uts, ute)]
-    start_1, end_1, start_2, end_2 = _disjoint(*vectors, n_queries)
+    lts, lte, uts, ute = (vector.reshape(count, n_keys).astype(np.int64) for vector in (lts, lte, uts, ute))
+    start_1, end_1, start_2, end_2 = _disjoint(lts, lte, uts, ute, n_queries)
     rows = np.full((count, 1), n_queries)
     before = [np.concatenate([rows, bound], axis=1) for bound in (start_1, end_1, start_2, end_2)]
     after = [np.concatenate([bound, rows], axis=1) for bound in (start_1, end_1, start_2, end_2)]

@@ -33,8 +33,8 @@ struct TileAt {
     u32 tile, units;
 };
 
-constexpr bool in_halves = sizeof(Elem) == 4;
-constexpr int unit_bytes = in_halves ? 4 : 0;
+constexpr bool is_split = sizeof(Elem) == 4;
+constexpr int unit_bytes = is_split ? 4 : 0;
 
 // The part of a tile of rows that starts at (row, column).
 template <int stride>

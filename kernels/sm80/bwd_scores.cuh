@@ -52,7 +52,7 @@ __device__ __forceinline__ void find_hidden(Hidden& hidden, const Params& p, con
         }
 }
 
-// Algorithm 4 line 12: scores that may not be seen become -inf.
+// Algorithm 4 line 12, FlashMask's algorithm 2 lines 22-27: scores that may not be seen become -inf.
 __device__ __forceinline__ void mask_scores(Scores& s, const Hidden& hidden) {
 #pragma unroll
     for (int m = 0; m < score_tiles_m; ++m)
@@ -270,7 +270,7 @@ __device__ __forceinline__ void find_p(Scores& s, Scores& slope, Products& produ
 template <bool relu>
 __device__ __forceinline__ void store_weights(TileAt tile, const Scores& x) {
     const TileAt part = part_of_weights(tile, warp_score_row(), warp_score_key());
-    if constexpr (in_halves)
+    if constexpr (is_split)
         store_split<p_stride, relu>(part, x);
     else
         store_rounded<p_stride, relu>(part.tile, x);

@@ -192,6 +192,7 @@ struct Shared {
     }
 };
 
+constexpr bool unrounded = sizeof(cfg::grad) == 4;  // gradients leave in float32, from registers
 constexpr bool may_have_empty_rows = !unmasked;
 constexpr bool may_have_dead_keys = may_have_empty_rows;
 

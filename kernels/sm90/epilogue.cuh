@@ -19,6 +19,7 @@ __device__ __forceinline__ bool is_query(const Params& p, i32 row) {
 // would wait for these writes.
 __device__ __forceinline__ void write_statistics(const Params& p, const Work& work, i32 row, const Softmax& state,
                                                  const float (&sum)[2]) {
+    if constexpr (!cfg::statistics) return;
     float* l = static_cast<float*>(p.l.data) + slice_of(p.l, work.batch, work.head);
     float* m = static_cast<float*>(p.m.data) + slice_of(p.m, work.batch, work.head);
 #pragma unroll

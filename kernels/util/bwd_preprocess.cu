@@ -14,7 +14,6 @@
 #include "attn/math.cuh"
 #include "attn/params.cuh"
 #include "attn/bwd_workspace.cuh"
-#include "ptx/opaque.cuh"
 
 constexpr bool kSplitStat = sizeof(cfg::elem) >= 4;
 constexpr int kThreads = 32 * cfg::warps;
@@ -23,7 +22,7 @@ constexpr int kVector = cfg::load_bytes / int(sizeof(cfg::elem));
 // Blocks that share a multiprocessor: the more, the more loads are under way, up to where registers would spill.
 constexpr int blocks() {
 #if __CUDA_ARCH__ >= 900
-    if (kVector == 8 && cfg::head_dim_v <= 256) return same_type<cfg::o_elem, __nv_bfloat16> ? 6 : 4;
+    if (kVector == 8 && cfg::head_dim_v <= 256) return !same_type<cfg::o_elem, __nv_bfloat16> ? 4 : cfg::head_dim_v <= 128 ? 6 : 5;
     if (sizeof(cfg::elem) == 4) return 4;
 #endif
     return 2;
@@ -41,8 +40,8 @@ constexpr int kTogether = kPasses % kMost == 0 ? kMost : kPasses % 2 == 0 ? 2 : 
 static_assert(kPasses * kThreads == kStatRows * lanes_per_row() && kPasses > 0);
 
 // Row of this lane in a pass.
-__device__ __forceinline__ i64 own_row(i32 group, i32 pass, i32 thread = threadIdx.x) {
-    return i64(group) * kStatRows + (pass * kThreads + thread) / lanes_per_row();
+__device__ __forceinline__ i64 own_row(i32 group, i32 pass) {
+    return i64(group) * kStatRows + (pass * kThreads + i32(threadIdx.x)) / lanes_per_row();
 }
 
 template <class T>
@@ -113,8 +112,8 @@ __device__ __forceinline__ bool store_stat(const Params& p, i64 at, bool empty, 
         stat[at + i64(gridDim.x) * kStatRows] = empty ? cfg::acc(0) : 1 / l;
         return false;
     } else {
-        const bool far = !empty && is_far_row(m);
-        stat[at] = empty ? -infinity<float>() : -fmaf(far ? 0.f : m, float(kLog2e), log2f(l));
+        const bool far = is_far_row(m);
+        stat[at] = empty ? -infinity<float>() : -fmaf(far ? 0.f : m, float(kLog2e), ptx::lg2(l));
         return far;
     }
 }
@@ -179,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_prepro
             if (inside && empty) any_empty = true;
             const cfg::acc product = sum_lanes(sum[i]);
             const i64 at = stat_row(p, flat, row);
-            const cfg::acc lse_gradient = lse_gradients[own_row(0, pass + i, ptx::opaque(i32(threadIdx.x)))];
+            const cfg::acc lse_gradient = lse_gradients[own_row(0, pass + i)];
             const cfg::acc delta = empty ? cfg::acc(0) : (product - lse_gradient) * inverse_scale;
             if constexpr (cfg::split_delta) split(parts, row, delta);
             if (threadIdx.x % lanes_per_row() == 0) {

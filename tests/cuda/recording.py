@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from cuattn.cuda import arguments, call, compile, device, launch, merge, sequence, tables
+from cuattn.cuda import arguments, call, launch, merge, sequence, tables
 from cuattn.cuda.device import Device
 from cuattn.cuda.params import MASK_PARAMS, MERGE_PARAMS, PARAMS
 from cuattn.cuda.sm80 import backward as sm80_backward

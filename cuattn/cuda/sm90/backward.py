@@ -81,7 +81,10 @@ class _Builder:
     ) -> None:
         """Append a persistent kernel with a map of each named array, in boxes of so many rows."""
         call, rank = self.call, len(self.problem.batch)
-        views = [(name, view_of(call.arrays[name], call.axes, rank, rows)) for name, rows in boxes.items()]
+        # Unrounded gradients leave without a map, and any will do.
+        sources = {name: name[1:] for name in ("dq", "dk", "dv") if call.arrays[name].dtype != self.problem.dtype}
+        arrays = {name: call.arrays[sources.get(name, name)] for name in boxes}
+        views = [(name, view_of(arrays[name], call.axes, rank, rows)) for name, rows in boxes.items()]
         call.add(
             path, kernel, constants, (min(grid, call.device.multiprocessors),), self.plan.workers,
             shared_bytes=tile.smem_bytes, tile=(tile.block_m, tile.block_n), arch=ARCH,
@@ -97,11 +100,10 @@ class _Builder:
     def keys(self) -> None:
         """Compute dk and dv, and add up dq if that is done in memory."""
         tile = self.key_tile
-        constants = {**self.constants, "sum_dk": False, "sum_dv": False}
         rows, keys = tile.block_m, tile.block_n
         boxes = {"q": rows, "k": keys, "v": keys, "do": rows, "dk": WARPGROUP_ROWS, "dv": WARPGROUP_ROWS}
         grid = tile.key_tiles * self.problem.kv_heads * math.prod(self.problem.batch)
-        self._add("sm90/bwd.cu", "attention_backward", constants, tile, grid, boxes)
+        self._add("sm90/bwd.cu", "attention_backward", self.constants, tile, grid, boxes)
 
     def convert(self) -> None:
         """Turn the sums into rows of dq."""

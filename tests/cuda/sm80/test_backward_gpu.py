@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cuattn
-from cuattn.cuda.arguments import card
+from cuattn.cuda.device import device_of
 from tests import oracle
 from tests.cuda.cases import (
     BF16,
@@ -192,7 +192,7 @@ def test_over_many_rows(dtype, rows, head_dim, masked, deterministic):
 @pytest.mark.parametrize(("group", "n_keys"), [(1, 64), (2, 40)])
 def test_blocks_share_the_last_keys(group, n_keys):
     """One key tile more than there are multiprocessors: many blocks have a few rows of it each."""
-    heads = card(0).multiprocessors + 1
+    heads = device_of(0).multiprocessors + 1
     case = Case("shared", np.dtype(np.float64), (), heads * group, heads, 1040, n_keys, 128)
     do, qkv, options = made(case)
     assert "several blocks" in str(cuattn.plan(*map(to_device, qkv), direction="backward", **options))
