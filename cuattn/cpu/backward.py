@@ -116,8 +116,8 @@ class BackwardWalk(Walk):
             np.matmul(v, self._do.transposed[:, where, None], ds[:, :, slot : slot + count])
         dropped = [] if self.task.dropout is None else list(self.dropped(item, row_group, part))
         self.drop(ds, dropped)  # line 18
-        ds -= self._delta[:, where, None, None]
-        ds *= p  # line 20
+        np.subtract(ds, self._delta[:, where, None, None], ds)
+        np.multiply(ds, p, ds)  # line 20
         if self._careful:
             ds[p == 0] = 0  # 0 * NaN and 0 * inf
         self.drop(p, dropped)  # line 15
