@@ -79,7 +79,6 @@ class _Known:
     """What calls of one signature come to; empty until the first of them was checked."""
 
     checked: Checked | None = None
-    place: Place | None = None  # of calls without an origin
     origin: interop.ArrayOrigin | None = None
     sequence: Any = None
     allocate: Any = None
@@ -151,7 +150,7 @@ def _run(call: Call) -> tuple[list[Any], Any]:
         return _compute(call, masks, known, seen[1])
     checked = known.checked
     state = _state(call, checked)
-    place = known.place if call.origin is None else place_of_call(checked, call.origin)
+    place = None if call.origin is None else place_of_call(checked, call.origin)
     return _launch(known, seen[1], masks, state, place), state
 
 
@@ -174,18 +173,18 @@ def _compute(call: Call, masks: tuple, known: _Known, seen: list[int] | None) ->
             results = [found[name].reshape(shape) for name, (shape, _) in specs.items()]
         else:
             sequence = backend.launch_sequence(checked.problem, operands, all_masks)
-            made = _Known(checked, checked.problem.place, origin, sequence, outputs.allocator(origin, specs))
+            made = _Known(checked, origin, sequence, outputs.allocator(origin, specs))
             inputs = {**operands, "mask": views["mask"]}
             addresses = [0 if inputs.get(name) is None else inputs[name].data.ptr for name in call.arrays]
             if addresses == seen:
                 vars(known).update(vars(made))
             copies = [a for name, a in operands.items() if a.data.ptr != views[name].data.ptr]
-            results = _launch(made, addresses, masks, state, place, copies)
+            results = _launch(made, addresses, masks, state, None if call.origin is None else place, copies)
         return outputs.fill(dict(zip(specs, map(origin.from_backend, results), strict=True))), state
 
 
 def _launch(
-    known: _Known, addresses: Sequence[int], masks: tuple, state: Any, place: Place, held: Sequence[Any] = ()
+    known: _Known, addresses: Sequence[int], masks: tuple, state: Any, place: Place | None, held: Sequence[Any] = ()
 ) -> list[Any]:
     """Run a prepared sequence of launches for arrays at these addresses."""
     origin = known.origin

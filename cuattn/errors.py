@@ -53,8 +53,22 @@ _WRITER.maxstring = _WRITER.maxother = _WRITER.maxlong = 80
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """Write a value for an error message, on one line of at most `limit` characters.
+    """Write a value for an error message, on one line.
 
+    Parameters
+    ----------
+    value : object
+        What a caller passed; its repr may be megabytes long, or raise.
+    limit : int, default 80
+        The most characters to write.
+
+    Returns
+    -------
+    text : str
+        The beginning of its repr.
+
+    Examples
+    --------
     >>> shown(1.5), shown("x" * 200, 12)
     ('1.5', "'xxxxx ... '")
     """

@@ -1,37 +1,31 @@
-"""Textbook attention and its gradients, in high precision (the oracle) or rounded at every step (the textbook).
+"""The oracle: textbook attention and its gradients in high precision, and the bound on what rounding does to them.
 
-Everything N x N is made here on purpose: this module trades memory for being obviously right.  ``dtype=None``
-computes in float64 (long double for float64 inputs) and rounds nothing; with a dtype, every intermediate result
-is rounded to it, as a chain of array operations in that dtype would.
+The formulas are :func:`cuattn.reference.textbook.solve`'s, here with SciPy's softmax.  ``dtype=None`` computes in
+float64 (long double for float64 inputs) and rounds nothing; with a dtype, every intermediate result is rounded to it,
+as a chain of array operations in that dtype would.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+import sys
+from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
-from scipy.special import softmax
+from scipy import special
 
+from cuattn.reference import textbook
+from cuattn.reference.textbook import Solution, sum_heads, sum_to
 from tests.tolerances import eps
 
-LOW = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+__all__ = ["Floor", "backward", "floors", "forward", "solve", "visible_band"]
 
 
-class Scores(NamedTuple):
-    """Steps of a textbook forward that the backward uses again."""
+class Floor(NamedTuple):
+    """How far roundings move a result: in multiples of eps of the sums, and of eps of 16-bit inputs."""
 
-    q: np.ndarray  # (..., H, Nq, d), high precision, heads repeated
-    k: np.ndarray  # (..., H, Nk, d)
-    v: np.ndarray  # (..., H, Nk, dv)
-    s: np.ndarray  # (..., H, Nq, Nk) masked scores
-    tanh: np.ndarray | None  # tanh(s / softcap) before bias and mask
-    p: np.ndarray  # softmax(s), 0 in empty rows
-
-
-def work_dtype(dtype: np.dtype) -> np.dtype:
-    """Precision that the oracle computes in."""
-    return np.dtype(np.longdouble) if dtype == np.float64 else np.dtype(np.float64)
+    wide: Any
+    short: Any = 0.0
 
 
 def visible_band(n_queries: int, n_keys: int, left: int | None, right: int | None, offset: int) -> np.ndarray:
@@ -46,236 +40,112 @@ def visible_band(n_queries: int, n_keys: int, left: int | None, right: int | Non
     return seen
 
 
-def _steps(q, k, v, *, visible, bias, scale, softcap, dtype, scale_on="s") -> Scores:
-    """Compute masked scores and probabilities; `dtype` rounds every step."""
-    low = dtype if dtype is not None else None
-    work = work_dtype(q.dtype) if low is None else (np.dtype(np.float32) if low in LOW else np.dtype(low))
-
-    def rounded(x):
-        return x if low is None else x.astype(low).astype(work)
-
-    heads = np.broadcast_shapes(q.shape[:-2], _lead_after_repeat(q, k), _lead_after_repeat(q, v))
-    k, v = (_repeat(x, q) for x in (k, v))
-    if visible is not None:  # a key that no query of its head may see takes no part at all
-        shape = (*heads, q.shape[-2], k.shape[-2])
-        dead = ~np.broadcast_to(visible, shape).any(-2)[..., None]
-        k = np.where(dead, k.dtype.type(0), np.broadcast_to(k, (*heads, *k.shape[-2:])))
-        v = np.where(dead, v.dtype.type(0), np.broadcast_to(v, (*heads, *v.shape[-2:])))
-    q, k, v = (x.astype(work) for x in (q, k, v))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    factor = work.type(scale)
-    sq, sk = (rounded(x * factor) if scale_on == side else x for side, x in (("q", q), ("k", k)))
-    s = rounded(sq @ np.swapaxes(sk, -1, -2))
-    if scale_on == "s":
-        s = rounded(s * factor)
-    tanh = None
-    if softcap is not None:
-        tanh = rounded(np.tanh(s / work.type(softcap)))
-        s = rounded(work.type(softcap) * tanh)
-    if bias is not None:
-        s = rounded(s + bias.astype(work))
-    if visible is not None:
-        s = np.where(visible, s, -np.inf)
-    empty = np.all(s == -np.inf, axis=-1, keepdims=True) if s.shape[-1] else np.ones((*s.shape[:-1], 1), bool)
-    p = np.where(empty, 0, softmax(np.where(empty, 0, s), axis=-1)) if s.shape[-1] else s
-    return Scores(q, k, v, s, tanh, rounded(p.astype(work)))
+def solve(*arrays: Any, dtype: Any = None, **options: Any) -> Solution:
+    """Return all that the textbook computes from q, k, v and, for gradients, do; on a GPU with CuPy's softmax."""
+    library = special if isinstance(arrays[0], np.ndarray) else sys.modules["cupyx"].scipy.special
+    return textbook.solve(*arrays, **options, low=dtype, softmax=library.softmax)
 
 
-def _lead_after_repeat(q, x):
-    lead = list(x.shape[:-2])
-    if lead and lead[-1] > 1 and q.ndim > 2 and q.shape[-3] > lead[-1]:
-        lead[-1] = q.shape[-3]
-    return tuple(lead)
-
-
-def _repeat(x, q):
-    """Repeat grouped key/value heads so that query head h reads head h // group."""
-    if x.ndim > 2 and q.ndim > 2 and x.shape[-3] > 1 and q.shape[-3] > x.shape[-3]:
-        return np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3)
-    return x
-
-
-def forward(
-    q, k, v, *, visible=None, bias=None, scale=None, softcap=None, keep=None, keep_scale=1.0, dtype=None, scale_on="s"
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def forward(q, k, v, *, dtype=None, **options) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return textbook o (..., Nq, dv), l and m (..., Nq); `visible` and `keep` are dense booleans."""
-    with np.errstate(all="ignore"):
-        step = _steps(q, k, v, visible=visible, bias=bias, scale=scale, softcap=softcap, dtype=dtype, scale_on=scale_on)
-        m = step.s.max(-1, initial=-np.inf)
-        shift = np.where(m == -np.inf, 0, m)
-        l = np.exp(step.s - shift[..., None]).sum(-1)
-        p = step.p if keep is None else np.where(keep, step.p * step.p.dtype.type(keep_scale), 0)
-        if dtype is not None:
-            p = p.astype(dtype).astype(p.dtype)
-        o = p @ step.v
-    return (o if dtype is None else o.astype(dtype)), l, m
+    return solve(q, k, v, dtype=dtype, **options)[:3]
 
 
-def backward(
-    do,
-    q,
-    k,
-    v,
-    *,
-    visible=None,
-    bias=None,
-    scale=None,
-    softcap=None,
-    keep=None,
-    keep_scale=1.0,
-    dtype=None,
-    scale_on="s",
-    delta_on="p",
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return textbook dq, dk, dv, dbias, each of its operand's shape (dbias None without a bias).
+def backward(do, q, k, v, *, dtype=None, **options) -> tuple[np.ndarray, ...]:
+    """Return textbook dq, dk, dv, dbias, each of its operand's shape (dbias None without a bias)."""
+    return solve(q, k, v, do, dtype=dtype, **options)[3:7]
 
-    `delta_on`: D is rowsum(p * dp), or with "o" rowsum(do * o), which is equal but cannot cancel dP exactly.
+
+def floors(exact: Solution, q, k, v, do=None, *, scale=None, softcap=None, bias=None, keep=None, keep_scale=1.0,
+           dlse=None, visible=None) -> dict[str, Floor]:  # fmt: skip
+    """Bound, to first order, what the roundings of any algorithm in the sums' precision do to each result.
+
+    A score that is a sum of large products is known to eps times the sum of their absolute values, S_ij, and nothing
+    computed in that precision knows it better; so a saturated softmax cannot be held to the textbook's luck.  With p
+    the softmax, S'_i = sum_j p_ij S_ij, z dropout's factor, A_ij = z |do_i| . |v_j| and D_i = sum_j p_ij dp_ij, one
+    rounding of every sum's terms moves
+
+        m   by S at the maximum                     l   by l (1 + S' + S at the maximum)
+        p   by E = p (1 + S + S')                   o   by sum_j E z |v|
+        D   by sum_j E A                            ds  by E |dp - D| + p (A + that of D)
+        dv  by sum_i E z |do|                       dq  by |scale| sum_j (that of ds + |ds|) |k|, dk likewise
+
+    A sum of n terms counts 2 sqrt(n) times (n at most), as if roundings were random.  Weights p below eps**3 count as
+    0.  For 16-bit inputs, their eps times this is added: p |v| and p |do| (P is rounded before it is multiplied),
+    |do . o| in D (o was rounded), |ds| |k| and |ds| |q| (so was dS).
+
+    Parameters
+    ----------
+    exact : Solution
+        Of `solve` for the arguments that follow.
+
+    Returns
+    -------
+    dict of str to Floor
+        By the names of the results.
     """
-    low = dtype
-
-    def rounded(x):
-        return x if low is None else x.astype(low).astype(x.dtype)
-
-    with np.errstate(all="ignore"):
-        step = _steps(q, k, v, visible=visible, bias=bias, scale=scale, softcap=softcap, dtype=dtype, scale_on=scale_on)
-        work = step.q.dtype
-        scale = work.type(q.shape[-1] ** -0.5 if scale is None else scale)
-        empty = (step.p == 0).all(-1, keepdims=True)  # an empty row's do and q take no part
-        do = np.where(empty, 0, do.astype(work))
-        sq = np.where(empty, 0, step.q)
-        z = work.type(1) if keep is None else np.where(keep, work.type(keep_scale), work.type(0))
-        pd = rounded(step.p * z)
-        dv = np.swapaxes(pd, -1, -2) @ do
-        dp = rounded(rounded(do @ np.swapaxes(step.v, -1, -2)) * z)
-        terms = step.p * dp if delta_on == "p" else do * rounded(pd @ step.v)
-        ds = rounded(step.p * (dp - rounded(terms.sum(-1, keepdims=True))))
-        dbias = None if bias is None else sum_to(ds, bias.shape)
-        if softcap is not None:
-            ds = rounded(ds * (1 - step.tanh**2))
-        dq = scale * (ds @ step.k)
-        dk = scale * (np.swapaxes(ds, -1, -2) @ sq)
-    grads = [sum_to(dq, q.shape), sum_heads(dk, k.shape), sum_heads(dv, v.shape), dbias]
-    return tuple(g if g is None or low is None else g.astype(low) for g in grads)
-
-
-ORDERS = 6  # evaluations of the textbook whose largest error counts as its error
-
-
-def textbook_forward(q, k, v, *, dtype, **options) -> list[list[np.ndarray]]:
-    """Evaluate the textbook in several equivalent orders; return o, l, m as lists with one entry per order.
-
-    Its rounding error is a matter of luck on small problems: with one key and one feature it may be 0.  Summing over
-    features and keys in other orders, and scaling q or k instead of s, gives the size of what is left to chance.
-    """
-    results = []
-    for order in range(ORDERS):
-        swap = _Order(order, q, k)
-        results.append(
-            forward(swap.features(q), swap.keys(swap.features(k)), swap.keys(v), dtype=dtype, **swap.options(options))
-        )
-    return [list(column) for column in zip(*results, strict=True)]
-
-
-def textbook_backward(do, q, k, v, *, dtype, **options) -> list[list[np.ndarray] | None]:
-    """Evaluate the textbook gradients as :func:`textbook_forward` does, D in both ways; dq, dk, dv, dbias as lists."""
-    results = []
-    for order in range(ORDERS):
-        swap = _Order(order, q, k)
-        dq, dk, dv, dbias = backward(
-            do, swap.features(q), swap.keys(swap.features(k)), swap.keys(v), dtype=dtype, delta_on="po"[order % 2],
-            **swap.options(options),
-        )  # fmt: skip
-        results.append((swap.features(dq, back=True), swap.keys(swap.features(dk, back=True), back=True),
-                        swap.keys(dv, back=True), swap.scores(dbias, back=True)))  # fmt: skip
-    return [None if column[0] is None else list(column) for column in zip(*results, strict=True)]
+    xp = np if isinstance(q, np.ndarray) else sys.modules["cupy"]
+    lead, low = exact.p.shape[:-2], q.dtype
+    unit = eps(np.float64 if low == np.float64 else np.float32)
+    grain = eps(low, smallest=True) / eps(low)  # 16-bit numbers near 0 are this coarse
+    width, width_v, rows, keys = (min(n, 2 * n**0.5) for n in (q.shape[-1], v.shape[-1], *exact.p.shape[-2:]))
+    rows *= max(math.prod(lead), 1) ** 0.5  # of all heads that may share a key
+    q, k, v = (xp.abs(x.astype(np.float64)) for x in (q, k, v))
+    k_heads, v_heads = textbook.repeat_heads(xp, k, lead), textbook.repeat_heads(xp, v, lead)
+    scale = abs(q.shape[-1] ** -0.5 if scale is None else scale)
+    seen = exact.s > -np.inf
+    p = exact.p.astype(np.float64)
+    size, slope, bend = _scores(xp, exact, width * scale * (q @ k_heads.swapaxes(-1, -2)), softcap, bias)
+    size = xp.where(seen, size, 0)
+    mean = (p * size).sum(-1)
+    top = _at_maximum(xp, exact, size, unit)
+    z = 1.0 if keep is None else xp.where(keep, keep_scale, 0.0)
+    moved = p * (1 + size + mean[..., None]) + xp.where(seen, unit**2, 0)
+    short_p = xp.where(seen, p + grain, 0) * z
+    found = {
+        "o": Floor(((moved + keys * p) * z) @ v_heads, short_p @ v_heads),
+        "l": Floor(exact.l.astype(np.float64) * (keys + mean + top)),
+        "m": Floor(top),
+    }
+    if do is None:
+        return found
+    do = xp.abs(do.astype(np.float64))
+    ds = xp.abs(exact.ds.astype(np.float64))
+    a = z * (do @ v_heads.swapaxes(-1, -2))
+    short_delta = p * (do * (xp.abs(exact.o.astype(np.float64)) + grain)).sum(-1)[..., None]
+    gap = exact.dp.astype(np.float64) - (exact.p * exact.dp).sum(-1, keepdims=True).astype(np.float64)
+    wide = p * (width_v * a + ((moved + keys * p) * a).sum(-1, keepdims=True))
+    if dlse is not None:
+        gap = gap + dlse[..., None]
+        wide = wide + p * xp.abs(dlse[..., None])
+    wide = wide + moved * xp.abs(gap)
+    for_keys, for_rows = (wide * slope + ds * (bend + n * slope) for n in (rows, keys))
+    short = (short_delta + ds + grain) * slope
+    found["dq"] = Floor(*(sum_to(scale * (x @ k_heads), q.shape) for x in (for_rows, short)))
+    found["dk"] = Floor(*(sum_heads(scale * (x.swapaxes(-1, -2) @ q), k.shape) for x in (for_keys, short)))
+    found["dv"] = Floor(*(sum_heads((x * z).swapaxes(-1, -2) @ do, v.shape) for x in (moved + rows * p, short_p)))
+    if bias is not None:
+        found["dbias"] = Floor(*(sum_to(x, bias.shape) for x in (wide + rows * ds, short_delta)))
+    return found
 
 
-class _Order:
-    """One order of summation: permutations of features and keys, and where the scale is applied."""
-
-    def __init__(self, order, q, k):
-        rng = np.random.default_rng(order)
-        d, n = q.shape[-1], k.shape[-2]
-        self.d = rng.permutation(d) if order else np.arange(d)
-        self.n = rng.permutation(n) if order else np.arange(n)
-        self.scale_on = "sqk"[order % 3]
-
-    def features(self, x, back=False):
-        return x[..., np.argsort(self.d) if back else self.d]
-
-    def keys(self, x, back=False):
-        return x[..., np.argsort(self.n) if back else self.n, :]
-
-    def scores(self, x, back=False):
-        if x is None or x.shape[-1] == 1 != self.n.size:
-            return x
-        return x[..., np.argsort(self.n) if back else self.n]
-
-    def options(self, options):
-        moved = {name: self.scores(options.get(name)) for name in ("visible", "bias", "keep")}
-        return {**options, **moved, "scale_on": self.scale_on}
+def _scores(xp, exact, raw, softcap, bias):
+    """Return S, the slope of the soft cap, and by how much that slope moves."""
+    size, slope, bend = raw, 1.0, 0.0
+    if softcap is not None:
+        slope = exact.slope.astype(np.float64)
+        size = slope * raw + softcap * xp.sqrt(xp.maximum(1 - slope, 0))
+        bend = 2 * (1 + size / softcap)
+    if bias is not None:
+        bias = xp.abs(bias.astype(np.float64))
+        size = xp.minimum(size + xp.where(bias < np.inf, bias, 0), 1e150)
+    return size, slope, bend
 
 
-def magnitude_forward(q, k, v, **options) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Bound what one rounding in every sum can move o, l and m by, in units of eps: sums of absolute values.
-
-    A score moves by the rounding of its products, and p by as much, relatively.
-    """
-    with np.errstate(all="ignore"):
-        step, s = _magnitude_steps(q, k, v, options)
-        m = s.max(-1, initial=0)
-        _, l, _ = forward(q, k, v, **options)
-        z = _kept(options, step)
-        return ((step.p * z) @ np.abs(step.v)) * (1 + m[..., None]), l * (1 + m), m
-
-
-def magnitude_backward(do, q, k, v, **options) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    """Bound what one rounding in every sum can move the gradients by, in units of eps of the sums' precision.
-
-    D is taken from an o that was rounded to the input's precision, so its rounding counts in that.
-    """
-    with np.errstate(all="ignore"):
-        step, s = _magnitude_steps(q, k, v, options)
-        empty = (step.p == 0).all(-1, keepdims=True)
-        z = _kept(options, step)
-        do = np.where(empty, 0, np.abs(do.astype(step.q.dtype)))
-        p = step.p * (1 + s)
-        dp = (do @ np.swapaxes(np.abs(step.v), -1, -2)) * z
-        o_rounding = eps(q.dtype) / eps(np.float32) if q.dtype in LOW else 1
-        ds = p * (dp + o_rounding * (p * dp).sum(-1, keepdims=True))
-        scale = abs(q.shape[-1] ** -0.5 if options.get("scale") is None else options["scale"])
-        dq = scale * (ds @ np.abs(step.k))
-        dk = scale * (np.swapaxes(ds, -1, -2) @ np.where(empty, 0, np.abs(step.q)))
-        dv = np.swapaxes(p * z, -1, -2) @ do
-    dbias = None if options.get("bias") is None else sum_to(ds, options["bias"].shape)
-    return sum_to(dq, q.shape), sum_heads(dk, k.shape), sum_heads(dv, v.shape), dbias
-
-
-def _magnitude_steps(q, k, v, options):
-    """Return the oracle's steps and, for each visible score, the sum of the absolute values that make it."""
-    names = ("visible", "bias", "scale", "softcap")
-    step = _steps(q, k, v, **{name: options.get(name) for name in names}, dtype=None)
-    scale = abs(q.shape[-1] ** -0.5 if options.get("scale") is None else options["scale"])
-    s = scale * (np.abs(step.q) @ np.swapaxes(np.abs(step.k), -1, -2))
-    if options.get("bias") is not None:
-        s = s + np.where(np.isfinite(options["bias"]), np.abs(options["bias"].astype(s.dtype)), 0)
-    return step, np.where(step.s == -np.inf, 0, s)
-
-
-def _kept(options, step):
-    keep = options.get("keep")
-    return 1 if keep is None else np.where(keep, step.p.dtype.type(options["keep_scale"]), 0)
-
-
-def sum_heads(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Sum the gradient of repeated heads back to grouped heads, then over broadcast axes."""
-    if len(shape) > 2 and 1 < shape[-3] < x.shape[-3]:
-        x = x.reshape(*x.shape[:-3], shape[-3], x.shape[-3] // shape[-3], *x.shape[-2:]).sum(-3)
-    return sum_to(x, shape)
-
-
-def sum_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Sum over the axes along which `shape` was broadcast to ``x.shape``."""
-    x = x.sum(axis=tuple(range(x.ndim - len(shape)))) if x.ndim > len(shape) else x
-    axes = tuple(a for a, n in enumerate(shape) if n == 1 and x.shape[a] != 1)
-    return x.sum(axis=axes, keepdims=True) if axes else x
+def _at_maximum(xp, exact, size, unit):
+    """Return the largest S among the scores of a row that may be its maximum."""
+    if not size.shape[-1]:
+        return xp.zeros(size.shape[:-1])
+    s, m = exact.s.astype(np.float64), exact.m.astype(np.float64)[..., None]
+    reach = xp.where(s + unit * size >= m, size, 0).max(-1, keepdims=True)
+    return xp.where(s + unit * (size + reach) >= m, size, 0).max(-1)

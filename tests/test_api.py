@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import cuattn
 from tests import oracle
 from tests.strategies import BFLOAT16, DTYPES, cases, normal
-from tests.tolerances import assert_close, eps
+from tests.tolerances import assert_close
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -29,26 +29,24 @@ def run_backward(case, xp, fwd, **extra):
 
 
 def check_forward(case, fwd):
-    options, low = case.reference(), case.q.dtype
-    exact = oracle.forward(case.q, case.k, case.v, **options)
-    textbook = oracle.textbook_forward(case.q, case.k, case.v, **options, dtype=low)
-    sizes = oracle.magnitude_forward(case.q, case.k, case.v, **options)
-    for name, actual, e, t, size in zip("olm", fwd[:3], exact, textbook, sizes, strict=True):
-        assert_close(actual, e, t, dtype=low, magnitude=size, name=name)
+    arrays, options, low = (case.q, case.k, case.v), case.reference(), case.q.dtype
+    exact, textbook = (oracle.solve(*arrays, **options, dtype=dtype) for dtype in (None, low))
+    floors = oracle.floors(exact, *arrays, **options)
+    for name, actual in zip("olm", fwd[:3], strict=True):
+        e, t = getattr(exact, name), getattr(textbook, name)
+        assert_close(actual, e, t, dtype=low, floor=floors[name], name=name)
 
 
 def check_backward(case, grads):
-    options, low = case.reference(), case.q.dtype
-    arrays = (case.do, case.q, case.k, case.v)
-    exact = oracle.backward(*arrays, **options)
-    textbook = oracle.textbook_backward(*arrays, **options, dtype=low)
-    sizes = oracle.magnitude_backward(*arrays, **options)
-    for name, actual, e, t, size in zip(("dq", "dk", "dv", "dbias"), grads, exact, textbook, sizes, strict=True):
+    arrays, options, low = (case.q, case.k, case.v, case.do), case.reference(), case.q.dtype
+    exact, textbook = (oracle.solve(*arrays, **options, dtype=dtype) for dtype in (None, low))
+    floors = oracle.floors(exact, *arrays, **options)
+    for name, actual in zip(("dq", "dk", "dv", "dbias"), grads, strict=True):
+        e, t = getattr(exact, name), getattr(textbook, name)
         if e is None:
             assert actual is None
         else:
-            coarser = max(low, actual.dtype, key=eps)  # dbias has the bias's dtype
-            assert_close(actual, e, t, dtype=coarser, magnitude=size, name=name)
+            assert_close(actual, e, t, dtype=low, floor=floors[name], name=name)
 
 
 @dtypes
@@ -70,7 +68,7 @@ def test_accuracy(xp, dtype, is_causal):
     ):
         exact, textbook = (function(*arrays, visible=visible, dtype=d)[:3] for d in (None, dtype))
         if xp.name == "cupy" and dtype == np.float64 and function is oracle.backward:
-            textbook = oracle.backward(*arrays, visible=visible, dtype=dtype, delta_on="o")[:3]
+            textbook = oracle.backward(*arrays, visible=visible, dtype=dtype, delta_from_o=True)[:3]
         for name, a, e, t in zip(names, actual, exact, textbook, strict=True):
             assert_close(xp.get(a), e, t, dtype=dtype, name=name)
 

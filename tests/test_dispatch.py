@@ -10,7 +10,7 @@ import cuattn
 from cuattn import dispatch, interop, masks
 from cuattn.errors import DtypeError
 from tests.cuda.recording import BASE, Stream
-from tests.cuda.recording import device as device
+from tests.cuda.recording import driver as driver
 
 
 def gpu_array(shape, dtype=np.float16, address=1 << 30, strides=None):
@@ -21,7 +21,7 @@ def gpu_array(shape, dtype=np.float16, address=1 << 30, strides=None):
 
 
 @pytest.fixture
-def calls(device, monkeypatch):
+def calls(driver, monkeypatch):
     """Count how often a call is validated; nothing is computed, results are named by their place."""
     pytest.importorskip("cupy")
     validated = []
@@ -49,14 +49,14 @@ def calls(device, monkeypatch):
     dispatch._slot.cache_clear()
 
 
-def test_a_warm_call_is_not_checked_again(calls, device):
+def test_a_warm_call_is_not_checked_again(calls, driver):
     q, k = gpu_array((2, 100, 64)), gpu_array((2, 80, 64))
     first = [cuattn.forward(q, k, k) for _ in range(2)][-1]  # the first makes the type known, the second the call
     assert len(calls) == 2
     moved = gpu_array((2, 100, 64), address=1 << 31)
     assert cuattn.forward(moved, k, k) == first == (((2, 100, 64), q.dtype), *2 * [((2, 100), np.float32)], None)
     assert len(calls) == 2
-    assert device.done[-1].argument["q"]["data"] == 1 << 31
+    assert driver.done[-1].argument["q"]["data"] == 1 << 31
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from cuattn import io_model, reference
 from cuattn.errors import ArgumentError, ShapeError
+from cuattn.io_model.sizes import cdiv
 from tests.reference.cases import cases, dense, make_case, scattered
 
 # Every M here makes 4 d divide M and both block sizes divide N, so that nothing is rounded up.
@@ -50,8 +51,6 @@ def test_flash_attention_is_predicted(case, dropout, mask):
     assert fwd.counts[:2] == io_model.flash_forward(n, d, case.M, dropout, mask)
     grads = reference.flash_backward(case.do, *case.qkv, fwd, case.M, **options)
     assert grads.counts[:2] == io_model.flash_backward(n, d, case.M, dropout, mask)
-    basic = reference.flash_forward_basic(*case.qkv, case.M)
-    assert basic.counts[:2] == io_model.flash_forward(n, d, case.M)
 
 
 def test_a_mask_computed_on_the_chip_costs_nothing():
@@ -63,11 +62,11 @@ def test_a_mask_computed_on_the_chip_costs_nothing():
 @given(case=cases(max_n=40, max_d=8), share=st.floats(0, 1), dropout=st.booleans(), seed=st.integers(0, 99))
 def test_block_sparse_attention_is_predicted(case, share, dropout, seed):
     n, d = case.q.shape
-    blocks, options = sparse_blocks(n, d, case.M, share, seed), {"dropout_p": 0.5 * dropout}
-    fwd = reference.block_sparse_forward(*case.qkv, blocks, case.M, rng=1, **options)
-    assert fwd.counts[:2] == io_model.block_sparse_forward(n, d, case.M, blocks, dropout)
-    grads = reference.block_sparse_backward(case.do, *case.qkv, fwd, blocks, case.M, **options)
-    assert grads.counts[:2] == io_model.block_sparse_backward(n, d, case.M, blocks, dropout)
+    options = {"dropout_p": 0.5 * dropout, "blocks": sparse_blocks(n, d, case.M, share, seed)}
+    fwd = reference.flash_forward(*case.qkv, case.M, rng=1, **options)
+    assert fwd.counts[:2] == io_model.flash_forward(n, d, case.M, dropout, blocks=options["blocks"])
+    grads = reference.flash_backward(case.do, *case.qkv, fwd, case.M, **options)
+    assert grads.counts[:2] == io_model.flash_backward(n, d, case.M, dropout, blocks=options["blocks"])
 
 
 @given(case=cases(max_n=40, max_d=8))
@@ -86,7 +85,7 @@ def test_other_forwards_are_predicted(case):
 @pytest.mark.parametrize(("n", "d", "m"), WHOLE[:5])
 def test_counted_accesses_are_the_lecture_s(n, d, m):
     case = make_case(n, d, m)
-    fwd = reference.flash_forward_basic(*case.qkv, m)
+    fwd = reference.flash_forward(*case.qkv, m, scale=1)
     assert fwd.counts.total == io_model.lecture_forward(n, d, m) + 2 * n  # it leaves out initialising l and m
     swapped = reference.swapped_forward(*case.qkv, m)
     assert swapped.counts.total == io_model.lecture_swapped_forward(n, d, m) - n * d  # O starts on the chip
@@ -102,8 +101,8 @@ def test_exact_counts_are_the_closed_forms(n, d, m):
         blocks = np.zeros(io_model.block_sizes(n, d, m)[2:], bool)
         blocks.flat[: round(share * blocks.size)] = True
         s = blocks.mean()
-        exact = io_model.block_sparse_forward(n, d, m, blocks).total - blocks.size - 2 * n
-        assert exact == pytest.approx(io_model.lecture_block_sparse_forward(n, d, m, s), rel=1e-12)
+        exact = io_model.flash_forward(n, d, m, blocks=blocks).total - blocks.size - 2 * n
+        assert exact == pytest.approx(io_model.lecture_forward(n, d, m, s), rel=1e-12)
 
 
 @pytest.mark.parametrize(("n", "d", "m"), WHOLE)
@@ -131,10 +130,10 @@ def test_theorem_2(size):
 @given(size=sizes())
 def test_theorem_5(size):
     n, d, m = size
-    ratio = io_model.flash_backward(n, d, m).total / io_model.theorem_5_flash(n, d, m)
+    ratio = io_model.flash_backward(n, d, m).total / io_model.theorem_2_flash(n, d, m)
     assert 0.8 * 5 <= ratio <= 5 * (5 + 2 / d) + 7
     assume(m >= d * d)
-    ratio = io_model.standard_backward(n, d, m).total / io_model.theorem_5_standard(n, d)
+    ratio = io_model.standard_backward(n, d, m).total / io_model.theorem_2_standard(n, d)
     assert 4 <= ratio <= 8 + 4 * 5
 
 
@@ -147,7 +146,7 @@ def test_proposition_4(size, share, seed):
     rows = np.minimum(b.b_r, n - np.arange(0, n, b.b_r))
     s = blocks.sum(1) @ rows / (n * b.t_c)  # the share of nonzero blocks, each by the rows it has
     # The proposition leaves out reading the block mask itself, T_r T_c elements.
-    accesses = io_model.block_sparse_forward(n, d, m, blocks).total - blocks.size
+    accesses = io_model.flash_forward(n, d, m, blocks=blocks).total - blocks.size
     assert 0.8 * 3 <= accesses / io_model.proposition_4(n, d, m, s) <= 5 * (3 + 4 / d)
 
 
@@ -184,9 +183,8 @@ def test_flash_attention_moves_less_than_the_others_at_the_paper_s_sizes():
 
 
 def test_mask_vectors_against_a_dense_mask():
-    assert io_model.dense_mask(8192, 4096) == 8192 * 4096
     for n, b_r in ((1024, 64), (8192, 128)):
-        assert io_model.dense_mask(n, n) / io_model.flashmask_vectors(n, b_r) == b_r / 4
+        assert n * n / io_model.flashmask_vectors(n, b_r) == b_r / 4
     assert io_model.flashmask_vectors(10, 4) == 4 * 3 * 10
 
 
@@ -206,8 +204,10 @@ def test_flashmask_s_backward_reads_its_vectors_once():
     none = all_tiles(n, d, m, False, False)._replace(visited=np.zeros((blocks.t_r, blocks.t_c)))
     skipped = io_model.flashmask_backward(n, d, m, none)
     once = 4 * n * d  # dO and O for D, K and V
-    preprocessing = io_model.flashmask_vectors_backward(n) + 8 * blocks.t_c
-    assert skipped.reads == once + preprocessing + io_model.flashmask_vectors_backward(n)
+    vectors = io_model.flashmask_vectors(n, n)
+    preprocessing = vectors + 8 * blocks.t_c
+    assert vectors == 4 * n
+    assert skipped.reads == once + preprocessing + vectors
 
 
 # Errors.
@@ -232,10 +232,16 @@ def test_sizes_outside_the_theorems(n, d, m, message):
 
 def test_tiles_of_the_wrong_shape():
     with pytest.raises(ShapeError, match=r"blocks has shape \(3, 3\): expected \(T_r, T_c\) = \(8, 8\)"):
-        io_model.block_sparse_forward(64, 8, 256, np.ones((3, 3)))
+        io_model.flash_forward(64, 8, 256, blocks=np.ones((3, 3)))
     tiles = all_tiles(64, 8, 256, True, True)._replace(upper=np.ones(3))
     with pytest.raises(ShapeError, match=r"tiles\.upper has shape"):
         io_model.flashmask_forward(64, 8, 256, tiles)
+
+
+@given(a=st.integers(-(2**70), 2**70), b=st.integers(1, 2**40))
+def test_cdiv_is_the_ceiling(a, b):
+    assert (cdiv(a, b) - 1) * b < a <= cdiv(a, b) * b
+    assert cdiv(np.array([a % 99, b % 99]), 7).tolist() == [cdiv(a % 99, 7), cdiv(b % 99, 7)]
 
 
 @given(size=sizes())

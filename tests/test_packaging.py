@@ -1,5 +1,6 @@
 """The wheel ships every kernel source and works from a fresh environment."""
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -31,8 +32,15 @@ def test_wheel_holds_every_kernel_file(wheel):
     assert not [name for name in names if name.startswith(("tests/", "bench/", "kernels/"))]
 
 
+def test_wheel_requires_four_packages_and_no_cupy(wheel):
+    archive = zipfile.ZipFile(wheel)
+    metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    lines = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", archive.read(metadata).decode(), flags=re.M)
+    assert sorted(line.replace("-", "_") for line in lines) == ["ml_dtypes", "numpy", "rich", "threadpoolctl"]
+
+
 def test_installed_wheel_finds_its_kernels(wheel, tmp_path):
-    """Install into a fresh environment (its dependencies are borrowed) and read each kernel file there."""
+    """Install into a fresh environment (its dependencies are borrowed), read each kernel file and run there."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     python = tmp_path / "env" / "bin" / "python"
     site = Path(
@@ -58,6 +66,8 @@ for name in {[path.as_posix() for path in KERNELS]!r}:
 import numpy as np
 q = np.ones((3, 8), np.float32)
 print(cuattn.attention(q, q, q).sum())
+from cuattn.cli import main
+main(["--no-check"])
 """
     done = subprocess.run(
         [python, "-P", "-c", code] if sys.version_info >= (3, 11) else [python, "-c", code],
@@ -66,4 +76,7 @@ print(cuattn.attention(q, q, q).sum())
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) == 24.0
+    first, *report = done.stdout.splitlines()
+    assert float(first) == 24.0
+    assert report[0] == "Versions"
+    assert str(site) in report[1]

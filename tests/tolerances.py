@@ -1,65 +1,106 @@
-"""The one acceptance rule of the tests: design rule, error <= 2 x textbook error + one rounding.
+"""The one acceptance rule: error <= 2 x the textbook's error in the same precision + one rounding.
 
 Nothing else in the test suite holds a numeric tolerance.
 """
 
 from __future__ import annotations
 
+import sys
+from typing import Any, NamedTuple
+
 import ml_dtypes
 import numpy as np
+
+__all__ = ["Verdict", "assert_close", "bound", "eps", "judge", "max_error"]
 
 FACTOR = 2.0  # the textbook's own error may be exceeded by this factor
 
 
-def eps(dtype) -> float:
-    """Spacing of `dtype` at 1."""
-    return float(ml_dtypes.finfo(np.dtype(dtype)).eps)
+class Verdict(NamedTuple):
+    """The worst row of a result: its error, what the rule allows, and their ratio."""
+
+    share: float
+    error: float
+    allowed: float
+    plain: float  # the largest ratio without a floor
+
+
+def eps(dtype, smallest=False) -> float:
+    """Spacing of `dtype` at 1, or its smallest positive number."""
+    found = ml_dtypes.finfo(np.dtype(dtype))
+    return float(found.smallest_subnormal if smallest else found.eps)
 
 
 def max_error(actual, exact) -> float:
     """Largest absolute difference; equal infinities and NaNs in the same place differ by 0."""
     actual, exact = np.asarray(actual).astype(np.longdouble), np.asarray(exact).astype(np.longdouble)
-    if actual.size == 0:
-        return 0.0
-    with np.errstate(all="ignore"):
-        difference = np.abs(actual - exact)
-    same = (actual == exact) | (np.isnan(actual) & np.isnan(exact))
-    difference = np.where(same, 0, difference)
-    return float(np.where(np.isnan(difference), np.inf, difference).max())
+    return float(_distance(np, actual, exact).max(initial=0))
 
 
-def textbook_error(textbook, exact) -> float:
-    """Error of the textbook; of several evaluations (a list), the largest."""
-    return max(max_error(each, exact) for each in (textbook if isinstance(textbook, list) else [textbook]))
-
-
-def bound(exact, textbook, dtype, magnitude=None) -> float:
+def bound(exact, textbook, dtype, magnitude=0.0) -> float:
     """The largest error that the rule allows: FACTOR x the textbook's error + one rounding of the largest value.
 
-    With a `magnitude` (sums of absolute values), one rounding of the largest sum's terms is added, in the precision
-    of the sums: float32, or float64 for float64.
+    A `magnitude`, the size of a sum's terms, adds one rounding of it in the sums' precision.
     """
-    allowed = FACTOR * textbook_error(textbook, exact) + eps(dtype) * _largest(exact)
-    if magnitude is not None:
-        allowed += eps(np.float64 if np.dtype(dtype) == np.float64 else np.float32) * _largest(magnitude)
-    return allowed
+    finite = np.abs(np.asarray(exact).astype(np.longdouble))
+    rounding = eps(dtype) * float(finite[np.isfinite(finite)].max(initial=0))
+    return FACTOR * max_error(textbook, exact) + rounding + eps(_sums(dtype)) * magnitude
 
 
-def _largest(x) -> float:
-    finite = np.abs(np.asarray(x).astype(np.longdouble))
-    finite = finite[np.isfinite(finite)]
-    return float(finite.max()) if finite.size else 0.0
-
-
-def assert_close(actual, exact, textbook, *, dtype=None, magnitude=None, name="result") -> None:
+def assert_close(actual, exact, textbook, *, dtype=None, magnitude=0.0, floor=None, name="result") -> None:
     """Assert that `actual` is as close to `exact` as the rule asks of something computed in `dtype`.
 
-    `exact` is the oracle's value, `textbook` the same computation rounded to the input's precision at each step (a
-    list: in several equivalent orders), and `dtype` the precision of the one rounding (default: actual's own).
-    `magnitude` is for problems so small that the textbook may be right by luck: see the oracle's functions.
+    `exact` is the oracle's value, `textbook` the same computation rounded to the input's precision at each step, and
+    `dtype` the precision of the one rounding (default: actual's own).  With a `floor`, from the oracle, every row is
+    held to the rule by itself.
     """
-    actual = np.asarray(actual)
+    actual, dtype = np.asarray(actual), dtype or actual.dtype
     assert actual.shape == np.shape(exact), f"{name} has shape {actual.shape}; the oracle {np.shape(exact)}"
-    error, allowed = max_error(actual, exact), bound(exact, textbook, dtype or actual.dtype, magnitude)
-    known = textbook_error(textbook, exact)
+    known = max_error(textbook, exact)
+    if floor is None:
+        error, allowed = max_error(actual, exact), bound(exact, textbook, dtype, magnitude)
+    else:
+        _, error, allowed, _ = judge(name, actual, exact, textbook, floor, np.dtype(dtype))
     assert error <= allowed, f"{name}: error {error:.3g} exceeds {allowed:.3g} (textbook {known:.3g})"
+
+
+def judge(name: str, actual: Any, exact: Any, textbook: Any, floor: Any, dtype: np.dtype) -> Verdict:
+    """Hold every row of a result to the rule: NumPy or CuPy arrays.
+
+    A row is so small that the textbook may be right by luck; what is allowed has a floor, see `oracle.floors`.  l and m
+    of 16-bit inputs are numbers of float32 and held to what is possible there.  `dtype` is the inputs'.
+    """
+    if not actual.size:
+        return Verdict(0.0, 0.0, 0.0, 0.0)
+    xp = np if isinstance(actual, np.ndarray) else sys.modules["cupy"]
+    sums = eps(_sums(dtype))
+    statistic = name in ("l", "m")
+    strays = 0.0 if statistic else _distance(xp, textbook.astype(exact.dtype), exact)
+    rounded = max(dtype, actual.dtype, key=eps)
+    unit, smallest = (sums, 0.0) if statistic else (eps(rounded), eps(rounded, smallest=True))
+    rounding = unit * xp.where(xp.isfinite(exact), xp.abs(exact), 0) + smallest
+    least = sums * floor.wide + (eps(dtype) if eps(dtype) > sums else 0.0) * floor.short
+    error = _distance(xp, actual.astype(exact.dtype), exact)
+    parts = [xp.broadcast_to(xp.asarray(x), actual.shape) for x in (error, strays, rounding, least)]
+    error, strays, rounding, least = parts if statistic else [x.max(-1) for x in parts]
+    plain = FACTOR * xp.where(xp.isfinite(strays), strays, 0) + rounding
+    share = _ratio(xp, error, plain + least)
+    worst = int(share.argmax())
+    at_worst = [float(x.reshape(-1)[worst]) for x in (share, error, plain + least)]
+    return Verdict(*at_worst, float(_ratio(xp, error, plain).max()))
+
+
+def _sums(dtype):
+    return np.float64 if np.dtype(dtype) == np.float64 else np.float32
+
+
+def _ratio(xp, error, allowed):
+    with np.errstate(all="ignore"):
+        share = xp.where(error == 0, 0, error / allowed)
+    return xp.where(xp.isnan(share), np.inf, share)
+
+
+def _distance(xp, x, exact):
+    with np.errstate(all="ignore"):
+        difference = xp.where((x == exact) | (xp.isnan(x) & xp.isnan(exact)), 0, xp.abs(x - exact))
+    return xp.where(xp.isnan(difference), np.inf, difference)

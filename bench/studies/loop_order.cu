@@ -6,10 +6,10 @@
 //
 // cfg::keys_on_chip is the papers' B_c, cfg::block_m their B_r; the inner step works on cfg::block_n keys at a time, whose scores fit
 // in registers.  Lengths must be multiples of the blocks.  l and m are float32, o in memory is cfg::out.
-#include "attn/config.cuh"
-#include "attn/mma.cuh"
-#include "attn/softmax.cuh"
-#include "attn/tile.cuh"
+#include "sm80/config.cuh"
+#include "sm80/mma.cuh"
+#include "sm80/softmax.cuh"
+#include "sm80/tile.cuh"
 #include "ptx/cp_async.cuh"
 
 using namespace config;

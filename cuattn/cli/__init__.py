@@ -4,14 +4,17 @@ Without a command it prints which versions, devices and caches there are and wha
 and backward on the best device against a textbook computation in higher precision.  ``run`` computes attention on
 the arrays of an .npz file.
 
-Exit codes: 0 when all is well, 1 when the self-check found something off, 2 for bad arguments or files (with one
-line on standard error).
+Exit codes: 0 when all is well, 1 when the self-check found something off, 2 for bad arguments or files and 130 when
+interrupted (both with one line on standard error).
 """
 
 import argparse
 import sys
 
-from cuattn.cli.console import open_console
+from rich.console import Console
+
+from cuattn.cli import check, devices, report
+from cuattn.cli.run import run
 from cuattn.errors import CuattnError
 
 __all__ = ["main"]
@@ -41,6 +44,9 @@ def main(argv=None):
     except (CuattnError, OSError, MemoryError) as error:
         print(f"cuattn: error: {str(error) or 'not enough memory'}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("cuattn: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser():
@@ -49,55 +55,46 @@ def _parser():
     parser.add_argument("--no-check", action="store_true", help="print the report only")
     parser.set_defaults(command=_report_and_check)
     commands = parser.add_subparsers(title="commands")
-    run = commands.add_parser(
+    command = commands.add_parser(
         "run",
         help="compute attention on the arrays of an .npz file",
         description="Read q, k, v (and do, bias, mask) from an .npz file, write o, l, m, rng_state (and dq, dk, dv, "
         "dbias) to another. bfloat16 arrays are stored as uint16, with an entry dtype = 'bfloat16'.",
     )
-    _add_run_arguments(run)
-    run.set_defaults(command=_run)
+    _add_run_arguments(command.add_argument)
+    command.set_defaults(command=run)
     return parser
 
 
-def _add_run_arguments(run):
+def _add_run_arguments(add):
     """Add the arguments of ``run``: files, then the keyword arguments of the API under their own names."""
-    run.add_argument("input", metavar="INPUT.npz", help="arrays q, k, v; with --backward also do; optional bias, mask")
-    run.add_argument("--output", metavar="OUT.npz", required=True, help="appears complete or not at all")
-    run.add_argument("--backward", action="store_true", help="compute dq, dk, dv (and dbias) too")
-    run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU when there is one")
-    run.add_argument(
+    add("input", metavar="INPUT.npz", help="arrays q, k, v; with --backward also do; optional bias, mask")
+    add("--output", metavar="OUT.npz", required=True, help="a file appears complete or not at all")
+    add("--backward", action="store_true", help="compute dq, dk, dv (and dbias) too")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU when there is one")
+    add(
         "--mask", nargs="+", metavar=("NAME", "ARG"),
         help="a constructor of cuattn.masks and its arguments as Python literals; lengths that come first in its "
         "signature (n, n_queries, n_keys) are taken from the data: --mask sliding_window 128, "
         "--mask causal_document '[100, 28]'",
     )  # fmt: skip
-    run.add_argument("--causal", nargs="?", const=True, default=False, choices=("top_left", "bottom_right"))
-    run.add_argument("--window", nargs="+", metavar="SIDE", help="LEFT RIGHT [ALIGNMENT]; none leaves a side open")
-    run.add_argument("--scale", type=float, help="factor of the scores (default head_dim ** -0.5)")
-    run.add_argument("--softcap", type=float)
-    run.add_argument("--dropout-p", type=float, default=0.0)
-    run.add_argument("--seed", type=int, help="dropout's seed, 0 <= SEED < 2**64 (default: a fresh random one)")
-    run.add_argument("--offset", type=int, default=0, help="dropout's counter offset (with --seed)")
-    run.add_argument("--enable-gqa", action="store_true", help="allow grouped key and value heads")
-    run.add_argument("--precision", choices=("tf32",))
-    run.add_argument("--kernel", choices=("cpu", "sm80", "sm90"))
-    run.add_argument("--out-dtype", choices=("float32",), help="keep o unrounded")
-    run.add_argument("--deterministic", action="store_true", help="bitwise reproducible gradients")
+    add("--causal", dest="is_causal", nargs="?", const=True, default=False, choices=("top_left", "bottom_right"))
+    add("--window", nargs="+", metavar="SIDE", help="LEFT RIGHT [ALIGNMENT]; none leaves a side open")
+    add("--scale", type=float, help="factor of the scores (default head_dim ** -0.5)")
+    add("--softcap", type=float)
+    add("--dropout-p", type=float, default=0.0)
+    add("--seed", type=int, help="dropout's seed, 0 <= SEED < 2**64 (default: a fresh random one)")
+    add("--offset", type=int, default=0, help="dropout's counter offset (with --seed)")
+    add("--enable-gqa", action="store_true", help="allow grouped key and value heads")
+    add("--precision", choices=("tf32",))
+    add("--kernel", choices=("cpu", "sm80", "sm90"))
+    add("--out-dtype", choices=("float32",), help="keep o unrounded")
+    add("--deterministic", action="store_true", help="bitwise reproducible gradients")
 
 
 def _report_and_check(options):
     """Print the report, then run the self-check."""
-    from cuattn.cli import check, devices, report
-
-    console = open_console()
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     device = devices.best()
     report.show(console, device)
     return 0 if options.no_check else check.show(console, device)
-
-
-def _run(options):
-    """Compute attention on a file."""
-    from cuattn.cli import run
-
-    return run.run(options)

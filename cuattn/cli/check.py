@@ -1,23 +1,26 @@
 """The self-check: forward and backward of a handful of cases on one device, against the textbook."""
 
-import time
+import timeit
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
 
 import cuattn
 from cuattn import masks, rng
-from cuattn.cli import textbook
 from cuattn.errors import UnsupportedError
+from cuattn.reference import textbook
 
 __all__ = ["CASES", "Case", "Row", "check", "show"]
 
 HEADS, LENGTH, HEAD_DIM = 4, 389, 64  # a length that is a multiple of no tile
 RATE_HEADS = 8
 RATE_LENGTH = {"cpu": 1024, "cuda": 8192}
-REPEATS = {"cpu": 3, "cuda": 10}
+REPEATS = {"cpu": 4, "cuda": 11}  # the first may compile
 STATE = cuattn.RNGState(20220527, 1)
 
 
@@ -44,18 +47,23 @@ class Case(NamedTuple):
     group: int = 1
     bias: bool = False
 
+    @property
+    def title(self):
+        """Name and dtype."""
+        return f"{self.name}, {np.dtype(self.dtype)}"
+
 
 class Row(NamedTuple):
     """What the check found for one case in one direction."""
 
     case: str
     direction: str
-    verdict: str  # "ok", "off", "failed", "not supported" or "not checked"
-    result: str = ""
-    error: float = float("nan")
-    limit: float = float("nan")
-    seconds: float = float("nan")
-    gflops: float = float("nan")
+    worst: str = "-"  # the result with the largest error beside what is allowed
+    error: str = "-"
+    allowed: str = "-"
+    ms: str = "-"
+    gflops: str = "-"
+    verdict: str = "ok"  # or "off", "failed", "not checked"
     message: str = ""
 
 
@@ -84,8 +92,8 @@ def show(console, device, cases=CASES):
 
     Parameters
     ----------
-    console : object
-        From :func:`cuattn.cli.console.open_console`.
+    console : rich.console.Console
+        Where to print the results; progress goes to standard error.
     device : Device
         Where to compute.
     cases : sequence of Case, optional
@@ -96,31 +104,37 @@ def show(console, device, cases=CASES):
     int
         0 when every result is as close to the exact one as it has to be, else 1.
     """
-    rows = []
-    for case in console.progress(cases, lambda case: f"{case.name}, {np.dtype(case.dtype)}"):
-        rows += check(case, device)
-    console.table(
+    rows = [row for case in _progress(cases) for row in check(case, device)]
+    title = (
         f"Self-check on {device.backend}: errors at {HEADS} heads x {LENGTH} x {HEAD_DIM} against a textbook "
-        f"computation in higher precision, rates at {RATE_HEADS} x {RATE_LENGTH[device.backend]} x {HEAD_DIM}",
-        ("case", "direction", "worst", "error", "allowed", "ms", "GFLOP/s", "verdict"),
-        [_cells(row) for row in rows],
+        f"computation in higher precision, ms and GFLOP/s at {RATE_HEADS} x {RATE_LENGTH[device.backend]} x {HEAD_DIM}"
     )
+    table = Table(*Row._fields[:-1], title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row[:-1])
+    console.print(table)
     for row in rows:
         if row.message:
-            console.line(f"{row.case}, {row.direction}: {row.verdict}: {row.message}", good=False)
-    bad = sum(row.verdict in ("off", "failed") for row in rows)
-    good = sum(row.verdict == "ok" for row in rows)
-    if bad or not good:
-        console.line(f"{bad} of {len(rows)} checks are off", good=False)
+            console.print(f"{row.case}: {row.verdict}: {row.message}", style="red", markup=False, soft_wrap=True)
+    verdicts = [row.verdict for row in rows]
+    bad = verdicts.count("off") + verdicts.count("failed")
+    if bad or "ok" not in verdicts:
+        console.print(f"{bad} of {len(rows)} checks are off", style="bold red")
         return 1
-    console.line(f"all {good} checks are within twice the textbook's own error plus one rounding")
+    console.print(f"all {verdicts.count('ok')} checks are within twice the textbook's own error plus one rounding")
     return 0
 
 
-def _cells(row):
-    """Write a row of the table."""
-    numbers = [f"{row.error:.1e}", f"{row.limit:.1e}", f"{row.seconds * 1e3:.2f}", f"{row.gflops:.1f}"]
-    return (row.case, row.direction, row.result, *("-" if cell == "nan" else cell for cell in numbers), row.verdict)
+def _progress(cases):
+    """Yield the cases under a progress bar that names the one being worked on."""
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False)
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=len(cases))
+        for case in cases:
+            bar.update(task, description=case.title)
+            yield case
+            bar.advance(task)
 
 
 def check(case, device):
@@ -138,113 +152,89 @@ def check(case, device):
     list of Row
         Forward and backward, or one row that says why there is no result.
     """
-    name = f"{case.name}, {np.dtype(case.dtype)}"
-    if case.dtype is np.float64 and not textbook.EXTENDED:
-        return [Row(name, "both", "not checked", message="long double is float64 here: nothing to compare with")]
     try:
-        problem = _problem(case, HEADS, LENGTH)
-        fwd, grads = _compute(problem, device)
-        exact, plain = (textbook.solve(**_spelled_out(problem), exact=exact) for exact in (True, False))
-        seconds, counts = _rates(case, device)
-    except UnsupportedError as error:
-        return [Row(name, "both", "not supported", message=str(error))]
+        if case.dtype is np.float64 and not textbook.EXTENDED:
+            raise UnsupportedError("long double is float64 here: nothing to compare with")
+        problem, forward, backward = _calls(case, HEADS, LENGTH, device)
+        fwd = forward()
+        results = {"forward": {"o": fwd.o, "lse": fwd.lse}, "backward": backward(fwd)._asdict()}
+        exact, rounded = (_textbook(problem, low) for low in (None, np.dtype(case.dtype)))
+        rates = _rates(case, device)
     except Exception as error:  # whatever goes wrong here is what the user runs this command to learn
-        return [Row(name, "both", "failed", message=f"{type(error).__name__}: {error}")]
-    results = {
-        "forward": {"o": fwd.o, "lse": fwd.lse},
-        "backward": grads._asdict(),
-    }
+        verdict = "not checked" if isinstance(error, UnsupportedError) else "failed"
+        return [Row(case.title, "both", verdict=verdict, message=f"{type(error).__name__}: {error}")]
     rows = []
     for direction, arrays in results.items():
-        arrays = {key: device.fetch(value) for key, value in arrays.items() if value is not None}
-        result, error, limit = textbook.worst(arrays, exact, plain)
+        arrays = {name: device.fetch(value) for name, value in arrays.items() if value is not None}
+        name, error, limit = _worst(arrays, exact, rounded)
         verdict = "ok" if error <= limit else "off"
-        time_, count = seconds[direction], counts[direction]
-        rows.append(Row(name, direction, verdict, result, error, limit, time_, count / time_ / 1e9))
+        rows.append(Row(case.title, direction, name, f"{error:.1e}", f"{limit:.1e}", *rates[direction], verdict))
     return rows
 
 
-def _problem(case, heads, n):
-    """Return the arrays and options of a case, as keyword arguments."""
+def _calls(case, heads, n, device):
+    """Return the arrays and options of a case, and two functions: forward, and backward of a forward's result."""
     generator = np.random.default_rng(n)
     shapes = {"q": heads, "k": heads // case.group, "v": heads // case.group, "do": heads}
-    arrays = {name: generator.standard_normal((h, n, HEAD_DIM)).astype(case.dtype) for name, h in shapes.items()}
-    options = {"enable_gqa": case.group > 1, **case.options(n)}
+    problem = {name: generator.standard_normal((h, n, HEAD_DIM)).astype(case.dtype) for name, h in shapes.items()}
+    problem |= {"enable_gqa": case.group > 1, **case.options(n)}
     if case.bias:
-        options["bias"] = generator.standard_normal((heads, 1, n)).astype(case.dtype)
-    return {**arrays, **options}
-
-
-def _calls(problem, device):
-    """Return two functions of no argument: forward, and backward of a forward's result."""
-    problem = {key: device.put(value) if isinstance(value, np.ndarray) else value for key, value in problem.items()}
-    q, k, v, do = (problem.pop(name) for name in ("q", "k", "v", "do"))
-    state = STATE if "dropout_p" in problem else None
+        problem["bias"] = generator.standard_normal((heads, 1, n)).astype(case.dtype)
+    there = {name: device.put(value) if isinstance(value, np.ndarray) else value for name, value in problem.items()}
+    q, k, v, do = (there.pop(name) for name in shapes)
     return (
-        lambda: cuattn.forward(q, k, v, rng=state, **problem),
-        lambda fwd: cuattn.backward(do, q, k, v, fwd, **problem),
+        problem,
+        lambda: cuattn.forward(q, k, v, rng=STATE, **there),
+        lambda fwd: cuattn.backward(do, q, k, v, fwd, **there),
     )
 
 
-def _compute(problem, device):
-    """Return the results of forward and backward."""
-    forward, backward = _calls(problem, device)
-    fwd = forward()
-    return fwd, backward(fwd)
-
-
-def _visible(problem, n):
+def _visible(problem):
     """Return what the mask, causality and the window let through together, (n, n) booleans."""
+    n = problem["q"].shape[1]
     i, j = np.ogrid[:n, :n]
-    visible = problem["mask"].dense() if "mask" in problem else np.ones((n, n), bool)
-    if problem.get("is_causal"):
-        visible = visible & (j <= i)
-    if "window" in problem:
-        left, right = problem["window"]
-        visible = visible & (i - left <= j) & (j <= i + right)
-    return visible
+    left, right = problem.get("window", (n, 0 if problem.get("is_causal") else n))
+    visible = (i - left <= j) & (j <= i + right)
+    return visible & problem["mask"].dense() if "mask" in problem else visible
 
 
-def _spelled_out(problem):
-    """Return the arguments of the textbook: masks and dropout as booleans, defaults filled in."""
+def _textbook(problem, low):
+    """Return the textbook's results by name: exact (low=None), or with every step rounded to `low`."""
     heads, n, _ = problem["q"].shape
-    keep, keep_scale = np.ones((n, n), bool), 1.0
-    if "dropout_p" in problem:
-        level = rng.threshold(problem["dropout_p"])
-        keep = np.stack([rng.keep(STATE, level, head, (0, n), (0, n)) for head in range(heads)])
-        keep_scale = rng.LEVELS / (rng.LEVELS - level)
-    return {
-        **{name: problem[name] for name in ("q", "k", "v", "do")},
-        "visible": _visible(problem, n),
-        "keep": keep,
-        "keep_scale": keep_scale,
-        "bias": problem.get("bias"),
-        "scale": HEAD_DIM**-0.5,
-        "softcap": problem.get("softcap"),
-    }
+    level = rng.threshold(problem.get("dropout_p", 0))
+    solution = textbook.solve(
+        *(problem[name] for name in ("q", "k", "v", "do")),
+        visible=_visible(problem),
+        keep=np.stack([rng.keep(STATE, level, head, (0, n), (0, n)) for head in range(heads)]),
+        keep_scale=rng.LEVELS / (rng.LEVELS - level),
+        bias=problem.get("bias"),
+        softcap=problem.get("softcap"),
+        low=low,
+    )
+    return {**solution._asdict(), "lse": solution.m + np.log(solution.l)}
+
+
+def _worst(results, exact, rounded):
+    """Return which of several results is the furthest beyond what is accepted, its error, and what is accepted.
+
+    That is twice the textbook's own error, plus one rounding of the largest value.
+    """
+    rows = []
+    for name, value in results.items():
+        right, eps = exact[name], float(ml_dtypes.finfo(value.dtype).eps)
+        limit = 2 * np.abs(rounded[name] - right).max() + eps * np.abs(right).max()
+        error = np.nan_to_num(np.abs(value.astype(right.dtype) - right), nan=np.inf, posinf=np.inf).max()
+        rows.append((error / limit, name, error, limit))
+    return max(rows)[1:]
 
 
 def _rates(case, device):
-    """Return the seconds and the floating-point operations of each direction at the size for rates."""
-    n = RATE_LENGTH[device.backend]
-    problem = _problem(case, RATE_HEADS, n)
-    forward, backward = _calls(problem, device)
+    """Return the milliseconds and the GFLOP/s of each direction, written out, at the size for rates."""
+    problem, forward, backward = _calls(case, RATE_HEADS, RATE_LENGTH[device.backend], device)
     fwd = forward()
-    seconds = {
-        "forward": _time(forward, device),
-        "backward": _time(lambda: backward(fwd), device),
-    }
-    pairs = RATE_HEADS * np.count_nonzero(_visible(problem, n))
-    return seconds, {"forward": 4 * HEAD_DIM * pairs, "backward": 10 * HEAD_DIM * pairs}
-
-
-def _time(call, device):
-    """Return the least time of several calls, in seconds."""
-    best = float("inf")
-    for _ in range(REPEATS[device.backend] + 1):  # the first one may compile
-        device.synchronize()
-        start = time.perf_counter()
-        call()
-        device.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return best
+    pairs = RATE_HEADS * np.count_nonzero(_visible(problem))
+    rates = {}
+    for direction, call, products in (("forward", forward, 2), ("backward", lambda: backward(fwd), 5)):
+        seconds = min(timeit.repeat(lambda: device.finish(call()), number=1, repeat=REPEATS[device.backend]))  # noqa: B023
+        rates[direction] = f"{seconds * 1e3:8.2f}", f"{2 * products * HEAD_DIM * pairs / seconds / 1e9:8.1f}"
+    return rates

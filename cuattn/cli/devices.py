@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cuattn
-from cuattn.errors import CuattnError, UnsupportedError
+from cuattn.errors import ArgumentError, CuattnError, UnsupportedError
 
-__all__ = ["Device", "best", "pick"]
+__all__ = ["Device", "best", "cupy_with_gpu", "pick"]
 
 
 class Device(NamedTuple):
@@ -35,15 +35,16 @@ class Device(NamedTuple):
         """Return an array of this device as a NumPy array."""
         return array if self.xp is np else self.xp.asnumpy(array)
 
-    def synchronize(self):
-        """Wait for the work on this device."""
+    def finish(self, result):
+        """Wait for the work on this device, and return its result."""
         if self.xp is not np:
             self.xp.cuda.get_current_stream().synchronize()
+        return result
 
 
 def best():
     """Return the GPU when CuPy finds one that a kernel runs on, else the CPU."""
-    cupy, reason = _cupy_with_gpu()
+    cupy, reason = cupy_with_gpu()
     if cupy is None:
         return Device("cpu", reason, np)
     try:
@@ -70,22 +71,27 @@ def pick(wanted, kernel):
 
     Raises
     ------
+    ArgumentError
+        When the two contradict each other.
     UnsupportedError
         When a GPU was asked for and CuPy finds none.
     """
+    if (wanted, kernel) == ("cuda", "cpu"):
+        raise ArgumentError("--device cuda --kernel cpu: expected one device")
+    asked = f"--device {wanted}"
     if wanted == "auto" and kernel is not None:
-        wanted = "cpu" if kernel == "cpu" else "cuda"
+        asked, wanted = f"--kernel {kernel}", "cpu" if kernel == "cpu" else "cuda"
     if wanted == "auto":
         return best()
     if wanted == "cpu":
         return Device("cpu", "asked for", np)
-    cupy, reason = _cupy_with_gpu()
+    cupy, reason = cupy_with_gpu()
     if cupy is None:
-        raise UnsupportedError(f"--device cuda or --kernel {kernel} needs a GPU, but {reason}")
+        raise UnsupportedError(f"{asked} needs a GPU, but {reason}")
     return Device("cuda", "asked for", cupy)
 
 
-def _cupy_with_gpu():
+def cupy_with_gpu():
     """Return CuPy, or None and the reason why it is of no use here."""
     try:
         import cupy

@@ -1,7 +1,10 @@
 """Arrays in .npz files: bfloat16 travels as uint16, and a file appears complete or not at all."""
 
+import contextlib
+import math
 import os
-import pathlib
+import shutil
+import tempfile
 import zipfile
 
 import ml_dtypes
@@ -9,15 +12,17 @@ import numpy as np
 
 from cuattn.errors import ArgumentError
 
-__all__ = ["check_output", "read", "write"]
+__all__ = ["Archive", "check_output", "write"]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = ("q", "k", "v", "do", "bias")
 NAMES = (*FLOATS, "mask", "dtype")
 
 
-def read(path, required):
-    """Read the arrays of a problem.
+class Archive:
+    """The arrays of a problem in an .npz file, described before they are loaded.
+
+    What a file unpacks to may be a thousand times its size, so shapes are to be checked first.
 
     Parameters
     ----------
@@ -26,96 +31,138 @@ def read(path, required):
     required : tuple of str
         The entries that must be there.
 
-    Returns
-    -------
-    dict of str to numpy.ndarray
-        The entries but ``dtype``, in this machine's byte order.  Where ``dtype`` says bfloat16, those of q, k, v,
-        do and bias that hold 16-bit words are bfloat16.
+    Attributes
+    ----------
+    arrays : dict of str to numpy.ndarray
+        For each entry but ``dtype`` an array of its shape and dtype whose elements share one row of zeros.  Where
+        ``dtype`` says bfloat16, those of q, k, v, do and bias that hold 16-bit words are bfloat16.
 
     Raises
     ------
     ArgumentError
         When the file is no such file; the message is one line that begins with its path.
     """
-    try:
-        if not zipfile.is_zipfile(path):
-            with open(path, "rb"):
-                raise ArgumentError(f"{path} is not an .npz file; expected what numpy.savez writes")
-        with np.load(path, allow_pickle=False) as file:
-            names = file.files
-            if unknown := [name for name in names if name not in NAMES]:
+
+    def __init__(self, path, required):
+        self._path = path
+        with self._readable():
+            self._zip = zipfile.ZipFile(path)
+            found = {info.filename.removesuffix(".npy"): info for info in self._zip.infolist()}
+            if unknown := [name for name in found if name not in NAMES]:
                 raise ArgumentError(f"{path} has entries {unknown}; expected only {', '.join(NAMES)}")
-            if missing := [name for name in required if name not in names]:
-                held = ", ".join(names) or "nothing"
+            if missing := [name for name in required if name not in found]:
+                held = ", ".join(found) or "nothing"
                 raise ArgumentError(f"{path} has no {' and no '.join(missing)}; it holds {held}")
-            arrays = {name: file[name] for name in names}
-    except ArgumentError:
-        raise
-    except Exception as error:  # a damaged archive fails in zipfile, zlib, struct or NumPy's header parser
-        text = " ".join(str(error).split()) if not isinstance(error, OSError) else error.strerror or str(error)
-        raise ArgumentError(f"{path} cannot be read: {text or type(error).__name__}") from error
-    return _decode(path, arrays)
+            headers = {name: self._header(name, info) for name, info in found.items()}
+            declared = self._declared(*headers.pop("dtype")) if "dtype" in headers else None
+        self.arrays = {}
+        for name, (shape, stored) in headers.items():
+            row = np.zeros(shape[-1:], self._dtype(name, stored, declared))
+            strides = (*(0 for _ in shape[:-1]), *row.strides)
+            self.arrays[name] = np.lib.stride_tricks.as_strided(row, shape, strides, writeable=False)
 
+    def load(self, name):
+        """Return an entry in this machine's byte order."""
+        array = self._stored(name)
+        return array.astype(array.dtype.newbyteorder("="), copy=False).view(self.arrays[name].dtype)
 
-def _decode(path, arrays):
-    """Return native arrays, with bfloat16 made out of its 16-bit words."""
-    declared = arrays.pop("dtype", None)
-    if declared is not None:
-        declared = _dtype_name(path, declared)
-    for name, array in arrays.items():
-        if not isinstance(array, np.ndarray):
-            raise ArgumentError(f"{path}: {name} is not an array")
-        words = array.dtype.itemsize == 2 and array.dtype.kind in "uV"  # V2: what numpy.savez makes of bfloat16
-        if name in FLOATS and words:
-            if declared != "bfloat16":
-                raise ArgumentError(
-                    f"{path}: {name} has dtype {array.dtype}; for bfloat16 stored as uint16, add an entry "
-                    f"dtype = 'bfloat16' (it is {declared!r})"
-                )
-            arrays[name] = array.astype("u2" if array.dtype.kind == "u" else array.dtype).view(BFLOAT16)
-            continue
-        if name in ("q", "k", "v", "do") and declared not in (None, array.dtype.name):
-            raise ArgumentError(f"{path}: {name} has dtype {array.dtype}, but the entry dtype says {declared!r}")
-        arrays[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
-    return arrays
+    def _stored(self, name):
+        """Return an entry as it is in the file."""
+        with self._readable(), self._zip.open(f"{name}.npy") as file:
+            return np.lib.format.read_array(file)
 
+    @contextlib.contextmanager
+    def _readable(self):
+        """Say of what goes wrong in a damaged file which file it is, in one line."""
+        try:
+            yield
+        except ArgumentError:
+            raise
+        except Exception as error:  # it may go wrong in zipfile, zlib, struct or NumPy's header parser
+            text = " ".join(str(error).split()) if not isinstance(error, OSError) else error.strerror or str(error)
+            raise ArgumentError(f"{self._path} cannot be read: {text or type(error).__name__}") from error
 
-def _dtype_name(path, declared):
-    """Return the ``dtype`` entry as a string."""
-    value = declared.item() if declared.size == 1 else None
-    name = value.decode("ascii", "replace") if isinstance(value, bytes) else value
-    if not isinstance(name, str):
-        raise ArgumentError(f"{path}: dtype is {declared!r}; expected one string, such as 'bfloat16'")
-    return name
+    def _header(self, name, info):
+        """Return the shape and the dtype that an entry says it has."""
+        if not info.filename.endswith(".npy"):
+            raise ArgumentError(f"{self._path}: {name} is not an array")
+        with self._zip.open(info) as file:
+            major, _ = np.lib.format.read_magic(file)
+            shape, _, dtype = getattr(np.lib.format, f"read_array_header_{min(major, 2)}_0")(file)
+        if dtype.hasobject:
+            raise ArgumentError(f"{self._path}: {name} holds Python objects, which are never loaded")
+        return shape, dtype
+
+    def _declared(self, shape, dtype):
+        """Return the entry ``dtype`` as a string."""
+        if math.prod(shape) != 1 or dtype.kind not in "SU" or dtype.itemsize > 256:
+            raise ArgumentError(f"{self._path}: dtype is {dtype} of shape {shape}; expected one string like 'bfloat16'")
+        return self._stored("dtype").astype(str).item()
+
+    def _dtype(self, name, stored, declared):
+        """Return the dtype that an entry has once it is loaded."""
+        if name in FLOATS and stored.itemsize == 2 and stored.kind in "uV":  # V2: what numpy.savez makes of bfloat16
+            if declared == "bfloat16":
+                return BFLOAT16
+            hint = "; for bfloat16 stored as uint16, add an entry dtype = 'bfloat16'"
+        elif name in ("bias", "mask") or declared in (None, stored.name):
+            return stored.newbyteorder("=")
+        else:
+            hint = ""
+        raise ArgumentError(f"{self._path}: {name} has dtype {stored}, but the entry dtype says {declared!r}{hint}")
 
 
 def check_output(path):
     """Raise where a file could not be written, before anything is computed."""
-    target = pathlib.Path(os.path.realpath(path))
-    if target.is_dir() or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+    # Root may write anything, but whoever took all write permissions from a file wants to keep it.
+    if os.path.exists(path) and not (os.access(path, os.W_OK) and os.stat(path).st_mode & 0o222):
+        raise ArgumentError(f"--output {path} is read-only; expected a file that may be replaced")
+    if os.path.isdir(path) or not (_special(path) or os.access(_folder(path), os.W_OK)):
         raise ArgumentError(f"--output {path} cannot be written; expected a file in an existing, writable folder")
 
 
 def write(path, arrays):
-    """Write arrays, replacing an existing file only once the new one is complete.
+    """Write arrays; a regular file is replaced, with its permissions, only once the new one is complete.
 
     Parameters
     ----------
     path : str
-        The file, named exactly so.
-    arrays : dict of str to (numpy.ndarray or None)
-        None is left out.  bfloat16 is stored as uint16, and then an entry ``dtype`` = "bfloat16" is added.
+        The file, named exactly so.  A device or a pipe is written into.
+    arrays : dict of str to numpy.ndarray
+        bfloat16 is stored as uint16, and then an entry ``dtype`` = "bfloat16" is added.
     """
-    target = pathlib.Path(os.path.realpath(path))
-    stored = {name: np.asarray(array) for name, array in arrays.items() if array is not None}
-    if any(array.dtype == BFLOAT16 for array in stored.values()):
-        stored = {name: a.view(np.uint16) if a.dtype == BFLOAT16 else a for name, a in stored.items()}
+    stored = {name: array.view(np.uint16) if array.dtype == BFLOAT16 else array for name, array in arrays.items()}
+    if any(array.dtype == BFLOAT16 for array in arrays.values()):
         stored["dtype"] = np.array("bfloat16")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "xb") as file:
+    if _special(path):
+        with open(path, "wb") as file:
             np.savez(file, **stored)
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        return
+    # Readable for nobody else until it is complete.
+    with tempfile.NamedTemporaryFile(dir=_folder(path), prefix=".cuattn-", delete=False) as file:
+        try:
+            np.savez(file, **stored)
+            if os.path.exists(path):
+                shutil.copymode(path, file.name)
+            else:
+                os.chmod(file.name, 0o666 & ~_umask())
+            os.replace(file.name, os.path.realpath(path))
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def _special(path):
+    """Tell whether there is something other than a regular file: a device, a pipe, a folder."""
+    return os.path.exists(path) and not os.path.isfile(path)
+
+
+def _folder(path):
+    """Return the folder of the file that a path leads to."""
+    return os.path.dirname(os.path.realpath(path))
+
+
+def _umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

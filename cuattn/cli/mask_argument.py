@@ -6,9 +6,9 @@ import inspect
 from cuattn import masks
 from cuattn.errors import ArgumentError, CuattnError
 
-__all__ = ["build_mask"]
+__all__ = ["build_mask", "literal"]
 
-_LENGTHS = ("n", "n_queries", "n_keys")
+_WORDS = {"none": None, "true": True, "false": False}
 
 
 def build_mask(words, n_queries, n_keys):
@@ -38,41 +38,35 @@ def build_mask(words, n_queries, n_keys):
     True
     """
     name, *words = words
-    constructors = _constructors()
+    option = f"--mask {name}"
+    constructors = {each: getattr(masks, each) for each in masks.__all__ if inspect.isfunction(getattr(masks, each))}
     if name not in constructors:
-        raise ArgumentError(f"--mask {name}: expected one of {', '.join(constructors)}")
+        raise ArgumentError(f"{option}: expected one of {', '.join(constructors)}")
     parameters = list(inspect.signature(constructors[name]).parameters)
-    given = [n_queries if parameter != "n_keys" else n_keys for parameter in parameters if parameter in _LENGTHS]
-    rest = parameters[len(given) :]
-    values = [_literal(name, word) for word in words]
-    if values and parameters == rest and len(rest) == 1 and not isinstance(values[0], list):
+    lengths = {"n": n_queries, "n_queries": n_queries, "n_keys": n_keys}
+    given = [lengths[parameter] for parameter in parameters if parameter in lengths]
+    values = [literal(option, word) for word in words]
+    if len(parameters) == 1 and not given and values and not isinstance(values[0], list):
         values = [values]
     try:
         return constructors[name](*given, *values)
-    except CuattnError as error:
-        raise ArgumentError(f"--mask {name}: {error}") from error
-    except TypeError as error:
-        usage = " ".join([name, *(parameter.upper() for parameter in rest)])
-        taken = f"; {' and '.join(parameters[: len(given)])} come from the data" if given else ""
-        raise ArgumentError(f"--mask {name} got {values}; expected --mask {usage}{taken} ({error})") from error
+    except (CuattnError, TypeError) as error:
+        usage = " ".join([option, *(parameter.upper() for parameter in parameters[len(given) :])])
+        taken = " (lengths come from the data)" if given else ""
+        raise ArgumentError(f"{option}: {error}; expected {usage}{taken}") from error
 
 
-def _constructors():
-    """Return the public functions of :mod:`cuattn.masks` by name."""
-    return {name: getattr(masks, name) for name in masks.__all__ if inspect.isfunction(getattr(masks, name))}
-
-
-def _literal(name, word):
+def literal(option, word):
     """Return the value of a word: a literal of numbers and lists, or the word itself."""
     if word.isidentifier():
-        return {"None": None, "True": True, "False": False}.get(word, word)
+        return _WORDS.get(word.lower(), word)
     try:
         value = ast.literal_eval(word)
-    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
-        raise ArgumentError(f"--mask {name}: {word!r} is not a number or a list of numbers") from error
-    if not _plain(value):
-        raise ArgumentError(f"--mask {name}: {word!r} is not a number or a list of numbers")
-    return value
+        if _plain(value):
+            return value
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        pass
+    raise ArgumentError(f"{option}: {word!r} is not a number or a list of numbers")
 
 
 def _plain(value):

@@ -6,8 +6,10 @@ import platform
 
 import ml_dtypes
 import numpy as np
+from threadpoolctl import threadpool_info
 
 import cuattn
+from cuattn.cli import devices
 from cuattn.cuda.compile import cache_dir
 
 __all__ = ["show"]
@@ -18,93 +20,60 @@ def show(console, device):
 
     Parameters
     ----------
-    console : object
-        From :func:`cuattn.cli.console.open_console`.
+    console : rich.console.Console
+        Where to print.
     device : Device
         What the self-check will run on.
     """
-    console.section("Versions", _versions())
-    console.section("Devices", _devices())
-    console.section("In use", _in_use(device))
-    console.section("Caches", _caches())
+    sections = {"Versions": _versions(), "Devices": _devices(), "In use": _in_use(device), "Caches": _caches()}
+    for title, pairs in sections.items():
+        console.print(title, style="bold")
+        width = max(len(name) for name, _ in pairs)
+        for name, value in pairs:
+            console.print(f"  {name:<{width}}  {value}", markup=False, soft_wrap=True)
 
 
 def _versions():
     """Return name and version of everything that takes part."""
+    blas = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
     return [
         ("cuattn", f"{cuattn.__version__} in {pathlib.Path(cuattn.__file__).parent}"),
         ("Python", f"{platform.python_version()} on {platform.platform()}"),
         ("NumPy", f"{np.__version__}, ml_dtypes {ml_dtypes.__version__}"),
-        *_blas(),
+        *(("BLAS", "{internal_api} {version}, {num_threads} threads ({filepath})".format(**pool)) for pool in blas),
         *_cuda_versions(),
     ]
 
 
-def _blas():
-    """Return the BLAS libraries that are loaded, with their threads."""
-    from threadpoolctl import threadpool_info
-
-    pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
-    return [
-        ("BLAS", f"{pool['internal_api']} {pool['version']}, {pool['num_threads']} threads ({pool['filepath']})")
-        for pool in pools
-    ] or [("BLAS", "unknown to threadpoolctl")]
-
-
 def _cuda_versions():
     """Return the versions of CuPy, NVRTC, CUDA and the driver, or why there are none."""
+    hint = 'for a GPU: pip install "cuattn[cuda13]" or "cuattn[cuda12]"'
     try:
         import cupy
     except Exception as error:  # a broken installation raises more than ImportError
-        hint = 'for a GPU: pip install "cuattn[cuda13]" or "cuattn[cuda12]"'
         return [("CuPy", f"not importable ({type(error).__name__}: {error}); {hint}")]
-    runtime = cupy.cuda.runtime
-    driver = runtime.driverGetVersion()
-    return [
-        ("CuPy", cupy.__version__),
-        ("NVRTC", _nvrtc()),
-        ("driver", f"for CUDA {_cuda_version(driver)}" if driver else "none"),
-    ]
-
-
-def _nvrtc():
-    """Return the version of the run-time compiler, or what is missing."""
-    from cupy.cuda import nvrtc
-
     try:
-        return "CUDA {}.{}".format(*nvrtc.getVersion())
+        from cupy.cuda import nvrtc
+
+        compiler = "CUDA {}.{}".format(*nvrtc.getVersion())
     except Exception as error:  # a missing wheel shows up as many kinds of error
-        return f"cannot be loaded ({type(error).__name__}); the extras cuda12 and cuda13 of cuattn bring it"
-
-
-def _cuda_version(number):
-    """Write CUDA's version number as a version."""
-    return f"{number // 1000}.{number % 1000 // 10}"
+        compiler = f"cannot be loaded ({type(error).__name__}); {hint}"
+    driver = cupy.cuda.runtime.driverGetVersion()
+    driver = f"for CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else "none"
+    return [("CuPy", cupy.__version__), ("NVRTC", compiler), ("driver", driver)]
 
 
 def _devices():
     """Return the CPU and the GPUs."""
-    found = [("CPU", f"{platform.machine()}, {_usable_cpus()} of {os.cpu_count()} cores usable")]
-    try:
-        import cupy
-
-        for index in range(cupy.cuda.runtime.getDeviceCount() if cupy.is_available() else 0):
-            facts = cupy.cuda.runtime.getDeviceProperties(index)
-            found.append(
-                (
-                    f"GPU {index}",
-                    f"{facts['name'].decode()}, sm_{facts['major']}{facts['minor']}, "
-                    f"{facts['multiProcessorCount']} multiprocessors, {facts['totalGlobalMem'] / 2**30:.0f} GiB",
-                )
-            )
-    except ImportError:
-        pass
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = [("CPU", f"{platform.machine()}, {usable} of {os.cpu_count()} cores usable")]
+    cupy, _ = devices.cupy_with_gpu()
+    for index in range(cupy.cuda.runtime.getDeviceCount() if cupy else 0):
+        facts = cupy.cuda.runtime.getDeviceProperties(index)
+        name, memory = facts["name"].decode(), facts["totalGlobalMem"] / 2**30
+        text = "{0}, sm_{major}{minor}, {multiProcessorCount} multiprocessors, {1:.0f} GiB"
+        found.append((f"GPU {index}", text.format(name, memory, **facts)))
     return found
-
-
-def _usable_cpus():
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _in_use(device):

@@ -7,8 +7,8 @@ import numpy as np
 
 import cuattn
 from cuattn.cli import devices, files
-from cuattn.cli.mask_argument import build_mask
-from cuattn.errors import ArgumentError
+from cuattn.cli.mask_argument import build_mask, literal
+from cuattn.errors import ArgumentError, ShapeError
 
 __all__ = ["run"]
 
@@ -27,20 +27,21 @@ def run(options):
         The exit code.
     """
     files.check_output(options.output)
-    arrays = files.read(options.input, ("q", "k", "v", "do") if options.backward else ("q", "k", "v"))
-    keywords = _keywords(options, arrays)
+    archive = files.Archive(options.input, ("q", "k", "v", "do") if options.backward else ("q", "k", "v"))
+    state, keywords = _state(options), _keywords(options, archive)
+    _check_shapes(archive, keywords)
     device = devices.pick(options.device, options.kernel)
-    q, k, v, do, bias, mask = (
-        device.put(arrays[name]) if name in arrays else None for name in ("q", "k", "v", "do", "bias", "mask")
-    )
-    keywords |= {"bias": bias} if mask is None else {"bias": bias, "mask": mask}
+    q, k, v = (device.put(archive.load(name)) for name in "qkv")
+    keywords |= {name: device.put(archive.load(name)) for name in ("bias", "mask") if name in archive.arrays}
     print(f"computing on {device.backend} ({device.reason})", file=sys.stderr)
     start = time.perf_counter()
-    fwd = cuattn.forward(q, k, v, rng=_state(options), out_dtype=options.out_dtype, **keywords)
+    fwd = cuattn.forward(q, k, v, rng=state, out_dtype=options.out_dtype, **keywords)
     results = {"o": fwd.o, "l": fwd.l, "m": fwd.m}
     if options.backward:
-        grads = cuattn.backward(do, q, k, v, fwd, deterministic=options.deterministic, **keywords)
-        results |= grads._asdict()
+        if archive.arrays["do"].shape != fwd.o.shape:
+            raise ShapeError(f"do has shape {archive.arrays['do'].shape}; expected {fwd.o.shape}, the shape of o")
+        do = device.put(archive.load("do"))
+        results |= cuattn.backward(do, q, k, v, fwd, deterministic=options.deterministic, **keywords)._asdict()
     results = {name: device.fetch(array) for name, array in results.items() if array is not None}
     seconds = time.perf_counter() - start
     if fwd.rng_state is not None:
@@ -51,43 +52,23 @@ def run(options):
     return 0
 
 
-def _keywords(options, arrays):
+def _keywords(options, archive):
     """Return the keyword arguments that forward and backward share, but for arrays."""
     mask = None
     if options.mask is not None:
-        if "mask" in arrays:
+        if "mask" in archive.arrays:
             raise ArgumentError(f"--mask {options.mask[0]} is given and {options.input} has a mask; expected one mask")
-        lengths = [arrays[name].shape[-2] if arrays[name].ndim >= 2 else 0 for name in ("q", "k")]
-        mask = build_mask(options.mask, *lengths)
-    return {
-        "mask": mask,
-        "is_causal": options.causal,
-        "window": _window(options.window),
-        "scale": options.scale,
-        "softcap": options.softcap,
-        "dropout_p": options.dropout_p,
-        "enable_gqa": options.enable_gqa,
-        "precision": options.precision,
-        "kernel": options.kernel,
-    }
+        shapes = [archive.arrays[name].shape for name in "qk"]
+        mask = build_mask(options.mask, *(shape[-2] if len(shape) >= 2 else 0 for shape in shapes))
+    window = options.window and tuple(literal("--window", word) for word in options.window)
+    names = "is_causal", "scale", "softcap", "dropout_p", "enable_gqa", "precision", "kernel"
+    return {"mask": mask, "window": window, **{name: getattr(options, name) for name in names}}
 
 
-def _window(words):
-    """Return the window that the command line gives."""
-    if words is None:
-        return None
-    sides = [_side(word) for word in words[:2]]
-    return (*sides, *words[2:])
-
-
-def _side(word):
-    """Return one side of a window."""
-    if word.lower() == "none":
-        return None
-    try:
-        return int(word)
-    except ValueError:
-        raise ArgumentError(f"--window has a side {word!r}; expected an integer >= 0, or none") from None
+def _check_shapes(archive, keywords):
+    """Raise what the API raises for arrays that do not fit together, before they take memory."""
+    arrays = {name: array for name, array in archive.arrays.items() if name != "do"}
+    cuattn.plan(arrays.pop("q"), arrays.pop("k"), arrays.pop("v"), **{**keywords, "kernel": None, **arrays})
 
 
 def _state(options):

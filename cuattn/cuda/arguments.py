@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from cuattn.rng import RNGState, round_keys
 
 __all__ = [
     "Axes", "Change", "Piece", "Struct", "align_up", "band_fields", "change", "collapse", "load_bytes", "merged_axes",
-    "operand_fields", "place_changes", "problem_fields", "slot_of", "state_changes",
+    "operand_fields", "pad", "place_changes", "problem_fields", "slot_of", "state_changes",
 ]  # fmt: skip
 
 _ALIGNMENT = 256  # bytes; pieces of memory begin at multiples of it
@@ -31,6 +31,15 @@ Change = tuple[int, int, int]
 def align_up(size: int) -> int:
     """Round a number of bytes up to where the next piece of memory may begin."""
     return cdiv(size, _ALIGNMENT) * _ALIGNMENT
+
+
+def pad(length: int, unit: int) -> int:
+    """Round up to a multiple of `unit`, at least one of them.
+
+    >>> pad(80, 32), pad(0, 32)
+    (96, 32)
+    """
+    return max(cdiv(length, unit), 1) * unit
 
 
 class Piece(NamedTuple):
@@ -177,16 +186,16 @@ def load_bytes(*arrays: Any) -> int:
 
 
 def band_fields(problem: Problem, shift: int = 0) -> dict[str, int]:
-    """Return the band's fields of ``Params`` or ``MaskParams``, for a part whose place shifts the band."""
+    """Return the band's fields of ``Params`` or ``MaskParams``, with its offset and a part's `shift` in its sides."""
     band = problem.band
     if band is None:
         return {}
+    offset = band.offset + shift
 
-    def side(width: int | None) -> int:
-        return _OPEN if width is None else min(width, _OPEN)
+    def side(width: int | None, sign: int) -> int:
+        return _OPEN if width is None else max(min(width + sign * offset, _OPEN), -_OPEN)
 
-    offset = max(min(band.offset + shift, _OPEN), -_OPEN)
-    return {"band_left": side(band.left), "band_right": side(band.right), "band_offset": offset}
+    return {"band_left": side(band.left, -1), "band_right": side(band.right, 1)}
 
 
 def problem_fields(problem: Problem, axes: Axes) -> dict[str, Any]:
@@ -195,8 +204,9 @@ def problem_fields(problem: Problem, axes: Axes) -> dict[str, Any]:
         **band_fields(problem),
         "dropout.heads": problem.heads, "dropout_scale": problem.dropout_scale,
         "scale": problem.scale, "softcap": problem.softcap or 0.0,
-        "batch_size": axes.size, "batch": math.prod(problem.batch), "heads": problem.heads,
-        "kv_heads": problem.kv_heads, "group": problem.group,
+        "cap_scale": problem.scale / problem.softcap if problem.softcap else 0.0,
+        "batch_size": axes.size, "batch": math.prod(problem.batch),
+        "heads": problem.heads, "kv_heads": problem.kv_heads, "group": problem.group,
         "n_queries": problem.n_queries, "n_keys": problem.n_keys,
         "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v,
     }  # fmt: skip

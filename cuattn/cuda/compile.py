@@ -1,9 +1,10 @@
 """CUDA text to machine code with NVRTC, kept on disk; machine code to functions on the current device.
 
-Nothing here needs a GPU except :func:`load`.  The disk cache lies in ``$CUATTN_CACHE_DIR``, else
+Nothing here needs a GPU except :func:`load` and :func:`function`.  The disk cache lies in ``$CUATTN_CACHE_DIR``, else
 ``$XDG_CACHE_HOME/cuattn``, else ``~/.cache/cuattn``; its key is the NVRTC version, the options and the whole text.
-Files appear by an atomic rename, so any number of processes may share it; an unwritable folder only costs the next
-process a compilation.
+Files appear by an atomic rename and begin with a digest of what follows, so any number of processes may share it, and a
+damaged file, like an unwritable folder, only costs a compilation.  What lies there is loaded as code: a folder that
+others may write to is not used.
 """
 
 import functools
@@ -12,12 +13,16 @@ import os
 import pathlib
 import re
 import tempfile
-from typing import NamedTuple
+import warnings
+from typing import Any, NamedTuple
 
+from cuattn.cuda import source
+from cuattn.cuda.device import device_of
 from cuattn.errors import CompileError
 
-__all__ = ["Resources", "cache_dir", "compile_cubin", "compile_log", "load", "resources"]
+__all__ = ["Resources", "cache_dir", "compile_cubin", "compile_log", "function", "load", "nvrtc_version", "resources"]
 
+_DIGEST = hashlib.sha256().digest_size
 _OPTIONS = ("--std=c++17", "--diag-suppress=1444", "--device-as-default-execution-space")
 
 
@@ -34,7 +39,7 @@ def cache_dir() -> pathlib.Path:
     """Return the folder of the disk cache (it may not exist yet)."""
     explicit = os.environ.get("CUATTN_CACHE_DIR")
     if explicit:
-        return pathlib.Path(explicit)
+        return pathlib.Path(explicit).expanduser()
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "cuattn"
 
 
@@ -106,27 +111,60 @@ def compile_log(text: str, arch: str, options: tuple[str, ...] = (), name: str =
         nvrtc.destroyProgram(program)
 
 
+def nvrtc_version() -> str:
+    """Return the compiler's version, "13.0" for example: registers and spills depend on it."""
+    return ".".join(map(str, _nvrtc().getVersion()))
+
+
 def compile_cubin(text: str, arch: str, options: tuple[str, ...] = (), name: str = "cuattn.cu") -> bytes:
     """Return machine code for ``text``, from the disk cache when it is there.  Arguments as for :func:`compile_log`."""
-    version = ".".join(map(str, _nvrtc().getVersion()))
-    key = hashlib.sha256("\0".join((version, arch, *_OPTIONS, *options, text)).encode()).hexdigest()
-    file = cache_dir() / f"{key}.cubin"
-    try:
-        return file.read_bytes()
-    except OSError:
-        pass
-    cubin, _ = compile_log(text, arch, options, name)
-    _store(file, cubin)
+    folder = cache_dir()
+    key = hashlib.sha256("\0".join((nvrtc_version(), arch, *_OPTIONS, *options, text)).encode()).hexdigest()
+    file = folder / f"{key}.cubin"
+    trusted = _trusted(folder)
+    cubin = _read(file) if trusted else None
+    if cubin is None:
+        cubin, _ = compile_log(text, arch, options, name)
+        if trusted:
+            _store(file, cubin)
     return cubin
 
 
-def _store(file: pathlib.Path, content: bytes) -> None:
+@functools.lru_cache(maxsize=8)
+def _trusted(folder: pathlib.Path) -> bool:
+    """Return whether nobody else may write to the folder, which need not exist; warn if someone may."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError:
+        return True
+    if not hasattr(os, "getuid") or (status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022):
+        return True
+    warnings.warn(
+        f"cuattn keeps no compiled kernels in {folder}: it would load them as code, and others may write there; "
+        "expected a folder of your own (chmod go-w, or another CUATTN_CACHE_DIR)",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
+
+
+def _read(file: pathlib.Path) -> bytes | None:
+    """Return the machine code in a file of the cache, or None if it is missing or damaged."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return None
+    digest, cubin = content[:_DIGEST], content[_DIGEST:]
+    return cubin if hashlib.sha256(cubin).digest() == digest else None
+
+
+def _store(file: pathlib.Path, cubin: bytes) -> None:
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".tmp")
         try:
             with os.fdopen(handle, "wb") as stream:
-                stream.write(content)
+                stream.write(hashlib.sha256(cubin).digest() + cubin)
             os.replace(temporary, file)
         except BaseException:
             os.unlink(temporary)
@@ -175,9 +213,39 @@ def load(cubin: bytes, kernel: str, shared_bytes: int = 0):
     from cupy_backends.cuda.api import driver
 
     module = cupy.cuda.Module()
-    module.load(cubin)
-    function = module.get_function(kernel)
+    try:
+        module.load(cubin)
+        found = module.get_function(kernel)
+    except driver.CUDADriverError as error:
+        raise CompileError(f"the driver cannot load {kernel} ({error}); expected one for these GPUs") from error
     if shared_bytes > 40 * 1024:
         max_dynamic_shared_size_bytes = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        driver.funcSetAttribute(function.ptr, max_dynamic_shared_size_bytes, shared_bytes)
-    return function
+        driver.funcSetAttribute(found.ptr, max_dynamic_shared_size_bytes, shared_bytes)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def function(
+    device: int,
+    path: str,
+    kernel: str,
+    constants: tuple[tuple[str, object], ...],
+    shared_bytes: int = 0,
+    arch: str | None = None,
+) -> Any:
+    """Return a kernel of ``kernels/<path>`` for GPU number `device`, which must be current.
+
+    Parameters
+    ----------
+    device : int
+    path, kernel : str
+        File and ``extern "C"`` name.
+    constants : tuple of (str, object)
+        What the kernel is specialised by, see :mod:`cuattn.cuda.constants`.
+    shared_bytes : int, optional
+        Dynamic shared memory per block.
+    arch : str, optional
+        To compile for; by default the device's own.
+    """
+    cubin = compile_cubin(source.build(path, constants), arch or device_of(device).arch, name=path)
+    return load(cubin, kernel, shared_bytes)

@@ -1,31 +1,114 @@
-"""Which kernels compute a call: Hopper's own where they can, the portable ones elsewhere."""
+"""Which kernels compute a call: the first family that has nothing against it.
+
+A family is a set of kernels for some GPUs.  What ``kernel=`` accepts, the choice and the reasons in plans follow from
+:data:`FAMILIES`; a new family is registered, and a new operation is an entry in a family's table.
+"""
 
 import dataclasses
-from types import ModuleType
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from cuattn.cuda.launch import Record
-from cuattn.cuda.sm80 import backward, forward
-from cuattn.cuda.sm90 import backward as hopper_backward
-from cuattn.cuda.sm90 import forward as hopper
+from cuattn.cuda import sm80, sm90
+from cuattn.cuda.sequence import LaunchSequence
 from cuattn.errors import UnsupportedError
 from cuattn.plans import Plan
-from cuattn.problem import Operands, Problem, mask_as_band
+from cuattn.problem import Problem
 
-__all__ = ["plan", "record"]
+__all__ = ["FAMILIES", "Family", "Kernels", "launch_sequence", "plan", "register_family"]
 
-_MAX_RECORDS = 1024
-_records: dict[tuple, tuple[Problem, Record]] = {}
+Operands = Mapping[str, Any]
 
 
-def record(problem: Problem, operands: Operands) -> Record:
-    """Return what a call launches for arrays of this layout on the current device, made once.
+class Kernels(Protocol):
+    """How a family does one operation, on the current device; a module will do.
+
+    `operands` are CuPy arrays by name; of a call that is only planned, q, k and v.  `masks` may lie on the host.
+    """
+
+    def unsupported_reason(self, problem: Problem, operands: Operands, masks: Sequence[Any]) -> str | None:
+        """Say why the family does not do a call, or return None.
+
+        That another one would be quicker is a reason unless `problem.kernel` names this one.
+        """
+
+    def plan(self, problem: Problem, operands: Operands, masks: Sequence[Any]) -> Plan:
+        """Return the plan of a call that it does."""
+
+    def launch_sequence(self, problem: Problem, operands: Operands, masks: Sequence[Any]) -> LaunchSequence:
+        """Return what a call that it does launches, for arrays of this layout."""
+
+
+class Family(Protocol):
+    """A set of kernels.
+
+    Attributes
+    ----------
+    name : str
+        What ``kernel=`` calls it.
+    operations : mapping of str to Kernels
+        By operation.
+    """
+
+    name: str
+    operations: Mapping[str, Kernels]
+
+    def simplify(self, problem: Problem, masks: Sequence[Any]) -> tuple[Problem, Sequence[Any]]:
+        """Return a problem and masks that come to the same, and that its kernels do faster."""
+
+
+FAMILIES: dict[str, Family] = {}
+"""All families by name, in the order in which they are asked."""
+
+
+def register_family(family: Family) -> None:
+    """Add a family, to be asked before the others."""
+    others = {name: other for name, other in FAMILIES.items() if name != family.name}
+    FAMILIES.clear()
+    FAMILIES.update({family.name: family, **others})
+
+
+for _family in (sm80.FAMILY, sm90.FAMILY):
+    register_family(_family)
+
+
+class _Choice(NamedTuple):
+    """Who computes a call, what they are given, and what speaks against the families asked before."""
+
+    kernels: Kernels
+    problem: Problem
+    masks: Sequence[Any]
+    notes: tuple[str, ...]
+
+
+def _choose(problem: Problem, operands: Operands, masks: Sequence[Any]) -> _Choice:
+    notes: list[str] = []
+    reason: str | None = None
+    for name, family in FAMILIES.items():
+        if problem.kernel not in (None, name):
+            notes.append(f"not the {name} kernel: kernel is {problem.kernel!r}")
+            continue
+        kernels = family.operations.get(problem.operation)
+        reason = f"it does no {problem.operation}"
+        if kernels is not None:
+            taken = family.simplify(problem, masks)
+            reason = kernels.unsupported_reason(taken[0], operands, taken[1])
+            if reason is None:
+                if taken[0].masks != problem.masks:
+                    notes.append("the mask is a band and is taken as one: nothing reads its vectors")
+                return _Choice(kernels, *taken, tuple(notes))
+        notes.append(f"not the {name} kernel: {reason}")
+    raise UnsupportedError(reason if problem.kernel is None else f"kernel is {problem.kernel!r}, but {reason}")
+
+
+def launch_sequence(problem: Problem, operands: Operands, masks: Sequence[Any]) -> LaunchSequence:
+    """Return what a call launches for arrays of this layout on the current device.
 
     Parameters
     ----------
     problem : Problem
-    operands : Operands
-        CuPy arrays; the mask may be a host mask, which is copied once and kept.
+    operands : mapping of str to cupy.ndarray
+    masks : sequence of Mask
+        On the arrays' GPU or on the host, from where one is copied once and kept.
 
     Raises
     ------
@@ -33,52 +116,14 @@ def record(problem: Problem, operands: Operands) -> Record:
         Naming the argument that no kernel can take.
     CompileError
     """
-    key = (id(problem), operands.q.device.id, *map(_layout, operands[:5]), *map(_layout, operands[6:]))
-    known = _records.get(key)
-    if known is None:
-        choice = _choose(problem, operands)
-        made = choice.kernels.record(choice.problem, choice.operands)
-        if len(_records) >= _MAX_RECORDS:
-            _records.clear()
-        # The problem is held so that its id, which is part of the key, stays its own.
-        known = _records[key] = problem, made
-    return known[1]
+    choice = _choose(problem, operands, masks)
+    sequence = choice.kernels.launch_sequence(choice.problem, operands, choice.masks)
+    sequence.shifts = problem.band is not None
+    return sequence
 
 
-def _layout(operand: Any) -> tuple | None:
-    """Return all that a record depends on of an array or a mask."""
-    if operand is None or hasattr(operand, "layout"):
-        return operand and operand.layout
-    return operand.shape, operand.strides, operand.dtype, operand.data.ptr & 15
-
-
-def plan(problem: Problem, operands: Operands) -> Plan:
-    """Return the plan of a call for arrays on the current device; it says why the kernel is not Hopper's."""
-    choice = _choose(problem, operands)
-    made = choice.kernels.plan(choice.problem, choice.operands)
-    notes = [] if choice.against is None else [f"not the sm90 kernel: {choice.against}"]
-    if choice.problem.mask != problem.mask:
-        notes.append("the mask is a band and is taken as one: nothing reads its vectors")
-    return dataclasses.replace(made, notes=(*made.notes, *notes))
-
-
-class _Choice(NamedTuple):
-    """Who computes a call, what they are given, and why Hopper's kernels do not."""
-
-    kernels: ModuleType
-    problem: Problem
-    operands: Operands
-    against: str | None
-
-
-def _choose(problem: Problem, operands: Operands) -> _Choice:
-    own, portable = (hopper_backward, backward) if problem.direction == "backward" else (hopper, forward)
-    if problem.kernel == "sm80":
-        return _Choice(portable, problem, operands, "kernel is 'sm80'")
-    taken = mask_as_band(problem, operands)  # they take no boolean mask
-    against = own.reason_against(*taken)
-    if against is None:
-        return _Choice(own, *taken, None)
-    if problem.kernel == "sm90":
-        raise UnsupportedError(f"kernel is 'sm90', but {against}")
-    return _Choice(portable, problem, operands, against)
+def plan(problem: Problem, operands: Operands, masks: Sequence[Any]) -> Plan:
+    """Return the plan of a call for arrays on the current device; it says why other families do not take it."""
+    choice = _choose(problem, operands, masks)
+    made = choice.kernels.plan(choice.problem, operands, choice.masks)
+    return dataclasses.replace(made, notes=(*made.notes, *choice.notes))

@@ -6,8 +6,8 @@ The two are written by hand and compared by a test that compiles ``static_assert
 import numpy as np
 
 __all__ = [
-    "BATCH_AXES", "DROPOUT", "MASK_PARAMS", "MASK_SOURCE", "MASK_TABLES", "MAX_PARTS", "MERGE_PARAMS", "OPERAND", "OPERAND_FIELDS",
-    "PARAMS",
+    "BATCH_AXES", "DROPOUT", "MASK_PARAMS", "MASK_SOURCE", "MASK_TABLES", "MAX_PARTS", "MERGE_PARAMS",
+    "OPERAND", "OPERAND_FIELDS", "PARAMS",
 ]  # fmt: skip
 
 BATCH_AXES = 4

@@ -5,40 +5,8 @@ marks so that compiler messages name the file that was written).  The text is th
 compile cache, and no include path leads to our own files.
 
 In front stands the prologue, ``namespace cfg { ... }``: a Python ``bool``, ``int`` or ``float`` becomes a
-``constexpr`` of that type, a ``str`` a type alias.  Kernels branch on it with ``if constexpr``.
-
-======================  =======  ==================================================================================
-name                    type     meaning
-======================  =======  ==================================================================================
-``elem``                type     q, k, v (do): ``__half``, ``__nv_bfloat16``, ``float``, ``double``
-``acc``                 type     accumulators, softmax, l, m: ``float`` or ``double``
-``out``                 type     o of the forward: ``elem`` or ``acc``
-``o_elem``              type     o read by the backward: ``elem`` or ``acc``
-``bias_elem``           type     the bias (``acc`` without one)
-``head_dim``            int      of q and k, rounded up to the kernel's step (``Params::head_dim`` is the true one)
-``head_dim_v``          int      of v and o, likewise
-``block_m``             int      query rows per tile
-``block_n``             int      keys per tile
-``warps``               int      warps per block (forward: per team)
-``teams``               int      forward of few rows: teams of a warp that divide a block's keys among them
-``stages``              int      k (and v) tiles in flight
-``rows_per_item``       int      mask tables: units of the bounds in a row tile
-``load_bytes``          int      widest access that every address and stride of q, k, v (do) allows: 16, 8, 4 or 2
-``dropout``             int      threshold T; 0 = no dropout
-``bias``                bool     a bias is added
-``softcap``             bool     scores pass through softcap * tanh(s / softcap)
-``prescaled``           bool     scores are scaled before the maximum is taken (bias, softcap, or scale <= 0)
-``band_left``           bool     keys further left than ``Params::band_left`` are invisible
-``band_right``          bool     keys further right than ``Params::band_right`` are invisible (causal: 0)
-``mask``                int      0 none, 1 column, 2 block, 3 dense
-``split``               bool     forward over parts of the key axis, partial results of type ``acc``
-``merges``              bool     the last block of a row tile to finish its part merges them all
-``flush_every``         int      float32, float64: tiles after which long sums are added to memory; 0 = never
-``atomic_dq``           bool     backward: dq is added up in memory, in no fixed order
-``split_delta``         bool     backward: delta is kept in parts, for tensor cores to subtract
-``chunk``, ``part``     int      backward of wide heads: columns loaded at a time, columns that a block owns; else 0
-``tf32``                bool     float32 products in one TF32 pass instead of float32 accuracy
-======================  =======  ==================================================================================
+``constexpr`` of that type, a ``str`` a type alias.  Kernels branch on it with ``if constexpr``;
+:mod:`cuattn.cuda.constants` lists the names.
 """
 
 import functools

@@ -1,259 +1,314 @@
-"""Tables of masks in device memory: made once per mask, device and tile, and kept on the mask."""
+"""Tables of masks in device memory: of all masks of a call together, made once for each tile, and kept on a mask.
+
+What a kind of mask needs is said by its class (:class:`cuattn.masks.cuda_half.CudaHalf`); nothing here asks for a kind.
+"""
 
 import functools
 import math
+import sys
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from cuattn.cuda.arguments import Axes, Struct, band_fields, function, whole, zero
+import numpy as np
+
+from cuattn.cuda.arguments import Axes, align_up, band_fields, change
+from cuattn.cuda.compile import function
+from cuattn.cuda.device import zero
+from cuattn.cuda.launch import Kernel
 from cuattn.cuda.params import BATCH_AXES, MASK_PARAMS
-from cuattn.cuda.sm80.forward_plan import mask_code
 from cuattn.errors import UnsupportedError
+from cuattn.io_model.sizes import cdiv
+from cuattn.masks.base import KINDS, Mask
+from cuattn.masks.cuda_half import Source
 from cuattn.masks.device import Ready
+from cuattn.masks.recent import Recent
 from cuattn.problem import Problem
 
-__all__ = ["MaskTables", "mask_tables", "table_fields", "table_layout", "table_slots"]
+__all__ = ["CallMasks", "Kept", "MaskTables", "mask_constants", "slots"]
 
 _ORDER_SHARED_BYTES = 40 * 1024  # more row tiles than fit here run unsorted
-_KEYS_PER_BLOCK, _ROWS_PER_BLOCK = 256, 512  # of mask_alive
-_UNIT = 128  # keys are padded so that every key tile may be read whole
+_KEYS_PER_BLOCK, _GROUPS_PER_BLOCK = 256, 512  # of mask_alive
+_MAX_GRID = 2**31 - 1
+_KEPT = 8  # tables that a mask keeps on each device
+
+_SOURCES = ("mask", "boolean")  # the operands of Params that kernels read beside the tables
+_TABLES = ("cols", "bounds", "order", "alive")
+_SLOTS = (*(f"{name}.data" for name in _SOURCES), *(f"table.{name}" for name in _TABLES))
 
 
-_SLOTS = ("mask.data", "table.cols", "table.bounds", "table.order", "table.alive")
-
-
-def table_slots(number: int) -> dict[str, str]:
-    """Return the slots of ``Params`` that belong to a mask, and what a record calls their addresses in its table."""
+def slots(number: int) -> dict[str, str]:
+    """Return the slots of ``Params`` that belong to masks, and what a sequence calls their addresses in its table."""
     return {slot: f"{slot} {number}" for slot in _SLOTS}
 
 
+def mask_constants(problem: Problem) -> dict[str, object]:
+    """Return the constants of masks that kernels are specialised by.
+
+    Raises
+    ------
+    UnsupportedError
+        A kind of mask is not for GPUs, or there are more of it than a kernel takes.
+    """
+    code = 0
+    for kind in problem.masks:
+        half = KINDS[kind].cuda
+        if half is None:
+            raise UnsupportedError(f"mask holds a {kind} mask; expected kinds that a GPU takes")
+        count = problem.masks.count(kind)
+        if count > half.most:
+            raise UnsupportedError(f"mask holds {count} {kind} masks; expected at most {half.most} on a GPU")
+        code += half.code
+    return {"mask": code}
+
+
+class Kept:
+    """Tables that a mask keeps; whoever launches on them holds this until it has."""
+
+    __slots__ = ("_device", "_held", "_home", "_ready", "_users", "addresses")
+
+    def __init__(self, addresses: list[int], held: Any, stream: Any, device: int) -> None:
+        self.addresses, self._held = addresses, held
+        self._ready, self._home, self._device = Ready(stream), stream, device
+        self._users: dict[int, Any] = {}
+
+    def use(self, stream: Any) -> None:
+        """Let `stream` wait until the tables are written."""
+        self._ready.wait(stream)
+        if stream.ptr != self._home.ptr:
+            self._users[stream.ptr] = stream
+
+    def __del__(self) -> None:
+        """Give the memory back only behind the work of all streams that read it."""
+        if not self._users or sys.is_finalizing():
+            return
+        import cupy
+
+        with cupy.cuda.Device(self._device):
+            for stream in self._users.values():
+                self._home.wait_event(stream.record())
+
+
+class CallMasks:
+    """The masks of one kind of call: what of them its launches depend on.
+
+    Parameters
+    ----------
+    problem : Problem
+    masks : sequence of Mask
+        In the order of ``problem.masks``; only their layouts matter.
+    device : int
+    """
+
+    def __init__(self, problem: Problem, masks: Sequence[Mask], device: int) -> None:
+        self.problem, self.device = problem, device
+        self.constants = mask_constants(problem)
+        self.halves = [KINDS[kind].cuda for kind in problem.masks]
+        self.sources = [_aligned(mask.source(), len(problem.batch) + 1) for mask in masks]
+        self.leading = np.broadcast_shapes(*(source.leading for source in self.sources)) if masks else ()
+        self.instances = math.prod(self.leading)
+        self.lasting = not any(getattr(mask, "borrowed", False) for mask in masks)
+        self.operands = {
+            half.operand: source for half, source in zip(self.halves, self.sources, strict=True) if half.operand
+        }
+        self.kernels = {name: half.file for half in self.halves for name in half.kernels}
+        self.columns = sum("mask_bounds" in half.kernels for half in self.halves)
+        self._tables = functools.cache(functools.partial(MaskTables, self))
+
+    @property
+    def _table(self) -> Source:
+        """The tables' own instances, as a mask with one element each."""
+        strides = [1] * len(self.leading)
+        for axis in range(len(self.leading) - 2, -1, -1):
+            strides[axis] = strides[axis + 1] * self.leading[axis + 1]
+        return Source(self.leading, tuple(strides), 0, 0)
+
+    @property
+    def layouts(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Shapes and strides over (*batch, heads) that merging axes must keep."""
+        return [(source.leading, source.strides) for source in (self._table, *self.operands.values()) if source.leading]
+
+    def fields(self, axes: Axes, block_n: int) -> dict[str, Any]:
+        """Return the fields of ``Params`` that describe masks and tables."""
+        values: dict[str, Any] = {}
+        for name, source in {"table": self._table, **self.operands}.items() if self.sources else ():
+            *batch, heads = source.leading
+            *strides, head = source.strides
+            values[f"{name}.batch"] = axes.strides(tuple(batch), tuple(strides), 1)
+            values[f"{name}.head"] = head if heads > 1 else 0
+            if name != "table":
+                values |= {f"{name}.row": source.row, f"{name}.col": source.col}
+            if source.block_m > 1 or source.block_n > 1 or name == "mask":
+                values |= {"table.block_m": source.block_m, "table.block_n": source.block_n}
+        return values | {"table.keys_padded": cdiv(self.problem.n_keys, block_n) * block_n}
+
+    def tables(self, block_m: int, block_n: int, unit: int | None = None) -> "MaskTables":
+        """Return the tables for tiles of `block_m` rows and `block_n` keys; those that are the same are one object.
+
+        `unit`, a divisor of `block_m` and by default that, is what bounds of column masks count rows in.
+        """
+        if not self.columns:
+            return self._tables(1, 1, 1)
+        return self._tables(block_m, block_n, unit or block_m)
+
+
 class MaskTables:
-    """What the kernels with one tile read of a kind of mask; the memory comes from a mask or from a call.
+    """What the kernels with one tile read of a call's masks; the memory is kept on a mask, or is the call's own.
 
     Attributes
     ----------
     nbytes : int
         Memory that the tables take.
+    key : hashable
+        The same for tables that are the same.
     """
 
-    nbytes: int
-
-    def __init__(self, problem: Problem, device: int, *tile: int) -> None:
+    def __init__(self, masks: CallMasks, block_m: int, block_n: int, unit: int) -> None:
+        problem = masks.problem
+        self._masks = masks
+        tile = (block_m, block_n, unit)
+        self.key = (tile, problem.n_queries, problem.n_keys, problem.masks, masks.leading)
+        row_tiles, key_tiles = cdiv(problem.n_queries, unit), cdiv(problem.n_keys, block_n)
+        order_shared = 4 * (row_tiles + 1)
+        columns, instances = masks.columns, masks.instances
+        sizes = {
+            "cols": 16 * columns * instances * key_tiles * block_n,
+            "bounds": 32 * columns * instances * key_tiles,
+            "order": 4 * instances * cdiv(problem.n_queries, block_m) if columns else 0,
+            "alive": instances * problem.n_keys if "mask_alive" in masks.kernels else 0,
+        }
+        if order_shared > _ORDER_SHARED_BYTES:
+            sizes["order"] = 0
+        self._offsets = list(accumulate(map(align_up, sizes.values()), initial=0))
+        self.nbytes = self._offsets.pop()
+        self._sizes = list(sizes.values())
+        # Without keys nothing would write an order, which rows would yet be taken in.
+        self._empty = instances * problem.n_keys * problem.n_queries == 0
+        alike = _alike(masks, problem.n_queries)
+        chunks = cdiv(cdiv(problem.n_queries, alike), _GROUPS_PER_BLOCK)
+        self._shapes = {
+            "mask_alive": (instances * chunks * cdiv(problem.n_keys, _KEYS_PER_BLOCK), _KEYS_PER_BLOCK, 0),
+            "mask_bounds": (instances * key_tiles, cdiv(block_n, 32) * 32, 0),
+            "mask_order": (instances if sizes["order"] else 0, 1024, order_shared),
+        }
+        self._values = {
+            **_source_fields(masks), "alike": alike, "n_queries": problem.n_queries, "n_keys": problem.n_keys,
+            "keys_padded": key_tiles * block_n, "row_tiles": row_tiles, "key_tiles": key_tiles, **band_fields(problem),
+        }  # fmt: skip
         band = problem.band
-        sides = None if band is None else (band.left, band.right, band.offset)
-        self._key = ("cuda tables", device, tile, problem.n_queries, problem.n_keys, sides)
-        self._device = device
+        self._constants = (
+            ("block_m", unit), ("block_n", block_n), ("rows_per_item", block_m // unit),
+            ("band_left", band is not None and band.left is not None),
+            ("band_right", band is not None and band.right is not None), *masks.constants.items(),
+        )  # fmt: skip
+        for name in masks.kernels:
+            if self._shapes[name][0] > _MAX_GRID:
+                raise UnsupportedError(f"mask needs {self._shapes[name][0]} blocks of {name}; expected less than 2**31")
 
-    def find(self, mask: Any, stream: Any, capturing: bool) -> list[int] | None:
-        """Return the addresses for a mask's slots, or None when the call must fill tables of its own.
+    @functools.cached_property
+    def _kernels(self) -> list[Kernel]:
+        slots: dict[str, int] = {}
+        counts: dict[str, int] = {}
+        for number, half in enumerate(self._masks.halves):
+            place = counts[half.source] = counts.get(half.source, -1) + 1
+            slots[f"{half.source}.{place}.data" if half.most > 1 else f"{half.source}.data"] = number
+        slots |= {name: len(self._masks.halves) + number for number, name in enumerate(_TABLES)}
+        return [
+            Kernel(
+                function(self._masks.device, path, name, self._constants), (self._shapes[name][0],),
+                *self._shapes[name][1:], MASK_PARAMS, self._values, slots,
+            )
+            for name, path in self._masks.kernels.items()
+            if self._shapes[name][0] > 0
+        ]  # fmt: skip
 
-        It must for a boolean mask (None), which may change from call to call, and while `stream` is captured:
-        what a capture records is written only when it is replayed.
+    def find(self, masks: Sequence[Mask], shift: int, stream: Any, capturing: bool) -> Kept | None:
+        """Return tables that a mask keeps, or None when the call must fill tables of its own.
+
+        It must for a caller's boolean array, which may change from call to call, and while `stream` is captured: what a
+        capture records is written only when it is replayed.  A captured graph must hold what this returns.
+
+        Parameters
+        ----------
+        masks : sequence of Mask
+            All but a caller's boolean array.
+        shift : int
+            What is added to the band's offset.
         """
-        if mask is None:
+        if not self._masks.lasting:
             return None
-        kept = mask._cache.get(self._key)
+        device = self._masks.device
+        cache = masks[0]._cache.get(("cuda", device)) or masks[0]._cache.setdefault(("cuda", device), Recent(_KEPT))
+        key = (*self.key, *band_fields(self._masks.problem, shift).values(), *map(id, masks[1:]))
+        kept = cache.get(key)
         if kept is None:
             if capturing:
                 return None
-            kept = mask._cache[self._key] = self._make(mask, stream)
-        addresses, ready, _ = kept
-        ready.wait(stream)
-        return addresses
+            kept = cache.keep(key, self._make(masks, shift, stream))
+        kept.use(stream)
+        return kept
 
-    def _make(self, mask: Any, stream: Any) -> tuple[list[int], Ready, Any]:
+    def _make(self, masks: Sequence[Mask], shift: int, stream: Any) -> Kept:
         import cupy
 
         with stream:  # the pool hands memory out, and takes it back, in the order of its current stream
             memory = cupy.cuda.alloc(self.nbytes)
-        return self.fill(self.source(mask, stream), memory.ptr, stream), Ready(stream), memory
+        addresses = self.fill(self.sources(masks, 0, stream), shift, memory.ptr, stream)
+        held = memory, masks[1:], [mask.to_device(self._masks.device)._array for mask in masks]
+        return Kept(addresses, held, stream, self._masks.device)
 
-    def source(self, mask: Any, stream: Any) -> int:
-        """Return the address of a mask's vectors or blocks on this device, written before what `stream` does next."""
+    def sources(self, masks: Sequence[Mask], plain: int, stream: Any) -> list[int]:
+        """Return the masks' addresses on this device, written before what `stream` does next.
+
+        `plain` is that of a caller's boolean array, which comes last.
+        """
+        addresses = []
         with stream:
-            twin = mask.to_device(self._device)
-            twin._wait()
-        return twin._array.data.ptr
+            for mask in masks:
+                twin = mask.to_device(self._masks.device)
+                twin._wait()
+                addresses.append(twin._array.data.ptr)
+        return addresses if self._masks.lasting else [*addresses, plain]
 
-    def fill(self, source: int, memory: int, stream: Any) -> list[int]:
-        """Launch what fills `memory` from a mask at `source`; return the addresses for the mask's slots."""
-        raise NotImplementedError
-
-
-def mask_tables(
-    problem: Problem, mask: Any, device: int, block_m: int, block_n: int, unit: int | None = None
-) -> MaskTables:
-    """Return the tables of a kind of mask.
-
-    Parameters
-    ----------
-    problem : Problem
-    mask : ColumnMask | BlockMask | cupy.ndarray
-        Only its layout matters.
-    device : int
-        The current device.
-    block_m, block_n : int
-        Query rows and keys of a tile.
-    unit : int, optional
-        Query rows that the bounds of a column mask count in: a divisor of `block_m`, which is the default.
-    """
-    if problem.mask == "column":
-        return _Columns(problem, mask, device, block_m, block_n, unit or block_m)
-    return _Alive(problem, mask, device)
+    def fill(self, sources: Sequence[int], shift: int, memory: int, stream: Any) -> list[int]:
+        """Launch what fills `memory` from masks at `sources`; return the addresses for the slots of masks."""
+        operands = {half.operand: address for half, address in zip(self._masks.halves, sources, strict=True)}
+        found = [operands.get(name, 0) for name in _SOURCES]
+        if self._empty:
+            return [*found, *[0] * len(_TABLES)]
+        tables = [memory + at if size else 0 for at, size in zip(self._offsets, self._sizes, strict=True)]
+        zero(tables[-1], self._sizes[-1], stream)
+        changes = [change(MASK_PARAMS, *field) for field in band_fields(self._masks.problem, shift).items()]
+        for kernel in self._kernels:
+            kernel.launch([*sources, *tables], stream.ptr, changes)
+        return [*found, *tables]
 
 
-class _Columns(MaskTables):
-    """Of a ColumnMask: its bounds key by key, the ranges of row tiles that they hide, an order of the row tiles."""
-
-    def __init__(self, problem: Problem, mask: Any, device: int, block_m: int, block_n: int, unit: int) -> None:
-        super().__init__(problem, device, block_m, block_n, unit)
-        instances, keys = math.prod(mask.leading), problem.n_keys
-        _check_instances(instances)
-        key_tiles, row_tiles, items = (
-            -(-keys // block_n),
-            -(-problem.n_queries // unit),
-            -(-problem.n_queries // block_m),
-        )
-        ordered = 4 * (row_tiles + 1) <= _ORDER_SHARED_BYTES
-        padded = key_tiles * block_n
-        sizes = (16 * instances * padded, 32 * instances * key_tiles, 4 * instances * items if ordered else 0)
-        *self._offsets, self.nbytes = accumulate(map(whole, sizes), initial=0)
-        self._step = 4 * instances * keys  # bytes from one of the four vectors to the next
-        self._ordered = ordered
-        self._launches: list[tuple[Any, ...]] = []
-        if instances * key_tiles * row_tiles == 0:
-            return
-        values = {
-            **band_fields(problem),
-            "n_queries": problem.n_queries,
-            "n_keys": keys,
-            "keys_padded": padded,
-            "row_tiles": row_tiles,
-            "key_tiles": key_tiles,
-        }
-        self._struct = Struct(MASK_PARAMS, values, ("lts", "lte", "uts", "ute", "cols", "bounds", "order"))
-        kernels = {"mask_bounds": ((key_tiles, instances), -(-block_n // 32) * 32, 0)}
-        if ordered:
-            kernels["mask_order"] = ((instances,), 1024, 4 * (row_tiles + 1))
-        constants = (*_constants(problem, unit, block_n), ("rows_per_item", block_m // unit))
-        for name, (grid, threads, shared_bytes) in kernels.items():
-            kernel = function(device, "util/mask_bounds.cu", name, constants)
-            self._launches.append((kernel, grid, (threads,), shared_bytes))
-
-    def fill(self, source: int, memory: int, stream: Any) -> list[int]:
-        if not self._launches:  # without keys nothing would write an order, which rows would yet be taken in
-            return [0] * 5
-        cols, bounds, order = (memory + offset for offset in self._offsets)
-        order = order if self._ordered else 0
-        for kernel, grid, block, shared_bytes in self._launches:
-            words = self._struct.fill([*(source + i * self._step for i in range(4)), cols, bounds, order])
-            kernel(grid, block, (self._struct.seal(words),), shared_bytes, stream)
-        return [0, cols, bounds, order, 0]
+def _aligned(source: Source, rank: int) -> Source:
+    """Give a mask as many leading axes as a problem has; where it is broadcast its strides are 0."""
+    more = rank - len(source.leading)
+    return source._replace(leading=(1,) * more + source.leading, strides=(0,) * more + source.strides)
 
 
-class _Alive(MaskTables):
-    """Of a boolean mask or a BlockMask: which keys some row sees."""
-
-    def __init__(self, problem: Problem, mask: Any, device: int) -> None:
-        super().__init__(problem, device)  # for all tiles the same
-        array = mask.blocks if problem.mask == "block" else mask
-        sizes = (mask.block_m, mask.block_n) if problem.mask == "block" else (1, 1)
-        leading, (rows, columns) = array.shape[:-2], array.shape[-2:]
-        instances = math.prod(leading)
-        _check_instances(instances)
-        padded = -(-problem.n_keys // _UNIT) * _UNIT
-        self.nbytes = instances * padded
-        self._grid = (-(-problem.n_keys // _KEYS_PER_BLOCK), -(-rows // _ROWS_PER_BLOCK), instances)
-        if self.nbytes * problem.n_queries == 0:
-            self._grid = ()
-            return
-        counts, strides = _leading_axes(leading, array.strides[:-2])
-        values = {
-            **band_fields(problem),
-            "stride": strides,
-            "size": counts,
-            "row": array.strides[-2] if rows > 1 else 0,
-            "col": array.strides[-1] if columns > 1 else 0,
-            "rows": rows,
-            "block_m": sizes[0],
-            "block_n": sizes[1],
-            "n_queries": problem.n_queries,
-            "n_keys": problem.n_keys,
-            "keys_padded": padded,
-        }
-        self._struct = Struct(MASK_PARAMS, values, ("mask", "alive"))
-        constants = _constants(problem, *sizes)
-        self._function = function(device, "util/mask_alive.cu", "mask_alive", constants)
-
-    def fill(self, source: int, memory: int, stream: Any) -> list[int]:
-        zero(memory, self.nbytes, stream)
-        if self._grid:
-            argument = self._struct.seal(self._struct.fill([source, memory]))
-            self._function(self._grid, (_KEYS_PER_BLOCK,), (argument,), 0, stream)
-        return [source, 0, 0, 0, memory if self.nbytes else 0]
+def _alike(masks: CallMasks, n_queries: int) -> int:
+    """Return how many neighbouring rows see the same, as far as sizes tell."""
+    same = [n_queries if source.row == 0 else source.block_m for source in masks.sources]
+    return max(min(same), 1)
 
 
-def table_layout(problem: Problem, mask: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return shape and instance strides of a mask's tables over (*batch, heads)."""
-    if mask is None:
-        return None
-    leading = mask.shape[:-2] if problem.mask == "dense" else mask.leading
-    leading = (1,) * (len(problem.batch) + 1 - len(leading)) + tuple(leading)
-    strides = [1] * len(leading)
-    for axis in range(len(leading) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * leading[axis + 1]
-    return leading, tuple(strides)
-
-
-def table_fields(problem: Problem, mask: Any, layout: tuple, axes: Axes, block_n: int) -> dict[str, Any]:
-    """Return the fields of ``Params`` that describe a mask's tables, from :func:`table_layout`."""
-    shape, strides = layout
-    batch = axes.strides(shape[:-1], strides[:-1], 1)
-    head = strides[-1] if shape[-1] > 1 else 0
-    padded = block_n if problem.mask == "column" else 128
-    values: dict[str, Any] = {
-        "table.batch": batch,
-        "table.head": head,
-        "table.keys_padded": -(-problem.n_keys // padded) * padded,
-    }
-    if problem.mask == "block":
-        rows, columns = mask.blocks.shape[-2:]
-        values.update(
-            {
-                "table.block_m": mask.block_m,
-                "table.block_n": mask.block_n,
-                "table.block_rows": rows,
-                "table.block_cols": columns,
-                "mask.batch": tuple(stride * rows * columns for stride in batch),
-                "mask.head": head * rows * columns,
-                "mask.row": columns,
-                "mask.col": 1,
-            }
-        )
-    return values
-
-
-def _check_instances(instances: int) -> None:
-    if instances > 65535:
-        raise UnsupportedError(f"mask holds {instances} different masks; expected at most 65535 on a GPU")
-
-
-def _leading_axes(leading: tuple[int, ...], strides: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Fit a mask's leading axes into the BATCH_AXES + 1 of ``MaskParams``, without the axes of length 1."""
-    kept = [(n, s) for n, s in zip(leading, strides, strict=True) if n != 1]
-    if len(kept) > BATCH_AXES + 1:
-        raise UnsupportedError(f"mask has {len(kept)} leading axes; expected at most {BATCH_AXES + 1} on a GPU")
-    kept = [(1, 0)] * (BATCH_AXES + 1 - len(kept)) + kept
-    return [n for n, _ in kept], [s for _, s in kept]
-
-
-@functools.lru_cache(maxsize=256)
-def _constants(problem: Problem, block_m: int, block_n: int) -> tuple[tuple[str, object], ...]:
-    band = problem.band
-    return (
-        ("block_m", block_m),
-        ("block_n", block_n),
-        ("band_left", band is not None and band.left is not None),
-        ("band_right", band is not None and band.right is not None),
-        ("mask", mask_code(problem)),
-    )
+def _source_fields(masks: CallMasks) -> dict[str, Any]:
+    """Return the fields of ``MaskParams`` that describe the masks as they were given."""
+    axes = [axis for axis, size in enumerate(masks.leading) if size != 1]
+    room = BATCH_AXES + 1
+    if len(axes) > room:
+        raise UnsupportedError(f"mask has {len(axes)} leading axes; expected at most {room} on a GPU")
+    record = np.zeros((), MASK_PARAMS)
+    record["size"] = [1] * (room - len(axes)) + [masks.leading[axis] for axis in axes]
+    counts: dict[str, int] = {}
+    for half, source in zip(masks.halves, masks.sources, strict=True):
+        place = counts[half.source] = counts.get(half.source, -1) + 1
+        field = record[half.source][place] if half.most > 1 else record[half.source]
+        field["stride"] = [0] * (room - len(axes)) + [source.strides[axis] for axis in axes]
+        for name in ("row", "col", "block_m", "block_n"):
+            field[name] = getattr(source, name)
+    return {name: record[name] for name in ("column", "blocks", "boolean", "size")}

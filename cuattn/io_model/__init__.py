@@ -2,13 +2,12 @@
 
 Three kinds of function, all pure, all counting elements (not bytes) of one head with N queries and N keys:
 
-- the expressions inside the papers' Theta: :func:`theorem_2_standard`, :func:`theorem_2_flash`,
-  :func:`theorem_5_standard`, :func:`theorem_5_flash`, :func:`proposition_4`, :func:`flashmask_vectors`, ...;
-- the lecture's closed forms with their constants: :func:`lecture_forward`, :func:`lecture_swapped_forward`,
-  :func:`lecture_block_sparse_forward`;
+- the expressions inside the papers' Theta: :func:`theorem_2_standard` and :func:`theorem_2_flash` (Theorem 5 says of
+  the backward what Theorem 2 says of the forward), :func:`proposition_4`, :func:`flashmask_vectors`;
+- the lecture's closed forms with their constants: :func:`lecture_forward`, :func:`lecture_swapped_forward`;
 - exact reads and writes, ceilings included, of each algorithm in :mod:`cuattn.reference`: :func:`standard_forward`,
-  :func:`flash_forward` and the others, which return a :class:`Traffic`.  (Those of block-sparse attention and
-  FlashMask depend on the mask and take the tiles it leaves visible.)
+  :func:`flash_forward` and the others, which return a :class:`Traffic`.  (Those of masks take the tiles that they leave
+  visible.)
 
 Names: n = N, the sequence length; d, the head dimension; m = M, the on-chip memory in elements.  Block sizes are
 the papers' (Algorithms 1, 2, 4 and 5): B_c = ceil(M / 4d) keys and B_r = min(B_c, d) rows.
@@ -21,8 +20,6 @@ S.-J. R. Kuo, "FlashAttention" (lecture), 2025.
 """
 
 from cuattn.io_model.exact import (
-    block_sparse_backward,
-    block_sparse_forward,
     flash_backward,
     flash_forward,
     flashmask_backward,
@@ -33,17 +30,12 @@ from cuattn.io_model.exact import (
     swapped_forward,
 )
 from cuattn.io_model.formulas import (
-    dense_mask,
     flashmask_vectors,
-    flashmask_vectors_backward,
-    lecture_block_sparse_forward,
     lecture_forward,
     lecture_swapped_forward,
     proposition_4,
     theorem_2_flash,
     theorem_2_standard,
-    theorem_5_flash,
-    theorem_5_standard,
 )
 from cuattn.io_model.sizes import Blocks, Tiles, Traffic, block_sizes
 
@@ -52,16 +44,11 @@ __all__ = [
     "Tiles",
     "Traffic",
     "block_sizes",
-    "block_sparse_backward",
-    "block_sparse_forward",
-    "dense_mask",
     "flash_backward",
     "flash_forward",
     "flashmask_backward",
     "flashmask_forward",
     "flashmask_vectors",
-    "flashmask_vectors_backward",
-    "lecture_block_sparse_forward",
     "lecture_forward",
     "lecture_swapped_forward",
     "proposition_4",
@@ -71,6 +58,4 @@ __all__ = [
     "swapped_forward",
     "theorem_2_flash",
     "theorem_2_standard",
-    "theorem_5_flash",
-    "theorem_5_standard",
 ]

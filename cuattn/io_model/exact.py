@@ -69,8 +69,8 @@ def standard_backward(n, d, m=None):
     return Traffic(reads=5 * n * n + n * d + 4 * t_c * n * d, writes=2 * n * n + 3 * n * d)
 
 
-def flash_forward(n, d, m, dropout=False, mask=False):
-    """Count the accesses of Algorithms 1 and 2, FlashAttention's forward.
+def flash_forward(n, d, m, dropout=False, mask=False, blocks=None):
+    """Count the accesses of Algorithms 1, 2 and 5, FlashAttention's forward.
 
     Parameters
     ----------
@@ -79,7 +79,10 @@ def flash_forward(n, d, m, dropout=False, mask=False):
     dropout : bool
         The random state is saved to HBM (2 words).
     mask : bool
-        A dense mask lies in HBM and is read once (a masking function computed on chip costs nothing).
+        A dense mask lies in HBM and is read once (a masking function computed on chip costs nothing).  Not together
+        with `blocks`.
+    blocks : array_like, (T_r, T_c), bool, optional
+        The block sparsity mask of Algorithm 5.
 
     Returns
     -------
@@ -89,22 +92,26 @@ def flash_forward(n, d, m, dropout=False, mask=False):
     Notes
     -----
     Reads: K, V once, and T_c passes over Q, O, l, m.  Writes: O, l, m once to initialise and T_c times.  In all
-    T_c (3 N d + 4 N) + 3 N d + 2 N.
+    T_c (3 N d + 4 N) + 3 N d + 2 N.  With `blocks`, the passes are over the rows of nonzero blocks only, and there is
+    one read per block of the mask.
 
     Examples
     --------
+    >>> import numpy as np
     >>> from cuattn import io_model
     >>> io_model.flash_forward(1024, 64, 32768)
     Traffic(reads=1196032, writes=608256)
+    >>> io_model.flash_forward(1024, 64, 32768, blocks=np.eye(16, 8))
+    Traffic(reads=197760, writes=101376)
     """
-    t_c = block_sizes(n, d, m).t_c
-    reads = 2 * n * d + t_c * (2 * n * d + 2 * n) + n * n * bool(mask)
-    writes = (1 + t_c) * (n * d + 2 * n) + _STATE_WORDS * bool(dropout)
+    rows, flags = _rows_visited(n, d, m, blocks)
+    reads = 2 * n * d + rows * (2 * d + 2) + flags + n * n * bool(mask)
+    writes = n * d + 2 * n + rows * (d + 2) + _STATE_WORDS * bool(dropout)
     return Traffic(reads, writes)
 
 
-def flash_backward(n, d, m, dropout=False, mask=False):
-    """Count the accesses of Algorithm 4, FlashAttention's backward.
+def flash_backward(n, d, m, dropout=False, mask=False, blocks=None):
+    """Count the accesses of Algorithm 4, FlashAttention's backward; with `blocks`, zero blocks are skipped.
 
     Parameters
     ----------
@@ -113,7 +120,9 @@ def flash_backward(n, d, m, dropout=False, mask=False):
     dropout : bool
         The random state is read from HBM (2 words).
     mask : bool
-        A dense mask lies in HBM and is read once.
+        A dense mask lies in HBM and is read once.  Not together with `blocks`.
+    blocks : array_like, (T_r, T_c), bool, optional
+        The block sparsity mask.
 
     Returns
     -------
@@ -127,81 +136,25 @@ def flash_backward(n, d, m, dropout=False, mask=False):
 
     Examples
     --------
+    >>> import numpy as np
     >>> from cuattn import io_model
     >>> io_model.flash_backward(1024, 64, 32768)
     Traffic(reads=2244608, writes=851968)
-    """
-    t_c = block_sizes(n, d, m).t_c
-    reads = 2 * n * d + t_c * (4 * n * d + 2 * n) + n * n * bool(mask) + _STATE_WORDS * bool(dropout)
-    writes = 3 * n * d + t_c * n * d + 2 * n * d
-    return Traffic(reads, writes)
-
-
-def block_sparse_forward(n, d, m, blocks, dropout=False):
-    """Count the accesses of Algorithm 5, block-sparse FlashAttention's forward.
-
-    Parameters
-    ----------
-    n, d, m : int
-        Sequence length, head dimension and on-chip memory in elements, d <= m <= n d.
-    blocks : array_like, (T_r, T_c), bool
-        The block sparsity mask.
-    dropout : bool
-        The random state is saved to HBM (2 words).
-
-    Returns
-    -------
-    traffic : Traffic
-        Elements read and written.
-
-    Notes
-    -----
-    Algorithm 2's, with the inner loop's part for nonzero blocks only, plus one read per block of the mask.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from cuattn import io_model
-    >>> io_model.block_sparse_forward(1024, 64, 32768, np.eye(16, 8))
-    Traffic(reads=197760, writes=101376)
-    """
-    sizes = block_sizes(n, d, m)
-    blocks = tile_array("blocks", blocks, sizes)
-    visits = int(blocks.sum(1) @ block_lengths(n, sizes.b_r))  # rows, over all nonzero blocks
-    reads = 2 * n * d + blocks.size + visits * (2 * d + 2)
-    writes = n * d + 2 * n + visits * (d + 2) + _STATE_WORDS * bool(dropout)
-    return Traffic(reads, writes)
-
-
-def block_sparse_backward(n, d, m, blocks, dropout=False):
-    """Count the accesses of block-sparse FlashAttention's backward: Algorithm 4 with zero blocks skipped.
-
-    Parameters
-    ----------
-    n, d, m : int
-        Sequence length, head dimension and on-chip memory in elements, d <= m <= n d.
-    blocks : array_like, (T_r, T_c), bool
-        The block sparsity mask.
-    dropout : bool
-        The random state is read from HBM (2 words).
-
-    Returns
-    -------
-    traffic : Traffic
-        Elements read and written.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from cuattn import io_model
-    >>> io_model.block_sparse_backward(1024, 64, 32768, np.eye(16, 8)).total
+    >>> io_model.flash_backward(1024, 64, 32768, blocks=np.eye(16, 8)).total
     623744
     """
+    rows, flags = _rows_visited(n, d, m, blocks)
+    reads = 2 * n * d + rows * (4 * d + 2) + flags + n * n * bool(mask) + _STATE_WORDS * bool(dropout)
+    return Traffic(reads, writes=5 * n * d + rows * d)
+
+
+def _rows_visited(n, d, m, blocks):
+    """Return how many rows the inner loop visits over all passes, and how many blocks of a mask it asks."""
     sizes = block_sizes(n, d, m)
+    if blocks is None:
+        return n * sizes.t_c, 0
     blocks = tile_array("blocks", blocks, sizes)
-    visits = int(blocks.sum(1) @ block_lengths(n, sizes.b_r))
-    reads = 2 * n * d + blocks.size + visits * (4 * d + 2) + _STATE_WORDS * bool(dropout)
-    return Traffic(reads, writes=5 * n * d + visits * d)
+    return int(blocks.sum(1) @ block_lengths(n, sizes.b_r)), blocks.size
 
 
 def swapped_forward(n, d, m):

@@ -4,7 +4,7 @@ from cuattn.io_model.sizes import MASK_VECTORS, cdiv
 
 
 def theorem_2_standard(n, d):
-    """Return N d + N^2: standard attention's forward HBM accesses are Theta of it (Theorem 2).
+    """Return N d + N^2: standard attention's HBM accesses are Theta of it, forward (Theorem 2) and backward (5).
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ def theorem_2_standard(n, d):
 
 
 def theorem_2_flash(n, d, m):
-    """Return N^2 d^2 / M: FlashAttention's forward HBM accesses are Theta of it for d <= M <= N d (Theorem 2).
+    """Return N^2 d^2 / M: FlashAttention's HBM accesses are Theta of it, forward (Theorem 2) and backward (5).
 
     Parameters
     ----------
@@ -42,50 +42,6 @@ def theorem_2_flash(n, d, m):
     --------
     >>> from cuattn import io_model
     >>> io_model.theorem_2_flash(1024, 64, 32768)
-    131072.0
-    """
-    return n * n * d * d / m
-
-
-def theorem_5_standard(n, d):
-    """Return N d + N^2: standard attention's backward HBM accesses are Theta of it (Theorem 5).
-
-    Parameters
-    ----------
-    n, d : int
-        Sequence length and head dimension.
-
-    Returns
-    -------
-    accesses : int
-        The expression, without the constant that Theta hides.
-
-    Examples
-    --------
-    >>> from cuattn import io_model
-    >>> io_model.theorem_5_standard(1024, 64)
-    1114112
-    """
-    return n * d + n * n
-
-
-def theorem_5_flash(n, d, m):
-    """Return N^2 d^2 / M: FlashAttention's backward HBM accesses are Theta of it for d <= M <= N d (Theorem 5).
-
-    Parameters
-    ----------
-    n, d, m : int
-        Sequence length, head dimension and on-chip memory in elements, d <= m <= n d.
-
-    Returns
-    -------
-    accesses : float
-        The expression, without the constant that Theta hides.
-
-    Examples
-    --------
-    >>> from cuattn import io_model
-    >>> io_model.theorem_5_flash(1024, 64, 32768)
     131072.0
     """
     return n * n * d * d / m
@@ -115,13 +71,15 @@ def proposition_4(n, d, m, s):
     return n * d + n * n * d * d / m * s
 
 
-def lecture_forward(n, d, m):
-    """Return the lecture's 12 N^2 d^2 / M + 16 N^2 d / M + 3 N d for Algorithm 1 (outer loop over K, V).
+def lecture_forward(n, d, m, s=1):
+    """Return the lecture's s (12 N^2 d^2 / M + 16 N^2 d / M) + 3 N d for Algorithm 1 (outer loop over K, V) and 5.
 
     Parameters
     ----------
     n, d, m : int
         Sequence length, head dimension and on-chip memory in elements, d <= m <= n d.
+    s : float, default 1
+        Share of nonzero blocks in the block mask of Algorithm 5; 1 without a mask.
 
     Returns
     -------
@@ -136,13 +94,18 @@ def lecture_forward(n, d, m):
     N d over all passes, is the initialisation of O.  That of l and m (2 N) is left out, so that, where nothing is
     rounded up, ``flash_forward(n, d, m).total == lecture_forward(n, d, m) + 2 * n``.
 
+    With a block mask the inner loop's work is done for a share s of its iterations; K and V are read and O is
+    initialised whatever the mask is.  Exactly there is also one read per block of the mask.
+
     Examples
     --------
     >>> from cuattn import io_model
     >>> io_model.lecture_forward(1024, 64, 32768), io_model.flash_forward(1024, 64, 32768).total
     (1802240.0, 1804288)
+    >>> io_model.lecture_forward(1024, 64, 32768, 0.5)
+    999424.0
     """
-    return 12 * n * n * d * d / m + 16 * n * n * d / m + 3 * n * d
+    return s * (12 * n * n * d * d / m + 16 * n * n * d / m) + 3 * n * d
 
 
 def lecture_swapped_forward(n, d, m):
@@ -176,62 +139,11 @@ def lecture_swapped_forward(n, d, m):
     return 8 * n * n * d * d / m + 3 * n * d + 2 * n
 
 
-def lecture_block_sparse_forward(n, d, m, s):
-    """Return the lecture's s (12 N^2 d^2 / M + 16 N^2 d / M) + 3 N d for a share s of nonzero blocks.
-
-    Parameters
-    ----------
-    n, d, m : int
-        Sequence length, head dimension and on-chip memory in elements, d <= m <= n d.
-    s : float
-        Share of nonzero blocks in the block mask.
-
-    Returns
-    -------
-    accesses : float
-        Elements read and written.
-
-    Notes
-    -----
-    The inner loop's work is done for a share s of its iterations; K and V are read and O is initialised whatever the
-    mask is.  Exactly (:func:`block_sparse_forward`) there are also 2 N writes that initialise l and m, and one read
-    per block of the mask.
-
-    Examples
-    --------
-    >>> from cuattn import io_model
-    >>> io_model.lecture_block_sparse_forward(1024, 64, 32768, 0.5)
-    999424.0
-    """
-    return s * (12 * n * n * d * d / m + 16 * n * n * d / m) + 3 * n * d
-
-
-def dense_mask(n_queries, n_keys):
-    """Return Nq Nk: the elements of a dense mask that a forward pass reads (FlashMask, section 4.3).
-
-    Parameters
-    ----------
-    n_queries, n_keys : int
-        Rows and columns of the mask.
-
-    Returns
-    -------
-    reads : int
-        Elements read.
-
-    Examples
-    --------
-    >>> from cuattn import io_model
-    >>> io_model.dense_mask(1024, 1024)
-    1048576
-    """
-    return n_queries * n_keys
-
-
 def flashmask_vectors(n, b_r):
     """Return 4 T_r N: the most that FlashMask's forward reads of its four mask vectors (section 4.3).
 
-    Every block of B_r rows reads the vectors of all keys: less than a dense mask by the factor B_r / 4.
+    Every block of B_r rows reads the vectors of all keys: less than the N^2 of a dense mask by the factor B_r / 4.
+    The backward reads each vector once per key (appendix A.1), 4 N: that is T_r = 1, or b_r = n.
 
     Parameters
     ----------
@@ -248,29 +160,7 @@ def flashmask_vectors(n, b_r):
     Examples
     --------
     >>> from cuattn import io_model
-    >>> io_model.dense_mask(1024, 1024) / io_model.flashmask_vectors(1024, 128)
+    >>> 1024 * 1024 / io_model.flashmask_vectors(1024, 128)
     32.0
     """
     return MASK_VECTORS * cdiv(n, b_r) * n
-
-
-def flashmask_vectors_backward(n):
-    """Return 4 N: what FlashMask's backward reads of its mask vectors, each once per key (appendix A.1).
-
-    Parameters
-    ----------
-    n : int
-        Sequence length.
-
-    Returns
-    -------
-    reads : int
-        Elements read.
-
-    Examples
-    --------
-    >>> from cuattn import io_model
-    >>> io_model.flashmask_vectors_backward(1024)
-    4096
-    """
-    return MASK_VECTORS * n

@@ -17,6 +17,7 @@ Examples
 from cuattn.masks.block import BlockMask
 from cuattn.masks.boolean import BooleanMask
 from cuattn.masks.column import ColumnMask
+from cuattn.masks.combine import AllOf
 from cuattn.masks.constructors import (
     causal,
     eviction,
@@ -37,6 +38,7 @@ from cuattn.masks.packed import (
 )
 
 __all__ = [
+    "AllOf",
     "BlockMask",
     "BooleanMask",
     "ColumnMask",

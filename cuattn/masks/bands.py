@@ -4,12 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cuattn.masks.base import Reach
 from cuattn.masks.intervals import Interval, band_intervals, first_left, normalise
 
-__all__ = ["Reach", "find_reach"]
-
-Reach = tuple[int | None, int | None]
-"""(left, right): row i sees key j if i - left <= j <= i + right; None leaves that side open."""
+__all__ = ["find_reach"]
 
 
 def find_reach(hidden: Sequence[Interval], n_queries: int) -> Reach | None:

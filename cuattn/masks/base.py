@@ -18,17 +18,21 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from cuattn.errors import MaskError
-from cuattn.masks import checks
+from cuattn.io_model.sizes import cdiv
+from cuattn.masks import checks, draw
 from cuattn.masks.cuda_half import CudaHalf, Source
 from cuattn.masks.device import namespace
 from cuattn.masks.immutable import Immutable
-from cuattn.masks.intervals import FULL, PARTIAL, SKIP, tiles
+from cuattn.masks.intervals import FULL, PARTIAL, SKIP
 from cuattn.masks.runs import Runs, as_runs, indices, length_of
 
 Self = TypeVar("Self", bound="Mask")
 
 Instance = tuple[int, ...]
 """Index into a mask's own leading axes: one of its matrices."""
+
+Reach = tuple[int | None, int | None]
+"""(left, right): row i sees key j if i - left <= j <= i + right; None leaves that side open."""
 
 KINDS: "dict[str, type[Mask]]" = {}
 """The classes of masks by the name of their kind."""
@@ -59,10 +63,8 @@ class Mask(Immutable):
         if isinstance(cls.__dict__.get("kind"), str):
             KINDS[cls.kind] = cls
 
-    @property
-    @abstractmethod
-    def leading(self) -> tuple[int, ...]:
-        """Shape of the axes before queries and keys; they broadcast to a problem's (..., heads)."""
+    leading: tuple[int, ...]
+    """Shape of the axes before queries and keys; they broadcast to a problem's (..., heads)."""
 
     @abstractmethod
     def visible(self, instance: Instance, i: np.ndarray, j: np.ndarray) -> np.ndarray:
@@ -83,10 +85,8 @@ class Mask(Immutable):
 
     # For backends: a mask's place in a problem.
 
-    @property
-    def parts(self) -> "tuple[Mask, ...]":
-        """The masks that hold together in this one: for all but `AllOf` the mask itself."""
-        return (self,)
+    parts: "tuple[Mask, ...]" = property(lambda self: (self,))
+    """The masks that hold together in this one: for all but `AllOf` the mask itself."""
 
     @property
     def layout(self) -> tuple[Hashable, ...]:
@@ -129,6 +129,9 @@ class Mask(Immutable):
         extra = len(leading) - len(index)
         index = (*(0,) * extra, *index)[-len(leading) :] if leading else ()
         return tuple([0 if n == 1 else i for i, n in zip(index, leading, strict=True)])
+
+    reach: Reach | None = None
+    """The band that the mask is, where that is known, see `ColumnMask.reach`."""
 
     def source(self) -> Source:
         """Return where the mask's numbers lie on a GPU, for kinds that have a `cuda` half."""
@@ -182,6 +185,17 @@ class Mask(Immutable):
         return shown
 
     # For everybody.
+
+    __array_ufunc__ = None  # ``array & mask`` is this class's affair
+
+    def __and__(self, other: Any) -> "Mask":
+        """Return the mask of what both show: of another mask, or of a boolean array."""
+        from cuattn.masks.combine import both
+
+        is_array = hasattr(other, "dtype") and hasattr(other, "shape")
+        return both(self, other) if is_array or isinstance(other, Mask) else NotImplemented
+
+    __rand__ = __and__
 
     def dense(self, n_queries: int | None = None, n_keys: int | None = None) -> Any:
         """Return the mask as a boolean matrix, O(n_queries * n_keys).
@@ -247,7 +261,7 @@ class Mask(Immutable):
             return mask._tile_states(block_m, block_n)
 
     def _tile_states(self, block_m: int, block_n: int) -> Any:
-        row_tiles, key_tiles = tiles(self.n_queries, block_m), tiles(self.n_keys, block_n)
+        row_tiles, key_tiles = cdiv(self.n_queries, block_m), cdiv(self.n_keys, block_n)
         return self._stack(
             lambda instance: self.states(instance, block_m, block_n, 0, row_tiles), (row_tiles, key_tiles), np.int8
         )
@@ -277,7 +291,7 @@ class Mask(Immutable):
         """
         block_m, block_n = checks.tile(block_m, block_n)
         mask = self.bind(n_queries, n_keys)
-        row_tiles, key_tiles = tiles(mask.n_queries, block_m), tiles(mask.n_keys, block_n)
+        row_tiles, key_tiles = cdiv(mask.n_queries, block_m), cdiv(mask.n_keys, block_n)
         count = int(np.prod(mask.leading, dtype=object)) * row_tiles * key_tiles
         if not count:
             return 0.0
@@ -286,7 +300,7 @@ class Mask(Immutable):
 
     def _skipped(self, block_m: int, block_n: int) -> int:
         """Return how many tiles are skipped, of which some exist."""
-        row_tiles = tiles(self.n_queries, block_m)
+        row_tiles = cdiv(self.n_queries, block_m)
         strips = [(start, min(start + _STRIP, row_tiles)) for start in range(0, row_tiles, _STRIP)]
         return sum(
             int((self.states(instance, block_m, block_n, *strip) == SKIP).sum())
@@ -302,6 +316,28 @@ class Mask(Immutable):
         for place, matrix in enumerate(matrices):
             joined[place] = matrix
         return joined.reshape(*self.leading, *shape)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw which tiles are skipped, partial and full, of the first mask along the leading axes.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; by default the current axes.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+
+        Raises
+        ------
+        UnsupportedError
+            Matplotlib is not installed.
+        """
+        return draw.plot(self, ax)
+
+    def _repr_html_(self) -> str:
+        return draw.to_html(self)
 
     def restrict(self, rows: Any = slice(None), keys: Any = slice(None)) -> "Mask":
         """Return the mask of a part of the matrix, whose rows and keys are counted anew from 0.

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from cuattn.errors import MaskError
+from cuattn.io_model.sizes import cdiv
 from cuattn.masks import checks, intervals
 from cuattn.masks.base import Instance, Mask
 from cuattn.masks.cuda_half import CudaHalf, Source, source_of
@@ -72,7 +73,7 @@ class BlockMask(Mask):
 
     __slots__ = ("_n_keys", "_n_queries", "block_m", "block_n")
     kind = "block"
-    cuda = CudaHalf(8, 1, "blocks", "mask", (("util/mask_alive.cu", "mask_alive"),))
+    cuda = CudaHalf(8, 1, "blocks", "mask", "util/mask_alive.cu", ("mask_alive",))
     _parameter_names = ("block_m", "block_n", "_n_queries", "_n_keys")
     block_m: int
     block_n: int
@@ -107,7 +108,7 @@ class BlockMask(Mask):
     def fits(self, n_queries: int, n_keys: int) -> bool:
         """Return whether this is a mask of an (n_queries, n_keys) matrix."""
         return all(
-            intervals.tiles(length, block) == blocks if known is None else length == known
+            cdiv(length, block) == blocks if known is None else length == known
             for length, known, block, blocks in (
                 (n_queries, self._n_queries, self.block_m, self._array.shape[-2]),
                 (n_keys, self._n_keys, self.block_n, self._array.shape[-1]),
@@ -134,7 +135,7 @@ class BlockMask(Mask):
         top, bottom = _blocks_of_tiles(self.n_queries, block_m, self.block_m, xp, start, stop)
         left, right = _blocks_of_tiles(self.n_keys, block_n, self.block_n, xp)
         first = start * block_m // self.block_m
-        last = min(-(-stop * block_m // self.block_m), blocks.shape[0])
+        last = min(cdiv(stop * block_m, self.block_m), blocks.shape[0])
         seen = _count_before(blocks[first:last], 0)
         seen = _count_before(seen[bottom - first] - seen[top - first], 1)
         seen = seen[:, right] - seen[:, left]
@@ -161,8 +162,8 @@ def _blocks_of_tiles(
     length: int, tile: int, block: int, xp: Any, start: int = 0, stop: int | None = None
 ) -> tuple[Any, Any]:
     """Return the first block of each tile from `start` to `stop`, and the block after its last."""
-    first = xp.arange(start, intervals.tiles(length, tile) if stop is None else stop) * tile
-    return first // block, -(-xp.minimum(first + tile, length) // block)
+    first = xp.arange(start, cdiv(length, tile) if stop is None else stop) * tile
+    return first // block, cdiv(xp.minimum(first + tile, length), block)
 
 
 def _count_before(values: Any, axis: int) -> Any:

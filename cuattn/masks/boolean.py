@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from cuattn.io_model.sizes import cdiv
 from cuattn.masks import checks, intervals
 from cuattn.masks.base import Instance, Mask
 from cuattn.masks.cuda_half import CudaHalf, Source, source_of
@@ -42,7 +43,7 @@ class BooleanMask(Mask):
 
     __slots__ = ("_n_keys", "_n_queries", "borrowed")
     kind = "boolean"
-    cuda = CudaHalf(16, 1, "boolean", "boolean", (("util/mask_alive.cu", "mask_alive"),))
+    cuda = CudaHalf(16, 1, "boolean", "boolean", "util/mask_alive.cu", ("mask_alive",))
     _parameter_names = ("_n_queries", "_n_keys", "borrowed")
     _n_queries: int | None  # None: that of the array, which stands for any length if it is 1
     _n_keys: int | None
@@ -125,7 +126,7 @@ class BooleanMask(Mask):
 
     def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
         xp = namespace(self._array)
-        key_tiles = intervals.tiles(self.n_keys, block_n)
+        key_tiles = cdiv(self.n_keys, block_n)
         # Keys that do not exist are neutral in both: they are seen in `every`, and not in `some`.
         some = xp.zeros((stop - start, key_tiles * block_n), bool)
         every = xp.ones_like(some)

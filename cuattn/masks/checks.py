@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.errors import DtypeError, MaskError
+from cuattn.errors import DtypeError, MaskError, shown
 from cuattn.masks.device import adopt, is_device_array
 
 INT32_MAX = 2**31 - 1
@@ -15,14 +15,14 @@ INT32_MAX = 2**31 - 1
 def integer(name: str, value: Any, minimum: int = 0, maximum: int | None = INT32_MAX) -> int:
     """Return `value` as an int in [minimum, maximum]; None leaves it open above."""
     if isinstance(value, bool | np.bool_):
-        raise DtypeError(f"{name} = {value!r}: expected an integer, got a bool")
+        raise DtypeError(f"{name} = {shown(value)}: expected an integer, got a bool")
     try:
         number = operator.index(value)
     except TypeError:
-        raise DtypeError(f"{name} = {value!r}: expected an integer, got {type(value).__name__}") from None
+        raise DtypeError(f"{name} = {shown(value)}: expected an integer, got {type(value).__name__}") from None
     if number < minimum or (maximum is not None and number > maximum):
         bound = f">= {minimum}" if maximum is None else f"in [{minimum}, {maximum}]"
-        raise MaskError(f"{name} = {number}: expected an integer {bound}")
+        raise MaskError(f"{name} = {shown(number)}: expected an integer {bound}")
     return number
 
 
@@ -40,7 +40,7 @@ def host_array(name: str, value: Any) -> np.ndarray:
     try:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DtypeError(f"{name} = {type(value).__name__}: expected something array-like ({error})") from None
+        raise DtypeError(f"{name} = {type(value).__name__}: expected something array-like") from error
 
 
 def any_array(name: str, value: Any) -> Any:
@@ -125,8 +125,11 @@ def common_shape(named: dict[str, Any]) -> tuple[int, ...]:
 
 def sequence(name: str, value: Any) -> Sequence[Any]:
     """Return `value` if it is a list-like sequence."""
-    if isinstance(value, str | bytes) or not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
-        raise DtypeError(f"{name} = {value!r}: expected a sequence")
+    if isinstance(value, np.ndarray) and value.ndim:
+        return value.tolist()  # rows of a matrix would be matrices without end
+    is_array = isinstance(value, np.ndarray | np.generic)
+    if is_array or isinstance(value, str | bytes) or not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
+        raise DtypeError(f"{name} = {shown(value)}: expected a sequence")
     return value
 
 

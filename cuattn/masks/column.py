@@ -7,7 +7,8 @@ import numpy as np
 
 from cuattn.errors import DtypeError, MaskError
 from cuattn.masks import checks, convert, intervals
-from cuattn.masks.bands import Reach, find_reach
+from cuattn.masks.bands import find_reach
+from cuattn.masks.base import Reach
 from cuattn.masks.cuda_half import CudaHalf, Source, source_of
 from cuattn.masks.device import pack
 from cuattn.masks.interval_mask import IntervalMask
@@ -72,9 +73,7 @@ class ColumnMask(IntervalMask):
     __slots__ = ("lte", "lts", "n_queries", "ute", "uts")
     kind = "column"
     _parameter_names = ("n_queries",)
-    cuda = CudaHalf(
-        1, 4, "column", None, (("util/mask_bounds.cu", "mask_bounds"), ("util/mask_bounds.cu", "mask_order"))
-    )
+    cuda = CudaHalf(1, 4, "column", None, "util/mask_bounds.cu", ("mask_bounds", "mask_order"))
     lts: Any
     lte: Any
     uts: Any
@@ -105,11 +104,11 @@ class ColumnMask(IntervalMask):
     @property
     def layout(self) -> tuple[Any, ...]:
         """What tells masks apart that are handled alike: a band is handled as one."""
-        return (*super().layout, self._reach)
+        return (*super().layout, self.reach)
 
     @property
-    def _reach(self) -> Reach | None:
-        """The band that this mask is, or None where it is none or where that is not known.
+    def reach(self) -> Reach | None:
+        """For backends: the band that this mask is, or None where it is none or where that is not known.
 
         ``(left, right)`` says that row i sees key j if ``i - left <= j <= i + right``; None leaves that side open.
         On Hopper such a mask (`full`, `causal`, `sliding_window`, a single document ...) costs no more than
@@ -118,7 +117,7 @@ class ColumnMask(IntervalMask):
         Examples
         --------
         >>> from cuattn.masks import causal, causal_document, sliding_window
-        >>> sliding_window(8, 3)._reach, causal(4, 6)._reach, causal_document([3, 5])._reach
+        >>> sliding_window(8, 3).reach, causal(4, 6).reach, causal_document([3, 5]).reach
         ((2, 0), (None, 2), None)
         """
         if "reach" not in self._cache:
@@ -137,7 +136,7 @@ class ColumnMask(IntervalMask):
         return found
 
     def _known(self) -> dict[Any, Any]:
-        return {"reach": self._reach}
+        return {"reach": self.reach}
 
     @property
     def n_keys(self) -> int:

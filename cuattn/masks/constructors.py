@@ -1,8 +1,9 @@
 """The masks of the FlashMask paper that follow from a length and a few numbers.
 
-Each is built in O(N) time and memory from closed forms for its two intervals per key: the *lower* one, hidden from
-some row on, and the *upper* one, hidden before some row.  i is the query row, j the key column; the docstrings say
-what is visible.  Masks of packed sequences are in `cuattn.masks.packed`; all names are exported by `cuattn.masks`.
+Every function returns a :class:`ColumnMask` of host vectors, in O(N) time and memory: for each key the rows that are
+hidden below the diagonal (the *lower* interval, from some row on) and above it (the *upper* one, before some row).
+i is the query row, j the key column, and the formulas say what is visible.  Masks of packed sequences are in
+`cuattn.masks.packed`; use all of them from `cuattn.masks`.
 
 References
 ----------
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.errors import DtypeError, MaskError
+from cuattn.errors import DtypeError, MaskError, shown
 from cuattn.masks import checks
 from cuattn.masks.column import ColumnMask
 from cuattn.masks.intervals import band_intervals
@@ -31,7 +32,7 @@ __all__ = [
 
 
 def full(n_queries: int, n_keys: int | None = None) -> ColumnMask:
-    """Hide nothing.
+    """Let every row see every key.
 
     Parameters
     ----------
@@ -42,7 +43,8 @@ def full(n_queries: int, n_keys: int | None = None) -> ColumnMask:
 
     Returns
     -------
-    ColumnMask
+    mask : ColumnMask
+        The mask, with vectors of shape (n_keys,).
 
     Examples
     --------
@@ -55,7 +57,7 @@ def full(n_queries: int, n_keys: int | None = None) -> ColumnMask:
 
 
 def causal(n_queries: int, n_keys: int | None = None, align: str = "bottom_right") -> ColumnMask:
-    """See the keys up to the diagonal: j <= i + (n_keys - n_queries), or j <= i for "top_left".
+    """Let each row see the keys up to the diagonal: j <= i + (n_keys - n_queries), or j <= i for "top_left".
 
     Parameters
     ----------
@@ -64,11 +66,12 @@ def causal(n_queries: int, n_keys: int | None = None, align: str = "bottom_right
     n_keys : int, optional
         Keys; by default as many as rows.
     align : {"bottom_right", "top_left"}, optional
-        Corner in which the diagonal lies.
+        The corner of the scores that the diagonal ends in, or starts from.
 
     Returns
     -------
-    ColumnMask
+    mask : ColumnMask
+        The mask, with vectors of shape (n_keys,).
 
     Examples
     --------
@@ -77,26 +80,32 @@ def causal(n_queries: int, n_keys: int | None = None, align: str = "bottom_right
            [1, 1, 1]])
     """
     n_queries, n_keys = _shape(n_queries, n_keys)
-    if align not in ("bottom_right", "top_left"):
-        raise MaskError(f"align = {align!r}: expected 'bottom_right' or 'top_left'")
+    if not isinstance(align, str) or align not in ("bottom_right", "top_left"):
+        raise MaskError(f"align = {shown(align)}: expected 'bottom_right' or 'top_left'")
     offset = n_keys - n_queries if align == "bottom_right" else 0
     upper_start, upper_end = band_intervals(n_queries, n_keys, None, 0, offset)[0]
     return ColumnMask._of([n_queries, n_queries, upper_start, upper_end], n_queries)
 
 
 def sliding_window(n: int, window: int) -> ColumnMask:
-    """See the last `window` keys, one's own included: 0 <= i - j < window.
+    """Let each row see the last `window` keys, its own included: 0 <= i - j < window.
 
     Parameters
     ----------
     n : int
         Rows and keys.
     window : int
-        Keys that a row sees, >= 0.
+        Keys that a row sees, >= 0.  ``sliding_window(n, w)`` is the argument ``window=(w - 1, 0)`` of
+        :func:`cuattn.attention`, which counts the keys on either side.
 
     Returns
     -------
-    ColumnMask
+    mask : ColumnMask
+        The mask, with vectors of shape (n,).
+
+    See Also
+    --------
+    global_sliding_window : a window to both sides, with tokens that see and are seen by all.
 
     Examples
     --------
@@ -113,7 +122,7 @@ def sliding_window(n: int, window: int) -> ColumnMask:
 
 
 def global_sliding_window(n: int, window: int, n_global: int) -> ColumnMask:
-    """See the keys at most `window` away, and let the first `n_global` tokens see and be seen by all.
+    """Let each row see the keys at most `window` away; the first `n_global` tokens see and are seen by all.
 
     Visible when abs(i - j) <= window, or i < n_global, or j < n_global.
 
@@ -122,13 +131,14 @@ def global_sliding_window(n: int, window: int, n_global: int) -> ColumnMask:
     n : int
         Rows and keys.
     window : int
-        Reach to either side, >= 0.
+        Distance that a row sees to either side, >= 0: ``window=(w, w)`` of :func:`cuattn.attention`.
     n_global : int
-        Global tokens, >= 0; more than `n` are as good as `n`.
+        Number of global tokens, >= 0; more than `n` mean all.
 
     Returns
     -------
-    ColumnMask
+    mask : ColumnMask
+        The mask, with vectors of shape (n,).
 
     Examples
     --------
@@ -150,18 +160,19 @@ def global_sliding_window(n: int, window: int, n_global: int) -> ColumnMask:
 
 
 def prefix_lm_causal(n: int, prefix: int) -> ColumnMask:
-    """See the prefix, and the keys up to one's own: j <= i or j < prefix.
+    """Let each row see the prefix and the keys up to its own: j <= i or j < prefix.
 
     Parameters
     ----------
     n : int
         Rows and keys.
     prefix : int
-        Tokens of the prefix, <= n.
+        Length of the prefix, 0 <= prefix <= n.
 
     Returns
     -------
-    ColumnMask
+    mask : ColumnMask
+        The mask, with vectors of shape (n,).
 
     Examples
     --------
@@ -178,7 +189,7 @@ def prefix_lm_causal(n: int, prefix: int) -> ColumnMask:
 
 
 def qk_sparse(n: int, spans: Any) -> ColumnMask:
-    """See the keys up to one's own, but a span of keys only from its end on.
+    """Let each row see the keys up to its own, except those of a span that has not ended yet.
 
     Visible when j <= i, unless j lies in a span and i < that span's end.
 
@@ -191,7 +202,8 @@ def qk_sparse(n: int, spans: Any) -> ColumnMask:
 
     Returns
     -------
-    ColumnMask
+    mask : ColumnMask
+        The mask, with vectors of shape (n,).
 
     Examples
     --------
@@ -216,16 +228,17 @@ def qk_sparse(n: int, spans: Any) -> ColumnMask:
 
 
 def eviction(evicted_at: Any) -> ColumnMask:
-    """See the keys up to one's own until they are evicted: j <= i < evicted_at[j].
+    """Let each row see the keys up to its own that have not been evicted: j <= i < evicted_at[j].
 
     Parameters
     ----------
     evicted_at : array_like of int, (..., n)
-        First row that no longer sees key j, in [0, n]; n keeps the key.
+        The first row that no longer sees key j, in [0, n]; n means never evicted.
 
     Returns
     -------
-    ColumnMask
+    mask : ColumnMask
+        The mask, with vectors of shape (..., n).
 
     Examples
     --------
@@ -244,23 +257,24 @@ def eviction(evicted_at: Any) -> ColumnMask:
 
 
 def random_eviction(n: int, start: int, rng: Any = None) -> ColumnMask:
-    """Evict one random key at each row from `start` on.
+    """Let each row see the keys up to its own, and from row `start` on evict one random key per row.
 
-    At each row i >= start one key, uniformly random among the keys j < i that are still visible, is gone from row
-    i on; a key that stays is visible when j <= i.
+    At each row i >= start one key, uniformly random among the keys j < i that are still visible, is evicted: it is
+    hidden from row i on.
 
     Parameters
     ----------
     n : int
         Rows and keys.
     start : int
-        First row that evicts, >= 0.
+        The first row at which a key is evicted, >= 0.
     rng : optional
         What `numpy.random.default_rng` takes: None, an int seed, a Generator, ...
 
     Returns
     -------
-    ColumnMask
+    mask : ColumnMask
+        The mask, with vectors of shape (n,).
 
     Notes
     -----
@@ -278,10 +292,10 @@ def random_eviction(n: int, start: int, rng: Any = None) -> ColumnMask:
     start = checks.integer("start", start, maximum=None)
     try:
         rng = np.random.default_rng(rng)
-    except TypeError as error:
-        raise DtypeError(f"rng = {rng!r}: expected what numpy.random.default_rng takes ({error})") from None
-    except ValueError as error:
-        raise MaskError(f"rng = {rng!r}: expected what numpy.random.default_rng takes ({error})") from None
+    except TypeError:
+        raise DtypeError(f"rng = {shown(rng)}: expected what numpy.random.default_rng takes") from None
+    except ValueError:
+        raise MaskError(f"rng = {shown(rng)}: expected what numpy.random.default_rng takes") from None
     slots = min(max(start, 1), n)  # row 0 has no key before it
     slot_of = np.concatenate([np.arange(slots), rng.integers(0, max(slots, 1), size=n - slots)])
     tenants = np.argsort(slot_of, kind="stable")

@@ -1,13 +1,14 @@
 """Between column intervals and other forms: dense masks, FlashMask's index tensors, the transposed problem."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from cuattn.errors import DtypeError, MaskError
+from cuattn.errors import DtypeError, MaskError, shown
 from cuattn.masks import checks
 from cuattn.masks.device import namespace
-from cuattn.masks.intervals import band_intervals, normalise
+from cuattn.masks.intervals import Interval, band_intervals, normalise
 
 
 def from_dense(visible: Any) -> tuple[Any, Any, Any, Any]:
@@ -70,10 +71,37 @@ def assign(runs: Any, first: tuple[Any, Any], second: tuple[Any, Any], n_queries
     )
 
 
+def union(hidden: Sequence[Interval], n_queries: int) -> tuple[Any, Any, Any, Any] | None:
+    """Return lts, lte, uts, ute that hide what several intervals do, or None where a key needs three.
+
+    Parameters
+    ----------
+    hidden : sequence of (start, end)
+        Pairs of NumPy arrays (..., n_keys) that broadcast against each other.
+    n_queries : int
+        Rows.
+    """
+    sides = np.broadcast_arrays(*(side for pair in hidden for side in normalise(*pair, n_queries)))
+    starts, ends = np.stack(sides[::2]), np.stack(sides[1::2])
+    order = np.argsort(starts, axis=0)
+    starts, ends = np.take_along_axis(starts, order, axis=0), np.take_along_axis(ends, order, axis=0)
+    reached = np.maximum.accumulate(ends, axis=0)  # the end of the run so far
+    begins = starts < n_queries  # empty intervals begin at n_queries
+    begins[1:] &= starts[1:] > reached[:-1]
+    runs = begins.sum(axis=0)
+    if runs.size and runs.max() > 2:
+        return None
+    last = len(starts) - 1 - begins[::-1].argmax(axis=0)[None]
+    end = np.take_along_axis(reached, np.maximum(last - 1, 0), axis=0)[0]
+    first = starts[0], np.where(runs == 2, end, reached[-1])
+    second = np.take_along_axis(starts, last, axis=0)[0], reached[-1]
+    return assign(runs, first, second, n_queries)
+
+
 def from_startend(idx: Any, is_causal: bool, n_queries: int) -> list[Any]:
     """Return lts, lte, uts, ute of FlashMask's index tensor (..., n_keys, 1 | 2 | 4)."""
     if not isinstance(is_causal, bool | np.bool_):
-        raise DtypeError(f"is_causal = {is_causal!r}: expected a bool")
+        raise DtypeError(f"is_causal = {shown(is_causal)}: expected a bool")
     idx = checks.integers("idx", idx)
     allowed = (1, 2) if is_causal else (2, 4)
     if idx.ndim < 2 or idx.shape[-1] not in allowed:

@@ -19,7 +19,8 @@ class CudaHalf(NamedTuple):
     most: int  # masks of this kind that a launch takes
     source: str  # the field of MaskParams that describes the mask, or an array of `most` of them
     operand: str | None  # the field of Params that does, where kernels read the mask itself
-    kernels: tuple[tuple[str, str], ...]  # (file, name) of what makes the tables
+    file: str  # of the kernels that make the tables
+    kernels: tuple[str, ...]  # their names, in the order in which they run
 
 
 class Source(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from cuattn.io_model.sizes import cdiv
 from cuattn.masks import intervals
 from cuattn.masks.base import Instance, Mask
 from cuattn.masks.intervals import Interval
@@ -52,7 +53,7 @@ class IntervalMask(Mask):
         return ~intervals.hidden(self._intervals(), 0, self.n_queries)
 
     def _tile_states(self, block_m: int, block_n: int) -> Any:
-        return intervals.tile_states(self._table(block_m, block_n), 0, intervals.tiles(self.n_queries, block_m))
+        return intervals.tile_states(self._table(block_m, block_n), 0, cdiv(self.n_queries, block_m))
 
     def _table(self, block_m: int, block_n: int) -> Any:
         """Return the `intervals.tile_table` of tiles of this size; on the host it is kept."""
@@ -70,7 +71,7 @@ class IntervalMask(Mask):
         bounds = self._tables.get(key)
         if bounds is None:
             sides = [side for pair in self._intervals() for side in pair]
-            key_tiles = intervals.tiles(self.n_keys, block_n)
+            key_tiles = cdiv(self.n_keys, block_n)
             bounds = np.zeros((*self.leading, len(sides), key_tiles * block_n), np.int32)
             for n, side in enumerate(sides):
                 bounds[..., n, : self.n_keys] = side

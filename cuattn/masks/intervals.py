@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from cuattn.io_model.sizes import cdiv
 from cuattn.masks.device import namespace
 
 FULL, PARTIAL, SKIP = 2, 1, 0
@@ -27,17 +28,6 @@ FULL, PARTIAL, SKIP = 2, 1, 0
 Interval = tuple[Any, Any]
 
 OPEN = 2**33  # beyond any row index: a window at least this wide is open
-
-
-def tiles(length: int, block: int) -> int:
-    """Return how many blocks cover `length` elements.
-
-    Examples
-    --------
-    >>> tiles(257, 128)
-    3
-    """
-    return -(-length // block)
 
 
 def normalise(start: Any, end: Any, n_queries: int) -> Interval:
@@ -215,15 +205,15 @@ def tile_bounds(start: Any, end: Any, n_queries: int, block_m: int, block_n: int
     """
     xp = namespace(start)
     if start.size == 0:  # CuPy has no minimum of nothing, whatever the axis
-        return xp.zeros((*start.shape[:-1], tiles(start.shape[-1], block_n), 4), dtype=xp.int32)
-    row_tiles = tiles(n_queries, block_m)
+        return xp.zeros((*start.shape[:-1], cdiv(start.shape[-1], block_n), 4), dtype=xp.int32)
+    row_tiles = cdiv(n_queries, block_m)
     start, end = normalise(start, end, n_queries)
     start, end = _by_key_tile(start, block_n), _by_key_tile(end, block_n)
     first_end = end.min(axis=-1)
-    skip_from = -(-start.max(axis=-1) // block_m)
+    skip_from = cdiv(start.max(axis=-1), block_m)
     skip_to = xp.where(first_end == n_queries, row_tiles, first_end // block_m)  # a ragged last tile ends with the rows
     partial_from = start.min(axis=-1) // block_m
-    partial_to = -(-end.max(axis=-1) // block_m)
+    partial_to = cdiv(end.max(axis=-1), block_m)
     return xp.stack([skip_from, skip_to, partial_from, partial_to], axis=-1).astype(xp.int32)
 
 
@@ -317,7 +307,7 @@ def _by_key_tile(vector: Any, block_n: int) -> Any:
     xp = namespace(vector)
     n_keys = vector.shape[-1]
     block_n = min(block_n, n_keys)
-    key_tiles = tiles(n_keys, block_n)
+    key_tiles = cdiv(n_keys, block_n)
     if key_tiles * block_n != n_keys:
         vector = xp.take(vector, xp.minimum(xp.arange(key_tiles * block_n), n_keys - 1), axis=-1)
     return vector.reshape(*vector.shape[:-1], key_tiles, block_n)

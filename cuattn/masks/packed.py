@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.errors import MaskError
+from cuattn.errors import MaskError, shown
 from cuattn.masks import checks
 from cuattn.masks.column import ColumnMask
 
@@ -97,7 +97,7 @@ def share_question(documents: Any) -> ColumnMask:
     segments, is_question = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=bool)]
     for k, entry in enumerate(checks.sequence("documents", documents)):
         if len(checks.sequence(f"documents[{k}]", entry)) != 2:
-            raise MaskError(f"documents[{k}] = {entry!r}: expected (question_length, [answer_length, ...])")
+            raise MaskError(f"documents[{k}] = {shown(entry)}: expected (question_length, [answer_length, ...])")
         question = checks.integer(f"documents[{k}][0]", entry[0])
         answers = checks.lengths(f"documents[{k}][1]", entry[1])
         segments.append(np.concatenate([[question], answers]))

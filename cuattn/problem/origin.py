@@ -146,7 +146,7 @@ def place_of(origin: Origin | None, problem: Problem, bottom_right: bool) -> Pla
     ):
         _check_end(name, start, length, whole, aligned=problem.dropout > 0)
     row, key = (start if isinstance(start, int) else 0 for start in (origin.row, origin.key))
-    shift = row - key
+    shift = 0 if problem.band is None else row - key
     if bottom_right:
         shift += whole_offset(origin)
     blocks = [

@@ -4,19 +4,27 @@ Row i may not see key j when LTS[j] <= i < LTE[j] or UTS[j] <= i < UTE[j].  The 
 over a block of keys, eight numbers, tell which tiles are skipped and which need no element test (eq. 4).
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from cuattn.errors import ShapeError
 from cuattn.io_model import Tiles, block_sizes
-from cuattn.reference.hbm import HBM
-from cuattn.reference.results import Backward, FlashMaskForward
-from cuattn.reference.steps import block, place, reciprocal, rescaling
+from cuattn.reference.hbm import HBM, Counts
+from cuattn.reference.steps import Backward, block, place, reciprocal, rescaling
 
-__all__ = ["flashmask_backward", "flashmask_forward"]
+__all__ = ["FlashMaskForward", "flashmask_backward", "flashmask_forward"]
 
-_VECTORS = ("LTS", "LTE", "UTS", "UTE")
-_SKIP = ("LTS max", "LTE min", "UTS max", "UTE min")
-_TEST = ("LTS min", "LTE max", "UTS min", "UTE max")
+_LOWER, _UPPER, _ALL = slice(0, 2), slice(2, 4), slice(0, 4)  # LTS and LTE, UTS and UTE, and all four
+
+
+class FlashMaskForward(NamedTuple):
+    """O (N, d), the logsumexp L (N,), -inf in an empty row, what was done with each tile, and the accesses."""
+
+    o: np.ndarray
+    lse: np.ndarray
+    tiles: Tiles
+    counts: Counts
 
 
 def flashmask_forward(q, k, v, mask, M, *, scale=None, dtype=np.float64):
@@ -77,16 +85,16 @@ def flashmask_forward(q, k, v, mask, M, *, scale=None, dtype=np.float64):
         l_i = hbm.on_chip("l", np.zeros(len(Q_i), hbm.dtype))
         m_i = hbm.on_chip("m", np.full(len(Q_i), -np.inf, hbm.dtype))
         for j in range(sizes.t_c):  # Alg. 1 l. 9
-            if _is_masked(rows, *_load_bounds(hbm, _SKIP, j)):  # Alg. 1 l. 10-15
+            if _is_masked(rows, hbm.load("common", (_ALL, j))):  # Alg. 1 l. 10-15
                 continue
             keys = block(j, sizes.b_c, n)
             K_j, V_j = hbm.load("K", keys), hbm.load("V", keys)  # Alg. 1 l. 16
             S_ij = hbm.on_chip("S", scale * (Q_i @ K_j.T))  # Alg. 1 l. 17
-            lower, upper = _is_partial(rows, *_load_bounds(hbm, _TEST, j))  # Alg. 1 l. 18, 22
+            lower, upper = _is_partial(rows, hbm.load("any", (_ALL, j)))  # Alg. 1 l. 18, 22
             if lower:
-                S_ij = _hide(S_ij, rows, hbm.load("LTS", keys), hbm.load("LTE", keys))  # Alg. 1 l. 19-20
+                S_ij = _hide(S_ij, rows, hbm.load("mask", (_LOWER, keys)))  # Alg. 1 l. 19-20
             if upper:
-                S_ij = _hide(S_ij, rows, hbm.load("UTS", keys), hbm.load("UTE", keys))  # Alg. 1 l. 23-24
+                S_ij = _hide(S_ij, rows, hbm.load("mask", (_UPPER, keys)))  # Alg. 1 l. 23-24
             m_new = np.maximum(m_i, S_ij.max(axis=1))  # Alg. 1 l. 26
             P_ij = np.exp(S_ij - np.where(m_new == -np.inf, 0, m_new)[:, None])
             old = rescaling(m_i, m_new)
@@ -158,26 +166,26 @@ def flashmask_backward(do, q, k, v, fwd, mask, M, *, scale=None, dtype=np.float6
         K_j, V_j = hbm.load("K", keys), hbm.load("V", keys)  # Alg. 2 l. 9
         dK_j = hbm.on_chip("dK", np.zeros_like(K_j))  # Alg. 2 l. 10
         dV_j = hbm.on_chip("dV", np.zeros_like(V_j))
-        vectors = [hbm.load(name, keys) for name in _VECTORS]  # Alg. 2 l. 11-12
-        skip, test = _load_bounds(hbm, _SKIP, j), _load_bounds(hbm, _TEST, j)  # resident (appendix A.1)
+        vectors = hbm.load("mask", (_ALL, keys))  # Alg. 2 l. 11-12
+        common, any_ = hbm.load("common", (_ALL, j)), hbm.load("any", (_ALL, j))  # resident (appendix A.1)
         for i in range(sizes.t_r):  # Alg. 2 l. 13
             rows = block(i, sizes.b_r, n)
-            if not _is_masked(rows, *skip):  # Alg. 2 l. 14-19
-                _backward_tile(hbm, scale, rows, K_j, V_j, vectors, test, dK_j, dV_j)
+            if not _is_masked(rows, common):  # Alg. 2 l. 14-19
+                _backward_tile(hbm, scale, rows, K_j, V_j, vectors, any_, dK_j, dV_j)
         hbm.store("dK", keys, dK_j)  # Alg. 2 l. 36
         hbm.store("dV", keys, dV_j)
     return Backward(hbm.take("dQ"), hbm.take("dK"), hbm.take("dV"), hbm.counts)
 
 
-def _backward_tile(hbm, scale, rows, K_j, V_j, vectors, test, dK_j, dV_j):
+def _backward_tile(hbm, scale, rows, K_j, V_j, vectors, any_, dK_j, dV_j):
     Q_i, _, dO_i, _ = (hbm.load(name, rows) for name in ("Q", "O", "dO", "dQ"))  # Alg. 2 l. 20
     L_i, D_i = hbm.load("L", rows), hbm.load("D", rows)
     S_ij = hbm.on_chip("S", scale * (Q_i @ K_j.T))  # Alg. 2 l. 21
-    lower, upper = _is_partial(rows, *test)
+    lower, upper = _is_partial(rows, any_)
     if lower:
-        S_ij = _hide(S_ij, rows, *vectors[:2])  # Alg. 2 l. 22-24
+        S_ij = _hide(S_ij, rows, vectors[_LOWER])  # Alg. 2 l. 22-24
     if upper:
-        S_ij = _hide(S_ij, rows, *vectors[2:])  # Alg. 2 l. 25-27
+        S_ij = _hide(S_ij, rows, vectors[_UPPER])  # Alg. 2 l. 25-27
     P_ij = np.exp(S_ij - np.where(L_i == -np.inf, 0, L_i)[:, None])  # Alg. 2 l. 28
     dV_j += P_ij.T @ dO_i  # Alg. 2 l. 29
     dP_ij = hbm.on_chip("dP", dO_i @ V_j.T)  # Alg. 2 l. 30
@@ -188,41 +196,43 @@ def _backward_tile(hbm, scale, rows, K_j, V_j, vectors, test, dK_j, dV_j):
 
 
 def _place_mask(hbm, mask, n, sizes):
-    """Put the vectors into HBM, compute their bounds per block of keys and write them there."""
+    """Put the vectors into HBM, compute their bounds per block of keys and write them there.
+
+    Per block, "common" holds the intervals that all its keys have in common, max LTS, min LTE, max UTS, min UTE, and
+    "any" those that hold every key's: min LTS, max LTE, min UTS, max UTE.
+    """
     if hasattr(mask, "lts"):
         mask = (mask.lts, mask.lte, mask.uts, mask.ute)
-    for name, vector in zip(_VECTORS, mask, strict=True):
+    for name, vector in zip(("LTS", "LTE", "UTS", "UTE"), mask, strict=True):
         if np.shape(vector) != (n,):
             raise ShapeError(f"mask: {name} has shape {np.shape(vector)}, expected (N,) = {(n,)}")
-        hbm.place(name, vector, np.int32)
-        hbm.allocate(f"{name} min", sizes.t_c, dtype=np.int32)
-        hbm.allocate(f"{name} max", sizes.t_c, dtype=np.int32)
+    hbm.place("mask", mask, np.int32)
+    hbm.allocate("common", (4, sizes.t_c), dtype=np.int32)
+    hbm.allocate("any", (4, sizes.t_c), dtype=np.int32)
     for j in range(sizes.t_c):
-        for name in _VECTORS:
-            vector = hbm.load(name, block(j, sizes.b_c, n))
-            hbm.store(f"{name} min", slice(j, j + 1), vector.min())
-            hbm.store(f"{name} max", slice(j, j + 1), vector.max())
+        vectors = hbm.load("mask", (_ALL, block(j, sizes.b_c, n)))
+        least, most, starts = vectors.min(axis=1), vectors.max(axis=1), [True, False, True, False]
+        hbm.store("common", (_ALL, j), np.where(starts, most, least))
+        hbm.store("any", (_ALL, j), np.where(starts, least, most))
     hbm.end_kernel()
 
 
-def _load_bounds(hbm, names, j):
-    return [int(hbm.load(name, j)) for name in names]
-
-
-def _is_masked(rows, lts_max, lte_min, uts_max, ute_min):
+def _is_masked(rows, common):
     """Tell whether one interval hides all of the tile, by what all its keys have in common.
 
     The papers' i x B_r is the end of a block; the last one may be shorter, and ends at N.
     """
-    return (rows.start >= lts_max and rows.stop <= lte_min) or (rows.start >= uts_max and rows.stop <= ute_min)
+    lts, lte, uts, ute = common
+    return (rows.start >= lts and rows.stop <= lte) or (rows.start >= uts and rows.stop <= ute)
 
 
-def _is_partial(rows, lts_min, lte_max, uts_min, ute_max):
+def _is_partial(rows, any_):
     """Tell for each interval whether it may hide an element of the tile."""
-    return rows.stop > lts_min and rows.start < lte_max, rows.stop > uts_min and rows.start < ute_max
+    lts, lte, uts, ute = any_
+    return rows.stop > lts and rows.start < lte, rows.stop > uts and rows.start < ute
 
 
-def _hide(S, rows, start, end):
+def _hide(S, rows, interval):
     """Set S to -inf where start <= row < end."""
-    row = np.arange(rows.start, rows.stop)[:, None]
+    row, (start, end) = np.arange(rows.start, rows.stop)[:, None], interval
     return np.where((start <= row) & (row < end), -np.inf, S)

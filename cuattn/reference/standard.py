@@ -5,16 +5,25 @@ keeps B_c rows of one operand or of its result on the chip while B_r rows at a t
 the blocks of Algorithm 1, so that every tile fits as it does there.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from cuattn.errors import ShapeError
 from cuattn.io_model import block_sizes
 from cuattn.io_model.sizes import cdiv
-from cuattn.reference.hbm import HBM
-from cuattn.reference.results import Backward, StandardForward
-from cuattn.reference.steps import block, place, softmax_tile
+from cuattn.reference.hbm import HBM, Counts
+from cuattn.reference.steps import Backward, block, place, softmax_tile
 
-__all__ = ["standard_backward", "standard_forward"]
+__all__ = ["StandardForward", "standard_backward", "standard_forward"]
+
+
+class StandardForward(NamedTuple):
+    """O (N, d) and P (N, N), which the standard backward needs, and the accesses."""
+
+    o: np.ndarray
+    p: np.ndarray
+    counts: Counts
 
 
 def standard_forward(q, k, v, M, *, dtype=np.float64):
@@ -54,27 +63,18 @@ def standard_forward(q, k, v, M, *, dtype=np.float64):
     """
     hbm = HBM(dtype)
     n, d = place(hbm, Q=q, K=k, V=v)
-    b_r, b_c, t_r, t_c = block_sizes(n, d, M)
+    sizes = block_sizes(n, d, M)
     hbm.allocate("S", (n, n))
     hbm.allocate("P", (n, n))
     hbm.allocate("O", (n, d), output=True)
-    for j in range(t_c):  # Alg. 0 l. 1: S = Q K^T
-        keys = block(j, b_c, n)
-        K_j = hbm.load("K", keys)
-        for i in range(t_r):
-            rows = block(i, b_r, n)
-            Q_i = hbm.load("Q", rows)
-            hbm.store("S", (rows, keys), hbm.on_chip("S", Q_i @ K_j.T))
-    hbm.end_kernel()
+    _outer_product(hbm, "Q", "K", "S", n, sizes)  # Alg. 0 l. 1: S = Q K^T
     whole_rows = max(1, M // n)
     for i in range(cdiv(n, whole_rows)):  # Alg. 0 l. 2: P = softmax(S)
         rows = block(i, whole_rows, n)
         _, P_i, l_i = softmax_tile(hbm.load("S", rows))
         hbm.store("P", rows, P_i / l_i[:, None])
     hbm.end_kernel()
-    for i in range(t_c):  # Alg. 0 l. 3: O = P V
-        rows = block(i, b_c, n)
-        _product(hbm, "P", rows, "V", "O", b_r, n)
+    _product(hbm, "P", "V", "O", n, sizes)  # Alg. 0 l. 3: O = P V
     return StandardForward(hbm.take("O"), hbm.take("P"), hbm.counts)
 
 
@@ -115,41 +115,45 @@ def standard_backward(do, q, k, v, p, M, *, dtype=np.float64):
     if np.shape(p) != (n, n):
         raise ShapeError(f"p has shape {np.shape(p)}: expected (N, N) = {(n, n)}")
     hbm.place("P", p)
-    b_r, b_c, t_r, t_c = block_sizes(n, d, M)
+    sizes = block_sizes(n, d, M)
     for name in ("dP", "dS"):
         hbm.allocate(name, (n, n))
     for name in ("dQ", "dK", "dV"):
         hbm.allocate(name, (n, d), output=True)
-    for j in range(t_c):  # Alg. 3 l. 1: dV = P^T dO
-        _product(hbm, "P", block(j, b_c, n), "dO", "dV", b_r, n, transposed=True)
-    hbm.end_kernel()
-    for j in range(t_c):  # Alg. 3 l. 2: dP = dO V^T
-        keys = block(j, b_c, n)
-        V_j = hbm.load("V", keys)
-        for i in range(t_r):
-            rows = block(i, b_r, n)
-            dO_i = hbm.load("dO", rows)
-            hbm.store("dP", (rows, keys), hbm.on_chip("dP", dO_i @ V_j.T))
-    hbm.end_kernel()
+    _product(hbm, "P", "dO", "dV", n, sizes, transposed=True)  # Alg. 3 l. 1: dV = P^T dO
+    _outer_product(hbm, "dO", "V", "dP", n, sizes)  # Alg. 3 l. 2: dP = dO V^T
     whole_rows = max(1, M // (2 * n))
     for i in range(cdiv(n, whole_rows)):  # Alg. 3 l. 3: dS_ij = P_ij (dP_ij - sum_l P_il dP_il)
         rows = block(i, whole_rows, n)
         P_i, dP_i = hbm.load("P", rows), hbm.load("dP", rows)
         hbm.store("dS", rows, P_i * (dP_i - (P_i * dP_i).sum(axis=1, keepdims=True)))
     hbm.end_kernel()
-    for i in range(t_c):  # Alg. 3 l. 4: dQ = dS K
-        _product(hbm, "dS", block(i, b_c, n), "K", "dQ", b_r, n)
-    hbm.end_kernel()
-    for j in range(t_c):  # Alg. 3 l. 5: dK = dS^T Q
-        _product(hbm, "dS", block(j, b_c, n), "Q", "dK", b_r, n, transposed=True)
+    _product(hbm, "dS", "K", "dQ", n, sizes)  # Alg. 3 l. 4: dQ = dS K
+    _product(hbm, "dS", "Q", "dK", n, sizes, transposed=True)  # Alg. 3 l. 5: dK = dS^T Q
     return Backward(hbm.take("dQ"), hbm.take("dK"), hbm.take("dV"), hbm.counts)
 
 
-def _product(hbm, left, resident, right, result, step, n, transposed=False):
-    """Compute rows `resident` of left @ right, or of left^T @ right, with the result's rows on the chip."""
-    total = 0
-    for i in range(cdiv(n, step)):
-        streamed = block(i, step, n)
-        A = hbm.load(left, (streamed, resident)).T if transposed else hbm.load(left, (resident, streamed))
-        total = hbm.on_chip(result, total + A @ hbm.load(right, streamed))
-    hbm.store(result, resident, total)
+def _outer_product(hbm, left, right, result, n, sizes):
+    """Run a kernel that computes left @ right^T, (N, N), with a block of `right` on the chip."""
+    b_r, b_c, t_r, t_c = sizes
+    for j in range(t_c):
+        keys = block(j, b_c, n)
+        right_j = hbm.load(right, keys)
+        for i in range(t_r):
+            rows = block(i, b_r, n)
+            left_i = hbm.load(left, rows)
+            hbm.store(result, (rows, keys), hbm.on_chip(result, left_i @ right_j.T))
+    hbm.end_kernel()
+
+
+def _product(hbm, left, right, result, n, sizes, transposed=False):
+    """Run a kernel that computes left @ right, or left^T @ right, with a block of the result on the chip."""
+    b_r, b_c, t_r, t_c = sizes
+    for i in range(t_c):
+        resident, total = block(i, b_c, n), 0
+        for j in range(t_r):
+            streamed = block(j, b_r, n)
+            A = hbm.load(left, (streamed, resident)).T if transposed else hbm.load(left, (resident, streamed))
+            total = hbm.on_chip(result, total + A @ hbm.load(right, streamed))
+        hbm.store(result, resident, total)
+    hbm.end_kernel()

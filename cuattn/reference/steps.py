@@ -1,4 +1,4 @@
-"""Steps that several algorithms share: placing inputs, blocks, the online softmax, MASK and dropout."""
+"""What the algorithms share: results, placing inputs, blocks, the online softmax, MASK and dropout."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,9 +7,42 @@ import numpy as np
 
 from cuattn import rng as random
 from cuattn.errors import ArgumentError, ShapeError
-from cuattn.reference.hbm import HBM
+from cuattn.reference.hbm import HBM, Counts
 
-__all__ = ["Options", "block", "place", "reciprocal", "rescaling", "softmax_tile"]
+__all__ = [
+    "Backward",
+    "Forward",
+    "Options",
+    "block",
+    "fresh_state",
+    "place",
+    "reciprocal",
+    "rescaling",
+    "softmax_tile",
+    "update",
+]
+
+
+class Forward(NamedTuple):
+    """O (N, d), the row sums l and row maxima m (N,), the random state (None without dropout), and the accesses.
+
+    An empty row, one without any visible key, has O = 0, l = 0 and m = -inf.
+    """
+
+    o: np.ndarray
+    l: np.ndarray
+    m: np.ndarray
+    rng_state: random.RNGState | None
+    counts: Counts
+
+
+class Backward(NamedTuple):
+    """The gradients dQ, dK, dV (N, d), and the accesses."""
+
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    counts: Counts
 
 
 def place(hbm, **arrays):
@@ -51,6 +84,17 @@ def reciprocal(l):
     return np.divide(1, l, out=np.zeros_like(l), where=l != 0)
 
 
+def update(S_ij, V_j, O_i, l_i, m_i, Z_ij=1):
+    """Return O_i, l_i and m_i after a tile of scores; Z_ij is dropout's factor."""
+    m_ij, P_ij, l_ij = softmax_tile(S_ij)  # Alg. 1 l. 10; Alg. 2, 5 l. 12
+    m_new = np.maximum(m_i, m_ij)  # Alg. 1 l. 11; Alg. 2, 5 l. 13
+    old, new = rescaling(m_i, m_new), rescaling(m_ij, m_new)
+    l_new = old * l_i + new * l_ij
+    P_dropped = P_ij * Z_ij  # Alg. 2, 5 l. 14
+    O_i = (l_i * old)[:, None] * O_i + new[:, None] * (P_dropped @ V_j)  # Alg. 1 l. 12; Alg. 2, 5 l. 15
+    return reciprocal(l_new)[:, None] * O_i, l_new, m_new
+
+
 class Options(NamedTuple):
     """What Algorithms 2, 4 and 5 add to attention: tau, MASK and dropout.
 
@@ -65,8 +109,8 @@ class Options(NamedTuple):
     b: int
 
     @classmethod
-    def resolve(cls, hbm: HBM, n, d, scale, mask, dropout_p, rng, b):
-        """Check the caller's arguments; a boolean array as mask is put into HBM."""
+    def resolve(cls, hbm: HBM, n, d, scale, mask, dropout_p, b, state_of):
+        """Check the caller's arguments; a boolean array as mask is put into HBM, `state_of` gives dropout's state."""
         if mask is not None and not callable(mask):
             shape = np.shape(mask)
             if shape != (n, n):
@@ -74,10 +118,7 @@ class Options(NamedTuple):
             hbm.place("mask", mask, np.bool_)
             mask = "mask"
         threshold = random.threshold(dropout_p)
-        if threshold and rng is None:
-            raise ArgumentError(f"rng is None with dropout_p = {dropout_p!r}: expected a seed or a state")
-        state = random.resolve(rng) if threshold else None
-        return cls(d**-0.5 if scale is None else scale, mask, threshold, state, b)
+        return cls(d**-0.5 if scale is None else scale, mask, threshold, state_of() if threshold else None, b)
 
     def masked(self, hbm: HBM, S, rows, keys):
         """Return MASK(S): -inf where row i may not see key j."""
@@ -96,3 +137,10 @@ class Options(NamedTuple):
         span, keep_scale = (rows.start, rows.stop), random.LEVELS / (random.LEVELS - self.threshold)
         kept = random.keep(self.state, self.threshold, self.b, span, (keys.start, keys.stop))
         return np.where(kept, dtype.type(keep_scale), dtype.type(0))
+
+
+def fresh_state(rng):
+    """Return the random state of a forward, which cannot be reproduced without a seed."""
+    if rng is None:
+        raise ArgumentError("rng is None: with dropout, expected a seed or a state")
+    return random.resolve(rng)

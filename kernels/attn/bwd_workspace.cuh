@@ -1,7 +1,10 @@
 // The two numbers per query row that backward_preprocess leaves for the other backward kernels.
 //
 // stat and delta are [batch * heads][padded rows]; counters is [batch * heads][padded rows / kStatRows], the flags of kStatRows rows: kEmptyRows
-// where one of them sees nothing, kFarRows where one has a large stat.  Every row tile of every kernel lies within one such group of rows.
+// where one of them sees nothing, kFarRows where one is far.  Every row tile of every kernel lies within one such group of rows.
+//
+// A row of 16-bit input is far when its m is so large that m log2 e, rounded, would move its probabilities by half a rounding of float16.  Its stat
+// is without m, which is taken from the scores before they are scaled, both as the forward rounded them: the difference is 0 at the maximum.
 //
 // With cfg::split_delta tensor cores subtract delta from dP (sm90/bwd_products.cuh), and it is kept as they want it, as three bfloat16
 // that add up to it: [batch * heads][row tile][part][64 rows], the units of 16 bytes of a part in swizzled order.
@@ -17,8 +20,7 @@ static_assert(kStatRows % cfg::block_m == 0, "a row tile must not straddle two g
 __device__ __forceinline__ i32 stat_groups(const Params& p) { return (p.n_queries + kStatRows - 1) / kStatRows; }
 __device__ __forceinline__ i64 stat_row(const Params& p, i64 flat_head, i64 row) { return flat_head * stat_groups(p) * kStatRows + row; }
 
-// 16-bit input: beyond this the sum of s log2 e and stat has few digits, or is NaN.
-__device__ __forceinline__ bool is_far_row(cfg::acc stat) { return size_of(stat) > cfg::acc(128) && stat != -infinity<cfg::acc>(); }
+__device__ __forceinline__ bool is_far_row(cfg::acc m) { return size_of(m) > cfg::acc(1024) && m != -infinity<cfg::acc>(); }
 
 // The flags of all threads' rows together.
 __device__ __forceinline__ i32 all_flags(bool empty, bool far) {

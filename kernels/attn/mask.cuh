@@ -35,11 +35,12 @@ struct MaskSlices {
 // Where a block's masks lie: its rows, what MaskSlices says of its head, the lowest key tile to look at.
 struct MaskPlace {
     Rows rows;
-    i64 instance, offset;  // offset: of the block mask
+    i32 instance;
+    i64 offset;  // of the block mask
     i32 lowest;
     i64 boolean;
 
-    __device__ __forceinline__ void set(const MaskSlices& of) { instance = of.instance, offset = of.blocks, boolean = of.boolean; }
+    __device__ __forceinline__ void set(const MaskSlices& of) { instance = static_cast<i32>(of.instance), offset = of.blocks, boolean = of.boolean; }
     __device__ __forceinline__ MaskSlices slices() const { return {instance, offset, boolean}; }
 };
 
@@ -119,7 +120,7 @@ struct TileWalk {
     }
 
     __device__ __forceinline__ void classify_column(i32 n, bool& seen, bool& edge, bool& zero) const {
-        const int4* bounds = p.table.bounds + (place.instance * p.key_tiles + n) * (2 * column_masks);
+        const int4* bounds = p.table.bounds + (static_cast<i64>(place.instance) * p.key_tiles + n) * (2 * column_masks);
         const i32 m = place.rows.tile;
         seen = true, edge = zero = false;
 #pragma unroll

@@ -6,7 +6,7 @@
 
 // What the walk looks up for every tile; lies in shared memory, registers being short.
 struct WalkTables {
-    int4 bounds[2 * column_masks + 1];  // column masks: skip [x, y) and partial [z, w) of their intervals, in row tiles
+    int4 bounds[column_masks > 1 ? 2 * column_masks : 2];  // column masks: skip [x, y) and partial [z, w) of their intervals, in row tiles
     const u8* blocks;  // the block mask of this head
     i32 first_key;
     i32 end;           // one past the last row tile that may be visible

@@ -5,7 +5,7 @@
 // Accumulators are m16n8 fragments: acc[m][n][0..3] of lane l are rows 16 m + l / 4 and 8 further (two each), columns 8 n + 2 (l % 4), + 1.
 #pragma once
 #include "attn/math.cuh"
-#include "attn/mma.cuh"
+#include "sm80/mma.cuh"
 #include "ptx/shared.cuh"
 
 namespace sm80 {
@@ -33,8 +33,8 @@ struct TileAt {
     u32 tile, units;
 };
 
-constexpr bool in_halves = sizeof(Elem) == 4;
-constexpr int unit_bytes = in_halves ? 4 : 0;
+constexpr bool is_split = sizeof(Elem) == 4;
+constexpr int unit_bytes = is_split ? 4 : 0;
 
 // The part of a tile of rows that starts at (row, column).
 template <int stride>

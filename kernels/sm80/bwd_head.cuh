@@ -13,7 +13,7 @@ namespace sm80 {
 struct Head {
     const Elem *q, *k, *v, *dout;
     const Acc *stat, *delta, *inverse;  // (padded rows)
-    const Acc *l, *m;         // as the forward left them
+    const Acc* m;             // as the forward left it
     Acc* dq_acc;              // this head's accumulator, in the order of add_queries
     i64 bias;                 // offset of this head's slice
     MaskSlices mask;
@@ -50,10 +50,7 @@ __device__ __forceinline__ void describe_head(Head& h, const Params& p, i32 ib, 
     h.stat = static_cast<const Acc*>(p.stat) + stat_row(p, flat, 0);
     if constexpr (split_stat) h.inverse = h.stat + i64(p.batch) * p.heads * stat_groups(p) * kStatRows;
     h.delta = static_cast<const Acc*>(p.delta) + stat_row(p, flat, 0);
-    if constexpr (!split_stat) {
-        h.l = static_cast<const Acc*>(p.l.data) + slice_offset(p.l, index, head);
-        h.m = static_cast<const Acc*>(p.m.data) + slice_offset(p.m, index, head);
-    }
+    if constexpr (!split_stat) h.m = static_cast<const Acc*>(p.m.data) + slice_offset(p.m, index, head);
     if constexpr (cfg::atomic_dq) {
         const i64 instance = slice_offset(p.dq, index, head) / (i64(p.n_queries) * p.head_dim);
         h.dq_acc = static_cast<Acc*>(p.dq_acc) + instance * p.row_tiles * cfg::block_m * cfg::head_dim;

@@ -29,12 +29,12 @@ static_assert(scores_rows % 16 == 0 && scores_keys % 16 == 0, "a warp computes w
 constexpr bool team_local = scores_m == slices && scores_warps == cfg::warps;  // a team's P and dS come from its own warps
 
 // Where half of the warps suffice for the scores, as they do where tiles of float64 are small, the other half computes dP meanwhile.  In two
-// stages the halves change places with every row tile (walk_in_turns in sm80/bwd.cu), and who computes dP adds dQ of the tile before.
+// stages the halves change places with every row tile (walk_alternating in sm80/bwd.cu), and who computes dP adds dQ of the tile before.
 constexpr bool paired = sizeof(Elem) == 8 && 2 * scores_warps == cfg::warps;
 constexpr int exchange_bytes = paired ? cfg::block_m * cfg::block_n * int(sizeof(Acc)) : 0;  // a tile of dP on its way
-constexpr bool in_turns = paired && cfg::stages == 2 && cfg::atomic_dq;
-constexpr bool may_share = in_turns && cfg::flush_every > 0;  // blocks may share the keys of a tile
-constexpr int query_warps = in_turns ? scores_warps : cfg::warps;  // that share a tile of dQ
+constexpr bool alternating = paired && cfg::stages == 2 && cfg::atomic_dq;
+constexpr bool may_share = alternating && cfg::flush_every > 0;  // blocks may share the keys of a tile
+constexpr int query_warps = alternating ? scores_warps : cfg::warps;  // that share a tile of dQ
 __device__ __forceinline__ i32 query_warp() { return threadIdx.x / 32 % query_warps; }
 constexpr bool exchange_in_p = paired && !cfg::softcap;  // in bwd.cu: under a softcap P is stored before dP comes
 

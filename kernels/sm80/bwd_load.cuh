@@ -1,6 +1,6 @@
 // Global to shared memory, asynchronously, into rows with padding (sm80/bwd_fragments.cuh).
 #pragma once
-#include "attn/tile.cuh"
+#include "sm80/tile.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/opaque.cuh"
 #include "ptx/tma.cuh"
@@ -15,15 +15,15 @@ __device__ __forceinline__ int thread() { return ptx::opaque(static_cast<i32>(th
 
 // float32 tiles are split (sm80/bwd_split.cuh) before anybody reads them, 16 rows by the warp that has loaded them, which so need not wait
 // for others.  Tiles of other types are loaded by the whole block, or by the half of it that computes dP (sm80/bwd_layout.cuh).
-constexpr int number_loaders = in_turns ? 32 * query_warps : threads;
-constexpr int loaders = in_halves ? 32 : number_loaders;
+constexpr int number_loaders = alternating ? 32 * query_warps : threads;
+constexpr int loaders = is_split ? 32 : number_loaders;
 template <int rows>
-constexpr int loaded_rows = in_halves ? 16 : rows;
+constexpr int loaded_rows = is_split ? 16 : rows;
 
 // Calls work(first row) for the parts of a tile that this thread takes part in.  Of a tile in 16-row parts, warp `first` has the first.
 template <int rows, class Work>
 __device__ __forceinline__ void for_parts(int first, const Work& work) {
-    if constexpr (in_halves) {
+    if constexpr (is_split) {
 #pragma unroll 1
         for (int part = (thread() / 32 + cfg::warps - first % cfg::warps) % cfg::warps; part < rows / 16; part += cfg::warps) work(16 * part);
     } else {
@@ -150,7 +150,7 @@ template <int rows, int columns, int columns_v>
 __device__ __forceinline__ void finish_tiles(TileAt first, TileAt second) {
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
-    if constexpr (in_halves) {
+    if constexpr (is_split) {
         __syncwarp();
         split_tile<rows, columns>(first, 0);
         split_tile<rows, columns_v>(second, rows / 16);

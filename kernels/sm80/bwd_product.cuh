@@ -3,7 +3,7 @@
 // product<length, along_a, stride_a, along_b, stride_b>(acc, a, b) sums over `length` elements, for this warp's 16 tiles_m x 8 tiles_n
 // results; a and b are the warp's parts of the tiles, stride_a and stride_b their rows in bytes.
 #pragma once
-#include "attn/mma_f64.cuh"
+#include "sm80/mma_f64.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/opaque.cuh"
 #include "sm80/bwd_fragments.cuh"

@@ -2,7 +2,7 @@
 //
 // The accumulator keeps each warp's results together, [head][row tile][warp][chunk][fragment][lane][4], so that a warp's addition covers whole
 // cache lines; before sm_90, which adds one float at a time, [head][row tile][warp][chunk][fragment][4][lane].
-// kernels/util/bwd_convert.cu puts them in order.
+// kernels/sm80/bwd_convert.cu puts them in order.
 #pragma once
 #include "ptx/red.cuh"
 #include "sm80/bwd_layout.cuh"

@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(sm80::threads, cfg::blocks_per_sm) 
     load_row_tile(shared + rows::q_at, shared + rows::do_at, shared + rows::stat_at, p, head, row_tile);
     const TileAt q = {shared + rows::q_at, shared + rows::q_units_at}, dout = {shared + rows::do_at, shared + rows::do_units_at};
     const TileAt ds = {shared + rows::ds_at, shared + rows::ds_units_at};
-    if constexpr (in_halves) finish_row_tile(q, dout);
+    if constexpr (is_split) finish_row_tile(q, dout);
     if (cfg::stages == 2 && tile.exists()) rows::load_keys(shared, p, head, tile, 0);
     ptx::cp_async_commit();
     for (int stage = 0; tile.exists(); stage = (stage + 1) % cfg::stages) {

@@ -79,17 +79,16 @@ __device__ __forceinline__ void finish_scores(Scores& s, Scores& slope, const Pa
             }
 }
 
-// Where s log2 e and stat are large, their sum has few digits or is NaN: for such rows s becomes s - m, and stat -log2 l.
-__device__ __forceinline__ void subtract_far(Scores& s, RowValues& stat, const Params& p, const Head& head, i32 row0) {
+// Takes m from the scores of far rows (attn/bwd_workspace.cuh).
+__device__ __forceinline__ void subtract_far(Scores& s, const Params& p, const Head& head, i32 row0) {
     const Acc scale = cfg::prescaled ? Acc(1) : Acc(p.scale), unit = cfg::prescaled ? Acc(1) : ptx::rcp(scale);
 #pragma unroll
     for (int m = 0; m < score_tiles_m; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            if (!is_far_row(stat[m][half])) continue;
             const i64 row = row0 + 16 * m + ptx::opaque(static_cast<i32>(threadIdx.x)) % 32 / 4 + 8 * half;
-            const Acc top = head.m[row * p.m.row];
-            stat[m][half] = -ptx::lg2(head.l[row * p.l.row]);
+            const Acc top = row < p.n_queries ? head.m[row * p.m.row] : Acc(0);
+            if (!is_far_row(top)) continue;
 #pragma unroll
             for (int n = 0; n < score_tiles_n; ++n)
 #pragma unroll
@@ -261,7 +260,7 @@ __device__ __forceinline__ void find_p(Scores& s, Scores& slope, Products& produ
     if constexpr (cfg::prescaled) finish_scores(s, slope, p, head, at.row(), at.key());
     if (at.partial) mask_scores(s, hidden);
     if constexpr (!split_stat) {
-        if (head.has_far_rows) subtract_far(s, stat, p, head, at.row());
+        if (head.has_far_rows) subtract_far(s, p, head, at.row());
     }
     probabilities(s, stat, inverse, p);
     if constexpr (cfg::dropout) mark_dropped(s, p, head, at.row(), at.key());
@@ -271,7 +270,7 @@ __device__ __forceinline__ void find_p(Scores& s, Scores& slope, Products& produ
 template <bool relu>
 __device__ __forceinline__ void store_weights(TileAt tile, const Scores& x) {
     const TileAt part = part_of_weights(tile, warp_score_row(), warp_score_key());
-    if constexpr (in_halves)
+    if constexpr (is_split)
         store_split<p_stride, relu>(part, x);
     else
         store_rounded<p_stride, relu>(part.tile, x);

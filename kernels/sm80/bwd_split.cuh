@@ -1,4 +1,4 @@
-// float32 in the backward: tiles and weights as pairs of float16 (attn/split_f32.cuh), and the products of such tiles.
+// float32 in the backward: tiles and weights as pairs of float16 (sm80/split_f32.cuh), and the products of such tiles.
 //
 // Blocks of 16 rows of q, k, v, do share an exponent e, and so does each warp's part of P or dS: the largest finite |x| of a block is below
 // 2^(e + 1).  A block's unit is 2^(e - 14); units lie in shared memory, [rows / 16], of weights [rows / 16][keys / 16].  Every product sums
@@ -7,7 +7,7 @@
 // Scores come out as the forward has them, bit for bit: a power of two in front of a row changes no bit of a sum.  (Unless rows of one block
 // are 2^28 and more apart.)  The backward needs that, for its exp(s - m) / l add up to 1 only if s is what m and l were made from.
 #pragma once
-#include "attn/split_f32.cuh"
+#include "sm80/split_f32.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "sm80/bwd_fragments.cuh"
 

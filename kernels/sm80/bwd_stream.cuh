@@ -67,7 +67,7 @@ struct Stream {
     __device__ __forceinline__ void advance() {
         if (++step == steps) return;
         ptx::cp_async_wait<0>();
-        if constexpr (in_halves) split();
+        if constexpr (is_split) split();
         __syncthreads();  // this chunk is ready, and the one before is done with
         if (step + 1 == steps) return;
         load(step + 1);

@@ -9,14 +9,14 @@
 // (cfg::merges) or another kernel does.
 // With cfg::pack > 1 the rows of a tile are (query row, head of the group) pairs, so that the heads that share k and v read them once.
 //
-//   shared memory        bytes (float32 has 4 more per row and 128 columns: attn/split_f32.cuh)
+//   shared memory        bytes (float32 has 4 more per row and 128 columns: sm80/split_f32.cuh)
 //   q                    block_m * head_dim * sizeof(elem)
 //   teams x stages x { k, v }   block_n * (head_dim + head_dim_v) * sizeof(elem), and block_n * 16 with a column mask
 //   maxima               block_m * sizeof(acc), if cfg::flush_every
-#include "attn/mma_f32.cuh"
-#include "attn/mma_f64.cuh"
+#include "sm80/mma_f32.cuh"
+#include "sm80/mma_f64.cuh"
 #include "attn/score.cuh"
-#include "attn/softmax.cuh"
+#include "sm80/softmax.cuh"
 #include "ptx/opaque.cuh"
 #include "sm80/fwd_merge.cuh"
 #include "sm80/fwd_work.cuh"
@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_kv(const Params& p, const Work& w, Tile til
         return live;
     }, thread());
     if constexpr (column_masks > 0) {
-        const int4* cols = p.table.cols + w.mask.instance * column_masks * p.table.keys_padded + first;
+        const int4* cols = p.table.cols + static_cast<i64>(w.mask.instance) * column_masks * p.table.keys_padded + first;
         for (int r = thread(); tile.partial() && r < cfg::block_n; r += threads) {
             ptx::cp_async<16>(shared + k_bytes + v_bytes + r * 16, cols + r, 16);
         }
@@ -172,52 +172,52 @@ __device__ __forceinline__ ResultRow result_row(const Params& p, const Work& w, 
 
 // Over very many keys sums lose digits: after every cfg::flush_every key tiles (0: never) o is added to the result in memory, and starts anew.
 // Shared memory holds the rows' maxima when that was done last, +inf before.
-__device__ __forceinline__ i32 deposit_group(Tile tile) { return tile.n() / max(cfg::flush_every, 1); }
+__device__ __forceinline__ i32 flush_group(Tile tile) { return tile.n() / max(cfg::flush_every, 1); }
 
-__device__ __forceinline__ u32 deposit_maximum(u32 maxima, int mt, int h) {
+__device__ __forceinline__ u32 flushed_maximum(u32 maxima, int mt, int h) {
     const i32 own = ptx::opaque(static_cast<i32>(thread()));
     return maxima + (own / 32 * warp_rows + mt * 16 + h * 8 + own % 32 / 4) * int(sizeof(Acc));
 }
 
-__device__ __forceinline__ void start_deposit(u32 maxima) {
+__device__ __forceinline__ void start_flushes(u32 maxima) {
 #pragma unroll
     for (int mt = 0; mt < m_tiles; ++mt)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) ptx::store_shared(deposit_maximum(maxima, mt, h), infinity<Acc>());
+        for (int h = 0; h < 2; ++h) ptx::store_shared(flushed_maximum(maxima, mt, h), infinity<Acc>());
     __syncwarp();
 }
 
-// Adds o to the deposit or, at last, the deposit to o.
+// Adds o to the result in memory or, at last, that to o.
 template <bool last>
-__device__ __forceinline__ void deposit(const Params& p, const Work& w, u32 maxima, const Softmax& rows, Acc (&o)[m_tiles][v_tiles][4]) {
+__device__ __forceinline__ void flush(const Params& p, const Work& w, u32 maxima, const Softmax& rows, Acc (&o)[m_tiles][v_tiles][4]) {
 #pragma unroll
     for (int mt = 0; mt < m_tiles; ++mt)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const ResultRow row = result_row(p, w, mt, h);
             Acc before;
-            ptx::load_shared(before, deposit_maximum(maxima, mt, h));
+            ptx::load_shared(before, flushed_maximum(maxima, mt, h));
             const bool any = before != infinity<Acc>();
             const Acc factor = exp2_term(before - Softmax::finite(rows.m[mt][h]), w.to_log2);
             __syncwarp();  // the lanes that share the row have read
-            ptx::store_shared(deposit_maximum(maxima, mt, h), rows.m[mt][h]);
+            ptx::store_shared(flushed_maximum(maxima, mt, h), rows.m[mt][h]);
             if (!row.exists) continue;
             constexpr int together = v_tiles % 8 == 0 ? 8 : v_tiles % 4 == 0 ? 4 : 2;  // tiles whose loads are under way at a time
 #pragma unroll
             for (int first = 0; first < v_tiles; first += together) {
                 Stored* const from = row.o(p) + blockIdx.z * cfg::head_dim_v + Product::column(0, threadIdx.x % 4);
                 const i32 columns = p.head_dim_v - blockIdx.z * cfg::head_dim_v - Product::column(0, threadIdx.x % 4);
-                Acc deposited[together][2];
+                Acc flushed[together][2];
 #pragma unroll
                 for (int i = 0; i < 2 * together; ++i) {
                     const i32 col = Product::column(first + i / 2, 0) + i % 2;
-                    deposited[i / 2][i % 2] = any && (cfg::exact || col < columns) ? Acc(from[col]) : Acc(0);
+                    flushed[i / 2][i % 2] = any && (cfg::exact || col < columns) ? Acc(from[col]) : Acc(0);
                 }
 #pragma unroll
                 for (int i = 0; i < 2 * together; ++i) {
                     const i32 col = Product::column(first + i / 2, 0) + i % 2;
                     Acc& x = o[mt][first + i / 2][2 * h + i % 2];
-                    const Acc sum = any ? fma_of(deposited[i / 2][i % 2], factor, x) : x;
+                    const Acc sum = any ? fma_of(flushed[i / 2][i % 2], factor, x) : x;
                     x = last ? sum : Acc(0);
                     if (!last && (cfg::exact || col < columns)) from[col] = sum;
                 }
@@ -341,7 +341,7 @@ extern "C" __global__ __launch_bounds__(threads * cfg::teams, cfg::min_blocks) v
     Softmax rows;
     Acc o[m_tiles][v_tiles][4] = {};
     const u32 maxima = rings + cfg::teams * ring_bytes;
-    if constexpr (cfg::flush_every > 0) start_deposit(maxima);
+    if constexpr (cfg::flush_every > 0) start_flushes(maxima);
     u32 stage = kv_shared;
     if constexpr (cfg::stages == 1) tiles[0] = walk.next();
     while (tiles[0].exists()) {
@@ -361,16 +361,16 @@ extern "C" __global__ __launch_bounds__(threads * cfg::teams, cfg::min_blocks) v
         }
         const auto next = [&] { return stage + stage_bytes == kv_shared + ring_bytes ? kv_shared : stage + stage_bytes; };
         attend(p, w, tiles[0], stage, Product::prepares ? next() : 0, q, rows, o);
-        const i32 group = deposit_group(tiles[0]);
+        const i32 group = flush_group(tiles[0]);
 #pragma unroll
         for (int s = 0; s + 1 < cfg::stages; ++s) tiles[s] = tiles[s + 1];
         if constexpr (cfg::stages == 1) tiles[0] = walk.next();
         if constexpr (cfg::flush_every > 0) {
-            if (tiles[0].exists() && deposit_group(tiles[0]) != group) deposit<false>(p, w, maxima, rows, o);
+            if (tiles[0].exists() && flush_group(tiles[0]) != group) flush<false>(p, w, maxima, rows, o);
         }
         stage = next();
     }
-    if constexpr (cfg::flush_every > 0) deposit<true>(p, w, maxima, rows, o);
+    if constexpr (cfg::flush_every > 0) flush<true>(p, w, maxima, rows, o);
     if constexpr (cfg::teams > 1) combine_teams(w, rings, rows, o);
     else rows.finish();
     store(p, w, rows, o);

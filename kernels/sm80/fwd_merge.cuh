@@ -2,7 +2,7 @@
 //
 // Which block that is differs from run to run; what it adds up, and in which order, does not.
 #pragma once
-#include "attn/config.cuh"
+#include "sm80/config.cuh"
 #include "attn/merge.cuh"
 
 // Whether the other blocks of this row tile are done, and what they wrote to memory may be read.  The row tile's counter goes

@@ -189,16 +189,16 @@ struct Consumer : Worker {
         const i32 first_key = work.tile * cfg::block_n + 64 * warpgroup;
         release_read(k_empty + keys.stage);
         ptx::barrier_sync(keys_barrier, consumers);  // nobody reads dS any more
-        if constexpr (cfg::sum_dv) {
-            write_float(dv, factor_v, p.dv_acc, p, p.head_dim_v, work, first_key + thread_key());
+        if constexpr (unrounded) {
+            write_float(dv, factor_v, p.dv.data, p, p.head_dim_v, work, first_key + thread_key());
         } else {
             const u32 staged = own_gradients(0);
             stage_gradient(dv, factor_v, staged, ds_bytes);
             ptx::barrier_sync(store_barrier + warpgroup, 128);  // dV is staged
             if (leader) store_gradient<slabs_v>(dv_map, staged, ds_bytes, work, first_key);
         }
-        if constexpr (cfg::sum_dk) {
-            write_float(dk, factor_k, p.dk_acc, p, p.head_dim, work, first_key + thread_key());
+        if constexpr (unrounded) {
+            write_float(dk, factor_k, p.dk.data, p, p.head_dim, work, first_key + thread_key());
         } else {
             if constexpr (!dq_by_rows) ptx::mbarrier_wait(shared.barrier(taken), slot.stage ^ 1);
             const u32 staged = dq_by_rows ? own_gradients(0) + 64 * row_bytes : shared.handed_on(warpgroup);

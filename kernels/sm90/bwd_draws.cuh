@@ -19,20 +19,25 @@ constexpr int turns = row_turns * (cfg::block_m / part_rows);
 constexpr bool unrolled = cfg::block_m == part_rows;
 static_assert(!drawers || key_blocks == drawers * side_by_side * row_turns);
 
-// What is kept, in each of these parts, of 2 x 2 rows in each of two blocks of 16, and 2 x 2 keys from `key` on: in the low half the
+// row and key: numbers in the whole problem, or with cfg::runs among the operands' own.  What is kept, in each of these parts, of 2 x 2 rows in each of two blocks of 16, and 2 x 2 keys from `key` on: in the low half the
 // even keys', in byte i of it those of block i, in bit 4 e + j that of element e of register j of the fragment.
-__device__ __forceinline__ void draw_parts(u32 (&kept)[side_by_side], const Dropout& dropout, const StreamWords& stream, u32 row, u32 key) {
+__device__ __forceinline__ void draw_parts(u32 (&kept)[side_by_side], const Params& p, const StreamWords& stream, u32 row, u32 key) {
     constexpr u32 threshold = cfg::dropout ? cfg::dropout : 1;
-    const u32 first = row ^ stream.row, second = (row + 16) ^ stream.row;
+    const u32 first = (cfg::runs ? global_row(p, row) : row) ^ stream.row;
+    const u32 second = (cfg::runs ? global_row(p, row + 16) : row + 16) ^ stream.row;
     KeyProducts keys[side_by_side];
 #pragma unroll
-    for (int i = 0; i < side_by_side; ++i) kept[i] = 0, keys[i] = key_products(stream, key + 16 * drawers * i);
+    for (int i = 0; i < side_by_side; ++i) {
+        kept[i] = 0;
+        const u32 own = key + 16 * drawers * i;
+        keys[i] = key_products(stream, cfg::runs ? global_key(p, own) : own);
+    }
 #pragma unroll(4 / side_by_side)  // as far as registers go
     for (int call = 3; call >= 0; --call) {
 #pragma unroll
         for (int i = 0; i < side_by_side; ++i) {
             u32 words[4];
-            random_words(words, dropout, (call / 2 ? second : first) ^ call % 2, keys[i]);
+            random_words(words, p.dropout, (call / 2 ? second : first) ^ call % 2, keys[i]);
 #pragma unroll
             for (int j = 3; j >= 0; --j) kept[i] = 2 * kept[i] + clamp_draws<threshold>(words[j >> 1 | (j & 1) << 1]);
         }
@@ -44,6 +49,7 @@ __device__ __forceinline__ void draw_parts(u32 (&kept)[side_by_side], const Drop
 
 __device__ __forceinline__ void draw_ahead(const Params& p, const Shared& shared, u32 warp) {
     const i32 own_lane = threadIdx.x % 32;
+    const u32 first_row = cfg::runs ? 0 : p.dropout.row, first_key = cfg::runs ? 0 : p.dropout.key;
     const u32 offset = __shfl_sync(~0u, random_offset(p.dropout), 0);  // the shuffle puts it into a uniform register
     for (Slot<cfg::stages> slot;; slot.advance()) {
         ptx::mbarrier_wait(shared.barrier(draws_told + slot.stage), slot.phase);
@@ -57,10 +63,10 @@ __device__ __forceinline__ void draw_ahead(const Params& p, const Shared& shared
             const StreamWords own = unrolled ? stream_words(p.dropout, {shared.draw_place(slot.stage).batch, offset}) : stream;
             const u32 rows = turn / row_turns, keys = warp + drawers * side_by_side * (turn % row_turns);
             u32 lane = ptx::opaque(own_lane);  // found again where it is needed: of registers there are few
-            const u32 row = p.dropout.row + at.m * cfg::block_m + rows * part_rows + lane % 2 * 32 + (lane & 6);
-            const u32 key = p.dropout.key + at.n * cfg::block_n + 16 * keys + lane / 8 * 2;
+            const u32 row = first_row + at.m * cfg::block_m + rows * part_rows + lane % 2 * 32 + (lane & 6);
+            const u32 key = first_key + at.n * cfg::block_n + 16 * keys + lane / 8 * 2;
             u32 kept[side_by_side];
-            draw_parts(kept, p.dropout, own, row, key);
+            draw_parts(kept, p, own, row, key);
             // Until the row tile before has been looked up.  Asked behind the first turn, so that the second does not mix with it.
             if (!unrolled || turn == 0)
                 ptx::mbarrier_wait(shared.barrier(draws_empty + (slot.stage ^ 1)), slot.phase ^ slot.stage ^ 1);

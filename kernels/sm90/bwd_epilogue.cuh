@@ -30,7 +30,7 @@ __device__ __forceinline__ void store_gradient(const ptx::TensorMap& map, u32 ti
     ptx::bulk_commit();
 }
 
-// Writes a thread's two keys unrounded, where a sum over broadcast axes is still to come: [batch][head][key][columns].
+// Writes a thread's two keys unrounded: [batch][head][key][columns].
 template <int n>
 __device__ __forceinline__ void write_float(const float (&x)[n], float factor, void* out, const Params& p, i32 columns,
                                             const Work& work, i32 key) {

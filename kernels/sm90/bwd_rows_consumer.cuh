@@ -180,6 +180,7 @@ struct Consumer {
     __device__ __forceinline__ void write() {
         const Work& work = shared.work();
         const float factor = static_cast<float>(p.scale * p.dropout_scale);
+        if constexpr (unrounded) return write_float(factor);
         const u32 lane = threadIdx.x % 32, row = 64 * warpgroup + 16 * (threadIdx.x % 128 / 32) + lane % 16;
 #pragma unroll
         for (int block = 0; block < cfg::head_dim / 16; ++block) {
@@ -200,6 +201,21 @@ struct Consumer {
         ptx::bulk_commit();
         ptx::bulk_wait_read<0>();
         ptx::mbarrier_arrive(shared.barrier(rows_empty));
+    }
+
+    // The thread's two rows: [batch][head][row][columns].
+    __device__ __forceinline__ void write_float(float factor) {
+        const Work& work = shared.work();
+        const i64 first = static_cast<i64>(work.batch * p.heads + work.head) * p.n_queries;
+#pragma unroll
+        for (int i = 0; i < cfg::head_dim / 2; i += 2) {
+            const i32 row = own_row() + 8 * (i / 2 % 2), column = 8 * (i / 4) + 2 * (threadIdx.x % 4);
+            if (row < p.n_queries && column < p.head_dim)
+                *reinterpret_cast<float2*>(static_cast<float*>(p.dq.data) + (first + row) * p.head_dim + column) =
+                    make_float2(dq[i] * factor, dq[i + 1] * factor);
+        }
+        ptx::barrier_sync(store_barrier + warpgroup, 128);  // nobody looks at the row tile any more
+        if (threadIdx.x % 128 == 0) ptx::mbarrier_arrive(shared.barrier(rows_empty));
     }
 
     __device__ __forceinline__ void run() {

@@ -87,6 +87,7 @@ struct Shared {
     __device__ __forceinline__ Step& step(u32 stage) const { return reinterpret_cast<Step*>(memory + steps_at)[stage]; }
 };
 
+constexpr bool unrounded = sizeof(cfg::grad) == 4;  // dQ leaves in float32, from registers
 constexpr bool may_have_empty_rows = cfg::mask != kMaskNone || cfg::band_left || cfg::band_right;
 constexpr bool may_have_dead_keys = may_have_empty_rows;
 

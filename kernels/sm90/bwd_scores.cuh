@@ -55,6 +55,25 @@ __device__ __forceinline__ void mask_scores(Scores& s, const Visible& visible) {
     }
 }
 
+// Takes the maximum from the scores of far rows, as the forward rounded both, so that weigh finds what is left of their exponents: exactly
+// - log2 l at the maximum.  A lane fetches what every 32nd row needs, and tells it by shuffles.
+__device__ __forceinline__ void subtract_far(Scores& s, const Params& p, const TilePlace& at) {
+    const float scale = cfg::prescaled ? 1.0f : fabsf(static_cast<float>(p.scale)), inverse = __fdividef(1.0f, scale);
+    const float* maxima = static_cast<const float*>(p.m.data) + slice_of(p.m, at.batch, at.head);
+    const u32 lane = threadIdx.x % 32;
+    float top = 0.0f;
+#pragma unroll
+    for (int i = 0; i < cfg::block_m / 2; i += i % 2 ? 3 : 1) {
+        if (query_of(i) % 32 == 0) {
+            top = maxima[min(at.first_row + query_of(i) + static_cast<i32>(lane), p.n_queries - 1) * p.m.row];
+            if (!is_far_row(top)) top = 0.0f;
+        }
+        const float own = __shfl_sync(~0u, top, query_of(i) % 32 + 2 * (lane % 4));
+        s[i] = rounded_difference(s[i] * scale, own) * inverse;
+        s[i + 2] = rounded_difference(s[i + 2] * scale, own) * inverse;
+    }
+}
+
 // What dropout keeps of a thread's elements, a bit each, as sm90/bwd_draws.cuh lays them out.
 struct Draws {
     u32 kept[cfg::block_m / 64];

@@ -7,17 +7,17 @@
 namespace sm90 {
 
 // dK or dV through the buffer of k or v, which goes back when the gradient has left.
-template <int slab_count, bool sum, int n>
+template <int slab_count, int n>
 __device__ __forceinline__ void write_gradient(const Worker& worker, const Work& work, const float (&x)[n], float factor,
-                                               const ptx::TensorMap& map, void* unrounded, i32 columns, u32 tile, int empty,
-                                               u32 warpgroup) {
+                                               const ptx::TensorMap& map, const Operand& gradient, i32 columns, u32 tile,
+                                               int empty, u32 warpgroup) {
     const i32 first_key = work.tile * cfg::block_n;
-    if constexpr (sum)
-        write_float(x, factor, unrounded, worker.p, columns, work, first_key + thread_key());
+    if constexpr (unrounded)
+        write_float(x, factor, gradient.data, worker.p, columns, work, first_key + thread_key());
     else
         stage_gradient(x, factor, tile, 64 * row_bytes);
     ptx::barrier_sync(store_barrier + warpgroup, 128);  // the gradient is staged, and nobody needs to know the key tile any more
-    if (!sum && threadIdx.x % 128 == 0) {
+    if (!unrounded && threadIdx.x % 128 == 0) {
         store_gradient<slab_count>(map, tile, 64 * row_bytes, work, first_key);
         ptx::bulk_wait_read<0>();
     }
@@ -73,8 +73,8 @@ struct Weigher : Worker {
             clear(dv);
             ptx::wgmma_pin(dv);  // before any product is under way
             if (uniform(work().seen())) accumulate_steps();
-            write_gradient<slabs_v, cfg::sum_dv>(*this, work(), dv, static_cast<float>(p.dropout_scale), maps.dv, p.dv_acc, p.head_dim_v,
-                                                 shared.k(0), k_empty, 0);
+            write_gradient<slabs_v>(*this, work(), dv, static_cast<float>(p.dropout_scale), maps.dv, p.dv, p.head_dim_v, shared.k(0),
+                                    k_empty, 0);
         }
     }
 };
@@ -127,8 +127,8 @@ struct Differentiator : Worker {
             clear(dk);
             ptx::wgmma_pin(dk);  // before any product is under way
             if (uniform(work.seen())) accumulate_steps();
-            write_gradient<slabs, cfg::sum_dk>(*this, work, dk, static_cast<float>(p.scale * p.dropout_scale), maps.dk, p.dk_acc, p.head_dim,
-                                               shared.v(), v_empty, 1);
+            write_gradient<slabs>(*this, work, dk, static_cast<float>(p.scale * p.dropout_scale), maps.dk, p.dk, p.head_dim, shared.v(),
+                                  v_empty, 1);
         }
     }
 };

@@ -54,6 +54,11 @@ struct Worker {
 
     __device__ __forceinline__ const Work& work() const { return shared.work(keys.stage); }
 
+    // Of the warpgroup's part of the row tile in the slot, first_key on within the key tile.
+    __device__ __forceinline__ TilePlace place(i32 first_key) const {
+        return {work().batch, step().head, step().m() * cfg::block_m, work().tile * cfg::block_n + first_key + thread_key()};
+    }
+
     // Waits for the key tile in the slot; false when there is none.
     __device__ __forceinline__ bool await_keys() const {
         ptx::mbarrier_wait(shared.barrier(k_full + keys.stage), keys.phase);
@@ -80,16 +85,14 @@ __device__ __forceinline__ void clear(Visible& visible) {
 
 // What is hidden of a warpgroup's part of a tile; found while the scores are being computed.
 struct Hidden {
+    const Worker& worker;
     Visible visible;
     const bool partial;
 
     // first_key: of the warpgroup, within the key tile.  partial: elements must be tested.
-    __device__ __forceinline__ Hidden(const Worker& worker, i32 first_key, bool partial) : partial(partial) {
-        const Work& work = worker.work();
-        const Step& step = worker.step();
-        const TilePlace at{work.batch, step.head, step.m() * cfg::block_m, work.tile * cfg::block_n + first_key + thread_key()};
+    __device__ __forceinline__ Hidden(const Worker& worker, i32 first_key, bool partial) : worker(worker), partial(partial) {
         if (partial)
-            find_visible(visible, worker.p, at);
+            find_visible(visible, worker.p, worker.place(first_key));
         else if (cfg::dropout && unmasked)
             clear(visible);  // or the assembler keeps the last tile's in registers, of which dropout leaves few
     }
@@ -100,7 +103,10 @@ struct Hidden {
 #pragma unroll
             for (int i = 0; i < cfg::block_m / 2; ++i) s[i] = cap_score(p, s[i]);
         }
-        if (partial) mask_scores(s, visible);
+        if (partial) {
+            mask_scores(s, visible);
+            if (uniform(worker.step().far())) subtract_far(s, p, worker.place(0));
+        }
     }
 };
 

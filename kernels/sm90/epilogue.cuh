@@ -19,6 +19,7 @@ __device__ __forceinline__ bool is_query(const Params& p, i32 row) {
 // would wait for these writes.
 __device__ __forceinline__ void write_statistics(const Params& p, const Work& work, i32 row, const Softmax& state,
                                                  const float (&sum)[2]) {
+    if constexpr (!cfg::statistics) return;
     float* l = static_cast<float*>(p.l.data) + slice_of(p.l, work.batch, work.head);
     float* m = static_cast<float*>(p.m.data) + slice_of(p.m, work.batch, work.head);
 #pragma unroll
@@ -27,7 +28,8 @@ __device__ __forceinline__ void write_statistics(const Params& p, const Work& wo
         const i32 i = row + 8 * r;
         if (threadIdx.x % 4 == 0 && is_query(p, i)) {
             const bool empty = top == minus_infinity();
-            l[i * p.l.row] = empty ? 0.0f : sum[r] * ptx::ex2(-fmaf(top, state.scale, state.shift[r]));
+            const float above = fmaf(top, state.scale, state.shift[r]);  // the reference, in powers of two; of a far row it is the maximum
+            l[i * p.l.row] = empty ? 0.0f : sum[r] * ptx::ex2(fabsf(above) < far / 2 ? -above : 0.0f);
             m[i * p.m.row] = empty ? minus_infinity() : cfg::prescaled ? top : top * fabsf(static_cast<float>(p.scale));
         }
     }

@@ -13,10 +13,14 @@ __device__ __forceinline__ float minus_infinity() { return -infinity<float>(); }
 // weights up to 256 instead of 1, which 16-bit floats hold with the same relative accuracy.
 constexpr float slack = 8.0f;
 
+// From this many powers of two on the reference of a row, rounded, is off by more than the exponents may be.  Such a row is far: its
+// maximum is taken from each of its scores before they are scaled, which is exact at the maximum, and its shift is 0.
+constexpr float far = 1 << 23;
+
 // Of the thread's two rows.  The decision to move the reference is taken per row, from the row's data alone.
 struct Softmax {
     float top[2];    // exact maximum of the raw scores, this lane's share
-    float limit[2];  // scores above it move the reference
+    float limit[2];  // scores above it move the reference; -inf for a row that has seen nothing, or is far
     float shift[2];  // minus the reference, in powers of two
     float sum[2];    // of exp2(score * scale + shift), this lane's share
     float scale;     // |scale| * log2(e)
@@ -46,7 +50,7 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 // What turns scores into powers of two.
 __device__ __forceinline__ float score_scale(const Params& p) {
-    return static_cast<float>((cfg::prescaled ? 1.0 : fabs(p.scale)) * 1.4426950408889634);
+    return static_cast<float>((cfg::prescaled ? 1.0 : fabs(p.scale)) * kLog2e);
 }
 
 // Softcap, and scales that no maximum survives (zero): raw products become scores before anything else.
@@ -55,20 +59,46 @@ __device__ __forceinline__ void prescale(Scores& s, const Params& p) {
     for (int i = 0; i < cfg::block_n / 2; ++i) s[i] = cap_score(p, s[i]);
 }
 
-// Moves the reference of the rows that outgrew it; factor is what their earlier sums and outputs shrink by.
-__device__ __forceinline__ void move_reference(Softmax& state, float (&factor)[2], const float (&top)[2]) {
+// What move_reference leaves to be done where some row of the warp is far, or was.  `moved`: the row has a new reference, `first`: it had none
+// that is a power of two.  The largest score of each row in this tile is in `largest`.
+__device__ __forceinline__ void keep_far_rows(Softmax& state, float (&factor)[2], Scores& s, const float (&largest)[2], const bool (&moved)[2],
+                                              const bool (&first)[2]) {
+    float minuend[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const float reference = quad_max(top[r]);
-        factor[r] = 1.0f;
-        if (reference > state.limit[r]) {
-            const float shift = -reference * state.scale;
-            factor[r] = state.limit[r] == minus_infinity() ? 0.0f : ptx::ex2(shift - state.shift[r]);
-            state.shift[r] = shift;
-            state.limit[r] = reference + __fdividef(slack, state.scale);
-            state.sum[r] *= factor[r];
-        }
+        const float before = quad_max(state.top[r]), top = first[r] ? fmaxf(before, largest[r]) : largest[r];
+        const bool is_far = moved[r] && fabsf(top * state.scale) >= far;
+        if (moved[r] && first[r])
+            factor[r] = ptx::ex2(is_far ? (before - top) * state.scale : fmaf(before, state.scale, state.shift[r]));
+        if (is_far) state.shift[r] = 0.0f, state.limit[r] = minus_infinity();
+        minuend[r] = is_far ? top : 0.0f;
     }
+#pragma unroll
+    for (int i = 0; i < cfg::block_n / 2; ++i) s[i] -= minuend[half_of(i)];
+}
+
+// Moves the reference of the rows that outgrew it; factor is what their earlier sums and outputs shrink by.  Far rows come here with every
+// key tile that they see.
+__device__ __forceinline__ void move_reference(Softmax& state, float (&factor)[2], Scores& s, const float (&top)[2]) {
+    float largest[2];
+    bool moved[2], first[2], some_far = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        largest[r] = quad_max(top[r]);
+        moved[r] = largest[r] > state.limit[r];
+        first[r] = state.limit[r] == minus_infinity();
+        factor[r] = 1.0f;
+        if (moved[r]) {
+            const float shift = -largest[r] * state.scale;
+            factor[r] = first[r] ? 0.0f : ptx::ex2(shift - state.shift[r]);
+            state.shift[r] = shift;
+            state.limit[r] = largest[r] + __fdividef(slack, state.scale);
+        }
+        some_far |= fabsf(state.shift[r]) >= far || (first[r] && state.top[r] > minus_infinity());
+    }
+    if (__any_sync(~0u, some_far)) keep_far_rows(state, factor, s, largest, moved, first);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) state.sum[r] *= factor[r];
 }
 
 // The largest of a thread's scores in each of its two rows.
@@ -93,7 +123,7 @@ __device__ __forceinline__ void find_largest_positive(float (&top)[2], const Sco
 
 // Brings the maximum up to date, and the reference if need be; true when earlier outputs of the warp must be multiplied by
 // factor.  With `settled` the rows are expected to have positive scores and to stay within their limits.
-__device__ __forceinline__ bool follow(Softmax& state, float (&factor)[2], const Scores& s, bool settled) {
+__device__ __forceinline__ bool follow(Softmax& state, float (&factor)[2], Scores& s, bool settled) {
     float top[2];
     if (settled) {
         find_largest_positive(top, s);
@@ -103,7 +133,7 @@ __device__ __forceinline__ bool follow(Softmax& state, float (&factor)[2], const
     if (!settled) {
         find_largest(top, s);
         grown = __any_sync(~0u, top[0] > state.limit[0] || top[1] > state.limit[1]);
-        if (grown) move_reference(state, factor, top);
+        if (grown) move_reference(state, factor, s, top);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) state.top[r] = fmaxf(state.top[r], top[r]);

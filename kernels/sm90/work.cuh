@@ -62,6 +62,8 @@ __device__ __forceinline__ KeyTile classify(const Params& p, const Work& work, i
         if (some && (!mine || partial || cut(p, rows, n))) bits |= KeyTile::partial_bit << w;
         if (dead) bits |= KeyTile::dead_bit;
     }
+    // Blocks and the band may hide a key only together.
+    if (cfg::mask == kMaskBlock && bits & KeyTile::partial_bits) bits |= KeyTile::dead_bit;
     constexpr i32 hidden = (1 << warpgroups) - 1;
     return (bits & hidden) == hidden ? KeyTile::none() : KeyTile::make(n, bits);
 }

@@ -14,7 +14,6 @@
 #include "attn/math.cuh"
 #include "attn/params.cuh"
 #include "attn/bwd_workspace.cuh"
-#include "ptx/opaque.cuh"
 
 constexpr bool kSplitStat = sizeof(cfg::elem) >= 4;
 constexpr int kThreads = 32 * cfg::warps;
@@ -23,7 +22,8 @@ constexpr int kVector = cfg::load_bytes / int(sizeof(cfg::elem));
 // Blocks that share a multiprocessor: the more, the more loads are under way, up to where registers would spill.
 constexpr int blocks() {
 #if __CUDA_ARCH__ >= 900
-    if (kVector == 8 && cfg::head_dim_v <= 256) return same_type<cfg::o_elem, __nv_bfloat16> ? 6 : 4;
+    if (kVector == 8 && cfg::head_dim_v <= 256) return !same_type<cfg::o_elem, __nv_bfloat16> ? 4 : cfg::head_dim_v <= 128 ? 6 : 5;
+    if (sizeof(cfg::elem) == 4) return 4;
 #endif
     return 2;
 }
@@ -40,8 +40,8 @@ constexpr int kTogether = kPasses % kMost == 0 ? kMost : kPasses % 2 == 0 ? 2 : 
 static_assert(kPasses * kThreads == kStatRows * lanes_per_row() && kPasses > 0);
 
 // Row of this lane in a pass.
-__device__ __forceinline__ i64 own_row(i32 group, i32 pass, i32 thread = threadIdx.x) {
-    return i64(group) * kStatRows + (pass * kThreads + thread) / lanes_per_row();
+__device__ __forceinline__ i64 own_row(i32 group, i32 pass) {
+    return i64(group) * kStatRows + (pass * kThreads + i32(threadIdx.x)) / lanes_per_row();
 }
 
 template <class T>
@@ -104,8 +104,6 @@ __device__ __forceinline__ void load_lse_gradients(cfg::acc (&shared)[kStatRows]
     shared[threadIdx.x] = dlse != nullptr && row < p.n_queries ? dlse[slice_offset(p.dlse, index, head) + row * p.dlse.row] : cfg::acc(0);
 }
 
-constexpr float kLeast = -3.4028235e38f;  // of a stat that is not -inf, which only rows that see nothing have
-
 // Returns whether the row is a far one.
 __device__ __forceinline__ bool store_stat(const Params& p, i64 at, bool empty, cfg::acc l, cfg::acc m) {
     cfg::acc* stat = static_cast<cfg::acc*>(p.stat);
@@ -114,10 +112,9 @@ __device__ __forceinline__ bool store_stat(const Params& p, i64 at, bool empty, 
         stat[at + i64(gridDim.x) * kStatRows] = empty ? cfg::acc(0) : 1 / l;
         return false;
     } else {
-        const float x = -fmaf(m, float(kLog2e), log2f(l));
-        const float kept = empty ? -infinity<float>() : x == -infinity<float>() ? kLeast : x;
-        stat[at] = kept;
-        return is_far_row(kept);
+        const bool far = is_far_row(m);
+        stat[at] = empty ? -infinity<float>() : -fmaf(far ? 0.f : m, float(kLog2e), ptx::lg2(l));
+        return far;
     }
 }
 
@@ -148,10 +145,12 @@ __device__ __forceinline__ void zero_shared_keys(const Params& p) {
 extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_preprocess(const __grid_constant__ Params p) {
     const i32 block = gridDim.x - 1 - blockIdx.x, group = block % stat_groups(p), flat = block / stat_groups(p), head = flat % p.heads;
     const BatchIndex index = batch_index(p, flat / p.heads);
+    __shared__ bool any_empty, any_far;
+    if (threadIdx.x == 0) any_empty = any_far = false;
     __shared__ cfg::acc lse_gradients[kStatRows];
     static_assert(kThreads >= kStatRows);
     load_lse_gradients(lse_gradients, p, index, head, group);
-    __syncthreads();  // lse_gradients are complete
+    __syncthreads();  // any_empty, any_far, lse_gradients are there
     const cfg::elem* dout = static_cast<const cfg::elem*>(p.dout.data) + slice_offset(p.dout, index, head);
     const cfg::o_elem* o = static_cast<const cfg::o_elem*>(p.o.data) + slice_offset(p.o, index, head);
     const cfg::acc* l = static_cast<const cfg::acc*>(p.l.data) + slice_offset(p.l, index, head);
@@ -161,7 +160,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_prepro
     if constexpr (cfg::atomic_dq) zero_accumulator(p, index, head, group);
     if (sizeof(cfg::elem) == 8 && p.splits > 1) zero_shared_keys(p);
     __shared__ __align__(16) u16 parts[cfg::split_delta ? kStatRows * kDeltaParts : 1];
-    bool any_empty = false, any_far = false;
     for (i32 pass = 0; pass < kPasses; pass += kTogether) {
         cfg::acc sum[kTogether], row_l[kTogether], row_m[kTogether];
 #pragma unroll
@@ -177,19 +175,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_prepro
             const i64 row = own_row(group, pass + i);
             const bool inside = row < p.n_queries;
             const bool empty = !inside || row_l[i] == 0;
-            any_empty |= inside && empty;
+            if (inside && empty) any_empty = true;
             const cfg::acc product = sum_lanes(sum[i]);
             const i64 at = stat_row(p, flat, row);
-            const cfg::acc delta = empty ? cfg::acc(0) : (product - lse_gradients[own_row(0, pass + i, ptx::opaque(i32(threadIdx.x)))]) * inverse_scale;
+            const cfg::acc lse_gradient = lse_gradients[own_row(0, pass + i)];
+            const cfg::acc delta = empty ? cfg::acc(0) : (product - lse_gradient) * inverse_scale;
             if constexpr (cfg::split_delta) split(parts, row, delta);
             if (threadIdx.x % lanes_per_row() == 0) {
                 if constexpr (!cfg::split_delta) static_cast<cfg::acc*>(p.delta)[at] = delta;
-                any_far |= store_stat(p, at, empty, row_l[i], row_m[i]);
+                if (store_stat(p, at, empty, row_l[i], row_m[i])) any_far = true;
             }
         }
     }
-    const i32 flags = all_flags(any_empty, any_far);
+    __syncthreads();  // parts, any_empty, any_far are complete
     if constexpr (cfg::split_delta) store_parts(p, parts, stat_row(p, flat, i64(group) * kStatRows));
-    if (threadIdx.x == 0) p.counters[block] = flags;
+    if (threadIdx.x == 0) p.counters[block] = (any_empty ? kEmptyRows : 0) | (any_far ? kFarRows : 0);
     if (p.ticket != nullptr && blockIdx.x == 0 && threadIdx.x < 2) p.ticket[threadIdx.x] = 0;
 }

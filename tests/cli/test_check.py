@@ -1,15 +1,17 @@
 """The report, the self-check and the device that they choose."""
 
-import io
 import sys
 import types
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import cuattn
-from cuattn.cli import check, console, devices, main, textbook
+from cuattn import rng
+from cuattn.cli import check, devices, main
 from cuattn.errors import UnsupportedError
+from cuattn.reference import textbook
 from tests import oracle
 from tests.cli.helpers import HOST
 from tests.tolerances import assert_close
@@ -22,8 +24,8 @@ def test_without_cupy_the_cpu_is_used_and_the_reason_told(monkeypatch):
     device = devices.best()
     assert (device.backend, device.xp) == ("cpu", np)
     assert "CuPy cannot be imported" in device.reason
-    for wanted, kernel in (("cuda", None), ("auto", "sm90")):
-        with pytest.raises(UnsupportedError, match="needs a GPU, but CuPy cannot be imported"):
+    for wanted, kernel, asked in (("cuda", None, "--device cuda"), ("auto", "sm90", "--kernel sm90")):
+        with pytest.raises(UnsupportedError, match=f"^{asked} needs a GPU, but CuPy cannot be imported"):
             devices.pick(wanted, kernel)
     assert devices.pick("auto", "cpu").backend == devices.pick("cpu", None).backend == "cpu"
 
@@ -60,7 +62,8 @@ def test_report_and_check_pass(quick, capsys):
     out, err = capsys.readouterr()
     for word in ("NumPy", "BLAS", "CuPy", "Caches", "for the test", "GFLOP/s", "allowed", "all 16 checks"):
         assert word in out
-    assert err.count("[") == len(check.CASES)
+    assert all(case.title in out for case in check.CASES)
+    assert not err  # the bar shows on a terminal alone
     assert " off" not in out
 
 
@@ -83,7 +86,7 @@ def test_a_wrong_result_is_off(quick, monkeypatch, capsys, case):
         return grads._replace(dv=dv)
 
     monkeypatch.setattr(cuattn, "backward", wrong)
-    assert check.show(console.open_console(), HOST, [case]) == 1
+    assert check.show(Console(width=200), HOST, [case]) == 1
     out, _ = capsys.readouterr()
     assert "1 of 2 checks are off" in out
     assert [row.verdict for row in check.check(case, HOST)] == ["ok", "off"]
@@ -113,49 +116,36 @@ def test_float64_is_not_judged_by_itself(monkeypatch):
 def test_not_a_number_is_off():
     exact = {"o": np.ones(3)}
     for bad in (np.array([1, np.nan, 1]), np.array([1, np.inf, 1])):
-        _, error, limit = textbook.worst({"o": bad}, exact, exact)
+        _, error, limit = check._worst({"o": bad}, exact, exact)
         assert error > limit
-    empty = {"lse": np.array([-np.inf, 1.0])}
-    assert textbook.worst(empty, empty, empty)[1] == 0
+    assert check._worst(exact, exact, exact)[1] == 0
 
 
 @pytest.mark.parametrize("case", check.CASES, ids=lambda case: f"{case.name} {np.dtype(case.dtype)}")
-def test_the_textbook_agrees_with_the_oracle_of_the_tests(case):
-    problem = check._problem(case, 4, 40)
-    arguments = check._spelled_out(problem)
-    mine, plain = (textbook.solve(**arguments, exact=exact) for exact in (True, False))
-    shared = {name: arguments[name] for name in ("visible", "keep", "keep_scale", "bias", "scale", "softcap")}
+def test_the_check_asks_the_textbook_what_it_asks_cuattn(case):
+    """Masks, causality, windows and dropout reach the textbook: it agrees with the oracle of the tests."""
+    n = 40
+    problem, *_ = check._calls(case, 4, n, HOST)
+    mine, plain = (check._textbook(problem, low) for low in (None, np.dtype(case.dtype)))
+    visible = check._visible(problem)
+    i, j = np.ogrid[:n, :n]
+    assert not (problem.get("is_causal") and visible[j > i].any())
+    assert "mask" not in problem or np.array_equal(visible, problem["mask"].dense())
+    options = {"visible": visible, "bias": problem.get("bias"), "softcap": problem.get("softcap")}
+    if "dropout_p" in problem:
+        options["keep"] = np.stack([rng.keep(check.STATE, 6554, head, (0, n), (0, n)) for head in range(4)])
+        options["keep_scale"] = 65536 / (65536 - 6554)
     q, k, v, do = (problem[name] for name in ("q", "k", "v", "do"))
-    o, l, m = oracle.forward(q, k, v, **shared)
-    theirs = dict(zip(("dq", "dk", "dv", "dbias"), oracle.backward(do, q, k, v, **shared), strict=True))
+    o, l, m = oracle.forward(q, k, v, **options)
+    theirs = dict(zip(("dq", "dk", "dv", "dbias"), oracle.backward(do, q, k, v, **options), strict=True))
     for name, value in {"o": o, "lse": m + np.log(l), **theirs}.items():
         if value is not None:
             assert_close(mine[name], value, plain[name], dtype=case.dtype, name=name)
 
 
-@pytest.mark.parametrize("make", [console._Plain, console._Rich])
-def test_consoles_print_everything(make, capsys):
-    if make is console._Rich:
-        pytest.importorskip("rich")
-    screen = make()
-    screen.section("Title", [("name", "value [not markup]"), ("longer name", "x")])
-    screen.table("Rows", ("a", "b", "c"), [("1", "two", "[3]"), ("four", "5", "6")])
-    screen.line("done [really]", good=False)
-    assert list(screen.progress([1, 2], lambda item: f"item [{item}]")) == [1, 2]
-    out = capsys.readouterr().out
-    for word in ("Title", "value [not markup]", "longer name", "Rows", "four", "[3]", "done [really]"):
-        assert word in out
-
-
-def test_rich_is_used_on_a_terminal_only(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    assert isinstance(console.open_console(), console._Plain)
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert isinstance(console.open_console(), console._Plain)
-    monkeypatch.delitem(sys.modules, "rich")
-    pytest.importorskip("rich")
-    assert isinstance(console.open_console(), console._Rich)
+def test_progress_names_the_case_on_a_terminal(quick, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert list(check._progress(check.CASES)) == list(check.CASES)
+    err = capsys.readouterr().err
+    assert check.CASES[-1].title in err

@@ -49,7 +49,7 @@ def test_every_constructor_can_be_named():
     ("words", "complaint"),
     [
         (["document"], "expected --mask document LENGTHS"),
-        (["sliding_window"], "expected --mask sliding_window WINDOW; n come"),
+        (["sliding_window"], "expected --mask sliding_window WINDOW (lengths come from the data)"),
         (["sliding_window", "12", "3"], "expected --mask sliding_window WINDOW"),
         (["sliding_window", "wide"], "--mask sliding_window"),
         (["document", "[1, 2"], "not a number or a list"),

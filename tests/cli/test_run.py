@@ -1,8 +1,15 @@
 """Attention on files: arrays in and out, options, complaints."""
 
+import io
+import os
 import pathlib
+import signal
+import stat
 import subprocess
 import sys
+import threading
+import tracemalloc
+import zipfile
 
 import numpy as np
 import pytest
@@ -39,21 +46,23 @@ def test_files_round_trip(tmp_path_factory, shape, dtype, order, fortran):
     stored = array.view(np.uint16) if dtype == "bfloat16" else array
     stored = np.asarray(stored, order="F" if fortran else "C").astype(stored.dtype.newbyteorder(order))
     np.savez_compressed(path, q=stored, mask=array > 1, dtype=np.array(dtype))
-    arrays = files.read(str(path), ("q",))
-    assert list(arrays) == ["q", "mask"]
-    assert arrays["q"].dtype == array.dtype
-    assert arrays["q"].dtype.isnative
-    assert np.array_equal(arrays["q"], array)
-    files.write(str(path), {"q": arrays["q"], "bias": None, "mask": arrays["mask"]})
-    again = files.read(str(path), ())
-    assert again["q"].dtype == array.dtype
-    assert np.array_equal(again["q"], array)
+    archive = files.Archive(str(path), ("q",))
+    assert list(archive.arrays) == ["q", "mask"]
+    q, described = archive.load("q"), archive.arrays["q"]
+    assert q.dtype == described.dtype == array.dtype
+    assert q.shape == described.shape == shape
+    assert q.dtype.isnative
+    assert np.array_equal(q, array)
+    files.write(str(path), {"q": q, "mask": archive.load("mask")})
+    again = files.Archive(str(path), ()).load("q")
+    assert again.dtype == array.dtype
+    assert np.array_equal(again, array)
 
 
 def test_bfloat16_saved_without_the_detour_is_understood(tmp_path):
     array = np.arange(6).astype(BFLOAT16)
     np.savez(tmp_path / "x.npz", q=array, dtype=np.array([b"bfloat16"]))
-    assert np.array_equal(files.read(str(tmp_path / "x.npz"), ())["q"], array)
+    assert np.array_equal(files.Archive(str(tmp_path / "x.npz"), ()).load("q"), array)
 
 
 def bad_files(folder):
@@ -63,18 +72,18 @@ def bad_files(folder):
     yield folder, "directory"
     for name, content in (("empty.npz", b""), ("text.npz", b"q = 1\n")):
         (folder / name).write_bytes(content)
-        yield folder / name, "not an .npz file"
+        yield folder / name, "not a zip file"
     np.save(folder / "array.npy", good["q"])
-    yield folder / "array.npy", "not an .npz file"
+    yield folder / "array.npy", "not a zip file"
     whole = pathlib.Path(save(folder / "whole.npz", **good)).read_bytes()
     (folder / "short.npz").write_bytes(whole[: len(whole) // 2])
-    yield folder / "short.npz", "not an .npz file"
+    yield folder / "short.npz", "not a zip file"
     damaged = bytearray(whole)
-    damaged[200:2000] = bytes(1800)
+    damaged[200:2000] = bytes(1800)  # the data of q
     (folder / "damaged.npz").write_bytes(damaged)
     yield folder / "damaged.npz", "cannot be read"
     np.savez(folder / "object.npz", **{**good, "v": np.array([{}, None])})
-    yield folder / "object.npz", "allow_pickle"
+    yield folder / "object.npz", "v holds Python objects, which are never loaded"
     no_kv = {name: good[name] for name in ("q", "do")}
     yield save(folder / "missing.npz", **no_kv), "has no k and no v; it holds q, do"
     yield save(folder / "unknown.npz", **good, masks=good["q"]), "entries ['masks']"
@@ -83,6 +92,16 @@ def bad_files(folder):
     yield folder / "says.npz", "the entry dtype says 'float16'"
     np.savez(folder / "twice.npz", **good, dtype=np.array(["float32", "float32"]))
     yield folder / "twice.npz", "expected one string"
+    short = io.BytesIO()
+    np.save(short, good["k"])
+    with zipfile.ZipFile(folder / "cut.npz", "w") as file:
+        for name in ("q", "k", "v", "do"):
+            file.writestr(f"{name}.npy", short.getvalue()[: -8 if name == "k" else None])
+    yield folder / "cut.npz", "cut.npz cannot be read: EOF"
+    with zipfile.ZipFile(folder / "no-array.npz", "w") as file:
+        for name in ("q", "k", "v", "do"):
+            file.writestr(name, "text")
+    yield folder / "no-array.npz", "q is not an array"
     np.savez(folder / "number.npz", **good, dtype=np.array(32))
     yield folder / "number.npz", "expected one string"
     yield save(folder / "ints.npz", **{**good, "q": good["q"].astype(np.int64)}), "q"
@@ -104,17 +123,96 @@ def test_outputs_that_cannot_be_written_are_refused_before_computing(tmp_path, c
         assert "--output" in refused(capsys, path, "--output", output)
 
 
-def test_a_failed_write_leaves_the_old_file_alone(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_failed_write_leaves_the_old_file_alone(tmp_path, capsys, monkeypatch, error):
     def fail(file, **arrays):
         file.write(b"half")
-        raise OSError(28, "No space left on device")
+        raise error
 
     path = save(tmp_path / "in.npz", **problem())
     (tmp_path / "out.npz").write_bytes(b"old")
     monkeypatch.setattr(np, "savez", fail)
-    assert "No space left" in refused(capsys, path, "--output", tmp_path / "out.npz")
+    assert main(["run", path, "--output", str(tmp_path / "out.npz")]) == (2 if isinstance(error, OSError) else 130)
+    assert ("No space left" if isinstance(error, OSError) else "interrupted") in capsys.readouterr().err
     assert (tmp_path / "out.npz").read_bytes() == b"old"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["in.npz", "out.npz"]
+
+
+def test_a_replaced_file_keeps_its_permissions(tmp_path):
+    path, out = save(tmp_path / "in.npz", **problem()), tmp_path / "out.npz"
+    umask = os.umask(0o027)
+    try:
+        assert main(["run", path, "--output", str(out)]) == 0
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE(out.stat().st_mode) == 0o640  # a new file's
+    for mode in (0o600, 0o664):
+        out.chmod(mode)
+        assert main(["run", path, "--output", str(out)]) == 0
+        assert stat.S_IMODE(out.stat().st_mode) == mode
+
+
+def test_a_read_only_file_is_refused_before_computing(tmp_path, capsys, monkeypatch):
+    path, out = save(tmp_path / "in.npz", **problem()), tmp_path / "out.npz"
+    out.write_bytes(b"keep")
+    out.chmod(0o444)
+    monkeypatch.setattr(cuattn, "forward", lambda *args, **options: pytest.fail("computed"))
+    assert f"--output {out} is read-only" in refused(capsys, path, "--output", out)
+    assert out.read_bytes() == b"keep"
+
+
+def test_somebody_else_s_temporary_file_is_neither_in_the_way_nor_deleted(tmp_path):
+    path = save(tmp_path / "in.npz", **problem())
+    stale = tmp_path / f".out.npz.{os.getpid()}.tmp"
+    stale.write_bytes(b"theirs")
+    assert main(["run", path, "--output", str(tmp_path / "out.npz")]) == 0
+    assert stale.read_bytes() == b"theirs"
+
+
+def test_links_lead_to_the_file(tmp_path):
+    path = save(tmp_path / "in.npz", **problem())
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link.npz").symlink_to(tmp_path / "there" / "out.npz")
+    assert main(["run", path, "--output", str(tmp_path / "link.npz")]) == 0
+    assert (tmp_path / "link.npz").is_symlink()
+    assert [entry.name for entry in (tmp_path / "there").iterdir()] == ["out.npz"]
+
+
+def test_a_pipe_is_written_into(tmp_path):
+    path, pipe = save(tmp_path / "in.npz", **problem()), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    assert main(["run", path, "--output", str(pipe)]) == 0
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    reader.join(timeout=10)
+    with np.load(io.BytesIO(read[0])) as file:
+        assert set(file.files) == {"o", "l", "m"}
+
+
+def bomb(path, **shapes):
+    """Write a file of zeros that is a thousandth of what it unpacks to."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, shape in shapes.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(file, header)
+                for _ in range(shape[0]):
+                    file.write(bytes(4 * shape[1]))
+    return path
+
+
+@pytest.mark.parametrize("name", ["q", "bias", "do"])
+def test_shapes_are_refused_before_they_take_memory(tmp_path, capsys, name):
+    shapes = {"q": (6, 4), "k": (6, 4), "v": (6, 4), "do": (6, 4), name: (400, 500_000)}
+    path = bomb(tmp_path / "bomb.npz", **shapes)
+    tracemalloc.start()
+    try:
+        assert name in refused(capsys, path, "--output", tmp_path / "out.npz", "--backward")
+        assert tracemalloc.get_traced_memory()[1] < 100e6  # the array is 800 MB
+    finally:
+        tracemalloc.stop()
 
 
 # Results
@@ -202,7 +300,8 @@ def test_the_output_may_replace_the_input(tmp_path):
     ("words", "complaint"),
     [
         ("--mask causal", "expected one mask"),
-        ("--window 3 x", "--window has a side 'x'"),
+        ("--window 3 x", "window"),
+        ("--window 3 (", "--window: '(' is not a number"),
         ("--window 3", "window"),
         ("--window 3 -1", "window"),
         ("--window 3 1 middle", "alignment"),
@@ -211,7 +310,7 @@ def test_the_output_may_replace_the_input(tmp_path):
         ("--dropout-p 0.5 --seed -1", "seed"),
         ("--scale nan", "scale"),
         ("--softcap 0", "softcap"),
-        ("--device cuda --kernel cpu", "kernel"),
+        ("--device cuda --kernel cpu", "--device cuda --kernel cpu: expected"),
     ],
 )
 def test_bad_options_get_one_clear_line(tmp_path, capsys, words, complaint):
@@ -239,6 +338,17 @@ def test_the_module_runs(tmp_path):
                           capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})  # fmt: skip
     assert done.returncode == 2
     assert done.stderr == "cuattn: error: absent.npz cannot be read: No such file or directory\n"
+
+
+def test_an_interrupt_ends_in_one_line(tmp_path):
+    arrays = {name: np.zeros((16, 20_000, 64), np.float32) for name in "qkv"}
+    words = ["run", save(tmp_path / "in.npz", **arrays), "--output", str(tmp_path / "out.npz")]
+    with subprocess.Popen([sys.executable, "-m", "cuattn", *words], stderr=subprocess.PIPE, text=True, cwd=ROOT) as run:
+        assert run.stderr.readline().startswith("computing on cpu")
+        run.send_signal(signal.SIGINT)
+        _, err = run.communicate(timeout=60)
+    assert (run.returncode, err) == (130, "cuattn: interrupted\n")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["in.npz"]
 
 
 @pytest.mark.gpu

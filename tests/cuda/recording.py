@@ -1,4 +1,4 @@
-"""Run records of launches without a GPU: made-up addresses in, arguments out."""
+"""Run launch sequences without a GPU: made-up addresses in, arguments out."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from cuattn.cuda import arguments, families, launch, merge, tables
+from cuattn.cuda import arguments, call, launch, merge, sequence, tables
+from cuattn.cuda.device import Device
 from cuattn.cuda.params import MASK_PARAMS, MERGE_PARAMS, PARAMS
+from cuattn.cuda.sm80 import backward as sm80_backward
+from cuattn.cuda.sm80 import forward as sm80_forward
+from cuattn.cuda.sm90 import backward as sm90_backward
+from cuattn.cuda.sm90 import forward as sm90_forward
 from cuattn.cuda.sm90 import tensor_map
-from cuattn.problem import validate
+from cuattn.masks import BooleanMask
+from cuattn.problem import OPERATIONS, Options, Problem, bind, check
+from cuattn.rng import RNGState, resolve
 from tests.cuda.cases import BF16, Case
-from tests.cuda.sm90.test_forward_plan import H200
 
+H200 = Device("sm_90", 132, 232448, 60 << 20)
 BASE = 1 << 40  # where results and scratch memory begin
 MASK, TICKET = 1 << 36, 1 << 38
 _MASK_KERNELS = ("mask_bounds", "mask_order", "mask_alive")
@@ -43,12 +50,10 @@ class Zeroed(NamedTuple):
 
 
 class Stream:
-    """What a record needs to know of a stream."""
+    """What a launch sequence needs to know of a stream."""
 
-    ptr = 7
-
-    def __init__(self, capturing=False):
-        self.capturing = capturing
+    def __init__(self, capturing=False, ptr=7):
+        self.capturing, self.ptr = capturing, ptr
 
     def is_capturing(self):
         return self.capturing
@@ -61,48 +66,49 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
-class Device:
+class Driver:
     """Stands in for the driver: remembers what is compiled, allocated and launched."""
 
     def __init__(self):
         self.done: list[Launch | Zeroed] = []
         self.sizes: list[int] = []  # of the pieces of memory of the last run
 
-    def function(self, device, path, kernel, constants, shared_bytes=0, arch=None):
-        def started(grid, block, arguments, shared_bytes=0, stream=None):
-            first, *maps = arguments
-            dtype = _DTYPES.get(kernel, PARAMS)
-            argument = np.frombuffer(first.tobytes(), dtype)[0] if first.nbytes == dtype.itemsize else first
-            values = dict(constants)
-            self.done.append(Launch(path, kernel, values, grid, block, shared_bytes, argument, tuple(maps)))
-
-        return started
+    def function(self, number, path, kernel, constants, shared_bytes=0, arch=None):
+        return SimpleNamespace(path=path, kernel=kernel, constants=dict(constants))
 
     def start(self, function, shape, piece, maps, stream):
-        assert stream == Stream.ptr
         struct = len(piece.words) - 1 - len(maps)
         assert list(piece.words[struct + 1 :]) == [described.address for described in maps]
-        argument = np.frombuffer(piece.words[:struct].tobytes(), f"V{8 * struct}")[0]
+        dtype = _DTYPES.get(function.kernel, PARAMS)
+        argument = np.frombuffer(piece.words[:struct].tobytes(), f"V{8 * struct}")
+        argument = argument.view(dtype)[0] if 8 * struct == dtype.itemsize else argument[0]
         grid, block = (_without_ones(shape[first : first + 3]) for first in (0, 3))
-        function(grid, block, (argument, *[described.storage for described in maps]), shape[6])
+        described = tuple(each.storage for each in maps)
+        self.done.append(
+            Launch(function.path, function.kernel, function.constants, grid, block, shape[6], argument, described)
+        )
 
     def zero(self, address, size, stream):
-        self.done.append(Zeroed(address, size))
+        if size:
+            self.done.append(Zeroed(address, size))
 
-    def run(self, made: launch.Record, inputs: dict[str, int], names, mask=None, state=None, capturing=False):
-        """Run a record; return what it launched, in order, and the addresses of its results by position."""
+    def run(self, made: sequence.LaunchSequence, inputs: dict[str, int], masks=(), state=None, place=None, **stream):
+        """Run a sequence; return what it launched, in order, and the addresses of its results by position."""
         self.done.clear()
         places: list[int] = []
+        stream = Stream(**stream)
 
         def allocate(scratch_bytes, together, held):
-            assert together == capturing
-            sizes = [arguments.whole(array.nbytes) for array in made.results] + [scratch_bytes]
+            assert together == stream.capturing
+            self.held = held
+            sizes = [arguments.align_up(array.nbytes) for array in made.results.values()] + [scratch_bytes]
             places[:] = np.cumsum([BASE, *sizes[:-1]]).tolist()
             self.sizes = sizes
             return ["results"], list(places), None
 
-        addresses = [inputs.get(name, 0) for name in names]
-        assert made.run(allocate, Stream(capturing), addresses, mask, state) == ["results"]
+        addresses = [inputs.get(name, 0) for name in made.inputs]
+        masks = [mask for mask in masks if not getattr(mask, "borrowed", False)]
+        assert made.run(allocate, stream, addresses, masks, state, place) == ["results"]
         return list(self.done), places
 
     @property
@@ -111,23 +117,29 @@ class Device:
         return BASE + sum(self.sizes)
 
 
+def _sources(self, masks, plain, stream):
+    found = [MASK + (number << 32) for number in range(len(masks))]
+    return [*found, plain] if plain else found
+
+
 @pytest.fixture
-def device(monkeypatch):
-    """A stand-in for an H200."""
-    device = Device()
-    monkeypatch.setattr(arguments, "card", lambda number: H200)
-    for module in (arguments, merge, tables):
-        monkeypatch.setattr(module, "function", device.function)
-    for module in (launch, tables):
-        monkeypatch.setattr(module, "zero", device.zero)
-    monkeypatch.setattr(families, "_records", {})
-    merge.merge_record.cache_clear()
-    monkeypatch.setattr(launch, "ticket_of", lambda stream: TICKET)
-    monkeypatch.setattr(launch, "start", device.start)
+def driver(monkeypatch):
+    """A stand-in for the driver of an H200."""
+    driver = Driver()
+    for module in (call, sm80_forward, sm80_backward, sm90_forward, sm90_backward):
+        if hasattr(module, "device_of"):
+            monkeypatch.setattr(module, "device_of", lambda number: H200)
+    for module in (call, merge, tables, sm80_backward):
+        monkeypatch.setattr(module, "function", driver.function)
+    for module in (sequence, tables):
+        monkeypatch.setattr(module, "zero", driver.zero)
+    merge.merge_sequence.cache_clear()
+    monkeypatch.setattr(sequence, "counters_of", lambda stream, device: TICKET)
+    monkeypatch.setattr(launch, "_start", driver.start)
     monkeypatch.setattr(tensor_map, "describe", lambda *arguments: tensor_map.TensorMap(arguments[0], arguments))
-    monkeypatch.setattr(tables.MaskTables, "source", lambda self, mask, stream: MASK)
-    yield device
-    merge.merge_record.cache_clear()
+    monkeypatch.setattr(tables.MaskTables, "sources", _sources)
+    yield driver
+    merge.merge_sequence.cache_clear()
 
 
 def array(shape, dtype=BF16, address=4096, *, swap=False, broadcast=()):
@@ -147,25 +159,45 @@ def _stand_in(shape, strides, dtype, address):
     )  # fmt: skip
 
 
-def prepared(case: Case, direction="forward", **more):
-    """Return problem, operands and addresses by name of a case, its arrays on a GPU that is not there."""
+class Prepared(NamedTuple):
+    """A checked call whose arrays are on a GPU that is not there."""
+
+    problem: Problem
+    operands: dict[str, Any]
+    masks: tuple[Any, ...]
+    addresses: dict[str, int]
+    state: RNGState | None
+
+
+def prepared(case: Case, operation="forward", **more) -> Prepared:
+    """Return a case as a call of an operation."""
     arrays, options = case.arrays()
-    return validated(arrays.values(), options, direction, **more)
+    return validated(arrays.values(), options, operation, **more)
 
 
-def validated(arrays, options, direction, **more):
-    """Return the same of q, k, v and the options of a forward; `more` are a backward's own."""
-    problem, operands, size = validate("forward", *arrays, **options, **({} if direction == "backward" else more))
-    if direction == "backward":
-        state, shape = operands.rng, (*size.leading, size.n_queries, size.head_dim_v)
-        o, do = np.empty(shape, problem.out_dtype), np.empty(shape, problem.dtype)
-        l, m = np.empty((2, *shape[:-1]), problem.stat_dtype)
-        options = {name: value for name, value in options.items() if name not in ("rng", "out_dtype")}
-        problem, operands, _ = validate("backward", *arrays, do=do, fwd=(o, l, m, state), **options, **more)
-    addresses, next_address = {}, 1 << 32
-    for field, value in operands._asdict().items():
-        if isinstance(value, np.ndarray):
-            operands = operands._replace(**{field: _stand_in(value.shape, value.strides, value.dtype, next_address)})
-            addresses["dout" if field == "do" else field] = next_address
-            next_address += 1 << 28
-    return problem, operands, addresses
+def validated(arrays, options, operation, **more) -> Prepared:
+    """Return a call of q, k, v and the options of a forward; `more` are the operation's own."""
+    options = dict(options)
+    rng, mask, bias = (options.pop(name, None) for name in ("rng", "mask", "bias"))
+    masks = () if mask is None else (BooleanMask.borrow(mask),) if isinstance(mask, np.ndarray) else (mask,)
+    named = dict(zip("qkv", arrays, strict=True))
+    if bias is not None:
+        named["bias"] = bias
+    if operation == "backward":
+        options.pop("out_dtype", None)
+        forward = check(OPERATIONS["forward"], named, masks, Options(**options)).problem
+        shape = (*np.broadcast_shapes(*(a.shape[:-3] for a in named.values() if a.ndim > 2)), forward.heads)
+        rows = (*shape, forward.n_queries) if named["q"].ndim > 2 else (forward.n_queries,)
+        named["do"] = named["o"] = np.empty((*rows, forward.head_dim_v), forward.dtype)
+        named["l"], named["m"] = np.empty((2, *rows), forward.stat_dtype)
+        if more.pop("dlse", False):
+            named["dlse"] = named["l"]
+    problem = check(OPERATIONS[operation], named, masks, Options(**{**options, **more})).problem
+    operands, addresses, next_address = {}, {}, 1 << 32
+    for name, value in bind(problem, named).items():
+        operands[name] = _stand_in(value.shape, value.strides, value.dtype, next_address)
+        addresses[name] = next_address
+        next_address += 1 << 28
+    if masks and isinstance(mask, np.ndarray):
+        addresses["mask"] = next_address
+    return Prepared(problem, operands, masks, addresses, resolve(rng) if problem.dropout else None)

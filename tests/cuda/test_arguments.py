@@ -8,8 +8,10 @@ import pytest
 
 from cuattn.cuda import arguments
 from cuattn.cuda.params import PARAMS
-from cuattn.errors import UnsupportedError
-from cuattn.rng import RNGState
+from cuattn.errors import DtypeError, UnsupportedError
+from cuattn.problem import Band, Place
+from cuattn.rng import RNGState, round_keys
+from tests.cuda.sm90.test_forward_plan import problem
 
 SEED = 0x0123456789ABCDEF
 
@@ -68,11 +70,13 @@ def test_load_bytes_follow_address_and_strides():
 
 def test_struct_holds_values_and_slots():
     struct = arguments.Struct(PARAMS, {"n_keys": 7, "q.row": -3, "scale": 0.5}, ("q.data", "o.data"))
-    filled = struct.seal(struct.fill((11, 12)))
-    record = np.frombuffer(filled.tobytes(), PARAMS)[0]
+    words = struct.piece().words
+    for slot, address in zip(struct.slots, (11, 12), strict=True):
+        words[slot] = address
+    record = np.frombuffer(words[:-1].tobytes(), PARAMS)[0]
     assert (record["n_keys"], record["q"]["row"], record["scale"]) == (7, -3, 0.5)
     assert (record["q"]["data"], record["o"]["data"], record["k"]["data"]) == (11, 12, 0)
-    assert np.frombuffer(struct.seal(struct.fill((0, 0))).tobytes(), PARAMS)[0]["q"]["data"] == 0
+    assert np.frombuffer(struct.piece().words[:-1].tobytes(), PARAMS)[0]["q"]["data"] == 0
 
 
 def test_piece_holds_the_template_and_points_to_it():
@@ -85,14 +89,53 @@ def test_piece_holds_the_template_and_points_to_it():
     assert (record["n_keys"], record["o"]["data"], record["q"]["data"]) == (7, 12, 0)
 
 
-def test_random_state_replaces_the_one_before():
-    words = arguments.Struct(PARAMS, {"dropout.batch": 9}, ()).piece(0).words
+def changed(words, changes):
+    """Apply changes to an argument's words, and return it as a record."""
+    for place, kept, word in changes:
+        words[place] = words[place] & kept | word
+    return np.frombuffer(words[:-1].tobytes(), PARAMS)[0]
+
+
+def test_random_state_replaces_the_one_before(monkeypatch):
+    monkeypatch.setattr(arguments, "check_reachable", lambda *_: None)
+    words = arguments.Struct(PARAMS, {"dropout.batch": 9}, ()).piece().words
     for state in (RNGState(77, SimpleNamespace(__cuda_array_interface__={"data": (64, True)})), RNGState(SEED, 5)):
-        for place, kept, word in arguments.random_words(state):
-            words[place] = words[place] & kept | word
-    record = np.frombuffer(words[:-1].tobytes(), PARAMS)[0]["dropout"]
-    assert record["offset"] == 5 and record["batch"] == 9 and record["offset_data"] == 0
-    weyl = (0x9E3779B9, 0xBB67AE85)
-    seed = (0x89ABCDEF, 0x01234567)
-    expected = [[(seed[i] + r * weyl[i]) % 2**32 for i in range(2)] for r in range(7)]
-    assert record["keys"].tolist() == expected
+        record = changed(words, arguments.state_changes(state, 0))["dropout"]
+        assert record["batch"] == 9
+    assert record["offset"] == 5 and record["offset_data"] == 0
+    assert record["keys"].tolist() == [list(pair) for pair in round_keys(RNGState(SEED).key)]
+
+
+def test_an_offset_is_read_on_its_own_gpu(monkeypatch):
+    """The kernel would follow the address whatever it points to."""
+    cupy = pytest.importorskip("cupy")
+    found = SimpleNamespace(type=2, device=1)
+    monkeypatch.setattr(cupy.cuda.runtime, "pointerGetAttributes", lambda address: found)
+    state = RNGState(1, SimpleNamespace(__cuda_array_interface__={"data": (64, True)}))
+    with pytest.raises(DtypeError, match=r"rng\.offset is on GPU 1 but q is on GPU 0"):
+        arguments.state_changes(state, 0)
+    assert arguments.state_changes(state, 1)
+
+
+def test_a_place_is_written_and_nothing_else():
+    p = problem(band=Band(7, 2, 10), dropout=1)
+    values = arguments.problem_fields(p, arguments.collapse((2,), ()))
+    words = arguments.Struct(PARAMS, values, ()).piece().words
+    before = np.frombuffer(words[:-1].tobytes(), PARAMS)[0].copy()
+    assert (before["band_left"], before["band_right"], before["band_offset"]) == (-3, 12, 0)
+    place = Place(3, 5, 40, row=64, key=32, shift=-100)
+    after = changed(words, arguments.place_changes(p, place, 1 << 20, 1 << 21)).copy()
+    assert (after["band_left"], after["band_right"], after["band_offset"]) == (97, -88, 0)
+    assert [int(after["dropout"][name]) for name in ("batch", "head", "heads", "row", "key")] == [3, 5, 40, 64, 32]
+    assert (after["dropout"]["row_blocks"], after["dropout"]["key_blocks"]) == (1 << 20, 1 << 21)
+    fresh = arguments.Struct(PARAMS, values, ()).piece().words
+    kept = {}
+    for word, bits, _ in arguments.place_changes(p, place):
+        kept[word] = kept.get(word, -1) & bits
+    assert all(words[i] & kept.get(i, -1) == fresh[i] & kept.get(i, -1) for i in range(PARAMS.itemsize // 8))
+
+
+@pytest.mark.parametrize("shift", [-(2**31), 2**31])
+def test_a_band_far_away_does_not_overflow(shift):
+    fields = arguments.band_fields(problem(band=Band(2**31, 0, 0)), shift)
+    assert all(abs(side) <= 2**30 for side in fields.values())

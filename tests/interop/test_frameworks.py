@@ -68,6 +68,29 @@ def test_torch_forward_mode_and_function_transforms_are_refused():
     torch.func.jvp(f, (x,), (x,))
 
 
+def test_torch_compile_runs_the_call_as_it_is():
+    """The compiler breaks its graph around a call; it never looks inside, where it would meet no tensors."""
+    torch = library("torch")
+    x = torch.randn(2, 40, 8)
+    bias, mask = torch.randn(40, 40), torch.randn(40, 40) > 0
+    fwd, documents = cuattn.forward(x, x, x), cuattn.masks.document([30, 10])
+    functions = [
+        lambda x: cuattn.attention(x, x, x),
+        lambda x: cuattn.attention(2 * x, x, x, is_causal=True) + 1,
+        lambda x: cuattn.attention(x, x, x, bias=bias, mask=mask, softcap=5.0),
+        lambda x: cuattn.attention(x, x, x, mask=documents, window=(3, 3)),
+        lambda x: cuattn.forward(x, x, x, dropout_p=0.3, rng=5).lse,
+        lambda x: cuattn.backward(x, x, x, x, fwd).dv,
+        lambda x: cuattn.merge(fwd, fwd).o,
+        lambda x: cuattn.attention(x.bfloat16(), x.bfloat16(), x.bfloat16()),
+    ]
+    for function in functions:
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(function, backend="eager")(x), function(x))
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(cuattn.attention, backend="eager")(x, x, x), functions[0](x))
+
+
 def test_unusual_torch_tensors_get_a_clear_error():
     torch = library("torch")
     x = torch.ones(3, 3)

@@ -51,7 +51,7 @@ def test_load_tile_is_what_the_swizzle_says(load_bytes, columns):
             y[i] = *reinterpret_cast<u16*>(memory + swizzle<{2 * columns}>(row, column / 8) + column % 8 * 2);
         }}"""
     y = run(
-        ["attn/tile.cuh"], "const u16* x, u16* y", body, x, np.empty((16, columns), np.uint16),
+        ["sm80/tile.cuh"], "const u16* x, u16* y", body, x, np.empty((16, columns), np.uint16),
         shared_bytes=32 * columns,
     )[1]  # fmt: skip
     wanted = np.where((np.arange(16) < 13)[:, None] & (np.arange(columns) < have), x[:, :columns], 0)
@@ -99,7 +99,7 @@ def test_products(elem, head_dim):
     arguments = f"const cfg::elem* q, const cfg::elem* k, const cfg::elem* v, {acc}* s_out, {acc}* o_out, int* columns"
     out = np.float64 if elem == "double" else np.float32
     *_, s, o, columns = run(
-        ["attn/mma_f32.cuh", "attn/mma_f64.cuh"], arguments, body, raw(q), raw(k), raw(v),
+        ["sm80/mma_f32.cuh", "sm80/mma_f64.cuh"], arguments, body, raw(q), raw(k), raw(v),
         np.empty((32, 2, 2, 4), out), np.empty((32, 2, head_dim // 8, 4), out),
         np.empty((head_dim // 8, 4), np.int32),
         constants={"elem": elem, "tf32": False}, preamble=keep, shared_bytes=total,
@@ -134,7 +134,7 @@ def test_softmax_rows():
         for (int h = 0; h < 2; ++h) m[2 * l + h] = rows.m[0][h], sums[2 * l + h] = rows.l[0][h];"""
     arguments = "const float* s, float* p, float* m, float* sums"
     _, p, m, sums = run(
-        ["attn/softmax.cuh"], arguments, body, s, np.empty_like(s), np.empty((32, 2), np.float32),
+        ["sm80/softmax.cuh"], arguments, body, s, np.empty_like(s), np.empty((32, 2), np.float32),
         np.empty((32, 2), np.float32),
     )  # fmt: skip
     scores = np.concatenate([gather(s[:, tile], 16, 16) for tile in range(2)], 1)

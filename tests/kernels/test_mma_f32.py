@@ -43,7 +43,7 @@ def test_halves_add_up(columns):
         const u32 behind = at + rows * columns * 4;
         for (int i = l; i < rows * segments; i += 32) ptx::load_shared(exponents[i], behind + i * 4);"""
     _, halves, exponents = run(
-        ["attn/split_f32.cuh"], "const float* x, unsigned short* halves, float* exponents", body, x,
+        ["sm80/split_f32.cuh"], "const float* x, unsigned short* halves, float* exponents", body, x,
         np.empty((rows, columns, 2), np.uint16), np.empty((rows, segments), np.float32),
         shared_bytes=rows * (columns + segments) * 4,
     )  # fmt: skip
@@ -108,7 +108,7 @@ def test_backward_has_the_scores_of_the_forward_bit_for_bit(head_dim):
         for (int i = 0; i < 16; ++i) forward[16 * l + i] = s[0][i / 4][i % 4];
         for (int i = 0; i < 16; ++i) backward[16 * l + i] = t[0][i / 4][i % 4];"""
     _, _, forward, backward = run(
-        ["attn/mma_f32.cuh", "sm80/bwd_split.cuh"], "const float* q, const float* k, float* forward, float* backward",
+        ["sm80/mma_f32.cuh", "sm80/bwd_split.cuh"], "const float* q, const float* k, float* forward, float* backward",
         body, q, k, np.empty((32, 4, 4), np.float32), np.empty((32, 4, 4), np.float32),
         constants=CONSTANTS, shared_bytes=max(tiles, 48 * stride + 12),
     )  # fmt: skip
@@ -145,7 +145,7 @@ def test_backward_multiplies_weights(down):
         Product(at, other).run(acc, units, units + 8);
         for (int i = 0; i < {m} * 16; ++i) result[{m} * 16 * l + i] = acc[i / 16][i / 4 % 4][i % 4];"""
     *_, result = run(
-        ["attn/mma_f32.cuh", "sm80/bwd_split.cuh"], "const float* w, const float* x, float* result", body, w, x,
+        ["sm80/mma_f32.cuh", "sm80/bwd_split.cuh"], "const float* w, const float* x, float* result", body, w, x,
         np.empty((32, m, 4, 4), np.float32), constants=CONSTANTS, shared_bytes=48 * stride + 16,
     )  # fmt: skip
     a = w.T.astype(float) if down else w.astype(float)

@@ -4,17 +4,20 @@ import numpy as np
 import pytest
 
 from cuattn import rng as cuattn_rng
-from cuattn.cuda.arguments import _round_keys
+from cuattn.rng import RNGState, round_keys
 from tests.kernels.probe import run
 
 pytestmark = pytest.mark.gpu
 
 _BODY = """
-    u32 x[4], keys[7][2];
-    Dropout dropout{};
+    u32 x[4];
+    Params p{};
+    Dropout& dropout = p.dropout;
+    p.n_queries = p.n_keys = 48;
     for (int r = 0; r < 7; ++r) dropout.keys[r][0] = k[2 * r], dropout.keys[r][1] = k[2 * r + 1];
     dropout.offset = 5, dropout.batch = 0, dropout.heads = 4, dropout.head = 1, dropout.row = 32, dropout.key = 64;
-    random_words(x, dropout, random_stream(dropout, 0, 2), l / 4, 2 * (l % 4));
+    if (cfg::runs) dropout.row_blocks = rows, dropout.key_blocks = keys;
+    random_words(x, p, random_stream(dropout, 0, 2), FIRST_ROW + l / 4, FIRST_KEY + 2 * (l % 4));
     for (int w = 0; w < 4; ++w) {
         words[4 * l + w] = x[w];
         dropped[4 * l + w] = drop_pair<THRESHOLD>(0xbeefcafe, x[w]);
@@ -26,20 +29,27 @@ _BODY = """
     }
     u32 again[4];
     const StreamWords mixed = stream_words(dropout, random_stream(dropout, 0, 2));
-    random_words(again, dropout, (dropout.row + l / 4) ^ mixed.row, key_products(mixed, dropout.key + 2 * (l % 4)));
+    const u32 row = global_row(p, FIRST_ROW + l / 4), key = global_key(p, FIRST_KEY + 2 * (l % 4));
+    random_words(again, dropout, row ^ mixed.row, key_products(mixed, key));
     for (int w = 0; w < 4; ++w) wrong[l] += again[w] != x[w];"""
 
 
 @pytest.mark.parametrize("threshold", [1, 6554, 32768, 32769, 65535])
-def test_block_of_draws(threshold):
+@pytest.mark.parametrize("runs", [False, True])
+def test_block_of_draws(threshold, runs):
     seed = 0x0123456789ABCDEF
-    keys = np.array(_round_keys(seed), np.uint64).view(np.uint32)
-    _, words, dropped, kept, wrong = run(
-        ["attn/philox.cuh"], "const u32* k, u32* words, u32* dropped, u8* kept, u32* wrong",
-        _BODY.replace("THRESHOLD", str(threshold)).replace("u32 x[4], keys[7][2];", "u32 x[4];"),
-        keys, np.empty((32, 4), np.uint32), np.empty((32, 4), np.uint32), np.empty((32, 4, 2), np.uint8),
-        np.zeros(32, np.uint32),
-    )  # fmt: skip
+    keys = np.array([low | high << 32 for low, high in round_keys(RNGState(seed).key)], np.uint64).view(np.uint32)
+    blocks = np.int32([0, 960, 32]), np.int32([480, 64, 0])  # of a shard in runs: its blocks 2 and 1 are the ones below
+    names = {"THRESHOLD": threshold, "FIRST_ROW": 32 if runs else 0, "FIRST_KEY": 16 if runs else 0}
+    body = _BODY
+    for name, value in names.items():
+        body = body.replace(name, str(value))
+    words, dropped, kept, wrong = run(
+        ["attn/philox.cuh"],
+        "const u32* k, const i32* rows, const i32* keys, u32* words, u32* dropped, u8* kept, u32* wrong", body,
+        keys, *blocks, np.empty((32, 4), np.uint32), np.empty((32, 4), np.uint32), np.empty((32, 4, 2), np.uint8),
+        np.zeros(32, np.uint32), constants={"runs": runs},
+    )[3:]  # fmt: skip
     draws = cuattn_rng.draws(cuattn_rng.RNGState(seed, 5), 3, (32, 48), (64, 80))
     found = np.empty((16, 16), np.uint16)
     keep = np.empty((16, 16), bool)

@@ -57,7 +57,7 @@ def test_mma_f64():
         for (int r = 0; r < 4; ++r) d[6 * l + r] = x[r];
         d[6 * l + 4] = y[0], d[6 * l + 5] = y[1];"""
     arguments = "const double* a, const double* b, double* d"
-    d = run(["attn/mma_f64.cuh"], arguments, body, fa, fb, np.empty((32, 6)))[2]
+    d = run(["sm80/mma_f64.cuh"], arguments, body, fa, fb, np.empty((32, 6)))[2]
     np.testing.assert_array_equal(accumulator(d[:, :4]), a @ b)
     small = np.empty((8, 8))
     small[g, 2 * q], small[g, 2 * q + 1] = d[:, 4], d[:, 5]

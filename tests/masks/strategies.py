@@ -115,10 +115,11 @@ _ARGUMENTS = {
 
 
 @st.composite
-def boolean_masks(draw, max_length=24):
+def boolean_masks(draw, n_queries=None, n_keys=None, leading=None, max_length=24):
     """Draw a BooleanMask; one of its axes may stand for any length and is then bound to one."""
-    n_queries, n_keys = draw(st.integers(0, max_length)), draw(st.integers(0, max_length))
-    leading = draw(st.sampled_from(LEADING))
+    n_queries = draw(st.integers(0, max_length)) if n_queries is None else n_queries
+    n_keys = draw(st.integers(0, max_length)) if n_keys is None else n_keys
+    leading = draw(st.sampled_from(LEADING)) if leading is None else leading
     rows, keys = (draw(st.sampled_from((n, n, 1))) for n in (n_queries, n_keys))
     return BooleanMask(draw(hnp.arrays(np.bool_, (*leading, rows, keys)))).bind(n_queries, n_keys)
 

@@ -18,16 +18,16 @@ def test_bands_are_found(n_queries, n_keys, reach):
     visible = oracle.visible_band(n_queries, n_keys, *reach, 0)
     mask = ColumnMask.from_dense(visible)
     if not visible.any():
-        assert mask._reach is None
+        assert mask.reach is None
         return
-    np.testing.assert_array_equal(oracle.visible_band(n_queries, n_keys, *mask._reach, 0), visible)
-    assert ColumnMask.stack([[mask, mask]] * 3)._reach == mask._reach
+    np.testing.assert_array_equal(oracle.visible_band(n_queries, n_keys, *mask.reach, 0), visible)
+    assert ColumnMask.stack([[mask, mask]] * 3).reach == mask.reach
 
 
 @given(st.one_of(column_masks(), st.integers(0, 24).flatmap(any_constructor)))
 def test_what_is_found_is_the_mask(mask):
-    if mask._reach is not None:
-        band = oracle.visible_band(mask.n_queries, mask.n_keys, *mask._reach, 0)
+    if mask.reach is not None:
+        band = oracle.visible_band(mask.n_queries, mask.n_keys, *mask.reach, 0)
         np.testing.assert_array_equal(np.broadcast_to(band, mask.dense().shape), mask.dense())
 
 
@@ -40,25 +40,25 @@ def test_one_element_less_is_no_band(n, right, data):
     ]  # without it, a window
     changed[data.draw(st.sampled_from(elements))] = False
     whole, less = ColumnMask.from_dense(visible), ColumnMask.from_dense(changed)
-    assert whole._reach == (None, right) and less._reach is None
-    assert ColumnMask.stack([whole, less])._reach is None
-    assert ColumnMask.stack([less, whole])._reach is None
+    assert whole.reach == (None, right) and less.reach is None
+    assert ColumnMask.stack([whole, less]).reach is None
+    assert ColumnMask.stack([less, whole]).reach is None
 
 
 def test_overlapping_and_empty_intervals():
     """Two intervals may share what they hide, lie in each other's triangle, or start behind their end."""
     j = np.arange(8)
-    assert ColumnMask(0 * j, j, 0 * j, np.maximum(j - 1, 0), n_queries=8)._reach == (None, 0)
-    assert ColumnMask(j // 2, j, 0 * j, j // 2, n_queries=8)._reach == (None, 0)
-    assert ColumnMask(j + 1, 8 - 0 * j, 8 - 0 * j, j, n_queries=8)._reach == (0, None)
-    assert ColumnMask(0 * j, 0 * j, 8 - 0 * j, 0 * j, n_queries=8)._reach == (None, None)
-    assert ColumnMask(0 * j + 3, 0 * j + 5, 0 * j, 0 * j, n_queries=8)._reach is None
+    assert ColumnMask(0 * j, j, 0 * j, np.maximum(j - 1, 0), n_queries=8).reach == (None, 0)
+    assert ColumnMask(j // 2, j, 0 * j, j // 2, n_queries=8).reach == (None, 0)
+    assert ColumnMask(j + 1, 8 - 0 * j, 8 - 0 * j, j, n_queries=8).reach == (0, None)
+    assert ColumnMask(0 * j, 0 * j, 8 - 0 * j, 0 * j, n_queries=8).reach == (None, None)
+    assert ColumnMask(0 * j + 3, 0 * j + 5, 0 * j, 0 * j, n_queries=8).reach is None
 
 
 def test_which_constructors_make_bands():
-    assert masks.full(5, 7)._reach == masks.document([9])._reach == (None, None)
-    assert masks.causal(5, 7)._reach == (None, 2)
-    assert masks.causal(5, 7, "top_left")._reach == masks.causal_document([9])._reach == (None, 0)
-    assert masks.sliding_window(9, 3)._reach == (2, 0)
-    assert masks.causal_document([4, 5])._reach is masks.sliding_window(9, 0)._reach is masks.full(0, 3)._reach is None
-    assert masks.full(3, 0)._reach is None
+    assert masks.full(5, 7).reach == masks.document([9]).reach == (None, None)
+    assert masks.causal(5, 7).reach == (None, 2)
+    assert masks.causal(5, 7, "top_left").reach == masks.causal_document([9]).reach == (None, 0)
+    assert masks.sliding_window(9, 3).reach == (2, 0)
+    assert masks.causal_document([4, 5]).reach is masks.sliding_window(9, 0).reach is masks.full(0, 3).reach is None
+    assert masks.full(3, 0).reach is None

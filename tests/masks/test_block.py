@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuattn.errors import DtypeError, MaskError
-from cuattn.masks import BlockMask, intervals
+from cuattn.io_model.sizes import cdiv
+from cuattn.masks import BlockMask
 from tests.masks.strategies import block_masks
 
 
@@ -34,7 +35,7 @@ def test_tile_states_are_exact(drawn, block_m, block_n):
     mask, n_queries, n_keys = drawn
     states = mask.tile_states(block_m, block_n, n_queries, n_keys)
     assert states.dtype == np.int8
-    assert states.shape == (*mask.leading, intervals.tiles(n_queries, block_m), intervals.tiles(n_keys, block_n))
+    assert states.shape == (*mask.leading, cdiv(n_queries, block_m), cdiv(n_keys, block_n))
     dense = mask.dense(n_queries, n_keys)
     for row in range(states.shape[-2]):
         for key in range(states.shape[-1]):

@@ -6,8 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cuattn
+from cuattn import rng
 from cuattn.errors import ArgumentError, DtypeError
 from cuattn.problem.origin import pieces
+from tests import oracle
+from tests.oracle import visible_band
 from tests.strategies import DTYPES
 from tests.tolerances import assert_close
 
@@ -41,19 +44,49 @@ def problems(draw):
 
 
 def arrays(n_queries, n_keys, dtype, heads=2, d=8):
-    rng = np.random.default_rng(n_queries * 1000 + n_keys)
-    q, do = (rng.standard_normal((heads, n_queries, d)).astype(dtype) for _ in range(2))
-    k, v = (rng.standard_normal((heads, n_keys, d)).astype(dtype) for _ in range(2))
-    return do, q, k, v
+    numbers = np.random.default_rng(n_queries * 1000 + n_keys)
+    q, do = (numbers.standard_normal((heads, n_queries, d)).astype(dtype) for _ in range(2))
+    k, v = (numbers.standard_normal((heads, n_keys, d)).astype(dtype) for _ in range(2))
+    return q, k, v, do
 
 
-def sizes(exact, v):
-    """Bound of the terms of a row's sums."""
-    return max(np.abs(exact[np.isfinite(exact)]).max(initial=0), 4 * np.abs(v.astype(np.float64)).max(initial=0))
+def solve(q, k, v, do, options, seed):
+    """Return the whole problem's exact results, the textbook's and the floors of the rule."""
+    n_queries, n_keys = q.shape[-2], k.shape[-2]
+    left, right, align = options.get("window", (None, None, options.get("is_causal")))
+    if "is_causal" in options:
+        right = 0 if right is None else min(right, 0)
+    visible = visible_band(n_queries, n_keys, left, right, n_keys - n_queries if align == "bottom_right" else 0)
+    dense = {"visible": visible}
+    if "dropout_p" in options:
+        T = rng.threshold(options["dropout_p"])
+        state = cuattn.RNGState(seed)
+        dense["keep"] = np.stack([rng.keep(state, T, b, (0, n_queries), (0, n_keys)) for b in range(q.shape[0])])
+        dense["keep_scale"] = 65536 / (65536 - T)
+    exact = oracle.solve(q, k, v, do, **dense)
+    dense_floor = {name: value for name, value in dense.items() if name != "visible"}
+    return exact, oracle.solve(q, k, v, do, **dense, dtype=q.dtype), oracle.floors(exact, q, k, v, do, **dense_floor)
 
 
-def place(runs, **fields):
-    return {name: run if len(run) > 1 else run[0][1] for name, run in runs.items()} | fields
+def assert_is_part(actual, whole, name, index, dtype):
+    """Assert that a result is the part `index` of a whole problem's, by the rule for the whole."""
+    exact, textbook, floors = whole
+    floor = floors[name]
+    floor = floor._replace(
+        **{key: np.broadcast_to(x, np.shape(getattr(exact, name)))[index] for key, x in floor._asdict().items()}
+    )
+    assert_close(
+        actual, getattr(exact, name)[index], getattr(textbook, name)[index], dtype=dtype, floor=floor, name=name
+    )
+
+
+def start(runs):
+    return runs if len(runs) > 1 else runs[0][1]
+
+
+def runs_of(index):
+    steps = np.flatnonzero(np.diff(index, prepend=-2) != 1)
+    return tuple((int(local), int(index[local])) for local in steps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -61,55 +94,43 @@ def place(runs, **fields):
 def test_rows_of_the_whole(xp, dtype, problem, head):
     """Any rows and one head of a problem, on their own, are the whole's."""
     n_queries, n_keys, options, (runs, index), _ = problem
-    _, q, k, v = arrays(n_queries, n_keys, dtype)
-    options["rng"] = 5
-    exact = cuattn.forward(*(x.astype(np.float64) for x in (q, k, v)), **options)
-    whole = cuattn.forward(q, k, v, **options)
-    origin = cuattn.Origin(head=head, heads=2, n_queries=n_queries, n_keys=n_keys, row=place({"row": runs})["row"])
-    q, k, v = q[head : head + 1, index], k[head : head + 1], v[head : head + 1]
-    part = cuattn.forward(*map(xp.put, (q, k, v)), origin=origin, **options)
-    for name, actual, e, w in zip("olm", part[:3], exact, whole, strict=False):
-        assert_close(
-            xp.get(actual), e[head : head + 1, index], w[head : head + 1, index], magnitude=sizes(e, v), name=name
-        )
+    q, k, v, do = arrays(n_queries, n_keys, dtype)
+    whole = solve(q, k, v, do, options, 5)
+    origin = cuattn.Origin(head=head, heads=2, n_queries=n_queries, n_keys=n_keys, row=start(runs))
+    part = [x[head : head + 1, index] if x is q else x[head : head + 1] for x in (q, k, v)]
+    fwd = cuattn.forward(*map(xp.put, part), origin=origin, rng=5, **options)
+    for name, actual in zip("olm", fwd[:3], strict=False):
+        assert_is_part(xp.get(actual), whole, name, np.index_exp[head : head + 1, index], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(problem=problems())
 def test_merged_keys_and_their_gradients(xp, dtype, problem):
     """Two parts of the keys: merged they are the whole, and their gradients are the whole's."""
-    n_queries, n_keys, options, _, (runs, index) = problem
-    do, q, k, v = arrays(n_queries, n_keys, dtype)
+    n_queries, n_keys, options, _, (_, index) = problem
+    q, k, v, do = arrays(n_queries, n_keys, dtype)
     stat = np.float64 if dtype == np.float64 else np.float32
+    whole = solve(q, k, v, do, options, 5)
     rest = np.setdiff1d(np.arange(n_keys), index)
-    steps = np.flatnonzero(np.diff(rest, prepend=-2) != 1)
-    shards = [(index, runs), (rest, tuple((int(at), int(rest[at])) for at in steps))][: 1 + bool(rest.size)]
-    origins = [cuattn.Origin(n_queries=n_queries, n_keys=n_keys, key=place({"key": own})["key"]) for _, own in shards]
-    do64, q64, k64, v64 = (x.astype(np.float64) for x in (do, q, k, v))
-    exact = cuattn.forward(q64, k64, v64, rng=5, **options)
-    whole = cuattn.forward(q, k, v, rng=5, out_dtype=stat, **options)
-    put = [tuple(map(xp.put, (k[:, own], v[:, own]))) for own, _ in shards]
+    shards = [own for own in (index, rest) if own.size]
+    origins = [cuattn.Origin(n_queries=n_queries, n_keys=n_keys, key=start(runs_of(own))) for own in shards]
+    put = [tuple(map(xp.put, (k[:, own], v[:, own]))) for own in shards]
     made = [
         cuattn.forward(xp.put(q), *kv, rng=5, out_dtype=stat, origin=origin, **options)
         for kv, origin in zip(put, origins, strict=True)
     ]
     merged = cuattn.merge(*made)
-    for name, actual, e, w in zip("olm", merged[:3], exact, whole, strict=False):
-        assert_close(xp.get(actual), e, w, dtype=dtype, magnitude=sizes(e, v), name=name)
-    wanted = cuattn.backward(do64, q64, k64, v64, exact, **options)
-    usual = cuattn.backward(do, q, k, v, whole, **options)
+    for name, actual in zip("olm", merged[:3], strict=False):
+        assert_is_part(xp.get(actual), whole, name, ..., dtype)
     grads = [
         cuattn.backward(xp.put(do), xp.put(q), *kv, merged, origin=origin, out_dtype=stat, **options)
         for kv, origin in zip(put, origins, strict=True)
     ]
     assert all(xp.get(x).dtype == stat for grad in grads for x in grad[:3])
-    dq = sum(xp.get(grad.dq) for grad in grads)
-    assert_close(dq, wanted.dq, usual.dq, dtype=dtype, magnitude=np.abs(wanted.dq).max() * np.sqrt(n_keys), name="dq")
-    for (own, _), grad in zip(shards, grads, strict=True):
+    assert_is_part(sum(xp.get(grad.dq) for grad in grads), whole, "dq", ..., dtype)
+    for own, grad in zip(shards, grads, strict=True):
         for name in ("dk", "dv"):
-            e, w = getattr(wanted, name), getattr(usual, name)
-            size = np.abs(e).max(initial=0) * np.sqrt(n_queries)
-            assert_close(xp.get(getattr(grad, name)), e[:, own], w[:, own], dtype=dtype, magnitude=size, name=name)
+            assert_is_part(xp.get(getattr(grad, name)), whole, name, np.index_exp[:, own], dtype)
 
 
 @given(st.integers(1, 80), st.data())

@@ -1,12 +1,12 @@
-"""Algorithms 1, 2 and 4: FlashAttention."""
+"""Algorithms 1, 2, 4 and 5: FlashAttention, dense and block-sparse."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuattn import reference, rng
-from cuattn.errors import ArgumentError, ShapeError
+from cuattn import io_model, reference, rng
+from cuattn.errors import ArgumentError, DtypeError, ShapeError
 from tests.reference.cases import (
     DROPOUTS,
     MASKS,
@@ -22,17 +22,39 @@ from tests.reference.cases import (
 )
 
 SCALES = st.sampled_from([None, 1.0, 0.3, -0.5, 0.0])
+SHARES = st.sampled_from([None, 0, 0.3, 0.8, 1])
+
+
+def draw_blocks(case, share, seed=0):
+    """Draw a block mask, and its elements; None for a share of None."""
+    if share is None:
+        return None, None
+    sizes = io_model.block_sizes(*case.q.shape, case.M)
+    blocks = np.random.default_rng(seed).random((sizes.t_r, sizes.t_c)) < share
+    rows, keys = np.arange(len(case.q)) // sizes.b_r, np.arange(len(case.q)) // sizes.b_c
+    return blocks, blocks[rows[:, None], keys]
 
 
 @given(case=cases())
-def test_basic_forward_matches_the_oracle(case):
-    check_forward(case, reference.flash_forward_basic(*case.qkv, case.M), scale=1.0)
+def test_algorithm_1_matches_the_oracle(case):
+    check_forward(case, reference.flash_forward(*case.qkv, case.M, scale=1), scale=1.0)
 
 
-@given(case=cases(), mask=MASKS, dropout=DROPOUTS, scale=SCALES, in_hbm=st.booleans())
-def test_forward_and_backward_match_the_oracle(case, mask, dropout, scale, in_hbm):
-    visible = dense(mask, len(case.q))
+@given(
+    case=cases(),
+    mask=MASKS,
+    share=SHARES,
+    dropout=DROPOUTS,
+    scale=SCALES,
+    in_hbm=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_forward_and_backward_match_the_oracle(case, mask, share, dropout, scale, in_hbm, seed):
+    visible, (blocks, shown) = dense(mask, len(case.q)), draw_blocks(case, share, seed)
     options = {"scale": scale, "mask": visible if in_hbm else mask, "dropout_p": dropout.p, "b": dropout.b}
+    options["blocks"] = blocks
+    if blocks is not None:
+        visible = shown if visible is None else visible & shown
     fwd = reference.flash_forward(*case.qkv, case.M, rng=dropout.state, **options)
     assert fwd.rng_state == dropout.state
     check_forward(case, fwd, visible=visible, scale=scale, dropout=dropout)
@@ -40,13 +62,24 @@ def test_forward_and_backward_match_the_oracle(case, mask, dropout, scale, in_hb
     check_backward(case, grads, visible=visible, scale=scale, dropout=dropout)
 
 
-@pytest.mark.parametrize("mask", [None, causal, scattered])
+@pytest.mark.parametrize(("mask", "share"), [(None, None), (causal, None), (scattered, None), (None, 0.5)])
 @pytest.mark.parametrize("dropout", [Dropout(), Dropout(0.4, rng.RNGState(8, 1), 2)])
-def test_backward_is_the_derivative_of_the_forward(mask, dropout):
-    case, options = make_case(13, 3, 30, seed=5), {"mask": mask, "dropout_p": dropout.p, "b": dropout.b}
+def test_backward_is_the_derivative_of_the_forward(mask, share, dropout):
+    case = make_case(13, 3, 30, seed=5)
+    options = {"mask": mask, "blocks": draw_blocks(case, share)[0], "dropout_p": dropout.p, "b": dropout.b}
     fwd = reference.flash_forward(*case.qkv, case.M, rng=dropout.state, **options)
     grads = reference.flash_backward(case.do, *case.qkv, fwd, case.M, **options)[:3]
     check_derivatives(case, lambda *qkv: reference.flash_forward(*qkv, case.M, rng=dropout.state, **options).o, grads)
+
+
+def test_all_blocks_is_algorithm_2():
+    case = make_case(17, 5, 33)
+    blocks, _ = draw_blocks(case, 1)
+    options = {"dropout_p": 0.3, "rng": 3}
+    sparse = reference.flash_forward(*case.qkv, case.M, blocks=blocks, **options)
+    full = reference.flash_forward(*case.qkv, case.M, **options)
+    assert all(np.array_equal(x, y) for x, y in zip(sparse[:3], full[:3], strict=True))
+    assert sparse.counts.total == full.counts.total + blocks.size
 
 
 def test_empty_rows():
@@ -87,7 +120,6 @@ def test_tiles_fit_on_the_chip(case):
     d = case.q.shape[1]
     fwd = reference.flash_forward(*case.qkv, case.M)
     assert fwd.counts.sram < 1.25 * case.M + 7 * d
-    assert reference.flash_forward_basic(*case.qkv, case.M).counts.sram == fwd.counts.sram
     grads = reference.flash_backward(case.do, *case.qkv, fwd, case.M)
     assert grads.counts.sram < 2.5 * case.M + 12 * d
 
@@ -95,9 +127,8 @@ def test_tiles_fit_on_the_chip(case):
 @pytest.mark.parametrize("M", [3, 41, 10.0, "all"])
 def test_m_outside_the_range(M):
     case = make_case(10, 4, 4)
-    for forward in (reference.flash_forward_basic, reference.flash_forward):
-        with pytest.raises(ArgumentError, match="M = "):
-            forward(*case.qkv, M)
+    with pytest.raises(ArgumentError, match="M = "):
+        reference.flash_forward(*case.qkv, M)
     fwd = reference.flash_forward(*case.qkv, 10)
     with pytest.raises(ArgumentError, match="M = "):
         reference.flash_backward(case.do, *case.qkv, fwd, M)
@@ -109,7 +140,17 @@ def test_bad_arguments():
         reference.flash_forward(case.q, case.k, case.v[:, :3], 8)
     with pytest.raises(ShapeError, match=r"mask has shape \(10, 9\)"):
         reference.flash_forward(*case.qkv, 8, mask=np.ones((10, 9), bool))
+    with pytest.raises(ShapeError, match="blocks has shape"):
+        reference.flash_forward(*case.qkv, 8, blocks=np.ones((1, 1)))
     with pytest.raises(ArgumentError, match="dropout_p = 1"):
         reference.flash_forward(*case.qkv, 8, dropout_p=1, rng=0)
     with pytest.raises(ArgumentError, match="rng is None"):
         reference.flash_forward(*case.qkv, 8, dropout_p=0.5)
+
+
+@pytest.mark.parametrize("state", [None, np.random.default_rng(1)])
+def test_a_backward_does_not_draw_anew(state):
+    case = make_case(10, 4, 8)
+    fwd = reference.flash_forward(*case.qkv, 8, dropout_p=0.5, rng=0)._replace(rng_state=state)
+    with pytest.raises(DtypeError, match=r"fwd\.rng_state has type"):
+        reference.flash_backward(case.do, *case.qkv, fwd, 8, dropout_p=0.5)

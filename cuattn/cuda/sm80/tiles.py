@@ -1,31 +1,24 @@
 """Tile sizes of the portable kernels, as data.
 
-A row is chosen by the shared memory that a block may have, the element size and the padded head dimension (the larger
-of head_dim and head_dim_v).  All variants of one row share ``block_n``: a row of the result depends on it, and must
-not depend on how its mask was given.
+A tile is chosen by the shared memory that a block may have, the way of multiplying (`Dtype.products`) and the padded
+head dimension (the larger of head_dim and head_dim_v).  All variants of one forward tile share ``block_n``: a row of
+the result depends on it, and must not depend on how its mask was given.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-__all__ = ["FORWARD", "TICKETS", "VALUE_COLUMNS", "Card", "Tile", "forward_tile"]
+__all__ = ["VALUE_COLUMNS", "WIDE", "BackwardTile", "BackwardTiles", "Tile", "backward_tiles", "forward_tile"]
 
-# Element bytes -> columns of v that one block accumulates; wider v are done in several blocks.
-VALUE_COLUMNS = {2: 256, 4: 128, 8: 128}
+VALUE_COLUMNS = {"half": 256, "split": 128, "double": 128}
+"""Columns of v that one block of the forward accumulates; wider v are done in several blocks."""
 
-TICKETS = 1024  # counters that blocks of one stream share, each 0 between launches
-
-
-class Card(NamedTuple):
-    """What a plan needs to know about a GPU."""
-
-    arch: str  # "sm_90"
-    multiprocessors: int
-    shared_bytes: int  # per block, opt-in maximum
-    l2_bytes: int
+_KB = 1024
+_LARGE = 200 * _KB  # shared memory from here on: 227 KB on sm_90, sm_100, sm_103
+_MEDIUM = 160 * _KB  # 163 KB on sm_80, sm_87; else 99 KB: sm_86, sm_89, sm_120
 
 
 class Tile(NamedTuple):
-    """One way of cutting a problem: sizes, warps, pipeline depth, and blocks meant to share a multiprocessor."""
+    """One way of cutting a forward: sizes, warps, pipeline depth, and blocks meant to share a multiprocessor."""
 
     block_m: int
     block_n: int
@@ -34,54 +27,161 @@ class Tile(NamedTuple):
     min_blocks: int
 
 
-_KB = 1024
+class BackwardTile(NamedTuple):
+    """One way of cutting a backward: sizes, warps, warps along the rows of the scores, pipeline depth."""
 
-# (shared memory per block at least, element bytes, head dimension at most) -> tile; first match wins.
-FORWARD: tuple[tuple[int, int, int, Tile], ...] = (
-    # 227 KB: sm_90, sm_100, sm_103
-    (200 * _KB, 2, 64, Tile(128, 96, 4, 2, 2)),
-    (200 * _KB, 2, 128, Tile(128, 64, 4, 2, 2)),
-    (200 * _KB, 2, 256, Tile(128, 64, 8, 2, 1)),
-    (200 * _KB, 2, 512, Tile(64, 32, 4, 2, 1)),
-    (200 * _KB, 4, 128, Tile(256, 32, 8, 2, 1)),
-    (200 * _KB, 4, 256, Tile(128, 16, 8, 2, 1)),
-    (200 * _KB, 4, 512, Tile(64, 16, 4, 2, 1)),
-    (200 * _KB, 8, 64, Tile(64, 32, 4, 2, 2)),
-    (200 * _KB, 8, 128, Tile(128, 16, 8, 2, 1)),
-    (200 * _KB, 8, 256, Tile(64, 16, 4, 2, 1)),
-    (200 * _KB, 8, 512, Tile(16, 16, 1, 2, 1)),
-    # 163 KB: sm_80, sm_87
-    (160 * _KB, 2, 64, Tile(128, 64, 4, 2, 2)),
-    (160 * _KB, 2, 128, Tile(128, 32, 4, 2, 2)),
-    (160 * _KB, 2, 256, Tile(128, 32, 8, 2, 1)),
-    (160 * _KB, 2, 512, Tile(64, 32, 4, 2, 1)),
-    (160 * _KB, 4, 64, Tile(256, 32, 8, 2, 1)),
-    (160 * _KB, 4, 128, Tile(128, 32, 8, 2, 1)),
-    (160 * _KB, 4, 256, Tile(64, 16, 4, 2, 1)),
-    (160 * _KB, 4, 512, Tile(32, 16, 2, 2, 1)),
-    (160 * _KB, 8, 64, Tile(64, 32, 4, 2, 1)),
-    (160 * _KB, 8, 128, Tile(64, 16, 4, 2, 1)),
-    (160 * _KB, 8, 256, Tile(32, 16, 2, 2, 1)),
-    (160 * _KB, 8, 512, Tile(16, 16, 1, 1, 1)),
-    # 99 KB: sm_86, sm_89, sm_120
-    (0, 2, 64, Tile(128, 64, 4, 2, 2)),
-    (0, 2, 96, Tile(128, 32, 8, 2, 2)),
-    (0, 2, 128, Tile(128, 32, 8, 2, 1)),
-    (0, 2, 256, Tile(64, 32, 4, 2, 1)),
-    (0, 2, 512, Tile(32, 16, 2, 2, 1)),
-    (0, 4, 64, Tile(128, 32, 8, 2, 1)),
-    (0, 4, 128, Tile(64, 32, 4, 2, 1)),
-    (0, 4, 256, Tile(32, 16, 2, 2, 1)),
-    (0, 4, 512, Tile(16, 16, 1, 1, 1)),
-    (0, 8, 64, Tile(64, 16, 4, 2, 1)),
-    (0, 8, 128, Tile(32, 16, 2, 2, 1)),
-    (0, 8, 256, Tile(16, 16, 1, 1, 1)),
-)
+    block_m: int
+    block_n: int
+    warps: int
+    scores_m: int
+    stages: int
 
 
-def forward_tile(shared_bytes: int, element_bytes: int, head_dim: int) -> Tile | None:
+class BackwardTiles(NamedTuple):
+    """Tiles of the key kernel, of the key kernel with a heavy mask or score, of the row and of the bias kernel."""
+
+    keys: BackwardTile
+    heavy: BackwardTile
+    rows: BackwardTile
+    bias: BackwardTile
+
+
+# Shared memory at least -> products -> padded head dimension at most -> tile; first match wins.
+FORWARD: dict[int, dict[str, dict[int, Tile]]] = {
+    _LARGE: {
+        "half": {
+            64: Tile(128, 96, 4, 2, 2),
+            128: Tile(128, 64, 4, 2, 2),
+            256: Tile(128, 64, 8, 2, 1),
+            512: Tile(64, 32, 4, 2, 1),
+        },
+        "split": {128: Tile(256, 32, 8, 2, 1), 256: Tile(128, 16, 8, 2, 1), 512: Tile(64, 16, 4, 2, 1)},
+        "double": {
+            64: Tile(64, 32, 4, 2, 2),
+            128: Tile(128, 16, 8, 2, 1),
+            256: Tile(64, 16, 4, 2, 1),
+            512: Tile(16, 16, 1, 2, 1),
+        },
+    },
+    _MEDIUM: {
+        "half": {
+            64: Tile(128, 64, 4, 2, 2),
+            128: Tile(128, 32, 4, 2, 2),
+            256: Tile(128, 32, 8, 2, 1),
+            512: Tile(64, 32, 4, 2, 1),
+        },
+        "split": {
+            64: Tile(256, 32, 8, 2, 1),
+            128: Tile(128, 32, 8, 2, 1),
+            256: Tile(64, 16, 4, 2, 1),
+            512: Tile(32, 16, 2, 2, 1),
+        },
+        "double": {
+            64: Tile(64, 32, 4, 2, 1),
+            128: Tile(64, 16, 4, 2, 1),
+            256: Tile(32, 16, 2, 2, 1),
+            512: Tile(16, 16, 1, 1, 1),
+        },
+    },
+    0: {
+        "half": {
+            64: Tile(128, 64, 4, 2, 2),
+            96: Tile(128, 32, 8, 2, 2),
+            128: Tile(128, 32, 8, 2, 1),
+            256: Tile(64, 32, 4, 2, 1),
+            512: Tile(32, 16, 2, 2, 1),
+        },
+        "split": {
+            64: Tile(128, 32, 8, 2, 1),
+            128: Tile(64, 32, 4, 2, 1),
+            256: Tile(32, 16, 2, 2, 1),
+            512: Tile(16, 16, 1, 1, 1),
+        },
+        "double": {64: Tile(64, 16, 4, 2, 1), 128: Tile(32, 16, 2, 2, 1), 256: Tile(16, 16, 1, 1, 1)},
+    },
+}
+
+_T = BackwardTile
+_SMALL_ROWS, _SMALL_BIAS = _T(128, 64, 8, 4, 2), _T(64, 64, 8, 4, 1)
+
+
+def _all(tile: BackwardTile) -> BackwardTiles:
+    return BackwardTiles(tile, tile, tile, tile)
+
+
+_DOUBLE_64 = _all(_T(32, 32, 4, 2, 1))
+BACKWARD: dict[int, dict[str, dict[int, BackwardTiles]]] = {
+    _LARGE: {
+        "half": {
+            64: BackwardTiles(_T(128, 128, 8, 2, 2), _T(64, 128, 8, 2, 2), _SMALL_ROWS, _SMALL_BIAS),
+            128: BackwardTiles(_T(64, 128, 8, 2, 2), _T(64, 64, 8, 4, 2), _SMALL_ROWS, _SMALL_BIAS),
+            192: BackwardTiles(_T(64, 64, 8, 4, 2), _T(32, 64, 8, 2, 2), _T(64, 64, 8, 4, 2), _SMALL_BIAS),
+            256: BackwardTiles(_T(64, 64, 8, 4, 2), _T(32, 64, 8, 2, 1), _T(64, 64, 8, 4, 2), _SMALL_BIAS),
+            512: BackwardTiles(_T(32, 32, 8, 2, 2), _T(32, 32, 8, 2, 2), _T(64, 32, 8, 4, 1), _T(64, 32, 8, 4, 1)),
+        },
+        "split": {
+            64: BackwardTiles(_T(64, 128, 8, 2, 1), _T(64, 64, 8, 4, 2), _T(64, 64, 8, 4, 2), _SMALL_BIAS),
+            128: _all(_T(64, 64, 8, 4, 1)),
+        },
+        "double": {
+            64: _DOUBLE_64,
+            128: BackwardTiles(_T(16, 64, 8, 1, 2), _T(16, 64, 8, 1, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1)),
+            256: _all(_T(16, 32, 8, 1, 1)),
+        },
+    },
+    _MEDIUM: {
+        "half": {
+            64: BackwardTiles(_T(64, 128, 8, 2, 2), _T(64, 128, 8, 2, 2), _SMALL_ROWS, _SMALL_BIAS),
+            96: BackwardTiles(_T(64, 128, 8, 2, 2), _T(64, 64, 8, 4, 2), _SMALL_ROWS, _SMALL_BIAS),
+            128: BackwardTiles(_T(64, 128, 8, 2, 1), _T(64, 64, 8, 4, 2), _SMALL_ROWS, _SMALL_BIAS),
+            256: BackwardTiles(_T(64, 64, 8, 4, 1), _T(32, 64, 8, 2, 1), _T(64, 64, 8, 4, 1), _SMALL_BIAS),
+        },
+        "split": {
+            64: _all(_T(64, 64, 8, 4, 1)),
+            128: _all(_T(32, 64, 8, 2, 1)),
+            256: _all(_T(32, 32, 8, 2, 1)),
+        },
+        "double": {
+            64: _DOUBLE_64,
+            128: BackwardTiles(_T(32, 32, 8, 2, 1), _T(32, 32, 8, 2, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1)),
+        },
+    },
+    0: {
+        "half": {
+            64: BackwardTiles(_T(64, 128, 8, 2, 1), _T(64, 128, 8, 2, 1), _SMALL_ROWS, _SMALL_BIAS),
+            128: _all(_T(64, 64, 8, 4, 1)),
+            256: _all(_T(32, 32, 4, 2, 1)),
+        },
+        "split": {
+            64: BackwardTiles(_T(32, 64, 8, 2, 1), _T(32, 64, 8, 2, 1), _SMALL_BIAS, _SMALL_BIAS),
+            128: _all(_T(32, 32, 4, 2, 1)),
+        },
+        "double": {64: _DOUBLE_64},
+    },
+}
+
+# The tile of all backward kernels where rows are too wide for those above; it fits every GPU.
+WIDE = {"half": _T(64, 64, 8, 4, 2), "split": _T(64, 64, 8, 4, 2), "double": _T(32, 32, 4, 2, 2)}
+
+_Found = TypeVar("_Found", Tile, BackwardTiles)
+
+
+def forward_tile(shared_bytes: int, products: str, head_dim: int) -> Tile | None:
     """Return the forward's tile for padded head dimensions up to `head_dim`, or None if there is none."""
-    for shared, size, limit, tile in FORWARD:
-        if shared_bytes >= shared and element_bytes == size and head_dim <= limit:
-            return tile
+    return _look_up(FORWARD, shared_bytes, products, head_dim)
+
+
+def backward_tiles(shared_bytes: int, products: str, head_dim: int) -> BackwardTiles | None:
+    """Return the backward's tiles for padded head dimensions up to `head_dim`, or None where rows are too wide."""
+    return _look_up(BACKWARD, shared_bytes, products, head_dim)
+
+
+def _look_up(
+    table: dict[int, dict[str, dict[int, _Found]]], shared_bytes: int, products: str, head_dim: int
+) -> _Found | None:
+    for shared, kinds in table.items():
+        if shared_bytes >= shared:
+            for limit, tile in kinds.get(products, {}).items():
+                if head_dim <= limit:
+                    return tile
     return None

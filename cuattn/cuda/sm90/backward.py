@@ -1,168 +1,121 @@
 """The backward for compute capability 9.0: preprocess, key kernel, and what dq needs."""
 
+import dataclasses
 import math
 from typing import Any
 
-from cuattn.cuda import arguments
-from cuattn.cuda.launch import Array, Record
-from cuattn.cuda.params import PARAMS
-from cuattn.cuda.sm80.backward import INPUTS
-from cuattn.cuda.sm80.backward_plan import STAT_ROWS, sums
+from cuattn.cuda.call import Call, gradients
+from cuattn.cuda.constants import Constants
+from cuattn.cuda.device import device_of
+from cuattn.cuda.sequence import LaunchSequence
+from cuattn.cuda.sm80.backward import add_preprocess
+from cuattn.cuda.sm80.backward_plan import is_sum
 from cuattn.cuda.sm90 import backward_plan as planner
-from cuattn.cuda.sm90.backward_plan import Kernel
-from cuattn.cuda.sm90.forward_plan import ARCH
-from cuattn.cuda.sm90.tensor_map import unreadable, view_of
-from cuattn.cuda.tables import mask_tables, table_fields, table_layout, table_slots
-from cuattn.errors import UnsupportedError
+from cuattn.cuda.sm90.forward_plan import ARCH, WARPGROUP_ROWS
+from cuattn.cuda.sm90.tensor_map import layout_reason, view_of
 from cuattn.plans import Plan
-from cuattn.problem import Operands, Problem
+from cuattn.problem import Problem
 
-__all__ = ["plan", "reason_against", "record"]
+__all__ = ["launch_sequence", "plan", "unsupported_reason"]
 
-_RESULTS = {"dq": "q", "dk": "k", "dv": "v"}
-_SLOTS = {
-    **{f"{name}.data": name for name in ("q", "k", "v", "dout", "o", "l", "m", *_RESULTS)},
-    **{name: name for name in ("delta", "stat", "counters", "turns", "dq_acc")},
-    "ticket": "tickets",
-}
 _PREPROCESS = ("elem", "acc", "o_elem", "block_m", "head_dim_v", "split_delta")
 _CONVERT = (
-    "elem", "head_dim", "head_dim_v", "block_m", "block_n", "stages", "band_left", "band_right", "mask", "dropout",
-    "split_delta",
+    "elem", "acc", "grad", "head_dim", "head_dim_v", "block_m", "block_n", "stages", "band_left", "band_right", "mask",
+    "dropout", "split_delta",
 )  # fmt: skip
-_THREADS = 256  # of backward_preprocess and backward_convert
-_STORE_ROWS = 64  # of gradients leave at a time: one warpgroup's
+_CONVERT_WARPS = 8
 
 
-def _arrays(operands: Operands) -> dict[str, Any]:
-    """Return the arrays of a call by name; one that is only planned has q, k and v."""
-    names = "q", "k", "v", "dout", "o", "l", "m"
-    arrays = *operands[:3], operands.do, operands.o, operands.l, operands.m
-    return {name: array for name, array in zip(names, arrays, strict=True) if array is not None}
-
-
-def reason_against(problem: Problem, operands: Operands) -> str | None:
-    """Say why these kernels do not take a call for arrays on the current device, or return None."""
-    against = planner.refusal(problem, arguments.card(operands.q.device.id))
-    if against is None and problem.kernel is None and planner.short(problem):
+def unsupported_reason(problem: Problem, operands: dict[str, Any], masks: tuple) -> str | None:
+    """Say why these kernels do not take a call, or return None."""
+    against = planner.unsupported_reason(problem, device_of(operands["q"].device.id))
+    if against is None and problem.kernel is None and planner.is_short(problem):
         against = "rows and keys are fewer than its tiles have"
-    if against is not None:
-        return against
-    summed = {"k": problem.kv_heads, "v": problem.kv_heads}
-    if problem.deterministic or not planner.whole(problem):
-        summed["q"] = problem.heads
-    arrays = _arrays(operands)
-    for name, heads in summed.items():
-        if sums(problem, arrays[name].shape, heads):
+    return against or _sum_reason(problem, operands) or layout_reason(problem, operands, masks, ("q", "k", "v", "do"))
+
+
+def _sum_reason(problem: Problem, operands: dict[str, Any]) -> str | None:
+    heads = {"k": problem.kv_heads, "v": problem.kv_heads}
+    if problem.deterministic or not planner.fuses_dq(problem):
+        heads["q"] = problem.heads
+    for name, count in heads.items():
+        if is_sum(problem, operands[name].shape, count):
             return f"the gradient of {name} is a sum over axes along which it was broadcast"
-    try:
-        axes = arguments.merged_axes(problem, arrays.values(), table_layout(problem, operands.mask))
-    except UnsupportedError as error:
-        return str(error)
-    if math.prod(axes.size[:-1]) > 1:
-        return f"its tensor maps have one leading axis, and the strides of its arrays keep {problem.batch} apart"
-    for name in ("q", "k", "v", "dout"):
-        unfit = unreadable(arrays[name]) if name in arrays else None
-        if unfit is not None:
-            return f"the copy engine cannot read {'do' if name == 'dout' else name}: {unfit}"
     return None
 
 
-def plan(problem: Problem, operands: Operands) -> Plan:
-    """Return the plan of a backward that :func:`reason_against` has nothing against."""
-    return planner.plan(problem, "" if operands.o is None else operands.o.dtype.name)
+def plan(problem: Problem, operands: dict[str, Any], masks: tuple) -> Plan:
+    """Return the plan of a backward."""
+    builder = _Builder(problem, operands, masks)
+    return dataclasses.replace(builder.plan, workspace_bytes=builder.call.sequence.workspace_bytes)
 
 
-def record(problem: Problem, operands: Operands) -> Record:
-    """Return what a backward that :func:`reason_against` has nothing against launches; see ``backward.record``."""
-    builder = _Builder(problem, operands, plan(problem, operands))
+def launch_sequence(problem: Problem, operands: dict[str, Any], masks: tuple) -> LaunchSequence:
+    """Return what a backward launches for arrays of this layout."""
+    builder = _Builder(problem, operands, masks)
     builder.preprocess()
     builder.keys()
-    if planner.whole(problem):
+    if planner.fuses_dq(problem):
         builder.convert()
     else:
         builder.rows()
-    return builder.record
+    return builder.call.sequence
 
 
 class _Builder:
-    """Adds the launches of a backward to its record, in order."""
+    """Adds the launches of a backward to its call, in order."""
 
-    def __init__(self, problem: Problem, operands: Operands, made: Plan) -> None:
-        self.problem, self.operands, self.made = problem, operands, made
-        self.device = operands.q.device.id
-        self.whole = planner.whole(problem)
-        self.kernels = [planner.key_kernel(problem)] + ([] if self.whole else [planner.row_kernel(problem)])
-        self.arrays = _arrays(operands)
-        self.layout = table_layout(problem, operands.mask)
-        self.axes = arguments.merged_axes(problem, self.arrays.values(), self.layout)
-        self.results = {name: Array(self.arrays[of].shape, self.arrays[of].dtype) for name, of in _RESULTS.items()}
-        self.fields = arguments.problem_fields(problem, self.axes)
-        for name, array in {**self.arrays, **self.results}.items():
-            self.fields.update(arguments.operand_fields(name, array, self.axes, len(problem.batch)))
-        mask, tables = operands.mask, []
-        if mask is not None:
-            tables = [mask_tables(problem, mask, self.device, k.block_m, k.block_n) for k in self.kernels]
-        self.dq_instances = math.prod(operands.q.shape[:-2])
-        self.record = Record(INPUTS, self.results, planner.scratch(problem, self.dq_instances), tables)
+    def __init__(self, problem: Problem, operands: dict[str, Any], masks: tuple) -> None:
+        self.problem, self.call = problem, Call(problem, operands, masks)
+        self.plan = planner.backward_plan(problem, operands["o"].dtype.name if "o" in operands else "")
+        self.constants: Constants = dict(self.plan.constants)
+        self.key_tile = planner.key_tile(problem)
+        self.tiles = [self.key_tile] + ([] if planner.fuses_dq(problem) else [planner.row_tile(problem)])
+        self.dq_instances = math.prod(operands["q"].shape[:-2])
+        scratch = planner.scratch(problem, self.dq_instances)
+        tiles = [(tile.block_m, tile.block_n) for tile in self.tiles]
+        self.call.begin(gradients(problem, operands), scratch, tiles)
 
     def _add(
-        self, path: str, kernel: str, constants: dict[str, object], tile: Kernel, grid: int, maps: dict[str, int]
+        self, path: str, kernel: str, constants: Constants, tile: planner.Tile, grid: int, boxes: dict[str, int]
     ) -> None:
-        """Append a kernel that takes ``Params``, and a map of each named array with boxes of so many rows.
-
-        Those that take maps are Hopper's own, persistent, and read the mask's tables.
-        """
-        problem = self.problem
-        fields = {**self.fields, "row_tiles": tile.row_tiles, "key_tiles": tile.key_tiles, "section": tile.section}
-        slots, shared, threads, arch = dict(_SLOTS), 0, _THREADS, None
-        if maps:
-            grid = min(grid, arguments.card(self.device).multiprocessors)
-            shared, threads, arch = tile.smem_bytes, 32 * self.made.workers, ARCH
-            if problem.mask is not None:
-                fields.update(table_fields(problem, self.operands.mask, self.layout, self.axes, tile.block_n))
-                slots |= table_slots(self.kernels.index(tile))
-        known = {**self.arrays, **self.results}
-        views = [(name, view_of(known[name], self.axes, len(problem.batch), rows)) for name, rows in maps.items()]
-        described = [(name, view.mapper(problem.dtype.name)) for name, view in views]
-        function = arguments.function(self.device, path, kernel, tuple(constants.items()), shared, arch)
-        random = problem.dropout > 0
-        self.record.add(
-            function, (grid,), threads, PARAMS, fields, slots, shared_bytes=shared, maps=described, random=random
-        )
+        """Append a persistent kernel with a map of each named array, in boxes of so many rows."""
+        call, rank = self.call, len(self.problem.batch)
+        # Unrounded gradients leave without a map, and any will do.
+        sources = {name: name[1:] for name in ("dq", "dk", "dv") if call.arrays[name].dtype != self.problem.dtype}
+        arrays = {name: call.arrays[sources.get(name, name)] for name in boxes}
+        views = [(name, view_of(arrays[name], call.axes, rank, rows)) for name, rows in boxes.items()]
+        call.add(
+            path, kernel, constants, (min(grid, call.device.multiprocessors),), self.plan.workers,
+            shared_bytes=tile.smem_bytes, tile=(tile.block_m, tile.block_n), arch=ARCH,
+            maps=[(name, view.mapper(self.problem.row)) for name, view in views], **tile.counts,
+        )  # fmt: skip
 
     def preprocess(self) -> None:
         """Compute delta and the softmax statistics of every row, and zero the accumulator of dq."""
-        problem, size = self.problem, self.problem.dtype.itemsize
-        vector = arguments.load_bytes(self.operands.do, self.operands.o)
-        while vector > size and problem.head_dim_v * size % vector:
-            vector //= 2
-        constants = {name: value for name, value in self.made.constants if name in _PREPROCESS}
-        columns = planner.accumulator_columns(problem)
-        constants.update(warps=_THREADS // 32, head_dim=columns, atomic_dq=self.whole, load_bytes=vector)
-        grid = -(-problem.n_queries // STAT_ROWS) * problem.heads * math.prod(problem.batch)
-        self._add("util/bwd_preprocess.cu", "backward_preprocess", constants, self.kernels[0], grid, {})
+        constants = {name: self.constants[name] for name in _PREPROCESS}
+        constants["atomic_dq"] = planner.fuses_dq(self.problem)
+        add_preprocess(self.call, constants, planner.accumulator_columns(self.problem), **self.key_tile.counts)
 
     def keys(self) -> None:
         """Compute dk and dv, and add up dq if that is done in memory."""
-        problem, tile = self.problem, self.kernels[0]
-        constants = {**dict(self.made.constants), "sum_dk": False, "sum_dv": False}
+        tile = self.key_tile
         rows, keys = tile.block_m, tile.block_n
-        maps = {"q": rows, "k": keys, "v": keys, "dout": rows, "dk": _STORE_ROWS, "dv": _STORE_ROWS}
-        grid = tile.key_tiles * problem.kv_heads * math.prod(problem.batch)
-        self._add("sm90/bwd.cu", "attention_backward", constants, tile, grid, maps)
+        boxes = {"q": rows, "k": keys, "v": keys, "do": rows, "dk": WARPGROUP_ROWS, "dv": WARPGROUP_ROWS}
+        grid = tile.key_tiles * self.problem.kv_heads * math.prod(self.problem.batch)
+        self._add("sm90/bwd.cu", "attention_backward", self.constants, tile, grid, boxes)
 
     def convert(self) -> None:
         """Turn the sums into rows of dq."""
-        constants = {name: value for name, value in self.made.constants if name in _CONVERT}
-        tile = self.kernels[0]
-        grid = tile.row_tiles * self.dq_instances
-        self._add("sm90/bwd_convert.cu", "backward_convert", constants, tile, grid, {})
+        constants, tile = {name: self.constants[name] for name in _CONVERT}, self.key_tile
+        grid = (tile.row_tiles * self.dq_instances,)
+        self.call.add("sm90/bwd_convert.cu", "backward_convert", constants, grid, _CONVERT_WARPS, **tile.counts)
 
     def rows(self) -> None:
         """Compute dq in a fixed order."""
-        problem, tile = self.problem, self.kernels[1]
+        tile = self.tiles[1]
         own = {"block_m": tile.block_m, "block_n": tile.block_n, "v_stages": tile.v_stages}
-        maps = {"q": tile.block_m, "k": tile.block_n, "v": tile.block_n, "dout": tile.block_m, "dq": _STORE_ROWS}
-        grid = tile.row_tiles * problem.heads * math.prod(problem.batch)
-        self._add("sm90/bwd_rows.cu", "backward_rows", {**dict(self.made.constants), **own}, tile, grid, maps)
+        rows, keys = tile.block_m, tile.block_n
+        boxes = {"q": rows, "k": keys, "v": keys, "do": rows, "dq": WARPGROUP_ROWS}
+        grid = tile.row_tiles * self.problem.instances
+        self._add("sm90/bwd_rows.cu", "backward_rows", {**self.constants, **own}, tile, grid, boxes)

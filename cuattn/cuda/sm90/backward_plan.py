@@ -11,29 +11,31 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cuattn.cuda.launch import Array
+from cuattn.cuda.arguments import pad
+from cuattn.cuda.constants import backward_constants
+from cuattn.cuda.device import Device
+from cuattn.cuda.sequence import Array
 from cuattn.cuda.sm80.backward_plan import STAT_ROWS
-from cuattn.cuda.sm80.forward_plan import CUDA_TYPES, mask_code, pad
-from cuattn.cuda.sm80.tiles import Card
-from cuattn.cuda.sm90 import forward_plan
+from cuattn.cuda.sm90 import forward_plan as forward
+from cuattn.cuda.sm90.forward_plan import L2_SHARE, REASON, ROW_BYTES, SLAB_COLUMNS, scaling, width_of
+from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
 from cuattn.problem import Problem
 
 __all__ = [
-    "Kernel", "accumulator_columns", "key_kernel", "plan", "refusal", "row_kernel", "scratch", "short", "whole",
+    "Tile", "accumulator_columns", "backward_plan", "fuses_dq", "is_short", "key_tile", "row_tile", "scratch",
+    "splits_delta", "unsupported_reason",
 ]  # fmt: skip
 
-_WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 256)  # of accumulating products (kernels/ptx/wgmma.cuh)
-_WHOLE_HEAD_DIM = 128
-_SLAB_COLUMNS, _ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
+_FUSED_HEAD_DIM = 128
 _WARPGROUPS = 2  # consumers
 _SHORT = 128
 _DELTA_PARTS = 3  # bfloat16 that add up to a row's delta (kernels/attn/bwd_workspace.cuh)
-_DELTA_OPERAND = 8 * _ROW_BYTES  # bytes of which a row tile's parts are the first rows
+_DELTA_OPERAND = 8 * ROW_BYTES  # bytes of which a row tile's parts are the first rows
 _TURNS, _CAUSAL_TURNS = 16, 32  # heads at least, where key tiles take turns: measured at N 8192
 
 
-class Kernel(NamedTuple):
+class Tile(NamedTuple):
     """One kernel's tile, buffers, and what it is launched with."""
 
     block_m: int
@@ -45,52 +47,51 @@ class Kernel(NamedTuple):
     key_tiles: int
     section: int  # heads that are worked on side by side
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """The fields of ``Params``."""
+        return {"row_tiles": self.row_tiles, "key_tiles": self.key_tiles, "section": self.section}
+
 
 def _sizes(problem: Problem) -> tuple[int, int]:
-    def width(size: int) -> int:
-        return next(width for width in _WIDTHS if size <= width)
-
-    return width(problem.head_dim), width(problem.head_dim_v)
+    return width_of(problem.head_dim), width_of(problem.head_dim_v)
 
 
-def refusal(problem: Problem, card: Card) -> str | None:
-    """Say why this kernel does not take a problem, or return None.
-
-    Strides and addresses are another matter: see :func:`cuattn.cuda.sm90.tensor_map.why_not`.
-    """
-    against = forward_plan.refusal(problem, card)
+def unsupported_reason(problem: Problem, device: Device) -> str | None:
+    """Say why these kernels do not take a problem, or return None; strides and addresses are another matter."""
+    against = forward.unsupported_reason(problem, device)
     if against is None and problem.head_dim % 8:
         return f"it writes rows in units of 8 elements, and q has {problem.head_dim}"
     return against
 
 
-def short(problem: Problem) -> bool:
+def is_short(problem: Problem) -> bool:
     """Whether a problem does not even fill one tile, so that smaller ones serve it as well."""
     return problem.n_queries < _SHORT and problem.n_keys < _SHORT
 
 
-def whole(problem: Problem) -> bool:
+def fuses_dq(problem: Problem) -> bool:
     """Whether one kernel computes everything and adds dq up in memory."""
     widest = max(_sizes(problem))
-    if widest > _WHOLE_HEAD_DIM:
+    if widest > _FUSED_HEAD_DIM:
         return False
     if widest <= 64:
         return True
     # A softcap takes registers, too, and so does walking blocks beside anything else.
     return not (
         problem.softcap is not None
-        or (problem.mask == "block" and (problem.band is not None or problem.deterministic or problem.dropout))
+        or (problem.masks == ("block",) and (problem.band is not None or problem.deterministic or problem.dropout))
     )
 
 
 def splits_delta(problem: Problem) -> bool:
     """Whether tensor cores subtract delta from dP: dropout needs it apart, and blocks take the registers of V."""
-    return whole(problem) and max(_sizes(problem)) > 64 and not problem.dropout and problem.mask != "block"
+    return fuses_dq(problem) and max(_sizes(problem)) > 64 and not problem.dropout and problem.masks != ("block",)
 
 
 def _slabs(problem: Problem) -> tuple[int, int]:
     head_dim, head_dim_v = _sizes(problem)
-    return -(-head_dim // _SLAB_COLUMNS), -(-head_dim_v // _SLAB_COLUMNS)
+    return cdiv(head_dim, SLAB_COLUMNS), cdiv(head_dim_v, SLAB_COLUMNS)
 
 
 def _section(problem: Problem, row: int, rows: int, heads: int) -> int:
@@ -100,75 +101,75 @@ def _section(problem: Problem, row: int, rows: int, heads: int) -> int:
     the more heads, the fewer of one head wait for each other.
     """
     together = 1
-    if problem.mask is not None or problem.band is not None:
-        together = 1 << (max(forward_plan.L2_SHARE // (rows * row), 1).bit_length() - 1)
-    if problem.deterministic and whole(problem):
-        together = max(together, _CAUSAL_TURNS if problem.mask is None and problem.band is not None else _TURNS)
+    if problem.masks or problem.band is not None:
+        together = 1 << (max(L2_SHARE // (rows * row), 1).bit_length() - 1)
+    if problem.deterministic and fuses_dq(problem):
+        together = max(together, _CAUSAL_TURNS if not problem.masks and problem.band is not None else _TURNS)
     return max(min(together, heads * math.prod(problem.batch)), 1)
 
 
-def key_kernel(problem: Problem) -> Kernel:
+def key_tile(problem: Problem) -> Tile:
     """Return the tile of sm90/bwd.cu; shared memory as kernels/sm90/bwd_layout.cuh lays it out."""
     slabs, slabs_v = _slabs(problem)
-    one = whole(problem)
+    one = fuses_dq(problem)
     block_m, block_n, stages = 64, 128 if one else 64, 2
-    crowded = problem.softcap is not None or (problem.mask == "block" and problem.dropout)  # registers are
+    crowded = problem.softcap is not None or (problem.masks == ("block",) and problem.dropout)  # registers are
     if one and max(slabs, slabs_v) == 1 and not crowded:
         block_m = 128
     if one:
         keys = 2 * slabs + slabs_v
-        handed = 4 * block_m * _SLAB_COLUMNS * slabs  # dq
-        gradients = 2 * _WARPGROUPS * block_m * _ROW_BYTES
+        handed = 4 * block_m * SLAB_COLUMNS * slabs  # dq
+        gradients = 2 * _WARPGROUPS * block_m * ROW_BYTES
     else:
         keys = 2 * max(slabs, slabs_v)
         handed = 2 * 4 * 64 * block_m  # P
         gradients = 0
-    rows = (slabs + slabs_v) * block_m * _ROW_BYTES + 4 * block_m
+    rows = (slabs + slabs_v) * block_m * ROW_BYTES + 4 * block_m
     split = splits_delta(problem)
     rows += _DELTA_OPERAND if split else 4 * block_m
     draws = block_m * block_n // 8 if problem.dropout else 0
     barriers = 8 * ((6 if one else 4) + 4 * stages + 6 + 2 + (3 * stages if draws else 0))
-    tiles = keys * block_n * _ROW_BYTES + stages * rows + gradients + handed + draws
+    tiles = keys * block_n * ROW_BYTES + stages * rows + gradients + handed + draws
     work, steps, mail, walk, heads, dq_places = (3 if one else 2) * 16, 16 * stages, 32, 48, 24, 40
     draw_places = 16 * stages if draws else 0
     smem_bytes = pad(tiles + barriers, 16) + work + draw_places + steps + mail + walk + heads + dq_places
     smem_bytes = pad(smem_bytes, _DELTA_OPERAND) if split else smem_bytes
     row = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + (4 * problem.head_dim if one else 0)
     section = _section(problem, row, problem.n_queries * problem.group, problem.kv_heads)
-    return Kernel(block_m, block_n, stages, 0, smem_bytes, *_tiles(problem, block_m, block_n), section)
+    return Tile(block_m, block_n, stages, 0, smem_bytes, *_tiles(problem, block_m, block_n), section)
 
 
-def row_kernel(problem: Problem) -> Kernel:
+def row_tile(problem: Problem) -> Tile:
     """Return the tile of sm90/bwd_rows.cu; shared memory as kernels/sm90/bwd_rows_layout.cuh lays it out."""
     slabs, slabs_v = _slabs(problem)
     wide = max(slabs, slabs_v) > 2
-    masked = problem.mask is not None and wide
+    masked = bool(problem.masks) and wide
     block_m, block_n, stages = 128, 32 if masked else 64, 2
     v_stages = 1 if wide and not masked else 2
-    rows = (slabs + slabs_v) * block_m * _ROW_BYTES + 2 * 4 * block_m
-    keys = (stages * slabs + v_stages * slabs_v) * block_n * _ROW_BYTES
+    rows = (slabs + slabs_v) * block_m * ROW_BYTES + 2 * 4 * block_m
+    keys = (stages * slabs + v_stages * slabs_v) * block_n * ROW_BYTES
     barriers = 8 * (2 + 2 * stages + 2 * v_stages + 2)
     work, place, mail, steps = 16, 40, 24, 4 * stages
     smem_bytes = pad(rows + keys + barriers, 16) + work + place + mail + steps
     row = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     section = _section(problem, row, problem.n_keys, problem.heads)
-    return Kernel(block_m, block_n, stages, v_stages, smem_bytes, *_tiles(problem, block_m, block_n), section)
+    return Tile(block_m, block_n, stages, v_stages, smem_bytes, *_tiles(problem, block_m, block_n), section)
 
 
 def _tiles(problem: Problem, block_m: int, block_n: int) -> tuple[int, int]:
-    return -(-problem.n_queries // block_m), -(-problem.n_keys // block_n)
+    return cdiv(problem.n_queries, block_m), cdiv(problem.n_keys, block_n)
 
 
 def accumulator_columns(problem: Problem) -> int:
     """Columns of a row of dq's accumulator: whole slabs."""
-    return pad(problem.head_dim, _SLAB_COLUMNS)
+    return pad(problem.head_dim, SLAB_COLUMNS)
 
 
 def scratch(problem: Problem, dq_instances: int) -> dict[str, Array]:
     """Return the scratch memory by name; `dq_instances` counts the different (N, d) matrices of q."""
     int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
-    heads = math.prod(problem.batch) * problem.heads
-    groups = -(-problem.n_queries // STAT_ROWS)
+    heads = problem.instances
+    groups = cdiv(problem.n_queries, STAT_ROWS)
     delta = Array((heads, groups * STAT_ROWS), float32)
     if splits_delta(problem):
         delta = Array((heads, groups * STAT_ROWS, _DELTA_PARTS), np.dtype(np.uint16))
@@ -176,20 +177,20 @@ def scratch(problem: Problem, dq_instances: int) -> dict[str, Array]:
         "delta": delta,
         "stat": Array((heads, groups * STAT_ROWS), float32),
         "counters": Array((heads, groups), int32),
-        "tickets": Array((2,), int32),
+        "ticket": Array((2,), int32),
     }
-    if whole(problem):
-        kernel = key_kernel(problem)
+    if fuses_dq(problem):
+        tile = key_tile(problem)
         if problem.deterministic:
-            found["turns"] = Array((dq_instances, kernel.row_tiles), int32)
-        rows = kernel.row_tiles * kernel.block_m
+            found["turns"] = Array((dq_instances, tile.row_tiles), int32)
+        rows = tile.row_tiles * tile.block_m
         found["dq_acc"] = Array((dq_instances, rows, accumulator_columns(problem)), float32)
     return found
 
 
 @functools.lru_cache(maxsize=1024)
-def plan(problem: Problem, o_dtype: str = "") -> Plan:
-    """Plan a backward that :func:`refusal` has nothing against.
+def backward_plan(problem: Problem, o_dtype: str = "") -> Plan:
+    """Plan a backward that can be done.
 
     Parameters
     ----------
@@ -202,32 +203,20 @@ def plan(problem: Problem, o_dtype: str = "") -> Plan:
     Plan
         ``constants`` is the prologue of kernels/sm90/bwd.cu.
     """
-    kernel = key_kernel(problem)
+    tile, fused = key_tile(problem), fuses_dq(problem)
     head_dim, head_dim_v = _sizes(problem)
-    band, heads = problem.band, math.prod(problem.batch) * problem.heads
-    prescaled = problem.softcap is not None or problem.scale == 0
     constants = {
-        "elem": CUDA_TYPES[problem.dtype.name],
-        "acc": "float",
-        "o_elem": CUDA_TYPES[o_dtype or problem.dtype.name],
-        "bias_elem": "float",
+        **backward_constants(problem, o_dtype),
+        **scaling(problem),
         "head_dim": head_dim,
         "head_dim_v": head_dim_v,
-        "block_m": kernel.block_m,
-        "block_n": kernel.block_n,
-        "stages": kernel.stages,
-        "dropout": problem.dropout,
-        "runs": False,
-        "softcap": problem.softcap is not None,
-        "prescaled": prescaled,
-        "negate": problem.scale < 0 and not prescaled,
-        "band_left": band is not None and band.left is not None,
-        "band_right": band is not None and band.right is not None,
-        "mask": mask_code(problem),
+        "block_m": tile.block_m,
+        "block_n": tile.block_n,
+        "stages": tile.stages,
         "deterministic": problem.deterministic,
         "split_delta": splits_delta(problem),
     }
-    if not whole(problem):
+    if not fused:
         note = "dq by a second pass over the scores, in a fixed order"
     elif problem.deterministic:
         note = "key tiles take turns to add to dq, in a fixed order"
@@ -236,12 +225,12 @@ def plan(problem: Problem, o_dtype: str = "") -> Plan:
     return Plan(
         kernel="sm90",
         direction="backward",
-        block_m=kernel.block_m,
-        block_n=kernel.block_n,
-        workers=4 * (_WARPGROUPS + 1 + bool(problem.dropout and whole(problem))),
-        smem_bytes=kernel.smem_bytes,
-        workspace_bytes=sum(array.nbytes for array in scratch(problem, heads).values()),
-        reason="bulk tensor copies and warpgroup products, sm_90a",
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        workers=4 * (_WARPGROUPS + 1 + bool(problem.dropout and fused)),
+        smem_bytes=tile.smem_bytes,
+        workspace_bytes=0,
+        reason=REASON,
         notes=(note,),
         constants=tuple(constants.items()),
     )

@@ -7,19 +7,22 @@ The driver encodes a map into 128 opaque bytes, which a kernel takes by value.
 
 import ctypes
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cuattn.cuda.arguments import Axes
+from cuattn.cuda.call import Call
 from cuattn.errors import CuattnError, UnsupportedError
+from cuattn.problem import Dtype, Problem
 
-__all__ = ["BOX_COLUMNS", "TensorMap", "View", "describe", "unreadable", "view_of", "why_not"]
+__all__ = ["BOX_COLUMNS", "TensorMap", "View", "describe", "layout_reason", "unsupported_reason", "view_of"]
 
 BOX_COLUMNS = 64
 """Columns of a box: 128 bytes, the widest that the 128-byte swizzle takes."""
 
-_ELEMENT = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
 _SWIZZLE_128B = 3
 _PROMOTE_256B = 3
 _MAX_STRIDE = 1 << 40
@@ -46,7 +49,7 @@ def _encoder():
     return function
 
 
-def why_not(address: int, strides: tuple[int, ...]) -> str | None:
+def unsupported_reason(address: int, strides: tuple[int, ...]) -> str | None:
     """Say why an array cannot be described, or return None.
 
     Parameters
@@ -62,7 +65,7 @@ def why_not(address: int, strides: tuple[int, ...]) -> str | None:
 
     Examples
     --------
-    >>> why_not(4096, (0, 256, 24))
+    >>> unsupported_reason(4096, (0, 256, 24))
     'a stride of 24 bytes is not a positive multiple of 16'
     """
     if address % 16:
@@ -75,7 +78,7 @@ def why_not(address: int, strides: tuple[int, ...]) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def describe(
-    address: int, dtype: str, shape: tuple[int, int, int, int], strides: tuple[int, int, int], box_rows: int
+    address: int, dtype: Dtype, shape: tuple[int, int, int, int], strides: tuple[int, int, int], box_rows: int
 ) -> TensorMap:
     """Encode the map of one array.
 
@@ -83,7 +86,8 @@ def describe(
     ----------
     address : int
         Of the first element, on the current device.
-    dtype : {"float16", "bfloat16"}
+    dtype : Dtype
+        One that has a code for tensor maps.
     shape : tuple of int
         (batch, head, row, column); none 0.
     strides : tuple of int
@@ -100,7 +104,7 @@ def describe(
     UnsupportedError
         The driver is too old.
     CuattnError
-        The driver refuses the description (see :func:`why_not`).
+        The driver refuses the description (see :func:`unsupported_reason`).
     """
     extent = (ctypes.c_uint64 * _RANK)(*reversed(shape))
     steps = map(_stride, shape[2::-1], strides[::-1])
@@ -110,12 +114,12 @@ def describe(
     storage = np.zeros(192, np.uint8)
     aligned = -storage.ctypes.data % 64
     encoded = storage[aligned : aligned + 128]
-    view = encoded.ctypes.data, _ELEMENT[dtype], _RANK, address, extent, step, box, ones
+    view = encoded.ctypes.data, dtype.tensor_map, _RANK, address, extent, step, box, ones
     interleave = fill = 0
     status = _encoder()(*view, interleave, _SWIZZLE_128B, _PROMOTE_256B, fill)
     if status:
         raise CuattnError(
-            f"the driver refused a tensor map (CUresult {status}) of {dtype} {shape} at {address:#x}, "
+            f"the driver refused a tensor map (CUresult {status}) of {dtype.name} {shape} at {address:#x}, "
             f"strides {strides} bytes"
         )
     return TensorMap(encoded.ctypes.data, storage)
@@ -133,12 +137,12 @@ class View(NamedTuple):
     strides: tuple[int, int, int]  # bytes
     box_rows: int
 
-    def mapper(self, dtype: str) -> Callable[[int], Any]:
+    def mapper(self, dtype: Dtype) -> Callable[[int], TensorMap]:
         """Return the function that describes an array of this look at an address."""
         return functools.lru_cache(_MAPS_KEPT)(lambda address: describe(address, dtype, *self))
 
 
-def view_of(array: Any, axes: Any, rank: int, box_rows: int) -> View:
+def view_of(array: Any, axes: Axes, rank: int, box_rows: int) -> View:
     """Return the look of an array (*batch, heads, rows, columns) with `rank` batch axes, merged into one (``Axes``)."""
     size = array.dtype.itemsize
     batch = size * axes.strides(array.shape[:rank], array.strides[:rank], size)[-1]
@@ -148,10 +152,24 @@ def view_of(array: Any, axes: Any, rank: int, box_rows: int) -> View:
     return View(shape, (batch, head, row), box_rows)
 
 
-def unreadable(array: Any) -> str | None:
-    """Say why the copy engine cannot read an array, or return None."""
+def layout_reason(problem: Problem, operands: dict[str, Any], masks: Sequence[Any], read: Iterable[str]) -> str | None:
+    """Say why the arrays of a call cannot be described; `read` names those that the copy engine reads."""
+    try:
+        axes = Call(problem, operands, masks).axes
+    except UnsupportedError as error:
+        return str(error)
+    if math.prod(axes.size[:-1]) > 1:
+        return f"its tensor maps have one leading axis, and the strides of its arrays keep {problem.batch} apart"
+    for name in read:
+        unfit = _array_reason(operands[name]) if name in operands else None
+        if unfit is not None:
+            return f"the copy engine cannot read {name}: {unfit}"
+    return None
+
+
+def _array_reason(array: Any) -> str | None:
     strides = tuple(stride for size, stride in zip(array.shape[:-1], array.strides[:-1], strict=True) if size > 1)
-    unfit = why_not(array.data.ptr, strides)
+    unfit = unsupported_reason(array.data.ptr, strides)
     if unfit is None and array.shape[-2] > 1 and array.strides[-2] == 0:
         return "its rows are one row, repeated"
     return unfit

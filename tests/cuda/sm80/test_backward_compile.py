@@ -5,10 +5,10 @@ import pytest
 
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
-from cuattn.cuda.sm80.backward_plan import STAT_ROWS, atomic, backward_plan, kernels_of, shared_bytes
+from cuattn.cuda.sm80.backward_plan import STAT_ROWS, backward_plan, cut, shared_bytes
 from tests.cuda.cases import CASES, F16, WIDE_HEADS, Case
-from tests.cuda.sm80.test_forward_compile import FORWARD_CARDS, _failures
-from tests.cuda.sm80.test_forward_plan import CARDS, STATIC_BYTES, problem_of
+from tests.cuda.sm80.test_forward_compile import COMPILED, _failures
+from tests.cuda.sm80.test_forward_plan import DEVICES, STATIC_BYTES, problem_of
 
 # What other generations compile besides the head dimensions: every feature once.  sm_90, with the largest tiles,
 # compiles all cases.
@@ -28,29 +28,29 @@ WIDE = (
 
 def backward_jobs(arch):
     """Return the backward's variants on one architecture."""
-    card = FORWARD_CARDS[arch]
+    device = COMPILED[arch]
     for case in CASES + WIDE_HEADS:
-        problem = problem_of(case)
+        problem = problem_of(case, "backward")
         plain = not (case.options or case.mask or case.bias)
         if arch != "sm_90" and not plain and case.name not in FEATURES:
             continue
-        kernels = kernels_of(problem, card)
-        constants = dict(backward_plan(problem, card, 16 if case.head_dim % 8 == 0 else 2).constants)
-        if kernels.chunk:
+        made = cut(problem, device)
+        constants = dict(backward_plan(problem, device, 16 if case.head_dim % 8 == 0 else 2).constants)
+        if made.chunk:
             if case.name in WIDE[arch == "sm_90"]:
                 yield from _wide_jobs(case, constants, arch)
             continue
         keys = {**constants, "sum_dk": False, "sum_dv": False}
         yield case.name, "sm80/bwd.cu", tuple(keys.items()), arch
-        rows = {**constants, **kernels.rows._asdict(), "atomic_dq": False, "sum_dq": False}
+        rows = {**constants, **made.rows._asdict(), "atomic_dq": False, "sum_dq": False}
         if case.name in FEATURES or case.head_dim >= 256 or (plain and case.head_dim in (64, 128)):
             yield case.name, "sm80/bwd_rows.cu", tuple(rows.items()), arch
         if problem.bias is not None:
             shape = {"split": False, "sum_rows": "row" in case.name, "sum_keys": "column" in case.name}
-            bias = {**constants, **kernels.bias._asdict(), "atomic_dq": False, **shape}
+            bias = {**constants, **made.bias._asdict(), "atomic_dq": False, **shape}
             yield case.name, "sm80/bwd_bias.cu", tuple(bias.items()), arch
         if case.name in ("d64", "float16 d128", "d256") or (case.dtype.itemsize > 2 and case.head_dim in (64, 128)):
-            yield case.name, "util/bwd_convert.cu", tuple(constants.items()), arch
+            yield case.name, "sm80/bwd_convert.cu", tuple(constants.items()), arch
             few = {"elem", "acc", "o_elem", "block_m", "warps", "head_dim", "head_dim_v", "load_bytes", "atomic_dq"}
             preprocess = tuple(item for item in constants.items() if item[0] in few)
             yield case.name, "util/bwd_preprocess.cu", (*preprocess, ("split_delta", False)), arch
@@ -70,24 +70,24 @@ def _wide_jobs(case, constants, arch):
         yield case.name, "sm80/bwd_bias.cu", tuple({**constants, **shape}.items()), arch
 
 
-@pytest.mark.parametrize("arch", FORWARD_CARDS)
+@pytest.mark.parametrize("arch", COMPILED)
 def test_no_spills(arch):
     assert not _failures(list(backward_jobs(arch)))
 
 
-@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
-def test_fits_the_card(card):
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_fits_the_card(device):
     for case in CASES + WIDE_HEADS:
-        problem = problem_of(case)
-        kernels = kernels_of(problem, card)
-        plan = backward_plan(problem, card)
-        for kernel in ("keys", "rows", "bias") + (("convert",) if atomic(problem, kernels) else ()):
-            assert shared_bytes(problem, kernels, kernel) + STATIC_BYTES <= card.shared_bytes, (case.name, kernel)
-            tile = getattr(kernels, "keys" if kernel == "convert" else kernel)
+        problem = problem_of(case, "backward")
+        made = cut(problem, device)
+        plan = backward_plan(problem, device)
+        for kernel in ("keys", "rows", "bias") + (("convert",) if made.atomic else ()):
+            assert shared_bytes(problem, made, kernel) + STATIC_BYTES <= device.shared_bytes, (case.name, kernel)
+            tile = getattr(made, "keys" if kernel == "convert" else kernel)
             assert STAT_ROWS % tile.block_m == 0
-        assert plan.smem_bytes == shared_bytes(problem, kernels, "keys")
-        assert plan.direction == "backward" and card.arch in str(plan)
-        assert dict(plan.constants)["atomic_dq"] == atomic(problem, kernels)
+        assert plan.smem_bytes == shared_bytes(problem, made, "keys")
+        assert plan.direction == "backward" and device.arch in str(plan)
+        assert dict(plan.constants)["atomic_dq"] == made.atomic
 
 
 @pytest.mark.parametrize(
@@ -96,29 +96,24 @@ def test_fits_the_card(card):
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_shared_memory_is_what_the_key_kernel_lays_out(name, softcap):
     case = next(case for case in CASES if case.name == name)
-    problem = problem_of(case._replace(options={**(case.options or {}), "softcap": softcap}))
-    wanted = shared_bytes(problem, kernels_of(problem, CARDS["H200"]), "keys")
+    problem = problem_of(case._replace(options={**(case.options or {}), "softcap": softcap}), "backward")
+    wanted = shared_bytes(problem, cut(problem, DEVICES["H200"]), "keys")
     check = f'#include "sm80/bwd_layout.cuh"\nstatic_assert(sm80::shared_bytes == {wanted});\n'
-    constants = backward_plan(problem, CARDS["H200"]).constants
+    constants = backward_plan(problem, DEVICES["H200"]).constants
     compiler.compile_log(source.prologue(dict(constants)) + source.flatten_text(check, "check.cu"), "sm_90")
 
 
-@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 @pytest.mark.parametrize("dtype", [F16, np.dtype(np.float32), np.dtype(np.float64)], ids=str)
-def test_wide_heads_come_in_chunks(dtype, card):
+def test_wide_heads_come_in_chunks(dtype, device):
     for head_dim, head_dim_v in ((512, 512), (320, 64), (64, 1000)):
         case = Case("wide", dtype, n_queries=9, n_keys=9, head_dim=head_dim, head_dim_v=head_dim_v)
-        problem = problem_of(case)
-        kernels = kernels_of(problem, card)
-        assert kernels.head_dim >= head_dim and kernels.head_dim_v >= head_dim_v
-        if kernels.chunk:
-            assert not atomic(problem, kernels)
-            assert (
-                kernels.head_dim % kernels.chunk
-                == kernels.head_dim_v % kernels.chunk
-                == kernels.part % kernels.chunk
-                == 0
-            )
-            assert "64 columns at a time" in str(backward_plan(problem, card))
+        problem = problem_of(case, "backward")
+        made = cut(problem, device)
+        assert made.head_dim >= head_dim and made.head_dim_v >= head_dim_v
+        if made.chunk:
+            assert not made.atomic
+            assert made.head_dim % made.chunk == made.head_dim_v % made.chunk == made.part % made.chunk == 0
+            assert "64 columns at a time" in str(backward_plan(problem, device))
         for kernel in ("keys", "rows", "bias"):
-            assert shared_bytes(problem, kernels, kernel) + STATIC_BYTES <= card.shared_bytes
+            assert shared_bytes(problem, made, kernel) + STATIC_BYTES <= device.shared_bytes

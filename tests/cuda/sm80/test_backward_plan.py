@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cuattn.cuda.sm80.backward_plan import backward_plan, kernels_of, shared_keys
-from tests.cuda.sm80.test_forward_plan import CARDS, shaped
+from cuattn.cuda.sm80.backward_plan import backward_plan, cut, shared_keys
+from tests.cuda.sm80.test_forward_plan import DEVICES, shaped
 
-CARD = CARDS["H200"]
+DEVICE = DEVICES["H200"]
 
 
 def shared(problem, sums=()):
-    return shared_keys(problem, kernels_of(problem, CARD), CARD.multiprocessors, sums)
+    return shared_keys(problem, cut(problem, DEVICE), DEVICE.multiprocessors, sums)
 
 
 def float64(heads, n_queries, n_keys, group=1, **options):
@@ -24,8 +24,8 @@ def float64(heads, n_queries, n_keys, group=1, **options):
 def test_the_last_round_is_dealt_out(heads, n_queries, n_keys, group):
     tiles, row_tiles = heads * -(-n_keys // 64), -(-n_queries // 16)
     found = shared(float64(heads, n_queries, n_keys, group))
-    assert found.first == tiles - tiles % CARD.multiprocessors
-    assert found.parts > 1 and found.grid - found.first <= CARD.multiprocessors
+    assert found.first == tiles - tiles % DEVICE.multiprocessors
+    assert found.parts > 1 and found.grid - found.first <= DEVICE.multiprocessors
     assert found.grid - found.first == (tiles - found.first) * found.parts
     assert found.parts * found.row_tiles >= row_tiles > (found.parts - 1) * found.row_tiles
 
@@ -53,4 +53,4 @@ def test_sums_over_broadcast_axes_are_not_shared():
     problem = float64(133, 4096, 64)
     assert shared(problem).parts > 1
     assert shared(problem, ["dk"]).parts == shared(problem, {"dv": 1}).parts == 1
-    assert "dk and dv" in str(backward_plan(problem, CARD))
+    assert "dk and dv" in str(backward_plan(problem, DEVICE))

@@ -9,9 +9,9 @@ from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.sm80.forward_plan import forward_plan
 from tests.cuda.cases import CASES
-from tests.cuda.sm80.test_forward_plan import CARDS, problem_of
+from tests.cuda.sm80.test_forward_plan import DEVICES, problem_of
 
-FORWARD_CARDS = {card.arch: card for card in (CARDS["A100"], CARDS["H200"], CARDS["RTX 5090"])}
+COMPILED = {device.arch: device for device in (DEVICES["A100"], DEVICES["H200"], DEVICES["RTX 5090"])}
 
 # Variants that may keep a few values in local memory: their products take every register, and what is spilled is the
 # walk over key tiles, touched once per tile of thousands of instructions.
@@ -62,18 +62,18 @@ def forward_jobs(arch):
     """Return the forward's variants on one architecture."""
     for case in CASES:
         load_bytes = 16 if case.head_dim % 8 == 0 else 2
-        plan = forward_plan(problem_of(case), FORWARD_CARDS[arch], load_bytes)
+        plan = forward_plan(problem_of(case), COMPILED[arch], load_bytes)
         yield case.name, "sm80/fwd.cu", plan.constants, arch
         if case.name in ("float32 d64", "float32 d128", "float64 d64", "float64 d128"):
             deposits = {**dict(plan.constants), "flush_every": 64}
             yield f"{case.name} with flushes", "sm80/fwd.cu", tuple(deposits.items()), arch
 
 
-@pytest.mark.parametrize("arch", FORWARD_CARDS)
+@pytest.mark.parametrize("arch", COMPILED)
 def test_forward(arch):
     assert not _failures(list(forward_jobs(arch)))
 
 
-@pytest.mark.parametrize("arch", FORWARD_CARDS)
+@pytest.mark.parametrize("arch", COMPILED)
 def test_utilities(arch):
     assert not _failures([(path, path, tuple(constants.items()), arch) for path, constants in UTILITIES])

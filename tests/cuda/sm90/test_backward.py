@@ -1,40 +1,37 @@
 """What Hopper's backward launches, without a GPU."""
 
+import numpy as np
 import pytest
 
 from cuattn import masks
-from cuattn.cuda import families
-from cuattn.cuda.sm80 import backward
-from cuattn.cuda.sm90 import backward as hopper_backward
+from cuattn.cuda import families, sm80
+from cuattn.cuda.sm90 import backward
 from cuattn.errors import UnsupportedError
-from cuattn.problem import Operands
 from tests.cuda.recording import array
-from tests.cuda.recording import device as device
+from tests.cuda.recording import driver as driver
 from tests.cuda.sm90.test_backward_plan import problem
 from tests.cuda.sm90.test_forward_plan import CAUSAL
 
-pytestmark = pytest.mark.usefixtures("device")
+pytestmark = pytest.mark.usefixtures("driver")
 
 
-def operands(p, mask=None, **options):
+def operands(p, **options):
     q = array((*p.batch, p.heads, p.n_queries, p.head_dim), **options)
     k = array((*p.batch, p.kv_heads, p.n_keys, p.head_dim), **options)
     v = array((*p.batch, p.kv_heads, p.n_keys, p.head_dim_v), **options)
     do = array((*p.batch, p.heads, p.n_queries, p.head_dim_v), **options)
     stat = array((*p.batch, p.heads, p.n_queries), p.stat_dtype)
-    return Operands(q, k, v, mask=mask, do=do, o=array(p.o_shape), l=stat, m=stat)
+    return {"q": q, "k": k, "v": v, "do": do, "o": array(p.o_shape), "l": stat, "m": stat}
 
 
-def launched(device, p, taken, **more):
-    assert hopper_backward.reason_against(p, taken) is None
-    return device.run(hopper_backward.record(p, taken), {"q": 1, "k": 2, "v": 3}, backward.INPUTS, taken.mask, **more)[
-        0
-    ]
+def launched(driver, p, taken, masks=(), **more):
+    assert backward.unsupported_reason(p, taken, masks) is None
+    return driver.run(backward.launch_sequence(p, taken, masks), {"q": 1, "k": 2, "v": 3}, masks, **more)[0]
 
 
-def test_one_kernel_and_its_neighbours(device):
+def test_one_kernel_and_its_neighbours(driver):
     p = problem(kv_heads=4, n_queries=1000, band=CAUSAL)
-    preprocess, keys, convert = launched(device, p, operands(p))
+    preprocess, keys, convert = launched(driver, p, operands(p))
     assert (keys.path, keys.grid, keys.block) == ("sm90/bwd.cu", (132,), (384,))
     assert preprocess.grid == (8 * 16 * 2,) and convert.grid == (16 * 16 * 2,)
     made = keys.argument
@@ -44,36 +41,36 @@ def test_one_kernel_and_its_neighbours(device):
     assert made["ticket"] and not made["turns"]
 
 
-def test_views(device):
+def test_views(driver):
     p = problem(kv_heads=4, n_queries=1000)
-    _, keys, _ = launched(device, p, operands(p, swap=True))
+    _, keys, _ = launched(driver, p, operands(p, swap=True))
     q, k, _, do, dk, _ = (described[2:] for described in keys.maps)
     assert q == do == ((2, 16, 1000, 128), (1000 * 16 * 256, 256, 16 * 256), 64)
     assert k == ((2, 4, 4096, 128), (4096 * 4 * 256, 256, 4 * 256), 128)
     assert dk == ((2, 4, 4096, 128), (4 * 4096 * 256, 4096 * 256, 256), 64)
 
 
-def test_wide_heads_take_two_kernels_with_tables_of_their_own(device):
-    p = problem(256, mask="column")
-    done = launched(device, p, operands(p, masks.causal(4096)), capturing=True)
+def test_wide_heads_take_two_kernels_with_tables_of_their_own(driver):
+    p = problem(256, masks=("column",))
+    done = launched(driver, p, operands(p), (masks.causal(4096),), capturing=True)
     preprocess, keys, rows = [each for each in done if "mask" not in getattr(each, "path", "mask")]
     assert not preprocess.constants["atomic_dq"] and not keys.argument["dq_acc"]
     assert (rows.path, rows.constants["v_stages"]) == ("sm90/bwd_rows.cu", 2)
     assert keys.argument["table"]["bounds"] != rows.argument["table"]["bounds"]
 
 
-def test_turns(device):
+def test_turns(driver):
     p = problem(deterministic=True)
-    _, keys, _ = launched(device, p, operands(p))
+    _, keys, _ = launched(driver, p, operands(p))
     assert keys.constants["deterministic"] and keys.argument["turns"]
 
 
-def test_broadcast_queries_share_an_accumulator(device):
+def test_broadcast_queries_share_an_accumulator(driver):
     p = problem()
-    taken = operands(p)._replace(q=array((1, 16, 4096, 128)))
-    _, keys, convert = launched(device, p, taken)
+    taken = {**operands(p), "q": array((1, 16, 4096, 128))}
+    _, keys, convert = launched(driver, p, taken)
     assert convert.grid == (64 * 16,) and not keys.argument["dq"]["batch"].any()
-    assert "q is a sum" in hopper_backward.reason_against(problem(256), taken)
+    assert "q is a sum" in backward.unsupported_reason(problem(256), taken, ())
 
 
 @pytest.mark.parametrize(
@@ -85,21 +82,27 @@ def test_broadcast_queries_share_an_accumulator(device):
 )
 def test_unfit_arrays(changes, words):
     p = problem()
-    assert words in hopper_backward.reason_against(p, operands(p)._replace(**changes))
+    assert words in backward.unsupported_reason(p, {**operands(p), **changes}, ())
+
+
+def test_gradients_unrounded(driver):
+    p = problem(out_dtype=np.dtype(np.float32))
+    assert backward.unsupported_reason(p, operands(p), ()) is None
+    _, keys, convert = launched(driver, p, operands(p))
+    assert keys.constants["grad"] == convert.constants["grad"] == "float"
 
 
 def test_choice():
     p = problem()
-    assert families._choose(p, operands(p))[::3] == (hopper_backward, None)
-    assert families._choose(p, Operands(*operands(p)[:3]))[::3] == (
-        hopper_backward,
-        None,
-    )  # planned
-    assert families._choose(problem(kernel="sm80"), None)[::3] == (backward, "kernel is 'sm80'")
+    assert families._choose(p, operands(p), ()).kernels is backward
+    planned = {name: array for name, array in operands(p).items() if name in "qkv"}
+    assert families._choose(p, planned, ()).kernels is backward
+    chosen = families._choose(problem(kernel="sm80"), operands(p), ())
+    assert chosen.kernels is sm80.backward and chosen.notes == ("not the sm90 kernel: kernel is 'sm80'",)
     short = problem(n_queries=100, n_keys=100)
-    assert "fewer than its tiles" in families._choose(short, operands(short)).against
+    assert "fewer than its tiles" in families._choose(short, operands(short), ()).notes[0]
     short = problem(n_queries=100, n_keys=100, kernel="sm90")
-    assert families._choose(short, operands(short))[::3] == (hopper_backward, None)
+    assert families._choose(short, operands(short), ()).kernels is backward
     wide = problem(264, kernel="sm90")
     with pytest.raises(UnsupportedError, match="'sm90', but it takes head dimensions up to 256"):
-        families._choose(wide, operands(wide))
+        families._choose(wide, operands(wide), ())

@@ -19,7 +19,7 @@ WINDOW = Band(10, 5, 0)
 
 
 def problem(*sizes, **changes):
-    return forward_problem(*sizes, direction="backward", **changes)
+    return forward_problem(*sizes, operation="backward", **changes)
 
 
 @pytest.mark.parametrize(
@@ -27,27 +27,27 @@ def problem(*sizes, **changes):
     [
         ({"dtype": np.dtype(np.float32)}, "float32"),
         ({"bias": np.dtype(np.float32)}, "bias"),
-        ({"mask": "dense"}, "boolean"),
+        ({"masks": ("boolean",)}, "boolean"),
         ({"head_dim": 264}, "264"),
         ({"head_dim": 36, "head_dim_v": 40}, "36"),
         ({"n_queries": 0}, "nothing"),
     ],
 )
-def test_refusal_says_why(changes, words):
-    assert words in planner.refusal(problem(**changes), H200)
+def test_reasons(changes, words):
+    assert words in planner.unsupported_reason(problem(**changes), H200)
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 128, 136, 192, 256])
 def test_takes_head_dimensions(head_dim):
-    assert planner.refusal(problem(head_dim), H200) is None
+    assert planner.unsupported_reason(problem(head_dim), H200) is None
 
 
 def test_one_kernel_or_two():
-    assert planner.whole(problem()) and planner.whole(problem(64, softcap=3.0, dropout=6554))
-    assert [planner.whole(problem(mask=mask, dropout=6554)) for mask in ("column", "block")] == [True, False]
-    assert not planner.whole(problem(256)) and not planner.whole(problem(softcap=3.0))
-    assert "turns" in planner.plan(problem(64, deterministic=True)).notes[0]
-    assert "fixed order" in planner.plan(problem(256)).notes[0]
+    assert planner.fuses_dq(problem()) and planner.fuses_dq(problem(64, softcap=3.0, dropout=6554))
+    assert [planner.fuses_dq(problem(masks=(kind,), dropout=6554)) for kind in ("column", "block")] == [True, False]
+    assert not planner.fuses_dq(problem(256)) and not planner.fuses_dq(problem(softcap=3.0))
+    assert "turns" in planner.backward_plan(problem(64, deterministic=True)).notes[0]
+    assert "fixed order" in planner.backward_plan(problem(256)).notes[0]
 
 
 def test_scratch_holds_whole_tiles():
@@ -60,69 +60,69 @@ def test_scratch_holds_whole_tiles():
 
 def test_who_subtracts_delta():
     assert [planner.splits_delta(problem(d)) for d in (64, 96, 128, 256)] == [False, True, True, False]
-    assert planner.splits_delta(problem(mask="column", deterministic=True, band=CAUSAL))
-    assert not planner.splits_delta(problem(dropout=6554)) and not planner.splits_delta(problem(mask="block"))
+    assert planner.splits_delta(problem(masks=("column",), deterministic=True, band=CAUSAL))
+    assert not planner.splits_delta(problem(dropout=6554)) and not planner.splits_delta(problem(masks=("block",)))
     parts = planner.scratch(problem(n_queries=130), 3)["delta"]
     assert (parts.shape, parts.dtype) == ((2 * 16, 256, 3), np.uint16)
     assert planner.scratch(problem(64, n_queries=130), 3)["delta"].dtype == np.float32
 
 
-@pytest.mark.parametrize("mask", [None, "column", "block"])
+@pytest.mark.parametrize("masks", [(), ("column",), ("block",)])
 @pytest.mark.parametrize("sizes", [(64,), (96, 40), (128,), (64, 256), (192, 128), (256,)])
-def test_fits_in_shared_memory(sizes, mask):
+def test_fits_in_shared_memory(sizes, masks):
     for changes in ({}, {"dropout": 6554}, {"softcap": 1.0}, {"deterministic": True}):
-        p = problem(*sizes, mask=mask, **changes)
-        assert planner.key_kernel(p).smem_bytes <= H200.shared_bytes
-        assert planner.row_kernel(p).smem_bytes <= H200.shared_bytes
+        p = problem(*sizes, masks=masks, **changes)
+        assert planner.key_tile(p).smem_bytes <= H200.shared_bytes
+        assert planner.row_tile(p).smem_bytes <= H200.shared_bytes
 
 
 def test_causal_heads_share_the_cache():
-    assert planner.key_kernel(problem()).section == 1
-    assert planner.key_kernel(problem(band=CAUSAL, n_queries=65536)).section == 1
-    assert planner.key_kernel(problem(band=CAUSAL, n_queries=1024)).section == 32
+    assert planner.key_tile(problem()).section == 1
+    assert planner.key_tile(problem(band=CAUSAL, n_queries=65536)).section == 1
+    assert planner.key_tile(problem(band=CAUSAL, n_queries=1024)).section == 32
 
 
 def test_many_heads_take_turns():
-    assert planner.key_kernel(problem(deterministic=True)).section == 16
-    assert planner.key_kernel(problem(deterministic=True, band=CAUSAL)).section == 32
-    assert planner.key_kernel(problem(256, deterministic=True)).section == 1
+    assert planner.key_tile(problem(deterministic=True)).section == 16
+    assert planner.key_tile(problem(deterministic=True, band=CAUSAL)).section == 32
+    assert planner.key_tile(problem(256, deterministic=True)).section == 1
 
 
 VARIANTS = [
     problem(64),
-    problem(64, mask="column", band=WINDOW),
+    problem(64, masks=("column",), band=WINDOW),
     problem(64, dropout=6554, dtype=F16, softcap=3.0),
-    problem(64, dropout=40000, mask="block", band=WINDOW),
-    problem(96, 40, mask="block"),
+    problem(64, dropout=40000, masks=("block",), band=WINDOW),
+    problem(96, 40, masks=("block",)),
     problem(128),
-    problem(128, mask="column", band=CAUSAL),
+    problem(128, masks=("column",), band=CAUSAL),
     problem(96, dropout=6554),
     problem(128, dropout=6554, scale=-0.1),
-    problem(128, dropout=6554, mask="column", band=CAUSAL),
-    problem(128, softcap=3.0, mask="column"),
+    problem(128, dropout=6554, masks=("column",), band=CAUSAL),
+    problem(128, softcap=3.0, masks=("column",)),
     problem(192, 128, band=CAUSAL),
     problem(256),
-    problem(256, mask="column", dropout=6554, softcap=3.0, band=WINDOW),
-    problem(256, mask="block"),
+    problem(256, masks=("column",), dropout=6554, softcap=3.0, band=WINDOW),
+    problem(256, masks=("block",)),
     problem(64, deterministic=True, band=CAUSAL),
-    problem(128, deterministic=True, mask="column"),
-    problem(96, deterministic=True, mask="block", dropout=6554),
+    problem(128, deterministic=True, masks=("column",)),
+    problem(96, deterministic=True, masks=("block",), dropout=6554),
 ]
 
 
 def kernels(p):
     """Yield path, constants and shared memory of the kernels that are Hopper's own."""
-    made = planner.plan(p)
+    made = planner.backward_plan(p)
     yield "sm90/bwd.cu", {**dict(made.constants), "sum_dk": False, "sum_dv": False}, made.smem_bytes, "bwd_layout"
-    if planner.whole(p):
+    if planner.fuses_dq(p):
         yield "sm90/bwd_convert.cu", {name: value for name, value in made.constants if name in _CONVERT}, 0, ""
     else:
-        tile = planner.row_kernel(p)
+        tile = planner.row_tile(p)
         own = {"block_m": tile.block_m, "block_n": tile.block_n, "v_stages": tile.v_stages}
         yield "sm90/bwd_rows.cu", {**dict(made.constants), **own}, tile.smem_bytes, "bwd_rows_layout"
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda p: f"d{p.head_dim} {p.mask} {p.dropout} {p.softcap}")
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda p: f"d{p.head_dim} {p.masks} {p.dropout} {p.softcap}")
 def test_compiles_without_spills(variant):
     for path, constants, _, _ in kernels(variant):
         text = source.build(path, tuple(constants.items()))
@@ -137,9 +137,9 @@ def test_compiles_without_spills(variant):
     "variant", [problem(64), problem(256), problem(96), problem(dtype=F16)], ids=["d64", "d256", "d96", "float16"]
 )
 def test_preprocess_compiles_without_spills(variant, o_elem, load_bytes):
-    constants = {name: value for name, value in planner.plan(variant).constants if name in _PREPROCESS}
+    constants = {name: value for name, value in planner.backward_plan(variant).constants if name in _PREPROCESS}
     constants["o_elem"] = constants["elem"] if o_elem == "elem" else "float"
-    constants |= {"warps": 8, "head_dim": planner.accumulator_columns(variant), "atomic_dq": planner.whole(variant)}
+    constants |= {"warps": 8, "head_dim": planner.accumulator_columns(variant), "atomic_dq": planner.fuses_dq(variant)}
     text = source.build("util/bwd_preprocess.cu", tuple({**constants, "load_bytes": load_bytes}.items()))
     _, log = compiler.compile_log(text, "sm_90", ("--ptxas-options=-v",))
     assert re.search(r"\b0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", log), log

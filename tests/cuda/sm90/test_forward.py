@@ -3,71 +3,68 @@
 import pytest
 
 from cuattn import masks
-from cuattn.cuda import families
-from cuattn.cuda.sm80 import forward
-from cuattn.cuda.sm90 import forward as hopper
+from cuattn.cuda import families, sm80
+from cuattn.cuda.sm90 import forward
 from cuattn.errors import UnsupportedError
-from cuattn.problem import Operands
 from tests.cuda.recording import TICKET, array
-from tests.cuda.recording import device as device
+from tests.cuda.recording import driver as driver
 from tests.cuda.sm90.test_forward_plan import CAUSAL, problem
 
-pytestmark = pytest.mark.usefixtures("device")
+pytestmark = pytest.mark.usefixtures("driver")
 
 
-def operands(p, mask=None, **options):
+def operands(p, **options):
     q = array((*p.batch, p.heads, p.n_queries, p.head_dim), **options)
     k = array((*p.batch, p.kv_heads, p.n_keys, p.head_dim), **options)
     v = array((*p.batch, p.kv_heads, p.n_keys, p.head_dim_v), **options)
-    return Operands(q, k, v, mask=mask)
+    return {"q": q, "k": k, "v": v}
 
 
-def launched(device, p, taken, **more):
-    """Return the one launch of a problem's record."""
-    assert hopper.reason_against(p, taken) is None
-    addresses = {"q": 1, "k": 2, "v": 3}
-    *_, last = device.run(hopper.record(p, taken), addresses, forward.INPUTS, taken.mask, **more)[0]
+def launched(driver, p, taken, masks=(), **more):
+    """Return the one launch of a problem's sequence."""
+    assert forward.unsupported_reason(p, taken, masks) is None
+    *_, last = driver.run(forward.launch_sequence(p, taken, masks), {"q": 1, "k": 2, "v": 3}, masks, **more)[0]
     return last
 
 
-def shapes(device, p, taken):
+def shapes(driver, p, taken):
     """Return shape, strides and rows of a box of the maps of q, k, v, o."""
-    return [described[2:] for described in launched(device, p, taken).maps]
+    return [described[2:] for described in launched(driver, p, taken).maps]
 
 
-def test_argument(device):
+def test_argument(driver):
     p = problem(kv_heads=4, n_queries=1000, band=CAUSAL)
-    found = launched(device, p, operands(p))
+    found = launched(driver, p, operands(p))
     made = found.argument
-    _, places = device.run(hopper.record(p, operands(p)), {}, forward.INPUTS)
+    _, places = driver.run(forward.launch_sequence(p, operands(p), ()), {})
     assert [made[name]["data"] for name in "qkvolm"] == [1, 2, 3, *places[:3]] and made["counters"] == TICKET
     assert list(made["k"]["batch"]) == [0, 0, 0, 4 * 4096 * 128] and made["k"]["head"] == 4096 * 128
     assert list(made["o"]["batch"]) == [0, 0, 0, 16 * 1000 * 128] and made["o"]["row"] == 128
     assert (made["l"]["head"], made["m"]["row"]) == (1000, 1)
     assert (made["batch"], made["heads"], made["group"], made["row_tiles"], made["key_tiles"]) == (2, 16, 4, 8, 32)
-    assert (made["band_left"], made["band_right"], made["band_offset"]) == (2**30, 0, 0)
+    assert (made["band_left"], made["band_right"]) == (2**30, 0)
     assert found.grid == (132,) and found.block == (384,)
     assert (found.path, found.kernel) == ("sm90/fwd.cu", "attention_forward")
 
 
-def test_views(device):
+def test_views(driver):
     p = problem()
-    q, k, _, o = shapes(device, p, operands(p, swap=True))
+    q, k, _, o = shapes(driver, p, operands(p, swap=True))
     assert q == ((2, 16, 4096, 128), (4096 * 16 * 256, 256, 16 * 256), 128)
     assert k == q
     assert o == ((2, 16, 4096, 128), (16 * 4096 * 256, 4096 * 256, 256), 64)
 
 
-def test_broadcast_axes_have_one_element(device):
+def test_broadcast_axes_have_one_element(driver):
     p = problem()
-    found = launched(device, p, operands(p, broadcast=(0, 1)))
+    found = launched(driver, p, operands(p, broadcast=(0, 1)))
     assert found.maps[0][2] == (1, 1, 4096, 128)
     assert found.argument["q"]["head"] == 0 and not found.argument["q"]["batch"].any()
 
 
-def test_batch_axes_merge(device):
+def test_batch_axes_merge(driver):
     p = problem(batch=(2, 3))
-    assert shapes(device, p, operands(p))[1][0] == (6, 16, 4096, 128)
+    assert shapes(driver, p, operands(p))[1][0] == (6, 16, 4096, 128)
 
 
 @pytest.mark.parametrize(
@@ -76,50 +73,62 @@ def test_batch_axes_merge(device):
 )
 def test_unfit_arrays(options, words):
     p = problem()
-    assert words in hopper.reason_against(p, operands(p, **options))
+    assert words in forward.unsupported_reason(p, operands(p, **options), ())
 
 
 def test_unfit_stride():
     p = problem(100, 96)
-    assert "200 bytes" in hopper.reason_against(p, operands(p))
+    assert "200 bytes" in forward.unsupported_reason(p, operands(p), ())
 
 
-def test_a_graph_counts_its_tiles_in_memory_of_its_results(device):
+def test_a_graph_counts_its_tiles_in_memory_of_its_results(driver):
     p = problem()
-    ticket = launched(device, p, operands(p), capturing=True).argument["counters"]
-    cleared = device.done[0]
-    assert (cleared.address, cleared.size) == (ticket, 4) and ticket + 4 <= device.end
+    ticket = launched(driver, p, operands(p), capturing=True).argument["counters"]
+    cleared = driver.done[0]
+    assert (cleared.address, cleared.size) == (ticket, 4) and ticket + 4 <= driver.end
 
 
-def test_column_mask_for_all_heads(device):
-    mask = masks.causal(4096)
-    p = problem(mask="column")
-    made = launched(device, p, operands(p, mask), capturing=True).argument
+def test_column_mask_for_all_heads(driver):
+    p = problem(masks=("column",))
+    made = launched(driver, p, operands(p), (masks.causal(4096),), capturing=True).argument
     assert made["table"]["keys_padded"] == 4096 and not made["table"]["batch"].any()
-    assert made["table"]["cols"] < made["table"]["bounds"] < made["table"]["order"] < device.end
+    assert made["table"]["cols"] < made["table"]["bounds"] < made["table"]["order"] < driver.end
 
 
-def test_a_mask_that_is_a_band_is_taken_as_one(device):
+def test_a_mask_that_is_a_band_is_taken_as_one(driver):
     mask = masks.causal(4096)
-    p = problem(mask="column")
-    done = families._choose(p, operands(p, mask))
-    assert (done.kernels, done.problem, done.operands.mask) == (hopper, problem(band=CAUSAL), None)
-    assert any("the mask is a band" in note for note in families.plan(p, operands(p, mask)).notes)
-    documents = masks.causal_document([96, 4000])
-    assert families._choose(p, operands(p, documents)).problem is p
-    assert not any("band" in note for note in families.plan(p, operands(p, documents)).notes)
-    portable = problem(mask="column", kernel="sm80")  # must give the bits that a boolean mask gives
-    assert families._choose(portable, operands(portable, mask)).problem is portable
+    p = problem(masks=("column",))
+    taken = operands(p)
+    chosen = families._choose(p, taken, (mask,))
+    assert (chosen.kernels, chosen.problem, chosen.masks) == (forward, problem(band=CAUSAL), ())
+    assert any("the mask is a band" in note for note in families.plan(p, taken, (mask,)).notes)
+    documents = (masks.causal_document([96, 4000]),)
+    assert families._choose(p, taken, documents).problem is p
+    assert not any("band" in note for note in families.plan(p, taken, documents).notes)
+    portable = problem(masks=("column",), kernel="sm80")  # must give the bits that a boolean mask gives
+    assert families._choose(portable, taken, (mask,)).problem is portable
+
+
+def test_a_band_that_is_a_mask_stays_where_it_is(driver):
+    """A part's place moves the band of the whole, but no mask, which is the part's own."""
+    place = problem().place._replace(row=512, shift=512)
+    p = problem(masks=("column",))
+    made = families.launch_sequence(p, operands(p), (masks.causal(4096),))
+    assert driver.run(made, {}, place=place)[0][-1].argument["band_right"] == 0
+    p = problem(band=CAUSAL)
+    made = families.launch_sequence(p, operands(p), ())
+    assert driver.run(made, {}, place=place)[0][-1].argument["band_right"] == 512
 
 
 def test_choice():
     few = problem(batch=(1,), n_queries=1)
-    assert "query rows" in families._choose(few, operands(few)).against
+    assert "query rows" in families._choose(few, operands(few), ()).notes[0]
     grouped = problem(batch=(16,), heads=32, kv_heads=8, n_queries=1, n_keys=8192)
-    assert "fill its tiles" in families._choose(grouped, operands(grouped)).against
+    assert "fill its tiles" in families._choose(grouped, operands(grouped), ()).notes[0]
     few = problem(batch=(1,), n_queries=1, kernel="sm90")
-    assert families._choose(few, operands(few))[::3] == (hopper, None)
+    assert families._choose(few, operands(few), ()).kernels is forward
     wide = problem(264, kernel="sm90")
     with pytest.raises(UnsupportedError, match="'sm90', but it takes head dimensions up to 256"):
-        families._choose(wide, operands(wide))
-    assert families._choose(problem(kernel="sm80"), None)[::3] == (forward, "kernel is 'sm80'")
+        families._choose(wide, operands(wide), ())
+    chosen = families._choose(problem(kernel="sm80"), operands(problem()), ())
+    assert chosen.kernels is sm80.forward and chosen.notes == ("not the sm90 kernel: kernel is 'sm80'",)

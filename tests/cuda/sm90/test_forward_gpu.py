@@ -117,7 +117,7 @@ def test_column_masks_equal_causality_bit_for_bit(head_dim):
         (masks.sliding_window(n, 77), {"is_causal": True, "window": (76, None)}),
     ):
         unknown = masks.ColumnMask(*(cupy.asarray(x) for x in (mask.lts, mask.lte, mask.uts, mask.ute)), n_queries=n)
-        assert mask.to_device()._reach == mask._reach is not None is unknown._reach
+        assert mask.to_device().reach == mask.reach is not None is unknown.reach
         for a, b, c in zip(run(qkv, {"mask": unknown}), run(qkv, {"mask": mask}), run(qkv, option), strict=True):
             assert a.tobytes() == b.tobytes() == c.tobytes()
 

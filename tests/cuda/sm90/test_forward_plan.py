@@ -7,22 +7,20 @@ import pytest
 
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
-from cuattn.cuda.sm80.tiles import Card
-from cuattn.cuda.sm90.forward_plan import ARCH, counts, few_rows, hopper_plan, leaves_idle, refusal
-from cuattn.cuda.sm90.tensor_map import why_not
-from cuattn.problem import Band, Origin, Problem
+from cuattn.cuda.sm90 import tensor_map
+from cuattn.cuda.sm90.forward_plan import ARCH, counts, few_rows, forward_plan, leaves_idle, unsupported_reason
+from cuattn.problem import Band, Problem
 from tests.cuda.cases import BF16, F16
+from tests.cuda.recording import H200
 
-H200 = Card("sm_90", 132, 232448, 60 << 20)
 CAUSAL = Band(None, 0, 0)
 
 
 def problem(head_dim=128, head_dim_v=None, **changes) -> Problem:
     values = {
-        "direction": "forward", "batch": (2,), "heads": 16, "kv_heads": 16, "n_queries": 4096, "n_keys": 4096,
+        "operation": "forward", "batch": (2,), "heads": 16, "kv_heads": 16, "n_queries": 4096, "n_keys": 4096,
         "head_dim": head_dim, "head_dim_v": head_dim if head_dim_v is None else head_dim_v, "dtype": BF16,
-        "scale": 0.1, "softcap": None, "band": None, "mask": None, "bias": None, "dropout": 0, "out_dtype": BF16,
-        "precision": None, "deterministic": False, "kernel": None, "origin": Origin(),
+        "scale": 0.1, "out_dtype": BF16,
     }  # fmt: skip
     return Problem(**{**values, **changes})
 
@@ -32,26 +30,29 @@ def problem(head_dim=128, head_dim_v=None, **changes) -> Problem:
     [
         ({"dtype": np.dtype(np.float32)}, "float32"),
         ({"bias": np.dtype(np.float32)}, "bias"),
-        ({"mask": "dense"}, "boolean"),
+        ({"masks": ("boolean",)}, "boolean"),
         ({"head_dim": 264}, "264"),
         ({"head_dim_v": 36}, "36"),
+        ({"masks": ("column", "column")}, "one mask"),
         ({"n_keys": 0}, "nothing"),
+        ({"n_keys": 2**30}, "k has 1073741824 rows"),
+        ({"n_queries": 2**30}, "q has 1073741824 rows"),
     ],
 )
-def test_refusal_says_why(changes, words):
-    assert words in refusal(problem(**changes), H200)
+def test_reasons(changes, words):
+    assert words in unsupported_reason(problem(**changes), H200)
 
 
-def test_refusal_of_other_cards():
-    assert "sm_80" in refusal(problem(), H200._replace(arch="sm_80"))
+def test_reason_on_other_devices():
+    assert "sm_80" in unsupported_reason(problem(), H200._replace(arch="sm_80"))
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 128, 136, 192, 256])
 def test_takes_head_dimensions(head_dim):
-    assert refusal(problem(head_dim), H200) is None
+    assert unsupported_reason(problem(head_dim), H200) is None
 
 
-def test_few_rows_leave_the_card_idle():
+def test_few_rows_leave_the_device_idle():
     assert leaves_idle(problem(n_queries=1, batch=(1,)), H200)
     assert not leaves_idle(problem(), H200)
 
@@ -69,7 +70,7 @@ def test_few_rows_leave_the_card_idle():
         ({"kv_heads": 8, "n_queries": 32}, False),
         ({"n_queries": 128}, False),
         ({"n_queries": 4096}, False),
-        ({"heads": 32, "kv_heads": 8, "n_queries": 1, "n_keys": 8192, "mask": "column"}, True),
+        ({"heads": 32, "kv_heads": 8, "n_queries": 1, "n_keys": 8192, "masks": ("column",)}, True),
     ],
 )
 def test_few_rows_per_key(changes, few):
@@ -87,37 +88,37 @@ def test_causal_heads_share_the_cache():
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("mask", [None, "column", "block"])
-def test_fits_in_shared_memory(head_dim, mask):
+@pytest.mark.parametrize("masks", [(), ("column",), ("block",)])
+def test_fits_in_shared_memory(head_dim, masks):
     for out in (BF16, np.dtype(np.float32)):
-        assert hopper_plan(problem(head_dim, mask=mask, out_dtype=out)).smem_bytes <= H200.shared_bytes
+        assert forward_plan(problem(head_dim, masks=masks, out_dtype=out)).smem_bytes <= H200.shared_bytes
 
 
 @pytest.mark.parametrize(
     ("address", "stride", "good"), [(16, 32, True), (8, 32, False), (16, 24, False), (16, -16, False)]
 )
 def test_tensor_map_conditions(address, stride, good):
-    assert (why_not(address, (0, stride)) is None) == good
+    assert (tensor_map.unsupported_reason(address, (0, stride)) is None) == good
 
 
 VARIANTS = [
     problem(64, band=CAUSAL),
     problem(64, dropout=6554, dtype=F16, out_dtype=F16),
-    problem(64, mask="column"),
-    problem(64, mask="block", band=Band(10, 0, 0)),
+    problem(64, masks=("column",)),
+    problem(64, masks=("block",), band=Band(10, 0, 0)),
     problem(96, scale=-0.1),
     problem(128, n_keys=1024),
-    problem(128, mask="column", band=Band(10, 0, 0), dropout=6554, softcap=3.0),
+    problem(128, masks=("column",), band=Band(10, 0, 0), dropout=6554, softcap=3.0),
     problem(192, 128, out_dtype=np.dtype(np.float32)),
-    problem(256, mask="column"),
-    problem(256, mask="column", dropout=6554),
+    problem(256, masks=("column",)),
+    problem(256, masks=("column",), dropout=6554),
     problem(256, band=CAUSAL, softcap=3.0),
 ]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda p: f"d{p.head_dim} {p.mask} {p.dropout} {p.softcap}")
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda p: f"d{p.head_dim} {p.masks} {p.dropout} {p.softcap}")
 def test_compiles_without_spills(variant):
-    made = hopper_plan(variant)
+    made = forward_plan(variant)
     text = source.build("sm90/fwd.cu", made.constants)
     _, log = compiler.compile_log(text, ARCH, ("--ptxas-options=-v",))
     assert re.search(r"\b0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", log), log
@@ -126,7 +127,7 @@ def test_compiles_without_spills(variant):
 
 def test_layout_agrees_with_the_kernel():
     for variant in VARIANTS:
-        made = hopper_plan(variant)
+        made = forward_plan(variant)
         text = source.prologue(made.constants) + source.flatten_text(
             f'#include "sm90/layout.cuh"\nstatic_assert(sm90::shared_bytes == {made.smem_bytes});\n'
             f"static_assert(sm90::threads == {32 * made.workers});\n",

@@ -1,8 +1,8 @@
 // What follows from the prologue, for kernels that work on tiles.
 #pragma once
 #include "attn/mask_format.cuh"
-#include "attn/mma_f32.cuh"
-#include "attn/mma_f64.cuh"
+#include "sm80/mma_f32.cuh"
+#include "sm80/mma_f64.cuh"
 #include "attn/params.cuh"
 
 namespace config {

@@ -1,12 +1,12 @@
-// The two products of the forward for float32 (attn/mma.cuh says what they are), on halves: attn/split_f32.cuh.
+// The two products of the forward for float32 (sm80/mma.cuh says what they are), on halves: sm80/split_f32.cuh.
 //
 // Tensor cores round their sums towards zero, so no sum in them grows long: 16 columns for s, one tile of keys for o; the rest is added up in
 // float32.
 //
 // Rows of v have exponents of their own too.  They are moved to p: p v = (p 2^(e - E)) (v 2^-e) 2^E, E the largest e of the tile.
 #pragma once
-#include "attn/mma.cuh"
-#include "attn/split_f32.cuh"
+#include "sm80/mma.cuh"
+#include "sm80/split_f32.cuh"
 #include "ptx/simd.cuh"
 
 // products: 3 for float32 accuracy, 1 for 11 bits (what one product of TF32 has).

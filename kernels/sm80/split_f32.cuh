@@ -9,7 +9,7 @@
 // The split is made in place: eight float32 (two chunks of 16 bytes) become a chunk of eight hi and a chunk of eight lo.  Behind the tile
 // lie the exponents, as one float per row and segment.  inf becomes NaN.
 #pragma once
-#include "attn/tile.cuh"
+#include "sm80/tile.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/mma.cuh"
 

@@ -1,10 +1,10 @@
-// The two products of the forward for float64 (attn/mma.cuh says what they are).
+// The two products of the forward for float64 (sm80/mma.cuh says what they are).
 //
 // Scores are summed in the order of the columns, as the backward does.  The order of the second sum is free: slots q and q + 4 of an
 // instruction are keys 2q and 2q + 1, which is how p lies in its accumulators.  From v a lane takes two columns at once, so of two
 // neighbouring tiles of o the first has the even columns and the second the odd ones, until `arrange`.
 #pragma once
-#include "attn/mma.cuh"
+#include "sm80/mma.cuh"
 #include "ptx/mma_f64.cuh"
 
 template <>

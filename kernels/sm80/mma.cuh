@@ -12,7 +12,7 @@
 // arrange(o), column(n, q)              column of o[mt][n][0] and [2]; after arrange, those of [1] and [3] are the next
 #pragma once
 #include "attn/math.cuh"
-#include "attn/tile.cuh"
+#include "sm80/tile.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 

@@ -1,0 +1,97 @@
+"""The constants that kernels are specialised by: ``namespace cfg`` in front of each.
+
+======================  =======  ==================================================================================
+name                    type     meaning
+======================  =======  ==================================================================================
+``elem``                type     q, k, v (do): ``__half``, ``__nv_bfloat16``, ``float``, ``double``
+``acc``                 type     accumulators, softmax, l, m: ``float`` or ``double``
+``out``                 type     o of the forward, or merged: ``elem`` or ``acc``
+``part``                type     merge: o of the parts (backward: an int, see ``chunk``)
+``o_elem``              type     o read by the backward: ``elem`` or ``acc``
+``bias_elem``           type     the bias (``acc`` without one)
+``grad``, ``bias_grad`` type     dq, dk, dv, and dbias, as they are written
+``head_dim``            int      of q and k, rounded up to the kernel's step (``Params::head_dim`` is the true one)
+``head_dim_v``          int      of v and o, likewise
+``exact``               bool     forward: head_dim and head_dim_v are true, no column is missing
+``whole_columns``       bool     backward: likewise, and 16-byte loads are allowed
+``block_m``             int      query rows per tile
+``block_n``             int      keys per tile
+``warps``               int      warps per block (forward: per team)
+``teams``               int      forward of few rows: teams of a warp that divide a block's keys among them
+``scores_m``            int      backward: warps along the rows of a tile of scores
+``stages``              int      k (and v) tiles in flight
+``q_stages``            int      sm90 forward: query tiles in flight
+``v_stages``            int      sm90 row kernel: v tiles in flight
+``min_blocks``          int      forward: blocks meant to share a multiprocessor
+``blocks_per_sm``       int      backward: likewise
+``pack``                int      forward: heads of a group whose rows share a row tile
+``rows_per_item``       int      mask tables: units of the bounds in a row tile
+``row_warps``           int      merge: warps that share a row
+``load_bytes``          int      widest access that every address and stride of q, k, v (do) allows: 16, 8, 4 or 2
+``dropout``             int      threshold T; 0 = no dropout
+``runs``                bool     dropout: a shard's rows and keys are looked up in ``row_blocks``, ``key_blocks``
+``statistics``          bool     forward: l and m are written; else their addresses are null
+``bias``                bool     a bias is added
+``softcap``             bool     scores pass through softcap * tanh(s / softcap)
+``prescaled``           bool     scores are scaled before the maximum is taken
+``negate``              bool     sm90: scale < 0, products are negated
+``overlap``             bool     sm90 forward: the softmax begins under the warpgroup's own product
+``band_left``           bool     keys further left than ``Params::band_left`` are invisible
+``band_right``          bool     keys further right than ``Params::band_right`` are invisible (causal: 0)
+``mask``                int      which masks there are, see kernels/attn/mask_format.cuh
+``split``               bool     forward over parts of the key axis, partial results of type ``acc``; bias kernel: parts
+                                 of the heads that share a bias
+``merges``              bool     the last block of a row tile to finish its part merges them all
+``flush_every``         int      float32, float64: tiles after which long sums are added to memory; 0 = never
+``atomic_dq``           bool     backward: dq is added up in memory, in no fixed order
+``deterministic``       bool     sm90 backward: key tiles take turns to add to dq
+``split_delta``         bool     backward: delta is kept in parts, for tensor cores to subtract
+``sum_dq``, ``sum_dk``  bool     the gradient (``sum_dv`` likewise) is added up over broadcast axes later, and leaves
+                                 unrounded
+``sum_rows``            bool     bias kernel: the bias is broadcast along rows
+``sum_keys``            bool     bias kernel: the bias is broadcast along keys
+``chunk``, ``part``     int      backward of wide heads: columns loaded at a time, columns that a block owns; else 0
+``tf32``                bool     float32 products in one TF32 pass instead of float32 accuracy
+======================  =======  ==================================================================================
+"""
+
+import numpy as np
+
+from cuattn.cuda.tables import mask_constants
+from cuattn.problem import Problem, row_of
+
+__all__ = ["Constants", "backward_constants", "forward_constants"]
+
+Constants = dict[str, object]
+
+
+def _constants(problem: Problem) -> Constants:
+    """Return what every attention kernel is told of a problem."""
+    row, acc, band = problem.row, row_of(problem.stat_dtype).cuda, problem.band
+    return {
+        "elem": row.cuda,
+        "acc": acc,
+        "bias_elem": acc if problem.bias is None else row_of(problem.bias).cuda,
+        "dropout": problem.dropout,
+        "runs": problem.runs,
+        "bias": problem.bias is not None,
+        "softcap": problem.softcap is not None,
+        "prescaled": problem.bias is not None or problem.softcap is not None or not problem.scale > 0,
+        "band_left": band is not None and band.left is not None,
+        "band_right": band is not None and band.right is not None,
+        "tf32": problem.precision == "tf32",
+        **mask_constants(problem),
+    }
+
+
+def forward_constants(problem: Problem) -> Constants:
+    """Return what every forward kernel is told of a problem."""
+    return {**_constants(problem), "out": row_of(problem.out_dtype).cuda, "statistics": problem.statistics}
+
+
+def backward_constants(problem: Problem, o_dtype: str = "") -> Constants:
+    """Return what every backward kernel is told of a problem; `o_dtype` names o's dtype, by default the inputs'."""
+    found = _constants(problem)
+    grad = row_of(problem.grad_dtype(problem.dtype)).cuda
+    bias_grad = found["acc"] if problem.bias is None else row_of(problem.grad_dtype(problem.bias)).cuda
+    return {**found, "o_elem": row_of(np.dtype(o_dtype or problem.dtype)).cuda, "grad": grad, "bias_grad": bias_grad}

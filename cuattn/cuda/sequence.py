@@ -1,0 +1,259 @@
+"""What a kind of call launches: made once, then only given addresses.
+
+A :class:`LaunchSequence` lists the kernels of an operation for one problem and one layout of its arrays.  Running it
+allocates results and scratch memory, fills the masks' tables where none are kept, writes the call's addresses into
+copies of prepared arguments, and launches.  Nothing in it waits for the device.
+
+While a graph is captured all memory of a call is one piece that lives as long as its results.  Two instances of one
+graph therefore share scratch memory and results: replay them one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuattn.cuda.arguments import Change, align_up, place_changes, state_changes
+from cuattn.cuda.device import counters_of, zero
+from cuattn.cuda.launch import Kernel
+from cuattn.cuda.tables import MaskTables
+from cuattn.cuda.tables import slots as table_slots
+from cuattn.errors import UnsupportedError
+from cuattn.masks.device import upload
+from cuattn.problem import Place, Problem
+
+__all__ = ["Array", "LaunchSequence"]
+
+_COUNTER_BYTES = 4
+_RUNS_KEPT = 256  # shards whose rows or keys come in runs
+
+
+class Array(NamedTuple):
+    """Shape and dtype of a C-contiguous array that is yet to be allocated."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes from one element to the next along each axis."""
+        steps = accumulate(self.shape[:0:-1], operator.mul, initial=self.dtype.itemsize)
+        return tuple(steps)[: len(self.shape)][::-1]
+
+
+class LaunchSequence:
+    """What a kind of call launches.
+
+    Parameters
+    ----------
+    device : int
+    inputs : sequence of str
+        Names of the arrays whose addresses a run is given, in that order.
+    results, scratch : dict of str to Array
+        What a run allocates.
+    tables : sequence of MaskTables, optional
+        Of the masks, one for each tile that the kernels take.
+    counters : int, optional
+        Number of 32-bit counters, at most ``device.COUNTERS``, at the address "counters", each 0 before and after every
+        launch.
+    problem : Problem, optional
+        Whose place runs may be told.
+
+    Attributes
+    ----------
+    device : int
+    inputs : tuple of str
+    results : dict of str to Array
+    names : dict of str to int
+        The number of each address; "" is null.
+    shifts : bool
+        Whether a part's place shifts the band; not one that stands for a mask, which is the part's own.
+    scratch_bytes : int
+        What a run allocates beside its results, without tables, which masks keep.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        inputs: Sequence[str],
+        results: dict[str, Array],
+        scratch: dict[str, Array],
+        tables: Sequence[MaskTables] = (),
+        counters: int = 0,
+        problem: Problem | None = None,
+    ) -> None:
+        self.device, self.inputs, self.results = device, tuple(inputs), results
+        self._problem, self._tables = problem, tuple(tables)
+        self._kernels: list[Kernel] = []
+        self.shifts = True
+        self._zeroed = False
+        sizes = [align_up(array.nbytes) for array in scratch.values()]
+        *self._offsets, self.scratch_bytes = accumulate(sizes, initial=0)
+        self._table_sizes = [align_up(table.nbytes) for table in self._tables]
+        self._counter_bytes = _COUNTER_BYTES * counters
+        names = ["", *inputs, *results, *scratch]
+        names += [name for number, table in enumerate(self._tables) for name in table_slots(number).values()]
+        names += ["counters"] if counters else []
+        self.names = {name: number for number, name in enumerate(names)}
+        self._plain = self.names.get("mask", 0)  # where the address of a caller's boolean array is
+
+    def add(
+        self,
+        function: Any,
+        grid: tuple[int, ...],
+        threads: int,
+        dtype: np.dtype,
+        values: dict[str, Any],
+        slots: dict[str, str],
+        *,
+        shared_bytes: int = 0,
+        runs: Iterable[tuple[int, str, np.ndarray]] = (),
+        maps: Iterable[tuple[str, Callable[[int], Any]]] = (),
+    ) -> None:
+        """Append a launch; arguments are those of :class:`Kernel`, with names in place of the addresses' numbers."""
+        names = self.names
+        numbers = {slot: names[name] for slot, name in slots.items()}
+        numbered = [(first, names[name], steps) for first, name, steps in runs]
+        described = [(names[name], describe) for name, describe in maps]
+        kernel = Kernel(function, grid, threads, shared_bytes, dtype, values, numbers, numbered, described)
+        self._kernels.append(kernel)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory beyond arguments and results, with the tables that masks keep and without a stream's counters."""
+        return self.scratch_bytes + sum(self._table_sizes)
+
+    def zero(self) -> None:
+        """Let runs fill the results with zeros: there is nothing to compute."""
+        self._zeroed = True
+
+    def run(
+        self,
+        allocate: Any,
+        stream: Any,
+        addresses: Sequence[int],
+        masks: Sequence[Any] = (),
+        state: Any = None,
+        place: Place | None = None,
+        held: Sequence[Any] = (),
+    ) -> list[Any]:
+        """Launch everything on a stream of the current device.
+
+        Parameters
+        ----------
+        allocate : callable
+            ``allocate(scratch_bytes, together, held)`` makes the results and scratch memory on the stream.  It returns
+            the results, their addresses with that of the scratch memory last, and what keeps that memory alive.
+            With `together`, all is one piece of memory, which lives, and `held` with it, as long as any result: what a
+            captured graph goes on using.
+        stream : cupy.cuda.Stream
+        addresses : sequence of int
+            Of the inputs, 0 for an array that is absent.
+        masks : sequence of Mask, optional
+            All but a caller's own boolean array, which is the input "mask".
+        state : RNGState, optional
+            Of dropout.
+        place : Place, optional
+            Of a part in the whole; None is the whole.
+        held : sequence of object, optional
+            Copies that some of the inputs are.
+
+        Returns
+        -------
+        list of array
+            As `allocate` made them.
+        """
+        handle = stream.ptr
+        capturing = handle > 1 and stream.is_capturing()  # the legacy default stream cannot be captured
+        changes: list[Change] = [] if state is None else state_changes(state, self.device)
+        shift = 0
+        if place is not None:
+            shift = place.shift if self.shifts else 0
+            placed, blocks = self._placed(place._replace(shift=shift))
+            changes, held = changes + placed, (*held, *blocks)
+        kept = [table.find(masks, shift, stream, capturing) for table in self._tables] if self._tables else ()
+        if capturing:
+            held = (*held, *kept)
+        needed = self._needed(kept, capturing) if capturing or None in kept else self.scratch_bytes
+        results, places, keep = allocate(needed, capturing, held)
+        free = places.pop()
+        if self._zeroed:
+            for array, address in zip(self.results.values(), places, strict=True):
+                zero(address, array.nbytes, stream)
+        known = [0, *addresses, *places, *[free + offset for offset in self._offsets]]
+        free += self.scratch_bytes
+        for table, size, found in zip(self._tables, self._table_sizes, kept, strict=True):
+            if found is None:
+                known += table.fill(table.sources(masks, known[self._plain], stream), shift, free, stream)
+                free += size
+            else:
+                known += found.addresses
+        if self._counter_bytes:
+            known.append(self._counters(stream, free, capturing))
+        for kernel in self._kernels:
+            kernel.launch(known, handle, changes if kernel.takes_params else (), place is None)
+        del keep
+        return results
+
+    def _needed(self, kept: Sequence[Any], capturing: bool) -> int:
+        """Return the bytes of scratch memory of a call that has tables of its own to fill, or is captured."""
+        own = sum(size for size, found in zip(self._table_sizes, kept, strict=True) if found is None)
+        return self.scratch_bytes + own + (self._counter_bytes if capturing else 0)
+
+    def _counters(self, stream: Any, free: int, capturing: bool) -> int:
+        """Return the address of counters: a graph's own, since it may be replayed beside other work of its stream."""
+        if not capturing:
+            return counters_of(stream, self.device)
+        zero(free, self._counter_bytes, stream)
+        return free
+
+    def _placed(self, place: Place) -> tuple[list[Change], list[Any]]:
+        """Return what gives a ``Params`` a place, and the device arrays that it then points to."""
+        found = [None if blocks is None else _uploaded(self.device, blocks) for blocks in place[-2:]]
+        addresses = [0 if array is None else array.data.ptr for array in found]
+        return place_changes(self._problem, place, *addresses), [array for array in found if array is not None]
+
+
+_runs: dict[tuple[int, bytes], Any] = {}  # by device and content
+
+
+def _uploaded(device: int, blocks: np.ndarray) -> Any:
+    """Return the device's copy of where a shard's blocks of 16 rows or keys stand in the whole."""
+    key = device, blocks.tobytes()
+    array = _runs.get(key)
+    if array is None:
+        try:
+            array = upload(blocks, device)
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                "origin has runs, whose places a graph being captured cannot copy to a GPU; make such a call before"
+            ) from error
+        if len(_runs) >= _RUNS_KEPT:
+            _forget_runs()
+        _runs[key] = array
+    return array
+
+
+def _forget_runs() -> None:
+    """Give up the kept copies, once no kernel reads them; a captured graph holds its own."""
+    import cupy
+
+    for device in {device for device, _ in _runs}:
+        with cupy.cuda.Device(device):
+            cupy.cuda.runtime.deviceSynchronize()
+    _runs.clear()

@@ -1,0 +1,237 @@
+"""Masks that hold together: ``a & b``."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import reduce
+from itertools import product
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from cuattn.errors import MaskError
+from cuattn.masks import checks, convert
+from cuattn.masks.base import Instance, Mask
+from cuattn.masks.block import BlockMask
+from cuattn.masks.boolean import BooleanMask
+from cuattn.masks.column import ColumnMask
+from cuattn.masks.device import namespace
+from cuattn.masks.interval_mask import join
+from cuattn.masks.intervals import SKIP
+from cuattn.masks.runs import Runs
+
+__all__ = ["AllOf", "both"]
+
+
+class AllOf(Mask):
+    """Several masks that hold together: visible is what all of them show.
+
+    ``a & b`` makes one where no single mask says the same.
+
+    Parameters
+    ----------
+    parts : sequence of mask or boolean array
+        At least one; those of an `AllOf` among them become its own.  Their lengths agree and their leading axes
+        broadcast.
+
+    Attributes
+    ----------
+    parts : tuple of mask
+    leading : tuple of int
+        Shape that the parts' leading axes have together.
+
+    Raises
+    ------
+    MaskError
+        The lengths differ or the leading axes do not broadcast.
+
+    Notes
+    -----
+    A GPU takes any number of column masks up to four, and at most one mask of each other kind.
+
+    Examples
+    --------
+    >>> from cuattn.masks import AllOf, BlockMask, causal
+    >>> mask = causal(4) & BlockMask([[True, False], [False, True]], 2, 2)
+    >>> mask
+    <AllOf (<ColumnMask 4 queries x 4 keys on the host> & <BlockMask 2 x 2 blocks of 2 x 2 on the host>)>
+    >>> mask.dense().astype(int)
+    array([[1, 0, 0, 0],
+           [1, 1, 0, 0],
+           [0, 0, 1, 0],
+           [0, 0, 1, 1]])
+    """
+
+    __slots__ = ("leading", "n_keys", "n_queries", "parts")
+    kind = "all"
+    _parameter_names = ("parts",)
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        given = [as_mask(part) for part in checks.sequence("parts", parts)]
+        if not given:
+            raise MaskError("parts is empty: expected at least one mask")
+        self._settle(None, parts=tuple(part for mask in given for part in mask.parts))
+
+    def _settle(self, array: Any, **fields: Any) -> None:
+        parts = fields["parts"]
+        n_queries, n_keys = common_lengths(parts)
+        super()._settle(array, parts=parts, leading=common_leading(parts), n_queries=n_queries, n_keys=n_keys)
+
+    @property
+    def _walk(self) -> tuple[Mask, ...]:
+        """The parts as the walk over tiles takes them, of known lengths."""
+        if "walk" not in self._cache:
+            bound = [part.bind(self.n_queries, self.n_keys) for part in self.parts]
+            self._cache["walk"] = join(bound)
+        return self._cache["walk"]
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """All of the mask that a launch depends on."""
+        return tuple(part.layout for part in self.parts)
+
+    @property
+    def device(self) -> int | None:
+        """Index of the first GPU that holds a part; None where all parts are on the host."""
+        return next((part.device for part in self.parts if part.on_device), None)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether some part lies on a GPU."""
+        return self.device is not None
+
+    def to_device(self, device: int | None = None) -> "AllOf":
+        """Return this mask with all parts on a GPU, see `ColumnMask.to_device`."""
+        device = self.device if device is None else device
+        return AllOf([part.to_device(device) for part in self.parts])
+
+    def to_host(self) -> "AllOf":
+        """Return this mask with all parts on the host; from a GPU this copies and waits."""
+        return AllOf([part.to_host() for part in self.parts])
+
+    def __repr__(self) -> str:
+        return f"<AllOf ({' & '.join(map(repr, self.parts))})>"
+
+    def fits(self, n_queries: int, n_keys: int) -> bool:
+        """Return whether this is a mask of an (n_queries, n_keys) matrix."""
+        return all(part.fits(n_queries, n_keys) for part in self.parts)
+
+    def _bound(self, n_queries: int, n_keys: int) -> "AllOf":
+        return AllOf([part.bind(n_queries, n_keys) for part in self.parts])
+
+    def visible(self, instance: Instance, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+        return reduce(np.bitwise_and, (part.visible(part.instance(instance), i, j) for part in self._walk))
+
+    def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
+        found = [part.states(part.instance(instance), block_m, block_n, start, stop) for part in self._walk]
+        return reduce(namespace(found[0]).minimum, found)
+
+    def hidden(self, instance: Instance, rows: slice, keys: slice) -> np.ndarray:
+        return reduce(np.bitwise_or, (part.hidden(part.instance(instance), rows, keys) for part in self._walk))
+
+    def patterns(self, instance, block_m, block_n, row_tiles, key_tiles):
+        tiles = block_m, block_n, row_tiles, key_tiles
+        found = [part.patterns(part.instance(instance), *tiles) for part in self._walk]
+        return None if None in found else list(zip(*found, strict=True))
+
+    def shown(self, instance, block_m, block_n, row_tile, key_tile, ramp):
+        tile = block_m, block_n, row_tile, key_tile, ramp
+        return reduce(np.bitwise_and, (part.shown(part.instance(instance), *tile) for part in self._walk))
+
+    def _dense(self) -> Any:
+        return self._combined(lambda part: part._dense(), np.bitwise_and)
+
+    def _tile_states(self, block_m: int, block_n: int) -> Any:
+        return self._combined(lambda part: part._tile_states(block_m, block_n), np.minimum)
+
+    def _combined(self, of: Callable[[Mask], Any], combine: np.ufunc) -> Any:
+        """Combine what a function returns of each part, on the GPU if a part is there."""
+        mask = self.to_device() if self.on_device else self
+        return reduce(getattr(namespace(mask.parts[0]._array), combine.__name__), map(of, mask._walk))
+
+    def _skipped(self, block_m: int, block_n: int) -> int:
+        if not self.on_device:
+            return super()._skipped(block_m, block_n)
+        return int((self._tile_states(block_m, block_n) == SKIP).sum())
+
+    def _restrict(self, rows: Runs, keys: Runs) -> "AllOf":
+        return AllOf([part.bind(self.n_queries, self.n_keys).restrict(rows, keys) for part in self.parts])
+
+    @contextmanager
+    def _scope(self) -> Iterator[ModuleType]:
+        with ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(part._scope())
+            yield np
+
+
+def as_mask(value: Any) -> Mask:
+    """Return a mask as it is, and a boolean array as a `BooleanMask` of a copy."""
+    return value if isinstance(value, Mask) else BooleanMask(value)
+
+
+def both(a: Any, b: Any) -> Mask:
+    """Return what ``a & b`` is: a `ColumnMask` on the host where two intervals a column suffice, else an `AllOf`.
+
+    Parameters
+    ----------
+    a, b : mask or boolean array
+        Their lengths agree and their leading axes broadcast.  What lies on a GPU is not read.
+    """
+    given = AllOf([as_mask(a), as_mask(b)])
+    parts: list[Mask] = []
+    for part in given.parts:
+        part = _as_columns(part, given.n_queries)
+        for place, other in enumerate(parts):
+            joined = None if part.on_device or other.on_device else _joined(part, other)
+            if joined is not None:
+                parts[place] = joined
+                break
+        else:
+            parts.append(part)
+    return parts[0] if len(parts) == 1 else AllOf(parts)
+
+
+def _as_columns(mask: Mask, n_queries: int) -> Mask:
+    """Return a host's boolean mask as a `ColumnMask`, where it is one."""
+    if not isinstance(mask, BooleanMask) or mask.on_device or mask.array.shape[-1] == 1 < mask.n_keys:
+        return mask
+    if mask.array.shape[-2] == 1:
+        dead = ~mask.array[..., 0, :]
+        return ColumnMask._of([np.where(dead, 0, n_queries), n_queries, 0, np.where(dead, n_queries, 0)], n_queries)
+    try:
+        return ColumnMask.from_dense(mask.array)
+    except MaskError:
+        return mask
+
+
+def _joined(a: Mask, b: Mask) -> Mask | None:
+    """Return one mask on the host that says what two of the same kind do, or None."""
+    if isinstance(a, ColumnMask) and isinstance(b, ColumnMask):
+        vectors = convert.union([*a._intervals(), *b._intervals()], a.n_queries)
+        return vectors and ColumnMask._of(vectors, a.n_queries)
+    if isinstance(a, BooleanMask) and isinstance(b, BooleanMask):
+        return BooleanMask(a.array & b.array)
+    if isinstance(a, BlockMask) and isinstance(b, BlockMask) and a._parameters() == b._parameters():
+        return BlockMask._wrap(a.blocks & b.blocks, *a._parameters())
+    return None
+
+
+def common_lengths(parts: Sequence[Mask]) -> tuple[int, int]:
+    """Return the lengths that masks share, the largest where they leave them open; MaskError if there are none."""
+    lengths = [sorted({getattr(part, name) for part in parts}, reverse=True) for name in ("n_queries", "n_keys")]
+    for pair in product(*lengths):
+        if all(part.fits(*pair) for part in parts):
+            return pair
+    first = parts[0]
+    other = next((part for part in parts if not part.fits(first.n_queries, first.n_keys)), parts[-1])
+    raise MaskError(f"{first!r} & {other!r}: expected masks of one shape")
+
+
+def common_leading(parts: Sequence[Mask]) -> tuple[int, ...]:
+    """Return the shape that the masks' leading axes have together."""
+    try:
+        return np.broadcast_shapes(*(part.leading for part in parts))
+    except ValueError:
+        shapes = " & ".join(str(part.leading) for part in parts)
+        raise MaskError(f"leading axes {shapes}: expected ones that broadcast") from None

@@ -1,0 +1,210 @@
+"""Textbook attention and its gradients with every N x N matrix written out: what results are compared with.
+
+One function computes the exact answer, or the one that a chain of array operations in a low precision gives, which
+rounds every intermediate result.  The difference of the two is the measure of what error is allowed.
+"""
+
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["EXTENDED", "Solution", "repeat_heads", "solve", "sum_heads", "sum_to"]
+
+EXTENDED = bool(np.finfo(np.longdouble).eps < np.finfo(np.float64).eps)
+"""Whether there is anything more precise than float64 here to judge float64 by."""
+
+
+class Solution(NamedTuple):
+    """What `solve` returns: the results of the API, and the matrices on the way to them.
+
+    Attributes
+    ----------
+    o, l, m, dq, dk, dv, dbias : array
+        Under the names of the API; the gradients are None without `do`, dbias without a bias.
+    s, p, dp, ds : array, (..., Hq, Nq, Nk)
+        Masked scores, their softmax, and the gradients of the dropped-out p and of s after bias.
+    slope : array or float
+        Derivative of the soft cap.
+    """
+
+    o: Any
+    l: Any
+    m: Any
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+    s: Any
+    p: Any
+    dp: Any
+    ds: Any
+    slope: Any
+
+
+def softmax(s, axis=-1):
+    """Return exp(s) / sum(exp(s)) along an axis."""
+    p = np.exp(s - s.max(axis=axis, keepdims=True))
+    return p / p.sum(axis=axis, keepdims=True)
+
+
+def solve(
+    q,
+    k,
+    v,
+    do=None,
+    *,
+    visible=None,
+    keep=None,
+    keep_scale=1.0,
+    bias=None,
+    scale=None,
+    softcap=None,
+    dlse=None,
+    delta_from_o=False,
+    low=None,
+    softmax=softmax,
+):
+    """Compute attention and, with `do`, its gradients by the formulas of the paper.
+
+    Parameters
+    ----------
+    q, k, v, do : array, (..., Hq, Nq, d), (..., Hkv, Nk, d), (..., Hkv, Nk, dv), (..., Hq, Nq, dv)
+        NumPy or CuPy; leading axes broadcast and heads are grouped as in :func:`cuattn.attention`.
+    visible, keep : bool array, optional
+        What the mask lets through and what dropout keeps, broadcast to (..., Hq, Nq, Nk).
+    keep_scale : float, default 1
+        Factor of what is kept.
+    bias, scale, softcap : optional
+        As in :func:`cuattn.attention`.
+    dlse : array, (..., Hq, Nq), optional
+        Gradient with respect to m + log(l).
+    delta_from_o : bool, default False
+        Take D from do and o, as algorithm 4 does in O(N) memory, instead of from dp and p.
+    low : dtype, optional
+        Round every step to it, with sums in float32 (float64 for float64); None is exact: float64, and long double for
+        NumPy arrays in float64.
+    softmax : callable, optional
+        Another softmax along the last axis, SciPy's for a test.
+
+    Returns
+    -------
+    Solution
+        A key that no row may see, and a row that sees no key, take no part in it.
+
+    References
+    ----------
+    T. Dao et al., "FlashAttention", NeurIPS 2022, algorithms 0, 3 and 4.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.eye(2, dtype=np.float32)
+    >>> solve(x, x, x, visible=np.tri(2, dtype=bool)).o.round(3)
+    array([[1.  , 0.  ],
+           [0.33, 0.67]])
+    """
+    xp = np if isinstance(q, np.ndarray) else sys.modules["cupy"]
+    work = _work_dtype(q, low)
+
+    def rounded(x):
+        return x if low is None or low == work else x.astype(low).astype(work)
+
+    lead = _lead(q, k, v)
+    shape = (*lead, q.shape[-2], k.shape[-2])
+    scale = work.type(q.shape[-1] ** -0.5 if scale is None else scale)
+    with np.errstate(all="ignore"):
+        wide_bias = None if bias is None else bias.astype(work)
+        if wide_bias is not None:
+            seen = wide_bias != -np.inf
+            visible = seen if visible is None else visible & seen
+        key_heads, value_heads = (repeat_heads(xp, x, lead) for x in (k, v))
+        if visible is not None:
+            visible = xp.broadcast_to(visible, shape)
+            dead, empty = ~visible.any(-2)[..., None], ~visible.any(-1)[..., None]
+            key_heads, value_heads, q_rows = (
+                xp.where(hidden, x.dtype.type(0), x)
+                for hidden, x in ((dead, key_heads), (dead, value_heads), (empty, q))
+            )
+        else:
+            q_rows = q
+        q_rows, key_heads, value_heads = (x.astype(work) for x in (q_rows, key_heads, value_heads))
+        s = rounded(scale * rounded(q_rows @ key_heads.swapaxes(-1, -2)))
+        slope = work.type(1)
+        if softcap is not None:
+            tanh = rounded(xp.tanh(s / work.type(softcap)))
+            s, slope = rounded(work.type(softcap) * tanh), 1 - tanh**2
+        if wide_bias is not None:
+            s = rounded(s + wide_bias)
+        s = xp.broadcast_to(s, shape) if visible is None else xp.where(visible, s, work.type(-np.inf))
+        if not s.shape[-1]:
+            m, l, p = xp.full(shape[:-1], -np.inf, work), xp.zeros(shape[:-1], work), s
+        else:
+            m = s.max(-1)
+            none = (m == -np.inf)[..., None]
+            l = xp.where(none, 0, xp.exp(s - xp.where(none, 0, m[..., None]))).sum(-1)
+            p = rounded(xp.where(none, 0, softmax(xp.where(none, 0, s), axis=-1)).astype(work))
+        z = work.type(1) if keep is None else xp.where(keep, work.type(keep_scale), work.type(0))
+        dropped = rounded(p * z)
+        o = rounded(dropped @ value_heads)
+        if do is None:
+            return Solution(o, l, m, None, None, None, None, s, p, None, None, slope)
+        do = do.astype(work)
+        if visible is not None:
+            do = xp.where(empty, work.type(0), do)
+        dv = dropped.swapaxes(-1, -2) @ do
+        dp = rounded(rounded(do @ value_heads.swapaxes(-1, -2)) * z)
+        delta = rounded((do * o if delta_from_o else p * dp).sum(-1))
+        if dlse is not None:
+            delta = delta - dlse.astype(work)
+        ds = rounded(p * (dp - delta[..., None]))
+        dbias = None if bias is None else rounded(sum_to(ds, bias.shape))
+        ds_raw = rounded(ds * slope)
+        dq = rounded(sum_to(scale * (ds_raw @ key_heads), q.shape))
+        dk = rounded(sum_heads(scale * (ds_raw.swapaxes(-1, -2) @ q_rows), k.shape))
+        dv = rounded(sum_heads(dv, v.shape))
+    return Solution(o, l, m, dq, dk, dv, dbias, s, p, dp, ds, slope)
+
+
+def sum_to(x, shape):
+    """Sum over the axes along which `shape` broadcasts to ``x.shape``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> sum_to(np.ones((2, 3, 4)), (3, 1))
+    array([[8.],
+           [8.],
+           [8.]])
+    """
+    x = x.sum(axis=tuple(range(x.ndim - len(shape)))) if x.ndim > len(shape) else x
+    axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and x.shape[axis] != 1)
+    return x.sum(axis=axes, keepdims=True) if axes else x
+
+
+def _work_dtype(q, low):
+    """Return the dtype of the arithmetic."""
+    if low is not None:
+        return np.dtype(np.float64 if low == np.float64 else np.float32)
+    return np.dtype(np.longdouble if q.dtype == np.float64 and isinstance(q, np.ndarray) else np.float64)
+
+
+def _lead(q, k, v):
+    """Return the leading axes of the scores, query heads last."""
+    heads = q.shape[-3] if q.ndim > 2 else 1
+    spread = [(*x.shape[:-3], heads) if x.ndim > 2 and 1 < x.shape[-3] < heads else x.shape[:-2] for x in (k, v)]
+    return np.broadcast_shapes(q.shape[:-2], *spread)
+
+
+def repeat_heads(xp, x, lead):
+    """Repeat grouped heads, so that query head h reads head h // group, and write all leading axes out."""
+    if x.ndim > 2 and 1 < x.shape[-3] < lead[-1]:
+        x = xp.repeat(x, lead[-1] // x.shape[-3], axis=-3)
+    return xp.broadcast_to(x, (*lead, *x.shape[-2:]))
+
+
+def sum_heads(x, shape):
+    """Sum the gradients of repeated heads, then over broadcast axes."""
+    if len(shape) > 2 and 1 < shape[-3] < x.shape[-3]:
+        x = x.reshape(*x.shape[:-3], shape[-3], x.shape[-3] // shape[-3], *x.shape[-2:]).sum(-3)
+    return sum_to(x, shape)

@@ -1,0 +1,146 @@
+"""Two forwards that Algorithm 1 is compared with: its loops swapped, and Rabe and Staats' chunks.
+
+Both have queries outside.  The lecture's swap keeps O, l and m of a block of queries on the chip and corrects them
+there.  Rabe and Staats summarise each pair of chunks by a temporary output with its statistics and combine the
+summaries of a chunk of queries at the end (appendix B.5 of the FlashAttention paper): T_c outputs instead of one.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from cuattn.io_model import block_sizes
+from cuattn.reference.hbm import HBM, Counts
+from cuattn.reference.steps import Forward, block, place, softmax_tile, update
+
+__all__ = ["RabeStaatsForward", "rabe_staats_forward", "swapped_forward"]
+
+
+def swapped_forward(q, k, v, M, *, dtype=np.float64):
+    """Run Algorithm 1 with its loops swapped and B_r = B_c = ceil(M / 4d).
+
+    Parameters
+    ----------
+    q, k, v : array_like, (N, d)
+        Queries (already scaled), keys and values.
+    M : int
+        On-chip memory in elements, d <= M <= N d.
+    dtype : dtype, default float64
+        Type of the arithmetic.
+
+    Returns
+    -------
+    forward : Forward
+        O, l, m and the accesses, about 8 N^2 d^2 / M instead of Algorithm 1's 12 N^2 d^2 / M.
+
+    Raises
+    ------
+    ArgumentError
+        When M is outside its range.
+    ShapeError
+        When q, k and v are not of one shape (N, d).
+
+    Notes
+    -----
+    S_ij has (M / 4d)^2 elements: with B_r no longer held below d, it outgrows the chip for M above about 16 d^2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = k = v = np.eye(4)
+    >>> swapped_forward(q, k, v, 16).counts
+    Counts(reads=144, writes=24, extra=8, sram=19)
+    """
+    hbm = HBM(dtype)
+    n, d = place(hbm, Q=q, K=k, V=v)
+    b_r, b_c, t_r, t_c = block_sizes(n, d, M, square=True)  # Alg. 1 l. 1
+    hbm.allocate("O", (n, d), output=True)
+    hbm.allocate("l", n)
+    hbm.allocate("m", n)
+    for i in range(t_r):  # Alg. 1 l. 7, outside
+        rows = block(i, b_r, n)
+        Q_i = hbm.load("Q", rows)  # Alg. 1 l. 8
+        O_i = hbm.on_chip("O", np.zeros_like(Q_i))  # Alg. 1 l. 2, on the chip
+        l_i = hbm.on_chip("l", np.zeros(len(Q_i), hbm.dtype))
+        m_i = hbm.on_chip("m", np.full(len(Q_i), -np.inf, hbm.dtype))
+        for j in range(t_c):  # Alg. 1 l. 5, inside
+            keys = block(j, b_c, n)
+            K_j, V_j = hbm.load("K", keys), hbm.load("V", keys)  # Alg. 1 l. 6
+            S_ij = hbm.on_chip("S", Q_i @ K_j.T)  # Alg. 1 l. 9
+            O_i, l_i, m_i = update(S_ij, V_j, O_i, l_i, m_i)  # Alg. 1 l. 10-13, on the chip
+        hbm.store("O", rows, O_i)
+        hbm.store("l", rows, l_i)
+        hbm.store("m", rows, m_i)
+    return Forward(hbm.take("O"), hbm.take("l"), hbm.take("m"), None, hbm.counts)
+
+
+class RabeStaatsForward(NamedTuple):
+    """O (N, d) and the accesses."""
+
+    o: np.ndarray
+    counts: Counts
+
+
+def rabe_staats_forward(q, k, v, M, *, dtype=np.float64):
+    """Run the chunked forward, with chunks of the size that Algorithm 1 would take.
+
+    Parameters
+    ----------
+    q, k, v : array_like, (N, d)
+        Queries (already scaled), keys and values.
+    M : int
+        On-chip memory in elements, d <= M <= N d.
+    dtype : dtype, default float64
+        Type of the arithmetic.
+
+    Returns
+    -------
+    forward : RabeStaatsForward
+        O and the accesses: each chunk of at most d queries reads all of K and V, so at least 2 N^2 whatever M is.
+
+    Raises
+    ------
+    ArgumentError
+        When M is outside its range.
+    ShapeError
+        When q, k and v are not of one shape (N, d).
+
+    References
+    ----------
+    M. N. Rabe, C. Staats, "Self-attention does not need O(n^2) memory", 2021.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = k = v = np.eye(4)
+    >>> rabe_staats_forward(q, k, v, 16).counts
+    Counts(reads=240, writes=112, extra=24, sram=27)
+    """
+    hbm = HBM(dtype)
+    n, d = place(hbm, Q=q, K=k, V=v)
+    b_r, b_c, t_r, t_c = block_sizes(n, d, M)
+    hbm.allocate("O", (n, d), output=True)
+    # One output and one l and m per chunk of keys; the next chunk of queries uses the same memory.
+    hbm.allocate("summary O", (t_c, b_r, d))
+    hbm.allocate("summary l", (t_c, b_r))
+    hbm.allocate("summary m", (t_c, b_r))
+    for i in range(t_r):
+        rows = block(i, b_r, n)
+        here = slice(0, rows.stop - rows.start)
+        Q_i = hbm.load("Q", rows)
+        for j in range(t_c):
+            keys = block(j, b_c, n)
+            K_j, V_j = hbm.load("K", keys), hbm.load("V", keys)
+            m_ij, P_ij, l_ij = softmax_tile(hbm.on_chip("S", Q_i @ K_j.T))
+            hbm.store("summary O", (j, here), P_ij @ V_j)
+            hbm.store("summary l", (j, here), l_ij)
+            hbm.store("summary m", (j, here), m_ij)
+        m_i = hbm.load("summary m", (slice(0, t_c), here))
+        share = np.exp(m_i - m_i.max(axis=0))
+        O_i = hbm.on_chip("O", np.zeros_like(Q_i))
+        l_i = hbm.on_chip("l", np.zeros(len(Q_i), hbm.dtype))
+        for j in range(t_c):
+            O_i += share[j][:, None] * hbm.load("summary O", (j, here))
+            l_i += share[j] * hbm.load("summary l", (j, here))
+        hbm.store("O", rows, O_i / l_i[:, None])
+    return RabeStaatsForward(hbm.take("O"), hbm.counts)

@@ -1,0 +1,97 @@
+"""Families are chosen in order, and a new one, or a new operation, needs no change to any file."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import cuattn.cuda
+from cuattn.cuda import families
+from cuattn.cuda.call import Call
+from cuattn.cuda.sequence import Array
+from cuattn.errors import UnsupportedError
+from cuattn.plans import Plan
+from tests.cuda.cases import F16
+from tests.cuda.recording import array
+from tests.cuda.recording import driver as driver
+from tests.cuda.sm90.test_forward_plan import problem
+
+pytestmark = pytest.mark.usefixtures("driver")
+
+
+class Kernels:
+    """How the family of these tests computes a forward, or an operation that nobody else knows."""
+
+    @staticmethod
+    def unsupported_reason(problem, operands, masks):
+        return "it is for eight heads" if problem.heads != 8 else None
+
+    @staticmethod
+    def plan(problem, operands, masks):
+        return Plan("mine", problem.operation, 1, 1, 1, 0, 0, "a test")
+
+    @staticmethod
+    def launch_sequence(problem, operands, masks):
+        call = Call(problem, operands, masks)
+        call.begin({"o": Array(problem.o_shape, problem.out_dtype)}, {"delta": Array((3,), np.dtype(np.float32))})
+        call.add("mine/fwd.cu", "my_kernel", {"elem": problem.row.cuda}, (problem.instances,), 4)
+        return call.sequence
+
+
+@pytest.fixture
+def mine(monkeypatch):
+    """A family that is only registered."""
+    monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))
+    operations = {"forward": Kernels, "transpose": Kernels}
+    family = SimpleNamespace(name="mine", operations=operations, simplify=lambda problem, masks: (problem, masks))
+    families.register_family(family)
+    return family
+
+
+def operands(p):
+    return {name: array((*p.batch, p.heads, p.n_queries, p.head_dim), p.dtype) for name in "qkv"}
+
+
+def test_names_in_order():
+    assert list(cuattn.cuda.FAMILIES) == ["sm90", "sm80"]
+
+
+def test_a_family_is_registered(mine, driver):
+    p = problem(heads=8, kv_heads=8, dtype=F16)
+    assert list(families.FAMILIES) == ["mine", "sm90", "sm80"]
+    assert families.plan(p, operands(p), ()).kernel == "mine"
+    (launch,), _ = driver.run(families.launch_sequence(p, operands(p), ()), {"q": 1})
+    assert (launch.path, launch.kernel, launch.grid, launch.block) == ("mine/fwd.cu", "my_kernel", (16,), (128,))
+    assert launch.argument["q"]["data"] == 1 and launch.argument["delta"] and launch.argument["heads"] == 8
+
+
+def test_what_it_does_not_take_goes_on(mine):
+    p = problem()
+    made = families.plan(p, operands(p), ())
+    assert made.kernel == "sm90" and "not the mine kernel: it is for eight heads" in made.notes
+    with pytest.raises(UnsupportedError, match="kernel is 'mine', but it is for eight heads"):
+        families.plan(dataclasses.replace(p, kernel="mine"), operands(p), ())
+
+
+def test_an_operation_is_an_entry_of_a_table(mine):
+    p = problem(operation="transpose", heads=8, kv_heads=8)
+    assert families.plan(p, operands(p), ()).direction == "transpose"
+    p = dataclasses.replace(p, kernel="sm80")
+    with pytest.raises(UnsupportedError, match="kernel is 'sm80', but it does no transpose"):
+        families.plan(p, operands(p), ())
+
+
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_the_planned_workspace_is_what_is_allocated(operation, kernel, driver):
+    p = problem(operation=operation, kernel=kernel, n_queries=130, masks=("column",))
+    mask = cuattn.masks.causal_document([96, 4000]).restrict(slice(0, 130))
+    stat = array((*p.batch, p.heads, p.n_queries), p.stat_dtype)
+    taken = {name: array((*p.batch, p.heads, 4096, p.head_dim)) for name in "kv"}
+    taken |= {name: array((*p.batch, p.heads, 130, p.head_dim)) for name in ("q", "do", "o")} | {"l": stat, "m": stat}
+    taken = taken if operation == "backward" else {name: taken[name] for name in "qkv"}
+    sequence = families.launch_sequence(p, taken, (mask,))
+    driver.run(sequence, {}, (mask,), capturing=True)
+    counters = 4 if (operation, kernel) == ("forward", "sm90") else 0
+    assert families.plan(p, taken, (mask,)).workspace_bytes == driver.sizes[-1] - counters > 0

@@ -1,0 +1,162 @@
+"""Several masks in one call of the portable kernels: as one boolean mask, also with NaN in keys that no row sees."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+import cuattn
+from cuattn import masks
+from cuattn.errors import UnsupportedError
+from cuattn.masks import AllOf, BlockMask, BooleanMask, ColumnMask
+from tests import oracle
+from tests.cuda.cases import F16, to_device
+from tests.oracle import visible_band
+from tests.tolerances import assert_close
+
+pytestmark = pytest.mark.gpu
+
+F32 = np.dtype(np.float32)
+F64 = np.dtype(np.float64)
+BATCH, HEADS, QUERIES, KEYS = 2, 3, 333, 421
+
+
+def columns(rng, *leading):
+    bounds = np.sort(rng.integers(0, QUERIES + 1, (4, *leading, KEYS)), axis=0)
+    bounds[0, ..., 40:60], bounds[1, ..., 40:60] = 0, QUERIES  # seen by no row
+    return ColumnMask(*bounds, n_queries=QUERIES)
+
+
+def blocks(rng, *leading, size=(64, 48)):
+    shape = -(-QUERIES // size[0]), -(-KEYS // size[1])
+    return BlockMask(rng.random((*leading, *shape)) < 0.6, *size)
+
+
+def boolean(rng, *shape):
+    return BooleanMask(rng.random((*shape,)) < 0.8)
+
+
+MADE = {
+    "two columns": lambda rng: [columns(rng, HEADS), columns(rng, BATCH, 1)],
+    "four columns": lambda rng: [columns(rng) for _ in range(4)],
+    "column and block": lambda rng: [columns(rng, BATCH, 1), blocks(rng, HEADS)],
+    "two columns and block": lambda rng: [columns(rng), columns(rng, HEADS), blocks(rng)],
+    "column and boolean": lambda rng: [columns(rng), boolean(rng, HEADS, QUERIES, KEYS)],
+    "column and padding": lambda rng: [columns(rng), boolean(rng, BATCH, 1, 1, KEYS)],
+    "block and boolean": lambda rng: [blocks(rng, BATCH, HEADS), boolean(rng, QUERIES, KEYS)],
+    "block and row": lambda rng: [blocks(rng, size=(16, 16)), boolean(rng, 1, KEYS)],
+    "all": lambda rng: [columns(rng, HEADS), columns(rng), blocks(rng), boolean(rng, BATCH, 1, QUERIES, KEYS)],
+}
+BANDS = {"none": {}, "causal": {"is_causal": "bottom_right"}, "window": {"window": (100, 30, "top_left")}}
+
+
+def problem(rng, seen, dtype, head_dim):
+    """Draw q, k, v, do; keys that no row sees hold NaN."""
+    q, do = (rng.standard_normal((BATCH, HEADS, QUERIES, head_dim)).astype(dtype) for _ in range(2))
+    k, v = (rng.standard_normal((BATCH, HEADS, KEYS, head_dim)).astype(dtype) for _ in range(2))
+    poisoned = k.copy(), v.copy()
+    for array in poisoned:
+        array[~seen.any(axis=-2)] = np.nan
+    return (q, k, v), (q, *poisoned), do
+
+
+def band_of(options):
+    if "window" in options:
+        return visible_band(QUERIES, KEYS, 100, 30, 0)
+    return visible_band(QUERIES, KEYS, None, 0, KEYS - QUERIES) if options else np.ones((QUERIES, KEYS), bool)
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize(("dtype", "head_dim"), [(F16, 64), (F16, 128), (F16, 512), (F32, 64), (F64, 64)])
+def test_several_masks(made, band, dtype, head_dim):
+    rng = np.random.default_rng([len(made), head_dim])
+    mask, options = AllOf(MADE[made](rng)), BANDS[band]
+    seen = np.broadcast_to(mask.dense(QUERIES, KEYS) & band_of(options), (BATCH, HEADS, QUERIES, KEYS))
+    clean, poisoned, do = problem(rng, seen, dtype, head_dim)
+    arguments = [to_device(array) for array in poisoned]
+    fwd = cuattn.forward(*arguments, mask=mask, kernel="sm80", **options)
+    exact = oracle.forward(*clean, visible=seen)
+    textbook = oracle.textbook_forward(*clean, visible=seen, dtype=dtype)
+    for name, a, e, t in zip("olm", fwd, exact, textbook, strict=False):
+        assert_close(a.get(), e, t, dtype=dtype, name=name)
+    grads = cuattn.backward(to_device(do), *arguments, fwd, mask=mask, kernel="sm80", **options)
+    exact = oracle.backward(do, *clean, visible=seen)
+    textbook = oracle.textbook_backward(do, *clean, visible=seen, dtype=dtype)
+    for name, a, e, t in zip(("dq", "dk", "dv"), grads, exact, textbook, strict=False):
+        assert_close(a.get(), e, t, dtype=dtype, name=name)
+
+
+@pytest.mark.parametrize("made", ["two columns", "four columns", "column and boolean", "column and padding"])
+@pytest.mark.parametrize("dtype", [F16, F32])
+def test_the_same_bits_as_one_boolean_mask(made, dtype):
+    rng = np.random.default_rng(len(made))
+    mask = AllOf(MADE[made](rng))
+    seen = np.broadcast_to(mask.dense(QUERIES, KEYS), (BATCH, HEADS, QUERIES, KEYS))
+    (q, k, v), _, do = problem(rng, seen, dtype, 64)
+    found = []
+    for given in (mask, to_device(np.ascontiguousarray(seen))):
+        arguments = [to_device(array) for array in (q, k, v)]
+        fwd = cuattn.forward(*arguments, mask=given, kernel="sm80")
+        grads = cuattn.backward(to_device(do), *arguments, fwd, mask=given, kernel="sm80", deterministic=True)
+        found.append([array.get().tobytes() for array in (fwd.o, fwd.l, fwd.m, grads.dq, grads.dk, grads.dv)])
+    assert found[0] == found[1]
+
+
+def test_device_masks_are_combined_without_being_read():
+    rng = np.random.default_rng(7)
+    a, b = (columns(rng).to_device() for _ in range(2))
+    mask = a & b
+    assert isinstance(mask, AllOf) and mask.on_device
+    expected = a.to_host().dense() & b.to_host().dense()
+    np.testing.assert_array_equal(mask.dense().get(), expected)
+    np.testing.assert_array_equal(mask.tile_states(32, 32).get(), AllOf([a.to_host(), b.to_host()]).tile_states(32, 32))
+    q, k, v = (to_device(rng.standard_normal((1, n, 64)).astype(F32)) for n in (QUERIES, KEYS, KEYS))
+    o = cuattn.attention(q, k, v, mask=mask).get()
+    exact, textbook = (oracle.forward(*(x.get() for x in (q, k, v)), visible=expected, dtype=t)[0] for t in (None, F32))
+    assert_close(o, exact, textbook, dtype=F32, name="o")
+
+
+def test_too_many_masks():
+    q, k = (to_device(np.zeros((1, n, 64), F16)) for n in (QUERIES, KEYS))
+    rng = np.random.default_rng(0)
+    with pytest.raises(UnsupportedError, match="mask holds 5 column masks; expected at most 4"):
+        cuattn.attention(q, k, k, mask=AllOf([columns(rng) for _ in range(5)]))
+    with pytest.raises(UnsupportedError, match="mask holds 2 block masks; expected at most 1"):
+        cuattn.attention(q, k, k, mask=AllOf([blocks(rng), blocks(rng, size=(32, 32))]))
+
+
+def test_tables_are_bounded_and_reused():
+    """A window that varies from call to call makes tables, of which a mask keeps a few."""
+    import cupy
+
+    n = 1 << 16
+    mask = masks.full(64, n)
+    q = cupy.zeros((1, 64, 64), F16)
+    k = cupy.zeros((1, n, 64), F16)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+    for width in range(40):
+        with streams[width % 3]:
+            cuattn.attention(q, k, k, mask=mask, window=(n - width, None), kernel="sm80")
+    (kept,) = (value for key, value in mask._cache.items() if key[0] == "cuda")
+    assert len(kept) <= 8
+    del mask, kept
+    gc.collect()
+    cupy.cuda.Device().synchronize()
+
+
+@pytest.mark.parametrize("shape", [((1 << 25) + 70000, 8), (1 << 17, 300)])
+def test_long_boolean_masks(shape):
+    """A grid's second axis would end at 33.5 million rows."""
+    import cupy
+
+    n_queries, n_keys = shape
+    seen = cupy.zeros((n_queries, n_keys), bool)
+    seen[-1, 1] = True  # the only key that is seen, by the last row
+    q = cupy.ones((n_queries, 8), F16)
+    k, v = cupy.full((n_keys, 8), np.nan, F16), cupy.full((n_keys, 8), np.nan, F16)
+    k[1], v[1] = 1, 3
+    o = cuattn.attention(q, k, v, mask=seen, kernel="sm80")
+    assert (o[-1] == 3).all() and not o[:-1].any()
