@@ -205,8 +205,8 @@ def forward(
         is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, out_dtype, False, True
     )
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": None}
-    results, state = dispatch.compute(Call(OPERATIONS["forward"], arrays, mask, options, rng, origin, out))
-    return Forward(*results, state)
+    (o, l, m), state = dispatch.compute(Call(OPERATIONS["forward"], arrays, mask, options, rng, origin, out))
+    return Forward(o, l, m, state)
 
 
 @_public
@@ -350,7 +350,8 @@ def merge(*parts: Forward, out: tuple | None = None) -> Forward:
         raise ArgumentError("merge got no parts; expected at least one Forward")
     states = [part[3] for part in unpacked]
     state = states[0] if all(other is states[0] or dispatch.same_state(other, states[0]) for other in states) else None
-    return Forward(*dispatch.merge(named, out), state)
+    o, l, m = dispatch.merge(named, out)
+    return Forward(o, l, m, state)
 
 
 @_public

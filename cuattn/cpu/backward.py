@@ -19,7 +19,7 @@ import numpy as np
 from cuattn.cpu.blocks import Blocks
 from cuattn.cpu.buffers import Shapes
 from cuattn.cpu.exponent import exponentiate, relative
-from cuattn.cpu.scores import Item, Rows, Task, Walk, longest_of, selecting_product
+from cuattn.cpu.scores import Item, Rows, Task, Walk, differentiate_softcap, longest_of, selecting_product
 from cuattn.cpu.sums import OrderedSum, summed_to
 from cuattn.cpu.tiles import Part, RowGroup
 from cuattn.cpu.weights import RowWeights
@@ -116,8 +116,8 @@ class BackwardWalk(Walk):
             np.matmul(v, self._do.transposed[:, where, None], ds[:, :, slot : slot + count])
         dropped = [] if self.task.dropout is None else list(self.dropped(item, row_group, part))
         self.drop(ds, dropped)  # line 18
-        ds -= self._delta[:, where, None, None]
-        ds *= p  # line 20
+        np.subtract(ds, self._delta[:, where, None, None], ds)
+        np.multiply(ds, p, ds)  # line 20
         if self._careful:
             ds[p == 0] = 0  # 0 * NaN and 0 * inf
         self.drop(p, dropped)  # line 15
@@ -127,9 +127,7 @@ class BackwardWalk(Walk):
         if "bias" in self._totals:
             self._add_bias(item, row_group, part, ds)
         if self.problem.softcap is not None:
-            np.multiply(self.tanh, self.tanh, self.tanh)
-            np.subtract(1, self.tanh, self.tanh)
-            ds *= np.multiply(self.tanh, self.problem.softcap, self.tanh)
+            differentiate_softcap(ds, self.tanh, self.problem.softcap, careful=self._careful)
         self._add("k", item, part, self._product(ds, self._q.upright[:, where, None]))  # line 22
         self._turns.release((item.line, part.index))
         self._add_dq(part, ds, where)  # line 21
