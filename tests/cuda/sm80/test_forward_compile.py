@@ -29,12 +29,13 @@ EXCEPTIONS = {
 
 _BAND = {"band_left": True, "band_right": True}
 UTILITIES = [
-    ("util/mask_bounds.cu", {"block_m": 64, "block_n": 96, "rows_per_item": 3, **_BAND}),
+    ("util/mask_bounds.cu", {"mask": 1, "block_m": 64, "block_n": 96, "rows_per_item": 3, **_BAND}),
+    ("util/mask_bounds.cu", {"mask": 4, "block_m": 64, "block_n": 96, "rows_per_item": 3, **_BAND}),
     (
         "util/mask_bounds.cu",
-        {"block_m": 64, "block_n": 32, "rows_per_item": 1, "band_left": False, "band_right": False},
+        {"mask": 1, "block_m": 64, "block_n": 32, "rows_per_item": 1, "band_left": False, "band_right": False},
     ),
-    ("util/mask_alive.cu", {"block_m": 1, "block_n": 1, **_BAND}),
+    *(("util/mask_alive.cu", {"mask": mask, **_BAND}) for mask in (8, 16, 28)),
     ("util/merge.cu", {"acc": "float", "part": "float", "out": "__nv_bfloat16", "row_warps": 4}),
     ("util/merge.cu", {"acc": "float", "part": "__half", "out": "__half", "row_warps": 1}),
 ]
