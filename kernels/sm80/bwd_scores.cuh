@@ -52,7 +52,7 @@ __device__ __forceinline__ void find_hidden(Hidden& hidden, const Params& p, con
         }
 }
 
-// Algorithm 4 line 12: scores that may not be seen become -inf.
+// Algorithm 4 line 12, FlashMask's algorithm 2 lines 22-27: scores that may not be seen become -inf.
 __device__ __forceinline__ void mask_scores(Scores& s, const Hidden& hidden) {
 #pragma unroll
     for (int m = 0; m < score_tiles_m; ++m)

@@ -12,7 +12,7 @@ namespace sm90 {
 // The first key tile that the band lets see a row tile.
 __device__ __forceinline__ i32 first_key_tile(const Params& p, i32 m) {
     if constexpr (!cfg::band_left) return 0;
-    const i64 first_key = static_cast<i64>(m) * cfg::block_m + p.band_offset - p.band_left;
+    const i64 first_key = static_cast<i64>(m) * cfg::block_m - p.band_left;
     return first_key > 0 ? static_cast<i32>(first_key / cfg::block_n) : 0;
 }
 

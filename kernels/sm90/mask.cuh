@@ -27,7 +27,7 @@ __device__ __forceinline__ void find_in_band(Visible& visible, const Params& p, 
     const i32 key = n * cfg::block_n + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const i32 diagonal = row + 8 * r + p.band_offset - key;
+        const i32 diagonal = row + 8 * r - key;
         i32 end = p.n_keys - key;
         if constexpr (cfg::band_right) end = min(end, diagonal + p.band_right + 1);
         visible[r] = low_bits<u32>(keys_before(max(end, 0)));

@@ -21,7 +21,7 @@ __device__ __forceinline__ Bits bit_range(i32 begin, i32 end) {
 // Which rows the band and the end of the keys let see a key.  Column tables hide the keys beyond the end themselves.
 template <class Bits>
 __device__ __forceinline__ Bits band_rows(const Params& p, i32 first_row, i32 key) {
-    const i32 diagonal = key - p.band_offset - first_row;
+    const i32 diagonal = key - first_row;
     Bits rows = cfg::mask == kMaskColumn || key < p.n_keys ? ~Bits{0} : 0;
     if constexpr (cfg::band_right) rows &= ~low_bits<Bits>(diagonal - p.band_right);
     if constexpr (cfg::band_left) rows &= low_bits<Bits>(diagonal + p.band_left + 1);

@@ -130,3 +130,14 @@ def test_layout_agrees_with_the_kernel():
             "layout.cu",
         )
         compiler.compile_log(text, ARCH)
+
+
+def test_all_key_tiles_can_be_told_apart():
+    """As many as lengths below 2**30 have of 64 keys; none of them is taken for the end of a list."""
+    made = forward_plan(VARIANTS[0])
+    text = source.prologue(made.constants) + source.flatten_text(
+        '#include "sm90/layout.cuh"\nusing Tile = sm90::KeyTile;\nconstexpr i32 last = (1 << 24) - 1;\n'
+        "static_assert(Tile::make(last, 0).n() == last && Tile::make(last, 127).exists() && !Tile::none().exists());\n",
+        "tiles.cu",
+    )
+    compiler.compile_log(text, ARCH)

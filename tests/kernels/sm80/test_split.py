@@ -7,7 +7,7 @@ from tests.kernels.probe import lanes, run
 
 pytestmark = pytest.mark.gpu
 
-CONSTANTS = {"elem": "float", "acc": "float", "tf32": False, "block_n": 32}
+CONSTANTS = {"elem": "float", "acc": "float", "grad": "float", "tf32": False, "block_n": 32}
 
 
 def wide(rng, shape):
