@@ -15,7 +15,7 @@ __all__ = ["Backward"]
 
 _PREPROCESS = ("elem", "acc", "o_elem", "block_m", "head_dim_v", "split_delta")
 _CONVERT = (
-    "elem", "grad", "head_dim", "head_dim_v", "block_m", "block_n", "stages", "band_left", "band_right", "mask",
+    "elem", "acc", "grad", "head_dim", "head_dim_v", "block_m", "block_n", "stages", "band_left", "band_right", "mask",
     "dropout", "split_delta",
 )  # fmt: skip
 _CONVERT_WARPS = 8
