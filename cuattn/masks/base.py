@@ -86,8 +86,10 @@ class Mask(Immutable):
 
     # For backends: a mask's place in a problem.
 
-    parts: "tuple[Mask, ...]" = property(lambda self: (self,))
-    """The masks that hold together in this one: for all but `AllOf` the mask itself."""
+    @property
+    def parts(self) -> "tuple[Mask, ...]":
+        """The masks that hold together in this one: for all but `AllOf` the mask itself."""
+        return (self,)
 
     @property
     def layout(self) -> tuple[Hashable, ...]:
