@@ -63,7 +63,7 @@ __device__ __forceinline__ void mask_scores(Scores& s, const Hidden& hidden) {
 // Raw products to scores in natural units: scale, softcap, bias.
 __device__ __forceinline__ void finish_scores(Scores& s, Scores& slope, const Params& p, const Head& head, i32 row0, i32 key0) {
     const i32 lane = threadIdx.x % 32;
-    if constexpr (cfg::bias) __syncwarp();  // loads are not moved ahead of this
+    if constexpr (cfg::bias && is_split) __syncwarp();  // loads are not moved ahead of this
     for_numbers<score_tiles_m, score_tiles_n>([&](int m, int n, int i) {
         const Capped x = finish_score(p, s[m][n][i], head.bias, row0 + 16 * m + lane / 4 + i / 2 * 8, key0 + 8 * n + lane % 4 * 2 + i % 2);
         s[m][n][i] = x.score, slope[m][n][i] = x.slope;
