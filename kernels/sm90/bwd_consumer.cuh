@@ -5,7 +5,7 @@
 #pragma once
 #include "sm90/bwd_worker.cuh"
 
-namespace sm90 {
+namespace sm90::bwd {
 
 // P is rounded together with dS, and dV comes after dS, which is faster by 1-4 % and takes fewer registers; but a softcap's slope
 // leaves no P to round.
@@ -67,9 +67,9 @@ struct Consumer : Worker {
     // Read by threads where they hold a part of V.
     __device__ __forceinline__ void release_values() const {
         if constexpr (cfg::split_delta)
-            release_read(v_empty);
+            release_read(shared.barrier(v_empty));
         else
-            release(v_empty);
+            release(shared.barrier(v_empty));
     }
 
     // What probabilities need beside the scores.
@@ -131,7 +131,7 @@ struct Consumer : Worker {
         ptx::barrier_sync(gradients_barrier, consumers);  // dS is complete
         issue_queries();
         ptx::wgmma_wait<1>();
-        release(do_empty + slot.stage);
+        release(shared.barrier(do_empty + slot.stage));
         accumulate(dk, ds, shared.q(slot.stage), begun);  // line 22
         begun = 1;
     }
@@ -143,7 +143,7 @@ struct Consumer : Worker {
         ptx::mbarrier_wait(shared.barrier(taken), stage ^ 1);
         store_registers(shared.handed_on(warpgroup), dq);
         if constexpr (!reducer_fences) ptx::async_proxy_fence();
-        release(handed + stage);
+        release(shared.barrier(handed + stage));
     }
 
     // Tells a reducer where the step's dQ will belong; after a step's end, when the entry before the last is free.
@@ -162,7 +162,7 @@ struct Consumer : Worker {
         ptx::wgmma_wait<1>();
         hand_over(slot.stage);
         ptx::wgmma_wait<0>();
-        release_read(q_empty + slot.stage);
+        release_read(shared.barrier(q_empty + slot.stage));
         slot.advance();
     }
 
@@ -186,25 +186,25 @@ struct Consumer : Worker {
         const float factor_v = static_cast<float>(p.dropout_scale), factor_k = static_cast<float>(p.scale * p.dropout_scale);
         const bool leader = threadIdx.x % 128 == 0;
         const Work work = this->work();
-        const i32 first_key = work.tile * cfg::block_n + 64 * warpgroup;
-        release_read(k_empty + keys.stage);
+        const i32 first_key = work.tile * cfg::block_n + 64 * warpgroup, slice = work.batch * p.kv_heads + work.head;
+        release_read(shared.barrier(k_empty + keys.stage));
         ptx::barrier_sync(keys_barrier, consumers);  // nobody reads dS any more
         if constexpr (unrounded) {
-            write_float(dv, factor_v, p.dv.data, p, p.head_dim_v, work, first_key + thread_key());
+            write_gradient(dv, factor_v, p.dv.data, slice, p.n_keys, p.head_dim_v, first_key + fragment_row());
         } else {
             const u32 staged = own_gradients(0);
             stage_gradient(dv, factor_v, staged, ds_bytes);
             ptx::barrier_sync(store_barrier + warpgroup, 128);  // dV is staged
-            if (leader) store_gradient<slabs_v>(dv_map, staged, ds_bytes, work, first_key);
+            if (leader) store_gradient<slabs_v>(dv_map, staged, ds_bytes, first_key, work.head, work.batch);
         }
         if constexpr (unrounded) {
-            write_float(dk, factor_k, p.dk.data, p, p.head_dim, work, first_key + thread_key());
+            write_gradient(dk, factor_k, p.dk.data, slice, p.n_keys, p.head_dim, first_key + fragment_row());
         } else {
             if constexpr (!dq_by_rows) ptx::mbarrier_wait(shared.barrier(taken), slot.stage ^ 1);
             const u32 staged = dq_by_rows ? own_gradients(0) + 64 * row_bytes : shared.handed_on(warpgroup);
             stage_gradient(dk, factor_k, staged, 64 * row_bytes);
             ptx::barrier_sync(store_barrier + warpgroup, 128);  // dK is staged
-            if (leader) store_gradient<slabs>(dk_map, staged, 64 * row_bytes, work, first_key);
+            if (leader) store_gradient<slabs>(dk_map, staged, 64 * row_bytes, first_key, work.head, work.batch);
         }
     }
 
@@ -238,4 +238,4 @@ struct Consumer : Worker {
     }
 };
 
-}  // namespace sm90
+}  // namespace sm90::bwd

@@ -10,7 +10,7 @@
 #include "ptx/opaque.cuh"
 #include "sm90/bwd_layout.cuh"
 
-namespace sm90 {
+namespace sm90::bwd {
 
 constexpr int part_rows = 64, key_blocks = cfg::block_n / 16;
 constexpr int side_by_side = drawn_in_pairs ? 2 : 1;  // parts of the same rows and of keys 16 * drawers apart
@@ -81,4 +81,4 @@ __device__ __forceinline__ void draw_ahead(const Params& p, const Shared& shared
     }
 }
 
-}  // namespace sm90
+}  // namespace sm90::bwd

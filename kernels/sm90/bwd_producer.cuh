@@ -4,9 +4,9 @@
 #include "attn/philox.cuh"
 #include "ptx/mbarrier.cuh"
 #include "sm90/bwd_work.cuh"
-#include "sm90/clean.cuh"
+#include "sm90/hidden.cuh"
 
-namespace sm90 {
+namespace sm90::bwd {
 
 struct Producer {
     const Params& p;
@@ -202,4 +202,4 @@ __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
     }
 }
 
-}  // namespace sm90
+}  // namespace sm90::bwd

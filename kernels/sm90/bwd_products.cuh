@@ -4,11 +4,9 @@
 // register operands of the products that accumulate dV and dK.  Only dQ, to which all keys contribute, needs dS in shared memory.
 #pragma once
 #include "sm90/bwd_layout.cuh"
-#include "sm90/operands.cuh"
+#include "sm90/scores.cuh"
 
-namespace sm90 {
-
-constexpr int sign = cfg::negate ? -1 : 1;  // of the scale: raw scores are (sign * q) k^T
+namespace sm90::bwd {
 
 using Scores = float[cfg::block_m / 2];           // 64 keys x block_m queries
 using Fragments = u32[cfg::block_m / 16][4];      // the same rounded, as A operands of 16 queries each
@@ -82,4 +80,4 @@ __device__ __forceinline__ void multiply_queries(QueryGradient& dq, u32 ds, u32 
     ptx::wgmma_commit();
 }
 
-}  // namespace sm90
+}  // namespace sm90::bwd

@@ -2,9 +2,9 @@
 #pragma once
 #include "sm90/bwd_layout.cuh"
 
-namespace sm90 {
+namespace sm90::bwd {
 
-// Do key tiles add to dQ in a fixed order (sm90/bwd_turns.cuh)?
+// Do key tiles add to dQ in a fixed order (sm90/bwd_reducer.cuh)?
 constexpr bool in_turns = cfg::deterministic && !by_function;
 
 // In a section the key tiles with most work come first; neighbours share q, do and dq.
@@ -70,4 +70,4 @@ struct StepWalk {
     }
 };
 
-}  // namespace sm90
+}  // namespace sm90::bwd

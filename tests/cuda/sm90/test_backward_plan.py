@@ -149,6 +149,7 @@ def test_layout_agrees_with_the_kernel():
     for variant in VARIANTS:
         for _, constants, smem_bytes, layout in kernels(variant):
             if layout:
-                check = f'#include "sm90/{layout}.cuh"\nstatic_assert(sm90::shared_bytes == {smem_bytes});\n'
+                space = "rows" if "rows" in layout else "bwd"
+                check = f'#include "sm90/{layout}.cuh"\nstatic_assert(sm90::{space}::shared_bytes == {smem_bytes});\n'
                 text = source.prologue(constants) + source.flatten_text(check, "layout.cu")
                 compiler.compile_log(text, ARCH)

@@ -6,12 +6,11 @@
 // pays where rows are long.  With two buffers for queries all this goes on across row tiles.
 #pragma once
 #include "attn/philox.cuh"
-#include "sm90/epilogue.cuh"
-#include "sm90/mask.cuh"
+#include "sm90/fwd_epilogue.cuh"
+#include "sm90/fwd_mask.cuh"
 
-namespace sm90 {
+namespace sm90::fwd {
 
-constexpr bool may_have_empty_rows = cfg::mask != kMaskNone || cfg::band_left || cfg::band_right;
 // Short rows of three warpgroups do best with the plainest steps.
 constexpr bool plain = !cfg::overlap && cfg::dropout == 0;
 // Else no key tile is hidden, only a row's first one, the last of the keys, may be cut, and tiles are counted, not told.
@@ -24,9 +23,6 @@ constexpr bool looks_for_values = cfg::dropout > 0;  // behind the exponentials;
 constexpr u32 turn_barrier = 1;              // + warpgroup
 constexpr int output_blocks = cfg::head_dim_v / 16;
 constexpr bool search_beside = cfg::head_dim <= 128 && cfg::mask != kMaskBlock && cfg::dropout == 0;
-
-// The row of the first of a thread's two rows within the warpgroup's 64.
-__device__ __forceinline__ i32 thread_row() { return 16 * (threadIdx.x % 128 / 32) + threadIdx.x % 32 / 4; }
 
 struct Consumer {
     const Params& p;
@@ -50,18 +46,12 @@ struct Consumer {
     Weights weights, kept;
     Output o;
 
-    // An arrival orders what its thread has read.  Of what products alone read, one lane gives back its warp's share.
-    __device__ __forceinline__ void release(int barrier) const {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.barrier(barrier));
-    }
-
     // With keys come their tile's code and intervals, which every lane reads.
     __device__ __forceinline__ void release_keys() {
         if constexpr (later_tiles_vary)
-            ptx::mbarrier_arrive(shared.barrier(k_empty + k.stage));
+            release_read(shared.barrier(k_empty + k.stage));
         else
-            release(k_empty + k.stage);
+            release(shared.barrier(k_empty + k.stage));
         k.advance();
     }
 
@@ -106,7 +96,7 @@ struct Consumer {
         return true;
     }
 
-    __device__ __forceinline__ i32 row() const { return work.row + 64 * warpgroup + thread_row(); }
+    __device__ __forceinline__ i32 row() const { return work.row + 64 * warpgroup + fragment_row(); }
 
     template <class Beside>
     __device__ __forceinline__ void issue_scores(const Beside& beside) {
@@ -206,7 +196,7 @@ struct Consumer {
 
     __device__ __forceinline__ void finish_values() {
         ptx::wgmma_pin(o);
-        release(v_empty + v.stage);
+        release(shared.barrier(v_empty + v.stage));
         v.advance();
     }
 
@@ -239,7 +229,7 @@ struct Consumer {
         pass_turn();
         release_keys();
         ptx::mbarrier_wait(shared.barrier(v_full + v.stage), v.phase);
-        release(v_empty + v.stage);
+        release(shared.barrier(v_empty + v.stage));
         v.advance();
         await_keys();
     }
@@ -358,7 +348,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void finish_ending(const Ending& ending) {
-        const i32 first = ending.of.row + 64 * warpgroup + thread_row();
+        const i32 first = ending.of.row + 64 * warpgroup + fragment_row();
         if constexpr (stage_output) {
             store_output(o_map, shared.q(ending.stage), warpgroup, ending.of);
             leaving = shared.barrier(q_empty + ending.stage);
@@ -421,4 +411,4 @@ __device__ __forceinline__ void Consumer::run() {
     free_output();  // shared memory is read until then
 }
 
-}  // namespace sm90
+}  // namespace sm90::fwd

@@ -1,9 +1,9 @@
 // Which row tiles a block of the persistent grid works on, and which key tiles each of them visits.
 #pragma once
-#include "sm90/clean.cuh"
-#include "sm90/layout.cuh"
+#include "sm90/hidden.cuh"
+#include "sm90/fwd_layout.cuh"
 
-namespace sm90 {
+namespace sm90::fwd {
 
 // Where keys end with the row, the last row tile ends with the last 64 queries, and the rows that are too many stand before
 // the first one, which sees fewest keys.  Whole warpgroups: no output is stored from before a tensor's beginning.
@@ -68,4 +68,4 @@ __device__ __forceinline__ KeyTile classify(const Params& p, const Work& work, i
     return (bits & hidden) == hidden ? KeyTile::none() : KeyTile::make(n, bits);
 }
 
-}  // namespace sm90
+}  // namespace sm90::fwd

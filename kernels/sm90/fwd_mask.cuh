@@ -4,10 +4,10 @@
 // rows.
 #pragma once
 #include "attn/mask.cuh"
-#include "sm90/mask_bits.cuh"
-#include "sm90/softmax.cuh"
+#include "sm90/hidden.cuh"
+#include "sm90/fwd_softmax.cuh"
 
-namespace sm90 {
+namespace sm90::fwd {
 
 using Visible = u32[2];
 
@@ -95,4 +95,4 @@ __device__ __forceinline__ void mask_scores(Scores& s, const Visible& visible) {
         }
 }
 
-}  // namespace sm90
+}  // namespace sm90::fwd

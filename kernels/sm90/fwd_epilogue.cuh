@@ -4,9 +4,9 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
-#include "sm90/softmax.cuh"
+#include "sm90/fwd_softmax.cuh"
 
-namespace sm90 {
+namespace sm90::fwd {
 
 constexpr u32 store_barrier = 5;  // + warpgroup: its 128 threads around the output tile
 
@@ -71,4 +71,4 @@ __device__ __forceinline__ void write_float(const Output& o, const Params& p, co
     }
 }
 
-}  // namespace sm90
+}  // namespace sm90::fwd
