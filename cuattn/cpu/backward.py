@@ -19,7 +19,7 @@ import numpy as np
 from cuattn.cpu.blocks import Blocks
 from cuattn.cpu.buffers import Shapes
 from cuattn.cpu.exponent import exponentiate, relative
-from cuattn.cpu.scores import Item, Rows, Task, Walk, longest_of, selecting_product
+from cuattn.cpu.scores import Item, Rows, Task, Walk, differentiate_softcap, longest_of, selecting_product
 from cuattn.cpu.sums import OrderedSum, summed_to
 from cuattn.cpu.tiles import Part, RowGroup
 from cuattn.cpu.weights import RowWeights
@@ -91,7 +91,7 @@ class BackwardWalk(Walk):
         self._reference, self._delta = (self.buffers.get(name, *stack) for name in ("reference", "delta"))
         reference = np.zeros_like(weights.delta) if weights.reference is None else weights.reference
         for buffer, values in ((self._reference, reference), (self._delta, weights.delta)):
-            flat = buffer.reshape(len(buffer), -1)
+            flat = buffer.reshape(len(buffer), stack[1] * stack[2])
             flat[:, : values.shape[1]] = values
             flat[:, values.shape[1] :] = 0
         self._dq = self.buffers.get("dq", *stack, problem.head_dim)
@@ -101,7 +101,7 @@ class BackwardWalk(Walk):
         k_norm, v_norm = (self.task.max_norm(name, group) for name in ("k", "v"))
         self._moved = weights.reference is not None
         self._bounded = self.task.bounded(longest_q * k_norm) and not self._moved
-        largest = max(longest_q, k_norm, longest_do * v_norm, float(np.abs(self._delta).max()))
+        largest = longest_q + k_norm + longest_do * v_norm + float(np.abs(self._delta).max())  # NaN stays
         self._careful = not largest < np.finfo(problem.stat_dtype).max
         self.kv.turn_to(group)
 
@@ -116,8 +116,8 @@ class BackwardWalk(Walk):
             np.matmul(v, self._do.transposed[:, where, None], ds[:, :, slot : slot + count])
         dropped = [] if self.task.dropout is None else list(self.dropped(item, row_group, part))
         self.drop(ds, dropped)  # line 18
-        ds -= self._delta[:, where, None, None]
-        ds *= p  # line 20
+        np.subtract(ds, self._delta[:, where, None, None], ds)
+        np.multiply(ds, p, ds)  # line 20
         if self._careful:
             ds[p == 0] = 0  # 0 * NaN and 0 * inf
         self.drop(p, dropped)  # line 15
@@ -127,9 +127,7 @@ class BackwardWalk(Walk):
         if "bias" in self._totals:
             self._add_bias(item, row_group, part, ds)
         if self.problem.softcap is not None:
-            np.multiply(self.tanh, self.tanh, self.tanh)
-            np.subtract(1, self.tanh, self.tanh)
-            ds *= np.multiply(self.tanh, self.problem.softcap, self.tanh)
+            differentiate_softcap(ds, self.tanh, self.problem.softcap, careful=self._careful)
         self._add("k", item, part, self._product(ds, self._q.upright[:, where, None]))  # line 22
         self._turns.release((item.line, part.index))
         self._add_dq(part, ds, where)  # line 21
@@ -165,7 +163,7 @@ class BackwardWalk(Walk):
             products = products[:, :-half]
         for first, slot, count in part.runs:
             target = total[:, first * self.blocks.keys : (first + count) * self.blocks.keys]
-            some = products[:, 0, slot : slot + count].reshape(shares, -1, shape[-1])
+            some = products[:, 0, slot : slot + count].reshape(shares, count * shape[1], shape[2])
             np.add(target, some[:, : target.shape[1]], target)
 
     def _add_dq(self, part: Part, ds: np.ndarray, where: slice) -> None:

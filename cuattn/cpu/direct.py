@@ -7,7 +7,7 @@ so no key or value is copied (but to the precision of the sums).  References and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import numpy as np
 from cuattn.cpu.buffers import Buffers, Shapes
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.exponent import WINDOW, exponential, exponentiate, relative
-from cuattn.cpu.scores import selecting_product
+from cuattn.cpu.scores import differentiate_softcap, selecting_product
 from cuattn.cpu.sums import OrderedSum, summed_to
 from cuattn.cpu.weights import RowWeights
 from cuattn.io_model.sizes import cdiv
@@ -236,7 +236,7 @@ class DirectForward(_Direct):
                 np.copyto(part, 0, where=which)
         o = self.buffers.get("o", *l.shape, self.problem.head_dim_v)
         _product(p.swapaxes(-1, -2), self.keys_of("v", index), o, careful=careful)
-        if not (careful or np.isfinite(o).all()):
+        if not (careful or (np.isfinite(o).all() and np.isfinite(l).all())):
             self(index, careful=True)
             return
         self._write(index, o, l, m, reference)
@@ -300,9 +300,7 @@ class DirectBackward(_Direct):
             dtype = np.float64 if 1 in like.shape[-2:] else self.dtype
             gradients["bias"] = summed_to(self.by_group(ds), like.shape, dtype).copy()  # as ds may change
         if problem.softcap is not None:
-            slope = np.multiply(self.tanh, self.tanh, self.tanh)
-            np.subtract(1, slope, slope)
-            ds *= np.multiply(slope, problem.softcap, slope)
+            differentiate_softcap(ds, self.tanh, problem.softcap, careful=careful)
         dk, dq = self.buffers.get("dk", *lead, keys, problem.head_dim), self.buffers.get("dq", *self.q.shape)
         gradients["k"] = _product(ds, self.q, dk, careful=careful)
         _product(ds.swapaxes(-1, -2), self.keys_of("k", index), dq, careful=careful)

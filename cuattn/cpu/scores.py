@@ -21,7 +21,7 @@ from cuattn.cpu.packed import PackedKV
 from cuattn.cpu.tiles import Part, RowGroup, TileMask, Visibility
 from cuattn.problem import Problem
 
-__all__ = ["LANES", "Item", "Rows", "Task", "Walk", "longest_of", "selecting_product"]
+__all__ = ["LANES", "Item", "Rows", "Task", "Walk", "differentiate_softcap", "longest_of", "selecting_product"]
 
 LANES = 16  # keys whose scores are compared at once; they divide every block of keys
 
@@ -150,7 +150,7 @@ class Walk:
     def bias_of(
         self, bias: np.ndarray, item: Item, row_group: RowGroup, part: Part, s: np.ndarray
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield elements of scores and those of a bias, (heads | 1, rows | 1, keys | 1), for them, as (heads, keys, rows)."""
+        """Yield elements of scores, (heads, keys, rows), and those of a bias, (heads | 1, rows | 1, keys | 1)."""
         for row, (first, slot, count) in ((row, run) for row in range(row_group.count) for run in part.runs):
             start = (item.row_tile + row_group.start + row) * self.blocks.rows
             rows = slice(start, min(start + self.blocks.rows, self.problem.n_queries))
@@ -177,6 +177,15 @@ class Walk:
         for index, which in dropped:
             tiles = array[index].reshape(-1, array.shape[-1])
             np.copyto(tiles[: len(which), : which.shape[1]], 0, where=which)
+
+
+def differentiate_softcap(ds: np.ndarray, tanh: np.ndarray, softcap: float, *, careful: bool) -> None:
+    """Turn derivatives by scores into those by the products that went into the cap; overwrites its tanh."""
+    np.multiply(tanh, tanh, tanh)
+    np.subtract(1, tanh, tanh)
+    if careful:
+        tanh[np.isnan(tanh)] = 0  # where ds is 0, as what is hidden, or NaN
+    ds *= np.multiply(tanh, softcap, tanh)
 
 
 def selecting_product(weights: np.ndarray, data: np.ndarray, out: np.ndarray) -> np.ndarray:

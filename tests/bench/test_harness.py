@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bench import counters, memory, study
-from bench.study import Point
+from bench import counters, harness, memory, timing
+from bench.harness import Point
 
 QUIET = Console(file=io.StringIO())
 
 
 def arguments(tmp_path, *more):
-    return study.parser("Ask.", "asked").parse_args(["--device", "cpu", "--out", str(tmp_path / "rows.json"), *more])
+    return harness.parser("Ask.", "asked").parse_args(["--device", "cpu", "--out", str(tmp_path / "rows.json"), *more])
 
 
 def rows(tmp_path):
@@ -29,24 +29,28 @@ def test_points_are_measured_once_and_failures_again(tmp_path):
         asked.append(name)
         if name == "b" and asked.count("b") == 1:
             raise RuntimeError("not today")
-        return {"cuattn": study.timed([1e-3, 2e-3, 3e-3])}
+        return {"cuattn": timing.timed([1e-3, 2e-3, 3e-3])}
 
     points = [Point(f"s/{name}/x", ("cuattn",), lambda name=name: measure(name)) for name in "ab"]
-    assert study.run(arguments(tmp_path), points, QUIET) == []
+    assert harness.run(arguments(tmp_path), points, show=QUIET) == []
     first, second = rows(tmp_path)
     assert (first["median_us"], first["ours"], first["status"]) == (2000.0, True, "ok")
     assert (second["status"], second["reason"]) == ("failed", "RuntimeError: not today")
-    study.run(arguments(tmp_path), points, QUIET)
+    harness.run(arguments(tmp_path), points, show=QUIET)
     assert asked == ["a", "b", "b"]
     assert [row["status"] for row in rows(tmp_path)] == ["ok", "ok"]
 
 
 def test_a_budget_and_a_selection_leave_points(tmp_path):
     points = [Point(f"s/{name}/x", ("r",), lambda: {"r": {}}) for name in ("near", "far", "farther")]
-    assert study.run(arguments(tmp_path, "--budget", "-1"), points, QUIET) == ["s/near/x", "s/far/x", "s/farther/x"]
-    assert study.run(arguments(tmp_path, "--only", "far"), points, QUIET) == []
+    assert harness.run(arguments(tmp_path, "--budget", "-1"), points, show=QUIET) == [
+        "s/near/x",
+        "s/far/x",
+        "s/farther/x",
+    ]
+    assert harness.run(arguments(tmp_path, "--only", "far*"), points, show=QUIET) == []
     assert [row["case"] for row in rows(tmp_path)] == ["s/far/x", "s/farther/x"]
-    assert study.run(arguments(tmp_path, "--list"), points, QUIET) == []
+    assert harness.run(arguments(tmp_path, "--list"), points, show=QUIET) == []
 
 
 TEXT = """==PROF== Connected to process 9
