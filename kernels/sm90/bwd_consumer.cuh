@@ -50,14 +50,14 @@ struct Consumer : Worker {
     __device__ __forceinline__ QueryGradient& queries() { return place_of_queries(dp, dq); }
 
     // Begins the scores of the row tile in the slot, which is there, and tells of its dQ.
-    __device__ __forceinline__ void issue_scores() {
+    __device__ __forceinline__ void issue_s() {
         code = step();
-        multiply_scores(s, own_rows(shared.k(keys.stage)), shared.q(slot.stage));
+        compute_s(s, own_rows(shared.k(keys.stage)), shared.q(slot.stage));
         ptx::wgmma_commit();
-        foretell_queries();
+        foretell_dq();
     }
 
-    __device__ __forceinline__ void issue_weights() {
+    __device__ __forceinline__ void issue_dp() {
         await_douts();
         values.multiply(dp, own_rows(shared.v()), shared.dout(slot.stage), shared.delta(slot.stage));
     }
@@ -87,19 +87,19 @@ struct Consumer : Worker {
         weigh<values_first>(s, weights, p, given.stat, given.draws);
     }
 
-    // Line 20: dS, which goes to shared memory for dQ.
+    // Lines 18 and 20: dS, which goes to shared memory for dQ.
     __device__ __forceinline__ void gradients(const Delta& delta) {
         differentiate<!values_first>(ds, weights, s, dp, delta);
         store_gradients(ds, own_gradients(slot.stage));
     }
 
     // Line 21: dQ of this warpgroup's rows or columns of the row tile.
-    __device__ __forceinline__ void issue_queries() {
+    __device__ __forceinline__ void issue_dq() {
         const u32 rows = shared.ds(slot.stage), columns = shared.k(keys.stage);
         if constexpr (dq_by_rows)
-            multiply_queries(queries(), own_rows(rows), columns);
+            compute_dq(queries(), own_rows(rows), columns);
         else
-            multiply_queries(queries(), rows, columns + (slabs == 1 ? 64 : cfg::block_n * row_bytes) * warpgroup);
+            compute_dq(queries(), rows, columns + (slabs == 1 ? 64 : cfg::block_n * row_bytes) * warpgroup);
     }
 
     // Products of a row tile; dQ and dK are under way on exit.
@@ -107,12 +107,12 @@ struct Consumer : Worker {
         await_queries();
         if constexpr (given_first) {
             const Given given = load_given();
-            issue_scores();
-            issue_weights();
+            issue_s();
+            issue_dp();
             probabilities(find_hidden(), given);
         } else {
-            issue_scores();
-            issue_weights();
+            issue_s();
+            issue_dp();
             const Hidden hidden = find_hidden();
             probabilities(hidden, load_given());
         }
@@ -129,7 +129,7 @@ struct Consumer : Worker {
         if constexpr (!values_first) accumulate(dv, weights, shared.dout(slot.stage), begun);
         ptx::async_proxy_fence();  // of dS, beside dV
         ptx::barrier_sync(gradients_barrier, consumers);  // dS is complete
-        issue_queries();
+        issue_dq();
         ptx::wgmma_wait<1>();
         release(shared.barrier(do_empty + slot.stage));
         accumulate(dk, ds, shared.q(slot.stage), begun);  // line 22
@@ -153,7 +153,7 @@ struct Consumer : Worker {
         ptx::mbarrier_arrive(shared.barrier(foretold + slot.stage));
     }
 
-    __device__ __forceinline__ void foretell_queries() const {
+    __device__ __forceinline__ void foretell_dq() const {
         foretell({step().dq_tile, step().m(), work().tile, step().head, work().batch});
     }
 

@@ -23,7 +23,7 @@ __device__ __forceinline__ i32 first_key_tile(const Params& p, i32 m) {
 }
 
 // Does the mask show the row tile some key of key tile n?  As RowWalk has it.
-__device__ __forceinline__ bool takes_turn(const Params& p, const DqPlace& place, i32 n) {
+__device__ __forceinline__ bool adds_to(const Params& p, const DqPlace& place, i32 n) {
     if constexpr (cfg::mask == kMaskColumn) {
         const int4* bounds = p.table.bounds + (slice_of(p.table, place.batch, place.head) * p.key_tiles + n) * 2;
         const int4 a = __ldg(bounds), b = __ldg(bounds + 1);
@@ -35,20 +35,20 @@ __device__ __forceinline__ bool takes_turn(const Params& p, const DqPlace& place
     }
 }
 
-// A turn at a row tile: it has come when the flag holds one more than the number of the key tile before, or 0.
-struct Turn {
+// A key tile's place in a row tile's sum: it has come when the flag holds one more than the number of the key tile before, or 0.
+struct OrderedSum {
     i32* flag;
     i32 before, own;
 
     // All lanes of a warp take part.
-    __device__ __forceinline__ Turn(const Params& p, const DqPlace& place) : flag(p.turns + place.tile), before(0), own(place.n + 1) {
+    __device__ __forceinline__ OrderedSum(const Params& p, const DqPlace& place) : flag(p.turns + place.tile), before(0), own(place.n + 1) {
         const i32 first = first_key_tile(p, place.m);
         if constexpr (cfg::mask == kMaskNone) {
             if (place.n > first) before = place.n;
         } else {
             for (i32 last = place.n - 1; last >= first && !before; last -= 32) {
                 const i32 n = last - threadIdx.x % 32;
-                const u32 takers = __ballot_sync(~0u, n >= first && takes_turn(p, place, n));
+                const u32 takers = __ballot_sync(~0u, n >= first && adds_to(p, place, n));
                 if (takers) before = last - __ffs(takers) + 2;
             }
         }
@@ -59,8 +59,8 @@ struct Turn {
         ptx::proxy_fence();
     }
 
-    // To the next, once the sum itself, not only its source, is done with.
-    __device__ __forceinline__ void pass_on() const {
+    // On to the next, once the sum itself, not only its source, is done with.
+    __device__ __forceinline__ void release() const {
         ptx::bulk_wait<0>();
         ptx::proxy_fence();
         ptx::store_release(flag, own);
@@ -68,10 +68,10 @@ struct Turn {
 };
 
 // Nobody waits.
-struct NoTurn {
-    __device__ __forceinline__ NoTurn(const Params&, const DqPlace&) {}
+struct UnorderedSum {
+    __device__ __forceinline__ UnorderedSum(const Params&, const DqPlace&) {}
     __device__ __forceinline__ void await() const {}
-    __device__ __forceinline__ void pass_on() const {}
+    __device__ __forceinline__ void release() const {}
 };
 
 __device__ __forceinline__ void reduce(const Params& p, const Shared& shared, u32 stage) {
@@ -80,17 +80,17 @@ __device__ __forceinline__ void reduce(const Params& p, const Shared& shared, u3
         ptx::mbarrier_wait(shared.barrier(foretold + stage), phase);
         const DqPlace place = shared.dq_place(stage);
         if (uniform(place.tile < 0)) return;
-        const typename Either<in_turns, Turn, NoTurn>::type turn(p, place);
+        const typename Either<in_order, OrderedSum, UnorderedSum>::type sum(p, place);
         __syncwarp();  // all lanes know the place
         if (threadIdx.x % 32 == 0) {
-            turn.await();  // while dQ is being computed
+            sum.await();  // while dQ is being computed
             ptx::mbarrier_wait(shared.barrier(handed + stage), phase);
             if constexpr (reducer_fences) ptx::async_proxy_fence();
             ptx::bulk_add(static_cast<float*>(p.dq_acc) + static_cast<i64>(place.tile) * (bytes / 4), shared.handed_on(0), bytes);
             ptx::bulk_commit();
             ptx::bulk_wait_read<0>();
             ptx::mbarrier_arrive(shared.barrier(taken));
-            turn.pass_on();
+            sum.release();
         }
     }
 }

@@ -38,14 +38,14 @@ struct Consumer {
         return make_float2(own[0], own[8]);
     }
 
-    __device__ __forceinline__ void issue_scores() {
+    __device__ __forceinline__ void issue_s() {
         ptx::mbarrier_wait(shared.barrier(k_full + k.stage), k.phase);
         ptx::wgmma_fence();
         multiply_rows<cfg::head_dim, cfg::block_m, cfg::block_n, sign>(s, shared.q() + row_offset, shared.k(k.stage));
         ptx::wgmma_commit();
     }
 
-    __device__ __forceinline__ void issue_weights() {
+    __device__ __forceinline__ void issue_dp() {
         ptx::mbarrier_wait(shared.barrier(v_full + v.stage), v.phase);
         ptx::wgmma_fence();
         multiply_rows<cfg::head_dim_v, cfg::block_m, cfg::block_n, 1>(dp, shared.dout() + row_offset, shared.v(v.stage));
@@ -72,7 +72,7 @@ struct Consumer {
             }
     }
 
-    // Line 13: P in place of the scores; what dropout drops is marked by its sign.  With a softcap, `dp` of line 17 is still to
+    // Algorithm 4, lines 13 to 15: P in place of the scores; what dropout drops is marked by its sign.  With a softcap, `dp` of line 17 is still to
     // come, and the slope of the cap joins P at once: P itself is needed no more.
     __device__ __forceinline__ void weigh(Step step) {
         const float scale = score_scale(p);
@@ -105,7 +105,7 @@ struct Consumer {
         }
     }
 
-    // Line 20, rounded.  A row that sees nothing may hold NaN.
+    // Lines 18 and 20, rounded.  A row that sees nothing may hold NaN.
     __device__ __forceinline__ void differentiate() {
         const float2 delta = own_numbers(shared.delta());
 #pragma unroll
@@ -127,8 +127,8 @@ struct Consumer {
 
     __device__ __forceinline__ void accumulate_steps() {
         row_offset = 64 * warpgroup * row_bytes;
-        issue_scores();
-        issue_weights();
+        issue_s();
+        issue_dp();
         for (i32 before = -1;;) {
             const u32 stage = k.stage;
             const Step step = shared.step(stage);
@@ -149,8 +149,8 @@ struct Consumer {
             k.advance();
             row_offset += p.splits;
             if (last) break;
-            issue_scores();
-            issue_weights();
+            issue_s();
+            issue_dp();
         }
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dq);

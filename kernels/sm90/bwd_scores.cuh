@@ -112,7 +112,7 @@ struct NumbersAhead {
     __device__ __forceinline__ float2 operator[](int i) const { return number[i]; }
 };
 
-// Algorithm 4, line 13: P in place of the scores, p = 2^(s log2 e + stat); what dropout drops is marked by its sign.  With
+// Algorithm 4, lines 13 to 15: P in place of the scores, p = 2^(s log2 e + stat); what dropout drops is marked by its sign.  With
 // round_now P is also rounded, and then, with a softcap, multiplied by the slope that dS needs.
 template <bool round_now, class Numbers>
 __device__ __forceinline__ void weigh(Scores& s, Fragments& weights, const Params& p, const Numbers& stat, const Draws& draws) {
@@ -130,7 +130,7 @@ __device__ __forceinline__ void weigh(Scores& s, Fragments& weights, const Param
     }
 }
 
-// Algorithm 4, line 20: dS = P (dP - D), rounded; all divided by the scale of dropout, where a dropped element's dP is 0.
+// Lines 18 and 20: dS = P (dP - D), rounded; all divided by the scale of dropout, where a dropped element's dP is 0.
 template <bool round_weights_now, class Numbers>
 __device__ __forceinline__ void differentiate(Fragments& ds, Fragments& weights, const Scores& s, const Scores& dp, const Numbers& delta) {
 #pragma unroll

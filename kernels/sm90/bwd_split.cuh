@@ -29,9 +29,9 @@ struct Weigher : Worker {
     Fragments weights;
     ValueGradient dv;
 
-    __device__ __forceinline__ void issue_scores() {
+    __device__ __forceinline__ void issue_s() {
         await_queries();
-        multiply_scores(s, shared.k(0), shared.q(slot.stage));
+        compute_s(s, shared.k(0), shared.q(slot.stage));
         ptx::wgmma_commit();
     }
 
@@ -43,7 +43,7 @@ struct Weigher : Worker {
     }
 
     __device__ __forceinline__ void accumulate_steps() {
-        issue_scores();
+        issue_s();
         for (i32 before = -1;;) {
             const Hidden hidden(*this, 0, uniform(step().partial()));
             const Draws draws = take_draws(0);
@@ -61,7 +61,7 @@ struct Weigher : Worker {
             before = stage;
             slot.advance();
             if (last) break;
-            issue_scores();
+            issue_s();
         }
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dv);
@@ -84,9 +84,9 @@ struct Differentiator : Worker {
     Fragments ds;
     KeyGradient dk;
 
-    __device__ __forceinline__ void issue_weights() {
+    __device__ __forceinline__ void issue_dp() {
         await_douts();
-        multiply_weights(dp, shared.v(), shared.dout(slot.stage));
+        compute_dp(dp, shared.v(), shared.dout(slot.stage));
     }
 
     // Line 20, with P from the weigher.
@@ -98,7 +98,7 @@ struct Differentiator : Worker {
     }
 
     __device__ __forceinline__ void accumulate_steps() {
-        issue_weights();
+        issue_dp();
         for (i32 before = -1;;) {
             const u32 stage = slot.stage;
             const bool last = uniform(step().last());
@@ -112,7 +112,7 @@ struct Differentiator : Worker {
             before = stage;
             slot.advance();
             if (last) break;
-            issue_weights();
+            issue_dp();
         }
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dk);

@@ -15,7 +15,7 @@ __device__ __forceinline__ bool is_query(const Params& p, i32 row) {
     return static_cast<u32>(row) < static_cast<u32>(p.n_queries);
 }
 
-// Writes l and m of the thread's rows; `sum` is l relative to the lazy reference.  Comes after the output, whose fence
+// Algorithm 2, line 16: writes l and m of the thread's rows; `sum` is l relative to the lazy reference.  Comes after the output, whose fence
 // would wait for these writes.
 __device__ __forceinline__ void write_statistics(const Params& p, const Work& work, i32 row, const Softmax& state,
                                                  const float (&sum)[2]) {

@@ -15,7 +15,7 @@ constexpr int score_steps = cfg::head_dim / 16, value_steps = cfg::block_n / 16;
 
 // S = Q K^T, asynchronous.  q is the address of this warpgroup's rows.
 template <class Beside>
-__device__ __forceinline__ void multiply_scores(Scores& s, u32 q, u32 k, const Beside& beside) {
+__device__ __forceinline__ void compute_s(Scores& s, u32 q, u32 k, const Beside& beside) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < score_steps; ++step) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ void multiply_scores(Scores& s, u32 q, u32 k, const B
 
 // O += P V, asynchronous.
 template <class Beside>
-__device__ __forceinline__ void multiply_values(Output& o, const Weights& p, u32 v, const Beside& beside) {
+__device__ __forceinline__ void compute_o(Output& o, const Weights& p, u32 v, const Beside& beside) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < value_steps; ++step) {

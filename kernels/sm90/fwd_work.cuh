@@ -42,7 +42,8 @@ __device__ __forceinline__ KeyTile hidden_tile(const Params& p, const Work& work
     return KeyTile::make(0, bits);
 }
 
-// How a key tile looks to each warpgroup of a row tile; none when it is hidden from all of them.  `blocks` is the offset
+// How a key tile looks to each warpgroup of a row tile; none when it is hidden from all of them (FlashMask algorithm 1, lines 10-15;
+// FlashAttention algorithm 5, line 8, for block masks).  `blocks` is the offset
 // of the head's blocks.
 __device__ __forceinline__ KeyTile classify(const Params& p, const Work& work, i64 blocks, i32 n) {
     bool seen = true, partial = false, dead = false;

@@ -112,7 +112,7 @@ VARIANTS = [
 def kernels(p):
     """Yield path, constants and shared memory of the kernels that are Hopper's own."""
     made = planner.backward_plan(p)
-    yield "sm90/bwd.cu", {**dict(made.constants), "sum_dk": False, "sum_dv": False}, made.smem_bytes, "bwd_layout"
+    yield "sm90/bwd.cu", dict(made.constants), made.smem_bytes, "bwd_layout"
     if planner.fuses_dq(p):
         yield "sm90/bwd_convert.cu", {name: value for name, value in made.constants if name in _CONVERT}, 0, ""
     else:
