@@ -150,8 +150,7 @@ class ColumnMask(IntervalMask):
 
     def __repr__(self) -> str:
         leading = f"{self.leading} x " if self.leading else ""
-        place = "on the host" if self.device is None else f"on GPU {self.device}"
-        return f"<ColumnMask {leading}{self.n_queries} queries x {self.n_keys} keys {place}>"
+        return f"<ColumnMask {leading}{self.n_queries} queries x {self.n_keys} keys {self._where}>"
 
     @classmethod
     def stack(cls, masks: Sequence[Any]) -> "ColumnMask":

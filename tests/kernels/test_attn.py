@@ -219,12 +219,13 @@ def test_walk_visits_what_the_band_sees():
                 assert state[m, n] in (0, 1)
 
 
-@pytest.mark.parametrize("mask", [0, 1, 8])
+@pytest.mark.parametrize("mask", [0, 1, 3, 8, 9, 10])
 def test_row_walk_goes_both_ways(mask):
     rng = np.random.default_rng(mask)
     row_tiles, key_tiles, left, right, offset = 75, 7, 1700, 4, 70
     n_queries, n_keys = 32 * row_tiles - 5, 16 * key_tiles - 3
-    bounds = np.sort(rng.integers(0, row_tiles + 1, (key_tiles, 2, 2)), -1).repeat(2, -1)[..., [0, 2, 1, 3]]
+    ranges = 2 * (mask % 8)
+    bounds = np.sort(rng.integers(0, row_tiles + 1, (key_tiles, ranges, 2)), -1).repeat(2, -1)[..., [0, 2, 1, 3]]
     blocks = rng.random((row_tiles, key_tiles)) < 0.1
     body = f"""
         Params p{{}};
@@ -245,17 +246,17 @@ def test_row_walk_goes_both_ways(mask):
         }}"""
     nothing = np.full((key_tiles, row_tiles), -1, np.int32)
     _, _, up, down = run(
-        ["attn/row_walk.cuh"], "const int4* bounds, u8* blocks, i32* up, i32* down", body, bounds.astype(np.int32),
+        ["attn/row_walk.cuh"], "const int4* bounds, u8* blocks, i32* up, i32* down", body,
+        np.append(bounds, 0).astype(np.int32),
         blocks.astype(np.uint8), nothing, nothing, constants={**_MASK, "mask": mask},
     )  # fmt: skip
     i, j = np.arange(n_queries)[:, None] + offset, np.arange(n_keys)
     band = (j >= i - left) & (j <= i + right)
     for n in range(key_tiles):
         seen = [band[32 * m : 32 * m + 32, 16 * n : 16 * n + 16].any() for m in range(row_tiles)]
-        if mask == 1:
-            for first, end in bounds[n, :, :2]:
-                seen[first:end] = [False] * (end - first)
-        if mask == 8:
+        for first, end in bounds[n, :, :2]:
+            seen[first:end] = [False] * (end - first)
+        if mask >= 8:
             seen &= blocks[:, n]
         visited = np.flatnonzero(seen)
         np.testing.assert_array_equal(up[n, : len(visited)], visited)
