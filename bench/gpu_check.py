@@ -8,12 +8,11 @@ has no .git (``--trees``, ``--kernels-tree ID`` and so on, or ``$CUATTN_TREES``)
 features runs, and property tests look at more examples.
 
 Compiling kernels and computing oracles keeps processors busier than the GPU, so the tests run in several processes,
-each with one BLAS thread: with pytest-xdist where it is installed, else each process takes a share of the test files.
+each with one BLAS thread: process I of N takes every N-th test.
 """
 
 import argparse
 import datetime
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -29,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.rows import sources  # noqa: E402
+from bench.rows import cores, sources  # noqa: E402
 
 REPORT = ROOT / "bench" / "results" / "gpu-tests.json"
 TREES = ("kernels", "cuattn", "tests")
@@ -64,10 +63,14 @@ class Collector:
 
 
 class Reporter:
-    """A pytest plugin that sends what happens."""
+    """A pytest plugin that leaves every N-th test, from number I on, to this process, and sends what happens."""
 
-    def __init__(self, send):
-        self.send = send
+    def __init__(self, send, part, parts):
+        self.send, self.part, self.parts = send, part, parts
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        items[:] = items[self.part :: self.parts]
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session):
@@ -86,17 +89,6 @@ class Reporter:
     def pytest_collectreport(self, report):
         if report.failed:
             self.send("failed", {"test": report.nodeid, "error": reason(report.longrepr)})
-
-
-class Share:
-    """A pytest plugin that leaves every N-th test, from number I on, to this process."""
-
-    def __init__(self, part, parts):
-        self.part, self.parts = part, parts
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items):
-        items[:] = items[self.part :: self.parts]
 
 
 def reason(longrepr):
@@ -129,7 +121,7 @@ def run(arguments, part, parts, send):
     """Run one process's share of the tests; return pytest's exit status."""
     # Without the terminal plugin its options do not exist either, those of pyproject.toml included.
     quiet = ["-p", "no:terminal", "-p", "no:cacheprovider", "-o", "addopts=", "--strict-markers", "-m", "gpu"]
-    return int(pytest.main([*quiet, *arguments], plugins=[Reporter(send), Share(part, parts)]))
+    return int(pytest.main([*quiet, *arguments], plugins=[Reporter(send, part, parts)]))
 
 
 def _child(arguments, part, parts, queue):
@@ -143,7 +135,7 @@ def main(arguments=None):
         parser.add_argument(f"--{name}-tree", default=None, help=f"git tree id of {name}/ where the copy has no .git")
     parser.add_argument("--trees", metavar="NAME=ID,...", help="the same for all (or $CUATTN_TREES)")
     parser.add_argument("--full", action="store_true", help="all variants, more examples")
-    parser.add_argument("--workers", type=int, default=max((os.cpu_count() or 2) - 1, 1), help="processes")
+    parser.add_argument("--workers", type=int, default=min(cores(), 8), help="processes")
     parser.add_argument("pytest", nargs="*", help="further pytest arguments, after --")
     options = parser.parse_args(arguments)
     os.environ.setdefault("CUATTN_EXAMPLES", EXAMPLES[options.full])
@@ -179,9 +171,8 @@ def main(arguments=None):
 
 def _in_processes(tests, workers, collector):
     """Run the tests in this process or in several; return 0 when all of them ended well."""
-    if workers == 1 or importlib.util.find_spec("xdist"):
-        parallel = ["-n", str(workers)] if workers > 1 else []
-        return run([*parallel, *tests], 0, 1, collector.take)
+    if workers == 1:
+        return run(tests, 0, 1, collector.take)
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     children = [context.Process(target=_child, args=(tests, part, workers, queue)) for part in range(workers)]

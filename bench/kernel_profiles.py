@@ -18,10 +18,23 @@ from cuattn.errors import UnsupportedError
 
 __all__ = ["CALLS", "METRICS", "counted", "points", "summary"]
 
-STALLS = (
-    "barrier", "branch_resolving", "dispatch_stall", "gmma", "lg_throttle", "long_scoreboard", "math_pipe_throttle",
-    "membar", "mio_throttle", "no_instruction", "not_selected", "selected", "short_scoreboard", "sleeping", "wait",
-)  # fmt: skip
+STALLS = [
+    "barrier",
+    "branch_resolving",
+    "dispatch_stall",
+    "gmma",
+    "lg_throttle",
+    "long_scoreboard",
+    "math_pipe_throttle",
+    "membar",
+    "mio_throttle",
+    "no_instruction",
+    "not_selected",
+    "selected",
+    "short_scoreboard",
+    "sleeping",
+    "wait",
+]
 METRICS = {
     "seconds": "gpu__time_duration.sum",
     "tensor_pct": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
@@ -40,38 +53,38 @@ METRICS = {
 }
 SMALLEST_SHARE = 0.02  # of a call's time that a kernel must take to be named
 
-# name: kernel, direction, dtype, (batch, heads, n, d), options.  Large enough that every multiprocessor stays busy.
+# kernel-direction-...: dtype, (batch, heads, n, d), options.  Large enough that every multiprocessor stays busy.
 HALF, SINGLE, DOUBLE = "float16", "float32", "float64"
 LONG = (4, 16, 4096, 128)
 CALLS = {
-    "sm90-forward-d128": ("sm90", "forward", HALF, LONG, {}),
-    "sm90-forward-d64": ("sm90", "forward", HALF, (4, 32, 4096, 64), {}),
-    "sm90-forward-d256": ("sm90", "forward", HALF, (4, 8, 4096, 256), {}),
-    "sm90-forward-d128-causal": ("sm90", "forward", HALF, LONG, {"is_causal": True}),
-    "sm90-forward-d128-documents": ("sm90", "forward", HALF, LONG, {"mask": "causal_document"}),
-    "sm90-forward-d128-dropout": ("sm90", "forward", HALF, LONG, {"dropout_p": 0.1}),
-    "sm90-backward-d128": ("sm90", "backward", HALF, LONG, {}),
-    "sm90-backward-d64": ("sm90", "backward", HALF, (4, 32, 4096, 64), {}),
-    "sm90-backward-d256": ("sm90", "backward", HALF, (4, 8, 4096, 256), {}),
-    "sm90-backward-d128-causal": ("sm90", "backward", HALF, LONG, {"is_causal": True}),
-    "sm90-backward-d128-dropout": ("sm90", "backward", HALF, LONG, {"dropout_p": 0.1}),
-    "sm90-backward-d128-documents": ("sm90", "backward", HALF, LONG, {"mask": "causal_document"}),
-    "sm90-backward-d128-deterministic": ("sm90", "backward", HALF, LONG, {"deterministic": True}),
-    "sm80-forward-d128": ("sm80", "forward", HALF, LONG, {}),
-    "sm80-forward-d64": ("sm80", "forward", HALF, (4, 32, 4096, 64), {}),
-    "sm80-backward-d128": ("sm80", "backward", HALF, LONG, {}),
-    "sm80-backward-d64": ("sm80", "backward", HALF, (4, 32, 4096, 64), {}),
-    "sm80-backward-d128-deterministic": ("sm80", "backward", HALF, LONG, {"deterministic": True}),
-    "sm80-forward-float32-d64": ("sm80", "forward", SINGLE, (2, 16, 4096, 64), {}),
-    "sm80-backward-float32-d64": ("sm80", "backward", SINGLE, (2, 16, 4096, 64), {}),
-    "sm80-forward-float64-d64": ("sm80", "forward", DOUBLE, (1, 16, 4096, 64), {}),
-    "sm80-backward-float64-d64": ("sm80", "backward", DOUBLE, (1, 16, 4096, 64), {}),
-    "sm80-backward-float64-d128": ("sm80", "backward", DOUBLE, (1, 16, 4096, 128), {}),
-    "sm80-backward-float32-d512": ("sm80", "backward", SINGLE, (1, 8, 2048, 512), {}),
-    "sm80-backward-bias": ("sm80", "backward", HALF, (2, 16, 2048, 128), {"bias": True}),
-    "sm90-forward-new-mask": ("sm90", "forward", HALF, (1, 2, 32768, 128), {"mask": "causal_document", "new": True}),
-    "sm80-decode": ("sm80", "forward", HALF, (16, 32, 8192, 128), {"decode": True}),
-    "sm80-decode-split": ("sm80", "forward", HALF, (1, 32, 65536, 128), {"decode": True}),
+    "sm90-forward-d128": (HALF, LONG, {}),
+    "sm90-forward-d64": (HALF, (4, 32, 4096, 64), {}),
+    "sm90-forward-d256": (HALF, (4, 8, 4096, 256), {}),
+    "sm90-forward-d128-causal": (HALF, LONG, {"is_causal": True}),
+    "sm90-forward-d128-documents": (HALF, LONG, {"mask": "causal_document"}),
+    "sm90-forward-d128-dropout": (HALF, LONG, {"dropout_p": 0.1}),
+    "sm90-backward-d128": (HALF, LONG, {}),
+    "sm90-backward-d64": (HALF, (4, 32, 4096, 64), {}),
+    "sm90-backward-d256": (HALF, (4, 8, 4096, 256), {}),
+    "sm90-backward-d128-causal": (HALF, LONG, {"is_causal": True}),
+    "sm90-backward-d128-dropout": (HALF, LONG, {"dropout_p": 0.1}),
+    "sm90-backward-d128-documents": (HALF, LONG, {"mask": "causal_document"}),
+    "sm90-backward-d128-deterministic": (HALF, LONG, {"deterministic": True}),
+    "sm80-forward-d128": (HALF, LONG, {}),
+    "sm80-forward-d64": (HALF, (4, 32, 4096, 64), {}),
+    "sm80-backward-d128": (HALF, LONG, {}),
+    "sm80-backward-d64": (HALF, (4, 32, 4096, 64), {}),
+    "sm80-backward-d128-deterministic": (HALF, LONG, {"deterministic": True}),
+    "sm80-forward-float32-d64": (SINGLE, (2, 16, 4096, 64), {}),
+    "sm80-backward-float32-d64": (SINGLE, (2, 16, 4096, 64), {}),
+    "sm80-forward-float64-d64": (DOUBLE, (1, 16, 4096, 64), {}),
+    "sm80-backward-float64-d64": (DOUBLE, (1, 16, 4096, 64), {}),
+    "sm80-backward-float64-d128": (DOUBLE, (1, 16, 4096, 128), {}),
+    "sm80-backward-float32-d512": (SINGLE, (1, 8, 2048, 512), {}),
+    "sm80-backward-bias": (HALF, (2, 16, 2048, 128), {"bias": True}),
+    "sm90-forward-new-mask": (HALF, (1, 2, 32768, 128), {"mask": "causal_document", "new": True}),
+    "sm80-decode": (HALF, (16, 32, 8192, 128), {"decode": True}),
+    "sm80-decode-split": (HALF, (1, 32, 65536, 128), {"decode": True}),
 }
 
 
@@ -84,7 +97,8 @@ def counted(name):
 
 def bind(xp, name, n=None):
     """Return a call, with `n` tokens instead of its own where given."""
-    kernel, direction, dtype, (batch, heads, length, d), extra = CALLS[name]
+    dtype, (batch, heads, length, d), extra = CALLS[name]
+    kernel, direction, *_ = name.split("-")
     n = n or length
     options = dict(extra, kernel=kernel if xp.__name__ == "cupy" else None)
     queries, exact = (
@@ -144,8 +158,10 @@ def profiles(part):
 
 def measure(name):
     """Return the profile of a call."""
-    kernels = profiles(CALLS[name][0])[name]
-    problem = dict(zip(("kernel", "direction", "dtype", "shape", "options"), CALLS[name], strict=True))
+    kernel, direction, *_ = name.split("-")
+    kernels = profiles(kernel)[name]
+    dtype, shape, extra = CALLS[name]
+    problem = {"kernel": kernel, "direction": direction, "dtype": dtype, "shape": shape, "options": extra}
     if not kernels:
         return {"status": "unsupported", "reason": "no such kernel, see the messages of the run", "problem": problem}
     whole = sum(kernel["seconds"] for kernel in kernels)
@@ -155,7 +171,7 @@ def measure(name):
 
 def points(arguments):
     """Return one point per call."""
-    return [one(f"profile/{name}/{call[1]}", "cuattn", measure, name) for name, call in CALLS.items()]
+    return [one(f"profile/{name}/{name.split('-')[1]}", "cuattn", measure, name) for name in CALLS]
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ def readme(folder=RESULTS):
 def cpu(folder=RESULTS):
     """Return the README's paragraph on the CPU, between its marks."""
     (shown,) = available(folder, ["cpu"])
-    where = "; ".join(sorted({f"{run['device']}, {run['options'].get('scheduling', '')}" for run in shown.runs}))
-    text = f"In one run ({where.rstrip(', ')}; `{shown.section.COMMAND}`, all samples are in `bench/results/cpu.json`):"
+    where = "; ".join(sorted({run["device"] for run in shown.runs}))
+    text = f"In one run ({where}; `{shown.section.COMMAND}`, all samples are in `bench/results/cpu.json`):"
     return "\n\n".join([CPU_BEGIN, _fill(f"{text} {shown.section.summary(shown.frame)}"), CPU_END])
 
 

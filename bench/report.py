@@ -17,7 +17,7 @@ import pandas as pd
 
 from bench.cases import TABLES, select
 from bench.peers import RUNNERS
-from bench.style import INK, OURS, WORSE, bars, colour, legend, panels, save
+from bench.style import INK, OURS, WORSE, bars, colour, legend, panels, save, table
 
 __all__ = ["costs_of_determinism", "draw", "lines", "markdown", "of_table", "picture", "read", "tables"]
 
@@ -47,11 +47,11 @@ def framed(rows):
     return frame
 
 
-def of_table(frame, *tables):
+def of_table(frame, *names):
     """Return the rows of some tables that succeeded, without the columns that none of them has."""
     if not len(frame):
         return frame
-    found = frame[frame["table"].isin(tables) & (frame["status"] == "ok")]
+    found = frame[frame["table"].isin(names) & (frame["status"] == "ok")]
     return found.dropna(axis="columns", how="all") if len(found) else found
 
 
@@ -107,9 +107,9 @@ def _common(labels):
     return "-".join(word[0] for word in itertools.takewhile(lambda word: len(set(word)) == 1, words))
 
 
-def picture(table):
+def picture(name):
     """Return the file name of a table's picture (those of `bench.sections` have their section's name)."""
-    return f"table-{table}.png"
+    return f"table-{name}.png"
 
 
 def runners(rows):
@@ -123,19 +123,18 @@ def runners(rows):
 def markdown(key, found, rows):
     """Write one table of `tables`, its summary, and why cells are empty."""
     who, rho = runners(rows), "rho" in rows and bool(rows["rho"].fillna(0).any())
-    head = ["case", *(["ρ"] if rho else []), *who, "best peer", "ratio", "±"]
     subject = ", ".join(filter(None, [key[0], found["common"].iloc[0].replace("-", " "), key[1]]))
     unit = next(filter(None, found["unit"]), "")
-    text = [f"### {subject}{f' ({unit})' if unit else ''}", "", "| " + " | ".join(head) + " |"]
-    text.append("|" + "---|" * len(head))
     by_runner = {case: group.set_index("runner") for case, group in rows.groupby("case")}
+    written = []
     for line in found.to_dict("records"):
-        cells = [line["short"], *([f"{line['rho']:.3f}"] if rho else [])]
-        cells += [_cell(line, by_runner[line["case"]], name) for name in who]
-        spread = _spread(by_runner[line["case"]].loc[line["best"]]) if line["best"] else "–"
-        cells += [line["rival"] or "–", f"{line['ratio']:.2f}" if line["ratio"] > 0 else "–", spread]
-        text.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*text, "", *_conclusion(found), *_extra(key, found, rows), *_reasons(found, rows)]).rstrip()
+        of_case = by_runner[line["case"]]
+        cells = {"case": line["short"], **({"ρ": f"{line['rho']:.3f}"} if rho else {})}
+        cells |= {name: _cell(line, of_case, name) for name in who}
+        cells["best peer"], cells["ratio"] = line["rival"] or "–", f"{line['ratio']:.2f}".replace("nan", "–")
+        written.append({**cells, "±": _spread(of_case.loc[line["best"]]) if line["best"] else "–"})
+    text = [f"### {subject}{f' ({unit})' if unit else ''}", "", table(pd.DataFrame(written)), ""]
+    return "\n".join([*text, *_conclusion(found), *_extra(key, found, rows), *_reasons(found, rows)]).rstrip()
 
 
 def _cell(line, rows, name):

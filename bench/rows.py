@@ -133,12 +133,13 @@ def environment(device, handed=None, options=None):
 
 
 def _processor():
-    """Return the processor's name and how many cores may be used."""
+    """Return the processor's name, how many cores may be used, and whether they are ours alone."""
     name = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    return f"{name}, {cores()} cores"
+    real_time = hasattr(os, "sched_getscheduler") and os.sched_getscheduler(0) != os.SCHED_OTHER
+    return f"{name}, {cores()} cores" + (", real-time scheduling" if real_time else "")
 
 
 def cores():

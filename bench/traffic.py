@@ -105,16 +105,6 @@ def backward_reads(call, block_n):
     return call.heads * (2 * once + math.ceil(call.n / block_n) * (2 * once + 8 * call.n) + 2 * once + 2 * once)
 
 
-def theorem(call, block):
-    """Return the theorem's expression in elements of all heads, with the M whose block size is `block`."""
-    n, d, m = call.n, call.d, 4 * call.d * block
-    if call.kernel == "standard":
-        return call.heads * io_model.theorem_2_standard(n, d)
-    if call.study == "proposition-4":
-        return call.heads * io_model.proposition_4(n, d, m, call.density)
-    return call.heads * io_model.theorem_2_flash(n, d, m)  # of the backward Theorem 5 says the same
-
-
 def tile_of(call):
     """Return the block sizes that a kernel of ours works with."""
     import cupy
@@ -184,7 +174,7 @@ def measure(call):
     tile = tile_of(call)
     backward = call.direction == "backward"
     block = tile.get("block_n" if backward else "block_m", 0)
-    row = {"problem": {**vars(call), **tile}, "counters": counters.total(kernels), "theorem": theorem(call, block)}
+    row = {"problem": {**vars(call), **tile}, "counters": counters.total(kernels)}
     row["kernels"] = {kernel["kernel"][:60]: counters.moved(kernel) for kernel in kernels}
     if block:
         row["expected_l2_to_sm"] = backward_reads(call, block) if backward else expected_reads(call, block)

@@ -1,4 +1,4 @@
-"""What a type checker is told: an array's type comes back, results have named parts (CI runs pyright over this file)."""
+"""The type checker agrees with the public surface: pyright on the package, and on calls as users write them."""
 
 from typing import Any
 
@@ -18,7 +18,9 @@ def test_an_arrays_type_comes_back():
 
 
 def test_results_have_named_parts():
-    fwd: cuattn.Forward = cuattn.forward(X, X, X, dropout_p=0.5, rng=cuattn.RNGState(1, 2), origin=cuattn.Origin(key=16))
+    fwd: cuattn.Forward = cuattn.forward(
+        X, X, X, dropout_p=0.5, rng=cuattn.RNGState(1, 2), origin=cuattn.Origin(key=16)
+    )
     state: cuattn.RNGState | None = fwd.rng_state
     merged: cuattn.Forward = cuattn.merge(fwd, fwd)
     lse: Any = merged.lse

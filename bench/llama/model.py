@@ -93,7 +93,7 @@ class Decoder(nn.Module):
             torch.from_numpy(x).to(device) for x in (sequence.tokens, sequence.targets, sequence.weights)
         )
         attention.prepare(sequence.lengths, device)
-        x = self.embedding(functional.one_hot(tokens.long(), VOCABULARY).to(self.embedding.weight.dtype))
+        x = self.embedding(functional.one_hot(tokens.long(), VOCABULARY).float()).float()
         for block in self.blocks:
             x = block(x, self.rotary, attention)
         losses = functional.cross_entropy(self.output(self.norm(x)).float(), targets.long(), reduction="none")

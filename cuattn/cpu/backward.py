@@ -91,7 +91,7 @@ class BackwardWalk(Walk):
         self._reference, self._delta = (self.buffers.get(name, *stack) for name in ("reference", "delta"))
         reference = np.zeros_like(weights.delta) if weights.reference is None else weights.reference
         for buffer, values in ((self._reference, reference), (self._delta, weights.delta)):
-            flat = buffer.reshape(len(buffer), -1)
+            flat = buffer.reshape(len(buffer), stack[1] * stack[2])
             flat[:, : values.shape[1]] = values
             flat[:, values.shape[1] :] = 0
         self._dq = self.buffers.get("dq", *stack, problem.head_dim)
@@ -101,7 +101,7 @@ class BackwardWalk(Walk):
         k_norm, v_norm = (self.task.max_norm(name, group) for name in ("k", "v"))
         self._moved = weights.reference is not None
         self._bounded = self.task.bounded(longest_q * k_norm) and not self._moved
-        largest = max(longest_q, k_norm, longest_do * v_norm, float(np.abs(self._delta).max()))
+        largest = longest_q + k_norm + longest_do * v_norm + float(np.abs(self._delta).max())  # NaN stays
         self._careful = not largest < np.finfo(problem.stat_dtype).max
         self.kv.turn_to(group)
 
@@ -163,7 +163,7 @@ class BackwardWalk(Walk):
             products = products[:, :-half]
         for first, slot, count in part.runs:
             target = total[:, first * self.blocks.keys : (first + count) * self.blocks.keys]
-            some = products[:, 0, slot : slot + count].reshape(shares, -1, shape[-1])
+            some = products[:, 0, slot : slot + count].reshape(shares, count * shape[1], shape[2])
             np.add(target, some[:, : target.shape[1]], target)
 
     def _add_dq(self, part: Part, ds: np.ndarray, where: slice) -> None:

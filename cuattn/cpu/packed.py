@@ -49,7 +49,9 @@ class PackedKV:
         self._group = group
         self._sources = [group.of_keys(x) for x in self._operands]
         if self._in_place:
-            tiles = [x.reshape(len(x), 1, -1, self._blocks.keys, x.shape[-1]) for x in self._sources]
+            tiles = [
+                x.reshape(len(x), 1, self._blocks.key_tiles, self._blocks.keys, x.shape[-1]) for x in self._sources
+            ]
         else:
             self._held.fill(-1)
             tiles = [

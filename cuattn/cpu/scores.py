@@ -150,7 +150,7 @@ class Walk:
     def bias_of(
         self, bias: np.ndarray, item: Item, row_group: RowGroup, part: Part, s: np.ndarray
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield elements of scores and those of a bias, (heads | 1, rows | 1, keys | 1), for them, as (heads, keys, rows)."""
+        """Yield elements of scores, (heads, keys, rows), and those of a bias, (heads | 1, rows | 1, keys | 1)."""
         for row, (first, slot, count) in ((row, run) for row in range(row_group.count) for run in part.runs):
             start = (item.row_tile + row_group.start + row) * self.blocks.rows
             rows = slice(start, min(start + self.blocks.rows, self.problem.n_queries))

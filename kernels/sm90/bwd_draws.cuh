@@ -49,7 +49,6 @@ __device__ __forceinline__ void draw_parts(u32 (&kept)[side_by_side], const Para
 
 __device__ __forceinline__ void draw_ahead(const Params& p, const Shared& shared, u32 warp) {
     const i32 own_lane = threadIdx.x % 32;
-    const u32 first_row = cfg::runs ? 0 : p.dropout.row, first_key = cfg::runs ? 0 : p.dropout.key;
     const u32 offset = __shfl_sync(~0u, random_offset(p.dropout), 0);  // the shuffle puts it into a uniform register
     for (Slot<cfg::stages> slot;; slot.advance()) {
         ptx::mbarrier_wait(shared.barrier(draws_told + slot.stage), slot.phase);
@@ -63,8 +62,8 @@ __device__ __forceinline__ void draw_ahead(const Params& p, const Shared& shared
             const StreamWords own = unrolled ? stream_words(p.dropout, {shared.draw_place(slot.stage).batch, offset}) : stream;
             const u32 rows = turn / row_turns, keys = warp + drawers * side_by_side * (turn % row_turns);
             u32 lane = ptx::opaque(own_lane);  // found again where it is needed: of registers there are few
-            const u32 row = first_row + at.m * cfg::block_m + rows * part_rows + lane % 2 * 32 + (lane & 6);
-            const u32 key = first_key + at.n * cfg::block_n + 16 * keys + lane / 8 * 2;
+            const u32 row = (cfg::runs ? 0 : p.dropout.row) + at.m * cfg::block_m + rows * part_rows + lane % 2 * 32 + (lane & 6);
+            const u32 key = (cfg::runs ? 0 : p.dropout.key) + at.n * cfg::block_n + 16 * keys + lane / 8 * 2;
             u32 kept[side_by_side];
             draw_parts(kept, p, own, row, key);
             // Until the row tile before has been looked up.  Asked behind the first turn, so that the second does not mix with it.

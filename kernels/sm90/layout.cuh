@@ -56,10 +56,10 @@ struct KeyTile {
     u32 code;  // number (of tiles there are fewer than 2^24) and, in the low byte, what the consumers must know
     static constexpr i32 hidden_bit = 1, partial_bit = 8;  // << warpgroup
     static constexpr i32 dead_bit = 64, last_bit = 128, hidden_bits = 7, partial_bits = 56;
-    __device__ __forceinline__ static KeyTile make(i32 n, i32 bits) { return {static_cast<u32>(n << 8 | bits)}; }
-    __device__ __forceinline__ static KeyTile none() { return {~0u}; }
-    __device__ __forceinline__ bool exists() const { return code != ~0u; }
-    __device__ __forceinline__ i32 n() const { return code >> 8; }
+    __device__ __forceinline__ static constexpr KeyTile make(i32 n, i32 bits) { return {static_cast<u32>(n << 8 | bits)}; }
+    __device__ __forceinline__ static constexpr KeyTile none() { return {~0u}; }
+    __device__ __forceinline__ constexpr bool exists() const { return code != ~0u; }
+    __device__ __forceinline__ constexpr i32 n() const { return code >> 8; }
     // The warpgroup's rows see nothing of it, and others' do.
     __device__ __forceinline__ bool hidden(u32 warpgroup) const { return code & hidden_bit << warpgroup; }
     // The warpgroup must test elements.

@@ -13,9 +13,9 @@ __device__ __forceinline__ float minus_infinity() { return -infinity<float>(); }
 // weights up to 256 instead of 1, which 16-bit floats hold with the same relative accuracy.
 constexpr float slack = 8.0f;
 
-// From this many powers of two on the reference of a row, rounded, is off by more than the exponents may be.  Such a row is far: its
-// maximum is taken from each of its scores before they are scaled, which is exact at the maximum, and its shift is 0.
-constexpr float far = 1 << 23;
+// From this many powers of two on the reference of a row, rounded, would move its weights by half a rounding of float16 or more.  Such a
+// row is far: its maximum is taken from each of its scores before they are scaled, which is exact at the maximum, and its shift is 0.
+constexpr float far = 1 << 13;
 
 // Of the thread's two rows.  The decision to move the reference is taken per row, from the row's data alone.
 struct Softmax {

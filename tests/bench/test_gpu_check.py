@@ -26,8 +26,7 @@ def test_skipped():
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_outcomes_are_counted(tmp_path, workers, monkeypatch):
-    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None)
+def test_outcomes_are_counted(tmp_path, workers):
     (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["gpu: needs a GPU"]\n')
     (tmp_path / f"test_with_{workers}.py").write_text(TESTS)
     collector = gpu_check.Collector(Progress(console=Console(file=io.StringIO())))

@@ -61,12 +61,12 @@ def test_the_kernels_bytes_are_the_algorithms_elements():
 
 def test_the_study_kernels_compile_without_spills():
     pytest.importorskip("cupy")
-    from cuattn.cuda import compile as compiler
+    from tests.cuda.nvrtc import resources
 
     constants, _ = loop_order.geometry(loop_order.PROBLEMS[0], "keys-outside")
-    found = compiler.resources(internals.study_text("loop_order.cu", constants), "sm_80")
+    found = resources(internals.study_text("loop_order.cu", constants), "sm_80")
     assert set(found) == {"attention_keys_outside", "attention_queries_outside"}
-    assert not any(resources.spill_stores for resources in found.values())
+    assert not any(used.spill_stores for used in found.values())
 
 
 def test_traffic_counts_the_papers_algorithms():
