@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ __all__ = ["Settings", "outcomes", "prepare_all", "problem_of"]
 
 CHUNK = 20  # problems that a process is handed at a time
 PREPARED = 3  # problems of each variant that are run ahead
+FATAL = ("CUDADriverError", "CUDARuntimeError")
 PATIENCE = 300.0  # seconds that a chunk may take
 
 
@@ -93,7 +96,11 @@ def _check_one(settings: Settings, index: int) -> Outcome:
         problem = problem_of(settings, index)
     except Exception as error:  # of a mask's constructor
         return Outcome([], [(type(error).__name__, "".join(traceback.format_exception(error)[-3:]))])
-    return run(problem, Target(settings.device, settings.kernels[index % len(settings.kernels)]))
+    outcome = run(problem, Target(settings.device, settings.kernels[index % len(settings.kernels)]))
+    if any(what in FATAL for what, _ in outcome.complaints):
+        sys.stderr.write(f"problem {index}: {outcome.complaints}\n")
+        os._exit(1)  # the GPU's context is lost; other problems run in another process
+    return outcome
 
 
 def outcomes(
