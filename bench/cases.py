@@ -9,6 +9,7 @@ Work is counted as the papers do.  Forward: 4 B H Nq Nk d floating-point operati
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 
 from bench.mask_samples import KINDS
@@ -143,15 +144,15 @@ def dense():
         yield _case("dense", direction, tokens=16384, hidden=2048, n=n, head_dim=d, causal=causal, bar=0.92)
 
 
-def mask_table(n, head_dim):
-    """Return one of the FlashMask paper's tables 4-9: twelve masks, 128K tokens, hidden size 4096."""
+def masks(n, head_dim):
+    """One of the FlashMask paper's tables 4-9: twelve masks, 128K tokens, hidden size 4096."""
+    for kind, direction in product(KINDS, BOTH):
+        shape = dict(tokens=131072, hidden=4096, n=n, head_dim=head_dim)
+        yield _case(_mask_table(n, head_dim), direction, **shape, mask=kind, bar=0.92)
 
-    def table():
-        name = f"masks-{n // 1024}k" + ("" if head_dim == 128 else f"-d{head_dim}")
-        for kind, direction in product(KINDS, BOTH):
-            yield _case(name, direction, tokens=131072, hidden=4096, n=n, head_dim=head_dim, mask=kind, bar=0.92)
 
-    return table
+def _mask_table(n, head_dim):
+    return f"masks-{n // 1024}k" + ("" if head_dim == 128 else f"-d{head_dim}")
 
 
 def dropout():
@@ -249,26 +250,11 @@ def cpu_small():
         yield Case("cpu-small", direction, batch, heads, heads, n_queries, n_keys, d, "float32")
 
 
+OTHERS = (dropout, deterministic, long, portable, decode, gpt2, lengths, host, sparsity, cpu, cpu_torch, cpu_small)
 TABLES = {
     "dense": dense,
-    "masks-8k": mask_table(8192, 128),
-    "masks-32k": mask_table(32768, 128),
-    "masks-128k": mask_table(131072, 128),
-    "masks-8k-d64": mask_table(8192, 64),
-    "masks-32k-d64": mask_table(32768, 64),
-    "masks-128k-d64": mask_table(131072, 64),
-    "dropout": dropout,
-    "deterministic": deterministic,
-    "long": long,
-    "portable": portable,
-    "decode": decode,
-    "gpt2": gpt2,
-    "lengths": lengths,
-    "host": host,
-    "sparsity": sparsity,
-    "cpu": cpu,
-    "cpu-torch": cpu_torch,
-    "cpu-small": cpu_small,
+    **{_mask_table(n, d): partial(masks, n, d) for d in (128, 64) for n in (8192, 32768, 131072)},
+    **{table.__name__.replace("_", "-"): table for table in OTHERS},
 }
 
 

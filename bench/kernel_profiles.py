@@ -55,25 +55,25 @@ SMALLEST_SHARE = 0.02  # of a call's time that a kernel must take to be named
 
 # kernel-direction-...: dtype, (batch, heads, n, d), options.  Large enough that every multiprocessor stays busy.
 HALF, SINGLE, DOUBLE = "float16", "float32", "float64"
-LONG = (4, 16, 4096, 128)
+LONG, LONG_64 = (4, 16, 4096, 128), (4, 32, 4096, 64)
 CALLS = {
     "sm90-forward-d128": (HALF, LONG, {}),
-    "sm90-forward-d64": (HALF, (4, 32, 4096, 64), {}),
+    "sm90-forward-d64": (HALF, LONG_64, {}),
     "sm90-forward-d256": (HALF, (4, 8, 4096, 256), {}),
     "sm90-forward-d128-causal": (HALF, LONG, {"is_causal": True}),
     "sm90-forward-d128-documents": (HALF, LONG, {"mask": "causal_document"}),
     "sm90-forward-d128-dropout": (HALF, LONG, {"dropout_p": 0.1}),
     "sm90-backward-d128": (HALF, LONG, {}),
-    "sm90-backward-d64": (HALF, (4, 32, 4096, 64), {}),
+    "sm90-backward-d64": (HALF, LONG_64, {}),
     "sm90-backward-d256": (HALF, (4, 8, 4096, 256), {}),
     "sm90-backward-d128-causal": (HALF, LONG, {"is_causal": True}),
     "sm90-backward-d128-dropout": (HALF, LONG, {"dropout_p": 0.1}),
     "sm90-backward-d128-documents": (HALF, LONG, {"mask": "causal_document"}),
     "sm90-backward-d128-deterministic": (HALF, LONG, {"deterministic": True}),
     "sm80-forward-d128": (HALF, LONG, {}),
-    "sm80-forward-d64": (HALF, (4, 32, 4096, 64), {}),
+    "sm80-forward-d64": (HALF, LONG_64, {}),
     "sm80-backward-d128": (HALF, LONG, {}),
-    "sm80-backward-d64": (HALF, (4, 32, 4096, 64), {}),
+    "sm80-backward-d64": (HALF, LONG_64, {}),
     "sm80-backward-d128-deterministic": (HALF, LONG, {"deterministic": True}),
     "sm80-forward-float32-d64": (SINGLE, (2, 16, 4096, 64), {}),
     "sm80-backward-float32-d64": (SINGLE, (2, 16, 4096, 64), {}),

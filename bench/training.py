@@ -53,30 +53,10 @@ def train(variant, sizes, device, steps):
     dict
         ``losses`` by step, ``tokens_per_s``, ``peak_bytes`` beyond weights and moments, ``documents`` per sequence.
     """
-    import torch
-
-    from bench.llama.attention import Attention
-    from bench.llama.model import Config, Decoder
-
-    gpu = device == "cuda"
     way, same_kernel, deterministic = VARIANTS[variant]
-    kernel = ("sm80" if gpu else "cpu") if same_kernel else None
-    model, attention = Decoder(Config(**sizes)).to(device), Attention(way, kernel, deterministic)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    scale = LOSS_SCALE if gpu else 1.0
+    kernel = ("sm80" if device == "cuda" else "cpu") if same_kernel else None
+    model, attention, step, losses = _trainer(sizes, device, way, kernel, deterministic)
     sequences = list(itertools.islice(pack(documents(), sizes["n"], sizes["longest"]), steps))
-    losses = []
-
-    def step(sequence):
-        with torch.autocast("cuda", torch.float16, enabled=gpu):
-            loss = model(sequence, attention)
-        optimiser.zero_grad()
-        (loss * scale).backward()
-        for parameter in model.parameters():
-            parameter.grad /= scale
-        optimiser.step()
-        losses.append(loss.detach())
-
     warm = min(WARM, max(steps - PROFILED - 1, 0))
     for sequence in sequences[:warm]:
         step(sequence)
@@ -102,6 +82,30 @@ def train(variant, sizes, device, steps):
         "documents": round(float(np.mean([len(sequence.lengths) for sequence in sequences])), 2),
         "problem": {**sizes, **about},
     }
+
+
+def _trainer(sizes, device, way, kernel, deterministic):
+    """Return a decoder, its attention, a function that learns from one sequence, and the losses that it will append."""
+    import torch
+
+    from bench.llama.attention import Attention
+    from bench.llama.model import Config, Decoder
+
+    model, attention, losses = Decoder(Config(**sizes)).to(device), Attention(way, kernel, deterministic), []
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    scale = LOSS_SCALE if device == "cuda" else 1.0
+
+    def step(sequence):
+        with torch.autocast("cuda", torch.float16, enabled=device == "cuda"):
+            loss = model(sequence, attention)
+        optimiser.zero_grad()
+        (loss * scale).backward()
+        for parameter in model.parameters():
+            parameter.grad /= scale
+        optimiser.step()
+        losses.append(loss.detach())
+
+    return model, attention, step, losses
 
 
 def points(arguments):
