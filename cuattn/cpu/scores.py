@@ -145,6 +145,9 @@ class Walk:
                 tile += bias
                 if careful:  # hidden even where the score itself is NaN
                     np.copyto(tile, -np.inf, where=bias == -np.inf)
+        if careful:  # lest rows that do not exist, and see everything, lead NaN to the sums over rows
+            there = self.problem.n_queries - (item.row_tile + row_group.start + tiles - 1) * rows
+            s[:, -1, ..., there:] = -np.inf
         return s, [(s[:, row, slot], mask()) for row, slot, mask in part.masks]
 
     def bias_of(
