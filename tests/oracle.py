@@ -70,7 +70,8 @@ def floors(exact: Solution, q, k, v, do=None, *, scale=None, softcap=None, bias=
         D   by sum_j E A                            ds  by E |dp - D| + p (A + that of D)
         dv  by sum_i E z |do|                       dq  by |scale| sum_j (that of ds + |ds|) |k|, dk likewise
 
-    A sum of n terms counts 2 sqrt(n) times (n at most), as if roundings were random.  Weights p below eps**3 count as
+    A sum of n terms counts 2 sqrt(n) times (n at most), as if roundings were random, and twice that in a score, whose
+    terms may be alike and round one way.  Weights p below eps**3 count as
     0.  For 16-bit inputs, their eps times this is added: p |v| and p |do| (P is rounded before it is multiplied),
     |do . o| in D (o was rounded), |ds| |k| and |ds| |q| (so was dS).
 
@@ -104,7 +105,7 @@ class _Bound:
         self.q, k, v = (xp.abs(x.astype(np.float64)) for x in (q, k, v))
         self.k, self.v = (textbook.repeat_heads(xp, x, lead) for x in (k, v))
         self.scale = abs(q.shape[-1] ** -0.5 if given["scale"] is None else given["scale"])
-        raw = width * self.scale * (self.q @ self.k.swapaxes(-1, -2))
+        raw = 2 * width * self.scale * (self.q @ self.k.swapaxes(-1, -2))
         size, self.slope, self.bend = _scores(xp, exact, raw, given["softcap"], given["bias"])
         seen = exact.s > -np.inf
         size = xp.where(seen, size, 0)
