@@ -30,9 +30,7 @@ __all__ = [
 _FUSED_HEAD_DIM = 128
 _WARPGROUPS = 2  # consumers
 _SHORT = 128
-_MAX_SOFTCAP = (
-    1024  # else rows may be far and lose their scores, which the slope needs (kernels/attn/bwd_workspace.cuh)
-)
+_MAX_SOFTCAP = 1024  # beyond it rows may be far: their slopes are lost with their scores (attn/bwd_workspace.cuh)
 _DELTA_PARTS = 3  # bfloat16 that add up to a row's delta (kernels/attn/bwd_workspace.cuh)
 _DELTA_OPERAND = 8 * ROW_BYTES  # bytes of which a row tile's parts are the first rows
 _TURNS, _CAUSAL_TURNS = 16, 32  # heads at least, where key tiles take turns: measured at N 8192

@@ -125,8 +125,8 @@ def test_layout_agrees_with_the_kernel():
     for variant in VARIANTS:
         made = forward_plan(variant)
         text = source.prologue(made.constants) + source.flatten_text(
-            f'#include "sm90/layout.cuh"\nstatic_assert(sm90::shared_bytes == {made.smem_bytes});\n'
-            f"static_assert(sm90::threads == {32 * made.workers});\n",
+            f'#include "sm90/fwd_layout.cuh"\nstatic_assert(sm90::fwd::shared_bytes == {made.smem_bytes});\n'
+            f"static_assert(sm90::fwd::threads == {32 * made.workers});\n",
             "layout.cu",
         )
         compiler.compile_log(text, ARCH)
@@ -136,7 +136,7 @@ def test_all_key_tiles_can_be_told_apart():
     """As many as lengths below 2**30 have of 64 keys; none of them is taken for the end of a list."""
     made = forward_plan(VARIANTS[0])
     text = source.prologue(made.constants) + source.flatten_text(
-        '#include "sm90/layout.cuh"\nusing Tile = sm90::KeyTile;\nconstexpr i32 last = (1 << 24) - 1;\n'
+        '#include "sm90/fwd_layout.cuh"\nusing Tile = sm90::fwd::KeyTile;\nconstexpr i32 last = (1 << 24) - 1;\n'
         "static_assert(Tile::make(last, 0).n() == last && Tile::make(last, 127).exists() && !Tile::none().exists());\n",
         "tiles.cu",
     )

@@ -3,11 +3,9 @@
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "sm90/tiles.cuh"
-#include "sm90/work.cuh"
+#include "sm90/fwd_work.cuh"
 
-namespace sm90 {
-
-constexpr bool may_have_dead_keys = cfg::mask != kMaskNone || cfg::band_left || cfg::band_right;
+namespace sm90::fwd {
 
 // A key tile and where it comes from.
 struct Source {
@@ -114,4 +112,4 @@ __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
     }
 }
 
-}  // namespace sm90
+}  // namespace sm90::fwd

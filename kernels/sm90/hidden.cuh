@@ -1,7 +1,7 @@
-// Which of 32 or 64 consecutive query rows see a key, as bits.
+// What masks hide: which of 32 or 64 consecutive query rows see a key, as bits; keys hidden from every row, which become zero.
 #pragma once
-#include "attn/mask_format.cuh"
-#include "attn/params.cuh"
+#include "attn/mask.cuh"
+#include "sm90/tiles.cuh"
 
 namespace sm90 {
 
@@ -44,6 +44,22 @@ __device__ __forceinline__ Bits block_rows(const Params& p, const u8* blocks, i3
         if (column[block * p.mask.row])
             rows |= bit_range<Bits>(block * size - first_row, (block + 1) * size - first_row);
     return rows;
+}
+
+// Does the band alone hide some key of the tile from every row?  The keys it shows to some row are consecutive.
+__device__ __forceinline__ bool band_hides(const Params& p, i32 n) {
+    if constexpr (!cfg::band_left && !cfg::band_right) return false;
+    const i32 first = n * cfg::block_n, last = min(first + cfg::block_n, p.n_keys) - 1;
+    return !band_sees(p, first) || !band_sees(p, last);
+}
+
+// Zeroes one row of a tile of `slab_count` slabs.
+template <int rows, int slab_count>
+__device__ __forceinline__ void clear_row(u8* tile, u32 row) {
+    for (int slab = 0; slab < slab_count; ++slab) {
+        uint4* line = reinterpret_cast<uint4*>(tile + (slab * rows + row) * row_bytes);
+        for (int chunk = 0; chunk < 8; ++chunk) line[chunk] = uint4{};
+    }
 }
 
 }  // namespace sm90

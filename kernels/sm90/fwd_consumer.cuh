@@ -2,16 +2,15 @@
 //
 // The scores of a tile are issued together with P V of the tile before it, whose exponentials are done, so that a
 // warpgroup comes to the tensor cores once per step and with both products.  While it is in its softmax, the products
-// of the others run; turns keep that order.  With cfg::overlap the softmax begins under the warpgroup's own P V, which
+// of the others run; a ping-pong of barriers keeps that order.  With cfg::overlap the softmax begins under the warpgroup's own P V, which
 // pays where rows are long.  With two buffers for queries all this goes on across row tiles.
 #pragma once
 #include "attn/philox.cuh"
-#include "sm90/epilogue.cuh"
-#include "sm90/mask.cuh"
+#include "sm90/fwd_epilogue.cuh"
+#include "sm90/fwd_mask.cuh"
 
-namespace sm90 {
+namespace sm90::fwd {
 
-constexpr bool may_have_empty_rows = cfg::mask != kMaskNone || cfg::band_left || cfg::band_right;
 // Short rows of three warpgroups do best with the plainest steps.
 constexpr bool plain = !cfg::overlap && cfg::dropout == 0;
 // Else no key tile is hidden, only a row's first one, the last of the keys, may be cut, and tiles are counted, not told.
@@ -21,12 +20,9 @@ constexpr bool later_tiles_vary = may_have_empty_rows || plain;
 constexpr bool proceeds_early = cfg::overlap && warpgroups == 2;
 constexpr int middle = value_steps / 2 - 1;  // the block of 16 keys behind which that is
 constexpr bool looks_for_values = cfg::dropout > 0;  // behind the exponentials; else it costs more than it saves
-constexpr u32 turn_barrier = 1;              // + warpgroup
+constexpr u32 ping_pong_barrier = 1;              // + warpgroup
 constexpr int output_blocks = cfg::head_dim_v / 16;
 constexpr bool search_beside = cfg::head_dim <= 128 && cfg::mask != kMaskBlock && cfg::dropout == 0;
-
-// The row of the first of a thread's two rows within the warpgroup's 64.
-__device__ __forceinline__ i32 thread_row() { return 16 * (threadIdx.x % 128 / 32) + threadIdx.x % 32 / 4; }
 
 struct Consumer {
     const Params& p;
@@ -50,25 +46,19 @@ struct Consumer {
     Weights weights, kept;
     Output o;
 
-    // An arrival orders what its thread has read.  Of what products alone read, one lane gives back its warp's share.
-    __device__ __forceinline__ void release(int barrier) const {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.barrier(barrier));
-    }
-
     // With keys come their tile's code and intervals, which every lane reads.
     __device__ __forceinline__ void release_keys() {
         if constexpr (later_tiles_vary)
-            ptx::mbarrier_arrive(shared.barrier(k_empty + k.stage));
+            release_read(shared.barrier(k_empty + k.stage));
         else
-            release(k_empty + k.stage);
+            release(shared.barrier(k_empty + k.stage));
         k.advance();
     }
 
-    __device__ __forceinline__ void await_turn() const { ptx::barrier_sync(turn_barrier + warpgroup, 256); }
+    __device__ __forceinline__ void await_ping_pong() const { ptx::barrier_sync(ping_pong_barrier + warpgroup, 256); }
 
-    __device__ __forceinline__ void pass_turn() const {
-        ptx::barrier_arrive(turn_barrier + (warpgroup + 1 == warpgroups ? 0 : warpgroup + 1), 256);
+    __device__ __forceinline__ void pass_ping_pong() const {
+        ptx::barrier_arrive(ping_pong_barrier + (warpgroup + 1 == warpgroups ? 0 : warpgroup + 1), 256);
     }
 
     // Looks for the next keys during the exponentials, so that nobody waits for the answer behind them.
@@ -106,18 +96,19 @@ struct Consumer {
         return true;
     }
 
-    __device__ __forceinline__ i32 row() const { return work.row + 64 * warpgroup + thread_row(); }
+    __device__ __forceinline__ i32 row() const { return work.row + 64 * warpgroup + fragment_row(); }
 
     template <class Beside>
     __device__ __forceinline__ void issue_scores(const Beside& beside) {
-        multiply_scores(s, shared.q(q.stage) + 64 * warpgroup * row_bytes, shared.k(k.stage), beside);
+        compute_s(s, shared.q(q.stage) + 64 * warpgroup * row_bytes, shared.k(k.stage), beside);
     }
 
+    // Line 15; the sum is divided by l at the row's end.
     template <class Beside>
     __device__ __forceinline__ void issue_values(const Beside& beside) {
         if (!looks_for_values || !__all_sync(~0u, values_arrived))
             ptx::mbarrier_wait(shared.barrier(v_full + v.stage), v.phase);
-        multiply_values(o, weights, shared.v(v.stage), beside);
+        compute_o(o, weights, shared.v(v.stage), beside);
     }
 
     // The phases of finding the tile's visible elements that belong to one of `steps` steps.
@@ -132,7 +123,7 @@ struct Consumer {
         }
     }
 
-    // Issues the scores; where registers allow it, what is visible of a partial tile is found meanwhile.
+    // Algorithm 2, line 10 (FlashMask algorithm 1, line 17): issues the scores; where registers allow it, what is visible of a partial tile is found meanwhile.
     __device__ __forceinline__ void begin_scores() {
         if (search_beside && uniform(tile.partial(warpgroup)))
             issue_scores([&](int step) { search(step, score_steps); });
@@ -151,13 +142,13 @@ struct Consumer {
         release_keys();
     }
 
-    // Prescales and masks the scores.
+    // Line 11 (FlashMask algorithm 1, lines 18-25): prescales and masks the scores.
     __device__ __forceinline__ void refine_scores() {
         if constexpr (cfg::prescaled) prescale(s, p);
         if (uniform(tile.partial(warpgroup))) mask_scores(s, visible);
     }
 
-    // The running softmax.  What dropout keeps is drawn between the exponentials, block by block: the two wait for
+    // Lines 12 and 13: the running softmax.  What dropout keeps is drawn between the exponentials, block by block: the two wait for
     // different units.  True when earlier outputs must be multiplied by factor.
     template <bool early>
     __device__ __forceinline__ bool update_softmax(bool last, bool settled) {
@@ -191,7 +182,7 @@ struct Consumer {
         if constexpr (looks_for_values) values_arrived = ptx::mbarrier_passed(shared.barrier(v_full + v.stage), v.phase);
     }
 
-    // P as it enters P V: rounded, and with dropout thinned out (l and m are those of the whole P).
+    // Line 14: P as it enters P V: rounded, and with dropout thinned out (l and m are those of the whole P).
     __device__ __forceinline__ void weigh() {
         round_weights(weights, s);
         if constexpr (cfg::dropout > 0) {
@@ -206,7 +197,7 @@ struct Consumer {
 
     __device__ __forceinline__ void finish_values() {
         ptx::wgmma_pin(o);
-        release(v_empty + v.stage);
+        release(shared.barrier(v_empty + v.stage));
         v.advance();
     }
 
@@ -217,9 +208,9 @@ struct Consumer {
 
     // A key tile with nothing to overlap with.  True when the row has no further one.
     __device__ __forceinline__ bool single() {
-        await_turn();
+        await_ping_pong();
         begin_scores();
-        pass_turn();
+        pass_ping_pong();
         search_behind();
         ptx::wgmma_wait<0>();
         const bool last = uniform(tile.last());
@@ -231,28 +222,28 @@ struct Consumer {
         return last;
     }
 
-    // Passes over a hidden key tile.  It takes its turn all the same, since warpgroups count turns by tiles, and lets the
+    // Passes over a hidden key tile.  It takes part in the ping-pong all the same, which counts tiles, and lets the
     // values before it out, if any are pending.  A row's last tile is never hidden.
     __device__ __forceinline__ void pass(bool pending) {
-        await_turn();
+        await_ping_pong();
         if (pending) drain();
-        pass_turn();
+        pass_ping_pong();
         release_keys();
         ptx::mbarrier_wait(shared.barrier(v_full + v.stage), v.phase);
-        release(v_empty + v.stage);
+        release(shared.barrier(v_empty + v.stage));
         v.advance();
         await_keys();
     }
 
     // Scores of a tile beside P V of the tile before.  True when this was the last tile of the row.
     __device__ __forceinline__ bool step() {
-        await_turn();
+        await_ping_pong();
         if constexpr (later_tiles_vary)
             begin_scores();
         else
             issue_scores([](int) {});
         issue_values([](int) {});
-        pass_turn();
+        pass_ping_pong();
         free_output();
         if constexpr (later_tiles_vary) search_behind();
         ptx::wgmma_wait<1>();
@@ -277,7 +268,7 @@ struct Consumer {
     // From one row tile to the next: the last P V of the row tile `before`, whose output leaves under the first scores.
     // True when the new row has one key tile only.
     __device__ __forceinline__ bool cross(const Work& before, Slot<cfg::q_stages> buffer) {
-        await_turn();
+        await_ping_pong();
         // The new row's first tile is its diagonal one, as a rule: what is visible of it is found here.
         if (search_beside && uniform(tile.partial(warpgroup)))
             issue_values([&](int step) { search(step, value_steps); });
@@ -293,7 +284,7 @@ struct Consumer {
             for (int block = 0; block < output_blocks; ++block)
                 if (block * score_steps / output_blocks == step) write_columns(ending, block);
         });
-        pass_turn();
+        pass_ping_pong();
         finish_ending(ending);
         state.reset();
         clear();
@@ -358,7 +349,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void finish_ending(const Ending& ending) {
-        const i32 first = ending.of.row + 64 * warpgroup + thread_row();
+        const i32 first = ending.of.row + 64 * warpgroup + fragment_row();
         if constexpr (stage_output) {
             store_output(o_map, shared.q(ending.stage), warpgroup, ending.of);
             leaving = shared.barrier(q_empty + ending.stage);
@@ -383,7 +374,7 @@ struct Consumer {
 };
 
 __device__ __forceinline__ void Consumer::run() {
-    if (warpgroup + 1 == warpgroups) pass_turn();  // the first turn is the first warpgroup's
+    if (warpgroup + 1 == warpgroups) pass_ping_pong();  // the first warpgroup begins
     bool some = await_row();
     while (some) {
         state.reset();
@@ -421,4 +412,4 @@ __device__ __forceinline__ void Consumer::run() {
     free_output();  // shared memory is read until then
 }
 
-}  // namespace sm90
+}  // namespace sm90::fwd

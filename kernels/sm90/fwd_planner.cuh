@@ -4,9 +4,9 @@
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "sm90/tiles.cuh"
-#include "sm90/work.cuh"
+#include "sm90/fwd_work.cuh"
 
-namespace sm90 {
+namespace sm90::fwd {
 
 struct Planner {
     const Params& p;
@@ -98,4 +98,4 @@ struct Planner {
     }
 };
 
-}  // namespace sm90
+}  // namespace sm90::fwd

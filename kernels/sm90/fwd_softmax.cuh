@@ -1,12 +1,9 @@
 // The running softmax of one warpgroup: a thread holds parts of rows g and g + 8 of its warp's 16; four lanes
 // share a row.
 #pragma once
-#include "attn/score.cuh"
-#include "sm90/products.cuh"
+#include "sm90/fwd_products.cuh"
 
-namespace sm90 {
-
-__device__ __forceinline__ float minus_infinity() { return -infinity<float>(); }
+namespace sm90::fwd {
 
 // Exponents are taken relative to a reference that follows the row maximum lazily: it moves only when the maximum has
 // outgrown it by this many powers of two.  Sums and outputs then never need rescaling in most steps, at the price of
@@ -46,17 +43,6 @@ __device__ __forceinline__ float quad_max(float x) {
 __device__ __forceinline__ float quad_sum(float x) {
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
-}
-
-// What turns scores into powers of two.
-__device__ __forceinline__ float score_scale(const Params& p) {
-    return static_cast<float>((cfg::prescaled ? 1.0 : fabs(p.scale)) * kLog2e);
-}
-
-// Softcap, and scales that no maximum survives (zero): raw products become scores before anything else.
-__device__ __forceinline__ void prescale(Scores& s, const Params& p) {
-#pragma unroll
-    for (int i = 0; i < cfg::block_n / 2; ++i) s[i] = cap_score(p, s[i]);
 }
 
 // What move_reference leaves to be done where some row of the warp is far, or was.  `moved`: the row has a new reference, `first`: it had none
@@ -166,4 +152,4 @@ __device__ __forceinline__ void rescale(Output& o, const float (&factor)[2]) {
     for (int i = 0; i < cfg::head_dim_v / 2; ++i) o[i] *= factor[half_of(i)];
 }
 
-}  // namespace sm90
+}  // namespace sm90::fwd

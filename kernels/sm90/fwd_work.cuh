@@ -1,9 +1,9 @@
 // Which row tiles a block of the persistent grid works on, and which key tiles each of them visits.
 #pragma once
-#include "sm90/clean.cuh"
-#include "sm90/layout.cuh"
+#include "sm90/hidden.cuh"
+#include "sm90/fwd_layout.cuh"
 
-namespace sm90 {
+namespace sm90::fwd {
 
 // Where keys end with the row, the last row tile ends with the last 64 queries, and the rows that are too many stand before
 // the first one, which sees fewest keys.  Whole warpgroups: no output is stored from before a tensor's beginning.
@@ -42,7 +42,8 @@ __device__ __forceinline__ KeyTile hidden_tile(const Params& p, const Work& work
     return KeyTile::make(0, bits);
 }
 
-// How a key tile looks to each warpgroup of a row tile; none when it is hidden from all of them.  `blocks` is the offset
+// How a key tile looks to each warpgroup of a row tile; none when it is hidden from all of them (FlashMask algorithm 1, lines 10-15;
+// FlashAttention algorithm 5, line 8, for block masks).  `blocks` is the offset
 // of the head's blocks.
 __device__ __forceinline__ KeyTile classify(const Params& p, const Work& work, i64 blocks, i32 n) {
     bool seen = true, partial = false, dead = false;
@@ -68,4 +69,4 @@ __device__ __forceinline__ KeyTile classify(const Params& p, const Work& work, i
     return (bits & hidden) == hidden ? KeyTile::none() : KeyTile::make(n, bits);
 }
 
-}  // namespace sm90
+}  // namespace sm90::fwd

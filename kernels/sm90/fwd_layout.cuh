@@ -4,7 +4,7 @@
 #include "ptx/opaque.cuh"
 #include "sm90/tiles.cuh"
 
-namespace sm90 {
+namespace sm90::fwd {
 
 constexpr int slabs = (cfg::head_dim + 63) / 64;                    // of q and k
 constexpr int slabs_v = (cfg::head_dim_v + 63) / 64;                // of v and o
@@ -111,4 +111,4 @@ struct Shared {
     __device__ __forceinline__ Mail& mail() const { return *reinterpret_cast<Mail*>(memory + mail_at); }
 };
 
-}  // namespace sm90
+}  // namespace sm90::fwd

@@ -4,9 +4,9 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
-#include "sm90/softmax.cuh"
+#include "sm90/fwd_softmax.cuh"
 
-namespace sm90 {
+namespace sm90::fwd {
 
 constexpr u32 store_barrier = 5;  // + warpgroup: its 128 threads around the output tile
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ bool is_query(const Params& p, i32 row) {
     return static_cast<u32>(row) < static_cast<u32>(p.n_queries);
 }
 
-// Writes l and m of the thread's rows; `sum` is l relative to the lazy reference.  Comes after the output, whose fence
+// Algorithm 2, line 16: writes l and m of the thread's rows; `sum` is l relative to the lazy reference.  Comes after the output, whose fence
 // would wait for these writes.
 __device__ __forceinline__ void write_statistics(const Params& p, const Work& work, i32 row, const Softmax& state,
                                                  const float (&sum)[2]) {
@@ -71,4 +71,4 @@ __device__ __forceinline__ void write_float(const Output& o, const Params& p, co
     }
 }
 
-}  // namespace sm90
+}  // namespace sm90::fwd

@@ -4,15 +4,15 @@
 // rows.
 #pragma once
 #include "attn/mask.cuh"
-#include "sm90/mask_bits.cuh"
-#include "sm90/softmax.cuh"
+#include "sm90/hidden.cuh"
+#include "sm90/fwd_softmax.cuh"
 
-namespace sm90 {
+namespace sm90::fwd {
 
 using Visible = u32[2];
 
 // The score of a thread's first row that belongs to a bit.  Scores come in pairs of neighbouring keys: bits count them in
-// that order, or as turn_bits leaves them.
+// that order, or as transpose_bits leaves them.
 __device__ __forceinline__ constexpr int score_of(int bit) {
     const int pair = cfg::mask == kMaskNone ? bit / 2 : bit / 16 * 8 + bit % 8;
     const int key = cfg::mask == kMaskNone ? bit % 2 : bit / 8 % 2;
@@ -37,7 +37,7 @@ __device__ __forceinline__ void find_in_band(Visible& visible, const Params& p, 
 
 // Among the eight lanes g that differ in their row: bit g' of each byte of lane g becomes bit g of lane g', after calls
 // with step 4, 2 and 1.
-__device__ __forceinline__ void turn_bits(Visible& x, int step) {
+__device__ __forceinline__ void transpose_bits(Visible& x, int step) {
     const bool upper = place_of_thread() % 32 / 4 & step;
     // Bits whose number has the step's bit clear.
     const u32 low = step == 4 ? 0x0f0f0f0f : step == 2 ? 0x33333333 : 0x55555555;
@@ -71,7 +71,7 @@ __device__ __forceinline__ u32 pair_rows(const Params& p, const int4* cols, cons
 // further (g, q: its place in the fragment); the bits then change sides.  `cols` are the intervals of the tile's keys.
 __device__ __forceinline__ void find_in_table(Visible& visible, int phase, const Params& p, const int4* cols,
                                               const Work& work, i32 first_row, i32 n) {
-    if (phase >= 2) return turn_bits(visible, 16 >> phase);
+    if (phase >= 2) return transpose_bits(visible, 16 >> phase);
     const u32 thread = place_of_thread(), lane = thread % 32;
     const i32 column = 64 * phase + 8 * (lane / 4) + 2 * (lane % 4);
     const u32 pair = pair_rows(p, cols, work, first_row + 16 * (thread / 32), n, column);
@@ -95,4 +95,4 @@ __device__ __forceinline__ void mask_scores(Scores& s, const Visible& visible) {
         }
 }
 
-}  // namespace sm90
+}  // namespace sm90::fwd

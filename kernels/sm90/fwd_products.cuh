@@ -1,12 +1,9 @@
 // The two matrix products of a step, on one warpgroup's 64 rows.
 #pragma once
-#include "ptx/wgmma.cuh"
-#include "sm90/halves.cuh"
-#include "sm90/layout.cuh"
+#include "sm90/scores.cuh"
+#include "sm90/fwd_layout.cuh"
 
-namespace sm90 {
-
-constexpr int sign = cfg::negate ? -1 : 1;  // of the scale: raw scores are (sign * q) k^T
+namespace sm90::fwd {
 
 using Scores = float[cfg::block_n / 2];
 using Output = float[cfg::head_dim_v / 2];
@@ -18,14 +15,13 @@ constexpr int score_steps = cfg::head_dim / 16, value_steps = cfg::block_n / 16;
 
 // S = Q K^T, asynchronous.  q is the address of this warpgroup's rows.
 template <class Beside>
-__device__ __forceinline__ void multiply_scores(Scores& s, u32 q, u32 k, const Beside& beside) {
-    constexpr u32 group = 8 * row_bytes;
+__device__ __forceinline__ void compute_s(Scores& s, u32 q, u32 k, const Beside& beside) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < score_steps; ++step) {
         const int slab = step / 4, column = 32 * (step % 4);
-        const u64 a = ptx::wgmma_descriptor(q, 16, group) + ((slab * cfg::block_m * row_bytes + column) >> 4);
-        const u64 b = ptx::wgmma_descriptor(k, 16, group) + ((slab * cfg::block_n * row_bytes + column) >> 4);
+        const u64 a = ptx::wgmma_descriptor(q, 16, eight_rows) + ((slab * cfg::block_m * row_bytes + column) >> 4);
+        const u64 b = ptx::wgmma_descriptor(k, 16, eight_rows) + ((slab * cfg::block_n * row_bytes + column) >> 4);
         ptx::Product<cfg::block_n>::ss<is_bfloat16, sign, 0>(s, a, b, step > 0);
         beside(step);
     }
@@ -34,16 +30,15 @@ __device__ __forceinline__ void multiply_scores(Scores& s, u32 q, u32 k, const B
 
 // O += P V, asynchronous.
 template <class Beside>
-__device__ __forceinline__ void multiply_values(Output& o, const Weights& p, u32 v, const Beside& beside) {
-    constexpr u32 group = 8 * row_bytes;
+__device__ __forceinline__ void compute_o(Output& o, const Weights& p, u32 v, const Beside& beside) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < value_steps; ++step) {
-        const u64 b = ptx::wgmma_descriptor(v, cfg::block_n * row_bytes, group) + ((step * 2 * group) >> 4);
+        const u64 b = ptx::wgmma_descriptor(v, cfg::block_n * row_bytes, eight_rows) + ((step * 2 * eight_rows) >> 4);
         ptx::Product<cfg::head_dim_v>::rs<is_bfloat16, 1, 1>(o, p[step], b, 1);
         beside(step);
     }
     ptx::wgmma_commit();
 }
 
-}  // namespace sm90
+}  // namespace sm90::fwd
