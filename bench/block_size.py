@@ -7,46 +7,42 @@ GPT-2 medium's attention (batch 64, 16 heads, 1024 tokens, head dimension 64, fl
 else is the limit.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import cuattn
-from bench import counters, study, timing
-from bench.study import Point
-from bench.tile_sizes import TILES, portable_tile
+from bench import counters, harness
+from bench.harness import one
+from bench.internals import TILES, portable_tile
 
 __all__ = ["counted", "expected", "points"]
 
-NAME = "block_size"
 STUDY = "block-size"
 SHAPE = (64, 16, 1024, 64)
 TINY = (2, 2, 96, 16)
 RUNNER = "cuattn-sm80"
 
 
-def expected(shape: tuple[int, ...], block_m: int) -> int:
+def expected(shape, block_m):
     """Return the bytes that a forward reads from the L2 cache: q once, k and v once per block of rows (float16)."""
     batch, heads, n, d = shape
     return 2 * batch * heads * n * d * (1 + 2 * -(-n // block_m))
 
 
-def forward(xp: Any, shape: tuple[int, ...], block_m: int | None) -> Any:
+def forward(xp, shape, block_m):
     """Return a call of the forward, with the portable kernel's blocks of `block_m` rows where there are any."""
-    q, k, v = study.random_arrays(xp, 3, shape, xp.float16)
+    q, k, v = harness.random_arrays(xp, 3, shape, xp.float16)
     if block_m is None:
         return lambda: cuattn.forward(q, k, v)
-    tile = TILES[shape[-1]][block_m]
+    tile = TILES[block_m]
 
-    def call() -> Any:
+    def call():
         with portable_tile(tile):
             return cuattn.forward(q, k, v, kernel="sm80")
 
     return call
 
 
-def counted(name: str) -> Any:
+def counted(name):
     """Return the call with blocks of `name` rows, for `bench.counters`."""
     import cupy
 
@@ -54,13 +50,13 @@ def counted(name: str) -> Any:
 
 
 @functools.lru_cache(maxsize=1)
-def traffic() -> dict[str, dict[str, float]]:
+def traffic():
     """Count all calls in one process."""
-    names = [str(block_m) for block_m in TILES[SHAPE[-1]]]
+    names = [str(block_m) for block_m in TILES]
     return {name: counters.total(kernels) for name, kernels in counters.count("bench.block_size", names).items()}
 
 
-def measure(block_m: int, seconds: float) -> dict[str, Any]:
+def measure(block_m, seconds):
     """Check, time and count one block size."""
     import cupy
 
@@ -69,40 +65,27 @@ def measure(block_m: int, seconds: float) -> dict[str, Any]:
     far = float(abs(call().o.astype(cupy.float32) - plain().o.astype(cupy.float32)).max())
     if not far < 0.01:
         raise ValueError(f"blocks of {block_m} rows give another result, {far:.2g} away")
-    samples = timing.measure({"": call}, study.clock("cuda"), seconds=seconds)[""]
     return {
-        **study.timed(samples),
-        "problem": {"shape": SHAPE, "block_m": block_m, "tile": TILES[SHAPE[-1]][block_m]._asdict()},
+        **harness.timed(call, "cuda", seconds),
+        "problem": {"shape": SHAPE, "block_m": block_m, "tile": TILES[block_m]._asdict()},
         "expected_l2_to_sm": expected(SHAPE, block_m),
         "counters": traffic()[str(block_m)],
     }
 
 
-def measure_host(seconds: float) -> dict[str, Any]:
+def measure_host(seconds):
     """Time the CPU backend, which has tiles of its own."""
     import numpy as np
 
-    call = forward(np, TINY, None)
-    return {
-        **study.timed(timing.measure({"": call}, study.clock("cpu"), seconds=seconds)[""]),
-        "problem": {"shape": TINY},
-    }
+    return {**harness.timed(forward(np, TINY, None), "cpu", seconds), "problem": {"shape": TINY}}
 
 
-def points(device: str, tiny: bool, seconds: float) -> list[Point]:
+def points(arguments):
     """Return what is measured."""
-    if device == "cpu":
-        return [Point(f"{STUDY}/cpu/forward", ("cuattn-cpu",), lambda: {"cuattn-cpu": measure_host(seconds)})]
-    return [
-        Point(f"{STUDY}/B{block_m}/forward", (RUNNER,), lambda block_m=block_m: {RUNNER: measure(block_m, seconds)})
-        for block_m in TILES[SHAPE[-1]]
-    ]
-
-
-def main() -> int:
-    """Run the command."""
-    return study.main(__doc__, NAME, lambda a: points(a.device, a.tiny, a.seconds))
+    if arguments.device == "cpu":
+        return [one(f"{STUDY}/cpu/forward", "cuattn-cpu", measure_host, arguments.seconds)]
+    return [one(f"{STUDY}/B{block}/forward", RUNNER, measure, block, arguments.seconds) for block in TILES]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.main(__doc__, "block_size", points))

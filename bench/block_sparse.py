@@ -5,20 +5,15 @@
 4096 tokens, head dimension 64, float16; blocks of 128 x 128, drawn at random, each row of blocks with the same share.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 
 import cuattn
-from bench import study, timing
-from bench.study import Point
+from bench import harness, timing
+from bench.harness import Point
 from cuattn.masks import BlockMask
 
 __all__ = ["block_mask", "points"]
 
-NAME = "block_sparse"
 STUDY = "block-sparse"
 SHAPE = (16, 16, 4096, 64)
 TINY = (1, 2, 256, 16)
@@ -26,7 +21,7 @@ BLOCK = 128
 DENSITIES = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0625)
 
 
-def block_mask(n: int, density: float, block: int = BLOCK, seed: int = 5) -> BlockMask:
+def block_mask(n, density, block=BLOCK, seed=5):
     """Return a mask whose rows of blocks each see a share `density` of the blocks, the diagonal one always."""
     rng = np.random.default_rng(seed)
     count = -(-n // block)
@@ -38,10 +33,10 @@ def block_mask(n: int, density: float, block: int = BLOCK, seed: int = 5) -> Blo
     return BlockMask(blocks, block, block)
 
 
-def measure(density: float, device: str, shape: tuple[int, ...], seconds: float) -> dict[str, Any]:
+def measure(density, device, shape, seconds):
     """Check one head against the dense twin of the mask, then time both directions."""
-    xp = study.namespace(device)
-    q, k, v, do = study.random_arrays(xp, 4, shape, xp.float16 if device == "cuda" else xp.float32)
+    xp = harness.namespace(device)
+    q, k, v, do = harness.random_arrays(xp, 4, shape, xp.float16 if device == "cuda" else xp.float32)
     n = shape[-2]
     mask = block_mask(n, density, BLOCK if n > BLOCK * 8 else 32)
     blocks = float(np.mean(mask.blocks))
@@ -58,34 +53,29 @@ def measure(density: float, device: str, shape: tuple[int, ...], seconds: float)
             "forward": lambda: cuattn.forward(q, k, v, mask=mask),
             "backward": lambda: cuattn.backward(do, q, k, v, fwd, mask=mask),
         },
-        study.clock(device),
+        harness.clock(device),
         seconds=seconds,
     )
     common = {"problem": {"shape": shape, "block": mask.block_m, "density": density}, "density": blocks}
     return {
         f"cuattn-{direction}": {
             **common,
-            **study.timed(taken),
+            **timing.timed(taken),
             "plan": str(cuattn.plan(q, k, v, mask=mask, direction=direction)),
         }
         for direction, taken in samples.items()
     }
 
 
-def points(device: str, tiny: bool, seconds: float) -> list[Point]:
+def points(arguments):
     """Return one point per density."""
-    shape = TINY if tiny or device == "cpu" else SHAPE
+    device, shape = arguments.device, TINY if arguments.tiny or arguments.device == "cpu" else SHAPE
     runners = ("cuattn-forward", "cuattn-backward")
     return [
-        Point(f"{STUDY}/s{density:g}/both", runners, lambda s=density: measure(s, device, shape, seconds))
-        for density in DENSITIES
+        Point(f"{STUDY}/s{s:g}/both", runners, lambda s=s: measure(s, device, shape, arguments.seconds))
+        for s in DENSITIES
     ]
 
 
-def main() -> int:
-    """Run the command."""
-    return study.main(__doc__, NAME, lambda a: points(a.device, a.tiny, a.seconds))
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.main(__doc__, "block_sparse", points))

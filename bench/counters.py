@@ -5,8 +5,6 @@ The study's module has a function ``counted(name)`` that returns a call.  `count
 on, inside a named range.  The clocks and the caches are left as they are.
 """
 
-from __future__ import annotations
-
 import csv
 import importlib
 import io
@@ -15,13 +13,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
-__all__ = ["HBM", "TRAFFIC", "count", "parse", "total"]
+from bench.rows import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
+__all__ = ["HBM", "TRAFFIC", "count", "moved", "parse", "total"]
+
 HBM = {"hbm_read": "dram__bytes_read.sum", "hbm_write": "dram__bytes_write.sum", "seconds": "gpu__time_duration.sum"}
 TRAFFIC = {  # what moves between device memory, the L2 cache and the multiprocessors
     **HBM,
@@ -34,9 +31,7 @@ UNITS = {
 }  # fmt: skip
 
 
-def count(
-    module: str, names: Iterable[str], metrics: Mapping[str, str] = TRAFFIC, *, timeout: float = 120.0
-) -> dict[str, list[dict[str, Any]]]:
+def count(module, names, metrics=TRAFFIC, *, timeout=120.0):
     """Count the events of some calls.
 
     Parameters
@@ -79,13 +74,13 @@ def count(
     return parse(text, names, metrics)
 
 
-def parse(text: str, names: Iterable[str], metrics: Mapping[str, str]) -> dict[str, list[dict[str, Any]]]:
+def parse(text, names, metrics):
     """Return the kernels of each named range from the text of ``ncu --csv --page raw``."""
     start = text.index('"ID"')
     header, units, *rows = csv.reader(io.StringIO(text[start:]))
     ranges = [place for place, title in enumerate(header) if "Range" in title]
     kernel = header.index("Kernel Name")
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    found = {name: [] for name in names}
     for row in rows:
         if len(row) != len(header):
             continue
@@ -98,7 +93,7 @@ def parse(text: str, names: Iterable[str], metrics: Mapping[str, str]) -> dict[s
     return found
 
 
-def _value(row: list[str], header: list[str], units: list[str], metric: str) -> float | None:
+def _value(row, header, units, metric):
     place = header.index(metric)
     try:
         return float(row[place].replace(",", "")) * UNITS.get(units[place], 1)
@@ -106,7 +101,7 @@ def _value(row: list[str], header: list[str], units: list[str], metric: str) -> 
         return None
 
 
-def total(kernels: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def total(kernels):
     """Add up the numbers of a call's kernels.
 
     Examples
@@ -114,7 +109,7 @@ def total(kernels: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     >>> total([{"kernel": "a", "hbm_read": 1.0}, {"kernel": "b", "hbm_read": 2.0}])
     {'hbm_read': 3.0}
     """
-    sums: dict[str, float] = {}
+    sums = {}
     for kernel in kernels:
         for key, value in kernel.items():
             if isinstance(value, (int, float)):
@@ -122,7 +117,12 @@ def total(kernels: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return sums
 
 
-def main() -> int:
+def moved(kernel):
+    """Return the bytes that a kernel, or all of a call, moved to and from device memory."""
+    return (kernel.get("hbm_read") or 0) + (kernel.get("hbm_write") or 0)
+
+
+def main():
     """Run the calls: this is the child."""
     module, *names = sys.argv[1:]
     import cupy
@@ -149,7 +149,7 @@ def main() -> int:
     return 0
 
 
-def _free() -> None:
+def _free():
     """Give back what both allocators keep: the next call may need all of it."""
     import cupy
 

@@ -15,26 +15,21 @@ local.
 Where KeOps (``pykeops``) is importable, it computes the same over the whole image on the GPU, beside cuattn.
 """
 
-from __future__ import annotations
-
-import argparse
 import importlib.util
 import io
 import math
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import cuattn
-from bench import study, timing
-from bench.study import Point
+from bench import harness
+from bench.harness import one
 from cuattn.masks import ColumnMask
 
 __all__ = ["by_keops", "denoise", "noisy", "patches", "photograph", "points", "psnr"]
 
-NAME = "denoise"
 SIGMA = 0.1  # of the noise; pixels lie in [0, 1]
 RADIUS = 1  # of a patch: 3 x 3 pixels of three colours
 STRENGTH = 0.45  # h over what noise alone makes patches differ by; smaller keeps more detail and more noise
@@ -42,7 +37,7 @@ ROWS = 10  # image rows above and below that a local search looks at
 TINY = (24, 32)
 
 
-def photograph(path: Path | None = None) -> np.ndarray:
+def photograph(path=None):
     """Return a photograph, (height, width, 3) float32 in [0, 1].
 
     Parameters
@@ -62,12 +57,12 @@ def photograph(path: Path | None = None) -> np.ndarray:
     return image / 255 if image.max() > 1 else image
 
 
-def noisy(image: np.ndarray, sigma: float = SIGMA) -> np.ndarray:
+def noisy(image, sigma=SIGMA):
     """Return the image with white noise, the same at every call."""
     return image + np.float32(sigma) * np.random.default_rng(0).standard_normal(image.shape, np.float32)
 
 
-def patches(xp: Any, image: Any, radius: int = RADIUS) -> Any:
+def patches(xp, image, radius=RADIUS):
     """Return each pixel's patch, (pixels, 3 (2 radius + 1)^2), about the mean of all."""
     height, width, _ = image.shape
     padded = xp.pad(image, ((radius, radius), (radius, radius), (0, 0)), mode="reflect")
@@ -77,7 +72,7 @@ def patches(xp: Any, image: Any, radius: int = RADIUS) -> Any:
     return found - found.mean(axis=0)  # distances stay; inner products lose fewer digits
 
 
-def denoise(xp: Any, image: Any, rows: int | None = ROWS, sigma: float = SIGMA, kernel: str | None = None) -> Any:
+def denoise(xp, image, rows=ROWS, sigma=SIGMA, kernel=None):
     """Return the image with each pixel replaced by the weighted mean of those with similar surroundings.
 
     Parameters
@@ -100,7 +95,7 @@ def denoise(xp: Any, image: Any, rows: int | None = ROWS, sigma: float = SIGMA, 
     return o.reshape(image.shape)
 
 
-def operands(xp: Any, image: Any, sigma: float = SIGMA) -> tuple[Any, Any, Any, float]:
+def operands(xp, image, sigma=SIGMA):
     """Return queries, keys, values and the scale under which attention is the non-local mean."""
     p = patches(xp, image)
     n, d = p.shape
@@ -111,7 +106,7 @@ def operands(xp: Any, image: Any, sigma: float = SIGMA) -> tuple[Any, Any, Any, 
     return q, k, image.reshape(n, 3), 2 / h**2
 
 
-def by_keops(xp: Any, image: Any, sigma: float = SIGMA) -> Any:
+def by_keops(xp, image, sigma=SIGMA):
     """Return what `denoise` makes of an image by a search of all of it, computed by KeOps (a PyTorch tensor).
 
     KeOps reduces symbolic matrices without storing them; here with the softmax of the same scores.  It has no masks: a
@@ -128,33 +123,32 @@ def by_keops(xp: Any, image: Any, sigma: float = SIGMA) -> Any:
     return scores.sumsoftmaxweight(LazyTensor(v[None]), axis=1).reshape(image.shape)
 
 
-def but_itself(n: int) -> ColumnMask:
+def but_itself(n):
     """Return the mask in which everyone sees all others: column j hides row j."""
     j, nothing = np.arange(n, dtype=np.int32), np.zeros(n, np.int32)
     return ColumnMask(j, j + 1, nothing, nothing, n_queries=n)
 
 
-def psnr(image: Any, truth: Any) -> float:
+def psnr(image, truth):
     """Return the peak signal-to-noise ratio in decibels, higher is better."""
     return float(-10 * np.log10(np.mean((np.clip(image, 0, 1) - truth) ** 2)))
 
 
-def measure(truth: np.ndarray, rows: int | None, device: str, seconds: float, keops: bool = False) -> dict[str, Any]:
+def measure(truth, rows, device, seconds, keops=False):
     """Denoise, judge and time."""
-    xp = study.namespace(device)
+    xp = harness.namespace(device)
     image = xp.asarray(noisy(truth))
     call = (lambda: by_keops(xp, image)) if keops else (lambda: denoise(xp, image, rows))
     start = time.perf_counter()
     result = call()
-    study.synchronize(xp)
+    harness.synchronize(xp)
     first = time.perf_counter() - start
-    least = 3 if device == "cuda" else 1
-    samples = timing.measure({"": call}, study.clock(device), seconds=seconds, least=least, most=10)[""]
+    timed = harness.timed(call, device, seconds, least=3 if device == "cuda" else 1, most=10)
     n = truth.shape[0] * truth.shape[1]
     visible = n * n if rows is None else n * min(2 * rows * truth.shape[1], n)
     result = result.cpu().numpy() if keops else result if device == "cpu" else result.get()
     return {
-        **study.timed(samples),
+        **timed,
         "first_call_s": round(first, 3),
         "problem": {"height": truth.shape[0], "width": truth.shape[1], "rows": rows, "sigma": SIGMA},
         "pairs": visible,
@@ -163,24 +157,23 @@ def measure(truth: np.ndarray, rows: int | None, device: str, seconds: float, ke
     }
 
 
-def points(device: str, tiny: bool, seconds: float, photo: Path | None = None) -> list[Point]:
-    """Return what is measured: a local search, and on a GPU the whole image."""
+def points(arguments):
+    """Return what is measured: a local search, and on a GPU the whole image; on a host, the picture too."""
+    device, tiny = arguments.device, arguments.tiny
     runner = "cuattn-cupy" if device == "cuda" else "cuattn-numpy"
-    truth = photograph(photo)
+    truth = photograph(arguments.photo)
     truth = truth[: TINY[0], : TINY[1]] if tiny else truth
     searches = {"local": ROWS} if device == "cpu" and not tiny else {"local": ROWS, "whole": None}
     found = [
-        Point(f"{NAME}/{label}/float32", (runner,), lambda rows=rows: {runner: measure(truth, rows, device, seconds)})
+        one(f"denoise/{label}/float32", runner, measure, truth, rows, device, arguments.seconds)
         for label, rows in searches.items()
     ]
     if device == "cuda" and _keops_runs():
-        found.append(
-            Point(f"{NAME}/whole/float32", ("keops",), lambda: {"keops": measure(truth, None, device, seconds, True)})
-        )
+        found.append(one("denoise/whole/float32", "keops", measure, truth, None, device, arguments.seconds, True))
     return found
 
 
-def _keops_runs() -> bool:
+def _keops_runs():
     """Whether KeOps is there, and CUDA is not 13: pykeops 2.3 crashes in its runtime compiler."""
     if importlib.util.find_spec("pykeops") is None:
         return False
@@ -189,7 +182,7 @@ def _keops_runs() -> bool:
     return int(torch.version.cuda.partition(".")[0]) < 13
 
 
-def picture(truth: np.ndarray, path: Path) -> None:
+def picture(truth, path):
     """Draw the photograph, the noisy one and the denoised one, with a detail of each below."""
     from matplotlib.figure import Figure
     from PIL import Image
@@ -215,18 +208,7 @@ def picture(truth: np.ndarray, path: Path) -> None:
     Image.open(drawn).convert("RGB").quantize(256).save(path, optimize=True)  # noise takes much room in full colour
 
 
-def main() -> int:
-    """Run the command."""
-    parser = study.parser(__doc__.splitlines()[0], NAME)
-    parser.add_argument("--photo", type=Path, help="another photograph, or one as .npy where matplotlib is missing")
-    parser.add_argument("--picture", action=argparse.BooleanOptionalAction, help="draw (by default with --device cpu)")
-    arguments = parser.parse_args()
-    study.run(arguments, points(arguments.device, arguments.tiny, arguments.seconds, arguments.photo))
-    draw = arguments.device == "cpu" and not arguments.tiny if arguments.picture is None else arguments.picture
-    if draw and not arguments.list:
-        picture(photograph(arguments.photo), arguments.out.with_suffix(".png"))
-    return 0
-
+PHOTO = {"--photo": {"type": Path, "help": "another photograph, or one as .npy where matplotlib is missing"}}
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.main(__doc__, "denoise", points, PHOTO))

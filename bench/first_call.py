@@ -1,32 +1,30 @@
 """Time the first call of a direction in a fresh process: with an empty disk cache, and from the disk cache.
 
-``python -m bench.first_call forward`` is the child: it prints the seconds of its first call.
+A table of ``python -m bench.portable``.  ``python -m bench.first_call forward`` is the child: it prints the seconds of
+its first call.
 """
 
-from __future__ import annotations
-
 import argparse
-import json
+import functools
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
-from typing import Any
 
-from bench import rows, timing
+from bench import timing
+from bench.harness import Point
+from bench.rows import ROOT
 
-__all__ = ["TABLE", "run"]
+__all__ = ["points"]
 
 TABLE = "first-call"
 PROBLEMS = (("forward", "full"), ("forward", "causal_document"), ("backward", "full"))
 FROM_DISK = 3  # times that the call from the disk cache is measured
-ROOT = Path(__file__).resolve().parent.parent
 SHAPE = (2, 4, 1024, 128)
 
 
-def child(direction: str, mask: str, kernel: str | None) -> float:
+def child(direction, mask, kernel):
     """Return the seconds of this process's first call of `direction`, until its result is there.
 
     The CUDA context, the arrays and, for a backward, the forward exist before.
@@ -37,13 +35,13 @@ def child(direction: str, mask: str, kernel: str | None) -> float:
 
     rng = cupy.random.default_rng(1)
     q, k, v, do = (rng.standard_normal(SHAPE, dtype=cupy.float32).astype(cupy.float16) for _ in range(4))
-    options: dict[str, Any] = {"kernel": kernel}
+    options = {"kernel": kernel}
     if mask != "full":
         options["mask"] = getattr(cuattn.masks, mask)([SHAPE[2] // 4] * 4)
     fwd = cuattn.forward(q, k, v, **options) if direction == "backward" else None
     cupy.cuda.Device().synchronize()
     begin = time.perf_counter()
-    if direction == "forward":
+    if fwd is None:
         cuattn.forward(q, k, v, **options)
     else:
         cuattn.backward(do, q, k, v, fwd, **options)
@@ -51,51 +49,50 @@ def child(direction: str, mask: str, kernel: str | None) -> float:
     return time.perf_counter() - begin
 
 
-def _in_child(cache: str, direction: str, mask: str, kernel: str | None) -> float:
+def _in_child(cache, direction, mask, kernel):
     command = [sys.executable, "-m", "bench.first_call", direction, "--mask", mask]
     command += ["--kernel", kernel] if kernel else []
     folders = {"CUATTN_CACHE_DIR": f"{cache}/cuattn", "CUPY_CACHE_DIR": f"{cache}/cupy"}
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **folders}, capture_output=True, text=True)
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        raise RuntimeError(lines[-1][:300])
-    return float(done.stdout.strip().splitlines()[-1])
+        raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1][:300])
+    return float(done.stdout.split()[-1])
 
 
-def _row(runner: str, name: str, samples: list[float] | None, reason: str = "") -> dict[str, Any]:
-    row: dict[str, Any] = {"case": name, "runner": runner, "ours": True, "status": "ok" if samples else "failed"}
-    row["problem"] = {"table": TABLE, "shape": SHAPE, "dtype": "float16"}
-    if not samples:
-        return {**row, "reason": reason}
-    median = timing.summary(samples)["median"]
-    microseconds = [round(sample * 1e6, 1) for sample in samples]
-    return {**row, "samples_us": microseconds, "median_us": median * 1e6, "rate": round(median, 4), "unit": "s"}
+@functools.cache
+def samples(runner, direction, mask):
+    """Return the seconds of the first calls, with an empty cache and from the disk cache."""
+    with tempfile.TemporaryDirectory() as cache:
+        cold, *disk = (_in_child(cache, direction, mask, runner.partition("-")[2]) for _ in range(1 + FROM_DISK))
+    return {"cold": [cold], "disk": disk}
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure every problem for each cuattn runner; add the rows to ``arguments.out``; return the exit status."""
-    file = rows.RowFile(arguments.out, rows.environment(arguments.device, arguments.trees))
-    failed = 0
-    for runner in arguments.ours:
-        kernel = runner.partition("-")[2] or None
-        for direction, mask in PROBLEMS:
-            if direction not in arguments.directions:
-                continue
-            label = f"{TABLE}/{{}}-d{SHAPE[3]}-{mask}/{direction}"
-            found: dict[str, list[float] | None] = {"cold": None, "disk": None}
-            reason = ""
-            try:
-                with tempfile.TemporaryDirectory() as cache:
-                    found["cold"] = [_in_child(cache, direction, mask, kernel)]
-                    found["disk"] = [_in_child(cache, direction, mask, kernel) for _ in range(FROM_DISK)]
-            except RuntimeError as error:
-                reason, failed = str(error), 1
-            file.add([_row(runner, label.format(state), samples, reason) for state, samples in found.items()])
-            print(label.format("*"), runner, reason or json.dumps(found), flush=True)
-    return failed
+def measure(state, runners, direction, mask):
+    """Return the rows of every runner."""
+    rows = {}
+    for runner in runners:
+        found = timing.timed(samples(runner, direction, mask)[state])
+        problem = {"table": TABLE, "shape": SHAPE, "dtype": "float16"}
+        rows[runner] = {**found, "rate": round(found["median_us"] / 1e6, 4), "unit": "s", "problem": problem}
+    return rows
 
 
-def main() -> int:
+def points(arguments):
+    """Return two points per problem, for the runners of ``--ours``."""
+    runners = tuple(arguments.ours)
+    return [
+        Point(
+            f"{TABLE}/{state}-d{SHAPE[3]}-{mask}/{direction}",
+            runners,
+            functools.partial(measure, state, runners, direction, mask),
+        )
+        for direction, mask in PROBLEMS
+        for state in ("cold", "disk")
+        if direction in arguments.directions
+    ]
+
+
+def main():
     """Run the child."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("direction", choices=("forward", "backward"))

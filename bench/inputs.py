@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ DROPOUT_STATE = (0x5EED, 7)  # seed and offset of cuattn's dropout
 TWO_HEADS_UP_TO = 65536  # longer sequences are checked on one head
 ALL_ROWS_UP_TO = 131072  # and still longer ones on its last rows
 LAST_ROWS = 4096
+SMALL, MOST_HEADS = 4096, 32  # scores of a head up to which this many heads are checked together
+RANDOM_SHARE = 0.6  # of a random matrix that is visible
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,10 @@ class Inputs:
         Share of fully hidden 128 x 128 tiles.
     blank : bool
         All operands are zeros in the same memory: made to compile for, not to compute.
+    bias : tensor, optional
+        (B, 1, 1, Nk) or (1, 1, Nq, Nk).
+    visible : tensor, optional
+        (Nq, Nk) bool: the mask "random".
     """
 
     case: Case
@@ -50,9 +57,11 @@ class Inputs:
     mask: Any
     rho: float
     blank: bool = False
+    bias: Any = None
+    visible: Any = None
 
 
-def make(case: Case, device: str, shared_mask: bool = False, blank: bool = False) -> Inputs:
+def make(case, device, shared_mask=False, blank=False):
     """Make the operands of a case on a device.
 
     Parameters
@@ -76,11 +85,11 @@ def make(case: Case, device: str, shared_mask: bool = False, blank: bool = False
     dtype = getattr(torch, case.dtype)
     generator = torch.Generator(device=device).manual_seed(SEED)
 
-    def normal(heads: int, n: int) -> Any:
+    def normal(heads, n):
         shape = (case.batch, heads, n, case.head_dim)
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
-    def zeros(heads: int, n: int) -> Any:
+    def zeros(heads, n):
         shape = (case.batch, heads, n, case.head_dim)
         return memory[: math.prod(shape)].view(shape).detach()
 
@@ -90,15 +99,21 @@ def make(case: Case, device: str, shared_mask: bool = False, blank: bool = False
     array = zeros if blank else normal
     q, do = array(case.heads, case.n_queries), array(case.heads, case.n_queries)
     k, v = array(case.kv_heads, case.n_keys), array(case.kv_heads, case.n_keys)
-    if case.mask is None:
-        return Inputs(case, q, k, v, do, (), None, 0.0, blank)
+    bias = visible = None
+    if case.bias:
+        shape = (case.batch, 1, 1, case.n_keys) if case.bias == "keys" else (1, 1, case.n_queries, case.n_keys)
+        bias = torch.randn(shape, dtype=dtype, device=device, generator=generator)
+    if case.mask == "random":
+        visible = torch.rand((case.n_queries, case.n_keys), device=device, generator=generator) < RANDOM_SHARE
+    if case.mask in (None, "random"):
+        return Inputs(case, q, k, v, do, (), None, 0.0, blank, bias, visible)
     drawn = samples(case.mask, case.n_keys, 1 if shared_mask else case.batch, case.documents)
     drawn = drawn * case.batch if shared_mask else drawn
     mask = column_mask(drawn)
-    return Inputs(case, q, k, v, do, drawn, mask, mask.block_sparsity(128, 128), blank)
+    return Inputs(case, q, k, v, do, drawn, mask, mask.block_sparsity(128, 128), blank, bias)
 
 
-def reference(inputs: Inputs, gradients: bool, dropped: bool) -> Reference:
+def reference(inputs, gradients, dropped):
     """Compute the exact results of the first and the last head (of very long sequences, of the last rows of one).
 
     Parameters
@@ -112,6 +127,9 @@ def reference(inputs: Inputs, gradients: bool, dropped: bool) -> Reference:
     """
     case = inputs.case
     places = [(0, 0)]
+    small = case.n_queries * case.n_keys <= SMALL
+    if small:
+        places = list(itertools.islice(itertools.product(range(case.batch), range(case.heads)), MOST_HEADS))
     if case.n_keys <= TWO_HEADS_UP_TO:
         places.append((case.batch - 1, case.heads - 1))
     group = case.heads // case.kv_heads
@@ -125,10 +143,10 @@ def reference(inputs: Inputs, gradients: bool, dropped: bool) -> Reference:
     }  # fmt: skip
     if gradients and group > 1:
         raise ValueError(f"{case.name}: gradients of grouped heads are sums over heads, which no single head shows")
-    return Reference(heads, inputs.q.dtype, gradients)
+    return Reference(heads, inputs.q.dtype, gradients, pooled=small)
 
 
-def _visible(inputs: Inputs, b: int, h: int, dropped: bool, first: int = 0) -> Visible:
+def _visible(inputs, b, h, dropped, first=0):
     import torch
 
     case, device = inputs.case, inputs.q.device
@@ -136,21 +154,23 @@ def _visible(inputs: Inputs, b: int, h: int, dropped: bool, first: int = 0) -> V
     if inputs.samples:
         mask = inputs.samples[b].column_mask()
         bounds = torch.from_numpy(np.stack([mask.lts, mask.lte, mask.uts, mask.ute])).to(device)
+    bias = None if inputs.bias is None else inputs.bias[b % len(inputs.bias), 0]
+    seen = Visible(case.causal, first, bounds, dense=inputs.visible, bias=bias)
     if not (dropped and case.dropout):
-        return Visible(case.causal, first, bounds)
+        return seen
     from cuattn import rng
 
     threshold = rng.threshold(case.dropout)
 
-    def keep(start: int, stop: int) -> Any:
+    def keep(start, stop):
         state = rng.RNGState(*DROPOUT_STATE)
         bits = rng.keep(state, threshold, b * case.heads + h, (first + start, first + stop), (0, case.n_keys))
         return torch.from_numpy(bits).to(device)
 
-    return Visible(case.causal, first, bounds, keep, rng.LEVELS / (rng.LEVELS - threshold))
+    return replace(seen, keep=keep, keep_scale=rng.LEVELS / (rng.LEVELS - threshold))
 
 
-def dropout_noise(inputs: Inputs, exact: Reference, o: Any) -> float:
+def dropout_noise(inputs, exact, o):
     """Return how strongly dropout disturbs `o`, over the disturbance that the case's probability predicts.
 
     With p the probability, each weight is multiplied by 0 or 1 / (1 - p), so that the mean square of the change is

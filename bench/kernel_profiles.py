@@ -6,27 +6,35 @@ A row per call, ``kernels`` in it: each kernel that took a noticeable part of th
 peak over the kernel's own elapsed cycles, so that they do not depend on the clock; stalls are shares of a warp's time.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 import cuattn
-from bench import counters, study
+from bench import counters, harness
+from bench.harness import one
 from bench.mask_samples import column_mask, samples
-from bench.study import Point
 from cuattn.errors import UnsupportedError
 
 __all__ = ["CALLS", "METRICS", "counted", "points", "summary"]
 
-NAME = "kernel_profiles"
-STALLS = (
-    "barrier", "branch_resolving", "dispatch_stall", "gmma", "lg_throttle", "long_scoreboard", "math_pipe_throttle",
-    "membar", "mio_throttle", "no_instruction", "not_selected", "selected", "short_scoreboard", "sleeping", "wait",
-)  # fmt: skip
+STALLS = [
+    "barrier",
+    "branch_resolving",
+    "dispatch_stall",
+    "gmma",
+    "lg_throttle",
+    "long_scoreboard",
+    "math_pipe_throttle",
+    "membar",
+    "mio_throttle",
+    "no_instruction",
+    "not_selected",
+    "selected",
+    "short_scoreboard",
+    "sleeping",
+    "wait",
+]
 METRICS = {
     "seconds": "gpu__time_duration.sum",
     "tensor_pct": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
@@ -45,51 +53,52 @@ METRICS = {
 }
 SMALLEST_SHARE = 0.02  # of a call's time that a kernel must take to be named
 
-# name: kernel, direction, dtype, (batch, heads, n, d), options.  Large enough that every multiprocessor stays busy.
+# kernel-direction-...: dtype, (batch, heads, n, d), options.  Large enough that every multiprocessor stays busy.
 HALF, SINGLE, DOUBLE = "float16", "float32", "float64"
-LONG = (4, 16, 4096, 128)
-CALLS: dict[str, tuple[str, str, str, tuple[int, ...], dict[str, Any]]] = {
-    "sm90-forward-d128": ("sm90", "forward", HALF, LONG, {}),
-    "sm90-forward-d64": ("sm90", "forward", HALF, (4, 32, 4096, 64), {}),
-    "sm90-forward-d256": ("sm90", "forward", HALF, (4, 8, 4096, 256), {}),
-    "sm90-forward-d128-causal": ("sm90", "forward", HALF, LONG, {"is_causal": True}),
-    "sm90-forward-d128-documents": ("sm90", "forward", HALF, LONG, {"mask": "causal_document"}),
-    "sm90-forward-d128-dropout": ("sm90", "forward", HALF, LONG, {"dropout_p": 0.1}),
-    "sm90-backward-d128": ("sm90", "backward", HALF, LONG, {}),
-    "sm90-backward-d64": ("sm90", "backward", HALF, (4, 32, 4096, 64), {}),
-    "sm90-backward-d256": ("sm90", "backward", HALF, (4, 8, 4096, 256), {}),
-    "sm90-backward-d128-causal": ("sm90", "backward", HALF, LONG, {"is_causal": True}),
-    "sm90-backward-d128-dropout": ("sm90", "backward", HALF, LONG, {"dropout_p": 0.1}),
-    "sm90-backward-d128-documents": ("sm90", "backward", HALF, LONG, {"mask": "causal_document"}),
-    "sm90-backward-d128-deterministic": ("sm90", "backward", HALF, LONG, {"deterministic": True}),
-    "sm80-forward-d128": ("sm80", "forward", HALF, LONG, {}),
-    "sm80-forward-d64": ("sm80", "forward", HALF, (4, 32, 4096, 64), {}),
-    "sm80-backward-d128": ("sm80", "backward", HALF, LONG, {}),
-    "sm80-backward-d64": ("sm80", "backward", HALF, (4, 32, 4096, 64), {}),
-    "sm80-backward-d128-deterministic": ("sm80", "backward", HALF, LONG, {"deterministic": True}),
-    "sm80-forward-float32-d64": ("sm80", "forward", SINGLE, (2, 16, 4096, 64), {}),
-    "sm80-backward-float32-d64": ("sm80", "backward", SINGLE, (2, 16, 4096, 64), {}),
-    "sm80-forward-float64-d64": ("sm80", "forward", DOUBLE, (1, 16, 4096, 64), {}),
-    "sm80-backward-float64-d64": ("sm80", "backward", DOUBLE, (1, 16, 4096, 64), {}),
-    "sm80-backward-float64-d128": ("sm80", "backward", DOUBLE, (1, 16, 4096, 128), {}),
-    "sm80-backward-float32-d512": ("sm80", "backward", SINGLE, (1, 8, 2048, 512), {}),
-    "sm80-backward-bias": ("sm80", "backward", HALF, (2, 16, 2048, 128), {"bias": True}),
-    "sm90-forward-new-mask": ("sm90", "forward", HALF, (1, 2, 32768, 128), {"mask": "causal_document", "new": True}),
-    "sm80-decode": ("sm80", "forward", HALF, (16, 32, 8192, 128), {"decode": True}),
-    "sm80-decode-split": ("sm80", "forward", HALF, (1, 32, 65536, 128), {"decode": True}),
+LONG, LONG_64 = (4, 16, 4096, 128), (4, 32, 4096, 64)
+CALLS = {
+    "sm90-forward-d128": (HALF, LONG, {}),
+    "sm90-forward-d64": (HALF, LONG_64, {}),
+    "sm90-forward-d256": (HALF, (4, 8, 4096, 256), {}),
+    "sm90-forward-d128-causal": (HALF, LONG, {"is_causal": True}),
+    "sm90-forward-d128-documents": (HALF, LONG, {"mask": "causal_document"}),
+    "sm90-forward-d128-dropout": (HALF, LONG, {"dropout_p": 0.1}),
+    "sm90-backward-d128": (HALF, LONG, {}),
+    "sm90-backward-d64": (HALF, LONG_64, {}),
+    "sm90-backward-d256": (HALF, (4, 8, 4096, 256), {}),
+    "sm90-backward-d128-causal": (HALF, LONG, {"is_causal": True}),
+    "sm90-backward-d128-dropout": (HALF, LONG, {"dropout_p": 0.1}),
+    "sm90-backward-d128-documents": (HALF, LONG, {"mask": "causal_document"}),
+    "sm90-backward-d128-deterministic": (HALF, LONG, {"deterministic": True}),
+    "sm80-forward-d128": (HALF, LONG, {}),
+    "sm80-forward-d64": (HALF, LONG_64, {}),
+    "sm80-backward-d128": (HALF, LONG, {}),
+    "sm80-backward-d64": (HALF, LONG_64, {}),
+    "sm80-backward-d128-deterministic": (HALF, LONG, {"deterministic": True}),
+    "sm80-forward-float32-d64": (SINGLE, (2, 16, 4096, 64), {}),
+    "sm80-backward-float32-d64": (SINGLE, (2, 16, 4096, 64), {}),
+    "sm80-forward-float64-d64": (DOUBLE, (1, 16, 4096, 64), {}),
+    "sm80-backward-float64-d64": (DOUBLE, (1, 16, 4096, 64), {}),
+    "sm80-backward-float64-d128": (DOUBLE, (1, 16, 4096, 128), {}),
+    "sm80-backward-float32-d512": (SINGLE, (1, 8, 2048, 512), {}),
+    "sm80-backward-bias": (HALF, (2, 16, 2048, 128), {"bias": True}),
+    "sm90-forward-new-mask": (HALF, (1, 2, 32768, 128), {"mask": "causal_document", "new": True}),
+    "sm80-decode": (HALF, (16, 32, 8192, 128), {"decode": True}),
+    "sm80-decode-split": (HALF, (1, 32, 65536, 128), {"decode": True}),
 }
 
 
-def counted(name: str) -> Any:
+def counted(name):
     """Return the call of a name, for `bench.counters`."""
     import cupy
 
     return bind(cupy, name)
 
 
-def bind(xp: Any, name: str, n: int | None = None) -> Any:
+def bind(xp, name, n=None):
     """Return a call, with `n` tokens instead of its own where given."""
-    kernel, direction, dtype, (batch, heads, length, d), extra = CALLS[name]
+    dtype, (batch, heads, length, d), extra = CALLS[name]
+    kernel, direction, *_ = name.split("-")
     n = n or length
     options = dict(extra, kernel=kernel if xp.__name__ == "cupy" else None)
     queries, exact = (
@@ -103,10 +112,10 @@ def bind(xp: Any, name: str, n: int | None = None) -> Any:
     kv_heads = heads // 4 if queries == 1 else heads
     options |= {"enable_gqa": True} if kv_heads != heads else {}
     drawn = {"rng": 1} if "dropout_p" in options else {}
-    (q, do) = study.random_arrays(xp, 2, (batch, heads, queries, d), np.dtype(dtype))
-    (k, v) = study.random_arrays(xp, 2, (batch, kv_heads, n, d), np.dtype(dtype), seed=2)
+    (q, do) = harness.random_arrays(xp, 2, (batch, heads, queries, d), np.dtype(dtype))
+    (k, v) = harness.random_arrays(xp, 2, (batch, kv_heads, n, d), np.dtype(dtype), seed=2)
     if options.pop("bias", False):
-        options["bias"] = study.random_arrays(xp, 1, (heads, n, n), np.dtype(dtype), seed=3)[0]
+        options["bias"] = harness.random_arrays(xp, 1, (heads, n, n), np.dtype(dtype), seed=3)[0]
     if new:  # its tables are made in the call
         return lambda: cuattn.forward(q, k, v, **options, mask=column_mask(samples(kind, n, 1)))
     if direction == "forward":
@@ -118,7 +127,7 @@ def bind(xp: Any, name: str, n: int | None = None) -> Any:
     return lambda: cuattn.backward(do, q, k, v, fwd, **options, **exact)
 
 
-def summary(kernel: Mapping[str, Any]) -> dict[str, Any]:
+def summary(kernel):
     """Turn one kernel's metrics into what a reader wants: rounded, stalls as shares, conflicts per access."""
     stalls = {name: kernel.get(f"stall_{name}") or 0.0 for name in STALLS}
     waited = sum(stalls.values()) or 1.0
@@ -141,16 +150,18 @@ def summary(kernel: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=8)
-def profiles(part: str) -> dict[str, list[dict[str, Any]]]:
+def profiles(part):
     """Profile all calls of one kernel family in one process."""
     names = [name for name in CALLS if name.startswith(part)]
     return counters.count("bench.kernel_profiles", names, METRICS, timeout=300)
 
 
-def measure(name: str) -> dict[str, Any]:
+def measure(name):
     """Return the profile of a call."""
-    kernels = profiles(CALLS[name][0])[name]
-    problem = dict(zip(("kernel", "direction", "dtype", "shape", "options"), CALLS[name], strict=True))
+    kernel, direction, *_ = name.split("-")
+    kernels = profiles(kernel)[name]
+    dtype, shape, extra = CALLS[name]
+    problem = {"kernel": kernel, "direction": direction, "dtype": dtype, "shape": shape, "options": extra}
     if not kernels:
         return {"status": "unsupported", "reason": "no such kernel, see the messages of the run", "problem": problem}
     whole = sum(kernel["seconds"] for kernel in kernels)
@@ -158,18 +169,10 @@ def measure(name: str) -> dict[str, Any]:
     return {"problem": problem, "kernels": named, "milliseconds": round(whole * 1e3, 4)}
 
 
-def points() -> list[Point]:
+def points(arguments):
     """Return one point per call."""
-    return [
-        Point(f"profile/{name}/{CALLS[name][1]}", ("cuattn",), lambda name=name: {"cuattn": measure(name)})
-        for name in CALLS
-    ]
-
-
-def main() -> int:
-    """Run the command."""
-    return study.main(__doc__, NAME, lambda _: points())
+    return [one(f"profile/{name}/{name.split('-')[1]}", "cuattn", measure, name) for name in CALLS]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.main(__doc__, "kernel_profiles", points))

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from bench import counters, studies, study, timing
-from bench.study import Point
+from bench import counters, harness, internals, timing
+from bench.harness import Point
 from cuattn import io_model, reference
 
 __all__ = ["Problem", "counted", "expected", "points"]
 
-NAME = "loop_order"
 STUDY = "loop-order"
 BLOCK_N = 64  # keys of one inner step
 ROUNDINGS = 2.0  # times the textbook's error, and one rounding of o per block of keys where o is stored in 16 bits
@@ -38,12 +36,12 @@ class Problem:
     block: int
 
     @property
-    def label(self) -> str:
+    def label(self):
         """The problem in a word."""
         return f"d{self.d}-N{self.n}-B{self.block}"
 
     @property
-    def m(self) -> int:
+    def m(self):
         """The papers' M: the on-chip memory, in elements, whose block size is `block`."""
         return 4 * self.d * self.block
 
@@ -65,7 +63,7 @@ KERNELS = {  # runner: kernel, C++ type and bytes of o in memory
 RUNNERS = (*KERNELS, "cuattn-sm80")
 
 
-def expected(problem: Problem, runner: str) -> dict[str, float]:
+def expected(problem, runner):
     """Return the bytes that a kernel reads and writes in all, and what the lecture's formula says.
 
     float16 arrays, float32 l and m; o as the kernel stores it.
@@ -85,7 +83,7 @@ def expected(problem: Problem, runner: str) -> dict[str, float]:
     return {key: problem.heads * value for key, value in found.items()}
 
 
-def geometry(problem: Problem, runner: str) -> tuple[tuple[tuple[str, object], ...], int]:
+def geometry(problem, runner):
     """Return the kernel's constants and its shared memory."""
     outside = runner.startswith("keys")
     block_m = min(problem.block, problem.d) if outside else problem.block
@@ -101,7 +99,7 @@ def geometry(problem: Problem, runner: str) -> tuple[tuple[tuple[str, object], .
     return tuple(constants.items()), shared
 
 
-def launcher(problem: Problem, runner: str, q: Any, k: Any, v: Any) -> Any:
+def launcher(problem, runner, q, k, v):
     """Return a call that computes (o, l, m) with one of the kernels."""
     import cupy
 
@@ -111,11 +109,11 @@ def launcher(problem: Problem, runner: str, q: Any, k: Any, v: Any) -> Any:
         return lambda: cuattn.forward(q, k, v, kernel=runner.removeprefix("cuattn-"))[:3]
     name, out, _ = KERNELS[runner]
     constants, shared = geometry(problem, runner)
-    kernel = studies.function("loop_order.cu", name, constants, shared)
+    kernel = internals.study_kernel("loop_order.cu", name, constants, shared)
     threads = 32 * dict(constants)["warps"]
     scale = np.float32(problem.d**-0.5)
 
-    def call() -> tuple[Any, Any, Any]:
+    def call():
         o = cupy.empty(q.shape, cupy.float32 if out == "float" else cupy.float16)
         l, m = (cupy.empty(q.shape[:-1], cupy.float32) for _ in range(2))
         kernel((problem.heads,), (threads,), (q, k, v, o, l, m, np.int32(problem.n), scale), shared)
@@ -124,12 +122,12 @@ def launcher(problem: Problem, runner: str, q: Any, k: Any, v: Any) -> Any:
     return call
 
 
-def arrays(xp: Any, problem: Problem) -> list[Any]:
+def arrays(xp, problem):
     """Return q, k and v."""
-    return study.random_arrays(xp, 3, (problem.heads, problem.n, problem.d), xp.float16)
+    return harness.random_arrays(xp, 3, (problem.heads, problem.n, problem.d), xp.float16)
 
 
-def check(problem: Problem, runner: str, operands: list[Any], found: tuple[Any, Any, Any]) -> None:
+def check(problem, runner, operands, found):
     """Raise ValueError unless o of the first and the last head is as exact as the suite's rule asks."""
     import torch
 
@@ -146,7 +144,7 @@ def check(problem: Problem, runner: str, operands: list[Any], found: tuple[Any, 
             raise ValueError(f"{runner} is {(o - exact).abs().max():.2g} from the exact o; {allowed:.2g} is allowed")
 
 
-def counted(name: str) -> Any:
+def counted(name):
     """Return the call of ``LABEL/RUNNER``, for `bench.counters`."""
     import cupy
 
@@ -156,30 +154,31 @@ def counted(name: str) -> Any:
 
 
 @functools.lru_cache(maxsize=1)
-def traffic(names: tuple[str, ...]) -> dict[str, dict[str, float]]:
+def traffic(names):
     """Count all calls in one process."""
     found = counters.count("bench.loop_order", names, timeout=240)
     return {name: counters.total(kernels) for name, kernels in found.items()}
 
 
-def measure(problem: Problem, device: str, seconds: float) -> dict[str, dict[str, Any]]:
+def measure(problem, seconds):
     """Check, time and count one problem with all runners."""
-    xp = study.namespace(device)
-    q, k, v = arrays(xp, problem)
+    import cupy
+
+    q, k, v = arrays(cupy, problem)
     calls = {runner: launcher(problem, runner, q, k, v) for runner in RUNNERS}
     for runner, call in calls.items():
         check(problem, runner, [q, k, v], call())
-    samples = timing.measure(calls, study.clock(device), seconds=seconds)
+    samples = timing.measure(calls, harness.clock("cuda"), seconds=seconds)
     counts = traffic(tuple(f"{p.label}/{runner}" for p in PROBLEMS for runner in RUNNERS))
     rows = {}
     for runner in RUNNERS:
         model = expected(problem, runner) if runner in KERNELS else {}
-        rows[runner] = {**describe(problem), **study.timed(samples[runner]), **model}
+        rows[runner] = {**describe(problem), **timing.timed(samples[runner]), **model}
         rows[runner]["counters"] = counts[f"{problem.label}/{runner}"]
     return rows
 
 
-def measure_reference(problem: Problem) -> dict[str, dict[str, Any]]:
+def measure_reference(problem):
     """Count the accesses of the papers' algorithms in NumPy, in elements of one head."""
     q, k, v = (x[0].astype(np.float64) for x in arrays(np, problem))
     n, d, m = problem.n, problem.d, problem.m
@@ -193,25 +192,18 @@ def measure_reference(problem: Problem) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def describe(problem: Problem) -> dict[str, Any]:
+def describe(problem):
     """Return the part of a row that says what was computed."""
     return {"problem": {"heads": problem.heads, "n": problem.n, "d": problem.d, "block": problem.block, "m": problem.m}}
 
 
-def points(device: str, tiny: bool, seconds: float) -> list[Point]:
+def points(arguments):
     """Return what is measured."""
-    if device == "cpu":
-        return [
-            Point(f"{STUDY}/{p.label}/forward", ("keys-outside", "queries-outside"), lambda p=p: measure_reference(p))
-            for p in (TINY if tiny else TINY + PROBLEMS[:1])
-        ]
-    return [Point(f"{STUDY}/{p.label}/forward", RUNNERS, lambda p=p: measure(p, device, seconds)) for p in PROBLEMS]
-
-
-def main() -> int:
-    """Run the command."""
-    return study.main(__doc__, NAME, lambda a: points(a.device, a.tiny, a.seconds))
+    if arguments.device == "cpu":
+        problems, runners = TINY if arguments.tiny else TINY + PROBLEMS[:1], ("keys-outside", "queries-outside")
+        return [Point(f"{STUDY}/{p.label}/forward", runners, lambda p=p: measure_reference(p)) for p in problems]
+    return [Point(f"{STUDY}/{p.label}/forward", RUNNERS, lambda p=p: measure(p, arguments.seconds)) for p in PROBLEMS]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.main(__doc__, "loop_order", points))

@@ -6,19 +6,14 @@ A column mask is four integers a key; measured is all that a forward with it all
 A dense mask is N x N; it is made (as bytes) and measured as long as it is small, and counted beyond.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import cuattn
-from bench import study
+from bench import harness
+from bench.harness import Point
 from bench.mask_samples import column_mask, samples
 from bench.memory import peak
-from bench.study import Point
 
 __all__ = ["LENGTHS", "points"]
 
-NAME = "mask_memory"
 K = 1024
 LENGTHS = tuple(n * K for n in (4, 8, 16, 32, 64, 128, 256, 544))
 TINY = (512, 1024)
@@ -26,10 +21,10 @@ LARGEST_DENSE = 20 << 30  # bytes that are worth allocating to see them
 D = 64
 
 
-def measure_column(n: int, device: str) -> dict[str, Any]:
+def measure_column(n, device):
     """Observe the first forward and backward with a mask: vectors on the device, tables, everything."""
-    xp = study.namespace(device)
-    q, k, v, do = study.random_arrays(xp, 4, (1, n, D), xp.float16 if device == "cuda" else xp.float32)
+    xp = harness.namespace(device)
+    q, k, v, do = harness.random_arrays(xp, 4, (1, n, D), xp.float16 if device == "cuda" else xp.float32)
     mask = column_mask(samples("causal_document", n, 1))
     lengths = list(samples("causal_document", n, 1)[0].lengths)
     run(q, k, v, do, is_causal=True)
@@ -46,16 +41,16 @@ def measure_column(n: int, device: str) -> dict[str, Any]:
     }
 
 
-def run(q: Any, k: Any, v: Any, do: Any, **options: Any) -> None:
+def run(q, k, v, do, **options):
     """Compute forward and backward."""
     cuattn.backward(do, q, k, v, cuattn.forward(q, k, v, **options), **options)
 
 
-def measure_dense(n: int, device: str) -> dict[str, Any]:
+def measure_dense(n, device):
     """Allocate a boolean matrix where that is reasonable."""
-    found: dict[str, Any] = {"problem": {"n": n}, "mask_bytes": n * n, "measured": False}
+    found = {"problem": {"n": n}, "mask_bytes": n * n, "measured": False}
     if n * n <= LARGEST_DENSE:
-        xp = study.namespace(device)
+        xp = harness.namespace(device)
         with peak(device) as used:
             mask = xp.ones((n, n), dtype=bool)
         del mask
@@ -63,22 +58,15 @@ def measure_dense(n: int, device: str) -> dict[str, Any]:
     return found
 
 
-def points(device: str, tiny: bool) -> list[Point]:
+def points(arguments):
     """Return one point per length."""
 
-    def measure(n: int) -> dict[str, dict[str, Any]]:
-        return {"cuattn-column": measure_column(n, device), "dense": measure_dense(n, device)}
+    def measure(n):
+        return {"cuattn-column": measure_column(n, arguments.device), "dense": measure_dense(n, arguments.device)}
 
-    return [
-        Point(f"figure-4b/N{n}/memory", ("cuattn-column", "dense"), lambda n=n: measure(n))
-        for n in (TINY if tiny else LENGTHS)
-    ]
-
-
-def main() -> int:
-    """Run the command."""
-    return study.main(__doc__, NAME, lambda a: points(a.device, a.tiny))
+    lengths = TINY if arguments.tiny else LENGTHS
+    return [Point(f"figure-4b/N{n}/memory", ("cuattn-column", "dense"), lambda n=n: measure(n)) for n in lengths]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.main(__doc__, "mask_memory", points))

@@ -64,36 +64,34 @@ class Sample:
     parts: tuple[Any, ...] = ()
     number: int = 0
 
-    def column_mask(self) -> masks.ColumnMask:
-        """Return the sample as a mask for one sequence."""
-        n, number = self.n, self.number
+    def column_mask(self, masks=masks):
+        """Return the sample as a mask for one sequence, made by cuattn's `masks` or another version of them."""
+        n, number, make = self.n, self.number, getattr(masks, self.kind)
         if self.kind in ("full", "causal"):
-            return getattr(masks, self.kind)(n)
-        if self.kind == "sliding_window":
-            return masks.sliding_window(n, number)
+            return make(n)
+        if self.kind in ("sliding_window", "prefix_lm_causal"):
+            return make(n, number)
         if self.kind == "global_sliding_window":
-            return masks.global_sliding_window(n, number, GLOBAL_TOKENS)
+            return make(n, number, GLOBAL_TOKENS)
         if self.kind in ("causal_document", "document", "causal_blockwise"):
-            return getattr(masks, self.kind)(list(self.lengths))
+            return make(list(self.lengths))
         if self.kind == "share_question":
-            return masks.share_question(list(self.parts))
+            return make(list(self.parts))
         if self.kind == "prefix_lm_document":
-            return masks.prefix_lm_document(list(zip(self.parts, self.lengths, strict=True)))
-        if self.kind == "prefix_lm_causal":
-            return masks.prefix_lm_causal(n, number)
+            return make(list(zip(self.parts, self.lengths, strict=True)))
         if self.kind == "qk_sparse":
-            return masks.qk_sparse(n, list(self.parts))
-        return masks.random_eviction(n, number, rng=np.random.default_rng(self.parts))
+            return make(n, list(self.parts))
+        return make(n, number, rng=np.random.default_rng(self.parts))
 
 
-def documents_per_sequence(n: int) -> tuple[int, int]:
+def documents_per_sequence(n):
     """Return the fewest and the most documents in a sequence of `n` tokens, as the paper draws them."""
     if n <= 8192:
         return 3, 7
     return (10, 14) if n <= 32768 else (11, 15)
 
 
-def samples(kind: str, n: int, count: int, documents: int | None = None) -> tuple[Sample, ...]:
+def samples(kind, n, count, documents=None):
     """Draw the masks of a batch.
 
     Parameters
@@ -117,14 +115,14 @@ def samples(kind: str, n: int, count: int, documents: int | None = None) -> tupl
     return tuple(_draw(kind, n, (SEED, KINDS.index(kind), n, row), documents) for row in range(count))
 
 
-def column_mask(drawn: tuple[Sample, ...]) -> masks.ColumnMask:
+def column_mask(drawn, masks=masks):
     """Return one mask for the whole batch, of leading shape (batch, 1), or () when all sequences share it."""
     if all(sample == drawn[0] for sample in drawn):
-        return drawn[0].column_mask()
-    return masks.ColumnMask.stack([[sample.column_mask()] for sample in drawn])
+        return drawn[0].column_mask(masks)
+    return masks.ColumnMask.stack([[sample.column_mask(masks)] for sample in drawn])
 
 
-def _draw(kind: str, n: int, seed: tuple[int, ...], documents: int | None) -> Sample:
+def _draw(kind, n, seed, documents):
     rng = np.random.default_rng(seed)
     if kind in ("sliding_window", "global_sliding_window"):
         return Sample(kind, n, number=max(n // 16, 1))
@@ -137,7 +135,7 @@ def _draw(kind: str, n: int, seed: tuple[int, ...], documents: int | None) -> Sa
     fewest, most = documents_per_sequence(n)
     wanted = int(rng.integers(fewest, most + 1)) if documents is None else documents
     lengths = split(n, rng.uniform(SHORTEST, 1.0, size=wanted))
-    parts: tuple[Any, ...] = ()
+    parts = ()
     if kind == "share_question":
         parts = tuple(question_and_answers(rng, length) for length in lengths)
     elif kind == "prefix_lm_document":
@@ -145,13 +143,13 @@ def _draw(kind: str, n: int, seed: tuple[int, ...], documents: int | None) -> Sa
     return Sample(kind, n, lengths=lengths, parts=parts)
 
 
-def split(n: int, weights: np.ndarray) -> tuple[int, ...]:
+def split(n, weights):
     """Split `n` tokens in proportion to `weights`."""
     cuts = np.rint(np.cumsum(weights) / weights.sum() * n).astype(int)
     return tuple(int(length) for length in np.diff(cuts, prepend=0))
 
 
-def question_and_answers(rng: np.random.Generator, length: int) -> tuple[int, tuple[int, ...]]:
+def question_and_answers(rng, length):
     """Split a document into 2 to 6 answers of 10-20 % each, at most 90 % in all, and the question before them."""
     count = int(rng.integers(2, 7))
     answers = tuple(int(share * length) for share in rng.uniform(0.10, min(0.20, 0.90 / count), size=count))

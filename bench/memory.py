@@ -1,11 +1,7 @@
 """The peak of what is allocated during some work."""
 
-from __future__ import annotations
-
 import contextlib
 import tracemalloc
-from collections.abc import Iterator
-from typing import Any
 
 __all__ = ["Peak", "peak"]
 
@@ -17,7 +13,7 @@ class Peak:
 
 
 @contextlib.contextmanager
-def peak(device: str) -> Iterator[Peak]:
+def peak(device):
     """Observe the allocations of CuPy and PyTorch (``"cuda"``), or of NumPy (``"cpu"``, which slows Python down).
 
     Yields
@@ -57,7 +53,7 @@ def peak(device: str) -> Iterator[Peak]:
         found.bytes += torch.cuda.max_memory_allocated() - before
 
 
-def _hook() -> Any:
+def _hook():
     """Return a CuPy memory hook that keeps the most bytes in use at a time."""
     import cupy
 
@@ -66,11 +62,11 @@ def _hook() -> Any:
         now = 0
         most = 0
 
-        def malloc_postprocess(self, **block: Any) -> None:
+        def malloc_postprocess(self, **block):
             self.now += block["mem_size"]
             self.most = max(self.most, self.now)
 
-        def free_postprocess(self, **block: Any) -> None:
+        def free_postprocess(self, **block):
             self.now -= block["mem_size"]
 
     return Hook()

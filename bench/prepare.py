@@ -7,32 +7,31 @@ Nothing is timed or checked.  The kernels go to the disk caches of cuattn, CuPy,
 FlashAttention-4, each of which has an environment variable that moves it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
+
+from bench.rows import ROOT
+from bench.suites import SUITES
 
 __all__ = ["run"]
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ("hopper", "portable", "gpt2", "lengths")
 MOST = 1000  # portions that a run may have
 ONE_WORKER = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}  # processes are the parallelism
 
 
-def run(script: str, arguments: list[str], processes: int, seconds: float) -> int:
+def run(suite, arguments, processes, seconds):
     """Start the processes, wait for them, return how many failed or were ended after `seconds`."""
-    command = [sys.executable, "-m", f"bench.{script}", *arguments, "--compile"]
-    environment = {**os.environ, **ONE_WORKER}
+    command = [sys.executable, "-m", f"bench.{suite}", *arguments, "--compile"]
     deadline = time.monotonic() + seconds
     numbers, writer = os.pipe()  # of portions: each process takes the next when it has compiled one
     os.write(writer, b"".join(b"%4d" % number for number in range(MOST)))
     os.close(writer)
-    started = [subprocess.Popen(command, cwd=ROOT, env=environment, stdin=numbers) for _ in range(processes)]
+    started = [
+        subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ONE_WORKER}, stdin=numbers) for _ in range(processes)
+    ]
     os.close(numbers)
     failed = 0
     for process in started:
@@ -45,17 +44,17 @@ def run(script: str, arguments: list[str], processes: int, seconds: float) -> in
     return failed
 
 
-def main() -> int:
+def main():
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     half = max((os.cpu_count() or 2) // 2, 1)
     parser.add_argument("--processes", type=int, default=half, help="each takes 1 to 8 GB of the GPU's memory")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="end what runs longer")
-    parser.add_argument("script", choices=SCRIPTS)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the suite")
     options = parser.parse_args()
     begin = time.monotonic()
-    failed = run(options.script, options.arguments, options.processes, options.timeout)
+    failed = run(options.suite, options.arguments, options.processes, options.timeout)
     print(f"compiled in {time.monotonic() - begin:.0f} s, {failed} of {options.processes} processes failed")
     return 1 if failed else 0
 

@@ -1,93 +1,91 @@
 """Redraw everything that is shown from the committed rows, without a GPU: pictures, tables, the README's section.
 
 python -m bench.redraw            # pictures and text
-python -m bench.redraw --text     # text alone; needs no matplotlib
+python -m bench.redraw --text     # text alone
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
-import subprocess
-import sys
 import textwrap
-from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import NamedTuple
 
-from rich.console import Console
+import pandas as pd
 from rich.progress import track
 
-from bench import report
-from bench.cpu import best, pairs, share
+from bench import report, style
+from bench.rows import RESULTS, ROOT, Row
 from bench.sections import LONG, SECTIONS
-from bench.study import RESULTS
 
-__all__ = ["available", "readme", "tables"]
+__all__ = ["Shown", "available", "cpu", "draw", "insert", "readme", "tables"]
 
-ROOT = RESULTS.parent.parent
 BEGIN, END = "<!-- measured: written by python -m bench.redraw -->", "<!-- /measured -->"
 CPU_BEGIN, CPU_END = "<!-- cpu: written by python -m bench.redraw -->", "<!-- /cpu -->"
-VERSIONS = ("cupy-cuda13x", "cupy-cuda12x", "torch", "cuda", "cudnn", "flash-attn-4")
+VERSIONS = ("cupy-cuda13x", "cupy-cuda12x", "torch", "cuda", "nvrtc", "cudnn", "flash-attn-4")
+PEER_FILES = ("hopper", "portable")
 
 
-def available(folder: Path = RESULTS) -> Iterator[tuple[str, ModuleType, list[dict[str, Any]], list[dict[str, Any]]]]:
-    """Yield (name, section, runs, rows) of every section whose rows are there."""
-    for name in SECTIONS:
+class Shown(NamedTuple):
+    """A section whose rows are there."""
+
+    name: str
+    section: ModuleType
+    runs: list[Row]
+    frame: pd.DataFrame
+
+    def block(self, folder, link, brief=False):
+        """Return its title, its text (or, in brief, its summary), its picture and its command."""
+        say = getattr(self.section, "summary", None) if brief else self.section.text
+        picture = f"![{self.section.TITLE}]({link}{self.name}.png)" if (folder / f"{self.name}.png").exists() else ""
+        parts = [self.section.TITLE, _fill(say(self.frame)) if say else "", picture, f"`{self.section.COMMAND}`"]
+        return "\n\n".join(filter(None, parts))
+
+
+def available(folder=RESULTS, names=SECTIONS):
+    """Yield every section whose rows are there."""
+    for name in names:
         section = importlib.import_module(f"bench.sections.{name}")
-        files = getattr(section, "FILES", (getattr(section, "FILE", name),))
-        paths = [folder / f"{file}.json" for file in files if (folder / f"{file}.json").exists()]
-        runs, rows = report.read(paths)
-        if any(row["status"] == "ok" for row in rows) and section.text(rows).count("\n|") > 1:
-            yield name, section, runs, rows
+        files = getattr(section, "FILES", (name,))
+        runs, frame = report.read(path for file in files if (path := folder / f"{file}.json").exists())
+        mine = frame[frame["table"].str.startswith(getattr(section, "PREFIX", ""))] if len(frame) else frame
+        if len(mine) and (mine["status"] == "ok").any() and section.text(frame).count("\n|") > 1:
+            yield Shown(name, section, runs, frame)
 
 
-def _block(name: str, section: ModuleType, rows: list[dict[str, Any]], folder: Path, link: str, level: str) -> str:
-    parts = [f"{level} {section.TITLE}", _fill(section.text(rows))]
-    if (folder / f"{name}.png").exists():
-        parts.append(f"![{section.TITLE}]({link}{name}.png)")
-    return "\n\n".join([*parts, f"`{section.COMMAND}`"])
-
-
-def readme(folder: Path = RESULTS) -> str:
+def readme(folder=RESULTS):
     """Return the README's section, between its marks."""
-    found = list(available(folder))
-    parts = [_brief(*item[:2], item[3], folder) for item in found]
-    machines: dict[str, dict[str, None]] = {}
-    for name, _, runs, rows in found:
-        for run in _used(runs, rows):
-            machines.setdefault(_machine(run), {})[name] = None
     intro = (
         "Everything below was measured by the commands that it names; `python -m bench.reproduce` runs them all on a "
-        "machine with a GPU, `python -m bench.redraw` makes the pictures and tables again from the committed rows.  "
-        "Results are checked before they are timed; rivals run in turn in one process.  The long tables are in "
+        "machine with a GPU, `python -m bench.redraw` makes the pictures and tables again from the committed rows "
+        '(`pip install -e ".[bench]"`; the rivals are PyTorch, JAX and their kin, installed beside it).  Results are '
+        "checked before they are timed; rivals run in turn in one process.  The long tables are in "
         "[bench/results/tables.md](bench/results/tables.md)."
     )
-    return "\n\n".join(
-        [
-            BEGIN,
-            _fill(intro),
-            _fill_list(f"- {machine}: {', '.join(names)}" for machine, names in sorted(machines.items())),
-            *filter(None, parts),
-            END,
-        ]
-    )
+    parts, machines = [], {}
+    for shown in available(folder):
+        brief = shown.name in LONG
+        if not brief or hasattr(shown.section, "figure"):
+            parts.append("### " + shown.block(folder, "bench/results/", brief))
+        used = set(shown.frame.loc[shown.frame["status"] != "unsupported", "run"])
+        for run in shown.runs:
+            if run["id"] in used:
+                machines.setdefault(_machine(run), {})[shown.name] = None
+    listed = (f"- {machine}: {', '.join(names)}" for machine, names in sorted(machines.items()))
+    lines = "\n".join(textwrap.fill(item, 118, subsequent_indent="  ", break_long_words=False) for item in listed)
+    return "\n\n".join([BEGIN, _fill(intro), lines, *parts, END])
 
 
-def _brief(name: str, section: ModuleType, rows: list[dict[str, Any]], folder: Path) -> str:
-    """Return what the README shows of a section; nothing where it has but a long table."""
-    if name not in LONG:
-        return _block(name, section, rows, folder, "bench/results/", "###")
-    if not hasattr(section, "figure"):
-        return ""
-    parts = [_fill(section.summary(rows))] if hasattr(section, "summary") else []
-    parts += [f"![{section.TITLE}](bench/results/{name}.png)"] if (folder / f"{name}.png").exists() else []
-    return "\n\n".join([f"### {section.TITLE}", *parts, f"`{section.COMMAND}`"])
+def cpu(folder=RESULTS):
+    """Return the README's paragraph on the CPU, between its marks."""
+    (shown,) = available(folder, ["cpu"])
+    where = "; ".join(sorted({run["device"] for run in shown.runs}))
+    text = f"In one run ({where}; `{shown.section.COMMAND}`, all samples are in `bench/results/cpu.json`):"
+    return "\n\n".join([CPU_BEGIN, _fill(f"{text} {shown.section.summary(shown.frame)}"), CPU_END])
 
 
-def _fill(text: str) -> str:
+def _fill(text):
     """Wrap paragraphs; leave tables and lists alone."""
     return "\n\n".join(
         part if part.startswith(("|", "-", "!", "#")) else textwrap.fill(part, 118, break_long_words=False)
@@ -95,16 +93,7 @@ def _fill(text: str) -> str:
     )
 
 
-def _fill_list(items: Iterable[str]) -> str:
-    return "\n".join(textwrap.fill(item, 118, subsequent_indent="  ", break_long_words=False) for item in items)
-
-
-def _used(runs: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    used = {row["run"] for row in rows if row["status"] != "unsupported"}
-    return [run for run in runs if run["id"] in used]
-
-
-def _machine(run: dict[str, Any]) -> str:
+def _machine(run):
     versions = ", ".join(f"{name} {run['versions'][name]}" for name in VERSIONS if name in run["versions"])
     driver = f", driver {run['driver']}" if run.get("driver") else ""
     trees = ", ".join(f"{name} {tree[:12]}" for name, tree in run["trees"].items() if name in ("kernels", "cuattn"))
@@ -112,32 +101,23 @@ def _machine(run: dict[str, Any]) -> str:
     return f"{run['device']}{driver}, {versions}, {commit}"
 
 
-def tables(folder: Path = RESULTS) -> str:
+def tables(folder=RESULTS):
     """Return ``tables.md``: every case beside every peer, then the studies' long tables."""
     parts = ["# Every table", "Written by `python -m bench.redraw` from the rows beside this file."]
-    for file in ("hopper", "portable"):
-        if (folder / f"{file}.json").exists():
-            _, rows = report.read([folder / f"{file}.json"])
-            parts.append(f"## {file}")
-            parts += _with_pictures(report.tables(rows), folder)
-    for name, section, _, rows in available(folder):
-        if name in LONG:
-            parts.append(_block(name, section, rows, folder, "", "##"))
+    for file in PEER_FILES:
+        path, seen = folder / f"{file}.json", set()
+        parts += [f"## {file}"] if path.exists() else []
+        for key, found, rows in report.tables(report.read([path])[1]) if path.exists() else ():
+            picture = report.picture(key[0])
+            if key[0] not in seen and (folder / picture).exists():
+                parts.append(f"![{key[0]}]({picture})")
+            seen.add(key[0])
+            parts.append(report.markdown(key, found, rows))
+    parts += ["## " + shown.block(folder, "") for shown in available(folder, (*LONG, "cpu"))]
     return "\n\n".join(parts) + "\n"
 
 
-def _with_pictures(found: list[report.Table], folder: Path) -> Iterator[str]:
-    """Yield every table, and before the first of a name its picture."""
-    seen = set()
-    for table in found:
-        path = folder / report.picture(table.name)
-        if table.name not in seen and path.exists():
-            yield f"![{table.name}]({path.name})"
-        seen.add(table.name)
-        yield report.markdown(table).rstrip()
-
-
-def insert(text: str, section: str) -> str:
+def insert(text, section):
     """Return a README with the section replaced that begins and ends with the same marks."""
     first, last = section.splitlines()[0], section.splitlines()[-1]
     before, begin, rest = text.partition(first)
@@ -147,71 +127,29 @@ def insert(text: str, section: str) -> str:
     return before + section + after
 
 
-def cpu(folder: Path = RESULTS) -> str:
-    """Return the README's paragraph on the CPU, between its marks."""
-    found = json.loads((folder / "cpu.json").read_text())
-    plain = {row["direction"]: (pairs(row), _of_the_fastest(row)) for row in found["rows"] if row["mask"] == "none"}
-    masked = [pairs(row) for row in found["rows"] if row["mask"] != "none"]
-    medians, fastest = (", ".join(f"{of[n]:.2f}" for of in plain.values()) for n in (0, 1))
-    about = found["environment"]
-    text = (
-        f"Beside PyTorch's `scaled_dot_product_attention`, which takes masks as dense matrices, in one run on "
-        f"{about['cores']} cores of a shared machine ({about['cpu']}; `python bench/cpu.py`, "
-        f"{len(found['rows'][0]['seconds']['torch'])} turns; all samples are in `bench/results/cpu.json`).  PyTorch's "
-        f"time over cuattn's without a mask, forward, forward with l and m, forward and backward: {medians} in the "
-        f"median of the turns, {fastest} between the fastest calls of each.  With a mask cuattn computes only the "
-        f"tiles that somebody sees, and has {min(masked):.1f} to {max(masked):.1f} times the speed (medians).  Its own "
-        f"time under a mask over that without, median of the turns, for the share of 128 x 128 tiles that is visible: "
-        f"{_shares(found)}.  Extra memory at N = 16384 is "
-        f"{max(found['memory_mb_per_thread'].values()):.0f} MB a thread."
-    )
-    return "\n\n".join([CPU_BEGIN, _fill(text), CPU_END])
-
-
-def _shares(found: dict[str, Any]) -> str:
-    by_length = {}
-    for row in found["rows_alone"]:
-        if row["mask"] != "none" and row["direction"] == "forward":
-            cell = f"{share(row, found)[1]:.3f} for {1 - row['rho']:.3f} ({row['mask']})"
-            by_length.setdefault(row["n"], []).append(cell)
-    return "; ".join(f"forward at N = {n} {', '.join(cells)}" for n, cells in by_length.items())
-
-
-def _of_the_fastest(row: dict[str, Any]) -> float:
-    return best(row, "torch") / best(row, "cuattn")
-
-
-def draw(console: Console, folder: Path = RESULTS) -> None:
+def draw(folder=RESULTS):
     """Draw every picture."""
-    for name, section, _, rows in track(list(available(folder)), "pictures", console=console, transient=True):
-        if hasattr(section, "figure"):
-            section.figure(rows).savefig(folder / f"{name}.png", dpi=110, facecolor="white")
-    from bench import plots
+    from bench import denoise, mask_gallery
 
-    for file in ("hopper", "portable"):
-        if (folder / f"{file}.json").exists():
-            plots.draw(report.tables(report.read([folder / f"{file}.json"])[1]), folder)
-    for command in (("bench.mask_gallery",), ("bench.cpu", "--plot")):
-        subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    rows = json.loads((folder / "denoise.json").read_text())["rows"] if (folder / "denoise.json").exists() else []
-    if rows:
-        from bench import denoise
-
-        denoise.picture(denoise.photograph(), folder / "denoise.png")
+    for shown in track(list(available(folder, (*SECTIONS, "cpu"))), "pictures", transient=True):
+        if hasattr(shown.section, "figure"):
+            style.save(shown.section.figure(shown.frame), folder / f"{shown.name}.png")
+    for file in PEER_FILES:
+        report.draw(report.read([folder / f"{file}.json"])[1], folder)
+    style.save(mask_gallery.figure(), folder / "masks.png")
+    denoise.picture(denoise.photograph(), folder / "denoise.png")
 
 
-def main() -> int:
+def main():
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", action="store_true", help="leave the pictures as they are")
-    arguments = parser.parse_args()
-    console = Console()
-    if not arguments.text:
-        draw(console)
+    if not parser.parse_args().text:
+        draw()
     (RESULTS / "tables.md").write_text(tables())
     path = ROOT / "README.md"
     path.write_text(insert(insert(path.read_text(), readme()), cpu()))
-    console.print(f"{path.relative_to(ROOT)} and bench/results/ are up to date")
+    print("README.md and bench/results/ are up to date")
     return 0
 
 

@@ -37,6 +37,10 @@ class Visible:
         (4, Nk) int32: the vectors of a column mask.
     keep : callable, optional
         (start, stop) -> bool tensor (stop - start, Nk): what dropout keeps, together with `keep_scale`.
+    dense : tensor, optional
+        (Nq, Nk) bool.
+    bias : tensor, optional
+        (Nq or 1, Nk), added to the scores.
     """
 
     causal: bool = False
@@ -44,8 +48,10 @@ class Visible:
     bounds: Any = None
     keep: Any = None
     keep_scale: float = 1.0
+    dense: Any = None
+    bias: Any = None
 
-    def rows(self, start: int, stop: int, n_keys: int, device: Any) -> Any:
+    def rows(self, start, stop, n_keys, device):
         """Return which keys rows start ... stop - 1 see, (stop - start, Nk) bool, or None for all."""
         import torch
 
@@ -55,10 +61,10 @@ class Visible:
             lts, lte, uts, ute = self.bounds
             open_ = ~(((i >= lts) & (i < lte)) | ((i >= uts) & (i < ute)))
             seen = open_ if seen is None else seen & open_
-        return seen
+        return seen if self.dense is None else self.dense[start:stop]
 
 
-def textbook(q: Any, k: Any, v: Any, do: Any, visible: Visible, rounded_to: Any = None) -> dict[str, Any]:
+def textbook(q, k, v, do, visible, rounded_to=None):
     """Compute textbook attention of one head and its gradients.
 
     Parameters
@@ -81,20 +87,22 @@ def textbook(q: Any, k: Any, v: Any, do: Any, visible: Visible, rounded_to: Any 
     work = torch.float64 if rounded_to in (None, torch.float64) else torch.float32
     low = rounded_to not in (None, work)
 
-    def step(x: Any) -> Any:
+    def step(x):
         return x.to(rounded_to).to(work) if low else x
 
     product = _blocked if rounded_to is None and q.dtype == torch.float64 else torch.matmul
     scale = q.shape[-1] ** -0.5
     q, k, v = (x.to(work) for x in (q, k, v))
     rows = max(1, CHUNK_ELEMENTS // k.shape[0])
-    result: dict[str, Any] = {"o": torch.empty_like(q)}
+    result = {"o": torch.empty_like(q)}
     if do is not None:
         do = do.to(work)
         result |= {"dq": torch.empty_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
     for start in range(0, q.shape[0], rows):
         part = slice(start, min(start + rows, q.shape[0]))
         s = step(step(product(q[part], k.T)) * scale)
+        if visible.bias is not None:
+            s = step(s + (visible.bias if len(visible.bias) == 1 else visible.bias[part]).to(work))
         seen = visible.rows(part.start, part.stop, k.shape[0], q.device)
         if seen is not None:
             s = s.masked_fill_(~seen, -torch.inf)
@@ -114,7 +122,7 @@ def textbook(q: Any, k: Any, v: Any, do: Any, visible: Visible, rounded_to: Any 
     return {name: step(x) for name, x in result.items()}
 
 
-def _blocked(a: Any, b: Any) -> Any:
+def _blocked(a, b):
     """Multiply matrices, summing the products of short blocks: rounding errors grow with the length of a sum."""
     total = a[:, :0] @ b[:0]
     for start in range(0, b.shape[0], BLOCK):
@@ -134,11 +142,14 @@ class Reference:
         Precision that the textbook rounds to.
     gradients : bool
         Compute gradients too.
+    pooled : bool
+        Compare all heads as one: the textbook's error in the few numbers of a small head is luck.
     """
 
-    def __init__(self, heads: dict[tuple[int, int], Any], dtype: Any, gradients: bool) -> None:
-        self.exact: dict[tuple[int, int], dict[str, Any]] = {}
-        self.rough: dict[tuple[int, int], dict[str, Any]] = {}
+    def __init__(self, heads, dtype, gradients, pooled=False):
+        self.pooled = pooled
+        self.exact = {}
+        self.rough = {}
         self.dtype = dtype
         for place, (q, k, v, do, visible) in heads.items():
             operands = (q, k, v, do if gradients else None, visible)
@@ -148,7 +159,7 @@ class Reference:
                 for name in ("dk", "dv"):
                     self.exact[place].pop(name, None)
 
-    def errors(self, results: dict[str, Any], peer: bool) -> dict[str, dict[str, float]]:
+    def errors(self, results, peer):
         """Compare results with the reference.
 
         Parameters
@@ -164,25 +175,26 @@ class Reference:
             Per name, for the worst head: ``max``, the largest absolute error; ``distance``, relative, in the
             Frobenius norm; and ``of_allowed``, the larger share of the two in what is allowed, at most 1 if right.
         """
-        worst: dict[str, dict[str, float]] = {}
-        for (b, h), exact in self.exact.items():
-            for name, x in results.items():
-                if name not in exact:
-                    continue
-                rows = exact[name].shape[0]
-                found = compare(x[b, h, -rows:], exact[name], self.rough[b, h][name], self.dtype, peer)
+        import torch
+
+        worst = {}
+        for heads in [list(self.exact)] if self.pooled else [[head] for head in self.exact]:
+            for name in [name for name in results if name in self.exact[heads[0]]]:
+                exact, rough = (torch.stack([of[head][name] for head in heads]) for of in (self.exact, self.rough))
+                x = torch.stack([results[name][head][-exact.shape[1] :] for head in heads])
+                found = compare(x, exact, rough, self.dtype, peer)
                 if name not in worst or not found["of_allowed"] <= worst[name]["of_allowed"]:
                     worst[name] = found
         return worst
 
-    def spread(self, names: Any) -> float:
+    def spread(self, names):
         """Return the textbook's largest relative distance from the exact results, over heads and `names`."""
         pairs = [(self.rough[place][name], x[name]) for place, x in self.exact.items() for name in names if name in x]
         return max((distance(rough, exact) for rough, exact in pairs), default=0.0)
 
 
-def compare(x: Any, exact: Any, rough: Any, dtype: Any, peer: bool = False) -> dict[str, float]:
-    """Apply the acceptance rule to one head's result; NaN never passes."""
+def compare(x, exact, rough, dtype, peer=False):
+    """Apply the acceptance rule to the result of one head or of some; NaN never passes."""
     import torch
 
     eps, factor = torch.finfo(dtype).eps, PEER_FACTOR if peer else FACTOR
@@ -195,7 +207,7 @@ def compare(x: Any, exact: Any, rough: Any, dtype: Any, peer: bool = False) -> d
     return {"max": largest, "distance": apart, "of_allowed": float(np.max(shares))}
 
 
-def distance(x: Any, y: Any) -> float:
+def distance(x, y):
     """Return the relative distance ``|x - y| / |y|`` in the Frobenius norm, one batch element at a time."""
     import torch
 

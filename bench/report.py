@@ -1,313 +1,289 @@
-"""Turn committed rows into markdown tables and plots; needs no GPU.
+"""Turn committed rows into tables beside peers: frames of rows, one line per case, markdown; needs no GPU.
 
-``python -m bench.report bench/results/hopper.json --out bench/results/hopper.md --plots bench/results``
+    python -m bench.report bench/results/hopper.json --out hopper.md --plots FOLDER
 
 A ratio compares cuattn with the best rival of the same run; what an earlier run measured stands in parentheses and
 enters no ratio.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+import statistics
 from pathlib import Path
-from typing import Any
+
+import pandas as pd
 
 from bench.cases import TABLES, select
 from bench.peers import RUNNERS
+from bench.style import INK, OURS, WORSE, bars, colour, legend, panels, save, table
 
-__all__ = [
-    "Line", "Table", "costs_of_determinism", "geometric_mean", "markdown", "picture", "read", "tables",
-]  # fmt: skip
+__all__ = ["costs_of_determinism", "draw", "lines", "markdown", "of_table", "picture", "read", "tables"]
 
 LOWER_IS_BETTER = ("us", "s")
 
 
-@dataclass(frozen=True)
-class Line:
-    """One case: the rows of all runners and the comparison.
+def read(paths):
+    """Return the runs and the rows of several files.
 
-    Attributes
-    ----------
-    label : str
-        The case without table and direction.
-    rows : dict of str to dict
-        Row by runner.
-    run : int
-        The run whose rows are compared: the latest of ours, or the latest of all.
+    Each row's run becomes ``FILE NUMBER``; ``table``, ``label`` and ``direction`` are columns, and so are the values
+    inside a problem, counters and so on: ``problem.n``.
     """
-
-    label: str
-    rows: dict[str, dict[str, Any]]
-    run: tuple[str, int]
-
-    def rate(self, name: str) -> float | None:
-        """Return a runner's rate in the line's run, or None."""
-        row = self.rows.get(name, {})
-        return row.get("rate") if row.get("run") == self.run else None
-
-    @property
-    def unit(self) -> str:
-        """The rows' unit."""
-        return next((row["unit"] for row in self.rows.values() if "unit" in row), "")
-
-    def best(self, ours: bool) -> str | None:
-        """Return the fastest rival; or of ours the one that chooses its kernel itself, if timed, else the fastest."""
-        if ours and "cuattn" in self.compared(ours):
-            return "cuattn"
-        pick = min if self.unit in LOWER_IS_BETTER else max
-        return pick(self.compared(ours), key=lambda name: self.rate(name), default=None)
-
-    def compared(self, ours: bool) -> list[str]:
-        """Return cuattn's runners that were timed, or the rivals: those that the case names, else all."""
-        names = [name for name, row in self.rows.items() if row["ours"] == ours and self.rate(name) is not None]
-        rivals = next((row["problem"].get("rivals") for row in self.rows.values()), None)
-        if not ours and rivals:
-            return [name for name in names if name in rivals] or names
-        return names
-
-    @property
-    def ratio(self) -> float | None:
-        """How many times faster cuattn is than the best rival."""
-        ours, rival = self.best(True), self.best(False)
-        if ours is None or rival is None:
-            return None
-        quotient = self.rate(ours) / self.rate(rival)
-        return 1 / quotient if self.unit in LOWER_IS_BETTER else quotient
-
-
-@dataclass(frozen=True)
-class Table:
-    """Lines of one table and direction, in the order measured."""
-
-    name: str
-    direction: str
-    lines: tuple[Line, ...]
-
-    @property
-    def runners(self) -> list[str]:
-        """Runners with a rate in any line: cuattn's first, then peers in the registry's order."""
-        found = {name: row["ours"] for line in self.lines for name, row in line.rows.items() if "rate" in row}
-        order = list(RUNNERS)
-        return sorted(found, key=lambda name: (not found[name], order.index(name) if name in order else -1))
-
-    @property
-    def common(self) -> str:
-        """What all labels begin with, up to a dash; it belongs in the title."""
-        labels = [line.label.split("-") for line in self.lines]
-        shared = itertools.takewhile(
-            lambda words: len(set(words)) == 1, zip(*(words[:-1] for words in labels), strict=False)
-        )
-        return "-".join(words[0] for words in shared)
-
-    def short(self, line: Line) -> str:
-        """Return a line's label without what all have in common."""
-        return line.label.removeprefix(self.common).removeprefix("-")
-
-    @property
-    def ratios(self) -> dict[str, float]:
-        """The ratio of every line that has one."""
-        return {self.short(line): line.ratio for line in self.lines if line.ratio is not None}
-
-
-def read(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the runs and the rows of several files; each row's run becomes (file, number)."""
     runs, rows = [], []
     for path in paths:
         content = json.loads(path.read_text())
-        runs += [{**run, "id": (path.name, run["id"])} for run in content["runs"]]
-        rows += [{**row, "run": (path.name, row["run"])} for row in content["rows"]]
-    return runs, rows
+        runs += [{**run, "id": f"{path.name} {run['id']:03d}"} for run in content["runs"]]
+        rows += [{**row, "run": f"{path.name} {row['run']:03d}"} for row in content["rows"]]
+    return runs, framed(rows)
 
 
-def tables(rows: Iterable[dict[str, Any]]) -> list[Table]:
-    """Group rows into tables, in the order of `bench.cases`; unknown cases come last."""
-    order = {case.name: place for place, case in enumerate(select(TABLES))}
-    grouped: dict[tuple[str, str], dict[str, dict[str, dict[str, Any]]]] = {}
-    for row in sorted(rows, key=lambda row: order.get(row["case"], len(order))):
-        name, label, direction = row["case"].split("/")
-        grouped.setdefault((name, direction), {}).setdefault(label, {})[row["runner"]] = row
-    found = []
-    for (name, direction), cases in grouped.items():
-        lines = []
-        for label, runners in cases.items():
-            own = [row["run"] for row in runners.values() if row["ours"] and "rate" in row]
-            lines.append(Line(label, runners, max(own or [row["run"] for row in runners.values()])))
-        found.append(Table(name, direction, tuple(lines)))
-    return found
+def framed(rows):
+    """Return rows as a frame, see `read`."""
+    frame = pd.json_normalize(list(rows), max_level=1)
+    if len(frame):
+        frame[["table", "label", "direction"]] = frame["case"].str.split("/", expand=True)
+        frame["ms"] = frame["median_us"] / 1e3 if "median_us" in frame else None
+    return frame
 
 
-def picture(table: str) -> str:
-    """Return the file name of a table's picture (those of `bench.sections` have their section's name)."""
-    return f"table-{table}.png"
+def of_table(frame, *names):
+    """Return the rows of some tables that succeeded, without the columns that none of them has."""
+    if not len(frame):
+        return frame
+    found = frame[frame["table"].isin(names) & (frame["status"] == "ok")]
+    return found.dropna(axis="columns", how="all") if len(found) else found
 
 
-def geometric_mean(values: Iterable[float]) -> float:
-    """Return the geometric mean.
+def lines(frame):
+    """Return one line per case, in the order of `bench.cases`, unknown cases last.
 
-    Examples
-    --------
-    >>> geometric_mean([0.5, 2.0])
-    1.0
+    Beside the columns of its first row: ``run``, the one that is compared (the latest of ours, or the latest of all);
+    ``rates`` by runner in that run; ``best`` of ours (the one that chooses its kernel itself, if timed, else the
+    fastest), ``rivals`` (those that the case names, else all), the fastest ``rival``, and ``ratio``, how many times
+    faster ours is.
     """
-    logarithms = [math.log(value) for value in values]
-    return math.exp(sum(logarithms) / len(logarithms))
+    order = {case.name: place for place, case in enumerate(select(TABLES))}
+    if not len(frame) or "rate" not in frame:
+        return pd.DataFrame(columns=["table", "direction", "ratio"])
+    places = frame["case"].map(order).fillna(len(order))
+    groups = frame.assign(place=places).sort_values("place", kind="stable").groupby("case", sort=False)
+    return pd.DataFrame([_line(rows) for _, rows in groups])
 
 
-def _number(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+def _line(rows):
+    ours = dict(zip(rows["runner"], rows["ours"], strict=True))
+    rated = rows.dropna(subset="rate")
+    own = rated.loc[rated["ours"].astype(bool), "run"]
+    run = max(own if len(own) else rows["run"])
+    now = rated[rated["run"] == run]
+    rates = dict(zip(now["runner"], now["rate"], strict=True))
+    unit = rated["unit"].iloc[0] if len(rated) else ""
+    lower = unit in LOWER_IS_BETTER
+    named = rows["problem.rivals"].iloc[0] if "problem.rivals" in rows else None
+    rivals = [name for name in rates if not ours[name]]
+    rivals = [name for name in rivals if isinstance(named, list) and name in named] or rivals
+    mine = [name for name in rates if ours[name]]
+    pick = min if lower else max
+    best = "cuattn" if "cuattn" in mine else pick(mine, key=rates.get, default="")
+    rival = pick(rivals, key=rates.get, default="")
+    ratio = rates[best] / rates[rival] if best and rival else math.nan
+    found = {"run": run, "unit": unit, "rates": rates, "best": best, "rivals": rivals, "rival": rival}
+    return {**rows.iloc[0], **found, "ratio": 1 / ratio if lower else ratio}
 
 
-def _cell(line: Line, name: str, best: str | None) -> str:
-    row = line.rows.get(name)
-    if row is None or row["status"] == "unsupported":
+def tables(frame):
+    """Yield, per table and direction, its name, its lines (``short``: labels without what they share) and its rows."""
+    for key, found in lines(frame).groupby(["table", "direction"], sort=False):
+        common = _common(found["label"])
+        short = [label.removeprefix(common).removeprefix("-") for label in found["label"]]
+        rows = frame.set_index("case").loc[found["case"]].reset_index()
+        yield key, found.assign(short=short, common=common), rows
+
+
+def _common(labels):
+    """Return what all labels begin with, up to a dash; it belongs in the title."""
+    words = zip(*(label.split("-")[:-1] for label in labels), strict=False)
+    return "-".join(word[0] for word in itertools.takewhile(lambda word: len(set(word)) == 1, words))
+
+
+def picture(name):
+    """Return the file name of a table's picture (those of `bench.sections` have their section's name)."""
+    return f"table-{name}.png"
+
+
+def runners(rows):
+    """Return the runners with a rate: cuattn's first, then peers in the registry's order."""
+    order = list(RUNNERS)
+    found = rows.dropna(subset="rate").drop_duplicates("runner")
+    ours = dict(zip(found["runner"], found["ours"], strict=True))
+    return sorted(ours, key=lambda name: (not ours[name], order.index(name) if name in order else -1))
+
+
+def markdown(key, found, rows):
+    """Write one table of `tables`, its summary, and why cells are empty."""
+    who, rho = runners(rows), "rho" in rows and bool(rows["rho"].fillna(0).any())
+    subject = ", ".join(filter(None, [key[0], found["common"].iloc[0].replace("-", " "), key[1]]))
+    unit = next(filter(None, found["unit"]), "")
+    by_runner = {case: group.set_index("runner") for case, group in rows.groupby("case")}
+    written = []
+    for line in found.to_dict("records"):
+        of_case = by_runner[line["case"]]
+        cells = {"case": line["short"], **({"ρ": f"{line['rho']:.3f}"} if rho else {})}
+        cells |= {name: _cell(line, of_case, name) for name in who}
+        cells["best peer"], cells["ratio"] = line["rival"] or "–", f"{line['ratio']:.2f}".replace("nan", "–")
+        written.append({**cells, "±": _spread(of_case.loc[line["best"]]) if line["best"] else "–"})
+    text = [f"### {subject}{f' ({unit})' if unit else ''}", "", table(pd.DataFrame(written)), ""]
+    return "\n".join([*text, *_conclusion(found), *_extra(key, found, rows), *_reasons(found, rows)]).rstrip()
+
+
+def _cell(line, rows, name):
+    if name not in rows.index or rows.loc[name, "status"] == "unsupported":
         return "–"
-    if "rate" not in row:
-        return row["status"]
-    text = _number(row["rate"])
-    if row["run"] != line.run:
+    rate = rows.loc[name, "rate"]
+    if not rate > 0:
+        return str(rows.loc[name, "status"])
+    text = f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
+    if rows.loc[name, "run"] != line["run"]:
         return f"({text})"
-    return f"**{text}**" if name == best else text
+    leader = line["rival"] if line["ratio"] < 1 or not line["best"] else line["best"]
+    return f"**{text}**" if name == leader else text
 
 
-def _spread(row: dict[str, Any]) -> float:
+def _spread(row):
     """Return half the distance of the quartiles over the median."""
-    return (row["q3_us"] - row["q1_us"]) / 2 / row["median_us"] if "q3_us" in row else 0.0
+    return f"{(row['q3_us'] - row['q1_us']) / 2 / row['median_us']:.1%}" if row.get("q3_us", 0) > 0 else "0.0%"
 
 
-def markdown(table: Table) -> str:
-    """Write one table, its summary, and why cells are empty."""
-    names = table.runners
-    unit = next((line.unit for line in table.lines if line.unit), "")
-    rho = any(row.get("rho") for line in table.lines for row in line.rows.values())
-    head = ["case", *(["ρ"] if rho else []), *names, "best peer", "ratio", "±"]
-    subject = ", ".join(filter(None, [table.name, table.common.replace("-", " "), table.direction]))
-    text = [f"### {subject}{f' ({unit})' if unit else ''}", "", "| " + " | ".join(head) + " |"]
-    text.append("|" + "---|" * len(head))
-    for line in table.lines:
-        ours, rival = line.best(True), line.best(False)
-        leaders = [name for name in (ours, rival) if name]
-        fastest = max(leaders, key=lambda name: line.rate(name) * _sign(line.unit), default=None)
-        cells = [table.short(line)]
-        cells += [f"{next(iter(line.rows.values())).get('rho', 0):.3f}"] if rho else []
-        cells += [_cell(line, name, fastest) for name in names]
-        cells += [rival or "–", f"{line.ratio:.2f}" if line.ratio else "–"]
-        cells += [f"{_spread(line.rows[ours]):.1%}" if ours else "–"]
-        text.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*text, "", *_conclusion(table), *_extra(table), *_reasons(table)])
-
-
-def _sign(unit: str) -> int:
-    return -1 if unit in LOWER_IS_BETTER else 1
-
-
-def _conclusion(table: Table) -> list[str]:
-    ratios = table.ratios
-    if not ratios:
+def _conclusion(found):
+    compared = found.dropna(subset="ratio").set_index("short")
+    if not len(compared):
         return []
-    worst = min(ratios, key=ratios.__getitem__)
-    bars = {table.short(line): next(iter(line.rows.values()))["problem"].get("bar", 1.0) for line in table.lines}
-    below = [label for label, ratio in ratios.items() if ratio < bars[label]]
-    text = f"Geometric mean of the ratio {geometric_mean(ratios.values()):.3f}, worst row {worst} {ratios[worst]:.3f}"
-    text += f", {len(below)} of {len(ratios)} rows below their bar" + (f": {', '.join(below)}." if below else ".")
-    return [text, ""]
+    ratios = compared["ratio"]
+    bars_ = compared["problem.bar"].fillna(1.0) if "problem.bar" in compared else 1.0
+    below = list(ratios[ratios < bars_].index)
+    text = f"Geometric mean of the ratio {statistics.geometric_mean(ratios):.3f}, "
+    text += f"worst row {ratios.idxmin()} {ratios.min():.3f}, {len(below)} of {len(ratios)} rows below their bar"
+    return [text + (f": {', '.join(below)}." if below else "."), ""]
 
 
-def _extra(table: Table) -> list[str]:
+def _extra(key, found, rows):
     """Return what single tables add: the cost of determinism, the proportion to what is visible."""
-    if table.name == "deterministic":
-        return _cost_of_determinism(table)
-    if table.name == "sparsity":
-        return _proportion(table)
-    return []
+    if key[0] == "deterministic":
+        costs = costs_of_determinism(found)
+        return [
+            f"- {label}: time over the plain backward's: "
+            + (", ".join(f"{name} {cost:+.1%}" for name, cost in of.items()) or "not measured")
+            for label, of in costs.items()
+        ] + [""]
+    if key[0] != "sparsity":
+        return []
+    text = []
+    for name in runners(rows):
+        times = rows[rows["runner"] == name].set_index("label")
+        full = times.loc[times.index.str.endswith("-full"), "ms"]
+        text += [
+            f"- {name} {label}: ρ {row['rho']:.3f}, {row['ms']:.3f} ms, "
+            f"{row['ms'] / (1 - row['rho']) / full.iloc[0]:.3f} x (1 - ρ) x the unmasked time"
+            for label, row in times.loc[found["label"]].iterrows()
+            if len(full)
+        ]
+    return [*text, ""]
 
 
-def costs_of_determinism(table: Table) -> dict[str, dict[str, float]]:
+def costs_of_determinism(found):
     """Return, by label and runner, what bitwise reproducible gradients cost in the plain backward's time."""
-    lines = {line.label: line for line in table.lines}
-    found: dict[str, dict[str, float]] = {}
-    for label, exact in lines.items():
-        plain = lines.get(label.removesuffix("-deterministic"))
-        if plain is not None and plain is not exact:
-            rates = {name: (plain.rate(name), exact.rate(name)) for name in table.runners}
-            found[label] = {name: fast / slow - 1 for name, (fast, slow) in rates.items() if fast and slow}
-    return found
+    rates = found.set_index("label")["rates"]
+    pairs = {label: label.removesuffix("-deterministic") for label in rates.index}
+    return {
+        label: {name: rates[plain][name] / rate - 1 for name, rate in rates[label].items() if name in rates[plain]}
+        for label, plain in pairs.items()
+        if plain != label and plain in rates
+    }
 
 
-def _cost_of_determinism(table: Table) -> list[str]:
-    text = []
-    for label, costs in costs_of_determinism(table).items():
-        found = [f"{name} {cost:+.1%}" for name, cost in costs.items()]
-        text.append(f"- {label}: time over the plain backward's: {', '.join(found) or 'not measured'}")
-    return [*text, ""]
-
-
-def _proportion(table: Table) -> list[str]:
-    """Compare each mask's time with (1 - rho) times the unmasked time."""
-    text = []
-    for name in table.runners:
-        times = {line.label: line.rows[name] for line in table.lines if "median_us" in line.rows.get(name, {})}
-        full = next((row for label, row in times.items() if label.endswith("-full")), None)
-        if full is None:
-            continue
-        for label, row in times.items():
-            expected = (1 - row["rho"]) * full["median_us"]
-            text.append(
-                f"- {name} {label}: ρ {row['rho']:.3f}, {row['median_us'] / 1e3:.3f} ms, "
-                f"{row['median_us'] / expected:.3f} x (1 - ρ) x the unmasked time"
-            )
-    return [*text, ""]
-
-
-def _reasons(table: Table) -> list[str]:
+def _reasons(found, rows):
     """Say, once per runner and reason, why cells are empty."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for line in table.lines:
-        for name, row in line.rows.items():
-            if "reason" in row:
-                found.setdefault((name, f"{row['status']}: {row['reason']}"), []).append(table.short(line))
+    if "reason" not in rows:
+        return []
+    short = rows["case"].map(dict(zip(found["case"], found["short"], strict=True)))
+    given = rows.assign(short=short, said=rows["status"] + ": " + rows["reason"]).dropna(subset="reason")
     return [
-        f"- {name} {reason} ({'all' if len(labels) == len(table.lines) else ', '.join(labels)})"
-        for (name, reason), labels in found.items()
+        f"- {name} {said} ({'all' if len(labels) == len(found) else ', '.join(labels)})"
+        for (name, said), labels in given.groupby(["runner", "said"], sort=False)["short"]
     ]
 
 
-def _about(runs: Iterable[dict[str, Any]]) -> list[str]:
-    text = []
-    for run in runs:
-        versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-        trees = ", ".join(f"{name} {identity[:12]}" for name, identity in run["trees"].items()) or "not recorded"
-        driver = f", driver {run['driver']}" if run.get("driver") else ""
-        commit = f"commit {run['commit']}, " if run.get("commit") else ""
-        text.append(f"- {run['time']}: {run['device']}{driver}; {versions}; {commit}trees: {trees}; `{run['command']}`")
-    return text
+def draw(frame, folder):
+    """Draw every table, its directions side by side; return the files, named by `picture`."""
+    groups = {}
+    for key, found, rows in tables(frame):
+        if runners(rows):
+            groups.setdefault(key[0], []).append((key[1], found, rows))
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, group in groups.items():
+        save(_proportion(group) if name == "sparsity" else _rates(name, group), folder / picture(name))
+    return [folder / picture(name) for name in groups]
 
 
-def main() -> int:
+def _rates(name, group):
+    """Draw a panel of bars per direction, with cuattn's ratio to the best rival at the right edge."""
+    count = max(sum(len(rates) + 1.2 for rates in found["rates"]) for _, found, _ in group)
+    figure, axes = panels(len(group), 4.8, 1.2 + 0.125 * count)
+    for axis, (direction, found, rows) in zip(axes, group, strict=True):
+        bars(axis, pd.DataFrame(list(found["rates"]), index=found["short"])[runners(rows)], ".3g")
+        for place, ratio in zip(axis.get_yticks(), found["ratio"], strict=True):
+            if ratio > 0:
+                shade = OURS if ratio >= 1 else WORSE
+                where = dict(transform=axis.get_yaxis_transform(), ha="right", va="center")
+                axis.text(1.0, place, f"{ratio:.2f}x", fontsize=8, color=shade, fontweight="bold", **where)
+        axis.set_title(direction, fontsize=11)
+        axis.set_xlabel(next(filter(None, found["unit"]), ""))
+    legend(figure)
+    figure.suptitle(f"{name}, {group[0][1]['common'].iloc[0].replace('-', ' ')}".rstrip(", "), color=INK)
+    return figure
+
+
+def _proportion(group):
+    """Draw time against the share of visible tiles, with the line that proportion would be."""
+    figure, axes = panels(len(group), 5.2, 4.2)
+    for axis, (direction, _, rows) in zip(axes, group, strict=True):
+        for name in runners(rows):
+            times = rows[rows["runner"] == name]
+            axis.plot(1 - times["rho"], times["ms"], "o", color=colour(name), label=name, markersize=5)
+            full = times.loc[times["rho"] == 0, "ms"]
+            axis.plot([0, *[1] * len(full)], [0, *full], "--", color=colour(name), linewidth=1, alpha=0.6)
+        axis.set(title=direction, xlabel="share of visible tiles, 1 - ρ", ylabel="ms", xlim=(0, 1.03))
+        axis.set_ylim(bottom=0)
+        axis.legend(frameon=False, fontsize=9)
+    figure.suptitle("time beside the line of proportion", color=INK)
+    return figure
+
+
+def _about(run):
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    trees = ", ".join(f"{name} {identity[:12]}" for name, identity in run["trees"].items()) or "not recorded"
+    driver = f", driver {run['driver']}" if run.get("driver") else ""
+    commit = f"commit {run['commit']}, " if run.get("commit") else ""
+    return f"- {run['time']}: {run['device']}{driver}; {versions}; {commit}trees: {trees}; `{run['command']}`"
+
+
+def main():
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, help="markdown file; by default the terminal")
     parser.add_argument("--plots", type=Path, help="folder for PNG plots")
     arguments = parser.parse_args()
-    runs, rows = read(arguments.files)
-    found = tables(rows)
-    text = "\n\n".join(markdown(table).rstrip() for table in found)
-    text += "\n\n### Runs\n\n" + "\n".join(_about(runs)) + "\n"
+    runs, frame = read(arguments.files)
+    text = "\n\n".join([*(markdown(*part) for part in tables(frame)), "### Runs", "\n".join(map(_about, runs))])
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(text)
+        arguments.out.write_text(text + "\n")
     else:
         print(text)
-    if arguments.plots:
-        from bench import plots
-
-        for path in plots.draw(found, arguments.plots):
-            print(path)
+    for path in draw(frame, arguments.plots) if arguments.plots else ():
+        print(path)
     return 0
 
 

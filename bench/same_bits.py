@@ -6,21 +6,16 @@
 The FlashMask paper's claim of exactness, for its twelve masks.  A kernel that takes no boolean mask says so in its row.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 
 import cuattn
-from bench import study
+from bench import harness
+from bench.harness import Point
 from bench.mask_samples import KINDS, column_mask, samples
-from bench.study import Point
 from cuattn.errors import UnsupportedError
 
 __all__ = ["compare", "points"]
 
-NAME = "same_bits"
 N, D, HEADS = 2048, 128, 4
 TINY = 192
 BANDS = {  # masks that flags can say too
@@ -31,7 +26,7 @@ BANDS = {  # masks that flags can say too
 RESULTS = ("o", "l", "m", "dq", "dk", "dv")
 
 
-def compare(kind: str, kernel: str, device: str, n: int, d: int) -> dict[str, Any]:
+def compare(kind, kernel, device, n, d):
     """Compute with the column mask and with its dense twin.
 
     Returns
@@ -41,9 +36,9 @@ def compare(kind: str, kernel: str, device: str, n: int, d: int) -> dict[str, An
         ``same_flags``: whether ``is_causal`` or ``window`` give them too, where they can say the mask.
         ``repeated``: whether a second call gave them.  ``largest``: by how much the worst result differs.
     """
-    xp = study.namespace(device)
+    xp = harness.namespace(device)
     dtype = xp.float16 if device == "cuda" else xp.float32
-    operands = study.random_arrays(xp, 4, (HEADS, n, d), dtype)
+    operands = harness.random_arrays(xp, 4, (HEADS, n, d), dtype)
     q, k, v, do = operands
     mask = column_mask(samples(kind, n, 1))
     dense = xp.asarray(mask.dense())
@@ -72,41 +67,34 @@ def compare(kind: str, kernel: str, device: str, n: int, d: int) -> dict[str, An
     }
 
 
-def _both(q: Any, k: Any, v: Any, do: Any, mask: Any, kernel: str, **flags: Any) -> tuple[Any, ...]:
+def _both(q, k, v, do, mask, kernel, **flags):
     options = {"mask": mask, "kernel": kernel, **flags}
     fwd = cuattn.forward(q, k, v, **options)
     return *fwd[:3], *cuattn.backward(do, q, k, v, fwd, **options, deterministic=True)[:3]
 
 
-def _same(xp: Any, a: Any, b: Any) -> bool:
+def _same(xp, a, b):
     word = {2: xp.uint16, 4: xp.uint32}[a.dtype.itemsize]
     return bool((xp.ascontiguousarray(a).view(word) == xp.ascontiguousarray(b).view(word)).all())
 
 
-def _wide(xp: Any, a: Any, b: Any) -> Any:
+def _wide(xp, a, b):
     """Return the distances of two results, 0 between two -inf (m of rows that see nothing)."""
     a, b = (xp.nan_to_num(x.astype(xp.float32), neginf=0) for x in (a, b))
     return abs(a - b)
 
 
-def points(device: str, tiny: bool) -> list[Point]:
-    """Return one point per mask and kernel."""
-    kernels = ("sm80", "sm90") if device == "cuda" else ("cpu",)
-    n, d = (TINY, 16) if tiny else (N, D)
-    return [
-        Point(
-            f"same-bits/{kind}/both",
-            tuple(f"cuattn-{kernel}" for kernel in kernels),
-            lambda kind=kind: {f"cuattn-{kernel}": compare(kind, kernel, device, n, d) for kernel in kernels},
-        )
-        for kind in KINDS
-    ]
+def points(arguments):
+    """Return one point per mask."""
+    kernels = ("sm80", "sm90") if arguments.device == "cuda" else ("cpu",)
+    n, d = (TINY, 16) if arguments.tiny else (N, D)
 
+    def measure(kind):
+        return {f"cuattn-{kernel}": compare(kind, kernel, arguments.device, n, d) for kernel in kernels}
 
-def main() -> int:
-    """Run the command."""
-    return study.main(__doc__, NAME, lambda a: points(a.device, a.tiny))
+    runners = tuple(f"cuattn-{kernel}" for kernel in kernels)
+    return [Point(f"same-bits/{kind}/both", runners, lambda kind=kind: measure(kind)) for kind in KINDS]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.main(__doc__, "same_bits", points))

@@ -1,107 +1,141 @@
-"""Run each feature of the Hopper kernels once on a tiny problem, hostile masks included, for compute-sanitizer.
+"""Run each feature of the kernels once on a tiny problem, hostile masks included, for compute-sanitizer.
 
     compute-sanitizer --tool memcheck python -m bench.sanitize
 
-``--part 1/4`` takes every fourth problem from number 1 on, so that several processes share the work; a run without the
-sanitizer before it fills the disk cache of compiled kernels.  racecheck is slow: name the kernel that it is to watch,
-``--kernel-name kns=attention_backward`` (``attention_forward``, ``backward_rows``), and give it one problem at a time.
+One list for both families (``--kernel sm90`` or ``sm80`` runs one of them), every dtype, both directions, heads in
+groups whose values are wider than their keys, few queries over many keys, merging.  ``--part 1/4`` takes every fourth
+problem from number 1 on, so that several processes share the work; a run without the sanitizer before it fills the disk
+cache of compiled kernels.  racecheck is slow: name the kernel that it is to watch, ``--kernel-name
+kns=attention_backward`` (``attention_forward``, ``backward_rows``), and give it one problem at a time.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
-from bench.command import read_part
+import cuattn
+from cuattn.errors import UnsupportedError
+from cuattn.masks import BlockMask, ColumnMask
 
-__all__ = ["blocks", "hostile", "read_arguments"]
+__all__ = ["FEATURES", "Problem", "problems", "read_part"]
 
 BOUND = 2**31 - 1
+BFLOAT16 = ml_dtypes.bfloat16
+DTYPES = {"sm90": (BFLOAT16, np.float16), "sm80": (BFLOAT16, np.float16, np.float32, np.float64)}
+FIXED = {"deterministic": True}
+# Heads, key/value heads, queries, keys, head_dim, head_dim_v; options, of which "hostile", "blocks", "seen" are masks.
+FEATURES = (
+    ((2, 2, 200, 300, 64, 64), {}),
+    ((2, 2, 330, 300, 64, 64), {"is_causal": "bottom_right"}),  # rows before the first and past the last query
+    ((2, 1, 200, 333, 128, 128), {"is_causal": "top_left"}),
+    ((2, 2, 200, 300, 256, 256), {"is_causal": "bottom_right"}),
+    ((2, 2, 200, 300, 192, 128), {"window": (40, 30, "bottom_right")}),
+    ((4, 1, 200, 300, 128, 256), {"window": (40, 30, "bottom_right")}),
+    ((4, 2, 130, 170, 64, 128), {"mask": "hostile"}),
+    ((4, 2, 130, 170, 96, 40), {"dropout_p": 0.1, **FIXED}),
+    ((2, 2, 200, 300, 128, 128), {"mask": "hostile"}),
+    ((2, 2, 300, 300, 64, 64), {"mask": "hostile"}),
+    ((2, 2, 200, 300, 256, 256), {"mask": "hostile"}),
+    ((2, 1, 200, 300, 128, 128), {"mask": "blocks", "dropout_p": 0.1}),
+    ((2, 2, 200, 300, 64, 64), {"dropout_p": 0.1}),
+    ((2, 1, 70, 150, 128, 128), {"mask": "seen", "bias": True, "softcap": 4.0}),
+    ((2, 2, 200, 300, 64, 64), {"softcap": 3.0, "out_dtype": np.float32}),
+    ((2, 1, 70, 150, 40, 40), {"window": (30, 20, "bottom_right"), "dropout_p": 0.2}),
+    ((150, 150, 200, 160, 128, 128), {}),  # more row tiles than multiprocessors
+    ((1, 1, 130, 200, 128, 128), FIXED),
+    ((2, 2, 300, 300, 64, 64), {**FIXED, "is_causal": "top_left"}),
+    ((1, 1, 200, 300, 128, 128), {**FIXED, "mask": "hostile"}),
+    ((1, 1, 200, 300, 64, 64), {**FIXED, "mask": "blocks", "window": (90, 30, "top_left")}),
+    ((8, 2, 1, 3000, 128, 128), {}),  # parts that the last block merges
+    ((2, 2, 20, 1500, 64, 64), {}),  # parts that another kernel merges
+    ((2, 2, 1, 3000, 128, 128), {"mask": "hostile"}),
+    ((1, 1, 40, 70, 300, 300), {}),
+    ((1, 1, 40, 70, 512, 512), {"mask": "blocks"}),
+)
 
 
-def read_arguments(description: str) -> tuple[int, int]:
-    """Read the command line; return which part of the problems to run, and of how many parts."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument(
-        "--part", type=read_part, default=(0, 1), metavar="I/N", help="every N-th problem from number I on"
-    )
-    return parser.parse_args().part
+class Problem(NamedTuple):
+    """One problem of one family."""
+
+    kernel: str
+    dtype: Any
+    shape: tuple[int, ...]
+    options: dict[str, Any]
+
+    def run(self):
+        """Compute forward and backward and wait for the device; say what the family took."""
+        import cupy
+
+        heads, kv_heads, n_queries, n_keys, d, dv = self.shape
+        rng = np.random.default_rng(1)
+
+        def array(*shape):
+            return cupy.asarray(rng.standard_normal((1, *shape)).astype(self.dtype))
+
+        q, k, v = array(heads, n_queries, d), array(kv_heads, n_keys, d), array(kv_heads, n_keys, dv)
+        options = {**self.options, "kernel": self.kernel, "enable_gqa": kv_heads != heads}
+        exact = {"deterministic": options.pop("deterministic", False)}
+        widened = {"out_dtype": options.pop("out_dtype")} if "out_dtype" in options else {}
+        if "mask" in options:
+            options["mask"] = made(options["mask"], rng, n_queries, n_keys)
+        if "bias" in options:
+            options["bias"] = array(1, n_queries, n_keys)
+        drawn = {"rng": 3} if "dropout_p" in options else {}
+        done = "nothing"
+        try:
+            fwd = cuattn.forward(q, k, v, **options, **drawn, **widened)
+            cupy.cuda.Device().synchronize()
+            done = "forward"
+            cuattn.backward(array(heads, n_queries, dv), q, k, v, fwd, **options, **exact)
+            cupy.cuda.Device().synchronize()
+        except UnsupportedError as error:
+            return f"{done}; {error}"
+        return "forward and backward"
 
 
-def hostile(rng: np.random.Generator, n_queries: int, n_keys: int) -> Any:
-    """Return a device mask whose bounds lie anywhere: they are clamped, never trusted."""
+def made(kind, rng, n_queries, n_keys):
+    """Return a mask: device vectors that lie anywhere (they are clamped, never trusted), blocks, or a matrix."""
     import cupy
 
-    from cuattn.masks import ColumnMask
-
-    vectors = rng.integers(-BOUND, BOUND, (4, n_keys), dtype=np.int32)
-    return ColumnMask(*map(cupy.asarray, vectors), n_queries=n_queries)
-
-
-def blocks(rng: np.random.Generator) -> Any:
-    """Return a mask of 7 x 8 blocks of 32 x 40."""
-    from cuattn.masks import BlockMask
-
-    return BlockMask(rng.random((7, 8)) < 0.5, 32, 40)
+    if kind == "hostile":
+        vectors = rng.integers(-BOUND, BOUND, (4, n_keys), dtype=np.int32)
+        return ColumnMask(*map(cupy.asarray, vectors), n_queries=n_queries)
+    if kind == "blocks":
+        return BlockMask(rng.random((-(-n_queries // 32), -(-n_keys // 40))) < 0.5, 32, 40)
+    return cupy.asarray(rng.random((1, 1, n_queries, n_keys)) < 0.6)
 
 
-def problems() -> list[tuple[tuple[int, ...], dict[str, Any]]]:
-    """Return (heads, queries, keys, head_dim, head_dim_v) and options of the problems."""
-    rng = np.random.default_rng(0)
-    some = blocks(rng)
+def problems(kernels=("sm90", "sm80")):
+    """Return every feature on some families; in the second 16-bit dtype the first half of the list."""
     return [
-        ((2, 200, 300, 64, 64), {}),
-        ((2, 330, 300, 64, 64), {"is_causal": "bottom_right"}),  # rows before the first and past the last query
-        ((2, 200, 333, 128, 128), {"is_causal": "top_left"}),
-        ((2, 200, 300, 256, 256), {"is_causal": "bottom_right"}),
-        ((2, 200, 300, 192, 128), {"window": (40, 30, "bottom_right")}),
-        ((2, 200, 300, 128, 128), {"mask": hostile(rng, 200, 300)}),
-        ((2, 300, 300, 64, 64), {"mask": hostile(rng, 300, 300)}),
-        ((2, 200, 300, 256, 256), {"mask": hostile(rng, 200, 300)}),
-        ((2, 200, 300, 128, 128), {"mask": some, "dropout_p": 0.1}),
-        ((2, 200, 300, 64, 64), {"dropout_p": 0.1}),
-        ((2, 200, 300, 128, 128), {"dropout_p": 0.1}),
-        ((2, 200, 300, 64, 64), {"softcap": 3.0, "out_dtype": np.float32}),
-        ((150, 200, 160, 128, 128), {}),  # more row tiles than multiprocessors
-        ((1, 130, 200, 128, 128), {"deterministic": True}),
-        ((2, 300, 300, 64, 64), {"deterministic": True, "is_causal": "top_left"}),
-        ((1, 200, 300, 128, 128), {"deterministic": True, "mask": hostile(rng, 200, 300)}),
-        ((1, 200, 300, 64, 64), {"deterministic": True, "mask": some, "window": (90, 30, "top_left")}),
+        Problem(kernel, dtype, shape, options)
+        for kernel in kernels
+        for dtype in DTYPES[kernel]
+        for shape, options in FEATURES[: len(FEATURES) // 2 if dtype is np.float16 else None]
     ]
 
 
-def run(shape: tuple[int, ...], options: dict[str, Any], rng: np.random.Generator) -> str:
-    """Run forward and backward of one problem; say which directions the Hopper kernels took."""
-    import cupy
-    import ml_dtypes
-
-    import cuattn
-    from cuattn.errors import UnsupportedError
-
-    heads, n_queries, n_keys, head_dim, head_dim_v = shape
-    shapes = ((n_queries, head_dim), (n_keys, head_dim), (n_keys, head_dim_v), (n_queries, head_dim_v))
-    q, k, v, do = (cupy.asarray(rng.standard_normal((1, heads, *x)).astype(ml_dtypes.bfloat16)) for x in shapes)
-    state = {"rng": 3} if "dropout_p" in options else {}
-    forward = {name: value for name, value in options.items() if name != "deterministic"}
-    fwd = cuattn.forward(q, k, v, kernel="sm90", **forward, **state)
-    cupy.cuda.Device().synchronize()
-    again = {name: value for name, value in options.items() if name != "out_dtype"}
-    try:
-        cuattn.backward(do, q, k, v, fwd, kernel="sm90", **again)
-    except UnsupportedError as error:
-        return f"forward; no backward: {error}"
-    cupy.cuda.Device().synchronize()
-    return "forward and backward"
+def read_part(text):
+    """Read ``I/N``: part I, from 0, of N."""
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected I/N with 0 <= I < N")
+    return int(part), int(parts)
 
 
-def main() -> int:
+def main():
     """Run the problems, naming each as it is done."""
-    part, parts = read_arguments(__doc__.splitlines()[0])
-    rng = np.random.default_rng(1)
-    for shape, options in problems()[part::parts]:
-        print(*shape, *options, run(shape, options, rng), sep=", ", flush=True)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", type=read_part, default=(0, 1), metavar="I/N", help="every N-th problem from I on")
+    parser.add_argument("--kernel", nargs="+", default=list(DTYPES), choices=DTYPES)
+    arguments = parser.parse_args()
+    part, parts = arguments.part
+    for problem in problems(arguments.kernel)[part::parts]:
+        print(problem.kernel, np.dtype(problem.dtype), *problem.shape, *problem.options, problem.run(), flush=True)
     return 0
 
 

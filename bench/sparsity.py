@@ -6,22 +6,18 @@
 three kinds are drawn until every bucket of 0.05 in sparsity has its samples; a row holds one mask.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 import cuattn
-from bench import study, timing
+from bench import harness
+from bench.harness import one
 from bench.mask_samples import Sample, question_and_answers, split
-from bench.study import Point
+from cuattn.reference.textbook import solve
 
 __all__ = ["KINDS", "buckets", "fit", "points"]
 
-NAME = "sparsity"
 HEADS, N, D = 32, 32768, 128
 TINY = (2, 1024, 16)
 WIDTH = 0.05
@@ -33,19 +29,19 @@ KINDS = {  # kind: documents at least and at most, lowest sparsity that has a bu
 TRIES = 1000  # draws before a bucket that found too few samples is given up
 
 
-def draw(kind: str, n: int, rng: np.random.Generator) -> Sample:
+def draw(kind, n, rng):
     """Draw a number of documents and their lengths, uniformly among all ways to cut the sequence."""
     fewest, most, _ = KINDS[kind]
     lengths = split(n, rng.exponential(size=int(rng.integers(fewest, most + 1))))
     lengths = tuple(length for length in lengths if length)
-    parts: tuple[Any, ...] = ()
+    parts = ()
     if kind == "share_question":
         parts = tuple(question_and_answers(rng, length) for length in lengths)
     return Sample(kind, n, lengths, parts)
 
 
 @functools.lru_cache(maxsize=16)
-def buckets(kind: str, n: int, count: int) -> tuple[tuple[float, Sample], ...]:
+def buckets(kind, n, count):
     """Return up to `count` masks of every bucket, with their sparsity, from the densest to the sparsest.
 
     Parameters
@@ -57,7 +53,7 @@ def buckets(kind: str, n: int, count: int) -> tuple[tuple[float, Sample], ...]:
     """
     rng = np.random.default_rng((7, list(KINDS).index(kind)))
     lowest = KINDS[kind][2]
-    full: dict[int, list[tuple[float, Sample]]] = {i: [] for i in range(round((1 - lowest) / WIDTH))}
+    full = {i: [] for i in range(round((1 - lowest) / WIDTH))}
     for _ in range(TRIES):
         sample = draw(kind, n, rng)
         rho = sample.column_mask().block_sparsity()
@@ -69,11 +65,9 @@ def buckets(kind: str, n: int, count: int) -> tuple[tuple[float, Sample], ...]:
     return tuple(sorted((pair for found in full.values() for pair in found), key=lambda pair: pair[0]))
 
 
-def measure(
-    kind: str, index: int, shape: tuple[int, int, int], device: str, count: int, seconds: float
-) -> dict[str, Any]:
+def measure(kind, index, shape, device, count, seconds):
     """Time forward and backward with one mask."""
-    xp = study.namespace(device)
+    xp = harness.namespace(device)
     heads, n, d = shape
     rho, sample = buckets(kind, n, count)[index]
     q, k, v, do = _arrays(device, shape)
@@ -82,45 +76,36 @@ def measure(
     if index == 0:
         _check(xp, sample, q, k, v, cuattn.forward(q, k, v, mask=mask).o)
 
-    def both() -> None:
+    def both():
         cuattn.backward(do, q, k, v, cuattn.forward(q, k, v, mask=mask), mask=mask)
 
-    samples = timing.measure({"": both}, _clock(device), seconds=seconds, least=3, most=20)[""]
     return {
-        **study.timed(samples),
+        **harness.timed(both, device, seconds, least=3, most=20),
         "rho": round(rho, 6),
         "problem": {"kind": kind, "heads": heads, "n": n, "d": d, "documents": len(sample.lengths)},
     }
 
 
 @functools.lru_cache(maxsize=1)
-def _arrays(device: str, shape: tuple[int, int, int]) -> list[Any]:
+def _arrays(device, shape):
     import ml_dtypes
 
-    return study.random_arrays(
-        study.namespace(device), 4, shape, ml_dtypes.bfloat16 if device == "cuda" else np.float32
-    )
+    dtype = ml_dtypes.bfloat16 if device == "cuda" else np.float32
+    return harness.random_arrays(harness.namespace(device), 4, shape, dtype)
 
 
-_clock = functools.lru_cache(maxsize=2)(study.clock)
-
-
-def _check(xp: Any, sample: Sample, q: Any, k: Any, v: Any, o: Any) -> None:
+def _check(xp, sample, q, k, v, o):
     """Compare some rows of one head with the textbook's, on the host in float64."""
-    n, d = q.shape[1:]
-    rows = np.unique(np.linspace(0, n - 1, 24).astype(int))
-    mask = sample.column_mask()
-    i = rows[:, None]
+    rows = np.unique(np.linspace(0, q.shape[1] - 1, 24).astype(int))
+    mask, i = sample.column_mask(), rows[:, None]
     hidden = ((i >= mask.lts) & (i < mask.lte)) | ((i >= mask.uts) & (i < mask.ute))
-    q, k, v, o = (np.asarray(x if xp is np else x.get(), np.float64) for x in (q[0, rows], k[0], v[0], o[0, rows]))
-    s = np.where(hidden, -np.inf, q @ k.T * d**-0.5)
-    p = np.exp(s - s.max(axis=1, keepdims=True))
-    far = np.abs(o - p @ v / p.sum(axis=1, keepdims=True)).max()
+    q, k, v, o = (np.asarray(x if xp is np else x.get(), np.float32) for x in (q[0, rows], k[0], v[0], o[0, rows]))
+    far = np.abs(o - solve(q, k, v, visible=~hidden).o).max()
     if not far < 0.02:
         raise ValueError(f"{sample.kind}: o is {far:.2g} from the textbook's")
 
 
-def fit(rho: list[float], milliseconds: list[float]) -> dict[str, float]:
+def fit(rho, milliseconds):
     """Return the line through latency against 1 - rho: ``slope`` and ``intercept`` (ms) and the correlation.
 
     Examples
@@ -130,34 +115,20 @@ def fit(rho: list[float], milliseconds: list[float]) -> dict[str, float]:
     """
     visible = 1 - np.asarray(rho)
     slope, intercept = np.polyfit(visible, milliseconds, 1)
-    correlation = np.corrcoef(visible, milliseconds)[0, 1]
-    return {
-        name: round(float(x), 6)
-        for name, x in zip(("slope", "intercept", "correlation"), (slope, intercept, correlation), strict=True)
-    }
+    found = {"slope": slope, "intercept": intercept, "correlation": np.corrcoef(visible, milliseconds)[0, 1]}
+    return {name: round(float(x), 6) for name, x in found.items()}
 
 
-def points(device: str, tiny: bool, seconds: float, count: int) -> Iterator[Point]:
-    """Return one point per mask."""
-    shape = TINY if tiny else (HEADS, N, D)
+def points(arguments):
+    """Yield one point per mask."""
+    shape, count = TINY if arguments.tiny else (HEADS, N, D), arguments.samples
     for kind in KINDS:
         for index, (rho, _) in enumerate(buckets(kind, shape[1], count)):
-            yield Point(
-                f"figure-4a/{kind}-{index}-rho{rho:.3f}/both",
-                ("cuattn",),
-                lambda kind=kind, index=index: {"cuattn": measure(kind, index, shape, device, count, seconds)},
-            )
+            case = f"figure-4a/{kind}-{index}-rho{rho:.3f}/both"
+            yield one(case, "cuattn", measure, kind, index, shape, arguments.device, count, arguments.seconds)
 
 
-def main() -> int:
-    """Run the command."""
-    parser = study.parser(__doc__.splitlines()[0], NAME)
-    parser.add_argument("--samples", type=int, default=2, help="masks per bucket of sparsity")
-    parser.set_defaults(seconds=0.0)
-    arguments = parser.parse_args()
-    study.run(arguments, points(arguments.device, arguments.tiny, arguments.seconds, arguments.samples))
-    return 0
-
+SAMPLES = {"--samples": {"type": int, "default": 2, "help": "masks per bucket of sparsity"}}
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.main(__doc__, "sparsity", points, SAMPLES, seconds=0.0))

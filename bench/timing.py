@@ -11,12 +11,10 @@ several they were, and slower behind PyTorch's than behind ours.
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Container, Iterator
-from typing import Any
 
 import numpy as np
 
-__all__ = ["CudaClock", "HostClock", "host_cost", "measure", "summary", "timed"]
+__all__ = ["CudaClock", "HostClock", "host_cost", "measure", "timed"]
 
 FLUSH_BYTES = 256 << 20  # four times the L2 cache of an H200 and more
 HOST_MARGIN = 1.5  # the device is kept busy for this many times the host cost of a call
@@ -28,7 +26,7 @@ LONG = 0.2  # seconds; a longer call that was checked before needs no warm-up th
 class CudaClock:
     """Time device work on PyTorch's current stream with CUDA events."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         import torch
 
         self._torch = torch
@@ -40,14 +38,14 @@ class CudaClock:
             pending = self.start(lambda: self.occupy(0.0, passes), passes=0)
             self._flush_seconds = self.read(pending) / passes
 
-    def occupy(self, seconds: float, passes: int = 1) -> None:
+    def occupy(self, seconds, passes=1):
         """Enqueue flushes that keep the device busy for `seconds`, and at least `passes` of them."""
         if self._flush_seconds:
             passes = max(passes, int(np.ceil(seconds / self._flush_seconds)))
         for _ in range(passes):
             self._buffer.zero_()
 
-    def start(self, call: Callable[[], Any], host_seconds: float | None = 0.0, passes: int = 1) -> Any:
+    def start(self, call, host_seconds=0.0, passes=1):
         """Flush, then enqueue `call` between two events.
 
         `host_seconds` is what enqueuing it takes; None for a call on a stream of its own, which waits for itself.
@@ -62,38 +60,55 @@ class CudaClock:
         events[1].record()
         return events
 
-    def read(self, pending: Any) -> float:
+    def read(self, pending):
         """Wait for a started call; return its duration in seconds."""
         pending[1].synchronize()
         return pending[0].elapsed_time(pending[1]) / 1e3
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         """Wait for the device."""
         self._torch.cuda.synchronize()
 
 
 class HostClock:
-    """Time work that runs on the host, in the call itself."""
+    """Time work that runs on the host, in the call itself.
 
-    def occupy(self, seconds: float, passes: int = 1) -> None:
+    Parameters
+    ----------
+    pause : float, optional
+        Seconds to sleep before a sample: for 7 to 9 ms after a call the threads of PyTorch's OpenMP spin, on cores that
+        the next call needs.
+    batch : float, optional
+        Seconds that a sample takes at least: shorter calls are repeated, and the sample is their mean.
+    """
+
+    def __init__(self, pause=0.0, batch=0.0):
+        self._pause, self._batch = pause, batch
+
+    def occupy(self, seconds, passes=1):
         """Do nothing: there is no device to keep busy."""
 
-    def start(self, call: Callable[[], Any], host_seconds: float | None = 0.0, passes: int = 1) -> float:
-        """Run `call`; return its duration in seconds."""
+    def start(self, call, host_seconds=0.0, passes=1):
+        """Run `call`, repeatedly where `host_seconds` says that it is short; return its duration in seconds."""
+        repeats = max(1, round(self._batch / host_seconds)) if host_seconds else 1
+        time.sleep(self._pause)
+        if repeats > 1:
+            call()
         begin = time.perf_counter()
-        call()
-        return time.perf_counter() - begin
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - begin) / repeats
 
-    def read(self, pending: float) -> float:
+    def read(self, pending):
         """Return the duration that `start` took."""
         return pending
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         """Do nothing: calls are over when they return."""
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def _no_collection():
     """Keep Python's garbage collector out of the samples."""
     gc.collect()
     was_enabled = gc.isenabled()
@@ -105,15 +120,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def measure(
-    calls: dict[str, Callable[[], Any]],
-    clock: Any,
-    *,
-    seconds: float = 2.0,
-    least: int = 7,
-    most: int = 50,
-    alone: Container[str] = (),
-) -> dict[str, list[float]]:
+def measure(calls, clock, *, seconds=2.0, least=7, most=50, alone=()):
     """Time calls in turn.
 
     Parameters
@@ -169,7 +176,7 @@ def measure(
     return samples
 
 
-def _warm_up(call: Callable[[], Any], clock: Any) -> tuple[float, float]:
+def _warm_up(call, clock):
     """Return the seconds that enqueuing a call took, and its duration."""
     clock.occupy(1e-3)
     begin = time.perf_counter()
@@ -178,7 +185,7 @@ def _warm_up(call: Callable[[], Any], clock: Any) -> tuple[float, float]:
     return enqueued, clock.read(pending)
 
 
-def host_cost(call: Callable[[], Any], clock: Any, *, samples: int = 400, burst: int = 50) -> list[float]:
+def host_cost(call, clock, *, samples=400, burst=50):
     """Time how long the host is held by one warm call, with the device kept busy meanwhile.
 
     Parameters
@@ -204,7 +211,7 @@ def host_cost(call: Callable[[], Any], clock: Any, *, samples: int = 400, burst:
     begin = time.perf_counter()
     call()
     estimate = time.perf_counter() - begin
-    durations: list[int] = []
+    durations = []
     with _no_collection():
         while len(durations) < samples:
             clock.synchronize()
@@ -217,41 +224,13 @@ def host_cost(call: Callable[[], Any], clock: Any, *, samples: int = 400, burst:
     return [duration / 1e9 for duration in durations]
 
 
-def summary(samples: list[float]) -> dict[str, float]:
-    """Return the median, the quartiles and the extremes of samples.
-
-    Parameters
-    ----------
-    samples : list of float
-        At least one.
-
-    Returns
-    -------
-    dict
-        Keys ``median``, ``q1``, ``q3``, ``min``, ``max``, in the samples' unit, and ``count``.
+def timed(samples):
+    """Return the values of a row that stand for samples in seconds: all of them, median and quartiles, in us.
 
     Examples
     --------
-    >>> summary([3.0, 1.0, 2.0])["median"]
+    >>> timed([3e-6, 1e-6, 2e-6])["median_us"]
     2.0
     """
-    q1, median, q3 = np.percentile(samples, [25, 50, 75])
-    return {
-        "median": float(median),
-        "q1": float(q1),
-        "q3": float(q3),
-        "min": float(min(samples)),
-        "max": float(max(samples)),
-        "count": len(samples),
-    }
-
-
-def timed(samples: list[float]) -> dict[str, Any]:
-    """Return the values of a row that stand for samples in seconds: all of them, median and quartiles, in us."""
-    found = summary(samples)
-    return {
-        "samples_us": [round(sample * 1e6, 2) for sample in samples],
-        "median_us": round(found["median"] * 1e6, 3),
-        "q1_us": round(found["q1"] * 1e6, 3),
-        "q3_us": round(found["q3"] * 1e6, 3),
-    }
+    q1, median, q3 = (round(float(x) * 1e6, 3) for x in np.percentile(samples, [25, 50, 75]))
+    return {"samples_us": [round(sample * 1e6, 2) for sample in samples], "median_us": median, "q1_us": q1, "q3_us": q3}

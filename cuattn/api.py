@@ -51,8 +51,8 @@ _SHARED = {
     precision : {None, "tf32"}, optional
         "tf32" permits a backend to compute float32 products with TF32 inputs.
     kernel : {None, "cpu", "sm80", "sm90"}, optional
-        The kernel family; None lets the plan choose.
-    origin : Origin, optional
+        The kernel family; None lets the plan choose.""",
+    "origin": """origin : Origin, optional
         Where the call's part stands in a larger problem that is computed in parts; see :class:`Origin`.""",
     "errors": """ShapeError, DtypeError, ArgumentError, MaskError
         When an argument does not fit; the message names it, its value and what was expected.
@@ -98,6 +98,7 @@ def attention(
     <mask>
     <rng>
     <kernel>
+    <origin>
     out : array, optional
         Where o goes: of o's shape and dtype and q's kind and device, writable, with any strides, sharing no memory
         with an operand.  Not for JAX.
@@ -170,6 +171,7 @@ def forward(
     <kernel>
     out_dtype : dtype, optional
         float32 keeps o unrounded, for :func:`merge`; by default q's dtype.
+    <origin>
     out : (o, l, m), optional
         Arrays to fill, as :func:`attention`'s; None in place of one is a new array.
 
@@ -203,8 +205,8 @@ def forward(
         is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, out_dtype, False, True
     )
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": None}
-    results, state = dispatch.compute(Call(OPERATIONS["forward"], arrays, mask, options, rng, origin, out))
-    return Forward(*results, state)
+    (o, l, m), state = dispatch.compute(Call(OPERATIONS["forward"], arrays, mask, options, rng, origin, out))
+    return Forward(o, l, m, state)
 
 
 @_public
@@ -250,6 +252,7 @@ def backward(
         float32 keeps the gradients unrounded, for sums over shards; by default each has its operand's dtype.
     dlse : array, (..., Hq, Nq), float32 | float64, optional
         Gradient with respect to lse, where it is used beside o.
+    <origin>
     out : (dq, dk, dv) or (dq, dk, dv, dbias), optional
         Arrays to fill, as :func:`attention`'s; None in place of one is a new array.
 
@@ -347,7 +350,8 @@ def merge(*parts: Forward, out: tuple | None = None) -> Forward:
         raise ArgumentError("merge got no parts; expected at least one Forward")
     states = [part[3] for part in unpacked]
     state = states[0] if all(other is states[0] or dispatch.same_state(other, states[0]) for other in states) else None
-    return Forward(*dispatch.merge(named, out), state)
+    o, l, m = dispatch.merge(named, out)
+    return Forward(o, l, m, state)
 
 
 @_public
@@ -381,6 +385,7 @@ def plan(
     <mask>
     <rng>
     <kernel>
+    <origin>
     out_dtype : dtype, optional
         As in :func:`forward` and :func:`backward`.
     deterministic : bool, default False

@@ -172,12 +172,17 @@ def _compute(call: Call, masks: tuple, known: _Known, seen: list[int] | None) ->
             found = backend.run(checked.problem, operands, all_masks, state, place, ready)
             results = [found[name].reshape(shape) for name, (shape, _) in specs.items()]
         else:
-            sequence = backend.launch_sequence(checked.problem, operands, all_masks)
-            made = _Known(checked, origin, sequence, outputs.allocator(origin, specs))
             inputs = {**operands, "mask": views["mask"]}
             addresses = [0 if inputs.get(name) is None else inputs[name].data.ptr for name in call.arrays]
-            if addresses == seen:
-                vars(known).update(vars(made))
+            if addresses != seen:  # of copies, or of arrays that tell nothing at a glance
+                known = _cell(call, tuple(map(_layout, views.values())), masks)
+            if known.sequence is None:
+                sequence = backend.launch_sequence(checked.problem, operands, all_masks)
+                allocate = origin.allocator([(shape, dtype) for shape, (dtype,) in specs.values()])
+                vars(known).update(checked=checked, origin=origin, sequence=sequence, allocate=allocate)
+            made = known
+            if outputs.direct:
+                made = replace(made, allocate=outputs.allocator(origin, specs))
             copies = [a for name, a in operands.items() if a.data.ptr != views[name].data.ptr]
             results = _launch(made, addresses, masks, state, None if call.origin is None else place, copies)
         return outputs.fill(dict(zip(specs, map(origin.from_backend, results), strict=True))), state
@@ -192,6 +197,13 @@ def _launch(
         return known.sequence.run(known.allocate, origin.stream(), addresses, masks, state, place, held)
     with origin.on_device():
         return known.sequence.run(known.allocate, origin.stream(), addresses, masks, state, place, held)
+
+
+def _layout(array: Any) -> tuple | None:
+    """Return all that a sequence of launches depends on of an array on a GPU."""
+    return (
+        None if array is None else (array.dtype, array.shape, array.strides, array.data.device_id, array.data.ptr & 15)
+    )
 
 
 def _results(call: Call) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,13 +23,16 @@ def gpu_array(shape, dtype=np.float16, address=1 << 30, strides=None):
 
 @pytest.fixture
 def calls(driver, monkeypatch):
-    """Count how often a call is validated; nothing is computed, results are named by their place."""
+    """Count how often a call is prepared; nothing is computed, results are named by their place."""
     pytest.importorskip("cupy")
-    validated = []
+    from cuattn import cuda
+    from cuattn.cuda import tables
 
-    def validate(*arguments, **options):
-        validated.append(options)
-        return cuattn.problem.validate(*arguments, **options)
+    prepared, prepare = [], cuda.launch_sequence
+
+    def launch_sequence(*arguments):
+        prepared.append(arguments)
+        return prepare(*arguments)
 
     @contextlib.contextmanager
     def scope(self):
@@ -37,16 +41,16 @@ def calls(driver, monkeypatch):
     def allocator(self, wanted):
         return lambda scratch_bytes, together, held: (list(wanted), [BASE] * (len(wanted) + 1), None)
 
-    monkeypatch.setattr(dispatch, "validate", validate)
+    monkeypatch.setattr(cuda, "launch_sequence", launch_sequence)
+    monkeypatch.setattr(tables.MaskTables, "find", lambda *_: SimpleNamespace(addresses=[0] * len(tables.slots(0))))
     monkeypatch.setattr(interop.ArrayOrigin, "scope", scope)
     monkeypatch.setattr(interop.ArrayOrigin, "is_current", lambda self: True)
     monkeypatch.setattr(interop.ArrayOrigin, "stream", lambda self: Stream())
     monkeypatch.setattr(interop.ArrayOrigin, "allocator", allocator)
-    monkeypatch.setattr(sys.modules["cuattn.cuda.tables"].MaskTables, "find", lambda *_: [0] * 5)
     monkeypatch.setattr(interop, "_signatures", {})
-    dispatch._slot.cache_clear()
-    yield validated
-    dispatch._slot.cache_clear()
+    dispatch._known.cache_clear()
+    yield prepared
+    dispatch._known.cache_clear()
 
 
 def test_a_warm_call_is_not_checked_again(calls, driver):
@@ -71,7 +75,7 @@ def test_a_warm_call_is_not_checked_again(calls, driver):
         ({"q": (2, 100, 64)}, {"kernel": "sm80"}),
     ],
 )
-def test_what_signatures_different_is_checked(calls, arrays, options):
+def test_what_looks_different_is_checked(calls, arrays, options):
     k = gpu_array((2, 80, 64))
     for _ in range(3):
         cuattn.forward(gpu_array((2, 100, 64)), k, k, scale=1.0)
@@ -115,17 +119,21 @@ def test_the_random_state_is_checked_in_every_call(calls):
         cuattn.backward(back.o, q, q, q, back._replace(rng_state=None), dropout_p=0.5)
 
 
-def test_copied_arguments_are_not_remembered(calls, monkeypatch):
-    k, copy = gpu_array((2, 100, 64)), gpu_array((2, 100, 64), address=1 << 31)
-    monkeypatch.setattr(sys.modules["cuattn.problem.validate"], "_contiguous_last", lambda array: copy)
-    for count in range(1, 4):
+def test_copied_arguments_are_looked_at_in_every_call(calls, driver, monkeypatch):
+    k, places = gpu_array((2, 100, 64)), [1 << 31, 1 << 32, 1 << 33]
+    copies = {address: gpu_array((2, 100, 64), address=address) for address in places}
+    for address in places:
+        monkeypatch.setattr(
+            sys.modules["cuattn.problem.validate"], "_contiguous_last", lambda array, at=address: copies[at]
+        )
         cuattn.forward(k, k, k)
-        assert len(calls) == count
+        assert driver.done[-1].argument["q"]["data"] == address
+    assert len(calls) == 1
 
 
 def test_look_leaves_to_enter_what_needs_more_than_a_look():
     torch = pytest.importorskip("torch")
-    look = interop.torch_tensors.Torch.look
+    look = interop.torch_tensors.Torch.signature
     x = torch.zeros(4, 6)
     found, addresses = look((x, None))
     assert found == (x.dtype, x.shape, x.stride(), x.device, x.data_ptr() & 15, None)

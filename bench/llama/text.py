@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +36,7 @@ class Sequence:
     lengths: tuple[int, ...]
 
 
-def documents(folder: Path | None = None) -> Iterator[bytes]:
+def documents(folder=None):
     """Yield the standard library's modules, by name, over and over."""
     folder = folder or Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in folder.glob("*.py"))
@@ -48,7 +47,7 @@ def documents(folder: Path | None = None) -> Iterator[bytes]:
         yield from texts
 
 
-def pack(texts: Iterator[bytes], n: int, longest: int) -> Iterator[Sequence]:
+def pack(texts, n, longest):
     """Pack documents into sequences of `n` tokens; documents longer than `longest` are cut into pieces.
 
     Parameters
@@ -70,7 +69,7 @@ def pack(texts: Iterator[bytes], n: int, longest: int) -> Iterator[Sequence]:
         yield _sequence(content, lengths)
 
 
-def _sequence(content: bytes, lengths: list[int]) -> Sequence:
+def _sequence(content, lengths):
     tokens = np.frombuffer(content, np.uint8).astype(np.int32)
     weights = np.ones(len(tokens), np.float32)
     weights[np.cumsum(lengths) - 1] = 0

@@ -3,38 +3,32 @@
 ``make(["cuattn", "cudnn"])`` turns names into runners.  A peer says itself which cases it can run.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
-
 from bench.peers.base import Bound, Runner
 from bench.peers.fa4 import Fa4, Fa4Packed
 from bench.peers.flex import Flex
 from bench.peers.jax_nn import Jax
 from bench.peers.ours import Ours
-from bench.peers.sdpa import BACKENDS, Sdpa
-from bench.peers.standard import Standard
+from bench.peers.sdpa import BACKENDS, Documents, Sdpa
+from bench.peers.standard import Formula, Standard
 
 __all__ = ["RUNNERS", "Bound", "Runner", "make"]
 
-RUNNERS: dict[str, Callable[[], Runner]] = {
-    "cuattn": Ours,
-    "cuattn-sm90": lambda: Ours("sm90"),
-    "cuattn-sm80": lambda: Ours("sm80"),
-    "cuattn-cpu": lambda: Ours("cpu"),
-    "cuattn-band": lambda: Ours(band=True),
-    "cuattn-cupy": lambda: Ours(cupy=True),
-    **{name: (lambda name=name: Sdpa(name)) for name in BACKENDS},
-    "standard": Standard,
-    "jax": Jax,
-    "flex": lambda: Flex("flex", None),
-    "flex-FLASH": lambda: Flex("flex-FLASH", "FLASH"),
-    "fa4": Fa4,
-    "fa4-varlen": Fa4Packed,
+WAYS = ("", "-sm90", "-sm80", "-cpu", "-band", "-cupy", "-attention")
+RUNNERS = {
+    **dict.fromkeys((f"{package}{way}" for package in ("cuattn", "base") for way in WAYS), Ours),
+    **dict.fromkeys(BACKENDS, Sdpa),
+    "sdpa-documents": lambda _: Documents(),
+    "standard": lambda _: Standard(),
+    "numpy": lambda _: Formula(),
+    "jax": lambda _: Jax(),
+    "flex": lambda name: Flex(name, None),
+    "flex-FLASH": lambda name: Flex(name, "FLASH"),
+    "fa4": lambda _: Fa4(),
+    "fa4-varlen": lambda _: Fa4Packed(),
 }
 
 
-def make(names: Iterable[str]) -> list[Runner]:
+def make(names):
     """Return runners by name.
 
     Parameters
@@ -61,5 +55,5 @@ def make(names: Iterable[str]) -> list[Runner]:
     for name in dict.fromkeys(names):
         if name not in RUNNERS:
             raise ValueError(f"no runner is called {name!r}: expected one of {', '.join(RUNNERS)}")
-        runners.append(RUNNERS[name]())
+        runners.append(RUNNERS[name](name))
     return runners

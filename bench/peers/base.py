@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.cases import TOGETHER, Case
-from bench.inputs import Inputs
+from bench.cases import TOGETHER
 
-__all__ = ["Bound", "Runner", "names", "through_autograd"]
+__all__ = ["Bound", "Runner", "dense_reason", "half", "is_causal", "names", "scores_bytes", "through_autograd"]
 
 
 @dataclass
@@ -55,29 +54,48 @@ class Runner:
     ours = False
     compile_seconds = 0.0
 
-    def why_not(self, case: Case) -> str | None:
+    def unsupported_reason(self, case):
         """Return why a case cannot be run, or None."""
         raise NotImplementedError
 
-    def bind(self, case: Case, inputs: Inputs) -> Bound:
+    def bind(self, case, inputs):
         """Prepare a case: compile, convert masks, run the forward that a backward needs."""
         raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self):
         """Free what the last case left behind."""
 
 
-def names(direction: str, values: Any) -> dict[str, Any]:
+def names(direction, values):
     """Name the results of a direction."""
-    if direction == "forward":
-        return {"o": values}
-    found = ("o", "dq", "dk", "dv") if direction == TOGETHER else ("dq", "dk", "dv")
+    found = {"forward": ("o",), "backward": ("dq", "dk", "dv"), TOGETHER: ("o", "dq", "dk", "dv")}[direction]
     return dict(zip(found, values, strict=True))
 
 
-def through_autograd(
-    case: Case, attention: Callable[..., Any], operands: tuple[Any, ...], to_heads: Callable[[Any], Any]
-) -> Bound:
+def half(case):
+    """Return whether a case computes in 16 bits."""
+    return case.dtype in ("float16", "bfloat16")
+
+
+def scores_bytes(case):
+    """Return the bytes of a score matrix, in float32 at least."""
+    item = 8 if case.dtype == "float64" else 4
+    return case.batch * case.heads * case.n_queries * case.n_keys * item
+
+
+def dense_reason(case):
+    """Return why a peer cannot run a case whose masks it takes only as N x N matrices, which no runner makes."""
+    if case.mask not in (None, "full", "causal") or case.bias:
+        return "takes a mask only as an N x N matrix"
+    return None
+
+
+def is_causal(case):
+    """Return whether a case is causal, by a band or by a mask."""
+    return case.causal or case.mask == "causal"
+
+
+def through_autograd(case, attention, operands, to_heads=lambda x: x):
     """Bind a differentiable PyTorch function.
 
     Parameters
@@ -89,24 +107,25 @@ def through_autograd(
     operands : (q, k, v, do)
         In the function's own layout.
     to_heads : callable
-        Turns an array of that layout into (B, H, N, d).
+        Turns an array of that layout into (B, H, N, d), where it is another one.
     """
     import torch
 
     q, k, v, do = operands
+
+    def convert(found):
+        return names(case.direction, map(to_heads, found))
+
     if case.direction == "forward":
-        return Bound(lambda: attention(q, k, v), lambda o: {"o": to_heads(o)})
+        return Bound(lambda: attention(q, k, v), lambda o: convert([o]))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
-    def both() -> Any:
+    def both():
         o = attention(*leaves)
         return o.detach(), *torch.autograd.grad(o, leaves, do)
 
     if case.direction == TOGETHER:
-        return Bound(both, lambda found: {name: to_heads(x) for name, x in names(TOGETHER, found).items()})
+        return Bound(both, convert)
     o = attention(*leaves)
 
-    def call() -> Any:
-        return torch.autograd.grad(o, leaves, do, retain_graph=True)
-
-    return Bound(call, lambda gradients: {name: to_heads(x) for name, x in names("backward", gradients).items()})
+    return Bound(lambda: torch.autograd.grad(o, leaves, do, retain_graph=True), convert)

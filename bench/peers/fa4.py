@@ -1,27 +1,26 @@
 """FlashAttention-4 (``flash_attn.cute``), when it is importable: whole sequences, and packed documents."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
-from typing import Any
 
-from bench.cases import Case
-from bench.inputs import Inputs
-from bench.peers.base import Bound, Runner, through_autograd
+from bench.peers.base import Runner, half, is_causal, through_autograd
 
-__all__ = ["Fa4", "Fa4Packed", "document_starts"]
+__all__ = ["Fa4", "Fa4Packed", "document_starts", "installed"]
 
 
-def _why_not(case: Case) -> str | None:
-    """Return what keeps both ways of calling FlashAttention-4 from a case."""
+def installed():
+    """Return whether FlashAttention-4 can be imported."""
     try:
-        missing = importlib.util.find_spec("flash_attn.cute") is None
+        return importlib.util.find_spec("flash_attn.cute") is not None
     except ImportError:
-        missing = True
-    if missing:
+        return False
+
+
+def _unsupported_reason(case):
+    """Return what keeps both ways of calling FlashAttention-4 from a case."""
+    if not installed():
         return "flash_attn.cute is not installed"
-    if case.dtype not in ("float16", "bfloat16"):
+    if not half(case):
         return f"does not compute in {case.dtype}"
     if case.dropout:
         return "has no dropout"
@@ -36,15 +35,15 @@ class Fa4(Runner):
     name = "fa4"
     compile_seconds = 8.0
 
-    def why_not(self, case: Case) -> str | None:
+    def unsupported_reason(self, case):
         if case.mask not in (None, "full", "causal", "sliding_window"):
             return "says only full, causal and window masks (others: FlexAttention's FLASH backend)"
-        return _why_not(case)
+        return _unsupported_reason(case)
 
-    def bind(self, case: Case, inputs: Inputs) -> Bound:
+    def bind(self, case, inputs):
         from flash_attn.cute import flash_attn_func
 
-        options: dict[str, Any] = dict(causal=case.causal or case.mask == "causal", deterministic=case.deterministic)
+        options = dict(causal=is_causal(case), deterministic=case.deterministic)
         if case.mask == "sliding_window":
             options["window_size"] = (inputs.samples[0].number - 1, 0)
         # This library's own layout is (B, N, H, d).
@@ -62,19 +61,19 @@ class Fa4Packed(Runner):
     name = "fa4-varlen"
     compile_seconds = 8.0
 
-    def why_not(self, case: Case) -> str | None:
+    def unsupported_reason(self, case):
         if case.mask not in ("document", "causal_document"):
             return "packs documents only"
-        return _why_not(case)
+        return _unsupported_reason(case)
 
-    def bind(self, case: Case, inputs: Inputs) -> Bound:
+    def bind(self, case, inputs):
         import torch
         from flash_attn.cute import flash_attn_varlen_func
 
         starts = document_starts(inputs)
         longest = max(b - a for a, b in itertools.pairwise(starts))
         cumulative = torch.tensor(starts, dtype=torch.int32, device=inputs.q.device)
-        options: dict[str, Any] = dict(
+        options = dict(
             cu_seqlens_q=cumulative,
             cu_seqlens_k=cumulative,
             max_seqlen_q=longest,
@@ -90,15 +89,12 @@ class Fa4Packed(Runner):
         return through_autograd(case, attention, operands, lambda x: x.unflatten(0, (case.batch, -1)).transpose(1, 2))
 
 
-def document_starts(inputs: Inputs) -> list[int]:
+def document_starts(inputs):
     """Return where each document of the batch starts in the packed rows, and the total."""
-    starts = [0]
-    for sample in inputs.samples:
-        for length in sample.lengths:
-            starts.append(starts[-1] + length)
-    return starts
+    lengths = (length for sample in inputs.samples for length in sample.lengths)
+    return [0, *itertools.accumulate(lengths)]
 
 
-def _first(result: Any) -> Any:
+def _first(result):
     """Return the output alone: some versions return it together with the row sums."""
     return result[0] if isinstance(result, (tuple, list)) else result

@@ -5,19 +5,13 @@ or two per element.  The tables of full and partial blocks are exact and made ah
 a mask of 128K needs no N x N matrix.
 """
 
-from __future__ import annotations
-
 import functools
-import importlib.util
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from bench.cases import Case
-from bench.inputs import Inputs
-from bench.mask_samples import GLOBAL_TOKENS, Sample
-from bench.peers.base import Bound, Runner, through_autograd
+from bench.mask_samples import GLOBAL_TOKENS
+from bench.peers.base import Runner, through_autograd
+from bench.peers.fa4 import installed
 
 __all__ = ["Flex", "block_tables", "mask_function"]
 
@@ -28,19 +22,14 @@ COMPILATIONS = 64  # variants of one function that PyTorch may keep before it gi
 class Flex(Runner):
     """``torch.compile(flex_attention)`` on one of its backends."""
 
-    def __init__(self, name: str, backend: str | None) -> None:
+    def __init__(self, name, backend):
         self.name = name
         self._backend = backend
         self.compile_seconds = 10.0 if backend else 5.0  # Triton compiles anew for every length, which FLASH need not
 
-    def why_not(self, case: Case) -> str | None:
-        if self._backend == "FLASH":
-            try:
-                found = importlib.util.find_spec("flash_attn.cute") is not None
-            except ImportError:
-                found = False
-            if not found:
-                return "the FLASH backend needs flash_attn.cute, which is not installed"
+    def unsupported_reason(self, case):
+        if self._backend and not installed():
+            return "the FLASH backend needs flash_attn.cute, which is not installed"
         if case.dropout:
             return "has no dropout"
         if case.deterministic:
@@ -49,13 +38,13 @@ class Flex(Runner):
             return f"does not compute in {case.dtype}"
         return None
 
-    def bind(self, case: Case, inputs: Inputs) -> Bound:
+    def bind(self, case, inputs):
         import torch
         from torch.nn.attention.flex_attention import flex_attention
 
         _raise_compile_limit(torch)
         torch._functorch.config.donated_buffer = False  # a backward may be run many times
-        options: dict[str, Any] = {"enable_gqa": case.heads != case.kv_heads}
+        options = {"enable_gqa": case.heads != case.kv_heads}
         if self._backend:
             options["kernel_options"] = {"BACKEND": self._backend}
         visible = mask_function(case, inputs.samples, inputs.q.device)
@@ -67,22 +56,22 @@ class Flex(Runner):
             return compiled(q, k, v, **options)
 
         operands = (inputs.q, inputs.k, inputs.v, inputs.do)
-        return through_autograd(case, attention, operands, lambda x: x)
+        return through_autograd(case, attention, operands)
 
-    def close(self) -> None:
+    def close(self):
         import torch
 
         torch._dynamo.reset()  # what was compiled for this mask would count against the limit
 
 
-def _raise_compile_limit(torch: Any) -> None:
+def _raise_compile_limit(torch):
     config = torch._dynamo.config
     for name in ("recompile_limit", "cache_size_limit"):
         if hasattr(config, name):
             setattr(config, name, max(getattr(config, name), COMPILATIONS))
 
 
-def mask_function(case: Case, drawn: tuple[Sample, ...], device: Any) -> Callable[..., Any] | None:
+def mask_function(case, drawn, device):
     """Return FlexAttention's mask function of a case, or None where everything is visible."""
     kind = case.mask or ("causal" if case.causal else "full")
     if kind == "full":
@@ -108,21 +97,21 @@ def mask_function(case: Case, drawn: tuple[Sample, ...], device: Any) -> Callabl
     return lambda b, h, i, j: (i >= since[b, j]) & (i < until[b, j])
 
 
-def _per_key(drawn: tuple[Sample, ...], device: Any, name: str) -> Any:
+def _per_key(drawn, device, name):
     """Return one vector of the samples' column masks as a (B, N) tensor."""
     import torch
 
     return torch.from_numpy(np.stack([getattr(sample.column_mask(), name) for sample in drawn])).to(device)
 
 
-def _last_block(drawn: tuple[Sample, ...], device: Any) -> Any:
+def _last_block(drawn, device):
     """Return the first row of each sequence's last block, (B,)."""
     import torch
 
     return torch.tensor([sample.n - sample.lengths[-1] for sample in drawn], dtype=torch.int32, device=device)
 
 
-def block_tables(visible: Callable[..., Any], batch: int, n_queries: int, n_keys: int, device: Any) -> Any:
+def block_tables(visible, batch, n_queries, n_keys, device):
     """Return which blocks have any and which have all elements visible, two (batch, Tr, Tc) boolean tensors."""
     import torch
 
@@ -142,13 +131,13 @@ def block_tables(visible: Callable[..., Any], batch: int, n_queries: int, n_keys
 
 
 @functools.lru_cache(maxsize=1)
-def _tables(problem: Case, drawn: tuple[Sample, ...], batch: int, device: Any) -> Any:
+def _tables(problem, drawn, batch, device):
     """Return a problem's block tables, kept for the other backend and direction."""
     visible = mask_function(problem, drawn, device)
     return block_tables(visible, batch, problem.n_queries, problem.n_keys, device)
 
 
-def _block_mask(case: Case, visible: Callable[..., Any], inputs: Inputs) -> Any:
+def _block_mask(case, visible, inputs):
     import torch
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -159,7 +148,7 @@ def _block_mask(case: Case, visible: Callable[..., Any], inputs: Inputs) -> Any:
     else:
         some, every = _tables(case.problem, inputs.samples, batch, inputs.q.device)
 
-    def ordered(chosen: Any) -> tuple[Any, Any]:
+    def ordered(chosen):
         """Return, per row of blocks, how many are chosen and their columns, the chosen ones first."""
         columns = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
         return chosen.sum(-1, dtype=torch.int32)[:, None], columns.to(torch.int32)[:, None].contiguous()

@@ -1,14 +1,10 @@
 """``jax.nn.dot_product_attention``: XLA's attention in float32, cuDNN's through JAX in 16 bits."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
-from typing import Any
 
-from bench.cases import TOGETHER, Case
-from bench.inputs import Inputs
-from bench.peers.base import Bound, Runner, names
+from bench.cases import TOGETHER
+from bench.peers.base import Bound, Runner, dense_reason, half, is_causal, names, scores_bytes
 
 __all__ = ["Jax"]
 
@@ -20,11 +16,11 @@ class Jax(Runner):
 
     name = "jax"
 
-    def why_not(self, case: Case) -> str | None:
+    def unsupported_reason(self, case):
         if importlib.util.find_spec("jax") is None:
             return "jax is not installed"
-        if case.mask not in (None, "full", "causal"):
-            return "takes a mask only as an N x N matrix"
+        if reason := dense_reason(case):
+            return reason
         if case.dropout:
             return "has no dropout"
         if case.deterministic:
@@ -33,12 +29,11 @@ class Jax(Runner):
             return "waits for its own stream in every call"
         if case.dtype == "float64":
             return "has its softmax in float32"
-        scores = case.batch * case.heads * case.n_queries * case.n_keys * 4
-        if not _half(case) and scores > SCORES_BYTES:
-            return f"would make score matrices of {scores >> 30} GiB each"
+        if not half(case) and scores_bytes(case) > SCORES_BYTES:
+            return f"would make score matrices of {scores_bytes(case) >> 30} GiB each"
         return None
 
-    def bind(self, case: Case, inputs: Inputs) -> Bound:
+    def bind(self, case, inputs):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch and CuPy live on the device too
         import jax
 
@@ -47,37 +42,34 @@ class Jax(Runner):
             jax.dlpack.from_dlpack(x.transpose(1, 2).contiguous()) for x in (inputs.q, inputs.k, inputs.v, inputs.do)
         )
         options = {
-            "is_causal": case.causal or case.mask == "causal",
-            "implementation": "cudnn" if _half(case) and inputs.q.is_cuda else "xla",
+            "is_causal": is_causal(case),
+            "implementation": "cudnn" if half(case) and inputs.q.is_cuda else "xla",
         }
 
-        def attention(q: Any, k: Any, v: Any) -> Any:
+        def attention(q, k, v):
             return jax.nn.dot_product_attention(q, k, v, **options)
 
-        def both(q: Any, k: Any, v: Any, do: Any) -> Any:
+        def both(q, k, v, do):
             o, back = jax.vjp(attention, q, k, v)
             return o, *back(do)
 
         with jax.default_matmul_precision("highest"):
             if case.direction == "backward":
                 _, back = jax.jit(lambda *operands: jax.vjp(attention, *operands))(q, k, v)
-                compiled, operands = jax.jit(lambda back, do: back(do)).lower(back, do).compile(), (back, do)
+                function, operands = lambda back, do: back(do), (back, do)
             elif case.direction == TOGETHER:
-                compiled, operands = jax.jit(both).lower(q, k, v, do).compile(), (q, k, v, do)
+                function, operands = both, (q, k, v, do)
             else:
-                compiled, operands = jax.jit(attention).lower(q, k, v).compile(), (q, k, v)
+                function, operands = lambda *operands: (attention(*operands),), (q, k, v)
+            compiled = jax.jit(function).lower(*operands).compile()
         return Bound(
             lambda: jax.block_until_ready(compiled(*operands)),
-            lambda found: {name: _as_torch(x) for name, x in names(case.direction, found).items()},
+            lambda found: names(case.direction, map(_as_torch, found)),
             alone=True,
         )
 
 
-def _half(case: Case) -> bool:
-    return case.dtype in ("float16", "bfloat16")
-
-
-def _as_torch(array: Any) -> Any:
+def _as_torch(array):
     """Return a (B, H, N, d) tensor over a (B, N, H, d) array's memory."""
     import torch
 

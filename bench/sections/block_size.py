@@ -1,70 +1,56 @@
 """Runtime and bytes against the block size."""
 
-from __future__ import annotations
+import pandas as pd
 
-from typing import Any
-
-from bench.sections.common import by_case, colour, panels, table, times
+from bench import report
+from bench.style import colour, panels, table
 
 TITLE = "Runtime against block size (FlashAttention, figure 2 middle)"
 COMMAND = "python -m bench.block_size"
+HEAD = ["query rows in a block", "ms", "GB into the multiprocessors", "GB, Q + 2 T_r (K, V)", "GB of device memory"]
 
 
-def _found(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    cases = [x["cuattn-sm80"] for x in by_case(rows, "block-size").values() if "cuattn-sm80" in x]
-    return dict(sorted((row["problem"]["block_m"], row) for row in cases))
+def _found(frame):
+    """Return milliseconds and gigabytes by block size: ms, entered, expected, device memory."""
+    rows = report.of_table(frame, "block-size").sort_values("problem.block_m")
+    hbm = rows["counters.hbm_read"] + rows["counters.hbm_write"]
+    bytes_ = {"entered": rows["counters.l2_to_sm"], "expected": rows["expected_l2_to_sm"], "hbm": hbm}
+    gigabytes = {key: value / 1e9 for key, value in bytes_.items()}
+    return pd.DataFrame({"block": rows["problem.block_m"].astype(int), "ms": rows["ms"], **gigabytes})
 
 
-def text(rows: list[dict[str, Any]]) -> str:
+def text(frame):
     """Return the table."""
-    lines = []
-    for block, row in _found(rows).items():
-        counts = row["counters"]
-        moved = counts["l2_to_sm"] / 1e9
-        hbm = (counts["hbm_read"] + counts["hbm_write"]) / 1e9
-        lines.append((str(block), times(row), moved, row["expected_l2_to_sm"] / 1e9, hbm))
-    head = ("query rows in a block", "ms", "GB into the multiprocessors", "GB, Q + 2 T_r (K, V)", "GB of device memory")
     about = "The forward of the problem above on the portable kernel.  Larger blocks read the keys fewer times."
-    return f"{about}\n\n{table(head, lines)}"
+    return f"{about}\n\n{table(_found(frame).set_axis(HEAD, axis=1))}"
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
+def summary(frame):
     """Return what changes with the block size."""
-    found = _found(rows)
-    best = min(found, key=lambda block: times(found[block]))
-    first = next(iter(found))
-    off = max(abs(row["counters"]["l2_to_sm"] / row["expected_l2_to_sm"] - 1) for row in found.values())
+    found = _found(frame).set_index("block")
+    ms, best = found["ms"], found["ms"].idxmin()
+    off = (found["entered"] / found["expected"] - 1).abs().max()
+    shrinks = found["entered"].iloc[0] / found["entered"].iloc[-1]
+    hbm = found["hbm"].max() / found["hbm"].min()
     return (
-        f"The forward of GPT-2 medium's attention on the portable kernel.  Larger blocks of query rows read the keys "
-        f"fewer times (counted within {off:.1%} of the formula), and take {times(found[first]):.2f} ms with {first}, "
-        f"{times(found[best]):.2f} ms with {best}; beyond, something else is the limit.  Device memory sees nothing of "
-        f"it: the L2 cache holds the keys of the heads at work."
+        f"The forward of GPT-2 medium's attention on the portable kernel, with {found.index[0]} to {found.index[-1]} "
+        f"query rows in a block: {shrinks:.1f} times fewer bytes enter the multiprocessors (counted within {off:.1%} "
+        f"of the formula), those of device memory change by at most {hbm - 1:.0%}.  It takes {ms.iloc[0]:.2f} ms with "
+        f"{found.index[0]} rows, {ms[best]:.2f} ms with {best} and {ms.iloc[-1]:.2f} ms with {found.index[-1]}."
     )
 
 
-def figure(rows: list[dict[str, Any]]) -> Any:
+def figure(frame):
     """Draw time and bytes."""
-    found = _found(rows)
+    found = _found(frame).set_index("block")
     drawn, axes = panels(2, 4.2, 3.2)
-    blocks = list(found)
-    axes[0].plot(blocks, [times(row) for row in found.values()], "o-", color=colour("cuattn-sm80"))
-    axes[0].set_ylabel("ms, forward")
-    counts = [row["counters"] for row in found.values()]
-    axes[1].plot(
-        blocks, [row["expected_l2_to_sm"] / 1e9 for row in found.values()], "--", color="#8a949d", label="formula"
-    )
-    axes[1].plot(blocks, [c["l2_to_sm"] / 1e9 for c in counts], "o", color=colour("cuattn-sm80"), label="L2 to SM")
-    axes[1].plot(
-        blocks,
-        [(c["hbm_read"] + c["hbm_write"]) / 1e9 for c in counts],
-        "s-",
-        color=colour("cudnn"),
-        label="device memory",
-    )
-    axes[1].set_ylabel("GB")
+    shade = colour("cuattn-sm80")
+    axes[0].plot(found["ms"], "o-", color=shade)
+    axes[1].plot(found["expected"], "--", color=colour("standard"), label="formula")
+    axes[1].plot(found["entered"], "o", color=shade, label="L2 to SM")
+    axes[1].plot(found["hbm"], "s-", color=colour("cudnn"), label="device memory")
     axes[1].legend(frameon=False, fontsize=8)
-    for axis in axes:
+    for axis, label in zip(axes, ("ms, forward", "GB"), strict=True):
         axis.set_xscale("log", base=2)
-        axis.set_xlabel("query rows in a block")
-        axis.set_ylim(bottom=0)
+        axis.set(xlabel="query rows in a block", ylabel=label, ylim=(0, None))
     return drawn

@@ -1,71 +1,53 @@
 """Block-sparse runtime against density."""
 
-from __future__ import annotations
+import pandas as pd
 
-from typing import Any
-
-from bench.sections.common import by_case, colour, panels, table, times
+from bench import report
 from bench.sparsity import fit
+from bench.style import colour, panels, table
 
 TITLE = "Block-sparse attention takes time in proportion to its density (FlashAttention, figure 2 right)"
 COMMAND = "python -m bench.block_sparse"
 DIRECTIONS = ("forward", "backward")
 
 
-def _found(rows: list[dict[str, Any]]) -> list[tuple[float, dict[str, float]]]:
-    cases = by_case(rows, "block-sparse").values()
-    found = [(next(iter(x.values()))["density"], {d: times(x[f"cuattn-{d}"]) for d in DIRECTIONS}) for x in cases]
-    return sorted(found, reverse=True)
+def _found(frame):
+    """Return milliseconds by density and direction, the densest first."""
+    rows = report.of_table(frame, "block-sparse")
+    found = rows.pivot_table(index="density", columns="runner", values="ms").sort_index(ascending=False)
+    return found.rename(columns=lambda runner: runner.removeprefix("cuattn-"))[list(DIRECTIONS)]
 
 
-def text(rows: list[dict[str, Any]]) -> str:
+def text(frame):
     """Return the table."""
-    found = _found(rows)
-    whole = found[0][1]
-    lines = [
-        (
-            f"{s:g}",
-            spent["forward"],
-            spent["forward"] / whole["forward"],
-            spent["backward"],
-            spent["backward"] / whole["backward"],
-        )
-        for s, spent in found
-    ]
-    head = ("density s", "forward, ms", "of dense", "backward, ms", "of dense")
-    return (
-        f"4096 tokens, 256 heads in all, head dimension 64, float16, random 128 x 128 blocks.\n\n{table(head, lines)}"
-    )
+    found = _found(frame)
+    cells = {"density s": [f"{s:g}" for s in found.index]}
+    for way in DIRECTIONS:
+        cells |= {f"{way}, ms": found[way].array, f"{way}, of dense": (found[way] / found[way].iloc[0]).array}
+    about = "4096 tokens, 256 heads in all, head dimension 64, float16, random 128 x 128 blocks."
+    return f"{about}\n\n{table(pd.DataFrame(cells))}"
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
+def summary(frame):
     """Return the line through the times, and its lower end."""
-    found = _found(rows)
-    whole, (density, sparse) = found[0][1], found[-1]
-    lines = {
-        direction: fit([1 - s for s, _ in found], [spent[direction] for _, spent in found]) for direction in DIRECTIONS
-    }
-    said = ", ".join(f"{direction} {x['intercept']:.2f} + {x['slope']:.2f} s ms" for direction, x in lines.items())
-    shares = ", ".join(f"{direction} {sparse[direction] / whole[direction]:.1%}" for direction in DIRECTIONS)
+    found = _found(frame)
+    fits = {way: fit(1 - found.index.to_numpy(), found[way]) for way in DIRECTIONS}
+    said = ", ".join(f"{way} {x['intercept']:.2f} + {x['slope']:.2f} s ms" for way, x in fits.items())
+    shares = ", ".join(f"{way} {found[way].iloc[-1] / found[way].iloc[0]:.1%}" for way in DIRECTIONS)
     return (
         f"With a share s of the 128 x 128 blocks of 4096 tokens it takes {said} (correlation at least "
-        f"{min(x['correlation'] for x in lines.values()):.4f}): at s = {density:.2%}, of the dense time, {shares}."
+        f"{min(x['correlation'] for x in fits.values()):.4f}): at s = {found.index[-1]:.2%}, of the dense time, "
+        f"{shares}."
     )
 
 
-def figure(rows: list[dict[str, Any]]) -> Any:
+def figure(frame):
     """Draw time against density, and the line of proportion."""
-    found = _found(rows)
-    drawn, axes = panels(1, 5.0, 3.4)
-    shades = {"forward": colour("cuattn"), "backward": colour("cuattn-sm80")}
-    for direction in DIRECTIONS:
-        axes[0].plot(
-            [s for s, _ in found], [x[direction] for _, x in found], "o", color=shades[direction], label=direction
-        )
-        axes[0].plot([0, 1], [0, found[0][1][direction]], "--", color=shades[direction], alpha=0.6)
-    axes[0].set_xlabel("density s (dashed: in proportion)")
-    axes[0].set_ylabel("ms")
-    axes[0].set_xlim(0, 1.03)
-    axes[0].set_ylim(bottom=0)
-    axes[0].legend(frameon=False)
+    found = _found(frame)
+    drawn, (axis,) = panels(1, 5.0, 3.4)
+    for way, shade in zip(DIRECTIONS, (colour("cuattn"), colour("cuattn-sm80")), strict=True):
+        axis.plot(found[way], "o", color=shade, label=way)
+        axis.plot([0, 1], [0, found[way].iloc[0]], "--", color=shade, alpha=0.6)
+    axis.set(xlabel="density s (dashed: in proportion)", ylabel="ms", xlim=(0, 1.03), ylim=(0, None))
+    axis.legend(frameon=False)
     return drawn

@@ -1,51 +1,52 @@
 """Latency against a mask's sparsity."""
 
-from __future__ import annotations
+import pandas as pd
 
-from typing import Any
-
-from bench.sections.common import INK, by_case, panels, table, times
+from bench import report
 from bench.sparsity import KINDS, fit
+from bench.style import OURS, WORSE, panels, table
 
 TITLE = "Latency is linear in a mask's sparsity (FlashMask, figure 4a)"
 COMMAND = "python -m bench.sparsity"
-SHADES = {"causal_document": "#24658f", "share_question": "#d9674f", "document": "#f2a65a"}
+SHADES = dict(zip(KINDS, (OURS, WORSE, "#f2a65a"), strict=True))
 
 
-def _found(rows: list[dict[str, Any]]) -> dict[str, tuple[list[float], list[float]]]:
-    found: dict[str, tuple[list[float], list[float]]] = {}
-    for x in by_case(rows, "figure-4a").values():
-        row = x["cuattn"]
-        rho, spent = found.setdefault(row["problem"]["kind"], ([], []))
-        rho.append(row["rho"])
-        spent.append(times(row))
-    return {kind: found[kind] for kind in KINDS if kind in found}
+def _found(frame):
+    """Yield, per kind of mask, its rows and the line through them."""
+    rows = report.of_table(frame, "figure-4a")
+    for kind in KINDS:
+        group = rows[rows["problem.kind"] == kind]
+        if len(group):
+            yield kind, group, fit(group["rho"], group["ms"])
 
 
-def text(rows: list[dict[str, Any]]) -> str:
+def text(frame):
     """Return the table of fits."""
-    lines = []
-    for kind, (rho, spent) in _found(rows).items():
-        line = fit(rho, spent)
-        span = f"{min(rho):.2f} to {max(rho):.2f}"
-        lines.append((kind, str(len(rho)), span, line["slope"], line["intercept"], f"{line['correlation']:.4f}"))
-    head = ("mask", "samples", "sparsity ρ", "ms per (1 - ρ)", "ms at ρ = 1", "correlation")
+    lines = [
+        {
+            "mask": kind,
+            "samples": len(group),
+            "sparsity ρ": f"{group['rho'].min():.2f} to {group['rho'].max():.2f}",
+            "ms per (1 - ρ)": line["slope"],
+            "ms at ρ = 1": line["intercept"],
+            "correlation": f"{line['correlation']:.4f}",
+        }
+        for kind, group, line in _found(frame)
+    ]
     about = (
         "32K tokens, 32 heads, head dimension 128, bfloat16, forward and backward; masks drawn as in the paper's A.4."
     )
-    return f"{about}\n\n{table(head, lines)}"
+    return f"{about}\n\n{table(pd.DataFrame(lines))}"
 
 
-def figure(rows: list[dict[str, Any]]) -> Any:
+def figure(frame):
     """Draw every sample and the fitted lines."""
-    drawn, axes = panels(1, 5.4, 3.8)
-    for kind, (rho, spent) in _found(rows).items():
-        line = fit(rho, spent)
-        axes[0].plot(rho, spent, "o", markersize=4, color=SHADES[kind], label=f"{kind}, r = {line['correlation']:.4f}")
-        ends = [min(rho), max(rho)]
-        axes[0].plot(ends, [line["slope"] * (1 - x) + line["intercept"] for x in ends], color=SHADES[kind], linewidth=1)
-    axes[0].set_xlabel("block sparsity ρ", color=INK)
-    axes[0].set_ylabel("ms, forward and backward", color=INK)
-    axes[0].set_ylim(bottom=0)
-    axes[0].legend(frameon=False, fontsize=8)
+    drawn, (axis,) = panels(1, 5.4, 3.8)
+    for kind, group, line in _found(frame):
+        label = f"{kind}, r = {line['correlation']:.4f}"
+        axis.plot(group["rho"], group["ms"], "o", markersize=4, color=SHADES[kind], label=label)
+        fitted = line["slope"] * (1 - group["rho"]) + line["intercept"]
+        axis.plot(group["rho"], fitted, color=SHADES[kind], linewidth=1)
+    axis.set(xlabel="block sparsity ρ", ylabel="ms, forward and backward", ylim=(0, None))
+    axis.legend(frameon=False, fontsize=8)
     return drawn

@@ -1,67 +1,67 @@
 """A small Llama trained on packed documents, three ways to mask."""
 
-from __future__ import annotations
+import numpy as np
+import pandas as pd
 
-from typing import Any
-
-from bench.sections.common import by_case, panels, table
+from bench import report
+from bench.style import colour, panels, table
 
 TITLE = "End to end: a small Llama on packed documents (FlashMask, sections 5.1 and 5.2)"
 COMMAND = "python -m bench.training"
+FIRST = "cuattn-column"
 LABELS = {
-    "cuattn-column": "column mask, deterministic",
+    FIRST: "column mask, deterministic",
     "cuattn-dense": "the same mask dense, same kernel",
     "cuattn-documents": "one call per document",
     "cuattn-column-free": "column mask, the plan's choice",
 }
-SHADES = {
-    "cuattn-column": "#24658f",
-    "cuattn-dense": "#8a949d",
-    "cuattn-documents": "#f2a65a",
-    "cuattn-column-free": "#5b9bc4",
-}
+SHADES = dict(zip(LABELS, map(colour, ("cuattn", "standard", "cudnn", "cuattn-sm80")), strict=True))
 
 
-def _found(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    found = {runner: row for x in by_case(rows, "training").values() for runner, row in x.items()}
-    return {runner: found[runner] for runner in LABELS if runner in found}
+def _found(frame):
+    """Return a row per variant, with its losses and how far they are from the first one's at each step."""
+    found = report.of_table(frame, "training").drop_duplicates("runner", keep="last").set_index("runner")
+    found = found.loc[[runner for runner in LABELS if runner in found.index]]
+    apart = [np.abs(np.subtract(losses, found["losses"][FIRST])) for losses in found["losses"]]
+    return found.assign(apart=apart, GB=found.get("peak_bytes", np.nan) / 1e9)
 
 
-def text(rows: list[dict[str, Any]]) -> str:
+def text(frame):
     """Return the table."""
-    found = _found(rows)
-    first = found["cuattn-column"]
-    lines = []
-    for runner, row in found.items():
-        apart = max(abs(a - b) for a, b in zip(row["losses"], first["losses"], strict=True))
-        same = "–" if runner == "cuattn-column" else "the same bits" if apart == 0 else f"{apart:.1e} apart"
-        memory = row["peak_bytes"] / 1e9 if "peak_bytes" in row else None
-        lines.append((LABELS[runner], row["tokens_per_s"], memory, f"{row['losses'][-1]:.4f}", same))
-    p = first["problem"]
+    found = _found(frame)
+    first = found.loc[FIRST]
+    far = [x.max() for x in found["apart"]]
+    same = ["the same bits" if x == 0 else f"{x:.1e} apart" for x in far]
+    lines = {
+        "attention": found.index.map(LABELS),
+        "tokens/s": found["tokens_per_s"].array,
+        "peak GB beyond the weights": found["GB"].array,
+        "last loss": [f"{losses[-1]:.4f}" for losses in found["losses"]],
+        "losses against the first row's": ["–", *same[1:]],
+    }
+    p = {key: first[f"problem.{key}"] for key in ("layers", "heads", "head_dim", "n", "steps")}
     about = (
         f"{p['layers']} layers, {p['heads']} heads of {p['head_dim']}, {first['parameters'] / 1e6:.1f} M parameters, "
         f"sequences of {p['n']:,} bytes of the standard library's sources, {first['documents']:g} documents in each, "
-        f"{p['steps']} steps; everything but attention in CuPy."
+        f"{p['steps']} steps; everything but attention in {first.get('problem.framework', 'CuPy')}."
     )
-    head = ("attention", "tokens/s", "peak GB beyond the weights", "last loss", "losses against the first row's")
-    return f"{about}\n\n{table(head, lines)}"
+    return f"{about}\n\n{table(pd.DataFrame(lines))}"
 
 
-def figure(rows: list[dict[str, Any]]) -> Any:
-    """Draw the losses and the speeds."""
-    found = _found(rows)
+def figure(frame):
+    """Draw how far the losses are from the first variant's, and the speeds."""
+    found = _found(frame)
     drawn, axes = panels(2, 4.8, 3.2)
-    for runner, row in found.items():
-        style = "--" if runner == "cuattn-dense" else "-"
-        axes[0].plot(row["losses"], style, color=SHADES[runner], linewidth=1.4, label=LABELS[runner])
-    axes[0].set_xlabel("step")
-    axes[0].set_ylabel("loss (nats a byte)")
+    for runner, apart in found["apart"].drop(FIRST).items():
+        none = "" if apart.any() else " (0 at every step)"
+        axes[0].plot(apart, color=SHADES[runner], linewidth=1.2, label=LABELS[runner] + none)
+    axes[0].set(xlabel="step", ylabel="loss: distance from the column mask's")
     axes[0].legend(frameon=False, fontsize=7)
-    for place, (runner, row) in enumerate(reversed(found.items())):
-        axes[1].barh(place, row["tokens_per_s"], color=SHADES[runner])
-        memory = f" {row['peak_bytes'] / 1e9:.2f} GB" if "peak_bytes" in row else ""
-        axes[1].text(row["tokens_per_s"], place, memory, va="center", fontsize=8)
-    axes[1].set_yticks(range(len(found)), [LABELS[runner] for runner in reversed(found)], fontsize=8)
+    speeds = found["tokens_per_s"][::-1]
+    axes[1].barh([LABELS[runner] for runner in speeds.index], speeds, color=[SHADES[x] for x in speeds.index])
+    for place, (speed, memory) in enumerate(zip(speeds, found["GB"][::-1], strict=True)):
+        axes[1].text(speed, place, f" {memory:.2f} GB" if memory > 0 else "", va="center", fontsize=8)
+    axes[1].tick_params(axis="y", labelsize=8)
     axes[1].set_xlabel("tokens/s, and peak memory beside the bars")
     axes[1].margins(x=0.2)
     return drawn

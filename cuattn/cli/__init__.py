@@ -15,6 +15,7 @@ from rich.console import Console
 
 from cuattn.cli import check, devices, report
 from cuattn.cli.run import run
+from cuattn.cuda import FAMILIES
 from cuattn.errors import CuattnError
 
 __all__ = ["main"]
@@ -87,7 +88,7 @@ def _add_run_arguments(add):
     add("--offset", type=int, default=0, help="dropout's counter offset (with --seed)")
     add("--enable-gqa", action="store_true", help="allow grouped key and value heads")
     add("--precision", choices=("tf32",))
-    add("--kernel", choices=("cpu", "sm80", "sm90"))
+    add("--kernel", choices=("cpu", *FAMILIES))
     add("--out-dtype", choices=("float32",), help="keep o unrounded")
     add("--deterministic", action="store_true", help="bitwise reproducible gradients")
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import track
 from rich.table import Table
 
 import cuattn
@@ -34,18 +34,12 @@ class Case(NamedTuple):
     dtype : type
         Of the arrays.
     options : callable
-        From the sequence length to the keyword arguments of the API.
-    group : int
-        Query heads per key and value head.
-    bias : bool
-        Whether there is a bias.
+        From the sequence length to the keyword arguments of the API; with enable_gqa, heads are grouped in pairs.
     """
 
     name: str
     dtype: Any
     options: Callable[[int], dict] = lambda n: {}
-    group: int = 1
-    bias: bool = False
 
     @property
     def title(self):
@@ -67,12 +61,13 @@ class Row(NamedTuple):
     message: str = ""
 
 
-def _documents(n):
-    return [n // 3, n // 4, n - n // 3 - n // 4]
+def _capped(n):
+    return {"softcap": 5.0, "window": (n // 4, 8), "bias": np.sin(np.arange(n, dtype=np.float32))[None]}
 
 
-def _answers(n):
-    return [(n // 4, [n // 8, n // 8]), (n // 8, [n - n // 4 - 3 * (n // 8)])]
+def _shared(n):
+    answers = [n // 8, n // 5, n - n // 4 - n // 8 - n // 5]
+    return {"mask": masks.share_question([(n // 4, answers)]), "enable_gqa": True}
 
 
 CASES = (
@@ -80,10 +75,10 @@ CASES = (
     Case("no mask", np.float64),
     Case("causal", np.float16, lambda n: {"is_causal": True}),
     Case("causal", ml_dtypes.bfloat16, lambda n: {"is_causal": True}),
-    Case("causal documents", ml_dtypes.bfloat16, lambda n: {"mask": masks.causal_document(_documents(n))}),
-    Case("shared question, grouped heads", np.float16, lambda n: {"mask": masks.share_question(_answers(n))}, group=2),
+    Case("causal documents", ml_dtypes.bfloat16, lambda n: {"mask": masks.causal_document([n // 3, n - n // 3])}),
+    Case("shared question, grouped heads", np.float16, _shared),
     Case("dropout 0.1", ml_dtypes.bfloat16, lambda n: {"dropout_p": 0.1}),
-    Case("bias, softcap, window", np.float32, lambda n: {"softcap": 5.0, "window": (n // 4, 8)}, bias=True),
+    Case("bias, softcap, window", np.float32, _capped),
 )
 
 
@@ -104,7 +99,9 @@ def show(console, device, cases=CASES):
     int
         0 when every result is as close to the exact one as it has to be, else 1.
     """
-    rows = [row for case in _progress(cases) for row in check(case, device)]
+    aside = Console(stderr=True)
+    bar = track(cases, "Self-check", console=aside, transient=True, disable=not aside.is_terminal)
+    rows = [row for case in bar for row in check(case, device)]
     title = (
         f"Self-check on {device.backend}: errors at {HEADS} heads x {LENGTH} x {HEAD_DIM} against a textbook "
         f"computation in higher precision, ms and GFLOP/s at {RATE_HEADS} x {RATE_LENGTH[device.backend]} x {HEAD_DIM}"
@@ -123,18 +120,6 @@ def show(console, device, cases=CASES):
         return 1
     console.print(f"all {verdicts.count('ok')} checks are within twice the textbook's own error plus one rounding")
     return 0
-
-
-def _progress(cases):
-    """Yield the cases under a progress bar that names the one being worked on."""
-    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False)
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(cases))
-        for case in cases:
-            bar.update(task, description=case.title)
-            yield case
-            bar.advance(task)
 
 
 def check(case, device):
@@ -174,12 +159,11 @@ def check(case, device):
 
 def _calls(case, heads, n, device):
     """Return the arrays and options of a case, and two functions: forward, and backward of a forward's result."""
-    generator = np.random.default_rng(n)
-    shapes = {"q": heads, "k": heads // case.group, "v": heads // case.group, "do": heads}
+    generator, options = np.random.default_rng(n), case.options(n)
+    kv_heads = heads // 2 if "enable_gqa" in options else heads
+    shapes = {"q": heads, "k": kv_heads, "v": kv_heads, "do": heads}
     problem = {name: generator.standard_normal((h, n, HEAD_DIM)).astype(case.dtype) for name, h in shapes.items()}
-    problem |= {"enable_gqa": case.group > 1, **case.options(n)}
-    if case.bias:
-        problem["bias"] = generator.standard_normal((heads, 1, n)).astype(case.dtype)
+    problem |= options
     there = {name: device.put(value) if isinstance(value, np.ndarray) else value for name, value in problem.items()}
     q, k, v, do = (there.pop(name) for name in shapes)
     return (

@@ -11,28 +11,18 @@ import functools
 import hashlib
 import os
 import pathlib
-import re
 import tempfile
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 from cuattn.cuda import source
 from cuattn.cuda.device import device_of
 from cuattn.errors import CompileError
 
-__all__ = ["Resources", "cache_dir", "compile_cubin", "compile_log", "function", "load", "nvrtc_version", "resources"]
+__all__ = ["OPTIONS", "cache_dir", "compile_cubin", "compile_log", "function", "load", "nvrtc_version"]
 
 _DIGEST = hashlib.sha256().digest_size
-_OPTIONS = ("--std=c++17", "--diag-suppress=1444", "--device-as-default-execution-space")
-
-
-class Resources(NamedTuple):
-    """What one kernel uses: registers per thread and bytes per thread of stack and spills."""
-
-    registers: int
-    stack: int
-    spill_stores: int
-    spill_loads: int
+OPTIONS = ("--std=c++17", "--diag-suppress=1444", "--device-as-default-execution-space")
 
 
 def cache_dir() -> pathlib.Path:
@@ -100,7 +90,7 @@ def compile_log(text: str, arch: str, options: tuple[str, ...] = (), name: str =
     program = nvrtc.createProgram(text, name, (), ())
     try:
         try:
-            nvrtc.compileProgram(program, (f"-arch={arch}", *_OPTIONS, *options, *_include_options()))
+            nvrtc.compileProgram(program, (f"-arch={arch}", *OPTIONS, *options, *_include_options()))
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program)
             raise CompileError(f"{name} did not compile for {arch} ({error}):\n{log}") from None
@@ -119,7 +109,7 @@ def nvrtc_version() -> str:
 def compile_cubin(text: str, arch: str, options: tuple[str, ...] = (), name: str = "cuattn.cu") -> bytes:
     """Return machine code for ``text``, from the disk cache when it is there.  Arguments as for :func:`compile_log`."""
     folder = cache_dir()
-    key = hashlib.sha256("\0".join((nvrtc_version(), arch, *_OPTIONS, *options, text)).encode()).hexdigest()
+    key = hashlib.sha256("\0".join((nvrtc_version(), arch, *OPTIONS, *options, text)).encode()).hexdigest()
     file = folder / f"{key}.cubin"
     trusted = _trusted(folder)
     cubin = _read(file) if trusted else None
@@ -171,26 +161,6 @@ def _store(file: pathlib.Path, cubin: bytes) -> None:
             raise
     except OSError:
         return
-
-
-_ENTRY = re.compile(r"Compiling entry function '(\w+)'")
-_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
-_REGISTERS = re.compile(r"Used (\d+) registers")
-
-
-def resources(text: str, arch: str, name: str = "cuattn.cu") -> dict[str, Resources]:
-    """Compile ``text`` and return what each of its kernels uses, by kernel name."""
-    _, log = compile_log(text, arch, ("--ptxas-options=-v",), name)
-    found: dict[str, Resources] = {}
-    kernel, frame = "", (0, 0, 0)
-    for line in log.splitlines():
-        if match := _ENTRY.search(line):
-            kernel, frame = match[1], (0, 0, 0)
-        elif match := _FRAME.search(line):
-            frame = tuple(map(int, match.groups()))
-        elif (match := _REGISTERS.search(line)) and kernel:
-            found[kernel] = Resources(int(match[1]), *frame)
-    return found
 
 
 def load(cubin: bytes, kernel: str, shared_bytes: int = 0):

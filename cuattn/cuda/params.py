@@ -59,7 +59,7 @@ _WORKSPACE = (
 
 _INTEGERS = (
     "batch", "heads", "kv_heads", "group", "n_queries", "n_keys", "head_dim", "head_dim_v",
-    "band_left", "band_right", "band_offset", "row_tiles", "key_tiles", "section", "splits", "split_tiles",
+    "band_left", "band_right", "row_tiles", "key_tiles", "section", "splits", "split_tiles",
     "shared_tile", "shared_key", "bias_instances",
 )  # fmt: skip
 

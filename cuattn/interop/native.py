@@ -2,15 +2,17 @@
 
 import math
 import sys
+import weakref
 from itertools import accumulate
 
 import numpy as np
 
 from cuattn.errors import DtypeError
 
-__all__ = ["CuPy", "NumPy", "OnCuPy", "pieces"]
+__all__ = ["CuPy", "NumPy", "OnCuPy", "hold", "pieces"]
 
 _HOST = ("cpu", 0, None)
+_kept = []  # memory of captured calls whose results cannot hold it
 _UNIT = 256  # bytes; what shares a piece of memory begins at multiples of it
 
 
@@ -135,6 +137,18 @@ class _FromPool:
             self._cupy.ndarray(shape, dtype, place) for (shape, dtype), place in zip(self._wanted, places, strict=False)
         ]
         return results, [place.ptr for place in places], owner
+
+
+def hold(owner, memory):
+    """Keep memory that a captured graph uses as long as one of its results, or for good where that cannot be told."""
+    try:
+        weakref.finalize(owner, _release, memory).atexit = False
+    except TypeError:  # no weak references to it
+        _kept.append(memory)
+
+
+def _release(memory):
+    """Let go of memory: the reference that brought it here was the last."""
 
 
 def pieces(wanted, scratch_bytes):

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from cuattn.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError, shown
+from cuattn.interop.native import hold
 from cuattn.interop.origin import ArrayOrigin, type_name
 
 __all__ = ["Outputs"]
 
 _ALIGNMENT = 16  # bytes; what the kernels' widest stores need
-_kept: list[Any] = []  # scratch memory of captured calls whose results cannot hold it
 
 
 class Outputs:
@@ -127,19 +126,11 @@ class _Given:
         """Return results, addresses and what keeps scratch memory alive."""
         fresh, places, keep = self._allocate(scratch_bytes, together, held)
         if together and not fresh:
-            _hold(self._own[0], (keep, held))
+            hold(self._own[0], (keep, held))
         *addresses, scratch = places
         free, at = iter(fresh), iter(addresses)
         results = [next(free) if array is None else array for array in self._given]
         return results, [*(next(at) if a is None else a.data.ptr for a in self._given), scratch], keep
-
-
-def _hold(owner: Any, memory: Any) -> None:
-    """Keep memory that a captured graph uses as long as one of its results, or for good."""
-    try:
-        weakref.finalize(owner, lambda kept: None, memory)
-    except TypeError:  # no weak references to it
-        _kept.append(memory)
 
 
 def _address(array: Any) -> int:

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from cuattn.errors import DtypeError, UnsupportedError
-from cuattn.interop.native import pieces
+from cuattn.interop.native import hold, pieces
 from cuattn.interop.origin import device_array_module, type_name
 
 __all__ = ["Torch"]
@@ -134,11 +134,6 @@ class _FromTorch:
         return results, addresses, scratch
 
     def _one_piece(self, scratch_bytes, held):
-        if held:
-            raise UnsupportedError(
-                "an argument's strides must be copied away, which a graph of PyTorch cannot capture; "
-                "pass contiguous tensors"
-            )
         torch = self._torch
         starts, size = pieces(self._wanted, scratch_bytes)
         memory = torch.empty(size, dtype=torch.uint8, device=self._place)
@@ -148,6 +143,7 @@ class _FromTorch:
             empty = torch.empty(0, dtype=model.dtype, device=self._place)
             # Strides of a contiguous tensor follow from the shape.
             results.append(empty.set_(storage, start // empty.element_size(), model.shape))
+            hold(results[-1], held)
         return results, [memory.data_ptr() + start for start in starts], memory
 
 

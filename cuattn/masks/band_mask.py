@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cuattn.masks.base import Instance, Mask
+from cuattn.masks.base import Mask
 from cuattn.masks.column import ColumnMask
 from cuattn.masks.interval_mask import IntervalMask
 from cuattn.masks.intervals import OPEN, Interval, band_intervals
@@ -39,15 +39,6 @@ class BandMask(IntervalMask):
         pairs = band_intervals(self.n_queries, self.n_keys, self.left, self.right, self.offset)
         nothing = np.zeros(self.n_keys, np.int64)
         return pairs or [(nothing, nothing)]
-
-    def visible(self, instance: Instance, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        distance = j - i - self.offset
-        seen = np.ones_like(distance, bool)
-        if self.left is not None:
-            seen &= distance >= -self.left
-        if self.right is not None:
-            seen &= distance <= self.right
-        return seen
 
     def _restrict(self, rows: Runs, keys: Runs) -> Mask:
         if len(rows) == len(keys) == 1:

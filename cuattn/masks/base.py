@@ -12,7 +12,8 @@ asks what kind a mask is.  The CPU walks a mask by tiles of its own size::
 """
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -23,7 +24,7 @@ from cuattn.masks import checks, draw
 from cuattn.masks.cuda_half import CudaHalf, Source
 from cuattn.masks.device import namespace
 from cuattn.masks.immutable import Immutable
-from cuattn.masks.intervals import FULL, PARTIAL, SKIP
+from cuattn.masks.intervals import SKIP
 from cuattn.masks.runs import Runs, as_runs, indices, length_of
 
 Self = TypeVar("Self", bound="Mask")
@@ -67,8 +68,8 @@ class Mask(Immutable):
     """Shape of the axes before queries and keys; they broadcast to a problem's (..., heads)."""
 
     @abstractmethod
-    def visible(self, instance: Instance, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        """Return whether query rows may see keys, on the host: for backends.
+    def visible(self, instance: Instance, i: Any, j: Any) -> Any:
+        """Return whether query rows may see keys, where the mask is: for backends.
 
         Parameters
         ----------
@@ -85,8 +86,10 @@ class Mask(Immutable):
 
     # For backends: a mask's place in a problem.
 
-    parts: "tuple[Mask, ...]" = property(lambda self: (self,))
-    """The masks that hold together in this one: for all but `AllOf` the mask itself."""
+    @property
+    def parts(self) -> "tuple[Mask, ...]":
+        """The masks that hold together in this one: for all but `AllOf` the mask itself."""
+        return (self,)
 
     @property
     def layout(self) -> tuple[Hashable, ...]:
@@ -141,16 +144,23 @@ class Mask(Immutable):
 
     def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
         """Return the states of row tiles start to stop, int8 (stop - start, Tc), as in `tile_states`."""
-        keys = np.arange(0, self.n_keys, block_n)
-        states = np.empty((stop - start, keys.size), np.int8)
+        key_tiles = cdiv(self.n_keys, block_n)
+        # Keys that do not exist are neutral in both: every row sees them, and none does.
+        some, every = (np.full((stop - start, key_tiles * block_n), fill) for fill in (False, True))
+        if self.on_device:
+            some, every = map(namespace(self._array).asarray, (some, every))
         for t in range(start, stop):
-            rows = slice(t * block_m, min((t + 1) * block_m, self.n_queries))
-            hidden = self.hidden(instance, rows, slice(0, self.n_keys))
-            none = np.broadcast_to(~hidden.any(axis=1), self.n_keys)
-            every = np.broadcast_to(hidden.all(axis=1), self.n_keys)
-            states[t - start] = np.where(np.logical_and.reduceat(none, keys), FULL, PARTIAL) if keys.size else 0
-            states[t - start][np.logical_and.reduceat(every, keys) if keys.size else ()] = SKIP
+            seen = self._seen(instance, slice(t * block_m, min((t + 1) * block_m, self.n_queries)))
+            some[t - start, : self.n_keys], every[t - start, : self.n_keys] = seen
+        some, every = (seen.reshape(stop - start, key_tiles, block_n) for seen in (some, every))
+        states = every.all(axis=-1).astype(np.int8)
+        states += some.any(axis=-1)  # SKIP, PARTIAL, FULL are 0, 1, 2
         return states
+
+    def _seen(self, instance: Instance, rows: slice) -> tuple[Any, Any]:
+        """Return of each key whether some of the rows see it, and whether all do."""
+        hidden = self.hidden(instance, rows, slice(0, self.n_keys))
+        return ~hidden.all(axis=1), ~hidden.any(axis=1)
 
     def hidden(self, instance: Instance, rows: slice, keys: slice) -> np.ndarray:
         """Return which elements of a tile are hidden, bool, (keys, rows) or broadcastable to it."""
@@ -220,12 +230,9 @@ class Mask(Immutable):
                [0, 0, 1, 1]])
         """
         mask = self.bind(n_queries, n_keys)
-        with mask._scope():
-            return mask._dense()
-
-    def _dense(self) -> Any:
-        i, j = np.arange(self.n_queries)[:, None], np.arange(self.n_keys)
-        return self._stack(lambda instance: self.visible(instance, i, j), (self.n_queries, self.n_keys), bool)
+        with mask._scope() as xp:
+            i, j = xp.arange(mask.n_queries)[:, None], xp.arange(mask.n_keys)
+            return mask._stack(lambda instance: mask.visible(instance, i, j), (mask.n_queries, mask.n_keys), bool, xp)
 
     def tile_states(self, block_m: int, block_n: int, n_queries: int | None = None, n_keys: int | None = None) -> Any:
         """Classify the tiles of the matrix.
@@ -257,14 +264,14 @@ class Mask(Immutable):
         """
         block_m, block_n = checks.tile(block_m, block_n)
         mask = self.bind(n_queries, n_keys)
-        with mask._scope():
-            return mask._tile_states(block_m, block_n)
-
-    def _tile_states(self, block_m: int, block_n: int) -> Any:
-        row_tiles, key_tiles = cdiv(self.n_queries, block_m), cdiv(self.n_keys, block_n)
-        return self._stack(
-            lambda instance: self.states(instance, block_m, block_n, 0, row_tiles), (row_tiles, key_tiles), np.int8
-        )
+        row_tiles, key_tiles = cdiv(mask.n_queries, block_m), cdiv(mask.n_keys, block_n)
+        with mask._scope() as xp:
+            return mask._stack(
+                lambda instance: mask.states(instance, block_m, block_n, 0, row_tiles),
+                (row_tiles, key_tiles),
+                np.int8,
+                xp,
+            )
 
     def block_sparsity(
         self, block_m: int = 128, block_n: int = 128, n_queries: int | None = None, n_keys: int | None = None
@@ -308,14 +315,12 @@ class Mask(Immutable):
             for strip in strips
         )
 
-    def _stack(self, of: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    def _stack(self, of: Callable[[Instance], Any], shape: tuple[int, ...], dtype: Any, xp: ModuleType) -> Any:
         """Join what a function returns of each instance along the leading axes."""
-        matrices = [of(instance) for instance in np.ndindex(*self.leading)]
-        xp = namespace(matrices[0]) if matrices else np
-        joined = xp.empty((len(matrices), *shape), dtype)
-        for place, matrix in enumerate(matrices):
-            joined[place] = matrix
-        return joined.reshape(*self.leading, *shape)
+        joined = xp.empty((*self.leading, *shape), dtype)
+        for instance in np.ndindex(*self.leading):
+            joined[instance] = of(instance)
+        return joined
 
     def plot(self, ax: Any = None) -> Any:
         """Draw which tiles are skipped, partial and full, of the first mask along the leading axes.

@@ -1,22 +1,16 @@
 """BlockMask: whole blocks of the matrix, seen or not."""
 
-import math
 from typing import Any
 
-import numpy as np
-
-from cuattn.errors import MaskError
 from cuattn.io_model.sizes import cdiv
 from cuattn.masks import checks, intervals
-from cuattn.masks.base import Instance, Mask
-from cuattn.masks.cuda_half import CudaHalf, Source, source_of
+from cuattn.masks.base import Instance
+from cuattn.masks.cells import CellMask
+from cuattn.masks.cuda_half import CudaHalf
 from cuattn.masks.device import copy, namespace
-from cuattn.masks.runs import Runs, length_of
-
-_FINEST = 16  # parts may cut blocks at multiples of it: finer ones would make blocks of a few elements each
 
 
-class BlockMask(Mask):
+class BlockMask(CellMask):
     """A mask of blocks: row i may see key j if ``blocks[..., i // block_m, j // block_n]``.
 
     The mask does not know how many rows and keys its last blocks hold; its methods take them, `bind` settles them, and
@@ -71,63 +65,25 @@ class BlockMask(Mask):
            [1, 1, 1]])
     """
 
-    __slots__ = ("_n_keys", "_n_queries", "block_m", "block_n")
+    __slots__ = ()
     kind = "block"
     cuda = CudaHalf(8, 1, "blocks", "mask", "util/mask_alive.cu", ("mask_alive",))
-    _parameter_names = ("block_m", "block_n", "_n_queries", "_n_keys")
-    block_m: int
-    block_n: int
-    _n_queries: int | None  # None: not known; all blocks then count as whole
-    _n_keys: int | None
+    _stretches = False
 
     def __init__(self, blocks: Any, block_m: int, block_n: int) -> None:
         blocks = checks.booleans("blocks", blocks, min_ndim=2)
         block_m, block_n = checks.tile(block_m, block_n)
-        self._settle(copy(blocks), block_m=block_m, block_n=block_n, _n_queries=None, _n_keys=None)
+        self._settle(copy(blocks), block_m=block_m, block_n=block_n, borrowed=False, _lengths=(None, None))
 
     @property
     def blocks(self) -> Any:
         """The blocks, True = attend."""
         return self._array
 
-    @property
-    def leading(self) -> tuple[int, ...]:
-        """Shape of `blocks` without its last two axes."""
-        return tuple(self._array.shape[:-2])
-
-    @property
-    def n_queries(self) -> int:
-        """Number of query rows; while that is not known (see `bind`) that of whole blocks."""
-        return self._array.shape[-2] * self.block_m if self._n_queries is None else self._n_queries
-
-    @property
-    def n_keys(self) -> int:
-        """Number of key columns, in the same way."""
-        return self._array.shape[-1] * self.block_n if self._n_keys is None else self._n_keys
-
-    def fits(self, n_queries: int, n_keys: int) -> bool:
-        """Return whether this is a mask of an (n_queries, n_keys) matrix."""
-        return all(
-            cdiv(length, block) == blocks if known is None else length == known
-            for length, known, block, blocks in (
-                (n_queries, self._n_queries, self.block_m, self._array.shape[-2]),
-                (n_keys, self._n_keys, self.block_n, self._array.shape[-1]),
-            )
-        )
-
-    def _bound(self, n_queries: int, n_keys: int) -> "BlockMask":
-        bound = self._wrap(self._array, self.block_m, self.block_n, n_queries, n_keys)
-        object.__setattr__(bound, "_ready", self._ready)
-        return bound
-
     def __repr__(self) -> str:
         rows, columns = self._array.shape[-2:]
         leading = f"{self.leading} x " if self.leading else ""
-        place = "on the host" if self.device is None else f"on GPU {self.device}"
-        return f"<BlockMask {leading}{rows} x {columns} blocks of {self.block_m} x {self.block_n} {place}>"
-
-    def visible(self, instance: Instance, i: Any, j: Any) -> Any:
-        return self._array[instance][i // self.block_m, j // self.block_n]
+        return f"<BlockMask {leading}{rows} x {columns} blocks of {self.block_m} x {self.block_n} {self._where}>"
 
     def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
         blocks = self._array[instance]
@@ -141,21 +97,6 @@ class BlockMask(Mask):
         seen = seen[:, right] - seen[:, left]
         states = xp.where(seen == (bottom - top)[:, None] * (right - left), intervals.FULL, intervals.PARTIAL)
         return xp.where(seen == 0, intervals.SKIP, states).astype(xp.int8)
-
-    def _dense(self) -> Any:
-        xp = namespace(self._array)
-        row, key = xp.arange(self.n_queries) // self.block_m, xp.arange(self.n_keys) // self.block_n
-        return self._array[..., row[:, None], key]
-
-    def source(self) -> Source:
-        return source_of(self._array, block_m=self.block_m, block_n=self.block_n)
-
-    def _restrict(self, rows: Runs, keys: Runs) -> "BlockMask":
-        block_m, row = _blocks_of_runs("rows", rows, self.block_m)
-        block_n, key = _blocks_of_runs("keys", keys, self.block_n)
-        xp = namespace(self._array)
-        blocks = self._array[..., xp.asarray(row)[:, None], xp.asarray(key)]
-        return self._wrap(blocks, block_m, block_n, length_of(rows), length_of(keys))
 
 
 def _blocks_of_tiles(
@@ -172,16 +113,3 @@ def _count_before(values: Any, axis: int) -> Any:
     shape = list(values.shape)
     shape[axis] = 1
     return xp.concatenate([xp.zeros(shape, xp.int64), values.cumsum(axis=axis, dtype=xp.int64)], axis=axis)
-
-
-def _blocks_of_runs(name: str, runs: Runs, block: int) -> tuple[int, np.ndarray]:
-    """Return a block size that no cut of the runs falls into, and which of the mask's blocks each such block is in.
-
-    It is the mask's own where the cuts are where blocks begin.
-    """
-    cuts = [cut for start, stop in runs for cut in (start, stop)]
-    size = math.gcd(block, *cuts[:-1])  # the last block may be ragged
-    if size < min(block, _FINEST):
-        raise MaskError(f"{name} cut blocks of {block} at multiples of {size}: expected multiples of {_FINEST}")
-    firsts = [np.arange(start, stop, size) // block for start, stop in runs]
-    return size, np.concatenate([np.zeros(0, np.int64), *firsts])

@@ -150,8 +150,7 @@ class ColumnMask(IntervalMask):
 
     def __repr__(self) -> str:
         leading = f"{self.leading} x " if self.leading else ""
-        place = "on the host" if self.device is None else f"on GPU {self.device}"
-        return f"<ColumnMask {leading}{self.n_queries} queries x {self.n_keys} keys {place}>"
+        return f"<ColumnMask {leading}{self.n_queries} queries x {self.n_keys} keys {self._where}>"
 
     @classmethod
     def stack(cls, masks: Sequence[Any]) -> "ColumnMask":
@@ -286,8 +285,8 @@ class ColumnMask(IntervalMask):
                [0, 1, 1],
                [0, 0, 1]])
         """
-        host = self.to_host()
-        return self._of(convert.transpose(*host._array, self.n_queries), self.n_keys)
+        lts, lte, uts, ute = self.to_host()._array
+        return self._of(convert.transpose(lts, lte, uts, ute, self.n_queries), self.n_keys)
 
     def _skipped(self, block_m: int, block_n: int) -> int:
         return int(intervals.skipped_tiles(self._table(block_m, block_n)).sum(dtype=np.int64))

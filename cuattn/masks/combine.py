@@ -1,9 +1,10 @@
 """Masks that hold together: ``a & b``."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import reduce
 from itertools import product
+from operator import and_
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +18,6 @@ from cuattn.masks.boolean import BooleanMask
 from cuattn.masks.column import ColumnMask
 from cuattn.masks.device import namespace
 from cuattn.masks.interval_mask import join
-from cuattn.masks.intervals import SKIP
 from cuattn.masks.runs import Runs
 
 __all__ = ["AllOf", "both"]
@@ -79,10 +79,10 @@ class AllOf(Mask):
 
     @property
     def _walk(self) -> tuple[Mask, ...]:
-        """The parts as the walk over tiles takes them, of known lengths."""
+        """The parts as backends walk them: of known lengths, and in one place."""
         if "walk" not in self._cache:
             bound = [part.bind(self.n_queries, self.n_keys) for part in self.parts]
-            self._cache["walk"] = join(bound)
+            self._cache["walk"] = join([part.to_device(self.device) if self.on_device else part for part in bound])
         return self._cache["walk"]
 
     @property
@@ -119,50 +119,18 @@ class AllOf(Mask):
     def _bound(self, n_queries: int, n_keys: int) -> "AllOf":
         return AllOf([part.bind(n_queries, n_keys) for part in self.parts])
 
-    def visible(self, instance: Instance, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        return reduce(np.bitwise_and, (part.visible(part.instance(instance), i, j) for part in self._walk))
+    def visible(self, instance: Instance, i: Any, j: Any) -> Any:
+        return reduce(and_, (part.visible(part.instance(instance), i, j) for part in self._walk))
 
     def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
         found = [part.states(part.instance(instance), block_m, block_n, start, stop) for part in self._walk]
         return reduce(namespace(found[0]).minimum, found)
 
-    def hidden(self, instance: Instance, rows: slice, keys: slice) -> np.ndarray:
-        return reduce(np.bitwise_or, (part.hidden(part.instance(instance), rows, keys) for part in self._walk))
-
-    def patterns(self, instance, block_m, block_n, row_tiles, key_tiles):
-        tiles = block_m, block_n, row_tiles, key_tiles
-        found = [part.patterns(part.instance(instance), *tiles) for part in self._walk]
-        return None if None in found else list(zip(*found, strict=True))
-
-    def shown(self, instance, block_m, block_n, row_tile, key_tile, ramp):
-        tile = block_m, block_n, row_tile, key_tile, ramp
-        return reduce(np.bitwise_and, (part.shown(part.instance(instance), *tile) for part in self._walk))
-
-    def _dense(self) -> Any:
-        return self._combined(lambda part: part._dense(), np.bitwise_and)
-
-    def _tile_states(self, block_m: int, block_n: int) -> Any:
-        return self._combined(lambda part: part._tile_states(block_m, block_n), np.minimum)
-
-    def _combined(self, of: Callable[[Mask], Any], combine: np.ufunc) -> Any:
-        """Combine what a function returns of each part, on the GPU if a part is there."""
-        mask = self.to_device() if self.on_device else self
-        return reduce(getattr(namespace(mask.parts[0]._array), combine.__name__), map(of, mask._walk))
-
-    def _skipped(self, block_m: int, block_n: int) -> int:
-        if not self.on_device:
-            return super()._skipped(block_m, block_n)
-        return int((self._tile_states(block_m, block_n) == SKIP).sum())
-
     def _restrict(self, rows: Runs, keys: Runs) -> "AllOf":
         return AllOf([part.bind(self.n_queries, self.n_keys).restrict(rows, keys) for part in self.parts])
 
-    @contextmanager
-    def _scope(self) -> Iterator[ModuleType]:
-        with ExitStack() as stack:
-            for part in self.parts:
-                stack.enter_context(part._scope())
-            yield np
+    def _scope(self) -> AbstractContextManager[ModuleType]:
+        return next((part for part in self.parts if part.on_device), self.parts[0])._scope()
 
 
 def as_mask(value: Any) -> Mask:
@@ -179,9 +147,12 @@ def both(a: Any, b: Any) -> Mask:
         Their lengths agree and their leading axes broadcast.  What lies on a GPU is not read.
     """
     given = AllOf([as_mask(a), as_mask(b)])
+    n_queries, n_keys = given.n_queries, given.n_keys
+    beside = [(n_queries + step, n_keys) for step in (-1, 1)] + [(n_queries, n_keys + step) for step in (-1, 1)]
+    is_open = any(given.fits(*lengths) for lengths in beside)
     parts: list[Mask] = []
     for part in given.parts:
-        part = _as_columns(part, given.n_queries)
+        part = part if is_open else _as_columns(part, n_queries, n_keys)
         for place, other in enumerate(parts):
             joined = None if part.on_device or other.on_device else _joined(part, other)
             if joined is not None:
@@ -192,9 +163,9 @@ def both(a: Any, b: Any) -> Mask:
     return parts[0] if len(parts) == 1 else AllOf(parts)
 
 
-def _as_columns(mask: Mask, n_queries: int) -> Mask:
-    """Return a host's boolean mask as a `ColumnMask`, where it is one."""
-    if not isinstance(mask, BooleanMask) or mask.on_device or mask.array.shape[-1] == 1 < mask.n_keys:
+def _as_columns(mask: Mask, n_queries: int, n_keys: int) -> Mask:
+    """Return a host's boolean mask as a `ColumnMask` of these lengths, where it is one."""
+    if not isinstance(mask, BooleanMask) or mask.on_device or mask.array.shape[-1] != n_keys:
         return mask
     if mask.array.shape[-2] == 1:
         dead = ~mask.array[..., 0, :]

@@ -81,6 +81,12 @@ def union(hidden: Sequence[Interval], n_queries: int) -> tuple[Any, Any, Any, An
     n_queries : int
         Rows.
     """
+    runs, first, second = _runs(hidden, n_queries)
+    return None if runs.size and runs.max() > 2 else assign(runs, first, second, n_queries)
+
+
+def _runs(hidden: Sequence[Interval], n_queries: int) -> tuple[np.ndarray, Interval, Interval]:
+    """Return in how many runs intervals hide rows, and the first and last run; both are empty where there is none."""
     sides = np.broadcast_arrays(*(side for pair in hidden for side in normalise(*pair, n_queries)))
     starts, ends = np.stack(sides[::2]), np.stack(sides[1::2])
     order = np.argsort(starts, axis=0)
@@ -89,13 +95,10 @@ def union(hidden: Sequence[Interval], n_queries: int) -> tuple[Any, Any, Any, An
     begins = starts < n_queries  # empty intervals begin at n_queries
     begins[1:] &= starts[1:] > reached[:-1]
     runs = begins.sum(axis=0)
-    if runs.size and runs.max() > 2:
-        return None
     last = len(starts) - 1 - begins[::-1].argmax(axis=0)[None]
     end = np.take_along_axis(reached, np.maximum(last - 1, 0), axis=0)[0]
-    first = starts[0], np.where(runs == 2, end, reached[-1])
-    second = np.take_along_axis(starts, last, axis=0)[0], reached[-1]
-    return assign(runs, first, second, n_queries)
+    first = starts[0], np.where(runs > 1, end, reached[-1])
+    return runs, first, (np.take_along_axis(starts, last, axis=0)[0], reached[-1])
 
 
 def from_startend(idx: Any, is_causal: bool, n_queries: int) -> list[Any]:
@@ -143,7 +146,10 @@ def transpose(
     leading, n_keys = lts.shape[:-1], lts.shape[-1]
     count = int(np.prod(leading))
     vectors = [vector.reshape(count, n_keys).astype(np.int64) for vector in (lts, lte, uts, ute)]
-    start_1, end_1, start_2, end_2 = _disjoint(*vectors, n_queries)
+    runs, first, second = _runs([(vectors[0], vectors[1]), (vectors[2], vectors[3])], n_queries)
+    nothing = np.full_like(runs, n_queries)
+    start_1, end_1 = (np.where(runs > 0, bound, nothing) for bound in first)
+    start_2, end_2 = (np.where(runs > 1, bound, nothing) for bound in second)
     rows = np.full((count, 1), n_queries)
     before = [np.concatenate([rows, bound], axis=1) for bound in (start_1, end_1, start_2, end_2)]
     after = [np.concatenate([bound, rows], axis=1) for bound in (start_1, end_1, start_2, end_2)]
@@ -155,18 +161,6 @@ def transpose(
     starts = [keys.reshape(shape) for keys in _two_keys(runs, start_sum.reshape(shape), start_squares.reshape(shape))]
     ends = [keys.reshape(shape) for keys in _two_keys(runs, end_sum.reshape(shape), end_squares.reshape(shape))]
     return assign(runs, (starts[0], ends[0]), (starts[1], ends[1]), n_keys)
-
-
-def _disjoint(lts: Any, lte: Any, uts: Any, ute: Any, n_queries: int) -> tuple[Any, Any, Any, Any]:
-    """Sort a key's two intervals and join them where they touch; an empty one is [n_queries, n_queries)."""
-    lower, upper = normalise(lts, lte, n_queries), normalise(uts, ute, n_queries)
-    swap = lower[0] < upper[0]
-    start_1, end_1 = np.where(swap, lower[0], upper[0]), np.where(swap, lower[1], upper[1])
-    start_2, end_2 = np.where(swap, upper[0], lower[0]), np.where(swap, upper[1], lower[1])
-    end_1, end_2 = np.where(end_1 == 0, n_queries, end_1), np.where(end_2 == 0, n_queries, end_2)
-    joined = (start_2 <= end_1) & (start_2 < n_queries)
-    end_1 = np.where(joined, np.maximum(end_1, end_2), end_1)
-    return start_1, end_1, np.where(joined, n_queries, start_2), np.where(joined, n_queries, end_2)
 
 
 def _scan(rows_of: list[np.ndarray], without: list[np.ndarray], n_queries: int) -> list[np.ndarray]:

@@ -69,7 +69,7 @@ def upload(array: np.ndarray, device: int | None) -> Any:
             raise UnsupportedError(
                 "mask is on the host, and a graph being captured cannot copy it to a GPU; call its to_device() before"
             )
-        copied = cupy.asarray(array)
+        copied = cupy.asarray(np.ascontiguousarray(array))
         stream.synchronize()
     return copied
 

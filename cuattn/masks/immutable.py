@@ -101,6 +101,10 @@ class Immutable(ABC):
         """Whether the mask lies on a GPU."""
         return not (self._array is None or isinstance(self._array, np.ndarray))
 
+    @property
+    def _where(self) -> str:
+        return f"on GPU {self.device}" if self.on_device else "on the host"
+
     def to_device(self: Self, device: int | None = None) -> Self:
         """Return this mask on a GPU; the copy is made once per device and kept.
 

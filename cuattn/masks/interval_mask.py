@@ -2,6 +2,8 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import numpy as np
@@ -23,11 +25,9 @@ class IntervalMask(Mask):
     def _intervals(self) -> list[Interval]:
         """Return K >= 1 pairs (start, end) of integer arrays (*leading, n_keys), where the mask is."""
 
-    def visible(self, instance: Instance, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        seen = np.True_
-        for start, end in self._intervals():
-            seen = seen & ((i < start[instance][j]) | (i >= end[instance][j]))
-        return np.asarray(seen)
+    def visible(self, instance: Instance, i: Any, j: Any) -> Any:
+        bounds = ((start[instance][j], end[instance][j]) for start, end in self._intervals())
+        return reduce(and_, ((i < start) | (i >= end) for start, end in bounds))
 
     def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
         return intervals.tile_states(self._table(block_m, block_n)[instance], start, stop)
@@ -48,12 +48,6 @@ class IntervalMask(Mask):
                 outside = _outside(start, end, ramp)
                 result = outside if result is None else np.bitwise_and(result, outside, out=result)
         return ramp[-1:] if result is None else result
-
-    def _dense(self) -> Any:
-        return ~intervals.hidden(self._intervals(), 0, self.n_queries)
-
-    def _tile_states(self, block_m: int, block_n: int) -> Any:
-        return intervals.tile_states(self._table(block_m, block_n), 0, cdiv(self.n_queries, block_m))
 
     def _table(self, block_m: int, block_n: int) -> Any:
         """Return the `intervals.tile_table` of tiles of this size; on the host it is kept."""

@@ -97,36 +97,6 @@ def band_intervals(
     return intervals
 
 
-def hidden(intervals: Sequence[Interval], row_start: int, row_stop: int) -> Any:
-    """Return which elements of a stripe of rows the intervals hide.
-
-    Parameters
-    ----------
-    intervals : sequence of (start, end)
-        At least one pair of arrays of shape (..., n_keys); slice them to get a tile.
-    row_start, row_stop : int
-        Rows of the stripe.
-
-    Returns
-    -------
-    bool array, (..., row_stop - row_start, n_keys)
-        True = hidden.
-
-    Examples
-    --------
-    >>> hidden(band_intervals(4, 4, None, 0), 1, 3).astype(int).tolist()
-    [[0, 0, 1, 1], [0, 0, 0, 1]]
-    """
-    xp = namespace(intervals[0][0])
-    rows = xp.arange(row_start, row_stop, dtype=xp.int32)[:, None]
-    result = None
-    for start, end in intervals:
-        inside = rows >= start[..., None, :]
-        inside &= rows < end[..., None, :]
-        result = inside if result is None else result | inside
-    return result
-
-
 def covered(intervals: Sequence[Interval], n_queries: int) -> Any:
     """Return which keys the intervals together hide from every row (with no rows: all keys).
 

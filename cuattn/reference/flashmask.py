@@ -15,7 +15,7 @@ from cuattn.reference.steps import Backward, block, place, reciprocal, rescaling
 
 __all__ = ["FlashMaskForward", "flashmask_backward", "flashmask_forward"]
 
-_LOWER, _UPPER, _ALL = slice(0, 2), slice(2, 4), slice(0, 4)  # LTS and LTE, UTS and UTE, and all four
+_LOWER, _UPPER = slice(0, 2), slice(2, 4)  # columns of the mask in HBM: LTS and LTE, UTS and UTE
 
 
 class FlashMaskForward(NamedTuple):
@@ -85,16 +85,16 @@ def flashmask_forward(q, k, v, mask, M, *, scale=None, dtype=np.float64):
         l_i = hbm.on_chip("l", np.zeros(len(Q_i), hbm.dtype))
         m_i = hbm.on_chip("m", np.full(len(Q_i), -np.inf, hbm.dtype))
         for j in range(sizes.t_c):  # Alg. 1 l. 9
-            if _is_masked(rows, hbm.load("common", (_ALL, j))):  # Alg. 1 l. 10-15
+            if _is_masked(rows, hbm.load("common", j)):  # Alg. 1 l. 10-15
                 continue
             keys = block(j, sizes.b_c, n)
             K_j, V_j = hbm.load("K", keys), hbm.load("V", keys)  # Alg. 1 l. 16
             S_ij = hbm.on_chip("S", scale * (Q_i @ K_j.T))  # Alg. 1 l. 17
-            lower, upper = _is_partial(rows, hbm.load("any", (_ALL, j)))  # Alg. 1 l. 18, 22
+            lower, upper = _is_partial(rows, hbm.load("any", j))  # Alg. 1 l. 18, 22
             if lower:
-                S_ij = _hide(S_ij, rows, hbm.load("mask", (_LOWER, keys)))  # Alg. 1 l. 19-20
+                S_ij = _hide(S_ij, rows, hbm.load("mask", (keys, _LOWER)))  # Alg. 1 l. 19-20
             if upper:
-                S_ij = _hide(S_ij, rows, hbm.load("mask", (_UPPER, keys)))  # Alg. 1 l. 23-24
+                S_ij = _hide(S_ij, rows, hbm.load("mask", (keys, _UPPER)))  # Alg. 1 l. 23-24
             m_new = np.maximum(m_i, S_ij.max(axis=1))  # Alg. 1 l. 26
             P_ij = np.exp(S_ij - np.where(m_new == -np.inf, 0, m_new)[:, None])
             old = rescaling(m_i, m_new)
@@ -166,8 +166,8 @@ def flashmask_backward(do, q, k, v, fwd, mask, M, *, scale=None, dtype=np.float6
         K_j, V_j = hbm.load("K", keys), hbm.load("V", keys)  # Alg. 2 l. 9
         dK_j = hbm.on_chip("dK", np.zeros_like(K_j))  # Alg. 2 l. 10
         dV_j = hbm.on_chip("dV", np.zeros_like(V_j))
-        vectors = hbm.load("mask", (_ALL, keys))  # Alg. 2 l. 11-12
-        common, any_ = hbm.load("common", (_ALL, j)), hbm.load("any", (_ALL, j))  # resident (appendix A.1)
+        vectors = hbm.load("mask", keys)  # Alg. 2 l. 11-12
+        common, any_ = hbm.load("common", j), hbm.load("any", j)  # resident (appendix A.1)
         for i in range(sizes.t_r):  # Alg. 2 l. 13
             rows = block(i, sizes.b_r, n)
             if not _is_masked(rows, common):  # Alg. 2 l. 14-19
@@ -183,9 +183,9 @@ def _backward_tile(hbm, scale, rows, K_j, V_j, vectors, any_, dK_j, dV_j):
     S_ij = hbm.on_chip("S", scale * (Q_i @ K_j.T))  # Alg. 2 l. 21
     lower, upper = _is_partial(rows, any_)
     if lower:
-        S_ij = _hide(S_ij, rows, vectors[_LOWER])  # Alg. 2 l. 22-24
+        S_ij = _hide(S_ij, rows, vectors[:, _LOWER])  # Alg. 2 l. 22-24
     if upper:
-        S_ij = _hide(S_ij, rows, vectors[_UPPER])  # Alg. 2 l. 25-27
+        S_ij = _hide(S_ij, rows, vectors[:, _UPPER])  # Alg. 2 l. 25-27
     P_ij = np.exp(S_ij - np.where(L_i == -np.inf, 0, L_i)[:, None])  # Alg. 2 l. 28
     dV_j += P_ij.T @ dO_i  # Alg. 2 l. 29
     dP_ij = hbm.on_chip("dP", dO_i @ V_j.T)  # Alg. 2 l. 30
@@ -206,14 +206,14 @@ def _place_mask(hbm, mask, n, sizes):
     for name, vector in zip(("LTS", "LTE", "UTS", "UTE"), mask, strict=True):
         if np.shape(vector) != (n,):
             raise ShapeError(f"mask: {name} has shape {np.shape(vector)}, expected (N,) = {(n,)}")
-    hbm.place("mask", mask, np.int32)
-    hbm.allocate("common", (4, sizes.t_c), dtype=np.int32)
-    hbm.allocate("any", (4, sizes.t_c), dtype=np.int32)
+    hbm.place("mask", np.transpose(mask), np.int32)
+    hbm.allocate("common", (sizes.t_c, 4), dtype=np.int32)
+    hbm.allocate("any", (sizes.t_c, 4), dtype=np.int32)
     for j in range(sizes.t_c):
-        vectors = hbm.load("mask", (_ALL, block(j, sizes.b_c, n)))
-        least, most, starts = vectors.min(axis=1), vectors.max(axis=1), [True, False, True, False]
-        hbm.store("common", (_ALL, j), np.where(starts, most, least))
-        hbm.store("any", (_ALL, j), np.where(starts, least, most))
+        vectors = hbm.load("mask", block(j, sizes.b_c, n))
+        least, most, starts = vectors.min(axis=0), vectors.max(axis=0), [True, False, True, False]
+        hbm.store("common", j, np.where(starts, most, least))
+        hbm.store("any", j, np.where(starts, least, most))
     hbm.end_kernel()
 
 
@@ -234,5 +234,5 @@ def _is_partial(rows, any_):
 
 def _hide(S, rows, interval):
     """Set S to -inf where start <= row < end."""
-    row, (start, end) = np.arange(rows.start, rows.stop)[:, None], interval
+    row, (start, end) = np.arange(rows.start, rows.stop)[:, None], interval.T
     return np.where((start <= row) & (row < end), -np.inf, S)

@@ -53,7 +53,7 @@ struct Params {
     i32 batch_size[kBatchAxes];                // outermost first, unused axes 1
     i32 batch, heads, kv_heads, group;         // batch = product of batch_size; query head h reads k, v head h / group
     i32 n_queries, n_keys, head_dim, head_dim_v;
-    i32 band_left, band_right, band_offset;    // key j is visible to row i when i + offset - left <= j <= i + offset + right; |offset +- side| <= 2^30
+    i32 band_left, band_right;                 // key j is visible to row i when i - left <= j <= i + right; both from -2^30 to 2^30
     i32 row_tiles, key_tiles;                  // of cfg::block_m rows and cfg::block_n keys
     i32 section;                               // batch-heads that are worked on side by side (their k and v share the L2 cache)
     i32 splits, split_tiles;                   // forward: parts of the key axis and key tiles in each; backward: sm80/bwd.cu

@@ -1,4 +1,5 @@
-// The row tiles that a key tile needs, in ascending or descending order: FlashMask's algorithm 2, lines 12-20 and 25, as arithmetic on ranges.
+// The row tiles that a key tile needs, in ascending or descending order: FlashMask's algorithm 2, lines 13-19, 22 and 25, as arithmetic on ranges;
+// with a block mask, line 8 of FlashAttention's algorithm 5.
 //
 // For a fixed key tile every mask but the block mask hides a few ranges of row tiles, so the next visible tile is found by jumps.
 #pragma once

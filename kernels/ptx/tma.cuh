@@ -27,16 +27,6 @@ __device__ __forceinline__ void tensor_load(u32 destination, const TensorMap& ma
         : "memory");
 }
 
-// The same box, written to the same offset of every CTA of the cluster named in `ctas` (one bit per rank).
-__device__ __forceinline__ void tensor_load_multicast(u32 destination, const TensorMap& map, u32 barrier, u64 policy,
-                                                      u16 ctas, i32 column, i32 row, i32 head, i32 batch) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-        ".L2::cache_hint [%0], [%1, {%5, %6, %7, %8}], [%2], %4, %3;" ::"r"(destination),
-        "l"(&map), "r"(barrier), "l"(policy), "h"(ctas), "r"(column), "r"(row), "r"(head), "r"(batch)
-        : "memory");
-}
-
 // Copies a tile from shared to global memory; elements outside the tensor are dropped.
 __device__ __forceinline__ void tensor_store(const TensorMap& map, u32 source, i32 column, i32 row, i32 head,
                                              i32 batch) {

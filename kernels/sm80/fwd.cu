@@ -1,4 +1,5 @@
-// Attention forward on mma.sync: o = softmax(q k^T) v with l and m (FlashAttention-2, algorithm 1), any GPU from sm_80 on.
+// Attention forward on mma.sync: o = softmax(q k^T) v with l and m, any GPU from sm_80 on.  FlashAttention's algorithm 2 (5 with a block mask)
+// with queries outside, and FlashMask's algorithm 1; lines are algorithm 2's where no other is named.
 //
 // One block works on block_m query rows of one head and streams the key tiles in descending order; each warp owns
 // block_m / warps rows.  Grid: x = row tiles x heads x batch, y = splits of the key axis, z = column chunks of v.
@@ -13,22 +14,10 @@
 //   q                    block_m * head_dim * sizeof(elem)
 //   teams x stages x { k, v }   block_n * (head_dim + head_dim_v) * sizeof(elem), and block_n * 16 with a column mask
 //   maxima               block_m * sizeof(acc), if cfg::flush_every
-#include "sm80/mma_f32.cuh"
-#include "sm80/mma_f64.cuh"
-#include "attn/score.cuh"
-#include "sm80/softmax.cuh"
 #include "ptx/opaque.cuh"
-#include "sm80/fwd_merge.cuh"
-#include "sm80/fwd_work.cuh"
+#include "sm80/fwd_results.cuh"
 
-using Stored = typename Either<cfg::split, Acc, cfg::out>::type;  // of o as a block leaves it
-using Product = Mma<Elem>;
-using Q = Product::QRows<m_tiles, cfg::head_dim>;
-
-constexpr u32 ring_bytes = cfg::stages * stage_bytes;  // of a team
-constexpr int older_tiles = cfg::stages > 1 ? cfg::stages - 2 : 0;  // copies that may be under way when the oldest must have arrived
-using Softmax = SoftmaxRows<Acc, m_tiles, sizeof(Elem) == 2>;
-
+// Line 9.
 __device__ __forceinline__ void load_q(const Params& p, const Work& w, u32 shared) {
     const i32 cols = cfg::exact ? cfg::head_dim : p.head_dim;
     if constexpr (cfg::pack == 1) {
@@ -42,7 +31,7 @@ __device__ __forceinline__ void load_q(const Params& p, const Work& w, u32 share
     }
 }
 
-// Issues the copies of one key tile.  Keys that no row sees must not reach the second product: their v could hold NaN.
+// Line 7: issues the copies of one key tile.  Keys that no row sees must not reach the second product: their v could hold NaN.
 __device__ __forceinline__ void load_kv(const Params& p, const Work& w, Tile tile, u32 shared) {
     const i32 first = tile.n() * cfg::block_n;
     load_tile<Elem, cfg::block_n, cfg::head_dim, threads, cfg::load_bytes>(shared, w.k + first * p.k.row, p.k.row, cfg::exact ? cfg::head_dim : p.head_dim,
@@ -94,12 +83,9 @@ __device__ __forceinline__ void mask_scores(const Params& p, const Work& w, Tile
             int4 intervals{};
             if constexpr (column_masks > 0) ptx::load_shared(intervals, cols + (n * 8 + 2 * (threadIdx.x % 4) + e) * 16);
             const KeyMask key(p, w.mask.slices(), j, intervals);
-#pragma unroll
-            for (int mt = 0; mt < m_tiles; ++mt)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    if (!key.visible(p, row_of(p, w, mt, h), j)) s[mt][n][2 * h + e] = -infinity<Acc>();
-                }
+            for_rows<m_tiles>([&](int mt, int h) {
+                if (!key.visible(p, row_of(p, w, mt, h), j)) s[mt][n][2 * h + e] = -infinity<Acc>();
+            });
         }
 }
 
@@ -113,15 +99,15 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, Tile tile
     const u32 lane = threadIdx.x % 32;
     const i32 own = Product::prepares ? ptx::opaque(static_cast<i32>(thread())) : 0;  // its addresses are not kept in registers
     Acc s[m_tiles][n_tiles][4] = {};
-    Product::scores(s, q, shared, lane);
+    Product::scores(s, q, shared, lane);  // line 10
     if constexpr (cfg::prescaled) finish_scores(p, w, tile, s);
-    if (tile.partial()) mask_scores(p, w, tile, shared + k_bytes + v_bytes, s);
+    if (tile.partial()) mask_scores(p, w, tile, shared + k_bytes + v_bytes, s);  // line 11; FlashMask's 18-25
     const Log2Factor<Acc> to_log2 = w.to_log2;
-    rows.update(s, o, to_log2);
-    Product::values(
+    rows.update(s, o, to_log2);  // lines 12 and 13
+    Product::values(  // line 15, o divided by l at last
         o, s, shared + k_bytes, lane, [&](int c) { rows.exponentiate(s, c, to_log2); },
         [&](int mt, int c, auto&... fragments) {
-            if constexpr (cfg::dropout != 0) {
+            if constexpr (cfg::dropout != 0) {  // line 14
                 u32 words[4];
                 const i32 row = w.row0 + static_cast<i32>(warp()) * warp_rows + mt * 16 + lane / 4;
                 random_words(words, p, w.stream, row, tile.n() * cfg::block_n + c * 16 + 2 * (lane % 4));
@@ -136,184 +122,6 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, Tile tile
         });
 }
 
-template <class Out>
-__device__ __forceinline__ void store_pair(Out* out, Acc x, Acc y, bool first, bool second, bool together) {
-    struct alignas(2 * sizeof(Out)) Pair {
-        Out x, y;
-    };
-    if (together && second) {
-        *reinterpret_cast<Pair*>(out) = {round_to<Out>(x), round_to<Out>(y)};
-    } else {
-        if (first) out[0] = round_to<Out>(x);
-        if (second) out[1] = round_to<Out>(y);
-    }
-}
-
-// A (packed) row of the results: contiguous arrays, or a part's share of the workspace.
-struct ResultRow {
-    i64 at;
-    bool exists;
-
-    __device__ __forceinline__ ResultRow(const Params& p, const Work& w, i32 packed, i32 part) {
-        const i32 row = packed / cfg::pack, head = w.head + packed % cfg::pack;
-        exists = row < p.n_queries;
-        at = ((static_cast<i64>(part) * p.batch + w.ib) * p.heads + head) * p.n_queries + row;
-    }
-    __device__ __forceinline__ Stored* o(const Params& p) const {
-        return static_cast<Stored*>(cfg::split ? p.o_part : p.o.data) + at * p.head_dim_v;
-    }
-};
-
-// Row `mt`, `h` of this lane.
-__device__ __forceinline__ ResultRow result_row(const Params& p, const Work& w, int mt, int h) {
-    const i32 own = ptx::opaque(static_cast<i32>(thread()));  // what follows from it is not kept in registers
-    return {p, w, w.row0 + own / 32 * warp_rows + mt * 16 + h * 8 + own % 32 / 4, cfg::split ? static_cast<i32>(blockIdx.y) : 0};
-}
-
-// Over very many keys sums lose digits: after every cfg::flush_every key tiles (0: never) o is added to the result in memory, and starts anew.
-// Shared memory holds the rows' maxima when that was done last, +inf before.
-__device__ __forceinline__ i32 flush_group(Tile tile) { return tile.n() / max(cfg::flush_every, 1); }
-
-__device__ __forceinline__ u32 flushed_maximum(u32 maxima, int mt, int h) {
-    const i32 own = ptx::opaque(static_cast<i32>(thread()));
-    return maxima + (own / 32 * warp_rows + mt * 16 + h * 8 + own % 32 / 4) * int(sizeof(Acc));
-}
-
-__device__ __forceinline__ void start_flushes(u32 maxima) {
-#pragma unroll
-    for (int mt = 0; mt < m_tiles; ++mt)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) ptx::store_shared(flushed_maximum(maxima, mt, h), infinity<Acc>());
-    __syncwarp();
-}
-
-// Adds o to the result in memory or, at last, that to o.
-template <bool last>
-__device__ __forceinline__ void flush(const Params& p, const Work& w, u32 maxima, const Softmax& rows, Acc (&o)[m_tiles][v_tiles][4]) {
-#pragma unroll
-    for (int mt = 0; mt < m_tiles; ++mt)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const ResultRow row = result_row(p, w, mt, h);
-            Acc before;
-            ptx::load_shared(before, flushed_maximum(maxima, mt, h));
-            const bool any = before != infinity<Acc>();
-            const Acc factor = exp2_term(before - Softmax::finite(rows.m[mt][h]), w.to_log2);
-            __syncwarp();  // the lanes that share the row have read
-            ptx::store_shared(flushed_maximum(maxima, mt, h), rows.m[mt][h]);
-            if (!row.exists) continue;
-            constexpr int together = v_tiles % 8 == 0 ? 8 : v_tiles % 4 == 0 ? 4 : 2;  // tiles whose loads are under way at a time
-#pragma unroll
-            for (int first = 0; first < v_tiles; first += together) {
-                Stored* const from = row.o(p) + blockIdx.z * cfg::head_dim_v + Product::column(0, threadIdx.x % 4);
-                const i32 columns = p.head_dim_v - blockIdx.z * cfg::head_dim_v - Product::column(0, threadIdx.x % 4);
-                Acc flushed[together][2];
-#pragma unroll
-                for (int i = 0; i < 2 * together; ++i) {
-                    const i32 col = Product::column(first + i / 2, 0) + i % 2;
-                    flushed[i / 2][i % 2] = any && (cfg::exact || col < columns) ? Acc(from[col]) : Acc(0);
-                }
-#pragma unroll
-                for (int i = 0; i < 2 * together; ++i) {
-                    const i32 col = Product::column(first + i / 2, 0) + i % 2;
-                    Acc& x = o[mt][first + i / 2][2 * h + i % 2];
-                    const Acc sum = any ? fma_of(flushed[i / 2][i % 2], factor, x) : x;
-                    x = last ? sum : Acc(0);
-                    if (!last && (cfg::exact || col < columns)) from[col] = sum;
-                }
-            }
-        }
-}
-
-// Which tiles of o a team finishes.
-__device__ __forceinline__ bool finishes(int n) { return cfg::teams == 1 || n % cfg::teams == team(); }
-
-// Adds up what the teams have, in shared memory: each leaves its o in its own ring, and finishes every cfg::teams-th tile of o.
-__device__ __forceinline__ void combine_teams(const Work& w, u32 rings, Softmax& rows, Acc (&o)[m_tiles][v_tiles][4]) {
-    static_assert(cfg::teams == 1 || (v_tiles * 4 + 4) * 32 * int(sizeof(Acc)) <= ring_bytes, "a ring has room for o, l and m");
-    static_assert(cfg::teams == 1 || m_tiles == 1, "a team has 16 rows");
-    const u32 lane = threadIdx.x % 32;
-    const auto place = [&](int team, int index) { return rings + team * ring_bytes + (index * 32 + lane) * u32(sizeof(Acc)); };
-    rows.finish();
-#pragma unroll
-    for (int h = 0; h < 2; ++h) ptx::store_shared(place(team(), 2 * h), rows.m[0][h]), ptx::store_shared(place(team(), 2 * h + 1), rows.l[0][h]);
-#pragma unroll
-    for (int n = 0; n < v_tiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) ptx::store_shared(place(team(), 4 + 4 * n + i), o[0][n][i]);
-    __syncthreads();  // all teams' results are there
-    Acc weight[cfg::teams][2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        Acc top = -infinity<Acc>(), sum = 0;
-#pragma unroll
-        for (int t = 0; t < cfg::teams; ++t) {
-            ptx::load_shared(weight[t][h], place(t, 2 * h));
-            top = max_of(top, weight[t][h]);
-        }
-#pragma unroll
-        for (int t = 0; t < cfg::teams; ++t) {
-            Acc l;
-            ptx::load_shared(l, place(t, 2 * h + 1));
-            weight[t][h] = exp2_term(weight[t][h] - Softmax::finite(top), w.to_log2);
-            sum += l * weight[t][h];
-        }
-        rows.m[0][h] = top, rows.l[0][h] = sum;
-    }
-#pragma unroll
-    for (int n = 0; n < v_tiles; ++n) {
-        if (!finishes(n)) continue;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            Acc sum = 0;
-#pragma unroll
-            for (int t = 0; t < cfg::teams; ++t) {
-                Acc x;
-                ptx::load_shared(x, place(t, 4 + 4 * n + i));
-                sum += x * weight[t][i / 2];
-            }
-            o[0][n][i] = sum;
-        }
-    }
-}
-
-// Divides by l and writes the warp's rows of o, l and m.
-__device__ __forceinline__ void store(const Params& p, const Work& w, const Softmax& rows, Acc (&o)[m_tiles][v_tiles][4]) {
-    Product::arrange(o);
-    Acc* l_out = static_cast<Acc*>(cfg::split ? p.l_part : p.l.data);
-    Acc* m_out = static_cast<Acc*>(cfg::split ? p.m_part : p.m.data);
-    const i32 q = threadIdx.x % 4, col0 = blockIdx.z * cfg::head_dim_v;
-    const bool together = cfg::exact || p.head_dim_v % 2 == 0;
-    // m leaves in natural units of the score: raw maxima are scaled here.
-    const Acc unit = cfg::prescaled ? Acc(1) : static_cast<Acc>(p.scale);
-#pragma unroll
-    for (int mt = 0; mt < m_tiles; ++mt)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const ResultRow row = result_row(p, w, mt, h);
-            if (!row.exists) continue;
-            const Acc l = rows.l[mt][h];
-            const Acc inverse = l == Acc(0) ? Acc(0) : static_cast<Acc>(cfg::dropout != 0 ? p.dropout_scale : 1.0) / l;
-            if ((cfg::statistics || cfg::split) && q == 0 && blockIdx.z == 0 && team() == 0) l_out[row.at] = l, m_out[row.at] = rows.m[mt][h] * unit;
-#pragma unroll
-            for (int n = 0; n < v_tiles; ++n) {
-                if (!finishes(n)) continue;
-                const i32 col = col0 + Product::column(n, q);
-                store_pair(row.o(p) + col, o[mt][n][2 * h] * inverse, o[mt][n][2 * h + 1] * inverse, cfg::exact || col < p.head_dim_v,
-                           cfg::exact || col + 1 < p.head_dim_v, together);
-            }
-        }
-}
-
-// Merges the parts of this block's rows if it is the last to have one.
-__device__ __forceinline__ void merge(const Params& p, const Work& w) {
-    if (!last_of_parts(p)) return;
-    for (i32 r = threadIdx.x / 32; r < cfg::block_m; r += cfg::warps * cfg::teams) {
-        const ResultRow row(p, w, w.row0 + r, 0);
-        if (row.exists) merge_row<Acc>(p, row.at);
-    }
-}
-
 extern "C" __global__ __launch_bounds__(threads * cfg::teams, cfg::min_blocks) void attention_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 memory[];
     const u32 q_shared = ptx::shared_address(memory), rings = q_shared + q_bytes, kv_shared = rings + team() * ring_bytes;
@@ -321,6 +129,7 @@ extern "C" __global__ __launch_bounds__(threads * cfg::teams, cfg::min_blocks) v
     Work& w = works[team()];
     if (thread() == 0) locate(p, w);
     __syncthreads();  // works are written
+    // Line 6 and algorithm 5's 8; FlashMask's 10-15: tiles that hide everything are passed over.
     TileWalk<cfg::teams> walk(p, w.mask, w.tile_end, w.tile_begin + static_cast<i32>(team()));
     Tile tiles[cfg::stages];  // the tile at work and those under way
     if (team() == 0) load_q(p, w, q_shared);

@@ -1,13 +1,22 @@
 // What a team of the portable forward works on: its rows, its part of the keys, where both lie.
 #pragma once
-#include "sm80/config.cuh"
 #include "attn/mask.cuh"
 #include "attn/philox.cuh"
+#include "attn/score.cuh"
+#include "sm80/config.cuh"
+#include "sm80/softmax.cuh"
 
 using namespace config;
 using Elem = cfg::elem;
 using Acc = cfg::acc;
 
+using Stored = typename Either<cfg::split, Acc, cfg::out>::type;  // of o as a block leaves it
+using Product = Mma<Elem>;
+using Q = Product::QRows<m_tiles, cfg::head_dim>;
+
+constexpr u32 ring_bytes = cfg::stages * stage_bytes;  // of a team
+constexpr int older_tiles = cfg::stages > 1 ? cfg::stages - 2 : 0;  // copies that may be under way when the oldest must have arrived
+using Softmax = SoftmaxRows<Acc, m_tiles, sizeof(Elem) == 2>;
 static_assert(cfg::teams == 1 || cfg::warps == 1, "a team is a warp");
 
 __device__ __forceinline__ u32 team() { return cfg::teams == 1 ? 0 : threadIdx.x / threads; }

@@ -11,7 +11,7 @@
 #include "sm90/bwd_reducer.cuh"
 #include "sm90/bwd_split.cuh"
 
-namespace sm90 {
+namespace sm90::bwd {
 
 __device__ __forceinline__ void init_barriers(const Shared& shared) {
     constexpr u32 warps = 4 * warpgroups;
@@ -60,14 +60,15 @@ __device__ __forceinline__ void run_consumer(const Params& p, const Shared& shar
     }
 }
 
-}  // namespace sm90
+}  // namespace sm90::bwd
 
-extern "C" __global__ void __launch_bounds__(sm90::threads, 1)
+extern "C" __global__ void __launch_bounds__(sm90::bwd::threads, 1)
 attention_backward(const __grid_constant__ Params p, const __grid_constant__ ptx::TensorMap q_map,
                    const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
                    const __grid_constant__ ptx::TensorMap do_map, const __grid_constant__ ptx::TensorMap dk_map,
                    const __grid_constant__ ptx::TensorMap dv_map) {
     using namespace sm90;
+    using namespace sm90::bwd;
     extern __shared__ __align__(1024) u8 memory[];
     const Shared shared{ptx::shared_address(memory), memory};
     const Maps maps{q_map, k_map, v_map, do_map, dk_map, dv_map};

@@ -5,7 +5,7 @@
 #pragma once
 #include "sm90/bwd_worker.cuh"
 
-namespace sm90 {
+namespace sm90::bwd {
 
 // P is rounded together with dS, and dV comes after dS, which is faster by 1-4 % and takes fewer registers; but a softcap's slope
 // leaves no P to round.
@@ -50,14 +50,14 @@ struct Consumer : Worker {
     __device__ __forceinline__ QueryGradient& queries() { return place_of_queries(dp, dq); }
 
     // Begins the scores of the row tile in the slot, which is there, and tells of its dQ.
-    __device__ __forceinline__ void issue_scores() {
+    __device__ __forceinline__ void issue_s() {
         code = step();
-        multiply_scores(s, own_rows(shared.k(keys.stage)), shared.q(slot.stage));
+        compute_s(s, own_rows(shared.k(keys.stage)), shared.q(slot.stage));
         ptx::wgmma_commit();
-        foretell_queries();
+        foretell_dq();
     }
 
-    __device__ __forceinline__ void issue_weights() {
+    __device__ __forceinline__ void issue_dp() {
         await_douts();
         values.multiply(dp, own_rows(shared.v()), shared.dout(slot.stage), shared.delta(slot.stage));
     }
@@ -67,9 +67,9 @@ struct Consumer : Worker {
     // Read by threads where they hold a part of V.
     __device__ __forceinline__ void release_values() const {
         if constexpr (cfg::split_delta)
-            release_read(v_empty);
+            release_read(shared.barrier(v_empty));
         else
-            release(v_empty);
+            release(shared.barrier(v_empty));
     }
 
     // What probabilities need beside the scores.
@@ -87,19 +87,19 @@ struct Consumer : Worker {
         weigh<values_first>(s, weights, p, given.stat, given.draws);
     }
 
-    // Line 20: dS, which goes to shared memory for dQ.
+    // Lines 18 and 20: dS, which goes to shared memory for dQ.
     __device__ __forceinline__ void gradients(const Delta& delta) {
         differentiate<!values_first>(ds, weights, s, dp, delta);
         store_gradients(ds, own_gradients(slot.stage));
     }
 
     // Line 21: dQ of this warpgroup's rows or columns of the row tile.
-    __device__ __forceinline__ void issue_queries() {
+    __device__ __forceinline__ void issue_dq() {
         const u32 rows = shared.ds(slot.stage), columns = shared.k(keys.stage);
         if constexpr (dq_by_rows)
-            multiply_queries(queries(), own_rows(rows), columns);
+            compute_dq(queries(), own_rows(rows), columns);
         else
-            multiply_queries(queries(), rows, columns + (slabs == 1 ? 64 : cfg::block_n * row_bytes) * warpgroup);
+            compute_dq(queries(), rows, columns + (slabs == 1 ? 64 : cfg::block_n * row_bytes) * warpgroup);
     }
 
     // Products of a row tile; dQ and dK are under way on exit.
@@ -107,12 +107,12 @@ struct Consumer : Worker {
         await_queries();
         if constexpr (given_first) {
             const Given given = load_given();
-            issue_scores();
-            issue_weights();
+            issue_s();
+            issue_dp();
             probabilities(find_hidden(), given);
         } else {
-            issue_scores();
-            issue_weights();
+            issue_s();
+            issue_dp();
             const Hidden hidden = find_hidden();
             probabilities(hidden, load_given());
         }
@@ -129,9 +129,9 @@ struct Consumer : Worker {
         if constexpr (!values_first) accumulate(dv, weights, shared.dout(slot.stage), begun);
         ptx::async_proxy_fence();  // of dS, beside dV
         ptx::barrier_sync(gradients_barrier, consumers);  // dS is complete
-        issue_queries();
+        issue_dq();
         ptx::wgmma_wait<1>();
-        release(do_empty + slot.stage);
+        release(shared.barrier(do_empty + slot.stage));
         accumulate(dk, ds, shared.q(slot.stage), begun);  // line 22
         begun = 1;
     }
@@ -143,7 +143,7 @@ struct Consumer : Worker {
         ptx::mbarrier_wait(shared.barrier(taken), stage ^ 1);
         store_registers(shared.handed_on(warpgroup), dq);
         if constexpr (!reducer_fences) ptx::async_proxy_fence();
-        release(handed + stage);
+        release(shared.barrier(handed + stage));
     }
 
     // Tells a reducer where the step's dQ will belong; after a step's end, when the entry before the last is free.
@@ -153,7 +153,7 @@ struct Consumer : Worker {
         ptx::mbarrier_arrive(shared.barrier(foretold + slot.stage));
     }
 
-    __device__ __forceinline__ void foretell_queries() const {
+    __device__ __forceinline__ void foretell_dq() const {
         foretell({step().dq_tile, step().m(), work().tile, step().head, work().batch});
     }
 
@@ -162,7 +162,7 @@ struct Consumer : Worker {
         ptx::wgmma_wait<1>();
         hand_over(slot.stage);
         ptx::wgmma_wait<0>();
-        release_read(q_empty + slot.stage);
+        release_read(shared.barrier(q_empty + slot.stage));
         slot.advance();
     }
 
@@ -186,25 +186,25 @@ struct Consumer : Worker {
         const float factor_v = static_cast<float>(p.dropout_scale), factor_k = static_cast<float>(p.scale * p.dropout_scale);
         const bool leader = threadIdx.x % 128 == 0;
         const Work work = this->work();
-        const i32 first_key = work.tile * cfg::block_n + 64 * warpgroup;
-        release_read(k_empty + keys.stage);
+        const i32 first_key = work.tile * cfg::block_n + 64 * warpgroup, slice = work.batch * p.kv_heads + work.head;
+        release_read(shared.barrier(k_empty + keys.stage));
         ptx::barrier_sync(keys_barrier, consumers);  // nobody reads dS any more
         if constexpr (unrounded) {
-            write_float(dv, factor_v, p.dv.data, p, p.head_dim_v, work, first_key + thread_key());
+            write_gradient(dv, factor_v, p.dv.data, slice, p.n_keys, p.head_dim_v, first_key + fragment_row());
         } else {
             const u32 staged = own_gradients(0);
             stage_gradient(dv, factor_v, staged, ds_bytes);
             ptx::barrier_sync(store_barrier + warpgroup, 128);  // dV is staged
-            if (leader) store_gradient<slabs_v>(dv_map, staged, ds_bytes, work, first_key);
+            if (leader) store_gradient<slabs_v>(dv_map, staged, ds_bytes, first_key, work.head, work.batch);
         }
         if constexpr (unrounded) {
-            write_float(dk, factor_k, p.dk.data, p, p.head_dim, work, first_key + thread_key());
+            write_gradient(dk, factor_k, p.dk.data, slice, p.n_keys, p.head_dim, first_key + fragment_row());
         } else {
             if constexpr (!dq_by_rows) ptx::mbarrier_wait(shared.barrier(taken), slot.stage ^ 1);
             const u32 staged = dq_by_rows ? own_gradients(0) + 64 * row_bytes : shared.handed_on(warpgroup);
             stage_gradient(dk, factor_k, staged, 64 * row_bytes);
             ptx::barrier_sync(store_barrier + warpgroup, 128);  // dK is staged
-            if (leader) store_gradient<slabs>(dk_map, staged, 64 * row_bytes, work, first_key);
+            if (leader) store_gradient<slabs>(dk_map, staged, 64 * row_bytes, first_key, work.head, work.batch);
         }
     }
 
@@ -238,4 +238,4 @@ struct Consumer : Worker {
     }
 };
 
-}  // namespace sm90
+}  // namespace sm90::bwd

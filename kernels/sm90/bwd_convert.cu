@@ -6,9 +6,9 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/stmatrix.cuh"
 #include "sm90/bwd_layout.cuh"
-#include "sm90/halves.cuh"
+#include "sm90/gradients.cuh"
 
-namespace sm90 {
+namespace sm90::bwd {
 
 // Rounds a part into rows of slabs at `tile`.
 __device__ __forceinline__ void part_to_rows(const float4* part, u32 tile, float factor) {
@@ -40,10 +40,11 @@ __device__ __forceinline__ void write_part(const Params& p, const float4* part, 
     }
 }
 
-}  // namespace sm90
+}  // namespace sm90::bwd
 
-extern "C" __global__ void __launch_bounds__(128 * sm90::warpgroups) backward_convert(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(128 * sm90::bwd::warpgroups) backward_convert(const __grid_constant__ Params p) {
     using namespace sm90;
+    using namespace sm90::bwd;
     __shared__ __align__(128) u8 tile[slabs * cfg::block_m * row_bytes];
     const i32 block = gridDim.x - 1 - blockIdx.x, row_tile = block % p.row_tiles, instance = block / p.row_tiles;
     const i32 first = row_tile * cfg::block_m;

@@ -1,4 +1,4 @@
-// The drawers: a warpgroup that draws, a row tile ahead, what dropout drops of a tile, so that the consumers only look it up.
+// The drawers: a warpgroup that draws (algorithm 4, line 14), a row tile ahead, what dropout drops of a tile, so that the consumers only look it up.
 //
 // A tile is drawn in parts of 16 keys by 64 rows, what a warp of a consumer works on.  The generator serves rows (the contract is
 // in cuattn/rng.py): a call covers rows i, i + 8 and keys j, j + 1, + 8, of 16 x 16.  The consumer's lane (g, q) = (lane / 4, lane % 4)
@@ -10,14 +10,14 @@
 #include "ptx/opaque.cuh"
 #include "sm90/bwd_layout.cuh"
 
-namespace sm90 {
+namespace sm90::bwd {
 
 constexpr int part_rows = 64, key_blocks = cfg::block_n / 16;
 constexpr int side_by_side = drawn_in_pairs ? 2 : 1;  // parts of the same rows and of keys 16 * drawers apart
-constexpr int row_turns = drawers ? key_blocks / (drawers * side_by_side) : 1;  // of a warp, for 64 rows
-constexpr int turns = row_turns * (cfg::block_m / part_rows);
+constexpr int row_passes = drawers ? key_blocks / (drawers * side_by_side) : 1;  // of a warp, for 64 rows
+constexpr int passes = row_passes * (cfg::block_m / part_rows);
 constexpr bool unrolled = cfg::block_m == part_rows;
-static_assert(!drawers || key_blocks == drawers * side_by_side * row_turns);
+static_assert(!drawers || key_blocks == drawers * side_by_side * row_passes);
 
 // row and key: numbers in the whole problem, or with cfg::runs among the operands' own.  What is kept, in each of these parts, of 2 x 2 rows in each of two blocks of 16, and 2 x 2 keys from `key` on: in the low half the
 // even keys', in byte i of it those of block i, in bit 4 e + j that of element e of register j of the fragment.
@@ -49,26 +49,25 @@ __device__ __forceinline__ void draw_parts(u32 (&kept)[side_by_side], const Para
 
 __device__ __forceinline__ void draw_ahead(const Params& p, const Shared& shared, u32 warp) {
     const i32 own_lane = threadIdx.x % 32;
-    const u32 first_row = cfg::runs ? 0 : p.dropout.row, first_key = cfg::runs ? 0 : p.dropout.key;
     const u32 offset = __shfl_sync(~0u, random_offset(p.dropout), 0);  // the shuffle puts it into a uniform register
     for (Slot<cfg::stages> slot;; slot.advance()) {
         ptx::mbarrier_wait(shared.barrier(draws_told + slot.stage), slot.phase);
         const DrawPlace at = shared.draw_place(slot.stage);
         if (uniform(at.n < 0)) return;
         const StreamWords stream = stream_words(p.dropout, {at.batch, offset});
-#pragma unroll(unrolled ? turns : 1)
-        for (u32 turn = 0; turn < turns; ++turn) {
-            // Unrolled, what the generator makes of the rows would be kept for the next turn, in registers that are not there, if the
+#pragma unroll(unrolled ? passes : 1)
+        for (u32 pass = 0; pass < passes; ++pass) {
+            // Unrolled, what the generator makes of the rows would be kept for the next pass, in registers that are not there, if the
             // compiler knew that this is the same stream.
             const StreamWords own = unrolled ? stream_words(p.dropout, {shared.draw_place(slot.stage).batch, offset}) : stream;
-            const u32 rows = turn / row_turns, keys = warp + drawers * side_by_side * (turn % row_turns);
+            const u32 rows = pass / row_passes, keys = warp + drawers * side_by_side * (pass % row_passes);
             u32 lane = ptx::opaque(own_lane);  // found again where it is needed: of registers there are few
-            const u32 row = first_row + at.m * cfg::block_m + rows * part_rows + lane % 2 * 32 + (lane & 6);
-            const u32 key = first_key + at.n * cfg::block_n + 16 * keys + lane / 8 * 2;
+            const u32 row = (cfg::runs ? 0 : p.dropout.row) + at.m * cfg::block_m + rows * part_rows + lane % 2 * 32 + (lane & 6);
+            const u32 key = (cfg::runs ? 0 : p.dropout.key) + at.n * cfg::block_n + 16 * keys + lane / 8 * 2;
             u32 kept[side_by_side];
             draw_parts(kept, p, own, row, key);
-            // Until the row tile before has been looked up.  Asked behind the first turn, so that the second does not mix with it.
-            if (!unrolled || turn == 0)
+            // Until the row tile before has been looked up.  Asked behind the first pass, so that the second does not mix with it.
+            if (!unrolled || pass == 0)
                 ptx::mbarrier_wait(shared.barrier(draws_empty + (slot.stage ^ 1)), slot.phase ^ slot.stage ^ 1);
             lane = ptx::opaque(own_lane);
             u16* const even = reinterpret_cast<u16*>(&shared.draws(rows, keys, 0)) + lane + (lane & 24);
@@ -82,4 +81,4 @@ __device__ __forceinline__ void draw_ahead(const Params& p, const Shared& shared
     }
 }
 
-}  // namespace sm90
+}  // namespace sm90::bwd

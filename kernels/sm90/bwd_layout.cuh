@@ -4,7 +4,7 @@
 #include "attn/row_walk.cuh"
 #include "sm90/tiles.cuh"
 
-namespace sm90 {
+namespace sm90::bwd {
 
 constexpr int slabs = (cfg::head_dim + 63) / 64;        // of q and k
 constexpr int slabs_v = (cfg::head_dim_v + 63) / 64;    // of v and do
@@ -22,7 +22,6 @@ constexpr int threads = 128 * (warpgroups + 1 + drawing_warpgroups);
 
 // Accumulators leave the producer few; walking blocks takes more.
 constexpr int producer_registers = !by_function && cfg::mask != kMaskBlock ? 24 : 40;
-constexpr bool unmasked = cfg::mask == kMaskNone && !cfg::band_left && !cfg::band_right;
 // Where nothing is masked narrow heads leave registers for two calls of the generator side by side.
 constexpr bool drawn_in_pairs = cfg::block_m == 128 && unmasked;
 constexpr int drawer_registers = drawn_in_pairs ? 40 : 24;
@@ -192,8 +191,5 @@ struct Shared {
     }
 };
 
-constexpr bool unrounded = sizeof(cfg::grad) == 4;  // gradients leave in float32, from registers
-constexpr bool may_have_empty_rows = !unmasked;
-constexpr bool may_have_dead_keys = may_have_empty_rows;
 
-}  // namespace sm90
+}  // namespace sm90::bwd

@@ -4,9 +4,9 @@
 #include "attn/philox.cuh"
 #include "ptx/mbarrier.cuh"
 #include "sm90/bwd_work.cuh"
-#include "sm90/clean.cuh"
+#include "sm90/hidden.cuh"
 
-namespace sm90 {
+namespace sm90::bwd {
 
 struct Producer {
     const Params& p;
@@ -17,10 +17,10 @@ struct Producer {
     Slot<k_stages> keys;
     u32 phases = 3;  // bit 0: of v_empty, bit 1: of raw_empty; in one register, of which there are few
 
-    // Key tiles are handed out in order by a ticket that starts at 0.  Where they take turns no block holds one before it runs: others would
+    // Key tiles are handed out in order by a ticket that starts at 0.  Where their order is fixed no block holds one before it runs: others would
     // wait for it, who keep it from running.
     __device__ __forceinline__ i32 draw() const {
-        return __shfl_sync(~0u, leader ? (in_turns ? 0 : gridDim.x) + atomicAdd(p.ticket, 1) : 0, 0);
+        return __shfl_sync(~0u, leader ? (in_order ? 0 : gridDim.x) + atomicAdd(p.ticket, 1) : 0, 0);
     }
 
     // Sends a message to the cleaner, at whom the bytes of raw tiles arrive.
@@ -145,7 +145,7 @@ struct Producer {
 
     __device__ __forceinline__ void run() {
         const i32 total = p.batch * p.kv_heads * p.key_tiles;
-        for (i32 number = in_turns ? draw() : blockIdx.x; number < total; number = draw()) feed(number);
+        for (i32 number = in_order ? draw() : blockIdx.x; number < total; number = draw()) feed(number);
         if constexpr (drawers) tell({-1, 0, 0});
         ptx::mbarrier_wait(shared.barrier(k_empty + keys.stage), keys.phase ^ 1);  // now nobody looks at that key tile
         if (leader) {
@@ -202,4 +202,4 @@ __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
     }
 }
 
-}  // namespace sm90
+}  // namespace sm90::bwd

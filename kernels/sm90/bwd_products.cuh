@@ -1,14 +1,12 @@
-// The five matrix products of a step, each on one warpgroup's part.  All are asynchronous.
+// The five matrix products of a step of algorithm 4, each on one warpgroup's part.  All are asynchronous.
 //
 // Scores are computed transposed, keys down and queries across: a warpgroup owns 64 keys, and its P^T and dS^T are, rounded, the
 // register operands of the products that accumulate dV and dK.  Only dQ, to which all keys contribute, needs dS in shared memory.
 #pragma once
 #include "sm90/bwd_layout.cuh"
-#include "sm90/operands.cuh"
+#include "sm90/scores.cuh"
 
-namespace sm90 {
-
-constexpr int sign = cfg::negate ? -1 : 1;  // of the scale: raw scores are (sign * q) k^T
+namespace sm90::bwd {
 
 using Scores = float[cfg::block_m / 2];           // 64 keys x block_m queries
 using Fragments = u32[cfg::block_m / 16][4];      // the same rounded, as A operands of 16 queries each
@@ -16,14 +14,14 @@ using KeyGradient = float[cfg::head_dim / 2];     // dK of 64 keys
 using ValueGradient = float[cfg::head_dim_v / 2];
 using QueryGradient = float[dq_columns / 2];      // dQ of 64 rows
 
-// S^T = K Q^T.  k: this warpgroup's rows.  The caller commits.
-__device__ __forceinline__ void multiply_scores(Scores& s, u32 k, u32 q) {
+// Line 11: S^T = K Q^T.  k: this warpgroup's rows.  The caller commits.
+__device__ __forceinline__ void compute_s(Scores& s, u32 k, u32 q) {
     ptx::wgmma_fence();
     multiply_rows<cfg::head_dim, cfg::block_n, cfg::block_m, sign>(s, k, q);
 }
 
-// dP^T = V dO^T.  v: this warpgroup's rows.
-__device__ __forceinline__ void multiply_weights(Scores& dp, u32 v, u32 dout) {
+// Line 17: dP^T = V dO^T.  v: this warpgroup's rows.
+__device__ __forceinline__ void compute_dp(Scores& dp, u32 v, u32 dout) {
     ptx::wgmma_fence();
     multiply_rows<cfg::head_dim_v, cfg::block_n, cfg::block_m, 1>(dp, v, dout);
     ptx::wgmma_commit();
@@ -32,7 +30,7 @@ __device__ __forceinline__ void multiply_weights(Scores& dp, u32 v, u32 dout) {
 // A key tile's V as the consumers multiply it: out of shared memory.
 struct ReadValues {
     __device__ __forceinline__ void load(u32) const {}
-    __device__ __forceinline__ void multiply(Scores& dp, u32 v, u32 dout, u32) const { multiply_weights(dp, v, dout); }
+    __device__ __forceinline__ void multiply(Scores& dp, u32 v, u32 dout, u32) const { compute_dp(dp, v, dout); }
 };
 
 // With a split delta (attn/bwd_workspace.cuh): dP less D, so that no thread loads or subtracts it.  The registers that this saves keep a
@@ -61,7 +59,7 @@ struct HeldValues {
     }
 };
 
-// dV += P^T dO, or dK += dS^T Q: the fragments' queries times the tile's rows; begun = 0: instead of +=.
+// Lines 16 and 22: dV += P^T dO, or dK += dS^T Q: the fragments' queries times the tile's rows; begun = 0: instead of +=.
 template <int n>
 __device__ __forceinline__ void accumulate(float (&d)[n], const Fragments& a, u32 tile, u32 begun = 1) {
     ptx::wgmma_fence();
@@ -69,8 +67,8 @@ __device__ __forceinline__ void accumulate(float (&d)[n], const Fragments& a, u3
     ptx::wgmma_commit();
 }
 
-// dQ = dS K, over all keys of the tile.  ds: this warpgroup's rows; k: its columns.
-__device__ __forceinline__ void multiply_queries(QueryGradient& dq, u32 ds, u32 k) {
+// Line 21: dQ = dS K, over all keys of the tile.  ds: this warpgroup's rows; k: its columns.
+__device__ __forceinline__ void compute_dq(QueryGradient& dq, u32 ds, u32 k) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < cfg::block_n / 16; ++step) {
@@ -82,4 +80,4 @@ __device__ __forceinline__ void multiply_queries(QueryGradient& dq, u32 ds, u32 
     ptx::wgmma_commit();
 }
 
-}  // namespace sm90
+}  // namespace sm90::bwd

@@ -4,7 +4,7 @@
 #include "ptx/setmaxnreg.cuh"
 #include "sm90/bwd_rows_consumer.cuh"
 
-namespace sm90 {
+namespace sm90::rows {
 
 __device__ __forceinline__ void init_barriers(const Shared& shared) {
     constexpr u32 warps = 4 * warpgroups;
@@ -23,13 +23,14 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
     ptx::mbarrier_init_fence();
 }
 
-}  // namespace sm90
+}  // namespace sm90::rows
 
-extern "C" __global__ void __launch_bounds__(sm90::threads, 1)
+extern "C" __global__ void __launch_bounds__(sm90::rows::threads, 1)
 backward_rows(const __grid_constant__ Params p, const __grid_constant__ ptx::TensorMap q_map,
               const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
               const __grid_constant__ ptx::TensorMap do_map, const __grid_constant__ ptx::TensorMap dq_map) {
     using namespace sm90;
+    using namespace sm90::rows;
     extern __shared__ __align__(1024) u8 memory[];
     const Shared shared{ptx::shared_address(memory), memory};
     const Maps maps{q_map, k_map, v_map, do_map, dq_map};

@@ -1,16 +1,12 @@
 // A consumer warpgroup of the row kernel: dQ of 64 query rows, over all key tiles that they see, in descending order.
 #pragma once
 #include "attn/philox.cuh"
-#include "attn/score.cuh"
-#include "ptx/barrier.cuh"
-#include "ptx/stmatrix.cuh"
-#include "attn/bwd_workspace.cuh"
 #include "sm90/bwd_rows_producer.cuh"
-#include "sm90/operands.cuh"
+#include "sm90/gradients.cuh"
+#include "sm90/scores.cuh"
 
-namespace sm90 {
+namespace sm90::rows {
 
-constexpr int sign = cfg::negate ? -1 : 1;  // of the scale: raw scores are (sign * q) k^T
 constexpr u32 store_barrier = 1;            // + warpgroup
 
 using Scores = float[cfg::block_n / 2];      // 64 queries x block_n keys
@@ -32,33 +28,24 @@ struct Consumer {
     Fragments ds;
     QueryGradient dq;
 
-    // One arrival per warp, where the tensor cores read.
-    __device__ __forceinline__ void release(int barrier) const {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.barrier(barrier));
-    }
-
-    // One arrival per thread, for what threads have read (see bwd_worker.cuh).
-    __device__ __forceinline__ void release_read(int barrier) const { ptx::mbarrier_arrive(shared.barrier(barrier)); }
-
     __device__ __forceinline__ i32 own_row() const {
-        return shared.work().tile * cfg::block_m + 64 * warpgroup + 16 * (threadIdx.x % 128 / 32) + threadIdx.x % 32 / 4;
+        return shared.work().tile * cfg::block_m + 64 * warpgroup + fragment_row();
     }
 
     // stat or delta of the thread's two rows, which lie 8 apart.
     __device__ __forceinline__ float2 own_numbers(const float* numbers) const {
-        const float* own = numbers + 64 * warpgroup + 16 * (threadIdx.x % 128 / 32) + threadIdx.x % 32 / 4;
+        const float* own = numbers + 64 * warpgroup + fragment_row();
         return make_float2(own[0], own[8]);
     }
 
-    __device__ __forceinline__ void issue_scores() {
+    __device__ __forceinline__ void issue_s() {
         ptx::mbarrier_wait(shared.barrier(k_full + k.stage), k.phase);
         ptx::wgmma_fence();
         multiply_rows<cfg::head_dim, cfg::block_m, cfg::block_n, sign>(s, shared.q() + row_offset, shared.k(k.stage));
         ptx::wgmma_commit();
     }
 
-    __device__ __forceinline__ void issue_weights() {
+    __device__ __forceinline__ void issue_dp() {
         ptx::mbarrier_wait(shared.barrier(v_full + v.stage), v.phase);
         ptx::wgmma_fence();
         multiply_rows<cfg::head_dim_v, cfg::block_m, cfg::block_n, 1>(dp, shared.dout() + row_offset, shared.v(v.stage));
@@ -80,29 +67,23 @@ struct Consumer {
             for (int e = 0; e < 2; ++e) {
                 const i32 key = first + key_of(i + e);
                 const KeyMask mask(p, instance, offset, key);
-                if (!mask.visible(p, min(row, p.n_queries - 1), key)) s[i + e] = -infinity<float>();
-                if (!mask.visible(p, min(row + 8, p.n_queries - 1), key)) s[i + e + 2] = -infinity<float>();
+                if (!mask.visible(p, min(row, p.n_queries - 1), key)) s[i + e] = minus_infinity();
+                if (!mask.visible(p, min(row + 8, p.n_queries - 1), key)) s[i + e + 2] = minus_infinity();
             }
     }
 
-    // Line 13: P in place of the scores; what dropout drops is marked by its sign.  With a softcap, `dp` of line 17 is still to
+    // Algorithm 4, lines 13 to 15: P in place of the scores; what dropout drops is marked by its sign.  With a softcap, `dp` of line 17 is still to
     // come, and the slope of the cap joins P at once: P itself is needed no more.
     __device__ __forceinline__ void weigh(Step step) {
-        const float scale = static_cast<float>((cfg::prescaled ? 1.0 : fabs(p.scale)) * kLog2e);
-        if constexpr (cfg::prescaled) {
-#pragma unroll
-            for (int i = 0; i < cfg::block_n / 2; ++i) s[i] = cap_score(p, s[i]);
-        }
+        const float scale = score_scale(p);
+        if constexpr (cfg::prescaled) prescale(s, p);
         if (uniform(step.partial())) mask_scores(step);
         const float2 stat = own_numbers(shared.stat());
 #pragma unroll
         for (int i = 0; i < cfg::block_n / 2; ++i) {
             const float score = s[i];
             s[i] = ptx::ex2(fmaf(score, scale, i / 2 % 2 ? stat.y : stat.x));
-            if constexpr (cfg::softcap) {
-                const float t = fmaxf(score * static_cast<float>(1 / p.softcap), -1.0f);
-                s[i] *= fmaf(-t, t, 1.0f);
-            }
+            if constexpr (cfg::softcap) s[i] *= cap_slope(p, score);
         }
         if constexpr (cfg::dropout) mark_dropped(step);
     }
@@ -124,7 +105,7 @@ struct Consumer {
         }
     }
 
-    // Line 20, rounded.  A row that sees nothing may hold NaN.
+    // Lines 18 and 20, rounded.  A row that sees nothing may hold NaN.
     __device__ __forceinline__ void differentiate() {
         const float2 delta = own_numbers(shared.delta());
 #pragma unroll
@@ -134,7 +115,7 @@ struct Consumer {
         }
         if constexpr (may_have_empty_rows) {
             const float2 stat = own_numbers(shared.stat());
-            const bool empty[2] = {stat.x == -infinity<float>(), stat.y == -infinity<float>()};
+            const bool empty[2] = {stat.x == minus_infinity(), stat.y == minus_infinity()};
             if (uniform(empty[0] || empty[1])) {
 #pragma unroll
                 for (int i = 0; i < cfg::block_n / 2; ++i) s[i] = empty[i / 2 % 2] ? 0.0f : s[i];
@@ -146,19 +127,19 @@ struct Consumer {
 
     __device__ __forceinline__ void accumulate_steps() {
         row_offset = 64 * warpgroup * row_bytes;
-        issue_scores();
-        issue_weights();
+        issue_s();
+        issue_dp();
         for (i32 before = -1;;) {
             const u32 stage = k.stage;
             const Step step = shared.step(stage);
             const bool last = uniform(step.last());
             ptx::wgmma_wait<1>();
             ptx::wgmma_pin(s);
-            if (before >= 0) release_read(k_empty + before);
+            if (before >= 0) release_read(shared.barrier(k_empty + before));
             weigh(step);
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(dp);
-            release(v_empty + v.stage);
+            release(shared.barrier(v_empty + v.stage));
             v.advance();
             differentiate();
             ptx::wgmma_fence();
@@ -168,54 +149,30 @@ struct Consumer {
             k.advance();
             row_offset += p.splits;
             if (last) break;
-            issue_scores();
-            issue_weights();
+            issue_s();
+            issue_dp();
         }
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dq);
-        release_read(k_empty + (k.stage ^ 1));
+        release_read(shared.barrier(k_empty + (k.stage ^ 1)));
     }
 
-    // dQ leaves through this warpgroup's rows of q.
+    // Line 21, done: dQ leaves through this warpgroup's rows of q.
     __device__ __forceinline__ void write() {
         const Work& work = shared.work();
         const float factor = static_cast<float>(p.scale * p.dropout_scale);
-        if constexpr (unrounded) return write_float(factor);
-        const u32 lane = threadIdx.x % 32, row = 64 * warpgroup + 16 * (threadIdx.x % 128 / 32) + lane % 16;
-#pragma unroll
-        for (int block = 0; block < cfg::head_dim / 16; ++block) {
-            const u32 chunk = (2 * (block % 4) + lane / 16) ^ (row % 8);
-            u32 packed[4];
-#pragma unroll
-            for (int w = 0; w < 4; ++w) packed[w] = pack(dq[8 * block + 2 * w] * factor, dq[8 * block + 2 * w + 1] * factor);
-            ptx::stmatrix_x4(shared.q() + (block / 4 * cfg::block_m + row) * row_bytes + 16 * chunk, packed[0], packed[1], packed[2],
-                             packed[3]);
-        }
-        ptx::async_proxy_fence();
-        ptx::barrier_sync(store_barrier + warpgroup, 128);  // dQ is staged
+        const u32 staged = shared.q() + 64 * warpgroup * row_bytes;
+        if constexpr (unrounded)
+            write_gradient(dq, factor, p.dq.data, work.batch * p.heads + work.head, p.n_queries, p.head_dim, own_row());
+        else
+            stage_gradient(dq, factor, staged, cfg::block_m * row_bytes);
+        ptx::barrier_sync(store_barrier + warpgroup, 128);  // dQ is staged, and nobody needs to know the row tile any more
         if (threadIdx.x % 128 != 0) return;
-#pragma unroll
-        for (int slab = 0; slab < slabs; ++slab)
-            ptx::tensor_store(dq_map, shared.q() + (slab * cfg::block_m + 64 * warpgroup) * row_bytes, 64 * slab,
-                              work.tile * cfg::block_m + 64 * warpgroup, work.head, work.batch);
-        ptx::bulk_commit();
-        ptx::bulk_wait_read<0>();
-        ptx::mbarrier_arrive(shared.barrier(rows_empty));
-    }
-
-    // The thread's two rows: [batch][head][row][columns].
-    __device__ __forceinline__ void write_float(float factor) {
-        const Work& work = shared.work();
-        const i64 first = static_cast<i64>(work.batch * p.heads + work.head) * p.n_queries;
-#pragma unroll
-        for (int i = 0; i < cfg::head_dim / 2; i += 2) {
-            const i32 row = own_row() + 8 * (i / 2 % 2), column = 8 * (i / 4) + 2 * (threadIdx.x % 4);
-            if (row < p.n_queries && column < p.head_dim)
-                *reinterpret_cast<float2*>(static_cast<float*>(p.dq.data) + (first + row) * p.head_dim + column) =
-                    make_float2(dq[i] * factor, dq[i + 1] * factor);
+        if constexpr (!unrounded) {
+            store_gradient<slabs>(dq_map, staged, cfg::block_m * row_bytes, work.tile * cfg::block_m + 64 * warpgroup, work.head, work.batch);
+            ptx::bulk_wait_read<0>();
         }
-        ptx::barrier_sync(store_barrier + warpgroup, 128);  // nobody looks at the row tile any more
-        if (threadIdx.x % 128 == 0) ptx::mbarrier_arrive(shared.barrier(rows_empty));
+        ptx::mbarrier_arrive(shared.barrier(rows_empty));
     }
 
     __device__ __forceinline__ void run() {
@@ -231,4 +188,4 @@ struct Consumer {
     }
 };
 
-}  // namespace sm90
+}  // namespace sm90::rows

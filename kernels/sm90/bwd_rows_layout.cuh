@@ -3,7 +3,7 @@
 #include "attn/mask.cuh"
 #include "sm90/tiles.cuh"
 
-namespace sm90 {
+namespace sm90::rows {
 
 constexpr int slabs = (cfg::head_dim + 63) / 64;      // of q and k
 constexpr int slabs_v = (cfg::head_dim_v + 63) / 64;  // of v and do
@@ -87,8 +87,4 @@ struct Shared {
     __device__ __forceinline__ Step& step(u32 stage) const { return reinterpret_cast<Step*>(memory + steps_at)[stage]; }
 };
 
-constexpr bool unrounded = sizeof(cfg::grad) == 4;  // dQ leaves in float32, from registers
-constexpr bool may_have_empty_rows = cfg::mask != kMaskNone || cfg::band_left || cfg::band_right;
-constexpr bool may_have_dead_keys = may_have_empty_rows;
-
-}  // namespace sm90
+}  // namespace sm90::rows

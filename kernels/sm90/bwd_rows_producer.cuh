@@ -4,9 +4,9 @@
 #include "ptx/mbarrier.cuh"
 #include "attn/bwd_workspace.cuh"
 #include "sm90/bwd_rows_layout.cuh"
-#include "sm90/clean.cuh"
+#include "sm90/hidden.cuh"
 
-namespace sm90 {
+namespace sm90::rows {
 
 struct Maps {
     const ptx::TensorMap &q, &k, &v, &dout, &dq;
@@ -148,4 +148,4 @@ __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
     }
 }
 
-}  // namespace sm90
+}  // namespace sm90::rows

@@ -1,20 +1,16 @@
 // Scores to probabilities to dS, on one warpgroup's 64 keys: a thread holds keys g and g + 8 of its warp's 16, and two
 // neighbours of every 8 queries.
 #pragma once
-#include "attn/score.cuh"
 #include "ptx/select.cuh"
 #include "ptx/stmatrix.cuh"
 #include "sm90/bwd_products.cuh"
-#include "sm90/mask_bits.cuh"
+#include "sm90/hidden.cuh"
 
-namespace sm90 {
+namespace sm90::bwd {
 
 // Element i of a thread belongs to its key key_of(i) and to query query_of(i), counted from twice its place in the quad.
 __device__ __forceinline__ constexpr int key_of(int i) { return (i >> 1) & 1; }
 __device__ __forceinline__ constexpr int query_of(int i) { return 8 * (i >> 2) + (i & 1); }
-
-// The first of a thread's two keys within the warpgroup's 64; the other lies 8 further.
-__device__ __forceinline__ i32 thread_key() { return 16 * (threadIdx.x % 128 / 32) + threadIdx.x % 32 / 4; }
 
 // The tile being worked on, as the element mask and dropout see it.
 struct TilePlace {
@@ -51,7 +47,7 @@ __device__ __forceinline__ void mask_scores(Scores& s, const Visible& visible) {
         const int query = query_of(i);
         const u64 rows = visible[key_of(i)][query / 64];
         const u32 word = static_cast<u32>(query % 64 < 32 ? rows : rows >> 32);
-        s[i] = word & (1u << query % 32) ? s[i] : -infinity<float>();
+        s[i] = word & (1u << query % 32) ? s[i] : minus_infinity();
     }
 }
 
@@ -69,8 +65,8 @@ __device__ __forceinline__ void subtract_far(Scores& s, const Params& p, const T
             if (!is_far_row(top)) top = 0.0f;
         }
         const float own = __shfl_sync(~0u, top, query_of(i) % 32 + 2 * (lane % 4));
-        s[i] = rounded_difference(s[i] * scale, own) * inverse;
-        s[i + 2] = rounded_difference(s[i + 2] * scale, own) * inverse;
+        s[i] = sm90::subtract_far(s[i], own, scale, inverse);
+        s[i + 2] = sm90::subtract_far(s[i + 2], own, scale, inverse);
     }
 }
 
@@ -83,12 +79,6 @@ struct Draws {
         return ptx::negate_unless(p, kept[i / 32] & (1u << (i / 8 % 4 * 8 + i % 2 * 4 + i / 2 % 4)));
     }
 };
-
-// What the softcap does to gradients, from the score behind it; a hidden score must not turn into NaN.
-__device__ __forceinline__ float cap_slope(const Params& p, float score) {
-    const float t = fmaxf(score * static_cast<float>(1 / p.softcap), -1.0f);
-    return fmaf(-t, t, 1.0f);
-}
 
 // Elements 2 i and 2 i + 1 as a packed pair; a negative P is one that dropout dropped.
 __device__ __forceinline__ u32 round_weights(float low, float high) {
@@ -122,12 +112,12 @@ struct NumbersAhead {
     __device__ __forceinline__ float2 operator[](int i) const { return number[i]; }
 };
 
-// Algorithm 4, line 13: P in place of the scores, p = 2^(s log2 e + stat); what dropout drops is marked by its sign.  With
+// Algorithm 4, lines 13 to 15: P in place of the scores, p = 2^(s log2 e + stat); what dropout drops is marked by its sign.  With
 // round_now P is also rounded, and then, with a softcap, multiplied by the slope that dS needs.
 template <bool round_now, class Numbers>
 __device__ __forceinline__ void weigh(Scores& s, Fragments& weights, const Params& p, const Numbers& stat, const Draws& draws) {
     static_assert(round_now || !cfg::softcap);
-    const float scale = static_cast<float>((cfg::prescaled ? 1.0 : fabs(p.scale)) * kLog2e);
+    const float scale = score_scale(p);
 #pragma unroll
     for (int i = 0; i < cfg::block_m / 2; i += 2) {
         const float2 shift = stat[i / 4];
@@ -140,7 +130,7 @@ __device__ __forceinline__ void weigh(Scores& s, Fragments& weights, const Param
     }
 }
 
-// Algorithm 4, line 20: dS = P (dP - D), rounded; all divided by the scale of dropout, where a dropped element's dP is 0.
+// Lines 18 and 20: dS = P (dP - D), rounded; all divided by the scale of dropout, where a dropped element's dP is 0.
 template <bool round_weights_now, class Numbers>
 __device__ __forceinline__ void differentiate(Fragments& ds, Fragments& weights, const Scores& s, const Scores& dp, const Numbers& delta) {
 #pragma unroll
@@ -161,4 +151,4 @@ __device__ __forceinline__ void store_gradients(const Fragments& fragments, u32 
         ptx::stmatrix_x4_trans(at + j * 2 * eight_rows, fragments[j][0], fragments[j][1], fragments[j][2], fragments[j][3]);
 }
 
-}  // namespace sm90
+}  // namespace sm90::bwd

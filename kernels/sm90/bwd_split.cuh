@@ -4,24 +4,24 @@
 #pragma once
 #include "sm90/bwd_worker.cuh"
 
-namespace sm90 {
+namespace sm90::bwd {
 
 // dK or dV through the buffer of k or v, which goes back when the gradient has left.
 template <int slab_count, int n>
-__device__ __forceinline__ void write_gradient(const Worker& worker, const Work& work, const float (&x)[n], float factor,
+__device__ __forceinline__ void write_keys(const Worker& worker, const Work& work, const float (&x)[n], float factor,
                                                const ptx::TensorMap& map, const Operand& gradient, i32 columns, u32 tile,
                                                int empty, u32 warpgroup) {
     const i32 first_key = work.tile * cfg::block_n;
     if constexpr (unrounded)
-        write_float(x, factor, gradient.data, worker.p, columns, work, first_key + thread_key());
+        write_gradient(x, factor, gradient.data, work.batch * worker.p.kv_heads + work.head, worker.p.n_keys, columns, first_key + fragment_row());
     else
         stage_gradient(x, factor, tile, 64 * row_bytes);
     ptx::barrier_sync(store_barrier + warpgroup, 128);  // the gradient is staged, and nobody needs to know the key tile any more
     if (!unrounded && threadIdx.x % 128 == 0) {
-        store_gradient<slab_count>(map, tile, 64 * row_bytes, work, first_key);
+        store_gradient<slab_count>(map, tile, 64 * row_bytes, first_key, work.head, work.batch);
         ptx::bulk_wait_read<0>();
     }
-    worker.release_read(empty);
+    release_read(worker.shared.barrier(empty));
 }
 
 struct Weigher : Worker {
@@ -29,9 +29,9 @@ struct Weigher : Worker {
     Fragments weights;
     ValueGradient dv;
 
-    __device__ __forceinline__ void issue_scores() {
+    __device__ __forceinline__ void issue_s() {
         await_queries();
-        multiply_scores(s, shared.k(0), shared.q(slot.stage));
+        compute_s(s, shared.k(0), shared.q(slot.stage));
         ptx::wgmma_commit();
     }
 
@@ -39,11 +39,11 @@ struct Weigher : Worker {
     __device__ __forceinline__ void hand_on() {
         ptx::mbarrier_wait(shared.barrier(taken + slot.stage), slot.phase ^ 1);
         store_registers(shared.handed_on(slot.stage), s);
-        release_read(handed + slot.stage);
+        release_read(shared.barrier(handed + slot.stage));
     }
 
     __device__ __forceinline__ void accumulate_steps() {
-        issue_scores();
+        issue_s();
         for (i32 before = -1;;) {
             const Hidden hidden(*this, 0, uniform(step().partial()));
             const Draws draws = take_draws(0);
@@ -51,21 +51,21 @@ struct Weigher : Worker {
             const bool last = uniform(step().last());
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(s);
-            if (before >= 0) release_read(do_empty + before);
+            if (before >= 0) release_read(shared.barrier(do_empty + before));
             hidden.refine(s, p);
             weigh<true>(s, weights, p, stat(), draws);
-            release_read(q_empty + stage);
+            release_read(shared.barrier(q_empty + stage));
             hand_on();
             await_douts();
             accumulate(dv, weights, shared.dout(stage));  // line 16
             before = stage;
             slot.advance();
             if (last) break;
-            issue_scores();
+            issue_s();
         }
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dv);
-        release_read(do_empty + (slot.stage ^ 1));
+        release_read(shared.barrier(do_empty + (slot.stage ^ 1)));
     }
 
     __device__ __forceinline__ void run(const Maps& maps) {
@@ -73,7 +73,7 @@ struct Weigher : Worker {
             clear(dv);
             ptx::wgmma_pin(dv);  // before any product is under way
             if (uniform(work().seen())) accumulate_steps();
-            write_gradient<slabs_v>(*this, work(), dv, static_cast<float>(p.dropout_scale), maps.dv, p.dv, p.head_dim_v, shared.k(0),
+            write_keys<slabs_v>(*this, work(), dv, static_cast<float>(p.dropout_scale), maps.dv, p.dv, p.head_dim_v, shared.k(0),
                                     k_empty, 0);
         }
     }
@@ -84,53 +84,53 @@ struct Differentiator : Worker {
     Fragments ds;
     KeyGradient dk;
 
-    __device__ __forceinline__ void issue_weights() {
+    __device__ __forceinline__ void issue_dp() {
         await_douts();
-        multiply_weights(dp, shared.v(), shared.dout(slot.stage));
+        compute_dp(dp, shared.v(), shared.dout(slot.stage));
     }
 
     // Line 20, with P from the weigher.
     __device__ __forceinline__ void gradients() {
         ptx::mbarrier_wait(shared.barrier(handed + slot.stage), slot.phase);
         load_registers(s, shared.handed_on(slot.stage));
-        release_read(taken + slot.stage);
+        release_read(shared.barrier(taken + slot.stage));
         differentiate<false>(ds, ds, s, dp, delta());
     }
 
     __device__ __forceinline__ void accumulate_steps() {
-        issue_weights();
+        issue_dp();
         for (i32 before = -1;;) {
             const u32 stage = slot.stage;
             const bool last = uniform(step().last());
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(dp);
-            if (before >= 0) release_read(q_empty + before);
+            if (before >= 0) release_read(shared.barrier(q_empty + before));
             gradients();
-            release_read(do_empty + stage);
+            release_read(shared.barrier(do_empty + stage));
             await_queries();
             accumulate(dk, ds, shared.q(stage));  // line 22
             before = stage;
             slot.advance();
             if (last) break;
-            issue_weights();
+            issue_dp();
         }
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dk);
-        release_read(q_empty + (slot.stage ^ 1));
+        release_read(shared.barrier(q_empty + (slot.stage ^ 1)));
     }
 
     __device__ __forceinline__ void run(const Maps& maps) {
         for (; await_keys(); keys.advance()) {
             const Work work = this->work();  // the weigher may be done with it before
-            release_read(k_empty);
+            release_read(shared.barrier(k_empty));
             await_values();
             clear(dk);
             ptx::wgmma_pin(dk);  // before any product is under way
             if (uniform(work.seen())) accumulate_steps();
-            write_gradient<slabs>(*this, work, dk, static_cast<float>(p.scale * p.dropout_scale), maps.dk, p.dk, p.head_dim, shared.v(),
+            write_keys<slabs>(*this, work, dk, static_cast<float>(p.scale * p.dropout_scale), maps.dk, p.dk, p.head_dim, shared.v(),
                                   v_empty, 1);
         }
     }
 };
 
-}  // namespace sm90
+}  // namespace sm90::bwd

@@ -2,17 +2,17 @@
 #pragma once
 #include "sm90/bwd_layout.cuh"
 
-namespace sm90 {
+namespace sm90::bwd {
 
-// Do key tiles add to dQ in a fixed order (sm90/bwd_turns.cuh)?
-constexpr bool in_turns = cfg::deterministic && !by_function;
+// Do key tiles add to dQ in a fixed order (sm90/bwd_reducer.cuh)?
+constexpr bool in_order = cfg::deterministic && !by_function;
 
 // In a section the key tiles with most work come first; neighbours share q, do and dq.
 __device__ __forceinline__ Work key_tile(const Params& p, i32 number) {
     const TileRank place = rank_of(p, number, p.kv_heads, p.key_tiles);
-    // Under causality the first keys are seen by most rows, without it (but with a window) the last.  Where key tiles take
-    // turns, they do so from the first to the last.
-    const bool ascending = in_turns || cfg::band_right || !cfg::band_left;
+    // Under causality the first keys are seen by most rows, without it (but with a window) the last.  A fixed order
+    // is from the first to the last.
+    const bool ascending = in_order || cfg::band_right || !cfg::band_left;
     return {ascending ? place.rank : p.key_tiles - 1 - place.rank, place.head, place.batch, 0};
 }
 
@@ -22,7 +22,7 @@ struct StepWalk {
     const Params& p;
     const Shared& shared;
     const Work& work;
-    DirectedRowWalk<in_turns> rows;
+    DirectedRowWalk<in_order> rows;
     i32 member = -1;
 
     __device__ __forceinline__ StepWalk(const Params& params, const Shared& memory, const Work& of)
@@ -70,4 +70,4 @@ struct StepWalk {
     }
 };
 
-}  // namespace sm90
+}  // namespace sm90::bwd

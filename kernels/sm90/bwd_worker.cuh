@@ -3,11 +3,11 @@
 #include "ptx/barrier.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
-#include "sm90/bwd_epilogue.cuh"
+#include "sm90/gradients.cuh"
 #include "sm90/bwd_scores.cuh"
 #include "sm90/bwd_work.cuh"
 
-namespace sm90 {
+namespace sm90::bwd {
 
 constexpr u32 store_barrier = 3;  // + warpgroup: its 128 threads around a staged gradient
 
@@ -17,16 +17,6 @@ struct Worker {
     Slot<cfg::stages> slot;  // of the row tile being worked on
     Slot<k_stages> keys;     // of the key tile
     u32 values_phase = 0;
-
-    // One arrival per warp, where the tensor cores and the copy engine read or the other warpgroup waits.
-    __device__ __forceinline__ void release(int barrier) const {
-        __syncwarp();  // an arrival tells of what its own thread did, and by this of what the others did
-        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.barrier(barrier));
-    }
-
-    // One arrival per thread, for what threads have read: no less would do for racecheck, which does not see that one lane may
-    // speak for a warp.
-    __device__ __forceinline__ void release_read(int barrier) const { ptx::mbarrier_arrive(shared.barrier(barrier)); }
 
     __device__ __forceinline__ const Step& step() const { return shared.step(slot.stage); }
     __device__ __forceinline__ NumbersInPlace numbers(int offset) const {
@@ -47,7 +37,7 @@ struct Worker {
 #pragma unroll
             for (int part = 0; part < cfg::block_m / 64; ++part)
                 draws.kept[part] = shared.draws(part, keys_block, threadIdx.x % 32);
-            release_read(draws_empty + slot.stage);
+            release_read(shared.barrier(draws_empty + slot.stage));
         }
         return draws;
     }
@@ -56,7 +46,7 @@ struct Worker {
 
     // Of the warpgroup's part of the row tile in the slot, first_key on within the key tile.
     __device__ __forceinline__ TilePlace place(i32 first_key) const {
-        return {work().batch, step().head, step().m() * cfg::block_m, work().tile * cfg::block_n + first_key + thread_key()};
+        return {work().batch, step().head, step().m() * cfg::block_m, work().tile * cfg::block_n + first_key + fragment_row()};
     }
 
     // Waits for the key tile in the slot; false when there is none.
@@ -99,10 +89,7 @@ struct Hidden {
 
     // Raw products to scores, as far as something stands between them.
     __device__ __forceinline__ void refine(Scores& s, const Params& p) const {
-        if constexpr (cfg::prescaled) {
-#pragma unroll
-            for (int i = 0; i < cfg::block_m / 2; ++i) s[i] = cap_score(p, s[i]);
-        }
+        if constexpr (cfg::prescaled) prescale(s, p);
         if (partial) {
             mask_scores(s, visible);
             if (uniform(worker.step().far())) subtract_far(s, p, worker.place(0));
@@ -131,4 +118,4 @@ __device__ __forceinline__ void load_registers(float (&x)[n], u32 buffer) {
     }
 }
 
-}  // namespace sm90
+}  // namespace sm90::bwd

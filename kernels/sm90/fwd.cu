@@ -1,14 +1,14 @@
-// Attention forward for compute capability 9.0 (FlashAttention algorithm 2 and FlashMask algorithm 1, tile by tile).
+// Attention forward for compute capability 9.0 (FlashAttention algorithm 2, with block masks 5, and FlashMask algorithm 1, tile by tile).
 //
 // A persistent grid; per block a planner warp lists the key tiles of a row tile, a producer warp feeds them to two or
-// three consumer warpgroups of 64 query rows each (sm90/planner.cuh, sm90/producer.cuh, sm90/consumer.cuh).
+// three consumer warpgroups of 64 query rows each (sm90/fwd_planner.cuh, sm90/fwd_producer.cuh, sm90/fwd_consumer.cuh).
 #include "attn/params.cuh"
 #include "ptx/setmaxnreg.cuh"
-#include "sm90/consumer.cuh"
-#include "sm90/planner.cuh"
-#include "sm90/producer.cuh"
+#include "sm90/fwd_consumer.cuh"
+#include "sm90/fwd_planner.cuh"
+#include "sm90/fwd_producer.cuh"
 
-namespace sm90 {
+namespace sm90::fwd {
 
 __device__ __forceinline__ void init_barriers(const Shared& shared) {
     constexpr u32 warps = 4 * warpgroups;
@@ -31,13 +31,14 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
     ptx::mbarrier_init_fence();
 }
 
-}  // namespace sm90
+}  // namespace sm90::fwd
 
-extern "C" __global__ void __launch_bounds__(sm90::threads, 1)
+extern "C" __global__ void __launch_bounds__(sm90::fwd::threads, 1)
 attention_forward(const __grid_constant__ Params p, const __grid_constant__ ptx::TensorMap q_map,
                   const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
                   const __grid_constant__ ptx::TensorMap o_map) {
     using namespace sm90;
+    using namespace sm90::fwd;
     extern __shared__ __align__(1024) u8 memory[];
     const Shared shared{ptx::shared_address(memory), memory};
     // The same in all lanes; the shuffle tells the compiler so.

@@ -3,12 +3,29 @@
 // A tile of r rows is stored as slabs of 64 columns, [slab][r][64] 16-bit values: each slab is one box of the copy
 // engine with the 128-byte swizzle, and what the tensor cores expect as an operand (ptx/wgmma.cuh).
 #pragma once
+#include "attn/mask_format.cuh"
 #include "attn/params.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 
 namespace sm90 {
 
 constexpr int row_bytes = 128;  // one row of a slab
+
+constexpr bool unmasked = cfg::mask == kMaskNone && !cfg::band_left && !cfg::band_right;
+constexpr bool may_have_empty_rows = !unmasked, may_have_dead_keys = !unmasked;
+
+// The first of a thread's two rows among the 64 of its warpgroup's accumulators; the other lies 8 further.
+__device__ __forceinline__ i32 fragment_row() { return 16 * (threadIdx.x % 128 / 32) + threadIdx.x % 32 / 4; }
+
+// One arrival per warp, for what the tensor cores or the copy engine read or another warp waits for.
+__device__ __forceinline__ void release(u32 barrier) {
+    __syncwarp();  // an arrival tells of what its own thread did, and by this of what the others did
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
+}
+
+// One arrival per thread, for what threads have read: no less would do for racecheck, which does not see that one lane may speak for a warp.
+__device__ __forceinline__ void release_read(u32 barrier) { ptx::mbarrier_arrive(barrier); }
 
 // Position in a ring of buffers; `phase` is the parity of the barriers in this round.
 template <int stages>

@@ -1,5 +1,7 @@
 """Non-local means by attention equals non-local means by hand, and removes noise."""
 
+from argparse import Namespace
+
 import numpy as np
 import pytest
 
@@ -38,7 +40,7 @@ def test_noise_goes_and_the_picture_stays():
 
 def test_the_photograph_is_measured_and_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    (point, whole) = denoise.points("cpu", True, 0.0)
+    (point, whole) = denoise.points(Namespace(device="cpu", tiny=True, seconds=0.0, photo=None))
     row = point.measure()["cuattn-numpy"]
     assert row["psnr_after"] > row["psnr_before"] + 4
     assert whole.measure()["cuattn-numpy"]["pairs"] > row["pairs"]

@@ -1,6 +1,7 @@
 """Every study at toy size on the host, and the counts that it compares measurements with."""
 
 import json
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -8,19 +9,25 @@ import pytest
 from bench import (
     block_size,
     block_sparse,
+    harness,
+    internals,
     kernel_profiles,
     loop_order,
     mask_memory,
     same_bits,
     sparsity,
-    study,
     traffic,
 )
 from cuattn import io_model
 
 
-def measured(points):
-    """Measure points without a file; fail where one fails."""
+def toy(**options):
+    return Namespace(device="cpu", tiny=True, seconds=0.0, **options)
+
+
+def measured(study, **options):
+    """Measure a study's points at toy size without a file; fail where one fails."""
+    points = study.points(toy(**options))
     found = {}
     for point in points:
         rows = point.measure()
@@ -34,7 +41,7 @@ def measured(points):
 
 
 def test_loop_order_counts_what_the_lecture_counts():
-    rows = measured(loop_order.points("cpu", True, 0))
+    rows = measured(loop_order)
     for (_, runner), row in rows.items():
         n, d = row["problem"]["n"], row["problem"]["d"]
         missing = {"keys-outside": -2 * n, "queries-outside": n * d}[runner]  # initialisations, see cuattn.io_model
@@ -54,17 +61,16 @@ def test_the_kernels_bytes_are_the_algorithms_elements():
 
 def test_the_study_kernels_compile_without_spills():
     pytest.importorskip("cupy")
-    from bench import studies
-    from cuattn.cuda import compile as compiler
+    from tests.cuda.nvrtc import resources
 
     constants, _ = loop_order.geometry(loop_order.PROBLEMS[0], "keys-outside")
-    found = compiler.resources(studies.text("loop_order.cu", constants), "sm_80")
+    found = resources(internals.study_text("loop_order.cu", constants), "sm_80")
     assert set(found) == {"attention_keys_outside", "attention_queries_outside"}
-    assert not any(resources.spill_stores for resources in found.values())
+    assert not any(used.spill_stores for used in found.values())
 
 
 def test_traffic_counts_the_papers_algorithms():
-    rows = measured(traffic.points("cpu", True))
+    rows = measured(traffic)
     flash = [row["elements"] / row["theorem"] for (_, runner), row in rows.items() if runner == "algorithm-2"]
     assert max(flash) / min(flash) < 1.2  # Theta: one constant for all N
     calls = traffic.calls()
@@ -85,13 +91,13 @@ def test_block_masks_have_their_density():
 
 
 def test_block_sparse_and_block_size_run_on_the_host():
-    assert len(measured(block_sparse.points("cpu", True, 0.0))) == 2 * len(block_sparse.DENSITIES)
-    measured(block_size.points("cpu", True, 0.0))
+    assert len(measured(block_sparse)) == 2 * len(block_sparse.DENSITIES)
+    measured(block_size)
     assert block_size.expected((1, 1, 256, 64), 64) == 2 * 256 * 64 * 9
 
 
 def test_column_and_dense_masks_have_the_same_bits():
-    rows = measured(same_bits.points("cpu", True))
+    rows = measured(same_bits)
     assert len(rows) == 12
     assert sum(row["same_flags"] is not None for row in rows.values()) == 3
     for row in rows.values():
@@ -121,9 +127,9 @@ def test_buckets_hold_masks_of_their_sparsity(few_tries):
 
 
 def test_figure_4a_runs_on_the_host_and_checks_itself(few_tries):
-    points = list(sparsity.points("cpu", True, 0.0, 1))
-    measured(points[:1] + points[-1:])
-    q, k, v, do = study.random_arrays(np, 4, sparsity.TINY, np.float32)
+    points = list(sparsity.points(toy(samples=1)))
+    assert all(point.measure()["cuattn"]["median_us"] > 0 for point in (points[0], points[-1]))
+    q, k, v, do = harness.random_arrays(np, 4, sparsity.TINY, np.float32)
     _, sample = sparsity.buckets("document", sparsity.TINY[1], 1)[0]
     with pytest.raises(ValueError, match="from the textbook's"):
         sparsity._check(np, sample, q, k, v, do)
@@ -134,7 +140,7 @@ def test_the_fit_is_a_line():
 
 
 def test_a_column_mask_is_linear_and_a_dense_one_is_not():
-    rows = measured(mask_memory.points("cpu", True))
+    rows = measured(mask_memory)
     (a, b) = (row for (_, runner), row in rows.items() if runner == "dense")
     assert b["mask_bytes"] / a["mask_bytes"] == pytest.approx(4, rel=0.01)
     for (_, runner), row in rows.items():

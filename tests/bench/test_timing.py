@@ -96,8 +96,21 @@ def test_host_cost_waits_between_bursts_only():
 
 
 def test_summary_is_the_usual_quartiles():
-    found = timing.summary([5.0, 1.0, 2.0, 4.0, 3.0])
-    assert found == {"median": 3.0, "q1": 2.0, "q3": 4.0, "min": 1.0, "max": 5.0, "count": 5}
+    found = timing.timed([5.0, 1.0, 2.0, 4.0, 3.0])
+    assert found["samples_us"] == [5e6, 1e6, 2e6, 4e6, 3e6]
+    assert (found["median_us"], found["q1_us"], found["q3_us"]) == (3e6, 2e6, 4e6)
+
+
+def test_short_calls_on_the_host_are_repeated_and_rest_before():
+    made = []
+    clock = timing.HostClock(pause=0.01, batch=1.0)
+    begin = timing.time.perf_counter()
+    spent = clock.start(lambda: made.append(0), host_seconds=0.1)
+    assert len(made) == 11  # one more to wake up
+    assert 0 < spent < 0.01 < timing.time.perf_counter() - begin
+    assert len(made) == 11
+    clock.start(lambda: made.append(0), host_seconds=2.0)
+    assert len(made) == 12
 
 
 def test_the_host_clock_times_the_call_itself():

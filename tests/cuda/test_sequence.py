@@ -1,14 +1,17 @@
 """Launch sequences without a GPU: whatever a kernel is given lies in the call's own memory."""
 
+import dataclasses
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 
-from cuattn.cuda import families
+from cuattn.cuda import compile as compiler
+from cuattn.cuda import families, sequence, source
 from cuattn.cuda.merge import merge_sequence
-from cuattn.cuda.params import MAX_PARTS
+from cuattn.cuda.params import MAX_PARTS, PARAMS
 from cuattn.cuda.sequence import Array
 from tests.cuda.cases import BF16, CASES, Case
 from tests.cuda.recording import BASE, MASK, TICKET, Launch, Zeroed, prepared, validated
@@ -116,3 +119,110 @@ def test_counters_are_the_streams_own(driver):
     call = prepared(LARGE)
     (launch,), _ = driver.run(families.launch_sequence(*call[:3]), call.addresses)
     assert launch.path == "sm90/fwd.cu" and launch.argument["counters"] == TICKET
+
+
+def test_a_place_is_a_launch_argument(driver):
+    """The whole after a part has the arguments that it had before."""
+    call = prepared(next(case for case in CASES if case.name == "dropout causal"))
+    made = families.launch_sequence(*call[:3])
+
+    def argument(place=None):
+        return driver.run(made, call.addresses, (), call.state, place)[0][-1].argument
+
+    before = argument()
+    part = argument(call.problem.place._replace(batch=2, head=1, heads=9, row=64, key=32, shift=32))
+    assert [int(part["dropout"][name]) for name in ("batch", "head", "heads", "row", "key")] == [2, 1, 9, 64, 32]
+    assert part["band_right"] == before["band_right"] + 32
+    after = argument()
+    for name in PARAMS.names:
+        assert after[name].tobytes() == before[name].tobytes(), name
+
+
+def test_places_of_runs_are_copied_once_and_held_by_a_graph(driver, monkeypatch):
+    uploads = []
+
+    def upload(array, device):
+        uploads.append(SimpleNamespace(content=array.tolist(), data=SimpleNamespace(ptr=1 << 20)))
+        return uploads[-1]
+
+    monkeypatch.setattr(sequence, "upload", upload)
+    monkeypatch.setattr(sequence, "_runs", {})
+    call = prepared(next(case for case in CASES if case.name == "dropout"))
+    made = families.launch_sequence(dataclasses.replace(call.problem, runs=True), *call[1:3])
+    place = call.problem.place._replace(row_blocks=np.array([0, 16, 64], np.int32))
+    for _ in range(2):
+        (*_, launch), _ = driver.run(made, call.addresses, (), call.state, place, capturing=True)
+    assert launch.constants["runs"] and launch.argument["dropout"]["row_blocks"] == 1 << 20
+    assert launch.argument["dropout"]["key_blocks"] == 0
+    assert [each.content for each in uploads] == [[0, 16, 64]] and uploads[0] in driver.held
+
+
+def test_a_graph_holds_tables_that_a_mask_keeps(driver):
+    case = next(case for case in CASES if case.name == "column")
+    call = prepared(case)
+    made = families.launch_sequence(*call[:3])
+    kept = SimpleNamespace(addresses=[0] * 6)
+    for table in made._tables:
+        table.find = lambda *_: kept
+    driver.run(made, call.addresses, call.masks, capturing=True)
+    assert kept in driver.held
+
+
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+@pytest.mark.parametrize("case", [SPLIT, LARGE], ids=lambda case: case.name)
+def test_statistics_that_nobody_asks_for_are_not_made(case, kernel, driver):
+    call = prepared(case, kernel=kernel, statistics=False)
+    made = families.launch_sequence(*call[:3])
+    assert list(made.results) == ["o"]
+    (*_, last), _ = driver.run(made, call.addresses)
+    if "o_out" in last.argument.dtype.names:
+        assert last.argument["l_out"] == last.argument["m_out"] == 0
+    else:
+        assert last.argument["l"]["data"] == last.argument["m"]["data"] == 0 and not last.constants["statistics"]
+
+
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_the_cotangent_of_lse_reaches_the_preprocess(kernel, driver):
+    for asked in (False, True):
+        call = prepared(LARGE, "backward", kernel=kernel, dlse=asked)
+        made = families.launch_sequence(*call[:3])
+        first, *_ = driver.run(made, call.addresses)[0]
+        assert first.kernel == "backward_preprocess"
+        assert first.argument["dlse"]["data"] == call.addresses.get("dlse", 0)
+        assert bool(first.argument["dlse"]["data"]) == asked
+
+
+@pytest.mark.parametrize("name", ["bias row", "d64", "float32 d64", "grouped"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_may_stay_unrounded(name, deterministic, driver):
+    case = next(case for case in CASES if case.name == name)
+    call = prepared(case, "backward", kernel="sm80", out_dtype=np.float32, deterministic=deterministic)
+    made = families.launch_sequence(*call[:3])
+    assert {array.dtype for array in made.results.values()} == {np.dtype(np.float32)}
+    done = driver.run(made, call.addresses)[0]
+    assert {each.constants["grad"] for each in done if "grad" in each.constants} == {"float"}
+
+
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_what_is_launched_beside_the_large_kernels_compiles(kernel, driver):
+    """A kernel is told only some of a problem's constants, so that few variants of it are compiled."""
+    wide = LARGE._replace(head_dim=256)
+    broadcast = SPLIT._replace(kv_heads=1, n_queries=300)
+    calls = [prepared(case, "backward", kernel=kernel) for case in (LARGE, LARGE._replace(head_dim=128), wide)]
+    calls.append(prepared(LARGE, "backward", kernel=kernel, out_dtype=np.float32, dlse=True))
+    names = ("column", "blocks", "dense", "bias row", "float64 bias") if kernel == "sm80" else ("column", "blocks")
+    cases = [next(case for case in CASES if case.name == name) for name in names]
+    calls += [prepared(case, operation, kernel=kernel) for case in cases for operation in ("forward", "backward")]
+    if kernel == "sm80":
+        calls += [prepared(SPLIT._replace(n_queries=100, n_keys=65536), kernel=kernel)]
+        calls += [prepared(broadcast, "backward", kernel=kernel, deterministic=True)]
+    found = set()
+    for call in calls:
+        done = driver.run(families.launch_sequence(*call[:3]), call.addresses, call.masks, call.state, capturing=True)[
+            0
+        ]
+        small = [each for each in done if isinstance(each, Launch) and ("util" in each.path or "convert" in each.path)]
+        found |= {(each.path, tuple(each.constants.items())) for each in small}
+    assert len({path for path, _ in found}) >= (6 if kernel == "sm80" else 4)
+    for path, constants in sorted(found, key=str):
+        compiler.compile_log(source.build(path, constants), "sm_90", name=path)

@@ -105,6 +105,20 @@ def test_lengths_that_masks_leave_open():
     assert (part.n_queries, part.n_keys) == (64, 100)
 
 
+def test_lengths_stay_open():
+    """What a single row of booleans stands for is known only when the other mask's length is."""
+    blocks = BlockMask(np.eye(2, dtype=bool), 32, 32)
+    row, column = np.arange(57) % 3 > 0, (np.arange(57) % 5 > 0)[:, None]
+    for mask in (blocks & row[None], row[None] & blocks, blocks & column, column & blocks):
+        assert mask.fits(57, 57)
+        expected = blocks.dense(57, 57) & (row if mask.fits(60, 57) else column)
+        np.testing.assert_array_equal(mask.dense(57, 57), expected)
+        np.testing.assert_array_equal((mask & masks.causal(57)).dense(), expected & np.tri(57, dtype=bool))
+    np.testing.assert_array_equal((row[None] & (column & blocks)).dense(57, 57), blocks.dense(57, 57) & row & column)
+    both = BooleanMask(row[None]) & column
+    np.testing.assert_array_equal(both.dense(), row & column)
+
+
 def test_parts_of_parts():
     mask = masks.causal(200) & BlockMask(np.eye(2, dtype=bool), 128, 128)
     part = mask.restrict([(0, 16), (128, 200)], slice(64, 200))

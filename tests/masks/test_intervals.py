@@ -96,14 +96,6 @@ def test_covered(drawn):
     np.testing.assert_array_equal(intervals.covered(pairs, n_queries), hides(pairs, n_queries).all(axis=0))
 
 
-@given(unchecked(), st.data())
-def test_hidden(drawn, data):
-    pairs, n_queries, _ = drawn
-    first = data.draw(st.integers(0, n_queries))
-    last = data.draw(st.integers(first, n_queries))
-    np.testing.assert_array_equal(intervals.hidden(pairs, first, last), hides(pairs, n_queries)[first:last])
-
-
 @given(st.integers(0, 20), st.integers(0, 20), SIDES, SIDES, st.integers(-20, 20))
 def test_band_intervals(n_queries, n_keys, left, right, offset):
     pairs = intervals.band_intervals(n_queries, n_keys, left, right, offset)

@@ -30,6 +30,7 @@ __all__ = [
 _FUSED_HEAD_DIM = 128
 _WARPGROUPS = 2  # consumers
 _SHORT = 128
+_MAX_SOFTCAP = 1024  # beyond it rows may be far: their slopes are lost with their scores (attn/bwd_workspace.cuh)
 _DELTA_PARTS = 3  # bfloat16 that add up to a row's delta (kernels/attn/bwd_workspace.cuh)
 _DELTA_OPERAND = 8 * ROW_BYTES  # bytes of which a row tile's parts are the first rows
 _TURNS, _CAUSAL_TURNS = 16, 32  # heads at least, where key tiles take turns: measured at N 8192
@@ -62,6 +63,8 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
     against = forward.unsupported_reason(problem, device)
     if against is None and problem.head_dim % 8:
         return f"it writes rows in units of 8 elements, and q has {problem.head_dim}"
+    if against is None and problem.softcap is not None and problem.softcap > _MAX_SOFTCAP:
+        return f"it takes softcaps up to {_MAX_SOFTCAP}, not {problem.softcap}"
     return against
 
 

@@ -134,7 +134,7 @@ def counts(problem: Problem) -> dict[str, int]:
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
-    """Bytes of shared memory, as kernels/sm90/layout.cuh lays it out."""
+    """Bytes of shared memory, as kernels/sm90/fwd_layout.cuh lays it out."""
     slabs, slabs_v = (cdiv(size, SLAB_COLUMNS) for size in _sizes(problem))
     queries = slabs * tile.block_m * ROW_BYTES
     if problem.out_dtype == problem.dtype:

@@ -7,7 +7,7 @@ from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.sm80.backward_plan import STAT_ROWS, backward_plan, cut, shared_bytes
 from tests.cuda.cases import CASES, F16, WIDE_HEADS, Case
-from tests.cuda.sm80.test_forward_compile import COMPILED, _failures
+from tests.cuda.sm80.test_forward_compile import COMPILED, failures
 from tests.cuda.sm80.test_forward_plan import DEVICES, STATIC_BYTES, problem_of
 
 # What other generations compile besides the head dimensions: every feature once.  sm_90, with the largest tiles,
@@ -71,8 +71,8 @@ def _wide_jobs(case, constants, arch):
 
 
 @pytest.mark.parametrize("arch", COMPILED)
-def test_no_spills(arch):
-    assert not _failures(list(backward_jobs(arch)))
+def test_backward_spills(arch):
+    assert not failures(list(backward_jobs(arch)))
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)

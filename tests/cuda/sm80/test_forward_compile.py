@@ -5,10 +5,9 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from cuattn.cuda import compile as compiler
-from cuattn.cuda import source
 from cuattn.cuda.sm80.forward_plan import forward_plan
 from tests.cuda.cases import CASES
+from tests.cuda.nvrtc import kernel_resources
 from tests.cuda.sm80.test_forward_plan import DEVICES, problem_of
 
 COMPILED = {device.arch: device for device in (DEVICES["A100"], DEVICES["H200"], DEVICES["RTX 5090"])}
@@ -27,29 +26,23 @@ EXCEPTIONS = {
     ("sm_120", "float32 dropout column"),
 }
 
-_BAND = {"band_left": True, "band_right": True}
+_COLUMNS = {"mask": 1, "band_left": True, "band_right": True}
 UTILITIES = [
-    ("util/mask_bounds.cu", {"block_m": 64, "block_n": 96, "rows_per_item": 3, **_BAND}),
-    (
-        "util/mask_bounds.cu",
-        {"block_m": 64, "block_n": 32, "rows_per_item": 1, "band_left": False, "band_right": False},
-    ),
-    ("util/mask_alive.cu", {"block_m": 1, "block_n": 1, **_BAND}),
+    ("util/mask_bounds.cu", {"block_m": 64, "block_n": 96, "rows_per_item": 3, **_COLUMNS}),
+    ("util/mask_bounds.cu", {"block_m": 64, "block_n": 32, "rows_per_item": 1, **_COLUMNS, "band_left": False}),
+    ("util/mask_bounds.cu", {"block_m": 64, "block_n": 32, "rows_per_item": 1, **_COLUMNS, "mask": 3 + 8 + 16}),
+    ("util/mask_alive.cu", {**_COLUMNS, "mask": 16, "block_m": 1, "block_n": 1, "rows_per_item": 1}),
+    ("util/mask_alive.cu", {**_COLUMNS, "mask": 4 + 8 + 16, "block_m": 1, "block_n": 1, "rows_per_item": 1}),
     ("util/merge.cu", {"acc": "float", "part": "float", "out": "__nv_bfloat16", "row_warps": 4}),
     ("util/merge.cu", {"acc": "float", "part": "__half", "out": "__half", "row_warps": 1}),
 ]
 
 
-def _resources(job):
-    path, constants, arch = job
-    return compiler.resources(source.build(path, constants), arch, path)
-
-
-def _failures(jobs):
+def failures(jobs):
     """Compile (name, path, constants, arch) in parallel; return what uses local memory."""
     unique = list({job[1:] for job in jobs})
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
-        found = dict(zip(unique, pool.map(_resources, unique), strict=True))
+        found = dict(zip(unique, pool.map(kernel_resources, *zip(*unique, strict=True)), strict=True))
     failures = []
     for name, *key in jobs:
         for kernel, used in found[tuple(key)].items():
@@ -70,10 +63,10 @@ def forward_jobs(arch):
 
 
 @pytest.mark.parametrize("arch", COMPILED)
-def test_forward(arch):
-    assert not _failures(list(forward_jobs(arch)))
+def test_forward_spills(arch):
+    assert not failures(list(forward_jobs(arch)))
 
 
 @pytest.mark.parametrize("arch", COMPILED)
-def test_utilities(arch):
-    assert not _failures([(path, path, tuple(constants.items()), arch) for path, constants in UTILITIES])
+def test_utilities_spills(arch):
+    assert not failures([(path, path, tuple(constants.items()), arch) for path, constants in UTILITIES])

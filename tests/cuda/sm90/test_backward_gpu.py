@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -225,6 +227,94 @@ def test_key_gradients_repeat_bit_for_bit():
     first, second = (run(do, qkv, options, kernel="sm90")[1:3] for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert a.tobytes() == b.tobytes()
+
+
+HOLD = r"""
+extern "C" __global__ void hold(volatile unsigned* flags, unsigned long long nanoseconds) {
+    if (threadIdx.x != 0) return;
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    flags[1 + blockIdx.x] = 1;
+    do {
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    } while (flags[0] == 0 && now - start < nanoseconds);
+}
+"""
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["full", "causal"])
+def test_a_fixed_order_waits_for_no_block_that_has_yet_to_run(options):
+    """A kernel on another stream keeps 30 multiprocessors until the gradients are there, or for ten seconds."""
+    import cupy
+    import cupyx
+
+    blocks, seconds = 30, 10
+    rng = cupy.random.default_rng(3)
+    arrays = [rng.standard_normal((1, 16, 4096, 128), dtype=np.float32).astype(BF16) for _ in range(4)]
+    options = {"kernel": "sm90", **options}
+    forward = cuattn.forward(*arrays[1:], **options)
+    flags = cupyx.zeros_pinned(1 + blocks, np.uint32)
+    hold = cupy.RawKernel(HOLD, "hold")
+    hold.max_dynamic_shared_size_bytes = 200 << 10  # nothing of ours fits beside it
+    ours, other = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with ours:
+        expected = cuattn.backward(*arrays, forward, deterministic=True, **options)
+        ours.synchronize()
+    with other:
+        hold((blocks,), (32,), (np.uint64(flags.ctypes.data), np.uint64(seconds * 10**9)), shared_mem=200 << 10)
+    end = time.monotonic() + seconds / 2
+    while not flags[1:].all() and time.monotonic() < end:
+        time.sleep(0.001)
+    held = flags[1:].all()
+    with ours:
+        actual = cuattn.backward(*arrays, forward, deterministic=True, **options)
+        done = ours.record()
+    while not done.done and time.monotonic() < end:
+        time.sleep(0.001)
+    in_time = done.done
+    flags[0] = 1
+    cupy.cuda.Device().synchronize()
+    assert held and in_time
+    for a, b in zip(actual[:3], expected[:3], strict=True):
+        assert a.get().tobytes() == b.get().tobytes()
+
+
+@pytest.mark.parametrize("scale", [30.0, -30.0, 3e4, 1e9, 1e30])
+@pytest.mark.parametrize(("head_dim", "options"), [
+    (64, {}), (64, {"is_causal": True}), (128, {}), (128, {"is_causal": True}), (128, {"dropout_p": 0.1, "rng": 1}),
+    (256, {}), (256, {"is_causal": True}),
+])  # fmt: skip
+def test_scores_of_any_size(head_dim, options, scale):
+    """Each query sees, in effect, the one key that is like it: o is its value, l is 1 and dv is do, to the bit."""
+    rng = np.random.default_rng(8)
+    q, v, do = (rng.standard_normal((2, 300, head_dim)).astype(BF16) for _ in range(3))
+    k = q if scale > 0 else -q
+    arrays = [to_device(x) for x in (do, q, k, v)]
+    options = {"kernel": "sm90", "scale": scale, **options}
+    forward = cuattn.forward(*arrays[1:], **options)
+    _, _, dv, _ = cuattn.backward(*arrays, forward, **options)
+    np.testing.assert_allclose(forward.l.get(), 1, rtol=2.0**-20)
+    largest = np.einsum("hid,hid->hi", *[q.astype(np.float64)] * 2) * abs(scale)
+    np.testing.assert_allclose(forward.m.get(), largest, rtol=1e-6)
+    if "dropout_p" not in options:
+        assert forward.o.get().tobytes() == v.tobytes() and dv.get().tobytes() == do.tobytes()
+    else:
+        kept = forward.o.get().astype(np.float32).any(-1)
+        assert (dv.get().astype(np.float32).any(-1) == kept).all() and not kept.all()
+
+
+@pytest.mark.parametrize("name", ["long d64", "columns", "dropout", "d256 grouped", "d 96 dv 40"])
+def test_unrounded_gradients(name):
+    _, do, qkv, options = named(name)
+    options = {"kernel": "sm90", "deterministic": True, **options}
+    arrays = [to_device(x) for x in (do, *qkv)]
+    forward_options = {key: value for key, value in options.items() if key != "deterministic"}
+    forward = cuattn.forward(*arrays[1:], **forward_options)
+    rounded = cuattn.backward(*arrays, forward, **options)
+    unrounded = cuattn.backward(*arrays, forward, out_dtype=np.float32, **options)
+    for a, b in zip(rounded[:3], unrounded[:3], strict=True):
+        assert b.dtype == np.float32 and b.astype(a.dtype).get().tobytes() == a.get().tobytes()
 
 
 def test_plan_says_which():

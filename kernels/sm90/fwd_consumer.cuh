@@ -1,0 +1,415 @@
+// A consumer warpgroup: 64 query rows against all their key tiles, row tile after row tile.
+//
+// The scores of a tile are issued together with P V of the tile before it, whose exponentials are done, so that a
+// warpgroup comes to the tensor cores once per step and with both products.  While it is in its softmax, the products
+// of the others run; a ping-pong of barriers keeps that order.  With cfg::overlap the softmax begins under the warpgroup's own P V, which
+// pays where rows are long.  With two buffers for queries all this goes on across row tiles.
+#pragma once
+#include "attn/philox.cuh"
+#include "sm90/fwd_epilogue.cuh"
+#include "sm90/fwd_mask.cuh"
+
+namespace sm90::fwd {
+
+// Short rows of three warpgroups do best with the plainest steps.
+constexpr bool plain = !cfg::overlap && cfg::dropout == 0;
+// Else no key tile is hidden, only a row's first one, the last of the keys, may be cut, and tiles are counted, not told.
+constexpr bool later_tiles_vary = may_have_empty_rows || plain;
+// The next keys, and the warpgroup's own P V, are awaited halfway through the exponentials: both have long been there, and
+// rounding P then runs beside the other half.  Three warpgroups fill each other's gaps, and do better with one long stretch.
+constexpr bool proceeds_early = cfg::overlap && warpgroups == 2;
+constexpr int middle = value_steps / 2 - 1;  // the block of 16 keys behind which that is
+constexpr bool looks_for_values = cfg::dropout > 0;  // behind the exponentials; else it costs more than it saves
+constexpr u32 ping_pong_barrier = 1;              // + warpgroup
+constexpr int output_blocks = cfg::head_dim_v / 16;
+constexpr bool search_beside = cfg::head_dim <= 128 && cfg::mask != kMaskBlock && cfg::dropout == 0;
+
+struct Consumer {
+    const Params& p;
+    const ptx::TensorMap& o_map;
+    const Shared shared;
+    const u32 warpgroup;
+
+    Slot<cfg::stages> k, v;
+    Slot<cfg::q_stages> q;
+    u32 leaving = 0;   // barrier of the buffer that an output is leaving through, or 0
+    Work work;        // the row tile being worked on
+    KeyTile tile;     // the key tile whose keys have arrived
+    bool arrived = false;  // had the next keys when they were looked for, and what
+    KeyTile next;          // came with them
+    bool values_arrived;   // had the tile's values when they were looked for
+    bool seen;        // this warpgroup's rows see something of it
+    Visible visible;  // what of it, if that is only a part
+    Softmax state;
+    float factor[2];
+    Scores s;
+    Weights weights, kept;
+    Output o;
+
+    // With keys come their tile's code and intervals, which every lane reads.
+    __device__ __forceinline__ void release_keys() {
+        if constexpr (later_tiles_vary)
+            release_read(shared.barrier(k_empty + k.stage));
+        else
+            release(shared.barrier(k_empty + k.stage));
+        k.advance();
+    }
+
+    __device__ __forceinline__ void await_ping_pong() const { ptx::barrier_sync(ping_pong_barrier + warpgroup, 256); }
+
+    __device__ __forceinline__ void pass_ping_pong() const {
+        ptx::barrier_arrive(ping_pong_barrier + (warpgroup + 1 == warpgroups ? 0 : warpgroup + 1), 256);
+    }
+
+    // Looks for the next keys during the exponentials, so that nobody waits for the answer behind them.
+    __device__ __forceinline__ void look_for_keys(int block) {
+        constexpr int when = proceeds_early ? middle / 2 : value_steps / 2;
+        if (block == when) arrived = ptx::mbarrier_passed(shared.barrier(k_full + k.stage), k.phase);
+        if (later_tiles_vary && block == when + 1 && arrived) next = shared.code(k.stage);
+    }
+
+    // The tile that follows, or the row's `first`, where all are visited.
+    __device__ __forceinline__ KeyTile count_down(bool first) const {
+        const i32 n = first ? p.key_tiles - 1 : tile.n() - 1;
+        const bool whole = !first || (n + 1) * cfg::block_n <= p.n_keys;
+        return KeyTile::make(n, (whole ? 0 : KeyTile::partial_bits) | (n == 0 ? KeyTile::last_bit : 0));
+    }
+
+    template <bool first = false>
+    __device__ __forceinline__ void await_keys() {
+        if constexpr (later_tiles_vary) tile = next;
+        if (!__all_sync(~0u, arrived)) {
+            ptx::mbarrier_wait(shared.barrier(k_full + k.stage), k.phase);
+            if constexpr (later_tiles_vary) tile = shared.code(k.stage);
+        }
+        if constexpr (!later_tiles_vary) tile = count_down(first);
+        arrived = false;
+        seen = !later_tiles_vary || !uniform(tile.hidden(warpgroup));
+    }
+
+    // Waits for the next row tile's queries and first keys; false when there is no further row tile.
+    __device__ __forceinline__ bool await_row() {
+        ptx::mbarrier_wait(shared.barrier(q_full + q.stage), q.phase);
+        work = shared.work(q.stage);
+        if (uniform(work.head < 0)) return false;
+        await_keys<true>();
+        return true;
+    }
+
+    __device__ __forceinline__ i32 row() const { return work.row + 64 * warpgroup + fragment_row(); }
+
+    template <class Beside>
+    __device__ __forceinline__ void issue_scores(const Beside& beside) {
+        compute_s(s, shared.q(q.stage) + 64 * warpgroup * row_bytes, shared.k(k.stage), beside);
+    }
+
+    // Line 15; the sum is divided by l at the row's end.
+    template <class Beside>
+    __device__ __forceinline__ void issue_values(const Beside& beside) {
+        if (!looks_for_values || !__all_sync(~0u, values_arrived))
+            ptx::mbarrier_wait(shared.barrier(v_full + v.stage), v.phase);
+        compute_o(o, weights, shared.v(v.stage), beside);
+    }
+
+    // The phases of finding the tile's visible elements that belong to one of `steps` steps.
+    __device__ __forceinline__ void search(int step, int steps) {
+#pragma unroll
+        for (int phase = 0; phase < search_phases; ++phase) {
+            if (phase * steps / search_phases != step) continue;
+            if constexpr (cfg::mask == kMaskNone)
+                find_in_band(visible, p, row(), tile.n());
+            else
+                find_in_table(visible, phase, p, shared.cols(k.stage), work, work.row + 64 * warpgroup, tile.n());
+        }
+    }
+
+    // Algorithm 2, line 10 (FlashMask algorithm 1, line 17): issues the scores; where registers allow it, what is visible of a partial tile is found meanwhile.
+    __device__ __forceinline__ void begin_scores() {
+        if (search_beside && uniform(tile.partial(warpgroup)))
+            issue_scores([&](int step) { search(step, score_steps); });
+        else
+            issue_scores([](int) {});
+    }
+
+    // While the products run: the same where registers are fewer.
+    __device__ __forceinline__ void search_behind() {
+        if (!search_beside && uniform(tile.partial(warpgroup))) search(0, 1);
+    }
+
+    // The scores are there: their keys' buffer goes back at once, since only a few are under way.
+    __device__ __forceinline__ void finish_scores() {
+        ptx::wgmma_pin(s);
+        release_keys();
+    }
+
+    // Line 11 (FlashMask algorithm 1, lines 18-25): prescales and masks the scores.
+    __device__ __forceinline__ void refine_scores() {
+        if constexpr (cfg::prescaled) prescale(s, p);
+        if (uniform(tile.partial(warpgroup))) mask_scores(s, visible);
+    }
+
+    // Lines 12 and 13: the running softmax.  What dropout keeps is drawn between the exponentials, block by block: the two wait for
+    // different units.  True when earlier outputs must be multiplied by factor.
+    template <bool early>
+    __device__ __forceinline__ bool update_softmax(bool last, bool settled) {
+        const RandomStream stream = cfg::dropout ? random_stream(p.dropout, work.batch, work.head) : RandomStream{};
+        const i32 key = tile.n() * cfg::block_n + 2 * (threadIdx.x % 4);
+        const bool grown = follow(state, factor, s, settled);
+        exponentiate(state, s, [&](int block, const float (&sums)[4]) {
+            look_for_keys(block);
+            if (early && block == middle) proceed<true>(last, fminf(fminf(sums[0], sums[1]), fminf(sums[2], sums[3])));
+            if constexpr (cfg::dropout > 0) {
+                u32 words[4];
+                random_words(words, p, stream, row(), key + 16 * block);
+#pragma unroll
+                for (int w = 0; w < 4; ++w) kept[block][w] = drop_pair<cfg::dropout>(~0u, words[w]);
+            }
+        });
+        return grown;
+    }
+
+    // Awaits the next keys, if there are any, and lets out the values before where they are `pending`.
+    template <bool pending>
+    __device__ __forceinline__ void proceed(bool last, float sum) {
+        // No sum is negative.  The question keeps exponentials and sums above the wait for P V, which the assembler would
+        // otherwise do first.
+        if constexpr (pending) last = uniform(last || sum < 0.0f);
+        if (!last) await_keys();
+        if constexpr (pending) {
+            ptx::wgmma_wait<0>();
+            finish_values();
+        }
+        if constexpr (looks_for_values) values_arrived = ptx::mbarrier_passed(shared.barrier(v_full + v.stage), v.phase);
+    }
+
+    // Line 14: P as it enters P V: rounded, and with dropout thinned out (l and m are those of the whole P).
+    __device__ __forceinline__ void weigh() {
+        round_weights(weights, s);
+        if constexpr (cfg::dropout > 0) {
+#pragma unroll
+            for (int i = 0; i < cfg::block_n / 4; ++i) weights[i / 4][i % 4] &= kept[i / 4][i % 4];
+        }
+    }
+
+    __device__ __forceinline__ float output_scale() const {
+        return cfg::dropout > 0 ? static_cast<float>(p.dropout_scale) : 1.0f;
+    }
+
+    __device__ __forceinline__ void finish_values() {
+        ptx::wgmma_pin(o);
+        release(shared.barrier(v_empty + v.stage));
+        v.advance();
+    }
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < cfg::head_dim_v / 2; ++i) o[i] = 0.0f;
+    }
+
+    // A key tile with nothing to overlap with.  True when the row has no further one.
+    __device__ __forceinline__ bool single() {
+        await_ping_pong();
+        begin_scores();
+        pass_ping_pong();
+        search_behind();
+        ptx::wgmma_wait<0>();
+        const bool last = uniform(tile.last());
+        finish_scores();
+        refine_scores();
+        if (update_softmax<false>(last, false)) rescale(o, factor);
+        weigh();
+        proceed<false>(last, 0.0f);
+        return last;
+    }
+
+    // Passes over a hidden key tile.  It takes part in the ping-pong all the same, which counts tiles, and lets the
+    // values before it out, if any are pending.  A row's last tile is never hidden.
+    __device__ __forceinline__ void pass(bool pending) {
+        await_ping_pong();
+        if (pending) drain();
+        pass_ping_pong();
+        release_keys();
+        ptx::mbarrier_wait(shared.barrier(v_full + v.stage), v.phase);
+        release(shared.barrier(v_empty + v.stage));
+        v.advance();
+        await_keys();
+    }
+
+    // Scores of a tile beside P V of the tile before.  True when this was the last tile of the row.
+    __device__ __forceinline__ bool step() {
+        await_ping_pong();
+        if constexpr (later_tiles_vary)
+            begin_scores();
+        else
+            issue_scores([](int) {});
+        issue_values([](int) {});
+        pass_ping_pong();
+        free_output();
+        if constexpr (later_tiles_vary) search_behind();
+        ptx::wgmma_wait<1>();
+        finish_scores();
+        const bool last = uniform(tile.last()), settled = !plain && (!later_tiles_vary || !uniform(tile.partial(warpgroup)));
+        if constexpr (!cfg::overlap) {
+            ptx::wgmma_wait<0>();
+            finish_values();
+        }
+        if constexpr (later_tiles_vary)
+            refine_scores();
+        else if constexpr (cfg::prescaled)
+            prescale(s, p);
+        const bool grown = update_softmax<proceeds_early>(last, settled);
+        if constexpr (cfg::overlap && !proceeds_early) proceed<true>(last, fminf(state.sum[0], state.sum[1]));
+        weigh();
+        if constexpr (!cfg::overlap) proceed<false>(last, 0.0f);
+        if (grown) rescale(o, factor);
+        return last;
+    }
+
+    // From one row tile to the next: the last P V of the row tile `before`, whose output leaves under the first scores.
+    // True when the new row has one key tile only.
+    __device__ __forceinline__ bool cross(const Work& before, Slot<cfg::q_stages> buffer) {
+        await_ping_pong();
+        // The new row's first tile is its diagonal one, as a rule: what is visible of it is found here.
+        if (search_beside && uniform(tile.partial(warpgroup)))
+            issue_values([&](int step) { search(step, value_steps); });
+        else
+            issue_values([](int) {});
+        search_behind();
+        const Ending ending = begin_ending(before, state, buffer);
+        ptx::wgmma_wait<0>();
+        finish_values();
+        clear_empty_rows(ending);
+        issue_scores([&](int step) {
+#pragma unroll
+            for (int block = 0; block < output_blocks; ++block)
+                if (block * score_steps / output_blocks == step) write_columns(ending, block);
+        });
+        pass_ping_pong();
+        finish_ending(ending);
+        state.reset();
+        clear();
+        ptx::wgmma_wait<0>();
+        const bool last = uniform(tile.last());
+        finish_scores();
+        refine_scores();
+        update_softmax<false>(last, false);
+        weigh();
+        proceed<false>(last, 0.0f);
+        return last;
+    }
+
+    // The last P V of a row tile, without company.
+    __device__ __forceinline__ void drain() {
+        issue_values([](int) {});
+        ptx::wgmma_wait<0>();
+        finish_values();
+    }
+
+    // Gives a stored output's buffer back to the producer, long after the store began.
+    __device__ __forceinline__ void free_output() {
+        if (!stage_output || leaving == 0) return;
+        if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
+        ptx::mbarrier_arrive(leaving);
+        leaving = 0;
+    }
+
+    // How a row tile ends: its place, the buffer that its output leaves through, l relative to the reference.
+    struct Ending {
+        Work of;
+        u32 stage;
+        float sum[2], normal[2];
+    };
+
+    // Ends the row tile `before`, whose queries lay in `buffer`; all but the last product of its output is there.
+    __device__ __forceinline__ Ending begin_ending(const Work& before, const Softmax& rows,
+                                                   Slot<cfg::q_stages> buffer) {
+        free_output();
+        // Its announcement lies there until its output has left, and registers are few.
+        Ending ending{stage_output ? shared.work(buffer.stage) : before, buffer.stage, {}, {}};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            ending.sum[r] = quad_sum(rows.sum[r]);
+            ending.normal[r] = ending.sum[r] == 0.0f ? 0.0f : __fdividef(output_scale(), ending.sum[r]);
+        }
+        return ending;
+    }
+
+    // A row that saw nothing met only zero weights; a NaN among the values must not survive that.
+    __device__ __forceinline__ void clear_empty_rows(const Ending& ending) {
+        if (!may_have_empty_rows || !uniform(ending.sum[0] == 0.0f || ending.sum[1] == 0.0f)) return;
+#pragma unroll
+        for (int i = 0; i < cfg::head_dim_v / 2; ++i) o[i] = ending.sum[half_of(i)] == 0.0f ? 0.0f : o[i];
+    }
+
+    // Normalises 16 columns of the output, and stages them.
+    __device__ __forceinline__ void write_columns(const Ending& ending, int block) {
+#pragma unroll
+        for (int i = 8 * block; i < 8 * block + 8; ++i) o[i] *= ending.normal[half_of(i)];
+        if constexpr (stage_output) stage_columns(o, shared.q(ending.stage), warpgroup, block);
+    }
+
+    __device__ __forceinline__ void finish_ending(const Ending& ending) {
+        const i32 first = ending.of.row + 64 * warpgroup + fragment_row();
+        if constexpr (stage_output) {
+            store_output(o_map, shared.q(ending.stage), warpgroup, ending.of);
+            leaving = shared.barrier(q_empty + ending.stage);
+            if constexpr (cfg::q_stages == 1) free_output();
+        } else {
+            write_float(o, p, ending.of, first);
+        }
+        write_statistics(p, ending.of, first, state, ending.sum);
+    }
+
+    // The end of a row tile with nothing to overlap with.
+    __device__ __forceinline__ void write(const Work& before, Slot<cfg::q_stages> buffer) {
+        drain();
+        const Ending ending = begin_ending(before, state, buffer);
+        clear_empty_rows(ending);
+#pragma unroll
+        for (int block = 0; block < output_blocks; ++block) write_columns(ending, block);
+        finish_ending(ending);
+    }
+
+    __device__ __forceinline__ void run();
+};
+
+__device__ __forceinline__ void Consumer::run() {
+    if (warpgroup + 1 == warpgroups) pass_ping_pong();  // the first warpgroup begins
+    bool some = await_row();
+    while (some) {
+        state.reset();
+        clear();
+        bool last = false, pending = false;
+        Work before;
+        Slot<cfg::q_stages> buffer;
+        for (;;) {
+#pragma unroll 1
+            while (!last) {
+                if (!seen) {
+                    pass(pending);
+                    pending = false;
+                } else if (!pending) {
+                    last = single();
+                    pending = true;
+                } else {
+                    do last = step();
+                    while (!last && seen);
+                }
+            }
+            before = work;
+            buffer = q;
+            q.advance();
+            if constexpr (!stage_output) ptx::mbarrier_arrive(shared.barrier(q_empty + buffer.stage));
+            if constexpr (cfg::q_stages == 1) break;
+            free_output();
+            some = await_row();
+            if (!some || !seen) break;
+            last = cross(before, buffer);
+        }
+        write(before, buffer);
+        if constexpr (cfg::q_stages == 1) some = await_row();
+    }
+    free_output();  // shared memory is read until then
+}
+
+}  // namespace sm90::fwd

@@ -1,0 +1,114 @@
+// What the forward kernel keeps in shared memory, and the numbers that follow from the configuration.
+#pragma once
+#include "attn/mask_format.cuh"
+#include "ptx/opaque.cuh"
+#include "sm90/tiles.cuh"
+
+namespace sm90::fwd {
+
+constexpr int slabs = (cfg::head_dim + 63) / 64;                    // of q and k
+constexpr int slabs_v = (cfg::head_dim_v + 63) / 64;                // of v and o
+constexpr int warpgroups = cfg::block_m / 64;                       // consumers: 64 query rows each
+constexpr int threads = 128 * (warpgroups + 1);
+constexpr int producer_registers = warpgroups == 3 ? 32 : 40;
+constexpr int consumer_registers = warpgroups == 3 ? 160 : 232;
+
+constexpr int q_bytes = slabs * cfg::block_m * row_bytes;
+constexpr int k_bytes = slabs * cfg::block_n * row_bytes;
+constexpr int v_bytes = slabs_v * cfg::block_n * row_bytes;
+constexpr int o_bytes = slabs_v * cfg::block_m * row_bytes;
+constexpr int cols_bytes = cfg::mask == kMaskColumn ? cfg::block_n * 16 : 0;  // intervals of a partial tile's keys
+
+// The output leaves through the queries' buffer: a warpgroup has then read its rows of q for the last time.
+constexpr bool stage_output = sizeof(cfg::out) == 2;  // float32 is written from registers
+constexpr int q_buffer_bytes = stage_output && o_bytes > q_bytes ? o_bytes : q_bytes;
+
+// Offsets in bytes; every tile starts on a multiple of 1024.
+constexpr int q_at = 0;
+constexpr int k_at = q_at + cfg::q_stages * q_buffer_bytes;
+constexpr int v_at = k_at + cfg::stages * k_bytes;
+constexpr int cols_at = v_at + cfg::stages * v_bytes;
+constexpr int barriers_at = cols_at + cfg::stages * cols_bytes;
+
+enum Barrier {
+    q_full,
+    q_empty = q_full + cfg::q_stages,
+    k_full = q_empty + cfg::q_stages,
+    k_empty = k_full + cfg::stages,
+    v_full = k_empty + cfg::stages,
+    v_empty = v_full + cfg::stages,
+    raw_full = v_empty + cfg::stages,  // a tile of v that must be cleaned before it counts as full
+    raw_empty,
+    list_full,  // the planner's list of key tiles
+    list_empty,
+    barrier_count
+};
+
+// A row tile as the planner announces it, one per buffer of q.
+struct alignas(16) Work {
+    i32 row;          // first query row
+    i32 head, batch;  // of q and o; negative head: there is no further work
+    i32 instance;     // of the mask
+};
+
+// A key tile as it travels to the consumers, with its buffer of k.
+struct KeyTile {
+    u32 code;  // number (of tiles there are fewer than 2^24) and, in the low byte, what the consumers must know
+    static constexpr i32 hidden_bit = 1, partial_bit = 8;  // << warpgroup
+    static constexpr i32 dead_bit = 64, last_bit = 128, hidden_bits = 7, partial_bits = 56;
+    __device__ __forceinline__ static constexpr KeyTile make(i32 n, i32 bits) { return {static_cast<u32>(n << 8 | bits)}; }
+    __device__ __forceinline__ static constexpr KeyTile none() { return {~0u}; }
+    __device__ __forceinline__ constexpr bool exists() const { return code != ~0u; }
+    __device__ __forceinline__ constexpr i32 n() const { return code >> 8; }
+    // The warpgroup's rows see nothing of it, and others' do.
+    __device__ __forceinline__ bool hidden(u32 warpgroup) const { return code & hidden_bit << warpgroup; }
+    // The warpgroup must test elements.
+    __device__ __forceinline__ bool partial(u32 warpgroup) const { return code & partial_bit << warpgroup; }
+    __device__ __forceinline__ bool partial() const { return code & partial_bits; }
+    __device__ __forceinline__ bool dead() const { return code & dead_bit; }  // no row sees some key: its v may be NaN
+    __device__ __forceinline__ bool last() const { return code & last_bit; }  // of its row tile
+};
+
+// Up to 32 key tiles that a row tile visits, from the planner to the producer.
+struct TileList {
+    KeyTile tiles[32];
+    i32 count;           // negative: there is no further work
+    i32 head, batch;     // of k and v
+    i32 instance;        // of the mask
+};
+
+struct Mail {  // to the cleaner: which buffer of v, which keys; negative stage: no more work
+    i32 stage, n, instance;
+};
+
+constexpr int work_at = (barriers_at + 8 * barrier_count + 15) / 16 * 16;
+constexpr int list_at = work_at + 16 * cfg::q_stages;
+constexpr int codes_at = list_at + static_cast<int>(sizeof(TileList));
+constexpr int mail_at = codes_at + 4 * cfg::stages;
+constexpr int shared_bytes = mail_at + static_cast<int>(sizeof(Mail));
+
+// A thread's place in its warpgroup.  What follows from it is not kept in registers from one tile to the next: they are
+// too few.
+__device__ __forceinline__ u32 place_of_thread() { return ptx::opaque(static_cast<i32>(threadIdx.x % 128)); }
+
+// Shared memory as an address for instructions and as a pointer for ordinary reads and writes.
+struct Shared {
+    u32 address;
+    u8* memory;
+
+    __device__ __forceinline__ u32 barrier(int number) const { return address + barriers_at + 8 * number; }
+    __device__ __forceinline__ u32 q(u32 stage) const { return address + q_at + stage * q_buffer_bytes; }
+    __device__ __forceinline__ u32 k(u32 stage) const { return address + k_at + stage * k_bytes; }
+    __device__ __forceinline__ u32 v(u32 stage) const { return address + v_at + stage * v_bytes; }
+    __device__ __forceinline__ Work& work(u32 stage) const { return reinterpret_cast<Work*>(memory + work_at)[stage]; }
+    __device__ __forceinline__ TileList& list() const { return *reinterpret_cast<TileList*>(memory + list_at); }
+    __device__ __forceinline__ KeyTile& code(u32 stage) const {
+        return reinterpret_cast<KeyTile*>(memory + codes_at)[stage];
+    }
+    __device__ __forceinline__ int4* cols(u32 stage) const {
+        return reinterpret_cast<int4*>(memory + cols_at + stage * cols_bytes);
+    }
+    __device__ __forceinline__ Mail& mail() const { return *reinterpret_cast<Mail*>(memory + mail_at); }
+};
+
+}  // namespace sm90::fwd

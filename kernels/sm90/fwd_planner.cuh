@@ -1,0 +1,101 @@
+// The planner warp: draws row tiles, lists the key tiles that each of them visits, and loads the queries.
+//
+// It runs ahead of the producer, so that no table is waited for while keys or values could be on their way.
+#pragma once
+#include "ptx/mbarrier.cuh"
+#include "sm90/tiles.cuh"
+#include "sm90/fwd_work.cuh"
+
+namespace sm90::fwd {
+
+struct Planner {
+    const Params& p;
+    const ptx::TensorMap& q_map;
+    const Shared shared;
+    const u32 lane;
+    Slot<1> list;
+    Slot<cfg::q_stages> q;
+
+    // Tiles are handed out in order by a ticket that returns to 0 by itself after the last one.  Lane 0 alone has it.
+    __device__ __forceinline__ i32 draw(i32 total) const {
+        return lane == 0 ? gridDim.x + static_cast<i32>(atomicInc(reinterpret_cast<u32*>(p.counters), total - 1)) : 0;
+    }
+
+    // Lanes with a tile write it, in their order.
+    __device__ __forceinline__ void publish(const Work& work, KeyTile tile, bool last) {
+        const u32 some = __ballot_sync(~0u, tile.exists());
+        const i32 count = __popc(some), position = __popc(some & ((1u << lane) - 1));
+        // Every warpgroup works on the last tile of a row, whatever its rows see of it: none needs a path without any.
+        if (last && position == count - 1) tile.code = (tile.code & ~KeyTile::hidden_bits) | KeyTile::last_bit;
+        ptx::mbarrier_wait(shared.barrier(list_empty), list.phase ^ 1);
+        TileList& to = shared.list();
+        if (some >> lane & 1) to.tiles[position] = tile;
+        if (lane == 0) {
+            to.count = count;
+            to.head = work.head / p.group;
+            to.batch = work.batch;
+            to.instance = work.instance;
+        }
+        ptx::mbarrier_arrive(shared.barrier(list_full));
+        list.advance();
+    }
+
+    __device__ __forceinline__ void load_queries(const Work& work) {
+        const u32 full = shared.barrier(q_full + q.stage);
+        ptx::mbarrier_wait(shared.barrier(q_empty + q.stage), q.phase ^ 1);
+        if (lane == 0) {
+            shared.work(q.stage) = work;
+            if (work.head < 0) {
+                ptx::mbarrier_arrive(full);
+            } else {
+                ptx::mbarrier_arrive_expect(full, q_bytes);
+                load_tile<cfg::block_m, slabs>(q_map, shared.q(q.stage), full, ptx::evict_first, work.row,
+                                               {p.q, work.head, work.batch});
+            }
+        }
+        q.advance();
+    }
+
+    // Key tiles in descending order, 32 candidates at a time.  The queries follow the first list.
+    __device__ __forceinline__ void plan(const Work& work) {
+        i64 blocks = 0;
+        if constexpr (cfg::mask == kMaskBlock) blocks = slice_of(p.mask, work.batch, work.head);
+        const Rows rows = all_rows(p, work);
+        const i32 lowest = band_first(p, rows) / cfg::block_n;
+        const i32 top = (band_end(p, rows) + cfg::block_n - 1) / cfg::block_n - 1;
+        KeyTile held = KeyTile::none();
+        bool first = true, some = false;
+        for (i32 group = top; group >= lowest; group -= 32) {
+            const i32 n = group - static_cast<i32>(lane);
+            const KeyTile tile = n >= lowest ? classify(p, work, blocks, n) : KeyTile::none();
+            if (!__any_sync(~0u, tile.exists())) continue;
+            if (some) {
+                publish(work, held, false);
+                if (first) load_queries(work);
+                first = false;
+            }
+            held = tile;
+            some = true;
+        }
+        // Rows that see nothing visit one tile all the same, and mask all of it: the consumers need no second path.
+        if (!some && lane == 0) held = hidden_tile(p, work);
+        publish(work, held, true);
+        if (first) load_queries(work);
+    }
+
+    __device__ __forceinline__ void run() {
+        const i32 total = p.batch * p.heads * p.row_tiles;
+        for (i32 number = blockIdx.x; number < total;) {
+            plan(row_tile(p, number));
+            // The next one is drawn as late as may be, when work on this one begins: blocks that are behind draw less.
+            ptx::mbarrier_wait(shared.barrier(list_empty), list.phase ^ 1);
+            number = __shfl_sync(~0u, draw(total), 0);
+        }
+        ptx::mbarrier_wait(shared.barrier(list_empty), list.phase ^ 1);
+        if (lane == 0) shared.list().count = -1;
+        ptx::mbarrier_arrive(shared.barrier(list_full));
+        load_queries({0, -1, 0, 0});
+    }
+};
+
+}  // namespace sm90::fwd

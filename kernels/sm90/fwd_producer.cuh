@@ -1,0 +1,115 @@
+// The producer warp: takes the planner's lists and keeps the copy engine busy with keys and values.  All lanes follow,
+// lane 0 issues.
+#pragma once
+#include "ptx/mbarrier.cuh"
+#include "sm90/tiles.cuh"
+#include "sm90/fwd_work.cuh"
+
+namespace sm90::fwd {
+
+// A key tile and where it comes from.
+struct Source {
+    KeyTile tile;
+    i32 head, batch;  // of k and v
+    i32 instance;     // of the mask
+};
+
+struct Producer {
+    const Params& p;
+    const ptx::TensorMap &k_map, &v_map;
+    const Shared shared;
+    const u32 lane;
+    Slot<cfg::stages> k, v;
+    Slot<1> list;
+    u32 raw_phase = 1;
+
+    __device__ __forceinline__ void load_keys(const Source& from) {
+        const u32 full = shared.barrier(k_full + k.stage);
+        ptx::mbarrier_wait(shared.barrier(k_empty + k.stage), k.phase ^ 1);
+        if (lane == 0) {
+            shared.code(k.stage) = from.tile;
+            const bool with_cols = cfg::mask == kMaskColumn && from.tile.partial();
+            ptx::mbarrier_arrive_expect(full, k_bytes + (with_cols ? cols_bytes : 0));
+            const i32 key = from.tile.n() * cfg::block_n;
+            load_tile<cfg::block_n, slabs>(k_map, shared.k(k.stage), full, ptx::evict_last, key,
+                                           {p.k, from.head, from.batch});
+            if (with_cols)
+                ptx::bulk_load(shared.address + cols_at + k.stage * cols_bytes,
+                               p.table.cols + static_cast<i64>(from.instance) * p.table.keys_padded + key, cols_bytes,
+                               full);
+        }
+        k.advance();
+    }
+
+    __device__ __forceinline__ void load_values(const Source& from) {
+        u32 full = shared.barrier(v_full + v.stage);
+        ptx::mbarrier_wait(shared.barrier(v_empty + v.stage), v.phase ^ 1);
+        if (may_have_dead_keys && from.tile.dead()) {
+            // The bytes arrive at the cleaner, who passes the tile on.
+            ptx::mbarrier_wait(shared.barrier(raw_empty), raw_phase);
+            raw_phase ^= 1;
+            full = shared.barrier(raw_full);
+            if (lane == 0) shared.mail() = {static_cast<i32>(v.stage), from.tile.n(), from.instance};
+        }
+        if (lane == 0) {
+            ptx::mbarrier_arrive_expect(full, v_bytes);
+            load_tile<cfg::block_n, slabs_v>(v_map, shared.v(v.stage), full, ptx::evict_last,
+                                             from.tile.n() * cfg::block_n, {p.v, from.head, from.batch});
+        }
+        v.advance();
+    }
+
+    // Values of a tile are needed one step after its keys, across row tiles too, unless the next one is not known yet.
+    __device__ __forceinline__ void run() {
+        Source before{KeyTile::none(), 0, 0, 0};
+        for (;;) {
+            if (before.tile.exists() && !uniform(ptx::mbarrier_passed(shared.barrier(list_full), list.phase))) {
+                load_values(before);
+                before.tile = KeyTile::none();
+            }
+            ptx::mbarrier_wait(shared.barrier(list_full), list.phase);
+            list.advance();
+            const TileList& from = shared.list();
+            const KeyTile mine = from.tiles[lane];
+            const i32 count = from.count;
+            Source source{mine, from.head, from.batch, from.instance};
+            if (count < 0) break;
+            ptx::mbarrier_arrive(shared.barrier(list_empty));
+            for (i32 i = 0; i < count; ++i) {
+                source.tile.code = __shfl_sync(~0u, mine.code, i);
+                load_keys(source);
+                if (before.tile.exists()) load_values(before);
+                before = source;
+            }
+        }
+        if (before.tile.exists()) load_values(before);
+        if (may_have_dead_keys) {
+            ptx::mbarrier_wait(shared.barrier(raw_empty), raw_phase);
+            if (lane == 0) {
+                shared.mail() = {-1, 0, 0};
+                ptx::mbarrier_arrive(shared.barrier(raw_full));
+            }
+        }
+    }
+};
+
+// The cleaner warp: rows of v that belong to keys no query sees become zero, since 0 * NaN would reach the output.
+__device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
+    const u32 lane = threadIdx.x % 32;
+    for (u32 phase = 0;; phase ^= 1) {
+        ptx::mbarrier_wait(shared.barrier(raw_full), phase);
+        const Mail mail = shared.mail();
+        if (mail.stage < 0) return;
+        for (u32 row = lane; row < cfg::block_n; row += 32) {
+            const i32 key = mail.n * cfg::block_n + row;
+            if (key >= p.n_keys || (band_sees(p, key) && key_alive(p, mail.instance, key))) continue;
+            clear_row<cfg::block_n, slabs_v>(shared.memory + v_at + mail.stage * v_bytes, row);
+        }
+        ptx::async_proxy_fence();
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(shared.barrier(v_full + mail.stage));
+        ptx::mbarrier_arrive(shared.barrier(raw_empty));
+    }
+}
+
+}  // namespace sm90::fwd

@@ -1,0 +1,155 @@
+// The running softmax of one warpgroup: a thread holds parts of rows g and g + 8 of its warp's 16; four lanes
+// share a row.
+#pragma once
+#include "sm90/fwd_products.cuh"
+
+namespace sm90::fwd {
+
+// Exponents are taken relative to a reference that follows the row maximum lazily: it moves only when the maximum has
+// outgrown it by this many powers of two.  Sums and outputs then never need rescaling in most steps, at the price of
+// weights up to 256 instead of 1, which 16-bit floats hold with the same relative accuracy.
+constexpr float slack = 8.0f;
+
+// From this many powers of two on the reference of a row, rounded, would move its weights by half a rounding of float16 or more.  Such a
+// row is far: its maximum is taken from each of its scores before they are scaled, which is exact at the maximum, and its shift is 0.
+constexpr float far = 1 << 13;
+
+// Of the thread's two rows.  The decision to move the reference is taken per row, from the row's data alone.
+struct Softmax {
+    float top[2];    // exact maximum of the raw scores, this lane's share
+    float limit[2];  // scores above it move the reference; -inf for a row that has seen nothing, or is far
+    float shift[2];  // minus the reference, in powers of two
+    float sum[2];    // of exp2(score * scale + shift), this lane's share
+    float scale;     // |scale| * log2(e)
+
+    __device__ __forceinline__ void reset() {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            top[r] = limit[r] = minus_infinity();
+            shift[r] = sum[r] = 0.0f;
+        }
+    }
+};
+
+// Score i belongs to row (i / 2) % 2 of the thread's two rows.
+__device__ __forceinline__ constexpr int half_of(int i) { return (i >> 1) & 1; }
+
+// Over the four lanes that share a row.
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// What move_reference leaves to be done where some row of the warp is far, or was.  `moved`: the row has a new reference, `first`: it had none
+// that is a power of two.  The largest score of each row in this tile is in `largest`.
+__device__ __forceinline__ void keep_far_rows(Softmax& state, float (&factor)[2], Scores& s, const float (&largest)[2], const bool (&moved)[2],
+                                              const bool (&first)[2]) {
+    float minuend[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float before = quad_max(state.top[r]), top = first[r] ? fmaxf(before, largest[r]) : largest[r];
+        const bool is_far = moved[r] && fabsf(top * state.scale) >= far;
+        if (moved[r] && first[r])
+            factor[r] = ptx::ex2(is_far ? (before - top) * state.scale : fmaf(before, state.scale, state.shift[r]));
+        if (is_far) state.shift[r] = 0.0f, state.limit[r] = minus_infinity();
+        minuend[r] = is_far ? top : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < cfg::block_n / 2; ++i) s[i] -= minuend[half_of(i)];
+}
+
+// Moves the reference of the rows that outgrew it; factor is what their earlier sums and outputs shrink by.  Far rows come here with every
+// key tile that they see.
+__device__ __forceinline__ void move_reference(Softmax& state, float (&factor)[2], Scores& s, const float (&top)[2]) {
+    float largest[2];
+    bool moved[2], first[2], some_far = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        largest[r] = quad_max(top[r]);
+        moved[r] = largest[r] > state.limit[r];
+        first[r] = state.limit[r] == minus_infinity();
+        factor[r] = 1.0f;
+        if (moved[r]) {
+            const float shift = -largest[r] * state.scale;
+            factor[r] = first[r] ? 0.0f : ptx::ex2(shift - state.shift[r]);
+            state.shift[r] = shift;
+            state.limit[r] = largest[r] + __fdividef(slack, state.scale);
+        }
+        some_far |= fabsf(state.shift[r]) >= far || (first[r] && state.top[r] > minus_infinity());
+    }
+    if (__any_sync(~0u, some_far)) keep_far_rows(state, factor, s, largest, moved, first);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) state.sum[r] *= factor[r];
+}
+
+// The largest of a thread's scores in each of its two rows.
+__device__ __forceinline__ void find_largest(float (&top)[2], const Scores& s) {
+    // Two chains per row: a single one would be bound by its latency.
+    float chain[4] = {s[0], s[1], s[2], s[3]};
+#pragma unroll
+    for (int i = 4; i < cfg::block_n / 2; ++i) chain[i & 3] = fmaxf(chain[i & 3], s[i]);
+    top[0] = fmaxf(chain[0], chain[1]), top[1] = fmaxf(chain[2], chain[3]);
+}
+
+// The same where it is positive, else 0; NaN if one of them is.  Positive floats are ordered as their bits are, and one
+// instruction finds the largest of three integers.
+__device__ __forceinline__ void find_largest_positive(float (&top)[2], const Scores& s) {
+    i32 chain[4] = {};
+#pragma unroll
+    for (int i = 0; i < cfg::block_n / 4; ++i)
+        chain[i & 3] = __vimax3_s32(chain[i & 3], __float_as_int(s[2 * i]), __float_as_int(s[2 * i + 1]));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) top[r] = __int_as_float(max(chain[r], chain[r + 2]));
+}
+
+// Brings the maximum up to date, and the reference if need be; true when earlier outputs of the warp must be multiplied by
+// factor.  With `settled` the rows are expected to have positive scores and to stay within their limits.
+__device__ __forceinline__ bool follow(Softmax& state, float (&factor)[2], Scores& s, bool settled) {
+    float top[2];
+    if (settled) {
+        find_largest_positive(top, s);
+        settled = __all_sync(~0u, top[0] > 0.0f && top[0] <= state.limit[0] && top[1] > 0.0f && top[1] <= state.limit[1]);
+    }
+    bool grown = false;
+    if (!settled) {
+        find_largest(top, s);
+        grown = __any_sync(~0u, top[0] > state.limit[0] || top[1] > state.limit[1]);
+        if (grown) move_reference(state, factor, s, top);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) state.top[r] = fmaxf(state.top[r], top[r]);
+    return grown;
+}
+
+// Replaces the scores by exp2(score * scale + shift) and adds them up; calls `beside` after each block of 16 keys, with the
+// sums so far.
+template <class Beside>
+__device__ __forceinline__ void exponentiate(Softmax& state, Scores& s, const Beside& beside) {
+    float chain[4];
+#pragma unroll
+    for (int i = 0; i < cfg::block_n / 2; ++i) {
+        s[i] = ptx::ex2(fmaf(s[i], state.scale, state.shift[half_of(i)]));
+        chain[i & 3] = i < 4 ? s[i] : chain[i & 3] + s[i];
+        if (i % 8 == 7) beside(i / 8, chain);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) state.sum[r] += chain[2 * r] + chain[2 * r + 1];
+}
+
+// The accumulator of 16 columns is, rounded, the A fragment of the next product: no data moves between lanes.
+__device__ __forceinline__ void round_weights(Weights& p, const Scores& s) {
+#pragma unroll
+    for (int i = 0; i < cfg::block_n / 4; ++i) p[i / 4][i % 4] = pack(s[2 * i], s[2 * i + 1]);
+}
+
+__device__ __forceinline__ void rescale(Output& o, const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < cfg::head_dim_v / 2; ++i) o[i] *= factor[half_of(i)];
+}
+
+}  // namespace sm90::fwd

@@ -1,0 +1,46 @@
+// Gradients of a warpgroup's 64 rows (queries or keys) leave the registers: rounded through shared memory, or unrounded.
+#pragma once
+#include "ptx/barrier.cuh"
+#include "ptx/stmatrix.cuh"
+#include "sm90/operands.cuh"
+
+namespace sm90 {
+
+constexpr bool unrounded = sizeof(cfg::grad) == 4;
+
+// Rounds 64 rows into slabs, the first at `tile`, `stride` bytes apart.
+template <int n>
+__device__ __forceinline__ void stage_gradient(const float (&x)[n], float factor, u32 tile, u32 stride) {
+    const u32 lane = threadIdx.x % 32, row = 16 * (threadIdx.x % 128 / 32) + lane % 16;
+#pragma unroll
+    for (int block = 0; block < n / 8; ++block) {
+        const u32 chunk = (2 * (block % 4) + lane / 16) ^ (row % 8);
+        u32 packed[4];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) packed[w] = pack(x[8 * block + 2 * w] * factor, x[8 * block + 2 * w + 1] * factor);
+        ptx::stmatrix_x4(tile + block / 4 * stride + row * row_bytes + 16 * chunk, packed[0], packed[1], packed[2], packed[3]);
+    }
+    ptx::async_proxy_fence();
+}
+
+// Hands staged slabs to the copy engine; one thread.
+template <int slab_count>
+__device__ __forceinline__ void store_gradient(const ptx::TensorMap& map, u32 tile, u32 stride, i32 row, i32 head, i32 batch) {
+#pragma unroll
+    for (int slab = 0; slab < slab_count; ++slab) ptx::tensor_store(map, tile + slab * stride, 64 * slab, row, head, batch);
+    ptx::bulk_commit();
+}
+
+// Writes a thread's two rows unrounded.  out: [slice][rows][columns]; row: the thread's first.
+template <int n>
+__device__ __forceinline__ void write_gradient(const float (&x)[n], float factor, void* out, i32 slice, i32 rows, i32 columns, i32 row) {
+    float* base = static_cast<float*>(out) + static_cast<i64>(slice) * rows * columns;
+#pragma unroll
+    for (int i = 0; i < n; i += 2) {
+        const i32 at = row + 8 * (i / 2 % 2), column = 8 * (i / 4) + 2 * (threadIdx.x % 4);
+        if (at < rows && column < columns)
+            *reinterpret_cast<float2*>(base + static_cast<i64>(at) * columns + column) = make_float2(x[i] * factor, x[i + 1] * factor);
+    }
+}
+
+}  // namespace sm90

@@ -1,0 +1,35 @@
+// What all kernels make of raw products on their way to probabilities.
+#pragma once
+#include "attn/score.cuh"
+#include "sm90/operands.cuh"
+
+namespace sm90 {
+
+constexpr int sign = cfg::negate ? -1 : 1;  // of the scale: raw scores are (sign * q) k^T
+
+__device__ __forceinline__ float minus_infinity() { return -infinity<float>(); }
+
+// What turns scores into powers of two.
+__device__ __forceinline__ float score_scale(const Params& p) {
+    return static_cast<float>((cfg::prescaled ? 1.0 : fabs(p.scale)) * kLog2e);
+}
+
+// Softcap, and scales that no maximum survives: raw products become scores before anything else.
+template <int n>
+__device__ __forceinline__ void prescale(float (&s)[n], const Params& p) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) s[i] = cap_score(p, s[i]);
+}
+
+// What the softcap does to gradients, from the score behind it; a hidden score must not turn into NaN.
+__device__ __forceinline__ float cap_slope(const Params& p, float score) {
+    const float t = fmaxf(score * static_cast<float>(1 / p.softcap), -1.0f);
+    return fmaf(-t, t, 1.0f);
+}
+
+// A score of a far row less its maximum, as the forward rounded both; in the units of the scores.
+__device__ __forceinline__ float subtract_far(float score, float top, float scale, float inverse) {
+    return rounded_difference(score * scale, top) * inverse;
+}
+
+}  // namespace sm90

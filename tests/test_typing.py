@@ -1,0 +1,42 @@
+"""The type checker agrees with the public surface: pyright on the package, and on calls as users write them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import cuattn
+
+X: NDArray[np.float32] = np.ones((2, 8, 4), np.float32)
+
+
+def test_an_arrays_type_comes_back():
+    o: NDArray[np.float32] = cuattn.attention(X, X, X, is_causal=True, mask=cuattn.masks.causal(8), window=(3, None))
+    out: NDArray[np.float32] = cuattn.attention(X, X, X, out=np.empty_like(o))
+    assert o.shape == out.shape
+
+
+def test_results_have_named_parts():
+    fwd: cuattn.Forward = cuattn.forward(
+        X, X, X, dropout_p=0.5, rng=cuattn.RNGState(1, 2), origin=cuattn.Origin(key=16)
+    )
+    state: cuattn.RNGState | None = fwd.rng_state
+    merged: cuattn.Forward = cuattn.merge(fwd, fwd)
+    lse: Any = merged.lse
+    gradients: cuattn.Gradients = cuattn.backward(X, X, X, X, fwd, dropout_p=0.5, origin=cuattn.Origin(key=16))
+    plan: cuattn.Plan = cuattn.plan(X, X, X)
+    assert (state, lse.shape, gradients.dbias, plan.kernel) == (cuattn.RNGState(1, 2), (2, 8), None, "cpu")
+
+
+def test_masks_combine_to_masks():
+    mask: cuattn.masks.ColumnMask = cuattn.masks.causal_document([3, 5])
+    both = mask & np.ones((8, 8), bool) & cuattn.BlockMask([[True]], 8, 8)
+    assert both.dense().shape == (8, 8)
+
+
+def test_errors_are_the_usual_ones_too():
+    with pytest.raises(ValueError) as caught:
+        cuattn.attention(X, X, X, softcap=-1.0)
+    error: cuattn.CuattnError = caught.value if isinstance(caught.value, cuattn.CuattnError) else cuattn.CuattnError()
+    assert "softcap" in str(error)
