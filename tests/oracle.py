@@ -66,13 +66,14 @@ def floors(exact: Solution, q, k, v, do=None, *, scale=None, softcap=None, bias=
     rounding of every sum's terms moves
 
         m   by S at the maximum                     l   by l (1 + S' + S at the maximum)
-        p   by E = p (1 + S + S')                   o   by sum_j E z |v|
+        p   by E = p (1 + S + S'), the 1 for l      o   by sum_j E z |v|
         D   by sum_j E A                            ds  by E |dp - D| + p (A + that of D)
         dv  by sum_i E z |do|                       dq  by |scale| sum_j (that of ds + |ds|) |k|, dk likewise
 
-    A sum of n terms counts 2 sqrt(n) times (n at most), as if roundings were random.  Weights p below eps**3 count as
-    0.  For 16-bit inputs, their eps times this is added: p |v| and p |do| (P is rounded before it is multiplied),
-    |do . o| in D (o was rounded), |ds| |k| and |ds| |q| (so was dS).
+    A sum of n terms counts 2 sqrt(n) times (n at most), as if roundings were random, and twice that in a score, whose
+    terms may be alike and round one way.  Weights p below eps**3 count as 0.  For 16-bit inputs, their eps times this
+    is added: p |v| and p |do| (P is rounded before it is multiplied), |do . o| in D (o was rounded), |ds| |k| and
+    |ds| |q| (so was dS).
 
     Parameters
     ----------
@@ -104,7 +105,7 @@ class _Bound:
         self.q, k, v = (xp.abs(x.astype(np.float64)) for x in (q, k, v))
         self.k, self.v = (textbook.repeat_heads(xp, x, lead) for x in (k, v))
         self.scale = abs(q.shape[-1] ** -0.5 if given["scale"] is None else given["scale"])
-        raw = width * self.scale * (self.q @ self.k.swapaxes(-1, -2))
+        raw = 2 * width * self.scale * (self.q @ self.k.swapaxes(-1, -2))
         size, self.slope, self.bend = _scores(xp, exact, raw, given["softcap"], given["bias"])
         seen = exact.s > -np.inf
         size = xp.where(seen, size, 0)
@@ -112,7 +113,7 @@ class _Bound:
         self.mean = (self.p * size).sum(-1)
         self.top = _at_maximum(xp, exact, size, unit)
         self.z = 1.0 if given["keep"] is None else xp.where(given["keep"], given["keep_scale"], 0.0)
-        self.moved = self.p * (1 + size + self.mean[..., None]) + xp.where(seen, unit**2, 0)
+        self.moved = self.p * (self.keys + size + self.mean[..., None]) + xp.where(seen, unit**2, 0)
         self.short_p = xp.where(seen, self.p + self.grain, 0) * self.z
 
     def forward(self) -> dict[str, Floor]:
