@@ -22,6 +22,7 @@ EXCEPTIONS = {
     ("sm_90", "window bottom right"),
     ("sm_90", "float32 dropout column"),
     ("sm_90", "float32 d128 with flushes"),
+    ("sm_120", "d80"),
     ("sm_120", "float32 column"),
     ("sm_120", "float32 dropout column"),
 }
