@@ -66,13 +66,14 @@ def floors(exact: Solution, q, k, v, do=None, *, scale=None, softcap=None, bias=
     rounding of every sum's terms moves
 
         m   by S at the maximum                     l   by l (1 + S' + S at the maximum)
-        p   by E = p (1 + S + S')                   o   by sum_j E z |v|
+        p   by E = p (1 + S + S'), the 1 for l      o   by sum_j E z |v|
         D   by sum_j E A                            ds  by E |dp - D| + p (A + that of D)
         dv  by sum_i E z |do|                       dq  by |scale| sum_j (that of ds + |ds|) |k|, dk likewise
 
-    A sum of n terms counts 2 sqrt(n) times (n at most), as if roundings were random.  Weights p below eps**3 count as
-    0.  For 16-bit inputs, their eps times this is added: p |v| and p |do| (P is rounded before it is multiplied),
-    |do . o| in D (o was rounded), |ds| |k| and |ds| |q| (so was dS).
+    A sum of n terms counts 2 sqrt(n) times (n at most), as if roundings were random, and twice that in a score, whose
+    terms may be alike and round one way.  Weights p below eps**3 count as 0.  For 16-bit inputs, their eps times this
+    is added: p |v| and p |do| (P is rounded before it is multiplied), |do . o| in D (o was rounded), |ds| |k| and
+    |ds| |q| (so was dS).
 
     Parameters
     ----------
@@ -84,49 +85,70 @@ def floors(exact: Solution, q, k, v, do=None, *, scale=None, softcap=None, bias=
     dict of str to Floor
         By the names of the results.
     """
-    xp = np if isinstance(q, np.ndarray) else sys.modules["cupy"]
-    lead, low = exact.p.shape[:-2], q.dtype
-    unit = eps(np.float64 if low == np.float64 else np.float32)
-    grain = eps(low, smallest=True) / eps(low)  # 16-bit numbers near 0 are this coarse
-    width, width_v, rows, keys = (min(n, 2 * n**0.5) for n in (q.shape[-1], v.shape[-1], *exact.p.shape[-2:]))
-    rows *= max(math.prod(lead), 1) ** 0.5  # of all heads that may share a key
-    q, k, v = (xp.abs(x.astype(np.float64)) for x in (q, k, v))
-    k_heads, v_heads = textbook.repeat_heads(xp, k, lead), textbook.repeat_heads(xp, v, lead)
-    scale = abs(q.shape[-1] ** -0.5 if scale is None else scale)
-    seen = exact.s > -np.inf
-    p = exact.p.astype(np.float64)
-    size, slope, bend = _scores(xp, exact, width * scale * (q @ k_heads.swapaxes(-1, -2)), softcap, bias)
-    size = xp.where(seen, size, 0)
-    mean = (p * size).sum(-1)
-    top = _at_maximum(xp, exact, size, unit)
-    z = 1.0 if keep is None else xp.where(keep, keep_scale, 0.0)
-    moved = p * (1 + size + mean[..., None]) + xp.where(seen, unit**2, 0)
-    short_p = xp.where(seen, p + grain, 0) * z
-    found = {
-        "o": Floor(((moved + keys * p) * z) @ v_heads, short_p @ v_heads),
-        "l": Floor(exact.l.astype(np.float64) * (keys + mean + top)),
-        "m": Floor(top),
-    }
-    if do is None:
-        return found
-    do = xp.abs(do.astype(np.float64))
-    ds = xp.abs(exact.ds.astype(np.float64))
-    a = z * (do @ v_heads.swapaxes(-1, -2))
-    short_delta = p * (do * (xp.abs(exact.o.astype(np.float64)) + grain)).sum(-1)[..., None]
-    gap = exact.dp.astype(np.float64) - (exact.p * exact.dp).sum(-1, keepdims=True).astype(np.float64)
-    wide = p * (width_v * a + ((moved + keys * p) * a).sum(-1, keepdims=True))
-    if dlse is not None:
-        gap = gap + dlse[..., None]
-        wide = wide + p * xp.abs(dlse[..., None])
-    wide = wide + moved * xp.abs(gap)
-    for_keys, for_rows = (wide * slope + ds * (bend + n * slope) for n in (rows, keys))
-    short = (short_delta + ds + grain) * slope
-    found["dq"] = Floor(*(sum_to(scale * (x @ k_heads), q.shape) for x in (for_rows, short)))
-    found["dk"] = Floor(*(sum_heads(scale * (x.swapaxes(-1, -2) @ q), k.shape) for x in (for_keys, short)))
-    found["dv"] = Floor(*(sum_heads((x * z).swapaxes(-1, -2) @ do, v.shape) for x in (moved + rows * p, short_p)))
-    if bias is not None:
-        found["dbias"] = Floor(*(sum_to(x, bias.shape) for x in (wide + rows * ds, short_delta)))
-    return found
+    given = {"scale": scale, "softcap": softcap, "bias": bias, "keep": keep, "keep_scale": keep_scale}
+    bound = _Bound(exact, q, k, v, given)
+    return bound.forward() if do is None else {**bound.forward(), **bound.backward(do, bias, dlse)}
+
+
+class _Bound:
+    """What the floors are made of; S is `size`, E is `moved`."""
+
+    def __init__(self, exact: Solution, q, k, v, given: dict[str, Any]) -> None:
+        self.exact = exact
+        self.xp = xp = np if isinstance(q, np.ndarray) else sys.modules["cupy"]
+        self.shapes, lead, low = (q.shape, k.shape, v.shape), exact.p.shape[:-2], q.dtype
+        unit = eps(np.float64 if low == np.float64 else np.float32)
+        self.grain = eps(low, smallest=True) / eps(low)  # 16-bit numbers near 0 are this coarse
+        terms = (q.shape[-1], v.shape[-1], *exact.p.shape[-2:])
+        width, self.width_v, self.rows, self.keys = (min(n, 2 * n**0.5) for n in terms)
+        self.rows *= max(math.prod(lead), 1) ** 0.5  # of all heads that may share a key
+        self.q, k, v = (xp.abs(x.astype(np.float64)) for x in (q, k, v))
+        self.k, self.v = (textbook.repeat_heads(xp, x, lead) for x in (k, v))
+        self.scale = abs(q.shape[-1] ** -0.5 if given["scale"] is None else given["scale"])
+        raw = 2 * width * self.scale * (self.q @ self.k.swapaxes(-1, -2))
+        size, self.slope, self.bend = _scores(xp, exact, raw, given["softcap"], given["bias"])
+        seen = exact.s > -np.inf
+        size = xp.where(seen, size, 0)
+        self.p = exact.p.astype(np.float64)
+        self.mean = (self.p * size).sum(-1)
+        self.top = _at_maximum(xp, exact, size, unit)
+        self.z = 1.0 if given["keep"] is None else xp.where(given["keep"], given["keep_scale"], 0.0)
+        self.moved = self.p * (self.keys + size + self.mean[..., None]) + xp.where(seen, unit**2, 0)
+        self.short_p = xp.where(seen, self.p + self.grain, 0) * self.z
+
+    def forward(self) -> dict[str, Floor]:
+        l = self.exact.l.astype(np.float64)
+        return {
+            "o": Floor(((self.moved + self.keys * self.p) * self.z) @ self.v, self.short_p @ self.v),
+            "l": Floor(l * (self.keys + self.mean + self.top)),
+            "m": Floor(self.top),
+        }
+
+    def backward(self, do, bias, dlse) -> dict[str, Floor]:
+        xp, exact, p = self.xp, self.exact, self.p
+        do, ds, o = (xp.abs(x.astype(np.float64)) for x in (do, exact.ds, exact.o))
+        a = self.z * (do @ self.v.swapaxes(-1, -2))
+        gap = exact.dp.astype(np.float64) - (exact.p * exact.dp).sum(-1, keepdims=True).astype(np.float64)
+        wide = p * (self.width_v * a + ((self.moved + self.keys * p) * a).sum(-1, keepdims=True))
+        if dlse is not None:
+            gap = gap + dlse[..., None]
+            wide = wide + p * xp.abs(dlse[..., None])
+        wide = wide + self.moved * xp.abs(gap)
+        short_delta = p * (do * (o + self.grain)).sum(-1)[..., None]
+        short = (short_delta + ds + self.grain) * self.slope
+        for_rows, for_keys = (wide * self.slope + ds * (self.bend + n * self.slope) for n in (self.keys, self.rows))
+        q_shape, k_shape, v_shape = self.shapes
+        found = {
+            "dq": [sum_to(self.scale * (x @ self.k), q_shape) for x in (for_rows, short)],
+            "dk": [sum_heads(self.scale * (x.swapaxes(-1, -2) @ self.q), k_shape) for x in (for_keys, short)],
+            "dv": [
+                sum_heads(x.swapaxes(-1, -2) @ do, v_shape)
+                for x in ((self.moved + self.rows * p) * self.z, self.short_p)
+            ],
+        }
+        if bias is not None:
+            found["dbias"] = [sum_to(x, bias.shape) for x in (wide + self.rows * ds, short_delta)]
+        return {name: Floor(*parts) for name, parts in found.items()}
 
 
 def _scores(xp, exact, raw, softcap, bias):

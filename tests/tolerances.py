@@ -80,7 +80,10 @@ def judge(name: str, actual: Any, exact: Any, textbook: Any, floor: Any, dtype: 
     unit, smallest = (sums, 0.0) if statistic else (eps(rounded), eps(rounded, smallest=True))
     rounding = unit * xp.where(xp.isfinite(exact), xp.abs(exact), 0) + smallest
     least = sums * floor.wide + (eps(dtype) if eps(dtype) > sums else 0.0) * floor.short
-    error = _distance(xp, actual.astype(exact.dtype), exact)
+    most = (1 - 2 * eps(actual.dtype)) * float(ml_dtypes.finfo(actual.dtype).max)
+    wide = actual.astype(exact.dtype)
+    overflows = xp.isinf(wide) & (xp.abs(exact) > most) & ((wide > 0) == (exact > 0))  # no such number in that dtype
+    error = xp.where(overflows, 0, _distance(xp, wide, exact))
     parts = [xp.broadcast_to(xp.asarray(x), actual.shape) for x in (error, strays, rounding, least)]
     error, strays, rounding, least = parts if statistic else [x.max(-1) for x in parts]
     plain = FACTOR * xp.where(xp.isfinite(strays), strays, 0) + rounding

@@ -68,10 +68,12 @@ class Tally:
         pool = f" --variants {self.settings.variants}" if self.settings.variants not in (0, POOL) else ""
         return f"python -m bench.fuzz{device}{kernel}{pool} --replay {self.settings.seed}:{index}"
 
-    def report(self, seconds: float) -> dict[str, Any]:
+    def report(self, seconds: float, trees: str | None = None) -> dict[str, Any]:
         """Return what is written as JSON."""
         return {
-            **rows.environment(self.settings.device),
+            **rows.environment("cpu", trees),
+            **(_gpu() if self.settings.device == "cuda" else {}),
+            "command": " ".join(["python -m bench.fuzz", *sys.argv[1:]]),
             "seed": self.settings.seed,
             "seconds": round(seconds, 1),
             "problems": self.problems,
@@ -111,11 +113,20 @@ def main(argv: list[str] | None = None) -> int:
                 bar.console.print(*complaint.values(), sep="  ", markup=False, highlight=False, soft_wrap=True)
             rate = tally.problems / (time.monotonic() - start)
             bar.update(task, completed=tally.problems, rate=rate, bad=len(tally.complaints))
-    report = tally.report(time.monotonic() - start)
+    report = tally.report(time.monotonic() - start, args.trees)
     if args.report:
         args.report.write_text(json.dumps(report, indent=1) + "\n")
     console.print(f"{tally.problems} problems in {report['seconds']} s, {len(tally.complaints)} complaints")
     return int(bool(tally.complaints))
+
+
+def _gpu() -> dict[str, Any]:
+    """Describe the GPU; nothing here needs PyTorch."""
+    import cupy
+
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    nvrtc = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+    return {"device": name, "driver": cupy.cuda.runtime.driverGetVersion(), "nvrtc": nvrtc}
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -130,6 +141,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--variants", type=int, default=POOL, help="compiled variants that a GPU's problems share")
     parser.add_argument("--report", type=Path, help="JSON file to write")
+    parser.add_argument("--trees", help="what python -m bench.rows prints, for a copy without git")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     return parser.parse_args(argv)
 

@@ -66,42 +66,39 @@ def run(problem: Problem, target: Target) -> Outcome:
 class _Run:
     def __init__(self, problem: Problem, target: Target, outcome: Outcome) -> None:
         self.problem, self.target, self.outcome, self.xp = problem, target, outcome, target.xp
-        xp = self.xp
         self.clean = {name: target.put(getattr(problem, name)) for name in ("q", "k", "v", "do", "bias", "dlse")}
         self.visible = target.put(problem.visible)
-        given = self._poisoned()
-        self.given = {
-            name: lay(xp, x, problem.layouts[name]) if name in problem.layouts else x for name, x in given.items()
-        }
-        mask = target.put(problem.mask)
+        self.given = {name: self._handed(name, x) for name, x in self._poisoned().items()}
+        mask = self._handed("mask", problem.mask)
         if target.device == "cuda" and "mask on the device" in problem.checks and hasattr(mask, "to_device"):
             mask = mask.to_device()
-        if "mask" in problem.layouts:
-            mask = lay(xp, mask, problem.layouts["mask"])
         self.bias, self.dlse = self.given.pop("bias"), self.given.pop("dlse")
         self.options = {**problem.options, "mask": mask, "bias": self.bias}
         self.grad_dtype = problem.variant.out_dtype if "gradients in out_dtype" in problem.checks else None
         if target.kernel is not None:
             self.options["kernel"] = target.kernel
 
+    def _handed(self, name: str, x: Any) -> Any:
+        """Return an array as the library gets it: on the device, with the drawn strides."""
+        kind = self.problem.layouts.get(name)
+        return self.target.put(x) if kind is None else lay(self.xp, self.target.put(x), kind)
+
     def _poisoned(self) -> dict[str, Any]:
         """Return the arrays with something bad in all that nothing may see."""
-        xp, poison, seen = self.xp, self.problem.poison, self.visible
-        arrays = dict(self.clean)
-        bias = arrays["bias"]
-        if bias is not None and bias.shape[-2] == 1:
-            bare = bias > -np.inf
+        problem, seen = self.problem, self.problem.visible
+        arrays = {name: getattr(problem, name) for name in self.clean}
+        if problem.bias is not None and problem.bias.shape[-2] == 1:
+            bare = problem.bias > -np.inf
             seen = bare if seen is None else seen & bare
-        if poison is None or seen is None:
+        if problem.poison is None or seen is None:
             return arrays
         self.outcome.features.append("poison")
-        q, k = arrays["q"], arrays["k"]
-        seen = xp.broadcast_to(seen, (*self.problem.lead, q.shape[-2], k.shape[-2]))
-        rows, keys = seen.any(-1)[..., None].astype(np.int32), seen.any(-2)[..., None].astype(np.int32)
+        seen = np.broadcast_to(seen, (*problem.lead, problem.q.shape[-2], problem.k.shape[-2]))
+        rows, keys = (seen.any(axis)[..., None].astype(int) for axis in (-1, -2))
         for name, alive in (("q", rows), ("do", rows), ("k", keys), ("v", keys)):
             x = arrays[name]
             hidden = sum_heads(alive, (*x.shape[:-1], 1)) == 0
-            arrays[name] = xp.where(hidden, xp.asarray(poison).astype(x.dtype), x)
+            arrays[name] = np.where(hidden, np.asarray(problem.poison, x.dtype), x)
         return arrays
 
     def check(self) -> None:
@@ -246,7 +243,9 @@ class _Run:
                 continue
             bits = [self.xp.ascontiguousarray(x).view(np.uint8) for x in (a, b) if x.ndim]
             if len(bits) == 2 and not bool((bits[0] == bits[1]).all()):
-                self.outcome.complaints.append((name, f"{int((a != b).sum())} of {a.size} numbers differ"))
+                self.outcome.complaints.append(
+                    (name, f"{int((bits[0] != bits[1]).sum())} bytes of {a.size} numbers differ")
+                )
                 return
 
 
@@ -260,6 +259,8 @@ def lay(xp: Any, x: Any, kind: str) -> Any:
         return flat.reshape(x.shape)
     if x.ndim < 2 or not x.size:
         return x
+    if x.dtype.itemsize == 2 and x.dtype != np.uint16:  # moving bits is all that CuPy does with bfloat16 everywhere
+        return lay(xp, x.view(np.uint16), kind).view(x.dtype)
     if kind == "negative":
         return xp.ascontiguousarray(x[..., ::-1, :])[..., ::-1, :]
     if kind == "step":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from bench.fuzz.problems import Problem, draw_problem, draw_variant
 from bench.fuzz.running import Outcome, Target, run
@@ -20,6 +22,7 @@ __all__ = ["Settings", "outcomes", "prepare_all", "problem_of"]
 
 CHUNK = 20  # problems that a process is handed at a time
 PREPARED = 3  # problems of each variant that are run ahead
+FATAL = ("CUDADriverError", "CUDARuntimeError")
 PATIENCE = 300.0  # seconds that a chunk may take
 
 
@@ -83,18 +86,21 @@ def _generator(seed: int, *key: int) -> np.random.Generator:
 
 
 def check(settings: Settings, indices: range) -> list[tuple[int, Outcome]]:
-    """Run some problems in this process."""
-    found = []
-    for index in indices:
-        kernel = settings.kernels[index % len(settings.kernels)]
-        try:
-            problem = problem_of(settings, index)
-        except Exception as error:  # of a mask's constructor
-            text = "".join(traceback.format_exception(error)[-3:])
-            found.append((index, Outcome([], [(type(error).__name__, text)])))
-        else:
-            found.append((index, run(problem, Target(settings.device, kernel))))
-    return found
+    """Run some problems in this process; they are small, so that products take one thread."""
+    with threadpool_limits(1, "blas"):
+        return [(index, _check_one(settings, index)) for index in indices]
+
+
+def _check_one(settings: Settings, index: int) -> Outcome:
+    try:
+        problem = problem_of(settings, index)
+    except Exception as error:  # of a mask's constructor
+        return Outcome([], [(type(error).__name__, "".join(traceback.format_exception(error)[-3:]))])
+    outcome = run(problem, Target(settings.device, settings.kernels[index % len(settings.kernels)]))
+    if any(what in FATAL for what, _ in outcome.complaints):
+        sys.stderr.write(f"problem {index}: {outcome.complaints}\n")
+        os._exit(1)  # the GPU's context is lost; other problems run in another process
+    return outcome
 
 
 def outcomes(
@@ -159,9 +165,6 @@ def _one_by_one(settings: Settings, indices: range) -> Iterator[tuple[int, Outco
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:
-    # Problems are small: one thread for the textbook's products, and none that fork would lose.
-    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
-        os.environ.setdefault(name, "1")
     return ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
 
 

@@ -1,7 +1,6 @@
 """What row tiles see: the tiles to visit, and what hides elements of them.
 
-Elements are (keys, rows), as scores are.  Keys that do not exist, at the end of the last key tile, are
-hidden, and so are such rows of a partial tile.
+Elements are (keys, rows), as scores are.  A key that does not exist, at the end of the last key tile, is hidden.
 """
 
 from __future__ import annotations
@@ -176,7 +175,7 @@ class Visibility:
         if None in patterns:
             patterns = [((rows + start) * blocks.key_tiles + tiles).tolist()]
         for row, tile, *pattern in zip(rows.tolist(), tiles.tolist(), *patterns, strict=True):
-            key = (*pattern, instances, row + start == blocks.row_tiles - 1, tile == blocks.key_tiles - 1)
+            key = (*pattern, instances, tile == blocks.key_tiles - 1)
             known = self._tile_masks.get(key)
             if known is None:
                 make = partial(self._tile_mask, instances, row + start, tile)
@@ -194,7 +193,6 @@ class Visibility:
         full[:there] = ramp[-1]
         for mask, instance in zip(self._masks, instances, strict=True):
             full[:there] &= mask.shown(instance, blocks.rows, blocks.keys, row_tile, tile, ramp)[:there]
-        full[:, self._problem.n_queries - row_tile * blocks.rows :] = 0  # lest 0 * NaN of these reach sums over rows
         return TileMask(full, self._problem.stat_dtype)
 
     def _group(self, views: list[_View]) -> list[RowGroup]:

@@ -230,6 +230,7 @@ def change(dtype: np.dtype, name: str, value: int) -> Change:
 
 
 _KEYS = _offset(PARAMS, "dropout.keys") // _WORD
+_OFFSET, _OFFSET_DATA = _word_of(PARAMS, "dropout.offset"), _word_of(PARAMS, "dropout.offset_data")
 
 
 @functools.lru_cache(maxsize=256)
@@ -249,8 +250,8 @@ def state_changes(state: RNGState, device: int) -> list[Change]:
     if not number:
         address = state.offset.__cuda_array_interface__["data"][0]
         check_reachable("rng.offset", address, device)
-    fields = ("dropout.offset", offset), ("dropout.offset_data", address)
-    return [*_key_changes(int(state.seed)), *(change(PARAMS, *field) for field in fields)]
+    (word, bit, kept), (data_word, _, _) = _OFFSET, _OFFSET_DATA
+    return [*_key_changes(int(state.seed)), (word, kept, offset << bit), (data_word, 0, address)]
 
 
 def place_changes(problem: Problem, place: Place, row_blocks: int = 0, key_blocks: int = 0) -> list[Change]:

@@ -1,15 +1,18 @@
-"""One kind of call as its kernels see it: its arrays, their axes, the fields of ``Params``, and its launches."""
+"""One kind of call as kernels see it: its arrays, their axes, the fields of ``Params``, and its launches."""
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from cuattn.cuda.arguments import load_bytes, merged_axes, operand_fields, problem_fields, slot_of
+from cuattn.cuda.arguments import Axes, load_bytes, merged_axes, operand_fields, problem_fields, slot_of
 from cuattn.cuda.compile import function
 from cuattn.cuda.constants import Constants
 from cuattn.cuda.device import device_of
 from cuattn.cuda.params import PARAMS
 from cuattn.cuda.sequence import Array, LaunchSequence
 from cuattn.cuda.tables import CallMasks, slots
+from cuattn.plans import Plan
 from cuattn.problem import OPERATIONS, Problem
 
 __all__ = ["Call", "gradients", "statistics"]
@@ -23,27 +26,29 @@ def statistics(problem: Problem, dtype: Any = None) -> dict[str, Array]:
     return found
 
 
-def gradients(problem: Problem, operands: dict[str, Any]) -> dict[str, Array]:
+def gradients(problem: Problem, operands: Mapping[str, Any]) -> dict[str, Array]:
     """Return a backward's results: for each operand with a gradient one of its (aligned) shape."""
     named = {f"d{name}": operands[name] for name in ("q", "k", "v", "bias") if name in operands}
     return {name: Array(tuple(array.shape), problem.grad_dtype(array.dtype)) for name, array in named.items()}
 
 
 class Call:
-    """Collects the launches of one kind of call.
+    """How a family does one operation for one kind of call: a base class, which collects the launches.
+
+    A subclass says what speaks against it (:meth:`unsupported_reason`), plans and begins (:meth:`prepare`), and adds
+    its launches (:meth:`launch`).
 
     Parameters
     ----------
     problem : Problem
-    operands : dict of str to cupy.ndarray
+    operands : mapping of str to cupy.ndarray
+        Of a call that is only planned, q, k and v.
     masks : sequence of Mask
         On the host or on the arrays' GPU; only their layouts matter.
 
     Attributes
     ----------
     device : Device
-    axes : Axes
-        The merged batch axes.
     arrays : dict of str to array
         Operands and, from :meth:`begin` on, results.
     sequence : LaunchSequence
@@ -52,12 +57,45 @@ class Call:
 
     sequence: LaunchSequence
 
-    def __init__(self, problem: Problem, operands: dict[str, Any], masks: Sequence[Any]) -> None:
-        self.problem, self.arrays = problem, dict(operands)
+    def __init__(self, problem: Problem, operands: Mapping[str, Any], masks: Sequence[Any]) -> None:
+        self.problem, self.operands, self._given_masks = problem, operands, masks
+        self.arrays = dict(operands)
         self.device = device_of(operands["q"].device.id)
-        self._masks = CallMasks(problem, masks, self.device.number)
-        self.axes = merged_axes(problem, operands.values(), self._masks.layouts)
         self._table_of: dict[tuple[int, ...], int] = {}
+
+    @functools.cached_property
+    def _masks(self) -> CallMasks:
+        return CallMasks(self.problem, self._given_masks, self.device.number)
+
+    @functools.cached_property
+    def axes(self) -> Axes:
+        """The merged batch axes."""
+        return merged_axes(self.problem, self.operands.values(), self._masks.layouts)
+
+    def unsupported_reason(self) -> str | None:
+        """Say why the family does not do this call, or return None.
+
+        That another one would be quicker is a reason unless `problem.kernel` names this one.
+        """
+        return None
+
+    def prepare(self) -> Plan:
+        """Plan the call and :meth:`begin` it."""
+        raise NotImplementedError
+
+    def launch(self, made: Plan) -> None:
+        """Add the launches."""
+        raise NotImplementedError
+
+    def plan(self) -> Plan:
+        """Return the plan of the call."""
+        made = self.prepare()
+        return dataclasses.replace(made, workspace_bytes=self.sequence.workspace_bytes)
+
+    def launch_sequence(self) -> LaunchSequence:
+        """Return what the call launches for arrays of this layout."""
+        self.launch(self.prepare())
+        return self.sequence
 
     def begin(
         self,

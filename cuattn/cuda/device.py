@@ -5,7 +5,7 @@ import functools
 import threading
 from typing import Any, NamedTuple
 
-from cuattn.errors import DtypeError, UnsupportedError
+from cuattn.errors import CuattnError, DtypeError, UnsupportedError
 
 __all__ = ["COUNTERS", "Device", "check_reachable", "counters_of", "device_of", "zero"]
 
@@ -119,5 +119,7 @@ def _stream_number(handle: int) -> int:
     number = ctypes.c_ulonglong()
     function = ctypes.CDLL("libcuda.so.1").cuStreamGetId
     function.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_ulonglong)]
-    function(handle, ctypes.byref(number))
+    status = function(handle, ctypes.byref(number))
+    if status:
+        raise CuattnError(f"the driver does not know stream {handle:#x} (CUresult {status}); expected a live stream")
     return number.value

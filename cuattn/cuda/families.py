@@ -6,36 +6,18 @@ A family is a set of kernels for some GPUs.  What ``kernel=`` accepts, the choic
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from cuattn.cuda import sm80, sm90
+from cuattn.cuda.call import Call
 from cuattn.cuda.sequence import LaunchSequence
 from cuattn.errors import UnsupportedError
 from cuattn.plans import Plan
 from cuattn.problem import Problem
 
-__all__ = ["FAMILIES", "Family", "Kernels", "launch_sequence", "plan", "register_family"]
+__all__ = ["FAMILIES", "Family", "launch_sequence", "plan", "register_family"]
 
 Operands = Mapping[str, Any]
-
-
-class Kernels(Protocol):
-    """How a family does one operation, on the current device; a module will do.
-
-    `operands` are CuPy arrays by name; of a call that is only planned, q, k and v.  `masks` may lie on the host.
-    """
-
-    def unsupported_reason(self, problem: Problem, operands: Operands, masks: Sequence[Any]) -> str | None:
-        """Say why the family does not do a call, or return None.
-
-        That another one would be quicker is a reason unless `problem.kernel` names this one.
-        """
-
-    def plan(self, problem: Problem, operands: Operands, masks: Sequence[Any]) -> Plan:
-        """Return the plan of a call that it does."""
-
-    def launch_sequence(self, problem: Problem, operands: Operands, masks: Sequence[Any]) -> LaunchSequence:
-        """Return what a call that it does launches, for arrays of this layout."""
 
 
 class Family(Protocol):
@@ -45,12 +27,12 @@ class Family(Protocol):
     ----------
     name : str
         What ``kernel=`` calls it.
-    operations : mapping of str to Kernels
-        By operation.
+    operations : mapping of str to type
+        How it does each operation, on the current device.
     """
 
     name: str
-    operations: Mapping[str, Kernels]
+    operations: Mapping[str, type[Call]]
 
     def simplify(self, problem: Problem, masks: Sequence[Any]) -> tuple[Problem, Sequence[Any]]:
         """Return a problem and masks that come to the same, and that its kernels do faster."""
@@ -71,31 +53,24 @@ for _family in (sm80.FAMILY, sm90.FAMILY):
     register_family(_family)
 
 
-class _Choice(NamedTuple):
-    """Who computes a call, what they are given, and what speaks against the families asked before."""
-
-    kernels: Kernels
-    problem: Problem
-    masks: Sequence[Any]
-    notes: tuple[str, ...]
-
-
-def _choose(problem: Problem, operands: Operands, masks: Sequence[Any]) -> _Choice:
+def _choose(problem: Problem, operands: Operands, masks: Sequence[Any]) -> tuple[Call, list[str]]:
+    """Return the first family's call that nothing speaks against, and what does against those asked before."""
     notes: list[str] = []
     reason: str | None = None
     for name, family in FAMILIES.items():
         if problem.kernel not in (None, name):
             notes.append(f"not the {name} kernel: kernel is {problem.kernel!r}")
             continue
-        kernels = family.operations.get(problem.operation)
+        operation = family.operations.get(problem.operation)
         reason = f"it does no {problem.operation}"
-        if kernels is not None:
-            taken = family.simplify(problem, masks)
-            reason = kernels.unsupported_reason(taken[0], operands, taken[1])
+        if operation is not None:
+            taken, left = family.simplify(problem, masks)
+            call = operation(taken, operands, left)
+            reason = call.unsupported_reason()
             if reason is None:
-                if taken[0].masks != problem.masks:
+                if taken.masks != problem.masks:
                     notes.append("the mask is a band and is taken as one: nothing reads its vectors")
-                return _Choice(kernels, *taken, tuple(notes))
+                return call, notes
         notes.append(f"not the {name} kernel: {reason}")
     raise UnsupportedError(reason if problem.kernel is None else f"kernel is {problem.kernel!r}, but {reason}")
 
@@ -116,14 +91,14 @@ def launch_sequence(problem: Problem, operands: Operands, masks: Sequence[Any]) 
         Naming the argument that no kernel can take.
     CompileError
     """
-    choice = _choose(problem, operands, masks)
-    sequence = choice.kernels.launch_sequence(choice.problem, operands, choice.masks)
+    call, _ = _choose(problem, operands, masks)
+    sequence = call.launch_sequence()
     sequence.shifts = problem.band is not None
     return sequence
 
 
 def plan(problem: Problem, operands: Operands, masks: Sequence[Any]) -> Plan:
     """Return the plan of a call for arrays on the current device; it says why other families do not take it."""
-    choice = _choose(problem, operands, masks)
-    made = choice.kernels.plan(choice.problem, operands, choice.masks)
-    return dataclasses.replace(made, notes=(*made.notes, *choice.notes))
+    call, notes = _choose(problem, operands, masks)
+    made = call.plan()
+    return dataclasses.replace(made, notes=(*made.notes, *notes))

@@ -146,7 +146,7 @@ def transpose(
     leading, n_keys = lts.shape[:-1], lts.shape[-1]
     count = int(np.prod(leading))
     vectors = [vector.reshape(count, n_keys).astype(np.int64) for vector in (lts, lte, uts, ute)]
-    runs, first, second = _runs([vectors[:2], vectors[2:]], n_queries)
+    runs, first, second = _runs([(vectors[0], vectors[1]), (vectors[2], vectors[3])], n_queries)
     nothing = np.full_like(runs, n_queries)
     start_1, end_1 = (np.where(runs > 0, bound, nothing) for bound in first)
     start_2, end_2 = (np.where(runs > 1, bound, nothing) for bound in second)

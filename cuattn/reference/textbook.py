@@ -118,17 +118,14 @@ def solve(
         if wide_bias is not None:
             seen = wide_bias != -np.inf
             visible = seen if visible is None else visible & seen
-        key_heads, value_heads = (repeat_heads(xp, x, lead) for x in (k, v))
+        q_rows, key_heads, value_heads = (x.astype(work) for x in (q, k, v))
+        key_heads, value_heads = (repeat_heads(xp, x, lead) for x in (key_heads, value_heads))
+        empty = None
         if visible is not None:
             visible = xp.broadcast_to(visible, shape)
-            dead, empty = ~visible.any(-2)[..., None], ~visible.any(-1)[..., None]
-            key_heads, value_heads, q_rows = (
-                xp.where(hidden, x.dtype.type(0), x)
-                for hidden, x in ((dead, key_heads), (dead, value_heads), (empty, q))
-            )
-        else:
-            q_rows = q
-        q_rows, key_heads, value_heads = (x.astype(work) for x in (q_rows, key_heads, value_heads))
+            dead, empty = (~visible.any(axis)[..., None] for axis in (-2, -1))
+            key_heads, value_heads = (xp.where(dead, 0, x) for x in (key_heads, value_heads))
+            q_rows = xp.where(empty, 0, q_rows)
         s = rounded(scale * rounded(q_rows @ key_heads.swapaxes(-1, -2)))
         slope = work.type(1)
         if softcap is not None:
@@ -136,7 +133,7 @@ def solve(
             s, slope = rounded(work.type(softcap) * tanh), 1 - tanh**2
         if wide_bias is not None:
             s = rounded(s + wide_bias)
-        s = xp.broadcast_to(s, shape) if visible is None else xp.where(visible, s, work.type(-np.inf))
+        s = xp.broadcast_to(s, shape) if visible is None else xp.where(visible, s, -np.inf)
         if not s.shape[-1]:
             m, l, p = xp.full(shape[:-1], -np.inf, work), xp.zeros(shape[:-1], work), s
         else:
@@ -144,14 +141,12 @@ def solve(
             none = (m == -np.inf)[..., None]
             l = xp.where(none, 0, xp.exp(s - xp.where(none, 0, m[..., None]))).sum(-1)
             p = rounded(xp.where(none, 0, softmax(xp.where(none, 0, s), axis=-1)).astype(work))
-        z = work.type(1) if keep is None else xp.where(keep, work.type(keep_scale), work.type(0))
+        z = 1 if keep is None else keep * work.type(keep_scale)
         dropped = rounded(p * z)
         o = rounded(dropped @ value_heads)
         if do is None:
             return Solution(o, l, m, None, None, None, None, s, p, None, None, slope)
-        do = do.astype(work)
-        if visible is not None:
-            do = xp.where(empty, work.type(0), do)
+        do = do.astype(work) if empty is None else xp.where(empty, 0, do.astype(work))
         dv = dropped.swapaxes(-1, -2) @ do
         dp = rounded(rounded(do @ value_heads.swapaxes(-1, -2)) * z)
         delta = rounded((do * o if delta_from_o else p * dp).sum(-1))

@@ -54,12 +54,7 @@ __device__ __forceinline__ void add_ds(Scores& sums, Products& products, const T
     Scores s, slope, ds;
     find_p(s, slope, products, at, p, head);
     find_ds<false, true>(ds, s, slope, products, at, {});
-#pragma unroll
-    for (int m = 0; m < score_tiles_m; ++m)
-#pragma unroll
-        for (int n = 0; n < score_tiles_n; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sums[m][n][i] += ds[m][n][i];
+    for_numbers<score_tiles_m, score_tiles_n>([&](int m, int n, int i) { sums[m][n][i] += ds[m][n][i]; });
 }
 
 // Loads a pair of tiles, of which the keys may be there already, and adds its dS.
@@ -104,12 +99,9 @@ __device__ __forceinline__ void add_head(Scores& sums, u32 shared, const Params&
 __device__ __forceinline__ void save_sums(Acc* tile, const Scores& sums) {
     const i32 lane = threadIdx.x % 32;
     Acc* to = tile + warp_score_row() * sums_stride + warp_score_key();
-#pragma unroll
-    for (int m = 0; m < score_tiles_m; ++m)
-#pragma unroll
-        for (int n = 0; n < score_tiles_n; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) to[(16 * m + i / 2 * 8 + lane / 4) * sums_stride + 8 * n + lane % 4 * 2 + i % 2] = sums[m][n][i];
+    for_numbers<score_tiles_m, score_tiles_n>([&](int m, int n, int i) {
+        to[(16 * m + i / 2 * 8 + lane / 4) * sums_stride + 8 * n + lane % 4 * 2 + i % 2] = sums[m][n][i];
+    });
 }
 
 // One number of the result per thread: a sum over the rows or keys of the tile where those are summed.

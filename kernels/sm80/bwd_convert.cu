@@ -18,12 +18,9 @@ extern "C" __global__ void __launch_bounds__(sm80::threads) backward_convert(con
     for (int chunk = 0; chunk < query_columns / query_chunk; ++chunk) {
         if (threadIdx.x >= 32 * query_warps) break;
         Acc dq[tiles_m][tiles_n][4];
-#pragma unroll
-        for (int m = 0; m < tiles_m; ++m)
-#pragma unroll
-            for (int n = 0; n < tiles_n; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) dq[m][n][i] = from[chunk * tiles_m * tiles_n * 128 + accumulator_offset(m * tiles_n + n, i)] * factor;
+        for_numbers<tiles_m, tiles_n>([&](int m, int n, int i) {
+            dq[m][n][i] = from[chunk * tiles_m * tiles_n * 128 + accumulator_offset(m * tiles_n + n, i)] * factor;
+        });
         if constexpr (gradients_in_elements)
             store_rounded<qk_stride, false>(part + chunk * query_chunk * int(sizeof(Elem)), dq);
         else

@@ -47,14 +47,20 @@ __device__ __forceinline__ TileAt part_of_weights(TileAt weights, int row, int k
     return {weights.tile + row * row_bytes<cfg::block_n> + key * int(sizeof(Elem)), weights.units + (row / 16 * (cfg::block_n / 16) + key / 16) * unit_bytes};
 }
 
-template <int tiles_m, int tiles_n>
-__device__ __forceinline__ void clear(Acc (&acc)[tiles_m][tiles_n][4]) {
+// Calls work(m, n, i) for the numbers of a lane's accumulators, unrolled.
+template <int tiles_m, int tiles_n, class Work>
+__device__ __forceinline__ void for_numbers(const Work& work) {
 #pragma unroll
     for (int m = 0; m < tiles_m; ++m)
 #pragma unroll
         for (int n = 0; n < tiles_n; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) acc[m][n][i] = 0;
+            for (int i = 0; i < 4; ++i) work(m, n, i);
+}
+
+template <int tiles_m, int tiles_n>
+__device__ __forceinline__ void clear(Acc (&acc)[tiles_m][tiles_n][4]) {
+    for_numbers<tiles_m, tiles_n>([&](int m, int n, int i) { acc[m][n][i] = 0; });
 }
 
 // Two neighbouring results, rounded to elements; with `relu`, negative values become 0.
@@ -87,12 +93,7 @@ __device__ __forceinline__ void store_rounded(u32 tile, const Acc (&acc)[tiles_m
 
 template <int tiles_m, int tiles_n>
 __device__ __forceinline__ void scale_by(Acc (&acc)[tiles_m][tiles_n][4], Acc factor) {
-#pragma unroll
-    for (int m = 0; m < tiles_m; ++m)
-#pragma unroll
-        for (int n = 0; n < tiles_n; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) acc[m][n][i] *= factor;
+    for_numbers<tiles_m, tiles_n>([&](int m, int n, int i) { acc[m][n][i] *= factor; });
 }
 
 // Results to an array (rows, columns) in global memory, times a factor; the warp's part starts at (first_row, first_column).
@@ -100,16 +101,11 @@ template <class Out, int tiles_m, int tiles_n>
 __device__ __forceinline__ void store_results(Out* out, i64 row_stride, const Acc (&acc)[tiles_m][tiles_n][4], i64 first_row, i32 rows,
                                               i32 first_column, i32 columns, Acc factor) {
     const i32 lane = threadIdx.x % 32;
-#pragma unroll
-    for (int m = 0; m < tiles_m; ++m)
-#pragma unroll
-        for (int n = 0; n < tiles_n; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const i64 row = first_row + 16 * m + i / 2 * 8 + lane / 4;
-                const i32 column = first_column + 8 * n + lane % 4 * 2 + i % 2;
-                if (row < rows && column < columns) out[row * row_stride + column] = round_to<Out>(acc[m][n][i] * factor);
-            }
+    for_numbers<tiles_m, tiles_n>([&](int m, int n, int i) {
+        const i64 row = first_row + 16 * m + i / 2 * 8 + lane / 4;
+        const i32 column = first_column + 8 * n + lane % 4 * 2 + i % 2;
+        if (row < rows && column < columns) out[row * row_stride + column] = round_to<Out>(acc[m][n][i] * factor);
+    });
 }
 
 }  // namespace sm80

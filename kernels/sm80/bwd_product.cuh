@@ -158,12 +158,7 @@ __device__ __forceinline__ void add_product(Acc (&acc)[tiles_m][tiles_n][4], Til
         Acc sum[tiles_m][tiles_n][4];
         clear(sum);
         product<length, along_a, stride_a, along_b, stride_b>(sum, a, b);
-#pragma unroll
-        for (int m = 0; m < tiles_m; ++m)
-#pragma unroll
-            for (int n = 0; n < tiles_n; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) acc[m][n][i] += sum[m][n][i];
+        for_numbers<tiles_m, tiles_n>([&](int m, int n, int i) { acc[m][n][i] += sum[m][n][i]; });
     }
 }
 

@@ -54,29 +54,20 @@ __device__ __forceinline__ void find_hidden(Hidden& hidden, const Params& p, con
 
 // Algorithm 4 line 12, FlashMask's algorithm 2 lines 22-27: scores that may not be seen become -inf.
 __device__ __forceinline__ void mask_scores(Scores& s, const Hidden& hidden) {
-#pragma unroll
-    for (int m = 0; m < score_tiles_m; ++m)
-#pragma unroll
-        for (int n = 0; n < score_tiles_n; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int element = (m * score_tiles_n + n) * 4 + i;
-                if (hidden[element / 32] >> element % 32 & 1) s[m][n][i] = -infinity<Acc>();
-            }
+    for_numbers<score_tiles_m, score_tiles_n>([&](int m, int n, int i) {
+        const int element = (m * score_tiles_n + n) * 4 + i;
+        if (hidden[element / 32] >> element % 32 & 1) s[m][n][i] = -infinity<Acc>();
+    });
 }
 
 // Raw products to scores in natural units: scale, softcap, bias.
 __device__ __forceinline__ void finish_scores(Scores& s, Scores& slope, const Params& p, const Head& head, i32 row0, i32 key0) {
     const i32 lane = threadIdx.x % 32;
-#pragma unroll
-    for (int m = 0; m < score_tiles_m; ++m)
-#pragma unroll
-        for (int n = 0; n < score_tiles_n; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const Capped x = finish_score(p, s[m][n][i], head.bias, row0 + 16 * m + lane / 4 + i / 2 * 8, key0 + 8 * n + lane % 4 * 2 + i % 2);
-                s[m][n][i] = x.score, slope[m][n][i] = x.slope;
-            }
+    if constexpr (cfg::bias && is_split) __syncwarp();  // loads are not moved ahead of this
+    for_numbers<score_tiles_m, score_tiles_n>([&](int m, int n, int i) {
+        const Capped x = finish_score(p, s[m][n][i], head.bias, row0 + 16 * m + lane / 4 + i / 2 * 8, key0 + 8 * n + lane % 4 * 2 + i % 2);
+        s[m][n][i] = x.score, slope[m][n][i] = x.slope;
+    });
 }
 
 // Takes m from the scores of far rows (attn/bwd_workspace.cuh).
@@ -102,18 +93,13 @@ __device__ __forceinline__ void subtract_far(Scores& s, const Params& p, const H
 // Algorithm 4 line 13: scores to probabilities.
 __device__ __forceinline__ void probabilities(Scores& s, const RowValues& stat, const RowValues& inverse, const Params& p) {
     const float to_log2 = static_cast<float>(cfg::prescaled ? kLog2e : p.scale * kLog2e);
-#pragma unroll
-    for (int m = 0; m < score_tiles_m; ++m)
-#pragma unroll
-        for (int n = 0; n < score_tiles_n; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const Acc x = s[m][n][i];
-                if constexpr (split_stat)
-                    s[m][n][i] = exp_times(rounded_difference(cfg::prescaled ? x : x * Acc(p.scale), stat[m][i / 2]), inverse[m][i / 2]);
-                else
-                    s[m][n][i] = ptx::ex2(fmaf(x, to_log2, stat[m][i / 2]));
-            }
+    for_numbers<score_tiles_m, score_tiles_n>([&](int m, int n, int i) {
+        const Acc x = s[m][n][i];
+        if constexpr (split_stat)
+            s[m][n][i] = exp_times(rounded_difference(cfg::prescaled ? x : x * Acc(p.scale), stat[m][i / 2]), inverse[m][i / 2]);
+        else
+            s[m][n][i] = ptx::ex2(fmaf(x, to_log2, stat[m][i / 2]));
+    });
 }
 
 // Algorithm 4 lines 14 and 15: the sign bit marks what the forward dropped.
@@ -137,38 +123,23 @@ __device__ __forceinline__ void mark_dropped(Scores& s, const Params& p, const H
 
 // Where p is 0, dP may be anything (a hidden key's v); it must not turn 0 * dP into NaN.
 __device__ __forceinline__ void mask_gradients(Scores& dp, const Scores& prob) {
-#pragma unroll
-    for (int m = 0; m < score_tiles_m; ++m)
-#pragma unroll
-        for (int n = 0; n < score_tiles_n; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) dp[m][n][i] = prob[m][n][i] == 0 ? Acc(0) : dp[m][n][i];
+    for_numbers<score_tiles_m, score_tiles_n>([&](int m, int n, int i) { dp[m][n][i] = prob[m][n][i] == 0 ? Acc(0) : dp[m][n][i]; });
 }
 
 // Algorithm 4 line 20, in place of dP: dS = P (dP - D), all divided by the scale of dropout; a dropped element's dP is 0.
 __device__ __forceinline__ void score_gradients(Scores& dp, const Scores& prob, const RowValues& delta) {
-#pragma unroll
-    for (int m = 0; m < score_tiles_m; ++m)
-#pragma unroll
-        for (int n = 0; n < score_tiles_n; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const Acc x = prob[m][n][i], d = delta[m][i / 2];
-                if constexpr (cfg::dropout != 0)
-                    dp[m][n][i] = fma_of(max_of(x, Acc(0)), dp[m][n][i], -(size_of(x) * d));
-                else
-                    dp[m][n][i] = x * (dp[m][n][i] - d);
-            }
+    for_numbers<score_tiles_m, score_tiles_n>([&](int m, int n, int i) {
+        const Acc x = prob[m][n][i], d = delta[m][i / 2];
+        if constexpr (cfg::dropout != 0)
+            dp[m][n][i] = fma_of(max_of(x, Acc(0)), dp[m][n][i], -(size_of(x) * d));
+        else
+            dp[m][n][i] = x * (dp[m][n][i] - d);
+    });
 }
 
 // P times the slope of the softcap, which dS needs.
 __device__ __forceinline__ void scale_by(Scores& prob, const Scores& slope) {
-#pragma unroll
-    for (int m = 0; m < score_tiles_m; ++m)
-#pragma unroll
-        for (int n = 0; n < score_tiles_n; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) prob[m][n][i] *= slope[m][n][i];
+    for_numbers<score_tiles_m, score_tiles_n>([&](int m, int n, int i) { prob[m][n][i] *= slope[m][n][i]; });
 }
 
 // Where this warp's part of a tile starts.
@@ -237,12 +208,7 @@ private:
     __device__ __forceinline__ u32 exchange_place(int i) const { return exchange + (i * scores_warps * 32 + threadIdx.x % (scores_warps * 32)) * int(sizeof(Acc)); }
     template <class Move>
     static __device__ __forceinline__ void move_scores(const Move& move, Scores& x) {
-#pragma unroll
-        for (int m = 0; m < score_tiles_m; ++m)
-#pragma unroll
-            for (int n = 0; n < score_tiles_n; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) move((m * score_tiles_n + n) * 4 + i, x[m][n][i]);
+        for_numbers<score_tiles_m, score_tiles_n>([&](int m, int n, int i) { move((m * score_tiles_n + n) * 4 + i, x[m][n][i]); });
     }
 };
 using WholeTiles = TilesInShared<BlockHandover>;

@@ -72,12 +72,7 @@ __device__ __forceinline__ void store_split(TileAt to, const float (&x)[tiles_m]
     const i32 lane = threadIdx.x % 32;
     auto kept = [](float value) { return relu && value < 0.f ? 0.f : value; };
     float top = 0;
-#pragma unroll
-    for (int m = 0; m < tiles_m; ++m)
-#pragma unroll
-        for (int n = 0; n < tiles_n; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) top = fmaxf(top, finite_size(kept(x[m][n][i])));
+    for_numbers<tiles_m, tiles_n>([&](int m, int n, int i) { top = fmaxf(top, finite_size(kept(x[m][n][i]))); });
     const u32 exponent = shared_exponent(top);
     const float up = split::scale_up(exponent);
     const u32 at = to.tile + lane / 4 * stride + lane % 4 * 4;

@@ -83,12 +83,9 @@ __device__ __forceinline__ void mask_scores(const Params& p, const Work& w, Tile
             int4 intervals{};
             if constexpr (column_masks > 0) ptx::load_shared(intervals, cols + (n * 8 + 2 * (threadIdx.x % 4) + e) * 16);
             const KeyMask key(p, w.mask.slices(), j, intervals);
-#pragma unroll
-            for (int mt = 0; mt < m_tiles; ++mt)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    if (!key.visible(p, row_of(p, w, mt, h), j)) s[mt][n][2 * h + e] = -infinity<Acc>();
-                }
+            for_rows<m_tiles>([&](int mt, int h) {
+                if (!key.visible(p, row_of(p, w, mt, h), j)) s[mt][n][2 * h + e] = -infinity<Acc>();
+            });
         }
 }
 

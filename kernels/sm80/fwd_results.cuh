@@ -48,49 +48,43 @@ __device__ __forceinline__ u32 flushed_maximum(u32 maxima, int mt, int h) {
 }
 
 __device__ __forceinline__ void start_flushes(u32 maxima) {
-#pragma unroll
-    for (int mt = 0; mt < m_tiles; ++mt)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) ptx::store_shared(flushed_maximum(maxima, mt, h), infinity<Acc>());
+    for_rows<m_tiles>([&](int mt, int h) { ptx::store_shared(flushed_maximum(maxima, mt, h), infinity<Acc>()); });
     __syncwarp();
 }
 
 // Adds o to the result in memory or, at last, that to o.
 template <bool last>
 __device__ __forceinline__ void flush(const Params& p, const Work& w, u32 maxima, const Softmax& rows, Acc (&o)[m_tiles][v_tiles][4]) {
+    for_rows<m_tiles>([&](int mt, int h) {
+        const ResultRow row = result_row(p, w, mt, h);
+        Acc before;
+        ptx::load_shared(before, flushed_maximum(maxima, mt, h));
+        const bool any = before != infinity<Acc>();
+        const Acc factor = exp2_term(before - Softmax::finite(rows.m[mt][h]), w.to_log2);
+        __syncwarp();  // the lanes that share the row have read
+        ptx::store_shared(flushed_maximum(maxima, mt, h), rows.m[mt][h]);
+        if (!row.exists) return;
+        constexpr int together = v_tiles % 8 == 0 ? 8 : v_tiles % 4 == 0 ? 4 : 2;  // tiles whose loads are under way at a time
 #pragma unroll
-    for (int mt = 0; mt < m_tiles; ++mt)
+        for (int first = 0; first < v_tiles; first += together) {
+            Stored* const from = row.o(p) + blockIdx.z * cfg::head_dim_v + Product::column(0, threadIdx.x % 4);
+            const i32 columns = p.head_dim_v - blockIdx.z * cfg::head_dim_v - Product::column(0, threadIdx.x % 4);
+            Acc flushed[together][2];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const ResultRow row = result_row(p, w, mt, h);
-            Acc before;
-            ptx::load_shared(before, flushed_maximum(maxima, mt, h));
-            const bool any = before != infinity<Acc>();
-            const Acc factor = exp2_term(before - Softmax::finite(rows.m[mt][h]), w.to_log2);
-            __syncwarp();  // the lanes that share the row have read
-            ptx::store_shared(flushed_maximum(maxima, mt, h), rows.m[mt][h]);
-            if (!row.exists) continue;
-            constexpr int together = v_tiles % 8 == 0 ? 8 : v_tiles % 4 == 0 ? 4 : 2;  // tiles whose loads are under way at a time
+            for (int i = 0; i < 2 * together; ++i) {
+                const i32 col = Product::column(first + i / 2, 0) + i % 2;
+                flushed[i / 2][i % 2] = any && (cfg::exact || col < columns) ? Acc(from[col]) : Acc(0);
+            }
 #pragma unroll
-            for (int first = 0; first < v_tiles; first += together) {
-                Stored* const from = row.o(p) + blockIdx.z * cfg::head_dim_v + Product::column(0, threadIdx.x % 4);
-                const i32 columns = p.head_dim_v - blockIdx.z * cfg::head_dim_v - Product::column(0, threadIdx.x % 4);
-                Acc flushed[together][2];
-#pragma unroll
-                for (int i = 0; i < 2 * together; ++i) {
-                    const i32 col = Product::column(first + i / 2, 0) + i % 2;
-                    flushed[i / 2][i % 2] = any && (cfg::exact || col < columns) ? Acc(from[col]) : Acc(0);
-                }
-#pragma unroll
-                for (int i = 0; i < 2 * together; ++i) {
-                    const i32 col = Product::column(first + i / 2, 0) + i % 2;
-                    Acc& x = o[mt][first + i / 2][2 * h + i % 2];
-                    const Acc sum = any ? fma_of(flushed[i / 2][i % 2], factor, x) : x;
-                    x = last ? sum : Acc(0);
-                    if (!last && (cfg::exact || col < columns)) from[col] = sum;
-                }
+            for (int i = 0; i < 2 * together; ++i) {
+                const i32 col = Product::column(first + i / 2, 0) + i % 2;
+                Acc& x = o[mt][first + i / 2][2 * h + i % 2];
+                const Acc sum = any ? fma_of(flushed[i / 2][i % 2], factor, x) : x;
+                x = last ? sum : Acc(0);
+                if (!last && (cfg::exact || col < columns)) from[col] = sum;
             }
         }
+    });
 }
 
 // Which tiles of o a team finishes.
@@ -154,23 +148,20 @@ __device__ __forceinline__ void store(const Params& p, const Work& w, const Soft
     const bool together = cfg::exact || p.head_dim_v % 2 == 0;
     // m leaves in natural units of the score: raw maxima are scaled here.
     const Acc unit = cfg::prescaled ? Acc(1) : static_cast<Acc>(p.scale);
+    for_rows<m_tiles>([&](int mt, int h) {
+        const ResultRow row = result_row(p, w, mt, h);
+        if (!row.exists) return;
+        const Acc l = rows.l[mt][h];
+        const Acc inverse = l == Acc(0) ? Acc(0) : static_cast<Acc>(cfg::dropout != 0 ? p.dropout_scale : 1.0) / l;
+        if ((cfg::statistics || cfg::split) && q == 0 && blockIdx.z == 0 && team() == 0) l_out[row.at] = l, m_out[row.at] = rows.m[mt][h] * unit;
 #pragma unroll
-    for (int mt = 0; mt < m_tiles; ++mt)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const ResultRow row = result_row(p, w, mt, h);
-            if (!row.exists) continue;
-            const Acc l = rows.l[mt][h];
-            const Acc inverse = l == Acc(0) ? Acc(0) : static_cast<Acc>(cfg::dropout != 0 ? p.dropout_scale : 1.0) / l;
-            if ((cfg::statistics || cfg::split) && q == 0 && blockIdx.z == 0 && team() == 0) l_out[row.at] = l, m_out[row.at] = rows.m[mt][h] * unit;
-#pragma unroll
-            for (int n = 0; n < v_tiles; ++n) {
-                if (!finishes(n)) continue;
-                const i32 col = col0 + Product::column(n, q);
-                store_pair(row.o(p) + col, o[mt][n][2 * h] * inverse, o[mt][n][2 * h + 1] * inverse, cfg::exact || col < p.head_dim_v,
-                           cfg::exact || col + 1 < p.head_dim_v, together);
-            }
+        for (int n = 0; n < v_tiles; ++n) {
+            if (!finishes(n)) continue;
+            const i32 col = col0 + Product::column(n, q);
+            store_pair(row.o(p) + col, o[mt][n][2 * h] * inverse, o[mt][n][2 * h + 1] * inverse, cfg::exact || col < p.head_dim_v,
+                       cfg::exact || col + 1 < p.head_dim_v, together);
         }
+    });
 }
 
 // Whether the other blocks of this row tile are done, and what they wrote to memory may be read.  The row tile's counter goes

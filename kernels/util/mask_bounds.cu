@@ -126,13 +126,17 @@ __device__ __forceinline__ void count_tile(const MaskParams& p, const int4* boun
 #pragma unroll
     for (int i = 0; i < kRanges; ++i) from[i] = max(bounds[i].x & ~kDeadTile, first), to[i] = min(bounds[i].y, end);
     // In ascending order, each from where those before it end: what two hide counts once.
-    for (int taken = 0; taken < kRanges; ++taken) {
-        int next = 0;
-        for (int i = 1; i < kRanges; ++i)
-            if (from[i] < from[next]) next = i;
-        add_range(steps, max(from[next], first), to[next], -1);
-        first = max(first, to[next]);
-        from[next] = p.row_tiles;
+#pragma unroll
+    for (int i = 0; i < kRanges; ++i) {
+#pragma unroll
+        for (int j = i + 1; j < kRanges; ++j) {
+            const bool swap = from[j] < from[i];
+            const i32 a = from[i], a_end = to[i];
+            from[i] = swap ? from[j] : a, to[i] = swap ? to[j] : a_end;
+            from[j] = swap ? a : from[j], to[j] = swap ? a_end : to[j];
+        }
+        add_range(steps, max(from[i], first), to[i], -1);
+        first = max(first, to[i]);
     }
 }
 

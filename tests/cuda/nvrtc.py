@@ -73,8 +73,10 @@ def version() -> str:
 
 @functools.cache
 def _library(folder: str) -> ctypes.CDLL:
-    (file,) = (file for file in pathlib.Path(folder).glob("nvidia/*/lib/libnvrtc.so.*") if "alt" not in file.name)
-    return ctypes.CDLL(str(file))
+    for name in ("libnvrtc-builtins.so.*", "libnvrtc.so.*"):  # which looks for the first in the system's folders
+        (file,) = (file for file in pathlib.Path(folder).glob(f"nvidia/*/lib/{name}") if "alt" not in file.name)
+        library = ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL)
+    return library
 
 
 def _compile(folder: str, text: str, arch: str, name: str, options: tuple[str, ...]) -> str:

@@ -12,6 +12,7 @@ from cuattn.cuda.call import Call
 from cuattn.cuda.sequence import Array
 from cuattn.errors import UnsupportedError
 from cuattn.plans import Plan
+from cuattn.problem import OPERATIONS
 from tests.cuda.cases import F16
 from tests.cuda.recording import array
 from tests.cuda.recording import driver as driver
@@ -20,30 +21,27 @@ from tests.cuda.sm90.test_forward_plan import problem
 pytestmark = pytest.mark.usefixtures("driver")
 
 
-class Kernels:
+class Mine(Call):
     """How the family of these tests computes a forward, or an operation that nobody else knows."""
 
-    @staticmethod
-    def unsupported_reason(problem, operands, masks):
-        return "it is for eight heads" if problem.heads != 8 else None
+    def unsupported_reason(self):
+        return "it is for eight heads" if self.problem.heads != 8 else None
 
-    @staticmethod
-    def plan(problem, operands, masks):
-        return Plan("mine", problem.operation, 1, 1, 1, 0, 0, "a test")
+    def prepare(self):
+        o = Array(self.problem.o_shape, self.problem.out_dtype)
+        self.begin({"o": o}, {"delta": Array((3,), np.dtype(np.float32))})
+        return Plan("mine", self.problem.operation, 1, 1, 1, 0, 0, "a test")
 
-    @staticmethod
-    def launch_sequence(problem, operands, masks):
-        call = Call(problem, operands, masks)
-        call.begin({"o": Array(problem.o_shape, problem.out_dtype)}, {"delta": Array((3,), np.dtype(np.float32))})
-        call.add("mine/fwd.cu", "my_kernel", {"elem": problem.row.cuda}, (problem.instances,), 4)
-        return call.sequence
+    def launch(self, made):
+        self.add("mine/fwd.cu", "my_kernel", {"elem": self.problem.row.cuda}, (self.problem.instances,), 4)
 
 
 @pytest.fixture
 def mine(monkeypatch):
     """A family that is only registered."""
     monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))
-    operations = {"forward": Kernels, "transpose": Kernels}
+    monkeypatch.setitem(OPERATIONS, "transpose", OPERATIONS["forward"])
+    operations = {"forward": Mine, "transpose": Mine}
     family = SimpleNamespace(name="mine", operations=operations, simplify=lambda problem, masks: (problem, masks))
     families.register_family(family)
     return family

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from cuattn.cuda import families, sequence
+from cuattn.cuda import compile as compiler
+from cuattn.cuda import families, sequence, source
 from cuattn.cuda.merge import merge_sequence
 from cuattn.cuda.params import MAX_PARTS, PARAMS
 from cuattn.cuda.sequence import Array
@@ -200,3 +201,28 @@ def test_gradients_may_stay_unrounded(name, deterministic, driver):
     assert {array.dtype for array in made.results.values()} == {np.dtype(np.float32)}
     done = driver.run(made, call.addresses)[0]
     assert {each.constants["grad"] for each in done if "grad" in each.constants} == {"float"}
+
+
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_what_is_launched_beside_the_large_kernels_compiles(kernel, driver):
+    """A kernel is told only some of a problem's constants, so that few variants of it are compiled."""
+    wide = LARGE._replace(head_dim=256)
+    broadcast = SPLIT._replace(kv_heads=1, n_queries=300)
+    calls = [prepared(case, "backward", kernel=kernel) for case in (LARGE, LARGE._replace(head_dim=128), wide)]
+    calls.append(prepared(LARGE, "backward", kernel=kernel, out_dtype=np.float32, dlse=True))
+    names = ("column", "blocks", "dense", "bias row", "float64 bias") if kernel == "sm80" else ("column", "blocks")
+    cases = [next(case for case in CASES if case.name == name) for name in names]
+    calls += [prepared(case, operation, kernel=kernel) for case in cases for operation in ("forward", "backward")]
+    if kernel == "sm80":
+        calls += [prepared(SPLIT._replace(n_queries=100, n_keys=65536), kernel=kernel)]
+        calls += [prepared(broadcast, "backward", kernel=kernel, deterministic=True)]
+    found = set()
+    for call in calls:
+        done = driver.run(families.launch_sequence(*call[:3]), call.addresses, call.masks, call.state, capturing=True)[
+            0
+        ]
+        small = [each for each in done if isinstance(each, Launch) and ("util" in each.path or "convert" in each.path)]
+        found |= {(each.path, tuple(each.constants.items())) for each in small}
+    assert len({path for path, _ in found}) >= (6 if kernel == "sm80" else 4)
+    for path, constants in sorted(found, key=str):
+        compiler.compile_log(source.build(path, constants), "sm_90", name=path)

@@ -1,6 +1,5 @@
 """The backward on a GPU: preprocess, key kernel, then what dq, dbias and broadcast operands need."""
 
-import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -10,17 +9,16 @@ from cuattn.cuda.arguments import pad
 from cuattn.cuda.call import Call, gradients
 from cuattn.cuda.compile import function
 from cuattn.cuda.constants import Constants
-from cuattn.cuda.device import Device, device_of
 from cuattn.cuda.params import BATCH_AXES
-from cuattn.cuda.sequence import Array, LaunchSequence
+from cuattn.cuda.sequence import Array
 from cuattn.cuda.sm80.backward_plan import STAT_ROWS, backward_plan, cut, is_sum, shared_bytes, shared_keys
 from cuattn.cuda.sm80.forward_plan import unsupported_reason as problem_reason
 from cuattn.cuda.sm80.tiles import BackwardTile
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
-from cuattn.problem import Problem, row_of
+from cuattn.problem import row_of
 
-__all__ = ["add_preprocess", "launch_sequence", "plan", "unsupported_reason"]
+__all__ = ["Backward", "add_preprocess"]
 
 _THREADS = 256  # of backward_preprocess and backward_sum
 _PREPROCESS = ("elem", "acc", "o_elem", "block_m", "head_dim_v", "atomic_dq")
@@ -36,30 +34,6 @@ _SUM_PARAMS = np.dtype(
     ],
     align=True,
 )
-
-
-def unsupported_reason(problem: Problem, operands: dict[str, Any], masks: tuple) -> str | None:
-    """Say why the portable backward does not take a call, or return None."""
-    return problem_reason(problem, device_of(operands["q"].device.id))
-
-
-def plan(problem: Problem, operands: dict[str, Any], masks: tuple) -> Plan:
-    """Return the plan of a backward."""
-    builder = _Builder(problem, operands, masks)
-    return dataclasses.replace(builder.plan, workspace_bytes=builder.call.sequence.workspace_bytes)
-
-
-def launch_sequence(problem: Problem, operands: dict[str, Any], masks: tuple) -> LaunchSequence:
-    """Return what a backward launches for arrays of this layout."""
-    builder = _Builder(problem, operands, masks)
-    if problem.head_dim_v == 0 or math.prod(problem.score_shape) == 0:
-        builder.call.sequence.zero()
-    else:
-        builder.preprocess()
-        builder.keys()
-        builder.rows()
-        builder.bias()
-    return builder.call.sequence
 
 
 def add_preprocess(call: Call, constants: Constants, head_dim: int, **values: Any) -> None:
@@ -98,27 +72,38 @@ class _Sum(NamedTuple):
         return (*self.size, self.inner)
 
 
-class _Builder:
-    """Adds the launches of a backward to its call, in order."""
+class Backward(Call):
+    """Up to seven launches: preprocess, key kernel, row kernel or conversion, bias kernel, and sums."""
 
-    def __init__(self, problem: Problem, operands: dict[str, Any], masks: tuple) -> None:
-        self.problem, self.operands = problem, operands
-        self.call = Call(problem, operands, masks)
-        device, vector = self.call.device, self.call.load_bytes("q", "k", "v", "do")
+    def unsupported_reason(self) -> str | None:
+        return problem_reason(self.problem, self.device)
+
+    def prepare(self) -> Plan:
+        problem, operands, device = self.problem, self.operands, self.device
         o_dtype = operands["o"].dtype.name if "o" in operands else ""
-        self.plan, self.cut = backward_plan(problem, device, vector, o_dtype), cut(problem, device)
-        self.constants: Constants = dict(self.plan.constants)
-        self.splits = self._bias_splits(device)
+        made = backward_plan(problem, device, self.load_bytes("q", "k", "v", "do"), o_dtype)
+        self.cut, self.constants = cut(problem, device), dict(made.constants)
+        self.splits = self._bias_splits()
         self.sums = self._sums()
         self.shared = shared_keys(problem, self.cut, device.multiprocessors, self.sums)
         used = [self.cut.keys]
         used += [] if self.cut.atomic else [self.cut.rows]
         used += [self.cut.bias] if "bias" in operands else []
         tiles = [(tile.block_m, tile.block_n) for tile in used]
-        self.call.begin(gradients(problem, operands), self._scratch(), tiles)
+        self.begin(gradients(problem, operands), self._scratch(), tiles)
+        return made
+
+    def launch(self, made: Plan) -> None:
+        if self.problem.head_dim_v == 0 or math.prod(self.problem.score_shape) == 0:
+            self.sequence.zero()
+            return
+        self._preprocess()
+        self._keys()
+        self._rows()
+        self._bias()
 
     def _sums(self) -> dict[str, _Sum]:
-        problem, axes = self.problem, self.call.axes
+        problem, axes = self.problem, self.axes
         found = {}
         for name, heads in (("q", problem.heads), ("k", problem.kv_heads), ("v", problem.kv_heads)):
             shape = self.operands[name].shape
@@ -133,7 +118,7 @@ class _Builder:
             found["dbias"] = _Sum(keep, size, self.operands["bias"].size)
         return found
 
-    def _bias_splits(self, device: Device) -> int:
+    def _bias_splits(self) -> int:
         """Return in how many parts the heads that share a bias are dealt out, so that the device is full."""
         bias = self.operands.get("bias")
         if bias is None:
@@ -143,7 +128,7 @@ class _Builder:
         key_tiles = cdiv(bias.shape[-1], tile.block_n) if bias.shape[-1] > 1 else 1
         instances = max(math.prod(bias.shape[:-2]), 1)
         members = self.problem.instances // instances
-        return max(1, min(members, cdiv(2 * device.multiprocessors, instances * row_tiles * key_tiles)))
+        return max(1, min(members, cdiv(2 * self.device.multiprocessors, instances * row_tiles * key_tiles)))
 
     def _scratch(self) -> dict[str, Array]:
         problem, acc = self.problem, self.problem.stat_dtype
@@ -164,14 +149,14 @@ class _Builder:
     ) -> None:
         """Append a kernel; `shared` says whose shared memory it has, `extra` its own constants."""
         constants = {**self.constants, **tile._asdict(), **extra}
-        self.call.add(
+        self.add(
             path, kernel, constants, (grid,), tile.warps,
             shared_bytes=shared_bytes(self.problem, self.cut, shared), tile=(tile.block_m, tile.block_n),
             row_tiles=cdiv(self.problem.n_queries, tile.block_m), key_tiles=cdiv(self.problem.n_keys, tile.block_n),
             **values,
         )  # fmt: skip
 
-    def preprocess(self) -> None:
+    def _preprocess(self) -> None:
         """Compute delta and the softmax statistics of every row; zero the accumulator of dq and shared dk and dv."""
         problem, tile = self.problem, self.cut.keys
         key_tiles = cdiv(problem.n_keys, tile.block_n)
@@ -180,9 +165,9 @@ class _Builder:
             head, of_head = divmod(self.shared.first, key_tiles)
             values |= {"shared_key": head * problem.n_keys + of_head * tile.block_n, "splits": self.shared.parts}
         constants = {**{name: self.constants[name] for name in _PREPROCESS}, "split_delta": False}
-        add_preprocess(self.call, constants, self.cut.head_dim, **values)
+        add_preprocess(self, constants, self.cut.head_dim, **values)
 
-    def keys(self) -> None:
+    def _keys(self) -> None:
         """Compute dk and dv, and dq if the order of its sums does not matter."""
         problem, tile = self.problem, self.cut.keys
         extra = {"sum_dk": "dk" in self.sums, "sum_dv": "dv" in self.sums}
@@ -201,7 +186,7 @@ class _Builder:
             grid = cdiv(problem.n_queries, tile.block_m) * math.prod(self.operands["q"].shape[:-2])
             self._add("sm80/bwd_convert.cu", "backward_convert", grid, tile, "convert", {})
 
-    def rows(self) -> None:
+    def _rows(self) -> None:
         """Compute dq in a fixed order."""
         if self.cut.atomic:
             return
@@ -215,7 +200,7 @@ class _Builder:
             self._add("sm80/bwd_rows.cu", "backward_rows", grid, tile, "rows", {"sum_dq": "dq" in self.sums})
         self._sum("dq")
 
-    def bias(self) -> None:
+    def _bias(self) -> None:
         """Compute dbias."""
         bias = self.operands.get("bias")
         if bias is None:
@@ -236,7 +221,7 @@ class _Builder:
         total = self.sums.get(name)
         if total is None:
             return
-        sequence, device = self.call.sequence, self.call.device
+        sequence, device = self.sequence, self.device
         out = sequence.results[name]
         constants = (("grad", row_of(out.dtype).cuda), ("acc", row_of(self.problem.stat_dtype).cuda))
         values = {"inner": total.inner, "results": out.size, "size": total.size, "keep": total.keep}

@@ -23,8 +23,8 @@ class Tile(NamedTuple):
     block_m: int
     block_n: int
     warps: int
-    stages: int
-    min_blocks: int
+    stages: int = 2
+    min_blocks: int = 1
 
 
 class BackwardTile(NamedTuple):
@@ -34,7 +34,7 @@ class BackwardTile(NamedTuple):
     block_n: int
     warps: int
     scores_m: int
-    stages: int
+    stages: int = 1
 
 
 class BackwardTiles(NamedTuple):
@@ -52,34 +52,34 @@ FORWARD: dict[int, dict[str, dict[int, Tile]]] = {
         "half": {
             64: Tile(128, 96, 4, 2, 2),
             128: Tile(128, 64, 4, 2, 2),
-            256: Tile(128, 64, 8, 2, 1),
-            512: Tile(64, 32, 4, 2, 1),
+            256: Tile(128, 64, 8),
+            512: Tile(64, 32, 4),
         },
-        "split": {128: Tile(256, 32, 8, 2, 1), 256: Tile(128, 16, 8, 2, 1), 512: Tile(64, 16, 4, 2, 1)},
+        "split": {128: Tile(256, 32, 8), 256: Tile(128, 16, 8), 512: Tile(64, 16, 4)},
         "double": {
             64: Tile(64, 32, 4, 2, 2),
-            128: Tile(128, 16, 8, 2, 1),
-            256: Tile(64, 16, 4, 2, 1),
-            512: Tile(16, 16, 1, 2, 1),
+            128: Tile(128, 16, 8),
+            256: Tile(64, 16, 4),
+            512: Tile(16, 16, 1),
         },
     },
     _MEDIUM: {
         "half": {
             64: Tile(128, 64, 4, 2, 2),
             128: Tile(128, 32, 4, 2, 2),
-            256: Tile(128, 32, 8, 2, 1),
-            512: Tile(64, 32, 4, 2, 1),
+            256: Tile(128, 32, 8),
+            512: Tile(64, 32, 4),
         },
         "split": {
-            64: Tile(256, 32, 8, 2, 1),
-            128: Tile(128, 32, 8, 2, 1),
-            256: Tile(64, 16, 4, 2, 1),
-            512: Tile(32, 16, 2, 2, 1),
+            64: Tile(256, 32, 8),
+            128: Tile(128, 32, 8),
+            256: Tile(64, 16, 4),
+            512: Tile(32, 16, 2),
         },
         "double": {
-            64: Tile(64, 32, 4, 2, 1),
-            128: Tile(64, 16, 4, 2, 1),
-            256: Tile(32, 16, 2, 2, 1),
+            64: Tile(64, 32, 4),
+            128: Tile(64, 16, 4),
+            256: Tile(32, 16, 2),
             512: Tile(16, 16, 1, 1, 1),
         },
     },
@@ -87,74 +87,74 @@ FORWARD: dict[int, dict[str, dict[int, Tile]]] = {
         "half": {
             64: Tile(128, 64, 4, 2, 2),
             96: Tile(128, 32, 8, 2, 2),
-            128: Tile(128, 32, 8, 2, 1),
-            256: Tile(64, 32, 4, 2, 1),
-            512: Tile(32, 16, 2, 2, 1),
+            128: Tile(128, 32, 8),
+            256: Tile(64, 32, 4),
+            512: Tile(32, 16, 2),
         },
         "split": {
-            64: Tile(128, 32, 8, 2, 1),
-            128: Tile(64, 32, 4, 2, 1),
-            256: Tile(32, 16, 2, 2, 1),
+            64: Tile(128, 32, 8),
+            128: Tile(64, 32, 4),
+            256: Tile(32, 16, 2),
             512: Tile(16, 16, 1, 1, 1),
         },
-        "double": {64: Tile(64, 16, 4, 2, 1), 128: Tile(32, 16, 2, 2, 1), 256: Tile(16, 16, 1, 1, 1)},
+        "double": {64: Tile(64, 16, 4), 128: Tile(32, 16, 2), 256: Tile(16, 16, 1, 1, 1)},
     },
 }
 
 _T = BackwardTile
-_SMALL_ROWS, _SMALL_BIAS = _T(128, 64, 8, 4, 2), _T(64, 64, 8, 4, 1)
+_SMALL_ROWS, _SMALL_BIAS = _T(128, 64, 8, 4, 2), _T(64, 64, 8, 4)
 
 
 def _all(tile: BackwardTile) -> BackwardTiles:
     return BackwardTiles(tile, tile, tile, tile)
 
 
-_DOUBLE_64 = _all(_T(32, 32, 4, 2, 1))
+_DOUBLE_64 = _all(_T(32, 32, 4, 2))
 BACKWARD: dict[int, dict[str, dict[int, BackwardTiles]]] = {
     _LARGE: {
         "half": {
             64: BackwardTiles(_T(128, 128, 8, 2, 2), _T(64, 128, 8, 2, 2), _SMALL_ROWS, _SMALL_BIAS),
             128: BackwardTiles(_T(64, 128, 8, 2, 2), _T(64, 64, 8, 4, 2), _SMALL_ROWS, _SMALL_BIAS),
             192: BackwardTiles(_T(64, 64, 8, 4, 2), _T(32, 64, 8, 2, 2), _T(64, 64, 8, 4, 2), _SMALL_BIAS),
-            256: BackwardTiles(_T(64, 64, 8, 4, 2), _T(32, 64, 8, 2, 1), _T(64, 64, 8, 4, 2), _SMALL_BIAS),
-            512: BackwardTiles(_T(32, 32, 8, 2, 2), _T(32, 32, 8, 2, 2), _T(64, 32, 8, 4, 1), _T(64, 32, 8, 4, 1)),
+            256: BackwardTiles(_T(64, 64, 8, 4, 2), _T(32, 64, 8, 2), _T(64, 64, 8, 4, 2), _SMALL_BIAS),
+            512: BackwardTiles(_T(32, 32, 8, 2, 2), _T(32, 32, 8, 2, 2), _T(64, 32, 8, 4), _T(64, 32, 8, 4)),
         },
         "split": {
-            64: BackwardTiles(_T(64, 128, 8, 2, 1), _T(64, 64, 8, 4, 2), _T(64, 64, 8, 4, 2), _SMALL_BIAS),
-            128: _all(_T(64, 64, 8, 4, 1)),
+            64: BackwardTiles(_T(64, 128, 8, 2), _T(64, 64, 8, 4, 2), _T(64, 64, 8, 4, 2), _SMALL_BIAS),
+            128: _all(_T(64, 64, 8, 4)),
         },
         "double": {
             64: _DOUBLE_64,
-            128: BackwardTiles(_T(16, 64, 8, 1, 2), _T(16, 64, 8, 1, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1)),
-            256: _all(_T(16, 32, 8, 1, 1)),
+            128: BackwardTiles(_T(16, 64, 8, 1, 2), _T(16, 64, 8, 1), _T(32, 32, 4, 2), _T(32, 32, 4, 2)),
+            256: _all(_T(16, 32, 8, 1)),
         },
     },
     _MEDIUM: {
         "half": {
             64: BackwardTiles(_T(64, 128, 8, 2, 2), _T(64, 128, 8, 2, 2), _SMALL_ROWS, _SMALL_BIAS),
             96: BackwardTiles(_T(64, 128, 8, 2, 2), _T(64, 64, 8, 4, 2), _SMALL_ROWS, _SMALL_BIAS),
-            128: BackwardTiles(_T(64, 128, 8, 2, 1), _T(64, 64, 8, 4, 2), _SMALL_ROWS, _SMALL_BIAS),
-            256: BackwardTiles(_T(64, 64, 8, 4, 1), _T(32, 64, 8, 2, 1), _T(64, 64, 8, 4, 1), _SMALL_BIAS),
+            128: BackwardTiles(_T(64, 128, 8, 2), _T(64, 64, 8, 4, 2), _SMALL_ROWS, _SMALL_BIAS),
+            256: BackwardTiles(_T(64, 64, 8, 4), _T(32, 64, 8, 2), _T(64, 64, 8, 4), _SMALL_BIAS),
         },
         "split": {
-            64: _all(_T(64, 64, 8, 4, 1)),
-            128: _all(_T(32, 64, 8, 2, 1)),
-            256: _all(_T(32, 32, 8, 2, 1)),
+            64: _all(_T(64, 64, 8, 4)),
+            128: _all(_T(32, 64, 8, 2)),
+            256: _all(_T(32, 32, 8, 2)),
         },
         "double": {
             64: _DOUBLE_64,
-            128: BackwardTiles(_T(32, 32, 8, 2, 1), _T(32, 32, 8, 2, 1), _T(32, 32, 4, 2, 1), _T(32, 32, 4, 2, 1)),
+            128: BackwardTiles(_T(32, 32, 8, 2), _T(32, 32, 8, 2), _T(32, 32, 4, 2), _T(32, 32, 4, 2)),
         },
     },
     0: {
         "half": {
-            64: BackwardTiles(_T(64, 128, 8, 2, 1), _T(64, 128, 8, 2, 1), _SMALL_ROWS, _SMALL_BIAS),
-            128: _all(_T(64, 64, 8, 4, 1)),
-            256: _all(_T(32, 32, 4, 2, 1)),
+            64: BackwardTiles(_T(64, 128, 8, 2), _T(64, 128, 8, 2), _SMALL_ROWS, _SMALL_BIAS),
+            128: _all(_T(64, 64, 8, 4)),
+            256: _all(_T(32, 32, 4, 2)),
         },
         "split": {
-            64: BackwardTiles(_T(32, 64, 8, 2, 1), _T(32, 64, 8, 2, 1), _SMALL_BIAS, _SMALL_BIAS),
-            128: _all(_T(32, 32, 4, 2, 1)),
+            64: BackwardTiles(_T(32, 64, 8, 2), _T(32, 64, 8, 2), _SMALL_BIAS, _SMALL_BIAS),
+            128: _all(_T(32, 32, 4, 2)),
         },
         "double": {64: _DOUBLE_64},
     },

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from cuattn.cuda.sm90 import backward, forward
+from cuattn.cuda.sm90.backward import Backward
+from cuattn.cuda.sm90.forward import Forward
 from cuattn.problem import Band, Problem
 
 __all__ = ["FAMILY"]
@@ -14,7 +15,7 @@ class _Hopper:
     """The family; it takes a mask that is no more than a band as one, since it takes no boolean masks."""
 
     name = "sm90"
-    operations: ClassVar = {"forward": forward, "backward": backward}
+    operations: ClassVar = {"forward": Forward, "backward": Backward}
 
     def simplify(self, problem: Problem, masks: Sequence[Any]) -> tuple[Problem, Sequence[Any]]:
         reach = masks[0].reach if problem.masks == ("column",) and problem.band is None else None

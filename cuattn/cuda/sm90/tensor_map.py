@@ -8,17 +8,20 @@ The driver encodes a map into 128 opaque bytes, which a kernel takes by value.
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuattn.cuda.arguments import Axes
 from cuattn.cuda.call import Call
+from cuattn.cuda.constants import Constants
+from cuattn.cuda.sm90.forward_plan import ARCH
 from cuattn.errors import CuattnError, UnsupportedError
-from cuattn.problem import Dtype, Problem
+from cuattn.plans import Plan
+from cuattn.problem import Dtype
 
-__all__ = ["BOX_COLUMNS", "TensorMap", "View", "describe", "layout_reason", "unsupported_reason", "view_of"]
+__all__ = ["BOX_COLUMNS", "MappedCall", "TensorMap", "View", "describe", "unsupported_reason"]
 
 BOX_COLUMNS = 64
 """Columns of a box: 128 bytes, the widest that the 128-byte swizzle takes."""
@@ -142,6 +145,50 @@ class View(NamedTuple):
         return functools.lru_cache(_MAPS_KEPT)(lambda address: describe(address, dtype, *self))
 
 
+class MappedCall(Call):
+    """A call of kernels that read and write by tensor maps."""
+
+    def layout_reason(self, read: Iterable[str]) -> str | None:
+        """Say why the arrays cannot be described; `read` names those that the copy engine reads."""
+        try:
+            outer = self.axes.size[:-1]
+        except UnsupportedError as error:
+            return str(error)
+        if math.prod(outer) > 1:
+            return (
+                f"its tensor maps have one leading axis, and the strides of its arrays keep {self.problem.batch} apart"
+            )
+        for name in read:
+            unfit = _array_reason(self.operands[name]) if name in self.operands else None
+            if unfit is not None:
+                return f"the copy engine cannot read {name}: {unfit}"
+        return None
+
+    def view(self, name: str, box_rows: int) -> View:
+        """Return the look of an operand or result, in boxes of so many rows."""
+        return view_of(self.arrays[name], self.axes, len(self.problem.batch), box_rows)
+
+    def add_mapped(
+        self,
+        path: str,
+        kernel: str,
+        constants: Constants,
+        made: Plan,
+        tile: tuple[int, int],
+        shared_bytes: int,
+        blocks: int,
+        views: dict[str, View],
+        **counts: int,
+    ) -> None:
+        """Append a persistent kernel, which takes up to `blocks` pieces of work and a map of each view."""
+        maps = [(name, view.mapper(self.problem.row)) for name, view in views.items()]
+        grid = (min(blocks, self.device.multiprocessors),)
+        self.add(
+            path, kernel, constants, grid, made.workers,
+            shared_bytes=shared_bytes, tile=tile, maps=maps, arch=ARCH, **counts,
+        )  # fmt: skip
+
+
 def view_of(array: Any, axes: Axes, rank: int, box_rows: int) -> View:
     """Return the look of an array (*batch, heads, rows, columns) with `rank` batch axes, merged into one (``Axes``)."""
     size = array.dtype.itemsize
@@ -150,21 +197,6 @@ def view_of(array: Any, axes: Axes, rank: int, box_rows: int) -> View:
     heads, rows, columns = array.shape[rank:]
     shape = (axes.size[-1] if batch else 1, heads if head else 1, rows, columns)
     return View(shape, (batch, head, row), box_rows)
-
-
-def layout_reason(problem: Problem, operands: dict[str, Any], masks: Sequence[Any], read: Iterable[str]) -> str | None:
-    """Say why the arrays of a call cannot be described; `read` names those that the copy engine reads."""
-    try:
-        axes = Call(problem, operands, masks).axes
-    except UnsupportedError as error:
-        return str(error)
-    if math.prod(axes.size[:-1]) > 1:
-        return f"its tensor maps have one leading axis, and the strides of its arrays keep {problem.batch} apart"
-    for name in read:
-        unfit = _array_reason(operands[name]) if name in operands else None
-        if unfit is not None:
-            return f"the copy engine cannot read {name}: {unfit}"
-    return None
 
 
 def _array_reason(array: Any) -> str | None:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from cuattn import masks
-from cuattn.cuda import families, sm80
-from cuattn.cuda.sm90 import backward
+from cuattn.cuda import families
+from cuattn.cuda.sm80.backward import Backward as PortableBackward
+from cuattn.cuda.sm90.backward import Backward
 from cuattn.errors import UnsupportedError
 from tests.cuda.recording import array
 from tests.cuda.recording import driver as driver
@@ -25,8 +26,8 @@ def operands(p, **options):
 
 
 def launched(driver, p, taken, masks=(), **more):
-    assert backward.unsupported_reason(p, taken, masks) is None
-    return driver.run(backward.launch_sequence(p, taken, masks), {"q": 1, "k": 2, "v": 3}, masks, **more)[0]
+    assert Backward(p, taken, masks).unsupported_reason() is None
+    return driver.run(Backward(p, taken, masks).launch_sequence(), {"q": 1, "k": 2, "v": 3}, masks, **more)[0]
 
 
 def test_one_kernel_and_its_neighbours(driver):
@@ -70,7 +71,7 @@ def test_broadcast_queries_share_an_accumulator(driver):
     taken = {**operands(p), "q": array((1, 16, 4096, 128))}
     _, keys, convert = launched(driver, p, taken)
     assert convert.grid == (64 * 16,) and not keys.argument["dq"]["batch"].any()
-    assert "q is a sum" in backward.unsupported_reason(problem(256), taken, ())
+    assert "q is a sum" in Backward(problem(256), taken, ()).unsupported_reason()
 
 
 @pytest.mark.parametrize(
@@ -82,27 +83,27 @@ def test_broadcast_queries_share_an_accumulator(driver):
 )
 def test_unfit_arrays(changes, words):
     p = problem()
-    assert words in backward.unsupported_reason(p, {**operands(p), **changes}, ())
+    assert words in Backward(p, {**operands(p), **changes}, ()).unsupported_reason()
 
 
 def test_gradients_unrounded(driver):
     p = problem(out_dtype=np.dtype(np.float32))
-    assert backward.unsupported_reason(p, operands(p), ()) is None
+    assert Backward(p, operands(p), ()).unsupported_reason() is None
     _, keys, convert = launched(driver, p, operands(p))
     assert keys.constants["grad"] == convert.constants["grad"] == "float"
 
 
 def test_choice():
     p = problem()
-    assert families._choose(p, operands(p), ()).kernels is backward
+    assert type(families._choose(p, operands(p), ())[0]) is Backward
     planned = {name: array for name, array in operands(p).items() if name in "qkv"}
-    assert families._choose(p, planned, ()).kernels is backward
-    chosen = families._choose(problem(kernel="sm80"), operands(p), ())
-    assert chosen.kernels is sm80.backward and chosen.notes == ("not the sm90 kernel: kernel is 'sm80'",)
+    assert type(families._choose(p, planned, ())[0]) is Backward
+    call, notes = families._choose(problem(kernel="sm80"), operands(p), ())
+    assert type(call) is PortableBackward and notes == ["not the sm90 kernel: kernel is 'sm80'"]
     short = problem(n_queries=100, n_keys=100)
-    assert "fewer than its tiles" in families._choose(short, operands(short), ()).notes[0]
+    assert "fewer than its tiles" in families._choose(short, operands(short), ())[1][0]
     short = problem(n_queries=100, n_keys=100, kernel="sm90")
-    assert families._choose(short, operands(short), ()).kernels is backward
+    assert type(families._choose(short, operands(short), ())[0]) is Backward
     wide = problem(264, kernel="sm90")
     with pytest.raises(UnsupportedError, match="'sm90', but it takes head dimensions up to 256"):
         families._choose(wide, operands(wide), ())

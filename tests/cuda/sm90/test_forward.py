@@ -3,8 +3,9 @@
 import pytest
 
 from cuattn import masks
-from cuattn.cuda import families, sm80
-from cuattn.cuda.sm90 import forward
+from cuattn.cuda import families
+from cuattn.cuda.sm80.forward import Forward as PortableForward
+from cuattn.cuda.sm90.forward import Forward
 from cuattn.errors import UnsupportedError
 from tests.cuda.recording import TICKET, array
 from tests.cuda.recording import driver as driver
@@ -22,8 +23,8 @@ def operands(p, **options):
 
 def launched(driver, p, taken, masks=(), **more):
     """Return the one launch of a problem's sequence."""
-    assert forward.unsupported_reason(p, taken, masks) is None
-    *_, last = driver.run(forward.launch_sequence(p, taken, masks), {"q": 1, "k": 2, "v": 3}, masks, **more)[0]
+    assert Forward(p, taken, masks).unsupported_reason() is None
+    *_, last = driver.run(Forward(p, taken, masks).launch_sequence(), {"q": 1, "k": 2, "v": 3}, masks, **more)[0]
     return last
 
 
@@ -36,7 +37,7 @@ def test_argument(driver):
     p = problem(kv_heads=4, n_queries=1000, band=CAUSAL)
     found = launched(driver, p, operands(p))
     made = found.argument
-    _, places = driver.run(forward.launch_sequence(p, operands(p), ()), {})
+    _, places = driver.run(Forward(p, operands(p), ()).launch_sequence(), {})
     assert [made[name]["data"] for name in "qkvolm"] == [1, 2, 3, *places[:3]] and made["counters"] == TICKET
     assert list(made["k"]["batch"]) == [0, 0, 0, 4 * 4096 * 128] and made["k"]["head"] == 4096 * 128
     assert list(made["o"]["batch"]) == [0, 0, 0, 16 * 1000 * 128] and made["o"]["row"] == 128
@@ -73,12 +74,12 @@ def test_batch_axes_merge(driver):
 )
 def test_unfit_arrays(options, words):
     p = problem()
-    assert words in forward.unsupported_reason(p, operands(p, **options), ())
+    assert words in Forward(p, operands(p, **options), ()).unsupported_reason()
 
 
 def test_unfit_stride():
     p = problem(100, 96)
-    assert "200 bytes" in forward.unsupported_reason(p, operands(p), ())
+    assert "200 bytes" in Forward(p, operands(p), ()).unsupported_reason()
 
 
 def test_a_graph_counts_its_tiles_in_memory_of_its_results(driver):
@@ -99,14 +100,14 @@ def test_a_mask_that_is_a_band_is_taken_as_one(driver):
     mask = masks.causal(4096)
     p = problem(masks=("column",))
     taken = operands(p)
-    chosen = families._choose(p, taken, (mask,))
-    assert (chosen.kernels, chosen.problem, chosen.masks) == (forward, problem(band=CAUSAL), ())
+    call, _ = families._choose(p, taken, (mask,))
+    assert (type(call), call.problem, call._given_masks) == (Forward, problem(band=CAUSAL), ())
     assert any("the mask is a band" in note for note in families.plan(p, taken, (mask,)).notes)
     documents = (masks.causal_document([96, 4000]),)
-    assert families._choose(p, taken, documents).problem is p
+    assert families._choose(p, taken, documents)[0].problem is p
     assert not any("band" in note for note in families.plan(p, taken, documents).notes)
     portable = problem(masks=("column",), kernel="sm80")  # must give the bits that a boolean mask gives
-    assert families._choose(portable, taken, (mask,)).problem is portable
+    assert families._choose(portable, taken, (mask,))[0].problem is portable
 
 
 def test_a_band_that_is_a_mask_stays_where_it_is(driver):
@@ -122,13 +123,13 @@ def test_a_band_that_is_a_mask_stays_where_it_is(driver):
 
 def test_choice():
     few = problem(batch=(1,), n_queries=1)
-    assert "query rows" in families._choose(few, operands(few), ()).notes[0]
+    assert "query rows" in families._choose(few, operands(few), ())[1][0]
     grouped = problem(batch=(16,), heads=32, kv_heads=8, n_queries=1, n_keys=8192)
-    assert "fill its tiles" in families._choose(grouped, operands(grouped), ()).notes[0]
+    assert "fill its tiles" in families._choose(grouped, operands(grouped), ())[1][0]
     few = problem(batch=(1,), n_queries=1, kernel="sm90")
-    assert families._choose(few, operands(few), ()).kernels is forward
+    assert type(families._choose(few, operands(few), ())[0]) is Forward
     wide = problem(264, kernel="sm90")
     with pytest.raises(UnsupportedError, match="'sm90', but it takes head dimensions up to 256"):
         families._choose(wide, operands(wide), ())
-    chosen = families._choose(problem(kernel="sm80"), operands(problem()), ())
-    assert chosen.kernels is sm80.forward and chosen.notes == ("not the sm90 kernel: kernel is 'sm80'",)
+    call, notes = families._choose(problem(kernel="sm80"), operands(problem()), ())
+    assert type(call) is PortableForward and notes == ["not the sm90 kernel: kernel is 'sm80'"]
