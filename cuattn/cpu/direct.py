@@ -31,6 +31,7 @@ _MOST_OF_FEW = 1 << 22  # where they are few rows, for which tiles would have to
 _FEW = 16
 _NANOSECONDS = 400_000  # that a batch is to take: a few times what its calls cost
 _COPIED = 48  # rows from which it pays to transpose q and do
+_LINES = 128  # keys that may be added up one by one
 _FOLDED = 1 << 13  # scores of a head from which it is quicker to compare halves than lines
 
 Index = tuple[slice, ...]  # into axes (*batch, kv_heads)
@@ -196,7 +197,7 @@ class _Direct:
         keys, rows = s.shape[-2:]
         if rows == 1:
             return ufunc.reduce(s[..., 0], -1)[..., None]
-        if keys * rows < _FOLDED:
+        if keys * rows < _FOLDED and keys <= _LINES:
             return ufunc.reduce(s, -2)
         folded = self.buffers.get("half", *s.shape[:-2], keys // 2, rows)
         while keys > 1:

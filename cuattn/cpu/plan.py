@@ -15,6 +15,8 @@ from cuattn.problem import Problem
 
 __all__ = ["plan"]
 
+_TABLE_BYTES = 44  # of each key, while a mask of intervals is made ready for tiles of a size
+
 
 def plan(problem: Problem, operands: Mapping[str, np.ndarray], masks: Sequence[Any]) -> Plan:
     """Tell how a problem would be computed; computes nothing.
@@ -44,7 +46,7 @@ def plan(problem: Problem, operands: Mapping[str, np.ndarray], masks: Sequence[A
     else:
         size = blocks.rows, blocks.keys
         notes = [f"up to {blocks.heads} heads x {blocks.abreast} row tiles abreast; {blocks.room} tiles at a time"]
-        memory += call.mask_bytes()
+        memory += call.mask_bytes() + len(call.masks) * _TABLE_BYTES * problem.n_keys
     notes[0] += f"; {problem.stat_dtype} sums"
     if BASE_2:
         notes.append("base-2 exponentials, which this NumPy vectorises")

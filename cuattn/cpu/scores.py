@@ -69,7 +69,11 @@ class Task:
 
 def longest_of(vectors: np.ndarray, dtype: np.dtype | None = None) -> float:
     """Return the length of the longest of some vectors, or a little more."""
-    return longest(np.vecdot(vectors, vectors, dtype=dtype), vectors.shape[-1]) if vectors.size else 0.0
+    if not vectors.size:
+        return 0.0
+    # Of another dtype einsum converts a little at a time.
+    squares = np.einsum("...i,...i->...", vectors, vectors, dtype=dtype, casting="unsafe")
+    return longest(squares, vectors.shape[-1])
 
 
 class Rows:
@@ -153,7 +157,7 @@ class Walk:
     def bias_of(
         self, bias: np.ndarray, item: Item, row_group: RowGroup, part: Part, s: np.ndarray
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield elements of scores, (heads, keys, rows), and those of a bias, (heads | 1, rows | 1, keys | 1)."""
+        """Yield elements of scores, (heads, keys, rows), and those of a bias (each axis may be 1) for them."""
         for row, (first, slot, count) in ((row, run) for row in range(row_group.count) for run in part.runs):
             start = (item.row_tile + row_group.start + row) * self.blocks.rows
             rows = slice(start, min(start + self.blocks.rows, self.problem.n_queries))

@@ -79,9 +79,9 @@ struct SoftmaxRows {
     template <int n_tiles>
     __device__ __forceinline__ void subtract_distant(Acc (&s)[m_tiles][n_tiles][4], const Log2Factor<Acc>& to_log2) {
         for_rows<m_tiles>([&](int mt, int h) {
-            if (!is_distant(m[mt][h], to_log2)) return;
+            const Acc top = is_distant(m[mt][h], to_log2) ? m[mt][h] : Acc(0);
 #pragma unroll
-            for (int n = 0; n < n_tiles; ++n) s[mt][n][2 * h] -= m[mt][h], s[mt][n][2 * h + 1] -= m[mt][h];
+            for (int n = 0; n < n_tiles; ++n) s[mt][n][2 * h] -= top, s[mt][n][2 * h + 1] -= top;
         });
     }
 

@@ -1,47 +1,67 @@
-"""Forcing block sizes, so that small problems have many tiles, chunks, panels and stacks."""
+"""Forcing the ways through the CPU backend, so that small problems have many tiles, parts, stacks or batches."""
 
 from __future__ import annotations
 
-import importlib
-from contextlib import contextmanager
+import dataclasses
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 from hypothesis import strategies as st
 
-from cuattn.cpu import blocks as blocks_module
-from cuattn.cpu import threads
-from cuattn.cpu.blocks import Blocks
+from cuattn.cpu import blocks, call, direct, threads
+from cuattn.io_model.sizes import cdiv
 
-USERS = [importlib.import_module(f"cuattn.cpu.{name}") for name in ("forward", "backward")]
-_choose = blocks_module.choose
+_choose = blocks.choose
 
-# (rows, keys, row tiles or heads together, tiles of a chunk, chunks of a panel)
+# (rows, keys, heads together, row tiles of a stack, tiles of scores at a time, steps of keys that are held)
 block_sizes = st.tuples(
     st.sampled_from((16, 32, 48)),
     st.sampled_from((16, 32, 80)),
     st.integers(1, 3),
     st.integers(1, 3),
+    st.integers(1, 12),
     st.sampled_from((1, 2, 100)),
 )
 
 
 @contextmanager
-def forced(rows: int, keys: int, stack: int, chunk: int, chunks_of_panel: int, workers: int = 1):
-    """Make the CPU backend use these block sizes and this many threads, however small the problem."""
+def tiled(rows=16, keys=16, heads=2, stack=2, room=6, steps=100, workers=1):
+    """Make the CPU backend walk over tiles of these sizes, however small the problem, on this many threads."""
 
-    def choose(problem, operands) -> Blocks:
-        usual = _choose(problem, operands)
-        tiles = -(-problem.n_keys // keys)
-        panel = min(chunks_of_panel * chunk, -(-tiles // chunk) * chunk)
-        stacked = stack if problem.direction == "forward" or blocks_module.is_plain(problem) else 1
-        team = min(stack, usual.team)
-        return Blocks(rows, keys, stacked, team, chunk, panel, -(-problem.n_queries // rows), tiles)
+    def choose(problem, operands, masks):
+        usual = _choose(problem, operands, masks)
+        tiles, together = cdiv(problem.n_keys, keys), min(heads, usual.heads)
+        stacked = stack if problem.operation == "forward" or not masks else 1
+        abreast = min(stacked, 2) if masks else stacked
+        step = max(1, min(tiles, room // (together * abreast)))
+        return dataclasses.replace(
+            usual, rows=rows, keys=keys, heads=together, stack=stacked, abreast=abreast, room=room, step=step,
+            held=min(tiles, steps * step), row_tiles=cdiv(problem.n_queries, rows), key_tiles=tiles,
+        )  # fmt: skip
 
-    with mock.patch.object(threads, "useful", lambda problem, blocks: workers):
-        for user in USERS:
-            patch = mock.patch.object(user, "choose", choose)
-            patch.start()
-        try:
-            yield
-        finally:
-            mock.patch.stopall()
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(call, "is_small", lambda problem: False))
+        patches.enter_context(mock.patch.object(call, "choose", choose))
+        patches.enter_context(mock.patch.object(threads, "useful", lambda items, nanoseconds: workers))
+        yield
+
+
+@contextmanager
+def whole_heads(scores=1 << 17, workers=1):
+    """Make the CPU backend compute whole heads, with up to so many scores at a time, on this many threads."""
+    direct.layout.cache_clear()
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(call, "is_small", lambda problem: True))
+        patches.enter_context(mock.patch.object(direct, "_SCORES", scores))
+        patches.enter_context(mock.patch.object(threads, "useful", lambda items, nanoseconds: workers))
+        yield
+    direct.layout.cache_clear()
+
+
+def ways(sizes, workers=1):
+    """Return the ways through the backend: tiles of these sizes, and whole heads by one or by all."""
+    return (
+        lambda: tiled(*sizes, workers=workers),
+        lambda: whole_heads(1, workers=workers),
+        lambda: whole_heads(workers=workers),
+    )

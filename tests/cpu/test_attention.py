@@ -1,11 +1,7 @@
-"""Forward and backward on the CPU, with many tiles, chunks, panels and stacks even in small problems."""
+"""Forward and backward on the CPU, by tiles of any sizes and by whole heads (cuattn.cpu's call, forward, backward)."""
 
-import contextlib
-import importlib
 import math
-import tracemalloc
 import warnings
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,16 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuattn
-from cuattn.cpu import threads
-from cuattn.cpu.inplace import InPlace
-from cuattn.cpu.panel import Panel
-from cuattn.cpu.sweep import Sweep
-from tests.cpu.sizes import block_sizes, forced
+from cuattn.cpu.exponent import WINDOW
+from cuattn.cpu.forward import ForwardWalk
+from cuattn.cpu.packed import PackedKV
+from cuattn.cpu.scores import Task, Walk
+from tests import oracle
+from tests.cpu.sizes import block_sizes, tiled, ways, whole_heads
 from tests.strategies import DTYPES, cases, normal
 from tests.test_api import check_backward, check_forward
 from tests.tolerances import eps, max_error
 
 FLOAT32 = np.dtype(np.float32)
+THREE_WAYS = [tiled, lambda: whole_heads(1), whole_heads]
 
 
 def both(case, do=None):
@@ -44,11 +42,12 @@ def assert_same_bits(one, other):
 
 @settings(max_examples=60)
 @given(case=cases(max_length=200), sizes=block_sizes)
-def test_any_block_sizes_match_the_oracle(case, sizes):
-    with forced(*sizes):
-        fwd, grads = both(case)
-    check_forward(case, fwd)
-    check_backward(case, grads)
+def test_every_way_matches_the_oracle(case, sizes):
+    for way in ways(sizes):
+        with way():
+            fwd, grads = both(case)
+        check_forward(case, fwd)
+        check_backward(case, grads)
 
 
 class FlatCase:
@@ -74,12 +73,13 @@ def test_long_sums_keep_the_rule(n_keys, head_dim, width):
 
 @given(case=cases(max_length=200), sizes=block_sizes)
 def test_the_number_of_threads_changes_no_bit(case, sizes):
-    results = []
-    for workers in (1, 3):
-        with forced(*sizes, workers=workers):
-            fwd, grads = both(case)
-        results.append((*fwd[:3], *grads))
-    assert_same_bits(*results)
+    for way in range(2):
+        results = []
+        for workers in (1, 3):
+            with ways(sizes, workers)[way]():
+                fwd, grads = both(case)
+            results.append((*fwd[:3], *grads))
+        assert_same_bits(*results)
 
 
 @given(case=cases(max_length=200, mask_kinds=("column", "document")), sizes=block_sizes)
@@ -87,13 +87,14 @@ def test_a_column_mask_and_its_boolean_array_give_the_same_bits(case, sizes):
     mask = case.options.get("mask")
     if mask is None:
         return
-    results = []
-    for form in (mask, mask.dense()):
-        case.options["mask"] = form
-        with forced(*sizes):
-            fwd, grads = both(case)
-        results.append((*fwd[:3], *grads))
-    assert_same_bits(*results)
+    for way in ways(sizes):
+        results = []
+        for form in (mask, mask.dense()):
+            case.options["mask"] = form
+            with way():
+                fwd, grads = both(case)
+            results.append((*fwd[:3], *grads))
+        assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -113,7 +114,7 @@ def test_skipped_tiles_change_no_bit(dtype):
     assert (exact.tile_states(16, 16) == 0).sum() > (vague.tile_states(16, 16) == 0).sum()
     results = []
     for mask in (exact, vague):
-        with forced(16, 16, 1, 3, 2):
+        with tiled(16, 16, 1, 3, 6, 2):
             fwd = cuattn.forward(q, k, v, mask=mask)
             grads = cuattn.backward(do, q, k, v, fwd, mask=mask)
         results.append((*fwd[:3], *grads))
@@ -125,7 +126,7 @@ def test_skipped_tiles_change_no_bit(dtype):
 def test_gradients_match_finite_differences(data, seed, sizes):
     case = data.draw(cases(dtypes=DTYPES[3:], max_length=40, head_dims=(1, 8)))
     case.options.pop("scale", None)
-    with forced(*sizes):
+    with tiled(*sizes):
         fwd, grads = both(case)
         if fwd.o.size == 0 or case.k.size == 0:
             return
@@ -155,7 +156,7 @@ def test_grouped_heads_equal_repeated_heads(dtype):
     rng = np.random.default_rng(5)
     q, do = (normal(rng, (2, 6, 70, 16), dtype) for _ in range(2))
     k, v = (normal(rng, (2, 2, 90, 16), dtype) for _ in range(2))
-    with forced(16, 32, 1, 2, 1, workers=2):
+    with tiled(16, 32, 1, 2, 2, 1, workers=2):
         fwd = cuattn.forward(q, k, v, enable_gqa=True)
         grads = cuattn.backward(do, q, k, v, fwd, enable_gqa=True)
         repeated = [np.repeat(x, 3, axis=1) for x in (k, v)]
@@ -169,9 +170,11 @@ def test_grouped_heads_equal_repeated_heads(dtype):
         assert max_error(one, summed) <= 4 * eps(dtype) * float(np.abs(summed).max()), name
 
 
+@pytest.mark.parametrize("way", THREE_WAYS, ids=["tiles", "head by head", "whole heads"])
+@pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 3e38])
 @pytest.mark.parametrize("form", ["column", "dense", "window", "bias"])
-def test_what_is_invisible_never_leaks(poison, form):
+def test_what_is_invisible_never_leaks(poison, form, softcap, way):
     rng = np.random.default_rng(7)
     n, lengths = 150, 110  # keys and rows beyond 110 are padding
     q, k, v, do = (rng.standard_normal((2, n, 16)).astype(FLOAT32) for _ in range(4))
@@ -186,6 +189,7 @@ def test_what_is_invisible_never_leaks(poison, form):
         options = {"mask": visible}
     elif form == "bias":
         options = {"bias": np.where(visible, 0, -np.inf).astype(FLOAT32)}
+    options["softcap"] = softcap
     results = []
     for bad in (0, poison):
         a, b, c, d = (x.copy() for x in (q, k, v, do))
@@ -193,7 +197,7 @@ def test_what_is_invisible_never_leaks(poison, form):
             x[:, lengths:] = bad
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            with forced(32, 32, 2, 2, 1):
+            with way():
                 fwd = cuattn.forward(a, b, c, **options)
                 grads = cuattn.backward(d, a, b, c, fwd, **options)
         results.append((*fwd[:3], *grads))
@@ -211,7 +215,7 @@ def test_scores_far_apart(scale):
     q = rng.standard_normal((1, 64, 8)).astype(FLOAT32)
     k = (rng.standard_normal((1, 200, 8)) * np.linspace(0.01, 1, 200)[:, None]).astype(FLOAT32)
     v = rng.standard_normal((1, 200, 8)).astype(FLOAT32)
-    with forced(32, 16, 2, 2, 100):
+    with tiled(32, 16, 2, 2, 8):
         fwd = cuattn.forward(q, k, v, scale=scale)
     s = scale * (q.astype(np.float64) @ k.astype(np.float64).swapaxes(1, 2))
     m = s.max(-1)
@@ -237,42 +241,201 @@ def test_infinite_and_nan_scores_behave_as_in_the_textbook():
     assert np.isnan(fwd.o[0, [3, 7]]).all() and np.isfinite(np.delete(fwd.o, [3, 7], axis=1)).all()
 
 
-def forced_workers(count):
-    """Make the CPU backend, and its plan, use this many threads."""
-    patch = contextlib.ExitStack()
-    for module in (threads, importlib.import_module("cuattn.cpu.plan")):
-        patch.enter_context(mock.patch.object(module, "useful", lambda problem, blocks: count))
-    return patch
+@pytest.mark.parametrize("way", THREE_WAYS, ids=["tiles", "head by head", "whole heads"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("where", ["k", "v"])
+@pytest.mark.parametrize("form", ["causal", "dense", "bias"])
+def test_a_row_is_not_touched_by_keys_that_it_may_not_see(poison, where, form, way):
+    """Other rows see these keys, so they are no padding; o, l, m and dq of the rows that do not are as ever."""
+    rng = np.random.default_rng(13)
+    n, key = 150, 90
+    visible = oracle.visible_band(n, n, None, 0, 0)
+    if form == "dense":
+        visible[key:, key] = rng.random(n - key) < 0.5
+    options = {
+        "causal": {"is_causal": True},
+        "dense": {"mask": visible},
+        "bias": {"bias": np.where(visible, 0, -np.inf).astype(FLOAT32)},
+    }[form]
+    arrays = {name: rng.standard_normal((2, n, 16)).astype(FLOAT32) for name in ("q", "k", "v", "do")}
+    results = []
+    for value in (1, poison):
+        arrays[where][:, key] = value
+        with way():
+            fwd = cuattn.forward(*(arrays[name] for name in "qkv"), **options)
+            dq = cuattn.backward(arrays["do"], *(arrays[name] for name in "qkv"), fwd, **options).dq
+        results.append((*fwd[:3], dq))
+    apart = ~visible[:, key]
+    for clean, poisoned in zip(*results, strict=True):
+        np.testing.assert_array_equal(clean[:, apart], poisoned[:, apart])
+        assert np.isfinite(poisoned[:, apart]).all()
+    assert not np.isfinite(results[1][0][:, ~apart]).all(axis=-1).any()
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_memory_of_a_thread_is_bounded(direction):
-    n, d = 16384, 64
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, n, d), FLOAT32) for _ in range(3))
-    mask = cuattn.masks.sliding_window(n, 128)
-    fwd = cuattn.forward(q, k, v, mask=mask)
-    with forced_workers(1):
-        tracemalloc.start()
-        try:
-            if direction == "forward":
-                results = cuattn.forward(q, k, v, mask=mask)[:3]
-            else:
-                results = cuattn.backward(q, q, k, v, fwd, mask=mask)[:3]
-            peak = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-    assert peak - sum(x.nbytes for x in results) < 64e6
-    with forced_workers(1):
-        planned = cuattn.plan(q, k, v, mask=mask, direction=direction).workspace_bytes
-    assert planned < 64e6
+def test_values_of_infinity_reach_the_output_as_in_the_textbook():
+    rng = np.random.default_rng(14)
+    q, k, v = (rng.standard_normal((1, 40, 8)).astype(FLOAT32) for _ in range(3))
+    v[0, 3, 0], v[0, 4, 1], v[0, 5, 2], v[0, 6, 2] = np.inf, -np.inf, np.inf, -np.inf
+    for way in THREE_WAYS:
+        with way():
+            o = cuattn.attention(q, k, v)
+        assert (o[0, :, 0] == np.inf).all() and (o[0, :, 1] == -np.inf).all() and np.isnan(o[0, :, 2]).all()
+        assert np.isfinite(o[0, :, 3:]).all()
+
+
+@pytest.mark.parametrize("way", THREE_WAYS, ids=["tiles", "head by head", "whole heads"])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 30.0, 3e3, 3e5, 3e7, 3e9, 1e15, 1e30, 1e37])
+def test_l_is_1_for_one_key_whatever_its_score(size, way):
+    q, k = np.full((1, 20, 1), size, FLOAT32), np.ones((1, 33, 1), FLOAT32)
+    visible = np.zeros((20, 33), bool)
+    visible[np.arange(20), np.arange(20)] = True
+    for sign in (1, -1):
+        with way():
+            one = cuattn.forward(q, sign * k, k, mask=visible, scale=1.0)
+            grads = cuattn.backward(k[:, :20], q, sign * k, k, one, mask=visible, scale=1.0)
+            many = cuattn.forward(q, sign * k, k, scale=1.0)
+        np.testing.assert_array_equal(one.l, 1)
+        np.testing.assert_array_equal(one.m, sign * q[..., 0])
+        assert max_error(many.l, np.full(many.l.shape, 33.0)) <= 33 * 4 * eps(FLOAT32)
+        assert all(np.isfinite(x).all() for x in grads[:3])
+        np.testing.assert_array_equal(grads.dv[0, :20], 1)
+        assert not grads.dq.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("way", THREE_WAYS, ids=["tiles", "head by head", "whole heads"])
+def test_a_bias_of_the_smallest_number_throughout_gives_the_mean_of_v(dtype, way):
+    import ml_dtypes
+
+    rng = np.random.default_rng(15)
+    q, k, v, do = (normal(rng, (2, 70, 16), dtype) for _ in range(4))
+    bias = np.zeros((2, 1, 70), dtype)
+    bias[0], bias[1, :, :40] = (ml_dtypes.finfo(dtype).min,) * 2
+    with way():
+        fwd = cuattn.forward(q, k, v, bias=bias)
+        grads = cuattn.backward(do, q, k, v, fwd, bias=bias)
+        padded = cuattn.forward(q[1:], k[1:, 40:], v[1:, 40:])
+    assert all(np.isfinite(x.astype(np.float64)).all() for x in (*fwd[:3], *grads))
+    if dtype in DTYPES[1:]:  # float16's is -65504, beside which scores of float32 still count
+        np.testing.assert_array_equal(fwd.l[0], 70)
+        mean = v[0].astype(np.float64).mean(0)
+        assert (
+            max_error(fwd.o[0], np.broadcast_to(mean, fwd.o[0].shape))
+            <= 8 * eps(dtype) * np.abs(v[0].astype(np.float64)).max()
+        )
+    assert max_error(fwd.o[1], padded.o[0]) <= 8 * eps(dtype) * float(np.abs(v.astype(np.float64)).max())
+
+
+@pytest.mark.parametrize("n", [96, 512, 1000])
+def test_a_saturated_softmax_gives_the_textbooks_gradients(n):
+    """Scores up to 110, and 438: the weight of the highest is 1, in the backward as in the forward."""
+    rng = np.random.default_rng(16)
+    q, v, do = (rng.standard_normal((1, n, 64)).astype(FLOAT32) for _ in range(3))
+    for scale in (1.0, 4.0):
+        fwd = cuattn.forward(q, q, v, scale=scale)
+        grads = cuattn.backward(do, q, q, v, fwd, scale=scale)
+        exact = oracle.backward(do, q, q, v, scale=scale)
+        assert max_error(grads.dv, exact[2]) <= 20 * eps(FLOAT32)
+
+
+@settings(max_examples=30)
+@given(case=cases(dtypes=DTYPES[2:], max_length=200), sizes=block_sizes)
+def test_backward_scores_have_the_forwards_bits(case, sizes):
+    """Without this, rounding of a large score moves probabilities that should cancel."""
+    found = []
+    make = Walk.make_scores
+
+    def spy(self, item, row_group, part, q, *, careful):
+        s, masks = make(self, item, row_group, part, q, careful=careful)
+        for first, slot, count in part.runs:
+            for tile in range(count):
+                for row in range(row_group.count):
+                    where = item.group, item.row_tile + row_group.start + row, first + tile
+                    found.append((where, s[:, row, slot + tile].copy()))
+        return s, masks
+
+    Walk.make_scores = spy
+    try:
+        with tiled(*sizes):
+            (q, k, v), options = case.arguments()
+            fwd = cuattn.forward(q, k, v, **options)
+            of_forward, found = dict(found), []
+            options.pop("rng", None)
+            cuattn.backward(case.do, q, k, v, fwd, **options)
+    finally:
+        Walk.make_scores = make
+    if not (fwd.l == 0).any():  # the backward loads empty rows as 0
+        for where, s in found:
+            np.testing.assert_array_equal(s, of_forward[where])
+
+
+@settings(max_examples=60)
+@given(case=cases(max_length=200), sizes=block_sizes)
+def test_the_bound_changes_no_bit(case, sizes):
+    (q, k, v), options = case.arguments()
+    with tiled(*sizes):
+        bounded, alone = cuattn.forward(q, k, v, **options), cuattn.attention(q, k, v, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Task, "bounded", lambda self, product: False)
+            searched, searched_alone = cuattn.forward(q, k, v, **options), cuattn.attention(q, k, v, **options)
+    assert_same_bits(bounded[:3], searched[:3])
+    np.testing.assert_array_equal(alone, bounded.o)
+    np.testing.assert_array_equal(alone, searched_alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("factor", "looks"), [(0.99, False), (1.01, True), (40.0, True)])
+def test_both_sides_of_the_border_keep_the_rule(dtype, factor, looks, monkeypatch):
+    """One row and one key reach the bound exactly: their score is as long as Cauchy and Schwarz let it be."""
+    rng = np.random.default_rng(1)
+    q, k, v = (normal(rng, (2, 90, 16), dtype) for _ in range(3))
+    q[:, 7] = k[:, 11] = 6
+    lengths = (float(np.sqrt((x.astype(np.float64) ** 2).sum(-1).max())) for x in (q, k))
+    scale = factor * WINDOW / math.prod(lengths)
+    searches = []
+    follow = ForwardWalk._follow
+    monkeypatch.setattr(ForwardWalk, "_follow", lambda self, *args: searches.append(1) or follow(self, *args))
+    with tiled(16, 32):
+        fwd = cuattn.forward(q, k, v, scale=scale)
+    assert bool(searches) == looks
+    exact, textbook = (oracle.forward(q, k, v, scale=scale, dtype=d) for d in (None, dtype))
+    floors = oracle.floors(oracle.solve(q, k, v, scale=scale), q, k, v, scale=scale)
+    for name, a, e, t in zip("olm", fwd, exact, textbook, strict=False):
+        from tests.tolerances import assert_close
+
+        assert_close(a, e, t, dtype=dtype, floor=floors[name], name=name)
+
+
+@pytest.mark.parametrize("way", THREE_WAYS, ids=["tiles", "head by head", "whole heads"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30, -3e38, 1e-30])
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_what_is_not_a_common_number_warns_of_nothing_and_stays_where_it_is(where, value, masked, way):
+    rng = np.random.default_rng(17)
+    arrays = {name: rng.standard_normal((2, 70, 8)).astype(np.float32) for name in "qkv"}
+    arrays[where][0, 33, 3] = value
+    visible = rng.random((70, 70)) < 0.7
+    visible[5:9] = False
+    options = {"mask": visible if masked else None}
+    with way(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fwd, alone = cuattn.forward(*arrays.values(), **options), cuattn.attention(*arrays.values(), **options)
+    np.testing.assert_array_equal(alone, fwd.o)
+    assert np.isfinite(fwd.o[1]).all()
+    if masked:
+        assert not fwd.l[:, 5:9].any() and (fwd.m[:, 5:9] == -np.inf).all()
 
 
 def test_work_is_in_proportion_to_what_is_visible(monkeypatch):
     """Count the tiles whose products are made."""
     visited = []
-    room = Sweep._room
-    monkeypatch.setattr(Sweep, "_room", lambda self, *size: visited.append(math.prod(size)) or room(self, *size))
+    make = Walk.make_scores
+
+    def spy(self, item, row_group, part, q, **options):
+        visited.append(part.count * row_group.count)
+        return make(self, item, row_group, part, q, **options)
+
+    monkeypatch.setattr(Walk, "make_scores", spy)
     n = 2048
     x = np.ones((1, n, 8), FLOAT32)
     for mask in (
@@ -288,21 +451,19 @@ def test_work_is_in_proportion_to_what_is_visible(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_the_keys_that_are_seen_are_loaded_once_or_read_in_place(monkeypatch, dtype):
-    loads, looks = [], []
-    load, look = Panel._load, InPlace._look
+def test_the_keys_that_are_seen_are_copied_once_or_read_in_place(monkeypatch, dtype):
+    loads = []
+    load = PackedKV._load
     monkeypatch.setattr(
-        Panel, "_load", lambda self, index, count: loads.extend(range(index, index + count)) or load(self, index, count)
-    )
-    monkeypatch.setattr(InPlace, "_look", lambda self, index: looks.append(index) or look(self, index))
+        PackedKV, "_load",
+        lambda self, first, count, place: loads.extend(range(first, first + count)) or load(self, first, count, place),
+    )  # fmt: skip
     x = np.random.default_rng(0).standard_normal((1, 640, 16)).astype(dtype)
     visible = np.zeros((640, 640), bool)
     visible[:, 64:128] = visible[300:, 384:] = True
-    with forced(32, 32, 1, 2, 100):
+    with tiled(32, 32, 1, 2, 4):
         cuattn.forward(x, x, x, mask=visible)
-    touched, other = (looks, loads) if dtype == np.float32 else (loads, looks)
-    assert sorted(touched) == [1, 6, 7, 8, 9]
-    assert not other
+    assert sorted(loads) == ([] if dtype == np.float32 else [2, 3, *range(12, 20)])
 
 
 @pytest.mark.parametrize("layout", ["rows of heads", "every second row", "unaligned", "backwards", "float32 of one"])
@@ -321,17 +482,29 @@ def test_operands_that_lie_otherwise_give_the_same_bits(layout):
         elif layout == "backwards":
             others[n] = np.ascontiguousarray(x[:, ::-1])[:, ::-1]
     mask = cuattn.masks.causal_document([50, 46])
-    with forced(32, 32, 2, 2, 1):
-        one = cuattn.forward(q, k, v, mask=mask)
-        other = cuattn.forward(q, *others, mask=mask)
-    assert_same_bits(one[:3], other[:3])
+    for way in (lambda: tiled(32, 32), whole_heads):
+        with way():
+            one = cuattn.forward(q, k, v, mask=mask)
+            other = cuattn.forward(q, *others, mask=mask)
+        assert_same_bits(one[:3], other[:3])
 
 
-def test_a_panel_is_loaded_once_per_head(monkeypatch):
-    loads = []
-    load = Panel._load
-    monkeypatch.setattr(Panel, "_load", lambda self, head, first: loads.append(first) or load(self, head, first))
-    x = np.random.default_rng(0).standard_normal((3, 600, 16)).astype(FLOAT32)
-    with forced(32, 32, 2, 4, 100):
-        cuattn.forward(x, x, x)
-    assert len(loads) == 3
+def test_a_dtype_that_only_its_row_knows_is_computed():
+    import ml_dtypes
+
+    from cuattn.problem import dtypes
+
+    dtype = np.dtype(ml_dtypes.float8_e4m3fn)
+    dtypes.register_dtype(dtypes.Dtype(dtype, np.dtype(np.float32)))
+    try:
+        rng = np.random.default_rng(18)
+        q, k, v, do = (rng.standard_normal((2, 40, 16)).astype(dtype) for _ in range(4))
+        for way in THREE_WAYS:
+            with way():
+                fwd = cuattn.forward(q, k, v, out_dtype=np.float32)
+                grads = cuattn.backward(do, q, k, v, fwd)
+                expected = cuattn.forward(*(x.astype(np.float32) for x in (q, k, v)))
+            np.testing.assert_array_equal(fwd.o, expected.o)
+            assert grads.dq.dtype == dtype
+    finally:
+        del dtypes.DTYPES[dtype]

@@ -1,4 +1,4 @@
-"""Threads: the dispatcher, the BLAS setting, errors, and turns."""
+"""Threads: the dispatcher, the BLAS setting, errors, and turns at sums (cuattn.cpu's threads and sums)."""
 
 import threading
 
@@ -10,7 +10,8 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 import cuattn
 from cuattn.cpu import threads
-from cuattn.cpu.turns import Aborted, Turns
+from cuattn.cpu.sums import Aborted, OrderedSum, summed_to, total_like
+from tests.cpu.sizes import tiled
 
 
 def blas_threads():
@@ -25,7 +26,7 @@ def test_every_item_is_handed_out_once_and_in_order_within_its_group(sizes, work
         prepared.append((group, item))
         return group, item
 
-    threads.run(threads.Dispatcher(sizes), prepare, lambda: done.append, workers)
+    threads.run(sizes, prepare, lambda: done.append, workers)
     everything = [(group, item) for group, size in enumerate(sizes) for item in range(size)]
     assert sorted(done) == sorted(prepared) == everything
     for group in range(len(sizes)):
@@ -55,9 +56,7 @@ def test_the_first_error_of_any_thread_is_raised_and_blas_gets_its_threads_back(
 
     aborted = []
     with pytest.raises(ValueError, match="five"):
-        threads.run(
-            threads.Dispatcher([20]), lambda group, item: item, lambda: worker, workers, lambda: aborted.append(1)
-        )
+        threads.run([20], lambda group, item: item, lambda: worker, workers, lambda: aborted.append(1))
     assert aborted
     assert blas_threads() == before
 
@@ -92,13 +91,35 @@ def test_workers_are_as_many_as_blas_threads():
                 assert 1 in blas_threads()
 
 
+@pytest.mark.parametrize("started", [0, 1, 2])
+def test_where_threads_cannot_be_started_those_that_there_are_do_the_work(monkeypatch, started):
+    before, done = blas_threads(), []
+    start, count = threading.Thread.start, iter(range(9))
+
+    def refuse(self):
+        if self.name.startswith("cuattn-") and next(count) >= started:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    threads.run([20], lambda group, item: item, lambda: done.append, 4)
+    assert sorted(done) == list(range(20))
+    assert blas_threads() == before
+    x = np.random.default_rng(0).standard_normal((2, 400, 16), np.float32)
+    with tiled(32, 32, workers=4):
+        fwd = cuattn.forward(x, x, x)
+        cuattn.backward(x, x, x, x, fwd)
+
+
 def test_turns_come_in_order():
-    turns, passed, seen = Turns(), [0], []
+    turns, seen = OrderedSum(), []
+    numbers = [turns.take_number("key") for _ in range(4)]
+    assert numbers == [0, 1, 2, 3] and turns.take_number("other") == 0
 
     def take(number):
-        turns.wait(passed, 0, number)
+        turns.wait("key", number)
         seen.append(number)
-        turns.give(passed, 0)
+        turns.release("key")
 
     waiting = [threading.Thread(target=take, args=(n,)) for n in (3, 1, 2)]
     for thread in waiting:
@@ -110,11 +131,11 @@ def test_turns_come_in_order():
 
 
 def test_an_abort_wakes_those_who_wait():
-    turns, caught = Turns(), []
+    turns, caught = OrderedSum(), []
 
     def wait():
         try:
-            turns.wait([0], 0, 7)
+            turns.wait("key", 7)
         except Aborted:
             caught.append(True)
 
@@ -126,18 +147,24 @@ def test_an_abort_wakes_those_who_wait():
 
 
 def test_an_error_in_the_backward_wakes_the_threads_that_wait(monkeypatch):
-    from cuattn.cpu.sums import KeySum
+    release, count = OrderedSum.release, iter(range(1000))
 
-    add = KeySum.add
-
-    def failing(self, chunk, number, part):
-        if number == 2:
+    def failing(self, key):
+        if next(count) == 2:
             raise MemoryError("no room")
-        add(self, chunk, number, part)
+        release(self, key)
 
-    x = np.random.default_rng(0).standard_normal((1, 1200, 16), np.float32)
+    x = np.random.default_rng(0).standard_normal((1, 400, 16), np.float32)
     fwd = cuattn.forward(x, x, x, is_causal=True)
-    monkeypatch.setattr(KeySum, "add", failing)
-    monkeypatch.setattr(threads, "useful", lambda problem, blocks: 3)
-    with pytest.raises(MemoryError, match="no room"):
+    monkeypatch.setattr(OrderedSum, "release", failing)
+    with tiled(workers=3), pytest.raises(MemoryError, match="no room"):
         cuattn.backward(x, x, x, x, fwd, is_causal=True)
+
+
+def test_sums_are_made_in_the_result_where_it_is_precise_enough():
+    result = np.ones((2, 3), np.float32)
+    assert total_like(result, np.dtype(np.float32)) is result and not result.any()
+    assert total_like(result, np.dtype(np.float64)).dtype == np.float64
+    part = np.arange(6.0).reshape(1, 2, 3)
+    np.testing.assert_array_equal(summed_to(part, (1, 1, 3), np.float64), [[[3, 5, 7]]])
+    assert summed_to(part, part.shape, np.float64) is part

@@ -1,0 +1,13 @@
+"""Problems and operands as the backend is handed them."""
+
+from cuattn import problem as room
+from cuattn.masks.base import Mask
+
+
+def problem_of(q, k, v, *, operation="forward", mask=None, **options):
+    """Return the checked problem of a call, its operands by name and its masks."""
+    options.pop("rng", None)
+    arrays = {"q": q, "k": k, "v": v, "bias": options.pop("bias", None)}
+    given = () if mask is None else mask.parts if isinstance(mask, Mask) else (room.borrowed_mask(mask),)
+    checked = room.check(room.OPERATIONS[operation], arrays, given, room.Options(**options), None)
+    return checked.problem, room.bind(checked.problem, arrays), given

@@ -1,0 +1,108 @@
+"""Whole heads for small problems (cuattn.cpu.direct), and results that nothing is computed for (cuattn.cpu.call)."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cuattn
+from cuattn.cpu.direct import is_small, layout
+from tests import oracle
+from tests.cpu.problems import problem_of
+from tests.cpu.sizes import whole_heads
+from tests.strategies import normal
+from tests.tolerances import assert_close
+
+FLOAT32 = np.dtype(np.float32)
+
+
+def arrays(*shape, n_keys=None, kv_heads=None):
+    rng = np.random.default_rng(0)
+    *lead, n, d = shape
+    keys = (*lead[:-1], kv_heads or lead[-1], n_keys or n, d)
+    return normal(rng, shape, FLOAT32), normal(rng, keys, FLOAT32), normal(rng, keys, FLOAT32)
+
+
+@given(
+    batch=st.lists(st.integers(1, 5), max_size=2),
+    heads=st.integers(1, 9),
+    n=st.integers(1, 40),
+    scores=st.integers(1, 9999),
+)
+def test_batches_cover_every_head_once_within_the_room(batch, heads, n, scores):
+    q = np.zeros((*batch, heads, n, 8), np.float32)
+    problem, *_ = problem_of(q, q, q)
+    with whole_heads(scores):
+        batches, shapes = layout(problem)
+    seen = np.zeros((*batch, heads), int)
+    for index in batches:
+        seen[index] += 1
+        count = math.prod(part.stop - part.start for part in index)
+        assert count == 1 or count * n * n <= scores
+        assert count <= shapes["s"][0]
+    assert (seen == 1).all()
+
+
+def test_what_is_small():
+    x = lambda *shape: np.zeros(shape, np.float32)  # noqa: E731
+    assert is_small(problem_of(x(8, 512, 64), x(8, 512, 64), x(8, 512, 64))[0])
+    assert not is_small(problem_of(x(1, 2048, 64), x(1, 2048, 64), x(1, 2048, 64))[0])
+    assert is_small(problem_of(x(32, 1, 128), x(32, 100_000, 128), x(32, 100_000, 128))[0])
+
+
+@pytest.mark.parametrize("n_keys", [1, 2, 3, 127, 128, 129, 1000, 4096])
+@pytest.mark.parametrize("n_queries", [1, 2, 16, 33])
+def test_any_number_of_keys_is_folded(n_queries, n_keys):
+    q, k, v = arrays(1, n_queries, 16, n_keys=n_keys)
+    fwd = cuattn.forward(q, k, v)
+    exact, textbook = (oracle.solve(q, k, v, dtype=dtype) for dtype in (None, FLOAT32))
+    floors = oracle.floors(exact, q, k, v)
+    for name, actual in zip("olm", fwd[:3], strict=True):
+        assert_close(
+            actual, getattr(exact, name), getattr(textbook, name), dtype=FLOAT32, floor=floors[name], name=name
+        )
+
+
+def test_decoding_copies_no_keys_or_values():
+    import tracemalloc
+
+    q, k, v = arrays(1, 16, 1, 64, n_keys=4096, kv_heads=4)
+    cuattn.attention(q, k, v, enable_gqa=True)
+    tracemalloc.start()
+    try:
+        cuattn.attention(q, k, v, enable_gqa=True)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < k.nbytes / 2
+
+
+def test_grouped_heads_are_rows_of_one_product():
+    q, k, v = arrays(2, 6, 20, 16, kv_heads=2)
+    problem, *_ = problem_of(q, k, v, enable_gqa=True)
+    assert layout(problem).shapes["s"][1:] == (20, 60)
+
+
+def test_masks_of_every_head_are_applied_to_their_heads():
+    q, k, v = arrays(2, 6, 20, 16, kv_heads=2)
+    rng = np.random.default_rng(1)
+    mask = rng.random((2, 6, 20, 20)) < 0.5
+    with whole_heads():
+        together = cuattn.forward(q, k, v, mask=mask, enable_gqa=True)
+    for b, h in np.ndindex(2, 6):
+        alone = cuattn.forward(q[b, h], k[b, h // 3], v[b, h // 3], mask=mask[b, h])
+        np.testing.assert_array_equal(together.m[b, h], alone.m)
+        assert np.abs(together.o[b, h] - alone.o).max() <= 1e-6
+
+
+def test_shards_drop_what_the_whole_drops():
+    q, k, v = arrays(4, 64, 16)
+    whole = cuattn.forward(q, k, v, dropout_p=0.3, rng=7)
+    for way in (whole_heads, lambda: whole_heads(1)):
+        with way():
+            part = cuattn.forward(
+                q[1:3, 16:48], k[1:3], v[1:3], dropout_p=0.3, rng=7, origin=cuattn.Origin(head=1, heads=4, row=16)
+            )
+        np.testing.assert_allclose(part.o, whole.o[1:3, 16:48], rtol=0, atol=1e-6)

@@ -1,0 +1,94 @@
+"""Products that select, rows and copies (cuattn.cpu's scores, packed, buffers and dropout)."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cuattn
+from cuattn import rng as cuattn_rng
+from cuattn.cpu.blocks import choose
+from cuattn.cpu.buffers import Buffers, bytes_of
+from cuattn.cpu.dropout import Dropout
+from cuattn.cpu.packed import reads_in_place
+from cuattn.cpu.scores import Rows, differentiate_softcap, selecting_product
+from tests.cpu.problems import problem_of
+
+
+@given(seed=st.integers(0, 2**32 - 1), bad=st.sampled_from((np.nan, np.inf, -np.inf)))
+def test_a_weight_of_0_takes_nothing_and_others_what_the_textbook_takes(seed, bad):
+    rng = np.random.default_rng(seed)
+    weights, data = rng.integers(-1, 2, (2, 5, 7)).astype(np.float32), rng.standard_normal((2, 7, 3)).astype(np.float32)
+    data[rng.random(data.shape) < 0.1] = bad
+    data[rng.random(data.shape) < 0.1] = np.inf
+    with np.errstate(all="ignore"):
+        terms = np.where(weights[..., None] == 0, 0, weights[..., None] * data[:, None])
+        expected = terms.sum(2)
+        found = selecting_product(weights, data, np.empty((2, 5, 3), np.float32))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_scaled_transposed_and_padded():
+    rng = np.random.default_rng(0)
+    buffers = Buffers(np.dtype(np.float32), {"q": (6, 16, 8), "q transposed": (6, 8, 16)})
+    rows = Rows(buffers, "q", 2, 3, 16, 8)
+    x = rng.standard_normal((2, 40, 8)).astype(np.float16)
+    empty = np.zeros((2, 40), bool)
+    x[1, 7], empty[1, 7] = np.nan, True
+    rows.load(x, 0.5, empty)
+    flat = rows.upright.reshape(2, 48, 8)
+    expected = np.where(empty[..., None], 0, x.astype(np.float32) * np.float32(0.5))
+    np.testing.assert_array_equal(flat[:, :40], expected)
+    assert not flat[:, 40:].any()
+    np.testing.assert_array_equal(rows.transposed, rows.upright.swapaxes(2, 3))
+
+
+def test_the_slope_of_the_cap_is_that_of_tanh():
+    raw = np.linspace(-3, 3, 50)
+    ds = np.ones(50)
+    differentiate_softcap(ds, np.tanh(raw), 5.0, careful=False)
+    np.testing.assert_allclose(ds, 5 / np.cosh(raw) ** 2, rtol=1e-12)
+    hidden = np.zeros(1)
+    differentiate_softcap(hidden, np.array([np.nan]), 5.0, careful=True)
+    assert hidden == 0
+
+
+@pytest.mark.parametrize("count", [10, 100_000])
+def test_buffers_are_aligned_arrays_of_their_own(count):
+    shapes = {"a": (3, count), "b": (count,)}
+    buffers = Buffers(np.dtype(np.float32), shapes)
+    a, b = buffers.get("a", 3, count), buffers.get("b", count)
+    a.fill(1)
+    b.fill(2)
+    assert (a == 1).all()
+    assert bytes_of(np.dtype(np.float32), shapes) >= a.nbytes + b.nbytes
+    if count > 1000:
+        assert a.ctypes.data % 64 == b.ctypes.data % 64 == 0
+        assert np.shares_memory(buffers.get("a", 5), a)
+
+
+def test_what_products_cannot_read_is_copied():
+    x = np.zeros((2, 4096, 64), np.float32)
+
+    def in_place(k):
+        problem, operands, masks = problem_of(x, k, x)
+        return reads_in_place(problem, operands, choose(problem, operands, masks))
+
+    assert in_place(x)
+    assert in_place(np.zeros((4096, 2, 64), np.float32).swapaxes(0, 1))
+    assert not in_place(np.frombuffer(b"." + x.tobytes(), np.uint8)[1:].view(np.float32).reshape(x.shape))
+    assert not in_place(x[:, ::-1])
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_dropout_reads_global_indices(runs):
+    x = np.zeros((2, 3, 64, 8), np.float32)
+    problem, *_ = problem_of(x, x, x, dropout_p=0.5)
+    place = problem.place._replace(batch=1, head=2, heads=7, row=32, key=160)
+    if runs:
+        place = place._replace(key_blocks=np.array([0, 16, 320, 336], np.int32))
+    state = cuattn.RNGState(5, 1)
+    kept = Dropout(problem, place, state).kept((1,), 2, slice(16, 40), slice(32, 64))
+    assert kept.shape == (24, 32)
+    keys = (320, 352) if runs else (192, 224)
+    np.testing.assert_array_equal(kept, cuattn_rng.keep(state, problem.dropout, 2 * 7 + 4, (48, 72), keys))
