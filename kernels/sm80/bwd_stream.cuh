@@ -103,7 +103,7 @@ private:
             const Columns from = (!of_pair ? own : of_qk ? Columns{head.k, p.k.row, p.head_dim} : Columns{head.v, p.v.row, p.head_dim_v}).from(first);
             const TileKeys tile = {p, head, key};
             const bool all = of_pair && !of_qk;
-            if (cfg::whole_columns && from.count >= stream_columns && !partial)
+            if (cfg::whole_columns && from.count >= stream_columns && !partial && !bias_is_row(p))
                 load_whole_tile<cfg::block_n, stream_columns>(keys(step).tile, from.data, from.row_stride, key, cfg::block_m / 16);
             else
                 load_some_tile<cfg::block_n, stream_columns>(keys(step).tile, from.data, from.row_stride, key, from.count, cfg::block_m / 16,
