@@ -70,9 +70,9 @@ def floors(exact: Solution, q, k, v, do=None, *, scale=None, softcap=None, bias=
         D   by sum_j E A                            ds  by E |dp - D| + p (A + that of D)
         dv  by sum_i E z |do|                       dq  by |scale| sum_j (that of ds + |ds|) |k|, dk likewise
 
-    A sum of n terms counts 2 sqrt(n) times (n at most), as if roundings were random, and twice that in a score, whose
-    terms may be alike and round one way.  Weights p below eps**3 count as 0.  For 16-bit inputs, their eps times this
-    is added: p |v| and p |do| (P is rounded before it is multiplied), |do . o| in D (o was rounded), |ds| |k| and
+    A sum of n terms counts 2 sqrt(n) times (n at most), as if roundings were random, and twice that in scores and in l,
+    whose terms may be alike and round one way.  Weights p below eps**3 count as 0.  For 16-bit inputs, their eps times
+    this is added: p |v| and p |do| (P is rounded before it is multiplied), |do . o| in D (o was rounded), |ds| |k| and
     |ds| |q| (so was dS).
 
     Parameters
@@ -120,7 +120,7 @@ class _Bound:
         l = self.exact.l.astype(np.float64)
         return {
             "o": Floor(((self.moved + self.keys * self.p) * self.z) @ self.v, self.short_p @ self.v),
-            "l": Floor(l * (self.keys + self.mean + self.top)),
+            "l": Floor(l * (2 * self.keys + self.mean + self.top)),
             "m": Floor(self.top),
         }
 

@@ -29,7 +29,8 @@ _SCORES = 1 << 17  # that are computed at a time: they stay in a second-level ca
 _MOST = 1 << 18  # scores of the query heads that read the same keys
 _MOST_OF_FEW = 1 << 22  # where they are few rows, for which tiles would have to be padded
 _FEW = 16
-_NANOSECONDS = 400_000  # that a batch is to take: a few times what its calls cost
+_NANOSECONDS = 1_500_000  # that a batch is to take: a few times what its calls cost
+_LOW = -40.0  # bias above which nothing is as good as hidden
 _COPIED = 48  # rows from which it pays to transpose q and do
 _LINES = 128  # keys that may be added up one by one
 _FOLDED = 1 << 13  # scores of a head from which it is quicker to compare halves than lines
@@ -100,7 +101,10 @@ class _Direct:
         self.factor = problem.scale / (problem.softcap or 1)
         batches, shapes = layout(problem)
         self._whole, self.buffers = len(batches) == 1, Buffers(self.dtype, shapes)
-        self._hides = bool(masks) or "bias" in operands
+        bias = self.operands.get("bias")
+        if bias is not None and bias.size == bias.shape[-2] * bias.shape[-1]:  # of all heads: transposed once
+            bias = self.operands["bias"] = np.ascontiguousarray(bias.swapaxes(-1, -2)).swapaxes(-1, -2)
+        self._hides = bool(masks) or (bias is not None and not bias.min() > _LOW)
         self._shown: dict[tuple, np.ndarray] = {}  # by instances of the masks, of the last batch
 
     def _grouped(self, x: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,11 +61,14 @@ class Task:
 
         Cauchy and Schwarz give such a bound; it is not finite where something is not.
         """
-        if "bias" in self.operands:
-            return False
-        return (
-            product <= WINDOW if self.problem.softcap is None else product < math.inf and self.problem.softcap <= WINDOW
-        )
+        cap = self.problem.softcap
+        largest = product if cap is None else cap if product < math.inf else math.inf
+        return largest + self._largest_bias <= WINDOW
+
+    @cached_property
+    def _largest_bias(self) -> float:
+        bias = self.operands.get("bias")
+        return 0.0 if bias is None else max(float(bias.max()), -float(bias.min()))
 
 
 def longest_of(vectors: np.ndarray, dtype: np.dtype | None = None) -> float:

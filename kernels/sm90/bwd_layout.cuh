@@ -97,12 +97,13 @@ struct alignas(16) Work {
 // A row tile as the producer finds it, packed into one register.
 struct StepCode {
     i32 code;
-    static constexpr i32 partial_bit = 1, last_bit = 2, dirty_bit = 4, odd_bit = 8, far_bit = 16;
+    static constexpr i32 partial_bit = 1, last_bit = 2, dirty_bit = 4, odd_bit = 8, far_bit = 16, first_bit = 32;
     __device__ __forceinline__ static StepCode none() { return {-1}; }
     __device__ __forceinline__ bool exists() const { return code >= 0; }
-    __device__ __forceinline__ i32 m() const { return code >> 5; }
+    __device__ __forceinline__ i32 m() const { return code >> 6; }
     __device__ __forceinline__ bool partial() const { return code & partial_bit; }  // elements must be tested
-    __device__ __forceinline__ bool last() const { return code & last_bit; }        // of its key tile
+    __device__ __forceinline__ bool first() const { return code & first_bit; }      // of its key tile
+    __device__ __forceinline__ bool last() const { return code & last_bit; }
     __device__ __forceinline__ bool dirty() const { return code & dirty_bit; }      // some row of it sees nothing: its q and do may be NaN
     __device__ __forceinline__ bool odd() const { return code & odd_bit; }          // which of two notes its head has
     __device__ __forceinline__ bool far() const { return code & far_bit; }      // some row of it is (attn/bwd_workspace.cuh); partial, too

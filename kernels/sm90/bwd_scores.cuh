@@ -1,6 +1,7 @@
 // Scores to probabilities to dS, on one warpgroup's 64 keys: a thread holds keys g and g + 8 of its warp's 16, and two
 // neighbours of every 8 queries.
 #pragma once
+#include "ptx/opaque.cuh"
 #include "ptx/select.cuh"
 #include "ptx/stmatrix.cuh"
 #include "sm90/bwd_products.cuh"
@@ -54,14 +55,14 @@ __device__ __forceinline__ void mask_scores(Scores& s, const Visible& visible) {
 // Takes the maximum from the scores of far rows, as the forward rounded both, so that weigh finds what is left of their exponents: exactly
 // - log2 l at the maximum.  A lane fetches what every 32nd row needs, and tells it by shuffles.
 __device__ __forceinline__ void subtract_far(Scores& s, const Params& p, const TilePlace& at) {
+    const i32 lane = ptx::opaque(static_cast<i32>(threadIdx.x % 32));  // opaque: nothing here is worth a register outside of the loop
     const float scale = cfg::prescaled ? 1.0f : fabsf(static_cast<float>(p.scale)), inverse = __fdividef(1.0f, scale);
     const float* maxima = static_cast<const float*>(p.m.data) + slice_of(p.m, at.batch, at.head);
-    const u32 lane = threadIdx.x % 32;
     float top = 0.0f;
 #pragma unroll
     for (int i = 0; i < cfg::block_m / 2; i += i % 2 ? 3 : 1) {
         if (query_of(i) % 32 == 0) {
-            top = maxima[min(at.first_row + query_of(i) + static_cast<i32>(lane), p.n_queries - 1) * p.m.row];
+            top = maxima[min(at.first_row + query_of(i) + lane, p.n_queries - 1) * p.m.row];
             if (!is_far_row(top)) top = 0.0f;
         }
         const float own = __shfl_sync(~0u, top, query_of(i) % 32 + 2 * (lane % 4));

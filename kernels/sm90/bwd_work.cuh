@@ -62,7 +62,7 @@ struct StepWalk {
         }
         if (entered) note_head();
         const bool odd = shared.pending().odd();
-        StepCode step{rows.tile << 5 | (odd ? StepCode::odd_bit : 0) | (rows.partial(p) ? StepCode::partial_bit : 0)};
+        StepCode step{rows.tile << 6 | (odd ? StepCode::odd_bit : 0) | (rows.partial(p) ? StepCode::partial_bit : 0)};
         const i32 flags = p.counters[shared.head(odd).flat * stat_groups(p) + rows.tile * cfg::block_m / kStatRows];
         if (may_have_empty_rows && flags & kEmptyRows) step.code |= StepCode::dirty_bit;
         if (flags & kFarRows) step.code |= StepCode::far_bit | StepCode::partial_bit;
