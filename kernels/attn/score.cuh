@@ -35,13 +35,21 @@ __device__ __forceinline__ cfg::acc bias_at(const Params& p, i64 offset, i32 row
     return to_acc(bias[min(row, p.n_queries - 1) * p.bias.row + min(key, p.n_keys - 1) * p.bias.col]);
 }
 
-// A score, and the slope of its softcap.  bias_offset: of the head's slice.
+// A bias of -inf that is broadcast along rows hides a key from all of them, as a mask does.
+__device__ __forceinline__ bool bias_hides_keys(const Params& p) { return cfg::bias && p.bias.row == 0; }
+__device__ __forceinline__ bool bias_shows(const Params& p, i64 offset, i32 key) {
+    return !bias_hides_keys(p) || bias_at(p, offset, 0, key) != -infinity<cfg::acc>();
+}
+
+// A score, and the slope of its softcap.  bias_offset: of the head's slice.  A bias of -inf hides whatever the product is.
 __device__ __forceinline__ Capped finish_score(const Params& p, cfg::acc product, i64 bias_offset, i32 row, i32 key) {
     if constexpr (cfg::softcap) {
         const Capped capped = cap_product(p, product);
         if constexpr (!cfg::bias) return capped;
-        return {capped.score + bias_at(p, bias_offset, row, key), capped.slope};
+        const cfg::acc bias = bias_at(p, bias_offset, row, key);
+        return {bias == -infinity<cfg::acc>() ? bias : capped.score + bias, capped.slope};
     }
     if constexpr (!cfg::bias) return {cap_score(p, product), 1};
-    return {fma_of(product, static_cast<cfg::acc>(p.scale), bias_at(p, bias_offset, row, key)), 1};
+    const cfg::acc bias = bias_at(p, bias_offset, row, key);
+    return {bias == -infinity<cfg::acc>() ? bias : fma_of(product, static_cast<cfg::acc>(p.scale), bias), 1};
 }

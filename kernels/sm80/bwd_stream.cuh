@@ -41,7 +41,7 @@ struct Stream {
     int step = -1;    // the chunk that has arrived
 
     __device__ __forceinline__ Stream(const Params& p, const Head& head, u32 shared, const TilePlace& at, bool gradients, Columns own, int own_chunks)
-        : p(p), head(head), shared(shared), row(at.first_row), key(at.first_key), partial(at.partial), own(own),
+        : p(p), head(head), shared(shared), row(at.first_row), key(at.first_key), partial(at.partial || bias_hides_keys(p)), own(own),
           pairs(qk_chunks + (gradients ? v_chunks : 0)), steps(pairs + own_chunks) {}
 
     __device__ __forceinline__ TileAt rows(int step) const {

@@ -39,7 +39,7 @@ __device__ __forceinline__ void load_kv(const Params& p, const Work& w, Tile til
     const i32 v_cols = cfg::exact ? cfg::head_dim_v : p.head_dim_v - static_cast<i32>(blockIdx.z) * cfg::head_dim_v;
     load_tile<Elem, cfg::block_n, cfg::head_dim_v, threads, cfg::load_bytes>(shared + k_bytes, w.v + first * p.v.row, p.v.row, v_cols, [&](i32 r) {
         const i32 key = first + r;
-        bool live = key < p.n_keys;
+        bool live = key < p.n_keys && bias_shows(p, w.bias_offset, key);
         if constexpr (cfg::band_left || cfg::band_right) live = live && band_sees(p, key);
         if constexpr (cfg::mask != kMaskNone) {
             if (tile.dead()) live = live && key_alive(p, w.mask.instance, key);
