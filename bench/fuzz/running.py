@@ -45,8 +45,10 @@ class Target:
             self.xp = cupy
 
     def put(self, x: Any) -> Any:
-        """Copy an array to where it is computed with."""
-        return self.xp.asarray(x) if isinstance(x, np.ndarray) else x
+        """Copy an array to where it is computed with; its bits, for CuPy may not know its dtype."""
+        if self.xp is np or not isinstance(x, np.ndarray):
+            return x
+        return self.xp.asarray(x.view(f"u{x.itemsize}")).view(x.dtype)
 
 
 def run(problem: Problem, target: Target) -> Outcome:
@@ -251,6 +253,8 @@ class _Run:
 
 def lay(xp: Any, x: Any, kind: str) -> Any:
     """Return the same array with other strides."""
+    if x.dtype.itemsize == 2 and x.dtype != np.uint16:  # moving bits is all that CuPy does with bfloat16 everywhere
+        return lay(xp, x.view(np.uint16), kind).view(x.dtype)
     if kind == "fortran":
         return xp.asfortranarray(x)
     if kind == "unaligned":
@@ -259,8 +263,6 @@ def lay(xp: Any, x: Any, kind: str) -> Any:
         return flat.reshape(x.shape)
     if x.ndim < 2 or not x.size:
         return x
-    if x.dtype.itemsize == 2 and x.dtype != np.uint16:  # moving bits is all that CuPy does with bfloat16 everywhere
-        return lay(xp, x.view(np.uint16), kind).view(x.dtype)
     if kind == "negative":
         return xp.ascontiguousarray(x[..., ::-1, :])[..., ::-1, :]
     if kind == "step":

@@ -93,8 +93,8 @@ class Problem:
 
     @property
     def group(self) -> int:
-        """Query heads per key/value head."""
-        return self.heads // self.kv_heads if self.kv_heads else 1
+        """Query heads per key/value head, 1 where there are no heads."""
+        return max(self.heads // max(self.kv_heads, 1), 1)
 
     @property
     def instances(self) -> int:

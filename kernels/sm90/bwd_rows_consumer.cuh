@@ -72,12 +72,30 @@ struct Consumer {
             }
     }
 
+    // Takes the maximum from the scores of far rows.
+    __device__ __forceinline__ void subtract_maxima() {
+        const Work& work = shared.work();
+        const float scale = cfg::prescaled ? 1.0f : fabsf(static_cast<float>(p.scale)), inverse = __fdividef(1.0f, scale);
+        const float* maxima = static_cast<const float*>(p.m.data) + slice_of(p.m, work.batch, work.head);
+        float top[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            top[r] = maxima[min(own_row() + 8 * r, p.n_queries - 1) * p.m.row];
+            if (!is_far_row(top[r])) top[r] = 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < cfg::block_n / 2; ++i) s[i] = subtract_far(s[i], top[i / 2 % 2], scale, inverse);
+    }
+
     // Algorithm 4, lines 13 to 15: P in place of the scores; what dropout drops is marked by its sign.  With a softcap, `dp` of line 17 is still to
     // come, and the slope of the cap joins P at once: P itself is needed no more.
     __device__ __forceinline__ void weigh(Step step) {
         const float scale = score_scale(p);
         if constexpr (cfg::prescaled) prescale(s, p);
-        if (uniform(step.partial())) mask_scores(step);
+        if (uniform(step.partial())) {
+            mask_scores(step);
+            if (uniform(step.far())) subtract_maxima();
+        }
         const float2 stat = own_numbers(shared.stat());
 #pragma unroll
         for (int i = 0; i < cfg::block_n / 2; ++i) {

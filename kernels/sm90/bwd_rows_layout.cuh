@@ -51,10 +51,11 @@ struct alignas(16) Work {
 // A key tile as it travels with its buffer of k.
 struct Step {
     i32 code;
-    static constexpr i32 partial_bit = 1, last_bit = 2;
-    __device__ __forceinline__ i32 n() const { return code >> 2; }
+    static constexpr i32 partial_bit = 1, last_bit = 2, far_bit = 4;
+    __device__ __forceinline__ i32 n() const { return code >> 3; }
     __device__ __forceinline__ bool partial() const { return code & partial_bit; }  // elements must be tested
     __device__ __forceinline__ bool last() const { return code & last_bit; }        // of its row tile
+    __device__ __forceinline__ bool far() const { return code & far_bit; }          // some row is (attn/bwd_workspace.cuh); partial, too
 };
 
 // To the cleaner: a key tile that has just arrived raw.  Negative stage: no more work.

@@ -100,9 +100,11 @@ struct Producer {
         Tile tile = walk.next();
         work.steps = tile.exists();
         load_rows(work);
+        const i32 flags = p.counters[(work.batch * p.heads + work.head) * stat_groups(p) + work.tile * cfg::block_m / kStatRows];
+        const i32 far = flags & kFarRows ? Step::far_bit | Step::partial_bit : 0;
         while (tile.exists()) {
             const Tile after = walk.next();
-            const Step step{tile.n() << 2 | (after.exists() ? 0 : Step::last_bit) | (tile.partial() ? Step::partial_bit : 0)};
+            const Step step{tile.n() << 3 | far | (after.exists() ? 0 : Step::last_bit) | (tile.partial() ? Step::partial_bit : 0)};
             load_keys(work, step, uniform(tile.dead() || band_hides(p, tile.n())), place.instance);
             tile = after;
         }

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from cuattn.cuda.device import Device
+from cuattn.cuda.families import launch_sequence
 from cuattn.cuda.sm80.forward_plan import cut, forward_plan, grid_of, tile_reason, unsupported_reason
 from cuattn.problem import OPERATIONS, Options, check
 from tests.cuda.cases import BF16, CASES, Case
-from tests.cuda.recording import prepared
+from tests.cuda.recording import driver as driver
+from tests.cuda.recording import prepared, validated
 
 DEVICES = {
     "A100": Device("sm_80", 108, 166912, 40 << 20),
@@ -120,3 +122,12 @@ def test_reasons_name_the_argument(arguments, words):
 def test_heads_too_wide_for_the_device():
     assert "no kernel does that" in tile_reason(shaped(np.float64, head_dim=512), DEVICES["RTX 4090"])
     assert tile_reason(shaped(np.float64, head_dim=512), DEVICES["H200"]) is None
+
+
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+@pytest.mark.parametrize("shapes", [((0, 9, 16), (9, 16)), ((0, 9, 16), (0, 9, 16)), ((2, 0, 9, 16), (1, 9, 16))])
+def test_no_heads_at_all(operation, shapes, driver):
+    q, k = (np.zeros(shape, BF16) for shape in shapes)
+    call = validated([q, k, k], {"window": (3, 2)}, operation)
+    assert call.problem.group == 1
+    driver.run(launch_sequence(*call[:3]), call.addresses)

@@ -286,7 +286,10 @@ def test_a_fixed_order_waits_for_no_block_that_has_yet_to_run(options):
     (256, {}), (256, {"is_causal": True}),
 ])  # fmt: skip
 def test_scores_of_any_size(head_dim, options, scale):
-    """Each query sees, in effect, the one key that is like it: o is its value, l is 1 and dv is do, to the bit."""
+    """Each query sees, in effect, the one key that is like it: o is its value, l is 1, dv is do, to the bit, and dq is 0.
+
+    What remains of dq is the rounding of dp and delta and, with dropout, of o.
+    """
     rng = np.random.default_rng(8)
     q, v, do = (rng.standard_normal((2, 300, head_dim)).astype(BF16) for _ in range(3))
     k = q if scale > 0 else -q
@@ -294,8 +297,12 @@ def test_scores_of_any_size(head_dim, options, scale):
     options = {"kernel": "sm90", "scale": scale, **options}
     forward = cuattn.forward(*arrays[1:], **options)
     options.pop("rng", None)
-    _, _, dv, _ = cuattn.backward(*arrays, forward, **options)
+    dq, _, dv, _ = cuattn.backward(*arrays, forward, **options)
     np.testing.assert_allclose(forward.l.get(), 1, rtol=2.0**-20)
+    sizes = [np.abs(x.astype(np.float64)) for x in (do, v, k)]
+    dp_size = (sizes[0] * sizes[1]).sum(-1).max()
+    rest = 2.0 ** (-7 if "dropout_p" in options else -16) * dp_size * sizes[2].max() * abs(scale)
+    assert (np.abs(dq.get().astype(np.float64)) <= rest).all()
     largest = np.einsum("hid,hid->hi", *[q.astype(np.float64)] * 2) * abs(scale)
     np.testing.assert_allclose(forward.m.get(), largest, rtol=1e-6)
     if "dropout_p" not in options:
