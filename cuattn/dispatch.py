@@ -264,7 +264,7 @@ def plan(call: Call) -> Plan:
     with origin.scope():
         checked, _, operands, masks = _check(call, views, masks)
         if not isinstance(call.random, np.random.Generator):  # which planning must not draw from
-            _state(call, checked)
+            drawn_state(checked.problem, call.random)
         return _backend_of(origin, checked.problem.kernel).plan(checked.problem, operands, masks)
 
 

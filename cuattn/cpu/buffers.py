@@ -26,7 +26,7 @@ class Buffers:
             return
         size = bytes_of(dtype, shapes)
         block, boundary = np.empty(size, np.uint8), _boundary(size)
-        start = -block.ctypes.data % boundary
+        block, start = block[-block.ctypes.data % boundary :], 0
         for name, shape in shapes.items():
             stop = start + math.prod(shape) * dtype.itemsize
             self._arrays[name] = block[start:stop].view(dtype)

@@ -20,7 +20,7 @@ from cuattn.problem import Problem
 __all__ = ["MASK_BYTES", "Part", "RowGroup", "TileMask", "Visibility"]
 
 _STRIP = 16  # row tiles whose states are computed at once
-MASK_BYTES = 1 << 24  # of element masks, remembered for the same heads
+MASK_BYTES = 1 << 23  # of element masks, remembered for the same heads
 _PATTERNS = 1 << 10  # partial tiles in a strip; where there are more they are likely to differ
 _REMEMBERED = 1 << 12  # strips, and parts of groups of row tiles: some 2 MB each
 
@@ -108,7 +108,7 @@ class Visibility:
         self._strips: dict[Hashable, list[_View]] = {}
         self._groups: dict[Hashable, tuple[RowGroup, ...]] = {}
         self._tile_masks: dict[Hashable, LazyTileMask] = {}
-        self._mask_bytes = 2 * blocks.rows * blocks.keys * problem.stat_dtype.itemsize
+        self._mask_bytes = blocks.rows * blocks.keys * problem.stat_dtype.itemsize
 
     @property
     def mask_bytes(self) -> int:

@@ -35,25 +35,21 @@ __device__ __forceinline__ cfg::acc bias_at(const Params& p, i64 offset, i32 row
     return to_acc(bias[min(row, p.n_queries - 1) * p.bias.row + min(key, p.n_keys - 1) * p.bias.col]);
 }
 
-// Does one bias row hold for all rows?  It may hide keys, by -inf, which are loaded as zeros, for they could hold NaN.
-__device__ __forceinline__ bool bias_is_row(const Params& p) { return cfg::bias && (p.bias.row == 0 || p.n_queries == 1); }
-
-__device__ __forceinline__ bool bias_sees(const Params& p, i64 offset, i32 key) {
-    if constexpr (!cfg::bias) return true;
-    else return !bias_is_row(p) || bias_at(p, offset, 0, key) != -infinity<cfg::acc>();
+// A bias of -inf that is broadcast along rows hides a key from all of them, as a mask does.
+__device__ __forceinline__ bool bias_hides_keys(const Params& p) { return cfg::bias && p.bias.row == 0; }
+__device__ __forceinline__ bool bias_shows(const Params& p, i64 offset, i32 key) {
+    return !bias_hides_keys(p) || bias_at(p, offset, 0, key) != -infinity<cfg::acc>();
 }
 
 // A score, and the slope of its softcap.  bias_offset: of the head's slice.  A bias of -inf hides whatever the product is.
 __device__ __forceinline__ Capped finish_score(const Params& p, cfg::acc product, i64 bias_offset, i32 row, i32 key) {
-    if constexpr (!cfg::bias) {
-        if constexpr (cfg::softcap) return cap_product(p, product);
-        return {cap_score(p, product), 1};
-    }
-    const cfg::acc bias = bias_at(p, bias_offset, row, key);
-    const auto hide = [&](cfg::acc score) { return bias == -infinity<cfg::acc>() ? bias : score; };
     if constexpr (cfg::softcap) {
         const Capped capped = cap_product(p, product);
-        return {hide(capped.score + bias), capped.slope};
+        if constexpr (!cfg::bias) return capped;
+        const cfg::acc bias = bias_at(p, bias_offset, row, key);
+        return {bias == -infinity<cfg::acc>() ? bias : capped.score + bias, capped.slope};
     }
-    return {hide(fma_of(product, static_cast<cfg::acc>(p.scale), bias)), 1};
+    if constexpr (!cfg::bias) return {cap_score(p, product), 1};
+    const cfg::acc bias = bias_at(p, bias_offset, row, key);
+    return {bias == -infinity<cfg::acc>() ? bias : fma_of(product, static_cast<cfg::acc>(p.scale), bias), 1};
 }

@@ -1,7 +1,7 @@
 // Global to shared memory, asynchronously, into rows with padding (sm80/bwd_fragments.cuh).
 #pragma once
-#include "attn/score.cuh"
 #include "sm80/tile.cuh"
+#include "attn/score.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/opaque.cuh"
 #include "ptx/tma.cuh"
@@ -98,15 +98,15 @@ __device__ __forceinline__ void load_vector(u32 to, const Acc* from) {
     for (int i = thread() % number_loaders; i < chunks; i += number_loaders) ptx::cp_async<16>(to + i * 16, reinterpret_cast<const u8*>(from) + i * 16, 16);
 }
 
-// The keys of a tile: those that exist and are not hidden by a bias row, and those among them that some row sees.  The k of the others is
-// loaded as zeros: 0 * NaN in dS K would reach dQ.
+// The keys of a tile: those that exist and whose v is asked for, and those among them that some row sees.  The k of the others is loaded as
+// zeros: 0 * NaN in dS K would reach dQ.
 struct TileKeys {
     const Params& p;
     const Head& head;
     i64 first;
 
     __device__ __forceinline__ bool inside(int row) const {
-        return first + row < p.n_keys && bias_sees(p, head.bias, static_cast<i32>(first) + row);
+        return first + row < p.n_keys && bias_shows(p, head.bias, static_cast<i32>(first) + row);
     }
     __device__ __forceinline__ bool seen(int row) const {
         const i32 key = static_cast<i32>(first) + row;
@@ -162,7 +162,7 @@ __device__ __forceinline__ void finish_tiles(TileAt first, TileAt second) {
 
 // k and v of one key tile.  `partial`: there may be keys that do not exist or that no row sees.
 __device__ __forceinline__ void load_key_tile(u32 k, u32 v, const Params& p, const Head& head, i64 first_key, bool partial) {
-    if (cfg::whole_columns && !partial && !bias_is_row(p)) {
+    if (cfg::whole_columns && !partial && !bias_hides_keys(p)) {
         load_whole_tile<cfg::block_n, cfg::head_dim>(k, head.k, p.k.row, first_key, 0);
         load_whole_tile<cfg::block_n, cfg::head_dim_v>(v, head.v, p.v.row, first_key, cfg::block_n / 16);
     } else {

@@ -41,7 +41,7 @@ struct Stream {
     int step = -1;    // the chunk that has arrived
 
     __device__ __forceinline__ Stream(const Params& p, const Head& head, u32 shared, const TilePlace& at, bool gradients, Columns own, int own_chunks)
-        : p(p), head(head), shared(shared), row(at.first_row), key(at.first_key), partial(at.partial), own(own),
+        : p(p), head(head), shared(shared), row(at.first_row), key(at.first_key), partial(at.partial || bias_hides_keys(p)), own(own),
           pairs(qk_chunks + (gradients ? v_chunks : 0)), steps(pairs + own_chunks) {}
 
     __device__ __forceinline__ TileAt rows(int step) const {
@@ -103,7 +103,7 @@ private:
             const Columns from = (!of_pair ? own : of_qk ? Columns{head.k, p.k.row, p.head_dim} : Columns{head.v, p.v.row, p.head_dim_v}).from(first);
             const TileKeys tile = {p, head, key};
             const bool all = of_pair && !of_qk;
-            if (cfg::whole_columns && from.count >= stream_columns && !partial && !bias_is_row(p))
+            if (cfg::whole_columns && from.count >= stream_columns && !partial)
                 load_whole_tile<cfg::block_n, stream_columns>(keys(step).tile, from.data, from.row_stride, key, cfg::block_m / 16);
             else
                 load_some_tile<cfg::block_n, stream_columns>(keys(step).tile, from.data, from.row_stride, key, from.count, cfg::block_m / 16,

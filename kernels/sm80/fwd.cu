@@ -34,13 +34,12 @@ __device__ __forceinline__ void load_q(const Params& p, const Work& w, u32 share
 // Line 7: issues the copies of one key tile.  Keys that no row sees must not reach the second product: their v could hold NaN.
 __device__ __forceinline__ void load_kv(const Params& p, const Work& w, Tile tile, u32 shared) {
     const i32 first = tile.n() * cfg::block_n;
-    const auto exists = [&](i32 r) { return first + r < p.n_keys && bias_sees(p, w.bias_offset, first + r); };
     load_tile<Elem, cfg::block_n, cfg::head_dim, threads, cfg::load_bytes>(shared, w.k + first * p.k.row, p.k.row, cfg::exact ? cfg::head_dim : p.head_dim,
-                                                                        exists, thread());
+                                                                        [&](i32 r) { return first + r < p.n_keys; }, thread());
     const i32 v_cols = cfg::exact ? cfg::head_dim_v : p.head_dim_v - static_cast<i32>(blockIdx.z) * cfg::head_dim_v;
     load_tile<Elem, cfg::block_n, cfg::head_dim_v, threads, cfg::load_bytes>(shared + k_bytes, w.v + first * p.v.row, p.v.row, v_cols, [&](i32 r) {
         const i32 key = first + r;
-        bool live = exists(r);
+        bool live = key < p.n_keys && bias_shows(p, w.bias_offset, key);
         if constexpr (cfg::band_left || cfg::band_right) live = live && band_sees(p, key);
         if constexpr (cfg::mask != kMaskNone) {
             if (tile.dead()) live = live && key_alive(p, w.mask.instance, key);

@@ -137,7 +137,7 @@ def test_tables_are_bounded_and_reused():
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
     for width in range(40):
         with streams[width % 3]:
-            cuattn.attention(q, k, k, mask=mask, window=(n - width, None), kernel="sm80")
+            cuattn.attention(q, k, k, mask=mask, window=(n - width, None, "top_left"), kernel="sm80")
     (kept,) = (value for key, value in mask._cache.items() if key[0] == "cuda")
     assert len(kept) <= 8
     del mask, kept

@@ -201,3 +201,7 @@ def test_scalars_may_be_numpy_scalars_and_lists():
     exact = oracle.forward(Q, Q, Q, visible=oracle.visible_band(4, 4, 1, 1, 0), scale=0.5)
     fwd = cuattn.forward(Q, Q, Q, window=[np.int64(1), 1], scale=np.array(0.5), is_causal=np.False_)
     assert_close(fwd.o, exact[0], exact[0].astype(np.float32))
+
+
+def test_a_backward_with_dropout_can_be_planned():
+    assert cuattn.plan(Q, Q, Q, dropout_p=0.5, direction="backward").direction == "backward"

@@ -110,3 +110,23 @@ def test_large_scores_leave_other_rows_alone(dtype):
     moved = both(q, [q, k, v], {})[0]
     for a, b in zip(plain, moved, strict=True):
         assert np.delete(a, 7, 1).tobytes() == np.delete(b, 7, 1).tobytes()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_keys_that_a_bias_hides_may_hold_nan(dtype):
+    """A bias of -inf that all rows share hides a key as a mask does; a sequence without any key is empty."""
+    do, q, k, v = normal(dtype, *[(2, 4, 300, 64)] * 4)
+    bias = np.zeros((2, 1, 1, 300), TYPES[dtype])
+    bias[0], bias[1, ..., 200:] = -np.inf, -np.inf
+    hidden = np.broadcast_to(np.isneginf(bias.astype(np.float64)), (2, 4, 1, 300))[:, :, 0]
+    clean = both(do, [q, k, v], {"bias": bias})
+    for x in (k, v):
+        x[hidden] = np.nan
+    do[0], q[0] = np.nan, np.nan
+    poisoned = both(do, [q, k, v], {"bias": bias})
+    for name, a, b in zip("olm", clean[0], poisoned[0], strict=True):
+        assert a.tobytes() == b.tobytes(), name
+    assert not poisoned[1][0][0].astype(np.float64).any()
+    for name, x in zip(("dk", "dv"), poisoned[1][1:3], strict=True):
+        assert not x[hidden].astype(np.float64).any(), name
+    assert all(np.isfinite(x.astype(np.float64)).all() for x in poisoned[1])
