@@ -57,7 +57,7 @@ def backward(do, q, k, v, *, dtype=None, **options) -> tuple[np.ndarray, ...]:
 
 
 def floors(exact: Solution, q, k, v, do=None, *, scale=None, softcap=None, bias=None, keep=None, keep_scale=1.0,
-           dlse=None, visible=None) -> dict[str, Floor]:  # fmt: skip
+           dlse=None, visible=None, halves=False) -> dict[str, Floor]:  # fmt: skip
     """Bound, to first order, what the roundings of any algorithm in the sums' precision do to each result.
 
     A score that is a sum of large products is known to eps times the sum of their absolute values, S_ij, and nothing
@@ -75,6 +75,12 @@ def floors(exact: Solution, q, k, v, do=None, *, scale=None, softcap=None, bias=
     this is added: p |v| and p |do| (P is rounded before it is multiplied), |do . o| in D (o was rounded), |ds| |k| and
     |ds| |q| (so was dS).  Their capped scores may be cap - 2 cap / (1 + e^2x), the difference of terms of up to 2 cap.
 
+    With `halves`, weights of float32 are pairs of float16, as the portable kernels have them, whose least bit is a part
+    of the largest in their tile.  The forward's are 2^14 p and have a least bit of 2^-24, half of which is 2^-39 of p;
+    rows of v are brought to the tile's largest exponent, so that this counts for up to twice the largest |v|.  The
+    backward's have 2^-50 of the largest in their block, P's at most 1.  A row of which dropout leaves only small
+    weights, and a key with no others, cannot be known better; what is lost of a weight is no more than itself.
+
     Parameters
     ----------
     exact : Solution
@@ -86,18 +92,18 @@ def floors(exact: Solution, q, k, v, do=None, *, scale=None, softcap=None, bias=
         By the names of the results.
     """
     given = {"scale": scale, "softcap": softcap, "bias": bias, "keep": keep, "keep_scale": keep_scale}
-    bound = _Bound(exact, q, k, v, given)
+    bound = _Bound(exact, q, k, v, given, halves)
     return bound.forward() if do is None else {**bound.forward(), **bound.backward(do, bias, dlse)}
 
 
 class _Bound:
     """What the floors are made of; S is `size`, E is `moved`."""
 
-    def __init__(self, exact: Solution, q, k, v, given: dict[str, Any]) -> None:
+    def __init__(self, exact: Solution, q, k, v, given: dict[str, Any], halves: bool) -> None:
         self.exact = exact
         self.xp = xp = np if isinstance(q, np.ndarray) else sys.modules["cupy"]
         self.shapes, lead, low = (q.shape, k.shape, v.shape), exact.p.shape[:-2], q.dtype
-        unit = eps(np.float64 if low == np.float64 else np.float32)
+        self.unit = unit = eps(np.float64 if low == np.float64 else np.float32)
         self.grain = eps(low, smallest=True) / eps(low)  # 16-bit numbers near 0 are this coarse
         terms = (q.shape[-1], v.shape[-1], *exact.p.shape[-2:])
         width, self.width_v, self.rows, self.keys = (min(n, 2 * n**0.5) for n in terms)
@@ -114,12 +120,16 @@ class _Bound:
         self.top = _at_maximum(xp, exact, size, unit)
         self.z = 1.0 if given["keep"] is None else xp.where(given["keep"], given["keep_scale"], 0.0)
         self.moved = self.p * (self.keys + size + self.mean[..., None]) + xp.where(seen, unit**2, 0)
+        self.of_largest = 2.0**-27 if halves else 0.0
+        self.coarse = xp.minimum(self.p / unit, self.of_largest)
+        coarse = xp.minimum(self.p / unit, 2.0**-15 if halves else 0.0) * self.z
+        self.coarse_o = coarse.sum(-1, keepdims=True) * self.v.max((-2, -1), initial=0, keepdims=True)
         self.short_p = xp.where(seen, self.p + self.grain, 0) * self.z
 
     def forward(self) -> dict[str, Floor]:
         l = self.exact.l.astype(np.float64)
         return {
-            "o": Floor(((self.moved + self.keys * self.p) * self.z) @ self.v, self.short_p @ self.v),
+            "o": Floor(((self.moved + self.keys * self.p) * self.z) @ self.v + self.coarse_o, self.short_p @ self.v),
             "l": Floor(l * (2 * self.keys + self.mean + self.top)),
             "m": Floor(self.top),
         }
@@ -130,20 +140,25 @@ class _Bound:
         a = self.z * (do @ self.v.swapaxes(-1, -2))
         gap = exact.dp.astype(np.float64) - (exact.p * exact.dp).sum(-1, keepdims=True).astype(np.float64)
         wide = p * (self.width_v * a + ((self.moved + self.keys * p) * a).sum(-1, keepdims=True))
+        wide = wide + p * self.coarse_o * do.sum(-1, keepdims=True)
         if dlse is not None:
             gap = gap + dlse[..., None]
             wide = wide + p * xp.abs(dlse[..., None])
         wide = wide + self.moved * xp.abs(gap)
-        short_delta = p * (do * (o + self.grain)).sum(-1)[..., None]
+        rounded_p = xp.where(p > 0, p + self.grain, 0)
+        short_delta = p * ((do * (o + self.grain)).sum(-1) + (rounded_p * a).sum(-1))[..., None]
         short = (short_delta + ds + self.grain) * self.slope
         for_rows, for_keys = (wide * self.slope + ds * (self.bend + n * self.slope) for n in (self.keys, self.rows))
+        held = ds + self.unit * wide
+        held = xp.minimum(held / self.unit, held.max((-2, -1), initial=0, keepdims=True) * self.of_largest)
+        for_rows, for_keys = for_rows + held, for_keys + held
         q_shape, k_shape, v_shape = self.shapes
         found = {
             "dq": [sum_to(self.scale * (x @ self.k), q_shape) for x in (for_rows, short)],
             "dk": [sum_heads(self.scale * (x.swapaxes(-1, -2) @ self.q), k_shape) for x in (for_keys, short)],
             "dv": [
                 sum_heads(x.swapaxes(-1, -2) @ do, v_shape)
-                for x in ((self.moved + self.rows * p) * self.z, self.short_p)
+                for x in ((self.moved + self.rows * p) * self.z + self.coarse * self.z, self.short_p)
             ],
         }
         if bias is not None:
