@@ -123,7 +123,7 @@ class _Bound:
         self.of_largest = 2.0**-27 if halves else 0.0
         self.coarse = xp.minimum(self.p / unit, self.of_largest)
         coarse = xp.minimum(self.p / unit, 2.0**-15 if halves else 0.0) * self.z
-        self.coarse_o = coarse.sum(-1, keepdims=True) * self.v.max((-2, -1), initial=0, keepdims=True)
+        self.coarse_o = coarse.sum(-1, keepdims=True) * _largest(xp, self.v)
         self.short_p = xp.where(seen, self.p + self.grain, 0) * self.z
 
     def forward(self) -> dict[str, Floor]:
@@ -150,7 +150,7 @@ class _Bound:
         short = (short_delta + ds + self.grain) * self.slope
         for_rows, for_keys = (wide * self.slope + ds * (self.bend + n * self.slope) for n in (self.keys, self.rows))
         held = ds + self.unit * wide
-        held = xp.minimum(held / self.unit, held.max((-2, -1), initial=0, keepdims=True) * self.of_largest)
+        held = xp.minimum(held / self.unit, _largest(xp, held) * self.of_largest)
         for_rows, for_keys = for_rows + held, for_keys + held
         q_shape, k_shape, v_shape = self.shapes
         found = {
@@ -178,6 +178,11 @@ def _scores(xp, exact, raw, softcap, bias, short):
         bias = xp.abs(bias.astype(np.float64))
         size = xp.minimum(size + xp.where(bias < np.inf, bias, 0), 1e150)
     return size, slope, bend
+
+
+def _largest(xp, x):
+    """Return the largest element of every matrix; CuPy's maximum of nothing is an error whatever it should be."""
+    return x.max((-2, -1), keepdims=True) if x.size else xp.zeros((*x.shape[:-2], 1, 1))
 
 
 def _at_maximum(xp, exact, size, unit):
