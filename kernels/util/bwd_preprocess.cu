@@ -22,7 +22,7 @@ constexpr int kVector = cfg::load_bytes / int(sizeof(cfg::elem));
 // Blocks that share a multiprocessor: the more, the more loads are under way, up to where registers would spill.
 constexpr int blocks() {
 #if __CUDA_ARCH__ >= 900
-    if (kVector == 8 && cfg::head_dim_v <= 256) return !same_type<cfg::o_elem, __nv_bfloat16> ? 4 : cfg::head_dim_v <= 128 ? 6 : 5;
+    if (kVector == 8 && cfg::head_dim_v <= 256) return !same_type<cfg::o_elem, __nv_bfloat16> || cfg::dlse ? 4 : 6;
     if (sizeof(cfg::elem) == 4) return 4;
 #endif
     return 2;
@@ -96,12 +96,10 @@ __device__ __forceinline__ void store_parts(const Params& p, const u16* parts, i
     if (threadIdx.x < units) to[threadIdx.x] = reinterpret_cast<const uint4*>(parts)[threadIdx.x];
 }
 
-// The gradients by the log-sum-exps of a group's rows, 0 where there are none.
-__device__ __forceinline__ void load_lse_gradients(cfg::acc (&shared)[kStatRows], const Params& p, const BatchIndex& index, i32 head, i32 group) {
-    const i32 row = group * kStatRows + threadIdx.x;
-    if (threadIdx.x >= kStatRows) return;
-    const auto* dlse = static_cast<const cfg::acc*>(p.dlse.data);
-    shared[threadIdx.x] = dlse != nullptr && row < p.n_queries ? dlse[slice_offset(p.dlse, index, head) + row * p.dlse.row] : cfg::acc(0);
+// The gradient by a row's log-sum-exp, 0 where there is none.
+__device__ __forceinline__ cfg::acc lse_gradient(const Params& p, const BatchIndex& index, i32 head, i64 row) {
+    if (!cfg::dlse || row >= p.n_queries) return 0;
+    return static_cast<const cfg::acc*>(p.dlse.data)[slice_offset(p.dlse, index, head) + row * p.dlse.row];
 }
 
 // Returns whether the row is a far one.
@@ -145,12 +143,6 @@ __device__ __forceinline__ void zero_shared_keys(const Params& p) {
 extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_preprocess(const __grid_constant__ Params p) {
     const i32 block = gridDim.x - 1 - blockIdx.x, group = block % stat_groups(p), flat = block / stat_groups(p), head = flat % p.heads;
     const BatchIndex index = batch_index(p, flat / p.heads);
-    __shared__ bool any_empty, any_far;
-    if (threadIdx.x == 0) any_empty = any_far = false;
-    __shared__ cfg::acc lse_gradients[kStatRows];
-    static_assert(kThreads >= kStatRows);
-    load_lse_gradients(lse_gradients, p, index, head, group);
-    __syncthreads();  // any_empty, any_far, lse_gradients are there
     const cfg::elem* dout = static_cast<const cfg::elem*>(p.dout.data) + slice_offset(p.dout, index, head);
     const cfg::o_elem* o = static_cast<const cfg::o_elem*>(p.o.data) + slice_offset(p.o, index, head);
     const cfg::acc* l = static_cast<const cfg::acc*>(p.l.data) + slice_offset(p.l, index, head);
@@ -160,6 +152,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_prepro
     if constexpr (cfg::atomic_dq) zero_accumulator(p, index, head, group);
     if (sizeof(cfg::elem) == 8 && p.splits > 1) zero_shared_keys(p);
     __shared__ __align__(16) u16 parts[cfg::split_delta ? kStatRows * kDeltaParts : 1];
+    bool any_empty = false, any_far = false;
     for (i32 pass = 0; pass < kPasses; pass += kTogether) {
         cfg::acc sum[kTogether], row_l[kTogether], row_m[kTogether];
 #pragma unroll
@@ -175,20 +168,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_prepro
             const i64 row = own_row(group, pass + i);
             const bool inside = row < p.n_queries;
             const bool empty = !inside || row_l[i] == 0;
-            if (inside && empty) any_empty = true;
+            any_empty |= inside && empty;
             const cfg::acc product = sum_lanes(sum[i]);
             const i64 at = stat_row(p, flat, row);
-            const cfg::acc lse_gradient = lse_gradients[own_row(0, pass + i)];
-            const cfg::acc delta = empty ? cfg::acc(0) : (product - lse_gradient) * inverse_scale;
+            const cfg::acc delta = empty ? cfg::acc(0) : (product - lse_gradient(p, index, head, row)) * inverse_scale;
             if constexpr (cfg::split_delta) split(parts, row, delta);
             if (threadIdx.x % lanes_per_row() == 0) {
                 if constexpr (!cfg::split_delta) static_cast<cfg::acc*>(p.delta)[at] = delta;
-                if (store_stat(p, at, empty, row_l[i], row_m[i])) any_far = true;
+                any_far |= store_stat(p, at, empty, row_l[i], row_m[i]);
             }
         }
     }
-    __syncthreads();  // parts, any_empty, any_far are complete
+    const i32 flags = all_flags(any_empty, any_far);  // parts are complete
     if constexpr (cfg::split_delta) store_parts(p, parts, stat_row(p, flat, i64(group) * kStatRows));
-    if (threadIdx.x == 0) p.counters[block] = (any_empty ? kEmptyRows : 0) | (any_far ? kFarRows : 0);
+    if (threadIdx.x == 0) p.counters[block] = flags;
     if (p.ticket != nullptr && blockIdx.x == 0 && threadIdx.x < 2) p.ticket[threadIdx.x] = 0;
 }
