@@ -73,7 +73,7 @@ def floors(exact: Solution, q, k, v, do=None, *, scale=None, softcap=None, bias=
     A sum of n terms counts 2 sqrt(n) times (n at most), as if roundings were random, and twice that in scores and in l,
     whose terms may be alike and round one way.  Weights p below eps**3 count as 0.  For 16-bit inputs, their eps times
     this is added: p |v| and p |do| (P is rounded before it is multiplied), |do . o| in D (o was rounded), |ds| |k| and
-    |ds| |q| (so was dS).
+    |ds| |q| (so was dS).  Their capped scores may be cap - 2 cap / (1 + e^2x), the difference of terms of up to 2 cap.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ class _Bound:
         self.k, self.v = (textbook.repeat_heads(xp, x, lead) for x in (k, v))
         self.scale = abs(q.shape[-1] ** -0.5 if given["scale"] is None else given["scale"])
         raw = 2 * width * self.scale * (self.q @ self.k.swapaxes(-1, -2))
-        size, self.slope, self.bend = _scores(xp, exact, raw, given["softcap"], given["bias"])
+        size, self.slope, self.bend = _scores(xp, exact, raw, given["softcap"], given["bias"], eps(low) > unit)
         seen = exact.s > -np.inf
         size = xp.where(seen, size, 0)
         self.p = exact.p.astype(np.float64)
@@ -151,13 +151,14 @@ class _Bound:
         return {name: Floor(*parts) for name, parts in found.items()}
 
 
-def _scores(xp, exact, raw, softcap, bias):
+def _scores(xp, exact, raw, softcap, bias, short):
     """Return S, the slope of the soft cap, and by how much that slope moves."""
     size, slope, bend = raw, 1.0, 0.0
     if softcap is not None:
         slope = exact.slope.astype(np.float64)
-        size = slope * raw + softcap * xp.sqrt(xp.maximum(1 - slope, 0))
-        bend = 2 * (1 + size / softcap)
+        capped = softcap * xp.sqrt(xp.maximum(1 - slope, 0))
+        size = slope * raw + (2 * softcap if short else capped)
+        bend = 2 * (1 + (slope * raw + capped) / softcap)
     if bias is not None:
         bias = xp.abs(bias.astype(np.float64))
         size = xp.minimum(size + xp.where(bias < np.inf, bias, 0), 1e150)

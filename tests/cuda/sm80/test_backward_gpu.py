@@ -127,6 +127,18 @@ def test_what_nobody_sees_may_hold_nan(name, deterministic):
     check(case, actual, clean[0], clean[1:], options)
 
 
+@pytest.mark.parametrize("name", ["bias row", "float32 wide d 288 bias softcap"])
+def test_what_a_bias_row_hides_may_hold_nan(name):
+    _, do, qkv, options = named(name)
+    options["bias"] = options["bias"][..., :1, :].copy()
+    options["bias"][..., 30:90] = -np.inf
+    clean = run(do, qkv, options, deterministic=True)
+    for x in qkv[1:]:
+        x[..., 30:90, :] = np.nan
+    for a, b in zip(run(do, qkv, options, deterministic=True), clean, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("which", ["q", "k", "v", "kv heads", "do", "bias", "batch of bias"])
 def test_broadcast(which, deterministic):

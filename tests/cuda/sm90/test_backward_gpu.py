@@ -286,7 +286,7 @@ def test_a_fixed_order_waits_for_no_block_that_has_yet_to_run(options):
     (256, {}), (256, {"is_causal": True}),
 ])  # fmt: skip
 def test_scores_of_any_size(head_dim, options, scale):
-    """Each query sees, in effect, the one key that is like it: o is its value, l is 1, dv is do, to the bit, and dq is 0.
+    """Each query sees, in effect, the key that is like it: o is its value, l is 1, dv is do, to the bit, and dq is 0.
 
     What remains of dq is the rounding of dp and delta and, with dropout, of o.
     """
