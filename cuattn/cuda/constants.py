@@ -46,6 +46,7 @@ name                    type     meaning
 ``atomic_dq``           bool     backward: dq is added up in memory, in no fixed order
 ``deterministic``       bool     sm90 backward: key tiles take turns to add to dq
 ``split_delta``         bool     backward: delta is kept in parts, for tensor cores to subtract
+``dlse``                bool     backward's preprocess: there is a gradient by the rows' log-sum-exps
 ``sum_dq``, ``sum_dk``  bool     the gradient (``sum_dv`` likewise) is added up over broadcast axes later, and leaves
                                  unrounded
 ``sum_rows``            bool     bias kernel: the bias is broadcast along rows

@@ -68,11 +68,18 @@ __device__ __forceinline__ void keep_far_rows(Softmax& state, float (&factor)[2]
 __device__ __forceinline__ void move_reference(Softmax& state, float (&factor)[2], Scores& s, const float (&top)[2]) {
     float largest[2];
     bool moved[2], first[2], some_far = false;
+    // Asked before maxima are exchanged, which takes longer: of a far row some lane has the maximum.
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        first[r] = state.limit[r] == minus_infinity();
+        some_far |= first[r] && state.top[r] > minus_infinity();
+        some_far |= fabsf(top[r] * state.scale) >= far && top[r] != minus_infinity();
+    }
+    some_far = __any_sync(~0u, some_far);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         largest[r] = quad_max(top[r]);
         moved[r] = largest[r] > state.limit[r];
-        first[r] = state.limit[r] == minus_infinity();
         factor[r] = 1.0f;
         if (moved[r]) {
             const float shift = -largest[r] * state.scale;
@@ -80,9 +87,8 @@ __device__ __forceinline__ void move_reference(Softmax& state, float (&factor)[2
             state.shift[r] = shift;
             state.limit[r] = largest[r] + __fdividef(slack, state.scale);
         }
-        some_far |= fabsf(state.shift[r]) >= far || (first[r] && state.top[r] > minus_infinity());
     }
-    if (__any_sync(~0u, some_far)) keep_far_rows(state, factor, s, largest, moved, first);
+    if (uniform(some_far)) keep_far_rows(state, factor, s, largest, moved, first);
 #pragma unroll
     for (int r = 0; r < 2; ++r) state.sum[r] *= factor[r];
 }

@@ -22,7 +22,7 @@ constexpr int kVector = cfg::load_bytes / int(sizeof(cfg::elem));
 // Blocks that share a multiprocessor: the more, the more loads are under way, up to where registers would spill.
 constexpr int blocks() {
 #if __CUDA_ARCH__ >= 900
-    if (kVector == 8 && cfg::head_dim_v <= 256) return !same_type<cfg::o_elem, __nv_bfloat16> ? 4 : cfg::head_dim_v <= 128 ? 6 : 5;
+    if (kVector == 8 && cfg::head_dim_v <= 256) return !same_type<cfg::o_elem, __nv_bfloat16> || cfg::dlse ? 4 : 6;
     if (sizeof(cfg::elem) == 4) return 4;
 #endif
     return 2;
@@ -96,12 +96,10 @@ __device__ __forceinline__ void store_parts(const Params& p, const u16* parts, i
     if (threadIdx.x < units) to[threadIdx.x] = reinterpret_cast<const uint4*>(parts)[threadIdx.x];
 }
 
-// The gradients by the log-sum-exps of a group's rows, 0 beyond the last.
-__device__ __forceinline__ void load_lse_gradients(cfg::acc (&shared)[kStatRows], const Params& p, const BatchIndex& index, i32 head, i32 group) {
-    const i32 row = group * kStatRows + threadIdx.x;
-    if (threadIdx.x >= kStatRows) return;
-    const auto* dlse = static_cast<const cfg::acc*>(p.dlse.data);
-    shared[threadIdx.x] = row < p.n_queries ? dlse[slice_offset(p.dlse, index, head) + row * p.dlse.row] : cfg::acc(0);
+// The gradient by a row's log-sum-exp, 0 where there is none.
+__device__ __forceinline__ cfg::acc lse_gradient(const Params& p, const BatchIndex& index, i32 head, i64 row) {
+    if (!cfg::dlse || row >= p.n_queries) return 0;
+    return static_cast<const cfg::acc*>(p.dlse.data)[slice_offset(p.dlse, index, head) + row * p.dlse.row];
 }
 
 // Returns whether the row is a far one.
@@ -145,12 +143,6 @@ __device__ __forceinline__ void zero_shared_keys(const Params& p) {
 extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_preprocess(const __grid_constant__ Params p) {
     const i32 block = gridDim.x - 1 - blockIdx.x, group = block % stat_groups(p), flat = block / stat_groups(p), head = flat % p.heads;
     const BatchIndex index = batch_index(p, flat / p.heads);
-    __shared__ cfg::acc lse_gradients[kStatRows];
-    static_assert(kThreads >= kStatRows);
-    if (p.dlse.data != nullptr) {
-        load_lse_gradients(lse_gradients, p, index, head, group);
-        __syncthreads();  // lse_gradients are there
-    }
     const cfg::elem* dout = static_cast<const cfg::elem*>(p.dout.data) + slice_offset(p.dout, index, head);
     const cfg::o_elem* o = static_cast<const cfg::o_elem*>(p.o.data) + slice_offset(p.o, index, head);
     const cfg::acc* l = static_cast<const cfg::acc*>(p.l.data) + slice_offset(p.l, index, head);
@@ -179,8 +171,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_prepro
             any_empty |= inside && empty;
             const cfg::acc product = sum_lanes(sum[i]);
             const i64 at = stat_row(p, flat, row);
-            const cfg::acc lse_gradient = p.dlse.data != nullptr ? lse_gradients[own_row(0, pass + i)] : cfg::acc(0);
-            const cfg::acc delta = empty ? cfg::acc(0) : (product - lse_gradient) * inverse_scale;
+            const cfg::acc delta = empty ? cfg::acc(0) : (product - lse_gradient(p, index, head, row)) * inverse_scale;
             if constexpr (cfg::split_delta) split(parts, row, delta);
             if (threadIdx.x % lanes_per_row() == 0) {
                 if constexpr (!cfg::split_delta) static_cast<cfg::acc*>(p.delta)[at] = delta;
@@ -188,8 +179,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_prepro
             }
         }
     }
-    // Parts of delta are complete behind this; few groups have flags, and ask again which.
-    const i32 flags = __syncthreads_or(any_empty || any_far) ? all_flags(any_empty, any_far) : 0;
+    const i32 flags = all_flags(any_empty, any_far);  // parts are complete
     if constexpr (cfg::split_delta) store_parts(p, parts, stat_row(p, flat, i64(group) * kStatRows));
     if (threadIdx.x == 0) p.counters[block] = flags;
     if (p.ticket != nullptr && blockIdx.x == 0 && threadIdx.x < 2) p.ticket[threadIdx.x] = 0;

@@ -54,6 +54,7 @@ def add_preprocess(call: Call, constants: Constants, head_dim: int, **values: An
     while vector > size and problem.head_dim_v * size % vector:
         vector //= 2
     own = {"head_dim": head_dim, "load_bytes": max(vector, size), "warps": _THREADS // 32}
+    own["dlse"] = "dlse" in call.operands
     grid = (cdiv(problem.n_queries, STAT_ROWS) * problem.instances,)
     path, kernel = "util/bwd_preprocess.cu", "backward_preprocess"
     call.add(path, kernel, {**constants, **own}, grid, _THREADS // 32, **values)

@@ -53,7 +53,8 @@ def backward_jobs(arch):
             yield case.name, "sm80/bwd_convert.cu", tuple(constants.items()), arch
             few = {"elem", "acc", "o_elem", "block_m", "warps", "head_dim", "head_dim_v", "load_bytes", "atomic_dq"}
             preprocess = tuple(item for item in constants.items() if item[0] in few)
-            yield case.name, "util/bwd_preprocess.cu", (*preprocess, ("split_delta", False)), arch
+            preprocess += (("split_delta", False), ("dlse", False))
+            yield case.name, "util/bwd_preprocess.cu", preprocess, arch
             deposits = {"flush_every": 64 if case.dtype.itemsize > 2 else 0}
             yield case.name, "sm80/bwd.cu", tuple({**keys, **deposits, "sum_dk": True, "sum_dv": True}.items()), arch
             yield case.name, "sm80/bwd_rows.cu", tuple({**rows, "sum_dq": True}.items()), arch

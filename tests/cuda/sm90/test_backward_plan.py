@@ -128,16 +128,17 @@ def test_spills(variant):
         assert used.stack == 0, (path, used)
 
 
+@pytest.mark.parametrize("dlse", [False, True])
 @pytest.mark.parametrize("load_bytes", [2, 8, 16])
 @pytest.mark.parametrize("o_elem", ["elem", "float"])
 @pytest.mark.parametrize(
     "variant", [problem(64), problem(256), problem(96), problem(dtype=F16)], ids=["d64", "d256", "d96", "float16"]
 )
-def test_preprocess_spills(variant, o_elem, load_bytes):
+def test_preprocess_spills(variant, o_elem, load_bytes, dlse):
     constants = {name: value for name, value in planner.backward_plan(variant).constants if name in _PREPROCESS}
     constants["o_elem"] = constants["elem"] if o_elem == "elem" else "float"
     constants |= {"warps": 8, "head_dim": planner.accumulator_columns(variant), "atomic_dq": planner.fuses_dq(variant)}
-    constants = tuple({**constants, "load_bytes": load_bytes}.items())
+    constants = tuple({**constants, "load_bytes": load_bytes, "dlse": dlse}.items())
     (used,) = kernel_resources("util/bwd_preprocess.cu", constants, "sm_90").values()
     assert used.stack == 0, used
 

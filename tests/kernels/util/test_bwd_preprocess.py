@@ -23,6 +23,7 @@ def launch(elem, arrays, results):
     constants = {
         "elem": elem, "acc": acc, "o_elem": elem, "block_m": 64, "warps": 8, "head_dim": COLUMNS,
         "head_dim_v": COLUMNS, "load_bytes": 16, "atomic_dq": False, "split_delta": False,
+        "dlse": "dlse" in arrays,
     }  # fmt: skip
     p = np.zeros((), PARAMS)
     held = {name: cupy.asarray(x) for name, x in {**arrays, **results}.items()}
