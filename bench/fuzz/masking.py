@@ -9,6 +9,7 @@ import numpy as np
 import cuattn
 from cuattn import masks
 from tests.masks import predicates
+from tests.oracle import visible_band
 
 if TYPE_CHECKING:
     from bench.fuzz.problems import Problem
@@ -53,14 +54,7 @@ def _band(problem: Problem, rng: np.random.Generator, n_queries: int, n_keys: in
     problem.features.add(f"band {kind}")
     if n_queries != n_keys:
         problem.features.add(align)
-    i = np.arange(n_queries)[:, None] + (n_keys - n_queries if align == "bottom_right" else 0)
-    j = np.arange(n_keys)
-    seen = np.ones((n_queries, n_keys), bool)
-    if left is not None:
-        seen &= j >= i - left
-    if right is not None:
-        seen &= j <= i + right
-    return seen
+    return visible_band(n_queries, n_keys, left, right, n_keys - n_queries if align == "bottom_right" else 0)
 
 
 def _leading(rng: np.random.Generator, lead: tuple[int, ...]) -> tuple[int, ...]:
