@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-__all__ = ["Dispatcher", "run", "single_threaded_blas", "useful", "worker_count"]
+__all__ = ["Aborted", "Dispatcher", "Turns", "run", "single_threaded_blas", "useful", "worker_count"]
 
 _WORTHWHILE = 1_000_000  # nanoseconds of work for which a thread is worth its start
 
@@ -72,6 +73,47 @@ def single_threaded_blas() -> Iterator[None]:
             if _depth == 0:
                 for library, count in _saved:
                     library.set_num_threads(count)
+
+
+class Aborted(Exception):
+    """Another thread failed while this one waited for its turn; never seen outside the backend."""
+
+
+class Turns:
+    """Turns at adding to sums, in an order that does not depend on the threads; a sum is named by any key.
+
+    Every item of work takes a number at each sum when it is handed out, and adds when all lower numbers have.  Nobody
+    waits for ever: the first item that has not finished never waits, as all numbers before its own are done.
+    """
+
+    def __init__(self) -> None:
+        self._changed, self._aborted = threading.Condition(), False
+        self._issued: dict[Hashable, int] = defaultdict(int)
+        self._passed: dict[Hashable, int] = defaultdict(int)
+
+    def take_number(self, key: Hashable) -> int:
+        """Return the next number at a sum; to be called for one item after the other."""
+        self._issued[key] += 1
+        return self._issued[key] - 1
+
+    def wait(self, key: Hashable, number: int) -> None:
+        """Return when all lower numbers have been released."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._aborted or self._passed[key] == number)
+        if self._aborted:
+            raise Aborted
+
+    def release(self, key: Hashable) -> None:
+        """Pass a sum on to the next number; only its present owner may."""
+        with self._changed:
+            self._passed[key] += 1
+            self._changed.notify_all()
+
+    def abort(self) -> None:
+        """Wake everybody who waits, with :class:`Aborted`."""
+        with self._changed:
+            self._aborted = True
+            self._changed.notify_all()
 
 
 class Dispatcher:
