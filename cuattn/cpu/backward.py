@@ -35,15 +35,16 @@ class BackwardWalk(Walk):
 
     def __init__(self, task: Task) -> None:
         blocks, d, dv = task.blocks, task.problem.head_dim, task.problem.head_dim_v
+        members = blocks.heads * blocks.stack
         shapes = {
-            "ds": (blocks.heads * blocks.step, blocks.keys, blocks.rows),
-            "do": (blocks.heads, blocks.rows, dv),
-            "do transposed": (blocks.heads, blocks.rows, dv),
-            "parts": (blocks.heads * blocks.step, max(blocks.keys * max(d, dv), blocks.rows * d)),
-            "dq": (blocks.heads, blocks.rows, d),
-            "dq of a part": (blocks.heads, blocks.rows, d),
-            "reference": (blocks.heads, blocks.rows),
-            "delta": (blocks.heads, blocks.rows),
+            "ds": (members * blocks.step, blocks.keys, blocks.rows),
+            "do": (members, blocks.rows, dv),
+            "do transposed": (members, blocks.rows, dv),
+            "parts": (members * blocks.step, max(blocks.keys * max(d, dv), blocks.rows * d)),
+            "dq": (members, blocks.rows, d),
+            "dq of a part": (members, blocks.rows, d),
+            "reference": (members, blocks.rows),
+            "delta": (members, blocks.rows),
         }
         super().__init__(task, shapes)
 
@@ -57,20 +58,20 @@ class BackwardWalk(Walk):
     def _begin(self, item: Item) -> None:
         """Load the rows: algorithm 4, line 10.  Those of empty rows are 0: nothing may depend on what they hold."""
         group, problem, get = item.group, self.problem, self.buffers.get
-        heads, count = group.count, item.rows.stop - item.rows.start
+        self.turn_to(item)
         rows = {
             name: group.of_queries(x)[:, item.rows]
             for name, x in self.task.operands.items()
             if name not in ("k", "v", "bias")
         }
         weights = row_weights(rows, problem.dropout_scale)
-        self._q, self._q_transposed = self.load("q", heads, rows["q"], self.task.factor, weights.empty)
-        self._do, self._do_transposed = self.load("do", heads, rows["do"], weights.factors, weights.empty)
-        self._reference, self._delta = (get(name, heads, self.blocks.rows) for name in ("reference", "delta"))
+        self._q, self._q_transposed = self.load("q", rows["q"], self.task.factor, weights.empty)
+        self._do, self._do_transposed = self.load("do", rows["do"], weights.factors, weights.empty)
+        self._reference, self._delta = (get(name, self.members, self.blocks.rows) for name in ("reference", "delta"))
         for buffer, values in ((self._reference, weights.reference), (self._delta, weights.delta)):
             buffer.fill(0)
-            buffer[:, :count] = 0 if values is None else values
-        self._dq = get("dq", heads, self.blocks.rows, problem.head_dim)
+            self.by_head(buffer)[:, : self.count] = 0 if values is None else values
+        self._dq = get("dq", self.members, self.blocks.rows, problem.head_dim)
         self._dq.fill(0)
         self._dbias: np.ndarray | None = None  # sums over keys, which this item makes alone
         longest_q, longest_do = longest_of(self._q), longest_of(self._do)
@@ -79,10 +80,9 @@ class BackwardWalk(Walk):
         k_norm, v_norm = (self.task.max_norm(name, group) for name in "kv")
         largest = longest_q + k_norm + longest_do * v_norm + float(np.abs(self._delta).max())  # NaN stays
         self._careful = not largest < np.finfo(problem.stat_dtype).max
-        self.turn_to(group)
 
     def _advance(self, item: Item, part: Part, number: int) -> None:
-        """Take the row tile through a part of its tiles: algorithm 4, lines 11 to 22."""
+        """Take the row tiles through a part of their tiles: algorithm 4, lines 11 to 22."""
         p, careful = self._probabilities(item, part), self._careful
         ds = self.buffers.get("ds", *p.shape)
         for slots, v in self.by_run(part, self.values):  # line 17
@@ -117,21 +117,23 @@ class BackwardWalk(Walk):
         return relative(s)
 
     def _product(self, weights: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return weights @ rows, (heads, tiles, keys, width)."""
+        """Return weights @ rows, (members, tiles, keys, width)."""
         out = self.buffers.get("parts", *weights.shape[:3], rows.shape[-1])
         return product(weights, rows[:, None], out, careful=self._careful)
 
     def _add(self, name: str, item: Item, part: Part, products: np.ndarray) -> None:
-        """Add parts of dk or dv, (heads, tiles, keys, width)."""
+        """Add parts of dk or dv, (members, tiles, keys, width)."""
         total = item.group.of_keys(self.task.results[name])
         for first, slots in part.runs:
             target = total[:, first * self.blocks.keys : (first + slots.stop - slots.start) * self.blocks.keys]
-            some = products[:, slots].reshape(len(products), -1, products.shape[-1])[:, : target.shape[1]]
+            some = products[:, slots].reshape(len(products), (slots.stop - slots.start) * self.blocks.keys, -1)[
+                :, : target.shape[1]
+            ]
             target += summed_to(some, target.shape, target.dtype)
 
     def _add_dq(self, part: Part, ds: np.ndarray) -> None:
-        heads, count, _, rows = ds.shape
-        products = self.buffers.get("parts", heads, count, rows, self.problem.head_dim)
+        members, count, _, rows = ds.shape
+        products = self.buffers.get("parts", members, count, rows, self.problem.head_dim)
         for slots, k in self.by_run(part, self.keys):
             product(ds[:, slots].swapaxes(2, 3), k, products[:, slots], careful=self._careful)
         self._dq += np.add.reduce(products, 1, None, self.buffers.get("dq of a part", *self._dq.shape))
@@ -148,7 +150,7 @@ class BackwardWalk(Walk):
 
     def _finish(self, item: Item) -> None:
         """Write dq, and add what the item alone has summed up."""
-        dq = self._dq[:, : item.rows.stop - item.rows.start]
+        dq = self.by_head(self._dq)[:, : self.count]
         dq *= dq.dtype.type(self.task.factor)
         target = item.group.of_queries(self.task.results["dq"])[:, item.rows]
         if self.task.owns_q:

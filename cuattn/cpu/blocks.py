@@ -16,26 +16,13 @@ __all__ = ["UNIT", "Blocks", "HeadGroup", "choose", "even", "head_groups", "plac
 UNIT = 16  # blocks are multiples of it: whole vector registers, and whole blocks of the dropout generator
 _SMALL_PRODUCT = 1_000_000  # OpenBLAS multiplies matrices of at most 100 ** 3 multiplications without packing them
 _SUMMED_PER_COLUMN = 12  # keys that one product with narrow values sums over; more would err more than the textbook
-_FIRST_CACHE = 40_000  # bytes of it that a tile of queries may take
 _FEWEST_KEYS = 48  # with many dimensions a product is large anyway
-
-
-class _Limits(NamedTuple):
-    """What the sizes of one operation may be."""
-
-    rows: tuple[int, int]  # of a tile; the first when a tile of queries then stays in the first-level cache
-    keys: int
-    heads: int  # that go through the keys together; more would leave no second thread its own
-    score_bytes: int  # of the scores at a time, which stay in a second-level cache
-    copied_bytes: int  # of the copies of keys and values that a thread keeps
-
-
-_LIMITS = {
-    # 64 rows are what a product of transposed scores keeps in the first-level cache while it takes all columns of v.
-    "forward": _Limits((64, 64), 128, 8, 1 << 20, 32 << 20),
-    # With 64 dimensions and 128 rows 112 keys are the most that make a small product.
-    "backward": _Limits((128, 64), 112, 4, 6 << 17, 24 << 20),
-}
+_ROWS = 64  # of a tile: what a product of transposed scores keeps in the first-level cache while it takes all columns
+_KEYS = 128
+_ABREAST = 8  # row tiles, of any heads, that go through the keys together
+_HEADS = {"forward": 8, "backward": 4}  # that do under a mask: more would leave no second thread sums of its own
+_SCORE_BYTES = 3 << 19  # of the scores at a time, which stay in a second-level cache
+_COPIED_BYTES = 24 << 20  # of the copies of keys and values that a thread keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +32,8 @@ class Blocks:
     rows: int
     keys: int
     heads: int  # that go through the keys together
-    step: int  # key tiles of each head that are taken at a time; bounds of steps do not depend on what is visible
+    stack: int  # row tiles of each head that do
+    step: int  # key tiles of each head and row tile that are taken at a time, whatever is visible
     held: int  # key tiles of each head that a thread keeps a copy of, where it cannot read the operand
     row_tiles: int
     key_tiles: int
@@ -58,22 +46,32 @@ def choose(problem: Problem, masks: Sequence[Any]) -> Blocks:
     tiles and heads one after the other without returning to Python, which only one thread at a time can run.
     Nothing here depends on the number of threads, since the results do depend on this.
     """
-    limits = _LIMITS[problem.operation]
     depth, itemsize = max(problem.head_dim, problem.head_dim_v), problem.stat_dtype.itemsize
-    rows = even(problem.n_queries, limits.rows[limits.rows[0] * depth * itemsize > _FIRST_CACHE])
-    limit = min(max(_SMALL_PRODUCT // (rows * depth) // UNIT * UNIT, _FEWEST_KEYS), limits.keys)
+    rows = even(problem.n_queries, _ROWS)
+    limit = min(max(_SMALL_PRODUCT // (rows * depth) // UNIT * UNIT, _FEWEST_KEYS), _KEYS)
     limit = min(limit, max(UNIT, _SUMMED_PER_COLUMN * problem.head_dim_v // UNIT * UNIT))
     keys = even(problem.n_keys, _dividing(limit, masks))
-    key_tiles = cdiv(problem.n_keys, keys)
-    heads = problem.group if problem.group > 1 else problem.heads
-    heads = cdiv(heads, cdiv(heads, limits.heads))
-    if any(mask.leading and mask.leading[-1] > 1 for mask in masks):  # only operands may tell heads apart
-        heads = 1
-    step = min(key_tiles, max(1, limits.score_bytes // (heads * rows * keys * itemsize)))
+    row_tiles, key_tiles = cdiv(problem.n_queries, rows), cdiv(problem.n_keys, keys)
+    heads, stack = _abreast(problem, masks, row_tiles)
+    step = min(key_tiles, max(1, _SCORE_BYTES // (heads * stack * rows * keys * itemsize)))
     step = cdiv(key_tiles, cdiv(key_tiles, step))
-    held = limits.copied_bytes // (heads * keys * (problem.head_dim + problem.head_dim_v) * itemsize)
+    held = _COPIED_BYTES // (heads * keys * (problem.head_dim + problem.head_dim_v) * itemsize)
     held = min(key_tiles, max(1, held // step) * step)
-    return Blocks(rows, keys, heads, step, held, cdiv(problem.n_queries, rows), key_tiles)
+    return Blocks(rows, keys, heads, stack, step, held, row_tiles, key_tiles)
+
+
+def _abreast(problem: Problem, masks: Sequence[Any], row_tiles: int) -> tuple[int, int]:
+    """Return how many heads, and row tiles of each, go through the keys together: those that only operands tell apart.
+
+    Row tiles do that read the same keys, as these then stay in the cache.
+    """
+    heads = problem.group if problem.group > 1 else problem.heads
+    heads = cdiv(heads, cdiv(heads, _HEADS[problem.operation] if masks else _ABREAST))
+    if masks or problem.bias is not None or problem.dropout:
+        return (1 if any(mask.leading and mask.leading[-1] > 1 for mask in masks) else heads), 1
+    if problem.group > 1:
+        return heads, min(row_tiles, _ABREAST // heads)
+    return (heads, 1) if row_tiles < heads else (1, min(row_tiles, _ABREAST))
 
 
 def _dividing(limit: int, masks: Sequence[Any]) -> int:

@@ -46,7 +46,8 @@ class Buffers:
 
     def _cut(self) -> None:
         block = np.empty(self.nbytes, np.uint8)
-        start = -block.ctypes.data % (_HUGE_PAGE if len(block) >= 3 * _HUGE_PAGE else _LINE)
+        boundary = _HUGE_PAGE if len(block) >= 3 * _HUGE_PAGE else _LINE
+        block, start = block[-block.ctypes.data % boundary :], 0
         for name, size in self._sizes.items():
             stop = start + size * self._dtype.itemsize
             self._arrays[name] = block[start:stop].view(self._dtype)

@@ -24,7 +24,7 @@ from cuattn.rng import RNGState
 __all__ = ["plan", "run", "visible_parts"]
 
 Arrays = Mapping[str, np.ndarray]
-_TABLE_BYTES = 58  # of each key, while a mask of intervals is made ready for tiles of a size
+_TABLE_BYTES = 40  # of each key, that a mask of intervals keeps for tiles of a size
 
 
 def run(

@@ -23,12 +23,13 @@ class ForwardWalk(Walk):
 
     def __init__(self, task: Task) -> None:
         blocks, columns = task.blocks, task.problem.head_dim_v + 1
+        members = blocks.heads * blocks.stack
         shapes = {
-            "o": (blocks.heads, columns, blocks.rows),
-            "weighed": (blocks.heads * (blocks.step + 1), columns, blocks.rows),
-            "m": (blocks.heads, blocks.rows),
-            "reference": (blocks.heads, blocks.rows),
-            "here": (blocks.heads, _LANES, blocks.rows),
+            "o": (members, columns, blocks.rows),
+            "weighed": (members * (blocks.step + 1), columns, blocks.rows),
+            "m": (members, blocks.rows),
+            "reference": (members, blocks.rows),
+            "here": (members, _LANES, blocks.rows),
         }
         super().__init__(task, shapes)
         self._statistics = task.problem.statistics
@@ -37,20 +38,20 @@ class ForwardWalk(Walk):
 
     def __call__(self, item: Item) -> None:
         """Compute an item; again, with care for what is hidden, if something is not a finite number."""
-        heads, get = item.group.count, self.buffers.get
-        self._o = get("o", heads, self.problem.head_dim_v + 1, self.blocks.rows)
-        self._m, self._reference = (get(name, heads, self.blocks.rows) for name in ("m", "reference"))
+        self.turn_to(item)
+        get = self.buffers.get
+        self._o = get("o", self.members, self.problem.head_dim_v + 1, self.blocks.rows)
+        self._m, self._reference = (get(name, self.members, self.blocks.rows) for name in ("m", "reference"))
         queries = item.group.of_queries(self.task.operands["q"])[:, item.rows]
-        upright, self._q = self.load("q", heads, queries, self.task.factor)
+        upright, self._q = self.load("q", queries, self.task.factor)
         self._bounded = self.task.bounded(longest_of(upright), item.group)
-        self.turn_to(item.group)
         self._attend(item, careful=False)
         if not np.isfinite(self._o).all():
             self._attend(item, careful=True)
         self._finish(item)
 
     def _attend(self, item: Item, *, careful: bool) -> None:
-        """Take the row tile through the tiles that it sees."""
+        """Take the row tiles through the tiles that they see."""
         self._m.fill(-np.inf)
         self._reference.fill(0)
         self._o.fill(0)
@@ -58,7 +59,7 @@ class ForwardWalk(Walk):
             self._advance(item, part, careful=careful)
 
     def _advance(self, item: Item, part: Part, *, careful: bool) -> None:
-        """Take the row tile through a part of its tiles: algorithm 2, lines 10 to 16."""
+        """Take the row tiles through a part of their tiles: algorithm 2, lines 10 to 16."""
         s, masks = self.make_scores(item, part, self._q, careful=careful)  # line 10
         if self._bounded:  # all scores are within the window, so references stay 0
             if self._statistics:
@@ -107,7 +108,7 @@ class ForwardWalk(Walk):
 
     def _finish(self, item: Item) -> None:
         """Write the results of an item: algorithm 2, lines 15 and 16, once for all."""
-        count, total = item.rows.stop - item.rows.start, self._o[:, -1]
+        total = self._o[:, -1]
         below = np.where(total == 0, 1, total)
         below *= below.dtype.type(1 / self.problem.dropout_scale)
         weighed = self._o[:, :-1]
@@ -118,4 +119,4 @@ class ForwardWalk(Walk):
             relative_to = exponential(np.where(total == 0, 0, self._m - self._reference))
             results |= {"l": total / relative_to, "m": self._m}
         for name, values in results.items():
-            item.group.of_queries(self.task.results[name])[:, item.rows] = values[:, :count]
+            item.group.of_queries(self.task.results[name])[:, item.rows] = self.by_head(values)[:, : self.count]

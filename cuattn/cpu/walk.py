@@ -1,7 +1,7 @@
 """What the forward and the backward walk share: a call's arrays, keys and values by tile, scores by tile.
 
-Scores are kept transposed, (heads, key tiles, keys, rows): the statistics of a row then run down an axis along which
-NumPy reduces whole registers of rows at once.
+Scores are kept transposed, (members, key tiles, keys, rows), where members are row tiles of one or several heads: the
+statistics of a row then run down an axis along which NumPy reduces whole registers of rows at once.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.threads import Turns
 from cuattn.cpu.tiles import Part, TileMask, Visibility
+from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
 
 __all__ = ["END", "Item", "Task", "Walk", "reads_in_place"]
@@ -28,7 +29,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class Item(NamedTuple):
-    """A row tile of some heads, and what it sees."""
+    """A stack of row tiles of some heads, and what they see."""
 
     group: HeadGroup
     rows: slice  # that exist
@@ -66,15 +67,16 @@ class Task:
         groups = list(head_groups(problem, self.blocks.heads))
         # What adds to common sums is handed out in one order.
         self._groups = [[group for some in groups for group in some]] if shares else groups
-        self.sizes = [len(some) * self.blocks.row_tiles for some in self._groups]
+        self._stacks = cdiv(self.blocks.row_tiles, self.blocks.stack)
+        self.sizes = [len(some) * self._stacks for some in self._groups]
         self._max_norms: dict[tuple, float] = {}
 
     def item(self, index: int, n: int) -> Item:
         """Return an item of work; to be called for one after the other of those with the same first index."""
-        heads, row_tile = divmod(n, self.blocks.row_tiles)
-        group, start = self._groups[index][heads], row_tile * self.blocks.rows
-        parts = self.visibility.parts((*group.batch, group.start), row_tile)
-        item = Item(group, slice(start, min(start + self.blocks.rows, self.problem.n_queries)), parts)
+        heads, stack = divmod(n, self._stacks)
+        group, size = self._groups[index][heads], self.blocks.stack * self.blocks.rows
+        parts = self.visibility.parts((*group.batch, group.start), stack * self.blocks.stack)
+        item = Item(group, slice(stack * size, min((stack + 1) * size, self.problem.n_queries)), parts)
         if self.problem.operation == "forward":
             return item
         line = () if self._shares else (*group.batch, group.kv_start)
@@ -126,8 +128,9 @@ class Walk:
     def __init__(self, task: Task, shapes: dict[str, tuple[int, ...]]) -> None:
         self.task, self.problem, self.blocks = task, task.problem, task.blocks
         blocks, d, dv = self.blocks, self.problem.head_dim, self.problem.head_dim_v
-        shapes |= {"s": (blocks.heads * blocks.step, blocks.keys, blocks.rows)}
-        shapes |= {"q": (blocks.heads, blocks.rows, d), "q transposed": (blocks.heads, blocks.rows, d)}
+        members = blocks.heads * blocks.stack
+        shapes |= {"s": (members * blocks.step, blocks.keys, blocks.rows)}
+        shapes |= {"q": (members, blocks.rows, d), "q transposed": (members, blocks.rows, d)}
         if self.problem.softcap is not None:
             shapes["tanh"] = shapes["s"]
         self._in_place = reads_in_place(self.problem, task.operands, blocks.keys)
@@ -137,8 +140,10 @@ class Walk:
         self.buffers = Buffers(self.problem.stat_dtype, shapes)
         self._heads: tuple | None = None
 
-    def turn_to(self, group: HeadGroup) -> None:
-        """Turn to the keys and values of some heads."""
+    def turn_to(self, item: Item) -> None:
+        """Turn to an item: to its row tiles, and to the keys and values of its heads."""
+        group, self.count = item.group, item.rows.stop - item.rows.start
+        self.members = group.count * cdiv(self.count, self.blocks.rows)
         if self._heads == (group.batch, group.kv_start):
             return
         self._heads, self._held = (group.batch, group.kv_start), {}
@@ -158,13 +163,12 @@ class Walk:
             self._held[place] = index
 
     def _load(self, index: int, place: int) -> None:
-        step = self.blocks.step
-        start = index * step * self.blocks.keys
+        held, first, size = (n * self.blocks.keys for n in (self.blocks.held, place, self.blocks.step))
         for source, tiles in zip(self._sources, (self.keys, self.values), strict=True):
-            some, there = tiles[:, place : place + step], source[:, start : start + step * self.blocks.keys]
-            for copy, matrix in zip(some.reshape(len(some), -1, some.shape[-1]), there, strict=True):
-                copy[: len(matrix)] = matrix
-                copy[len(matrix) :] = 0
+            there = source[:, index * size : (index + 1) * size]
+            copy = tiles.reshape(len(tiles), held, tiles.shape[-1])[:, first : first + size]
+            copy[:, : there.shape[1]] = there
+            copy[:, there.shape[1] :] = 0
 
     def by_run(self, part: Part, tiles: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield slots of a part, and the keys or values that belong there."""
@@ -173,25 +177,30 @@ class Walk:
             yield slots, tiles[:, place : place + slots.stop - slots.start]
 
     def load(
-        self, name: str, heads: int, matrices: np.ndarray, factors: Any, empty: np.ndarray | None = None
+        self, name: str, matrices: np.ndarray, factors: Any, empty: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return rows, (heads | 1, count, width), times `factors`, also transposed; missing and `empty` rows are 0."""
-        count, width = matrices.shape[1:]
-        upright = self.buffers.get(name, heads, self.blocks.rows, width)
-        np.multiply(matrices, factors, out=upright[:, :count], dtype=upright.dtype, casting="unsafe")
-        upright[:, count:] = 0
+        upright = self.buffers.get(name, self.members, self.blocks.rows, matrices.shape[-1])
+        flat = self.by_head(upright)
+        np.multiply(matrices, factors, out=flat[:, : self.count], dtype=flat.dtype, casting="unsafe")
+        flat[:, self.count :] = 0
         if empty is not None:
-            upright[:, :count][empty] = 0
-        transposed = self.buffers.get(f"{name} transposed", heads, width, self.blocks.rows)
+            flat[:, : self.count][empty] = 0
+        transposed = self.buffers.get(f"{name} transposed", self.members, matrices.shape[-1], self.blocks.rows)
         np.copyto(transposed, upright.swapaxes(1, 2))
         return upright, transposed
+
+    def by_head(self, array: np.ndarray) -> np.ndarray:
+        """Return an array of axes (members, rows, ...) with axes (heads, rows, ...)."""
+        tiles = cdiv(self.count, self.blocks.rows)
+        return array.reshape(self.members // tiles, tiles * self.blocks.rows, *array.shape[2:])
 
     def make_scores(
         self, item: Item, part: Part, q: np.ndarray, *, careful: bool
     ) -> tuple[np.ndarray, list[tuple[np.ndarray, TileMask]]]:
         """Return the scores of a part, and the tiles of them that hide something with what they hide.
 
-        q is (heads, width, rows), scaled.  Algorithms 2 and 4, lines 10 and 11: what is hidden is not yet.
+        q is (members, width, rows), scaled.  Algorithms 2 and 4, lines 10 and 11: what is hidden is not yet.
         """
         s = self.buffers.get("s", len(q), part.count, self.blocks.keys, self.blocks.rows)
         self._hold(part.index)
@@ -206,7 +215,8 @@ class Walk:
                 if careful:  # hidden even where the score itself is NaN
                     np.copyto(tile, -np.inf, where=bias == -np.inf)
         if careful:  # lest rows that do not exist, and see everything, lead NaN to the sums over rows
-            s[..., item.rows.stop - item.rows.start :] = -np.inf
+            by_head = s.reshape(item.group.count, -1, *s.shape[1:])
+            by_head[:, -1, ..., (self.count - 1) % self.blocks.rows + 1 :] = -np.inf
         return s, [(s[:, slot], mask()) for slot, mask in part.masks]
 
     def _ranges(self, part: Part) -> Iterator[tuple[slice, slice]]:
@@ -222,7 +232,7 @@ class Walk:
         wide, tall = bias.shape[2] > 1, bias.shape[1] > 1
         for keys, slots in self._ranges(part):
             tile = s[:, slots].reshape(len(s), -1, s.shape[-1])
-            tile = tile[:, : keys.stop - keys.start, : item.rows.stop - item.rows.start]
+            tile = tile[:, : keys.stop - keys.start, : self.count]
             yield tile, bias[:, item.rows if tall else slice(None), keys if wide else slice(None)].swapaxes(1, 2)
 
     def dropped(self, item: Item, part: Part) -> Iterator[tuple[tuple, np.ndarray]]:

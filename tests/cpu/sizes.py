@@ -12,10 +12,11 @@ from cuattn.io_model.sizes import cdiv
 
 _choose = blocks.choose
 
-# (rows, keys, heads together, key tiles at a time, steps of keys that are held)
+# (rows, keys, heads together, row tiles of a stack, key tiles at a time, steps of keys that are held)
 block_sizes = st.tuples(
     st.sampled_from((16, 32, 48)),
     st.sampled_from((16, 32, 80)),
+    st.integers(1, 3),
     st.integers(1, 3),
     st.integers(1, 6),
     st.sampled_from((1, 2, 100)),
@@ -23,14 +24,21 @@ block_sizes = st.tuples(
 
 
 @contextmanager
-def tiled(rows=16, keys=16, heads=2, step=3, steps=100, workers=1):
+def tiled(rows=16, keys=16, heads=2, stack=2, step=3, steps=100, workers=1):
     """Make the CPU backend walk over tiles of these sizes, however small the problem, on this many threads."""
 
     def choose(problem, masks):
         usual, tiles = _choose(problem, masks), cdiv(problem.n_keys, keys)
         together, at_a_time = min(heads, usual.heads), min(tiles, step)
         return blocks.Blocks(
-            rows, keys, together, at_a_time, min(tiles, steps * at_a_time), cdiv(problem.n_queries, rows), tiles
+            rows,
+            keys,
+            together,
+            stack if usual.stack > 1 else 1,
+            at_a_time,
+            min(tiles, steps * at_a_time),
+            cdiv(problem.n_queries, rows),
+            tiles,
         )
 
     with ExitStack() as patches:

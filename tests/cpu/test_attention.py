@@ -113,7 +113,7 @@ def test_skipped_tiles_change_no_bit(dtype):
     assert (exact.tile_states(16, 16) == 0).sum() > (vague.tile_states(16, 16) == 0).sum()
     results = []
     for mask in (exact, vague):
-        with tiled(16, 16, 1, 3, 2):
+        with tiled(16, 16, 1, step=2):
             fwd = cuattn.forward(q, k, v, mask=mask)
             grads = cuattn.backward(do, q, k, v, fwd, mask=mask)
         results.append((*fwd[:3], *grads))
@@ -155,7 +155,7 @@ def test_grouped_heads_equal_repeated_heads(dtype):
     rng = np.random.default_rng(5)
     q, do = (normal(rng, (2, 6, 70, 16), dtype) for _ in range(2))
     k, v = (normal(rng, (2, 2, 90, 16), dtype) for _ in range(2))
-    with tiled(16, 32, 1, 2, 1, workers=2):
+    with tiled(16, 32, 1, 2, 2, 1, workers=2):
         fwd = cuattn.forward(q, k, v, enable_gqa=True)
         grads = cuattn.backward(do, q, k, v, fwd, enable_gqa=True)
         repeated = [np.repeat(x, 3, axis=1) for x in (k, v)]
@@ -214,7 +214,7 @@ def test_scores_far_apart(scale):
     q = rng.standard_normal((1, 64, 8)).astype(FLOAT32)
     k = (rng.standard_normal((1, 200, 8)) * np.linspace(0.01, 1, 200)[:, None]).astype(FLOAT32)
     v = rng.standard_normal((1, 200, 8)).astype(FLOAT32)
-    with tiled(32, 16, 2, 4):
+    with tiled(32, 16, step=4):
         fwd = cuattn.forward(q, k, v, scale=scale)
     s = scale * (q.astype(np.float64) @ k.astype(np.float64).swapaxes(1, 2))
     m = s.max(-1)
@@ -348,7 +348,9 @@ def test_backward_scores_have_the_forwards_bits(case, sizes):
         s, masks = make(self, item, part, q, careful=careful)
         for first, slots in part.runs:
             for tile, slot in enumerate(range(slots.start, slots.stop), first):
-                found.append(((item.group, item.rows.start, tile), s[:, slot].copy()))
+                for head, of_head in enumerate(s[:, slot].reshape(item.group.count, -1, *s.shape[2:])):
+                    for row, of_row in enumerate(of_head.copy(), item.rows.start // self.blocks.rows):
+                        found.append(((item.group.batch, item.group.start + head, row, tile), of_row))
         return s, masks
 
     Walk.make_scores = spy
@@ -455,7 +457,7 @@ def test_the_keys_that_are_seen_are_copied_once_or_read_in_place(monkeypatch, dt
     x = np.random.default_rng(0).standard_normal((1, 640, 16)).astype(dtype)
     visible = np.zeros((640, 640), bool)
     visible[:, 64:128] = visible[300:, 384:] = True
-    with tiled(32, 32, 1, 2):
+    with tiled(32, 32, 1, step=2):
         cuattn.forward(x, x, x, mask=visible)
     assert sorted(loads) == ([] if dtype == np.float32 else [1, *range(6, 10)])
 
