@@ -80,7 +80,11 @@ def longest_of(vectors: np.ndarray, dtype: np.dtype | None = None) -> float:
 
 def product(weights: np.ndarray, data: np.ndarray, out: np.ndarray, *, careful: bool) -> np.ndarray:
     """Compute weights @ data, where something may not be a finite number with care for what is hidden."""
-    return selecting_product(weights, data, out) if careful else np.matmul(weights, data, out)
+    if careful:
+        return selecting_product(weights, data, out)
+    if weights.shape[-1] == 1:  # matmul would multiply without BLAS
+        return np.einsum("...ki,...id->...kd", weights, data, out=out)
+    return np.matmul(weights, data, out)
 
 
 def selecting_product(weights: np.ndarray, data: np.ndarray, out: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ from cuattn.cpu.arithmetic import (
     summed_to,
 )
 from cuattn.cpu.tiles import Part
-from cuattn.cpu.walk import END, Item, Task, Walk
+from cuattn.cpu.walk import END, Item, Tiles, Walk
 
 __all__ = ["BackwardWalk"]
 
@@ -33,7 +33,7 @@ __all__ = ["BackwardWalk"]
 class BackwardWalk(Walk):
     """Computes items of work in one thread: algorithm 4, with the loops exchanged."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Tiles) -> None:
         blocks, d, dv = task.blocks, task.problem.head_dim, task.problem.head_dim_v
         members = blocks.heads * blocks.stack
         shapes = {
@@ -124,12 +124,10 @@ class BackwardWalk(Walk):
     def _add(self, name: str, item: Item, part: Part, products: np.ndarray) -> None:
         """Add parts of dk or dv, (members, tiles, keys, width)."""
         total = item.group.of_keys(self.task.results[name])
-        for first, slots in part.runs:
-            target = total[:, first * self.blocks.keys : (first + slots.stop - slots.start) * self.blocks.keys]
-            some = products[:, slots].reshape(len(products), (slots.stop - slots.start) * self.blocks.keys, -1)[
-                :, : target.shape[1]
-            ]
-            target += summed_to(some, target.shape, target.dtype)
+        products = products.reshape(len(products), part.count * self.blocks.keys, -1)
+        for _, slots, keys in part.runs:
+            start, target = slots.start * self.blocks.keys, total[:, keys]
+            target += summed_to(products[:, start : start + keys.stop - keys.start], target.shape, target.dtype)
 
     def _add_dq(self, part: Part, ds: np.ndarray) -> None:
         members, count, _, rows = ds.shape

@@ -14,7 +14,7 @@ from cuattn.cpu.backward import BackwardWalk
 from cuattn.cpu.direct import Direct, WholeHeads, is_small, nanoseconds
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.forward import ForwardWalk
-from cuattn.cpu.walk import Task
+from cuattn.cpu.walk import Tiles
 from cuattn.masks.band_mask import BandMask
 from cuattn.masks.interval_mask import join
 from cuattn.plans import Plan
@@ -109,7 +109,7 @@ def plan(problem: Problem, operands: Arrays, masks: Sequence[Any]) -> Plan:
         shape, own = wanted[name]
         memory += math.prod(shape) * dtype.itemsize * (dtype != own)
     size, notes = (problem.n_queries, problem.n_keys), ["whole score matrices of several heads at a time"]
-    if isinstance(task, Task):
+    if isinstance(task, Tiles):
         blocks = task.blocks
         size, notes = (blocks.rows, blocks.keys), [f"up to {blocks.heads} heads x {blocks.step} tiles at a time"]
         memory += task.mask_bytes() + len(masks) * _TABLE_BYTES * problem.n_keys
@@ -175,16 +175,16 @@ def _is_broadcast(problem: Problem, operands: Arrays, name: str) -> bool:
 
 def _task(
     problem: Problem, operands: Arrays, masks: Sequence[Any], dropout: Dropout | None, results: Arrays
-) -> Task | WholeHeads:
-    make = WholeHeads if is_small(problem) else Task
-    return make(problem, operands, masks, dropout, results, shares=_shares(problem, operands))
+) -> Tiles | WholeHeads:
+    make = WholeHeads if is_small(problem) else Tiles
+    return make(problem, operands, masks, dropout, results, _shares(problem, operands))
 
 
-def _threads(task: Task | WholeHeads) -> int:
+def _threads(task: Tiles | WholeHeads) -> int:
     return threads.useful(sum(task.sizes), nanoseconds(task.problem))
 
 
-def _worker(task: Task | WholeHeads) -> Direct | ForwardWalk | BackwardWalk:
+def _worker(task: Tiles | WholeHeads) -> Direct | ForwardWalk | BackwardWalk:
     """Return what computes items of a task in one thread."""
     if isinstance(task, WholeHeads):
         return Direct(task)

@@ -7,7 +7,6 @@ so no key or value is copied (but to the precision of the sums).  References and
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import product as every
 from typing import Any, NamedTuple
@@ -20,15 +19,14 @@ from cuattn.cpu.arithmetic import (
     differentiate_softcap,
     exponential,
     exponentiate,
+    product,
     relative,
     row_weights,
-    selecting_product,
     summed_to,
 )
 from cuattn.cpu.blocks import place_of
 from cuattn.cpu.buffers import Buffers
-from cuattn.cpu.dropout import Dropout
-from cuattn.cpu.threads import Turns
+from cuattn.cpu.task import Task
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
 
@@ -45,7 +43,6 @@ _LINES = 128  # keys that may be added up one by one
 _FOLDED = 1 << 13  # scores of a head from which it is quicker to compare halves than lines
 
 Index = tuple[slice, ...]  # into axes (*batch, kv_heads)
-Arrays = Mapping[str, np.ndarray]
 
 
 class Layout(NamedTuple):
@@ -56,7 +53,9 @@ class Layout(NamedTuple):
 
 
 def is_small(problem: Problem) -> bool:
-    """Whether whole score matrices are to be made."""
+    """Whether whole score matrices are to be made; with dropout, which takes most of the time then, they are not."""
+    if problem.dropout:
+        return False
     rows = problem.group * problem.n_queries
     return rows * problem.n_keys <= (_MOST_OF_FEW if rows <= _FEW else _MOST)
 
@@ -98,21 +97,24 @@ def _batches(shape: tuple[int, ...], most: int) -> list[Index]:
     return [(part, *rest) for part in slices for rest in _batches(shape[1:], most)]
 
 
-class WholeHeads:
-    """A call by whole heads: its items of work, and what makes workers; see :class:`cuattn.cpu.walk.Task`."""
+class WholeHeads(Task):
+    """A call by whole heads."""
 
-    def __init__(
-        self, problem: Problem, operands: Arrays, masks: Sequence[Any], dropout: Dropout | None, results: Arrays,
-        *, shares: bool,
-    ) -> None:  # fmt: skip
-        self.problem, self.masks, self.dropout = problem, masks, dropout
-        self.batches, self.shapes = layout(problem)
-        self.sizes, self.turns, self.shares = [len(self.batches)], Turns(), shares
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.batches, self.shapes = layout(self.problem)
+        self.sizes = [len(self.batches)]
         # Arrays of axes (*batch, heads, ...) get axes (*batch, kv_heads, group, ...).
         self.operands, self.results = (
             {name: x if name.removeprefix("d") in ("k", "v") else self._grouped(x) for name, x in arrays.items()}
-            for arrays in (operands, results)
+            for arrays in (self.operands, self.results)
         )
+        self.low = False  # whether a bias makes scores as good as hidden
+        if (bias := self.operands.get("bias")) is not None:
+            self.low = not bias.min() > _LOW
+            bias = np.moveaxis(bias, -1, -3)  # as scores are
+            of_all = bias.size == bias.shape[-3] * bias.shape[-1]
+            self.operands["bias"] = np.ascontiguousarray(bias) if of_all else bias
 
     def _grouped(self, x: np.ndarray) -> np.ndarray:
         axis, group = len(self.problem.batch), self.problem.group
@@ -128,27 +130,21 @@ class Direct:
     """Computes batches of heads in one thread: algorithms 1 and 3, with references as in the walks."""
 
     def __init__(self, task: WholeHeads) -> None:
-        self.task, self.problem, self.operands, self.results = task, task.problem, task.operands, task.results
+        self.task, self.problem, self.operands = task, task.problem, task.operands
         self.buffers, self.dtype = Buffers(self.problem.stat_dtype, task.shapes), self.problem.stat_dtype
         self.rows = self.problem.group * self.problem.n_queries
-        self.factor = self.problem.scale / (self.problem.softcap or 1)
-        self._low = False  # whether a bias makes scores as good as hidden
-        if (bias := self.operands.get("bias")) is not None:
-            self._low = not bias.min() > _LOW
-            if bias.size == bias.shape[-2] * bias.shape[-1]:  # of all heads: transposed once
-                bias = np.ascontiguousarray(bias.swapaxes(-1, -2)).swapaxes(-1, -2)
-            self.operands = {**self.operands, "bias": bias}
+        self._compute = self._forward if self.problem.operation == "forward" else self._backward
         self._shown_by = lru_cache(1)(self._shown)
 
     def __call__(self, item: tuple[Index, int]) -> None:
         """Compute a batch; again, with care for what is hidden, if something is not a finite number."""
         index, number = item
-        compute = self._forward if self.problem.operation == "forward" else self._backward
-        results = compute(index, careful=False) or compute(index, careful=True)
+        self.lead = [part.stop - part.start for part in index]
+        results = self._compute(index, careful=False) or self._compute(index, careful=True)
         if self.task.shares:
             self.task.turns.wait((), number)
         for name, part in results.items():
-            target = self.take(self.results[name], index)
+            target = self.take(self.task.results[name], index)
             if self.task.shares:
                 target += summed_to(part, target.shape, target.dtype)
             else:
@@ -166,38 +162,35 @@ class Direct:
 
     def load(self, name: str, index: Index, factors: Any, empty: np.ndarray | None = None) -> np.ndarray:
         """Return the rows of q or do of a batch, (..., rows, width), times `factors`; `empty` rows are 0."""
-        source, lead = self.take(self.operands[name], index), [part.stop - part.start for part in index]
-        rows = self.buffers.get(name, *lead, self.problem.group, *source.shape[-2:])
+        source = self.take(self.operands[name], index)
+        rows = self.buffers.get(name, *self.lead, self.problem.group, *source.shape[-2:])
         np.multiply(source, factors, rows, dtype=self.dtype, casting="unsafe")
         if empty is not None:
             rows[empty] = 0
-        return rows.reshape(*lead, self.rows, rows.shape[-1])
+        return rows.reshape(*self.lead, self.rows, rows.shape[-1])
 
-    def by_group(self, s: np.ndarray) -> np.ndarray:
-        """Return (..., width, rows) as (..., group, queries, width)."""
-        s = s.reshape(*s.shape[:-1], self.problem.group, self.problem.n_queries)
-        return s.swapaxes(-3, -2).swapaxes(-2, -1)
-
-    def product_with(self, name: str, index: Index, rows: np.ndarray, of_rows: str, out: str) -> np.ndarray:
-        """Return keys or values times rows, (..., keys, rows); these are copied where products are slower without."""
+    def products(self, out: str, keys: np.ndarray, name: str, rows: np.ndarray) -> np.ndarray:
+        """Return keys or values times rows of q or do, (..., keys, rows)."""
         view = rows.swapaxes(-1, -2)
         if self.rows >= _COPIED:
-            copy = self.buffers.get(f"{of_rows} transposed", *view.shape)
+            copy = self.buffers.get(f"{name} transposed", *view.shape)
             np.copyto(copy, view)
             view = copy
-        return np.matmul(
-            self.of_keys(name, index), view, self.buffers.get(out, *rows.shape[:-2], self.problem.n_keys, self.rows)
-        )
+        return np.matmul(keys, view, self.buffers.get(out, *self.lead, self.problem.n_keys, self.rows))
 
-    def scores(self, index: Index, *, careful: bool) -> np.ndarray:
+    def by_group(self, s: np.ndarray) -> np.ndarray:
+        """Return (..., keys, rows) as (..., keys, group, queries)."""
+        return s.reshape(*s.shape[:-1], self.problem.group, self.problem.n_queries)
+
+    def scores(self, index: Index, q: np.ndarray, *, careful: bool) -> np.ndarray:
         """Return the scores of a batch: algorithm 2, lines 10 and 11; what masks hide is not yet."""
-        s = self.product_with("k", index, self.q, "q", "s")
+        s = self.products("s", self.of_keys("k", index), "q", q)
         if self.problem.softcap is not None:
             self.tanh = np.tanh(s, self.buffers.get("tanh", *s.shape))
             np.multiply(self.tanh, self.problem.softcap, s)
         if "bias" in self.operands:
-            bias, target = self.take(self.operands["bias"], index), self.by_group(s)
-            target += np.ascontiguousarray(bias.swapaxes(-1, -2)).swapaxes(-1, -2)
+            bias, target = np.ascontiguousarray(self.take(self.operands["bias"], index)), self.by_group(s)
+            target += bias
             if careful:  # hidden even where the score itself is NaN
                 np.copyto(target, -np.inf, where=bias == -np.inf)
         return s
@@ -205,29 +198,8 @@ class Direct:
     def exponentials(self, s: np.ndarray, reference: np.ndarray | None, *, low: bool) -> np.ndarray:
         """Replace the scores of a batch by exponentials relative to (..., rows), or to 0: algorithm 2, line 12."""
         if reference is not None:
-            s -= reference.reshape(*s.shape[:-2], 1, self.rows)
+            s -= reference.reshape(*self.lead, 1, self.rows)
         return relative(s) if low or reference is not None else exponentiate(s)
-
-    def shown(self, index: Index) -> np.ndarray:
-        """Return the bits of what the heads of a batch see, which broadcast to (..., group, queries, keys)."""
-        *batch, kv = index
-        group, masks = self.problem.group, self.task.masks
-        ranges = [range(part.start, part.stop) for part in (*batch, slice(kv.start * group, kv.stop * group))]
-        if all(math.prod(mask.leading) == 1 for mask in masks):
-            ranges = [part[:1] for part in ranges]
-        shown = [self._shown_by(tuple([mask.instance(head) for mask in masks])) for head in every(*ranges)]
-        if all(one is shown[0] for one in shown):
-            return shown[0].T
-        lead = [len(part) for part in ranges[:-1]]
-        stacked = np.array(shown).reshape(*lead, kv.stop - kv.start, group, *shown[0].shape)
-        return stacked.swapaxes(-1, -2)
-
-    def _shown(self, instances: tuple) -> np.ndarray:
-        problem, hidden = self.problem, np.zeros((1, 1), bool)
-        for mask, instance in zip(self.task.masks, instances, strict=True):
-            hidden = hidden | mask.hidden(instance, slice(0, problem.n_queries), slice(0, problem.n_keys))
-        hidden = np.broadcast_to(hidden, (problem.n_keys, problem.n_queries))
-        return np.subtract(hidden, 1, dtype=np.dtype(f"u{self.dtype.itemsize}"), casting="unsafe")
 
     def hide(self, s: np.ndarray, index: Index, value: float = 0.0) -> None:
         """Set what masks hide to a number."""
@@ -238,6 +210,25 @@ class Direct:
             if value:
                 bits |= ~shown & np.array(value, s.dtype).view(shown.dtype)
 
+    def shown(self, index: Index) -> np.ndarray:
+        """Return the bits of what the heads of a batch see, which broadcast to (..., keys, group, queries)."""
+        *batch, kv = index
+        group, masks = self.problem.group, self.task.masks
+        ranges = [range(part.start, part.stop) for part in (*batch, slice(kv.start * group, kv.stop * group))]
+        if all(math.prod(mask.leading) == 1 for mask in masks):
+            ranges = [part[:1] for part in ranges]
+        shown = [self._shown_by(tuple([mask.instance(head) for mask in masks])) for head in every(*ranges)]
+        if all(one is shown[0] for one in shown):
+            return shown[0][:, None]
+        return np.moveaxis(np.array(shown).reshape(*self.lead, group, *shown[0].shape), -3, -2)
+
+    def _shown(self, instances: tuple) -> np.ndarray:
+        problem, hidden = self.problem, np.zeros((1, 1), bool)
+        for mask, instance in zip(self.task.masks, instances, strict=True):
+            hidden = hidden | mask.hidden(instance, slice(0, problem.n_queries), slice(0, problem.n_keys))
+        hidden = np.broadcast_to(hidden, (problem.n_keys, problem.n_queries))
+        return np.subtract(hidden, 1, dtype=np.dtype(f"u{self.dtype.itemsize}"), casting="unsafe")
+
     def fold(self, ufunc: np.ufunc, s: np.ndarray) -> np.ndarray:
         """Reduce (..., keys, rows) over the keys: by halves, a sum's error grows with their number's logarithm."""
         keys, rows = s.shape[-2:]
@@ -245,7 +236,7 @@ class Direct:
             return ufunc.reduce(s[..., 0], -1)[..., None]
         if keys * rows < _FOLDED and keys <= _LINES:
             return ufunc.reduce(s, -2)
-        folded = self.buffers.get("half", *s.shape[:-2], keys // 2, rows)
+        folded = self.buffers.get("half", *self.lead, keys // 2, rows)
         while keys > 1:
             half = keys // 2
             ufunc(s[..., :half, :], s[..., half : 2 * half, :], out=folded[..., :half, :])
@@ -254,43 +245,26 @@ class Direct:
             s, keys = folded, half
         return s[..., 0, :].copy()
 
-    def drop(self, index: Index, array: np.ndarray, kept: list[np.ndarray]) -> None:
-        """Set the dropped elements of an array of scores' shape to 0."""
-        lead = [range(part.stop - part.start) for part in index]
-        for where, of_head in zip(every(*lead, range(self.problem.group)), kept, strict=False):
-            np.copyto(self.by_group(array)[where], 0, where=~of_head)
-
-    def kept(self, index: Index) -> list[np.ndarray]:
-        """Return which elements of each head of a batch dropout keeps, (queries, keys)."""
-        if self.task.dropout is None:
-            return []
-        *batch, kv = [range(part.start, part.stop) for part in index]
-        heads = range(kv.start * self.problem.group, kv.stop * self.problem.group)
-        rows, keys = slice(0, self.problem.n_queries), slice(0, self.problem.n_keys)
-        return [self.task.dropout.kept((*where,), head, rows, keys) for *where, head in every(*batch, heads)]
-
     def _forward(self, index: Index, *, careful: bool) -> dict[str, np.ndarray] | None:
         """Return o and, if they are wanted, l and m of a batch; None where care is needed."""
-        self.q = self.load("q", index, self.factor)
-        s = self.scores(index, careful=careful)
-        hides, reference = bool(self.task.masks), None
-        if hides and not self.problem.statistics and not self._low and max(s.max(), -s.min()) <= WINDOW:
-            p, m = exponentiate(s), np.zeros((), s.dtype)
+        s = self.scores(index, self.load("q", index, self.task.factor), careful=careful)
+        hides, low, reference = bool(self.task.masks), self.task.low, None
+        if hides and not self.problem.statistics and not low and max(s.max(), -s.min()) <= WINDOW:
+            p, m = exponentiate(s), s
             self.hide(p, index)
         else:
             self.hide(s, index, -np.inf)
             m = self.fold(np.maximum, s)
             if not np.abs(m).max() <= WINDOW:
                 reference = np.where((np.abs(m) <= WINDOW) | (m == -np.inf) | np.isnan(m), 0, m)
-            p = self.exponentials(s, reference, low=hides or self._low)
+            p = self.exponentials(s, reference, low=hides or low)
         l = self.fold(np.add, p)
-        self.drop(index, p, self.kept(index))
         o = self.buffers.get("o", *l.shape, self.problem.head_dim_v)
-        _product(p.swapaxes(-1, -2), self.of_keys("v", index), o, careful=careful)
+        product(p.swapaxes(-1, -2), self.of_keys("v", index), o, careful=careful)
         if not (careful or (np.isfinite(o).all() and np.isfinite(l).all())):
             return None
-        empty = l == 0 if hides or self._low else False
-        o *= (self.dtype.type(self.problem.dropout_scale) / np.where(empty, 1, l))[..., None]
+        empty = l == 0 if hides or low else False
+        o /= np.where(empty, 1, l)[..., None]
         if not self.problem.statistics:
             return {"o": o}
         relative_to = exponential(m if reference is None else m - reference)
@@ -298,39 +272,25 @@ class Direct:
 
     def _backward(self, index: Index, *, careful: bool) -> dict[str, np.ndarray] | None:
         """Return the gradients of a batch; None where care is needed."""
-        problem, lead = self.problem, [part.stop - part.start for part in index]
+        problem, get = self.problem, self.buffers.get
         names = [name for name in ("do", "o", "l", "m", "dlse") if name in self.operands]
-        weights = row_weights({name: self.take(self.operands[name], index) for name in names}, problem.dropout_scale)
-        self.q = self.load("q", index, self.factor, weights.empty)
-        p = self.exponentials(self.scores(index, careful=careful), weights.reference, low=self._low)
+        weights = row_weights({name: self.take(self.operands[name], index) for name in names}, 1.0)
+        q = self.load("q", index, self.task.factor, weights.empty)
+        p = self.exponentials(self.scores(index, q, careful=careful), weights.reference, low=self.task.low)
         self.hide(p, index)
         do = self.load("do", index, weights.factors, weights.empty)
-        ds = self.product_with("v", index, do, "do", "ds")
-        kept = self.kept(index)
-        self.drop(index, ds, kept)
-        differentiate_scores(ds, p, weights.delta.reshape(*lead, 1, self.rows), careful=careful)
-        self.drop(index, p, kept)
-        dv = self.buffers.get("dv", *lead, problem.n_keys, problem.head_dim_v)
-        results = {"dv": _product(p, do, dv, careful=careful)}
-        if "dbias" in self.results:
-            like = self.take(self.results["dbias"], index)
+        ds = self.products("ds", self.of_keys("v", index), "do", do)
+        differentiate_scores(ds, p, weights.delta.reshape(*self.lead, 1, self.rows), careful=careful)
+        results = {"dv": product(p, do, get("dv", *p.shape[:-1], problem.head_dim_v), careful=careful)}
+        if "dbias" in self.task.results:
+            dbias, like = np.moveaxis(self.by_group(ds), -3, -1), self.take(self.task.results["dbias"], index)
             dtype = np.float64 if 1 in like.shape[-2:] else self.dtype
-            results["dbias"] = summed_to(self.by_group(ds), like.shape, dtype).copy()  # as ds may change
+            results["dbias"] = summed_to(dbias, like.shape, dtype).copy()  # as ds may change
         if problem.softcap is not None:
             differentiate_softcap(ds, self.tanh, problem.softcap, careful=careful)
-        dk, dq = self.buffers.get("dk", *lead, problem.n_keys, problem.head_dim), self.buffers.get("dq", *self.q.shape)
-        results["dk"] = _product(ds, self.q, dk, careful=careful)
-        _product(ds.swapaxes(-1, -2), self.of_keys("k", index), dq, careful=careful)
-        dq *= self.dtype.type(self.factor)
-        results["dq"] = dq.reshape(*lead, problem.group, problem.n_queries, problem.head_dim)
-        if not careful and not all(np.isfinite(results[name]).all() for name in ("dq", "dk", "dv")):
+        results["dk"] = product(ds, q, get("dk", *p.shape[:-1], problem.head_dim), careful=careful)
+        dq = product(ds.swapaxes(-1, -2), self.of_keys("k", index), get("dq", *q.shape), careful=careful)
+        if not (careful or all(np.isfinite(x).all() for x in (results["dv"], results["dk"], dq))):
             return None
-        return results
-
-
-def _product(weights: np.ndarray, rows: np.ndarray, out: np.ndarray, *, careful: bool) -> np.ndarray:
-    if careful:
-        return selecting_product(weights, rows, out)
-    if weights.shape[-1] == 1:  # matmul would multiply without BLAS
-        return np.einsum("...ki,...id->...kd", weights, rows, out=out)
-    return np.matmul(weights, rows, out)
+        dq *= self.dtype.type(self.task.factor)
+        return results | {"dq": dq.reshape(*self.lead, problem.group, problem.n_queries, problem.head_dim)}

@@ -11,7 +11,7 @@ import numpy as np
 
 from cuattn.cpu.arithmetic import WINDOW, exponential, exponentiate, longest_of, lowest, relative, selecting_product
 from cuattn.cpu.tiles import Part
-from cuattn.cpu.walk import Item, Task, Walk
+from cuattn.cpu.walk import Item, Tiles, Walk
 
 __all__ = ["ForwardWalk"]
 
@@ -21,7 +21,7 @@ _LANES = 16  # keys whose scores are compared at once; they divide every block o
 class ForwardWalk(Walk):
     """Computes items of work in one thread: algorithm 2, with the loops exchanged."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Tiles) -> None:
         blocks, columns = task.blocks, task.problem.head_dim_v + 1
         members = blocks.heads * blocks.stack
         shapes = {

@@ -11,7 +11,8 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 
 import numpy as np
@@ -125,9 +126,8 @@ class Dispatcher:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._lock = threading.Lock()
-        self._sizes = sizes
-        self._next = [0] * len(sizes)
-        self._unopened = iter(range(len(sizes)))
+        self._sizes, self._next = sizes, [0] * len(sizes)
+        self._unopened = iter([group for group, size in enumerate(sizes) if size])
         self._open: set[int] = set()
         self._stopped = False
 
@@ -137,24 +137,16 @@ class Dispatcher:
         ``prepare(group, item)`` runs under the lock, so in the order of the items of each group.
         """
         with self._lock:
-            if self._stopped:
-                return None
             if group not in self._open:
-                group = self._enter()
+                group = next(self._unopened, None)
                 if group is None:
-                    return None
+                    group = max(self._open, key=lambda g: self._sizes[g] - self._next[g], default=None)
+            if self._stopped or group is None:
+                return None
             item = self._next[group]
             self._next[group] += 1
-            if self._next[group] == self._sizes[group]:
-                self._open.discard(group)
+            (self._open.add if self._next[group] < self._sizes[group] else self._open.discard)(group)
             return group, prepare(group, item)
-
-    def _enter(self) -> int | None:
-        for group in self._unopened:
-            if self._sizes[group]:
-                self._open.add(group)
-                return group
-        return max(self._open, key=lambda g: self._sizes[g] - self._next[g], default=None)
 
     def stop(self) -> None:
         """Hand out nothing more."""
@@ -189,24 +181,23 @@ def run(
             dispatcher.stop()
             on_error()
 
-    helpers: list[threading.Thread] = []
     with single_threaded_blas():
-        try:
-            for n in range(1, threads):
-                helper = threading.Thread(target=loop, name=f"cuattn-{n}", daemon=True)
-                helpers.append(helper)
-                helper.start()
-        except RuntimeError:  # the system has no more threads to give: those that there are do the work
-            helpers.pop()
-        loop()
-        try:
-            for helper in helpers:
-                helper.join()
-        except BaseException:  # interrupted: the BLAS setting must outlive the helpers
-            dispatcher.stop()
-            on_error()
-            for helper in helpers:
-                helper.join()
-            raise
+        if threads == 1:
+            loop()
+        else:
+            _on_threads(loop, threads, dispatcher.stop)
     if errors:
         raise errors[0]
+
+
+def _on_threads(loop: Callable[[], None], threads: int, stop: Callable[[], None]) -> None:
+    """Run a function that raises nothing in the caller's thread and in new ones."""
+    try:
+        with ThreadPoolExecutor(threads - 1, thread_name_prefix="cuattn-") as pool:
+            with suppress(RuntimeError):  # the system has no more threads to give: those that there are do the work
+                for _ in range(1, threads):
+                    pool.submit(loop)
+            loop()
+    except BaseException:  # interrupted while it waits for the others
+        stop()
+        raise

@@ -36,20 +36,26 @@ class TileMask:
     """
 
     def __init__(self, shown: np.ndarray) -> None:
-        touched = np.flatnonzero(~np.bitwise_and.reduce(shown, axis=1))  # all other keys hide nothing
-        self._keys = slice(touched[0], touched[-1] + 1) if len(touched) else slice(0, 0)
-        self._shown = shown[self._keys]
+        self._shown = shown
 
     def zero(self, tile: np.ndarray) -> None:
         """Set the hidden elements of a tile, (..., keys, rows), to 0."""
-        bits = tile[..., self._keys, :].view(self._shown.dtype)
+        bits = tile.view(self._shown.dtype)
         np.bitwise_and(bits, self._shown, bits)
 
     def fill(self, tile: np.ndarray, value: float) -> None:
         """Set the hidden elements of a tile to a number."""
-        bits = tile[..., self._keys, :].view(self._shown.dtype)
-        np.bitwise_and(bits, self._shown, bits)
+        self.zero(tile)
+        bits = tile.view(self._shown.dtype)
         np.bitwise_or(bits, ~self._shown & np.array(value, tile.dtype).view(self._shown.dtype), bits)
+
+
+class Run(NamedTuple):
+    """Neighbouring key tiles."""
+
+    first: int
+    slots: slice  # theirs, among those of the part
+    keys: slice  # that exist
 
 
 class Part(NamedTuple):
@@ -57,7 +63,7 @@ class Part(NamedTuple):
 
     index: int  # of the step
     count: int
-    runs: tuple[tuple[int, slice], ...]  # of neighbours the first tile, and their slots among those of the part
+    runs: tuple[Run, ...]
     masks: tuple[tuple[int, Callable[[], TileMask]], ...]  # what hides elements, by slot
 
 
@@ -100,7 +106,7 @@ class Visibility:
         for row, tile in zip(*(index.tolist() for index in np.nonzero(states)), strict=True):
             steps[row].setdefault(tile // blocks.step, []).append(tile)
         return [
-            tuple([_part(index, tiles, of_row) for index, tiles in by_step.items()])
+            tuple([self._part(index, tiles, of_row) for index, tiles in by_step.items()])
             for by_step, of_row in zip(steps, hidden, strict=True)
         ]
 
@@ -142,13 +148,12 @@ class Visibility:
             full[:there] &= mask.shown(instance, blocks.rows, blocks.keys, row_tile, tile, ramp)[:there]
         return TileMask(full)
 
-
-def _part(index: int, tiles: list[int], hidden: dict[int, Callable[[], TileMask]]) -> Part:
-    """Return the part of a step with these tiles."""
-    runs = [[slot for slot, _ in run] for _, run in groupby(enumerate(tiles), lambda pair: pair[1] - pair[0])]
-    return Part(
-        index,
-        len(tiles),
-        tuple([(tiles[run[0]], slice(run[0], run[-1] + 1)) for run in runs]),
-        tuple([(slot, hidden[tile]) for slot, tile in enumerate(tiles) if tile in hidden]),
-    )
+    def _part(self, index: int, tiles: list[int], hidden: dict[int, Callable[[], TileMask]]) -> Part:
+        """Return the part of a step with these tiles."""
+        runs, size = [], self._blocks.keys
+        for _, run in groupby(enumerate(tiles), lambda pair: pair[1] - pair[0]):
+            (slot, first), *_, (last_slot, last) = list(run) * 2
+            keys = slice(first * size, min((last + 1) * size, self._problem.n_keys))
+            runs.append(Run(first, slice(slot, last_slot + 1), keys))
+        masks = [(slot, hidden[tile]) for slot, tile in enumerate(tiles) if tile in hidden]
+        return Part(index, len(tiles), tuple(runs), tuple(masks))

@@ -7,7 +7,7 @@ statistics of a row then run down an axis along which NumPy reduces whole regist
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,13 +16,12 @@ import numpy as np
 from cuattn.cpu.arithmetic import WINDOW, longest_of
 from cuattn.cpu.blocks import HeadGroup, choose, head_groups
 from cuattn.cpu.buffers import Buffers
-from cuattn.cpu.dropout import Dropout
-from cuattn.cpu.threads import Turns
+from cuattn.cpu.task import Task
 from cuattn.cpu.tiles import Part, TileMask, Visibility
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
 
-__all__ = ["END", "Item", "Task", "Walk", "reads_in_place"]
+__all__ = ["END", "Item", "Tiles", "Walk", "reads_in_place"]
 
 END = -1  # what an item of a backward adds to when it ends, in place of a step
 Arrays = Mapping[str, np.ndarray]
@@ -38,35 +37,18 @@ class Item(NamedTuple):
     numbers: tuple[int, ...] = ()  # and its turns at them: part by part, and at the end
 
 
-class Task:
-    """A call by tiles: its problem, its arrays, its items of work, and what all threads know of them.
+class Tiles(Task):
+    """A call by tiles, and what all threads know of them."""
 
-    Parameters
-    ----------
-    problem : Problem
-    operands : dict of ndarray
-    masks : sequence of Mask
-        The problem's band among them.
-    dropout : Dropout or None
-    results : dict of ndarray
-        o and, if they are wanted, l and m, to write to; or what a backward's dq, dk, dv and dbias are added to.
-    shares : bool
-        Whether items of any heads add to the same sums.
-    """
-
-    def __init__(
-        self, problem: Problem, operands: Arrays, masks: Sequence[Any], dropout: Dropout | None, results: Arrays,
-        *, shares: bool,
-    ) -> None:  # fmt: skip
-        self.problem, self.operands, self.dropout, self.results = problem, operands, dropout, results
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        problem, masks = self.problem, self.masks
         self.blocks = choose(problem, masks)
         self.visibility = Visibility(problem, masks, self.blocks)
-        self.factor = problem.scale / (problem.softcap or 1)
-        self.turns, self._shares = Turns(), shares
-        self.owns_q = operands["q"].shape[:-2] == (*problem.batch, problem.heads)
+        self.owns_q = self.operands["q"].shape[:-2] == (*problem.batch, problem.heads)
         groups = list(head_groups(problem, self.blocks.heads))
         # What adds to common sums is handed out in one order.
-        self._groups = [[group for some in groups for group in some]] if shares else groups
+        self._groups = [[group for some in groups for group in some]] if self.shares else groups
         self._stacks = cdiv(self.blocks.row_tiles, self.blocks.stack)
         self.sizes = [len(some) * self._stacks for some in self._groups]
         self._max_norms: dict[tuple, float] = {}
@@ -79,7 +61,7 @@ class Task:
         item = Item(group, slice(stack * size, min((stack + 1) * size, self.problem.n_queries)), parts)
         if self.problem.operation == "forward":
             return item
-        line = () if self._shares else (*group.batch, group.kv_start)
+        line = () if self.shares else (*group.batch, group.kv_start)
         steps = (*(part.index for part in parts), END)
         return item._replace(line=line, numbers=tuple([self.turns.take_number((line, step)) for step in steps]))
 
@@ -125,7 +107,7 @@ class Walk:
         In the precision of the sums.
     """
 
-    def __init__(self, task: Task, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, task: Tiles, shapes: dict[str, tuple[int, ...]]) -> None:
         self.task, self.problem, self.blocks = task, task.problem, task.blocks
         blocks, d, dv = self.blocks, self.problem.head_dim, self.problem.head_dim_v
         members = blocks.heads * blocks.stack
@@ -172,7 +154,7 @@ class Walk:
 
     def by_run(self, part: Part, tiles: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield slots of a part, and the keys or values that belong there."""
-        for first, slots in part.runs:
+        for first, slots, _ in part.runs:
             place = first % tiles.shape[1]
             yield slots, tiles[:, place : place + slots.stop - slots.start]
 
@@ -219,25 +201,19 @@ class Walk:
             by_head[:, -1, ..., (self.count - 1) % self.blocks.rows + 1 :] = -np.inf
         return s, [(s[:, slot], mask()) for slot, mask in part.masks]
 
-    def _ranges(self, part: Part) -> Iterator[tuple[slice, slice]]:
-        """Yield neighbouring keys that exist, and their slots."""
-        for first, slots in part.runs:
-            stop = (first + slots.stop - slots.start) * self.blocks.keys
-            yield slice(first * self.blocks.keys, min(stop, self.problem.n_keys)), slots
-
     def bias_of(
         self, bias: np.ndarray, item: Item, part: Part, s: np.ndarray
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield elements of scores, (heads, keys, rows), and those of a bias (each axis may be 1) for them."""
         wide, tall = bias.shape[2] > 1, bias.shape[1] > 1
-        for keys, slots in self._ranges(part):
+        for _, slots, keys in part.runs:
             tile = s[:, slots].reshape(len(s), -1, s.shape[-1])
             tile = tile[:, : keys.stop - keys.start, : self.count]
             yield tile, bias[:, item.rows if tall else slice(None), keys if wide else slice(None)].swapaxes(1, 2)
 
     def dropped(self, item: Item, part: Part) -> Iterator[tuple[tuple, np.ndarray]]:
         """Yield which elements dropout takes from a part: an index of tiles of it, and bool (keys, rows) of these."""
-        for keys, slots in self._ranges(part):
+        for _, slots, keys in part.runs:
             for head in range(item.group.count):
                 kept = self.task.dropout.kept(item.group.batch, item.group.start + head, item.rows, keys)
                 yield (head, slots), ~kept.T

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import cuattn
 from cuattn.cpu.arithmetic import WINDOW
 from cuattn.cpu.forward import ForwardWalk
-from cuattn.cpu.walk import Task, Walk
+from cuattn.cpu.walk import Tiles, Walk
 from tests import oracle
 from tests.cpu.sizes import block_sizes, tiled, ways, whole_heads
 from tests.strategies import DTYPES, cases, normal
@@ -346,7 +346,7 @@ def test_backward_scores_have_the_forwards_bits(case, sizes):
 
     def spy(self, item, part, q, *, careful):
         s, masks = make(self, item, part, q, careful=careful)
-        for first, slots in part.runs:
+        for first, slots, _ in part.runs:
             for tile, slot in enumerate(range(slots.start, slots.stop), first):
                 for head, of_head in enumerate(s[:, slot].reshape(item.group.count, -1, *s.shape[2:])):
                     for row, of_row in enumerate(of_head.copy(), item.rows.start // self.blocks.rows):
@@ -375,7 +375,7 @@ def test_the_bound_changes_no_bit(case, sizes):
     with tiled(*sizes):
         bounded, alone = cuattn.forward(q, k, v, **options), cuattn.attention(q, k, v, **options)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Task, "bounded", lambda self, longest_q, group: False)
+            patch.setattr(Tiles, "bounded", lambda self, longest_q, group: False)
             searched, searched_alone = cuattn.forward(q, k, v, **options), cuattn.attention(q, k, v, **options)
     assert_same_bits(bounded[:3], searched[:3])
     np.testing.assert_array_equal(alone, bounded.o)

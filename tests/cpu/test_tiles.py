@@ -55,7 +55,9 @@ def test_visited_tiles_hold_all_that_is_visible_and_nothing_visible_is_hidden(ca
 
 def _mark(seen, part, blocks):
     """Set what a part shows to 1."""
-    tiles = [(first + n, slot) for first, slots in part.runs for n, slot in enumerate(range(slots.start, slots.stop))]
+    tiles = [
+        (first + n, slot) for first, slots, _ in part.runs for n, slot in enumerate(range(slots.start, slots.stop))
+    ]
     assert [slot for _, slot in tiles] == list(range(part.count))
     assert {tile // blocks.step for tile, _ in tiles} == {part.index}
     shown = np.ones((part.count, blocks.keys, blocks.rows), np.float32)

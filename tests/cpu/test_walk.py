@@ -11,7 +11,7 @@ from cuattn.cpu.arithmetic import differentiate_softcap, selecting_product, summ
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.forward import ForwardWalk
-from cuattn.cpu.walk import Task, reads_in_place
+from cuattn.cpu.walk import Tiles, reads_in_place
 from tests.cpu.problems import problem_of
 
 
@@ -32,7 +32,7 @@ def test_rows_are_scaled_transposed_and_padded():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 40, 8)).astype(np.float16)
     problem, operands, masks = problem_of(x, x, x)
-    task = Task(problem, operands, masks, None, {}, shares=False)
+    task = Tiles(problem, operands, masks, None, {}, False)
     walk = ForwardWalk(task)
     empty = np.zeros((2, 40), bool)
     x[1, 7], empty[1, 7] = np.nan, True
