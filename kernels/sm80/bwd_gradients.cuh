@@ -1,6 +1,6 @@
 // dK and dV of one block on their way to memory: over very many rows in parts, from blocks that share their keys, and at the end.
 #pragma once
-#include "ptx/red.cuh"
+#include "ptx/global.cuh"
 #include "sm80/bwd_keys.cuh"
 
 namespace sm80 {

@@ -2,8 +2,8 @@
 #pragma once
 #include "sm80/tile.cuh"
 #include "attn/score.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/opaque.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/tma.cuh"
 #include "sm80/bwd_head.cuh"
 #include "sm80/bwd_layout.cuh"

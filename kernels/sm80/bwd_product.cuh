@@ -4,8 +4,8 @@
 // results; a and b are the warp's parts of the tiles, stride_a and stride_b their rows in bytes.
 #pragma once
 #include "sm80/mma_f64.cuh"
-#include "ptx/ldmatrix.cuh"
-#include "ptx/opaque.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/registers.cuh"
 #include "sm80/bwd_fragments.cuh"
 #include "sm80/bwd_split.cuh"
 

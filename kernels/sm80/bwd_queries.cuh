@@ -4,7 +4,7 @@
 // cache lines; before sm_90, which adds one float at a time, [head][row tile][warp][chunk][fragment][4][lane].
 // kernels/sm80/bwd_convert.cu puts them in order.
 #pragma once
-#include "ptx/red.cuh"
+#include "ptx/global.cuh"
 #include "sm80/bwd_layout.cuh"
 #include "sm80/bwd_product.cuh"
 

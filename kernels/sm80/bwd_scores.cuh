@@ -6,7 +6,7 @@
 #include "attn/philox.cuh"
 #include "attn/score.cuh"
 #include "ptx/barrier.cuh"
-#include "ptx/opaque.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/shared.cuh"
 #include "sm80/bwd_head.cuh"
 #include "sm80/bwd_layout.cuh"

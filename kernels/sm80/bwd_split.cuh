@@ -8,7 +8,7 @@
 // are 2^28 and more apart.)  The backward needs that, for its exp(s - m) / l add up to 1 only if s is what m and l were made from.
 #pragma once
 #include "sm80/split_f32.cuh"
-#include "ptx/ldmatrix.cuh"
+#include "ptx/shared.cuh"
 #include "sm80/bwd_fragments.cuh"
 
 namespace sm80 {

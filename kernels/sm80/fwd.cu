@@ -14,7 +14,7 @@
 //   q                    block_m * head_dim * sizeof(elem)
 //   teams x stages x { k, v }   block_n * (head_dim + head_dim_v) * sizeof(elem), and block_n * 16 with a column mask
 //   maxima               block_m * sizeof(acc), if cfg::flush_every
-#include "ptx/opaque.cuh"
+#include "ptx/registers.cuh"
 #include "sm80/fwd_results.cuh"
 
 // Line 9.

@@ -1,7 +1,7 @@
 // o, l and m on their way to memory: over very many keys in parts, from teams of one block, from blocks that divide the keys, and at the end.
 #pragma once
 #include "attn/merge.cuh"
-#include "ptx/opaque.cuh"
+#include "ptx/registers.cuh"
 #include "sm80/fwd_work.cuh"
 
 template <class Out>

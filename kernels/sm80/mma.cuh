@@ -13,7 +13,7 @@
 #pragma once
 #include "attn/math.cuh"
 #include "sm80/tile.cuh"
-#include "ptx/ldmatrix.cuh"
+#include "ptx/shared.cuh"
 #include "ptx/mma.cuh"
 
 template <class Elem>

@@ -7,7 +7,7 @@
 #pragma once
 #include "sm80/mma.cuh"
 #include "sm80/split_f32.cuh"
-#include "ptx/simd.cuh"
+#include "ptx/registers.cuh"
 
 // products: 3 for float32 accuracy, 1 for 11 bits (what one product of TF32 has).
 template <int products>

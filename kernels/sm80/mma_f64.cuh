@@ -5,7 +5,7 @@
 // neighbouring tiles of o the first has the even columns and the second the odd ones, until `arrange`.
 #pragma once
 #include "sm80/mma.cuh"
-#include "ptx/mma_f64.cuh"
+#include "ptx/mma.cuh"
 
 template <>
 struct Mma<double> : PlainTiles<8> {

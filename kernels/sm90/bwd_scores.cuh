@@ -1,9 +1,8 @@
 // Scores to probabilities to dS, on one warpgroup's 64 keys: a thread holds keys g and g + 8 of its warp's 16, and two
 // neighbours of every 8 queries.
 #pragma once
-#include "ptx/opaque.cuh"
-#include "ptx/select.cuh"
-#include "ptx/stmatrix.cuh"
+#include "ptx/registers.cuh"
+#include "ptx/shared.cuh"
 #include "sm90/bwd_products.cuh"
 #include "sm90/hidden.cuh"
 

@@ -1,7 +1,6 @@
 // What the consumer warpgroups of the backward have in common: their place in the rings, and the way from scores to P.
 #pragma once
 #include "ptx/barrier.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "sm90/gradients.cuh"
 #include "sm90/bwd_scores.cuh"

@@ -75,7 +75,7 @@ def test_ldmatrix(trans):
         for (int i = 0; i < 4; ++i) y[4 * l + i] = r[i];"""
     words = pairs(tiles).reshape(-1)
     empty = np.empty((32, 4), np.uint32)
-    y = run(["ptx/ldmatrix.cuh"], "const u32* x, u32* y", body, words, empty, shared_bytes=512)[1]
+    y = run(["ptx/shared.cuh"], "const u32* x, u32* y", body, words, empty, shared_bytes=512)[1]
     g, q = lanes()
     wanted = pairs(tiles.swapaxes(1, 2) if trans else tiles)
     np.testing.assert_array_equal(y, np.stack([wanted[i][g, q] for i in range(4)], 1))
@@ -93,8 +93,7 @@ def test_cp_async_fills_with_zeros(size, valid):
         ptx::cp_async_wait<0>();
         __syncwarp();
         for (int i = 0; i < 16; ++i) y[l * 16 + i] = memory[l * 16 + i];"""
-    includes = ["ptx/cp_async.cuh", "ptx/ldmatrix.cuh"]
-    y = run(includes, "const u8* x, u8* y", body, x, np.empty((32, 16), np.uint8), shared_bytes=512)[1]
+    y = run(["ptx/shared.cuh"], "const u8* x, u8* y", body, x, np.empty((32, 16), np.uint8), shared_bytes=512)[1]
     wanted = np.full((32, 16), 255, np.uint8)
     wanted[:, :size] = 0
     wanted[:, :valid] = x.reshape(32, 16)[:, :valid]
@@ -114,7 +113,7 @@ def test_convert():
         p[97 + 2 * l] = ptx::pack_positive_bf16(x[2 * l], x[2 * l + 1]);
         p[64 + l] = ptx::prmt(0x33221100u, 0x77665544u, 0x0426u);"""
     _, p, f = run(
-        ["ptx/convert.cuh"], "const float* x, u32* p, float* f", body, x, np.empty(160, np.uint32),
+        ["ptx/registers.cuh"], "const float* x, u32* p, float* f", body, x, np.empty(160, np.uint32),
         np.empty((32, 4), np.float32),
     )  # fmt: skip
     with np.errstate(over="ignore"):
@@ -153,7 +152,7 @@ def test_bulk_load_by_one_lane():
         n[l] = chosen;
         for (int i = 0; i < 3; ++i) ptx::load_shared(y[32 * i + l], at + 272 * i + 8 * l);"""
     arguments = "const double* x, double* y, i32* n"
-    y, n = run(["ptx/mbarrier.cuh", "ptx/tma.cuh"], arguments, body, x, np.empty((3, 32)), np.empty(32, np.int32),
+    y, n = run(["ptx/barrier.cuh", "ptx/tma.cuh"], arguments, body, x, np.empty((3, 32)), np.empty(32, np.int32),
                shared_bytes=1024)[1:]  # fmt: skip
     assert n.sum() == 1
     np.testing.assert_array_equal(y, x)
@@ -162,7 +161,7 @@ def test_bulk_load_by_one_lane():
 def test_negate_unless():
     x, bits = np.random.default_rng(7).standard_normal(32).astype(np.float32), np.arange(32, dtype=np.uint32) % 5 * 3
     body = "y[l] = ptx::negate_unless(x[l], bits[l]);"
-    y = run(["ptx/select.cuh"], "const float* x, const u32* bits, float* y", body, x, bits, np.empty_like(x))[2]
+    y = run(["ptx/registers.cuh"], "const float* x, const u32* bits, float* y", body, x, bits, np.empty_like(x))[2]
     np.testing.assert_array_equal(y, np.where(bits, x, -x))
 
 
@@ -179,7 +178,7 @@ def test_simd():
         z[4 * l + 2] = ptx::add_s16x2(x[l], y[l]);
         z[4 * l + 3] = ptx::max_u16x2(x[l], y[l]);"""
     arguments = "const u32* x, const u32* y, u32* z"
-    z = run(["ptx/simd.cuh"], arguments, body, pairs(x), pairs(y), np.empty((32, 4), np.uint32))[2]
+    z = run(["ptx/registers.cuh"], arguments, body, pairs(x), pairs(y), np.empty((32, 4), np.uint32))[2]
     z = z.view(np.uint16).reshape(32, 4, 2)
     np.testing.assert_array_equal(z[:, 0], np.minimum(x, y))
     np.testing.assert_array_equal(z[:, 1].view(np.int16), np.maximum(x.view(np.int16), y.view(np.int16)))

@@ -16,7 +16,6 @@ WIDTHS = [64, 80, 96, 112, 128, 144, 160, 176, 192, 256]
 # A lies in one slab, B in slabs of 64 columns when its long axis runs along rows (transposed), in one slab otherwise.
 BODY = """
 #include "ptx/barrier.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
