@@ -16,6 +16,24 @@
 #include "ptx/shared.cuh"
 #include "ptx/mma.cuh"
 
+// D += A B for 16 x 8 results: of 16 columns of A in 16 bits, of 8 in float64.
+template <class Elem>
+__device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if constexpr (same_type<Elem, __half>) ptx::mma_m16n8k16_f16(d, a, b0, b1);
+    else ptx::mma_m16n8k16_bf16(d, a, b0, b1);
+}
+__device__ __forceinline__ void mma(double (&d)[4], const double (&a)[4], double b0, double b1) {
+#if __CUDA_ARCH__ >= 900
+    ptx::mma_m16n8k8_f64(d, a, b0, b1);
+#else
+    double (&top)[2] = reinterpret_cast<double (&)[2]>(d[0]), (&bottom)[2] = reinterpret_cast<double (&)[2]>(d[2]);
+    ptx::mma_m8n8k4_f64(top, a[0], b0);
+    ptx::mma_m8n8k4_f64(bottom, a[1], b0);
+    ptx::mma_m8n8k4_f64(top, a[2], b1);
+    ptx::mma_m8n8k4_f64(bottom, a[3], b1);
+#endif
+}
+
 template <class Elem>
 struct Mma;
 
@@ -71,20 +89,6 @@ template <class Elem>
 struct Mma16 : PlainTiles<2> {
     static constexpr int step = 16;  // contraction length of one instruction
 
-    static __device__ __forceinline__ u32 pack(float lo, float hi) {
-        if constexpr (same_type<Elem, __half>) return ptx::pack_f16(lo, hi);
-        else return ptx::pack_bf16(lo, hi);
-    }
-    // The same with negative numbers as 0.
-    static __device__ __forceinline__ u32 pack_positive(float lo, float hi) {
-        if constexpr (same_type<Elem, __half>) return ptx::pack_positive_f16(lo, hi);
-        else return ptx::pack_positive_bf16(lo, hi);
-    }
-    static __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-        if constexpr (same_type<Elem, __half>) ptx::mma_m16n8k16_f16(d, a, b0, b1);
-        else ptx::mma_m16n8k16_bf16(d, a, b0, b1);
-    }
-
     template <int m_tiles, int head_dim>
     using QRows = RowFragments<m_tiles, head_dim>;
 
@@ -103,8 +107,8 @@ struct Mma16 : PlainTiles<2> {
                 ptx::ldmatrix_x4(b, address + n * 8 * head_dim * 2);
 #pragma unroll
                 for (int mt = 0; mt < m_tiles; ++mt) {
-                    mma(s[mt][n], a[mt], b[0], b[1]);
-                    mma(s[mt][n + 1], a[mt], b[2], b[3]);
+                    mma<Elem>(s[mt][n], a[mt], b[0], b[1]);
+                    mma<Elem>(s[mt][n + 1], a[mt], b[2], b[3]);
                 }
             }
         }
@@ -122,7 +126,7 @@ struct Mma16 : PlainTiles<2> {
 #pragma unroll
             for (int mt = 0; mt < m_tiles; ++mt) {
 #pragma unroll
-                for (int r = 0; r < 4; ++r) a[mt][r] = pack(s[mt][2 * c + r / 2][2 * (r & 1)], s[mt][2 * c + r / 2][2 * (r & 1) + 1]);
+                for (int r = 0; r < 4; ++r) a[mt][r] = pack<Elem>(s[mt][2 * c + r / 2][2 * (r & 1)], s[mt][2 * c + r / 2][2 * (r & 1) + 1]);
                 drop(mt, c, a[mt]);
             }
 #pragma unroll
@@ -131,8 +135,8 @@ struct Mma16 : PlainTiles<2> {
                 ptx::ldmatrix_x4_trans(b, v_shared + lane.offset(n / 2) + c * 16 * row_bytes);
 #pragma unroll
                 for (int mt = 0; mt < m_tiles; ++mt) {
-                    mma(o[mt][n], a[mt], b[0], b[1]);
-                    mma(o[mt][n + 1], a[mt], b[2], b[3]);
+                    mma<Elem>(o[mt][n], a[mt], b[0], b[1]);
+                    mma<Elem>(o[mt][n + 1], a[mt], b[2], b[3]);
                 }
             }
         }

@@ -14,18 +14,6 @@ struct Mma<double> : PlainTiles<8> {
     template <int row_bytes, int step_bytes>
     using Lane = LaneRow<row_bytes, step_bytes, true>;
 
-    static __device__ __forceinline__ void mma(double (&d)[4], const double (&a)[4], double b0, double b1) {
-#if __CUDA_ARCH__ >= 900
-        ptx::mma_m16n8k8_f64(d, a, b0, b1);
-#else
-        double (&top)[2] = reinterpret_cast<double (&)[2]>(d[0]), (&bottom)[2] = reinterpret_cast<double (&)[2]>(d[2]);
-        ptx::mma_m8n8k4_f64(top, a[0], b0);
-        ptx::mma_m8n8k4_f64(bottom, a[1], b0);
-        ptx::mma_m8n8k4_f64(top, a[2], b1);
-        ptx::mma_m8n8k4_f64(bottom, a[3], b1);
-#endif
-    }
-
     // A lane's elements 8 k + q and 8 k + q + 4 of row l / 4.
     template <int row_bytes>
     struct RowElements {
