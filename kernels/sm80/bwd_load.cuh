@@ -86,7 +86,7 @@ __device__ __forceinline__ void describe_rows(MaskPlace& place, const Params& p,
 // What a load derives from its thread and strides is soon computed, and would otherwise be kept in registers from one row tile to the next.
 __device__ __forceinline__ int thread() { return ptx::opaque(static_cast<i32>(threadIdx.x)); }
 
-// float32 tiles are split (sm80/bwd_split.cuh) before anybody reads them, 16 rows by the warp that has loaded them, which so need not wait
+// float32 tiles are split (sm80/bwd_tiles.cuh) before anybody reads them, 16 rows by the warp that has loaded them, which so need not wait
 // for others.  Tiles of other types are loaded by the whole block, or by the half of it that computes dP (sm80/bwd_layout.cuh).
 constexpr int number_loaders = alternating ? 32 * query_warps : threads;
 constexpr int loaders = is_split ? 32 : number_loaders;

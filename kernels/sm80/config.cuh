@@ -2,7 +2,6 @@
 #pragma once
 #include "attn/mask_format.cuh"
 #include "sm80/mma_f32.cuh"
-#include "sm80/mma_f64.cuh"
 #include "attn/params.cuh"
 
 namespace config {

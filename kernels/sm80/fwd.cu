@@ -83,7 +83,7 @@ __device__ __forceinline__ void mask_scores(const Params& p, const Work& w, Tile
             int4 intervals{};
             if constexpr (column_masks > 0) ptx::load_shared(intervals, cols + (n * 8 + 2 * (threadIdx.x % 4) + e) * 16);
             const KeyMask key(p, w.mask.slices(), j, intervals);
-            for_rows<m_tiles>([&](int mt, int h) {
+            unroll<m_tiles, 2>([&](int mt, int h) {
                 if (!key.visible(p, row_of(p, w, mt, h), j)) s[mt][n][2 * h + e] = -infinity<Acc>();
             });
         }

@@ -48,14 +48,14 @@ __device__ __forceinline__ u32 flushed_maximum(u32 maxima, int mt, int h) {
 }
 
 __device__ __forceinline__ void start_flushes(u32 maxima) {
-    for_rows<m_tiles>([&](int mt, int h) { ptx::store_shared(flushed_maximum(maxima, mt, h), infinity<Acc>()); });
+    unroll<m_tiles, 2>([&](int mt, int h) { ptx::store_shared(flushed_maximum(maxima, mt, h), infinity<Acc>()); });
     __syncwarp();
 }
 
 // Adds o to the result in memory or, at last, that to o.
 template <bool last>
 __device__ __forceinline__ void flush(const Params& p, const Work& w, u32 maxima, const Softmax& rows, Acc (&o)[m_tiles][v_tiles][4]) {
-    for_rows<m_tiles>([&](int mt, int h) {
+    unroll<m_tiles, 2>([&](int mt, int h) {
         const ResultRow row = result_row(p, w, mt, h);
         Acc before;
         ptx::load_shared(before, flushed_maximum(maxima, mt, h));
@@ -148,7 +148,7 @@ __device__ __forceinline__ void store(const Params& p, const Work& w, const Soft
     const bool together = cfg::exact || p.head_dim_v % 2 == 0;
     // m leaves in natural units of the score: raw maxima are scaled here.
     const Acc unit = cfg::prescaled ? Acc(1) : static_cast<Acc>(p.scale);
-    for_rows<m_tiles>([&](int mt, int h) {
+    unroll<m_tiles, 2>([&](int mt, int h) {
         const ResultRow row = result_row(p, w, mt, h);
         if (!row.exists) return;
         const Acc l = rows.l[mt][h];

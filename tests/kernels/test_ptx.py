@@ -51,13 +51,13 @@ def test_mma_f64():
     body = """
         double x[4] = {};
         double f[4] = {a[4 * l], a[4 * l + 1], a[4 * l + 2], a[4 * l + 3]};
-        Mma<double>::mma(x, f, b[2 * l], b[2 * l + 1]);
+        mma(x, f, b[2 * l], b[2 * l + 1]);
         double y[2] = {};
         ptx::mma_m8n8k4_f64(y, f[0], b[2 * l]);
         for (int r = 0; r < 4; ++r) d[6 * l + r] = x[r];
         d[6 * l + 4] = y[0], d[6 * l + 5] = y[1];"""
     arguments = "const double* a, const double* b, double* d"
-    d = run(["sm80/mma_f64.cuh"], arguments, body, fa, fb, np.empty((32, 6)))[2]
+    d = run(["sm80/mma.cuh"], arguments, body, fa, fb, np.empty((32, 6)))[2]
     np.testing.assert_array_equal(accumulator(d[:, :4]), a @ b)
     small = np.empty((8, 8))
     small[g, 2 * q], small[g, 2 * q + 1] = d[:, 4], d[:, 5]

@@ -99,7 +99,7 @@ def test_shared_memory_is_what_the_key_kernel_lays_out(name, softcap):
     case = next(case for case in CASES if case.name == name)
     problem = problem_of(case._replace(options={**(case.options or {}), "softcap": softcap}), "backward")
     wanted = shared_bytes(problem, cut(problem, DEVICES["H200"]), "keys")
-    check = f'#include "sm80/bwd_layout.cuh"\nstatic_assert(sm80::shared_bytes == {wanted});\n'
+    check = f'#include "sm80/bwd_layout.cuh"\nstatic_assert(shared_bytes == {wanted});\n'
     constants = backward_plan(problem, DEVICES["H200"]).constants
     compiler.compile_log(source.prologue(dict(constants)) + source.flatten_text(check, "check.cu"), "sm_90")
 

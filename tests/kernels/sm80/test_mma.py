@@ -99,7 +99,7 @@ def test_products(elem, head_dim):
     arguments = f"const cfg::elem* q, const cfg::elem* k, const cfg::elem* v, {acc}* s_out, {acc}* o_out, int* columns"
     out = np.float64 if elem == "double" else np.float32
     *_, s, o, columns = run(
-        ["sm80/mma_f32.cuh", "sm80/mma_f64.cuh"], arguments, body, raw(q), raw(k), raw(v),
+        ["sm80/mma_f32.cuh"], arguments, body, raw(q), raw(k), raw(v),
         np.empty((32, 2, 2, 4), out), np.empty((32, 2, head_dim // 8, 4), out),
         np.empty((head_dim // 8, 4), np.int32),
         constants={"elem": elem, "tf32": False}, preamble=keep, shared_bytes=total,

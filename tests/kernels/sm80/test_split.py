@@ -100,15 +100,13 @@ def test_backward_has_the_scores_of_the_forward_bit_for_bit(head_dim):
         for (int i = l; i < 16 * d; i += 32) ptx::store_shared(at + i / d * stride + i % d * 4, q[i]);
         for (int i = l; i < 32 * d; i += 32) ptx::store_shared(keys_behind + i / d * stride + i % d * 4, k[i]);
         __syncwarp();
-        for (int i = 0; i < 3; ++i) sm80::split_rows<d>(at + 16 * i * stride, units + 4 * i);
+        for (int i = 0; i < 3; ++i) split_rows<d>(at + 16 * i * stride, units + 4 * i);
         __syncwarp();
-        using sm80::Along;
-        using Product = sm80::SplitProduct<3, d, Along::columns, stride, Along::columns, stride, 1, 4>;
-        Product(at, keys_behind).run(t, units, units + 4);
+        product<d, Along::columns, stride, Along::columns, stride>(t, {at, units}, {keys_behind, units + 4});
         for (int i = 0; i < 16; ++i) forward[16 * l + i] = s[0][i / 4][i % 4];
         for (int i = 0; i < 16; ++i) backward[16 * l + i] = t[0][i / 4][i % 4];"""
     _, _, forward, backward = run(
-        ["sm80/mma_f32.cuh", "sm80/bwd_split.cuh"], "const float* q, const float* k, float* forward, float* backward",
+        ["sm80/mma_f32.cuh", "sm80/bwd_product.cuh"], "const float* q, const float* k, float* forward, float* backward",
         body, q, k, np.empty((32, 4, 4), np.float32), np.empty((32, 4, 4), np.float32),
         constants=CONSTANTS, shared_bytes=max(tiles, 48 * stride + 12),
     )  # fmt: skip
@@ -135,17 +133,15 @@ def test_backward_multiplies_weights(down):
         float weights[1][4][4], acc[{m}][4][4] = {{}};
         for (int n = 0; n < 4; ++n)
             for (int i = 0; i < 4; ++i) weights[0][n][i] = w[(l / 4 + i / 2 * 8) * 32 + 8 * n + l % 4 * 2 + i % 2];
-        sm80::store_split<{stride}, false>({{at, units}}, weights);
+        store_split<{stride}, false>({{at, units}}, weights);
         for (int i = l; i < {rows} * 32; i += 32) ptx::store_shared(other + i / 32 * {stride} + i % 32 * 4, x[i]);
         __syncwarp();
-        for (int i = 0; i < {rows // 16}; ++i) sm80::split_rows<32>(other + 16 * i * {stride}, units + 8 + 4 * i);
+        for (int i = 0; i < {rows // 16}; ++i) split_rows<32>(other + 16 * i * {stride}, units + 8 + 4 * i);
         __syncwarp();
-        using sm80::Along;
-        using Product = sm80::SplitProduct<3, {length}, Along::{along}, {stride}, Along::rows, {stride}, {m}, 4>;
-        Product(at, other).run(acc, units, units + 8);
+        product<{length}, Along::{along}, {stride}, Along::rows, {stride}>(acc, {{at, units}}, {{other, units + 8}});
         for (int i = 0; i < {m} * 16; ++i) result[{m} * 16 * l + i] = acc[i / 16][i / 4 % 4][i % 4];"""
     *_, result = run(
-        ["sm80/mma_f32.cuh", "sm80/bwd_split.cuh"], "const float* w, const float* x, float* result", body, w, x,
+        ["sm80/mma_f32.cuh", "sm80/bwd_product.cuh"], "const float* w, const float* x, float* result", body, w, x,
         np.empty((32, m, 4, 4), np.float32), constants=CONSTANTS, shared_bytes=48 * stride + 16,
     )  # fmt: skip
     a = w.T.astype(float) if down else w.astype(float)
