@@ -102,7 +102,7 @@ def test_backward_has_the_scores_of_the_forward_bit_for_bit(head_dim):
         __syncwarp();
         for (int i = 0; i < 3; ++i) split_rows<d>(at + 16 * i * stride, units + 4 * i);
         __syncwarp();
-        product<d, Along::columns, stride, Along::columns, stride>(t, {at, units}, {keys_behind, units + 4});
+        product<d, Along::columns, stride, Along::columns, stride>(t, {{at, units}}, {{keys_behind, units + 4}});
         for (int i = 0; i < 16; ++i) forward[16 * l + i] = s[0][i / 4][i % 4];
         for (int i = 0; i < 16; ++i) backward[16 * l + i] = t[0][i / 4][i % 4];"""
     _, _, forward, backward = run(
