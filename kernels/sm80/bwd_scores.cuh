@@ -37,14 +37,6 @@ __device__ __forceinline__ void find_hidden(Hidden& hidden, const Params& p, con
     });
 }
 
-// Algorithm 4 line 12, FlashMask's algorithm 2 lines 22-27: scores that may not be seen become -inf.
-__device__ __forceinline__ void mask_scores(Scores& s, const Hidden& hidden) {
-    for_scores([&](int m, int n, int i) {
-        const int element = (m * score_tiles_n + n) * 4 + i;
-        if (hidden[element / 32] >> element % 32 & 1) s[m][n][i] = -infinity<Acc>();
-    });
-}
-
 // Raw products to scores in natural units: scale, softcap, bias.
 __device__ __forceinline__ void finish_scores(Scores& s, Scores& slope, const Params& p, const Head& head, i32 row0, i32 key0) {
     const i32 lane = threadIdx.x % 32;
@@ -69,18 +61,6 @@ __device__ __forceinline__ void subtract_far(Scores& s, const Params& p, const H
     });
 }
 
-// Algorithm 4 line 13: scores to probabilities.
-__device__ __forceinline__ void probabilities(Scores& s, const RowValues& stat, const RowValues& inverse, const Params& p) {
-    const float to_log2 = static_cast<float>(cfg::prescaled ? kLog2e : p.scale * kLog2e);
-    for_scores([&](int m, int n, int i) {
-        const Acc x = s[m][n][i];
-        if constexpr (split_stat)
-            s[m][n][i] = exp_times(rounded_difference(cfg::prescaled ? x : x * Acc(p.scale), stat[m][i / 2]), inverse[m][i / 2]);
-        else
-            s[m][n][i] = ptx::ex2(fmaf(x, to_log2, stat[m][i / 2]));
-    });
-}
-
 // Algorithm 4 lines 14 and 15: the sign bit marks what the forward dropped.
 __device__ __forceinline__ void mark_dropped(Scores& s, const Params& p, const Head& head, i32 row0, i32 key0) {
     constexpr u32 threshold = cfg::dropout ? cfg::dropout : 1;
@@ -94,27 +74,6 @@ __device__ __forceinline__ void mark_dropped(Scores& s, const Params& p, const H
             if (!kept_high<threshold>(words[w])) tile[w % 2 * 2 + 1] = -tile[w % 2 * 2 + 1];
         });
     });
-}
-
-// Where p is 0, dP may be anything (a hidden key's v); it must not turn 0 * dP into NaN.
-__device__ __forceinline__ void mask_gradients(Scores& dp, const Scores& prob) {
-    for_scores([&](int m, int n, int i) { dp[m][n][i] = prob[m][n][i] == 0 ? Acc(0) : dp[m][n][i]; });
-}
-
-// Algorithm 4 line 20, in place of dP: dS = P (dP - D), all divided by the scale of dropout; a dropped element's dP is 0.
-__device__ __forceinline__ void score_gradients(Scores& dp, const Scores& prob, const RowValues& delta) {
-    for_scores([&](int m, int n, int i) {
-        const Acc x = prob[m][n][i], d = delta[m][i / 2];
-        if constexpr (cfg::dropout != 0)
-            dp[m][n][i] = fma_of(max_of(x, Acc(0)), dp[m][n][i], -(size_of(x) * d));
-        else
-            dp[m][n][i] = x * (dp[m][n][i] - d);
-    });
-}
-
-// P times the slope of the softcap, which dS needs.
-__device__ __forceinline__ void scale_by(Scores& prob, const Scores& slope) {
-    for_scores([&](int m, int n, int i) { prob[m][n][i] *= slope[m][n][i]; });
 }
 
 // Where this warp's part of a tile starts.
@@ -198,11 +157,21 @@ __device__ __forceinline__ void find_p(Scores& s, Scores& slope, Products& produ
     for_scores([&](int m, int n, int i) { s[m][n][i] = 0; });
     products.scores(s);  // line 11
     if constexpr (cfg::prescaled) finish_scores(s, slope, p, head, at.row(), at.key());
-    if (at.partial) mask_scores(s, hidden);
+    if (at.partial) {  // line 12, FlashMask's algorithm 2 lines 22-27: scores that may not be seen become -inf
+        for_scores([&](int m, int n, int i) {
+            const int element = (m * score_tiles_n + n) * 4 + i;
+            if (hidden[element / 32] >> element % 32 & 1) s[m][n][i] = -infinity<Acc>();
+        });
+    }
     if constexpr (!split_stat) {
         if (head.has_far_rows) subtract_far(s, p, head, at.row());
     }
-    probabilities(s, stat, inverse, p);
+    const float to_log2 = static_cast<float>(cfg::prescaled ? kLog2e : p.scale * kLog2e);
+    for_scores([&](int m, int n, int i) {  // line 13
+        Acc& x = s[m][n][i];
+        if constexpr (split_stat) x = exp_times(rounded_difference(cfg::prescaled ? x : x * Acc(p.scale), stat[m][i / 2]), inverse[m][i / 2]);
+        else x = ptx::ex2(fmaf(x, to_log2, stat[m][i / 2]));
+    });
     if constexpr (cfg::dropout) mark_dropped(s, p, head, at.row(), at.key());
 }
 
@@ -210,10 +179,8 @@ __device__ __forceinline__ void find_p(Scores& s, Scores& slope, Products& produ
 template <bool relu>
 __device__ __forceinline__ void store_weights(TileAt tile, const Scores& x) {
     const TileAt part = part_of_weights(tile, warp_score_row(), warp_score_key());
-    if constexpr (is_split)
-        store_split<p_stride, relu>(part, x);
-    else
-        store_rounded<p_stride, relu>(part.tile, x);
+    if constexpr (is_split) store_split<p_stride, relu>(part, x);
+    else store_rounded<p_stride, relu>(part.tile, x);
 }
 __device__ __forceinline__ void store_p(TileAt tile, const Scores& s) { store_weights<cfg::dropout != 0>(tile, s); }
 __device__ __forceinline__ void store_ds(TileAt tile, const Scores& ds) { store_weights<false>(tile, ds); }
@@ -224,7 +191,7 @@ template <bool keep_p, bool behind_cap, class Products>
 __device__ __forceinline__ void find_ds(Scores& ds, Scores& s, const Scores& slope, Products& products, const TilePlace& at, TileAt p_tile) {
     if constexpr (cfg::softcap && !behind_cap) {  // P makes room for P times the slope of the cap
         if constexpr (keep_p) store_p(p_tile, s);
-        scale_by(s, slope);
+        for_scores([&](int m, int n, int i) { s[m][n][i] *= slope[m][n][i]; });
     }
     RowValues delta;
     for_scores([&](int m, int n, int i) { ds[m][n][i] = 0; });
@@ -232,8 +199,13 @@ __device__ __forceinline__ void find_ds(Scores& ds, Scores& s, const Scores& slo
     // Only after the product: its loads would have to wait for the stores.
     if constexpr (keep_p && !cfg::softcap) store_p(p_tile, s);
     load_row_values(delta, at.warp_numbers() + stat_bytes);
-    if (at.partial) mask_gradients(ds, s);
-    score_gradients(ds, s, delta);
+    // Where p is 0, dP may be anything (a hidden key's v); it must not turn 0 * dP into NaN.
+    if (at.partial) for_scores([&](int m, int n, int i) { ds[m][n][i] = s[m][n][i] == 0 ? Acc(0) : ds[m][n][i]; });
+    for_scores([&](int m, int n, int i) {  // line 20, all divided by the scale of dropout; a dropped element's dP is 0
+        const Acc x = s[m][n][i], d = delta[m][i / 2];
+        Acc& dp = ds[m][n][i];
+        dp = cfg::dropout != 0 ? fma_of(max_of(x, Acc(0)), dp, -(size_of(x) * d)) : x * (dp - d);
+    });
 }
 
 // Algorithm 4 lines 11-15, 17-20 by the warps with scores: P (if asked for) and dS to shared memory.
