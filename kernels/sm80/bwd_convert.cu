@@ -6,15 +6,15 @@
 
 extern "C" __global__ void __launch_bounds__(threads) backward_convert(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) unsigned char memory[];
-    constexpr int tiles_m = query_rows / 16, tiles_n = query_chunk / 8;
+    constexpr int tiles_m = Queries::rows / 16, tiles_n = query_chunk / 8;
     const i32 tile = blockIdx.x % p.row_tiles, instance = blockIdx.x / p.row_tiles;
     const auto to = gradient_rows<cfg::grad>(p.dq, {}, 0, p.head_dim, true, p.dq.data, i64(instance) * p.n_queries);
     const i64 first = i64(tile) * cfg::block_m;
     const Acc* from = accumulator_of_warp(static_cast<Acc*>(p.dq_acc), blockIdx.x);
     const Acc factor = static_cast<Acc>(p.scale * p.dropout_scale);
-    const u32 part = ptx::shared_address(memory) + warp_query_row() * qk_stride + warp_query_column() * int(sizeof(Elem));
+    const u32 part = ptx::shared_address(memory) + Queries::row() * qk_stride + Queries::column() * int(sizeof(Elem));
 #pragma unroll
-    for (int chunk = 0; chunk < query_columns / query_chunk; ++chunk) {
+    for (int chunk = 0; chunk < Queries::columns / query_chunk; ++chunk) {
         if (threadIdx.x >= 32 * query_warps) break;
         Acc dq[tiles_m][tiles_n][4];
         unroll<tiles_m, tiles_n, 4>([&](int m, int n, int i) {
@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(threads) backward_convert(const __g
         if constexpr (gradients_in_elements)
             store_rounded<qk_stride, false>(part + chunk * query_chunk * int(sizeof(Elem)), dq);
         else
-            to.store(dq, first + warp_query_row(), p.n_queries, warp_query_column() + chunk * query_chunk, Acc(1));
+            to.store(dq, first + Queries::row(), p.n_queries, Queries::column() + chunk * query_chunk, Acc(1));
     }
     __syncthreads();  // all warps' parts are there
     if constexpr (gradients_in_elements) save_rows<cfg::block_m, cfg::head_dim>(memory, to, first, p.n_queries);

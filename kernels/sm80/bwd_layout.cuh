@@ -4,7 +4,7 @@
 //   S, dP   block_m x block_n   scores_m x scores_n warps, each scores_rows x scores_keys
 //   dK, dV  block_n x (d, dv)   teams of `slices` warps; a team owns 32 keys, the first half of its warps the columns of dV and the
 //                               second half those of dK, `slice_columns` each: a loaded block of dO or Q feeds two products
-//   dQ      block_m x d         queries_m x queries_n warps, as square as possible (sm80/bwd_queries.cuh); all or half of them
+//   dQ      block_m x d         as square as possible (QueryShares); all or half of them
 #pragma once
 #include "sm80/bwd_tiles.cuh"
 
@@ -35,17 +35,25 @@ constexpr bool may_share = alternating && cfg::flush_every > 0;  // blocks may s
 constexpr int query_warps = alternating ? scores_warps : cfg::warps;  // that share a tile of dQ
 __device__ __forceinline__ i32 query_warp() { return threadIdx.x / 32 % query_warps; }
 
-// Warps along the rows of dQ, so that `warps` share its tile of block_m x `columns` as evenly as possible.
-constexpr int square_partition(int columns, int warps) {
-    int best = 0, best_cost = 1 << 30;
-    for (int m = 1; m <= warps; m *= 2) {
-        const int n = warps / m;
-        if (cfg::block_m % (16 * m) || columns % (16 * n)) continue;
-        const int cost = cfg::block_m / m + columns / n;  // elements loaded per step of the contraction
-        if (cost < best_cost) best_cost = cost, best = m;
+// How `warps` share a tile of dQ, of block_m x `width`, as evenly as possible: the warps along its rows, and a warp's part.
+template <int width, int warps>
+struct QueryShares {
+    static constexpr int square_partition() {
+        int best = 0, best_cost = 1 << 30;
+        for (int m = 1; m <= warps; m *= 2) {
+            const int n = warps / m;
+            if (cfg::block_m % (16 * m) || width % (16 * n)) continue;
+            const int cost = cfg::block_m / m + width / n;  // elements loaded per step of the contraction
+            if (cost < best_cost) best_cost = cost, best = m;
+        }
+        return best;
     }
-    return best;
-}
+    static_assert(square_partition() > 0, "no partition of dQ into whole 16 x 16 blocks");
+    static constexpr int rows = cfg::block_m / square_partition(), columns = width / (warps / square_partition());
+    __device__ __forceinline__ static i32 row() { return threadIdx.x / 32 % warps % square_partition() * rows; }
+    __device__ __forceinline__ static i32 column() { return threadIdx.x / 32 % warps / square_partition() * columns; }
+};
+using Queries = QueryShares<(cfg::chunk > 0 ? cfg::chunk : cfg::head_dim), query_warps>;
 
 // Rows of a tile in shared memory, in bytes, and what goes with tiles.
 constexpr int qk_stride = row_bytes<cfg::head_dim>;

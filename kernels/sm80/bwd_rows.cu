@@ -8,11 +8,10 @@
 // Shared memory   k [stages][block_n][d]   v [stages][block_n][dv]   q [block_m][d]   do [block_m][dv]   ds [block_m][block_n]
 //                 stat, delta [block_m]   units (float32: sm80/bwd_tiles.cuh)
 // Grid            row tiles * heads * batch, tiles fastest
-#include "sm80/bwd_queries.cuh"
 #include "sm80/bwd_scores.cuh"
 
 using RowSpace = Space<1, cfg::stages, false, 1>;
-using QueryGradients = Acc[query_rows / 16][query_columns / 8][4];
+using QueryGradients = Acc[Queries::rows / 16][Queries::columns / 8][4];
 
 __device__ __forceinline__ void load_keys(RowSpace space, const Params& p, const Head& head, const Tile& tile, int stage) {
     load_key_tile(space.k(stage), space.v(stage), p, head, i64(tile.n()) * cfg::block_n, tile.partial());
@@ -37,10 +36,10 @@ __device__ __forceinline__ void store_queries(unsigned char* memory, RowSpace sp
     const auto to = gradient_rows<Either<cfg::sum_dq, Acc, cfg::grad>::type>(p.dq, batch_index(p, flat / p.heads), flat % p.heads, p.head_dim, cfg::sum_dq,
                                                                                    p.dq_acc, i64(flat) * p.n_queries);
     if constexpr (cfg::sum_dq || !gradients_in_elements) {
-        to.store(dq, first + warp_query_row(), p.n_queries, warp_query_column(), factor);
+        to.store(dq, first + Queries::row(), p.n_queries, Queries::column(), factor);
     } else {
         scale_by(dq, factor);
-        store_rounded<qk_stride, false>(part_of_rows<qk_stride>(space.q(), warp_query_row(), warp_query_column()).tile, dq);
+        store_rounded<qk_stride, false>(part_of_rows<qk_stride>(space.q(), Queries::row(), Queries::column()).tile, dq);
         __syncthreads();  // dQ is complete
         save_rows<cfg::block_m, cfg::head_dim>(memory + RowSpace::q_at, to, first, p.n_queries);
     }
@@ -70,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(threads, cfg::blocks_per_sm) backwa
         scores_to_shared<false>(tiles, {space.numbers(), place.rows.first, tile.n() * cfg::block_n, tile.partial()}, p, head, {}, space.ds());
         __syncthreads();  // dS is complete
         add_product<cfg::block_n, Along::columns, p_stride, Along::rows, qk_stride>(
-            dq, part_of_weights(space.ds(), warp_query_row(), 0), part_of_rows<qk_stride>(space.k(stage), 0, warp_query_column()));  // line 21
+            dq, part_of_weights(space.ds(), Queries::row(), 0), part_of_rows<qk_stride>(space.k(stage), 0, Queries::column()));  // line 21
         tile = next;
     }
     ptx::cp_async_wait<0>();

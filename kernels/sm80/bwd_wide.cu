@@ -31,11 +31,7 @@ __device__ __forceinline__ i32 warp_key() { return threadIdx.x / 32 / slices * t
 __device__ __forceinline__ i32 warp_key_column() { return threadIdx.x / 32 % slices * key_columns; }
 
 // dQ: warps share the rows, and the columns of every chunk.
-constexpr int queries_m = square_partition(cfg::chunk, cfg::warps);
-constexpr int query_rows = cfg::block_m / queries_m, query_columns = cfg::chunk / (cfg::warps / queries_m);
-using QueryResults = Acc[part_chunks][query_rows / 16][query_columns / 8][4];
-__device__ __forceinline__ i32 warp_query_row() { return threadIdx.x / 32 % queries_m * query_rows; }
-__device__ __forceinline__ i32 warp_query_column() { return threadIdx.x / 32 / queries_m * query_columns; }
+using QueryResults = Acc[part_chunks][Queries::rows / 16][Queries::columns / 8][4];
 
 // Adds one pair of tiles to dV or dK.
 __device__ __forceinline__ void add_rows(KeyResults& acc, u32 shared, const Params& p, const Head& head, const RowWalk& walk, const Columns& own, bool is_k) {
@@ -68,7 +64,7 @@ __device__ __forceinline__ void add_keys(QueryResults& acc, u32 shared, const Pa
     __syncthreads();  // dS is complete
     unroll<part_chunks>([&](int chunk) {
         add_product<cfg::block_n, Along::columns, p_stride, Along::rows, chunk_stride>(  // line 21
-            acc[chunk], part_of_weights(weights(shared), warp_query_row(), 0), part_of_rows<chunk_stride>(stream.own_tile(), 0, warp_query_column()));
+            acc[chunk], part_of_weights(weights(shared), Queries::row(), 0), part_of_rows<chunk_stride>(stream.own_tile(), 0, Queries::column()));
         stream.advance();
     });
 }
@@ -119,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(threads, cfg::blocks_per_sm) backwa
     QueryResults acc = {};
     TileWalk walk(p, place, p.key_tiles);
     for (Tile tile = walk.next(); tile.exists(); tile = walk.next()) add_keys(acc, shared, p, head, place.rows, tile, own);
-    const i64 row = i64(work.tile) * cfg::block_m + warp_query_row();
-    const i32 column = work.part * cfg::part + warp_query_column();
+    const i64 row = i64(work.tile) * cfg::block_m + Queries::row();
+    const i32 column = work.part * cfg::part + Queries::column();
     store<cfg::sum_dq>(p, p.dq, p.dq_acc, acc, work.flat, p.heads, row, p.n_queries, column, p.head_dim, Acc(p.scale * p.dropout_scale));
 }
