@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.kernels.probe import lanes, run
+from tests.kernels.probe import gather, run
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +26,6 @@ def test_halves_add_up(columns):
     x = wide(np.random.default_rng(0), (rows, columns))
     body = f"""
         constexpr int rows = {rows}, columns = {columns}, segments = {segments};
-        const u32 at = static_cast<u32>(__cvta_generic_to_shared(memory));
         load_tile<float, rows, columns, 32, 16>(at, x, columns, columns, [](int) {{ return true; }}, l);
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
@@ -66,14 +65,6 @@ def uneven(rng, shape):
     return x.astype(np.float32)
 
 
-# Of a 16 x 32 score tile in the layout of accumulators: (rows, columns) of lane l, tile n, register r.
-def places():
-    g, c = lanes()
-    for n in range(4):
-        for r in range(4):
-            yield n, r, (g + 8 * (r // 2), 8 * n + 2 * c + r % 2)
-
-
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_backward_has_the_scores_of_the_forward_bit_for_bit(head_dim):
     rng = np.random.default_rng(head_dim)
@@ -83,7 +74,7 @@ def test_backward_has_the_scores_of_the_forward_bit_for_bit(head_dim):
     body = f"""
         using P = Mma<float>;
         constexpr int d = {head_dim}, stride = {stride};
-        const u32 at = static_cast<u32>(__cvta_generic_to_shared(memory)), keys = at + P::tile_bytes<16, d>;
+        const u32 keys = at + P::tile_bytes<16, d>;
         const auto all = [](int) {{ return true; }};
         load_tile<float, 16, d, 32, 16>(at, q, d, d, all, l);
         load_tile<float, 32, d, 32, 16>(keys, k, d, d, all, l);
@@ -112,10 +103,9 @@ def test_backward_has_the_scores_of_the_forward_bit_for_bit(head_dim):
     )  # fmt: skip
     np.testing.assert_array_equal(forward, backward)
     exact, size = q.astype(float) @ k.astype(float).T, np.abs(q).astype(float) @ np.abs(k).astype(float).T
-    for n, r, at in places():
-        good = ~np.isnan(exact[at])
-        np.testing.assert_array_equal(np.isnan(forward[:, n, r]), ~good)
-        assert (np.abs(forward[:, n, r] - exact[at])[good] <= size[at][good] * 2.0**-20).all()
+    good, found = ~np.isnan(exact), gather(forward)
+    np.testing.assert_array_equal(np.isnan(found), ~good)
+    assert (np.abs(found - exact)[good] <= size[good] * 2.0**-20).all()
 
 
 @pytest.mark.parametrize("down", [False, True], ids=["dS K", "dS^T Q"])
@@ -128,7 +118,6 @@ def test_backward_multiplies_weights(down):
     stride = 32 * 4 + 16
     along = "rows" if down else "columns"
     body = f"""
-        const u32 at = static_cast<u32>(__cvta_generic_to_shared(memory));
         const u32 other = at + 16 * {stride}, units = at + 48 * {stride};
         float weights[1][4][4], acc[{m}][4][4] = {{}};
         for (int n = 0; n < 4; ++n)
@@ -147,7 +136,4 @@ def test_backward_multiplies_weights(down):
     a = w.T.astype(float) if down else w.astype(float)
     exact, size = a @ x.astype(float), np.abs(a) @ np.abs(x).astype(float)
     largest = np.abs(w).max() * np.abs(x).max()
-    for n, r, at in places():
-        for tile in range(m):
-            place = at[0] + 16 * tile, at[1]
-            assert (np.abs(result[:, tile, n, r] - exact[place]) <= size[place] * 2.0**-21 + largest * 2.0**-36).all()
+    assert (np.abs(gather(result) - exact) <= size * 2.0**-21 + largest * 2.0**-36).all()
