@@ -1,22 +1,53 @@
-"""Which column masks are no more than a diagonal band: everything visible, causality, a window."""
+"""Diagonal bands: which rows see a key, and which column masks are no more than a band."""
 
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from cuattn.masks import convert
 from cuattn.masks.base import Reach
-from cuattn.masks.intervals import Interval, band_intervals, first_left, normalise
+from cuattn.masks.runs import Runs, kept_before
 
-__all__ = ["find_reach"]
+__all__ = ["find_reach", "rows_of_band"]
+
+_OPEN = 2**33  # beyond any row index: a window at least this wide is open
 
 
-def find_reach(hidden: Sequence[Interval], n_queries: int) -> Reach | None:
+def rows_of_band(key: Any, left: int | None, right: int | None, rows: Runs) -> tuple[Any, Any]:
+    """Return the rows that see keys through a band, counted among those of a part.
+
+    Parameters
+    ----------
+    key : int array
+        Keys, less the column of row 0's diagonal.
+    left, right : int or None
+        Reach of a row before and behind its diagonal; None leaves that side open.
+    rows : tuple of (start, stop)
+        Runs of rows that the part takes, in ascending order.
+
+    Returns
+    -------
+    first, last : int array
+        The first row, and the row behind the last.
+
+    Examples
+    --------
+    Causal, four rows and keys: key j is seen from row j on.
+
+    >>> [rows.tolist() for rows in rows_of_band(np.arange(4), None, 0, ((0, 4),))]
+    [[0, 1, 2, 3], [4, 4, 4, 4]]
+    """
+    reach = _OPEN if left is None else min(left, _OPEN), _OPEN if right is None else min(right, _OPEN)
+    return kept_before(key - reach[1], rows), kept_before(key + reach[0] + 1, rows)
+
+
+def find_reach(bounds: np.ndarray, n_queries: int) -> Reach | None:
     """Return the band that the keys' hidden row intervals leave visible, or None where it is none.
 
     Parameters
     ----------
-    hidden : sequence of (start, end)
-        Pairs of NumPy arrays of shape (n_keys,): intervals that hold together.
+    bounds : int array, (4, n_keys)
+        Starts and ends of two intervals that hold together.
     n_queries : int
         Rows.
 
@@ -28,35 +59,24 @@ def find_reach(hidden: Sequence[Interval], n_queries: int) -> Reach | None:
 
     Examples
     --------
-    >>> from cuattn.masks.intervals import band_intervals
-    >>> find_reach(band_intervals(6, 6, left=2, right=0), 6)
+    A window of three keys:
+
+    >>> key = np.arange(6)
+    >>> find_reach(np.stack([np.minimum(key + 3, 6), 0 * key + 6, 0 * key, key]), 6)
     (2, 0)
 
     Two documents are no band:
 
-    >>> find_reach([(np.array([2, 2, 4, 4]), np.full(4, 4)), (np.zeros(4, int), np.array([0, 0, 2, 2]))], 4) is None
+    >>> find_reach(np.array([[2, 2, 4, 4], [4, 4, 4, 4], [0, 0, 0, 0], [0, 0, 2, 2]]), 4) is None
     True
     """
-    hidden = [normalise(start, end, n_queries) for start, end in hidden]
-    first, last = _visible(hidden, n_queries)
+    last, lower_end, upper_start, first = convert.assign(*convert.runs(bounds, n_queries), n_queries)
     seen = first < last
-    if not seen.any() or any(((end > first) & (start < last) & (start < end)).any() for start, end in hidden):
+    if not seen.any() or upper_start.any() or lower_end.min() < n_queries:
         return None  # nothing visible, or something hidden amid it
     key = np.arange(first.size)
-    right, left = (key - first)[seen & (first > 0)], (last - 1 - key)[seen & (last < n_queries)]
-    reach = (int(left[0]) if left.size else None, int(right[0]) if right.size else None)
-    return reach if _is_band(first, last, reach, n_queries) else None
-
-
-def _visible(hidden: Sequence[Interval], n_queries: int) -> Interval:
-    """Return each key's first visible row and the one behind its last; nothing is visible if they are not in order."""
-    mirrored = [(n_queries - end, n_queries - start) for start, end in hidden]
-    return first_left(hidden), n_queries - first_left(mirrored)
-
-
-def _is_band(first: np.ndarray, last: np.ndarray, reach: Reach, n_queries: int) -> bool:
-    """Whether a band leaves visible just the rows from `first` on before `last`, key by key."""
-    hidden = band_intervals(n_queries, first.size, *reach)
-    first_of_band, last_of_band = _visible(hidden, n_queries) if hidden else (0, n_queries)
-    same = (first == first_of_band) & (last == last_of_band)
-    return bool(np.where(first < last, same, first_of_band >= last_of_band).all())
+    left, right = (last - 1 - key)[seen & (last < n_queries)], (key - first)[seen & (first > 0)]
+    reach = int(left[0]) if left.size else None, int(right[0]) if right.size else None
+    band = rows_of_band(key, *reach, ((0, n_queries),))
+    same = np.where(seen, (first == band[0]) & (last == band[1]), band[0] >= band[1])
+    return reach if same.all() else None

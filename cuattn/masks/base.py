@@ -11,6 +11,7 @@ asks what kind a mask is.  The CPU walks a mask by tiles of its own size::
     mask.hidden(instance, row_slice, key_slice)          # the same as booleans; parts combine by |
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from types import ModuleType
@@ -22,9 +23,8 @@ from cuattn.errors import MaskError
 from cuattn.io_model.sizes import cdiv
 from cuattn.masks import checks, draw
 from cuattn.masks.cuda_half import CudaHalf, Source
-from cuattn.masks.device import namespace
 from cuattn.masks.immutable import Immutable
-from cuattn.masks.intervals import SKIP
+from cuattn.masks.intervals import FULL, SKIP
 from cuattn.masks.runs import Runs, as_runs, indices, length_of
 
 Self = TypeVar("Self", bound="Mask")
@@ -48,10 +48,8 @@ class Mask(Immutable):
     built; everything else follows from these, if slowly.
     """
 
-    __slots__ = ()
-
     kind: ClassVar[str]
-    """The name by which a problem knows this kind of mask: "column", "block", "boolean", "band"."""
+    """The name by which a problem knows this kind of mask: "column", "block", "boolean"."""
 
     cuda: ClassVar[CudaHalf | None] = None
     """How kernels take this kind of mask; None: not at all."""
@@ -93,9 +91,9 @@ class Mask(Immutable):
 
     @property
     def layout(self) -> tuple[Hashable, ...]:
-        """All of the mask that a launch depends on: kind, shape and parameters, but not what is hidden."""
-        shape = None if self._array is None else self._array.shape
-        return (self.kind, shape, *self._parameters())
+        """All of the mask that a launch depends on: kind, shape, parameters and band, but not what else is hidden."""
+        array = self._array
+        return (self.kind, array is not None and (array.shape, array.strides), self.reach, *self._parameters())
 
     def fits(self, n_queries: int, n_keys: int) -> bool:
         """Return whether this is a mask of an (n_queries, n_keys) matrix."""
@@ -129,9 +127,8 @@ class Mask(Immutable):
     def instance(self, index: Sequence[int]) -> Instance:
         """Return which of the mask's matrices belongs to an index into a problem's (*batch, heads)."""
         leading = self.leading
-        extra = len(leading) - len(index)
-        index = (*(0,) * extra, *index)[-len(leading) :] if leading else ()
-        return tuple([0 if n == 1 else i for i, n in zip(index, leading, strict=True)])
+        padded = (*(0,) * len(leading), *index)[len(index) :]
+        return tuple([0 if n == 1 else i for i, n in zip(padded, leading, strict=True)])
 
     reach: Reach | None = None
     """The band that the mask is, where that is known, see `ColumnMask.reach`."""
@@ -144,23 +141,16 @@ class Mask(Immutable):
 
     def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
         """Return the states of row tiles start to stop, int8 (stop - start, Tc), as in `tile_states`."""
-        key_tiles = cdiv(self.n_keys, block_n)
-        # Keys that do not exist are neutral in both: every row sees them, and none does.
-        some, every = (np.full((stop - start, key_tiles * block_n), fill) for fill in (False, True))
-        if self.on_device:
-            some, every = map(namespace(self._array).asarray, (some, every))
-        for t in range(start, stop):
-            seen = self._seen(instance, slice(t * block_m, min((t + 1) * block_m, self.n_queries)))
-            some[t - start, : self.n_keys], every[t - start, : self.n_keys] = seen
-        some, every = (seen.reshape(stop - start, key_tiles, block_n) for seen in (some, every))
-        states = every.all(axis=-1).astype(np.int8)
-        states += some.any(axis=-1)  # SKIP, PARTIAL, FULL are 0, 1, 2
+        states = np.empty((stop - start, cdiv(self.n_keys, block_n)), np.int8)
+        for row, tile in np.ndindex(states.shape):
+            hidden = self.hidden(instance, *self._tile(block_m, block_n, start + row, tile))
+            states[row, tile] = FULL - int(hidden.any()) - int(hidden.all())
         return states
 
-    def _seen(self, instance: Instance, rows: slice) -> tuple[Any, Any]:
-        """Return of each key whether some of the rows see it, and whether all do."""
-        hidden = self.hidden(instance, rows, slice(0, self.n_keys))
-        return ~hidden.all(axis=1), ~hidden.any(axis=1)
+    def _tile(self, block_m: int, block_n: int, row_tile: int, key_tile: int) -> tuple[slice, slice]:
+        """Return the rows and keys of a tile that exist."""
+        rows, keys = row_tile * block_m, key_tile * block_n
+        return slice(rows, min(rows + block_m, self.n_queries)), slice(keys, min(keys + block_n, self.n_keys))
 
     def hidden(self, instance: Instance, rows: slice, keys: slice) -> np.ndarray:
         """Return which elements of a tile are hidden, bool, (keys, rows) or broadcastable to it."""
@@ -186,10 +176,9 @@ class Mask(Immutable):
             From :func:`cuattn.masks.intervals.bit_lines`, whose dtype the bits get; rows that do not exist may be
             among them.
         """
-        rows = slice(row_tile * block_m, min(row_tile * block_m + ramp.shape[1], self.n_queries))
-        hidden = self.hidden(instance, rows, slice(key_tile * block_n, min((key_tile + 1) * block_n, self.n_keys)))
-        shown = np.empty((len(hidden), ramp.shape[1]), ramp.dtype)
-        there = hidden.shape[1] if hidden.shape[1] > 1 else ramp.shape[1]
+        rows, keys = self._tile(block_m, block_n, row_tile, key_tile)
+        hidden, there = self.hidden(instance, rows, keys), rows.stop - rows.start
+        shown = np.empty((len(hidden), block_m), ramp.dtype)
         np.subtract(hidden, 1, out=shown[:, :there], dtype=ramp.dtype, casting="unsafe")
         shown[:, there:] = ramp[-1, 0]
         return shown
@@ -262,16 +251,9 @@ class Mask(Immutable):
         array([[1, 0],
                [2, 1]], dtype=int8)
         """
-        block_m, block_n = checks.tile(block_m, block_n)
-        mask = self.bind(n_queries, n_keys)
-        row_tiles, key_tiles = cdiv(mask.n_queries, block_m), cdiv(mask.n_keys, block_n)
+        mask, tile, shape = self._tiles(block_m, block_n, n_queries, n_keys)
         with mask._scope() as xp:
-            return mask._stack(
-                lambda instance: mask.states(instance, block_m, block_n, 0, row_tiles),
-                (row_tiles, key_tiles),
-                np.int8,
-                xp,
-            )
+            return mask._stack(lambda instance: mask.states(instance, *tile, 0, shape[0]), shape, np.int8, xp)
 
     def block_sparsity(
         self, block_m: int = 128, block_n: int = 128, n_queries: int | None = None, n_keys: int | None = None
@@ -296,23 +278,25 @@ class Mask(Immutable):
         >>> causal(1024).block_sparsity()
         0.4375
         """
+        mask, tile, (row_tiles, key_tiles) = self._tiles(block_m, block_n, n_queries, n_keys)
+        count = math.prod(mask.leading) * row_tiles * key_tiles
+        with mask._scope():
+            return mask._skipped(*tile, row_tiles) / count if count else 0.0
+
+    def _tiles(
+        self: Self, block_m: int, block_n: int, n_queries: int | None, n_keys: int | None
+    ) -> tuple[Self, tuple[int, int], tuple[int, int]]:
+        """Return the mask of known lengths, the checked sizes of a tile and the numbers of tiles."""
         block_m, block_n = checks.tile(block_m, block_n)
         mask = self.bind(n_queries, n_keys)
-        row_tiles, key_tiles = cdiv(mask.n_queries, block_m), cdiv(mask.n_keys, block_n)
-        count = int(np.prod(mask.leading, dtype=object)) * row_tiles * key_tiles
-        if not count:
-            return 0.0
-        with mask._scope():
-            return mask._skipped(block_m, block_n) / count
+        return mask, (block_m, block_n), (cdiv(mask.n_queries, block_m), cdiv(mask.n_keys, block_n))
 
-    def _skipped(self, block_m: int, block_n: int) -> int:
+    def _skipped(self, block_m: int, block_n: int, row_tiles: int) -> int:
         """Return how many tiles are skipped, of which some exist."""
-        row_tiles = cdiv(self.n_queries, block_m)
-        strips = [(start, min(start + _STRIP, row_tiles)) for start in range(0, row_tiles, _STRIP)]
         return sum(
-            int((self.states(instance, block_m, block_n, *strip) == SKIP).sum())
+            int((self.states(instance, block_m, block_n, start, min(start + _STRIP, row_tiles)) == SKIP).sum())
             for instance in np.ndindex(*self.leading)
-            for strip in strips
+            for start in range(0, row_tiles, _STRIP)
         )
 
     def _stack(self, of: Callable[[Instance], Any], shape: tuple[int, ...], dtype: Any, xp: ModuleType) -> Any:
@@ -380,26 +364,15 @@ class Mask(Immutable):
 class _Part(Mask):
     """Some rows and keys of a mask on the host that has no better way to say it."""
 
-    __slots__ = _parameter_names = ("_whole", "_rows", "_keys")
+    _parameter_names = ("_whole", "_rows", "_keys")
 
     def __init__(self, whole: Mask, rows: Runs, keys: Runs) -> None:
         self._settle(None, _whole=whole, _rows=rows, _keys=keys)
 
-    @property
-    def kind(self) -> str:
-        return self._whole.kind
-
-    @property
-    def leading(self) -> tuple[int, ...]:
-        return self._whole.leading
-
-    @property
-    def n_queries(self) -> int:
-        return length_of(self._rows)
-
-    @property
-    def n_keys(self) -> int:
-        return length_of(self._keys)
+    def _settle(self, array: Any, **fields: Any) -> None:
+        whole, rows, keys = (fields[name] for name in self._parameter_names)
+        lengths = {"n_queries": length_of(rows), "n_keys": length_of(keys)}
+        super()._settle(array, kind=whole.kind, leading=whole.leading, **lengths, **fields)
 
     def visible(self, instance: Instance, i: np.ndarray, j: np.ndarray) -> np.ndarray:
         return self._whole.visible(instance, indices(self._rows)[i], indices(self._keys)[j])

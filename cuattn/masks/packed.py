@@ -67,7 +67,7 @@ def document(lengths: Any) -> ColumnMask:
     """
     lengths = checks.lengths("lengths", lengths)
     start, end = _segments(lengths)
-    return ColumnMask._of([end, end.size, 0, start], end.size)
+    return ColumnMask._of(end.size, end, ute=start)
 
 
 def share_question(documents: Any) -> ColumnMask:
@@ -109,7 +109,7 @@ def share_question(documents: Any) -> ColumnMask:
     last_of_document = np.append(np.flatnonzero(first)[1:], first.size) - 1
     seen_until = np.where(first, end[last_of_document[document_of]], end)
     n = int(lengths.sum())
-    return ColumnMask._of([np.repeat(seen_until, lengths), n, 0, np.arange(n)], n)
+    return ColumnMask._of(n, np.repeat(seen_until, lengths), ute=np.arange(n))
 
 
 def causal_blockwise(lengths: Any) -> ColumnMask:
@@ -137,7 +137,7 @@ def causal_blockwise(lengths: Any) -> ColumnMask:
     lengths = checks.lengths("lengths", lengths)
     _, end = _segments(lengths)
     last_block = end.size - int(lengths[-1]) if lengths.size else 0
-    return ColumnMask._of([end, np.maximum(end, last_block), 0, np.arange(end.size)], end.size)
+    return ColumnMask._of(end.size, end, np.maximum(end, last_block), ute=np.arange(end.size))
 
 
 def prefix_lm_document(documents: Any) -> ColumnMask:
@@ -171,7 +171,7 @@ def prefix_lm_document(documents: Any) -> ColumnMask:
     start, end = _segments(length)
     j = np.arange(end.size)
     upper_end = np.where(j < start + np.repeat(prefix, length), start, j)
-    return ColumnMask._of([end, end.size, 0, upper_end], end.size)
+    return ColumnMask._of(end.size, end, ute=upper_end)
 
 
 def hash_sparse(bucket_lengths: Any) -> ColumnMask:
@@ -200,7 +200,7 @@ def hash_sparse(bucket_lengths: Any) -> ColumnMask:
 
 def _causal_segments(lengths: np.ndarray) -> ColumnMask:
     _, end = _segments(lengths)
-    return ColumnMask._of([end, end.size, 0, np.arange(end.size)], end.size)
+    return ColumnMask._of(end.size, end, ute=np.arange(end.size))
 
 
 def _segments(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,5 @@
 """Rows or keys that a part of a matrix takes from the whole: a few runs of neighbours, in ascending order."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ from cuattn.errors import MaskError
 from cuattn.masks import checks
 from cuattn.masks.device import namespace
 
-__all__ = ["Runs", "as_runs", "indices", "kept_before", "length_of", "take"]
+__all__ = ["Runs", "as_runs", "indices", "kept_before", "length_of", "taken"]
 
 Runs = tuple[tuple[int, int], ...]
 """Pairs (start, stop), each with start <= stop, none beginning before its predecessor stops."""
@@ -42,9 +41,9 @@ def length_of(runs: Runs) -> int:
     return sum(stop - start for start, stop in runs)
 
 
-def indices(runs: Runs) -> np.ndarray:
-    """Return the elements that the runs take, int64."""
-    return np.concatenate([np.zeros(0, np.int64), *(np.arange(*run) for run in runs)])
+def indices(runs: Runs, step: int = 1) -> np.ndarray:
+    """Return the elements that the runs take, int64, or every `step`-th of each run."""
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(*run, step) for run in runs)])
 
 
 def kept_before(bound: Any, runs: Runs) -> Any:
@@ -57,15 +56,12 @@ def kept_before(bound: Any, runs: Runs) -> Any:
     [0, 1, 2, 3]
     """
     xp = namespace(bound)
-    kept = xp.zeros_like(bound)
-    for start, stop in runs:
-        kept += xp.clip(bound, start, stop) - start
-    return kept
+    return sum((xp.clip(bound, start, stop) - start for start, stop in runs), start=xp.zeros_like(bound))
 
 
-def take(array: Any, runs: Sequence[tuple[int, int]], axis: int) -> Any:
+def taken(array: Any, runs: Runs, axis: int) -> Any:
     """Return what an array holds at the runs of one of its last two axes; of one run that is a view."""
-    parts = [array[..., start:stop] if axis == -1 else array[..., start:stop, :] for start, stop in runs]
-    if len(parts) == 1:
-        return parts[0]
-    return namespace(array).concatenate(parts or [array[..., :0] if axis == -1 else array[..., :0, :]], axis=axis)
+    if len(runs) == 1:
+        return array[(..., slice(*runs[0]), *(slice(None),) * (-1 - axis))]
+    xp = namespace(array)
+    return xp.take(array, xp.asarray(indices(runs)), axis=axis)
