@@ -6,7 +6,7 @@ import numpy as np
 
 from cuattn.masks import convert
 from cuattn.masks.base import Reach
-from cuattn.masks.runs import Runs, kept_before
+from cuattn.masks.runs import Runs, kept_before, length_of
 
 __all__ = ["find_reach", "rows_of_band"]
 
@@ -27,18 +27,18 @@ def rows_of_band(key: Any, left: int | None, right: int | None, rows: Runs) -> t
 
     Returns
     -------
-    first, last : int array
+    first, last : int array or int
         The first row, and the row behind the last.
 
     Examples
     --------
     Causal, four rows and keys: key j is seen from row j on.
 
-    >>> [rows.tolist() for rows in rows_of_band(np.arange(4), None, 0, ((0, 4),))]
-    [[0, 1, 2, 3], [4, 4, 4, 4]]
+    >>> rows_of_band(np.arange(4), None, 0, ((0, 4),))
+    (array([0, 1, 2, 3]), 4)
     """
-    reach = _OPEN if left is None else min(left, _OPEN), _OPEN if right is None else min(right, _OPEN)
-    return kept_before(key - reach[1], rows), kept_before(key + reach[0] + 1, rows)
+    first = 0 if right is None else kept_before(key - min(right, _OPEN), rows)
+    return first, length_of(rows) if left is None else kept_before(key + (min(left, _OPEN) + 1), rows)
 
 
 def find_reach(bounds: np.ndarray, n_queries: int) -> Reach | None:

@@ -10,6 +10,7 @@ References
 G. Wang et al., "FlashMask: Efficient and Rich Mask Extension of FlashAttention", sections 2.1 and A.5.2.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -58,13 +59,18 @@ def band_of_runs(rows: Runs, keys: Runs, left: int | None, right: int | None, of
            [1, 1, 1, 1],
            [1, 1, 1, 1]])
     """
-    first, behind = rows_of_band(indices(keys) - offset, left, right, rows)
-    return ColumnMask._of(length_of(rows), behind, ute=first)
+    key = indices(keys) - offset
+    first, last = rows_of_band(key, left, right, rows)
+    return ColumnMask._of(length_of(rows), last, ute=np.broadcast_to(first, key.shape))
 
 
 def band(n_queries: int, n_keys: int, left: int | None, right: int | None, offset: int = 0) -> ColumnMask:
     """Return a band of a whole matrix, see `band_of_runs`."""
     return band_of_runs(((0, n_queries),), ((0, n_keys),), left, right, offset)
+
+
+kept_band = lru_cache(maxsize=8)(band)
+"""The same for backends, which ask for it in every call: what is remembered keeps its tables."""
 
 
 def full(n_queries: int, n_keys: int | None = None) -> ColumnMask:

@@ -1,6 +1,7 @@
 """Between column intervals and other forms: dense masks, FlashMask's index tensors, the transposed problem."""
 
 import math
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,9 @@ def runs(bounds: np.ndarray, n_queries: int) -> tuple[np.ndarray, Pair, Pair]:
         Rows.
     """
     starts, ends = (side.astype(np.int64) for side in normalise(bounds, n_queries))
-    ordered = np.sort((starts << 32) + ends, axis=0)
+    ordered = (starts << 32) + ends
+    for i, j in combinations(range(len(ordered)), 2):  # quicker than a sort of few
+        ordered[i], ordered[j] = np.minimum(ordered[i], ordered[j]), np.maximum(ordered[i], ordered[j])
     starts, ends = ordered >> 32, ordered & (2**32 - 1)
     reached = np.maximum.accumulate(ends, axis=0)  # the end of the run so far
     begins = starts < n_queries  # empty intervals begin at n_queries
@@ -124,7 +127,7 @@ def from_startend(idx: Any, is_causal: bool, n_queries: int) -> list[Any]:
 def transpose(bounds: np.ndarray, n_queries: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return the vectors, (..., n_queries), of the transposed mask; MaskError where a row hides more than two runs.
 
-    O(n_queries + n_keys) for each mask, up to a sort.  Going from key j - 1 to key j, a run of hidden keys begins in
+    O(n_queries + n_keys) for each mask.  Going from key j - 1 to key j, a run of hidden keys begins in
     the rows that j hides and j - 1 does not, and ends in those of the reverse: at most six row intervals each.  Where
     no row has more than two, these intervals hold at most 2 n_queries rows together, which are listed.
     """
@@ -150,17 +153,17 @@ def _changes(rows_of: list[np.ndarray], without: list[np.ndarray], shape: tuple[
     n_queries = shape[-1]
     gaps = ((0, without[0]), (without[1], without[2]), (without[3], n_queries))
     pieces = [(np.maximum(rows_of[k], a), np.minimum(rows_of[k + 1], b)) for k in (0, 2) for a, b in gaps]
-    start, stop = np.stack(pieces, axis=1) + np.arange(masks)[:, None] * n_queries
+    start, stop = np.stack(pieces, axis=-1) + np.arange(masks)[:, None, None] * n_queries
     some = start < stop
-    start, stop, key = start[some], stop[some], np.broadcast_to(np.arange(keys), some.shape)[some]
+    start, stop, key = start[some], stop[some], np.broadcast_to(np.arange(keys)[:, None], some.shape)[some]
     room = masks * n_queries + 1
     count = (np.bincount(start, minlength=room) - np.bincount(stop, minlength=room)).cumsum()[:-1]
     _refuse_first(count.reshape(shape), "row")
     length = stop - start
-    row = np.repeat(stop - length.cumsum(), length) + np.arange(length.sum())
-    listed = np.append(np.sort(row * keys + np.repeat(key, length)) % keys, 0)  # by row; one to spare
-    behind = count.cumsum()
-    return [found.reshape(shape) for found in (count, listed[behind - count], listed[behind - 1])]
+    row, key = np.repeat(stop - length.cumsum(), length) + np.arange(length.sum()), np.repeat(key, length)
+    first, last = np.zeros_like(count), np.zeros_like(count)
+    last[row], first[row[::-1]] = key, key[::-1]  # of a row's keys, in ascending order, the last to come stays
+    return [found.reshape(shape) for found in (count, first, last)]
 
 
 def _refuse_first(count: Any, line: str) -> None:

@@ -51,8 +51,9 @@ class IntervalMask(Mask):
 
     def patterns(self, instance, block_m, block_n, row_tiles, key_tiles):
         keys = np.minimum(key_tiles[:, None] * block_n + np.arange(block_n), self.n_keys - 1)
-        bounds = np.moveaxis(self._bounds(instance)[:, keys], 0, 1) - row_tiles[:, None, None] * block_m
-        return [tile.tobytes() for tile in np.clip(bounds, 0, block_m)]
+        bounds = self._bounds(instance).take(keys, axis=1) - (row_tiles * block_m).astype(np.int32)[:, None]
+        tiles = np.clip(bounds, 0, block_m, out=bounds).swapaxes(0, 1).reshape(len(keys), -1)
+        return tiles.view((np.void, tiles.itemsize * tiles.shape[1])).ravel().tolist()
 
     def shown(self, instance, block_m, block_n, row_tile, key_tile, ramp):
         keys = slice(key_tile * block_n, (key_tile + 1) * block_n)

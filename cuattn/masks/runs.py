@@ -56,7 +56,8 @@ def kept_before(bound: Any, runs: Runs) -> Any:
     [0, 1, 2, 3]
     """
     xp = namespace(bound)
-    return sum((xp.clip(bound, start, stop) - start for start, stop in runs), start=xp.zeros_like(bound))
+    parts = [xp.clip(bound, start, stop) - start if start else xp.clip(bound, 0, stop) for start, stop in runs]
+    return sum(parts[1:], start=parts[0]) if parts else xp.zeros_like(bound)
 
 
 def taken(array: Any, runs: Runs, axis: int) -> Any:

@@ -50,7 +50,7 @@ def test_tile_states_are_sound(drawn, block_m, block_n):
 def test_tile_states_are_as_tight_as_equation_4(drawn, block_m, block_n):
     bounds, n_queries, n_keys = drawn
     # The equation needs start <= end.
-    bounds = np.sort(np.clip(bounds, 0, n_queries).reshape(-1, 2, n_keys), axis=1).reshape(bounds.shape)
+    bounds = np.sort(np.clip(bounds, 0, n_queries).reshape(len(bounds) // 2, 2, n_keys), axis=1).reshape(bounds.shape)
     pairs = list(zip(bounds[::2], bounds[1::2], strict=True))
     row_tiles = -(-n_queries // block_m)
     states = intervals.tile_states(intervals.tile_table(bounds, n_queries, block_m, block_n), 0, row_tiles)
