@@ -25,7 +25,7 @@ from cuattn.masks import checks, draw
 from cuattn.masks.cuda_half import CudaHalf, Source
 from cuattn.masks.immutable import Immutable
 from cuattn.masks.intervals import FULL, SKIP
-from cuattn.masks.runs import Runs, as_runs, indices, length_of
+from cuattn.masks.runs import Runs, as_runs
 
 Self = TypeVar("Self", bound="Mask")
 
@@ -44,8 +44,8 @@ _STRIP = 64  # row tiles that are classified at once
 class Mask(Immutable):
     """What every mask can tell.
 
-    A new kind of mask needs `kind`, `leading`, `n_queries`, `n_keys` and `visible`, and calls `_settle` when it is
-    built; everything else follows from these, if slowly.
+    A new kind of mask needs `kind`, `leading`, `n_queries`, `n_keys` and `hidden`, and calls `_settle` when it is
+    built; everything else follows from these, if slowly, but for `_restrict`.
     """
 
     kind: ClassVar[str]
@@ -66,20 +66,20 @@ class Mask(Immutable):
     """Shape of the axes before queries and keys; they broadcast to a problem's (..., heads)."""
 
     @abstractmethod
-    def visible(self, instance: Instance, i: Any, j: Any) -> Any:
-        """Return whether query rows may see keys, where the mask is: for backends.
+    def hidden(self, instance: Instance, rows: slice, keys: slice) -> Any:
+        """Return which elements of a part are hidden, where the mask is: for backends.
 
         Parameters
         ----------
         instance : tuple of int
             Which of the mask's matrices.
-        i, j : int array
-            Rows in [0, n_queries) and keys in [0, n_keys), which broadcast against each other.
+        rows, keys : slice
+            From and to rows in [0, n_queries] and keys in [0, n_keys].
 
         Returns
         -------
-        bool array
-            Of the shape that `i` and `j` have together, or one that broadcasts to it.
+        bool array, (keys, rows)
+            Or one that broadcasts to it.
         """
 
     # For backends: a mask's place in a problem.
@@ -126,9 +126,8 @@ class Mask(Immutable):
 
     def instance(self, index: Sequence[int]) -> Instance:
         """Return which of the mask's matrices belongs to an index into a problem's (*batch, heads)."""
-        leading = self.leading
-        padded = (*(0,) * len(leading), *index)[len(index) :]
-        return tuple([0 if n == 1 else i for i, n in zip(padded, leading, strict=True)])
+        own = index[len(index) - len(self.leading) :]
+        return tuple([0 if n == 1 else i for i, n in zip(own, self.leading, strict=True)])
 
     reach: Reach | None = None
     """The band that the mask is, where that is known, see `ColumnMask.reach`."""
@@ -151,10 +150,6 @@ class Mask(Immutable):
         """Return the rows and keys of a tile that exist."""
         rows, keys = row_tile * block_m, key_tile * block_n
         return slice(rows, min(rows + block_m, self.n_queries)), slice(keys, min(keys + block_n, self.n_keys))
-
-    def hidden(self, instance: Instance, rows: slice, keys: slice) -> np.ndarray:
-        """Return which elements of a tile are hidden, bool, (keys, rows) or broadcastable to it."""
-        return ~self.visible(instance, np.arange(rows.start, rows.stop), np.arange(keys.start, keys.stop)[:, None])
 
     def patterns(
         self, instance: Instance, block_m: int, block_n: int, row_tiles: np.ndarray, key_tiles: np.ndarray
@@ -219,9 +214,9 @@ class Mask(Immutable):
                [0, 0, 1, 1]])
         """
         mask = self.bind(n_queries, n_keys)
+        shape = mask.n_queries, mask.n_keys
         with mask._scope() as xp:
-            i, j = xp.arange(mask.n_queries)[:, None], xp.arange(mask.n_keys)
-            return mask._stack(lambda instance: mask.visible(instance, i, j), (mask.n_queries, mask.n_keys), bool, xp)
+            return mask._stack(lambda instance: ~mask.hidden(instance, *map(slice, shape)).T, shape, bool, xp)
 
     def tile_states(self, block_m: int, block_n: int, n_queries: int | None = None, n_keys: int | None = None) -> Any:
         """Classify the tiles of the matrix.
@@ -279,9 +274,13 @@ class Mask(Immutable):
         0.4375
         """
         mask, tile, (row_tiles, key_tiles) = self._tiles(block_m, block_n, n_queries, n_keys)
-        count = math.prod(mask.leading) * row_tiles * key_tiles
+        skipped = 0
         with mask._scope():
-            return mask._skipped(*tile, row_tiles) / count if count else 0.0
+            for instance in np.ndindex(*mask.leading):
+                for start in range(0, row_tiles, _STRIP):
+                    states = mask.states(instance, *tile, start, min(start + _STRIP, row_tiles))
+                    skipped += int((states == SKIP).sum())
+        return skipped / max(math.prod(mask.leading) * row_tiles * key_tiles, 1)
 
     def _tiles(
         self: Self, block_m: int, block_n: int, n_queries: int | None, n_keys: int | None
@@ -290,14 +289,6 @@ class Mask(Immutable):
         block_m, block_n = checks.tile(block_m, block_n)
         mask = self.bind(n_queries, n_keys)
         return mask, (block_m, block_n), (cdiv(mask.n_queries, block_m), cdiv(mask.n_keys, block_n))
-
-    def _skipped(self, block_m: int, block_n: int, row_tiles: int) -> int:
-        """Return how many tiles are skipped, of which some exist."""
-        return sum(
-            int((self.states(instance, block_m, block_n, start, min(start + _STRIP, row_tiles)) == SKIP).sum())
-            for instance in np.ndindex(*self.leading)
-            for start in range(0, row_tiles, _STRIP)
-        )
 
     def _stack(self, of: Callable[[Instance], Any], shape: tuple[int, ...], dtype: Any, xp: ModuleType) -> Any:
         """Join what a function returns of each instance along the leading axes."""
@@ -358,21 +349,4 @@ class Mask(Immutable):
             return self._restrict(rows, keys)
 
     def _restrict(self, rows: Runs, keys: Runs) -> "Mask":
-        return _Part(self, rows, keys)
-
-
-class _Part(Mask):
-    """Some rows and keys of a mask on the host that has no better way to say it."""
-
-    _parameter_names = ("_whole", "_rows", "_keys")
-
-    def __init__(self, whole: Mask, rows: Runs, keys: Runs) -> None:
-        self._settle(None, _whole=whole, _rows=rows, _keys=keys)
-
-    def _settle(self, array: Any, **fields: Any) -> None:
-        whole, rows, keys = (fields[name] for name in self._parameter_names)
-        lengths = {"n_queries": length_of(rows), "n_keys": length_of(keys)}
-        super()._settle(array, kind=whole.kind, leading=whole.leading, **lengths, **fields)
-
-    def visible(self, instance: Instance, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        return self._whole.visible(instance, indices(self._rows)[i], indices(self._keys)[j])
+        raise NotImplementedError(f"{type(self).__name__}._restrict")

@@ -52,11 +52,7 @@ class CellMask(Mask):
         return self.block_m, self.block_n
 
     def _bound(self: Self, n_queries: int, n_keys: int) -> Self:
-        return self._part(self._array, self.block_m, self.block_n, (n_queries, n_keys))
-
-    def _part(self: Self, array: Any, block_m: int, block_n: int, lengths: tuple[int, int]) -> Self:
-        """Build a mask of an array, that shares memory with this mask's or is made of it."""
-        return self._wrap(array, block_m, block_n, self.borrowed, lengths, _ready=self._ready)
+        return self._wrap(self._array, *self.block, self.borrowed, (n_queries, n_keys), _ready=self._ready)
 
     def fits(self, n_queries: int, n_keys: int) -> bool:
         """Return whether this is a mask of an (n_queries, n_keys) matrix."""
@@ -67,11 +63,14 @@ class CellMask(Mask):
             )
         )
 
-    def visible(self, instance: Instance, i: Any, j: Any) -> Any:
+    def hidden(self, instance: Instance, rows: slice, keys: slice) -> Any:
         matrix = self._array[instance]
-        xp, (rows, columns) = namespace(matrix), matrix.shape
-        # A cell that stretches is the only one, and the last.
-        return matrix[xp.minimum(i // self.block_m, rows - 1), xp.minimum(j // self.block_n, columns - 1)]
+        xp = namespace(matrix)
+        rows, keys = (
+            slice(None) if cells == 1 else part if size == 1 else xp.arange(part.start or 0, part.stop) // size
+            for part, cells, size in zip((rows, keys), matrix.shape, self.block, strict=True)
+        )  # a single cell holds all there is
+        return ~matrix[rows][:, keys].T
 
     def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
         matrix = self._array[instance]
@@ -93,7 +92,7 @@ class CellMask(Mask):
     def _restrict(self: Self, rows: Runs, keys: Runs) -> Self:
         block_m, part = _cut("rows", self._array, rows, self.block_m, -2)
         block_n, part = _cut("keys", part, keys, self.block_n, -1)
-        return self._part(part, block_m, block_n, (length_of(rows), length_of(keys)))
+        return self._wrap(part, block_m, block_n, False, (length_of(rows), length_of(keys)))
 
 
 def _cells_of_tiles(length: int, tile: int, block: int, cells: int) -> tuple[np.ndarray, np.ndarray]:
@@ -110,10 +109,7 @@ def _cut(name: str, array: Any, runs: Runs, block: int, axis: int) -> tuple[int,
     size = math.gcd(block, *cuts[:-1])  # the last cell may be ragged
     if size < min(block, _FINEST):
         raise MaskError(f"{name} cut blocks of {block} at multiples of {size}: expected multiples of {_FINEST}")
-    if size == block:
-        return block, taken(array, tuple((start // block, cdiv(stop, block)) for start, stop in runs), axis)
-    xp = namespace(array)
-    return size, xp.take(array, xp.asarray(indices(runs, size) // block), axis=axis)
+    return size, taken(array, indices(runs, size) // block, axis)
 
 
 class BlockMask(CellMask):
@@ -239,8 +235,3 @@ class BooleanMask(CellMask):
 
     def __repr__(self) -> str:
         return f"<BooleanMask {tuple(self._array.shape)} {self._where}>"
-
-    def hidden(self, instance: Instance, rows: slice, keys: slice) -> np.ndarray:
-        matrix = self._array[instance]
-        whole = slice(None)
-        return ~matrix[rows if len(matrix) > 1 else whole, keys if matrix.shape[1] > 1 else whole].T

@@ -14,9 +14,9 @@ INT32_MAX = 2**31 - 1
 
 def integer(name: str, value: Any, minimum: int = 0, maximum: int | None = INT32_MAX) -> int:
     """Return `value` as an int in [minimum, maximum]; None leaves it open above."""
-    if isinstance(value, bool | np.bool_):
-        raise DtypeError(f"{name} = {shown(value)}: expected an integer, got a bool")
     try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise DtypeError(f"{name} = {shown(value)}: expected an integer, got {type(value).__name__}") from None
@@ -97,20 +97,22 @@ def booleans(name: str, value: Any) -> Any:
     return array
 
 
-def vectors(named: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """Return arrays of integers by name and their common shape: all in one place, with leading axes that broadcast."""
+def vectors(named: dict[str, Any]) -> dict[str, Any]:
+    """Return arrays of integers by name: all in one place, their last axes equal and the leading ones broadcasting."""
     arrays = {name: integers(name, value) for name, value in named.items()}
-    (first, *_), (place, *_) = arrays, map(_place, arrays.values())
-    for name, array in arrays.items():
-        if _place(array) != place:
-            raise DtypeError(f"{name} is on {_place(array)}, {first} on {place}: expected one place")
-    given = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
-    if len({array.shape[-1:] for array in arrays.values()}) != 1 or 0 in (array.ndim for array in arrays.values()):
+    places = [_place(array) for array in arrays.values()]
+    for name, place in zip(arrays, places, strict=True):
+        if place != places[0]:
+            raise DtypeError(f"{name} is on {place}, {next(iter(arrays))} on {places[0]}: expected one place")
+    shapes = [array.shape for array in arrays.values()]
+    given = ", ".join(f"{name} {shape}" for name, shape in zip(arrays, shapes, strict=True))
+    if () in shapes or len({shape[-1] for shape in shapes}) != 1:
         raise MaskError(f"shapes {given}: expected (..., n_keys) with the same n_keys")
     try:
-        return arrays, np.broadcast_shapes(*(array.shape for array in arrays.values()))
+        np.broadcast_shapes(*shapes)
     except ValueError:
         raise MaskError(f"shapes {given}: expected leading axes that broadcast") from None
+    return arrays
 
 
 def sequence(name: str, value: Any) -> Sequence[Any]:

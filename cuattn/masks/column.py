@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from cuattn.errors import DtypeError, MaskError
-from cuattn.masks import checks, convert, intervals
+from cuattn.masks import checks, convert
 from cuattn.masks.bands import find_reach
 from cuattn.masks.base import Reach
 from cuattn.masks.cuda_half import CudaHalf, Source, source_of
-from cuattn.masks.device import pack
+from cuattn.masks.device import namespace, pack
 from cuattn.masks.interval_mask import IntervalMask
-from cuattn.masks.runs import Runs, kept_before, length_of, taken
+from cuattn.masks.runs import Runs, indices, kept_before, length_of, taken
 
 _NAMES = ("lts", "lte", "uts", "ute")
 
@@ -82,18 +82,17 @@ class ColumnMask(IntervalMask):
 
     def __init__(self, lts: Any, lte: Any, uts: Any, ute: Any, *, n_queries: int) -> None:
         n_queries = checks.integer("n_queries", n_queries)
-        vectors, shape = checks.vectors(dict(zip(_NAMES, (lts, lte, uts, ute), strict=True)))
+        vectors = checks.vectors(dict(zip(_NAMES, (lts, lte, uts, ute), strict=True)))
         for name, vector in vectors.items():
             if isinstance(vector, np.ndarray):
                 checks.in_range(name, vector, 0, n_queries)
-        self._settle(pack(list(vectors.values()), shape, n_queries), n_queries=n_queries)
+        self._settle(pack(list(vectors.values()), n_queries), n_queries=n_queries)
 
     @classmethod
     def _of(cls, n_queries: int, lts: Any = None, lte: Any = None, uts: Any = 0, ute: Any = 0) -> "ColumnMask":
         """Build a mask from trusted integer vectors or scalars that broadcast to (..., n_keys); hide nothing else."""
         vectors = [n_queries if bound is None else bound for bound in (lts, lte, uts, ute)]
-        shape = np.broadcast_shapes(*(np.shape(vector) for vector in vectors))
-        return cls._wrap(pack(vectors, shape, n_queries), n_queries)
+        return cls._wrap(pack(vectors, n_queries), n_queries)
 
     def _settle(self, array: Any, **fields: Any) -> None:
         super()._settle(array, **fields)
@@ -262,14 +261,11 @@ class ColumnMask(IntervalMask):
         """
         return self._of(self.n_keys, *convert.transpose(self.to_host()._array, self.n_queries))
 
-    def _skipped(self, block_m: int, block_n: int, row_tiles: int) -> int:
-        return int(intervals.skipped_tiles(self._table(block_m, block_n)).sum(dtype=np.int64))
-
     def source(self) -> Source:
-        return source_of(self._array, vectors=True)
+        return source_of(namespace(self._array).moveaxis(self._array, 0, -2))
 
     def _restrict(self, rows: Runs, keys: Runs) -> "ColumnMask":
-        return self._of(length_of(rows), *kept_before(taken(self._array, keys, -1), rows))
+        return self._of(length_of(rows), *kept_before(taken(self._array, indices(keys), -1), rows))
 
     def _sane(self, array: Any) -> Any:
         return array.clip(0, self.n_queries)

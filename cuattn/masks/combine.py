@@ -1,11 +1,9 @@
 """Masks that hold together: ``a & b``."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import cached_property, reduce
 from itertools import product
-from operator import and_
-from types import ModuleType
+from operator import or_
 from typing import Any
 
 import numpy as np
@@ -79,7 +77,10 @@ class AllOf(Mask):
             shapes = " & ".join(str(part.leading) for part in parts)
             raise MaskError(f"leading axes {shapes}: expected ones that broadcast") from None
         n_queries, n_keys = _common_lengths(parts)
-        super()._settle(array, **fields, leading=leading, n_queries=n_queries, n_keys=n_keys)
+        # It lies where the first part does that is on a GPU.
+        first = next((part for part in parts if part.on_device), None)
+        array, ready = (None, None) if first is None else (first._array, first._ready)
+        super()._settle(array, **fields, leading=leading, n_queries=n_queries, n_keys=n_keys, _ready=ready)
 
     def _of_parts(self, of: Callable[[Mask], Mask]) -> "AllOf":
         return AllOf([of(part) for part in self.parts])
@@ -89,16 +90,6 @@ class AllOf(Mask):
         """The parts as backends walk them: of known lengths, and in one place."""
         bound = self._bound(self.n_queries, self.n_keys)
         return join((bound.to_device() if self.on_device else bound).parts)
-
-    @property
-    def device(self) -> int | None:
-        """Index of the first GPU that holds a part; None where all parts are on the host."""
-        return next((part.device for part in self.parts if part.on_device), None)
-
-    @property
-    def on_device(self) -> bool:
-        """Whether some part lies on a GPU."""
-        return self.device is not None
 
     def to_device(self, device: int | None = None) -> "AllOf":
         """Return this mask with all parts on a GPU, see `ColumnMask.to_device`."""
@@ -119,8 +110,8 @@ class AllOf(Mask):
     def _bound(self, n_queries: int, n_keys: int) -> "AllOf":
         return self._of_parts(lambda part: part.bind(n_queries, n_keys))
 
-    def visible(self, instance: Instance, i: Any, j: Any) -> Any:
-        return reduce(and_, (part.visible(part.instance(instance), i, j) for part in self._walk))
+    def hidden(self, instance: Instance, rows: slice, keys: slice) -> Any:
+        return reduce(or_, (part.hidden(part.instance(instance), rows, keys) for part in self._walk))
 
     def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
         found = [part.states(part.instance(instance), block_m, block_n, start, stop) for part in self._walk]
@@ -128,9 +119,6 @@ class AllOf(Mask):
 
     def _restrict(self, rows: Runs, keys: Runs) -> "AllOf":
         return self._of_parts(lambda part: part.bind(self.n_queries, self.n_keys).restrict(rows, keys))
-
-    def _scope(self) -> AbstractContextManager[ModuleType]:
-        return next((part for part in self.parts if part.on_device), self.parts[0])._scope()
 
 
 def as_mask(value: Any) -> Mask:

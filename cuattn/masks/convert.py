@@ -1,7 +1,7 @@
 """Between column intervals and other forms: dense masks, FlashMask's index tensors, the transposed problem."""
 
 import math
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -20,17 +20,15 @@ def from_dense(visible: Any) -> Any:
     O(n_queries * n_keys), a fixed number of array operations.
     """
     xp = namespace(visible)
-    hidden = ~visible
-    n_queries, n_keys = hidden.shape[-2:]
-    if hidden.size == 0:
-        return xp.zeros((4, *hidden.shape[:-2], n_keys), dtype=xp.int32)
-    begins, ends = hidden.copy(), hidden.copy()  # first and last row of each run of hidden rows
-    begins[..., 1:, :] &= visible[..., :-1, :]
-    ends[..., :-1, :] &= visible[..., 1:, :]
+    n_queries, n_keys = visible.shape[-2:]
+    if visible.size == 0:
+        return xp.zeros((4, *visible.shape[:-2], n_keys), dtype=xp.int32)
+    edges = xp.diff((~visible).astype(xp.int8), prepend=0, append=0, axis=-2)
+    begins, ends = edges > 0, edges < 0  # of runs of hidden rows: the first, and the one behind the last
     count = begins.sum(axis=-2)
     _refuse_first(count, "column")
-    first = begins.argmax(axis=-2), ends.argmax(axis=-2) + 1
-    last = n_queries - 1 - begins[..., ::-1, :].argmax(axis=-2), n_queries - ends[..., ::-1, :].argmax(axis=-2)
+    first = begins.argmax(axis=-2), ends.argmax(axis=-2)
+    last = n_queries - begins[..., ::-1, :].argmax(axis=-2), n_queries - ends[..., ::-1, :].argmax(axis=-2)
     return assign(count, first, last, n_queries)
 
 
@@ -60,9 +58,8 @@ def assign(count: Any, first: Pair, last: Pair, n_queries: int) -> tuple[Any, An
     start, end = first
     diagonal = xp.arange(n_keys, dtype=xp.int64) * n_queries // max(n_keys, 1)
     is_before = (start == 0) | ((end != n_queries) & (start + end <= 2 * diagonal))
-    is_whole = (start == 0) & (end == n_queries)
     upper = (count == 2) | ((count == 1) & is_before)
-    lower = (count == 2) | ((count == 1) & (~is_before | is_whole))
+    lower = (count == 2) | ((count == 1) & (~is_before | (end - start == n_queries)))
     return (
         xp.where(lower, last[0], n_queries),
         xp.where(lower, last[1], n_queries),
@@ -86,13 +83,14 @@ def runs(bounds: np.ndarray, n_queries: int) -> tuple[np.ndarray, Pair, Pair]:
     for i, j in combinations(range(len(ordered)), 2):  # quicker than a sort of few
         ordered[i], ordered[j] = np.minimum(ordered[i], ordered[j]), np.maximum(ordered[i], ordered[j])
     starts, ends = ordered >> 32, ordered & (2**32 - 1)
-    reached = np.maximum.accumulate(ends, axis=0)  # the end of the run so far
+    for k in range(1, len(ends)):
+        np.maximum(ends[k], ends[k - 1], out=ends[k])  # the end of the run so far
     begins = starts < n_queries  # empty intervals begin at n_queries
-    begins[1:] &= starts[1:] > reached[:-1]
+    begins[1:] &= starts[1:] > ends[:-1]
     count = begins.sum(axis=0)
     last = np.where(begins, starts, 0).max(axis=0)
     first_end = np.where(starts < last, ends, 0).max(axis=0)
-    return count, (starts[0], np.where(count > 1, first_end, reached[-1])), (last, reached[-1])
+    return count, (starts[0], np.where(count > 1, first_end, ends[-1])), (last, ends[-1])
 
 
 def union(bounds: np.ndarray, n_queries: int) -> tuple[Any, Any, Any, Any] | None:
@@ -149,21 +147,24 @@ def _changes(rows_of: list[np.ndarray], without: list[np.ndarray], shape: tuple[
     Both are disjoint intervals start_1, end_1, start_2, end_2 of shape (masks, keys); results are of `shape`, whose
     last axis is the rows.
     """
-    masks, keys = rows_of[0].shape
-    n_queries = shape[-1]
+    masks, n_queries = len(rows_of[0]), shape[-1]
     gaps = ((0, without[0]), (without[1], without[2]), (without[3], n_queries))
-    pieces = [(np.maximum(rows_of[k], a), np.minimum(rows_of[k + 1], b)) for k in (0, 2) for a, b in gaps]
-    start, stop = np.stack(pieces, axis=-1) + np.arange(masks)[:, None, None] * n_queries
-    some = start < stop
-    start, stop, key = start[some], stop[some], np.broadcast_to(np.arange(keys)[:, None], some.shape)[some]
+    found = []
+    for (start, stop), (gap_start, gap_stop) in product((rows_of[:2], rows_of[2:]), gaps):
+        start, stop = np.maximum(start, gap_start), np.minimum(stop, gap_stop)
+        mask, key = np.nonzero(start < stop)
+        place = mask * n_queries
+        found.append((start[mask, key] + place, stop[mask, key] + place, key))
+    start, stop, key = map(np.concatenate, zip(*found, strict=True))
     room = masks * n_queries + 1
     count = (np.bincount(start, minlength=room) - np.bincount(stop, minlength=room)).cumsum()[:-1]
     _refuse_first(count.reshape(shape), "row")
     length = stop - start
     row, key = np.repeat(stop - length.cumsum(), length) + np.arange(length.sum()), np.repeat(key, length)
-    first, last = np.zeros_like(count), np.zeros_like(count)
-    last[row], first[row[::-1]] = key, key[::-1]  # of a row's keys, in ascending order, the last to come stays
-    return [found.reshape(shape) for found in (count, first, last)]
+    one, total = np.zeros_like(count), np.bincount(row, key, minlength=len(count)).astype(np.int64)
+    one[row] = key  # of two keys of a row any
+    other = np.where(count > 1, total - one, one)
+    return [keys.reshape(shape) for keys in (count, np.minimum(one, other), np.maximum(one, other))]
 
 
 def _refuse_first(count: Any, line: str) -> None:

@@ -74,19 +74,17 @@ def upload(array: np.ndarray, device: int | None) -> Any:
     return copied
 
 
-def pack(vectors: Sequence[Any], shape: tuple[int, ...], limit: int) -> Any:
-    """Copy vectors and scalars into one new int32 array (len(vectors), *shape), on the GPU if a vector is there.
+def pack(vectors: Sequence[Any], limit: int) -> Any:
+    """Copy vectors or, on the host, scalars that broadcast into one new int32 array, (len(vectors), ...).
 
-    Device values of a wider dtype are clamped to [0, limit]: the cast alone could wrap them into that range.
+    Values on a GPU of a wider dtype are clamped to [0, limit]: the cast alone could wrap them into that range.
     """
     array = next(filter(is_device_array, vectors), None)
     xp = np if array is None else namespace(array)
     with there(array):
-        packed = xp.empty((len(vectors), *shape), dtype=xp.int32)
-        for k, vector in enumerate(vectors):
-            is_wide = array is not None and vector.dtype != xp.int32
-            packed[k] = xp.clip(vector.astype(xp.int64), 0, limit) if is_wide else vector
-    return packed
+        if array is not None:
+            vectors = [v if v.dtype == xp.int32 else xp.clip(v.astype(xp.int64), 0, limit) for v in vectors]
+        return xp.stack(xp.broadcast_arrays(*vectors), dtype=xp.int32, casting="unsafe")
 
 
 def current_stream() -> Any:

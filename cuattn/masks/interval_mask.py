@@ -1,14 +1,14 @@
 """Masks whose keys each hide a few intervals of rows: the part of the protocol that they share."""
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache, partial, reduce
-from operator import and_
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from cuattn.masks import intervals
 from cuattn.masks.base import Instance, Mask
+from cuattn.masks.device import namespace
 
 __all__ = ["IntervalMask", "join"]
 
@@ -40,11 +40,10 @@ class IntervalMask(Mask):
         make = partial(intervals.tile_table, self._array, self.n_queries)
         return make if self.on_device else lru_cache(_TABLES)(make)
 
-    def visible(self, instance: Instance, i: Any, j: Any) -> Any:
-        bounds = self._bounds(instance)
-        return reduce(
-            and_, ((i < start[j]) | (i >= end[j]) for start, end in zip(bounds[::2], bounds[1::2], strict=True))
-        )
+    def hidden(self, instance: Instance, rows: slice, keys: slice) -> Any:
+        bounds = self._bounds(instance)[:, keys, None]
+        i = namespace(bounds).arange(rows.start or 0, rows.stop)
+        return ((bounds[::2] <= i) & (i < bounds[1::2])).any(axis=0)
 
     def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
         return intervals.tile_states(self._table(block_m, block_n)[instance], start, stop)

@@ -157,24 +157,6 @@ def tile_states(table: Any, row_start: int, row_stop: int) -> Any:
     return states
 
 
-def skipped_tiles(table: Any) -> Any:
-    """Return how many row tiles each key tile skips, from the table of two intervals, in O(Tc).
-
-    Parameters
-    ----------
-    table : int32 array, (..., 4, 2, Tc)
-        From `tile_table`.
-
-    Returns
-    -------
-    int array, (..., Tc)
-    """
-    xp = namespace(table)
-    first, last = table[..., 0, :, :], table[..., 1, :, :]
-    both = last.min(axis=-2) - first.max(axis=-2)
-    return xp.maximum(last - first, 0).sum(axis=-2) - xp.maximum(both, 0)
-
-
 @lru_cache(maxsize=16)
 def bit_lines(rows: int, dtype: np.dtype) -> np.ndarray:
     """Return (rows + 1, rows), whose line t has all bits set before row t; the bits of tiles are made of such lines."""

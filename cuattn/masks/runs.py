@@ -8,8 +8,6 @@ from cuattn.errors import MaskError
 from cuattn.masks import checks
 from cuattn.masks.device import namespace
 
-__all__ = ["Runs", "as_runs", "indices", "kept_before", "length_of", "taken"]
-
 Runs = tuple[tuple[int, int], ...]
 """Pairs (start, stop), each with start <= stop, none beginning before its predecessor stops."""
 
@@ -60,9 +58,7 @@ def kept_before(bound: Any, runs: Runs) -> Any:
     return sum(parts[1:], start=parts[0]) if parts else xp.zeros_like(bound)
 
 
-def taken(array: Any, runs: Runs, axis: int) -> Any:
-    """Return what an array holds at the runs of one of its last two axes; of one run that is a view."""
-    if len(runs) == 1:
-        return array[(..., slice(*runs[0]), *(slice(None),) * (-1 - axis))]
+def taken(array: Any, cells: np.ndarray, axis: int) -> Any:
+    """Return a copy of what an array, wherever it lies, holds at some indices along an axis."""
     xp = namespace(array)
-    return xp.take(array, xp.asarray(indices(runs)), axis=axis)
+    return xp.take(array, xp.asarray(cells), axis=axis)

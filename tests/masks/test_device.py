@@ -127,6 +127,9 @@ class FakeCuPy(types.ModuleType):
     def __getattr__(self, name):
         return on_device(getattr(np, name))
 
+    def broadcast_arrays(self, *arrays):
+        return [*map(DeviceArray, np.broadcast_arrays(*map(to_host, arrays)))]
+
 
 @pytest.fixture
 def cupy(monkeypatch):
