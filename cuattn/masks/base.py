@@ -59,7 +59,7 @@ class Mask(Immutable):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if isinstance(cls.__dict__.get("kind"), str):
+        if "kind" in cls.__dict__:
             KINDS[cls.kind] = cls
 
     leading: tuple[int, ...]
@@ -335,7 +335,7 @@ class Mask(Immutable):
         Raises
         ------
         MaskError
-            The runs are not ascending or leave the matrix, or cut a `BlockMask` too finely.
+            The runs are not ascending or leave the matrix.
 
         Examples
         --------

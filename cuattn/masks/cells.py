@@ -5,7 +5,6 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from cuattn.errors import MaskError
 from cuattn.io_model.sizes import cdiv
 from cuattn.masks import checks
 from cuattn.masks.base import Instance, Mask
@@ -13,11 +12,7 @@ from cuattn.masks.cuda_half import CudaHalf, Source, source_of
 from cuattn.masks.device import copy, namespace
 from cuattn.masks.runs import Runs, indices, length_of, taken
 
-__all__ = ["BlockMask", "BooleanMask", "CellMask"]
-
 Self = TypeVar("Self", bound="CellMask")
-
-_FINEST = 16  # parts may cut blocks at multiples of it: finer ones would make blocks of a few elements each
 
 
 class CellMask(Mask):
@@ -90,9 +85,9 @@ class CellMask(Mask):
         return source_of(self._array, block_m=self.block_m, block_n=self.block_n)
 
     def _restrict(self: Self, rows: Runs, keys: Runs) -> Self:
-        block_m, part = _cut("rows", self._array, rows, self.block_m, -2)
-        block_n, part = _cut("keys", part, keys, self.block_n, -1)
-        return self._wrap(part, block_m, block_n, False, (length_of(rows), length_of(keys)))
+        block_m, part = _cut(self._array, rows, self.block_m, -2)
+        block_n, part = _cut(part, keys, self.block_n, -1)
+        return self._wrap(part, block_m, block_n, self.borrowed, (length_of(rows), length_of(keys)))
 
 
 def _cells_of_tiles(length: int, tile: int, block: int, cells: int) -> tuple[np.ndarray, np.ndarray]:
@@ -101,14 +96,11 @@ def _cells_of_tiles(length: int, tile: int, block: int, cells: int) -> tuple[np.
     return np.minimum(first // block, cells - 1), np.minimum(cdiv(np.minimum(first + tile, length), block), cells)
 
 
-def _cut(name: str, array: Any, runs: Runs, block: int, axis: int) -> tuple[int, Any]:
+def _cut(array: Any, runs: Runs, block: int, axis: int) -> tuple[int, Any]:
     """Return the cells that runs along an axis take, and their size: the mask's own, or one that no cut falls into."""
     if array.shape[axis] == 1:
         return block, array
-    cuts = [cut for run in runs for cut in run]
-    size = math.gcd(block, *cuts[:-1])  # the last cell may be ragged
-    if size < min(block, _FINEST):
-        raise MaskError(f"{name} cut blocks of {block} at multiples of {size}: expected multiples of {_FINEST}")
+    size = math.gcd(block, *[cut for run in runs for cut in run][:-1])  # the last cell may be ragged
     return size, taken(array, indices(runs, size) // block, axis)
 
 

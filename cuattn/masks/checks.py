@@ -100,10 +100,9 @@ def booleans(name: str, value: Any) -> Any:
 def vectors(named: dict[str, Any]) -> dict[str, Any]:
     """Return arrays of integers by name: all in one place, their last axes equal and the leading ones broadcasting."""
     arrays = {name: integers(name, value) for name, value in named.items()}
-    places = [_place(array) for array in arrays.values()]
-    for name, place in zip(arrays, places, strict=True):
-        if place != places[0]:
-            raise DtypeError(f"{name} is on {place}, {next(iter(arrays))} on {places[0]}: expected one place")
+    if len({str(array.device) for array in arrays.values()}) > 1:
+        places = ", ".join(f"{name} on {array.device}" for name, array in arrays.items())
+        raise DtypeError(f"{places}: expected one place")
     shapes = [array.shape for array in arrays.values()]
     given = ", ".join(f"{name} {shape}" for name, shape in zip(arrays, shapes, strict=True))
     if () in shapes or len({shape[-1] for shape in shapes}) != 1:
@@ -122,7 +121,3 @@ def sequence(name: str, value: Any) -> Sequence[Any]:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise DtypeError(f"{name} = {shown(value)}: expected a sequence")
     return value
-
-
-def _place(array: Any) -> str:
-    return "the host" if isinstance(array, np.ndarray) else f"GPU {array.device.id}"

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.errors import DtypeError, MaskError
+from cuattn.errors import DtypeError, MaskError, shown
 from cuattn.masks import checks, convert
-from cuattn.masks.bands import find_reach
 from cuattn.masks.base import Reach
 from cuattn.masks.cuda_half import CudaHalf, Source, source_of
 from cuattn.masks.device import namespace, pack
@@ -115,7 +114,7 @@ class ColumnMask(IntervalMask):
         if self.on_device:
             return None
         matrices = np.moveaxis(self._array.reshape(4, math.prod(self.leading), self.n_keys), 1, 0)
-        found = (find_reach(matrix, self.n_queries) for matrix in matrices)
+        found = (convert.find_reach(matrix, self.n_queries) for matrix in matrices)
         first = next(found, None)
         return first if first and all(reach == first for reach in found) else None
 
@@ -214,7 +213,23 @@ class ColumnMask(IntervalMask):
         True
         """
         n_queries = checks.integer("n_queries", n_queries)
-        return cls._of(n_queries, *convert.from_startend(idx, is_causal, n_queries))
+        if not isinstance(is_causal, bool | np.bool_):
+            raise DtypeError(f"is_causal = {shown(is_causal)}: expected a bool")
+        idx = checks.integers("idx", idx)
+        allowed = (1, 2) if is_causal else (2, 4)
+        if idx.ndim < 2 or idx.shape[-1] not in allowed:
+            kind = "causal" if is_causal else "not causal"
+            raise MaskError(f"idx has shape {idx.shape}: expected (..., n_keys, {allowed[0]} or {allowed[1]}), {kind}")
+        xp = namespace(idx)
+        if xp is np:
+            checks.in_range("idx", idx, 0, n_queries)
+        n_keys, columns = idx.shape[-2:]
+        if columns == 4:
+            return cls._of(n_queries, *xp.moveaxis(idx, -1, 0))
+        last = xp.full(n_keys, n_queries, dtype=xp.int32)
+        upper = xp.clip(xp.arange(n_keys, dtype=xp.int64) - (n_keys - n_queries), 0, n_queries)
+        lower_end, upper_end = (last, idx[..., 1]) if not is_causal else (last if columns == 1 else idx[..., 1], upper)
+        return cls._of(n_queries, idx[..., 0], lower_end, xp.zeros_like(last), upper_end)
 
     def to_startend_row_indices(self) -> Any:
         """Return FlashMask's tensor of row indices, to be used without its causal flag.

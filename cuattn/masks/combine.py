@@ -17,8 +17,6 @@ from cuattn.masks.device import namespace
 from cuattn.masks.interval_mask import join
 from cuattn.masks.runs import Runs
 
-__all__ = ["AllOf", "both"]
-
 
 class AllOf(Mask):
     """Several masks that hold together: visible is what all of them show.
@@ -169,7 +167,7 @@ def _joined(a: Mask, b: Mask) -> Mask | None:
         vectors = convert.union(bounds, a.n_queries)
         return vectors and ColumnMask._of(a.n_queries, *vectors)
     if isinstance(a, CellMask) and isinstance(b, CellMask) and a.kind == b.kind and a.block == b.block:
-        lengths = tuple(ours or theirs for ours, theirs in zip(a._lengths, b._lengths, strict=True))
+        lengths = tuple(theirs if ours is None else ours for ours, theirs in zip(a._lengths, b._lengths, strict=True))
         return a._wrap(a._array & b._array, a.block_m, a.block_n, False, lengths)
     return None
 

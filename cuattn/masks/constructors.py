@@ -17,20 +17,8 @@ import numpy as np
 
 from cuattn.errors import DtypeError, MaskError, shown
 from cuattn.masks import checks
-from cuattn.masks.bands import rows_of_band
 from cuattn.masks.column import ColumnMask
-from cuattn.masks.runs import Runs, indices, length_of
-
-__all__ = [
-    "causal",
-    "eviction",
-    "full",
-    "global_sliding_window",
-    "prefix_lm_causal",
-    "qk_sparse",
-    "random_eviction",
-    "sliding_window",
-]
+from cuattn.masks.runs import Runs, indices, length_of, rows_of_band
 
 
 def band_of_runs(rows: Runs, keys: Runs, left: int | None, right: int | None, offset: int = 0) -> ColumnMask:
@@ -190,10 +178,8 @@ def global_sliding_window(n: int, window: int, n_global: int) -> ColumnMask:
     window = min(checks.integer("window", window, maximum=None), n)
     n_global = min(checks.integer("n_global", n_global, maximum=None), n)
     j = np.arange(n)
-    is_global = j < n_global
-    lower_start = np.where(is_global, n, np.minimum(np.maximum(j + window + 1, n_global), n))
-    upper_end = np.maximum(j - window, n_global)
-    return ColumnMask._of(n, lower_start, n, n_global, upper_end)
+    lower_start = np.where(j < n_global, n, np.clip(j + window + 1, n_global, n))
+    return ColumnMask._of(n, lower_start, n, n_global, np.maximum(j - window, n_global))
 
 
 def prefix_lm_causal(n: int, prefix: int) -> ColumnMask:
@@ -329,10 +315,9 @@ def random_eviction(n: int, start: int, rng: Any = None) -> ColumnMask:
     start = checks.integer("start", start, maximum=None)
     try:
         rng = np.random.default_rng(rng)
-    except TypeError:
-        raise DtypeError(f"rng = {shown(rng)}: expected what numpy.random.default_rng takes") from None
-    except ValueError:
-        raise MaskError(f"rng = {shown(rng)}: expected what numpy.random.default_rng takes") from None
+    except (TypeError, ValueError) as error:
+        kind = DtypeError if isinstance(error, TypeError) else MaskError
+        raise kind(f"rng = {shown(rng)}: expected what numpy.random.default_rng takes") from None
     slots = min(max(start, 1), n)  # row 0 has no key before it
     slot_of = np.concatenate([np.arange(slots), rng.integers(0, max(slots, 1), size=n - slots)])
     tenants = np.argsort(slot_of, kind="stable")

@@ -1,4 +1,4 @@
-"""Between column intervals and other forms: dense masks, FlashMask's index tensors, the transposed problem."""
+"""Between column intervals and other forms: dense masks, bands, FlashMask's index tensors, the transposed problem."""
 
 import math
 from itertools import combinations, product
@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.errors import DtypeError, MaskError, shown
-from cuattn.masks import checks
+from cuattn.errors import MaskError
 from cuattn.masks.device import namespace
 from cuattn.masks.intervals import normalise
+from cuattn.masks.runs import rows_of_band
 
 Pair = tuple[Any, Any]
 
@@ -99,27 +99,46 @@ def union(bounds: np.ndarray, n_queries: int) -> tuple[Any, Any, Any, Any] | Non
     return None if (found[0] > 2).any() else assign(*found, n_queries)
 
 
-def from_startend(idx: Any, is_causal: bool, n_queries: int) -> list[Any]:
-    """Return lts, lte, uts, ute of FlashMask's index tensor (..., n_keys, 1 | 2 | 4)."""
-    if not isinstance(is_causal, bool | np.bool_):
-        raise DtypeError(f"is_causal = {shown(is_causal)}: expected a bool")
-    idx = checks.integers("idx", idx)
-    allowed = (1, 2) if is_causal else (2, 4)
-    if idx.ndim < 2 or idx.shape[-1] not in allowed:
-        kind = "causal" if is_causal else "not causal"
-        raise MaskError(f"idx has shape {idx.shape}: expected (..., n_keys, {allowed[0]} or {allowed[1]}), {kind}")
-    xp = namespace(idx)
-    if xp is np:
-        checks.in_range("idx", idx, 0, n_queries)
-    n_keys, columns = idx.shape[-2:]
-    given = [idx[..., column] for column in range(columns)]
-    if columns == 4:
-        return given
-    zero, last = xp.zeros(n_keys, dtype=xp.int32), xp.full(n_keys, n_queries, dtype=xp.int32)
-    if not is_causal:
-        return [given[0], last, zero, given[1]]
-    diagonal = xp.arange(n_keys, dtype=xp.int64) - (n_keys - n_queries)
-    return [given[0], last if columns == 1 else given[1], zero, xp.clip(diagonal, 0, n_queries)]
+def find_reach(bounds: np.ndarray, n_queries: int) -> tuple[int | None, int | None] | None:
+    """Return the band that the keys' hidden row intervals leave visible, or None where it is none.
+
+    Parameters
+    ----------
+    bounds : int array, (4, n_keys)
+        Starts and ends of two intervals that hold together.
+    n_queries : int
+        Rows.
+
+    Returns
+    -------
+    tuple of (int or None) or None
+        ``(left, right)``: row i sees key j if ``i - left <= j <= i + right``; either may be negative.  None also
+        where nothing is visible, and for a single row that does not see all keys.
+
+    Examples
+    --------
+    A window of three keys:
+
+    >>> import numpy as np
+    >>> key = np.arange(6)
+    >>> find_reach(np.stack([np.minimum(key + 3, 6), 0 * key + 6, 0 * key, key]), 6)
+    (2, 0)
+
+    Two documents are no band:
+
+    >>> find_reach(np.array([[2, 2, 4, 4], [4, 4, 4, 4], [0, 0, 0, 0], [0, 0, 2, 2]]), 4) is None
+    True
+    """
+    last, lower_end, upper_start, first = assign(*runs(bounds, n_queries), n_queries)
+    seen = first < last
+    if not seen.any() or upper_start.any() or lower_end.min() < n_queries:
+        return None  # nothing visible, or something hidden amid it
+    key = np.arange(first.size)
+    left, right = (last - 1 - key)[seen & (last < n_queries)], (key - first)[seen & (first > 0)]
+    reach = int(left[0]) if left.size else None, int(right[0]) if right.size else None
+    band = rows_of_band(key, *reach, ((0, n_queries),))
+    same = np.where(seen, (first == band[0]) & (last == band[1]), band[0] >= band[1])
+    return reach if same.all() else None
 
 
 def transpose(bounds: np.ndarray, n_queries: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -131,23 +150,22 @@ def transpose(bounds: np.ndarray, n_queries: int) -> tuple[np.ndarray, np.ndarra
     """
     leading, n_keys = bounds.shape[1:-1], bounds.shape[-1]
     count, first, last = runs(bounds.reshape(4, math.prod(leading), n_keys), n_queries)
-    disjoint = [np.where(count > n, bound, n_queries) for n, pair in enumerate((first, last)) for bound in pair]
-    beyond = np.full((len(count), 1), n_queries)
-    before = [np.concatenate([beyond, bound], axis=1) for bound in disjoint]
-    after = [np.concatenate([bound, beyond], axis=1) for bound in disjoint]
+    disjoint = np.where([count > 0] * 2 + [count > 1] * 2, [*first, *last], n_queries)
+    padded = np.pad(disjoint, ((0, 0), (0, 0), (1, 1)), constant_values=n_queries)  # beyond the keys nothing is hidden
+    before, after = padded[..., :-1], padded[..., 1:]
     shape = (*leading, n_queries)
     count, *starts = _changes(after, before, shape)
     _, *ends = _changes(before, after, shape)
-    return assign(count, (starts[0], ends[0]), (starts[1], ends[1]), n_keys)
+    return assign(count, *zip(starts, ends, strict=True), n_keys)
 
 
-def _changes(rows_of: list[np.ndarray], without: list[np.ndarray], shape: tuple[int, ...]) -> list[np.ndarray]:
+def _changes(rows_of: np.ndarray, without: np.ndarray, shape: tuple[int, ...]) -> list[np.ndarray]:
     """Return of each row how many keys have it in `rows_of` but not in `without`, and the first and last of them.
 
-    Both are disjoint intervals start_1, end_1, start_2, end_2 of shape (masks, keys); results are of `shape`, whose
+    Both are disjoint intervals start_1, end_1, start_2, end_2, (4, masks, keys); results are of `shape`, whose
     last axis is the rows.
     """
-    masks, n_queries = len(rows_of[0]), shape[-1]
+    masks, n_queries = rows_of.shape[1], shape[-1]
     gaps = ((0, without[0]), (without[1], without[2]), (without[3], n_queries))
     found = []
     for (start, stop), (gap_start, gap_stop) in product((rows_of[:2], rows_of[2:]), gaps):

@@ -13,8 +13,6 @@ from cuattn.errors import DtypeError, MaskError
 from cuattn.masks import checks
 from cuattn.masks.device import Ready, current_stream, load_cupy, namespace, there, upload
 
-__all__ = ["Immutable"]
-
 Self = TypeVar("Self", bound="Immutable")
 
 
@@ -53,11 +51,10 @@ class Immutable(ABC):
     def _parameters(self) -> tuple[Any, ...]:
         return tuple([getattr(self, name) for name in self._parameter_names])
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"cannot set {name}: {type(self).__name__} is immutable")
+    def __setattr__(self, name: str, *value: Any) -> None:
+        raise AttributeError(f"cannot change {name}: {type(self).__name__} is immutable")
 
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"cannot delete {name}: {type(self).__name__} is immutable")
+    __delattr__ = __setattr__
 
     def __copy__(self: Self) -> Self:
         return self

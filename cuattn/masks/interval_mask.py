@@ -10,8 +10,6 @@ from cuattn.masks import intervals
 from cuattn.masks.base import Instance, Mask
 from cuattn.masks.device import namespace
 
-__all__ = ["IntervalMask", "join"]
-
 _TABLES = 8  # that a mask on the host remembers
 
 

@@ -11,6 +11,8 @@ from cuattn.masks.device import namespace
 Runs = tuple[tuple[int, int], ...]
 """Pairs (start, stop), each with start <= stop, none beginning before its predecessor stops."""
 
+_OPEN = 2**33  # beyond any row index: a window at least this wide is open
+
 
 def as_runs(name: str, value: Any, length: int) -> Runs:
     """Return a slice, or a sequence of (start, stop), as runs of an axis.
@@ -62,3 +64,32 @@ def taken(array: Any, cells: np.ndarray, axis: int) -> Any:
     """Return a copy of what an array, wherever it lies, holds at some indices along an axis."""
     xp = namespace(array)
     return xp.take(array, xp.asarray(cells), axis=axis)
+
+
+def rows_of_band(key: Any, left: int | None, right: int | None, rows: Runs) -> tuple[Any, Any]:
+    """Return the rows that see keys through a band, counted among those of a part.
+
+    Parameters
+    ----------
+    key : int array
+        Keys, less the column of row 0's diagonal.
+    left, right : int or None
+        Reach of a row before and behind its diagonal; None leaves that side open.
+    rows : tuple of (start, stop)
+        Runs of rows that the part takes, in ascending order.
+
+    Returns
+    -------
+    first, last : int array or int
+        The first row, and the row behind the last.
+
+    Examples
+    --------
+    Causal, four rows and keys: key j is seen from row j on.
+
+    >>> import numpy as np
+    >>> rows_of_band(np.arange(4), None, 0, ((0, 4),))
+    (array([0, 1, 2, 3]), 4)
+    """
+    first = 0 if right is None else kept_before(key - min(right, _OPEN), rows)
+    return first, length_of(rows) if left is None else kept_before(key + (min(left, _OPEN) + 1), rows)

@@ -9,10 +9,10 @@ from cuattn.masks import causal, intervals
 
 
 @st.composite
-def unchecked(draw, count=None):
+def unchecked(draw):
     """Draw (bounds, n_queries, n_keys): starts and ends of intervals in turn, of any sign and order."""
     n_queries, n_keys = draw(st.integers(0, 20)), draw(st.integers(0, 20))
-    count = draw(st.integers(1, 4)) if count is None else count
+    count = draw(st.integers(1, 4))
     elements = st.integers(-5, n_queries + 5) | st.sampled_from((-(2**31), 2**31 - 1))
     return draw(hnp.arrays(np.int32, (2 * count, n_keys), elements=elements)), n_queries, n_keys
 
@@ -75,14 +75,6 @@ def test_a_range_of_row_tiles(drawn, block_m, block_n, data):
     table = intervals.tile_table(bounds, n_queries, block_m, block_n)
     whole = intervals.tile_states(table, 0, row_tiles)
     np.testing.assert_array_equal(intervals.tile_states(table, first, last), whole[first:last])
-
-
-@given(unchecked(count=2), st.integers(1, 9), st.integers(1, 9))
-def test_skipped_tiles(drawn, block_m, block_n):
-    bounds, n_queries, _ = drawn
-    table = intervals.tile_table(bounds, n_queries, block_m, block_n)
-    states = intervals.tile_states(table, 0, -(-n_queries // block_m))
-    np.testing.assert_array_equal(intervals.skipped_tiles(table), (states == intervals.SKIP).sum(axis=0))
 
 
 @given(unchecked())
