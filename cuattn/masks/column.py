@@ -95,7 +95,7 @@ class ColumnMask(IntervalMask):
 
     def _settle(self, array: Any, **fields: Any) -> None:
         super()._settle(array, **fields)
-        self.__dict__.update(zip(_NAMES, array, strict=True))
+        vars(self).update(zip(_NAMES, array, strict=True))
 
     @cached_property
     def reach(self) -> Reach | None:

@@ -154,9 +154,9 @@ def transpose(bounds: np.ndarray, n_queries: int) -> tuple[np.ndarray, np.ndarra
     padded = np.pad(disjoint, ((0, 0), (0, 0), (1, 1)), constant_values=n_queries)  # beyond the keys nothing is hidden
     before, after = padded[..., :-1], padded[..., 1:]
     shape = (*leading, n_queries)
-    count, *starts = _changes(after, before, shape)
-    _, *ends = _changes(before, after, shape)
-    return assign(count, *zip(starts, ends, strict=True), n_keys)
+    count, first_start, last_start = _changes(after, before, shape)
+    _, first_end, last_end = _changes(before, after, shape)
+    return assign(count, (first_start, first_end), (last_start, last_end), n_keys)
 
 
 def _changes(rows_of: np.ndarray, without: np.ndarray, shape: tuple[int, ...]) -> list[np.ndarray]:

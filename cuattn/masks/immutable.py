@@ -39,7 +39,7 @@ class Immutable(ABC):
         elif array is not None and "_ready" not in fields:
             with array.device:
                 fields["_ready"] = Ready(current_stream())
-        self.__dict__.update(fields, _array=array, _cache={})
+        vars(self).update(fields, _array=array, _cache={})
 
     @classmethod
     def _wrap(cls: type[Self], array: Any, *parameters: Any, **fields: Any) -> Self:
