@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from cuattn.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError, shown
+from cuattn.errors import ArgumentError, UnsupportedError, expect_array, shown
 from cuattn.interop.native import hold
 from cuattn.interop.origin import ArrayOrigin, type_name
-
-__all__ = ["Outputs"]
 
 _ALIGNMENT = 16  # bytes; what the kernels' widest stores need
 
@@ -59,53 +56,41 @@ class Outputs:
             )
         return {f"out[{index}]": array for index, array in enumerate(out)}
 
-    def check(
-        self, views: dict[str, Any], specs: dict[str, Any], operands: dict[str, Any], origin: ArrayOrigin
-    ) -> None:
+    def take(self, views: dict[str, Any]) -> dict[str, Any]:
+        """Keep the views of `given` among those of a call's arrays, and return these without them."""
+        self._views = {name: views.pop(label) for name, label in self._labels.items()}
+        return views
+
+    def check(self, made: dict[str, Any], operands: dict[str, Any], origin: ArrayOrigin) -> None:
         """Check the given arrays against the results' shapes and dtypes, and that none shares memory.
 
         Parameters
         ----------
-        views : dict of str to array
-            NumPy or CuPy views of `given`.
-        specs : dict of str to (shape, (dtype,))
+        made : dict of str to (shape, dtype)
             Of the results.
         operands : dict of str to array
             Views of the call's arrays; None for absent ones.
         origin : ArrayOrigin
         """
-        if views and origin.kind == "jax":
+        if self.given and origin.kind == "jax":
             raise UnsupportedError("out is given for JAX arrays, which are immutable; expected None")
         taken = {name: array for name, array in operands.items() if array is not None}
-        for name, label in self._labels.items():
-            view = views[label]
-            if name not in specs:
+        for name, view in self._views.items():
+            label = self._labels[name]
+            if name not in made:
                 raise ArgumentError(f"{label} is given but the call has no {name}; expected None")
-            shape, (dtype,) = specs[name]
-            if tuple(view.shape) != shape:
-                raise ShapeError(f"{label} has shape {shown(tuple(view.shape))}; expected {shape}")
-            if view.dtype != dtype:
-                raise DtypeError(f"{label} has dtype {view.dtype}; expected {dtype}")
-            if isinstance(view, np.ndarray) and not view.flags.writeable:
-                raise ArgumentError(f"{label} is read-only; expected a writable array")
-            if 0 not in view.shape and any(
-                size > 1 and step == 0 for size, step in zip(view.shape, view.strides, strict=True)
-            ):
-                raise ArgumentError(f"{label} has elements that share memory (a stride of 0); expected distinct ones")
-            for other, array in taken.items():
-                if _overlap(view, array):
-                    raise ArgumentError(f"{label} overlaps {other} in memory; expected memory of its own")
+            expect_array(label, view, *made[name])
+            _check_memory(label, view, taken)
             taken[label] = view
             if view.flags.c_contiguous and _address(view) % _ALIGNMENT == 0:
                 self.direct[name] = view
 
-    def allocator(self, origin: ArrayOrigin, specs: dict[str, Any]) -> Any:
+    def allocator(self, origin: ArrayOrigin, made: dict[str, Any]) -> Any:
         """Return what allocates the results that are not given and scratch memory, see `ArrayOrigin.allocator`."""
-        wanted = [(shape, dtype) for name, (shape, (dtype,)) in specs.items() if name not in self.direct]
-        allocate = origin.allocator(wanted)
+        allocate = origin.allocator([array for name, array in made.items() if name not in self.direct])
         if not self.direct:
             return allocate
-        return _Given(allocate, [self.direct.get(name) for name in specs], list(self._own.values()))
+        return _Given(allocate, [self.direct.get(name) for name in made], list(self._own.values()))
 
     def fill(self, results: dict[str, Any]) -> list[Any]:
         """Return the results, the given arrays among them, which are filled here where no backend could."""
@@ -133,6 +118,17 @@ class _Given:
         return results, [*(next(at) if a is None else a.data.ptr for a in self._given), scratch], keep
 
 
+def _check_memory(label: str, view: Any, taken: dict[str, Any]) -> None:
+    """Check that a view can be written to, each element in a place of its own and outside the arrays `taken`."""
+    if isinstance(view, np.ndarray) and not view.flags.writeable:
+        raise ArgumentError(f"{label} is read-only; expected a writable array")
+    if view.size and any(size > 1 and step == 0 for size, step in zip(view.shape, view.strides, strict=True)):
+        raise ArgumentError(f"{label} has elements that share memory (a stride of 0); expected distinct ones")
+    for other, array in taken.items():
+        if _overlap(view, array):
+            raise ArgumentError(f"{label} overlaps {other} in memory; expected memory of its own")
+
+
 def _address(array: Any) -> int:
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
@@ -152,7 +148,7 @@ class _Span:
 
 def _overlap(a: Any, b: Any) -> bool:
     """Whether two arrays share an element's memory; also true where that is hard to tell."""
-    if math.prod(a.shape) == 0 or math.prod(b.shape) == 0:
+    if not a.size or not b.size:
         return False
     a, b = np.asarray(_Span(a)), np.asarray(_Span(b))
     try:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-__all__ = ["BFLOAT16", "DTYPES", "FLOAT16", "FLOAT32", "FLOAT64", "Dtype", "dtype_names", "register_dtype", "row_of"]
-
 FLOAT16 = np.dtype(np.float16)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT32 = np.dtype(np.float32)
@@ -58,7 +56,15 @@ class Dtype:
         return self.dtype != self.stat
 
 
-DTYPES: dict[np.dtype, Dtype] = {}
+DTYPES: dict[np.dtype, Dtype] = {
+    row.dtype: row
+    for row in (
+        Dtype(FLOAT16, FLOAT32, cuda="__half", tensor_map=6),
+        Dtype(BFLOAT16, FLOAT32, cuda="__nv_bfloat16", tensor_map=9),
+        Dtype(FLOAT32, FLOAT32, cuda="float", products="split"),
+        Dtype(FLOAT64, FLOAT64, cuda="double", products="double"),
+    )
+}
 
 
 def register_dtype(row: Dtype) -> None:
@@ -75,12 +81,3 @@ def dtype_names() -> str:
     """Return the known dtypes' names as error messages list them."""
     *names, last = (row.name for row in DTYPES.values())
     return f"{', '.join(names)} or {last}"
-
-
-for _row in (
-    Dtype(FLOAT16, FLOAT32, cuda="__half", tensor_map=6),
-    Dtype(BFLOAT16, FLOAT32, cuda="__nv_bfloat16", tensor_map=9),
-    Dtype(FLOAT32, FLOAT32, cuda="float", products="split"),
-    Dtype(FLOAT64, FLOAT64, cuda="double", products="double"),
-):
-    register_dtype(_row)

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from cuattn.errors import DtypeError, ShapeError, shown
+from cuattn.errors import expect_array
+from cuattn.problem.model import Problem
 
-if TYPE_CHECKING:
-    from cuattn.problem.model import Problem
-    from cuattn.problem.shapes import Sizes
-
-__all__ = ["BACKWARD", "FORWARD", "OPERATIONS", "Operation", "register_operation"]
-
-Spec = tuple[tuple[int, ...], tuple[np.dtype, ...]]
-"""Shape, as the caller sees it, and the dtypes that are allowed; of a result, the one that it has."""
+Array = tuple[tuple[int, ...], np.dtype]
+"""Shape, as the caller sees it, and dtype."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +30,15 @@ class Operation:
     operands : tuple of str
         Arrays that it needs beside q, k, v.
     optional : tuple of str
-        Arrays that it takes if they are given.
+        Arrays that it takes if they are given, beside bias and mask.
     results : tuple of str
         What it returns, in order.
+    expected : callable
+        ``expected(problem)`` returns shape and dtype of each of `operands` and `optional`.
+    made : callable
+        ``made(problem, operands)`` returns shape and dtype of each result.
     labels : dict of str to str
         What error messages call an operand that the caller passes under another name.
-    operand_specs : callable
-        ``operand_specs(problem, sizes)`` returns shape and dtypes of each of `operands` and of `optional` ones that
-        q, k, v determine.
-    result_specs : callable
-        ``result_specs(problem, sizes, operands)`` returns shape and dtype of each result.
     replays : bool
         Whether dropout's state comes from a forward.
     """
@@ -53,8 +47,8 @@ class Operation:
     operands: tuple[str, ...]
     optional: tuple[str, ...]
     results: tuple[str, ...]
-    operand_specs: Callable[[Problem, Sizes], dict[str, Spec]]
-    result_specs: Callable[[Problem, Sizes, dict[str, Any]], dict[str, Spec]]
+    expected: Callable[[Problem], dict[str, Array]]
+    made: Callable[[Problem, dict[str, Any]], dict[str, Array]]
     labels: dict[str, str] = field(default_factory=dict)
     replays: bool = False
 
@@ -64,69 +58,50 @@ class Operation:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Every array of a call, in the order in which backends are given addresses."""
-        return ("q", "k", "v", "bias", "mask", *self.operands, *(name for name in self.optional if name != "bias"))
+        return ("q", "k", "v", "bias", "mask", *self.operands, *self.optional)
 
     def label(self, name: str) -> str:
         """Return what an error message calls an operand."""
         return self.labels.get(name, name)
 
-    def check(self, problem: Problem, sizes: Sizes, operands: dict[str, Any]) -> None:
+    def check(self, problem: Problem, operands: dict[str, Any]) -> None:
         """Check the operands beside q, k, v, bias and mask against the problem."""
-        for name, (shape, dtypes) in self.operand_specs(problem, sizes).items():
-            array = operands.get(name)
-            if array is None:
-                continue
-            if tuple(array.shape) != shape:
-                raise ShapeError(f"{self.label(name)} has shape {shown(tuple(array.shape))}; expected {shape}")
-            if array.dtype not in dtypes:
-                expected = " or ".join(map(str, dict.fromkeys(dtypes)))
-                raise DtypeError(f"{self.label(name)} has dtype {array.dtype}; expected {expected}")
+        for name, (shape, dtype) in self.expected(problem).items():
+            if operands.get(name) is not None:  # of o, that of the sums is as good
+                dtypes = (dtype, problem.stat_dtype) if name == "o" else (dtype,)
+                expect_array(self.label(name), operands[name], shape, *dtypes)
 
 
-OPERATIONS: dict[str, Operation] = {}
+def _o(problem: Problem, dtype: np.dtype) -> Array:
+    return (*problem.leading, problem.n_queries, problem.head_dim_v), dtype
 
 
-def register_operation(row: Operation) -> Operation:
-    """Make an operation known to the door and to :func:`cuattn.plan`."""
-    OPERATIONS[row.name] = row
-    return row
+def _statistics(problem: Problem, *names: str) -> dict[str, Array]:
+    return dict.fromkeys(names, ((*problem.leading, problem.n_queries), problem.stat_dtype))
 
 
-def _statistics(problem: Problem, sizes: Sizes) -> dict[str, Spec]:
-    rows = (*sizes.leading, sizes.n_queries)
-    return dict.fromkeys("lm", (rows, (problem.stat_dtype,)))
+def _forward_results(problem: Problem, operands: dict[str, Any]) -> dict[str, Array]:
+    return {"o": _o(problem, problem.out_dtype), **_statistics(problem, *("lm" if problem.statistics else ""))}
 
 
-def _forward_results(problem: Problem, sizes: Sizes, operands: dict[str, Any]) -> dict[str, Spec]:
-    o = (*sizes.leading, sizes.n_queries, sizes.head_dim_v)
-    return {"o": (o, (problem.out_dtype,)), **(_statistics(problem, sizes) if problem.statistics else {})}
+def _backward_operands(problem: Problem) -> dict[str, Array]:
+    return {**dict.fromkeys(("do", "o"), _o(problem, problem.dtype)), **_statistics(problem, "l", "m", "dlse")}
 
 
-def _backward_operands(problem: Problem, sizes: Sizes) -> dict[str, Spec]:
-    o = (*sizes.leading, sizes.n_queries, sizes.head_dim_v)
-    statistics = _statistics(problem, sizes)
-    unrounded = (problem.dtype, problem.stat_dtype)
-    return {"do": (o, (problem.dtype,)), "o": (o, unrounded), **statistics, "dlse": statistics["l"]}
+def _gradients(problem: Problem, operands: dict[str, Any]) -> dict[str, Array]:
+    given = {name: operands[name] for name in ("q", "k", "v", "bias") if operands.get(name) is not None}
+    return {f"d{name}": (tuple(x.shape), problem.grad_dtype(np.dtype(x.dtype))) for name, x in given.items()}
 
 
-def _gradients(problem: Problem, sizes: Sizes, operands: dict[str, Any]) -> dict[str, Spec]:
-    found = {f"d{name}": (tuple(operands[name].shape), (problem.out_dtype,)) for name in "qkv"}
-    bias = operands.get("bias")
-    return found if bias is None else {**found, "dbias": (tuple(bias.shape), (problem.grad_dtype(bias.dtype),))}
-
-
-FORWARD = register_operation(
-    Operation("forward", (), ("bias",), ("o", "l", "m"), lambda problem, sizes: {}, _forward_results)
+FORWARD = Operation("forward", (), (), ("o", "l", "m"), lambda problem: {}, _forward_results)
+BACKWARD = Operation(
+    "backward",
+    ("do", "o", "l", "m"),
+    ("dlse",),
+    ("dq", "dk", "dv", "dbias"),
+    _backward_operands,
+    _gradients,
+    labels={"o": "fwd.o", "l": "fwd.l", "m": "fwd.m"},
+    replays=True,
 )
-BACKWARD = register_operation(
-    Operation(
-        "backward",
-        ("do", "o", "l", "m"),
-        ("bias", "dlse"),
-        ("dq", "dk", "dv", "dbias"),
-        _backward_operands,
-        _gradients,
-        labels={"o": "fwd.o", "l": "fwd.l", "m": "fwd.m"},
-        replays=True,
-    )
-)
+OPERATIONS = {row.name: row for row in (FORWARD, BACKWARD)}

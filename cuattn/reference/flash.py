@@ -164,7 +164,7 @@ class _Options:
         self.threshold = random.threshold(dropout_p)
         if mask is not None and not callable(mask):
             if np.shape(mask) != (n, n):
-                raise ShapeError(f"mask has shape {np.shape(mask)}: expected (N, N) = {(n, n)}, or a function of (i, j)")
+                raise ShapeError(f"mask has shape {np.shape(mask)}: expected (N, N) = {n, n}, or a function of (i, j)")
             hbm.place("mask", mask, np.bool_)
         if blocks is not None:
             if np.shape(blocks) != tiles:
