@@ -201,7 +201,7 @@ def forward(
     options = Options(is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype)
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
     results, state = dispatch.compute(Call(FORWARD, arrays, options, rng, origin, out))
-    return Forward(*results, state)
+    return Forward(*results, rng_state=state)
 
 
 @_public
@@ -347,7 +347,7 @@ def merge(*parts: Forward, out: tuple | None = None) -> Forward:
         named |= {f"parts[{index}].{name}": array for name, array in zip("olm", arrays, strict=True)}
         states.append(state)
     agree = all(state is states[0] or dispatch.same_state(state, states[0]) for state in states)
-    return Forward(*dispatch.merge(named, out), states[0] if agree else None)
+    return Forward(*dispatch.merge(named, out), rng_state=states[0] if agree else None)
 
 
 @_public

@@ -8,7 +8,6 @@ launches that were prepared for it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import ModuleType
@@ -26,7 +25,6 @@ from cuattn.problem import (
     Operation,
     Options,
     Origin,
-    Place,
     Problem,
     Runs,
     bind,
@@ -140,7 +138,7 @@ def _run(call: Call) -> tuple[list[Any], Any]:
         return _compute(call, masks, known, addresses)
     state = _state(call, known.problem)
     place = None if call.origin is None else place_of(known.problem, call.origin)
-    return _launch(known, addresses, masks, state, place), state
+    return _launch(known, addresses, masks, state, place, ()), state
 
 
 def _compute(call: Call, masks: tuple, known: _Known | None = None, seen: Any = None) -> tuple[list[Any], Any]:
@@ -173,15 +171,13 @@ def _compute(call: Call, masks: tuple, known: _Known | None = None, seen: Any = 
         return outputs.fill(dict(zip(made, map(origin.from_backend, results), strict=True))), state
 
 
-def _launch(
-    known: _Known, addresses: Sequence[int], masks: tuple, state: Any, place: Place | None, held: Sequence[Any] = ()
-) -> list[Any]:
-    """Run a prepared sequence of launches for arrays at these addresses."""
-    origin = known.origin
+def _launch(known: _Known, *arguments: Any) -> list[Any]:
+    """Run a prepared sequence of launches; `arguments` are those of its `run` after the stream."""
+    origin, run = known.origin, known.sequence.run
     if origin.is_current():
-        return known.sequence.run(known.allocate, origin.stream(), addresses, masks, state, place, held)
+        return run(known.allocate, origin.stream(), *arguments)
     with origin.on_device():
-        return known.sequence.run(known.allocate, origin.stream(), addresses, masks, state, place, held)
+        return run(known.allocate, origin.stream(), *arguments)
 
 
 def _layouts(views: dict[str, Any]) -> tuple:

@@ -28,7 +28,7 @@ result comes back as a NumPy array.
 """
 
 from cuattn.errors import DtypeError
-from cuattn.interop import dlpack, jax_arrays, native, torch_tensors
+from cuattn.interop import dlpack, native, torch_tensors
 from cuattn.interop.origin import ArrayOrigin, type_name
 from cuattn.interop.outputs import Outputs
 
@@ -37,7 +37,7 @@ __all__ = ["ArrayOrigin", "Outputs", "signature", "to_backend"]
 OPTIONAL = frozenset({"bias", "mask"})
 
 # Most specific first: tensors of CuPy, PyTorch and JAX have __dlpack__ too, and dlpack takes whatever has it.
-_KINDS = (native.NumPy, torch_tensors.Torch, native.CuPy, jax_arrays.Jax, dlpack.DLPack)
+_KINDS = (native.NumPy, torch_tensors.Torch, native.CuPy, dlpack.Jax, dlpack.DLPack)
 
 _signatures = {}  # type of array on a GPU that has been entered -> its kind's look
 

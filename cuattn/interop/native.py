@@ -1,4 +1,4 @@
-"""The two kinds that the backends work on: NumPy arrays and CuPy arrays."""
+"""What a kind of array is, and the two kinds that the backends work on: NumPy arrays and CuPy arrays."""
 
 import math
 import sys
@@ -9,25 +9,57 @@ import numpy as np
 
 from cuattn.errors import DtypeError
 
-__all__ = ["CuPy", "NumPy", "OnCuPy", "hold", "pieces"]
+HOST = ("cpu", 0, None)  # backend, CUDA device, and what `give` needs to know beside the array
 
-_HOST = ("cpu", 0, None)
 _kept = []  # memory of captured calls whose results cannot hold it
 _UNIT = 256  # bytes; what shares a piece of memory begins at multiples of it
 
 
-class NumPy:
+class Kind:
+    """A kind of array.  By default work on a GPU goes on CuPy's current stream, into memory of CuPy's pool.
+
+    A subclass has ``take(name, value)``, which returns a NumPy or CuPy array over the memory of an argument, and its
+    place as in `HOST`.  For arrays on a GPU it may have ``signature(values)``, see :func:`cuattn.interop.signature`.
+
+    Attributes
+    ----------
+    library, array : str
+        Names of the module and of its class of arrays.
+    """
+
+    library = array = ""
+
+    @classmethod
+    def owns(cls, value):
+        """Return whether `value` is an array of this kind; what is not imported has none."""
+        module = sys.modules.get(cls.library)
+        return module is not None and isinstance(value, getattr(module, cls.array, ()))
+
+    @classmethod
+    def name_of(cls, value):
+        """Return the name of this kind."""
+        return cls.library
+
+    @staticmethod
+    def give(array, handle):
+        """Return a result of a backend as an array of this kind; `handle` is the last item of the place."""
+        return array
+
+    @staticmethod
+    def stream(device):
+        """Return the caller's current stream of a device, which must be current, as a CuPy stream."""
+        return sys.modules["cupy"].cuda.get_current_stream()
+
+    @staticmethod
+    def allocator(wanted, device):
+        """Return what allocates results, see :meth:`cuattn.interop.ArrayOrigin.allocator`."""
+        return _FromPool(wanted, device)
+
+
+class NumPy(Kind):
     """Host arrays."""
 
-    @staticmethod
-    def owns(value):
-        """Return whether `value` is a NumPy array or an instance of a subclass."""
-        return isinstance(value, np.ndarray)
-
-    @staticmethod
-    def name_of(value):
-        """Return the name of this kind."""
-        return "numpy"
+    library, array = "numpy", "ndarray"
 
     @staticmethod
     def take(name, value):
@@ -44,41 +76,13 @@ class NumPy:
                 f"{name} has dtype {value.dtype.str!r}, in the byte order of another machine; "
                 f'pass {name}.astype({name}.dtype.newbyteorder("="))'
             )
-        return value, _HOST
-
-    @staticmethod
-    def give(array, handle):
-        """Return the result as it is."""
-        return array
+        return value, HOST
 
 
-class OnCuPy:
-    """A kind of array for which work goes on CuPy's current stream, into memory of CuPy's pool."""
-
-    @staticmethod
-    def stream(device):
-        """Return CuPy's current stream of its current device."""
-        return sys.modules["cupy"].cuda.get_current_stream()
-
-    @staticmethod
-    def allocator(wanted, device):
-        """Return what allocates results as CuPy arrays, see :meth:`cuattn.interop.ArrayOrigin.allocator`."""
-        return _FromPool(wanted, device)
-
-
-class CuPy(OnCuPy):
+class CuPy(Kind):
     """Device arrays of CuPy."""
 
-    @staticmethod
-    def owns(value):
-        """Return whether `value` is a CuPy array."""
-        cupy = sys.modules.get("cupy")
-        return cupy is not None and isinstance(value, getattr(cupy, "ndarray", ()))
-
-    @staticmethod
-    def name_of(value):
-        """Return the name of this kind."""
-        return "cupy"
+    library, array = "cupy", "ndarray"
 
     @staticmethod
     def take(name, value):
@@ -102,11 +106,6 @@ class CuPy(OnCuPy):
             layouts += value.dtype, value.shape, value.strides, data.device_id, address & 15
             addresses.append(address)
         return tuple(layouts), addresses
-
-    @staticmethod
-    def give(array, handle):
-        """Return the result as it is."""
-        return array
 
 
 class _FromPool:

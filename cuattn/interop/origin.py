@@ -5,8 +5,6 @@ import sys
 
 from cuattn.errors import UnsupportedError
 
-__all__ = ["ArrayOrigin", "device_array_module", "type_name"]
-
 
 class ArrayOrigin:
     """Where a call's arrays came from, and how results go back there.

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cuattn.errors import ArgumentError, UnsupportedError, expect_array, shown
+from cuattn.interop.dlpack import Memory
 from cuattn.interop.native import hold
 from cuattn.interop.origin import ArrayOrigin, type_name
 
@@ -34,23 +35,17 @@ class Outputs:
     """
 
     def __init__(self, results: Sequence[str], out: Any) -> None:
-        self._labels: dict[str, str] = {}
-        self._own: dict[str, Any] = {}
+        items = {} if out is None else self._items(results, out)
+        self.given = {label: array for label, array in items.items() if array is not None}
+        self._names = {label: name for label, name in zip(items, results, strict=False) if label in self.given}
         self.direct: dict[str, Any] = {}
-        if out is not None:
-            items = self._items(results, out)
-            for name, (label, array) in zip(results, items.items(), strict=False):
-                if array is not None:
-                    self._labels[name], self._own[name] = label, array
-        self.given = {label: self._own[name] for name, label in self._labels.items()}
 
     @staticmethod
     def _items(results: Sequence[str], out: Any) -> dict[str, Any]:
         if len(results) == 1:
             return {"out": out}
-        if not isinstance(out, (tuple, list)) or not len(results) - (results[-1] == "dbias") <= len(out) <= len(
-            results
-        ):
+        fewest = len(results) - (results[-1] == "dbias")
+        if not isinstance(out, (tuple, list)) or not fewest <= len(out) <= len(results):
             raise ArgumentError(
                 f"out is {shown(type_name(out))}; expected a tuple ({', '.join(results)}) of arrays or None"
             )
@@ -58,7 +53,7 @@ class Outputs:
 
     def take(self, views: dict[str, Any]) -> dict[str, Any]:
         """Keep the views of `given` among those of a call's arrays, and return these without them."""
-        self._views = {name: views.pop(label) for name, label in self._labels.items()}
+        self._views = {label: views.pop(label) for label in self.given}
         return views
 
     def check(self, made: dict[str, Any], operands: dict[str, Any], origin: ArrayOrigin) -> None:
@@ -75,8 +70,8 @@ class Outputs:
         if self.given and origin.kind == "jax":
             raise UnsupportedError("out is given for JAX arrays, which are immutable; expected None")
         taken = {name: array for name, array in operands.items() if array is not None}
-        for name, view in self._views.items():
-            label = self._labels[name]
+        for label, view in self._views.items():
+            name = self._names[label]
             if name not in made:
                 raise ArgumentError(f"{label} is given but the call has no {name}; expected None")
             expect_array(label, view, *made[name])
@@ -90,14 +85,14 @@ class Outputs:
         allocate = origin.allocator([array for name, array in made.items() if name not in self.direct])
         if not self.direct:
             return allocate
-        return _Given(allocate, [self.direct.get(name) for name in made], list(self._own.values()))
+        return _Given(allocate, [self.direct.get(name) for name in made], list(self.given.values()))
 
     def fill(self, results: dict[str, Any]) -> list[Any]:
         """Return the results, the given arrays among them, which are filled here where no backend could."""
-        for name, own in self._own.items():
+        for label, name in self._names.items():
             if name not in self.direct:
-                own[...] = results[name]
-            results[name] = own
+                self.given[label][...] = results[name]
+            results[name] = self.given[label]
         return list(results.values())
 
 
@@ -133,25 +128,16 @@ def _address(array: Any) -> int:
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
 
-class _Span:
-    """An array's elements as NumPy sees memory, which is never read: it may lie on a GPU."""
-
-    def __init__(self, array: Any) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": tuple(array.shape),
-            "typestr": f"|V{array.dtype.itemsize}",
-            "strides": tuple(array.strides),
-            "data": (_address(array), True),
-        }
+def _as_memory(array: Any) -> np.ndarray:
+    """Return an array's elements as NumPy sees memory, which is never read: it may lie on a GPU."""
+    return np.asarray(Memory(_address(array), tuple(array.shape), tuple(array.strides), f"|V{array.dtype.itemsize}"))
 
 
 def _overlap(a: Any, b: Any) -> bool:
     """Whether two arrays share an element's memory; also true where that is hard to tell."""
     if not a.size or not b.size:
         return False
-    a, b = np.asarray(_Span(a)), np.asarray(_Span(b))
     try:
-        return np.shares_memory(a, b, max_work=10_000)
+        return np.shares_memory(_as_memory(a), _as_memory(b), max_work=10_000)
     except np.exceptions.TooHardError:
         return True

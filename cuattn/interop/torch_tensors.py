@@ -12,30 +12,18 @@ import ml_dtypes
 import numpy as np
 
 from cuattn.errors import DtypeError, UnsupportedError
-from cuattn.interop.native import hold, pieces
+from cuattn.interop.native import HOST, Kind, hold, pieces
 from cuattn.interop.origin import device_array_module, type_name
 
-__all__ = ["Torch"]
-
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_HOST = ("cpu", 0, None)
 _CONTIGUOUS_LAST = frozenset({"q", "k", "v", "do", "fwd.o"})  # of these, backends read no other strides
 _NAMES = ("float16", "float32", "float64", "bool", "uint8", "int8", "int16", "int32", "int64")
 
 
-class Torch:
+class Torch(Kind):
     """Tensors of PyTorch."""
 
-    @staticmethod
-    def owns(value):
-        """Return whether `value` is a tensor."""
-        torch = sys.modules.get("torch")
-        return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
-
-    @staticmethod
-    def name_of(value):
-        """Return the name of this kind."""
-        return "torch"
+    library, array = "torch", "Tensor"
 
     @staticmethod
     def take(name, value):
@@ -45,11 +33,13 @@ class Torch:
         dtype = _dtypes(torch).get(value.dtype)
         if dtype is None or value.layout is not torch.strided or value.is_nested or value.is_neg():
             raise _unreadable(torch, name, value)
-        if type(value) not in (torch.Tensor, torch.nn.Parameter):
-            _refuse_dispatching(torch, name, value)
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+        if not plain and type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            # Its operations may not act on memory of its own: fake, distributed, ... tensors.
+            raise UnsupportedError(f"{name} is {type_name(value)}, a subclass that is no plain block of memory")
         try:
             if value.is_cpu:
-                return _host_view(torch, value, dtype), _HOST
+                return _host_view(torch, value, dtype), HOST
             if value.is_cuda:
                 return _device_view(torch, name, value, dtype), ("cuda", value.get_device(), None)
         except RuntimeError as error:
@@ -197,12 +187,6 @@ def _unreadable(torch, name, value):
         f"{name} has dtype {value.dtype}, which cuattn cannot read; expected torch.float16, torch.bfloat16, "
         "torch.float32 or torch.float64 (torch.bool for a mask)"
     )
-
-
-def _refuse_dispatching(torch, name, value):
-    """Raise for a subclass whose operations do not act on memory of its own (fake, distributed, ... tensors)."""
-    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise UnsupportedError(f"{name} is {type_name(value)}, a subclass that is no plain block of memory")
 
 
 def _host_view(torch, value, dtype):

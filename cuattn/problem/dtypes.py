@@ -27,8 +27,6 @@ class Dtype:
         The type's name in CUDA; None keeps arrays of this dtype on the CPU.
     tensor_map : int | None
         CUtensorMapDataType of the elements, for kernels that read by bulk tensor copies.
-    column_unit : int
-        Columns that a tensor-core product takes at a time, to which kernels pad head_dim.
     products : str
         How the kernels multiply: "half" (16-bit tensor cores), "split" (float32 as parts), "double".
     """
@@ -37,23 +35,12 @@ class Dtype:
     stat: np.dtype
     cuda: str | None = None
     tensor_map: int | None = None
-    column_unit: int = 16
     products: str = "half"
 
     @property
     def name(self) -> str:
         """The dtype's name, "bfloat16" for example."""
         return self.dtype.name
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return self.dtype.itemsize
-
-    @property
-    def rounds(self) -> bool:
-        """Whether results lose digits that the sums have."""
-        return self.dtype != self.stat
 
 
 DTYPES: dict[np.dtype, Dtype] = {

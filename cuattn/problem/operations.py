@@ -6,8 +6,7 @@ an entry in each backend's table of operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,24 +31,15 @@ class Operation:
     optional : tuple of str
         Arrays that it takes if they are given, beside bias and mask.
     results : tuple of str
-        What it returns, in order.
-    expected : callable
-        ``expected(problem)`` returns shape and dtype of each of `operands` and `optional`.
-    made : callable
-        ``made(problem, operands)`` returns shape and dtype of each result.
-    labels : dict of str to str
-        What error messages call an operand that the caller passes under another name.
+        What it returns, in order: o, l, m, or "d" and the operand of which it is the gradient.
     replays : bool
-        Whether dropout's state comes from a forward.
+        Whether o, l, m and dropout's state come from a forward.
     """
 
     name: str
     operands: tuple[str, ...]
     optional: tuple[str, ...]
     results: tuple[str, ...]
-    expected: Callable[[Problem], dict[str, Array]]
-    made: Callable[[Problem, dict[str, Any]], dict[str, Array]]
-    labels: dict[str, str] = field(default_factory=dict)
     replays: bool = False
 
     def __hash__(self) -> int:
@@ -62,46 +52,32 @@ class Operation:
 
     def label(self, name: str) -> str:
         """Return what an error message calls an operand."""
-        return self.labels.get(name, name)
+        return f"fwd.{name}" if self.replays and name in ("o", "l", "m") else name
 
     def check(self, problem: Problem, operands: dict[str, Any]) -> None:
         """Check the operands beside q, k, v, bias and mask against the problem."""
-        for name, (shape, dtype) in self.expected(problem).items():
-            if operands.get(name) is not None:  # of o, that of the sums is as good
-                dtypes = (dtype, problem.stat_dtype) if name == "o" else (dtype,)
-                expect_array(self.label(name), operands[name], shape, *dtypes)
+        for name in (*self.operands, *self.optional):
+            if operands.get(name) is not None:
+                shape, dtype = _of_rows(problem, name)
+                unrounded = (problem.stat_dtype,) if name == "o" else ()
+                expect_array(self.label(name), operands[name], shape, dtype, *unrounded)
+
+    def made(self, problem: Problem, operands: dict[str, Any]) -> dict[str, Array]:
+        """Return shape and dtype of each result of a call."""
+        if not self.replays:
+            wanted = self.results if problem.statistics else self.results[:1]
+            found = {name: _of_rows(problem, name) for name in wanted}
+            return {**found, "o": (found["o"][0], problem.out_dtype)}
+        given = {name: operands.get(name.removeprefix("d")) for name in self.results}
+        return {n: (tuple(x.shape), problem.grad_dtype(np.dtype(x.dtype))) for n, x in given.items() if x is not None}
 
 
-def _o(problem: Problem, dtype: np.dtype) -> Array:
-    return (*problem.leading, problem.n_queries, problem.head_dim_v), dtype
+def _of_rows(problem: Problem, name: str) -> Array:
+    """Return shape and dtype of an array with something for each query: l, m, dlse, or o and do."""
+    rows = (*problem.leading, problem.n_queries)
+    return (rows, problem.stat_dtype) if name in ("l", "m", "dlse") else ((*rows, problem.head_dim_v), problem.dtype)
 
 
-def _statistics(problem: Problem, *names: str) -> dict[str, Array]:
-    return dict.fromkeys(names, ((*problem.leading, problem.n_queries), problem.stat_dtype))
-
-
-def _forward_results(problem: Problem, operands: dict[str, Any]) -> dict[str, Array]:
-    return {"o": _o(problem, problem.out_dtype), **_statistics(problem, *("lm" if problem.statistics else ""))}
-
-
-def _backward_operands(problem: Problem) -> dict[str, Array]:
-    return {**dict.fromkeys(("do", "o"), _o(problem, problem.dtype)), **_statistics(problem, "l", "m", "dlse")}
-
-
-def _gradients(problem: Problem, operands: dict[str, Any]) -> dict[str, Array]:
-    given = {name: operands[name] for name in ("q", "k", "v", "bias") if operands.get(name) is not None}
-    return {f"d{name}": (tuple(x.shape), problem.grad_dtype(np.dtype(x.dtype))) for name, x in given.items()}
-
-
-FORWARD = Operation("forward", (), (), ("o", "l", "m"), lambda problem: {}, _forward_results)
-BACKWARD = Operation(
-    "backward",
-    ("do", "o", "l", "m"),
-    ("dlse",),
-    ("dq", "dk", "dv", "dbias"),
-    _backward_operands,
-    _gradients,
-    labels={"o": "fwd.o", "l": "fwd.l", "m": "fwd.m"},
-    replays=True,
-)
+FORWARD = Operation("forward", (), (), ("o", "l", "m"))
+BACKWARD = Operation("backward", ("do", "o", "l", "m"), ("dlse",), ("dq", "dk", "dv", "dbias"), replays=True)
 OPERATIONS = {row.name: row for row in (FORWARD, BACKWARD)}

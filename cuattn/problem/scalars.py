@@ -19,7 +19,7 @@ def real(name: str, value: Any) -> float:
     """Return a finite float, or raise naming `name`."""
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (Real, np.floating, np.integer)):
+    if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's numbers are, its booleans are not
         raise DtypeError(f"{name} is {shown(value)}; expected a real number")
     try:
         number = float(value)
