@@ -8,8 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from cuattn.errors import DtypeError, UnsupportedError
-from cuattn.interop.native import HOST, Kind
-from cuattn.interop.origin import device_array_module, type_name
+from cuattn.interop.origin import ArrayOrigin, device_array_module, type_name
 
 # Device types and dtype codes of dlpack.h
 _CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13
@@ -17,14 +16,14 @@ _BFLOAT = 4
 _TENSOR = "PiiiBBHPPQ"  # DLTensor of dlpack.h, the first member of what a "dltensor" capsule points to
 
 
-class Jax(Kind):
+class Jax(ArrayOrigin):
     """Concrete arrays of JAX."""
 
     library, array = "jax", "Array"  # tracers are such, too
 
-    @staticmethod
-    def take(name, value):
-        """Return a NumPy or CuPy array over the memory of `value`, and its place."""
+    @classmethod
+    def take(cls, name, value):
+        """Return a NumPy or CuPy array over the memory of `value`, and its origin."""
         jax = sys.modules["jax"]
         if isinstance(value, jax.core.Tracer):
             raise UnsupportedError(
@@ -41,50 +40,47 @@ class Jax(Kind):
         (device,) = value.devices()
         if device.platform == "cpu":
             try:
-                return np.asarray(value), (*HOST[:2], device)
+                return np.asarray(value), cls.at(handle=device)
             except TypeError as error:
                 raise DtypeError(f"{name} has dtype {value.dtype}, which NumPy cannot read: {error}") from error
         if device.platform in ("gpu", "cuda"):
             cupy = device_array_module(name, value)
-            return cupy.from_dlpack(value), ("cuda", value.__dlpack_device__()[1], device)
+            return cupy.from_dlpack(value), cls.at(value.__dlpack_device__()[1], device)
         raise UnsupportedError(f"{name} is on JAX platform {device.platform!r}; expected 'cpu' or 'gpu'")
 
-    @staticmethod
-    def give(array, handle):
-        """Return a JAX array over the memory of `array`, on the device `handle`."""
+    def from_backend(self, array):
+        """Return a JAX array over the memory of `array`, on the device that is the handle."""
         jax = sys.modules["jax"]
         if not isinstance(array, np.ndarray):
-            return jax.dlpack.from_dlpack(array)
+            return None if array is None else jax.dlpack.from_dlpack(array)
         if array.dtype != np.float64:
-            return jax.device_put(array, handle)
+            return jax.device_put(array, self.handle)
         enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
         with enable_x64(True):  # a float64 argument was made under it; outside, JAX would round the result
-            return jax.device_put(array, handle)
+            return jax.device_put(array, self.handle)
 
 
-class DLPack(Kind):
+class DLPack(ArrayOrigin):
     """Objects with ``__dlpack__`` and ``__dlpack_device__``."""
 
-    @staticmethod
-    def owns(value):
+    @classmethod
+    def owns(cls, value):
         """Return whether `value` is an instance of a class that speaks DLPack."""
         return hasattr(type(value), "__dlpack__") and hasattr(type(value), "__dlpack_device__")
 
-    @staticmethod
-    def name_of(value):
-        """Return the name of the library's top-level module."""
-        return type(value).__module__.partition(".")[0]
-
-    @staticmethod
-    def take(name, value):
-        """Return a NumPy or CuPy array over the memory of `value`, and its place."""
+    @classmethod
+    def take(cls, name, value):
+        """Return a NumPy or CuPy array over the memory of `value`, and its origin."""
+        library = type(value).__module__.partition(".")[0]
+        module = value.__array_namespace__() if hasattr(value, "__array_namespace__") else sys.modules.get(library)
+        handle = module if hasattr(module, "from_dlpack") else None
         try:
             device_type, _ = value.__dlpack_device__()
             if device_type in (_CPU, _CUDA_HOST):
-                return _host_view(value), (*HOST[:2], _namespace(value))
+                return _host_view(value), cls.at(None, handle, library)
             if device_type in (_CUDA, _CUDA_MANAGED):
                 array = device_array_module(name, value).from_dlpack(value)
-                return array, ("cuda", array.data.device_id, _namespace(value))
+                return array, cls.at(array.data.device_id, handle, library)
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, UnsupportedError):
                 raise
@@ -93,24 +89,14 @@ class DLPack(Kind):
             f"{name} is on a device of DLPack type {int(device_type)}; expected host (1, 3) or CUDA (2, 13) memory"
         )
 
-    @staticmethod
-    def give(array, handle):
-        """Return `array` through the ``from_dlpack`` of `handle`, or as it is where there is none."""
-        if handle is None:
+    def from_backend(self, array):
+        """Return `array` through the ``from_dlpack`` of the handle, or as it is where there is none."""
+        if self.handle is None or array is None:
             return array
         try:
-            return handle.from_dlpack(array)
+            return self.handle.from_dlpack(array)
         except BufferError:  # NumPy does not export bfloat16
             return array
-
-
-def _namespace(value):
-    """Return the module of `value` that has ``from_dlpack``, or None."""
-    if hasattr(value, "__array_namespace__"):
-        module = value.__array_namespace__()
-    else:
-        module = sys.modules.get(DLPack.name_of(value))
-    return module if hasattr(module, "from_dlpack") else None
 
 
 class Memory:

@@ -9,8 +9,7 @@ import numpy as np
 
 from cuattn.errors import ArgumentError, UnsupportedError, expect_array, shown
 from cuattn.interop.dlpack import Memory
-from cuattn.interop.native import hold
-from cuattn.interop.origin import ArrayOrigin, type_name
+from cuattn.interop.origin import ArrayOrigin, hold, type_name
 
 _ALIGNMENT = 16  # bytes; what the kernels' widest stores need
 
