@@ -17,7 +17,7 @@ from cuattn.problem import Problem, row_of
 
 STAT_ROWS = 128  # kStatRows: rows that one block of backward_preprocess looks at
 _THREADS = 256  # of backward_preprocess and backward_sum
-_PREPROCESS = ("elem", "acc", "o_elem", "block_m", "head_dim_v", "atomic_dq", "split_delta")
+PREPROCESS = ("elem", "acc", "o_elem", "block_m", "head_dim_v", "atomic_dq", "split_delta")
 _SUM_PARAMS = np.dtype(
     [
         ("in", np.uint64),
@@ -48,7 +48,7 @@ def add_preprocess(call: Call, constants: Constants, head_dim: int, values: dict
     size, vector = problem.dtype.itemsize, call.load_bytes("do", "o")
     while vector > size and problem.head_dim_v * size % vector:
         vector //= 2
-    own = {**{name: constants[name] for name in _PREPROCESS}, "head_dim": head_dim, "load_bytes": max(vector, size)}
+    own = {**{name: constants[name] for name in PREPROCESS}, "head_dim": head_dim, "load_bytes": max(vector, size)}
     own |= {"warps": _THREADS // 32, "dlse": "dlse" in call.operands}
     blocks = cdiv(problem.n_queries, STAT_ROWS) * problem.instances
     call.add("util/bwd_preprocess.cu", "backward_preprocess", own, blocks, _THREADS // 32, values)
