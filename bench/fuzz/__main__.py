@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     settings = _settings(args)
     console = Console(stderr=True)
     if args.replay:
-        return _replay(settings, int(args.replay.split(":")[1]))
+        return max([_replay(settings, int(index)) for index in args.replay.split(":")[1].split(",")])
     tally = Tally(settings)
     bar = Progress(
         TextColumn("{task.completed} problems, {task.fields[rate]:.0f}/s, {task.fields[bad]} complaints"),
@@ -137,7 +137,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--problems", type=int, help="stop after so many")
     parser.add_argument("--first", type=int, default=0, help="number of the first problem")
     parser.add_argument("--kernel", choices=("sm80", "sm90"), help="this family alone; a GPU's are forced in turn")
-    parser.add_argument("--replay", metavar="SEED:INDEX", help="run one problem and say all about it")
+    parser.add_argument("--replay", metavar="SEED:INDEX[,INDEX...]", help="run these problems and say all about them")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--variants", type=int, default=POOL, help="compiled variants that a GPU's problems share")
     parser.add_argument("--report", type=Path, help="JSON file to write")
@@ -155,7 +155,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 def _replay(settings: Settings, index: int) -> int:
     problem = problem_of(settings, index)
-    print(problem.describe())
+    print(f"{settings.seed}:{index}", problem.describe())
     outcome = run(problem, Target(settings.device, settings.kernels[index % len(settings.kernels)]))
     if outcome.refused:
         print("refused:", outcome.refused)

@@ -160,9 +160,11 @@ class _Run:
         operands = (c["q"], c["k"], c["v"], c["do"])
         with np.errstate(all="ignore"):
             self.exact = oracle.solve(*operands, **self.spelled_out)
-            halves = self.target.device == "cuda" and problem.variant.dtype == np.float32
-            self.floors = oracle.floors(self.exact, *operands, **self.spelled_out, halves=halves)
-            self.rough = oracle.solve(*operands, **self.spelled_out, dtype=problem.variant.dtype)
+            precision, halves = None, False
+            if self.target.device == "cuda":  # on a CPU float32 has float32's accuracy, whatever a caller permits
+                precision, halves = problem.variant.precision, problem.variant.dtype == np.float32
+            self.floors = oracle.floors(self.exact, *operands, **self.spelled_out, halves=halves, precision=precision)
+            self.rough = oracle.solve(*operands, **self.spelled_out, dtype=problem.variant.dtype, precision=precision)
         return self.exact
 
     def _judge(self, names: Any, results: Any, tag: str = "", dtype: Any = None) -> None:

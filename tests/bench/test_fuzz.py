@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from bench.fuzz.problems import draw_problem, draw_variant
 from bench.fuzz.running import Target, run
 from bench.fuzz.sharding import draw_plan
 from bench.fuzz.workers import Settings, check, outcomes, problem_of
+from cuattn.reference import textbook
+from tests import oracle
+from tests.tolerances import judge
 
 
 def problems(count, seed=1):
@@ -81,6 +85,32 @@ def test_wrong_gradients_shards_and_bits_are_found(monkeypatch):
     found = set(complaints(check(Settings(1), range(150))))
     assert "deterministic" in found
     assert any(what.endswith("of shards") for what in found)
+
+
+def test_the_rule_of_tf32_allows_its_bits_and_no_fewer():
+    rng = np.random.default_rng(4)
+    names = ("o", "l", "m", "dq", "dk", "dv")
+    for problem in problems(120):
+        problem = draw_problem(replace(problem.variant, dtype=np.dtype(np.float32), bias=None), rng)
+        operands = problem.q, problem.k, problem.v, problem.do
+        options = {"visible": problem.visible, "scale": problem.variant.scale, "softcap": problem.variant.softcap}
+        exact = oracle.solve(*operands, **options)
+        rough = oracle.solve(*operands, **options, dtype=np.float32, precision="tf32")
+        floors = oracle.floors(exact, *operands, **options, precision="tf32")
+
+        def share(bits, operands=operands, options=options, exact=exact, rough=rough, floors=floors):
+            """Return the largest share of what is allowed with factors wrong by half a unit of so many bits."""
+
+            def wrong(x):
+                return x * (1 + rng.choice([-1, 1], x.shape) * 2.0 ** -(1 + bits)).astype(np.float32)
+
+            found = textbook.solve(*operands, **options, low=np.float32, operand=wrong)
+            triples = zip(names, *([getattr(x, name) for name in names] for x in (found, exact, rough)), strict=True)
+            return max(judge(*triple, floors[triple[0]], np.float32).share for triple in triples)
+
+        assert share(10) <= 1, problem.describe()
+        if min(exact.s.shape) > 1 and "values normal" in problem.features and problem.variant.scale is None:
+            assert share(5) > 1, problem.describe()
 
 
 def test_the_parts_of_a_problem_cover_it():
