@@ -24,7 +24,7 @@ from bench import rows
 from bench.fuzz.running import run
 from bench.fuzz.workers import CHUNK, Settings, outcomes, problem_of
 
-POOL = 60  # sets of features that a GPU's problems share
+POOL = 40  # sets of features that a GPU's problems share
 KEPT = 200  # complaints that a report holds in full
 
 
@@ -88,19 +88,18 @@ def main(argv=None):
     tally, start = Tally(settings), time.monotonic()
     stop = 1 << 62 if args.problems is None else args.first + args.problems
     chunks = (range(at, min(at + CHUNK, stop)) for at in range(args.first, stop, CHUNK))
-    columns = "{task.completed} problems, {task.fields[rate]:.0f}/s, {task.fields[bad]} complaints"
-    console = Console(stderr=True)
-    with Progress(TextColumn(columns), BarColumn(), TimeElapsedColumn(), console=console, disable=args.quiet) as bar:
-        task = bar.add_task("", total=args.problems, rate=0.0, bad=0)
+    columns = TextColumn("{task.completed} problems, {task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), disable=args.quiet) as bar:
+        task = bar.add_task("", total=args.problems)
         for index, outcome in outcomes(settings, chunks, args.workers, args.seconds):
             for complaint in tally.add(index, outcome):
                 bar.console.print(*complaint.values(), sep="  ", markup=False, highlight=False, soft_wrap=True)
             rate = tally.problems / (time.monotonic() - start)
-            bar.update(task, completed=tally.problems, rate=rate, bad=len(tally.complaints))
+            bar.update(task, advance=1, description=f"{rate:.0f}/s, {len(tally.complaints)} complaints")
     report = tally.report(time.monotonic() - start, args.trees)
     if args.report:
         args.report.write_text(json.dumps(report, indent=1) + "\n")
-    console.print(f"{tally.problems} problems in {report['seconds']} s, {len(tally.complaints)} complaints")
+    bar.console.print(f"{tally.problems} problems in {report['seconds']} s, {len(tally.complaints)} complaints")
     return int(bool(tally.complaints))
 
 

@@ -14,10 +14,17 @@ from tests.oracle import visible_band
 if TYPE_CHECKING:
     pass
 
-__all__ = ["draw", "pick"]
+__all__ = ["broadcastable", "draw", "pick"]
 
-MASKS = {"none": 0.4, "boolean": 0.12, "column": 0.14, "constructor": 0.14, "block": 0.1, "and": 0.1}
-BANDS = {"none": 0.55, "causal": 0.2, "left": 0.05, "right": 0.05, "window": 0.15}
+# What may be drawn, and how often; combinations hold at most one that is no ColumnMask of each kind.
+MASKS = {
+    (): 0.4, ("boolean",): 0.12, ("column",): 0.14, ("constructor",): 0.14, ("block",): 0.1,
+    ("column", "column"): 0.02, ("constructor", "column"): 0.02, ("column", "boolean"): 0.02,
+    ("block", "column"): 0.02, ("column", "block", "boolean"): 0.02,
+}  # fmt: skip
+BANDS = {
+    "": 0.55, "causal": 0.14, "causal left": 0.04, "causal window": 0.02, "left": 0.05, "right": 0.05, "window": 0.15,
+}  # fmt: skip
 
 
 def pick(rng, shares):
@@ -27,62 +34,45 @@ def pick(rng, shares):
 
 def draw(problem, fixed, rng):
     """Give a problem its mask, causality and window, and what they leave visible."""
-    kind, band = pick(fixed, MASKS), pick(fixed, BANDS)
-    kinds = _parts(fixed) if kind == "and" else [kind] if kind != "none" else []
-    seen = []
-    for part in kinds:
-        mask, shown, name = _MAKERS[part](rng, *problem.shape)
-        if problem.mask is not None:
-            mask = mask & problem.mask if isinstance(problem.mask, np.ndarray) else problem.mask & mask
-        problem.mask = mask
+    kinds, band = pick(fixed, MASKS), pick(fixed, BANDS)
+    seen = [_band(problem, band, rng)] if band else []
+    for kind in kinds:
+        mask, shown, name = _MAKERS[kind](rng, *problem.shape)
+        problem.mask = mask if problem.mask is None else problem.mask & mask
+        problem.features.add("mask and" if len(kinds) > 1 else f"mask {name}")
         seen.append(shown)
-        problem.features.add("mask and" if kind == "and" else f"mask {name}")
-    if band != "none":
-        seen.append(_band(problem, band, rng))
     for shown in seen:
         problem.visible = shown if problem.visible is None else problem.visible & shown
-
-
-def _parts(fixed):
-    """Draw several kinds of masks, at most one that is no ColumnMask of each."""
-    kinds = ["column", str(fixed.choice(("column", "constructor", "boolean", "block")))]
-    if fixed.random() < 0.4:
-        kinds.append("block" if kinds[1] == "boolean" else "boolean")
-    return fixed.permutation(kinds).tolist()
 
 
 def _band(problem, kind, rng):
     """Draw is_causal and window; return what they show, (Nq, Nk)."""
     n_queries, n_keys = problem.shape[-2:]
-    align = str(rng.choice(("top_left", "bottom_right")))
-    left, right = (int(rng.integers(0, 2 + n_keys // 2)) for _ in range(2))
-    sides = {"left": (left, None), "right": (None, right), "window": (left, right)}
+    align, causal = str(rng.choice(("top_left", "bottom_right"))), "causal" in kind
     unsaid = n_queries == n_keys and rng.random() < 0.5
-    window = sides.get(kind) or sides.get(str(rng.choice(("left", "window", "none"), p=(0.2, 0.1, 0.7))))
-    if kind == "causal":
+    left, right = (
+        int(rng.integers(0, 2 + n_keys // 2)) if "window" in kind or side in kind else None
+        for side in ("left", "right")
+    )
+    if causal:
         problem.options["is_causal"] = True if unsaid else align
-    if window is not None:
-        problem.options["window"] = window if unsaid or kind == "causal" else (*window, align)
-    left, right = window or (None, None)
-    problem.features.add(f"band {kind}")
-    if n_queries != n_keys:
-        problem.features.add(align)
+    if kind != "causal":
+        problem.options["window"] = (left, right) if unsaid or causal else (left, right, align)
+    problem.features |= {f"band {kind.split()[0]}", *([align] if n_queries != n_keys else ())}
     offset = n_keys - n_queries if align == "bottom_right" else 0
-    return visible_band(n_queries, n_keys, left, 0 if kind == "causal" else right, offset)
+    return visible_band(n_queries, n_keys, left, 0 if causal else right, offset)
 
 
-def _leading(rng, lead):
+def broadcastable(rng, lead):
     """Draw leading axes that broadcast to `lead`."""
-    if rng.random() < 0.4:
-        return ()
-    shape = tuple(1 if rng.random() < 0.4 else n for n in lead)
-    return shape[rng.integers(0, len(shape) + 1) if rng.random() < 0.3 else 0 :]
+    shape = tuple(1 if rng.random() < 0.5 else n for n in lead)
+    return shape[rng.integers(0, len(shape) + 1) if rng.random() < 0.4 else 0 :]
 
 
 def _boolean(rng, *shape):
     *lead, n_queries, n_keys = shape
     inner = ((n_queries, n_keys), (1, n_keys), (n_queries, 1), (1, 1))[rng.choice(4, p=(0.7, 0.15, 0.1, 0.05))]
-    mask = rng.random((*_leading(rng, tuple(lead)), *inner)) < rng.choice((0.05, 0.5, 0.9))
+    mask = rng.random((*broadcastable(rng, lead), *inner)) < rng.choice((0.05, 0.5, 0.9))
     if rng.random() < 0.3:
         mask &= rng.random((*mask.shape[:-2], 1, mask.shape[-1])) < 0.7
     return mask, np.broadcast_to(mask, (*mask.shape[:-2], n_queries, n_keys)), "boolean"
@@ -90,7 +80,7 @@ def _boolean(rng, *shape):
 
 def _column(rng, *shape):
     *lead, n_queries, n_keys = shape
-    shape = (*_leading(rng, tuple(lead)), n_keys)
+    shape = (*broadcastable(rng, lead), n_keys)
     bounds = rng.integers(0, n_queries + 1, (4, *shape), np.int32)
     style = rng.integers(5)
     if style == 1:
@@ -110,7 +100,7 @@ def _column(rng, *shape):
 def _block(rng, *shape):
     *lead, n_queries, n_keys = shape
     block_m, block_n = (int(rng.choice((1, 5, 16, 64, 128))) for _ in range(2))
-    shape = (*_leading(rng, tuple(lead)), -(-n_queries // block_m), -(-n_keys // block_n))
+    shape = (*broadcastable(rng, lead), -(-n_queries // block_m), -(-n_keys // block_n))
     blocks = rng.random(shape) < rng.choice((0.2, 0.6))
     dense = blocks.repeat(block_m, -2).repeat(block_n, -1)[..., :n_queries, :n_keys]
     return cuattn.BlockMask(blocks, block_m, block_n), dense, "block"

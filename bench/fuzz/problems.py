@@ -15,6 +15,7 @@ import numpy as np
 
 import cuattn
 from bench.fuzz import masking, sharding
+from bench.fuzz.masking import broadcastable, pick
 from cuattn import rng as contract
 
 __all__ = ["Problem", "draw_problem"]
@@ -23,10 +24,13 @@ WORK = 6e6  # multiplications of one product of a problem, at most; a hundredth 
 # What may be drawn, and how often.
 DTYPES = {np.dtype(np.float16): 0.25, np.dtype(ml_dtypes.bfloat16): 0.25, np.dtype("f4"): 0.3, np.dtype("f8"): 0.2}
 LENGTHS = {(0, 1): 0.02, (1, 2): 0.08, (2, 20): 0.3, (20, 80): 0.4, (80, 200): 0.17, (200, 600): 0.03}
-WIDTHS = {16: 0.05, 32: 0.05, 64: 0.16, 80: 0.05, 96: 0.05, 128: 0.12, 192: 0.06, 256: 0.06, "any": 0.4}
+WIDTHS = 16, 32, 64, 64, 64, 80, 96, 128, 128, 192, 256
 KINDS = {"rank 2": 0.1, "heads": 0.25, "batch": 0.25, "grouped": 0.25, "broadcast": 0.15}
-VALUES = {"normal": 0.45, "large": 0.11, "tiny": 0.11, "constant": 0.11, "saturated": 0.11, "zero": 0.11}
-BIASES = ("matrix", "row", "column", "scalar", "whole", "heads", "padding", "holes")
+VALUES = "normal", "normal", "normal", "normal", "large", "tiny", "constant", "saturated", "zero"
+BIASES = {  # the axes that are not 1: batch, heads, rows, keys
+    "matrix": "rk", "row": "k", "column": "r", "scalar": "", "whole": "bhrk", "heads": "hrk", "padding": "bk",
+    "holes": "bhrk",
+}  # fmt: skip
 LAYOUTS = ("swapped", "negative", "step", "fortran", "spread", "unaligned")
 # The share of problems that have an option, and its values.
 OPTIONS = {
@@ -101,25 +105,28 @@ class Problem:
 
 def draw_problem(fixed, rng):
     """Draw a problem: its features from one generator, all else from another."""
-    dtype, kind, widths = masking.pick(fixed, DTYPES), masking.pick(fixed, KINDS), _widths(fixed)
+    dtype, kind = pick(fixed, DTYPES), pick(fixed, KINDS)
+    d, other, same = _width(fixed), _width(fixed), fixed.random()
+    widths = d, d if same < 0.5 else other if same < 0.98 else 0
     options = _options(fixed, dtype)
     checks = {name for name, share in COMPILED_CHECKS.items() if fixed.random() < share}
     checks |= {name for name, share in CHECKS.items() if rng.random() < share}
-    lengths = _lengths(fixed, rng)
+    n_queries, n_keys = (int(rng.integers(*pick(source, LENGTHS))) for source in (fixed, rng))
+    lengths = n_queries, n_queries if rng.random() < 0.5 else n_keys
     shapes = _shapes(rng, kind, lengths, widths, dtype)
-    values = masking.pick(rng, VALUES)
+    values = str(rng.choice(VALUES))
     arrays = {name: _values(rng, values, shape, dtype) for name, shape in shapes.items()}
     if values == "saturated" and shapes["q"] == shapes["k"]:
         arrays["k"] = arrays["q"].copy()
     arrays["do"] = _values(rng, "normal", shapes["do"], dtype)
     features = {dtype.name, kind, f"values {values}", *(checks - {"gradients in out_dtype", "mask on the device"})}
-    features |= {f"scale {value:g}" if name == "scale" else name for name, value in options.items()}
+    features |= {f"scale {value:g}" if name == "scale" else name.removesuffix("_p") for name, value in options.items()}
     features |= {"d != dv"} if widths[0] != widths[1] else set()
     features |= {"zero size"} if any(0 in shape for shape in shapes.values()) else set()
     problem = Problem(arrays, options, checks, features)
     masking.draw(problem, fixed, rng)
     if fixed.random() < 0.3:
-        _add_bias(problem, dtype if fixed.random() < 0.5 else np.dtype("f4"), str(fixed.choice(BIASES)), rng)
+        _add_bias(problem, dtype if fixed.random() < 0.5 else np.dtype("f4"), str(fixed.choice(list(BIASES))), rng)
     if kind == "grouped":
         options["enable_gqa"] = True
     if "dropout_p" in options:
@@ -133,11 +140,8 @@ def draw_problem(fixed, rng):
     return problem
 
 
-def _widths(fixed):
-    """Draw d and dv."""
-    found = [masking.pick(fixed, WIDTHS) for _ in range(2)]
-    d, dv = (int(fixed.integers(1, 40 if fixed.random() < 0.8 else 300)) if x == "any" else x for x in found)
-    return d, d if fixed.random() < 0.5 else dv if fixed.random() < 0.97 else 0
+def _width(fixed):
+    return int(fixed.choice(WIDTHS) if fixed.random() < 0.6 else fixed.integers(1, 40 if fixed.random() < 0.8 else 300))
 
 
 def _options(fixed, dtype):
@@ -151,61 +155,42 @@ def _options(fixed, dtype):
     return found
 
 
-def _lengths(fixed, rng):
-    """Draw the numbers of queries and keys; few queries have kernels of their own."""
-    n_queries = int(rng.integers(*masking.pick(fixed, LENGTHS)))
-    return n_queries, n_queries if rng.random() < 0.5 else int(rng.integers(*masking.pick(rng, LENGTHS)))
-
-
 def _shapes(rng, kind, lengths, widths, dtype):
     """Return the shapes of q, k, v and do."""
     room = WORK / (100 if dtype == np.float64 else 1) / max(math.prod(lengths) * max(widths), 1)
-
-    def most(limit):
-        return int(max(1, min(rng.integers(1, limit + 1), room)))
-
-    heads = most(5) if rng.random() > 0.01 else 0
-    batch = tuple(most(3) for _ in range(rng.integers(0, 3))) if heads * 9 < room and kind != "heads" else ()
-    lead = () if kind == "rank 2" else (*batch, heads)
+    lead = tuple(rng.integers(1, 6, {"rank 2": 0, "heads": 1}.get(kind, rng.integers(1, 4))).tolist())
+    while math.prod(lead) > max(room, 1):
+        lead = tuple((n + 1) // 2 for n in lead)
+    if lead and rng.random() < 0.01:
+        lead = (*lead[:-1], 0)
     leads = dict.fromkeys(("q", "k", "v"), lead)
     if kind == "grouped":
-        leads["k"] = leads["v"] = (*batch, most(3))
-        leads["q"] = lead = (*batch, leads["k"][-1] * most(4))
+        leads["q"] = lead = (*lead[:-1], lead[-1] * int(rng.integers(1, 5)))
     elif kind == "broadcast":
-        leads |= {name: _broadcast(rng, lead) for name in rng.permutation(("q", "k", "v"))[:2].tolist()}
-        lead = np.broadcast_shapes(*leads.values())
+        leads |= {name: broadcastable(rng, lead) for name in rng.permutation(("q", "k", "v"))[:2].tolist()}
     (n_queries, n_keys), (d, dv) = lengths, widths
     inner = {"q": (n_queries, d), "k": (n_keys, d), "v": (n_keys, dv), "do": (n_queries, dv)}
     return {name: (*leads.get(name, lead), *shape) for name, shape in inner.items()}
 
 
-def _broadcast(rng, lead):
-    """Return a shape that broadcasts to `lead`."""
-    shape = tuple(1 if rng.random() < 0.5 else n for n in lead)
-    return shape[rng.integers(0, len(shape) + 1) if rng.random() < 0.3 else 0 :]
-
-
 def _values(rng, kind, shape, dtype):
-    if kind in ("constant", "zero"):
-        return np.full(shape, 0.0 if kind == "zero" else round(rng.standard_normal(), 2), dtype)
-    x = rng.standard_normal(shape, np.float32)
+    x = rng.standard_normal(() if kind == "constant" else shape, np.float32)
     if kind == "normal":
         x = np.where(rng.random(shape, np.float32) < 0.02, 4 * x, x) + np.float32(0.2 * rng.integers(0, 2))
-    factor = {"large": 10.0 ** rng.integers(0, 3 if dtype == np.float16 else 5), "tiny": 1e-4, "saturated": 3.0}
-    return (x * np.float32(factor.get(kind, 1.0))).clip(-6e4 if dtype == np.float16 else None, 6e4).astype(dtype)
+    large = 10.0 ** rng.integers(0, 3 if dtype == np.float16 else 5)
+    factor = {"large": large, "tiny": 1e-4, "saturated": 3.0, "zero": 0.0}.get(kind, 1.0)
+    return np.broadcast_to((x * np.float32(factor)).clip(-6e4, 6e4), shape).astype(dtype)
 
 
 def _add_bias(problem, dtype, kind, rng):
-    *lead, n_queries, n_keys = problem.shape
-    shape = {
-        "row": (1, n_keys), "column": (n_queries, 1), "scalar": (1, 1), "whole": problem.shape, "holes": problem.shape,
-        "heads": (*lead[-1:], n_queries, n_keys), "padding": (*lead[:-1], *(1 for _ in lead[-1:]), 1, n_keys),
-    }.get(kind, (n_queries, n_keys))  # fmt: skip
+    axes = "bbhrk"[-len(problem.shape) :]
+    shape = tuple(n if axis in BIASES[kind] else 1 for axis, n in zip(axes, problem.shape, strict=True))
+    shape = shape if "b" in BIASES[kind] else shape[-1 - len(BIASES[kind] or "r") :]
     bias = rng.standard_normal(shape).astype(dtype)
     if kind == "padding":
-        lengths = rng.integers(0, n_keys + 1, (*shape[:-1], 1))
+        lengths = rng.integers(0, shape[-1] + 1, (*shape[:-1], 1))
         hidden = rng.choice((float(ml_dtypes.finfo(dtype).min), -np.inf))
-        bias = np.where(np.arange(n_keys) < lengths, 0, hidden).astype(dtype)
+        bias = np.where(np.arange(shape[-1]) < lengths, 0, hidden).astype(dtype)
     elif kind == "holes" or rng.random() < 0.3:
         bias[rng.random(shape) < 0.2] = -np.inf
     problem.arrays["bias"] = bias
@@ -219,7 +204,7 @@ def _lay_out(problem, rng, kinds):
         if isinstance(x, np.ndarray) and rng.random() < 0.25:
             kind = str(rng.choice(kinds))
             if kind == "spread" and x.ndim > 2 and name != "mask":
-                x[...] = x[..., :1, :, :]
+                x[...] = x[:1]
             problem.layouts[name] = kind
             problem.features.add(f"strides {kind}")
     if rng.random() < 0.3:

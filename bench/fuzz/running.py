@@ -59,20 +59,19 @@ class Target(NamedTuple):
 def lay(put, x, kind):
     """Return the array that `put` makes of a copy, with strides of some kind where there are enough axes."""
     if kind == "unaligned":
-        flat = put(np.concatenate([np.zeros(1, x.dtype), x.reshape(-1)]))
-        return flat[1:].reshape(x.shape)
+        return put(np.append(x.dtype.type(0), x))[1:].reshape(x.shape)
     if kind == "fortran":
         return put(x.T.copy()).T
-    if not x.size or x.ndim < (3 if kind in ("swapped", "spread") else 2):
+    if not x.size or x.ndim < 2:
         return put(x)
     if kind == "negative":
         return put(x[..., ::-1, :].copy())[..., ::-1, :]
     if kind == "step":
         return put(x.repeat(2, -2))[..., ::2, :]
-    if kind == "swapped":
+    if kind == "swapped" and x.ndim > 2:
         return put(x.swapaxes(-3, -2).copy()).swapaxes(-3, -2)
-    if kind == "spread" and (x == x[..., :1, :, :]).all():
-        return np.broadcast_to(put(x[..., :1, :, :].copy()), x.shape)
+    if kind == "spread" and (x == x[:1]).all():
+        return np.broadcast_to(put(x[:1].copy()), x.shape)
     return put(x)
 
 
