@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -28,51 +29,41 @@ POOL = 40  # sets of features that a GPU's problems share
 KEPT = 200  # complaints that a report holds in full
 
 
-class Tally:
-    """What has been found so far."""
+def report(settings, found, seconds, trees=None):
+    """Return what is written as JSON of outcomes by the problems' numbers."""
+    outcomes = list(found.values())
+    names = sorted({name for x in outcomes for name in x.worst})
+    complaints = [complaint for index, x in found.items() for complaint in complaints_of(settings, index, x)]
+    kernels = [settings.target(index).kernel or "chosen" for index in found]
+    counts = {
+        "kernels": ["chosen" if x.refused else kernel for kernel, x in zip(kernels, outcomes, strict=True)],
+        "refused": [f"{kernel}: {x.refused}" for kernel, x in zip(kernels, outcomes, strict=True) if x.refused],
+        "beyond_twice_the_textbook": chain.from_iterable(x.plain for x in outcomes),
+        "features": chain.from_iterable(x.features for x in outcomes),
+    }
+    return {
+        **rows.environment("cpu", trees),
+        **(_gpu() if settings.device == "cuda" else {}),
+        "command": " ".join(["python -m bench.fuzz", *sys.argv[1:]]),
+        "seed": settings.seed,
+        "seconds": round(seconds, 1),
+        "problems": len(found),
+        "complaints": complaints[:KEPT],
+        "complaint_count": len(complaints),
+        "largest_share_of_allowed": {
+            name: round(min(max(x.worst.get(name, 0.0) for x in outcomes), 1e30), 4) for name in names
+        },
+        **{name: dict(sorted(Counter(items).items())) for name, items in counts.items()},
+    }
 
-    def __init__(self, settings):
-        self.settings, self.problems, self.complaints, self.worst = settings, 0, [], {}
-        self.counts = {name: Counter() for name in ("kernels", "refused", "beyond_twice_the_textbook", "features")}
 
-    def add(self, index, outcome):
-        """Count one outcome; return its complaints."""
-        self.problems += 1
-        kernel = self.settings.target(index).kernel or "chosen"
-        if outcome.refused is not None:
-            self.counts["refused"][f"{kernel}: {outcome.refused}"] += 1
-            kernel = "chosen"
-        self.counts["kernels"][kernel] += 1
-        self.counts["features"].update(outcome.features)
-        self.counts["beyond_twice_the_textbook"].update(outcome.plain)
-        for name, share in outcome.worst.items():
-            self.worst[name] = max(self.worst.get(name, 0.0), share)
-        new = [{"replay": self.replay(index), "what": what, "message": text} for what, text in outcome.complaints]
-        self.complaints += new
-        return new
-
-    def replay(self, index):
-        """Return the command that runs a problem again."""
-        settings = self.settings
-        device = "" if settings.device == "cpu" else f" --device {settings.device}"
-        kernel = f" --kernel {settings.kernels[0]}" if len(settings.kernels) == 1 and settings.kernels[0] else ""
-        pool = f" --variants {settings.variants}" if settings.variants not in (0, POOL) else ""
-        return f"python -m bench.fuzz{device}{kernel}{pool} --replay {settings.seed}:{index}"
-
-    def report(self, seconds, trees=None):
-        """Return what is written as JSON."""
-        return {
-            **rows.environment("cpu", trees),
-            **(_gpu() if self.settings.device == "cuda" else {}),
-            "command": " ".join(["python -m bench.fuzz", *sys.argv[1:]]),
-            "seed": self.settings.seed,
-            "seconds": round(seconds, 1),
-            "problems": self.problems,
-            "complaints": self.complaints[:KEPT],
-            "complaint_count": len(self.complaints),
-            "largest_share_of_allowed": {name: round(min(x, 1e30), 4) for name, x in sorted(self.worst.items())},
-            **{name: dict(sorted(counter.items())) for name, counter in self.counts.items()},
-        }
+def complaints_of(settings, index, outcome):
+    """Return the complaints of a problem, each with the command that runs it again."""
+    device = "" if settings.device == "cpu" else f" --device {settings.device}"
+    kernel = f" --kernel {settings.kernels[0]}" if len(settings.kernels) == 1 and settings.kernels[0] else ""
+    pool = f" --variants {settings.variants}" if settings.variants not in (0, POOL) else ""
+    replay = f"python -m bench.fuzz{device}{kernel}{pool} --replay {settings.seed}:{index}"
+    return [{"replay": replay, "what": what, "message": text} for what, text in outcome.complaints]
 
 
 def main(argv=None):
@@ -85,22 +76,23 @@ def main(argv=None):
         settings = Settings(int(seed), args.device, kernels, args.variants)
     if args.replay:
         return max([_replay(settings, int(index)) for index in indices.split(",")])
-    tally, start = Tally(settings), time.monotonic()
+    found, bad, start = {}, 0, time.monotonic()
     stop = 1 << 62 if args.problems is None else args.first + args.problems
     chunks = (range(at, min(at + CHUNK, stop)) for at in range(args.first, stop, CHUNK))
     columns = TextColumn("{task.completed} problems, {task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), disable=args.quiet) as bar:
         task = bar.add_task("", total=args.problems)
-        for index, outcome in outcomes(settings, chunks, args.workers, args.seconds):
-            for complaint in tally.add(index, outcome):
+        for index, found[index] in outcomes(settings, chunks, args.workers, args.seconds):
+            complaints = complaints_of(settings, index, found[index])
+            for complaint in complaints:
                 bar.console.print(*complaint.values(), sep="  ", markup=False, highlight=False, soft_wrap=True)
-            rate = tally.problems / (time.monotonic() - start)
-            bar.update(task, advance=1, description=f"{rate:.0f}/s, {len(tally.complaints)} complaints")
-    report = tally.report(time.monotonic() - start, args.trees)
+            bad, seconds = bad + len(complaints), time.monotonic() - start
+            bar.update(task, advance=1, description=f"{len(found) / seconds:.0f}/s, {bad} complaints")
+    seconds = time.monotonic() - start
     if args.report:
-        args.report.write_text(json.dumps(report, indent=1) + "\n")
-    bar.console.print(f"{tally.problems} problems in {report['seconds']} s, {len(tally.complaints)} complaints")
-    return int(bool(tally.complaints))
+        args.report.write_text(json.dumps(report(settings, found, seconds, args.trees), indent=1) + "\n")
+    bar.console.print(f"{len(found)} problems in {seconds:.1f} s, {bad} complaints")
+    return int(bad > 0)
 
 
 def _gpu():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import inspect
 
 import numpy as np
 
@@ -10,9 +10,6 @@ import cuattn
 from cuattn import masks
 from tests.masks import predicates
 from tests.oracle import visible_band
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["broadcastable", "draw", "pick"]
 
@@ -108,19 +105,38 @@ def _block(rng, *shape):
 
 def _constructor(rng, *shape):
     *_, n, n_keys = shape
-    i, j = np.arange(n)[:, None], np.arange(n_keys)[None]
-    name = str(rng.choice(["causal", "full", *(_ARGUMENTS if n == n_keys else ())]))
-    if name == "full":
-        return masks.full(n, n_keys), np.ones((n, n_keys), bool), name
-    if name == "causal":
-        align = str(rng.choice(("top_left", "bottom_right")))
-        offset = n_keys - n if align == "bottom_right" else 0
-        return masks.causal(n, n_keys, align), j <= i + offset, name
-    arguments = _ARGUMENTS[name](rng, n)
-    mask = getattr(masks, name)(*arguments)
+    names = [name for name in masks.__all__ if inspect.isfunction(getattr(masks, name))]
+    name = str(rng.choice(names if n == n_keys else ("causal", "full")))
+    drawn = _arguments(rng, n, n_keys, name)
+    mask = _call(getattr(masks, name), drawn)
     if name == "random_eviction":
-        return mask, ~((mask.lts[None] <= i) | (i < mask.ute[None])), name
-    return mask, np.broadcast_to(getattr(predicates, name)(i, j, *arguments), (n, n)), name
+        seen = (drawn["i"] < mask.lts[None]) & (drawn["i"] >= mask.ute[None])
+    else:
+        seen = _call(getattr(predicates, name), drawn)
+    return mask, np.broadcast_to(seen, (n, n_keys)), name
+
+
+def _call(function, drawn):
+    return function(**{name: drawn[name] for name in inspect.signature(function).parameters})
+
+
+def _arguments(rng, n, n_keys, name):
+    """Draw what constructors and their predicates take, by the names of the parameters."""
+    lengths, align = _lengths(rng, n), str(rng.choice(("top_left", "bottom_right")))
+    window, n_global, start = rng.integers(0, n + 3, 3).tolist()
+    prefix, first = rng.integers(0, n + 1, 2).tolist()
+    if name == "share_question":
+        documents = [(question, answers) for question, *answers in (_lengths(rng, length) for length in lengths)]
+    else:
+        documents = [(int(rng.integers(0, length + 1)), length) for length in lengths]
+    offset = n_keys - n if name == "causal" and align == "bottom_right" else 0
+    return {
+        "i": np.arange(n)[:, None] + offset, "j": np.arange(n_keys)[None], "n": n, "n_queries": n, "n_keys": n_keys,
+        "align": align, "lengths": lengths, "bucket_lengths": lengths, "documents": documents, "window": window,
+        "n_global": n_global, "prefix": prefix, "start": start, "rng": int(rng.integers(2**32)),
+        "evicted_at": rng.integers(0, n + 1, n).tolist(),
+        "spans": [(first, n - first), (prefix, (n - prefix) // 2)][: rng.integers(0, 3)],
+    }  # fmt: skip
 
 
 def _lengths(rng, n):
@@ -129,27 +145,4 @@ def _lengths(rng, n):
     return np.diff([0, *cuts, n]).tolist()
 
 
-def _up_to(rng, n):
-    return int(rng.integers(0, n + 1))
-
-
-_ARGUMENTS = {
-    "sliding_window": lambda rng, n: (n, _up_to(rng, n + 2)),
-    "causal_document": lambda rng, n: (_lengths(rng, n),),
-    "document": lambda rng, n: (_lengths(rng, n),),
-    "share_question": lambda rng, n: (
-        [(question, answers) for question, *answers in (_lengths(rng, length) for length in _lengths(rng, n))],
-    ),
-    "global_sliding_window": lambda rng, n: (n, _up_to(rng, n + 2), _up_to(rng, n + 2)),
-    "causal_blockwise": lambda rng, n: (_lengths(rng, n),),
-    "prefix_lm_causal": lambda rng, n: (n, _up_to(rng, n)),
-    "prefix_lm_document": lambda rng, n: ([(_up_to(rng, length), length) for length in _lengths(rng, n)],),
-    "qk_sparse": lambda rng, n: (
-        n,
-        [(start, _up_to(rng, n - start)) for start in rng.integers(0, n + 1, rng.integers(0, 4)).tolist()],
-    ),
-    "hash_sparse": lambda rng, n: (_lengths(rng, n),),
-    "random_eviction": lambda rng, n: (n, _up_to(rng, n + 2), int(rng.integers(0, 2**32))),
-    "eviction": lambda rng, n: (rng.integers(0, n + 1, n).tolist(),),
-}
 _MAKERS = {"boolean": _boolean, "column": _column, "block": _block, "constructor": _constructor}

@@ -32,13 +32,13 @@ BIASES = {  # the axes that are not 1: batch, heads, rows, keys
     "holes": "bhrk",
 }  # fmt: skip
 LAYOUTS = ("swapped", "negative", "step", "fortran", "spread", "unaligned")
-# The share of problems that have an option, and its values.
+# The share of problems that have an option, its values, and the sizes of the dtypes that it is for.
 OPTIONS = {
-    "softcap": (0.15, (0.5, 5.0, 30.0)),
-    "scale": (0.4, (0.3, -0.2, 0.0, 1.0, 1e-6, 4.0)),
-    "dropout_p": (0.25, (0.1, 0.5, 0.9, 2e-5)),
-    "out_dtype": (0.15, (np.dtype("f4"),)),
-    "precision": (0.05, ("tf32",)),
+    "softcap": (0.15, (0.5, 5.0, 30.0), (2, 4, 8)),
+    "scale": (0.4, (0.3, -0.2, 0.0, 1.0, 1e-6, 4.0), (2, 4, 8)),
+    "dropout_p": (0.25, (0.1, 0.5, 0.9, 2e-5), (2, 4, 8)),
+    "out_dtype": (0.15, (np.dtype("f4"),), (2, 4)),
+    "precision": (0.05, ("tf32",), (4,)),
 }
 # The share of problems that are looked at in another way, too; the first have kernels of their own.
 COMPILED_CHECKS = {
@@ -80,7 +80,7 @@ class Problem:
     @property
     def stat_dtype(self):
         """Of l, m and unrounded results."""
-        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+        return max(self.dtype, np.dtype("f4"), key=lambda dtype: dtype.itemsize)
 
     @property
     def shape(self):
@@ -92,8 +92,8 @@ class Problem:
         level = contract.threshold(self.options.get("dropout_p", 0.0))
         if not level:
             return None, 1.0
-        *lead, rows, keys = self.shape
-        kept = [contract.keep(state, level, b, (0, rows), (0, keys)) for b in range(math.prod(lead))]
+        ranges = [(0, n) for n in self.shape[-2:]]
+        kept = [contract.keep(state, level, b, *ranges) for b in range(math.prod(self.shape[:-2]))]
         return np.array(kept, bool).reshape(self.shape), 65536 / (65536 - level)
 
     def describe(self):
@@ -108,7 +108,8 @@ def draw_problem(fixed, rng):
     dtype, kind = pick(fixed, DTYPES), pick(fixed, KINDS)
     d, other, same = _width(fixed), _width(fixed), fixed.random()
     widths = d, d if same < 0.5 else other if same < 0.98 else 0
-    options = _options(fixed, dtype)
+    options = {name: values[fixed.integers(len(values))] for name, (share, values, sizes) in OPTIONS.items()
+               if fixed.random() < share and dtype.itemsize in sizes}  # fmt: skip
     checks = {name for name, share in COMPILED_CHECKS.items() if fixed.random() < share}
     checks |= {name for name, share in CHECKS.items() if rng.random() < share}
     n_queries, n_keys = (int(rng.integers(*pick(source, LENGTHS))) for source in (fixed, rng))
@@ -142,17 +143,6 @@ def draw_problem(fixed, rng):
 
 def _width(fixed):
     return int(fixed.choice(WIDTHS) if fixed.random() < 0.6 else fixed.integers(1, 40 if fixed.random() < 0.8 else 300))
-
-
-def _options(fixed, dtype):
-    found = {
-        name: values[fixed.integers(len(values))] for name, (share, values) in OPTIONS.items() if fixed.random() < share
-    }
-    if dtype != np.float32:
-        found.pop("precision", None)
-    if dtype == np.float64:
-        found.pop("out_dtype", None)
-    return found
 
 
 def _shapes(rng, kind, lengths, widths, dtype):

@@ -148,25 +148,21 @@ class _Run:
 
     def _other_ways(self, name, known, function, *more, **options):
         """Check that a ColumnMask as a boolean array, and out= of any strides, give the same bits."""
-        mask = self.problem.mask
-        if "boolean" in self.problem.checks and isinstance(mask, cuattn.ColumnMask) and self._takes_both():
-            dense = self.target.put(mask.dense())
-            self._same(f"{name} of a boolean mask", known, self._call(function, *more, **options, mask=dense))
+        mask, put = self.problem.mask, self.target.put
+        takes_both = self.target.device == "cpu" or self.target.kernel == "sm80"
+        if "boolean" in self.problem.checks and isinstance(mask, cuattn.ColumnMask) and takes_both:
+            other = self._call(function, *more, **options, mask=put(mask.dense()))
+            self._same(f"{name} of a boolean mask", known, other)
         if "out" in self.problem.checks:
             kinds = ("plain", "swapped", "negative", "step", "fortran", "unaligned")
-            zeros = [x is not None and np.zeros(x.shape, x.dtype) for x in known]
             out = [
-                None if x is False or n == len(name) % 5 else self.target.put(x, kinds[(n + x.size) % 6])
-                for n, x in enumerate(zeros[: 3 if known[-1] is None else None])
+                None if x is None or n == len(name) % 5 else put(np.zeros(x.shape, x.dtype), kinds[(n + x.size) % 6])
+                for n, x in enumerate(known)
             ]
             found = self._call(function, *more, **options, out=tuple(out))
             self._same(f"{name} with out=", known, found)
             if not all(x is None or x is y for x, y in zip(out, found, strict=False)):
                 self.outcome.complaints.append((name, "out= is not what is returned"))
-
-    def _takes_both(self):
-        """Whether one kernel takes masks of both kinds."""
-        return self.target == ("cpu", None) or self.target.kernel == "sm80"
 
     def _solve(self, state):
         problem = self.problem
@@ -175,13 +171,13 @@ class _Run:
         keep, factor = problem.keep(state)
         more = {name: problem.options.get(name) for name in ("scale", "softcap")}
         more |= {**arrays, "visible": problem.visible, "keep": keep, "keep_scale": factor}
-        formats = {}
-        if self.target.device == "cuda":  # on a CPU float32 has float32's accuracy, whatever a caller permits
-            formats["precision"] = problem.options.get("precision")
+        # On a CPU float32 has float32's accuracy, whatever a caller permits.
+        gpu = self.target.device == "cuda"
+        formats = {"precision": problem.options.get("precision")} if gpu else {}
         with np.errstate(all="ignore"):
             self.exact = oracle.solve(*operands, **more)
             self.rough = oracle.solve(*operands, **more, dtype=problem.dtype, **formats)
-            halves = self.target.device == "cuda" and problem.dtype == np.float32
+            halves = gpu and problem.dtype == np.float32
             self.floors = oracle.floors(self.exact, *operands, **more, halves=halves, **formats)
 
     def _judge(self, names, results, dtype=None, tag=""):
@@ -194,9 +190,9 @@ class _Run:
                 continue
             operand = problem.arrays["bias" if name == "dbias" else "q"]
             wanted = dtype or dtypes.get(name) or operand.dtype
-            if actual is None or (actual.shape, actual.dtype) != (exact.shape, wanted):
-                found = actual if actual is None else f"{actual.dtype} {actual.shape}"
-                outcome.complaints.append((name + tag, f"{found}, expected {wanted} {exact.shape}"))
+            if (actual.shape, actual.dtype) != (exact.shape, wanted):
+                text = f"{actual.dtype} {actual.shape}, expected {wanted} {exact.shape}"
+                outcome.complaints.append((name + tag, text))
                 continue
             verdict = judge(name, actual, exact, getattr(self.rough, name), self.floors[name], problem.dtype)
             outcome.worst[name] = max(outcome.worst.get(name, 0.0), verdict.share)
@@ -216,46 +212,43 @@ class _Run:
 
     def _parts(self, state):
         """Compute it in shards: merged, they are the whole."""
-        problem, put, sums = self.problem, self.target.put, self.problem.stat_dtype
-        total = {name: getattr(self.exact, name) for names in RESULTS for name in names}
-        total = {name: np.zeros(x.shape, sums) for name, x in total.items() if x is not None}
+        problem, sums = self.problem, self.problem.stat_dtype
+        exact = {name: getattr(self.exact, name) for names in RESULTS for name in names}
+        total = {name: np.zeros(x.shape, sums) for name, x in exact.items() if x is not None}
         states = set()
         for parts in problem.plan.parts():
-            calls = []
-            for part in parts:
-                options = {name: put(x[part.index(name, x)]) for name, x in self.host.items()}
-                options |= {"mask": self._cut_mask(part), "origin": part.origin(problem.shape), "out_dtype": sums}
-                calls.append((part, options, self._call(cuattn.forward, **options)))
-            merged = cuattn.merge(*(fwd for *_, fwd in calls))
+            options = [self._cut(part) for part in parts]
+            forwards = [self._call(cuattn.forward, **each) for each in options]
+            merged = cuattn.merge(*forwards)
             states.add(merged.rng_state)
             for name, x in zip(RESULTS[0], merged[:3], strict=True):
                 total[name][parts[0].index(name, total[name])] = self.target.get(x)
-            for part, options, fwd in calls:
-                whole = merged._replace(rng_state=fwd.rng_state)
-                for name, x in zip(RESULTS[1], self._call(cuattn.backward, whole, **options), strict=True):
+            for part, each, fwd in zip(parts, options, forwards, strict=True):
+                grads = self._call(cuattn.backward, merged._replace(rng_state=fwd.rng_state), **each)
+                for name, x in zip(RESULTS[1], grads, strict=True):
                     if x is not None:
                         total[name][part.index(name, total[name])] += self.target.get(x)
-        if (
-            problem.dtype == np.float64
-            and problem.arrays.get("bias", operand := problem.arrays["q"]).dtype != operand.dtype
-        ):
-            del total["dbias"]  # a float32 bias of float64 inputs: each part's gradient is rounded
+        if problem.dtype == np.float64 and "bias" in problem.arrays and problem.arrays["bias"].dtype == np.float32:
+            del total["dbias"]  # each part's gradient is rounded
         self._judge(total, total.values(), sums, " of shards")
-        if states - {state}:
+        if states != {state}:
             self.outcome.complaints.append(("rng_state of shards", f"{states}, expected {state}"))
 
-    def _cut_mask(self, part):
-        mask = self.problem.mask
-        if isinstance(mask, np.ndarray):
-            return self.target.put(mask[part.index("mask", mask)])
-        return None if mask is None else self.options["mask"].restrict(part.rows, part.keys)
+    def _cut(self, part):
+        """Return the arrays and options of a part."""
+        problem, put = self.problem, self.target.put
+        arrays = {name: put(x[part.index(name, x)]) for name, x in self.host.items()}
+        mask = self.options["mask"]
+        if isinstance(problem.mask, np.ndarray):
+            mask = put(problem.mask[part.index("mask", problem.mask)])
+        elif mask is not None:
+            mask = mask.restrict(part.rows, part.keys)
+        return {**arrays, "mask": mask, "origin": part.origin(problem.shape), "out_dtype": problem.stat_dtype}
 
     def _same(self, name, first, second):
         for a, b in zip(map(self.target.get, first), map(self.target.get, second), strict=False):
             if a is not None and b is not None and a.tobytes() != b.tobytes():
-                differ = np.count_nonzero(a != b)
-                self.outcome.complaints.append((name, f"{differ} of {a.size} numbers differ"))
-                return
+                self.outcome.complaints.append((name, f"{np.count_nonzero(a != b)} of {a.size} numbers differ"))
 
 
 def _poisoned(problem):
