@@ -15,7 +15,7 @@ from cuattn.cpu.direct import Direct, WholeHeads, is_small, nanoseconds
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.forward import ForwardWalk
 from cuattn.cpu.walk import Tiles
-from cuattn.masks.band_mask import BandMask
+from cuattn.masks.constructors import kept_band
 from cuattn.masks.interval_mask import join
 from cuattn.plans import Plan
 from cuattn.problem import Place, Problem
@@ -24,7 +24,7 @@ from cuattn.rng import RNGState
 __all__ = ["plan", "run", "visible_parts"]
 
 Arrays = Mapping[str, np.ndarray]
-_TABLE_BYTES = 40  # of each key, that a mask of intervals keeps for tiles of a size
+_TABLE_BYTES = 26  # of each key, for what is seen of a mask of intervals; its own tables are kept with it
 
 
 def run(
@@ -134,7 +134,8 @@ def visible_parts(problem: Problem, masks: Sequence[Any], place: Place) -> tuple
     masks, band = [mask.bind(problem.n_queries, problem.n_keys) for mask in masks], problem.band
     if band is None:
         return join(masks)
-    return join((*masks, BandMask(problem.n_queries, problem.n_keys, band.left, band.right, band.offset + place.shift)))
+    offset = band.offset + place.shift
+    return join((*masks, kept_band(problem.n_queries, problem.n_keys, band.left, band.right, offset)))
 
 
 def _wanted(problem: Problem, operands: Arrays) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
