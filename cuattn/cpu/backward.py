@@ -10,14 +10,13 @@ Scores are made by the forward's products, so they have its bits; exponentials a
 up with.  What a saturated softmax gives is then exact: its largest weight is exp(m - m) / l.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from cuattn.cpu.arithmetic import (
     differentiate_scores,
     differentiate_softcap,
     exponentiate,
+    hide,
     longest_of,
     product,
     relative,
@@ -26,8 +25,6 @@ from cuattn.cpu.arithmetic import (
 )
 from cuattn.cpu.tiles import Part
 from cuattn.cpu.walk import END, Item, Tiles, Walk
-
-__all__ = ["BackwardWalk"]
 
 
 class BackwardWalk(Walk):
@@ -107,11 +104,11 @@ class BackwardWalk(Walk):
         s, masks = self.make_scores(item, part, self._q_transposed, careful=self._careful)
         if self._bounded:
             exponentiate(s)
-            for tile, mask in masks:
-                mask.zero(tile)
+            for tile, shown in masks:
+                hide(tile, shown)
             return s
-        for tile, mask in masks:
-            mask.fill(tile, -np.inf)
+        for tile, shown in masks:
+            hide(tile, shown, -np.inf)
         if self._moved:
             s -= self._reference[:, None, None]
         return relative(s)

@@ -1,12 +1,8 @@
 """Memory of a thread: aligned, allocated once, cut into named arrays."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
-
-__all__ = ["Buffers"]
 
 _LINE = 64  # bytes of a cache line and of the widest vector register: unaligned, a matrix product loses 10 %
 _SKEW = 17 * _LINE  # between arrays: equal places of two arrays must not share a set of the first-level cache

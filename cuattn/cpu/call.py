@@ -1,7 +1,5 @@
 """Running an operation, and its plan: the choice between whole heads and tiles, the results, the threads."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,14 +12,13 @@ from cuattn.cpu.backward import BackwardWalk
 from cuattn.cpu.direct import Direct, WholeHeads, is_small, nanoseconds
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.forward import ForwardWalk
+from cuattn.cpu.tiles import MASK_BYTES
 from cuattn.cpu.walk import Tiles
 from cuattn.masks.constructors import kept_band
 from cuattn.masks.interval_mask import join
 from cuattn.plans import Plan
 from cuattn.problem import Place, Problem
 from cuattn.rng import RNGState
-
-__all__ = ["plan", "run", "visible_parts"]
 
 Arrays = Mapping[str, np.ndarray]
 _TABLE_BYTES = 26  # of each key, for what is seen of a mask of intervals; its own tables are kept with it
@@ -112,7 +109,8 @@ def plan(problem: Problem, operands: Arrays, masks: Sequence[Any]) -> Plan:
     if isinstance(task, Tiles):
         blocks = task.blocks
         size, notes = (blocks.rows, blocks.keys), [f"up to {blocks.heads} heads x {blocks.step} tiles at a time"]
-        memory += task.mask_bytes() + len(masks) * _TABLE_BYTES * problem.n_keys
+        tiles = blocks.row_tiles * blocks.key_tiles * blocks.rows * blocks.keys * problem.stat_dtype.itemsize
+        memory += min(len(masks), 1) * min(tiles, MASK_BYTES) + len(masks) * _TABLE_BYTES * problem.n_keys
     notes[0] += f"; {problem.stat_dtype} sums"
     if BASE_2:
         notes.append("base-2 exponentials, which this NumPy vectorises")

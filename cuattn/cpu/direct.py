@@ -4,8 +4,6 @@ Scores are transposed, (*batch, kv_heads, keys, rows), and the query heads that 
 so no key or value is copied (but to the precision of the sums).  References and exponentials are those of the walks.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from itertools import product as every
@@ -19,6 +17,7 @@ from cuattn.cpu.arithmetic import (
     differentiate_softcap,
     exponential,
     exponentiate,
+    hide,
     product,
     relative,
     row_weights,
@@ -29,8 +28,6 @@ from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.task import Task
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
-
-__all__ = ["Direct", "Index", "WholeHeads", "is_small", "layout", "nanoseconds"]
 
 _SCORES = 1 << 17  # that are computed at a time: they stay in a second-level cache
 _MOST = 1 << 18  # scores of the query heads that read the same keys
@@ -204,11 +201,7 @@ class Direct:
     def hide(self, s: np.ndarray, index: Index, value: float = 0.0) -> None:
         """Set what masks hide to a number."""
         if self.task.masks:
-            shown = self.shown(index)
-            bits = self.by_group(s).view(shown.dtype)
-            bits &= shown
-            if value:
-                bits |= ~shown & np.array(value, s.dtype).view(shown.dtype)
+            hide(self.by_group(s), self.shown(index), value)
 
     def shown(self, index: Index) -> np.ndarray:
         """Return the bits of what the heads of a batch see, which broadcast to (..., keys, group, queries)."""

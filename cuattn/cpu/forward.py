@@ -5,15 +5,20 @@ its own scores alone.  So a tile that contributes nothing may be skipped or visi
 are taken at once: the bits of the result are the same.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
-from cuattn.cpu.arithmetic import WINDOW, exponential, exponentiate, longest_of, lowest, relative, selecting_product
+from cuattn.cpu.arithmetic import (
+    WINDOW,
+    exponential,
+    exponentiate,
+    hide,
+    longest_of,
+    lowest,
+    relative,
+    selecting_product,
+)
 from cuattn.cpu.tiles import Part
 from cuattn.cpu.walk import Item, Tiles, Walk
-
-__all__ = ["ForwardWalk"]
 
 _LANES = 16  # keys whose scores are compared at once; they divide every block of keys
 
@@ -63,15 +68,15 @@ class ForwardWalk(Walk):
         s, masks = self.make_scores(item, part, self._q, careful=careful)  # line 10
         if self._bounded:  # all scores are within the window, so references stay 0
             if self._statistics:
-                for tile, mask in masks:
-                    mask.fill(tile, self._lowest)
+                for tile, shown in masks:
+                    hide(tile, shown, self._lowest)
                 np.maximum(self._m, self._row_max(s), out=self._m)
             exponentiate(s)
-            for tile, mask in masks:
-                mask.zero(tile)
+            for tile, shown in masks:
+                hide(tile, shown)
         else:
-            for tile, mask in masks:
-                mask.fill(tile, -np.inf)  # line 11
+            for tile, shown in masks:
+                hide(tile, shown, -np.inf)  # line 11
             self._follow(s)  # lines 12 and 13
             relative(s)
         weighed = self.buffers.get("weighed", len(s), 1 + part.count, *self._o.shape[1:])

@@ -4,8 +4,6 @@ Scores are kept transposed, (members, key tiles, keys, rows), where members are 
 statistics of a row then run down an axis along which NumPy reduces whole registers of rows at once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Iterator, Mapping
 from functools import cached_property
@@ -17,11 +15,9 @@ from cuattn.cpu.arithmetic import WINDOW, longest_of
 from cuattn.cpu.blocks import HeadGroup, choose, head_groups
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.task import Task
-from cuattn.cpu.tiles import Part, TileMask, Visibility
+from cuattn.cpu.tiles import Part, Visibility
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
-
-__all__ = ["END", "Item", "Tiles", "Walk", "reads_in_place"]
 
 END = -1  # what an item of a backward adds to when it ends, in place of a step
 Arrays = Mapping[str, np.ndarray]
@@ -64,14 +60,6 @@ class Tiles(Task):
         line = () if self.shares else (*group.batch, group.kv_start)
         steps = (*(part.index for part in parts), END)
         return item._replace(line=line, numbers=tuple([self.turns.take_number((line, step)) for step in steps]))
-
-    def mask_bytes(self) -> int:
-        """Return how much memory the element masks of partial tiles will take; visits the tiles."""
-        for index, n in ((index, n) for index, size in enumerate(self.sizes) for n in range(size)):
-            self.item(index, n)
-            if self.visibility.is_full:
-                break
-        return self.visibility.mask_bytes
 
     def bounded(self, longest_q: float, group: HeadGroup) -> bool:
         """Whether all scores of some heads are within the window around 0, given the longest of the scaled queries.
@@ -179,8 +167,8 @@ class Walk:
 
     def make_scores(
         self, item: Item, part: Part, q: np.ndarray, *, careful: bool
-    ) -> tuple[np.ndarray, list[tuple[np.ndarray, TileMask]]]:
-        """Return the scores of a part, and the tiles of them that hide something with what they hide.
+    ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
+        """Return the scores of a part, and the tiles of them that hide something with the bits of what they show.
 
         q is (members, width, rows), scaled.  Algorithms 2 and 4, lines 10 and 11: what is hidden is not yet.
         """
@@ -199,7 +187,7 @@ class Walk:
         if careful:  # lest rows that do not exist, and see everything, lead NaN to the sums over rows
             by_head = s.reshape(item.group.count, -1, *s.shape[1:])
             by_head[:, -1, ..., (self.count - 1) % self.blocks.rows + 1 :] = -np.inf
-        return s, [(s[:, slot], mask()) for slot, mask in part.masks]
+        return s, [(s[:, slot], shown()) for slot, shown in part.masks]
 
     def bias_of(
         self, bias: np.ndarray, item: Item, part: Part, s: np.ndarray
