@@ -115,15 +115,7 @@ def plan(problem: Problem, operands: Arrays, masks: Sequence[Any]) -> Plan:
     if BASE_2:
         notes.append("base-2 exponentials, which this NumPy vectorises")
     return Plan(
-        kernel="cpu",
-        direction=problem.operation,
-        block_m=size[0],
-        block_n=size[1],
-        workers=workers,
-        smem_bytes=0,
-        workspace_bytes=memory,
-        reason="the arrays are in host memory",
-        notes=tuple(notes),
+        "cpu", problem.operation, *size, workers, 0, memory, "the arrays are in host memory", notes=tuple(notes)
     )
 
 
