@@ -64,13 +64,14 @@ def run(
             result.fill(-np.inf if name == "m" else 0)
         return results
     totals = dict(results)
-    for name, dtype in _sums(problem, operands).items():
+    shares = _shares(problem, operands)
+    for name, dtype in _sums(problem, operands, shares).items():
         if results[name].dtype != dtype:
             totals[name] = np.zeros(results[name].shape, dtype)
         else:
             results[name].fill(0)
     dropout = Dropout(problem, place, state) if problem.dropout else None
-    task = _task(problem, operands, visible_parts(problem, masks, place), dropout, totals)
+    task = _task(problem, operands, visible_parts(problem, masks, place), dropout, totals, shares)
     threads.run(task.sizes, task.item, lambda: _worker(task), _threads(task), task.turns.abort)
     with np.errstate(over="ignore"):  # the largest numbers of narrow dtypes are soon reached
         for name, result in results.items():
@@ -99,10 +100,11 @@ def plan(problem: Problem, operands: Arrays, masks: Sequence[Any]) -> Plan:
     if not problem.n_keys or 0 in problem.stat_shape:
         return Plan("cpu", problem.operation, 1, 1, 1, 0, 0, "there is nothing to compute")
     masks, wanted = visible_parts(problem, masks, problem.place), _wanted(problem, operands)
-    task = _task(problem, operands, masks, None, {})
+    shares = _shares(problem, operands)
+    task = _task(problem, operands, masks, None, {}, shares)
     workers = _threads(task)
     memory = workers * _worker(task).buffers.nbytes
-    for name, dtype in _sums(problem, operands).items():
+    for name, dtype in _sums(problem, operands, shares).items():
         shape, own = wanted[name]
         memory += math.prod(shape) * dtype.itemsize * (dtype != own)
     size, notes = (problem.n_queries, problem.n_keys), ["whole score matrices of several heads at a time"]
@@ -139,13 +141,13 @@ def _wanted(problem: Problem, operands: Arrays) -> dict[str, tuple[tuple[int, ..
     return {f"d{name}": (operands[name].shape, dtypes[name]) for name in dtypes if name in operands}
 
 
-def _sums(problem: Problem, operands: Arrays) -> dict[str, np.dtype]:
+def _sums(problem: Problem, operands: Arrays, shares: bool) -> dict[str, np.dtype]:
     """Return the dtypes of the sums of a backward that several items of work add to."""
     if problem.operation == "forward":
         return {}
     names = [name for name in ("q", "k", "v", "bias") if name in operands]
     if is_small(problem):
-        names = names if _shares(problem, operands) else []
+        names = names if shares else []
     elif not _is_broadcast(problem, operands, "q"):
         names.remove("q")
     # Of a bias that is broadcast, many terms nearly cancel.
@@ -164,11 +166,8 @@ def _is_broadcast(problem: Problem, operands: Arrays, name: str) -> bool:
     return operands[name].shape[:-2] != (*problem.batch, heads)
 
 
-def _task(
-    problem: Problem, operands: Arrays, masks: Sequence[Any], dropout: Dropout | None, results: Arrays
-) -> Tiles | WholeHeads:
-    make = WholeHeads if is_small(problem) else Tiles
-    return make(problem, operands, masks, dropout, results, _shares(problem, operands))
+def _task(problem: Problem, *arguments: Any) -> Tiles | WholeHeads:
+    return (WholeHeads if is_small(problem) else Tiles)(problem, *arguments)
 
 
 def _threads(task: Tiles | WholeHeads) -> int:

@@ -18,6 +18,7 @@ from cuattn.cpu.arithmetic import (
     exponential,
     exponentiate,
     hide,
+    is_finite,
     product,
     relative,
     row_weights,
@@ -33,6 +34,7 @@ _SCORES = 1 << 17  # that are computed at a time: they stay in a second-level ca
 _MOST = 1 << 18  # scores of the query heads that read the same keys
 _MOST_OF_FEW = 1 << 22  # where they are few rows, for which tiles would have to be padded
 _FEW = 16
+_SHARES = {"forward": 1.0, "backward": 2.5}  # of a forward's time
 _NANOSECONDS = 1_500_000  # that a batch is to take: a few times what its calls cost
 _LOW = -40.0  # bias above which nothing is as good as hidden
 _COPIED = 48  # rows from which it pays to transpose q and do
@@ -58,10 +60,10 @@ def is_small(problem: Problem) -> bool:
 
 
 def nanoseconds(problem: Problem) -> float:
-    """Return how long a forward takes one thread, about."""
+    """Return how long a problem takes one thread, about."""
     widths = problem.head_dim + problem.head_dim_v
     of_head = problem.group * problem.n_queries * problem.n_keys * (1.5 + widths / 55) + problem.n_keys * widths / 12
-    return math.prod(problem.batch) * problem.kv_heads * of_head
+    return math.prod(problem.batch) * problem.kv_heads * (1500 + of_head) * _SHARES[problem.operation]
 
 
 @lru_cache(maxsize=256)
@@ -253,7 +255,7 @@ class Direct:
         l = self.fold(np.add, p)
         o = self.buffers.get("o", *l.shape, self.problem.head_dim_v)
         product(p.swapaxes(-1, -2), self.of_keys("v", index), o, careful=careful)
-        if not (careful or (np.isfinite(o).all() and np.isfinite(l).all())):
+        if not (careful or is_finite(o, l)):
             return None
         empty = l == 0 if hides or low else False
         o /= np.where(empty, 1, l)[..., None]
@@ -282,7 +284,7 @@ class Direct:
             differentiate_softcap(ds, self.tanh, problem.softcap, careful=careful)
         results["dk"] = product(ds, q, get("dk", *p.shape[:-1], problem.head_dim), careful=careful)
         dq = product(ds.swapaxes(-1, -2), self.of_keys("k", index), get("dq", *q.shape), careful=careful)
-        if not (careful or all(np.isfinite(x).all() for x in (results["dv"], results["dk"], dq))):
+        if not (careful or is_finite(results["dv"], results["dk"], dq)):
             return None
         dq *= self.dtype.type(self.task.factor)
         return results | {"dq": dq.reshape(*self.lead, problem.group, problem.n_queries, problem.head_dim)}
