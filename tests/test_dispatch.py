@@ -133,7 +133,7 @@ def test_copied_arguments_are_looked_at_in_every_call(calls, driver, monkeypatch
 
 def test_look_leaves_to_enter_what_needs_more_than_a_look():
     torch = pytest.importorskip("torch")
-    look = interop.torch_tensors.Torch.signature
+    look = interop.Torch.signature
     x = torch.zeros(4, 6)
     found, addresses = look((x, None))
     assert found == (x.dtype, x.shape, x.stride(), x.device, x.data_ptr() & 15, None)

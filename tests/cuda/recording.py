@@ -174,14 +174,14 @@ def validated(arrays, options, operation, **more) -> Prepared:
         named["bias"] = bias
     if operation == "backward":
         options.pop("out_dtype", None)
-        forward = check(OPERATIONS["forward"], named, masks, Options(**options)).problem
+        forward = check(OPERATIONS["forward"], named, masks, Options(**options))
         shape = (*np.broadcast_shapes(*(a.shape[:-3] for a in named.values() if a.ndim > 2)), forward.heads)
         rows = (*shape, forward.n_queries) if named["q"].ndim > 2 else (forward.n_queries,)
         named["do"] = named["o"] = np.empty((*rows, forward.head_dim_v), forward.dtype)
         named["l"], named["m"] = np.empty((2, *rows), forward.stat_dtype)
         if more.pop("dlse", False):
             named["dlse"] = named["l"]
-    problem = check(OPERATIONS[operation], named, masks, Options(**{**options, **more})).problem
+    problem = check(OPERATIONS[operation], named, masks, Options(**{**options, **more}))
     operands, addresses, next_address = {}, {}, 1 << 32
     for name, value in bind(problem, named).items():
         operands[name] = _stand_in(value.shape, value.strides, value.dtype, next_address)

@@ -97,7 +97,7 @@ def test_shared_memory_is_what_the_key_kernel_lays_out(name, softcap):
     problem = problem_of(case._replace(options={**(case.options or {}), "softcap": softcap}), "backward")
     made = Cut(problem, DEVICES["H200"])
     wanted = made.shared_bytes("keys")
-    check = f'#include "sm80/bwd_layout.cuh"\nstatic_assert(sm80::shared_bytes == {wanted});\n'
+    check = f'#include "sm80/bwd_layout.cuh"\nstatic_assert(shared_bytes == {wanted});\n'
     compiler.compile_log(source.prologue(made.constants()) + source.flatten_text(check, "check.cu"), "sm_90")
 
 
