@@ -7,7 +7,7 @@ import pandas as pd
 
 from bench import report
 from bench.sections.masks import left_out
-from bench.style import INK, OURS, QUIET, WORSE, curves, legend, name, ours_first, panels, table
+from bench.style import INK, OURS, QUIET, WORSE, chart, curves, name, ours_first, panels, table
 
 NOISE = 0.005  # half a percent either way is called equal
 ABOUT = {
@@ -179,18 +179,17 @@ class Dense(report.Section):
 
     def figure(self):
         """Draw dots of TFLOP/s under the line of the peak, a panel per direction and head dimension."""
-        groups = [
-            (f"{way}, head dimension {d}", _rates(of_d, "short"))
+        groups = {
+            f"{way}, head dimension {d}": _rates(of_d, "short")
             for way, lines in self.found()
             for d, of_d in lines.groupby("d")
-        ]
-        drawn, axes = panels(len(groups), 4.2, 3.0, rows=2)
-        for axis, (title, rates) in zip(axes, groups, strict=True):
-            curves(axis, rates, "o", title=title, ylabel="TFLOP/s")
-            axis.axhline(PEAK, color=QUIET, linestyle="--", linewidth=1, label=f"matrix product, {PEAK}")
-            axis.set_ylim(0, None)
-            axis.tick_params(axis="x", labelrotation=30)
-        legend(drawn, 5)
+        }
+        about = dict(style="o", ylabel="TFLOP/s", ylim=(0, PEAK * 1.1))
+        parts = ((curves, rates, {**about, "title": title}) for title, rates in groups.items())
+        drawn = chart(*parts, width=4.2, height=3.0, rows=2, columns=5)
+        for axis in drawn.axes:
+            axis.axhline(PEAK, color=QUIET, linestyle="--", linewidth=1)
+        drawn.suptitle(f"dashed: a matrix product, {PEAK} TFLOP/s")
         return drawn
 
 
