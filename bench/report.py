@@ -223,6 +223,12 @@ def _extra(key, found, rows):
     return [*text, ""]
 
 
+def standing(ratios):
+    """Return in how many cases cuattn is the fastest, the geometric mean of its ratios, and the worst and its case."""
+    ahead = f"{(ratios >= 1).sum()} of {len(ratios)}"
+    return ahead, f"{statistics.geometric_mean(ratios):.2f}", f"{ratios.min():.2f}", ratios.idxmin()
+
+
 def costs_of_determinism(found):
     """Return, by label and runner, what bitwise reproducible gradients cost in the plain backward's time."""
     rates = found.set_index("label")["rates"]

@@ -1,13 +1,11 @@
 """Masks: the FlashMask paper's tables and figures, and whether a column mask is the dense one."""
 
-import statistics
-
 import numpy as np
 import pandas as pd
 
 from bench import sparsity
 from bench.mask_samples import KINDS
-from bench.report import Section
+from bench.report import Section, standing
 from bench.style import OURS, WORSE, chart, curves, name, ours_first, panels, table
 
 HEAD = ["method, mask", "FW ms", "BW ms", "total ms", "FW TFLOP/s", "BW TFLOP/s", "total TFLOP/s", "sparsity"]
@@ -61,13 +59,14 @@ class FlashMask(Section):
         ours = {f"{title}, d {d}": lines for title, d, lines in self.found()}
         shown = []
         for label, ratios in self.ratios().items():
-            found, total = ratios.dropna(), ours[label].loc["cuattn"]["total", "rate"]
+            total = ours[label].loc["cuattn"]["total", "rate"]
+            ahead, mean, worst, where = standing(ratios.dropna())
             shown.append({
                 "": label,
                 "TFLOP/s": f"{total.min():.0f} to {total.max():.0f}",
-                "the fastest in": f"{(found >= 1).sum()} of {len(found)}",
-                "geometric mean of the ratio to the fastest rival": f"{statistics.geometric_mean(found):.2f}",
-                "worst": f"{found.min():.2f} ({found.idxmin()})",
+                "the fastest in": ahead,
+                "geometric mean of the ratio to the fastest rival": mean,
+                "worst": f"{worst} ({where})",
             })  # fmt: skip
         about = "Forward and backward together, counting visible tiles only."
         return "\n\n".join(filter(None, [about, table(pd.DataFrame(shown)), left_out(self.frame)]))

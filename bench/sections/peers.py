@@ -55,8 +55,8 @@ class Peers(report.Section):
             refused = list(lines.loc[lines["case"].isin(wrong) & lines["ratio"].isna(), "short"])
             row = {"": about, "beside": ", ".join(map(name, dict.fromkeys(itertools.chain(*lines["rivals"]))))}
             row["ahead in"] = f"{(ratios >= 1).sum()} of {len(ratios) + len(refused)}"
-            row["geometric mean"] = f"{statistics.geometric_mean(ratios):.2f}"
-            row["worst"] = f"{ratios.min():.2f} ({ratios.idxmin()})"
+            _, row["geometric mean"], worst, where = report.standing(ratios)
+            row["worst"] = f"{worst} ({where})"
             rows.append({**row, "refused": ", ".join(refused) or None})
         shown = pd.DataFrame(rows).dropna(axis="columns", how="all")
         note = "Refused: not timed, since the error was above the bound." if "refused" in shown else ""
@@ -169,11 +169,10 @@ class Dense(report.Section):
         """Return in how many shapes cuattn is ahead, and the shape in which it is furthest behind."""
         said = ["16K tokens, hidden size 2048, bfloat16."]
         for way, lines in self.found():
-            ratios = lines.set_index("shape")["ratio"].dropna()
+            ahead, mean, worst, where = report.standing(lines.set_index("shape")["ratio"].dropna())
             said.append(
-                f"{way.capitalize()}, cuattn is the fastest in {(ratios >= 1).sum()} of {len(ratios)} shapes, "
-                f"{ratios.min():.2f} times the fastest rival's speed in its worst ({ratios.idxmin()}) and "
-                f"{statistics.geometric_mean(ratios):.2f} times in the geometric mean."
+                f"{way.capitalize()}, cuattn is the fastest in {ahead} shapes, {worst} times the fastest rival's speed "
+                f"in its worst ({where}) and {mean} times in the geometric mean."
             )
         return "  ".join(said)
 
