@@ -20,7 +20,7 @@ from cuattn import rng as contract
 
 __all__ = ["Problem", "draw_problem"]
 
-WORK = 6e6  # multiplications of one product of a problem, at most; a hundredth of it in long double
+WORK = 4e6  # multiplications of one product of a problem, about, at most; a hundredth of it in long double
 # What may be drawn, and how often.
 DTYPES = {np.dtype(np.float16): 0.25, np.dtype(ml_dtypes.bfloat16): 0.25, np.dtype("f4"): 0.3, np.dtype("f8"): 0.2}
 LENGTHS = {(0, 1): 0.02, (1, 2): 0.08, (2, 20): 0.3, (20, 80): 0.4, (80, 200): 0.17, (200, 600): 0.03}
@@ -147,7 +147,7 @@ def _width(fixed):
 
 def _shapes(rng, kind, lengths, widths, dtype):
     """Return the shapes of q, k, v and do."""
-    room = WORK / (100 if dtype == np.float64 else 1) / max(math.prod(lengths) * max(widths), 1)
+    room = WORK / (100 if dtype == np.float64 else 1) / max(math.prod(lengths) * max(*widths, 32), 1)
     lead = tuple(rng.integers(1, 6, {"rank 2": 0, "heads": 1}.get(kind, rng.integers(1, 4))).tolist())
     while math.prod(lead) > max(room, 1):
         lead = tuple((n + 1) // 2 for n in lead)

@@ -5,6 +5,7 @@ The library gets arrays on the device; what it returns is judged on the host.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import traceback
 import warnings
@@ -118,7 +119,7 @@ class _Run:
 
     def _call(self, function, *more, **options):
         """Call a function of the API with those of the problem's arrays and options that it takes."""
-        taken = inspect.signature(function).parameters
+        taken = _parameters(function)
         options = {**self.given, **self.options, **options}
         arrays = [options.pop(name) for name in ("do", "q", "k", "v") if name in taken]
         return function(*arrays, *more, **{name: value for name, value in options.items() if name in taken})
@@ -249,6 +250,11 @@ class _Run:
         for a, b in zip(map(self.target.get, first), map(self.target.get, second), strict=False):
             if a is not None and b is not None and a.tobytes() != b.tobytes():
                 self.outcome.complaints.append((name, f"{np.count_nonzero(a != b)} of {a.size} numbers differ"))
+
+
+@functools.cache
+def _parameters(function):
+    return frozenset(inspect.signature(function).parameters)
 
 
 def _poisoned(problem):
