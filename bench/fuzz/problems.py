@@ -70,7 +70,7 @@ class Problem:
     visible: np.ndarray | None = None
     layouts: dict[str, str] = field(default_factory=dict)
     poison: float | None = None
-    plan: sharding.Plan | None = None
+    parts: list[list[sharding.Part]] = field(default_factory=list)
 
     @property
     def dtype(self):
@@ -137,7 +137,7 @@ def draw_problem(fixed, rng):
         arrays["dlse"] = rng.standard_normal(problem.shape[:-1]).astype(problem.stat_dtype)
     _lay_out(problem, rng, LAYOUTS if fixed.random() < 0.4 else LAYOUTS[:-1])
     if "shards" in checks:
-        problem.plan = sharding.draw_plan(problem, rng)
+        problem.parts = sharding.draw_parts(problem, rng)
     return problem
 
 

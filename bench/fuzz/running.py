@@ -22,6 +22,11 @@ from tests.tolerances import judge
 
 __all__ = ["Outcome", "Target", "lay", "run"]
 
+TURNS = {
+    "fortran": lambda x: x.T,
+    "negative": lambda x: x[..., ::-1, :],
+    "swapped": lambda x: x.swapaxes(-3, -2) if x.ndim > 2 else x,
+}
 RESULTS = ("o", "l", "m"), ("dq", "dk", "dv", "dbias")
 
 
@@ -59,18 +64,14 @@ class Target(NamedTuple):
 
 def lay(put, x, kind):
     """Return the array that `put` makes of a copy, with strides of some kind where there are enough axes."""
+    if x.ndim < 2 or not x.size:
+        return put(x)
+    if kind in TURNS:
+        return TURNS[kind](put(TURNS[kind](x).copy()))
     if kind == "unaligned":
         return put(np.append(x.dtype.type(0), x))[1:].reshape(x.shape)
-    if kind == "fortran":
-        return put(x.T.copy()).T
-    if not x.size or x.ndim < 2:
-        return put(x)
-    if kind == "negative":
-        return put(x[..., ::-1, :].copy())[..., ::-1, :]
     if kind == "step":
         return put(x.repeat(2, -2))[..., ::2, :]
-    if kind == "swapped" and x.ndim > 2:
-        return put(x.swapaxes(-3, -2).copy()).swapaxes(-3, -2)
     if kind == "spread" and (x == x[:1]).all():
         return np.broadcast_to(put(x[:1].copy()), x.shape)
     return put(x)
@@ -114,8 +115,11 @@ class _Run:
         self._judge(RESULTS[0], fwd[:3])
         self._check_sums(fwd)
         self._gradients(fwd)
-        if self.problem.plan is not None:
+        if self.problem.parts:
             self._parts(fwd.rng_state)
+
+    def complain(self, *complaint):
+        self.outcome.complaints.append(complaint)
 
     def _call(self, function, *more, **options):
         """Call a function of the API with those of the problem's arrays and options that it takes."""
@@ -163,7 +167,7 @@ class _Run:
             found = self._call(function, *more, **options, out=tuple(out))
             self._same(f"{name} with out=", known, found)
             if not all(x is None or x is y for x, y in zip(out, found, strict=False)):
-                self.outcome.complaints.append((name, "out= is not what is returned"))
+                self.complain(name, "out= is not what is returned")
 
     def _solve(self, state):
         problem = self.problem
@@ -193,7 +197,7 @@ class _Run:
             wanted = dtype or dtypes.get(name) or operand.dtype
             if (actual.shape, actual.dtype) != (exact.shape, wanted):
                 text = f"{actual.dtype} {actual.shape}, expected {wanted} {exact.shape}"
-                outcome.complaints.append((name + tag, text))
+                self.complain(name + tag, text)
                 continue
             verdict = judge(name, actual, exact, getattr(self.rough, name), self.floors[name], problem.dtype)
             outcome.worst[name] = max(outcome.worst.get(name, 0.0), verdict.share)
@@ -201,7 +205,7 @@ class _Run:
                 outcome.plain.append(name)
             if not verdict.share <= 1:
                 text = f"error {verdict.error:.3g}, allowed {verdict.allowed:.3g} ({verdict.share:.3g} times)"
-                outcome.complaints.append((name + tag, text))
+                self.complain(name + tag, text)
 
     def _check_sums(self, fwd):
         """Check what holds for scores of any size: 1 <= l <= the visible keys."""
@@ -209,7 +213,7 @@ class _Run:
         low = np.where(np.isfinite(self.exact.m), 1 - unit, 0)
         high = (self.exact.s > -np.inf).sum(-1) * (1 + unit)
         if not ((l >= low) & (l <= high) | np.isnan(self.exact.l)).all():
-            self.outcome.complaints.append(("l", f"not in [1, visible keys]: {l.min()} {l.max()}"))
+            self.complain("l", f"not in [1, visible keys]: {l.min()} {l.max()}")
 
     def _parts(self, state):
         """Compute it in shards: merged, they are the whole."""
@@ -217,7 +221,7 @@ class _Run:
         exact = {name: getattr(self.exact, name) for names in RESULTS for name in names}
         total = {name: np.zeros(x.shape, sums) for name, x in exact.items() if x is not None}
         states = set()
-        for parts in problem.plan.parts():
+        for parts in problem.parts:
             options = [self._cut(part) for part in parts]
             forwards = [self._call(cuattn.forward, **each) for each in options]
             merged = cuattn.merge(*forwards)
@@ -233,7 +237,7 @@ class _Run:
             del total["dbias"]  # each part's gradient is rounded
         self._judge(total, total.values(), sums, " of shards")
         if states != {state}:
-            self.outcome.complaints.append(("rng_state of shards", f"{states}, expected {state}"))
+            self.complain("rng_state of shards", f"{states}, expected {state}")
 
     def _cut(self, part):
         """Return the arrays and options of a part."""
@@ -249,7 +253,7 @@ class _Run:
     def _same(self, name, first, second):
         for a, b in zip(map(self.target.get, first), map(self.target.get, second), strict=False):
             if a is not None and b is not None and a.tobytes() != b.tobytes():
-                self.outcome.complaints.append((name, f"{np.count_nonzero(a != b)} of {a.size} numbers differ"))
+                self.complain(name, f"{np.count_nonzero(a != b)} of {a.size} numbers differ")
 
 
 @functools.cache
