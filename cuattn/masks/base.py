@@ -112,14 +112,11 @@ class Mask(Immutable):
         MaskError
             It is not a mask of such a matrix.
         """
-        lengths = tuple(
-            own if given is None else checks.integer(name, given)
-            for name, own, given in (("n_queries", self.n_queries, n_queries), ("n_keys", self.n_keys, n_keys))
-        )
-        if not self.fits(*lengths):
-            n_queries, n_keys = lengths
+        n_queries = self.n_queries if n_queries is None else checks.integer("n_queries", n_queries)
+        n_keys = self.n_keys if n_keys is None else checks.integer("n_keys", n_keys)
+        if not self.fits(n_queries, n_keys):
             raise MaskError(f"n_queries = {n_queries}, n_keys = {n_keys}: expected lengths that fit {self!r}")
-        return self if lengths == (self.n_queries, self.n_keys) else self._bound(*lengths)
+        return self if (n_queries, n_keys) == (self.n_queries, self.n_keys) else self._bound(n_queries, n_keys)
 
     def _bound(self: Self, n_queries: int, n_keys: int) -> Self:
         raise NotImplementedError(f"{type(self).__name__}.fits accepts lengths that are not the mask's own")
@@ -186,8 +183,7 @@ class Mask(Immutable):
         """Return the mask of what both show: of another mask, or of a boolean array."""
         from cuattn.masks.combine import both
 
-        is_array = hasattr(other, "dtype") and hasattr(other, "shape")
-        return both(self, other) if is_array or isinstance(other, Mask) else NotImplemented
+        return both(self, other) if isinstance(other, Mask) or hasattr(other, "dtype") else NotImplemented
 
     __rand__ = __and__
 

@@ -27,19 +27,13 @@ class CellMask(Mask):
     block_n: int
     borrowed: bool
     """Whether the array is a caller's, who may change it after a call: nothing made of it may be kept."""
-    _lengths: tuple[int | None, int | None]  # of queries and keys; None: not known
+    _lengths: tuple[int, int] | None  # of queries and keys; None: not known
     _stretches: ClassVar[bool] = False  # whether a single cell stands for any length
 
     def _settle(self, array: Any, **fields: Any) -> None:
         *leading, rows, columns = array.shape
-        n_queries, n_keys = fields["_lengths"]
-        super()._settle(
-            array,
-            leading=tuple(leading),
-            n_queries=rows * fields["block_m"] if n_queries is None else n_queries,  # while not known, of whole cells
-            n_keys=columns * fields["block_n"] if n_keys is None else n_keys,
-            **fields,
-        )
+        n_queries, n_keys = fields["_lengths"] or (rows * fields["block_m"], columns * fields["block_n"])  # whole cells
+        super()._settle(array, leading=tuple(leading), n_queries=n_queries, n_keys=n_keys, **fields)
 
     @property
     def block(self) -> tuple[int, int]:
@@ -51,11 +45,11 @@ class CellMask(Mask):
 
     def fits(self, n_queries: int, n_keys: int) -> bool:
         """Return whether this is a mask of an (n_queries, n_keys) matrix."""
+        if self._lengths:
+            return super().fits(n_queries, n_keys)
         return all(
-            length == known if known is not None else cells == cdiv(length, size) or (self._stretches and cells == 1)
-            for length, known, cells, size in zip(
-                (n_queries, n_keys), self._lengths, self._array.shape[-2:], self.block, strict=True
-            )
+            cells == cdiv(length, size) or (self._stretches and cells == 1)
+            for length, cells, size in zip((n_queries, n_keys), self._array.shape[-2:], self.block, strict=True)
         )
 
     def hidden(self, instance: Instance, rows: slice, keys: slice) -> Any:
@@ -165,7 +159,7 @@ class BlockMask(CellMask):
     def __init__(self, blocks: Any, block_m: int, block_n: int) -> None:
         blocks = checks.booleans("blocks", blocks)
         block_m, block_n = checks.tile(block_m, block_n)
-        self._settle(copy(blocks), block_m=block_m, block_n=block_n, borrowed=False, _lengths=(None, None))
+        self._settle(copy(blocks), block_m=block_m, block_n=block_n, borrowed=False, _lengths=None)
 
     @property
     def blocks(self) -> Any:
@@ -213,12 +207,12 @@ class BooleanMask(CellMask):
 
     def __init__(self, array: Any) -> None:
         array = copy(checks.booleans("array", array))
-        self._settle(array, block_m=1, block_n=1, borrowed=False, _lengths=(None, None))
+        self._settle(array, block_m=1, block_n=1, borrowed=False, _lengths=None)
 
     @classmethod
     def borrow(cls, array: Any) -> "BooleanMask":
         """Return a mask for one call around a caller's NumPy or CuPy array, bool with two axes or more: no copy."""
-        return cls._wrap(array.view(), 1, 1, True, (None, None), _ready=None)
+        return cls._wrap(array.view(), 1, 1, True, None, _ready=None)
 
     @property
     def array(self) -> Any:

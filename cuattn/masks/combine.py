@@ -167,8 +167,7 @@ def _joined(a: Mask, b: Mask) -> Mask | None:
         vectors = convert.union(bounds, a.n_queries)
         return vectors and ColumnMask._of(a.n_queries, *vectors)
     if isinstance(a, CellMask) and isinstance(b, CellMask) and a.kind == b.kind and a.block == b.block:
-        lengths = tuple(theirs if ours is None else ours for ours, theirs in zip(a._lengths, b._lengths, strict=True))
-        return a._wrap(a._array & b._array, a.block_m, a.block_n, False, lengths)
+        return a._wrap(a._array & b._array, *a.block, False, a._lengths or b._lengths)
     return None
 
 
