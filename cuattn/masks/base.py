@@ -14,7 +14,6 @@ asks what kind a mask is.  The CPU walks a mask by tiles of its own size::
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -24,7 +23,7 @@ from cuattn.io_model.sizes import cdiv
 from cuattn.masks import checks, draw
 from cuattn.masks.cuda_half import CudaHalf, Source
 from cuattn.masks.immutable import Immutable
-from cuattn.masks.intervals import FULL, SKIP
+from cuattn.masks.intervals import SKIP
 from cuattn.masks.runs import Runs, as_runs
 
 Self = TypeVar("Self", bound="Mask")
@@ -44,8 +43,8 @@ _STRIP = 64  # row tiles that are classified at once
 class Mask(Immutable):
     """What every mask can tell.
 
-    A new kind of mask needs `kind`, `leading`, `n_queries`, `n_keys` and `hidden`, and calls `_settle` when it is
-    built; everything else follows from these, if slowly, but for `_restrict`.
+    A new kind of mask needs `kind`, `leading`, `n_queries`, `n_keys`, `hidden` and `states`, and calls `_settle` when
+    it is built; `_restrict` where parts of it are taken; everything else follows from these, if slowly.
     """
 
     kind: ClassVar[str]
@@ -135,18 +134,9 @@ class Mask(Immutable):
 
     # For backends: what one instance hides, by tiles.
 
+    @abstractmethod
     def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
         """Return the states of row tiles start to stop, int8 (stop - start, Tc), as in `tile_states`."""
-        states = np.empty((stop - start, cdiv(self.n_keys, block_n)), np.int8)
-        for row, tile in np.ndindex(states.shape):
-            hidden = self.hidden(instance, *self._tile(block_m, block_n, start + row, tile))
-            states[row, tile] = FULL - int(hidden.any()) - int(hidden.all())
-        return states
-
-    def _tile(self, block_m: int, block_n: int, row_tile: int, key_tile: int) -> tuple[slice, slice]:
-        """Return the rows and keys of a tile that exist."""
-        rows, keys = row_tile * block_m, key_tile * block_n
-        return slice(rows, min(rows + block_m, self.n_queries)), slice(keys, min(keys + block_n, self.n_keys))
 
     def patterns(
         self, instance: Instance, block_m: int, block_n: int, row_tiles: np.ndarray, key_tiles: np.ndarray
@@ -168,8 +158,9 @@ class Mask(Immutable):
             From :func:`cuattn.masks.intervals.bit_lines`, whose dtype the bits get; rows that do not exist may be
             among them.
         """
-        rows, keys = self._tile(block_m, block_n, row_tile, key_tile)
-        hidden, there = self.hidden(instance, rows, keys), rows.stop - rows.start
+        rows, keys = row_tile * block_m, key_tile * block_n
+        there = min(block_m, self.n_queries - rows)
+        hidden = self.hidden(instance, slice(rows, rows + there), slice(keys, min(keys + block_n, self.n_keys)))
         shown = np.empty((len(hidden), block_m), ramp.dtype)
         np.subtract(hidden, 1, out=shown[:, :there], dtype=ramp.dtype, casting="unsafe")
         shown[:, there:] = ramp[-1, 0]
@@ -211,8 +202,7 @@ class Mask(Immutable):
         """
         mask = self.bind(n_queries, n_keys)
         shape = mask.n_queries, mask.n_keys
-        with mask._scope() as xp:
-            return mask._stack(lambda instance: ~mask.hidden(instance, *map(slice, shape)).T, shape, bool, xp)
+        return mask._stack(lambda instance: ~mask.hidden(instance, *map(slice, shape)).T, shape, bool)
 
     def tile_states(self, block_m: int, block_n: int, n_queries: int | None = None, n_keys: int | None = None) -> Any:
         """Classify the tiles of the matrix.
@@ -243,8 +233,7 @@ class Mask(Immutable):
                [2, 1]], dtype=int8)
         """
         mask, tile, shape = self._tiles(block_m, block_n, n_queries, n_keys)
-        with mask._scope() as xp:
-            return mask._stack(lambda instance: mask.states(instance, *tile, 0, shape[0]), shape, np.int8, xp)
+        return mask._stack(lambda instance: mask.states(instance, *tile, 0, shape[0]), shape, np.int8)
 
     def block_sparsity(
         self, block_m: int = 128, block_n: int = 128, n_queries: int | None = None, n_keys: int | None = None
@@ -286,11 +275,12 @@ class Mask(Immutable):
         mask = self.bind(n_queries, n_keys)
         return mask, (block_m, block_n), (cdiv(mask.n_queries, block_m), cdiv(mask.n_keys, block_n))
 
-    def _stack(self, of: Callable[[Instance], Any], shape: tuple[int, ...], dtype: Any, xp: ModuleType) -> Any:
+    def _stack(self, of: Callable[[Instance], Any], shape: tuple[int, ...], dtype: Any) -> Any:
         """Join what a function returns of each instance along the leading axes."""
-        joined = xp.empty((*self.leading, *shape), dtype)
-        for instance in np.ndindex(*self.leading):
-            joined[instance] = of(instance)
+        with self._scope() as xp:
+            joined = xp.empty((*self.leading, *shape), dtype)
+            for instance in np.ndindex(*self.leading):
+                joined[instance] = of(instance)
         return joined
 
     def plot(self, ax: Any = None) -> Any:

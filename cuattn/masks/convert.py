@@ -88,12 +88,6 @@ def runs(bounds: np.ndarray, n_queries: int) -> tuple[np.ndarray, Pair, Pair]:
     return count, (first, np.where(count > 1, first_end, ends[-1])), (last, ends[-1])
 
 
-def union(bounds: np.ndarray, n_queries: int) -> tuple[Any, Any, Any, Any] | None:
-    """Return lts, lte, uts, ute that hide what intervals (see `runs`) do, or None where a key needs three."""
-    found = runs(bounds, n_queries)
-    return None if (found[0] > 2).any() else assign(*found, n_queries)
-
-
 def find_reach(bounds: np.ndarray, n_queries: int) -> tuple[int | None, int | None] | None:
     """Return the band that the keys' hidden row intervals leave visible, or None where it is none.
 

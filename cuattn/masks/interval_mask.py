@@ -49,8 +49,7 @@ class IntervalMask(Mask):
     def patterns(self, instance, block_m, block_n, row_tiles, key_tiles):
         keys = np.minimum(key_tiles[:, None] * block_n + np.arange(block_n), self.n_keys - 1)
         bounds = self._bounds(instance).take(keys, axis=1) - (row_tiles * block_m).astype(np.int32)[:, None]
-        tiles = np.clip(bounds, 0, block_m, out=bounds).swapaxes(0, 1).reshape(len(keys), -1)
-        return tiles.view((np.void, tiles.itemsize * tiles.shape[1])).ravel().tolist()
+        return [tile.tobytes() for tile in np.clip(bounds, 0, block_m).swapaxes(0, 1)]
 
     def shown(self, instance, block_m, block_n, row_tile, key_tile, ramp):
         first, last = self._table(block_m, block_n)[instance][2:, :, key_tile]

@@ -84,14 +84,14 @@ def tile_table(bounds: Any, n_queries: int, block_m: int, block_n: int) -> Any:
     leading, n_keys = bounds.shape[1:-1], bounds.shape[-1]
     if bounds.size == 0:  # CuPy has no minimum of nothing, whatever the axis
         return xp.zeros((*leading, 4, len(bounds) // 2, cdiv(n_keys, block_n)), dtype=xp.int32)
-    bounds = xp.clip(bounds, 0, n_queries)
+    block_n = min(block_n, n_keys)
+    bounds = xp.pad(xp.clip(bounds, 0, n_queries), [*[(0, 0)] * (bounds.ndim - 1), (0, -n_keys % block_n)], mode="edge")
+    bounds = bounds.reshape(*bounds.shape[:-1], -1, block_n)  # the last key fills a ragged last tile
     starts, ends = bounds[::2], bounds[1::2]
     empty, dead = starts >= ends, covered(starts, ends, n_queries)
     # An empty interval becomes (n_queries, 0), which is neutral in a minimum of starts and in a maximum of ends.
-    starts, ends = (
-        _by_key_tile(xp.where(dead, whole, xp.where(empty, neutral, of)), block_n)
-        for of, whole, neutral in ((starts, 0, n_queries), (ends, n_queries, 0))
-    )
+    starts = xp.where(dead, 0, xp.where(empty, n_queries, starts))
+    ends = xp.where(dead, n_queries, xp.where(empty, 0, ends))
     first_end, row_tiles = ends.min(axis=-1), cdiv(n_queries, block_m)
     table = [
         cdiv(starts.max(axis=-1), block_m),
@@ -137,14 +137,3 @@ def tile_states(table: Any, row_start: int, row_stop: int) -> Any:
 def bit_lines(rows: int, dtype: np.dtype) -> np.ndarray:
     """Return (rows + 1, rows), whose line t has all bits set before row t; the bits of tiles are made of such lines."""
     return np.negative(np.tri(rows + 1, rows, -1, dtype))
-
-
-def _by_key_tile(bounds: Any, block_n: int) -> Any:
-    """Reshape (..., n_keys) to (..., Tc, block_n); the last key fills a ragged last tile."""
-    xp = namespace(bounds)
-    n_keys = bounds.shape[-1]
-    block_n = min(block_n, n_keys)
-    key_tiles = cdiv(n_keys, block_n)
-    if key_tiles * block_n != n_keys:
-        bounds = xp.take(bounds, xp.minimum(xp.arange(key_tiles * block_n), n_keys - 1), axis=-1)
-    return bounds.reshape(*bounds.shape[:-1], key_tiles, block_n)
