@@ -201,8 +201,8 @@ class Mask(Immutable):
                [0, 0, 1, 1]])
         """
         mask = self.bind(n_queries, n_keys)
-        shape = mask.n_queries, mask.n_keys
-        return mask._stack(lambda instance: ~mask.hidden(instance, *map(slice, shape)).T, shape, bool)
+        rows, keys = slice(0, mask.n_queries), slice(0, mask.n_keys)
+        return mask._stack(lambda instance: ~mask.hidden(instance, rows, keys).T, (rows.stop, keys.stop), bool)
 
     def tile_states(self, block_m: int, block_n: int, n_queries: int | None = None, n_keys: int | None = None) -> Any:
         """Classify the tiles of the matrix.

@@ -56,7 +56,7 @@ class CellMask(Mask):
         matrix = self._array[instance]
         xp = namespace(matrix)
         rows, keys = (
-            slice(None) if cells == 1 else part if size == 1 else xp.arange(part.start or 0, part.stop) // size
+            slice(None) if cells == 1 else part if size == 1 else xp.arange(part.start, part.stop) // size
             for part, cells, size in zip((rows, keys), matrix.shape, self.block, strict=True)
         )  # a single cell holds all there is
         return ~matrix[rows][:, keys].T
@@ -71,7 +71,7 @@ class CellMask(Mask):
             part = matrix[top[t] : bottom[t]]
             seen[0, t - start], seen[1, t - start] = part.any(axis=0), part.all(axis=0)
         before = xp.zeros((2, stop - start, columns + 1), xp.int32)
-        before[..., 1:] = seen.cumsum(axis=-1)
+        before[..., 1:] = seen.cumsum(axis=-1, dtype=xp.int32)
         some, every = before[..., right] - before[..., left]
         return (some > 0).astype(xp.int8) + (every == right - left)
 

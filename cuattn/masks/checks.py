@@ -12,17 +12,16 @@ from cuattn.masks.device import adopt, is_device_array
 INT32_MAX = 2**31 - 1
 
 
-def integer(name: str, value: Any, minimum: int = 0, maximum: int | None = INT32_MAX) -> int:
-    """Return `value` as an int in [minimum, maximum]; None leaves it open above."""
+def integer(name: str, value: Any, minimum: int = 0, maximum: float = INT32_MAX) -> int:
+    """Return `value` as an int in [minimum, maximum]."""
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
         number = operator.index(value)
     except TypeError:
         raise DtypeError(f"{name} = {shown(value)}: expected an integer, got {type(value).__name__}") from None
-    if number < minimum or (maximum is not None and number > maximum):
-        bound = f">= {minimum}" if maximum is None else f"in [{minimum}, {maximum}]"
-        raise MaskError(f"{name} = {shown(number)}: expected an integer {bound}")
+    if not minimum <= number <= maximum:
+        raise MaskError(f"{name} = {shown(number)}: expected an integer in [{minimum}, {maximum}]")
     return number
 
 

@@ -44,7 +44,7 @@ class ColumnMask(IntervalMask):
     ------
     MaskError
         A bound on the host lies outside [0, n_queries], or the shapes do not fit.  Bounds on a GPU are never read
-        back: the kernels clamp them.
+        back, but clamped.
     DtypeError
         A vector is not of integers, or the vectors lie in different places.
 
@@ -251,7 +251,7 @@ class ColumnMask(IntervalMask):
         if len(self.leading) > 2:
             raise MaskError(f"leading axes {self.leading}: expected at most (batch, heads)")
         with self._scope() as xp:
-            bounds = xp.stack(list(self._sane(self._array)), axis=-1)
+            bounds = xp.stack(list(self._array), axis=-1)
             return bounds.reshape(*(1,) * (2 - len(self.leading)), *bounds.shape)
 
     def rows(self) -> "ColumnMask":
@@ -283,6 +283,3 @@ class ColumnMask(IntervalMask):
 
     def _restrict(self, rows: Runs, keys: Runs) -> "ColumnMask":
         return self._of(length_of(rows), *kept_before(taken(self._array, indices(keys), -1), rows))
-
-    def _sane(self, array: Any) -> Any:
-        return array.clip(0, self.n_queries)

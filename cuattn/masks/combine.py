@@ -76,9 +76,9 @@ class AllOf(Mask):
             raise MaskError(f"leading axes {shapes}: expected ones that broadcast") from None
         n_queries, n_keys = _common_lengths(parts)
         # It lies where the first part does that is on a GPU.
-        first = next((part for part in parts if part.on_device), None)
-        array, ready = (None, None) if first is None else (first._array, first._ready)
-        super()._settle(array, **fields, leading=leading, n_queries=n_queries, n_keys=n_keys, _ready=ready)
+        first = next((part for part in parts if part.on_device), parts[0])
+        array = first._array if first.on_device else None
+        super()._settle(array, **fields, leading=leading, n_queries=n_queries, n_keys=n_keys, _ready=first._ready)
 
     @cached_property
     def _walk(self) -> tuple[Mask, ...]:

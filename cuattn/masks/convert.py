@@ -21,7 +21,9 @@ def from_dense(visible: Any) -> Any:
     n_queries, n_keys = visible.shape[-2:]
     if visible.size == 0:
         return xp.zeros((4, *visible.shape[:-2], n_keys), dtype=xp.int32)
-    edges = xp.diff((~visible).astype(xp.int8), prepend=0, append=0, axis=-2)
+    hidden, edges = ~visible, xp.zeros((*visible.shape[:-2], n_queries + 1, n_keys), xp.int8)
+    edges[..., :-1, :] += hidden
+    edges[..., 1:, :] -= hidden
     begins, ends = edges > 0, edges < 0  # of runs of hidden rows: the first, and the one behind the last
     count = begins.sum(axis=-2)
     _refuse_first(count, "column")

@@ -40,7 +40,7 @@ class IntervalMask(Mask):
 
     def hidden(self, instance: Instance, rows: slice, keys: slice) -> Any:
         bounds = self._bounds(instance)[:, keys, None]
-        i = namespace(bounds).arange(rows.start or 0, rows.stop)
+        i = namespace(bounds).arange(rows.start, rows.stop)
         return ((bounds[::2] <= i) & (i < bounds[1::2])).any(axis=0)
 
     def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
