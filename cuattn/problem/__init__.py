@@ -1,6 +1,6 @@
 """The problem of a call: its description and the one place that checks it."""
 
-from cuattn.problem.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT64, Dtype, register_dtype, row_of
+from cuattn.problem.dtypes import DTYPES, FLOAT32, Dtype, register_dtype, row_of
 from cuattn.problem.model import Band, Place, Problem
 from cuattn.problem.operations import BACKWARD, FORWARD, OPERATIONS, Operation
 from cuattn.problem.origin import Origin, Runs, pieces, place_of, whole_offset
@@ -9,11 +9,8 @@ from cuattn.problem.validate import Options, bind, borrowed_mask, check, check_p
 
 __all__ = [
     "BACKWARD",
-    "BFLOAT16",
     "DTYPES",
-    "FLOAT16",
     "FLOAT32",
-    "FLOAT64",
     "FORWARD",
     "OPERATIONS",
     "Band",

@@ -89,9 +89,13 @@ def empty_rows(hbm, Q_i):
     return hbm.on_chip("O", O_i), hbm.on_chip("l", l_i), hbm.on_chip("m", np.full(n, -np.inf, hbm.dtype))
 
 
-def empty_gradients(hbm, K_j):
-    """Return dK_j and dV_j of a block of keys on the chip, before any query."""
-    return [hbm.on_chip(name, np.zeros_like(K_j)) for name in ("dK", "dV")]
+def backward_blocks(hbm, keys):
+    """Walk over the blocks of keys as a backward does: yield j, the block, and K_j, V_j, dK_j, dV_j on the chip."""
+    for j, columns in enumerate(keys):  # Alg. 4 l. 6; FlashMask Alg. 2 l. 8
+        K_j, V_j = hbm.load(columns, "K", "V")  # Alg. 4 l. 7; FlashMask Alg. 2 l. 9
+        dK_j, dV_j = (hbm.on_chip(name, np.zeros_like(K_j)) for name in ("dK", "dV"))  # l. 8; l. 10
+        yield j, columns, K_j, V_j, dK_j, dV_j
+        hbm.store(columns, dK=dK_j, dV=dV_j)  # Alg. 4 l. 24; FlashMask Alg. 2 l. 36
 
 
 def add_gradients(hbm, scale, P_ij, D_i, dO_i, Q_i, dQ_i, K_j, V_j, dK_j, dV_j, Z_ij=1):
