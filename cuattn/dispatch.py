@@ -18,8 +18,8 @@ import numpy as np
 from cuattn import interop
 from cuattn.errors import ArgumentError, DtypeError, UnsupportedError, shown
 from cuattn.interop import Outputs
-from cuattn.masks.band_mask import band_of_runs
 from cuattn.masks.base import Mask
+from cuattn.masks.constructors import band_of_runs
 from cuattn.plans import Plan
 from cuattn.problem import (
     Operation,

@@ -10,7 +10,7 @@
 #include "sm80/mma.cuh"
 #include "sm80/softmax.cuh"
 #include "sm80/tile.cuh"
-#include "ptx/cp_async.cuh"
+#include "ptx/shared.cuh"
 
 using namespace config;
 using Elem = cfg::elem;

@@ -3,7 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "ptx/convert.cuh"
+#include "ptx/registers.cuh"
 
 constexpr double kLog2e = 1.4426950408889634, kLog2eRest = 2.0355273740931033e-17;  // their sum is log2 e
 
@@ -21,6 +21,16 @@ template <class A, class B>
 struct Either<false, A, B> {
     using type = B;
 };
+
+// Calls work(i, j, ...) for all i, j, ... below the extents, the last one fastest; unrolled.
+template <int extent, int... others, class Work>
+__device__ __forceinline__ void unroll(const Work& work) {
+#pragma unroll
+    for (int i = 0; i < extent; ++i) {
+        if constexpr (sizeof...(others) == 0) work(i);
+        else unroll<others...>([&](auto... indices) { work(i, indices...); });
+    }
+}
 
 template <class Acc>
 __device__ __forceinline__ Acc infinity() {
@@ -129,3 +139,9 @@ __device__ __forceinline__ Out round_to(Acc x) {
     else return static_cast<Out>(x);
 }
 
+// Two numbers rounded to a 16-bit type, `low` in the low half; with `positive`, negative ones become 0.
+template <class Elem, bool positive = false>
+__device__ __forceinline__ u32 pack(float low, float high) {
+    if constexpr (same_type<Elem, __nv_bfloat16>) return positive ? ptx::pack_positive_bf16(low, high) : ptx::pack_bf16(low, high);
+    else return positive ? ptx::pack_positive_f16(low, high) : ptx::pack_f16(low, high);
+}

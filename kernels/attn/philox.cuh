@@ -1,8 +1,7 @@
 // Dropout's random bits, one Philox4x32-7 call per lane and 16 x 16 block (the contract is in cuattn/rng.py).
 #pragma once
 #include "attn/params.cuh"
-#include "ptx/convert.cuh"
-#include "ptx/simd.cuh"
+#include "ptx/registers.cuh"
 
 // The part of the counter that does not change within a kernel.
 struct RandomStream {

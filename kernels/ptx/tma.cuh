@@ -75,4 +75,7 @@ __device__ __forceinline__ void bulk_wait() {
 // Orders this thread's ordinary shared-memory writes before reads by the copy engine and the tensor cores.
 __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Orders this thread's ordinary accesses and those of the copy engine, to any memory, both ways.
+__device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
 }  // namespace ptx

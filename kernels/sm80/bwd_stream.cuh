@@ -5,10 +5,7 @@
 //
 // Shared memory of a stage   rows [block_m][chunk]   keys [block_n][chunk]   units of both (float32)
 #pragma once
-#include "sm80/bwd_load.cuh"
 #include "sm80/bwd_scores.cuh"
-
-namespace sm80 {
 
 constexpr bool streams = cfg::chunk > 0;
 constexpr int stream_columns = streams ? cfg::chunk : 16;  // of a chunk
@@ -18,15 +15,6 @@ constexpr int stage_bytes = stage_units_at + row_units + key_units;
 constexpr int qk_chunks = cfg::head_dim / stream_columns, v_chunks = cfg::head_dim_v / stream_columns;
 static_assert(!streams || scores_warps == cfg::warps, "every warp takes part in loading and splitting");
 static_assert(!streams || (cfg::head_dim % cfg::chunk == 0 && cfg::head_dim_v % cfg::chunk == 0), "rows are whole chunks");
-
-// Columns of one of the four arrays, from its `first` column on.
-struct Columns {
-    const Elem* data;
-    i64 row_stride;
-    i32 count;
-
-    __device__ __forceinline__ Columns from(i32 first) const { return {data + first, row_stride, count - first}; }
-};
 
 // The products behind one pair of tiles (see WholeTiles).  own_keys: the block's own array is k, else q or do.
 template <bool own_keys>
@@ -94,20 +82,16 @@ private:
         if (of_pair || !own_keys) {
             const Columns from = (!of_pair ? own : of_qk ? Columns{head.q, p.q.row, p.head_dim} : Columns{head.dout, p.dout.row, p.head_dim_v}).from(first);
             const TileRows tile = {p, head, row};
-            if (cfg::whole_columns && from.count >= stream_columns && tile.whole())
-                load_whole_tile<cfg::block_m, stream_columns>(rows(step).tile, from.data, from.row_stride, row, 0);
-            else
-                load_some_tile<cfg::block_m, stream_columns>(rows(step).tile, from.data, from.row_stride, row, from.count, 0, [&](int r) { return tile.seeing(r); });
+            load_tile_rows<cfg::block_m, stream_columns>(rows(step).tile, from, row, 0, cfg::whole_columns && from.count >= stream_columns && tile.whole(),
+                                                         [&](int r) { return tile.seeing(r); });
         }
         if (of_pair || own_keys) {
             const Columns from = (!of_pair ? own : of_qk ? Columns{head.k, p.k.row, p.head_dim} : Columns{head.v, p.v.row, p.head_dim_v}).from(first);
             const TileKeys tile = {p, head, key};
             const bool all = of_pair && !of_qk;
-            if (cfg::whole_columns && from.count >= stream_columns && !partial)
-                load_whole_tile<cfg::block_n, stream_columns>(keys(step).tile, from.data, from.row_stride, key, cfg::block_m / 16);
-            else
-                load_some_tile<cfg::block_n, stream_columns>(keys(step).tile, from.data, from.row_stride, key, from.count, cfg::block_m / 16,
-                                                             [&](int r) { return all ? tile.inside(r) : tile.seen(r); });
+            load_tile_rows<cfg::block_n, stream_columns>(keys(step).tile, from, key, cfg::block_m / 16,
+                                                         cfg::whole_columns && from.count >= stream_columns && !partial,
+                                                         [&](int r) { return all ? tile.inside(r) : tile.seen(r); });
         }
     }
 
@@ -118,5 +102,3 @@ private:
         if (step < pairs || own_keys) split_tile<cfg::block_n, stream_columns>(keys(step), cfg::block_m / 16);
     }
 };
-
-}  // namespace sm80

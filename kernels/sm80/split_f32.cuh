@@ -10,7 +10,7 @@
 // lie the exponents, as one float per row and segment.  inf becomes NaN.
 #pragma once
 #include "sm80/tile.cuh"
-#include "ptx/convert.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/mma.cuh"
 
 namespace split {

@@ -1,7 +1,6 @@
 // Tiles in shared memory: rows of `row_bytes`, 16-byte chunks XOR-swizzled so that 8 rows of one chunk column lie in
 // different banks (what ldmatrix and the copies want).
 #pragma once
-#include "ptx/cp_async.cuh"
 #include "ptx/shared.cuh"
 
 // Doubles are read by pairs of chunks, from rows r .. r + 3 of one product and rows r, r + 2, r + 4, r + 6 of the other.  The pairs are

@@ -4,7 +4,7 @@
 // reducer warps add dQ up in memory, and a cleaner warp looks after NaN (sm90/bwd_producer.cuh, bwd_consumer.cuh, bwd_reducer.cuh).
 // With dropout a further warpgroup draws what is dropped (bwd_draws.cuh).
 #include "attn/params.cuh"
-#include "ptx/setmaxnreg.cuh"
+#include "ptx/registers.cuh"
 #include "sm90/bwd_consumer.cuh"
 #include "sm90/bwd_draws.cuh"
 #include "sm90/bwd_producer.cuh"

@@ -3,8 +3,8 @@
 // Grid: row tiles * instances of q, tiles fastest, from the last to the first: the L2 cache holds what was added up last.  A warpgroup
 // takes the part that its namesake there added up.
 #include "attn/params.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/stmatrix.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/shared.cuh"
 #include "sm90/bwd_layout.cuh"
 #include "sm90/gradients.cuh"
 

@@ -6,8 +6,8 @@
 // for both keys, 2 (lane / 8) and the next, in two blocks of 16 rows, those of the rows' half lane % 2, where q = lane / 2 % 4.
 #pragma once
 #include "attn/philox.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/opaque.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/registers.cuh"
 #include "sm90/bwd_layout.cuh"
 
 namespace sm90::bwd {

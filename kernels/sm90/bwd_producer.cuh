@@ -2,7 +2,7 @@
 // issues.  Also the cleaner warp, through which tiles pass that may hold NaN where it must not count.
 #pragma once
 #include "attn/philox.cuh"
-#include "ptx/mbarrier.cuh"
+#include "ptx/barrier.cuh"
 #include "sm90/bwd_work.cuh"
 #include "sm90/hidden.cuh"
 

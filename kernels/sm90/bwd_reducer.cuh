@@ -9,8 +9,8 @@
 // those with most work first: who follows another stays behind it and rarely waits.
 #pragma once
 #include "attn/row_walk.cuh"
-#include "ptx/flag.cuh"
-#include "ptx/mbarrier.cuh"
+#include "ptx/global.cuh"
+#include "ptx/barrier.cuh"
 #include "sm90/bwd_work.cuh"
 
 namespace sm90::bwd {

@@ -1,7 +1,7 @@
 // dQ for compute capability 9.0 in a fixed order: each row tile against its key tiles, without any sum in memory.
 //
 // A persistent grid; per block a producer warp feeds key and value tiles to two consumer warpgroups of 64 query rows each.
-#include "ptx/setmaxnreg.cuh"
+#include "ptx/registers.cuh"
 #include "sm90/bwd_rows_consumer.cuh"
 
 namespace sm90::rows {

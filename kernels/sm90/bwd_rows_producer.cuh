@@ -1,7 +1,7 @@
 // The producer warp of the row kernel: walks the visible key tiles of a row tile and keeps the copy engine busy.  All lanes
 // walk, lane 0 issues.  Also the cleaner warp.
 #pragma once
-#include "ptx/mbarrier.cuh"
+#include "ptx/barrier.cuh"
 #include "attn/bwd_workspace.cuh"
 #include "sm90/bwd_rows_layout.cuh"
 #include "sm90/hidden.cuh"

@@ -3,7 +3,7 @@
 // A persistent grid; per block a planner warp lists the key tiles of a row tile, a producer warp feeds them to two or
 // three consumer warpgroups of 64 query rows each (sm90/fwd_planner.cuh, sm90/fwd_producer.cuh, sm90/fwd_consumer.cuh).
 #include "attn/params.cuh"
-#include "ptx/setmaxnreg.cuh"
+#include "ptx/registers.cuh"
 #include "sm90/fwd_consumer.cuh"
 #include "sm90/fwd_planner.cuh"
 #include "sm90/fwd_producer.cuh"

@@ -1,8 +1,7 @@
 // End of a row tile: l, m and the normalised output leave the registers.
 #pragma once
 #include "ptx/barrier.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/stmatrix.cuh"
+#include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
 #include "sm90/fwd_softmax.cuh"
 

@@ -1,7 +1,7 @@
 // What the forward kernel keeps in shared memory, and the numbers that follow from the configuration.
 #pragma once
 #include "attn/mask_format.cuh"
-#include "ptx/opaque.cuh"
+#include "ptx/registers.cuh"
 #include "sm90/tiles.cuh"
 
 namespace sm90::fwd {

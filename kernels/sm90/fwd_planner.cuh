@@ -2,7 +2,7 @@
 //
 // It runs ahead of the producer, so that no table is waited for while keys or values could be on their way.
 #pragma once
-#include "ptx/mbarrier.cuh"
+#include "ptx/barrier.cuh"
 #include "sm90/tiles.cuh"
 #include "sm90/fwd_work.cuh"
 

@@ -1,7 +1,7 @@
 // The producer warp: takes the planner's lists and keeps the copy engine busy with keys and values.  All lanes follow,
 // lane 0 issues.
 #pragma once
-#include "ptx/mbarrier.cuh"
+#include "ptx/barrier.cuh"
 #include "sm90/tiles.cuh"
 #include "sm90/fwd_work.cuh"
 

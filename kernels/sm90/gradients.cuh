@@ -1,7 +1,7 @@
 // Gradients of a warpgroup's 64 rows (queries or keys) leave the registers: rounded through shared memory, or unrounded.
 #pragma once
 #include "ptx/barrier.cuh"
-#include "ptx/stmatrix.cuh"
+#include "ptx/shared.cuh"
 #include "sm90/operands.cuh"
 
 namespace sm90 {

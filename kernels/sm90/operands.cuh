@@ -1,7 +1,7 @@
 // Matrix products of one warpgroup on tiles of slabs.  All are asynchronous; the caller fences before and commits after.
 #pragma once
 #include "attn/math.cuh"
-#include "ptx/ldmatrix.cuh"
+#include "ptx/shared.cuh"
 #include "ptx/wgmma.cuh"
 #include "sm90/tiles.cuh"
 

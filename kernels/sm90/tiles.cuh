@@ -5,7 +5,7 @@
 #pragma once
 #include "attn/mask_format.cuh"
 #include "attn/params.cuh"
-#include "ptx/mbarrier.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/tma.cuh"
 
 namespace sm90 {

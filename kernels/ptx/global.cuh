@@ -1,9 +1,10 @@
-// Additions in global memory that return nothing (red): the memory does the sum, in no particular order.
+// Global memory: additions, and flags by which blocks wait for one another.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace ptx {
 
+// Additions that return nothing (red): the memory does the sum, in no particular order.
 __device__ __forceinline__ void red_add(float* at, float value) {
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(at), "f"(value) : "memory");
 }
@@ -23,6 +24,17 @@ __device__ __forceinline__ void red_add_x4(float* at, float a, float b, float c,
 
 __device__ __forceinline__ void red_add_x4(double* at, double a, double b, double c, double d) {
     red_add(at, a), red_add(at + 1, b), red_add(at + 2, c), red_add(at + 3, d);
+}
+
+// Flags.  What follows sees what the writer of the value did before it.
+__device__ __forceinline__ i32 load_acquire(const i32* at) {
+    i32 value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_release(i32* at, i32 value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
 }  // namespace ptx
