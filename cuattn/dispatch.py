@@ -251,9 +251,9 @@ def merge(parts: dict[str, Any], out: Any) -> list[Any]:
     """Combine forwards; `parts` holds the o, l and m of each, in turn, under the names that errors use."""
     outputs = Outputs(("o", "l", "m"), out)
     views, origin = interop.to_backend({**parts, **outputs.given}, optional=frozenset())
-    flat = list(outputs.take(views).values())
+    made = check_parts(outputs.take(views))
+    flat = list(views.values())
     triples = list(zip(*[iter(flat)] * 3, strict=True))
-    made = check_parts(triples)
     outputs.check(made, views, origin)
     with origin.scope():
         backend = _backend_of(origin, None)
