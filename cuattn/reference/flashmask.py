@@ -10,9 +10,9 @@ import numpy as np
 
 from cuattn.errors import ShapeError
 from cuattn.io_model import Tiles
-from cuattn.reference.hbm import Counts
 from cuattn.reference.steps import (
     Backward,
+    Counts,
     add_gradients,
     backward_blocks,
     empty_rows,
