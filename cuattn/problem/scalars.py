@@ -61,9 +61,8 @@ def check_out_dtype(out_dtype: Any, dtype: np.dtype) -> np.dtype:
     """Return the dtype of o or of the gradients: the input's, or that of the sums, which keeps them unrounded."""
     if out_dtype is None:
         return dtype
-    name = str(out_dtype)
-    try:
-        wanted = np.dtype(name.removeprefix("torch.") if name.startswith("torch.") else out_dtype)
+    try:  # of NumPy, PyTorch or JAX
+        wanted = np.dtype(getattr(out_dtype, "__name__", str(out_dtype)).removeprefix("torch."))
     except (TypeError, ValueError) as error:
         raise DtypeError(f"out_dtype is {shown(out_dtype)}; expected a dtype") from error
     allowed = dict.fromkeys((dtype, row_of(dtype).stat))

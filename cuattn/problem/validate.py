@@ -201,12 +201,11 @@ def _check_mask(mask: Mask, problem: Problem) -> None:
     """Check a mask's shape against the scores."""
     if isinstance(mask, BooleanMask) and mask.borrowed:
         return _check_score_like("mask", mask.array, problem)
-    if not mask.fits(problem.n_queries, problem.n_keys):
-        raise ShapeError(f"mask is {mask!r}; expected one for {problem.n_queries} queries and {problem.n_keys} keys")
-    if not _broadcasts_to(mask.leading, problem.leading):
+    lengths = f"{problem.n_queries} queries and {problem.n_keys} keys"
+    if not mask.fits(problem.n_queries, problem.n_keys) or not _broadcasts_to(mask.leading, problem.leading):
         raise ShapeError(
-            f"mask has leading axes {mask.leading}; expected ones that broadcast to {problem.leading} (batch, query "
-            "heads)"
+            f"mask is {mask!r} with leading axes {mask.leading}; expected one for {lengths}, whose leading axes "
+            f"broadcast to {problem.leading} (batch, query heads)"
         )
 
 
@@ -221,7 +220,10 @@ def _check_score_like(name: str, array: Any, problem: Problem) -> None:
 
 def _broadcasts_to(shape: Shape, target: Shape) -> bool:
     """Whether an array of `shape` can be broadcast to exactly `target`."""
-    return len(shape) <= len(target) and all(n in (1, m) for n, m in zip(shape[::-1], target[::-1], strict=False))
+    try:
+        return np.broadcast_shapes(shape, target) == target
+    except ValueError:
+        return False
 
 
 def _align(array: Any, rank: int) -> Any:
