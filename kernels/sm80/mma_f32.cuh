@@ -145,8 +145,7 @@ struct MmaSplit : PlainTiles<4> {
                                                   const Finish& finish, const Drop& drop, const Between& between) {
         constexpr int row_bytes = v_tiles * 8 * 4, segments = split::segments<v_tiles * 8>, chunks = n_tiles / 2;
         const LaneRow<row_bytes> lane(l & 15, l >> 4);
-#pragma unroll
-        for (int segment = 0; segment < segments; ++segment) {
+        unroll<segments>([&](int segment) {
             const KeyExponents<n_tiles, segments> keys(v_shared + n_tiles * 8 * row_bytes, segment, l);
             Weights<m_tiles> p[chunks];
             unroll<chunks>([&](int c) {
@@ -175,7 +174,7 @@ struct MmaSplit : PlainTiles<4> {
                 between(n, v_tiles);
                 unroll<m_tiles, 4>([&](int mt, int r) { o[mt][n][r] = fmaf(sum[mt][r], unit, o[mt][n][r]); });
             }
-        }
+        });
     }
 
     template <int m_tiles, int n_tiles, class Keys>
