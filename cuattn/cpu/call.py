@@ -17,7 +17,7 @@ from cuattn.cpu.heads import HeadGroup, head_groups, shares_sums
 from cuattn.cpu.scores import Item, Task
 from cuattn.cpu.sums import OrderedSum, total_like
 from cuattn.io_model.sizes import cdiv
-from cuattn.masks.band_mask import BandMask
+from cuattn.masks.constructors import kept_band
 from cuattn.masks.interval_mask import join
 from cuattn.problem import Place, Problem
 from cuattn.rng import RNGState
@@ -208,4 +208,6 @@ def visible_parts(problem: Problem, masks: Sequence[Any], place: Place) -> tuple
     masks, band = [mask.bind(problem.n_queries, problem.n_keys) for mask in masks], problem.band
     if band is None:
         return join(masks)
-    return join((*masks, BandMask(problem.n_queries, problem.n_keys, band.left, band.right, band.offset + place.shift)))
+    return join(
+        (*masks, kept_band(problem.n_queries, problem.n_keys, band.left, band.right, band.offset + place.shift))
+    )

@@ -15,7 +15,7 @@ from cuattn.problem import Problem
 
 __all__ = ["plan"]
 
-_TABLE_BYTES = 58  # of each key, while a mask of intervals is made ready for tiles of a size
+_TABLE_BYTES = 26  # of each key, for what is seen of a mask of intervals; its own tables are kept with it
 
 
 def plan(problem: Problem, operands: Mapping[str, np.ndarray], masks: Sequence[Any]) -> Plan:

@@ -4,8 +4,8 @@ A family is a set of kernels for some GPUs.  What ``kernel=`` accepts, the choic
 :data:`FAMILIES`; a new family is registered, and a new operation is an entry in a family's table.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from cuattn.cuda import sm80, sm90
@@ -89,16 +89,15 @@ def launch_sequence(problem: Problem, operands: Operands, masks: Sequence[Any]) 
     ------
     UnsupportedError
         Naming the argument that no kernel can take.
-    CompileError
     """
     call, _ = _choose(problem, operands, masks)
-    sequence = call.launch_sequence()
-    sequence.shifts = problem.band is not None
-    return sequence
+    call.prepare()
+    call.sequence.shifts = problem.band is not None
+    return call.sequence
 
 
 def plan(problem: Problem, operands: Operands, masks: Sequence[Any]) -> Plan:
     """Return the plan of a call for arrays on the current device; it says why other families do not take it."""
     call, notes = _choose(problem, operands, masks)
-    made = call.plan()
-    return dataclasses.replace(made, notes=(*made.notes, *notes))
+    made = call.prepare()
+    return replace(made, notes=(*made.notes, *notes))

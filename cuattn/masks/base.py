@@ -11,6 +11,7 @@ asks what kind a mask is.  The CPU walks a mask by tiles of its own size::
     mask.hidden(instance, row_slice, key_slice)          # the same as booleans; parts combine by |
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from types import ModuleType
@@ -22,10 +23,9 @@ from cuattn.errors import MaskError
 from cuattn.io_model.sizes import cdiv
 from cuattn.masks import checks, draw
 from cuattn.masks.cuda_half import CudaHalf, Source
-from cuattn.masks.device import namespace
 from cuattn.masks.immutable import Immutable
-from cuattn.masks.intervals import SKIP
-from cuattn.masks.runs import Runs, as_runs, indices, length_of
+from cuattn.masks.intervals import FULL, SKIP
+from cuattn.masks.runs import Runs, as_runs
 
 Self = TypeVar("Self", bound="Mask")
 
@@ -44,14 +44,12 @@ _STRIP = 64  # row tiles that are classified at once
 class Mask(Immutable):
     """What every mask can tell.
 
-    A new kind of mask needs `kind`, `leading`, `n_queries`, `n_keys` and `visible`, and calls `_settle` when it is
-    built; everything else follows from these, if slowly.
+    A new kind of mask needs `kind`, `leading`, `n_queries`, `n_keys` and `hidden`, and calls `_settle` when it is
+    built; everything else follows from these, if slowly, but for `_restrict`.
     """
 
-    __slots__ = ()
-
     kind: ClassVar[str]
-    """The name by which a problem knows this kind of mask: "column", "block", "boolean", "band"."""
+    """The name by which a problem knows this kind of mask: "column", "block", "boolean"."""
 
     cuda: ClassVar[CudaHalf | None] = None
     """How kernels take this kind of mask; None: not at all."""
@@ -61,27 +59,27 @@ class Mask(Immutable):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if isinstance(cls.__dict__.get("kind"), str):
+        if "kind" in cls.__dict__:
             KINDS[cls.kind] = cls
 
     leading: tuple[int, ...]
     """Shape of the axes before queries and keys; they broadcast to a problem's (..., heads)."""
 
     @abstractmethod
-    def visible(self, instance: Instance, i: Any, j: Any) -> Any:
-        """Return whether query rows may see keys, where the mask is: for backends.
+    def hidden(self, instance: Instance, rows: slice, keys: slice) -> Any:
+        """Return which elements of a part are hidden, where the mask is: for backends.
 
         Parameters
         ----------
         instance : tuple of int
             Which of the mask's matrices.
-        i, j : int array
-            Rows in [0, n_queries) and keys in [0, n_keys), which broadcast against each other.
+        rows, keys : slice
+            From and to rows in [0, n_queries] and keys in [0, n_keys].
 
         Returns
         -------
-        bool array
-            Of the shape that `i` and `j` have together, or one that broadcasts to it.
+        bool array, (keys, rows)
+            Or one that broadcasts to it.
         """
 
     # For backends: a mask's place in a problem.
@@ -93,9 +91,9 @@ class Mask(Immutable):
 
     @property
     def layout(self) -> tuple[Hashable, ...]:
-        """All of the mask that a launch depends on: kind, shape and parameters, but not what is hidden."""
-        shape = None if self._array is None else self._array.shape
-        return (self.kind, shape, *self._parameters())
+        """All of the mask that a launch depends on: kind, shape, parameters and band, but not what else is hidden."""
+        array = self._array
+        return (self.kind, array is not None and (array.shape, array.strides), self.reach, *self._parameters())
 
     def fits(self, n_queries: int, n_keys: int) -> bool:
         """Return whether this is a mask of an (n_queries, n_keys) matrix."""
@@ -128,10 +126,8 @@ class Mask(Immutable):
 
     def instance(self, index: Sequence[int]) -> Instance:
         """Return which of the mask's matrices belongs to an index into a problem's (*batch, heads)."""
-        leading = self.leading
-        extra = len(leading) - len(index)
-        index = (*(0,) * extra, *index)[-len(leading) :] if leading else ()
-        return tuple([0 if n == 1 else i for i, n in zip(index, leading, strict=True)])
+        own = index[len(index) - len(self.leading) :]
+        return tuple([0 if n == 1 else i for i, n in zip(own, self.leading, strict=True)])
 
     reach: Reach | None = None
     """The band that the mask is, where that is known, see `ColumnMask.reach`."""
@@ -144,27 +140,16 @@ class Mask(Immutable):
 
     def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
         """Return the states of row tiles start to stop, int8 (stop - start, Tc), as in `tile_states`."""
-        key_tiles = cdiv(self.n_keys, block_n)
-        # Keys that do not exist are neutral in both: every row sees them, and none does.
-        some, every = (np.full((stop - start, key_tiles * block_n), fill) for fill in (False, True))
-        if self.on_device:
-            some, every = map(namespace(self._array).asarray, (some, every))
-        for t in range(start, stop):
-            seen = self._seen(instance, slice(t * block_m, min((t + 1) * block_m, self.n_queries)))
-            some[t - start, : self.n_keys], every[t - start, : self.n_keys] = seen
-        some, every = (seen.reshape(stop - start, key_tiles, block_n) for seen in (some, every))
-        states = every.all(axis=-1).astype(np.int8)
-        states += some.any(axis=-1)  # SKIP, PARTIAL, FULL are 0, 1, 2
+        states = np.empty((stop - start, cdiv(self.n_keys, block_n)), np.int8)
+        for row, tile in np.ndindex(states.shape):
+            hidden = self.hidden(instance, *self._tile(block_m, block_n, start + row, tile))
+            states[row, tile] = FULL - int(hidden.any()) - int(hidden.all())
         return states
 
-    def _seen(self, instance: Instance, rows: slice) -> tuple[Any, Any]:
-        """Return of each key whether some of the rows see it, and whether all do."""
-        hidden = self.hidden(instance, rows, slice(0, self.n_keys))
-        return ~hidden.all(axis=1), ~hidden.any(axis=1)
-
-    def hidden(self, instance: Instance, rows: slice, keys: slice) -> np.ndarray:
-        """Return which elements of a tile are hidden, bool, (keys, rows) or broadcastable to it."""
-        return ~self.visible(instance, np.arange(rows.start, rows.stop), np.arange(keys.start, keys.stop)[:, None])
+    def _tile(self, block_m: int, block_n: int, row_tile: int, key_tile: int) -> tuple[slice, slice]:
+        """Return the rows and keys of a tile that exist."""
+        rows, keys = row_tile * block_m, key_tile * block_n
+        return slice(rows, min(rows + block_m, self.n_queries)), slice(keys, min(keys + block_n, self.n_keys))
 
     def patterns(
         self, instance: Instance, block_m: int, block_n: int, row_tiles: np.ndarray, key_tiles: np.ndarray
@@ -186,10 +171,9 @@ class Mask(Immutable):
             From :func:`cuattn.masks.intervals.bit_lines`, whose dtype the bits get; rows that do not exist may be
             among them.
         """
-        rows = slice(row_tile * block_m, min(row_tile * block_m + ramp.shape[1], self.n_queries))
-        hidden = self.hidden(instance, rows, slice(key_tile * block_n, min((key_tile + 1) * block_n, self.n_keys)))
-        shown = np.empty((len(hidden), ramp.shape[1]), ramp.dtype)
-        there = hidden.shape[1] if hidden.shape[1] > 1 else ramp.shape[1]
+        rows, keys = self._tile(block_m, block_n, row_tile, key_tile)
+        hidden, there = self.hidden(instance, rows, keys), rows.stop - rows.start
+        shown = np.empty((len(hidden), block_m), ramp.dtype)
         np.subtract(hidden, 1, out=shown[:, :there], dtype=ramp.dtype, casting="unsafe")
         shown[:, there:] = ramp[-1, 0]
         return shown
@@ -230,9 +214,9 @@ class Mask(Immutable):
                [0, 0, 1, 1]])
         """
         mask = self.bind(n_queries, n_keys)
+        shape = mask.n_queries, mask.n_keys
         with mask._scope() as xp:
-            i, j = xp.arange(mask.n_queries)[:, None], xp.arange(mask.n_keys)
-            return mask._stack(lambda instance: mask.visible(instance, i, j), (mask.n_queries, mask.n_keys), bool, xp)
+            return mask._stack(lambda instance: ~mask.hidden(instance, *map(slice, shape)).T, shape, bool, xp)
 
     def tile_states(self, block_m: int, block_n: int, n_queries: int | None = None, n_keys: int | None = None) -> Any:
         """Classify the tiles of the matrix.
@@ -262,16 +246,9 @@ class Mask(Immutable):
         array([[1, 0],
                [2, 1]], dtype=int8)
         """
-        block_m, block_n = checks.tile(block_m, block_n)
-        mask = self.bind(n_queries, n_keys)
-        row_tiles, key_tiles = cdiv(mask.n_queries, block_m), cdiv(mask.n_keys, block_n)
+        mask, tile, shape = self._tiles(block_m, block_n, n_queries, n_keys)
         with mask._scope() as xp:
-            return mask._stack(
-                lambda instance: mask.states(instance, block_m, block_n, 0, row_tiles),
-                (row_tiles, key_tiles),
-                np.int8,
-                xp,
-            )
+            return mask._stack(lambda instance: mask.states(instance, *tile, 0, shape[0]), shape, np.int8, xp)
 
     def block_sparsity(
         self, block_m: int = 128, block_n: int = 128, n_queries: int | None = None, n_keys: int | None = None
@@ -296,24 +273,22 @@ class Mask(Immutable):
         >>> causal(1024).block_sparsity()
         0.4375
         """
+        mask, tile, (row_tiles, key_tiles) = self._tiles(block_m, block_n, n_queries, n_keys)
+        skipped = 0
+        with mask._scope():
+            for instance in np.ndindex(*mask.leading):
+                for start in range(0, row_tiles, _STRIP):
+                    states = mask.states(instance, *tile, start, min(start + _STRIP, row_tiles))
+                    skipped += int((states == SKIP).sum())
+        return skipped / max(math.prod(mask.leading) * row_tiles * key_tiles, 1)
+
+    def _tiles(
+        self: Self, block_m: int, block_n: int, n_queries: int | None, n_keys: int | None
+    ) -> tuple[Self, tuple[int, int], tuple[int, int]]:
+        """Return the mask of known lengths, the checked sizes of a tile and the numbers of tiles."""
         block_m, block_n = checks.tile(block_m, block_n)
         mask = self.bind(n_queries, n_keys)
-        row_tiles, key_tiles = cdiv(mask.n_queries, block_m), cdiv(mask.n_keys, block_n)
-        count = int(np.prod(mask.leading, dtype=object)) * row_tiles * key_tiles
-        if not count:
-            return 0.0
-        with mask._scope():
-            return mask._skipped(block_m, block_n) / count
-
-    def _skipped(self, block_m: int, block_n: int) -> int:
-        """Return how many tiles are skipped, of which some exist."""
-        row_tiles = cdiv(self.n_queries, block_m)
-        strips = [(start, min(start + _STRIP, row_tiles)) for start in range(0, row_tiles, _STRIP)]
-        return sum(
-            int((self.states(instance, block_m, block_n, *strip) == SKIP).sum())
-            for instance in np.ndindex(*self.leading)
-            for strip in strips
-        )
+        return mask, (block_m, block_n), (cdiv(mask.n_queries, block_m), cdiv(mask.n_keys, block_n))
 
     def _stack(self, of: Callable[[Instance], Any], shape: tuple[int, ...], dtype: Any, xp: ModuleType) -> Any:
         """Join what a function returns of each instance along the leading axes."""
@@ -360,7 +335,7 @@ class Mask(Immutable):
         Raises
         ------
         MaskError
-            The runs are not ascending or leave the matrix, or cut a `BlockMask` too finely.
+            The runs are not ascending or leave the matrix.
 
         Examples
         --------
@@ -374,32 +349,4 @@ class Mask(Immutable):
             return self._restrict(rows, keys)
 
     def _restrict(self, rows: Runs, keys: Runs) -> "Mask":
-        return _Part(self, rows, keys)
-
-
-class _Part(Mask):
-    """Some rows and keys of a mask on the host that has no better way to say it."""
-
-    __slots__ = _parameter_names = ("_whole", "_rows", "_keys")
-
-    def __init__(self, whole: Mask, rows: Runs, keys: Runs) -> None:
-        self._settle(None, _whole=whole, _rows=rows, _keys=keys)
-
-    @property
-    def kind(self) -> str:
-        return self._whole.kind
-
-    @property
-    def leading(self) -> tuple[int, ...]:
-        return self._whole.leading
-
-    @property
-    def n_queries(self) -> int:
-        return length_of(self._rows)
-
-    @property
-    def n_keys(self) -> int:
-        return length_of(self._keys)
-
-    def visible(self, instance: Instance, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        return self._whole.visible(instance, indices(self._rows)[i], indices(self._keys)[j])
+        raise NotImplementedError(f"{type(self).__name__}._restrict")

@@ -46,9 +46,9 @@ class HBM:
     --------
     >>> hbm = HBM()
     >>> hbm.place("Q", np.ones((6, 2)))
-    >>> Q_1 = hbm.load("Q", slice(0, 4))
-    >>> hbm.allocate("O", (6, 2))
-    >>> hbm.store("O", slice(0, 4), 3 * Q_1)
+    >>> Q_1 = hbm.load(slice(0, 4), "Q")
+    >>> hbm.allocate((6, 2), "O")
+    >>> hbm.store(slice(0, 4), O=3 * Q_1)
     >>> hbm.counts
     Counts(reads=8, writes=8, extra=12, sram=8)
     """
@@ -63,26 +63,26 @@ class HBM:
         """Put a copy of a caller's array into HBM, where it is when the algorithm starts; not an access."""
         self._arrays[name] = np.array(array, dtype or self.dtype)
 
-    def allocate(self, name, shape, fill=None, *, dtype=None, output=False):
-        """Reserve an array; with `fill`, write its initial value.  An `output` is not extra memory."""
-        array = self._arrays[name] = np.empty(shape, dtype or self.dtype)
-        if not output:
-            self._extra += array.size
-        if fill is not None:
-            array[...] = fill
-            self._writes += array.size
+    def allocate(self, shape, *names, fill=None, dtype=None, output=False):
+        """Reserve arrays; with `fill`, write their initial value.  An `output` is not extra memory."""
+        for name in names:
+            array = self._arrays[name] = np.empty(shape, dtype or self.dtype)
+            self._extra += 0 if output else array.size
+            if fill is not None:
+                self.store(..., **{name: fill})
 
-    def load(self, name, index=...):
-        """Read a tile from HBM into the array's on-chip buffer and return it (a copy)."""
-        tile = np.array(self._arrays[name][index])
-        self._reads += tile.size
-        return self.on_chip(name, tile)
+    def load(self, index, *names):
+        """Read a tile of each array from HBM into its on-chip buffer and return them (copies); of one, itself."""
+        tiles = [self.on_chip(name, np.array(self._arrays[name][index])) for name in names]
+        self._reads += sum(tile.size for tile in tiles)
+        return tiles if len(tiles) > 1 else tiles[0]
 
-    def store(self, name, index, tile):
-        """Write a tile from the chip to its place in HBM."""
-        place = self._arrays[name][index]
-        place[...] = tile
-        self._writes += place.size
+    def store(self, index, **tiles):
+        """Write tiles from the chip to their place in the arrays of these names in HBM."""
+        for name, tile in tiles.items():
+            place = self._arrays[name][index]
+            place[...] = tile
+            self._writes += place.size
 
     def on_chip(self, name, array):
         """Note that an array computed on the chip occupies the buffer `name`, and return it."""
@@ -94,9 +94,9 @@ class HBM:
         self._sram = max(self._sram, sum(self._buffers.values()))
         self._buffers.clear()
 
-    def take(self, name):
-        """Return an array to the caller, who gets it in HBM; not an access."""
-        return self._arrays.pop(name)
+    def take(self, *names):
+        """Return arrays to the caller, who gets them in HBM; not an access."""
+        return [self._arrays.pop(name) for name in names]
 
     @property
     def counts(self) -> Counts:

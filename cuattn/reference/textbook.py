@@ -63,6 +63,7 @@ def solve(
     dlse=None,
     delta_from_o=False,
     low=None,
+    operand=None,
     softmax=softmax,
 ):
     """Compute attention and, with `do`, its gradients by the formulas of the paper.
@@ -84,6 +85,8 @@ def solve(
     low : dtype, optional
         Round every step to it, with sums in float32 (float64 for float64); None is exact: float64, and long double for
         NumPy arrays in float64.
+    operand : callable, optional
+        Rounds both factors of every product, where products take fewer digits than sums do (TF32).
     softmax : callable, optional
         Another softmax along the last axis, SciPy's for a test.
 
@@ -110,6 +113,9 @@ def solve(
     def rounded(x):
         return x if low is None or low == work else x.astype(low).astype(work)
 
+    def factor(x):
+        return x if operand is None else operand(x)
+
     lead = _lead(q, k, v)
     shape = (*lead, q.shape[-2], k.shape[-2])
     scale = work.type(q.shape[-1] ** -0.5 if scale is None else scale)
@@ -118,7 +124,7 @@ def solve(
         if wide_bias is not None:
             seen = wide_bias != -np.inf
             visible = seen if visible is None else visible & seen
-        q_rows, key_heads, value_heads = (x.astype(work) for x in (q, k, v))
+        q_rows, key_heads, value_heads = (factor(x.astype(work)) for x in (q, k, v))
         key_heads, value_heads = (repeat_heads(xp, x, lead) for x in (key_heads, value_heads))
         empty = None
         if visible is not None:
@@ -142,11 +148,11 @@ def solve(
             l = xp.where(none, 0, xp.exp(s - xp.where(none, 0, m[..., None]))).sum(-1)
             p = rounded(xp.where(none, 0, softmax(xp.where(none, 0, s), axis=-1)).astype(work))
         z = 1 if keep is None else keep * work.type(keep_scale)
-        dropped = rounded(p * z)
+        dropped = factor(rounded(p * z))
         o = rounded(dropped @ value_heads)
         if do is None:
             return Solution(o, l, m, None, None, None, None, s, p, None, None, slope)
-        do = do.astype(work) if empty is None else xp.where(empty, 0, do.astype(work))
+        do = factor(do.astype(work) if empty is None else xp.where(empty, 0, do.astype(work)))
         dv = dropped.swapaxes(-1, -2) @ do
         dp = rounded(rounded(do @ value_heads.swapaxes(-1, -2)) * z)
         delta = rounded((do * o if delta_from_o else p * dp).sum(-1))
@@ -154,7 +160,7 @@ def solve(
             delta = delta - dlse.astype(work)
         ds = rounded(p * (dp - delta[..., None]))
         dbias = None if bias is None else rounded(sum_to(ds, bias.shape))
-        ds_raw = rounded(ds * slope)
+        ds_raw = factor(rounded(ds * slope))
         dq = rounded(sum_to(scale * (ds_raw @ key_heads), q.shape))
         dk = rounded(sum_heads(scale * (ds_raw.swapaxes(-1, -2) @ q_rows), k.shape))
         dv = rounded(sum_heads(dv, v.shape))

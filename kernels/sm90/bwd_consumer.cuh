@@ -25,9 +25,11 @@ template <int n>
 __device__ __forceinline__ QueryGradient& place_of_queries(float (&)[n], QueryGradient& dq) { return dq; }
 
 struct Consumer : Worker {
-    // 128 rows, or a part of V, leave no registers.
-    using Numbers = Either<cfg::block_m == 128 || cfg::split_delta, NumbersInPlace, NumbersAhead>::type;
-    using Delta = Either<cfg::split_delta, NoNumbers, Numbers>::type;
+    // 128 rows, or a part of V, leave few registers.
+    static constexpr bool crowded = cfg::block_m == 128 || cfg::split_delta;
+    using Ahead = Numbers<crowded ? 0 : cfg::block_m / 8>;
+    using Stat = Numbers<!crowded ? cfg::block_m / 8 : cfg::split_delta ? 4 : 2>;
+    using Delta = Either<cfg::split_delta, NoNumbers, Ahead>::type;
     const ptx::TensorMap &dk_map, &dv_map;
     const u32 warpgroup;
     Scores s, dp;
@@ -75,16 +77,17 @@ struct Consumer : Worker {
     // What probabilities need beside the scores.
     struct Given {
         Draws draws;
-        Numbers stat;
+        Ahead stat;
     };
-    __device__ __forceinline__ Given load_given() const { return {take_draws(64 * warpgroup), Numbers(stat())}; }
+    __device__ __forceinline__ Given load_given() const { return {take_draws(64 * warpgroup), Ahead(numbers(stat_at))}; }
 
     // Lines 11-13: probabilities, while dP is being computed.
     __device__ __forceinline__ void probabilities(const Hidden& hidden, const Given& given) {
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(s);
-        hidden.refine(s, p);
-        weigh<values_first>(s, weights, p, given.stat, given.draws);
+        const Stat stat(given.stat);
+        hidden.refine(s, p, [&] { return await_taken(slot.stage); });
+        weigh<values_first>(s, weights, p, stat, given.draws);
     }
 
     // Lines 18 and 20: dS, which goes to shared memory for dQ.
@@ -116,7 +119,7 @@ struct Consumer : Worker {
             const Hidden hidden = find_hidden();
             probabilities(hidden, load_given());
         }
-        const Delta numbers(delta());
+        const Delta delta(numbers(delta_at));
         if constexpr (values_first) {
             accumulate(dv, weights, shared.dout(slot.stage), begun);  // line 16
             ptx::wgmma_wait<1>();
@@ -125,7 +128,7 @@ struct Consumer : Worker {
         }
         ptx::wgmma_pin(dp);
         if (uniform(code.last())) release_values();
-        gradients(numbers);
+        gradients(delta);
         if constexpr (!values_first) accumulate(dv, weights, shared.dout(slot.stage), begun);
         ptx::async_proxy_fence();  // of dS, beside dV
         ptx::barrier_sync(gradients_barrier, consumers);  // dS is complete
@@ -136,12 +139,17 @@ struct Consumer : Worker {
         begun = 1;
     }
 
-    // dQ to its buffer, once a reducer is done with what was there, and the buffer to the other.
+    // The buffer of dQ, once a reducer is done with what was there.
+    __device__ __forceinline__ u32 await_taken(u32 stage) const {
+        ptx::mbarrier_wait(shared.barrier(taken), stage ^ 1);
+        return shared.handed_on(warpgroup);
+    }
+
+    // dQ to its buffer, and that to the next reducer.
     __device__ __forceinline__ void hand_over(u32 stage) {
         QueryGradient& dq = queries();
         ptx::wgmma_pin(dq);
-        ptx::mbarrier_wait(shared.barrier(taken), stage ^ 1);
-        store_registers(shared.handed_on(warpgroup), dq);
+        store_registers(await_taken(stage), dq);
         if constexpr (!reducer_fences) ptx::async_proxy_fence();
         release(shared.barrier(handed + stage));
     }

@@ -24,6 +24,7 @@ struct Consumer {
     // Byte offset of this warpgroup's rows in the slabs of q and do.  It grows by 0 with every step, which the compiler does not
     // know: it would otherwise compute all descriptors ahead, for which there are no registers.
     u32 row_offset;
+    float2 stat, delta;  // of the thread's two rows, for all key tiles: beside products a load waits for hundreds of clocks
     Scores s, dp;
     Fragments ds;
     QueryGradient dq;
@@ -96,7 +97,6 @@ struct Consumer {
             mask_scores(step);
             if (uniform(step.far())) subtract_maxima();
         }
-        const float2 stat = own_numbers(shared.stat());
 #pragma unroll
         for (int i = 0; i < cfg::block_n / 2; ++i) {
             const float score = s[i];
@@ -125,14 +125,12 @@ struct Consumer {
 
     // Lines 18 and 20, rounded.  A row that sees nothing may hold NaN.
     __device__ __forceinline__ void differentiate() {
-        const float2 delta = own_numbers(shared.delta());
 #pragma unroll
         for (int i = 0; i < cfg::block_n / 2; ++i) {
             const float d = i / 2 % 2 ? delta.y : delta.x;
             s[i] *= cfg::dropout && s[i] < 0 ? d : dp[i] - d;
         }
         if constexpr (may_have_empty_rows) {
-            const float2 stat = own_numbers(shared.stat());
             const bool empty[2] = {stat.x == minus_infinity(), stat.y == minus_infinity()};
             if (uniform(empty[0] || empty[1])) {
 #pragma unroll
@@ -145,6 +143,8 @@ struct Consumer {
 
     __device__ __forceinline__ void accumulate_steps() {
         row_offset = 64 * warpgroup * row_bytes;
+        stat = own_numbers(shared.stat());
+        delta = own_numbers(shared.delta());
         issue_s();
         issue_dp();
         for (i32 before = -1;;) {

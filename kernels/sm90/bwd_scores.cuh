@@ -51,22 +51,26 @@ __device__ __forceinline__ void mask_scores(Scores& s, const Visible& visible) {
     }
 }
 
-// Takes the maximum from the scores of far rows, as the forward rounded both, so that weigh finds what is left of their exponents: exactly
-// - log2 l at the maximum.  A lane fetches what every 32nd row needs, and tells it by shuffles.
-__device__ __forceinline__ void subtract_far(Scores& s, const Params& p, const TilePlace& at) {
-    const i32 lane = ptx::opaque(static_cast<i32>(threadIdx.x % 32));  // opaque: nothing here is worth a register outside of the loop
-    const float scale = cfg::prescaled ? 1.0f : fabsf(static_cast<float>(p.scale)), inverse = __fdividef(1.0f, scale);
+// Takes the maximum from n scores of a thread that belong to far rows, as the forward rounded both, so that weigh finds what is left of their
+// exponents: exactly - log2 l at the maximum.  They lie in shared memory as store_registers left them, so that a loop can tell them apart: a
+// short one, since steps without far rows jump over it.  first_row: of the row tile's, that of the first score.
+template <int n>
+__device__ __forceinline__ void subtract_far(u32 scores, const Params& p, const TilePlace& at, i32 first_row) {
     const float* maxima = static_cast<const float*>(p.m.data) + slice_of(p.m, at.batch, at.head);
-    float top = 0.0f;
+    scores += 16 * (threadIdx.x % 128);
+#pragma unroll 1
+    for (i32 i = 0; i < n; i += i % 2 ? 3 : 1) {  // elements i and i + 2 are of one row
+        const i32 row = at.first_row + first_row + query_of(i) + 2 * (threadIdx.x % 4);
+        const float top = maxima[min(row, p.n_queries - 1) * p.m.row];
+        if (!is_far_row(top)) continue;
+        const float scale = cfg::prescaled ? 1.0f : fabsf(static_cast<float>(p.scale)), inverse = __fdividef(1.0f, scale);
 #pragma unroll
-    for (int i = 0; i < cfg::block_m / 2; i += i % 2 ? 3 : 1) {
-        if (query_of(i) % 32 == 0) {
-            top = maxima[min(at.first_row + query_of(i) + lane, p.n_queries - 1) * p.m.row];
-            if (!is_far_row(top)) top = 0.0f;
+        for (int key = 0; key < 2; ++key) {
+            const u32 address = scores + i / 4 * 2048 + 4 * (i % 2) + 8 * key;
+            float score;
+            ptx::load_shared(score, address);
+            ptx::store_shared(address, sm90::subtract_far(score, top, scale, inverse));
         }
-        const float own = __shfl_sync(~0u, top, query_of(i) % 32 + 2 * (lane % 4));
-        s[i] = sm90::subtract_far(s[i], own, scale, inverse);
-        s[i + 2] = sm90::subtract_far(s[i + 2], own, scale, inverse);
     }
 }
 
@@ -90,26 +94,28 @@ __device__ __forceinline__ float gradient(float p, float dp, float d) {
     return cfg::dropout ? fmaf(fmaxf(p, 0.0f), dp, -fabsf(p) * d) : p * (dp - d);
 }
 
-// Numbers of a tile's queries, for a thread those of 2 neighbours of every 8: where they lie, or ahead of their use in registers,
-// since beside products that fill shared memory's time a load waits for hundreds of clocks.
-struct NumbersInPlace {
+// Numbers of a tile's queries, for a thread those of 2 neighbours of every 8: the first `held` pairs ahead of their use in registers, since
+// beside products that fill shared memory's time a load waits for hundreds of clocks; the others where they lie.
+template <int held>
+struct Numbers {
     const float2* first;
-    __device__ __forceinline__ float2 operator[](int i) const { return first[4 * i]; }
+    float2 ahead[held ? held : 1];
+    __device__ __forceinline__ explicit Numbers(const float2* first) : Numbers(first, [&](int i) { return first[4 * i]; }) {}
+    // Of which some are in registers.
+    template <int before>
+    __device__ __forceinline__ explicit Numbers(const Numbers<before>& some) : Numbers(some.first, [&](int i) { return some[i]; }) {}
+    template <class Pair>
+    __device__ __forceinline__ Numbers(const float2* first, const Pair& pair) : first(first) {
+#pragma unroll
+        for (int i = 0; i < held; ++i) ahead[i] = pair(i);
+    }
+    __device__ __forceinline__ float2 operator[](int i) const { return i < held ? ahead[i] : first[4 * i]; }
 };
 
 // What the tensor cores have seen to.
 struct NoNumbers {
-    __device__ __forceinline__ explicit NoNumbers(NumbersInPlace) {}
+    __device__ __forceinline__ explicit NoNumbers(const float2*) {}
     __device__ __forceinline__ float2 operator[](int) const { return {0.0f, 0.0f}; }
-};
-
-struct NumbersAhead {
-    float2 number[cfg::block_m / 8];
-    __device__ __forceinline__ explicit NumbersAhead(NumbersInPlace tile) {
-#pragma unroll
-        for (int i = 0; i < cfg::block_m / 8; ++i) number[i] = tile[i];
-    }
-    __device__ __forceinline__ float2 operator[](int i) const { return number[i]; }
 };
 
 // Algorithm 4, lines 13 to 15: P in place of the scores, p = 2^(s log2 e + stat); what dropout drops is marked by its sign.  With

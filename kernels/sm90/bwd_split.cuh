@@ -35,10 +35,15 @@ struct Weigher : Worker {
         ptx::wgmma_commit();
     }
 
+    // The buffer that P goes through.
+    __device__ __forceinline__ u32 await_taken() const {
+        ptx::mbarrier_wait(shared.barrier(taken + slot.stage), slot.phase ^ 1);
+        return shared.handed_on(slot.stage);
+    }
+
     // Line 13, and P to the differentiator.
     __device__ __forceinline__ void hand_on() {
-        ptx::mbarrier_wait(shared.barrier(taken + slot.stage), slot.phase ^ 1);
-        store_registers(shared.handed_on(slot.stage), s);
+        store_registers(await_taken(), s);
         release_read(shared.barrier(handed + slot.stage));
     }
 
@@ -47,13 +52,14 @@ struct Weigher : Worker {
         for (i32 before = -1;;) {
             const Hidden hidden(*this, 0, uniform(step().partial()));
             const Draws draws = take_draws(0);
+            const Numbers<cfg::block_m / 8> stat(numbers(stat_at));
             const u32 stage = slot.stage;
             const bool last = uniform(step().last());
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(s);
             if (before >= 0) release_read(shared.barrier(do_empty + before));
-            hidden.refine(s, p);
-            weigh<true>(s, weights, p, stat(), draws);
+            hidden.refine(s, p, [&] { return await_taken(); });
+            weigh<true>(s, weights, p, stat, draws);
             release_read(shared.barrier(q_empty + stage));
             hand_on();
             await_douts();
@@ -80,6 +86,7 @@ struct Weigher : Worker {
 };
 
 struct Differentiator : Worker {
+    using Delta = Numbers<cfg::block_m / 8>;
     Scores s, dp;
     Fragments ds;
     KeyGradient dk;
@@ -90,11 +97,11 @@ struct Differentiator : Worker {
     }
 
     // Line 20, with P from the weigher.
-    __device__ __forceinline__ void gradients() {
+    __device__ __forceinline__ void gradients(const Delta& delta) {
         ptx::mbarrier_wait(shared.barrier(handed + slot.stage), slot.phase);
         load_registers(s, shared.handed_on(slot.stage));
         release_read(shared.barrier(taken + slot.stage));
-        differentiate<false>(ds, ds, s, dp, delta());
+        differentiate<false>(ds, ds, s, dp, delta);
     }
 
     __device__ __forceinline__ void accumulate_steps() {
@@ -102,10 +109,11 @@ struct Differentiator : Worker {
         for (i32 before = -1;;) {
             const u32 stage = slot.stage;
             const bool last = uniform(step().last());
+            const Delta delta(numbers(delta_at));
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(dp);
             if (before >= 0) release_read(shared.barrier(q_empty + before));
-            gradients();
+            gradients(delta);
             release_read(shared.barrier(do_empty + stage));
             await_queries();
             accumulate(dk, ds, shared.q(stage));  // line 22

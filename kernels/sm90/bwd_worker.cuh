@@ -18,11 +18,10 @@ struct Worker {
     u32 values_phase = 0;
 
     __device__ __forceinline__ const Step& step() const { return shared.step(slot.stage); }
-    __device__ __forceinline__ NumbersInPlace numbers(int offset) const {
-        return {&shared.at<float2>(offset, slot.stage * (cfg::block_m / 2) + threadIdx.x % 4)};
+    // stat or delta of the row tile in the slot, from the thread's first query on.
+    __device__ __forceinline__ const float2* numbers(int offset) const {
+        return &shared.at<float2>(offset, slot.stage * (cfg::block_m / 2) + threadIdx.x % 4);
     }
-    __device__ __forceinline__ NumbersInPlace stat() const { return numbers(stat_at); }
-    __device__ __forceinline__ NumbersInPlace delta() const { return numbers(delta_at); }
 
     __device__ __forceinline__ void await_queries() const { ptx::mbarrier_wait(shared.barrier(q_full + slot.stage), slot.phase); }
     __device__ __forceinline__ void await_douts() const { ptx::mbarrier_wait(shared.barrier(do_full + slot.stage), slot.phase); }
@@ -72,30 +71,6 @@ __device__ __forceinline__ void clear(Visible& visible) {
         for (u64& rows : rows_of_key) rows = 0;
 }
 
-// What is hidden of a warpgroup's part of a tile; found while the scores are being computed.
-struct Hidden {
-    const Worker& worker;
-    Visible visible;
-    const bool partial;
-
-    // first_key: of the warpgroup, within the key tile.  partial: elements must be tested.
-    __device__ __forceinline__ Hidden(const Worker& worker, i32 first_key, bool partial) : worker(worker), partial(partial) {
-        if (partial)
-            find_visible(visible, worker.p, worker.place(first_key));
-        else if (cfg::dropout && unmasked)
-            clear(visible);  // or the assembler keeps the last tile's in registers, of which dropout leaves few
-    }
-
-    // Raw products to scores, as far as something stands between them.
-    __device__ __forceinline__ void refine(Scores& s, const Params& p) const {
-        if constexpr (cfg::prescaled) prescale(s, p);
-        if (partial) {
-            mask_scores(s, visible);
-            if (uniform(worker.step().far())) subtract_far(s, p, worker.place(0));
-        }
-    }
-};
-
 // Registers to and from a buffer in shared memory that keeps their order, [n / 4][thread][4].
 template <int n>
 __device__ __forceinline__ void store_registers(u32 buffer, const float (&x)[n]) {
@@ -116,5 +91,38 @@ __device__ __forceinline__ void load_registers(float (&x)[n], u32 buffer) {
         x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
     }
 }
+
+// What is hidden of a warpgroup's part of a tile; found while the scores are being computed.
+struct Hidden {
+    const Worker& worker;
+    Visible visible;
+    const bool partial;
+
+    // first_key: of the warpgroup, within the key tile.  partial: elements must be tested.
+    __device__ __forceinline__ Hidden(const Worker& worker, i32 first_key, bool partial) : worker(worker), partial(partial) {
+        if (partial)
+            find_visible(visible, worker.p, worker.place(first_key));
+        else if (cfg::dropout && unmasked)
+            clear(visible);  // or the assembler keeps the last tile's in registers, of which dropout leaves few
+    }
+
+    // Raw products to scores, as far as something stands between them.  await_buffer(): the address of handed_bytes, once nobody needs them.
+    template <class Buffer>
+    __device__ __forceinline__ void refine(Scores& s, const Params& p, const Buffer& await_buffer) const {
+        if constexpr (cfg::prescaled) prescale(s, p);
+        if (!partial) return;
+        mask_scores(s, visible);
+        if (!uniform(worker.step().far())) return;
+        constexpr int n = handed_bytes / 512;  // of the thread's scores at a time
+#pragma unroll
+        for (int first = 0; first < cfg::block_m / 2; first += n) {
+            float (&part)[n] = *reinterpret_cast<float (*)[n]>(s + first);
+            const u32 buffer = await_buffer();
+            store_registers(buffer, part);
+            subtract_far<n>(buffer, p, worker.place(0), 2 * first);
+            load_registers(part, buffer);
+        }
+    }
+};
 
 }  // namespace sm90::bwd

@@ -64,7 +64,7 @@ __device__ __forceinline__ void keep_far_rows(Softmax& state, float (&factor)[2]
 }
 
 // Moves the reference of the rows that outgrew it; factor is what their earlier sums and outputs shrink by.  Far rows come here with every
-// key tile that they see.
+// key tile that they see.  Without branches, both rows side by side: a row tile's first key tile waits for this.
 __device__ __forceinline__ void move_reference(Softmax& state, float (&factor)[2], Scores& s, const float (&top)[2]) {
     float largest[2];
     bool moved[2], first[2], some_far = false;
@@ -76,17 +76,16 @@ __device__ __forceinline__ void move_reference(Softmax& state, float (&factor)[2
         some_far |= fabsf(top[r] * state.scale) >= far && top[r] != minus_infinity();
     }
     some_far = __any_sync(~0u, some_far);
+    const float margin = __fdividef(slack, state.scale);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) largest[r] = quad_max(top[r]);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        largest[r] = quad_max(top[r]);
         moved[r] = largest[r] > state.limit[r];
-        factor[r] = 1.0f;
-        if (moved[r]) {
-            const float shift = -largest[r] * state.scale;
-            factor[r] = first[r] ? 0.0f : ptx::ex2(shift - state.shift[r]);
-            state.shift[r] = shift;
-            state.limit[r] = largest[r] + __fdividef(slack, state.scale);
-        }
+        const float shift = -largest[r] * state.scale, shrunk = first[r] ? 0.0f : ptx::ex2(shift - state.shift[r]);
+        factor[r] = moved[r] ? shrunk : 1.0f;
+        state.shift[r] = moved[r] ? shift : state.shift[r];
+        state.limit[r] = moved[r] ? largest[r] + margin : state.limit[r];
     }
     if (uniform(some_far)) keep_far_rows(state, factor, s, largest, moved, first);
 #pragma unroll

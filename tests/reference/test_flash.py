@@ -21,7 +21,7 @@ from tests.reference.cases import (
     scattered,
 )
 
-SCALES = st.sampled_from([None, 1.0, 0.3, -0.5, 0.0])
+SCALES = st.sampled_from([None, 1.0, 0.3, -0.5, 0.0])  # 1 alone, without mask and dropout, is Algorithm 1
 SHARES = st.sampled_from([None, 0, 0.3, 0.8, 1])
 
 
@@ -33,11 +33,6 @@ def draw_blocks(case, share, seed=0):
     blocks = np.random.default_rng(seed).random((sizes.t_r, sizes.t_c)) < share
     rows, keys = np.arange(len(case.q)) // sizes.b_r, np.arange(len(case.q)) // sizes.b_c
     return blocks, blocks[rows[:, None], keys]
-
-
-@given(case=cases())
-def test_algorithm_1_matches_the_oracle(case):
-    check_forward(case, reference.flash_forward(*case.qkv, case.M, scale=1), scale=1.0)
 
 
 @given(
@@ -124,28 +119,18 @@ def test_tiles_fit_on_the_chip(case):
     assert grads.counts.sram < 2.5 * case.M + 12 * d
 
 
-@pytest.mark.parametrize("M", [3, 41, 10.0, "all"])
-def test_m_outside_the_range(M):
-    case = make_case(10, 4, 4)
-    with pytest.raises(ArgumentError, match="M = "):
-        reference.flash_forward(*case.qkv, M)
-    fwd = reference.flash_forward(*case.qkv, 10)
-    with pytest.raises(ArgumentError, match="M = "):
-        reference.flash_backward(case.do, *case.qkv, fwd, M)
-
-
-def test_bad_arguments():
-    case = make_case(10, 4, 4)
-    with pytest.raises(ShapeError, match=r"V has shape \(10, 3\)"):
-        reference.flash_forward(case.q, case.k, case.v[:, :3], 8)
-    with pytest.raises(ShapeError, match=r"mask has shape \(10, 9\)"):
-        reference.flash_forward(*case.qkv, 8, mask=np.ones((10, 9), bool))
-    with pytest.raises(ShapeError, match="blocks has shape"):
-        reference.flash_forward(*case.qkv, 8, blocks=np.ones((1, 1)))
-    with pytest.raises(ArgumentError, match="dropout_p = 1"):
-        reference.flash_forward(*case.qkv, 8, dropout_p=1, rng=0)
-    with pytest.raises(ArgumentError, match="rng is None"):
-        reference.flash_forward(*case.qkv, 8, dropout_p=0.5)
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"mask": np.ones((10, 9), bool)}, ShapeError, r"mask has shape \(10, 9\)"),
+        ({"blocks": np.ones((1, 1))}, ShapeError, "blocks has shape"),
+        ({"dropout_p": 1, "rng": 0}, ArgumentError, "dropout_p = 1"),
+        ({"dropout_p": 0.5}, ArgumentError, "rng is None"),
+    ],
+)
+def test_bad_arguments(options, error, message):
+    with pytest.raises(error, match=message):
+        reference.flash_forward(*make_case(10, 4, 4).qkv, 8, **options)
 
 
 @pytest.mark.parametrize("state", [None, np.random.default_rng(1)])

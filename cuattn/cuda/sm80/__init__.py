@@ -7,8 +7,6 @@ from cuattn.cuda.sm80.backward import Backward
 from cuattn.cuda.sm80.forward import Forward
 from cuattn.problem import Problem
 
-__all__ = ["FAMILY"]
-
 
 class _Portable:
     """The family; it takes masks as they are: a column mask must give the bits that its boolean twin gives."""

@@ -8,8 +8,6 @@ from cuattn.cuda.sm90.backward import Backward
 from cuattn.cuda.sm90.forward import Forward
 from cuattn.problem import Band, Problem
 
-__all__ = ["FAMILY"]
-
 
 class _Hopper:
     """The family; it takes a mask that is no more than a band as one, since it takes no boolean masks."""

@@ -4,17 +4,13 @@ import math
 
 from cuattn.cuda.call import gradients
 from cuattn.cuda.constants import Constants
-from cuattn.cuda.sm80.backward import add_preprocess
-from cuattn.cuda.sm80.backward_plan import is_sum
+from cuattn.cuda.sm80.backward import add_preprocess, is_sum
 from cuattn.cuda.sm90 import backward_plan as planner
-from cuattn.cuda.sm90.forward_plan import WARPGROUP_ROWS
+from cuattn.cuda.sm90.forward import REASON, WARPGROUP_ROWS
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.plans import Plan
 
-__all__ = ["Backward"]
-
-_PREPROCESS = ("elem", "acc", "o_elem", "block_m", "head_dim_v", "split_delta")
-_CONVERT = (
+CONVERT = (
     "elem", "acc", "grad", "head_dim", "head_dim_v", "block_m", "block_n", "stages", "band_left", "band_right", "mask",
     "dropout", "split_delta",
 )  # fmt: skip
@@ -42,25 +38,29 @@ class Backward(MappedCall):
         return None
 
     def prepare(self) -> Plan:
-        problem, operands = self.problem, self.operands
-        self.key_tile = planner.key_tile(problem)
-        self.tiles = [self.key_tile] + ([] if planner.fuses_dq(problem) else [planner.row_tile(problem)])
-        self.dq_instances = math.prod(operands["q"].shape[:-2])
-        scratch = planner.scratch(problem, self.dq_instances)
-        self.begin(gradients(problem, operands), scratch, [(tile.block_m, tile.block_n) for tile in self.tiles])
-        return planner.backward_plan(problem, operands["o"].dtype.name if "o" in operands else "")
-
-    def launch(self, made: Plan) -> None:
-        constants: Constants = dict(made.constants)
-        self._preprocess(constants)
-        self._keys(made, constants)
-        if planner.fuses_dq(self.problem):
-            self._convert(constants)
+        problem, operands, tile = self.problem, self.operands, planner.key_tile(self.problem)
+        fused, dq_instances = planner.fuses_dq(problem), math.prod(operands["q"].shape[:-2])
+        constants = planner.constants_of(problem, getattr(operands.get("o"), "dtype", None))
+        self.begin(gradients(problem, operands), planner.scratch(problem, dq_instances))
+        columns = planner.accumulator_columns(problem)
+        add_preprocess(self, {**constants, "atomic_dq": fused}, columns, tile.counts)
+        warps = 4 * (planner.WARPGROUPS + 1)
+        extra = 4 * bool(problem.dropout and fused)  # warps that draw
+        blocks = tile.key_tiles * problem.kv_heads * math.prod(problem.batch)
+        self._add("bwd", "attention_backward", constants, blocks, warps + extra, tile, "dk", "dv")
+        if fused:
+            own = {name: constants[name] for name in CONVERT}
+            launched = "sm90/bwd_convert.cu", "backward_convert", own, tile.row_tiles * dq_instances
+            self.add(*launched, _CONVERT_WARPS, tile.counts)
         else:
-            self._rows(made, constants)
+            rows = planner.row_tile(problem)
+            own = {**constants, "block_m": rows.block_m, "block_n": rows.block_n, "v_stages": rows.v_stages}
+            self._add("bwd_rows", "backward_rows", own, rows.row_tiles * problem.instances, warps, rows, "dq")
+        size = tile.block_m, tile.block_n, warps + extra, tile.smem_bytes
+        return self.planned(*size, REASON, [planner.note_of(problem)], constants)
 
     def _add(
-        self, path: str, kernel: str, constants: Constants, made: Plan, tile: planner.Tile, blocks: int, *more: str
+        self, path: str, kernel: str, constants: Constants, blocks: int, warps: int, tile: planner.Tile, *more: str
     ) -> None:
         """Append a persistent kernel that reads q, k, v and do and writes the gradients `more`."""
         boxes = {"q": tile.block_m, "k": tile.block_n, "v": tile.block_n, "do": tile.block_m}
@@ -68,29 +68,5 @@ class Backward(MappedCall):
         for name in more:  # unrounded gradients leave without a map, and any will do
             rounded = self.arrays[name].dtype == self.problem.dtype
             views[name] = self.view(name if rounded else name[1:], WARPGROUP_ROWS)
-        size = tile.block_m, tile.block_n
-        self.add_mapped(path, kernel, constants, made, size, tile.smem_bytes, blocks, views, **tile.counts)
-
-    def _preprocess(self, constants: Constants) -> None:
-        """Compute delta and the softmax statistics of every row, and zero the accumulator of dq."""
-        own = {**{name: constants[name] for name in _PREPROCESS}, "atomic_dq": planner.fuses_dq(self.problem)}
-        add_preprocess(self, own, planner.accumulator_columns(self.problem), **self.key_tile.counts)
-
-    def _keys(self, made: Plan, constants: Constants) -> None:
-        """Compute dk and dv, and add up dq if that is done in memory."""
-        tile = self.key_tile
-        blocks = tile.key_tiles * self.problem.kv_heads * math.prod(self.problem.batch)
-        self._add("sm90/bwd.cu", "attention_backward", constants, made, tile, blocks, "dk", "dv")
-
-    def _convert(self, constants: Constants) -> None:
-        """Turn the sums into rows of dq."""
-        own, tile = {name: constants[name] for name in _CONVERT}, self.key_tile
-        grid = (tile.row_tiles * self.dq_instances,)
-        self.add("sm90/bwd_convert.cu", "backward_convert", own, grid, _CONVERT_WARPS, **tile.counts)
-
-    def _rows(self, made: Plan, constants: Constants) -> None:
-        """Compute dq in a fixed order."""
-        tile = self.tiles[1]
-        own = {**constants, "block_m": tile.block_m, "block_n": tile.block_n, "v_stages": tile.v_stages}
-        blocks = tile.row_tiles * self.problem.instances
-        self._add("sm90/bwd_rows.cu", "backward_rows", own, made, tile, blocks, "dq")
+        launched = f"sm90/{path}.cu", kernel, constants, blocks, warps, tile.counts
+        self.add_mapped(*launched, tile=tile[:2], views=views, shared_bytes=tile.smem_bytes)

@@ -5,30 +5,22 @@ adds dq up in memory, key tiles taking turns where the order must be fixed; sm90
 rows.  Else the same kernel with 64 keys computes dK and dV, and sm90/bwd_rows.cu computes dq.
 """
 
-import functools
 import math
 from typing import NamedTuple
 
 import numpy as np
 
-from cuattn.cuda.arguments import pad
-from cuattn.cuda.constants import backward_constants
+from cuattn.cuda.arguments import Array, pad
+from cuattn.cuda.constants import Constants, backward_constants
 from cuattn.cuda.device import Device
-from cuattn.cuda.sequence import Array
-from cuattn.cuda.sm80.backward_plan import STAT_ROWS
-from cuattn.cuda.sm90 import forward_plan as forward
-from cuattn.cuda.sm90.forward_plan import L2_SHARE, REASON, ROW_BYTES, SLAB_COLUMNS, scaling, width_of
+from cuattn.cuda.sm80.backward import row_arrays
+from cuattn.cuda.sm90 import forward
+from cuattn.cuda.sm90.forward import L2_SHARE, ROW_BYTES, SLAB_COLUMNS, scaling, width_of
 from cuattn.io_model.sizes import cdiv
-from cuattn.plans import Plan
 from cuattn.problem import Problem
 
-__all__ = [
-    "Tile", "accumulator_columns", "backward_plan", "fuses_dq", "is_short", "key_tile", "row_tile", "scratch",
-    "splits_delta", "unsupported_reason",
-]  # fmt: skip
-
 _FUSED_HEAD_DIM = 128
-_WARPGROUPS = 2  # consumers
+WARPGROUPS = 2  # consumers
 _SHORT = 128
 _MAX_SOFTCAP = 1024  # beyond it rows may be far: their slopes are lost with their scores (attn/bwd_workspace.cuh)
 _DELTA_PARTS = 3  # bfloat16 that add up to a row's delta (kernels/attn/bwd_workspace.cuh)
@@ -122,7 +114,7 @@ def key_tile(problem: Problem) -> Tile:
     if one:
         keys = 2 * slabs + slabs_v
         handed = 4 * block_m * SLAB_COLUMNS * slabs  # dq
-        gradients = 2 * _WARPGROUPS * block_m * ROW_BYTES
+        gradients = 2 * WARPGROUPS * block_m * ROW_BYTES
     else:
         keys = 2 * max(slabs, slabs_v)
         handed = 2 * 4 * 64 * block_m  # P
@@ -170,45 +162,23 @@ def accumulator_columns(problem: Problem) -> int:
 
 def scratch(problem: Problem, dq_instances: int) -> dict[str, Array]:
     """Return the scratch memory by name; `dq_instances` counts the different (N, d) matrices of q."""
-    int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
-    heads = problem.instances
-    groups = cdiv(problem.n_queries, STAT_ROWS)
-    delta = Array((heads, groups * STAT_ROWS), float32)
+    found = row_arrays(problem)
     if splits_delta(problem):
-        delta = Array((heads, groups * STAT_ROWS, _DELTA_PARTS), np.dtype(np.uint16))
-    found = {
-        "delta": delta,
-        "stat": Array((heads, groups * STAT_ROWS), float32),
-        "counters": Array((heads, groups), int32),
-        "ticket": Array((2,), int32),
-    }
+        found["delta"] = Array((*found["delta"].shape, _DELTA_PARTS), np.dtype(np.uint16))
+    found["ticket"] = Array((2,), np.dtype(np.int32))
     if fuses_dq(problem):
         tile = key_tile(problem)
         if problem.deterministic:
-            found["turns"] = Array((dq_instances, tile.row_tiles), int32)
+            found["turns"] = Array((dq_instances, tile.row_tiles), np.dtype(np.int32))
         rows = tile.row_tiles * tile.block_m
-        found["dq_acc"] = Array((dq_instances, rows, accumulator_columns(problem)), float32)
+        found["dq_acc"] = Array((dq_instances, rows, accumulator_columns(problem)), problem.stat_dtype)
     return found
 
 
-@functools.lru_cache(maxsize=1024)
-def backward_plan(problem: Problem, o_dtype: str = "") -> Plan:
-    """Plan a backward that can be done.
-
-    Parameters
-    ----------
-    problem : Problem
-    o_dtype : str, optional
-        Name of o's dtype; the input's by default.
-
-    Returns
-    -------
-    Plan
-        ``constants`` is the prologue of kernels/sm90/bwd.cu.
-    """
-    tile, fused = key_tile(problem), fuses_dq(problem)
-    head_dim, head_dim_v = _sizes(problem)
-    constants = {
+def constants_of(problem: Problem, o_dtype: np.dtype | None = None) -> Constants:
+    """Return the prologue of kernels/sm90/bwd.cu; `o_dtype` is o's, by default the inputs'."""
+    tile, (head_dim, head_dim_v) = key_tile(problem), _sizes(problem)
+    return {
         **backward_constants(problem, o_dtype),
         **scaling(problem),
         "head_dim": head_dim,
@@ -219,21 +189,12 @@ def backward_plan(problem: Problem, o_dtype: str = "") -> Plan:
         "deterministic": problem.deterministic,
         "split_delta": splits_delta(problem),
     }
-    if not fused:
-        note = "dq by a second pass over the scores, in a fixed order"
-    elif problem.deterministic:
-        note = "key tiles take turns to add to dq, in a fixed order"
-    else:
-        note = "dq is added up in memory in no fixed order; deterministic=True makes it bitwise repeatable"
-    return Plan(
-        kernel="sm90",
-        direction="backward",
-        block_m=tile.block_m,
-        block_n=tile.block_n,
-        workers=4 * (_WARPGROUPS + 1 + bool(problem.dropout and fused)),
-        smem_bytes=tile.smem_bytes,
-        workspace_bytes=0,
-        reason=REASON,
-        notes=(note,),
-        constants=tuple(constants.items()),
-    )
+
+
+def note_of(problem: Problem) -> str:
+    """Return how dq is made."""
+    if not fuses_dq(problem):
+        return "dq by a second pass over the scores, in a fixed order"
+    if problem.deterministic:
+        return "key tiles take turns to add to dq, in a fixed order"
+    return "dq is added up in memory in no fixed order; deterministic=True makes it bitwise repeatable"

@@ -5,9 +5,10 @@ import pytest
 
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
+from cuattn.cuda.sm80.backward import PREPROCESS
 from cuattn.cuda.sm90 import backward_plan as planner
-from cuattn.cuda.sm90.backward import _CONVERT, _PREPROCESS
-from cuattn.cuda.sm90.forward_plan import ARCH
+from cuattn.cuda.sm90.backward import CONVERT
+from cuattn.cuda.sm90.tensor_map import ARCH
 from cuattn.problem import Band
 from tests.cuda.cases import F16
 from tests.cuda.nvrtc import kernel_resources
@@ -45,14 +46,14 @@ def test_one_kernel_or_two():
     assert planner.fuses_dq(problem()) and planner.fuses_dq(problem(64, softcap=3.0, dropout=6554))
     assert [planner.fuses_dq(problem(masks=(kind,), dropout=6554)) for kind in ("column", "block")] == [True, False]
     assert not planner.fuses_dq(problem(256)) and not planner.fuses_dq(problem(softcap=3.0))
-    assert "turns" in planner.backward_plan(problem(64, deterministic=True)).notes[0]
-    assert "fixed order" in planner.backward_plan(problem(256)).notes[0]
+    assert "turns" in planner.note_of(problem(64, deterministic=True))
+    assert "fixed order" in planner.note_of(problem(256))
 
 
 def test_scratch_holds_whole_tiles():
     made = planner.scratch(problem(72, n_queries=130), dq_instances=3)
     assert made["dq_acc"].shape == (3, 192, 128) and "turns" not in made
-    assert made["stat"].shape == (2 * 16, 256)
+    assert made["stat"].shape == (1, 2 * 16, 256)
     assert planner.scratch(problem(deterministic=True), 3)["turns"].shape == (3, 64)
     assert "dq_acc" not in planner.scratch(problem(256), 32)
 
@@ -111,14 +112,14 @@ VARIANTS = [
 
 def kernels(p):
     """Yield path, constants and shared memory of the kernels that are Hopper's own."""
-    made = planner.backward_plan(p)
-    yield "sm90/bwd.cu", dict(made.constants), made.smem_bytes, "bwd_layout"
+    constants = planner.constants_of(p)
+    yield "sm90/bwd.cu", constants, planner.key_tile(p).smem_bytes, "bwd_layout"
     if planner.fuses_dq(p):
-        yield "sm90/bwd_convert.cu", {name: value for name, value in made.constants if name in _CONVERT}, 0, ""
+        yield "sm90/bwd_convert.cu", {name: constants[name] for name in CONVERT}, 0, ""
     else:
         tile = planner.row_tile(p)
         own = {"block_m": tile.block_m, "block_n": tile.block_n, "v_stages": tile.v_stages}
-        yield "sm90/bwd_rows.cu", {**dict(made.constants), **own}, tile.smem_bytes, "bwd_rows_layout"
+        yield "sm90/bwd_rows.cu", {**constants, **own}, tile.smem_bytes, "bwd_rows_layout"
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda p: f"d{p.head_dim} {p.masks} {p.dropout} {p.softcap}")
@@ -135,7 +136,7 @@ def test_spills(variant):
     "variant", [problem(64), problem(256), problem(96), problem(dtype=F16)], ids=["d64", "d256", "d96", "float16"]
 )
 def test_preprocess_spills(variant, o_elem, load_bytes, dlse):
-    constants = {name: value for name, value in planner.backward_plan(variant).constants if name in _PREPROCESS}
+    constants = {name: value for name, value in planner.constants_of(variant).items() if name in PREPROCESS}
     constants["o_elem"] = constants["elem"] if o_elem == "elem" else "float"
     constants |= {"warps": 8, "head_dim": planner.accumulator_columns(variant), "atomic_dq": planner.fuses_dq(variant)}
     constants = tuple({**constants, "load_bytes": load_bytes, "dlse": dlse}.items())

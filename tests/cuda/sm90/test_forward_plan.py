@@ -6,7 +6,8 @@ import pytest
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.sm90 import tensor_map
-from cuattn.cuda.sm90.forward_plan import ARCH, counts, few_rows, forward_plan, leaves_idle, unsupported_reason
+from cuattn.cuda.sm90.forward import constants_of, counts, few_rows, leaves_idle, shared_bytes, unsupported_reason
+from cuattn.cuda.sm90.tensor_map import ARCH
 from cuattn.problem import Band, Problem
 from tests.cuda.cases import BF16, F16
 from tests.cuda.nvrtc import kernel_resources
@@ -90,7 +91,7 @@ def test_causal_heads_share_the_cache():
 @pytest.mark.parametrize("masks", [(), ("column",), ("block",)])
 def test_fits_in_shared_memory(head_dim, masks):
     for out in (BF16, np.dtype(np.float32)):
-        assert forward_plan(problem(head_dim, masks=masks, out_dtype=out)).smem_bytes <= H200.shared_bytes
+        assert shared_bytes(problem(head_dim, masks=masks, out_dtype=out)) <= H200.shared_bytes
 
 
 @pytest.mark.parametrize(
@@ -117,16 +118,16 @@ VARIANTS = [
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda p: f"d{p.head_dim} {p.masks} {p.dropout} {p.softcap}")
 def test_spills(variant):
-    (used,) = kernel_resources("sm90/fwd.cu", forward_plan(variant).constants, ARCH).values()
+    (used,) = kernel_resources("sm90/fwd.cu", tuple(constants_of(variant).items()), ARCH).values()
     assert used.stack == 0, used
 
 
 def test_layout_agrees_with_the_kernel():
     for variant in VARIANTS:
-        made = forward_plan(variant)
-        text = source.prologue(made.constants) + source.flatten_text(
-            f'#include "sm90/fwd_layout.cuh"\nstatic_assert(sm90::fwd::shared_bytes == {made.smem_bytes});\n'
-            f"static_assert(sm90::fwd::threads == {32 * made.workers});\n",
+        constants = constants_of(variant)
+        text = source.prologue(constants) + source.flatten_text(
+            f'#include "sm90/fwd_layout.cuh"\nstatic_assert(sm90::fwd::shared_bytes == {shared_bytes(variant)});\n'
+            f"static_assert(sm90::fwd::threads == {2 * constants['block_m'] + 128});\n",
             "layout.cu",
         )
         compiler.compile_log(text, ARCH)
@@ -134,8 +135,7 @@ def test_layout_agrees_with_the_kernel():
 
 def test_all_key_tiles_can_be_told_apart():
     """As many as lengths below 2**30 have of 64 keys; none of them is taken for the end of a list."""
-    made = forward_plan(VARIANTS[0])
-    text = source.prologue(made.constants) + source.flatten_text(
+    text = source.prologue(constants_of(VARIANTS[0])) + source.flatten_text(
         '#include "sm90/fwd_layout.cuh"\nusing Tile = sm90::fwd::KeyTile;\nconstexpr i32 last = (1 << 24) - 1;\n'
         "static_assert(Tile::make(last, 0).n() == last && Tile::make(last, 127).exists() && !Tile::none().exists());\n",
         "tiles.cu",
