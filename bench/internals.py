@@ -11,8 +11,6 @@ from cuattn.cuda import source
 from cuattn.cuda.sm80 import backward_plan, forward
 from cuattn.cuda.sm80.tiles import BackwardTile, BackwardTiles, Tile
 
-__all__ = ["BACKWARD_TILES", "TILES", "nvrtc_version", "portable_tile", "study_kernel", "study_text"]
-
 STUDIES = Path(__file__).resolve().parent / "studies"
 nvrtc_version = compiler.nvrtc_version
 

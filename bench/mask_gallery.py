@@ -5,8 +5,6 @@ import numpy as np
 from bench.style import INK, OURS, QUIET, panels
 from cuattn import masks
 
-__all__ = ["CASES", "figure", "states"]
-
 N, TILE = 96, 8
 SKIPPED, HIDDEN, VISIBLE, FULL = range(4)
 STATES = {
@@ -16,24 +14,24 @@ STATES = {
     FULL: (OURS, "full tile, nothing to test"),
 }
 CALLS = {  # what a mask is called: how it is made
-    "full": f"full({N})",
-    "causal": f"causal({N})",
-    "sliding window": f"sliding_window({N}, 20)",
-    "causal document": "causal_document([40, 24, 32])",
-    "document": "document([40, 24, 32])",
-    "shared question": "share_question([(24, [16, 16]), (12, [14, 14])])",
-    "global + sliding window": f"global_sliding_window({N}, 12, 8)",
-    "causal blockwise": "causal_blockwise([24, 24, 24, 24])",
-    "prefix LM, causal": f"prefix_lm_causal({N}, 36)",
-    "prefix LM, documents": "prefix_lm_document([(16, 40), (20, 56)])",
-    "QK-sparse": f"qk_sparse({N}, [(16, 20), (56, 24)])",
-    "hash-sparse": "hash_sparse([20, 8, 28, 16, 24])",
-    "random eviction": f"random_eviction({N}, 48, rng=1)",
+    "full": (masks.full, N),
+    "causal": (masks.causal, N),
+    "sliding window": (masks.sliding_window, N, 20),
+    "causal document": (masks.causal_document, [40, 24, 32]),
+    "document": (masks.document, [40, 24, 32]),
+    "shared question": (masks.share_question, [(24, [16, 16]), (12, [14, 14])]),
+    "global + sliding window": (masks.global_sliding_window, N, 12, 8),
+    "causal blockwise": (masks.causal_blockwise, [24, 24, 24, 24]),
+    "prefix LM, causal": (masks.prefix_lm_causal, N, 36),
+    "prefix LM, documents": (masks.prefix_lm_document, [(16, 40), (20, 56)]),
+    "QK-sparse": (masks.qk_sparse, N, [(16, 20), (56, 24)]),
+    "hash-sparse": (masks.hash_sparse, [20, 8, 28, 16, 24]),
+    "random eviction": (masks.random_eviction, N, 48, 1),
 }
 DISTANCE = np.arange(N // 8)[:, None] ^ np.arange(N // 8)  # a butterfly: block indices differ in one bit at most
 EVICTED = np.where(np.arange(N) % 24 < 6, N, np.minimum(np.arange(N) // 24 * 24 + 40, N))
 CASES = [
-    *((name, call, eval(call, vars(masks).copy())) for name, call in CALLS.items()),
+    *((name, f"{make.__name__}({str(of)[1:-1].rstrip(',')})", make(*of)) for name, (make, *of) in CALLS.items()),
     ("eviction", "eviction([...])", masks.eviction(EVICTED)),
     ("blocks (butterfly)", "BlockMask(blocks, 8, 8)", masks.BlockMask((DISTANCE & (DISTANCE - 1)) == 0, 8, 8)),
 ]

@@ -19,8 +19,6 @@ from rich.console import Console
 
 from bench.rows import ROOT
 
-__all__ = ["STEPS", "Step", "run"]
-
 
 class Step(NamedTuple):
     """One command, about how many seconds it takes on an H200, and whether it knows a budget."""
