@@ -134,7 +134,9 @@ def visible_parts(problem: Problem, masks: Sequence[Any], place: Place) -> tuple
     masks, band = [mask.bind(problem.n_queries, problem.n_keys) for mask in masks], problem.band
     if band is None:
         return join(masks)
-    return join((*masks, BandMask(problem.n_queries, problem.n_keys, band.left, band.right, band.offset + place.shift)))
+    return join(
+        (*masks, kept_band(problem.n_queries, problem.n_keys, band.left, band.right, band.offset + place.shift))
+    )
 
 
 def _wanted(problem: Problem, operands: Arrays) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
