@@ -8,10 +8,8 @@ from unittest import mock
 from cuattn import dispatch
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
-from cuattn.cuda.sm80 import backward_plan, forward
+from cuattn.cuda.sm80 import backward, forward
 from cuattn.cuda.sm80.tiles import BackwardTile, BackwardTiles, Tile
-
-__all__ = ["BACKWARD_TILES", "TILES", "nvrtc_version", "portable_tile", "study_kernel", "study_text"]
 
 STUDIES = Path(__file__).resolve().parent / "studies"
 nvrtc_version = compiler.nvrtc_version
@@ -40,7 +38,7 @@ def portable_tile(tile):
         changed = mock.patch.object(forward, "forward_tile", lambda *_: tile)
     else:
         tiles = BackwardTiles(tile, tile, tile, tile)
-        changed = mock.patch.object(backward_plan, "backward_tiles", lambda *_: tiles)
+        changed = mock.patch.object(backward, "backward_tiles", lambda *_: tiles)
     dispatch._known.cache_clear()
     try:
         with changed:

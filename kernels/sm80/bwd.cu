@@ -42,7 +42,8 @@ __device__ __forceinline__ void walk_together(KeyGradients& acc, i32& group, Key
         next = walk.next(p) ? walk.tile : -1;
         flush(acc, p, slice, group, first_tile + tile);
         next_queries(space, p, head, tile, next, before, stage);
-        rows_to_shared(space, p, head, tile, partial, stage);
+        const WholeTiles tiles = {space.q(stage), space.k(), space.dout(stage), space.v(), space.exchange()};
+        scores_to_shared<true>(tiles, {space.numbers(stage), tile * cfg::block_m, head.walk.first_key, partial}, p, head, space.p(), space.ds(stage));
         if constexpr (team_local) ptx::barrier_sync(1 + slice.team, 32 * slices);  // the team's P and dS are complete
         else __syncthreads();  // P and dS are complete
         add_keys(acc, space, slice, stage);
@@ -168,10 +169,5 @@ extern "C" __global__ void __launch_bounds__(threads, cfg::blocks_per_sm) attent
         else walk_together(acc, group, space, p, head, walk, slice, member * p.row_tiles);
         __syncthreads();  // nothing of this head is read again
     }
-    if (shares(p)) {
-        add_shared(acc, p, slice);
-        return;
-    }
-    add_flushed(acc, p, slice);
     store_keys(memory, space, p, slice, acc);  // line 24
 }

@@ -42,12 +42,6 @@ __device__ __forceinline__ void describe_group_member(Head& head, const Params& 
     if (shares(p)) head.walk.end = min(head.walk.end, first_shared(p) + p.split_tiles);
 }
 
-// Algorithm 4 lines 11-15, 17-20 for the rows of one tile; P and dS go to shared memory.
-__device__ __forceinline__ void rows_to_shared(KeySpace space, const Params& p, const Head& head, i32 tile, bool partial, int stage) {
-    const WholeTiles tiles = {space.q(stage), space.k(), space.dout(stage), space.v(), space.exchange()};
-    scores_to_shared<true>(tiles, {space.numbers(stage), tile * cfg::block_m, head.walk.first_key, partial}, p, head, space.p(), space.ds(stage));
-}
-
 // acc += A^T B for a tile of weights and one of rows.  float64: ready() before the first of the weights is read, loaded() when the last of
 // both are in registers.
 template <int stride, class Ready, class Loaded>
@@ -119,25 +113,17 @@ __device__ __forceinline__ void flush(KeyGradients& acc, const Params& p, const 
     }
 }
 
-__device__ __forceinline__ void add_flushed(KeyGradients& acc, const Params& p, const Slice& slice) {
-    if constexpr (cfg::flush_every > 0) visit_memory(acc, p, slice, [](const Acc* at, Acc& sum) { sum += __ldcg(at); });
-}
-
-// The scale of dropout, and of dK.
-__device__ __forceinline__ Acc last_factor(const Params& p, const Slice& slice) {
-    return Acc(slice.is_k ? p.scale * p.dropout_scale : p.dropout_scale);
-}
-
-// Line 24 by a block that shares its keys.
-__device__ __forceinline__ void add_shared(KeyGradients& acc, const Params& p, const Slice& slice) {
-    scale_by(acc, last_factor(p, slice));
-    visit_memory(acc, p, slice, [](Acc* at, Acc sum) { ptx::red_add(at, sum); });
-}
-
-// Algorithm 4 line 24.  A sum over axes that k or v was broadcast along is still to come: then unrounded, to the workspace.
+// Algorithm 4 line 24.  A block that shares its keys adds to memory.  A sum over axes that k or v was broadcast along is still to come: then
+// unrounded, to the workspace.
 __device__ __forceinline__ void store_keys(const unsigned char* memory, KeySpace space, const Params& p, const Slice& slice, KeyGradients& acc) {
+    const Acc factor = Acc(slice.is_k ? p.scale * p.dropout_scale : p.dropout_scale);  // the scale of dropout, and of dK
+    if (shares(p)) {
+        scale_by(acc, factor);
+        visit_memory(acc, p, slice, [](Acc* at, Acc sum) { ptx::red_add(at, sum); });
+        return;
+    }
+    if constexpr (cfg::flush_every > 0) visit_memory(acc, p, slice, [](const Acc* at, Acc& sum) { sum += __ldcg(at); });
     const bool summed = slice.is_k ? cfg::sum_dk : cfg::sum_dv;
-    const Acc factor = last_factor(p, slice);
     const i32 flat = flat_kv_head(p), first_key = key_tile(p) * cfg::block_n, key = slice.team * team_keys;
     const BatchIndex index = batch_index(p, flat / p.kv_heads);
     if (summed) gradient_of<Acc>(p, flat, index, slice.is_k, true).store(acc, first_key + key, p.n_keys, slice.column, factor);

@@ -220,8 +220,9 @@ struct TileRows {
     const Head& head;
     i64 first;
 
-    __device__ __forceinline__ bool some_empty() const { return head.has_empty_rows && head.row_flags[first / kStatRows] & kEmptyRows; }
-    __device__ __forceinline__ bool whole() const { return first + cfg::block_m <= p.n_queries && !some_empty(); }
+    __device__ __forceinline__ bool whole() const {
+        return first + cfg::block_m <= p.n_queries && !(head.has_empty_rows && head.row_flags[first / kStatRows] & kEmptyRows);
+    }
     __device__ __forceinline__ bool seeing(int row) const {
         return first + row < p.n_queries && !(head.has_empty_rows && is_empty_row(head.stat[first + row]));
     }

@@ -10,22 +10,11 @@
 // How an operand lies in shared memory: with the axis that the product sums over along its columns (both of Q K^T) or along its rows.
 enum class Along { columns, rows };
 
-// Address that this lane gives to ldmatrix for the first 16 x 16 block: the four 8 x 8 matrices in the order (0, 0) (8, 0) (0, 8) (8, 8)
-// for A summed along its columns and B summed along its rows, else in the order (0, 0) (0, 8) (8, 0) (8, 8).
-template <bool down_first, int stride>
-__device__ __forceinline__ u32 lane_address(u32 tile) {
-    const u32 lane = threadIdx.x % 32;
-    if constexpr (down_first) return tile + lane % 16 * stride + lane / 16 * 16;
-    return tile + (lane % 8 + lane / 16 * 8) * stride + lane / 8 % 2 * 16;
-}
-
-// The 16 x 16 block number `outer` across, and `inner` along the axis that is summed over.
-template <Along along, int stride>
-__device__ __forceinline__ void load_block(u32 (&fragment)[4], u32 lane, int outer, int inner) {
-    if constexpr (along == Along::columns)
-        ptx::ldmatrix_x4(fragment, lane + outer * 16 * stride + inner * 32);
-    else
-        ptx::ldmatrix_x4_trans(fragment, lane + inner * 16 * stride + outer * 32);
+// Four 8 x 8 blocks, transposed where the operand lies along its rows.
+template <Along along>
+__device__ __forceinline__ void load_blocks(u32 (&fragment)[4], u32 address) {
+    if constexpr (along == Along::columns) ptx::ldmatrix_x4(fragment, address);
+    else ptx::ldmatrix_x4_trans(fragment, address);
 }
 
 // float16, bfloat16; loads run one 16-column block of B, and up to one step of A, ahead of the products.
@@ -34,17 +23,25 @@ __device__ __forceinline__ void product_of_halves(float (&acc)[tiles_m][tiles_n]
     static_assert(length % 16 == 0 && tiles_n % 2 == 0, "the product works on 16 x 16 blocks");
     constexpr int blocks = tiles_n / 2, total = length / 16 * blocks;
     constexpr int ahead = tiles_m <= 2 ? 1 : 0;  // steps that A is loaded ahead; more rows would take too many registers
-    const u32 lane_a = lane_address<along_a == Along::columns, stride_a>(a.tile);
-    const u32 lane_b = lane_address<along_b == Along::rows, stride_b>(b.tile);
+    constexpr bool a_columns = along_a == Along::columns, b_columns = along_b == Along::columns;
+    // The addresses that this lane gives to ldmatrix for the first 16 x 16 block: the four 8 x 8 blocks in the order (0, 0) (8, 0) (0, 8) (8, 8)
+    // for A summed along its columns and B summed along its rows, else in the order (0, 0) (0, 8) (8, 0) (8, 8).
+    const u32 lane = threadIdx.x % 32;
+    const u32 lane_a = a.tile + (a_columns ? lane % 16 * stride_a + lane / 16 * 16 : (lane % 8 + lane / 16 * 8) * stride_a + lane / 8 % 2 * 16);
+    const u32 lane_b = b.tile + (b_columns ? (lane % 8 + lane / 16 * 8) * stride_b + lane / 8 % 2 * 16 : lane % 16 * stride_b + lane / 16 * 16);
     u32 fa[1 + ahead][tiles_m][4], fb[2][4];
     const auto load_a = [&](int step) {
-        unroll<tiles_m>([&](int m) { load_block<along_a, stride_a>(fa[step % (1 + ahead)][m], lane_a, m, step); });
+        unroll<tiles_m>([&](int m) { load_blocks<along_a>(fa[step % (1 + ahead)][m], lane_a + (a_columns ? m * 16 * stride_a + step * 32 : step * 16 * stride_a + m * 32)); });
+    };
+    const auto load_b = [&](int i) {
+        const int block = i % blocks, step = i / blocks;
+        load_blocks<along_b>(fb[i % 2], lane_b + (b_columns ? block * 16 * stride_b + step * 32 : step * 16 * stride_b + block * 32));
     };
     if constexpr (ahead) load_a(0);
-    load_block<along_b, stride_b>(fb[0], lane_b, 0, 0);
+    load_b(0);
     unroll<total>([&](int i) {
         const int step = i / blocks, block = i % blocks;
-        if (i + 1 < total) load_block<along_b, stride_b>(fb[(i + 1) % 2], lane_b, (i + 1) % blocks, (i + 1) / blocks);
+        if (i + 1 < total) load_b(i + 1);
         if (block == 0 && step + ahead < length / 16) load_a(step + ahead);
         unroll<tiles_m, 2>([&](int m, int half) { mma<Elem>(acc[m][2 * block + half], fa[step % (1 + ahead)][m], fb[i % 2][2 * half], fb[i % 2][2 * half + 1]); });
     });
@@ -67,13 +64,11 @@ __device__ __forceinline__ void product_of_pairs(float (&acc)[tiles_m][tiles_n][
     const u32 lane_b = b.tile + (b_columns ? lane % 8 * stride_b + lane / 8 % 2 * split_bytes : lane % 16 * stride_b) + lane / 16 * 16;
     const auto load_a = [&](u32 (&x)[tiles_m][4], int step, int part) {
         unroll<tiles_m>([&](int m) {
-            if constexpr (a_columns) ptx::ldmatrix_x4(x[m], lane_a + (step * 2 * split_bytes + m * 16 * stride_a) + part);
-            else ptx::ldmatrix_x4_trans(x[m], lane_a + (step * 16 * stride_a + m * 2 * split_bytes) + part);
+            load_blocks<along_a>(x[m], lane_a + (a_columns ? step * 2 * split_bytes + m * 16 * stride_a : step * 16 * stride_a + m * 2 * split_bytes) + part);
         });
     };
     const auto load_b = [&](u32 (&x)[4], int step, int n) {
-        if constexpr (b_columns) ptx::ldmatrix_x4(x, lane_b + step * 2 * split_bytes + n * 8 * stride_b);
-        else ptx::ldmatrix_x4_trans(x, lane_b + step * 16 * stride_b + n * split_bytes);
+        load_blocks<along_b>(x, lane_b + (b_columns ? step * 2 * split_bytes + n * 8 * stride_b : step * 16 * stride_b + n * split_bytes));
     };
     // Products of units: of rows with rows they hold for all steps, of weights with rows for one.  From one unit of A to the next, along the axis
     // that is kept and along the one that is summed over:

@@ -32,16 +32,6 @@ __device__ __forceinline__ Acc* accumulator_of_warp(Acc* acc, i64 row_tile) {
     return acc + (row_tile * query_warps + query_warp()) * (query_fragments * 128);
 }
 
-// Adds a warp's results to the accumulator.
-template <int tiles_m, int tiles_n>
-__device__ __forceinline__ void add_fragments(Acc* to, const Acc (&dq)[tiles_m][tiles_n][4]) {
-    unroll<tiles_m, tiles_n>([&](int m, int n) {
-        Acc* at = to + accumulator_offset(m * tiles_n + n, 0);
-        if constexpr (lanes_outside) ptx::red_add_x4(at, dq[m][n][0], dq[m][n][1], dq[m][n][2], dq[m][n][3]);
-        else unroll<4>([&](int i) { ptx::red_add(at + i * 32, dq[m][n][i]); });
-    });
-}
-
 // Algorithm 4 line 21: dQ += dS K for one row tile; the scale comes last, in the conversion.
 __device__ __forceinline__ void add_queries(TileAt ds, TileAt k, Acc* dq_acc, i32 row_tile) {
     constexpr int tiles_m = Queries::rows / 16, tiles_n = query_chunk / 8;
@@ -50,6 +40,10 @@ __device__ __forceinline__ void add_queries(TileAt ds, TileAt k, Acc* dq_acc, i3
         Acc dq[tiles_m][tiles_n][4] = {};
         product<cfg::block_n, Along::columns, p_stride, Along::rows, qk_stride>(
             dq, part_of_weights(ds, Queries::row(), 0), part_of_rows<qk_stride>(k, 0, Queries::column() + chunk * query_chunk));
-        add_fragments(to + chunk * tiles_m * tiles_n * 128, dq);
+        unroll<tiles_m, tiles_n>([&](int m, int n) {
+            Acc* at = to + accumulator_offset((chunk * tiles_m + m) * tiles_n + n, 0);
+            if constexpr (lanes_outside) ptx::red_add_x4(at, dq[m][n][0], dq[m][n][1], dq[m][n][2], dq[m][n][3]);
+            else unroll<4>([&](int i) { ptx::red_add(at + i * 32, dq[m][n][i]); });
+        });
     });
 }

@@ -86,16 +86,18 @@ template <int columns>
 __device__ __forceinline__ void split_rows(u32 rows, u32 unit) {
     constexpr int chunks = columns / 8, total = 16 * chunks;
     const i32 lane = threadIdx.x % 32;
-    auto address = [&](int index) { return rows + index / chunks * row_bytes<columns> + index % chunks * split_bytes; };
-    auto largest = [&](auto size) {
+    const auto address = [&](int index) { return rows + index / chunks * row_bytes<columns> + index % chunks * split_bytes; };
+    const auto load = [&](float (&x)[8], int index) {
+        ptx::load_shared(reinterpret_cast<float4&>(x[0]), address(index));
+        ptx::load_shared(reinterpret_cast<float4&>(x[4]), address(index) + 16);
+    };
+    const auto largest = [&](auto size) {
         float top = 0;
 #pragma unroll 4
         for (int index = lane; index < total; index += 32) {
-            float4 x, y;
-            ptx::load_shared(x, address(index));
-            ptx::load_shared(y, address(index) + 16);
-            top = fmaxf(top, fmaxf(fmaxf(size(x.x), size(x.y)), fmaxf(size(x.z), size(x.w))));
-            top = fmaxf(top, fmaxf(fmaxf(size(y.x), size(y.y)), fmaxf(size(y.z), size(y.w))));
+            float x[8];
+            load(x, index);
+            unroll<8>([&](int i) { top = fmaxf(top, size(x[i])); });
         }
         return top;
     };
@@ -105,14 +107,10 @@ __device__ __forceinline__ void split_rows(u32 rows, u32 unit) {
     const float up = split::scale_up(exponent);
 #pragma unroll 2
     for (int index = lane; index < total; index += 32) {
-        float4 x, y;
-        ptx::load_shared(x, address(index));
-        ptx::load_shared(y, address(index) + 16);
+        float x[8];
         u32 hi[4], lo[4];
-        split::split_pair<1 << split::kLow>(hi[0], lo[0], x.x * up, x.y * up);
-        split::split_pair<1 << split::kLow>(hi[1], lo[1], x.z * up, x.w * up);
-        split::split_pair<1 << split::kLow>(hi[2], lo[2], y.x * up, y.y * up);
-        split::split_pair<1 << split::kLow>(hi[3], lo[3], y.z * up, y.w * up);
+        load(x, index);
+        unroll<4>([&](int i) { split::split_pair<1 << split::kLow>(hi[i], lo[i], x[2 * i] * up, x[2 * i + 1] * up); });
         ptx::store_shared_v4(address(index), hi[0], hi[1], hi[2], hi[3]);
         ptx::store_shared_v4(address(index) + 16, lo[0], lo[1], lo[2], lo[3]);
     }

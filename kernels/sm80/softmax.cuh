@@ -22,12 +22,6 @@ struct SoftmaxRows {
         });
     }
 
-    __device__ __forceinline__ void add_corrected(int mt, int h, Acc x) {
-        const Acc y = x - excess[mt][h], sum = l[mt][h] + y;
-        excess[mt][h] = (sum - l[mt][h]) - y;
-        l[mt][h] = sum;
-    }
-
     // What is subtracted from a row's scores: its maximum, or 0 while it has seen nothing.
     static __device__ __forceinline__ Acc finite(Acc top) { return top == -infinity<Acc>() ? Acc(0) : top; }
 
@@ -49,7 +43,11 @@ struct SoftmaxRows {
         });
         bool distant = false;
         unroll<m_tiles, 2>([&](int mt, int h) { distant |= fused && is_distant(m[mt][h], to_log2); });
-        if (fused && __any_sync(~0u, distant)) subtract_distant(s, to_log2);
+        if (fused && __any_sync(~0u, distant)) {  // maxima that are too large to be fused are subtracted from their rows' scores
+            unroll<m_tiles, 2>([&](int mt, int h) {
+                if (is_distant(m[mt][h], to_log2)) unroll<n_tiles, 2>([&](int n, int e) { s[mt][n][2 * h + e] -= m[mt][h]; });
+            });
+        }
         // Most tiles raise no maximum; multiplying by 1 would change nothing.
         if (__any_sync(~0u, changed)) {
             unroll<m_tiles, 2>([&](int mt, int h) {
@@ -61,14 +59,6 @@ struct SoftmaxRows {
     }
 
     static __device__ __forceinline__ bool is_distant(Acc top, const Log2Factor<Acc>& to_log2) { return size_of(finite(top) * to_log2.hi) > far; }
-
-    // Subtracts the maxima that are too large to be fused from their rows' scores.
-    template <int n_tiles>
-    __device__ __forceinline__ void subtract_distant(Acc (&s)[m_tiles][n_tiles][4], const Log2Factor<Acc>& to_log2) {
-        unroll<m_tiles, 2>([&](int mt, int h) {
-            if (is_distant(m[mt][h], to_log2)) unroll<n_tiles, 2>([&](int n, int e) { s[mt][n][2 * h + e] -= m[mt][h]; });
-        });
-    }
 
     // Turns the scores of keys 16 c .. 16 c + 15 into exp(s - m), in place, and adds them to l.
     template <int n_tiles>
@@ -83,7 +73,11 @@ struct SoftmaxRows {
                 if constexpr (corrected) sum += x;
                 else l[mt][h] += x;
             });
-            if constexpr (corrected) add_corrected(mt, h, sum);
+            if constexpr (corrected) {
+                const Acc y = sum - excess[mt][h], corrected_sum = l[mt][h] + y;
+                excess[mt][h] = (corrected_sum - l[mt][h]) - y;
+                l[mt][h] = corrected_sum;
+            }
         });
     }
 
