@@ -82,7 +82,7 @@ def test_decoding_copies_no_keys_or_values():
 def test_grouped_heads_are_rows_of_one_product():
     q, k, v = arrays(2, 6, 20, 16, kv_heads=2)
     problem, *_ = problem_of(q, k, v, enable_gqa=True)
-    assert layout(problem).sizes["s"] == 2 * 2 * 20 * 60
+    assert layout(problem)[1]["s"] == 2 * 2 * 20 * 60
 
 
 def test_masks_of_every_head_are_applied_to_their_heads():
