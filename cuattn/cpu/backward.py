@@ -11,6 +11,7 @@ up with.  What a saturated softmax gives is then exact: its largest weight is ex
 """
 
 import numpy as np
+from numpy import ndarray
 
 from cuattn.cpu.arithmetic import (
     differentiate_scores,
@@ -61,7 +62,7 @@ class BackwardWalk(Walk):
         if self._moved:
             self.by_head(self._reference)[:, : self.count] = weights.reference
         self._dq = np.zeros_like(self._q)
-        self._dbias: np.ndarray | None = None  # sums over keys, which this item makes alone
+        self._dbias: ndarray | None = None  # sums over keys, which this item makes alone
         longest_q, longest_do = longest_of(self._q), longest_of(self._do)
         self._bounded = self.bounded(longest_q, item) and not self._moved
         k_norm, v_norm = (self.task.max_norm(name, group) for name in "kv")
@@ -89,7 +90,7 @@ class BackwardWalk(Walk):
         self.task.turns.release((item.line, part.index))
         self._add_dq(part, ds)  # line 21
 
-    def _probabilities(self, item: Item, part: Part) -> np.ndarray:
+    def _probabilities(self, item: Item, part: Part) -> ndarray:
         """Return P of a part, unweighted: algorithm 4, lines 11 to 13."""
         s, masks = self.make_scores(item, part, self._q_transposed, careful=self._careful)
         if self._bounded:
@@ -103,12 +104,12 @@ class BackwardWalk(Walk):
             s -= self._reference[:, None, None]
         return relative(s)
 
-    def _product(self, weights: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def _product(self, weights: ndarray, rows: ndarray) -> ndarray:
         """Return weights @ rows, (members, tiles, keys, width)."""
         out = self.buffers.get("parts", *weights.shape[:3], rows.shape[-1])
         return product(weights, rows[:, None], out, careful=self._careful)
 
-    def _add(self, name: str, item: Item, part: Part, products: np.ndarray) -> None:
+    def _add(self, name: str, item: Item, part: Part, products: ndarray) -> None:
         """Add parts of dk or dv, (members, tiles, keys, width)."""
         total = item.group.of_keys(self.task.results[name])
         products = products.reshape(len(products), part.count * self.blocks.keys, -1)
@@ -116,14 +117,14 @@ class BackwardWalk(Walk):
             start, target = slots.start * self.blocks.keys, total[:, keys]
             target += summed_to(products[:, start : start + keys.stop - keys.start], target.shape, target.dtype)
 
-    def _add_dq(self, part: Part, ds: np.ndarray) -> None:
+    def _add_dq(self, part: Part, ds: ndarray) -> None:
         members, count, _, rows = ds.shape
         products = self.buffers.get("parts", members, count, rows, self.problem.head_dim)
         for slots, k in self.by_run(part, self.keys):
             product(ds[:, slots].swapaxes(2, 3), k, products[:, slots], careful=self._careful)
         self._dq += np.add.reduce(products, 1)
 
-    def _add_bias(self, item: Item, part: Part, ds: np.ndarray) -> None:
+    def _add_bias(self, item: Item, part: Part, ds: ndarray) -> None:
         """Add parts of dbias; sums over keys are kept until the item ends."""
         total = item.group.of_queries(self.task.results["dbias"])
         if total.shape[2] == 1 < self.problem.n_keys:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy import ndarray
 
 from cuattn.cpu import threads
 from cuattn.cpu.arithmetic import BASE_2
@@ -17,16 +18,16 @@ from cuattn.cpu.walk import Tiles
 from cuattn.masks.constructors import kept_band
 from cuattn.masks.interval_mask import join
 from cuattn.plans import Plan
-from cuattn.problem import Place, Problem
+from cuattn.problem import OPERATIONS, Place, Problem
 from cuattn.rng import RNGState
 
-Arrays = Mapping[str, np.ndarray]
+Arrays = Mapping[str, ndarray]
 _TABLE_BYTES = 26  # of each key, for what is seen of a mask of intervals; its own tables are kept with it
 
 
 def run(
     problem: Problem, operands: Arrays, masks: Sequence[Any], state: RNGState | None, place: Place, out: Arrays
-) -> dict[str, np.ndarray]:
+) -> dict[str, ndarray]:
     """Run an operation.
 
     Parameters
@@ -132,13 +133,9 @@ def visible_parts(problem: Problem, masks: Sequence[Any], place: Place) -> tuple
 
 def _wanted(problem: Problem, operands: Arrays) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Return the shapes and dtypes of the results, by name."""
-    if problem.operation == "forward":
-        wanted = {"o": (problem.o_shape, problem.out_dtype)}
-        if problem.statistics:
-            wanted |= dict.fromkeys(("l", "m"), (problem.stat_shape, problem.stat_dtype))
-        return wanted
-    dtypes = dict.fromkeys("qkv", problem.out_dtype) | {"bias": problem.bias and problem.grad_dtype(problem.bias)}
-    return {f"d{name}": (operands[name].shape, dtypes[name]) for name in dtypes if name in operands}
+    made = OPERATIONS[problem.operation].made(problem, operands)
+    aligned = {"o": problem.o_shape, "l": problem.stat_shape, "m": problem.stat_shape}
+    return {name: (aligned.get(name, shape), dtype) for name, (shape, dtype) in made.items()}
 
 
 def _sums(problem: Problem, operands: Arrays) -> tuple[set[str], dict[str, np.dtype]]:

@@ -10,6 +10,7 @@ from itertools import product as every
 from typing import Any
 
 import numpy as np
+from numpy import ndarray
 
 from cuattn.cpu.arithmetic import (
     WINDOW,
@@ -18,6 +19,7 @@ from cuattn.cpu.arithmetic import (
     exponential,
     exponentiate,
     hide,
+    highest,
     is_finite,
     product,
     relative,
@@ -37,9 +39,7 @@ _FEW = 16
 _SHARES = {"forward": 1.0, "backward": 2.5}  # of a forward's time
 _NANOSECONDS = 1_500_000  # that a batch is to take: a few times what its calls cost
 _LOW = -40.0  # bias above which nothing is as good as hidden
-_COPIED = 48  # rows from which it pays to transpose q and do
 _LINES = 128  # keys that may be added up one by one
-_FOLDED = 1 << 13  # scores of a head from which it is quicker to compare halves than lines
 
 Index = tuple[slice, ...]  # into axes (*batch, kv_heads)
 
@@ -70,13 +70,13 @@ def layout(problem: Problem) -> tuple[list[Index], dict[str, int]]:
     most = max(1, int(min(_SCORES / (keys * rows), _NANOSECONDS * math.prod(shape) / nanoseconds(problem))))
     batches = _batches(shape, most)
     heads = max(math.prod([part.stop - part.start for part in index]) for index in batches)
-    widths = {"s": keys, "half": cdiv(keys, 2), "q": d, "q transposed": d}
+    widths = {"s": keys, "q": d}
     if problem.softcap is not None:
         widths["tanh"] = keys
     if problem.operation == "forward":
         widths["o"] = dv
     else:
-        widths |= {"ds": keys, "do": dv, "do transposed": dv, "dq": d}
+        widths |= {"ds": keys, "do": dv, "dq": d}
         widths |= {"dk": cdiv(keys * d, rows), "dv": cdiv(keys * dv, rows)}
     return batches, {name: heads * rows * width for name, width in widths.items()}
 
@@ -110,7 +110,7 @@ class WholeHeads(Task):
             of_all = bias.size == bias.shape[-3] * bias.shape[-1]
             self.operands["bias"] = np.ascontiguousarray(bias) if of_all else bias
 
-    def _grouped(self, x: np.ndarray) -> np.ndarray:
+    def _grouped(self, x: ndarray) -> ndarray:
         axis, group = len(self.problem.batch), self.problem.group
         split = (1, 1) if x.shape[axis] == 1 else (x.shape[axis] // group, group)
         return x.reshape(*x.shape[:axis], *split, *x.shape[axis + 1 :])
@@ -148,11 +148,11 @@ class Direct:
         if self.task.broadcast:
             self.task.turns.release(())
 
-    def take(self, array: np.ndarray) -> np.ndarray:
+    def take(self, array: ndarray) -> ndarray:
         """Return the part of an array, whose leading axes may be 1, that belongs to the batch."""
         return array if len(self.task.batches) == 1 else array[place_of(array, self.index)]
 
-    def load(self, name: str, factors: Any, empty: np.ndarray | None = None) -> np.ndarray:
+    def load(self, name: str, factors: Any, empty: ndarray | None = None) -> ndarray:
         """Return the rows of q or do, (..., rows, width), times `factors`; `empty` rows are 0."""
         source = self.operands[name]
         rows = self.buffers.get(name, *self.lead, self.problem.group, *source.shape[-2:])
@@ -161,22 +161,21 @@ class Direct:
             rows[empty] = 0
         return rows.reshape(*self.lead, self.rows, rows.shape[-1])
 
-    def products(self, out: str, keys: str, name: str, rows: np.ndarray) -> np.ndarray:
+    def products(self, out: str, keys: str, rows: ndarray) -> ndarray:
         """Return k or v times rows of q or do, (..., keys, rows)."""
-        view = rows.swapaxes(-1, -2)
-        if self.rows >= _COPIED:
-            copy = self.buffers.get(f"{name} transposed", *view.shape)
-            np.copyto(copy, view)
-            view = copy
-        return np.matmul(self.operands[keys], view, self.buffers.get(out, *self.lead, self.problem.n_keys, self.rows))
+        return np.matmul(
+            self.operands[keys],
+            rows.swapaxes(-1, -2),
+            self.buffers.get(out, *self.lead, self.problem.n_keys, self.rows),
+        )
 
-    def by_group(self, s: np.ndarray) -> np.ndarray:
+    def by_group(self, s: ndarray) -> ndarray:
         """Return (..., keys, rows) as (..., keys, group, queries)."""
         return s.reshape(*s.shape[:-1], self.problem.group, self.problem.n_queries)
 
-    def scores(self, q: np.ndarray, *, careful: bool) -> np.ndarray:
+    def scores(self, q: ndarray, *, careful: bool) -> ndarray:
         """Return the scores: algorithm 2, lines 10 and 11; what masks hide is not yet."""
-        s = self.products("s", "k", "q", q)
+        s = self.products("s", "k", q)
         if self.problem.softcap is not None:
             self.tanh = np.tanh(s, self.buffers.get("tanh", *s.shape))
             np.multiply(self.tanh, self.problem.softcap, s)
@@ -187,18 +186,18 @@ class Direct:
                 np.copyto(target, -np.inf, where=bias == -np.inf)
         return s
 
-    def exponentials(self, s: np.ndarray, reference: np.ndarray | None, *, low: bool) -> np.ndarray:
+    def exponentials(self, s: ndarray, reference: ndarray | None, *, low: bool) -> ndarray:
         """Replace scores by exponentials relative to (..., rows), or to 0: algorithm 2, line 12."""
         if reference is not None:
             s -= reference.reshape(*self.lead, 1, self.rows)
         return relative(s) if low or reference is not None else exponentiate(s)
 
-    def hide(self, s: np.ndarray, value: float = 0.0) -> None:
+    def hide(self, s: ndarray, value: float = 0.0) -> None:
         """Set what masks hide to a number."""
         if self.task.masks:
             hide(self.by_group(s), self.shown(), value)
 
-    def shown(self) -> np.ndarray:
+    def shown(self) -> ndarray:
         """Return the bits of what the heads see, which broadcast to (..., keys, group, queries)."""
         *batch, kv = self.index
         group, masks = self.problem.group, self.task.masks
@@ -210,22 +209,14 @@ class Direct:
             return shown[0][:, None]
         return np.moveaxis(np.array(shown).reshape(*self.lead, group, *shown[0].shape), -3, -2)
 
-    def _shown(self, instances: tuple) -> np.ndarray:
+    def _shown(self, instances: tuple) -> ndarray:
         problem, hidden = self.problem, np.zeros((1, 1), bool)
         for mask, instance in zip(self.task.masks, instances, strict=True):
             hidden = hidden | mask.hidden(instance, slice(0, problem.n_queries), slice(0, problem.n_keys))
         hidden = np.broadcast_to(hidden, (problem.n_keys, problem.n_queries))
         return np.subtract(hidden, 1, dtype=np.dtype(f"u{self.dtype.itemsize}"), casting="unsafe")
 
-    def highest(self, s: np.ndarray) -> np.ndarray:
-        """Return the maximum of (..., keys, rows) over the keys: by halves, while that is quicker than by lines."""
-        while (keys := s.shape[-2]) * self.rows >= _FOLDED and keys > 1:
-            half = cdiv(keys, 2)
-            out = self.buffers.get("half", *self.lead, half, self.rows)
-            s = np.maximum(s[..., :half, :], s[..., keys - half :, :], out=out)
-        return np.maximum.reduce(s, -2)
-
-    def total(self, p: np.ndarray) -> np.ndarray:
+    def total(self, p: ndarray) -> ndarray:
         """Return the sum of (..., keys, rows) over the keys; products add up so many at most, lest they err much."""
         rest = p.shape[-2] % _LINES
         total = np.matmul(self._ones[:, :rest], p[..., :rest, :])
@@ -234,7 +225,7 @@ class Direct:
             total += np.add.reduce(np.matmul(self._ones, parts), -3)
         return total[..., 0, :]
 
-    def _forward(self, *, careful: bool) -> dict[str, np.ndarray] | None:
+    def _forward(self, *, careful: bool) -> dict[str, ndarray] | None:
         """Return o and, if they are wanted, l and m; None where care is needed."""
         s = self.scores(self.load("q", self.task.factor), careful=careful)
         hides, low, reference = bool(self.task.masks), self.task.low, None
@@ -243,7 +234,7 @@ class Direct:
             self.hide(p)
         else:
             self.hide(s, -np.inf)
-            m = self.highest(s)
+            m = highest(s)
             if not np.abs(m).max() <= WINDOW:
                 reference = np.where((np.abs(m) <= WINDOW) | (m == -np.inf) | np.isnan(m), 0, m)
             p = self.exponentials(s, reference, low=hides or low)
@@ -259,14 +250,14 @@ class Direct:
         relative_to = exponential(m if reference is None else m - reference)
         return {"o": o, "l": np.where(empty, 0, l / relative_to), "m": np.where(empty, -np.inf, m)}
 
-    def _backward(self, *, careful: bool) -> dict[str, np.ndarray] | None:
+    def _backward(self, *, careful: bool) -> dict[str, ndarray] | None:
         """Return the gradients; None where care is needed."""
         problem, get, weights = self.problem, self.buffers.get, row_weights(self.operands, 1.0)
         q = self.load("q", self.task.factor, weights.empty)
         p = self.exponentials(self.scores(q, careful=careful), weights.reference, low=self.task.low)
         self.hide(p)
         do = self.load("do", weights.factors, weights.empty)
-        ds = self.products("ds", "v", "do", do)
+        ds = self.products("ds", "v", do)
         differentiate_scores(ds, p, weights.delta.reshape(*self.lead, 1, self.rows), careful=careful)
         results = {"dv": product(p, do, get("dv", *p.shape[:-1], problem.head_dim_v), careful=careful)}
         if "dbias" in self.task.results:

@@ -6,12 +6,14 @@ are taken at once: the bits of the result are the same.
 """
 
 import numpy as np
+from numpy import ndarray
 
 from cuattn.cpu.arithmetic import (
     WINDOW,
     exponential,
     exponentiate,
     hide,
+    highest,
     is_finite,
     longest_of,
     lowest,
@@ -20,8 +22,6 @@ from cuattn.cpu.arithmetic import (
 )
 from cuattn.cpu.tiles import Part
 from cuattn.cpu.walk import Item, Tiles, Walk
-
-_LANES = 16  # keys whose scores are compared at once; they divide every block of keys
 
 
 class ForwardWalk(Walk):
@@ -61,7 +61,7 @@ class ForwardWalk(Walk):
             if self._statistics:
                 for tile, shown in masks:
                     hide(tile, shown, self._lowest)
-                np.maximum(self._m, self._row_max(s), out=self._m)
+                np.maximum(self._m, highest(s.reshape(len(s), -1, s.shape[-1])), out=self._m)
             exponentiate(s)
             for tile, shown in masks:
                 hide(tile, shown)
@@ -83,16 +83,11 @@ class ForwardWalk(Walk):
                 np.matmul(v.swapaxes(2, 3), s[:, slots], products[:, slots])
         np.add.reduce(weighed, 1, None, self._o)  # lines 15 and 16
 
-    def _row_max(self, s: np.ndarray) -> np.ndarray:
-        heads, rows = len(s), s.shape[-1]
-        here = np.maximum.reduce(s.reshape(heads, -1, _LANES * rows), 1)  # longer rows are faster to reduce
-        return np.maximum.reduce(here.reshape(heads, _LANES, rows), 1)
-
-    def _follow(self, s: np.ndarray) -> None:
+    def _follow(self, s: ndarray) -> None:
         """Move the references of the rows whose highest score has left the window, and take s relative to them."""
         m, reference = self._m, self._reference
         seen = m > -np.inf
-        np.maximum(m, self._row_max(s), out=m)
+        np.maximum(m, highest(s.reshape(len(s), -1, s.shape[-1])), out=m)
         away = (m > reference + WINDOW) | (~seen & (m < reference - WINDOW) & (m > -np.inf))
         if away.any():
             moved = np.where(away, m, reference)

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
+from numpy import ndarray
 
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.threads import Turns
 from cuattn.problem import Problem
 
-Arrays = Mapping[str, np.ndarray]
+Arrays = Mapping[str, ndarray]
 
 
 class Task:

@@ -30,16 +30,11 @@ def _libraries() -> list:
     return [library for library in found if "numpy" in library.filepath] or found
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def worker_count() -> int:
     """Return how many threads the BLAS library would use."""
     with _lock:
-        if _depth:
-            return max((count for _, count in _saved), default=_cores())
-        return max((library.num_threads for library in _libraries()), default=_cores())
+        counts = [count for _, count in _saved] if _depth else [library.num_threads for library in _libraries()]
+    return max(counts, default=os.cpu_count() or 1)
 
 
 def useful(items: int, nanoseconds: float) -> int:

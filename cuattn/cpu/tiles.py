@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from cuattn.cpu.blocks import Blocks
 from cuattn.masks.intervals import FULL, PARTIAL, bit_lines
@@ -34,7 +35,7 @@ class Part(NamedTuple):
     index: int  # of the step
     count: int
     runs: tuple[Run, ...]
-    masks: tuple[tuple[int, Callable[[], np.ndarray]], ...]  # what is shown, as bits (keys, rows), by slot
+    masks: tuple[tuple[int, Callable[[], ndarray]], ...]  # what is shown, as bits (keys, rows), by slot
 
 
 class Visibility:
@@ -43,7 +44,7 @@ class Visibility:
     def __init__(self, problem: Problem, masks: Sequence[Any], blocks: Blocks) -> None:
         self._problem, self._masks, self._blocks = problem, masks, blocks
         self._strip = lru_cache(_REMEMBERED)(self._make_strip)
-        self._tile_masks: dict[Hashable, Callable[[], np.ndarray]] = {}
+        self._tile_masks: dict[Hashable, Callable[[], ndarray]] = {}
         self._dtype = np.dtype(f"u{problem.stat_dtype.itemsize}")
         self._most = MASK_BYTES // (blocks.rows * blocks.keys * self._dtype.itemsize)  # masks that are remembered
 
@@ -71,10 +72,10 @@ class Visibility:
             for by_step, of_row in zip(steps, hidden, strict=True)
         ]
 
-    def _hidden(self, instances: tuple, states: np.ndarray, start: int) -> list[dict[int, Callable[[], np.ndarray]]]:
+    def _hidden(self, instances: tuple, states: ndarray, start: int) -> list[dict[int, Callable[[], ndarray]]]:
         """Return, by row tile of a strip, what hides elements of its partial tiles; some along a diagonal are alike."""
         blocks = self._blocks
-        found: list[dict[int, Callable[[], np.ndarray]]] = [{} for _ in states]
+        found: list[dict[int, Callable[[], ndarray]]] = [{} for _ in states]
         rows, tiles = np.nonzero(states == PARTIAL)
         patterns: list = [None]
         if 0 < len(rows) <= _PATTERNS:
@@ -94,7 +95,7 @@ class Visibility:
             found[row][tile] = make
         return found
 
-    def _tile_mask(self, instances: tuple, row_tile: int, tile: int) -> np.ndarray:
+    def _tile_mask(self, instances: tuple, row_tile: int, tile: int) -> ndarray:
         blocks = self._blocks
         ramp = bit_lines(blocks.rows, self._dtype)
         there = min(blocks.keys, self._problem.n_keys - tile * blocks.keys)
@@ -104,7 +105,7 @@ class Visibility:
             full[:there] &= mask.shown(instance, blocks.rows, blocks.keys, row_tile, tile, ramp)[:there]
         return full
 
-    def _part(self, index: int, tiles: list[int], hidden: dict[int, Callable[[], np.ndarray]]) -> Part:
+    def _part(self, index: int, tiles: list[int], hidden: dict[int, Callable[[], ndarray]]) -> Part:
         """Return the part of a step with these tiles."""
         runs, size = [], self._blocks.keys
         for _, run in groupby(enumerate(tiles), lambda pair: pair[1] - pair[0]):

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from cuattn.cpu.arithmetic import WINDOW, longest_of
 from cuattn.cpu.blocks import HeadGroup, choose, head_groups
@@ -20,7 +21,7 @@ from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
 
 END = -1  # what an item of a backward adds to when it ends, in place of a step
-Arrays = Mapping[str, np.ndarray]
+Arrays = Mapping[str, ndarray]
 
 
 class Item(NamedTuple):
@@ -29,8 +30,8 @@ class Item(NamedTuple):
     group: HeadGroup
     rows: slice  # that exist
     parts: tuple[Part, ...]
-    line: Hashable = ()  # of a backward: which items it shares sums with
-    numbers: tuple[int, ...] = ()  # and its turns at them: part by part, and at the end
+    line: Hashable  # of a backward: which items it shares sums with
+    numbers: list[int]  # and its turns at them: part by part, and at the end
 
 
 class Tiles(Task):
@@ -53,12 +54,10 @@ class Tiles(Task):
         heads, stack = divmod(n, self._stacks)
         group, size = self._groups[index][heads], self.blocks.stack * self.blocks.rows
         parts = self.visibility.parts((*group.batch, group.start), stack * self.blocks.stack)
-        item = Item(group, slice(stack * size, min((stack + 1) * size, self.problem.n_queries)), parts)
-        if self.problem.operation == "forward":
-            return item
+        rows = slice(stack * size, min((stack + 1) * size, self.problem.n_queries))
         line = () if self.broadcast else (*group.batch, group.kv_start)
-        steps = (*(part.index for part in parts), END)
-        return item._replace(line=line, numbers=tuple([self.turns.take_number((line, step)) for step in steps]))
+        numbers = [self.turns.take_number((line, step)) for step in (*(part.index for part in parts), END)]
+        return Item(group, rows, parts, line, numbers)
 
     def _max_norm(self, name: str, group: HeadGroup) -> float:
         """Return the length of the longest key or value, "k" or "v", of some heads; not finite where one is not."""
@@ -132,24 +131,22 @@ class Walk:
 
         Cauchy and Schwarz give such a bound; it is not finite where something is not.
         """
-        largest, cap = longest_q * self.task.max_norm("k", item.group), self.problem.softcap
-        if cap is not None and largest < math.inf:
-            largest = cap
+        largest = longest_q * self.task.max_norm("k", item.group)
+        if self.problem.softcap is not None and largest < math.inf:
+            largest = self.problem.softcap
         if "bias" in self.task.operands:
             bias = item.group.of_queries(self.task.operands["bias"])
             bias = bias[:, item.rows] if bias.shape[1] > 1 else bias
             largest += max(float(bias.max()), -float(bias.min()))
         return largest <= WINDOW
 
-    def by_run(self, part: Part, tiles: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+    def by_run(self, part: Part, tiles: ndarray) -> Iterator[tuple[slice, ndarray]]:
         """Yield slots of a part, and the keys or values that belong there."""
         for first, slots, _ in part.runs:
             place = first % tiles.shape[1]
             yield slots, tiles[:, place : place + slots.stop - slots.start]
 
-    def load(
-        self, name: str, matrices: np.ndarray, factors: Any, empty: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def load(self, name: str, matrices: ndarray, factors: Any, empty: ndarray | None = None) -> tuple[ndarray, ndarray]:
         """Return rows, (heads | 1, count, width), times `factors`, also transposed; missing and `empty` rows are 0."""
         upright = self.buffers.get(name, self.members, self.blocks.rows, matrices.shape[-1])
         flat = self.by_head(upright)
@@ -161,14 +158,14 @@ class Walk:
         np.copyto(transposed, upright.swapaxes(1, 2))
         return upright, transposed
 
-    def by_head(self, array: np.ndarray) -> np.ndarray:
+    def by_head(self, array: ndarray) -> ndarray:
         """Return an array of axes (members, rows, ...) with axes (heads, rows, ...)."""
         tiles = cdiv(self.count, self.blocks.rows)
         return array.reshape(self.members // tiles, tiles * self.blocks.rows, *array.shape[2:])
 
     def make_scores(
-        self, item: Item, part: Part, q: np.ndarray, *, careful: bool
-    ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
+        self, item: Item, part: Part, q: ndarray, *, careful: bool
+    ) -> tuple[ndarray, list[tuple[ndarray, ndarray]]]:
         """Return the scores of a part, and the tiles of them that hide something with the bits of what they show.
 
         q is (members, width, rows), scaled.  Algorithms 2 and 4, lines 10 and 11: what is hidden is not yet.
@@ -190,9 +187,7 @@ class Walk:
             by_head[:, -1, ..., (self.count - 1) % self.blocks.rows + 1 :] = -np.inf
         return s, [(s[:, slot], shown()) for slot, shown in part.masks]
 
-    def bias_of(
-        self, bias: np.ndarray, item: Item, part: Part, s: np.ndarray
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def bias_of(self, bias: ndarray, item: Item, part: Part, s: ndarray) -> Iterator[tuple[ndarray, ndarray]]:
         """Yield elements of scores, (heads, keys, rows), and those of a bias (each axis may be 1) for them."""
         wide, tall = bias.shape[2] > 1, bias.shape[1] > 1
         for _, slots, keys in part.runs:
@@ -200,7 +195,7 @@ class Walk:
             tile = tile[:, : keys.stop - keys.start, : self.count]
             yield tile, bias[:, item.rows if tall else slice(None), keys if wide else slice(None)].swapaxes(1, 2)
 
-    def dropped(self, item: Item, part: Part) -> Iterator[tuple[tuple, np.ndarray]]:
+    def dropped(self, item: Item, part: Part) -> Iterator[tuple[tuple, ndarray]]:
         """Yield which elements dropout takes from a part: an index of tiles of it, and bool (keys, rows) of these."""
         for _, slots, keys in part.runs:
             for head in range(item.group.count):
@@ -208,7 +203,7 @@ class Walk:
                 yield (head, slots), ~kept.T
 
     @staticmethod
-    def drop(array: np.ndarray, dropped: Iterator[tuple[tuple, np.ndarray]]) -> None:
+    def drop(array: ndarray, dropped: Iterator[tuple[tuple, ndarray]]) -> None:
         """Set the dropped elements of an array of a part's shape to 0."""
         for index, which in dropped:
             tiles = array[index].reshape(-1, array.shape[-1])
