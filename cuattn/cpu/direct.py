@@ -137,15 +137,15 @@ class Direct:
         self.index, self.lead = index, [part.stop - part.start for part in index]
         self.operands = {name: self.take(x).astype(self.dtype, copy=False) for name, x in self.task.operands.items()}
         results = self._compute(careful=False) or self._compute(careful=True)
-        if self.task.broadcast:
+        if self.task.shares:
             self.task.turns.wait((), number)
         for name, part in results.items():
             target = self.take(self.task.results[name])
-            if self.task.broadcast:
+            if self.task.shares:
                 target += summed_to(part, target.shape, target.dtype)
             else:
                 target[...] = part.reshape(target.shape)
-        if self.task.broadcast:
+        if self.task.shares:
             self.task.turns.release(())
 
     def take(self, array: ndarray) -> ndarray:

@@ -39,24 +39,24 @@ class ForwardWalk(Walk):
         self.turn_to(item)
         queries = item.group.of_queries(self.task.operands["q"])[:, item.rows]
         upright, self._q = self.load("q", queries, self.task.factor)
-        self._bounded = self.bounded(longest_of(upright), item)
-        self._attend(item, careful=False)
+        self._bounded = self.bounded(longest_of(upright))
+        self._attend(careful=False)
         if not is_finite(self._o):
-            self._attend(item, careful=True)
-        self._finish(item)
+            self._attend(careful=True)
+        self._finish()
 
-    def _attend(self, item: Item, *, careful: bool) -> None:
+    def _attend(self, *, careful: bool) -> None:
         """Take the row tiles through the tiles that they see."""
         self._o = self.buffers.get("o", self.members, self.problem.head_dim_v + 1, self.blocks.rows)
         self._o.fill(0)
         self._reference = np.zeros((self.members, self.blocks.rows), self.dtype)
         self._m = np.full_like(self._reference, -np.inf)
-        for part in item.parts:
-            self._advance(item, part, careful=careful)
+        for part in self.item.parts:
+            self._advance(part, careful=careful)
 
-    def _advance(self, item: Item, part: Part, *, careful: bool) -> None:
+    def _advance(self, part: Part, *, careful: bool) -> None:
         """Take the row tiles through a part of their tiles: algorithm 2, lines 10 to 16."""
-        s, masks = self.make_scores(item, part, self._q, careful=careful)  # line 10
+        s, masks = self.make_scores(part, self._q, careful=careful)  # line 10
         if self._bounded:  # all scores are within the window, so references stay 0
             if self._statistics:
                 for tile, shown in masks:
@@ -74,7 +74,7 @@ class ForwardWalk(Walk):
         np.copyto(weighed[:, 0], self._o)
         np.matmul(self._ones, s, weighed[:, 1:, -1:])
         if self.task.dropout is not None:
-            self.drop(s, self.dropped(item, part))  # line 14
+            self.drop(s, self.dropped(part))  # line 14
         products = weighed[:, 1:, :-1]
         for slots, v in self.by_run(part, self.values):
             if careful:
@@ -96,7 +96,7 @@ class ForwardWalk(Walk):
         if reference.any():
             s -= reference[:, None, None]
 
-    def _finish(self, item: Item) -> None:
+    def _finish(self) -> None:
         """Write the results of an item: algorithm 2, lines 15 and 16, once for all."""
         total = self._o[:, -1]
         below = np.where(total == 0, 1, total)
@@ -109,4 +109,6 @@ class ForwardWalk(Walk):
             relative_to = exponential(np.where(total == 0, 0, self._m - self._reference))
             results |= {"l": total / relative_to, "m": self._m}
         for name, values in results.items():
-            item.group.of_queries(self.task.results[name])[:, item.rows] = self.by_head(values)[:, : self.count]
+            self.item.group.of_queries(self.task.results[name])[:, self.item.rows] = self.by_head(values)[
+                :, : self.count
+            ]

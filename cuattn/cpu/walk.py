@@ -44,7 +44,7 @@ class Tiles(Task):
         self.visibility = Visibility(problem, masks, self.blocks)
         groups = list(head_groups(problem, self.blocks.heads))
         # What adds to common sums is handed out in one order.
-        self._groups = [[group for some in groups for group in some]] if self.broadcast else groups
+        self._groups = [[group for some in groups for group in some]] if self.shares else groups
         self._stacks = cdiv(self.blocks.row_tiles, self.blocks.stack)
         self.sizes = [len(some) * self._stacks for some in self._groups]
         self.max_norm = cache(self._max_norm)
@@ -55,7 +55,7 @@ class Tiles(Task):
         group, size = self._groups[index][heads], self.blocks.stack * self.blocks.rows
         parts = self.visibility.parts((*group.batch, group.start), stack * self.blocks.stack)
         rows = slice(stack * size, min((stack + 1) * size, self.problem.n_queries))
-        line = () if self.broadcast else (*group.batch, group.kv_start)
+        line = () if self.shares else (*group.batch, group.kv_start)
         numbers = [self.turns.take_number((line, step)) for step in (*(part.index for part in parts), END)]
         return Item(group, rows, parts, line, numbers)
 
@@ -98,7 +98,7 @@ class Walk:
 
     def turn_to(self, item: Item) -> None:
         """Turn to an item: to its row tiles, and to the keys and values of its heads."""
-        group, self.count = item.group, item.rows.stop - item.rows.start
+        self.item, group, self.count = item, item.group, item.rows.stop - item.rows.start
         self.members = group.count * cdiv(self.count, self.blocks.rows)
         if self._heads == (group.batch, group.kv_start):
             return
@@ -126,17 +126,17 @@ class Walk:
             copy[:, : there.shape[1]] = there
             copy[:, there.shape[1] :] = 0
 
-    def bounded(self, longest_q: float, item: Item) -> bool:
-        """Whether all scores of an item are within the window around 0, given the longest of the scaled queries.
+    def bounded(self, longest_q: float) -> bool:
+        """Whether all scores of the item are within the window around 0, given the longest of the scaled queries.
 
         Cauchy and Schwarz give such a bound; it is not finite where something is not.
         """
-        largest = longest_q * self.task.max_norm("k", item.group)
+        largest = longest_q * self.task.max_norm("k", self.item.group)
         if self.problem.softcap is not None and largest < math.inf:
             largest = self.problem.softcap
         if "bias" in self.task.operands:
-            bias = item.group.of_queries(self.task.operands["bias"])
-            bias = bias[:, item.rows] if bias.shape[1] > 1 else bias
+            bias = self.item.group.of_queries(self.task.operands["bias"])
+            bias = bias[:, self.item.rows] if bias.shape[1] > 1 else bias
             largest += max(float(bias.max()), -float(bias.min()))
         return largest <= WINDOW
 
@@ -163,9 +163,7 @@ class Walk:
         tiles = cdiv(self.count, self.blocks.rows)
         return array.reshape(self.members // tiles, tiles * self.blocks.rows, *array.shape[2:])
 
-    def make_scores(
-        self, item: Item, part: Part, q: ndarray, *, careful: bool
-    ) -> tuple[ndarray, list[tuple[ndarray, ndarray]]]:
+    def make_scores(self, part: Part, q: ndarray, *, careful: bool) -> tuple[ndarray, list[tuple[ndarray, ndarray]]]:
         """Return the scores of a part, and the tiles of them that hide something with the bits of what they show.
 
         q is (members, width, rows), scaled.  Algorithms 2 and 4, lines 10 and 11: what is hidden is not yet.
@@ -178,28 +176,28 @@ class Walk:
             self.tanh = np.tanh(s, out=self.buffers.get("tanh", *s.shape))
             np.multiply(self.tanh, self.problem.softcap, out=s)
         if "bias" in self.task.operands:
-            for tile, bias in self.bias_of(item.group.of_queries(self.task.operands["bias"]), item, part, s):
+            for tile, bias in self.bias_of(self.item.group.of_queries(self.task.operands["bias"]), part, s):
                 tile += bias
                 if careful:  # hidden even where the score itself is NaN
                     np.copyto(tile, -np.inf, where=bias == -np.inf)
         if careful:  # lest rows that do not exist, and see everything, lead NaN to the sums over rows
-            by_head = s.reshape(item.group.count, -1, *s.shape[1:])
+            by_head = s.reshape(self.item.group.count, -1, *s.shape[1:])
             by_head[:, -1, ..., (self.count - 1) % self.blocks.rows + 1 :] = -np.inf
         return s, [(s[:, slot], shown()) for slot, shown in part.masks]
 
-    def bias_of(self, bias: ndarray, item: Item, part: Part, s: ndarray) -> Iterator[tuple[ndarray, ndarray]]:
+    def bias_of(self, bias: ndarray, part: Part, s: ndarray) -> Iterator[tuple[ndarray, ndarray]]:
         """Yield elements of scores, (heads, keys, rows), and those of a bias (each axis may be 1) for them."""
         wide, tall = bias.shape[2] > 1, bias.shape[1] > 1
         for _, slots, keys in part.runs:
             tile = s[:, slots].reshape(len(s), -1, s.shape[-1])
             tile = tile[:, : keys.stop - keys.start, : self.count]
-            yield tile, bias[:, item.rows if tall else slice(None), keys if wide else slice(None)].swapaxes(1, 2)
+            yield tile, bias[:, self.item.rows if tall else slice(None), keys if wide else slice(None)].swapaxes(1, 2)
 
-    def dropped(self, item: Item, part: Part) -> Iterator[tuple[tuple, ndarray]]:
+    def dropped(self, part: Part) -> Iterator[tuple[tuple, ndarray]]:
         """Yield which elements dropout takes from a part: an index of tiles of it, and bool (keys, rows) of these."""
         for _, slots, keys in part.runs:
-            for head in range(item.group.count):
-                kept = self.task.dropout.kept(item.group.batch, item.group.start + head, item.rows, keys)
+            for head in range(self.item.group.count):
+                kept = self.task.dropout.kept(self.item.group.batch, self.item.group.start + head, self.item.rows, keys)
                 yield (head, slots), ~kept.T
 
     @staticmethod

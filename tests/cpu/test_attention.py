@@ -344,13 +344,13 @@ def test_backward_scores_have_the_forwards_bits(case, sizes):
     found = []
     make = Walk.make_scores
 
-    def spy(self, item, part, q, *, careful):
-        s, masks = make(self, item, part, q, careful=careful)
+    def spy(self, part, q, *, careful):
+        s, masks = make(self, part, q, careful=careful)
         for first, slots, _ in part.runs:
             for tile, slot in enumerate(range(slots.start, slots.stop), first):
-                for head, of_head in enumerate(s[:, slot].reshape(item.group.count, -1, *s.shape[2:])):
-                    for row, of_row in enumerate(of_head.copy(), item.rows.start // self.blocks.rows):
-                        found.append(((item.group.batch, item.group.start + head, row, tile), of_row))
+                for head, of_head in enumerate(s[:, slot].reshape(self.item.group.count, -1, *s.shape[2:])):
+                    for row, of_row in enumerate(of_head.copy(), self.item.rows.start // self.blocks.rows):
+                        found.append(((self.item.group.batch, self.item.group.start + head, row, tile), of_row))
         return s, masks
 
     Walk.make_scores = spy
@@ -375,7 +375,7 @@ def test_the_bound_changes_no_bit(case, sizes):
     with tiled(*sizes):
         bounded, alone = cuattn.forward(q, k, v, **options), cuattn.attention(q, k, v, **options)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Walk, "bounded", lambda self, longest_q, item: False)
+            patch.setattr(Walk, "bounded", lambda self, longest_q: False)
             searched, searched_alone = cuattn.forward(q, k, v, **options), cuattn.attention(q, k, v, **options)
     assert_same_bits(bounded[:3], searched[:3])
     np.testing.assert_array_equal(alone, bounded.o)
@@ -430,9 +430,9 @@ def test_work_is_in_proportion_to_what_is_visible(monkeypatch):
     visited = []
     make = Walk.make_scores
 
-    def spy(self, item, part, q, **options):
+    def spy(self, part, q, **options):
         visited.append(part.count)
-        return make(self, item, part, q, **options)
+        return make(self, part, q, **options)
 
     monkeypatch.setattr(Walk, "make_scores", spy)
     n = 2048
