@@ -49,7 +49,7 @@ class BackwardWalk(Walk):
         """Load the rows: algorithm 4, line 10.  Those of empty rows are 0: nothing may depend on what they hold."""
         group, problem = self.item.group, self.problem
         rows = {
-            name: group.of_queries(x)[:, self.item.rows]
+            name: group.of_queries(x, self.item.rows)
             for name, x in self.task.operands.items()
             if name not in ("k", "v", "bias")
         }
@@ -62,7 +62,9 @@ class BackwardWalk(Walk):
         if self._moved:
             self.by_head(self._reference)[:, : self.count] = weights.reference
         self._dq = np.zeros_like(self._q)
-        self._dbias: ndarray | None = None  # sums over keys, which this item makes alone
+        dbias, self._dbias = self.task.results.get("dbias"), None  # sums over keys, which this item makes alone
+        if dbias is not None and dbias.shape[-1] == 1 < problem.n_keys:
+            self._dbias = np.zeros_like(group.of_queries(dbias, self.item.rows).swapaxes(1, 2))
         longest_q, longest_do = longest_of(self._q), longest_of(self._do)
         self._bounded = self.bounded(longest_q) and not self._moved
         k_norm, v_norm = (self.task.max_norm(name, group) for name in "kv")
@@ -107,10 +109,9 @@ class BackwardWalk(Walk):
 
     def _add(self, name: str, part: Part, products: ndarray) -> None:
         """Add parts of dk or dv, (members, tiles, keys, width)."""
-        total = self.item.group.of_keys(self.task.results[name])
         products = products.reshape(len(products), part.count * self.blocks.keys, -1)
         for _, slots, keys in part.runs:
-            start, target = slots.start * self.blocks.keys, total[:, keys]
+            start, target = slots.start * self.blocks.keys, self.item.group.of_keys(self.task.results[name], keys)
             target += summed_to(products[:, start : start + keys.stop - keys.start], target.shape, target.dtype)
 
     def _add_dq(self, part: Part, ds: ndarray) -> None:
@@ -122,19 +123,15 @@ class BackwardWalk(Walk):
 
     def _add_bias(self, part: Part, ds: ndarray) -> None:
         """Add parts of dbias; sums over keys are kept until the item ends."""
-        total = self.item.group.of_queries(self.task.results["dbias"])
-        if total.shape[2] == 1 < self.problem.n_keys:
-            if self._dbias is None:
-                self._dbias = np.zeros_like(total)
-            total = self._dbias
-        for part_of_ds, target in self.bias_of(total, part, ds):
+        for part_of_ds, total in self.bias_of(self.task.results["dbias"], part, ds):
+            target = total if self._dbias is None else self._dbias
             target += summed_to(part_of_ds, target.shape, target.dtype)
 
     def _finish(self) -> None:
         """Write dq, and add what the item alone has summed up."""
         dq = self.by_head(self._dq)[:, : self.count]
         dq *= dq.dtype.type(self.task.factor)
-        target = self.item.group.of_queries(self.task.results["dq"])[:, self.item.rows]
+        target = self.item.group.of_queries(self.task.results["dq"], self.item.rows)
         if not self.task.shares:
             target[...] = dq
             if self._dbias is None:
@@ -143,7 +140,6 @@ class BackwardWalk(Walk):
         if self.task.shares:
             target += summed_to(dq, target.shape, target.dtype)
         if self._dbias is not None:
-            total = self.item.group.of_queries(self.task.results["dbias"])
-            some = self.item.rows if total.shape[1] > 1 else slice(None)
-            total[:, some] += self._dbias[:, some]
+            total = self.item.group.of_queries(self.task.results["dbias"], self.item.rows).swapaxes(1, 2)
+            total += self._dbias
         self.task.turns.release((self.item.line, END))

@@ -37,7 +37,7 @@ class ForwardWalk(Walk):
     def __call__(self, item: Item) -> None:
         """Compute an item; again, with care for what is hidden, if something is not a finite number."""
         self.turn_to(item)
-        queries = item.group.of_queries(self.task.operands["q"])[:, item.rows]
+        queries = item.group.of_queries(self.task.operands["q"], item.rows)
         upright, self._q = self.load("q", queries, self.task.factor)
         self._bounded = self.bounded(longest_of(upright))
         self._attend(careful=False)
@@ -109,6 +109,5 @@ class ForwardWalk(Walk):
             relative_to = exponential(np.where(total == 0, 0, self._m - self._reference))
             results |= {"l": total / relative_to, "m": self._m}
         for name, values in results.items():
-            self.item.group.of_queries(self.task.results[name])[:, self.item.rows] = self.by_head(values)[
-                :, : self.count
-            ]
+            target = self.item.group.of_queries(self.task.results[name], self.item.rows)
+            target[...] = self.by_head(values)[:, : self.count]

@@ -135,8 +135,7 @@ class Walk:
         if self.problem.softcap is not None and largest < math.inf:
             largest = self.problem.softcap
         if "bias" in self.task.operands:
-            bias = self.item.group.of_queries(self.task.operands["bias"])
-            bias = bias[:, self.item.rows] if bias.shape[1] > 1 else bias
+            bias = self.item.group.of_queries(self.task.operands["bias"], self.item.rows)
             largest += max(float(bias.max()), -float(bias.min()))
         return largest <= WINDOW
 
@@ -176,7 +175,7 @@ class Walk:
             self.tanh = np.tanh(s, out=self.buffers.get("tanh", *s.shape))
             np.multiply(self.tanh, self.problem.softcap, out=s)
         if "bias" in self.task.operands:
-            for tile, bias in self.bias_of(self.item.group.of_queries(self.task.operands["bias"]), part, s):
+            for tile, bias in self.bias_of(self.task.operands["bias"], part, s):
                 tile += bias
                 if careful:  # hidden even where the score itself is NaN
                     np.copyto(tile, -np.inf, where=bias == -np.inf)
@@ -187,11 +186,9 @@ class Walk:
 
     def bias_of(self, bias: ndarray, part: Part, s: ndarray) -> Iterator[tuple[ndarray, ndarray]]:
         """Yield elements of scores, (heads, keys, rows), and those of a bias (each axis may be 1) for them."""
-        wide, tall = bias.shape[2] > 1, bias.shape[1] > 1
         for _, slots, keys in part.runs:
-            tile = s[:, slots].reshape(len(s), -1, s.shape[-1])
-            tile = tile[:, : keys.stop - keys.start, : self.count]
-            yield tile, bias[:, self.item.rows if tall else slice(None), keys if wide else slice(None)].swapaxes(1, 2)
+            tile = s[:, slots].reshape(len(s), -1, s.shape[-1])[:, : keys.stop - keys.start, : self.count]
+            yield tile, self.item.group.of_queries(bias, self.item.rows, keys).swapaxes(1, 2)
 
     def dropped(self, part: Part) -> Iterator[tuple[tuple, ndarray]]:
         """Yield which elements dropout takes from a part: an index of tiles of it, and bool (keys, rows) of these."""
