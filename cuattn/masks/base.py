@@ -3,7 +3,7 @@
 A backend is handed a tuple of masks, which hold together, bound to its problem's lengths (:meth:`Mask.bind`); it never
 asks what kind a mask is.  The CPU walks a mask by tiles of its own size::
 
-    parts = join((*masks, band))             # masks.bands: all masks of intervals become one, which is quicker
+    parts = join((*masks, band))             # masks.interval_mask: all masks of intervals become one, which is quicker
     instance = mask.instance((batch, head))  # equal for matrices under the same mask: a key for what is remembered
     mask.states(instance, rows, keys, t, t + 16)         # of 16 row tiles; the minimum over the parts holds
     mask.patterns(instance, rows, keys, row_tiles, key_tiles)  # a key for each of these tiles, or None
