@@ -22,14 +22,11 @@ pytestmark = pytest.mark.usefixtures("driver")
 class Mine(Call):
     """How the family of these tests computes a forward, or an operation that nobody else knows."""
 
-    family = "mine"
-
     def unsupported_reason(self):
         return "it is for eight heads" if self.problem.heads != 8 else None
 
     def prepare(self):
-        o = Array(self.problem.o_shape, self.problem.out_dtype)
-        self.begin({"o": o}, {"delta": Array((3,), np.dtype(np.float32))})
+        self.begin({"delta": Array((3,), np.dtype(np.float32))})
         constants = {"elem": self.problem.row.cuda}
         self.add("mine/fwd.cu", "my_kernel", constants, self.problem.instances, 4, {})
         return self.planned(1, 1, 4, 0, "a test", (), constants)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuattn.cuda.arguments import Array, pad
-from cuattn.cuda.call import Call, gradients
+from cuattn.cuda.call import Call
 from cuattn.cuda.constants import Constants, backward_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.params import BATCH_AXES, SUM_PARAMS
@@ -230,8 +230,6 @@ class _Sum(NamedTuple):
 class Backward(Call):
     """Up to seven launches: preprocess, key kernel, row kernel or conversion, bias kernel, and sums."""
 
-    family = "sm80"
-
     def unsupported_reason(self) -> str | None:
         return unsupported_reason(self.problem)
 
@@ -248,7 +246,7 @@ class Backward(Call):
             scratch["dq_acc"] = Array((*operands["q"].shape[:-2], rows, cut.head_dim), problem.stat_dtype)
         for name, total in self.sums.items():
             scratch[f"{name}_acc"] = Array((*total.size, total.inner), problem.stat_dtype)
-        self.begin(gradients(problem, operands), scratch)
+        self.begin(scratch)
         if problem.head_dim_v and math.prod(problem.score_shape):
             self._keys()
             self._rows()
