@@ -1,12 +1,11 @@
 """Checks of what callers hand to masks: each names the argument, its value and what was expected."""
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from cuattn.errors import DtypeError, MaskError, shown
+from cuattn.errors import DtypeError, MaskError, as_integer, shown
 from cuattn.masks.device import adopt, is_device_array
 
 INT32_MAX = 2**31 - 1
@@ -14,12 +13,9 @@ INT32_MAX = 2**31 - 1
 
 def integer(name: str, value: Any, minimum: int = 0, maximum: float = INT32_MAX) -> int:
     """Return `value` as an int in [minimum, maximum]."""
-    try:
-        if isinstance(value, bool | np.bool_):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise DtypeError(f"{name} = {shown(value)}: expected an integer, got {type(value).__name__}") from None
+    number = as_integer(value)
+    if number is None:
+        raise DtypeError(f"{name} = {shown(value)}: expected an integer, got {type(value).__name__}")
     if not minimum <= number <= maximum:
         raise MaskError(f"{name} = {shown(number)}: expected an integer in [{minimum}, {maximum}]")
     return number

@@ -12,7 +12,7 @@ from cuattn.masks import checks, convert
 from cuattn.masks.base import Reach
 from cuattn.masks.cuda_half import CudaHalf, Source, source_of
 from cuattn.masks.device import namespace, pack
-from cuattn.masks.interval_mask import IntervalMask
+from cuattn.masks.intervals import IntervalMask
 from cuattn.masks.runs import Runs, indices, kept_before, length_of, taken
 
 _NAMES = ("lts", "lte", "uts", "ute")
