@@ -50,7 +50,9 @@ __device__ __forceinline__ void draw_parts(u32 (&kept)[side_by_side], const Para
 __device__ __forceinline__ void draw_ahead(const Params& p, const Shared& shared, u32 warp) {
     const i32 own_lane = threadIdx.x % 32;
     const u32 offset = __shfl_sync(~0u, random_offset(p.dropout), 0);  // the shuffle puts it into a uniform register
-    for (Slot<cfg::stages> slot;; slot.advance()) {
+    using Position = Either<unrolled, Positions, Slot<cfg::stages>>::type;
+    for (Position position;; position.advance()) {
+        const Slot<cfg::stages> slot = position;
         ptx::mbarrier_wait(shared.barrier(draws_told + slot.stage), slot.phase);
         const DrawPlace at = shared.draw_place(slot.stage);
         if (uniform(at.n < 0)) return;

@@ -15,7 +15,6 @@ struct Worker {
     const Shared shared;
     Slot<cfg::stages> slot;  // of the row tile being worked on
     Slot<k_stages> keys;     // of the key tile
-    u32 values_phase = 0;
 
     __device__ __forceinline__ const Step& step() const { return shared.step(slot.stage); }
     // stat or delta of the row tile in the slot, from the thread's first query on.
@@ -53,10 +52,8 @@ struct Worker {
         return uniform(work().tile >= 0);
     }
 
-    __device__ __forceinline__ void await_values() {
-        ptx::mbarrier_wait(shared.barrier(v_full), values_phase);
-        values_phase ^= 1;
-    }
+    // There is one buffer of v, so its phase changes with each key tile.
+    __device__ __forceinline__ void await_values() const { ptx::mbarrier_wait(shared.barrier(v_full), k_stages == 2 ? keys.stage : keys.phase); }
 };
 
 template <int n>
