@@ -99,7 +99,7 @@ struct Hidden {
     __device__ __forceinline__ Hidden(const Worker& worker, i32 first_key, bool partial) : worker(worker), partial(partial) {
         if (partial)
             find_visible(visible, worker.p, worker.place(first_key));
-        else if (cfg::dropout && unmasked)
+        else if (cfg::dropout && (unmasked || cfg::block_m == 128))
             clear(visible);  // or the assembler keeps the last tile's in registers, of which dropout leaves few
     }
 
