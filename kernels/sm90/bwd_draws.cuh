@@ -32,7 +32,7 @@ __device__ __forceinline__ void draw_parts(u32 (&kept)[side_by_side], const Para
         const u32 own = key + 16 * drawers * i;
         keys[i] = key_products(stream, cfg::runs ? global_key(p, own) : own);
     }
-#pragma unroll(4 / side_by_side)  // as far as registers go
+#pragma unroll(cfg::runs && cfg::block_m == 128 ? 1 : 4 / side_by_side)  // as far as registers go
     for (int call = 3; call >= 0; --call) {
 #pragma unroll
         for (int i = 0; i < side_by_side; ++i) {
