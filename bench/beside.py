@@ -4,13 +4,11 @@
 ``cuattn`` is taken from ``cuattn_base``.
 """
 
-import ast
 import importlib.util
+import re
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import SourceFileLoader
-
-__all__ = ["ALIAS", "load"]
 
 NAME, ALIAS = "cuattn", "cuattn_base"
 
@@ -55,29 +53,9 @@ class _Loader(SourceFileLoader):
 
     def get_code(self, fullname):
         path = self.get_filename(fullname)
-        return compile(_Renamed().visit(ast.parse(self.get_data(path), path)), path, "exec")
+        return compile(renamed(self.get_data(path).decode()), path, "exec")
 
 
-class _Renamed(ast.NodeTransformer):
-    """Renames the package in ``import`` and ``from`` statements and in dotted names of modules."""
-
-    def visit_ImportFrom(self, node):
-        if not node.level:
-            node.module = _renamed(node.module or "")
-        return node
-
-    def visit_Import(self, node):
-        found = [ast.Import([ast.alias(_renamed(name.name), name.asname)]) for name in node.names]
-        if any(name.name.partition(".")[0] == NAME and name.asname is None for name in node.names):
-            found.append(ast.Import([ast.alias(ALIAS, NAME)]))  # the module itself goes by its own name
-        return [ast.copy_location(ast.fix_missing_locations(statement), node) for statement in found]
-
-    def visit_Constant(self, node):
-        if isinstance(node.value, str) and node.value.startswith(f"{NAME}.") and node.value.replace(".", "").isalnum():
-            node.value = _renamed(node.value)
-        return node
-
-
-def _renamed(module):
-    first, dot, rest = module.partition(".")
-    return (ALIAS if first == NAME else first) + dot + rest
+def renamed(source):
+    """Return source in which the package, its modules and what is reached through them go by the other name."""
+    return re.sub(rf"\b{NAME}\b(?=\.\w|\s+(?:import|as)\b|,|$)", ALIAS, source, flags=re.MULTILINE)

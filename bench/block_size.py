@@ -7,85 +7,51 @@ GPT-2 medium's attention (batch 64, 16 heads, 1024 tokens, head dimension 64, fl
 else is the limit.
 """
 
-import functools
+import math
 
-import cuattn
 from bench import counters, harness
-from bench.harness import one
+from bench.harness import Calls, one
 from bench.internals import TILES, portable_tile
 
-__all__ = ["counted", "expected", "points"]
-
-STUDY = "block-size"
 SHAPE = (64, 16, 1024, 64)
-TINY = (2, 2, 96, 16)
-RUNNER = "cuattn-sm80"
+NAMES = tuple(map(str, TILES))
 
 
-def expected(shape, block_m):
+def expected(heads, n, d, block_m, density=1.0):
     """Return the bytes that a forward reads from the L2 cache: q once, k and v once per block of rows (float16)."""
-    batch, heads, n, d = shape
-    return 2 * batch * heads * n * d * (1 + 2 * -(-n // block_m))
-
-
-def forward(xp, shape, block_m):
-    """Return a call of the forward, with the portable kernel's blocks of `block_m` rows where there are any."""
-    q, k, v = harness.random_arrays(xp, 3, shape, xp.float16)
-    if block_m is None:
-        return lambda: cuattn.forward(q, k, v)
-    tile = TILES[block_m]
-
-    def call():
-        with portable_tile(tile):
-            return cuattn.forward(q, k, v, kernel="sm80")
-
-    return call
+    return 2 * heads * n * d * (1 + density * 2 * math.ceil(n / block_m))
 
 
 def counted(name):
     """Return the call with blocks of `name` rows, for `bench.counters`."""
-    import cupy
+    calls = Calls(*harness.random_arrays(harness.namespace("cuda"), 3, SHAPE, "float16"), kernel="sm80")
 
-    return forward(cupy, SHAPE, int(name))
+    def call():
+        with portable_tile(TILES[int(name)]):
+            return calls.forward()
 
-
-@functools.lru_cache(maxsize=1)
-def traffic():
-    """Count all calls in one process."""
-    names = [str(block_m) for block_m in TILES]
-    return {name: counters.total(kernels) for name, kernels in counters.count("bench.block_size", names).items()}
+    return call
 
 
-def measure(block_m, seconds):
+def measure(name, seconds):
     """Check, time and count one block size."""
-    import cupy
-
-    call = forward(cupy, SHAPE, block_m)
-    plain = forward(cupy, SHAPE, None)
-    far = float(abs(call().o.astype(cupy.float32) - plain().o.astype(cupy.float32)).max())
+    call = counted(name)
+    plain = Calls(*harness.random_arrays(harness.namespace("cuda"), 3, SHAPE, "float16")).forward()
+    far = float(abs(call().o.astype("float32") - plain.o.astype("float32")).max())
     if not far < 0.01:
-        raise ValueError(f"blocks of {block_m} rows give another result, {far:.2g} away")
+        raise ValueError(f"blocks of {name} rows give another result, {far:.2g} away")
     return {
-        **harness.timed(call, "cuda", seconds),
-        "problem": {"shape": SHAPE, "block_m": block_m, "tile": TILES[block_m]._asdict()},
-        "expected_l2_to_sm": expected(SHAPE, block_m),
-        "counters": traffic()[str(block_m)],
+        **harness.timed({"": call}, "cuda", seconds)[""],
+        "problem": {"shape": SHAPE, "block_m": int(name), "tile": TILES[int(name)]._asdict()},
+        "expected_l2_to_sm": expected(SHAPE[0] * SHAPE[1], *SHAPE[2:], int(name)),
+        "counters": counters.total(counters.count("bench.block_size", NAMES)[name]),
     }
-
-
-def measure_host(seconds):
-    """Time the CPU backend, which has tiles of its own."""
-    import numpy as np
-
-    return {**harness.timed(forward(np, TINY, None), "cpu", seconds), "problem": {"shape": TINY}}
 
 
 def points(arguments):
     """Return what is measured."""
-    if arguments.device == "cpu":
-        return [one(f"{STUDY}/cpu/forward", "cuattn-cpu", measure_host, arguments.seconds)]
-    return [one(f"{STUDY}/B{block}/forward", RUNNER, measure, block, arguments.seconds) for block in TILES]
+    return [one(f"block-size/B{name}/forward", "cuattn-sm80", measure, name, arguments.seconds) for name in NAMES]
 
 
 if __name__ == "__main__":
-    raise SystemExit(harness.main(__doc__, "block_size", points))
+    harness.main(__doc__, "block_size", points)

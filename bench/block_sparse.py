@@ -7,14 +7,10 @@
 
 import numpy as np
 
-import cuattn
-from bench import harness, timing
-from bench.harness import Point
+from bench import harness
+from bench.harness import Calls, Point
 from cuattn.masks import BlockMask
 
-__all__ = ["block_mask", "points"]
-
-STUDY = "block-sparse"
 SHAPE = (16, 16, 4096, 64)
 TINY = (1, 2, 256, 16)
 BLOCK = 128
@@ -36,34 +32,19 @@ def block_mask(n, density, block=BLOCK, seed=5):
 def measure(density, device, shape, seconds):
     """Check one head against the dense twin of the mask, then time both directions."""
     xp = harness.namespace(device)
-    q, k, v, do = harness.random_arrays(xp, 4, shape, xp.float16 if device == "cuda" else xp.float32)
+    operands = harness.random_arrays(xp, 4, shape, xp.float16 if device == "cuda" else xp.float32)
     n = shape[-2]
     mask = block_mask(n, density, BLOCK if n > BLOCK * 8 else 32)
-    blocks = float(np.mean(mask.blocks))
-    one = (slice(0, 1), slice(0, 1))
-    o = cuattn.forward(q, k, v, mask=mask).o[one]
-    dense = xp.asarray(mask.dense(n, n))
-    far = float(abs(o - cuattn.forward(q[one], k[one], v[one], mask=dense).o).max())
+    calls = Calls(*operands, mask=harness.placed(mask, device))
+    twin = Calls(*(x[:1, :1] for x in operands), mask=xp.asarray(mask.dense(n, n)))
+    far = float(abs(calls.fwd.o[:1, :1] - twin.fwd.o).max())
     if not far < 0.01:
         raise ValueError(f"the dense twin of the mask gives another result, {far:.2g} away")
-    mask = mask.to_device() if device == "cuda" else mask
-    fwd = cuattn.forward(q, k, v, mask=mask)
-    samples = timing.measure(
-        {
-            "forward": lambda: cuattn.forward(q, k, v, mask=mask),
-            "backward": lambda: cuattn.backward(do, q, k, v, fwd, mask=mask),
-        },
-        harness.clock(device),
-        seconds=seconds,
-    )
-    common = {"problem": {"shape": shape, "block": mask.block_m, "density": density}, "density": blocks}
+    problem = {"shape": shape, "block": mask.block_m, "density": density}
+    timed = harness.timed({"forward": calls.forward, "backward": calls.backward}, device, seconds)
     return {
-        f"cuattn-{direction}": {
-            **common,
-            **timing.timed(taken),
-            "plan": str(cuattn.plan(q, k, v, mask=mask, direction=direction)),
-        }
-        for direction, taken in samples.items()
+        f"cuattn-{way}": {"problem": problem, "density": float(np.mean(mask.blocks)), **row, "plan": calls.plan(way)}
+        for way, row in timed.items()
     }
 
 
@@ -72,10 +53,10 @@ def points(arguments):
     device, shape = arguments.device, TINY if arguments.tiny or arguments.device == "cpu" else SHAPE
     runners = ("cuattn-forward", "cuattn-backward")
     return [
-        Point(f"{STUDY}/s{s:g}/both", runners, lambda s=s: measure(s, device, shape, arguments.seconds))
+        Point(f"block-sparse/s{s:g}/both", runners, lambda s=s: measure(s, device, shape, arguments.seconds))
         for s in DENSITIES
     ]
 
 
 if __name__ == "__main__":
-    raise SystemExit(harness.main(__doc__, "block_sparse", points))
+    harness.main(__doc__, "block_sparse", points)

@@ -6,15 +6,11 @@ Work is counted as the papers do.  Forward: 4 B H Nq Nk d floating-point operati
 1 - rho under a mask, with rho the share of fully hidden 128 x 128 tiles.  Backward: 2.5 times the forward's.
 """
 
-from __future__ import annotations
-
+import math
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import product
 
 from bench.mask_samples import KINDS
-
-__all__ = ["TABLES", "Case", "select"]
 
 WORK = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}  # in forwards
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -77,10 +73,13 @@ class Case:
 
     @property
     def pattern(self):
-        """What is visible, in a word: ``"full"``, ``"causal"`` or the mask's name."""
-        if self.mask is None:
-            return "causal" if self.causal else "full"
-        return self.mask if self.documents is None else f"{self.mask}-{self.documents}"
+        """What is visible, in a word: the kind of mask, and the number of documents where it is given."""
+        return self.kind if self.documents is None else f"{self.kind}-{self.documents}"
+
+    @property
+    def kind(self):
+        """The mask's name, bands included: ``"full"`` and ``"causal"`` need no mask object."""
+        return self.mask or ("causal" if self.causal else "full")
 
     @property
     def label(self):
@@ -117,10 +116,19 @@ class Case:
         visible = 1.0 - rho if self.mask is not None else 0.5 if self.causal else 1.0
         return work * visible * WORK[self.direction]
 
+    @property
+    def q_shape(self):
+        """Shape of q, do and o."""
+        return self.batch, self.heads, self.n_queries, self.head_dim
+
+    @property
+    def k_shape(self):
+        """Shape of k and v."""
+        return self.batch, self.kv_heads, self.n_keys, self.head_dim
+
     def bytes(self):
         """Return the fewest bytes that the forward moves: q, k, v and o once."""
-        rows = 2 * self.heads * self.n_queries + 2 * self.kv_heads * self.n_keys
-        return self.batch * rows * self.head_dim * ITEM_BYTES[self.dtype]
+        return 2 * (math.prod(self.q_shape) + math.prod(self.k_shape)) * ITEM_BYTES[self.dtype]
 
     def rate(self, seconds, rho=0.0):
         """Return the rate in `unit` (for host cost: the cost in microseconds)."""
@@ -133,129 +141,93 @@ class Case:
         return {**asdict(self), "rivals": list(self.rivals)}
 
 
-def _case(table, direction, *, tokens, hidden, n, head_dim, **options):
-    heads = hidden // head_dim
-    return Case(table, direction, max(tokens // n, 1), heads, heads, n, n, head_dim, **options)
+def _grid(table, *, tokens=16384, hidden=2048, bars=(1.0, 1.0), **axes):
+    """Yield the cases of all combinations of values, the last axis fastest; what is no list holds for all.
+
+    Where no `batch` is given, there are `tokens` of `hidden` elements in all.  `bars` are the forward's and the
+    backward's.
+    """
+    axes["direction"] = axes.get("direction", list(BOTH))
+    for values in product(*(x if isinstance(x, list) else [x] for x in axes.values())):
+        chosen = dict(zip(axes, values, strict=True))
+        n = chosen.pop("n", 0)
+        heads = chosen.get("heads", hidden // chosen["head_dim"])
+        usual = {"n_queries": n, "n_keys": n, "heads": heads, "kv_heads": heads, "batch": tokens // max(n, 1)}
+        yield Case(table, bar=bars[chosen["direction"] == "backward"], **usual | chosen)
 
 
-def dense():
-    """16K tokens, hidden size 2048, full and causal: the sweep of the FlashAttention papers."""
-    for d, n, causal, direction in product((128, 64, 256), (1024, 4096, 16384), (False, True), BOTH):
-        yield _case("dense", direction, tokens=16384, hidden=2048, n=n, head_dim=d, causal=causal, bar=0.92)
-
-
-def masks(n, head_dim):
-    """One of the FlashMask paper's tables 4-9: twelve masks, 128K tokens, hidden size 4096."""
-    for kind, direction in product(KINDS, BOTH):
-        shape = dict(tokens=131072, hidden=4096, n=n, head_dim=head_dim)
-        yield _case(_mask_table(n, head_dim), direction, **shape, mask=kind, bar=0.92)
-
-
-def _mask_table(n, head_dim):
-    return f"masks-{n // 1024}k" + ("" if head_dim == 128 else f"-d{head_dim}")
-
-
-def dropout():
-    """Dropout 0.1 at N = 4096, beside the peers that can drop on chip."""
-    for d, direction in product((128, 64), BOTH):
-        bar = 1.4 if direction == "forward" else 1.25
-        yield _case("dropout", direction, tokens=16384, hidden=2048, n=4096, head_dim=d, dropout=0.1, bar=bar)
-
-
-def deterministic():
-    """Bitwise reproducible gradients beside the fastest ones, N = 8192, d = 128."""
-    shape = dict(tokens=16384, hidden=2048, n=8192, head_dim=128)
-    for causal, exact in product((False, True), (False, True)):
-        yield _case("deterministic", "backward", **shape, causal=causal, deterministic=exact)
-    for kind, exact in product(("causal_document", "share_question"), (False, True)):
-        yield _case("deterministic", "backward", **shape, mask=kind, deterministic=exact)
-
-
-def long():
-    """One long sequence, few heads."""
-    for (n, heads), causal, direction in product(((131072, 8), (524288, 2)), (False, True), BOTH):
-        yield _case("long", direction, tokens=n, hidden=128 * heads, n=n, head_dim=128, causal=causal)
-
-
-def portable():
-    """16-bit, float32 and float64 at N = 4096, batch 4, hidden size 2048, each beside the peer that it must reach."""
-    shape = dict(tokens=16384, hidden=2048, n=4096)
-    for d, drop, direction in product((128, 64), (0.0, 0.1), BOTH):
-        yield _case("portable", direction, **shape, head_dim=d, dropout=drop, rivals=("fa2",))
-    for (dtype, bars), d, direction in product((("float32", (1.3, 1.1)), ("float64", (1.2, 1.0))), (64, 128), BOTH):
-        bar = bars[direction == "backward"]
-        rivals = ("mem-efficient", "math")
-        yield _case("portable", direction, **shape, head_dim=d, dtype=dtype, rivals=rivals, bar=bar)
-
-
-def decode():
-    """One query per sequence, 32 heads over 8 key/value heads: bound by reading k and v."""
-    for batch, n in ((1, 65536), (16, 8192)):
-        yield Case("decode", "forward", batch, 32, 8, 1, n, 128)
-
-
-def gpt2():
-    """FlashAttention's first figure: the attention of GPT-2 medium, forward and backward, without and with dropout."""
-    for dropped in (0.0, 0.1):
-        yield Case("gpt2", TOGETHER, 64, 16, 16, 1024, 1024, 64, dtype="float16", dropout=dropped)
-
-
-def lengths():
-    """FlashAttention's figure 3: runtime and memory from 128 to 64K tokens."""
-    for exponent in range(7, 17):
-        yield Case("lengths", TOGETHER, 8, 8, 8, 2**exponent, 2**exponent, 64, dtype="float16")
-
-
-def host():
-    """Host cost of a warm call on a tiny problem, without and with a mask."""
-    for mask, direction in product((None, "causal_document"), BOTH):
-        yield Case("host", direction, 1, 2, 2, 256, 256, 64, mask=mask, host=True, bar=0.0)
-
-
-def sparsity():
-    """Column masks from rho = 0.5 to 0.95 at N = 32768: time in proportion to what is visible."""
-    shape = dict(tokens=32768, hidden=2048, n=32768, head_dim=128)
-    counts = {"full": (None,), "document": (2, 3, 5, 10, 18), "causal_document": (1, 2, 4, 9)}
-    for kind in counts:
-        for documents, direction in product(counts[kind], BOTH):
-            yield _case("sparsity", direction, **shape, mask=kind, documents=documents)
-
-
-def cpu():
-    """8 heads in float32, without a mask and with three: the CPU backend where its tiles are many."""
-    shape = dict(tokens=4096, hidden=512, n=4096, head_dim=64, dtype="float32")
-    for direction in ("forward", TOGETHER):
-        yield _case("cpu", direction, **{**shape, "tokens": 2048, "n": 2048})
-        for kind in (None, "causal_document", "sliding_window", "share_question"):
-            yield _case("cpu", direction, **shape, mask=kind)
-
-
-def cpu_torch():
-    """Shapes that PyTorch users call, with a bias for padding, a dense bias, a boolean matrix."""
-    for direction in ("forward", TOGETHER):
-        yield Case("cpu-torch", direction, 8, 12, 12, 128, 128, 64, "float32")
-        yield Case("cpu-torch", direction, 1, 16, 16, 512, 512, 64, "float32")
-        yield Case("cpu-torch", direction, 1, 8, 8, 1024, 1024, 64, "float32", mask="random")
-    for bias in ("keys", "scores"):
-        yield Case("cpu-torch", "forward", 8, 8, 8, 256, 256, 64, "float32", bias=bias)
-
-
-def cpu_small():
-    """Problems of a few rows, beside the three lines of NumPy that compute them."""
-    shapes = (
-        (1, 8, 1, 128, 64), (1, 8, 1, 4096, 64), (1, 8, 16, 16, 64), (1, 64, 32, 32, 32), (1024, 4, 49, 49, 32),
-        (1, 512, 16, 16, 32), (64, 8, 64, 64, 32), (32, 12, 128, 128, 64), (1, 32, 1, 4096, 128), (8, 16, 1, 512, 64),
-    )  # fmt: skip
-    for (batch, heads, n_queries, n_keys, d), direction in product(shapes, BOTH):
-        yield Case("cpu-small", direction, batch, heads, heads, n_queries, n_keys, d, "float32")
-
-
-OTHERS = (dropout, deterministic, long, portable, decode, gpt2, lengths, host, sparsity, cpu, cpu_torch, cpu_small)
-TABLES = {
-    "dense": dense,
-    **{_mask_table(n, d): partial(masks, n, d) for d in (128, 64) for n in (8192, 32768, 131072)},
-    **{table.__name__.replace("_", "-"): table for table in OTHERS},
+LATENCY = dict(tokens=32768, n=32768, head_dim=128)
+EXACT = dict(n=8192, head_dim=128, direction="backward")
+GPT2 = dict(head_dim=64, dtype="float16", direction=TOGETHER)
+ON_HOST = dict(head_dim=64, dtype="float32", direction=["forward", TOGETHER])
+SMALL = (  # batch, heads, queries, keys, head dimension
+    (1, 8, 1, 128, 64), (1, 8, 1, 4096, 64), (1, 8, 16, 16, 64), (1, 64, 32, 32, 32), (1024, 4, 49, 49, 32),
+    (1, 512, 16, 16, 32), (64, 8, 64, 64, 32), (32, 12, 128, 128, 64), (1, 32, 1, 4096, 128), (8, 16, 1, 512, 64),
+)  # fmt: skip
+GRIDS = {  # table: the axes of its grids
+    # 16K tokens, hidden size 2048, full and causal: the sweep of the FlashAttention papers.
+    "dense": [dict(head_dim=[128, 64, 256], n=[1024, 4096, 16384], causal=[False, True], bars=(0.92, 0.92))],
+    # The FlashMask paper's tables 4-9: twelve masks, 128K tokens, hidden size 4096.
+    **{
+        f"masks-{n // 1024}k{end}": [
+            dict(tokens=131072, hidden=4096, n=n, head_dim=d, mask=list(KINDS), bars=(0.92, 0.92))
+        ]
+        for d, end in ((128, ""), (64, "-d64"))
+        for n in (8192, 32768, 131072)
+    },
+    # Beside the peers that can drop on chip.
+    "dropout": [dict(head_dim=[128, 64], n=4096, dropout=0.1, bars=(1.4, 1.25))],
+    # Bitwise reproducible gradients beside the fastest ones.
+    "deterministic": [
+        dict(EXACT, causal=[False, True], deterministic=[False, True]),
+        dict(EXACT, mask=["causal_document", "share_question"], deterministic=[False, True]),
+    ],
+    # One long sequence, few heads.
+    "long": [dict(batch=1, heads=h, n=n, head_dim=128, causal=[False, True]) for n, h in ((131072, 8), (524288, 2))],
+    # 16 bits, float32 and float64, each beside the peer that it must reach.
+    "portable": [
+        dict(n=4096, head_dim=[128, 64], dropout=[0.0, 0.1], rivals=("fa2",)),
+        *(
+            dict(n=4096, dtype=dtype, head_dim=[64, 128], rivals=("mem-efficient", "math"), bars=bars)
+            for dtype, bars in (("float32", (1.3, 1.1)), ("float64", (1.2, 1.0)))
+        ),
+    ],
+    # One query per sequence, 32 heads over 8 key/value heads: bound by reading k and v.
+    "decode": [
+        dict(batch=batch, heads=32, kv_heads=8, n_queries=1, n_keys=n, head_dim=128, direction="forward")
+        for batch, n in ((1, 65536), (16, 8192))
+    ],
+    # FlashAttention's first figure: the attention of GPT-2 medium, forward and backward, without and with dropout.
+    "gpt2": [dict(GPT2, batch=64, heads=16, n=1024, dropout=[0.0, 0.1])],
+    # FlashAttention's figure 3: runtime and memory from 128 to 64K tokens.
+    "lengths": [dict(GPT2, batch=8, heads=8, n=[2**exponent for exponent in range(7, 17)])],
+    # Host cost of a warm call on a tiny problem, without and with a mask.
+    "host": [dict(batch=1, heads=2, n=256, head_dim=64, mask=[None, "causal_document"], host=True, bars=(0.0, 0.0))],
+    # Column masks from rho = 0.5 to 0.95: time in proportion to what is visible.
+    "sparsity": [
+        dict(LATENCY, mask="full"),
+        dict(LATENCY, mask="document", documents=[2, 3, 5, 10, 18]),
+        dict(LATENCY, mask="causal_document", documents=[1, 2, 4, 9]),
+    ],
+    # The CPU backend where its tiles are many, without a mask and with three.
+    "cpu": [
+        dict(ON_HOST, batch=1, heads=8, n=2048),
+        dict(ON_HOST, batch=1, heads=8, n=4096, mask=[None, "causal_document", "sliding_window", "share_question"]),
+    ],
+    # Shapes that PyTorch users call, with a boolean matrix, a bias for padding, a dense bias.
+    "cpu-torch": [
+        dict(ON_HOST, batch=8, heads=12, n=128),
+        dict(ON_HOST, batch=1, heads=16, n=512),
+        dict(ON_HOST, batch=1, heads=8, n=1024, mask="random"),
+        dict(ON_HOST, batch=8, heads=8, n=256, bias=["keys", "scores"], direction="forward"),
+    ],
+    # Problems of a few rows, beside the three lines of NumPy that compute them.
+    "cpu-small": [
+        dict(batch=batch, heads=heads, n_queries=n_queries, n_keys=n_keys, head_dim=d, dtype="float32")
+        for batch, heads, n_queries, n_keys, d in SMALL
+    ],
 }
+TABLES = {table: [case for axes in grids for case in _grid(table, **axes)] for table, grids in GRIDS.items()}
 
 
 def select(tables, directions=BOTH):
@@ -279,4 +251,4 @@ def select(tables, directions=BOTH):
     'dense/d128-N1024-full/forward'
     """
     wanted = (*directions, TOGETHER)
-    return [case for table in tables for case in TABLES[table]() if case.direction in wanted]
+    return [case for table in tables for case in TABLES[table] if case.direction in wanted]

@@ -2,22 +2,22 @@
 
 import contextlib
 import functools
-import sys
 import time
 import warnings
 
+from bench import harness, timing
 from bench import inputs as problem_inputs
-from bench import timing
-from bench.harness import Point, clock
-from bench.memory import peak
+from bench.harness import Point, free_caches, peak
 from bench.reference import distance
 from bench.rows import clocks
-
-__all__ = ["Comparison"]
 
 AGREEMENT = 4.0  # a peer may be this many times the textbook's own error away from cuattn, over whole arrays
 DROPPED_SPREAD = (0.8, 1.25)  # a peer's dropout noise over the noise that its probability predicts
 ROOMY = 0.6  # share of the device's memory below which caches are emptied between cases
+
+
+class Refused(Exception):
+    """A runner that is not timed: the status of its row, and why."""
 
 
 class Comparison:
@@ -27,7 +27,7 @@ class Comparison:
     ----------
     device : {"cuda", "cpu"}
         Where.
-    clock_ : CudaClock or HostClock, optional
+    clock : CudaClock or HostClock, optional
         By default the device's.
     shared_mask : bool
         Give all sequences of a batch the same mask.
@@ -42,41 +42,43 @@ class Comparison:
         Results that were refused so far.
     """
 
-    def __init__(self, device, clock_=None, *, shared_mask=False, memory=False, **rounds):
-        self.device, self._clock = device, clock_
+    def __init__(self, device, clock=None, *, shared_mask=False, memory=False, **rounds):
+        self.device, self._clock = device, clock
         self.shared_mask, self.memory, self.rounds = shared_mask, memory, rounds
         self.wrong = 0
-        self._inputs = None
-        self._references = {}
+        self._inputs, self._references = None, {}
         self._differentiated = set()  # problems whose gradients some case asks for
 
     @functools.cached_property
     def clock(self):
         """The clock, made when it is first needed: on a GPU it loads PyTorch."""
-        return self._clock or clock(self.device)
+        return self._clock or harness.clock(self.device)
 
     def points(self, cases, runners):
         """Return the points of some cases, those of the same problem one after the other."""
-        groups = {}
-        for case in cases:
-            groups.setdefault(case.problem, []).append(case)
-        ordered = [case for group in groups.values() for case in group]
-        self._differentiated |= {case.problem for case in ordered if case.direction != "forward"}
+        place = {problem: i for i, problem in enumerate(dict.fromkeys(case.problem for case in cases))}
+        self._differentiated |= {case.problem for case in cases if case.direction != "forward"}
         names = tuple(runner.name for runner in runners)
-        return [Point(case.name, names, lambda case=case: self.measure(case, runners), False) for case in ordered]
+        return [
+            Point(case.name, names, functools.partial(self.measure, case, runners), retry=False)
+            for case in sorted(cases, key=lambda case: place[case.problem])
+        ]
 
     def measure(self, case, runners):
         """Check and time one case with every runner; return the values of their rows."""
         inputs = self._prepare(case)
-        rows = {}
-        bound = {}
-        truth = None
+        rows, bound, truth = {}, {}, None
         try:
             for runner in runners:
-                rows[runner.name], call, results = self._check(runner, case, inputs, truth)
-                if call is not None:
-                    bound[runner.name] = call
-                    truth = results if runner.ours and truth is None else truth
+                row = {"ours": runner.ours, "status": "ok", "problem": case.as_dict(), "rho": round(inputs.rho, 6)}
+                rows[runner.name] = row
+                try:
+                    call, results = self._check(runner, case, inputs, truth, row)
+                except Refused as refused:
+                    row["status"], row["reason"] = refused.args
+                    continue
+                bound[runner.name] = call
+                truth = results if runner.ours and truth is None else truth
                 del results
             truth = None
             for name, part in self._time(case, bound, inputs.rho).items():
@@ -98,7 +100,7 @@ class Comparison:
             self.clock.synchronize()
             said = f"{time.perf_counter() - begin:.1f} s"
         except Exception as error:  # the run that measures will say so in its rows
-            said = _reason(error, [])
+            said = _reason(error, ())
         inputs = None
         runner.close()
         self._free(at_once=True)
@@ -119,12 +121,10 @@ class Comparison:
             self._references[key] = problem_inputs.reference(inputs, key[1], dropped)
         return self._references[key]
 
-    def _check(self, runner, case, inputs, truth):
-        """Bind a runner and check its results; return its row, and its call when it may be timed."""
-        row = {"ours": runner.ours, "status": "unsupported", "problem": case.as_dict()}
-        row["rho"] = round(inputs.rho, 6)
+    def _check(self, runner, case, inputs, truth, row):
+        """Bind a runner and check its results, noting in its row what is seen; return its call and its results."""
         if reason := runner.unsupported_reason(case):
-            return {**row, "reason": reason}, None, None
+            raise Refused("unsupported", reason)
         begin = time.perf_counter()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -134,7 +134,7 @@ class Comparison:
                     results = call.convert(call.call())
                 self.clock.synchronize()
             except Exception as error:  # a peer may fail in any way it likes; the others go on
-                return {**row, "status": "failed", "reason": _reason(error, said)}, None, None
+                raise Refused("failed", _reason(error, said)) from error
         row |= {"first_call_s": round(time.perf_counter() - begin, 3), "plan": call.plan}
         if self.memory:
             with peak(self.device) as used:
@@ -143,13 +143,12 @@ class Comparison:
             del again
             row["peak_bytes"] = used.bytes
         if wrong := self._judge(runner, case, inputs, results, truth, row):
-            return {**row, "status": "wrong", "reason": wrong}, None, None
-        return {**row, "status": "ok"}, call, results
+            raise Refused("wrong", wrong)
+        return call, results
 
     def _judge(self, runner, case, inputs, results, truth, row):
         """Note a result's errors in its row; return what is wrong with it, or None."""
-        broken = [name for name, x in results.items() if not bool(x.isfinite().all())]
-        if broken:
+        if broken := [name for name, x in results.items() if not bool(x.isfinite().all())]:
             return f"{', '.join(broken)} not finite"
         if case.dropout and not runner.ours:
             return self._judge_dropout(case, inputs, results, row)
@@ -170,11 +169,10 @@ class Comparison:
         """Judge a peer that draws its own dropout: the noise in o must be what its probability predicts."""
         if "o" not in results:
             return None
-        row["dropout_noise"] = problem_inputs.dropout_noise(inputs, self._reference(case, inputs, False), results["o"])
+        noise = problem_inputs.dropout_noise(inputs, self._reference(case, inputs, False), results["o"])
+        row["dropout_noise"] = noise
         low, high = DROPPED_SPREAD
-        if low <= row["dropout_noise"] <= high:
-            return None
-        return f"the noise of dropout is {row['dropout_noise']:.2f} of what its probability predicts"
+        return None if low <= noise <= high else f"the noise of dropout is {noise:.2f} of what its probability predicts"
 
     def _time(self, case, bound, rho):
         """Time the bound calls; return what each row gains."""
@@ -189,7 +187,11 @@ class Comparison:
             reason = f"{type(error).__name__} while timing: {error}"[:300]
             return {name: {"status": "failed", "reason": reason} for name in bound}
         heat = self._clocks_at_work(calls)
-        return {name: {**_timed(case, samples[name], rho), "clocks": heat} for name in bound}
+        rows = {name: {**timing.timed(spent), "flops": case.flops(rho)} for name, spent in samples.items()}
+        for row in rows.values():
+            rate = float(f"{case.rate(row['median_us'] / 1e6, rho):.5g}")
+            row |= {"rate": rate, "unit": case.unit, "clocks": heat}
+        return rows
 
     def _clocks_at_work(self, calls):
         """Read the clocks while the device still works, on one call: all of them can take ten seconds."""
@@ -208,9 +210,7 @@ class Comparison:
 
         free, total = torch.cuda.mem_get_info()
         if at_once or free < ROOMY * total:
-            torch.cuda.empty_cache()
-            if "cupy" in sys.modules:
-                sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
+            free_caches()
 
 
 def _reason(error, said):
@@ -230,10 +230,3 @@ def _scoped(bound):
             return bound.call()
 
     return call
-
-
-def _timed(case, samples, rho):
-    """Return the part of a row that timing adds."""
-    found = timing.timed(samples)
-    rate = float(f"{case.rate(found['median_us'] / 1e6, rho):.5g}")
-    return {**found, "flops": case.flops(rho), "rate": rate, "unit": case.unit}

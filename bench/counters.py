@@ -5,43 +5,48 @@ The study's module has a function ``counted(name)`` that returns a call.  `count
 on, inside a named range.  The clocks and the caches are left as they are.
 """
 
+import collections
 import csv
+import functools
 import importlib
 import io
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from bench.harness import free_caches
 from bench.rows import ROOT
 
-__all__ = ["HBM", "TRAFFIC", "count", "moved", "parse", "total"]
-
-HBM = {"hbm_read": "dram__bytes_read.sum", "hbm_write": "dram__bytes_write.sum", "seconds": "gpu__time_duration.sum"}
-TRAFFIC = {  # what moves between device memory, the L2 cache and the multiprocessors
-    **HBM,
-    "l2_to_sm": "l1tex__m_xbar2l1tex_read_bytes.sum",
-    "sm_to_l2": "l1tex__m_l1tex2xbar_write_bytes.sum",
-}
+HBM = (  # names and ncu's metrics
+    ("hbm_read", "dram__bytes_read.sum"),
+    ("hbm_write", "dram__bytes_write.sum"),
+    ("seconds", "gpu__time_duration.sum"),
+)
+TRAFFIC = (  # what moves between device memory, the L2 cache and the multiprocessors
+    *HBM,
+    ("l2_to_sm", "l1tex__m_xbar2l1tex_read_bytes.sum"),
+    ("sm_to_l2", "l1tex__m_l1tex2xbar_write_bytes.sum"),
+)
 UNITS = {
     "byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12,
     "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "nsecond": 1e-9, "usecond": 1e-6, "msecond": 1e-3, "second": 1.0,
 }  # fmt: skip
 
 
-def count(module, names, metrics=TRAFFIC, *, timeout=120.0):
-    """Count the events of some calls.
+@functools.cache
+def count(module, names, metrics=TRAFFIC, timeout=240.0):
+    """Count the events of some calls, all in one process; asked again, the same is returned.
 
     Parameters
     ----------
     module : str
         A module with ``counted(name)``.
-    names : iterable of str
+    names : tuple of str
         Calls of it.
-    metrics : mapping of str to str
-        ``ncu``'s metrics by the names wanted.
+    metrics : tuple of (str, str)
+        Names and ``ncu``'s metrics.
     timeout : float
         Seconds.
 
@@ -56,47 +61,39 @@ def count(module, names, metrics=TRAFFIC, *, timeout=120.0):
     RuntimeError
         ``ncu`` is missing or failed; with the end of its messages.
     """
-    names = list(names)
     if shutil.which("ncu") is None:
         raise RuntimeError("ncu (Nsight Compute) is not installed; the counters need it")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "counts.csv"
         command = ["ncu", "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off"]
-        command += ["--nvtx", "--csv", "--page", "raw", "--metrics", ",".join(metrics.values()), "--log-file", str(log)]
-        command += [sys.executable, "-m", "bench.counters", module, *names]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=os.environ)
+        command += ["--nvtx", "--csv", "--page", "raw", "--metrics", ",".join(dict(metrics).values())]
+        command += ["--log-file", str(log), sys.executable, "-m", "bench.counters", module, *names]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
         text = log.read_text() if log.exists() else ""
     if done.stderr.strip():
         print(done.stderr.strip()[-2000:], file=sys.stderr)
     if done.returncode or '"ID"' not in text:
-        lines = (text.strip() + "\n" + done.stdout.strip() + "\n" + done.stderr.strip()).strip().splitlines()
-        raise RuntimeError("ncu: " + " | ".join(lines[-3:])[-400:])
-    return parse(text, names, metrics)
+        said = "\n".join([text, done.stdout, done.stderr]).strip().splitlines()
+        raise RuntimeError("ncu: " + " | ".join(said[-3:])[-400:])
+    return parse(text, names, dict(metrics))
 
 
 def parse(text, names, metrics):
     """Return the kernels of each named range from the text of ``ncu --csv --page raw``."""
-    start = text.index('"ID"')
-    header, units, *rows = csv.reader(io.StringIO(text[start:]))
-    ranges = [place for place, title in enumerate(header) if "Range" in title]
-    kernel = header.index("Kernel Name")
+    units, *rows = csv.DictReader(io.StringIO(text[text.index('"ID"') :]))
     found = {name: [] for name in names}
     for row in rows:
-        if len(row) != len(header):
-            continue
-        marks = " ".join(row[place] for place in ranges)
-        name = next((name for name in found if f'"{name}"' in marks or f":{name}:" in marks), None)
-        if name is None:
-            continue
-        values = {key: _value(row, header, units, metric) for key, metric in metrics.items() if metric in header}
-        found[name].append({"kernel": row[kernel].partition("(")[0], **values})
+        marks = " ".join(value or "" for title, value in row.items() if "Range" in title)
+        for name in found:
+            if f'"{name}"' in marks or f":{name}:" in marks:
+                values = {key: _value(row[x], units[x]) for key, x in metrics.items() if x in row}
+                found[name].append({"kernel": row["Kernel Name"].partition("(")[0], **values})
     return found
 
 
-def _value(row, header, units, metric):
-    place = header.index(metric)
+def _value(text, unit):
     try:
-        return float(row[place].replace(",", "")) * UNITS.get(units[place], 1)
+        return float(text.replace(",", "")) * UNITS.get(unit, 1)
     except ValueError:
         return None
 
@@ -109,12 +106,10 @@ def total(kernels):
     >>> total([{"kernel": "a", "hbm_read": 1.0}, {"kernel": "b", "hbm_read": 2.0}])
     {'hbm_read': 3.0}
     """
-    sums = {}
+    sums = collections.Counter()
     for kernel in kernels:
-        for key, value in kernel.items():
-            if isinstance(value, (int, float)):
-                sums[key] = sums.get(key, 0.0) + value
-    return sums
+        sums.update({key: value for key, value in kernel.items() if isinstance(value, (int, float))})
+    return dict(sums)
 
 
 def moved(kernel):
@@ -145,18 +140,8 @@ def main():
         except Exception as error:  # the other calls go on; this one has no kernels
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
         call = None
-        _free()
-    return 0
-
-
-def _free():
-    """Give back what both allocators keep: the next call may need all of it."""
-    import cupy
-
-    cupy.get_default_memory_pool().free_all_blocks()
-    if "torch" in sys.modules:
-        sys.modules["torch"].cuda.empty_cache()
+        free_caches()  # the next call may need all of it
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

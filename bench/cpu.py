@@ -17,13 +17,10 @@ import functools
 import numpy as np
 
 import cuattn
-from bench import harness, timing
-from bench.harness import Point
+from bench import harness
+from bench.harness import Calls, Point, peak
 from bench.mask_samples import column_mask, samples
-from bench.memory import peak
 from bench.rows import cores
-
-__all__ = ["points"]
 
 HEADS, D = 8, 64
 TURNS = {4096: 11, 16384: 3}
@@ -31,40 +28,32 @@ LONG = 16384
 MASKS = ("none", "causal_document", "sliding_window", "share_question")
 
 
-def measure(n, backward):
+def measure(n, way):
     """Time cuattn at a length under every mask, in turn."""
-    q, k, v, do = harness.random_arrays(np, 4, (HEADS, n, D), np.float32, seed=2)
+    operands = harness.random_arrays(np, 4, (HEADS, n, D), np.float32, seed=2)
     masks = {kind: None if kind == "none" else column_mask(samples(kind, n, 1)) for kind in MASKS}
-
-    def both(mask):
-        cuattn.backward(do, q, k, v, cuattn.forward(q, k, v, mask=mask), mask=mask)
-
-    def forward(mask):
-        cuattn.attention(q, k, v, mask=mask)
-
-    calls = {kind: functools.partial(both if backward else forward, mask) for kind, mask in masks.items()}
-    found = timing.measure(calls, timing.HostClock(), seconds=0.0, least=TURNS[n])
+    both = {kind: Calls(*operands, mask=mask).both for kind, mask in masks.items()}
+    alone = {kind: functools.partial(cuattn.attention, *operands[:3], mask=mask) for kind, mask in masks.items()}
+    found = harness.timed(alone if way == "forward" else both, "cpu", 0.0, least=TURNS[n])
     return {
         f"cuattn-{kind}": {
-            **timing.timed(spent),
+            **row,
             "rho": 0.0 if masks[kind] is None else masks[kind].block_sparsity(128, 128),
             "problem": {"n": n, "heads": HEADS, "head_dim": D, "mask": kind},
         }
-        for kind, spent in found.items()
+        for kind, row in found.items()
     }
 
 
 def memory():
     """Return the peak of memory beyond arguments and results at N = 16384, in bytes per thread."""
-    q, k, v, do = harness.random_arrays(np, 4, (2, LONG, D), np.float32)
-    fwd = cuattn.forward(q, k, v)
-    calls = {"forward": lambda: cuattn.forward(q, k, v), "backward": lambda: cuattn.backward(do, q, k, v, fwd)}
+    calls = Calls(*harness.random_arrays(np, 4, (2, LONG, D), np.float32))
     rows = {}
-    for name, call in calls.items():
+    for way, results in (("forward", calls.fwd), ("backward", calls.backward())):
         with peak("cpu") as used:
-            results = call()
+            getattr(calls, way)()
         own = sum(x.nbytes for x in results if isinstance(x, np.ndarray))
-        rows[f"cuattn-{name}"] = {"bytes_per_thread": (used.bytes - own) / cores(), "problem": {"n": LONG}}
+        rows[f"cuattn-{way}"] = {"bytes_per_thread": (used.bytes - own) / cores(), "problem": {"n": LONG}}
     return rows
 
 
@@ -72,7 +61,7 @@ def points(arguments):
     """Return what cuattn does alone."""
     runners = tuple(f"cuattn-{kind}" for kind in MASKS)
     found = [
-        Point(f"cpu-visible/N{n}/{direction}", runners, functools.partial(measure, n, direction != "forward"))
+        Point(f"cpu-visible/N{n}/{direction}", runners, functools.partial(measure, n, direction))
         for n in TURNS
         for direction in ("forward", "forward+backward")
     ]

@@ -15,6 +15,7 @@ local.
 Where KeOps (``pykeops``) is importable, it computes the same over the whole image on the GPU, beside cuattn.
 """
 
+import functools
 import importlib.util
 import io
 import math
@@ -27,8 +28,6 @@ import cuattn
 from bench import harness
 from bench.harness import one
 from cuattn.masks import ColumnMask
-
-__all__ = ["by_keops", "denoise", "noisy", "patches", "photograph", "points", "psnr"]
 
 SIGMA = 0.1  # of the noise; pixels lie in [0, 1]
 RADIUS = 1  # of a patch: 3 x 3 pixels of three colours
@@ -64,11 +63,10 @@ def noisy(image, sigma=SIGMA):
 
 def patches(xp, image, radius=RADIUS):
     """Return each pixel's patch, (pixels, 3 (2 radius + 1)^2), about the mean of all."""
-    height, width, _ = image.shape
     padded = xp.pad(image, ((radius, radius), (radius, radius), (0, 0)), mode="reflect")
-    steps = range(2 * radius + 1)
-    shifted = [padded[y : y + height, x : x + width] for y in steps for x in steps]
-    found = xp.concatenate(shifted, axis=2).reshape(height * width, -1)
+    width = 2 * radius + 1
+    windows = xp.lib.stride_tricks.sliding_window_view(padded, (width, width), axis=(0, 1))
+    found = windows.reshape(len(image) * image.shape[1], -1)
     return found - found.mean(axis=0)  # distances stay; inner products lose fewer digits
 
 
@@ -138,38 +136,35 @@ def measure(truth, rows, device, seconds, keops=False):
     """Denoise, judge and time."""
     xp = harness.namespace(device)
     image = xp.asarray(noisy(truth))
-    call = (lambda: by_keops(xp, image)) if keops else (lambda: denoise(xp, image, rows))
+    call = functools.partial(by_keops, xp, image) if keops else functools.partial(denoise, xp, image, rows)
     start = time.perf_counter()
     result = call()
     harness.synchronize(xp)
     first = time.perf_counter() - start
-    timed = harness.timed(call, device, seconds, least=3 if device == "cuda" else 1, most=10)
-    n = truth.shape[0] * truth.shape[1]
-    visible = n * n if rows is None else n * min(2 * rows * truth.shape[1], n)
+    height, width, _ = truth.shape
+    n = height * width
     result = result.cpu().numpy() if keops else result if device == "cpu" else result.get()
     return {
-        **timed,
+        **harness.timed({"": call}, device, seconds, least=3 if device == "cuda" else 1, most=10)[""],
         "first_call_s": round(first, 3),
-        "problem": {"height": truth.shape[0], "width": truth.shape[1], "rows": rows, "sigma": SIGMA},
-        "pairs": visible,
+        "problem": {"height": height, "width": width, "rows": rows, "sigma": SIGMA},
+        "pairs": n * (n if rows is None else min(2 * rows * width, n)),
         "psnr_before": round(psnr(noisy(truth), truth), 2),
         "psnr_after": round(psnr(result, truth), 2),
     }
 
 
 def points(arguments):
-    """Return what is measured: a local search, and on a GPU the whole image; on a host, the picture too."""
-    device, tiny = arguments.device, arguments.tiny
+    """Return what is measured: a local search, and on a GPU the whole image too, by KeOps as well."""
+    device, tiny, seconds = arguments.device, arguments.tiny, arguments.seconds
     runner = "cuattn-cupy" if device == "cuda" else "cuattn-numpy"
     truth = photograph(arguments.photo)
     truth = truth[: TINY[0], : TINY[1]] if tiny else truth
-    searches = {"local": ROWS} if device == "cpu" and not tiny else {"local": ROWS, "whole": None}
-    found = [
-        one(f"denoise/{label}/float32", runner, measure, truth, rows, device, arguments.seconds)
-        for label, rows in searches.items()
-    ]
+    found = [one("denoise/local/float32", runner, measure, truth, ROWS, device, seconds)]
+    if device == "cuda" or tiny:
+        found.append(one("denoise/whole/float32", runner, measure, truth, None, device, seconds))
     if device == "cuda" and _keops_runs():
-        found.append(one("denoise/whole/float32", "keops", measure, truth, None, device, arguments.seconds, True))
+        found.append(one("denoise/whole/float32", "keops", measure, truth, None, device, seconds, True))
     return found
 
 
@@ -191,18 +186,18 @@ def picture(truth, path):
     clean = denoise(np, dirty)
     figure = Figure(figsize=(9.6, 6.2), layout="constrained")
     panels = figure.subplots(2, 3, height_ratios=(1.17, 0.6))
-    middle, size = (int(truth.shape[0] * 0.36), int(truth.shape[1] * 0.52)), (48, 80)
-    detail = tuple(slice(max(c - s, 0), c + s) for c, s in zip(middle, size, strict=True))
+    y, x = int(truth.shape[0] * 0.36), int(truth.shape[1] * 0.52)
+    detail = slice(max(y - 48, 0), y + 48), slice(max(x - 80, 0), x + 80)
     shown = {
         "photograph": truth,
         f"with noise, {psnr(dirty, truth):.1f} dB": dirty,
         f"non-local means, {psnr(clean, truth):.1f} dB": clean,
     }
-    for column, (title, image) in enumerate(shown.items()):
-        panels[0, column].set_title(title, fontsize=11)
-        for row, part in enumerate((image, image[detail])):
-            panels[row, column].imshow(np.clip(part, 0, 1), interpolation="nearest")
-            panels[row, column].set_axis_off()
+    for column, (title, image) in zip(panels.T, shown.items(), strict=True):
+        column[0].set_title(title, fontsize=11)
+        for axis, part in zip(column, (image, image[detail]), strict=True):
+            axis.imshow(np.clip(part, 0, 1), interpolation="nearest")
+            axis.set_axis_off()
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=80, facecolor="white")
     Image.open(drawn).convert("RGB").quantize(256).save(path, optimize=True)  # noise takes much room in full colour
@@ -211,4 +206,4 @@ def picture(truth, path):
 PHOTO = {"--photo": {"type": Path, "help": "another photograph, or one as .npy where matplotlib is missing"}}
 
 if __name__ == "__main__":
-    raise SystemExit(harness.main(__doc__, "denoise", points, PHOTO))
+    harness.main(__doc__, "denoise", points, PHOTO)

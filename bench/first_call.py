@@ -4,7 +4,6 @@ A table of ``python -m bench.portable``.  ``python -m bench.first_call forward``
 its first call.
 """
 
-import argparse
 import functools
 import os
 import subprocess
@@ -12,11 +11,10 @@ import sys
 import tempfile
 import time
 
-from bench import timing
-from bench.harness import Point
+from bench import harness, timing
+from bench.harness import Calls, Point
 from bench.rows import ROOT
-
-__all__ = ["points"]
+from cuattn import masks
 
 TABLE = "first-call"
 PROBLEMS = (("forward", "full"), ("forward", "causal_document"), ("backward", "full"))
@@ -24,34 +22,26 @@ FROM_DISK = 3  # times that the call from the disk cache is measured
 SHAPE = (2, 4, 1024, 128)
 
 
-def child(direction, mask, kernel):
+def child(direction, mask, kernel=None):
     """Return the seconds of this process's first call of `direction`, until its result is there.
 
     The CUDA context, the arrays and, for a backward, the forward exist before.
     """
-    import cupy
-
-    import cuattn
-
-    rng = cupy.random.default_rng(1)
-    q, k, v, do = (rng.standard_normal(SHAPE, dtype=cupy.float32).astype(cupy.float16) for _ in range(4))
-    options = {"kernel": kernel}
-    if mask != "full":
-        options["mask"] = getattr(cuattn.masks, mask)([SHAPE[2] // 4] * 4)
-    fwd = cuattn.forward(q, k, v, **options) if direction == "backward" else None
-    cupy.cuda.Device().synchronize()
+    cupy = harness.namespace("cuda")
+    lengths = [SHAPE[2] // 4] * 4
+    options = {} if mask == "full" else {"mask": getattr(masks, mask)(lengths)}
+    calls = Calls(*harness.random_arrays(cupy, 4, SHAPE, cupy.float16), kernel=kernel, **options)
+    if direction == "backward":
+        calls.fwd  # noqa: B018
+    harness.synchronize(cupy)
     begin = time.perf_counter()
-    if fwd is None:
-        cuattn.forward(q, k, v, **options)
-    else:
-        cuattn.backward(do, q, k, v, fwd, **options)
-    cupy.cuda.Device().synchronize()
+    getattr(calls, direction)()
+    harness.synchronize(cupy)
     return time.perf_counter() - begin
 
 
-def _in_child(cache, direction, mask, kernel):
-    command = [sys.executable, "-m", "bench.first_call", direction, "--mask", mask]
-    command += ["--kernel", kernel] if kernel else []
+def _in_child(cache, *arguments):
+    command = [sys.executable, "-m", "bench.first_call", *filter(None, arguments)]
     folders = {"CUATTN_CACHE_DIR": f"{cache}/cuattn", "CUPY_CACHE_DIR": f"{cache}/cupy"}
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **folders}, capture_output=True, text=True)
     if done.returncode:
@@ -92,16 +82,5 @@ def points(arguments):
     ]
 
 
-def main():
-    """Run the child."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("direction", choices=("forward", "backward"))
-    parser.add_argument("--mask", default="full")
-    parser.add_argument("--kernel")
-    arguments = parser.parse_args()
-    print(child(arguments.direction, arguments.mask, arguments.kernel))
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    print(child(*sys.argv[1:]))

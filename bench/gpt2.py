@@ -13,8 +13,6 @@ from bench.cases import select
 from bench.harness import Point
 from bench.peers import make
 
-__all__ = ["counted", "points"]
-
 RUNNERS = ("cuattn", "cuattn-sm80", "standard", "fa2", "cudnn")
 KEPT = 4  # kernels that a row names, the ones that move most
 
@@ -32,18 +30,12 @@ def counted(name):
     return call
 
 
-@functools.lru_cache(maxsize=1)
-def _kernels():
-    """Count all calls in one process."""
-    names = [f"{case.label}:{runner}" for case in select(["gpt2"]) for runner in RUNNERS]
-    return counters.count("bench.gpt2", names, counters.HBM)
-
-
 def count(case):
     """Return the bytes that each runner moves in a case."""
-    rows = {}
+    names = tuple(f"{case.label}:{runner}" for case in select(["gpt2"]) for runner in RUNNERS)
+    counts, rows = counters.count("bench.gpt2", names, counters.HBM), {}
     for runner in RUNNERS:
-        kernels = sorted(_kernels()[f"{case.label}:{runner}"], key=counters.moved, reverse=True)
+        kernels = sorted(counts[f"{case.label}:{runner}"], key=counters.moved, reverse=True)
         rows[runner] = {
             "problem": case.as_dict(),
             "counters": counters.total(kernels),

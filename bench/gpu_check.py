@@ -4,7 +4,7 @@
 
 The report names the device, the versions, the counts, the failures and the git tree ids of kernels/, cuattn/ and
 tests/, so that a reader can tell which files were tested.  The ids are read from git here, or handed in where the copy
-has no .git (``--trees``, ``--kernels-tree ID`` and so on, or ``$CUATTN_TREES``).  With ``--full`` the product of all
+has no .git (``--trees`` or ``$CUATTN_TREES``).  With ``--full`` the product of all
 features runs, and property tests look at more examples.
 
 Compiling kernels and computing oracles keeps processors busier than the GPU, so the tests run in several processes,
@@ -12,22 +12,25 @@ each with one BLAS thread: process I of N takes every N-th test.
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import multiprocessing
 import os
 import pathlib
 import platform
+import queue
 import signal
 import sys
 
 import pytest
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench.harness import COLUMNS  # noqa: E402
 from bench.rows import cores, sources  # noqa: E402
 
 REPORT = ROOT / "bench" / "results" / "gpu-tests.json"
@@ -110,50 +113,38 @@ def environment():
         "compute_capability": device.compute_capability,
         "driver": cupy.cuda.runtime.driverGetVersion(),
         "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
-        "cupy": cupy.__version__,
-        "numpy": numpy.__version__,
+        **{module.__name__: module.__version__ for module in (cupy, numpy)},
         "python": platform.python_version(),
         "cuattn": cuattn.__version__,
     }
 
 
-def run(arguments, part, parts, send):
-    """Run one process's share of the tests; return pytest's exit status."""
+def _child(arguments, part, parts, messages):
+    """Run one process's share of the tests; end with pytest's exit status."""
     # Without the terminal plugin its options do not exist either, those of pyproject.toml included.
     quiet = ["-p", "no:terminal", "-p", "no:cacheprovider", "-o", "addopts=", "--strict-markers", "-m", "gpu"]
-    return int(pytest.main([*quiet, *arguments], plugins=[Reporter(send, part, parts)]))
-
-
-def _child(arguments, part, parts, queue):
-    sys.exit(run(arguments, part, parts, lambda *message: queue.put(message)))
+    reporter = Reporter(lambda *message: messages.put(message), part, parts)
+    sys.exit(int(pytest.main([*quiet, *arguments], plugins=[reporter])))
 
 
 def main(arguments=None):
     """Run the tests, write the report, return 0 when all passed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name in TREES:
-        parser.add_argument(f"--{name}-tree", default=None, help=f"git tree id of {name}/ where the copy has no .git")
-    parser.add_argument("--trees", metavar="NAME=ID,...", help="the same for all (or $CUATTN_TREES)")
+    parser.add_argument("--trees", metavar="NAME=ID,...", help="git tree ids where the copy has no .git")
     parser.add_argument("--full", action="store_true", help="all variants, more examples")
     parser.add_argument("--workers", type=int, default=min(cores(), 8), help="processes")
     parser.add_argument("pytest", nargs="*", help="further pytest arguments, after --")
     options = parser.parse_args(arguments)
     os.environ.setdefault("CUATTN_EXAMPLES", EXAMPLES[options.full])
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else one process takes 75 % of the GPU's memory
-    if options.full:
-        os.environ["CUATTN_FULL"] = "1"
+    os.environ.update({**ONE_THREAD, **({"CUATTN_FULL": "1"} if options.full else {})})
     os.chdir(ROOT)
-    tests = options.pytest or ["tests"]
-    if options.workers > 1:
-        os.environ.update(ONE_THREAD)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console) as progress:
+    with Progress(*COLUMNS, console=console) as progress:
         collector = Collector(progress)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: what has run is reported
-        status = _in_processes(tests, options.workers, collector)
+        status = in_processes(options.pytest or ["tests"], options.workers, collector)
     _, trees = sources(options.trees, TREES)
-    trees = {name: getattr(options, f"{name}_tree") or trees.get(name) for name in TREES}
     report = {
         "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         **environment(),
@@ -161,36 +152,30 @@ def main(arguments=None):
         "counts": collector.counts,
         "failures": collector.failures,
         "unfinished": sorted(collector.running),
-        "trees": {name: None if (tree or "+").endswith("+") else tree for name, tree in trees.items()},
+        "trees": {name: None if (tree := trees.get(name, "+")).endswith("+") else tree for name in TREES},
     }
-    REPORT.parent.mkdir(parents=True, exist_ok=True)
     REPORT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     console.print(f"{collector.counts} on {report['device']}; report in {REPORT.relative_to(ROOT)}")
     return status
 
 
-def _in_processes(tests, workers, collector):
-    """Run the tests in this process or in several; return 0 when all of them ended well."""
-    if workers == 1:
-        return run(tests, 0, 1, collector.take)
+def in_processes(tests, workers, collector):
+    """Run the tests in several processes; return 0 when all of them ended well."""
     context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    children = [context.Process(target=_child, args=(tests, part, workers, queue)) for part in range(workers)]
+    messages = context.Queue()
+    children = [context.Process(target=_child, args=(tests, part, workers, messages)) for part in range(workers)]
     for child in children:
         child.start()
     try:
-        while any(child.is_alive() for child in children) or not queue.empty():
-            try:
-                collector.take(*queue.get(timeout=0.5))
-            except multiprocessing.queues.Empty:
-                continue
+        while any(child.is_alive() for child in children) or not messages.empty():
+            with contextlib.suppress(queue.Empty):
+                collector.take(*messages.get(timeout=0.5))
     except KeyboardInterrupt:
         for child in children:
             child.terminate()
     for child in children:
         child.join()
-    bad = [child.exitcode for child in children if child.exitcode not in (0, 5)]  # 5: no tests in this share
-    return bad[0] if bad else 0
+    return next((child.exitcode for child in children if child.exitcode not in (0, 5)), 0)  # 5: no tests in this share
 
 
 if __name__ == "__main__":

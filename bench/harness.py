@@ -1,4 +1,4 @@
-"""What every measuring command shares: points to measure, files that resume, a budget, progress, clocks, arrays.
+"""What every measuring command shares: points to measure, files that resume, a budget, clocks, arrays, memory.
 
 A command names its points.  Each is measured by one call that returns, per runner, the values of a row.  A point that
 fails leaves rows that say why, and the others go on.  What a file of rows already holds for the same machine and
@@ -8,37 +8,29 @@ sources is not measured again.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import importlib
+import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import tracemalloc
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+import cuattn
 from bench import timing
-from bench.rows import RESULTS, Row, RowFile, environment
+from bench.rows import RESULTS, RowFile, environment
 
-__all__ = [
-    "Point",
-    "clock",
-    "console",
-    "main",
-    "matches",
-    "namespace",
-    "one",
-    "parser",
-    "random_arrays",
-    "run",
-    "synchronize",
-    "timed",
-]
+COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """One thing to measure.
 
     Attributes
@@ -55,7 +47,7 @@ class Point:
 
     case: str
     runners: tuple[str, ...]
-    measure: Callable[[], Mapping[str, Row]]
+    measure: Callable[[], dict[str, Any]]
     retry: bool = True
 
 
@@ -64,17 +56,71 @@ def one(case, runner, measure, *arguments):
     return Point(case, (runner,), lambda: {runner: measure(*arguments)})
 
 
-def parser(description, name):
+class Calls:
+    """What cuattn can be asked of some operands: ``forward``, ``backward`` after one forward, ``both``, ``results``.
+
+    Parameters
+    ----------
+    q, k, v, do : array
+        NumPy, CuPy or any that cuattn takes; do may be None where no gradient is asked for.
+    package : module
+        cuattn, or another version of it.
+    **options
+        Of the forward and the backward; `deterministic` goes to the backward alone, `rng` and `out_dtype` to the
+        forward.  Grouped heads are seen in the shapes.
+    """
+
+    def __init__(self, q, k, v, do=None, *, package=cuattn, deterministic=False, **options):
+        self.package, self.operands, self.do = package, (q, k, v), do
+        self.first = {key: options.pop(key) for key in ("rng", "out_dtype") if key in options}
+        self.exact = {"deterministic": True} if deterministic else {}
+        grouped = {"enable_gqa": True} if q.shape[-3:-2] != k.shape[-3:-2] else {}
+        self.options = options | grouped
+
+    def forward(self):
+        """Compute the forward."""
+        return self.package.forward(*self.operands, **self.options, **self.first)
+
+    @functools.cached_property
+    def fwd(self):
+        """The forward that `backward` follows, computed once."""
+        return self.forward()
+
+    def backward(self, fwd=None):
+        """Compute the gradients, of a given forward or of the one that is kept."""
+        fwd = self.fwd if fwd is None else fwd
+        return self.package.backward(self.do, *self.operands, fwd, **self.options, **self.exact)
+
+    def both(self):
+        """Compute the forward and the gradients; return o, dq, dk, dv."""
+        fwd = self.forward()
+        return fwd.o, *self.backward(fwd)[:3]
+
+    def plan(self, direction):
+        """Return the printed plan; a plan that fails must not keep the call itself from being measured."""
+        exact = self.exact if direction == "backward" else {}
+        rng = {key: x for key, x in self.first.items() if key == "rng"}
+        try:
+            return str(self.package.plan(*self.operands, direction=direction, **self.options, **rng, **exact))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def parser(description, name, more=(), **defaults):
     """Return the parser of a command.
 
     Parameters
     ----------
     description : str
-        What it measures.
+        What it measures, in its first line.
     name : str
         Rows go to ``bench/results/NAME.json``.
+    more : mapping of str to dict, optional
+        Options of its own, as ``add_argument`` takes them.
+    **defaults
+        Other defaults of the shared options.
     """
-    found = argparse.ArgumentParser(description=description)
+    found = argparse.ArgumentParser(description=description.partition("\n")[0])
     found.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="cases whose name or a word matches")
     found.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="start no case past this time")
     found.add_argument("--seconds", type=float, default=0.5, help="device time to sample per case")
@@ -83,35 +129,16 @@ def parser(description, name):
     found.add_argument("--trees", metavar="NAME=ID,...", help="git ids of a copy without git (or $CUATTN_TREES)")
     found.add_argument("--out", type=Path, default=RESULTS / f"{name}.json", metavar="FILE")
     found.add_argument("--list", action="store_true", help="print the cases and stop")
+    for option, settings in dict(more).items():
+        found.add_argument(option, **settings)
+    found.set_defaults(**defaults)
     return found
 
 
-def main(description, name, points, more=None, **defaults):
-    """Run a command: parse its line, measure its points, return 0.
-
-    Parameters
-    ----------
-    description, name : str
-        As for `parser`; of the description, the first line.
-    points : callable
-        Given the parsed arguments, returns the points.
-    more : mapping of str to dict, optional
-        Options of its own, as ``add_argument`` takes them.
-    **defaults
-        Other defaults of the shared options.
-    """
-    found = parser(description.splitlines()[0], name)
-    for option, settings in (more or {}).items():
-        found.add_argument(option, **settings)
-    found.set_defaults(**defaults)
-    arguments = found.parse_args()
+def main(description, name, points, more=(), **defaults):
+    """Run a command: parse its line, measure ``points(arguments)``; the rest as for `parser`."""
+    arguments = parser(description, name, more, **defaults).parse_args()
     run(arguments, points(arguments), {"tiny": arguments.tiny})
-    return 0
-
-
-def console():
-    """Return the terminal, or wide lines where the output is none."""
-    return Console(width=None if Console().is_terminal else 200)
 
 
 def matches(name, patterns):
@@ -123,7 +150,6 @@ def matches(name, patterns):
     (True, True)
     """
     words = (name, *name.replace("/", "-").split("-"))
-    patterns = list(patterns)
     return not patterns or any(fnmatchcase(word, pattern) for word in words for pattern in patterns)
 
 
@@ -146,7 +172,7 @@ def run(arguments, points, options=None, show=None):
     list of str
         Cases left for another run.
     """
-    show = show or console()
+    show = show or Console(width=None if Console().is_terminal else 200)
     wanted = [point for point in points if matches(point.case, arguments.only)]
     if arguments.list:
         for point in wanted:
@@ -155,8 +181,7 @@ def run(arguments, points, options=None, show=None):
     file = RowFile(arguments.out, environment(arguments.device, arguments.trees, options))
     todo = [point for point in wanted if not file.done(point.case, point.runners, point.retry)]
     begin, longest = time.monotonic(), 0.0
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=show, transient=True, disable=not show.is_terminal) as progress:
+    with Progress(*COLUMNS, console=show, transient=True, disable=not show.is_terminal) as progress:
         task = progress.add_task(arguments.out.stem, total=len(todo))
         for index, point in enumerate(todo):
             start = time.monotonic()
@@ -210,12 +235,82 @@ def synchronize(xp):
         xp.cuda.Device().synchronize()
 
 
+def placed(mask, device):
+    """Return a mask where it is needed."""
+    return mask.to_device() if device == "cuda" else mask
+
+
 def random_arrays(xp, count, shape, dtype, seed=1):
     """Return standard normal arrays, the same at every call with the same library."""
     generator = xp.random.default_rng(seed)
     return [generator.standard_normal(shape, dtype=xp.float32).astype(dtype) for _ in range(count)]
 
 
-def timed(call, device, seconds, **rounds):
-    """Time one call alone; return the values of `timing.timed`."""
-    return timing.timed(timing.measure({"": call}, clock(device), seconds=seconds, **rounds)[""])
+def timed(calls, device, seconds, **rounds):
+    """Time calls in turn; return the values that `timing.timed` makes of each one's samples."""
+    samples = timing.measure(calls, clock(device), seconds=seconds, **rounds)
+    return {name: timing.timed(spent) for name, spent in samples.items()}
+
+
+def free_caches():
+    """Give back what the allocators of PyTorch and CuPy keep, those of them that are there."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
+    if "cupy" in sys.modules:
+        sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
+
+
+@contextlib.contextmanager
+def peak(device):
+    """Observe the allocations of CuPy and PyTorch (``"cuda"``), or of NumPy (``"cpu"``, which slows Python down).
+
+    Yields
+    ------
+    SimpleNamespace
+        Its ``bytes`` at the peak, beyond those in use at the start, once the work is done.  On a GPU the sum of both
+        allocators' peaks: exact where only one of them allocates meanwhile.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> with peak("cpu") as found:
+    ...     _ = np.ones(1 << 20, np.uint8)
+    >>> found.bytes >> 20
+    1
+    """
+    found = SimpleNamespace(bytes=0)
+    if device != "cuda":
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        try:
+            yield found
+            found.bytes = tracemalloc.get_traced_memory()[1] - before
+        finally:
+            tracemalloc.stop()
+        return
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    hook = _hook()
+    with hook:
+        yield found
+    found.bytes = hook.most + (torch.cuda.max_memory_allocated() - before if torch is not None else 0)
+
+
+def _hook():
+    """Return a CuPy memory hook that keeps the most bytes in use at a time."""
+    import cupy
+
+    class Hook(cupy.cuda.MemoryHook):
+        name = "peak"
+        now = most = 0
+
+        def malloc_postprocess(self, **block):
+            self.now += block["mem_size"]
+            self.most = max(self.most, self.now)
+
+        def free_postprocess(self, **block):
+            self.now -= block["mem_size"]
+
+    return Hook()

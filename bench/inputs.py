@@ -1,7 +1,5 @@
 """The arrays of a case: made once, shared by every runner, checked against one reference."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -11,9 +9,8 @@ import numpy as np
 
 from bench.cases import Case
 from bench.mask_samples import Sample, column_mask, samples
-from bench.reference import Reference, Visible
-
-__all__ = ["DROPOUT_STATE", "Inputs", "dropout_noise", "make", "reference"]
+from bench.reference import Head, Reference, weights
+from cuattn import rng
 
 SEED = 1234
 DROPOUT_STATE = (0x5EED, 7)  # seed and offset of cuattn's dropout
@@ -53,9 +50,9 @@ class Inputs:
     k: Any
     v: Any
     do: Any
-    samples: tuple[Sample, ...]
-    mask: Any
-    rho: float
+    samples: tuple[Sample, ...] = ()
+    mask: Any = None
+    rho: float = 0.0
     blank: bool = False
     bias: Any = None
     visible: Any = None
@@ -85,32 +82,28 @@ def make(case, device, shared_mask=False, blank=False):
     dtype = getattr(torch, case.dtype)
     generator = torch.Generator(device=device).manual_seed(SEED)
 
-    def normal(heads, n):
-        shape = (case.batch, heads, n, case.head_dim)
+    def normal(*shape):
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
-    def zeros(heads, n):
-        shape = (case.batch, heads, n, case.head_dim)
+    def zeros(*shape):
         return memory[: math.prod(shape)].view(shape).detach()
 
     if blank:
-        sizes = case.heads * case.n_queries, case.kv_heads * case.n_keys
-        memory = torch.zeros(case.batch * max(sizes) * case.head_dim, dtype=dtype, device=device)
-    array = zeros if blank else normal
-    q, do = array(case.heads, case.n_queries), array(case.heads, case.n_queries)
-    k, v = array(case.kv_heads, case.n_keys), array(case.kv_heads, case.n_keys)
-    bias = visible = None
+        memory = torch.zeros(max(map(math.prod, (case.q_shape, case.k_shape))), dtype=dtype, device=device)
+    q, do, k, v = ((zeros if blank else normal)(*shape) for shape in [case.q_shape] * 2 + [case.k_shape] * 2)
+    found = Inputs(case, q, k, v, do, blank=blank)
     if case.bias:
         shape = (case.batch, 1, 1, case.n_keys) if case.bias == "keys" else (1, 1, case.n_queries, case.n_keys)
-        bias = torch.randn(shape, dtype=dtype, device=device, generator=generator)
+        found = replace(found, bias=normal(*shape))
     if case.mask == "random":
         visible = torch.rand((case.n_queries, case.n_keys), device=device, generator=generator) < RANDOM_SHARE
-    if case.mask in (None, "random"):
-        return Inputs(case, q, k, v, do, (), None, 0.0, blank, bias, visible)
+        return replace(found, visible=visible)
+    if case.mask is None:
+        return found
     drawn = samples(case.mask, case.n_keys, 1 if shared_mask else case.batch, case.documents)
     drawn = drawn * case.batch if shared_mask else drawn
     mask = column_mask(drawn)
-    return Inputs(case, q, k, v, do, drawn, mask, mask.block_sparsity(128, 128), blank, bias)
+    return replace(found, samples=drawn, mask=mask, rho=mask.block_sparsity(128, 128))
 
 
 def reference(inputs, gradients, dropped):
@@ -126,48 +119,51 @@ def reference(inputs, gradients, dropped):
         Drop what cuattn's random state drops; else the reference is without dropout.
     """
     case = inputs.case
-    places = [(0, 0)]
+    if gradients and case.heads > case.kv_heads:
+        raise ValueError(f"{case.name}: gradients of grouped heads are sums over heads, which no single head shows")
     small = case.n_queries * case.n_keys <= SMALL
-    if small:
-        places = list(itertools.islice(itertools.product(range(case.batch), range(case.heads)), MOST_HEADS))
+    every = itertools.product(range(case.batch), range(case.heads))
+    places = list(itertools.islice(every, MOST_HEADS if small else 1))
     if case.n_keys <= TWO_HEADS_UP_TO:
         places.append((case.batch - 1, case.heads - 1))
-    group = case.heads // case.kv_heads
     first = 0 if case.n_keys <= ALL_ROWS_UP_TO else max(case.n_queries - LAST_ROWS, 0)
-    heads = {
-        (b, h): (
-            inputs.q[b, h, first:], inputs.k[b, h // group], inputs.v[b, h // group], inputs.do[b, h, first:],
-            _visible(inputs, b, h, dropped, first),
-        )
-        for b, h in dict.fromkeys(places)
-    }  # fmt: skip
-    if gradients and group > 1:
-        raise ValueError(f"{case.name}: gradients of grouped heads are sums over heads, which no single head shows")
-    return Reference(heads, inputs.q.dtype, gradients, pooled=small)
+    heads = {place: _head(inputs, *place, gradients, dropped, first) for place in places}
+    return Reference(heads, inputs.q.dtype, pooled=small)
 
 
-def _visible(inputs, b, h, dropped, first=0):
+def _head(inputs, b, h, gradients=False, dropped=False, first=0):
+    """Return one head, from row `first` on."""
     import torch
 
     case, device = inputs.case, inputs.q.device
+    group = case.heads // case.kv_heads
     bounds = None
     if inputs.samples:
         mask = inputs.samples[b].column_mask()
         bounds = torch.from_numpy(np.stack([mask.lts, mask.lte, mask.uts, mask.ute])).to(device)
-    bias = None if inputs.bias is None else inputs.bias[b % len(inputs.bias), 0]
-    seen = Visible(case.causal, first, bounds, dense=inputs.visible, bias=bias)
-    if not (dropped and case.dropout):
-        return seen
-    from cuattn import rng
 
-    threshold = rng.threshold(case.dropout)
+    def visible(start, stop):
+        i = torch.arange(first + start, first + stop, device=device)[:, None]
+        if bounds is not None:
+            lts, lte, uts, ute = bounds
+            return ~(((i >= lts) & (i < lte)) | ((i >= uts) & (i < ute)))
+        if inputs.visible is not None:
+            return inputs.visible[first + start : first + stop]
+        return i >= torch.arange(case.n_keys, device=device) if case.causal else None
 
-    def keep(start, stop):
-        state = rng.RNGState(*DROPOUT_STATE)
-        bits = rng.keep(state, threshold, b * case.heads + h, (first + start, first + stop), (0, case.n_keys))
-        return torch.from_numpy(bits).to(device)
+    def see(start, stop):
+        bias = factor = None
+        if inputs.bias is not None:
+            bias = inputs.bias[b % len(inputs.bias), 0].expand(case.n_queries, -1)[first + start : first + stop]
+        if dropped and case.dropout:
+            threshold = rng.threshold(case.dropout)
+            rows, columns = (first + start, first + stop), (0, case.n_keys)
+            kept = rng.keep(rng.RNGState(*DROPOUT_STATE), threshold, b * case.heads + h, rows, columns)
+            factor = torch.from_numpy(kept).to(device).double() * (rng.LEVELS / (rng.LEVELS - threshold))
+        return 0 if bias is None else bias, visible(start, stop), 1 if factor is None else factor
 
-    return replace(seen, keep=keep, keep_scale=rng.LEVELS / (rng.LEVELS - threshold))
+    do = inputs.do[b, h, first:] if gradients else None
+    return Head(inputs.q[b, h, first:], inputs.k[b, h // group], inputs.v[b, h // group], do, see, first > 0)
 
 
 def dropout_noise(inputs, exact, o):
@@ -176,18 +172,10 @@ def dropout_noise(inputs, exact, o):
     With p the probability, each weight is multiplied by 0 or 1 / (1 - p), so that the mean square of the change is
     p / (1 - p) times the sum of the squared weights times the squared values.
     """
-    import torch
-
-    odds = inputs.case.dropout / (1 - inputs.case.dropout)
     changes = predicted = 0.0
-    for (b, h), results in exact.exact.items():
-        group = inputs.case.heads // inputs.case.kv_heads
-        q, k, v = (x.double() for x in (inputs.q[b, h], inputs.k[b, h // group], inputs.v[b, h // group]))
-        s = q @ k.T * q.shape[-1] ** -0.5
-        seen = _visible(inputs, b, h, False).rows(0, q.shape[0], k.shape[0], q.device)
-        if seen is not None:
-            s = s.masked_fill(~seen, -torch.inf)
-        weights = torch.softmax(s, dim=-1).nan_to_num(0.0)
-        predicted += (weights**2 @ v**2).sum().item() * odds
-        changes += ((o[b, h].double() - results["o"]) ** 2).sum().item()
-    return changes / predicted if predicted else 0.0
+    for place, results in exact.exact.items():
+        head = _head(inputs, *place)
+        q, k, v = (x.double() for x in head[:3])
+        predicted += (weights(q, k, *head.see(0, len(q))[:2]) ** 2 @ v**2).sum().item()
+        changes += ((o[place].double() - results["o"]) ** 2).sum().item()
+    return changes / predicted * (1 - inputs.case.dropout) / inputs.case.dropout if predicted else 0.0

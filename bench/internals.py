@@ -8,10 +8,8 @@ from unittest import mock
 from cuattn import dispatch
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
-from cuattn.cuda.sm80 import backward_plan, forward_plan
+from cuattn.cuda.sm80 import backward, forward
 from cuattn.cuda.sm80.tiles import BackwardTile, BackwardTiles, Tile
-
-__all__ = ["BACKWARD_TILES", "TILES", "nvrtc_version", "portable_tile", "study_kernel", "study_text"]
 
 STUDIES = Path(__file__).resolve().parent / "studies"
 nvrtc_version = compiler.nvrtc_version
@@ -35,24 +33,18 @@ BACKWARD_TILES = {
 
 @contextlib.contextmanager
 def portable_tile(tile):
-    """Let the portable forward or backward use `tile`; plans and launch sequences made before are forgotten."""
+    """Let the portable forward or backward use `tile`; launch sequences made before are forgotten."""
     if isinstance(tile, Tile):
-        changed = mock.patch.object(forward_plan, "forward_tile", lambda *_: tile)
+        changed = mock.patch.object(forward, "forward_tile", lambda *_: tile)
     else:
         tiles = BackwardTiles(tile, tile, tile, tile)
-        changed = mock.patch.object(backward_plan, "backward_tiles", lambda *_: tiles)
-    _forget()
+        changed = mock.patch.object(backward, "backward_tiles", lambda *_: tiles)
+    dispatch._known.cache_clear()
     try:
         with changed:
             yield
     finally:
-        _forget()
-
-
-def _forget():
-    forward_plan.forward_plan.cache_clear()
-    backward_plan.backward_plan.cache_clear()
-    dispatch._known.cache_clear()
+        dispatch._known.cache_clear()
 
 
 @functools.lru_cache(maxsize=64)

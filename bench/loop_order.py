@@ -8,26 +8,22 @@ papers count), ``queries-outside`` the lecture's change; both work with one bloc
 inner code of both and works on all row tiles side by side.
 """
 
-from __future__ import annotations
-
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from bench import counters, harness, internals, timing
+import cuattn
+from bench import counters, harness, internals
 from bench.harness import Point
+from bench.reference import Head, textbook
 from cuattn import io_model, reference
 
-__all__ = ["Problem", "counted", "expected", "points"]
-
-STUDY = "loop-order"
 BLOCK_N = 64  # keys of one inner step
 ROUNDINGS = 2.0  # times the textbook's error, and one rounding of o per block of keys where o is stored in 16 bits
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """`heads` heads of (n, d) float16 arrays, and a block of `block` keys (keys outside) or rows (queries outside)."""
 
     heads: int
@@ -45,12 +41,15 @@ class Problem:
         """The papers' M: the on-chip memory, in elements, whose block size is `block`."""
         return 4 * self.d * self.block
 
+    @property
+    def row(self):
+        """The part of a row that says what was computed."""
+        return {"problem": {**self._asdict(), "m": self.m}}
+
 
 PROBLEMS = (
     Problem(528, 1024, 64, 128),
-    Problem(528, 4096, 64, 64),
-    Problem(528, 4096, 64, 128),
-    Problem(528, 4096, 64, 256),
+    *(Problem(528, 4096, 64, block) for block in (64, 128, 256)),
     Problem(528, 8192, 64, 128),
     Problem(264, 4096, 128, 128),
 )
@@ -68,19 +67,16 @@ def expected(problem, runner):
 
     float16 arrays, float32 l and m; o as the kernel stores it.
     """
-    n, d, m = problem.n, problem.d, problem.m
-    blocks = -(-n // problem.block)
+    heads, n, d, block = problem
+    blocks = -(-n // block)
     if runner == "queries-outside":
-        read = 2 * n * d + blocks * 4 * n * d
-        written = 2 * n * d + 8 * n
-        lecture = io_model.lecture_swapped_forward(n, d, m)
+        read, written = 2 * n * d + blocks * 4 * n * d, 2 * n * d + 8 * n
+        lecture = io_model.lecture_swapped_forward(n, d, problem.m)
     else:
         output = KERNELS[runner][2] * n * d + 8 * n  # o, l and m
-        read = 4 * n * d + blocks * (2 * n * d + output)
-        written = (1 + blocks) * output
-        lecture = io_model.lecture_forward(n, d, m)
-    found = {"expected_read": read, "expected_write": written, "lecture": 2 * lecture}
-    return {key: problem.heads * value for key, value in found.items()}
+        read, written = 4 * n * d + blocks * (2 * n * d + output), (1 + blocks) * output
+        lecture = io_model.lecture_forward(n, d, problem.m)
+    return {"expected_read": heads * read, "expected_write": heads * written, "lecture": heads * 2 * lecture}
 
 
 def geometry(problem, runner):
@@ -94,19 +90,14 @@ def geometry(problem, runner):
         "head_dim": problem.d, "head_dim_v": problem.d, "block_m": block_m, "block_n": BLOCK_N, "keys_on_chip": keys,
         "warps": warps, "stages": 2, "min_blocks": 2 if warps == 4 else 1, "mask": 0, "dropout": 0, "tf32": False,
     }  # fmt: skip
-    row = 2 * problem.d
-    shared = row * (2 * keys + 2 * block_m) if outside else row * (4 * BLOCK_N + block_m)
-    return tuple(constants.items()), shared
+    return tuple(constants.items()), 2 * problem.d * (2 * keys + 2 * block_m if outside else 4 * BLOCK_N + block_m)
 
 
 def launcher(problem, runner, q, k, v):
     """Return a call that computes (o, l, m) with one of the kernels."""
-    import cupy
-
-    import cuattn
-
     if runner not in KERNELS:
         return lambda: cuattn.forward(q, k, v, kernel=runner.removeprefix("cuattn-"))[:3]
+    cupy = harness.namespace("cuda")
     name, out, _ = KERNELS[runner]
     constants, shared = geometry(problem, runner)
     kernel = internals.study_kernel("loop_order.cu", name, constants, shared)
@@ -124,86 +115,71 @@ def launcher(problem, runner, q, k, v):
 
 def arrays(xp, problem):
     """Return q, k and v."""
-    return harness.random_arrays(xp, 3, (problem.heads, problem.n, problem.d), xp.float16)
+    return harness.random_arrays(xp, 3, problem[:3], xp.float16)
 
 
 def check(problem, runner, operands, found):
     """Raise ValueError unless o of the first and the last head is as exact as the suite's rule asks."""
     import torch
 
-    from bench.reference import Visible, textbook
-
     blocks = problem.n // problem.block if runner.endswith("o16") else 0
-    for head in (0, problem.heads - 1):
-        q, k, v = (torch.from_dlpack(x[head]) for x in operands)
-        exact = textbook(q, k, v, None, Visible())["o"]
-        rough = textbook(q, k, v, None, Visible(), rounded_to=torch.float16)["o"]
-        o = torch.from_dlpack(found[0][head]).double()
+    for place in (0, problem.heads - 1):
+        head = Head(*(torch.from_dlpack(x[place]) for x in operands))
+        exact, rough = textbook(head)["o"], textbook(head, torch.float16)["o"]
+        far = (torch.from_dlpack(found[0][place]).double() - exact).abs().max()
         allowed = ROUNDINGS * (rough - exact).abs().max() + (1 + blocks) * 2**-10 * exact.abs().max()
-        if not bool((o - exact).abs().max() <= allowed):
-            raise ValueError(f"{runner} is {(o - exact).abs().max():.2g} from the exact o; {allowed:.2g} is allowed")
+        if not bool(far <= allowed):
+            raise ValueError(f"{runner} is {far:.2g} from the exact o; {allowed:.2g} is allowed")
 
 
 def counted(name):
     """Return the call of ``LABEL/RUNNER``, for `bench.counters`."""
-    import cupy
-
     label, runner = name.split("/")
     (problem,) = (problem for problem in PROBLEMS if problem.label == label)
-    return launcher(problem, runner, *arrays(cupy, problem))
-
-
-@functools.lru_cache(maxsize=1)
-def traffic(names):
-    """Count all calls in one process."""
-    found = counters.count("bench.loop_order", names, timeout=240)
-    return {name: counters.total(kernels) for name, kernels in found.items()}
+    return launcher(problem, runner, *arrays(harness.namespace("cuda"), problem))
 
 
 def measure(problem, seconds):
     """Check, time and count one problem with all runners."""
-    import cupy
-
-    q, k, v = arrays(cupy, problem)
-    calls = {runner: launcher(problem, runner, q, k, v) for runner in RUNNERS}
+    operands = arrays(harness.namespace("cuda"), problem)
+    calls = {runner: launcher(problem, runner, *operands) for runner in RUNNERS}
     for runner, call in calls.items():
-        check(problem, runner, [q, k, v], call())
-    samples = timing.measure(calls, harness.clock("cuda"), seconds=seconds)
-    counts = traffic(tuple(f"{p.label}/{runner}" for p in PROBLEMS for runner in RUNNERS))
-    rows = {}
-    for runner in RUNNERS:
-        model = expected(problem, runner) if runner in KERNELS else {}
-        rows[runner] = {**describe(problem), **timing.timed(samples[runner]), **model}
-        rows[runner]["counters"] = counts[f"{problem.label}/{runner}"]
-    return rows
+        check(problem, runner, operands, call())
+    timed = harness.timed(calls, "cuda", seconds)
+    counts = counters.count("bench.loop_order", tuple(f"{p.label}/{runner}" for p in PROBLEMS for runner in RUNNERS))
+    return {
+        runner: {
+            **problem.row,
+            **timed[runner],
+            **(expected(problem, runner) if runner in KERNELS else {}),
+            "counters": counters.total(counts[f"{problem.label}/{runner}"]),
+        }
+        for runner in RUNNERS
+    }
 
 
 def measure_reference(problem):
     """Count the accesses of the papers' algorithms in NumPy, in elements of one head."""
-    q, k, v = (x[0].astype(np.float64) for x in arrays(np, problem))
-    n, d, m = problem.n, problem.d, problem.m
-    rows = {}
-    for name, algorithm, lecture in (
-        ("keys-outside", functools.partial(reference.flash_forward, scale=1), io_model.lecture_forward(n, d, m)),
-        ("queries-outside", reference.swapped_forward, io_model.lecture_swapped_forward(n, d, m)),
-    ):
-        counts = algorithm(q, k, v, m).counts
-        rows[name] = {**describe(problem), "elements": counts.reads + counts.writes, "lecture": lecture}
-    return rows
-
-
-def describe(problem):
-    """Return the part of a row that says what was computed."""
-    return {"problem": {"heads": problem.heads, "n": problem.n, "d": problem.d, "block": problem.block, "m": problem.m}}
+    operands = [x[0].astype(np.float64) for x in arrays(np, problem)]
+    size = (problem.n, problem.d, problem.m)
+    found = {
+        "keys-outside": (reference.flash_forward(*operands, problem.m, scale=1), io_model.lecture_forward(*size)),
+        "queries-outside": (reference.swapped_forward(*operands, problem.m), io_model.lecture_swapped_forward(*size)),
+    }
+    return {
+        name: {**problem.row, "elements": result.counts.reads + result.counts.writes, "lecture": lecture}
+        for name, (result, lecture) in found.items()
+    }
 
 
 def points(arguments):
     """Return what is measured."""
+    problems, runners, call = PROBLEMS, RUNNERS, functools.partial(measure, seconds=arguments.seconds)
     if arguments.device == "cpu":
-        problems, runners = TINY if arguments.tiny else TINY + PROBLEMS[:1], ("keys-outside", "queries-outside")
-        return [Point(f"{STUDY}/{p.label}/forward", runners, lambda p=p: measure_reference(p)) for p in problems]
-    return [Point(f"{STUDY}/{p.label}/forward", RUNNERS, lambda p=p: measure(p, arguments.seconds)) for p in PROBLEMS]
+        problems = TINY if arguments.tiny else TINY + PROBLEMS[:1]
+        runners, call = ("keys-outside", "queries-outside"), measure_reference
+    return [Point(f"loop-order/{p.label}/forward", runners, functools.partial(call, p)) for p in problems]
 
 
 if __name__ == "__main__":
-    raise SystemExit(harness.main(__doc__, "loop_order", points))
+    harness.main(__doc__, "loop_order", points)

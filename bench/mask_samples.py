@@ -9,16 +9,11 @@ G. Wang et al., "FlashMask: Efficient and Rich Mask Extension of FlashAttention"
 sequence of 8K, 10-14 of 32K, 11-15 of 128K; a shared question has 2-6 answers.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuattn import masks
-
-__all__ = ["KINDS", "Sample", "column_mask", "documents_per_sequence", "question_and_answers", "samples", "split"]
 
 SEED = 20240924
 KINDS = (
@@ -40,8 +35,7 @@ SPANS = ((1 / 8, 0.0657), (0.2878, 0.2075))  # QK-sparse: start and length of ea
 SHORTEST = 0.25  # a document's length is drawn from [SHORTEST, 1), then all are scaled to fill the sequence
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """What one sequence may see.
 
     Attributes
@@ -50,38 +44,25 @@ class Sample:
         One of `KINDS`.
     n : int
         Tokens.
+    arguments : tuple
+        Of cuattn's constructor of that name.
     lengths : tuple of int
         Documents or blocks, where the kind has them; they fill the sequence.
-    parts : tuple
-        Per document: prefix length, or (question length, answer lengths).
-    number : int
-        Window, prefix, or first row that evicts.
     """
 
     kind: str
     n: int
+    arguments: tuple[Any, ...]
     lengths: tuple[int, ...] = ()
-    parts: tuple[Any, ...] = ()
-    number: int = 0
+
+    @property
+    def number(self):
+        """Window, prefix, or first row that evicts."""
+        return self.arguments[1]
 
     def column_mask(self, masks=masks):
         """Return the sample as a mask for one sequence, made by cuattn's `masks` or another version of them."""
-        n, number, make = self.n, self.number, getattr(masks, self.kind)
-        if self.kind in ("full", "causal"):
-            return make(n)
-        if self.kind in ("sliding_window", "prefix_lm_causal"):
-            return make(n, number)
-        if self.kind == "global_sliding_window":
-            return make(n, number, GLOBAL_TOKENS)
-        if self.kind in ("causal_document", "document", "causal_blockwise"):
-            return make(list(self.lengths))
-        if self.kind == "share_question":
-            return make(list(self.parts))
-        if self.kind == "prefix_lm_document":
-            return make(list(zip(self.parts, self.lengths, strict=True)))
-        if self.kind == "qk_sparse":
-            return make(n, list(self.parts))
-        return make(n, number, rng=np.random.default_rng(self.parts))
+        return getattr(masks, self.kind)(*self.arguments)
 
 
 def documents_per_sequence(n):
@@ -124,23 +105,25 @@ def column_mask(drawn, masks=masks):
 
 def _draw(kind, n, seed, documents):
     rng = np.random.default_rng(seed)
-    if kind in ("sliding_window", "global_sliding_window"):
-        return Sample(kind, n, number=max(n // 16, 1))
-    if kind in ("prefix_lm_causal", "random_eviction"):
-        return Sample(kind, n, number=n // 2, parts=seed if kind == "random_eviction" else ())
-    if kind == "qk_sparse":
-        return Sample(kind, n, parts=tuple((int(start * n), int(length * n)) for start, length in SPANS))
-    if kind in ("full", "causal"):
-        return Sample(kind, n)
+    plain = {
+        "full": (n,),
+        "causal": (n,),
+        "sliding_window": (n, max(n // 16, 1)),
+        "global_sliding_window": (n, max(n // 16, 1), GLOBAL_TOKENS),
+        "prefix_lm_causal": (n, n // 2),
+        "qk_sparse": (n, tuple((int(start * n), int(length * n)) for start, length in SPANS)),
+        "random_eviction": (n, n // 2, seed),
+    }
+    if kind in plain:
+        return Sample(kind, n, plain[kind])
     fewest, most = documents_per_sequence(n)
     wanted = int(rng.integers(fewest, most + 1)) if documents is None else documents
-    lengths = split(n, rng.uniform(SHORTEST, 1.0, size=wanted))
-    parts = ()
+    lengths = parts = split(n, rng.uniform(SHORTEST, 1.0, size=wanted))
     if kind == "share_question":
         parts = tuple(question_and_answers(rng, length) for length in lengths)
     elif kind == "prefix_lm_document":
-        parts = tuple(int(length * rng.uniform(0.25, 0.75)) for length in lengths)
-    return Sample(kind, n, lengths=lengths, parts=parts)
+        parts = tuple((int(length * rng.uniform(0.25, 0.75)), length) for length in lengths)
+    return Sample(kind, n, (parts,), lengths)
 
 
 def split(n, weights):

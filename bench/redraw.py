@@ -1,57 +1,52 @@
 """Redraw everything that is shown from the committed rows, without a GPU: pictures, tables, the README's section.
 
-python -m bench.redraw            # pictures and text
-python -m bench.redraw --text     # text alone
+python -m bench.redraw                   # pictures and text
+python -m bench.redraw --text            # text alone
+python -m bench.redraw --folder FOLDER   # pictures and tables of the files in another folder
 """
 
-from __future__ import annotations
-
 import argparse
-import importlib
 import textwrap
-from types import ModuleType
-from typing import NamedTuple
-
-import pandas as pd
-from rich.progress import track
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from bench import report, style
-from bench.rows import RESULTS, ROOT, Row
+from bench.rows import RESULTS, ROOT
 from bench.sections import LONG, SECTIONS
-
-__all__ = ["Shown", "available", "cpu", "draw", "insert", "readme", "tables"]
 
 BEGIN, END = "<!-- measured: written by python -m bench.redraw -->", "<!-- /measured -->"
 CPU_BEGIN, CPU_END = "<!-- cpu: written by python -m bench.redraw -->", "<!-- /cpu -->"
 VERSIONS = ("cupy-cuda13x", "cupy-cuda12x", "torch", "cuda", "nvrtc", "cudnn", "flash-attn-4")
 PEER_FILES = ("hopper", "portable")
+README = [name for name in SECTIONS if name != "cpu"]
 
 
 class Shown(NamedTuple):
     """A section whose rows are there."""
 
     name: str
-    section: ModuleType
-    runs: list[Row]
-    frame: pd.DataFrame
+    section: Any
+    runs: list
 
     def block(self, folder, link, brief=False):
         """Return its title, its text (or, in brief, its summary), its picture and its command."""
-        say = getattr(self.section, "summary", None) if brief else self.section.text
-        picture = f"![{self.section.TITLE}]({link}{self.name}.png)" if (folder / f"{self.name}.png").exists() else ""
-        parts = [self.section.TITLE, _fill(say(self.frame)) if say else "", picture, f"`{self.section.COMMAND}`"]
+        section = self.section
+        say = section.summary if brief else section.text
+        picture = f"![{section.title}]({link}{self.name}.png)" if (folder / f"{self.name}.png").exists() else ""
+        parts = [section.title, _fill(say()) if say else "", picture, f"`{section.command}`"]
         return "\n\n".join(filter(None, parts))
 
 
-def available(folder=RESULTS, names=SECTIONS):
+def available(folder=RESULTS, names=tuple(SECTIONS)):
     """Yield every section whose rows are there."""
     for name in names:
-        section = importlib.import_module(f"bench.sections.{name}")
-        files = getattr(section, "FILES", (name,))
-        runs, frame = report.read(path for file in files if (path := folder / f"{file}.json").exists())
-        mine = frame[frame["table"].str.startswith(getattr(section, "PREFIX", ""))] if len(frame) else frame
-        if len(mine) and (mine["status"] == "ok").any() and section.text(frame).count("\n|") > 1:
-            yield Shown(name, section, runs, frame)
+        kind = SECTIONS[name]
+        runs, frame = report.read(path for file in kind.files or [name] if (path := folder / f"{file}.json").exists())
+        mine = frame[frame["table"].str.startswith(kind.prefix)] if len(frame) else frame
+        if len(mine) and (mine["status"] == "ok").any():
+            section = kind(frame)
+            if section.text().count("\n|") > 1:
+                yield Shown(name, section, runs)
 
 
 def readme(folder=RESULTS):
@@ -64,14 +59,14 @@ def readme(folder=RESULTS):
         "[bench/results/tables.md](bench/results/tables.md)."
     )
     parts, machines = [], {}
-    for shown in available(folder):
+    for shown in available(folder, README):
         brief = shown.name in LONG
-        if not brief or hasattr(shown.section, "figure"):
+        if not brief or shown.section.figure:
             parts.append("### " + shown.block(folder, "bench/results/", brief))
-        used = set(shown.frame.loc[shown.frame["status"] != "unsupported", "run"])
-        for run in shown.runs:
-            if run["id"] in used:
-                machines.setdefault(_machine(run), {})[shown.name] = None
+        frame = shown.section.frame
+        used = set(frame.loc[frame["status"] != "unsupported", "run"])
+        for machine in dict.fromkeys(_machine(run) for run in shown.runs if run["id"] in used):
+            machines.setdefault(machine, []).append(shown.name)
     listed = (f"- {machine}: {', '.join(names)}" for machine, names in sorted(machines.items()))
     lines = "\n".join(textwrap.fill(item, 118, subsequent_indent="  ", break_long_words=False) for item in listed)
     return "\n\n".join([BEGIN, _fill(intro), lines, *parts, END])
@@ -81,8 +76,8 @@ def cpu(folder=RESULTS):
     """Return the README's paragraph on the CPU, between its marks."""
     (shown,) = available(folder, ["cpu"])
     where = "; ".join(sorted({run["device"] for run in shown.runs}))
-    text = f"In one run ({where}; `{shown.section.COMMAND}`, all samples are in `bench/results/cpu.json`):"
-    return "\n\n".join([CPU_BEGIN, _fill(f"{text} {shown.section.summary(shown.frame)}"), CPU_END])
+    text = f"In one run ({where}; `{shown.section.command}`, all samples are in `bench/results/cpu.json`):"
+    return "\n\n".join([CPU_BEGIN, _fill(f"{text} {shown.section.summary()}"), CPU_END])
 
 
 def _fill(text):
@@ -104,10 +99,10 @@ def _machine(run):
 def tables(folder=RESULTS):
     """Return ``tables.md``: every case beside every peer, then the studies' long tables."""
     parts = ["# Every table", "Written by `python -m bench.redraw` from the rows beside this file."]
-    for file in PEER_FILES:
-        path, seen = folder / f"{file}.json", set()
-        parts += [f"## {file}"] if path.exists() else []
-        for key, found, rows in report.tables(report.read([path])[1]) if path.exists() else ():
+    for path in _peer_files(folder):
+        parts.append(f"## {path.stem}")
+        seen = set()
+        for key, found, rows in report.tables(report.read([path])[1]):
             picture = report.picture(key[0])
             if key[0] not in seen and (folder / picture).exists():
                 parts.append(f"![{key[0]}]({picture})")
@@ -115,6 +110,10 @@ def tables(folder=RESULTS):
             parts.append(report.markdown(key, found, rows))
     parts += ["## " + shown.block(folder, "") for shown in available(folder, (*LONG, "cpu"))]
     return "\n\n".join(parts) + "\n"
+
+
+def _peer_files(folder):
+    return [path for file in PEER_FILES if (path := folder / f"{file}.json").exists()]
 
 
 def insert(text, section):
@@ -131,11 +130,11 @@ def draw(folder=RESULTS):
     """Draw every picture."""
     from bench import denoise, mask_gallery
 
-    for shown in track(list(available(folder, (*SECTIONS, "cpu"))), "pictures", transient=True):
-        if hasattr(shown.section, "figure"):
-            style.save(shown.section.figure(shown.frame), folder / f"{shown.name}.png")
-    for file in PEER_FILES:
-        report.draw(report.read([folder / f"{file}.json"])[1], folder)
+    for shown in available(folder):
+        if shown.section.figure:
+            style.save(shown.section.figure(), folder / f"{shown.name}.png")
+    for path in _peer_files(folder):
+        report.draw(report.read([path])[1], folder)
     style.save(mask_gallery.figure(), folder / "masks.png")
     denoise.picture(denoise.photograph(), folder / "denoise.png")
 
@@ -144,14 +143,16 @@ def main():
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", action="store_true", help="leave the pictures as they are")
-    if not parser.parse_args().text:
-        draw()
-    (RESULTS / "tables.md").write_text(tables())
-    path = ROOT / "README.md"
-    path.write_text(insert(insert(path.read_text(), readme()), cpu()))
-    print("README.md and bench/results/ are up to date")
-    return 0
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="of rows, pictures and tables")
+    arguments = parser.parse_args()
+    if not arguments.text:
+        draw(arguments.folder)
+    (arguments.folder / "tables.md").write_text(tables(arguments.folder))
+    if arguments.folder == RESULTS:
+        path = ROOT / "README.md"
+        path.write_text(insert(insert(path.read_text(), readme()), cpu()))
+    print(f"{arguments.folder} is up to date")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -7,14 +7,10 @@ beside the largest value but large beside their own row.
 Everything is computed on PyTorch tensors where the inputs are, some rows at a time, so that a sequence of 128K fits.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
-
-__all__ = ["Reference", "Visible", "compare", "distance", "textbook"]
 
 CHUNK_ELEMENTS = 1 << 26  # score elements in flight, in float64
 BLOCK = 32  # terms of a short block; a head dimension of 64 or a sequence of 4096 has many
@@ -23,56 +19,35 @@ RMS_ROUNDING = 0.25  # root mean square of one rounding's relative error, in uni
 PEER_FACTOR = 4.0  # peers may round more often than the textbook: what they get wrong is seen, not how they round
 
 
-@dataclass(frozen=True)
-class Visible:
-    """What the rows of one head may see.
+class Head(NamedTuple):
+    """The operands of one head, and what its rows see.
 
     Attributes
     ----------
-    causal : bool
-        Keys j <= i only.
-    first_row : int
-        Index of row 0 in the whole sequence, when only its last rows are looked at.
-    bounds : tensor, optional
-        (4, Nk) int32: the vectors of a column mask.
-    keep : callable, optional
-        (start, stop) -> bool tensor (stop - start, Nk): what dropout keeps, together with `keep_scale`.
-    dense : tensor, optional
-        (Nq, Nk) bool.
-    bias : tensor, optional
-        (Nq or 1, Nk), added to the scores.
+    q, k, v, do : tensor, (Nq, d), (Nk, d), (Nk, d), (Nq, d)
+        do may be None where no gradient is asked for.
+    see : callable
+        Given the first row and the one behind the last: the scores' bias, or 0; which keys the rows see, bool
+        (rows, Nk) or None for all; and the factor by which dropout multiplies each weight.
+    last : bool
+        These are the last rows of a longer sequence: dk and dv are not those of the whole.
     """
 
-    causal: bool = False
-    first_row: int = 0
-    bounds: Any = None
-    keep: Any = None
-    keep_scale: float = 1.0
-    dense: Any = None
-    bias: Any = None
-
-    def rows(self, start, stop, n_keys, device):
-        """Return which keys rows start ... stop - 1 see, (stop - start, Nk) bool, or None for all."""
-        import torch
-
-        i = self.first_row + torch.arange(start, stop, device=device)[:, None]
-        seen = i >= torch.arange(n_keys, device=device) if self.causal else None
-        if self.bounds is not None:
-            lts, lte, uts, ute = self.bounds
-            open_ = ~(((i >= lts) & (i < lte)) | ((i >= uts) & (i < ute)))
-            seen = open_ if seen is None else seen & open_
-        return seen if self.dense is None else self.dense[start:stop]
+    q: Any
+    k: Any
+    v: Any
+    do: Any = None
+    see: Callable = lambda start, stop: (0, None, 1)
+    last: bool = False
 
 
-def textbook(q, k, v, do, visible, rounded_to=None):
+def textbook(head, rounded_to=None):
     """Compute textbook attention of one head and its gradients.
 
     Parameters
     ----------
-    q, k, v, do : tensor, (Nq, d), (Nk, d), (Nk, d), (Nq, d)
-        One head; do may be None.
-    visible : Visible
-        What is visible and what dropout keeps.
+    head : Head
+        The operands.
     rounded_to : torch dtype, optional
         Round every step to this dtype, computing between in float32 (float64 for float64).  None computes in float64
         and, where the operands are float64 already, sums in short blocks, which lose less.
@@ -80,54 +55,47 @@ def textbook(q, k, v, do, visible, rounded_to=None):
     Returns
     -------
     dict of str to tensor
-        ``o`` and, with `do`, ``dq``, ``dk``, ``dv``, in the precision computed in.
+        ``o`` and, with do, ``dq``, ``dk``, ``dv``, in the precision computed in.
     """
     import torch
 
     work = torch.float64 if rounded_to in (None, torch.float64) else torch.float32
-    low = rounded_to not in (None, work)
+    product = _blocked if rounded_to is None and head.q.dtype == torch.float64 else torch.matmul
 
     def step(x):
-        return x.to(rounded_to).to(work) if low else x
+        return x.to(rounded_to or work).to(work)
 
-    product = _blocked if rounded_to is None and q.dtype == torch.float64 else torch.matmul
-    scale = q.shape[-1] ** -0.5
-    q, k, v = (x.to(work) for x in (q, k, v))
-    rows = max(1, CHUNK_ELEMENTS // k.shape[0])
+    q, k, v = (x.to(work) for x in head[:3])
     result = {"o": torch.empty_like(q)}
-    if do is not None:
-        do = do.to(work)
+    if head.do is not None:
+        do = head.do.to(work)
         result |= {"dq": torch.empty_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
-    for start in range(0, q.shape[0], rows):
-        part = slice(start, min(start + rows, q.shape[0]))
-        s = step(step(product(q[part], k.T)) * scale)
-        if visible.bias is not None:
-            s = step(s + (visible.bias if len(visible.bias) == 1 else visible.bias[part]).to(work))
-        seen = visible.rows(part.start, part.stop, k.shape[0], q.device)
-        if seen is not None:
-            s = s.masked_fill_(~seen, -torch.inf)
-        p = step(torch.softmax(s, dim=-1).nan_to_num_(0.0))
-        del s
-        z = None if visible.keep is None else visible.keep(part.start, part.stop).to(work) * visible.keep_scale
-        pd = p if z is None else step(p * z)
-        result["o"][part] = step(product(pd, v))
-        if do is None:
+    rows = max(1, CHUNK_ELEMENTS // len(k))
+    for start in range(0, len(q), rows):
+        part = slice(start, min(start + rows, len(q)))
+        bias, seen, factor = head.see(part.start, part.stop)
+        p = step(weights(q[part], k, bias, seen, step, product))
+        dropped = step(p * factor)
+        result["o"][part] = step(product(dropped, v))
+        if head.do is None:
             continue
-        result["dv"] += product(pd.T, do[part])
-        dp = step(product(do[part], v.T))
-        dp = dp if z is None else step(dp * z)
-        ds = step(p * (dp - step((p * dp).sum(-1, keepdim=True))))
-        result["dq"][part] = step(scale * product(ds, k))
-        result["dk"] += scale * product(ds.T, q[part])
+        result["dv"] += product(dropped.T, do[part])
+        dp = step(step(product(do[part], v.T)) * factor)
+        ds = step(p * (dp - step((p * dp).sum(-1, keepdim=True)))) * q.shape[-1] ** -0.5
+        result["dq"][part] = step(product(ds, k))
+        result["dk"] += product(ds.T, q[part])
     return {name: step(x) for name, x in result.items()}
+
+
+def weights(q, k, bias, seen, step=lambda x: x, product=lambda a, b: a @ b):
+    """Return the softmax of some rows' scores, 0 where a row sees nothing."""
+    s = step(step(step(product(q, k.T)) * q.shape[-1] ** -0.5) + bias)
+    return (s if seen is None else s.masked_fill_(~seen, -np.inf)).softmax(-1).nan_to_num_(0.0)
 
 
 def _blocked(a, b):
     """Multiply matrices, summing the products of short blocks: rounding errors grow with the length of a sum."""
-    total = a[:, :0] @ b[:0]
-    for start in range(0, b.shape[0], BLOCK):
-        total += a[:, start : start + BLOCK] @ b[start : start + BLOCK]
-    return total
+    return sum(x @ y for x, y in zip(a.split(BLOCK, dim=1), b.split(BLOCK), strict=True))
 
 
 class Reference:
@@ -135,29 +103,20 @@ class Reference:
 
     Parameters
     ----------
-    heads : dict of (int, int) to (q, k, v, do, Visible)
-        One-head operands by (batch, query head).  With a `first_row`, q and do are the last rows alone, and o and dq
-        of those rows are what is checked.
+    heads : dict of (int, int) to Head
+        By (batch, query head).
     dtype : torch dtype
         Precision that the textbook rounds to.
-    gradients : bool
-        Compute gradients too.
     pooled : bool
         Compare all heads as one: the textbook's error in the few numbers of a small head is luck.
     """
 
-    def __init__(self, heads, dtype, gradients, pooled=False):
-        self.pooled = pooled
-        self.exact = {}
-        self.rough = {}
-        self.dtype = dtype
-        for place, (q, k, v, do, visible) in heads.items():
-            operands = (q, k, v, do if gradients else None, visible)
-            self.exact[place] = textbook(*operands)
-            self.rough[place] = textbook(*operands, rounded_to=dtype)
-            if visible.first_row:
-                for name in ("dk", "dv"):
-                    self.exact[place].pop(name, None)
+    def __init__(self, heads, dtype, pooled=False):
+        self.dtype, self.pooled = dtype, pooled
+        self.exact = {place: textbook(head) for place, head in heads.items()}
+        self.rough = {place: textbook(head, dtype) for place, head in heads.items()}
+        for place in [place for place, head in heads.items() if head.last]:
+            self.exact[place] = {name: x for name, x in self.exact[place].items() if name in ("o", "dq")}
 
     def errors(self, results, peer):
         """Compare results with the reference.
@@ -177,15 +136,16 @@ class Reference:
         """
         import torch
 
-        worst = {}
-        for heads in [list(self.exact)] if self.pooled else [[head] for head in self.exact]:
-            for name in [name for name in results if name in self.exact[heads[0]]]:
-                exact, rough = (torch.stack([of[head][name] for head in heads]) for of in (self.exact, self.rough))
-                x = torch.stack([results[name][head][-exact.shape[1] :] for head in heads])
-                found = compare(x, exact, rough, self.dtype, peer)
-                if name not in worst or not found["of_allowed"] <= worst[name]["of_allowed"]:
-                    worst[name] = found
-        return worst
+        groups = [list(self.exact)] if self.pooled else [[place] for place in self.exact]
+        found = {}
+        for name in [name for name in results if name in self.exact[groups[0][0]]]:
+            errors = []
+            for places in groups:
+                exact, rough = (torch.stack([of[place][name] for place in places]) for of in (self.exact, self.rough))
+                x = torch.stack([results[name][place][-exact.shape[1] :] for place in places])
+                errors.append(compare(x, exact, rough, self.dtype, peer))
+            found[name] = max(errors, key=lambda error: np.nan_to_num(error["of_allowed"], nan=np.inf))
+        return found
 
     def spread(self, names):
         """Return the textbook's largest relative distance from the exact results, over heads and `names`."""
@@ -211,10 +171,9 @@ def distance(x, y):
     """Return the relative distance ``|x - y| / |y|`` in the Frobenius norm, one batch element at a time."""
     import torch
 
-    x, y = (x, y) if x.ndim == 4 else (x[None], y[None])
+    wide = torch.float64 if y.dtype == torch.float64 else torch.float32
     difference = norm = 0.0
-    for a, b in zip(x, y, strict=True):
-        wide = torch.float64 if b.dtype == torch.float64 else torch.float32
+    for a, b in zip(x, y, strict=True) if y.ndim == 4 else [(x, y)]:
         difference += (a.to(wide) - b.to(wide)).norm().item() ** 2
         norm += b.to(wide).norm().item() ** 2
     return (difference / norm) ** 0.5 if norm else difference**0.5

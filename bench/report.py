@@ -1,34 +1,70 @@
-"""Turn committed rows into tables beside peers: frames of rows, one line per case, markdown; needs no GPU.
-
-    python -m bench.report bench/results/hopper.json --out hopper.md --plots FOLDER
+"""Turn committed rows into tables beside peers: frames of rows, one line per case, markdown, pictures; needs no GPU.
 
 A ratio compares cuattn with the best rival of the same run; what an earlier run measured stands in parentheses and
 enters no ratio.
 """
 
-import argparse
 import itertools
 import json
 import math
 import statistics
-from pathlib import Path
 
 import pandas as pd
 
 from bench.cases import TABLES, select
 from bench.peers import RUNNERS
-from bench.style import INK, OURS, WORSE, bars, colour, legend, panels, save, table
-
-__all__ = ["costs_of_determinism", "draw", "lines", "markdown", "of_table", "picture", "read", "tables"]
+from bench.style import INK, bars, chart, curves, proportion, save, table
 
 LOWER_IS_BETTER = ("us", "s")
+GIGABYTES = {  # column: the columns of bytes that it adds up
+    "GB": ["counters.hbm_read", "counters.hbm_write"],
+    "entered": ["counters.l2_to_sm"],
+    "expected": ["expected_l2_to_sm"],
+    "algorithm": ["expected_read", "expected_write"],
+}
+
+
+class Section:
+    """What is shown of some rows: a table in markdown, and often a sentence or two and a figure.
+
+    Attributes
+    ----------
+    title, command, about : str
+        Its heading, what measures it, and what stands above the table.
+    files : tuple of str
+        Names of the files of rows that it reads; by default its own name's.
+    prefix : str
+        Of the tables without whose rows it is left out.
+    frame : DataFrame
+        The rows, see `read`.
+    """
+
+    title = command = prefix = about = ""
+    files = ()
+    summary = figure = None
+
+    def __init__(self, frame):
+        self.frame = frame
+
+    def of(self, *names):
+        """Return the rows of some tables that succeeded, see `of_table`."""
+        return of_table(self.frame, *names)
+
+    def lines(self):
+        """Return the table, a column per heading."""
+        raise NotImplementedError
+
+    def text(self):
+        """Return the table, in markdown, under what is said about it."""
+        return f"{self.about}\n\n{table(pd.DataFrame(self.lines()))}"
 
 
 def read(paths):
     """Return the runs and the rows of several files.
 
     Each row's run becomes ``FILE NUMBER``; ``table``, ``label`` and ``direction`` are columns, and so are the values
-    inside a problem, counters and so on: ``problem.n``.
+    inside a problem, counters and so on: ``problem.n``.  ``ms`` and gigabytes come beside them: ``GB`` of device memory
+    traffic, ``entered`` the multiprocessors, ``expected`` to enter, moved by the ``algorithm``.
     """
     runs, rows = [], []
     for path in paths:
@@ -44,6 +80,9 @@ def framed(rows):
     if len(frame):
         frame[["table", "label", "direction"]] = frame["case"].str.split("/", expand=True)
         frame["ms"] = frame["median_us"] / 1e3 if "median_us" in frame else None
+        for name, columns in GIGABYTES.items():
+            if set(columns) <= set(frame):
+                frame[name] = frame[columns].sum(axis=1, skipna=False) / 1e9
     return frame
 
 
@@ -63,33 +102,29 @@ def lines(frame):
     fastest), ``rivals`` (those that the case names, else all), the fastest ``rival``, and ``ratio``, how many times
     faster ours is.
     """
-    order = {case.name: place for place, case in enumerate(select(TABLES))}
     if not len(frame) or "rate" not in frame:
         return pd.DataFrame(columns=["table", "direction", "ratio"])
-    places = frame["case"].map(order).fillna(len(order))
-    groups = frame.assign(place=places).sort_values("place", kind="stable").groupby("case", sort=False)
-    return pd.DataFrame([_line(rows) for _, rows in groups])
+    order = {case.name: place for place, case in enumerate(select(TABLES))}
+    groups = dict(iter(frame.groupby("case", sort=False)))
+    return pd.DataFrame([_line(groups[case]) for case in sorted(groups, key=lambda case: order.get(case, len(order)))])
 
 
 def _line(rows):
-    ours = dict(zip(rows["runner"], rows["ours"], strict=True))
     rated = rows.dropna(subset="rate")
-    own = rated.loc[rated["ours"].astype(bool), "run"]
-    run = max(own if len(own) else rows["run"])
-    now = rated[rated["run"] == run]
-    rates = dict(zip(now["runner"], now["rate"], strict=True))
-    unit = rated["unit"].iloc[0] if len(rated) else ""
-    lower = unit in LOWER_IS_BETTER
+    own = rated[rated["ours"].astype(bool)]
+    run = (own if len(own) else rows)["run"].max()
+    now = rated[rated["run"] == run].set_index("runner")
+    unit = next(iter(rated["unit"]), "")
+    speeds = now["rate"] ** (-1 if unit in LOWER_IS_BETTER else 1)
+    mine, rivals = (speeds[now["ours"].astype(bool) == ours] for ours in (True, False))
     named = rows["problem.rivals"].iloc[0] if "problem.rivals" in rows else None
-    rivals = [name for name in rates if not ours[name]]
-    rivals = [name for name in rivals if isinstance(named, list) and name in named] or rivals
-    mine = [name for name in rates if ours[name]]
-    pick = min if lower else max
-    best = "cuattn" if "cuattn" in mine else pick(mine, key=rates.get, default="")
-    rival = pick(rivals, key=rates.get, default="")
-    ratio = rates[best] / rates[rival] if best and rival else math.nan
-    found = {"run": run, "unit": unit, "rates": rates, "best": best, "rivals": rivals, "rival": rival}
-    return {**rows.iloc[0], **found, "ratio": 1 / ratio if lower else ratio}
+    named = rivals.filter(named if isinstance(named, list) else [])
+    rivals = named if len(named) else rivals
+    best = "cuattn" if "cuattn" in mine else mine.idxmax() if len(mine) else ""
+    rival = rivals.idxmax() if len(rivals) else ""
+    ratio = mine[best] / rivals[rival] if best and rival else math.nan
+    found = {"run": run, "unit": unit, "rates": dict(now["rate"]), "best": best, "rivals": list(rivals.index)}
+    return {**rows.iloc[0], **found, "rival": rival, "ratio": ratio}
 
 
 def tables(frame):
@@ -122,32 +157,33 @@ def runners(rows):
 
 def markdown(key, found, rows):
     """Write one table of `tables`, its summary, and why cells are empty."""
-    who, rho = runners(rows), "rho" in rows and bool(rows["rho"].fillna(0).any())
     subject = ", ".join(filter(None, [key[0], found["common"].iloc[0].replace("-", " "), key[1]]))
     unit = next(filter(None, found["unit"]), "")
-    by_runner = {case: group.set_index("runner") for case, group in rows.groupby("case")}
+    by_case = {case: group.set_index("runner") for case, group in rows.groupby("case")}
     written = []
     for line in found.to_dict("records"):
-        of_case = by_runner[line["case"]]
-        cells = {"case": line["short"], **({"ρ": f"{line['rho']:.3f}"} if rho else {})}
-        cells |= {name: _cell(line, of_case, name) for name in who}
+        of_case = by_case[line["case"]]
+        cells = {"case": line["short"]}
+        if "rho" in rows and rows["rho"].fillna(0).any():
+            cells["ρ"] = f"{line['rho']:.3f}"
+        cells |= {name: _cell(line, of_case.loc[name]) if name in of_case.index else "–" for name in runners(rows)}
         cells["best peer"], cells["ratio"] = line["rival"] or "–", f"{line['ratio']:.2f}".replace("nan", "–")
         written.append({**cells, "±": _spread(of_case.loc[line["best"]]) if line["best"] else "–"})
     text = [f"### {subject}{f' ({unit})' if unit else ''}", "", table(pd.DataFrame(written)), ""]
     return "\n".join([*text, *_conclusion(found), *_extra(key, found, rows), *_reasons(found, rows)]).rstrip()
 
 
-def _cell(line, rows, name):
-    if name not in rows.index or rows.loc[name, "status"] == "unsupported":
+def _cell(line, row):
+    if row["status"] == "unsupported":
         return "–"
-    rate = rows.loc[name, "rate"]
+    rate = row["rate"]
     if not rate > 0:
-        return str(rows.loc[name, "status"])
+        return str(row["status"])
     text = f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
-    if rows.loc[name, "run"] != line["run"]:
+    if row["run"] != line["run"]:
         return f"({text})"
     leader = line["rival"] if line["ratio"] < 1 or not line["best"] else line["best"]
-    return f"**{text}**" if name == leader else text
+    return f"**{text}**" if row.name == leader else text
 
 
 def _spread(row):
@@ -160,8 +196,7 @@ def _conclusion(found):
     if not len(compared):
         return []
     ratios = compared["ratio"]
-    bars_ = compared["problem.bar"].fillna(1.0) if "problem.bar" in compared else 1.0
-    below = list(ratios[ratios < bars_].index)
+    below = list(ratios[ratios < compared.get("problem.bar", ratios * 0 + 1).fillna(1.0)].index)
     text = f"Geometric mean of the ratio {statistics.geometric_mean(ratios):.3f}, "
     text += f"worst row {ratios.idxmin()} {ratios.min():.3f}, {len(below)} of {len(ratios)} rows below their bar"
     return [text + (f": {', '.join(below)}." if below else "."), ""]
@@ -169,26 +204,29 @@ def _conclusion(found):
 
 def _extra(key, found, rows):
     """Return what single tables add: the cost of determinism, the proportion to what is visible."""
-    if key[0] == "deterministic":
-        costs = costs_of_determinism(found)
-        return [
-            f"- {label}: time over the plain backward's: "
-            + (", ".join(f"{name} {cost:+.1%}" for name, cost in of.items()) or "not measured")
-            for label, of in costs.items()
-        ] + [""]
-    if key[0] != "sparsity":
-        return []
     text = []
-    for name in runners(rows):
-        times = rows[rows["runner"] == name].set_index("label")
-        full = times.loc[times.index.str.endswith("-full"), "ms"]
-        text += [
-            f"- {name} {label}: ρ {row['rho']:.3f}, {row['ms']:.3f} ms, "
-            f"{row['ms'] / (1 - row['rho']) / full.iloc[0]:.3f} x (1 - ρ) x the unmasked time"
-            for label, row in times.loc[found["label"]].iterrows()
-            if len(full)
-        ]
+    if key[0] == "deterministic":
+        for label, costs in costs_of_determinism(found).items():
+            said = ", ".join(f"{name} {cost:+.1%}" for name, cost in costs.items()) or "not measured"
+            text.append(f"- {label}: time over the plain backward's: {said}")
+    elif key[0] == "sparsity":
+        for name, times in rows.dropna(subset="rate").groupby("runner", sort=False):
+            full = times.loc[times["label"].str.endswith("-full"), "ms"]
+            text += [
+                f"- {name} {row['label']}: ρ {row['rho']:.3f}, {row['ms']:.3f} ms, "
+                f"{row['ms'] / (1 - row['rho']) / full.iloc[0]:.3f} x (1 - ρ) x the unmasked time"
+                for row in times.to_dict("records")
+                if len(full)
+            ]
+    else:
+        return []
     return [*text, ""]
+
+
+def standing(ratios):
+    """Return in how many cases cuattn is the fastest, the geometric mean of its ratios, and the worst and its case."""
+    ahead = f"{(ratios >= 1).sum()} of {len(ratios)}"
+    return ahead, f"{statistics.geometric_mean(ratios):.2f}", f"{ratios.min():.2f}", ratios.idxmin()
 
 
 def costs_of_determinism(found):
@@ -206,86 +244,38 @@ def _reasons(found, rows):
     """Say, once per runner and reason, why cells are empty."""
     if "reason" not in rows:
         return []
-    short = rows["case"].map(dict(zip(found["case"], found["short"], strict=True)))
-    given = rows.assign(short=short, said=rows["status"] + ": " + rows["reason"]).dropna(subset="reason")
+    given = rows.merge(found[["case", "short"]]).dropna(subset="reason")
     return [
-        f"- {name} {said} ({'all' if len(labels) == len(found) else ', '.join(labels)})"
-        for (name, said), labels in given.groupby(["runner", "said"], sort=False)["short"]
+        f"- {name} {status}: {reason} ({'all' if len(labels) == len(found) else ', '.join(labels)})"
+        for (name, status, reason), labels in given.groupby(["runner", "status", "reason"], sort=False)["short"]
     ]
 
 
 def draw(frame, folder):
     """Draw every table, its directions side by side; return the files, named by `picture`."""
     groups = {}
-    for key, found, rows in tables(frame):
-        if runners(rows):
-            groups.setdefault(key[0], []).append((key[1], found, rows))
-    folder.mkdir(parents=True, exist_ok=True)
+    for (name, direction), found, rows in tables(frame):
+        if who := runners(rows):
+            groups.setdefault(name, []).append((direction, found, rows, who))
     for name, group in groups.items():
         save(_proportion(group) if name == "sparsity" else _rates(name, group), folder / picture(name))
     return [folder / picture(name) for name in groups]
 
 
 def _rates(name, group):
-    """Draw a panel of bars per direction, with cuattn's ratio to the best rival at the right edge."""
-    count = max(sum(len(rates) + 1.2 for rates in found["rates"]) for _, found, _ in group)
-    figure, axes = panels(len(group), 4.8, 1.2 + 0.125 * count)
-    for axis, (direction, found, rows) in zip(axes, group, strict=True):
-        bars(axis, pd.DataFrame(list(found["rates"]), index=found["short"])[runners(rows)], ".3g")
-        for place, ratio in zip(axis.get_yticks(), found["ratio"], strict=True):
-            if ratio > 0:
-                shade = OURS if ratio >= 1 else WORSE
-                where = dict(transform=axis.get_yaxis_transform(), ha="right", va="center")
-                axis.text(1.0, place, f"{ratio:.2f}x", fontsize=8, color=shade, fontweight="bold", **where)
-        axis.set_title(direction, fontsize=11)
-        axis.set_xlabel(next(filter(None, found["unit"]), ""))
-    legend(figure)
+    """Draw a panel of bars per direction; cuattn's ratio to the best rival stands behind each name."""
+    parts = []
+    for direction, found, _, who in group:
+        ratios = found["ratio"].map(" ({:.2f}x)".format, na_action="ignore").fillna("")
+        rates = pd.DataFrame(list(found["rates"]), index=found["short"] + ratios)[who]
+        parts.append((bars, rates, dict(numbers=".3g", title=direction, xlabel=next(filter(None, found["unit"]), ""))))
+    figure = chart(*parts, width=4.8, height=1.4 + 0.125 * max(rates.size + len(rates) for _, rates, _ in parts))
     figure.suptitle(f"{name}, {group[0][1]['common'].iloc[0].replace('-', ' ')}".rstrip(", "), color=INK)
     return figure
 
 
 def _proportion(group):
-    """Draw time against the share of visible tiles, with the line that proportion would be."""
-    figure, axes = panels(len(group), 5.2, 4.2)
-    for axis, (direction, _, rows) in zip(axes, group, strict=True):
-        for name in runners(rows):
-            times = rows[rows["runner"] == name]
-            axis.plot(1 - times["rho"], times["ms"], "o", color=colour(name), label=name, markersize=5)
-            full = times.loc[times["rho"] == 0, "ms"]
-            axis.plot([0, *[1] * len(full)], [0, *full], "--", color=colour(name), linewidth=1, alpha=0.6)
-        axis.set(title=direction, xlabel="share of visible tiles, 1 - ρ", ylabel="ms", xlim=(0, 1.03))
-        axis.set_ylim(bottom=0)
-        axis.legend(frameon=False, fontsize=9)
-    figure.suptitle("time beside the line of proportion", color=INK)
-    return figure
-
-
-def _about(run):
-    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    trees = ", ".join(f"{name} {identity[:12]}" for name, identity in run["trees"].items()) or "not recorded"
-    driver = f", driver {run['driver']}" if run.get("driver") else ""
-    commit = f"commit {run['commit']}, " if run.get("commit") else ""
-    return f"- {run['time']}: {run['device']}{driver}; {versions}; {commit}trees: {trees}; `{run['command']}`"
-
-
-def main():
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, help="markdown file; by default the terminal")
-    parser.add_argument("--plots", type=Path, help="folder for PNG plots")
-    arguments = parser.parse_args()
-    runs, frame = read(arguments.files)
-    text = "\n\n".join([*(markdown(*part) for part in tables(frame)), "### Runs", "\n".join(map(_about, runs))])
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(text + "\n")
-    else:
-        print(text)
-    for path in draw(frame, arguments.plots) if arguments.plots else ():
-        print(path)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    """Draw time against the share of visible tiles, and what proportion would be."""
+    about = dict(style="o", xlabel="share of visible tiles, 1 - ρ", ylabel="ms", xlim=(0, 1.03), ylim=(0, None))
+    wide = [rows.assign(seen=1 - rows["rho"]).pivot_table("ms", "seen", "runner") for _, _, rows, _ in group]
+    return chart(*((curves, proportion(x), {**about, "title": of[0]}) for x, of in zip(wide, group, strict=True)))

@@ -7,8 +7,6 @@ line, each naming its run.  Files grow by whole cases and are replaced atomicall
 of other machines into one file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json
@@ -19,16 +17,12 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-__all__ = ["RESULTS", "Row", "RowFile", "clocks", "cores", "environment", "merge", "sources"]
 
 PACKAGES = ("numpy", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl")
 TREES = ("kernels", "cuattn", "bench")
 SAME = ("device", "driver", "versions", "trees", "options")  # two processes that share these may fill one table
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-Row = dict[str, Any]
 
 
 class RowFile:
@@ -121,7 +115,7 @@ def environment(device, handed=None, options=None):
     commit, trees = sources(handed)
     return {
         "device": torch.cuda.get_device_name(0) if gpu else _processor(),
-        "driver": _smi("driver_version") if gpu else None,
+        "driver": _driver() if gpu else None,
         "clocks": clocks() if gpu else None,
         "versions": versions,
         "commit": commit,
@@ -149,37 +143,35 @@ def cores():
 
 def clocks():
     """Return the GPU's clocks (MHz), power (W) and temperature (C) now, or None where they cannot be read."""
-    names = ("sm_mhz", "memory_mhz", "watts", "celsius")
     try:
-        import pynvml  # reads while the device still works; nvidia-smi takes longer than most calls
-
-        pynvml.nvmlInit()
-        by = pynvml.nvmlDeviceGetHandleByIndex if _gpu().isdecimal() else pynvml.nvmlDeviceGetHandleByUUID
-        gpu = by(int(_gpu()) if _gpu().isdecimal() else _gpu())
-        rates = [pynvml.nvmlDeviceGetClockInfo(gpu, kind) for kind in (pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM)]
-        watts = pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000
-        celsius = pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)
-        return dict(zip(names, (*rates, watts, celsius), strict=True))
+        nvml, gpu = _nvml()
+        return {
+            "sm_mhz": nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+            "memory_mhz": nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
+            "watts": nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+            "celsius": nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+        }
     except Exception:  # no package, no permission, no such counter: the reading is a courtesy
-        values = _smi("clocks.sm,clocks.mem,power.draw,temperature.gpu") or ""
+        return None
+
+
+def _driver():
+    """Return the version of the GPU's driver, or None where it cannot be read."""
     try:
-        return dict(zip(names, map(float, values.split(",")), strict=True))
-    except ValueError:
+        return _nvml()[0].nvmlSystemGetDriverVersion()
+    except Exception:
         return None
 
 
-def _gpu():
-    """Return the number or the identity of the GPU that this process computes on."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
+def _nvml():
+    """Return NVML, which reads while the device works, and its handle of the GPU that this process computes on."""
+    import pynvml
 
-
-def _smi(query):
-    """Ask nvidia-smi about this process's GPU."""
-    if not shutil.which("nvidia-smi"):
-        return None
-    command = ["nvidia-smi", f"--id={_gpu()}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    pynvml.nvmlInit()
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
+    if gpu.isdecimal():
+        return pynvml, pynvml.nvmlDeviceGetHandleByIndex(int(gpu))
+    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(gpu)
 
 
 def sources(handed=None, names=TREES, root=ROOT):

@@ -8,22 +8,20 @@ The FlashMask paper's claim of exactness, for its twelve masks.  A kernel that t
 
 import numpy as np
 
-import cuattn
 from bench import harness
-from bench.harness import Point
+from bench.harness import Calls, Point
 from bench.mask_samples import KINDS, column_mask, samples
 from cuattn.errors import UnsupportedError
 
-__all__ = ["compare", "points"]
-
 N, D, HEADS = 2048, 128, 4
 TINY = 192
-BANDS = {  # masks that flags can say too
-    "full": lambda n: {},
-    "causal": lambda n: {"is_causal": True},
-    "sliding_window": lambda n: {"window": (max(n // 16, 1) - 1, 0)},
-}
 RESULTS = ("o", "l", "m", "dq", "dk", "dv")
+
+
+def flags(kind, n):
+    """Return the flags that say a mask, None where none do."""
+    bands = {"full": {}, "causal": {"is_causal": True}, "sliding_window": {"window": (max(n // 16, 1) - 1, 0)}}
+    return bands.get(kind)
 
 
 def compare(kind, kernel, device, n, d):
@@ -39,49 +37,33 @@ def compare(kind, kernel, device, n, d):
     xp = harness.namespace(device)
     dtype = xp.float16 if device == "cuda" else xp.float32
     operands = harness.random_arrays(xp, 4, (HEADS, n, d), dtype)
-    q, k, v, do = operands
-    mask = column_mask(samples(kind, n, 1))
-    dense = xp.asarray(mask.dense())
-    problem = {"n": n, "d": d, "heads": HEADS, "dtype": np.dtype(dtype).name}
+    mask, said = column_mask(samples(kind, n, 1)), flags(kind, n)
+
+    def results(**options):
+        calls = Calls(*operands, kernel=kernel, deterministic=True, **options)
+        found = *calls.fwd[:3], *calls.backward()[:3]
+        return dict(zip(RESULTS, map(xp.ascontiguousarray, found), strict=True))
+
+    def same(a, b):
+        return {name: bool((a[name].view(np.uint8) == b[name].view(np.uint8)).all()) for name in RESULTS}
+
+    def apart(a, b):
+        """Return the largest distance, 0 between two -inf (m of rows that see nothing)."""
+        return float(abs(xp.nan_to_num(a.astype("f4"), neginf=0) - xp.nan_to_num(b.astype("f4"), neginf=0)).max())
+
+    row = {"problem": {"n": n, "d": d, "heads": HEADS, "dtype": np.dtype(dtype).name}}
     try:
-        column = _both(q, k, v, do, mask, kernel)
+        column = results(mask=mask)
     except UnsupportedError as error:
-        return {"status": "unsupported", "reason": str(error), "problem": problem}
-    again = _both(q, k, v, do, mask, kernel)
-    flags = _both(q, k, v, do, None, kernel, **BANDS[kind](n)) if kind in BANDS else ()
-    row = {
-        "problem": problem,
-        "rho": round(mask.block_sparsity(), 6),
-        "same_flags": all(_same(xp, a, b) for a, b in zip(column, flags, strict=True)) if flags else None,
-        "repeated": all(_same(xp, a, b) for a, b in zip(column, again, strict=True)),
-    }
+        return {**row, "status": "unsupported", "reason": str(error)}
+    row["rho"] = round(mask.block_sparsity(), 6)
+    row["same_flags"] = None if said is None else all(same(column, results(**said)).values())
+    row["repeated"] = all(same(column, results(mask=mask)).values())
     try:
-        twin = _both(q, k, v, do, dense, kernel)
+        dense = results(mask=xp.asarray(mask.dense()))
     except UnsupportedError as error:
         return {**row, "same": None, "reason": str(error)}
-    pairs = list(zip(RESULTS, column, twin, strict=True))
-    return {
-        **row,
-        "same": {name: _same(xp, a, b) for name, a, b in pairs},
-        "largest": max(float(_wide(xp, a, b).max()) for _, a, b in pairs),
-    }
-
-
-def _both(q, k, v, do, mask, kernel, **flags):
-    options = {"mask": mask, "kernel": kernel, **flags}
-    fwd = cuattn.forward(q, k, v, **options)
-    return *fwd[:3], *cuattn.backward(do, q, k, v, fwd, **options, deterministic=True)[:3]
-
-
-def _same(xp, a, b):
-    word = {2: xp.uint16, 4: xp.uint32}[a.dtype.itemsize]
-    return bool((xp.ascontiguousarray(a).view(word) == xp.ascontiguousarray(b).view(word)).all())
-
-
-def _wide(xp, a, b):
-    """Return the distances of two results, 0 between two -inf (m of rows that see nothing)."""
-    a, b = (xp.nan_to_num(x.astype(xp.float32), neginf=0) for x in (a, b))
-    return abs(a - b)
+    return {**row, "same": same(column, dense), "largest": max(apart(column[x], dense[x]) for x in RESULTS)}
 
 
 def points(arguments):
@@ -97,4 +79,4 @@ def points(arguments):
 
 
 if __name__ == "__main__":
-    raise SystemExit(harness.main(__doc__, "same_bits", points))
+    harness.main(__doc__, "same_bits", points)

@@ -3,13 +3,11 @@
     compute-sanitizer --tool memcheck python -m bench.sanitize
 
 One list for both families (``--kernel sm90`` or ``sm80`` runs one of them), every dtype, both directions, heads in
-groups whose values are wider than their keys, few queries over many keys, merging.  ``--part 1/4`` takes every fourth
+groups whose values are wider than their keys, few queries over many keys, merging.  ``--part 1 4`` takes every fourth
 problem from number 1 on, so that several processes share the work; a run without the sanitizer before it fills the disk
 cache of compiled kernels.  racecheck is slow: name the kernel that it is to watch, ``--kernel-name
 kns=attention_backward`` (``attention_forward``, ``backward_rows``), and give it one problem at a time.
 """
-
-from __future__ import annotations
 
 import argparse
 from typing import Any, NamedTuple
@@ -17,11 +15,10 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-import cuattn
+from bench import harness
+from bench.harness import Calls
 from cuattn.errors import UnsupportedError
 from cuattn.masks import BlockMask, ColumnMask
-
-__all__ = ["FEATURES", "Problem", "problems", "read_part"]
 
 BOUND = 2**31 - 1
 BFLOAT16 = ml_dtypes.bfloat16
@@ -68,8 +65,7 @@ class Problem(NamedTuple):
 
     def run(self):
         """Compute forward and backward and wait for the device; say what the family took."""
-        import cupy
-
+        cupy = harness.namespace("cuda")
         heads, kv_heads, n_queries, n_keys, d, dv = self.shape
         rng = np.random.default_rng(1)
 
@@ -77,23 +73,22 @@ class Problem(NamedTuple):
             return cupy.asarray(rng.standard_normal((1, *shape)).astype(self.dtype))
 
         q, k, v = array(heads, n_queries, d), array(kv_heads, n_keys, d), array(kv_heads, n_keys, dv)
-        options = {**self.options, "kernel": self.kernel, "enable_gqa": kv_heads != heads}
-        exact = {"deterministic": options.pop("deterministic", False)}
-        widened = {"out_dtype": options.pop("out_dtype")} if "out_dtype" in options else {}
+        options = {**self.options, "kernel": self.kernel}
         if "mask" in options:
             options["mask"] = made(options["mask"], rng, n_queries, n_keys)
         if "bias" in options:
             options["bias"] = array(1, n_queries, n_keys)
-        drawn = {"rng": 3} if "dropout_p" in options else {}
-        done = "nothing"
+        if "dropout_p" in options:
+            options["rng"] = 3
+        calls = Calls(q, k, v, array(heads, n_queries, dv), **options)
+        done = []
         try:
-            fwd = cuattn.forward(q, k, v, **options, **drawn, **widened)
-            cupy.cuda.Device().synchronize()
-            done = "forward"
-            cuattn.backward(array(heads, n_queries, dv), q, k, v, fwd, **options, **exact)
-            cupy.cuda.Device().synchronize()
+            for direction in ("forward", "backward"):
+                getattr(calls, direction)()
+                harness.synchronize(cupy)
+                done.append(direction)
         except UnsupportedError as error:
-            return f"{done}; {error}"
+            return f"{' and '.join(done) or 'nothing'}; {error}"
         return "forward and backward"
 
 
@@ -119,25 +114,18 @@ def problems(kernels=("sm90", "sm80")):
     ]
 
 
-def read_part(text):
-    """Read ``I/N``: part I, from 0, of N."""
-    part, _, parts = text.partition("/")
-    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected I/N with 0 <= I < N")
-    return int(part), int(parts)
-
-
 def main():
     """Run the problems, naming each as it is done."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", type=read_part, default=(0, 1), metavar="I/N", help="every N-th problem from I on")
+    parser.add_argument(
+        "--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th problem from I on"
+    )
     parser.add_argument("--kernel", nargs="+", default=list(DTYPES), choices=DTYPES)
     arguments = parser.parse_args()
     part, parts = arguments.part
     for problem in problems(arguments.kernel)[part::parts]:
         print(problem.kernel, np.dtype(problem.dtype), *problem.shape, *problem.options, problem.run(), flush=True)
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

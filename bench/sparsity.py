@@ -8,15 +8,13 @@ three kinds are drawn until every bucket of 0.05 in sparsity has its samples; a 
 
 import functools
 
+import ml_dtypes
 import numpy as np
 
-import cuattn
 from bench import harness
-from bench.harness import one
+from bench.harness import Calls, one
 from bench.mask_samples import Sample, question_and_answers, split
 from cuattn.reference.textbook import solve
-
-__all__ = ["KINDS", "buckets", "fit", "points"]
 
 HEADS, N, D = 32, 32768, 128
 TINY = (2, 1024, 16)
@@ -33,14 +31,13 @@ def draw(kind, n, rng):
     """Draw a number of documents and their lengths, uniformly among all ways to cut the sequence."""
     fewest, most, _ = KINDS[kind]
     lengths = split(n, rng.exponential(size=int(rng.integers(fewest, most + 1))))
-    lengths = tuple(length for length in lengths if length)
-    parts = ()
+    lengths = parts = tuple(length for length in lengths if length)
     if kind == "share_question":
         parts = tuple(question_and_answers(rng, length) for length in lengths)
-    return Sample(kind, n, lengths, parts)
+    return Sample(kind, n, (parts,), lengths)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.cache
 def buckets(kind, n, count):
     """Return up to `count` masks of every bucket, with their sparsity, from the densest to the sparsest.
 
@@ -53,34 +50,27 @@ def buckets(kind, n, count):
     """
     rng = np.random.default_rng((7, list(KINDS).index(kind)))
     lowest = KINDS[kind][2]
-    full = {i: [] for i in range(round((1 - lowest) / WIDTH))}
+    full = [[] for _ in range(round((1 - lowest) / WIDTH))]
     for _ in range(TRIES):
         sample = draw(kind, n, rng)
         rho = sample.column_mask().block_sparsity()
-        found = full.get(int((rho - lowest) / WIDTH))
-        if found is not None and len(found) < count:
-            found.append((rho, sample))
-        if all(len(found) == count for found in full.values()):
+        place = int((rho - lowest) / WIDTH)
+        if 0 <= place < len(full) and len(full[place]) < count:
+            full[place].append((rho, sample))
+        if all(len(found) == count for found in full):
             break
-    return tuple(sorted((pair for found in full.values() for pair in found), key=lambda pair: pair[0]))
+    return sorted((pair for found in full for pair in found), key=lambda pair: pair[0])
 
 
 def measure(kind, index, shape, device, count, seconds):
     """Time forward and backward with one mask."""
-    xp = harness.namespace(device)
     heads, n, d = shape
     rho, sample = buckets(kind, n, count)[index]
-    q, k, v, do = _arrays(device, shape)
-    mask = sample.column_mask()
-    mask = mask.to_device() if device == "cuda" else mask
+    calls = Calls(*_arrays(device, shape), mask=harness.placed(sample.column_mask(), device))
     if index == 0:
-        _check(xp, sample, q, k, v, cuattn.forward(q, k, v, mask=mask).o)
-
-    def both():
-        cuattn.backward(do, q, k, v, cuattn.forward(q, k, v, mask=mask), mask=mask)
-
+        check(sample, *calls.operands, calls.fwd.o)
     return {
-        **harness.timed(both, device, seconds, least=3, most=20),
+        **harness.timed({"": calls.both}, device, seconds, least=3, most=20)[""],
         "rho": round(rho, 6),
         "problem": {"kind": kind, "heads": heads, "n": n, "d": d, "documents": len(sample.lengths)},
     }
@@ -88,19 +78,17 @@ def measure(kind, index, shape, device, count, seconds):
 
 @functools.lru_cache(maxsize=1)
 def _arrays(device, shape):
-    import ml_dtypes
-
     dtype = ml_dtypes.bfloat16 if device == "cuda" else np.float32
     return harness.random_arrays(harness.namespace(device), 4, shape, dtype)
 
 
-def _check(xp, sample, q, k, v, o):
-    """Compare some rows of one head with the textbook's, on the host in float64."""
-    rows = np.unique(np.linspace(0, q.shape[1] - 1, 24).astype(int))
+def check(sample, *operands):
+    """Compare some rows of one head, of q, k, v and o, with the textbook's, on the host in float64."""
+    q, k, v, o = (np.asarray(x[0].get() if hasattr(x, "get") else x[0], np.float32) for x in operands)
+    rows = np.unique(np.linspace(0, len(q) - 1, 24).astype(int))
     mask, i = sample.column_mask(), rows[:, None]
     hidden = ((i >= mask.lts) & (i < mask.lte)) | ((i >= mask.uts) & (i < mask.ute))
-    q, k, v, o = (np.asarray(x if xp is np else x.get(), np.float32) for x in (q[0, rows], k[0], v[0], o[0, rows]))
-    far = np.abs(o - solve(q, k, v, visible=~hidden).o).max()
+    far = np.abs(o[rows] - solve(q[rows], k, v, visible=~hidden).o).max()
     if not far < 0.02:
         raise ValueError(f"{sample.kind}: o is {far:.2g} from the textbook's")
 
@@ -131,4 +119,4 @@ def points(arguments):
 SAMPLES = {"--samples": {"type": int, "default": 2, "help": "masks per bucket of sparsity"}}
 
 if __name__ == "__main__":
-    raise SystemExit(harness.main(__doc__, "sparsity", points, SAMPLES, seconds=0.0))
+    harness.main(__doc__, "sparsity", points, SAMPLES, seconds=0.0)

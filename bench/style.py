@@ -1,6 +1,6 @@
 """How everything that is shown looks: names, colours, markdown, axes.  Only figures import matplotlib."""
 
-__all__ = ["INK", "QUIET", "bars", "colour", "curves", "legend", "name", "ours_first", "panels", "save", "table"]
+import pandas as pd
 
 INK, QUIET, OURS, WORSE = "#22303c", "#6b7a86", "#24658f", "#d9674f"
 PEERS = {  # runner: name, colour
@@ -27,14 +27,17 @@ PEERS = {  # runner: name, colour
 }
 
 
+SHADES = ("#24658f", "#d9674f", "#f2a65a", "#7fb285", "#8c6bb1", "#8a949d")  # of what is no runner
+
+
 def name(runner):
     """Return what a reader calls a runner."""
     return PEERS.get(runner, (runner,))[0]
 
 
-def colour(runner):
-    """Return the colour that a runner has in every figure."""
-    return PEERS[runner][1] if runner in PEERS else OURS if runner.startswith("cuattn") else QUIET
+def colour(runner, place=0):
+    """Return the colour that a runner has in every figure; what is none has that of its place."""
+    return PEERS[runner][1] if runner in PEERS else OURS if runner.startswith("cuattn") else SHADES[place % len(SHADES)]
 
 
 def ours_first(runners):
@@ -53,20 +56,17 @@ def table(frame):
     | a | 1.23 |
     | b | – |
     """
-    lines = ["| " + " | ".join(map(str, line)) + " |" for line in [frame.columns, *map(_cells, frame.to_numpy(object))]]
+    lines = ["| " + " | ".join(map(str, line)) + " |" for line in [frame.columns, *frame.map(_cell).to_numpy()]]
     lines.insert(1, "|---|" + "--:|" * (len(frame.columns) - 1))
     return "\n".join(lines)
 
 
-def _cells(values):
-    return [
-        "–" if value is None or value != value else _digits(value) if isinstance(value, float) else str(value)
-        for value in values
-    ]
-
-
-def _digits(value):
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+def _cell(value):
+    if value is None or value != value:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
 
 
 def panels(count, width=4.6, height=3.7, rows=1):
@@ -82,45 +82,51 @@ def panels(count, width=4.6, height=3.7, rows=1):
         axis.spines[["top", "right"]].set_visible(False)
     for axis in axes[count:]:
         axis.set_axis_off()
-    return figure, axes
+    return figure, axes[:count]
 
 
-def curves(axis, frame, style="o-", **options):
-    """Draw a column per runner against the index; missing values are left out."""
-    for runner in frame:
-        points = frame[runner].dropna()
-        axis.plot(points.index, points, style, **{"color": colour(runner), "label": name(runner), **options})
+def curves(axis, frame, style="o-", log=False, **labels):
+    """Draw a column per runner against the index, which may be on a binary scale; missing values are left out."""
+    for place, (runner, points) in enumerate(frame.items()):
+        axis.plot(points.dropna(), style, color=colour(runner, place), label=name(runner), markersize=5)
+    if log:
+        axis.set_xscale("log", base=2)
+    axis.tick_params(axis="x", labelrotation=30 * isinstance(frame.index[0], str))
+    axis.set(**labels)
 
 
-def bars(axis, frame, numbers=""):
-    """Draw a group of horizontal bars per line, a bar per runner, the first of all at the top.
+def proportion(frame):
+    """Return a frame whose index is a share of the work, with what its line for 1.0 would be in proportion."""
+    ideal = frame.loc[[1.0]].to_numpy() * frame.index.to_numpy()[:, None]
+    return frame.join(pd.DataFrame(ideal, frame.index, frame.columns).add_suffix(", in proportion"))
 
-    With `numbers`, a format, every bar gets its value.
-    """
-    place, centres = 0.0, []
-    for _, line in frame.iterrows():
-        present = line.dropna()
-        centres.append(place + (len(present) - 1) / 2)
-        for offset, (runner, value) in enumerate(present.items()):
-            axis.barh(place + offset, value, 0.92, color=colour(runner), label=name(runner))
-            if numbers:
-                axis.text(value, place + offset, f" {value:{numbers}}", va="center", fontsize=7, color=INK)
-        place += len(present) + 1.2
-    axis.set_yticks(centres, frame.index, fontsize=8)
-    axis.set_ylim(place - 0.6, -1.1)
+
+def chart(*parts, width=4.6, height=3.7, rows=1, columns=4):
+    """Return a figure of panels with one legend; per part `curves` or `bars`, what it draws, and its options."""
+    figure, axes = panels(len(parts), width, height, rows)
+    for axis, (draw, frame, options) in zip(axes, parts, strict=True):
+        draw(axis, frame, **options)
+    legend(figure, columns)
+    return figure
+
+
+def bars(axis, frame, numbers, **labels):
+    """Draw a group of horizontal bars per line, a bar and its value per runner, the first of all at the top."""
+    frame.rename(columns=name).plot.barh(ax=axis, color=list(map(colour, frame)), width=0.9, legend=False)
+    for container in axis.containers:
+        axis.bar_label(container, fmt=f"{{:{numbers}}}", fontsize=7, color=INK, padding=2)
+    axis.invert_yaxis()
     axis.margins(x=0.18)
-    axis.grid(axis="y", visible=False)
+    axis.tick_params(axis="y", labelsize=8)
+    axis.set(**{"ylabel": "", **labels})
 
 
 def legend(figure, columns=4):
     """Put one entry per name below the panels."""
     found = {}
     for axis in figure.axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    figure.legend(
-        found.values(), found, loc="outside lower center", ncols=min(len(found), columns), frameon=False, fontsize=9
-    )
+        found |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    figure.legend(found.values(), found, loc="outside lower center", ncols=min(len(found), columns), frameon=False)
 
 
 def save(figure, path):

@@ -4,17 +4,13 @@
 ``--beside PATH`` measures another checkout of cuattn instead of the peers, in turn with this one, and says the ratios.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
 import site
 import statistics
-import sys
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 from bench import beside, harness
 from bench.cases import BOTH, select
@@ -23,14 +19,11 @@ from bench.peers import RUNNERS, make
 from bench.rows import RESULTS, sources
 from bench.timing import HostClock
 
-__all__ = ["SUITES", "Suite", "main", "parser", "portions", "ratios"]
-
 PAUSE, BATCH = 0.05, 0.003  # seconds between two samples on the CPU, and what a sample takes at least
 
 
-@dataclass(frozen=True)
-class Suite:
-    """One command.
+class Suite(SimpleNamespace):
+    """One command: what it measures.
 
     Attributes
     ----------
@@ -42,26 +35,22 @@ class Suite:
         Peers by table, with ``""`` for tables not named.
     studies : dict of str to str
         Tables that are no `Case`, and the module whose ``points(arguments)`` measures them.
-    ours : list of str
+    ours : tuple of str
         Runners of cuattn.
     defaults : dict
         Other defaults of the options.
     """
 
-    about: str
-    tables: tuple[str, ...]
-    peers: dict[str, tuple[str, ...]]
-    optional: tuple[str, ...] = ()
-    studies: dict[str, str] = field(default_factory=dict)
-    ours: tuple[str, ...] = ("cuattn",)
-    defaults: dict[str, Any] = field(default_factory=dict)
+    optional = ()
+    studies = defaults = {}  # noqa: RUF012, never written to
+    ours = ("cuattn",)
 
 
 SUITES = {
     "hopper": Suite(
-        "Hopper kernels beside every peer: dense sweep, twelve masks, dropout, deterministic gradients.",
-        ("dense", "masks-8k", "masks-32k", "dropout", "deterministic"),
-        {
+        about="Hopper kernels beside every peer: dense sweep, twelve masks, dropout, deterministic gradients.",
+        tables=("dense", "masks-8k", "masks-32k", "dropout", "deterministic"),
+        peers={
             "": ("fa4", "fa4-varlen", "flex-FLASH", "flex", "cudnn"),
             "dense": ("cudnn", "fa4", "fa2"),
             "dropout": ("cudnn", "fa2"),
@@ -71,9 +60,9 @@ SUITES = {
         optional=("masks-128k", "masks-8k-d64", "masks-32k-d64", "masks-128k-d64", "long"),
     ),
     "portable": Suite(
-        "Portable kernels: 16 bits, float32, float64, decode, host cost, column masks, first calls.",
-        ("portable", "decode", "host", "sparsity"),
-        {
+        about="Portable kernels: 16 bits, float32, float64, decode, host cost, column masks, first calls.",
+        tables=("portable", "decode", "host", "sparsity"),
+        peers={
             "": ("fa2", "cudnn", "mem-efficient", "math", "jax"),
             "decode": ("cudnn", "fa2", "flex", "fa4"),
             "host": ("cuattn-cupy", "cuattn-sm90", "sdpa", "flex", "fa4"),
@@ -82,23 +71,23 @@ SUITES = {
         studies={"first-call": "first_call"},
     ),
     "lengths": Suite(
-        "FlashAttention's figure 3: runtime and memory of forward and backward from 128 to 64K tokens.",
-        ("lengths",),
-        {"": ("standard", "mem-efficient", "fa2", "cudnn")},
+        about="FlashAttention's figure 3: runtime and memory of forward and backward from 128 to 64K tokens.",
+        tables=("lengths",),
+        peers={"": ("standard", "mem-efficient", "fa2", "cudnn")},
         defaults={"memory": True, "seconds": 0.6, "least": 3},
     ),
     "gpt2": Suite(
-        "FlashAttention's first figure: GPT-2 medium's attention, by the clock and by hardware counters.",
-        ("gpt2",),
-        {"": ("standard", "fa2", "cudnn")},
+        about="FlashAttention's first figure: GPT-2 medium's attention, by the clock and by hardware counters.",
+        tables=("gpt2",),
+        peers={"": ("standard", "fa2", "cudnn")},
         studies={"gpt2-bytes": "gpt2"},
         ours=("cuattn", "cuattn-sm80"),
         defaults={"most": 60},
     ),
     "cpu": Suite(
-        "The CPU backend beside PyTorch and the NumPy formula; its time under a mask; its memory.",
-        ("cpu", "cpu-torch", "cpu-small"),
-        {"": ("sdpa-dense", "sdpa-documents"), "cpu-small": ("numpy", "sdpa-dense")},
+        about="The CPU backend beside PyTorch and the NumPy formula; its time under a mask; its memory.",
+        tables=("cpu", "cpu-torch", "cpu-small"),
+        peers={"": ("sdpa-dense", "sdpa-documents"), "cpu-small": ("numpy", "sdpa-dense")},
         studies={"cpu-alone": "cpu"},
         ours=("cuattn-attention", "cuattn"),
         defaults={"device": "cpu", "seconds": 6.0, "budget": 1800.0},
@@ -109,70 +98,66 @@ SUITES = {
 def parser(name):
     """Return the parser of a suite's command."""
     suite = SUITES[name]
-    found = harness.parser(suite.about, name)
     tables = [*suite.tables, *suite.studies]
     known = [*tables, *suite.optional]
+    checkout = "a checkout of cuattn to measure instead of peers"
+    more = {
+        "--tables": dict(nargs="+", choices=known, default=tables, help="which tables", metavar="TABLE"),
+        "--directions": dict(nargs="+", choices=BOTH, default=BOTH),
+        "--ours": dict(nargs="*", default=list(suite.ours), metavar="RUNNER", help="cuattn, cuattn-sm90, ..."),
+        "--peers": dict(nargs="*", metavar="RUNNER", help="by default all that may apply to the table"),
+        "--beside": dict(type=Path, metavar="PATH", help=checkout),
+        "--least": dict(type=int, default=7, help="fewest samples of a runner"),
+        "--most": dict(type=int, default=40, help="most samples of a runner"),
+        "--shared-mask": dict(action="store_true", help="all sequences of a batch get one mask"),
+        "--memory": dict(action="store_true", help="also observe the peak of allocated memory"),
+        "--site": dict(metavar="FOLDER", help="unpacked wheels of peers, added like a site-packages folder"),
+    }
+    found = harness.parser(suite.about, name, more, **{"seconds": 1.5, **suite.defaults})
     found.epilog = f"tables: {', '.join(known)}.  runners: {', '.join(RUNNERS)}."
-    found.add_argument("--tables", nargs="+", choices=known, default=tables, help="which tables", metavar="TABLE")
-    found.add_argument("--directions", nargs="+", choices=BOTH, default=BOTH)
-    found.add_argument("--ours", nargs="*", default=list(suite.ours), metavar="RUNNER", help="cuattn, cuattn-sm90, ...")
-    found.add_argument("--peers", nargs="*", metavar="RUNNER", help="by default all that may apply to the table")
-    found.add_argument("--beside", type=Path, metavar="PATH", help="a checkout of cuattn to measure instead of peers")
-    found.add_argument("--least", type=int, default=7, help="fewest samples of a runner")
-    found.add_argument("--most", type=int, default=40, help="most samples of a runner")
-    found.add_argument("--shared-mask", action="store_true", help="all sequences of a batch get one mask")
-    found.add_argument("--memory", action="store_true", help="also observe the peak of allocated memory")
-    found.add_argument("--site", metavar="FOLDER", help="unpacked wheels of peers, added like a site-packages folder")
-    found.add_argument("--compile", action="store_true", help="only compile what standard input says; bench.prepare")
-    found.set_defaults(**{"seconds": 1.5, **suite.defaults})
     return found
 
 
-def main(name, arguments=None):
+def main(name, words=None):
     """Run a suite's command; return 0, or 1 when a result was wrong."""
-    return run(name, SUITES[name], parser(name).parse_args(arguments))
-
-
-def run(name, suite, arguments):
-    """Measure what the arguments ask for; see `main`."""
-    if arguments.site:
-        site.addsitedir(arguments.site)
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # as all other compilers keep what they made
+    arguments = parser(name).parse_args(words)
+    compared = comparison(arguments)
     options = {"shared_mask": arguments.shared_mask}
     if arguments.beside:
         beside.load(arguments.beside)
         options["beside"] = sources(names=("kernels", "cuattn"), root=arguments.beside.resolve())
         if arguments.out == RESULTS / f"{name}.json":
             arguments.out = RESULTS / f"beside-{name}.json"
-    rounds = {key: getattr(arguments, key) for key in ("seconds", "least", "most")}
-    resting = HostClock(pause=PAUSE, batch=BATCH) if arguments.device == "cpu" else None
-    comparison = Comparison(
-        arguments.device, resting, shared_mask=arguments.shared_mask, memory=arguments.memory, **rounds
-    )
-    points = []
-    calls = []
-    for table in arguments.tables:
-        if table in suite.studies:
-            points += importlib.import_module(f"bench.{suite.studies[table]}").points(arguments)
-            continue
-        runners = make(_names(suite, arguments, table))
-        cases = [x for x in select([table], arguments.directions) if harness.matches(x.name, arguments.only)]
-        points += comparison.points(cases, runners)
-        calls += [(runner, case) for case in cases for runner in runners]
-    if arguments.compile and not arguments.list:
-        _compile(calls, comparison)
-        return 0
+    points = [point for cases, runners in tables(name, arguments) for point in compared.points(cases, runners)]
+    for table, module in SUITES[name].studies.items():
+        if table in arguments.tables:
+            points += importlib.import_module(f"bench.{module}").points(arguments)
     harness.run(arguments, points, options)
     if arguments.beside and arguments.out.exists() and not arguments.list:
         _show(ratios(json.loads(arguments.out.read_text())["rows"]))
-    return 1 if comparison.wrong else 0
+    return 1 if compared.wrong else 0
 
 
-def _names(suite, arguments, table):
-    """Return the runners of a table: ours, then the other checkout's twins, or the peers."""
-    usual = () if arguments.beside else suite.peers.get(table, suite.peers[""])
+def comparison(arguments):
+    """Return what measures, and compiles, as the arguments say."""
+    if arguments.site:
+        site.addsitedir(arguments.site)
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # as all other compilers keep what they made
+    resting = HostClock(pause=PAUSE, batch=BATCH) if arguments.device == "cpu" else None
+    asked = {key: getattr(arguments, key) for key in ("shared_mask", "memory", "seconds", "least", "most")}
+    return Comparison(arguments.device, resting, **asked)
+
+
+def tables(name, arguments):
+    """Yield the cases of each table that is asked for, and its runners: ours, then the other checkout's or peers."""
+    suite = SUITES[name]
     twins = [runner.replace("cuattn", "base", 1) for runner in arguments.ours if arguments.beside]
-    return [*arguments.ours, *twins, *(usual if arguments.peers is None else arguments.peers)]
+    for table in arguments.tables:
+        if table not in suite.studies:
+            usual = () if arguments.beside else suite.peers.get(table, suite.peers[""])
+            runners = make([*arguments.ours, *twins, *(usual if arguments.peers is None else arguments.peers)])
+            cases = select([table], arguments.directions)
+            yield [case for case in cases if harness.matches(case.name, arguments.only)], runners
 
 
 def ratios(rows):
@@ -192,15 +177,13 @@ def ratios(rows):
 def _show(found):
     """Print the ratio of every row; per table the geometric mean and the worst."""
     tables = {}
-    for (case, runner), ratio in found.items():
-        table, _, row = case.partition("/")
-        tables.setdefault(table, {})[f"{row} {runner}"] = ratio
+    for (case, runner), ratio in sorted(found.items(), key=lambda item: item[1]):
+        print(f"  {ratio:.3f}  {case} {runner}")
+        tables.setdefault(case.partition("/")[0], {})[f"{case} {runner}"] = ratio
     for table, rows in tables.items():
-        for row, ratio in sorted(rows.items(), key=lambda item: item[1]):
-            print(f"  {ratio:.3f}  {table}/{row}")
-        worst = min(rows, key=rows.__getitem__)
+        worst, lowest = next(iter(rows.items()))
         mean = statistics.geometric_mean(rows.values())
-        print(f"{table}: geometric mean {mean:.3f} of {len(rows)} rows, worst {rows[worst]:.3f} ({worst})")
+        print(f"{table}: geometric mean {mean:.3f} of {len(rows)} rows, worst {lowest:.3f} ({worst})")
 
 
 def portions(calls):
@@ -215,11 +198,3 @@ def portions(calls):
             family = (runner.name, case.head_dim, case.dtype, case.pattern, case.dropout, case.deterministic)
             found.setdefault(family, []).append((runner, case))
     return list(found.values())
-
-
-def _compile(calls, comparison):
-    """Compile the portions whose numbers, of four characters each, stand on the standard input that processes share."""
-    found = portions(calls)
-    while (number := os.read(sys.stdin.fileno(), 4)) and int(number) < len(found):
-        for runner, case in found[int(number)]:
-            print(comparison.compile(runner, case), flush=True)

@@ -14,8 +14,6 @@ import time
 
 import numpy as np
 
-__all__ = ["CudaClock", "HostClock", "host_cost", "measure", "timed"]
-
 FLUSH_BYTES = 256 << 20  # four times the L2 cache of an H200 and more
 HOST_MARGIN = 1.5  # the device is kept busy for this many times the host cost of a call
 TIRING = 0.02  # seconds; a call as long as this may leave a lower clock to the next one

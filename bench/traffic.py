@@ -8,23 +8,24 @@ multiprocessors follows the theorems with M = their shared memory; what enters a
 as the L2 cache holds the keys of the heads at work.  Both are counted, and standard attention beside them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
+import itertools
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 
 import cuattn
 from bench import counters, harness
+from bench.block_size import expected
 from bench.block_sparse import block_mask
-from bench.harness import Point, one
+from bench.cases import Case
+from bench.harness import Calls, Point, one
 from bench.internals import BACKWARD_TILES, TILES, portable_tile
+from bench.peers.pytorch import Standard
 from cuattn import io_model, reference
-
-__all__ = ["Call", "counted", "expected_reads", "points"]
 
 HEADS = 64
 LARGEST_SCORES = 4096  # tokens up to which standard attention is counted: ncu saves and restores its score matrices
@@ -75,25 +76,20 @@ class Call:
         return f"{self.case}:{self.kernel}"
 
 
+@functools.cache
 def calls():
     """Return everything that is counted (32 columns are 64 to the Hopper kernel and left out there)."""
     sizes = [(n, 64) for n in (512, 1024, 2048, 4096, 8192)] + [(4096, 32), (4096, 128)]
-    with_scores = [(n, d) for n, d in sizes if n <= LARGEST_SCORES]
-    ours = [(kernel, n, d) for n, d in sizes for kernel in ("sm80", "sm90") if kernel == "sm80" or d >= 64]
-    found = [Call("theorem-2", kernel, HEADS, n, d) for kernel, n, d in ours]
-    found += [Call(study, "standard", HEADS, n, d) for study in ("theorem-2", "theorem-5") for n, d in with_scores]
+    found = [
+        Call(study, kernel, HEADS, n, d)
+        for study, (n, d), kernel in itertools.product(("theorem-2", "theorem-5"), sizes, ("sm80", "sm90", "standard"))
+        if (kernel != "sm90" or d >= 64) and (kernel != "standard" or n <= LARGEST_SCORES)
+    ]
     found += [Call("theorem-2", "sm80", HEADS, 4096, 64, block) for block in TILES]
-    found += [Call("theorem-5", kernel, HEADS, n, d) for kernel, n, d in ours]
     found += [Call("theorem-5", "sm80", HEADS, 4096, 64, block) for block in BACKWARD_TILES]
     found += [Call("proposition-4", "sm80", HEADS, 4096, 64, 0, 2.0**-i) for i in range(6)]
     found += [Call("beyond-l2", kernel, 1, n, 128) for n in (65536, 131072, 262144) for kernel in ("sm80", "sm90")]
     return found
-
-
-def expected_reads(call, block_m):
-    """Return the bytes that a forward reads with `block_m` query rows on the chip: q once, k and v once per block."""
-    once = 2 * call.n * call.d
-    return call.heads * (once + call.density * 2 * once * math.ceil(call.n / block_m))
 
 
 def backward_reads(call, block_n):
@@ -102,83 +98,66 @@ def backward_reads(call, block_n):
     Before it o and do are read for D, and behind it the float32 sums of dq to round them.
     """
     once = 2 * call.n * call.d
-    return call.heads * (2 * once + math.ceil(call.n / block_n) * (2 * once + 8 * call.n) + 2 * once + 2 * once)
-
-
-def tile_of(call):
-    """Return the block sizes that a kernel of ours works with."""
-    import cupy
-
-    if call.kernel == "standard":
-        return {}
-    q = cupy.empty((call.heads, call.n, call.d), cupy.float16)
-    tile = tile_in(call) if call.block else cuattn.plan(q, q, q, direction=call.direction, **options(call))
-    return {"block_m": tile.block_m, "block_n": tile.block_n}
+    return call.heads * (6 * once + math.ceil(call.n / block_n) * (2 * once + 8 * call.n))
 
 
 def tile_in(call):
     """Return the tile of a call that names its block."""
-    return BACKWARD_TILES[call.block] if call.direction == "backward" else TILES[call.block]
+    return (BACKWARD_TILES if call.direction == "backward" else TILES)[call.block]
 
 
-def options(call):
-    """Return the keyword arguments of `cuattn.forward` and `backward`."""
+def ours(call):
+    """Return the calls on the operands of one of ours."""
+    cupy = harness.namespace("cuda")
     mask = {"mask": block_mask(call.n, call.density).to_device()} if call.study == "proposition-4" else {}
-    return {"kernel": call.kernel, **mask}
+    return Calls(*arrays(cupy, call), kernel=call.kernel, **mask)
+
+
+def arrays(xp, call):
+    """Return q, k, v, do."""
+    return harness.random_arrays(xp, 4, (call.heads, call.n, call.d), xp.float16)
 
 
 def counted(name):
     """Return the call of a name, for `bench.counters`."""
-    import cupy
-
     (call,) = (call for call in calls() if call.name == name)
-    q, k, v, do = harness.random_arrays(cupy, 4, (call.heads, call.n, call.d), cupy.float16)
     if call.kernel == "standard":
-        return _standard(call, q, k, v, do)
-    wanted = options(call)
+        return _standard(call)
+    made = ours(call)
     if call.direction == "backward":
-        fwd = cuattn.forward(q, k, v, **wanted)
+        made.fwd  # noqa: B018
 
-    def ours():
+    def run():
         with portable_tile(tile_in(call)) if call.block else contextlib.nullcontext():
-            if call.direction == "backward":
-                return cuattn.backward(do, q, k, v, fwd, **wanted)
-            return cuattn.forward(q, k, v, **wanted)
+            return getattr(made, call.direction)()
 
-    return ours
+    return run
 
 
-def _standard(call, *arrays):
+def _standard(call):
+    """Return a call of the papers' standard attention, as `bench.peers` times it."""
     import torch
 
-    q, k, v, do = map(torch.from_dlpack, arrays)
-    scale = call.d**-0.5
-    if call.direction == "forward":
-        return lambda: torch.softmax(scale * q @ k.transpose(-2, -1), dim=-1) @ v
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    o = torch.softmax(scale * leaves[0] @ leaves[1].transpose(-2, -1), dim=-1) @ leaves[2]
-    return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
-
-
-@functools.lru_cache(maxsize=8)
-def kernels_of(study):
-    """Count all calls of a study in one process."""
-    return counters.count("bench.traffic", [call.name for call in calls() if call.study == study], timeout=120)
+    operands = map(torch.from_dlpack, arrays(harness.namespace("cuda"), call))
+    case = Case("", call.direction, 1, call.heads, call.heads, call.n, call.n, call.d, dtype="float16")
+    return Standard().bind(case, SimpleNamespace(**dict(zip(("q", "k", "v", "do"), operands, strict=True)))).call
 
 
 def measure(call):
     """Return the counters of a call beside what the papers expect."""
-    kernels = kernels_of(call.study)[call.name]
+    kernels = counters.count("bench.traffic", tuple(x.name for x in calls() if x.study == call.study))[call.name]
     if not kernels:
         return {"status": "failed", "reason": "no kernel was counted; see the messages of the run"}
-    tile = tile_of(call)
-    backward = call.direction == "backward"
-    block = tile.get("block_n" if backward else "block_m", 0)
-    row = {"problem": {**vars(call), **tile}, "counters": counters.total(kernels)}
+    row = {"problem": vars(call), "counters": counters.total(kernels)}
     row["kernels"] = {kernel["kernel"][:60]: counters.moved(kernel) for kernel in kernels}
-    if block:
-        row["expected_l2_to_sm"] = backward_reads(call, block) if backward else expected_reads(call, block)
-    return row
+    if call.kernel == "standard":
+        return row
+    made = ours(call)
+    tile = tile_in(call) if call.block else cuattn.plan(*made.operands, direction=call.direction, **made.options)
+    row["problem"] = {**vars(call), "block_m": tile.block_m, "block_n": tile.block_n}
+    backward = call.direction == "backward"
+    forward = expected(call.heads, call.n, call.d, tile.block_m, call.density)
+    return {**row, "expected_l2_to_sm": backward_reads(call, tile.block_n) if backward else forward}
 
 
 def measure_reference(n, d, m):
@@ -204,10 +183,10 @@ def points(arguments):
     sizes = [(128, 16), (256, 16)] if arguments.tiny else [(n, 64) for n in (256, 512, 1024)]
     runners = ("algorithm-2", "algorithm-4", "algorithm-0")
     return [
-        Point(f"theorems/d{d}-N{n}/both", runners, lambda n=n, d=d: measure_reference(n, d, 8 * d * d))
+        Point(f"theorems/d{d}-N{n}/both", runners, functools.partial(measure_reference, n, d, 8 * d * d))
         for n, d in sizes
     ]
 
 
 if __name__ == "__main__":
-    raise SystemExit(harness.main(__doc__, "traffic", points))
+    harness.main(__doc__, "traffic", points)

@@ -14,11 +14,8 @@ import time
 import numpy as np
 
 from bench import harness
-from bench.harness import one
+from bench.harness import one, peak
 from bench.llama.text import documents, pack
-from bench.memory import peak
-
-__all__ = ["VARIANTS", "points", "train"]
 
 SIZES = dict(n=16384, layers=4, heads=8, head_dim=64, inner=1536, longest=2048)
 TINY = dict(n=256, layers=1, heads=2, head_dim=16, inner=48, longest=96)
@@ -55,12 +52,12 @@ def train(variant, sizes, device, steps):
     """
     way, same_kernel, deterministic = VARIANTS[variant]
     kernel = ("sm80" if device == "cuda" else "cpu") if same_kernel else None
-    model, attention, step, losses = _trainer(sizes, device, way, kernel, deterministic)
+    model, attention, step, losses = _trainer(sizes, device, way, kernel=kernel, deterministic=deterministic)
     sequences = list(itertools.islice(pack(documents(), sizes["n"], sizes["longest"]), steps))
     warm = min(WARM, max(steps - PROFILED - 1, 0))
     for sequence in sequences[:warm]:
         step(sequence)
-    attention.forget()  # its masks count like the next ones
+    attention.prepare([], device)  # the next masks count like its own
     with peak(device) as memory:
         for sequence in sequences[warm : warm + PROFILED]:
             step(sequence)
@@ -84,14 +81,13 @@ def train(variant, sizes, device, steps):
     }
 
 
-def _trainer(sizes, device, way, kernel, deterministic):
+def _trainer(sizes, device, way, **options):
     """Return a decoder, its attention, a function that learns from one sequence, and the losses that it will append."""
     import torch
 
-    from bench.llama.attention import Attention
-    from bench.llama.model import Config, Decoder
+    from bench.llama.model import Attention, Config, Decoder
 
-    model, attention, losses = Decoder(Config(**sizes)).to(device), Attention(way, kernel, deterministic), []
+    model, attention, losses = Decoder(Config(**sizes)).to(device), Attention(way, **options), []
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     scale = LOSS_SCALE if device == "cuda" else 1.0
 
@@ -120,4 +116,4 @@ def points(arguments):
 
 if __name__ == "__main__":
     steps = {"--steps": {"type": int, "default": 200}}
-    raise SystemExit(harness.main(__doc__, "training", points, steps))
+    harness.main(__doc__, "training", points, steps)

@@ -11,11 +11,9 @@ from cuattn import dispatch
 from cuattn.dispatch import Call
 from cuattn.errors import ArgumentError, DtypeError, shown
 from cuattn.plans import Plan
-from cuattn.problem import OPERATIONS, Options, Origin, unpack_part
+from cuattn.problem import BACKWARD, FORWARD, OPERATIONS, Options, Origin
 from cuattn.results import Forward, Gradients
 from cuattn.rng import RNGState
-
-__all__ = ["attention", "backward", "forward", "merge", "plan"]
 
 ArrayT = TypeVar("ArrayT")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -133,10 +131,9 @@ def attention(
     >>> cuattn.attention(q, q, q, is_causal=True).shape
     (2, 4, 16)
     """
-    options = Options(is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, None, False, False)
-    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": None}
-    results, _ = dispatch.compute(Call(OPERATIONS["forward"], arrays, mask, options, rng, origin, out))
-    return results[0]
+    options = Options(is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, False)
+    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
+    return dispatch.compute(Call(FORWARD, arrays, options, rng, origin, out))[0][0]
 
 
 @_public
@@ -201,12 +198,10 @@ def forward(
     >>> fwd.l, fwd.m
     (array([4., 4., 4., 4.], dtype=float32), array([4., 4., 4., 4.], dtype=float32))
     """
-    options = Options(
-        is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, out_dtype, False, True
-    )
-    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": None}
-    (o, l, m), state = dispatch.compute(Call(OPERATIONS["forward"], arrays, mask, options, rng, origin, out))
-    return Forward(o, l, m, state)
+    options = Options(is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype)
+    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
+    results, state = dispatch.compute(Call(FORWARD, arrays, options, rng, origin, out))
+    return Forward(*results, rng_state=state)
 
 
 @_public
@@ -286,15 +281,19 @@ def backward(
     >>> cuattn.backward(np.ones_like(fwd.o), q, q, q, fwd).dv[0, :3].round(6)
     array([1., 1., 1.], dtype=float32)
     """
-    if not isinstance(fwd, (tuple, list)) or len(fwd) != 4:
-        raise DtypeError(f"fwd is {type(fwd).__name__}; expected a Forward, or any (o, l, m, rng_state)")
-    o, l, m, state = fwd
+    o, l, m, state = _unpacked("fwd", fwd)
     options = Options(
-        is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, out_dtype, deterministic, True
+        is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype, deterministic
     )
-    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": None, "do": do, "o": o, "l": l, "m": m, "dlse": dlse}
-    results, _ = dispatch.compute(Call(OPERATIONS["backward"], arrays, mask, options, state, origin, out))
+    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "do": do, "o": o, "l": l, "m": m, "dlse": dlse}
+    results, _ = dispatch.compute(Call(BACKWARD, arrays, options, state, origin, out))
     return Gradients(*results)
+
+
+def _unpacked(name: str, fwd: Any) -> tuple:
+    if not isinstance(fwd, (tuple, list)) or len(fwd) != 4:
+        raise DtypeError(f"{name} is {type(fwd).__name__}; expected a Forward, or any (o, l, m, rng_state)")
+    return tuple(fwd)
 
 
 def merge(*parts: Forward, out: tuple | None = None) -> Forward:
@@ -340,18 +339,15 @@ def merge(*parts: Forward, out: tuple | None = None) -> Forward:
     >>> bool(np.allclose(halves.o, cuattn.attention(x, x, x), atol=1e-6))
     True
     """
-    unpacked = [unpack_part(index, part) for index, part in enumerate(parts)]
-    named = {
-        f"parts[{index}].{name}": array
-        for index, part in enumerate(unpacked)
-        for name, array in zip("olm", part, strict=False)
-    }
-    if not named:
+    if not parts:
         raise ArgumentError("merge got no parts; expected at least one Forward")
-    states = [part[3] for part in unpacked]
-    state = states[0] if all(other is states[0] or dispatch.same_state(other, states[0]) for other in states) else None
-    o, l, m = dispatch.merge(named, out)
-    return Forward(o, l, m, state)
+    named, states = {}, []
+    for index, part in enumerate(parts):
+        *arrays, state = _unpacked(f"parts[{index}]", part)
+        named |= {f"parts[{index}].{name}": array for name, array in zip("olm", arrays, strict=True)}
+        states.append(state)
+    agree = all(state is states[0] or dispatch.same_state(state, states[0]) for state in states)
+    return Forward(*dispatch.merge(named, out), rng_state=states[0] if agree else None)
 
 
 @_public
@@ -412,7 +408,7 @@ def plan(
     if not isinstance(direction, str) or direction not in OPERATIONS:
         raise ArgumentError(f"direction is {shown(direction)}; expected {' or '.join(map(repr, OPERATIONS))}")
     options = Options(
-        is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, out_dtype, deterministic, True
+        is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype, deterministic
     )
-    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": None}
-    return dispatch.plan(Call(OPERATIONS[direction], arrays, mask, options, rng, origin, whole=False))
+    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
+    return dispatch.plan(Call(OPERATIONS[direction], arrays, options, rng, origin))

@@ -5,7 +5,11 @@ user would expect in its place, so existing ``except ValueError`` clauses keep w
 argument, its value and what was expected.
 """
 
+import operator
 import reprlib
+from typing import Any
+
+import numpy as np
 
 __all__ = [
     "ArgumentError",
@@ -15,6 +19,8 @@ __all__ = [
     "MaskError",
     "ShapeError",
     "UnsupportedError",
+    "as_integer",
+    "expect_array",
     "shown",
 ]
 
@@ -77,3 +83,55 @@ def shown(value: object, limit: int = 80) -> str:
     except Exception:  # a foreign object whose repr raises
         text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else f"{text[: limit - 6]} ... {text[-1]}"
+
+
+def as_integer(value: Any) -> int | None:
+    """Return what a caller passed as an integer; None where it is not one, as True is not.
+
+    Parameters
+    ----------
+    value : object
+        Of Python, of NumPy, or whatever else has ``__index__``.
+
+    Returns
+    -------
+    number : int or None
+
+    Examples
+    --------
+    >>> as_integer(3), as_integer(3.0), as_integer(True)
+    (3, None, None)
+    """
+    try:
+        return None if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def expect_array(name: str, array: Any, shape: tuple[int, ...], *dtypes: Any) -> None:
+    """Check an array whose shape and dtype follow from other arguments.
+
+    Parameters
+    ----------
+    name : str
+        What the message calls it.
+    array : array
+        Of NumPy or CuPy.
+    shape : tuple of int
+        The one that it must have.
+    *dtypes : numpy.dtype
+        Those of which it must have one.
+
+    Raises
+    ------
+    ShapeError, DtypeError
+        When it does not.
+
+    Examples
+    --------
+    >>> expect_array("l", np.zeros(3), (3,), np.dtype(np.float64))
+    """
+    if tuple(array.shape) != shape:
+        raise ShapeError(f"{name} has shape {shown(tuple(array.shape))}; expected {shape}")
+    if array.dtype not in dtypes:
+        raise DtypeError(f"{name} has dtype {array.dtype}; expected {' or '.join(map(str, dict.fromkeys(dtypes)))}")

@@ -8,8 +8,6 @@ import numpy as np
 
 from cuattn.rng import RNGState
 
-__all__ = ["Forward", "Gradients"]
-
 
 class Forward(NamedTuple):
     """The result of :func:`cuattn.forward`: all that a backward pass or a merge needs, in O(N) memory.

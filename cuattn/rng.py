@@ -46,13 +46,12 @@ References
 J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
-import operator
 import secrets
 from typing import NamedTuple
 
 import numpy as np
 
-from cuattn.errors import ArgumentError, DtypeError
+from cuattn.errors import ArgumentError, DtypeError, as_integer
 
 __all__ = [
     "BLOCK",
@@ -154,10 +153,7 @@ def philox4x32(counter, key, rounds=10):
         product_0, product_2 = x0 * _MULTIPLIER_0, x2 * _MULTIPLIER_2
         x0, x1 = (product_2 >> _HALF) ^ (x1 ^ k0), product_2 & _LOW
         x2, x3 = (product_0 >> _HALF) ^ (x3 ^ k1), product_0 & _LOW
-    words = np.empty((4, *np.broadcast_shapes(x0.shape, x1.shape, x2.shape, x3.shape)), np.uint32)
-    for w, x in enumerate((x0, x1, x2, x3)):
-        words[w] = x
-    return words
+    return np.array(np.broadcast_arrays(x0, x1, x2, x3), np.uint32)
 
 
 def threshold(dropout_p):
@@ -227,8 +223,8 @@ def draws(state, b, rows, keys):
     array([[49562, 37579, 24177, 47116],
            [ 3573, 32026, 17201, 20192]], dtype=uint16)
     """
-    (row_blocks, crop_rows), (key_blocks, crop_keys) = _around("rows", rows), _around("keys", keys)
-    return _unfold(_words(state, b, row_blocks, key_blocks))[crop_rows, crop_keys]
+    blocks, crop = _around(rows, keys)
+    return _unfold(_words(state, b, *blocks))[crop]
 
 
 def keep(state, T, b, row_range, key_range):
@@ -259,8 +255,8 @@ def keep(state, T, b, row_range, key_range):
     array([[1, 1, 0, 1],
            [0, 0, 0, 0]])
     """
-    (row_blocks, crop_rows), (key_blocks, crop_keys) = _around("rows", row_range), _around("keys", key_range)
-    return _keep(state, T, b, row_blocks, key_blocks)[crop_rows, crop_keys]
+    blocks, crop = _around(row_range, key_range)
+    return _keep(state, T, b, *blocks)[crop]
 
 
 def keep_blocks(state, T, b, row_blocks, key_blocks):
@@ -326,7 +322,7 @@ def recorded(state, name="fwd.rng_state"):
         raise DtypeError(f"{name} has type {type(state).__name__}: expected the RNGState that the forward returned")
     if type(state) in (tuple, list) and len(state) == 2:
         state = RNGState(*state)
-    return _checked(name, state)
+    return _checked(name, state, "an RNGState")
 
 
 def resolve(rng):
@@ -358,26 +354,21 @@ def resolve(rng):
         return RNGState(secrets.randbits(64), 0)
     if isinstance(rng, np.random.Generator):
         return RNGState(int(rng.integers(2**64, dtype=np.uint64)), 0)
-    return _checked("rng", rng)
+    return _checked("rng", rng, "an int, an RNGState, a numpy.random.Generator or None")
 
 
-def _checked(name, state):
+def _checked(name, state, expected):
     """Return a seed or a state as a state of Python integers within the limits."""
     if not isinstance(state, RNGState):
-        return RNGState(_integer(name, state, 64), 0)
+        return RNGState(_integer(name, state, 64, expected), 0)
     seed, offset = _integer(f"{name}.seed", state.seed, 64), state.offset
     return RNGState(seed, offset if _is_device_scalar(name, offset) else _integer(f"{name}.offset", offset, 32))
 
 
-def _integer(name, value, bits):
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        whole = {"rng": "an int, an RNGState, a numpy.random.Generator or None", "fwd.rng_state": "an RNGState"}
-        expected = whole.get(name, "an int")
-        raise DtypeError(f"{name} has type {type(value).__name__}: expected {expected}") from None
+def _integer(name, value, bits, expected="an int"):
+    number = as_integer(value)
+    if number is None:
+        raise DtypeError(f"{name} has type {type(value).__name__}: expected {expected}")
     if not 0 <= number < 1 << bits:
         raise ArgumentError(f"{name} = {number}: expected 0 <= {name} < 2**{bits}")
     return number
@@ -396,13 +387,16 @@ def _is_device_scalar(name, value):
     return True
 
 
-def _around(name, span):
-    """Return the starts of the blocks of 16 around a range, and the slice of their elements that it is."""
-    start, stop = span
-    if not 0 <= start <= stop <= 1 << 32:
-        raise ArgumentError(f"{name} = ({start}, {stop}): expected 0 <= start <= stop <= 2**32")
-    first = start - start % BLOCK
-    return np.arange(first, stop, BLOCK, dtype=np.uint64), slice(start - first, stop - first)
+def _around(rows, keys):
+    """Return the starts of the blocks of 16 around a tile's rows and keys, and the index of the tile in them."""
+    starts, crop = [], ()
+    for name, (start, stop) in (("rows", rows), ("keys", keys)):
+        if not 0 <= start <= stop <= 1 << 32:
+            raise ArgumentError(f"{name} = ({start}, {stop}): expected 0 <= start <= stop <= 2**32")
+        first = start - start % BLOCK
+        starts.append(np.arange(first, stop, BLOCK, dtype=np.uint64))
+        crop += (slice(start - first, stop - first),)
+    return starts, crop
 
 
 def _aligned(name, blocks):

@@ -40,10 +40,19 @@ def visible_band(n_queries: int, n_keys: int, left: int | None, right: int | Non
     return seen
 
 
-def solve(*arrays: Any, dtype: Any = None, **options: Any) -> Solution:
-    """Return all that the textbook computes from q, k, v and, for gradients, do; on a GPU with CuPy's softmax."""
+def solve(*arrays: Any, dtype: Any = None, precision: str | None = None, **options: Any) -> Solution:
+    """Return all that the textbook computes from q, k, v and, for gradients, do; on a GPU with CuPy's softmax.
+
+    With a dtype of float32, ``precision="tf32"`` rounds both factors of every product to TF32.
+    """
     library = special if isinstance(arrays[0], np.ndarray) else sys.modules["cupyx"].scipy.special
-    return textbook.solve(*arrays, **options, low=dtype, softmax=library.softmax)
+    operand = tf32 if dtype is not None and precision == "tf32" else None
+    return textbook.solve(*arrays, **options, low=dtype, operand=operand, softmax=library.softmax)
+
+
+def tf32(x: Any) -> Any:
+    """Round float32 to the 10 bits of mantissa that TF32 keeps."""
+    return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def forward(q, k, v, *, dtype=None, **options) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -57,7 +66,7 @@ def backward(do, q, k, v, *, dtype=None, **options) -> tuple[np.ndarray, ...]:
 
 
 def floors(exact: Solution, q, k, v, do=None, *, scale=None, softcap=None, bias=None, keep=None, keep_scale=1.0,
-           dlse=None, visible=None, halves=False) -> dict[str, Floor]:  # fmt: skip
+           dlse=None, visible=None, halves=False, precision=None) -> dict[str, Floor]:  # fmt: skip
     """Bound, to first order, what the roundings of any algorithm in the sums' precision do to each result.
 
     A score that is a sum of large products is known to eps times the sum of their absolute values, S_ij, and nothing
@@ -81,6 +90,12 @@ def floors(exact: Solution, q, k, v, do=None, *, scale=None, softcap=None, bias=
     backward's have 2^-50 of the largest in their block, P's at most 1.  A row of which dropout leaves only small
     weights, and a key with no others, cannot be known better; what is lost of a weight is no more than itself.
 
+    ``precision="tf32"`` rounds both factors of every product by 2^-11, so that a term may be wrong by t = 2^-10 + 2^-22
+    of itself, and all terms alike: S, p, A and ds above get t / eps more.  Scores then move by more than 1, where the
+    first order is too little, and a capped one back over the bend of its cap.  A weight becomes at most
+    p exp(the move of s + the mean move) and at most 1, and loses p (the move + what all others gain) at most.  Weights
+    of halves are then one float16, of 2^-39 of the largest in their block.
+
     Parameters
     ----------
     exact : Solution
@@ -92,27 +107,33 @@ def floors(exact: Solution, q, k, v, do=None, *, scale=None, softcap=None, bias=
         By the names of the results.
     """
     given = {"scale": scale, "softcap": softcap, "bias": bias, "keep": keep, "keep_scale": keep_scale}
-    bound = _Bound(exact, q, k, v, given, halves)
+    bound = _Bound(exact, q, k, v, given, halves, precision)
     return bound.forward() if do is None else {**bound.forward(), **bound.backward(do, bias, dlse)}
 
 
 class _Bound:
     """What the floors are made of; S is `size`, E is `moved`."""
 
-    def __init__(self, exact: Solution, q, k, v, given: dict[str, Any], halves: bool) -> None:
+    def __init__(self, exact: Solution, q, k, v, given: dict[str, Any], halves: bool, precision: Any) -> None:
         self.exact = exact
         self.xp = xp = np if isinstance(q, np.ndarray) else sys.modules["cupy"]
         self.shapes, lead, low = (q.shape, k.shape, v.shape), exact.p.shape[:-2], q.dtype
         self.unit = unit = eps(np.float64 if low == np.float64 else np.float32)
         self.grain = eps(low, smallest=True) / eps(low)  # 16-bit numbers near 0 are this coarse
+        self.factors = factors = ((1 + 2.0**-11) ** 2 - 1) / unit if precision == "tf32" else 0.0
         terms = (q.shape[-1], v.shape[-1], *exact.p.shape[-2:])
         width, self.width_v, self.rows, self.keys = (min(n, 2 * n**0.5) for n in terms)
         self.rows *= max(math.prod(lead), 1) ** 0.5  # of all heads that may share a key
-        self.q, k, v = (xp.abs(x.astype(np.float64)) for x in (q, k, v))
-        self.k, self.v = (textbook.repeat_heads(xp, x, lead) for x in (k, v))
+        self.q = xp.abs(q.astype(np.float64))
+        self.k, self.v = (textbook.repeat_heads(xp, xp.abs(x.astype(np.float64)), lead) for x in (k, v))
         self.scale = abs(q.shape[-1] ** -0.5 if given["scale"] is None else given["scale"])
-        raw = 2 * width * self.scale * (self.q @ self.k.swapaxes(-1, -2))
-        size, self.slope, self.bend = _scores(xp, exact, raw, given["softcap"], given["bias"], eps(low) > unit)
+        raw = (2 * width + factors) * self.scale * (self.q @ self.k.swapaxes(-1, -2))
+        nearest = None
+        if factors:
+            signed = q.astype(np.float64) @ textbook.repeat_heads(xp, k, lead).swapaxes(-1, -2)
+            nearest = xp.abs(self.scale * signed) - unit * raw
+        short = eps(low) > unit
+        size, self.slope, self.bend = _scores(xp, exact, raw, given["softcap"], given["bias"], short, unit, nearest)
         seen = exact.s > -np.inf
         size = xp.where(seen, size, 0)
         self.p = exact.p.astype(np.float64)
@@ -120,26 +141,49 @@ class _Bound:
         self.top = _at_maximum(xp, exact, size, unit)
         self.z = 1.0 if given["keep"] is None else xp.where(given["keep"], given["keep_scale"], 0.0)
         self.moved = self.p * (self.keys + size + self.mean[..., None]) + xp.where(seen, unit**2, 0)
-        self.of_largest = 2.0**-27 if halves else 0.0
+        self.spread = self.mean
+        if factors:
+            self._move_far(size, seen)
+        self.of_largest = (2.0**-16 if factors else 2.0**-27) if halves else 0.0
         self.coarse = xp.minimum(self.p / unit, self.of_largest)
         coarse = xp.minimum(self.p / unit, 2.0**-15 if halves else 0.0) * self.z
         self.coarse_o = coarse.sum(-1, keepdims=True) * _largest(xp, self.v)
         self.short_p = xp.where(seen, self.p + self.grain, 0) * self.z
 
+    def _move_far(self, size, seen) -> None:
+        """Let weights grow by exp(what their scores move by) to at most 1, where the first order is too little."""
+        xp, exact, unit, p = self.xp, self.exact, self.unit, self.p
+        with np.errstate(all="ignore"):
+            log_p = xp.where(seen, exact.s - (exact.m + xp.log(exact.l))[..., None], -np.inf).astype(np.float64)
+        grown, most = (
+            (xp.exp(xp.minimum(log_p + unit * x, 0)) - p) / unit for x in (size, size + self.mean[..., None])
+        )
+        self.spread = xp.maximum(grown.sum(-1), self.mean)
+        least = p * xp.minimum(size + self.spread[..., None], 1 / unit)
+        self.moved = xp.maximum(self.moved, xp.maximum(most, least))
+        self.p = p + unit * self.moved
+
     def forward(self) -> dict[str, Floor]:
         l = self.exact.l.astype(np.float64)
+        move = self.spread + self.top
+        if self.factors:
+            visible = (self.exact.s > -np.inf).sum(-1)
+            move = self.xp.minimum(self.xp.expm1(self.xp.minimum(self.unit * move, 99)), visible) / self.unit
         return {
-            "o": Floor(((self.moved + self.keys * self.p) * self.z) @ self.v + self.coarse_o, self.short_p @ self.v),
-            "l": Floor(l * (2 * self.keys + self.mean + self.top)),
+            "o": Floor(
+                ((self.moved + (self.keys + self.factors) * self.p) * self.z) @ self.v + self.coarse_o,
+                self.short_p @ self.v,
+            ),
+            "l": Floor(l * (2 * self.keys + move)),
             "m": Floor(self.top),
         }
 
     def backward(self, do, bias, dlse) -> dict[str, Floor]:
-        xp, exact, p = self.xp, self.exact, self.p
+        xp, exact, p, t = self.xp, self.exact, self.p, self.factors
         do, ds, o = (xp.abs(x.astype(np.float64)) for x in (do, exact.ds, exact.o))
         a = self.z * (do @ self.v.swapaxes(-1, -2))
         gap = exact.dp.astype(np.float64) - (exact.p * exact.dp).sum(-1, keepdims=True).astype(np.float64)
-        wide = p * (self.width_v * a + ((self.moved + self.keys * p) * a).sum(-1, keepdims=True))
+        wide = p * ((self.width_v + t) * a + ((self.moved + (self.keys + t) * p) * a).sum(-1, keepdims=True))
         wide = wide + p * self.coarse_o * do.sum(-1, keepdims=True)
         if dlse is not None:
             gap = gap + dlse[..., None]
@@ -148,7 +192,9 @@ class _Bound:
         rounded_p = xp.where(p > 0, p + self.grain, 0)
         short_delta = p * ((do * (o + self.grain)).sum(-1) + (rounded_p * a).sum(-1))[..., None]
         short = (short_delta + ds + self.grain) * self.slope
-        for_rows, for_keys = (wide * self.slope + ds * (self.bend + n * self.slope) for n in (self.keys, self.rows))
+        for_rows, for_keys = (
+            wide * self.slope + ds * (self.bend + (n + t) * self.slope) for n in (self.keys, self.rows)
+        )
         held = ds + self.unit * wide
         held = xp.minimum(held / self.unit, _largest(xp, held) * self.of_largest)
         for_rows, for_keys = for_rows + held, for_keys + held
@@ -158,7 +204,7 @@ class _Bound:
             "dk": [sum_heads(self.scale * (x.swapaxes(-1, -2) @ self.q), k_shape) for x in (for_keys, short)],
             "dv": [
                 sum_heads(x.swapaxes(-1, -2) @ do, v_shape)
-                for x in ((self.moved + self.rows * p) * self.z + self.coarse * self.z, self.short_p)
+                for x in ((self.moved + (self.rows + t) * p) * self.z + self.coarse * self.z, self.short_p)
             ],
         }
         if bias is not None:
@@ -166,14 +212,21 @@ class _Bound:
         return {name: Floor(*parts) for name, parts in found.items()}
 
 
-def _scores(xp, exact, raw, softcap, bias, short):
-    """Return S, the slope of the soft cap, and by how much that slope moves."""
+def _scores(xp, exact, raw, softcap, bias, short, unit, nearest):
+    """Return S, the slope of the soft cap, and by how much that slope moves.
+
+    `nearest` is how small a score's size may become, negative on the other side of 0; None to the first order.
+    """
     size, slope, bend = raw, 1.0, 0.0
     if softcap is not None:
         slope = exact.slope.astype(np.float64)
         capped = softcap * xp.sqrt(xp.maximum(1 - slope, 0))
         size = slope * raw + (2 * softcap if short else capped)
         bend = 2 * (1 + (slope * raw + capped) / softcap)
+        if nearest is not None:
+            size = xp.maximum(size, (capped - softcap * xp.tanh(nearest / softcap)) / unit + capped)
+            steepest = 1 - xp.tanh(xp.maximum(nearest, 0) / softcap) ** 2
+            slope, bend = steepest, bend + xp.maximum(steepest - slope, 0) / unit
     if bias is not None:
         bias = xp.abs(bias.astype(np.float64))
         size = xp.minimum(size + xp.where(bias < np.inf, bias, 0), 1e150)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import ml_dtypes
@@ -38,13 +39,9 @@ class Case:
 
     def arguments(self, put=lambda x: x):
         """Return (q, k, v) and keyword arguments for the library."""
-        options = {
-            name: put(np.asarray(value)) if isinstance(value, np.ndarray) else value
-            for name, value in self.options.items()
-        }
-        if self.bias is not None:
-            options["bias"] = put(self.bias)
-        return (put(self.q), put(self.k), put(self.v)), options
+        options = self.options if self.bias is None else {**self.options, "bias": self.bias}
+        found = {name: put(value) if isinstance(value, np.ndarray) else value for name, value in options.items()}
+        return (put(self.q), put(self.k), put(self.v)), found
 
     @property
     def keep(self):
@@ -53,23 +50,15 @@ class Case:
         if not t:
             return None, 1.0
         state = cuattn_rng.resolve(self.options["rng"])
-        lead = self.do.shape[:-2]
-        nq, nk = self.q.shape[-2], self.k.shape[-2]
-        count = int(np.prod(lead)) if lead else 1
-        kept = [cuattn_rng.keep(state, t, b, (0, nq), (0, nk)) for b in range(count)]
-        return np.array(kept, bool).reshape(*lead, nq, nk), 65536 / (65536 - t)
+        shape = (*self.do.shape[:-1], self.k.shape[-2])
+        kept = [cuattn_rng.keep(state, t, b, *((0, n) for n in shape[-2:])) for b in range(math.prod(shape[:-2]))]
+        return np.array(kept, bool).reshape(shape), 65536 / (65536 - t)
 
     def reference(self):
         """Return keyword arguments for the oracle."""
         keep, keep_scale = self.keep
-        return dict(
-            visible=self.visible,
-            bias=self.bias,
-            scale=self.options.get("scale"),
-            softcap=self.options.get("softcap"),
-            keep=keep,
-            keep_scale=keep_scale,
-        )
+        given = {name: self.options.get(name) for name in ("scale", "softcap")}
+        return dict(visible=self.visible, bias=self.bias, keep=keep, keep_scale=keep_scale, **given)
 
 
 def _short(value):
@@ -93,10 +82,12 @@ def cases(draw, dtypes=DTYPES, max_length=70, head_dims=(1, 8, 16, 33, 64), mask
     nk = nq if draw(st.booleans()) else draw(st.integers(0, max_length))
     d, dv = draw(st.sampled_from(head_dims)), draw(st.sampled_from(head_dims))
     layout = "heads" if plain else draw(st.sampled_from(("rank2", "heads", "batch", "gqa", "broadcast", "swapped")))
-    q, k, v = _operands(draw, rng, layout, nq, nk, d, dv, dtype)
-    lead = np.broadcast_shapes(
-        q.shape[:-2], k.shape[:-2] if layout != "gqa" else (), v.shape[:-2] if layout != "gqa" else ()
-    )
+    shapes = _leading(draw, layout)
+    q, k, v = (normal(rng, (*s, *n), dtype) for s, n in zip(shapes, ((nq, d), (nk, d), (nk, dv)), strict=True))
+    lead = shapes[0] if layout == "gqa" else np.broadcast_shapes(*shapes)
+    if layout == "swapped":  # (B, N, H, d) data seen through swapaxes, and a reversed axis
+        q, k, v = (x.swapaxes(1, 2).copy().swapaxes(1, 2) for x in (q, k, v))
+        q, v = q[:, :, ::-1], v[::-1]
     options, visible = _visibility(draw, rng, mask_kinds, lead, nq, nk)
     bias = None
     if layout == "gqa":
@@ -115,72 +106,56 @@ def cases(draw, dtypes=DTYPES, max_length=70, head_dims=(1, 8, 16, 33, 64), mask
     return Case(q, k, v, do, visible, options, bias, layout)
 
 
-def _operands(draw, rng, layout, nq, nk, d, dv, dtype):
-    """Return q, k, v of one of the layouts that the API takes."""
+def _leading(draw, layout):
+    """Return the leading axes of q, k and v in one of the layouts that the API takes."""
     heads = draw(st.integers(1, 4))
-    if layout == "rank2":
-        return normal(rng, (nq, d), dtype), normal(rng, (nk, d), dtype), normal(rng, (nk, dv), dtype)
     if layout == "gqa":
         kv, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-        return (
-            normal(rng, (2, kv * group, nq, d), dtype),
-            normal(rng, (2, kv, nk, d), dtype),
-            normal(rng, (2, kv, nk, dv), dtype),
-        )
+        return (2, kv * group), (2, kv), (2, kv)
     if layout == "broadcast":
         one = draw(st.sampled_from(((1, heads), (2, 1), (1, 1), (heads,), ())))
-        return (
-            normal(rng, (2, heads, nq, d), dtype),
-            normal(rng, (*one, nk, d), dtype),
-            normal(rng, (*draw(st.sampled_from((one, (2, heads)))), nk, dv), dtype),
-        )
-    if layout == "swapped":  # (B, N, H, d) data seen through swapaxes, and a reversed axis
-        q, k, v = (normal(rng, (2, n, heads, e), dtype).swapaxes(1, 2) for n, e in ((nq, d), (nk, d), (nk, dv)))
-        return q[:, :, ::-1], k, v[::-1]
-    lead = (heads,) if layout == "heads" else (draw(st.integers(0, 2)), draw(st.integers(1, 2)), heads)
-    return normal(rng, (*lead, nq, d), dtype), normal(rng, (*lead, nk, d), dtype), normal(rng, (*lead, nk, dv), dtype)
+        return (2, heads), one, draw(st.sampled_from((one, (2, heads))))
+    if layout == "batch":
+        return 3 * ((draw(st.integers(0, 2)), draw(st.integers(1, 2)), heads),)
+    return 3 * ({"rank2": (), "heads": (heads,), "swapped": (2, heads)}[layout],)
 
 
 def _visibility(draw, rng, kinds, lead, nq, nk):
     """Return the mask arguments and their dense meaning (None: everything is visible)."""
     kind = draw(st.sampled_from(kinds))
-    offset = {"top_left": 0, "bottom_right": nk - nq}
     if kind == "none":
         return {}, None
-    if kind == "causal":
+    if kind in ("causal", "window"):
         align = draw(st.sampled_from(("top_left", "bottom_right")))
-        value = True if nq == nk and draw(st.booleans()) else align
-        return {"is_causal": value}, oracle.visible_band(nq, nk, None, 0, offset[align])
-    if kind == "window":
-        align = draw(st.sampled_from(("top_left", "bottom_right")))
+        offset = nk - nq if align == "bottom_right" else 0
+        if kind == "causal":
+            value = True if nq == nk and draw(st.booleans()) else align
+            return {"is_causal": value}, oracle.visible_band(nq, nk, None, 0, offset)
         left, right = (draw(st.one_of(st.none(), st.integers(0, 20))) for _ in range(2))
-        return {"window": (left, right, align)}, oracle.visible_band(nq, nk, left, right, offset[align])
+        return {"window": (left, right, align)}, oracle.visible_band(nq, nk, left, right, offset)
     if kind == "dense":
         shape = draw(st.sampled_from([(nq, nk), (1, nk), (nq, 1), (*lead, nq, nk)]))
         mask = rng.random(shape) < draw(st.sampled_from((0.1, 0.6)))
         return {"mask": mask}, np.broadcast_to(mask, (*np.broadcast_shapes(shape[:-2]), nq, nk))
     if kind == "block":
         bm, bn = draw(st.sampled_from((1, 5, 16, 64))), draw(st.sampled_from((1, 7, 32)))
+        if not nq or not nk:
+            return {}, None
         blocks = rng.random((*draw(st.sampled_from([(), lead])), -(-nq // bm), -(-nk // bn))) < 0.5
         dense = np.repeat(np.repeat(blocks, bm, -2), bn, -1)[..., :nq, :nk]
-        mask = cuattn.BlockMask(blocks, bm, bn) if nq and nk else None
-        return ({"mask": mask}, dense) if mask is not None else ({}, None)
+        return {"mask": cuattn.BlockMask(blocks, bm, bn)}, dense
     if kind == "document" and nq == nk:
         cuts = np.sort(rng.integers(0, nq + 1, 2))
-        lengths = [int(cuts[0]), int(cuts[1] - cuts[0]), int(nq - cuts[1])]
-        mask = cuattn.masks.causal_document(lengths)
-        options = {"mask": mask}
-        visible = mask.dense()
+        mask = cuattn.masks.causal_document(np.diff(cuts, prepend=0, append=nq).tolist())
         if draw(st.booleans()):
-            options["window"] = (5, 5)
-            visible = visible & oracle.visible_band(nq, nk, 5, 5, 0)
-        return options, visible
+            return {"mask": mask, "window": (5, 5)}, mask.dense() & oracle.visible_band(nq, nk, 5, 5, 0)
+        return {"mask": mask}, mask.dense()
     vectors = [rng.integers(0, nq + 1, (*draw(st.sampled_from([(), lead])), nk)) for _ in range(4)]
-    lts, lte, uts, ute = (x.astype(np.int32) for x in np.broadcast_arrays(*vectors))
-    mask = cuattn.ColumnMask(lts, lte, uts, ute, n_queries=nq)
+    vectors = [x.astype(np.int32) for x in np.broadcast_arrays(*vectors)]
     i = np.arange(nq)[:, None]
-    hidden = ((lts[..., None, :] <= i) & (i < lte[..., None, :])) | ((uts[..., None, :] <= i) & (i < ute[..., None, :]))
-    return {"mask": mask}, ~hidden
+    lts, lte, uts, ute = (x[..., None, :] for x in vectors)
+    hidden = ((lts <= i) & (i < lte)) | ((uts <= i) & (i < ute))
+    return {"mask": cuattn.ColumnMask(*vectors, n_queries=nq)}, ~hidden
 
 
 def _bias(draw, rng, lead, nq, nk, dtype):

@@ -42,7 +42,7 @@ def calls(driver, monkeypatch):
         return lambda scratch_bytes, together, held: (list(wanted), [BASE] * (len(wanted) + 1), None)
 
     monkeypatch.setattr(cuda, "launch_sequence", launch_sequence)
-    monkeypatch.setattr(tables.MaskTables, "find", lambda *_: SimpleNamespace(addresses=[0] * len(tables.slots(0))))
+    monkeypatch.setattr(tables.MaskTables, "find", lambda *_: SimpleNamespace(addresses=[0] * len(tables.TABLE_SLOTS)))
     monkeypatch.setattr(interop.ArrayOrigin, "scope", scope)
     monkeypatch.setattr(interop.ArrayOrigin, "is_current", lambda self: True)
     monkeypatch.setattr(interop.ArrayOrigin, "stream", lambda self: Stream())
@@ -60,7 +60,7 @@ def test_a_warm_call_is_not_checked_again(calls, driver):
     moved = gpu_array((2, 100, 64), address=1 << 31)
     assert cuattn.forward(moved, k, k) == first == (((2, 100, 64), q.dtype), *2 * [((2, 100), np.float32)], None)
     assert len(calls) == 2
-    assert driver.done[-1].argument["q"]["data"] == 1 << 31
+    assert driver.done[-1].argument["q.data"] == 1 << 31
 
 
 @pytest.mark.parametrize(
@@ -127,13 +127,13 @@ def test_copied_arguments_are_looked_at_in_every_call(calls, driver, monkeypatch
             sys.modules["cuattn.problem.validate"], "_contiguous_last", lambda array, at=address: copies[at]
         )
         cuattn.forward(k, k, k)
-        assert driver.done[-1].argument["q"]["data"] == address
+        assert driver.done[-1].argument["q.data"] == address
     assert len(calls) == 1
 
 
 def test_look_leaves_to_enter_what_needs_more_than_a_look():
     torch = pytest.importorskip("torch")
-    look = interop.torch_tensors.Torch.signature
+    look = interop.Torch.signature
     x = torch.zeros(4, 6)
     found, addresses = look((x, None))
     assert found == (x.dtype, x.shape, x.stride(), x.device, x.data_ptr() & 15, None)

@@ -36,8 +36,9 @@ CONTRACT_DRAWS = {
     (0, 16): 0x61E9,
     (1000, 131071): 0xDEDB,
 }
-STATES = st.builds(RNGState, st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1))
 WORD = st.integers(0, 2**32 - 1)
+STATES = st.builds(RNGState, st.integers(0, 2**64 - 1), WORD)
+LEVEL = st.integers(0, 65535)
 
 
 def philox_by_definition(counter, key, rounds):
@@ -59,23 +60,14 @@ def draw_by_definition(state, b, i, j):
 
 @pytest.mark.parametrize(("rounds", "block", "words"), KNOWN_ANSWERS)
 def test_known_answers(rounds, block, words):
-    counter, key = block
-    assert tuple(rng.philox4x32(counter, key, rounds).tolist()) == words
-    assert philox_by_definition(counter, key, rounds) == words
-
-
-def test_philox_is_vectorised_over_counters_and_keys():
-    counters, keys = zip(*(block for _, block, _ in KNOWN_ANSWERS[:3]), strict=True)
-    words = rng.philox4x32(np.array(counters).T, np.array(keys).T, 7)
-    assert words.shape == (4, 3)
-    assert words.dtype == np.uint32
-    assert [tuple(column) for column in words.T.tolist()] == [answer for _, _, answer in KNOWN_ANSWERS[:3]]
+    assert tuple(rng.philox4x32(*block, rounds).tolist()) == words
+    assert philox_by_definition(*block, rounds) == words
 
 
 def test_philox_broadcasts_its_words():
     rows, keys = np.arange(3)[:, None], np.arange(5)
     words = rng.philox4x32((keys, rows, 7, 8), (9, rows), 10)
-    assert words.shape == (4, 3, 5)
+    assert (words.dtype, words.shape) == (np.uint32, (4, 3, 5))
     assert tuple(words[:, 2, 4].tolist()) == philox_by_definition((4, 2, 7, 8), (9, 2), 10)
 
 
@@ -131,53 +123,37 @@ def test_contract_kept_elements_of_seed_42():
 @given(
     state=STATES,
     b=WORD,
-    first=st.tuples(st.integers(0, 2**32 - 40), st.integers(0, 2**32 - 40)),
-    size=st.tuples(st.integers(0, 40), st.integers(0, 40)),
-    T=st.integers(0, 65535),
+    spans=st.tuples(*[st.tuples(st.integers(0, 2**32 - 40), st.integers(0, 40))] * 2),
+    T=LEVEL,
 )
-def test_any_tile_equals_the_definition(state, b, first, size, T):
-    rows, keys = ((start, start + length) for start, length in zip(first, size, strict=True))
+def test_any_tile_equals_the_definition(state, b, spans, T):
+    rows, keys = ((start, start + length) for start, length in spans)
     tile = rng.draws(state, b, rows, keys)
     expected = [[draw_by_definition(state, b, i, j) for j in range(*keys)] for i in range(*rows)]
-    assert tile.dtype == np.uint16
-    assert tile.shape == size
-    assert np.array_equal(tile, np.array(expected, dtype=np.uint16).reshape(size))
+    assert (tile.dtype, tile.shape) == (np.uint16, tuple(length for _, length in spans))
+    assert np.array_equal(tile, np.array(expected, dtype=np.uint16).reshape(tile.shape))
     kept = rng.keep(state, T, b, rows, keys)
     assert kept.dtype == np.bool_
     assert np.array_equal(kept, tile >= T)
 
 
-@given(state=STATES, cut=st.tuples(st.integers(0, 70), st.integers(0, 90)))
-def test_tiles_join_to_the_whole(state, cut):
-    whole = rng.draws(state, 1, (0, 70), (0, 90))
-    row, key = cut
-    tiles = [[rng.draws(state, 1, i, j) for j in ((0, key), (key, 90))] for i in ((0, row), (row, 70))]
-    assert np.array_equal(np.block(tiles), whole)
+BLOCKS = st.lists(st.integers(0, 2**28 - 1), max_size=4)
 
 
-@given(
-    state=STATES,
-    b=WORD,
-    rows=st.lists(st.integers(0, 2**28 - 1), max_size=4),
-    keys=st.lists(st.integers(0, 2**28 - 1), max_size=4),
-    T=st.integers(0, 65535),
-)
+@given(state=STATES, b=WORD, rows=BLOCKS, keys=BLOCKS, T=LEVEL)
 def test_blocks_from_anywhere_equal_their_tiles(state, b, rows, keys, T):
     rows, keys = (16 * np.array(blocks, dtype=np.int64) for blocks in (rows, keys))
     kept = rng.keep_blocks(state, T, b, rows, keys)
+    tiles = [[rng.keep(state, T, b, (i, i + 16), (j, j + 16)) for j in keys.tolist()] for i in rows.tolist()]
     assert (kept.dtype, kept.shape) == (np.bool_, (16 * len(rows), 16 * len(keys)))
-    for n, i in enumerate(rows.tolist()):
-        for m, j in enumerate(keys.tolist()):
-            tile = rng.keep(state, T, b, (i, i + 16), (j, j + 16))
-            assert np.array_equal(kept[16 * n : 16 * n + 16, 16 * m : 16 * m + 16], tile)
+    assert not kept.size or np.array_equal(kept, np.block(tiles))
 
 
+@pytest.mark.parametrize("name", ["row_blocks", "key_blocks"])
 @pytest.mark.parametrize("blocks", [[8], [-16], [2**32], [[0, 16]], 16])
-def test_blocks_outside_the_limits(blocks):
-    with pytest.raises(ArgumentError, match="row_blocks: expected one axis of multiples of 16"):
-        rng.keep_blocks(RNGState(0), 1, 0, blocks, [0])
-    with pytest.raises(ArgumentError, match="key_blocks: expected one axis of multiples of 16"):
-        rng.keep_blocks(RNGState(0), 1, 0, [0], blocks)
+def test_blocks_outside_the_limits(name, blocks):
+    with pytest.raises(ArgumentError, match=f"{name}: expected one axis of multiples of 16"):
+        rng.keep_blocks(RNGState(0), 1, 0, **{"row_blocks": [0], "key_blocks": [0], name: blocks})
 
 
 def test_the_last_indices_are_reachable():
@@ -222,13 +198,13 @@ def test_draws_are_uniform_and_neighbours_independent():
             assert abs((a * b).mean() / centred.var()) < 6 / 1024
 
 
-def test_threshold_rounds_half_to_even():
-    assert rng.threshold(0.5 / 65536) == 0
-    assert rng.threshold(1.5 / 65536) == 2
-    assert rng.threshold(2.5 / 65536) == 2
-    assert rng.threshold(65535.25 / 65536) == 65535
-    assert rng.threshold(np.float32(0.25)) == 16384
-    assert isinstance(rng.threshold(np.float32(0.25)), int)
+@pytest.mark.parametrize(
+    ("p", "level"),
+    [(0.5 / 65536, 0), (1.5 / 65536, 2), (2.5 / 65536, 2), (65535.25 / 65536, 65535), (np.float32(0.25), 16384)],
+)
+def test_threshold_rounds_half_to_even(p, level):
+    assert rng.threshold(p) == level
+    assert isinstance(rng.threshold(p), int)
 
 
 def test_threshold_zero_keeps_everything():
@@ -247,11 +223,24 @@ def test_threshold_of_no_number(p):
         rng.threshold(p)
 
 
-def test_resolve_accepts_what_the_api_promises():
-    assert rng.resolve(12) == RNGState(12, 0)
-    assert rng.resolve(np.uint64(2**64 - 1)) == RNGState(2**64 - 1, 0)
-    assert rng.resolve(RNGState(np.int64(3), np.array(4))) == (3, 4)
-    assert all(type(word) is int for word in rng.resolve(RNGState(np.int64(3), np.uint32(4))))
+PAIR = RNGState(np.int64(7), np.uint32(1))
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "state"),
+    [
+        (rng.resolve, 12, (12, 0)),
+        (rng.resolve, np.uint64(2**64 - 1), (2**64 - 1, 0)),
+        (rng.resolve, RNGState(np.int64(3), np.array(4)), (3, 4)),
+        (rng.resolve, PAIR, (7, 1)),
+        (rng.recorded, 7, (7, 0)),
+        *((rng.recorded, pair, (7, 1)) for pair in (RNGState(7, 1), (7, 1), [7, 1], PAIR)),
+    ],
+)
+def test_states_in_every_form(function, given, state):
+    found = function(given)
+    assert type(found) is RNGState and found == state
+    assert all(type(word) is int for word in found)
 
 
 def test_resolve_draws_one_seed_from_a_generator():
@@ -267,63 +256,55 @@ def test_resolve_none_is_fresh():
     assert all(0 <= state.seed < 2**64 and state.offset == 0 for state in states)
 
 
-@pytest.mark.parametrize("state", [RNGState(7, 1), (7, 1), [7, 1], RNGState(np.int64(7), np.uint32(1))])
-def test_recorded_states_are_replayed(state):
-    assert rng.recorded(state) == RNGState(7, 1)
-    assert rng.recorded(7) == RNGState(7, 0)
+@pytest.mark.parametrize(
+    ("function", "name", "value"),
+    [
+        *((rng.resolve, "rng", value) for value in (1.5, "7", True, (1, 2), RNGState(1.0, 0), RNGState(1, None))),
+        (rng.resolve, "rng", np.random.RandomState),
+        *((rng.recorded, "fwd.rng_state", value) for value in (np.random.default_rng(7), None, 1.5, True, "7")),
+        *((rng.recorded, "fwd.rng_state", value) for value in ((1, 2, 3), (1, 2.0))),
+    ],
+)
+def test_what_is_no_state(function, name, value):
+    with pytest.raises(DtypeError, match=f"^{name}"):
+        function(value)
 
 
-@pytest.mark.parametrize("state", [np.random.default_rng(7), None, 1.5, True, "7", (1, 2, 3), (1, 2.0)])
-def test_what_does_not_tell_what_was_drawn_is_no_recorded_state(state):
-    with pytest.raises(DtypeError, match=r"^fwd\.rng_state"):
-        rng.recorded(state)
+@pytest.mark.parametrize(
+    ("function", "value", "name"),
+    [
+        (rng.resolve, -1, "rng = -1"),
+        (rng.resolve, 2**64, "rng = "),
+        (rng.resolve, RNGState(2**64, 0), "rng.seed"),
+        (rng.resolve, RNGState(0, 2**32), "rng.offset"),
+        (rng.resolve, RNGState(0, -1), "rng.offset"),
+        *((rng.recorded, value, r"^fwd\.rng_state") for value in (RNGState(2**64, 0), (0, -1), -1)),
+    ],
+)
+def test_states_outside_the_limits(function, value, name):
+    with pytest.raises(ArgumentError, match=name):
+        function(value)
 
 
-def test_recorded_states_outside_the_limits():
-    for state in (RNGState(2**64, 0), (0, -1), -1):
-        with pytest.raises(ArgumentError, match=r"^fwd\.rng_state"):
-            rng.recorded(state)
+class DeviceArray:
+    """An array on a GPU, whose value nobody may ask for: that would synchronise."""
+
+    def __init__(self, shape, typestr):
+        self.__cuda_array_interface__ = {"shape": shape, "typestr": typestr, "data": (0, False), "version": 3}
+
+    def __index__(self):
+        raise AssertionError("reading the value would synchronise")
 
 
 def test_resolve_leaves_a_device_offset_alone():
-    class DeviceScalar:
-        __cuda_array_interface__ = {"shape": (), "typestr": "<i8", "data": (0, False), "version": 3}  # noqa: RUF012
-
-        def __index__(self):
-            raise AssertionError("reading the value would synchronise")
-
-    offset = DeviceScalar()
+    offset = DeviceArray((), "<i8")
     assert rng.resolve(RNGState(1, offset)).offset is offset
 
 
 @pytest.mark.parametrize(("shape", "typestr"), [((1,), "<i8"), ((), "<i2"), ((), "<f4")])
 def test_resolve_device_offset_that_a_kernel_cannot_read(shape, typestr):
-    class DeviceArray:
-        __cuda_array_interface__ = {"shape": shape, "typestr": typestr, "data": (0, False), "version": 3}  # noqa: RUF012
-
     with pytest.raises(DtypeError, match="offset is a device array"):
-        rng.resolve(RNGState(1, DeviceArray()))
-
-
-@pytest.mark.parametrize(
-    ("value", "name"),
-    [
-        (-1, "rng = -1"),
-        (2**64, "rng = "),
-        (RNGState(2**64, 0), "rng.seed"),
-        (RNGState(0, 2**32), "rng.offset"),
-        (RNGState(0, -1), "rng.offset"),
-    ],
-)
-def test_resolve_outside_the_limits(value, name):
-    with pytest.raises(ArgumentError, match=name):
-        rng.resolve(value)
-
-
-@pytest.mark.parametrize("value", [1.5, "7", True, (1, 2), RNGState(1.0, 0), RNGState(1, None), np.random.RandomState])
-def test_resolve_wrong_type(value):
-    with pytest.raises(DtypeError, match="rng"):
-        rng.resolve(value)
+        rng.resolve(RNGState(1, DeviceArray(shape, typestr)))
 
 
 @pytest.mark.parametrize(

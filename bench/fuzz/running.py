@@ -1,277 +1,273 @@
-"""Compute one problem with the library and hold everything that comes back against the textbook."""
+"""Compute one problem with the library and hold everything that comes back against the textbook.
+
+The library gets arrays on the device; what it returns is judged on the host.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
-import traceback
 import warnings
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 import cuattn
-from bench.fuzz import sharding
-from bench.fuzz.problems import Problem
 from cuattn.errors import UnsupportedError
-from cuattn.reference.textbook import Solution, sum_heads
+from cuattn.reference.textbook import sum_heads
 from tests import oracle
 from tests.tolerances import judge
 
-__all__ = ["Outcome", "Target", "run"]
+__all__ = ["Outcome", "Target", "lay", "run"]
+
+TURNS = {
+    "fortran": lambda x: x.T,
+    "negative": lambda x: x[..., ::-1, :],
+    "swapped": lambda x: x.swapaxes(-3, -2) if x.ndim > 2 else x,
+}
+RESULTS = ("o", "l", "m"), ("dq", "dk", "dv", "dbias")
 
 
 @dataclass
 class Outcome:
-    """What became of a problem."""
+    """What became of a problem; `plain` names results beyond twice the textbook's error, `worst` their shares."""
 
-    features: list[str]
+    features: list[str] = field(default_factory=list)
     complaints: list[tuple[str, str]] = field(default_factory=list)
     refused: str | None = None
     worst: dict[str, float] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
 
 
-class Target:
-    """Where problems run: NumPy on the CPU or CuPy on a GPU, and with which kernel family."""
+class Target(NamedTuple):
+    """Where problems run: NumPy on the CPU or CuPy on a GPU ("cuda"), and with which kernel family."""
 
-    def __init__(self, device: str, kernel: str | None = None) -> None:
-        self.device, self.kernel = device, kernel
-        self.xp: Any = np
-        if device == "cuda":
-            import cupy
-            import cupyx.scipy.special  # noqa: F401  (the oracle's softmax)
+    device: str
+    kernel: str | None = None
 
-            self.xp = cupy
-
-    def put(self, x: Any) -> Any:
-        """Copy an array to where it is computed with; its bits, for CuPy may not know its dtype."""
-        if self.xp is np or not isinstance(x, np.ndarray):
+    def put(self, x, kind=None):
+        """Copy an array, with strides of some kind, to where it is computed with; its bits, for CuPy's sake."""
+        if not isinstance(x, np.ndarray):
             return x
-        return self.xp.asarray(x.view(f"u{x.itemsize}")).view(x.dtype)
+        if self.device == "cpu":
+            return lay(np.asarray, x, kind)
+        import cupy
+
+        return lay(cupy.asarray, x.view(f"u{x.itemsize}"), kind).view(x.dtype)
+
+    def get(self, x):
+        """Return a result on the host."""
+        return x.view(f"u{x.itemsize}").get().view(x.dtype) if hasattr(x, "get") else x
 
 
-def run(problem: Problem, target: Target) -> Outcome:
-    """Run a problem; whatever goes wrong is in the outcome."""
+def lay(put, x, kind):
+    """Return the array that `put` makes of a copy, with strides of some kind where there are enough axes."""
+    if x.ndim < 2 or not x.size:
+        return put(x)
+    if kind in TURNS:
+        return TURNS[kind](put(TURNS[kind](x).copy()))
+    if kind == "unaligned":
+        return put(np.append(x.dtype.type(0), x))[1:].reshape(x.shape)
+    if kind == "step":
+        return put(x.repeat(2, -2))[..., ::2, :]
+    if kind == "spread" and (x == x[:1]).all():
+        return np.broadcast_to(put(x[:1].copy()), x.shape)
+    return put(x)
+
+
+def run(problem, target):
+    """Run a problem; what sm90 refuses runs on the plan's choice.  Any other error than UnsupportedError is raised."""
     outcome = Outcome(sorted(problem.features))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             _Run(problem, target, outcome).check()
     except UnsupportedError as error:
+        if target.kernel == "sm90":
+            outcome = run(problem, Target(target.device))
+        else:
+            outcome.complaints.append(("refused", str(error)))
         outcome.refused = str(error)
-    except Exception as error:
-        outcome.complaints.append((type(error).__name__, "".join(traceback.format_exception(error)[-6:])))
     return outcome
 
 
 class _Run:
-    def __init__(self, problem: Problem, target: Target, outcome: Outcome) -> None:
-        self.problem, self.target, self.outcome, self.xp = problem, target, outcome, target.xp
-        self.clean = {name: target.put(getattr(problem, name)) for name in ("q", "k", "v", "do", "bias", "dlse")}
-        self.visible = target.put(problem.visible)
-        self.given = {name: self._handed(name, x) for name, x in self._poisoned().items()}
-        mask = self._handed("mask", problem.mask)
+    def __init__(self, problem, target, outcome):
+        self.problem, self.target, self.outcome = problem, target, outcome
+        self.host = _poisoned(problem)
+        if self.host is not problem.arrays:
+            outcome.features.append("poison")
+        self.given = {name: target.put(x, problem.layouts.get(name)) for name, x in self.host.items()}
+        mask = target.put(problem.mask, problem.layouts.get("mask"))
         if target.device == "cuda" and "mask on the device" in problem.checks and hasattr(mask, "to_device"):
             mask = mask.to_device()
-        self.bias, self.dlse = self.given.pop("bias"), self.given.pop("dlse")
-        self.options = {**problem.options, "mask": mask, "bias": self.bias}
-        self.grad_dtype = problem.variant.out_dtype if "gradients in out_dtype" in problem.checks else None
-        if target.kernel is not None:
-            self.options["kernel"] = target.kernel
+        grad_dtype = problem.options.get("out_dtype") if "gradients in out_dtype" in problem.checks else None
+        self.options = {**problem.options, "mask": mask, "kernel": target.kernel}
+        self.backward = {"deterministic": False, "out_dtype": grad_dtype}
 
-    def _handed(self, name: str, x: Any) -> Any:
-        """Return an array as the library gets it: on the device, with the drawn strides."""
-        kind = self.problem.layouts.get(name)
-        return self.target.put(x) if kind is None else lay(self.xp, self.target.put(x), kind)
-
-    def _poisoned(self) -> dict[str, Any]:
-        """Return the arrays with something bad in all that nothing may see."""
-        problem, seen = self.problem, self.problem.visible
-        arrays = {name: getattr(problem, name) for name in self.clean}
-        if problem.bias is not None and problem.bias.shape[-2] == 1:
-            bare = problem.bias > -np.inf
-            seen = bare if seen is None else seen & bare
-        if problem.poison is None or seen is None:
-            return arrays
-        self.outcome.features.append("poison")
-        seen = np.broadcast_to(seen, (*problem.lead, problem.q.shape[-2], problem.k.shape[-2]))
-        rows, keys = (seen.any(axis)[..., None].astype(int) for axis in (-1, -2))
-        for name, alive in (("q", rows), ("do", rows), ("k", keys), ("v", keys)):
-            x = arrays[name]
-            hidden = sum_heads(alive, (*x.shape[:-1], 1)) == 0
-            arrays[name] = np.where(hidden, np.asarray(problem.poison, x.dtype), x)
-        return arrays
-
-    def check(self) -> None:
+    def check(self):
         fwd = self._forward()
-        reference = self._reference(fwd)
-        self._judge(("o", "l", "m"), fwd[:3])
-        self._properties(fwd, reference)
-        self._backward(fwd)
-        if self.problem.plan is not None:
-            self._parts(fwd)
+        self._solve(fwd.rng_state)
+        self._judge(RESULTS[0], fwd[:3])
+        self._check_sums(fwd)
+        self._gradients(fwd)
+        if self.problem.parts:
+            self._parts(fwd.rng_state)
 
-    def _call(self, function: Any, *arrays: Any, **more: Any) -> Any:
-        options = {**self.options, **more}
-        taken = inspect.signature(function).parameters
-        return function(*arrays, **{name: value for name, value in options.items() if name in taken})
+    def complain(self, *complaint):
+        self.outcome.complaints.append(complaint)
 
-    def _forward(self) -> Any:
-        g = self.given
-        fwd = self._call(cuattn.forward, g["q"], g["k"], g["v"])
+    def _call(self, function, *more, **options):
+        """Call a function of the API with those of the problem's arrays and options that it takes."""
+        taken = _parameters(function)
+        options = {**self.given, **self.options, **options}
+        arrays = [options.pop(name) for name in ("do", "q", "k", "v") if name in taken]
+        return function(*arrays, *more, **{name: value for name, value in options.items() if name in taken})
+
+    def _forward(self):
+        fwd = self._call(cuattn.forward)
+        checks, known = self.problem.checks, fwd[:3]
         if fwd.rng_state is not None:
             self.options["rng"] = fwd.rng_state
-        checks = self.problem.checks
-        if "twice" in checks:
-            self._same("forward twice", fwd[:3], self._call(cuattn.forward, g["q"], g["k"], g["v"])[:3])
-        if "attention" in checks and self.problem.variant.out_dtype is None:
-            self._same("attention and forward", fwd[:1], [self._call(cuattn.attention, g["q"], g["k"], g["v"])])
-        if self._has_boolean_twin():
-            dense = self.target.put(self.problem.mask.dense())
-            other = self._call(cuattn.forward, g["q"], g["k"], g["v"], mask=dense)
-            self._same("ColumnMask and boolean", fwd[:3], other[:3])
-        if "out" in checks:
-            self._fills("forward", fwd[:3], cuattn.forward, g["q"], g["k"], g["v"])
+        if "attention" in checks and "out_dtype" not in self.problem.options:
+            self._same("attention and forward", known[:1], [self._call(cuattn.attention)])
         if "plan" in checks:
-            str(self._call(cuattn.plan, g["q"], g["k"], g["v"]))
+            str(self._call(cuattn.plan))
+        self._other_ways("forward", known, cuattn.forward)
         return fwd
 
-    def _fills(self, name: str, known: Any, function: Any, *arrays: Any, **more: Any) -> None:
-        """Check that out= is filled with the same bits, whatever its strides, and returned."""
-        kinds = ("plain", "swapped", "negative", "step", "fortran", "unaligned")
-        out = [
-            None if x is None or n == len(name) % 5 else lay(self.xp, self.xp.zeros_like(x), kinds[(n + x.size) % 6])
-            for n, x in enumerate(known)
-        ]
-        found = self._call(function, *arrays, out=tuple(out[: 3 if known[-1] is None else None]), **more)
-        self._same(f"{name} with out=", known, found[: len(known)])
-        if not all(given is None or given is x for given, x in zip(out, found, strict=False)):
-            self.outcome.complaints.append((name, "out= is not what is returned"))
+    def _gradients(self, fwd):
+        self._judge(RESULTS[1], self._call(cuattn.backward, fwd, **self.backward), self.backward["out_dtype"])
+        if "deterministic" in self.problem.checks:
+            more = {**self.backward, "deterministic": True}
+            grads = self._call(cuattn.backward, fwd, **more)
+            self._judge(RESULTS[1], grads, more["out_dtype"], " deterministic")
+            self._other_ways("backward", grads, cuattn.backward, fwd, **more)
 
-    def _reference(self, fwd: Any) -> Solution:
-        c, problem = self.clean, self.problem
-        keep, factor = problem.keep(fwd.rng_state)
-        self.spelled_out = {
-            "visible": self.visible, "bias": c["bias"], "scale": problem.variant.scale,
-            "softcap": problem.variant.softcap, "keep": self.target.put(keep), "keep_scale": factor,
-            "dlse": c["dlse"],
-        }  # fmt: skip
-        operands = (c["q"], c["k"], c["v"], c["do"])
+    def _other_ways(self, name, known, function, *more, **options):
+        """Check that a second call, a ColumnMask as a boolean array and out= of any strides give the same bits."""
+        if "twice" in self.problem.checks:
+            self._same(f"{name} twice", known, self._call(function, *more, **options))
+        mask, put = self.problem.mask, self.target.put
+        takes_both = self.target.device == "cpu" or self.target.kernel == "sm80"
+        if "boolean" in self.problem.checks and isinstance(mask, cuattn.ColumnMask) and takes_both:
+            other = self._call(function, *more, **options, mask=put(mask.dense()))
+            self._same(f"{name} of a boolean mask", known, other)
+        if "out" in self.problem.checks:
+            kinds = ("plain", "swapped", "negative", "step", "fortran", "unaligned")
+            out = [
+                None if x is None or n == len(name) % 5 else put(np.zeros(x.shape, x.dtype), kinds[(n + x.size) % 6])
+                for n, x in enumerate(known)
+            ]
+            found = self._call(function, *more, **options, out=tuple(out))
+            self._same(f"{name} with out=", known, found)
+            if not all(x is None or x is y for x, y in zip(out, found, strict=False)):
+                self.complain(name, "out= is not what is returned")
+
+    def _solve(self, state):
+        problem = self.problem
+        arrays = dict(problem.arrays)
+        operands = [arrays.pop(name) for name in ("q", "k", "v", "do")]
+        keep, factor = problem.keep(state)
+        more = {name: problem.options.get(name) for name in ("scale", "softcap")}
+        more |= {**arrays, "visible": problem.visible, "keep": keep, "keep_scale": factor}
+        # On a CPU float32 has float32's accuracy, whatever a caller permits.
+        gpu = self.target.device == "cuda"
+        formats = {"precision": problem.options.get("precision")} if gpu else {}
         with np.errstate(all="ignore"):
-            self.exact = oracle.solve(*operands, **self.spelled_out)
-            halves = self.target.device == "cuda" and problem.variant.dtype == np.float32
-            self.floors = oracle.floors(self.exact, *operands, **self.spelled_out, halves=halves)
-            self.rough = oracle.solve(*operands, **self.spelled_out, dtype=problem.variant.dtype)
-        return self.exact
+            self.exact = oracle.solve(*operands, **more)
+            self.rough = oracle.solve(*operands, **more, dtype=problem.dtype, **formats)
+            halves = gpu and problem.dtype == np.float32
+            self.floors = oracle.floors(self.exact, *operands, **more, halves=halves, **formats)
 
-    def _judge(self, names: Any, results: Any, tag: str = "", dtype: Any = None) -> None:
-        stats = np.dtype(np.float64 if self.problem.variant.dtype == np.float64 else np.float32)
-        for name, actual in zip(names, results, strict=True):
+    def _judge(self, names, results, dtype=None, tag=""):
+        """Hold results to the rule; `dtype` is what gradients, or all the results of parts, were asked for in."""
+        outcome, problem = self.outcome, self.problem
+        dtypes = {"o": problem.options.get("out_dtype"), "l": problem.stat_dtype, "m": problem.stat_dtype}
+        for name, actual in zip(names, map(self.target.get, results), strict=True):
             exact = getattr(self.exact, name)
-            if actual is None or exact is None:
-                if (actual is None) != (exact is None):
-                    self.outcome.complaints.append((name + tag, f"is {actual!r}"))
+            if actual is None and exact is None:
                 continue
-            wanted = stats if name in ("l", "m") else dtype or self._dtype_of(name)
+            operand = problem.arrays["bias" if name == "dbias" else "q"]
+            wanted = dtype or dtypes.get(name) or operand.dtype
             if (actual.shape, actual.dtype) != (exact.shape, wanted):
-                message = f"{actual.dtype} {actual.shape}, expected {wanted} {exact.shape}"
-                self.outcome.complaints.append((name + tag, message))
+                text = f"{actual.dtype} {actual.shape}, expected {wanted} {exact.shape}"
+                self.complain(name + tag, text)
                 continue
-            dtype_in = self.problem.variant.dtype
-            verdict = judge(name, actual, exact, getattr(self.rough, name), self.floors[name], dtype_in)
-            self.outcome.worst[name] = max(self.outcome.worst.get(name, 0.0), verdict.share)
+            verdict = judge(name, actual, exact, getattr(self.rough, name), self.floors[name], problem.dtype)
+            outcome.worst[name] = max(outcome.worst.get(name, 0.0), verdict.share)
             if verdict.plain > 1 >= verdict.share:
-                self.outcome.plain.append(name)
+                outcome.plain.append(name)
             if not verdict.share <= 1:
                 text = f"error {verdict.error:.3g}, allowed {verdict.allowed:.3g} ({verdict.share:.3g} times)"
-                self.outcome.complaints.append((name + tag, text))
+                self.complain(name + tag, text)
 
-    def _dtype_of(self, name: str) -> np.dtype:
-        variant = self.problem.variant
-        if name == "o":
-            return variant.out_dtype or variant.dtype
-        return self.grad_dtype or (variant.bias if name == "dbias" else variant.dtype)
+    def _check_sums(self, fwd):
+        """Check what holds for scores of any size: 1 <= l <= the visible keys."""
+        l, unit = self.target.get(fwd.l), 2.0**-10
+        low = np.where(np.isfinite(self.exact.m), 1 - unit, 0)
+        high = (self.exact.s > -np.inf).sum(-1) * (1 + unit)
+        if not ((l >= low) & (l <= high) | np.isnan(self.exact.l)).all():
+            self.complain("l", f"not in [1, visible keys]: {l.min()} {l.max()}")
 
-    def _properties(self, fwd: Any, exact: Solution) -> None:
-        """Check what holds for scores of any size: 1 <= l <= the visible keys, and o lies among the values."""
-        xp, unit = self.xp, 2.0**-10
-        seen = (exact.s > -np.inf).sum(-1)
-        finite = xp.isfinite(exact.m)
-        low, high = xp.where(finite, 1 - unit, 0), seen * (1 + unit)
-        if fwd.l.size and not ((fwd.l >= low) & (fwd.l <= high) | xp.isnan(exact.l)).all():
-            self.outcome.complaints.append(
-                ("l", f"not in [1, visible keys]: {float(fwd.l.min())} {float(fwd.l.max())}")
-            )
-
-    def _backward(self, fwd: Any) -> None:
-        g = self.given
-        names, arrays = ("dq", "dk", "dv", "dbias"), (g["do"], g["q"], g["k"], g["v"])
-        more = {"out_dtype": self.grad_dtype, "dlse": self.dlse}
-        self._judge(names, self._call(cuattn.backward, *arrays, fwd, **more))
-        if "deterministic" not in self.problem.checks:
-            return
-        more["deterministic"] = True
-        first = self._call(cuattn.backward, *arrays, fwd, **more)
-        self._judge(names, first, " deterministic")
-        self._same("deterministic", first, self._call(cuattn.backward, *arrays, fwd, **more))
-        if "out" in self.problem.checks:
-            self._fills("backward", first, cuattn.backward, *arrays, fwd, **more)
-        if self._has_boolean_twin():
-            dense = self.target.put(self.problem.mask.dense())
-            other = self._call(cuattn.backward, *arrays, fwd, **more, mask=dense)
-            self._same("gradients of ColumnMask and boolean", first, other)
-
-    def _has_boolean_twin(self) -> bool:
-        """Whether the same mask as a boolean array must give the same bits; on a GPU, by a kernel that takes both."""
-        own = "boolean" in self.problem.checks and isinstance(self.problem.mask, cuattn.ColumnMask)
-        return own and (self.target.device == "cpu" or self.target.kernel == "sm80")
-
-    def _parts(self, fwd: Any) -> None:
+    def _parts(self, state):
         """Compute it in shards: merged, they are the whole."""
-        given = {**self.given, "bias": self.bias, "dlse": self.dlse}
-        results, states = sharding.run_parts(
-            self.problem.plan, self.problem, given, self.options, self.exact, self.xp, self._call
-        )
-        sums = results["l"].dtype
-        if self.problem.variant.dtype == np.float64 != self.problem.variant.bias:
-            results.pop("dbias", None)  # a float32 bias of float64 inputs: each part's gradient is rounded
-        self._judge(results, results.values(), " of shards", sums)
-        if states - {fwd.rng_state}:
-            self.outcome.complaints.append(("rng_state of shards", f"{states}, expected {fwd.rng_state}"))
+        problem, sums = self.problem, self.problem.stat_dtype
+        exact = {name: getattr(self.exact, name) for names in RESULTS for name in names}
+        total = {name: np.zeros(x.shape, sums) for name, x in exact.items() if x is not None}
+        states = set()
+        for parts in problem.parts:
+            options = [self._cut(part) for part in parts]
+            forwards = [self._call(cuattn.forward, **each) for each in options]
+            merged = cuattn.merge(*forwards)
+            states.add(merged.rng_state)
+            for name, x in zip(RESULTS[0], merged[:3], strict=True):
+                total[name][parts[0].index(name, total[name])] = self.target.get(x)
+            for part, each, fwd in zip(parts, options, forwards, strict=True):
+                grads = self._call(cuattn.backward, merged._replace(rng_state=fwd.rng_state), **each)
+                for name, x in zip(RESULTS[1], grads, strict=True):
+                    if x is not None:
+                        total[name][part.index(name, total[name])] += self.target.get(x)
+        if problem.dtype == np.float64 and "bias" in problem.arrays and problem.arrays["bias"].dtype == np.float32:
+            del total["dbias"]  # each part's gradient is rounded
+        self._judge(total, total.values(), sums, " of shards")
+        if states != {state}:
+            self.complain("rng_state of shards", f"{states}, expected {state}")
 
-    def _same(self, name: str, first: Any, second: Any) -> None:
-        for a, b in zip(first, second, strict=True):
-            if a is None or b is None:
-                continue
-            bits = [self.xp.ascontiguousarray(x).view(np.uint8) for x in (a, b) if x.ndim]
-            if len(bits) == 2 and not bool((bits[0] == bits[1]).all()):
-                self.outcome.complaints.append(
-                    (name, f"{int((bits[0] != bits[1]).sum())} bytes of {a.size} numbers differ")
-                )
-                return
+    def _cut(self, part):
+        """Return the arrays and options of a part."""
+        problem, put = self.problem, self.target.put
+        arrays = {name: put(x[part.index(name, x)]) for name, x in self.host.items()}
+        mask = self.options["mask"]
+        if isinstance(problem.mask, np.ndarray):
+            mask = put(problem.mask[part.index("mask", problem.mask)])
+        elif mask is not None:
+            mask = mask.restrict(part.rows, part.keys)
+        return {**arrays, "mask": mask, "origin": part.origin(problem.shape), "out_dtype": problem.stat_dtype}
+
+    def _same(self, name, first, second):
+        for a, b in zip(map(self.target.get, first), map(self.target.get, second), strict=False):
+            if a is not None and b is not None and a.tobytes() != b.tobytes():
+                self.complain(name, f"{np.count_nonzero(a != b)} of {a.size} numbers differ")
 
 
-def lay(xp: Any, x: Any, kind: str) -> Any:
-    """Return the same array with other strides."""
-    if x.dtype.itemsize == 2 and x.dtype != np.uint16:  # moving bits is all that CuPy does with bfloat16 everywhere
-        return lay(xp, x.view(np.uint16), kind).view(x.dtype)
-    if kind == "fortran":
-        return xp.asfortranarray(x)
-    if kind == "unaligned":
-        flat = xp.empty(x.size + 1, x.dtype)[1:]
-        flat[:] = x.reshape(-1)
-        return flat.reshape(x.shape)
-    if x.ndim < 2 or not x.size:
-        return x
-    if kind == "negative":
-        return xp.ascontiguousarray(x[..., ::-1, :])[..., ::-1, :]
-    if kind == "step":
-        wide = xp.ones((*x.shape[:-2], 2 * x.shape[-2], x.shape[-1]), x.dtype)
-        wide[..., ::2, :] = x
-        return wide[..., ::2, :]
-    if kind == "swapped" and x.ndim > 2:
-        return xp.ascontiguousarray(x.swapaxes(-3, -2)).swapaxes(-3, -2)
-    if kind == "spread" and x.ndim > 2 and bool((x == x[..., :1, :, :]).all()):
-        return xp.broadcast_to(x[..., :1, :, :], x.shape)
-    return x
+@functools.cache
+def _parameters(function):
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _poisoned(problem):
+    """Return the arrays with something bad in all that nothing may see."""
+    arrays, seen, bias = problem.arrays, problem.visible, problem.arrays.get("bias")
+    if bias is not None and bias.shape[-2] == 1:
+        seen = bias > -np.inf if seen is None else seen & (bias > -np.inf)
+    if problem.poison is None or seen is None:
+        return arrays
+    seen = np.broadcast_to(seen, problem.shape)
+    rows, keys = (seen.any(axis)[..., None].astype(int) for axis in (-1, -2))
+    alive = {"q": rows, "do": rows, "k": keys, "v": keys}
+    hidden = {name: sum_heads(some, (*arrays[name].shape[:-1], 1)) == 0 for name, some in alive.items()}
+    return arrays | {
+        name: np.where(x, arrays[name].dtype.type(problem.poison), arrays[name]) for name, x in hidden.items()
+    }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -15,13 +15,12 @@ from multiprocessing import get_context
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from bench.fuzz.problems import Problem, draw_problem, draw_variant
+from bench.fuzz.problems import draw_problem
 from bench.fuzz.running import Outcome, Target, run
 
-__all__ = ["Settings", "outcomes", "prepare_all", "problem_of"]
+__all__ = ["CHUNK", "Settings", "check", "outcomes", "problem_of"]
 
-CHUNK = 20  # problems that a process is handed at a time
-PREPARED = 3  # problems of each variant that are run ahead
+CHUNK = 50  # problems that a process is handed at a time; on a GPU they share their features
 FATAL = ("CUDADriverError", "CUDARuntimeError")
 PATIENCE = 300.0  # seconds that a chunk may take
 
@@ -38,7 +37,7 @@ class Settings:
     kernels : tuple of (str or None)
         Problem i is forced into family i modulo their number; None lets the plan choose.
     variants : int
-        Size of the pool of compiled variants; 0: every problem has its own.
+        How many sets of features, which kernels are compiled for, problems take turns to share; 0: each has its own.
     """
 
     seed: int = 0
@@ -46,130 +45,86 @@ class Settings:
     kernels: tuple[str | None, ...] = (None,)
     variants: int = 0
 
+    def target(self, index):
+        """Return where problem `index` runs."""
+        return Target(self.device, self.kernels[index % len(self.kernels)])
 
-def problem_of(settings: Settings, index: int) -> Problem:
+
+def problem_of(settings, index):
     """Draw problem `index`."""
     rng = _generator(settings.seed, index)
-    if not settings.variants:
-        return draw_problem(draw_variant(rng), rng)
-    chosen = int(rng.integers(settings.variants))
-    return draw_problem(draw_variant(_generator(settings.seed, chosen, 1)), rng, shared=True)
+    shared = settings.variants and _generator(settings.seed, index // CHUNK % settings.variants, 1)
+    return draw_problem(shared or rng, rng)
 
 
-def prepare(settings: Settings, variant: int, kernel: str | None) -> None:
-    """Compile what problems of one variant need, into the disk cache."""
-    for turn in range(PREPARED):
-        rng = _generator(settings.seed, variant, 2, turn)
-        problem = draw_problem(draw_variant(_generator(settings.seed, variant, 1)), rng, shared=True)
-        problem.checks = set(problem.variant.checks)
-        run(problem, Target(settings.device, kernel))
-
-
-def prepare_all(settings: Settings, workers: int) -> Iterator[None]:
-    """Compile for all variants and kernel families, in many processes; yield after each."""
-    pool = _pool(workers)
-    jobs = [
-        pool.submit(prepare, settings, variant, kernel)
-        for variant in range(settings.variants)
-        for kernel in settings.kernels
-    ]
-    try:
-        for job in as_completed(jobs):
-            job.exception()
-            yield
-    finally:
-        _kill(pool)
-
-
-def _generator(seed: int, *key: int) -> np.random.Generator:
+def _generator(seed, *key):
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))
 
 
-def check(settings: Settings, indices: range) -> list[tuple[int, Outcome]]:
+def check(settings, indices):
     """Run some problems in this process; they are small, so that products take one thread."""
     with threadpool_limits(1, "blas"):
         return [(index, _check_one(settings, index)) for index in indices]
 
 
-def _check_one(settings: Settings, index: int) -> Outcome:
+def _check_one(settings, index):
     try:
-        problem = problem_of(settings, index)
-    except Exception as error:  # of a mask's constructor
-        return Outcome([], [(type(error).__name__, "".join(traceback.format_exception(error)[-3:]))])
-    outcome = run(problem, Target(settings.device, settings.kernels[index % len(settings.kernels)]))
-    if any(what in FATAL for what, _ in outcome.complaints):
-        sys.stderr.write(f"problem {index}: {outcome.complaints}\n")
-        os._exit(1)  # the GPU's context is lost; other problems run in another process
-    return outcome
+        return run(problem_of(settings, index), settings.target(index))
+    except Exception as error:
+        text = "".join(traceback.format_exception(error)[-6:])
+        if type(error).__name__ in FATAL:
+            sys.stderr.write(f"problem {index}: {text}\n")
+            os._exit(1)  # the GPU's context is lost; other problems run in another process
+        return _failed(type(error).__name__, text)
 
 
-def outcomes(
-    settings: Settings, workers: int, first: int, most: int | None, seconds: float
-) -> Iterator[tuple[int, Outcome]]:
-    """Yield the outcomes of problems from number `first` on until their number or the time is up.
+def _failed(what, message):
+    return Outcome(complaints=[(what, message)])
+
+
+def outcomes(settings, chunks, workers, seconds=math.inf):
+    """Yield the outcomes of problems; one that kills or hangs its process is found by running its chunk one by one.
 
     Parameters
     ----------
     settings : Settings
+    chunks : iterable of range
+        Numbers of problems.
     workers : int
         Processes.
-    first : int
-        Number of the first problem.
-    most : int or None
-        How many at most.
     seconds : float
-        How long to start new ones.
+        How long to start new chunks.
     """
-    end = time.monotonic() + seconds
-    stop = first + most if most is not None else 1 << 62
-    starts = iter(range(first, stop, CHUNK))
-    pool = _pool(workers)
-    under_way: dict[Future, tuple[range, float]] = {}
+    chunks, end = iter(chunks), time.monotonic() + seconds
+    pool, under_way = None, {}
     try:
         while True:
-            while len(under_way) < 2 * workers and time.monotonic() < end:
-                start = next(starts, None)
-                if start is None:
-                    break
-                indices = range(start, min(start + CHUNK, stop))
-                under_way[pool.submit(check, settings, indices)] = indices, time.monotonic()
+            pool = pool or ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+            while len(under_way) < workers and time.monotonic() < end and (chunk := next(chunks, None)):
+                under_way[pool.submit(check, settings, chunk)] = chunk, time.monotonic()
             if not under_way:
                 return
             done, _ = wait(under_way, timeout=5, return_when=FIRST_COMPLETED)
             late = any(time.monotonic() - since > PATIENCE for _, since in under_way.values())
             if late or any(isinstance(future.exception(), BrokenProcessPool) for future in done):
-                _kill(pool)
-                lost = [indices for indices, _ in under_way.values()]
-                pool, under_way = _pool(workers), {}
-                for indices in lost:
-                    yield from _one_by_one(settings, indices)
-                continue
-            for future in done:
-                under_way.pop(future)
-                yield from future.result()
+                lost, under_way = [chunk for chunk, _ in under_way.values()], {}
+                pool = _kill(pool)
+                for chunk in lost:
+                    if len(chunk) == 1:
+                        yield chunk[0], _failed("process", f"it died or took over {PATIENCE} s")
+                    else:
+                        yield from outcomes(settings, [range(index, index + 1) for index in chunk], 1)
+            else:
+                for future in done:
+                    under_way.pop(future)
+                    yield from future.result()
     finally:
         _kill(pool)
 
 
-def _one_by_one(settings: Settings, indices: range) -> Iterator[tuple[int, Outcome]]:
-    """Run problems in a process each, to find the one that kills or hangs it."""
-    for index in indices:
-        pool = _pool(1)
-        future = pool.submit(check, settings, range(index, index + 1))
-        try:
-            yield from future.result(timeout=PATIENCE)
-        except (BrokenProcessPool, TimeoutError) as error:
-            yield index, Outcome([], [("process", f"{type(error).__name__}: it died or took over {PATIENCE} s")])
-        finally:
-            _kill(pool)
-
-
-def _pool(workers: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-
-
-def _kill(pool: ProcessPoolExecutor) -> None:
+def _kill(pool):
     processes = list((getattr(pool, "_processes", None) or {}).values())
-    pool.shutdown(wait=False, cancel_futures=True)
+    if pool:
+        pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:
         process.kill()

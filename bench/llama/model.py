@@ -1,22 +1,23 @@
-"""The decoder: norm, attention with rotary positions, norm, SwiGLU; the loss of one packed sequence."""
+"""A small Llama-shaped decoder in PyTorch: norm, attention with rotary positions, norm, SwiGLU; the loss of a sequence.
 
-from __future__ import annotations
+Its attention is cuattn's, over packed documents in three ways: a column mask, the same mask dense, a call per document.
+"""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
+from bench.harness import Calls
 from bench.llama.text import VOCABULARY
-
-__all__ = ["Config", "Decoder"]
+from cuattn import masks
 
 ROTARY_BASE = 10000.0
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """Sizes of a decoder.
 
     Attributes
@@ -36,22 +37,16 @@ class Config:
     inner: int
     longest: int
 
-    @property
-    def hidden(self) -> int:
-        """Width of the residual stream."""
-        return self.heads * self.head_dim
-
 
 class Block(nn.Module):
     """One layer."""
 
     def __init__(self, config):
         super().__init__()
-        h, f = config.hidden, config.inner
-        self.heads = config.heads
+        self.heads, h = config.heads, config.heads * config.head_dim
         self.qkv, self.o = nn.Linear(h, 3 * h, bias=False), nn.Linear(h, h, bias=False)
-        self.gate, self.up = nn.Linear(h, f, bias=False), nn.Linear(h, f, bias=False)
-        self.down = nn.Linear(f, h, bias=False)
+        self.gate, self.up = (nn.Linear(h, config.inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(config.inner, h, bias=False)
         self.norm1, self.norm2 = nn.RMSNorm(h), nn.RMSNorm(h)
 
     def forward(self, x, rotary, attention):
@@ -78,10 +73,11 @@ class Decoder(nn.Module):
     def __init__(self, config, seed=0):
         super().__init__()
         torch.manual_seed(seed)
-        self.embedding = nn.Linear(VOCABULARY, config.hidden, bias=False)
+        hidden = config.heads * config.head_dim
+        self.embedding = nn.Linear(VOCABULARY, hidden, bias=False)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.hidden)
-        self.output = nn.Linear(config.hidden, VOCABULARY, bias=False)
+        self.norm = nn.RMSNorm(hidden)
+        self.output = nn.Linear(hidden, VOCABULARY, bias=False)
         rate = ROTARY_BASE ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
         angle = torch.arange(config.n)[:, None] * rate
         self.register_buffer("rotary", torch.polar(torch.ones_like(angle), angle))
@@ -89,9 +85,7 @@ class Decoder(nn.Module):
     def forward(self, sequence, attention):
         """Return the loss of a `bench.llama.text.Sequence`, a 0-d tensor."""
         device = self.rotary.device
-        tokens, targets, weights = (
-            torch.from_numpy(x).to(device) for x in (sequence.tokens, sequence.targets, sequence.weights)
-        )
+        tokens, targets, weights = (torch.from_numpy(x).to(device) for x in sequence[:3])
         attention.prepare(sequence.lengths, device)
         x = self.embedding(functional.one_hot(tokens.long(), VOCABULARY).float()).float()
         for block in self.blocks:
@@ -104,3 +98,62 @@ def _rotate(x, rotary):
     """Return (heads, n, head_dim) with pairs of elements turned by the angle of their position."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * rotary).flatten(-2).to(x.dtype)
+
+
+class Attention:
+    """How a step computes attention, differentiable for PyTorch.
+
+    Parameters
+    ----------
+    way : {"column", "dense", "documents"}
+        A `ColumnMask`; the same mask as a boolean matrix; or a causal call per document.
+    **options
+        Of the calls: `kernel`, `deterministic`.
+    """
+
+    def __init__(self, way, **options):
+        self.make, self.options = WAYS[way], options
+
+    def prepare(self, lengths, device):
+        """Take the documents of the next sequence; without any, drop the masks of the last."""
+        self.spans = self.make(lengths, device) if lengths else []
+
+    def __call__(self, q, k, v):
+        """Return o, (heads, n, head_dim)."""
+        spans = ((*(x[:, rows] for x in (q, k, v)), {**self.options, **mask}) for rows, mask in self.spans)
+        parts = [_Exact.apply(*arguments) for arguments in spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+class _Exact(torch.autograd.Function):
+    """cuattn's forward and backward."""
+
+    @staticmethod
+    def forward(context, q, k, v, options):
+        calls = Calls(*(x.detach() for x in (q, k, v)), **options)
+        context.save_for_backward(q, k, v, *calls.fwd[:3])
+        context.options = options
+        return calls.fwd.o
+
+    @staticmethod
+    def backward(context, do):
+        q, k, v, *fwd = (x.detach() for x in context.saved_tensors)
+        return *Calls(q, k, v, do.contiguous(), **context.options).backward((*fwd, None))[:3], None
+
+
+def _column(lengths, device):
+    return [(slice(None), {"mask": masks.causal_document(list(lengths))})]
+
+
+def _dense(lengths, device):
+    document = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device)
+    place = torch.arange(len(document), device=device)
+    return [(slice(None), {"mask": (document[:, None] == document) & (place[:, None] >= place)})]
+
+
+def _documents(lengths, device):
+    ends = np.cumsum(lengths).tolist()
+    return [(slice(end - length, end), {"is_causal": True}) for end, length in zip(ends, lengths, strict=True)]
+
+
+WAYS = {"column": _column, "dense": _dense, "documents": _documents}

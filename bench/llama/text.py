@@ -1,21 +1,17 @@
 """Real text that every Python ships: the sources of the standard library, as bytes, packed into sequences."""
 
-from __future__ import annotations
-
+import itertools
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-
-__all__ = ["VOCABULARY", "Sequence", "documents", "pack"]
 
 VOCABULARY = 256  # one token a byte
 SHORTEST = 64  # bytes that a module must have
 
 
-@dataclass(frozen=True)
-class Sequence:
+class Sequence(NamedTuple):
     """Documents back to back.
 
     Attributes
@@ -26,25 +22,20 @@ class Sequence:
         The byte after each one of the same document.
     weights : array, (n,), float32
         0 where there is no next byte, the same value elsewhere; they sum to 1.
-    lengths : tuple of int
+    lengths : list of int
         Of the documents; they fill the sequence.
     """
 
     tokens: np.ndarray
     targets: np.ndarray
     weights: np.ndarray
-    lengths: tuple[int, ...]
+    lengths: list[int]
 
 
 def documents(folder=None):
     """Yield the standard library's modules, by name, over and over."""
-    folder = folder or Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(path for path in folder.glob("*.py"))
-    texts = [text for path in files if len(text := path.read_bytes()) >= SHORTEST]
-    if not texts:
-        raise FileNotFoundError(f"no Python sources in {folder}")
-    while True:
-        yield from texts
+    files = sorted(Path(folder or sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return itertools.cycle([text for path in files if len(text := path.read_bytes()) >= SHORTEST])
 
 
 def pack(texts, n, longest):
@@ -66,11 +57,7 @@ def pack(texts, n, longest):
             piece = next(pieces)[: n - len(content)]
             lengths.append(len(piece))
             content += piece
-        yield _sequence(content, lengths)
-
-
-def _sequence(content, lengths):
-    tokens = np.frombuffer(content, np.uint8).astype(np.int32)
-    weights = np.ones(len(tokens), np.float32)
-    weights[np.cumsum(lengths) - 1] = 0
-    return Sequence(tokens, np.roll(tokens, -1), weights / weights.sum(), tuple(lengths))
+        tokens = np.frombuffer(content, np.uint8).astype(np.int32)
+        weights = np.ones(n, np.float32)
+        weights[np.cumsum(lengths) - 1] = 0
+        yield Sequence(tokens, np.roll(tokens, -1), weights / weights.sum(), lengths)

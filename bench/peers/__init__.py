@@ -3,28 +3,23 @@
 ``make(["cuattn", "cudnn"])`` turns names into runners.  A peer says itself which cases it can run.
 """
 
-from bench.peers.base import Bound, Runner
-from bench.peers.fa4 import Fa4, Fa4Packed
 from bench.peers.flex import Flex
 from bench.peers.jax_nn import Jax
 from bench.peers.ours import Ours
-from bench.peers.sdpa import BACKENDS, Documents, Sdpa
-from bench.peers.standard import Formula, Standard
-
-__all__ = ["RUNNERS", "Bound", "Runner", "make"]
+from bench.peers.pytorch import BACKENDS, Documents, Fa4, Fa4Packed, Formula, Sdpa, Standard
 
 WAYS = ("", "-sm90", "-sm80", "-cpu", "-band", "-cupy", "-attention")
 RUNNERS = {
     **dict.fromkeys((f"{package}{way}" for package in ("cuattn", "base") for way in WAYS), Ours),
     **dict.fromkeys(BACKENDS, Sdpa),
-    "sdpa-documents": lambda _: Documents(),
-    "standard": lambda _: Standard(),
-    "numpy": lambda _: Formula(),
-    "jax": lambda _: Jax(),
-    "flex": lambda name: Flex(name, None),
-    "flex-FLASH": lambda name: Flex(name, "FLASH"),
-    "fa4": lambda _: Fa4(),
-    "fa4-varlen": lambda _: Fa4Packed(),
+    "sdpa-documents": Documents,
+    "standard": Standard,
+    "numpy": Formula,
+    "jax": Jax,
+    "flex": Flex,
+    "flex-FLASH": Flex,
+    "fa4": Fa4,
+    "fa4-varlen": Fa4Packed,
 }
 
 
@@ -51,9 +46,6 @@ def make(names):
     >>> [runner.name for runner in make(["cuattn-sm90", "fa2"])]
     ['cuattn-sm90', 'fa2']
     """
-    runners = []
-    for name in dict.fromkeys(names):
-        if name not in RUNNERS:
-            raise ValueError(f"no runner is called {name!r}: expected one of {', '.join(RUNNERS)}")
-        runners.append(RUNNERS[name](name))
-    return runners
+    if unknown := [name for name in names if name not in RUNNERS]:
+        raise ValueError(f"no runner is called {unknown[0]!r}: expected one of {', '.join(RUNNERS)}")
+    return [RUNNERS[name](name) for name in dict.fromkeys(names)]

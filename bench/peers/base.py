@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from bench.cases import TOGETHER
+from bench.mask_samples import KINDS
 
-__all__ = ["Bound", "Runner", "dense_reason", "half", "is_causal", "names", "scores_bytes", "through_autograd"]
+HALF = ("float16", "bfloat16")
+ALL = (*HALF, "float32", "float64")
+DOCUMENTS = ("document", "causal_document")
+BANDS = ("full", "causal")
+EVERY = (*KINDS, "random", "bias")
+RESULTS = {"forward": ("o",), "backward": ("dq", "dk", "dv"), TOGETHER: ("o", "dq", "dk", "dv")}
 
 
 @dataclass
@@ -48,15 +55,46 @@ class Runner:
         Whether it is cuattn, and not a peer.
     compile_seconds : float
         What compiling for a new kind of problem takes, about; 0 where nothing compiled outlives the process.
+    package : str
+        What must be installed.
+    masks, dtypes : tuple of str
+        What it takes; `takes` says what becomes of other masks.  A bias counts as a mask.
+    largest : int
+        Head dimension.
+    dropout, deterministic, grouped, host : bool
+        Whether it can drop, has bitwise reproducible gradients, takes grouped heads, can be timed on the host.
+    scores_bytes : float
+        Of the largest score matrix that it may make, in the dtype of its sums.
     """
 
-    name = ""
+    name = package = ""
     ours = False
     compile_seconds = 0.0
+    masks, takes = BANDS, "takes a mask only as an N x N matrix"  # which no runner makes
+    dtypes = ALL
+    largest = 1024
+    dropout = deterministic = grouped = host = True
+    scores_bytes = float("inf")
+
+    def __init__(self, name=""):
+        self.name = name or self.name
 
     def unsupported_reason(self, case):
         """Return why a case cannot be run, or None."""
-        raise NotImplementedError
+        item = 8 if case.dtype == "float64" else 4
+        scores = case.batch * case.heads * case.n_queries * case.n_keys * item
+        refused = {
+            f"{self.package} is not installed": self.package and not installed(self.package),
+            self.takes: case.kind not in self.masks or (case.bias and "bias" not in self.masks),
+            f"does not compute in {case.dtype}": case.dtype not in self.dtypes,
+            f"head dimension at most {self.largest}": case.head_dim > self.largest,
+            "has no dropout": case.dropout and not self.dropout,
+            "has no deterministic backward": case.deterministic and not self.deterministic,
+            "needs as many key heads as query heads": case.heads != case.kv_heads and not self.grouped,
+            "waits for its own stream in every call": case.host and not self.host,
+            f"would make score matrices of {scores >> 30} GiB each": scores > self.scores_bytes,
+        }
+        return next((reason for reason, holds in refused.items() if holds), None)
 
     def bind(self, case, inputs):
         """Prepare a case: compile, convert masks, run the forward that a backward needs."""
@@ -66,66 +104,14 @@ class Runner:
         """Free what the last case left behind."""
 
 
+def installed(package):
+    """Return whether a package can be imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ImportError:
+        return False
+
+
 def names(direction, values):
     """Name the results of a direction."""
-    found = {"forward": ("o",), "backward": ("dq", "dk", "dv"), TOGETHER: ("o", "dq", "dk", "dv")}[direction]
-    return dict(zip(found, values, strict=True))
-
-
-def half(case):
-    """Return whether a case computes in 16 bits."""
-    return case.dtype in ("float16", "bfloat16")
-
-
-def scores_bytes(case):
-    """Return the bytes of a score matrix, in float32 at least."""
-    item = 8 if case.dtype == "float64" else 4
-    return case.batch * case.heads * case.n_queries * case.n_keys * item
-
-
-def dense_reason(case):
-    """Return why a peer cannot run a case whose masks it takes only as N x N matrices, which no runner makes."""
-    if case.mask not in (None, "full", "causal") or case.bias:
-        return "takes a mask only as an N x N matrix"
-    return None
-
-
-def is_causal(case):
-    """Return whether a case is causal, by a band or by a mask."""
-    return case.causal or case.mask == "causal"
-
-
-def through_autograd(case, attention, operands, to_heads=lambda x: x):
-    """Bind a differentiable PyTorch function.
-
-    Parameters
-    ----------
-    case : Case
-        Says the direction.
-    attention : callable
-        ``attention(q, k, v) -> o``.
-    operands : (q, k, v, do)
-        In the function's own layout.
-    to_heads : callable
-        Turns an array of that layout into (B, H, N, d), where it is another one.
-    """
-    import torch
-
-    q, k, v, do = operands
-
-    def convert(found):
-        return names(case.direction, map(to_heads, found))
-
-    if case.direction == "forward":
-        return Bound(lambda: attention(q, k, v), lambda o: convert([o]))
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-
-    def both():
-        o = attention(*leaves)
-        return o.detach(), *torch.autograd.grad(o, leaves, do)
-
-    if case.direction == TOGETHER:
-        return Bound(both, convert)
-    o = attention(*leaves)
-
-    return Bound(lambda: torch.autograd.grad(o, leaves, do, retain_graph=True), convert)
+    return dict(zip(RESULTS[direction], values, strict=True))

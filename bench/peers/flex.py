@@ -9,11 +9,9 @@ import functools
 
 import numpy as np
 
-from bench.mask_samples import GLOBAL_TOKENS
-from bench.peers.base import Runner, through_autograd
-from bench.peers.fa4 import installed
-
-__all__ = ["Flex", "block_tables", "mask_function"]
+from bench.mask_samples import GLOBAL_TOKENS, KINDS
+from bench.peers.base import HALF, Runner
+from bench.peers.pytorch import operands, through_autograd
 
 BLOCK = 128
 COMPILATIONS = 64  # variants of one function that PyTorch may keep before it gives up compiling
@@ -22,21 +20,15 @@ COMPILATIONS = 64  # variants of one function that PyTorch may keep before it gi
 class Flex(Runner):
     """``torch.compile(flex_attention)`` on one of its backends."""
 
-    def __init__(self, name, backend):
-        self.name = name
-        self._backend = backend
-        self.compile_seconds = 10.0 if backend else 5.0  # Triton compiles anew for every length, which FLASH need not
+    masks = KINDS
+    dropout = deterministic = False
 
-    def unsupported_reason(self, case):
-        if self._backend and not installed():
-            return "the FLASH backend needs flash_attn.cute, which is not installed"
-        if case.dropout:
-            return "has no dropout"
-        if case.deterministic:
-            return "has no deterministic backward"
-        if case.dtype == "float64" or (case.dtype == "float32" and self._backend == "FLASH"):
-            return f"does not compute in {case.dtype}"
-        return None
+    def __init__(self, name):
+        super().__init__(name)
+        self.backend = name.partition("-")[2]
+        self.package = "flash_attn.cute" if self.backend else ""
+        self.dtypes = HALF if self.backend else (*HALF, "float32")
+        self.compile_seconds = 10.0 if self.backend else 5.0  # Triton compiles for every length, FLASH need not
 
     def bind(self, case, inputs):
         import torch
@@ -45,8 +37,8 @@ class Flex(Runner):
         _raise_compile_limit(torch)
         torch._functorch.config.donated_buffer = False  # a backward may be run many times
         options = {"enable_gqa": case.heads != case.kv_heads}
-        if self._backend:
-            options["kernel_options"] = {"BACKEND": self._backend}
+        if self.backend:
+            options["kernel_options"] = {"BACKEND": self.backend}
         visible = mask_function(case, inputs.samples, inputs.q.device)
         if visible is not None:
             options["block_mask"] = _block_mask(case, visible, inputs)
@@ -55,8 +47,7 @@ class Flex(Runner):
         def attention(q, k, v):
             return compiled(q, k, v, **options)
 
-        operands = (inputs.q, inputs.k, inputs.v, inputs.do)
-        return through_autograd(case, attention, operands)
+        return through_autograd(case, attention, operands(inputs))
 
     def close(self):
         import torch
@@ -73,42 +64,34 @@ def _raise_compile_limit(torch):
 
 def mask_function(case, drawn, device):
     """Return FlexAttention's mask function of a case, or None where everything is visible."""
-    kind = case.mask or ("causal" if case.causal else "full")
+    import torch
+
+    def per_key(name):
+        """Return one vector of the samples' column masks as a (B, N) tensor."""
+        return torch.from_numpy(np.stack([getattr(sample.column_mask(), name) for sample in drawn])).to(device)
+
+    kind = case.kind
     if kind == "full":
         return None
     if kind == "causal":
         return lambda b, h, i, j: i >= j
-    number = drawn[0].number
+    if kind in ("sliding_window", "global_sliding_window", "prefix_lm_causal"):
+        number = drawn[0].number
     if kind == "sliding_window":
         return lambda b, h, i, j: (i >= j) & (i - j < number)
     if kind == "global_sliding_window":
         return lambda b, h, i, j: ((i - j <= number) & (j - i <= number)) | (i < GLOBAL_TOKENS) | (j < GLOBAL_TOKENS)
     if kind == "prefix_lm_causal":
         return lambda b, h, i, j: (i >= j) | (j < number)
-    if kind == "causal_blockwise":
-        end, last = _per_key(drawn, device, "lts"), _last_block(drawn, device)
-        return lambda b, h, i, j: (i >= j) & ((i < end[b, j]) | (i >= last[b]))
-    until = _per_key(drawn, device, "lts")
+    until, since = per_key("lts"), per_key("ute")
+    if kind == "causal_blockwise":  # the last block of each sequence sees all before it
+        last = torch.tensor([sample.n - sample.lengths[-1] for sample in drawn], device=device)
+        return lambda b, h, i, j: (i >= j) & ((i < until[b, j]) | (i >= last[b]))
     if kind in ("causal_document", "share_question", "random_eviction"):
         return lambda b, h, i, j: (i >= j) & (i < until[b, j])
-    since = _per_key(drawn, device, "ute")
     if kind == "qk_sparse":
         return lambda b, h, i, j: i >= since[b, j]
     return lambda b, h, i, j: (i >= since[b, j]) & (i < until[b, j])
-
-
-def _per_key(drawn, device, name):
-    """Return one vector of the samples' column masks as a (B, N) tensor."""
-    import torch
-
-    return torch.from_numpy(np.stack([getattr(sample.column_mask(), name) for sample in drawn])).to(device)
-
-
-def _last_block(drawn, device):
-    """Return the first row of each sequence's last block, (B,)."""
-    import torch
-
-    return torch.tensor([sample.n - sample.lengths[-1] for sample in drawn], dtype=torch.int32, device=device)
 
 
 def block_tables(visible, batch, n_queries, n_keys, device):

@@ -1,52 +1,35 @@
 """``jax.nn.dot_product_attention``: XLA's attention in float32, cuDNN's through JAX in 16 bits."""
 
-import importlib.util
 import os
 
 from bench.cases import TOGETHER
-from bench.peers.base import Bound, Runner, dense_reason, half, is_causal, names, scores_bytes
-
-__all__ = ["Jax"]
+from bench.peers.base import HALF, Bound, Runner, names
 
 SCORES_BYTES = 20 << 30  # XLA makes a few score matrices of up to this size
 
 
 class Jax(Runner):
-    """JAX's own attention, compiled, float32 products at full precision."""
+    """JAX's own attention, compiled, float32 products at full precision (its softmax is float32 in float64 too)."""
 
-    name = "jax"
+    package = "jax"
+    dtypes = (*HALF, "float32")
+    dropout = deterministic = host = False
 
     def unsupported_reason(self, case):
-        if importlib.util.find_spec("jax") is None:
-            return "jax is not installed"
-        if reason := dense_reason(case):
-            return reason
-        if case.dropout:
-            return "has no dropout"
-        if case.deterministic:
-            return "has no deterministic backward"
-        if case.host:
-            return "waits for its own stream in every call"
-        if case.dtype == "float64":
-            return "has its softmax in float32"
-        if not half(case) and scores_bytes(case) > SCORES_BYTES:
-            return f"would make score matrices of {scores_bytes(case) >> 30} GiB each"
-        return None
+        self.scores_bytes = float("inf") if case.dtype in HALF else SCORES_BYTES
+        return super().unsupported_reason(case)
 
     def bind(self, case, inputs):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch and CuPy live on the device too
         import jax
 
         # JAX's layout is (B, N, H, d).
-        q, k, v, do = (
-            jax.dlpack.from_dlpack(x.transpose(1, 2).contiguous()) for x in (inputs.q, inputs.k, inputs.v, inputs.do)
-        )
-        options = {
-            "is_causal": is_causal(case),
-            "implementation": "cudnn" if half(case) and inputs.q.is_cuda else "xla",
-        }
+        tensors = (inputs.q, inputs.k, inputs.v, inputs.do)
+        q, k, v, do = (jax.dlpack.from_dlpack(x.transpose(1, 2).contiguous()) for x in tensors)
+        implementation = "cudnn" if case.dtype in HALF and inputs.q.is_cuda else "xla"
 
         def attention(q, k, v):
+            options = {"is_causal": case.kind == "causal", "implementation": implementation}
             return jax.nn.dot_product_attention(q, k, v, **options)
 
         def both(q, k, v, do):
@@ -54,13 +37,12 @@ class Jax(Runner):
             return o, *back(do)
 
         with jax.default_matmul_precision("highest"):
+            function, operands = lambda *operands: (attention(*operands),), (q, k, v)
             if case.direction == "backward":
                 _, back = jax.jit(lambda *operands: jax.vjp(attention, *operands))(q, k, v)
                 function, operands = lambda back, do: back(do), (back, do)
             elif case.direction == TOGETHER:
                 function, operands = both, (q, k, v, do)
-            else:
-                function, operands = lambda *operands: (attention(*operands),), (q, k, v)
             compiled = jax.jit(function).lower(*operands).compile()
         return Bound(
             lambda: jax.block_until_ready(compiled(*operands)),

@@ -4,13 +4,10 @@ import importlib
 
 from bench.beside import ALIAS
 from bench.cases import TOGETHER
+from bench.harness import Calls
 from bench.inputs import DROPOUT_STATE
 from bench.mask_samples import column_mask
-from bench.peers.base import Bound, Runner, names
-
-__all__ = ["Ours"]
-
-BANDS = ("full", "causal", "sliding_window")  # masks that is_causal and window can say
+from bench.peers.base import EVERY, Bound, Runner, names
 
 
 class Ours(Runner):
@@ -27,81 +24,69 @@ class Ours(Runner):
     compile_seconds = 2.0
 
     def __init__(self, name):
-        package, _, self._way = name.partition("-")
-        self.name, self.ours = name, package == "cuattn"
-        self._package = "cuattn" if self.ours else ALIAS
+        super().__init__(name)
+        package, _, self.way = name.partition("-")
+        self.ours = package == "cuattn"
+        self.package = "cuattn" if self.ours else ALIAS
+        self.takes = "only for masks that are bands"
+        self.masks = ("full", "causal", "sliding_window") if self.way == "band" else EVERY
 
     def unsupported_reason(self, case):
-        if self._way == "band" and case.mask not in BANDS:
-            return "only for masks that are bands"
-        if self._way == "attention" and case.direction != "forward":
+        if self.way == "attention" and case.direction != "forward":
             return "gives o alone, which no backward follows"
-        return None
+        return super().unsupported_reason(case)
 
     def options(self, case, inputs):
-        """Return the keyword arguments that `forward` and `backward` share."""
-        options = {}
-        band = self._way == "band"
+        """Return the keyword arguments of the calls."""
+        options = {"deterministic": case.deterministic}
+        band = self.way == "band"
         if case.causal or (band and case.mask == "causal"):
             options["is_causal"] = True
         elif band and case.mask == "sliding_window":
             options["window"] = (inputs.samples[0].number - 1, 0)
         elif inputs.mask is not None and not band:
-            mask = inputs.mask if self.ours else column_mask(inputs.samples, self._import("masks"))
+            masks = importlib.import_module(f"{self.package}.masks")
+            mask = inputs.mask if self.ours else column_mask(inputs.samples, masks)
             options["mask"] = mask.to_device() if inputs.q.is_cuda else mask
         elif inputs.visible is not None:
-            options["mask"] = self._arrays(inputs, inputs.visible)[0]
+            options["mask"] = self.array(inputs.visible)
         if inputs.bias is not None:
-            options["bias"] = self._arrays(inputs, inputs.bias)[0]
-        if case.heads != case.kv_heads:
-            options["enable_gqa"] = True
-        if case.dropout:
-            options["dropout_p"] = case.dropout
-        if self._way in ("sm90", "sm80", "cpu"):
-            options["kernel"] = self._way
+            options["bias"] = self.array(inputs.bias)
+        if self.way in ("sm90", "sm80", "cpu"):
+            options["kernel"] = self.way
         return options
 
     def bind(self, case, inputs):
-        cuattn = self._import()
-        options = self.options(case, inputs)
-        q, k, v, do = self._arrays(inputs, inputs.q, inputs.k, inputs.v, inputs.do)
-        drawn = {"rng": cuattn.RNGState(*DROPOUT_STATE)} if case.dropout else {}
+        package = importlib.import_module(self.package)
+        drawn = {"dropout_p": case.dropout, "rng": package.RNGState(*DROPOUT_STATE)} if case.dropout else {}
+        operands = map(self.array, (inputs.q, inputs.k, inputs.v, inputs.do))
+        calls = Calls(*operands, package=package, **self.options(case, inputs), **drawn)
 
         def convert(found):
-            return names(case.direction, [_as_torch(x) for x in found])
+            return names(case.direction, map(_as_torch, found))
 
-        if self._way == "attention":
-            return Bound(lambda: cuattn.attention(q, k, v, **options, **drawn), lambda o: convert([o]))
+        if self.way == "attention":
+            keywords = {**calls.options, **calls.first}
+            return Bound(lambda: package.attention(*calls.operands, **keywords), lambda o: convert([o]))
+        plan = calls.plan("forward" if case.direction == "forward" else "backward")
         if case.direction == "forward":
-            plan = _plan(cuattn, q, k, v, **options, **drawn)
-            return Bound(lambda: cuattn.forward(q, k, v, **options, **drawn), lambda fwd: convert([fwd.o]), plan=plan)
-        exact = {"deterministic": True} if case.deterministic else {}
-        plan = _plan(cuattn, q, k, v, direction="backward", **options, **drawn, **exact)
-
-        def both():
-            fwd = cuattn.forward(q, k, v, **options, **drawn)
-            return fwd.o, *cuattn.backward(do, q, k, v, fwd, **options, **exact)[:3]
-
+            return Bound(calls.forward, lambda fwd: convert([fwd.o]), plan=plan)
         if case.direction == TOGETHER:
-            return Bound(both, convert, plan=plan)
-        fwd = cuattn.forward(q, k, v, **options, **drawn)
-        return Bound(lambda: cuattn.backward(do, q, k, v, fwd, **options, **exact), lambda x: convert(x[:3]), plan=plan)
+            return Bound(calls.both, convert, plan=plan)
+        calls.fwd  # noqa: B018, the forward is no part of the call
+        return Bound(calls.backward, lambda found: convert(found[:3]), plan=plan)
 
-    def _import(self, module=""):
-        return importlib.import_module(f"{self._package}.{module}".rstrip("."))
-
-    def _arrays(self, inputs, *tensors):
-        """Return the tensors, or CuPy or NumPy arrays over their memory (bfloat16 goes there as integers)."""
-        if inputs.q.is_cuda and self._way != "cupy":
-            return list(tensors)
+    def array(self, tensor):
+        """Return a tensor, or a CuPy or NumPy array over its memory (bfloat16 goes there as integers)."""
+        if tensor.is_cuda and self.way != "cupy":
+            return tensor
         import ml_dtypes
         import torch
 
-        to_array = importlib.import_module("cupy").from_dlpack if inputs.q.is_cuda else torch.Tensor.numpy
-        return [
-            to_array(x.view(torch.int16)).view(ml_dtypes.bfloat16) if x.dtype == torch.bfloat16 else to_array(x)
-            for x in tensors
-        ]
+        to_array = importlib.import_module("cupy").from_dlpack if tensor.is_cuda else torch.Tensor.numpy
+        if tensor.dtype == torch.bfloat16:
+            return to_array(tensor.view(torch.int16)).view(ml_dtypes.bfloat16)
+        return to_array(tensor)
 
 
 def _as_torch(array):
@@ -115,11 +100,3 @@ def _as_torch(array):
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_dlpack(array)
-
-
-def _plan(package, *operands, **options):
-    """Return the printed plan; a plan that fails must not keep the call itself from being measured."""
-    try:
-        return str(package.plan(*operands, **options))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"

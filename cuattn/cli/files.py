@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import pathlib
 import shutil
 import tempfile
 import zipfile
@@ -53,13 +54,12 @@ class Archive:
             if missing := [name for name in required if name not in found]:
                 held = ", ".join(found) or "nothing"
                 raise ArgumentError(f"{path} has no {' and no '.join(missing)}; it holds {held}")
-            headers = {name: self._header(name, info) for name, info in found.items()}
-            declared = self._declared(*headers.pop("dtype")) if "dtype" in headers else None
-        self.arrays = {}
-        for name, (shape, stored) in headers.items():
-            row = np.zeros(shape[-1:], self._dtype(name, stored, declared))
-            strides = (*(0 for _ in shape[:-1]), *row.strides)
-            self.arrays[name] = np.lib.stride_tricks.as_strided(row, shape, strides, writeable=False)
+            headers = {name: self._header(info) for name, info in found.items()}
+        declared = self._declared(*headers.pop("dtype")) if "dtype" in headers else None
+        self.arrays = {
+            name: np.broadcast_to(np.zeros(shape[-1:], self._dtype(name, stored, declared)), shape)
+            for name, (shape, stored) in headers.items()
+        }
 
     def load(self, name):
         """Return an entry in this machine's byte order."""
@@ -82,15 +82,11 @@ class Archive:
             text = " ".join(str(error).split()) if not isinstance(error, OSError) else error.strerror or str(error)
             raise ArgumentError(f"{self._path} cannot be read: {text or type(error).__name__}") from error
 
-    def _header(self, name, info):
+    def _header(self, info):
         """Return the shape and the dtype that an entry says it has."""
-        if not info.filename.endswith(".npy"):
-            raise ArgumentError(f"{self._path}: {name} is not an array")
         with self._zip.open(info) as file:
             major, _ = np.lib.format.read_magic(file)
             shape, _, dtype = getattr(np.lib.format, f"read_array_header_{min(major, 2)}_0")(file)
-        if dtype.hasobject:
-            raise ArgumentError(f"{self._path}: {name} holds Python objects, which are never loaded")
         return shape, dtype
 
     def _declared(self, shape, dtype):
@@ -101,23 +97,22 @@ class Archive:
 
     def _dtype(self, name, stored, declared):
         """Return the dtype that an entry has once it is loaded."""
-        if name in FLOATS and stored.itemsize == 2 and stored.kind in "uV":  # V2: what numpy.savez makes of bfloat16
-            if declared == "bfloat16":
-                return BFLOAT16
-            hint = "; for bfloat16 stored as uint16, add an entry dtype = 'bfloat16'"
-        elif name in ("bias", "mask") or declared in (None, stored.name):
+        words = name in FLOATS and stored.itemsize == 2 and stored.kind in "uV"  # V2: numpy.savez makes it of bfloat16
+        if words and declared == "bfloat16":
+            return BFLOAT16
+        if not words and (name in ("bias", "mask") or declared in (None, stored.name)):
             return stored.newbyteorder("=")
-        else:
-            hint = ""
+        hint = "; for bfloat16 stored as uint16, add an entry dtype = 'bfloat16'" if words else ""
         raise ArgumentError(f"{self._path}: {name} has dtype {stored}, but the entry dtype says {declared!r}{hint}")
 
 
 def check_output(path):
     """Raise where a file could not be written, before anything is computed."""
     # Root may write anything, but whoever took all write permissions from a file wants to keep it.
-    if os.path.exists(path) and not (os.access(path, os.W_OK) and os.stat(path).st_mode & 0o222):
+    path = pathlib.Path(path)
+    if path.exists() and not (os.access(path, os.W_OK) and path.stat().st_mode & 0o222):
         raise ArgumentError(f"--output {path} is read-only; expected a file that may be replaced")
-    if os.path.isdir(path) or not (_special(path) or os.access(_folder(path), os.W_OK)):
+    if path.is_dir() or not (_special(path) or os.access(path.resolve().parent, os.W_OK)):
         raise ArgumentError(f"--output {path} cannot be written; expected a file in an existing, writable folder")
 
 
@@ -134,19 +129,20 @@ def write(path, arrays):
     stored = {name: array.view(np.uint16) if array.dtype == BFLOAT16 else array for name, array in arrays.items()}
     if any(array.dtype == BFLOAT16 for array in arrays.values()):
         stored["dtype"] = np.array("bfloat16")
+    path = pathlib.Path(path)
     if _special(path):
-        with open(path, "wb") as file:
+        with path.open("wb") as file:
             np.savez(file, **stored)
         return
     # Readable for nobody else until it is complete.
-    with tempfile.NamedTemporaryFile(dir=_folder(path), prefix=".cuattn-", delete=False) as file:
+    with tempfile.NamedTemporaryFile(dir=path.resolve().parent, prefix=".cuattn-", delete=False) as file:
         try:
             np.savez(file, **stored)
-            if os.path.exists(path):
+            if path.exists():
                 shutil.copymode(path, file.name)
             else:
                 os.chmod(file.name, 0o666 & ~_umask())
-            os.replace(file.name, os.path.realpath(path))
+            os.replace(file.name, path.resolve())
         except BaseException:
             os.unlink(file.name)
             raise
@@ -154,12 +150,7 @@ def write(path, arrays):
 
 def _special(path):
     """Tell whether there is something other than a regular file: a device, a pipe, a folder."""
-    return os.path.exists(path) and not os.path.isfile(path)
-
-
-def _folder(path):
-    """Return the folder of the file that a path leads to."""
-    return os.path.dirname(os.path.realpath(path))
+    return path.exists() and not path.is_file()
 
 
 def _umask():

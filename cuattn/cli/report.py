@@ -10,7 +10,8 @@ from threadpoolctl import threadpool_info
 
 import cuattn
 from cuattn.cli import devices
-from cuattn.cuda.compile import cache_dir
+from cuattn.cuda.compile import cache_dir, nvrtc_version
+from cuattn.errors import CompileError
 
 __all__ = ["show"]
 
@@ -26,23 +27,24 @@ def show(console, device):
         What the self-check will run on.
     """
     sections = {"Versions": _versions(), "Devices": _devices(), "In use": _in_use(device), "Caches": _caches()}
-    for title, pairs in sections.items():
+    for title, facts in sections.items():
         console.print(title, style="bold")
-        width = max(len(name) for name, _ in pairs)
-        for name, value in pairs:
+        width = max(map(len, facts))
+        for name, value in facts.items():
             console.print(f"  {name:<{width}}  {value}", markup=False, soft_wrap=True)
 
 
 def _versions():
-    """Return name and version of everything that takes part."""
-    blas = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
-    return [
-        ("cuattn", f"{cuattn.__version__} in {pathlib.Path(cuattn.__file__).parent}"),
-        ("Python", f"{platform.python_version()} on {platform.platform()}"),
-        ("NumPy", f"{np.__version__}, ml_dtypes {ml_dtypes.__version__}"),
-        *(("BLAS", "{internal_api} {version}, {num_threads} threads ({filepath})".format(**pool)) for pool in blas),
-        *_cuda_versions(),
-    ]
+    """Return the version of everything that takes part, by name."""
+    text = "{internal_api} {version}, {num_threads} threads ({filepath})"
+    blas = [text.format(**pool) for pool in threadpool_info() if pool["user_api"] == "blas"]
+    return {
+        "cuattn": f"{cuattn.__version__} in {pathlib.Path(cuattn.__file__).parent}",
+        "Python": f"{platform.python_version()} on {platform.platform()}",
+        "NumPy": f"{np.__version__}, ml_dtypes {ml_dtypes.__version__}",
+        "BLAS": "; ".join(blas),
+        **_cuda_versions(),
+    }
 
 
 def _cuda_versions():
@@ -51,28 +53,26 @@ def _cuda_versions():
     try:
         import cupy
     except Exception as error:  # a broken installation raises more than ImportError
-        return [("CuPy", f"not importable ({type(error).__name__}: {error}); {hint}")]
+        return {"CuPy": f"not importable ({type(error).__name__}: {error}); {hint}"}
     try:
-        from cupy.cuda import nvrtc
-
-        compiler = "CUDA {}.{}".format(*nvrtc.getVersion())
-    except Exception as error:  # a missing wheel shows up as many kinds of error
-        compiler = f"cannot be loaded ({type(error).__name__}); {hint}"
+        compiler = f"CUDA {nvrtc_version()}"
+    except CompileError:
+        compiler = f"cannot be loaded; {hint}"
     driver = cupy.cuda.runtime.driverGetVersion()
     driver = f"for CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else "none"
-    return [("CuPy", cupy.__version__), ("NVRTC", compiler), ("driver", driver)]
+    return {"CuPy": cupy.__version__, "NVRTC": compiler, "driver": driver}
 
 
 def _devices():
     """Return the CPU and the GPUs."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = [("CPU", f"{platform.machine()}, {usable} of {os.cpu_count()} cores usable")]
+    found = {"CPU": f"{platform.machine()}, {usable} of {os.cpu_count()} cores usable"}
     cupy, _ = devices.cupy_with_gpu()
     for index in range(cupy.cuda.runtime.getDeviceCount() if cupy else 0):
         facts = cupy.cuda.runtime.getDeviceProperties(index)
         name, memory = facts["name"].decode(), facts["totalGlobalMem"] / 2**30
         text = "{0}, sm_{major}{minor}, {multiProcessorCount} multiprocessors, {1:.0f} GiB"
-        found.append((f"GPU {index}", text.format(name, memory, **facts)))
+        found[f"GPU {index}"] = text.format(name, memory, **facts)
     return found
 
 
@@ -80,11 +80,11 @@ def _in_use(device):
     """Return what calls will run on, with the plan of an example."""
     q = device.put(np.zeros((1, 8, 1024, 64), np.float32 if device.backend == "cpu" else np.float16))
     plan = cuattn.plan(q, q, q)
-    return [
-        ("backend", f"{device.backend}: {device.reason}"),
-        ("kernel", f"{plan.kernel}: {plan.reason}"),
-        ("tile", f"{plan.block_m} x {plan.block_n} for {q.dtype} (1, 8, 1024, 64)"),
-    ]
+    return {
+        "backend": f"{device.backend}: {device.reason}",
+        "kernel": f"{plan.kernel}: {plan.reason}",
+        "tile": f"{plan.block_m} x {plan.block_n} for {q.dtype} (1, 8, 1024, 64)",
+    }
 
 
 def _caches():
@@ -92,7 +92,7 @@ def _caches():
     folder = cache_dir()
     sizes = [file.stat().st_size for file in folder.glob("*.cubin")]
     cupy_folder = os.environ.get("CUPY_CACHE_DIR") or pathlib.Path.home() / ".cupy" / "kernel_cache"
-    return [
-        ("kernels", f"{folder} ({len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB; CUATTN_CACHE_DIR moves it)"),
-        ("CuPy", f"{cupy_folder}"),
-    ]
+    return {
+        "kernels": f"{folder} ({len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB; CUATTN_CACHE_DIR moves it)",
+        "CuPy": cupy_folder,
+    }

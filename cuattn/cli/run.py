@@ -36,7 +36,8 @@ def run(options):
     print(f"computing on {device.backend} ({device.reason})", file=sys.stderr)
     start = time.perf_counter()
     fwd = cuattn.forward(q, k, v, rng=state, out_dtype=options.out_dtype, **keywords)
-    results = {"o": fwd.o, "l": fwd.l, "m": fwd.m}
+    results = fwd._asdict()
+    state = results.pop("rng_state")
     if options.backward:
         if archive.arrays["do"].shape != fwd.o.shape:
             raise ShapeError(f"do has shape {archive.arrays['do'].shape}; expected {fwd.o.shape}, the shape of o")
@@ -44,8 +45,8 @@ def run(options):
         results |= cuattn.backward(do, q, k, v, fwd, deterministic=options.deterministic, **keywords)._asdict()
     results = {name: device.fetch(array) for name, array in results.items() if array is not None}
     seconds = time.perf_counter() - start
-    if fwd.rng_state is not None:
-        results["rng_state"] = np.array(fwd.rng_state, np.uint64)
+    if state is not None:
+        results["rng_state"] = np.array(state, np.uint64)
     files.write(options.output, results)
     shapes = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in results.items())
     print(f"wrote {options.output} after {seconds:.3f} s: {shapes}")

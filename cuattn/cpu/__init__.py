@@ -4,9 +4,8 @@ Scores are never stored beyond a few tiles or a few small heads; products go thr
 each, on as many threads as it would have used; masked tiles are skipped.
 """
 
-from cuattn.cpu.call import run
+from cuattn.cpu.call import plan, run
 from cuattn.cpu.merge import merge
-from cuattn.cpu.plan import plan
 
 __all__ = ["FAMILIES", "merge", "plan", "run"]
 

@@ -1,8 +1,6 @@
-"""Sizes of the blocks that the walk works on."""
+"""Sizes of the blocks that the walk works on, and the heads that go through them together."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,32 +9,16 @@ import numpy as np
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
 
-__all__ = ["UNIT", "Blocks", "choose"]
-
 UNIT = 16  # blocks are multiples of it: whole vector registers, and whole blocks of the dropout generator
 _SMALL_PRODUCT = 1_000_000  # OpenBLAS multiplies matrices of at most 100 ** 3 multiplications without packing them
 _SUMMED_PER_COLUMN = 12  # keys that one product with narrow values sums over; more would err more than the textbook
-_FIRST_CACHE = 40_000  # bytes of it that a tile of queries may take
 _FEWEST_KEYS = 48  # with many dimensions a product is large anyway
-_HEADS = 4  # that go through the keys together under a mask: more would leave no second thread its own
-_ABREAST = 2  # row tiles of a head that do, where they see the same
-
-
-class _Limits(NamedTuple):
-    """What the sizes of one operation may be."""
-
-    rows: tuple[int, int]  # of a tile; the first when a tile of queries then stays in the first-level cache
-    keys: int
-    passing: int  # row tiles, of any heads, that go through the keys together without a mask
-    turns: int  # row tiles of a head in an item of work under a mask
-    score_bytes: int  # of the scores at a time, which stay in a second-level cache
-    packed_bytes: int  # of the copies of keys and values that a thread keeps
-
-
-# 64 rows are what a product of transposed scores keeps in the first-level cache while it takes all columns of values.
-_FORWARD = _Limits((64, 64), 128, 8, 4, 1 << 20, 32 << 20)
-# With 64 dimensions and 128 rows 112 keys are the most that make a small product.
-_BACKWARD = _Limits((128, 64), 112, 4, 1, 6 << 17, 24 << 20)
+_ROWS = 64  # of a tile: what a product of transposed scores keeps in the first-level cache while it takes all columns
+_KEYS = 128
+_ABREAST = 8  # row tiles, of any heads, that go through the keys together
+_HEADS = {"forward": 8, "backward": 4}  # that do under a mask: more would leave no second thread sums of its own
+_SCORE_BYTES = 3 << 19  # of the scores at a time, which stay in a second-level cache
+_COPIED_BYTES = 24 << 20  # of the copies of keys and values that a thread keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,39 +28,46 @@ class Blocks:
     rows: int
     keys: int
     heads: int  # that go through the keys together
-    stack: int  # row tiles of each head in an item of work
-    abreast: int  # of these, how many go through the keys together, if they see the same
-    room: int  # tiles, of all heads and row tiles, whose scores are held at a time
-    step: int  # key tiles of each head and row tile that are taken at a time, where their bounds are fixed
+    stack: int  # row tiles of each head that do
+    step: int  # key tiles of each head and row tile that are taken at a time, whatever is visible
     held: int  # key tiles of each head that a thread keeps a copy of, where it cannot read the operand
     row_tiles: int
     key_tiles: int
 
 
-def choose(problem: Problem, operands: dict[str, np.ndarray], masks: Sequence[Any]) -> Blocks:
+def choose(problem: Problem, masks: Sequence[Any]) -> Blocks:
     """Choose the block sizes of a problem.
 
     A tile makes every product of the algorithm a small one (see ``_SMALL_PRODUCT``); NumPy runs the products of several
-    tiles, row tiles and heads one after the other without returning to Python, which only one thread at a time can run.
+    tiles and heads one after the other without returning to Python, which only one thread at a time can run.
     Nothing here depends on the number of threads, since the results do depend on this.
     """
-    limits = _FORWARD if problem.operation == "forward" else _BACKWARD
     depth, itemsize = max(problem.head_dim, problem.head_dim_v), problem.stat_dtype.itemsize
-    rows = even(problem.n_queries, limits.rows[limits.rows[0] * depth * itemsize > _FIRST_CACHE])
-    limit = min(max(_SMALL_PRODUCT // (rows * depth) // UNIT * UNIT, _FEWEST_KEYS), limits.keys)
+    rows = even(problem.n_queries, _ROWS)
+    limit = min(max(_SMALL_PRODUCT // (rows * depth) // UNIT * UNIT, _FEWEST_KEYS), _KEYS)
     limit = min(limit, max(UNIT, _SUMMED_PER_COLUMN * problem.head_dim_v // UNIT * UNIT))
     keys = even(problem.n_keys, _dividing(limit, masks))
     row_tiles, key_tiles = cdiv(problem.n_queries, rows), cdiv(problem.n_keys, keys)
-    uniform = not masks
-    stack = min(limits.passing if uniform else limits.turns, row_tiles)
-    heads = _heads(problem, operands, masks, max(1, limits.passing // stack) if uniform else _HEADS)
-    room = max(1, limits.score_bytes // (rows * keys * itemsize))
-    abreast = stack if uniform else min(stack, _ABREAST)
-    step = max(1, min(key_tiles, room // (heads * abreast)))
+    heads, stack = _abreast(problem, masks, row_tiles)
+    step = min(key_tiles, max(1, _SCORE_BYTES // (heads * stack * rows * keys * itemsize)))
     step = cdiv(key_tiles, cdiv(key_tiles, step))
-    held = limits.packed_bytes // (heads * keys * (problem.head_dim + problem.head_dim_v) * itemsize)
+    held = _COPIED_BYTES // (heads * keys * (problem.head_dim + problem.head_dim_v) * itemsize)
     held = min(key_tiles, max(1, held // step) * step)
-    return Blocks(rows, keys, heads, stack, abreast, room, step, held, row_tiles, key_tiles)
+    return Blocks(rows, keys, heads, stack, step, held, row_tiles, key_tiles)
+
+
+def _abreast(problem: Problem, masks: Sequence[Any], row_tiles: int) -> tuple[int, int]:
+    """Return how many heads, and row tiles of each, go through the keys together: those that only operands tell apart.
+
+    Row tiles do that read the same keys, as these then stay in the cache.
+    """
+    heads = problem.group if problem.group > 1 else problem.heads
+    heads = cdiv(heads, cdiv(heads, _HEADS[problem.operation] if masks else _ABREAST))
+    if masks or problem.bias is not None or problem.dropout:
+        return (1 if any(mask.leading and mask.leading[-1] > 1 for mask in masks) else heads), 1
+    if problem.group > 1:
+        return heads, min(row_tiles, _ABREAST // heads)
+    return (heads, 1) if row_tiles < heads else (1, min(row_tiles, _ABREAST))
 
 
 def _dividing(limit: int, masks: Sequence[Any]) -> int:
@@ -90,14 +79,50 @@ def _dividing(limit: int, masks: Sequence[Any]) -> int:
     return limit
 
 
-def _heads(problem: Problem, operands: dict[str, np.ndarray], masks: Sequence[Any], most: int) -> int:
-    """Return how many heads, up to `most`, to compute together: those that only operands tell apart."""
-    if any(mask.leading and mask.leading[-1] > 1 for mask in masks):
-        return 1
-    heads = problem.group if problem.group > 1 else max(1, problem.heads)
-    return cdiv(heads, cdiv(heads, most))
-
-
 def even(length: int, limit: int) -> int:
     """Return the block size, a multiple of 16 up to `limit`, that splits a length > 0 into equal blocks."""
     return max(UNIT, cdiv(length, cdiv(length, limit) * UNIT) * UNIT)
+
+
+class HeadGroup(NamedTuple):
+    """Neighbouring query heads of one batch element, under one mask."""
+
+    batch: tuple[int, ...]
+    start: int  # the first query head
+    stop: int
+    shared: int  # heads that read the same key/value head; beyond 1 those of a group read a single one
+
+    @property
+    def kv_start(self) -> int:
+        """The first key/value head."""
+        return self.start // self.shared
+
+    @property
+    def count(self) -> int:
+        """How many heads these are."""
+        return self.stop - self.start
+
+    def of_queries(self, array: np.ndarray) -> np.ndarray:
+        """Return the slices of an array of axes (*batch, heads, ...) that belong to the heads, (heads | 1, ...)."""
+        return array[place_of(array, (*self.batch, slice(self.start, self.stop)))]
+
+    def of_keys(self, array: np.ndarray) -> np.ndarray:
+        """Return the slices of an array of axes (*batch, kv_heads, ...) that the heads read, (heads | 1, ...)."""
+        return array[place_of(array, (*self.batch, slice(self.kv_start, (self.stop - 1) // self.shared + 1)))]
+
+
+def place_of(array: np.ndarray, index: tuple[int | slice, ...]) -> tuple[int | slice, ...]:
+    """Return an index into the first axes of an array for one whose axes of length 1 broadcast."""
+    return tuple([
+        part if n > 1 else slice(None) if isinstance(part, slice) else 0
+        for part, n in zip(index, array.shape, strict=False)
+    ])  # fmt: skip
+
+
+def head_groups(problem: Problem, size: int) -> Iterable[list[HeadGroup]]:
+    """Yield, in C order, lists of up to `size` heads each; heads of different lists read different keys and values."""
+    some = problem.group if problem.group > 1 else problem.heads  # which are cut alike
+    for *batch, first in np.ndindex(*problem.batch, cdiv(problem.heads, some)):
+        stops = range(first * some + size, (first + 1) * some + size, size)
+        groups = [HeadGroup(tuple(batch), stop - size, min(stop, (first + 1) * some), problem.group) for stop in stops]
+        yield from [groups] if problem.group > 1 else ([group] for group in groups)

@@ -1,30 +1,27 @@
-"""Running an operation: the choice between whole heads and tiles, the results, and the work of all threads."""
+"""Running an operation, and its plan: the choice between whole heads and tiles, the results, the threads."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from cuattn.cpu import threads
-from cuattn.cpu.backward import END, BackwardWalk
-from cuattn.cpu.blocks import Blocks, choose
-from cuattn.cpu.direct import DirectBackward, DirectForward, is_small, layout, nanoseconds
+from cuattn.cpu.arithmetic import BASE_2
+from cuattn.cpu.backward import BackwardWalk
+from cuattn.cpu.direct import Direct, WholeHeads, is_small, nanoseconds
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.forward import ForwardWalk
-from cuattn.cpu.heads import HeadGroup, head_groups, shares_sums
-from cuattn.cpu.scores import Item, Task
-from cuattn.cpu.sums import OrderedSum, total_like
-from cuattn.io_model.sizes import cdiv
-from cuattn.masks.band_mask import BandMask
+from cuattn.cpu.tiles import MASK_BYTES
+from cuattn.cpu.walk import Tiles
+from cuattn.masks.constructors import kept_band
 from cuattn.masks.interval_mask import join
+from cuattn.plans import Plan
 from cuattn.problem import Place, Problem
 from cuattn.rng import RNGState
 
-__all__ = ["Call", "run"]
-
 Arrays = Mapping[str, np.ndarray]
+_TABLE_BYTES = 26  # of each key, for what is seen of a mask of intervals; its own tables are kept with it
 
 
 def run(
@@ -61,146 +58,65 @@ def run(
     ----------
     T. Dao et al., "FlashAttention", NeurIPS 2022, algorithms 2 and 4 with the loops exchanged, 1 and 3 if small.
     """
-    results = _allocate(problem, operands, out)
+    results = {name: out[name] if name in out else np.empty(*of) for name, of in _wanted(problem, operands).items()}
     if not problem.n_keys or 0 in problem.stat_shape:
         for name, result in results.items():
             result.fill(-np.inf if name == "m" else 0)
         return results
-    call = Call(problem, operands, masks, place)
-    if problem.operation == "forward":
-        call.run(state, place, results)
-        return results
-    totals = call.totals(results)
-    call.run(state, place, totals)
-    for name, result in results.items():
-        if totals[name[1:]] is not result:
-            result[...] = totals[name[1:]]
+    totals = dict(results)
+    for name, dtype in _sums(problem, operands).items():
+        if results[name].dtype != dtype:
+            totals[name] = np.zeros(results[name].shape, dtype)
+        else:
+            results[name].fill(0)
+    dropout = Dropout(problem, place, state) if problem.dropout else None
+    task = _task(problem, operands, visible_parts(problem, masks, place), dropout, totals)
+    threads.run(task.sizes, task.item, lambda: _worker(task), _threads(task), task.turns.abort)
+    with np.errstate(over="ignore"):  # the largest numbers of narrow dtypes are soon reached
+        for name, result in results.items():
+            if totals[name] is not result:
+                result[...] = totals[name]
     return results
 
 
-def _allocate(problem: Problem, operands: Arrays, out: Arrays) -> dict[str, np.ndarray]:
-    """Return the arrays of the results, by name."""
-    if problem.operation == "forward":
-        wanted = {"o": (problem.o_shape, problem.out_dtype)}
-        if problem.statistics:
-            wanted |= dict.fromkeys(("l", "m"), (problem.stat_shape, problem.stat_dtype))
-    else:
-        given = [name for name in ("q", "k", "v", "bias") if name in operands]
-        dtypes = dict.fromkeys("qkv", problem.out_dtype) | {"bias": problem.bias and problem.grad_dtype(problem.bias)}
-        wanted = {f"d{name}": (operands[name].shape, dtypes[name]) for name in given}
-    return {name: out[name] if name in out else np.empty(*of) for name, of in wanted.items()}
+def plan(problem: Problem, operands: Arrays, masks: Sequence[Any]) -> Plan:
+    """Tell how a problem would be computed; computes nothing.
 
-
-class Call:
-    """How a forward or a backward is to be computed, whatever its arrays hold.
-
-    Attributes
+    Parameters
     ----------
-    blocks : Blocks or None
-        Sizes of tiles; None where whole heads are computed.
-    workers : int
-        Threads.
+    problem : Problem
+        What to compute.
+    operands : dict of str to ndarray
+        Its arrays; a backward may lack do, o, l and m.
+    masks : sequence of Mask
+        What hides elements.
+
+    Returns
+    -------
+    Plan
+        Tiles, threads and memory.
     """
-
-    def __init__(self, problem: Problem, operands: Arrays, masks: Sequence[Any], place: Place) -> None:
-        self.problem, self.operands = problem, operands
-        self.masks = visible_parts(problem, masks, place)
-        self.shares = problem.operation == "backward" and shares_sums(problem, operands)
-        self.blocks: Blocks | None = None
-        if is_small(problem):
-            self._batches = layout(problem).batches
-            self._sizes = [len(self._batches)]
-        else:
-            self.blocks = choose(problem, operands, self.masks)
-            groups = list(head_groups(problem, self.blocks.heads))
-            # What adds to common sums is handed out in one order.
-            self._groups = [[group for some in groups for group in some]] if self.shares else groups
-            self._stacks = cdiv(self.blocks.row_tiles, self.blocks.stack)
-            self._sizes = [len(group) * self._stacks for group in self._groups]
-        self.workers = threads.useful(sum(self._sizes), nanoseconds(problem))
-
-    def totals(self, results: Arrays) -> dict[str, np.ndarray]:
-        """Return what a backward's terms are added to, or written to where there is one: the results if they can be."""
-        return {
-            name[1:]: result if self._is_owned(name[1:]) else total_like(result, self._dtype_of_sum(name[1:]))
-            for name, result in results.items()
-        }
-
-    def _is_owned(self, name: str) -> bool:
-        """Whether each element of a gradient is one item's, which rounds it."""
-        return not self.shares if self.blocks is None else name == "q" and not self._is_broadcast("q")
-
-    def _dtype_of_sum(self, name: str) -> np.dtype:
-        """Return the dtype of a sum: of a bias that is broadcast, of many terms that nearly cancel."""
-        many = name == "bias" and 1 in self.operands["bias"].shape[-2:]
-        return np.dtype(np.float64) if many else self.problem.stat_dtype
-
-    def bytes_of_totals(self) -> int:
-        """Return the size of the sums of a backward that are not its results."""
-        size = 0
-        for name in ("q", "k", "v", "bias"):
-            if name in self.operands and not self._is_owned(name):
-                dtype = self._dtype_of_sum(name)
-                result = self.problem.out_dtype if name != "bias" else self.problem.grad_dtype(self.problem.bias)
-                size += self.operands[name].size * dtype.itemsize * (dtype != result)
-        return size
-
-    def _is_broadcast(self, name: str) -> bool:
-        return self.operands[name].shape[:-2] != (*self.problem.batch, self.problem.heads)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of each thread's buffers."""
-        if self.blocks is None:
-            return layout(self.problem).shapes
-        walk = ForwardWalk if self.problem.operation == "forward" else BackwardWalk
-        return walk.shapes(self.problem, self.operands, self.blocks)
-
-    def run(self, state: RNGState | None, place: Place, results: Arrays) -> None:
-        """Compute everything; results are as a forward's, or as :meth:`totals` gives them."""
-        dropout = Dropout(self.problem, place, state) if self.problem.dropout else None
-        turns = OrderedSum()
-        run = self._run_heads if self.blocks is None else self._run_tiles
-        prepare, make_worker = run(dropout, results, turns)
-        threads.run(self._sizes, prepare, make_worker, self.workers, turns.abort)
-
-    def _run_heads(self, dropout: Dropout | None, results: Arrays, turns: OrderedSum) -> tuple[Callable, Callable]:
-        common = self.problem, self.operands, self.masks, dropout, results
-        if self.problem.operation == "forward":
-            return lambda _, n: self._batches[n], lambda: DirectForward(*common)
-        shared = turns if self.shares else None
-        return lambda _, n: (self._batches[n], n), lambda: DirectBackward(*common, turns=shared)
-
-    def _run_tiles(self, dropout: Dropout | None, results: Arrays, turns: OrderedSum) -> tuple[Callable, Callable]:
-        task = Task(self.problem, self.operands, self.masks, dropout, self.blocks)
-        forward = self.problem.operation == "forward"
-
-        def prepare(group: int, index: int) -> Item:
-            heads, stack = divmod(index, self._stacks)
-            item = self._item(task, self._groups[group][heads], stack)
-            return item if forward else self._with_turns(item, turns)
-
-        return prepare, lambda: ForwardWalk(task, results) if forward else BackwardWalk(task, results, turns)
-
-    def _item(self, task: Task, heads: HeadGroup, stack: int) -> Item:
-        start = stack * self.blocks.stack
-        stop = min(start + self.blocks.stack, self.blocks.row_tiles)
-        return Item(heads, start, task.visibility.groups(heads.first, start, stop))
-
-    def _with_turns(self, item: Item, turns: OrderedSum) -> Item:
-        line = () if self.shares else (*item.group.batch, item.group.kv_start)
-        indices = [part.index for row_group in item.row_groups for part in row_group.steps]
-        return item._replace(line=line, numbers=tuple([turns.take_number((line, n)) for n in (*indices, END)]))
-
-    def mask_bytes(self) -> int:
-        """Return how much memory the element masks of partial tiles will take; visits the tiles."""
-        task = Task(self.problem, self.operands, self.masks, None, self.blocks)
-        for group in self._groups:
-            for heads in group:
-                for stack in range(self._stacks):
-                    self._item(task, heads, stack)
-                    if task.visibility.is_full:
-                        return task.visibility.mask_bytes
-        return task.visibility.mask_bytes
+    if not problem.n_keys or 0 in problem.stat_shape:
+        return Plan("cpu", problem.operation, 1, 1, 1, 0, 0, "there is nothing to compute")
+    masks, wanted = visible_parts(problem, masks, problem.place), _wanted(problem, operands)
+    task = _task(problem, operands, masks, None, {})
+    workers = _threads(task)
+    memory = workers * _worker(task).buffers.nbytes
+    for name, dtype in _sums(problem, operands).items():
+        shape, own = wanted[name]
+        memory += math.prod(shape) * dtype.itemsize * (dtype != own)
+    size, notes = (problem.n_queries, problem.n_keys), ["whole score matrices of several heads at a time"]
+    if isinstance(task, Tiles):
+        blocks = task.blocks
+        size, notes = (blocks.rows, blocks.keys), [f"up to {blocks.heads} heads x {blocks.step} tiles at a time"]
+        tiles = blocks.row_tiles * blocks.key_tiles * blocks.rows * blocks.keys * problem.stat_dtype.itemsize
+        memory += min(len(masks), 1) * min(tiles, MASK_BYTES) + len(masks) * _TABLE_BYTES * problem.n_keys
+    notes[0] += f"; {problem.stat_dtype} sums"
+    if BASE_2:
+        notes.append("base-2 exponentials, which this NumPy vectorises")
+    return Plan(
+        "cpu", problem.operation, *size, workers, 0, memory, "the arrays are in host memory", notes=tuple(notes)
+    )
 
 
 def visible_parts(problem: Problem, masks: Sequence[Any], place: Place) -> tuple[Any, ...]:
@@ -208,4 +124,59 @@ def visible_parts(problem: Problem, masks: Sequence[Any], place: Place) -> tuple
     masks, band = [mask.bind(problem.n_queries, problem.n_keys) for mask in masks], problem.band
     if band is None:
         return join(masks)
-    return join((*masks, BandMask(problem.n_queries, problem.n_keys, band.left, band.right, band.offset + place.shift)))
+    offset = band.offset + place.shift
+    return join((*masks, kept_band(problem.n_queries, problem.n_keys, band.left, band.right, offset)))
+
+
+def _wanted(problem: Problem, operands: Arrays) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Return the shapes and dtypes of the results, by name."""
+    if problem.operation == "forward":
+        wanted = {"o": (problem.o_shape, problem.out_dtype)}
+        if problem.statistics:
+            wanted |= dict.fromkeys(("l", "m"), (problem.stat_shape, problem.stat_dtype))
+        return wanted
+    dtypes = dict.fromkeys("qkv", problem.out_dtype) | {"bias": problem.bias and problem.grad_dtype(problem.bias)}
+    return {f"d{name}": (operands[name].shape, dtypes[name]) for name in dtypes if name in operands}
+
+
+def _sums(problem: Problem, operands: Arrays) -> dict[str, np.dtype]:
+    """Return the dtypes of the sums of a backward that several items of work add to."""
+    if problem.operation == "forward":
+        return {}
+    names = [name for name in ("q", "k", "v", "bias") if name in operands]
+    if is_small(problem):
+        names = names if _shares(problem, operands) else []
+    elif not _is_broadcast(problem, operands, "q"):
+        names.remove("q")
+    # Of a bias that is broadcast, many terms nearly cancel.
+    many = {name for name in names if name == "bias" and 1 in operands["bias"].shape[-2:]}
+    return {f"d{name}": np.dtype(np.float64) if name in many else problem.stat_dtype for name in names}
+
+
+def _shares(problem: Problem, operands: Arrays) -> bool:
+    """Whether a gradient gets terms from several batch elements or key/value heads, as its operand is broadcast."""
+    names = (name for name in ("q", "k", "v", "bias") if name in operands)
+    return problem.operation == "backward" and any(_is_broadcast(problem, operands, name) for name in names)
+
+
+def _is_broadcast(problem: Problem, operands: Arrays, name: str) -> bool:
+    heads = problem.kv_heads if name in ("k", "v") else problem.heads
+    return operands[name].shape[:-2] != (*problem.batch, heads)
+
+
+def _task(
+    problem: Problem, operands: Arrays, masks: Sequence[Any], dropout: Dropout | None, results: Arrays
+) -> Tiles | WholeHeads:
+    make = WholeHeads if is_small(problem) else Tiles
+    return make(problem, operands, masks, dropout, results, _shares(problem, operands))
+
+
+def _threads(task: Tiles | WholeHeads) -> int:
+    return threads.useful(sum(task.sizes), nanoseconds(task.problem))
+
+
+def _worker(task: Tiles | WholeHeads) -> Direct | ForwardWalk | BackwardWalk:
+    """Return what computes items of a task in one thread."""
+    if isinstance(task, WholeHeads):
+        return Direct(task)
+    return ForwardWalk(task) if task.problem.operation == "forward" else BackwardWalk(task)

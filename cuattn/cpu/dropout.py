@@ -1,13 +1,10 @@
 """The keep decisions of :mod:`cuattn.rng`, for parts of a problem that stands anywhere in a whole."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from cuattn import rng
-from cuattn.problem import Problem
-
-__all__ = ["Dropout"]
+from cuattn.io_model.sizes import cdiv
+from cuattn.problem import Place, Problem
 
 _BLOCK = 16  # rows or keys of the generator's blocks; parts are made of whole ones
 
@@ -15,10 +12,10 @@ _BLOCK = 16  # rows or keys of the generator's blocks; parts are made of whole o
 class Dropout:
     """Which elements stay, by head and range of rows and keys; ranges start at multiples of 16."""
 
-    def __init__(self, problem: Problem, place, state: rng.RNGState) -> None:
+    def __init__(self, problem: Problem, place: Place, state: rng.RNGState) -> None:
         self._problem, self._place, self._state = problem, place, state
         self._rows, self._keys = (
-            first + _BLOCK * np.arange((length + _BLOCK - 1) // _BLOCK) if blocks is None else blocks
+            first + _BLOCK * np.arange(cdiv(length, _BLOCK)) if blocks is None else blocks
             for first, length, blocks in (
                 (place.row, problem.n_queries, place.row_blocks),
                 (place.key, problem.n_keys, place.key_blocks),
@@ -27,11 +24,9 @@ class Dropout:
 
     def kept(self, batch: tuple[int, ...], head: int, rows: slice, keys: slice) -> np.ndarray:
         """Return which elements of a head stay, bool (rows, keys)."""
-        place = self._place
         flat = int(np.ravel_multi_index(batch, self._problem.batch)) if batch else 0
-        b = (place.batch + flat) * place.heads + place.head + head
-        blocks = (
-            of[part.start // _BLOCK : -(-part.stop // _BLOCK)] for of, part in ((self._rows, rows), (self._keys, keys))
-        )
-        kept = rng.keep_blocks(self._state, self._problem.dropout, b, *blocks)
+        b = (self._place.batch + flat) * self._place.heads + self._place.head + head
+        of_rows = self._rows[rows.start // _BLOCK : cdiv(rows.stop, _BLOCK)]
+        of_keys = self._keys[keys.start // _BLOCK : cdiv(keys.stop, _BLOCK)]
+        kept = rng.keep_blocks(self._state, self._problem.dropout, b, of_rows, of_keys)
         return kept[: rows.stop - rows.start, : keys.stop - keys.start]

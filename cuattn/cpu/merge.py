@@ -1,10 +1,6 @@
 """Merging forwards over disjoint sets of keys."""
 
-from __future__ import annotations
-
 import numpy as np
-
-__all__ = ["merge"]
 
 
 def merge(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -29,15 +25,10 @@ def merge(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> tuple[np.nd
     T. Dao et al., "FlashAttention", NeurIPS 2022, algorithm 1, lines 11 and 12.
     """
     with np.errstate(all="ignore"):  # -inf - -inf of a row that is empty in all parts
-        m = parts[0][2]
-        for part in parts[1:]:
-            m = np.maximum(m, part[2])
+        m = np.maximum.reduce([part[2] for part in parts])
         shares = [np.where(part[2] == -np.inf, 0, part[1] * np.exp(part[2] - m)) for part in parts]
-        l = shares[0]
-        for share in shares[1:]:
-            l = l + share
+        l = np.add.reduce(shares)
         o = np.zeros(parts[0][0].shape, l.dtype)
         for part, share in zip(parts, shares, strict=True):
-            weight = np.where(l == 0, 0, share / l)
-            o += part[0] * weight[..., None]
-        return o.astype(parts[0][0].dtype, copy=False), l, m.copy()
+            o += part[0] * np.where(l == 0, 0, share / l)[..., None]
+        return o.astype(parts[0][0].dtype, copy=False), l, m

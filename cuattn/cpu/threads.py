@@ -5,18 +5,16 @@ synchronised between the steps of the softmax.  The number of threads is the one
 used, so whatever already controls NumPy (OPENBLAS_NUM_THREADS, ``threadpoolctl.threadpool_limits``) controls this.
 """
 
-from __future__ import annotations
-
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
-
-__all__ = ["Dispatcher", "run", "single_threaded_blas", "useful", "worker_count"]
 
 _WORTHWHILE = 1_000_000  # nanoseconds of work for which a thread is worth its start
 
@@ -74,6 +72,47 @@ def single_threaded_blas() -> Iterator[None]:
                     library.set_num_threads(count)
 
 
+class Aborted(Exception):
+    """Another thread failed while this one waited for its turn; never seen outside the backend."""
+
+
+class Turns:
+    """Turns at adding to sums, in an order that does not depend on the threads; a sum is named by any key.
+
+    Every item of work takes a number at each sum when it is handed out, and adds when all lower numbers have.  Nobody
+    waits for ever: the first item that has not finished never waits, as all numbers before its own are done.
+    """
+
+    def __init__(self) -> None:
+        self._changed, self._aborted = threading.Condition(), False
+        self._issued: dict[Hashable, int] = defaultdict(int)
+        self._passed: dict[Hashable, int] = defaultdict(int)
+
+    def take_number(self, key: Hashable) -> int:
+        """Return the next number at a sum; to be called for one item after the other."""
+        self._issued[key] += 1
+        return self._issued[key] - 1
+
+    def wait(self, key: Hashable, number: int) -> None:
+        """Return when all lower numbers have been released."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._aborted or self._passed[key] == number)
+        if self._aborted:
+            raise Aborted
+
+    def release(self, key: Hashable) -> None:
+        """Pass a sum on to the next number; only its present owner may."""
+        with self._changed:
+            self._passed[key] += 1
+            self._changed.notify_all()
+
+    def abort(self) -> None:
+        """Wake everybody who waits, with :class:`Aborted`."""
+        with self._changed:
+            self._aborted = True
+            self._changed.notify_all()
+
+
 class Dispatcher:
     """Hands out the items of several groups of work, in order within each group.
 
@@ -83,9 +122,8 @@ class Dispatcher:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._lock = threading.Lock()
-        self._sizes = sizes
-        self._next = [0] * len(sizes)
-        self._unopened = iter(range(len(sizes)))
+        self._sizes, self._next = sizes, [0] * len(sizes)
+        self._unopened = iter([group for group, size in enumerate(sizes) if size])
         self._open: set[int] = set()
         self._stopped = False
 
@@ -95,24 +133,16 @@ class Dispatcher:
         ``prepare(group, item)`` runs under the lock, so in the order of the items of each group.
         """
         with self._lock:
-            if self._stopped:
-                return None
             if group not in self._open:
-                group = self._enter()
+                group = next(self._unopened, None)
                 if group is None:
-                    return None
+                    group = max(self._open, key=lambda g: self._sizes[g] - self._next[g], default=None)
+            if self._stopped or group is None:
+                return None
             item = self._next[group]
             self._next[group] += 1
-            if self._next[group] == self._sizes[group]:
-                self._open.discard(group)
+            (self._open.add if self._next[group] < self._sizes[group] else self._open.discard)(group)
             return group, prepare(group, item)
-
-    def _enter(self) -> int | None:
-        for group in self._unopened:
-            if self._sizes[group]:
-                self._open.add(group)
-                return group
-        return max(self._open, key=lambda g: self._sizes[g] - self._next[g], default=None)
 
     def stop(self) -> None:
         """Hand out nothing more."""
@@ -147,24 +177,23 @@ def run(
             dispatcher.stop()
             on_error()
 
-    helpers: list[threading.Thread] = []
     with single_threaded_blas():
-        try:
-            for n in range(1, threads):
-                helper = threading.Thread(target=loop, name=f"cuattn-{n}", daemon=True)
-                helpers.append(helper)
-                helper.start()
-        except RuntimeError:  # the system has no more threads to give: those that there are do the work
-            helpers.pop()
-        loop()
-        try:
-            for helper in helpers:
-                helper.join()
-        except BaseException:  # interrupted: the BLAS setting must outlive the helpers
-            dispatcher.stop()
-            on_error()
-            for helper in helpers:
-                helper.join()
-            raise
+        if threads == 1:
+            loop()
+        else:
+            _on_threads(loop, threads, dispatcher.stop)
     if errors:
         raise errors[0]
+
+
+def _on_threads(loop: Callable[[], None], threads: int, stop: Callable[[], None]) -> None:
+    """Run a function that raises nothing in the caller's thread and in new ones."""
+    try:
+        with ThreadPoolExecutor(threads - 1, thread_name_prefix="cuattn-") as pool:
+            with suppress(RuntimeError):  # the system has no more threads to give: those that there are do the work
+                for _ in range(1, threads):
+                    pool.submit(loop)
+            loop()
+    except BaseException:  # interrupted while it waits for the others
+        stop()
+        raise

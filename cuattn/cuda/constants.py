@@ -27,6 +27,7 @@ name                    type     meaning
 ``pack``                int      forward: heads of a group whose rows share a row tile
 ``rows_per_item``       int      mask tables: units of the bounds in a row tile
 ``row_warps``           int      merge: warps that share a row
+``stacked``             bool     merge: the parts lie one after another
 ``load_bytes``          int      widest access that every address and stride of q, k, v (do) allows: 16, 8, 4 or 2
 ``dropout``             int      threshold T; 0 = no dropout
 ``runs``                bool     dropout: a shard's rows and keys are looked up in ``row_blocks``, ``key_blocks``
@@ -58,17 +59,15 @@ name                    type     meaning
 
 import numpy as np
 
-from cuattn.cuda.tables import mask_constants
+from cuattn.cuda.tables import band_constants, mask_constants
 from cuattn.problem import Problem, row_of
-
-__all__ = ["Constants", "backward_constants", "forward_constants"]
 
 Constants = dict[str, object]
 
 
 def _constants(problem: Problem) -> Constants:
     """Return what every attention kernel is told of a problem."""
-    row, acc, band = problem.row, row_of(problem.stat_dtype).cuda, problem.band
+    row, acc = problem.row, row_of(problem.stat_dtype).cuda
     return {
         "elem": row.cuda,
         "acc": acc,
@@ -78,8 +77,7 @@ def _constants(problem: Problem) -> Constants:
         "bias": problem.bias is not None,
         "softcap": problem.softcap is not None,
         "prescaled": problem.bias is not None or problem.softcap is not None or not problem.scale > 0,
-        "band_left": band is not None and band.left is not None,
-        "band_right": band is not None and band.right is not None,
+        **band_constants(problem),
         "tf32": problem.precision == "tf32",
         **mask_constants(problem),
     }
@@ -90,9 +88,9 @@ def forward_constants(problem: Problem) -> Constants:
     return {**_constants(problem), "out": row_of(problem.out_dtype).cuda, "statistics": problem.statistics}
 
 
-def backward_constants(problem: Problem, o_dtype: str = "") -> Constants:
-    """Return what every backward kernel is told of a problem; `o_dtype` names o's dtype, by default the inputs'."""
+def backward_constants(problem: Problem, o_dtype: np.dtype | None = None) -> Constants:
+    """Return what every backward kernel is told of a problem; `o_dtype` is o's, by default the inputs'."""
     found = _constants(problem)
     grad = row_of(problem.grad_dtype(problem.dtype)).cuda
     bias_grad = found["acc"] if problem.bias is None else row_of(problem.grad_dtype(problem.bias)).cuda
-    return {**found, "o_elem": row_of(np.dtype(o_dtype or problem.dtype)).cuda, "grad": grad, "bias_grad": bias_grad}
+    return {**found, "o_elem": row_of(o_dtype or problem.dtype).cuda, "grad": grad, "bias_grad": bias_grad}

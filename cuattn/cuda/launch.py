@@ -2,15 +2,24 @@
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.cuda.arguments import Change, Piece, Struct
-from cuattn.cuda.params import PARAMS
+from cuattn.cuda.arguments import Change
+from cuattn.cuda.compile import function
 
-__all__ = ["Kernel"]
+_WORD = 8  # bytes
+
+
+class Piece(NamedTuple):
+    """Arguments of a launch in memory: a struct's words, and behind them the address of each argument."""
+
+    words: memoryview
+    halves: memoryview  # the same, in 32 bits each
+    arguments: int  # where the addresses are
 
 
 class Kernel:
@@ -18,39 +27,69 @@ class Kernel:
 
     Parameters
     ----------
-    function : cupy.cuda.Function
-    grid : tuple of int
-    threads, shared_bytes : int
-        Of a block; `shared_bytes` is dynamic shared memory.
+    device : int
+        The current one.
+    names : mapping of str to int
+        The numbers of the addresses by which they are named below.
+    path, kernel, constants, grid, threads
+        The kernel, see :func:`cuattn.cuda.compile.function`; its grid and the size of its blocks.
     dtype, values : dtype, dict of str to object
-        The first argument, see :class:`cuattn.cuda.arguments.Struct`.
-    slots : dict of str to int
-        Slots of that argument, and the number of the address that each takes.
-    runs : sequence of (int, int, array of uint64), optional
-        First word of the argument, number of an address, and what is added to it for this and the following words.
-    maps : sequence of (int, callable), optional
-        Further arguments: the number of an address, and a function of it that describes the array there.
+        The first argument, and what its fields hold; others are 0.
+    slots : mapping of str to (sequence of) str
+        Fields of that argument that take addresses, and which.
+    shared_bytes : int, optional
+        Dynamic shared memory of a block.
+    maps : mapping of str to callable, optional
+        Further arguments: an address, and a function of it that describes the array there.
+    arch : str, optional
+        To compile for; by default the device's own.
     """
 
     def __init__(
         self,
-        function: Any,
+        device: int,
+        names: Mapping[str, int],
+        path: str,
+        kernel: str,
+        constants: Mapping[str, object],
         grid: tuple[int, ...],
         threads: int,
-        shared_bytes: int,
         dtype: np.dtype,
         values: dict[str, Any],
-        slots: dict[str, int],
-        runs: Sequence[tuple[int, int, np.ndarray]] = (),
-        maps: Sequence[tuple[int, Callable[[int], Any]]] = (),
+        slots: Mapping[str, str | Sequence[str]],
+        *,
+        shared_bytes: int = 0,
+        maps: Mapping[str, Callable[[int], Any]] = MappingProxyType({}),
+        arch: str | None = None,
     ) -> None:
-        self._function = function
+        self._found = device, path, kernel, tuple(constants.items()), shared_bytes, arch
         self._shape = (*(*grid, 1, 1)[:3], threads, 1, 1, shared_bytes)
-        self._struct = Struct(dtype, values, slots)
-        self._slots = tuple(zip(self._struct.slots, slots.values(), strict=True))
-        self._runs, self._maps = tuple(runs), tuple(maps)
+        record = np.zeros((), dtype)
+        for name, value in values.items():
+            record[name] = value
+        self._template = np.frombuffer(record.tobytes(), np.uint64)
+        first = {name: dtype.fields[name][1] // _WORD for name in dtype.names}
+        self._slots = [
+            (word, names[name])
+            for slot, taken in slots.items()
+            for word, name in enumerate([taken] if isinstance(taken, str) else taken, first[slot])
+        ]
+        self._maps = [(names[name], describe) for name, describe in maps.items()]
         self._idle: list[Piece] = []  # arguments that no launch is being made of
-        self.takes_params = dtype == PARAMS
+        self.dtype = dtype
+
+    @functools.cached_property
+    def _function(self) -> Any:
+        return function(*self._found)
+
+    def _piece(self) -> Piece:
+        """Return memory with the first argument and with room for the addresses of all."""
+        size = len(self._template)
+        storage = np.zeros(size + 1 + len(self._maps), np.uint64)
+        storage[:size] = self._template
+        storage[size] = storage.ctypes.data
+        words = memoryview(storage)
+        return Piece(words, words.cast("B").cast("I"), storage.ctypes.data + _WORD * size)
 
     def launch(self, addresses: Sequence[int], stream: int, changes: Iterable[Change] = (), keep: bool = True) -> None:
         """Launch on the stream with that handle, on the current device.
@@ -63,24 +102,33 @@ class Kernel:
             Further words of the first argument.
         keep : bool, optional
             Whether every later launch makes these changes, too.
+
+        Raises
+        ------
+        CompileError
+            The first time.
         """
         try:
             piece = self._idle.pop()
         except IndexError:
-            piece = self._struct.piece(len(self._maps))
-        words = piece.words
+            piece = self._piece()
+        words, halves, _ = piece
         for word, index in self._slots:
             words[word] = addresses[index]
-        for first, index, steps in self._runs:
-            np.add(steps, np.uint64(addresses[index]), out=np.frombuffer(words, np.uint64, len(steps), 8 * first))
-        for word, kept, value in changes:
-            words[word] = words[word] & kept | value
+        for half, value in changes:
+            halves[half] = value
         maps = [describe(addresses[index]) for index, describe in self._maps]
         for word, described in enumerate(maps, len(words) - len(maps)):
             words[word] = described.address
-        _start(self._function, self._shape, piece, maps, stream)
+        self._start(piece, maps, stream)
         if keep:
             self._idle.append(piece)
+
+    def _start(self, piece: Piece, maps: Sequence[Any], stream: int) -> None:
+        """Launch with the arguments of a piece, which the driver copies; `maps` keeps those behind the first alive."""
+        if not _thread.ready:
+            _make_current()
+        _driver_launch()(self._function.ptr, *self._shape, stream, piece.arguments, 0)
 
 
 class _Thread(threading.local):
@@ -90,13 +138,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-def _start(function: Any, shape: Sequence[int], piece: Piece, maps: Sequence[Any], stream: int) -> None:
-    """Launch with the arguments of a piece, which the driver copies; `maps` keeps those behind the first alive."""
-    if not _thread.ready:
-        _make_current()
-    _driver_launch()(function.ptr, *shape, stream, piece.arguments, 0)
 
 
 def _make_current() -> None:

@@ -2,17 +2,15 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from cuattn.cuda.compile import function
+from cuattn.cuda.arguments import Array
 from cuattn.cuda.params import MAX_PARTS, MERGE_PARAMS
-from cuattn.cuda.sequence import Array, LaunchSequence
+from cuattn.cuda.sequence import LaunchSequence
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import row_of
-
-__all__ = ["add", "merge_sequence"]
 
 _WARPS = 4
 _FEW_ROWS = 4096  # below this, the warps of a block share a row
@@ -39,68 +37,57 @@ def merge_sequence(device: int, count: int, shape: tuple[int, ...], dtype: np.dt
         Its results are o, in the parts' dtype and rounded once, l and m.
     """
 
-    def arrays(names: Sequence[str], o_dtype: np.dtype) -> dict[str, Array]:
-        shapes = (shape, o_dtype), (shape[:-1], stat), (shape[:-1], stat)
-        return {name: Array(*one) for name, one in zip(names, shapes, strict=True)}
+    def arrays(part: str, o_dtype: np.dtype) -> dict[str, Array]:
+        return {f"o{part}": Array(shape, o_dtype)} | {f"{name}{part}": Array(shape[:-1], stat) for name in "lm"}
 
-    parts = [tuple(f"{name} {part}" for name in "olm") for part in range(count)]
-    inputs, scratch = [name for part in parts for name in part], {}
-    launches, level = [], 0  # each level leaves one part where there were MAX_PARTS
+    parts = [f" {part}" for part in range(count)]
+    inputs, scratch = [f"{name}{part}" for part in parts for name in "olm"], {}
+    launches, own = [], dtype  # each level leaves one part where there were MAX_PARTS
     while len(parts) > MAX_PARTS:
         groups = [parts[first : first + MAX_PARTS] for first in range(0, len(parts), MAX_PARTS)]
-        parts = [tuple(f"{name} {group} above level {level}" for name in "olm") for group in range(len(groups))]
-        launches += [(group, out, stat if level else dtype) for group, out in zip(groups, parts, strict=True)]
+        parts = [f" {group} of {len(groups)}" for group in range(len(groups))]
+        launches += [(group, out, (own, stat, stat)) for group, out in zip(groups, parts, strict=True)]
         for part in parts:
             scratch |= arrays(part, stat)
-        level += 1
-    sequence = LaunchSequence(device, inputs, arrays("olm", dtype), scratch)
-    for group, out, own in [*launches, (parts, tuple("olm"), stat if level else dtype)]:
-        merged = dtype if out == tuple("olm") else stat
-        _add(sequence, len(group), shape, (own, merged, stat), out, parts=group)
+        own = stat
+    sequence = LaunchSequence(device, inputs, arrays("", dtype), scratch)
+    for group, out, dtypes in [*launches, (parts, "", (own, dtype, stat))]:
+        slots = {name: [f"{name}{part}" for part in group] for name in "olm"}
+        slots |= {f"{name}_out": [f"{name}{out}"] for name in "olm"}
+        add(sequence, len(group), shape, dtypes, slots)
     return sequence
 
 
-def add(sequence: LaunchSequence, count: int, stacked: Sequence[str], dtype: np.dtype) -> None:
-    """Append the launch that combines parts into a forward's results.
+def add(
+    sequence: LaunchSequence,
+    count: int,
+    shape: tuple[int, ...],
+    dtypes: tuple[np.dtype, np.dtype, np.dtype],
+    slots: Mapping[str, Sequence[str]],
+    stacked: bool = False,
+) -> None:
+    """Append the launch that combines parts.
 
     Parameters
     ----------
     sequence : LaunchSequence
     count : int
         Number of parts.
-    stacked : sequence of str
-        Names of three arrays that hold the o, l and m of all parts, one part after another.
-    dtype : dtype
-        Of these arrays.
+    shape : tuple of int
+        Of o.
+    dtypes : tuple of dtype
+        Of the parts' o, of the merged o, and of l and m.
+    slots : mapping of str to (sequence of) str
+        The names of the arrays: "o", "l", "m" of the parts, and "o_out", "l_out", "m_out".
+    stacked : bool, optional
+        Whether "o", "l", "m" are each one array that holds all parts.
     """
-    o = sequence.results["o"]
-    out = [name if name in sequence.results else "" for name in "olm"]
-    sizes = (o.size * dtype.itemsize, *2 * [math.prod(o.shape[:-1]) * dtype.itemsize])
-    steps = [np.arange(count, dtype=np.uint64) * np.uint64(size) for size in sizes]
-    runs = [(MAX_PARTS * place, *run) for place, run in enumerate(zip(stacked, steps, strict=True))]
-    _add(sequence, count, o.shape, (dtype, o.dtype, dtype), out, runs=runs)
-
-
-def _add(
-    sequence: LaunchSequence,
-    count: int,
-    shape: tuple[int, ...],
-    dtypes: tuple[np.dtype, np.dtype, np.dtype],
-    out: Sequence[str],
-    parts: Sequence[Sequence[str]] = (),
-    runs: Sequence[tuple[int, str, np.ndarray]] = (),
-) -> None:
-    """Append a launch; `dtypes` are those of the parts' o, of the merged o, and of l and m."""
     rows, columns = math.prod(shape[:-1]), shape[-1]
     if rows == 0:
         return
     row_warps = _WARPS if rows < _FEW_ROWS and count >= _WARPS else 1
     part, merged, acc = (row_of(dtype).cuda for dtype in dtypes)
-    constants = (("acc", acc), ("part", part), ("out", merged), ("row_warps", row_warps))
-    numbered = [(number, *named) for number, own in enumerate(parts) for named in zip("olm", own, strict=True)]
-    slots = {f"{name}.{number}": array for number, name, array in numbered}
-    slots |= dict(zip(("o_out", "l_out", "m_out"), out, strict=True))
+    constants = {"acc": acc, "part": part, "out": merged, "row_warps": row_warps, "stacked": stacked}
     values = {"rows": rows, "head_dim_v": columns, "parts": count}
-    kernel = function(sequence.device, "util/merge.cu", "attention_merge", constants)
     grid = (cdiv(rows * row_warps, _WARPS), max(cdiv(columns, 32), 1) if row_warps > 1 else 1)
-    sequence.add(kernel, grid, 32 * _WARPS, MERGE_PARAMS, values, slots, runs=runs)
+    sequence.add("util/merge.cu", "attention_merge", constants, grid, 32 * _WARPS, MERGE_PARAMS, values, slots)

@@ -1,112 +1,88 @@
-"""NumPy mirror of ``struct Params`` (kernels/attn/params.cuh), the one argument of every attention kernel.
+"""NumPy mirrors of the structs that kernels take: ``Params`` (kernels/attn/params.cuh), the argument of every attention
+kernel, ``MaskParams`` and ``MergeParams``.
 
-The two are written by hand and compared by a test that compiles ``static_assert``s on size and offsets.
+A field of a struct within has the name "field.of.it".  The two sides are written by hand and compared by a test that
+compiles ``static_assert``s on size and offsets.
 """
 
 import numpy as np
 
-__all__ = [
-    "BATCH_AXES", "DROPOUT", "MASK_PARAMS", "MASK_SOURCE", "MASK_TABLES", "MAX_PARTS", "MERGE_PARAMS",
-    "OPERAND", "OPERAND_FIELDS", "PARAMS",
-]  # fmt: skip
-
 BATCH_AXES = 4
+MAX_PARTS = 64
+_MAX_COLUMN_MASKS = 4
 
-_pointer = np.uint64
+Fields = list[tuple]
 
-OPERAND = np.dtype(
-    [("data", _pointer), ("batch", np.int64, BATCH_AXES), ("head", np.int64), ("row", np.int64), ("col", np.int64)],
-    align=True,
+
+def _all(kind: type, names: str, *shape: int) -> Fields:
+    return [(name, kind, shape) for name in names.split()]
+
+
+def _within(name: str, fields: Fields) -> Fields:
+    return [(f"{name}.{field}", *rest) for field, *rest in fields]
+
+
+_STRIDES = [("batch", np.int64, BATCH_AXES), ("head", np.int64)]
+_OPERAND = [("data", np.uint64), *_STRIDES, *_all(np.int64, "row col")]
+_TABLES = [*_all(np.uint64, "cols bounds order alive"), *_STRIDES, *_all(np.int32, "keys_padded block_m block_n")]
+_DROPOUT = [
+    ("keys", np.uint64, 7),  # two numbers of 32 bits each
+    *_all(np.uint32, "offset batch head heads row key"),
+    *_all(np.uint64, "offset_data row_blocks key_blocks"),
+]
+_OPERANDS = "q k v o l m dout dlse dq dk dv bias dbias mask boolean"
+_WORKSPACE = "o_part l_part m_part delta stat dq_acc dk_acc dv_acc dbias_acc counters ticket turns"
+_COUNTS = (
+    "batch heads kv_heads group n_queries n_keys head_dim head_dim_v band_left band_right row_tiles key_tiles "
+    "section splits split_tiles shared_tile shared_key bias_instances"
 )
-
-MASK_TABLES = np.dtype(
-    [
-        ("cols", _pointer),
-        ("bounds", _pointer),
-        ("order", _pointer),
-        ("alive", _pointer),
-        ("batch", np.int64, BATCH_AXES),
-        ("head", np.int64),
-        ("keys_padded", np.int32),
-        ("block_m", np.int32),
-        ("block_n", np.int32),
-    ],
-    align=True,
-)
-
-DROPOUT = np.dtype(
-    [
-        ("keys", np.uint32, (7, 2)),
-        ("offset", np.uint32),
-        ("batch", np.uint32),
-        ("head", np.uint32),
-        ("heads", np.uint32),
-        ("row", np.uint32),
-        ("key", np.uint32),
-        ("offset_data", _pointer),
-        ("row_blocks", _pointer),
-        ("key_blocks", _pointer),
-    ],
-    align=True,
-)
-
-OPERAND_FIELDS = ("q", "k", "v", "o", "l", "m", "dout", "dlse", "dq", "dk", "dv", "bias", "dbias", "mask", "boolean")
-
-_WORKSPACE = (
-    "o_part", "l_part", "m_part", "delta", "stat", "dq_acc", "dk_acc", "dv_acc", "dbias_acc", "counters",
-    "ticket", "turns",
-)  # fmt: skip
-
-_INTEGERS = (
-    "batch", "heads", "kv_heads", "group", "n_queries", "n_keys", "head_dim", "head_dim_v",
-    "band_left", "band_right", "row_tiles", "key_tiles", "section", "splits", "split_tiles",
-    "shared_tile", "shared_key", "bias_instances",
-)  # fmt: skip
 
 PARAMS = np.dtype(
-    [(name, OPERAND) for name in OPERAND_FIELDS]
-    + [("table", MASK_TABLES), ("dropout", DROPOUT)]
-    + [(name, _pointer) for name in _WORKSPACE]
-    + [(name, np.float64) for name in ("scale", "softcap", "cap_scale", "dropout_scale")]
-    + [("batch_size", np.int32, BATCH_AXES)]
-    + [(name, np.int32) for name in _INTEGERS],
-    align=True,
-)
-
-_LEADING_AXES = BATCH_AXES + 1
-
-MAX_COLUMN_MASKS = 4
-
-MASK_SOURCE = np.dtype(
     [
-        ("data", _pointer),
-        ("stride", np.int64, _LEADING_AXES),
-        ("row", np.int64),
-        ("col", np.int64),
-        ("block_m", np.int32),
-        ("block_n", np.int32),
+        *(field for name in _OPERANDS.split() for field in _within(name, _OPERAND)),
+        *_within("table", _TABLES),
+        *_within("dropout", _DROPOUT),
+        *_all(np.uint64, _WORKSPACE),
+        *_all(np.float64, "scale softcap cap_scale dropout_scale"),
+        ("batch_size", np.int32, BATCH_AXES),
+        *_all(np.int32, _COUNTS),
     ],
     align=True,
 )
+
+_SOURCE = [
+    ("data", np.uint64),
+    ("stride", np.int64, BATCH_AXES + 1),
+    *_all(np.int64, "row col"),
+    *_all(np.int32, "block_m block_n"),
+]
+_SOURCES = [*(f"column.{number}" for number in range(_MAX_COLUMN_MASKS)), "blocks", "boolean"]
 
 MASK_PARAMS = np.dtype(
-    [("column", MASK_SOURCE, MAX_COLUMN_MASKS), ("blocks", MASK_SOURCE), ("boolean", MASK_SOURCE)]
-    + [(name, _pointer) for name in ("cols", "bounds", "order", "alive")]
-    + [("size", np.int32, _LEADING_AXES)]
-    + [
-        (name, np.int32)
-        for name in (
-            "alike", "n_queries", "n_keys", "keys_padded", "row_tiles", "key_tiles", "band_left", "band_right",
-        )
+    [
+        *(field for name in _SOURCES for field in _within(name, _SOURCE)),
+        *_all(np.uint64, "cols bounds order alive"),
+        ("size", np.int32, BATCH_AXES + 1),
+        *_all(np.int32, "alike n_queries n_keys keys_padded row_tiles key_tiles band_left band_right"),
     ],
     align=True,
-)  # fmt: skip
+)
 
-MAX_PARTS = 64
+SUM_PARAMS = np.dtype(
+    [
+        *_all(np.uint64, "in out"),
+        *_all(np.int64, "inner results"),
+        *_all(np.int32, "size keep", BATCH_AXES + 1),
+    ],
+    align=True,
+)
 
 MERGE_PARAMS = np.dtype(
-    [(name, _pointer, MAX_PARTS) for name in ("o", "l", "m")]
-    + [(name, _pointer) for name in ("o_out", "l_out", "m_out")]
-    + [("rows", np.int64), ("head_dim_v", np.int32), ("parts", np.int32)],
+    [
+        *_all(np.uint64, "o l m", MAX_PARTS),
+        *_all(np.uint64, "o_out l_out m_out"),
+        ("rows", np.int64),
+        *_all(np.int32, "head_dim_v parts"),
+    ],
     align=True,
 )

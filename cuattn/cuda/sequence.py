@@ -10,50 +10,23 @@ graph therefore share scratch memory and results: replay them one after the othe
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from cuattn.cuda.arguments import Change, align_up, place_changes, state_changes
+from cuattn.cuda.arguments import Array, Change, align_up, place_changes, state_changes
 from cuattn.cuda.device import counters_of, zero
 from cuattn.cuda.launch import Kernel
-from cuattn.cuda.tables import MaskTables
-from cuattn.cuda.tables import slots as table_slots
+from cuattn.cuda.params import PARAMS
+from cuattn.cuda.tables import TABLE_SLOTS, MaskTables
 from cuattn.errors import UnsupportedError
 from cuattn.masks.device import upload
 from cuattn.problem import Place, Problem
 
-__all__ = ["Array", "LaunchSequence"]
-
 _COUNTER_BYTES = 4
 _RUNS_KEPT = 256  # shards whose rows or keys come in runs
-
-
-class Array(NamedTuple):
-    """Shape and dtype of a C-contiguous array that is yet to be allocated."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return self.size * self.dtype.itemsize
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Bytes from one element to the next along each axis."""
-        steps = accumulate(self.shape[:0:-1], operator.mul, initial=self.dtype.itemsize)
-        return tuple(steps)[: len(self.shape)][::-1]
 
 
 class LaunchSequence:
@@ -66,8 +39,6 @@ class LaunchSequence:
         Names of the arrays whose addresses a run is given, in that order.
     results, scratch : dict of str to Array
         What a run allocates.
-    tables : sequence of MaskTables, optional
-        Of the masks, one for each tile that the kernels take.
     counters : int, optional
         Number of 32-bit counters, at most ``device.COUNTERS``, at the address "counters", each 0 before and after every
         launch.
@@ -93,54 +64,38 @@ class LaunchSequence:
         inputs: Sequence[str],
         results: dict[str, Array],
         scratch: dict[str, Array],
-        tables: Sequence[MaskTables] = (),
         counters: int = 0,
         problem: Problem | None = None,
     ) -> None:
         self.device, self.inputs, self.results = device, tuple(inputs), results
-        self._problem, self._tables = problem, tuple(tables)
+        self._problem = problem
+        self._tables: list[MaskTables] = []
+        self._table_sizes: list[int] = []
         self._kernels: list[Kernel] = []
         self.shifts = True
-        self._zeroed = False
-        sizes = [align_up(array.nbytes) for array in scratch.values()]
-        *self._offsets, self.scratch_bytes = accumulate(sizes, initial=0)
-        self._table_sizes = [align_up(table.nbytes) for table in self._tables]
+        *self._offsets, self.scratch_bytes = accumulate(
+            (align_up(array.nbytes) for array in scratch.values()), initial=0
+        )
         self._counter_bytes = _COUNTER_BYTES * counters
-        names = ["", *inputs, *results, *scratch]
-        names += [name for number, table in enumerate(self._tables) for name in table_slots(number).values()]
-        names += ["counters"] if counters else []
+        names = ["", *inputs, *results, *scratch, *["counters"] * bool(counters)]
         self.names = {name: number for number, name in enumerate(names)}
         self._plain = self.names.get("mask", 0)  # where the address of a caller's boolean array is
 
-    def add(
-        self,
-        function: Any,
-        grid: tuple[int, ...],
-        threads: int,
-        dtype: np.dtype,
-        values: dict[str, Any],
-        slots: dict[str, str],
-        *,
-        shared_bytes: int = 0,
-        runs: Iterable[tuple[int, str, np.ndarray]] = (),
-        maps: Iterable[tuple[str, Callable[[int], Any]]] = (),
-    ) -> None:
-        """Append a launch; arguments are those of :class:`Kernel`, with names in place of the addresses' numbers."""
+    def add(self, *launched: Any, tables: MaskTables | None = None, **more: Any) -> None:
+        """Append a launch: arguments of :class:`Kernel`, and the tables of masks that it reads."""
         names = self.names
-        numbers = {slot: names[name] for slot, name in slots.items()}
-        numbered = [(first, names[name], steps) for first, name, steps in runs]
-        described = [(names[name], describe) for name, describe in maps]
-        kernel = Kernel(function, grid, threads, shared_bytes, dtype, values, numbers, numbered, described)
-        self._kernels.append(kernel)
+        if tables is not None:
+            if tables not in self._tables:
+                self._tables.append(tables)
+                self._table_sizes.append(align_up(tables.nbytes))
+            first = len(names) + self._tables.index(tables) * len(TABLE_SLOTS)
+            names = {**names, **{slot: number for number, slot in enumerate(TABLE_SLOTS, first)}}
+        self._kernels.append(Kernel(self.device, names, *launched, **more))
 
     @property
     def workspace_bytes(self) -> int:
         """Memory beyond arguments and results, with the tables that masks keep and without a stream's counters."""
         return self.scratch_bytes + sum(self._table_sizes)
-
-    def zero(self) -> None:
-        """Let runs fill the results with zeros: there is nothing to compute."""
-        self._zeroed = True
 
     def run(
         self,
@@ -186,16 +141,21 @@ class LaunchSequence:
             shift = place.shift if self.shifts else 0
             placed, blocks = self._placed(place._replace(shift=shift))
             changes, held = changes + placed, (*held, *blocks)
-        kept = [table.find(masks, shift, stream, capturing) for table in self._tables] if self._tables else ()
+        kept = [table.find(masks, shift, stream, capturing) for table in self._tables]
+        needed = self.scratch_bytes
+        if capturing or None in kept:
+            needed += sum(size for size, found in zip(self._table_sizes, kept, strict=True) if found is None)
         if capturing:
             held = (*held, *kept)
-        needed = self._needed(kept, capturing) if capturing or None in kept else self.scratch_bytes
+            needed += self._counter_bytes
         results, places, keep = allocate(needed, capturing, held)
         free = places.pop()
-        if self._zeroed:
+        if not self._kernels:  # there is nothing to compute
             for array, address in zip(self.results.values(), places, strict=True):
                 zero(address, array.nbytes, stream)
         known = [0, *addresses, *places, *[free + offset for offset in self._offsets]]
+        if self._counter_bytes:
+            known.append(self._counters(stream, free + needed - self._counter_bytes, capturing))
         free += self.scratch_bytes
         for table, size, found in zip(self._tables, self._table_sizes, kept, strict=True):
             if found is None:
@@ -203,24 +163,17 @@ class LaunchSequence:
                 free += size
             else:
                 known += found.addresses
-        if self._counter_bytes:
-            known.append(self._counters(stream, free, capturing))
         for kernel in self._kernels:
-            kernel.launch(known, handle, changes if kernel.takes_params else (), place is None)
+            kernel.launch(known, handle, changes if kernel.dtype is PARAMS else (), place is None)
         del keep
         return results
 
-    def _needed(self, kept: Sequence[Any], capturing: bool) -> int:
-        """Return the bytes of scratch memory of a call that has tables of its own to fill, or is captured."""
-        own = sum(size for size, found in zip(self._table_sizes, kept, strict=True) if found is None)
-        return self.scratch_bytes + own + (self._counter_bytes if capturing else 0)
-
-    def _counters(self, stream: Any, free: int, capturing: bool) -> int:
-        """Return the address of counters: a graph's own, since it may be replayed beside other work of its stream."""
+    def _counters(self, stream: Any, own: int, capturing: bool) -> int:
+        """Return the address of counters: a graph's `own`, since it may be replayed beside other work of its stream."""
         if not capturing:
             return counters_of(stream, self.device)
-        zero(free, self._counter_bytes, stream)
-        return free
+        zero(own, self._counter_bytes, stream)
+        return own
 
     def _placed(self, place: Place) -> tuple[list[Change], list[Any]]:
         """Return what gives a ``Params`` a place, and the device arrays that it then points to."""

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.cuda.arguments import Axes, align_up, band_fields, change
-from cuattn.cuda.compile import function
+from cuattn.cuda.arguments import Array, Axes, align_up, band_fields, changes, collapse
 from cuattn.cuda.device import zero
 from cuattn.cuda.launch import Kernel
 from cuattn.cuda.params import BATCH_AXES, MASK_PARAMS
@@ -25,21 +24,15 @@ from cuattn.masks.device import Ready
 from cuattn.masks.recent import Recent
 from cuattn.problem import Problem
 
-__all__ = ["CallMasks", "Kept", "MaskTables", "mask_constants", "slots"]
-
 _ORDER_SHARED_BYTES = 40 * 1024  # more row tiles than fit here run unsorted
 _KEYS_PER_BLOCK, _GROUPS_PER_BLOCK = 256, 512  # of mask_alive
 _MAX_GRID = 2**31 - 1
 _KEPT = 8  # tables that a mask keeps on each device
 
-_SOURCES = ("mask", "boolean")  # the operands of Params that kernels read beside the tables
+_OPERANDS = ("mask", "boolean")  # the operands of Params that kernels read beside the tables
 _TABLES = ("cols", "bounds", "order", "alive")
-_SLOTS = (*(f"{name}.data" for name in _SOURCES), *(f"table.{name}" for name in _TABLES))
-
-
-def slots(number: int) -> dict[str, str]:
-    """Return the slots of ``Params`` that belong to masks, and what a sequence calls their addresses in its table."""
-    return {slot: f"{slot} {number}" for slot in _SLOTS}
+TABLE_SLOTS = (*(f"{name}.data" for name in _OPERANDS), *(f"table.{name}" for name in _TABLES))
+"""The fields of ``Params`` that take the addresses of :meth:`MaskTables.fill`."""
 
 
 def mask_constants(problem: Problem) -> dict[str, object]:
@@ -60,6 +53,12 @@ def mask_constants(problem: Problem) -> dict[str, object]:
             raise UnsupportedError(f"mask holds {count} {kind} masks; expected at most {half.most} on a GPU")
         code += half.code
     return {"mask": code}
+
+
+def band_constants(problem: Problem) -> dict[str, object]:
+    """Return which sides of the band hide keys."""
+    band = problem.band
+    return {f"band_{side}": band is not None and getattr(band, side) is not None for side in ("left", "right")}
 
 
 class Kept:
@@ -104,52 +103,48 @@ class CallMasks:
         self.problem, self.device = problem, device
         self.constants = mask_constants(problem)
         self.halves = [KINDS[kind].cuda for kind in problem.masks]
+        # The structs in ``MaskParams`` that describe them.
+        self.prefixes = [
+            half.source
+            if half.most == 1
+            else f"{half.source}.{[other.source for other in self.halves[:at]].count(half.source)}"
+            for at, half in enumerate(self.halves)
+        ]
         self.sources = [_aligned(mask.source(), len(problem.batch) + 1) for mask in masks]
-        self.leading = np.broadcast_shapes(*(source.leading for source in self.sources)) if masks else ()
+        self.leading = np.broadcast_shapes(*(source.leading for source in self.sources))
         self.instances = math.prod(self.leading)
         self.lasting = not any(getattr(mask, "borrowed", False) for mask in masks)
-        self.operands = {
-            half.operand: source for half, source in zip(self.halves, self.sources, strict=True) if half.operand
-        }
+        # The tables' own instances, as a mask with one element each.
+        table = Source(self.leading, Array(self.leading, np.dtype(np.uint8)).strides, 0, 0)
+        described = [(half.operand, source) for half, source in zip(self.halves, self.sources, strict=True)]
+        self._described = {"table": _aligned(table)} if masks else {}
+        self._described |= {name: source for name, source in described if name}
         self.kernels = {name: half.file for half in self.halves for name in half.kernels}
         self.columns = sum("mask_bounds" in half.kernels for half in self.halves)
         self._tables = functools.cache(functools.partial(MaskTables, self))
 
     @property
-    def _table(self) -> Source:
-        """The tables' own instances, as a mask with one element each."""
-        strides = [1] * len(self.leading)
-        for axis in range(len(self.leading) - 2, -1, -1):
-            strides[axis] = strides[axis + 1] * self.leading[axis + 1]
-        return Source(self.leading, tuple(strides), 0, 0)
-
-    @property
-    def layouts(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Shapes and strides over (*batch, heads) that merging axes must keep."""
-        return [(source.leading, source.strides) for source in (self._table, *self.operands.values()) if source.leading]
+    def layouts(self) -> list[tuple[int, ...]]:
+        """Strides over (*batch, heads) that merging axes must keep."""
+        return [source.strides for source in self._described.values()]
 
     def fields(self, axes: Axes, block_n: int) -> dict[str, Any]:
         """Return the fields of ``Params`` that describe masks and tables."""
-        values: dict[str, Any] = {}
-        for name, source in {"table": self._table, **self.operands}.items() if self.sources else ():
-            *batch, heads = source.leading
-            *strides, head = source.strides
-            values[f"{name}.batch"] = axes.strides(tuple(batch), tuple(strides), 1)
-            values[f"{name}.head"] = head if heads > 1 else 0
+        values: dict[str, Any] = {"table.keys_padded": cdiv(self.problem.n_keys, block_n) * block_n}
+        for name, source in self._described.items():
+            values |= {f"{name}.batch": axes.pick(source.strides), f"{name}.head": source.strides[-1]}
             if name != "table":
                 values |= {f"{name}.row": source.row, f"{name}.col": source.col}
-            if source.block_m > 1 or source.block_n > 1 or name == "mask":
+            if name == "mask":
                 values |= {"table.block_m": source.block_m, "table.block_n": source.block_n}
-        return values | {"table.keys_padded": cdiv(self.problem.n_keys, block_n) * block_n}
+        return values
 
     def tables(self, block_m: int, block_n: int, unit: int | None = None) -> "MaskTables":
         """Return the tables for tiles of `block_m` rows and `block_n` keys; those that are the same are one object.
 
         `unit`, a divisor of `block_m` and by default that, is what bounds of column masks count rows in.
         """
-        if not self.columns:
-            return self._tables(1, 1, 1)
-        return self._tables(block_m, block_n, unit or block_m)
+        return self._tables(block_m, block_n, unit or block_m) if self.columns else self._tables(1, 1, 1)
 
 
 class MaskTables:
@@ -159,68 +154,52 @@ class MaskTables:
     ----------
     nbytes : int
         Memory that the tables take.
-    key : hashable
-        The same for tables that are the same.
     """
 
     def __init__(self, masks: CallMasks, block_m: int, block_n: int, unit: int) -> None:
-        problem = masks.problem
+        problem, columns, instances = masks.problem, masks.columns, masks.instances
         self._masks = masks
-        tile = (block_m, block_n, unit)
-        self.key = (tile, problem.n_queries, problem.n_keys, problem.masks, masks.leading)
+        self._key = (block_m, block_n, unit, problem.n_queries, problem.n_keys, problem.masks, masks.leading)
         row_tiles, key_tiles = cdiv(problem.n_queries, unit), cdiv(problem.n_keys, block_n)
         order_shared = 4 * (row_tiles + 1)
-        columns, instances = masks.columns, masks.instances
+        ordered = columns and order_shared <= _ORDER_SHARED_BYTES
         sizes = {
             "cols": 16 * columns * instances * key_tiles * block_n,
             "bounds": 32 * columns * instances * key_tiles,
-            "order": 4 * instances * cdiv(problem.n_queries, block_m) if columns else 0,
+            "order": 4 * instances * cdiv(problem.n_queries, block_m) if ordered else 0,
             "alive": instances * problem.n_keys if "mask_alive" in masks.kernels else 0,
         }
-        if order_shared > _ORDER_SHARED_BYTES:
-            sizes["order"] = 0
-        self._offsets = list(accumulate(map(align_up, sizes.values()), initial=0))
-        self.nbytes = self._offsets.pop()
         self._sizes = list(sizes.values())
+        *self._offsets, self.nbytes = accumulate(map(align_up, self._sizes), initial=0)
         # Without keys nothing would write an order, which rows would yet be taken in.
         self._empty = instances * problem.n_keys * problem.n_queries == 0
-        alike = _alike(masks, problem.n_queries)
+        # Neighbouring rows that see the same, as far as sizes tell.
+        alike = max(min(problem.n_queries if source.row == 0 else source.block_m for source in masks.sources), 1)
         chunks = cdiv(cdiv(problem.n_queries, alike), _GROUPS_PER_BLOCK)
-        self._shapes = {
+        shapes = {
             "mask_alive": (instances * chunks * cdiv(problem.n_keys, _KEYS_PER_BLOCK), _KEYS_PER_BLOCK, 0),
             "mask_bounds": (instances * key_tiles, cdiv(block_n, 32) * 32, 0),
             "mask_order": (instances if sizes["order"] else 0, 1024, order_shared),
         }
-        self._values = {
-            **_source_fields(masks), "alike": alike, "n_queries": problem.n_queries, "n_keys": problem.n_keys,
-            "keys_padded": key_tiles * block_n, "row_tiles": row_tiles, "key_tiles": key_tiles, **band_fields(problem),
+        values = {
+            **_source_fields(masks), **band_fields(problem), "alike": alike, "n_queries": problem.n_queries,
+            "n_keys": problem.n_keys, "keys_padded": key_tiles * block_n, "row_tiles": row_tiles,
+            "key_tiles": key_tiles,
         }  # fmt: skip
-        band = problem.band
-        self._constants = (
-            ("block_m", unit), ("block_n", block_n), ("rows_per_item", block_m // unit),
-            ("band_left", band is not None and band.left is not None),
-            ("band_right", band is not None and band.right is not None), *masks.constants.items(),
-        )  # fmt: skip
-        for name in masks.kernels:
-            if self._shapes[name][0] > _MAX_GRID:
-                raise UnsupportedError(f"mask needs {self._shapes[name][0]} blocks of {name}; expected less than 2**31")
-
-    @functools.cached_property
-    def _kernels(self) -> list[Kernel]:
-        slots: dict[str, int] = {}
-        counts: dict[str, int] = {}
-        for number, half in enumerate(self._masks.halves):
-            place = counts[half.source] = counts.get(half.source, -1) + 1
-            slots[f"{half.source}.{place}.data" if half.most > 1 else f"{half.source}.data"] = number
-        slots |= {name: len(self._masks.halves) + number for number, name in enumerate(_TABLES)}
-        return [
-            Kernel(
-                function(self._masks.device, path, name, self._constants), (self._shapes[name][0],),
-                *self._shapes[name][1:], MASK_PARAMS, self._values, slots,
-            )
-            for name, path in self._masks.kernels.items()
-            if self._shapes[name][0] > 0
-        ]  # fmt: skip
+        constants = {
+            "block_m": unit, "block_n": block_n, "rows_per_item": block_m // unit, **band_constants(problem),
+            **masks.constants,
+        }  # fmt: skip
+        slots = [*(f"{name}.data" for name in masks.prefixes), *_TABLES]
+        numbers, names = {name: number for number, name in enumerate(slots)}, {name: name for name in slots}
+        self._kernels = []
+        for name, path in masks.kernels.items():
+            blocks, threads, shared = shapes[name]
+            if blocks > _MAX_GRID:
+                raise UnsupportedError(f"mask needs {blocks} blocks of {name}; expected less than 2**31")
+            if blocks:
+                launched = path, name, constants, (blocks,), threads, MASK_PARAMS, values, names
+                self._kernels.append(Kernel(masks.device, numbers, *launched, shared_bytes=shared))
 
     def find(self, masks: Sequence[Mask], shift: int, stream: Any, capturing: bool) -> Kept | None:
         """Return tables that a mask keeps, or None when the call must fill tables of its own.
@@ -239,7 +218,7 @@ class MaskTables:
             return None
         device = self._masks.device
         cache = masks[0]._cache.get(("cuda", device)) or masks[0]._cache.setdefault(("cuda", device), Recent(_KEPT))
-        key = (*self.key, *band_fields(self._masks.problem, shift).values(), *map(id, masks[1:]))
+        key = (*self._key, *band_fields(self._masks.problem, shift).values(), *map(id, masks[1:]))
         kept = cache.get(key)
         if kept is None:
             if capturing:
@@ -273,42 +252,29 @@ class MaskTables:
     def fill(self, sources: Sequence[int], shift: int, memory: int, stream: Any) -> list[int]:
         """Launch what fills `memory` from masks at `sources`; return the addresses for the slots of masks."""
         operands = {half.operand: address for half, address in zip(self._masks.halves, sources, strict=True)}
-        found = [operands.get(name, 0) for name in _SOURCES]
+        found = [operands.get(name, 0) for name in _OPERANDS]
         if self._empty:
             return [*found, *[0] * len(_TABLES)]
         tables = [memory + at if size else 0 for at, size in zip(self._offsets, self._sizes, strict=True)]
         zero(tables[-1], self._sizes[-1], stream)
-        changes = [change(MASK_PARAMS, *field) for field in band_fields(self._masks.problem, shift).items()]
+        moved = changes(MASK_PARAMS, band_fields(self._masks.problem, shift))
         for kernel in self._kernels:
-            kernel.launch([*sources, *tables], stream.ptr, changes)
+            kernel.launch([*sources, *tables], stream.ptr, moved)
         return [*found, *tables]
 
 
-def _aligned(source: Source, rank: int) -> Source:
+def _aligned(source: Source, rank: int = 0) -> Source:
     """Give a mask as many leading axes as a problem has; where it is broadcast its strides are 0."""
-    more = rank - len(source.leading)
-    return source._replace(leading=(1,) * more + source.leading, strides=(0,) * more + source.strides)
-
-
-def _alike(masks: CallMasks, n_queries: int) -> int:
-    """Return how many neighbouring rows see the same, as far as sizes tell."""
-    same = [n_queries if source.row == 0 else source.block_m for source in masks.sources]
-    return max(min(same), 1)
+    more = (1,) * (rank - len(source.leading))
+    own = tuple(0 if n == 1 else stride for n, stride in zip(source.leading, source.strides, strict=True))
+    return source._replace(leading=more + source.leading, strides=(0,) * len(more) + own)
 
 
 def _source_fields(masks: CallMasks) -> dict[str, Any]:
     """Return the fields of ``MaskParams`` that describe the masks as they were given."""
-    axes = [axis for axis, size in enumerate(masks.leading) if size != 1]
-    room = BATCH_AXES + 1
-    if len(axes) > room:
-        raise UnsupportedError(f"mask has {len(axes)} leading axes; expected at most {room} on a GPU")
-    record = np.zeros((), MASK_PARAMS)
-    record["size"] = [1] * (room - len(axes)) + [masks.leading[axis] for axis in axes]
-    counts: dict[str, int] = {}
-    for half, source in zip(masks.halves, masks.sources, strict=True):
-        place = counts[half.source] = counts.get(half.source, -1) + 1
-        field = record[half.source][place] if half.most > 1 else record[half.source]
-        field["stride"] = [0] * (room - len(axes)) + [source.strides[axis] for axis in axes]
-        for name in ("row", "col", "block_m", "block_n"):
-            field[name] = getattr(source, name)
-    return {name: record[name] for name in ("column", "blocks", "boolean", "size")}
+    axes = collapse(masks.leading, [source.strides for source in masks.sources], BATCH_AXES + 1, "mask")
+    fields: dict[str, Any] = {"size": axes.size}
+    for name, source in zip(masks.prefixes, masks.sources, strict=True):
+        fields[f"{name}.stride"] = axes.pick(source.strides)
+        fields |= {f"{name}.{field}": getattr(source, field) for field in ("row", "col", "block_m", "block_n")}
+    return fields

@@ -28,16 +28,17 @@ result comes back as a NumPy array.
 """
 
 from cuattn.errors import DtypeError
-from cuattn.interop import dlpack, jax_arrays, native, torch_tensors
-from cuattn.interop.origin import ArrayOrigin, type_name
+from cuattn.interop.dlpack import DLPack, Jax
+from cuattn.interop.origin import ArrayOrigin, CuPy, NumPy, type_name
 from cuattn.interop.outputs import Outputs
+from cuattn.interop.torch_tensors import Torch
 
 __all__ = ["ArrayOrigin", "Outputs", "signature", "to_backend"]
 
 OPTIONAL = frozenset({"bias", "mask"})
 
 # Most specific first: tensors of CuPy, PyTorch and JAX have __dlpack__ too, and dlpack takes whatever has it.
-_KINDS = (native.NumPy, torch_tensors.Torch, native.CuPy, jax_arrays.Jax, dlpack.DLPack)
+_KINDS = (NumPy, Torch, CuPy, Jax, DLPack)
 
 _signatures = {}  # type of array on a GPU that has been entered -> its kind's look
 
@@ -96,29 +97,28 @@ def to_backend(named, *, optional=OPTIONAL):
     >>> import numpy as np
     >>> arrays, origin = to_backend({"q": np.zeros((2, 3)), "mask": None})
     >>> arrays["q"].shape, arrays["mask"], origin
-    ((2, 3), None, ArrayOrigin(kind='numpy', backend='cpu', device=0))
+    ((2, 3), None, NumPy(kind='numpy', backend='cpu', device=0))
     """
     arrays = {}
-    first = kind = place = None
+    first = origin = None
     for name, value in named.items():
         if value is None and name in optional:
             arrays[name] = None
             continue
-        value_kind = _kind_of(name, value)
-        arrays[name], value_place = value_kind.take(name, value)
-        if value_place[0] == "cuda" and hasattr(value_kind, "signature"):
-            _signatures[type(value)] = value_kind.signature
+        kind = _kind_of(name, value)
+        arrays[name], place = kind.take(name, value)
+        if place.backend == "cuda" and kind.signature:
+            _signatures[type(value)] = kind.signature
         if first is None:
-            first, kind, place = name, value_kind, value_place
-        elif value_kind is not kind or value_place != place:
+            first, origin = name, place
+        elif place != origin:
             raise DtypeError(
-                f"{name} is {_whereabouts(value, value_place)}, but {first} is {_whereabouts(named[first], place)}; "
+                f"{name} is {_whereabouts(value, place)}, but {first} is {_whereabouts(named[first], origin)}; "
                 "all arrays of one call must be of one kind and on one device"
             )
-    if first is None:
+    if origin is None:
         raise DtypeError(f"expected at least one array among {', '.join(named) or 'the arguments'}, got none")
-    backend, device, handle = place
-    return arrays, ArrayOrigin(kind.name_of(named[first]), backend, device, kind, handle)
+    return arrays, origin
 
 
 def _kind_of(name, value):
@@ -135,5 +135,4 @@ def _kind_of(name, value):
 
 def _whereabouts(value, place):
     """Say what `value` is and where, for an error message."""
-    backend, device, _ = place
-    return f"{type_name(value)} on {'the CPU' if backend == 'cpu' else f'CUDA device {device}'}"
+    return f"{type_name(value)} on {'the CPU' if place.backend == 'cpu' else f'CUDA device {place.device}'}"

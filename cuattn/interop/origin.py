@@ -1,37 +1,63 @@
-"""The way back to the caller: the kind and place of a call's arrays, and what all kinds share."""
+"""The way back to the caller: the kind and place of a call's arrays, and the two kinds that the backends work on."""
+
+from __future__ import annotations
 
 import contextlib
+import math
 import sys
+import weakref
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
 
-from cuattn.errors import UnsupportedError
+import numpy as np
 
-__all__ = ["ArrayOrigin", "device_array_module", "type_name"]
+from cuattn.errors import DtypeError, UnsupportedError
+
+_kept = []  # memory of captured calls whose results cannot hold it
+_UNIT = 256  # bytes; what shares a piece of memory begins at multiples of it
 
 
+@dataclass(frozen=True)
 class ArrayOrigin:
     """Where a call's arrays came from, and how results go back there.
 
+    A subclass is a kind of array.  It has ``take(name, value)``, which returns a NumPy or CuPy array over the memory of
+    an argument, and its origin; for arrays on a GPU it may have ``signature(values)``, see
+    :func:`cuattn.interop.signature`.  By default work on a GPU goes on CuPy's current stream, into memory of its pool.
+
     Attributes
     ----------
+    library, array : str
+        Names of the module and of its class of arrays.
     kind : str
         ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"``, or the top-level module of another DLPack producer.
     backend : {"cpu", "cuda"}
         Whether the arrays lie in host or in device memory.
     device : int
         The CUDA device; 0 for host memory.
+    handle : object
+        What the kind needs to know beside an array to give it back.
     """
 
-    __slots__ = ("_adapter", "_handle", "backend", "device", "kind")
+    kind: str
+    backend: str
+    device: int
+    handle: Any = field(default=None, repr=False)
 
-    def __init__(self, kind, backend, device, adapter, handle=None):
-        self.kind = kind
-        self.backend = backend
-        self.device = device
-        self._adapter = adapter
-        self._handle = handle
+    library = array = ""
+    signature = None
 
-    def __repr__(self):
-        return f"ArrayOrigin(kind={self.kind!r}, backend={self.backend!r}, device={self.device!r})"
+    @classmethod
+    def owns(cls, value):
+        """Return whether `value` is an array of this kind; what is not imported has none."""
+        module = sys.modules.get(cls.library)
+        return module is not None and isinstance(value, getattr(module, cls.array, ()))
+
+    @classmethod
+    def at(cls, device=None, handle=None, kind=None):
+        """Return the origin of an array on a CUDA device, or of one in host memory."""
+        return cls(kind or cls.library, "cpu" if device is None else "cuda", device or 0, handle)
 
     def from_backend(self, array):
         """Return `array` as the caller's kind of array, sharing its memory where that kind can.
@@ -51,7 +77,7 @@ class ArrayOrigin:
         Call it inside :meth:`scope`: the stream that is current there is the one that consumers of a CuPy array
         other than PyTorch are told to wait for.
         """
-        return None if array is None else self._adapter.give(array, self._handle)
+        return array
 
     def allocator(self, wanted):
         """Return a function that allocates results and scratch memory on a GPU.
@@ -69,11 +95,11 @@ class ArrayOrigin:
             memory last; and what keeps the scratch memory alive.  With `together`, all is one piece of memory, which
             lives, and the objects `held` with it, as long as any of the results.
         """
-        return self._adapter.allocator(tuple(wanted), self.device)
+        return _FromPool(wanted, self.device)
 
     def stream(self):
         """Return the caller's current stream of the device, which must be current, as a CuPy stream."""
-        return self._adapter.stream(self.device)
+        return sys.modules["cupy"].cuda.get_current_stream()
 
     def is_current(self):
         """Return whether the arrays' device is current for CuPy."""
@@ -95,6 +121,110 @@ class ArrayOrigin:
             return
         with sys.modules["cupy"].cuda.Device(self.device), self.stream():
             yield
+
+
+class NumPy(ArrayOrigin):
+    """Host arrays."""
+
+    library, array = "numpy", "ndarray"
+
+    @staticmethod
+    def take(name, value):
+        """Return a plain ndarray over the memory of `value`, and its origin."""
+        if type(value) is not np.ndarray:
+            if isinstance(value, np.ma.MaskedArray):
+                raise DtypeError(
+                    f"{name} is a numpy.ma.MaskedArray, whose mask would be lost; pass {name}.filled(...) "
+                    "and say what may be attended to with mask="
+                )
+            value = value.view(np.ndarray)
+        if not value.dtype.isnative:
+            raise DtypeError(
+                f"{name} has dtype {value.dtype.str!r}, in the byte order of another machine; "
+                f'pass {name}.astype({name}.dtype.newbyteorder("="))'
+            )
+        return value, _HOST
+
+
+_HOST = NumPy.at()
+
+
+class CuPy(ArrayOrigin):
+    """Device arrays of CuPy."""
+
+    library, array = "cupy", "ndarray"
+
+    @classmethod
+    def take(cls, name, value):
+        """Return the array itself, and its origin."""
+        return value, cls.at(value.data.device_id)
+
+    @staticmethod
+    def signature(values):
+        """Return layouts and addresses of arrays, see :func:`cuattn.interop.signature`."""
+        ndarray = sys.modules["cupy"].ndarray
+        layouts, addresses = [], []
+        for value in values:
+            if value is None:
+                layouts.append(None)
+                addresses.append(0)
+                continue
+            if type(value) is not ndarray:
+                return None
+            data = value.data
+            address = data.ptr
+            layouts += value.dtype, value.shape, value.strides, data.device_id, address & 15
+            addresses.append(address)
+        return tuple(layouts), addresses
+
+
+class _FromPool:
+    """Allocates CuPy arrays on CuPy's current stream."""
+
+    def __init__(self, wanted, device):
+        self._wanted, self._device = wanted, device
+        self._cupy = sys.modules["cupy"]
+
+    def __call__(self, scratch_bytes, together, held):
+        """Return results, their addresses and that of scratch memory, and what keeps the latter alive."""
+        if together:
+            return self._one_piece(scratch_bytes, held)
+        ndarray = self._cupy.ndarray
+        results = [ndarray(shape, dtype) for shape, dtype in self._wanted]
+        addresses = [result.data.ptr for result in results]
+        scratch = self._cupy.cuda.alloc(scratch_bytes) if scratch_bytes else None
+        addresses.append(scratch.ptr if scratch_bytes else 0)
+        return results, addresses, scratch
+
+    def _one_piece(self, scratch_bytes, held):
+        cuda = self._cupy.cuda
+        starts, size = pieces(self._wanted, scratch_bytes)
+        memory = cuda.alloc(size)
+        owner = cuda.UnownedMemory(memory.ptr, size, (memory, *held), self._device)
+        places = [cuda.MemoryPointer(owner, start) for start in starts]
+        results = [
+            self._cupy.ndarray(shape, dtype, place) for (shape, dtype), place in zip(self._wanted, places, strict=False)
+        ]
+        return results, [place.ptr for place in places], owner
+
+
+def hold(owner, memory):
+    """Keep memory that a captured graph uses as long as one of its results, or for good where that cannot be told."""
+    try:
+        weakref.finalize(owner, _release, memory).atexit = False
+    except TypeError:  # no weak references to it
+        _kept.append(memory)
+
+
+def _release(memory):
+    """Let go of memory: the reference that brought it here was the last."""
+
+
+def pieces(wanted, scratch_bytes):
+    """Return where in one piece of memory each result and, last, scratch memory begin, and the size of it all."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
+    *starts, size = accumulate((-(-size // _UNIT) * _UNIT for size in (*sizes, scratch_bytes)), initial=0)
+    return starts, size
 
 
 def device_array_module(name, value, cuda_version=None):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from cuattn.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError, shown
-from cuattn.interop.native import hold
-from cuattn.interop.origin import ArrayOrigin, type_name
-
-__all__ = ["Outputs"]
+from cuattn.errors import ArgumentError, UnsupportedError, expect_array, shown
+from cuattn.interop.dlpack import Memory
+from cuattn.interop.origin import ArrayOrigin, hold, type_name
 
 _ALIGNMENT = 16  # bytes; what the kernels' widest stores need
 
@@ -37,125 +34,100 @@ class Outputs:
     """
 
     def __init__(self, results: Sequence[str], out: Any) -> None:
-        self._labels: dict[str, str] = {}
-        self._own: dict[str, Any] = {}
+        items = {} if out is None else self._items(results, out)
+        self.given = {label: array for label, array in items.items() if array is not None}
+        self._names = {label: name for label, name in zip(items, results, strict=False) if label in self.given}
         self.direct: dict[str, Any] = {}
-        if out is not None:
-            items = self._items(results, out)
-            for name, (label, array) in zip(results, items.items(), strict=False):
-                if array is not None:
-                    self._labels[name], self._own[name] = label, array
-        self.given = {label: self._own[name] for name, label in self._labels.items()}
 
     @staticmethod
     def _items(results: Sequence[str], out: Any) -> dict[str, Any]:
         if len(results) == 1:
             return {"out": out}
-        if not isinstance(out, (tuple, list)) or not len(results) - (results[-1] == "dbias") <= len(out) <= len(
-            results
-        ):
+        fewest = len(results) - (results[-1] == "dbias")
+        if not isinstance(out, (tuple, list)) or not fewest <= len(out) <= len(results):
             raise ArgumentError(
                 f"out is {shown(type_name(out))}; expected a tuple ({', '.join(results)}) of arrays or None"
             )
         return {f"out[{index}]": array for index, array in enumerate(out)}
 
-    def check(
-        self, views: dict[str, Any], specs: dict[str, Any], operands: dict[str, Any], origin: ArrayOrigin
-    ) -> None:
+    def take(self, views: dict[str, Any]) -> dict[str, Any]:
+        """Keep the views of `given` among those of a call's arrays, and return these without them."""
+        self._views = {label: views.pop(label) for label in self.given}
+        return views
+
+    def check(self, made: dict[str, Any], operands: dict[str, Any], origin: ArrayOrigin) -> None:
         """Check the given arrays against the results' shapes and dtypes, and that none shares memory.
 
         Parameters
         ----------
-        views : dict of str to array
-            NumPy or CuPy views of `given`.
-        specs : dict of str to (shape, (dtype,))
+        made : dict of str to (shape, dtype)
             Of the results.
         operands : dict of str to array
             Views of the call's arrays; None for absent ones.
         origin : ArrayOrigin
         """
-        if views and origin.kind == "jax":
+        if self.given and origin.kind == "jax":
             raise UnsupportedError("out is given for JAX arrays, which are immutable; expected None")
         taken = {name: array for name, array in operands.items() if array is not None}
-        for name, label in self._labels.items():
-            view = views[label]
-            if name not in specs:
+        for label, view in self._views.items():
+            name = self._names[label]
+            if name not in made:
                 raise ArgumentError(f"{label} is given but the call has no {name}; expected None")
-            shape, (dtype,) = specs[name]
-            if tuple(view.shape) != shape:
-                raise ShapeError(f"{label} has shape {shown(tuple(view.shape))}; expected {shape}")
-            if view.dtype != dtype:
-                raise DtypeError(f"{label} has dtype {view.dtype}; expected {dtype}")
-            if isinstance(view, np.ndarray) and not view.flags.writeable:
-                raise ArgumentError(f"{label} is read-only; expected a writable array")
-            if 0 not in view.shape and any(
-                size > 1 and step == 0 for size, step in zip(view.shape, view.strides, strict=True)
-            ):
-                raise ArgumentError(f"{label} has elements that share memory (a stride of 0); expected distinct ones")
-            for other, array in taken.items():
-                if _overlap(view, array):
-                    raise ArgumentError(f"{label} overlaps {other} in memory; expected memory of its own")
+            expect_array(label, view, *made[name])
+            _check_memory(label, view, taken)
             taken[label] = view
             if view.flags.c_contiguous and _address(view) % _ALIGNMENT == 0:
                 self.direct[name] = view
 
-    def allocator(self, origin: ArrayOrigin, specs: dict[str, Any]) -> Any:
+    def allocator(self, origin: ArrayOrigin, made: dict[str, Any]) -> Any:
         """Return what allocates the results that are not given and scratch memory, see `ArrayOrigin.allocator`."""
-        wanted = [(shape, dtype) for name, (shape, (dtype,)) in specs.items() if name not in self.direct]
-        allocate = origin.allocator(wanted)
+        allocate = origin.allocator([array for name, array in made.items() if name not in self.direct])
         if not self.direct:
             return allocate
-        return _Given(allocate, [self.direct.get(name) for name in specs], list(self._own.values()))
+        given, own = [self.direct.get(name) for name in made], list(self.given.values())
+
+        def allocate_rest(scratch_bytes: int, together: bool, held: Sequence[Any]) -> tuple[list[Any], list[int], Any]:
+            fresh, (*addresses, scratch), keep = allocate(scratch_bytes, together, held)
+            if together and not fresh:
+                hold(own[0], (keep, held))
+            rest = zip(fresh, addresses, strict=True)
+            pairs = [next(rest) if array is None else (array, array.data.ptr) for array in given]
+            results, places = zip(*pairs, strict=True)
+            return list(results), [*places, scratch], keep
+
+        return allocate_rest
 
     def fill(self, results: dict[str, Any]) -> list[Any]:
         """Return the results, the given arrays among them, which are filled here where no backend could."""
-        for name, own in self._own.items():
+        for label, name in self._names.items():
             if name not in self.direct:
-                own[...] = results[name]
-            results[name] = own
+                self.given[label][...] = results[name]
+            results[name] = self.given[label]
         return list(results.values())
 
 
-class _Given:
-    """Allocates results of which some are given."""
-
-    def __init__(self, allocate: Any, given: list[Any], own: list[Any]) -> None:
-        self._allocate, self._given, self._own = allocate, given, own
-
-    def __call__(self, scratch_bytes: int, together: bool, held: Sequence[Any]) -> tuple[list[Any], list[int], Any]:
-        """Return results, addresses and what keeps scratch memory alive."""
-        fresh, places, keep = self._allocate(scratch_bytes, together, held)
-        if together and not fresh:
-            hold(self._own[0], (keep, held))
-        *addresses, scratch = places
-        free, at = iter(fresh), iter(addresses)
-        results = [next(free) if array is None else array for array in self._given]
-        return results, [*(next(at) if a is None else a.data.ptr for a in self._given), scratch], keep
+def _check_memory(label: str, view: Any, taken: dict[str, Any]) -> None:
+    """Check that a view can be written to, each element in a place of its own and outside the arrays `taken`."""
+    if isinstance(view, np.ndarray) and not view.flags.writeable:
+        raise ArgumentError(f"{label} is read-only; expected a writable array")
+    if view.size and any(size > 1 and step == 0 for size, step in zip(view.shape, view.strides, strict=True)):
+        raise ArgumentError(f"{label} has elements that share memory (a stride of 0); expected distinct ones")
+    for other, array in taken.items():
+        if _overlap(view, array):
+            raise ArgumentError(f"{label} overlaps {other} in memory; expected memory of its own")
 
 
 def _address(array: Any) -> int:
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
 
-class _Span:
-    """An array's elements as NumPy sees memory, which is never read: it may lie on a GPU."""
-
-    def __init__(self, array: Any) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": tuple(array.shape),
-            "typestr": f"|V{array.dtype.itemsize}",
-            "strides": tuple(array.strides),
-            "data": (_address(array), True),
-        }
-
-
-def _overlap(a: Any, b: Any) -> bool:
+def _overlap(*arrays: Any) -> bool:
     """Whether two arrays share an element's memory; also true where that is hard to tell."""
-    if math.prod(a.shape) == 0 or math.prod(b.shape) == 0:
+    if not all(array.size for array in arrays):
         return False
-    a, b = np.asarray(_Span(a)), np.asarray(_Span(b))
+    # As NumPy sees memory, which is never read: it may lie on a GPU.
+    seen = [Memory(_address(a), tuple(a.shape), tuple(a.strides), f"|V{a.dtype.itemsize}") for a in arrays]
     try:
-        return np.shares_memory(a, b, max_work=10_000)
+        return np.shares_memory(*map(np.asarray, seen), max_work=10_000)
     except np.exceptions.TooHardError:
         return True

@@ -12,46 +12,35 @@ import ml_dtypes
 import numpy as np
 
 from cuattn.errors import DtypeError, UnsupportedError
-from cuattn.interop.native import hold, pieces
-from cuattn.interop.origin import device_array_module, type_name
-
-__all__ = ["Torch"]
+from cuattn.interop.origin import ArrayOrigin, device_array_module, hold, pieces, type_name
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_HOST = ("cpu", 0, None)
 _CONTIGUOUS_LAST = frozenset({"q", "k", "v", "do", "fwd.o"})  # of these, backends read no other strides
 _NAMES = ("float16", "float32", "float64", "bool", "uint8", "int8", "int16", "int32", "int64")
 
 
-class Torch:
+class Torch(ArrayOrigin):
     """Tensors of PyTorch."""
 
-    @staticmethod
-    def owns(value):
-        """Return whether `value` is a tensor."""
-        torch = sys.modules.get("torch")
-        return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
+    library, array = "torch", "Tensor"
 
-    @staticmethod
-    def name_of(value):
-        """Return the name of this kind."""
-        return "torch"
-
-    @staticmethod
-    def take(name, value):
-        """Return a NumPy or CuPy array over the memory of `value`, and its place."""
+    @classmethod
+    def take(cls, name, value):
+        """Return a NumPy or CuPy array over the memory of `value`, and its origin."""
         torch = sys.modules["torch"]
         _refuse_differentiated(torch, name, value)
         dtype = _dtypes(torch).get(value.dtype)
         if dtype is None or value.layout is not torch.strided or value.is_nested or value.is_neg():
             raise _unreadable(torch, name, value)
-        if type(value) not in (torch.Tensor, torch.nn.Parameter):
-            _refuse_dispatching(torch, name, value)
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+        if not plain and type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            # Its operations may not act on memory of its own: fake, distributed, ... tensors.
+            raise UnsupportedError(f"{name} is {type_name(value)}, a subclass that is no plain block of memory")
         try:
             if value.is_cpu:
-                return _host_view(torch, value, dtype), _HOST
+                return _host_view(torch, value, dtype), cls.at()
             if value.is_cuda:
-                return _device_view(torch, name, value, dtype), ("cuda", value.get_device(), None)
+                return _device_view(torch, name, value, dtype), cls.at(value.get_device())
         except RuntimeError as error:
             raise UnsupportedError(
                 f"{name} has no memory that can be read ({error}); inside a transform of torch.func, wrap "
@@ -63,7 +52,7 @@ class Torch:
     def signature(values):
         """Return layouts and addresses of tensors, see :func:`cuattn.interop.signature`."""
         torch, forward_ad, plain = _parts()
-        if getattr(forward_ad, "_current_level", 0) >= 0:
+        if _in_dual_level(forward_ad):
             return None
         layouts, addresses = [], []
         try:
@@ -81,8 +70,7 @@ class Torch:
             return None
         return tuple(layouts), addresses
 
-    @staticmethod
-    def give(array, handle):
+    def from_backend(self, array):
         """Return a tensor over the memory of a NumPy array; a tensor as it is."""
         torch = sys.modules["torch"]
         if not isinstance(array, np.ndarray):
@@ -91,17 +79,15 @@ class Torch:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
 
-    @staticmethod
-    def stream(device):
-        """Return PyTorch's current stream of a device as a CuPy stream."""
-        torch = sys.modules["torch"]
+    def stream(self):
+        """Return PyTorch's current stream of the device as a CuPy stream."""
+        torch, device = sys.modules["torch"], self.device
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # private, and ten times as fast
         return _cupy_stream(device, raw(device) if raw else torch.cuda.current_stream(device).cuda_stream)
 
-    @staticmethod
-    def allocator(wanted, device):
-        """Return what allocates results, see :meth:`cuattn.interop.ArrayOrigin.allocator`."""
-        return _FromTorch(wanted, device)
+    def allocator(self, wanted):
+        """Return what allocates tensors, see :meth:`cuattn.interop.ArrayOrigin.allocator`."""
+        return _FromTorch(wanted, self.device)
 
 
 class _FromTorch:
@@ -164,10 +150,11 @@ def _dtypes(torch):
 
 def _refuse_differentiated(torch, name, value):
     """Raise for a tensor whose gradient or tangent would be lost."""
+    forward_ad = torch.autograd.forward_ad
     if value.requires_grad and torch.is_grad_enabled():
         problem = f"{name} requires grad while grad mode is on"
         detach = f"pass {name}.detach(), call under torch.no_grad()"
-    elif _is_dual(torch.autograd.forward_ad, value):
+    elif _in_dual_level(forward_ad) and forward_ad.unpack_dual(value).tangent is not None:
         problem = f"{name} carries a forward-mode tangent"
         detach = f"pass its primal (torch.autograd.forward_ad.unpack_dual({name}).primal)"
     else:
@@ -178,9 +165,9 @@ def _refuse_differentiated(torch, name, value):
     )
 
 
-def _is_dual(forward_ad, value):
-    """Return whether a tensor carries a tangent; outside every dual level, the usual case, without unpacking it."""
-    return getattr(forward_ad, "_current_level", 0) >= 0 and forward_ad.unpack_dual(value).tangent is not None
+def _in_dual_level(forward_ad):
+    """Return whether tensors may carry tangents."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def _unreadable(torch, name, value):
@@ -197,12 +184,6 @@ def _unreadable(torch, name, value):
         f"{name} has dtype {value.dtype}, which cuattn cannot read; expected torch.float16, torch.bfloat16, "
         "torch.float32 or torch.float64 (torch.bool for a mask)"
     )
-
-
-def _refuse_dispatching(torch, name, value):
-    """Raise for a subclass whose operations do not act on memory of its own (fake, distributed, ... tensors)."""
-    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise UnsupportedError(f"{name} is {type_name(value)}, a subclass that is no plain block of memory")
 
 
 def _host_view(torch, value, dtype):

@@ -1,11 +1,10 @@
 """Block sizes of the papers, and what the models of this package return and take."""
 
-import operator
 from typing import NamedTuple
 
 import numpy as np
 
-from cuattn.errors import ArgumentError, ShapeError
+from cuattn.errors import ArgumentError, ShapeError, as_integer
 
 MASK_VECTORS = 4  # LTS, LTE, UTS, UTE
 
@@ -70,10 +69,9 @@ def block_sizes(n, d, m, square=False):
     Blocks(b_r=64, b_c=128, t_r=16, t_c=8)
     """
     n, d = _size("n", n), _size("d", d)
-    try:
-        m = operator.index(m)
-    except TypeError:
-        raise ArgumentError(f"M = {m!r}: expected a whole number of elements") from None
+    if as_integer(m) is None:
+        raise ArgumentError(f"M = {m!r}: expected a whole number of elements")
+    m = int(m)
     if not d <= m <= n * d:
         raise ArgumentError(f"M = {m}: expected d <= M <= N d, here {d} <= M <= {n * d}")
     b_c = cdiv(m, 4 * d)
@@ -115,10 +113,7 @@ def tile_array(name, array, sizes):
 
 
 def _size(name, value):
-    try:
-        size = operator.index(value)
-    except TypeError:
-        size = 0
-    if size < 1:
+    size = as_integer(value)
+    if size is None or size < 1:
         raise ArgumentError(f"{name} = {value!r}: expected a positive whole number")
     return size

@@ -14,8 +14,7 @@ Examples
 0.65625
 """
 
-from cuattn.masks.block import BlockMask
-from cuattn.masks.boolean import BooleanMask
+from cuattn.masks.cells import BlockMask, BooleanMask
 from cuattn.masks.column import ColumnMask
 from cuattn.masks.combine import AllOf
 from cuattn.masks.constructors import (

@@ -11,9 +11,9 @@ asks what kind a mask is.  The CPU walks a mask by tiles of its own size::
     mask.hidden(instance, row_slice, key_slice)          # the same as booleans; parts combine by |
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -22,10 +22,9 @@ from cuattn.errors import MaskError
 from cuattn.io_model.sizes import cdiv
 from cuattn.masks import checks, draw
 from cuattn.masks.cuda_half import CudaHalf, Source
-from cuattn.masks.device import namespace
 from cuattn.masks.immutable import Immutable
 from cuattn.masks.intervals import SKIP
-from cuattn.masks.runs import Runs, as_runs, indices, length_of
+from cuattn.masks.runs import Runs, as_runs
 
 Self = TypeVar("Self", bound="Mask")
 
@@ -44,14 +43,12 @@ _STRIP = 64  # row tiles that are classified at once
 class Mask(Immutable):
     """What every mask can tell.
 
-    A new kind of mask needs `kind`, `leading`, `n_queries`, `n_keys` and `visible`, and calls `_settle` when it is
-    built; everything else follows from these, if slowly.
+    A new kind of mask needs `kind`, `leading`, `n_queries`, `n_keys`, `hidden` and `states`, and calls `_settle` when
+    it is built; `_restrict` where parts of it are taken; everything else follows from these, if slowly.
     """
 
-    __slots__ = ()
-
     kind: ClassVar[str]
-    """The name by which a problem knows this kind of mask: "column", "block", "boolean", "band"."""
+    """The name by which a problem knows this kind of mask: "column", "block", "boolean"."""
 
     cuda: ClassVar[CudaHalf | None] = None
     """How kernels take this kind of mask; None: not at all."""
@@ -61,27 +58,27 @@ class Mask(Immutable):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if isinstance(cls.__dict__.get("kind"), str):
+        if "kind" in cls.__dict__:
             KINDS[cls.kind] = cls
 
     leading: tuple[int, ...]
     """Shape of the axes before queries and keys; they broadcast to a problem's (..., heads)."""
 
     @abstractmethod
-    def visible(self, instance: Instance, i: Any, j: Any) -> Any:
-        """Return whether query rows may see keys, where the mask is: for backends.
+    def hidden(self, instance: Instance, rows: slice, keys: slice) -> Any:
+        """Return which elements of a part are hidden, where the mask is: for backends.
 
         Parameters
         ----------
         instance : tuple of int
             Which of the mask's matrices.
-        i, j : int array
-            Rows in [0, n_queries) and keys in [0, n_keys), which broadcast against each other.
+        rows, keys : slice
+            From and to rows in [0, n_queries] and keys in [0, n_keys].
 
         Returns
         -------
-        bool array
-            Of the shape that `i` and `j` have together, or one that broadcasts to it.
+        bool array, (keys, rows)
+            Or one that broadcasts to it.
         """
 
     # For backends: a mask's place in a problem.
@@ -93,9 +90,9 @@ class Mask(Immutable):
 
     @property
     def layout(self) -> tuple[Hashable, ...]:
-        """All of the mask that a launch depends on: kind, shape and parameters, but not what is hidden."""
-        shape = None if self._array is None else self._array.shape
-        return (self.kind, shape, *self._parameters())
+        """All of the mask that a launch depends on: kind, shape, parameters and band, but not what else is hidden."""
+        array = self._array
+        return (self.kind, array is not None and (array.shape, array.strides), self.reach, *self._parameters())
 
     def fits(self, n_queries: int, n_keys: int) -> bool:
         """Return whether this is a mask of an (n_queries, n_keys) matrix."""
@@ -114,24 +111,19 @@ class Mask(Immutable):
         MaskError
             It is not a mask of such a matrix.
         """
-        lengths = tuple(
-            own if given is None else checks.integer(name, given)
-            for name, own, given in (("n_queries", self.n_queries, n_queries), ("n_keys", self.n_keys, n_keys))
-        )
-        if not self.fits(*lengths):
-            n_queries, n_keys = lengths
+        n_queries = self.n_queries if n_queries is None else checks.integer("n_queries", n_queries)
+        n_keys = self.n_keys if n_keys is None else checks.integer("n_keys", n_keys)
+        if not self.fits(n_queries, n_keys):
             raise MaskError(f"n_queries = {n_queries}, n_keys = {n_keys}: expected lengths that fit {self!r}")
-        return self if lengths == (self.n_queries, self.n_keys) else self._bound(*lengths)
+        return self if (n_queries, n_keys) == (self.n_queries, self.n_keys) else self._bound(n_queries, n_keys)
 
     def _bound(self: Self, n_queries: int, n_keys: int) -> Self:
         raise NotImplementedError(f"{type(self).__name__}.fits accepts lengths that are not the mask's own")
 
     def instance(self, index: Sequence[int]) -> Instance:
         """Return which of the mask's matrices belongs to an index into a problem's (*batch, heads)."""
-        leading = self.leading
-        extra = len(leading) - len(index)
-        index = (*(0,) * extra, *index)[-len(leading) :] if leading else ()
-        return tuple([0 if n == 1 else i for i, n in zip(index, leading, strict=True)])
+        own = index[len(index) - len(self.leading) :]
+        return tuple([0 if n == 1 else i for i, n in zip(own, self.leading, strict=True)])
 
     reach: Reach | None = None
     """The band that the mask is, where that is known, see `ColumnMask.reach`."""
@@ -142,29 +134,9 @@ class Mask(Immutable):
 
     # For backends: what one instance hides, by tiles.
 
+    @abstractmethod
     def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
         """Return the states of row tiles start to stop, int8 (stop - start, Tc), as in `tile_states`."""
-        key_tiles = cdiv(self.n_keys, block_n)
-        # Keys that do not exist are neutral in both: every row sees them, and none does.
-        some, every = (np.full((stop - start, key_tiles * block_n), fill) for fill in (False, True))
-        if self.on_device:
-            some, every = map(namespace(self._array).asarray, (some, every))
-        for t in range(start, stop):
-            seen = self._seen(instance, slice(t * block_m, min((t + 1) * block_m, self.n_queries)))
-            some[t - start, : self.n_keys], every[t - start, : self.n_keys] = seen
-        some, every = (seen.reshape(stop - start, key_tiles, block_n) for seen in (some, every))
-        states = every.all(axis=-1).astype(np.int8)
-        states += some.any(axis=-1)  # SKIP, PARTIAL, FULL are 0, 1, 2
-        return states
-
-    def _seen(self, instance: Instance, rows: slice) -> tuple[Any, Any]:
-        """Return of each key whether some of the rows see it, and whether all do."""
-        hidden = self.hidden(instance, rows, slice(0, self.n_keys))
-        return ~hidden.all(axis=1), ~hidden.any(axis=1)
-
-    def hidden(self, instance: Instance, rows: slice, keys: slice) -> np.ndarray:
-        """Return which elements of a tile are hidden, bool, (keys, rows) or broadcastable to it."""
-        return ~self.visible(instance, np.arange(rows.start, rows.stop), np.arange(keys.start, keys.stop)[:, None])
 
     def patterns(
         self, instance: Instance, block_m: int, block_n: int, row_tiles: np.ndarray, key_tiles: np.ndarray
@@ -186,10 +158,10 @@ class Mask(Immutable):
             From :func:`cuattn.masks.intervals.bit_lines`, whose dtype the bits get; rows that do not exist may be
             among them.
         """
-        rows = slice(row_tile * block_m, min(row_tile * block_m + ramp.shape[1], self.n_queries))
-        hidden = self.hidden(instance, rows, slice(key_tile * block_n, min((key_tile + 1) * block_n, self.n_keys)))
-        shown = np.empty((len(hidden), ramp.shape[1]), ramp.dtype)
-        there = hidden.shape[1] if hidden.shape[1] > 1 else ramp.shape[1]
+        rows, keys = row_tile * block_m, key_tile * block_n
+        there = min(block_m, self.n_queries - rows)
+        hidden = self.hidden(instance, slice(rows, rows + there), slice(keys, min(keys + block_n, self.n_keys)))
+        shown = np.empty((len(hidden), block_m), ramp.dtype)
         np.subtract(hidden, 1, out=shown[:, :there], dtype=ramp.dtype, casting="unsafe")
         shown[:, there:] = ramp[-1, 0]
         return shown
@@ -202,8 +174,7 @@ class Mask(Immutable):
         """Return the mask of what both show: of another mask, or of a boolean array."""
         from cuattn.masks.combine import both
 
-        is_array = hasattr(other, "dtype") and hasattr(other, "shape")
-        return both(self, other) if is_array or isinstance(other, Mask) else NotImplemented
+        return both(self, other) if isinstance(other, Mask) or hasattr(other, "dtype") else NotImplemented
 
     __rand__ = __and__
 
@@ -230,9 +201,8 @@ class Mask(Immutable):
                [0, 0, 1, 1]])
         """
         mask = self.bind(n_queries, n_keys)
-        with mask._scope() as xp:
-            i, j = xp.arange(mask.n_queries)[:, None], xp.arange(mask.n_keys)
-            return mask._stack(lambda instance: mask.visible(instance, i, j), (mask.n_queries, mask.n_keys), bool, xp)
+        rows, keys = slice(0, mask.n_queries), slice(0, mask.n_keys)
+        return mask._stack(lambda instance: ~mask.hidden(instance, rows, keys).T, (rows.stop, keys.stop), bool)
 
     def tile_states(self, block_m: int, block_n: int, n_queries: int | None = None, n_keys: int | None = None) -> Any:
         """Classify the tiles of the matrix.
@@ -262,16 +232,8 @@ class Mask(Immutable):
         array([[1, 0],
                [2, 1]], dtype=int8)
         """
-        block_m, block_n = checks.tile(block_m, block_n)
-        mask = self.bind(n_queries, n_keys)
-        row_tiles, key_tiles = cdiv(mask.n_queries, block_m), cdiv(mask.n_keys, block_n)
-        with mask._scope() as xp:
-            return mask._stack(
-                lambda instance: mask.states(instance, block_m, block_n, 0, row_tiles),
-                (row_tiles, key_tiles),
-                np.int8,
-                xp,
-            )
+        mask, tile, shape = self._tiles(block_m, block_n, n_queries, n_keys)
+        return mask._stack(lambda instance: mask.states(instance, *tile, 0, shape[0]), shape, np.int8)
 
     def block_sparsity(
         self, block_m: int = 128, block_n: int = 128, n_queries: int | None = None, n_keys: int | None = None
@@ -296,30 +258,29 @@ class Mask(Immutable):
         >>> causal(1024).block_sparsity()
         0.4375
         """
+        mask, tile, (row_tiles, key_tiles) = self._tiles(block_m, block_n, n_queries, n_keys)
+        skipped = 0
+        with mask._scope():
+            for instance in np.ndindex(*mask.leading):
+                for start in range(0, row_tiles, _STRIP):
+                    states = mask.states(instance, *tile, start, min(start + _STRIP, row_tiles))
+                    skipped += int((states == SKIP).sum())
+        return skipped / max(math.prod(mask.leading) * row_tiles * key_tiles, 1)
+
+    def _tiles(
+        self: Self, block_m: int, block_n: int, n_queries: int | None, n_keys: int | None
+    ) -> tuple[Self, tuple[int, int], tuple[int, int]]:
+        """Return the mask of known lengths, the checked sizes of a tile and the numbers of tiles."""
         block_m, block_n = checks.tile(block_m, block_n)
         mask = self.bind(n_queries, n_keys)
-        row_tiles, key_tiles = cdiv(mask.n_queries, block_m), cdiv(mask.n_keys, block_n)
-        count = int(np.prod(mask.leading, dtype=object)) * row_tiles * key_tiles
-        if not count:
-            return 0.0
-        with mask._scope():
-            return mask._skipped(block_m, block_n) / count
+        return mask, (block_m, block_n), (cdiv(mask.n_queries, block_m), cdiv(mask.n_keys, block_n))
 
-    def _skipped(self, block_m: int, block_n: int) -> int:
-        """Return how many tiles are skipped, of which some exist."""
-        row_tiles = cdiv(self.n_queries, block_m)
-        strips = [(start, min(start + _STRIP, row_tiles)) for start in range(0, row_tiles, _STRIP)]
-        return sum(
-            int((self.states(instance, block_m, block_n, *strip) == SKIP).sum())
-            for instance in np.ndindex(*self.leading)
-            for strip in strips
-        )
-
-    def _stack(self, of: Callable[[Instance], Any], shape: tuple[int, ...], dtype: Any, xp: ModuleType) -> Any:
+    def _stack(self, of: Callable[[Instance], Any], shape: tuple[int, ...], dtype: Any) -> Any:
         """Join what a function returns of each instance along the leading axes."""
-        joined = xp.empty((*self.leading, *shape), dtype)
-        for instance in np.ndindex(*self.leading):
-            joined[instance] = of(instance)
+        with self._scope() as xp:
+            joined = xp.empty((*self.leading, *shape), dtype)
+            for instance in np.ndindex(*self.leading):
+                joined[instance] = of(instance)
         return joined
 
     def plot(self, ax: Any = None) -> Any:
@@ -360,7 +321,7 @@ class Mask(Immutable):
         Raises
         ------
         MaskError
-            The runs are not ascending or leave the matrix, or cut a `BlockMask` too finely.
+            The runs are not ascending or leave the matrix.
 
         Examples
         --------
@@ -374,32 +335,4 @@ class Mask(Immutable):
             return self._restrict(rows, keys)
 
     def _restrict(self, rows: Runs, keys: Runs) -> "Mask":
-        return _Part(self, rows, keys)
-
-
-class _Part(Mask):
-    """Some rows and keys of a mask on the host that has no better way to say it."""
-
-    __slots__ = _parameter_names = ("_whole", "_rows", "_keys")
-
-    def __init__(self, whole: Mask, rows: Runs, keys: Runs) -> None:
-        self._settle(None, _whole=whole, _rows=rows, _keys=keys)
-
-    @property
-    def kind(self) -> str:
-        return self._whole.kind
-
-    @property
-    def leading(self) -> tuple[int, ...]:
-        return self._whole.leading
-
-    @property
-    def n_queries(self) -> int:
-        return length_of(self._rows)
-
-    @property
-    def n_keys(self) -> int:
-        return length_of(self._keys)
-
-    def visible(self, instance: Instance, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        return self._whole.visible(instance, indices(self._rows)[i], indices(self._keys)[j])
+        raise NotImplementedError(f"{type(self).__name__}._restrict")

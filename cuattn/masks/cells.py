@@ -5,18 +5,14 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from cuattn.errors import MaskError
 from cuattn.io_model.sizes import cdiv
+from cuattn.masks import checks
 from cuattn.masks.base import Instance, Mask
-from cuattn.masks.cuda_half import Source, source_of
-from cuattn.masks.device import namespace
-from cuattn.masks.runs import Runs, length_of, take
-
-__all__ = ["CellMask"]
+from cuattn.masks.cuda_half import CudaHalf, Source, source_of
+from cuattn.masks.device import copy, namespace
+from cuattn.masks.runs import Runs, indices, length_of, taken
 
 Self = TypeVar("Self", bound="CellMask")
-
-_FINEST = 16  # parts may cut blocks at multiples of it: finer ones would make blocks of a few elements each
 
 
 class CellMask(Mask):
@@ -25,85 +21,203 @@ class CellMask(Mask):
     The array alone leaves the lengths open; `bind` settles them.
     """
 
-    __slots__ = _parameter_names = ("block_m", "block_n", "borrowed", "_lengths")
+    _parameter_names = ("block_m", "block_n", "borrowed", "_lengths")
     block_m: int
     """Rows and keys of a cell."""
     block_n: int
     borrowed: bool
     """Whether the array is a caller's, who may change it after a call: nothing made of it may be kept."""
-    _lengths: tuple[int | None, int | None]  # of queries and keys; None: not known
-    _stretches: ClassVar[bool]  # whether a single cell stands for any length
+    _lengths: tuple[int, int] | None  # of queries and keys; None: not known
+    _stretches: ClassVar[bool] = False  # whether a single cell stands for any length
 
-    @classmethod
-    def _around(cls: type[Self], array: Any, ready: Any, *parameters: Any) -> Self:
-        """Build a mask around an array that it shares with others, who do not write to it once `ready`."""
-        mask = object.__new__(cls)
-        mask._settle(None, **dict(zip(cls._parameter_names, parameters, strict=True)))
-        object.__setattr__(mask, "_array", array)
-        object.__setattr__(mask, "_ready", ready)
-        return mask
+    def _settle(self, array: Any, **fields: Any) -> None:
+        *leading, rows, columns = array.shape
+        n_queries, n_keys = fields["_lengths"] or (rows * fields["block_m"], columns * fields["block_n"])  # whole cells
+        super()._settle(array, leading=tuple(leading), n_queries=n_queries, n_keys=n_keys, **fields)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and keys of a cell."""
+        return self.block_m, self.block_n
 
     def _bound(self: Self, n_queries: int, n_keys: int) -> Self:
-        size = self.block_m, self.block_n
-        return self._around(self._array, self._ready, *size, self.borrowed, (n_queries, n_keys))
-
-    @property
-    def leading(self) -> tuple[int, ...]:
-        """Shape of the array without its last two axes."""
-        return tuple(self._array.shape[:-2])
-
-    @property
-    def n_queries(self) -> int:
-        """Number of query rows; while that is not known (see `bind`) that of whole cells."""
-        known = self._lengths[0]
-        return self._array.shape[-2] * self.block_m if known is None else known
-
-    @property
-    def n_keys(self) -> int:
-        """Number of key columns, in the same way."""
-        known = self._lengths[1]
-        return self._array.shape[-1] * self.block_n if known is None else known
-
-    @property
-    def layout(self) -> tuple[Any, ...]:
-        """All of the mask that a launch depends on."""
-        return (*super().layout, self._array.strides)
+        return self._wrap(self._array, *self.block, self.borrowed, (n_queries, n_keys), _ready=self._ready)
 
     def fits(self, n_queries: int, n_keys: int) -> bool:
         """Return whether this is a mask of an (n_queries, n_keys) matrix."""
+        if self._lengths:
+            return super().fits(n_queries, n_keys)
         return all(
-            length == known if known is not None else cells == cdiv(length, size) or (self._stretches and cells == 1)
-            for length, known, cells, size in zip(
-                (n_queries, n_keys), self._lengths, self._array.shape[-2:], (self.block_m, self.block_n), strict=True
-            )
+            cells == cdiv(length, size) or (self._stretches and cells == 1)
+            for length, cells, size in zip((n_queries, n_keys), self._array.shape[-2:], self.block, strict=True)
         )
 
-    def visible(self, instance: Instance, i: Any, j: Any) -> Any:
+    def hidden(self, instance: Instance, rows: slice, keys: slice) -> Any:
+        matrix = self._array[instance]
+        xp = namespace(matrix)
+        rows, keys = (
+            slice(None) if cells == 1 else part if size == 1 else xp.arange(part.start, part.stop) // size
+            for part, cells, size in zip((rows, keys), matrix.shape, self.block, strict=True)
+        )  # a single cell holds all there is
+        return ~matrix[rows][:, keys].T
+
+    def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
         matrix = self._array[instance]
         xp, (rows, columns) = namespace(matrix), matrix.shape
-        # A cell that stretches is the only one, and the last.
-        return matrix[xp.minimum(i // self.block_m, rows - 1), xp.minimum(j // self.block_n, columns - 1)]
+        top, bottom = _cells_of_tiles(self.n_queries, block_m, self.block_m, rows)
+        left, right = map(xp.asarray, _cells_of_tiles(self.n_keys, block_n, self.block_n, columns))
+        seen = xp.empty((2, stop - start, columns), bool)  # by some row of a tile, and by all
+        for t in range(start, stop):
+            part = matrix[top[t] : bottom[t]]
+            seen[0, t - start], seen[1, t - start] = part.any(axis=0), part.all(axis=0)
+        before = xp.zeros((2, stop - start, columns + 1), xp.int32)
+        before[..., 1:] = seen.cumsum(axis=-1, dtype=xp.int32)
+        some, every = before[..., right] - before[..., left]
+        return (some > 0).astype(xp.int8) + (every == right - left)
 
     def source(self) -> Source:
         return source_of(self._array, block_m=self.block_m, block_n=self.block_n)
 
     def _restrict(self: Self, rows: Runs, keys: Runs) -> Self:
-        block_m, part = _cut("rows", self._array, rows, self.block_m, -2)
-        block_n, part = _cut("keys", part, keys, self.block_n, -1)
-        lengths = length_of(rows), length_of(keys)
-        return self._around(part, self._ready, block_m, block_n, self.borrowed, lengths)
+        block_m, part = _cut(self._array, rows, self.block_m, -2)
+        block_n, part = _cut(part, keys, self.block_n, -1)
+        return self._wrap(part, block_m, block_n, self.borrowed, (length_of(rows), length_of(keys)))
 
 
-def _cut(name: str, array: Any, runs: Runs, block: int, axis: int) -> tuple[int, Any]:
+def _cells_of_tiles(length: int, tile: int, block: int, cells: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first cell of each tile, and the cell after its last; one that stretches is in all tiles."""
+    first = np.arange(0, length, tile)
+    return np.minimum(first // block, cells - 1), np.minimum(cdiv(np.minimum(first + tile, length), block), cells)
+
+
+def _cut(array: Any, runs: Runs, block: int, axis: int) -> tuple[int, Any]:
     """Return the cells that runs along an axis take, and their size: the mask's own, or one that no cut falls into."""
     if array.shape[axis] == 1:
         return block, array
-    cuts = [cut for run in runs for cut in run]
-    size = math.gcd(block, *cuts[:-1])  # the last cell may be ragged
-    if size < min(block, _FINEST):
-        raise MaskError(f"{name} cut blocks of {block} at multiples of {size}: expected multiples of {_FINEST}")
-    if size == block:
-        return block, take(array, [(start // block, cdiv(stop, block)) for start, stop in runs], axis)
-    cells = np.concatenate([np.arange(start, stop, size) // block for start, stop in runs])
-    xp = namespace(array)
-    return size, xp.take(array, xp.asarray(cells), axis=axis)
+    size = math.gcd(block, *[cut for run in runs for cut in run][:-1])  # the last cell may be ragged
+    return size, taken(array, indices(runs, size) // block, axis)
+
+
+class BlockMask(CellMask):
+    """A mask of blocks: row i may see key j if ``blocks[..., i // block_m, j // block_n]``.
+
+    The mask does not know how many rows and keys its last blocks hold; its methods take them, `bind` settles them, and
+    by default every block counts as whole.
+
+    Parameters
+    ----------
+    blocks : array_like of bool, (..., ceil(n_queries / block_m), ceil(n_keys / block_n))
+        True = attend, on the host or on a GPU (any array library).  The leading axes broadcast to the problem's
+        (..., heads).  The array is copied.
+    block_m, block_n : int
+        Rows and keys of a block, >= 1.
+
+    Attributes
+    ----------
+    blocks : bool array
+        Read-only; a NumPy array or, on a GPU, a CuPy array.
+    block_m, block_n : int
+        Rows and keys of a block.
+    leading : tuple of int
+        Shape of `blocks` without its last two axes.
+    on_device : bool
+        Whether the blocks lie on a GPU; `device` is its index or None.
+
+    Raises
+    ------
+    MaskError
+        `blocks` has fewer than two axes, or a block size is below 1.
+    DtypeError
+        `blocks` is not boolean or a block size not an integer.
+
+    See Also
+    --------
+    ColumnMask : Element-wise bounds in O(n_keys) memory.
+
+    Notes
+    -----
+    A kernel skips tiles in proportion to the hidden blocks where the blocks are multiples of its tiles.
+
+    References
+    ----------
+    T. Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness", algorithm 5.
+
+    Examples
+    --------
+    >>> from cuattn.masks import BlockMask
+    >>> mask = BlockMask([[True, False], [True, True]], block_m=1, block_n=2)
+    >>> mask
+    <BlockMask 2 x 2 blocks of 1 x 2 on the host>
+    >>> mask.dense(n_queries=2, n_keys=3).astype(int)
+    array([[1, 1, 0],
+           [1, 1, 1]])
+    """
+
+    kind = "block"
+    cuda = CudaHalf(8, 1, "blocks", "mask", "util/mask_alive.cu", ("mask_alive",))
+
+    def __init__(self, blocks: Any, block_m: int, block_n: int) -> None:
+        blocks = checks.booleans("blocks", blocks)
+        block_m, block_n = checks.tile(block_m, block_n)
+        self._settle(copy(blocks), block_m=block_m, block_n=block_n, borrowed=False, _lengths=None)
+
+    @property
+    def blocks(self) -> Any:
+        """The blocks, True = attend."""
+        return self._array
+
+    def __repr__(self) -> str:
+        rows, columns = self._array.shape[-2:]
+        leading = f"{self.leading} x " if self.leading else ""
+        return f"<BlockMask {leading}{rows} x {columns} blocks of {self.block_m} x {self.block_n} {self._where}>"
+
+
+class BooleanMask(CellMask):
+    """A mask that says of every element whether it is visible, as a boolean array does.
+
+    Parameters
+    ----------
+    array : array_like of bool, (..., n_queries | 1, n_keys | 1)
+        True = attend, on the host or on a GPU (any array library).  All axes broadcast to the problem's
+        (..., heads, n_queries, n_keys).  It is copied.
+
+    Attributes
+    ----------
+    array : bool array
+        Read-only; a NumPy array or, on a GPU, a CuPy array.
+
+    Raises
+    ------
+    MaskError
+        `array` has fewer than two axes.
+    DtypeError
+        `array` is not boolean.
+
+    Examples
+    --------
+    >>> from cuattn.masks import BooleanMask
+    >>> BooleanMask([[True, False]]).dense(n_queries=2).astype(int)
+    array([[1, 0],
+           [1, 0]])
+    """
+
+    kind = "boolean"
+    cuda = CudaHalf(16, 1, "boolean", "boolean", "util/mask_alive.cu", ("mask_alive",))
+    _stretches = True
+
+    def __init__(self, array: Any) -> None:
+        array = copy(checks.booleans("array", array))
+        self._settle(array, block_m=1, block_n=1, borrowed=False, _lengths=None)
+
+    @classmethod
+    def borrow(cls, array: Any) -> "BooleanMask":
+        """Return a mask for one call around a caller's NumPy or CuPy array, bool with two axes or more: no copy."""
+        return cls._wrap(array.view(), 1, 1, True, None, _ready=None)
+
+    @property
+    def array(self) -> Any:
+        """The matrix or matrices, True = attend."""
+        return self._array
+
+    def __repr__(self) -> str:
+        return f"<BooleanMask {tuple(self._array.shape)} {self._where}>"

@@ -1,7 +1,7 @@
 """Checks of what callers hand to masks: each names the argument, its value and what was expected."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,17 +12,16 @@ from cuattn.masks.device import adopt, is_device_array
 INT32_MAX = 2**31 - 1
 
 
-def integer(name: str, value: Any, minimum: int = 0, maximum: int | None = INT32_MAX) -> int:
-    """Return `value` as an int in [minimum, maximum]; None leaves it open above."""
-    if isinstance(value, bool | np.bool_):
-        raise DtypeError(f"{name} = {shown(value)}: expected an integer, got a bool")
+def integer(name: str, value: Any, minimum: int = 0, maximum: float = INT32_MAX) -> int:
+    """Return `value` as an int in [minimum, maximum]."""
     try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise DtypeError(f"{name} = {shown(value)}: expected an integer, got {type(value).__name__}") from None
-    if number < minimum or (maximum is not None and number > maximum):
-        bound = f">= {minimum}" if maximum is None else f"in [{minimum}, {maximum}]"
-        raise MaskError(f"{name} = {shown(number)}: expected an integer {bound}")
+    if not minimum <= number <= maximum:
+        raise MaskError(f"{name} = {shown(number)}: expected an integer in [{minimum}, {maximum}]")
     return number
 
 
@@ -48,9 +47,9 @@ def any_array(name: str, value: Any) -> Any:
     return adopt(name, value) if is_device_array(value) else host_array(name, value)
 
 
-def integers(name: str, value: Any, array: Any = None) -> Any:
+def integers(name: str, value: Any, of: Callable[[str, Any], Any] = any_array) -> Any:
     """Return `value` as an array of an integer dtype (bools and floats are refused; an empty list is fine)."""
-    array = any_array(name, value) if array is None else array
+    array = of(name, value)
     if array.size == 0 and isinstance(value, list | tuple):
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":
@@ -62,76 +61,64 @@ def in_range(name: str, array: np.ndarray, minimum: int, maximum: int) -> None:
     """Raise MaskError naming the first element of a host array outside [minimum, maximum]."""
     if array.size == 0 or (array.min() >= minimum and array.max() <= maximum):
         return
-    wrong = (array < minimum) | (array > maximum)
-    place = np.unravel_index(int(wrong.argmax()), array.shape)
-    index = ", ".join(map(str, place))
-    raise MaskError(f"{name}[{index}] = {array[place]}: expected a value in [{minimum}, {maximum}]")
+    for place in np.argwhere((array < minimum) | (array > maximum))[:1].tolist():
+        raise MaskError(f"{name}{place} = {array[tuple(place)]}: expected a value in [{minimum}, {maximum}]")
+
+
+def numbers(name: str, value: Any, *pair: int) -> np.ndarray:
+    """Return a list of integers in [0, 2**31) or, where `pair` is 2, of pairs of them, as int64."""
+    array = integers(name, value, host_array)
+    if array.shape == (0,):
+        array = array.reshape(0, *pair)
+    if array.ndim == 0 or array.shape[1:] != pair:
+        raise MaskError(f"{name} has shape {array.shape}: expected a list of {'pairs' if pair else 'lengths'}")
+    in_range(name, array, 0, INT32_MAX)
+    return array.astype(np.int64)
 
 
 def lengths(name: str, value: Any) -> np.ndarray:
-    """Return a list of lengths as int64, (n,): integers >= 0 whose sum is an int32."""
-    array = integers(name, value, host_array(name, value))
-    if array.ndim != 1:
-        raise MaskError(f"{name} has shape {array.shape}: expected a list of lengths")
-    in_range(name, array, 0, INT32_MAX)
-    array = array.astype(np.int64)
-    if array.sum() > INT32_MAX:
-        raise MaskError(f"sum({name}) = {array.sum()}: expected at most {INT32_MAX}")
+    """Return a list of lengths, whose sum is an int32, as int64, (n,)."""
+    array = numbers(name, value)
+    integer(f"sum({name})", array.sum())
     return array
 
 
 def pairs(name: str, value: Any) -> np.ndarray:
     """Return a list of pairs of integers >= 0 as int64, (n, 2)."""
-    array = integers(name, value, host_array(name, value))
-    if array.size == 0:
-        array = array.reshape(0, 2)
-    if array.ndim != 2 or array.shape[1] != 2:
-        raise MaskError(f"{name} has shape {array.shape}: expected a list of pairs")
-    in_range(name, array, 0, INT32_MAX)
-    return array.astype(np.int64)
+    return numbers(name, value, 2)
 
 
-def booleans(name: str, value: Any, min_ndim: int) -> Any:
-    """Return `value` as a bool array, NumPy or CuPy, of at least `min_ndim` axes."""
+def booleans(name: str, value: Any) -> Any:
+    """Return `value` as a bool array, NumPy or CuPy, of at least two axes."""
     array = any_array(name, value)
     if array.dtype != np.bool_:
         raise DtypeError(f"{name} has dtype {array.dtype}: expected bool")
-    if array.ndim < min_ndim:
-        raise MaskError(f"{name} has shape {array.shape}: expected at least {min_ndim} axes")
+    if array.ndim < 2:
+        raise MaskError(f"{name} has shape {array.shape}: expected at least 2 axes")
     return array
 
 
-def same_place(named: dict[str, Any]) -> bool:
-    """Return whether the arrays lie on a GPU; raise DtypeError unless all lie in one place."""
-    places = {name: None if isinstance(array, np.ndarray) else int(array.device.id) for name, array in named.items()}
-    first_name, first = next(iter(places.items()))
-    for name, place in places.items():
-        if place != first:
-            raise DtypeError(f"{name} is on {_place(place)}, {first_name} on {_place(first)}: expected one place")
-    return first is not None
-
-
-def common_shape(named: dict[str, Any]) -> tuple[int, ...]:
-    """Return the shape of mask vectors whose leading axes broadcast and whose last axes agree."""
-    shapes = [array.shape for array in named.values()]
-    given = ", ".join(f"{name} {array.shape}" for name, array in named.items())
-    if any(len(shape) == 0 for shape in shapes) or len({shape[-1] for shape in shapes}) != 1:
+def vectors(named: dict[str, Any]) -> dict[str, Any]:
+    """Return arrays of integers by name: all in one place, their last axes equal and the leading ones broadcasting."""
+    arrays = {name: integers(name, value) for name, value in named.items()}
+    if len({str(array.device) for array in arrays.values()}) > 1:
+        places = ", ".join(f"{name} on {array.device}" for name, array in arrays.items())
+        raise DtypeError(f"{places}: expected one place")
+    shapes = [array.shape for array in arrays.values()]
+    given = ", ".join(f"{name} {shape}" for name, shape in zip(arrays, shapes, strict=True))
+    if () in shapes or len({shape[-1] for shape in shapes}) != 1:
         raise MaskError(f"shapes {given}: expected (..., n_keys) with the same n_keys")
     try:
-        return np.broadcast_shapes(*shapes)
+        np.broadcast_shapes(*shapes)
     except ValueError:
         raise MaskError(f"shapes {given}: expected leading axes that broadcast") from None
+    return arrays
 
 
 def sequence(name: str, value: Any) -> Sequence[Any]:
     """Return `value` if it is a list-like sequence."""
-    if isinstance(value, np.ndarray) and value.ndim:
-        return value.tolist()  # rows of a matrix would be matrices without end
-    is_array = isinstance(value, np.ndarray | np.generic)
-    if is_array or isinstance(value, str | bytes) or not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
+    if isinstance(value, np.ndarray):
+        value = value.tolist()  # rows of a matrix would be matrices without end
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise DtypeError(f"{name} = {shown(value)}: expected a sequence")
     return value
-
-
-def _place(device: int | None) -> str:
-    return "the host" if device is None else f"GPU {device}"

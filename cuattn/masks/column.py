@@ -1,18 +1,19 @@
 """ColumnMask: two hidden row intervals per key column, the FlashMask paper's representation."""
 
+import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from cuattn.errors import DtypeError, MaskError
-from cuattn.masks import checks, convert, intervals
-from cuattn.masks.bands import find_reach
+from cuattn.errors import DtypeError, MaskError, shown
+from cuattn.masks import checks, convert
 from cuattn.masks.base import Reach
 from cuattn.masks.cuda_half import CudaHalf, Source, source_of
-from cuattn.masks.device import pack
+from cuattn.masks.device import namespace, pack
 from cuattn.masks.interval_mask import IntervalMask
-from cuattn.masks.runs import Runs, kept_before, length_of, take
+from cuattn.masks.runs import Runs, indices, kept_before, length_of, taken
 
 _NAMES = ("lts", "lte", "uts", "ute")
 
@@ -43,7 +44,7 @@ class ColumnMask(IntervalMask):
     ------
     MaskError
         A bound on the host lies outside [0, n_queries], or the shapes do not fit.  Bounds on a GPU are never read
-        back: the kernels clamp them.
+        back, but clamped.
     DtypeError
         A vector is not of integers, or the vectors lie in different places.
 
@@ -70,9 +71,7 @@ class ColumnMask(IntervalMask):
            [0, 0, 1, 1]])
     """
 
-    __slots__ = ("lte", "lts", "n_queries", "ute", "uts")
     kind = "column"
-    _parameter_names = ("n_queries",)
     cuda = CudaHalf(1, 4, "column", None, "util/mask_bounds.cu", ("mask_bounds", "mask_order"))
     lts: Any
     lte: Any
@@ -82,31 +81,23 @@ class ColumnMask(IntervalMask):
 
     def __init__(self, lts: Any, lte: Any, uts: Any, ute: Any, *, n_queries: int) -> None:
         n_queries = checks.integer("n_queries", n_queries)
-        named = {name: checks.integers(name, value) for name, value in zip(_NAMES, (lts, lte, uts, ute), strict=True)}
-        on_device = checks.same_place(named)
-        shape = checks.common_shape(named)
-        if not on_device:
-            for name, vector in named.items():
+        vectors = checks.vectors(dict(zip(_NAMES, (lts, lte, uts, ute), strict=True)))
+        for name, vector in vectors.items():
+            if isinstance(vector, np.ndarray):
                 checks.in_range(name, vector, 0, n_queries)
-        self._settle(pack(list(named.values()), shape, n_queries), n_queries=n_queries)
+        self._settle(pack(list(vectors.values()), n_queries), n_queries=n_queries)
 
     @classmethod
-    def _of(cls, vectors: Sequence[Any], n_queries: int) -> "ColumnMask":
-        """Build a mask from trusted integer vectors or scalars that broadcast to (..., n_keys)."""
-        shape = np.broadcast_shapes(*(np.shape(vector) for vector in vectors))
-        return cls._wrap(pack(vectors, shape, n_queries), n_queries)
+    def _of(cls, n_queries: int, lts: Any = None, lte: Any = None, uts: Any = 0, ute: Any = 0) -> "ColumnMask":
+        """Build a mask from trusted integer vectors or scalars that broadcast to (..., n_keys); hide nothing else."""
+        vectors = [n_queries if bound is None else bound for bound in (lts, lte, uts, ute)]
+        return cls._wrap(pack(vectors, n_queries), n_queries)
 
     def _settle(self, array: Any, **fields: Any) -> None:
         super()._settle(array, **fields)
-        for name, vector in zip(_NAMES, array, strict=True):
-            object.__setattr__(self, name, vector)
+        vars(self).update(zip(_NAMES, array, strict=True))
 
-    @property
-    def layout(self) -> tuple[Any, ...]:
-        """What tells masks apart that are handled alike: a band is handled as one."""
-        return (*super().layout, self.reach)
-
-    @property
+    @cached_property
     def reach(self) -> Reach | None:
         """For backends: the band that this mask is, or None where it is none or where that is not known.
 
@@ -120,33 +111,12 @@ class ColumnMask(IntervalMask):
         >>> sliding_window(8, 3).reach, causal(4, 6).reach, causal_document([3, 5]).reach
         ((2, 0), (None, 2), None)
         """
-        if "reach" not in self._cache:
-            self._cache["reach"] = None if self.on_device else self._find_reach()
-        return self._cache["reach"]
-
-    def _find_reach(self) -> Reach | None:
-        if not self._array.size:
+        if self.on_device:
             return None
-        found = None
-        for lts, lte, uts, ute in np.moveaxis(self._array.reshape(4, -1, self.n_keys), 0, 1):
-            reach = find_reach([(lts, lte), (uts, ute)], self.n_queries)
-            if reach is None or found not in (None, reach):
-                return None
-            found = reach
-        return found
-
-    def _known(self) -> dict[Any, Any]:
-        return {"reach": self.reach}
-
-    @property
-    def n_keys(self) -> int:
-        """Number of key columns."""
-        return int(self._array.shape[-1])
-
-    @property
-    def leading(self) -> tuple[int, ...]:
-        """Shape of the vectors without their last axis."""
-        return tuple(self._array.shape[1:-1])
+        matrices = np.moveaxis(self._array.reshape(4, math.prod(self.leading), self.n_keys), 1, 0)
+        found = (convert.find_reach(matrix, self.n_queries) for matrix in matrices)
+        first = next(found, None)
+        return first if first and all(reach == first for reach in found) else None
 
     def __repr__(self) -> str:
         leading = f"{self.leading} x " if self.leading else ""
@@ -209,9 +179,9 @@ class ColumnMask(IntervalMask):
         >>> ColumnMask.from_dense(np.tri(5, dtype=bool)) == causal(5)
         True
         """
-        visible = checks.booleans("mask", mask, min_ndim=2)
+        visible = checks.booleans("mask", mask)
         n_queries = checks.integer("mask.shape[-2]", visible.shape[-2])
-        return cls._of(convert.from_dense(visible), n_queries)
+        return cls._of(n_queries, *convert.from_dense(visible))
 
     @classmethod
     def from_startend_row_indices(cls, idx: Any, is_causal: bool, n_queries: int) -> "ColumnMask":
@@ -243,7 +213,25 @@ class ColumnMask(IntervalMask):
         True
         """
         n_queries = checks.integer("n_queries", n_queries)
-        return cls._of(convert.from_startend(idx, is_causal, n_queries), n_queries)
+        if not isinstance(is_causal, bool | np.bool_):
+            raise DtypeError(f"is_causal = {shown(is_causal)}: expected a bool")
+        idx = checks.integers("idx", idx)
+        allowed = (1, 2) if is_causal else (2, 4)
+        if idx.ndim < 2 or idx.shape[-1] not in allowed:
+            kind = "causal" if is_causal else "not causal"
+            raise MaskError(f"idx has shape {idx.shape}: expected (..., n_keys, {allowed[0]} or {allowed[1]}), {kind}")
+        xp = namespace(idx)
+        if xp is np:
+            checks.in_range("idx", idx, 0, n_queries)
+        n_keys, columns = idx.shape[-2:]
+        given, zero = list(xp.moveaxis(idx, -1, 0)), xp.zeros(n_keys, dtype=xp.int32)
+        last = zero + n_queries
+        if is_causal:
+            upper = xp.arange(n_keys, dtype=xp.int64) - (n_keys - n_queries)
+            given = [given[0], last if columns == 1 else given[1], zero, xp.clip(upper, 0, n_queries)]
+        elif columns == 2:
+            given = [given[0], last, zero, given[1]]
+        return cls._of(n_queries, *given)
 
     def to_startend_row_indices(self) -> Any:
         """Return FlashMask's tensor of row indices, to be used without its causal flag.
@@ -260,8 +248,11 @@ class ColumnMask(IntervalMask):
         >>> causal(4).to_startend_row_indices().shape
         (1, 1, 4, 4)
         """
-        with self._scope():
-            return convert.to_startend(self._sane(self._array))
+        if len(self.leading) > 2:
+            raise MaskError(f"leading axes {self.leading}: expected at most (batch, heads)")
+        with self._scope() as xp:
+            bounds = xp.stack(list(self._array), axis=-1)
+            return bounds.reshape(*(1,) * (2 - len(self.leading)), *bounds.shape)
 
     def rows(self) -> "ColumnMask":
         """Return the mask of the transposed problem, in which the queries are keys, in O(n_queries + n_keys).
@@ -285,22 +276,10 @@ class ColumnMask(IntervalMask):
                [0, 1, 1],
                [0, 0, 1]])
         """
-        lts, lte, uts, ute = self.to_host()._array
-        return self._of(convert.transpose(lts, lte, uts, ute, self.n_queries), self.n_keys)
-
-    def _skipped(self, block_m: int, block_n: int) -> int:
-        return int(intervals.skipped_tiles(self._table(block_m, block_n)).sum(dtype=np.int64))
+        return self._of(self.n_keys, *convert.transpose(self.to_host()._array, self.n_queries))
 
     def source(self) -> Source:
-        return source_of(self._array, vectors=True)
+        return source_of(namespace(self._array).moveaxis(self._array, 0, -2))
 
     def _restrict(self, rows: Runs, keys: Runs) -> "ColumnMask":
-        bounds = kept_before(take(self._array, keys, axis=-1), rows)
-        return self._of(list(bounds), length_of(rows))
-
-    def _intervals(self) -> list[Any]:
-        lts, lte, uts, ute = self._array
-        return [(lts, lte), (uts, ute)]
-
-    def _sane(self, array: np.ndarray) -> np.ndarray:
-        return np.clip(array, 0, self.n_queries)
+        return self._of(length_of(rows), *kept_before(taken(self._array, indices(keys), -1), rows))

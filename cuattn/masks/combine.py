@@ -1,11 +1,9 @@
 """Masks that hold together: ``a & b``."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import product
-from operator import and_
-from types import ModuleType
+from operator import or_
 from typing import Any
 
 import numpy as np
@@ -13,14 +11,11 @@ import numpy as np
 from cuattn.errors import MaskError
 from cuattn.masks import checks, convert
 from cuattn.masks.base import Instance, Mask
-from cuattn.masks.block import BlockMask
-from cuattn.masks.boolean import BooleanMask
+from cuattn.masks.cells import BooleanMask, CellMask
 from cuattn.masks.column import ColumnMask
 from cuattn.masks.device import namespace
 from cuattn.masks.interval_mask import join
 from cuattn.masks.runs import Runs
-
-__all__ = ["AllOf", "both"]
 
 
 class AllOf(Mask):
@@ -62,43 +57,34 @@ class AllOf(Mask):
            [0, 0, 1, 1]])
     """
 
-    __slots__ = ("leading", "n_keys", "n_queries", "parts")
     kind = "all"
+    parts: tuple[Mask, ...] = ()
     _parameter_names = ("parts",)
 
     def __init__(self, parts: Sequence[Any]) -> None:
-        given = [as_mask(part) for part in checks.sequence("parts", parts)]
+        given = [part if isinstance(part, Mask) else BooleanMask(part) for part in checks.sequence("parts", parts)]
         if not given:
             raise MaskError("parts is empty: expected at least one mask")
         self._settle(None, parts=tuple(part for mask in given for part in mask.parts))
 
     def _settle(self, array: Any, **fields: Any) -> None:
         parts = fields["parts"]
-        n_queries, n_keys = common_lengths(parts)
-        super()._settle(array, parts=parts, leading=common_leading(parts), n_queries=n_queries, n_keys=n_keys)
+        try:
+            leading = np.broadcast_shapes(*(part.leading for part in parts))
+        except ValueError:
+            shapes = " & ".join(str(part.leading) for part in parts)
+            raise MaskError(f"leading axes {shapes}: expected ones that broadcast") from None
+        n_queries, n_keys = _common_lengths(parts)
+        # It lies where the first part does that is on a GPU.
+        first = next((part for part in parts if part.on_device), parts[0])
+        array = first._array if first.on_device else None
+        super()._settle(array, **fields, leading=leading, n_queries=n_queries, n_keys=n_keys, _ready=first._ready)
 
-    @property
+    @cached_property
     def _walk(self) -> tuple[Mask, ...]:
         """The parts as backends walk them: of known lengths, and in one place."""
-        if "walk" not in self._cache:
-            bound = [part.bind(self.n_queries, self.n_keys) for part in self.parts]
-            self._cache["walk"] = join([part.to_device(self.device) if self.on_device else part for part in bound])
-        return self._cache["walk"]
-
-    @property
-    def layout(self) -> tuple[Any, ...]:
-        """All of the mask that a launch depends on."""
-        return tuple(part.layout for part in self.parts)
-
-    @property
-    def device(self) -> int | None:
-        """Index of the first GPU that holds a part; None where all parts are on the host."""
-        return next((part.device for part in self.parts if part.on_device), None)
-
-    @property
-    def on_device(self) -> bool:
-        """Whether some part lies on a GPU."""
-        return self.device is not None
+        bound = self._bound(self.n_queries, self.n_keys)
+        return join((bound.to_device() if self.on_device else bound).parts)
 
     def to_device(self, device: int | None = None) -> "AllOf":
         """Return this mask with all parts on a GPU, see `ColumnMask.to_device`."""
@@ -119,8 +105,8 @@ class AllOf(Mask):
     def _bound(self, n_queries: int, n_keys: int) -> "AllOf":
         return AllOf([part.bind(n_queries, n_keys) for part in self.parts])
 
-    def visible(self, instance: Instance, i: Any, j: Any) -> Any:
-        return reduce(and_, (part.visible(part.instance(instance), i, j) for part in self._walk))
+    def hidden(self, instance: Instance, rows: slice, keys: slice) -> Any:
+        return reduce(or_, (part.hidden(part.instance(instance), rows, keys) for part in self._walk))
 
     def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
         found = [part.states(part.instance(instance), block_m, block_n, start, stop) for part in self._walk]
@@ -128,14 +114,6 @@ class AllOf(Mask):
 
     def _restrict(self, rows: Runs, keys: Runs) -> "AllOf":
         return AllOf([part.bind(self.n_queries, self.n_keys).restrict(rows, keys) for part in self.parts])
-
-    def _scope(self) -> AbstractContextManager[ModuleType]:
-        return next((part for part in self.parts if part.on_device), self.parts[0])._scope()
-
-
-def as_mask(value: Any) -> Mask:
-    """Return a mask as it is, and a boolean array as a `BooleanMask` of a copy."""
-    return value if isinstance(value, Mask) else BooleanMask(value)
 
 
 def both(a: Any, b: Any) -> Mask:
@@ -146,10 +124,9 @@ def both(a: Any, b: Any) -> Mask:
     a, b : mask or boolean array
         Their lengths agree and their leading axes broadcast.  What lies on a GPU is not read.
     """
-    given = AllOf([as_mask(a), as_mask(b)])
+    given = AllOf([a, b])
     n_queries, n_keys = given.n_queries, given.n_keys
-    beside = [(n_queries + step, n_keys) for step in (-1, 1)] + [(n_queries, n_keys + step) for step in (-1, 1)]
-    is_open = any(given.fits(*lengths) for lengths in beside)
+    is_open = given.fits(n_queries - 1, n_keys) or given.fits(n_queries, n_keys - 1)
     parts: list[Mask] = []
     for part in given.parts:
         part = part if is_open else _as_columns(part, n_queries, n_keys)
@@ -167,42 +144,29 @@ def _as_columns(mask: Mask, n_queries: int, n_keys: int) -> Mask:
     """Return a host's boolean mask as a `ColumnMask` of these lengths, where it is one."""
     if not isinstance(mask, BooleanMask) or mask.on_device or mask.array.shape[-1] != n_keys:
         return mask
-    if mask.array.shape[-2] == 1:
-        dead = ~mask.array[..., 0, :]
-        return ColumnMask._of([np.where(dead, 0, n_queries), n_queries, 0, np.where(dead, n_queries, 0)], n_queries)
     try:
-        return ColumnMask.from_dense(mask.array)
+        found = ColumnMask.from_dense(mask.array)
     except MaskError:
         return mask
+    # A single row stands for all of them.
+    return found if found.n_queries == n_queries else ColumnMask._wrap(found._array * n_queries, n_queries)
 
 
 def _joined(a: Mask, b: Mask) -> Mask | None:
     """Return one mask on the host that says what two of the same kind do, or None."""
     if isinstance(a, ColumnMask) and isinstance(b, ColumnMask):
-        vectors = convert.union([*a._intervals(), *b._intervals()], a.n_queries)
-        return vectors and ColumnMask._of(vectors, a.n_queries)
-    if isinstance(a, BooleanMask) and isinstance(b, BooleanMask):
-        return BooleanMask(a.array & b.array)
-    if isinstance(a, BlockMask) and isinstance(b, BlockMask) and a._parameters() == b._parameters():
-        return BlockMask._wrap(a.blocks & b.blocks, *a._parameters())
+        found = convert.runs(np.stack(np.broadcast_arrays(*a._array, *b._array)), a.n_queries)
+        two = (found[0] <= 2).all()
+        return ColumnMask._of(a.n_queries, *convert.assign(*found, a.n_queries)) if two else None
+    if isinstance(a, CellMask) and isinstance(b, CellMask) and a.kind == b.kind and a.block == b.block:
+        return a._wrap(a._array & b._array, *a.block, False, a._lengths or b._lengths)
     return None
 
 
-def common_lengths(parts: Sequence[Mask]) -> tuple[int, int]:
+def _common_lengths(parts: Sequence[Mask]) -> tuple[int, int]:
     """Return the lengths that masks share, the largest where they leave them open; MaskError if there are none."""
     lengths = [sorted({getattr(part, name) for part in parts}, reverse=True) for name in ("n_queries", "n_keys")]
     for pair in product(*lengths):
         if all(part.fits(*pair) for part in parts):
             return pair
-    first = parts[0]
-    other = next((part for part in parts if not part.fits(first.n_queries, first.n_keys)), parts[-1])
-    raise MaskError(f"{first!r} & {other!r}: expected masks of one shape")
-
-
-def common_leading(parts: Sequence[Mask]) -> tuple[int, ...]:
-    """Return the shape that the masks' leading axes have together."""
-    try:
-        return np.broadcast_shapes(*(part.leading for part in parts))
-    except ValueError:
-        shapes = " & ".join(str(part.leading) for part in parts)
-        raise MaskError(f"leading axes {shapes}: expected ones that broadcast") from None
+    raise MaskError(f"{' & '.join(map(repr, parts))}: expected masks of one shape")

@@ -10,6 +10,7 @@ References
 G. Wang et al., "FlashMask: Efficient and Rich Mask Extension of FlashAttention", sections 2.1 and A.5.2.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,18 +18,47 @@ import numpy as np
 from cuattn.errors import DtypeError, MaskError, shown
 from cuattn.masks import checks
 from cuattn.masks.column import ColumnMask
-from cuattn.masks.intervals import band_intervals
+from cuattn.masks.runs import Runs, indices, length_of, rows_of_band
 
-__all__ = [
-    "causal",
-    "eviction",
-    "full",
-    "global_sliding_window",
-    "prefix_lm_causal",
-    "qk_sparse",
-    "random_eviction",
-    "sliding_window",
-]
+
+def band_of_runs(rows: Runs, keys: Runs, left: int | None, right: int | None, offset: int = 0) -> ColumnMask:
+    """Return what a band leaves of a part of a matrix, in the part's own indices: for shards made of several pieces.
+
+    Parameters
+    ----------
+    rows, keys : tuple of (start, stop)
+        Runs of the whole matrix that the part takes, in ascending order.
+    left, right : int or None
+        Row i of the whole sees its key j if ``i + offset - left <= j <= i + offset + right``; None leaves a side open.
+    offset : int, optional
+        Column of row 0's diagonal.
+
+    Returns
+    -------
+    ColumnMask
+
+    Examples
+    --------
+    The first and the last two of eight rows, causally:
+
+    >>> band_of_runs(((0, 2), (6, 8)), ((0, 4),), None, 0).dense().astype(int)
+    array([[1, 0, 0, 0],
+           [1, 1, 0, 0],
+           [1, 1, 1, 1],
+           [1, 1, 1, 1]])
+    """
+    key = indices(keys) - offset
+    first, last = rows_of_band(key, left, right, rows)
+    return ColumnMask._of(length_of(rows), last, ute=np.broadcast_to(first, key.shape))
+
+
+def band(n_queries: int, n_keys: int, left: int | None, right: int | None, offset: int = 0) -> ColumnMask:
+    """Return a band of a whole matrix, see `band_of_runs`."""
+    return band_of_runs(((0, n_queries),), ((0, n_keys),), left, right, offset)
+
+
+kept_band = lru_cache(maxsize=8)(band)
+"""The same for backends, which ask for it in every call: what is remembered keeps its tables."""
 
 
 def full(n_queries: int, n_keys: int | None = None) -> ColumnMask:
@@ -52,8 +82,7 @@ def full(n_queries: int, n_keys: int | None = None) -> ColumnMask:
     array([[1, 1, 1],
            [1, 1, 1]])
     """
-    n_queries, n_keys = _shape(n_queries, n_keys)
-    return ColumnMask._of([n_queries, n_queries, 0, np.zeros(n_keys, dtype=np.int32)], n_queries)
+    return band(*_shape(n_queries, n_keys), None, None)
 
 
 def causal(n_queries: int, n_keys: int | None = None, align: str = "bottom_right") -> ColumnMask:
@@ -82,9 +111,7 @@ def causal(n_queries: int, n_keys: int | None = None, align: str = "bottom_right
     n_queries, n_keys = _shape(n_queries, n_keys)
     if not isinstance(align, str) or align not in ("bottom_right", "top_left"):
         raise MaskError(f"align = {shown(align)}: expected 'bottom_right' or 'top_left'")
-    offset = n_keys - n_queries if align == "bottom_right" else 0
-    upper_start, upper_end = band_intervals(n_queries, n_keys, None, 0, offset)[0]
-    return ColumnMask._of([n_queries, n_queries, upper_start, upper_end], n_queries)
+    return band(n_queries, n_keys, None, 0, n_keys - n_queries if align == "bottom_right" else 0)
 
 
 def sliding_window(n: int, window: int) -> ColumnMask:
@@ -116,9 +143,7 @@ def sliding_window(n: int, window: int) -> ColumnMask:
            [0, 0, 1, 1]])
     """
     n = checks.integer("n", n)
-    window = checks.integer("window", window, maximum=None)
-    j = np.arange(n)
-    return ColumnMask._of([np.minimum(j + min(window, n), n), n, 0, j], n)
+    return band(n, n, checks.integer("window", window, maximum=np.inf) - 1, 0)
 
 
 def global_sliding_window(n: int, window: int, n_global: int) -> ColumnMask:
@@ -150,13 +175,11 @@ def global_sliding_window(n: int, window: int, n_global: int) -> ColumnMask:
            [1, 0, 0, 1, 1]])
     """
     n = checks.integer("n", n)
-    window = min(checks.integer("window", window, maximum=None), n)
-    n_global = min(checks.integer("n_global", n_global, maximum=None), n)
+    window = min(checks.integer("window", window, maximum=np.inf), n)
+    n_global = min(checks.integer("n_global", n_global, maximum=np.inf), n)
     j = np.arange(n)
-    is_global = j < n_global
-    lower_start = np.where(is_global, n, np.minimum(np.maximum(j + window + 1, n_global), n))
-    upper_end = np.maximum(j - window, n_global)
-    return ColumnMask._of([lower_start, n, n_global, upper_end], n)
+    lower_start = np.where(j < n_global, n, np.clip(j + window + 1, n_global, n))
+    return ColumnMask._of(n, lower_start, n, n_global, np.maximum(j - window, n_global))
 
 
 def prefix_lm_causal(n: int, prefix: int) -> ColumnMask:
@@ -185,7 +208,7 @@ def prefix_lm_causal(n: int, prefix: int) -> ColumnMask:
     n = checks.integer("n", n)
     prefix = checks.integer("prefix", prefix, maximum=n)
     j = np.arange(n)
-    return ColumnMask._of([n, n, 0, np.where(j < prefix, 0, j)], n)
+    return ColumnMask._of(n, ute=np.where(j < prefix, 0, j))
 
 
 def qk_sparse(n: int, spans: Any) -> ColumnMask:
@@ -224,7 +247,7 @@ def qk_sparse(n: int, spans: Any) -> ColumnMask:
     last_end = np.zeros(n + 1, dtype=np.int64)  # last end of the spans that begin at key j; key n: empty spans
     np.maximum.at(last_end, start, end)
     # Of the spans that begin by key j, the one that ends last covers j if any does; else it ends by j.
-    return ColumnMask._of([n, n, 0, np.maximum(np.arange(n), np.maximum.accumulate(last_end)[:n])], n)
+    return ColumnMask._of(n, ute=np.maximum(np.arange(n), np.maximum.accumulate(last_end)[:n]))
 
 
 def eviction(evicted_at: Any) -> ColumnMask:
@@ -248,12 +271,12 @@ def eviction(evicted_at: Any) -> ColumnMask:
            [1, 0, 1, 0],
            [1, 0, 1, 1]])
     """
-    evicted_at = checks.integers("evicted_at", evicted_at, checks.host_array("evicted_at", evicted_at))
+    evicted_at = checks.integers("evicted_at", evicted_at, checks.host_array)
     if evicted_at.ndim == 0:
         raise MaskError(f"evicted_at = {evicted_at}: expected at least one axis")
     n = checks.integer("evicted_at.shape[-1]", evicted_at.shape[-1])
     checks.in_range("evicted_at", evicted_at, 0, n)
-    return ColumnMask._of([evicted_at, n, 0, np.arange(n)], n)
+    return ColumnMask._of(n, evicted_at, ute=np.arange(n))
 
 
 def random_eviction(n: int, start: int, rng: Any = None) -> ColumnMask:
@@ -289,13 +312,12 @@ def random_eviction(n: int, start: int, rng: Any = None) -> ColumnMask:
     array([1, 2, 3, 3, 3, 3])
     """
     n = checks.integer("n", n)
-    start = checks.integer("start", start, maximum=None)
+    start = checks.integer("start", start, maximum=np.inf)
     try:
         rng = np.random.default_rng(rng)
-    except TypeError:
-        raise DtypeError(f"rng = {shown(rng)}: expected what numpy.random.default_rng takes") from None
-    except ValueError:
-        raise MaskError(f"rng = {shown(rng)}: expected what numpy.random.default_rng takes") from None
+    except (TypeError, ValueError) as error:
+        kind = DtypeError if isinstance(error, TypeError) else MaskError
+        raise kind(f"rng = {shown(rng)}: expected what numpy.random.default_rng takes") from None
     slots = min(max(start, 1), n)  # row 0 has no key before it
     slot_of = np.concatenate([np.arange(slots), rng.integers(0, max(slots, 1), size=n - slots)])
     tenants = np.argsort(slot_of, kind="stable")

@@ -4,12 +4,7 @@ The tables that kernels read are made of all masks of a call together, by the ke
 `cuattn.cuda.tables` launches them and knows no kind.
 """
 
-import math
 from typing import Any, NamedTuple
-
-import numpy as np
-
-__all__ = ["CudaHalf", "Source", "source_of"]
 
 
 class CudaHalf(NamedTuple):
@@ -34,16 +29,8 @@ class Source(NamedTuple):
     block_n: int = 1
 
 
-def source_of(array: Any, vectors: bool = False, block_m: int = 1, block_n: int = 1) -> Source:
-    """Describe an array (..., rows, keys) or, with `vectors`, (vectors, ..., keys).
-
-    An array on the host will be copied to a GPU, and is then contiguous.
-    """
+def source_of(array: Any, block_m: int = 1, block_n: int = 1) -> Source:
+    """Describe an array (..., rows or vectors, keys); one on the host is contiguous, as its copy on a GPU will be."""
     shape = tuple(array.shape)
-    if isinstance(array, np.ndarray):
-        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    else:
-        strides = tuple(stride // array.dtype.itemsize for stride in array.strides)
-    strides = tuple(0 if n == 1 else stride for n, stride in zip(shape, strides, strict=True))
-    leading, row = (slice(1, -1), strides[0]) if vectors else (slice(0, -2), strides[-2])
-    return Source(shape[leading], strides[leading], row, strides[-1], block_m, block_n)
+    strides = [0 if n == 1 else stride // array.dtype.itemsize for n, stride in zip(shape, array.strides, strict=True)]
+    return Source(shape[:-2], tuple(strides[:-2]), strides[-2], strides[-1], block_m, block_n)

@@ -3,7 +3,7 @@
 import ctypes
 import importlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -49,14 +49,14 @@ def namespace(array: Any) -> ModuleType:
     return np if isinstance(array, np.ndarray) else importlib.import_module("cupy")
 
 
-def to_host(array: Any) -> np.ndarray:
-    """Copy a CuPy array to the host; wait for it."""
-    return array if isinstance(array, np.ndarray) else array.get()
+def there(array: Any) -> AbstractContextManager[Any]:
+    """Return a context in which an array's GPU, if it lies on one, is the current one."""
+    return nullcontext() if array is None or isinstance(array, np.ndarray) else array.device
 
 
 def copy(array: Any) -> Any:
     """Copy an array to a new C-contiguous one in the same place."""
-    with nullcontext() if isinstance(array, np.ndarray) else array.device:
+    with there(array):
         return array.copy(order="C")
 
 
@@ -74,33 +74,23 @@ def upload(array: np.ndarray, device: int | None) -> Any:
     return copied
 
 
-def pack(vectors: Sequence[Any], shape: tuple[int, ...], limit: int) -> Any:
-    """Copy vectors and scalars into one new int32 array (len(vectors), *shape), on the GPU if a vector is there.
+def pack(vectors: Sequence[Any], limit: int) -> Any:
+    """Copy vectors or, on the host, scalars that broadcast into one new int32 array, (len(vectors), ...).
 
-    Device values of a wider dtype are clamped to [0, limit]: the cast alone could wrap them into that range.
+    Values on a GPU, which nobody has checked, are clamped to [0, limit].
     """
-    device_vectors = [vector for vector in vectors if not isinstance(vector, np.ndarray | int)]
-    if not device_vectors:
-        packed = np.empty((len(vectors), *shape), dtype=np.int32)
+    array = next(filter(is_device_array, vectors), None)
+    xp = np if array is None else namespace(array)
+    with there(array):
+        packed = xp.empty((len(vectors), *np.broadcast_shapes(*map(np.shape, vectors))), dtype=xp.int32)
         for k, vector in enumerate(vectors):
-            packed[k] = vector
-        return packed
-    xp = namespace(device_vectors[0])
-    with device_vectors[0].device:
-        packed = xp.empty((len(vectors), *shape), dtype=xp.int32)
-        for k, vector in enumerate(vectors):
-            packed[k] = vector if vector.dtype == xp.int32 else xp.clip(vector.astype(xp.int64), 0, limit)
+            packed[k] = vector if array is None else xp.clip(vector.astype(xp.int64), 0, limit)
     return packed
 
 
 def current_stream() -> Any:
     """Return CuPy's current stream of its current device."""
     return importlib.import_module("cupy").cuda.get_current_stream()
-
-
-def current_device() -> int:
-    """Return the index of CuPy's current device."""
-    return int(load_cupy("device").cuda.Device().id)
 
 
 class Ready:
@@ -118,9 +108,7 @@ class Ready:
         if self._event is None or stream.ptr == self._stream:
             return
         if stream.ptr > 1 and stream.is_capturing():
-            with (
-                _anything_allowed()
-            ):  # a captured stream cannot wait for what is no part of its graph, so the host does
+            with _anything_allowed():  # the stream cannot wait for what is no part of its graph, so the host does
                 self._event.synchronize()
         elif not self._event.done:
             stream.wait_event(self._event)

@@ -2,7 +2,8 @@
 
 from abc import ABC
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import cached_property
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
@@ -10,14 +11,9 @@ import numpy as np
 
 from cuattn.errors import DtypeError, MaskError
 from cuattn.masks import checks
-from cuattn.masks.device import Ready, current_device, current_stream, namespace, to_host, upload
-from cuattn.masks.recent import Recent
-
-__all__ = ["Immutable"]
+from cuattn.masks.device import Ready, current_stream, load_cupy, namespace, there, upload
 
 Self = TypeVar("Self", bound="Immutable")
-
-_TABLES = 8  # tables on the host that a mask remembers
 
 
 class Immutable(ABC):
@@ -27,49 +23,43 @@ class Immutable(ABC):
     have to read it back.
     """
 
-    __slots__ = ("__weakref__", "_array", "_cache", "_ready", "_tables")
-
     _array: Any
-    _cache: dict[Any, Any]  # what is made once and kept: the hash, copies on GPUs
-    _tables: Recent  # of the host, by tile size
-    _ready: Ready | None
-
-    def _settle(self, array: Any, **fields: Any) -> None:
-        """Freeze the mask around an array that nobody else holds."""
-        ready = None
-        if isinstance(array, np.ndarray):
-            array.setflags(write=False)
-        elif array is not None:
-            with array.device:
-                ready = Ready(current_stream())
-        fields |= {"_array": array, "_cache": {}, "_tables": Recent(_TABLES), "_ready": ready}
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-
-    @classmethod
-    def _wrap(cls: type[Self], array: Any, *parameters: Any) -> Self:
-        """Build a mask from a trusted array, which it takes over, and its `_parameters`."""
-        mask = object.__new__(cls)
-        mask._settle(array, **dict(zip(cls._parameter_names, parameters, strict=True)))
-        return mask
+    _cache: dict[Any, Any]  # what is made once for a GPU and kept: copies of the mask, tables of kernels
+    _ready: Ready | None = None
 
     _parameter_names: ClassVar[tuple[str, ...]] = ()
-    """The slots that, with `_array`, make the mask."""
+    """The attributes that, with `_array`, make the mask."""
+
+    reach: Any = None
+
+    def _settle(self, array: Any, **fields: Any) -> None:
+        """Freeze the mask around an array that nobody else writes to."""
+        if isinstance(array, np.ndarray):
+            array.setflags(write=False)
+        elif array is not None and "_ready" not in fields:
+            with array.device:
+                fields["_ready"] = Ready(current_stream())
+        vars(self).update(fields, _array=array, _cache={})
+
+    @classmethod
+    def _wrap(cls: type[Self], array: Any, *parameters: Any, **fields: Any) -> Self:
+        """Build a mask from a trusted array, which it takes over, its `_parameters` and what else is known of it."""
+        mask = object.__new__(cls)
+        mask._settle(array, **dict(zip(cls._parameter_names, parameters, strict=True)), **fields)
+        return mask
 
     def _parameters(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in self._parameter_names)
+        return tuple([getattr(self, name) for name in self._parameter_names])
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"cannot set {name}: {type(self).__name__} is immutable")
+    def __setattr__(self, name: str, *value: Any) -> None:
+        raise AttributeError(f"cannot change {name}: {type(self).__name__} is immutable")
 
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"cannot delete {name}: {type(self).__name__} is immutable")
+    __delattr__ = __setattr__
 
-    def __copy__(self: Self) -> Self:
+    def __copy__(self: Self, memo: Any = None) -> Self:
         return self
 
-    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
-        return self
+    __deepcopy__ = __copy__
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.on_device:
@@ -77,19 +67,21 @@ class Immutable(ABC):
         return type(self)._wrap, (self._array, *self._parameters())
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Immutable) or type(self) is not type(other):
+        if not isinstance(other, type(self)):
             return NotImplemented
         if self is other or self.on_device or other.on_device:
             return self is other
         return self._parameters() == other._parameters() and np.array_equal(self._array, other._array)
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         if self.on_device:
             return id(self)
-        if "hash" not in self._cache:
-            content = self._array if self._array is None else (self._array.shape, self._array.tobytes())
-            self._cache["hash"] = hash((type(self), self._parameters(), content))
-        return self._cache["hash"]
+        content = self._array if self._array is None else (self._array.shape, self._array.tobytes())
+        return hash((type(self), self._parameters(), content))
 
     @property
     def device(self) -> int | None:
@@ -135,21 +127,16 @@ class Immutable(ABC):
         if self._array is None:
             return self
         if self.on_device:
-            if device is not None and device != self.device:
+            if device not in (None, self.device):
                 raise DtypeError(f"device = {device}: expected {self.device}, where this mask is")
             return self
-        device = current_device() if device is None else device
+        device = int(load_cupy("device").cuda.Device().id) if device is None else device
         key = ("device", device)
         if key not in self._cache:
-            twin = self._wrap(upload(self._array, device), *self._parameters())
-            object.__setattr__(twin, "_ready", None)  # the upload has been waited for
-            twin._cache.update(self._known())
+            # The upload has been waited for; nobody could tell the band of a copy without reading it back.
+            twin = self._wrap(upload(self._array, device), *self._parameters(), _ready=None, reach=self.reach)
             self._cache.setdefault(key, twin)
         return self._cache[key]
-
-    def _known(self) -> dict[Any, Any]:
-        """Return what a copy on a GPU takes over, which nobody could tell there without reading it back."""
-        return {}
 
     def to_host(self: Self) -> Self:
         """Return this mask on the host; from a GPU this copies and waits.
@@ -162,11 +149,7 @@ class Immutable(ABC):
         if not self.on_device:
             return self
         with self._scope():
-            return self._wrap(self._sane(to_host(self._array)), *self._parameters())
-
-    def _sane(self, array: np.ndarray) -> np.ndarray:
-        """Return an array read back from a GPU, which nobody has checked, as a host mask may hold it."""
-        return array
+            return self._wrap(self._array.get(), *self._parameters())
 
     def _wait(self) -> None:
         """Make CuPy's current stream wait until the device vectors are written; free when they are."""
@@ -176,6 +159,6 @@ class Immutable(ABC):
     @contextmanager
     def _scope(self) -> Iterator[ModuleType]:
         """Yield the module that computes on the mask, with its device current and its vectors written."""
-        with self._array.device if self.on_device else nullcontext():
+        with there(self._array):
             self._wait()
-            yield namespace(self._array) if self.on_device else np
+            yield np if self._array is None else namespace(self._array)

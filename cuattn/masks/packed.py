@@ -11,15 +11,6 @@ from cuattn.errors import MaskError, shown
 from cuattn.masks import checks
 from cuattn.masks.column import ColumnMask
 
-__all__ = [
-    "causal_blockwise",
-    "causal_document",
-    "document",
-    "hash_sparse",
-    "prefix_lm_document",
-    "share_question",
-]
-
 
 def causal_document(lengths: Any) -> ColumnMask:
     """See the keys up to one's own within the same document.
@@ -67,7 +58,7 @@ def document(lengths: Any) -> ColumnMask:
     """
     lengths = checks.lengths("lengths", lengths)
     start, end = _segments(lengths)
-    return ColumnMask._of([end, end.size, 0, start], end.size)
+    return ColumnMask._of(end.size, end, ute=start)
 
 
 def share_question(documents: Any) -> ColumnMask:
@@ -94,22 +85,19 @@ def share_question(documents: Any) -> ColumnMask:
            [1, 1, 0, 1, 0],
            [1, 1, 0, 1, 1]])
     """
-    segments, is_question = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=bool)]
+    segments, first, last = [], [], []  # all lengths; of each document the first and the last of them
     for k, entry in enumerate(checks.sequence("documents", documents)):
         if len(checks.sequence(f"documents[{k}]", entry)) != 2:
             raise MaskError(f"documents[{k}] = {shown(entry)}: expected (question_length, [answer_length, ...])")
-        question = checks.integer(f"documents[{k}][0]", entry[0])
-        answers = checks.lengths(f"documents[{k}][1]", entry[1])
-        segments.append(np.concatenate([[question], answers]))
-        is_question.append(np.arange(answers.size + 1) == 0)
-    lengths, first = checks.lengths("documents", np.concatenate(segments)), np.concatenate(is_question)
-    end = np.cumsum(lengths)
-    # A question is seen to the end of its document: where the segment before the next question ends.
-    document_of = np.cumsum(first) - 1
-    last_of_document = np.append(np.flatnonzero(first)[1:], first.size) - 1
-    seen_until = np.where(first, end[last_of_document[document_of]], end)
-    n = int(lengths.sum())
-    return ColumnMask._of([np.repeat(seen_until, lengths), n, 0, np.arange(n)], n)
+        first.append(len(segments))
+        segments.append(checks.integer(f"documents[{k}][0]", entry[0]))
+        segments.extend(checks.lengths(f"documents[{k}][1]", entry[1]))
+        last.append(len(segments) - 1)
+    lengths = checks.lengths("documents", segments)
+    seen_until = lengths.cumsum()
+    seen_until[first] = seen_until[last]  # a question is seen to the end of its document
+    end = np.repeat(seen_until, lengths)
+    return ColumnMask._of(end.size, end, ute=np.arange(end.size))
 
 
 def causal_blockwise(lengths: Any) -> ColumnMask:
@@ -137,7 +125,7 @@ def causal_blockwise(lengths: Any) -> ColumnMask:
     lengths = checks.lengths("lengths", lengths)
     _, end = _segments(lengths)
     last_block = end.size - int(lengths[-1]) if lengths.size else 0
-    return ColumnMask._of([end, np.maximum(end, last_block), 0, np.arange(end.size)], end.size)
+    return ColumnMask._of(end.size, end, np.maximum(end, last_block), ute=np.arange(end.size))
 
 
 def prefix_lm_document(documents: Any) -> ColumnMask:
@@ -171,7 +159,7 @@ def prefix_lm_document(documents: Any) -> ColumnMask:
     start, end = _segments(length)
     j = np.arange(end.size)
     upper_end = np.where(j < start + np.repeat(prefix, length), start, j)
-    return ColumnMask._of([end, end.size, 0, upper_end], end.size)
+    return ColumnMask._of(end.size, end, ute=upper_end)
 
 
 def hash_sparse(bucket_lengths: Any) -> ColumnMask:
@@ -200,7 +188,7 @@ def hash_sparse(bucket_lengths: Any) -> ColumnMask:
 
 def _causal_segments(lengths: np.ndarray) -> ColumnMask:
     _, end = _segments(lengths)
-    return ColumnMask._of([end, end.size, 0, np.arange(end.size)], end.size)
+    return ColumnMask._of(end.size, end, ute=np.arange(end.size))
 
 
 def _segments(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

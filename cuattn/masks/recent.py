@@ -1,6 +1,6 @@
 """A small memory of what was made last, for tables that belong to a mask."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from threading import Lock
 from typing import Any
 
@@ -10,11 +10,9 @@ __all__ = ["Recent"]
 class Recent:
     """Values by key, at most `limit` of them: the one asked for longest ago goes first.  Threads may share it."""
 
-    __slots__ = ("_items", "_limit", "_lock", "_release")
-
-    def __init__(self, limit: int, release: Callable[[Any], None] | None = None) -> None:
+    def __init__(self, limit: int) -> None:
         self._items: dict[Hashable, Any] = {}
-        self._limit, self._release, self._lock = limit, release, Lock()
+        self._limit, self._lock = limit, Lock()
 
     def __len__(self) -> int:
         return len(self._items)
@@ -28,14 +26,9 @@ class Recent:
         return value
 
     def keep(self, key: Hashable, value: Any) -> Any:
-        """Return the value that is kept for a key: this one, unless another thread was faster.
-
-        What has to go is handed to the `release` of the constructor, outside of the lock.
-        """
+        """Return the value that is kept for a key: this one, unless another thread was faster."""
         with self._lock:
             value = self._items.setdefault(key, value)
             gone = [self._items.pop(next(iter(self._items))) for _ in range(len(self._items) - self._limit)]
-        if self._release is not None:
-            for old in gone:
-                self._release(old)
+        del gone  # outside of the lock: what goes may free memory on a GPU
         return value

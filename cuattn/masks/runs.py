@@ -1,6 +1,5 @@
 """Rows or keys that a part of a matrix takes from the whole: a few runs of neighbours, in ascending order."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,10 +8,10 @@ from cuattn.errors import MaskError
 from cuattn.masks import checks
 from cuattn.masks.device import namespace
 
-__all__ = ["Runs", "as_runs", "indices", "kept_before", "length_of", "take"]
-
 Runs = tuple[tuple[int, int], ...]
 """Pairs (start, stop), each with start <= stop, none beginning before its predecessor stops."""
+
+_OPEN = 2**33  # beyond any row index: a window at least this wide is open
 
 
 def as_runs(name: str, value: Any, length: int) -> Runs:
@@ -42,9 +41,9 @@ def length_of(runs: Runs) -> int:
     return sum(stop - start for start, stop in runs)
 
 
-def indices(runs: Runs) -> np.ndarray:
-    """Return the elements that the runs take, int64."""
-    return np.concatenate([np.zeros(0, np.int64), *(np.arange(*run) for run in runs)])
+def indices(runs: Runs, step: int = 1) -> np.ndarray:
+    """Return the elements that the runs take, int64, or every `step`-th of each run."""
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(*run, step) for run in runs)])
 
 
 def kept_before(bound: Any, runs: Runs) -> Any:
@@ -57,15 +56,40 @@ def kept_before(bound: Any, runs: Runs) -> Any:
     [0, 1, 2, 3]
     """
     xp = namespace(bound)
-    kept = xp.zeros_like(bound)
-    for start, stop in runs:
-        kept += xp.clip(bound, start, stop) - start
-    return kept
+    parts = [xp.clip(bound, start, stop) - start if start else xp.clip(bound, 0, stop) for start, stop in runs]
+    return sum(parts[1:], start=parts[0]) if parts else xp.zeros_like(bound)
 
 
-def take(array: Any, runs: Sequence[tuple[int, int]], axis: int) -> Any:
-    """Return what an array holds at the runs of one of its last two axes; of one run that is a view."""
-    parts = [array[..., start:stop] if axis == -1 else array[..., start:stop, :] for start, stop in runs]
-    if len(parts) == 1:
-        return parts[0]
-    return namespace(array).concatenate(parts or [array[..., :0] if axis == -1 else array[..., :0, :]], axis=axis)
+def taken(array: Any, cells: np.ndarray, axis: int) -> Any:
+    """Return a copy of what an array, wherever it lies, holds at some indices along an axis."""
+    xp = namespace(array)
+    return xp.take(array, xp.asarray(cells), axis=axis)
+
+
+def rows_of_band(key: Any, left: int | None, right: int | None, rows: Runs) -> tuple[Any, Any]:
+    """Return the rows that see keys through a band, counted among those of a part.
+
+    Parameters
+    ----------
+    key : int array
+        Keys, less the column of row 0's diagonal.
+    left, right : int or None
+        Reach of a row before and behind its diagonal; None leaves that side open.
+    rows : tuple of (start, stop)
+        Runs of rows that the part takes, in ascending order.
+
+    Returns
+    -------
+    first, last : int array or int
+        The first row, and the row behind the last.
+
+    Examples
+    --------
+    Causal, four rows and keys: key j is seen from row j on.
+
+    >>> import numpy as np
+    >>> rows_of_band(np.arange(4), None, 0, ((0, 4),))
+    (array([0, 1, 2, 3]), 4)
+    """
+    first = 0 if right is None else kept_before(key - min(right, _OPEN), rows)
+    return first, length_of(rows) if left is None else kept_before(key + (min(left, _OPEN) + 1), rows)

@@ -7,12 +7,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-__all__ = ["BFLOAT16", "DTYPES", "FLOAT16", "FLOAT32", "FLOAT64", "Dtype", "dtype_names", "register_dtype", "row_of"]
-
-FLOAT16 = np.dtype(np.float16)
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT32 = np.dtype(np.float32)
-FLOAT64 = np.dtype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +24,6 @@ class Dtype:
         The type's name in CUDA; None keeps arrays of this dtype on the CPU.
     tensor_map : int | None
         CUtensorMapDataType of the elements, for kernels that read by bulk tensor copies.
-    column_unit : int
-        Columns that a tensor-core product takes at a time, to which kernels pad head_dim.
     products : str
         How the kernels multiply: "half" (16-bit tensor cores), "split" (float32 as parts), "double".
     """
@@ -39,7 +32,6 @@ class Dtype:
     stat: np.dtype
     cuda: str | None = None
     tensor_map: int | None = None
-    column_unit: int = 16
     products: str = "half"
 
     @property
@@ -47,18 +39,16 @@ class Dtype:
         """The dtype's name, "bfloat16" for example."""
         return self.dtype.name
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return self.dtype.itemsize
 
-    @property
-    def rounds(self) -> bool:
-        """Whether results lose digits that the sums have."""
-        return self.dtype != self.stat
-
-
-DTYPES: dict[np.dtype, Dtype] = {}
+DTYPES: dict[np.dtype, Dtype] = {
+    row.dtype: row
+    for row in (
+        Dtype(np.dtype(np.float16), FLOAT32, cuda="__half", tensor_map=6),
+        Dtype(np.dtype(ml_dtypes.bfloat16), FLOAT32, cuda="__nv_bfloat16", tensor_map=9),
+        Dtype(FLOAT32, FLOAT32, cuda="float", products="split"),
+        Dtype(np.dtype(np.float64), np.dtype(np.float64), cuda="double", products="double"),
+    )
+}
 
 
 def register_dtype(row: Dtype) -> None:
@@ -75,12 +65,3 @@ def dtype_names() -> str:
     """Return the known dtypes' names as error messages list them."""
     *names, last = (row.name for row in DTYPES.values())
     return f"{', '.join(names)} or {last}"
-
-
-for _row in (
-    Dtype(FLOAT16, FLOAT32, cuda="__half", tensor_map=6),
-    Dtype(BFLOAT16, FLOAT32, cuda="__nv_bfloat16", tensor_map=9),
-    Dtype(FLOAT32, FLOAT32, cuda="float", products="split"),
-    Dtype(FLOAT64, FLOAT64, cuda="double", products="double"),
-):
-    register_dtype(_row)

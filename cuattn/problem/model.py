@@ -8,14 +8,12 @@ part of it: :class:`Place` is an argument of each launch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuattn.problem.dtypes import FLOAT32, Dtype, row_of
-
-__all__ = ["Band", "Place", "Problem"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +21,14 @@ class Band:
     """A diagonal band: row i sees key j when ``i + offset - left <= j <= i + offset + right``.
 
     ``None`` leaves that side open.  Causal attention is ``right = 0``; ``offset`` is 0 when the diagonal starts
-    in the top left corner and ``n_keys - n_queries`` when it ends in the bottom right one.
+    in the top left corner and ``n_keys - n_queries`` when it ends in the bottom right one.  Of a part of a larger
+    problem it is 0: there, where the diagonal begins is the :class:`Place`'s to say, by `bottom_right`.
     """
 
     left: int | None
     right: int | None
     offset: int
+    bottom_right: bool = field(default=False, compare=False)
 
 
 class Place(NamedTuple):
@@ -61,7 +61,8 @@ class Problem:
     """An attention problem: shapes, dtypes and options, checked and hashable.
 
     ``batch`` holds the broadcast leading axes without the head axis.  Query head h reads key/value head
-    ``h // group``; keys and values that broadcast over all heads have ``kv_heads = 1``.
+    ``h // group``; keys and values that broadcast over all heads have ``kv_heads = 1``.  `rank` is the highest of q, k
+    and v, and o's; backends see every axis written out.
     """
 
     operation: str
@@ -85,6 +86,7 @@ class Problem:
     deterministic: bool = False
     kernel: str | None = None
     runs: bool = False  # dropout over parts of several runs: a place has row_blocks or key_blocks
+    rank: int = field(default=3, compare=False)
 
     @property
     def row(self) -> Dtype:
@@ -110,6 +112,11 @@ class Problem:
     def dropout_scale(self) -> float:
         """What a kept probability is multiplied by, ``65536 / (65536 - T)``."""
         return 65536 / (65536 - self.dropout)
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Leading axes of o as the caller sees them: none at rank 2, else batch and heads."""
+        return () if self.rank == 2 else (*self.batch, self.heads)
 
     @property
     def o_shape(self) -> tuple[int, ...]:

@@ -6,22 +6,16 @@ an entry in each backend's table of operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from cuattn.errors import DtypeError, ShapeError, shown
+from cuattn.errors import expect_array
+from cuattn.problem.model import Problem
 
-if TYPE_CHECKING:
-    from cuattn.problem.model import Problem
-    from cuattn.problem.shapes import Sizes
-
-__all__ = ["BACKWARD", "FORWARD", "OPERATIONS", "Operation", "register_operation"]
-
-Spec = tuple[tuple[int, ...], tuple[np.dtype, ...]]
-"""Shape, as the caller sees it, and the dtypes that are allowed; of a result, the one that it has."""
+Array = tuple[tuple[int, ...], np.dtype]
+"""Shape, as the caller sees it, and dtype."""
 
 
 @dataclass(frozen=True)
@@ -35,27 +29,17 @@ class Operation:
     operands : tuple of str
         Arrays that it needs beside q, k, v.
     optional : tuple of str
-        Arrays that it takes if they are given.
+        Arrays that it takes if they are given, beside bias and mask.
     results : tuple of str
-        What it returns, in order.
-    labels : dict of str to str
-        What error messages call an operand that the caller passes under another name.
-    operand_specs : callable
-        ``operand_specs(problem, sizes)`` returns shape and dtypes of each of `operands` and of `optional` ones that
-        q, k, v determine.
-    result_specs : callable
-        ``result_specs(problem, sizes, operands)`` returns shape and dtype of each result.
+        What it returns, in order: o, l, m, or "d" and the operand of which it is the gradient.
     replays : bool
-        Whether dropout's state comes from a forward.
+        Whether o, l, m and dropout's state come from a forward.
     """
 
     name: str
     operands: tuple[str, ...]
     optional: tuple[str, ...]
     results: tuple[str, ...]
-    operand_specs: Callable[[Problem, Sizes], dict[str, Spec]]
-    result_specs: Callable[[Problem, Sizes, dict[str, Any]], dict[str, Spec]]
-    labels: dict[str, str] = field(default_factory=dict)
     replays: bool = False
 
     def __hash__(self) -> int:
@@ -64,69 +48,36 @@ class Operation:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Every array of a call, in the order in which backends are given addresses."""
-        return ("q", "k", "v", "bias", "mask", *self.operands, *(name for name in self.optional if name != "bias"))
+        return ("q", "k", "v", "bias", "mask", *self.operands, *self.optional)
 
     def label(self, name: str) -> str:
         """Return what an error message calls an operand."""
-        return self.labels.get(name, name)
+        return f"fwd.{name}" if self.replays and name in ("o", "l", "m") else name
 
-    def check(self, problem: Problem, sizes: Sizes, operands: dict[str, Any]) -> None:
+    def check(self, problem: Problem, operands: dict[str, Any]) -> None:
         """Check the operands beside q, k, v, bias and mask against the problem."""
-        for name, (shape, dtypes) in self.operand_specs(problem, sizes).items():
-            array = operands.get(name)
-            if array is None:
-                continue
-            if tuple(array.shape) != shape:
-                raise ShapeError(f"{self.label(name)} has shape {shown(tuple(array.shape))}; expected {shape}")
-            if array.dtype not in dtypes:
-                expected = " or ".join(map(str, dict.fromkeys(dtypes)))
-                raise DtypeError(f"{self.label(name)} has dtype {array.dtype}; expected {expected}")
+        for name in (*self.operands, *self.optional):
+            if operands.get(name) is not None:
+                shape, dtype = _of_rows(problem, name)
+                unrounded = (problem.stat_dtype,) if name == "o" else ()
+                expect_array(self.label(name), operands[name], shape, dtype, *unrounded)
+
+    def made(self, problem: Problem, operands: dict[str, Any]) -> dict[str, Array]:
+        """Return shape and dtype of each result of a call."""
+        if not self.replays:
+            wanted = self.results if problem.statistics else self.results[:1]
+            found = {name: _of_rows(problem, name) for name in wanted}
+            return {**found, "o": (found["o"][0], problem.out_dtype)}
+        given = {name: operands.get(name.removeprefix("d")) for name in self.results}
+        return {n: (tuple(x.shape), problem.grad_dtype(np.dtype(x.dtype))) for n, x in given.items() if x is not None}
 
 
-OPERATIONS: dict[str, Operation] = {}
+def _of_rows(problem: Problem, name: str) -> Array:
+    """Return shape and dtype of an array with something for each query: l, m, dlse, or o and do."""
+    rows = (*problem.leading, problem.n_queries)
+    return (rows, problem.stat_dtype) if name in ("l", "m", "dlse") else ((*rows, problem.head_dim_v), problem.dtype)
 
 
-def register_operation(row: Operation) -> Operation:
-    """Make an operation known to the door and to :func:`cuattn.plan`."""
-    OPERATIONS[row.name] = row
-    return row
-
-
-def _statistics(problem: Problem, sizes: Sizes) -> dict[str, Spec]:
-    rows = (*sizes.leading, sizes.n_queries)
-    return dict.fromkeys("lm", (rows, (problem.stat_dtype,)))
-
-
-def _forward_results(problem: Problem, sizes: Sizes, operands: dict[str, Any]) -> dict[str, Spec]:
-    o = (*sizes.leading, sizes.n_queries, sizes.head_dim_v)
-    return {"o": (o, (problem.out_dtype,)), **(_statistics(problem, sizes) if problem.statistics else {})}
-
-
-def _backward_operands(problem: Problem, sizes: Sizes) -> dict[str, Spec]:
-    o = (*sizes.leading, sizes.n_queries, sizes.head_dim_v)
-    statistics = _statistics(problem, sizes)
-    unrounded = (problem.dtype, problem.stat_dtype)
-    return {"do": (o, (problem.dtype,)), "o": (o, unrounded), **statistics, "dlse": statistics["l"]}
-
-
-def _gradients(problem: Problem, sizes: Sizes, operands: dict[str, Any]) -> dict[str, Spec]:
-    found = {f"d{name}": (tuple(operands[name].shape), (problem.out_dtype,)) for name in "qkv"}
-    bias = operands.get("bias")
-    return found if bias is None else {**found, "dbias": (tuple(bias.shape), (problem.grad_dtype(bias.dtype),))}
-
-
-FORWARD = register_operation(
-    Operation("forward", (), ("bias",), ("o", "l", "m"), lambda problem, sizes: {}, _forward_results)
-)
-BACKWARD = register_operation(
-    Operation(
-        "backward",
-        ("do", "o", "l", "m"),
-        ("bias", "dlse"),
-        ("dq", "dk", "dv", "dbias"),
-        _backward_operands,
-        _gradients,
-        labels={"o": "fwd.o", "l": "fwd.l", "m": "fwd.m"},
-        replays=True,
-    )
-)
+FORWARD = Operation("forward", (), (), ("o", "l", "m"))
+BACKWARD = Operation("backward", ("do", "o", "l", "m"), ("dlse",), ("dq", "dk", "dv", "dbias"), replays=True)
+OPERATIONS = {row.name: row for row in (FORWARD, BACKWARD)}

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import operator
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from cuattn.errors import ArgumentError, DtypeError, shown
+from cuattn.errors import ArgumentError, DtypeError, as_integer, shown
 from cuattn.problem.model import Place, Problem
-
-__all__ = ["Origin", "Runs", "pieces", "place_of", "whole_offset"]
 
 Runs = tuple[tuple[int, int], ...]
 """Pieces of an axis, ``((local_start, global_start), ...)``; each reaches to the next one's local start."""
 
 _BLOCK = 16  # rows and keys of a block of dropout's generator (see cuattn.rng)
 _LIMIT = 2**31
+_COUNTER_LIMIT = 2**32  # the generator's counter words have 32 bits
 
 
 @dataclass(frozen=True)
@@ -69,12 +68,11 @@ class Origin:
     n_keys: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "head", "heads", "n_queries", "n_keys"):
-            value = getattr(self, name)
-            if value is not None or name in ("batch", "head"):
-                object.__setattr__(self, name, _index(f"origin.{name}", value))
-        for name in ("row", "key"):
-            object.__setattr__(self, name, _check_runs(f"origin.{name}", getattr(self, name)))
+        for item in fields(self):
+            value, name = getattr(self, item.name), f"origin.{item.name}"
+            if value is not None or item.default is not None:
+                check = _check_runs if item.name in ("row", "key") else _index
+                object.__setattr__(self, item.name, check(name, value))
         if self.head and self.heads is None:
             raise ArgumentError(f"origin.head is {self.head} without origin.heads; expected the whole problem's heads")
 
@@ -85,12 +83,9 @@ class Origin:
 
 
 def _index(name: str, value: Any) -> int:
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise DtypeError(f"{name} is {shown(value)}; expected an integer >= 0") from None
+    number = as_integer(value)
+    if number is None:
+        raise DtypeError(f"{name} is {shown(value)}; expected an integer >= 0")
     if not 0 <= number < _LIMIT:
         raise ArgumentError(f"{name} is {shown(number)}; expected an index >= 0 and < 2**31")
     return number
@@ -99,16 +94,22 @@ def _index(name: str, value: Any) -> int:
 def _check_runs(name: str, value: Any) -> int | Runs:
     if not isinstance(value, (tuple, list)):
         return _index(name, value)
-    form = "expected an integer, or runs ((local_start, global_start), ...)"
+
+    def refuse(expected: str) -> ArgumentError:
+        return ArgumentError(f"{name} is {shown(value)}; expected {expected}")
+
     if not value or not all(isinstance(run, (tuple, list)) and len(run) == 2 for run in value):
-        raise ArgumentError(f"{name} is {shown(value)}; {form}")
-    runs = tuple(tuple(_index(name, start) for start in run) for run in value)
+        raise refuse("an integer, or runs ((local_start, global_start), ...)")
+    runs = tuple([(_index(name, local), _index(name, at)) for local, at in value])
     if runs[0][0] != 0:
-        raise ArgumentError(f"{name} is {shown(value)}; expected the first run at local index 0")
-    for (a, start), (b, next_start) in pairwise(runs):
-        if b <= a or next_start < start + b - a:
-            raise ArgumentError(f"{name} is {shown(value)}; expected runs that ascend and do not overlap")
-    return runs[0][1] if len(runs) == 1 else runs  # type: ignore[return-value]
+        raise refuse("the first run at local index 0")
+    if any(b <= a or next_start < start + b - a for (a, start), (b, next_start) in pairwise(runs)):
+        raise refuse("runs that ascend and do not overlap")
+    return runs[0][1] if len(runs) == 1 else runs
+
+
+def _runs(start: int | Runs) -> Runs:
+    return ((0, start),) if isinstance(start, int) else start
 
 
 def pieces(start: int | Runs, length: int) -> Runs:
@@ -117,42 +118,36 @@ def pieces(start: int | Runs, length: int) -> Runs:
     >>> pieces(((0, 4), (2, 10)), 4)
     ((4, 6), (10, 12))
     """
-    runs = ((0, start),) if isinstance(start, int) else start
+    runs = _runs(start)
     ends = (*(first for first, _ in runs[1:]), length)
     return tuple((at, at + end - first) for (first, at), end in zip(runs, ends, strict=True))
 
 
-def place_of(origin: Origin | None, problem: Problem, bottom_right: bool) -> Place:
-    """Return a call's place, checked against its problem.
+def place_of(problem: Problem, origin: Origin | None) -> Place:
+    """Return a call's place, checked against its problem; without an origin the call is the whole problem."""
+    place = problem.place if origin is None else _part(problem, origin)
+    total = (place.batch + math.prod(problem.batch)) * place.heads
+    if problem.dropout and total > _COUNTER_LIMIT:
+        raise ArgumentError(f"dropout_p needs batch x heads indices up to {total}; expected at most {_COUNTER_LIMIT}")
+    return place
 
-    Parameters
-    ----------
-    origin : Origin or None
-        None: the call is the whole problem.
-    problem : Problem
-    bottom_right : bool
-        Whether the band ends in the bottom right corner of the whole problem.
-    """
-    if origin is None:
-        return problem.place
+
+def _part(problem: Problem, origin: Origin) -> Place:
     heads = problem.heads if origin.heads is None else origin.heads
     if origin.head + problem.heads > heads:
         raise ArgumentError(
             f"origin.head is {origin.head} with {problem.heads} heads; expected at most origin.heads = {heads} in all"
         )
-    for name, start, length, whole in (
-        ("row", origin.row, problem.n_queries, origin.n_queries),
-        ("key", origin.key, problem.n_keys, origin.n_keys),
-    ):
-        _check_end(name, start, length, whole, aligned=problem.dropout > 0)
-    row, key = (start if isinstance(start, int) else 0 for start in (origin.row, origin.key))
-    shift = 0 if problem.band is None else row - key
-    if bottom_right:
-        shift += whole_offset(origin)
-    blocks = [
-        _blocks(pieces(start, length)) if problem.dropout and isinstance(start, tuple) else None
-        for start, length in ((origin.row, problem.n_queries), (origin.key, problem.n_keys))
-    ]
+    starts, blocks = [], []
+    for name, length in (("row", problem.n_queries), ("key", problem.n_keys)):
+        start = getattr(origin, name)
+        _check_end(origin, name, start, length, aligned=problem.dropout > 0)
+        starts.append(start if isinstance(start, int) else 0)
+        blocks.append(_blocks(pieces(start, length)) if problem.runs and isinstance(start, tuple) else None)
+    row, key = starts
+    shift = 0
+    if problem.band is not None:
+        shift = row - key + (whole_offset(origin) if problem.band.bottom_right else 0)
     return Place(origin.batch, origin.head, heads, row, key, shift, *blocks)
 
 
@@ -171,14 +166,16 @@ def _blocks(runs: Runs) -> np.ndarray:
     return np.concatenate([np.arange(*run, _BLOCK, dtype=np.int32) for run in runs])
 
 
-def _check_end(name: str, start: int | Runs, length: int, whole: int | None, *, aligned: bool) -> None:
-    runs = ((0, start),) if isinstance(start, int) else start
+def _check_end(origin: Origin, name: str, start: int | Runs, length: int, *, aligned: bool) -> None:
+    whole, runs = getattr(origin, {"row": "n_queries", "key": "n_keys"}[name]), _runs(start)
     first, at = runs[-1]
+    end, limit = at + length - first, _LIMIT - 1 if whole is None else whole
+    expected = ""
     if first > length:
-        raise ArgumentError(f"origin.{name} is {shown(start)}; expected local starts of at most {length}")
-    end = at + length - first
-    limit = _LIMIT if whole is None else whole
-    if end > limit or end >= _LIMIT:
-        raise ArgumentError(f"origin.{name} is {shown(start)}, which ends at {end}; expected an end of at most {limit}")
-    if aligned and any(index % _BLOCK for run in runs for index in run):
-        raise ArgumentError(f"origin.{name} is {shown(start)}; expected multiples of {_BLOCK} with dropout_p > 0")
+        expected = f"; expected local starts of at most {length}"
+    elif end > min(limit, _LIMIT - 1):
+        expected = f", which ends at {end}; expected an end of at most {limit}"
+    elif aligned and any(index % _BLOCK for run in runs for index in run):
+        expected = f"; expected multiples of {_BLOCK} with dropout_p > 0"
+    if expected:
+        raise ArgumentError(f"origin.{name} is {shown(start)}{expected}")

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-import operator
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from cuattn.errors import ArgumentError, DtypeError, shown
+from cuattn.errors import ArgumentError, DtypeError, as_integer, shown
 from cuattn.problem.dtypes import row_of
 from cuattn.problem.model import Band
 
-ALIGNMENTS = ("top_left", "bottom_right")
+_ALIGNMENTS = ("top_left", "bottom_right")
 
 
 def real(name: str, value: Any) -> float:
     """Return a finite float, or raise naming `name`."""
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (Real, np.floating, np.integer)):
+    if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's numbers are, its booleans are not
         raise DtypeError(f"{name} is {shown(value)}; expected a real number")
     try:
         number = float(value)
@@ -31,30 +30,16 @@ def real(name: str, value: Any) -> float:
     return number
 
 
-def check_scale(scale: Any, head_dim: int, dtype: np.dtype) -> float:
-    """Return the score scale, by default ``head_dim ** -0.5``; finite in the dtype that scores are computed in."""
-    if scale is None:
-        return head_dim**-0.5
-    value = real("scale", scale)
-    largest = float(np.finfo(row_of(dtype).stat).max)
-    if abs(value) > largest:
-        raise ArgumentError(f"scale is {value}; expected at most {largest:.3g}: scores are {row_of(dtype).stat}")
-    return value
-
-
-def check_softcap(softcap: Any, dtype: np.dtype) -> float | None:
-    """Return a softcap that is positive and finite in the dtype that scores are computed in, or None."""
-    if softcap is None:
-        return None
-    value = real("softcap", softcap)
-    if value <= 0:
-        raise ArgumentError(f"softcap is {value}; expected a number > 0, or None for no softcap")
-    limits = np.finfo(row_of(dtype).stat)
-    if not float(limits.tiny) <= value <= float(limits.max):
+def of_scores(name: str, value: Any, dtype: np.dtype, positive: bool = False) -> float:
+    """Return a number that scores of inputs of `dtype`, which have that of the sums, can have."""
+    number, limits = real(name, value), np.finfo(row_of(dtype).stat)
+    least, most = limits.tiny if positive else limits.min, limits.max
+    if not float(least) <= number <= float(most):
+        expected = "a number > 0 from" if positive else "a number from"
         raise ArgumentError(
-            f"softcap is {value}; expected {limits.tiny:.3g} to {limits.max:.3g}: scores are {row_of(dtype).stat}"
+            f"{name} is {number}; expected {expected} {least:.3g} to {most:.3g}: scores are {most.dtype}"
         )
-    return value
+    return number
 
 
 def flag(name: str, value: Any) -> bool:
@@ -64,27 +49,20 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def choice(name: str, value: Any, options: tuple[str, ...]) -> str | None:
-    """Return one of `options` or None."""
-    if value is None or (isinstance(value, str) and value in options):
+def choice(name: str, value: Any, *options: str) -> str | None:
+    """Return one of `options`, any string where there are none, or None."""
+    if value is None or (isinstance(value, str) and (not options or value in options)):
         return value
-    raise ArgumentError(f"{name} is {shown(value)}; expected None or one of {', '.join(map(repr, options))}")
-
-
-def check_kernel(kernel: Any) -> str | None:
-    """Return the name of a kernel family or None; which families there are is for the backends to say."""
-    if kernel is None or isinstance(kernel, str):
-        return kernel
-    raise ArgumentError(f"kernel is {shown(kernel)}; expected None or a name")
+    expected = f"one of {', '.join(map(repr, options))}" if options else "a name"
+    raise ArgumentError(f"{name} is {shown(value)}; expected None or {expected}")
 
 
 def check_out_dtype(out_dtype: Any, dtype: np.dtype) -> np.dtype:
     """Return the dtype of o or of the gradients: the input's, or that of the sums, which keeps them unrounded."""
     if out_dtype is None:
         return dtype
-    name = str(out_dtype)
-    try:
-        wanted = np.dtype(name.removeprefix("torch.") if name.startswith("torch.") else out_dtype)
+    try:  # of NumPy, PyTorch or JAX
+        wanted = np.dtype(getattr(out_dtype, "__name__", str(out_dtype)).removeprefix("torch."))
     except (TypeError, ValueError) as error:
         raise DtypeError(f"out_dtype is {shown(out_dtype)}; expected a dtype") from error
     allowed = dict.fromkeys((dtype, row_of(dtype).stat))
@@ -93,9 +71,7 @@ def check_out_dtype(out_dtype: Any, dtype: np.dtype) -> np.dtype:
     raise DtypeError(f"out_dtype is {wanted}; expected {' or '.join(map(str, allowed))} for {dtype} inputs")
 
 
-def check_band(
-    is_causal: Any, window: Any, n_queries: int, n_keys: int, *, sharded: bool = False
-) -> tuple[Band | None, bool]:
+def check_band(is_causal: Any, window: Any, n_queries: int, n_keys: int, *, sharded: bool = False) -> Band | None:
     """Join `is_causal` and `window` into one diagonal band (their AND), or None when neither restricts.
 
     Parameters
@@ -107,47 +83,32 @@ def check_band(
     sharded : bool
         Whether the call is part of a larger problem, by whose lengths the diagonal is placed: the band's offset is
         then 0, and no lengths need be equal.
-
-    Returns
-    -------
-    band : Band or None
-    bottom_right : bool
-        Whether it ends in the bottom right corner.
     """
-    causal, align = _check_causal(is_causal, n_queries, n_keys, sharded)
+    placed = sharded or n_queries == n_keys  # so that the alignment need not be said
+    lengths = f"with {n_queries} queries and {n_keys} keys"
+    align = is_causal if isinstance(is_causal, str) else None
+    if align not in (None, *_ALIGNMENTS) or not isinstance(is_causal, (bool, np.bool_, str)):
+        raise ArgumentError(f"is_causal is {shown(is_causal)}; expected True, False, 'top_left' or 'bottom_right'")
+    if is_causal and align is None and not placed:
+        raise ArgumentError(
+            f"is_causal is True {lengths}; expected 'top_left' or 'bottom_right', since True says which only when the "
+            "lengths are equal"
+        )
     left, right, window_align = _check_window(window)
-    if window_align is not None:
-        if align is not None and align != window_align:
-            raise ArgumentError(
-                f"window ends in {window_align!r} but is_causal is {align!r}; expected the same alignment"
-            )
-        align = window_align
-    if causal:
+    if None not in (align, window_align) and align != window_align:
+        raise ArgumentError(f"window ends in {window_align!r} but is_causal is {align!r}; expected the same alignment")
+    align = window_align or align
+    if is_causal:
         right = 0 if right is None else min(right, 0)
     if left is None and right is None:
-        return None, False
-    if align is None:
-        if n_queries != n_keys and not sharded:
-            raise ArgumentError(
-                f"window is {window!r} with {n_queries} queries and {n_keys} keys; expected its alignment as a third "
-                "item: (left, right, 'top_left') or (left, right, 'bottom_right')"
-            )
-        align = "top_left"
-    bottom_right = align == "bottom_right"
-    return Band(left, right, n_keys - n_queries if bottom_right and not sharded else 0), bottom_right
-
-
-def _check_causal(is_causal: Any, n_queries: int, n_keys: int, sharded: bool) -> tuple[bool, str | None]:
-    if isinstance(is_causal, str) and is_causal in ALIGNMENTS:
-        return True, is_causal
-    if not isinstance(is_causal, (bool, np.bool_)):
-        raise ArgumentError(f"is_causal is {shown(is_causal)}; expected True, False, 'top_left' or 'bottom_right'")
-    if is_causal and n_queries != n_keys and not sharded:
+        return None
+    if align is None and not placed:
         raise ArgumentError(
-            f"is_causal is True with {n_queries} queries and {n_keys} keys; expected 'top_left' or 'bottom_right', "
-            "since True says which only when the lengths are equal"
+            f"window is {window!r} {lengths}; expected its alignment as a third item: (left, right, 'top_left') or "
+            "(left, right, 'bottom_right')"
         )
-    return bool(is_causal), None
+    bottom_right = align == "bottom_right"
+    return Band(left, right, n_keys - n_queries if bottom_right and not sharded else 0, bottom_right)
 
 
 def _check_window(window: Any) -> tuple[int | None, int | None, str | None]:
@@ -155,21 +116,14 @@ def _check_window(window: Any) -> tuple[int | None, int | None, str | None]:
         return None, None, None
     if not isinstance(window, (tuple, list)) or len(window) not in (2, 3):
         raise ArgumentError(f"window is {shown(window)}; expected (left, right) or (left, right, alignment)")
-    align = window[2] if len(window) == 3 else None
-    if align is not None and not (isinstance(align, str) and align in ALIGNMENTS):
+    left, right, align = (*window, None)[:3]
+    if align is not None and not (isinstance(align, str) and align in _ALIGNMENTS):
         raise ArgumentError(f"window's alignment is {shown(align)}; expected 'top_left' or 'bottom_right'")
-    return _side("left", window[0]), _side("right", window[1]), align
+    return _side("left", left), _side("right", right), align
 
 
 def _side(side: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise ArgumentError(f"window's {side} is {shown(value)}; expected an integer >= 0 or None (open)") from None
-    if number < 0:
-        raise ArgumentError(f"window's {side} is {shown(number)}; expected an integer >= 0 or None (open)")
+    number = as_integer(value)
+    if value is not None and (number is None or number < 0):
+        raise ArgumentError(f"window's {side} is {shown(value)}; expected an integer >= 0 or None (open)")
     return number

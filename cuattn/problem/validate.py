@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuattn import rng as _rng
-from cuattn.errors import ArgumentError, DtypeError, ShapeError, shown
+from cuattn.errors import ArgumentError, DtypeError, ShapeError, expect_array, shown
 from cuattn.masks import BooleanMask
 from cuattn.masks.base import Mask
 from cuattn.problem import scalars
-from cuattn.problem.model import Place, Problem
-from cuattn.problem.operations import Operation
-from cuattn.problem.origin import Origin, place_of
-from cuattn.problem.shapes import Sizes, align, broadcasts_to, check_bias_dtype, check_score_like, common_dtype, sizes
+from cuattn.problem.dtypes import DTYPES, FLOAT32, dtype_names, row_of
+from cuattn.problem.model import Problem
+from cuattn.problem.operations import Array, Operation
+from cuattn.problem.origin import Origin
 
-__all__ = ["Checked", "Options", "bind", "borrowed_mask", "check", "drawn_state", "place_of_call", "replayed_state"]
+Shape = tuple[int, ...]
 
-_INDEX_LIMIT = 2**32  # the generator's counter words have 32 bits
+_MAX_LENGTH = 2**31 - 1  # masks hold row indices as int32, kernels count rows and keys in int32
 
 
 class Options(NamedTuple):
@@ -33,17 +32,9 @@ class Options(NamedTuple):
     enable_gqa: Any = False
     precision: Any = None
     kernel: Any = None
+    statistics: bool = True
     out_dtype: Any = None
     deterministic: Any = False
-    statistics: bool = True
-
-
-class Checked(NamedTuple):
-    """A problem, the sizes of its operands as the caller sees them, and whether its band ends at the bottom right."""
-
-    problem: Problem
-    sizes: Sizes
-    bottom_right: bool
 
 
 def check(
@@ -52,7 +43,7 @@ def check(
     masks: tuple[Mask, ...],
     options: Options,
     origin: Origin | None = None,
-) -> Checked:
+) -> Problem:
     """Check every argument of a call against the others.
 
     Parameters
@@ -64,50 +55,64 @@ def check(
     options : Options
     origin : Origin, optional
         Of a part of a larger problem: of it only whether it is given, which decides how the band is placed (see
-        :func:`place_of_call`), and whether it has runs.
+        :func:`place_of`), and whether it has runs.
 
     Returns
     -------
-    Checked
+    Problem
     """
-    q, k, v = (arrays[name] for name in "qkv")
-    dtype = common_dtype(q=q, k=k, v=v)
-    size = sizes(tuple(q.shape), tuple(k.shape), tuple(v.shape), scalars.flag("enable_gqa", options.enable_gqa))
-    bias = arrays.get("bias")
-    band, bottom_right = scalars.check_band(
-        options.is_causal, options.window, size.n_queries, size.n_keys, sharded=origin is not None
-    )
+    q, k, v = (tuple(arrays[name].shape) for name in "qkv")
+    dtype, bias = _common_dtype(arrays), arrays.get("bias")
+    _check_shapes(q, k, v)
+    heads = _heads(q, k, v, scalars.flag("enable_gqa", options.enable_gqa))
+    dropout = _rng.threshold(scalars.real("dropout_p", options.dropout_p))
+    try:
+        batch = np.broadcast_shapes(q[:-3], k[:-3], v[:-3])
+    except ValueError:
+        raise ShapeError(f"q has shape {q}, k {k} and v {v}; expected leading axes that broadcast") from None
     problem = Problem(
-        operation=operation.name,
-        batch=size.batch,
-        heads=size.heads,
-        kv_heads=size.kv_heads,
-        n_queries=size.n_queries,
-        n_keys=size.n_keys,
-        head_dim=size.head_dim,
-        head_dim_v=size.head_dim_v,
+        operation.name,
+        batch,
+        *heads,
+        *(q[-2], k[-2], q[-1], v[-1]),
         dtype=dtype,
-        scale=scalars.check_scale(options.scale, size.head_dim, dtype),
-        softcap=scalars.check_softcap(options.softcap, dtype),
-        band=band,
+        scale=q[-1] ** -0.5 if options.scale is None else scalars.of_scores("scale", options.scale, dtype),
+        softcap=None if options.softcap is None else scalars.of_scores("softcap", options.softcap, dtype, True),
+        band=scalars.check_band(options.is_causal, options.window, q[-2], k[-2], sharded=origin is not None),
         masks=tuple(mask.kind for mask in masks),
-        bias=None if bias is None else check_bias_dtype(bias, dtype),
-        dropout=_rng.threshold(scalars.real("dropout_p", options.dropout_p)),
+        bias=None if bias is None else np.dtype(bias.dtype),
+        dropout=dropout,
         out_dtype=scalars.check_out_dtype(options.out_dtype, dtype),
         statistics=options.statistics,
-        precision=scalars.choice("precision", options.precision, ("tf32",)),
+        precision=scalars.choice("precision", options.precision, "tf32"),
         deterministic=scalars.flag("deterministic", options.deterministic),
-        kernel=scalars.check_kernel(options.kernel),
+        kernel=scalars.choice("kernel", options.kernel),
+        runs=bool(dropout and origin is not None and origin.has_runs),
+        rank=max(map(len, (q, k, v))),
     )
-    if problem.dropout and origin is not None and origin.has_runs:
-        problem = replace(problem, runs=True)
     if bias is not None:
-        check_score_like("bias", tuple(bias.shape), size)
+        if bias.dtype not in (dtype, FLOAT32):
+            allowed = dict.fromkeys((dtype, FLOAT32))
+            raise DtypeError(f"bias has dtype {bias.dtype}; expected {' or '.join(map(str, allowed))}")
+        _check_score_like("bias", bias, problem)
     for mask in masks:
-        _check_mask(mask, size)
-    operation.check(problem, size, arrays)
-    _check_counters(problem, problem.place)
-    return Checked(problem, size, bottom_right)
+        _check_mask(mask, problem)
+    operation.check(problem, arrays)
+    return problem
+
+
+def check_parts(parts: dict[str, Any]) -> dict[str, Array]:
+    """Check the o, l, m, o, ... of a merge's parts, at least one, by name; return shape and dtype of the results."""
+    first, o = next(iter(parts.items()))
+    shape, dtype = tuple(o.shape), np.dtype(o.dtype)
+    if len(shape) < 2:
+        raise ShapeError(f"{first} has shape {shape}; expected (..., Nq, dv)")
+    if dtype not in DTYPES:
+        raise DtypeError(f"{first} has dtype {dtype}; expected {dtype_names()}")
+    found = {"o": (shape, dtype), **dict.fromkeys("lm", (shape[:-1], row_of(dtype).stat))}
+    for name, array in parts.items():
+        expect_array(name, array, *found[name[-1]])
+    return found
 
 
 def bind(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
@@ -115,22 +120,10 @@ def bind(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
     rank = len(problem.batch) + 3
     found = {}
     for name, array in arrays.items():
-        if array is None:
-            continue
-        if name in ("l", "m", "dlse"):
-            found[name] = align(array, rank - 1)
-        else:
-            found[name] = align(array if name == "bias" else _contiguous_last(array), rank)
+        if array is not None:
+            columns = name not in ("l", "m", "dlse")
+            found[name] = _align(_contiguous_last(array) if columns and name != "bias" else array, rank - 1 + columns)
     return found
-
-
-def place_of_call(checked: Checked, origin: Origin | None) -> Place:
-    """Return where a call stands in the whole problem."""
-    if origin is None:
-        return checked.problem.place
-    place = place_of(origin, checked.problem, checked.bottom_right)
-    _check_counters(checked.problem, place)
-    return place
 
 
 def drawn_state(problem: Problem, rng: Any) -> _rng.RNGState | None:
@@ -144,45 +137,12 @@ def drawn_state(problem: Problem, rng: Any) -> _rng.RNGState | None:
 
 def replayed_state(problem: Problem, state: Any) -> _rng.RNGState | None:
     """Return the state of a backward's dropout from its forward's; None without dropout."""
-    if isinstance(state, np.random.Generator):
-        raise DtypeError(
-            "fwd.rng_state is a numpy.random.Generator, which would draw other numbers than the forward did; expected "
-            "the RNGState that the forward returned"
+    if (state is None) == bool(problem.dropout):
+        raise ArgumentError(
+            f"fwd.rng_state is {shown(state)} but dropout_p is {problem.dropout / _rng.LEVELS:.3g}; expected the "
+            "forward's dropout_p and the rng_state that it returned"
         )
-    if not problem.dropout:
-        if state is not None:
-            raise ArgumentError(f"fwd.rng_state is {shown(state)} but dropout_p is 0; expected the forward's dropout_p")
-        return None
-    if state is None:
-        raise ArgumentError("dropout_p is set but fwd.rng_state is None; expected the state that the forward returned")
-    if type(state) in (tuple, list) and len(state) == 2:
-        state = _rng.RNGState(*state)
-    return _rng.resolve(state)
-
-
-def _check_counters(problem: Problem, place: Place) -> None:
-    """Dropout's generator counts batch-heads, rows and keys in 32 bits."""
-    if not problem.dropout:
-        return
-    batches = problem.instances // problem.heads if problem.heads else 0
-    total = (place.batch + batches) * place.heads
-    ends = (("batch x heads", total), ("query", place.row + problem.n_queries), ("key", place.key + problem.n_keys))
-    for name, end in ends:
-        if end > _INDEX_LIMIT:
-            raise ArgumentError(f"dropout_p needs {name} indices up to {end}; expected at most {_INDEX_LIMIT}")
-
-
-def _check_mask(mask: Mask, size: Sizes) -> None:
-    """Check a mask's shape against the scores."""
-    if isinstance(mask, BooleanMask) and mask.borrowed:
-        check_score_like("mask", tuple(mask.array.shape), size)
-        return
-    if not mask.fits(size.n_queries, size.n_keys):
-        raise ShapeError(f"mask is {mask!r}; expected one for {size.n_queries} queries and {size.n_keys} keys")
-    if not broadcasts_to(mask.leading, size.leading):
-        raise ShapeError(
-            f"mask has leading axes {mask.leading}; expected ones that broadcast to {size.leading} (batch, query heads)"
-        )
+    return None if state is None else _rng.recorded(state)
 
 
 def borrowed_mask(array: Any) -> Mask:
@@ -191,7 +151,85 @@ def borrowed_mask(array: Any) -> Mask:
         raise DtypeError(
             f"mask has dtype {array.dtype}; expected a boolean array (True = attend), or a mask of cuattn.masks"
         )
-    return BooleanMask.borrow(align(array, 2))
+    return BooleanMask.borrow(_align(array, 2))
+
+
+def _common_dtype(arrays: dict[str, Any]) -> np.dtype:
+    """Return the one dtype that q, k and v share."""
+    dtype = np.dtype(arrays["q"].dtype)
+    if dtype not in DTYPES or not dtype.isnative:
+        raise DtypeError(f"q has dtype {dtype if dtype.isnative else dtype.str}; expected native {dtype_names()}")
+    for name in "kv":
+        if arrays[name].dtype != dtype:
+            raise DtypeError(f"{name} has dtype {arrays[name].dtype} and q {dtype}; expected the same dtype")
+    return dtype
+
+
+def _check_shapes(q: Shape, k: Shape, v: Shape) -> None:
+    for name, shape in (("q", q), ("k", k), ("v", v)):
+        if len(shape) < 2:
+            raise ShapeError(f"{name} has shape {shape}; expected at least two axes, (length, head_dim)")
+        if shape[-2] > _MAX_LENGTH:
+            raise ShapeError(f"{name} has shape {shape}; expected a length (axis -2) of at most {_MAX_LENGTH}")
+    if q[-1] != k[-1]:
+        raise ShapeError(f"q has shape {q} and k {k}; expected the same last axis (head_dim)")
+    if q[-1] == 0:
+        raise ShapeError(f"q has shape {q}; expected a head_dim (last axis) of at least 1")
+    if k[-2] != v[-2]:
+        raise ShapeError(f"k has shape {k} and v {v}; expected the same number of keys (axis -2)")
+
+
+def _heads(q: Shape, k: Shape, v: Shape, enable_gqa: bool) -> tuple[int, int]:
+    """Return (heads, kv_heads); kv heads of 1 broadcast over all query heads."""
+    hq, hk, hv = (shape[-3] if len(shape) > 2 else 1 for shape in (q, k, v))
+    if hk != hv and 1 not in (hk, hv):
+        raise ShapeError(f"k has shape {k} and v {v}; expected heads (axis -3) that broadcast, not {hk} and {hv}")
+    kv_heads = hv if hk == 1 else hk
+    if hq == 1:
+        return kv_heads, kv_heads
+    grouped = kv_heads and hq % kv_heads == 0
+    if kv_heads in (1, hq) or (grouped and enable_gqa):
+        return hq, kv_heads
+    if grouped:
+        expected = "equal heads, or enable_gqa=True for grouped heads"
+    else:
+        expected = f"a multiple of {kv_heads} heads in q" if enable_gqa else "heads (axis -3) that broadcast"
+    raise ShapeError(f"q has {hq} heads and k, v have {kv_heads} (shapes {q}, {k}, {v}); expected {expected}")
+
+
+def _check_mask(mask: Mask, problem: Problem) -> None:
+    """Check a mask's shape against the scores."""
+    if isinstance(mask, BooleanMask) and mask.borrowed:
+        return _check_score_like("mask", mask.array, problem)
+    lengths = f"{problem.n_queries} queries and {problem.n_keys} keys"
+    if not mask.fits(problem.n_queries, problem.n_keys) or not _broadcasts_to(mask.leading, problem.leading):
+        raise ShapeError(
+            f"mask is {mask!r} with leading axes {mask.leading}; expected one for {lengths}, whose leading axes "
+            f"broadcast to {problem.leading} (batch, query heads)"
+        )
+
+
+def _check_score_like(name: str, array: Any, problem: Problem) -> None:
+    """Check that an array broadcasts to the scores, (..., Hq, Nq, Nk)."""
+    target = (*problem.leading, problem.n_queries, problem.n_keys)
+    if not _broadcasts_to(tuple(array.shape), target):
+        raise ShapeError(
+            f"{name} has shape {tuple(array.shape)}; expected one that broadcasts to the scores' shape {target}"
+        )
+
+
+def _broadcasts_to(shape: Shape, target: Shape) -> bool:
+    """Whether an array of `shape` can be broadcast to exactly `target`."""
+    try:
+        return np.broadcast_shapes(shape, target) == target
+    except ValueError:
+        return False
+
+
+def _align(array: Any, rank: int) -> Any:
+    """Return a view with axes of length 1 in front, up to `rank` axes."""
+    missing = rank - array.ndim
+    return array if missing <= 0 else array[(None,) * missing]
 
 
 def _contiguous_last(array: Any) -> Any:

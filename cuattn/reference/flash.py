@@ -7,13 +7,18 @@ same with one `if`.
 
 import numpy as np
 
-from cuattn.errors import ShapeError
-from cuattn.io_model import block_sizes
-from cuattn.reference.hbm import HBM
-from cuattn.reference.steps import Backward, Forward, Options, block, fresh_state, place, reciprocal, update
-from cuattn.rng import recorded
-
-__all__ = ["flash_backward", "flash_forward"]
+from cuattn import rng as random
+from cuattn.errors import ArgumentError, ShapeError
+from cuattn.reference.steps import (
+    Backward,
+    Forward,
+    add_gradients,
+    backward_blocks,
+    exp_minus,
+    reciprocal,
+    softmax_tile,
+    start,
+)
 
 
 def flash_forward(
@@ -69,36 +74,26 @@ def flash_forward(
            [0., 0., 1., 0.],
            [0., 0., 0., 1.]])
     """
-    hbm = HBM(dtype)
-    n, d = place(hbm, Q=q, K=k, V=v)
-    options = Options.resolve(hbm, n, d, scale, mask, dropout_p, b, lambda: fresh_state(rng))
-    if options.state is not None:  # Alg. 2, 5 l. 1
-        hbm.allocate("R", 2, dtype=np.uint64)
-        hbm.store("R", slice(0, 2), options.state)
-    b_r, b_c, t_r, t_c = _place_blocks(hbm, blocks, n, d, M)  # Alg. 1 l. 1; Alg. 2 l. 2
-    hbm.allocate("O", (n, d), 0, output=True)  # Alg. 1, 5 l. 2; Alg. 2 l. 3
-    hbm.allocate("l", n, 0)
-    hbm.allocate("m", n, -np.inf)
-    for j in range(t_c):  # Alg. 1, 5 l. 5; Alg. 2 l. 6
-        keys = block(j, b_c, n)  # Alg. 1, 5 l. 3; Alg. 2 l. 4
-        K_j, V_j = hbm.load("K", keys), hbm.load("V", keys)  # Alg. 1, 5 l. 6; Alg. 2 l. 7
-        for i in range(t_r):  # Alg. 1, 5 l. 7; Alg. 2 l. 8
-            if blocks is None or hbm.load("M", (i, j)):  # Alg. 5 l. 8
-                _forward_tile(hbm, options, block(i, b_r, n), keys, K_j, V_j)
-    return Forward(hbm.take("O"), hbm.take("l"), hbm.take("m"), options.state, hbm.counts)
-
-
-def _forward_tile(hbm, options, rows, keys, K_j, V_j):
-    """Add block j of keys to the output of block i of rows."""
-    Q_i, O_i = hbm.load("Q", rows), hbm.load("O", rows)  # Alg. 1 l. 8; Alg. 2, 5 l. 9
-    l_i, m_i = hbm.load("l", rows), hbm.load("m", rows)
-    S_ij = hbm.on_chip("S", options.scale * (Q_i @ K_j.T))  # Alg. 1 l. 9; Alg. 2, 5 l. 10
-    S_ij = options.masked(hbm, S_ij, rows, keys)  # Alg. 2, 5 l. 11
-    Z_ij = options.dropout(hbm.dtype, rows, keys)
-    O_i, l_i, m_i = update(S_ij, V_j, O_i, l_i, m_i, Z_ij)  # Alg. 1 l. 10-12; Alg. 2, 5 l. 12-15
-    hbm.store("O", rows, O_i)
-    hbm.store("l", rows, l_i)  # Alg. 1 l. 13; Alg. 2, 5 l. 16
-    hbm.store("m", rows, m_i)
+    hbm, n, d, rows, keys = start(M, dtype, Q=q, K=k, V=v)  # Alg. 1 l. 1, 3; Alg. 2 l. 2, 4
+    options = _Options(hbm, d, blocks, scale, mask, dropout_p, b, {"mask": (n, n), "blocks": (len(rows), len(keys))})
+    if options.threshold:  # Alg. 2, 5 l. 1
+        if rng is None:
+            raise ArgumentError("rng is None: with dropout, expected a seed or a state")
+        options.state = random.resolve(rng)
+        hbm.allocate(2, "R", dtype=np.uint64)
+        hbm.store(..., R=options.state)
+    hbm.allocate((n, d), "O", fill=0, output=True)  # Alg. 1, 5 l. 2; Alg. 2 l. 3
+    hbm.allocate(n, "l", fill=0)
+    hbm.allocate(n, "m", fill=-np.inf)
+    for j, columns in enumerate(keys):  # Alg. 1, 5 l. 5; Alg. 2 l. 6
+        K_j, V_j = hbm.load(columns, "K", "V")  # Alg. 1, 5 l. 6; Alg. 2 l. 7
+        for i, here in enumerate(rows):  # Alg. 1, 5 l. 7; Alg. 2 l. 8
+            if blocks is None or hbm.load((i, j), "blocks"):  # Alg. 5 l. 8
+                Q_i, O_i, l_i, m_i = hbm.load(here, "Q", "O", "l", "m")  # Alg. 1 l. 8; Alg. 2, 5 l. 9
+                S_ij, Z_ij = options.scores(Q_i, K_j, here, columns)  # Alg. 1 l. 9; Alg. 2, 5 l. 10-11
+                O_i, l_i, m_i = update(S_ij, V_j, O_i, l_i, m_i, Z_ij)  # Alg. 1 l. 10-12; Alg. 2, 5 l. 12-15
+                hbm.store(here, O=O_i, l=l_i, m=m_i)  # Alg. 1 l. 12-13; Alg. 2, 5 l. 15-16
+    return Forward(*hbm.take("O", "l", "m"), options.state, hbm.counts)
 
 
 def flash_backward(do, q, k, v, fwd, M, *, blocks=None, scale=None, mask=None, dropout_p=0.0, b=0, dtype=np.float64):
@@ -133,54 +128,61 @@ def flash_backward(do, q, k, v, fwd, M, *, blocks=None, scale=None, mask=None, d
     >>> flash_backward(do, q, k, v, fwd, 16, dropout_p=0.5).counts.total
     466
     """
-    hbm = HBM(dtype)
-    n, d = place(hbm, Q=q, K=k, V=v, dO=do, O=fwd.o)
+    hbm, n, d, rows, keys = start(M, dtype, Q=q, K=k, V=v, dO=do, O=fwd.o)  # Alg. 4 l. 2-3
     hbm.place("l", fwd.l)
     hbm.place("m", fwd.m)
-    options = Options.resolve(hbm, n, d, scale, mask, dropout_p, b, lambda: recorded(fwd.rng_state))
-    if options.state is not None:  # Alg. 4 l. 1
-        hbm.place("R", options.state, np.uint64)
-        seed, offset = hbm.load("R").tolist()
-        options = options._replace(state=options.state._replace(seed=seed, offset=offset))
-    b_r, b_c, t_r, t_c = _place_blocks(hbm, blocks, n, d, M)  # Alg. 4 l. 2
-    for name in ("dQ", "dK", "dV"):
-        hbm.allocate(name, (n, d), 0, output=True)  # Alg. 4 l. 5
-    for j in range(t_c):  # Alg. 4 l. 6
-        keys = block(j, b_c, n)  # Alg. 4 l. 3
-        K_j, V_j = hbm.load("K", keys), hbm.load("V", keys)  # Alg. 4 l. 7
-        dK_j = hbm.on_chip("dK", np.zeros_like(K_j))  # Alg. 4 l. 8
-        dV_j = hbm.on_chip("dV", np.zeros_like(V_j))
-        for i in range(t_r):  # Alg. 4 l. 9
-            if blocks is None or hbm.load("M", (i, j)):  # as Alg. 5 l. 8
-                _backward_tile(hbm, options, block(i, b_r, n), keys, K_j, V_j, dK_j, dV_j)
-        hbm.store("dK", keys, dK_j)  # Alg. 4 l. 24
-        hbm.store("dV", keys, dV_j)
-    return Backward(hbm.take("dQ"), hbm.take("dK"), hbm.take("dV"), hbm.counts)
+    options = _Options(hbm, d, blocks, scale, mask, dropout_p, b, {"mask": (n, n), "blocks": (len(rows), len(keys))})
+    if options.threshold:  # Alg. 4 l. 1
+        hbm.place("R", random.recorded(fwd.rng_state), np.uint64)
+        options.state = random.RNGState(*hbm.load(..., "R").tolist())
+    hbm.allocate((n, d), "dQ", "dK", "dV", fill=0, output=True)  # Alg. 4 l. 5
+    for j, columns, *tiles in backward_blocks(hbm, keys):  # Alg. 4 l. 6-8, 24
+        for i, here in enumerate(rows):  # Alg. 4 l. 9
+            if blocks is None or hbm.load((i, j), "blocks"):  # as Alg. 5 l. 8
+                Q_i, O_i, dO_i, dQ_i, l_i, m_i = hbm.load(here, "Q", "O", "dO", "dQ", "l", "m")  # Alg. 4 l. 10
+                S_ij, Z_ij = options.scores(Q_i, tiles[0], here, columns)  # Alg. 4 l. 11-12, 14
+                P_ij = reciprocal(l_i)[:, None] * exp_minus(S_ij, m_i)  # Alg. 4 l. 13
+                D_i = (dO_i * O_i).sum(axis=1)  # Alg. 4 l. 19
+                dQ_i = add_gradients(hbm, options.scale, P_ij, D_i, dO_i, Q_i, dQ_i, *tiles, Z_ij)  # Alg. 4 l. 15-22
+                hbm.store(here, dQ=dQ_i)  # Alg. 4 l. 21
+    return Backward(*hbm.take("dQ", "dK", "dV"), hbm.counts)
 
 
-def _backward_tile(hbm, options, rows, keys, K_j, V_j, dK_j, dV_j):
-    """Add the gradients of tile (i, j): to dQ_i in HBM, and to dK_j and dV_j on the chip, in place."""
-    Q_i, O_i, dO_i, dQ_i = (hbm.load(name, rows) for name in ("Q", "O", "dO", "dQ"))  # Alg. 4 l. 10
-    l_i, m_i = hbm.load("l", rows), hbm.load("m", rows)
-    S_ij = hbm.on_chip("S", options.scale * (Q_i @ K_j.T))  # Alg. 4 l. 11
-    S_ij = options.masked(hbm, S_ij, rows, keys)  # Alg. 4 l. 12
-    P_ij = reciprocal(l_i)[:, None] * np.exp(S_ij - np.where(m_i == -np.inf, 0, m_i)[:, None])  # Alg. 4 l. 13
-    Z_ij = options.dropout(hbm.dtype, rows, keys)  # Alg. 4 l. 14
-    P_dropped = P_ij * Z_ij  # Alg. 4 l. 15
-    dV_j += P_dropped.T @ dO_i  # Alg. 4 l. 16
-    dP_dropped = hbm.on_chip("dP", dO_i @ V_j.T)  # Alg. 4 l. 17
-    dP_ij = dP_dropped * Z_ij  # Alg. 4 l. 18
-    D_i = (dO_i * O_i).sum(axis=1)  # Alg. 4 l. 19
-    dS_ij = P_ij * (dP_ij - D_i[:, None])  # Alg. 4 l. 20
-    hbm.store("dQ", rows, dQ_i + options.scale * (dS_ij @ K_j))  # Alg. 4 l. 21
-    dK_j += options.scale * (dS_ij.T @ Q_i)  # Alg. 4 l. 22
+class _Options:
+    """What Algorithms 2, 4 and 5 add to attention: tau, MASK, dropout and, placed in HBM, the block mask.
+
+    `mask` is None, a function of row and key indices that is evaluated on the chip, or an array in HBM.  `threshold` is
+    0 without dropout, whose `state` the algorithm sets.
+    """
+
+    def __init__(self, hbm, d, blocks, scale, mask, dropout_p, b, shapes):
+        self.hbm, self.mask, self.b, self.state = hbm, mask, b, None
+        self.scale = d**-0.5 if scale is None else scale
+        self.threshold = random.threshold(dropout_p)
+        for name, array in (("mask", None if callable(mask) else mask), ("blocks", blocks)):
+            if array is not None:
+                if np.shape(array) != shapes[name]:
+                    raise ShapeError(f"{name} has shape {np.shape(array)}: expected {shapes[name]}")
+                hbm.place(name, array, np.bool_)
+
+    def scores(self, Q_i, K_j, rows, keys):
+        """Return MASK(tau Q_i K_j^T), -inf where row i may not see key j, and Z, what dropout multiplies P by."""
+        S = self.hbm.on_chip("S", self.scale * (Q_i @ K_j.T))
+        if self.mask is not None:
+            seen = self.mask(*np.ogrid[rows, keys]) if callable(self.mask) else self.hbm.load((rows, keys), "mask")
+            S = np.where(seen, S, -np.inf)
+        if not self.threshold:
+            return S, 1
+        kept = random.keep(self.state, self.threshold, self.b, (rows.start, rows.stop), (keys.start, keys.stop))
+        return S, kept * S.dtype.type(random.LEVELS / (random.LEVELS - self.threshold))
 
 
-def _place_blocks(hbm, blocks, n, d, M):
-    """Return the block sizes; a block sparsity mask is put into HBM."""
-    sizes = block_sizes(n, d, M)
-    if blocks is not None:
-        if np.shape(blocks) != (sizes.t_r, sizes.t_c):
-            raise ShapeError(f"blocks has shape {np.shape(blocks)}: expected (T_r, T_c) = {(sizes.t_r, sizes.t_c)}")
-        hbm.place("M", blocks, np.bool_)
-    return sizes
+def update(S_ij, V_j, O_i, l_i, m_i, Z_ij=1):
+    """Return O_i, l_i and m_i after a tile of scores; Z_ij is dropout's factor."""
+    m_ij, P_ij, l_ij = softmax_tile(S_ij)  # Alg. 1 l. 10; Alg. 2, 5 l. 12
+    m_new = np.maximum(m_i, m_ij)  # Alg. 1 l. 11; Alg. 2, 5 l. 13
+    old, new = exp_minus(m_i, m_new), exp_minus(m_ij, m_new)
+    l_new = old * l_i + new * l_ij
+    P_dropped = P_ij * Z_ij  # Alg. 2, 5 l. 14
+    O_i = (l_i * old)[:, None] * O_i + new[:, None] * (P_dropped @ V_j)  # Alg. 1 l. 12; Alg. 2, 5 l. 15
+    return reciprocal(l_new)[:, None] * O_i, l_new, m_new

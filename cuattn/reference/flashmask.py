@@ -9,13 +9,17 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.errors import ShapeError
-from cuattn.io_model import Tiles, block_sizes
-from cuattn.reference.hbm import HBM, Counts
-from cuattn.reference.steps import Backward, block, place, reciprocal, rescaling
-
-__all__ = ["FlashMaskForward", "flashmask_backward", "flashmask_forward"]
-
-_LOWER, _UPPER = slice(0, 2), slice(2, 4)  # columns of the mask in HBM: LTS and LTE, UTS and UTE
+from cuattn.io_model import Tiles
+from cuattn.reference.steps import (
+    Backward,
+    Counts,
+    add_gradients,
+    backward_blocks,
+    empty_rows,
+    exp_minus,
+    reciprocal,
+    start,
+)
 
 
 class FlashMaskForward(NamedTuple):
@@ -70,40 +74,31 @@ def flashmask_forward(q, k, v, mask, M, *, scale=None, dtype=np.float64):
            [1, 1, 1, 0],
            [1, 1, 1, 1]])
     """
-    hbm = HBM(dtype)
-    n, d = place(hbm, Q=q, K=k, V=v)
+    hbm, n, d, rows, keys = start(M, dtype, Q=q, K=k, V=v)  # Alg. 1 l. 2-4
     scale = d**-0.5 if scale is None else scale
-    sizes = block_sizes(n, d, M)  # Alg. 1 l. 2-4
-    tiles = Tiles(*(np.zeros((sizes.t_r, sizes.t_c), bool) for _ in Tiles._fields))
-    _place_mask(hbm, mask, n, sizes)  # Alg. 1 l. 5
-    hbm.allocate("O", (n, d), output=True)
-    hbm.allocate("L", n)
-    for i in range(sizes.t_r):  # Alg. 1 l. 6
-        rows = block(i, sizes.b_r, n)
-        Q_i = hbm.load("Q", rows)  # Alg. 1 l. 7
-        O_i = hbm.on_chip("O", np.zeros_like(Q_i))  # Alg. 1 l. 8
-        l_i = hbm.on_chip("l", np.zeros(len(Q_i), hbm.dtype))
-        m_i = hbm.on_chip("m", np.full(len(Q_i), -np.inf, hbm.dtype))
-        for j in range(sizes.t_c):  # Alg. 1 l. 9
-            if _is_masked(rows, hbm.load("common", j)):  # Alg. 1 l. 10-15
+    tiles = Tiles(*np.zeros((3, len(rows), len(keys)), bool))
+    _place_mask(hbm, mask, n, keys)  # Alg. 1 l. 5
+    hbm.allocate((n, d), "O", output=True)
+    hbm.allocate(n, "L")
+    for i, here in enumerate(rows):  # Alg. 1 l. 6
+        Q_i = hbm.load(here, "Q")  # Alg. 1 l. 7
+        O_i, l_i, m_i = empty_rows(hbm, Q_i)  # Alg. 1 l. 8
+        for j, columns in enumerate(keys):  # Alg. 1 l. 9
+            if _is_masked(here, hbm.load(j, "common")):  # Alg. 1 l. 10-15
                 continue
-            keys = block(j, sizes.b_c, n)
-            K_j, V_j = hbm.load("K", keys), hbm.load("V", keys)  # Alg. 1 l. 16
+            K_j, V_j = hbm.load(columns, "K", "V")  # Alg. 1 l. 16
             S_ij = hbm.on_chip("S", scale * (Q_i @ K_j.T))  # Alg. 1 l. 17
-            lower, upper = _is_partial(rows, hbm.load("any", j))  # Alg. 1 l. 18, 22
-            if lower:
-                S_ij = _hide(S_ij, rows, hbm.load("mask", (keys, _LOWER)))  # Alg. 1 l. 19-20
-            if upper:
-                S_ij = _hide(S_ij, rows, hbm.load("mask", (keys, _UPPER)))  # Alg. 1 l. 23-24
+            partial = _is_partial(here, hbm.load(j, "any"))  # Alg. 1 l. 18, 22
+            for interval in np.flatnonzero(partial):
+                S_ij = _hide(S_ij, here, hbm.load((columns, interval), "mask"))  # Alg. 1 l. 19-20, 23-24
             m_new = np.maximum(m_i, S_ij.max(axis=1))  # Alg. 1 l. 26
-            P_ij = np.exp(S_ij - np.where(m_new == -np.inf, 0, m_new)[:, None])
-            old = rescaling(m_i, m_new)
+            P_ij, old = exp_minus(S_ij, m_new), exp_minus(m_i, m_new)
             l_i, m_i = old * l_i + P_ij.sum(axis=1), m_new  # Alg. 1 l. 27
             O_i = old[:, None] * O_i + P_ij @ V_j  # Alg. 1 l. 28
-            tiles.visited[i, j], tiles.lower[i, j], tiles.upper[i, j] = True, lower, upper
-        hbm.store("O", rows, reciprocal(l_i)[:, None] * O_i)  # Alg. 1 l. 30, 32
-        hbm.store("L", rows, m_i + np.log(l_i, out=np.zeros_like(l_i), where=l_i != 0))  # Alg. 1 l. 31, 33
-    return FlashMaskForward(hbm.take("O"), hbm.take("L"), tiles, hbm.counts)
+            tiles.visited[i, j], (tiles.lower[i, j], tiles.upper[i, j]) = True, partial
+        L_i = m_i + np.log(l_i, out=np.zeros_like(l_i), where=l_i != 0)  # Alg. 1 l. 31
+        hbm.store(here, O=reciprocal(l_i)[:, None] * O_i, L=L_i)  # Alg. 1 l. 30, 32, 33
+    return FlashMaskForward(*hbm.take("O", "L"), tiles, hbm.counts)
 
 
 def flashmask_backward(do, q, k, v, fwd, mask, M, *, scale=None, dtype=np.float64):
@@ -147,73 +142,50 @@ def flashmask_backward(do, q, k, v, fwd, mask, M, *, scale=None, dtype=np.float6
     >>> flashmask_backward(do, q, k, v, fwd, causal, 16).dv.sum(axis=0).round(6)
     array([1., 1., 1., 1.])
     """
-    hbm = HBM(dtype)
-    n, d = place(hbm, Q=q, K=k, V=v, dO=do, O=fwd.o)
+    hbm, n, d, rows, keys = start(M, dtype, Q=q, K=k, V=v, dO=do, O=fwd.o)  # Alg. 2 l. 2-3
     hbm.place("L", fwd.lse)
     scale = d**-0.5 if scale is None else scale
-    sizes = block_sizes(n, d, M)  # Alg. 2 l. 2-3
-    hbm.allocate("dQ", (n, d), 0, output=True)  # Alg. 2 l. 4
-    hbm.allocate("dK", (n, d), output=True)
-    hbm.allocate("dV", (n, d), output=True)
-    hbm.allocate("D", n)
-    for i in range(sizes.t_r):  # Alg. 2 l. 5
-        rows = block(i, sizes.b_r, n)
-        hbm.store("D", rows, (hbm.load("dO", rows) * hbm.load("O", rows)).sum(axis=1))
+    hbm.allocate((n, d), "dQ", fill=0, output=True)  # Alg. 2 l. 4
+    hbm.allocate((n, d), "dK", "dV", output=True)
+    hbm.allocate(n, "D")
+    for here in rows:  # Alg. 2 l. 5
+        hbm.store(here, D=np.multiply(*hbm.load(here, "dO", "O")).sum(axis=1))
     hbm.end_kernel()
-    _place_mask(hbm, mask, n, sizes)  # Alg. 2 l. 6-7
-    for j in range(sizes.t_c):  # Alg. 2 l. 8
-        keys = block(j, sizes.b_c, n)
-        K_j, V_j = hbm.load("K", keys), hbm.load("V", keys)  # Alg. 2 l. 9
-        dK_j = hbm.on_chip("dK", np.zeros_like(K_j))  # Alg. 2 l. 10
-        dV_j = hbm.on_chip("dV", np.zeros_like(V_j))
-        vectors = hbm.load("mask", keys)  # Alg. 2 l. 11-12
-        common, any_ = hbm.load("common", j), hbm.load("any", j)  # resident (appendix A.1)
-        for i in range(sizes.t_r):  # Alg. 2 l. 13
-            rows = block(i, sizes.b_r, n)
-            if not _is_masked(rows, common):  # Alg. 2 l. 14-19
-                _backward_tile(hbm, scale, rows, K_j, V_j, vectors, any_, dK_j, dV_j)
-        hbm.store("dK", keys, dK_j)  # Alg. 2 l. 36
-        hbm.store("dV", keys, dV_j)
-    return Backward(hbm.take("dQ"), hbm.take("dK"), hbm.take("dV"), hbm.counts)
+    _place_mask(hbm, mask, n, keys)  # Alg. 2 l. 6-7
+    for j, columns, K_j, *tiles in backward_blocks(hbm, keys):  # Alg. 2 l. 8-10, 36
+        vectors = hbm.load(columns, "mask")  # Alg. 2 l. 11-12
+        common, any_ = hbm.load(j, "common", "any")  # resident (appendix A.1)
+        for here in rows:  # Alg. 2 l. 13
+            if _is_masked(here, common):  # Alg. 2 l. 14-19
+                continue
+            Q_i, _, dO_i, _, L_i, D_i = hbm.load(here, "Q", "O", "dO", "dQ", "L", "D")  # Alg. 2 l. 20
+            S_ij = hbm.on_chip("S", scale * (Q_i @ K_j.T))  # Alg. 2 l. 21
+            for interval in np.flatnonzero(_is_partial(here, any_)):
+                S_ij = _hide(S_ij, here, vectors[:, interval])  # Alg. 2 l. 22-27
+            P_ij, dQ_i = exp_minus(S_ij, L_i), hbm.load(here, "dQ")  # Alg. 2 l. 28, 32
+            dQ_i = add_gradients(hbm, scale, P_ij, D_i, dO_i, Q_i, dQ_i, K_j, *tiles)  # Alg. 2 l. 29-34
+            hbm.store(here, dQ=dQ_i)  # Alg. 2 l. 33
+    return Backward(*hbm.take("dQ", "dK", "dV"), hbm.counts)
 
 
-def _backward_tile(hbm, scale, rows, K_j, V_j, vectors, any_, dK_j, dV_j):
-    Q_i, _, dO_i, _ = (hbm.load(name, rows) for name in ("Q", "O", "dO", "dQ"))  # Alg. 2 l. 20
-    L_i, D_i = hbm.load("L", rows), hbm.load("D", rows)
-    S_ij = hbm.on_chip("S", scale * (Q_i @ K_j.T))  # Alg. 2 l. 21
-    lower, upper = _is_partial(rows, any_)
-    if lower:
-        S_ij = _hide(S_ij, rows, vectors[:, _LOWER])  # Alg. 2 l. 22-24
-    if upper:
-        S_ij = _hide(S_ij, rows, vectors[:, _UPPER])  # Alg. 2 l. 25-27
-    P_ij = np.exp(S_ij - np.where(L_i == -np.inf, 0, L_i)[:, None])  # Alg. 2 l. 28
-    dV_j += P_ij.T @ dO_i  # Alg. 2 l. 29
-    dP_ij = hbm.on_chip("dP", dO_i @ V_j.T)  # Alg. 2 l. 30
-    dS_ij = P_ij * (dP_ij - D_i[:, None])  # Alg. 2 l. 31
-    dQ_i = hbm.load("dQ", rows) + scale * (dS_ij @ K_j)  # Alg. 2 l. 32
-    hbm.store("dQ", rows, dQ_i)  # Alg. 2 l. 33
-    dK_j += scale * (dS_ij.T @ Q_i)  # Alg. 2 l. 34
-
-
-def _place_mask(hbm, mask, n, sizes):
+def _place_mask(hbm, mask, n, keys):
     """Put the vectors into HBM, compute their bounds per block of keys and write them there.
 
-    Per block, "common" holds the intervals that all its keys have in common, max LTS, min LTE, max UTS, min UTE, and
-    "any" those that hold every key's: min LTS, max LTE, min UTS, max UTE.
+    "mask" holds the two intervals of each key, (LTS, LTE) and (UTS, UTE).  Per block, "common" holds those that all its
+    keys have in common, (max LTS, min LTE) and (max UTS, min UTE), and "any" those that hold every key's, (min LTS,
+    max LTE) and (min UTS, max UTE).
     """
     if hasattr(mask, "lts"):
         mask = (mask.lts, mask.lte, mask.uts, mask.ute)
     for name, vector in zip(("LTS", "LTE", "UTS", "UTE"), mask, strict=True):
         if np.shape(vector) != (n,):
             raise ShapeError(f"mask: {name} has shape {np.shape(vector)}, expected (N,) = {(n,)}")
-    hbm.place("mask", np.transpose(mask), np.int32)
-    hbm.allocate("common", (sizes.t_c, 4), dtype=np.int32)
-    hbm.allocate("any", (sizes.t_c, 4), dtype=np.int32)
-    for j in range(sizes.t_c):
-        vectors = hbm.load("mask", block(j, sizes.b_c, n))
-        least, most, starts = vectors.min(axis=0), vectors.max(axis=0), [True, False, True, False]
-        hbm.store("common", j, np.where(starts, most, least))
-        hbm.store("any", j, np.where(starts, least, most))
+    hbm.place("mask", np.transpose(mask).reshape(n, 2, 2), np.int32)
+    hbm.allocate((len(keys), 2, 2), "common", "any", dtype=np.int32)
+    for j, columns in enumerate(keys):
+        vectors = hbm.load(columns, "mask")
+        least, most, is_start = vectors.min(axis=0), vectors.max(axis=0), [True, False]
+        hbm.store(j, common=np.where(is_start, most, least), any=np.where(is_start, least, most))
     hbm.end_kernel()
 
 
@@ -222,17 +194,17 @@ def _is_masked(rows, common):
 
     The papers' i x B_r is the end of a block; the last one may be shorter, and ends at N.
     """
-    lts, lte, uts, ute = common
-    return (rows.start >= lts and rows.stop <= lte) or (rows.start >= uts and rows.stop <= ute)
+    first, end = common.T
+    return ((rows.start >= first) & (rows.stop <= end)).any()
 
 
 def _is_partial(rows, any_):
     """Tell for each interval whether it may hide an element of the tile."""
-    lts, lte, uts, ute = any_
-    return rows.stop > lts and rows.start < lte, rows.stop > uts and rows.start < ute
+    first, end = any_.T
+    return (rows.stop > first) & (rows.start < end)
 
 
 def _hide(S, rows, interval):
     """Set S to -inf where start <= row < end."""
-    row, (start, end) = np.arange(rows.start, rows.stop)[:, None], interval.T
-    return np.where((start <= row) & (row < end), -np.inf, S)
+    row, (first, end) = np.arange(rows.start, rows.stop)[:, None], interval.T
+    return np.where((first <= row) & (row < end), -np.inf, S)

@@ -10,12 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.errors import ShapeError
-from cuattn.io_model import block_sizes
-from cuattn.io_model.sizes import cdiv
-from cuattn.reference.hbm import HBM, Counts
-from cuattn.reference.steps import Backward, block, place, softmax_tile
-
-__all__ = ["StandardForward", "standard_backward", "standard_forward"]
+from cuattn.reference.steps import Backward, Counts, blocks, softmax_tile, start
 
 
 class StandardForward(NamedTuple):
@@ -61,21 +56,16 @@ def standard_forward(q, k, v, M, *, dtype=np.float64):
     >>> standard_forward(q, k, v, 16).counts
     Counts(reads=176, writes=48, extra=32, sram=16)
     """
-    hbm = HBM(dtype)
-    n, d = place(hbm, Q=q, K=k, V=v)
-    sizes = block_sizes(n, d, M)
-    hbm.allocate("S", (n, n))
-    hbm.allocate("P", (n, n))
-    hbm.allocate("O", (n, d), output=True)
-    _outer_product(hbm, "Q", "K", "S", n, sizes)  # Alg. 0 l. 1: S = Q K^T
-    whole_rows = max(1, M // n)
-    for i in range(cdiv(n, whole_rows)):  # Alg. 0 l. 2: P = softmax(S)
-        rows = block(i, whole_rows, n)
-        _, P_i, l_i = softmax_tile(hbm.load("S", rows))
-        hbm.store("P", rows, P_i / l_i[:, None])
+    hbm, n, d, *tiles = start(M, dtype, Q=q, K=k, V=v)
+    hbm.allocate((n, n), "S", "P")
+    hbm.allocate((n, d), "O", output=True)
+    _outer_product(hbm, "Q", "K", "S", *tiles)  # Alg. 0 l. 1: S = Q K^T
+    for rows in blocks(n, max(1, M // n)):  # Alg. 0 l. 2: P = softmax(S)
+        _, P_i, l_i = softmax_tile(hbm.load(rows, "S"))
+        hbm.store(rows, P=P_i / l_i[:, None])
     hbm.end_kernel()
-    _product(hbm, "P", "V", "O", n, sizes)  # Alg. 0 l. 3: O = P V
-    return StandardForward(hbm.take("O"), hbm.take("P"), hbm.counts)
+    _product(hbm, "P", "V", "O", *tiles)  # Alg. 0 l. 3: O = P V
+    return StandardForward(*hbm.take("O", "P"), hbm.counts)
 
 
 def standard_backward(do, q, k, v, p, M, *, dtype=np.float64):
@@ -110,50 +100,39 @@ def standard_backward(do, q, k, v, p, M, *, dtype=np.float64):
     >>> standard_backward(do, q, k, v, p, 16).dv.sum(1).round(6)
     array([1., 1., 1., 1.])
     """
-    hbm = HBM(dtype)
-    n, d = place(hbm, Q=q, K=k, V=v, dO=do)
+    hbm, n, d, *tiles = start(M, dtype, Q=q, K=k, V=v, dO=do)
     if np.shape(p) != (n, n):
         raise ShapeError(f"p has shape {np.shape(p)}: expected (N, N) = {(n, n)}")
     hbm.place("P", p)
-    sizes = block_sizes(n, d, M)
-    for name in ("dP", "dS"):
-        hbm.allocate(name, (n, n))
-    for name in ("dQ", "dK", "dV"):
-        hbm.allocate(name, (n, d), output=True)
-    _product(hbm, "P", "dO", "dV", n, sizes, transposed=True)  # Alg. 3 l. 1: dV = P^T dO
-    _outer_product(hbm, "dO", "V", "dP", n, sizes)  # Alg. 3 l. 2: dP = dO V^T
-    whole_rows = max(1, M // (2 * n))
-    for i in range(cdiv(n, whole_rows)):  # Alg. 3 l. 3: dS_ij = P_ij (dP_ij - sum_l P_il dP_il)
-        rows = block(i, whole_rows, n)
-        P_i, dP_i = hbm.load("P", rows), hbm.load("dP", rows)
-        hbm.store("dS", rows, P_i * (dP_i - (P_i * dP_i).sum(axis=1, keepdims=True)))
+    hbm.allocate((n, n), "dP", "dS")
+    hbm.allocate((n, d), "dQ", "dK", "dV", output=True)
+    _product(hbm, "P", "dO", "dV", *tiles, transposed=True)  # Alg. 3 l. 1: dV = P^T dO
+    _outer_product(hbm, "dO", "V", "dP", *tiles)  # Alg. 3 l. 2: dP = dO V^T
+    for rows in blocks(n, max(1, M // (2 * n))):  # Alg. 3 l. 3: dS_ij = P_ij (dP_ij - sum_l P_il dP_il)
+        P_i, dP_i = hbm.load(rows, "P", "dP")
+        hbm.store(rows, dS=P_i * (dP_i - (P_i * dP_i).sum(axis=1, keepdims=True)))
     hbm.end_kernel()
-    _product(hbm, "dS", "K", "dQ", n, sizes)  # Alg. 3 l. 4: dQ = dS K
-    _product(hbm, "dS", "Q", "dK", n, sizes, transposed=True)  # Alg. 3 l. 5: dK = dS^T Q
-    return Backward(hbm.take("dQ"), hbm.take("dK"), hbm.take("dV"), hbm.counts)
+    _product(hbm, "dS", "K", "dQ", *tiles)  # Alg. 3 l. 4: dQ = dS K
+    _product(hbm, "dS", "Q", "dK", *tiles, transposed=True)  # Alg. 3 l. 5: dK = dS^T Q
+    return Backward(*hbm.take("dQ", "dK", "dV"), hbm.counts)
 
 
-def _outer_product(hbm, left, right, result, n, sizes):
+def _outer_product(hbm, left, right, result, rows, keys):
     """Run a kernel that computes left @ right^T, (N, N), with a block of `right` on the chip."""
-    b_r, b_c, t_r, t_c = sizes
-    for j in range(t_c):
-        keys = block(j, b_c, n)
-        right_j = hbm.load(right, keys)
-        for i in range(t_r):
-            rows = block(i, b_r, n)
-            left_i = hbm.load(left, rows)
-            hbm.store(result, (rows, keys), hbm.on_chip(result, left_i @ right_j.T))
+    for resident in keys:
+        right_j = hbm.load(resident, right)
+        for streamed in rows:
+            tile = hbm.on_chip(result, hbm.load(streamed, left) @ right_j.T)
+            hbm.store((streamed, resident), **{result: tile})
     hbm.end_kernel()
 
 
-def _product(hbm, left, right, result, n, sizes, transposed=False):
+def _product(hbm, left, right, result, rows, keys, transposed=False):
     """Run a kernel that computes left @ right, or left^T @ right, with a block of the result on the chip."""
-    b_r, b_c, t_r, t_c = sizes
-    for i in range(t_c):
-        resident, total = block(i, b_c, n), 0
-        for j in range(t_r):
-            streamed = block(j, b_r, n)
-            A = hbm.load(left, (streamed, resident)).T if transposed else hbm.load(left, (resident, streamed))
-            total = hbm.on_chip(result, total + A @ hbm.load(right, streamed))
-        hbm.store(result, resident, total)
+    for resident in keys:
+        total = 0
+        for streamed in rows:
+            A = hbm.load((streamed, resident), left).T if transposed else hbm.load((resident, streamed), left)
+            total = hbm.on_chip(result, total + A @ hbm.load(streamed, right))
+        hbm.store(resident, **{result: total})
     hbm.end_kernel()

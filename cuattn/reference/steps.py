@@ -1,26 +1,109 @@
-"""What the algorithms share: results, placing inputs, blocks, the online softmax, MASK and dropout."""
+"""The papers' machine, whose HBM is reached through counted accesses alone, and what the algorithms share on it."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from cuattn import rng as random
-from cuattn.errors import ArgumentError, ShapeError
-from cuattn.reference.hbm import HBM, Counts
+from cuattn.errors import ShapeError
+from cuattn.io_model import block_sizes
+from cuattn.rng import RNGState
 
-__all__ = [
-    "Backward",
-    "Forward",
-    "Options",
-    "block",
-    "fresh_state",
-    "place",
-    "reciprocal",
-    "rescaling",
-    "softmax_tile",
-    "update",
-]
+
+class Counts(NamedTuple):
+    """What an algorithm moved and held, in elements.
+
+    Attributes
+    ----------
+    reads, writes : int
+        Elements moved from and to HBM; filling an array with an initial value counts as writing it.
+    extra : int
+        Elements of HBM allocated beyond the inputs and the outputs.
+    sram : int
+        On-chip buffers: the largest tile of each array, summed; the largest such sum over the kernels.
+    """
+
+    reads: int
+    writes: int
+    extra: int
+    sram: int
+
+    @property
+    def total(self) -> int:
+        """Reads and writes together: the papers' "HBM accesses"."""
+        return self.reads + self.writes
+
+
+class HBM:
+    """Named arrays, handed out as tiles; every access is counted.
+
+    The arrays are private: an algorithm can neither read an element without :meth:`load` nor change one without
+    :meth:`store`, so its counts cannot be wrong by omission.
+
+    Parameters
+    ----------
+    dtype : dtype, default float64
+        Type of the arrays, and so of the arithmetic.
+
+    Examples
+    --------
+    >>> hbm = HBM()
+    >>> hbm.place("Q", np.ones((6, 2)))
+    >>> Q_1 = hbm.load(slice(0, 4), "Q")
+    >>> hbm.allocate((6, 2), "O")
+    >>> hbm.store(slice(0, 4), O=3 * Q_1)
+    >>> hbm.counts
+    Counts(reads=8, writes=8, extra=12, sram=8)
+    """
+
+    def __init__(self, dtype=np.float64):
+        self.dtype = np.dtype(dtype)
+        self._arrays = {}
+        self._buffers = {}
+        self._reads = self._writes = self._extra = self._sram = 0
+
+    def place(self, name, array, dtype=None):
+        """Put a copy of a caller's array into HBM, where it is when the algorithm starts; not an access."""
+        self._arrays[name] = np.array(array, dtype or self.dtype)
+
+    def allocate(self, shape, *names, fill=None, dtype=None, output=False):
+        """Reserve arrays; with `fill`, write their initial value.  An `output` is not extra memory."""
+        for name in names:
+            array = self._arrays[name] = np.empty(shape, dtype or self.dtype)
+            self._extra += 0 if output else array.size
+            if fill is not None:
+                self.store(..., **{name: fill})
+
+    def load(self, index, *names):
+        """Read a tile of each array from HBM into its on-chip buffer and return them (copies); of one, itself."""
+        tiles = [self.on_chip(name, np.array(self._arrays[name][index])) for name in names]
+        self._reads += sum(tile.size for tile in tiles)
+        return tiles if len(tiles) > 1 else tiles[0]
+
+    def store(self, index, **tiles):
+        """Write tiles from the chip to their place in the arrays of these names in HBM."""
+        for name, tile in tiles.items():
+            place = self._arrays[name][index]
+            place[...] = tile
+            self._writes += place.size
+
+    def on_chip(self, name, array):
+        """Note that an array computed on the chip occupies the buffer `name`, and return it."""
+        self._buffers[name] = max(self._buffers.get(name, 0), array.size)
+        return array
+
+    def end_kernel(self):
+        """Free the on-chip buffers, as between two kernels."""
+        self._sram = max(self._sram, sum(self._buffers.values()))
+        self._buffers.clear()
+
+    def take(self, *names):
+        """Return arrays to the caller, who gets them in HBM; not an access."""
+        return [self._arrays.pop(name) for name in names]
+
+    @property
+    def counts(self) -> Counts:
+        """The accesses so far."""
+        return Counts(self._reads, self._writes, self._extra, max(self._sram, sum(self._buffers.values())))
 
 
 class Forward(NamedTuple):
@@ -32,7 +115,7 @@ class Forward(NamedTuple):
     o: np.ndarray
     l: np.ndarray
     m: np.ndarray
-    rng_state: random.RNGState | None
+    rng_state: RNGState | None
     counts: Counts
 
 
@@ -45,10 +128,18 @@ class Backward(NamedTuple):
     counts: Counts
 
 
-def place(hbm, **arrays):
-    """Put Q, K, V, ... (N, d), all of one shape, into HBM and return N and d."""
-    shapes = {name: np.shape(array) for name, array in arrays.items()}
-    (first, shape), *others = shapes.items()
+def start(M, dtype, *, square=False, **arrays):
+    """Put Q, K, V, ... (N, d), all of one shape, into HBM.
+
+    Returns
+    -------
+    hbm : HBM
+    n, d : int
+    rows, keys : list of slice
+        The blocks of B_r rows and of B_c keys, :func:`cuattn.io_model.block_sizes`; the last may be shorter.
+    """
+    hbm = HBM(dtype)
+    (first, shape), *others = ((name, np.shape(array)) for name, array in arrays.items())
     if len(shape) != 2 or 0 in shape:
         raise ShapeError(f"{first} has shape {shape}: expected (N, d) with N, d >= 1")
     for name, other in others:
@@ -56,12 +147,20 @@ def place(hbm, **arrays):
             raise ShapeError(f"{name} has shape {other}: expected {shape}, the shape of {first}")
     for name, array in arrays.items():
         hbm.place(name, array)
-    return shape
+    n, d = shape
+    sizes = block_sizes(n, d, M, square)
+    return hbm, n, d, blocks(n, sizes.b_r), blocks(n, sizes.b_c)
 
 
-def block(i, size, n):
-    """Return block i of blocks of `size` that n elements are divided into; the last may be shorter."""
-    return slice(i * size, min((i + 1) * size, n))
+def blocks(n, size):
+    """Return the blocks of `size` that n elements are divided into; the last may be shorter."""
+    return [slice(first, min(first + size, n)) for first in range(0, n, size)]
+
+
+def exp_minus(x, m):
+    """Return e^(x - m) of numbers or rows; with m = -inf, where nothing was visible, all of x is too, and gives 0."""
+    m = np.where(m == -np.inf, 0, m)
+    return np.exp(x - (m if x.ndim == 1 else m[:, None]))
 
 
 def softmax_tile(S):
@@ -70,13 +169,8 @@ def softmax_tile(S):
     In a row that is masked throughout, m~ = -inf and P~ = 0 (the papers leave that row undefined).
     """
     m = S.max(axis=1)
-    P = np.exp(S - np.where(m == -np.inf, 0, m)[:, None])
+    P = exp_minus(S, m)
     return m, P, P.sum(axis=1)
-
-
-def rescaling(m, m_new):
-    """Return e^(m - m_new), 0 where m = -inf: nothing was summed with that maximum."""
-    return np.exp(m - np.where(m_new == -np.inf, 0, m_new))
 
 
 def reciprocal(l):
@@ -84,63 +178,26 @@ def reciprocal(l):
     return np.divide(1, l, out=np.zeros_like(l), where=l != 0)
 
 
-def update(S_ij, V_j, O_i, l_i, m_i, Z_ij=1):
-    """Return O_i, l_i and m_i after a tile of scores; Z_ij is dropout's factor."""
-    m_ij, P_ij, l_ij = softmax_tile(S_ij)  # Alg. 1 l. 10; Alg. 2, 5 l. 12
-    m_new = np.maximum(m_i, m_ij)  # Alg. 1 l. 11; Alg. 2, 5 l. 13
-    old, new = rescaling(m_i, m_new), rescaling(m_ij, m_new)
-    l_new = old * l_i + new * l_ij
-    P_dropped = P_ij * Z_ij  # Alg. 2, 5 l. 14
-    O_i = (l_i * old)[:, None] * O_i + new[:, None] * (P_dropped @ V_j)  # Alg. 1 l. 12; Alg. 2, 5 l. 15
-    return reciprocal(l_new)[:, None] * O_i, l_new, m_new
+def empty_rows(hbm, Q_i):
+    """Return O_i, l_i and m_i of a block of queries on the chip, before any key."""
+    n = len(Q_i)
+    O_i, l_i = np.zeros_like(Q_i), np.zeros(n, hbm.dtype)
+    return hbm.on_chip("O", O_i), hbm.on_chip("l", l_i), hbm.on_chip("m", np.full(n, -np.inf, hbm.dtype))
 
 
-class Options(NamedTuple):
-    """What Algorithms 2, 4 and 5 add to attention: tau, MASK and dropout.
-
-    `mask` is None, a function of row and key indices that is evaluated on the chip, or "mask", a boolean array in
-    HBM.  `threshold` is 0 without dropout.
-    """
-
-    scale: float
-    mask: Callable | str | None
-    threshold: int
-    state: random.RNGState | None
-    b: int
-
-    @classmethod
-    def resolve(cls, hbm: HBM, n, d, scale, mask, dropout_p, b, state_of):
-        """Check the caller's arguments; a boolean array as mask is put into HBM, `state_of` gives dropout's state."""
-        if mask is not None and not callable(mask):
-            shape = np.shape(mask)
-            if shape != (n, n):
-                raise ShapeError(f"mask has shape {shape}: expected (N, N) = {(n, n)}, or a function of (i, j)")
-            hbm.place("mask", mask, np.bool_)
-            mask = "mask"
-        threshold = random.threshold(dropout_p)
-        return cls(d**-0.5 if scale is None else scale, mask, threshold, state_of() if threshold else None, b)
-
-    def masked(self, hbm: HBM, S, rows, keys):
-        """Return MASK(S): -inf where row i may not see key j."""
-        if self.mask is None:
-            return S
-        if self.mask == "mask":
-            visible = hbm.load("mask", (rows, keys))
-        else:
-            visible = self.mask(np.arange(rows.start, rows.stop)[:, None], np.arange(keys.start, keys.stop)[None, :])
-        return np.where(visible, S, -np.inf)
-
-    def dropout(self, dtype, rows, keys):
-        """Return Z: 1 / (1 - p) where an element is kept, 0 where it is dropped."""
-        if not self.threshold:
-            return dtype.type(1)
-        span, keep_scale = (rows.start, rows.stop), random.LEVELS / (random.LEVELS - self.threshold)
-        kept = random.keep(self.state, self.threshold, self.b, span, (keys.start, keys.stop))
-        return np.where(kept, dtype.type(keep_scale), dtype.type(0))
+def backward_blocks(hbm, keys):
+    """Walk over the blocks of keys as a backward does: yield j, the block, and K_j, V_j, dK_j, dV_j on the chip."""
+    for j, columns in enumerate(keys):  # Alg. 4 l. 6; FlashMask Alg. 2 l. 8
+        K_j, V_j = hbm.load(columns, "K", "V")  # Alg. 4 l. 7; FlashMask Alg. 2 l. 9
+        dK_j, dV_j = (hbm.on_chip(name, np.zeros_like(K_j)) for name in ("dK", "dV"))  # l. 8; l. 10
+        yield j, columns, K_j, V_j, dK_j, dV_j
+        hbm.store(columns, dK=dK_j, dV=dV_j)  # Alg. 4 l. 24; FlashMask Alg. 2 l. 36
 
 
-def fresh_state(rng):
-    """Return the random state of a forward, which cannot be reproduced without a seed."""
-    if rng is None:
-        raise ArgumentError("rng is None: with dropout, expected a seed or a state")
-    return random.resolve(rng)
+def add_gradients(hbm, scale, P_ij, D_i, dO_i, Q_i, dQ_i, K_j, V_j, dK_j, dV_j, Z_ij=1):
+    """Return dQ_i after a tile, and add to dK_j and dV_j in place; Z_ij is dropout's factor."""
+    dV_j += (P_ij * Z_ij).T @ dO_i  # Alg. 4 l. 15-16; FlashMask Alg. 2 l. 29
+    dP_ij = hbm.on_chip("dP", dO_i @ V_j.T) * Z_ij  # Alg. 4 l. 17-18; FlashMask Alg. 2 l. 30
+    dS_ij = P_ij * (dP_ij - D_i[:, None])  # Alg. 4 l. 20; FlashMask Alg. 2 l. 31
+    dK_j += scale * (dS_ij.T @ Q_i)  # Alg. 4 l. 22; FlashMask Alg. 2 l. 34
+    return dQ_i + scale * (dS_ij @ K_j)  # Alg. 4 l. 21; FlashMask Alg. 2 l. 32

@@ -9,11 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cuattn.io_model import block_sizes
-from cuattn.reference.hbm import HBM, Counts
-from cuattn.reference.steps import Forward, block, place, softmax_tile, update
-
-__all__ = ["RabeStaatsForward", "rabe_staats_forward", "swapped_forward"]
+from cuattn.reference.flash import update
+from cuattn.reference.steps import Counts, Forward, empty_rows, softmax_tile, start
 
 
 def swapped_forward(q, k, v, M, *, dtype=np.float64):
@@ -51,27 +48,18 @@ def swapped_forward(q, k, v, M, *, dtype=np.float64):
     >>> swapped_forward(q, k, v, 16).counts
     Counts(reads=144, writes=24, extra=8, sram=19)
     """
-    hbm = HBM(dtype)
-    n, d = place(hbm, Q=q, K=k, V=v)
-    b_r, b_c, t_r, t_c = block_sizes(n, d, M, square=True)  # Alg. 1 l. 1
-    hbm.allocate("O", (n, d), output=True)
-    hbm.allocate("l", n)
-    hbm.allocate("m", n)
-    for i in range(t_r):  # Alg. 1 l. 7, outside
-        rows = block(i, b_r, n)
-        Q_i = hbm.load("Q", rows)  # Alg. 1 l. 8
-        O_i = hbm.on_chip("O", np.zeros_like(Q_i))  # Alg. 1 l. 2, on the chip
-        l_i = hbm.on_chip("l", np.zeros(len(Q_i), hbm.dtype))
-        m_i = hbm.on_chip("m", np.full(len(Q_i), -np.inf, hbm.dtype))
-        for j in range(t_c):  # Alg. 1 l. 5, inside
-            keys = block(j, b_c, n)
-            K_j, V_j = hbm.load("K", keys), hbm.load("V", keys)  # Alg. 1 l. 6
+    hbm, n, d, rows, keys = start(M, dtype, square=True, Q=q, K=k, V=v)  # Alg. 1 l. 1
+    hbm.allocate((n, d), "O", output=True)
+    hbm.allocate(n, "l", "m")
+    for here in rows:  # Alg. 1 l. 7, outside
+        Q_i = hbm.load(here, "Q")  # Alg. 1 l. 8
+        O_i, l_i, m_i = empty_rows(hbm, Q_i)  # Alg. 1 l. 2, on the chip
+        for columns in keys:  # Alg. 1 l. 5, inside
+            K_j, V_j = hbm.load(columns, "K", "V")  # Alg. 1 l. 6
             S_ij = hbm.on_chip("S", Q_i @ K_j.T)  # Alg. 1 l. 9
             O_i, l_i, m_i = update(S_ij, V_j, O_i, l_i, m_i)  # Alg. 1 l. 10-13, on the chip
-        hbm.store("O", rows, O_i)
-        hbm.store("l", rows, l_i)
-        hbm.store("m", rows, m_i)
-    return Forward(hbm.take("O"), hbm.take("l"), hbm.take("m"), None, hbm.counts)
+        hbm.store(here, O=O_i, l=l_i, m=m_i)
+    return Forward(*hbm.take("O", "l", "m"), None, hbm.counts)
 
 
 class RabeStaatsForward(NamedTuple):
@@ -116,31 +104,24 @@ def rabe_staats_forward(q, k, v, M, *, dtype=np.float64):
     >>> rabe_staats_forward(q, k, v, 16).counts
     Counts(reads=240, writes=112, extra=24, sram=27)
     """
-    hbm = HBM(dtype)
-    n, d = place(hbm, Q=q, K=k, V=v)
-    b_r, b_c, t_r, t_c = block_sizes(n, d, M)
-    hbm.allocate("O", (n, d), output=True)
+    hbm, n, d, rows, keys = start(M, dtype, Q=q, K=k, V=v)
+    hbm.allocate((n, d), "O", output=True)
     # One output and one l and m per chunk of keys; the next chunk of queries uses the same memory.
-    hbm.allocate("summary O", (t_c, b_r, d))
-    hbm.allocate("summary l", (t_c, b_r))
-    hbm.allocate("summary m", (t_c, b_r))
-    for i in range(t_r):
-        rows = block(i, b_r, n)
-        here = slice(0, rows.stop - rows.start)
-        Q_i = hbm.load("Q", rows)
-        for j in range(t_c):
-            keys = block(j, b_c, n)
-            K_j, V_j = hbm.load("K", keys), hbm.load("V", keys)
+    chunk = len(keys), rows[0].stop
+    hbm.allocate((*chunk, d), "O~")
+    hbm.allocate(chunk, "l~", "m~")
+    for here in rows:
+        used = slice(0, here.stop - here.start)
+        Q_i = hbm.load(here, "Q")
+        for j, columns in enumerate(keys):
+            K_j, V_j = hbm.load(columns, "K", "V")
             m_ij, P_ij, l_ij = softmax_tile(hbm.on_chip("S", Q_i @ K_j.T))
-            hbm.store("summary O", (j, here), P_ij @ V_j)
-            hbm.store("summary l", (j, here), l_ij)
-            hbm.store("summary m", (j, here), m_ij)
-        m_i = hbm.load("summary m", (slice(0, t_c), here))
-        share = np.exp(m_i - m_i.max(axis=0))
-        O_i = hbm.on_chip("O", np.zeros_like(Q_i))
-        l_i = hbm.on_chip("l", np.zeros(len(Q_i), hbm.dtype))
-        for j in range(t_c):
-            O_i += share[j][:, None] * hbm.load("summary O", (j, here))
-            l_i += share[j] * hbm.load("summary l", (j, here))
-        hbm.store("O", rows, O_i / l_i[:, None])
-    return RabeStaatsForward(hbm.take("O"), hbm.counts)
+            hbm.store((j, used), **{"O~": P_ij @ V_j, "l~": l_ij, "m~": m_ij})
+        m_i = hbm.load((slice(None), used), "m~")
+        O_i, l_i = hbm.on_chip("O", np.zeros_like(Q_i)), hbm.on_chip("l", np.zeros(len(Q_i), hbm.dtype))
+        for j, share in enumerate(np.exp(m_i - m_i.max(axis=0))):
+            O_ij, l_ij = hbm.load((j, used), "O~", "l~")
+            O_i += share[:, None] * O_ij
+            l_i += share * l_ij
+        hbm.store(here, O=O_i / l_i[:, None])
+    return RabeStaatsForward(*hbm.take("O"), hbm.counts)

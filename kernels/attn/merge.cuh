@@ -19,25 +19,22 @@ struct Shares {
     __device__ __forceinline__ Shares(i32 parts, const L& l_of, const M& m_of) {
         const int lane = threadIdx.x % 32;
         Acc own[held];
-#pragma unroll
-        for (int i = 0; i < held; ++i) {
+        unroll<held>([&](int i) {
             const int part = lane + 32 * i;
             own[i] = part < parts ? m_of(part) : -infinity<Acc>();
             w[i] = part < parts ? l_of(part) : Acc(0);
             m = max_of(m, own[i]);
-        }
+        });
 #pragma unroll
         for (int step = 16; step > 0; step /= 2) m = max_of(m, __shfl_xor_sync(~0u, m, step));
-#pragma unroll
-        for (int i = 0; i < held; ++i) {
+        unroll<held>([&](int i) {
             w[i] = own[i] == -infinity<Acc>() ? Acc(0) : product_of(w[i], exp2_product(own[i] - m, Log2Factor<Acc>::of_e()));
             l += w[i];
-        }
+        });
 #pragma unroll
         for (int step = 16; step > 0; step /= 2) l += __shfl_xor_sync(~0u, l, step);
         const Acc inverse = l == Acc(0) ? Acc(0) : Acc(1) / l;
-#pragma unroll
-        for (int i = 0; i < held; ++i) w[i] = w[i] == l && l != Acc(0) ? Acc(1) : product_of(w[i], inverse);
+        unroll<held>([&](int i) { w[i] = w[i] == l && l != Acc(0) ? Acc(1) : product_of(w[i], inverse); });
     }
     __device__ __forceinline__ Acc operator[](int part) const {
         const Acc low = __shfl_sync(~0u, w[0], part % 32), high = __shfl_sync(~0u, w[1], part % 32);

@@ -8,23 +8,9 @@
 //                 at the end sums [block_m][block_n] of cfg::acc over all of it
 // Grid            tiles of the bias (keys fastest, then rows) * instances of the bias * splits
 // Result          dbias, or (cfg::split) dbias_acc [splits][like dbias]: part s takes every splits-th head
-#include "sm80/bwd_load.cuh"
-#include "sm80/bwd_scores.cuh"
 #include "sm80/bwd_stream.cuh"
 
-namespace sm80 {
-namespace bias {
-
-constexpr int q_at = 0;
-constexpr int do_at = q_at + cfg::block_m * qk_stride;
-constexpr int k_at = do_at + cfg::block_m * v_stride;
-constexpr int v_at = k_at + cfg::block_n * qk_stride;
-constexpr int stat_at = streams ? 2 * stage_bytes : v_at + cfg::block_n * v_stride;
-constexpr int q_units_at = stat_at + row_numbers;
-constexpr int do_units_at = q_units_at + row_units;
-constexpr int k_units_at = do_units_at + row_units;
-constexpr int v_units_at = k_units_at + key_units;
-constexpr int exchange_at = v_units_at + key_units;
+using BiasSpace = Space<1, 1, false, 0>;
 constexpr int sums_stride = cfg::block_n + 1;
 
 // The block's place: the range of tiles it sums over and the bias instance it belongs to.
@@ -54,24 +40,22 @@ __device__ __forceinline__ void add_ds(Scores& sums, Products& products, const T
     Scores s, slope, ds;
     find_p(s, slope, products, at, p, head);
     find_ds<false, true>(ds, s, slope, products, at, {});
-    for_numbers<score_tiles_m, score_tiles_n>([&](int m, int n, int i) { sums[m][n][i] += ds[m][n][i]; });
+    for_scores([&](int m, int n, int i) { sums[m][n][i] += ds[m][n][i]; });
 }
 
 // Loads a pair of tiles, of which the keys may be there already, and adds its dS.
-__device__ __forceinline__ void add_pair(Scores& sums, u32 shared, const Params& p, const Head& head, const TilePlace& at, bool new_keys) {
+__device__ __forceinline__ void add_pair(Scores& sums, BiasSpace space, const Params& p, const Head& head, const TilePlace& at, bool new_keys) {
     if constexpr (streams) {
-        Stream<false> stream(p, head, shared, at, true, {}, 0);
-        stream.begin(at.numbers);
+        Stream<false> stream(p, head, space.base, at, true, {}, 0);
         add_ds(sums, stream, at, p, head);
     } else {
-        const WholeTiles tiles = {{shared + q_at, shared + q_units_at}, {shared + k_at, shared + k_units_at},
-                                  {shared + do_at, shared + do_units_at}, {shared + v_at, shared + v_units_at}, shared + exchange_at};
+        const WholeTiles tiles = {space.q(), space.k(), space.dout(), space.v(), space.exchange()};
         __syncthreads();  // all tiles are done with
         if (new_keys) {
-            load_key_tile(tiles.k.tile, tiles.v.tile, p, head, at.first_key, true);
+            load_key_tile(tiles.k, tiles.v, p, head, at.first_key, true);
             finish_key_tile(tiles.k, tiles.v);
         }
-        load_row_tile(tiles.q.tile, tiles.dout.tile, at.numbers, p, head, at.first_row / cfg::block_m);
+        load_row_tile(tiles.q, tiles.dout, at.numbers, p, head, at.first_row / cfg::block_m);
         finish_row_tile(tiles.q, tiles.dout);
         __syncthreads();  // everything has arrived
         if (threadIdx.x / 32 < scores_warps) add_ds(sums, tiles, at, p, head);
@@ -80,18 +64,16 @@ __device__ __forceinline__ void add_pair(Scores& sums, u32 shared, const Params&
 }
 
 // Adds dS of one head to the sums, over the block's tiles.
-__device__ __forceinline__ void add_head(Scores& sums, u32 shared, const Params& p, Head& head, const Place& place) {
+__device__ __forceinline__ void add_head(Scores& sums, BiasSpace space, const Params& p, Head& head, const Place& place) {
     for (i32 key_tile = place.key_begin; key_tile < place.key_end; ++key_tile) {
         __syncthreads();  // the last head, key tile and walk are done with
         if (threadIdx.x == 0) describe_walk(head, p, key_tile);
         __syncthreads();  // head and walk are complete
         RowWalk walk(p, head.walk);
         walk.tile = max(walk.tile, place.row_begin - 1);
-        bool first = true;
-        while (walk.next(p) && walk.tile < place.row_end) {
-            add_pair(sums, shared, p, head, {shared + stat_at, walk.tile * cfg::block_m, head.walk.first_key, walk.partial(p)}, first);
-            first = false;
-        }
+        const u32 numbers = streams ? space.base + 2 * stage_bytes : space.numbers();
+        for (bool first = true; walk.next(p) && walk.tile < place.row_end; first = false)
+            add_pair(sums, space, p, head, {numbers, walk.tile * cfg::block_m, head.walk.first_key, walk.partial(p)}, first);
     }
 }
 
@@ -99,7 +81,7 @@ __device__ __forceinline__ void add_head(Scores& sums, u32 shared, const Params&
 __device__ __forceinline__ void save_sums(Acc* tile, const Scores& sums) {
     const i32 lane = threadIdx.x % 32;
     Acc* to = tile + warp_score_row() * sums_stride + warp_score_key();
-    for_numbers<score_tiles_m, score_tiles_n>([&](int m, int n, int i) {
+    for_scores([&](int m, int n, int i) {
         to[(16 * m + i / 2 * 8 + lane / 4) * sums_stride + 8 * n + lane % 4 * 2 + i % 2] = sums[m][n][i];
     });
 }
@@ -118,34 +100,27 @@ __device__ __forceinline__ void store_sums(const Acc* sums, const Params& p, con
         if (to_row >= bias_rows(p) || to_key >= bias_keys(p)) continue;
         const i64 at = place.instance * size + to_row * bias_keys(p) + to_key;
         sum *= Acc(p.dropout_scale);
-        if constexpr (cfg::split)
-            static_cast<Acc*>(p.dbias_acc)[(i64(place.split) * p.bias_instances) * size + at] = sum;
-        else
-            static_cast<cfg::bias_grad*>(p.dbias.data)[at] = round_to<cfg::bias_grad>(sum);
+        if constexpr (cfg::split) static_cast<Acc*>(p.dbias_acc)[(i64(place.split) * p.bias_instances) * size + at] = sum;
+        else static_cast<cfg::bias_grad*>(p.dbias.data)[at] = round_to<cfg::bias_grad>(sum);
     }
 }
 
-}  // namespace bias
-}  // namespace sm80
-
-extern "C" __global__ void __launch_bounds__(sm80::threads, cfg::blocks_per_sm) backward_bias(const __grid_constant__ Params p) {
-    using namespace sm80;
+extern "C" __global__ void __launch_bounds__(threads, cfg::blocks_per_sm) backward_bias(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) unsigned char memory[];
     __shared__ Head head;
-    const u32 shared = ptx::shared_address(memory);
-    const bias::Place place(p);
-    const i64 size = bias::bias_rows(p) * bias::bias_keys(p);
-    Scores sums;
-    clear(sums);
+    const BiasSpace space = {ptx::shared_address(memory)};
+    const Place place(p);
+    const i64 size = bias_rows(p) * bias_keys(p);
+    Scores sums = {};
     i32 member = 0;  // heads that read this bias are dealt out to the splits in turn
     for (i32 flat = 0; flat < p.batch * p.heads; ++flat) {
         if (slice_offset(p.dbias, batch_index(p, flat / p.heads), flat % p.heads) != place.instance * size) continue;
         if (member++ % p.splits != place.split) continue;
         describe_head(head, p, flat / p.heads, flat % p.heads);
-        bias::add_head(sums, shared, p, head, place);
+        add_head(sums, space, p, head, place);
     }
     __syncthreads();  // all tiles are done with
-    if (threadIdx.x / 32 < scores_warps) bias::save_sums(reinterpret_cast<Acc*>(memory), sums);
+    if (threadIdx.x / 32 < scores_warps) save_sums(reinterpret_cast<Acc*>(memory), sums);
     __syncthreads();  // the sums are complete
-    bias::store_sums(reinterpret_cast<const Acc*>(memory), p, place);
+    store_sums(reinterpret_cast<const Acc*>(memory), p, place);
 }

@@ -1,10 +1,8 @@
-// What the key kernel's walks (sm80/bwd.cu, sm80/bwd_alternate.cuh) do with a tile: the block's place, its tiles in shared memory, the products.
+// What the key kernel (sm80/bwd.cu) does with a tile: the block's place, the products; and dK and dV of one block on their way to memory, over very
+// many rows in parts, from blocks that share their keys, and at the end.
 #pragma once
-#include "sm80/bwd_head.cuh"
-#include "sm80/bwd_load.cuh"
+#include "ptx/global.cuh"
 #include "sm80/bwd_scores.cuh"
-
-namespace sm80 {
 
 constexpr bool split_slices = cfg::head_dim == cfg::head_dim_v;
 constexpr bool whole_slices = cfg::whole_columns && split_slices && slices / 2 * slice_columns == cfg::head_dim;  // no warp's columns end early
@@ -44,26 +42,6 @@ __device__ __forceinline__ void describe_group_member(Head& head, const Params& 
     if (shares(p)) head.walk.end = min(head.walk.end, first_shared(p) + p.split_tiles);
 }
 
-__device__ __forceinline__ TileAt tile_k(u32 shared) { return {shared + k_at, shared + k_units_at}; }
-__device__ __forceinline__ TileAt tile_v(u32 shared) { return {shared + v_at, shared + v_units_at}; }
-__device__ __forceinline__ TileAt tile_q(u32 shared, int stage) {
-    return {shared + q_at + stage * cfg::block_m * qk_stride, shared + q_units_at + stage * row_units};
-}
-__device__ __forceinline__ TileAt tile_do(u32 shared, int stage) {
-    return {shared + do_at + stage * cfg::block_m * v_stride, shared + do_units_at + stage * row_units};
-}
-__device__ __forceinline__ TileAt tile_p(u32 shared) { return {shared + p_at, shared + p_units_at}; }
-__device__ __forceinline__ TileAt tile_ds(u32 shared, int stage) {
-    return {shared + ds_at + stage * cfg::block_m * p_stride, shared + ds_units_at + stage * weight_units};
-}
-
-// Algorithm 4 lines 11-15, 17-20 for the rows of one tile; P and dS go to shared memory.
-__device__ __forceinline__ void rows_to_shared(u32 shared, const Params& p, const Head& head, i32 tile, bool partial, int stage) {
-    const WholeTiles tiles = {tile_q(shared, stage), tile_k(shared), tile_do(shared, stage), tile_v(shared), shared + exchange_at};
-    const TilePlace at = {shared + stat_at + stage * row_numbers, tile * cfg::block_m, head.walk.first_key, partial};
-    scores_to_shared<true>(tiles, at, p, head, tile_p(shared), tile_ds(shared, stage));
-}
-
 // acc += A^T B for a tile of weights and one of rows.  float64: ready() before the first of the weights is read, loaded() when the last of
 // both are in registers.
 template <int stride, class Ready, class Loaded>
@@ -73,7 +51,7 @@ __device__ __forceinline__ void add_rows(KeyGradients& acc, TileAt weights, Tile
         const auto between = [&](int step) {
             if (step == last) loaded();
         };
-        Product<Elem>::template run<cfg::block_m, Along::rows, p_stride, Along::rows, stride>(acc, weights, rows, ready, between);
+        product_of_doubles<cfg::block_m, Along::rows, p_stride, Along::rows, stride>(acc, weights, rows, ready, between);
     } else {
         product<cfg::block_m, Along::rows, p_stride, Along::rows, stride>(acc, weights, rows);
     }
@@ -81,13 +59,85 @@ __device__ __forceinline__ void add_rows(KeyGradients& acc, TileAt weights, Tile
 
 // Algorithm 4 lines 16 and 22: dV += P^T dO or dK += dS^T Q, for the columns that this warp owns.
 template <class Ready = Nothing, class Loaded = Nothing>
-__device__ __forceinline__ void add_keys(KeyGradients& acc, u32 shared, const Slice& slice, int stage, const Ready& ready = {},
+__device__ __forceinline__ void add_keys(KeyGradients& acc, KeySpace space, const Slice& slice, int stage, const Ready& ready = {},
                                          const Loaded& loaded = {}) {
-    const TileAt weights = part_of_weights(slice.is_k ? tile_ds(shared, stage) : tile_p(shared), 0, slice.team * team_keys);
-    const TileAt q = part_of_rows<qk_stride>(tile_q(shared, stage), 0, slice.column);
-    const TileAt dout = part_of_rows<v_stride>(tile_do(shared, stage), 0, slice.column);
+    const TileAt weights = part_of_weights(slice.is_k ? space.ds(stage) : space.p(), 0, slice.team * team_keys);
+    const TileAt q = part_of_rows<qk_stride>(space.q(stage), 0, slice.column);
+    const TileAt dout = part_of_rows<v_stride>(space.dout(stage), 0, slice.column);
     if constexpr (split_slices) add_rows<qk_stride>(acc, weights, slice.is_k ? q : dout, ready, loaded);
     else if (slice.is_k) add_rows<qk_stride>(acc, weights, q, ready, loaded);
     else add_rows<v_stride>(acc, weights, dout, ready, loaded);
 }
-}  // namespace sm80
+
+// The rows of dK or dV of the block's head.
+template <class Out>
+__device__ __forceinline__ GradientRows<Out> gradient_of(const Params& p, i32 flat, const BatchIndex& index, bool is_k, bool summed) {
+    return gradient_rows<Out>(is_k ? p.dk : p.dv, index, flat % p.kv_heads, is_k ? p.head_dim : p.head_dim_v, summed, is_k ? p.dk_acc : p.dv_acc,
+                              i64(flat) * p.n_keys);
+}
+
+// Over very many rows sums lose digits: after every cfg::flush_every row tiles (0: never) a warp adds its part of dV or dK to the result in
+// memory, where nobody else adds, and starts anew.  This calls use(memory, sum) for all sums of a lane.
+template <class Use>
+__device__ __forceinline__ void visit_memory(KeyGradients& acc, const Params& p, const Slice& slice, const Use& use) {
+    const i32 flat = flat_kv_head(p), own = ptx::opaque(static_cast<i32>(threadIdx.x)) % 32, first_column = slice.column + own % 4 * 2;
+    const GradientRows<Acc> to = gradient_of<Acc>(p, flat, batch_index(p, flat / p.kv_heads), slice.is_k, slice.is_k ? cfg::sum_dk : cfg::sum_dv);
+    unroll<team_keys / 16, 2>([&](int m, int half) {
+        const i32 key = key_tile(p) * cfg::block_n + slice.team * team_keys + 16 * m + 8 * half + own / 4;
+        __syncwarp();  // loads are not moved ahead of this, and their registers with them
+        if (key >= p.n_keys) return;  // its sums are never looked at
+        Acc* const row = to.data + key * to.stride + first_column;
+        unroll<2 * slice_tiles>([&](int i) {
+            const i32 column = i / 2 * 8 + i % 2;
+            if (whole_slices || first_column + column < to.columns) use(row + column, acc[m][i / 2][2 * half + i % 2]);
+        });
+    });
+}
+
+__device__ __forceinline__ void start_flushes(KeyGradients& acc, const Params& p, const Slice& slice) {
+    if (cfg::flush_every > 0 && !shares(p)) visit_memory(acc, p, slice, [](Acc* at, Acc) { *at = 0; });
+}
+
+// Before row tile number `tile` of the block is added; group: of cfg::flush_every tiles, the one added to last, or -1.  Groups are the same for
+// all masks.
+__device__ __forceinline__ void flush(KeyGradients& acc, const Params& p, const Slice& slice, i32& group, i32 tile) {
+    if constexpr (cfg::flush_every > 0) {
+        const i32 next = tile / cfg::flush_every;
+        if (group >= 0 && group != next) {
+            visit_memory(acc, p, slice, [](Acc* at, Acc& sum) {
+                ptx::red_add(at, sum);
+                ptx::set_zero(sum);
+            });
+        }
+        group = shares(p) ? -1 : next;  // a block that shares its keys has few rows
+    }
+}
+
+// Algorithm 4 line 24.  A block that shares its keys adds to memory.  A sum over axes that k or v was broadcast along is still to come: then
+// unrounded, to the workspace.
+__device__ __forceinline__ void store_keys(const unsigned char* memory, KeySpace space, const Params& p, const Slice& slice, KeyGradients& acc) {
+    const Acc factor = Acc(slice.is_k ? p.scale * p.dropout_scale : p.dropout_scale);  // the scale of dropout, and of dK
+    if (shares(p)) {
+        scale_by(acc, factor);
+        visit_memory(acc, p, slice, [](Acc* at, Acc sum) { ptx::red_add(at, sum); });
+        return;
+    }
+    if constexpr (cfg::flush_every > 0) visit_memory(acc, p, slice, [](const Acc* at, Acc& sum) { sum += __ldcg(at); });
+    const bool summed = slice.is_k ? cfg::sum_dk : cfg::sum_dv;
+    const i32 flat = flat_kv_head(p), first_key = key_tile(p) * cfg::block_n, key = slice.team * team_keys;
+    const BatchIndex index = batch_index(p, flat / p.kv_heads);
+    if (summed) gradient_of<Acc>(p, flat, index, slice.is_k, true).store(acc, first_key + key, p.n_keys, slice.column, factor);
+    if constexpr (!gradients_in_elements) {
+        if (!summed) gradient_of<cfg::grad>(p, flat, index, slice.is_k, false).store(acc, first_key + key, p.n_keys, slice.column, factor);
+        return;
+    }
+    if (cfg::sum_dk && cfg::sum_dv) return;
+    // This warp's columns of dV or dK, over the tile of v or k.
+    scale_by(acc, factor);
+    const u32 column = slice.column * int(sizeof(Elem));
+    if (slice.is_k) store_rounded<qk_stride, false>(space.k().tile + key * qk_stride + column, acc, cfg::head_dim - slice.column);
+    else store_rounded<v_stride, false>(space.v().tile + key * v_stride + column, acc, cfg::head_dim_v - slice.column);
+    __syncthreads();  // dK and dV are complete
+    if (!cfg::sum_dk) save_rows<cfg::block_n, cfg::head_dim>(memory, gradient_of<Elem>(p, flat, index, true, false), first_key, p.n_keys);
+    if (!cfg::sum_dv) save_rows<cfg::block_n, cfg::head_dim_v>(memory + KeySpace::v_at, gradient_of<Elem>(p, flat, index, false, false), first_key, p.n_keys);
+}

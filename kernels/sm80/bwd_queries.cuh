@@ -8,23 +8,16 @@
 #include "sm80/bwd_layout.cuh"
 #include "sm80/bwd_product.cuh"
 
-namespace sm80 {
-
-constexpr int queries_m = square_partition(cfg::head_dim, query_warps);
-static_assert(queries_m > 0, "no partition of dQ into whole 16 x 16 blocks");
-constexpr int queries_n = query_warps / queries_m;
-constexpr int query_rows = cfg::block_m / queries_m;
-constexpr int query_columns = cfg::head_dim / queries_n;
 // Columns of dQ summed at a time, so that a lane holds few sums beside those of dK and dV.
 constexpr int chunk_sums = sizeof(Acc) == 8 ? 16 : widest <= 256 ? 64 : 32;
 constexpr int chunk_columns() {
-    int columns = query_columns;
-    while (query_rows * columns > 32 * chunk_sums && columns % 32 == 0) columns /= 2;
+    int columns = Queries::columns;
+    while (Queries::rows * columns > 32 * chunk_sums && columns % 32 == 0) columns /= 2;
     return columns;
 }
 constexpr int query_chunk = chunk_columns();
-static_assert(query_rows * query_chunk <= 32 * chunk_sums && query_chunk % 16 == 0, "dQ needs more chunks");
-constexpr int query_fragments = query_rows / 16 * (query_columns / 8);  // 16 x 8 results per warp, four sums per lane each
+static_assert(Queries::rows * query_chunk <= 32 * chunk_sums && query_chunk % 16 == 0, "dQ needs more chunks");
+constexpr int query_fragments = Queries::rows / 16 * (Queries::columns / 8);  // 16 x 8 results per warp, four sums per lane each
 
 constexpr bool lanes_outside = __CUDA_ARCH__ >= 900 && sizeof(Acc) == 4;
 
@@ -39,40 +32,18 @@ __device__ __forceinline__ Acc* accumulator_of_warp(Acc* acc, i64 row_tile) {
     return acc + (row_tile * query_warps + query_warp()) * (query_fragments * 128);
 }
 
-__device__ __forceinline__ i32 warp_query_row() { return query_warp() % queries_m * query_rows; }
-__device__ __forceinline__ i32 warp_query_column() { return query_warp() / queries_m * query_columns; }
-
-// Adds a warp's results to the accumulator.
-template <int tiles_m, int tiles_n>
-__device__ __forceinline__ void add_fragments(Acc* to, const Acc (&dq)[tiles_m][tiles_n][4]) {
-#pragma unroll
-    for (int m = 0; m < tiles_m; ++m)
-#pragma unroll
-        for (int n = 0; n < tiles_n; ++n) {
-            Acc* at = to + accumulator_offset(m * tiles_n + n, 0);
-            if constexpr (lanes_outside) {
-                ptx::red_add_x4(at, dq[m][n][0], dq[m][n][1], dq[m][n][2], dq[m][n][3]);
-            } else {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) ptx::red_add(at + i * 32, dq[m][n][i]);
-            }
-        }
-}
-
 // Algorithm 4 line 21: dQ += dS K for one row tile; the scale comes last, in the conversion.
-__device__ __forceinline__ void add_queries(u32 shared, Acc* dq_acc, i32 row_tile, int buffer) {
-    constexpr int tiles_m = query_rows / 16, tiles_n = query_chunk / 8;
-    const TileAt ds = part_of_weights({shared + ds_at + buffer * cfg::block_m * p_stride, shared + ds_units_at + buffer * weight_units}, warp_query_row(), 0);
-    const TileAt k = {shared + k_at, shared + k_units_at};
+__device__ __forceinline__ void add_queries(TileAt ds, TileAt k, Acc* dq_acc, i32 row_tile) {
+    constexpr int tiles_m = Queries::rows / 16, tiles_n = query_chunk / 8;
     Acc* to = accumulator_of_warp(dq_acc, row_tile);
-#pragma unroll
-    for (int chunk = 0; chunk < query_columns / query_chunk; ++chunk) {
-        Acc dq[tiles_m][tiles_n][4];
-        clear(dq);
+    unroll<Queries::columns / query_chunk>([&](int chunk) {
+        Acc dq[tiles_m][tiles_n][4] = {};
         product<cfg::block_n, Along::columns, p_stride, Along::rows, qk_stride>(
-            dq, ds, part_of_rows<qk_stride>(k, 0, warp_query_column() + chunk * query_chunk));
-        add_fragments(to + chunk * tiles_m * tiles_n * 128, dq);
-    }
+            dq, part_of_weights(ds, Queries::row(), 0), part_of_rows<qk_stride>(k, 0, Queries::column() + chunk * query_chunk));
+        unroll<tiles_m, tiles_n>([&](int m, int n) {
+            Acc* at = to + accumulator_offset((chunk * tiles_m + m) * tiles_n + n, 0);
+            if constexpr (lanes_outside) ptx::red_add_x4(at, dq[m][n][0], dq[m][n][1], dq[m][n][2], dq[m][n][3]);
+            else unroll<4>([&](int i) { ptx::red_add(at + i * 32, dq[m][n][i]); });
+        });
+    });
 }
-
-}  // namespace sm80

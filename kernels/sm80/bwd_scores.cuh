@@ -2,28 +2,20 @@
 //
 // Results of one warp, rows row0 + 16 m + g (+ 8), keys key0 + 8 n + 2q (+ 1): the layout of every accumulator.
 #pragma once
-#include "attn/math.cuh"
-#include "attn/philox.cuh"
-#include "attn/score.cuh"
-#include "ptx/barrier.cuh"
-#include "ptx/registers.cuh"
-#include "ptx/shared.cuh"
-#include "sm80/bwd_head.cuh"
-#include "sm80/bwd_layout.cuh"
+#include "sm80/bwd_load.cuh"
 #include "sm80/bwd_product.cuh"
-
-namespace sm80 {
 
 constexpr int score_tiles_m = scores_rows / 16, score_tiles_n = scores_keys / 8;
 using Scores = Acc[score_tiles_m][score_tiles_n][4];
 using RowValues = Acc[score_tiles_m][2];
 
+// Calls work(m, n, i) for a lane's scores.
+template <class Work>
+__device__ __forceinline__ void for_scores(const Work& work) { unroll<score_tiles_m, score_tiles_n, 4>(work); }
+
 __device__ __forceinline__ void load_row_values(RowValues& values, u32 vector) {
     const u32 g = threadIdx.x % 32 / 4;
-#pragma unroll
-    for (int m = 0; m < score_tiles_m; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) ptx::load_shared(values[m][half], vector + (16 * m + 8 * half + g) * int(sizeof(Acc)));
+    unroll<score_tiles_m, 2>([&](int m, int half) { ptx::load_shared(values[m][half], vector + (16 * m + 8 * half + g) * int(sizeof(Acc))); });
 }
 
 // One bit per element of this lane: 1 = not to be seen.  Found before the product, when registers are free and the looking up of masks
@@ -33,30 +25,15 @@ using Hidden = u32[(score_elements + 31) / 32];
 
 __device__ __forceinline__ void find_hidden(Hidden& hidden, const Params& p, const Head& head, i32 row0, i32 key0) {
     const i32 lane = ptx::opaque(static_cast<i32>(threadIdx.x)) % 32;  // the keys' masks are not kept in registers
-#pragma unroll
-    for (int word = 0; word < (score_elements + 31) / 32; ++word) hidden[word] = 0;
-#pragma unroll
-    for (int n = 0; n < score_tiles_n; ++n)
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-            const i32 key = key0 + 8 * n + lane % 4 * 2 + odd;
-            const KeyMask mask(p, head.mask, key);
-#pragma unroll
-            for (int m = 0; m < score_tiles_m; ++m)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const i32 row = min(row0 + 16 * m + 8 * half + lane / 4, p.n_queries - 1);
-                    const int element = (m * score_tiles_n + n) * 4 + 2 * half + odd;
-                    if (!mask.visible(p, row, key)) hidden[element / 32] |= 1u << element % 32;
-                }
-        }
-}
-
-// Algorithm 4 line 12, FlashMask's algorithm 2 lines 22-27: scores that may not be seen become -inf.
-__device__ __forceinline__ void mask_scores(Scores& s, const Hidden& hidden) {
-    for_numbers<score_tiles_m, score_tiles_n>([&](int m, int n, int i) {
-        const int element = (m * score_tiles_n + n) * 4 + i;
-        if (hidden[element / 32] >> element % 32 & 1) s[m][n][i] = -infinity<Acc>();
+    unroll<(score_elements + 31) / 32>([&](int word) { hidden[word] = 0; });
+    unroll<score_tiles_n, 2>([&](int n, int odd) {
+        const i32 key = key0 + 8 * n + lane % 4 * 2 + odd;
+        const KeyMask mask(p, head.mask, key);
+        unroll<score_tiles_m, 2>([&](int m, int half) {
+            const i32 row = min(row0 + 16 * m + 8 * half + lane / 4, p.n_queries - 1);
+            const int element = (m * score_tiles_n + n) * 4 + 2 * half + odd;
+            if (!mask.visible(p, row, key)) hidden[element / 32] |= 1u << element % 32;
+        });
     });
 }
 
@@ -64,7 +41,7 @@ __device__ __forceinline__ void mask_scores(Scores& s, const Hidden& hidden) {
 __device__ __forceinline__ void finish_scores(Scores& s, Scores& slope, const Params& p, const Head& head, i32 row0, i32 key0) {
     const i32 lane = threadIdx.x % 32;
     if constexpr (cfg::bias && is_split) __syncwarp();  // loads are not moved ahead of this
-    for_numbers<score_tiles_m, score_tiles_n>([&](int m, int n, int i) {
+    for_scores([&](int m, int n, int i) {
         const Capped x = finish_score(p, s[m][n][i], head.bias, row0 + 16 * m + lane / 4 + i / 2 * 8, key0 + 8 * n + lane % 4 * 2 + i % 2);
         s[m][n][i] = x.score, slope[m][n][i] = x.slope;
     });
@@ -73,32 +50,14 @@ __device__ __forceinline__ void finish_scores(Scores& s, Scores& slope, const Pa
 // Takes m from the scores of far rows (attn/bwd_workspace.cuh).
 __device__ __forceinline__ void subtract_far(Scores& s, const Params& p, const Head& head, i32 row0) {
     const Acc scale = cfg::prescaled ? Acc(1) : Acc(p.scale), unit = cfg::prescaled ? Acc(1) : ptx::rcp(scale);
-#pragma unroll
-    for (int m = 0; m < score_tiles_m; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const i64 row = row0 + 16 * m + ptx::opaque(static_cast<i32>(threadIdx.x)) % 32 / 4 + 8 * half;
-            const Acc top = row < p.n_queries ? head.m[row * p.m.row] : Acc(0);
-            if (!is_far_row(top)) continue;
-#pragma unroll
-            for (int n = 0; n < score_tiles_n; ++n)
-#pragma unroll
-                for (int odd = 0; odd < 2; ++odd) {
-                    Acc& x = s[m][n][2 * half + odd];
-                    x = rounded_difference(product_of(x, scale), top) * unit;
-                }
-        }
-}
-
-// Algorithm 4 line 13: scores to probabilities.
-__device__ __forceinline__ void probabilities(Scores& s, const RowValues& stat, const RowValues& inverse, const Params& p) {
-    const float to_log2 = static_cast<float>(cfg::prescaled ? kLog2e : p.scale * kLog2e);
-    for_numbers<score_tiles_m, score_tiles_n>([&](int m, int n, int i) {
-        const Acc x = s[m][n][i];
-        if constexpr (split_stat)
-            s[m][n][i] = exp_times(rounded_difference(cfg::prescaled ? x : x * Acc(p.scale), stat[m][i / 2]), inverse[m][i / 2]);
-        else
-            s[m][n][i] = ptx::ex2(fmaf(x, to_log2, stat[m][i / 2]));
+    unroll<score_tiles_m, 2>([&](int m, int half) {
+        const i64 row = row0 + 16 * m + ptx::opaque(static_cast<i32>(threadIdx.x)) % 32 / 4 + 8 * half;
+        const Acc top = row < p.n_queries ? head.m[row * p.m.row] : Acc(0);
+        if (!is_far_row(top)) return;
+        unroll<score_tiles_n, 2>([&](int n, int odd) {
+            Acc& x = s[m][n][2 * half + odd];
+            x = rounded_difference(product_of(x, scale), top) * unit;
+        });
     });
 }
 
@@ -106,40 +65,15 @@ __device__ __forceinline__ void probabilities(Scores& s, const RowValues& stat, 
 __device__ __forceinline__ void mark_dropped(Scores& s, const Params& p, const Head& head, i32 row0, i32 key0) {
     constexpr u32 threshold = cfg::dropout ? cfg::dropout : 1;
     const i32 lane = threadIdx.x % 32;
-#pragma unroll
-    for (int m = 0; m < score_tiles_m; ++m)
-#pragma unroll
-        for (int n = 0; n < score_tiles_n; n += 2) {
-            u32 words[4];
-            random_words(words, p, head.random, row0 + 16 * m + lane / 4, key0 + 8 * n + lane % 4 * 2);
-#pragma unroll
-            for (int w = 0; w < 4; ++w) {
-                Acc(&tile)[4] = s[m][n + w / 2];
-                if (!kept_low<threshold>(words[w])) tile[w % 2 * 2] = -tile[w % 2 * 2];
-                if (!kept_high<threshold>(words[w])) tile[w % 2 * 2 + 1] = -tile[w % 2 * 2 + 1];
-            }
-        }
-}
-
-// Where p is 0, dP may be anything (a hidden key's v); it must not turn 0 * dP into NaN.
-__device__ __forceinline__ void mask_gradients(Scores& dp, const Scores& prob) {
-    for_numbers<score_tiles_m, score_tiles_n>([&](int m, int n, int i) { dp[m][n][i] = prob[m][n][i] == 0 ? Acc(0) : dp[m][n][i]; });
-}
-
-// Algorithm 4 line 20, in place of dP: dS = P (dP - D), all divided by the scale of dropout; a dropped element's dP is 0.
-__device__ __forceinline__ void score_gradients(Scores& dp, const Scores& prob, const RowValues& delta) {
-    for_numbers<score_tiles_m, score_tiles_n>([&](int m, int n, int i) {
-        const Acc x = prob[m][n][i], d = delta[m][i / 2];
-        if constexpr (cfg::dropout != 0)
-            dp[m][n][i] = fma_of(max_of(x, Acc(0)), dp[m][n][i], -(size_of(x) * d));
-        else
-            dp[m][n][i] = x * (dp[m][n][i] - d);
+    unroll<score_tiles_m, score_tiles_n / 2>([&](int m, int pair) {
+        u32 words[4];
+        random_words(words, p, head.random, row0 + 16 * m + lane / 4, key0 + 16 * pair + lane % 4 * 2);
+        unroll<4>([&](int w) {
+            Acc(&tile)[4] = s[m][2 * pair + w / 2];
+            if (!kept_low<threshold>(words[w])) tile[w % 2 * 2] = -tile[w % 2 * 2];
+            if (!kept_high<threshold>(words[w])) tile[w % 2 * 2 + 1] = -tile[w % 2 * 2 + 1];
+        });
     });
-}
-
-// P times the slope of the softcap, which dS needs.
-__device__ __forceinline__ void scale_by(Scores& prob, const Scores& slope) {
-    for_numbers<score_tiles_m, score_tiles_n>([&](int m, int n, int i) { prob[m][n][i] *= slope[m][n][i]; });
 }
 
 // Where this warp's part of a tile starts.
@@ -190,8 +124,7 @@ struct TilesInShared {
     // What warps without scores do.
     __device__ __forceinline__ void help() const {
         if constexpr (paired) {
-            Scores dp;
-            clear(dp);
+            Scores dp = {};
             multiply_gradients(dp);
             handover.before();
             move_scores([&](int i, Acc& x) { ptx::store_shared(exchange_place(i), x); }, dp);
@@ -208,7 +141,7 @@ private:
     __device__ __forceinline__ u32 exchange_place(int i) const { return exchange + (i * scores_warps * 32 + threadIdx.x % (scores_warps * 32)) * int(sizeof(Acc)); }
     template <class Move>
     static __device__ __forceinline__ void move_scores(const Move& move, Scores& x) {
-        for_numbers<score_tiles_m, score_tiles_n>([&](int m, int n, int i) { move((m * score_tiles_n + n) * 4 + i, x[m][n][i]); });
+        for_scores([&](int m, int n, int i) { move((m * score_tiles_n + n) * 4 + i, x[m][n][i]); });
     }
 };
 using WholeTiles = TilesInShared<BlockHandover>;
@@ -221,14 +154,24 @@ __device__ __forceinline__ void find_p(Scores& s, Scores& slope, Products& produ
     if constexpr (split_stat) load_row_values(inverse, at.warp_numbers() + 2 * stat_bytes);
     Hidden hidden;
     if (at.partial) find_hidden(hidden, p, head, at.row(), at.key());
-    clear(s);
+    for_scores([&](int m, int n, int i) { s[m][n][i] = 0; });
     products.scores(s);  // line 11
     if constexpr (cfg::prescaled) finish_scores(s, slope, p, head, at.row(), at.key());
-    if (at.partial) mask_scores(s, hidden);
+    if (at.partial) {  // line 12, FlashMask's algorithm 2 lines 22-27: scores that may not be seen become -inf
+        for_scores([&](int m, int n, int i) {
+            const int element = (m * score_tiles_n + n) * 4 + i;
+            if (hidden[element / 32] >> element % 32 & 1) s[m][n][i] = -infinity<Acc>();
+        });
+    }
     if constexpr (!split_stat) {
         if (head.has_far_rows) subtract_far(s, p, head, at.row());
     }
-    probabilities(s, stat, inverse, p);
+    const float to_log2 = static_cast<float>(cfg::prescaled ? kLog2e : p.scale * kLog2e);
+    for_scores([&](int m, int n, int i) {  // line 13
+        Acc& x = s[m][n][i];
+        if constexpr (split_stat) x = exp_times(rounded_difference(cfg::prescaled ? x : x * Acc(p.scale), stat[m][i / 2]), inverse[m][i / 2]);
+        else x = ptx::ex2(fmaf(x, to_log2, stat[m][i / 2]));
+    });
     if constexpr (cfg::dropout) mark_dropped(s, p, head, at.row(), at.key());
 }
 
@@ -236,10 +179,8 @@ __device__ __forceinline__ void find_p(Scores& s, Scores& slope, Products& produ
 template <bool relu>
 __device__ __forceinline__ void store_weights(TileAt tile, const Scores& x) {
     const TileAt part = part_of_weights(tile, warp_score_row(), warp_score_key());
-    if constexpr (is_split)
-        store_split<p_stride, relu>(part, x);
-    else
-        store_rounded<p_stride, relu>(part.tile, x);
+    if constexpr (is_split) store_split<p_stride, relu>(part, x);
+    else store_rounded<p_stride, relu>(part.tile, x);
 }
 __device__ __forceinline__ void store_p(TileAt tile, const Scores& s) { store_weights<cfg::dropout != 0>(tile, s); }
 __device__ __forceinline__ void store_ds(TileAt tile, const Scores& ds) { store_weights<false>(tile, ds); }
@@ -250,16 +191,21 @@ template <bool keep_p, bool behind_cap, class Products>
 __device__ __forceinline__ void find_ds(Scores& ds, Scores& s, const Scores& slope, Products& products, const TilePlace& at, TileAt p_tile) {
     if constexpr (cfg::softcap && !behind_cap) {  // P makes room for P times the slope of the cap
         if constexpr (keep_p) store_p(p_tile, s);
-        scale_by(s, slope);
+        for_scores([&](int m, int n, int i) { s[m][n][i] *= slope[m][n][i]; });
     }
     RowValues delta;
-    clear(ds);
+    for_scores([&](int m, int n, int i) { ds[m][n][i] = 0; });
     products.gradients(ds);  // line 17
     // Only after the product: its loads would have to wait for the stores.
     if constexpr (keep_p && !cfg::softcap) store_p(p_tile, s);
     load_row_values(delta, at.warp_numbers() + stat_bytes);
-    if (at.partial) mask_gradients(ds, s);
-    score_gradients(ds, s, delta);
+    // Where p is 0, dP may be anything (a hidden key's v); it must not turn 0 * dP into NaN.
+    if (at.partial) for_scores([&](int m, int n, int i) { ds[m][n][i] = s[m][n][i] == 0 ? Acc(0) : ds[m][n][i]; });
+    for_scores([&](int m, int n, int i) {  // line 20, all divided by the scale of dropout; a dropped element's dP is 0
+        const Acc x = s[m][n][i], d = delta[m][i / 2];
+        Acc& dp = ds[m][n][i];
+        dp = cfg::dropout != 0 ? fma_of(max_of(x, Acc(0)), dp, -(size_of(x) * d)) : x * (dp - d);
+    });
 }
 
 // Algorithm 4 lines 11-15, 17-20 by the warps with scores: P (if asked for) and dS to shared memory.
@@ -278,5 +224,3 @@ __device__ __forceinline__ void scores_to_shared(Products& products, const TileP
     if (threadIdx.x / 32 < scores_warps) score<keep_p>(products, at, p, head, p_tile, ds_tile);
     else products.help();
 }
-
-}  // namespace sm80

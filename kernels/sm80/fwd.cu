@@ -65,28 +65,21 @@ __device__ __forceinline__ i32 key_of(Tile tile, int n, int e) {
 }
 
 __device__ __forceinline__ void finish_scores(const Params& p, const Work& w, Tile tile, Acc (&s)[m_tiles][n_tiles][4]) {
-#pragma unroll
-    for (int mt = 0; mt < m_tiles; ++mt)
-#pragma unroll
-        for (int n = 0; n < n_tiles; ++n)
-#pragma unroll
-            for (int r = 0; r < 4; ++r)
-                s[mt][n][r] = finish_score(p, s[mt][n][r], w.bias_offset, row_of(p, w, mt, r / 2), key_of(tile, n, r % 2)).score;
+    unroll<m_tiles, n_tiles, 4>([&](int mt, int n, int r) {
+        s[mt][n][r] = finish_score(p, s[mt][n][r], w.bias_offset, row_of(p, w, mt, r / 2), key_of(tile, n, r % 2)).score;
+    });
 }
 
 __device__ __forceinline__ void mask_scores(const Params& p, const Work& w, Tile tile, u32 cols, Acc (&s)[m_tiles][n_tiles][4]) {
-#pragma unroll
-    for (int n = 0; n < n_tiles; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const i32 j = key_of(tile, n, e);
-            int4 intervals{};
-            if constexpr (column_masks > 0) ptx::load_shared(intervals, cols + (n * 8 + 2 * (threadIdx.x % 4) + e) * 16);
-            const KeyMask key(p, w.mask.slices(), j, intervals);
-            for_rows<m_tiles>([&](int mt, int h) {
-                if (!key.visible(p, row_of(p, w, mt, h), j)) s[mt][n][2 * h + e] = -infinity<Acc>();
-            });
-        }
+    unroll<n_tiles, 2>([&](int n, int e) {
+        const i32 j = key_of(tile, n, e);
+        int4 intervals{};
+        if constexpr (column_masks > 0) ptx::load_shared(intervals, cols + (n * 8 + 2 * (threadIdx.x % 4) + e) * 16);
+        const KeyMask key(p, w.mask.slices(), j, intervals);
+        unroll<m_tiles, 2>([&](int mt, int h) {
+            if (!key.visible(p, row_of(p, w, mt, h), j)) s[mt][n][2 * h + e] = -infinity<Acc>();
+        });
+    });
 }
 
 __device__ __forceinline__ void prepare_kv(u32 shared, i32 thread, int part = 0, int parts = 1) {

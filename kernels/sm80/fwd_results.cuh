@@ -32,30 +32,30 @@ struct ResultRow {
     }
 };
 
-// Row `mt`, `h` of this lane.
-__device__ __forceinline__ ResultRow result_row(const Params& p, const Work& w, int mt, int h) {
+// Row `mt`, `h` of this lane in the tile, and among the results.
+__device__ __forceinline__ i32 own_row(int mt, int h) {
     const i32 own = ptx::opaque(static_cast<i32>(thread()));  // what follows from it is not kept in registers
-    return {p, w, w.row0 + own / 32 * warp_rows + mt * 16 + h * 8 + own % 32 / 4, cfg::split ? static_cast<i32>(blockIdx.y) : 0};
+    return own / 32 * warp_rows + mt * 16 + h * 8 + own % 32 / 4;
+}
+__device__ __forceinline__ ResultRow result_row(const Params& p, const Work& w, int mt, int h) {
+    return {p, w, w.row0 + own_row(mt, h), cfg::split ? static_cast<i32>(blockIdx.y) : 0};
 }
 
 // Over very many keys sums lose digits: after every cfg::flush_every key tiles (0: never) o is added to the result in memory, and starts anew.
 // Shared memory holds the rows' maxima when that was done last, +inf before.
 __device__ __forceinline__ i32 flush_group(Tile tile) { return tile.n() / max(cfg::flush_every, 1); }
 
-__device__ __forceinline__ u32 flushed_maximum(u32 maxima, int mt, int h) {
-    const i32 own = ptx::opaque(static_cast<i32>(thread()));
-    return maxima + (own / 32 * warp_rows + mt * 16 + h * 8 + own % 32 / 4) * int(sizeof(Acc));
-}
+__device__ __forceinline__ u32 flushed_maximum(u32 maxima, int mt, int h) { return maxima + own_row(mt, h) * int(sizeof(Acc)); }
 
 __device__ __forceinline__ void start_flushes(u32 maxima) {
-    for_rows<m_tiles>([&](int mt, int h) { ptx::store_shared(flushed_maximum(maxima, mt, h), infinity<Acc>()); });
+    unroll<m_tiles, 2>([&](int mt, int h) { ptx::store_shared(flushed_maximum(maxima, mt, h), infinity<Acc>()); });
     __syncwarp();
 }
 
 // Adds o to the result in memory or, at last, that to o.
 template <bool last>
 __device__ __forceinline__ void flush(const Params& p, const Work& w, u32 maxima, const Softmax& rows, Acc (&o)[m_tiles][v_tiles][4]) {
-    for_rows<m_tiles>([&](int mt, int h) {
+    unroll<m_tiles, 2>([&](int mt, int h) {
         const ResultRow row = result_row(p, w, mt, h);
         Acc before;
         ptx::load_shared(before, flushed_maximum(maxima, mt, h));
@@ -70,19 +70,17 @@ __device__ __forceinline__ void flush(const Params& p, const Work& w, u32 maxima
             Stored* const from = row.o(p) + blockIdx.z * cfg::head_dim_v + Product::column(0, threadIdx.x % 4);
             const i32 columns = p.head_dim_v - blockIdx.z * cfg::head_dim_v - Product::column(0, threadIdx.x % 4);
             Acc flushed[together][2];
-#pragma unroll
-            for (int i = 0; i < 2 * together; ++i) {
-                const i32 col = Product::column(first + i / 2, 0) + i % 2;
-                flushed[i / 2][i % 2] = any && (cfg::exact || col < columns) ? Acc(from[col]) : Acc(0);
-            }
-#pragma unroll
-            for (int i = 0; i < 2 * together; ++i) {
-                const i32 col = Product::column(first + i / 2, 0) + i % 2;
-                Acc& x = o[mt][first + i / 2][2 * h + i % 2];
-                const Acc sum = any ? fma_of(flushed[i / 2][i % 2], factor, x) : x;
+            unroll<together, 2>([&](int n, int e) {
+                const i32 col = Product::column(first + n, 0) + e;
+                flushed[n][e] = any && (cfg::exact || col < columns) ? Acc(from[col]) : Acc(0);
+            });
+            unroll<together, 2>([&](int n, int e) {
+                const i32 col = Product::column(first + n, 0) + e;
+                Acc& x = o[mt][first + n][2 * h + e];
+                const Acc sum = any ? fma_of(flushed[n][e], factor, x) : x;
                 x = last ? sum : Acc(0);
                 if (!last && (cfg::exact || col < columns)) from[col] = sum;
-            }
+            });
         }
     });
 }
@@ -97,46 +95,34 @@ __device__ __forceinline__ void combine_teams(const Work& w, u32 rings, Softmax&
     const u32 lane = threadIdx.x % 32;
     const auto place = [&](int team, int index) { return rings + team * ring_bytes + (index * 32 + lane) * u32(sizeof(Acc)); };
     rows.finish();
-#pragma unroll
-    for (int h = 0; h < 2; ++h) ptx::store_shared(place(team(), 2 * h), rows.m[0][h]), ptx::store_shared(place(team(), 2 * h + 1), rows.l[0][h]);
-#pragma unroll
-    for (int n = 0; n < v_tiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) ptx::store_shared(place(team(), 4 + 4 * n + i), o[0][n][i]);
+    unroll<2>([&](int h) { ptx::store_shared(place(team(), 2 * h), rows.m[0][h]), ptx::store_shared(place(team(), 2 * h + 1), rows.l[0][h]); });
+    unroll<v_tiles, 4>([&](int n, int i) { ptx::store_shared(place(team(), 4 + 4 * n + i), o[0][n][i]); });
     __syncthreads();  // all teams' results are there
     Acc weight[cfg::teams][2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    unroll<2>([&](int h) {
         Acc top = -infinity<Acc>(), sum = 0;
-#pragma unroll
-        for (int t = 0; t < cfg::teams; ++t) {
+        unroll<cfg::teams>([&](int t) {
             ptx::load_shared(weight[t][h], place(t, 2 * h));
             top = max_of(top, weight[t][h]);
-        }
-#pragma unroll
-        for (int t = 0; t < cfg::teams; ++t) {
+        });
+        unroll<cfg::teams>([&](int t) {
             Acc l;
             ptx::load_shared(l, place(t, 2 * h + 1));
             weight[t][h] = exp2_term(weight[t][h] - Softmax::finite(top), w.to_log2);
             sum += l * weight[t][h];
-        }
+        });
         rows.m[0][h] = top, rows.l[0][h] = sum;
-    }
-#pragma unroll
-    for (int n = 0; n < v_tiles; ++n) {
-        if (!finishes(n)) continue;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            Acc sum = 0;
-#pragma unroll
-            for (int t = 0; t < cfg::teams; ++t) {
-                Acc x;
-                ptx::load_shared(x, place(t, 4 + 4 * n + i));
-                sum += x * weight[t][i / 2];
-            }
-            o[0][n][i] = sum;
-        }
-    }
+    });
+    unroll<v_tiles, 4>([&](int n, int i) {
+        if (!finishes(n)) return;
+        Acc sum = 0;
+        unroll<cfg::teams>([&](int t) {
+            Acc x;
+            ptx::load_shared(x, place(t, 4 + 4 * n + i));
+            sum += x * weight[t][i / 2];
+        });
+        o[0][n][i] = sum;
+    });
 }
 
 // Lines 15 and 16: divides by l and writes the warp's rows of o, l and m.
@@ -148,19 +134,18 @@ __device__ __forceinline__ void store(const Params& p, const Work& w, const Soft
     const bool together = cfg::exact || p.head_dim_v % 2 == 0;
     // m leaves in natural units of the score: raw maxima are scaled here.
     const Acc unit = cfg::prescaled ? Acc(1) : static_cast<Acc>(p.scale);
-    for_rows<m_tiles>([&](int mt, int h) {
+    unroll<m_tiles, 2>([&](int mt, int h) {
         const ResultRow row = result_row(p, w, mt, h);
         if (!row.exists) return;
         const Acc l = rows.l[mt][h];
         const Acc inverse = l == Acc(0) ? Acc(0) : static_cast<Acc>(cfg::dropout != 0 ? p.dropout_scale : 1.0) / l;
         if ((cfg::statistics || cfg::split) && q == 0 && blockIdx.z == 0 && team() == 0) l_out[row.at] = l, m_out[row.at] = rows.m[mt][h] * unit;
-#pragma unroll
-        for (int n = 0; n < v_tiles; ++n) {
-            if (!finishes(n)) continue;
+        unroll<v_tiles>([&](int n) {
+            if (!finishes(n)) return;
             const i32 col = col0 + Product::column(n, q);
             store_pair(row.o(p) + col, o[mt][n][2 * h] * inverse, o[mt][n][2 * h + 1] * inverse, cfg::exact || col < p.head_dim_v,
                        cfg::exact || col + 1 < p.head_dim_v, together);
-        }
+        });
     });
 }
 
@@ -193,17 +178,15 @@ __device__ __forceinline__ void merge_row(const Params& p, i64 row) {
 #pragma unroll 8
     for (i32 part = 0; part < p.splits; ++part) {
         const Acc w = shares[part];
-#pragma unroll
-        for (int i = 0; i < held; ++i) {
+        unroll<held>([&](int i) {
             const Acc x = lane + 32 * i < p.head_dim_v ? __ldcg(o + 32 * i) : Acc(0);
             sum[i] += w == Acc(0) ? Acc(0) : product_of(w, x);
-        }
+        });
         o += rows * p.head_dim_v;
     }
-#pragma unroll
-    for (int i = 0; i < held; ++i) {
+    unroll<held>([&](int i) {
         if (lane + 32 * i < p.head_dim_v) static_cast<cfg::out*>(p.o.data)[row * p.head_dim_v + lane + 32 * i] = round_to<cfg::out>(sum[i]);
-    }
+    });
     if (cfg::statistics && lane == 0) static_cast<Acc*>(p.l.data)[row] = shares.l, static_cast<Acc*>(p.m.data)[row] = shares.m;
 }
 

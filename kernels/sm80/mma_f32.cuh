@@ -12,7 +12,6 @@
 // products: 3 for float32 accuracy, 1 for 11 bits (what one product of TF32 has).
 template <int products>
 struct MmaSplit : PlainTiles<4> {
-    static constexpr int step = 16;
     static constexpr i32 key_shift = 2 * split::kTop;  // a key's factor undoes the scaling of both operands
 
     template <int rows, int columns>
@@ -67,48 +66,32 @@ struct MmaSplit : PlainTiles<4> {
 
     template <int m_tiles, int n_tiles, int head_dim>
     static __device__ __forceinline__ void scores(float (&s)[m_tiles][n_tiles][4], const QRows<m_tiles, head_dim>& q, u32 k_shared, u32 l) {
-        constexpr int steps = head_dim / step, segments = split::segments<head_dim>, row_bytes = head_dim * 4;
-        constexpr int span = steps < split::piece / step ? steps : split::piece / step;
+        constexpr int segments = split::segments<head_dim>, row_bytes = head_dim * 4;
         // One ldmatrix has hi and lo of eight keys: chunks 0, 2 (hi) and 1, 3 (lo) of a step.
         const LaneRow<row_bytes, 64> lane(l & 7, (l >> 3 & 1) << 1 | l >> 4);
         const u32 exponents = k_shared + n_tiles * 8 * row_bytes + l % 4 * 2 * segments * 4;
 #pragma unroll 1
-        for (int k0 = 0; k0 < steps; k0 += span) {
-            const int segment = k0 * step / 128;
-            u32 hi[span][m_tiles][4], lo[span][m_tiles][4];
-#pragma unroll
-            for (int k = 0; k < span; ++k)
-#pragma unroll
-                for (int mt = 0; mt < m_tiles; ++mt) q.get(hi[k][mt], lo[k][mt], mt, k0 + k);
-#pragma unroll
-            for (int n = 0; n < n_tiles; ++n) {
+        for (int k = 0; k < head_dim / 16; ++k) {
+            u32 hi[m_tiles][4], lo[m_tiles][4];
+            unroll<m_tiles>([&](int mt) { q.get(hi[mt], lo[mt], mt, k); });
+            unroll<n_tiles>([&](int n) {
                 split::Sums<products, m_tiles> sums;
-#pragma unroll
-                for (int k = 0; k < span; ++k) {
-                    u32 b[4];
-                    ptx::ldmatrix_x4(b, k_shared + lane.offset(k0 + k) + n * 8 * row_bytes);
-#pragma unroll
-                    for (int mt = 0; mt < m_tiles; ++mt) sums.add(mt, hi[k][mt], lo[k][mt], b);
-                }
+                u32 b[4];
+                ptx::ldmatrix_x4(b, k_shared + lane.offset(k) + n * 8 * row_bytes);
+                unroll<m_tiles>([&](int mt) { sums.add(mt, hi[mt], lo[mt], b); });
                 float factor[m_tiles][4];
-                if constexpr (segments > 1) find_factors(factor, q, exponents + n * 8 * segments * 4, segment);
-#pragma unroll
-                for (int mt = 0; mt < m_tiles; ++mt)
-#pragma unroll
-                    for (int r = 0; r < 4; ++r)
-                        s[mt][n][r] = segments > 1 ? fmaf(sums.total(mt, r), factor[mt][r], s[mt][n][r]) : s[mt][n][r] + sums.total(mt, r);
-            }
+                if constexpr (segments > 1) find_factors(factor, q, exponents + n * 8 * segments * 4, k / 8);
+                unroll<m_tiles, 4>([&](int mt, int r) {
+                    s[mt][n][r] = segments > 1 ? fmaf(sums.total(mt, r), factor[mt][r], s[mt][n][r]) : s[mt][n][r] + sums.total(mt, r);
+                });
+            });
         }
         if constexpr (segments == 1) {
-#pragma unroll
-            for (int n = 0; n < n_tiles; ++n) {
+            unroll<n_tiles>([&](int n) {
                 float factor[m_tiles][4];
                 find_factors(factor, q, exponents + n * 32, 0);
-#pragma unroll
-                for (int mt = 0; mt < m_tiles; ++mt)
-#pragma unroll
-                    for (int r = 0; r < 4; ++r) s[mt][n][r] *= factor[mt][r];
-            }
+                unroll<m_tiles, 4>([&](int mt, int r) { s[mt][n][r] *= factor[mt][r]; });
+            });
         }
     }
 
@@ -117,12 +100,8 @@ struct MmaSplit : PlainTiles<4> {
     static __device__ __forceinline__ void find_factors(float (&factor)[m_tiles][4], const QRows<m_tiles, head_dim>& q, u32 exponents, int segment) {
         constexpr int segments = split::segments<head_dim>;
         float key[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) ptx::load_shared(key[e], exponents + (e * segments + segment) * 4);
-#pragma unroll
-        for (int mt = 0; mt < m_tiles; ++mt)
-#pragma unroll
-            for (int r = 0; r < 4; ++r) factor[mt][r] = key[r % 2] * q.factor(mt, r / 2, segment);
+        unroll<2>([&](int e) { ptx::load_shared(key[e], exponents + (e * segments + segment) * 4); });
+        unroll<m_tiles, 4>([&](int mt, int r) { factor[mt][r] = key[r % 2] * q.factor(mt, r / 2, segment); });
     }
 
     // The bits of the exponents 2^e of this lane's keys, and the largest of the tile.
@@ -162,59 +141,47 @@ struct MmaSplit : PlainTiles<4> {
                                                   const Finish& finish, const Drop& drop, const Between& between) {
         constexpr int row_bytes = v_tiles * 8 * 4, segments = split::segments<v_tiles * 8>, chunks = n_tiles / 2;
         const LaneRow<row_bytes> lane(l & 15, l >> 4);
-#pragma unroll
-        for (int segment = 0; segment < segments; ++segment) {
+        unroll<segments>([&](int segment) {
             const KeyExponents<n_tiles, segments> keys(v_shared + n_tiles * 8 * row_bytes, segment, l);
             Weights<m_tiles> p[chunks];
-#pragma unroll
-            for (int c = 0; c < chunks; ++c) {
+            unroll<chunks>([&](int c) {
                 if (segment == 0) finish(c);
                 weigh(p[c], s, c, keys);
-#pragma unroll
-                for (int mt = 0; mt < m_tiles; ++mt) {
+                unroll<m_tiles>([&](int mt) {
                     drop(mt, c, p[c].hi[mt], p[c].lo[mt]);
-#pragma unroll
-                    for (int r = 0; r < 4; ++r) p[c].small[mt][r] = ptx::mul_f16x2(p[c].hi[mt][r], 0x10001000u);
-                }
-            }
+                    unroll<4>([&](int r) { p[c].small[mt][r] = ptx::mul_f16x2(p[c].hi[mt][r], 0x10001000u); });
+                });
+            });
             const float unit = keys.unit();
 #pragma unroll
             for (int n = segment * 16; n < v_tiles && n < segment * 16 + 16; ++n) {
                 float sum[m_tiles][4] = {};
-#pragma unroll
-                for (int c = 0; c < chunks; ++c) {
+                unroll<chunks>([&](int c) {
                     u32 b[4];
                     ptx::ldmatrix_x4_trans(b, v_shared + lane.offset(n) + c * 16 * row_bytes);
-#pragma unroll
-                    for (int mt = 0; mt < m_tiles; ++mt) {
+                    unroll<m_tiles>([&](int mt) {
                         if constexpr (products == 3) {
                             ptx::mma_m16n8k16_f16(sum[mt], p[c].lo[mt], b[0], b[1]);
                             ptx::mma_m16n8k16_f16(sum[mt], p[c].small[mt], b[2], b[3]);
                         }
                         ptx::mma_m16n8k16_f16(sum[mt], p[c].hi[mt], b[0], b[1]);
-                    }
-                }
+                    });
+                });
                 between(n, v_tiles);
-#pragma unroll
-                for (int mt = 0; mt < m_tiles; ++mt)
-#pragma unroll
-                    for (int r = 0; r < 4; ++r) o[mt][n][r] = fmaf(sum[mt][r], unit, o[mt][n][r]);
+                unroll<m_tiles, 4>([&](int mt, int r) { o[mt][n][r] = fmaf(sum[mt][r], unit, o[mt][n][r]); });
             }
-        }
+        });
     }
 
     template <int m_tiles, int n_tiles, class Keys>
     static __device__ __forceinline__ void weigh(Weights<m_tiles>& p, const float (&s)[m_tiles][n_tiles][4], int c, const Keys& keys) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        unroll<2>([&](int half) {
             const int n = 2 * c + half;
             const float w0 = keys.weight(n, 0), w1 = keys.weight(n, 1);
-#pragma unroll
-            for (int mt = 0; mt < m_tiles; ++mt)
-#pragma unroll
-                for (int h = 0; h < 2; ++h)
-                    split::split_pair<1>(p.hi[mt][2 * half + h], p.lo[mt][2 * half + h], s[mt][n][2 * h] * w0, s[mt][n][2 * h + 1] * w1);
-        }
+            unroll<m_tiles, 2>([&](int mt, int h) {
+                split::split_pair<1>(p.hi[mt][2 * half + h], p.lo[mt][2 * half + h], s[mt][n][2 * h] * w0, s[mt][n][2 * h + 1] * w1);
+            });
+        });
     }
 };
 

@@ -5,15 +5,6 @@
 #pragma once
 #include "attn/math.cuh"
 
-// Calls work(mt, h) for a lane's rows, two in every 16-row tile, unrolled.
-template <int m_tiles, class Work>
-__device__ __forceinline__ void for_rows(const Work& work) {
-#pragma unroll
-    for (int mt = 0; mt < m_tiles; ++mt)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) work(mt, h);
-}
-
 // fused: one multiply-add per exponent, whose rounding error |m log2 e| 2^-24 is common to the row, and at most 2^-17: rows with larger maxima
 // take differences of scores first.  Enough for 16-bit input.  Else all do, and l is summed by 4 keys, then with a correction (Kahan), for it
 // may have 2^19 terms.
@@ -25,16 +16,10 @@ struct SoftmaxRows {
     Acc excess[corrected ? m_tiles : 1][2];  // what l is too large by
 
     __device__ __forceinline__ SoftmaxRows() {
-        for_rows<m_tiles>([&](int mt, int h) {
+        unroll<m_tiles, 2>([&](int mt, int h) {
             m[mt][h] = -infinity<Acc>(), l[mt][h] = 0;
             if constexpr (corrected) excess[mt][h] = 0;
         });
-    }
-
-    __device__ __forceinline__ void add_corrected(int mt, int h, Acc x) {
-        const Acc y = x - excess[mt][h], sum = l[mt][h] + y;
-        excess[mt][h] = (sum - l[mt][h]) - y;
-        l[mt][h] = sum;
     }
 
     // What is subtracted from a row's scores: its maximum, or 0 while it has seen nothing.
@@ -45,10 +30,9 @@ struct SoftmaxRows {
     __device__ __forceinline__ void update(Acc (&s)[m_tiles][n_tiles][4], Acc (&o)[m_tiles][v_tiles][4], const Log2Factor<Acc>& to_log2) {
         Acc alpha[m_tiles][2];
         bool changed = false;
-        for_rows<m_tiles>([&](int mt, int h) {
+        unroll<m_tiles, 2>([&](int mt, int h) {
             Acc top = m[mt][h];
-#pragma unroll
-            for (int n = 0; n < n_tiles; ++n) top = max_of(top, max_of(s[mt][n][2 * h], s[mt][n][2 * h + 1]));
+            unroll<n_tiles>([&](int n) { top = max_of(top, max_of(s[mt][n][2 * h], s[mt][n][2 * h + 1])); });
             top = max_of(top, __shfl_xor_sync(~0u, top, 1));
             top = max_of(top, __shfl_xor_sync(~0u, top, 2));
             const Acc step = m[mt][h] - finite(top);
@@ -58,54 +42,48 @@ struct SoftmaxRows {
             m[mt][h] = top;
         });
         bool distant = false;
-        for_rows<m_tiles>([&](int mt, int h) {
-            distant |= fused && is_distant(m[mt][h], to_log2);
-        });
-        if (fused && __any_sync(~0u, distant)) subtract_distant(s, to_log2);
+        unroll<m_tiles, 2>([&](int mt, int h) { distant |= fused && is_distant(m[mt][h], to_log2); });
+        if (fused && __any_sync(~0u, distant)) {  // maxima that are too large to be fused are subtracted from their rows' scores
+            unroll<m_tiles, 2>([&](int mt, int h) {
+                if (is_distant(m[mt][h], to_log2)) unroll<n_tiles, 2>([&](int n, int e) { s[mt][n][2 * h + e] -= m[mt][h]; });
+            });
+        }
         // Most tiles raise no maximum; multiplying by 1 would change nothing.
         if (__any_sync(~0u, changed)) {
-            for_rows<m_tiles>([&](int mt, int h) {
+            unroll<m_tiles, 2>([&](int mt, int h) {
                 l[mt][h] *= alpha[mt][h];
                 if constexpr (corrected) excess[mt][h] *= alpha[mt][h];
-#pragma unroll
-                for (int n = 0; n < v_tiles; ++n) o[mt][n][2 * h] *= alpha[mt][h], o[mt][n][2 * h + 1] *= alpha[mt][h];
+                unroll<v_tiles, 2>([&](int n, int e) { o[mt][n][2 * h + e] *= alpha[mt][h]; });
             });
         }
     }
 
     static __device__ __forceinline__ bool is_distant(Acc top, const Log2Factor<Acc>& to_log2) { return size_of(finite(top) * to_log2.hi) > far; }
 
-    // Subtracts the maxima that are too large to be fused from their rows' scores.
-    template <int n_tiles>
-    __device__ __forceinline__ void subtract_distant(Acc (&s)[m_tiles][n_tiles][4], const Log2Factor<Acc>& to_log2) {
-        for_rows<m_tiles>([&](int mt, int h) {
-            if (!is_distant(m[mt][h], to_log2)) return;
-#pragma unroll
-            for (int n = 0; n < n_tiles; ++n) s[mt][n][2 * h] -= m[mt][h], s[mt][n][2 * h + 1] -= m[mt][h];
-        });
-    }
-
     // Turns the scores of keys 16 c .. 16 c + 15 into exp(s - m), in place, and adds them to l.
     template <int n_tiles>
     __device__ __forceinline__ void exponentiate(Acc (&s)[m_tiles][n_tiles][4], int c, const Log2Factor<Acc>& to_log2) {
-        for_rows<m_tiles>([&](int mt, int h) {
+        unroll<m_tiles, 2>([&](int mt, int h) {
             Acc sum = 0;
             const Acc shift = !fused ? finite(m[mt][h]) : is_distant(m[mt][h], to_log2) ? Acc(0) : finite(m[mt][h]) * to_log2.hi;
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
+            unroll<4>([&](int e) {
                 Acc& x = s[mt][2 * c + e / 2][2 * h + e % 2];
                 if constexpr (fused) x = ptx::ex2(fmaf(x, to_log2.hi, -shift));
                 else x = exp2_term(x - shift, to_log2);
                 if constexpr (corrected) sum += x;
                 else l[mt][h] += x;
+            });
+            if constexpr (corrected) {
+                const Acc y = sum - excess[mt][h], corrected_sum = l[mt][h] + y;
+                excess[mt][h] = (corrected_sum - l[mt][h]) - y;
+                l[mt][h] = corrected_sum;
             }
-            if constexpr (corrected) add_corrected(mt, h, sum);
         });
     }
 
     // Adds the four lanes' parts of l.
     __device__ __forceinline__ void finish() {
-        for_rows<m_tiles>([&](int mt, int h) {
+        unroll<m_tiles, 2>([&](int mt, int h) {
             l[mt][h] += __shfl_xor_sync(~0u, l[mt][h], 1);
             l[mt][h] += __shfl_xor_sync(~0u, l[mt][h], 2);
         });

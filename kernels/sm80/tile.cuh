@@ -3,15 +3,13 @@
 #pragma once
 #include "ptx/shared.cuh"
 
-// Doubles are read by pairs of chunks, from rows r .. r + 3 of one product and rows r, r + 2, r + 4, r + 6 of the other.  The pairs are
-// exchanged so that both fall into different banks.
-__device__ __forceinline__ u32 wide_key(u32 row) { return ((row + (row >> 2 & 1)) & 3) << 1; }
-
-// Byte offset of a chunk.  Rows that are an odd multiple of 64 bytes alternate between two bank halves by themselves.
+// Byte offset of a chunk.  Rows that are an odd multiple of 64 bytes alternate between two bank halves by themselves.  Doubles are read by pairs
+// of chunks, from rows r .. r + 3 of one product and rows r, r + 2, r + 4, r + 6 of the other.  The pairs are exchanged so that both fall into
+// different banks.
 template <int row_bytes, bool doubles = false>
 __device__ __forceinline__ u32 swizzle(u32 row, u32 chunk) {
     static_assert(row_bytes % (doubles ? 128 : 64) == 0, "tile rows are multiples of 64 bytes, of doubles 128");
-    const u32 key = doubles ? wide_key(row) : row_bytes % 128 == 0 ? row & 7 : (row >> 1) & 3;
+    const u32 key = doubles ? ((row + (row >> 2 & 1)) & 3) << 1 : row_bytes % 128 == 0 ? row & 7 : (row >> 1) & 3;
     return row * row_bytes + ((chunk ^ key) << 4);
 }
 

@@ -53,8 +53,7 @@ __device__ __forceinline__ cfg::acc piece_product(const cfg::elem* dout, const c
     const auto a = *reinterpret_cast<const Vector<cfg::elem>*>(dout);
     const auto b = *reinterpret_cast<const Vector<cfg::o_elem>*>(o);
     cfg::acc sum = 0;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) sum += to_acc(a.x[i]) * to_acc(b.x[i]);
+    unroll<kVector>([&](int i) { sum += to_acc(a.x[i]) * to_acc(b.x[i]); });
     return sum;
 }
 
@@ -155,16 +154,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_prepro
     bool any_empty = false, any_far = false;
     for (i32 pass = 0; pass < kPasses; pass += kTogether) {
         cfg::acc sum[kTogether], row_l[kTogether], row_m[kTogether];
-#pragma unroll
-        for (i32 i = 0; i < kTogether; ++i) {
+        unroll<kTogether>([&](int i) {
             // A row beyond the last reads a valid address all the same.
             const i64 row = own_row(group, pass + i), source = row < p.n_queries ? row : 0;
             row_l[i] = l[source * p.l.row];
             row_m[i] = m[source * p.m.row];
             sum[i] = row_product(dout + source * p.dout.row, o + source * p.o.row, p.head_dim_v);
-        }
-#pragma unroll
-        for (i32 i = 0; i < kTogether; ++i) {
+        });
+        unroll<kTogether>([&](int i) {
             const i64 row = own_row(group, pass + i);
             const bool inside = row < p.n_queries;
             const bool empty = !inside || row_l[i] == 0;
@@ -177,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_prepro
                 if constexpr (!cfg::split_delta) static_cast<cfg::acc*>(p.delta)[at] = delta;
                 any_far |= store_stat(p, at, empty, row_l[i], row_m[i]);
             }
-        }
+        });
     }
     const i32 flags = all_flags(any_empty, any_far);  // parts are complete
     if constexpr (cfg::split_delta) store_parts(p, parts, stat_row(p, flat, i64(group) * kStatRows));

@@ -1,17 +1,22 @@
 """The fuzzer finds what is planted, replays what it found, and covers what it says."""
 
+import itertools
 import json
 import math
+from functools import wraps
 
 import numpy as np
 import pytest
 
 import cuattn
 from bench.fuzz import __main__ as command
-from bench.fuzz.problems import draw_problem, draw_variant
-from bench.fuzz.running import Target, run
-from bench.fuzz.sharding import draw_plan
-from bench.fuzz.workers import Settings, check, outcomes, problem_of
+from bench.fuzz.problems import LAYOUTS, draw_problem
+from bench.fuzz.running import Target, lay, run
+from bench.fuzz.sharding import draw_parts
+from bench.fuzz.workers import CHUNK, Settings, check, outcomes, problem_of
+from cuattn.reference import textbook
+from tests import oracle
+from tests.tolerances import judge
 
 
 def problems(count, seed=1):
@@ -24,9 +29,26 @@ def complaints(found):
 
 def test_a_problem_is_its_seed_and_number():
     for one, other in zip(problems(20), problems(20), strict=True):
-        assert one.variant == other.variant
-        assert one.q.tobytes() == other.q.tobytes() and one.checks == other.checks and one.layouts == other.layouts
+        assert (one.features, one.checks, one.layouts) == (other.features, other.checks, other.layouts)
+        assert [x.tobytes() for x in one.arrays.values()] == [x.tobytes() for x in other.arrays.values()]
     assert problem_of(Settings(2), 0).describe() != problem_of(Settings(1), 0).describe()
+
+
+def test_a_chunk_shares_what_a_gpu_compiles_for():
+    settings = Settings(1, "cuda", (None, "sm80", "sm90"), variants=3)
+    for first in range(0, 4 * CHUNK, CHUNK):
+        drawn = [problem_of(settings, index) for index in range(first, first + 10)]
+        fixed = {(x.dtype, x.arrays["q"].shape[-1], "bias" in x.arrays, x.options.get("softcap")) for x in drawn}
+        assert len(fixed) == 1 and len({x.shape for x in drawn}) > 1
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_strides_change_no_number(kind):
+    for shape in ((), (0,), (5,), (3, 4), (2, 3, 4), (2, 1, 3, 4), (2, 0, 3)):
+        x = np.arange(np.prod(shape)).reshape(shape).astype(np.float32)
+        if kind == "spread" and len(shape) > 2:
+            x[...] = x[:1]
+        assert np.array_equal(lay(np.asarray, x, kind), x)
 
 
 def test_everything_that_the_api_takes_comes_up():
@@ -59,55 +81,80 @@ PLANTED = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_error_is_found(name, monkeypatch):
     forward = cuattn.forward
-    monkeypatch.setattr(cuattn, "forward", lambda *arrays, **options: PLANTED[name](forward(*arrays, **options)))
+
+    @wraps(forward)
+    def planted(*arrays, **options):
+        return PLANTED[name](forward(*arrays, **options))
+
+    monkeypatch.setattr(cuattn, "forward", planted)
     rng = np.random.default_rng(5)
-    variant = draw_variant(rng)
-    while variant.dtype != np.float32 or variant.precision or variant.mask != "none" or not variant.head_dim_v:
-        variant = draw_variant(rng)
-    problem = draw_problem(variant, rng)
-    while not problem.do.size or not problem.k.size or "values normal" not in problem.features:
-        problem = draw_problem(variant, rng)
-    assert run(problem, Target("cpu")).complaints
+    plain = {"float32", "values normal"}
+    problem = draw_problem(rng, rng)
+    while not plain <= problem.features or problem.options or problem.mask is not None or not problem.arrays["v"].size:
+        problem = draw_problem(rng, rng)
+    assert {what for what, _ in run(problem, Target("cpu")).complaints} & {"o", "l", "m"}
 
 
 def test_wrong_gradients_shards_and_bits_are_found(monkeypatch):
     backward, noise = cuattn.backward, np.random.default_rng(0)
 
+    @wraps(backward)
     def wrong(*arrays, origin=None, **options):  # drops the origin and is never the same twice
         grads = backward(*arrays, **options)
         return grads._replace(dv=grads.dv + (1e-7 * noise.standard_normal(grads.dv.shape)).astype(grads.dv.dtype))
 
     monkeypatch.setattr(cuattn, "backward", wrong)
     found = set(complaints(check(Settings(1), range(150))))
-    assert "deterministic" in found
+    assert "backward twice" in found
     assert any(what.endswith("of shards") for what in found)
+
+
+def test_the_rule_of_tf32_allows_its_bits_and_no_fewer():
+    rng = np.random.default_rng(4)
+    names = ("o", "l", "m", "dq", "dk", "dv")
+    for problem in [problem for problem in problems(400) if problem.dtype == np.float32]:
+        operands = [problem.arrays[name] for name in ("q", "k", "v", "do")]
+        options = {name: problem.options.get(name) for name in ("scale", "softcap")} | {"visible": problem.visible}
+        exact = oracle.solve(*operands, **options)
+        rough = oracle.solve(*operands, **options, dtype=np.float32, precision="tf32")
+        floors = oracle.floors(exact, *operands, **options, precision="tf32")
+
+        def share(bits, operands=operands, options=options, exact=exact, rough=rough, floors=floors):
+            """Return the largest share of what is allowed with factors wrong by half a unit of so many bits."""
+
+            def wrong(x):
+                return x * (1 + rng.choice([-1, 1], x.shape) * 2.0 ** -(1 + bits)).astype(np.float32)
+
+            found = textbook.solve(*operands, **options, low=np.float32, operand=wrong)
+            triples = zip(names, *([getattr(x, name) for name in names] for x in (found, exact, rough)), strict=True)
+            return max(judge(*triple, floors[triple[0]], np.float32).share for triple in triples)
+
+        assert share(10) <= 1, problem.describe()
+        if min(exact.s.shape) > 1 and "values normal" in problem.features and "scale" not in problem.options:
+            assert share(5) > 1, problem.describe()
 
 
 def test_the_parts_of_a_problem_cover_it():
     rng = np.random.default_rng(3)
     for problem in problems(200):
-        plan = draw_plan(problem, rng)
-        unit = 16 if problem.variant.dropout_p else 1
-        for parts, length in ((plan.rows, problem.q.shape[-2]), (plan.keys, problem.k.shape[-2])):
-            indices = np.concatenate([np.arange(*piece) for part in parts for piece in part])
-            assert np.array_equal(np.sort(indices), np.arange(length))
-            assert all(start % unit == 0 for part in parts for start, _ in part)
-        heads = np.zeros(problem.lead, int)
-        for lead in plan.leading:
-            heads[lead] += 1
-        assert (heads == 1).all()
+        unit = 16 if "dropout_p" in problem.options else 1
+        scores = np.zeros(problem.shape, int)
+        for part in itertools.chain.from_iterable(draw_parts(problem, rng)):
+            assert all(start % unit == 0 for start, _ in (*part.rows, *part.keys))
+            scores[part.index("bias", scores)] += 1
+        assert (scores == 1).all()
 
 
 def test_processes_report_and_go_on():
     settings = Settings(1)
-    found = dict(outcomes(settings, workers=2, first=0, most=45, seconds=60))
+    found = dict(outcomes(settings, [range(30), range(30, 45)], 2, 60))
     assert sorted(found) == list(range(45))
     assert complaints(found.items()) == []
 
 
 def test_the_report_says_how_to_replay(tmp_path, monkeypatch):
-    def one_bad(settings, workers, first, most, seconds):
-        for index in range(first, first + most):
+    def one_bad(settings, chunks, workers, seconds):
+        for index in itertools.chain.from_iterable(chunks):
             outcome = run(problem_of(settings, index), Target("cpu"))
             outcome.complaints += [("o", "planted")] * (index == 3)
             yield index, outcome
@@ -119,4 +166,4 @@ def test_the_report_says_how_to_replay(tmp_path, monkeypatch):
     assert report["complaints"] == [{"replay": "python -m bench.fuzz --replay 1:3", "what": "o", "message": "planted"}]
     assert (report["problems"], report["kernels"]) == (6, {"chosen": 6})
     assert math.isfinite(report["seconds"]) and report["features"] and report["versions"]
-    assert command.main(["--replay", "1:3"]) == 0
+    assert command.main(["--replay", "1:3,4"]) == 0

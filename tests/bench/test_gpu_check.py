@@ -30,7 +30,7 @@ def test_outcomes_are_counted(tmp_path, workers):
     (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["gpu: needs a GPU"]\n')
     (tmp_path / f"test_with_{workers}.py").write_text(TESTS)
     collector = gpu_check.Collector(Progress(console=Console(file=io.StringIO())))
-    status = gpu_check._in_processes([f"--rootdir={tmp_path}", str(tmp_path)], workers, collector)
+    status = gpu_check.in_processes([f"--rootdir={tmp_path}", str(tmp_path)], workers, collector)
     assert status == 1
     assert collector.counts == {"passed": 4, "failed": 1, "skipped": 1}
     assert [failure["test"].rpartition("::")[2] for failure in collector.failures] == ["test_wrong"]

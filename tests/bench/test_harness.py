@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bench import counters, harness, memory, timing
+from bench import counters, harness, timing
 from bench.harness import Point
 
 QUIET = Console(file=io.StringIO())
@@ -79,7 +79,7 @@ def test_counts_are_read_by_range_in_bytes_and_seconds():
 def test_a_missing_profiler_is_said(monkeypatch):
     monkeypatch.setattr(counters.shutil, "which", lambda _: None)
     with pytest.raises(RuntimeError, match="ncu"):
-        counters.count("bench.gpt2", ["a"])
+        counters.count("bench.gpt2", ("a",))
 
 
 def test_a_failing_profiler_is_quoted(monkeypatch):
@@ -87,12 +87,12 @@ def test_a_failing_profiler_is_quoted(monkeypatch):
     monkeypatch.setattr(counters.shutil, "which", lambda _: "ncu")
     monkeypatch.setattr(counters.subprocess, "run", lambda *_, **__: done)
     with pytest.raises(RuntimeError, match="no counters here"):
-        counters.count("bench.gpt2", ["a"])
+        counters.count("bench.gpt2", ("a",))
 
 
 def test_memory_is_the_peak_beyond_the_start():
     kept = np.ones(1 << 22, np.uint8)
-    with memory.peak("cpu") as found:
+    with harness.peak("cpu") as found:
         np.ones(1 << 20, np.uint8).sum()
         np.ones(1 << 21, np.uint8).sum()
     assert 1 << 21 <= found.bytes < 3 << 20

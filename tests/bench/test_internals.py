@@ -3,29 +3,30 @@
 import numpy as np
 import pytest
 
-from bench.internals import BACKWARD_TILES, TILES, backward_plan, forward_plan, portable_tile
+from bench.internals import BACKWARD_TILES, TILES, backward, forward, portable_tile
 from cuattn.cuda.device import Device
 from cuattn.problem import Problem
 
 H200 = Device("sm_90", 132, 232448, 60 << 20)
-PLANS = {"forward": forward_plan.forward_plan, "backward": backward_plan.backward_plan}
+CUTS = {"forward": forward.Cut, "backward": backward.Cut}
 
 
-def planned(direction):
+def tile_of(direction):
     problem = Problem(direction, (8,), 1, 1, 1024, 1024, 64, 64, np.dtype(np.float16), 0.125)
-    return PLANS[direction](problem, H200)
+    cut = CUTS[direction](problem, H200)
+    forward = direction == "forward"
+    assert (cut.shared_bytes if forward else cut.shared_bytes("keys")) <= H200.shared_bytes
+    return cut.tile if forward else cut.keys
 
 
-@pytest.mark.parametrize("direction", PLANS)
+@pytest.mark.parametrize("direction", CUTS)
 def test_the_tile_is_used_inside_and_forgotten_outside(direction):
-    chosen = planned(direction)
+    chosen = tile_of(direction)
     for kept, tile in (TILES if direction == "forward" else BACKWARD_TILES).items():
         with portable_tile(tile):
-            made = planned(direction)
-            assert (made.block_m, made.block_n, made.workers) == (tile.block_m, tile.block_n, tile.warps)
-            assert kept == (made.block_m if direction == "forward" else made.block_n)
-            assert made.smem_bytes <= H200.shared_bytes
-    assert planned(direction) == chosen
+            made = tile_of(direction)
+            assert made == tile and kept == (made.block_m if direction == "forward" else made.block_n)
+    assert tile_of(direction) == chosen
 
 
 @pytest.mark.gpu

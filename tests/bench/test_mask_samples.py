@@ -47,7 +47,7 @@ def test_documents_fill_the_sequence_in_the_papers_numbers(kind, n):
 
 def test_questions_have_two_to_six_answers_of_ten_to_twenty_percent():
     for sample in samples("share_question", 32768, 16):
-        for length, (question, answers) in zip(sample.lengths, sample.parts, strict=True):
+        for length, (question, answers) in zip(sample.lengths, *sample.arguments, strict=True):
             assert question + sum(answers) == length
             assert 2 <= len(answers) <= 6
             assert all(0.09 * length <= answer <= 0.2 * length for answer in answers)
@@ -91,7 +91,7 @@ def test_flex_sees_what_cuattn_sees(kind):
 def test_packed_documents_start_where_the_mask_says():
     pytest.importorskip("torch")
     from bench.inputs import make
-    from bench.peers.fa4 import document_starts
+    from bench.peers.pytorch import document_starts
 
     inputs = make(Case("t", "forward", 2, 1, 1, 512, 512, 8, mask="document"), "cpu")
     starts = document_starts(inputs)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -145,25 +146,23 @@ def test_sparsity_shows_the_proportion():
     assert "d8-N9-document-2: ρ 0.500, 0.600 ms, 1.200 x (1 - ρ) x the unmasked time" in markdown(*table)
 
 
-def test_files_are_read_plotted_and_written(tmp_path, monkeypatch, capsys):
-    from bench import report
+def test_files_are_read_plotted_and_written(tmp_path, monkeypatch):
+    from bench import redraw, report
 
     pytest.importorskip("matplotlib")
-    file = rows.RowFile(tmp_path / "rows.json", ABOUT)
+    file = rows.RowFile(tmp_path / "hopper.json", ABOUT)
     for direction in ("forward", "backward"):
-        file.add([row(f"masks-8k/a/{direction}", name, 500.0) for name in ("cuattn", "fa4")])
+        file.add([row(f"dropout/a/{direction}", name, 500.0) for name in ("cuattn", "fa4")])
         file.add([{**row(f"sparsity/a-full/{direction}", "cuattn", 500.0), "rho": 0.0}])
     runs, found = read([file.path])
-    assert [run["id"] for run in runs] == ["rows.json 000"]
+    assert [run["id"] for run in runs] == ["hopper.json 000"]
     assert len(found) == 6
-    arguments = ["report", str(file.path), "--out", str(tmp_path / "out.md")]
-    monkeypatch.setattr("sys.argv", arguments)
-    assert report.main() == 0
-    assert "`python -m bench.hopper`" in (tmp_path / "out.md").read_text()
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr("sys.argv", [*arguments, "--plots", str(tmp_path / "plots")])
-    assert report.main() == 0
-    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["table-masks-8k.png", "table-sparsity.png"]
+    monkeypatch.setattr("sys.argv", ["redraw", "--folder", str(tmp_path), "--text"])
+    redraw.main()
+    assert "| a | **500** | 500 | fa4 | 1.00 |" in (tmp_path / "tables.md").read_text()
+    pictures = [path.name for path in report.draw(found, tmp_path)]
+    assert sorted(pictures) == ["table-dropout.png", "table-sparsity.png"]
+    assert all((tmp_path / name).exists() for name in pictures)
 
 
 def test_what_all_labels_share_goes_to_the_title():
@@ -189,15 +188,13 @@ def test_clocks_are_of_the_gpu_in_use(monkeypatch, visible, gpu):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(rows.shutil, "which", lambda name: name)
     asked = []
-    monkeypatch.setattr(rows.subprocess, "run", lambda command, **_: asked.append(command) or Answer)
-    assert rows.clocks() == {"sm_mhz": 1.0, "memory_mhz": 2.0, "watts": 3.0, "celsius": 4.0}
-    assert asked[0][1] == f"--id={gpu}"
-
-
-class Answer:
-    """What nvidia-smi says."""
-
-    returncode, stdout = 0, "1, 2, 3, 4\n"
+    calls = dict.fromkeys(("ClockInfo", "PowerUsage", "Temperature"), lambda *_: 2000)
+    calls |= {"HandleByIndex": lambda i: asked.append(str(i)), "HandleByUUID": asked.append}
+    nvml = SimpleNamespace(**{f"nvmlDeviceGet{name}": call for name, call in calls.items()}, nvmlInit=lambda: None)
+    nvml.NVML_CLOCK_SM = nvml.NVML_CLOCK_MEM = nvml.NVML_TEMPERATURE_GPU = 0
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert rows.clocks() == {"sm_mhz": 2000, "memory_mhz": 2000, "watts": 2.0, "celsius": 2000}
+    assert asked == [gpu]
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert rows.clocks() is None

@@ -79,8 +79,7 @@ def test_traffic_counts_the_papers_algorithms():
 
 
 def test_expected_reads_are_those_of_the_swapped_loops():
-    call = traffic.Call("theorem-2", "sm80", 3, 4096, 64)
-    assert traffic.expected_reads(call, 128) == 3 * 2 * io_model.swapped_forward(4096, 64, 4 * 64 * 128).reads
+    assert block_size.expected(3, 4096, 64, 128) == 3 * 2 * io_model.swapped_forward(4096, 64, 4 * 64 * 128).reads
 
 
 def test_block_masks_have_their_density():
@@ -90,10 +89,9 @@ def test_block_masks_have_their_density():
         assert blocks.diagonal().all()
 
 
-def test_block_sparse_and_block_size_run_on_the_host():
+def test_block_sparse_runs_on_the_host():
     assert len(measured(block_sparse)) == 2 * len(block_sparse.DENSITIES)
-    measured(block_size)
-    assert block_size.expected((1, 1, 256, 64), 64) == 2 * 256 * 64 * 9
+    assert block_size.expected(1, 256, 64, 64) == 2 * 256 * 64 * 9
 
 
 def test_column_and_dense_masks_have_the_same_bits():
@@ -132,7 +130,7 @@ def test_figure_4a_runs_on_the_host_and_checks_itself(few_tries):
     q, k, v, do = harness.random_arrays(np, 4, sparsity.TINY, np.float32)
     _, sample = sparsity.buckets("document", sparsity.TINY[1], 1)[0]
     with pytest.raises(ValueError, match="from the textbook's"):
-        sparsity._check(np, sample, q, k, v, do)
+        sparsity.check(sample, q, k, v, do)
 
 
 def test_the_fit_is_a_line():

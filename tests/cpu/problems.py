@@ -9,5 +9,5 @@ def problem_of(q, k, v, *, operation="forward", mask=None, **options):
     options.pop("rng", None)
     arrays = {"q": q, "k": k, "v": v, "bias": options.pop("bias", None)}
     given = () if mask is None else mask.parts if isinstance(mask, Mask) else (room.borrowed_mask(mask),)
-    checked = room.check(room.OPERATIONS[operation], arrays, given, room.Options(**options), None)
-    return checked.problem, room.bind(checked.problem, arrays), given
+    problem = room.check(room.OPERATIONS[operation], arrays, given, room.Options(**options), None)
+    return problem, room.bind(problem, arrays), given

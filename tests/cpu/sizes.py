@@ -2,46 +2,48 @@
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 from hypothesis import strategies as st
 
-from cuattn.cpu import blocks, call, direct, threads
+from cuattn.cpu import blocks, call, direct, threads, walk
 from cuattn.io_model.sizes import cdiv
 
 _choose = blocks.choose
 
-# (rows, keys, heads together, row tiles of a stack, tiles of scores at a time, steps of keys that are held)
+# (rows, keys, heads together, row tiles of a stack, key tiles at a time, steps of keys that are held)
 block_sizes = st.tuples(
     st.sampled_from((16, 32, 48)),
     st.sampled_from((16, 32, 80)),
     st.integers(1, 3),
     st.integers(1, 3),
-    st.integers(1, 12),
+    st.integers(1, 6),
     st.sampled_from((1, 2, 100)),
 )
 
 
 @contextmanager
-def tiled(rows=16, keys=16, heads=2, stack=2, room=6, steps=100, workers=1):
+def tiled(rows=16, keys=16, heads=2, stack=2, step=3, steps=100, workers=1):
     """Make the CPU backend walk over tiles of these sizes, however small the problem, on this many threads."""
 
-    def choose(problem, operands, masks):
-        usual = _choose(problem, operands, masks)
-        tiles, together = cdiv(problem.n_keys, keys), min(heads, usual.heads)
-        stacked = stack if problem.operation == "forward" or not masks else 1
-        abreast = min(stacked, 2) if masks else stacked
-        step = max(1, min(tiles, room // (together * abreast)))
-        return dataclasses.replace(
-            usual, rows=rows, keys=keys, heads=together, stack=stacked, abreast=abreast, room=room, step=step,
-            held=min(tiles, steps * step), row_tiles=cdiv(problem.n_queries, rows), key_tiles=tiles,
-        )  # fmt: skip
+    def choose(problem, masks):
+        usual, tiles = _choose(problem, masks), cdiv(problem.n_keys, keys)
+        together, at_a_time = min(heads, usual.heads), min(tiles, step)
+        return blocks.Blocks(
+            rows,
+            keys,
+            together,
+            stack if usual.stack > 1 else 1,
+            at_a_time,
+            min(tiles, steps * at_a_time),
+            cdiv(problem.n_queries, rows),
+            tiles,
+        )
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(call, "is_small", lambda problem: False))
-        patches.enter_context(mock.patch.object(call, "choose", choose))
+        patches.enter_context(mock.patch.object(walk, "choose", choose))
         patches.enter_context(mock.patch.object(threads, "useful", lambda items, nanoseconds: workers))
         yield
 
@@ -51,7 +53,7 @@ def whole_heads(scores=1 << 17, workers=1):
     """Make the CPU backend compute whole heads, with up to so many scores at a time, on this many threads."""
     direct.layout.cache_clear()
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(call, "is_small", lambda problem: True))
+        patches.enter_context(mock.patch.object(call, "is_small", lambda problem: not problem.dropout))
         patches.enter_context(mock.patch.object(direct, "_SCORES", scores))
         patches.enter_context(mock.patch.object(threads, "useful", lambda items, nanoseconds: workers))
         yield

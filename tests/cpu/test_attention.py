@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuattn
-from cuattn.cpu.exponent import WINDOW
+from cuattn.cpu.arithmetic import WINDOW
 from cuattn.cpu.forward import ForwardWalk
-from cuattn.cpu.packed import PackedKV
-from cuattn.cpu.scores import Task, Walk
+from cuattn.cpu.walk import Walk
 from tests import oracle
 from tests.cpu.sizes import block_sizes, tiled, ways, whole_heads
 from tests.strategies import DTYPES, cases, normal
-from tests.test_api import check_backward, check_forward
+from tests.test_api import GRADIENTS, check
 from tests.tolerances import eps, max_error
 
 FLOAT32 = np.dtype(np.float32)
@@ -46,8 +45,8 @@ def test_every_way_matches_the_oracle(case, sizes):
     for way in ways(sizes):
         with way():
             fwd, grads = both(case)
-        check_forward(case, fwd)
-        check_backward(case, grads)
+        check(case, fwd[:3])
+        check(case, grads, GRADIENTS)
 
 
 class FlatCase:
@@ -67,7 +66,7 @@ class FlatCase:
 def test_long_sums_keep_the_rule(n_keys, head_dim, width):
     case = FlatCase(n_keys, head_dim, width)
     fwd = cuattn.forward(case.q, case.k, case.v)
-    check_forward(case, fwd)
+    check(case, fwd[:3])
     np.testing.assert_array_equal(cuattn.attention(case.q, case.k, case.v), fwd.o)
 
 
@@ -114,7 +113,7 @@ def test_skipped_tiles_change_no_bit(dtype):
     assert (exact.tile_states(16, 16) == 0).sum() > (vague.tile_states(16, 16) == 0).sum()
     results = []
     for mask in (exact, vague):
-        with tiled(16, 16, 1, 3, 6, 2):
+        with tiled(16, 16, 1, step=2):
             fwd = cuattn.forward(q, k, v, mask=mask)
             grads = cuattn.backward(do, q, k, v, fwd, mask=mask)
         results.append((*fwd[:3], *grads))
@@ -215,7 +214,7 @@ def test_scores_far_apart(scale):
     q = rng.standard_normal((1, 64, 8)).astype(FLOAT32)
     k = (rng.standard_normal((1, 200, 8)) * np.linspace(0.01, 1, 200)[:, None]).astype(FLOAT32)
     v = rng.standard_normal((1, 200, 8)).astype(FLOAT32)
-    with tiled(32, 16, 2, 2, 8):
+    with tiled(32, 16, step=4):
         fwd = cuattn.forward(q, k, v, scale=scale)
     s = scale * (q.astype(np.float64) @ k.astype(np.float64).swapaxes(1, 2))
     m = s.max(-1)
@@ -345,13 +344,13 @@ def test_backward_scores_have_the_forwards_bits(case, sizes):
     found = []
     make = Walk.make_scores
 
-    def spy(self, item, row_group, part, q, *, careful):
-        s, masks = make(self, item, row_group, part, q, careful=careful)
-        for first, slot, count in part.runs:
-            for tile in range(count):
-                for row in range(row_group.count):
-                    where = item.group, item.row_tile + row_group.start + row, first + tile
-                    found.append((where, s[:, row, slot + tile].copy()))
+    def spy(self, item, part, q, *, careful):
+        s, masks = make(self, item, part, q, careful=careful)
+        for first, slots, _ in part.runs:
+            for tile, slot in enumerate(range(slots.start, slots.stop), first):
+                for head, of_head in enumerate(s[:, slot].reshape(item.group.count, -1, *s.shape[2:])):
+                    for row, of_row in enumerate(of_head.copy(), item.rows.start // self.blocks.rows):
+                        found.append(((item.group.batch, item.group.start + head, row, tile), of_row))
         return s, masks
 
     Walk.make_scores = spy
@@ -376,7 +375,7 @@ def test_the_bound_changes_no_bit(case, sizes):
     with tiled(*sizes):
         bounded, alone = cuattn.forward(q, k, v, **options), cuattn.attention(q, k, v, **options)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Task, "bounded", lambda self, product: False)
+            patch.setattr(Walk, "bounded", lambda self, longest_q, item: False)
             searched, searched_alone = cuattn.forward(q, k, v, **options), cuattn.attention(q, k, v, **options)
     assert_same_bits(bounded[:3], searched[:3])
     np.testing.assert_array_equal(alone, bounded.o)
@@ -431,9 +430,9 @@ def test_work_is_in_proportion_to_what_is_visible(monkeypatch):
     visited = []
     make = Walk.make_scores
 
-    def spy(self, item, row_group, part, q, **options):
-        visited.append(part.count * row_group.count)
-        return make(self, item, row_group, part, q, **options)
+    def spy(self, item, part, q, **options):
+        visited.append(part.count)
+        return make(self, item, part, q, **options)
 
     monkeypatch.setattr(Walk, "make_scores", spy)
     n = 2048
@@ -453,17 +452,14 @@ def test_work_is_in_proportion_to_what_is_visible(monkeypatch):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_the_keys_that_are_seen_are_copied_once_or_read_in_place(monkeypatch, dtype):
     loads = []
-    load = PackedKV._load
-    monkeypatch.setattr(
-        PackedKV, "_load",
-        lambda self, first, count, place: loads.extend(range(first, first + count)) or load(self, first, count, place),
-    )  # fmt: skip
+    load = Walk._load
+    monkeypatch.setattr(Walk, "_load", lambda self, index, place: loads.append(index) or load(self, index, place))
     x = np.random.default_rng(0).standard_normal((1, 640, 16)).astype(dtype)
     visible = np.zeros((640, 640), bool)
     visible[:, 64:128] = visible[300:, 384:] = True
-    with tiled(32, 32, 1, 2, 4):
+    with tiled(32, 32, 1, step=2):
         cuattn.forward(x, x, x, mask=visible)
-    assert sorted(loads) == ([] if dtype == np.float32 else [2, 3, *range(12, 20)])
+    assert sorted(loads) == ([] if dtype == np.float32 else [1, *range(6, 10)])
 
 
 @pytest.mark.parametrize("layout", ["rows of heads", "every second row", "unaligned", "backwards", "float32 of one"])

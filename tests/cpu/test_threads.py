@@ -1,4 +1,4 @@
-"""Threads: the dispatcher, the BLAS setting, errors, and turns at sums (cuattn.cpu's threads and sums)."""
+"""Threads: the dispatcher, the BLAS setting, errors, and turns at sums (cuattn.cpu.threads)."""
 
 import threading
 
@@ -10,7 +10,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 import cuattn
 from cuattn.cpu import threads
-from cuattn.cpu.sums import Aborted, OrderedSum, summed_to, total_like
+from cuattn.cpu.threads import Aborted, Turns
 from tests.cpu.sizes import tiled
 
 
@@ -112,7 +112,7 @@ def test_where_threads_cannot_be_started_those_that_there_are_do_the_work(monkey
 
 
 def test_turns_come_in_order():
-    turns, seen = OrderedSum(), []
+    turns, seen = Turns(), []
     numbers = [turns.take_number("key") for _ in range(4)]
     assert numbers == [0, 1, 2, 3] and turns.take_number("other") == 0
 
@@ -131,7 +131,7 @@ def test_turns_come_in_order():
 
 
 def test_an_abort_wakes_those_who_wait():
-    turns, caught = OrderedSum(), []
+    turns, caught = Turns(), []
 
     def wait():
         try:
@@ -147,7 +147,7 @@ def test_an_abort_wakes_those_who_wait():
 
 
 def test_an_error_in_the_backward_wakes_the_threads_that_wait(monkeypatch):
-    release, count = OrderedSum.release, iter(range(1000))
+    release, count = Turns.release, iter(range(1000))
 
     def failing(self, key):
         if next(count) == 2:
@@ -156,15 +156,6 @@ def test_an_error_in_the_backward_wakes_the_threads_that_wait(monkeypatch):
 
     x = np.random.default_rng(0).standard_normal((1, 400, 16), np.float32)
     fwd = cuattn.forward(x, x, x, is_causal=True)
-    monkeypatch.setattr(OrderedSum, "release", failing)
+    monkeypatch.setattr(Turns, "release", failing)
     with tiled(workers=3), pytest.raises(MemoryError, match="no room"):
         cuattn.backward(x, x, x, x, fwd, is_causal=True)
-
-
-def test_sums_are_made_in_the_result_where_it_is_precise_enough():
-    result = np.ones((2, 3), np.float32)
-    assert total_like(result, np.dtype(np.float32)) is result and not result.any()
-    assert total_like(result, np.dtype(np.float64)).dtype == np.float64
-    part = np.arange(6.0).reshape(1, 2, 3)
-    np.testing.assert_array_equal(summed_to(part, (1, 1, 3), np.float64), [[[3, 5, 7]]])
-    assert summed_to(part, part.shape, np.float64) is part

@@ -3,23 +3,23 @@
 import dataclasses
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import cuattn
+from cuattn.cpu.arithmetic import hide
 from cuattn.cpu.blocks import choose
 from cuattn.cpu.call import visible_parts
-from cuattn.cpu.tiles import MASK_BYTES, TileMask, Visibility
+from cuattn.cpu.tiles import MASK_BYTES, Visibility
 from cuattn.io_model.sizes import cdiv
 from tests.cpu.problems import problem_of
 from tests.strategies import DTYPES, cases
 
 
-def visibility(problem, operands, masks, **sizes):
+def visibility(problem, _, masks, **sizes):
     """Return the visibility of a problem in tiles of given sizes, and its blocks."""
     parts = visible_parts(problem, masks, problem.place)
-    blocks = choose(problem, operands, parts)
+    blocks = choose(problem, parts)
     if sizes:
         tiles = {"row_tiles": cdiv(problem.n_queries, sizes["rows"]), "key_tiles": cdiv(problem.n_keys, sizes["keys"])}
         blocks = dataclasses.replace(blocks, **sizes, **tiles)
@@ -36,64 +36,35 @@ def of_case(case):
     rows=st.sampled_from((16, 48)),
     keys=st.sampled_from((16, 64)),
     step=st.integers(1, 4),
-    stack=st.integers(1, 5),
-    abreast=st.integers(1, 2),
 )
-def test_visited_tiles_hold_all_that_is_visible_and_nothing_visible_is_hidden(case, rows, keys, step, stack, abreast):
+def test_visited_tiles_hold_all_that_is_visible_and_nothing_visible_is_hidden(case, rows, keys, step):
     problem, operands, masks = of_case(case)
     if 0 in problem.score_shape:
         return
-    sizes = {"rows": rows, "keys": keys, "step": step, "heads": 1, "abreast": abreast, "room": step * abreast}
-    found, blocks = visibility(problem, operands, masks, **sizes)
+    found, blocks = visibility(problem, operands, masks, rows=rows, keys=keys, step=step, heads=1)
     visible = np.broadcast_to(True if case.visible is None else case.visible, problem.score_shape)
     for head in np.ndindex(*problem.batch, problem.heads):
-        for kind in ("packed", "steps"):
-            seen = np.zeros((blocks.row_tiles * rows, blocks.key_tiles * keys), np.float32)
-            for start in range(0, blocks.row_tiles, stack):
-                groups = found.groups(head, start, min(start + stack, blocks.row_tiles))
-                assert [group.start for group in groups] == np.cumsum([0, *(g.count for g in groups)])[:-1].tolist()
-                for group in groups:
-                    assert 1 <= group.count <= abreast
-                    for part in getattr(group, kind):
-                        _mark(seen, part, group, start, blocks, by_step=kind == "steps")
-            np.testing.assert_array_equal(seen[: problem.n_queries, : problem.n_keys], visible[head])
-            assert not seen[: problem.n_queries, problem.n_keys :].any()
+        seen = np.zeros((blocks.row_tiles, rows, blocks.key_tiles * keys), np.float32)
+        for row_tile, of_rows in enumerate(seen):
+            for part in found.parts(head, row_tile):
+                _mark(of_rows, part, blocks)
+        seen = seen.reshape(-1, seen.shape[-1])
+        np.testing.assert_array_equal(seen[: problem.n_queries, : problem.n_keys], visible[head])
+        assert not seen[: problem.n_queries, problem.n_keys :].any()
 
 
-def _mark(seen, part, group, start, blocks, *, by_step):
+def _mark(seen, part, blocks):
     """Set what a part shows to 1."""
-    assert (
-        part.count == sum(count for *_, count in part.runs) <= blocks.step * blocks.abreast // group.count + by_step * 9
-    )
-    tiles = [(first + n, slot + n) for first, slot, count in part.runs for n in range(count)]
+    tiles = [
+        (first + n, slot) for first, slots, _ in part.runs for n, slot in enumerate(range(slots.start, slots.stop))
+    ]
     assert [slot for _, slot in tiles] == list(range(part.count))
-    assert not by_step or {tile // blocks.step for tile, _ in tiles} == {part.index}
-    shown = np.ones((group.count, part.count, blocks.keys, blocks.rows), np.float32)
-    for row, slot, mask in part.masks:
-        mask().zero(shown[row, slot])
-    for row in range(group.count):
-        top = (start + group.start + row) * blocks.rows
-        for tile, slot in tiles:
-            seen[top : top + blocks.rows, tile * blocks.keys : (tile + 1) * blocks.keys] += shown[row, slot].T
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_tile_mask_selects_whatever_the_hidden_elements_hold(dtype):
-    rng = np.random.default_rng(0)
-    shown = rng.random((32, 16)) < 0.5
-    shown[:5] = True
-    mask = TileMask(
-        np.where(shown, -1, 0).astype(f"i{np.dtype(dtype).itemsize}").view(f"u{np.dtype(dtype).itemsize}"),
-        np.dtype(dtype),
-    )
-    tiles = rng.standard_normal((3, 32, 16)).astype(dtype)
-    poisoned = np.where(shown, tiles, np.nan)
-    for value in (-86.0, -np.inf, -86.0):
-        filled = poisoned.copy()
-        mask.fill(filled, value)
-        np.testing.assert_array_equal(filled, np.where(shown, tiles, dtype(value)))
-    mask.zero(poisoned)
-    np.testing.assert_array_equal(poisoned, np.where(shown, tiles, 0))
+    assert {tile // blocks.step for tile, _ in tiles} == {part.index}
+    shown = np.ones((part.count, blocks.keys, blocks.rows), np.float32)
+    for slot, bits in part.masks:
+        hide(shown[slot], bits())
+    for tile, slot in tiles:
+        seen[:, tile * blocks.keys : (tile + 1) * blocks.keys] += shown[slot].T
 
 
 def test_a_block_mask_of_multiples_of_64_has_no_partial_tiles():
@@ -101,16 +72,15 @@ def test_a_block_mask_of_multiples_of_64_has_no_partial_tiles():
     mask = cuattn.BlockMask(rng.random((4, 8)) < 0.5, 128, 64)
     x = np.zeros((1, 512, 64), np.float32)
     found, blocks = visibility(*problem_of(x, x, x, mask=mask))
-    groups = found.groups((0,), 0, blocks.row_tiles)
-    assert not any(part.masks for group in groups for part in group.steps)
+    assert not any(part.masks for row_tile in range(blocks.row_tiles) for part in found.parts((0,), row_tile))
 
 
 def test_tiles_along_a_diagonal_share_what_hides_them():
     mask = cuattn.masks.sliding_window(2048, 300)
     x = np.zeros((1, 2048, 64), np.float32)
     found, blocks = visibility(*problem_of(x, x, x, mask=mask))
-    groups = found.groups((0,), 0, blocks.row_tiles)
-    masks = {mask for group in groups for part in group.steps for _, _, mask in part.masks}
+    parts = [part for row_tile in range(blocks.row_tiles) for part in found.parts((0,), row_tile)]
+    masks = {mask for part in parts for _, mask in part.masks}
     assert 0 < len(masks) <= 8
 
 
@@ -118,8 +88,9 @@ def test_no_more_is_remembered_than_there_is_room_for():
     rng = np.random.default_rng(0)
     x = np.zeros((1, 4096, 64), np.float32)
     found, blocks = visibility(*problem_of(x, x, x, mask=rng.random((4096, 4096)) < 0.5))
-    made = [found.groups((0,), t, t + 1) for t in range(blocks.row_tiles)]
-    assert found.is_full and found.mask_bytes <= MASK_BYTES
-    assert found.groups((0,), 0, 1) is made[0]
-    last = made[-1][0].steps[-1].masks[-1][2]
-    assert last() is not last()
+    made = [found.parts((0,), t) for t in range(blocks.row_tiles)]
+    size = blocks.rows * blocks.keys * 4
+    assert MASK_BYTES - size < len(found._tile_masks) * size <= MASK_BYTES
+    assert found.parts((0,), 0) is made[0]
+    (_, first), (_, last) = made[0][0].masks[0], made[-1][-1].masks[-1]
+    assert first() is first() and last() is not last()

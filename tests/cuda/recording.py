@@ -11,8 +11,6 @@ import pytest
 
 from cuattn.cuda import arguments, call, launch, merge, sequence, tables
 from cuattn.cuda.device import Device
-from cuattn.cuda.params import MASK_PARAMS, MERGE_PARAMS, PARAMS
-from cuattn.cuda.sm80 import backward as sm80_backward
 from cuattn.cuda.sm90 import tensor_map
 from cuattn.masks import BooleanMask
 from cuattn.problem import OPERATIONS, Options, Problem, bind, check
@@ -22,8 +20,6 @@ from tests.cuda.cases import BF16, Case
 H200 = Device("sm_90", 132, 232448, 60 << 20)
 BASE = 1 << 40  # where results and scratch memory begin
 MASK, TICKET = 1 << 36, 1 << 38
-_MASK_KERNELS = ("mask_bounds", "mask_order", "mask_alive")
-_DTYPES = {"attention_merge": MERGE_PARAMS, **dict.fromkeys(_MASK_KERNELS, MASK_PARAMS)}
 
 
 class Launch(NamedTuple):
@@ -70,20 +66,14 @@ class Driver:
         self.done: list[Launch | Zeroed] = []
         self.sizes: list[int] = []  # of the pieces of memory of the last run
 
-    def function(self, number, path, kernel, constants, shared_bytes=0, arch=None):
-        return SimpleNamespace(path=path, kernel=kernel, constants=dict(constants))
-
-    def start(self, function, shape, piece, maps, stream):
+    def start(self, kernel, piece, maps, stream):
+        _, path, name, constants, shared_bytes, _ = kernel._found
         struct = len(piece.words) - 1 - len(maps)
         assert list(piece.words[struct + 1 :]) == [described.address for described in maps]
-        dtype = _DTYPES.get(function.kernel, PARAMS)
-        argument = np.frombuffer(piece.words[:struct].tobytes(), f"V{8 * struct}")
-        argument = argument.view(dtype)[0] if 8 * struct == dtype.itemsize else argument[0]
-        grid, block = (_without_ones(shape[first : first + 3]) for first in (0, 3))
+        argument = np.frombuffer(piece.words[:struct].tobytes(), kernel.dtype)[0]
+        grid, block = (_without_ones(kernel._shape[first : first + 3]) for first in (0, 3))
         described = tuple(each.storage for each in maps)
-        self.done.append(
-            Launch(function.path, function.kernel, function.constants, grid, block, shape[6], argument, described)
-        )
+        self.done.append(Launch(path, name, dict(constants), grid, block, shared_bytes, argument, described))
 
     def zero(self, address, size, stream):
         if size:
@@ -124,14 +114,12 @@ def driver(monkeypatch):
     """A stand-in for the driver of an H200."""
     driver = Driver()
     monkeypatch.setattr(call, "device_of", lambda number: H200)
-    for module in (call, merge, tables, sm80_backward):
-        monkeypatch.setattr(module, "function", driver.function)
     for module in (sequence, tables):
         monkeypatch.setattr(module, "zero", driver.zero)
     merge.merge_sequence.cache_clear()
     monkeypatch.setattr(sequence, "counters_of", lambda stream, device: TICKET)
-    monkeypatch.setattr(launch, "_start", driver.start)
-    monkeypatch.setattr(tensor_map, "describe", lambda *arguments: tensor_map.TensorMap(arguments[0], arguments))
+    monkeypatch.setattr(launch.Kernel, "_start", lambda *arguments: driver.start(*arguments))
+    monkeypatch.setattr(tensor_map, "describe", lambda at, dtype, view: tensor_map.TensorMap(at, view))
     monkeypatch.setattr(tables.MaskTables, "sources", _sources)
     yield driver
     merge.merge_sequence.cache_clear()
@@ -152,6 +140,12 @@ def _stand_in(shape, strides, dtype, address):
         shape=shape, strides=strides, ndim=len(shape), dtype=dtype, size=math.prod(shape),
         nbytes=math.prod(shape) * dtype.itemsize, data=SimpleNamespace(ptr=address), device=SimpleNamespace(id=0),
     )  # fmt: skip
+
+
+def sequence_of(made: call.Call) -> sequence.LaunchSequence:
+    """Return what a call launches."""
+    made.prepare()
+    return made.sequence
 
 
 class Prepared(NamedTuple):
@@ -180,14 +174,14 @@ def validated(arrays, options, operation, **more) -> Prepared:
         named["bias"] = bias
     if operation == "backward":
         options.pop("out_dtype", None)
-        forward = check(OPERATIONS["forward"], named, masks, Options(**options)).problem
+        forward = check(OPERATIONS["forward"], named, masks, Options(**options))
         shape = (*np.broadcast_shapes(*(a.shape[:-3] for a in named.values() if a.ndim > 2)), forward.heads)
         rows = (*shape, forward.n_queries) if named["q"].ndim > 2 else (forward.n_queries,)
         named["do"] = named["o"] = np.empty((*rows, forward.head_dim_v), forward.dtype)
         named["l"], named["m"] = np.empty((2, *rows), forward.stat_dtype)
         if more.pop("dlse", False):
             named["dlse"] = named["l"]
-    problem = check(OPERATIONS[operation], named, masks, Options(**{**options, **more})).problem
+    problem = check(OPERATIONS[operation], named, masks, Options(**{**options, **more}))
     operands, addresses, next_address = {}, {}, 1 << 32
     for name, value in bind(problem, named).items():
         operands[name] = _stand_in(value.shape, value.strides, value.dtype, next_address)

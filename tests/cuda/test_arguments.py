@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from cuattn.cuda import arguments
+from cuattn.cuda.launch import Kernel
 from cuattn.cuda.params import PARAMS
 from cuattn.errors import DtypeError, UnsupportedError
 from cuattn.problem import Band, Place
@@ -26,23 +27,23 @@ def device_like(array):
 
 def test_collapse_merges_even_axes():
     x = np.empty((2, 3, 5, 4, 7, 8), np.float16)
-    axes = arguments.collapse((2, 3, 5), ((x.shape[:3], x.strides[:3]),))
+    axes = arguments.collapse((2, 3, 5), [arguments.steps_of(x)])
     assert axes.size == (1, 1, 1, 30)
-    assert axes.strides(x.shape[:3], x.strides[:3], 2) == (0, 0, 0, 4 * 7 * 8)
+    assert axes.pick(arguments.steps_of(x)) == (0, 0, 0, 4 * 7 * 8)
 
 
 def test_collapse_keeps_a_broadcast_axis_apart():
     x, y = np.empty((2, 3, 4, 7, 8)), np.empty((1, 3, 4, 7, 8))
-    axes = arguments.collapse((2, 3), tuple((a.shape[:2], a.strides[:2]) for a in (x, y)))
+    axes = arguments.collapse((2, 3), map(arguments.steps_of, (x, y)))
     assert axes.size == (1, 1, 2, 3)
-    assert axes.strides(y.shape[:2], y.strides[:2], 8) == (0, 0, 0, 4 * 7 * 8)
+    assert axes.pick(arguments.steps_of(y)) == (0, 0, 0, 4 * 7 * 8)
 
 
 def test_collapse_finds_every_element():
     base = np.arange(2 * 3 * 4 * 5).reshape(3, 2, 5, 4)
     view = base.transpose(1, 0, 3, 2)
-    axes = arguments.collapse(view.shape, ((view.shape, view.strides),))
-    strides = axes.strides(view.shape, view.strides, base.itemsize)
+    axes = arguments.collapse(view.shape, [arguments.steps_of(view)])
+    strides = axes.pick(arguments.steps_of(view))
     for flat, index in enumerate(np.ndindex(view.shape)):
         offset, rest = 0, flat
         for size, stride in zip(axes.size[::-1], strides[::-1], strict=True):
@@ -52,10 +53,8 @@ def test_collapse_finds_every_element():
 
 
 def test_too_many_axes_are_refused():
-    shape = (2,) * 6
-    layouts = tuple((tuple(n if a == b else 1 for b, n in enumerate(shape)), (8,) * 6) for a in range(6))
     with pytest.raises(UnsupportedError, match="at most 4"):
-        arguments.collapse(shape, layouts)
+        arguments.collapse((2,) * 6, np.eye(6, dtype=int))
 
 
 def test_load_bytes_follow_address_and_strides():
@@ -68,42 +67,48 @@ def test_load_bytes_follow_address_and_strides():
     assert arguments.load_bytes(device_like(x[:1, :1, 8:])) == 16
 
 
-def test_struct_holds_values_and_slots():
-    struct = arguments.Struct(PARAMS, {"n_keys": 7, "q.row": -3, "scale": 0.5}, ("q.data", "o.data"))
-    words = struct.piece().words
-    for slot, address in zip(struct.slots, (11, 12), strict=True):
-        words[slot] = address
-    record = np.frombuffer(words[:-1].tobytes(), PARAMS)[0]
-    assert (record["n_keys"], record["q"]["row"], record["scale"]) == (7, -3, 0.5)
-    assert (record["q"]["data"], record["o"]["data"], record["k"]["data"]) == (11, 12, 0)
-    assert np.frombuffer(struct.piece().words[:-1].tobytes(), PARAMS)[0]["q"]["data"] == 0
+def kernel(values, maps=()):
+    """Return a launch that is never made."""
+    names, maps = {name: number for number, name in enumerate(("a", "b"))}, dict.fromkeys(maps)
+    slots = {"q.data": "a", "o.data": "b"}
+    return Kernel(0, names, "path", "kernel", {}, (1,), 32, PARAMS, values, slots, maps=maps)
 
 
-def test_piece_holds_the_template_and_points_to_it():
-    struct = arguments.Struct(PARAMS, {"n_keys": 7}, ("q.data", "o.data"))
-    words, addresses = struct.piece(2)
-    words[struct.slots[1]] = 12
-    assert len(words) == PARAMS.itemsize // 8 + 3
-    assert addresses == words[-3] + PARAMS.itemsize
-    record = np.frombuffer(ctypes.string_at(words[-3], PARAMS.itemsize), PARAMS)[0]
-    assert (record["n_keys"], record["o"]["data"], record["q"]["data"]) == (7, 12, 0)
+def record_of(piece):
+    return np.frombuffer(ctypes.string_at(int(piece.words[PARAMS.itemsize // 8]), PARAMS.itemsize), PARAMS)[0]
 
 
-def changed(words, changes):
-    """Apply changes to an argument's words, and return it as a record."""
-    for place, kept, word in changes:
-        words[place] = words[place] & kept | word
-    return np.frombuffer(words[:-1].tobytes(), PARAMS)[0]
+def test_arguments_hold_values_and_addresses(monkeypatch):
+    """A piece of memory holds the first argument and, behind it, where all are; a launch in it is made of the next."""
+    started = []
+    monkeypatch.setattr(Kernel, "_start", lambda self, piece, maps, stream: started.append(record_of(piece)))
+    made = kernel({"n_keys": 7, "q.row": -3, "scale": 0.5})
+    for addresses in ((11, 12), (13, 14)):
+        made.launch(addresses, 0)
+        record = started.pop()
+        assert (record["n_keys"], record["q.row"], record["scale"]) == (7, -3, 0.5)
+        assert (record["q.data"], record["o.data"], record["k.data"]) == (*addresses, 0)
+    assert len(made._idle) == 1 and record_of(made._piece())["q.data"] == 0
+    words, _, arguments = kernel({}, maps=["a", "b"])._piece()
+    assert len(words) == PARAMS.itemsize // 8 + 3 and arguments == words[-3] + PARAMS.itemsize
+
+
+def changed(piece, changes):
+    """Apply changes to an argument, and return it as a record."""
+    for half, value in changes:
+        piece.halves[half] = value
+    return record_of(piece)
 
 
 def test_random_state_replaces_the_one_before(monkeypatch):
     monkeypatch.setattr(arguments, "check_reachable", lambda *_: None)
-    words = arguments.Struct(PARAMS, {"dropout.batch": 9}, ()).piece().words
+    piece = kernel({"dropout.batch": 9})._piece()
     for state in (RNGState(77, SimpleNamespace(__cuda_array_interface__={"data": (64, True)})), RNGState(SEED, 5)):
-        record = changed(words, arguments.state_changes(state, 0))["dropout"]
-        assert record["batch"] == 9
-    assert record["offset"] == 5 and record["offset_data"] == 0
-    assert record["keys"].tolist() == [list(pair) for pair in round_keys(RNGState(SEED).key)]
+        record = changed(piece, arguments.state_changes(state, 0))
+        assert record["dropout.batch"] == 9
+    assert record["dropout.offset"] == 5 and record["dropout.offset_data"] == 0
+    keys = np.ascontiguousarray(record["dropout.keys"]).view(np.uint32).reshape(-1, 2)
+    assert keys.tolist() == [list(pair) for pair in round_keys(RNGState(SEED).key)]
 
 
 def test_an_offset_is_read_on_its_own_gpu(monkeypatch):
@@ -120,19 +125,15 @@ def test_an_offset_is_read_on_its_own_gpu(monkeypatch):
 def test_a_place_is_written_and_nothing_else():
     p = problem(band=Band(7, 2, 10), dropout=1)
     values = arguments.problem_fields(p, arguments.collapse((2,), ()))
-    words = arguments.Struct(PARAMS, values, ()).piece().words
-    before = np.frombuffer(words[:-1].tobytes(), PARAMS)[0].copy()
+    piece = kernel(values)._piece()
+    before = record_of(piece).copy()
     assert (before["band_left"], before["band_right"]) == (-3, 12)
     place = Place(3, 5, 40, row=64, key=32, shift=-100)
-    after = changed(words, arguments.place_changes(p, place, 1 << 20, 1 << 21)).copy()
-    assert (after["band_left"], after["band_right"]) == (97, -88)
-    assert [int(after["dropout"][name]) for name in ("batch", "head", "heads", "row", "key")] == [3, 5, 40, 64, 32]
-    assert (after["dropout"]["row_blocks"], after["dropout"]["key_blocks"]) == (1 << 20, 1 << 21)
-    fresh = arguments.Struct(PARAMS, values, ()).piece().words
-    kept = {}
-    for word, bits, _ in arguments.place_changes(p, place):
-        kept[word] = kept.get(word, -1) & bits
-    assert all(words[i] & kept.get(i, -1) == fresh[i] & kept.get(i, -1) for i in range(PARAMS.itemsize // 8))
+    after = changed(piece, arguments.place_changes(p, place, 1 << 20, 1 << 21))
+    wanted = {"band_left": 97, "band_right": -88, "dropout.row_blocks": 1 << 20, "dropout.key_blocks": 1 << 21}
+    wanted |= {f"dropout.{name}": getattr(place, name) for name in ("batch", "head", "heads", "row", "key")}
+    for name in PARAMS.names:
+        np.testing.assert_array_equal(after[name], wanted.get(name, before[name]), name)
 
 
 @pytest.mark.parametrize("shift", [-(2**31), 2**31])

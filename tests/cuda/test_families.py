@@ -1,17 +1,15 @@
 """Families are chosen in order, and a new one, or a new operation, needs no change to any file."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import cuattn.cuda
 from cuattn.cuda import families
+from cuattn.cuda.arguments import Array
 from cuattn.cuda.call import Call
-from cuattn.cuda.sequence import Array
 from cuattn.errors import UnsupportedError
-from cuattn.plans import Plan
 from cuattn.problem import OPERATIONS
 from tests.cuda.cases import F16
 from tests.cuda.recording import array
@@ -24,16 +22,17 @@ pytestmark = pytest.mark.usefixtures("driver")
 class Mine(Call):
     """How the family of these tests computes a forward, or an operation that nobody else knows."""
 
+    family = "mine"
+
     def unsupported_reason(self):
         return "it is for eight heads" if self.problem.heads != 8 else None
 
     def prepare(self):
         o = Array(self.problem.o_shape, self.problem.out_dtype)
         self.begin({"o": o}, {"delta": Array((3,), np.dtype(np.float32))})
-        return Plan("mine", self.problem.operation, 1, 1, 1, 0, 0, "a test")
-
-    def launch(self, made):
-        self.add("mine/fwd.cu", "my_kernel", {"elem": self.problem.row.cuda}, (self.problem.instances,), 4)
+        constants = {"elem": self.problem.row.cuda}
+        self.add("mine/fwd.cu", "my_kernel", constants, self.problem.instances, 4, {})
+        return self.planned(1, 1, 4, 0, "a test", (), constants)
 
 
 @pytest.fixture
@@ -41,10 +40,7 @@ def mine(monkeypatch):
     """A family that is only registered."""
     monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))
     monkeypatch.setitem(OPERATIONS, "transpose", OPERATIONS["forward"])
-    operations = {"forward": Mine, "transpose": Mine}
-    family = SimpleNamespace(name="mine", operations=operations, simplify=lambda problem, masks: (problem, masks))
-    families.register_family(family)
-    return family
+    families.register_family(families.Family("mine", {"forward": Mine, "transpose": Mine}))
 
 
 def operands(p):
@@ -61,7 +57,7 @@ def test_a_family_is_registered(mine, driver):
     assert families.plan(p, operands(p), ()).kernel == "mine"
     (launch,), _ = driver.run(families.launch_sequence(p, operands(p), ()), {"q": 1})
     assert (launch.path, launch.kernel, launch.grid, launch.block) == ("mine/fwd.cu", "my_kernel", (16,), (128,))
-    assert launch.argument["q"]["data"] == 1 and launch.argument["delta"] and launch.argument["heads"] == 8
+    assert launch.argument["q.data"] == 1 and launch.argument["delta"] and launch.argument["heads"] == 8
 
 
 def test_what_it_does_not_take_goes_on(mine):

@@ -1,6 +1,8 @@
 """What the interop tests share."""
 
 import pathlib
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -36,3 +38,8 @@ class Producer:
 
     def __dlpack__(self, **options):
         return self.array.__dlpack__(**options)
+
+
+def run(script, **env):
+    """Run a script in an interpreter of its own."""
+    subprocess.run([sys.executable, "-c", script], check=True, env=env or None, cwd=ROOT)

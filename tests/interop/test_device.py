@@ -1,5 +1,6 @@
 """Arrays on a GPU: with stand-ins for what a machine without one lacks, and for real."""
 
+import functools
 import gc
 import sys
 import types
@@ -82,43 +83,28 @@ def test_a_cuda_tensor_without_cupy_says_what_to_install(cuda_torch, monkeypatch
     assert str(caught.value).count("pip install") == len(extras)
 
 
-class Recorder:
-    """A stand-in for cupy.cuda that records what is made current, in order."""
+class Current:
+    """A device or a stream that notes, in order, when it is made current."""
 
-    def __init__(self):
-        self.events = []
-        events = self.events
+    def __init__(self, events, label):
+        self.events, self.label = events, label
 
-        class Entered:
-            def __init__(self, label):
-                self.label = label
+    def __enter__(self):
+        self.events.append(("enter", self.label))
 
-            def __enter__(self):
-                events.append(("to_backend", self.label))
-
-            def __exit__(self, *exception):
-                events.append(("exit", self.label))
-
-        class Stream(Entered):
-            @classmethod
-            def from_external(cls, stream):
-                return cls(stream.__cuda_stream__())
-
-        self.Device, self.Stream = Entered, Stream
-        self.get_current_stream = lambda: Entered("current stream")
+    def __exit__(self, *exception):
+        self.events.append(("exit", self.label))
 
 
 @pytest.fixture
-def recorder(monkeypatch):
-    recorder = Recorder()
-    cupy = types.ModuleType("cupy")
-    cupy.cuda = types.ModuleType("cupy.cuda")
-    for name in ("Device", "Stream", "get_current_stream"):
-        setattr(cupy.cuda, name, getattr(recorder, name))
-    cupy.cuda.UnownedMemory = cupy.cuda.MemoryPointer = lambda *values: values
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
-    torch_tensors._cupy_stream.cache_clear()
+def events(monkeypatch):
+    """What is made current of a stand-in for CuPy."""
+    events = []
+    current = functools.partial(Current, events)
+    cuda = types.ModuleType("cupy.cuda")
+    cuda.Device, cuda.get_current_stream = current, lambda: current("current stream")
+    cuda.Stream = types.SimpleNamespace(from_external=lambda stream: current(stream.__cuda_stream__()))
+    cuda.UnownedMemory = cuda.MemoryPointer = lambda *values: values
 
     class ndarray:
         dtype, data = np.dtype(np.float32), types.SimpleNamespace(device_id=3)
@@ -129,31 +115,39 @@ def recorder(monkeypatch):
         def __dlpack__(self, **options):
             raise NotImplementedError
 
-    cupy.ndarray = ndarray
-    cupy.from_dlpack = lambda value: ndarray()
-    yield recorder
+    cupy = types.ModuleType("cupy")
+    cupy.cuda, cupy.ndarray, cupy.from_dlpack = cuda, ndarray, lambda value: ndarray()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    torch_tensors._cupy_stream.cache_clear()
+    yield events
     torch_tensors._cupy_stream.cache_clear()
 
 
-def test_scope_makes_the_tensors_device_and_torch_stream_current(cuda_torch, recorder):
+def nested(*labels):
+    """Return the events of things that are made current one in another."""
+    return [("enter", label) for label in labels] + [("exit", label) for label in labels[::-1]]
+
+
+def test_scope_makes_the_tensors_device_and_torch_stream_current(cuda_torch, events):
     _, origin = one(CudaTensor(cuda_torch.zeros(3)))
     with origin.scope(), pytest.raises(ZeroDivisionError), origin.scope():
         _ = 1 / 0
-    inside = [("to_backend", 1), ("to_backend", (0, 701)), ("to_backend", 1), ("to_backend", (0, 701))]
-    assert recorder.events == [*inside, *(("exit", label) for _, label in reversed(inside))]
+    assert events == nested(1, (0, 701), 1, (0, 701))
 
 
-def test_the_arrays_device_can_be_made_current(recorder):
-    _, origin = one(sys.modules["cupy"].ndarray())
+def test_the_arrays_device_can_be_made_current(events):
+    cupy = sys.modules["cupy"]
+    _, origin = one(cupy.ndarray())
     for current in (0, 3):
-        sys.modules["cupy"].cuda.runtime = types.SimpleNamespace(getDevice=lambda current=current: current)
+        cupy.cuda.runtime = types.SimpleNamespace(getDevice=lambda current=current: current)
         assert origin.is_current() == (current == 3)
     with origin.on_device():
-        assert recorder.events == [("to_backend", 3)]
-    assert recorder.events == [("to_backend", 3), ("exit", 3)]
+        assert events == [("enter", 3)]
+    assert events == nested(3)
 
 
-def test_scope_of_cupy_arrays_keeps_the_current_stream(recorder):
+def test_scope_of_cupy_arrays_keeps_the_current_stream(events):
     array = sys.modules["cupy"].ndarray()
     taken, origin = one(array)
     assert taken is array
@@ -161,14 +155,11 @@ def test_scope_of_cupy_arrays_keeps_the_current_stream(recorder):
     assert origin.from_backend(array) is array
     with origin.scope():
         pass
-    inside = [3, "current stream"]
-    assert recorder.events == [
-        *(("to_backend", label) for label in inside),
-        *(("exit", label) for label in inside[::-1]),
-    ]
+    assert events == nested(3, "current stream")
 
 
-def test_other_cuda_producers_go_through_cupy(recorder):
+@pytest.mark.usefixtures("events")
+def test_other_cuda_producers_go_through_cupy():
     array, origin = one(Producer(None, device=(2, 3)))
     assert isinstance(array, sys.modules["cupy"].ndarray)
     assert (origin.backend, origin.device) == ("cuda", 3)

@@ -1,15 +1,12 @@
 """PyTorch tensors and JAX arrays on the CPU, and what they refuse."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
 import cuattn
 from cuattn.errors import DtypeError, UnsupportedError
 from cuattn.interop import to_backend
-from tests.interop.helpers import BFLOAT16, FLOATS, ROOT, library, one
+from tests.interop.helpers import BFLOAT16, FLOATS, library, one, run
 
 # PyTorch on the CPU
 
@@ -180,8 +177,7 @@ mesh = jax.sharding.Mesh([first, second], "n")
 with pytest.raises(UnsupportedError, match="v is spread over 2 devices"):
     to_backend({"v": jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("n")))})
 """
-    env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu", "PATH": ""}
-    subprocess.run([sys.executable, "-c", script], check=True, env=env, cwd=ROOT)
+    run(script, XLA_FLAGS="--xla_force_host_platform_device_count=2", JAX_PLATFORMS="cpu", PATH="")
 
 
 # The wrappers that the errors about automatic differentiation recommend

@@ -1,7 +1,5 @@
 """Host arrays of every kind enter as views, and results go back as the same kind."""
 
-import subprocess
-import sys
 import types
 
 import numpy as np
@@ -12,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from cuattn.errors import DtypeError, UnsupportedError
 from cuattn.interop import to_backend
-from tests.interop.helpers import BFLOAT16, FLOATS, ROOT, Producer, library, one
+from tests.interop.helpers import BFLOAT16, FLOATS, Producer, library, one, run
 
 # NumPy
 
@@ -166,4 +164,4 @@ except TypeError:
 loaded = {"torch", "jax", "cupy", "scipy", "rich"} & set(sys.modules)
 assert not loaded, loaded
 """
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+    run(script)

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.kernels.probe import lanes, run
+from tests.kernels.probe import gather, lanes, need_hopper, run
 
 pytestmark = pytest.mark.gpu
 
@@ -14,15 +14,6 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 def pairs(x):
     """Pack neighbours along the last axis into 32-bit words, the first in the low half."""
     return np.ascontiguousarray(x).view(np.uint32)
-
-
-def accumulator(d):
-    """Gather a 16 x 8 result from the lanes' four values."""
-    g, q = lanes()
-    out = np.empty((16, 8), d.dtype)
-    for r in range(4):
-        out[g + 8 * (r // 2), 2 * q + r % 2] = d[:, r]
-    return out
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(np.float16, "f16"), (BF16, "bf16")])
@@ -39,8 +30,8 @@ def test_mma_m16n8k16(dtype, name):
         ptx::mma_m16n8k16_{name}(x, f, b[2 * l], b[2 * l + 1]);
         for (int r = 0; r < 4; ++r) d[4 * l + r] = x[r];"""
     d = run(["ptx/mma.cuh"], "const u32* a, const u32* b, float* d", body, fa, fb, np.empty((32, 4), np.float32))[2]
-    start = accumulator(np.tile(np.float32([1, 2, 3, 4]), (32, 1)))
-    np.testing.assert_allclose(accumulator(d), start + a.astype(float) @ b.astype(float), rtol=1e-5, atol=1e-5)
+    start = gather(np.tile(np.float32([1, 2, 3, 4]), (32, 1)))
+    np.testing.assert_allclose(gather(d), start + a.astype(float) @ b.astype(float), rtol=1e-5, atol=1e-5)
 
 
 def test_mma_f64():
@@ -51,14 +42,14 @@ def test_mma_f64():
     body = """
         double x[4] = {};
         double f[4] = {a[4 * l], a[4 * l + 1], a[4 * l + 2], a[4 * l + 3]};
-        Mma<double>::mma(x, f, b[2 * l], b[2 * l + 1]);
+        mma(x, f, b[2 * l], b[2 * l + 1]);
         double y[2] = {};
         ptx::mma_m8n8k4_f64(y, f[0], b[2 * l]);
         for (int r = 0; r < 4; ++r) d[6 * l + r] = x[r];
         d[6 * l + 4] = y[0], d[6 * l + 5] = y[1];"""
     arguments = "const double* a, const double* b, double* d"
-    d = run(["sm80/mma_f64.cuh"], arguments, body, fa, fb, np.empty((32, 6)))[2]
-    np.testing.assert_array_equal(accumulator(d[:, :4]), a @ b)
+    d = run(["sm80/mma.cuh"], arguments, body, fa, fb, np.empty((32, 6)))[2]
+    np.testing.assert_array_equal(gather(d[:, :4]), a @ b)
     small = np.empty((8, 8))
     small[g, 2 * q], small[g, 2 * q + 1] = d[:, 4], d[:, 5]
     np.testing.assert_array_equal(small, a[:8, :4] @ b[:4])
@@ -71,7 +62,7 @@ def test_ldmatrix(trans):
         for (int i = l; i < 128; i += 32) reinterpret_cast<u32*>(memory)[i] = x[i];
         __syncwarp();
         u32 r[4];
-        ptx::ldmatrix_x4{"_trans" if trans else ""}(r, ptx::shared_address(memory) + l * 16);
+        ptx::ldmatrix_x4{"_trans" if trans else ""}(r, at + l * 16);
         for (int i = 0; i < 4; ++i) y[4 * l + i] = r[i];"""
     words = pairs(tiles).reshape(-1)
     empty = np.empty((32, 4), np.uint32)
@@ -86,9 +77,9 @@ def test_ldmatrix(trans):
 def test_cp_async_fills_with_zeros(size, valid):
     x = np.arange(1, 33 * 16, dtype=np.uint8)[: 32 * 16]
     body = f"""
-        const u32 at = ptx::shared_address(memory) + l * 16;
+        const u32 own = at + l * 16;
         for (int i = 0; i < 16; ++i) memory[l * 16 + i] = 255;
-        ptx::cp_async<{size}>(at, x + l * 16, {valid});
+        ptx::cp_async<{size}>(own, x + l * 16, {valid});
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
         __syncwarp();
@@ -104,40 +95,33 @@ def test_convert():
     rng = np.random.default_rng(3)
     x = (rng.standard_normal((32, 2)) * 10.0 ** rng.integers(-6, 5, (32, 2))).astype(np.float32)
     body = """
-        p[2 * l] = ptx::pack_f16(x[2 * l], x[2 * l + 1]);
-        p[2 * l + 1] = ptx::pack_bf16(x[2 * l], x[2 * l + 1]);
-        f[4 * l] = ptx::ex2(x[2 * l] / 1000);
-        f[4 * l + 1] = ptx::lg2(x[2 * l] * x[2 * l]);
-        f[4 * l + 2] = ptx::rcp(x[2 * l]);
-        p[96 + 2 * l] = ptx::pack_positive_f16(x[2 * l], x[2 * l + 1]);
-        p[97 + 2 * l] = ptx::pack_positive_bf16(x[2 * l], x[2 * l + 1]);
-        p[64 + l] = ptx::prmt(0x33221100u, 0x77665544u, 0x0426u);"""
+        p[5 * l] = ptx::pack_f16(x[2 * l], x[2 * l + 1]);
+        p[5 * l + 1] = ptx::pack_bf16(x[2 * l], x[2 * l + 1]);
+        p[5 * l + 2] = ptx::pack_positive_f16(x[2 * l], x[2 * l + 1]);
+        p[5 * l + 3] = ptx::pack_positive_bf16(x[2 * l], x[2 * l + 1]);
+        p[5 * l + 4] = ptx::prmt(0x33221100u, 0x77665544u, 0x0426u);
+        f[3 * l] = ptx::ex2(x[2 * l] / 1000);
+        f[3 * l + 1] = ptx::lg2(x[2 * l] * x[2 * l]);
+        f[3 * l + 2] = ptx::rcp(x[2 * l]);"""
     _, p, f = run(
-        ["ptx/registers.cuh"], "const float* x, u32* p, float* f", body, x, np.empty(160, np.uint32),
-        np.empty((32, 4), np.float32),
+        ["ptx/registers.cuh"], "const float* x, u32* p, float* f", body, x, np.empty((32, 5), np.uint32),
+        np.empty((32, 3), np.float32),
     )  # fmt: skip
     with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(p[:64:2], pairs(x.astype(np.float16))[:, 0])
-    np.testing.assert_array_equal(p[1:64:2], pairs(x.astype(BF16))[:, 0])
-    assert (p[64:96] == 0x00442266).all()
-    positive = np.maximum(x, 0)
-    with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(p[96::2], pairs(positive.astype(np.float16))[:, 0])
-    np.testing.assert_array_equal(p[97::2], pairs(positive.astype(BF16))[:, 0])
+        wanted = [pairs(y.astype(kind))[:, 0] for y in (x, np.maximum(x, 0)) for kind in (np.float16, BF16)]
+    np.testing.assert_array_equal(p[:, :4].T, wanted)
+    assert (p[:, 4] == 0x00442266).all()
     np.testing.assert_allclose(f[:, 0], np.exp2(x[:, 0] / np.float32(1000)), rtol=2**-21)
     np.testing.assert_allclose(f[:, 1], np.log2(x[:, 0].astype(float) ** 2), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(f[:, 2], 1 / x[:, 0].astype(float), rtol=2**-22)
 
 
 def test_bulk_load_by_one_lane():
-    import cupy
-
-    if int(cupy.cuda.Device().compute_capability) < 90:
-        pytest.skip("needs compute capability 9.0")
+    need_hopper()
     x = np.random.default_rng(6).standard_normal((3, 32))
     body = """
         __shared__ u64 word;
-        const u32 barrier = ptx::shared_address(&word), at = ptx::shared_address(memory);
+        const u32 barrier = ptx::shared_address(&word);
         if (l == 0) {
             ptx::mbarrier_init(barrier, 32);
             ptx::mbarrier_init_fence();
@@ -166,10 +150,7 @@ def test_negate_unless():
 
 
 def test_simd():
-    import cupy
-
-    if int(cupy.cuda.Device().compute_capability) < 90:
-        pytest.skip("needs compute capability 9.0")
+    need_hopper()
     rng = np.random.default_rng(4)
     x, y = (rng.integers(0, 65536, (32, 2)).astype(np.uint16) for _ in range(2))
     body = """

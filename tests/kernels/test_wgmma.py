@@ -4,8 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cuattn.cuda import compile as compiler
-from cuattn.cuda import source
+from tests.kernels.probe import need_hopper, run
 
 pytestmark = pytest.mark.gpu
 
@@ -14,18 +13,13 @@ ROWS = 64
 WIDTHS = [64, 80, 96, 112, 128, 144, 160, 176, 192, 256]
 
 # A lies in one slab, B in slabs of 64 columns when its long axis runs along rows (transposed), in one slab otherwise.
-BODY = """
-#include "ptx/barrier.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/wgmma.cuh"
-
+PUT = """
 __device__ void put(unsigned char* tile, int row, int column, int rows, u16 value) {
     const int slab = column / 64, chunk = (column % 64 / 8) ^ (row % 8);
     reinterpret_cast<u16*>(tile + (slab * rows + row) * 128 + chunk * 16)[column % 8] = value;
 }
-
-extern "C" __global__ void probe(const u16* a, const u16* b, float* d) {
-    extern __shared__ __align__(1024) unsigned char memory[];
+"""
+BODY = """
     constexpr int n = cfg::n, b_rows = cfg::transpose ? 16 : n, b_columns = cfg::transpose ? n : 16;
     unsigned char* b_tile = memory + 64 * 128;
     for (int i = threadIdx.x; i < 64 * 16; i += 128) put(memory, i / 16, i % 16, 64, a[i]);
@@ -43,34 +37,29 @@ extern "C" __global__ void probe(const u16* a, const u16* b, float* d) {
                              words[(row + 8) * 8 + 4 + q]};
         ptx::Product<n>::rs<cfg::bfloat16, cfg::sign, cfg::transpose>(x, left, right, 1);
     } else {
-        const u64 left = ptx::wgmma_descriptor(ptx::shared_address(memory), 16, 1024);
+        const u64 left = ptx::wgmma_descriptor(at, 16, 1024);
         ptx::Product<n>::ss<cfg::bfloat16, cfg::sign, cfg::transpose>(x, left, right, 1);
     }
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(x);
-    for (int i = 0; i < n / 2; ++i) d[(row + 8 * (i / 2 % 2)) * n + 8 * (i / 4) + 2 * q + i % 2] = x[i];
-}
-"""
+    for (int i = 0; i < n / 2; ++i) d[(row + 8 * (i / 2 % 2)) * n + 8 * (i / 4) + 2 * q + i % 2] = x[i];"""
 
 
 @pytest.mark.parametrize("n", WIDTHS)
 @pytest.mark.parametrize("registers", [False, True])
 def test_product(n, registers):
-    import cupy
-
-    if cupy.cuda.Device().compute_capability != "90":
-        pytest.skip("needs compute capability 9.0")
+    need_hopper(newer=False)
     rng = np.random.default_rng(n)
     transpose = registers  # as the kernel uses them
     dtype, sign = (BF16, 1) if n % 32 else (np.dtype(np.float16), -1)
     a = rng.integers(-8, 8, (ROWS, 16)).astype(dtype)
     b = rng.integers(-8, 8, (16, n) if transpose else (n, 16)).astype(dtype)
     constants = {"n": n, "registers": registers, "transpose": int(transpose), "bfloat16": dtype == BF16, "sign": sign}
-    text = source.prologue(constants) + source.flatten_text(BODY, "probe.cu")
-    shared = 64 * 128 + -(-n // 64) * 64 * 128
-    kernel = compiler.load(compiler.compile_cubin(text, "sm_90a"), "probe", shared)
-    d = cupy.full((ROWS, n), np.nan, np.float32)
-    kernel((1,), (128,), (cupy.asarray(a.view(np.uint16)), cupy.asarray(b.view(np.uint16)), d), shared)
+    d = run(
+        ["ptx/tma.cuh", "ptx/wgmma.cuh"], "const u16* a, const u16* b, float* d", BODY, a.view(np.uint16),
+        b.view(np.uint16), np.full((ROWS, n), np.nan, np.float32), constants=constants, threads=128, preamble=PUT,
+        shared_bytes=64 * 128 + -(-n // 64) * 64 * 128, arch="sm_90a",
+    )[2]  # fmt: skip
     right = (b if transpose else b.T).astype(np.float32)
-    np.testing.assert_array_equal(d.get(), 1 + sign * (a.astype(np.float32) @ right))
+    np.testing.assert_array_equal(d, 1 + sign * (a.astype(np.float32) @ right))

@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 
 from cuattn import masks
 from cuattn.masks import BlockMask, BooleanMask, ColumnMask
-from cuattn.masks.band_mask import BandMask
+from cuattn.masks.constructors import band
 
 LEADING = ((), (1,), (3,), (2, 1), (1, 3), (2, 3))
 
@@ -125,7 +125,7 @@ def boolean_masks(draw, n_queries=None, n_keys=None, leading=None, max_length=24
 
 
 def band_masks(n_queries=None, n_keys=None, max_length=24):
-    """Draw a BandMask."""
+    """Draw a band as the ColumnMask that it is."""
     lengths = (st.integers(0, max_length) if n is None else st.just(n) for n in (n_queries, n_keys))
     side = st.none() | st.integers(-3, 30)
-    return st.builds(BandMask, *lengths, side, side, st.integers(-20, 20))
+    return st.builds(band, *lengths, side, side, st.integers(-20, 20))

@@ -6,10 +6,18 @@ from hypothesis import strategies as st
 
 from cuattn import masks
 from cuattn.masks import ColumnMask
+from cuattn.masks.constructors import band
 from tests import oracle
 from tests.masks.strategies import any_constructor, column_masks
 
 REACHES = st.tuples(*[st.one_of(st.none(), st.integers(-8, 20))] * 2)
+SIDES = st.none() | st.integers(0, 20) | st.just(2**62)
+
+
+@given(st.integers(0, 20), st.integers(0, 20), SIDES, SIDES, st.integers(-20, 20))
+def test_bands_are_their_formula(n_queries, n_keys, left, right, offset):
+    mask = band(n_queries, n_keys, left, right, offset)
+    np.testing.assert_array_equal(mask.dense(), oracle.visible_band(n_queries, n_keys, left, right, offset))
 
 
 @given(st.integers(2, 24), st.integers(1, 24), REACHES)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cuattn import masks
 from cuattn.errors import DtypeError, MaskError
 from cuattn.masks import ColumnMask
-from cuattn.masks.band_mask import BandMask
+from cuattn.masks.constructors import band as band_mask
 from cuattn.masks.interval_mask import join
 from tests.masks.strategies import any_constructor, column_masks
 
@@ -72,7 +72,7 @@ def test_aligned_documents_have_no_tile_to_spare(name):
 @given(column_masks(), st.none() | st.integers(0, 9), st.none() | st.integers(0, 9), st.integers(-9, 9))
 def test_joined_with_a_band(mask, left, right, offset):
     """Tiles are classified by the intervals of both, and keys that no row sees are recognised."""
-    band = BandMask(mask.n_queries, mask.n_keys, left, right, offset)
+    band = band_mask(mask.n_queries, mask.n_keys, left, right, offset)
     (joined,) = join((mask, band))
     visible = mask.dense() & band.dense()
     np.testing.assert_array_equal(joined.dense(), visible)

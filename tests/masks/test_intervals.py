@@ -5,25 +5,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from cuattn.masks import intervals
-
-SIDES = st.none() | st.integers(0, 20) | st.just(2**62)
+from cuattn.masks import causal, intervals
 
 
 @st.composite
-def unchecked(draw, count=None):
-    """Draw (intervals, n_queries, n_keys): bounds of any sign and order."""
+def unchecked(draw):
+    """Draw (bounds, n_queries, n_keys): starts and ends of intervals in turn, of any sign and order."""
     n_queries, n_keys = draw(st.integers(0, 20)), draw(st.integers(0, 20))
-    count = draw(st.integers(1, 4)) if count is None else count
-    bounds = hnp.arrays(
-        np.int32, (n_keys,), elements=st.integers(-5, n_queries + 5) | st.sampled_from((-(2**31), 2**31 - 1))
-    )
-    return [(draw(bounds), draw(bounds)) for _ in range(count)], n_queries, n_keys
+    count = draw(st.integers(1, 4))
+    elements = st.integers(-5, n_queries + 5) | st.sampled_from((-(2**31), 2**31 - 1))
+    return draw(hnp.arrays(np.int32, (2 * count, n_keys), elements=elements)), n_queries, n_keys
 
 
-def hides(pairs, n_queries):
+def hides(bounds, n_queries):
     i = np.arange(n_queries)[:, None]
-    return np.any([(start <= i) & (i < end) for start, end in pairs], axis=0)
+    return ((bounds[::2, None] <= i) & (i < bounds[1::2, None])).any(axis=0)
 
 
 def by_tile(matrix, block_m, block_n):
@@ -36,15 +32,15 @@ def by_tile(matrix, block_m, block_n):
 
 @given(unchecked(), st.integers(1, 9), st.integers(1, 9))
 def test_tile_states_are_sound(drawn, block_m, block_n):
-    pairs, n_queries, n_keys = drawn
-    table = intervals.tile_table(pairs, n_queries, block_m, block_n)
+    bounds, n_queries, n_keys = drawn
+    table = intervals.tile_table(bounds, n_queries, block_m, block_n)
     row_tiles, key_tiles = -(-n_queries // block_m), -(-n_keys // block_n)
-    assert table.shape == (key_tiles, len(pairs), 4)
+    assert table.shape == (4, len(bounds) // 2, key_tiles)
     assert table.dtype == np.int32
     states = intervals.tile_states(table, 0, row_tiles)
     assert states.shape == (row_tiles, key_tiles)
     assert states.dtype == np.int8
-    for row, tiles in enumerate(by_tile(hides(pairs, n_queries), block_m, block_n)):
+    for row, tiles in enumerate(by_tile(hides(bounds, n_queries), block_m, block_n)):
         for key, tile in enumerate(tiles):
             assert states[row, key] != intervals.SKIP or tile.all()
             assert states[row, key] != intervals.FULL or not tile.any()
@@ -52,13 +48,12 @@ def test_tile_states_are_sound(drawn, block_m, block_n):
 
 @given(unchecked(), st.integers(1, 9), st.integers(1, 9))
 def test_tile_states_are_as_tight_as_equation_4(drawn, block_m, block_n):
-    pairs, n_queries, n_keys = drawn
-    pairs = [tuple(np.clip(bound, 0, n_queries) for bound in pair) for pair in pairs]
-    pairs = [
-        (np.minimum(start, end), np.maximum(start, end)) for start, end in pairs
-    ]  # the equation needs start <= end
+    bounds, n_queries, n_keys = drawn
+    # The equation needs start <= end.
+    bounds = np.sort(np.clip(bounds, 0, n_queries).reshape(len(bounds) // 2, 2, n_keys), axis=1).reshape(bounds.shape)
+    pairs = list(zip(bounds[::2], bounds[1::2], strict=True))
     row_tiles = -(-n_queries // block_m)
-    states = intervals.tile_states(intervals.tile_table(pairs, n_queries, block_m, block_n), 0, row_tiles)
+    states = intervals.tile_states(intervals.tile_table(bounds, n_queries, block_m, block_n), 0, row_tiles)
     for row in range(row_tiles):
         first, last = row * block_m, min((row + 1) * block_m, n_queries)
         for key in range(-(-n_keys // block_n)):
@@ -73,43 +68,23 @@ def test_tile_states_are_as_tight_as_equation_4(drawn, block_m, block_n):
 
 @given(unchecked(), st.integers(1, 9), st.integers(1, 9), st.data())
 def test_a_range_of_row_tiles(drawn, block_m, block_n, data):
-    pairs, n_queries, _ = drawn
+    bounds, n_queries, _ = drawn
     row_tiles = -(-n_queries // block_m)
     first = data.draw(st.integers(0, row_tiles))
     last = data.draw(st.integers(first, row_tiles))
-    table = intervals.tile_table(pairs, n_queries, block_m, block_n)
+    table = intervals.tile_table(bounds, n_queries, block_m, block_n)
     whole = intervals.tile_states(table, 0, row_tiles)
     np.testing.assert_array_equal(intervals.tile_states(table, first, last), whole[first:last])
 
 
-@given(unchecked(count=2), st.integers(1, 9), st.integers(1, 9))
-def test_skipped_tiles(drawn, block_m, block_n):
-    pairs, n_queries, _ = drawn
-    table = intervals.tile_table(pairs, n_queries, block_m, block_n)
-    states = intervals.tile_states(table, 0, -(-n_queries // block_m))
-    np.testing.assert_array_equal(intervals.skipped_tiles(table), (states == intervals.SKIP).sum(axis=0))
-
-
 @given(unchecked())
 def test_covered(drawn):
-    pairs, n_queries, _ = drawn
-    np.testing.assert_array_equal(intervals.covered(pairs, n_queries), hides(pairs, n_queries).all(axis=0))
-
-
-@given(st.integers(0, 20), st.integers(0, 20), SIDES, SIDES, st.integers(-20, 20))
-def test_band_intervals(n_queries, n_keys, left, right, offset):
-    pairs = intervals.band_intervals(n_queries, n_keys, left, right, offset)
-    assert len(pairs) == (left is not None) + (right is not None)
-    i, j = np.arange(n_queries)[:, None], np.arange(n_keys)[None, :]
-    visible = np.ones((n_queries, n_keys), dtype=bool)
-    if left is not None:
-        visible &= i + offset - left <= j
-    if right is not None:
-        visible &= j <= i + offset + right
-    if pairs:
-        np.testing.assert_array_equal(hides(pairs, n_queries), ~visible)
+    bounds, n_queries, _ = drawn
+    bounds = np.clip(bounds, 0, n_queries)
+    dead = intervals.covered(bounds[::2], bounds[1::2], n_queries)
+    np.testing.assert_array_equal(dead, hides(bounds, n_queries).all(axis=0))
 
 
 def test_a_block_larger_than_the_keys_costs_no_memory():
-    (pair,) = intervals.band_intervals(8, 8, None, 0)
-    assert intervals.tile_bounds(*pair, n_queries=8, block_m=2**31 - 1, block_n=2**31 - 1).tolist() == [[1, 0, 0, 1]]
+    table = intervals.tile_table(causal(8)._array, n_queries=8, block_m=2**31 - 1, block_n=2**31 - 1)
+    assert table[:, 1].ravel().tolist() == [1, 0, 0, 1]

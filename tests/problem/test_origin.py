@@ -19,11 +19,17 @@ UNIT = 16
 
 @st.composite
 def parts(draw, length, unit=UNIT):
-    """Draw runs of a whole axis that a part takes: ascending, of whole units, at least one."""
-    units = draw(st.lists(st.booleans(), min_size=-(-length // unit), max_size=-(-length // unit)).filter(any))
-    index = np.flatnonzero(np.repeat(units, unit)[:length])
+    """Draw what a part takes of a whole axis: ascending indices, of whole units, at least one."""
+    count = -(-length // unit)
+    units = draw(st.lists(st.booleans(), min_size=count, max_size=count).filter(any))
+    return np.flatnonzero(np.repeat(units, unit)[:length])
+
+
+def start(index):
+    """Return the runs of a part, of one alone where it begins."""
     steps = np.flatnonzero(np.diff(index, prepend=-2) != 1)
-    return tuple((int(local), int(index[local])) for local in steps), index
+    runs = tuple((int(local), int(index[local])) for local in steps)
+    return runs if len(runs) > 1 else runs[0][1]
 
 
 @st.composite
@@ -39,14 +45,12 @@ def problems(draw):
     if draw(st.booleans()):
         sides = st.none() | st.integers(0, 40)
         options["window"] = (draw(sides), draw(sides), align)
-    rows, keys = draw(parts(n_queries, unit)), draw(parts(n_keys, unit))
-    return n_queries, n_keys, options, rows, keys
+    return n_queries, n_keys, options, draw(parts(n_queries, unit)), draw(parts(n_keys, unit))
 
 
 def arrays(n_queries, n_keys, dtype, heads=2, d=8):
     numbers = np.random.default_rng(n_queries * 1000 + n_keys)
-    q, do = (numbers.standard_normal((heads, n_queries, d)).astype(dtype) for _ in range(2))
-    k, v = (numbers.standard_normal((heads, n_keys, d)).astype(dtype) for _ in range(2))
+    q, do, k, v = (numbers.standard_normal((heads, n, d)).astype(dtype) for n in 2 * [n_queries] + 2 * [n_keys])
     return q, k, v, do
 
 
@@ -70,33 +74,19 @@ def solve(q, k, v, do, options, seed):
 
 def assert_is_part(actual, whole, name, index, dtype):
     """Assert that a result is the part `index` of a whole problem's, by the rule for the whole."""
-    exact, textbook, floors = whole
-    floor = floors[name]
-    floor = floor._replace(
-        **{key: np.broadcast_to(x, np.shape(getattr(exact, name)))[index] for key, x in floor._asdict().items()}
-    )
-    assert_close(
-        actual, getattr(exact, name)[index], getattr(textbook, name)[index], dtype=dtype, floor=floor, name=name
-    )
-
-
-def start(runs):
-    return runs if len(runs) > 1 else runs[0][1]
-
-
-def runs_of(index):
-    steps = np.flatnonzero(np.diff(index, prepend=-2) != 1)
-    return tuple((int(local), int(index[local])) for local in steps)
+    exact, textbook = (getattr(found, name) for found in whole[:2])
+    floor = oracle.Floor(*(np.broadcast_to(x, exact.shape)[index] for x in whole[2][name]))
+    assert_close(actual, exact[index], textbook[index], dtype=dtype, floor=floor, name=name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(problem=problems(), head=st.integers(0, 1))
 def test_rows_of_the_whole(xp, dtype, problem, head):
     """Any rows and one head of a problem, on their own, are the whole's."""
-    n_queries, n_keys, options, (runs, index), _ = problem
+    n_queries, n_keys, options, index, _ = problem
     q, k, v, do = arrays(n_queries, n_keys, dtype)
     whole = solve(q, k, v, do, options, 5)
-    origin = cuattn.Origin(head=head, heads=2, n_queries=n_queries, n_keys=n_keys, row=start(runs))
+    origin = cuattn.Origin(head=head, heads=2, n_queries=n_queries, n_keys=n_keys, row=start(index))
     part = [x[head : head + 1, index] if x is q else x[head : head + 1] for x in (q, k, v)]
     fwd = cuattn.forward(*map(xp.put, part), origin=origin, rng=5, **options)
     for name, actual in zip("olm", fwd[:3], strict=False):
@@ -107,13 +97,13 @@ def test_rows_of_the_whole(xp, dtype, problem, head):
 @given(problem=problems())
 def test_merged_keys_and_their_gradients(xp, dtype, problem):
     """Two parts of the keys: merged they are the whole, and their gradients are the whole's."""
-    n_queries, n_keys, options, _, (_, index) = problem
+    n_queries, n_keys, options, _, index = problem
     q, k, v, do = arrays(n_queries, n_keys, dtype)
     stat = np.float64 if dtype == np.float64 else np.float32
     whole = solve(q, k, v, do, options, 5)
     rest = np.setdiff1d(np.arange(n_keys), index)
     shards = [own for own in (index, rest) if own.size]
-    origins = [cuattn.Origin(n_queries=n_queries, n_keys=n_keys, key=start(runs_of(own))) for own in shards]
+    origins = [cuattn.Origin(n_queries=n_queries, n_keys=n_keys, key=start(own)) for own in shards]
     put = [tuple(map(xp.put, (k[:, own], v[:, own]))) for own in shards]
     made = [
         cuattn.forward(xp.put(q), *kv, rng=5, out_dtype=stat, origin=origin, **options)
@@ -135,8 +125,8 @@ def test_merged_keys_and_their_gradients(xp, dtype, problem):
 
 @given(st.integers(1, 80), st.data())
 def test_pieces_cover_the_part(length, data):
-    runs, index = data.draw(parts(length, unit=3))
-    assert np.array_equal(np.concatenate([np.arange(*piece) for piece in pieces(runs, len(index))]), index)
+    index = data.draw(parts(length, unit=3))
+    assert np.array_equal(np.concatenate([np.arange(*piece) for piece in pieces(start(index), len(index))]), index)
 
 
 @pytest.mark.parametrize(

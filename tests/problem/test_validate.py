@@ -1,7 +1,5 @@
 """Every bad argument gets the right error, and its message names the argument, the value and the expectation."""
 
-import re
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuattn
-from cuattn.errors import ArgumentError, CuattnError, DtypeError, MaskError, ShapeError, UnsupportedError
+from cuattn.errors import ArgumentError, CuattnError, DtypeError, ShapeError, UnsupportedError
 from tests import oracle
 from tests.tolerances import assert_close
 
@@ -20,77 +18,74 @@ def ones(*shape, dtype=np.float32):
 
 Q = ones(2, 4, 8)
 BAD = [
-    # argument, keyword arguments (q, k, v replaced by name), error, what the message says
-    ("q", {"q": ones(8)}, ShapeError, r"q .*\(8,\).*at least two axes"),
-    ("q", {"q": [[1.0]]}, DtypeError, "q .*list.*array"),
-    ("q", {"q": None}, DtypeError, "q .*None"),
-    ("q", {"q": ones(2, 4, 8, dtype=np.int32)}, DtypeError, "q .*int32.*float16"),
-    ("q", {"q": ones(2, 4, 8, dtype=np.complex64)}, DtypeError, "q .*complex64"),
-    ("q", {"q": ones(2, 4, 8, dtype=">f4")}, DtypeError, "q .*>f4"),
-    ("q", {"q": np.ma.masked_array(Q, Q > 2)}, DtypeError, "q .*[Mm]asked"),
-    ("k", {"k": ones(2, 4, 8, dtype=np.float64)}, DtypeError, "k .*float64.*q .*float32"),
-    ("v", {"v": ones(2, 4, 8, dtype=ml_dtypes.bfloat16)}, DtypeError, "v .*bfloat16.*q .*float32"),
-    ("k", {"k": ones(2, 4, 7)}, ShapeError, "head_dim"),
-    ("q", {"q": ones(2, 4, 0), "k": ones(2, 4, 0)}, ShapeError, "q .*head_dim.*at least 1"),
-    ("v", {"v": ones(2, 5, 8)}, ShapeError, "k .*v .*number of keys"),
-    ("k", {"q": ones(6, 4, 8)}, ShapeError, "6 heads.*2.*enable_gqa"),
-    ("k", {"q": ones(3, 4, 8)}, ShapeError, "3 heads.*2"),
-    ("k", {"q": ones(3, 4, 8), "enable_gqa": True}, ShapeError, "3 heads.*multiple of 2"),
-    ("v", {"v": ones(3, 4, 8)}, ShapeError, "k .*v .*heads"),
-    ("q", {"q": ones(2, 1, 4, 8), "k": ones(3, 1, 4, 8), "v": ones(3, 1, 4, 8)}, ShapeError, "broadcast"),
-    ("scale", {"scale": np.nan}, ArgumentError, "scale .*nan.*finite"),
-    ("scale", {"scale": "big"}, DtypeError, "scale .*'big'.*number"),
-    ("scale", {"scale": True}, DtypeError, "scale .*True.*number"),
-    ("softcap", {"softcap": 0.0}, ArgumentError, "softcap .*0.*> 0"),
-    ("softcap", {"softcap": -3}, ArgumentError, "softcap .*-3.*> 0"),
-    ("dropout_p", {"dropout_p": 1.0}, ArgumentError, "dropout_p .*1.*< 1"),
-    ("dropout_p", {"dropout_p": -0.1}, ArgumentError, "dropout_p .*-0.1"),
-    ("dropout_p", {"dropout_p": "x"}, DtypeError, "dropout_p .*'x'"),
-    ("rng", {"dropout_p": 0.5, "rng": -1}, ArgumentError, "rng .*-1"),
-    ("rng", {"dropout_p": 0.5, "rng": 2**64}, ArgumentError, "rng .*18446744073709551616"),
-    ("rng", {"dropout_p": 0.5, "rng": cuattn.RNGState(1, 2**32)}, ArgumentError, "offset .*4294967296"),
-    ("rng", {"rng": 1.5}, DtypeError, "rng .*float"),
-    ("is_causal", {"is_causal": "diagonal"}, ArgumentError, "is_causal .*'diagonal'.*'top_left'"),
-    ("is_causal", {"is_causal": 1}, ArgumentError, "is_causal .*1"),
-    ("is_causal", {"is_causal": True, "q": ones(2, 3, 8)}, ArgumentError, "is_causal .*3 queries and 4 keys"),
-    ("window", {"window": 4}, ArgumentError, "window .*4.*left, right"),
-    ("window", {"window": (1, -1)}, ArgumentError, "window's right .*-1"),
-    ("window", {"window": (1.5, 1)}, ArgumentError, "window's left .*1.5"),
-    ("window", {"window": (1, 1, "middle")}, ArgumentError, "'middle'"),
-    ("window", {"window": (1, 1), "q": ones(2, 3, 8)}, ArgumentError, "window .*3 queries and 4 keys.*third"),
-    ("window", {"window": (1, 1, "top_left"), "is_causal": "bottom_right"}, ArgumentError, "same alignment"),
-    ("enable_gqa", {"enable_gqa": "yes"}, DtypeError, "enable_gqa .*'yes'"),
-    ("precision", {"precision": "fp8"}, ArgumentError, "precision .*'fp8'.*'tf32'"),
-    ("kernel", {"kernel": "sm70"}, ArgumentError, "kernel .*'sm70'.*'sm80'"),
-    ("kernel", {"kernel": "sm90"}, UnsupportedError, "kernel .*'sm90'.*GPU"),
-    ("mask", {"mask": ones(4, 4)}, DtypeError, "mask .*float32.*boolean"),
-    ("mask", {"mask": "causal"}, DtypeError, "mask "),
-    ("mask", {"mask": ones(3, 4, dtype=bool)}, ShapeError, r"mask .*\(3, 4\).*\(2, 4, 4\)"),
-    ("mask", {"mask": ones(1, 2, 4, 4, dtype=bool)}, ShapeError, "mask .*broadcast"),
-    ("mask", {"mask": cuattn.masks.causal(5)}, ShapeError, "mask .*5 queries x 5 keys.*4 queries and 4 keys"),
-    ("mask", {"mask": cuattn.ColumnMask(*np.zeros((4, 3, 4), np.int32), n_queries=4)}, ShapeError, r"mask .*\(3,\)"),
-    ("bias", {"bias": ones(5, 4)}, ShapeError, r"bias .*\(5, 4\).*\(2, 4, 4\)"),
-    ("bias", {"bias": ones(4, 4, dtype=np.float64)}, DtypeError, "bias .*float64.*float32"),
-    ("bias", {"bias": 0.5}, DtypeError, "bias .*float"),
+    # keyword arguments (q, k, v replaced by name), error, what the message says
+    ({"q": ones(8)}, ShapeError, r"q .*\(8,\).*at least two axes"),
+    ({"q": [[1.0]]}, DtypeError, "q .*list.*array"),
+    ({"q": None}, DtypeError, "q .*None"),
+    ({"q": Q.astype(np.int32)}, DtypeError, "q .*int32.*float16"),
+    ({"q": Q.astype(np.complex64)}, DtypeError, "q .*complex64"),
+    ({"q": Q.astype(">f4")}, DtypeError, "q .*>f4"),
+    ({"q": np.ma.masked_array(Q, Q > 2)}, DtypeError, "q .*[Mm]asked"),
+    ({"k": Q.astype(np.float64)}, DtypeError, "k .*float64.*q .*float32"),
+    ({"v": Q.astype(ml_dtypes.bfloat16)}, DtypeError, "v .*bfloat16.*q .*float32"),
+    ({"k": ones(2, 4, 7)}, ShapeError, "k .*head_dim"),
+    ({"q": ones(2, 4, 0), "k": ones(2, 4, 0)}, ShapeError, "q .*head_dim.*at least 1"),
+    ({"v": ones(2, 5, 8)}, ShapeError, "k .*v .*number of keys"),
+    ({"q": ones(6, 4, 8)}, ShapeError, "6 heads and k.*2.*enable_gqa"),
+    ({"q": ones(3, 4, 8)}, ShapeError, "3 heads and k.*2"),
+    ({"q": ones(3, 4, 8), "enable_gqa": True}, ShapeError, "3 heads and k.*multiple of 2"),
+    ({"v": ones(3, 4, 8)}, ShapeError, "k .*v .*heads"),
+    ({"q": ones(2, 1, 4, 8), "k": ones(3, 1, 4, 8), "v": ones(3, 1, 4, 8)}, ShapeError, "q .*broadcast"),
+    ({"scale": np.nan}, ArgumentError, "scale .*nan.*finite"),
+    ({"scale": "big"}, DtypeError, "scale .*'big'.*number"),
+    ({"scale": True}, DtypeError, "scale .*True.*number"),
+    ({"softcap": 0.0}, ArgumentError, "softcap .*0.*> 0"),
+    ({"softcap": -3}, ArgumentError, "softcap .*-3.*> 0"),
+    ({"dropout_p": 1.0}, ArgumentError, "dropout_p .*1.*< 1"),
+    ({"dropout_p": -0.1}, ArgumentError, "dropout_p .*-0.1"),
+    ({"dropout_p": "x"}, DtypeError, "dropout_p .*'x'"),
+    ({"dropout_p": 0.5, "rng": -1}, ArgumentError, "rng .*-1"),
+    ({"dropout_p": 0.5, "rng": 2**64}, ArgumentError, "rng .*18446744073709551616"),
+    ({"dropout_p": 0.5, "rng": cuattn.RNGState(1, 2**32)}, ArgumentError, r"rng\.offset .*4294967296"),
+    ({"rng": 1.5}, DtypeError, "rng .*float"),
+    ({"is_causal": "diagonal"}, ArgumentError, "is_causal .*'diagonal'.*'top_left'"),
+    ({"is_causal": 1}, ArgumentError, "is_causal .*1"),
+    ({"is_causal": True, "q": ones(2, 3, 8)}, ArgumentError, "is_causal .*3 queries and 4 keys"),
+    ({"window": 4}, ArgumentError, "window .*4.*left, right"),
+    ({"window": (1, -1)}, ArgumentError, "window's right .*-1"),
+    ({"window": (1.5, 1)}, ArgumentError, "window's left .*1.5"),
+    ({"window": (1, 1, "middle")}, ArgumentError, "window.*'middle'"),
+    ({"window": (1, 1), "q": ones(2, 3, 8)}, ArgumentError, "window .*3 queries and 4 keys.*third"),
+    ({"window": (1, 1, "top_left"), "is_causal": "bottom_right"}, ArgumentError, "window .*same alignment"),
+    ({"enable_gqa": "yes"}, DtypeError, "enable_gqa .*'yes'"),
+    ({"precision": "fp8"}, ArgumentError, "precision .*'fp8'.*'tf32'"),
+    ({"kernel": "sm70"}, ArgumentError, "kernel .*'sm70'.*'sm80'"),
+    ({"kernel": "sm90"}, UnsupportedError, "kernel .*'sm90'.*GPU"),
+    ({"mask": ones(4, 4)}, DtypeError, "mask .*float32.*boolean"),
+    ({"mask": "causal"}, DtypeError, "mask "),
+    ({"mask": ones(3, 4, dtype=bool)}, ShapeError, r"mask .*\(3, 4\).*\(2, 4, 4\)"),
+    ({"mask": ones(1, 2, 4, 4, dtype=bool)}, ShapeError, "mask .*broadcast"),
+    ({"mask": cuattn.masks.causal(5)}, ShapeError, "mask .*5 queries x 5 keys.*4 queries and 4 keys"),
+    ({"mask": cuattn.ColumnMask(*np.zeros((4, 3, 4), np.int32), n_queries=4)}, ShapeError, r"mask .*\(3,\)"),
+    ({"bias": ones(5, 4)}, ShapeError, r"bias .*\(5, 4\).*\(2, 4, 4\)"),
+    ({"bias": ones(4, 4, dtype=np.float64)}, DtypeError, "bias .*float64.*float32"),
+    ({"bias": 0.5}, DtypeError, "bias .*float"),
 ]
 
 
-@pytest.mark.parametrize("argument,change,error,message", BAD, ids=[f"{i}-{b[0]}" for i, b in enumerate(BAD)])
-def test_bad_arguments(argument, change, error, message):
+@pytest.mark.parametrize("call", [cuattn.forward, cuattn.plan])
+@pytest.mark.parametrize("change,error,message", BAD, ids=range(len(BAD)))
+def test_bad_arguments(call, change, error, message):
     options = dict(change)
     arrays = [options.pop(name, Q) for name in "qkv"]
-    with pytest.raises(error) as caught:
-        cuattn.forward(*arrays, **options)
-    assert re.search(message, str(caught.value)), str(caught.value)
-    assert argument in str(caught.value)
-    with pytest.raises(error):
-        cuattn.plan(*arrays, **options)
+    with pytest.raises(error, match=message):
+        call(*arrays, **options)
 
 
-FWD = cuattn.Forward(ones(2, 4, 8), ones(2, 4), ones(2, 4), None)
+FWD = cuattn.Forward(Q, ones(2, 4), ones(2, 4), None)
 BAD_BACKWARD = [
     ({"do": ones(2, 4, 7)}, ShapeError, r"do .*\(2, 4, 7\).*\(2, 4, 8\)"),
-    ({"do": ones(2, 4, 8, dtype=np.float64)}, DtypeError, "do .*float64"),
+    ({"do": Q.astype(np.float64)}, DtypeError, "do .*float64"),
     ({"do": None}, DtypeError, "do .*None"),
     ({"fwd": FWD[0]}, DtypeError, "fwd .*Forward"),
     ({"fwd": FWD[:3]}, DtypeError, "fwd .*Forward"),
@@ -108,9 +103,8 @@ BAD_BACKWARD = [
 def test_bad_backward_arguments(change, error, message):
     options = dict(change)
     do, fwd = options.pop("do", Q), options.pop("fwd", FWD)
-    with pytest.raises(error) as caught:
+    with pytest.raises(error, match=message):
         cuattn.backward(do, Q, Q, Q, fwd, **options)
-    assert re.search(message, str(caught.value)), str(caught.value)
 
 
 BAD_PARTS = [
@@ -118,8 +112,8 @@ BAD_PARTS = [
     ((Q,), DtypeError, r"parts\[0\].*Forward"),
     ((FWD, FWD._replace(o=ones(2, 5, 8))), ShapeError, r"parts\[1\].o"),
     ((FWD, FWD._replace(l=ones(2, 5))), ShapeError, r"parts\[1\].l"),
-    ((FWD, FWD._replace(o=ones(2, 4, 8, dtype=np.float16))), DtypeError, r"parts\[1\].o .*float16"),
-    ((FWD._replace(o=ones(2, 4, 8, dtype=np.int8)),), DtypeError, r"parts\[0\].o .*int8"),
+    ((FWD, FWD._replace(o=Q.astype(np.float16))), DtypeError, r"parts\[1\].o .*float16"),
+    ((FWD._replace(o=Q.astype(np.int8)),), DtypeError, r"parts\[0\].o .*int8"),
 ]
 
 
@@ -141,9 +135,7 @@ ARRAYS = st.one_of(
         st.one_of(SHAPES, st.sampled_from([(4, 8), (2, 4, 8), (1, 2, 4, 8), (4, 4), (4, 2, 4, 8)])),
         st.sampled_from([np.float32, np.float64, np.float16, np.int64, bool, ml_dtypes.bfloat16]),
     ),
-    st.just(Q),
-    st.just(Q),
-    st.just(Q),
+    *[st.just(Q)] * 3,
     st.none(),
     st.text(max_size=2),
 )
@@ -155,13 +147,7 @@ OPTIONS = st.fixed_dictionaries(
         "bias": st.one_of(ARRAYS, SCALARS),
         "is_causal": st.one_of(SCALARS, st.sampled_from(["top_left", "bottom_right"])),
         "window": st.one_of(SCALARS, st.tuples(SCALARS, SCALARS), st.tuples(SCALARS, SCALARS, SCALARS)),
-        "scale": SCALARS,
-        "softcap": SCALARS,
-        "dropout_p": SCALARS,
-        "rng": SCALARS,
-        "enable_gqa": SCALARS,
-        "precision": SCALARS,
-        "kernel": SCALARS,
+        **dict.fromkeys(("scale", "softcap", "dropout_p", "rng", "enable_gqa", "precision", "kernel"), SCALARS),
         "out_dtype": st.one_of(SCALARS, st.sampled_from(["float32", "int8"])),
     },
 )
@@ -190,11 +176,6 @@ def test_backward_accepts_plain_tuples():
     a = cuattn.backward(Q, Q, Q, Q, fwd, dropout_p=0.5)
     b = cuattn.backward(Q, Q, Q, Q, (fwd.o, fwd.l, fwd.m, (3, 0)), dropout_p=0.5)
     np.testing.assert_array_equal(a.dq, b.dq)
-
-
-def test_mask_errors_name_the_column():
-    with pytest.raises(MaskError):
-        cuattn.ColumnMask(*np.full((4, 4), 9, np.int32), n_queries=4)
 
 
 def test_scalars_may_be_numpy_scalars_and_lists():

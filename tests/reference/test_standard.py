@@ -4,19 +4,21 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from cuattn import reference
-from cuattn.errors import ArgumentError, ShapeError
+from cuattn import io_model, reference
+from cuattn.errors import ShapeError
 from tests import oracle
 from tests.reference.cases import FLOAT32, cases, check_backward, check_derivatives, check_forward, make_case
 from tests.tolerances import assert_close
 
 
 @given(case=cases())
-def test_forward_and_backward_match_the_oracle(case):
+def test_forward_and_backward_match_the_oracle_and_the_model(case):
     fwd = reference.standard_forward(*case.qkv, case.M)
     check_forward(case, fwd, scale=1.0)
+    assert fwd.counts[:2] == io_model.standard_forward(*case.q.shape, case.M)
     grads = reference.standard_backward(case.do, *case.qkv, fwd.p, case.M)
     check_backward(case, grads, scale=1.0)
+    assert grads.counts[:2] == io_model.standard_backward(*case.q.shape, case.M)
 
 
 @given(case=cases())
@@ -48,22 +50,7 @@ def test_dtype_is_that_of_the_arithmetic():
     assert reference.standard_forward(*case.qkv, 10, dtype=np.float32).o.dtype == np.float32
 
 
-@pytest.mark.parametrize("M", [0, 3, 41, 1e9, 10.0, None])
-def test_m_outside_the_range(M):
-    case = make_case(10, 4, 4)
-    with pytest.raises(ArgumentError, match="M = "):
-        reference.standard_forward(*case.qkv, M)
-    with pytest.raises(ArgumentError, match="M = "):
-        reference.standard_backward(case.do, *case.qkv, np.ones((10, 10)), M)
-
-
-def test_shapes():
-    case = make_case(10, 4, 4)
-    with pytest.raises(ShapeError, match=r"K has shape \(9, 4\)"):
-        reference.standard_forward(case.q, case.k[:9], case.v, 8)
-    with pytest.raises(ShapeError, match=r"Q has shape \(10,\)"):
-        reference.standard_forward(case.q[:, 0], case.k, case.v, 8)
-    with pytest.raises(ShapeError, match=r"Q has shape \(0, 4\)"):
-        reference.standard_forward(case.q[:0], case.k[:0], case.v[:0], 8)
+def test_p_of_another_shape():
+    case = make_case(10, 4, 8)
     with pytest.raises(ShapeError, match=r"p has shape \(10, 9\)"):
         reference.standard_backward(case.do, *case.qkv, np.ones((10, 9)), 8)

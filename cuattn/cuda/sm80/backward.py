@@ -1,63 +1,222 @@
-"""The backward on a GPU: preprocess, key kernel, then what dq, dbias and broadcast operands need."""
+"""The backward on a GPU: preprocess, key kernel, then what dq, dbias and broadcast operands need.
+
+Three kernels may take part.  The key kernel (sm80/bwd.cu) owns dk and dv and, unless the call is deterministic, adds dq
+up in memory.  The row kernel (sm80/bwd_rows.cu) computes dq in a fixed order.  The bias kernel (sm80/bwd_bias.cu)
+computes dbias.
+"""
 
 import math
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.cuda.arguments import pad
+from cuattn.cuda.arguments import Array, pad
 from cuattn.cuda.call import Call, gradients
-from cuattn.cuda.compile import function
-from cuattn.cuda.constants import Constants
-from cuattn.cuda.params import BATCH_AXES
-from cuattn.cuda.sequence import Array
-from cuattn.cuda.sm80.backward_plan import STAT_ROWS, backward_plan, cut, is_sum, shared_bytes, shared_keys
-from cuattn.cuda.sm80.forward_plan import unsupported_reason as problem_reason
-from cuattn.cuda.sm80.tiles import BackwardTile
+from cuattn.cuda.constants import Constants, backward_constants
+from cuattn.cuda.device import Device
+from cuattn.cuda.params import BATCH_AXES, SUM_PARAMS
+from cuattn.cuda.sm80.forward import flush_tiles, is_heavy, unsupported_reason
+from cuattn.cuda.sm80.tiles import WIDE, BackwardTile, BackwardTiles, backward_tiles
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
-from cuattn.problem import row_of
+from cuattn.problem import Problem, row_of
 
-__all__ = ["Backward", "add_preprocess"]
-
+_MAX_ROWS = 2**31 - 1  # counted through all heads, where a kernel is told one of them
+_PADDING = 32  # elements: head dimensions are rounded up to a multiple of this, so that warps can share them evenly
+_WIDEST_SUMMED = 256  # head dimension up to which dq may be added up in memory
+_CHUNK = 64
+_PART = 256
+STAT_ROWS = 128  # kStatRows: rows that one block of backward_preprocess looks at
 _THREADS = 256  # of backward_preprocess and backward_sum
-_PREPROCESS = ("elem", "acc", "o_elem", "block_m", "head_dim_v", "atomic_dq")
-_SUM_AXES = BATCH_AXES + 1
-_SUM_PARAMS = np.dtype(
-    [
-        ("in", np.uint64),
-        ("out", np.uint64),
-        ("inner", np.int64),
-        ("results", np.int64),
-        ("size", np.int32, _SUM_AXES),
-        ("keep", np.int32, _SUM_AXES),
-    ],
-    align=True,
-)
+PREPROCESS = ("elem", "acc", "o_elem", "block_m", "head_dim_v", "atomic_dq", "split_delta")
 
 
-def add_preprocess(call: Call, constants: Constants, head_dim: int, **values: Any) -> None:
+class SharedKeys(NamedTuple):
+    """The last key tiles, which would leave most multiprocessors without work: each for several blocks of the grid."""
+
+    first: int  # number of the first of these tiles, and of the first block that has a part of one
+    parts: int  # blocks to a tile
+    row_tiles: int  # of each such block
+    grid: int
+
+
+class Cut:
+    """How a backward is cut on a device.
+
+    Attributes
+    ----------
+    keys, rows, bias : BackwardTile
+        The tiles of its three kernels.
+    head_dim, head_dim_v : int
+        Padded head dimensions.
+    atomic : bool
+        The key kernel adds dq up in memory, in no fixed order; if not, the row kernel computes it.
+    chunk, part : int
+        Columns that come in at a time where whole rows do not fit (sm80/bwd_wide.cu), and columns of a gradient that
+        one block then owns; else 0.
+    flush_every : int
+        See :func:`flush_tiles`.
+    """
+
+    def __init__(self, problem: Problem, device: Device) -> None:
+        self.problem, self.device, self.products = problem, device, problem.row.products
+        self.head_dim, self.head_dim_v = _padded(problem.head_dim), _padded(problem.head_dim_v)
+        self.chunk = self.part = 0
+        widest = max(self.head_dim, self.head_dim_v)
+        tiles = backward_tiles(device.shared_bytes, self.products, widest)
+        if tiles is None:
+            tiles = BackwardTiles(*4 * (WIDE[self.products],))
+            self.chunk, self.part = _CHUNK, pad(cdiv(widest, cdiv(widest, _PART)), _CHUNK)
+            self.head_dim, self.head_dim_v = pad(problem.head_dim, _CHUNK), pad(problem.head_dim_v, _CHUNK)
+        narrow = bool(problem.masks) and problem.dropout > 0 and widest <= 64
+        self.keys, self.rows, self.bias = tiles.heavy if is_heavy(problem) or narrow else tiles.keys, *tiles[2:]
+        while not self.chunk and not all(_divides(tile, self.head_dim) for tile in (self.keys, self.rows)):
+            self.head_dim += _PADDING
+        summed = max(self.head_dim, self.head_dim_v) <= _WIDEST_SUMMED
+        self.atomic = summed and not problem.deterministic and not self.chunk
+        self.row_tiles, self.key_tiles = tile_counts(problem, self.keys)
+        self.flush_every = flush_tiles(self.products, problem.n_queries * problem.group, self.keys.block_m)
+
+    def shared_bytes(self, kernel: str) -> int:
+        """Return the shared memory of a block of a kernel ("keys", "rows", "bias", "convert"), as its layout has it."""
+        size, acc = self.problem.dtype.itemsize, self.problem.stat_dtype.itemsize
+        padding, numbers = (32 if self.products == "double" else 16), (2 if self.products == "half" else 3)
+        tile = self.keys if kernel == "convert" else getattr(self, kernel)
+        block_m, block_n = tile.block_m, tile.block_n
+        if kernel == "convert":
+            return block_m * (self.head_dim * size + padding)
+        width = (self.head_dim + self.head_dim_v) * size + 2 * padding  # of a row of q and do, or k and v
+        unit = 4 / 16 if self.products == "split" else 0  # a float for 16 rows or keys
+        scores = block_m * (block_n * size + padding) + int(block_m * block_n / 16 * unit)
+        rows = block_m * (width + numbers * acc) + int(2 * block_m * unit)
+        keys = block_n * width + int(2 * block_n * unit)
+        exchange = block_m * block_n * acc if self._paired(tile) else 0
+        if self.chunk:
+            rows, both = block_m * numbers * acc, block_m + block_n
+            keys = 2 * (both * (self.chunk * size + padding) + int(both * unit))
+            if kernel != "bias":
+                return keys + rows + scores
+        if kernel == "keys":
+            exchange = exchange if self.problem.softcap is not None else 0
+            return keys + tile.stages * (rows + scores) + scores + exchange
+        if kernel == "rows":
+            return rows + tile.stages * keys + scores + exchange
+        return max(rows + keys + exchange, block_m * (block_n + 1) * acc)
+
+    def _paired(self, tile: BackwardTile) -> bool:
+        """Whether half of the warps compute scores and the others dp (sm80/bwd_layout.cuh)."""
+        warps = tile.scores_m * min(tile.warps // tile.scores_m, tile.block_n // 16)
+        return self.products == "double" and 2 * warps == tile.warps
+
+    def shared_keys(self, sums: Container[str] = ()) -> SharedKeys:
+        """Return which blocks of the key kernel share their key tiles (float64, dq in no fixed order; else none).
+
+        Where all tiles take the same time and blocks have a multiprocessor each, the tiles of the last round are dealt
+        out to all multiprocessors.  Their sums have to be short, since such blocks do not add to memory after
+        cfg::flush_every.  `sums` names gradients that are sums over broadcast axes.
+        """
+        problem, multiprocessors = self.problem, self.device.multiprocessors
+        tiles = self.key_tiles * problem.kv_heads * math.prod(problem.batch)
+        none = SharedKeys(tiles, 1, self.row_tiles, tiles)
+        in_turns = self._paired(self.keys) and self.keys.stages == 2 and self.atomic
+        last = tiles % multiprocessors
+        if not in_turns or not self.flush_every or not last or tiles < multiprocessors:
+            return none
+        if problem.masks or problem.band is not None or "dk" in sums or "dv" in sums:
+            return none
+        each = cdiv(self.row_tiles, multiprocessors // last)
+        parts = cdiv(self.row_tiles, each)
+        if parts == 1 or tiles * self.keys.block_n > _MAX_ROWS or each * problem.group > self.flush_every:
+            return none
+        return SharedKeys(tiles - last, parts, each, tiles + last * (parts - 1))
+
+    def constants(self, load_bytes: int = 16, o_dtype: np.dtype | None = None) -> Constants:
+        """Return the prologue that all kernels share, with the tile of the key kernel.
+
+        Parameters
+        ----------
+        load_bytes : {16, 8, 4, 2}
+            The widest access that the addresses and strides of q, k, v and do allow.
+        o_dtype : dtype, optional
+            Of o; the input's by default.
+        """
+        problem = self.problem
+        exact = (self.head_dim, self.head_dim_v) == (problem.head_dim, problem.head_dim_v)
+        return {
+            **backward_constants(problem, o_dtype),
+            **self.keys._asdict(),
+            **{name: getattr(self, name) for name in ("head_dim", "head_dim_v", "flush_every", "chunk", "part")},
+            "whole_columns": exact and load_bytes == 16,
+            "blocks_per_sm": 1,
+            "load_bytes": max(load_bytes, min(problem.dtype.itemsize, 8)),
+            "atomic_dq": self.atomic,
+        }
+
+    def notes(self, load_bytes: int = 16) -> list[str]:
+        """Return what is worth knowing of the plan."""
+        in_order = "dq by a second pass over the scores, in a fixed order"
+        summed = "dq is added up in memory in no fixed order; deterministic=True makes it bitwise repeatable"
+        wide = f"rows too wide for shared memory: {self.chunk} columns at a time, scores again for {self.part}"
+        notes = {
+            summed if self.atomic else in_order: True,
+            "dk and dv of the last key tiles are added up likewise, by several blocks": self.shared_keys().parts > 1,
+            wide: self.chunk > 0,
+            "dbias by a pass of its own, in a fixed order": self.problem.bias is not None,
+            f"addresses or strides of q, k, v, do allow only {load_bytes}-byte loads": load_bytes < 16,
+        }
+        return [note for note, holds in notes.items() if holds]
+
+
+def tile_counts(problem: Problem, tile: BackwardTile) -> tuple[int, int]:
+    """Return the numbers of row tiles and of key tiles."""
+    return cdiv(problem.n_queries, tile.block_m), cdiv(problem.n_keys, tile.block_n)
+
+
+def _divides(tile: BackwardTile, head_dim: int) -> bool:
+    """Whether the warps can share dq's tile in blocks of 16 x 16 (square_partition in sm80/bwd_layout.cuh)."""
+    along_rows = [m for m in (1, 2, 4, 8) if tile.warps % m == 0 and tile.block_m % (16 * m) == 0]
+    return any(head_dim % (16 * tile.warps // m) == 0 for m in along_rows)
+
+
+def _padded(width: int) -> int:
+    return pad(width, _PADDING if width <= 128 else 64 if width <= 256 else 256)
+
+
+def add_preprocess(call: Call, constants: Constants, head_dim: int, values: dict[str, int]) -> None:
     """Append the launch that computes delta and every row's statistics, and zeroes what is added up in memory.
 
     Parameters
     ----------
     call : Call
     constants : dict
-        All that the kernel is specialised by but what follows from the arrays.
+        Among them all that the kernel is specialised by but what follows from the arrays.
     head_dim : int
         Columns of a row of dq's accumulator.
-    **values
+    values : dict of str to int
         Fields of ``Params``.
     """
     problem = call.problem
     size, vector = problem.dtype.itemsize, call.load_bytes("do", "o")
     while vector > size and problem.head_dim_v * size % vector:
         vector //= 2
-    own = {"head_dim": head_dim, "load_bytes": max(vector, size), "warps": _THREADS // 32}
-    own["dlse"] = "dlse" in call.operands
-    grid = (cdiv(problem.n_queries, STAT_ROWS) * problem.instances,)
-    path, kernel = "util/bwd_preprocess.cu", "backward_preprocess"
-    call.add(path, kernel, {**constants, **own}, grid, _THREADS // 32, **values)
+    own = {**{name: constants[name] for name in PREPROCESS}, "head_dim": head_dim, "load_bytes": max(vector, size)}
+    own |= {"warps": _THREADS // 32, "dlse": "dlse" in call.operands}
+    blocks = cdiv(problem.n_queries, STAT_ROWS) * problem.instances
+    call.add("util/bwd_preprocess.cu", "backward_preprocess", own, blocks, _THREADS // 32, values)
+
+
+def row_arrays(problem: Problem, vectors: int = 1) -> dict[str, Array]:
+    """Return what the preprocess kernel writes of every row; `vectors` numbers make its statistics."""
+    heads, groups = problem.instances, cdiv(problem.n_queries, STAT_ROWS)
+    delta = Array((heads, groups * STAT_ROWS), problem.stat_dtype)
+    counters = Array((heads, groups), np.dtype(np.int32))
+    return {"delta": delta, "stat": Array((vectors, *delta.shape), delta.dtype), "counters": counters}
+
+
+def is_sum(problem: Problem, shape: tuple[int, ...], heads: int) -> bool:
+    """Whether an operand of `shape` (aligned; `heads` of its own kind) was broadcast, so that its gradient is a sum."""
+    return any(n == 1 < full for n, full in zip(shape, (*problem.batch, heads), strict=False))
 
 
 class _Sum(NamedTuple):
@@ -67,41 +226,37 @@ class _Sum(NamedTuple):
     size: tuple[int, ...]
     inner: int
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of what is added up."""
-        return (*self.size, self.inner)
-
 
 class Backward(Call):
     """Up to seven launches: preprocess, key kernel, row kernel or conversion, bias kernel, and sums."""
 
+    family = "sm80"
+
     def unsupported_reason(self) -> str | None:
-        return problem_reason(self.problem, self.device)
+        return unsupported_reason(self.problem)
 
     def prepare(self) -> Plan:
-        problem, operands, device = self.problem, self.operands, self.device
-        o_dtype = operands["o"].dtype.name if "o" in operands else ""
-        made = backward_plan(problem, device, self.load_bytes("q", "k", "v", "do"), o_dtype)
-        self.cut, self.constants = cut(problem, device), dict(made.constants)
-        self.splits = self._bias_splits()
+        problem, operands = self.problem, self.operands
+        load_bytes = self.load_bytes("q", "k", "v", "do")
+        self.cut = cut = Cut(problem, self.device)
+        self.constants = cut.constants(load_bytes, getattr(operands.get("o"), "dtype", None))
+        self._deal_out_bias()
         self.sums = self._sums()
-        self.shared = shared_keys(problem, self.cut, device.multiprocessors, self.sums)
-        used = [self.cut.keys]
-        used += [] if self.cut.atomic else [self.cut.rows]
-        used += [self.cut.bias] if "bias" in operands else []
-        tiles = [(tile.block_m, tile.block_n) for tile in used]
-        self.begin(gradients(problem, operands), self._scratch(), tiles)
-        return made
-
-    def launch(self, made: Plan) -> None:
-        if self.problem.head_dim_v == 0 or math.prod(self.problem.score_shape) == 0:
-            self.sequence.zero()
-            return
-        self._preprocess()
-        self._keys()
-        self._rows()
-        self._bias()
+        scratch = row_arrays(problem, 1 if problem.row.products == "half" else 2)
+        if cut.atomic:
+            rows = pad(problem.n_queries, cut.keys.block_m)
+            scratch["dq_acc"] = Array((*operands["q"].shape[:-2], rows, cut.head_dim), problem.stat_dtype)
+        for name, total in self.sums.items():
+            scratch[f"{name}_acc"] = Array((*total.size, total.inner), problem.stat_dtype)
+        self.begin(gradients(problem, operands), scratch)
+        if problem.head_dim_v and math.prod(problem.score_shape):
+            self._keys()
+            self._rows()
+            if "bias" in operands:
+                self._bias()
+        reason = f"portable tensor-core kernel, {self.device.arch}"
+        shape = cut.keys.block_m, cut.keys.block_n, cut.keys.warps, cut.shared_bytes("keys")
+        return self.planned(*shape, reason, cut.notes(load_bytes), self.constants)
 
     def _sums(self) -> dict[str, _Sum]:
         problem, axes = self.problem, self.axes
@@ -109,112 +264,75 @@ class Backward(Call):
         for name, heads in (("q", problem.heads), ("k", problem.kv_heads), ("v", problem.kv_heads)):
             shape = self.operands[name].shape
             if is_sum(problem, shape, heads) and not (name == "q" and self.cut.atomic):
-                lead = [shape[group[-1]] if group else 1 for group in axes.groups]
-                lead = [1] * (BATCH_AXES - len(lead)) + lead
                 size = (*axes.size, heads)
-                keep = tuple(own == full for own, full in zip((*lead, shape[-3]), size, strict=True))
+                own = (*axes.pick(shape, 1), shape[-3])
+                keep = tuple(n == full for n, full in zip(own, size, strict=True))
                 found[f"d{name}"] = _Sum(keep, size, shape[-2] * shape[-1])
         if self.splits > 1:
             keep, size = (False, *[True] * BATCH_AXES), (self.splits, *[1] * BATCH_AXES)
             found["dbias"] = _Sum(keep, size, self.operands["bias"].size)
         return found
 
-    def _bias_splits(self) -> int:
-        """Return in how many parts the heads that share a bias are dealt out, so that the device is full."""
-        bias = self.operands.get("bias")
-        if bias is None:
-            return 1
-        tile = self.cut.bias
-        row_tiles = cdiv(bias.shape[-2], tile.block_m) if bias.shape[-2] > 1 else 1
-        key_tiles = cdiv(bias.shape[-1], tile.block_n) if bias.shape[-1] > 1 else 1
-        instances = max(math.prod(bias.shape[:-2]), 1)
-        members = self.problem.instances // instances
-        return max(1, min(members, cdiv(2 * self.device.multiprocessors, instances * row_tiles * key_tiles)))
+    def _deal_out_bias(self) -> None:
+        """Say in how many parts the heads that share a bias are dealt out, so that the device is full."""
+        self.splits = 1
+        if "bias" in self.operands:
+            *lead, rows, keys = self.operands["bias"].shape
+            tile, self.bias_instances = self.cut.bias, math.prod(lead)
+            self.bias_tiles = max(self.bias_instances * cdiv(rows, tile.block_m) * cdiv(keys, tile.block_n), 1)
+            members = self.problem.instances // max(self.bias_instances, 1)
+            self.splits = max(1, min(members, cdiv(2 * self.device.multiprocessors, self.bias_tiles)))
 
-    def _scratch(self) -> dict[str, Array]:
-        problem, acc = self.problem, self.problem.stat_dtype
-        heads, groups = problem.instances, cdiv(problem.n_queries, STAT_ROWS)
-        vectors = 1 if problem.row.products == "half" else 2
-        scratch = {
-            "delta": Array((heads, groups * STAT_ROWS), acc),
-            "stat": Array((vectors, heads, groups * STAT_ROWS), acc),
-            "counters": Array((heads, groups), np.dtype(np.int32)),
-        }
-        if self.cut.atomic:
-            rows = pad(problem.n_queries, self.cut.keys.block_m)
-            scratch["dq_acc"] = Array((*self.operands["q"].shape[:-2], rows, self.cut.head_dim), acc)
-        return {**scratch, **{f"{name}_acc": Array(total.shape, acc) for name, total in self.sums.items()}}
-
-    def _add(
-        self, path: str, kernel: str, grid: int, tile: BackwardTile, shared: str, extra: Constants, **values: Any
-    ) -> None:
-        """Append a kernel; `shared` says whose shared memory it has, `extra` its own constants."""
+    def _add(self, path: str, kernel: str, blocks: int, which: str, extra: Constants, values: dict[str, int]) -> None:
+        """Append a kernel that has the tile and the shared memory of `which`, and `extra` constants of its own."""
+        tile = self.cut.keys if which == "convert" else getattr(self.cut, which)
         constants = {**self.constants, **tile._asdict(), **extra}
-        self.add(
-            path, kernel, constants, (grid,), tile.warps,
-            shared_bytes=shared_bytes(self.problem, self.cut, shared), tile=(tile.block_m, tile.block_n),
-            row_tiles=cdiv(self.problem.n_queries, tile.block_m), key_tiles=cdiv(self.problem.n_keys, tile.block_n),
-            **values,
-        )  # fmt: skip
+        counts = dict(zip(("row_tiles", "key_tiles"), tile_counts(self.problem, tile), strict=True))
+        launched = f"sm80/{path}.cu", kernel, constants, blocks, tile.warps, counts | values
+        self.add(*launched, tile[:2], shared_bytes=self.cut.shared_bytes(which))
 
-    def _preprocess(self) -> None:
-        """Compute delta and the softmax statistics of every row; zero the accumulator of dq and shared dk and dv."""
-        problem, tile = self.problem, self.cut.keys
-        key_tiles = cdiv(problem.n_keys, tile.block_n)
-        values = {"row_tiles": cdiv(problem.n_queries, tile.block_m), "key_tiles": key_tiles}
-        if self.shared.parts > 1:
-            head, of_head = divmod(self.shared.first, key_tiles)
-            values |= {"shared_key": head * problem.n_keys + of_head * tile.block_n, "splits": self.shared.parts}
-        constants = {**{name: self.constants[name] for name in _PREPROCESS}, "split_delta": False}
-        add_preprocess(self, constants, self.cut.head_dim, **values)
+    def _sum_flags(self, *names: str) -> dict[str, object]:
+        return {f"sum_{name}": name in self.sums for name in names}
 
     def _keys(self) -> None:
-        """Compute dk and dv, and dq if the order of its sums does not matter."""
-        problem, tile = self.problem, self.cut.keys
-        extra = {"sum_dk": "dk" in self.sums, "sum_dv": "dv" in self.sums}
-        if self.cut.chunk:
-            tiles = cdiv(problem.n_keys, tile.block_n) * problem.kv_heads * math.prod(problem.batch)
-            grid = tiles * (cdiv(self.cut.head_dim_v, self.cut.part) + cdiv(self.cut.head_dim, self.cut.part))
-            extra["sum_dq"] = "dq" in self.sums
-            self._add("sm80/bwd_wide.cu", "backward_wide_keys", grid, tile, "keys", extra)
+        """Compute rows' delta and statistics, then dk and dv, and dq if the order of its sums does not matter."""
+        problem, cut = self.problem, self.cut
+        first, parts, row_tiles, blocks = cut.shared_keys(self.sums)
+        values = {"row_tiles": cut.row_tiles, "key_tiles": cut.key_tiles}
+        if parts > 1:
+            head, of_head = divmod(first, cut.key_tiles)
+            values |= {"shared_key": head * problem.n_keys + of_head * cut.keys.block_n, "splits": parts}
+        add_preprocess(self, {**self.constants, "split_delta": False}, cut.head_dim, values)
+        if cut.chunk:
+            blocks *= cdiv(cut.head_dim_v, cut.part) + cdiv(cut.head_dim, cut.part)
+            self._add("bwd_wide", "backward_wide_keys", blocks, "keys", self._sum_flags("dk", "dv", "dq"), {})
         else:
-            first, parts, row_tiles, grid = self.shared
             values = {"shared_tile": first, "splits": parts, "split_tiles": row_tiles}
-            self._add("sm80/bwd.cu", "attention_backward", grid, tile, "keys", extra, **values)
-        for name in ("dk", "dv"):
-            self._sum(name)
-        if self.cut.atomic:
-            grid = cdiv(problem.n_queries, tile.block_m) * math.prod(self.operands["q"].shape[:-2])
-            self._add("sm80/bwd_convert.cu", "backward_convert", grid, tile, "convert", {})
+            self._add("bwd", "attention_backward", blocks, "keys", self._sum_flags("dk", "dv"), values)
+        self._sum("dk")
+        self._sum("dv")
 
     def _rows(self) -> None:
-        """Compute dq in a fixed order."""
-        if self.cut.atomic:
+        """Compute dq in a fixed order, or round its sums."""
+        problem, cut = self.problem, self.cut
+        if cut.atomic:
+            blocks = cut.row_tiles * math.prod(self.operands["q"].shape[:-2])
+            self._add("bwd_convert", "backward_convert", blocks, "convert", {}, {})
             return
-        tile = self.cut.rows
-        grid = cdiv(self.problem.n_queries, tile.block_m) * self.problem.instances
-        if self.cut.chunk:
-            grid *= cdiv(self.cut.head_dim, self.cut.part)
-            extra = {f"sum_{name}": name in self.sums for name in ("dk", "dv", "dq")}
-            self._add("sm80/bwd_wide.cu", "backward_wide_rows", grid, tile, "rows", extra)
+        blocks = cdiv(problem.n_queries, cut.rows.block_m) * problem.instances
+        if cut.chunk:
+            blocks *= cdiv(cut.head_dim, cut.part)
+            self._add("bwd_wide", "backward_wide_rows", blocks, "rows", self._sum_flags("dk", "dv", "dq"), {})
         else:
-            self._add("sm80/bwd_rows.cu", "backward_rows", grid, tile, "rows", {"sum_dq": "dq" in self.sums})
+            self._add("bwd_rows", "backward_rows", blocks, "rows", self._sum_flags("dq"), {})
         self._sum("dq")
 
     def _bias(self) -> None:
         """Compute dbias."""
-        bias = self.operands.get("bias")
-        if bias is None:
-            return
-        tile = self.cut.bias
-        sum_rows, sum_keys = bias.shape[-2] == 1, bias.shape[-1] == 1
-        instances = math.prod(bias.shape[:-2])
-        grid = instances * self.splits
-        grid *= 1 if sum_rows else cdiv(bias.shape[-2], tile.block_m)
-        grid *= 1 if sum_keys else cdiv(bias.shape[-1], tile.block_n)
-        extra = {"split": self.splits > 1, "sum_rows": sum_rows, "sum_keys": sum_keys, "atomic_dq": False}
-        values = {"splits": self.splits, "bias_instances": instances}
-        self._add("sm80/bwd_bias.cu", "backward_bias", grid, tile, "bias", extra, **values)
+        shape = self.operands["bias"].shape
+        extra = {"split": self.splits > 1, "sum_rows": shape[-2] == 1, "sum_keys": shape[-1] == 1, "atomic_dq": False}
+        values = {"splits": self.splits, "bias_instances": self.bias_instances}
+        self._add("bwd_bias", "backward_bias", self.bias_tiles * self.splits, "bias", extra, values)
         self._sum("dbias")
 
     def _sum(self, name: str) -> None:
@@ -222,10 +340,9 @@ class Backward(Call):
         total = self.sums.get(name)
         if total is None:
             return
-        sequence, device = self.sequence, self.device
-        out = sequence.results[name]
-        constants = (("grad", row_of(out.dtype).cuda), ("acc", row_of(self.problem.stat_dtype).cuda))
-        values = {"inner": total.inner, "results": out.size, "size": total.size, "keep": total.keep}
-        kernel = function(device.number, "util/bwd_sum.cu", "backward_sum", constants)
-        grid = (min(cdiv(max(out.size, 1), _THREADS), 16 * device.multiprocessors),)
-        sequence.add(kernel, grid, _THREADS, _SUM_PARAMS, values, {"in": f"{name}_acc", "out": name})
+        out = self.arrays[name]
+        constants = {"grad": row_of(out.dtype).cuda, "acc": row_of(self.problem.stat_dtype).cuda}
+        grid = (min(cdiv(max(out.size, 1), _THREADS), 16 * self.device.multiprocessors),)
+        values: dict[str, Any] = {**total._asdict(), "results": out.size}
+        launched = "util/bwd_sum.cu", "backward_sum", constants, grid, _THREADS
+        self.sequence.add(*launched, SUM_PARAMS, values, {"in": f"{name}_acc", "out": name})

@@ -7,8 +7,6 @@ the result depends on it, and must not depend on how its mask was given.
 
 from typing import NamedTuple, TypeVar
 
-__all__ = ["VALUE_COLUMNS", "WIDE", "BackwardTile", "BackwardTiles", "Tile", "backward_tiles", "forward_tile"]
-
 VALUE_COLUMNS = {"half": 256, "split": 128, "double": 128}
 """Columns of v that one block of the forward accumulates; wider v are done in several blocks."""
 
@@ -37,13 +35,18 @@ class BackwardTile(NamedTuple):
     stages: int = 1
 
 
+def _tile(block_m: int, block_n: int, stages: int = 1, warps: int = 8) -> BackwardTile:
+    """Return a tile in which warps lie along the rows first: up to four of them, beside many keys two."""
+    return BackwardTile(block_m, block_n, warps, min(block_m // 16, 4 if block_n <= 64 else 2), stages)
+
+
 class BackwardTiles(NamedTuple):
     """Tiles of the key kernel, of the key kernel with a heavy mask or score, of the row and of the bias kernel."""
 
     keys: BackwardTile
     heavy: BackwardTile
-    rows: BackwardTile
-    bias: BackwardTile
+    rows: BackwardTile = _tile(128, 64, 2)
+    bias: BackwardTile = _tile(64, 64)
 
 
 # Shared memory at least -> products -> padded head dimension at most -> tile; first match wins.
@@ -101,67 +104,52 @@ FORWARD: dict[int, dict[str, dict[int, Tile]]] = {
     },
 }
 
-_T = BackwardTile
-_SMALL_ROWS, _SMALL_BIAS = _T(128, 64, 8, 4, 2), _T(64, 64, 8, 4)
-
 
 def _all(tile: BackwardTile) -> BackwardTiles:
     return BackwardTiles(tile, tile, tile, tile)
 
 
-_DOUBLE_64 = _all(_T(32, 32, 4, 2))
+_SMALL = _tile(32, 32, warps=4)
+_SQUARE, _SQUARE_2 = _tile(64, 64), _tile(64, 64, 2)
 BACKWARD: dict[int, dict[str, dict[int, BackwardTiles]]] = {
     _LARGE: {
         "half": {
-            64: BackwardTiles(_T(128, 128, 8, 2, 2), _T(64, 128, 8, 2, 2), _SMALL_ROWS, _SMALL_BIAS),
-            128: BackwardTiles(_T(64, 128, 8, 2, 2), _T(64, 64, 8, 4, 2), _SMALL_ROWS, _SMALL_BIAS),
-            192: BackwardTiles(_T(64, 64, 8, 4, 2), _T(32, 64, 8, 2, 2), _T(64, 64, 8, 4, 2), _SMALL_BIAS),
-            256: BackwardTiles(_T(64, 64, 8, 4, 2), _T(32, 64, 8, 2), _T(64, 64, 8, 4, 2), _SMALL_BIAS),
-            512: BackwardTiles(_T(32, 32, 8, 2, 2), _T(32, 32, 8, 2, 2), _T(64, 32, 8, 4), _T(64, 32, 8, 4)),
+            64: BackwardTiles(_tile(128, 128, 2), _tile(64, 128, 2)),
+            128: BackwardTiles(_tile(64, 128, 2), _SQUARE_2),
+            192: BackwardTiles(_SQUARE_2, _tile(32, 64, 2), _SQUARE_2),
+            256: BackwardTiles(_SQUARE_2, _tile(32, 64), _SQUARE_2),
+            512: BackwardTiles(_tile(32, 32, 2), _tile(32, 32, 2), _tile(64, 32), _tile(64, 32)),
         },
-        "split": {
-            64: BackwardTiles(_T(64, 128, 8, 2), _T(64, 64, 8, 4, 2), _T(64, 64, 8, 4, 2), _SMALL_BIAS),
-            128: _all(_T(64, 64, 8, 4)),
-        },
+        "split": {64: BackwardTiles(_tile(64, 128), _SQUARE_2, _SQUARE_2), 128: _all(_SQUARE)},
         "double": {
-            64: _DOUBLE_64,
-            128: BackwardTiles(_T(16, 64, 8, 1, 2), _T(16, 64, 8, 1), _T(32, 32, 4, 2), _T(32, 32, 4, 2)),
-            256: _all(_T(16, 32, 8, 1)),
+            64: _all(_SMALL),
+            128: BackwardTiles(_tile(16, 64, 2), _tile(16, 64), _SMALL, _SMALL),
+            256: _all(_tile(16, 32)),
         },
     },
     _MEDIUM: {
         "half": {
-            64: BackwardTiles(_T(64, 128, 8, 2, 2), _T(64, 128, 8, 2, 2), _SMALL_ROWS, _SMALL_BIAS),
-            96: BackwardTiles(_T(64, 128, 8, 2, 2), _T(64, 64, 8, 4, 2), _SMALL_ROWS, _SMALL_BIAS),
-            128: BackwardTiles(_T(64, 128, 8, 2), _T(64, 64, 8, 4, 2), _SMALL_ROWS, _SMALL_BIAS),
-            256: BackwardTiles(_T(64, 64, 8, 4), _T(32, 64, 8, 2), _T(64, 64, 8, 4), _SMALL_BIAS),
+            64: BackwardTiles(_tile(64, 128, 2), _tile(64, 128, 2)),
+            96: BackwardTiles(_tile(64, 128, 2), _SQUARE_2),
+            128: BackwardTiles(_tile(64, 128), _SQUARE_2),
+            256: BackwardTiles(_SQUARE, _tile(32, 64), _SQUARE),
         },
-        "split": {
-            64: _all(_T(64, 64, 8, 4)),
-            128: _all(_T(32, 64, 8, 2)),
-            256: _all(_T(32, 32, 8, 2)),
-        },
-        "double": {
-            64: _DOUBLE_64,
-            128: BackwardTiles(_T(32, 32, 8, 2), _T(32, 32, 8, 2), _T(32, 32, 4, 2), _T(32, 32, 4, 2)),
-        },
+        "split": {64: _all(_SQUARE), 128: _all(_tile(32, 64)), 256: _all(_tile(32, 32))},
+        "double": {64: _all(_SMALL), 128: BackwardTiles(_tile(32, 32), _tile(32, 32), _SMALL, _SMALL)},
     },
     0: {
         "half": {
-            64: BackwardTiles(_T(64, 128, 8, 2), _T(64, 128, 8, 2), _SMALL_ROWS, _SMALL_BIAS),
-            128: _all(_T(64, 64, 8, 4)),
-            256: _all(_T(32, 32, 4, 2)),
+            64: BackwardTiles(_tile(64, 128), _tile(64, 128)),
+            128: _all(_SQUARE),
+            256: _all(_SMALL),
         },
-        "split": {
-            64: BackwardTiles(_T(32, 64, 8, 2), _T(32, 64, 8, 2), _SMALL_BIAS, _SMALL_BIAS),
-            128: _all(_T(32, 32, 4, 2)),
-        },
-        "double": {64: _DOUBLE_64},
+        "split": {64: BackwardTiles(_tile(32, 64), _tile(32, 64), _SQUARE), 128: _all(_SMALL)},
+        "double": {64: _all(_SMALL)},
     },
 }
 
 # The tile of all backward kernels where rows are too wide for those above; it fits every GPU.
-WIDE = {"half": _T(64, 64, 8, 4, 2), "split": _T(64, 64, 8, 4, 2), "double": _T(32, 32, 4, 2, 2)}
+WIDE = {"half": _SQUARE_2, "split": _SQUARE_2, "double": _tile(32, 32, 2, warps=4)}
 
 _Found = TypeVar("_Found", Tile, BackwardTiles)
 

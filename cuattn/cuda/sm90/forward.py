@@ -1,47 +1,192 @@
-"""The forward for compute capability 9.0: tensor maps, a ticket, one launch."""
+"""The forward for compute capability 9.0: when and with which tiles, tensor maps, a ticket, one launch."""
 
-import math
+from typing import NamedTuple
 
+from cuattn.cuda.arguments import pad
 from cuattn.cuda.call import statistics
-from cuattn.cuda.sm90 import forward_plan as planner
-from cuattn.cuda.sm90.tensor_map import MappedCall, View
+from cuattn.cuda.constants import Constants, forward_constants
+from cuattn.cuda.device import Device
+from cuattn.cuda.sm80 import forward as portable
+from cuattn.cuda.sm90.tensor_map import ARCH, WARPGROUP_ROWS, MappedCall
+from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
+from cuattn.problem import DTYPES, Problem
 
-__all__ = ["Forward"]
+REASON = f"bulk tensor copies and warpgroup products, {ARCH}"
+SLAB_COLUMNS, ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
+
+# Widths that accumulating products come in (kernels/ptx/wgmma.cuh).
+_WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
+_MAX_HEAD_DIM = 256
+_LEAST_SCALE = 1e-30  # and its inverse the largest
+_LIST_BYTES = 4 * (32 + 4)  # a list of key tiles
+# Keys from which on it pays to begin the softmax under the warpgroup's own product, by rows of a tile.
+_LONG = {128: 1024, 192: 2048}
+L2_SHARE = 32 << 20  # bytes of k and v that neighbours in time share
+# Rows, with those of a tile that are not there, that a key must meet before its products take longer than reading it:
+# measured at d 128.
+_RIDGE, _PORTABLE_RIDGE = 222, 77
+_GAIN = 1.3  # what the portable kernel must promise before it is taken, unless its tiles are this much smaller:
+_SMALLER = 8
+
+
+class Tile(NamedTuple):
+    """Query rows and keys of a tile, and buffers for keys (and values) and for queries."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    q_stages: int
+
+
+# head_dim at most, head_dim_v at most -> the tile, and a smaller one for softcap and dropout (registers); first match
+# wins.  A column mask does not change it, so that the sums of one that says causal come in causal's order.
+_TILES: tuple[tuple[int, int, Tile, Tile], ...] = (
+    (64, 64, Tile(192, 128, 3, 3), Tile(192, 128, 3, 3)),
+    (128, 128, Tile(128, 128, 2, 3), Tile(128, 128, 2, 3)),
+    (192, 128, Tile(128, 128, 2, 1), Tile(128, 128, 2, 1)),
+    (192, 192, Tile(128, 112, 2, 1), Tile(128, 96, 2, 1)),
+    (256, 256, Tile(128, 80, 2, 1), Tile(128, 64, 2, 1)),
+)
+
+
+def width_of(columns: int) -> int:
+    """Return the narrowest product that makes so many columns."""
+    return next(width for width in _WIDTHS if columns <= width)
+
+
+def unsupported_reason(problem: Problem, device: Device) -> str | None:
+    """Say why these kernels do not take a problem, or return None; strides and addresses are another matter."""
+    if device.arch != "sm_90":
+        return f"it needs compute capability 9.0, this GPU is {device.arch}"
+    if problem.row.tensor_map is None:
+        known = " and ".join(row.name for row in DTYPES.values() if row.tensor_map is not None)
+        return f"it takes {known}, not {problem.dtype}"
+    if problem.bias is not None:
+        return "it takes no bias"
+    if "boolean" in problem.masks:
+        return "it takes no boolean mask"
+    if problem.masks not in ((), ("column",), ("block",)):
+        return f"it takes one mask, not {len(problem.masks)}"
+    if max(problem.head_dim, problem.head_dim_v) > _MAX_HEAD_DIM:
+        return f"it takes head dimensions up to {_MAX_HEAD_DIM}, not {problem.head_dim} and {problem.head_dim_v}"
+    if problem.head_dim_v % 8:
+        return f"it writes rows in units of 8 elements, and v has {problem.head_dim_v}"
+    if not problem.n_queries * problem.n_keys * problem.head_dim_v * problem.instances:
+        return "there is nothing to compute"
+    return portable.length_reason(problem)
+
+
+def scaling(problem: Problem) -> Constants:
+    """Return the constants that say how scores are scaled: before their maximum where the scale would spoil it."""
+    prescaled = problem.softcap is not None or not _LEAST_SCALE <= abs(problem.scale) <= 1 / _LEAST_SCALE
+    return {"prescaled": prescaled, "negate": problem.scale < 0 and not prescaled}
+
+
+class Cut:
+    """How a forward is cut.
+
+    Attributes
+    ----------
+    head_dim, head_dim_v : int
+        Padded head dimensions.
+    tile : Tile
+    counts : dict of str to int
+        Fields of ``Params``: row_tiles, key_tiles, section.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.head_dim, self.head_dim_v = pad(problem.head_dim, 16), width_of(problem.head_dim_v)
+        self.tile = tile = self._tile()
+        section = problem.group
+        if problem.masks or (problem.band is not None and problem.band.right is not None):
+            bytes_per_head = problem.n_keys * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+            section *= 1 << (max(L2_SHARE // bytes_per_head, 1).bit_length() - 1)
+        self.counts = {
+            "row_tiles": cdiv(problem.n_queries, tile.block_m),
+            "key_tiles": cdiv(problem.n_keys, tile.block_n),
+            "section": max(min(section, problem.instances), 1),
+        }
+
+    def _tile(self) -> Tile:
+        problem = self.problem
+        row = next(row for row in _TILES if self.head_dim <= row[0] and self.head_dim_v <= row[1])
+        capped = problem.softcap is not None
+        tile = row[3] if capped or problem.dropout else row[2]
+        if tile.block_m == 192 and (capped or problem.masks == ("block",) or problem.out_dtype != problem.dtype):
+            tile = tile._replace(block_m=128)  # these need registers that three warpgroups do not have
+        if tile.block_m == 192 and problem.dropout and (problem.masks or problem.band is not None):
+            tile = tile._replace(block_n=112)
+        if row[0] == 128 and problem.masks == ("column",):
+            tile = tile._replace(q_stages=2)  # the intervals of partial tiles' keys take the third one's place
+        return tile
+
+    @property
+    def blocks(self) -> int:
+        """Row tiles of all heads."""
+        return self.counts["row_tiles"] * self.problem.instances
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory, as kernels/sm90/fwd_layout.cuh lays it out."""
+        problem, (block_m, block_n, stages, q_stages) = self.problem, self.tile
+        slabs, slabs_v = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
+        rounded = problem.out_dtype == problem.dtype
+        queries = (max(slabs, slabs_v) if rounded else slabs) * block_m * ROW_BYTES
+        intervals = 16 * block_n if problem.masks == ("column",) else 0
+        tiles = q_stages * queries + stages * ((slabs + slabs_v) * block_n * ROW_BYTES + intervals)
+        barriers = 8 * (2 * q_stages + 4 * stages + 4)
+        mail = 16 * q_stages + _LIST_BYTES + 4 * stages + 12
+        return pad(tiles + barriers, 16) + mail
+
+    def slow_reason(self, device: Device) -> str | None:
+        """Say why the portable kernel would sooner be done, or return None.
+
+        It splits the keys where most of a GPU would have no query rows.  Else both read a key once from device memory,
+        for all heads that share it, but this kernel mostly multiplies rows that are not there if they are few: its
+        tiles have 128 rows or more of one head, the portable kernel's 16 or more, of the whole group where it can pack
+        them.
+        """
+        problem = self.problem
+        if 2 * self.blocks < device.multiprocessors:
+            return "too few query rows fill the GPU, and the portable kernel splits the keys"
+        other = portable.Cut(problem, device)
+        own = problem.group * pad(problem.n_queries, self.tile.block_m)
+        theirs = problem.group // other.pack * pad(problem.n_queries * other.pack, other.tile.block_m)
+        if own >= _SMALLER * theirs or own / _RIDGE > _GAIN * max(theirs / _PORTABLE_RIDGE, 1):
+            return "too few query rows fill its tiles, and the portable kernel has smaller ones"
+        return None
+
+    @property
+    def constants(self) -> Constants:
+        """The prologue of kernels/sm90/fwd.cu."""
+        problem, tile = self.problem, self.tile
+        return {
+            **forward_constants(problem),
+            **tile._asdict(),
+            **scaling(problem),
+            "head_dim": self.head_dim,
+            "head_dim_v": self.head_dim_v,
+            "overlap": problem.n_keys >= _LONG[tile.block_m] and not problem.dropout,
+        }
 
 
 class Forward(MappedCall):
     """One launch of persistent blocks."""
 
     def unsupported_reason(self) -> str | None:
-        problem, device = self.problem, self.device
-        against = planner.unsupported_reason(problem, device)
+        problem = self.problem
+        against = unsupported_reason(problem, self.device)
         if against is None and problem.kernel is None:
-            if planner.leaves_idle(problem, device):
-                against = "too few query rows fill the GPU, and the portable kernel splits the keys"
-            elif planner.few_rows(problem, device):
-                against = "too few query rows fill its tiles, and the portable kernel has smaller ones"
+            against = Cut(problem).slow_reason(self.device)
         return against or self.layout_reason("qkv")
 
     def prepare(self) -> Plan:
-        made = planner.forward_plan(self.problem)
-        self.begin(statistics(self.problem), {}, [(made.block_m, made.block_n, planner.WARPGROUP_ROWS)], counters=1)
-        return made
-
-    def launch(self, made: Plan) -> None:
-        problem, counts = self.problem, planner.counts(self.problem)
-        boxes = {"q": made.block_m, "k": made.block_n, "v": made.block_n}
-        views = {name: self.view(name, rows) for name, rows in boxes.items()}
-        # o leaves in boxes of one warpgroup's rows; an unrounded o leaves without a map, and any will do.
-        views["o"] = views["q"] if problem.out_dtype != problem.dtype else self._o_view()
-        self.add_mapped(
-            "sm90/fwd.cu", "attention_forward", dict(made.constants), made, (made.block_m, made.block_n),
-            made.smem_bytes, counts["row_tiles"] * problem.instances, views, **counts,
-        )  # fmt: skip
-
-    def _o_view(self) -> View:
-        problem = self.problem
-        row = problem.head_dim_v * problem.dtype.itemsize
-        shape = (math.prod(problem.batch), problem.heads, problem.n_queries, problem.head_dim_v)
-        strides = (problem.heads * problem.n_queries * row, problem.n_queries * row, row)
-        return View(shape, strides, planner.WARPGROUP_ROWS)
+        cut = Cut(self.problem)
+        tile, constants, size = cut.tile[:2], cut.constants, cut.shared_bytes
+        self.begin(statistics(self.problem), {}, counters=1)
+        warps = 4 * (cut.tile.block_m // WARPGROUP_ROWS + 1)
+        launched = "sm90/fwd.cu", "attention_forward", constants, cut.blocks, warps, cut.counts
+        self.add_mapped(*launched, (*tile, WARPGROUP_ROWS), size, "qkv", {"o": "q"})
+        return self.planned(*tile, warps, size, REASON, (), constants)

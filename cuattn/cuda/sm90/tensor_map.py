@@ -6,23 +6,21 @@ The driver encodes a map into 128 opaque bytes, which a kernel takes by value.
 """
 
 import ctypes
-import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.cuda.arguments import Axes
+from cuattn.cuda.arguments import steps_of
 from cuattn.cuda.call import Call
 from cuattn.cuda.constants import Constants
-from cuattn.cuda.sm90.forward_plan import ARCH
 from cuattn.errors import CuattnError, UnsupportedError
-from cuattn.plans import Plan
 from cuattn.problem import Dtype
 
-__all__ = ["BOX_COLUMNS", "MappedCall", "TensorMap", "View", "describe", "unsupported_reason"]
-
+ARCH = "sm_90a"
+WARPGROUP_ROWS = 64  # query rows of a warpgroup, which the bounds of column masks count in
 BOX_COLUMNS = 64
 """Columns of a box: 128 bytes, the widest that the 128-byte swizzle takes."""
 
@@ -40,7 +38,7 @@ class TensorMap(NamedTuple):
     storage: Any
 
 
-@functools.lru_cache(maxsize=1)
+@lru_cache(maxsize=1)
 def _encoder():
     try:
         function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
@@ -52,14 +50,14 @@ def _encoder():
     return function
 
 
-def unsupported_reason(address: int, strides: tuple[int, ...]) -> str | None:
+def unsupported_reason(address: int, strides: Iterable[int]) -> str | None:
     """Say why an array cannot be described, or return None.
 
     Parameters
     ----------
     address : int
         Of the first element.
-    strides : tuple of int
+    strides : iterable of int
         In bytes, of the batch, head and row axes; 0 on a broadcast axis.
 
     Returns
@@ -79,28 +77,16 @@ def unsupported_reason(address: int, strides: tuple[int, ...]) -> str | None:
     return None
 
 
-@functools.lru_cache(maxsize=1024)
-def describe(
-    address: int, dtype: Dtype, shape: tuple[int, int, int, int], strides: tuple[int, int, int], box_rows: int
-) -> TensorMap:
-    """Encode the map of one array.
+class View(NamedTuple):
+    """How one operand looks to the copy engine."""
 
-    Parameters
-    ----------
-    address : int
-        Of the first element, on the current device.
-    dtype : Dtype
-        One that has a code for tensor maps.
-    shape : tuple of int
-        (batch, head, row, column); none 0.
-    strides : tuple of int
-        In bytes, of the first three axes; the last is contiguous.  A broadcast axis has size 1 here.
-    box_rows : int
-        Rows per copy, at most 256.
+    shape: tuple[int, int, int, int]  # batch, head, row, column; none 0
+    strides: tuple[int, int, int]  # bytes; the columns are contiguous, and a broadcast axis has size 1
+    box_rows: int  # rows per copy, at most 256
 
-    Returns
-    -------
-    TensorMap
+
+def describe(address: int, dtype: Dtype, view: View) -> TensorMap:
+    """Encode the map of an array on the current device, of a dtype that has a code for tensor maps.
 
     Raises
     ------
@@ -109,17 +95,18 @@ def describe(
     CuattnError
         The driver refuses the description (see :func:`unsupported_reason`).
     """
+    shape, strides, box_rows = view
     extent = (ctypes.c_uint64 * _RANK)(*reversed(shape))
-    steps = map(_stride, shape[2::-1], strides[::-1])
-    step = (ctypes.c_uint64 * (_RANK - 1))(*steps)
+    # The driver wants a plausible stride on axes that are never stepped along.
+    plausible = [stride if size > 1 else max(stride, 16) for size, stride in zip(shape, strides, strict=False)]
+    step = (ctypes.c_uint64 * (_RANK - 1))(*reversed(plausible))
     box = (ctypes.c_uint32 * _RANK)(BOX_COLUMNS, box_rows, 1, 1)
     ones = (ctypes.c_uint32 * _RANK)(1, 1, 1, 1)
     storage = np.zeros(192, np.uint8)
-    aligned = -storage.ctypes.data % 64
-    encoded = storage[aligned : aligned + 128]
-    view = encoded.ctypes.data, dtype.tensor_map, _RANK, address, extent, step, box, ones
+    encoded = storage[-storage.ctypes.data % 64 :]
+    described = encoded.ctypes.data, dtype.tensor_map, _RANK, address, extent, step, box, ones
     interleave = fill = 0
-    status = _encoder()(*view, interleave, _SWIZZLE_128B, _PROMOTE_256B, fill)
+    status = _encoder()(*described, interleave, _SWIZZLE_128B, _PROMOTE_256B, fill)
     if status:
         raise CuattnError(
             f"the driver refused a tensor map (CUresult {status}) of {dtype.name} {shape} at {address:#x}, "
@@ -128,25 +115,10 @@ def describe(
     return TensorMap(encoded.ctypes.data, storage)
 
 
-def _stride(size: int, stride: int) -> int:
-    # The driver wants a plausible stride on axes that are never stepped along.
-    return stride if size > 1 else max(stride, 16)
-
-
-class View(NamedTuple):
-    """How one operand looks to the copy engine."""
-
-    shape: tuple[int, int, int, int]  # batch, head, row, column
-    strides: tuple[int, int, int]  # bytes
-    box_rows: int
-
-    def mapper(self, dtype: Dtype) -> Callable[[int], TensorMap]:
-        """Return the function that describes an array of this look at an address."""
-        return functools.lru_cache(_MAPS_KEPT)(lambda address: describe(address, dtype, *self))
-
-
 class MappedCall(Call):
     """A call of kernels that read and write by tensor maps."""
+
+    family = "sm90"
 
     def layout_reason(self, read: Iterable[str]) -> str | None:
         """Say why the arrays cannot be described; `read` names those that the copy engine reads."""
@@ -165,42 +137,43 @@ class MappedCall(Call):
         return None
 
     def view(self, name: str, box_rows: int) -> View:
-        """Return the look of an operand or result, in boxes of so many rows."""
-        return view_of(self.arrays[name], self.axes, len(self.problem.batch), box_rows)
+        """Return the look of an operand or result, in boxes of so many rows; its batch axes are merged into one."""
+        array, rank = self.arrays[name], len(self.problem.batch)
+        batch = array.dtype.itemsize * self.axes.pick(steps_of(array))[-1]
+        heads, rows, columns = array.shape[rank:]
+        head, row = array.strides[rank:-1]
+        shape = (self.axes.size[-1] if batch else 1, heads if head else 1, rows, columns)
+        return View(shape, (batch, head, row), box_rows)
 
     def add_mapped(
         self,
         path: str,
         kernel: str,
         constants: Constants,
-        made: Plan,
-        tile: tuple[int, int],
-        shared_bytes: int,
         blocks: int,
-        views: dict[str, View],
-        **counts: int,
+        warps: int,
+        values: Mapping[str, int],
+        tile: tuple[int, ...],
+        shared_bytes: int,
+        read: Iterable[str],
+        written: Mapping[str, str],
     ) -> None:
-        """Append a persistent kernel, which takes up to `blocks` pieces of work and a map of each view."""
-        maps = [(name, view.mapper(self.problem.row)) for name, view in views.items()]
-        grid = (min(blocks, self.device.multiprocessors),)
-        self.add(
-            path, kernel, constants, grid, made.workers,
-            shared_bytes=shared_bytes, tile=tile, maps=maps, arch=ARCH, **counts,
-        )  # fmt: skip
+        """Append a persistent kernel that takes maps of arrays: those that it reads, then those that it writes.
 
-
-def view_of(array: Any, axes: Axes, rank: int, box_rows: int) -> View:
-    """Return the look of an array (*batch, heads, rows, columns) with `rank` batch axes, merged into one (``Axes``)."""
-    size = array.dtype.itemsize
-    batch = size * axes.strides(array.shape[:rank], array.strides[:rank], size)[-1]
-    head, row = array.strides[rank:-1]
-    heads, rows, columns = array.shape[rank:]
-    shape = (axes.size[-1] if batch else 1, heads if head else 1, rows, columns)
-    return View(shape, (batch, head, row), box_rows)
+        Results leave in boxes of one warpgroup's rows.  Unrounded ones leave without a map; `written` names for each a
+        rounded array whose map stands in then.  The other arguments are those of :meth:`Call.add`.
+        """
+        dtype, views = self.problem.row, {name: self.view(name, tile[name in ("k", "v")]) for name in read}
+        for name, instead in written.items():
+            rounded = self.arrays[name].dtype == dtype.dtype
+            views[name] = self.view(name if rounded else instead, WARPGROUP_ROWS)
+        maps = {name: lru_cache(_MAPS_KEPT)(partial(describe, dtype=dtype, view=view)) for name, view in views.items()}
+        launched = path, kernel, constants, min(blocks, self.device.multiprocessors), warps, values, tile
+        self.add(*launched, maps=maps, shared_bytes=shared_bytes, arch=ARCH)
 
 
 def _array_reason(array: Any) -> str | None:
-    strides = tuple(stride for size, stride in zip(array.shape[:-1], array.strides[:-1], strict=True) if size > 1)
+    strides = [stride for size, stride in zip(array.shape[:-1], array.strides[:-1], strict=True) if size > 1]
     unfit = unsupported_reason(array.data.ptr, strides)
     if unfit is None and array.shape[-2] > 1 and array.strides[-2] == 0:
         return "its rows are one row, repeated"

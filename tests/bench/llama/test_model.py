@@ -10,9 +10,9 @@ from cuattn import masks
 
 torch = pytest.importorskip("torch")
 
+
 from bench import training  # noqa: E402
-from bench.llama.attention import WAYS, Attention  # noqa: E402
-from bench.llama.model import Config, Decoder  # noqa: E402
+from bench.llama.model import WAYS, Attention, Config, Decoder  # noqa: E402
 
 CONFIG = Config(n=192, layers=2, heads=2, head_dim=16, inner=48, longest=80)
 

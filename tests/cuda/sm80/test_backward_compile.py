@@ -5,7 +5,7 @@ import pytest
 
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
-from cuattn.cuda.sm80.backward_plan import STAT_ROWS, backward_plan, cut, shared_bytes
+from cuattn.cuda.sm80.backward import STAT_ROWS, Cut
 from tests.cuda.cases import CASES, F16, WIDE_HEADS, Case
 from tests.cuda.sm80.test_forward_compile import COMPILED, failures
 from tests.cuda.sm80.test_forward_plan import DEVICES, STATIC_BYTES, problem_of
@@ -34,8 +34,8 @@ def backward_jobs(arch):
         plain = not (case.options or case.mask or case.bias)
         if arch != "sm_90" and not plain and case.name not in FEATURES:
             continue
-        made = cut(problem, device)
-        constants = dict(backward_plan(problem, device, 16 if case.head_dim % 8 == 0 else 2).constants)
+        made = Cut(problem, device)
+        constants = made.constants(16 if case.head_dim % 8 == 0 else 2)
         if made.chunk:
             if case.name in WIDE[arch == "sm_90"]:
                 yield from _wide_jobs(case, constants, arch)
@@ -80,15 +80,12 @@ def test_backward_spills(arch):
 def test_fits_the_card(device):
     for case in CASES + WIDE_HEADS:
         problem = problem_of(case, "backward")
-        made = cut(problem, device)
-        plan = backward_plan(problem, device)
+        made = Cut(problem, device)
         for kernel in ("keys", "rows", "bias") + (("convert",) if made.atomic else ()):
-            assert shared_bytes(problem, made, kernel) + STATIC_BYTES <= device.shared_bytes, (case.name, kernel)
+            assert made.shared_bytes(kernel) + STATIC_BYTES <= device.shared_bytes, (case.name, kernel)
             tile = getattr(made, "keys" if kernel == "convert" else kernel)
             assert STAT_ROWS % tile.block_m == 0
-        assert plan.smem_bytes == shared_bytes(problem, made, "keys")
-        assert plan.direction == "backward" and device.arch in str(plan)
-        assert dict(plan.constants)["atomic_dq"] == made.atomic
+        assert made.constants()["atomic_dq"] == made.atomic
 
 
 @pytest.mark.parametrize(
@@ -98,10 +95,10 @@ def test_fits_the_card(device):
 def test_shared_memory_is_what_the_key_kernel_lays_out(name, softcap):
     case = next(case for case in CASES if case.name == name)
     problem = problem_of(case._replace(options={**(case.options or {}), "softcap": softcap}), "backward")
-    wanted = shared_bytes(problem, cut(problem, DEVICES["H200"]), "keys")
-    check = f'#include "sm80/bwd_layout.cuh"\nstatic_assert(sm80::shared_bytes == {wanted});\n'
-    constants = backward_plan(problem, DEVICES["H200"]).constants
-    compiler.compile_log(source.prologue(dict(constants)) + source.flatten_text(check, "check.cu"), "sm_90")
+    made = Cut(problem, DEVICES["H200"])
+    wanted = made.shared_bytes("keys")
+    check = f'#include "sm80/bwd_layout.cuh"\nstatic_assert(shared_bytes == {wanted});\n'
+    compiler.compile_log(source.prologue(made.constants()) + source.flatten_text(check, "check.cu"), "sm_90")
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
@@ -110,11 +107,11 @@ def test_wide_heads_come_in_chunks(dtype, device):
     for head_dim, head_dim_v in ((512, 512), (320, 64), (64, 1000)):
         case = Case("wide", dtype, n_queries=9, n_keys=9, head_dim=head_dim, head_dim_v=head_dim_v)
         problem = problem_of(case, "backward")
-        made = cut(problem, device)
+        made = Cut(problem, device)
         assert made.head_dim >= head_dim and made.head_dim_v >= head_dim_v
         if made.chunk:
             assert not made.atomic
             assert made.head_dim % made.chunk == made.head_dim_v % made.chunk == made.part % made.chunk == 0
-            assert "64 columns at a time" in str(backward_plan(problem, device))
+            assert "64 columns at a time" in str(made.notes())
         for kernel in ("keys", "rows", "bias"):
-            assert shared_bytes(problem, made, kernel) + STATIC_BYTES <= device.shared_bytes
+            assert made.shared_bytes(kernel) + STATIC_BYTES <= device.shared_bytes

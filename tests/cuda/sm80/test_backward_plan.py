@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cuattn.cuda.sm80.backward_plan import backward_plan, cut, shared_keys
+from cuattn.cuda.sm80.backward import Cut
 from tests.cuda.sm80.test_forward_plan import DEVICES, shaped
 
 DEVICE = DEVICES["H200"]
 
 
 def shared(problem, sums=()):
-    return shared_keys(problem, cut(problem, DEVICE), DEVICE.multiprocessors, sums)
+    return Cut(problem, DEVICE).shared_keys(sums)
 
 
 def float64(heads, n_queries, n_keys, group=1, **options):
@@ -53,4 +53,4 @@ def test_sums_over_broadcast_axes_are_not_shared():
     problem = float64(133, 4096, 64)
     assert shared(problem).parts > 1
     assert shared(problem, ["dk"]).parts == shared(problem, {"dv": 1}).parts == 1
-    assert "dk and dv" in str(backward_plan(problem, DEVICE))
+    assert "dk and dv" in str(Cut(problem, DEVICE).notes())

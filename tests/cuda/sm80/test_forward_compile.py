@@ -5,7 +5,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from cuattn.cuda.sm80.forward_plan import forward_plan
+from cuattn.cuda.sm80.forward import Cut
 from tests.cuda.cases import CASES
 from tests.cuda.nvrtc import kernel_resources
 from tests.cuda.sm80.test_forward_plan import DEVICES, problem_of
@@ -34,8 +34,8 @@ UTILITIES = [
     ("util/mask_bounds.cu", {"block_m": 64, "block_n": 32, "rows_per_item": 1, **_COLUMNS, "mask": 3 + 8 + 16}),
     ("util/mask_alive.cu", {**_COLUMNS, "mask": 16, "block_m": 1, "block_n": 1, "rows_per_item": 1}),
     ("util/mask_alive.cu", {**_COLUMNS, "mask": 4 + 8 + 16, "block_m": 1, "block_n": 1, "rows_per_item": 1}),
-    ("util/merge.cu", {"acc": "float", "part": "float", "out": "__nv_bfloat16", "row_warps": 4}),
-    ("util/merge.cu", {"acc": "float", "part": "__half", "out": "__half", "row_warps": 1}),
+    ("util/merge.cu", {"acc": "float", "part": "float", "out": "__nv_bfloat16", "row_warps": 4, "stacked": True}),
+    ("util/merge.cu", {"acc": "float", "part": "__half", "out": "__half", "row_warps": 1, "stacked": False}),
 ]
 
 
@@ -56,10 +56,10 @@ def forward_jobs(arch):
     """Return the forward's variants on one architecture."""
     for case in CASES:
         load_bytes = 16 if case.head_dim % 8 == 0 else 2
-        plan = forward_plan(problem_of(case), COMPILED[arch], load_bytes)
-        yield case.name, "sm80/fwd.cu", plan.constants, arch
+        constants = Cut(problem_of(case), COMPILED[arch]).constants(load_bytes)
+        yield case.name, "sm80/fwd.cu", tuple(constants.items()), arch
         if case.name in ("float32 d64", "float32 d128", "float64 d64", "float64 d128"):
-            deposits = {**dict(plan.constants), "flush_every": 64}
+            deposits = {**constants, "flush_every": 64}
             yield f"{case.name} with flushes", "sm80/fwd.cu", tuple(deposits.items()), arch
 
 

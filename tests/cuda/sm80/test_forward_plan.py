@@ -5,9 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
+from cuattn.cuda import call as base
 from cuattn.cuda.device import Device
-from cuattn.cuda.families import launch_sequence
-from cuattn.cuda.sm80.forward_plan import cut, forward_plan, grid_of, tile_reason, unsupported_reason
+from cuattn.cuda.families import launch_sequence, plan
+from cuattn.cuda.sm80.forward import Cut, unsupported_reason
+from cuattn.errors import UnsupportedError
 from cuattn.problem import OPERATIONS, Options, check
 from tests.cuda.cases import BF16, CASES, Case
 from tests.cuda.recording import driver as driver
@@ -34,21 +36,17 @@ def shaped(dtype=BF16, heads=1, kv_heads=None, n_queries=1, n_keys=1, head_dim=6
     q = np.broadcast_to(row, (batch, heads, n_queries, head_dim))
     k = np.broadcast_to(row, (batch, kv_heads, n_keys, head_dim))
     options = Options(enable_gqa=kv_heads != heads, **options)
-    return check(OPERATIONS["forward"], {"q": q, "k": k, "v": k}, masks, options).problem
+    return check(OPERATIONS["forward"], {"q": q, "k": k, "v": k}, masks, options)
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_fits_the_card(case, device):
-    problem = problem_of(case)
-    plan = forward_plan(problem, device)
-    assert plan.smem_bytes + STATIC_BYTES <= device.shared_bytes
-    teams = dict(plan.constants)["teams"]
-    assert plan.block_m * teams % (16 * plan.workers) == 0 and plan.block_n % 16 == 0
-    grid = grid_of(problem, cut(problem, device), device)
-    assert grid.splits * teams * grid.split_tiles >= grid.key_tiles
-    assert (grid.splits - 1) * teams * grid.split_tiles < max(grid.key_tiles, 1)
-    assert str(plan.block_m) in str(plan) and device.arch in str(plan)
+    cut = Cut(problem_of(case), device)
+    assert cut.shared_bytes + STATIC_BYTES <= device.shared_bytes
+    assert cut.tile.block_m % (16 * cut.tile.warps) == 0 and cut.tile.block_n % 16 == 0
+    assert cut.splits * cut.teams * cut.split_tiles >= cut.key_tiles
+    assert (cut.splits - 1) * cut.teams * cut.split_tiles < max(cut.key_tiles, 1)
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
@@ -56,15 +54,14 @@ def test_mask_kind_does_not_change_key_tiles(device):
     column = next(case for case in CASES if case.name == "column")
     problem = problem_of(column)
     dense = dataclasses.replace(problem, masks=("boolean",))
-    assert forward_plan(problem, device).block_n == forward_plan(dense, device).block_n
+    assert Cut(problem, device).tile.block_n == Cut(dense, device).tile.block_n
 
 
 def test_decode_fills_the_device():
     problem = shaped(heads=32, kv_heads=8, n_keys=65536, head_dim=128)
-    plan = forward_plan(problem, DEVICES["H200"])
-    grid = grid_of(problem, cut(problem, DEVICES["H200"]), DEVICES["H200"])
-    assert dict(plan.constants)["pack"] == 4
-    assert 8 * grid.row_tiles * grid.splits * plan.workers >= 3 * 132  # warps
+    cut = Cut(problem, DEVICES["H200"])
+    assert cut.pack == 4
+    assert 8 * cut.row_tiles * cut.splits * cut.tile.warps * cut.teams >= 3 * 132  # warps
 
 
 @pytest.mark.parametrize(
@@ -77,9 +74,9 @@ def test_decode_fills_the_device():
 )
 def test_parts_of_few_rows_are_merged_without_a_second_kernel(sizes, words):
     problem = shaped(head_dim=128, **sizes)
-    plan = forward_plan(problem, DEVICES["H200"])
-    constants = dict(plan.constants)
-    assert words in str(plan) and constants["split"]
+    cut = Cut(problem, DEVICES["H200"])
+    constants = cut.constants(16)
+    assert words in cut.notes(16)[0] and constants["split"]
     assert constants["merges"] == (words != "afterwards")
     assert constants["out"] == ("__nv_bfloat16" if constants["merges"] else "float")
 
@@ -89,14 +86,14 @@ def test_parts_of_few_rows_are_merged_without_a_second_kernel(sizes, words):
 def test_long_sums_move_to_memory(dtype, keys, device):
     for head_dim in (33, 64, 128, 200, 256):
         problem = shaped(np.dtype(dtype), heads=999, n_queries=300, n_keys=keys, head_dim=head_dim)
-        plan = forward_plan(problem, device)
-        assert 0 < dict(plan.constants)["flush_every"] * plan.block_n <= 2048
-        assert plan.smem_bytes + STATIC_BYTES <= device.shared_bytes
+        cut = Cut(problem, device)
+        assert 0 < cut.constants(16)["flush_every"] * cut.tile.block_n <= 2048
+        assert cut.shared_bytes + STATIC_BYTES <= device.shared_bytes
 
 
 def test_long_queries_are_not_split():
     problem = shaped(heads=16, n_queries=4096, n_keys=4096, batch=4)
-    assert grid_of(problem, cut(problem, DEVICES["H200"]), DEVICES["H200"]).splits == 1
+    assert Cut(problem, DEVICES["H200"]).splits == 1
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
@@ -108,20 +105,32 @@ def test_every_mask_fits_the_device(head_dim, dtype, device):
         for n_queries in (1, 40, 4096):
             problem = shaped(dtype, n_queries=n_queries, n_keys=4096, head_dim=head_dim)
             problem = dataclasses.replace(problem, masks=masks)
-            if tile_reason(problem, device) is None:
-                assert forward_plan(problem, device).smem_bytes + STATIC_BYTES <= device.shared_bytes
+            cut = Cut(problem, device)
+            if cut.tile is not None:
+                assert cut.shared_bytes + STATIC_BYTES <= device.shared_bytes
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"), [({"head_dim": 513}, "head dimension 513"), ({"n_keys": 2**30}, "k has 1073741824 rows")]
 )
 def test_reasons_name_the_argument(arguments, words):
-    assert words in unsupported_reason(shaped(**arguments), DEVICES["RTX 4090"])
+    assert words in unsupported_reason(shaped(**arguments))
 
 
-def test_heads_too_wide_for_the_device():
-    assert "no kernel does that" in tile_reason(shaped(np.float64, head_dim=512), DEVICES["RTX 4090"])
-    assert tile_reason(shaped(np.float64, head_dim=512), DEVICES["H200"]) is None
+def test_heads_too_wide_for_the_device(driver, monkeypatch):
+    call = prepared(Case("wide", np.dtype(np.float64), head_dim=512), kernel="sm80")
+    launch_sequence(*call[:3])
+    monkeypatch.setattr(base, "device_of", lambda number: DEVICES["RTX 4090"])
+    with pytest.raises(UnsupportedError, match="no kernel does that on this GPU"):
+        launch_sequence(*call[:3])
+
+
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["d64", "one query", "dropout", "bias", "d 512"])
+def test_plans_print(operation, name, driver):
+    call = prepared(next(case for case in CASES if case.name == name), operation, kernel="sm80")
+    made = plan(*call[:3])
+    assert made.direction == operation and f"{made.block_m} query rows" in str(made) and "sm_90" in str(made)
 
 
 @pytest.mark.parametrize("operation", ["forward", "backward"])

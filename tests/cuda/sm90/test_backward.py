@@ -8,7 +8,7 @@ from cuattn.cuda import families
 from cuattn.cuda.sm80.backward import Backward as PortableBackward
 from cuattn.cuda.sm90.backward import Backward
 from cuattn.errors import UnsupportedError
-from tests.cuda.recording import array
+from tests.cuda.recording import array, sequence_of
 from tests.cuda.recording import driver as driver
 from tests.cuda.sm90.test_backward_plan import problem
 from tests.cuda.sm90.test_forward_plan import CAUSAL
@@ -27,7 +27,7 @@ def operands(p, **options):
 
 def launched(driver, p, taken, masks=(), **more):
     assert Backward(p, taken, masks).unsupported_reason() is None
-    return driver.run(Backward(p, taken, masks).launch_sequence(), {"q": 1, "k": 2, "v": 3}, masks, **more)[0]
+    return driver.run(sequence_of(Backward(p, taken, masks)), {"q": 1, "k": 2, "v": 3}, masks, **more)[0]
 
 
 def test_one_kernel_and_its_neighbours(driver):
@@ -37,7 +37,7 @@ def test_one_kernel_and_its_neighbours(driver):
     assert preprocess.grid == (8 * 16 * 2,) and convert.grid == (16 * 16 * 2,)
     made = keys.argument
     assert (made["row_tiles"], made["key_tiles"], made["section"]) == (16, 32, 8)
-    assert list(made["dk"]["batch"]) == [0, 0, 0, 4 * 4096 * 128] and made["dq"]["head"] == 1000 * 128
+    assert list(made["dk.batch"]) == [0, 0, 0, 4 * 4096 * 128] and made["dq.head"] == 1000 * 128
     assert made["dq_acc"] == preprocess.argument["dq_acc"] == convert.argument["dq_acc"] != 0
     assert made["ticket"] and not made["turns"]
 
@@ -45,7 +45,7 @@ def test_one_kernel_and_its_neighbours(driver):
 def test_views(driver):
     p = problem(kv_heads=4, n_queries=1000)
     _, keys, _ = launched(driver, p, operands(p, swap=True))
-    q, k, _, do, dk, _ = (described[2:] for described in keys.maps)
+    q, k, _, do, dk, _ = (tuple(described) for described in keys.maps)
     assert q == do == ((2, 16, 1000, 128), (1000 * 16 * 256, 256, 16 * 256), 64)
     assert k == ((2, 4, 4096, 128), (4096 * 4 * 256, 256, 4 * 256), 128)
     assert dk == ((2, 4, 4096, 128), (4 * 4096 * 256, 4096 * 256, 256), 64)
@@ -57,7 +57,7 @@ def test_wide_heads_take_two_kernels_with_tables_of_their_own(driver):
     preprocess, keys, rows = [each for each in done if "mask" not in getattr(each, "path", "mask")]
     assert not preprocess.constants["atomic_dq"] and not keys.argument["dq_acc"]
     assert (rows.path, rows.constants["v_stages"]) == ("sm90/bwd_rows.cu", 2)
-    assert keys.argument["table"]["bounds"] != rows.argument["table"]["bounds"]
+    assert keys.argument["table.bounds"] != rows.argument["table.bounds"]
 
 
 def test_turns(driver):
@@ -70,7 +70,7 @@ def test_broadcast_queries_share_an_accumulator(driver):
     p = problem()
     taken = {**operands(p), "q": array((1, 16, 4096, 128))}
     _, keys, convert = launched(driver, p, taken)
-    assert convert.grid == (64 * 16,) and not keys.argument["dq"]["batch"].any()
+    assert convert.grid == (64 * 16,) and not keys.argument["dq.batch"].any()
     assert "q is a sum" in Backward(problem(256), taken, ()).unsupported_reason()
 
 

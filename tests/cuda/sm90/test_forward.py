@@ -7,7 +7,7 @@ from cuattn.cuda import families
 from cuattn.cuda.sm80.forward import Forward as PortableForward
 from cuattn.cuda.sm90.forward import Forward
 from cuattn.errors import UnsupportedError
-from tests.cuda.recording import TICKET, array
+from tests.cuda.recording import TICKET, array, sequence_of
 from tests.cuda.recording import driver as driver
 from tests.cuda.sm90.test_forward_plan import CAUSAL, problem
 
@@ -24,24 +24,24 @@ def operands(p, **options):
 def launched(driver, p, taken, masks=(), **more):
     """Return the one launch of a problem's sequence."""
     assert Forward(p, taken, masks).unsupported_reason() is None
-    *_, last = driver.run(Forward(p, taken, masks).launch_sequence(), {"q": 1, "k": 2, "v": 3}, masks, **more)[0]
+    *_, last = driver.run(sequence_of(Forward(p, taken, masks)), {"q": 1, "k": 2, "v": 3}, masks, **more)[0]
     return last
 
 
 def shapes(driver, p, taken):
     """Return shape, strides and rows of a box of the maps of q, k, v, o."""
-    return [described[2:] for described in launched(driver, p, taken).maps]
+    return [tuple(described) for described in launched(driver, p, taken).maps]
 
 
 def test_argument(driver):
     p = problem(kv_heads=4, n_queries=1000, band=CAUSAL)
     found = launched(driver, p, operands(p))
     made = found.argument
-    _, places = driver.run(Forward(p, operands(p), ()).launch_sequence(), {})
-    assert [made[name]["data"] for name in "qkvolm"] == [1, 2, 3, *places[:3]] and made["counters"] == TICKET
-    assert list(made["k"]["batch"]) == [0, 0, 0, 4 * 4096 * 128] and made["k"]["head"] == 4096 * 128
-    assert list(made["o"]["batch"]) == [0, 0, 0, 16 * 1000 * 128] and made["o"]["row"] == 128
-    assert (made["l"]["head"], made["m"]["row"]) == (1000, 1)
+    _, places = driver.run(sequence_of(Forward(p, operands(p), ())), {})
+    assert [made[f"{name}.data"] for name in "qkvolm"] == [1, 2, 3, *places[:3]] and made["counters"] == TICKET
+    assert list(made["k.batch"]) == [0, 0, 0, 4 * 4096 * 128] and made["k.head"] == 4096 * 128
+    assert list(made["o.batch"]) == [0, 0, 0, 16 * 1000 * 128] and made["o.row"] == 128
+    assert (made["l.head"], made["m.row"]) == (1000, 1)
     assert (made["batch"], made["heads"], made["group"], made["row_tiles"], made["key_tiles"]) == (2, 16, 4, 8, 32)
     assert (made["band_left"], made["band_right"]) == (2**30, 0)
     assert found.grid == (132,) and found.block == (384,)
@@ -59,8 +59,8 @@ def test_views(driver):
 def test_broadcast_axes_have_one_element(driver):
     p = problem()
     found = launched(driver, p, operands(p, broadcast=(0, 1)))
-    assert found.maps[0][2] == (1, 1, 4096, 128)
-    assert found.argument["q"]["head"] == 0 and not found.argument["q"]["batch"].any()
+    assert found.maps[0].shape == (1, 1, 4096, 128)
+    assert found.argument["q.head"] == 0 and not found.argument["q.batch"].any()
 
 
 def test_batch_axes_merge(driver):
@@ -92,8 +92,8 @@ def test_a_graph_counts_its_tiles_in_memory_of_its_results(driver):
 def test_column_mask_for_all_heads(driver):
     p = problem(masks=("column",))
     made = launched(driver, p, operands(p), (masks.causal(4096),), capturing=True).argument
-    assert made["table"]["keys_padded"] == 4096 and not made["table"]["batch"].any()
-    assert made["table"]["cols"] < made["table"]["bounds"] < made["table"]["order"] < driver.end
+    assert made["table.keys_padded"] == 4096 and not made["table.batch"].any()
+    assert made["table.cols"] < made["table.bounds"] < made["table.order"] < driver.end
 
 
 def test_a_mask_that_is_a_band_is_taken_as_one(driver):

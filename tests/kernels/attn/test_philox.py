@@ -5,7 +5,7 @@ import pytest
 
 from cuattn import rng as cuattn_rng
 from cuattn.rng import RNGState, round_keys
-from tests.kernels.probe import run
+from tests.kernels.probe import gather, run
 
 pytestmark = pytest.mark.gpu
 
@@ -51,16 +51,9 @@ def test_block_of_draws(threshold, runs):
         np.zeros(32, np.uint32), constants={"runs": runs},
     )[3:]  # fmt: skip
     draws = cuattn_rng.draws(cuattn_rng.RNGState(seed, 5), 3, (32, 48), (64, 80))
-    found = np.empty((16, 16), np.uint16)
-    keep = np.empty((16, 16), bool)
-    pairs = np.empty((16, 16), np.uint16)
-    for lane in range(32):
-        for w in range(4):
-            row, key = lane // 4 + 8 * (w % 2), 2 * (lane % 4) + 8 * (w // 2)
-            found[row, key : key + 2] = words[lane, w] & 0xFFFF, words[lane, w] >> 16
-            pairs[row, key : key + 2] = dropped[lane, w] & 0xFFFF, dropped[lane, w] >> 16
-            keep[row, key : key + 2] = kept[lane, w]
+    # Word w of a lane has two neighbours of tile w / 2, in its upper half or its lower one.
+    found, pairs, keep = (gather(x.reshape(32, 2, 4)) for x in (words.view(np.uint16), dropped.view(np.uint16), kept))
     np.testing.assert_array_equal(found, draws)
-    np.testing.assert_array_equal(keep, draws >= threshold)
+    np.testing.assert_array_equal(keep.astype(bool), draws >= threshold)
     assert not wrong.any()
     np.testing.assert_array_equal(pairs, np.where(keep, np.tile(np.uint16([0xCAFE, 0xBEEF]), 8), 0))

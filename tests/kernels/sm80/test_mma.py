@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.kernels.probe import lanes, run
+from tests.kernels.probe import gather, lanes, run
 
 pytestmark = pytest.mark.gpu
 
@@ -21,17 +21,6 @@ def raw(x):
     return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}")
 
 
-def gather(d, rows, columns):
-    """Gather a result of m16n8 tiles from the lanes' values (32, m_tiles, n_tiles, 4)."""
-    g, q = lanes()
-    out = np.empty((rows, columns), d.dtype)
-    for mt in range(rows // 16):
-        for n in range(columns // 8):
-            for r in range(4):
-                out[16 * mt + g + 8 * (r // 2), 8 * n + 2 * q + r % 2] = d[:, mt, n, r]
-    return out
-
-
 @pytest.mark.parametrize("load_bytes", [16, 8, 4, 2])
 @pytest.mark.parametrize("columns", [32, 64, 96])
 def test_load_tile_is_what_the_swizzle_says(load_bytes, columns):
@@ -39,7 +28,6 @@ def test_load_tile_is_what_the_swizzle_says(load_bytes, columns):
     x = rng.integers(0, 65536, (16, columns + 8)).astype(np.uint16)
     have = columns - 5
     body = f"""
-        const u32 at = static_cast<u32>(__cvta_generic_to_shared(memory));
         const u16* from = x;
         const auto live = [](int r) {{ return r < 13; }};
         load_tile<u16, 16, {columns}, 32, {load_bytes}>(at, from, {columns + 8}, {have}, live, l);
@@ -70,7 +58,6 @@ def test_products(elem, head_dim):
     body = f"""
         using P = Mma<cfg::elem>;
         constexpr int d = {head_dim}, bytes = {min(size * 2, 16)};
-        const u32 at = static_cast<u32>(__cvta_generic_to_shared(memory));
         const u32 kv = at + P::tile_bytes<32, d>, v_at = kv + P::tile_bytes<16, d>;
         const auto all = [](int) {{ return true; }};
         load_tile<cfg::elem, 32, d, 32, bytes>(at, q, d, d, all, l);
@@ -99,20 +86,20 @@ def test_products(elem, head_dim):
     arguments = f"const cfg::elem* q, const cfg::elem* k, const cfg::elem* v, {acc}* s_out, {acc}* o_out, int* columns"
     out = np.float64 if elem == "double" else np.float32
     *_, s, o, columns = run(
-        ["sm80/mma_f32.cuh", "sm80/mma_f64.cuh"], arguments, body, raw(q), raw(k), raw(v),
+        ["sm80/mma_f32.cuh"], arguments, body, raw(q), raw(k), raw(v),
         np.empty((32, 2, 2, 4), out), np.empty((32, 2, head_dim // 8, 4), out),
         np.empty((head_dim // 8, 4), np.int32),
         constants={"elem": elem, "tf32": False}, preamble=keep, shared_bytes=total,
     )  # fmt: skip
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     tolerance = 1e-13 if elem == "double" else 5e-6
-    found = gather(s, 32, 16)
+    found = gather(s)
     where = (columns[:, :, None] + np.arange(2)).reshape(-1)  # of the columns in the usual order
     np.testing.assert_allclose(found, q @ k.T, atol=tolerance * 10)
     assert np.abs(found).max() < 64
     p = (found / 64).astype(dtype).astype(np.float64) if size == 2 else found.astype(np.float64) / 64
     np.testing.assert_array_equal(np.sort(where), np.arange(head_dim))
-    np.testing.assert_allclose(gather(o, 32, head_dim), (p @ v)[:, where], atol=tolerance * 40)
+    np.testing.assert_allclose(gather(o), (p @ v)[:, where], atol=tolerance * 40)
 
 
 def test_softmax_rows():
@@ -137,7 +124,7 @@ def test_softmax_rows():
         ["sm80/softmax.cuh"], arguments, body, s, np.empty_like(s), np.empty((32, 2), np.float32),
         np.empty((32, 2), np.float32),
     )  # fmt: skip
-    scores = np.concatenate([gather(s[:, tile], 16, 16) for tile in range(2)], 1)
+    scores = np.concatenate([gather(s[:, tile]) for tile in range(2)], 1)
     top = scores.max(1)
     g, _ = lanes()
     for h in range(2):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.kernels.probe import lanes, run
+from tests.kernels.probe import gather, run
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +26,6 @@ def test_halves_add_up(columns):
     x = wide(np.random.default_rng(0), (rows, columns))
     body = f"""
         constexpr int rows = {rows}, columns = {columns}, segments = {segments};
-        const u32 at = static_cast<u32>(__cvta_generic_to_shared(memory));
         load_tile<float, rows, columns, 32, 16>(at, x, columns, columns, [](int) {{ return true; }}, l);
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
@@ -66,14 +65,6 @@ def uneven(rng, shape):
     return x.astype(np.float32)
 
 
-# Of a 16 x 32 score tile in the layout of accumulators: (rows, columns) of lane l, tile n, register r.
-def places():
-    g, c = lanes()
-    for n in range(4):
-        for r in range(4):
-            yield n, r, (g + 8 * (r // 2), 8 * n + 2 * c + r % 2)
-
-
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_backward_has_the_scores_of_the_forward_bit_for_bit(head_dim):
     rng = np.random.default_rng(head_dim)
@@ -83,7 +74,7 @@ def test_backward_has_the_scores_of_the_forward_bit_for_bit(head_dim):
     body = f"""
         using P = Mma<float>;
         constexpr int d = {head_dim}, stride = {stride};
-        const u32 at = static_cast<u32>(__cvta_generic_to_shared(memory)), keys = at + P::tile_bytes<16, d>;
+        const u32 keys = at + P::tile_bytes<16, d>;
         const auto all = [](int) {{ return true; }};
         load_tile<float, 16, d, 32, 16>(at, q, d, d, all, l);
         load_tile<float, 32, d, 32, 16>(keys, k, d, d, all, l);
@@ -100,24 +91,21 @@ def test_backward_has_the_scores_of_the_forward_bit_for_bit(head_dim):
         for (int i = l; i < 16 * d; i += 32) ptx::store_shared(at + i / d * stride + i % d * 4, q[i]);
         for (int i = l; i < 32 * d; i += 32) ptx::store_shared(keys_behind + i / d * stride + i % d * 4, k[i]);
         __syncwarp();
-        for (int i = 0; i < 3; ++i) sm80::split_rows<d>(at + 16 * i * stride, units + 4 * i);
+        for (int i = 0; i < 3; ++i) split_rows<d>(at + 16 * i * stride, units + 4 * i);
         __syncwarp();
-        using sm80::Along;
-        using Product = sm80::SplitProduct<3, d, Along::columns, stride, Along::columns, stride, 1, 4>;
-        Product(at, keys_behind).run(t, units, units + 4);
+        product<d, Along::columns, stride, Along::columns, stride>(t, {{at, units}}, {{keys_behind, units + 4}});
         for (int i = 0; i < 16; ++i) forward[16 * l + i] = s[0][i / 4][i % 4];
         for (int i = 0; i < 16; ++i) backward[16 * l + i] = t[0][i / 4][i % 4];"""
     _, _, forward, backward = run(
-        ["sm80/mma_f32.cuh", "sm80/bwd_split.cuh"], "const float* q, const float* k, float* forward, float* backward",
+        ["sm80/mma_f32.cuh", "sm80/bwd_product.cuh"], "const float* q, const float* k, float* forward, float* backward",
         body, q, k, np.empty((32, 4, 4), np.float32), np.empty((32, 4, 4), np.float32),
         constants=CONSTANTS, shared_bytes=max(tiles, 48 * stride + 12),
     )  # fmt: skip
     np.testing.assert_array_equal(forward, backward)
     exact, size = q.astype(float) @ k.astype(float).T, np.abs(q).astype(float) @ np.abs(k).astype(float).T
-    for n, r, at in places():
-        good = ~np.isnan(exact[at])
-        np.testing.assert_array_equal(np.isnan(forward[:, n, r]), ~good)
-        assert (np.abs(forward[:, n, r] - exact[at])[good] <= size[at][good] * 2.0**-20).all()
+    good, found = ~np.isnan(exact), gather(forward)
+    np.testing.assert_array_equal(np.isnan(found), ~good)
+    assert (np.abs(found - exact)[good] <= size[good] * 2.0**-20).all()
 
 
 @pytest.mark.parametrize("down", [False, True], ids=["dS K", "dS^T Q"])
@@ -130,28 +118,22 @@ def test_backward_multiplies_weights(down):
     stride = 32 * 4 + 16
     along = "rows" if down else "columns"
     body = f"""
-        const u32 at = static_cast<u32>(__cvta_generic_to_shared(memory));
         const u32 other = at + 16 * {stride}, units = at + 48 * {stride};
         float weights[1][4][4], acc[{m}][4][4] = {{}};
         for (int n = 0; n < 4; ++n)
             for (int i = 0; i < 4; ++i) weights[0][n][i] = w[(l / 4 + i / 2 * 8) * 32 + 8 * n + l % 4 * 2 + i % 2];
-        sm80::store_split<{stride}, false>({{at, units}}, weights);
+        store_split<{stride}, false>({{at, units}}, weights);
         for (int i = l; i < {rows} * 32; i += 32) ptx::store_shared(other + i / 32 * {stride} + i % 32 * 4, x[i]);
         __syncwarp();
-        for (int i = 0; i < {rows // 16}; ++i) sm80::split_rows<32>(other + 16 * i * {stride}, units + 8 + 4 * i);
+        for (int i = 0; i < {rows // 16}; ++i) split_rows<32>(other + 16 * i * {stride}, units + 8 + 4 * i);
         __syncwarp();
-        using sm80::Along;
-        using Product = sm80::SplitProduct<3, {length}, Along::{along}, {stride}, Along::rows, {stride}, {m}, 4>;
-        Product(at, other).run(acc, units, units + 8);
+        product<{length}, Along::{along}, {stride}, Along::rows, {stride}>(acc, {{at, units}}, {{other, units + 8}});
         for (int i = 0; i < {m} * 16; ++i) result[{m} * 16 * l + i] = acc[i / 16][i / 4 % 4][i % 4];"""
     *_, result = run(
-        ["sm80/mma_f32.cuh", "sm80/bwd_split.cuh"], "const float* w, const float* x, float* result", body, w, x,
+        ["sm80/mma_f32.cuh", "sm80/bwd_product.cuh"], "const float* w, const float* x, float* result", body, w, x,
         np.empty((32, m, 4, 4), np.float32), constants=CONSTANTS, shared_bytes=48 * stride + 16,
     )  # fmt: skip
     a = w.T.astype(float) if down else w.astype(float)
     exact, size = a @ x.astype(float), np.abs(a) @ np.abs(x).astype(float)
     largest = np.abs(w).max() * np.abs(x).max()
-    for n, r, at in places():
-        for tile in range(m):
-            place = at[0] + 16 * tile, at[1]
-            assert (np.abs(result[:, tile, n, r] - exact[place]) <= size[place] * 2.0**-21 + largest * 2.0**-36).all()
+    assert (np.abs(gather(result) - exact) <= size * 2.0**-21 + largest * 2.0**-36).all()

@@ -31,10 +31,8 @@ def launch(elem, arrays, results):
         if name in results:
             p[name] = x.data.ptr
             continue
-        p[name]["data"], p[name]["head"], p[name]["row"] = (
-            x.data.ptr,
-            *(stride // x.itemsize for stride in x.strides[:2]),
-        )
+        p[f"{name}.data"] = x.data.ptr
+        p[f"{name}.head"], p[f"{name}.row"] = (stride // x.itemsize for stride in x.strides[:2])
     p["batch_size"], p["batch"], p["heads"], p["n_queries"], p["head_dim_v"] = 1, 1, HEADS, ROWS, COLUMNS
     p["dropout_scale"], p["splits"] = 2.0, 1
     cubin = compiler.compile_cubin(

@@ -1,12 +1,11 @@
-"""Exponentials, references and the bound of scores (cuattn.cpu's exponent and weights)."""
+"""Exponentials, references and the bound of scores (cuattn.cpu.arithmetic)."""
 
 import math
 
 import numpy as np
 import pytest
 
-from cuattn.cpu.exponent import WINDOW, exponential, exponentiate, longest, lowest, relative
-from cuattn.cpu.weights import RowWeights
+from cuattn.cpu.arithmetic import WINDOW, exponential, exponentiate, hide, longest_of, lowest, relative, row_weights
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -41,24 +40,34 @@ def test_a_length_is_never_less_than_the_true_one(dtype, exponent):
     rng = np.random.default_rng(3)
     x = (rng.standard_normal((200, 64)) * 10.0**exponent).astype(dtype)
     true = float(np.sqrt((x.astype(np.longdouble) ** 2).sum(1)).max())
-    found = longest(np.einsum("ij,ij->i", x, x), 64)
+    found = longest_of(x)
     assert true <= found <= 1.001 * true + 10 * math.sqrt(np.finfo(dtype).tiny)
     for bad in (np.nan, np.inf):
         x[3, 5] = bad
-        assert not math.isfinite(longest(np.einsum("ij,ij->i", x, x), 64))
+        assert not math.isfinite(longest_of(x))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_hiding_selects_whatever_the_hidden_elements_hold(dtype):
+    rng = np.random.default_rng(0)
+    seen = rng.random((32, 16)) < 0.5
+    shown = np.where(seen, -1, 0).astype(f"i{np.dtype(dtype).itemsize}").view(f"u{np.dtype(dtype).itemsize}")
+    tiles = rng.standard_normal((3, 32, 16)).astype(dtype)
+    for value in (-86.0, -np.inf, 0.0):
+        hidden = np.where(seen, tiles, np.nan)
+        hide(hidden, shown, value)
+        np.testing.assert_array_equal(hidden, np.where(seen, tiles, dtype(value)))
 
 
 def test_row_weights_make_probabilities_of_exponentials():
     m, l = np.array([[3.0, 100.0, -np.inf, -90.0]], np.float32), np.array([[2.0, 1.0, 0.0, 5.0]], np.float32)
     do, o = np.ones((1, 4, 2), np.float32), np.full((1, 4, 2), 0.5, np.float32)
     do[0, 2] = np.nan
-    found = RowWeights({"do": do, "o": o, "l": l, "m": m, "dlse": np.full((1, 4), 0.25, np.float32)})
+    found = row_weights({"do": do, "o": o, "l": l, "m": m, "dlse": np.full((1, 4), 0.25, np.float32)}, 2.0)
     np.testing.assert_array_equal(found.reference, [[0, 100, 0, -90]])
     np.testing.assert_array_equal(found.empty, [[False, False, True, False]])
-    np.testing.assert_allclose(found.weight * exponential(m - found.reference) * l, [[1, 1, 0, 1]], rtol=1e-6)
-    np.testing.assert_allclose(found.delta, 0.75 * found.weight, rtol=1e-6)
-    weighed = np.empty_like(do)
-    found.weigh(do, 2.0, weighed)
-    assert not weighed[0, 2].any() and np.isfinite(weighed).all()
-    plain = RowWeights({"do": do[:, :1], "o": o[:, :1], "l": l[:, :1], "m": m[:, :1]})
+    factors = found.factors[..., 0]
+    np.testing.assert_allclose(factors * exponential(m - found.reference) * l, [[2, 2, 0, 2]], rtol=1e-6)
+    np.testing.assert_allclose(found.delta, 0.75 * factors / 2, rtol=1e-6)
+    plain = row_weights({"do": do[:, :1], "o": o[:, :1], "l": l[:, :1], "m": m[:, :1]}, 1.0)
     assert plain.reference is None and plain.empty is None

@@ -1,4 +1,4 @@
-"""Products that select, rows and copies (cuattn.cpu's scores, packed, buffers and dropout)."""
+"""Products that select, rows and copies (cuattn.cpu's arithmetic, walk, buffers and dropout)."""
 
 import numpy as np
 import pytest
@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 import cuattn
 from cuattn import rng as cuattn_rng
-from cuattn.cpu.blocks import choose
-from cuattn.cpu.buffers import Buffers, bytes_of
+from cuattn.cpu.arithmetic import differentiate_softcap, selecting_product, summed_to
+from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.dropout import Dropout
-from cuattn.cpu.packed import reads_in_place
-from cuattn.cpu.scores import Rows, differentiate_softcap, selecting_product
+from cuattn.cpu.forward import ForwardWalk
+from cuattn.cpu.walk import Tiles, reads_in_place
 from tests.cpu.problems import problem_of
 
 
@@ -30,17 +30,18 @@ def test_a_weight_of_0_takes_nothing_and_others_what_the_textbook_takes(seed, ba
 
 def test_rows_are_scaled_transposed_and_padded():
     rng = np.random.default_rng(0)
-    buffers = Buffers(np.dtype(np.float32), {"q": (6, 16, 8), "q transposed": (6, 8, 16)})
-    rows = Rows(buffers, "q", 2, 3, 16, 8)
     x = rng.standard_normal((2, 40, 8)).astype(np.float16)
+    problem, operands, masks = problem_of(x, x, x)
+    task = Tiles(problem, operands, masks, None, {}, False)
+    walk = ForwardWalk(task)
     empty = np.zeros((2, 40), bool)
     x[1, 7], empty[1, 7] = np.nan, True
-    rows.load(x, 0.5, empty)
-    flat = rows.upright.reshape(2, 48, 8)
+    walk.turn_to(task.item(0, 0))
+    upright, transposed = walk.load("q", x, 0.5, empty)
     expected = np.where(empty[..., None], 0, x.astype(np.float32) * np.float32(0.5))
-    np.testing.assert_array_equal(flat[:, :40], expected)
-    assert not flat[:, 40:].any()
-    np.testing.assert_array_equal(rows.transposed, rows.upright.swapaxes(2, 3))
+    np.testing.assert_array_equal(upright[:, :40], expected)
+    assert upright.shape == (2, 48, 8) and not upright[:, 40:].any()
+    np.testing.assert_array_equal(transposed, upright.swapaxes(1, 2))
 
 
 def test_the_slope_of_the_cap_is_that_of_tanh():
@@ -55,13 +56,12 @@ def test_the_slope_of_the_cap_is_that_of_tanh():
 
 @pytest.mark.parametrize("count", [10, 100_000])
 def test_buffers_are_aligned_arrays_of_their_own(count):
-    shapes = {"a": (3, count), "b": (count,)}
-    buffers = Buffers(np.dtype(np.float32), shapes)
+    buffers = Buffers(np.dtype(np.float32), {"a": 3 * count, "b": count})
     a, b = buffers.get("a", 3, count), buffers.get("b", count)
     a.fill(1)
     b.fill(2)
     assert (a == 1).all()
-    assert bytes_of(np.dtype(np.float32), shapes) >= a.nbytes + b.nbytes
+    assert buffers.nbytes >= a.nbytes + b.nbytes
     if count > 1000:
         assert a.ctypes.data % 64 == b.ctypes.data % 64 == 0
         assert np.shares_memory(buffers.get("a", 5), a)
@@ -71,13 +71,19 @@ def test_what_products_cannot_read_is_copied():
     x = np.zeros((2, 4096, 64), np.float32)
 
     def in_place(k):
-        problem, operands, masks = problem_of(x, k, x)
-        return reads_in_place(problem, operands, choose(problem, operands, masks))
+        problem, operands, _ = problem_of(x, k, x)
+        return reads_in_place(problem, operands, 64)
 
     assert in_place(x)
     assert in_place(np.zeros((4096, 2, 64), np.float32).swapaxes(0, 1))
     assert not in_place(np.frombuffer(b"." + x.tobytes(), np.uint8)[1:].view(np.float32).reshape(x.shape))
     assert not in_place(x[:, ::-1])
+
+
+def test_parts_are_summed_over_what_is_broadcast():
+    part = np.arange(6.0).reshape(1, 2, 3)
+    np.testing.assert_array_equal(summed_to(part, (1, 1, 3), np.float64), [[[3, 5, 7]]])
+    assert summed_to(part, part.shape, np.float64) is part
 
 
 @pytest.mark.parametrize("runs", [False, True])

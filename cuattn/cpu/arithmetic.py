@@ -1,0 +1,162 @@
+"""The arithmetic of all ways through the backend: exponentials, products that select, derivatives of scores.
+
+Exponentials are of base 2 where NumPy vectorises that, which takes half the time of base e.  A product of queries and
+keys is a natural score.  Exponentials are relative to a reference per row: 0, as long as the row's highest score is
+within WINDOW of it, else a score near the highest.  Which it is follows from the row's own scores alone, so its bits
+depend neither on tiles nor on neighbours.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+# Exponentials are within 2^-32 .. 2^32 of each row's reference.  float32 has 2^-126 .. 2^128: a row of 2^24 keys sums
+# to 2^56, and its output stays below the largest number with values up to 2^71; values down to 2^-70 keep all bits.
+WINDOW = 22.0
+
+
+def _exp2_is_vectorised() -> bool:
+    try:
+        from numpy.lib.introspect import opt_func_info
+
+        targets = opt_func_info(func_name="^exp2$", signature="float(32|64)").get("exp2", {})
+    except (ImportError, AttributeError):  # older NumPy: stay with exp, which is vectorised nearly everywhere
+        return False
+    return bool(targets) and all(not target["current"].startswith("baseline") for target in targets.values())
+
+
+BASE_2 = _exp2_is_vectorised()
+_LOG2_E = float(1 / np.log(np.longdouble(2)))
+
+
+def exponential(s: np.ndarray) -> np.ndarray:
+    """Return exp of an array, with the bits of :func:`exponentiate`."""
+    return exponentiate(np.array(s, ndmin=1)).reshape(np.shape(s))
+
+
+def exponentiate(s: np.ndarray) -> np.ndarray:
+    """Replace numbers by their exponentials, and return the array."""
+    if not BASE_2:
+        return np.exp(s, s)
+    np.multiply(s, _LOG2_E, s)
+    return np.exp2(s, s)
+
+
+def lowest(dtype: np.dtype) -> float:
+    """Return a number whose exponential is next to nothing and still a normal number; smaller results are slow."""
+    return math.ceil(math.log(np.finfo(dtype).tiny)) + 1.0
+
+
+def relative(s: np.ndarray) -> np.ndarray:
+    """Replace scores of any size, relative to their references, by exponentials; 0 for the lowest and for -inf."""
+    floor = lowest(s.dtype)
+    np.maximum(s, floor, out=s)  # what is less may be subnormal, or is -inf: both are slow
+    exponentiate(s)
+    # Takes nothing from a weight that counts: it is less than half a unit in the last place of 2^-100.
+    return np.subtract(s, exponential(np.full(16, floor, s.dtype))[0], out=s)
+
+
+def longest_of(vectors: np.ndarray, dtype: np.dtype | None = None) -> float:
+    """Return the length of the longest of some vectors, or a little more; not finite where one is not.
+
+    What rounding may have taken from sums of squares, and underflow from squares, is made up for.
+    """
+    if not vectors.size:
+        return 0.0
+    # Of another dtype einsum converts a little at a time.
+    squares = np.einsum("...i,...i->...", vectors, vectors, dtype=dtype, casting="unsafe")
+    lost = vectors.shape[-1] * float(np.finfo(squares.dtype).tiny)
+    return math.sqrt(1.001 * float(np.maximum.reduce(squares, None)) + lost)
+
+
+def product(weights: np.ndarray, data: np.ndarray, out: np.ndarray, *, careful: bool) -> np.ndarray:
+    """Compute weights @ data, where something may not be a finite number with care for what is hidden."""
+    if careful:
+        return selecting_product(weights, data, out)
+    if weights.shape[-1] == 1:  # matmul would multiply without BLAS
+        return np.einsum("...ki,...id->...kd", weights, data, out=out)
+    return np.matmul(weights, data, out)
+
+
+def selecting_product(weights: np.ndarray, data: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Compute weights @ data, where a weight of 0 takes nothing: not NaN, either, of infinite data or of NaN."""
+    bad = ~np.isfinite(data)
+    np.matmul(weights, np.where(bad, 0, data), out=out)
+    if bad.any():
+        signs = np.sign(weights)
+        count = np.matmul(np.abs(signs), bad.astype(out.dtype))
+        net = np.matmul(signs, np.where(bad & ~np.isnan(data), np.sign(data), 0))
+        out += np.where(count == 0, 0, np.where(np.abs(net) == count, np.copysign(np.inf, net), np.nan))
+    return out
+
+
+def hide(s: np.ndarray, shown: np.ndarray, value: float = 0.0) -> None:
+    """Set elements to a number, selecting by bit patterns, which is faster than by booleans.
+
+    Being bitwise, it is a selection: what a hidden element holds, NaN or not, is gone.
+
+    Parameters
+    ----------
+    s : ndarray
+    shown : ndarray, broadcastable to that of s, unsigned
+        Of each element all bits, or none where it is hidden.
+    value : float
+        What the hidden ones become.
+    """
+    bits = s.view(shown.dtype)
+    np.bitwise_and(bits, shown, bits)
+    if value:
+        np.bitwise_or(bits, ~shown & np.array(value, s.dtype).view(shown.dtype), bits)
+
+
+class RowWeights(NamedTuple):
+    """What the backward needs to know of rows, from the forward's results, (..., rows) each."""
+
+    empty: np.ndarray | None  # which rows see nothing; None if there are none
+    reference: np.ndarray | None  # what scores are relative to; None for 0 throughout
+    factors: np.ndarray  # (..., rows, 1): do times them meets exponentials where it should meet probabilities
+    delta: np.ndarray  # D of algorithm 4, line 19, less dlse, for exponentials too
+
+
+def row_weights(rows: Mapping[str, np.ndarray], dropout_scale: float) -> RowWeights:
+    """Return the weights of rows, given their do, o, l, m and perhaps dlse."""
+    do, o, l, m = (rows[name] for name in ("do", "o", "l", "m"))
+    empty = reference = None
+    if not np.abs(m).max() <= WINDOW:  # as where a row is empty
+        empty = l == 0
+        reference = np.where((np.abs(m) > WINDOW) & ~empty, m, 0)
+        m, l = np.where(empty, 0, m - reference), np.where(empty, np.inf, l)
+    weight = 1 / (l * exponential(m))
+    delta = np.add.reduce(np.multiply(do, o, dtype=l.dtype), axis=-1)
+    if "dlse" in rows:
+        delta -= rows["dlse"]
+    delta *= weight
+    if reference is not None:
+        delta[empty] = 0
+        empty, reference = (x if x.any() else None for x in (empty, reference))
+    return RowWeights(empty, reference, (weight * l.dtype.type(dropout_scale))[..., None], delta)
+
+
+def differentiate_scores(ds: np.ndarray, p: np.ndarray, delta: np.ndarray, *, careful: bool) -> None:
+    """Turn derivatives by probabilities into those by scores: algorithm 4, line 20."""
+    np.subtract(ds, delta, ds)
+    np.multiply(ds, p, ds)
+    if careful:
+        ds[p == 0] = 0  # 0 * NaN and 0 * inf
+
+
+def differentiate_softcap(ds: np.ndarray, tanh: np.ndarray, softcap: float, *, careful: bool) -> None:
+    """Turn derivatives by scores into those by the products that went into the cap; overwrites its tanh."""
+    np.multiply(tanh, tanh, tanh)
+    np.subtract(1, tanh, tanh)
+    if careful:
+        tanh[np.isnan(tanh)] = 0  # where ds is 0, as what is hidden, or NaN
+    ds *= np.multiply(tanh, softcap, tanh)
+
+
+def summed_to(part: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return a part summed over the axes in which a shape of as many has length 1."""
+    axes = tuple([axis for axis, n in enumerate(shape) if n == 1 and part.shape[axis] > 1])
+    return part.sum(axis=axes, keepdims=True, dtype=dtype) if axes else part

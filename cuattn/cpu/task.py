@@ -1,0 +1,46 @@
+"""What a call is to all threads: its arrays, and its items of work."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cuattn.cpu.dropout import Dropout
+from cuattn.cpu.threads import Turns
+from cuattn.problem import Problem
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class Task:
+    """A call: what is to be computed of what.
+
+    Parameters
+    ----------
+    problem : Problem
+    operands : dict of ndarray
+    masks : sequence of Mask
+        The problem's band among them.
+    dropout : Dropout or None
+    results : dict of ndarray
+        o and, if they are wanted, l and m, to write to; or what a backward's dq, dk, dv and dbias are added to.
+    shares : bool
+        Whether items of any heads add to the same sums.
+
+    Attributes
+    ----------
+    sizes : list of int
+        Of the groups of its items of work, which a worker is handed by ``item(group, n)``.
+    factor : float
+        Of queries, which makes their products with keys scores, or what the cap is put on.
+    """
+
+    sizes: list[int]
+
+    def __init__(
+        self, problem: Problem, operands: Arrays, masks: Sequence[Any], dropout: Dropout | None, results: Arrays,
+        shares: bool,
+    ) -> None:  # fmt: skip
+        self.problem, self.operands, self.masks, self.dropout = problem, operands, masks, dropout
+        self.results, self.shares, self.turns = results, shares, Turns()
+        self.factor = problem.scale / (problem.softcap or 1)

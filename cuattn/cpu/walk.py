@@ -1,0 +1,229 @@
+"""What the forward and the backward walk share: a call's arrays, keys and values by tile, scores by tile.
+
+Scores are kept transposed, (members, key tiles, keys, rows), where members are row tiles of one or several heads: the
+statistics of a row then run down an axis along which NumPy reduces whole registers of rows at once.
+"""
+
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuattn.cpu.arithmetic import WINDOW, longest_of
+from cuattn.cpu.blocks import HeadGroup, choose, head_groups
+from cuattn.cpu.buffers import Buffers
+from cuattn.cpu.task import Task
+from cuattn.cpu.tiles import Part, Visibility
+from cuattn.io_model.sizes import cdiv
+from cuattn.problem import Problem
+
+END = -1  # what an item of a backward adds to when it ends, in place of a step
+Arrays = Mapping[str, np.ndarray]
+
+
+class Item(NamedTuple):
+    """A stack of row tiles of some heads, and what they see."""
+
+    group: HeadGroup
+    rows: slice  # that exist
+    parts: tuple[Part, ...]
+    line: Hashable = ()  # of a backward: which items it shares sums with
+    numbers: tuple[int, ...] = ()  # and its turns at them: part by part, and at the end
+
+
+class Tiles(Task):
+    """A call by tiles, and what all threads know of them."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        problem, masks = self.problem, self.masks
+        self.blocks = choose(problem, masks)
+        self.visibility = Visibility(problem, masks, self.blocks)
+        self.owns_q = self.operands["q"].shape[:-2] == (*problem.batch, problem.heads)
+        groups = list(head_groups(problem, self.blocks.heads))
+        # What adds to common sums is handed out in one order.
+        self._groups = [[group for some in groups for group in some]] if self.shares else groups
+        self._stacks = cdiv(self.blocks.row_tiles, self.blocks.stack)
+        self.sizes = [len(some) * self._stacks for some in self._groups]
+        self.max_norm = cache(self._max_norm)
+
+    def item(self, index: int, n: int) -> Item:
+        """Return an item of work; to be called for one after the other of those with the same first index."""
+        heads, stack = divmod(n, self._stacks)
+        group, size = self._groups[index][heads], self.blocks.stack * self.blocks.rows
+        parts = self.visibility.parts((*group.batch, group.start), stack * self.blocks.stack)
+        item = Item(group, slice(stack * size, min((stack + 1) * size, self.problem.n_queries)), parts)
+        if self.problem.operation == "forward":
+            return item
+        line = () if self.shares else (*group.batch, group.kv_start)
+        steps = (*(part.index for part in parts), END)
+        return item._replace(line=line, numbers=tuple([self.turns.take_number((line, step)) for step in steps]))
+
+    def _max_norm(self, name: str, group: HeadGroup) -> float:
+        """Return the length of the longest key or value, "k" or "v", of some heads; not finite where one is not."""
+        return longest_of(group.of_keys(self.operands[name]), self.problem.stat_dtype)
+
+
+class Walk:
+    """The part of a thread's work that makes scores.
+
+    Keys and values are read where the caller has them, if products can, else from a thread's own copy, which is
+    padded with zeros; it holds tile t at place t % blocks.held.
+
+    Attributes
+    ----------
+    keys, values : ndarray, (heads | 1, places, blocks.keys, width)
+        In the precision of the sums.
+
+    Parameters
+    ----------
+    task : Tiles
+    widths : dict of str to int
+        Of buffers: elements of each row.
+    """
+
+    def __init__(self, task: Tiles, widths: dict[str, int]) -> None:
+        self.task, self.problem, self.blocks, self.dtype = task, task.problem, task.blocks, task.problem.stat_dtype
+        blocks, problem = self.blocks, self.problem
+        widths |= {"s": blocks.step * blocks.keys, "q": problem.head_dim, "q transposed": problem.head_dim}
+        if problem.softcap is not None:
+            widths["tanh"] = widths["s"]
+        sizes = {name: blocks.heads * blocks.stack * blocks.rows * width for name, width in widths.items()}
+        self._in_place = reads_in_place(problem, task.operands, blocks.keys)
+        if not self._in_place:
+            keys = (1 if problem.group > 1 else blocks.heads) * blocks.held * blocks.keys
+            sizes |= {"k": keys * problem.head_dim, "v": keys * problem.head_dim_v}
+        self.buffers = Buffers(self.dtype, sizes)
+        self._heads: tuple | None = None
+
+    def turn_to(self, item: Item) -> None:
+        """Turn to an item: to its row tiles, and to the keys and values of its heads."""
+        group, self.count = item.group, item.rows.stop - item.rows.start
+        self.members = group.count * cdiv(self.count, self.blocks.rows)
+        if self._heads == (group.batch, group.kv_start):
+            return
+        self._heads, self._held = (group.batch, group.kv_start), {}
+        self._sources = [group.of_keys(self.task.operands[name]) for name in "kv"]
+        self.keys, self.values = (
+            x.reshape(len(x), self.blocks.key_tiles, self.blocks.keys, x.shape[-1])
+            if self._in_place
+            else self.buffers.get(name, len(x), self.blocks.held, self.blocks.keys, x.shape[-1])
+            for name, x in zip("kv", self._sources, strict=True)
+        )
+
+    def _hold(self, index: int) -> None:
+        """See to it that the keys and values of a step are there: algorithm 2, line 7."""
+        place = index * self.blocks.step % self.blocks.held
+        if not (self._in_place or self._held.get(place) == index):
+            self._load(index, place)
+            self._held[place] = index
+
+    def _load(self, index: int, place: int) -> None:
+        held, first, size = (n * self.blocks.keys for n in (self.blocks.held, place, self.blocks.step))
+        for source, tiles in zip(self._sources, (self.keys, self.values), strict=True):
+            there = source[:, index * size : (index + 1) * size]
+            copy = tiles.reshape(len(tiles), held, tiles.shape[-1])[:, first : first + size]
+            copy[:, : there.shape[1]] = there
+            copy[:, there.shape[1] :] = 0
+
+    def bounded(self, longest_q: float, item: Item) -> bool:
+        """Whether all scores of an item are within the window around 0, given the longest of the scaled queries.
+
+        Cauchy and Schwarz give such a bound; it is not finite where something is not.
+        """
+        largest, cap = longest_q * self.task.max_norm("k", item.group), self.problem.softcap
+        if cap is not None and largest < math.inf:
+            largest = cap
+        if "bias" in self.task.operands:
+            bias = item.group.of_queries(self.task.operands["bias"])
+            bias = bias[:, item.rows] if bias.shape[1] > 1 else bias
+            largest += max(float(bias.max()), -float(bias.min()))
+        return largest <= WINDOW
+
+    def by_run(self, part: Part, tiles: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield slots of a part, and the keys or values that belong there."""
+        for first, slots, _ in part.runs:
+            place = first % tiles.shape[1]
+            yield slots, tiles[:, place : place + slots.stop - slots.start]
+
+    def load(
+        self, name: str, matrices: np.ndarray, factors: Any, empty: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return rows, (heads | 1, count, width), times `factors`, also transposed; missing and `empty` rows are 0."""
+        upright = self.buffers.get(name, self.members, self.blocks.rows, matrices.shape[-1])
+        flat = self.by_head(upright)
+        np.multiply(matrices, factors, out=flat[:, : self.count], dtype=flat.dtype, casting="unsafe")
+        flat[:, self.count :] = 0
+        if empty is not None:
+            flat[:, : self.count][empty] = 0
+        transposed = self.buffers.get(f"{name} transposed", self.members, matrices.shape[-1], self.blocks.rows)
+        np.copyto(transposed, upright.swapaxes(1, 2))
+        return upright, transposed
+
+    def by_head(self, array: np.ndarray) -> np.ndarray:
+        """Return an array of axes (members, rows, ...) with axes (heads, rows, ...)."""
+        tiles = cdiv(self.count, self.blocks.rows)
+        return array.reshape(self.members // tiles, tiles * self.blocks.rows, *array.shape[2:])
+
+    def make_scores(
+        self, item: Item, part: Part, q: np.ndarray, *, careful: bool
+    ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
+        """Return the scores of a part, and the tiles of them that hide something with the bits of what they show.
+
+        q is (members, width, rows), scaled.  Algorithms 2 and 4, lines 10 and 11: what is hidden is not yet.
+        """
+        s = self.buffers.get("s", len(q), part.count, self.blocks.keys, self.blocks.rows)
+        self._hold(part.index)
+        for slots, k in self.by_run(part, self.keys):
+            np.matmul(k, q[:, None], s[:, slots])
+        if self.problem.softcap is not None:
+            self.tanh = np.tanh(s, out=self.buffers.get("tanh", *s.shape))
+            np.multiply(self.tanh, self.problem.softcap, out=s)
+        if "bias" in self.task.operands:
+            for tile, bias in self.bias_of(item.group.of_queries(self.task.operands["bias"]), item, part, s):
+                tile += bias
+                if careful:  # hidden even where the score itself is NaN
+                    np.copyto(tile, -np.inf, where=bias == -np.inf)
+        if careful:  # lest rows that do not exist, and see everything, lead NaN to the sums over rows
+            by_head = s.reshape(item.group.count, -1, *s.shape[1:])
+            by_head[:, -1, ..., (self.count - 1) % self.blocks.rows + 1 :] = -np.inf
+        return s, [(s[:, slot], shown()) for slot, shown in part.masks]
+
+    def bias_of(
+        self, bias: np.ndarray, item: Item, part: Part, s: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield elements of scores, (heads, keys, rows), and those of a bias (each axis may be 1) for them."""
+        wide, tall = bias.shape[2] > 1, bias.shape[1] > 1
+        for _, slots, keys in part.runs:
+            tile = s[:, slots].reshape(len(s), -1, s.shape[-1])
+            tile = tile[:, : keys.stop - keys.start, : self.count]
+            yield tile, bias[:, item.rows if tall else slice(None), keys if wide else slice(None)].swapaxes(1, 2)
+
+    def dropped(self, item: Item, part: Part) -> Iterator[tuple[tuple, np.ndarray]]:
+        """Yield which elements dropout takes from a part: an index of tiles of it, and bool (keys, rows) of these."""
+        for _, slots, keys in part.runs:
+            for head in range(item.group.count):
+                kept = self.task.dropout.kept(item.group.batch, item.group.start + head, item.rows, keys)
+                yield (head, slots), ~kept.T
+
+    @staticmethod
+    def drop(array: np.ndarray, dropped: Iterator[tuple[tuple, np.ndarray]]) -> None:
+        """Set the dropped elements of an array of a part's shape to 0."""
+        for index, which in dropped:
+            tiles = array[index].reshape(-1, array.shape[-1])
+            np.copyto(tiles[: len(which), : which.shape[1]], 0, where=which)
+
+
+def reads_in_place(problem: Problem, operands: Arrays, keys: int) -> bool:
+    """Whether products read keys and values in blocks of `keys` as they are, to the same bits as a copy of them."""
+    return not problem.n_keys % keys and all(
+        x.dtype == problem.stat_dtype
+        and x.flags.aligned
+        and x.shape[-1] > 1
+        and x.strides[-1] == x.itemsize
+        and x.strides[-2] >= x.shape[-1] * x.itemsize
+        and not x.strides[-2] % x.itemsize
+        for x in (operands["k"], operands["v"])
+    )
