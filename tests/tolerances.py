@@ -105,5 +105,8 @@ def _ratio(xp, error, allowed):
 
 def _distance(xp, x, exact):
     with np.errstate(all="ignore"):
-        difference = xp.where((x == exact) | (xp.isnan(x) & xp.isnan(exact)), 0, xp.abs(x - exact))
+        difference = xp.abs(x - exact)
+        if np.isfinite(difference).all():
+            return difference
+        difference = xp.where((x == exact) | (xp.isnan(x) & xp.isnan(exact)), 0, difference)
     return xp.where(xp.isnan(difference), np.inf, difference)

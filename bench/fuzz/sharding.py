@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 import cuattn
 from cuattn import masks
 
-__all__ = ["Part", "Plan", "draw_plan"]
+__all__ = ["Part", "draw_parts"]
 
 Pieces = list[tuple[int, int]]
 """Global (start, stop) of the pieces of an axis that a part takes, in ascending order."""
@@ -57,36 +56,22 @@ class Part(NamedTuple):
         )
 
 
-class Plan(NamedTuple):
-    """How a problem is cut: into these parts of each axis; `leads` may be [()]."""
-
-    leads: list
-    rows: list
-    keys: list
-    group: int
-
-    def parts(self):
-        """Yield the parts that share their rows, which are to be merged."""
-        for leads, rows in itertools.product(self.leads, self.rows):
-            yield [Part(leads, rows, keys, self.group) for keys in self.keys]
-
-
-def draw_plan(problem, rng):
-    """Cut a problem at random, where dropout, blocks and groups allow."""
+def draw_parts(problem, rng):
+    """Cut a problem at random, where dropout, blocks and groups allow; return lists of parts that share their rows."""
     *lead, n_queries, n_keys = problem.shape
     units = [16 if "dropout_p" in problem.options else 1] * 2
-    for part in getattr(problem.mask, "parts", (problem.mask,)):
-        if isinstance(part, masks.BlockMask):
-            units = [math.lcm(unit, block) for unit, block in zip(units, (part.block_m, part.block_n), strict=True)]
+    for mask in getattr(problem.mask, "parts", ()):
+        if isinstance(mask, masks.BlockMask):
+            units = np.lcm(units, (mask.block_m, mask.block_n)).tolist()
     rows, keys = (_deal(rng, n, unit) for n, unit in zip((n_queries, n_keys), units, strict=True))
     own_mask = problem.mask is not None and not isinstance(problem.mask, np.ndarray)
-    kv_heads = problem.arrays["k"].shape[-3] if "grouped" in problem.features else 0
+    kv_heads = problem.arrays["k"].shape[-3] if "grouped" in problem.features else 1
     group = lead[-1] // kv_heads if kv_heads > 1 else 1
-    if own_mask or not lead or 0 in lead or rng.random() < 0.5:
-        return Plan([()], rows, keys, group)
-    leads = [_halves(rng, n, unit) for n, unit in zip(lead[-2:], (1, group)[-len(lead) :], strict=True)]
-    leads = leads[-1:] if len(lead) > 2 else leads
-    return Plan(list(itertools.product(*leads)), rows, keys, group)
+    leads = []
+    if lead and not own_mask and 0 not in lead and rng.random() < 0.5:
+        axes = [(lead[0], 1)] * (len(lead) == 2) + [(lead[-1], group)]
+        leads = [_halves(rng, n, unit) for n, unit in axes]
+    return [[Part(lead, some, others, group) for others in keys] for *lead, some in itertools.product(*leads, rows)]
 
 
 def _deal(rng, length, unit):

@@ -69,14 +69,13 @@ def check(settings, indices):
 
 def _check_one(settings, index):
     try:
-        problem = problem_of(settings, index)
-    except Exception as error:  # of a mask's constructor
-        return _failed(type(error).__name__, "".join(traceback.format_exception(error)[-3:]))
-    outcome = run(problem, settings.target(index))
-    if any(what in FATAL for what, _ in outcome.complaints):
-        sys.stderr.write(f"problem {index}: {outcome.complaints}\n")
-        os._exit(1)  # the GPU's context is lost; other problems run in another process
-    return outcome
+        return run(problem_of(settings, index), settings.target(index))
+    except Exception as error:
+        text = "".join(traceback.format_exception(error)[-6:])
+        if type(error).__name__ in FATAL:
+            sys.stderr.write(f"problem {index}: {text}\n")
+            os._exit(1)  # the GPU's context is lost; other problems run in another process
+        return _failed(type(error).__name__, text)
 
 
 def _failed(what, message):

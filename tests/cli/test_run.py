@@ -25,6 +25,16 @@ from tests.cli.helpers import BFLOAT16, ROOT, problem, run, save
 # Files
 
 
+@pytest.fixture
+def paths(tmp_path):
+    """Return the path of an input file and of an output."""
+    return save(tmp_path / "in.npz", **problem()), tmp_path / "out.npz"
+
+
+def write(path, out):
+    assert main(["run", path, "--output", str(out)]) == 0
+
+
 def refused(capsys, *words):
     """Run the command, expect exit code 2 and return its one line of complaint."""
     assert main(["run", *map(str, words)]) == 2
@@ -116,44 +126,42 @@ def test_bad_files_get_one_clear_line(tmp_path, capsys):
         assert not (tmp_path / "out.npz").exists()
 
 
-def test_outputs_that_cannot_be_written_are_refused_before_computing(tmp_path, capsys, monkeypatch):
-    path = save(tmp_path / "in.npz", **problem())
+def test_outputs_that_cannot_be_written_are_refused_before_computing(tmp_path, paths, capsys, monkeypatch):
     monkeypatch.setattr(cuattn, "forward", lambda *args, **options: pytest.fail("computed"))
     for output in (tmp_path, tmp_path / "absent" / "out.npz"):
-        assert "--output" in refused(capsys, path, "--output", output)
+        assert "--output" in refused(capsys, paths[0], "--output", output)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_a_failed_write_leaves_the_old_file_alone(tmp_path, capsys, monkeypatch, error):
+def test_a_failed_write_leaves_the_old_file_alone(tmp_path, paths, capsys, monkeypatch, error):
     def fail(file, **arrays):
         file.write(b"half")
         raise error
 
-    path = save(tmp_path / "in.npz", **problem())
-    (tmp_path / "out.npz").write_bytes(b"old")
+    path, out = paths
+    out.write_bytes(b"old")
     monkeypatch.setattr(np, "savez", fail)
-    assert main(["run", path, "--output", str(tmp_path / "out.npz")]) == (2 if isinstance(error, OSError) else 130)
+    assert main(["run", path, "--output", str(out)]) == (2 if isinstance(error, OSError) else 130)
     assert ("No space left" if isinstance(error, OSError) else "interrupted") in capsys.readouterr().err
-    assert (tmp_path / "out.npz").read_bytes() == b"old"
+    assert out.read_bytes() == b"old"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["in.npz", "out.npz"]
 
 
-def test_a_replaced_file_keeps_its_permissions(tmp_path):
-    path, out = save(tmp_path / "in.npz", **problem()), tmp_path / "out.npz"
-    umask = os.umask(0o027)
+def test_a_replaced_file_keeps_its_permissions(paths):
+    out, umask = paths[1], os.umask(0o027)
     try:
-        assert main(["run", path, "--output", str(out)]) == 0
+        write(*paths)
     finally:
         os.umask(umask)
     assert stat.S_IMODE(out.stat().st_mode) == 0o640  # a new file's
     for mode in (0o600, 0o664):
         out.chmod(mode)
-        assert main(["run", path, "--output", str(out)]) == 0
+        write(*paths)
         assert stat.S_IMODE(out.stat().st_mode) == mode
 
 
-def test_a_read_only_file_is_refused_before_computing(tmp_path, capsys, monkeypatch):
-    path, out = save(tmp_path / "in.npz", **problem()), tmp_path / "out.npz"
+def test_a_read_only_file_is_refused_before_computing(paths, capsys, monkeypatch):
+    path, out = paths
     out.write_bytes(b"keep")
     out.chmod(0o444)
     monkeypatch.setattr(cuattn, "forward", lambda *args, **options: pytest.fail("computed"))
@@ -161,30 +169,29 @@ def test_a_read_only_file_is_refused_before_computing(tmp_path, capsys, monkeypa
     assert out.read_bytes() == b"keep"
 
 
-def test_somebody_else_s_temporary_file_is_neither_in_the_way_nor_deleted(tmp_path):
-    path = save(tmp_path / "in.npz", **problem())
+def test_somebody_else_s_temporary_file_is_neither_in_the_way_nor_deleted(tmp_path, paths):
     stale = tmp_path / f".out.npz.{os.getpid()}.tmp"
     stale.write_bytes(b"theirs")
-    assert main(["run", path, "--output", str(tmp_path / "out.npz")]) == 0
+    write(*paths)
     assert stale.read_bytes() == b"theirs"
 
 
-def test_links_lead_to_the_file(tmp_path):
-    path = save(tmp_path / "in.npz", **problem())
-    (tmp_path / "there").mkdir()
-    (tmp_path / "link.npz").symlink_to(tmp_path / "there" / "out.npz")
-    assert main(["run", path, "--output", str(tmp_path / "link.npz")]) == 0
-    assert (tmp_path / "link.npz").is_symlink()
-    assert [entry.name for entry in (tmp_path / "there").iterdir()] == ["out.npz"]
+def test_links_lead_to_the_file(tmp_path, paths):
+    there, link = tmp_path / "there", tmp_path / "link.npz"
+    there.mkdir()
+    link.symlink_to(there / "out.npz")
+    write(paths[0], link)
+    assert link.is_symlink()
+    assert [entry.name for entry in there.iterdir()] == ["out.npz"]
 
 
-def test_a_pipe_is_written_into(tmp_path):
-    path, pipe = save(tmp_path / "in.npz", **problem()), tmp_path / "pipe"
+def test_a_pipe_is_written_into(paths):
+    pipe = paths[1]
     os.mkfifo(pipe)
     read = []
     reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
     reader.start()
-    assert main(["run", path, "--output", str(pipe)]) == 0
+    write(*paths)
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     reader.join(timeout=10)
     with np.load(io.BytesIO(read[0])) as file:
@@ -264,9 +271,7 @@ def test_options_mean_the_keyword_of_the_same_name(tmp_path, words, keywords):
 
 def test_grouped_heads_and_unrounded_output(tmp_path):
     arrays = problem(np.float16)
-    arrays["k"], arrays["v"] = arrays["k"][:, :1].repeat(1, 1), arrays["v"][:, :1]
-    arrays["q"] = np.concatenate([arrays["q"], arrays["q"]], axis=1)
-    arrays["k"], arrays["v"] = (np.concatenate([arrays[name]] * 2, axis=1) for name in "kv")
+    arrays |= {"q": np.tile(arrays["q"], (1, 2, 1, 1)), **{name: arrays[name][:, :2] for name in "kv"}}
     written = run(tmp_path, arrays, "--enable-gqa", "--out-dtype", "float32")
     assert written["o"].dtype == np.float32
     expected = cuattn.forward(arrays["q"], arrays["k"], arrays["v"], enable_gqa=True, out_dtype=np.float32).o
@@ -285,12 +290,12 @@ def test_dropout_keeps_its_state_and_repeats_it(tmp_path):
     assert not np.array_equal(first["o"], other["o"])
 
 
-def test_the_output_may_replace_the_input(tmp_path):
-    path = save(tmp_path / "x.npz", **problem())
-    assert main(["run", path, "--output", path]) == 0
+def test_the_output_may_replace_the_input(tmp_path, paths):
+    path, _ = paths
+    write(path, path)
     with np.load(path) as file:
         assert set(file.files) == {"o", "l", "m"}
-    assert [entry.name for entry in tmp_path.iterdir()] == ["x.npz"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["in.npz"]
 
 
 # Options
@@ -328,9 +333,8 @@ def test_the_parser_itself_exits_with_2(capsys):
 # As a user starts it
 
 
-def test_the_module_runs(tmp_path):
-    path = save(tmp_path / "in.npz", **problem())
-    words = ["run", path, "--output", str(tmp_path / "out.npz"), "--causal", "--backward"]
+def test_the_module_runs(tmp_path, paths):
+    words = ["run", paths[0], "--output", str(paths[1]), "--causal", "--backward"]
     done = subprocess.run([sys.executable, "-m", "cuattn", *words], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "dq (2, 3, 24, 8) float32" in done.stdout
