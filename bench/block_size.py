@@ -14,7 +14,6 @@ from bench.harness import Calls, one
 from bench.internals import TILES, portable_tile
 
 SHAPE = (64, 16, 1024, 64)
-TINY = (2, 2, 96, 16)
 NAMES = tuple(map(str, TILES))
 
 
@@ -49,16 +48,8 @@ def measure(name, seconds):
     }
 
 
-def measure_host(seconds):
-    """Time the CPU backend, which has tiles of its own."""
-    calls = Calls(*harness.random_arrays(harness.namespace("cpu"), 3, TINY, "float16"))
-    return {**harness.timed({"": calls.forward}, "cpu", seconds)[""], "problem": {"shape": TINY}}
-
-
 def points(arguments):
     """Return what is measured."""
-    if arguments.device == "cpu":
-        return [one("block-size/cpu/forward", "cuattn-cpu", measure_host, arguments.seconds)]
     return [one(f"block-size/B{name}/forward", "cuattn-sm80", measure, name, arguments.seconds) for name in NAMES]
 
 

@@ -17,6 +17,7 @@ import tracemalloc
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -140,11 +141,6 @@ def main(description, name, points, more=(), **defaults):
     run(arguments, points(arguments), {"tiny": arguments.tiny})
 
 
-def console():
-    """Return the terminal, or wide lines where the output is none."""
-    return Console(width=None if Console().is_terminal else 200)
-
-
 def matches(name, patterns):
     """Return whether a name, or a part of it between slashes and dashes, matches a shell pattern; without any, True.
 
@@ -176,7 +172,7 @@ def run(arguments, points, options=None, show=None):
     list of str
         Cases left for another run.
     """
-    show = show or console()
+    show = show or Console(width=None if Console().is_terminal else 200)
     wanted = [point for point in points if matches(point.case, arguments.only)]
     if arguments.list:
         for point in wanted:
@@ -264,20 +260,15 @@ def free_caches():
         sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
 
 
-class Peak:
-    """Bytes at the peak, beyond those in use at the start; valid after the work is done."""
-
-    bytes = 0
-
-
 @contextlib.contextmanager
 def peak(device):
     """Observe the allocations of CuPy and PyTorch (``"cuda"``), or of NumPy (``"cpu"``, which slows Python down).
 
     Yields
     ------
-    Peak
-        On a GPU the sum of both allocators' peaks: exact where only one of them allocates meanwhile.
+    SimpleNamespace
+        Its ``bytes`` at the peak, beyond those in use at the start, once the work is done.  On a GPU the sum of both
+        allocators' peaks: exact where only one of them allocates meanwhile.
 
     Examples
     --------
@@ -287,7 +278,7 @@ def peak(device):
     >>> found.bytes >> 20
     1
     """
-    found = Peak()
+    found = SimpleNamespace(bytes=0)
     if device != "cuda":
         tracemalloc.start()
         before = tracemalloc.get_traced_memory()[0]

@@ -8,7 +8,7 @@ from unittest import mock
 from cuattn import dispatch
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
-from cuattn.cuda.sm80 import backward_plan, forward
+from cuattn.cuda.sm80 import backward, forward
 from cuattn.cuda.sm80.tiles import BackwardTile, BackwardTiles, Tile
 
 STUDIES = Path(__file__).resolve().parent / "studies"
@@ -38,7 +38,7 @@ def portable_tile(tile):
         changed = mock.patch.object(forward, "forward_tile", lambda *_: tile)
     else:
         tiles = BackwardTiles(tile, tile, tile, tile)
-        changed = mock.patch.object(backward_plan, "backward_tiles", lambda *_: tiles)
+        changed = mock.patch.object(backward, "backward_tiles", lambda *_: tiles)
     dispatch._known.cache_clear()
     try:
         with changed:

@@ -20,19 +20,19 @@ from bench.peers import make
 ONE_WORKER = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}  # processes are the parallelism
 
 
-def run(suite, words, processes, seconds):
-    """Compile in processes, the longest portions first; return how many portions failed or took too long."""
+def run(suite, words, processes):
+    """Compile in processes, the longest portions first; return how many portions failed or did not fit the budget."""
     arguments = suites.parser(suite).parse_args(words)
     suites.comparison(arguments)  # finds peers that are unpacked somewhere
     calls = itertools.chain(*(itertools.product(runners, cases) for cases, runners in suites.tables(suite, arguments)))
     parts = [[(runner.name, case) for runner, case in part] for part in suites.portions(calls)]
     os.environ.update(ONE_WORKER)
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + arguments.budget
     with multiprocessing.get_context("spawn").Pool(processes) as pool:  # ends what still runs
         started = [pool.apply_async(_compile, (suite, tuple(words), part)) for part in parts]
         for part in started:
             part.wait(max(deadline - time.monotonic(), 0))
-    return sum(not (part.ready() and part.successful()) for part in started)
+        return sum(not (part.ready() and part.successful()) for part in started)
 
 
 def _compile(suite, words, calls):
@@ -50,12 +50,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     half = max((os.cpu_count() or 2) // 2, 1)
     parser.add_argument("--processes", type=int, default=half, help="each takes 1 to 8 GB of the GPU's memory")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="end what runs longer")
     parser.add_argument("suite", choices=suites.SUITES)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the suite")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the suite; past its budget what runs is ended")
     options = parser.parse_args()
     begin = time.monotonic()
-    failed = run(options.suite, options.arguments, options.processes, options.timeout)
+    failed = run(options.suite, options.arguments, options.processes)
     print(f"compiled in {time.monotonic() - begin:.0f} s, {failed} portions failed or took too long")
     return 1 if failed else 0
 

@@ -13,7 +13,7 @@ import pandas as pd
 
 from bench.cases import TABLES, select
 from bench.peers import RUNNERS
-from bench.style import INK, OURS, WORSE, bars, colour, legend, panels, save, table
+from bench.style import INK, bars, chart, curves, proportion, save, table
 
 LOWER_IS_BETTER = ("us", "s")
 GIGABYTES = {  # column: the columns of bytes that it adds up
@@ -29,8 +29,8 @@ class Section:
 
     Attributes
     ----------
-    title, command : str
-        Its heading, and what measures it.
+    title, command, about : str
+        Its heading, what measures it, and what stands above the table.
     files : tuple of str
         Names of the files of rows that it reads; by default its own name's.
     prefix : str
@@ -39,7 +39,7 @@ class Section:
         The rows, see `read`.
     """
 
-    title = command = prefix = ""
+    title = command = prefix = about = ""
     files = ()
     summary = figure = None
 
@@ -50,9 +50,13 @@ class Section:
         """Return the rows of some tables that succeeded, see `of_table`."""
         return of_table(self.frame, *names)
 
-    def text(self):
-        """Return the table, in markdown, under a sentence or two."""
+    def lines(self):
+        """Return the table, a column per heading."""
         raise NotImplementedError
+
+    def text(self):
+        """Return the table, in markdown, under what is said about it."""
+        return f"{self.about}\n\n{table(pd.DataFrame(self.lines()))}"
 
 
 def read(paths):
@@ -219,6 +223,12 @@ def _extra(key, found, rows):
     return [*text, ""]
 
 
+def standing(ratios):
+    """Return in how many cases cuattn is the fastest, the geometric mean of its ratios, and the worst and its case."""
+    ahead = f"{(ratios >= 1).sum()} of {len(ratios)}"
+    return ahead, f"{statistics.geometric_mean(ratios):.2f}", f"{ratios.min():.2f}", ratios.idxmin()
+
+
 def costs_of_determinism(found):
     """Return, by label and runner, what bitwise reproducible gradients cost in the plain backward's time."""
     rates = found.set_index("label")["rates"]
@@ -245,40 +255,27 @@ def draw(frame, folder):
     """Draw every table, its directions side by side; return the files, named by `picture`."""
     groups = {}
     for (name, direction), found, rows in tables(frame):
-        if runners(rows):
-            groups.setdefault(name, []).append((direction, found, rows))
+        if who := runners(rows):
+            groups.setdefault(name, []).append((direction, found, rows, who))
     for name, group in groups.items():
         save(_proportion(group) if name == "sparsity" else _rates(name, group), folder / picture(name))
     return [folder / picture(name) for name in groups]
 
 
 def _rates(name, group):
-    """Draw a panel of bars per direction, with cuattn's ratio to the best rival at the right edge."""
-    count = max(len(found) * (len(runners(rows)) + 1.2) for _, found, rows in group)
-    figure, axes = panels(len(group), 4.8, 1.2 + 0.125 * count)
-    for axis, (direction, found, rows) in zip(axes, group, strict=True):
-        bars(axis, pd.DataFrame(list(found["rates"]), index=found["short"])[runners(rows)], ".3g")
-        for place, ratio in enumerate(found["ratio"]):
-            if ratio > 0:
-                shade = OURS if ratio >= 1 else WORSE
-                where = dict(transform=axis.get_yaxis_transform(), ha="right", va="center")
-                axis.text(1.0, place, f"{ratio:.2f}x", fontsize=8, color=shade, fontweight="bold", **where)
-        axis.set(title=direction, xlabel=next(filter(None, found["unit"]), ""))
-    legend(figure)
+    """Draw a panel of bars per direction; cuattn's ratio to the best rival stands behind each name."""
+    parts = []
+    for direction, found, _, who in group:
+        ratios = found["ratio"].map(" ({:.2f}x)".format, na_action="ignore").fillna("")
+        rates = pd.DataFrame(list(found["rates"]), index=found["short"] + ratios)[who]
+        parts.append((bars, rates, dict(numbers=".3g", title=direction, xlabel=next(filter(None, found["unit"]), ""))))
+    figure = chart(*parts, width=4.8, height=1.4 + 0.125 * max(rates.size + len(rates) for _, rates, _ in parts))
     figure.suptitle(f"{name}, {group[0][1]['common'].iloc[0].replace('-', ' ')}".rstrip(", "), color=INK)
     return figure
 
 
 def _proportion(group):
-    """Draw time against the share of visible tiles, with the line that proportion would be."""
-    figure, axes = panels(len(group), 5.2, 4.2)
-    for axis, (direction, _, rows) in zip(axes, group, strict=True):
-        for name, times in rows.groupby("runner"):
-            axis.plot(1 - times["rho"], times["ms"], "o", color=colour(name), label=name, markersize=5)
-            for full in times.loc[times["rho"] == 0, "ms"]:
-                axis.plot([0, 1], [0, full], "--", color=colour(name), linewidth=1, alpha=0.6)
-        axis.set(title=direction, xlabel="share of visible tiles, 1 - ρ", ylabel="ms", xlim=(0, 1.03))
-        axis.set_ylim(bottom=0)
-        axis.legend(frameon=False, fontsize=9)
-    figure.suptitle("time beside the line of proportion", color=INK)
-    return figure
+    """Draw time against the share of visible tiles, and what proportion would be."""
+    about = dict(style="o", xlabel="share of visible tiles, 1 - ρ", ylabel="ms", xlim=(0, 1.03), ylim=(0, None))
+    wide = [rows.assign(seen=1 - rows["rho"]).pivot_table("ms", "seen", "runner") for _, _, rows, _ in group]
+    return chart(*((curves, proportion(x), {**about, "title": of[0]}) for x, of in zip(wide, group, strict=True)))

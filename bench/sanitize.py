@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck python -m bench.sanitize
 
 One list for both families (``--kernel sm90`` or ``sm80`` runs one of them), every dtype, both directions, heads in
-groups whose values are wider than their keys, few queries over many keys, merging.  ``--part 1/4`` takes every fourth
+groups whose values are wider than their keys, few queries over many keys, merging.  ``--part 1 4`` takes every fourth
 problem from number 1 on, so that several processes share the work; a run without the sanitizer before it fills the disk
 cache of compiled kernels.  racecheck is slow: name the kernel that it is to watch, ``--kernel-name
 kns=attention_backward`` (``attention_forward``, ``backward_rows``), and give it one problem at a time.
@@ -114,18 +114,12 @@ def problems(kernels=("sm90", "sm80")):
     ]
 
 
-def read_part(text):
-    """Read ``I/N``: part I, from 0, of N."""
-    part, _, parts = text.partition("/")
-    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected I/N with 0 <= I < N")
-    return int(part), int(parts)
-
-
 def main():
     """Run the problems, naming each as it is done."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", type=read_part, default=(0, 1), metavar="I/N", help="every N-th problem from I on")
+    parser.add_argument(
+        "--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th problem from I on"
+    )
     parser.add_argument("--kernel", nargs="+", default=list(DTYPES), choices=DTYPES)
     arguments = parser.parse_args()
     part, parts = arguments.part

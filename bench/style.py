@@ -1,5 +1,7 @@
 """How everything that is shown looks: names, colours, markdown, axes.  Only figures import matplotlib."""
 
+import pandas as pd
+
 INK, QUIET, OURS, WORSE = "#22303c", "#6b7a86", "#24658f", "#d9674f"
 PEERS = {  # runner: name, colour
     "cuattn-sm80": ("cuattn, portable kernel", "#5b9bc4"),
@@ -25,14 +27,17 @@ PEERS = {  # runner: name, colour
 }
 
 
+SHADES = ("#24658f", "#d9674f", "#f2a65a", "#7fb285", "#8c6bb1", "#8a949d")  # of what is no runner
+
+
 def name(runner):
     """Return what a reader calls a runner."""
     return PEERS.get(runner, (runner,))[0]
 
 
-def colour(runner):
-    """Return the colour that a runner has in every figure."""
-    return PEERS[runner][1] if runner in PEERS else OURS if runner.startswith("cuattn") else QUIET
+def colour(runner, place=0):
+    """Return the colour that a runner has in every figure; what is none has that of its place."""
+    return PEERS[runner][1] if runner in PEERS else OURS if runner.startswith("cuattn") else SHADES[place % len(SHADES)]
 
 
 def ours_first(runners):
@@ -82,14 +87,30 @@ def panels(count, width=4.6, height=3.7, rows=1):
 
 def curves(axis, frame, style="o-", log=False, **labels):
     """Draw a column per runner against the index, which may be on a binary scale; missing values are left out."""
-    for runner, points in frame.items():
-        axis.plot(points.dropna(), style, color=colour(runner), label=name(runner), markersize=5)
+    for place, (runner, points) in enumerate(frame.items()):
+        axis.plot(points.dropna(), style, color=colour(runner, place), label=name(runner), markersize=5)
     if log:
         axis.set_xscale("log", base=2)
+    axis.tick_params(axis="x", labelrotation=30 * isinstance(frame.index[0], str))
     axis.set(**labels)
 
 
-def bars(axis, frame, numbers):
+def proportion(frame):
+    """Return a frame whose index is a share of the work, with what its line for 1.0 would be in proportion."""
+    ideal = frame.loc[[1.0]].to_numpy() * frame.index.to_numpy()[:, None]
+    return frame.join(pd.DataFrame(ideal, frame.index, frame.columns).add_suffix(", in proportion"))
+
+
+def chart(*parts, width=4.6, height=3.7, rows=1, columns=4):
+    """Return a figure of panels with one legend; per part `curves` or `bars`, what it draws, and its options."""
+    figure, axes = panels(len(parts), width, height, rows)
+    for axis, (draw, frame, options) in zip(axes, parts, strict=True):
+        draw(axis, frame, **options)
+    legend(figure, columns)
+    return figure
+
+
+def bars(axis, frame, numbers, **labels):
     """Draw a group of horizontal bars per line, a bar and its value per runner, the first of all at the top."""
     frame.rename(columns=name).plot.barh(ax=axis, color=list(map(colour, frame)), width=0.9, legend=False)
     for container in axis.containers:
@@ -97,7 +118,7 @@ def bars(axis, frame, numbers):
     axis.invert_yaxis()
     axis.margins(x=0.18)
     axis.tick_params(axis="y", labelsize=8)
-    axis.set_ylabel("")
+    axis.set(**{"ylabel": "", **labels})
 
 
 def legend(figure, columns=4):

@@ -26,7 +26,6 @@ from cuattn.problem import (
     Options,
     Origin,
     Problem,
-    Runs,
     bind,
     borrowed_mask,
     check,
@@ -225,14 +224,11 @@ def _folded(call: Call, views: dict[str, Any], masks: tuple) -> tuple[Call, tupl
     if band is None:
         return call, masks
     offset = whole_offset(origin) if band.bottom_right else 0
-    mask = _band_mask(origin.row, rows, origin.key, keys, band.left, band.right, offset)
+    mask = _band_mask(pieces(origin.row, rows), pieces(origin.key, keys), band.left, band.right, offset)
     return replace(call, options=options._replace(is_causal=False, window=None)), (*masks, mask)
 
 
-@lru_cache(maxsize=64)
-def _band_mask(row: Runs, rows: int, key: Runs, keys: int, left: int | None, right: int | None, offset: int) -> Any:
-    """Return the ColumnMask that a band is for global rows and keys; kept, since it holds tables on a GPU."""
-    return band_of_runs(pieces(row, rows), pieces(key, keys), left, right, offset)
+_band_mask = lru_cache(maxsize=64)(band_of_runs)  # kept, since a mask holds tables on a GPU
 
 
 def plan(call: Call) -> Plan:
@@ -251,9 +247,9 @@ def merge(parts: dict[str, Any], out: Any) -> list[Any]:
     """Combine forwards; `parts` holds the o, l and m of each, in turn, under the names that errors use."""
     outputs = Outputs(("o", "l", "m"), out)
     views, origin = interop.to_backend({**parts, **outputs.given}, optional=frozenset())
-    flat = list(outputs.take(views).values())
+    made = check_parts(outputs.take(views))
+    flat = list(views.values())
     triples = list(zip(*[iter(flat)] * 3, strict=True))
-    made = check_parts(triples)
     outputs.check(made, views, origin)
     with origin.scope():
         backend = _backend_of(origin, None)

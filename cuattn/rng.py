@@ -153,10 +153,7 @@ def philox4x32(counter, key, rounds=10):
         product_0, product_2 = x0 * _MULTIPLIER_0, x2 * _MULTIPLIER_2
         x0, x1 = (product_2 >> _HALF) ^ (x1 ^ k0), product_2 & _LOW
         x2, x3 = (product_0 >> _HALF) ^ (x3 ^ k1), product_0 & _LOW
-    words = np.empty((4, *np.broadcast_shapes(x0.shape, x1.shape, x2.shape, x3.shape)), np.uint32)
-    for w, x in enumerate((x0, x1, x2, x3)):
-        words[w] = x
-    return words
+    return np.array(np.broadcast_arrays(x0, x1, x2, x3), np.uint32)
 
 
 def threshold(dropout_p):

@@ -46,6 +46,9 @@ LATE = {
 }
 
 
+modules = pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+
+
 def room(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
@@ -65,7 +68,7 @@ def imported_rooms(path: Path):
                 yield [*name.split("."), "__init__"][1], node.lineno
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+@modules
 def test_imports_point_down(path):
     here = room(path)
     assert any(here in row for row in ROWS), f"{here} has no place in the layers"
@@ -77,7 +80,7 @@ def test_imports_point_down(path):
         assert there in allowed, f"{path}:{line}: {here} imports {there}"
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+@modules
 def test_libraries_are_imported_late(path):
     """CuPy, PyTorch, JAX and their like are never imported at module level, but by the rooms that are about them."""
     for node in ast.parse(path.read_text()).body:
@@ -88,21 +91,22 @@ def test_libraries_are_imported_late(path):
             assert room(path) in LATE[root], f"{path}:{node.lineno}: imports {root}"
 
 
+def printed(code):
+    """Return what a fresh interpreter prints."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
 def test_import_loads_numpy_alone():
     code = (
         "import sys, numpy, ml_dtypes; before = set(sys.modules); import cuattn; "
         "new = {m.split('.')[0] for m in set(sys.modules) - before}; "
         "print(sorted(new - set(sys.stdlib_module_names) - {'cuattn'}))"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
+    assert printed(code) == "[]"
 
 
 def test_import_is_quick():
     # The processor's time, which is the clock's on an idle machine, and does not count what else the machine does.
     code = "import time, numpy, ml_dtypes; t = time.process_time(); import cuattn; print(time.process_time() - t)"
-    best = min(
-        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-        for _ in range(5)
-    )
+    best = min(float(printed(code)) for _ in range(5))
     assert best < 0.15, f"import cuattn took {best:.3f} s beyond NumPy"

@@ -12,14 +12,19 @@ ROOT = Path(__file__).resolve().parent.parent
 KERNELS = sorted(path.relative_to(ROOT / "kernels") for path in (ROOT / "kernels").rglob("*") if path.is_file())
 
 
+def printed(*command, cwd=ROOT):
+    """Return what a program prints."""
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """Build the wheel with the build backend itself; no network is needed."""
     out = tmp_path_factory.mktemp("wheel")
     code = f"import hatchling.build as b; print(b.build_wheel({str(out)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return out / done.stdout.strip().splitlines()[-1]
+    return out / printed(sys.executable, "-c", code).splitlines()[-1]
 
 
 def test_wheel_holds_every_kernel_file(wheel):
@@ -43,14 +48,7 @@ def test_installed_wheel_finds_its_kernels(wheel, tmp_path):
     """Install into a fresh environment (its dependencies are borrowed), read each kernel file and run there."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     python = tmp_path / "env" / "bin" / "python"
-    site = Path(
-        subprocess.run(
-            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-    )
+    site = Path(printed(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"))
     zipfile.ZipFile(wheel).extractall(site)
     import numpy
 
@@ -69,14 +67,8 @@ print(cuattn.attention(q, q, q).sum())
 from cuattn.cli import main
 main(["--no-check"])
 """
-    done = subprocess.run(
-        [python, "-P", "-c", code] if sys.version_info >= (3, 11) else [python, "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    first, *report = done.stdout.splitlines()
+    safe = ["-P"] if sys.version_info >= (3, 11) else []
+    first, *report = printed(python, *safe, "-c", code, cwd=tmp_path).splitlines()
     assert float(first) == 24.0
     assert report[0] == "Versions"
     assert str(site) in report[1]

@@ -64,17 +64,10 @@ def test_known_answers(rounds, block, words):
     assert philox_by_definition(*block, rounds) == words
 
 
-def test_philox_is_vectorised_over_counters_and_keys():
-    counters, keys = zip(*(block for _, block, _ in KNOWN_ANSWERS[:3]), strict=True)
-    words = rng.philox4x32(np.array(counters).T, np.array(keys).T, 7)
-    assert words.dtype == np.uint32
-    assert [tuple(column) for column in words.T.tolist()] == [answer for _, _, answer in KNOWN_ANSWERS[:3]]
-
-
 def test_philox_broadcasts_its_words():
     rows, keys = np.arange(3)[:, None], np.arange(5)
     words = rng.philox4x32((keys, rows, 7, 8), (9, rows), 10)
-    assert words.shape == (4, 3, 5)
+    assert (words.dtype, words.shape) == (np.uint32, (4, 3, 5))
     assert tuple(words[:, 2, 4].tolist()) == philox_by_definition((4, 2, 7, 8), (9, 2), 10)
 
 
@@ -142,14 +135,6 @@ def test_any_tile_equals_the_definition(state, b, spans, T):
     kept = rng.keep(state, T, b, rows, keys)
     assert kept.dtype == np.bool_
     assert np.array_equal(kept, tile >= T)
-
-
-@given(state=STATES, cut=st.tuples(st.integers(0, 70), st.integers(0, 90)))
-def test_tiles_join_to_the_whole(state, cut):
-    whole = rng.draws(state, 1, (0, 70), (0, 90))
-    row, key = cut
-    tiles = [[rng.draws(state, 1, i, j) for j in ((0, key), (key, 90))] for i in ((0, row), (row, 70))]
-    assert np.array_equal(np.block(tiles), whole)
 
 
 BLOCKS = st.lists(st.integers(0, 2**28 - 1), max_size=4)

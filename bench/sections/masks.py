@@ -1,14 +1,12 @@
 """Masks: the FlashMask paper's tables and figures, and whether a column mask is the dense one."""
 
-import statistics
-
 import numpy as np
 import pandas as pd
 
 from bench import sparsity
 from bench.mask_samples import KINDS
-from bench.report import Section
-from bench.style import OURS, WORSE, curves, name, ours_first, panels, table
+from bench.report import Section, standing
+from bench.style import OURS, WORSE, chart, curves, name, ours_first, panels, table
 
 HEAD = ["method, mask", "FW ms", "BW ms", "total ms", "FW TFLOP/s", "BW TFLOP/s", "total TFLOP/s", "sparsity"]
 SHADES = dict(zip(sparsity.KINDS, (OURS, WORSE, "#f2a65a"), strict=True))
@@ -61,13 +59,14 @@ class FlashMask(Section):
         ours = {f"{title}, d {d}": lines for title, d, lines in self.found()}
         shown = []
         for label, ratios in self.ratios().items():
-            found, total = ratios.dropna(), ours[label].loc["cuattn"]["total", "rate"]
+            total = ours[label].loc["cuattn"]["total", "rate"]
+            ahead, mean, worst, where = standing(ratios.dropna())
             shown.append({
                 "": label,
                 "TFLOP/s": f"{total.min():.0f} to {total.max():.0f}",
-                "the fastest in": f"{(found >= 1).sum()} of {len(found)}",
-                "geometric mean of the ratio to the fastest rival": f"{statistics.geometric_mean(found):.2f}",
-                "worst": f"{found.min():.2f} ({found.idxmin()})",
+                "the fastest in": ahead,
+                "geometric mean of the ratio to the fastest rival": mean,
+                "worst": f"{worst} ({where})",
             })  # fmt: skip
         about = "Forward and backward together, counting visible tiles only."
         return "\n\n".join(filter(None, [about, table(pd.DataFrame(shown)), left_out(self.frame)]))
@@ -113,8 +112,12 @@ class Sparsity(Section):
             if len(lines := rows[rows["problem.kind"] == kind]):
                 yield kind, lines, sparsity.fit(lines["rho"], lines["ms"])
 
-    def text(self):
-        lines = [
+    about = (
+        "32K tokens, 32 heads, head dimension 128, bfloat16, forward and backward; masks drawn as in the paper's A.4."
+    )
+
+    def lines(self):
+        return [
             {
                 "mask": kind,
                 "samples": len(rows),
@@ -125,8 +128,6 @@ class Sparsity(Section):
             }
             for kind, rows, line in self.found()
         ]
-        about = "32K tokens, 32 heads, head dimension 128, bfloat16, forward and backward; masks drawn as in the paper"
-        return f"{about}'s A.4.\n\n{table(pd.DataFrame(lines))}"
 
     def figure(self):
         """Draw every sample and the fitted lines."""
@@ -154,16 +155,18 @@ class MaskMemory(Section):
         ours, dense, seen = ("mask_bytes", "cuattn-column"), ("mask_bytes", "dense"), ("seen", "dense")
         return wide[[ours, dense, seen]].set_axis(["cuattn", "dense", "seen"], axis=1)
 
-    def text(self):
+    about = "What a forward and a backward allocate for the mask, beyond the same call without one."
+
+    def lines(self):
         found = self.found()
-        counted = found["seen"].isna().map({True: " (counted)", False: ""})
-        lines = {
+        return {
             "tokens": [f"{n // 1024}K" for n in found.index],
-            "column mask with its tables, MB": found["cuattn"],
-            "dense boolean mask, MB": found["dense"].map("{:,.0f}".format) + counted,
+            "column mask with its tables, MB": found["cuattn"].array,
+            "dense boolean mask, MB": [
+                f"{dense:,.0f}" + (" (counted)" if seen != seen else "")
+                for dense, seen in zip(found["dense"], found["seen"], strict=True)
+            ],
         }
-        about = "What a forward and a backward allocate for the mask, beyond the same call without one."
-        return f"{about}\n\n{table(pd.DataFrame(lines))}"
 
     def summary(self):
         """Return the longest."""
@@ -172,15 +175,9 @@ class MaskMemory(Section):
         return f"{long}; a dense one would take {last['dense'] / 1e3:.0f} GB."
 
     def figure(self):
-        found = self.found()
-        drawn, (axis,) = panels(1, 5.0, 3.4)
         names = {"cuattn": "column mask", "dense": "dense, counted", "seen": "dense, allocated"}
-        curves(axis, found.rename(columns=names), log=True, xlabel="tokens", ylabel="MB", yscale="log")
-        for line, style in zip(axis.lines, ("-", "--", ""), strict=True):
-            line.set(linestyle=style, color=OURS if style == "-" else WORSE)
-        axis.set_xticks(found.index, [f"{n // 1024}K" for n in found.index])
-        axis.legend(frameon=False)
-        return drawn
+        about = dict(log=True, xlabel="tokens", ylabel="MB", yscale="log")
+        return chart((curves, self.found().rename(columns=names), about), width=6.0)
 
 
 class SameBits(Section):
@@ -189,17 +186,19 @@ class SameBits(Section):
     title = "A column mask and its dense twin give the same bits (FlashMask, sections 4.4 and 5.2)"
     command = "python -m bench.same_bits"
 
-    def text(self):
+    about = (
+        "Of the paper's twelve masks, how many give the same bits as a column mask and as a boolean matrix on the same "
+        "kernel, forward and deterministic backward; and, where `is_causal` or `window` say the same, as flags."
+    )
+
+    def lines(self):
         """Return how many of the twelve masks agree, per kernel."""
-        lines, notes = [], []
         for runner, rows in self.of("same-bits").groupby("runner", sort=False):
-            found = rows[list(RESULTS)].rename(columns=RESULTS)
-            counted = {key: f"{x.sum()} of {len(x)}" if len(x := found[key].dropna()) else None for key in found}
-            lines.append({"kernel": runner, **counted})
-            notes += [f"- {runner}: {reason}" for reason in sorted(set(rows.get("reason", found["o"][:0]).dropna()))]
-        about = (
-            "Of the paper's twelve masks, how many give the same bits as a column mask and as a boolean matrix on the "
-            "same kernel, forward and deterministic backward; and, where `is_causal` or `window` say the same, as "
-            "flags."
-        )
-        return "\n".join([about, "", table(pd.DataFrame(lines)), "", *notes]).rstrip()
+            found = {label: rows[key].dropna() for key, label in RESULTS.items()}
+            yield {"kernel": runner} | {x: f"{of.sum()} of {len(of)}" if len(of) else None for x, of in found.items()}
+
+    def text(self):
+        rows = self.of("same-bits")
+        reasons = rows.dropna(subset="reason") if "reason" in rows else rows[:0].assign(reason="")
+        notes = dict.fromkeys("- " + reasons["runner"] + ": " + reasons["reason"])
+        return "\n".join([super().text(), "", *notes]).rstrip()

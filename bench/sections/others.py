@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 
 from bench.report import Section
-from bench.style import bars, colour, legend, name, panels, table
+from bench.style import bars, chart, curves, name
 
 FIRST = "cuattn-column"
 LABELS = {
@@ -13,7 +13,6 @@ LABELS = {
     "cuattn-documents": "one call per document",
     "cuattn-column-free": "column mask, the plan's choice",
 }
-SHADES = dict(zip(LABELS, map(colour, ("cuattn", "standard", "cudnn", "cuattn-sm80")), strict=True))
 WHERE = {"cuattn-cupy": "GPU", "cuattn-numpy": "CPU", "keops": "KeOps, GPU"}
 SHARES = {f"{unit}_pct": f"{unit} %" for unit in ("tensor", "issue")}
 SHARES |= {"l2_pct": "L2 %", "dram_pct": "DRAM %", "occupancy_pct": "occupancy %"}
@@ -34,41 +33,32 @@ class Training(Section):
         apart = [np.abs(np.subtract(losses, found["losses"][FIRST])) for losses in found["losses"]]
         return found.assign(apart=apart, GB=found.get("peak_bytes", np.nan) / 1e9)
 
-    def text(self):
+    @property
+    def about(self):
+        p = self.found().loc[FIRST].rename(lambda column: column.removeprefix("problem."))
+        return (
+            f"{p['layers']} layers, {p['heads']} heads of {p['head_dim']}, {p['parameters'] / 1e6:.1f} M parameters, "
+            f"sequences of {p['n']:,} bytes of the standard library's sources, {p['documents']:g} documents in each, "
+            f"{p['steps']} steps; everything but attention in {p.get('framework', 'CuPy')}."
+        )
+
+    def lines(self):
         found = self.found()
-        first = found.loc[FIRST]
         same = ["the same bits" if not x.any() else f"{x.max():.1e} apart" for x in found["apart"]]
-        lines = {
+        return {
             "attention": found.index.map(LABELS),
             "tokens/s": found["tokens_per_s"].array,
             "peak GB beyond the weights": found["GB"].array,
             "last loss": [f"{losses[-1]:.4f}" for losses in found["losses"]],
             "losses against the first row's": ["–", *same[1:]],
         }
-        p = first.rename(lambda column: column.removeprefix("problem."))
-        about = (
-            f"{p['layers']} layers, {p['heads']} heads of {p['head_dim']}, {p['parameters'] / 1e6:.1f} M parameters, "
-            f"sequences of {p['n']:,} bytes of the standard library's sources, {p['documents']:g} documents in each, "
-            f"{p['steps']} steps; everything but attention in {p.get('framework', 'CuPy')}."
-        )
-        return f"{about}\n\n{table(pd.DataFrame(lines))}"
 
     def figure(self):
         """Draw how far the losses are from the first variant's, and the speeds."""
-        found = self.found()
-        drawn, axes = panels(2, 4.8, 3.2)
-        for runner, apart in found["apart"].drop(FIRST).items():
-            none = "" if apart.any() else " (0 at every step)"
-            axes[0].plot(apart, color=SHADES[runner], linewidth=1.2, label=LABELS[runner] + none)
-        axes[0].set(xlabel="step", ylabel="loss: distance from the column mask's")
-        axes[0].legend(frameon=False, fontsize=7)
-        speeds = axes[1].barh(found.index.map(LABELS), found["tokens_per_s"], color=found.index.map(SHADES))
-        axes[1].bar_label(speeds, [f"{memory:.2f} GB" if memory > 0 else "" for memory in found["GB"]], fontsize=8)
-        axes[1].invert_yaxis()
-        axes[1].tick_params(axis="y", labelsize=8)
-        axes[1].set_xlabel("tokens/s, and peak memory beside the bars")
-        axes[1].margins(x=0.2)
-        return drawn
+        found = self.found().rename(index=LABELS)
+        losses = dict(style="-", xlabel="step", ylabel=f"loss: distance from the {LABELS[FIRST]}'s")
+        apart = pd.DataFrame(dict(found["apart"].iloc[1:]))
+        return chart((curves, apart, losses), (bars, found[["tokens_per_s"]], dict(numbers=".0f", xlabel="tokens/s")))
 
 
 class Denoise(Section):
@@ -77,24 +67,29 @@ class Denoise(Section):
     title = "Not only transformers: non-local means as attention"
     command = "python -m bench.denoise` and `python -m bench.denoise --device cpu"
 
-    def text(self):
+    @property
+    def about(self):
         rows = self.of("denoise")
-        lines = []
-        for row in rows.to_dict("records"):
-            height, width, near = (row.get(f"problem.{key}") for key in ("height", "width", "rows"))
-            search = f"{near:.0f} rows up and down" if near == near else f"all of {height} x {width} pixels"
-            spent = (row["pairs"] / 1e9, row["ms"] / 1e3, row["psnr_before"], row["psnr_after"])
-            lines.append((f"{WHERE[row['runner']]}, {search}", *spent))
         height, width = rows["problem.height"].max(), rows["problem.width"].max()
         n = height * width
         about = (
             f"A photograph of {height} x {width} = {n:,} pixels in float32: each pixel attends to those with "
             f"similar surroundings (`bench/denoise.py`).  A dense N x N matrix would take {4 * n * n / 1e9:.0f} GB."
         )
-        if "keops" not in set(rows["runner"]):
-            about += "  KeOps is measured beside it where it runs; pykeops 2.3 does not under CUDA 13."
-        head = ["search", "billion pairs", "seconds", "PSNR before, dB", "after, dB"]
-        return f"{about}\n\n{table(pd.DataFrame(lines, columns=head))}"
+        missing = "  KeOps is measured beside it where it runs; pykeops 2.3 does not under CUDA 13."
+        return about if "keops" in set(rows["runner"]) else about + missing
+
+    def lines(self):
+        rows = self.of("denoise").rename(columns=lambda column: column.removeprefix("problem."))
+        near = rows.get("rows", rows["ms"] * np.nan).map("{:.0f} rows up and down".format, na_action="ignore")
+        size = rows["height"].astype(str) + " x " + rows["width"].astype(str)
+        return {
+            "search": rows["runner"].map(WHERE) + ", " + near.fillna("all of " + size + " pixels"),
+            "billion pairs": rows["pairs"] / 1e9,
+            "seconds": rows["ms"] / 1e3,
+            "PSNR before, dB": rows["psnr_before"],
+            "after, dB": rows["psnr_after"],
+        }
 
 
 class KernelProfiles(Section):
@@ -103,18 +98,22 @@ class KernelProfiles(Section):
     title = "Profiles (Nsight Compute)"
     command = "python -m bench.kernel_profiles"
 
-    def text(self):
+    about = (
+        "The longest kernel of each call, in percent of the unit's peak; bank conflicts per shared-memory wavefront."
+    )
+
+    def lines(self):
         """Return the longest kernel of every call."""
-        lines = []
-        for row in self.of("profile").to_dict("records"):
-            kernel = max(row["kernels"], key=lambda kernel: kernel["milliseconds"])
-            stalls = ", ".join(f"{name} {share:.0%}" for name, share in list(kernel["stalls"].items())[:3])
-            shares = {label: kernel[key] for key, label in SHARES.items()}
-            conflicts = f"{kernel['bank_conflicts']:.2f}"
-            line = {"call": row["label"], "ms": kernel["milliseconds"], **shares}
-            lines.append({**line, "bank conflicts": conflicts, "warps' time": stalls})
-        about = "The longest kernel of each call, in percent of the unit's peak; bank conflicts per shared-memory"
-        return f"{about} wavefront.\n\n{table(pd.DataFrame(lines))}"
+        rows = self.of("profile")
+        found = pd.DataFrame([max(kernels, key=lambda kernel: kernel["milliseconds"]) for kernels in rows["kernels"]])
+        stalls = [", ".join(f"{name} {x:.0%}" for name, x in list(of.items())[:3]) for of in found["stalls"]]
+        return {
+            "call": rows["label"].array,
+            "ms": found["milliseconds"],
+            **{label: found[key] for key, label in SHARES.items()},
+            "bank conflicts": found["bank_conflicts"].map("{:.2f}".format),
+            "warps' time": stalls,
+        }
 
 
 class Cpu(Section):
@@ -138,16 +137,17 @@ class Cpu(Section):
                 lines.append({**about, "runner": ours, "ms": np.median(samples[ours]) / 1e3, **times})
         return pd.DataFrame(lines)
 
-    def text(self):
+    about = (
+        "float32; batch x heads first in each name.  Results are checked before they are timed, rivals run in turn; "
+        "a ratio is the median over the turns, and above 1 where cuattn is faster."
+    )
+
+    def lines(self):
         """Return a line per case and function of ours."""
         found = self.pairs()
-        found[""] = found["label"] + ", " + found["direction"] + ", " + found["runner"].map(name)
-        rivals = {rival: f"{rival}, times that" for rival in RIVALS.values() if rival in found}
-        about = (
-            "float32; batch x heads first in each name.  Results are checked before they are timed, rivals run in "
-            "turn; a ratio is the median over the turns, and above 1 where cuattn is faster."
-        )
-        return f"{about}\n\n{table(found[['', 'ms', *rivals]].rename(columns=rivals))}"
+        label = found["label"] + ", " + found["direction"] + ", " + found["runner"].map(name)
+        rivals = {f"{rival}, times that": found[rival] for rival in RIVALS.values() if rival in found}
+        return {"": label, "ms": found["ms"], **rivals}
 
     def summary(self):
         """Return the paragraph of the README."""
@@ -179,12 +179,9 @@ class Cpu(Section):
         rows = self.of("cpu")
         rows = rows[rows["problem.n_keys"] == rows["problem.n_keys"].max()]
         rows = rows.assign(mask=rows["problem.mask"].fillna("no mask") if "problem.mask" in rows else "no mask")
-        drawn, axes = panels(2, 4.8, 3.6)
-        for axis, (direction, of) in zip(axes, rows.groupby("direction"), strict=False):
-            bars(axis, of.pivot_table(index="mask", columns="runner", values="ms", sort=False), ".0f")
-            axis.set(title=direction.replace("+", " and "), xlabel="ms (less is better)")
-        legend(drawn, 3)
-        return drawn
+        about = dict(numbers=".0f", xlabel="ms (less is better)")
+        wide = {way: of.pivot_table("ms", "mask", "runner", sort=False) for way, of in rows.groupby("direction")}
+        return chart(*((bars, x, {**about, "title": way.replace("+", " and ")}) for way, x in wide.items()))
 
 
 def _beside(found):

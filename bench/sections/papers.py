@@ -5,7 +5,7 @@ import pandas as pd
 
 from bench.report import Section
 from bench.sparsity import fit
-from bench.style import bars, colour, curves, legend, name, ours_first, panels, table
+from bench.style import bars, chart, curves, legend, name, ours_first, panels, proportion
 
 PRODUCTS = {"standard": 6}  # matrix products; the others compute the scores again in the backward
 PAPER = "The paper's A100: standard 41.7 ms and 40.3 GB, FlashAttention 7.3 ms and 4.4 GB."
@@ -32,7 +32,9 @@ class Gpt2(Section):
         found = rows.pivot_table([value for value in VALUES if value in rows], "runner", "problem.dropout")
         return found.loc[ours_first(rows["runner"])]
 
-    def text(self):
+    about = f"Batch 64, 16 heads, 1024 tokens, head dimension 64, float16.  {PAPER}"
+
+    def lines(self):
         found = self.found()
         p = self.of("gpt2").iloc[0]
         work = 2 * p["problem.batch"] * p["problem.heads"] * p["problem.n_queries"] ** 2 * p["problem.head_dim"] / 1e9
@@ -40,20 +42,19 @@ class Gpt2(Section):
         for dropout in found.columns.levels[1]:
             behind = f", dropout {dropout:g}" if dropout else ""
             cells |= {label + behind: found.get((value, dropout)) for value, label in VALUES.items()}
-        about = f"Batch 64, 16 heads, 1024 tokens, head dimension 64, float16.  {PAPER}"
-        said = [_standing(found[value], what) for value, what in (("ms", "time"), ("GB", "bytes")) if value in found]
-        return f"{about}\n\n{table(pd.DataFrame(cells))}\n\n{'  '.join(said)}".rstrip()
+        return cells
+
+    def text(self):
+        found, what = self.found(), {"ms": "time", "GB": "bytes"}
+        said = "  ".join(_standing(found[value], what[value]) for value in what if value in found)
+        return f"{super().text()}\n\n{said}".rstrip()
 
     def figure(self):
         """Draw bars of time and bytes, without and with dropout."""
-        found = self.found()
-        drawn, axes = panels(2, 5.0, 3.2)
-        for axis, (value, label) in zip(axes, VALUES.items(), strict=True):
-            if value in found:
-                bars(axis, found[value].T.rename(index=lambda p: f"dropout {p:g}" if p else "no dropout"), ".3g")
-            axis.set_xlabel(f"{label}, forward and backward")
-        legend(drawn, 3)
-        return drawn
+        found = self.found().rename(columns=lambda p: f"dropout {p:g}" if p else "no dropout", level=1)
+        parts = [(found[value].T, label) for value, label in VALUES.items() if value in found]
+        about = dict(numbers=".3g")
+        return chart(*((bars, x, {**about, "xlabel": f"{label}, forward and backward"}) for x, label in parts))
 
 
 def _standing(found, what):
@@ -79,12 +80,12 @@ class Lengths(Section):
         wide = rows.assign(MB=rows["peak_bytes"] / 1e6).pivot(index="problem.n_keys", columns="runner")
         return {unit: wide[unit][ours_first(rows["runner"])] for unit in ("ms", "MB")}
 
-    def text(self):
+    about = "Batch 8, 8 heads, head dimension 64, float16, forward and backward; memory beyond the inputs, at its peak."
+
+    def lines(self):
         lines = pd.concat(self.found(), axis=1)
         lines.columns = [f"{name(runner)}, {unit}" for unit, runner in lines.columns]
-        lines = lines.rename(index="{:,}".format).rename_axis("tokens").reset_index()
-        about = "Batch 8, 8 heads, head dimension 64, float16, forward and backward; memory beyond the inputs, at its"
-        return f"{about} peak.\n\n{table(lines)}"
+        return lines.rename(index="{:,}".format).rename_axis("tokens").reset_index()
 
     def summary(self):
         """Return the longest length at which standard attention runs, the longest, and where a rival is faster."""
@@ -110,12 +111,9 @@ class Lengths(Section):
         return "  ".join(parts)
 
     def figure(self):
-        drawn, axes = panels(2)
         labels = ("ms, forward and backward", "MB at the peak, beyond the inputs")
-        for axis, found, label in zip(axes, self.found().values(), labels, strict=True):
-            curves(axis, found, log=True, xlabel="tokens", ylabel=label, yscale="log")
-        axes[0].legend(frameon=False, fontsize=8)
-        return drawn
+        about = dict(log=True, xlabel="tokens", yscale="log")
+        return chart(*((curves, x, {**about, "ylabel": y}) for x, y in zip(self.found().values(), labels, strict=True)))
 
 
 class BlockSize(Section):
@@ -129,16 +127,11 @@ class BlockSize(Section):
         rows = self.of("block-size").astype({"problem.block_m": int}).set_index("problem.block_m")
         return rows.sort_index()[["ms", "entered", "expected", "GB"]]
 
-    def text(self):
-        about = "The forward of the problem above on the portable kernel.  Larger blocks read the keys fewer times."
-        head = [
-            "query rows in a block",
-            "ms",
-            "GB into the multiprocessors",
-            "GB, Q + 2 T_r (K, V)",
-            "GB of device memory",
-        ]
-        return f"{about}\n\n{table(self.found().reset_index().set_axis(head, axis=1))}"
+    about = "The forward of the problem above on the portable kernel.  Larger blocks read the keys fewer times."
+
+    def lines(self):
+        head = ["ms", "GB into the multiprocessors", "GB, Q + 2 T_r (K, V)", "GB of device memory"]
+        return self.found().set_axis(head, axis=1).rename_axis("query rows in a block").reset_index()
 
     def summary(self):
         """Return what changes with the block size."""
@@ -155,14 +148,10 @@ class BlockSize(Section):
         )
 
     def figure(self):
-        drawn, axes = panels(2, 4.2, 3.2)
-        found, about = self.found(), dict(log=True, xlabel="query rows in a block", ylim=(0, None))
-        curves(axes[0], found[["ms"]].rename(columns={"ms": "cuattn-sm80"}), ylabel="ms, forward", **about)
-        names = {"expected": "the formula", "entered": "queries-outside", "GB": "cudnn"}
-        for style, (column, runner) in zip(("--", "o", "s-"), names.items(), strict=True):
-            curves(axes[1], found[[column]].rename(columns={column: runner}), style, ylabel="GB", **about)
-        axes[1].legend(axes[1].lines, ["formula", "L2 to SM", "device memory"], frameon=False, fontsize=8)
-        return drawn
+        about = dict(log=True, xlabel="query rows in a block", ylim=(0, None))
+        names = {"expected": "formula", "entered": "L2 to SM", "GB": "device memory"}
+        parts = {"ms, forward": self.found()[["ms"]], "GB": self.found()[list(names)].rename(columns=names)}
+        return chart(*((curves, x, {**about, "ylabel": y}) for y, x in parts.items()))
 
 
 class BlockSparse(Section):
@@ -176,13 +165,14 @@ class BlockSparse(Section):
         found = self.of("block-sparse").pivot_table("ms", "density", "runner").sort_index(ascending=False)
         return found.rename(columns=lambda runner: runner.removeprefix("cuattn-"))[DIRECTIONS]
 
-    def text(self):
+    about = "4096 tokens, 256 heads in all, head dimension 64, float16, random 128 x 128 blocks."
+
+    def lines(self):
         found = self.found()
         cells = {"density s": [f"{s:g}" for s in found.index]}
         for way in DIRECTIONS:
             cells |= {f"{way}, ms": found[way].array, f"{way}, of dense": (found[way] / found[way].iloc[0]).array}
-        about = "4096 tokens, 256 heads in all, head dimension 64, float16, random 128 x 128 blocks."
-        return f"{about}\n\n{table(pd.DataFrame(cells))}"
+        return cells
 
     def summary(self):
         """Return the line through the times, and its lower end."""
@@ -197,15 +187,9 @@ class BlockSparse(Section):
         )
 
     def figure(self):
-        """Draw time against density, and the line of proportion."""
-        found = self.found()
-        drawn, (axis,) = panels(1, 5.0, 3.4)
-        for way, shade in zip(DIRECTIONS, (colour("cuattn"), colour("cuattn-sm80")), strict=True):
-            axis.plot(found[way], "o", color=shade, label=way)
-            axis.plot([0, 1], [0, found[way].iloc[0]], "--", color=shade, alpha=0.6)
-        axis.set(xlabel="density s (dashed: in proportion)", ylabel="ms", xlim=(0, 1.03), ylim=(0, None))
-        axis.legend(frameon=False)
-        return drawn
+        """Draw time against density, and what proportion would be."""
+        about = dict(xlabel="density s", ylabel="ms", xlim=(0, 1.03), ylim=(0, None))
+        return chart((curves, proportion(self.found()), about), width=5.0, columns=2)
 
 
 class Traffic(Section):
@@ -225,23 +209,25 @@ class Traffic(Section):
             who=rows["kernel"].where(rows["kernel"] == "standard", "cuattn-" + rows["kernel"]),
         )
 
-    def text(self):
-        lines = []
+    about = (
+        "64 heads (one in the last lines), float16.  What enters the multiprocessors is what the algorithm reads, tile "
+        "by tile: T passes over the operand outside the chip, with M = the tile that is kept.  Device memory sees less "
+        "of it while the L2 cache holds the keys of the heads at work."
+    )
+
+    def lines(self):
         for study, label in STUDIES.items():
             for row in self.found(study).to_dict("records"):
                 if row["who"] == "standard" and row["n"] not in SHOWN:
                     continue
                 sparse = f", s {row['density']:g}" if study == "proposition-4" else ""
-                shape = f"{label}, N {row['n']:.0f}, d {row['d']:.0f}{sparse}: {name(row['who'])}"
-                kept = f"{row['kept']:.0f}" if row["kept"] > 0 else None
-                lines.append((shape, kept, row["entered"], row["expected"], row["GB"]))
-        head = ["", "block", "GB into the multiprocessors", "GB by the algorithm", "GB of device memory"]
-        about = (
-            "64 heads (one in the last lines), float16.  What enters the multiprocessors is what the algorithm reads, "
-            "tile by tile: T passes over the operand outside the chip, with M = the tile that is kept.  Device memory "
-            "sees less of it while the L2 cache holds the keys of the heads at work."
-        )
-        return f"{about}\n\n{table(pd.DataFrame(lines, columns=head))}"
+                yield {
+                    "": f"{label}, N {row['n']:.0f}, d {row['d']:.0f}{sparse}: {name(row['who'])}",
+                    "block": f"{row['kept']:.0f}" if row["kept"] > 0 else None,
+                    "GB into the multiprocessors": row["entered"],
+                    "GB by the algorithm": row["expected"],
+                    "GB of device memory": row["GB"],
+                }
 
     def summary(self):
         """Return how far the counts are from the algorithms."""
@@ -321,18 +307,18 @@ class LoopOrder(Section):
         """Return one value by problem and runner."""
         return self.found().pivot_table(index="label", columns="runner", values=value, sort=False)
 
-    def text(self):
+    about = (
+        "`keys outside` is algorithm 1 with O, l and m in device memory; `queries outside` the lecture's change; both "
+        "with one block per head and one inner code (`bench/studies/loop_order.cu`).  The formulas are "
+        "12 N²d²/M + 16 N²d/M + 3 N d and 8 N²d²/M + 3 N d + 2 N elements of two bytes, M = 4 d B."
+    )
+
+    def lines(self):
         found = self.found()
-        found["first"] = found.groupby("label", sort=False).ngroup()
-        found = found.assign(who=found["runner"].map(name)).sort_values(["first", "runner"])
+        found = found.assign(who=found["runner"].map(name), first=found.groupby("label", sort=False).ngroup())
         head = ["problem", "", "GB counted", "GB by the algorithm", "GB by the lecture's formula", "ms"]
-        about = (
-            "`keys outside` is algorithm 1 with O, l and m in device memory; `queries outside` the lecture's change; "
-            "both with one block per head and one inner code (`bench/studies/loop_order.cu`).  The formulas are "
-            "12 N²d²/M + 16 N²d/M + 3 N d and 8 N²d²/M + 3 N d + 2 N elements of two bytes, M = 4 d B."
-        )
-        shown = found[["label", "who", "GB", "algorithm", "formula", "ms"]].set_axis(head, axis=1)
-        return f"{about}\n\n{table(shown)}"
+        shown = found.sort_values(["first", "runner"])[["label", "who", "GB", "algorithm", "formula", "ms"]]
+        return shown.set_axis(head, axis=1)
 
     def summary(self):
         """Return the answer, as the rows give it."""
@@ -354,11 +340,7 @@ class LoopOrder(Section):
 
     def figure(self):
         """Draw dots of bytes and time per problem."""
-        drawn, axes = panels(2, 5.2, 3.8)
-        for axis, value, label in zip(axes, ("GB", "ms"), ("GB of device memory", "ms, forward"), strict=True):
-            curves(axis, self.wide(value), "o", ylabel=label, yscale="log")
-            axis.tick_params(axis="x", labelrotation=30)
-        axes[0].plot(self.wide("formula"), "_", color="black", markersize=14)
-        axes[0].plot([], [], "_", color="black", label="the lecture's formula")
-        legend(drawn, 3)
-        return drawn
+        formula = self.wide("formula").add_suffix(", the lecture's formula")
+        parts = {"GB of device memory": self.wide("GB").join(formula), "ms, forward": self.wide("ms")}
+        about = dict(style="o", yscale="log")
+        return chart(*((curves, x, {**about, "ylabel": y}) for y, x in parts.items()), width=6.2, columns=3)

@@ -7,7 +7,7 @@ import pandas as pd
 
 from bench import report
 from bench.sections.masks import left_out
-from bench.style import INK, OURS, QUIET, WORSE, curves, legend, name, ours_first, panels, table
+from bench.style import INK, OURS, QUIET, WORSE, chart, curves, name, ours_first, panels, table
 
 NOISE = 0.005  # half a percent either way is called equal
 ABOUT = {
@@ -55,8 +55,8 @@ class Peers(report.Section):
             refused = list(lines.loc[lines["case"].isin(wrong) & lines["ratio"].isna(), "short"])
             row = {"": about, "beside": ", ".join(map(name, dict.fromkeys(itertools.chain(*lines["rivals"]))))}
             row["ahead in"] = f"{(ratios >= 1).sum()} of {len(ratios) + len(refused)}"
-            row["geometric mean"] = f"{statistics.geometric_mean(ratios):.2f}"
-            row["worst"] = f"{ratios.min():.2f} ({ratios.idxmin()})"
+            _, row["geometric mean"], worst, where = report.standing(ratios)
+            row["worst"] = f"{worst} ({where})"
             rows.append({**row, "refused": ", ".join(refused) or None})
         shown = pd.DataFrame(rows).dropna(axis="columns", how="all")
         note = "Refused: not timed, since the error was above the bound." if "refused" in shown else ""
@@ -169,28 +169,26 @@ class Dense(report.Section):
         """Return in how many shapes cuattn is ahead, and the shape in which it is furthest behind."""
         said = ["16K tokens, hidden size 2048, bfloat16."]
         for way, lines in self.found():
-            ratios = lines.set_index("shape")["ratio"].dropna()
+            ahead, mean, worst, where = report.standing(lines.set_index("shape")["ratio"].dropna())
             said.append(
-                f"{way.capitalize()}, cuattn is the fastest in {(ratios >= 1).sum()} of {len(ratios)} shapes, "
-                f"{ratios.min():.2f} times the fastest rival's speed in its worst ({ratios.idxmin()}) and "
-                f"{statistics.geometric_mean(ratios):.2f} times in the geometric mean."
+                f"{way.capitalize()}, cuattn is the fastest in {ahead} shapes, {worst} times the fastest rival's speed "
+                f"in its worst ({where}) and {mean} times in the geometric mean."
             )
         return "  ".join(said)
 
     def figure(self):
         """Draw dots of TFLOP/s under the line of the peak, a panel per direction and head dimension."""
-        groups = [
-            (f"{way}, head dimension {d}", _rates(of_d, "short"))
+        groups = {
+            f"{way}, head dimension {d}": _rates(of_d, "short")
             for way, lines in self.found()
             for d, of_d in lines.groupby("d")
-        ]
-        drawn, axes = panels(len(groups), 4.2, 3.0, rows=2)
-        for axis, (title, rates) in zip(axes, groups, strict=True):
-            curves(axis, rates, "o", title=title, ylabel="TFLOP/s")
-            axis.axhline(PEAK, color=QUIET, linestyle="--", linewidth=1, label=f"matrix product, {PEAK}")
-            axis.set_ylim(0, None)
-            axis.tick_params(axis="x", labelrotation=30)
-        legend(drawn, 5)
+        }
+        about = dict(style="o", ylabel="TFLOP/s", ylim=(0, PEAK * 1.1))
+        parts = ((curves, rates, {**about, "title": title}) for title, rates in groups.items())
+        drawn = chart(*parts, width=4.2, height=3.0, rows=2, columns=5)
+        for axis in drawn.axes:
+            axis.axhline(PEAK, color=QUIET, linestyle="--", linewidth=1)
+        drawn.suptitle(f"dashed: a matrix product, {PEAK} TFLOP/s")
         return drawn
 
 

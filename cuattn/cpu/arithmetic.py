@@ -6,18 +6,11 @@ within WINDOW of it, else a score near the highest.  Which it is follows from th
 depend neither on tiles nor on neighbours.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
-
-__all__ = [
-    "BASE_2", "WINDOW", "RowWeights", "differentiate_scores", "differentiate_softcap", "exponential", "exponentiate",
-    "longest_of", "lowest", "product", "relative", "row_weights", "selecting_product", "summed_to",
-]  # fmt: skip
 
 # Exponentials are within 2^-32 .. 2^32 of each row's reference.  float32 has 2^-126 .. 2^128: a row of 2^24 keys sums
 # to 2^56, and its output stays below the largest number with values up to 2^71; values down to 2^-70 keep all bits.
@@ -97,6 +90,25 @@ def selecting_product(weights: np.ndarray, data: np.ndarray, out: np.ndarray) ->
         net = np.matmul(signs, np.where(bad & ~np.isnan(data), np.sign(data), 0))
         out += np.where(count == 0, 0, np.where(np.abs(net) == count, np.copysign(np.inf, net), np.nan))
     return out
+
+
+def hide(s: np.ndarray, shown: np.ndarray, value: float = 0.0) -> None:
+    """Set elements to a number, selecting by bit patterns, which is faster than by booleans.
+
+    Being bitwise, it is a selection: what a hidden element holds, NaN or not, is gone.
+
+    Parameters
+    ----------
+    s : ndarray
+    shown : ndarray, broadcastable to that of s, unsigned
+        Of each element all bits, or none where it is hidden.
+    value : float
+        What the hidden ones become.
+    """
+    bits = s.view(shown.dtype)
+    np.bitwise_and(bits, shown, bits)
+    if value:
+        np.bitwise_or(bits, ~shown & np.array(value, s.dtype).view(shown.dtype), bits)
 
 
 class RowWeights(NamedTuple):

@@ -10,14 +10,13 @@ Scores are made by the forward's products, so they have its bits; exponentials a
 up with.  What a saturated softmax gives is then exact: its largest weight is exp(m - m) / l.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from cuattn.cpu.arithmetic import (
     differentiate_scores,
     differentiate_softcap,
     exponentiate,
+    hide,
     longest_of,
     product,
     relative,
@@ -26,8 +25,7 @@ from cuattn.cpu.arithmetic import (
 )
 from cuattn.cpu.tiles import Part
 from cuattn.cpu.walk import END, Item, Tiles, Walk
-
-__all__ = ["BackwardWalk"]
+from cuattn.io_model.sizes import cdiv
 
 
 class BackwardWalk(Walk):
@@ -35,18 +33,8 @@ class BackwardWalk(Walk):
 
     def __init__(self, task: Tiles) -> None:
         blocks, d, dv = task.blocks, task.problem.head_dim, task.problem.head_dim_v
-        members = blocks.heads * blocks.stack
-        shapes = {
-            "ds": (members * blocks.step, blocks.keys, blocks.rows),
-            "do": (members, blocks.rows, dv),
-            "do transposed": (members, blocks.rows, dv),
-            "parts": (members * blocks.step, max(blocks.keys * max(d, dv), blocks.rows * d)),
-            "dq": (members, blocks.rows, d),
-            "dq of a part": (members, blocks.rows, d),
-            "reference": (members, blocks.rows),
-            "delta": (members, blocks.rows),
-        }
-        super().__init__(task, shapes)
+        parts = max(cdiv(blocks.keys * max(d, dv), blocks.rows), d) * blocks.step
+        super().__init__(task, {"ds": blocks.step * blocks.keys, "do": dv, "do transposed": dv, "parts": parts})
 
     def __call__(self, item: Item) -> None:
         """Compute an item."""
@@ -57,7 +45,7 @@ class BackwardWalk(Walk):
 
     def _begin(self, item: Item) -> None:
         """Load the rows: algorithm 4, line 10.  Those of empty rows are 0: nothing may depend on what they hold."""
-        group, problem, get = item.group, self.problem, self.buffers.get
+        group, problem = item.group, self.problem
         self.turn_to(item)
         rows = {
             name: group.of_queries(x)[:, item.rows]
@@ -67,19 +55,18 @@ class BackwardWalk(Walk):
         weights = row_weights(rows, problem.dropout_scale)
         self._q, self._q_transposed = self.load("q", rows["q"], self.task.factor, weights.empty)
         self._do, self._do_transposed = self.load("do", rows["do"], weights.factors, weights.empty)
-        self._reference, self._delta = (get(name, self.members, self.blocks.rows) for name in ("reference", "delta"))
-        for buffer, values in ((self._reference, weights.reference), (self._delta, weights.delta)):
-            buffer.fill(0)
-            self.by_head(buffer)[:, : self.count] = 0 if values is None else values
-        self._dq = get("dq", self.members, self.blocks.rows, problem.head_dim)
-        self._dq.fill(0)
+        self._reference, self._delta = np.zeros((2, self.members, self.blocks.rows), self.dtype)
+        self.by_head(self._delta)[:, : self.count] = weights.delta
+        self._moved = weights.reference is not None
+        if self._moved:
+            self.by_head(self._reference)[:, : self.count] = weights.reference
+        self._dq = np.zeros_like(self._q)
         self._dbias: np.ndarray | None = None  # sums over keys, which this item makes alone
         longest_q, longest_do = longest_of(self._q), longest_of(self._do)
-        self._moved = weights.reference is not None
-        self._bounded = self.task.bounded(longest_q, group) and not self._moved
+        self._bounded = self.bounded(longest_q, item) and not self._moved
         k_norm, v_norm = (self.task.max_norm(name, group) for name in "kv")
         largest = longest_q + k_norm + longest_do * v_norm + float(np.abs(self._delta).max())  # NaN stays
-        self._careful = not largest < np.finfo(problem.stat_dtype).max
+        self._careful = not largest < np.finfo(self.dtype).max
 
     def _advance(self, item: Item, part: Part, number: int) -> None:
         """Take the row tiles through a part of their tiles: algorithm 4, lines 11 to 22."""
@@ -107,11 +94,11 @@ class BackwardWalk(Walk):
         s, masks = self.make_scores(item, part, self._q_transposed, careful=self._careful)
         if self._bounded:
             exponentiate(s)
-            for tile, mask in masks:
-                mask.zero(tile)
+            for tile, shown in masks:
+                hide(tile, shown)
             return s
-        for tile, mask in masks:
-            mask.fill(tile, -np.inf)
+        for tile, shown in masks:
+            hide(tile, shown, -np.inf)
         if self._moved:
             s -= self._reference[:, None, None]
         return relative(s)
@@ -134,7 +121,7 @@ class BackwardWalk(Walk):
         products = self.buffers.get("parts", members, count, rows, self.problem.head_dim)
         for slots, k in self.by_run(part, self.keys):
             product(ds[:, slots].swapaxes(2, 3), k, products[:, slots], careful=self._careful)
-        self._dq += np.add.reduce(products, 1, None, self.buffers.get("dq of a part", *self._dq.shape))
+        self._dq += np.add.reduce(products, 1)
 
     def _add_bias(self, item: Item, part: Part, ds: np.ndarray) -> None:
         """Add parts of dbias; sums over keys are kept until the item ends."""

@@ -1,7 +1,5 @@
 """Sizes of the blocks that the walk works on, and the heads that go through them together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,8 +8,6 @@ import numpy as np
 
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
-
-__all__ = ["UNIT", "Blocks", "HeadGroup", "choose", "even", "head_groups", "place_of"]
 
 UNIT = 16  # blocks are multiples of it: whole vector registers, and whole blocks of the dropout generator
 _SMALL_PRODUCT = 1_000_000  # OpenBLAS multiplies matrices of at most 100 ** 3 multiplications without packing them
@@ -94,8 +90,12 @@ class HeadGroup(NamedTuple):
     batch: tuple[int, ...]
     start: int  # the first query head
     stop: int
-    kv_start: int  # the first key/value head; heads of a group of them read a single one
-    kv_stop: int
+    shared: int  # heads that read the same key/value head; beyond 1 those of a group read a single one
+
+    @property
+    def kv_start(self) -> int:
+        """The first key/value head."""
+        return self.start // self.shared
 
     @property
     def count(self) -> int:
@@ -108,7 +108,7 @@ class HeadGroup(NamedTuple):
 
     def of_keys(self, array: np.ndarray) -> np.ndarray:
         """Return the slices of an array of axes (*batch, kv_heads, ...) that the heads read, (heads | 1, ...)."""
-        return array[place_of(array, (*self.batch, slice(self.kv_start, self.kv_stop)))]
+        return array[place_of(array, (*self.batch, slice(self.kv_start, (self.stop - 1) // self.shared + 1)))]
 
 
 def place_of(array: np.ndarray, index: tuple[int | slice, ...]) -> tuple[int | slice, ...]:
@@ -121,13 +121,8 @@ def place_of(array: np.ndarray, index: tuple[int | slice, ...]) -> tuple[int | s
 
 def head_groups(problem: Problem, size: int) -> Iterable[list[HeadGroup]]:
     """Yield, in C order, lists of up to `size` heads each; heads of different lists read different keys and values."""
-    for batch in np.ndindex(*problem.batch):
-        if problem.group == 1:
-            for start in range(0, problem.heads, size):
-                stop = min(start + size, problem.heads)
-                yield [HeadGroup(batch, start, stop, start, stop)]
-            continue
-        for kv in range(problem.kv_heads):
-            first, end = kv * problem.group, (kv + 1) * problem.group
-            starts = range(first, end, size)
-            yield [HeadGroup(batch, start, min(start + size, end), kv, kv + 1) for start in starts]
+    some = problem.group if problem.group > 1 else problem.heads  # which are cut alike
+    for *batch, first in np.ndindex(*problem.batch, cdiv(problem.heads, some)):
+        stops = range(first * some + size, (first + 1) * some + size, size)
+        groups = [HeadGroup(tuple(batch), stop - size, min(stop, (first + 1) * some), problem.group) for stop in stops]
+        yield from [groups] if problem.group > 1 else ([group] for group in groups)

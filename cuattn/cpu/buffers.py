@@ -1,12 +1,8 @@
 """Memory of a thread: aligned, allocated once, cut into named arrays."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
-
-__all__ = ["Buffers"]
 
 _LINE = 64  # bytes of a cache line and of the widest vector register: unaligned, a matrix product loses 10 %
 _SKEW = 17 * _LINE  # between arrays: equal places of two arrays must not share a set of the first-level cache
@@ -21,14 +17,13 @@ class Buffers:
     ----------
     dtype : numpy.dtype
         Of all arrays.
-    shapes : dict of str to tuple of int
-        The largest that is asked for by each name.
+    sizes : dict of str to int
+        The most elements that are asked for by each name.
     """
 
-    def __init__(self, dtype: np.dtype, shapes: dict[str, tuple[int, ...]]) -> None:
-        self._dtype, self._arrays = dtype, {}
-        self._sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-        self._small = sum(self._sizes.values()) <= _SMALL
+    def __init__(self, dtype: np.dtype, sizes: dict[str, int]) -> None:
+        self._dtype, self._sizes = dtype, sizes
+        self._arrays: dict[str, np.ndarray] = {}
 
     @property
     def nbytes(self) -> int:
@@ -38,9 +33,9 @@ class Buffers:
 
     def get(self, name: str, *shape: int) -> np.ndarray:
         """Return an uninitialised C-contiguous array; what one of the same name held is lost."""
-        if self._small:
-            return np.empty(shape, self._dtype)
         if not self._arrays:
+            if sum(self._sizes.values()) <= _SMALL:
+                return np.empty(shape, self._dtype)
             self._cut()
         return self._arrays[name][: math.prod(shape)].reshape(shape)
 

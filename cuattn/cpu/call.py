@@ -1,7 +1,5 @@
 """Running an operation, and its plan: the choice between whole heads and tiles, the results, the threads."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +12,7 @@ from cuattn.cpu.backward import BackwardWalk
 from cuattn.cpu.direct import Direct, WholeHeads, is_small, nanoseconds
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.forward import ForwardWalk
+from cuattn.cpu.tiles import MASK_BYTES
 from cuattn.cpu.walk import Tiles
 from cuattn.masks.constructors import kept_band
 from cuattn.masks.interval_mask import join
@@ -21,10 +20,8 @@ from cuattn.plans import Plan
 from cuattn.problem import Place, Problem
 from cuattn.rng import RNGState
 
-__all__ = ["plan", "run", "visible_parts"]
-
 Arrays = Mapping[str, np.ndarray]
-_TABLE_BYTES = 26  # of each key, that a mask of intervals keeps for tiles of a size
+_TABLE_BYTES = 26  # of each key, for what is seen of a mask of intervals; its own tables are kept with it
 
 
 def run(
@@ -112,20 +109,13 @@ def plan(problem: Problem, operands: Arrays, masks: Sequence[Any]) -> Plan:
     if isinstance(task, Tiles):
         blocks = task.blocks
         size, notes = (blocks.rows, blocks.keys), [f"up to {blocks.heads} heads x {blocks.step} tiles at a time"]
-        memory += task.mask_bytes() + len(masks) * _TABLE_BYTES * problem.n_keys
+        tiles = blocks.row_tiles * blocks.key_tiles * blocks.rows * blocks.keys * problem.stat_dtype.itemsize
+        memory += min(len(masks), 1) * min(tiles, MASK_BYTES) + len(masks) * _TABLE_BYTES * problem.n_keys
     notes[0] += f"; {problem.stat_dtype} sums"
     if BASE_2:
         notes.append("base-2 exponentials, which this NumPy vectorises")
     return Plan(
-        kernel="cpu",
-        direction=problem.operation,
-        block_m=size[0],
-        block_n=size[1],
-        workers=workers,
-        smem_bytes=0,
-        workspace_bytes=memory,
-        reason="the arrays are in host memory",
-        notes=tuple(notes),
+        "cpu", problem.operation, *size, workers, 0, memory, "the arrays are in host memory", notes=tuple(notes)
     )
 
 
@@ -134,9 +124,8 @@ def visible_parts(problem: Problem, masks: Sequence[Any], place: Place) -> tuple
     masks, band = [mask.bind(problem.n_queries, problem.n_keys) for mask in masks], problem.band
     if band is None:
         return join(masks)
-    return join(
-        (*masks, kept_band(problem.n_queries, problem.n_keys, band.left, band.right, band.offset + place.shift))
-    )
+    offset = band.offset + place.shift
+    return join((*masks, kept_band(problem.n_queries, problem.n_keys, band.left, band.right, offset)))
 
 
 def _wanted(problem: Problem, operands: Arrays) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

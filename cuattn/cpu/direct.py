@@ -4,8 +4,6 @@ Scores are transposed, (*batch, kv_heads, keys, rows), and the query heads that 
 so no key or value is copied (but to the precision of the sums).  References and exponentials are those of the walks.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from itertools import product as every
@@ -19,6 +17,7 @@ from cuattn.cpu.arithmetic import (
     differentiate_softcap,
     exponential,
     exponentiate,
+    hide,
     product,
     relative,
     row_weights,
@@ -29,8 +28,6 @@ from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.task import Task
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
-
-__all__ = ["Direct", "Index", "WholeHeads", "is_small", "layout", "nanoseconds"]
 
 _SCORES = 1 << 17  # that are computed at a time: they stay in a second-level cache
 _MOST = 1 << 18  # scores of the query heads that read the same keys
@@ -49,7 +46,7 @@ class Layout(NamedTuple):
     """How a small problem is computed; nothing here depends on the number of threads, as sums may depend on this."""
 
     batches: tuple[Index, ...]
-    shapes: dict[str, tuple[int, ...]]  # of the buffers of a thread
+    sizes: dict[str, int]  # of the buffers of a thread
 
 
 def is_small(problem: Problem) -> bool:
@@ -75,16 +72,15 @@ def layout(problem: Problem) -> Layout:
     most = max(1, int(min(_SCORES / (keys * rows), _NANOSECONDS * math.prod(shape) / nanoseconds(problem))))
     batches = _batches(shape, most)
     heads = max(math.prod([part.stop - part.start for part in index]) for index in batches)
-    shapes = {"s": (heads, keys, rows), "half": (heads, cdiv(keys, 2), rows)}
-    shapes |= {"q": (heads, rows, d), "q transposed": (heads, d, rows)}
+    widths = {"s": keys, "half": cdiv(keys, 2), "q": d, "q transposed": d}
     if problem.softcap is not None:
-        shapes["tanh"] = shapes["s"]
+        widths["tanh"] = keys
     if problem.operation == "forward":
-        shapes["o"] = heads, rows, dv
+        widths["o"] = dv
     else:
-        shapes |= {"ds": shapes["s"], "do": (heads, rows, dv), "do transposed": (heads, dv, rows)}
-        shapes |= {"dq": (heads, rows, d), "dk": (heads, keys, d), "dv": (heads, keys, dv)}
-    return Layout(tuple(batches), shapes)
+        widths |= {"ds": keys, "do": dv, "do transposed": dv, "dq": d}
+        widths |= {"dk": cdiv(keys * d, rows), "dv": cdiv(keys * dv, rows)}
+    return Layout(tuple(batches), {name: heads * rows * width for name, width in widths.items()})
 
 
 def _batches(shape: tuple[int, ...], most: int) -> list[Index]:
@@ -102,7 +98,7 @@ class WholeHeads(Task):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.batches, self.shapes = layout(self.problem)
+        self.batches, self.buffer_sizes = layout(self.problem)
         self.sizes = [len(self.batches)]
         # Arrays of axes (*batch, heads, ...) get axes (*batch, kv_heads, group, ...).
         self.operands, self.results = (
@@ -131,7 +127,7 @@ class Direct:
 
     def __init__(self, task: WholeHeads) -> None:
         self.task, self.problem, self.operands = task, task.problem, task.operands
-        self.buffers, self.dtype = Buffers(self.problem.stat_dtype, task.shapes), self.problem.stat_dtype
+        self.buffers, self.dtype = Buffers(self.problem.stat_dtype, task.buffer_sizes), self.problem.stat_dtype
         self.rows = self.problem.group * self.problem.n_queries
         self._compute = self._forward if self.problem.operation == "forward" else self._backward
         self._shown_by = lru_cache(1)(self._shown)
@@ -204,11 +200,7 @@ class Direct:
     def hide(self, s: np.ndarray, index: Index, value: float = 0.0) -> None:
         """Set what masks hide to a number."""
         if self.task.masks:
-            shown = self.shown(index)
-            bits = self.by_group(s).view(shown.dtype)
-            bits &= shown
-            if value:
-                bits |= ~shown & np.array(value, s.dtype).view(shown.dtype)
+            hide(self.by_group(s), self.shown(index), value)
 
     def shown(self, index: Index) -> np.ndarray:
         """Return the bits of what the heads of a batch see, which broadcast to (..., keys, group, queries)."""

@@ -1,14 +1,10 @@
 """The keep decisions of :mod:`cuattn.rng`, for parts of a problem that stands anywhere in a whole."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from cuattn import rng
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Place, Problem
-
-__all__ = ["Dropout"]
 
 _BLOCK = 16  # rows or keys of the generator's blocks; parts are made of whole ones
 

@@ -5,15 +5,20 @@ its own scores alone.  So a tile that contributes nothing may be skipped or visi
 are taken at once: the bits of the result are the same.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
-from cuattn.cpu.arithmetic import WINDOW, exponential, exponentiate, longest_of, lowest, relative, selecting_product
+from cuattn.cpu.arithmetic import (
+    WINDOW,
+    exponential,
+    exponentiate,
+    hide,
+    longest_of,
+    lowest,
+    relative,
+    selecting_product,
+)
 from cuattn.cpu.tiles import Part
 from cuattn.cpu.walk import Item, Tiles, Walk
-
-__all__ = ["ForwardWalk"]
 
 _LANES = 16  # keys whose scores are compared at once; they divide every block of keys
 
@@ -22,29 +27,18 @@ class ForwardWalk(Walk):
     """Computes items of work in one thread: algorithm 2, with the loops exchanged."""
 
     def __init__(self, task: Tiles) -> None:
-        blocks, columns = task.blocks, task.problem.head_dim_v + 1
-        members = blocks.heads * blocks.stack
-        shapes = {
-            "o": (members, columns, blocks.rows),
-            "weighed": (members * (blocks.step + 1), columns, blocks.rows),
-            "m": (members, blocks.rows),
-            "reference": (members, blocks.rows),
-            "here": (members, _LANES, blocks.rows),
-        }
-        super().__init__(task, shapes)
+        columns = task.problem.head_dim_v + 1
+        super().__init__(task, {"o": columns, "weighed": (task.blocks.step + 1) * columns})
         self._statistics = task.problem.statistics
-        self._lowest = lowest(task.problem.stat_dtype)
-        self._ones = np.ones((1, blocks.keys), task.problem.stat_dtype)
+        self._lowest = lowest(self.dtype)
+        self._ones = np.ones((1, self.blocks.keys), self.dtype)
 
     def __call__(self, item: Item) -> None:
         """Compute an item; again, with care for what is hidden, if something is not a finite number."""
         self.turn_to(item)
-        get = self.buffers.get
-        self._o = get("o", self.members, self.problem.head_dim_v + 1, self.blocks.rows)
-        self._m, self._reference = (get(name, self.members, self.blocks.rows) for name in ("m", "reference"))
         queries = item.group.of_queries(self.task.operands["q"])[:, item.rows]
         upright, self._q = self.load("q", queries, self.task.factor)
-        self._bounded = self.task.bounded(longest_of(upright), item.group)
+        self._bounded = self.bounded(longest_of(upright), item)
         self._attend(item, careful=False)
         if not np.isfinite(self._o).all():
             self._attend(item, careful=True)
@@ -52,9 +46,10 @@ class ForwardWalk(Walk):
 
     def _attend(self, item: Item, *, careful: bool) -> None:
         """Take the row tiles through the tiles that they see."""
-        self._m.fill(-np.inf)
-        self._reference.fill(0)
+        self._o = self.buffers.get("o", self.members, self.problem.head_dim_v + 1, self.blocks.rows)
         self._o.fill(0)
+        self._reference = np.zeros((self.members, self.blocks.rows), self.dtype)
+        self._m = np.full_like(self._reference, -np.inf)
         for part in item.parts:
             self._advance(item, part, careful=careful)
 
@@ -63,15 +58,15 @@ class ForwardWalk(Walk):
         s, masks = self.make_scores(item, part, self._q, careful=careful)  # line 10
         if self._bounded:  # all scores are within the window, so references stay 0
             if self._statistics:
-                for tile, mask in masks:
-                    mask.fill(tile, self._lowest)
+                for tile, shown in masks:
+                    hide(tile, shown, self._lowest)
                 np.maximum(self._m, self._row_max(s), out=self._m)
             exponentiate(s)
-            for tile, mask in masks:
-                mask.zero(tile)
+            for tile, shown in masks:
+                hide(tile, shown)
         else:
-            for tile, mask in masks:
-                mask.fill(tile, -np.inf)  # line 11
+            for tile, shown in masks:
+                hide(tile, shown, -np.inf)  # line 11
             self._follow(s)  # lines 12 and 13
             relative(s)
         weighed = self.buffers.get("weighed", len(s), 1 + part.count, *self._o.shape[1:])
@@ -89,8 +84,7 @@ class ForwardWalk(Walk):
 
     def _row_max(self, s: np.ndarray) -> np.ndarray:
         heads, rows = len(s), s.shape[-1]
-        here = self.buffers.get("here", heads, _LANES * rows)
-        np.maximum.reduce(s.reshape(heads, -1, _LANES * rows), 1, None, here)  # longer rows are faster to reduce
+        here = np.maximum.reduce(s.reshape(heads, -1, _LANES * rows), 1)  # longer rows are faster to reduce
         return np.maximum.reduce(here.reshape(heads, _LANES, rows), 1)
 
     def _follow(self, s: np.ndarray) -> None:

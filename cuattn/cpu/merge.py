@@ -1,10 +1,6 @@
 """Merging forwards over disjoint sets of keys."""
 
-from __future__ import annotations
-
 import numpy as np
-
-__all__ = ["merge"]
 
 
 def merge(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,7 +1,5 @@
 """What a call is to all threads: its arrays, and its items of work."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +8,6 @@ import numpy as np
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.threads import Turns
 from cuattn.problem import Problem
-
-__all__ = ["Task"]
 
 Arrays = Mapping[str, np.ndarray]
 

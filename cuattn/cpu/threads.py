@@ -5,8 +5,6 @@ synchronised between the steps of the softmax.  The number of threads is the one
 used, so whatever already controls NumPy (OPENBLAS_NUM_THREADS, ``threadpoolctl.threadpool_limits``) controls this.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import defaultdict
@@ -17,8 +15,6 @@ from functools import lru_cache
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
-
-__all__ = ["Aborted", "Dispatcher", "Turns", "run", "single_threaded_blas", "useful", "worker_count"]
 
 _WORTHWHILE = 1_000_000  # nanoseconds of work for which a thread is worth its start
 

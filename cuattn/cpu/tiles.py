@@ -3,10 +3,8 @@
 Elements are (keys, rows), as scores are.  A key that does not exist, at the end of the last key tile, is hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -16,38 +14,10 @@ from cuattn.cpu.blocks import Blocks
 from cuattn.masks.intervals import FULL, PARTIAL, bit_lines
 from cuattn.problem import Problem
 
-__all__ = ["MASK_BYTES", "Part", "TileMask", "Visibility"]
-
 _STRIP = 16  # row tiles whose states are computed at once
 MASK_BYTES = 1 << 23  # of element masks, remembered for the same heads
 _PATTERNS = 1 << 10  # partial tiles in a strip; where there are more they are likely to differ
 _REMEMBERED = 1 << 12  # strips
-
-
-class TileMask:
-    """What hides elements of a partial tile, as bit patterns: selecting by them is faster than by booleans.
-
-    Being bitwise, it is a selection: what a hidden element holds, NaN or not, is gone.
-
-    Parameters
-    ----------
-    shown : ndarray, (keys, rows), unsigned
-        Of each element all bits, or none where it is hidden.
-    """
-
-    def __init__(self, shown: np.ndarray) -> None:
-        self._shown = shown
-
-    def zero(self, tile: np.ndarray) -> None:
-        """Set the hidden elements of a tile, (..., keys, rows), to 0."""
-        bits = tile.view(self._shown.dtype)
-        np.bitwise_and(bits, self._shown, bits)
-
-    def fill(self, tile: np.ndarray, value: float) -> None:
-        """Set the hidden elements of a tile to a number."""
-        self.zero(tile)
-        bits = tile.view(self._shown.dtype)
-        np.bitwise_or(bits, ~self._shown & np.array(value, tile.dtype).view(self._shown.dtype), bits)
 
 
 class Run(NamedTuple):
@@ -64,7 +34,7 @@ class Part(NamedTuple):
     index: int  # of the step
     count: int
     runs: tuple[Run, ...]
-    masks: tuple[tuple[int, Callable[[], TileMask]], ...]  # what hides elements, by slot
+    masks: tuple[tuple[int, Callable[[], np.ndarray]], ...]  # what is shown, as bits (keys, rows), by slot
 
 
 class Visibility:
@@ -72,27 +42,18 @@ class Visibility:
 
     def __init__(self, problem: Problem, masks: Sequence[Any], blocks: Blocks) -> None:
         self._problem, self._masks, self._blocks = problem, masks, blocks
-        self._strips: dict[Hashable, list[tuple[Part, ...]]] = {}
-        self._tile_masks: dict[Hashable, Callable[[], TileMask]] = {}
+        self._strip = lru_cache(_REMEMBERED)(self._make_strip)
+        self._tile_masks: dict[Hashable, Callable[[], np.ndarray]] = {}
         self._dtype = np.dtype(f"u{problem.stat_dtype.itemsize}")
-
-    @property
-    def mask_bytes(self) -> int:
-        """How much memory the element masks take at most that are remembered."""
-        return len(self._tile_masks) * self._blocks.rows * self._blocks.keys * self._dtype.itemsize
+        self._most = MASK_BYTES // (blocks.rows * blocks.keys * self._dtype.itemsize)  # masks that are remembered
 
     def parts(self, head: tuple[int, ...], row_tile: int) -> tuple[Part, ...]:
         """Return what a row tile of a head, an index into (*batch, heads), sees."""
         instances = tuple([mask.instance(head) for mask in self._masks])
         strip, row = divmod(row_tile, _STRIP) if self._masks else (0, 0)
-        found = self._strips.get((strip, instances))
-        if found is None:
-            if len(self._strips) >= _REMEMBERED:
-                self._strips.clear()
-            found = self._strips[strip, instances] = self._strip(instances, strip * _STRIP)
-        return found[row]
+        return self._strip(instances, strip * _STRIP)[row]
 
-    def _strip(self, instances: tuple, start: int) -> list[tuple[Part, ...]]:
+    def _make_strip(self, instances: tuple, start: int) -> list[tuple[Part, ...]]:
         """Return what the row tiles of a strip see."""
         blocks = self._blocks
         stop = min(start + _STRIP, blocks.row_tiles) if self._masks else start + 1
@@ -110,10 +71,10 @@ class Visibility:
             for by_step, of_row in zip(steps, hidden, strict=True)
         ]
 
-    def _hidden(self, instances: tuple, states: np.ndarray, start: int) -> list[dict[int, Callable[[], TileMask]]]:
+    def _hidden(self, instances: tuple, states: np.ndarray, start: int) -> list[dict[int, Callable[[], np.ndarray]]]:
         """Return, by row tile of a strip, what hides elements of its partial tiles; some along a diagonal are alike."""
         blocks = self._blocks
-        found: list[dict[int, Callable[[], TileMask]]] = [{} for _ in states]
+        found: list[dict[int, Callable[[], np.ndarray]]] = [{} for _ in states]
         rows, tiles = np.nonzero(states == PARTIAL)
         patterns: list = [None]
         if 0 < len(rows) <= _PATTERNS:
@@ -128,17 +89,12 @@ class Visibility:
             make = self._tile_masks.get(key)
             if make is None:
                 make = partial(self._tile_mask, instances, row + start, tile)
-                if not self.is_full:
+                if len(self._tile_masks) < self._most:
                     make = self._tile_masks[key] = cache(make)
             found[row][tile] = make
         return found
 
-    @property
-    def is_full(self) -> bool:
-        """Whether no more element masks are remembered: each is made anew when it is needed."""
-        return self.mask_bytes >= MASK_BYTES
-
-    def _tile_mask(self, instances: tuple, row_tile: int, tile: int) -> TileMask:
+    def _tile_mask(self, instances: tuple, row_tile: int, tile: int) -> np.ndarray:
         blocks = self._blocks
         ramp = bit_lines(blocks.rows, self._dtype)
         there = min(blocks.keys, self._problem.n_keys - tile * blocks.keys)
@@ -146,9 +102,9 @@ class Visibility:
         full[:there] = ramp[-1]
         for mask, instance in zip(self._masks, instances, strict=True):
             full[:there] &= mask.shown(instance, blocks.rows, blocks.keys, row_tile, tile, ramp)[:there]
-        return TileMask(full)
+        return full
 
-    def _part(self, index: int, tiles: list[int], hidden: dict[int, Callable[[], TileMask]]) -> Part:
+    def _part(self, index: int, tiles: list[int], hidden: dict[int, Callable[[], np.ndarray]]) -> Part:
         """Return the part of a step with these tiles."""
         runs, size = [], self._blocks.keys
         for _, run in groupby(enumerate(tiles), lambda pair: pair[1] - pair[0]):

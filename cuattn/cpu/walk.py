@@ -4,11 +4,9 @@ Scores are kept transposed, (members, key tiles, keys, rows), where members are 
 statistics of a row then run down an axis along which NumPy reduces whole registers of rows at once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Iterator, Mapping
-from functools import cached_property
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,11 +15,9 @@ from cuattn.cpu.arithmetic import WINDOW, longest_of
 from cuattn.cpu.blocks import HeadGroup, choose, head_groups
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.task import Task
-from cuattn.cpu.tiles import Part, TileMask, Visibility
+from cuattn.cpu.tiles import Part, Visibility
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
-
-__all__ = ["END", "Item", "Tiles", "Walk", "reads_in_place"]
 
 END = -1  # what an item of a backward adds to when it ends, in place of a step
 Arrays = Mapping[str, np.ndarray]
@@ -51,7 +47,7 @@ class Tiles(Task):
         self._groups = [[group for some in groups for group in some]] if self.shares else groups
         self._stacks = cdiv(self.blocks.row_tiles, self.blocks.stack)
         self.sizes = [len(some) * self._stacks for some in self._groups]
-        self._max_norms: dict[tuple, float] = {}
+        self.max_norm = cache(self._max_norm)
 
     def item(self, index: int, n: int) -> Item:
         """Return an item of work; to be called for one after the other of those with the same first index."""
@@ -65,34 +61,9 @@ class Tiles(Task):
         steps = (*(part.index for part in parts), END)
         return item._replace(line=line, numbers=tuple([self.turns.take_number((line, step)) for step in steps]))
 
-    def mask_bytes(self) -> int:
-        """Return how much memory the element masks of partial tiles will take; visits the tiles."""
-        for index, n in ((index, n) for index, size in enumerate(self.sizes) for n in range(size)):
-            self.item(index, n)
-            if self.visibility.is_full:
-                break
-        return self.visibility.mask_bytes
-
-    def bounded(self, longest_q: float, group: HeadGroup) -> bool:
-        """Whether all scores of some heads are within the window around 0, given the longest of the scaled queries.
-
-        Cauchy and Schwarz give such a bound; it is not finite where something is not.
-        """
-        product, cap = longest_q * self.max_norm("k", group), self.problem.softcap
-        largest = product if cap is None else cap if product < math.inf else math.inf
-        return largest + self._largest_bias <= WINDOW
-
-    def max_norm(self, name: str, group: HeadGroup) -> float:
+    def _max_norm(self, name: str, group: HeadGroup) -> float:
         """Return the length of the longest key or value, "k" or "v", of some heads; not finite where one is not."""
-        where = (name, *group.batch, group.kv_start)
-        if where not in self._max_norms:
-            self._max_norms[where] = longest_of(group.of_keys(self.operands[name]), self.problem.stat_dtype)
-        return self._max_norms[where]
-
-    @cached_property
-    def _largest_bias(self) -> float:
-        bias = self.operands.get("bias")
-        return 0.0 if bias is None else max(float(bias.max()), -float(bias.min()))
+        return longest_of(group.of_keys(self.operands[name]), self.problem.stat_dtype)
 
 
 class Walk:
@@ -105,21 +76,26 @@ class Walk:
     ----------
     keys, values : ndarray, (heads | 1, places, blocks.keys, width)
         In the precision of the sums.
+
+    Parameters
+    ----------
+    task : Tiles
+    widths : dict of str to int
+        Of buffers: elements of each row.
     """
 
-    def __init__(self, task: Tiles, shapes: dict[str, tuple[int, ...]]) -> None:
-        self.task, self.problem, self.blocks = task, task.problem, task.blocks
-        blocks, d, dv = self.blocks, self.problem.head_dim, self.problem.head_dim_v
-        members = blocks.heads * blocks.stack
-        shapes |= {"s": (members * blocks.step, blocks.keys, blocks.rows)}
-        shapes |= {"q": (members, blocks.rows, d), "q transposed": (members, blocks.rows, d)}
-        if self.problem.softcap is not None:
-            shapes["tanh"] = shapes["s"]
-        self._in_place = reads_in_place(self.problem, task.operands, blocks.keys)
+    def __init__(self, task: Tiles, widths: dict[str, int]) -> None:
+        self.task, self.problem, self.blocks, self.dtype = task, task.problem, task.blocks, task.problem.stat_dtype
+        blocks, problem = self.blocks, self.problem
+        widths |= {"s": blocks.step * blocks.keys, "q": problem.head_dim, "q transposed": problem.head_dim}
+        if problem.softcap is not None:
+            widths["tanh"] = widths["s"]
+        sizes = {name: blocks.heads * blocks.stack * blocks.rows * width for name, width in widths.items()}
+        self._in_place = reads_in_place(problem, task.operands, blocks.keys)
         if not self._in_place:
-            size = 1 if self.problem.group > 1 else blocks.heads, blocks.held, blocks.keys
-            shapes |= {"k": (*size, d), "v": (*size, dv)}
-        self.buffers = Buffers(self.problem.stat_dtype, shapes)
+            keys = (1 if problem.group > 1 else blocks.heads) * blocks.held * blocks.keys
+            sizes |= {"k": keys * problem.head_dim, "v": keys * problem.head_dim_v}
+        self.buffers = Buffers(self.dtype, sizes)
         self._heads: tuple | None = None
 
     def turn_to(self, item: Item) -> None:
@@ -152,6 +128,20 @@ class Walk:
             copy[:, : there.shape[1]] = there
             copy[:, there.shape[1] :] = 0
 
+    def bounded(self, longest_q: float, item: Item) -> bool:
+        """Whether all scores of an item are within the window around 0, given the longest of the scaled queries.
+
+        Cauchy and Schwarz give such a bound; it is not finite where something is not.
+        """
+        largest, cap = longest_q * self.task.max_norm("k", item.group), self.problem.softcap
+        if cap is not None and largest < math.inf:
+            largest = cap
+        if "bias" in self.task.operands:
+            bias = item.group.of_queries(self.task.operands["bias"])
+            bias = bias[:, item.rows] if bias.shape[1] > 1 else bias
+            largest += max(float(bias.max()), -float(bias.min()))
+        return largest <= WINDOW
+
     def by_run(self, part: Part, tiles: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield slots of a part, and the keys or values that belong there."""
         for first, slots, _ in part.runs:
@@ -179,8 +169,8 @@ class Walk:
 
     def make_scores(
         self, item: Item, part: Part, q: np.ndarray, *, careful: bool
-    ) -> tuple[np.ndarray, list[tuple[np.ndarray, TileMask]]]:
-        """Return the scores of a part, and the tiles of them that hide something with what they hide.
+    ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
+        """Return the scores of a part, and the tiles of them that hide something with the bits of what they show.
 
         q is (members, width, rows), scaled.  Algorithms 2 and 4, lines 10 and 11: what is hidden is not yet.
         """
@@ -199,7 +189,7 @@ class Walk:
         if careful:  # lest rows that do not exist, and see everything, lead NaN to the sums over rows
             by_head = s.reshape(item.group.count, -1, *s.shape[1:])
             by_head[:, -1, ..., (self.count - 1) % self.blocks.rows + 1 :] = -np.inf
-        return s, [(s[:, slot], mask()) for slot, mask in part.masks]
+        return s, [(s[:, slot], shown()) for slot, shown in part.masks]
 
     def bias_of(
         self, bias: np.ndarray, item: Item, part: Part, s: np.ndarray

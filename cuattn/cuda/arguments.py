@@ -76,23 +76,27 @@ def steps_of(array: Any) -> tuple[int, ...]:
 class Axes(NamedTuple):
     """The batch axes of a call after neighbours with matching strides were merged."""
 
-    size: tuple[int, ...]  # BATCH_AXES entries, outermost first, unused ones 1
+    size: tuple[int, ...]  # outermost first, unused ones 1
     inner: tuple[int, ...]  # the innermost of the problem's axes that became each of the last of them
 
     def pick(self, values: tuple[int, ...], missing: int = 0) -> tuple[int, ...]:
         """Return what holds along the merged axes from what holds along the problem's: strides, or sizes."""
-        return (missing,) * (BATCH_AXES - len(self.inner)) + tuple(values[axis] for axis in self.inner)
+        return (missing,) * (len(self.size) - len(self.inner)) + tuple(values[axis] for axis in self.inner)
 
 
-def collapse(batch: tuple[int, ...], layouts: Iterable[tuple[int, ...]]) -> Axes:
+def collapse(
+    batch: tuple[int, ...], layouts: Iterable[tuple[int, ...]], most: int = BATCH_AXES, whose: str = "q, k, v"
+) -> Axes:
     """Merge neighbouring batch axes that every array walks evenly.
 
     Parameters
     ----------
     batch : tuple of int
-        The problem's batch axes.
+        Lengths of the axes.
     layouts : iterable of tuple of int
         Strides of each array along these axes (and any behind them), 0 where it is broadcast.
+    most, whose : int, str, optional
+        How many axes may remain, and of which argument.
 
     Raises
     ------
@@ -111,12 +115,12 @@ def collapse(batch: tuple[int, ...], layouts: Iterable[tuple[int, ...]]) -> Axes
         else:
             sizes.append(size)
             inner.append(axis)
-    if len(inner) > BATCH_AXES:
+    if len(inner) > most:
         raise UnsupportedError(
-            f"the leading axes of q, k, v {batch} have strides that leave {len(inner)} separate axes; expected at "
-            f"most {BATCH_AXES} on a GPU (make the arrays contiguous)"
+            f"the leading axes of {whose} {batch} have strides that leave {len(inner)} separate axes; expected at "
+            f"most {most} on a GPU (make the arrays contiguous)"
         )
-    return Axes((1,) * (BATCH_AXES - len(sizes)) + tuple(sizes), tuple(inner))
+    return Axes((1,) * (most - len(sizes)) + tuple(sizes), tuple(inner))
 
 
 def operand_fields(name: str, array: Any, axes: Axes, rank: int) -> dict[str, Any]:

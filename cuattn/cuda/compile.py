@@ -7,6 +7,7 @@ damaged file, like an unwritable folder, only costs a compilation.  What lies th
 others may write to is not used.
 """
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -18,8 +19,6 @@ from typing import Any
 from cuattn.cuda import source
 from cuattn.cuda.device import device_of
 from cuattn.errors import CompileError
-
-__all__ = ["OPTIONS", "cache_dir", "compile_cubin", "compile_log", "function", "load", "nvrtc_version"]
 
 _DIGEST = hashlib.sha256().digest_size
 OPTIONS = ("--std=c++17", "--diag-suppress=1444", "--device-as-default-execution-space")
@@ -106,15 +105,15 @@ def nvrtc_version() -> str:
     return ".".join(map(str, _nvrtc().getVersion()))
 
 
-def compile_cubin(text: str, arch: str, options: tuple[str, ...] = (), name: str = "cuattn.cu") -> bytes:
+def compile_cubin(text: str, arch: str, name: str = "cuattn.cu") -> bytes:
     """Return machine code for ``text``, from the disk cache when it is there.  Arguments as for :func:`compile_log`."""
     folder = cache_dir()
-    key = hashlib.sha256("\0".join((nvrtc_version(), arch, *OPTIONS, *options, text)).encode()).hexdigest()
+    key = hashlib.sha256("\0".join((nvrtc_version(), arch, *OPTIONS, text)).encode()).hexdigest()
     file = folder / f"{key}.cubin"
     trusted = _trusted(folder)
     cubin = _read(file) if trusted else None
     if cubin is None:
-        cubin, _ = compile_log(text, arch, options, name)
+        cubin, _ = compile_log(text, arch, (), name)
         if trusted:
             _store(file, cubin)
     return cubin
@@ -149,18 +148,12 @@ def _read(file: pathlib.Path) -> bytes | None:
 
 
 def _store(file: pathlib.Path, cubin: bytes) -> None:
-    try:
+    with contextlib.suppress(OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(hashlib.sha256(cubin).digest() + cubin)
-            os.replace(temporary, file)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError:
-        return
+        with tempfile.TemporaryDirectory(dir=file.parent, prefix=".") as folder:
+            whole = pathlib.Path(folder, file.name)
+            whole.write_bytes(hashlib.sha256(cubin).digest() + cubin)
+            whole.replace(file)
 
 
 def load(cubin: bytes, kernel: str, shared_bytes: int = 0):

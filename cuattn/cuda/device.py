@@ -7,18 +7,10 @@ from typing import Any, NamedTuple
 
 from cuattn.errors import CuattnError, DtypeError, UnsupportedError
 
-__all__ = ["COUNTERS", "Device", "check_reachable", "counters_of", "device_of", "zero"]
-
 COUNTERS = 1024  # 32-bit counters that the launches of one stream share, each 0 between launches
 
-# Values of cudaDeviceAttr.
-_ATTRIBUTES = {
-    "MultiProcessorCount": 16,
-    "L2CacheSize": 38,
-    "ComputeCapabilityMajor": 75,
-    "ComputeCapabilityMinor": 76,
-    "MaxSharedMemoryPerBlockOptin": 97,
-}
+# cudaDeviceAttr: compute capability, major and minor; multiprocessors; shared memory of a block that asks; L2 cache.
+_ATTRIBUTES = (75, 76, 16, 97, 38)
 _DEVICE_MEMORY = 2  # cudaMemoryTypeDevice
 _PER_THREAD = 2  # address of the default stream that every thread has to itself
 _STREAMS_KEPT = 256
@@ -52,16 +44,12 @@ class Device(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def device_of(number: int) -> Device:
     """Return what is known of GPU `number`; UnsupportedError if it is too old."""
-    import cupy
+    from cupy.cuda import runtime
 
-    def read(name: str) -> int:
-        return int(cupy.cuda.runtime.deviceGetAttribute(_ATTRIBUTES[name], number))
-
-    major, minor = read("ComputeCapabilityMajor"), read("ComputeCapabilityMinor")
+    major, minor, *rest = (runtime.deviceGetAttribute(code, number) for code in _ATTRIBUTES)
     if major < 8:
         raise UnsupportedError(f"GPU {number} has compute capability {major}.{minor}; expected 8.0 or newer")
-    shared, l2 = read("MaxSharedMemoryPerBlockOptin"), read("L2CacheSize")
-    return Device(f"sm_{major}{minor}", read("MultiProcessorCount"), shared, l2, number)
+    return Device(f"sm_{major}{minor}", *rest, number)
 
 
 def check_reachable(name: str, address: int, device: int) -> None:
@@ -96,22 +84,18 @@ def counters_of(stream: Any, device: int) -> int:
 
 
 def _new_counters(stream: Any, device: int, thread: int) -> Any:
+    import cupy
+
     key = device, _stream_number(stream.ptr), thread
     memory = _counters.pop(key, None)
     if memory is None:
-        memory = _allocate(4 * COUNTERS)
+        # Memory of its own, not the pool's: to free it waits for every launch that may still count in it.
+        memory = cupy.cuda.Memory(4 * COUNTERS)
         zero(memory.ptr, 4 * COUNTERS, stream)
     _counters[key] = memory
     while len(_counters) > _STREAMS_KEPT:
         _counters.pop(next(iter(_counters)), None)
     return memory
-
-
-def _allocate(size: int) -> Any:
-    """Return memory of its own, not the pool's: to free it waits for every launch that may still count in it."""
-    import cupy
-
-    return cupy.cuda.Memory(size)
 
 
 def _stream_number(handle: int) -> int:

@@ -4,23 +4,36 @@ A family is a set of kernels for some GPUs.  What ``kernel=`` accepts, the choic
 :data:`FAMILIES`; a new family is registered, and a new operation is an entry in a family's table.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from cuattn.cuda import sm80, sm90
 from cuattn.cuda.call import Call
 from cuattn.cuda.sequence import LaunchSequence
 from cuattn.errors import UnsupportedError
 from cuattn.plans import Plan
-from cuattn.problem import Problem
-
-__all__ = ["FAMILIES", "Family", "launch_sequence", "plan", "register_family"]
+from cuattn.problem import Band, Problem
 
 Operands = Mapping[str, Any]
+Simpler = tuple[Problem, Sequence[Any]]
 
 
-class Family(Protocol):
+def _as_given(problem: Problem, masks: Sequence[Any]) -> Simpler:
+    """Take masks as they are: a column mask must give the bits that its boolean twin gives."""
+    return problem, masks
+
+
+def _bands_apart(problem: Problem, masks: Sequence[Any]) -> Simpler:
+    """Take a mask that is no more than a band as one."""
+    reach = masks[0].reach if problem.masks == ("column",) and problem.band is None else None
+    if reach is None:
+        return problem, masks
+    return replace(problem, masks=(), band=None if reach == (None, None) else Band(*reach, 0)), ()
+
+
+@dataclass(frozen=True)
+class Family:
     """A set of kernels.
 
     Attributes
@@ -29,13 +42,13 @@ class Family(Protocol):
         What ``kernel=`` calls it.
     operations : mapping of str to type
         How it does each operation, on the current device.
+    simplify : callable
+        Returns a problem and masks that come to the same as its arguments, and that its kernels do faster.
     """
 
     name: str
     operations: Mapping[str, type[Call]]
-
-    def simplify(self, problem: Problem, masks: Sequence[Any]) -> tuple[Problem, Sequence[Any]]:
-        """Return a problem and masks that come to the same, and that its kernels do faster."""
+    simplify: Callable[[Problem, Sequence[Any]], Simpler] = _as_given
 
 
 FAMILIES: dict[str, Family] = {}
@@ -49,14 +62,15 @@ def register_family(family: Family) -> None:
     FAMILIES.update({family.name: family, **others})
 
 
-for _family in (sm80.FAMILY, sm90.FAMILY):
-    register_family(_family)
+register_family(Family("sm80", {"forward": sm80.Forward, "backward": sm80.Backward}))
+# These take no boolean masks.
+register_family(Family("sm90", {"forward": sm90.Forward, "backward": sm90.Backward}, _bands_apart))
 
 
 def _choose(problem: Problem, operands: Operands, masks: Sequence[Any]) -> tuple[Call, list[str]]:
     """Return the first family's call that nothing speaks against, and what does against those asked before."""
     notes: list[str] = []
-    reason: str | None = None
+    reason = None
     for name, family in FAMILIES.items():
         if problem.kernel not in (None, name):
             notes.append(f"not the {name} kernel: kernel is {problem.kernel!r}")

@@ -39,8 +39,6 @@ class Kernel:
         Fields of that argument that take addresses, and which.
     shared_bytes : int, optional
         Dynamic shared memory of a block.
-    runs : iterable of (str, str, array of uint64), optional
-        Field of the argument, an address, and what is added to it for this and the following words.
     maps : mapping of str to callable, optional
         Further arguments: an address, and a function of it that describes the array there.
     arch : str, optional
@@ -61,7 +59,6 @@ class Kernel:
         slots: Mapping[str, str | Sequence[str]],
         *,
         shared_bytes: int = 0,
-        runs: Iterable[tuple[str, str, np.ndarray]] = (),
         maps: Mapping[str, Callable[[int], Any]] = MappingProxyType({}),
         arch: str | None = None,
     ) -> None:
@@ -77,7 +74,6 @@ class Kernel:
             for slot, taken in slots.items()
             for word, name in enumerate([taken] if isinstance(taken, str) else taken, first[slot])
         ]
-        self._runs = [(first[slot], names[name], steps) for slot, name, steps in runs]
         self._maps = [(names[name], describe) for name, describe in maps.items()]
         self._idle: list[Piece] = []  # arguments that no launch is being made of
         self.dtype = dtype
@@ -119,8 +115,6 @@ class Kernel:
         words, halves, _ = piece
         for word, index in self._slots:
             words[word] = addresses[index]
-        for first, index, steps in self._runs:
-            np.add(steps, np.uint64(addresses[index]), out=np.frombuffer(words, np.uint64, len(steps), _WORD * first))
         for half, value in changes:
             halves[half] = value
         maps = [describe(addresses[index]) for index, describe in self._maps]

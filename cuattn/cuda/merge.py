@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -37,65 +37,57 @@ def merge_sequence(device: int, count: int, shape: tuple[int, ...], dtype: np.dt
         Its results are o, in the parts' dtype and rounded once, l and m.
     """
 
-    def arrays(names: Sequence[str], o_dtype: np.dtype) -> dict[str, Array]:
-        o, *rest = names
-        return {o: Array(shape, o_dtype)} | {name: Array(shape[:-1], stat) for name in rest}
+    def arrays(part: str, o_dtype: np.dtype) -> dict[str, Array]:
+        return {f"o{part}": Array(shape, o_dtype)} | {f"{name}{part}": Array(shape[:-1], stat) for name in "lm"}
 
-    parts = [tuple(f"{name} {part}" for name in "olm") for part in range(count)]
-    inputs, scratch = [name for part in parts for name in part], {}
+    parts = [f" {part}" for part in range(count)]
+    inputs, scratch = [f"{name}{part}" for part in parts for name in "olm"], {}
     launches, own = [], dtype  # each level leaves one part where there were MAX_PARTS
     while len(parts) > MAX_PARTS:
         groups = [parts[first : first + MAX_PARTS] for first in range(0, len(parts), MAX_PARTS)]
-        parts = [tuple(f"{name} of {len(groups)}: {group}" for name in "olm") for group in range(len(groups))]
+        parts = [f" {group} of {len(groups)}" for group in range(len(groups))]
         launches += [(group, out, (own, stat, stat)) for group, out in zip(groups, parts, strict=True)]
         for part in parts:
             scratch |= arrays(part, stat)
         own = stat
-    sequence = LaunchSequence(device, inputs, arrays("olm", dtype), scratch)
-    for group, out, dtypes in [*launches, (parts, "olm", (own, dtype, stat))]:
-        _add(sequence, len(group), shape, dtypes, out, zip("olm", zip(*group, strict=True), strict=True))
+    sequence = LaunchSequence(device, inputs, arrays("", dtype), scratch)
+    for group, out, dtypes in [*launches, (parts, "", (own, dtype, stat))]:
+        slots = {name: [f"{name}{part}" for part in group] for name in "olm"}
+        slots |= {f"{name}_out": [f"{name}{out}"] for name in "olm"}
+        add(sequence, len(group), shape, dtypes, slots)
     return sequence
 
 
-def add(sequence: LaunchSequence, count: int, stacked: Sequence[str], dtype: np.dtype) -> None:
-    """Append the launch that combines parts into a forward's results.
+def add(
+    sequence: LaunchSequence,
+    count: int,
+    shape: tuple[int, ...],
+    dtypes: tuple[np.dtype, np.dtype, np.dtype],
+    slots: Mapping[str, Sequence[str]],
+    stacked: bool = False,
+) -> None:
+    """Append the launch that combines parts.
 
     Parameters
     ----------
     sequence : LaunchSequence
     count : int
         Number of parts.
-    stacked : sequence of str
-        Names of three arrays that hold the o, l and m of all parts, one part after another.
-    dtype : dtype
-        Of these arrays.
+    shape : tuple of int
+        Of o.
+    dtypes : tuple of dtype
+        Of the parts' o, of the merged o, and of l and m.
+    slots : mapping of str to (sequence of) str
+        The names of the arrays: "o", "l", "m" of the parts, and "o_out", "l_out", "m_out".
+    stacked : bool, optional
+        Whether "o", "l", "m" are each one array that holds all parts.
     """
-    o = sequence.results["o"]
-    out = [name if name in sequence.results else "" for name in "olm"]
-    sizes = (o.size, *2 * [math.prod(o.shape[:-1])])
-    steps = [np.arange(count, dtype=np.uint64) * np.uint64(size * dtype.itemsize) for size in sizes]
-    runs = zip("olm", stacked, steps, strict=True)
-    _add(sequence, count, o.shape, (dtype, o.dtype, dtype), out, runs=runs)
-
-
-def _add(
-    sequence: LaunchSequence,
-    count: int,
-    shape: tuple[int, ...],
-    dtypes: tuple[np.dtype, np.dtype, np.dtype],
-    out: Sequence[str],
-    parts: Iterable[tuple[str, Sequence[str]]] = (),
-    runs: Iterable[tuple[str, str, np.ndarray]] = (),
-) -> None:
-    """Append a launch; `dtypes` are those of the parts' o, of the merged o, and of l and m."""
     rows, columns = math.prod(shape[:-1]), shape[-1]
     if rows == 0:
         return
     row_warps = _WARPS if rows < _FEW_ROWS and count >= _WARPS else 1
     part, merged, acc = (row_of(dtype).cuda for dtype in dtypes)
-    constants = {"acc": acc, "part": part, "out": merged, "row_warps": row_warps}
-    slots = {**dict(parts), **dict(zip(("o_out", "l_out", "m_out"), out, strict=True))}
+    constants = {"acc": acc, "part": part, "out": merged, "row_warps": row_warps, "stacked": stacked}
     values = {"rows": rows, "head_dim_v": columns, "parts": count}
     grid = (cdiv(rows * row_warps, _WARPS), max(cdiv(columns, 32), 1) if row_warps > 1 else 1)
-    launched = "util/merge.cu", "attention_merge", constants, grid, 32 * _WARPS
-    sequence.add(*launched, MERGE_PARAMS, values, slots, runs=runs)
+    sequence.add("util/merge.cu", "attention_merge", constants, grid, 32 * _WARPS, MERGE_PARAMS, values, slots)

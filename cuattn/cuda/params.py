@@ -68,6 +68,15 @@ MASK_PARAMS = np.dtype(
     align=True,
 )
 
+SUM_PARAMS = np.dtype(
+    [
+        *_all(np.uint64, "in out"),
+        *_all(np.int64, "inner results"),
+        *_all(np.int32, "size keep", BATCH_AXES + 1),
+    ],
+    align=True,
+)
+
 MERGE_PARAMS = np.dtype(
     [
         *_all(np.uint64, "o l m", MAX_PARTS),

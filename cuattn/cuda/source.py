@@ -15,8 +15,6 @@ import re
 from collections.abc import Iterable, Mapping
 from importlib import resources
 
-__all__ = ["build", "flatten", "flatten_text", "kernel_root", "prologue"]
-
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')
 _HEADERS = {"__half": "cuda_fp16.h", "__nv_bfloat16": "cuda_bf16.h"}
 

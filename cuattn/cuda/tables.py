@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.cuda.arguments import Array, Axes, align_up, band_fields, changes
+from cuattn.cuda.arguments import Array, Axes, align_up, band_fields, changes, collapse
 from cuattn.cuda.device import zero
 from cuattn.cuda.launch import Kernel
 from cuattn.cuda.params import BATCH_AXES, MASK_PARAMS
@@ -272,12 +272,9 @@ def _aligned(source: Source, rank: int = 0) -> Source:
 
 def _source_fields(masks: CallMasks) -> dict[str, Any]:
     """Return the fields of ``MaskParams`` that describe the masks as they were given."""
-    axes = [axis for axis, size in enumerate(masks.leading) if size != 1]
-    unused = BATCH_AXES + 1 - len(axes)
-    if unused < 0:
-        raise UnsupportedError(f"mask has {len(axes)} leading axes; expected at most {BATCH_AXES + 1} on a GPU")
-    fields: dict[str, Any] = {"size": [1] * unused + [masks.leading[axis] for axis in axes]}
+    axes = collapse(masks.leading, [source.strides for source in masks.sources], BATCH_AXES + 1, "mask")
+    fields: dict[str, Any] = {"size": axes.size}
     for name, source in zip(masks.prefixes, masks.sources, strict=True):
-        fields[f"{name}.stride"] = [0] * unused + [source.strides[axis] for axis in axes]
+        fields[f"{name}.stride"] = axes.pick(source.strides)
         fields |= {f"{name}.{field}": getattr(source, field) for field in ("row", "col", "block_m", "block_n")}
     return fields

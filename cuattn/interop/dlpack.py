@@ -72,9 +72,9 @@ class DLPack(ArrayOrigin):
     def take(cls, name, value):
         """Return a NumPy or CuPy array over the memory of `value`, and its origin."""
         library = type(value).__module__.partition(".")[0]
-        module = value.__array_namespace__() if hasattr(value, "__array_namespace__") else sys.modules.get(library)
-        handle = module if hasattr(module, "from_dlpack") else None
         try:
+            module = value.__array_namespace__() if hasattr(value, "__array_namespace__") else sys.modules.get(library)
+            handle = module if hasattr(module, "from_dlpack") else None
             device_type, _ = value.__dlpack_device__()
             if device_type in (_CPU, _CUDA_HOST):
                 return _host_view(value), cls.at(None, handle, library)

@@ -84,7 +84,18 @@ class Outputs:
         allocate = origin.allocator([array for name, array in made.items() if name not in self.direct])
         if not self.direct:
             return allocate
-        return _Given(allocate, [self.direct.get(name) for name in made], list(self.given.values()))
+        given, own = [self.direct.get(name) for name in made], list(self.given.values())
+
+        def allocate_rest(scratch_bytes: int, together: bool, held: Sequence[Any]) -> tuple[list[Any], list[int], Any]:
+            fresh, (*addresses, scratch), keep = allocate(scratch_bytes, together, held)
+            if together and not fresh:
+                hold(own[0], (keep, held))
+            rest = zip(fresh, addresses, strict=True)
+            pairs = [next(rest) if array is None else (array, array.data.ptr) for array in given]
+            results, places = zip(*pairs, strict=True)
+            return list(results), [*places, scratch], keep
+
+        return allocate_rest
 
     def fill(self, results: dict[str, Any]) -> list[Any]:
         """Return the results, the given arrays among them, which are filled here where no backend could."""
@@ -93,23 +104,6 @@ class Outputs:
                 self.given[label][...] = results[name]
             results[name] = self.given[label]
         return list(results.values())
-
-
-class _Given:
-    """Allocates results of which some are given."""
-
-    def __init__(self, allocate: Any, given: list[Any], own: list[Any]) -> None:
-        self._allocate, self._given, self._own = allocate, given, own
-
-    def __call__(self, scratch_bytes: int, together: bool, held: Sequence[Any]) -> tuple[list[Any], list[int], Any]:
-        """Return results, addresses and what keeps scratch memory alive."""
-        fresh, places, keep = self._allocate(scratch_bytes, together, held)
-        if together and not fresh:
-            hold(self._own[0], (keep, held))
-        *addresses, scratch = places
-        free, at = iter(fresh), iter(addresses)
-        results = [next(free) if array is None else array for array in self._given]
-        return results, [*(next(at) if a is None else a.data.ptr for a in self._given), scratch], keep
 
 
 def _check_memory(label: str, view: Any, taken: dict[str, Any]) -> None:
@@ -127,16 +121,13 @@ def _address(array: Any) -> int:
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
 
-def _as_memory(array: Any) -> np.ndarray:
-    """Return an array's elements as NumPy sees memory, which is never read: it may lie on a GPU."""
-    return np.asarray(Memory(_address(array), tuple(array.shape), tuple(array.strides), f"|V{array.dtype.itemsize}"))
-
-
-def _overlap(a: Any, b: Any) -> bool:
+def _overlap(*arrays: Any) -> bool:
     """Whether two arrays share an element's memory; also true where that is hard to tell."""
-    if not a.size or not b.size:
+    if not all(array.size for array in arrays):
         return False
+    # As NumPy sees memory, which is never read: it may lie on a GPU.
+    seen = [Memory(_address(a), tuple(a.shape), tuple(a.strides), f"|V{a.dtype.itemsize}") for a in arrays]
     try:
-        return np.shares_memory(_as_memory(a), _as_memory(b), max_work=10_000)
+        return np.shares_memory(*map(np.asarray, seen), max_work=10_000)
     except np.exceptions.TooHardError:
         return True

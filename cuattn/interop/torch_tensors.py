@@ -52,7 +52,7 @@ class Torch(ArrayOrigin):
     def signature(values):
         """Return layouts and addresses of tensors, see :func:`cuattn.interop.signature`."""
         torch, forward_ad, plain = _parts()
-        if getattr(forward_ad, "_current_level", 0) >= 0:
+        if _in_dual_level(forward_ad):
             return None
         layouts, addresses = [], []
         try:
@@ -150,10 +150,11 @@ def _dtypes(torch):
 
 def _refuse_differentiated(torch, name, value):
     """Raise for a tensor whose gradient or tangent would be lost."""
+    forward_ad = torch.autograd.forward_ad
     if value.requires_grad and torch.is_grad_enabled():
         problem = f"{name} requires grad while grad mode is on"
         detach = f"pass {name}.detach(), call under torch.no_grad()"
-    elif _is_dual(torch.autograd.forward_ad, value):
+    elif _in_dual_level(forward_ad) and forward_ad.unpack_dual(value).tangent is not None:
         problem = f"{name} carries a forward-mode tangent"
         detach = f"pass its primal (torch.autograd.forward_ad.unpack_dual({name}).primal)"
     else:
@@ -164,9 +165,9 @@ def _refuse_differentiated(torch, name, value):
     )
 
 
-def _is_dual(forward_ad, value):
-    """Return whether a tensor carries a tangent; outside every dual level, the usual case, without unpacking it."""
-    return getattr(forward_ad, "_current_level", 0) >= 0 and forward_ad.unpack_dual(value).tangent is not None
+def _in_dual_level(forward_ad):
+    """Return whether tensors may carry tangents."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def _unreadable(torch, name, value):

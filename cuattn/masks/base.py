@@ -14,7 +14,6 @@ asks what kind a mask is.  The CPU walks a mask by tiles of its own size::
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -24,7 +23,7 @@ from cuattn.io_model.sizes import cdiv
 from cuattn.masks import checks, draw
 from cuattn.masks.cuda_half import CudaHalf, Source
 from cuattn.masks.immutable import Immutable
-from cuattn.masks.intervals import FULL, SKIP
+from cuattn.masks.intervals import SKIP
 from cuattn.masks.runs import Runs, as_runs
 
 Self = TypeVar("Self", bound="Mask")
@@ -44,8 +43,8 @@ _STRIP = 64  # row tiles that are classified at once
 class Mask(Immutable):
     """What every mask can tell.
 
-    A new kind of mask needs `kind`, `leading`, `n_queries`, `n_keys` and `hidden`, and calls `_settle` when it is
-    built; everything else follows from these, if slowly, but for `_restrict`.
+    A new kind of mask needs `kind`, `leading`, `n_queries`, `n_keys`, `hidden` and `states`, and calls `_settle` when
+    it is built; `_restrict` where parts of it are taken; everything else follows from these, if slowly.
     """
 
     kind: ClassVar[str]
@@ -112,14 +111,11 @@ class Mask(Immutable):
         MaskError
             It is not a mask of such a matrix.
         """
-        lengths = tuple(
-            own if given is None else checks.integer(name, given)
-            for name, own, given in (("n_queries", self.n_queries, n_queries), ("n_keys", self.n_keys, n_keys))
-        )
-        if not self.fits(*lengths):
-            n_queries, n_keys = lengths
+        n_queries = self.n_queries if n_queries is None else checks.integer("n_queries", n_queries)
+        n_keys = self.n_keys if n_keys is None else checks.integer("n_keys", n_keys)
+        if not self.fits(n_queries, n_keys):
             raise MaskError(f"n_queries = {n_queries}, n_keys = {n_keys}: expected lengths that fit {self!r}")
-        return self if lengths == (self.n_queries, self.n_keys) else self._bound(*lengths)
+        return self if (n_queries, n_keys) == (self.n_queries, self.n_keys) else self._bound(n_queries, n_keys)
 
     def _bound(self: Self, n_queries: int, n_keys: int) -> Self:
         raise NotImplementedError(f"{type(self).__name__}.fits accepts lengths that are not the mask's own")
@@ -138,18 +134,9 @@ class Mask(Immutable):
 
     # For backends: what one instance hides, by tiles.
 
+    @abstractmethod
     def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
         """Return the states of row tiles start to stop, int8 (stop - start, Tc), as in `tile_states`."""
-        states = np.empty((stop - start, cdiv(self.n_keys, block_n)), np.int8)
-        for row, tile in np.ndindex(states.shape):
-            hidden = self.hidden(instance, *self._tile(block_m, block_n, start + row, tile))
-            states[row, tile] = FULL - int(hidden.any()) - int(hidden.all())
-        return states
-
-    def _tile(self, block_m: int, block_n: int, row_tile: int, key_tile: int) -> tuple[slice, slice]:
-        """Return the rows and keys of a tile that exist."""
-        rows, keys = row_tile * block_m, key_tile * block_n
-        return slice(rows, min(rows + block_m, self.n_queries)), slice(keys, min(keys + block_n, self.n_keys))
 
     def patterns(
         self, instance: Instance, block_m: int, block_n: int, row_tiles: np.ndarray, key_tiles: np.ndarray
@@ -171,8 +158,9 @@ class Mask(Immutable):
             From :func:`cuattn.masks.intervals.bit_lines`, whose dtype the bits get; rows that do not exist may be
             among them.
         """
-        rows, keys = self._tile(block_m, block_n, row_tile, key_tile)
-        hidden, there = self.hidden(instance, rows, keys), rows.stop - rows.start
+        rows, keys = row_tile * block_m, key_tile * block_n
+        there = min(block_m, self.n_queries - rows)
+        hidden = self.hidden(instance, slice(rows, rows + there), slice(keys, min(keys + block_n, self.n_keys)))
         shown = np.empty((len(hidden), block_m), ramp.dtype)
         np.subtract(hidden, 1, out=shown[:, :there], dtype=ramp.dtype, casting="unsafe")
         shown[:, there:] = ramp[-1, 0]
@@ -186,8 +174,7 @@ class Mask(Immutable):
         """Return the mask of what both show: of another mask, or of a boolean array."""
         from cuattn.masks.combine import both
 
-        is_array = hasattr(other, "dtype") and hasattr(other, "shape")
-        return both(self, other) if is_array or isinstance(other, Mask) else NotImplemented
+        return both(self, other) if isinstance(other, Mask) or hasattr(other, "dtype") else NotImplemented
 
     __rand__ = __and__
 
@@ -214,9 +201,8 @@ class Mask(Immutable):
                [0, 0, 1, 1]])
         """
         mask = self.bind(n_queries, n_keys)
-        shape = mask.n_queries, mask.n_keys
-        with mask._scope() as xp:
-            return mask._stack(lambda instance: ~mask.hidden(instance, *map(slice, shape)).T, shape, bool, xp)
+        rows, keys = slice(0, mask.n_queries), slice(0, mask.n_keys)
+        return mask._stack(lambda instance: ~mask.hidden(instance, rows, keys).T, (rows.stop, keys.stop), bool)
 
     def tile_states(self, block_m: int, block_n: int, n_queries: int | None = None, n_keys: int | None = None) -> Any:
         """Classify the tiles of the matrix.
@@ -247,8 +233,7 @@ class Mask(Immutable):
                [2, 1]], dtype=int8)
         """
         mask, tile, shape = self._tiles(block_m, block_n, n_queries, n_keys)
-        with mask._scope() as xp:
-            return mask._stack(lambda instance: mask.states(instance, *tile, 0, shape[0]), shape, np.int8, xp)
+        return mask._stack(lambda instance: mask.states(instance, *tile, 0, shape[0]), shape, np.int8)
 
     def block_sparsity(
         self, block_m: int = 128, block_n: int = 128, n_queries: int | None = None, n_keys: int | None = None
@@ -290,11 +275,12 @@ class Mask(Immutable):
         mask = self.bind(n_queries, n_keys)
         return mask, (block_m, block_n), (cdiv(mask.n_queries, block_m), cdiv(mask.n_keys, block_n))
 
-    def _stack(self, of: Callable[[Instance], Any], shape: tuple[int, ...], dtype: Any, xp: ModuleType) -> Any:
+    def _stack(self, of: Callable[[Instance], Any], shape: tuple[int, ...], dtype: Any) -> Any:
         """Join what a function returns of each instance along the leading axes."""
-        joined = xp.empty((*self.leading, *shape), dtype)
-        for instance in np.ndindex(*self.leading):
-            joined[instance] = of(instance)
+        with self._scope() as xp:
+            joined = xp.empty((*self.leading, *shape), dtype)
+            for instance in np.ndindex(*self.leading):
+                joined[instance] = of(instance)
         return joined
 
     def plot(self, ax: Any = None) -> Any:

@@ -27,19 +27,13 @@ class CellMask(Mask):
     block_n: int
     borrowed: bool
     """Whether the array is a caller's, who may change it after a call: nothing made of it may be kept."""
-    _lengths: tuple[int | None, int | None]  # of queries and keys; None: not known
+    _lengths: tuple[int, int] | None  # of queries and keys; None: not known
     _stretches: ClassVar[bool] = False  # whether a single cell stands for any length
 
     def _settle(self, array: Any, **fields: Any) -> None:
         *leading, rows, columns = array.shape
-        n_queries, n_keys = fields["_lengths"]
-        super()._settle(
-            array,
-            leading=tuple(leading),
-            n_queries=rows * fields["block_m"] if n_queries is None else n_queries,  # while not known, of whole cells
-            n_keys=columns * fields["block_n"] if n_keys is None else n_keys,
-            **fields,
-        )
+        n_queries, n_keys = fields["_lengths"] or (rows * fields["block_m"], columns * fields["block_n"])  # whole cells
+        super()._settle(array, leading=tuple(leading), n_queries=n_queries, n_keys=n_keys, **fields)
 
     @property
     def block(self) -> tuple[int, int]:
@@ -51,18 +45,18 @@ class CellMask(Mask):
 
     def fits(self, n_queries: int, n_keys: int) -> bool:
         """Return whether this is a mask of an (n_queries, n_keys) matrix."""
+        if self._lengths:
+            return super().fits(n_queries, n_keys)
         return all(
-            length == known if known is not None else cells == cdiv(length, size) or (self._stretches and cells == 1)
-            for length, known, cells, size in zip(
-                (n_queries, n_keys), self._lengths, self._array.shape[-2:], self.block, strict=True
-            )
+            cells == cdiv(length, size) or (self._stretches and cells == 1)
+            for length, cells, size in zip((n_queries, n_keys), self._array.shape[-2:], self.block, strict=True)
         )
 
     def hidden(self, instance: Instance, rows: slice, keys: slice) -> Any:
         matrix = self._array[instance]
         xp = namespace(matrix)
         rows, keys = (
-            slice(None) if cells == 1 else part if size == 1 else xp.arange(part.start or 0, part.stop) // size
+            slice(None) if cells == 1 else part if size == 1 else xp.arange(part.start, part.stop) // size
             for part, cells, size in zip((rows, keys), matrix.shape, self.block, strict=True)
         )  # a single cell holds all there is
         return ~matrix[rows][:, keys].T
@@ -77,7 +71,7 @@ class CellMask(Mask):
             part = matrix[top[t] : bottom[t]]
             seen[0, t - start], seen[1, t - start] = part.any(axis=0), part.all(axis=0)
         before = xp.zeros((2, stop - start, columns + 1), xp.int32)
-        before[..., 1:] = seen.cumsum(axis=-1)
+        before[..., 1:] = seen.cumsum(axis=-1, dtype=xp.int32)
         some, every = before[..., right] - before[..., left]
         return (some > 0).astype(xp.int8) + (every == right - left)
 
@@ -165,7 +159,7 @@ class BlockMask(CellMask):
     def __init__(self, blocks: Any, block_m: int, block_n: int) -> None:
         blocks = checks.booleans("blocks", blocks)
         block_m, block_n = checks.tile(block_m, block_n)
-        self._settle(copy(blocks), block_m=block_m, block_n=block_n, borrowed=False, _lengths=(None, None))
+        self._settle(copy(blocks), block_m=block_m, block_n=block_n, borrowed=False, _lengths=None)
 
     @property
     def blocks(self) -> Any:
@@ -213,12 +207,12 @@ class BooleanMask(CellMask):
 
     def __init__(self, array: Any) -> None:
         array = copy(checks.booleans("array", array))
-        self._settle(array, block_m=1, block_n=1, borrowed=False, _lengths=(None, None))
+        self._settle(array, block_m=1, block_n=1, borrowed=False, _lengths=None)
 
     @classmethod
     def borrow(cls, array: Any) -> "BooleanMask":
         """Return a mask for one call around a caller's NumPy or CuPy array, bool with two axes or more: no copy."""
-        return cls._wrap(array.view(), 1, 1, True, (None, None), _ready=None)
+        return cls._wrap(array.view(), 1, 1, True, None, _ready=None)
 
     @property
     def array(self) -> Any:

@@ -12,17 +12,16 @@ from cuattn.masks.device import adopt, is_device_array
 INT32_MAX = 2**31 - 1
 
 
-def integer(name: str, value: Any, minimum: int = 0, maximum: int | None = INT32_MAX) -> int:
-    """Return `value` as an int in [minimum, maximum]; None leaves it open above."""
+def integer(name: str, value: Any, minimum: int = 0, maximum: float = INT32_MAX) -> int:
+    """Return `value` as an int in [minimum, maximum]."""
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
         number = operator.index(value)
     except TypeError:
         raise DtypeError(f"{name} = {shown(value)}: expected an integer, got {type(value).__name__}") from None
-    if number < minimum or (maximum is not None and number > maximum):
-        bound = f">= {minimum}" if maximum is None else f"in [{minimum}, {maximum}]"
-        raise MaskError(f"{name} = {shown(number)}: expected an integer {bound}")
+    if not minimum <= number <= maximum:
+        raise MaskError(f"{name} = {shown(number)}: expected an integer in [{minimum}, {maximum}]")
     return number
 
 
@@ -66,25 +65,27 @@ def in_range(name: str, array: np.ndarray, minimum: int, maximum: int) -> None:
         raise MaskError(f"{name}{place} = {array[tuple(place)]}: expected a value in [{minimum}, {maximum}]")
 
 
-def lengths(name: str, value: Any) -> np.ndarray:
-    """Return a list of lengths as int64, (n,): integers >= 0 whose sum is an int32."""
+def numbers(name: str, value: Any, *pair: int) -> np.ndarray:
+    """Return a list of integers in [0, 2**31) or, where `pair` is 2, of pairs of them, as int64."""
     array = integers(name, value, host_array)
-    if array.ndim != 1:
-        raise MaskError(f"{name} has shape {array.shape}: expected a list of lengths")
+    if array.shape == (0,):
+        array = array.reshape(0, *pair)
+    if array.ndim == 0 or array.shape[1:] != pair:
+        raise MaskError(f"{name} has shape {array.shape}: expected a list of {'pairs' if pair else 'lengths'}")
     in_range(name, array, 0, INT32_MAX)
-    integer(f"sum({name})", array.sum(dtype=np.int64))
     return array.astype(np.int64)
+
+
+def lengths(name: str, value: Any) -> np.ndarray:
+    """Return a list of lengths, whose sum is an int32, as int64, (n,)."""
+    array = numbers(name, value)
+    integer(f"sum({name})", array.sum())
+    return array
 
 
 def pairs(name: str, value: Any) -> np.ndarray:
     """Return a list of pairs of integers >= 0 as int64, (n, 2)."""
-    array = integers(name, value, host_array)
-    if array.size == 0:
-        array = array.reshape(0, 2)
-    if array.ndim != 2 or array.shape[1] != 2:
-        raise MaskError(f"{name} has shape {array.shape}: expected a list of pairs")
-    in_range(name, array, 0, INT32_MAX)
-    return array.astype(np.int64)
+    return numbers(name, value, 2)
 
 
 def booleans(name: str, value: Any) -> Any:

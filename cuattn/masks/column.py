@@ -44,7 +44,7 @@ class ColumnMask(IntervalMask):
     ------
     MaskError
         A bound on the host lies outside [0, n_queries], or the shapes do not fit.  Bounds on a GPU are never read
-        back: the kernels clamp them.
+        back, but clamped.
     DtypeError
         A vector is not of integers, or the vectors lie in different places.
 
@@ -224,12 +224,14 @@ class ColumnMask(IntervalMask):
         if xp is np:
             checks.in_range("idx", idx, 0, n_queries)
         n_keys, columns = idx.shape[-2:]
-        if columns == 4:
-            return cls._of(n_queries, *xp.moveaxis(idx, -1, 0))
-        last = xp.full(n_keys, n_queries, dtype=xp.int32)
-        upper = xp.clip(xp.arange(n_keys, dtype=xp.int64) - (n_keys - n_queries), 0, n_queries)
-        lower_end, upper_end = (last, idx[..., 1]) if not is_causal else (last if columns == 1 else idx[..., 1], upper)
-        return cls._of(n_queries, idx[..., 0], lower_end, xp.zeros_like(last), upper_end)
+        given, zero = list(xp.moveaxis(idx, -1, 0)), xp.zeros(n_keys, dtype=xp.int32)
+        last = zero + n_queries
+        if is_causal:
+            upper = xp.arange(n_keys, dtype=xp.int64) - (n_keys - n_queries)
+            given = [given[0], last if columns == 1 else given[1], zero, xp.clip(upper, 0, n_queries)]
+        elif columns == 2:
+            given = [given[0], last, zero, given[1]]
+        return cls._of(n_queries, *given)
 
     def to_startend_row_indices(self) -> Any:
         """Return FlashMask's tensor of row indices, to be used without its causal flag.
@@ -249,7 +251,7 @@ class ColumnMask(IntervalMask):
         if len(self.leading) > 2:
             raise MaskError(f"leading axes {self.leading}: expected at most (batch, heads)")
         with self._scope() as xp:
-            bounds = xp.stack(list(self._sane(self._array)), axis=-1)
+            bounds = xp.stack(list(self._array), axis=-1)
             return bounds.reshape(*(1,) * (2 - len(self.leading)), *bounds.shape)
 
     def rows(self) -> "ColumnMask":
@@ -281,6 +283,3 @@ class ColumnMask(IntervalMask):
 
     def _restrict(self, rows: Runs, keys: Runs) -> "ColumnMask":
         return self._of(length_of(rows), *kept_before(taken(self._array, indices(keys), -1), rows))
-
-    def _sane(self, array: Any) -> Any:
-        return array.clip(0, self.n_queries)

@@ -1,6 +1,6 @@
 """Masks that hold together: ``a & b``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, reduce
 from itertools import product
 from operator import or_
@@ -62,7 +62,7 @@ class AllOf(Mask):
     _parameter_names = ("parts",)
 
     def __init__(self, parts: Sequence[Any]) -> None:
-        given = [as_mask(part) for part in checks.sequence("parts", parts)]
+        given = [part if isinstance(part, Mask) else BooleanMask(part) for part in checks.sequence("parts", parts)]
         if not given:
             raise MaskError("parts is empty: expected at least one mask")
         self._settle(None, parts=tuple(part for mask in given for part in mask.parts))
@@ -76,12 +76,9 @@ class AllOf(Mask):
             raise MaskError(f"leading axes {shapes}: expected ones that broadcast") from None
         n_queries, n_keys = _common_lengths(parts)
         # It lies where the first part does that is on a GPU.
-        first = next((part for part in parts if part.on_device), None)
-        array, ready = (None, None) if first is None else (first._array, first._ready)
-        super()._settle(array, **fields, leading=leading, n_queries=n_queries, n_keys=n_keys, _ready=ready)
-
-    def _of_parts(self, of: Callable[[Mask], Mask]) -> "AllOf":
-        return AllOf([of(part) for part in self.parts])
+        first = next((part for part in parts if part.on_device), parts[0])
+        array = first._array if first.on_device else None
+        super()._settle(array, **fields, leading=leading, n_queries=n_queries, n_keys=n_keys, _ready=first._ready)
 
     @cached_property
     def _walk(self) -> tuple[Mask, ...]:
@@ -92,11 +89,11 @@ class AllOf(Mask):
     def to_device(self, device: int | None = None) -> "AllOf":
         """Return this mask with all parts on a GPU, see `ColumnMask.to_device`."""
         device = self.device if device is None else device
-        return self._of_parts(lambda part: part.to_device(device))
+        return AllOf([part.to_device(device) for part in self.parts])
 
     def to_host(self) -> "AllOf":
         """Return this mask with all parts on the host; from a GPU this copies and waits."""
-        return self._of_parts(lambda part: part.to_host())
+        return AllOf([part.to_host() for part in self.parts])
 
     def __repr__(self) -> str:
         return f"<AllOf ({' & '.join(map(repr, self.parts))})>"
@@ -106,7 +103,7 @@ class AllOf(Mask):
         return all(part.fits(n_queries, n_keys) for part in self.parts)
 
     def _bound(self, n_queries: int, n_keys: int) -> "AllOf":
-        return self._of_parts(lambda part: part.bind(n_queries, n_keys))
+        return AllOf([part.bind(n_queries, n_keys) for part in self.parts])
 
     def hidden(self, instance: Instance, rows: slice, keys: slice) -> Any:
         return reduce(or_, (part.hidden(part.instance(instance), rows, keys) for part in self._walk))
@@ -116,12 +113,7 @@ class AllOf(Mask):
         return reduce(namespace(found[0]).minimum, found)
 
     def _restrict(self, rows: Runs, keys: Runs) -> "AllOf":
-        return self._of_parts(lambda part: part.bind(self.n_queries, self.n_keys).restrict(rows, keys))
-
-
-def as_mask(value: Any) -> Mask:
-    """Return a mask as it is, and a boolean array as a `BooleanMask` of a copy."""
-    return value if isinstance(value, Mask) else BooleanMask(value)
+        return AllOf([part.bind(self.n_queries, self.n_keys).restrict(rows, keys) for part in self.parts])
 
 
 def both(a: Any, b: Any) -> Mask:
@@ -163,12 +155,11 @@ def _as_columns(mask: Mask, n_queries: int, n_keys: int) -> Mask:
 def _joined(a: Mask, b: Mask) -> Mask | None:
     """Return one mask on the host that says what two of the same kind do, or None."""
     if isinstance(a, ColumnMask) and isinstance(b, ColumnMask):
-        bounds = np.stack(np.broadcast_arrays(*a._array, *b._array))
-        vectors = convert.union(bounds, a.n_queries)
-        return vectors and ColumnMask._of(a.n_queries, *vectors)
+        found = convert.runs(np.stack(np.broadcast_arrays(*a._array, *b._array)), a.n_queries)
+        two = (found[0] <= 2).all()
+        return ColumnMask._of(a.n_queries, *convert.assign(*found, a.n_queries)) if two else None
     if isinstance(a, CellMask) and isinstance(b, CellMask) and a.kind == b.kind and a.block == b.block:
-        lengths = tuple(theirs if ours is None else ours for ours, theirs in zip(a._lengths, b._lengths, strict=True))
-        return a._wrap(a._array & b._array, a.block_m, a.block_n, False, lengths)
+        return a._wrap(a._array & b._array, *a.block, False, a._lengths or b._lengths)
     return None
 
 

@@ -143,7 +143,7 @@ def sliding_window(n: int, window: int) -> ColumnMask:
            [0, 0, 1, 1]])
     """
     n = checks.integer("n", n)
-    return band(n, n, checks.integer("window", window, maximum=None) - 1, 0)
+    return band(n, n, checks.integer("window", window, maximum=np.inf) - 1, 0)
 
 
 def global_sliding_window(n: int, window: int, n_global: int) -> ColumnMask:
@@ -175,8 +175,8 @@ def global_sliding_window(n: int, window: int, n_global: int) -> ColumnMask:
            [1, 0, 0, 1, 1]])
     """
     n = checks.integer("n", n)
-    window = min(checks.integer("window", window, maximum=None), n)
-    n_global = min(checks.integer("n_global", n_global, maximum=None), n)
+    window = min(checks.integer("window", window, maximum=np.inf), n)
+    n_global = min(checks.integer("n_global", n_global, maximum=np.inf), n)
     j = np.arange(n)
     lower_start = np.where(j < n_global, n, np.clip(j + window + 1, n_global, n))
     return ColumnMask._of(n, lower_start, n, n_global, np.maximum(j - window, n_global))
@@ -312,7 +312,7 @@ def random_eviction(n: int, start: int, rng: Any = None) -> ColumnMask:
     array([1, 2, 3, 3, 3, 3])
     """
     n = checks.integer("n", n)
-    start = checks.integer("start", start, maximum=None)
+    start = checks.integer("start", start, maximum=np.inf)
     try:
         rng = np.random.default_rng(rng)
     except (TypeError, ValueError) as error:

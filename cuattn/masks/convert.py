@@ -1,14 +1,12 @@
 """Between column intervals and other forms: dense masks, bands, FlashMask's index tensors, the transposed problem."""
 
 import math
-from itertools import combinations, product
 from typing import Any
 
 import numpy as np
 
 from cuattn.errors import MaskError
 from cuattn.masks.device import namespace
-from cuattn.masks.intervals import normalise
 from cuattn.masks.runs import rows_of_band
 
 Pair = tuple[Any, Any]
@@ -23,7 +21,9 @@ def from_dense(visible: Any) -> Any:
     n_queries, n_keys = visible.shape[-2:]
     if visible.size == 0:
         return xp.zeros((4, *visible.shape[:-2], n_keys), dtype=xp.int32)
-    edges = xp.diff((~visible).astype(xp.int8), prepend=0, append=0, axis=-2)
+    hidden, edges = ~visible, xp.zeros((*visible.shape[:-2], n_queries + 1, n_keys), xp.int8)
+    edges[..., :-1, :] += hidden
+    edges[..., 1:, :] -= hidden
     begins, ends = edges > 0, edges < 0  # of runs of hidden rows: the first, and the one behind the last
     count = begins.sum(axis=-2)
     _refuse_first(count, "column")
@@ -78,25 +78,16 @@ def runs(bounds: np.ndarray, n_queries: int) -> tuple[np.ndarray, Pair, Pair]:
     n_queries : int
         Rows.
     """
-    starts, ends = (side.astype(np.int64) for side in normalise(bounds, n_queries))
-    ordered = (starts << 32) + ends
-    for i, j in combinations(range(len(ordered)), 2):  # quicker than a sort of few
-        ordered[i], ordered[j] = np.minimum(ordered[i], ordered[j]), np.maximum(ordered[i], ordered[j])
-    starts, ends = ordered >> 32, ordered & (2**32 - 1)
-    for k in range(1, len(ends)):
-        np.maximum(ends[k], ends[k - 1], out=ends[k])  # the end of the run so far
-    begins = starts < n_queries  # empty intervals begin at n_queries
+    bounds = np.clip(bounds, 0, n_queries)
+    empty = bounds[::2] >= bounds[1::2]
+    # Starts and ends in order, each for itself: a run begins where all intervals so far have ended.
+    starts, ends = (np.sort(np.where(empty, -1, bounds[side::2]), axis=0) for side in (0, 1))
+    begins = starts >= 0
     begins[1:] &= starts[1:] > ends[:-1]
     count = begins.sum(axis=0)
-    last = np.where(begins, starts, 0).max(axis=0)
-    first_end = np.where(starts < last, ends, 0).max(axis=0)
-    return count, (starts[0], np.where(count > 1, first_end, ends[-1])), (last, ends[-1])
-
-
-def union(bounds: np.ndarray, n_queries: int) -> tuple[Any, Any, Any, Any] | None:
-    """Return lts, lte, uts, ute that hide what intervals (see `runs`) do, or None where a key needs three."""
-    found = runs(bounds, n_queries)
-    return None if (found[0] > 2).any() else assign(*found, n_queries)
+    first, last = np.where(begins, starts, n_queries).min(axis=0), np.where(begins, starts, -1).max(axis=0)
+    first_end = np.where(ends < last, ends, -1).max(axis=0)
+    return count, (first, np.where(count > 1, first_end, ends[-1])), (last, ends[-1])
 
 
 def find_reach(bounds: np.ndarray, n_queries: int) -> tuple[int | None, int | None] | None:
@@ -144,45 +135,29 @@ def find_reach(bounds: np.ndarray, n_queries: int) -> tuple[int | None, int | No
 def transpose(bounds: np.ndarray, n_queries: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return the vectors, (..., n_queries), of the transposed mask; MaskError where a row hides more than two runs.
 
-    O(n_queries + n_keys) for each mask.  Going from key j - 1 to key j, a run of hidden keys begins in
-    the rows that j hides and j - 1 does not, and ends in those of the reverse: at most six row intervals each.  Where
-    no row has more than two, these intervals hold at most 2 n_queries rows together, which are listed.
+    O(n_queries + n_keys) for each mask, up to a sort.  Going along the keys, a row begins or ceases to be hidden where
+    an odd number of the bounds of a key and of the one before, their runs being disjoint, lie at or above it: in at
+    most four intervals of rows.  A row of two runs changes four times, and all changes are listed.
     """
     leading, n_keys = bounds.shape[1:-1], bounds.shape[-1]
     count, first, last = runs(bounds.reshape(4, math.prod(leading), n_keys), n_queries)
     disjoint = np.where([count > 0] * 2 + [count > 1] * 2, [*first, *last], n_queries)
-    padded = np.pad(disjoint, ((0, 0), (0, 0), (1, 1)), constant_values=n_queries)  # beyond the keys nothing is hidden
-    before, after = padded[..., :-1], padded[..., 1:]
-    shape = (*leading, n_queries)
-    count, first_start, last_start = _changes(after, before, shape)
-    _, first_end, last_end = _changes(before, after, shape)
-    return assign(count, (first_start, first_end), (last_start, last_end), n_keys)
-
-
-def _changes(rows_of: np.ndarray, without: np.ndarray, shape: tuple[int, ...]) -> list[np.ndarray]:
-    """Return of each row how many keys have it in `rows_of` but not in `without`, and the first and last of them.
-
-    Both are disjoint intervals start_1, end_1, start_2, end_2, (4, masks, keys); results are of `shape`, whose
-    last axis is the rows.
-    """
-    masks, n_queries = rows_of.shape[1], shape[-1]
-    gaps = ((0, without[0]), (without[1], without[2]), (without[3], n_queries))
-    found = []
-    for (start, stop), (gap_start, gap_stop) in product((rows_of[:2], rows_of[2:]), gaps):
-        start, stop = np.maximum(start, gap_start), np.minimum(stop, gap_stop)
-        mask, key = np.nonzero(start < stop)
-        place = mask * n_queries
-        found.append((start[mask, key] + place, stop[mask, key] + place, key))
-    start, stop, key = map(np.concatenate, zip(*found, strict=True))
-    room = masks * n_queries + 1
-    count = (np.bincount(start, minlength=room) - np.bincount(stop, minlength=room)).cumsum()[:-1]
-    _refuse_first(count.reshape(shape), "row")
+    disjoint = np.pad(disjoint, ((0, 0), (0, 0), (1, 1)), constant_values=n_queries)  # beyond the keys
+    changes = np.sort(np.concatenate([disjoint[..., :-1], disjoint[..., 1:]]), axis=0)
+    changes = changes + np.arange(len(count))[:, None] * n_queries  # rows of all masks
+    some = changes[::2] < changes[1::2]
+    start, stop, key = changes[::2][some], changes[1::2][some], np.nonzero(some)[-1]
+    room = len(count) * n_queries + 1
+    number = (np.bincount(start, minlength=room) - np.bincount(stop, minlength=room)).cumsum()[:-1]
+    count = number.reshape(*leading, n_queries) // 2
+    _refuse_first(count, "row")
     length = stop - start
-    row, key = np.repeat(stop - length.cumsum(), length) + np.arange(length.sum()), np.repeat(key, length)
-    one, total = np.zeros_like(count), np.bincount(row, key, minlength=len(count)).astype(np.int64)
-    one[row] = key  # of two keys of a row any
-    other = np.where(count > 1, total - one, one)
-    return [keys.reshape(shape) for keys in (count, np.minimum(one, other), np.maximum(one, other))]
+    row = np.repeat(stop - length.cumsum(), length) + np.arange(length.sum())
+    listed = np.sort(row * (n_keys + 1) + np.repeat(key, length), kind="stable") % (n_keys + 1)  # of row after row
+    listed = np.append(listed, [0, 0])
+    behind = number.cumsum().reshape(count.shape)
+    before = behind - 2 * count
+    return assign(count, (listed[before], listed[before + 1]), (listed[behind - 2], listed[behind - 1]), n_keys)
 
 
 def _refuse_first(count: Any, line: str) -> None:

@@ -77,14 +77,15 @@ def upload(array: np.ndarray, device: int | None) -> Any:
 def pack(vectors: Sequence[Any], limit: int) -> Any:
     """Copy vectors or, on the host, scalars that broadcast into one new int32 array, (len(vectors), ...).
 
-    Values on a GPU of a wider dtype are clamped to [0, limit]: the cast alone could wrap them into that range.
+    Values on a GPU, which nobody has checked, are clamped to [0, limit].
     """
     array = next(filter(is_device_array, vectors), None)
     xp = np if array is None else namespace(array)
     with there(array):
-        if array is not None:
-            vectors = [v if v.dtype == xp.int32 else xp.clip(v.astype(xp.int64), 0, limit) for v in vectors]
-        return xp.stack(xp.broadcast_arrays(*vectors), dtype=xp.int32, casting="unsafe")
+        packed = xp.empty((len(vectors), *np.broadcast_shapes(*map(np.shape, vectors))), dtype=xp.int32)
+        for k, vector in enumerate(vectors):
+            packed[k] = vector if array is None else xp.clip(vector.astype(xp.int64), 0, limit)
+    return packed
 
 
 def current_stream() -> Any:

@@ -20,7 +20,7 @@ _COLOURS = ("#f2f2f2", "#9ecae1", "#3182bd")  # skipped, partial, full
 def _states(mask: "Mask") -> tuple[np.ndarray, int]:
     """Return the states of the first instance's tiles, few enough to be seen, and the length of a tile's sides."""
     size = max(1, cdiv(max(mask.n_queries, mask.n_keys), _TILES))
-    if 0 in (*mask.leading, mask.n_queries, mask.n_keys):
+    if 0 in mask.leading:
         return np.zeros((0, 0), np.int8), size
     first = (0,) * len(mask.leading)
     return mask.to_host().states(first, size, size, 0, cdiv(mask.n_queries, size)), size

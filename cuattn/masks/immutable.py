@@ -56,11 +56,10 @@ class Immutable(ABC):
 
     __delattr__ = __setattr__
 
-    def __copy__(self: Self) -> Self:
+    def __copy__(self: Self, memo: Any = None) -> Self:
         return self
 
-    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
-        return self
+    __deepcopy__ = __copy__
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.on_device:
@@ -68,7 +67,7 @@ class Immutable(ABC):
         return type(self)._wrap, (self._array, *self._parameters())
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Immutable) or type(self) is not type(other):
+        if not isinstance(other, type(self)):
             return NotImplemented
         if self is other or self.on_device or other.on_device:
             return self is other
@@ -150,11 +149,7 @@ class Immutable(ABC):
         if not self.on_device:
             return self
         with self._scope():
-            return self._wrap(self._sane(self._array.get()), *self._parameters())
-
-    def _sane(self, array: Any) -> Any:
-        """Return an array from a GPU, which nobody has checked, as a host mask may hold it."""
-        return array
+            return self._wrap(self._array.get(), *self._parameters())
 
     def _wait(self) -> None:
         """Make CuPy's current stream wait until the device vectors are written; free when they are."""

@@ -40,7 +40,7 @@ class IntervalMask(Mask):
 
     def hidden(self, instance: Instance, rows: slice, keys: slice) -> Any:
         bounds = self._bounds(instance)[:, keys, None]
-        i = namespace(bounds).arange(rows.start or 0, rows.stop)
+        i = namespace(bounds).arange(rows.start, rows.stop)
         return ((bounds[::2] <= i) & (i < bounds[1::2])).any(axis=0)
 
     def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
@@ -49,19 +49,16 @@ class IntervalMask(Mask):
     def patterns(self, instance, block_m, block_n, row_tiles, key_tiles):
         keys = np.minimum(key_tiles[:, None] * block_n + np.arange(block_n), self.n_keys - 1)
         bounds = self._bounds(instance).take(keys, axis=1) - (row_tiles * block_m).astype(np.int32)[:, None]
-        tiles = np.clip(bounds, 0, block_m, out=bounds).swapaxes(0, 1).reshape(len(keys), -1)
-        return tiles.view((np.void, tiles.itemsize * tiles.shape[1])).ravel().tolist()
+        return [tile.tobytes() for tile in np.clip(bounds, 0, block_m).swapaxes(0, 1)]
 
     def shown(self, instance, block_m, block_n, row_tile, key_tile, ramp):
-        keys = slice(key_tile * block_n, (key_tile + 1) * block_n)
-        bounds = self._bounds(instance)[:, keys] - row_tile * block_m
-        touched = self._table(block_m, block_n)[instance][2:, :, key_tile].T.tolist()
-        result = None
-        for (first, last), start, end in zip(touched, bounds[::2], bounds[1::2], strict=True):
-            if first <= row_tile < last:
-                outside = _outside(start, end, ramp)
-                result = outside if result is None else np.bitwise_and(result, outside, out=result)
-        return ramp[-1:] if result is None else result
+        first, last = self._table(block_m, block_n)[instance][2:, :, key_tile]
+        touching = np.flatnonzero((first <= row_tile) & (row_tile < last))
+        bounds = self._bounds(instance)[:, key_tile * block_n : (key_tile + 1) * block_n] - row_tile * block_m
+        after, before = (ramp.take(bounds[2 * touching + side], 0, mode="clip") for side in (1, 0))
+        np.invert(after, out=after)
+        after |= before
+        return np.bitwise_and.reduce(after, axis=0) if len(after) != 1 else after[0]
 
 
 def join(masks: Sequence[Mask]) -> tuple[Mask, ...]:
@@ -74,15 +71,3 @@ def join(masks: Sequence[Mask]) -> tuple[Mask, ...]:
         return tuple(masks)
     bounds = np.stack(np.broadcast_arrays(*(bound for mask in ours for bound in mask._array)))
     return (IntervalMask._wrap(bounds, ours[0].n_queries), *(mask for mask in masks if mask not in ours))
-
-
-def _outside(start: np.ndarray, end: np.ndarray, ramp: np.ndarray) -> np.ndarray:
-    """Return, as bits, row < start or row >= end for each key and row; a side that no key needs is not looked up."""
-    rows = len(ramp) - 1
-    if end.min() >= rows:
-        return ramp.take(start, 0, mode="clip")
-    after = ramp.take(end, 0, mode="clip")
-    np.invert(after, out=after)
-    if start.max() > 0:
-        after |= ramp.take(start, 0, mode="clip")
-    return after

@@ -24,35 +24,6 @@ FULL, PARTIAL, SKIP = 2, 1, 0
 """Tile states: everything visible, elements must be tested, nothing visible."""
 
 
-def normalise(bounds: Any, n_queries: int) -> tuple[Any, Any]:
-    """Clamp intervals to the rows that exist and give every empty one the same, neutral bounds.
-
-    Parameters
-    ----------
-    bounds : array, (2 K, ..., n_keys), int32 or int64
-        Starts and ends in turn, of any value.
-    n_queries : int
-        Rows.
-
-    Returns
-    -------
-    starts, ends : array, (K, ..., n_keys)
-        Bounds in [0, n_queries]; ``(n_queries, 0)`` where the interval is empty, which is neutral in a minimum
-        of starts and in a maximum of ends.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> [bound.tolist() for bound in normalise(np.array([[-3, 5, 2], [9, 4, 4]]), n_queries=8)]
-    [[[0, 8, 2]], [[8, 0, 4]]]
-    """
-    xp = namespace(bounds)
-    bounds = xp.clip(bounds, 0, n_queries)
-    starts, ends = bounds[::2], bounds[1::2]
-    empty = starts >= ends
-    return xp.where(empty, n_queries, starts), xp.where(empty, 0, ends)
-
-
 def covered(starts: Any, ends: Any, n_queries: int) -> Any:
     """Return which keys the intervals together hide from every row (with no rows: all keys).
 
@@ -113,9 +84,14 @@ def tile_table(bounds: Any, n_queries: int, block_m: int, block_n: int) -> Any:
     leading, n_keys = bounds.shape[1:-1], bounds.shape[-1]
     if bounds.size == 0:  # CuPy has no minimum of nothing, whatever the axis
         return xp.zeros((*leading, 4, len(bounds) // 2, cdiv(n_keys, block_n)), dtype=xp.int32)
-    starts, ends = normalise(bounds, n_queries)
-    dead = covered(starts, ends, n_queries)
-    starts, ends = (_by_key_tile(xp.where(dead, bound, of), block_n) for bound, of in ((0, starts), (n_queries, ends)))
+    block_n = min(block_n, n_keys)
+    bounds = xp.pad(xp.clip(bounds, 0, n_queries), [*[(0, 0)] * (bounds.ndim - 1), (0, -n_keys % block_n)], mode="edge")
+    bounds = bounds.reshape(*bounds.shape[:-1], -1, block_n)  # the last key fills a ragged last tile
+    starts, ends = bounds[::2], bounds[1::2]
+    empty, dead = starts >= ends, covered(starts, ends, n_queries)
+    # An empty interval becomes (n_queries, 0), which is neutral in a minimum of starts and in a maximum of ends.
+    starts = xp.where(dead, 0, xp.where(empty, n_queries, starts))
+    ends = xp.where(dead, n_queries, xp.where(empty, 0, ends))
     first_end, row_tiles = ends.min(axis=-1), cdiv(n_queries, block_m)
     table = [
         cdiv(starts.max(axis=-1), block_m),
@@ -161,14 +137,3 @@ def tile_states(table: Any, row_start: int, row_stop: int) -> Any:
 def bit_lines(rows: int, dtype: np.dtype) -> np.ndarray:
     """Return (rows + 1, rows), whose line t has all bits set before row t; the bits of tiles are made of such lines."""
     return np.negative(np.tri(rows + 1, rows, -1, dtype))
-
-
-def _by_key_tile(bounds: Any, block_n: int) -> Any:
-    """Reshape (..., n_keys) to (..., Tc, block_n); the last key fills a ragged last tile."""
-    xp = namespace(bounds)
-    n_keys = bounds.shape[-1]
-    block_n = min(block_n, n_keys)
-    key_tiles = cdiv(n_keys, block_n)
-    if key_tiles * block_n != n_keys:
-        bounds = xp.take(bounds, xp.minimum(xp.arange(key_tiles * block_n), n_keys - 1), axis=-1)
-    return bounds.reshape(*bounds.shape[:-1], key_tiles, block_n)

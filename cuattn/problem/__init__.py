@@ -1,19 +1,16 @@
 """The problem of a call: its description and the one place that checks it."""
 
-from cuattn.problem.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT64, Dtype, register_dtype, row_of
+from cuattn.problem.dtypes import DTYPES, FLOAT32, Dtype, register_dtype, row_of
 from cuattn.problem.model import Band, Place, Problem
 from cuattn.problem.operations import BACKWARD, FORWARD, OPERATIONS, Operation
-from cuattn.problem.origin import Origin, Runs, pieces, place_of, whole_offset
+from cuattn.problem.origin import Origin, pieces, place_of, whole_offset
 from cuattn.problem.scalars import check_band
 from cuattn.problem.validate import Options, bind, borrowed_mask, check, check_parts, drawn_state, replayed_state
 
 __all__ = [
     "BACKWARD",
-    "BFLOAT16",
     "DTYPES",
-    "FLOAT16",
     "FLOAT32",
-    "FLOAT64",
     "FORWARD",
     "OPERATIONS",
     "Band",
@@ -23,7 +20,6 @@ __all__ = [
     "Origin",
     "Place",
     "Problem",
-    "Runs",
     "bind",
     "borrowed_mask",
     "check",

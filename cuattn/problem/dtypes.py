@@ -7,10 +7,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-FLOAT16 = np.dtype(np.float16)
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT32 = np.dtype(np.float32)
-FLOAT64 = np.dtype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +43,10 @@ class Dtype:
 DTYPES: dict[np.dtype, Dtype] = {
     row.dtype: row
     for row in (
-        Dtype(FLOAT16, FLOAT32, cuda="__half", tensor_map=6),
-        Dtype(BFLOAT16, FLOAT32, cuda="__nv_bfloat16", tensor_map=9),
+        Dtype(np.dtype(np.float16), FLOAT32, cuda="__half", tensor_map=6),
+        Dtype(np.dtype(ml_dtypes.bfloat16), FLOAT32, cuda="__nv_bfloat16", tensor_map=9),
         Dtype(FLOAT32, FLOAT32, cuda="float", products="split"),
-        Dtype(FLOAT64, FLOAT64, cuda="double", products="double"),
+        Dtype(np.dtype(np.float64), np.dtype(np.float64), cuda="double", products="double"),
     )
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -68,12 +68,11 @@ class Origin:
     n_keys: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "head", "heads", "n_queries", "n_keys"):
-            value = getattr(self, name)
-            if value is not None or name in ("batch", "head"):
-                object.__setattr__(self, name, _index(f"origin.{name}", value))
-        for name in ("row", "key"):
-            object.__setattr__(self, name, _check_runs(f"origin.{name}", getattr(self, name)))
+        for item in fields(self):
+            value, name = getattr(self, item.name), f"origin.{item.name}"
+            if value is not None or item.default is not None:
+                check = _check_runs if item.name in ("row", "key") else _index
+                object.__setattr__(self, item.name, check(name, value))
         if self.head and self.heads is None:
             raise ArgumentError(f"origin.head is {self.head} without origin.heads; expected the whole problem's heads")
 

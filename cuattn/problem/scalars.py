@@ -30,27 +30,16 @@ def real(name: str, value: Any) -> float:
     return number
 
 
-def check_scale(scale: Any, head_dim: int, dtype: np.dtype) -> float:
-    """Return the score scale, by default ``head_dim ** -0.5``; finite in the dtype that scores are computed in."""
-    if scale is None:
-        return head_dim**-0.5
-    value, limits = real("scale", scale), np.finfo(row_of(dtype).stat)
-    if abs(value) > float(limits.max):
-        raise ArgumentError(f"scale is {value}; expected at most {limits.max:.3g}: scores are {limits.dtype}")
-    return value
-
-
-def check_softcap(softcap: Any, dtype: np.dtype) -> float | None:
-    """Return a softcap that is positive and finite in the dtype that scores are computed in, or None."""
-    if softcap is None:
-        return None
-    value, limits = real("softcap", softcap), np.finfo(row_of(dtype).stat)
-    if not float(limits.tiny) <= value <= float(limits.max):
+def of_scores(name: str, value: Any, dtype: np.dtype, positive: bool = False) -> float:
+    """Return a number that scores of inputs of `dtype`, which have that of the sums, can have."""
+    number, limits = real(name, value), np.finfo(row_of(dtype).stat)
+    least, most = limits.tiny if positive else limits.min, limits.max
+    if not float(least) <= number <= float(most):
+        expected = "a number > 0 from" if positive else "a number from"
         raise ArgumentError(
-            f"softcap is {value}; expected a number > 0 that scores of {limits.dtype} can have, {limits.tiny:.3g} to "
-            f"{limits.max:.3g}, or None for no softcap"
+            f"{name} is {number}; expected {expected} {least:.3g} to {most:.3g}: scores are {most.dtype}"
         )
-    return value
+    return number
 
 
 def flag(name: str, value: Any) -> bool:
@@ -72,9 +61,8 @@ def check_out_dtype(out_dtype: Any, dtype: np.dtype) -> np.dtype:
     """Return the dtype of o or of the gradients: the input's, or that of the sums, which keeps them unrounded."""
     if out_dtype is None:
         return dtype
-    name = str(out_dtype)
-    try:
-        wanted = np.dtype(name.removeprefix("torch.") if name.startswith("torch.") else out_dtype)
+    try:  # of NumPy, PyTorch or JAX
+        wanted = np.dtype(getattr(out_dtype, "__name__", str(out_dtype)).removeprefix("torch."))
     except (TypeError, ValueError) as error:
         raise DtypeError(f"out_dtype is {shown(out_dtype)}; expected a dtype") from error
     allowed = dict.fromkeys((dtype, row_of(dtype).stat))

@@ -76,8 +76,8 @@ def check(
         *heads,
         *(q[-2], k[-2], q[-1], v[-1]),
         dtype=dtype,
-        scale=scalars.check_scale(options.scale, q[-1], dtype),
-        softcap=scalars.check_softcap(options.softcap, dtype),
+        scale=q[-1] ** -0.5 if options.scale is None else scalars.of_scores("scale", options.scale, dtype),
+        softcap=None if options.softcap is None else scalars.of_scores("softcap", options.softcap, dtype, True),
         band=scalars.check_band(options.is_causal, options.window, q[-2], k[-2], sharded=origin is not None),
         masks=tuple(mask.kind for mask in masks),
         bias=None if bias is None else np.dtype(bias.dtype),
@@ -101,17 +101,17 @@ def check(
     return problem
 
 
-def check_parts(parts: list[tuple[Any, Any, Any]]) -> dict[str, Array]:
-    """Check the parts of a merge, at least one, against the first; return shape and dtype of o, l and m."""
-    shape, dtype = tuple(parts[0][0].shape), np.dtype(parts[0][0].dtype)
+def check_parts(parts: dict[str, Any]) -> dict[str, Array]:
+    """Check the o, l, m, o, ... of a merge's parts, at least one, by name; return shape and dtype of the results."""
+    first, o = next(iter(parts.items()))
+    shape, dtype = tuple(o.shape), np.dtype(o.dtype)
     if len(shape) < 2:
-        raise ShapeError(f"parts[0].o has shape {shape}; expected (..., Nq, dv)")
+        raise ShapeError(f"{first} has shape {shape}; expected (..., Nq, dv)")
     if dtype not in DTYPES:
-        raise DtypeError(f"parts[0].o has dtype {dtype}; expected {dtype_names()}")
+        raise DtypeError(f"{first} has dtype {dtype}; expected {dtype_names()}")
     found = {"o": (shape, dtype), **dict.fromkeys("lm", (shape[:-1], row_of(dtype).stat))}
-    for index, part in enumerate(parts):
-        for array, (name, expected) in zip(part, found.items(), strict=True):
-            expect_array(f"parts[{index}].{name}", array, *expected)
+    for name, array in parts.items():
+        expect_array(name, array, *found[name[-1]])
     return found
 
 
@@ -201,12 +201,11 @@ def _check_mask(mask: Mask, problem: Problem) -> None:
     """Check a mask's shape against the scores."""
     if isinstance(mask, BooleanMask) and mask.borrowed:
         return _check_score_like("mask", mask.array, problem)
-    if not mask.fits(problem.n_queries, problem.n_keys):
-        raise ShapeError(f"mask is {mask!r}; expected one for {problem.n_queries} queries and {problem.n_keys} keys")
-    if not _broadcasts_to(mask.leading, problem.leading):
+    lengths = f"{problem.n_queries} queries and {problem.n_keys} keys"
+    if not mask.fits(problem.n_queries, problem.n_keys) or not _broadcasts_to(mask.leading, problem.leading):
         raise ShapeError(
-            f"mask has leading axes {mask.leading}; expected ones that broadcast to {problem.leading} (batch, query "
-            "heads)"
+            f"mask is {mask!r} with leading axes {mask.leading}; expected one for {lengths}, whose leading axes "
+            f"broadcast to {problem.leading} (batch, query heads)"
         )
 
 
@@ -221,7 +220,10 @@ def _check_score_like(name: str, array: Any, problem: Problem) -> None:
 
 def _broadcasts_to(shape: Shape, target: Shape) -> bool:
     """Whether an array of `shape` can be broadcast to exactly `target`."""
-    return len(shape) <= len(target) and all(n in (1, m) for n, m in zip(shape[::-1], target[::-1], strict=False))
+    try:
+        return np.broadcast_shapes(shape, target) == target
+    except ValueError:
+        return False
 
 
 def _align(array: Any, rank: int) -> Any:

@@ -1,7 +1,7 @@
 """The papers' algorithms, line by line in NumPy, each counting its own HBM accesses.
 
 Every function takes (N, d) arrays and the size M of the on-chip memory, divides the work as its paper does, and
-reaches arrays only through :class:`~cuattn.reference.hbm.HBM`, which counts the elements read and written.
+reaches arrays only through :class:`~cuattn.reference.HBM`, which counts the elements read and written.
 :mod:`cuattn.io_model` predicts those counts.  They explain and check; for speed there is :func:`cuattn.attention`.
 
 | algorithm | function |
@@ -17,9 +17,8 @@ reaches arrays only through :class:`~cuattn.reference.hbm.HBM`, which counts the
 
 from cuattn.reference.flash import flash_backward, flash_forward
 from cuattn.reference.flashmask import FlashMaskForward, flashmask_backward, flashmask_forward
-from cuattn.reference.hbm import HBM, Counts
 from cuattn.reference.standard import StandardForward, standard_backward, standard_forward
-from cuattn.reference.steps import Backward, Forward
+from cuattn.reference.steps import HBM, Backward, Counts, Forward
 from cuattn.reference.variants import RabeStaatsForward, rabe_staats_forward, swapped_forward
 
 __all__ = [

@@ -13,7 +13,7 @@ from cuattn.reference.steps import (
     Backward,
     Forward,
     add_gradients,
-    empty_gradients,
+    backward_blocks,
     exp_minus,
     reciprocal,
     softmax_tile,
@@ -75,7 +75,7 @@ def flash_forward(
            [0., 0., 0., 1.]])
     """
     hbm, n, d, rows, keys = start(M, dtype, Q=q, K=k, V=v)  # Alg. 1 l. 1, 3; Alg. 2 l. 2, 4
-    options = _Options(hbm, n, d, blocks, scale, mask, dropout_p, b, (len(rows), len(keys)))
+    options = _Options(hbm, d, blocks, scale, mask, dropout_p, b, {"mask": (n, n), "blocks": (len(rows), len(keys))})
     if options.threshold:  # Alg. 2, 5 l. 1
         if rng is None:
             raise ArgumentError("rng is None: with dropout, expected a seed or a state")
@@ -88,7 +88,7 @@ def flash_forward(
     for j, columns in enumerate(keys):  # Alg. 1, 5 l. 5; Alg. 2 l. 6
         K_j, V_j = hbm.load(columns, "K", "V")  # Alg. 1, 5 l. 6; Alg. 2 l. 7
         for i, here in enumerate(rows):  # Alg. 1, 5 l. 7; Alg. 2 l. 8
-            if blocks is None or hbm.load((i, j), "M"):  # Alg. 5 l. 8
+            if blocks is None or hbm.load((i, j), "blocks"):  # Alg. 5 l. 8
                 Q_i, O_i, l_i, m_i = hbm.load(here, "Q", "O", "l", "m")  # Alg. 1 l. 8; Alg. 2, 5 l. 9
                 S_ij, Z_ij = options.scores(Q_i, K_j, here, columns)  # Alg. 1 l. 9; Alg. 2, 5 l. 10-11
                 O_i, l_i, m_i = update(S_ij, V_j, O_i, l_i, m_i, Z_ij)  # Alg. 1 l. 10-12; Alg. 2, 5 l. 12-15
@@ -131,23 +131,20 @@ def flash_backward(do, q, k, v, fwd, M, *, blocks=None, scale=None, mask=None, d
     hbm, n, d, rows, keys = start(M, dtype, Q=q, K=k, V=v, dO=do, O=fwd.o)  # Alg. 4 l. 2-3
     hbm.place("l", fwd.l)
     hbm.place("m", fwd.m)
-    options = _Options(hbm, n, d, blocks, scale, mask, dropout_p, b, (len(rows), len(keys)))
+    options = _Options(hbm, d, blocks, scale, mask, dropout_p, b, {"mask": (n, n), "blocks": (len(rows), len(keys))})
     if options.threshold:  # Alg. 4 l. 1
         hbm.place("R", random.recorded(fwd.rng_state), np.uint64)
         options.state = random.RNGState(*hbm.load(..., "R").tolist())
     hbm.allocate((n, d), "dQ", "dK", "dV", fill=0, output=True)  # Alg. 4 l. 5
-    for j, columns in enumerate(keys):  # Alg. 4 l. 6
-        K_j, V_j = hbm.load(columns, "K", "V")  # Alg. 4 l. 7
-        dK_j, dV_j = empty_gradients(hbm, K_j)  # Alg. 4 l. 8
+    for j, columns, *tiles in backward_blocks(hbm, keys):  # Alg. 4 l. 6-8, 24
         for i, here in enumerate(rows):  # Alg. 4 l. 9
-            if blocks is None or hbm.load((i, j), "M"):  # as Alg. 5 l. 8
+            if blocks is None or hbm.load((i, j), "blocks"):  # as Alg. 5 l. 8
                 Q_i, O_i, dO_i, dQ_i, l_i, m_i = hbm.load(here, "Q", "O", "dO", "dQ", "l", "m")  # Alg. 4 l. 10
-                S_ij, Z_ij = options.scores(Q_i, K_j, here, columns)  # Alg. 4 l. 11-12, 14
+                S_ij, Z_ij = options.scores(Q_i, tiles[0], here, columns)  # Alg. 4 l. 11-12, 14
                 P_ij = reciprocal(l_i)[:, None] * exp_minus(S_ij, m_i)  # Alg. 4 l. 13
                 D_i = (dO_i * O_i).sum(axis=1)  # Alg. 4 l. 19
-                tile = (P_ij, D_i, dO_i, Q_i, dQ_i, K_j, V_j, dK_j, dV_j)
-                hbm.store(here, dQ=add_gradients(hbm, options.scale, *tile, Z_ij))  # Alg. 4 l. 15-22
-        hbm.store(columns, dK=dK_j, dV=dV_j)  # Alg. 4 l. 24
+                dQ_i = add_gradients(hbm, options.scale, P_ij, D_i, dO_i, Q_i, dQ_i, *tiles, Z_ij)  # Alg. 4 l. 15-22
+                hbm.store(here, dQ=dQ_i)  # Alg. 4 l. 21
     return Backward(*hbm.take("dQ", "dK", "dV"), hbm.counts)
 
 
@@ -158,27 +155,22 @@ class _Options:
     0 without dropout, whose `state` the algorithm sets.
     """
 
-    def __init__(self, hbm, n, d, blocks, scale, mask, dropout_p, b, tiles):
+    def __init__(self, hbm, d, blocks, scale, mask, dropout_p, b, shapes):
         self.hbm, self.mask, self.b, self.state = hbm, mask, b, None
         self.scale = d**-0.5 if scale is None else scale
         self.threshold = random.threshold(dropout_p)
-        if mask is not None and not callable(mask):
-            if np.shape(mask) != (n, n):
-                raise ShapeError(f"mask has shape {np.shape(mask)}: expected (N, N) = {n, n}, or a function of (i, j)")
-            hbm.place("mask", mask, np.bool_)
-        if blocks is not None:
-            if np.shape(blocks) != tiles:
-                raise ShapeError(f"blocks has shape {np.shape(blocks)}: expected (T_r, T_c) = {tiles}")
-            hbm.place("M", blocks, np.bool_)
+        for name, array in (("mask", None if callable(mask) else mask), ("blocks", blocks)):
+            if array is not None:
+                if np.shape(array) != shapes[name]:
+                    raise ShapeError(f"{name} has shape {np.shape(array)}: expected {shapes[name]}")
+                hbm.place(name, array, np.bool_)
 
     def scores(self, Q_i, K_j, rows, keys):
         """Return MASK(tau Q_i K_j^T), -inf where row i may not see key j, and Z, what dropout multiplies P by."""
         S = self.hbm.on_chip("S", self.scale * (Q_i @ K_j.T))
-        if callable(self.mask):
-            i, j = np.ogrid[rows, keys]
-            S = np.where(self.mask(i, j), S, -np.inf)
-        elif self.mask is not None:
-            S = np.where(self.hbm.load((rows, keys), "mask"), S, -np.inf)
+        if self.mask is not None:
+            seen = self.mask(*np.ogrid[rows, keys]) if callable(self.mask) else self.hbm.load((rows, keys), "mask")
+            S = np.where(seen, S, -np.inf)
         if not self.threshold:
             return S, 1
         kept = random.keep(self.state, self.threshold, self.b, (rows.start, rows.stop), (keys.start, keys.stop))

@@ -10,11 +10,11 @@ import numpy as np
 
 from cuattn.errors import ShapeError
 from cuattn.io_model import Tiles
-from cuattn.reference.hbm import Counts
 from cuattn.reference.steps import (
     Backward,
+    Counts,
     add_gradients,
-    empty_gradients,
+    backward_blocks,
     empty_rows,
     exp_minus,
     reciprocal,
@@ -152,9 +152,8 @@ def flashmask_backward(do, q, k, v, fwd, mask, M, *, scale=None, dtype=np.float6
         hbm.store(here, D=np.multiply(*hbm.load(here, "dO", "O")).sum(axis=1))
     hbm.end_kernel()
     _place_mask(hbm, mask, n, keys)  # Alg. 2 l. 6-7
-    for j, columns in enumerate(keys):  # Alg. 2 l. 8
-        K_j, V_j, vectors = hbm.load(columns, "K", "V", "mask")  # Alg. 2 l. 9, 11-12
-        dK_j, dV_j = empty_gradients(hbm, K_j)  # Alg. 2 l. 10
+    for j, columns, K_j, *tiles in backward_blocks(hbm, keys):  # Alg. 2 l. 8-10, 36
+        vectors = hbm.load(columns, "mask")  # Alg. 2 l. 11-12
         common, any_ = hbm.load(j, "common", "any")  # resident (appendix A.1)
         for here in rows:  # Alg. 2 l. 13
             if _is_masked(here, common):  # Alg. 2 l. 14-19
@@ -163,9 +162,9 @@ def flashmask_backward(do, q, k, v, fwd, mask, M, *, scale=None, dtype=np.float6
             S_ij = hbm.on_chip("S", scale * (Q_i @ K_j.T))  # Alg. 2 l. 21
             for interval in np.flatnonzero(_is_partial(here, any_)):
                 S_ij = _hide(S_ij, here, vectors[:, interval])  # Alg. 2 l. 22-27
-            tile = (exp_minus(S_ij, L_i), D_i, dO_i, Q_i, hbm.load(here, "dQ"), K_j, V_j, dK_j, dV_j)  # Alg. 2 l. 28
-            hbm.store(here, dQ=add_gradients(hbm, scale, *tile))  # Alg. 2 l. 29-34
-        hbm.store(columns, dK=dK_j, dV=dV_j)  # Alg. 2 l. 36
+            P_ij, dQ_i = exp_minus(S_ij, L_i), hbm.load(here, "dQ")  # Alg. 2 l. 28, 32
+            dQ_i = add_gradients(hbm, scale, P_ij, D_i, dO_i, Q_i, dQ_i, K_j, *tiles)  # Alg. 2 l. 29-34
+            hbm.store(here, dQ=dQ_i)  # Alg. 2 l. 33
     return Backward(*hbm.take("dQ", "dK", "dV"), hbm.counts)
 
 

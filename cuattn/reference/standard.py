@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.errors import ShapeError
-from cuattn.reference.hbm import Counts
-from cuattn.reference.steps import Backward, blocks, softmax_tile, start
+from cuattn.reference.steps import Backward, Counts, blocks, softmax_tile, start
 
 
 class StandardForward(NamedTuple):

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["EXTENDED", "Solution", "repeat_heads", "solve", "sum_heads", "sum_to"]
-
 EXTENDED = bool(np.finfo(np.longdouble).eps < np.finfo(np.float64).eps)
 """Whether there is anything more precise than float64 here to judge float64 by."""
 
@@ -119,27 +117,23 @@ def solve(
     lead = _lead(q, k, v)
     shape = (*lead, q.shape[-2], k.shape[-2])
     scale = work.type(q.shape[-1] ** -0.5 if scale is None else scale)
+    seen = xp.ones((), bool) if visible is None else visible
     with np.errstate(all="ignore"):
-        wide_bias = None if bias is None else bias.astype(work)
-        if wide_bias is not None:
-            seen = wide_bias != -np.inf
-            visible = seen if visible is None else visible & seen
         q_rows, key_heads, value_heads = (factor(x.astype(work)) for x in (q, k, v))
-        key_heads, value_heads = (repeat_heads(xp, x, lead) for x in (key_heads, value_heads))
-        empty = None
-        if visible is not None:
-            visible = xp.broadcast_to(visible, shape)
-            dead, empty = (~visible.any(axis)[..., None] for axis in (-2, -1))
-            key_heads, value_heads = (xp.where(dead, 0, x) for x in (key_heads, value_heads))
-            q_rows = xp.where(empty, 0, q_rows)
+        if bias is not None:
+            seen = seen & (bias != -np.inf)
+        seen = xp.broadcast_to(seen, shape)
+        dead, empty = (~seen.any(axis)[..., None] for axis in (-2, -1))
+        key_heads, value_heads = (xp.where(dead, 0, repeat_heads(xp, x, lead)) for x in (key_heads, value_heads))
+        q_rows = xp.where(empty, 0, q_rows)
         s = rounded(scale * rounded(q_rows @ key_heads.swapaxes(-1, -2)))
         slope = work.type(1)
         if softcap is not None:
             tanh = rounded(xp.tanh(s / work.type(softcap)))
             s, slope = rounded(work.type(softcap) * tanh), 1 - tanh**2
-        if wide_bias is not None:
-            s = rounded(s + wide_bias)
-        s = xp.broadcast_to(s, shape) if visible is None else xp.where(visible, s, -np.inf)
+        if bias is not None:
+            s = rounded(s + bias.astype(work))
+        s = xp.where(seen, s, -np.inf)
         if not s.shape[-1]:
             m, l, p = xp.full(shape[:-1], -np.inf, work), xp.zeros(shape[:-1], work), s
         else:
@@ -152,7 +146,7 @@ def solve(
         o = rounded(dropped @ value_heads)
         if do is None:
             return Solution(o, l, m, None, None, None, None, s, p, None, None, slope)
-        do = factor(do.astype(work) if empty is None else xp.where(empty, 0, do.astype(work)))
+        do = factor(xp.where(empty, 0, do.astype(work)))
         dv = dropped.swapaxes(-1, -2) @ do
         dp = rounded(rounded(do @ value_heads.swapaxes(-1, -2)) * z)
         delta = rounded((do * o if delta_from_o else p * dp).sum(-1))

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.reference.flash import update
-from cuattn.reference.hbm import Counts
-from cuattn.reference.steps import Forward, empty_rows, softmax_tile, start
+from cuattn.reference.steps import Counts, Forward, empty_rows, softmax_tile, start
 
 
 def swapped_forward(q, k, v, M, *, dtype=np.float64):

@@ -47,7 +47,6 @@ __device__ __forceinline__ void add_ds(Scores& sums, Products& products, const T
 __device__ __forceinline__ void add_pair(Scores& sums, BiasSpace space, const Params& p, const Head& head, const TilePlace& at, bool new_keys) {
     if constexpr (streams) {
         Stream<false> stream(p, head, space.base, at, true, {}, 0);
-        stream.begin(at.numbers);
         add_ds(sums, stream, at, p, head);
     } else {
         const WholeTiles tiles = {space.q(), space.k(), space.dout(), space.v(), space.exchange()};
@@ -101,10 +100,8 @@ __device__ __forceinline__ void store_sums(const Acc* sums, const Params& p, con
         if (to_row >= bias_rows(p) || to_key >= bias_keys(p)) continue;
         const i64 at = place.instance * size + to_row * bias_keys(p) + to_key;
         sum *= Acc(p.dropout_scale);
-        if constexpr (cfg::split)
-            static_cast<Acc*>(p.dbias_acc)[(i64(place.split) * p.bias_instances) * size + at] = sum;
-        else
-            static_cast<cfg::bias_grad*>(p.dbias.data)[at] = round_to<cfg::bias_grad>(sum);
+        if constexpr (cfg::split) static_cast<Acc*>(p.dbias_acc)[(i64(place.split) * p.bias_instances) * size + at] = sum;
+        else static_cast<cfg::bias_grad*>(p.dbias.data)[at] = round_to<cfg::bias_grad>(sum);
     }
 }
 

@@ -20,10 +20,8 @@ extern "C" __global__ void __launch_bounds__(threads) backward_convert(const __g
         unroll<tiles_m, tiles_n, 4>([&](int m, int n, int i) {
             dq[m][n][i] = from[accumulator_offset((chunk * tiles_m + m) * tiles_n + n, i)] * factor;
         });
-        if constexpr (gradients_in_elements)
-            store_rounded<qk_stride, false>(part + chunk * query_chunk * int(sizeof(Elem)), dq);
-        else
-            to.store(dq, first + Queries::row(), p.n_queries, Queries::column() + chunk * query_chunk, Acc(1));
+        if constexpr (gradients_in_elements) store_rounded<qk_stride, false>(part + chunk * query_chunk * int(sizeof(Elem)), dq);
+        else to.store(dq, first + Queries::row(), p.n_queries, Queries::column() + chunk * query_chunk, Acc(1));
     }
     __syncthreads();  // all warps' parts are there
     if constexpr (gradients_in_elements) save_rows<cfg::block_m, cfg::head_dim>(memory, to, first, p.n_queries);

@@ -28,34 +28,31 @@ struct Stream {
     int pairs, steps; // chunks of pairs of arrays; and of all
     int step = -1;    // the chunk that has arrived
 
+    // Starts with the statistics of the rows and the first chunk, and waits for them.
     __device__ __forceinline__ Stream(const Params& p, const Head& head, u32 shared, const TilePlace& at, bool gradients, Columns own, int own_chunks)
         : p(p), head(head), shared(shared), row(at.first_row), key(at.first_key), partial(at.partial || bias_hides_keys(p)), own(own),
-          pairs(qk_chunks + (gradients ? v_chunks : 0)), steps(pairs + own_chunks) {}
-
-    __device__ __forceinline__ TileAt rows(int step) const {
-        const u32 stage = shared + step % 2 * stage_bytes;
-        return {stage, stage + stage_units_at};
-    }
-    __device__ __forceinline__ TileAt keys(int step) const {
-        const u32 stage = shared + step % 2 * stage_bytes;
-        return {stage + cfg::block_m * chunk_stride, stage + stage_units_at + row_units};
-    }
-    __device__ __forceinline__ TileAt own_tile() const { return own_keys ? keys(step) : rows(step); }
-
-    // Starts with the statistics of the rows and the first chunk, and waits for them.
-    __device__ __forceinline__ void begin(u32 numbers) {
+          pairs(qk_chunks + (gradients ? v_chunks : 0)), steps(pairs + own_chunks) {
         __syncthreads();  // nobody reads what the last pair of tiles has left
-        load_row_numbers(numbers, head, row);
+        load_row_numbers(at.numbers, head, row);
         load(0);
         ptx::cp_async_commit();
         advance();
     }
 
+    __device__ __forceinline__ u32 stage(int step) const { return shared + step % 2 * stage_bytes; }
+    __device__ __forceinline__ TileAt rows(int step) const { return {stage(step), stage(step) + stage_units_at}; }
+    __device__ __forceinline__ TileAt keys(int step) const { return {stage(step) + cfg::block_m * chunk_stride, stage(step) + stage_units_at + row_units}; }
+    __device__ __forceinline__ TileAt own_tile() const { return own_keys ? keys(step) : rows(step); }
+
     // Waits for the next chunk and starts loading the one after it.
     __device__ __forceinline__ void advance() {
         if (++step == steps) return;
         ptx::cp_async_wait<0>();
-        if constexpr (is_split) split();
+        if constexpr (is_split) {  // what this warp's lanes have loaded
+            __syncwarp();
+            if (step < pairs || !own_keys) split_tile<cfg::block_m, stream_columns>(rows(step), 0);
+            if (step < pairs || own_keys) split_tile<cfg::block_n, stream_columns>(keys(step), cfg::block_m / 16);
+        }
         __syncthreads();  // this chunk is ready, and the one before is done with
         if (step + 1 == steps) return;
         load(step + 1);
@@ -93,12 +90,5 @@ private:
                                                          cfg::whole_columns && from.count >= stream_columns && !partial,
                                                          [&](int r) { return all ? tile.inside(r) : tile.seen(r); });
         }
-    }
-
-    // The chunk that this warp's lanes have loaded.
-    __device__ __forceinline__ void split() const {
-        __syncwarp();
-        if (step < pairs || !own_keys) split_tile<cfg::block_m, stream_columns>(rows(step), 0);
-        if (step < pairs || own_keys) split_tile<cfg::block_n, stream_columns>(keys(step), cfg::block_m / 16);
     }
 };

@@ -37,7 +37,6 @@ using QueryResults = Acc[part_chunks][Queries::rows / 16][Queries::columns / 8][
 __device__ __forceinline__ void add_rows(KeyResults& acc, u32 shared, const Params& p, const Head& head, const RowWalk& walk, const Columns& own, bool is_k) {
     const TilePlace at = {shared + numbers_at, walk.tile * cfg::block_m, walk.first_key(), walk.partial(p)};
     Stream<false> stream(p, head, shared, at, is_k, own, part_chunks);
-    stream.begin(at.numbers);
     Scores s, slope;
     find_p(s, slope, stream, at, p, head);
     if (is_k) {
@@ -59,7 +58,6 @@ __device__ __forceinline__ void add_rows(KeyResults& acc, u32 shared, const Para
 __device__ __forceinline__ void add_keys(QueryResults& acc, u32 shared, const Params& p, const Head& head, const Rows& rows, const Tile& tile, const Columns& own) {
     const TilePlace at = {shared + numbers_at, rows.first, tile.n() * cfg::block_n, tile.partial()};
     Stream<true> stream(p, head, shared, at, true, own, part_chunks);
-    stream.begin(at.numbers);
     scores_to_shared<false>(stream, at, p, head, {}, weights(shared));
     __syncthreads();  // dS is complete
     unroll<part_chunks>([&](int chunk) {

@@ -32,20 +32,20 @@ struct ResultRow {
     }
 };
 
-// Row `mt`, `h` of this lane.
-__device__ __forceinline__ ResultRow result_row(const Params& p, const Work& w, int mt, int h) {
+// Row `mt`, `h` of this lane in the tile, and among the results.
+__device__ __forceinline__ i32 own_row(int mt, int h) {
     const i32 own = ptx::opaque(static_cast<i32>(thread()));  // what follows from it is not kept in registers
-    return {p, w, w.row0 + own / 32 * warp_rows + mt * 16 + h * 8 + own % 32 / 4, cfg::split ? static_cast<i32>(blockIdx.y) : 0};
+    return own / 32 * warp_rows + mt * 16 + h * 8 + own % 32 / 4;
+}
+__device__ __forceinline__ ResultRow result_row(const Params& p, const Work& w, int mt, int h) {
+    return {p, w, w.row0 + own_row(mt, h), cfg::split ? static_cast<i32>(blockIdx.y) : 0};
 }
 
 // Over very many keys sums lose digits: after every cfg::flush_every key tiles (0: never) o is added to the result in memory, and starts anew.
 // Shared memory holds the rows' maxima when that was done last, +inf before.
 __device__ __forceinline__ i32 flush_group(Tile tile) { return tile.n() / max(cfg::flush_every, 1); }
 
-__device__ __forceinline__ u32 flushed_maximum(u32 maxima, int mt, int h) {
-    const i32 own = ptx::opaque(static_cast<i32>(thread()));
-    return maxima + (own / 32 * warp_rows + mt * 16 + h * 8 + own % 32 / 4) * int(sizeof(Acc));
-}
+__device__ __forceinline__ u32 flushed_maximum(u32 maxima, int mt, int h) { return maxima + own_row(mt, h) * int(sizeof(Acc)); }
 
 __device__ __forceinline__ void start_flushes(u32 maxima) {
     unroll<m_tiles, 2>([&](int mt, int h) { ptx::store_shared(flushed_maximum(maxima, mt, h), infinity<Acc>()); });

@@ -66,25 +66,21 @@ struct MmaSplit : PlainTiles<4> {
 
     template <int m_tiles, int n_tiles, int head_dim>
     static __device__ __forceinline__ void scores(float (&s)[m_tiles][n_tiles][4], const QRows<m_tiles, head_dim>& q, u32 k_shared, u32 l) {
-        constexpr int steps = head_dim / 16, segments = split::segments<head_dim>, row_bytes = head_dim * 4;
-        constexpr int span = steps < split::piece / 16 ? steps : split::piece / 16;
+        constexpr int segments = split::segments<head_dim>, row_bytes = head_dim * 4;
         // One ldmatrix has hi and lo of eight keys: chunks 0, 2 (hi) and 1, 3 (lo) of a step.
         const LaneRow<row_bytes, 64> lane(l & 7, (l >> 3 & 1) << 1 | l >> 4);
         const u32 exponents = k_shared + n_tiles * 8 * row_bytes + l % 4 * 2 * segments * 4;
 #pragma unroll 1
-        for (int k0 = 0; k0 < steps; k0 += span) {
-            const int segment = k0 * 16 / 128;
-            u32 hi[span][m_tiles][4], lo[span][m_tiles][4];
-            unroll<span, m_tiles>([&](int k, int mt) { q.get(hi[k][mt], lo[k][mt], mt, k0 + k); });
+        for (int k = 0; k < head_dim / 16; ++k) {
+            u32 hi[m_tiles][4], lo[m_tiles][4];
+            unroll<m_tiles>([&](int mt) { q.get(hi[mt], lo[mt], mt, k); });
             unroll<n_tiles>([&](int n) {
                 split::Sums<products, m_tiles> sums;
-                unroll<span>([&](int k) {
-                    u32 b[4];
-                    ptx::ldmatrix_x4(b, k_shared + lane.offset(k0 + k) + n * 8 * row_bytes);
-                    unroll<m_tiles>([&](int mt) { sums.add(mt, hi[k][mt], lo[k][mt], b); });
-                });
+                u32 b[4];
+                ptx::ldmatrix_x4(b, k_shared + lane.offset(k) + n * 8 * row_bytes);
+                unroll<m_tiles>([&](int mt) { sums.add(mt, hi[mt], lo[mt], b); });
                 float factor[m_tiles][4];
-                if constexpr (segments > 1) find_factors(factor, q, exponents + n * 8 * segments * 4, segment);
+                if constexpr (segments > 1) find_factors(factor, q, exponents + n * 8 * segments * 4, k / 8);
                 unroll<m_tiles, 4>([&](int mt, int r) {
                     s[mt][n][r] = segments > 1 ? fmaf(sums.total(mt, r), factor[mt][r], s[mt][n][r]) : s[mt][n][r] + sums.total(mt, r);
                 });

@@ -19,7 +19,6 @@ constexpr int kTop = 14;          // |hi| <= 2^(kTop + 1)
 constexpr int kLow = 11;          // bits of hi, and the exponent between hi and lo
 constexpr u32 kLeast = 40 << 23;  // exponents are not taken below 2^-87: factors with two of them must not vanish
 constexpr float kLowUnit = 1.f / (1 << kLow);
-constexpr int piece = 16;         // columns of a score that are summed in the tensor core
 
 template <int columns>
 constexpr int segments = (columns + 127) / 128;
@@ -37,7 +36,7 @@ __device__ __forceinline__ void split_pair(u32& hi, u32& lo, float x, float y) {
 // 2^(kTop - e), from the bits of 2^e.
 __device__ __forceinline__ float scale_up(u32 exponent) { return __uint_as_float((static_cast<u32>(254 + kTop) << 23) - exponent); }
 
-// Sums of a piece for 16 m_tiles rows and eight columns: of hi hi, and of the products with one lo.
+// Sums of 16 terms for 16 m_tiles rows and eight columns: of hi hi, and of the products with one lo.
 template <int products, int m_tiles>
 struct Sums {
     float high[m_tiles][4] = {}, low[m_tiles][4] = {};

@@ -9,7 +9,7 @@
 constexpr int kWarps = 4;
 constexpr int kRows = kWarps / cfg::row_warps;  // rows per block
 
-// Mirrored by MERGE_PARAMS in cuattn/cuda/params.py.  All arrays are contiguous.
+// Mirrored by MERGE_PARAMS in cuattn/cuda/params.py.  All arrays are contiguous; cfg::stacked: the first holds all parts, one after another.
 struct MergeParams {
     const void *o[kMaxParts], *l[kMaxParts], *m[kMaxParts];
     void *o_out, *l_out, *m_out;  // l_out, m_out: null where nobody asks for them
@@ -19,21 +19,28 @@ struct MergeParams {
 
 using Acc = cfg::acc;
 
+// Element `index` of the `size` ones that each part has.
+template <class T>
+__device__ __forceinline__ T element(const void* const* parts, int part, i64 index, i64 size) {
+    return cfg::stacked ? static_cast<const T*>(parts[0])[part * size + index] : static_cast<const T*>(parts[part])[index];
+}
+
 extern "C" __global__ __launch_bounds__(kWarps * 32) void attention_merge(const __grid_constant__ MergeParams p) {
     __shared__ Acc sums[kWarps][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slot = warp % cfg::row_warps;
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + warp / cfg::row_warps;
     const bool live = row < p.rows;
     const Shares<Acc> shares(
-        live ? p.parts : 0, [&](int part) { return static_cast<const Acc*>(p.l[part])[row]; },
-        [&](int part) { return static_cast<const Acc*>(p.m[part])[row]; });
+        live ? p.parts : 0, [&](int part) { return element<Acc>(p.l, part, row, p.rows); },
+        [&](int part) { return element<Acc>(p.m, part, row, p.rows); });
     for (i32 base = blockIdx.y * 32; base < p.head_dim_v; base += gridDim.y * 32) {
         const i32 col = base + lane;
         const bool inside = live && col < p.head_dim_v;
         Acc sum = 0;
 #pragma unroll 4
         for (int part = slot; part < p.parts; part += cfg::row_warps) {
-            const Acc x = inside ? to_acc(static_cast<const cfg::part*>(p.o[part])[row * p.head_dim_v + col]) : Acc(0);
+            const i64 at = row * p.head_dim_v + col;
+            const Acc x = inside ? to_acc(element<cfg::part>(p.o, part, at, p.rows * p.head_dim_v)) : Acc(0);
             const Acc w = shares[part];
             if (w != Acc(0)) sum += product_of(w, x);
         }

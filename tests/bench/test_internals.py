@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from bench.internals import BACKWARD_TILES, TILES, backward_plan, forward, portable_tile
+from bench.internals import BACKWARD_TILES, TILES, backward, forward, portable_tile
 from cuattn.cuda.device import Device
 from cuattn.problem import Problem
 
 H200 = Device("sm_90", 132, 232448, 60 << 20)
-CUTS = {"forward": forward.Cut, "backward": backward_plan.Cut}
+CUTS = {"forward": forward.Cut, "backward": backward.Cut}
 
 
 def tile_of(direction):

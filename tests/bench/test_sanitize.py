@@ -1,7 +1,5 @@
 """The list for compute-sanitizer holds every feature, and every option is one that the library takes."""
 
-import argparse
-
 import numpy as np
 import pytest
 
@@ -28,12 +26,6 @@ def test_problems_are_legal(shape, options):
     q, k, v = (np.zeros(x, np.float16) for x in ((heads, n_queries, d), (kv_heads, n_keys, d), (kv_heads, n_keys, dv)))
     options = {key: x for key, x in options.items() if key not in ("mask", "bias", "deterministic", "out_dtype")}
     assert cuattn.plan(q, k, v, **options, enable_gqa=heads != kv_heads)
-
-
-def test_parts_are_read():
-    assert sanitize.read_part("1/4") == (1, 4)
-    with pytest.raises(argparse.ArgumentTypeError, match="4/4"):
-        sanitize.read_part("4/4")
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ from bench.rows import RESULTS
 from bench.sections import LONG, SECTIONS
 from bench.sections.peers import group
 from bench.style import table
+from cuattn import masks
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIET = Console(file=io.StringIO())
@@ -89,13 +90,9 @@ def test_reproducing_keeps_to_the_budget(monkeypatch):
     monkeypatch.setattr(
         reproduce.subprocess, "run", lambda command, **_: begun.append(command) or argparse.Namespace(returncode=0)
     )
-    steps = [
-        reproduce.Step("gpt2", 60),
-        reproduce.Step("cpu", 500, False),
-        reproduce.Step("hopper -x", 900),
-    ]
+    steps = {"gpt2": 60, "cpu": 1500, "hopper -x": 900}
     assert reproduce.run(arguments(300, "kernels=1"), steps, QUIET) == ["python -m bench.cpu"]
-    assert [command[2] for command in begun] == ["bench.gpt2", "bench.hopper"]  # a resumable step may be begun
+    assert [command[2] for command in begun] == ["bench.gpt2", "bench.hopper"]  # a quarter of the time is enough
     assert begun[0][-4:] == ["--budget", "300", "--trees", "kernels=1"]
     assert "-x" in begun[1]
     begun.clear()
@@ -105,12 +102,12 @@ def test_reproducing_keeps_to_the_budget(monkeypatch):
 
 def test_a_failed_step_is_left(monkeypatch):
     monkeypatch.setattr(reproduce.subprocess, "run", lambda *_, **__: argparse.Namespace(returncode=1))
-    assert reproduce.run(arguments(100), [reproduce.Step("gpt2", 60)], QUIET) == ["python -m bench.gpt2"]
+    assert reproduce.run(arguments(100), {"gpt2": 60}, QUIET) == ["python -m bench.gpt2"]
 
 
 def test_every_step_is_a_script():
     for step in reproduce.STEPS:
-        script = step.command.split()[0]
+        script = step.split()[0]
         assert (ROOT / "bench" / f"{script}.py").exists()
         assert importlib.util.find_spec(f"bench.{script}")
 
@@ -317,9 +314,6 @@ def test_every_mask_is_in_the_gallery():
     pytest.importorskip("matplotlib")
     from bench import mask_gallery
 
-    assert len({name for name, _, _ in mask_gallery.CASES}) == 15
-    for _, _, mask in mask_gallery.CASES:
-        states = mask_gallery.states(mask)
-        shown = (states == mask_gallery.VISIBLE) | (states == mask_gallery.FULL)
-        assert (shown == mask.dense()).all()
+    drawn = {make.__name__ for make, *_ in mask_gallery.CASES}
+    assert drawn >= {name for name in masks.__all__ if name.islower()}
     mask_gallery.figure().savefig(io.BytesIO(), dpi=20)

@@ -100,10 +100,10 @@ import cuattn"""
 
 def test_prepare_runs_its_shares_side_by_side(capfd):
     pytest.importorskip("torch")
-    words = ["--tables", "cpu", "--directions", "forward", "--only", "N2048", "--device", "cpu"]
-    assert prepare.run("cpu", [*words, "--ours", "cuattn", "--peers"], 2, 60) == 0
+    words = ["--tables", "cpu", "--directions", "forward", "--only", "N2048", "--ours", "cuattn", "--peers"]
+    assert prepare.run("cpu", words, 2) == 0
     assert capfd.readouterr().out.count("cuattn: ") == 2
-    assert prepare.run("cpu", [*words, "--ours", "cuattn", "--peers"], 2, 0) == 1
+    assert prepare.run("cpu", [*words, "--budget", "0"], 2) == 1
 
 
 @pytest.mark.parametrize(("suite", "table", "lines"), [("hopper", "dense", 36), ("portable", "decode", 2)])

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from cuattn.cpu.arithmetic import WINDOW, exponential, exponentiate, longest_of, lowest, relative, row_weights
+from cuattn.cpu.arithmetic import WINDOW, exponential, exponentiate, hide, longest_of, lowest, relative, row_weights
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -45,6 +45,18 @@ def test_a_length_is_never_less_than_the_true_one(dtype, exponent):
     for bad in (np.nan, np.inf):
         x[3, 5] = bad
         assert not math.isfinite(longest_of(x))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_hiding_selects_whatever_the_hidden_elements_hold(dtype):
+    rng = np.random.default_rng(0)
+    seen = rng.random((32, 16)) < 0.5
+    shown = np.where(seen, -1, 0).astype(f"i{np.dtype(dtype).itemsize}").view(f"u{np.dtype(dtype).itemsize}")
+    tiles = rng.standard_normal((3, 32, 16)).astype(dtype)
+    for value in (-86.0, -np.inf, 0.0):
+        hidden = np.where(seen, tiles, np.nan)
+        hide(hidden, shown, value)
+        np.testing.assert_array_equal(hidden, np.where(seen, tiles, dtype(value)))
 
 
 def test_row_weights_make_probabilities_of_exponentials():

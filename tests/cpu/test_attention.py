@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import cuattn
 from cuattn.cpu.arithmetic import WINDOW
 from cuattn.cpu.forward import ForwardWalk
-from cuattn.cpu.walk import Tiles, Walk
+from cuattn.cpu.walk import Walk
 from tests import oracle
 from tests.cpu.sizes import block_sizes, tiled, ways, whole_heads
 from tests.strategies import DTYPES, cases, normal
@@ -375,7 +375,7 @@ def test_the_bound_changes_no_bit(case, sizes):
     with tiled(*sizes):
         bounded, alone = cuattn.forward(q, k, v, **options), cuattn.attention(q, k, v, **options)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Tiles, "bounded", lambda self, longest_q, group: False)
+            patch.setattr(Walk, "bounded", lambda self, longest_q, item: False)
             searched, searched_alone = cuattn.forward(q, k, v, **options), cuattn.attention(q, k, v, **options)
     assert_same_bits(bounded[:3], searched[:3])
     np.testing.assert_array_equal(alone, bounded.o)

@@ -7,6 +7,7 @@ import pytest
 
 import cuattn
 from cuattn.cpu import threads
+from cuattn.cpu.tiles import MASK_BYTES
 
 
 def test_the_plan_names_tiles_threads_and_memory():
@@ -53,5 +54,5 @@ def test_a_call_takes_the_memory_that_its_plan_tells(name, direction, workers, m
         tracemalloc.stop()
     planned = cuattn.plan(q, k, v, direction=direction, **options).workspace_bytes
     assert peak <= 1.1 * planned
-    assert planned <= 1.1 * peak
+    assert planned <= 1.1 * peak + (MASK_BYTES if "window" in options else 0)
     assert planned < 64e6 * workers

@@ -56,8 +56,7 @@ def test_the_slope_of_the_cap_is_that_of_tanh():
 
 @pytest.mark.parametrize("count", [10, 100_000])
 def test_buffers_are_aligned_arrays_of_their_own(count):
-    shapes = {"a": (3, count), "b": (count,)}
-    buffers = Buffers(np.dtype(np.float32), shapes)
+    buffers = Buffers(np.dtype(np.float32), {"a": 3 * count, "b": count})
     a, b = buffers.get("a", 3, count), buffers.get("b", count)
     a.fill(1)
     b.fill(2)

@@ -2,7 +2,7 @@
 
 How many registers a kernel takes, and what it spills, depends on the compiler.  To ask another one than CuPy's::
 
-    python -m pip install --target nvrtc --no-deps "nvidia-cuda-nvrtc-cu12==12.8.*" "nvidia-cuda-runtime-cu12==12.8.*"
+    python -m pip install --target nvrtc --no-deps "nvidia-cuda-nvrtc-cu12==12.9.*" "nvidia-cuda-runtime-cu12==12.9.*"
     CUATTN_NVRTC=nvrtc python -m pytest tests/cuda -k spills
 """
 

@@ -24,7 +24,7 @@ def memory(monkeypatch):
     def allocate(size):
         return SimpleNamespace(ptr=4096 * (len(zeroed) + 1), size=size)
 
-    monkeypatch.setattr(device, "_allocate", allocate)
+    monkeypatch.setattr(pytest.importorskip("cupy").cuda, "Memory", allocate)
     monkeypatch.setattr(device, "zero", lambda address, size, stream: zeroed.append((address, size, stream.number)))
     monkeypatch.setattr(device, "_counters", {})
     return zeroed

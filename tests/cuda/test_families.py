@@ -1,7 +1,6 @@
 """Families are chosen in order, and a new one, or a new operation, needs no change to any file."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -41,10 +40,7 @@ def mine(monkeypatch):
     """A family that is only registered."""
     monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))
     monkeypatch.setitem(OPERATIONS, "transpose", OPERATIONS["forward"])
-    operations = {"forward": Mine, "transpose": Mine}
-    family = SimpleNamespace(name="mine", operations=operations, simplify=lambda problem, masks: (problem, masks))
-    families.register_family(family)
-    return family
+    families.register_family(families.Family("mine", {"forward": Mine, "transpose": Mine}))
 
 
 def operands(p):

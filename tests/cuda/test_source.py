@@ -51,14 +51,7 @@ def test_struct_layouts_agree(struct, header, dtype):
     for name, (_, offset, *_) in dtype.fields.items():
         member = re.sub(r"\.(\d)", r"[\1]", name)
         checks.append(f'static_assert(__builtin_offsetof({struct}, {member}) == {offset}, "{name}");')
-    constants = {
-        "mask": 1,
-        "band_left": True,
-        "band_right": True,
-        "row_warps": 1,
-        "acc": "float",
-        "part": "float",
-        "out": "float",
-    }
+    constants = {"mask": 1, "row_warps": 1, **dict.fromkeys(("band_left", "band_right", "stacked"), True)}
+    constants |= dict.fromkeys(("acc", "part", "out"), "float")
     text = source.prologue(constants) + source.flatten(header) + "\n".join(checks)
     compiler.compile_log(text, "sm_80")

@@ -95,26 +95,22 @@ def test_convert():
     rng = np.random.default_rng(3)
     x = (rng.standard_normal((32, 2)) * 10.0 ** rng.integers(-6, 5, (32, 2))).astype(np.float32)
     body = """
-        p[2 * l] = ptx::pack_f16(x[2 * l], x[2 * l + 1]);
-        p[2 * l + 1] = ptx::pack_bf16(x[2 * l], x[2 * l + 1]);
-        f[4 * l] = ptx::ex2(x[2 * l] / 1000);
-        f[4 * l + 1] = ptx::lg2(x[2 * l] * x[2 * l]);
-        f[4 * l + 2] = ptx::rcp(x[2 * l]);
-        p[96 + 2 * l] = ptx::pack_positive_f16(x[2 * l], x[2 * l + 1]);
-        p[97 + 2 * l] = ptx::pack_positive_bf16(x[2 * l], x[2 * l + 1]);
-        p[64 + l] = ptx::prmt(0x33221100u, 0x77665544u, 0x0426u);"""
+        p[5 * l] = ptx::pack_f16(x[2 * l], x[2 * l + 1]);
+        p[5 * l + 1] = ptx::pack_bf16(x[2 * l], x[2 * l + 1]);
+        p[5 * l + 2] = ptx::pack_positive_f16(x[2 * l], x[2 * l + 1]);
+        p[5 * l + 3] = ptx::pack_positive_bf16(x[2 * l], x[2 * l + 1]);
+        p[5 * l + 4] = ptx::prmt(0x33221100u, 0x77665544u, 0x0426u);
+        f[3 * l] = ptx::ex2(x[2 * l] / 1000);
+        f[3 * l + 1] = ptx::lg2(x[2 * l] * x[2 * l]);
+        f[3 * l + 2] = ptx::rcp(x[2 * l]);"""
     _, p, f = run(
-        ["ptx/registers.cuh"], "const float* x, u32* p, float* f", body, x, np.empty(160, np.uint32),
-        np.empty((32, 4), np.float32),
+        ["ptx/registers.cuh"], "const float* x, u32* p, float* f", body, x, np.empty((32, 5), np.uint32),
+        np.empty((32, 3), np.float32),
     )  # fmt: skip
     with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(p[:64:2], pairs(x.astype(np.float16))[:, 0])
-    np.testing.assert_array_equal(p[1:64:2], pairs(x.astype(BF16))[:, 0])
-    assert (p[64:96] == 0x00442266).all()
-    positive = np.maximum(x, 0)
-    with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(p[96::2], pairs(positive.astype(np.float16))[:, 0])
-    np.testing.assert_array_equal(p[97::2], pairs(positive.astype(BF16))[:, 0])
+        wanted = [pairs(y.astype(kind))[:, 0] for y in (x, np.maximum(x, 0)) for kind in (np.float16, BF16)]
+    np.testing.assert_array_equal(p[:, :4].T, wanted)
+    assert (p[:, 4] == 0x00442266).all()
     np.testing.assert_allclose(f[:, 0], np.exp2(x[:, 0] / np.float32(1000)), rtol=2**-21)
     np.testing.assert_allclose(f[:, 1], np.log2(x[:, 0].astype(float) ** 2), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(f[:, 2], 1 / x[:, 0].astype(float), rtol=2**-22)

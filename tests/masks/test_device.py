@@ -130,9 +130,6 @@ class FakeCuPy(types.ModuleType):
     def __getattr__(self, name):
         return on_device(getattr(np, name))
 
-    def broadcast_arrays(self, *arrays):
-        return [*map(DeviceArray, np.broadcast_arrays(*map(to_host, arrays)))]
-
 
 @pytest.fixture
 def cupy(monkeypatch):
@@ -185,7 +182,7 @@ def test_device_vectors_are_not_read_back(cupy, dtype):
     given = [DeviceArray(vector) for vector in vectors]
     mask = ColumnMask(*given, n_queries=4)
     assert mask.on_device
-    assert mask.lts.get().tolist() == ([-3, 2] if dtype == np.int32 else [0, 2])
+    assert mask.lts.get().tolist() == [0, 2]
     given[0][0] = 3  # the mask holds copies
     assert mask.to_host() == ColumnMask(*np.clip(vectors, 0, 4), n_queries=4)
     assert mask.to_host().lts.tolist() == [0, 2]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuattn
-from cuattn.errors import ArgumentError, CuattnError, DtypeError, MaskError, ShapeError, UnsupportedError
+from cuattn.errors import ArgumentError, CuattnError, DtypeError, ShapeError, UnsupportedError
 from tests import oracle
 from tests.tolerances import assert_close
 
@@ -176,11 +176,6 @@ def test_backward_accepts_plain_tuples():
     a = cuattn.backward(Q, Q, Q, Q, fwd, dropout_p=0.5)
     b = cuattn.backward(Q, Q, Q, Q, (fwd.o, fwd.l, fwd.m, (3, 0)), dropout_p=0.5)
     np.testing.assert_array_equal(a.dq, b.dq)
-
-
-def test_mask_errors_name_the_column():
-    with pytest.raises(MaskError):
-        cuattn.ColumnMask(*np.full((4, 4), 9, np.int32), n_queries=4)
 
 
 def test_scalars_may_be_numpy_scalars_and_lists():

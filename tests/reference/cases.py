@@ -125,14 +125,10 @@ def check_derivatives(case, forward, gradients, step=1e-3):
         direction = generator.standard_normal(gradient.shape)
 
         def loss(h, which=which, direction=direction):
-            moved = list(qkv)
-            moved[which] = moved[which] + h * direction
+            moved = [x + h * direction if index == which else x for index, x in enumerate(qkv)]
             return forward(*moved) * do
 
-        def difference(h, loss=loss):
-            return (loss(h) - loss(-h)).sum() / (2 * h)
-
-        coarse, fine = difference(step), difference(step / 2)
+        coarse, fine = ((loss(h) - loss(-h)).sum() / (2 * h) for h in (step, step / 2))
         rounding = len(do) * eps(np.float64) * np.abs(loss(0)).sum() / step
         exact = (gradient * direction).sum()
         assert abs(exact - fine) <= abs(coarse - fine) + rounding, ("dq", "dk", "dv")[which]

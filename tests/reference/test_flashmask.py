@@ -46,42 +46,25 @@ def tiles_by_definition(vectors, n, sizes):
     return tiles
 
 
-@given(case=cases(), seed=st.integers(0, 10**6), as_object=st.booleans())
-def test_forward_and_backward_match_the_oracle(case, seed, as_object):
-    n = len(case.q)
-    vectors = draw_vectors(n, seed)
-    mask = SimpleNamespace(**dict(zip(("lts", "lte", "uts", "ute"), vectors, strict=True))) if as_object else vectors
-    visible = visible_by_definition(vectors, n)
-    fwd = reference.flashmask_forward(*case.qkv, mask, case.M)
-    check_forward(case, fwd, visible=visible)
-    grads = reference.flashmask_backward(case.do, *case.qkv, fwd, mask, case.M)
-    check_backward(case, grads, visible=visible)
-
-
-@given(case=cases(max_n=32), seed=st.integers(0, 10**6))
-def test_tiles_and_accesses(case, seed):
-    n, d = case.q.shape
-    vectors, sizes = draw_vectors(n, seed), io_model.block_sizes(n, d, case.M)
-    expected = tiles_by_definition(vectors, n, sizes)
-    fwd = reference.flashmask_forward(*case.qkv, vectors, case.M)
-    assert all(np.array_equal(x, y) for x, y in zip(fwd.tiles, expected, strict=True))
-    assert fwd.counts[:2] == io_model.flashmask_forward(n, d, case.M, expected)
-    assert fwd.counts.extra == n + 8 * sizes.t_c  # L and the bounds (section 4.3: linear)
-    grads = reference.flashmask_backward(case.do, *case.qkv, fwd, vectors, case.M)
-    assert grads.counts[:2] == io_model.flashmask_backward(n, d, case.M, expected)
-
-
-@given(case=cases(max_n=32), seed=st.integers(0, 10**6))
-def test_classification_is_never_wrong(case, seed):
+@given(case=cases(max_n=32), seed=st.integers(0, 10**6), as_object=st.booleans())
+def test_results_tiles_and_accesses(case, seed, as_object):
     """A skipped tile shows nothing, and a visited tile without element tests hides nothing."""
     n, d = case.q.shape
     vectors, sizes = draw_vectors(n, seed), io_model.block_sizes(n, d, case.M)
-    tiles = reference.flashmask_forward(*case.qkv, vectors, case.M).tiles
-    visible = visible_by_definition(vectors, n)
+    mask = SimpleNamespace(**dict(zip(("lts", "lte", "uts", "ute"), vectors, strict=True))) if as_object else vectors
+    visible, tiles = visible_by_definition(vectors, n), tiles_by_definition(vectors, n, sizes)
+    fwd = reference.flashmask_forward(*case.qkv, mask, case.M)
+    check_forward(case, fwd, visible=visible)
+    assert all(np.array_equal(x, y) for x, y in zip(fwd.tiles, tiles, strict=True))
+    assert fwd.counts[:2] == io_model.flashmask_forward(n, d, case.M, tiles)
+    assert fwd.counts.extra == n + 8 * sizes.t_c  # L and the bounds (section 4.3: linear)
     rows, keys = np.arange(n) // sizes.b_r, np.arange(n) // sizes.b_c
     visited, tested = (x[rows[:, None], keys] for x in (tiles.visited, tiles.lower | tiles.upper))
     assert not visible[~visited].any()
     assert visible[visited & ~tested].all()
+    grads = reference.flashmask_backward(case.do, *case.qkv, fwd, mask, case.M)
+    check_backward(case, grads, visible=visible)
+    assert grads.counts[:2] == io_model.flashmask_backward(n, d, case.M, tiles)
 
 
 @pytest.mark.parametrize(

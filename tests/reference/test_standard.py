@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from cuattn import reference
+from cuattn import io_model, reference
 from cuattn.errors import ShapeError
 from tests import oracle
 from tests.reference.cases import FLOAT32, cases, check_backward, check_derivatives, check_forward, make_case
@@ -12,11 +12,13 @@ from tests.tolerances import assert_close
 
 
 @given(case=cases())
-def test_forward_and_backward_match_the_oracle(case):
+def test_forward_and_backward_match_the_oracle_and_the_model(case):
     fwd = reference.standard_forward(*case.qkv, case.M)
     check_forward(case, fwd, scale=1.0)
+    assert fwd.counts[:2] == io_model.standard_forward(*case.q.shape, case.M)
     grads = reference.standard_backward(case.do, *case.qkv, fwd.p, case.M)
     check_backward(case, grads, scale=1.0)
+    assert grads.counts[:2] == io_model.standard_backward(*case.q.shape, case.M)
 
 
 @given(case=cases())

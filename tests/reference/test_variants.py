@@ -9,8 +9,10 @@ from tests.reference.cases import cases, check_forward, make_case
 
 @pytest.mark.parametrize("forward", [reference.swapped_forward, reference.rabe_staats_forward])
 @given(case=cases())
-def test_forwards_match_the_oracle(forward, case):
-    check_forward(case, forward(*case.qkv, case.M), scale=1.0)
+def test_forwards_match_the_oracle_and_the_model(forward, case):
+    fwd = forward(*case.qkv, case.M)
+    check_forward(case, fwd, scale=1.0)
+    assert fwd.counts[:2] == getattr(io_model, forward.__name__)(*case.q.shape, case.M)
 
 
 @given(case=cases(max_n=40))

@@ -225,7 +225,6 @@ class Forward(Call):
 
     def prepare(self) -> Plan:
         problem, cut, load_bytes = self.problem, Cut(self.problem, self.device), self.load_bytes(*"qkv")
-        apart = cut.splits > 1 and not cut.merges
         scratch = {}
         if cut.splits > 1:
             whole = statistics(problem, problem.stat_dtype)
@@ -241,7 +240,9 @@ class Forward(Call):
             grid = (cut.blocks, cut.splits, cut.chunks)
             launched = "sm80/fwd.cu", "attention_forward", constants, grid, warps, counts, tile
             self.add(*launched, shared_bytes=cut.shared_bytes)
-            if apart:
-                merge.add(self.sequence, cut.splits, tuple(_PARTS.values()), problem.stat_dtype)
+            if cut.splits > 1 and not cut.merges:
+                slots = _PARTS | {f"{name}_out": name if name in self.arrays else "" for name in "olm"}
+                dtypes = problem.stat_dtype, problem.out_dtype, problem.stat_dtype
+                merge.add(self.sequence, cut.splits, problem.o_shape, dtypes, slots, stacked=True)
         reason = f"portable tensor-core kernel, {self.device.arch}"
         return self.planned(*tile, warps, cut.shared_bytes, reason, cut.notes(load_bytes), constants)

@@ -1,20 +1,18 @@
 """The forward for compute capability 9.0: when and with which tiles, tensor maps, a ticket, one launch."""
 
-import math
 from typing import NamedTuple
 
-from cuattn.cuda.arguments import Array, pad
+from cuattn.cuda.arguments import pad
 from cuattn.cuda.call import statistics
 from cuattn.cuda.constants import Constants, forward_constants
 from cuattn.cuda.device import Device
-from cuattn.cuda.sm80.forward import Cut, length_reason
-from cuattn.cuda.sm90.tensor_map import ARCH, MappedCall, View
+from cuattn.cuda.sm80 import forward as portable
+from cuattn.cuda.sm90.tensor_map import ARCH, WARPGROUP_ROWS, MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
 from cuattn.problem import DTYPES, Problem
 
 REASON = f"bulk tensor copies and warpgroup products, {ARCH}"
-WARPGROUP_ROWS = 64  # query rows of a warpgroup, which the bounds of column masks count in
 SLAB_COLUMNS, ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
 
 # Widths that accumulating products come in (kernels/ptx/wgmma.cuh).
@@ -57,24 +55,6 @@ def width_of(columns: int) -> int:
     return next(width for width in _WIDTHS if columns <= width)
 
 
-def padded(problem: Problem) -> tuple[int, int]:
-    return pad(problem.head_dim, 16), width_of(problem.head_dim_v)
-
-
-def tile_of(problem: Problem) -> Tile:
-    head_dim, head_dim_v = padded(problem)
-    row = next(row for row in _TILES if head_dim <= row[0] and head_dim_v <= row[1])
-    capped = problem.softcap is not None
-    tile = row[3] if capped or problem.dropout else row[2]
-    if tile.block_m == 192 and (capped or problem.masks == ("block",) or problem.out_dtype != problem.dtype):
-        tile = tile._replace(block_m=128)  # these need registers that three warpgroups do not have
-    if tile.block_m == 192 and problem.dropout and (problem.masks or problem.band is not None):
-        tile = tile._replace(block_n=112)
-    if row[0] == 128 and problem.masks == ("column",):
-        tile = tile._replace(q_stages=2)  # the intervals of partial tiles' keys take the third one's place
-    return tile
-
-
 def unsupported_reason(problem: Problem, device: Device) -> str | None:
     """Say why these kernels do not take a problem, or return None; strides and addresses are another matter."""
     if device.arch != "sm_90":
@@ -94,59 +74,7 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
         return f"it writes rows in units of 8 elements, and v has {problem.head_dim_v}"
     if not problem.n_queries * problem.n_keys * problem.head_dim_v * problem.instances:
         return "there is nothing to compute"
-    return length_reason(problem)
-
-
-def leaves_idle(problem: Problem, device: Device) -> bool:
-    """Whether most of a GPU would have no query rows; splitting the keys, as the portable kernel does, then wins."""
-    return 2 * counts(problem)["row_tiles"] * problem.instances < device.multiprocessors
-
-
-def few_rows(problem: Problem, device: Device) -> bool:
-    """Whether the portable kernel would sooner be done, because this one mostly multiplies rows that are not there.
-
-    Both read a key once from device memory, for all heads that share it.  This kernel's tiles have 128 rows or more of
-    one head, the portable kernel's 16 or more, of the whole group where it can pack them.
-    """
-    other = Cut(problem, device)
-    own = problem.group * pad(problem.n_queries, tile_of(problem).block_m)
-    theirs = problem.group // other.pack * pad(problem.n_queries * other.pack, other.tile.block_m)
-    return own >= _SMALLER * theirs or own / _RIDGE > _GAIN * max(theirs / _PORTABLE_RIDGE, 1)
-
-
-def counts(problem: Problem) -> dict[str, int]:
-    """Return the counts that a forward is launched with: row_tiles, key_tiles, section."""
-    tile = tile_of(problem)
-    section = problem.group
-    if problem.masks or (problem.band is not None and problem.band.right is not None):
-        bytes_per_head = problem.n_keys * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-        heads = max(L2_SHARE // bytes_per_head, 1)
-        section *= 1 << (heads.bit_length() - 1)
-    return {
-        "row_tiles": cdiv(problem.n_queries, tile.block_m),
-        "key_tiles": cdiv(problem.n_keys, tile.block_n),
-        "section": max(min(section, problem.instances), 1),
-    }
-
-
-def slabs_of(problem: Problem) -> tuple[int, int]:
-    """Return how many slabs hold a tile of q or k, and of v."""
-    head_dim, head_dim_v = padded(problem)
-    return cdiv(head_dim, SLAB_COLUMNS), cdiv(head_dim_v, SLAB_COLUMNS)
-
-
-def shared_bytes(problem: Problem) -> int:
-    """Bytes of shared memory, as kernels/sm90/fwd_layout.cuh lays it out."""
-    tile, (slabs, slabs_v) = tile_of(problem), slabs_of(problem)
-    queries = slabs * tile.block_m * ROW_BYTES
-    if problem.out_dtype == problem.dtype:
-        queries = max(queries, slabs_v * tile.block_m * ROW_BYTES)
-    stage = (slabs + slabs_v) * tile.block_n * ROW_BYTES
-    intervals = 16 * tile.block_n if problem.masks == ("column",) else 0
-    tiles = tile.q_stages * queries + tile.stages * (stage + intervals)
-    barriers = 8 * (2 * tile.q_stages + 4 * tile.stages + 4)
-    mail = 16 * tile.q_stages + _LIST_BYTES + 4 * tile.stages + 12
-    return pad(tiles + barriers, 16) + mail
+    return portable.length_reason(problem)
 
 
 def scaling(problem: Problem) -> Constants:
@@ -155,46 +83,110 @@ def scaling(problem: Problem) -> Constants:
     return {"prescaled": prescaled, "negate": problem.scale < 0 and not prescaled}
 
 
-def constants_of(problem: Problem) -> Constants:
-    """Return the prologue of kernels/sm90/fwd.cu."""
-    tile, (head_dim, head_dim_v) = tile_of(problem), padded(problem)
-    return {
-        **forward_constants(problem),
-        **tile._asdict(),
-        **scaling(problem),
-        "head_dim": head_dim,
-        "head_dim_v": head_dim_v,
-        "overlap": problem.n_keys >= _LONG[tile.block_m] and not problem.dropout,
-    }
+class Cut:
+    """How a forward is cut.
+
+    Attributes
+    ----------
+    head_dim, head_dim_v : int
+        Padded head dimensions.
+    tile : Tile
+    counts : dict of str to int
+        Fields of ``Params``: row_tiles, key_tiles, section.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.head_dim, self.head_dim_v = pad(problem.head_dim, 16), width_of(problem.head_dim_v)
+        self.tile = tile = self._tile()
+        section = problem.group
+        if problem.masks or (problem.band is not None and problem.band.right is not None):
+            bytes_per_head = problem.n_keys * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+            section *= 1 << (max(L2_SHARE // bytes_per_head, 1).bit_length() - 1)
+        self.counts = {
+            "row_tiles": cdiv(problem.n_queries, tile.block_m),
+            "key_tiles": cdiv(problem.n_keys, tile.block_n),
+            "section": max(min(section, problem.instances), 1),
+        }
+
+    def _tile(self) -> Tile:
+        problem = self.problem
+        row = next(row for row in _TILES if self.head_dim <= row[0] and self.head_dim_v <= row[1])
+        capped = problem.softcap is not None
+        tile = row[3] if capped or problem.dropout else row[2]
+        if tile.block_m == 192 and (capped or problem.masks == ("block",) or problem.out_dtype != problem.dtype):
+            tile = tile._replace(block_m=128)  # these need registers that three warpgroups do not have
+        if tile.block_m == 192 and problem.dropout and (problem.masks or problem.band is not None):
+            tile = tile._replace(block_n=112)
+        if row[0] == 128 and problem.masks == ("column",):
+            tile = tile._replace(q_stages=2)  # the intervals of partial tiles' keys take the third one's place
+        return tile
+
+    @property
+    def blocks(self) -> int:
+        """Row tiles of all heads."""
+        return self.counts["row_tiles"] * self.problem.instances
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory, as kernels/sm90/fwd_layout.cuh lays it out."""
+        problem, (block_m, block_n, stages, q_stages) = self.problem, self.tile
+        slabs, slabs_v = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
+        rounded = problem.out_dtype == problem.dtype
+        queries = (max(slabs, slabs_v) if rounded else slabs) * block_m * ROW_BYTES
+        intervals = 16 * block_n if problem.masks == ("column",) else 0
+        tiles = q_stages * queries + stages * ((slabs + slabs_v) * block_n * ROW_BYTES + intervals)
+        barriers = 8 * (2 * q_stages + 4 * stages + 4)
+        mail = 16 * q_stages + _LIST_BYTES + 4 * stages + 12
+        return pad(tiles + barriers, 16) + mail
+
+    def slow_reason(self, device: Device) -> str | None:
+        """Say why the portable kernel would sooner be done, or return None.
+
+        It splits the keys where most of a GPU would have no query rows.  Else both read a key once from device memory,
+        for all heads that share it, but this kernel mostly multiplies rows that are not there if they are few: its
+        tiles have 128 rows or more of one head, the portable kernel's 16 or more, of the whole group where it can pack
+        them.
+        """
+        problem = self.problem
+        if 2 * self.blocks < device.multiprocessors:
+            return "too few query rows fill the GPU, and the portable kernel splits the keys"
+        other = portable.Cut(problem, device)
+        own = problem.group * pad(problem.n_queries, self.tile.block_m)
+        theirs = problem.group // other.pack * pad(problem.n_queries * other.pack, other.tile.block_m)
+        if own >= _SMALLER * theirs or own / _RIDGE > _GAIN * max(theirs / _PORTABLE_RIDGE, 1):
+            return "too few query rows fill its tiles, and the portable kernel has smaller ones"
+        return None
+
+    @property
+    def constants(self) -> Constants:
+        """The prologue of kernels/sm90/fwd.cu."""
+        problem, tile = self.problem, self.tile
+        return {
+            **forward_constants(problem),
+            **tile._asdict(),
+            **scaling(problem),
+            "head_dim": self.head_dim,
+            "head_dim_v": self.head_dim_v,
+            "overlap": problem.n_keys >= _LONG[tile.block_m] and not problem.dropout,
+        }
 
 
 class Forward(MappedCall):
     """One launch of persistent blocks."""
 
     def unsupported_reason(self) -> str | None:
-        problem, device = self.problem, self.device
-        against = unsupported_reason(problem, device)
+        problem = self.problem
+        against = unsupported_reason(problem, self.device)
         if against is None and problem.kernel is None:
-            if leaves_idle(problem, device):
-                against = "too few query rows fill the GPU, and the portable kernel splits the keys"
-            elif few_rows(problem, device):
-                against = "too few query rows fill its tiles, and the portable kernel has smaller ones"
+            against = Cut(problem).slow_reason(self.device)
         return against or self.layout_reason("qkv")
 
     def prepare(self) -> Plan:
-        problem, tile, made = self.problem, tile_of(self.problem), counts(self.problem)
-        constants, size = constants_of(problem), shared_bytes(problem)
-        self.begin(statistics(problem), {}, counters=1)
-        boxes = {"q": tile.block_m, "k": tile.block_n, "v": tile.block_n}
-        views = {name: self.view(name, rows) for name, rows in boxes.items()}
-        # o leaves in boxes of one warpgroup's rows; an unrounded o leaves without a map, and any will do.
-        views["o"] = views["q"] if problem.out_dtype != problem.dtype else self._o_view()
-        warps, blocks = 4 * (tile.block_m // WARPGROUP_ROWS + 1), made["row_tiles"] * problem.instances
-        launched = "sm90/fwd.cu", "attention_forward", constants, blocks, warps, made
-        self.add_mapped(*launched, tile=(*tile[:2], WARPGROUP_ROWS), views=views, shared_bytes=size)
-        return self.planned(*tile[:2], warps, size, REASON, (), constants)
-
-    def _o_view(self) -> View:
-        problem = self.problem
-        o = Array((math.prod(problem.batch), *problem.o_shape[-3:]), problem.dtype)
-        return View(o.shape, o.strides[:3], WARPGROUP_ROWS)
+        cut = Cut(self.problem)
+        tile, constants, size = cut.tile[:2], cut.constants, cut.shared_bytes
+        self.begin(statistics(self.problem), {}, counters=1)
+        warps = 4 * (cut.tile.block_m // WARPGROUP_ROWS + 1)
+        launched = "sm90/fwd.cu", "attention_forward", constants, cut.blocks, warps, cut.counts
+        self.add_mapped(*launched, (*tile, WARPGROUP_ROWS), size, "qkv", {"o": "q"})
+        return self.planned(*tile, warps, size, REASON, (), constants)

@@ -6,19 +6,21 @@ The driver encodes a map into 128 opaque bytes, which a kernel takes by value.
 """
 
 import ctypes
-import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.cuda.arguments import Axes, steps_of
+from cuattn.cuda.arguments import steps_of
 from cuattn.cuda.call import Call
+from cuattn.cuda.constants import Constants
 from cuattn.errors import CuattnError, UnsupportedError
 from cuattn.problem import Dtype
 
 ARCH = "sm_90a"
+WARPGROUP_ROWS = 64  # query rows of a warpgroup, which the bounds of column masks count in
 BOX_COLUMNS = 64
 """Columns of a box: 128 bytes, the widest that the 128-byte swizzle takes."""
 
@@ -36,7 +38,7 @@ class TensorMap(NamedTuple):
     storage: Any
 
 
-@functools.lru_cache(maxsize=1)
+@lru_cache(maxsize=1)
 def _encoder():
     try:
         function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
@@ -135,31 +137,39 @@ class MappedCall(Call):
         return None
 
     def view(self, name: str, box_rows: int) -> View:
-        """Return the look of an operand or result, in boxes of so many rows."""
-        return view_of(self.arrays[name], self.axes, len(self.problem.batch), box_rows)
+        """Return the look of an operand or result, in boxes of so many rows; its batch axes are merged into one."""
+        array, rank = self.arrays[name], len(self.problem.batch)
+        batch = array.dtype.itemsize * self.axes.pick(steps_of(array))[-1]
+        heads, rows, columns = array.shape[rank:]
+        head, row = array.strides[rank:-1]
+        shape = (self.axes.size[-1] if batch else 1, heads if head else 1, rows, columns)
+        return View(shape, (batch, head, row), box_rows)
 
-    def add_mapped(self, *launched: Any, tile: Sequence[int], views: dict[str, View], shared_bytes: int) -> None:
-        """Append a persistent kernel: arguments of :meth:`Call.add`, and a view of each array that it takes a map of.
+    def add_mapped(
+        self,
+        path: str,
+        kernel: str,
+        constants: Constants,
+        blocks: int,
+        warps: int,
+        values: Mapping[str, int],
+        tile: tuple[int, ...],
+        shared_bytes: int,
+        read: Iterable[str],
+        written: Mapping[str, str],
+    ) -> None:
+        """Append a persistent kernel that takes maps of arrays: those that it reads, then those that it writes.
 
-        The blocks are as many as there is work for; as many as there are multiprocessors are launched.
+        Results leave in boxes of one warpgroup's rows.  Unrounded ones leave without a map; `written` names for each a
+        rounded array whose map stands in then.  The other arguments are those of :meth:`Call.add`.
         """
-        path, kernel, constants, blocks, *rest = launched
-        row = self.problem.row
-        maps = {
-            name: functools.lru_cache(_MAPS_KEPT)(functools.partial(describe, dtype=row, view=view))
-            for name, view in views.items()
-        }
-        grid = min(blocks, self.device.multiprocessors)
-        self.add(path, kernel, constants, grid, *rest, tile, maps=maps, shared_bytes=shared_bytes, arch=ARCH)
-
-
-def view_of(array: Any, axes: Axes, rank: int, box_rows: int) -> View:
-    """Return the look of an array (*batch, heads, rows, columns) with `rank` batch axes, merged into one (``Axes``)."""
-    heads, rows, columns = array.shape[rank:]
-    batch = array.dtype.itemsize * axes.pick(steps_of(array))[-1]
-    head, row = array.strides[rank:-1]
-    shape = (axes.size[-1] if batch else 1, heads if head else 1, rows, columns)
-    return View(shape, (batch, head, row), box_rows)
+        dtype, views = self.problem.row, {name: self.view(name, tile[name in ("k", "v")]) for name in read}
+        for name, instead in written.items():
+            rounded = self.arrays[name].dtype == dtype.dtype
+            views[name] = self.view(name if rounded else instead, WARPGROUP_ROWS)
+        maps = {name: lru_cache(_MAPS_KEPT)(partial(describe, dtype=dtype, view=view)) for name, view in views.items()}
+        launched = path, kernel, constants, min(blocks, self.device.multiprocessors), warps, values, tile
+        self.add(*launched, maps=maps, shared_bytes=shared_bytes, arch=ARCH)
 
 
 def _array_reason(array: Any) -> str | None:

@@ -5,8 +5,7 @@ import pytest
 
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
-from cuattn.cuda.sm80.backward import STAT_ROWS
-from cuattn.cuda.sm80.backward_plan import Cut
+from cuattn.cuda.sm80.backward import STAT_ROWS, Cut
 from tests.cuda.cases import CASES, F16, WIDE_HEADS, Case
 from tests.cuda.sm80.test_forward_compile import COMPILED, failures
 from tests.cuda.sm80.test_forward_plan import DEVICES, STATIC_BYTES, problem_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cuattn.cuda.sm80.backward_plan import Cut
+from cuattn.cuda.sm80.backward import Cut
 from tests.cuda.sm80.test_forward_plan import DEVICES, shaped
 
 DEVICE = DEVICES["H200"]

@@ -34,8 +34,8 @@ UTILITIES = [
     ("util/mask_bounds.cu", {"block_m": 64, "block_n": 32, "rows_per_item": 1, **_COLUMNS, "mask": 3 + 8 + 16}),
     ("util/mask_alive.cu", {**_COLUMNS, "mask": 16, "block_m": 1, "block_n": 1, "rows_per_item": 1}),
     ("util/mask_alive.cu", {**_COLUMNS, "mask": 4 + 8 + 16, "block_m": 1, "block_n": 1, "rows_per_item": 1}),
-    ("util/merge.cu", {"acc": "float", "part": "float", "out": "__nv_bfloat16", "row_warps": 4}),
-    ("util/merge.cu", {"acc": "float", "part": "__half", "out": "__half", "row_warps": 1}),
+    ("util/merge.cu", {"acc": "float", "part": "float", "out": "__nv_bfloat16", "row_warps": 4, "stacked": True}),
+    ("util/merge.cu", {"acc": "float", "part": "__half", "out": "__half", "row_warps": 1, "stacked": False}),
 ]
 
 

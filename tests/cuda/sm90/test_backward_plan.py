@@ -6,8 +6,7 @@ import pytest
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.sm80.backward import PREPROCESS
-from cuattn.cuda.sm90 import backward_plan as planner
-from cuattn.cuda.sm90.backward import CONVERT
+from cuattn.cuda.sm90.backward import CONVERT, Cut, unsupported_reason
 from cuattn.cuda.sm90.tensor_map import ARCH
 from cuattn.problem import Band
 from tests.cuda.cases import F16
@@ -34,58 +33,57 @@ def problem(*sizes, **changes):
     ],
 )
 def test_reasons(changes, words):
-    assert words in planner.unsupported_reason(problem(**changes), H200)
+    assert words in unsupported_reason(problem(**changes), H200)
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 128, 136, 192, 256])
 def test_takes_head_dimensions(head_dim):
-    assert planner.unsupported_reason(problem(head_dim), H200) is None
+    assert unsupported_reason(problem(head_dim), H200) is None
 
 
 def test_one_kernel_or_two():
-    assert planner.fuses_dq(problem()) and planner.fuses_dq(problem(64, softcap=3.0, dropout=6554))
-    assert [planner.fuses_dq(problem(masks=(kind,), dropout=6554)) for kind in ("column", "block")] == [True, False]
-    assert not planner.fuses_dq(problem(256)) and not planner.fuses_dq(problem(softcap=3.0))
-    assert "turns" in planner.note_of(problem(64, deterministic=True))
-    assert "fixed order" in planner.note_of(problem(256))
+    assert Cut(problem()).fused and Cut(problem(64, softcap=3.0, dropout=6554)).fused
+    assert [Cut(problem(masks=(kind,), dropout=6554)).fused for kind in ("column", "block")] == [True, False]
+    assert not Cut(problem(256)).fused and not Cut(problem(softcap=3.0)).fused
+    assert "turns" in Cut(problem(64, deterministic=True)).note
+    assert "fixed order" in Cut(problem(256)).note
 
 
 def test_scratch_holds_whole_tiles():
-    made = planner.scratch(problem(72, n_queries=130), dq_instances=3)
+    made = Cut(problem(72, n_queries=130)).scratch(3)
     assert made["dq_acc"].shape == (3, 192, 128) and "turns" not in made
     assert made["stat"].shape == (1, 2 * 16, 256)
-    assert planner.scratch(problem(deterministic=True), 3)["turns"].shape == (3, 64)
-    assert "dq_acc" not in planner.scratch(problem(256), 32)
+    assert Cut(problem(deterministic=True)).scratch(3)["turns"].shape == (3, 64)
+    assert "dq_acc" not in Cut(problem(256)).scratch(32)
 
 
 def test_who_subtracts_delta():
-    assert [planner.splits_delta(problem(d)) for d in (64, 96, 128, 256)] == [False, True, True, False]
-    assert planner.splits_delta(problem(masks=("column",), deterministic=True, band=CAUSAL))
-    assert not planner.splits_delta(problem(dropout=6554)) and not planner.splits_delta(problem(masks=("block",)))
-    parts = planner.scratch(problem(n_queries=130), 3)["delta"]
+    assert [Cut(problem(d)).split_delta for d in (64, 96, 128, 256)] == [False, True, True, False]
+    assert Cut(problem(masks=("column",), deterministic=True, band=CAUSAL)).split_delta
+    assert not Cut(problem(dropout=6554)).split_delta and not Cut(problem(masks=("block",))).split_delta
+    parts = Cut(problem(n_queries=130)).scratch(3)["delta"]
     assert (parts.shape, parts.dtype) == ((2 * 16, 256, 3), np.uint16)
-    assert planner.scratch(problem(64, n_queries=130), 3)["delta"].dtype == np.float32
+    assert Cut(problem(64, n_queries=130)).scratch(3)["delta"].dtype == np.float32
 
 
 @pytest.mark.parametrize("masks", [(), ("column",), ("block",)])
 @pytest.mark.parametrize("sizes", [(64,), (96, 40), (128,), (64, 256), (192, 128), (256,)])
 def test_fits_in_shared_memory(sizes, masks):
     for changes in ({}, {"dropout": 6554}, {"softcap": 1.0}, {"deterministic": True}):
-        p = problem(*sizes, masks=masks, **changes)
-        assert planner.key_tile(p).smem_bytes <= H200.shared_bytes
-        assert planner.row_tile(p).smem_bytes <= H200.shared_bytes
+        cut = Cut(problem(*sizes, masks=masks, **changes))
+        assert max(cut.keys.shared_bytes, cut.rows.shared_bytes) <= H200.shared_bytes
 
 
 def test_causal_heads_share_the_cache():
-    assert planner.key_tile(problem()).section == 1
-    assert planner.key_tile(problem(band=CAUSAL, n_queries=65536)).section == 1
-    assert planner.key_tile(problem(band=CAUSAL, n_queries=1024)).section == 32
+    assert Cut(problem()).keys.counts["section"] == 1
+    assert Cut(problem(band=CAUSAL, n_queries=65536)).keys.counts["section"] == 1
+    assert Cut(problem(band=CAUSAL, n_queries=1024)).keys.counts["section"] == 32
 
 
 def test_many_heads_take_turns():
-    assert planner.key_tile(problem(deterministic=True)).section == 16
-    assert planner.key_tile(problem(deterministic=True, band=CAUSAL)).section == 32
-    assert planner.key_tile(problem(256, deterministic=True)).section == 1
+    assert Cut(problem(deterministic=True)).keys.counts["section"] == 16
+    assert Cut(problem(deterministic=True, band=CAUSAL)).keys.counts["section"] == 32
+    assert Cut(problem(256, deterministic=True)).keys.counts["section"] == 1
 
 
 VARIANTS = [
@@ -112,14 +110,15 @@ VARIANTS = [
 
 def kernels(p):
     """Yield path, constants and shared memory of the kernels that are Hopper's own."""
-    constants = planner.constants_of(p)
-    yield "sm90/bwd.cu", constants, planner.key_tile(p).smem_bytes, "bwd_layout"
-    if planner.fuses_dq(p):
+    cut = Cut(p)
+    constants = cut.constants()
+    yield "sm90/bwd.cu", constants, cut.keys.shared_bytes, "bwd_layout"
+    if cut.fused:
         yield "sm90/bwd_convert.cu", {name: constants[name] for name in CONVERT}, 0, ""
     else:
-        tile = planner.row_tile(p)
+        tile = cut.rows
         own = {"block_m": tile.block_m, "block_n": tile.block_n, "v_stages": tile.v_stages}
-        yield "sm90/bwd_rows.cu", {**constants, **own}, tile.smem_bytes, "bwd_rows_layout"
+        yield "sm90/bwd_rows.cu", {**constants, **own}, tile.shared_bytes, "bwd_rows_layout"
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda p: f"d{p.head_dim} {p.masks} {p.dropout} {p.softcap}")
@@ -136,9 +135,9 @@ def test_spills(variant):
     "variant", [problem(64), problem(256), problem(96), problem(dtype=F16)], ids=["d64", "d256", "d96", "float16"]
 )
 def test_preprocess_spills(variant, o_elem, load_bytes, dlse):
-    constants = {name: value for name, value in planner.constants_of(variant).items() if name in PREPROCESS}
+    constants = {name: value for name, value in Cut(variant).constants().items() if name in PREPROCESS}
     constants["o_elem"] = constants["elem"] if o_elem == "elem" else "float"
-    constants |= {"warps": 8, "head_dim": planner.accumulator_columns(variant), "atomic_dq": planner.fuses_dq(variant)}
+    constants |= {"warps": 8, "head_dim": Cut(variant).columns, "atomic_dq": Cut(variant).fused}
     constants = tuple({**constants, "load_bytes": load_bytes, "dlse": dlse}.items())
     (used,) = kernel_resources("util/bwd_preprocess.cu", constants, "sm_90").values()
     assert used.stack == 0, used

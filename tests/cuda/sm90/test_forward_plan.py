@@ -6,7 +6,7 @@ import pytest
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.sm90 import tensor_map
-from cuattn.cuda.sm90.forward import constants_of, counts, few_rows, leaves_idle, shared_bytes, unsupported_reason
+from cuattn.cuda.sm90.forward import Cut, unsupported_reason
 from cuattn.cuda.sm90.tensor_map import ARCH
 from cuattn.problem import Band, Problem
 from tests.cuda.cases import BF16, F16
@@ -53,8 +53,8 @@ def test_takes_head_dimensions(head_dim):
 
 
 def test_few_rows_leave_the_device_idle():
-    assert leaves_idle(problem(n_queries=1, batch=(1,)), H200)
-    assert not leaves_idle(problem(), H200)
+    assert "splits the keys" in Cut(problem(n_queries=1, batch=(1,))).slow_reason(H200)
+    assert Cut(problem()).slow_reason(H200) is None
 
 
 @pytest.mark.parametrize(
@@ -74,24 +74,24 @@ def test_few_rows_leave_the_device_idle():
     ],
 )
 def test_few_rows_per_key(changes, few):
-    assert few_rows(problem(batch=(16,), **changes), H200) == few
+    assert ("fill its tiles" in (Cut(problem(batch=(16,), **changes)).slow_reason(H200) or "")) == few
 
 
 def test_counts_cover_ragged_ends():
-    tiles = counts(problem(n_queries=129, n_keys=257))
+    tiles = Cut(problem(n_queries=129, n_keys=257)).counts
     assert (tiles["row_tiles"], tiles["key_tiles"]) == (2, 3)
 
 
 def test_causal_heads_share_the_cache():
-    assert counts(problem(band=CAUSAL, kv_heads=4, n_keys=65536))["section"] == 4
-    assert counts(problem(band=CAUSAL, n_keys=1024))["section"] == 32
+    assert Cut(problem(band=CAUSAL, kv_heads=4, n_keys=65536)).counts["section"] == 4
+    assert Cut(problem(band=CAUSAL, n_keys=1024)).counts["section"] == 32
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("masks", [(), ("column",), ("block",)])
 def test_fits_in_shared_memory(head_dim, masks):
     for out in (BF16, np.dtype(np.float32)):
-        assert shared_bytes(problem(head_dim, masks=masks, out_dtype=out)) <= H200.shared_bytes
+        assert Cut(problem(head_dim, masks=masks, out_dtype=out)).shared_bytes <= H200.shared_bytes
 
 
 @pytest.mark.parametrize(
@@ -118,15 +118,15 @@ VARIANTS = [
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda p: f"d{p.head_dim} {p.masks} {p.dropout} {p.softcap}")
 def test_spills(variant):
-    (used,) = kernel_resources("sm90/fwd.cu", tuple(constants_of(variant).items()), ARCH).values()
+    (used,) = kernel_resources("sm90/fwd.cu", tuple(Cut(variant).constants.items()), ARCH).values()
     assert used.stack == 0, used
 
 
 def test_layout_agrees_with_the_kernel():
     for variant in VARIANTS:
-        constants = constants_of(variant)
+        constants = Cut(variant).constants
         text = source.prologue(constants) + source.flatten_text(
-            f'#include "sm90/fwd_layout.cuh"\nstatic_assert(sm90::fwd::shared_bytes == {shared_bytes(variant)});\n'
+            f'#include "sm90/fwd_layout.cuh"\nstatic_assert(sm90::fwd::shared_bytes == {Cut(variant).shared_bytes});\n'
             f"static_assert(sm90::fwd::threads == {2 * constants['block_m'] + 128});\n",
             "layout.cu",
         )
@@ -135,7 +135,7 @@ def test_layout_agrees_with_the_kernel():
 
 def test_all_key_tiles_can_be_told_apart():
     """As many as lengths below 2**30 have of 64 keys; none of them is taken for the end of a list."""
-    text = source.prologue(constants_of(VARIANTS[0])) + source.flatten_text(
+    text = source.prologue(Cut(VARIANTS[0]).constants) + source.flatten_text(
         '#include "sm90/fwd_layout.cuh"\nusing Tile = sm90::fwd::KeyTile;\nconstexpr i32 last = (1 << 24) - 1;\n'
         "static_assert(Tile::make(last, 0).n() == last && Tile::make(last, 127).exists() && !Tile::none().exists());\n",
         "tiles.cu",
