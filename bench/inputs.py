@@ -54,6 +54,11 @@ class Inputs:
     bias: Any = None
     visible: Any = None
 
+    @property
+    def operands(self):
+        """The arrays q, k, v and do."""
+        return self.q, self.k, self.v, self.do
+
 
 def make(case, device, shared_mask=False, blank=False):
     """Make the operands of a case on a device.

@@ -9,7 +9,7 @@ import numpy as np
 
 from bench.mask_samples import GLOBAL_TOKENS, KINDS
 from bench.peers.base import HALF, Runner
-from bench.peers.pytorch import operands, through_autograd
+from bench.peers.pytorch import through_autograd
 from cuattn import masks
 
 BLOCK = 128
@@ -47,7 +47,7 @@ class Flex(Runner):
         def attention(q, k, v):
             return compiled(q, k, v, **options)
 
-        return through_autograd(case, attention, operands(inputs))
+        return through_autograd(case, attention, inputs.operands)
 
     def close(self):
         import torch
