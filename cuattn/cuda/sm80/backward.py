@@ -69,7 +69,8 @@ class Cut:
             tiles = BackwardTiles(*4 * (WIDE[self.products],))
             self.chunk, self.part = _CHUNK, pad(cdiv(widest, cdiv(widest, _PART)), _CHUNK)
             self.head_dim, self.head_dim_v = pad(problem.head_dim, _CHUNK), pad(problem.head_dim_v, _CHUNK)
-        narrow = bool(problem.masks) and problem.dropout > 0 and widest <= 64
+        # Dropout takes registers beside a mask; in float32 dk and dv depend on the tile, which must be every mask's.
+        narrow = bool(problem.masks) and widest <= 64 and (problem.dropout > 0 or self.products == "split")
         self.keys, self.rows, self.bias = tiles.heavy if is_heavy(problem) or narrow else tiles.keys, *tiles[2:]
         while not self.chunk and not all(_divides(tile, self.head_dim) for tile in (self.keys, self.rows)):
             self.head_dim += _PADDING
