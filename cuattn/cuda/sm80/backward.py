@@ -6,7 +6,7 @@ computes dbias.
 """
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -215,9 +215,14 @@ def row_arrays(problem: Problem, vectors: int = 1) -> dict[str, Array]:
     return {"delta": delta, "stat": Array((vectors, *delta.shape), delta.dtype), "counters": counters}
 
 
-def is_sum(problem: Problem, shape: tuple[int, ...], heads: int) -> bool:
-    """Whether an operand of `shape` (aligned; `heads` of its own kind) was broadcast, so that its gradient is a sum."""
-    return any(n == 1 < full for n, full in zip(shape, (*problem.batch, heads), strict=False))
+def summed(problem: Problem, operands: Mapping[str, Any]) -> dict[str, int]:
+    """Return which of q, k, v were broadcast, so that their gradients are sums, with the heads of their kind."""
+    heads = {"q": problem.heads, "k": problem.kv_heads, "v": problem.kv_heads}
+    return {
+        name: count
+        for name, count in heads.items()
+        if any(n == 1 < full for n, full in zip(operands[name].shape, (*problem.batch, count), strict=False))
+    }
 
 
 class _Sum(NamedTuple):
@@ -261,10 +266,9 @@ class Backward(Call):
     def _sums(self) -> dict[str, _Sum]:
         problem, axes = self.problem, self.axes
         found = {}
-        for name, heads in (("q", problem.heads), ("k", problem.kv_heads), ("v", problem.kv_heads)):
-            shape = self.operands[name].shape
-            if is_sum(problem, shape, heads) and not (name == "q" and self.cut.atomic):
-                size = (*axes.size, heads)
+        for name, heads in summed(problem, self.operands).items():
+            if name != "q" or not self.cut.atomic:
+                shape, size = self.operands[name].shape, (*axes.size, heads)
                 own = (*axes.pick(shape, 1), shape[-3])
                 keep = tuple(n == full for n, full in zip(own, size, strict=True))
                 found[f"d{name}"] = _Sum(keep, size, shape[-2] * shape[-1])
