@@ -82,7 +82,8 @@ def floors(exact: Solution, q, k, v, do=None, *, scale=None, softcap=None, bias=
     A sum of n terms counts 2 sqrt(n) times (n at most), as if roundings were random, and twice that in scores and in l,
     whose terms may be alike and round one way.  Weights p below eps**3 count as 0.  For 16-bit inputs, their eps times
     this is added: p |v| and p |do| (P is rounded before it is multiplied), |do . o| in D (o was rounded), |ds| |k| and
-    |ds| |q| (so was dS).  What moves ds is multiplied by the slope of the soft cap as it is computed, for ds may be 0.  Their capped scores may be cap - 2 cap / (1 + e^2x), the difference of terms of up to 2 cap.
+    |ds| |q| (so was dS).  Their capped scores may be cap - 2 cap / (1 + e^2x), the difference of terms of up to 2 cap.
+    What moves ds is multiplied by the slope of the soft cap as it is computed, for ds itself may be 0.
 
     With `halves`, weights of float32 are pairs of float16, as the portable kernels have them, whose least bit is a part
     of the largest in their tile.  The forward's are 2^14 p and have a least bit of 2^-24, half of which is 2^-39 of p;
