@@ -276,6 +276,6 @@ def _rates(name, group):
 
 def _proportion(group):
     """Draw time against the share of visible tiles, and what proportion would be."""
-    about = dict(style="o", xlabel="share of visible tiles, 1 - ρ", ylabel="ms", xlim=(0, 1.03), ylim=(0, None))
+    about = dict(xlabel="share of visible tiles, 1 - ρ", ylabel="ms", xlim=(0, 1.03), ylim=(0, None))
     wide = [rows.assign(seen=1 - rows["rho"]).pivot_table("ms", "seen", "runner") for _, _, rows, _ in group]
     return chart(*((curves, proportion(x), {**about, "title": of[0]}) for x, of in zip(wide, group, strict=True)))

@@ -85,7 +85,7 @@ def mask_function(case, drawn, device):
         return lambda b, h, i, j: (i >= j) | (j < number)
     until, since = per_key("lts"), per_key("ute")
     if kind == "causal_blockwise":  # the last block of each sequence sees all before it
-        last = torch.tensor([sample.n - sample.lengths[-1] for sample in drawn], device=device)
+        last = torch.tensor([sample.n - sample.lengths[-1] for sample in drawn], dtype=torch.int32, device=device)
         return lambda b, h, i, j: (i >= j) & ((i < until[b, j]) | (i >= last[b]))
     if kind in ("causal_document", "share_question", "random_eviction"):
         return lambda b, h, i, j: (i >= j) & (i < until[b, j])

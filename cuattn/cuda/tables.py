@@ -21,7 +21,6 @@ from cuattn.io_model.sizes import cdiv
 from cuattn.masks.base import KINDS, Mask
 from cuattn.masks.cuda_half import Source
 from cuattn.masks.device import Ready
-from cuattn.masks.recent import Recent
 from cuattn.problem import Problem
 
 _ORDER_SHARED_BYTES = 40 * 1024  # more row tiles than fit here run unsorted
@@ -217,15 +216,15 @@ class MaskTables:
         if not self._masks.lasting:
             return None
         device = self._masks.device
-        cache = masks[0]._cache.get(("cuda", device)) or masks[0]._cache.setdefault(("cuda", device), Recent(_KEPT))
-        key = (*self._key, *band_fields(self._masks.problem, shift).values(), *map(id, masks[1:]))
-        kept = cache.get(key)
-        if kept is None:
+        cache, place = masks[0]._cache, ("cuda", device)
+        cells = cache.get(place) or cache.setdefault(place, functools.lru_cache(_KEPT)(lambda *key: []))
+        cell = cells(*self._key, *band_fields(self._masks.problem, shift).values(), *map(id, masks[1:]))
+        if not cell:  # until its tables are made
             if capturing:
                 return None
-            kept = cache.keep(key, self._make(masks, shift, stream))
-        kept.use(stream)
-        return kept
+            cell.append(self._make(masks, shift, stream))
+        cell[0].use(stream)
+        return cell[0]
 
     def _make(self, masks: Sequence[Mask], shift: int, stream: Any) -> Kept:
         import cupy

@@ -32,7 +32,7 @@ __device__ __forceinline__ void draw_parts(u32 (&kept)[side_by_side], const Para
         const u32 own = key + 16 * drawers * i;
         keys[i] = key_products(stream, cfg::runs ? global_key(p, own) : own);
     }
-#pragma unroll(4 / side_by_side)  // as far as registers go
+#pragma unroll(cfg::runs && cfg::block_m == 128 ? 1 : 4 / side_by_side)  // as far as registers go
     for (int call = 3; call >= 0; --call) {
 #pragma unroll
         for (int i = 0; i < side_by_side; ++i) {
@@ -50,7 +50,9 @@ __device__ __forceinline__ void draw_parts(u32 (&kept)[side_by_side], const Para
 __device__ __forceinline__ void draw_ahead(const Params& p, const Shared& shared, u32 warp) {
     const i32 own_lane = threadIdx.x % 32;
     const u32 offset = __shfl_sync(~0u, random_offset(p.dropout), 0);  // the shuffle puts it into a uniform register
-    for (Slot<cfg::stages> slot;; slot.advance()) {
+    using Position = Either<unrolled, Positions, Slot<cfg::stages>>::type;
+    for (Position position;; position.advance()) {
+        const Slot<cfg::stages> slot = position;
         ptx::mbarrier_wait(shared.barrier(draws_told + slot.stage), slot.phase);
         const DrawPlace at = shared.draw_place(slot.stage);
         if (uniform(at.n < 0)) return;

@@ -15,7 +15,6 @@ struct Worker {
     const Shared shared;
     Slot<cfg::stages> slot;  // of the row tile being worked on
     Slot<k_stages> keys;     // of the key tile
-    u32 values_phase = 0;
 
     __device__ __forceinline__ const Step& step() const { return shared.step(slot.stage); }
     // stat or delta of the row tile in the slot, from the thread's first query on.
@@ -53,10 +52,8 @@ struct Worker {
         return uniform(work().tile >= 0);
     }
 
-    __device__ __forceinline__ void await_values() {
-        ptx::mbarrier_wait(shared.barrier(v_full), values_phase);
-        values_phase ^= 1;
-    }
+    // There is one buffer of v, so its phase changes with each key tile.
+    __device__ __forceinline__ void await_values() const { ptx::mbarrier_wait(shared.barrier(v_full), k_stages == 2 ? keys.stage : keys.phase); }
 };
 
 template <int n>
@@ -102,7 +99,7 @@ struct Hidden {
     __device__ __forceinline__ Hidden(const Worker& worker, i32 first_key, bool partial) : worker(worker), partial(partial) {
         if (partial)
             find_visible(visible, worker.p, worker.place(first_key));
-        else if (cfg::dropout && unmasked)
+        else if (cfg::dropout && (unmasked || cfg::block_m == 128))
             clear(visible);  // or the assembler keeps the last tile's in registers, of which dropout leaves few
     }
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.cuda.arguments import Array, pad
-from cuattn.cuda.call import gradients
 from cuattn.cuda.constants import Constants, backward_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.sm80.backward import add_preprocess, is_sum, row_arrays
@@ -204,7 +203,7 @@ class Backward(MappedCall):
         problem, operands, cut = self.problem, self.operands, Cut(self.problem)
         keys, rows, dq_instances = cut.keys, cut.rows, math.prod(operands["q"].shape[:-2])
         constants = cut.constants(getattr(operands.get("o"), "dtype", None))
-        self.begin(gradients(problem, operands), cut.scratch(dq_instances))
+        self.begin(cut.scratch(dq_instances))
         add_preprocess(self, {**constants, "atomic_dq": cut.fused}, cut.columns, keys.counts)
         warps = 4 * (_WARPGROUPS + 1)
         drawing = 4 * bool(problem.dropout and cut.fused)
@@ -224,5 +223,6 @@ class Backward(MappedCall):
         self, path: str, kernel: str, constants: Constants, blocks: int, warps: int, tile: Tile, *written: str
     ) -> None:
         """Append a persistent kernel that reads q, k, v and do and writes gradients."""
-        launched = f"sm90/{path}.cu", kernel, constants, blocks, warps, tile.counts, tile[:2], tile.shared_bytes
-        self.add_mapped(*launched, ("q", "k", "v", "do"), {name: name[1:] for name in written})
+        launched = f"sm90/{path}.cu", kernel, constants, self.persistent(blocks), warps, tile.counts, tile[:2]
+        maps = self.mapped(tile, ("q", "k", "v", "do"), {name: name[1:] for name in written})
+        self.add(*launched, shared_bytes=tile.shared_bytes, **maps)

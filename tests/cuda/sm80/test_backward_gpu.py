@@ -14,9 +14,11 @@ from tests.cuda.cases import (
     WIDE,
     WIDE_HEADS,
     Case,
+    case_of,
     columns_of,
     hostile_columns,
     oracle_options,
+    same_bits,
     to_device,
     visible,
 )
@@ -61,7 +63,7 @@ def made(case: Case):
 
 
 def named(name: str):
-    case = next(case for case in CASES + WIDE_HEADS if case.name == name)
+    case = case_of(name, CASES + WIDE_HEADS)
     return case, *made(case)
 
 
@@ -98,8 +100,7 @@ def test_deterministic_is_bitwise(name):
     _, do, qkv, options = named(name)
     first = run(do, qkv, options, deterministic=True)
     for _ in range(3):
-        for a, b in zip(first, run(do, qkv, options, deterministic=True), strict=True):
-            assert a is b is None or a.tobytes() == b.tobytes()
+        same_bits(first, run(do, qkv, options, deterministic=True))
 
 
 @pytest.mark.parametrize("name", ["column", "column d64 causal", "dropout column"])
@@ -107,8 +108,7 @@ def test_column_mask_equals_boolean_mask_bit_for_bit(name):
     _, do, qkv, options = named(name)
     column = run(do, qkv, options, deterministic=True)
     dense = run(do, qkv, {**options, "mask": options["mask"].dense()}, deterministic=True)
-    for a, b in zip(column[:3], dense[:3], strict=True):
-        assert a.tobytes() == b.tobytes()
+    same_bits(column[:3], dense[:3])
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -135,8 +135,7 @@ def test_what_a_bias_row_hides_may_hold_nan(name):
     clean = run(do, qkv, options, deterministic=True)
     for x in qkv[1:]:
         x[..., 30:90, :] = np.nan
-    for a, b in zip(run(do, qkv, options, deterministic=True), clean, strict=True):
-        assert a.tobytes() == b.tobytes()
+    same_bits(run(do, qkv, options, deterministic=True), clean)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -247,6 +246,5 @@ def test_graph_holds_its_scratch():
         graph = stream.end_capture()
         noise = [cupy.full(1 << 20, np.nan, np.float32) for _ in range(4)]
         graph.launch(stream)
-        for a, b in zip(result[:3], eager[:3], strict=True):
-            assert a.get().tobytes() == b.get().tobytes()
+        same_bits(result[:3], eager[:3])
     del noise
