@@ -16,7 +16,7 @@ from cuattn.cpu.forward import ForwardWalk
 from cuattn.cpu.tiles import MASK_BYTES
 from cuattn.cpu.walk import Tiles
 from cuattn.masks.constructors import kept_band
-from cuattn.masks.interval_mask import join
+from cuattn.masks.intervals import join
 from cuattn.plans import Plan
 from cuattn.problem import OPERATIONS, Place, Problem
 from cuattn.rng import RNGState

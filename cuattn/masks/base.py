@@ -3,7 +3,7 @@
 A backend is handed a tuple of masks, which hold together, bound to its problem's lengths (:meth:`Mask.bind`); it never
 asks what kind a mask is.  The CPU walks a mask by tiles of its own size::
 
-    parts = join((*masks, band))             # masks.bands: all masks of intervals become one, which is quicker
+    parts = join((*masks, band))             # masks.intervals: all masks of intervals become one, which is quicker
     instance = mask.instance((batch, head))  # equal for matrices under the same mask: a key for what is remembered
     mask.states(instance, rows, keys, t, t + 16)         # of 16 row tiles; the minimum over the parts holds
     mask.patterns(instance, rows, keys, row_tiles, key_tiles)  # a key for each of these tiles, or None
@@ -20,10 +20,10 @@ import numpy as np
 
 from cuattn.errors import MaskError
 from cuattn.io_model.sizes import cdiv
-from cuattn.masks import checks, draw
+from cuattn.masks import checks
 from cuattn.masks.cuda_half import CudaHalf, Source
+from cuattn.masks.draw import Drawable
 from cuattn.masks.immutable import Immutable
-from cuattn.masks.intervals import SKIP
 from cuattn.masks.runs import Runs, as_runs
 
 Self = TypeVar("Self", bound="Mask")
@@ -40,7 +40,7 @@ KINDS: "dict[str, type[Mask]]" = {}
 _STRIP = 64  # row tiles that are classified at once
 
 
-class Mask(Immutable):
+class Mask(Immutable, Drawable):
     """What every mask can tell.
 
     A new kind of mask needs `kind`, `leading`, `n_queries`, `n_keys`, `hidden` and `states`, and calls `_settle` when
@@ -161,9 +161,8 @@ class Mask(Immutable):
         rows, keys = row_tile * block_m, key_tile * block_n
         there = min(block_m, self.n_queries - rows)
         hidden = self.hidden(instance, slice(rows, rows + there), slice(keys, min(keys + block_n, self.n_keys)))
-        shown = np.empty((len(hidden), block_m), ramp.dtype)
+        shown = np.full((len(hidden), block_m), ramp[-1, 0])
         np.subtract(hidden, 1, out=shown[:, :there], dtype=ramp.dtype, casting="unsafe")
-        shown[:, there:] = ramp[-1, 0]
         return shown
 
     # For everybody.
@@ -259,12 +258,13 @@ class Mask(Immutable):
         0.4375
         """
         mask, tile, (row_tiles, key_tiles) = self._tiles(block_m, block_n, n_queries, n_keys)
-        skipped = 0
+        strips = (
+            mask.states(instance, *tile, start, min(start + _STRIP, row_tiles))
+            for instance in np.ndindex(*mask.leading)
+            for start in range(0, row_tiles, _STRIP)
+        )
         with mask._scope():
-            for instance in np.ndindex(*mask.leading):
-                for start in range(0, row_tiles, _STRIP):
-                    states = mask.states(instance, *tile, start, min(start + _STRIP, row_tiles))
-                    skipped += int((states == SKIP).sum())
+            skipped = sum(int((states == 0).sum()) for states in strips)
         return skipped / max(math.prod(mask.leading) * row_tiles * key_tiles, 1)
 
     def _tiles(
@@ -282,28 +282,6 @@ class Mask(Immutable):
             for instance in np.ndindex(*self.leading):
                 joined[instance] = of(instance)
         return joined
-
-    def plot(self, ax: Any = None) -> Any:
-        """Draw which tiles are skipped, partial and full, of the first mask along the leading axes.
-
-        Parameters
-        ----------
-        ax : matplotlib.axes.Axes, optional
-            Where to draw; by default the current axes.
-
-        Returns
-        -------
-        matplotlib.axes.Axes
-
-        Raises
-        ------
-        UnsupportedError
-            Matplotlib is not installed.
-        """
-        return draw.plot(self, ax)
-
-    def _repr_html_(self) -> str:
-        return draw.to_html(self)
 
     def restrict(self, rows: Any = slice(None), keys: Any = slice(None)) -> "Mask":
         """Return the mask of a part of the matrix, whose rows and keys are counted anew from 0.

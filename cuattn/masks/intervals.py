@@ -12,16 +12,20 @@ nothing.  Four integers per key tile and interval answer every question about th
 therefore never stored.
 """
 
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache, partial
+from typing import Any, ClassVar
 
 import numpy as np
 
 from cuattn.io_model.sizes import cdiv
+from cuattn.masks.base import Instance, Mask
 from cuattn.masks.device import namespace
 
 FULL, PARTIAL, SKIP = 2, 1, 0
 """Tile states: everything visible, elements must be tested, nothing visible."""
+
+_TABLES = 8  # that a mask on the host remembers
 
 
 def covered(starts: Any, ends: Any, n_queries: int) -> Any:
@@ -47,8 +51,7 @@ def covered(starts: Any, ends: Any, n_queries: int) -> Any:
     xp = namespace(starts)
     row = xp.zeros((), dtype=starts.dtype)  # every row before this one is hidden
     for _ in starts:
-        for start, end in zip(starts, ends, strict=True):
-            row = xp.where((start <= row) & (end > row), end, row)
+        row = xp.where((starts <= row) & (ends > row), ends, row).max(axis=0)
     return row >= n_queries
 
 
@@ -137,3 +140,62 @@ def tile_states(table: Any, row_start: int, row_stop: int) -> Any:
 def bit_lines(rows: int, dtype: np.dtype) -> np.ndarray:
     """Return (rows + 1, rows), whose line t has all bits set before row t; the bits of tiles are made of such lines."""
     return np.negative(np.tri(rows + 1, rows, -1, dtype))
+
+
+class IntervalMask(Mask):
+    """A mask that hides from each key the rows of K intervals: an array (2 K, ..., n_keys) of their starts and ends."""
+
+    _parameter_names = ("n_queries",)
+
+    _names: ClassVar[tuple[str, ...]] = ()
+    """What the starts and ends are called."""
+
+    def _settle(self, array: Any, **fields: Any) -> None:
+        super()._settle(array, **fields)
+        vars(self).update(zip(self._names, array, strict=False), leading=array.shape[1:-1], n_keys=array.shape[-1])
+
+    def _bounds(self, instance: Instance) -> Any:
+        """Return one matrix's starts and ends, (2 K, n_keys)."""
+        return self._array[(slice(None), *instance)]
+
+    @cached_property
+    def _table(self) -> Callable[[int, int], Any]:
+        """The function that returns the `tile_table` of tiles of a size; on the host some are kept."""
+        make = partial(tile_table, self._array, self.n_queries)
+        return make if self.on_device else lru_cache(_TABLES)(make)
+
+    def hidden(self, instance: Instance, rows: slice, keys: slice) -> Any:
+        bounds = self._bounds(instance)[:, keys, None]
+        i = namespace(bounds).arange(rows.start, rows.stop)
+        return ((bounds[::2] <= i) & (i < bounds[1::2])).any(axis=0)
+
+    def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
+        return tile_states(self._table(block_m, block_n)[instance], start, stop)
+
+    def patterns(self, instance, block_m, block_n, row_tiles, key_tiles):
+        keys = np.minimum(key_tiles[:, None] * block_n + np.arange(block_n), self.n_keys - 1)
+        bounds = self._bounds(instance).take(keys, axis=1) - (row_tiles * block_m).astype(np.int32)[:, None]
+        return [tile.tobytes() for tile in np.clip(bounds, 0, block_m).swapaxes(0, 1)]
+
+    def shown(self, instance, block_m, block_n, row_tile, key_tile, ramp):
+        first, last = self._table(block_m, block_n)[instance][2:, :, key_tile]
+        touching = np.flatnonzero((first <= row_tile) & (row_tile < last))
+        bounds = self._bounds(instance)[:, key_tile * block_n : (key_tile + 1) * block_n] - row_tile * block_m
+        after, before = (ramp.take(bounds[2 * touching + side], 0, mode="clip") for side in (1, 0))
+        np.invert(after, out=after)
+        after |= before
+        return np.bitwise_and.reduce(after, axis=0)
+
+
+def join(masks: Sequence[Mask]) -> tuple[Mask, ...]:
+    """Return masks that hide together what these do: those of intervals, on the host, are joined to one.
+
+    Keys that they hide from every row only together are then known, so that more tiles may be skipped.
+    """
+    ours, others = [], []
+    for mask in masks:
+        (ours if isinstance(mask, IntervalMask) and not mask.on_device else others).append(mask)
+    if len(ours) < 2:
+        return tuple(masks)
+    bounds = np.stack(np.broadcast_arrays(*(bound for mask in ours for bound in mask._array)))
+    return (IntervalMask._wrap(bounds, ours[0].n_queries), *others)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cuattn.masks import causal, intervals
+from tests.masks.predicates import assert_sound
 
 
 @st.composite
@@ -22,14 +23,6 @@ def hides(bounds, n_queries):
     return ((bounds[::2, None] <= i) & (i < bounds[1::2, None])).any(axis=0)
 
 
-def by_tile(matrix, block_m, block_n):
-    """Return a nested list of the matrix's tiles."""
-    rows, columns = matrix.shape
-    return [
-        [matrix[i : i + block_m, j : j + block_n] for j in range(0, columns, block_n)] for i in range(0, rows, block_m)
-    ]
-
-
 @given(unchecked(), st.integers(1, 9), st.integers(1, 9))
 def test_tile_states_are_sound(drawn, block_m, block_n):
     bounds, n_queries, n_keys = drawn
@@ -37,13 +30,7 @@ def test_tile_states_are_sound(drawn, block_m, block_n):
     row_tiles, key_tiles = -(-n_queries // block_m), -(-n_keys // block_n)
     assert table.shape == (4, len(bounds) // 2, key_tiles)
     assert table.dtype == np.int32
-    states = intervals.tile_states(table, 0, row_tiles)
-    assert states.shape == (row_tiles, key_tiles)
-    assert states.dtype == np.int8
-    for row, tiles in enumerate(by_tile(hides(bounds, n_queries), block_m, block_n)):
-        for key, tile in enumerate(tiles):
-            assert states[row, key] != intervals.SKIP or tile.all()
-            assert states[row, key] != intervals.FULL or not tile.any()
+    assert_sound(intervals.tile_states(table, 0, row_tiles), ~hides(bounds, n_queries), block_m, block_n)
 
 
 @given(unchecked(), st.integers(1, 9), st.integers(1, 9))
