@@ -17,6 +17,7 @@ from numpy import ndarray
 # to 2^56, and its output stays below the largest number with values up to 2^71; values down to 2^-70 keep all bits.
 WINDOW = 22.0
 _LANES = 16  # keys whose scores are compared at once
+_LINES = 128  # keys that may be added up one by one
 
 
 def _exp2_is_vectorised() -> bool:
@@ -99,12 +100,22 @@ def selecting_product(weights: ndarray, data: ndarray, out: ndarray) -> ndarray:
     return out
 
 
-def highest(s: ndarray) -> ndarray:
-    """Return the maximum of (..., keys, rows) over the keys; longer lines are quicker to compare."""
+def fold(ufunc: np.ufunc, s: ndarray) -> ndarray:
+    """Reduce (..., keys, rows) over the keys; longer lines are quicker to add or to compare."""
     *lead, keys, rows = s.shape
     if keys > _LANES and not keys % _LANES:
-        s = np.maximum.reduce(s.reshape(*lead, -1, _LANES * rows), -2).reshape(*lead, _LANES, rows)
-    return np.maximum.reduce(s, -2)
+        s = ufunc.reduce(s.reshape(*lead, -1, _LANES * rows), -2).reshape(*lead, _LANES, rows)
+    return ufunc.reduce(s, -2)
+
+
+def total(p: ndarray) -> ndarray:
+    """Return the sum of (..., keys, rows) over the keys, to bits that do not depend on the number of rows."""
+    *lead, keys, rows = p.shape
+    if keys < 2 * _LINES:
+        return fold(np.add, p)
+    cut = keys // _LINES * _LINES
+    parts = fold(np.add, p[..., :cut, :].reshape(*lead, -1, _LINES, rows))
+    return fold(np.add, parts) + fold(np.add, p[..., cut:, :])
 
 
 def hide(s: ndarray, shown: ndarray, value: float = 0.0) -> None:

@@ -18,13 +18,14 @@ from cuattn.cpu.arithmetic import (
     differentiate_softcap,
     exponential,
     exponentiate,
+    fold,
     hide,
-    highest,
     is_finite,
     product,
     relative,
     row_weights,
     summed_to,
+    total,
 )
 from cuattn.cpu.blocks import place_of
 from cuattn.cpu.buffers import Buffers
@@ -39,7 +40,6 @@ _FEW = 16
 _SHARES = {"forward": 1.0, "backward": 2.5}  # of a forward's time
 _NANOSECONDS = 1_500_000  # that a batch is to take: a few times what its calls cost
 _LOW = -40.0  # bias above which nothing is as good as hidden
-_LINES = 128  # keys that may be added up one by one
 
 Index = tuple[slice, ...]  # into axes (*batch, kv_heads)
 
@@ -128,7 +128,6 @@ class Direct:
         self.buffers = Buffers(self.dtype, task.buffer_sizes)
         self.rows = self.problem.group * self.problem.n_queries
         self._compute = self._forward if self.problem.operation == "forward" else self._backward
-        self._ones = np.ones((1, _LINES), self.dtype)
         self._shown_by = lru_cache(1)(self._shown)
 
     def __call__(self, item: tuple[Index, int]) -> None:
@@ -216,15 +215,6 @@ class Direct:
         hidden = np.broadcast_to(hidden, (problem.n_keys, problem.n_queries))
         return np.subtract(hidden, 1, dtype=np.dtype(f"u{self.dtype.itemsize}"), casting="unsafe")
 
-    def total(self, p: ndarray) -> ndarray:
-        """Return the sum of (..., keys, rows) over the keys; products add up so many at most, lest they err much."""
-        rest = p.shape[-2] % _LINES
-        total = np.matmul(self._ones[:, :rest], p[..., :rest, :])
-        if rest < p.shape[-2]:
-            parts = p[..., rest:, :].reshape(*self.lead, -1, _LINES, self.rows)
-            total += np.add.reduce(np.matmul(self._ones, parts), -3)
-        return total[..., 0, :]
-
     def _forward(self, *, careful: bool) -> dict[str, ndarray] | None:
         """Return o and, if they are wanted, l and m; None where care is needed."""
         s = self.scores(self.load("q", self.task.factor), careful=careful)
@@ -234,11 +224,11 @@ class Direct:
             self.hide(p)
         else:
             self.hide(s, -np.inf)
-            m = highest(s)
+            m = fold(np.maximum, s)
             if not np.abs(m).max() <= WINDOW:
                 reference = np.where((np.abs(m) <= WINDOW) | (m == -np.inf) | np.isnan(m), 0, m)
             p = self.exponentials(s, reference, low=hides or low)
-        l = self.total(p)
+        l = total(p)
         o = self.buffers.get("o", *l.shape, self.problem.head_dim_v)
         product(p.swapaxes(-1, -2), self.operands["v"], o, careful=careful)
         if not (careful or is_finite(o, l)):

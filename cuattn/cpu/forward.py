@@ -12,8 +12,8 @@ from cuattn.cpu.arithmetic import (
     WINDOW,
     exponential,
     exponentiate,
+    fold,
     hide,
-    highest,
     is_finite,
     longest_of,
     lowest,
@@ -61,7 +61,7 @@ class ForwardWalk(Walk):
             if self._statistics:
                 for tile, shown in masks:
                     hide(tile, shown, self._lowest)
-                np.maximum(self._m, highest(s.reshape(len(s), -1, s.shape[-1])), out=self._m)
+                np.maximum(self._m, fold(np.maximum, s.reshape(len(s), -1, s.shape[-1])), out=self._m)
             exponentiate(s)
             for tile, shown in masks:
                 hide(tile, shown)
@@ -87,7 +87,7 @@ class ForwardWalk(Walk):
         """Move the references of the rows whose highest score has left the window, and take s relative to them."""
         m, reference = self._m, self._reference
         seen = m > -np.inf
-        np.maximum(m, highest(s.reshape(len(s), -1, s.shape[-1])), out=m)
+        np.maximum(m, fold(np.maximum, s.reshape(len(s), -1, s.shape[-1])), out=m)
         away = (m > reference + WINDOW) | (~seen & (m < reference - WINDOW) & (m > -np.inf))
         if away.any():
             moved = np.where(away, m, reference)
