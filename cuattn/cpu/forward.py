@@ -17,8 +17,8 @@ from cuattn.cpu.arithmetic import (
     is_finite,
     longest_of,
     lowest,
+    product,
     relative,
-    selecting_product,
 )
 from cuattn.cpu.tiles import Part
 from cuattn.cpu.walk import Item, Tiles, Walk
@@ -75,12 +75,9 @@ class ForwardWalk(Walk):
         np.matmul(self._ones, s, weighed[:, 1:, -1:])
         if self.task.dropout is not None:
             self.drop(s, self.dropped(part))  # line 14
-        products = weighed[:, 1:, :-1]
+        products = weighed[:, 1:, :-1].swapaxes(2, 3)
         for slots, v in self.by_run(part, self.values):
-            if careful:
-                selecting_product(s[:, slots].swapaxes(2, 3), v, products[:, slots].swapaxes(2, 3))
-            else:
-                np.matmul(v.swapaxes(2, 3), s[:, slots], products[:, slots])
+            product(s[:, slots].swapaxes(2, 3), v, products[:, slots], careful=careful)
         np.add.reduce(weighed, 1, None, self._o)  # lines 15 and 16
 
     def _follow(self, s: ndarray) -> None:

@@ -120,7 +120,6 @@ class Dispatcher:
         self._sizes, self._next = sizes, [0] * len(sizes)
         self._unopened = iter([group for group, size in enumerate(sizes) if size])
         self._open: set[int] = set()
-        self._stopped = False
 
     def take(self, group: int | None, prepare: Callable[[int, int], object]) -> tuple[int, object] | None:
         """Return (group, prepared item) for a thread that is in `group`; None at the end.
@@ -132,7 +131,7 @@ class Dispatcher:
                 group = next(self._unopened, None)
                 if group is None:
                     group = max(self._open, key=lambda g: self._sizes[g] - self._next[g], default=None)
-            if self._stopped or group is None:
+            if group is None:
                 return None
             item = self._next[group]
             self._next[group] += 1
@@ -141,7 +140,8 @@ class Dispatcher:
 
     def stop(self) -> None:
         """Hand out nothing more."""
-        self._stopped = True
+        with self._lock:
+            self._open, self._unopened = set(), iter(())
 
 
 def run(
