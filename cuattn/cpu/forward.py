@@ -30,8 +30,6 @@ class ForwardWalk(Walk):
     def __init__(self, task: Tiles) -> None:
         columns = task.problem.head_dim_v + 1
         super().__init__(task, {"o": columns, "weighed": (task.blocks.step + 1) * columns})
-        self._statistics = task.problem.statistics
-        self._lowest = lowest(self.dtype)
         self._ones = np.ones((1, self.blocks.keys), self.dtype)
 
     def __call__(self, item: Item) -> None:
@@ -58,9 +56,9 @@ class ForwardWalk(Walk):
         """Take the row tiles through a part of their tiles: algorithm 2, lines 10 to 16."""
         s, masks = self.make_scores(part, self._q, careful=careful)  # line 10
         if self._bounded:  # all scores are within the window, so references stay 0
-            if self._statistics:
+            if self.problem.statistics:
                 for tile, shown in masks:
-                    hide(tile, shown, self._lowest)
+                    hide(tile, shown, lowest(s.dtype))
                 np.maximum(self._m, fold(np.maximum, s.reshape(len(s), -1, s.shape[-1])), out=self._m)
             exponentiate(s)
             for tile, shown in masks:
@@ -101,7 +99,7 @@ class ForwardWalk(Walk):
         weighed = self._o[:, :-1]
         np.divide(weighed, below[:, None], out=weighed)
         results = {"o": weighed.swapaxes(1, 2)}
-        if self._statistics:
+        if self.problem.statistics:
             self._m[total == 0] = -np.inf
             relative_to = exponential(np.where(total == 0, 0, self._m - self._reference))
             results |= {"l": total / relative_to, "m": self._m}

@@ -17,13 +17,11 @@ from tests import oracle
 from tests.cpu.problems import plain
 from tests.cpu.sizes import block_sizes, tiled, ways, whole_heads
 from tests.strategies import DTYPES, cases, normal
-from tests.test_api import GRADIENTS, check
+from tests.test_api import FLOAT32, GRADIENTS, check, dtypes
 from tests.tolerances import eps, max_error
 
-FLOAT32 = np.dtype(np.float32)
 THREE_WAYS = [tiled, lambda: whole_heads(1), whole_heads]
 in_each_way = pytest.mark.parametrize("way", THREE_WAYS, ids=["tiles", "head by head", "whole heads"])
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def both(case, do=None):
