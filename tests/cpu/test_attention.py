@@ -411,6 +411,17 @@ def test_what_is_not_a_common_number_warns_of_nothing_and_stays_where_it_is(wher
         assert not fwd.l[:, 5:9].any() and (fwd.m[:, 5:9] == -np.inf).all()
 
 
+@in_each_way
+@pytest.mark.parametrize("bias", [None, np.zeros((1, 70), np.float16)])
+def test_gradients_beyond_float16_are_infinite_without_a_warning(bias, way):
+    rng = np.random.default_rng(19)
+    q, k, v, do = (rng.standard_normal((2, 70, 8)).astype(np.float16) * np.float16(size) for size in (1, 1, 1e4, 1e2))
+    with way(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        grads = cuattn.backward(do, q, k, v, cuattn.forward(q, k, v, bias=bias), bias=bias)
+    assert np.isinf(grads.dq).any() and np.isfinite(grads.dv).all()
+
+
 def test_work_is_in_proportion_to_what_is_visible(monkeypatch):
     """Count the tiles whose products are made."""
     visited = []
