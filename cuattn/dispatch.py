@@ -181,13 +181,12 @@ def _launch(known: _Known, *arguments: Any) -> list[Any]:
 
 def _layouts(views: dict[str, Any]) -> tuple:
     """Return all that checks and, on a GPU, a sequence of launches depend on of each array."""
-    return tuple([None if array is None else _layout(array) for array in views.values()])
-
-
-def _layout(array: Any) -> tuple:
-    if isinstance(array, np.ndarray):
-        return array.dtype, array.shape
-    return array.dtype, array.shape, array.strides, array.data.device_id, array.data.ptr & 15
+    found: list[Any] = []
+    for a in views.values():
+        found.append(None if a is None else (a.dtype, a.shape))
+        if not isinstance(a, (np.ndarray, type(None))):
+            found += a.strides, a.data.device_id, a.data.ptr & 15
+    return tuple(found)
 
 
 def _state(call: Call, problem: Problem) -> Any:
