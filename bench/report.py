@@ -37,14 +37,16 @@ class Section:
         Of the tables without whose rows it is left out.
     frame : DataFrame
         The rows, see `read`.
+    name, runs : str, list of dict
+        Its name, and the runs of its rows.
     """
 
     title = command = prefix = about = ""
     files = ()
     summary = figure = None
 
-    def __init__(self, frame):
-        self.frame = frame
+    def __init__(self, frame, name="", runs=()):
+        self.frame, self.name, self.runs = frame, name, runs
 
     def of(self, *names):
         """Return the rows of some tables that succeeded, see `of_table`."""

@@ -31,9 +31,7 @@ struct Worker {
         if constexpr (drawers) {
             ptx::mbarrier_wait(shared.barrier(draws_full + slot.stage), slot.phase);
             const u32 keys_block = first_key / 16 + threadIdx.x % 128 / 32;
-#pragma unroll
-            for (int part = 0; part < cfg::block_m / 64; ++part)
-                draws.kept[part] = shared.draws(part, keys_block, threadIdx.x % 32);
+            unroll<cfg::block_m / 64>([&](int part) { draws.kept[part] = shared.draws(part, keys_block, threadIdx.x % 32); });
             release_read(shared.barrier(draws_empty + slot.stage));
         }
         return draws;
@@ -58,8 +56,7 @@ struct Worker {
 
 template <int n>
 __device__ __forceinline__ void clear(float (&x)[n]) {
-#pragma unroll
-    for (int i = 0; i < n; ++i) x[i] = 0.0f;
+    unroll<n>([&](int i) { x[i] = 0.0f; });
 }
 __device__ __forceinline__ void clear(Visible& visible) {
 #pragma unroll

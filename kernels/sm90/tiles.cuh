@@ -90,9 +90,9 @@ struct Place {
 template <int rows, int slab_count>
 __device__ __forceinline__ void load_tile(const ptx::TensorMap& map, u32 tile, u32 barrier, u64 policy, i32 row,
                                           const Place& place) {
-#pragma unroll
-    for (int slab = 0; slab < slab_count; ++slab)
+    unroll<slab_count>([&](int slab) {
         ptx::tensor_load(tile + slab * rows * row_bytes, map, barrier, policy, 64 * slab, row, place.head, place.batch);
+    });
 }
 
 }  // namespace sm90

@@ -6,7 +6,7 @@ computes dbias.
 """
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,7 +69,8 @@ class Cut:
             tiles = BackwardTiles(*4 * (WIDE[self.products],))
             self.chunk, self.part = _CHUNK, pad(cdiv(widest, cdiv(widest, _PART)), _CHUNK)
             self.head_dim, self.head_dim_v = pad(problem.head_dim, _CHUNK), pad(problem.head_dim_v, _CHUNK)
-        narrow = bool(problem.masks) and problem.dropout > 0 and widest <= 64
+        # Dropout takes registers beside a mask; in float32 dk and dv depend on the tile, which must be every mask's.
+        narrow = bool(problem.masks) and widest <= 64 and (problem.dropout > 0 or self.products == "split")
         self.keys, self.rows, self.bias = tiles.heavy if is_heavy(problem) or narrow else tiles.keys, *tiles[2:]
         while not self.chunk and not all(_divides(tile, self.head_dim) for tile in (self.keys, self.rows)):
             self.head_dim += _PADDING
@@ -214,9 +215,14 @@ def row_arrays(problem: Problem, vectors: int = 1) -> dict[str, Array]:
     return {"delta": delta, "stat": Array((vectors, *delta.shape), delta.dtype), "counters": counters}
 
 
-def is_sum(problem: Problem, shape: tuple[int, ...], heads: int) -> bool:
-    """Whether an operand of `shape` (aligned; `heads` of its own kind) was broadcast, so that its gradient is a sum."""
-    return any(n == 1 < full for n, full in zip(shape, (*problem.batch, heads), strict=False))
+def summed(problem: Problem, operands: Mapping[str, Any]) -> dict[str, int]:
+    """Return which of q, k, v were broadcast, so that their gradients are sums, with the heads of their kind."""
+    heads = {"q": problem.heads, "k": problem.kv_heads, "v": problem.kv_heads}
+    return {
+        name: count
+        for name, count in heads.items()
+        if any(n == 1 < full for n, full in zip(operands[name].shape, (*problem.batch, count), strict=False))
+    }
 
 
 class _Sum(NamedTuple):
@@ -260,10 +266,9 @@ class Backward(Call):
     def _sums(self) -> dict[str, _Sum]:
         problem, axes = self.problem, self.axes
         found = {}
-        for name, heads in (("q", problem.heads), ("k", problem.kv_heads), ("v", problem.kv_heads)):
-            shape = self.operands[name].shape
-            if is_sum(problem, shape, heads) and not (name == "q" and self.cut.atomic):
-                size = (*axes.size, heads)
+        for name, heads in summed(problem, self.operands).items():
+            if name != "q" or not self.cut.atomic:
+                shape, size = self.operands[name].shape, (*axes.size, heads)
                 own = (*axes.pick(shape, 1), shape[-3])
                 keep = tuple(n == full for n, full in zip(own, size, strict=True))
                 found[f"d{name}"] = _Sum(keep, size, shape[-2] * shape[-1])
