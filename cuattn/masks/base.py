@@ -31,9 +31,6 @@ Self = TypeVar("Self", bound="Mask")
 Instance = tuple[int, ...]
 """Index into a mask's own leading axes: one of its matrices."""
 
-Reach = tuple[int | None, int | None]
-"""(left, right): row i sees key j if i - left <= j <= i + right; None leaves that side open."""
-
 KINDS: "dict[str, type[Mask]]" = {}
 """The classes of masks by the name of their kind."""
 
@@ -124,9 +121,6 @@ class Mask(Immutable, Drawable):
         """Return which of the mask's matrices belongs to an index into a problem's (*batch, heads)."""
         own = index[len(index) - len(self.leading) :]
         return tuple([0 if n == 1 else i for i, n in zip(own, self.leading, strict=True)])
-
-    reach: Reach | None = None
-    """The band that the mask is, where that is known, see `ColumnMask.reach`."""
 
     def source(self) -> Source:
         """Return where the mask's numbers lie on a GPU, for kinds that have a `cuda` half."""

@@ -28,33 +28,6 @@ FULL, PARTIAL, SKIP = 2, 1, 0
 _TABLES = 8  # that a mask on the host remembers
 
 
-def covered(starts: Any, ends: Any, n_queries: int) -> Any:
-    """Return which keys the intervals together hide from every row (with no rows: all keys).
-
-    Parameters
-    ----------
-    starts, ends : array, (K, ..., n_keys)
-        Bounds of any value.
-    n_queries : int
-        Rows.
-
-    Returns
-    -------
-    bool array, (..., n_keys)
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> covered(np.array([[3, 4], [0, 0]]), np.array([[8, 8], [3, 3]]), 8).tolist()
-    [True, False]
-    """
-    xp = namespace(starts)
-    row = xp.zeros((), dtype=starts.dtype)  # every row before this one is hidden
-    for _ in starts:
-        row = xp.where((starts <= row) & (ends > row), ends, row).max(axis=0)
-    return row >= n_queries
-
-
 def tile_table(bounds: Any, n_queries: int, block_m: int, block_n: int) -> Any:
     """Return, per key tile and interval, the row tiles in which it hides everything and those where it may hide some.
 
@@ -91,7 +64,10 @@ def tile_table(bounds: Any, n_queries: int, block_m: int, block_n: int) -> Any:
     bounds = xp.pad(xp.clip(bounds, 0, n_queries), [*[(0, 0)] * (bounds.ndim - 1), (0, -n_keys % block_n)], mode="edge")
     bounds = bounds.reshape(*bounds.shape[:-1], -1, block_n)  # the last key fills a ragged last tile
     starts, ends = bounds[::2], bounds[1::2]
-    empty, dead = starts >= ends, covered(starts, ends, n_queries)
+    row = xp.zeros((), xp.int32)  # of each key, the first that no interval hides as far as is known
+    for _ in starts:
+        row = xp.where((starts <= row) & (ends > row), ends, row).max(axis=0)
+    empty, dead = starts >= ends, row >= n_queries
     # An empty interval becomes (n_queries, 0), which is neutral in a minimum of starts and in a maximum of ends.
     starts = xp.where(dead, 0, xp.where(empty, n_queries, starts))
     ends = xp.where(dead, n_queries, xp.where(empty, 0, ends))
