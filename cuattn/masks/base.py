@@ -155,8 +155,9 @@ class Mask(Immutable, Drawable):
         rows, keys = row_tile * block_m, key_tile * block_n
         there = min(block_m, self.n_queries - rows)
         hidden = self.hidden(instance, slice(rows, rows + there), slice(keys, min(keys + block_n, self.n_keys)))
-        shown = np.full((len(hidden), block_m), ramp[-1, 0])
+        shown = np.empty((len(hidden), block_m), ramp.dtype)
         np.subtract(hidden, 1, out=shown[:, :there], dtype=ramp.dtype, casting="unsafe")
+        shown[:, there:] = ramp[-1, 0]
         return shown
 
     # For everybody.
