@@ -80,6 +80,7 @@ def _choose(problem: Problem, operands: Operands, masks: Sequence[Any]) -> tuple
         if operation is not None:
             taken, left = family.simplify(problem, masks)
             call = operation(taken, operands, left)
+            call.family = name
             reason = call.unsupported_reason()
             if reason is None:
                 if taken.masks != problem.masks:

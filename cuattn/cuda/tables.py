@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.cuda.arguments import Array, Axes, align_up, band_fields, changes, collapse
+from cuattn.cuda.arguments import Array, Axes, align_up, band_fields, changes, collapse, steps_of
 from cuattn.cuda.device import zero
 from cuattn.cuda.launch import Kernel
 from cuattn.cuda.params import BATCH_AXES, MASK_PARAMS
@@ -103,20 +103,19 @@ class CallMasks:
         self.constants = mask_constants(problem)
         self.halves = [KINDS[kind].cuda for kind in problem.masks]
         # The structs in ``MaskParams`` that describe them.
+        fields = [half.source for half in self.halves]
         self.prefixes = [
-            half.source
-            if half.most == 1
-            else f"{half.source}.{[other.source for other in self.halves[:at]].count(half.source)}"
-            for at, half in enumerate(self.halves)
+            half.source if half.most == 1 else f"{half.source}.{fields[:number].count(half.source)}"
+            for number, half in enumerate(self.halves)
         ]
         self.sources = [_aligned(mask.source(), len(problem.batch) + 1) for mask in masks]
         self.leading = np.broadcast_shapes(*(source.leading for source in self.sources))
         self.instances = math.prod(self.leading)
         self.lasting = not any(getattr(mask, "borrowed", False) for mask in masks)
         # The tables' own instances, as a mask with one element each.
-        table = Source(self.leading, Array(self.leading, np.dtype(np.uint8)).strides, 0, 0)
+        table = Source(self.leading, steps_of(Array(self.leading, np.dtype(np.uint8))), 0, 0)
         described = [(half.operand, source) for half, source in zip(self.halves, self.sources, strict=True)]
-        self._described = {"table": _aligned(table)} if masks else {}
+        self._described = {"table": table} if masks else {}
         self._described |= {name: source for name, source in described if name}
         self.kernels = {name: half.file for half in self.halves for name in half.kernels}
         self.columns = sum("mask_bounds" in half.kernels for half in self.halves)
@@ -262,11 +261,10 @@ class MaskTables:
         return [*found, *tables]
 
 
-def _aligned(source: Source, rank: int = 0) -> Source:
-    """Give a mask as many leading axes as a problem has; where it is broadcast its strides are 0."""
-    more = (1,) * (rank - len(source.leading))
-    own = tuple(0 if n == 1 else stride for n, stride in zip(source.leading, source.strides, strict=True))
-    return source._replace(leading=more + source.leading, strides=(0,) * len(more) + own)
+def _aligned(source: Source, rank: int) -> Source:
+    """Give a mask as many leading axes as a problem has; along new ones it is broadcast."""
+    more = rank - len(source.leading)
+    return source._replace(leading=(1,) * more + source.leading, strides=(0,) * more + source.strides)
 
 
 def _source_fields(masks: CallMasks) -> dict[str, Any]:

@@ -100,6 +100,12 @@ def oracle_options(case: Case, options: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def same_bits(first: Any, second: Any) -> None:
+    """Check that arrays are the same bit for bit, or both absent."""
+    for a, b in zip(first, second, strict=True):
+        assert a is b is None or a.tobytes() == b.tobytes()
+
+
 def to_device(x: Any) -> Any:
     """Copy a NumPy array to the GPU; pass anything else on."""
     import cupy
@@ -245,3 +251,8 @@ WIDE_HEADS = [
         "wide d 288 bias softcap": dict(head_dim=288, bias=bias_of(1, 0, 1, 1), options={"softcap": 5.0}),
     }.items()
 ]
+
+
+def case_of(name: str, cases: list[Case] = CASES) -> Case:
+    """Return the case of that name."""
+    return next(case for case in cases if case.name == name)

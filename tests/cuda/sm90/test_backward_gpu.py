@@ -10,7 +10,19 @@ import pytest
 import cuattn
 from cuattn import masks
 from cuattn.errors import UnsupportedError
-from tests.cuda.cases import BF16, CASES, F16, Case, blocks_of, columns_of, hostile_columns, to_device, visible
+from tests.cuda.cases import (
+    BF16,
+    CASES,
+    F16,
+    Case,
+    blocks_of,
+    case_of,
+    columns_of,
+    hostile_columns,
+    same_bits,
+    to_device,
+    visible,
+)
 from tests.cuda.sm80.test_backward_gpu import check, made, poisoned_memory, run  # noqa: F401
 from tests.cuda.sm90.test_forward_gpu import hopper  # noqa: F401
 
@@ -92,8 +104,7 @@ def test_deterministic(name):
     first = run(do, qkv, options, deterministic=True, kernel="sm90")
     check(case, first, do, qkv, options)
     for _ in range(5):
-        for a, b in zip(first, run(do, qkv, options, deterministic=True, kernel="sm90"), strict=True):
-            assert a is b is None or a.tobytes() == b.tobytes()
+        same_bits(first, run(do, qkv, options, deterministic=True, kernel="sm90"))
 
 
 @pytest.mark.parametrize("name", ["turns", "turns causal", "columns"])
@@ -114,7 +125,7 @@ def test_a_thousand_runs_are_bitwise_equal(name):
 
 
 def named(name: str):
-    case = next(case for case in OWN if case.name == name)
+    case = case_of(name, OWN)
     return case, *made(case)
 
 
@@ -216,8 +227,7 @@ def test_graph_holds_its_scratch():
         noise = [cupy.full(1 << 20, np.nan, np.float32) for _ in range(4)]
         for _ in range(2):
             graph.launch(stream)
-        for a, b in zip(result[1:3], eager[1:3], strict=True):
-            assert a.get().tobytes() == b.get().tobytes()
+        same_bits(result[1:3], eager[1:3])
         np.testing.assert_allclose(result[0].get().astype(np.float32), eager[0].get().astype(np.float32), atol=1e-2)
     del noise
 
@@ -225,8 +235,7 @@ def test_graph_holds_its_scratch():
 def test_key_gradients_repeat_bit_for_bit():
     _, do, qkv, options = named("columns grouped")
     first, second = (run(do, qkv, options, kernel="sm90")[1:3] for _ in range(2))
-    for a, b in zip(first, second, strict=True):
-        assert a.tobytes() == b.tobytes()
+    same_bits(first, second)
 
 
 HOLD = r"""
@@ -276,8 +285,7 @@ def test_a_fixed_order_waits_for_no_block_that_has_yet_to_run(options):
     flags[0] = 1
     cupy.cuda.Device().synchronize()
     assert held and in_time
-    for a, b in zip(actual[:3], expected[:3], strict=True):
-        assert a.get().tobytes() == b.get().tobytes()
+    same_bits(actual[:3], expected[:3])
 
 
 @pytest.mark.parametrize("scale", [30.0, -30.0, 3e4, 1e9, 1e30])
