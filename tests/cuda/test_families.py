@@ -29,7 +29,7 @@ class Mine(Call):
         self.begin({"delta": Array((3,), np.dtype(np.float32))})
         constants = {"elem": self.problem.row.cuda}
         self.add("mine/fwd.cu", "my_kernel", constants, self.problem.instances, 4, {})
-        return self.planned(1, 1, 4, 0, "a test", (), constants)
+        return self.planned((1, 1), 4, 0, constants)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def mine(monkeypatch):
     """A family that is only registered."""
     monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))
     monkeypatch.setitem(OPERATIONS, "transpose", OPERATIONS["forward"])
-    families.register_family(families.Family("mine", {"forward": Mine, "transpose": Mine}))
+    families.register_family(families.Family("mine", "a test", {"forward": Mine, "transpose": Mine}))
 
 
 def test_names_in_order():
