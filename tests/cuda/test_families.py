@@ -79,3 +79,13 @@ def test_the_planned_workspace_is_what_is_allocated(operation, kernel, driver):
     driver.run(sequence, {}, (mask,), capturing=True)
     counters = 4 if (operation, kernel) == ("forward", "sm90") else 0
     assert families.plan(p, taken, (mask,)).workspace_bytes == driver.sizes[-1] - counters > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"masks": ("column",)}, {"dropout": 6554}])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_a_backward_is_planned_without_what_a_forward_returns(kernel, head_dim, options):
+    p = problem(head_dim, operation="backward", kernel=kernel, **options)
+    whole, masks = operands(p), (cuattn.masks.causal_document([96, 4000]),) if p.masks else ()
+    planned = {name: array for name, array in whole.items() if name in "qkv"}
+    assert families.plan(p, planned, masks) == families.plan(p, whole, masks)
