@@ -71,6 +71,11 @@ def longest_of(vectors: np.ndarray, dtype: np.dtype | None = None) -> float:
     return math.sqrt(1.001 * float(np.maximum.reduce(squares, None)) + lost)
 
 
+def is_finite(*arrays: np.ndarray) -> bool:
+    """Whether all numbers are finite, and their squares' sum, which takes less time than a look at each."""
+    return all(math.isfinite(np.vdot(array, array)) for array in arrays)
+
+
 def product(weights: np.ndarray, data: np.ndarray, out: np.ndarray, *, careful: bool) -> np.ndarray:
     """Compute weights @ data, where something may not be a finite number with care for what is hidden."""
     if careful:
@@ -129,14 +134,16 @@ def row_weights(rows: Mapping[str, np.ndarray], dropout_scale: float) -> RowWeig
         reference = np.where((np.abs(m) > WINDOW) & ~empty, m, 0)
         m, l = np.where(empty, 0, m - reference), np.where(empty, np.inf, l)
     weight = 1 / (l * exponential(m))
-    delta = np.add.reduce(np.multiply(do, o, dtype=l.dtype), axis=-1)
+    delta = np.vecdot(do, o, dtype=l.dtype, casting="unsafe")
     if "dlse" in rows:
         delta -= rows["dlse"]
     delta *= weight
     if reference is not None:
         delta[empty] = 0
         empty, reference = (x if x.any() else None for x in (empty, reference))
-    return RowWeights(empty, reference, (weight * l.dtype.type(dropout_scale))[..., None], delta)
+    if dropout_scale != 1:
+        weight *= dropout_scale
+    return RowWeights(empty, reference, weight[..., None], delta)
 
 
 def differentiate_scores(ds: np.ndarray, p: np.ndarray, delta: np.ndarray, *, careful: bool) -> None:

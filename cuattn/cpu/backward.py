@@ -138,12 +138,12 @@ class BackwardWalk(Walk):
         dq = self.by_head(self._dq)[:, : self.count]
         dq *= dq.dtype.type(self.task.factor)
         target = item.group.of_queries(self.task.results["dq"])[:, item.rows]
-        if self.task.owns_q:
+        if "q" not in self.task.broadcast:
             target[...] = dq
             if "dbias" not in self.task.results:
                 return
         self.task.turns.wait((item.line, END), item.numbers[-1])
-        if not self.task.owns_q:
+        if "q" in self.task.broadcast:
             target += summed_to(dq, target.shape, target.dtype)
         if self._dbias is not None:
             total = item.group.of_queries(self.task.results["dbias"])

@@ -1,5 +1,6 @@
 """Sizes of the blocks that the walk works on, and the heads that go through them together."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -46,7 +47,10 @@ def choose(problem: Problem, masks: Sequence[Any]) -> Blocks:
     rows = even(problem.n_queries, _ROWS)
     limit = min(max(_SMALL_PRODUCT // (rows * depth) // UNIT * UNIT, _FEWEST_KEYS), _KEYS)
     limit = min(limit, max(UNIT, _SUMMED_PER_COLUMN * problem.head_dim_v // UNIT * UNIT))
-    keys = even(problem.n_keys, _dividing(limit, masks))
+    for mask in masks:  # of a mask of blocks a tile stays within a block, where that costs little
+        if min(limit, common := math.gcd(_KEYS, getattr(mask, "block_n", 1))) >= 64:
+            limit = min(limit // 64 * 64, common)
+    keys = even(problem.n_keys, limit)
     row_tiles, key_tiles = cdiv(problem.n_queries, rows), cdiv(problem.n_keys, keys)
     heads, stack = _abreast(problem, masks, row_tiles)
     step = min(key_tiles, max(1, _SCORE_BYTES // (heads * stack * rows * keys * itemsize)))
@@ -68,15 +72,6 @@ def _abreast(problem: Problem, masks: Sequence[Any], row_tiles: int) -> tuple[in
     if problem.group > 1:
         return heads, min(row_tiles, _ABREAST // heads)
     return (heads, 1) if row_tiles < heads else (1, min(row_tiles, _ABREAST))
-
-
-def _dividing(limit: int, masks: Sequence[Any]) -> int:
-    """Return the most keys of a tile that keep it within a block of the masks, where that costs little."""
-    for mask in masks:
-        block = getattr(mask, "block_n", 0)
-        if limit >= 64 and block and block % 64 == 0:
-            limit = 128 if limit == 128 and block % 128 == 0 else 64
-    return limit
 
 
 def even(length: int, limit: int) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 _LINE = 64  # bytes of a cache line and of the widest vector register: unaligned, a matrix product loses 10 %
 _SKEW = 17 * _LINE  # between arrays: equal places of two arrays must not share a set of the first-level cache
 _HUGE_PAGE = 1 << 21  # bytes; a block that does not start one gets small pages at both ends
-_SMALL = 1 << 14  # elements in all, of which cutting a block would take longer than it saves
+_SMALL = 1 << 17  # elements in all, of which cutting a block would take longer than it saves
 
 
 class Buffers:

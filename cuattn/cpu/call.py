@@ -64,13 +64,14 @@ def run(
             result.fill(-np.inf if name == "m" else 0)
         return results
     totals = dict(results)
-    for name, dtype in _sums(problem, operands).items():
+    broadcast, sums = _sums(problem, operands)
+    for name, dtype in sums.items():
         if results[name].dtype != dtype:
             totals[name] = np.zeros(results[name].shape, dtype)
         else:
             results[name].fill(0)
     dropout = Dropout(problem, place, state) if problem.dropout else None
-    task = _task(problem, operands, visible_parts(problem, masks, place), dropout, totals)
+    task = _task(problem, operands, visible_parts(problem, masks, place), dropout, totals, broadcast)
     threads.run(task.sizes, task.item, lambda: _worker(task), _threads(task), task.turns.abort)
     with np.errstate(over="ignore"):  # the largest numbers of narrow dtypes are soon reached
         for name, result in results.items():
@@ -99,10 +100,11 @@ def plan(problem: Problem, operands: Arrays, masks: Sequence[Any]) -> Plan:
     if not problem.n_keys or 0 in problem.stat_shape:
         return Plan("cpu", problem.operation, 1, 1, 1, 0, 0, "there is nothing to compute")
     masks, wanted = visible_parts(problem, masks, problem.place), _wanted(problem, operands)
-    task = _task(problem, operands, masks, None, {})
+    broadcast, sums = _sums(problem, operands)
+    task = _task(problem, operands, masks, None, {}, broadcast)
     workers = _threads(task)
     memory = workers * _worker(task).buffers.nbytes
-    for name, dtype in _sums(problem, operands).items():
+    for name, dtype in sums.items():
         shape, own = wanted[name]
         memory += math.prod(shape) * dtype.itemsize * (dtype != own)
     size, notes = (problem.n_queries, problem.n_keys), ["whole score matrices of several heads at a time"]
@@ -139,36 +141,24 @@ def _wanted(problem: Problem, operands: Arrays) -> dict[str, tuple[tuple[int, ..
     return {f"d{name}": (operands[name].shape, dtypes[name]) for name in dtypes if name in operands}
 
 
-def _sums(problem: Problem, operands: Arrays) -> dict[str, np.dtype]:
-    """Return the dtypes of the sums of a backward that several items of work add to."""
+def _sums(problem: Problem, operands: Arrays) -> tuple[set[str], dict[str, np.dtype]]:
+    """Return what a backward must sum up: the broadcast operands, and the dtypes of sums that several items add to."""
     if problem.operation == "forward":
-        return {}
-    names = [name for name in ("q", "k", "v", "bias") if name in operands]
+        return set(), {}
+    heads = {"q": problem.heads, "k": problem.kv_heads, "v": problem.kv_heads, "bias": problem.heads}
+    shapes = {name: operands[name].shape for name in heads if name in operands}
+    broadcast = {name for name, shape in shapes.items() if shape[:-2] != (*problem.batch, heads[name])}
     if is_small(problem):
-        names = names if _shares(problem, operands) else []
-    elif not _is_broadcast(problem, operands, "q"):
-        names.remove("q")
+        names = shapes if broadcast else ()
+    else:
+        names = shapes if "q" in broadcast else shapes.keys() - {"q"}
     # Of a bias that is broadcast, many terms nearly cancel.
-    many = {name for name in names if name == "bias" and 1 in operands["bias"].shape[-2:]}
-    return {f"d{name}": np.dtype(np.float64) if name in many else problem.stat_dtype for name in names}
+    many = {name for name in names if name == "bias" and 1 in shapes["bias"][-2:]}
+    return broadcast, {f"d{name}": np.dtype(np.float64) if name in many else problem.stat_dtype for name in names}
 
 
-def _shares(problem: Problem, operands: Arrays) -> bool:
-    """Whether a gradient gets terms from several batch elements or key/value heads, as its operand is broadcast."""
-    names = (name for name in ("q", "k", "v", "bias") if name in operands)
-    return problem.operation == "backward" and any(_is_broadcast(problem, operands, name) for name in names)
-
-
-def _is_broadcast(problem: Problem, operands: Arrays, name: str) -> bool:
-    heads = problem.kv_heads if name in ("k", "v") else problem.heads
-    return operands[name].shape[:-2] != (*problem.batch, heads)
-
-
-def _task(
-    problem: Problem, operands: Arrays, masks: Sequence[Any], dropout: Dropout | None, results: Arrays
-) -> Tiles | WholeHeads:
-    make = WholeHeads if is_small(problem) else Tiles
-    return make(problem, operands, masks, dropout, results, _shares(problem, operands))
+def _task(problem: Problem, *arguments: Any) -> Tiles | WholeHeads:
+    return (WholeHeads if is_small(problem) else Tiles)(problem, *arguments)
 
 
 def _threads(task: Tiles | WholeHeads) -> int:

@@ -18,6 +18,7 @@ from cuattn.cpu.arithmetic import (
     exponential,
     exponentiate,
     hide,
+    is_finite,
     product,
     relative,
     row_weights,
@@ -33,6 +34,7 @@ _SCORES = 1 << 17  # that are computed at a time: they stay in a second-level ca
 _MOST = 1 << 18  # scores of the query heads that read the same keys
 _MOST_OF_FEW = 1 << 22  # where they are few rows, for which tiles would have to be padded
 _FEW = 16
+_SHARES = {"forward": 1.0, "backward": 2.5}  # of a forward's time
 _NANOSECONDS = 1_500_000  # that a batch is to take: a few times what its calls cost
 _LOW = -40.0  # bias above which nothing is as good as hidden
 _COPIED = 48  # rows from which it pays to transpose q and do
@@ -58,10 +60,10 @@ def is_small(problem: Problem) -> bool:
 
 
 def nanoseconds(problem: Problem) -> float:
-    """Return how long a forward takes one thread, about."""
+    """Return how long a problem takes one thread, about."""
     widths = problem.head_dim + problem.head_dim_v
     of_head = problem.group * problem.n_queries * problem.n_keys * (1.5 + widths / 55) + problem.n_keys * widths / 12
-    return math.prod(problem.batch) * problem.kv_heads * of_head
+    return math.prod(problem.batch) * problem.kv_heads * (1500 + of_head) * _SHARES[problem.operation]
 
 
 @lru_cache(maxsize=256)
@@ -130,6 +132,7 @@ class Direct:
         self.buffers, self.dtype = Buffers(self.problem.stat_dtype, task.buffer_sizes), self.problem.stat_dtype
         self.rows = self.problem.group * self.problem.n_queries
         self._compute = self._forward if self.problem.operation == "forward" else self._backward
+        self._ones = np.ones((1, _LINES), self.dtype)
         self._shown_by = lru_cache(1)(self._shown)
 
     def __call__(self, item: tuple[Index, int]) -> None:
@@ -137,15 +140,15 @@ class Direct:
         index, number = item
         self.lead = [part.stop - part.start for part in index]
         results = self._compute(index, careful=False) or self._compute(index, careful=True)
-        if self.task.shares:
+        if self.task.broadcast:
             self.task.turns.wait((), number)
         for name, part in results.items():
             target = self.take(self.task.results[name], index)
-            if self.task.shares:
+            if self.task.broadcast:
                 target += summed_to(part, target.shape, target.dtype)
             else:
                 target[...] = part.reshape(target.shape)
-        if self.task.shares:
+        if self.task.broadcast:
             self.task.turns.release(())
 
     def take(self, array: np.ndarray, index: Index) -> np.ndarray:
@@ -221,21 +224,22 @@ class Direct:
         hidden = np.broadcast_to(hidden, (problem.n_keys, problem.n_queries))
         return np.subtract(hidden, 1, dtype=np.dtype(f"u{self.dtype.itemsize}"), casting="unsafe")
 
-    def fold(self, ufunc: np.ufunc, s: np.ndarray) -> np.ndarray:
-        """Reduce (..., keys, rows) over the keys: by halves, a sum's error grows with their number's logarithm."""
-        keys, rows = s.shape[-2:]
-        if rows == 1:
-            return ufunc.reduce(s[..., 0], -1)[..., None]
-        if keys * rows < _FOLDED and keys <= _LINES:
-            return ufunc.reduce(s, -2)
-        folded = self.buffers.get("half", *self.lead, keys // 2, rows)
-        while keys > 1:
-            half = keys // 2
-            ufunc(s[..., :half, :], s[..., half : 2 * half, :], out=folded[..., :half, :])
-            if keys % 2:
-                ufunc(folded[..., 0, :], s[..., keys - 1, :], out=folded[..., 0, :])
-            s, keys = folded, half
-        return s[..., 0, :].copy()
+    def highest(self, s: np.ndarray) -> np.ndarray:
+        """Return the maximum of (..., keys, rows) over the keys: by halves, while that is quicker than by lines."""
+        while (keys := s.shape[-2]) * self.rows >= _FOLDED and keys > 1:
+            half = cdiv(keys, 2)
+            out = self.buffers.get("half", *self.lead, half, self.rows)
+            s = np.maximum(s[..., :half, :], s[..., keys - half :, :], out=out)
+        return np.maximum.reduce(s, -2)
+
+    def total(self, p: np.ndarray) -> np.ndarray:
+        """Return the sum of (..., keys, rows) over the keys; products add up so many at most, lest they err much."""
+        rest = p.shape[-2] % _LINES
+        total = np.matmul(self._ones[:, :rest], p[..., :rest, :])
+        if rest < p.shape[-2]:
+            parts = p[..., rest:, :].reshape(*self.lead, -1, _LINES, self.rows)
+            total += np.add.reduce(np.matmul(self._ones, parts), -3)
+        return total[..., 0, :]
 
     def _forward(self, index: Index, *, careful: bool) -> dict[str, np.ndarray] | None:
         """Return o and, if they are wanted, l and m of a batch; None where care is needed."""
@@ -246,14 +250,14 @@ class Direct:
             self.hide(p, index)
         else:
             self.hide(s, index, -np.inf)
-            m = self.fold(np.maximum, s)
+            m = self.highest(s)
             if not np.abs(m).max() <= WINDOW:
                 reference = np.where((np.abs(m) <= WINDOW) | (m == -np.inf) | np.isnan(m), 0, m)
             p = self.exponentials(s, reference, low=hides or low)
-        l = self.fold(np.add, p)
+        l = self.total(p)
         o = self.buffers.get("o", *l.shape, self.problem.head_dim_v)
         product(p.swapaxes(-1, -2), self.of_keys("v", index), o, careful=careful)
-        if not (careful or (np.isfinite(o).all() and np.isfinite(l).all())):
+        if not (careful or is_finite(o, l)):
             return None
         empty = l == 0 if hides or low else False
         o /= np.where(empty, 1, l)[..., None]
@@ -282,7 +286,7 @@ class Direct:
             differentiate_softcap(ds, self.tanh, problem.softcap, careful=careful)
         results["dk"] = product(ds, q, get("dk", *p.shape[:-1], problem.head_dim), careful=careful)
         dq = product(ds.swapaxes(-1, -2), self.of_keys("k", index), get("dq", *q.shape), careful=careful)
-        if not (careful or all(np.isfinite(x).all() for x in (results["dv"], results["dk"], dq))):
+        if not (careful or is_finite(results["dv"], results["dk"], dq)):
             return None
         dq *= self.dtype.type(self.task.factor)
         return results | {"dq": dq.reshape(*self.lead, problem.group, problem.n_queries, problem.head_dim)}

@@ -12,6 +12,7 @@ from cuattn.cpu.arithmetic import (
     exponential,
     exponentiate,
     hide,
+    is_finite,
     longest_of,
     lowest,
     relative,
@@ -40,7 +41,7 @@ class ForwardWalk(Walk):
         upright, self._q = self.load("q", queries, self.task.factor)
         self._bounded = self.bounded(longest_of(upright), item)
         self._attend(item, careful=False)
-        if not np.isfinite(self._o).all():
+        if not is_finite(self._o):
             self._attend(item, careful=True)
         self._finish(item)
 

@@ -24,8 +24,9 @@ class Task:
     dropout : Dropout or None
     results : dict of ndarray
         o and, if they are wanted, l and m, to write to; or what a backward's dq, dk, dv and dbias are added to.
-    shares : bool
-        Whether items of any heads add to the same sums.
+    broadcast : set of str
+        The operands of a backward whose gradients get terms from several batch elements or heads; if there are any,
+        all items add to sums in one order.
 
     Attributes
     ----------
@@ -39,8 +40,8 @@ class Task:
 
     def __init__(
         self, problem: Problem, operands: Arrays, masks: Sequence[Any], dropout: Dropout | None, results: Arrays,
-        shares: bool,
+        broadcast: set[str],
     ) -> None:  # fmt: skip
         self.problem, self.operands, self.masks, self.dropout = problem, operands, masks, dropout
-        self.results, self.shares, self.turns = results, shares, Turns()
+        self.results, self.broadcast, self.turns = results, broadcast, Turns()
         self.factor = problem.scale / (problem.softcap or 1)

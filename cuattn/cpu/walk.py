@@ -41,10 +41,9 @@ class Tiles(Task):
         problem, masks = self.problem, self.masks
         self.blocks = choose(problem, masks)
         self.visibility = Visibility(problem, masks, self.blocks)
-        self.owns_q = self.operands["q"].shape[:-2] == (*problem.batch, problem.heads)
         groups = list(head_groups(problem, self.blocks.heads))
         # What adds to common sums is handed out in one order.
-        self._groups = [[group for some in groups for group in some]] if self.shares else groups
+        self._groups = [[group for some in groups for group in some]] if self.broadcast else groups
         self._stacks = cdiv(self.blocks.row_tiles, self.blocks.stack)
         self.sizes = [len(some) * self._stacks for some in self._groups]
         self.max_norm = cache(self._max_norm)
@@ -57,7 +56,7 @@ class Tiles(Task):
         item = Item(group, slice(stack * size, min((stack + 1) * size, self.problem.n_queries)), parts)
         if self.problem.operation == "forward":
             return item
-        line = () if self.shares else (*group.batch, group.kv_start)
+        line = () if self.broadcast else (*group.batch, group.kv_start)
         steps = (*(part.index for part in parts), END)
         return item._replace(line=line, numbers=tuple([self.turns.take_number((line, step)) for step in steps]))
 

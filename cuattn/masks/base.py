@@ -258,12 +258,13 @@ class Mask(Immutable, Drawable):
         0.4375
         """
         mask, tile, (row_tiles, key_tiles) = self._tiles(block_m, block_n, n_queries, n_keys)
-        skipped = 0
+        strips = (
+            mask.states(instance, *tile, start, min(start + _STRIP, row_tiles))
+            for instance in np.ndindex(*mask.leading)
+            for start in range(0, row_tiles, _STRIP)
+        )
         with mask._scope():
-            for instance in np.ndindex(*mask.leading):
-                for start in range(0, row_tiles, _STRIP):
-                    states = mask.states(instance, *tile, start, min(start + _STRIP, row_tiles))
-                    skipped += int((states == 0).sum())
+            skipped = sum(int((states == 0).sum()) for states in strips)
         return skipped / max(math.prod(mask.leading) * row_tiles * key_tiles, 1)
 
     def _tiles(

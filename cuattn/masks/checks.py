@@ -79,11 +79,6 @@ def lengths(name: str, value: Any) -> np.ndarray:
     return array
 
 
-def pairs(name: str, value: Any) -> np.ndarray:
-    """Return a list of pairs of integers >= 0 as int64, (n, 2)."""
-    return numbers(name, value, 2)
-
-
 def booleans(name: str, value: Any) -> Any:
     """Return `value` as a bool array, NumPy or CuPy, of at least two axes."""
     array = any_array(name, value)
@@ -102,12 +97,13 @@ def vectors(named: dict[str, Any]) -> dict[str, Any]:
         raise DtypeError(f"{places}: expected one place")
     shapes = [array.shape for array in arrays.values()]
     given = ", ".join(f"{name} {shape}" for name, shape in zip(arrays, shapes, strict=True))
-    if () in shapes or len({shape[-1] for shape in shapes}) != 1:
-        raise MaskError(f"shapes {given}: expected (..., n_keys) with the same n_keys")
     try:
+        if () in shapes or len({shape[-1] for shape in shapes}) != 1:
+            raise ValueError
         np.broadcast_shapes(*shapes)
     except ValueError:
-        raise MaskError(f"shapes {given}: expected leading axes that broadcast") from None
+        expected = "(..., n_keys) with the same n_keys and leading axes that broadcast"
+        raise MaskError(f"shapes {given}: expected {expected}") from None
     return arrays
 
 

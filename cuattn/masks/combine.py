@@ -133,8 +133,7 @@ def both(a: Any, b: Any) -> Mask:
     for part in given.parts:
         part = part if is_open else _as_columns(part, n_queries, n_keys)
         for place, other in enumerate(parts):
-            joined = None if part.on_device or other.on_device else _joined(part, other)
-            if joined is not None:
+            if (joined := _joined(part, other)) is not None:
                 parts[place] = joined
                 break
         else:
@@ -156,8 +155,10 @@ def _as_columns(mask: Mask, n_queries: int, n_keys: int) -> Mask:
 
 def _joined(a: Mask, b: Mask) -> Mask | None:
     """Return one mask on the host that says what two of the same kind do, or None."""
+    if a.on_device or b.on_device:
+        return None
     if isinstance(a, ColumnMask) and isinstance(b, ColumnMask):
-        found = convert.runs(np.stack(np.broadcast_arrays(*a._array, *b._array)), a.n_queries)
+        found = convert.runs(join((a, b))[0]._array, a.n_queries)
         two = (found[0] <= 2).all()
         return ColumnMask._of(a.n_queries, *convert.assign(*found, a.n_queries)) if two else None
     if isinstance(a, CellMask) and isinstance(b, CellMask) and a.kind == b.kind and a.block == b.block:

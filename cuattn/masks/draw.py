@@ -43,9 +43,13 @@ class Drawable:
         if ax is None:
             ax = pyplot.gca()
         rows, keys = states.shape
-        colours = ListedColormap(_COLOURS)
         ax.imshow(
-            states, cmap=colours, vmin=0, vmax=2, extent=(0, keys * size, rows * size, 0), interpolation="nearest"
+            states,
+            cmap=ListedColormap(_COLOURS),
+            vmin=0,
+            vmax=2,
+            extent=(0, keys * size, rows * size, 0),
+            interpolation="nearest",
         )
         ax.set(xlim=(0, max(self.n_keys, 1)), ylim=(max(self.n_queries, 1), 0), xlabel="key", ylabel="query")
         return ax

@@ -80,7 +80,7 @@ class Immutable(ABC):
     def _hash(self) -> int:
         if self.on_device:
             return id(self)
-        content = self._array if self._array is None else (self._array.shape, self._array.tobytes())
+        content = self._array is not None and (self._array.shape, self._array.tobytes())
         return hash((type(self), self._parameters(), content))
 
     @property

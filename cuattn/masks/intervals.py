@@ -14,7 +14,7 @@ therefore never stored.
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -51,8 +51,7 @@ def covered(starts: Any, ends: Any, n_queries: int) -> Any:
     xp = namespace(starts)
     row = xp.zeros((), dtype=starts.dtype)  # every row before this one is hidden
     for _ in starts:
-        for start, end in zip(starts, ends, strict=True):
-            row = xp.where((start <= row) & (end > row), end, row)
+        row = xp.where((starts <= row) & (ends > row), ends, row).max(axis=0)
     return row >= n_queries
 
 
@@ -148,15 +147,12 @@ class IntervalMask(Mask):
 
     _parameter_names = ("n_queries",)
 
-    @property
-    def n_keys(self) -> int:
-        """Number of key columns."""
-        return int(self._array.shape[-1])
+    _names: ClassVar[tuple[str, ...]] = ()
+    """What the starts and ends are called."""
 
-    @property
-    def leading(self) -> tuple[int, ...]:
-        """Shape of the vectors without their last axis."""
-        return tuple(self._array.shape[1:-1])
+    def _settle(self, array: Any, **fields: Any) -> None:
+        super()._settle(array, **fields)
+        vars(self).update(zip(self._names, array, strict=False), leading=array.shape[1:-1], n_keys=array.shape[-1])
 
     def _bounds(self, instance: Instance) -> Any:
         """Return one matrix's starts and ends, (2 K, n_keys)."""
@@ -188,7 +184,7 @@ class IntervalMask(Mask):
         after, before = (ramp.take(bounds[2 * touching + side], 0, mode="clip") for side in (1, 0))
         np.invert(after, out=after)
         after |= before
-        return np.bitwise_and.reduce(after, axis=0) if len(after) != 1 else after[0]
+        return np.bitwise_and.reduce(after, axis=0)
 
 
 def join(masks: Sequence[Mask]) -> tuple[Mask, ...]:
@@ -196,8 +192,10 @@ def join(masks: Sequence[Mask]) -> tuple[Mask, ...]:
 
     Keys that they hide from every row only together are then known, so that more tiles may be skipped.
     """
-    ours = [mask for mask in masks if isinstance(mask, IntervalMask) and not mask.on_device]
+    ours, others = [], []
+    for mask in masks:
+        (ours if isinstance(mask, IntervalMask) and not mask.on_device else others).append(mask)
     if len(ours) < 2:
         return tuple(masks)
     bounds = np.stack(np.broadcast_arrays(*(bound for mask in ours for bound in mask._array)))
-    return (IntervalMask._wrap(bounds, ours[0].n_queries), *(mask for mask in masks if mask not in ours))
+    return (IntervalMask._wrap(bounds, ours[0].n_queries), *others)

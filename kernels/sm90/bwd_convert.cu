@@ -14,14 +14,13 @@ namespace sm90::bwd {
 __device__ __forceinline__ void part_to_rows(const float4* part, u32 tile, float factor) {
     const u32 warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32;
     const u32 row = (dq_by_rows ? 64 * warpgroup : 0) + 16 * (threadIdx.x % 128 / 32) + lane % 16;
-#pragma unroll
-    for (int block = 0; block < dq_columns / 16; ++block) {
+    unroll<dq_columns / 16>([&](int block) {
         const float4 a = part[2 * block * 128], b = part[(2 * block + 1) * 128];
         const u32 chunk = (dq_by_rows ? 0 : warpgroup * (dq_columns / 8)) + 2 * block + lane / 16;
         ptx::stmatrix_x4(tile + (chunk / 8 * cfg::block_m + row) * row_bytes + 16 * (chunk % 8 ^ row % 8),
                          pack(a.x * factor, a.y * factor), pack(a.z * factor, a.w * factor), pack(b.x * factor, b.y * factor),
                          pack(b.z * factor, b.w * factor));
-    }
+    });
 }
 
 // A part's rows as they are, scaled: two neighbours of a thread's two rows of 8 columns at a time.

@@ -26,31 +26,30 @@ __device__ __forceinline__ void draw_parts(u32 (&kept)[side_by_side], const Para
     const u32 first = (cfg::runs ? global_row(p, row) : row) ^ stream.row;
     const u32 second = (cfg::runs ? global_row(p, row + 16) : row + 16) ^ stream.row;
     KeyProducts keys[side_by_side];
-#pragma unroll
-    for (int i = 0; i < side_by_side; ++i) {
+    unroll<side_by_side>([&](int i) {
         kept[i] = 0;
         const u32 own = key + 16 * drawers * i;
         keys[i] = key_products(stream, cfg::runs ? global_key(p, own) : own);
-    }
-#pragma unroll(4 / side_by_side)  // as far as registers go
+    });
+#pragma unroll(cfg::runs && cfg::block_m == 128 ? 1 : 4 / side_by_side)  // as far as registers go
     for (int call = 3; call >= 0; --call) {
-#pragma unroll
-        for (int i = 0; i < side_by_side; ++i) {
+        unroll<side_by_side>([&](int i) {
             u32 words[4];
             random_words(words, p.dropout, (call / 2 ? second : first) ^ call % 2, keys[i]);
 #pragma unroll
             for (int j = 3; j >= 0; --j) kept[i] = 2 * kept[i] + clamp_draws<threshold>(words[j >> 1 | (j & 1) << 1]);
-        }
+        });
     }
     // Sixteen times threshold - 1 too many, in bits 0 to 15 of either half: 0xffff * 0x10001 = -1 times.
-#pragma unroll
-    for (int i = 0; i < side_by_side; ++i) kept[i] += threshold - 1;
+    unroll<side_by_side>([&](int i) { kept[i] += threshold - 1; });
 }
 
 __device__ __forceinline__ void draw_ahead(const Params& p, const Shared& shared, u32 warp) {
     const i32 own_lane = threadIdx.x % 32;
     const u32 offset = __shfl_sync(~0u, random_offset(p.dropout), 0);  // the shuffle puts it into a uniform register
-    for (Slot<cfg::stages> slot;; slot.advance()) {
+    using Position = Either<unrolled, Positions, Slot<cfg::stages>>::type;
+    for (Position position;; position.advance()) {
+        const Slot<cfg::stages> slot = position;
         ptx::mbarrier_wait(shared.barrier(draws_told + slot.stage), slot.phase);
         const DrawPlace at = shared.draw_place(slot.stage);
         if (uniform(at.n < 0)) return;
@@ -71,11 +70,10 @@ __device__ __forceinline__ void draw_ahead(const Params& p, const Shared& shared
                 ptx::mbarrier_wait(shared.barrier(draws_empty + (slot.stage ^ 1)), slot.phase ^ slot.stage ^ 1);
             lane = ptx::opaque(own_lane);
             u16* const even = reinterpret_cast<u16*>(&shared.draws(rows, keys, 0)) + lane + (lane & 24);
-#pragma unroll
-            for (int i = 0; i < side_by_side; ++i) {
+            unroll<side_by_side>([&](int i) {
                 even[64 * drawers * i] = static_cast<u16>(kept[i]);
                 even[64 * drawers * i + 8] = static_cast<u16>(kept[i] >> 16);  // 4 lanes on
-            }
+            });
         }
         ptx::mbarrier_arrive(shared.barrier(draws_full + slot.stage));  // each lane for itself
     }

@@ -8,24 +8,20 @@
 
 namespace sm90::bwd {
 
-// Position in a ring of one or two buffers, as Slot has it, in one register.
-template <int stages>
-struct Count {
-    u32 count = 0;
-    static_assert(stages <= 2);
-    __device__ __forceinline__ u32 stage() const { return count % stages; }
-    __device__ __forceinline__ u32 phase() const { return count / stages % 2; }
-    __device__ __forceinline__ void advance() { ++count; }
-};
-
 struct Producer {
     const Params& p;
     const Maps& maps;
     const Shared shared;
     const bool leader;  // lane 0
-    Count<cfg::stages> slot;
-    Count<k_stages> keys;
-    u32 raw_phase = 1;
+    enum Ring { row_ring, key_ring, mail_ring };
+    Positions positions;
+
+    __device__ __forceinline__ Slot<cfg::stages> slot() const { return positions.slot<cfg::stages>(row_ring); }
+    __device__ __forceinline__ Slot<k_stages> keys() const { return positions.slot<k_stages>(key_ring); }
+    // Of v, which has one buffer, for the key tile that the next k is asked for, or (after = 1) the one before.
+    __device__ __forceinline__ void await_values_empty(u32 after) const {
+        ptx::mbarrier_wait(shared.barrier(v_empty), positions.slot<1>(key_ring).phase ^ after ^ 1);
+    }
 
     // Key tiles are handed out in order by a ticket that starts at 0.  Where their order is fixed no block holds one before it runs: others would
     // wait for it, who keep it from running.
@@ -35,26 +31,26 @@ struct Producer {
 
     // Sends a message to the cleaner, at whom the bytes of raw tiles arrive.
     __device__ __forceinline__ void mail(i32 stage) {
-        ptx::mbarrier_wait(shared.barrier(raw_empty), raw_phase);
-        raw_phase ^= 1;
+        ptx::mbarrier_wait(shared.barrier(raw_empty), positions.slot<1>(mail_ring).phase ^ 1);
+        positions.advance(mail_ring);
         if (leader) shared.mail() = {stage, shared.pending()};
     }
 
     // Sends the drawers a place; what they drew for the one before it in this stage is in registers.
     __device__ __forceinline__ void tell(const DrawPlace& place) {
-        ptx::mbarrier_wait(shared.barrier(draws_empty + slot.stage()), slot.phase() ^ 1);
+        ptx::mbarrier_wait(shared.barrier(draws_empty + slot().stage), slot().phase ^ 1);
         if (!leader) return;
-        shared.draw_place(slot.stage()) = place;
-        ptx::mbarrier_arrive(shared.barrier(draws_told + slot.stage()));
+        shared.draw_place(slot().stage) = place;
+        ptx::mbarrier_arrive(shared.barrier(draws_told + slot().stage));
     }
 
     __device__ __forceinline__ void load_step(StepCode step) {
-        const u32 stage = slot.stage();
+        const u32 stage = slot().stage;
         if constexpr (drawers)
             tell({shared.pending().tile, step.m(), random_batch(p.dropout, shared.pending().batch, shared.head(step.odd()).head)});
         u32 full = shared.barrier(q_full + stage), full_do = shared.barrier(do_full + stage);
-        ptx::mbarrier_wait(shared.barrier(q_empty + stage), slot.phase() ^ 1);
-        ptx::mbarrier_wait(shared.barrier(do_empty + stage), slot.phase() ^ 1);
+        ptx::mbarrier_wait(shared.barrier(q_empty + stage), slot().phase ^ 1);
+        ptx::mbarrier_wait(shared.barrier(do_empty + stage), slot().phase ^ 1);
         const HeadPlace& place = shared.head(step.odd());
         if (leader) shared.step(stage) = {step, place.head, place.first_dq_tile + step.m()};  // told by the arrival that follows
         if (may_have_empty_rows && uniform(step.dirty())) {
@@ -74,7 +70,7 @@ struct Producer {
             load_tile<cfg::block_m, slabs_v>(maps.dout, shared.dout(stage), full_do, ptx::evict_last, row, {p.dout, place.head, work.batch});
             ptx::bulk_load(shared.delta(stage), static_cast<const u8*>(p.delta) + at / cfg::block_m * delta_bytes, delta_bytes, full_do);
         }
-        slot.advance();
+        positions.advance(row_ring);
     }
 
     // May some key of the tile be seen by no row?
@@ -86,9 +82,9 @@ struct Producer {
     __device__ __forceinline__ void load_keys(u32 full) {
         const Work& work = shared.pending();
         if (leader)
-            load_tile<cfg::block_n, slabs>(maps.k, shared.k(keys.stage()), full, ptx::evict_first, work.tile * cfg::block_n,
+            load_tile<cfg::block_n, slabs>(maps.k, shared.k(keys().stage), full, ptx::evict_first, work.tile * cfg::block_n,
                                            {p.k, work.head, work.batch});
-        keys.advance();
+        positions.advance(key_ring);
     }
 
     __device__ __forceinline__ void load_values(u32 full) {
@@ -101,8 +97,8 @@ struct Producer {
     // Tiles with keys that no row sees go through the cleaner, k and v together.
     __device__ __forceinline__ void load_raw() {
         const u32 full = shared.barrier(raw_full);
-        ptx::mbarrier_wait(shared.barrier(v_empty), keys.count % 2 ^ 1);
-        mail(Mail::keys_stage - static_cast<i32>(keys.stage()));
+        await_values_empty(0);
+        mail(Mail::keys_stage - static_cast<i32>(keys().stage));
         if (leader) ptx::mbarrier_arrive_expect(full, k_bytes + v_bytes);
         load_keys(full);
         load_values(full);
@@ -112,12 +108,12 @@ struct Producer {
     __device__ __forceinline__ void begin_keys(bool seen) {
         if (leader && seen) shared.pending().flags |= Work::seen_bit;
         __syncwarp();  // the flags are complete
-        ptx::mbarrier_wait(shared.barrier(k_empty + keys.stage()), keys.phase() ^ 1);
-        if (leader) shared.work(keys.stage()) = shared.pending();  // told by the arrival that follows
+        ptx::mbarrier_wait(shared.barrier(k_empty + keys().stage), keys().phase ^ 1);
+        if (leader) shared.work(keys().stage) = shared.pending();  // told by the arrival that follows
         if (is_dead()) {
             load_raw();
         } else {
-            const u32 full = shared.barrier(k_full + keys.stage());
+            const u32 full = shared.barrier(k_full + keys().stage);
             if (leader) ptx::mbarrier_arrive_expect(full, k_bytes);
             load_keys(full);
         }
@@ -126,7 +122,7 @@ struct Producer {
     __device__ __forceinline__ void end_keys() {
         if (is_dead()) return;
         const u32 full = shared.barrier(v_full);
-        ptx::mbarrier_wait(shared.barrier(v_empty), keys.count % 2);  // one further, its keys being asked for
+        await_values_empty(1);
         if (leader) ptx::mbarrier_arrive_expect(full, v_bytes);
         load_values(full);
     }
@@ -157,10 +153,10 @@ struct Producer {
         const i32 total = p.batch * p.kv_heads * p.key_tiles;
         for (i32 number = in_order ? draw() : blockIdx.x; number < total; number = draw()) feed(number);
         if constexpr (drawers) tell({-1, 0, 0});
-        ptx::mbarrier_wait(shared.barrier(k_empty + keys.stage()), keys.phase() ^ 1);  // now nobody looks at that key tile
+        ptx::mbarrier_wait(shared.barrier(k_empty + keys().stage), keys().phase ^ 1);  // now nobody looks at that key tile
         if (leader) {
-            shared.work(keys.stage()) = {-1, 0, 0, 0};
-            ptx::mbarrier_arrive(shared.barrier(k_full + keys.stage()));
+            shared.work(keys().stage) = {-1, 0, 0, 0};
+            ptx::mbarrier_arrive(shared.barrier(k_full + keys().stage));
         }
         if (may_have_dead_keys) {
             mail(Mail::done_stage);

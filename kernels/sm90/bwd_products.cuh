@@ -70,13 +70,12 @@ __device__ __forceinline__ void accumulate(float (&d)[n], const Fragments& a, u3
 // Line 21: dQ = dS K, over all keys of the tile.  ds: this warpgroup's rows; k: its columns.
 __device__ __forceinline__ void compute_dq(QueryGradient& dq, u32 ds, u32 k) {
     ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < cfg::block_n / 16; ++step) {
+    unroll<cfg::block_n / 16>([&](int step) {
         const int slab = step / 4, column = 32 * (step % 4);
         const u64 a = ptx::wgmma_descriptor(ds, 16, eight_rows) + ((slab * cfg::block_m * row_bytes + column) >> 4);
         const u64 b = ptx::wgmma_descriptor(k, cfg::block_n * row_bytes, eight_rows) + ((step * 2 * eight_rows) >> 4);
         ptx::Product<dq_columns>::ss<is_bfloat16, 1, 1>(dq, a, b, step > 0);
-    }
+    });
     ptx::wgmma_commit();
 }
 

@@ -64,13 +64,12 @@ struct Consumer {
         const i32 row = own_row(), first = step.n() * cfg::block_n + 2 * (threadIdx.x % 4);
 #pragma unroll
         for (int i = 0; i < cfg::block_n / 2; i += 4)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
+            unroll<2>([&](int e) {
                 const i32 key = first + key_of(i + e);
                 const KeyMask mask(p, instance, offset, key);
                 if (!mask.visible(p, min(row, p.n_queries - 1), key)) s[i + e] = minus_infinity();
                 if (!mask.visible(p, min(row + 8, p.n_queries - 1), key)) s[i + e + 2] = minus_infinity();
-            }
+            });
     }
 
     // Takes the maximum from the scores of far rows.
@@ -79,13 +78,11 @@ struct Consumer {
         const float scale = cfg::prescaled ? 1.0f : fabsf(static_cast<float>(p.scale)), inverse = __fdividef(1.0f, scale);
         const float* maxima = static_cast<const float*>(p.m.data) + slice_of(p.m, work.batch, work.head);
         float top[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        unroll<2>([&](int r) {
             top[r] = maxima[min(own_row() + 8 * r, p.n_queries - 1) * p.m.row];
             if (!is_far_row(top[r])) top[r] = 0.0f;
-        }
-#pragma unroll
-        for (int i = 0; i < cfg::block_n / 2; ++i) s[i] = subtract_far(s[i], top[i / 2 % 2], scale, inverse);
+        });
+        unroll<cfg::block_n / 2>([&](int i) { s[i] = subtract_far(s[i], top[i / 2 % 2], scale, inverse); });
     }
 
     // Algorithm 4, lines 13 to 15: P in place of the scores; what dropout drops is marked by its sign.  With a softcap, `dp` of line 17 is still to
@@ -97,12 +94,11 @@ struct Consumer {
             mask_scores(step);
             if (uniform(step.far())) subtract_maxima();
         }
-#pragma unroll
-        for (int i = 0; i < cfg::block_n / 2; ++i) {
+        unroll<cfg::block_n / 2>([&](int i) {
             const float score = s[i];
             s[i] = ptx::ex2(fmaf(score, scale, i / 2 % 2 ? stat.y : stat.x));
             if constexpr (cfg::softcap) s[i] *= cap_slope(p, score);
-        }
+        });
         if constexpr (cfg::dropout) mark_dropped(step);
     }
 
@@ -110,31 +106,27 @@ struct Consumer {
         constexpr u32 threshold = cfg::dropout ? cfg::dropout : 1;
         const Work& work = shared.work();
         const RandomStream stream = random_stream(p.dropout, work.batch, work.head);
-#pragma unroll
-        for (int block = 0; block < cfg::block_n / 16; ++block) {
+        unroll<cfg::block_n / 16>([&](int block) {
             u32 words[4];
             random_words(words, p, stream, own_row(), step.n() * cfg::block_n + 16 * block + 2 * (threadIdx.x % 4));
-#pragma unroll
-            for (int w = 0; w < 4; ++w) {
+            unroll<4>([&](int w) {
                 float &low = s[8 * block + 2 * w], &high = s[8 * block + 2 * w + 1];
                 if (!kept_low<threshold>(words[w])) low = -low;
                 if (!kept_high<threshold>(words[w])) high = -high;
-            }
-        }
+            });
+        });
     }
 
     // Lines 18 and 20, rounded.  A row that sees nothing may hold NaN.
     __device__ __forceinline__ void differentiate() {
-#pragma unroll
-        for (int i = 0; i < cfg::block_n / 2; ++i) {
+        unroll<cfg::block_n / 2>([&](int i) {
             const float d = i / 2 % 2 ? delta.y : delta.x;
             s[i] *= cfg::dropout && s[i] < 0 ? d : dp[i] - d;
-        }
+        });
         if constexpr (may_have_empty_rows) {
             const bool empty[2] = {stat.x == minus_infinity(), stat.y == minus_infinity()};
             if (uniform(empty[0] || empty[1])) {
-#pragma unroll
-                for (int i = 0; i < cfg::block_n / 2; ++i) s[i] = empty[i / 2 % 2] ? 0.0f : s[i];
+                unroll<cfg::block_n / 2>([&](int i) { s[i] = empty[i / 2 % 2] ? 0.0f : s[i]; });
             }
         }
 #pragma unroll
@@ -197,8 +189,7 @@ struct Consumer {
         for (;; rows_phase ^= 1) {
             ptx::mbarrier_wait(shared.barrier(rows_full), rows_phase);
             if (uniform(shared.work().tile < 0)) break;
-#pragma unroll
-            for (int i = 0; i < cfg::head_dim / 2; ++i) dq[i] = 0.0f;
+            unroll<cfg::head_dim / 2>([&](int i) { dq[i] = 0.0f; });
             ptx::wgmma_pin(dq);  // before any product is under way
             if (uniform(shared.work().steps)) accumulate_steps();
             write();

@@ -33,22 +33,19 @@ __device__ __forceinline__ u64 visible_rows(const Params& p, const TilePlace& at
 using Visible = u64[2][(cfg::block_m + 63) / 64];
 
 __device__ __forceinline__ void find_visible(Visible& visible, const Params& p, const TilePlace& at) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-#pragma unroll
-        for (int half = 0; half < (cfg::block_m + 63) / 64; ++half)
-            visible[r][half] = visible_rows(p, at, at.first_row + 64 * half, at.key + 8 * r) >> (2 * (threadIdx.x % 4));
+    unroll<2, (cfg::block_m + 63) / 64>([&](int r, int half) {
+        visible[r][half] = visible_rows(p, at, at.first_row + 64 * half, at.key + 8 * r) >> (2 * (threadIdx.x % 4));
+    });
 }
 
 // Hidden scores become -inf, whatever they were.
 __device__ __forceinline__ void mask_scores(Scores& s, const Visible& visible) {
-#pragma unroll
-    for (int i = 0; i < cfg::block_m / 2; ++i) {
+    unroll<cfg::block_m / 2>([&](int i) {
         const int query = query_of(i);
         const u64 rows = visible[key_of(i)][query / 64];
         const u32 word = static_cast<u32>(query % 64 < 32 ? rows : rows >> 32);
         s[i] = word & (1u << query % 32) ? s[i] : minus_infinity();
-    }
+    });
 }
 
 // Takes the maximum from n scores of a thread that belong to far rows, as the forward rounded both, so that weigh finds what is left of their
@@ -64,13 +61,12 @@ __device__ __forceinline__ void subtract_far(u32 scores, const Params& p, const 
         const float top = maxima[min(row, p.n_queries - 1) * p.m.row];
         if (!is_far_row(top)) continue;
         const float scale = cfg::prescaled ? 1.0f : fabsf(static_cast<float>(p.scale)), inverse = __fdividef(1.0f, scale);
-#pragma unroll
-        for (int key = 0; key < 2; ++key) {
+        unroll<2>([&](int key) {
             const u32 address = scores + i / 4 * 2048 + 4 * (i % 2) + 8 * key;
             float score;
             ptx::load_shared(score, address);
             ptx::store_shared(address, sm90::subtract_far(score, top, scale, inverse));
-        }
+        });
     }
 }
 
@@ -106,8 +102,7 @@ struct Numbers {
     __device__ __forceinline__ explicit Numbers(const Numbers<before>& some) : Numbers(some.first, [&](int i) { return some[i]; }) {}
     template <class Pair>
     __device__ __forceinline__ Numbers(const float2* first, const Pair& pair) : first(first) {
-#pragma unroll
-        for (int i = 0; i < held; ++i) ahead[i] = pair(i);
+        unroll<held>([&](int i) { ahead[i] = pair(i); });
     }
     __device__ __forceinline__ float2 operator[](int i) const { return i < held ? ahead[i] : first[4 * i]; }
 };
@@ -152,9 +147,9 @@ __device__ __forceinline__ void store_gradients(const Fragments& fragments, u32 
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
     const u32 query = lane % 8 + 8 * (lane / 16), chunk = (2 * warp + lane / 8 % 2) ^ (query % 8);
     const u32 at = ds + query * row_bytes + 16 * chunk;
-#pragma unroll
-    for (int j = 0; j < cfg::block_m / 16; ++j)
+    unroll<cfg::block_m / 16>([&](int j) {
         ptx::stmatrix_x4_trans(at + j * 2 * eight_rows, fragments[j][0], fragments[j][1], fragments[j][2], fragments[j][3]);
+    });
 }
 
 }  // namespace sm90::bwd

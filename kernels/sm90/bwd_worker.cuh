@@ -15,7 +15,6 @@ struct Worker {
     const Shared shared;
     Slot<cfg::stages> slot;  // of the row tile being worked on
     Slot<k_stages> keys;     // of the key tile
-    u32 values_phase = 0;
 
     __device__ __forceinline__ const Step& step() const { return shared.step(slot.stage); }
     // stat or delta of the row tile in the slot, from the thread's first query on.
@@ -32,9 +31,7 @@ struct Worker {
         if constexpr (drawers) {
             ptx::mbarrier_wait(shared.barrier(draws_full + slot.stage), slot.phase);
             const u32 keys_block = first_key / 16 + threadIdx.x % 128 / 32;
-#pragma unroll
-            for (int part = 0; part < cfg::block_m / 64; ++part)
-                draws.kept[part] = shared.draws(part, keys_block, threadIdx.x % 32);
+            unroll<cfg::block_m / 64>([&](int part) { draws.kept[part] = shared.draws(part, keys_block, threadIdx.x % 32); });
             release_read(shared.barrier(draws_empty + slot.stage));
         }
         return draws;
@@ -53,16 +50,13 @@ struct Worker {
         return uniform(work().tile >= 0);
     }
 
-    __device__ __forceinline__ void await_values() {
-        ptx::mbarrier_wait(shared.barrier(v_full), values_phase);
-        values_phase ^= 1;
-    }
+    // There is one buffer of v, so its phase changes with each key tile.
+    __device__ __forceinline__ void await_values() const { ptx::mbarrier_wait(shared.barrier(v_full), k_stages == 2 ? keys.stage : keys.phase); }
 };
 
 template <int n>
 __device__ __forceinline__ void clear(float (&x)[n]) {
-#pragma unroll
-    for (int i = 0; i < n; ++i) x[i] = 0.0f;
+    unroll<n>([&](int i) { x[i] = 0.0f; });
 }
 __device__ __forceinline__ void clear(Visible& visible) {
 #pragma unroll
@@ -102,7 +96,7 @@ struct Hidden {
     __device__ __forceinline__ Hidden(const Worker& worker, i32 first_key, bool partial) : worker(worker), partial(partial) {
         if (partial)
             find_visible(visible, worker.p, worker.place(first_key));
-        else if (cfg::dropout && unmasked)
+        else if (cfg::dropout && (unmasked || cfg::block_m == 128))
             clear(visible);  // or the assembler keeps the last tile's in registers, of which dropout leaves few
     }
 

@@ -161,8 +161,7 @@ struct Consumer {
             if constexpr (cfg::dropout > 0) {
                 u32 words[4];
                 random_words(words, p, stream, row(), key + 16 * block);
-#pragma unroll
-                for (int w = 0; w < 4; ++w) kept[block][w] = drop_pair<cfg::dropout>(~0u, words[w]);
+                unroll<4>([&](int w) { kept[block][w] = drop_pair<cfg::dropout>(~0u, words[w]); });
             }
         });
         return grown;
@@ -186,8 +185,7 @@ struct Consumer {
     __device__ __forceinline__ void weigh() {
         round_weights(weights, s);
         if constexpr (cfg::dropout > 0) {
-#pragma unroll
-            for (int i = 0; i < cfg::block_n / 4; ++i) weights[i / 4][i % 4] &= kept[i / 4][i % 4];
+            unroll<cfg::block_n / 4>([&](int i) { weights[i / 4][i % 4] &= kept[i / 4][i % 4]; });
         }
     }
 
@@ -202,8 +200,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int i = 0; i < cfg::head_dim_v / 2; ++i) o[i] = 0.0f;
+        unroll<cfg::head_dim_v / 2>([&](int i) { o[i] = 0.0f; });
     }
 
     // A key tile with nothing to overlap with.  True when the row has no further one.
@@ -280,9 +277,7 @@ struct Consumer {
         finish_values();
         clear_empty_rows(ending);
         issue_scores([&](int step) {
-#pragma unroll
-            for (int block = 0; block < output_blocks; ++block)
-                if (block * score_steps / output_blocks == step) write_columns(ending, block);
+            unroll<output_blocks>([&](int block) { if (block * score_steps / output_blocks == step) write_columns(ending, block); });
         });
         pass_ping_pong();
         finish_ending(ending);
@@ -326,19 +321,17 @@ struct Consumer {
         free_output();
         // Its announcement lies there until its output has left, and registers are few.
         Ending ending{stage_output ? shared.work(buffer.stage) : before, buffer.stage, {}, {}};
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        unroll<2>([&](int r) {
             ending.sum[r] = quad_sum(rows.sum[r]);
             ending.normal[r] = ending.sum[r] == 0.0f ? 0.0f : __fdividef(output_scale(), ending.sum[r]);
-        }
+        });
         return ending;
     }
 
     // A row that saw nothing met only zero weights; a NaN among the values must not survive that.
     __device__ __forceinline__ void clear_empty_rows(const Ending& ending) {
         if (!may_have_empty_rows || !uniform(ending.sum[0] == 0.0f || ending.sum[1] == 0.0f)) return;
-#pragma unroll
-        for (int i = 0; i < cfg::head_dim_v / 2; ++i) o[i] = ending.sum[half_of(i)] == 0.0f ? 0.0f : o[i];
+        unroll<cfg::head_dim_v / 2>([&](int i) { o[i] = ending.sum[half_of(i)] == 0.0f ? 0.0f : o[i]; });
     }
 
     // Normalises 16 columns of the output, and stages them.
@@ -365,8 +358,7 @@ struct Consumer {
         drain();
         const Ending ending = begin_ending(before, state, buffer);
         clear_empty_rows(ending);
-#pragma unroll
-        for (int block = 0; block < output_blocks; ++block) write_columns(ending, block);
+        unroll<output_blocks>([&](int block) { write_columns(ending, block); });
         finish_ending(ending);
     }
 

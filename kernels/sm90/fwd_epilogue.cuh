@@ -21,8 +21,7 @@ __device__ __forceinline__ void write_statistics(const Params& p, const Work& wo
     if constexpr (!cfg::statistics) return;
     float* l = static_cast<float*>(p.l.data) + slice_of(p.l, work.batch, work.head);
     float* m = static_cast<float*>(p.m.data) + slice_of(p.m, work.batch, work.head);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    unroll<2>([&](int r) {
         const float top = quad_max(state.top[r]);
         const i32 i = row + 8 * r;
         if (threadIdx.x % 4 == 0 && is_query(p, i)) {
@@ -31,7 +30,7 @@ __device__ __forceinline__ void write_statistics(const Params& p, const Work& wo
             l[i * p.l.row] = empty ? 0.0f : sum[r] * ptx::ex2(fabsf(above) < far / 2 ? -above : 0.0f);
             m[i * p.m.row] = empty ? minus_infinity() : cfg::prescaled ? top : top * fabsf(static_cast<float>(p.scale));
         }
-    }
+    });
 }
 
 // Rounds 16 columns of the warpgroup's rows into shared memory at `tile`.
@@ -51,10 +50,10 @@ __device__ __forceinline__ void store_output(const ptx::TensorMap& map, u32 tile
     const i32 row = work.row + 64 * static_cast<i32>(warpgroup);
     // Rows past the end are left out by the copy engine; it must not begin before the first.
     if (place_of_thread() == 0 && row >= 0) {
-#pragma unroll
-        for (int slab = 0; slab < slabs_v; ++slab)
+        unroll<slabs_v>([&](int slab) {
             ptx::tensor_store(map, tile + (slab * cfg::block_m + 64 * warpgroup) * row_bytes, 64 * slab, row, work.head,
                               work.batch);
+        });
         ptx::bulk_commit();
     }
 }
@@ -62,12 +61,11 @@ __device__ __forceinline__ void store_output(const ptx::TensorMap& map, u32 tile
 // Writes the thread's two rows as they are, without shared memory: four lanes fill a 32-byte sector.
 __device__ __forceinline__ void write_float(const Output& o, const Params& p, const Work& work, i32 row) {
     float* base = static_cast<float*>(p.o.data) + slice_of(p.o, work.batch, work.head);
-#pragma unroll
-    for (int i = 0; i < cfg::head_dim_v / 4; ++i) {
+    unroll<cfg::head_dim_v / 4>([&](int i) {
         const i32 at = row + 8 * (i % 2), column = 8 * (i / 2) + 2 * (threadIdx.x % 4);
         if (is_query(p, at) && column < p.head_dim_v)
             *reinterpret_cast<float2*>(base + at * p.o.row + column) = make_float2(o[2 * i], o[2 * i + 1]);
-    }
+    });
 }
 
 }  // namespace sm90::fwd

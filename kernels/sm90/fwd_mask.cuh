@@ -25,14 +25,13 @@ __device__ __forceinline__ i32 keys_before(i32 column) { return column / 8 * 2 +
 // Without a table: the end of the keys and the band.  `row` is the first of the thread's two rows, which lie 8 apart.
 __device__ __forceinline__ void find_in_band(Visible& visible, const Params& p, i32 row, i32 n) {
     const i32 key = n * cfg::block_n + 2 * (threadIdx.x % 4);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    unroll<2>([&](int r) {
         const i32 diagonal = row + 8 * r - key;
         i32 end = p.n_keys - key;
         if constexpr (cfg::band_right) end = min(end, diagonal + p.band_right + 1);
         visible[r] = low_bits<u32>(keys_before(max(end, 0)));
         if constexpr (cfg::band_left) visible[r] &= ~low_bits<u32>(keys_before(max(diagonal - p.band_left, 0)));
-    }
+    });
 }
 
 // Among the eight lanes g that differ in their row: bit g' of each byte of lane g becomes bit g of lane g', after calls
@@ -42,11 +41,10 @@ __device__ __forceinline__ void transpose_bits(Visible& x, int step) {
     // Bits whose number has the step's bit clear.
     const u32 low = step == 4 ? 0x0f0f0f0f : step == 2 ? 0x33333333 : 0x55555555;
     const u32 own = ptx::opaque(static_cast<i32>(upper ? ~low : low));  // opaque: one instruction merges two words
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    unroll<2>([&](int r) {
         const u32 other = __shfl_xor_sync(~0u, x[r], 4 * step);
         x[r] = (x[r] & own) | (__funnelshift_l(other, other, upper ? 32 - step : step) & ~own);
-    }
+    });
 }
 
 // Which of 16 rows see keys `column` and the next of a tile: rows 0-7 of both, then rows 8-15 of both.
@@ -55,15 +53,14 @@ __device__ __forceinline__ u32 pair_rows(const Params& p, const int4* cols, cons
     if (column >= cfg::block_n) return 0;
     const i32 key = n * cfg::block_n + column;
     u32 rows[2];
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
+    unroll<2>([&](int e) {
         rows[e] = band_rows<u32>(p, first_row, key + e);
         if constexpr (cfg::mask == kMaskColumn) rows[e] &= column_rows<u32>(cols[column + e], first_row);
         if constexpr (cfg::mask == kMaskBlock) {
             const u8* blocks = static_cast<const u8*>(p.mask.data) + slice_of(p.mask, work.batch, work.head);
             rows[e] &= block_rows<u32>(p, blocks, first_row, key + e);
         }
-    }
+    });
     return __byte_perm(rows[0], rows[1], 0x5140);
 }
 
@@ -86,13 +83,10 @@ __device__ __forceinline__ void find_in_table(Visible& visible, int phase, const
 constexpr int search_phases = cfg::mask == kMaskNone ? 1 : 5;  // of finding what is visible
 
 __device__ __forceinline__ void mask_scores(Scores& s, const Visible& visible) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-#pragma unroll
-        for (int bit = 0; bit < 32; ++bit) {
-            const int i = score_of(bit) + 2 * r;
-            if (i < cfg::block_n / 2) s[i] = visible[r] & 1u << bit ? s[i] : minus_infinity();
-        }
+    unroll<2, 32>([&](int r, int bit) {
+        const int i = score_of(bit) + 2 * r;
+        if (i < cfg::block_n / 2) s[i] = visible[r] & 1u << bit ? s[i] : minus_infinity();
+    });
 }
 
 }  // namespace sm90::fwd

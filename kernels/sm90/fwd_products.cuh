@@ -17,14 +17,13 @@ constexpr int score_steps = cfg::head_dim / 16, value_steps = cfg::block_n / 16;
 template <class Beside>
 __device__ __forceinline__ void compute_s(Scores& s, u32 q, u32 k, const Beside& beside) {
     ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < score_steps; ++step) {
+    unroll<score_steps>([&](int step) {
         const int slab = step / 4, column = 32 * (step % 4);
         const u64 a = ptx::wgmma_descriptor(q, 16, eight_rows) + ((slab * cfg::block_m * row_bytes + column) >> 4);
         const u64 b = ptx::wgmma_descriptor(k, 16, eight_rows) + ((slab * cfg::block_n * row_bytes + column) >> 4);
         ptx::Product<cfg::block_n>::ss<is_bfloat16, sign, 0>(s, a, b, step > 0);
         beside(step);
-    }
+    });
     ptx::wgmma_commit();
 }
 
@@ -32,12 +31,11 @@ __device__ __forceinline__ void compute_s(Scores& s, u32 q, u32 k, const Beside&
 template <class Beside>
 __device__ __forceinline__ void compute_o(Output& o, const Weights& p, u32 v, const Beside& beside) {
     ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < value_steps; ++step) {
+    unroll<value_steps>([&](int step) {
         const u64 b = ptx::wgmma_descriptor(v, cfg::block_n * row_bytes, eight_rows) + ((step * 2 * eight_rows) >> 4);
         ptx::Product<cfg::head_dim_v>::rs<is_bfloat16, 1, 1>(o, p[step], b, 1);
         beside(step);
-    }
+    });
     ptx::wgmma_commit();
 }
 

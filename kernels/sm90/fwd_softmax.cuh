@@ -23,11 +23,10 @@ struct Softmax {
     float scale;     // |scale| * log2(e)
 
     __device__ __forceinline__ void reset() {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        unroll<2>([&](int r) {
             top[r] = limit[r] = minus_infinity();
             shift[r] = sum[r] = 0.0f;
-        }
+        });
     }
 };
 
@@ -50,46 +49,42 @@ __device__ __forceinline__ float quad_sum(float x) {
 __device__ __forceinline__ void keep_far_rows(Softmax& state, float (&factor)[2], Scores& s, const float (&largest)[2], const bool (&moved)[2],
                                               const bool (&first)[2]) {
     float minuend[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    unroll<2>([&](int r) {
         const float before = quad_max(state.top[r]), top = first[r] ? fmaxf(before, largest[r]) : largest[r];
         const bool is_far = moved[r] && fabsf(top * state.scale) >= far;
         if (moved[r] && first[r])
             factor[r] = ptx::ex2(is_far ? (before - top) * state.scale : fmaf(before, state.scale, state.shift[r]));
         if (is_far) state.shift[r] = 0.0f, state.limit[r] = minus_infinity();
         minuend[r] = is_far ? top : 0.0f;
-    }
-#pragma unroll
-    for (int i = 0; i < cfg::block_n / 2; ++i) s[i] -= minuend[half_of(i)];
+    });
+    unroll<cfg::block_n / 2>([&](int i) { s[i] -= minuend[half_of(i)]; });
 }
 
 // Moves the reference of the rows that outgrew it; factor is what their earlier sums and outputs shrink by.  Far rows come here with every
-// key tile that they see.  Without branches, both rows side by side: a row tile's first key tile waits for this.
+// key tile that they see.
 __device__ __forceinline__ void move_reference(Softmax& state, float (&factor)[2], Scores& s, const float (&top)[2]) {
     float largest[2];
     bool moved[2], first[2], some_far = false;
     // Asked before maxima are exchanged, which takes longer: of a far row some lane has the maximum.
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    unroll<2>([&](int r) {
         first[r] = state.limit[r] == minus_infinity();
         some_far |= first[r] && state.top[r] > minus_infinity();
         some_far |= fabsf(top[r] * state.scale) >= far && top[r] != minus_infinity();
-    }
+    });
     some_far = __any_sync(~0u, some_far);
-    const float margin = __fdividef(slack, state.scale);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) largest[r] = quad_max(top[r]);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    unroll<2>([&](int r) {
+        largest[r] = quad_max(top[r]);
         moved[r] = largest[r] > state.limit[r];
-        const float shift = -largest[r] * state.scale, shrunk = first[r] ? 0.0f : ptx::ex2(shift - state.shift[r]);
-        factor[r] = moved[r] ? shrunk : 1.0f;
-        state.shift[r] = moved[r] ? shift : state.shift[r];
-        state.limit[r] = moved[r] ? largest[r] + margin : state.limit[r];
-    }
+        factor[r] = 1.0f;
+        if (moved[r]) {
+            const float shift = -largest[r] * state.scale;
+            factor[r] = first[r] ? 0.0f : ptx::ex2(shift - state.shift[r]);
+            state.shift[r] = shift;
+            state.limit[r] = largest[r] + __fdividef(slack, state.scale);
+        }
+    });
     if (uniform(some_far)) keep_far_rows(state, factor, s, largest, moved, first);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) state.sum[r] *= factor[r];
+    unroll<2>([&](int r) { state.sum[r] *= factor[r]; });
 }
 
 // The largest of a thread's scores in each of its two rows.
@@ -105,11 +100,8 @@ __device__ __forceinline__ void find_largest(float (&top)[2], const Scores& s) {
 // instruction finds the largest of three integers.
 __device__ __forceinline__ void find_largest_positive(float (&top)[2], const Scores& s) {
     i32 chain[4] = {};
-#pragma unroll
-    for (int i = 0; i < cfg::block_n / 4; ++i)
-        chain[i & 3] = __vimax3_s32(chain[i & 3], __float_as_int(s[2 * i]), __float_as_int(s[2 * i + 1]));
-#pragma unroll
-    for (int r = 0; r < 2; ++r) top[r] = __int_as_float(max(chain[r], chain[r + 2]));
+    unroll<cfg::block_n / 4>([&](int i) { chain[i & 3] = __vimax3_s32(chain[i & 3], __float_as_int(s[2 * i]), __float_as_int(s[2 * i + 1])); });
+    unroll<2>([&](int r) { top[r] = __int_as_float(max(chain[r], chain[r + 2])); });
 }
 
 // Brings the maximum up to date, and the reference if need be; true when earlier outputs of the warp must be multiplied by
@@ -126,8 +118,7 @@ __device__ __forceinline__ bool follow(Softmax& state, float (&factor)[2], Score
         grown = __any_sync(~0u, top[0] > state.limit[0] || top[1] > state.limit[1]);
         if (grown) move_reference(state, factor, s, top);
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) state.top[r] = fmaxf(state.top[r], top[r]);
+    unroll<2>([&](int r) { state.top[r] = fmaxf(state.top[r], top[r]); });
     return grown;
 }
 
@@ -136,25 +127,21 @@ __device__ __forceinline__ bool follow(Softmax& state, float (&factor)[2], Score
 template <class Beside>
 __device__ __forceinline__ void exponentiate(Softmax& state, Scores& s, const Beside& beside) {
     float chain[4];
-#pragma unroll
-    for (int i = 0; i < cfg::block_n / 2; ++i) {
+    unroll<cfg::block_n / 2>([&](int i) {
         s[i] = ptx::ex2(fmaf(s[i], state.scale, state.shift[half_of(i)]));
         chain[i & 3] = i < 4 ? s[i] : chain[i & 3] + s[i];
         if (i % 8 == 7) beside(i / 8, chain);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) state.sum[r] += chain[2 * r] + chain[2 * r + 1];
+    });
+    unroll<2>([&](int r) { state.sum[r] += chain[2 * r] + chain[2 * r + 1]; });
 }
 
 // The accumulator of 16 columns is, rounded, the A fragment of the next product: no data moves between lanes.
 __device__ __forceinline__ void round_weights(Weights& p, const Scores& s) {
-#pragma unroll
-    for (int i = 0; i < cfg::block_n / 4; ++i) p[i / 4][i % 4] = pack(s[2 * i], s[2 * i + 1]);
+    unroll<cfg::block_n / 4>([&](int i) { p[i / 4][i % 4] = pack(s[2 * i], s[2 * i + 1]); });
 }
 
 __device__ __forceinline__ void rescale(Output& o, const float (&factor)[2]) {
-#pragma unroll
-    for (int i = 0; i < cfg::head_dim_v / 2; ++i) o[i] *= factor[half_of(i)];
+    unroll<cfg::head_dim_v / 2>([&](int i) { o[i] *= factor[half_of(i)]; });
 }
 
 }  // namespace sm90::fwd

@@ -12,22 +12,19 @@ constexpr bool unrounded = sizeof(cfg::grad) == 4;
 template <int n>
 __device__ __forceinline__ void stage_gradient(const float (&x)[n], float factor, u32 tile, u32 stride) {
     const u32 lane = threadIdx.x % 32, row = 16 * (threadIdx.x % 128 / 32) + lane % 16;
-#pragma unroll
-    for (int block = 0; block < n / 8; ++block) {
+    unroll<n / 8>([&](int block) {
         const u32 chunk = (2 * (block % 4) + lane / 16) ^ (row % 8);
         u32 packed[4];
-#pragma unroll
-        for (int w = 0; w < 4; ++w) packed[w] = pack(x[8 * block + 2 * w] * factor, x[8 * block + 2 * w + 1] * factor);
+        unroll<4>([&](int w) { packed[w] = pack(x[8 * block + 2 * w] * factor, x[8 * block + 2 * w + 1] * factor); });
         ptx::stmatrix_x4(tile + block / 4 * stride + row * row_bytes + 16 * chunk, packed[0], packed[1], packed[2], packed[3]);
-    }
+    });
     ptx::async_proxy_fence();
 }
 
 // Hands staged slabs to the copy engine; one thread.
 template <int slab_count>
 __device__ __forceinline__ void store_gradient(const ptx::TensorMap& map, u32 tile, u32 stride, i32 row, i32 head, i32 batch) {
-#pragma unroll
-    for (int slab = 0; slab < slab_count; ++slab) ptx::tensor_store(map, tile + slab * stride, 64 * slab, row, head, batch);
+    unroll<slab_count>([&](int slab) { ptx::tensor_store(map, tile + slab * stride, 64 * slab, row, head, batch); });
     ptx::bulk_commit();
 }
 

@@ -50,29 +50,26 @@ struct HeldRows {
     // tile: the rows in their first slab.
     __device__ __forceinline__ void load(u32 tile) {
         const u32 lane = threadIdx.x % 32, row = 16 * (threadIdx.x % 128 / 32) + lane % 16;
-#pragma unroll
-        for (int step = 0; step < steps; ++step)
-            ptx::ldmatrix_x4(fragments[step], tile + row * row_bytes + 16 * ((2 * step + lane / 16) ^ (row % 8)));
+        unroll<steps>([&](int step) { ptx::ldmatrix_x4(fragments[step], tile + row * row_bytes + 16 * ((2 * step + lane / 16) ^ (row % 8))); });
     }
 
     // d += A B^T over these steps.
     template <int n>
     __device__ __forceinline__ void multiply(float (&d)[n], u32 b) const {
-#pragma unroll
-        for (int step = 0; step < steps; ++step)
+        unroll<steps>([&](int step) {
             ptx::Product<2 * n>::template rs<is_bfloat16, 1, 0>(
                 d, fragments[step], ptx::wgmma_descriptor(b, 16, eight_rows) + (32 * step >> 4), 1);
+        });
     }
 };
 
 // d += A B (begun = 0: d = A B), A in registers, 16 rows of B to a fragment; the tile's slabs lie `rows` rows apart.
 template <int rows, int n, int steps>
 __device__ __forceinline__ void accumulate_rows(float (&d)[n], const u32 (&a)[steps][4], u32 b, u32 begun = 1) {
-#pragma unroll
-    for (int step = 0; step < steps; ++step) {
+    unroll<steps>([&](int step) {
         const u64 right = ptx::wgmma_descriptor(b, rows * row_bytes, eight_rows) + ((step * 2 * eight_rows) >> 4);
         ptx::Product<2 * n>::template rs<is_bfloat16, 1, 1>(d, a[step], right, step > 0 || begun);
-    }
+    });
 }
 
 }  // namespace sm90

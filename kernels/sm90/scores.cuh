@@ -17,8 +17,7 @@ __device__ __forceinline__ float score_scale(const Params& p) {
 // Softcap, and scales that no maximum survives: raw products become scores before anything else.
 template <int n>
 __device__ __forceinline__ void prescale(float (&s)[n], const Params& p) {
-#pragma unroll
-    for (int i = 0; i < n; ++i) s[i] = cap_score(p, s[i]);
+    unroll<n>([&](int i) { s[i] = cap_score(p, s[i]); });
 }
 
 // What the softcap does to gradients, from the score behind it; a hidden score must not turn into NaN.

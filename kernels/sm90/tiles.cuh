@@ -37,6 +37,21 @@ struct Slot {
     }
 };
 
+// The same where registers are few: positions in up to three rings of one or two buffers, counted in one register, three bits for each of
+// which the last stays 0.
+struct Positions {
+    u32 counts = 0;
+    template <int stages>
+    __device__ __forceinline__ Slot<stages> slot(int ring = 0) const {
+        static_assert(stages <= 2);
+        const u32 count = counts >> 3 * ring & 3;
+        return {count % stages, count / stages % 2};
+    }
+    template <int stages>
+    __device__ __forceinline__ operator Slot<stages>() const { return slot<stages>(); }
+    __device__ __forceinline__ void advance(int ring = 0) { counts = (counts + (1u << 3 * ring)) & 0333u; }
+};
+
 // A condition that all lanes agree on.  Saying so keeps what depends on it, descriptors above all, in uniform
 // registers.
 __device__ __forceinline__ bool uniform(bool condition) { return __any_sync(~0u, condition); }
@@ -75,9 +90,9 @@ struct Place {
 template <int rows, int slab_count>
 __device__ __forceinline__ void load_tile(const ptx::TensorMap& map, u32 tile, u32 barrier, u64 policy, i32 row,
                                           const Place& place) {
-#pragma unroll
-    for (int slab = 0; slab < slab_count; ++slab)
+    unroll<slab_count>([&](int slab) {
         ptx::tensor_load(tile + slab * rows * row_bytes, map, barrier, policy, 64 * slab, row, place.head, place.batch);
+    });
 }
 
 }  // namespace sm90

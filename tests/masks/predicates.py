@@ -1,4 +1,4 @@
-"""The constructors' predicates as plain broadcasting (i is a column of rows, j a row of keys), and what tiles truly are."""
+"""The constructors' predicates as plain broadcasting, i a column of rows, j a row of keys; and what tiles truly are."""
 
 import numpy as np
 
