@@ -31,7 +31,7 @@ _TURNS, _CAUSAL_TURNS = 16, 32  # heads at least, where key tiles take turns: me
 _CONVERT_WARPS = 8
 CONVERT = (
     "elem", "acc", "grad", "head_dim", "head_dim_v", "block_m", "block_n", "stages", "band_left", "band_right", "mask",
-    "dropout", "split_delta",
+    "dropout", "runs", "split_delta",
 )  # fmt: skip
 
 
