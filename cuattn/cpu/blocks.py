@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
@@ -97,16 +98,17 @@ class HeadGroup(NamedTuple):
         """How many heads these are."""
         return self.stop - self.start
 
-    def of_queries(self, array: np.ndarray) -> np.ndarray:
-        """Return the slices of an array of axes (*batch, heads, ...) that belong to the heads, (heads | 1, ...)."""
-        return array[place_of(array, (*self.batch, slice(self.start, self.stop)))]
+    def of_queries(self, array: ndarray, *more: slice) -> ndarray:
+        """Return the part of an array of axes (*batch, heads, ...) that belongs to the heads, (heads | 1, ...)."""
+        return array[place_of(array, (*self.batch, slice(self.start, self.stop), *more))]
 
-    def of_keys(self, array: np.ndarray) -> np.ndarray:
-        """Return the slices of an array of axes (*batch, kv_heads, ...) that the heads read, (heads | 1, ...)."""
-        return array[place_of(array, (*self.batch, slice(self.kv_start, (self.stop - 1) // self.shared + 1)))]
+    def of_keys(self, array: ndarray, *more: slice) -> ndarray:
+        """Return the part of an array of axes (*batch, kv_heads, ...) that the heads read, (heads | 1, ...)."""
+        kv_heads = slice(self.kv_start, (self.stop - 1) // self.shared + 1)
+        return array[place_of(array, (*self.batch, kv_heads, *more))]
 
 
-def place_of(array: np.ndarray, index: tuple[int | slice, ...]) -> tuple[int | slice, ...]:
+def place_of(array: ndarray, index: tuple[int | slice, ...]) -> tuple[int | slice, ...]:
     """Return an index into the first axes of an array for one whose axes of length 1 broadcast."""
     return tuple([
         part if n > 1 else slice(None) if isinstance(part, slice) else 0

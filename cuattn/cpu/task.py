@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
+from numpy import ndarray
 
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.threads import Turns
 from cuattn.problem import Problem
 
-Arrays = Mapping[str, np.ndarray]
+Arrays = Mapping[str, ndarray]
 
 
 class Task:
@@ -24,9 +24,8 @@ class Task:
     dropout : Dropout or None
     results : dict of ndarray
         o and, if they are wanted, l and m, to write to; or what a backward's dq, dk, dv and dbias are added to.
-    broadcast : set of str
-        The operands of a backward whose gradients get terms from several batch elements or heads; if there are any,
-        all items add to sums in one order.
+    shares : bool
+        Whether a gradient gets terms from several batch elements or heads; then all items add to sums in one order.
 
     Attributes
     ----------
@@ -40,8 +39,8 @@ class Task:
 
     def __init__(
         self, problem: Problem, operands: Arrays, masks: Sequence[Any], dropout: Dropout | None, results: Arrays,
-        broadcast: set[str],
+        shares: bool,
     ) -> None:  # fmt: skip
         self.problem, self.operands, self.masks, self.dropout = problem, operands, masks, dropout
-        self.results, self.broadcast, self.turns = results, broadcast, Turns()
+        self.results, self.shares, self.turns = results, shares, Turns()
         self.factor = problem.scale / (problem.softcap or 1)

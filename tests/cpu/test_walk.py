@@ -32,7 +32,7 @@ def test_rows_are_scaled_transposed_and_padded():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 40, 8)).astype(np.float16)
     problem, operands, masks = problem_of(x, x, x)
-    task = Tiles(problem, operands, masks, None, {}, set())
+    task = Tiles(problem, operands, masks, None, {}, False)
     walk = ForwardWalk(task)
     empty = np.zeros((2, 40), bool)
     x[1, 7], empty[1, 7] = np.nan, True
