@@ -70,28 +70,24 @@ def mask_function(case, drawn, device):
         """Return one vector of the samples' column masks as a (B, N) tensor."""
         return torch.from_numpy(np.stack([getattr(sample.column_mask(), name) for sample in drawn])).to(device)
 
-    kind = case.kind
-    if kind == "full":
+    if case.kind == "full":
         return None
-    if kind == "causal":
+    if case.kind == "causal":
         return lambda b, h, i, j: i >= j
-    if kind in ("sliding_window", "global_sliding_window", "prefix_lm_causal"):
-        number = drawn[0].number
-    if kind == "sliding_window":
-        return lambda b, h, i, j: (i >= j) & (i - j < number)
-    if kind == "global_sliding_window":
-        return lambda b, h, i, j: ((i - j <= number) & (j - i <= number)) | (i < GLOBAL_TOKENS) | (j < GLOBAL_TOKENS)
-    if kind == "prefix_lm_causal":
-        return lambda b, h, i, j: (i >= j) | (j < number)
-    until, since = per_key("lts"), per_key("ute")
-    if kind == "causal_blockwise":  # the last block of each sequence sees all before it
-        last = torch.tensor([sample.n - sample.lengths[-1] for sample in drawn], dtype=torch.int32, device=device)
-        return lambda b, h, i, j: (i >= j) & ((i < until[b, j]) | (i >= last[b]))
-    if kind in ("causal_document", "share_question", "random_eviction"):
-        return lambda b, h, i, j: (i >= j) & (i < until[b, j])
-    if kind == "qk_sparse":
-        return lambda b, h, i, j: i >= since[b, j]
-    return lambda b, h, i, j: (i >= since[b, j]) & (i < until[b, j])
+    until, since, number = per_key("lts"), per_key("ute"), drawn[0].number
+    last = torch.tensor([sum(sample.lengths[:-1]) for sample in drawn], dtype=torch.int32, device=device)
+    closed_forms = {
+        "sliding_window": lambda b, h, i, j: (i >= j) & (i - j < number),
+        "global_sliding_window": lambda b, h, i, j: (
+            ((i - j <= number) & (j - i <= number)) | (i < GLOBAL_TOKENS) | (j < GLOBAL_TOKENS)
+        ),
+        "prefix_lm_causal": lambda b, h, i, j: (i >= j) | (j < number),
+        "causal_blockwise": lambda b, h, i, j: (i >= j) & ((i < until[b, j]) | (i >= last[b])),
+        "qk_sparse": lambda b, h, i, j: i >= since[b, j],
+        "document": lambda b, h, i, j: (i >= since[b, j]) & (i < until[b, j]),
+        "prefix_lm_document": lambda b, h, i, j: (i >= since[b, j]) & (i < until[b, j]),
+    }
+    return closed_forms.get(case.kind, lambda b, h, i, j: (i >= j) & (i < until[b, j]))
 
 
 def block_mask(case, visible, inputs):

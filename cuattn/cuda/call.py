@@ -127,18 +127,9 @@ class Call:
         launched = path, kernel, constants, grid, 32 * warps, PARAMS, fields, slots
         self.sequence.add(*launched, tables=tables, **more)
 
-    def planned(
-        self,
-        block_m: int,
-        block_n: int,
-        warps: int,
-        shared_bytes: int,
-        reason: str,
-        notes: Sequence[str],
-        constants: Constants,
-    ) -> Plan:
-        """Return the plan of the call, whose launches were added; `constants` are those of its main kernel."""
+    def planned(self, tile: Sequence[int], warps: int, shared_bytes: int, constants: Constants, *notes: str) -> Plan:
+        """Return the plan of the call, whose launches were added: tile and so on are those of its main kernel."""
         return Plan(
-            self.family, self.problem.operation, block_m, block_n, warps, shared_bytes, self.sequence.workspace_bytes,
-            reason, tuple(notes), tuple(constants.items()),
+            self.family, self.problem.operation, *tile[:2], warps, shared_bytes, self.sequence.workspace_bytes, "",
+            notes, tuple(constants.items()),
         )  # fmt: skip

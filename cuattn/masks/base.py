@@ -31,9 +31,6 @@ Self = TypeVar("Self", bound="Mask")
 Instance = tuple[int, ...]
 """Index into a mask's own leading axes: one of its matrices."""
 
-Reach = tuple[int | None, int | None]
-"""(left, right): row i sees key j if i - left <= j <= i + right; None leaves that side open."""
-
 KINDS: "dict[str, type[Mask]]" = {}
 """The classes of masks by the name of their kind."""
 
@@ -125,9 +122,6 @@ class Mask(Immutable, Drawable):
         own = index[len(index) - len(self.leading) :]
         return tuple([0 if n == 1 else i for i, n in zip(own, self.leading, strict=True)])
 
-    reach: Reach | None = None
-    """The band that the mask is, where that is known, see `ColumnMask.reach`."""
-
     def source(self) -> Source:
         """Return where the mask's numbers lie on a GPU, for kinds that have a `cuda` half."""
         raise NotImplementedError(f"{type(self).__name__}.source")
@@ -161,8 +155,9 @@ class Mask(Immutable, Drawable):
         rows, keys = row_tile * block_m, key_tile * block_n
         there = min(block_m, self.n_queries - rows)
         hidden = self.hidden(instance, slice(rows, rows + there), slice(keys, min(keys + block_n, self.n_keys)))
-        shown = np.full((len(hidden), block_m), ramp[-1, 0])
+        shown = np.empty((len(hidden), block_m), ramp.dtype)
         np.subtract(hidden, 1, out=shown[:, :there], dtype=ramp.dtype, casting="unsafe")
+        shown[:, there:] = ramp[-1, 0]
         return shown
 
     # For everybody.

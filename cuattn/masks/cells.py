@@ -70,7 +70,8 @@ class CellMask(Mask):
         )  # cells that some row of a tile sees, and that all do
         for t in range(start, stop):
             part = matrix[top[t] : bottom[t]]
-            before[0, t - start, 1:], before[1, t - start, 1:] = part.any(axis=0).cumsum(), part.all(axis=0).cumsum()
+            before[0, t - start, 1:] = part.any(axis=0).cumsum(dtype=xp.int32)
+            before[1, t - start, 1:] = part.all(axis=0).cumsum(dtype=xp.int32)
         some, every = before[..., right] - before[..., left]
         return (some > 0).astype(xp.int8) + (every == right - left)
 

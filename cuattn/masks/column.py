@@ -9,7 +9,6 @@ import numpy as np
 
 from cuattn.errors import DtypeError, MaskError, shown
 from cuattn.masks import checks, convert
-from cuattn.masks.base import Reach
 from cuattn.masks.cuda_half import CudaHalf, Source, source_of
 from cuattn.masks.device import namespace, pack
 from cuattn.masks.intervals import IntervalMask
@@ -93,7 +92,7 @@ class ColumnMask(IntervalMask):
         return cls._wrap(pack(vectors, n_queries), n_queries)
 
     @cached_property
-    def reach(self) -> Reach | None:
+    def reach(self) -> tuple[int | None, int | None] | None:
         """For backends: the band that this mask is, or None where it is none or where that is not known.
 
         ``(left, right)`` says that row i sees key j if ``i - left <= j <= i + right``; None leaves that side open.

@@ -28,33 +28,6 @@ FULL, PARTIAL, SKIP = 2, 1, 0
 _TABLES = 8  # that a mask on the host remembers
 
 
-def covered(starts: Any, ends: Any, n_queries: int) -> Any:
-    """Return which keys the intervals together hide from every row (with no rows: all keys).
-
-    Parameters
-    ----------
-    starts, ends : array, (K, ..., n_keys)
-        Bounds of any value.
-    n_queries : int
-        Rows.
-
-    Returns
-    -------
-    bool array, (..., n_keys)
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> covered(np.array([[3, 4], [0, 0]]), np.array([[8, 8], [3, 3]]), 8).tolist()
-    [True, False]
-    """
-    xp = namespace(starts)
-    row = xp.zeros((), dtype=starts.dtype)  # every row before this one is hidden
-    for _ in starts:
-        row = xp.where((starts <= row) & (ends > row), ends, row).max(axis=0)
-    return row >= n_queries
-
-
 def tile_table(bounds: Any, n_queries: int, block_m: int, block_n: int) -> Any:
     """Return, per key tile and interval, the row tiles in which it hides everything and those where it may hide some.
 
@@ -91,7 +64,10 @@ def tile_table(bounds: Any, n_queries: int, block_m: int, block_n: int) -> Any:
     bounds = xp.pad(xp.clip(bounds, 0, n_queries), [*[(0, 0)] * (bounds.ndim - 1), (0, -n_keys % block_n)], mode="edge")
     bounds = bounds.reshape(*bounds.shape[:-1], -1, block_n)  # the last key fills a ragged last tile
     starts, ends = bounds[::2], bounds[1::2]
-    empty, dead = starts >= ends, covered(starts, ends, n_queries)
+    row = xp.zeros((), xp.int32)  # of each key, the first that no interval hides as far as is known
+    for _ in starts:
+        row = xp.where((starts <= row) & (ends > row), ends, row).max(axis=0)
+    empty, dead = starts >= ends, row >= n_queries
     # An empty interval becomes (n_queries, 0), which is neutral in a minimum of starts and in a maximum of ends.
     starts = xp.where(dead, 0, xp.where(empty, n_queries, starts))
     ends = xp.where(dead, n_queries, xp.where(empty, 0, ends))
@@ -173,18 +149,31 @@ class IntervalMask(Mask):
         return tile_states(self._table(block_m, block_n)[instance], start, stop)
 
     def patterns(self, instance, block_m, block_n, row_tiles, key_tiles):
-        keys = np.minimum(key_tiles[:, None] * block_n + np.arange(block_n), self.n_keys - 1)
-        bounds = self._bounds(instance).take(keys, axis=1) - (row_tiles * block_m).astype(np.int32)[:, None]
-        return [tile.tobytes() for tile in np.clip(bounds, 0, block_m).swapaxes(0, 1)]
+        bounds = np.pad(self._bounds(instance), ((0, 0), (0, -self.n_keys % block_n)))
+        tiles = bounds.reshape(len(bounds), -1, block_n).swapaxes(0, 1)[key_tiles]
+        tiles -= (row_tiles * block_m).astype(np.int32)[:, None, None]
+        return [tile.tobytes() for tile in np.clip(tiles, 0, block_m, out=tiles)]
 
     def shown(self, instance, block_m, block_n, row_tile, key_tile, ramp):
-        first, last = self._table(block_m, block_n)[instance][2:, :, key_tile]
-        touching = np.flatnonzero((first <= row_tile) & (row_tile < last))
         bounds = self._bounds(instance)[:, key_tile * block_n : (key_tile + 1) * block_n] - row_tile * block_m
-        after, before = (ramp.take(bounds[2 * touching + side], 0, mode="clip") for side in (1, 0))
-        np.invert(after, out=after)
-        after |= before
-        return np.bitwise_and.reduce(after, axis=0)
+        touched = self._table(block_m, block_n)[instance][2:, :, key_tile].T.tolist()
+        shown = None
+        for (first, last), start, end in zip(touched, bounds[::2], bounds[1::2], strict=True):
+            if first <= row_tile < last:
+                outside = _outside(start, end, ramp)
+                shown = outside if shown is None else np.bitwise_and(shown, outside, out=outside)
+        return ramp[-1:] if shown is None else shown
+
+
+def _outside(start: np.ndarray, end: np.ndarray, ramp: np.ndarray) -> np.ndarray:
+    """Return, as bits, row < start or row >= end for each key and row; a side that no key needs is not looked up."""
+    if end.min() >= ramp.shape[1]:
+        return ramp.take(start, 0, mode="clip")
+    after = ramp.take(end, 0, mode="clip")
+    np.invert(after, out=after)
+    if start.max() > 0:
+        after |= ramp.take(start, 0, mode="clip")
+    return after
 
 
 def join(masks: Sequence[Mask]) -> tuple[Mask, ...]:

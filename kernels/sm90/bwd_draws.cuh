@@ -12,6 +12,8 @@
 
 namespace sm90::bwd {
 
+// Where nothing is masked narrow heads leave registers for two calls of the generator side by side.
+constexpr bool drawn_in_pairs = cfg::block_m == 128 && unmasked;
 constexpr int part_rows = 64, key_blocks = cfg::block_n / 16;
 constexpr int side_by_side = drawn_in_pairs ? 2 : 1;  // parts of the same rows and of keys 16 * drawers apart
 constexpr int row_passes = drawers ? key_blocks / (drawers * side_by_side) : 1;  // of a warp, for 64 rows

@@ -20,14 +20,6 @@ constexpr int drawers = !cfg::dropout ? 0 : by_function ? 2 : 4;
 constexpr int drawing_warpgroups = drawers / 4;
 constexpr int threads = 128 * (warpgroups + 1 + drawing_warpgroups);
 
-// Where nothing is masked narrow heads leave registers for two calls of the generator side by side.
-constexpr bool drawn_in_pairs = cfg::block_m == 128 && unmasked;
-// Accumulators leave the others few; walking blocks takes more.  Setting registers goes by eights.
-constexpr bool shared_evenly = drawing_warpgroups && (cfg::block_m == 64 || (cfg::runs && !drawn_in_pairs));
-constexpr int producer_registers = by_function || cfg::mask == kMaskBlock ? 40 : shared_evenly ? 32 : 24;
-constexpr int drawer_registers = drawn_in_pairs ? 40 : shared_evenly ? 32 : 24;
-constexpr int consumer_registers = ((drawing_warpgroups ? 512 - drawer_registers : 504) - producer_registers) / 16 * 8;
-
 // dQ of a row tile is shared out by rows where there are enough of them, else by columns.
 constexpr bool dq_by_rows = cfg::block_m == 128;
 constexpr int dq_columns = dq_by_rows ? 64 * slabs : 64 * slabs / warpgroups;
@@ -192,6 +184,5 @@ struct Shared {
         return at<u32>(draws_at, (rows * (cfg::block_n / 16) + keys) * 32 + lane);
     }
 };
-
 
 }  // namespace sm90::bwd

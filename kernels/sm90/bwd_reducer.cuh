@@ -11,7 +11,7 @@
 #include "attn/row_walk.cuh"
 #include "ptx/global.cuh"
 #include "ptx/barrier.cuh"
-#include "sm90/bwd_work.cuh"
+#include "sm90/bwd_producer.cuh"
 
 namespace sm90::bwd {
 

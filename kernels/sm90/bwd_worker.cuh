@@ -4,7 +4,6 @@
 #include "ptx/shared.cuh"
 #include "sm90/gradients.cuh"
 #include "sm90/bwd_scores.cuh"
-#include "sm90/bwd_work.cuh"
 
 namespace sm90::bwd {
 

@@ -2,8 +2,8 @@
 // lane 0 issues.
 #pragma once
 #include "ptx/barrier.cuh"
-#include "sm90/tiles.cuh"
-#include "sm90/fwd_work.cuh"
+#include "sm90/fwd_layout.cuh"
+#include "sm90/hidden.cuh"
 
 namespace sm90::fwd {
 

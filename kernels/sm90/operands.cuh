@@ -10,21 +10,9 @@ namespace sm90 {
 // The 16-bit type of the operands.
 constexpr bool is_bfloat16 = same_type<cfg::elem, __nv_bfloat16>;
 
-// Two numbers rounded to the operands' type, `low` in the low half.
-__device__ __forceinline__ u32 pack(float low, float high) {
-    if constexpr (is_bfloat16)
-        return ptx::pack_bf16(low, high);
-    else
-        return ptx::pack_f16(low, high);
-}
-
-// The same with negative numbers as 0.
-__device__ __forceinline__ u32 pack_positive(float low, float high) {
-    if constexpr (is_bfloat16)
-        return ptx::pack_positive_bf16(low, high);
-    else
-        return ptx::pack_positive_f16(low, high);
-}
+// Two numbers rounded to the operands' type, `low` in the low half; positive: with negative numbers as 0.
+template <bool positive = false>
+__device__ __forceinline__ u32 pack(float low, float high) { return ::pack<cfg::elem, positive>(low, high); }
 
 constexpr u32 eight_rows = 8 * row_bytes;
 

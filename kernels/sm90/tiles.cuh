@@ -4,6 +4,7 @@
 // engine with the 128-byte swizzle, and what the tensor cores expect as an operand (ptx/wgmma.cuh).
 #pragma once
 #include "attn/mask_format.cuh"
+#include "attn/math.cuh"
 #include "attn/params.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/tma.cuh"

@@ -56,6 +56,11 @@ class Case(NamedTuple):
         return qkv, options
 
 
+def sized(name: str, n_queries: int, n_keys: int, head_dim: int = 64, **more: Any) -> Case:
+    """Return a case of these lengths."""
+    return Case(name, n_queries=n_queries, n_keys=n_keys, head_dim=head_dim, **more)
+
+
 def outliers(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Normal values with a few large ones, so that some rows of the softmax are peaked."""
     x = rng.standard_normal(shape)

@@ -29,7 +29,7 @@ class Mine(Call):
         self.begin({"delta": Array((3,), np.dtype(np.float32))})
         constants = {"elem": self.problem.row.cuda}
         self.add("mine/fwd.cu", "my_kernel", constants, self.problem.instances, 4, {})
-        return self.planned(1, 1, 4, 0, "a test", (), constants)
+        return self.planned((1, 1), 4, 0, constants)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def mine(monkeypatch):
     """A family that is only registered."""
     monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))
     monkeypatch.setitem(OPERATIONS, "transpose", OPERATIONS["forward"])
-    families.register_family(families.Family("mine", {"forward": Mine, "transpose": Mine}))
+    families.register_family(families.Family("mine", "a test", {"forward": Mine, "transpose": Mine}))
 
 
 def test_names_in_order():
@@ -79,3 +79,13 @@ def test_the_planned_workspace_is_what_is_allocated(operation, kernel, driver):
     driver.run(sequence, {}, (mask,), capturing=True)
     counters = 4 if (operation, kernel) == ("forward", "sm90") else 0
     assert families.plan(p, taken, (mask,)).workspace_bytes == driver.sizes[-1] - counters > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"masks": ("column",)}, {"dropout": 6554}])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_a_backward_is_planned_without_what_a_forward_returns(kernel, head_dim, options):
+    p = problem(head_dim, operation="backward", kernel=kernel, **options)
+    whole, masks = operands(p), (cuattn.masks.causal_document([96, 4000]),) if p.masks else ()
+    planned = {name: array for name, array in whole.items() if name in "qkv"}
+    assert families.plan(p, planned, masks) == families.plan(p, whole, masks)

@@ -65,11 +65,12 @@ def test_a_range_of_row_tiles(drawn, block_m, block_n, data):
 
 
 @given(unchecked())
-def test_covered(drawn):
+def test_keys_that_intervals_hide_together(drawn):
+    """A key that no row sees is skipped, however many intervals that takes."""
     bounds, n_queries, _ = drawn
-    bounds = np.clip(bounds, 0, n_queries)
-    dead = intervals.covered(bounds[::2], bounds[1::2], n_queries)
-    np.testing.assert_array_equal(dead, hides(bounds, n_queries).all(axis=0))
+    states = intervals.tile_states(intervals.tile_table(bounds, n_queries, max(n_queries, 1), 1), 0, 1)
+    if n_queries:
+        np.testing.assert_array_equal(states[0] == intervals.SKIP, hides(bounds, n_queries).all(axis=0))
 
 
 def test_a_block_larger_than_the_keys_costs_no_memory():

@@ -259,9 +259,8 @@ class Backward(Call):
             self._rows()
             if "bias" in operands:
                 self._bias()
-        reason = f"portable tensor-core kernel, {self.device.arch}"
-        shape = cut.keys.block_m, cut.keys.block_n, cut.keys.warps, cut.shared_bytes("keys")
-        return self.planned(*shape, reason, cut.notes(load_bytes), self.constants)
+        notes = cut.notes(load_bytes)
+        return self.planned(cut.keys, cut.keys.warps, cut.shared_bytes("keys"), self.constants, *notes)
 
     def _sums(self) -> dict[str, _Sum]:
         problem, axes = self.problem, self.axes

@@ -242,5 +242,4 @@ class Forward(Call):
                 slots = _PARTS | {f"{name}_out": name if name in self.arrays else "" for name in "olm"}
                 dtypes = problem.stat_dtype, problem.out_dtype, problem.stat_dtype
                 merge.add(self.sequence, cut.splits, problem.o_shape, dtypes, slots, stacked=True)
-        reason = f"portable tensor-core kernel, {self.device.arch}"
-        return self.planned(*tile, warps, cut.shared_bytes, reason, cut.notes(load_bytes), constants)
+        return self.planned(tile, warps, cut.shared_bytes, constants, *cut.notes(load_bytes))

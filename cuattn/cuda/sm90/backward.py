@@ -15,7 +15,7 @@ from cuattn.cuda.constants import Constants, backward_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.sm80.backward import add_preprocess, row_arrays, summed
 from cuattn.cuda.sm90 import forward
-from cuattn.cuda.sm90.forward import L2_SHARE, REASON, ROW_BYTES, SLAB_COLUMNS, width_of
+from cuattn.cuda.sm90.forward import L2_SHARE, ROW_BYTES, SLAB_COLUMNS, width_of
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
@@ -31,7 +31,7 @@ _TURNS, _CAUSAL_TURNS = 16, 32  # heads at least, where key tiles take turns: me
 _CONVERT_WARPS = 8
 CONVERT = (
     "elem", "acc", "grad", "head_dim", "head_dim_v", "block_m", "block_n", "stages", "band_left", "band_right", "mask",
-    "dropout", "split_delta",
+    "dropout", "runs", "split_delta",
 )  # fmt: skip
 
 
@@ -209,7 +209,7 @@ class Backward(MappedCall):
             own = {**constants, "block_m": rows.block_m, "block_n": rows.block_n, "v_stages": rows.v_stages}
             blocks = rows.counts["row_tiles"] * problem.instances
             self._add("bwd_rows", "backward_rows", own, blocks, warps, rows, "dq")
-        return self.planned(*keys[:2], warps + drawing, keys.shared_bytes, REASON, [cut.note], constants)
+        return self.planned(keys, warps + drawing, keys.shared_bytes, constants, cut.note)
 
     def _add(
         self, path: str, kernel: str, constants: Constants, blocks: int, warps: int, tile: Tile, *written: str

@@ -6,12 +6,11 @@ from cuattn.cuda.arguments import pad
 from cuattn.cuda.constants import Constants, forward_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.sm80 import forward as portable
-from cuattn.cuda.sm90.tensor_map import ARCH, WARPGROUP_ROWS, MappedCall
+from cuattn.cuda.sm90.tensor_map import WARPGROUP_ROWS, MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
 from cuattn.problem import DTYPES, Problem
 
-REASON = f"bulk tensor copies and warpgroup products, {ARCH}"
 SLAB_COLUMNS, ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
 
 # Widths that accumulating products come in (kernels/ptx/wgmma.cuh).
@@ -188,4 +187,4 @@ class Forward(MappedCall):
         warps, blocks = 4 * (cut.tile.block_m // WARPGROUP_ROWS + 1), self.persistent(cut.blocks)
         launched = "sm90/fwd.cu", "attention_forward", constants, blocks, warps, cut.counts, (*tile, WARPGROUP_ROWS)
         self.add(*launched, shared_bytes=size, **self.mapped(tile, "qkv", {"o": "q"}))
-        return self.planned(*tile, warps, size, REASON, (), constants)
+        return self.planned(tile, warps, size, constants)

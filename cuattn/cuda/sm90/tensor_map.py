@@ -96,8 +96,8 @@ def describe(address: int, dtype: Dtype, view: View) -> TensorMap:
     """
     shape, strides, box_rows = view
     extent = (ctypes.c_uint64 * _RANK)(*reversed(shape))
-    # The driver wants a plausible stride on axes that are never stepped along.
-    plausible = [stride if size > 1 else max(stride, 16) for size, stride in zip(shape, strides, strict=False)]
+    # The driver wants a plausible stride also on axes that are never stepped along.
+    plausible = [stride if size > 1 else 16 for size, stride in zip(shape, strides, strict=False)]
     step = (ctypes.c_uint64 * (_RANK - 1))(*reversed(plausible))
     box = (ctypes.c_uint32 * _RANK)(BOX_COLUMNS, box_rows, 1, 1)
     ones = (ctypes.c_uint32 * _RANK)(1, 1, 1, 1)
@@ -152,7 +152,8 @@ class MappedCall(Call):
         Results leave in boxes of one warpgroup's rows.  Unrounded ones leave without a map; `written` names for each a
         rounded array whose map stands in then.
         """
-        dtype, views = self.problem.row, {name: self.view(name, tile[name in ("k", "v")]) for name in read}
+        dtype, known = self.problem.row, [name for name in read if name in self.arrays]  # not all of a planned call
+        views = {name: self.view(name, tile[name in ("k", "v")]) for name in known}
         for name, instead in written.items():
             rounded = self.arrays[name].dtype == dtype.dtype
             views[name] = self.view(name if rounded else instead, WARPGROUP_ROWS)
