@@ -1,6 +1,5 @@
 """Sizes of the blocks that the walk works on, and the heads that go through them together."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,8 +16,10 @@ _SUMMED_PER_COLUMN = 12  # keys that one product with narrow values sums over; m
 _FEWEST_KEYS = 48  # with many dimensions a product is large anyway
 _ROWS = 64  # of a tile: what a product of transposed scores keeps in the first-level cache while it takes all columns
 _KEYS = 128
+_MASKED_KEYS = 64  # under a mask, of which smaller tiles leave less to visit in vain
 _ABREAST = 8  # row tiles, of any heads, that go through the keys together
 _HEADS = {"forward": 8, "backward": 4}  # that do under a mask: more would leave no second thread sums of its own
+_FEW = 3  # heads for which taller tiles under a mask save more calls than they visit in vain
 _SCORE_BYTES = 3 << 19  # of the scores at a time, which stay in a second-level cache
 _COPIED_BYTES = 24 << 20  # of the copies of keys and values that a thread keeps
 
@@ -45,34 +46,26 @@ def choose(problem: Problem, masks: Sequence[Any]) -> Blocks:
     Nothing here depends on the number of threads, since the results do depend on this.
     """
     depth, itemsize = max(problem.head_dim, problem.head_dim_v), problem.stat_dtype.itemsize
-    rows = even(problem.n_queries, _ROWS)
-    limit = min(max(_SMALL_PRODUCT // (rows * depth) // UNIT * UNIT, _FEWEST_KEYS), _KEYS)
+    heads = problem.group if problem.group > 1 else problem.heads
+    heads = cdiv(heads, cdiv(heads, _HEADS[problem.operation] if masks else _ABREAST))
+    if any(mask.leading and mask.leading[-1] > 1 for mask in masks):  # only operands may tell heads apart
+        heads = 1
+    rows = even(problem.n_queries, 2 * _ROWS if masks and heads < _FEW else _ROWS)
+    limit = max(_SMALL_PRODUCT // (rows * depth) // UNIT * UNIT, _FEWEST_KEYS)
     limit = min(limit, max(UNIT, _SUMMED_PER_COLUMN * problem.head_dim_v // UNIT * UNIT))
-    for mask in masks:  # of a mask of blocks a tile stays within a block, where that costs little
-        if min(limit, common := math.gcd(_KEYS, getattr(mask, "block_n", 1))) >= 64:
-            limit = min(limit // 64 * 64, common)
-    keys = even(problem.n_keys, limit)
+    keys = even(problem.n_keys, min(limit, _MASKED_KEYS if masks else _KEYS))
     row_tiles, key_tiles = cdiv(problem.n_queries, rows), cdiv(problem.n_keys, keys)
-    heads, stack = _abreast(problem, masks, row_tiles)
+    stack = 1
+    if not (masks or problem.bias is not None or problem.dropout):
+        if problem.group == 1 and row_tiles >= heads:
+            heads = 1  # row tiles that read the same keys, as these then stay in the cache
+        if heads == 1 or problem.group > 1:
+            stack = min(row_tiles, _ABREAST // heads)
     step = min(key_tiles, max(1, _SCORE_BYTES // (heads * stack * rows * keys * itemsize)))
     step = cdiv(key_tiles, cdiv(key_tiles, step))
     held = _COPIED_BYTES // (heads * keys * (problem.head_dim + problem.head_dim_v) * itemsize)
     held = min(key_tiles, max(1, held // step) * step)
     return Blocks(rows, keys, heads, stack, step, held, row_tiles, key_tiles)
-
-
-def _abreast(problem: Problem, masks: Sequence[Any], row_tiles: int) -> tuple[int, int]:
-    """Return how many heads, and row tiles of each, go through the keys together: those that only operands tell apart.
-
-    Row tiles do that read the same keys, as these then stay in the cache.
-    """
-    heads = problem.group if problem.group > 1 else problem.heads
-    heads = cdiv(heads, cdiv(heads, _HEADS[problem.operation] if masks else _ABREAST))
-    if masks or problem.bias is not None or problem.dropout:
-        return (1 if any(mask.leading and mask.leading[-1] > 1 for mask in masks) else heads), 1
-    if problem.group > 1:
-        return heads, min(row_tiles, _ABREAST // heads)
-    return (heads, 1) if row_tiles < heads else (1, min(row_tiles, _ABREAST))
 
 
 def even(length: int, limit: int) -> int:
