@@ -16,6 +16,7 @@ WORK = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}  # in forwards
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 BOTH = ("forward", "backward")
 TOGETHER = "forward+backward"  # one after the other, as a training step does
+RESULTS = {"forward": ("o",), "backward": ("dq", "dk", "dv"), TOGETHER: ("o", "dq", "dk", "dv")}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import warnings
 
 from bench import harness, timing
 from bench import inputs as problem_inputs
+from bench.cases import RESULTS
 from bench.harness import Point, free_caches, peak
 from bench.reference import distance
 from bench.rows import clocks
@@ -131,7 +132,7 @@ class Comparison:
             try:
                 call = runner.bind(case, inputs)
                 with call.scope():
-                    results = call.convert(call.call())
+                    results = dict(zip(RESULTS[case.direction], call.convert(call.call()), strict=False))
                 self.clock.synchronize()
             except Exception as error:  # a peer may fail in any way it likes; the others go on
                 raise Refused("failed", _reason(error, said)) from error

@@ -7,30 +7,24 @@ tests/, so that a reader can tell which files were tested.  The ids are read fro
 has no .git (``--trees`` or ``$CUATTN_TREES``).  With ``--full`` the product of all
 features runs, and property tests look at more examples.
 
-Compiling kernels and computing oracles keeps processors busier than the GPU, so the tests run in several processes,
-each with one BLAS thread: process I of N takes every N-th test.
+Compiling kernels and computing oracles keeps processors busier than the GPU, so the tests run in several processes
+(pytest-xdist), each with one BLAS thread.  Interrupted, it reports what has run.
 """
 
 import argparse
-import contextlib
 import datetime
 import json
-import multiprocessing
 import os
 import pathlib
 import platform
-import queue
 import signal
 import sys
 
 import pytest
-from rich.console import Console
-from rich.progress import Progress
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.harness import COLUMNS  # noqa: E402
 from bench.rows import cores, sources  # noqa: E402
 
 REPORT = ROOT / "bench" / "results" / "gpu-tests.json"
@@ -40,58 +34,33 @@ ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_
 
 
 class Collector:
-    """Counts outcomes, moves a progress bar and tells of failures as they come."""
+    """A pytest plugin that counts outcomes and keeps failures, and knows what was begun and not ended."""
 
-    def __init__(self, progress):
-        self.progress = progress
-        self.task = progress.add_task("gpu tests", total=0)
+    def __init__(self):
         self.counts = {"passed": 0, "failed": 0, "skipped": 0}
-        self.failures, self.running, self.total = [], set(), 0
-
-    def take(self, kind, value):
-        """Take one message of a process: how many tests it will run, or what became of one."""
-        if kind == "total":
-            self.total += value
-            self.progress.update(self.task, total=self.total)
-        elif kind == "start":
-            self.running.add(value)
-        elif kind == "finish":
-            self.running.discard(value)
-            self.progress.update(self.task, advance=1, description=value[-60:])
-        else:
-            self.counts[kind] += 1
-            if kind == "failed":
-                self.failures.append(value)
-                self.progress.console.print(" ".join(value.values()), style="red", markup=False, highlight=False)
-
-
-class Reporter:
-    """A pytest plugin that leaves every N-th test, from number I on, to this process, and sends what happens."""
-
-    def __init__(self, send, part, parts):
-        self.send, self.part, self.parts = send, part, parts
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items):
-        items[:] = items[self.part :: self.parts]
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_finish(self, session):
-        self.send("total", len(session.items))
+        self.failures, self.running = [], set()
 
     def pytest_runtest_logstart(self, nodeid):
-        self.send("start", nodeid)
+        self.running.add(nodeid)
 
     def pytest_runtest_logfinish(self, nodeid):
-        self.send("finish", nodeid)
+        self.running.discard(nodeid)
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":
-            self.send(report.outcome, {"test": report.nodeid, "error": reason(report.longrepr)})
+            self.counts[report.outcome] += 1
+            if report.failed:
+                self.failures.append({"test": report.nodeid, "error": reason(report.longrepr)})
 
     def pytest_collectreport(self, report):
         if report.failed:
-            self.send("failed", {"test": report.nodeid, "error": reason(report.longrepr)})
+            self.pytest_runtest_logreport(report)
+
+
+def run(tests, workers, collector):
+    """Run the marked tests in several processes; return pytest's exit status."""
+    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--strict-markers", "-m", "gpu", "-n", str(workers)]
+    return int(pytest.main([*options, "--dist", "worksteal", *tests], plugins=[collector]))
 
 
 def reason(longrepr):
@@ -119,14 +88,6 @@ def environment():
     }
 
 
-def _child(arguments, part, parts, messages):
-    """Run one process's share of the tests; end with pytest's exit status."""
-    # Without the terminal plugin its options do not exist either, those of pyproject.toml included.
-    quiet = ["-p", "no:terminal", "-p", "no:cacheprovider", "-o", "addopts=", "--strict-markers", "-m", "gpu"]
-    reporter = Reporter(lambda *message: messages.put(message), part, parts)
-    sys.exit(int(pytest.main([*quiet, *arguments], plugins=[reporter])))
-
-
 def main(arguments=None):
     """Run the tests, write the report, return 0 when all passed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -139,11 +100,9 @@ def main(arguments=None):
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else one process takes 75 % of the GPU's memory
     os.environ.update({**ONE_THREAD, **({"CUATTN_FULL": "1"} if options.full else {})})
     os.chdir(ROOT)
-    console = Console(stderr=True)
-    with Progress(*COLUMNS, console=console) as progress:
-        collector = Collector(progress)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: what has run is reported
-        status = in_processes(options.pytest or ["tests"], options.workers, collector)
+    collector = Collector()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
+    status = run(options.pytest or ["tests"], options.workers, collector)
     _, trees = sources(options.trees, TREES)
     report = {
         "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -155,27 +114,8 @@ def main(arguments=None):
         "trees": {name: None if (tree := trees.get(name, "+")).endswith("+") else tree for name in TREES},
     }
     REPORT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    console.print(f"{collector.counts} on {report['device']}; report in {REPORT.relative_to(ROOT)}")
+    print(f"{collector.counts} on {report['device']}; report in {REPORT.relative_to(ROOT)}")
     return status
-
-
-def in_processes(tests, workers, collector):
-    """Run the tests in several processes; return 0 when all of them ended well."""
-    context = multiprocessing.get_context("spawn")
-    messages = context.Queue()
-    children = [context.Process(target=_child, args=(tests, part, workers, messages)) for part in range(workers)]
-    for child in children:
-        child.start()
-    try:
-        while any(child.is_alive() for child in children) or not messages.empty():
-            with contextlib.suppress(queue.Empty):
-                collector.take(*messages.get(timeout=0.5))
-    except KeyboardInterrupt:
-        for child in children:
-            child.terminate()
-    for child in children:
-        child.join()
-    return next((child.exitcode for child in children if child.exitcode not in (0, 5)), 0)  # 5: no tests in this share
 
 
 if __name__ == "__main__":

@@ -37,8 +37,6 @@ class Inputs:
         The same as one mask.
     rho : float
         Share of fully hidden 128 x 128 tiles.
-    blank : bool
-        All operands are zeros in the same memory: made to compile for, not to compute.
     bias : tensor, optional
         (B, 1, 1, Nk) or (1, 1, Nq, Nk).
     visible : tensor, optional
@@ -53,9 +51,13 @@ class Inputs:
     samples: tuple[Sample, ...] = ()
     mask: Any = None
     rho: float = 0.0
-    blank: bool = False
     bias: Any = None
     visible: Any = None
+
+    @property
+    def operands(self):
+        """The arrays q, k, v and do."""
+        return self.q, self.k, self.v, self.do
 
 
 def make(case, device, shared_mask=False, blank=False):
@@ -91,7 +93,7 @@ def make(case, device, shared_mask=False, blank=False):
     if blank:
         memory = torch.zeros(max(map(math.prod, (case.q_shape, case.k_shape))), dtype=dtype, device=device)
     q, do, k, v = ((zeros if blank else normal)(*shape) for shape in [case.q_shape] * 2 + [case.k_shape] * 2)
-    found = Inputs(case, q, k, v, do, blank=blank)
+    found = Inputs(case, q, k, v, do)
     if case.bias:
         shape = (case.batch, 1, 1, case.n_keys) if case.bias == "keys" else (1, 1, case.n_queries, case.n_keys)
         found = replace(found, bias=normal(*shape))

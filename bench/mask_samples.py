@@ -57,8 +57,8 @@ class Sample(NamedTuple):
 
     @property
     def number(self):
-        """Window, prefix, or first row that evicts."""
-        return self.arguments[1]
+        """Window, prefix, or first row that evicts, where the kind has one."""
+        return self.arguments[1] if len(self.arguments) > 1 else None
 
     def column_mask(self, masks=masks):
         """Return the sample as a mask for one sequence, made by cuattn's `masks` or another version of them."""

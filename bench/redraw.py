@@ -8,7 +8,6 @@ python -m bench.redraw --folder FOLDER   # pictures and tables of the files in a
 import argparse
 import textwrap
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from bench import report, style
 from bench.rows import RESULTS, ROOT
@@ -21,20 +20,11 @@ PEER_FILES = ("hopper", "portable")
 README = [name for name in SECTIONS if name != "cpu"]
 
 
-class Shown(NamedTuple):
-    """A section whose rows are there."""
-
-    name: str
-    section: Any
-    runs: list
-
-    def block(self, folder, link, brief=False):
-        """Return its title, its text (or, in brief, its summary), its picture and its command."""
-        section = self.section
-        say = section.summary if brief else section.text
-        picture = f"![{section.title}]({link}{self.name}.png)" if (folder / f"{self.name}.png").exists() else ""
-        parts = [section.title, _fill(say()) if say else "", picture, f"`{section.command}`"]
-        return "\n\n".join(filter(None, parts))
+def block(section, folder, link, brief=False):
+    """Return a section's title, its text (or, in brief, its summary), its picture and its command."""
+    say = section.summary if brief else section.text
+    picture = f"![{section.title}]({link}{section.name}.png)" if (folder / f"{section.name}.png").exists() else ""
+    return "\n\n".join(filter(None, [section.title, _fill(say()) if say else "", picture, f"`{section.command}`"]))
 
 
 def available(folder=RESULTS, names=tuple(SECTIONS)):
@@ -44,9 +34,9 @@ def available(folder=RESULTS, names=tuple(SECTIONS)):
         runs, frame = report.read(path for file in kind.files or [name] if (path := folder / f"{file}.json").exists())
         mine = frame[frame["table"].str.startswith(kind.prefix)] if len(frame) else frame
         if len(mine) and (mine["status"] == "ok").any():
-            section = kind(frame)
+            section = kind(frame, name, runs)
             if section.text().count("\n|") > 1:
-                yield Shown(name, section, runs)
+                yield section
 
 
 def readme(folder=RESULTS):
@@ -59,14 +49,13 @@ def readme(folder=RESULTS):
         "[bench/results/tables.md](bench/results/tables.md)."
     )
     parts, machines = [], {}
-    for shown in available(folder, README):
-        brief = shown.name in LONG
-        if not brief or shown.section.figure:
-            parts.append("### " + shown.block(folder, "bench/results/", brief))
-        frame = shown.section.frame
-        used = set(frame.loc[frame["status"] != "unsupported", "run"])
-        for machine in dict.fromkeys(_machine(run) for run in shown.runs if run["id"] in used):
-            machines.setdefault(machine, []).append(shown.name)
+    for section in available(folder, README):
+        brief = section.name in LONG
+        if not brief or section.figure:
+            parts.append("### " + block(section, folder, "bench/results/", brief))
+        used = set(section.frame.loc[section.frame["status"] != "unsupported", "run"])
+        for machine in dict.fromkeys(_machine(run) for run in section.runs if run["id"] in used):
+            machines.setdefault(machine, []).append(section.name)
     listed = (f"- {machine}: {', '.join(names)}" for machine, names in sorted(machines.items()))
     lines = "\n".join(textwrap.fill(item, 118, subsequent_indent="  ", break_long_words=False) for item in listed)
     return "\n\n".join([BEGIN, _fill(intro), lines, *parts, END])
@@ -74,10 +63,10 @@ def readme(folder=RESULTS):
 
 def cpu(folder=RESULTS):
     """Return the README's paragraph on the CPU, between its marks."""
-    (shown,) = available(folder, ["cpu"])
-    where = "; ".join(sorted({run["device"] for run in shown.runs}))
-    text = f"In one run ({where}; `{shown.section.command}`, all samples are in `bench/results/cpu.json`):"
-    return "\n\n".join([CPU_BEGIN, _fill(f"{text} {shown.section.summary()}"), CPU_END])
+    (section,) = available(folder, ["cpu"])
+    where = "; ".join(sorted({run["device"] for run in section.runs}))
+    text = f"In one run ({where}; `{section.command}`, all samples are in `bench/results/cpu.json`):"
+    return "\n\n".join([CPU_BEGIN, _fill(f"{text} {section.summary()}"), CPU_END])
 
 
 def _fill(text):
@@ -108,7 +97,7 @@ def tables(folder=RESULTS):
                 parts.append(f"![{key[0]}]({picture})")
             seen.add(key[0])
             parts.append(report.markdown(key, found, rows))
-    parts += ["## " + shown.block(folder, "") for shown in available(folder, (*LONG, "cpu"))]
+    parts += ["## " + block(section, folder, "") for section in available(folder, (*LONG, "cpu"))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -130,9 +119,9 @@ def draw(folder=RESULTS):
     """Draw every picture."""
     from bench import denoise, mask_gallery
 
-    for shown in available(folder):
-        if shown.section.figure:
-            style.save(shown.section.figure(), folder / f"{shown.name}.png")
+    for section in available(folder):
+        if section.figure:
+            style.save(section.figure(), folder / f"{section.name}.png")
     for path in _peer_files(folder):
         report.draw(report.read([path])[1], folder)
     style.save(mask_gallery.figure(), folder / "masks.png")

@@ -37,14 +37,16 @@ class Section:
         Of the tables without whose rows it is left out.
     frame : DataFrame
         The rows, see `read`.
+    name, runs : str, list of dict
+        Its name, and the runs of its rows.
     """
 
     title = command = prefix = about = ""
     files = ()
     summary = figure = None
 
-    def __init__(self, frame):
-        self.frame = frame
+    def __init__(self, frame, name="", runs=()):
+        self.frame, self.name, self.runs = frame, name, runs
 
     def of(self, *names):
         """Return the rows of some tables that succeeded, see `of_table`."""
@@ -276,6 +278,6 @@ def _rates(name, group):
 
 def _proportion(group):
     """Draw time against the share of visible tiles, and what proportion would be."""
-    about = dict(style="o", xlabel="share of visible tiles, 1 - ρ", ylabel="ms", xlim=(0, 1.03), ylim=(0, None))
+    about = dict(xlabel="share of visible tiles, 1 - ρ", ylabel="ms", xlim=(0, 1.03), ylim=(0, None))
     wide = [rows.assign(seen=1 - rows["rho"]).pivot_table("ms", "seen", "runner") for _, _, rows, _ in group]
     return chart(*((curves, proportion(x), {**about, "title": of[0]}) for x, of in zip(wide, group, strict=True)))

@@ -114,7 +114,7 @@ def bars(axis, frame, numbers, **labels):
     """Draw a group of horizontal bars per line, a bar and its value per runner, the first of all at the top."""
     frame.rename(columns=name).plot.barh(ax=axis, color=list(map(colour, frame)), width=0.9, legend=False)
     for container in axis.containers:
-        axis.bar_label(container, fmt=f"{{:{numbers}}}", fontsize=7, color=INK, padding=2)
+        axis.bar_label(container, fmt=lambda x: f"{x:{numbers}}" if x else "", fontsize=7, color=INK, padding=2)
     axis.invert_yaxis()
     axis.margins(x=0.18)
     axis.tick_params(axis="y", labelsize=8)

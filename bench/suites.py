@@ -124,7 +124,6 @@ def main(name, words=None):
     compared = comparison(arguments)
     options = {"shared_mask": arguments.shared_mask}
     if arguments.beside:
-        beside.load(arguments.beside)
         options["beside"] = sources(names=("kernels", "cuattn"), root=arguments.beside.resolve())
         if arguments.out == RESULTS / f"{name}.json":
             arguments.out = RESULTS / f"beside-{name}.json"
@@ -142,6 +141,8 @@ def comparison(arguments):
     """Return what measures, and compiles, as the arguments say."""
     if arguments.site:
         site.addsitedir(arguments.site)
+    if arguments.beside:
+        beside.load(arguments.beside)
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # as all other compilers keep what they made
     resting = HostClock(pause=PAUSE, batch=BATCH) if arguments.device == "cpu" else None
     asked = {key: getattr(arguments, key) for key in ("shared_mask", "memory", "seconds", "least", "most")}

@@ -140,7 +140,7 @@ def _standard(call):
 
     operands = map(torch.from_dlpack, arrays(harness.namespace("cuda"), call))
     case = Case("", call.direction, 1, call.heads, call.heads, call.n, call.n, call.d, dtype="float16")
-    return Standard().bind(case, SimpleNamespace(**dict(zip(("q", "k", "v", "do"), operands, strict=True)))).call
+    return Standard().bind(case, SimpleNamespace(operands=operands)).call
 
 
 def measure(call):

@@ -61,7 +61,7 @@ _SHARED = {
 
 
 def _public(function: Function) -> Function:
-    """Fill the paragraphs that the public functions share into a docstring, and keep PyTorch's compiler out."""
+    """Fill the paragraphs that the public functions share into a docstring."""
     for name, text in _SHARED.items():
         function.__doc__ = (function.__doc__ or "").replace(f"<{name}>", text)
     return function

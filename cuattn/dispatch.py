@@ -181,13 +181,12 @@ def _launch(known: _Known, *arguments: Any) -> list[Any]:
 
 def _layouts(views: dict[str, Any]) -> tuple:
     """Return all that checks and, on a GPU, a sequence of launches depend on of each array."""
-    return tuple([None if array is None else _layout(array) for array in views.values()])
-
-
-def _layout(array: Any) -> tuple:
-    if isinstance(array, np.ndarray):
-        return array.dtype, array.shape
-    return array.dtype, array.shape, array.strides, array.data.device_id, array.data.ptr & 15
+    found: list[Any] = []
+    for a in views.values():
+        found.append(None if a is None else (a.dtype, a.shape))
+        if not isinstance(a, (np.ndarray, type(None))):
+            found += a.strides, a.data.device_id, a.data.ptr & 15
+    return tuple(found)
 
 
 def _state(call: Call, problem: Problem) -> Any:
@@ -197,11 +196,11 @@ def _state(call: Call, problem: Problem) -> Any:
 
 def _enter(call: Call, outputs: Outputs) -> tuple[dict[str, Any], interop.ArrayOrigin]:
     """Return NumPy or CuPy views of a call's arrays by name; `outputs` takes those in which results are wanted."""
-    label = call.operation.label
-    named = {**{label(name): array for name, array in call.arrays.items()}, **outputs.given}
-    needed = {"q", "k", "v", *map(label, call.operation.operands)}
-    views, origin = interop.to_backend(named, optional=frozenset(named) - needed)
-    return dict(zip(call.arrays, outputs.take(views).values(), strict=True)), origin
+    label, needed = call.operation.label, {"q", "k", "v", *call.operation.operands}
+    named = {label(name): array for name, array in call.arrays.items() if array is not None or name in needed}
+    views, origin = interop.to_backend({**named, **outputs.given})
+    taken = outputs.take(views)
+    return {name: taken.get(label(name)) for name in call.arrays}, origin
 
 
 def _check(call: Call, views: dict[str, Any], masks: tuple, known: _Known | None = None) -> tuple:
@@ -246,7 +245,7 @@ def plan(call: Call) -> Plan:
 def merge(parts: dict[str, Any], out: Any) -> list[Any]:
     """Combine forwards; `parts` holds the o, l and m of each, in turn, under the names that errors use."""
     outputs = Outputs(("o", "l", "m"), out)
-    views, origin = interop.to_backend({**parts, **outputs.given}, optional=frozenset())
+    views, origin = interop.to_backend({**parts, **outputs.given})
     made = check_parts(outputs.take(views))
     flat = list(views.values())
     triples = list(zip(*[iter(flat)] * 3, strict=True))

@@ -43,19 +43,16 @@ class Plan:
     constants: tuple[tuple[str, object], ...] = ()
 
     def __str__(self) -> str:
-        unit = "threads" if self.kernel == "cpu" else "warps"
         rows = [
             ("kernel", f"{self.kernel} ({self.reason})"),
             ("direction", self.direction),
             ("tile", f"{self.block_m} query rows x {self.block_n} keys"),
-            (unit, str(self.workers)),
-            ("shared memory", readable_bytes(self.smem_bytes)),
+            ("threads" if self.kernel == "cpu" else "warps", str(self.workers)),
+            *([] if self.kernel == "cpu" else [("shared memory", readable_bytes(self.smem_bytes))]),
             ("workspace", readable_bytes(self.workspace_bytes)),
+            *(("note", note) for note in self.notes),
+            *((name, str(value)) for name, value in self.constants),
         ]
-        if self.kernel == "cpu":
-            rows = [row for row in rows if row[0] != "shared memory"]
-        rows += [("note", note) for note in self.notes]
-        rows += [(name, str(value)) for name, value in self.constants]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
@@ -66,9 +63,5 @@ def readable_bytes(count: int) -> str:
     >>> readable_bytes(48 * 1024)
     '48.0 KiB'
     """
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+    power = min(max(count.bit_length() - 1, 0) // 10, 3)
+    return f"{count / 1024**power:.1f} {'KMG'[power - 1]}iB" if power else f"{count} B"

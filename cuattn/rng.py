@@ -256,7 +256,7 @@ def keep(state, T, b, row_range, key_range):
            [0, 0, 0, 0]])
     """
     blocks, crop = _around(row_range, key_range)
-    return _keep(state, T, b, *blocks)[crop]
+    return keep_blocks(state, T, b, *blocks)[crop]
 
 
 def keep_blocks(state, T, b, row_blocks, key_blocks):
@@ -288,7 +288,16 @@ def keep_blocks(state, T, b, row_blocks, key_blocks):
     >>> bool((shard == np.hstack([whole[:, :32], whole[:, 96:]])).all())
     True
     """
-    return _keep(state, T, b, _aligned("row_blocks", row_blocks), _aligned("key_blocks", key_blocks))
+    if not 0 <= T < LEVELS:
+        raise ArgumentError(f"T = {T!r}: expected a threshold with 0 <= T < {LEVELS}")
+    starts = []
+    for name, blocks in (("row_blocks", row_blocks), ("key_blocks", key_blocks)):
+        start = np.asarray(blocks, dtype=np.int64)
+        if start.ndim != 1 or ((start % BLOCK != 0) | (start < 0) | (start >= 1 << 32)).any():
+            raise ArgumentError(f"{name}: expected one axis of multiples of {BLOCK} in [0, 2**32), got {blocks!r:.200}")
+        starts.append(start.astype(np.uint64))
+    words = _words(state, b, *starts)
+    return _unfold(words >= np.uint16(T))  # comparing before unfolding moves bytes instead of 16-bit words
 
 
 def recorded(state, name="fwd.rng_state"):
@@ -397,21 +406,6 @@ def _around(rows, keys):
         starts.append(np.arange(first, stop, BLOCK, dtype=np.uint64))
         crop += (slice(start - first, stop - first),)
     return starts, crop
-
-
-def _aligned(name, blocks):
-    """Return the starts of blocks as 64-bit words, after checking them."""
-    starts = np.asarray(blocks, dtype=np.int64)
-    if starts.ndim != 1 or ((starts % BLOCK != 0) | (starts < 0) | (starts >= 1 << 32)).any():
-        raise ArgumentError(f"{name}: expected one axis of multiples of {BLOCK} in [0, 2**32), got {blocks!r:.200}")
-    return starts.astype(np.uint64)
-
-
-def _keep(state, T, b, row_blocks, key_blocks):
-    if not 0 <= T < LEVELS:
-        raise ArgumentError(f"T = {T!r}: expected a threshold with 0 <= T < {LEVELS}")
-    words = _words(state, b, row_blocks, key_blocks)
-    return _unfold(words >= np.uint16(T))  # comparing before unfolding moves bytes instead of 16-bit words
 
 
 def _words(state, b, row_blocks, key_blocks):

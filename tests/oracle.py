@@ -83,11 +83,13 @@ def floors(exact: Solution, q, k, v, do=None, *, scale=None, softcap=None, bias=
     whose terms may be alike and round one way.  Weights p below eps**3 count as 0.  For 16-bit inputs, their eps times
     this is added: p |v| and p |do| (P is rounded before it is multiplied), |do . o| in D (o was rounded), |ds| |k| and
     |ds| |q| (so was dS).  Their capped scores may be cap - 2 cap / (1 + e^2x), the difference of terms of up to 2 cap.
+    What moves ds is multiplied by the slope of the soft cap as it is computed, for ds itself may be 0.
 
     With `halves`, weights of float32 are pairs of float16, as the portable kernels have them, whose least bit is a part
     of the largest in their tile.  The forward's are 2^14 p and have a least bit of 2^-24, half of which is 2^-39 of p;
     rows of v are brought to the tile's largest exponent, so that this counts for up to twice the largest |v|.  The
-    backward's have 2^-50 of the largest in their block, P's at most 1.  A row of which dropout leaves only small
+    backward's have 2^-50 of the largest in their block, P's at most 1, and as much is lost with the product of both low
+    halves: 2^-39 of the largest times 2^-11 of the other factor.  A row of which dropout leaves only small
     weights, and a key with no others, cannot be known better; what is lost of a weight is no more than itself.
 
     ``precision="tf32"`` rounds both factors of every product by 2^-11, so that a term may be wrong by t = 2^-10 + 2^-22
@@ -144,7 +146,7 @@ class _Bound:
         self.spread = self.mean
         if factors:
             self._move_far(size, seen)
-        self.of_largest = (2.0**-16 if factors else 2.0**-27) if halves else 0.0
+        self.of_largest = (2.0**-16 if factors else 2.0**-26) if halves else 0.0
         self.coarse = xp.minimum(self.p / unit, self.of_largest)
         coarse = xp.minimum(self.p / unit, 2.0**-15 if halves else 0.0) * self.z
         self.coarse_o = coarse.sum(-1, keepdims=True) * _largest(xp, self.v)
@@ -191,10 +193,9 @@ class _Bound:
         wide = wide + self.moved * xp.abs(gap)
         rounded_p = xp.where(p > 0, p + self.grain, 0)
         short_delta = p * ((do * (o + self.grain)).sum(-1) + (rounded_p * a).sum(-1))[..., None]
-        short = (short_delta + ds + self.grain) * self.slope
-        for_rows, for_keys = (
-            wide * self.slope + ds * (self.bend + (n + t) * self.slope) for n in (self.keys, self.rows)
-        )
+        slope = self.slope + self.unit * self.bend
+        short = (short_delta + ds + self.grain) * slope
+        for_rows, for_keys = (wide * slope + ds * (self.bend + (n + t) * self.slope) for n in (self.keys, self.rows))
         held = ds + self.unit * wide
         held = xp.minimum(held / self.unit, _largest(xp, held) * self.of_largest)
         for_rows, for_keys = for_rows + held, for_keys + held

@@ -47,7 +47,7 @@ def test_a_mask_computed_on_the_chip_costs_nothing():
 def test_exact_counts_are_the_closed_forms(n, d, m):
     """And so are the accesses of the algorithms, which are these counts, as tests/reference shows.
 
-    The swapped loops save a third of the leading term: 8 N^2 d^2 / M of 12.
+    They say what doubling N or M does, and that the swapped loops save a third of 12 N^2 d^2 / M, the leading term.
     """
     assert io_model.flash_forward(n, d, m).total == io_model.lecture_forward(n, d, m) + 2 * n  # to initialise l and m
     swapped = io_model.lecture_swapped_forward(n, d, m)
@@ -103,20 +103,6 @@ def test_standard_attention_without_m_reads_every_operand_once_per_kernel(size):
     n, d, _ = size
     assert io_model.standard_forward(n, d).total == 4 * n * n + 4 * n * d
     assert io_model.standard_backward(n, d).total == 7 * n * n + 8 * n * d
-
-
-def test_doubling_n_d_and_m():
-    n, d, m = 4096, 64, 16384
-    for model, matrices, vectors in ((io_model.flash_forward, 3, 2), (io_model.flash_backward, 7, 0)):
-
-        def passes(n, d, m, model=model, once=(matrices, vectors)):
-            return model(n, d, m).total - once[0] * n * d - once[1] * n
-
-        base = passes(n, d, m)
-        assert passes(2 * n, d, m) == 4 * base
-        assert passes(n, d, 2 * m) == base / 2
-        assert 1.9 * 2 < passes(n, 2 * d, m) / base < 2 * 2
-    assert 3.9 < io_model.standard_forward(2 * n, d, m).total / io_model.standard_forward(n, d, m).total <= 4
 
 
 def test_flash_attention_moves_less_than_the_others_at_the_paper_s_sizes():

@@ -34,10 +34,9 @@ def report(settings, found, seconds, trees=None):
     outcomes = list(found.values())
     names = sorted({name for x in outcomes for name in x.worst})
     complaints = [complaint for index, x in found.items() for complaint in complaints_of(settings, index, x)]
-    kernels = [settings.target(index).kernel or "chosen" for index in found]
     counts = {
-        "kernels": ["chosen" if x.refused else kernel for kernel, x in zip(kernels, outcomes, strict=True)],
-        "refused": [f"{kernel}: {x.refused}" for kernel, x in zip(kernels, outcomes, strict=True) if x.refused],
+        "kernels": chain.from_iterable(x.kernels for x in outcomes),
+        "refused": [x.refused for x in outcomes if x.refused],
         "beyond_twice_the_textbook": chain.from_iterable(x.plain for x in outcomes),
         "features": chain.from_iterable(x.features for x in outcomes),
     }

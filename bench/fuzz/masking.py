@@ -29,9 +29,11 @@ def pick(rng, shares):
     return list(shares)[rng.choice(len(shares), p=list(shares.values()))]
 
 
-def draw(problem, fixed, rng):
+def draw(problem, fixed, rng, hopper):
     """Give a problem its mask, causality and window, and what they leave visible."""
     kinds, band = pick(fixed, MASKS), pick(fixed, BANDS)
+    if hopper and (len(kinds) > 1 or "boolean" in kinds):
+        kinds = kinds[:1] if "boolean" not in kinds else ("column",)
     seen = [_band(problem, band, rng)] if band else []
     for kind in kinds:
         mask, shown, name = _MAKERS[kind](rng, *problem.shape)

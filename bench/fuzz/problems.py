@@ -31,7 +31,7 @@ BIASES = {  # the axes that are not 1: batch, heads, rows, keys
     "matrix": "rk", "row": "k", "column": "r", "scalar": "", "whole": "bhrk", "heads": "hrk", "padding": "bk",
     "holes": "bhrk",
 }  # fmt: skip
-LAYOUTS = ("swapped", "negative", "step", "fortran", "spread", "unaligned")
+LAYOUTS = ("swapped", "step", "spread", "fortran", "negative", "unaligned")
 # The share of problems that have an option, its values, and the sizes of the dtypes that it is for.
 OPTIONS = {
     "softcap": (0.15, (0.5, 5.0, 30.0), (2, 4, 8)),
@@ -45,7 +45,7 @@ COMPILED_CHECKS = {
     "deterministic": 0.25, "shards": 0.2, "dlse": 0.15, "gradients in out_dtype": 0.5, "attention": 0.15,
     "boolean": 0.2,
 }  # fmt: skip
-CHECKS = {"twice": 0.4, "out": 0.15, "plan": 0.03, "mask on the device": 0.3}
+CHECKS = {"twice": 0.2, "out": 0.15, "plan": 0.03, "mask on the device": 0.3}
 
 
 @dataclass
@@ -103,16 +103,20 @@ class Problem:
         return f"{shapes}, mask {mask}, {self.options}, {self.layouts}, {sorted(self.features)}"
 
 
-def draw_problem(fixed, rng):
-    """Draw a problem: its features from one generator, all else from another."""
-    dtype, kind = pick(fixed, DTYPES), pick(fixed, KINDS)
+def draw_problem(fixed, rng, hopper=False):
+    """Draw a problem: its features from one generator, all else from another; `hopper`: what family sm90 takes."""
+    dtype, kind = str(fixed.choice(("float16", "bfloat16"))) if hopper else pick(fixed, DTYPES), pick(fixed, KINDS)
+    dtype = np.dtype(dtype)
     d, other, same = _width(fixed), _width(fixed), fixed.random()
+    if hopper:
+        d, other = (min(-(-n // 8) * 8, 256) for n in (d, other))
     widths = d, d if same < 0.5 else other if same < 0.98 else 0
     options = {name: values[fixed.integers(len(values))] for name, (share, values, sizes) in OPTIONS.items()
                if fixed.random() < share and dtype.itemsize in sizes}  # fmt: skip
     checks = {name for name, share in COMPILED_CHECKS.items() if fixed.random() < share}
     checks |= {name for name, share in CHECKS.items() if rng.random() < share}
     n_queries, n_keys = (int(rng.integers(*pick(source, LENGTHS))) for source in (fixed, rng))
+    n_queries = max(n_queries, int(hopper))
     lengths = n_queries, n_queries if rng.random() < 0.5 else n_keys
     shapes = _shapes(rng, kind, lengths, widths, dtype)
     values = str(rng.choice(VALUES))
@@ -125,8 +129,8 @@ def draw_problem(fixed, rng):
     features |= {"d != dv"} if widths[0] != widths[1] else set()
     features |= {"zero size"} if any(0 in shape for shape in shapes.values()) else set()
     problem = Problem(arrays, options, checks, features)
-    masking.draw(problem, fixed, rng)
-    if fixed.random() < 0.3:
+    masking.draw(problem, fixed, rng, hopper)
+    if fixed.random() < 0.3 and not hopper:
         _add_bias(problem, dtype if fixed.random() < 0.5 else np.dtype("f4"), str(fixed.choice(list(BIASES))), rng)
     if kind == "grouped":
         options["enable_gqa"] = True
@@ -135,7 +139,7 @@ def draw_problem(fixed, rng):
         options["rng"] = (seed, cuattn.RNGState(seed, offset), np.random.default_rng(seed))[rng.integers(3)]
     if "dlse" in checks:
         arrays["dlse"] = rng.standard_normal(problem.shape[:-1]).astype(problem.stat_dtype)
-    _lay_out(problem, rng, LAYOUTS if fixed.random() < 0.4 else LAYOUTS[:-1])
+    _lay_out(problem, rng, LAYOUTS[:3] if hopper else LAYOUTS if fixed.random() < 0.4 else LAYOUTS[:-1])
     if "shards" in checks:
         problem.parts = sharding.draw_parts(problem, rng)
     return problem

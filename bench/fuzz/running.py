@@ -36,6 +36,7 @@ class Outcome:
     features: list[str] = field(default_factory=list)
     complaints: list[tuple[str, str]] = field(default_factory=list)
     refused: str | None = None
+    kernels: list[str] = field(default_factory=list)
     worst: dict[str, float] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
 
@@ -132,8 +133,11 @@ class _Run:
             self.options["rng"] = fwd.rng_state
         if "attention" in checks and "out_dtype" not in self.problem.options:
             self._same("attention and forward", known[:1], [self._call(cuattn.attention)])
-        if "plan" in checks:
-            str(self._call(cuattn.plan))
+        if "plan" in checks or self.target.device == "cuda":
+            for direction in ("forward", "backward"):
+                plan = self._call(cuattn.plan, direction=direction)
+                self.outcome.kernels.append(f"{direction} {plan.kernel}")
+                str(plan)
         self._other_ways("forward", known, cuattn.forward)
         return fwd
 

@@ -53,8 +53,10 @@ class Settings:
 def problem_of(settings, index):
     """Draw problem `index`."""
     rng = _generator(settings.seed, index)
-    shared = settings.variants and _generator(settings.seed, index // CHUNK % settings.variants, 1)
-    return draw_problem(shared or rng, rng)
+    if not settings.variants:
+        return draw_problem(rng, rng)
+    variant = index // CHUNK % settings.variants
+    return draw_problem(_generator(settings.seed, variant, 1), rng, hopper=variant % 2 > 0)
 
 
 def _generator(seed, *key):

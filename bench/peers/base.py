@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.cases import TOGETHER
 from bench.mask_samples import KINDS
 
 HALF = ("float16", "bfloat16")
@@ -16,7 +15,6 @@ ALL = (*HALF, "float32", "float64")
 DOCUMENTS = ("document", "causal_document")
 BANDS = ("full", "causal")
 EVERY = (*KINDS, "random", "bias")
-RESULTS = {"forward": ("o",), "backward": ("dq", "dk", "dv"), TOGETHER: ("o", "dq", "dk", "dv")}
 
 
 @dataclass
@@ -28,7 +26,7 @@ class Bound:
     call : callable
         Enqueues the work; what it returns is dropped when timed.
     convert : callable
-        Turns what `call` returned into {"o": ...} or {"dq": ..., "dk": ..., "dv": ...}, each (B, H, N, d).
+        Turns what `call` returned into the direction's results, o and dq, dk, dv, each (B, H, N, d); others may follow.
     scope : callable
         Makes a context manager that has to be active around calls.
     plan : str
@@ -38,7 +36,7 @@ class Bound:
     """
 
     call: Callable[[], Any]
-    convert: Callable[[Any], dict[str, Any]]
+    convert: Callable[[Any], Iterable[Any]]
     scope: Callable[[], Any] = field(default=contextlib.nullcontext)
     plan: str = ""
     alone: bool = False
@@ -110,8 +108,3 @@ def installed(package):
         return importlib.util.find_spec(package) is not None
     except ImportError:
         return False
-
-
-def names(direction, values):
-    """Name the results of a direction."""
-    return dict(zip(RESULTS[direction], values, strict=True))

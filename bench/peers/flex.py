@@ -1,19 +1,19 @@
 """PyTorch's FlexAttention, compiled, on its Triton and on its FLASH backend.
 
 Each mask is written the way that costs it least: closed forms where there are any, else per-key vectors, a comparison
-or two per element.  The tables of full and partial blocks are exact and made ahead of all timing, in slices, so that
-a mask of 128K needs no N x N matrix.
+or two per element.  The tables of full and partial blocks are exact, those of cuattn's own mask, and made ahead of all
+timing.
 """
-
-import functools
 
 import numpy as np
 
 from bench.mask_samples import GLOBAL_TOKENS, KINDS
 from bench.peers.base import HALF, Runner
-from bench.peers.pytorch import operands, through_autograd
+from bench.peers.pytorch import through_autograd
+from cuattn import masks
 
 BLOCK = 128
+PARTIAL, FULL = 1, 2  # states of a tile
 COMPILATIONS = 64  # variants of one function that PyTorch may keep before it gives up compiling
 
 
@@ -41,13 +41,13 @@ class Flex(Runner):
             options["kernel_options"] = {"BACKEND": self.backend}
         visible = mask_function(case, inputs.samples, inputs.q.device)
         if visible is not None:
-            options["block_mask"] = _block_mask(case, visible, inputs)
+            options["block_mask"] = block_mask(case, visible, inputs)
         compiled = torch.compile(flex_attention, dynamic=False)
 
         def attention(q, k, v):
             return compiled(q, k, v, **options)
 
-        return through_autograd(case, attention, operands(inputs))
+        return through_autograd(case, attention, inputs.operands)
 
     def close(self):
         import torch
@@ -70,66 +70,34 @@ def mask_function(case, drawn, device):
         """Return one vector of the samples' column masks as a (B, N) tensor."""
         return torch.from_numpy(np.stack([getattr(sample.column_mask(), name) for sample in drawn])).to(device)
 
-    kind = case.kind
-    if kind == "full":
+    if case.kind == "full":
         return None
-    if kind == "causal":
+    if case.kind == "causal":
         return lambda b, h, i, j: i >= j
-    if kind in ("sliding_window", "global_sliding_window", "prefix_lm_causal"):
-        number = drawn[0].number
-    if kind == "sliding_window":
-        return lambda b, h, i, j: (i >= j) & (i - j < number)
-    if kind == "global_sliding_window":
-        return lambda b, h, i, j: ((i - j <= number) & (j - i <= number)) | (i < GLOBAL_TOKENS) | (j < GLOBAL_TOKENS)
-    if kind == "prefix_lm_causal":
-        return lambda b, h, i, j: (i >= j) | (j < number)
-    until, since = per_key("lts"), per_key("ute")
-    if kind == "causal_blockwise":  # the last block of each sequence sees all before it
-        last = torch.tensor([sample.n - sample.lengths[-1] for sample in drawn], device=device)
-        return lambda b, h, i, j: (i >= j) & ((i < until[b, j]) | (i >= last[b]))
-    if kind in ("causal_document", "share_question", "random_eviction"):
-        return lambda b, h, i, j: (i >= j) & (i < until[b, j])
-    if kind == "qk_sparse":
-        return lambda b, h, i, j: i >= since[b, j]
-    return lambda b, h, i, j: (i >= since[b, j]) & (i < until[b, j])
+    until, since, number = per_key("lts"), per_key("ute"), drawn[0].number
+    last = torch.tensor([sum(sample.lengths[:-1]) for sample in drawn], dtype=torch.int32, device=device)
+    closed_forms = {
+        "sliding_window": lambda b, h, i, j: (i >= j) & (i - j < number),
+        "global_sliding_window": lambda b, h, i, j: (
+            ((i - j <= number) & (j - i <= number)) | (i < GLOBAL_TOKENS) | (j < GLOBAL_TOKENS)
+        ),
+        "prefix_lm_causal": lambda b, h, i, j: (i >= j) | (j < number),
+        "causal_blockwise": lambda b, h, i, j: (i >= j) & ((i < until[b, j]) | (i >= last[b])),
+        "qk_sparse": lambda b, h, i, j: i >= since[b, j],
+        "document": lambda b, h, i, j: (i >= since[b, j]) & (i < until[b, j]),
+        "prefix_lm_document": lambda b, h, i, j: (i >= since[b, j]) & (i < until[b, j]),
+    }
+    return closed_forms.get(case.kind, lambda b, h, i, j: (i >= j) & (i < until[b, j]))
 
 
-def block_tables(visible, batch, n_queries, n_keys, device):
-    """Return which blocks have any and which have all elements visible, two (batch, Tr, Tc) boolean tensors."""
-    import torch
-
-    rows, columns = -(-n_queries // BLOCK), -(-n_keys // BLOCK)
-    some = torch.zeros(batch, rows, columns, dtype=torch.bool, device=device)
-    every = torch.zeros_like(some)
-    b = torch.arange(batch, device=device)[:, None, None]
-    j = torch.arange(n_keys, device=device)
-    for row in range(rows):
-        i = torch.arange(row * BLOCK, min((row + 1) * BLOCK, n_queries), device=device)[:, None]
-        strip = visible(b, 0, i, j).expand(batch, i.shape[0], n_keys)
-        missing = columns * BLOCK - n_keys
-        any_, all_ = strip.any(1), strip.all(1)
-        some[:, row] = torch.nn.functional.pad(any_, (0, missing)).unflatten(1, (columns, BLOCK)).any(2)
-        every[:, row] = torch.nn.functional.pad(all_, (0, missing), value=True).unflatten(1, (columns, BLOCK)).all(2)
-    return some, every
-
-
-@functools.lru_cache(maxsize=1)
-def _tables(problem, drawn, batch, device):
-    """Return a problem's block tables, kept for the other backend and direction."""
-    visible = mask_function(problem, drawn, device)
-    return block_tables(visible, batch, problem.n_queries, problem.n_keys, device)
-
-
-def _block_mask(case, visible, inputs):
+def block_mask(case, visible, inputs):
+    """Return FlexAttention's tables of the blocks that are visible in part and as a whole, and its mask function."""
     import torch
     from torch.nn.attention.flex_attention import BlockMask
 
-    batch = case.batch if any(sample != inputs.samples[0] for sample in inputs.samples) else 1
-    if inputs.blank:  # nothing but the kernel is wanted: one block per row
-        shape = (batch, -(-case.n_queries // BLOCK), -(-case.n_keys // BLOCK))
-        some = every = torch.eye(*shape[1:], dtype=torch.bool, device=inputs.q.device).expand(shape)
-    else:
-        some, every = _tables(case.problem, inputs.samples, batch, inputs.q.device)
+    mask = masks.causal(case.n_keys) if inputs.mask is None else inputs.mask
+    states = torch.from_numpy(mask.tile_states(BLOCK, BLOCK)).to(inputs.q.device)
+    states = states.reshape(-1, *states.shape[-2:])
 
     def ordered(chosen):
         """Return, per row of blocks, how many are chosen and their columns, the chosen ones first."""
@@ -137,8 +105,8 @@ def _block_mask(case, visible, inputs):
         return chosen.sum(-1, dtype=torch.int32)[:, None], columns.to(torch.int32)[:, None].contiguous()
 
     return BlockMask.from_kv_blocks(
-        *ordered(some & ~every),
-        *ordered(every),
+        *ordered(states == PARTIAL),
+        *ordered(states == FULL),
         BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=visible,
         seq_lengths=(case.n_queries, case.n_keys),

@@ -3,7 +3,7 @@
 import os
 
 from bench.cases import TOGETHER
-from bench.peers.base import HALF, Bound, Runner, names
+from bench.peers.base import HALF, Bound, Runner
 
 SCORES_BYTES = 20 << 30  # XLA makes a few score matrices of up to this size
 
@@ -24,8 +24,7 @@ class Jax(Runner):
         import jax
 
         # JAX's layout is (B, N, H, d).
-        tensors = (inputs.q, inputs.k, inputs.v, inputs.do)
-        q, k, v, do = (jax.dlpack.from_dlpack(x.transpose(1, 2).contiguous()) for x in tensors)
+        q, k, v, do = (jax.dlpack.from_dlpack(x.transpose(1, 2).contiguous()) for x in inputs.operands)
         implementation = "cudnn" if case.dtype in HALF and inputs.q.is_cuda else "xla"
 
         def attention(q, k, v):
@@ -46,7 +45,7 @@ class Jax(Runner):
             compiled = jax.jit(function).lower(*operands).compile()
         return Bound(
             lambda: jax.block_until_ready(compiled(*operands)),
-            lambda found: names(case.direction, map(_as_torch, found)),
+            lambda found: map(_as_torch, found),
             alone=True,
         )
 

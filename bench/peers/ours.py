@@ -7,7 +7,7 @@ from bench.cases import TOGETHER
 from bench.harness import Calls
 from bench.inputs import DROPOUT_STATE
 from bench.mask_samples import column_mask
-from bench.peers.base import EVERY, Bound, Runner, names
+from bench.peers.base import EVERY, Bound, Runner
 
 
 class Ours(Runner):
@@ -59,22 +59,21 @@ class Ours(Runner):
     def bind(self, case, inputs):
         package = importlib.import_module(self.package)
         drawn = {"dropout_p": case.dropout, "rng": package.RNGState(*DROPOUT_STATE)} if case.dropout else {}
-        operands = map(self.array, (inputs.q, inputs.k, inputs.v, inputs.do))
+        operands = map(self.array, inputs.operands)
         calls = Calls(*operands, package=package, **self.options(case, inputs), **drawn)
 
         def convert(found):
-            return names(case.direction, map(_as_torch, found))
+            return map(_as_torch, found)
 
         if self.way == "attention":
             keywords = {**calls.options, **calls.first}
-            return Bound(lambda: package.attention(*calls.operands, **keywords), lambda o: convert([o]))
+            return Bound(lambda: [package.attention(*calls.operands, **keywords)], convert)
         plan = calls.plan("forward" if case.direction == "forward" else "backward")
-        if case.direction == "forward":
-            return Bound(calls.forward, lambda fwd: convert([fwd.o]), plan=plan)
         if case.direction == TOGETHER:
             return Bound(calls.both, convert, plan=plan)
-        calls.fwd  # noqa: B018, the forward is no part of the call
-        return Bound(calls.backward, lambda found: convert(found[:3]), plan=plan)
+        if case.direction == "backward":
+            calls.fwd  # noqa: B018, the forward is no part of the call
+        return Bound(getattr(calls, case.direction), convert, plan=plan)
 
     def array(self, tensor):
         """Return a tensor, or a CuPy or NumPy array over its memory (bfloat16 goes there as integers)."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from bench.cases import TOGETHER
-from bench.peers.base import ALL, BANDS, DOCUMENTS, EVERY, HALF, Bound, Runner, names
+from bench.peers.base import ALL, BANDS, DOCUMENTS, EVERY, HALF, Bound, Runner
 
 BACKENDS = {  # name: (member of SDPBackend, dtypes, largest head dimension)
     "cudnn": ("CUDNN_ATTENTION", HALF, 256),
@@ -49,12 +49,7 @@ def through_autograd(case, attention, operands, to_heads=lambda x: x):
         "backward": lambda: torch.autograd.grad(o, leaves, do, retain_graph=True),
         TOGETHER: both,
     }
-    return Bound(calls[case.direction], lambda found: names(case.direction, map(to_heads, found)))
-
-
-def operands(inputs):
-    """Return q, k, v and do."""
-    return inputs.q, inputs.k, inputs.v, inputs.do
+    return Bound(calls[case.direction], lambda found: map(to_heads, found))
 
 
 class Sdpa(Runner):
@@ -87,10 +82,10 @@ class Sdpa(Runner):
             return sdpa_kernel([getattr(SDPBackend, self.member)])
 
         if not self.member:
-            return through_autograd(case, attention, operands(inputs))
+            return through_autograd(case, attention, inputs.operands)
         torch.use_deterministic_algorithms(case.deterministic)
         with scope():
-            bound = through_autograd(case, attention, operands(inputs))
+            bound = through_autograd(case, attention, inputs.operands)
         return replace(bound, scope=scope)
 
     def close(self):
@@ -124,7 +119,7 @@ class Documents(Runner):
             attend = torch.nn.functional.scaled_dot_product_attention
             return torch.cat([attend(*part, is_causal=case.mask == "causal_document") for part in parts], dim=-2)
 
-        return through_autograd(case, attention, operands(inputs))
+        return through_autograd(case, attention, inputs.operands)
 
 
 class Fa4(Runner):
@@ -149,7 +144,7 @@ class Fa4(Runner):
             return _first(flash_attn_func(q, k, v, **options))
 
         # This library's own layout is (B, N, H, d).
-        swapped = [x.transpose(1, 2).contiguous() for x in operands(inputs)]
+        swapped = [x.transpose(1, 2).contiguous() for x in inputs.operands]
         return through_autograd(case, attention, swapped, lambda x: x.transpose(1, 2))
 
 
@@ -171,7 +166,7 @@ class Fa4Packed(Fa4):
         def attention(q, k, v):
             return _first(flash_attn_varlen_func(q, k, v, **options))
 
-        packed = [x.transpose(1, 2).flatten(0, 1) for x in operands(inputs)]
+        packed = [x.transpose(1, 2).flatten(0, 1) for x in inputs.operands]
         return through_autograd(case, attention, packed, lambda x: x.unflatten(0, (case.batch, -1)).transpose(1, 2))
 
 
@@ -202,7 +197,7 @@ class Standard(Runner):
             weights = torch.softmax(scale * q @ k.transpose(-2, -1), dim=-1)
             return torch.nn.functional.dropout(weights, case.dropout) @ v
 
-        return through_autograd(case, attention, operands(inputs))
+        return through_autograd(case, attention, inputs.operands)
 
 
 class Formula(Standard):
@@ -214,7 +209,7 @@ class Formula(Standard):
     def bind(self, case, inputs):
         import torch
 
-        q, k, v, do = (x.numpy() for x in operands(inputs))
+        q, k, v, do = (x.numpy() for x in inputs.operands)
         scale = np.asarray(case.head_dim**-0.5, q.dtype)
 
         def forward():
@@ -235,4 +230,4 @@ class Formula(Standard):
 
         kept = forward()
         calls = {"forward": lambda: forward()[:1], "backward": lambda: backward(*kept), TOGETHER: both}
-        return Bound(calls[case.direction], lambda found: names(case.direction, map(torch.from_numpy, found)))
+        return Bound(calls[case.direction], lambda found: map(torch.from_numpy, found))

@@ -56,9 +56,10 @@ class Training(Section):
     def figure(self):
         """Draw how far the losses are from the first variant's, and the speeds."""
         found = self.found().rename(index=LABELS)
-        losses = dict(style="-", xlabel="step", ylabel=f"loss: distance from the {LABELS[FIRST]}'s")
+        losses = dict(style="-", xlabel="step", ylabel="loss: distance from the column mask's")
         apart = pd.DataFrame(dict(found["apart"].iloc[1:]))
-        return chart((curves, apart, losses), (bars, found[["tokens_per_s"]], dict(numbers=".0f", xlabel="tokens/s")))
+        speeds = found[["tokens_per_s"]].rename(columns={"tokens_per_s": "tokens/s"})
+        return chart((curves, apart, losses), (bars, speeds, dict(numbers=".0f", xlabel="tokens/s")), columns=2)
 
 
 class Denoise(Section):

@@ -11,10 +11,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 # Exponentials are within 2^-32 .. 2^32 of each row's reference.  float32 has 2^-126 .. 2^128: a row of 2^24 keys sums
 # to 2^56, and its output stays below the largest number with values up to 2^71; values down to 2^-70 keep all bits.
 WINDOW = 22.0
+_LANES = 16  # keys whose scores are compared at once
+_LINES = 128  # keys that may be added up one by one
 
 
 def _exp2_is_vectorised() -> bool:
@@ -31,12 +34,12 @@ BASE_2 = _exp2_is_vectorised()
 _LOG2_E = float(1 / np.log(np.longdouble(2)))
 
 
-def exponential(s: np.ndarray) -> np.ndarray:
+def exponential(s: ndarray) -> ndarray:
     """Return exp of an array, with the bits of :func:`exponentiate`."""
     return exponentiate(np.array(s, ndmin=1)).reshape(np.shape(s))
 
 
-def exponentiate(s: np.ndarray) -> np.ndarray:
+def exponentiate(s: ndarray) -> ndarray:
     """Replace numbers by their exponentials, and return the array."""
     if not BASE_2:
         return np.exp(s, s)
@@ -49,7 +52,7 @@ def lowest(dtype: np.dtype) -> float:
     return math.ceil(math.log(np.finfo(dtype).tiny)) + 1.0
 
 
-def relative(s: np.ndarray) -> np.ndarray:
+def relative(s: ndarray) -> ndarray:
     """Replace scores of any size, relative to their references, by exponentials; 0 for the lowest and for -inf."""
     floor = lowest(s.dtype)
     np.maximum(s, floor, out=s)  # what is less may be subnormal, or is -inf: both are slow
@@ -58,7 +61,7 @@ def relative(s: np.ndarray) -> np.ndarray:
     return np.subtract(s, exponential(np.full(16, floor, s.dtype))[0], out=s)
 
 
-def longest_of(vectors: np.ndarray, dtype: np.dtype | None = None) -> float:
+def longest_of(vectors: ndarray, dtype: np.dtype | None = None) -> float:
     """Return the length of the longest of some vectors, or a little more; not finite where one is not.
 
     What rounding may have taken from sums of squares, and underflow from squares, is made up for.
@@ -71,7 +74,12 @@ def longest_of(vectors: np.ndarray, dtype: np.dtype | None = None) -> float:
     return math.sqrt(1.001 * float(np.maximum.reduce(squares, None)) + lost)
 
 
-def product(weights: np.ndarray, data: np.ndarray, out: np.ndarray, *, careful: bool) -> np.ndarray:
+def is_finite(*arrays: ndarray) -> bool:
+    """Whether all numbers are finite, and their squares' sum, which takes less time than a look at each."""
+    return all(math.isfinite(np.vdot(array, array)) for array in arrays)
+
+
+def product(weights: ndarray, data: ndarray, out: ndarray, *, careful: bool) -> ndarray:
     """Compute weights @ data, where something may not be a finite number with care for what is hidden."""
     if careful:
         return selecting_product(weights, data, out)
@@ -80,7 +88,7 @@ def product(weights: np.ndarray, data: np.ndarray, out: np.ndarray, *, careful: 
     return np.matmul(weights, data, out)
 
 
-def selecting_product(weights: np.ndarray, data: np.ndarray, out: np.ndarray) -> np.ndarray:
+def selecting_product(weights: ndarray, data: ndarray, out: ndarray) -> ndarray:
     """Compute weights @ data, where a weight of 0 takes nothing: not NaN, either, of infinite data or of NaN."""
     bad = ~np.isfinite(data)
     np.matmul(weights, np.where(bad, 0, data), out=out)
@@ -92,7 +100,25 @@ def selecting_product(weights: np.ndarray, data: np.ndarray, out: np.ndarray) ->
     return out
 
 
-def hide(s: np.ndarray, shown: np.ndarray, value: float = 0.0) -> None:
+def fold(ufunc: np.ufunc, s: ndarray) -> ndarray:
+    """Reduce (..., keys, rows) over the keys; longer lines are quicker to add or to compare."""
+    *lead, keys, rows = s.shape
+    if keys > _LANES and not keys % _LANES:
+        s = ufunc.reduce(s.reshape(*lead, -1, _LANES * rows), -2).reshape(*lead, _LANES, rows)
+    return ufunc.reduce(s, -2)
+
+
+def total(p: ndarray) -> ndarray:
+    """Return the sum of (..., keys, rows) over the keys, to bits that do not depend on the number of rows."""
+    *lead, keys, rows = p.shape
+    if keys < 2 * _LINES:
+        return fold(np.add, p)
+    cut = keys // _LINES * _LINES
+    parts = fold(np.add, p[..., :cut, :].reshape(*lead, -1, _LINES, rows))
+    return fold(np.add, parts) + fold(np.add, p[..., cut:, :])
+
+
+def hide(s: ndarray, shown: ndarray, value: float = 0.0) -> None:
     """Set elements to a number, selecting by bit patterns, which is faster than by booleans.
 
     Being bitwise, it is a selection: what a hidden element holds, NaN or not, is gone.
@@ -114,13 +140,13 @@ def hide(s: np.ndarray, shown: np.ndarray, value: float = 0.0) -> None:
 class RowWeights(NamedTuple):
     """What the backward needs to know of rows, from the forward's results, (..., rows) each."""
 
-    empty: np.ndarray | None  # which rows see nothing; None if there are none
-    reference: np.ndarray | None  # what scores are relative to; None for 0 throughout
-    factors: np.ndarray  # (..., rows, 1): do times them meets exponentials where it should meet probabilities
-    delta: np.ndarray  # D of algorithm 4, line 19, less dlse, for exponentials too
+    empty: ndarray | None  # which rows see nothing; None if there are none
+    reference: ndarray | None  # what scores are relative to; None for 0 throughout
+    factors: ndarray  # (..., rows, 1): do times them meets exponentials where it should meet probabilities
+    delta: ndarray  # D of algorithm 4, line 19, less dlse, for exponentials too
 
 
-def row_weights(rows: Mapping[str, np.ndarray], dropout_scale: float) -> RowWeights:
+def row_weights(rows: Mapping[str, ndarray], dropout_scale: float) -> RowWeights:
     """Return the weights of rows, given their do, o, l, m and perhaps dlse."""
     do, o, l, m = (rows[name] for name in ("do", "o", "l", "m"))
     empty = reference = None
@@ -129,17 +155,19 @@ def row_weights(rows: Mapping[str, np.ndarray], dropout_scale: float) -> RowWeig
         reference = np.where((np.abs(m) > WINDOW) & ~empty, m, 0)
         m, l = np.where(empty, 0, m - reference), np.where(empty, np.inf, l)
     weight = 1 / (l * exponential(m))
-    delta = np.add.reduce(np.multiply(do, o, dtype=l.dtype), axis=-1)
+    delta = np.vecdot(do, o, dtype=l.dtype, casting="unsafe")
     if "dlse" in rows:
         delta -= rows["dlse"]
     delta *= weight
     if reference is not None:
         delta[empty] = 0
         empty, reference = (x if x.any() else None for x in (empty, reference))
-    return RowWeights(empty, reference, (weight * l.dtype.type(dropout_scale))[..., None], delta)
+    if dropout_scale != 1:
+        weight *= dropout_scale
+    return RowWeights(empty, reference, weight[..., None], delta)
 
 
-def differentiate_scores(ds: np.ndarray, p: np.ndarray, delta: np.ndarray, *, careful: bool) -> None:
+def differentiate_scores(ds: ndarray, p: ndarray, delta: ndarray, *, careful: bool) -> None:
     """Turn derivatives by probabilities into those by scores: algorithm 4, line 20."""
     np.subtract(ds, delta, ds)
     np.multiply(ds, p, ds)
@@ -147,7 +175,7 @@ def differentiate_scores(ds: np.ndarray, p: np.ndarray, delta: np.ndarray, *, ca
         ds[p == 0] = 0  # 0 * NaN and 0 * inf
 
 
-def differentiate_softcap(ds: np.ndarray, tanh: np.ndarray, softcap: float, *, careful: bool) -> None:
+def differentiate_softcap(ds: ndarray, tanh: ndarray, softcap: float, *, careful: bool) -> None:
     """Turn derivatives by scores into those by the products that went into the cap; overwrites its tanh."""
     np.multiply(tanh, tanh, tanh)
     np.subtract(1, tanh, tanh)
@@ -156,7 +184,7 @@ def differentiate_softcap(ds: np.ndarray, tanh: np.ndarray, softcap: float, *, c
     ds *= np.multiply(tanh, softcap, tanh)
 
 
-def summed_to(part: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def summed_to(part: ndarray, shape: tuple[int, ...], dtype: np.dtype) -> ndarray:
     """Return a part summed over the axes in which a shape of as many has length 1."""
     axes = tuple([axis for axis, n in enumerate(shape) if n == 1 and part.shape[axis] > 1])
     return part.sum(axis=axes, keepdims=True, dtype=dtype) if axes else part

@@ -11,6 +11,7 @@ up with.  What a saturated softmax gives is then exact: its largest weight is ex
 """
 
 import numpy as np
+from numpy import ndarray
 
 from cuattn.cpu.arithmetic import (
     differentiate_scores,
@@ -38,17 +39,17 @@ class BackwardWalk(Walk):
 
     def __call__(self, item: Item) -> None:
         """Compute an item."""
-        self._begin(item)
-        for part, number in zip(item.parts, item.numbers, strict=False):
-            self._advance(item, part, number)
-        self._finish(item)
-
-    def _begin(self, item: Item) -> None:
-        """Load the rows: algorithm 4, line 10.  Those of empty rows are 0: nothing may depend on what they hold."""
-        group, problem = item.group, self.problem
         self.turn_to(item)
+        self._begin()
+        for part, number in zip(item.parts, item.numbers, strict=False):
+            self._advance(part, number)
+        self._finish()
+
+    def _begin(self) -> None:
+        """Load the rows: algorithm 4, line 10.  Those of empty rows are 0: nothing may depend on what they hold."""
+        group, problem = self.item.group, self.problem
         rows = {
-            name: group.of_queries(x)[:, item.rows]
+            name: group.of_queries(x, self.item.rows)
             for name, x in self.task.operands.items()
             if name not in ("k", "v", "bias")
         }
@@ -61,92 +62,84 @@ class BackwardWalk(Walk):
         if self._moved:
             self.by_head(self._reference)[:, : self.count] = weights.reference
         self._dq = np.zeros_like(self._q)
-        self._dbias: np.ndarray | None = None  # sums over keys, which this item makes alone
+        dbias, self._dbias = self.task.results.get("dbias"), None  # sums over keys, which this item makes alone
+        if dbias is not None and dbias.shape[-1] == 1 < problem.n_keys:
+            self._dbias = np.zeros_like(group.of_queries(dbias, self.item.rows).swapaxes(1, 2))
         longest_q, longest_do = longest_of(self._q), longest_of(self._do)
-        self._bounded = self.bounded(longest_q, item) and not self._moved
+        self._bounded = self.bounded(longest_q) and not self._moved
         k_norm, v_norm = (self.task.max_norm(name, group) for name in "kv")
         largest = longest_q + k_norm + longest_do * v_norm + float(np.abs(self._delta).max())  # NaN stays
         self._careful = not largest < np.finfo(self.dtype).max
 
-    def _advance(self, item: Item, part: Part, number: int) -> None:
+    def _advance(self, part: Part, number: int) -> None:
         """Take the row tiles through a part of their tiles: algorithm 4, lines 11 to 22."""
-        p, careful = self._probabilities(item, part), self._careful
+        p, careful = self._probabilities(part), self._careful
         ds = self.buffers.get("ds", *p.shape)
         for slots, v in self.by_run(part, self.values):  # line 17
             np.matmul(v, self._do_transposed[:, None], ds[:, slots])
-        dropped = [] if self.task.dropout is None else list(self.dropped(item, part))
+        dropped = [] if self.task.dropout is None else list(self.dropped(part))
         self.drop(ds, dropped)  # line 18
         differentiate_scores(ds, p, self._delta[:, None, None], careful=careful)  # line 20
         self.drop(p, dropped)  # line 15
         dv = self._product(p, self._do)
-        self.task.turns.wait((item.line, part.index), number)
-        self._add("dv", item, part, dv)  # line 16
+        self.task.turns.wait((self.item.line, part.index), number)
+        self._add("dv", part, dv)  # line 16
         if "dbias" in self.task.results:
-            self._add_bias(item, part, ds)
+            self._add_bias(part, ds)
         if self.problem.softcap is not None:
             differentiate_softcap(ds, self.tanh, self.problem.softcap, careful=careful)
-        self._add("dk", item, part, self._product(ds, self._q))  # line 22
-        self.task.turns.release((item.line, part.index))
+        self._add("dk", part, self._product(ds, self._q))  # line 22
+        self.task.turns.release((self.item.line, part.index))
         self._add_dq(part, ds)  # line 21
 
-    def _probabilities(self, item: Item, part: Part) -> np.ndarray:
+    def _probabilities(self, part: Part) -> ndarray:
         """Return P of a part, unweighted: algorithm 4, lines 11 to 13."""
-        s, masks = self.make_scores(item, part, self._q_transposed, careful=self._careful)
-        if self._bounded:
-            exponentiate(s)
-            for tile, shown in masks:
-                hide(tile, shown)
-            return s
-        for tile, shown in masks:
-            hide(tile, shown, -np.inf)
+        s, masks = self.make_scores(part, self._q_transposed, careful=self._careful)
         if self._moved:
             s -= self._reference[:, None, None]
-        return relative(s)
+        (exponentiate if self._bounded else relative)(s)
+        for tile, shown in masks:
+            hide(tile, shown)
+        return s
 
-    def _product(self, weights: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def _product(self, weights: ndarray, rows: ndarray) -> ndarray:
         """Return weights @ rows, (members, tiles, keys, width)."""
         out = self.buffers.get("parts", *weights.shape[:3], rows.shape[-1])
         return product(weights, rows[:, None], out, careful=self._careful)
 
-    def _add(self, name: str, item: Item, part: Part, products: np.ndarray) -> None:
+    def _add(self, name: str, part: Part, products: ndarray) -> None:
         """Add parts of dk or dv, (members, tiles, keys, width)."""
-        total = item.group.of_keys(self.task.results[name])
         products = products.reshape(len(products), part.count * self.blocks.keys, -1)
         for _, slots, keys in part.runs:
-            start, target = slots.start * self.blocks.keys, total[:, keys]
+            start, target = slots.start * self.blocks.keys, self.item.group.of_keys(self.task.results[name], keys)
             target += summed_to(products[:, start : start + keys.stop - keys.start], target.shape, target.dtype)
 
-    def _add_dq(self, part: Part, ds: np.ndarray) -> None:
+    def _add_dq(self, part: Part, ds: ndarray) -> None:
         members, count, _, rows = ds.shape
         products = self.buffers.get("parts", members, count, rows, self.problem.head_dim)
         for slots, k in self.by_run(part, self.keys):
             product(ds[:, slots].swapaxes(2, 3), k, products[:, slots], careful=self._careful)
         self._dq += np.add.reduce(products, 1)
 
-    def _add_bias(self, item: Item, part: Part, ds: np.ndarray) -> None:
+    def _add_bias(self, part: Part, ds: ndarray) -> None:
         """Add parts of dbias; sums over keys are kept until the item ends."""
-        total = item.group.of_queries(self.task.results["dbias"])
-        if total.shape[2] == 1 < self.problem.n_keys:
-            if self._dbias is None:
-                self._dbias = np.zeros_like(total)
-            total = self._dbias
-        for part_of_ds, target in self.bias_of(total, item, part, ds):
+        for part_of_ds, total in self.bias_of(self.task.results["dbias"], part, ds):
+            target = total if self._dbias is None else self._dbias
             target += summed_to(part_of_ds, target.shape, target.dtype)
 
-    def _finish(self, item: Item) -> None:
+    def _finish(self) -> None:
         """Write dq, and add what the item alone has summed up."""
         dq = self.by_head(self._dq)[:, : self.count]
         dq *= dq.dtype.type(self.task.factor)
-        target = item.group.of_queries(self.task.results["dq"])[:, item.rows]
-        if self.task.owns_q:
+        target = self.item.group.of_queries(self.task.results["dq"], self.item.rows)
+        if not self.task.shares:
             target[...] = dq
-            if "dbias" not in self.task.results:
+            if self._dbias is None:
                 return
-        self.task.turns.wait((item.line, END), item.numbers[-1])
-        if not self.task.owns_q:
+        self.task.turns.wait((self.item.line, END), self.item.numbers[-1])
+        if self.task.shares:
             target += summed_to(dq, target.shape, target.dtype)
         if self._dbias is not None:
-            total = item.group.of_queries(self.task.results["dbias"])
-            some = item.rows if total.shape[1] > 1 else slice(None)
-            total[:, some] += self._dbias[:, some]
-        self.task.turns.release((item.line, END))
+            total = self.item.group.of_queries(self.task.results["dbias"], self.item.rows).swapaxes(1, 2)
+            total += self._dbias
+        self.task.turns.release((self.item.line, END))

@@ -1,10 +1,12 @@
 """Sizes of the blocks that the walk works on, and the heads that go through them together."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
@@ -46,7 +48,10 @@ def choose(problem: Problem, masks: Sequence[Any]) -> Blocks:
     rows = even(problem.n_queries, _ROWS)
     limit = min(max(_SMALL_PRODUCT // (rows * depth) // UNIT * UNIT, _FEWEST_KEYS), _KEYS)
     limit = min(limit, max(UNIT, _SUMMED_PER_COLUMN * problem.head_dim_v // UNIT * UNIT))
-    keys = even(problem.n_keys, _dividing(limit, masks))
+    for mask in masks:  # of a mask of blocks a tile stays within a block, where that costs little
+        if min(limit, common := math.gcd(_KEYS, getattr(mask, "block_n", 1))) >= 64:
+            limit = min(limit // 64 * 64, common)
+    keys = even(problem.n_keys, limit)
     row_tiles, key_tiles = cdiv(problem.n_queries, rows), cdiv(problem.n_keys, keys)
     heads, stack = _abreast(problem, masks, row_tiles)
     step = min(key_tiles, max(1, _SCORE_BYTES // (heads * stack * rows * keys * itemsize)))
@@ -68,15 +73,6 @@ def _abreast(problem: Problem, masks: Sequence[Any], row_tiles: int) -> tuple[in
     if problem.group > 1:
         return heads, min(row_tiles, _ABREAST // heads)
     return (heads, 1) if row_tiles < heads else (1, min(row_tiles, _ABREAST))
-
-
-def _dividing(limit: int, masks: Sequence[Any]) -> int:
-    """Return the most keys of a tile that keep it within a block of the masks, where that costs little."""
-    for mask in masks:
-        block = getattr(mask, "block_n", 0)
-        if limit >= 64 and block and block % 64 == 0:
-            limit = 128 if limit == 128 and block % 128 == 0 else 64
-    return limit
 
 
 def even(length: int, limit: int) -> int:
@@ -102,16 +98,17 @@ class HeadGroup(NamedTuple):
         """How many heads these are."""
         return self.stop - self.start
 
-    def of_queries(self, array: np.ndarray) -> np.ndarray:
-        """Return the slices of an array of axes (*batch, heads, ...) that belong to the heads, (heads | 1, ...)."""
-        return array[place_of(array, (*self.batch, slice(self.start, self.stop)))]
+    def of_queries(self, array: ndarray, *more: slice) -> ndarray:
+        """Return the part of an array of axes (*batch, heads, ...) that belongs to the heads, (heads | 1, ...)."""
+        return array[place_of(array, (*self.batch, slice(self.start, self.stop), *more))]
 
-    def of_keys(self, array: np.ndarray) -> np.ndarray:
-        """Return the slices of an array of axes (*batch, kv_heads, ...) that the heads read, (heads | 1, ...)."""
-        return array[place_of(array, (*self.batch, slice(self.kv_start, (self.stop - 1) // self.shared + 1)))]
+    def of_keys(self, array: ndarray, *more: slice) -> ndarray:
+        """Return the part of an array of axes (*batch, kv_heads, ...) that the heads read, (heads | 1, ...)."""
+        kv_heads = slice(self.kv_start, (self.stop - 1) // self.shared + 1)
+        return array[place_of(array, (*self.batch, kv_heads, *more))]
 
 
-def place_of(array: np.ndarray, index: tuple[int | slice, ...]) -> tuple[int | slice, ...]:
+def place_of(array: ndarray, index: tuple[int | slice, ...]) -> tuple[int | slice, ...]:
     """Return an index into the first axes of an array for one whose axes of length 1 broadcast."""
     return tuple([
         part if n > 1 else slice(None) if isinstance(part, slice) else 0

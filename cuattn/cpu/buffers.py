@@ -3,11 +3,12 @@
 import math
 
 import numpy as np
+from numpy import ndarray
 
 _LINE = 64  # bytes of a cache line and of the widest vector register: unaligned, a matrix product loses 10 %
 _SKEW = 17 * _LINE  # between arrays: equal places of two arrays must not share a set of the first-level cache
 _HUGE_PAGE = 1 << 21  # bytes; a block that does not start one gets small pages at both ends
-_SMALL = 1 << 14  # elements in all, of which cutting a block would take longer than it saves
+_SMALL = 1 << 17  # elements in all, of which cutting a block would take longer than it saves
 
 
 class Buffers:
@@ -23,7 +24,7 @@ class Buffers:
 
     def __init__(self, dtype: np.dtype, sizes: dict[str, int]) -> None:
         self._dtype, self._sizes = dtype, sizes
-        self._arrays: dict[str, np.ndarray] = {}
+        self._arrays: dict[str, ndarray] = {}
 
     @property
     def nbytes(self) -> int:
@@ -31,7 +32,7 @@ class Buffers:
         size = sum(size * self._dtype.itemsize + _LINE + _SKEW for size in self._sizes.values())
         return size + (_HUGE_PAGE if size >= 2 * _HUGE_PAGE else _LINE)
 
-    def get(self, name: str, *shape: int) -> np.ndarray:
+    def get(self, name: str, *shape: int) -> ndarray:
         """Return an uninitialised C-contiguous array; what one of the same name held is lost."""
         if not self._arrays:
             if sum(self._sizes.values()) <= _SMALL:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy import ndarray
 
 from cuattn.cpu import threads
 from cuattn.cpu.arithmetic import BASE_2
@@ -15,18 +16,18 @@ from cuattn.cpu.forward import ForwardWalk
 from cuattn.cpu.tiles import MASK_BYTES
 from cuattn.cpu.walk import Tiles
 from cuattn.masks.constructors import kept_band
-from cuattn.masks.interval_mask import join
+from cuattn.masks.intervals import join
 from cuattn.plans import Plan
-from cuattn.problem import Place, Problem
+from cuattn.problem import OPERATIONS, Place, Problem
 from cuattn.rng import RNGState
 
-Arrays = Mapping[str, np.ndarray]
+Arrays = Mapping[str, ndarray]
 _TABLE_BYTES = 26  # of each key, for what is seen of a mask of intervals; its own tables are kept with it
 
 
 def run(
     problem: Problem, operands: Arrays, masks: Sequence[Any], state: RNGState | None, place: Place, out: Arrays
-) -> dict[str, np.ndarray]:
+) -> dict[str, ndarray]:
     """Run an operation.
 
     Parameters
@@ -64,13 +65,14 @@ def run(
             result.fill(-np.inf if name == "m" else 0)
         return results
     totals = dict(results)
-    for name, dtype in _sums(problem, operands).items():
+    shares, sums = _sums(problem, operands)
+    for name, dtype in sums.items():
         if results[name].dtype != dtype:
             totals[name] = np.zeros(results[name].shape, dtype)
         else:
             results[name].fill(0)
     dropout = Dropout(problem, place, state) if problem.dropout else None
-    task = _task(problem, operands, visible_parts(problem, masks, place), dropout, totals)
+    task = _task(problem, operands, visible_parts(problem, masks, place), dropout, totals, shares)
     threads.run(task.sizes, task.item, lambda: _worker(task), _threads(task), task.turns.abort)
     with np.errstate(over="ignore"):  # the largest numbers of narrow dtypes are soon reached
         for name, result in results.items():
@@ -99,10 +101,11 @@ def plan(problem: Problem, operands: Arrays, masks: Sequence[Any]) -> Plan:
     if not problem.n_keys or 0 in problem.stat_shape:
         return Plan("cpu", problem.operation, 1, 1, 1, 0, 0, "there is nothing to compute")
     masks, wanted = visible_parts(problem, masks, problem.place), _wanted(problem, operands)
-    task = _task(problem, operands, masks, None, {})
+    shares, sums = _sums(problem, operands)
+    task = _task(problem, operands, masks, None, {}, shares)
     workers = _threads(task)
     memory = workers * _worker(task).buffers.nbytes
-    for name, dtype in _sums(problem, operands).items():
+    for name, dtype in sums.items():
         shape, own = wanted[name]
         memory += math.prod(shape) * dtype.itemsize * (dtype != own)
     size, notes = (problem.n_queries, problem.n_keys), ["whole score matrices of several heads at a time"]
@@ -130,45 +133,27 @@ def visible_parts(problem: Problem, masks: Sequence[Any], place: Place) -> tuple
 
 def _wanted(problem: Problem, operands: Arrays) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Return the shapes and dtypes of the results, by name."""
+    made = OPERATIONS[problem.operation].made(problem, operands)
+    aligned = {"o": problem.o_shape, "l": problem.stat_shape, "m": problem.stat_shape}
+    return {name: (aligned.get(name, shape), dtype) for name, (shape, dtype) in made.items()}
+
+
+def _sums(problem: Problem, operands: Arrays) -> tuple[bool, dict[str, np.dtype]]:
+    """Return whether a backward's items of any heads share sums, and the dtypes of sums that several items add to."""
     if problem.operation == "forward":
-        wanted = {"o": (problem.o_shape, problem.out_dtype)}
-        if problem.statistics:
-            wanted |= dict.fromkeys(("l", "m"), (problem.stat_shape, problem.stat_dtype))
-        return wanted
-    dtypes = dict.fromkeys("qkv", problem.out_dtype) | {"bias": problem.bias and problem.grad_dtype(problem.bias)}
-    return {f"d{name}": (operands[name].shape, dtypes[name]) for name in dtypes if name in operands}
+        return False, {}
+    heads = {"q": problem.heads, "k": problem.kv_heads, "v": problem.kv_heads, "bias": problem.heads}
+    shapes = {name: operands[name].shape for name in heads if name in operands}
+    shares = any(shape[:-2] != (*problem.batch, heads[name]) for name, shape in shapes.items())
+    names = [name for name in shapes if shares or not (is_small(problem) or name == "q")]
+    dtypes = dict.fromkeys(names, problem.stat_dtype)
+    if "bias" in names and 1 in shapes["bias"][-2:]:
+        dtypes["bias"] = np.dtype(np.float64)  # many terms nearly cancel
+    return shares, {f"d{name}": dtype for name, dtype in dtypes.items()}
 
 
-def _sums(problem: Problem, operands: Arrays) -> dict[str, np.dtype]:
-    """Return the dtypes of the sums of a backward that several items of work add to."""
-    if problem.operation == "forward":
-        return {}
-    names = [name for name in ("q", "k", "v", "bias") if name in operands]
-    if is_small(problem):
-        names = names if _shares(problem, operands) else []
-    elif not _is_broadcast(problem, operands, "q"):
-        names.remove("q")
-    # Of a bias that is broadcast, many terms nearly cancel.
-    many = {name for name in names if name == "bias" and 1 in operands["bias"].shape[-2:]}
-    return {f"d{name}": np.dtype(np.float64) if name in many else problem.stat_dtype for name in names}
-
-
-def _shares(problem: Problem, operands: Arrays) -> bool:
-    """Whether a gradient gets terms from several batch elements or key/value heads, as its operand is broadcast."""
-    names = (name for name in ("q", "k", "v", "bias") if name in operands)
-    return problem.operation == "backward" and any(_is_broadcast(problem, operands, name) for name in names)
-
-
-def _is_broadcast(problem: Problem, operands: Arrays, name: str) -> bool:
-    heads = problem.kv_heads if name in ("k", "v") else problem.heads
-    return operands[name].shape[:-2] != (*problem.batch, heads)
-
-
-def _task(
-    problem: Problem, operands: Arrays, masks: Sequence[Any], dropout: Dropout | None, results: Arrays
-) -> Tiles | WholeHeads:
-    make = WholeHeads if is_small(problem) else Tiles
-    return make(problem, operands, masks, dropout, results, _shares(problem, operands))
+def _task(problem: Problem, *arguments: Any) -> Tiles | WholeHeads:
+    return (WholeHeads if is_small(problem) else Tiles)(problem, *arguments)
 
 
 def _threads(task: Tiles | WholeHeads) -> int:

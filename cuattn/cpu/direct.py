@@ -7,9 +7,10 @@ so no key or value is copied (but to the precision of the sums).  References and
 import math
 from functools import lru_cache
 from itertools import product as every
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from numpy import ndarray
 
 from cuattn.cpu.arithmetic import (
     WINDOW,
@@ -17,11 +18,14 @@ from cuattn.cpu.arithmetic import (
     differentiate_softcap,
     exponential,
     exponentiate,
+    fold,
     hide,
+    is_finite,
     product,
     relative,
     row_weights,
     summed_to,
+    total,
 )
 from cuattn.cpu.blocks import place_of
 from cuattn.cpu.buffers import Buffers
@@ -33,20 +37,11 @@ _SCORES = 1 << 17  # that are computed at a time: they stay in a second-level ca
 _MOST = 1 << 18  # scores of the query heads that read the same keys
 _MOST_OF_FEW = 1 << 22  # where they are few rows, for which tiles would have to be padded
 _FEW = 16
+_SHARES = {"forward": 1.0, "backward": 2.5}  # of a forward's time
 _NANOSECONDS = 1_500_000  # that a batch is to take: a few times what its calls cost
 _LOW = -40.0  # bias above which nothing is as good as hidden
-_COPIED = 48  # rows from which it pays to transpose q and do
-_LINES = 128  # keys that may be added up one by one
-_FOLDED = 1 << 13  # scores of a head from which it is quicker to compare halves than lines
 
 Index = tuple[slice, ...]  # into axes (*batch, kv_heads)
-
-
-class Layout(NamedTuple):
-    """How a small problem is computed; nothing here depends on the number of threads, as sums may depend on this."""
-
-    batches: tuple[Index, ...]
-    sizes: dict[str, int]  # of the buffers of a thread
 
 
 def is_small(problem: Problem) -> bool:
@@ -58,29 +53,32 @@ def is_small(problem: Problem) -> bool:
 
 
 def nanoseconds(problem: Problem) -> float:
-    """Return how long a forward takes one thread, about."""
+    """Return how long a problem takes one thread, about."""
     widths = problem.head_dim + problem.head_dim_v
     of_head = problem.group * problem.n_queries * problem.n_keys * (1.5 + widths / 55) + problem.n_keys * widths / 12
-    return math.prod(problem.batch) * problem.kv_heads * of_head
+    return math.prod(problem.batch) * problem.kv_heads * (1500 + of_head) * _SHARES[problem.operation]
 
 
 @lru_cache(maxsize=256)
-def layout(problem: Problem) -> Layout:
-    """Return the batches and the buffers of a small problem."""
+def layout(problem: Problem) -> tuple[list[Index], dict[str, int]]:
+    """Return the batches of a small problem, and the sizes of a thread's buffers.
+
+    Nothing here depends on the number of threads, as sums may depend on this.
+    """
     shape = *problem.batch, problem.kv_heads
     keys, rows, d, dv = problem.n_keys, problem.group * problem.n_queries, problem.head_dim, problem.head_dim_v
     most = max(1, int(min(_SCORES / (keys * rows), _NANOSECONDS * math.prod(shape) / nanoseconds(problem))))
     batches = _batches(shape, most)
     heads = max(math.prod([part.stop - part.start for part in index]) for index in batches)
-    widths = {"s": keys, "half": cdiv(keys, 2), "q": d, "q transposed": d}
+    widths = {"s": keys, "q": d}
     if problem.softcap is not None:
         widths["tanh"] = keys
     if problem.operation == "forward":
         widths["o"] = dv
     else:
-        widths |= {"ds": keys, "do": dv, "do transposed": dv, "dq": d}
+        widths |= {"ds": keys, "do": dv, "dq": d}
         widths |= {"dk": cdiv(keys * d, rows), "dv": cdiv(keys * dv, rows)}
-    return Layout(tuple(batches), {name: heads * rows * width for name, width in widths.items()})
+    return batches, {name: heads * rows * width for name, width in widths.items()}
 
 
 def _batches(shape: tuple[int, ...], most: int) -> list[Index]:
@@ -112,7 +110,7 @@ class WholeHeads(Task):
             of_all = bias.size == bias.shape[-3] * bias.shape[-1]
             self.operands["bias"] = np.ascontiguousarray(bias) if of_all else bias
 
-    def _grouped(self, x: np.ndarray) -> np.ndarray:
+    def _grouped(self, x: ndarray) -> ndarray:
         axis, group = len(self.problem.batch), self.problem.group
         split = (1, 1) if x.shape[axis] == 1 else (x.shape[axis] // group, group)
         return x.reshape(*x.shape[:axis], *split, *x.shape[axis + 1 :])
@@ -126,8 +124,8 @@ class Direct:
     """Computes batches of heads in one thread: algorithms 1 and 3, with references as in the walks."""
 
     def __init__(self, task: WholeHeads) -> None:
-        self.task, self.problem, self.operands = task, task.problem, task.operands
-        self.buffers, self.dtype = Buffers(self.problem.stat_dtype, task.buffer_sizes), self.problem.stat_dtype
+        self.task, self.problem, self.dtype = task, task.problem, task.problem.stat_dtype
+        self.buffers = Buffers(self.dtype, task.buffer_sizes)
         self.rows = self.problem.group * self.problem.n_queries
         self._compute = self._forward if self.problem.operation == "forward" else self._backward
         self._shown_by = lru_cache(1)(self._shown)
@@ -135,12 +133,13 @@ class Direct:
     def __call__(self, item: tuple[Index, int]) -> None:
         """Compute a batch; again, with care for what is hidden, if something is not a finite number."""
         index, number = item
-        self.lead = [part.stop - part.start for part in index]
-        results = self._compute(index, careful=False) or self._compute(index, careful=True)
+        self.index, self.lead = index, [part.stop - part.start for part in index]
+        self.operands = {name: self.take(x).astype(self.dtype, copy=False) for name, x in self.task.operands.items()}
+        results = self._compute(careful=False) or self._compute(careful=True)
         if self.task.shares:
             self.task.turns.wait((), number)
         for name, part in results.items():
-            target = self.take(self.task.results[name], index)
+            target = self.take(self.task.results[name])
             if self.task.shares:
                 target += summed_to(part, target.shape, target.dtype)
             else:
@@ -148,63 +147,58 @@ class Direct:
         if self.task.shares:
             self.task.turns.release(())
 
-    def take(self, array: np.ndarray, index: Index) -> np.ndarray:
-        """Return the part of an array, whose leading axes may be 1, that belongs to a batch."""
-        return array if len(self.task.batches) == 1 else array[place_of(array, index)]
+    def take(self, array: ndarray) -> ndarray:
+        """Return the part of an array, whose leading axes may be 1, that belongs to the batch."""
+        return array if len(self.task.batches) == 1 else array[place_of(array, self.index)]
 
-    def of_keys(self, name: str, index: Index) -> np.ndarray:
-        """Return the keys or values of a batch, in the precision of the sums."""
-        return self.take(self.operands[name], index).astype(self.dtype, copy=False)
-
-    def load(self, name: str, index: Index, factors: Any, empty: np.ndarray | None = None) -> np.ndarray:
-        """Return the rows of q or do of a batch, (..., rows, width), times `factors`; `empty` rows are 0."""
-        source = self.take(self.operands[name], index)
+    def load(self, name: str, factors: Any, empty: ndarray | None = None) -> ndarray:
+        """Return the rows of q or do, (..., rows, width), times `factors`; `empty` rows are 0."""
+        source = self.operands[name]
         rows = self.buffers.get(name, *self.lead, self.problem.group, *source.shape[-2:])
-        np.multiply(source, factors, rows, dtype=self.dtype, casting="unsafe")
+        np.multiply(source, factors, rows)
         if empty is not None:
             rows[empty] = 0
         return rows.reshape(*self.lead, self.rows, rows.shape[-1])
 
-    def products(self, out: str, keys: np.ndarray, name: str, rows: np.ndarray) -> np.ndarray:
-        """Return keys or values times rows of q or do, (..., keys, rows)."""
-        view = rows.swapaxes(-1, -2)
-        if self.rows >= _COPIED:
-            copy = self.buffers.get(f"{name} transposed", *view.shape)
-            np.copyto(copy, view)
-            view = copy
-        return np.matmul(keys, view, self.buffers.get(out, *self.lead, self.problem.n_keys, self.rows))
+    def products(self, out: str, keys: str, rows: ndarray) -> ndarray:
+        """Return k or v times rows of q or do, (..., keys, rows)."""
+        return np.matmul(
+            self.operands[keys],
+            rows.swapaxes(-1, -2),
+            self.buffers.get(out, *self.lead, self.problem.n_keys, self.rows),
+        )
 
-    def by_group(self, s: np.ndarray) -> np.ndarray:
+    def by_group(self, s: ndarray) -> ndarray:
         """Return (..., keys, rows) as (..., keys, group, queries)."""
         return s.reshape(*s.shape[:-1], self.problem.group, self.problem.n_queries)
 
-    def scores(self, index: Index, q: np.ndarray, *, careful: bool) -> np.ndarray:
-        """Return the scores of a batch: algorithm 2, lines 10 and 11; what masks hide is not yet."""
-        s = self.products("s", self.of_keys("k", index), "q", q)
+    def scores(self, q: ndarray, *, careful: bool) -> ndarray:
+        """Return the scores: algorithm 2, lines 10 and 11; what masks hide is not yet."""
+        s = self.products("s", "k", q)
         if self.problem.softcap is not None:
             self.tanh = np.tanh(s, self.buffers.get("tanh", *s.shape))
             np.multiply(self.tanh, self.problem.softcap, s)
         if "bias" in self.operands:
-            bias, target = np.ascontiguousarray(self.take(self.operands["bias"], index)), self.by_group(s)
+            bias, target = np.ascontiguousarray(self.operands["bias"]), self.by_group(s)
             target += bias
             if careful:  # hidden even where the score itself is NaN
                 np.copyto(target, -np.inf, where=bias == -np.inf)
         return s
 
-    def exponentials(self, s: np.ndarray, reference: np.ndarray | None, *, low: bool) -> np.ndarray:
-        """Replace the scores of a batch by exponentials relative to (..., rows), or to 0: algorithm 2, line 12."""
+    def exponentials(self, s: ndarray, reference: ndarray | None, *, low: bool) -> ndarray:
+        """Replace scores by exponentials relative to (..., rows), or to 0: algorithm 2, line 12."""
         if reference is not None:
             s -= reference.reshape(*self.lead, 1, self.rows)
         return relative(s) if low or reference is not None else exponentiate(s)
 
-    def hide(self, s: np.ndarray, index: Index, value: float = 0.0) -> None:
+    def hide(self, s: ndarray, value: float = 0.0) -> None:
         """Set what masks hide to a number."""
         if self.task.masks:
-            hide(self.by_group(s), self.shown(index), value)
+            hide(self.by_group(s), self.shown(), value)
 
-    def shown(self, index: Index) -> np.ndarray:
-        """Return the bits of what the heads of a batch see, which broadcast to (..., keys, group, queries)."""
-        *batch, kv = index
+    def shown(self) -> ndarray:
+        """Return the bits of what the heads see, which broadcast to (..., keys, group, queries)."""
+        *batch, kv = self.index
         group, masks = self.problem.group, self.task.masks
         ranges = [range(part.start, part.stop) for part in (*batch, slice(kv.start * group, kv.stop * group))]
         if all(math.prod(mask.leading) == 1 for mask in masks):
@@ -214,46 +208,30 @@ class Direct:
             return shown[0][:, None]
         return np.moveaxis(np.array(shown).reshape(*self.lead, group, *shown[0].shape), -3, -2)
 
-    def _shown(self, instances: tuple) -> np.ndarray:
+    def _shown(self, instances: tuple) -> ndarray:
         problem, hidden = self.problem, np.zeros((1, 1), bool)
         for mask, instance in zip(self.task.masks, instances, strict=True):
             hidden = hidden | mask.hidden(instance, slice(0, problem.n_queries), slice(0, problem.n_keys))
         hidden = np.broadcast_to(hidden, (problem.n_keys, problem.n_queries))
         return np.subtract(hidden, 1, dtype=np.dtype(f"u{self.dtype.itemsize}"), casting="unsafe")
 
-    def fold(self, ufunc: np.ufunc, s: np.ndarray) -> np.ndarray:
-        """Reduce (..., keys, rows) over the keys: by halves, a sum's error grows with their number's logarithm."""
-        keys, rows = s.shape[-2:]
-        if rows == 1:
-            return ufunc.reduce(s[..., 0], -1)[..., None]
-        if keys * rows < _FOLDED and keys <= _LINES:
-            return ufunc.reduce(s, -2)
-        folded = self.buffers.get("half", *self.lead, keys // 2, rows)
-        while keys > 1:
-            half = keys // 2
-            ufunc(s[..., :half, :], s[..., half : 2 * half, :], out=folded[..., :half, :])
-            if keys % 2:
-                ufunc(folded[..., 0, :], s[..., keys - 1, :], out=folded[..., 0, :])
-            s, keys = folded, half
-        return s[..., 0, :].copy()
-
-    def _forward(self, index: Index, *, careful: bool) -> dict[str, np.ndarray] | None:
-        """Return o and, if they are wanted, l and m of a batch; None where care is needed."""
-        s = self.scores(index, self.load("q", index, self.task.factor), careful=careful)
+    def _forward(self, *, careful: bool) -> dict[str, ndarray] | None:
+        """Return o and, if they are wanted, l and m; None where care is needed."""
+        s = self.scores(self.load("q", self.task.factor), careful=careful)
         hides, low, reference = bool(self.task.masks), self.task.low, None
         if hides and not self.problem.statistics and not low and max(s.max(), -s.min()) <= WINDOW:
             p, m = exponentiate(s), s
-            self.hide(p, index)
+            self.hide(p)
         else:
-            self.hide(s, index, -np.inf)
-            m = self.fold(np.maximum, s)
+            self.hide(s, -np.inf)
+            m = fold(np.maximum, s)
             if not np.abs(m).max() <= WINDOW:
                 reference = np.where((np.abs(m) <= WINDOW) | (m == -np.inf) | np.isnan(m), 0, m)
             p = self.exponentials(s, reference, low=hides or low)
-        l = self.fold(np.add, p)
+        l = total(p)
         o = self.buffers.get("o", *l.shape, self.problem.head_dim_v)
-        product(p.swapaxes(-1, -2), self.of_keys("v", index), o, careful=careful)
-        if not (careful or (np.isfinite(o).all() and np.isfinite(l).all())):
+        product(p.swapaxes(-1, -2), self.operands["v"], o, careful=careful)
+        if not (careful or is_finite(o, l)):
             return None
         empty = l == 0 if hides or low else False
         o /= np.where(empty, 1, l)[..., None]
@@ -262,27 +240,25 @@ class Direct:
         relative_to = exponential(m if reference is None else m - reference)
         return {"o": o, "l": np.where(empty, 0, l / relative_to), "m": np.where(empty, -np.inf, m)}
 
-    def _backward(self, index: Index, *, careful: bool) -> dict[str, np.ndarray] | None:
-        """Return the gradients of a batch; None where care is needed."""
-        problem, get = self.problem, self.buffers.get
-        names = [name for name in ("do", "o", "l", "m", "dlse") if name in self.operands]
-        weights = row_weights({name: self.take(self.operands[name], index) for name in names}, 1.0)
-        q = self.load("q", index, self.task.factor, weights.empty)
-        p = self.exponentials(self.scores(index, q, careful=careful), weights.reference, low=self.task.low)
-        self.hide(p, index)
-        do = self.load("do", index, weights.factors, weights.empty)
-        ds = self.products("ds", self.of_keys("v", index), "do", do)
+    def _backward(self, *, careful: bool) -> dict[str, ndarray] | None:
+        """Return the gradients; None where care is needed."""
+        problem, get, weights = self.problem, self.buffers.get, row_weights(self.operands, 1.0)
+        q = self.load("q", self.task.factor, weights.empty)
+        p = self.exponentials(self.scores(q, careful=careful), weights.reference, low=self.task.low)
+        self.hide(p)
+        do = self.load("do", weights.factors, weights.empty)
+        ds = self.products("ds", "v", do)
         differentiate_scores(ds, p, weights.delta.reshape(*self.lead, 1, self.rows), careful=careful)
         results = {"dv": product(p, do, get("dv", *p.shape[:-1], problem.head_dim_v), careful=careful)}
         if "dbias" in self.task.results:
-            dbias, like = np.moveaxis(self.by_group(ds), -3, -1), self.take(self.task.results["dbias"], index)
+            dbias, like = np.moveaxis(self.by_group(ds), -3, -1), self.take(self.task.results["dbias"])
             dtype = np.float64 if 1 in like.shape[-2:] else self.dtype
             results["dbias"] = summed_to(dbias, like.shape, dtype).copy()  # as ds may change
         if problem.softcap is not None:
             differentiate_softcap(ds, self.tanh, problem.softcap, careful=careful)
         results["dk"] = product(ds, q, get("dk", *p.shape[:-1], problem.head_dim), careful=careful)
-        dq = product(ds.swapaxes(-1, -2), self.of_keys("k", index), get("dq", *q.shape), careful=careful)
-        if not (careful or all(np.isfinite(x).all() for x in (results["dv"], results["dk"], dq))):
+        dq = product(ds.swapaxes(-1, -2), self.operands["k"], get("dq", *q.shape), careful=careful)
+        if not (careful or is_finite(results["dv"], results["dk"], dq)):
             return None
         dq *= self.dtype.type(self.task.factor)
         return results | {"dq": dq.reshape(*self.lead, problem.group, problem.n_queries, problem.head_dim)}

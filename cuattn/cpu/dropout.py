@@ -1,6 +1,9 @@
 """The keep decisions of :mod:`cuattn.rng`, for parts of a problem that stands anywhere in a whole."""
 
+import math
+
 import numpy as np
+from numpy import ndarray
 
 from cuattn import rng
 from cuattn.io_model.sizes import cdiv
@@ -22,10 +25,10 @@ class Dropout:
             )
         )
 
-    def kept(self, batch: tuple[int, ...], head: int, rows: slice, keys: slice) -> np.ndarray:
+    def kept(self, batch: tuple[int, ...], head: int, rows: slice, keys: slice) -> ndarray:
         """Return which elements of a head stay, bool (rows, keys)."""
-        flat = int(np.ravel_multi_index(batch, self._problem.batch)) if batch else 0
-        b = (self._place.batch + flat) * self._place.heads + self._place.head + head
+        flat = np.arange(math.prod(self._problem.batch)).reshape(self._problem.batch)[batch]
+        b = (self._place.batch + int(flat)) * self._place.heads + self._place.head + head
         of_rows = self._rows[rows.start // _BLOCK : cdiv(rows.stop, _BLOCK)]
         of_keys = self._keys[keys.start // _BLOCK : cdiv(keys.stop, _BLOCK)]
         kept = rng.keep_blocks(self._state, self._problem.dropout, b, of_rows, of_keys)

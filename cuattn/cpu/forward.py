@@ -6,21 +6,22 @@ are taken at once: the bits of the result are the same.
 """
 
 import numpy as np
+from numpy import ndarray
 
 from cuattn.cpu.arithmetic import (
     WINDOW,
     exponential,
     exponentiate,
+    fold,
     hide,
+    is_finite,
     longest_of,
     lowest,
+    product,
     relative,
-    selecting_product,
 )
 from cuattn.cpu.tiles import Part
 from cuattn.cpu.walk import Item, Tiles, Walk
-
-_LANES = 16  # keys whose scores are compared at once; they divide every block of keys
 
 
 class ForwardWalk(Walk):
@@ -36,31 +37,31 @@ class ForwardWalk(Walk):
     def __call__(self, item: Item) -> None:
         """Compute an item; again, with care for what is hidden, if something is not a finite number."""
         self.turn_to(item)
-        queries = item.group.of_queries(self.task.operands["q"])[:, item.rows]
+        queries = item.group.of_queries(self.task.operands["q"], item.rows)
         upright, self._q = self.load("q", queries, self.task.factor)
-        self._bounded = self.bounded(longest_of(upright), item)
-        self._attend(item, careful=False)
-        if not np.isfinite(self._o).all():
-            self._attend(item, careful=True)
-        self._finish(item)
+        self._bounded = self.bounded(longest_of(upright))
+        self._attend(careful=False)
+        if not is_finite(self._o):
+            self._attend(careful=True)
+        self._finish()
 
-    def _attend(self, item: Item, *, careful: bool) -> None:
+    def _attend(self, *, careful: bool) -> None:
         """Take the row tiles through the tiles that they see."""
         self._o = self.buffers.get("o", self.members, self.problem.head_dim_v + 1, self.blocks.rows)
         self._o.fill(0)
         self._reference = np.zeros((self.members, self.blocks.rows), self.dtype)
         self._m = np.full_like(self._reference, -np.inf)
-        for part in item.parts:
-            self._advance(item, part, careful=careful)
+        for part in self.item.parts:
+            self._advance(part, careful=careful)
 
-    def _advance(self, item: Item, part: Part, *, careful: bool) -> None:
+    def _advance(self, part: Part, *, careful: bool) -> None:
         """Take the row tiles through a part of their tiles: algorithm 2, lines 10 to 16."""
-        s, masks = self.make_scores(item, part, self._q, careful=careful)  # line 10
+        s, masks = self.make_scores(part, self._q, careful=careful)  # line 10
         if self._bounded:  # all scores are within the window, so references stay 0
             if self._statistics:
                 for tile, shown in masks:
                     hide(tile, shown, self._lowest)
-                np.maximum(self._m, self._row_max(s), out=self._m)
+                np.maximum(self._m, fold(np.maximum, s.reshape(len(s), -1, s.shape[-1])), out=self._m)
             exponentiate(s)
             for tile, shown in masks:
                 hide(tile, shown)
@@ -73,25 +74,17 @@ class ForwardWalk(Walk):
         np.copyto(weighed[:, 0], self._o)
         np.matmul(self._ones, s, weighed[:, 1:, -1:])
         if self.task.dropout is not None:
-            self.drop(s, self.dropped(item, part))  # line 14
-        products = weighed[:, 1:, :-1]
+            self.drop(s, self.dropped(part))  # line 14
+        products = weighed[:, 1:, :-1].swapaxes(2, 3)
         for slots, v in self.by_run(part, self.values):
-            if careful:
-                selecting_product(s[:, slots].swapaxes(2, 3), v, products[:, slots].swapaxes(2, 3))
-            else:
-                np.matmul(v.swapaxes(2, 3), s[:, slots], products[:, slots])
+            product(s[:, slots].swapaxes(2, 3), v, products[:, slots], careful=careful)
         np.add.reduce(weighed, 1, None, self._o)  # lines 15 and 16
 
-    def _row_max(self, s: np.ndarray) -> np.ndarray:
-        heads, rows = len(s), s.shape[-1]
-        here = np.maximum.reduce(s.reshape(heads, -1, _LANES * rows), 1)  # longer rows are faster to reduce
-        return np.maximum.reduce(here.reshape(heads, _LANES, rows), 1)
-
-    def _follow(self, s: np.ndarray) -> None:
+    def _follow(self, s: ndarray) -> None:
         """Move the references of the rows whose highest score has left the window, and take s relative to them."""
         m, reference = self._m, self._reference
         seen = m > -np.inf
-        np.maximum(m, self._row_max(s), out=m)
+        np.maximum(m, fold(np.maximum, s.reshape(len(s), -1, s.shape[-1])), out=m)
         away = (m > reference + WINDOW) | (~seen & (m < reference - WINDOW) & (m > -np.inf))
         if away.any():
             moved = np.where(away, m, reference)
@@ -100,7 +93,7 @@ class ForwardWalk(Walk):
         if reference.any():
             s -= reference[:, None, None]
 
-    def _finish(self, item: Item) -> None:
+    def _finish(self) -> None:
         """Write the results of an item: algorithm 2, lines 15 and 16, once for all."""
         total = self._o[:, -1]
         below = np.where(total == 0, 1, total)
@@ -113,4 +106,5 @@ class ForwardWalk(Walk):
             relative_to = exponential(np.where(total == 0, 0, self._m - self._reference))
             results |= {"l": total / relative_to, "m": self._m}
         for name, values in results.items():
-            item.group.of_queries(self.task.results[name])[:, item.rows] = self.by_head(values)[:, : self.count]
+            target = self.item.group.of_queries(self.task.results[name], self.item.rows)
+            target[...] = self.by_head(values)[:, : self.count]

@@ -1,9 +1,10 @@
 """Merging forwards over disjoint sets of keys."""
 
 import numpy as np
+from numpy import ndarray
 
 
-def merge(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def merge(parts: list[tuple[ndarray, ndarray, ndarray]]) -> tuple[ndarray, ndarray, ndarray]:
     """Combine (o, l, m) of the same queries over disjoint sets of keys.
 
     Parameters

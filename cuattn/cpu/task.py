@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
+from numpy import ndarray
 
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.threads import Turns
 from cuattn.problem import Problem
 
-Arrays = Mapping[str, np.ndarray]
+Arrays = Mapping[str, ndarray]
 
 
 class Task:
@@ -25,7 +25,7 @@ class Task:
     results : dict of ndarray
         o and, if they are wanted, l and m, to write to; or what a backward's dq, dk, dv and dbias are added to.
     shares : bool
-        Whether items of any heads add to the same sums.
+        Whether a gradient gets terms from several batch elements or heads; then all items add to sums in one order.
 
     Attributes
     ----------

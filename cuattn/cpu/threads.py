@@ -30,16 +30,11 @@ def _libraries() -> list:
     return [library for library in found if "numpy" in library.filepath] or found
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def worker_count() -> int:
     """Return how many threads the BLAS library would use."""
     with _lock:
-        if _depth:
-            return max((count for _, count in _saved), default=_cores())
-        return max((library.num_threads for library in _libraries()), default=_cores())
+        counts = [count for _, count in _saved] if _depth else [library.num_threads for library in _libraries()]
+    return max(counts, default=os.cpu_count() or 1)
 
 
 def useful(items: int, nanoseconds: float) -> int:
@@ -125,7 +120,6 @@ class Dispatcher:
         self._sizes, self._next = sizes, [0] * len(sizes)
         self._unopened = iter([group for group, size in enumerate(sizes) if size])
         self._open: set[int] = set()
-        self._stopped = False
 
     def take(self, group: int | None, prepare: Callable[[int, int], object]) -> tuple[int, object] | None:
         """Return (group, prepared item) for a thread that is in `group`; None at the end.
@@ -137,7 +131,7 @@ class Dispatcher:
                 group = next(self._unopened, None)
                 if group is None:
                     group = max(self._open, key=lambda g: self._sizes[g] - self._next[g], default=None)
-            if self._stopped or group is None:
+            if group is None:
                 return None
             item = self._next[group]
             self._next[group] += 1
@@ -146,7 +140,8 @@ class Dispatcher:
 
     def stop(self) -> None:
         """Hand out nothing more."""
-        self._stopped = True
+        with self._lock:
+            self._open, self._unopened = set(), iter(())
 
 
 def run(

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from cuattn.cpu.blocks import Blocks
 from cuattn.masks.intervals import FULL, PARTIAL, bit_lines
@@ -18,6 +19,10 @@ _STRIP = 16  # row tiles whose states are computed at once
 MASK_BYTES = 1 << 23  # of element masks, remembered for the same heads
 _PATTERNS = 1 << 10  # partial tiles in a strip; where there are more they are likely to differ
 _REMEMBERED = 1 << 12  # strips
+
+
+Shown = Callable[[], ndarray]
+"""Returns what a tile shows, as bits (keys, rows)."""
 
 
 class Run(NamedTuple):
@@ -33,8 +38,8 @@ class Part(NamedTuple):
 
     index: int  # of the step
     count: int
-    runs: tuple[Run, ...]
-    masks: tuple[tuple[int, Callable[[], np.ndarray]], ...]  # what is shown, as bits (keys, rows), by slot
+    runs: list[Run]
+    masks: list[tuple[int, Shown]]  # of partial tiles, by slot
 
 
 class Visibility:
@@ -43,20 +48,20 @@ class Visibility:
     def __init__(self, problem: Problem, masks: Sequence[Any], blocks: Blocks) -> None:
         self._problem, self._masks, self._blocks = problem, masks, blocks
         self._strip = lru_cache(_REMEMBERED)(self._make_strip)
-        self._tile_masks: dict[Hashable, Callable[[], np.ndarray]] = {}
+        self._tile_masks: dict[Hashable, Shown] = {}
         self._dtype = np.dtype(f"u{problem.stat_dtype.itemsize}")
         self._most = MASK_BYTES // (blocks.rows * blocks.keys * self._dtype.itemsize)  # masks that are remembered
 
     def parts(self, head: tuple[int, ...], row_tile: int) -> tuple[Part, ...]:
         """Return what a row tile of a head, an index into (*batch, heads), sees."""
         instances = tuple([mask.instance(head) for mask in self._masks])
-        strip, row = divmod(row_tile, _STRIP) if self._masks else (0, 0)
+        strip, row = divmod(row_tile if self._masks else 0, _STRIP)
         return self._strip(instances, strip * _STRIP)[row]
 
     def _make_strip(self, instances: tuple, start: int) -> list[tuple[Part, ...]]:
         """Return what the row tiles of a strip see."""
         blocks = self._blocks
-        stop = min(start + _STRIP, blocks.row_tiles) if self._masks else start + 1
+        stop = min(start + _STRIP, blocks.row_tiles)
         states = np.full((stop - start, blocks.key_tiles), FULL, np.int8)
         for mask, instance in zip(self._masks, instances, strict=True):
             np.minimum(states, mask.states(instance, blocks.rows, blocks.keys, start, stop), out=states)
@@ -67,14 +72,20 @@ class Visibility:
         for row, tile in zip(*(index.tolist() for index in np.nonzero(states)), strict=True):
             steps[row].setdefault(tile // blocks.step, []).append(tile)
         return [
-            tuple([self._part(index, tiles, of_row) for index, tiles in by_step.items()])
-            for by_step, of_row in zip(steps, hidden, strict=True)
+            tuple(
+                [
+                    self._part(
+                        index, tiles, [(n, hidden[row, tile]) for n, tile in enumerate(tiles) if (row, tile) in hidden]
+                    )
+                    for index, tiles in by_step.items()
+                ]
+            )
+            for row, by_step in enumerate(steps)
         ]
 
-    def _hidden(self, instances: tuple, states: np.ndarray, start: int) -> list[dict[int, Callable[[], np.ndarray]]]:
-        """Return, by row tile of a strip, what hides elements of its partial tiles; some along a diagonal are alike."""
-        blocks = self._blocks
-        found: list[dict[int, Callable[[], np.ndarray]]] = [{} for _ in states]
+    def _hidden(self, instances: tuple, states: ndarray, start: int) -> dict[tuple[int, int], Shown]:
+        """Return what partial tiles of a strip show, by row and key tile; along a diagonal one looks like another."""
+        blocks, found = self._blocks, {}
         rows, tiles = np.nonzero(states == PARTIAL)
         patterns: list = [None]
         if 0 < len(rows) <= _PATTERNS:
@@ -91,10 +102,10 @@ class Visibility:
                 make = partial(self._tile_mask, instances, row + start, tile)
                 if len(self._tile_masks) < self._most:
                     make = self._tile_masks[key] = cache(make)
-            found[row][tile] = make
+            found[row, tile] = make
         return found
 
-    def _tile_mask(self, instances: tuple, row_tile: int, tile: int) -> np.ndarray:
+    def _tile_mask(self, instances: tuple, row_tile: int, tile: int) -> ndarray:
         blocks = self._blocks
         ramp = bit_lines(blocks.rows, self._dtype)
         there = min(blocks.keys, self._problem.n_keys - tile * blocks.keys)
@@ -104,12 +115,11 @@ class Visibility:
             full[:there] &= mask.shown(instance, blocks.rows, blocks.keys, row_tile, tile, ramp)[:there]
         return full
 
-    def _part(self, index: int, tiles: list[int], hidden: dict[int, Callable[[], np.ndarray]]) -> Part:
+    def _part(self, index: int, tiles: list[int], masks: list[tuple[int, Shown]]) -> Part:
         """Return the part of a step with these tiles."""
         runs, size = [], self._blocks.keys
         for _, run in groupby(enumerate(tiles), lambda pair: pair[1] - pair[0]):
             (slot, first), *_, (last_slot, last) = list(run) * 2
             keys = slice(first * size, min((last + 1) * size, self._problem.n_keys))
             runs.append(Run(first, slice(slot, last_slot + 1), keys))
-        masks = [(slot, hidden[tile]) for slot, tile in enumerate(tiles) if tile in hidden]
-        return Part(index, len(tiles), tuple(runs), tuple(masks))
+        return Part(index, len(tiles), runs, masks)

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from cuattn.cpu.arithmetic import WINDOW, longest_of
 from cuattn.cpu.blocks import HeadGroup, choose, head_groups
@@ -20,7 +21,7 @@ from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
 
 END = -1  # what an item of a backward adds to when it ends, in place of a step
-Arrays = Mapping[str, np.ndarray]
+Arrays = Mapping[str, ndarray]
 
 
 class Item(NamedTuple):
@@ -29,8 +30,8 @@ class Item(NamedTuple):
     group: HeadGroup
     rows: slice  # that exist
     parts: tuple[Part, ...]
-    line: Hashable = ()  # of a backward: which items it shares sums with
-    numbers: tuple[int, ...] = ()  # and its turns at them: part by part, and at the end
+    line: Hashable  # of a backward: which items it shares sums with
+    numbers: list[int]  # and its turns at them: part by part, and at the end
 
 
 class Tiles(Task):
@@ -41,7 +42,6 @@ class Tiles(Task):
         problem, masks = self.problem, self.masks
         self.blocks = choose(problem, masks)
         self.visibility = Visibility(problem, masks, self.blocks)
-        self.owns_q = self.operands["q"].shape[:-2] == (*problem.batch, problem.heads)
         groups = list(head_groups(problem, self.blocks.heads))
         # What adds to common sums is handed out in one order.
         self._groups = [[group for some in groups for group in some]] if self.shares else groups
@@ -54,12 +54,10 @@ class Tiles(Task):
         heads, stack = divmod(n, self._stacks)
         group, size = self._groups[index][heads], self.blocks.stack * self.blocks.rows
         parts = self.visibility.parts((*group.batch, group.start), stack * self.blocks.stack)
-        item = Item(group, slice(stack * size, min((stack + 1) * size, self.problem.n_queries)), parts)
-        if self.problem.operation == "forward":
-            return item
+        rows = slice(stack * size, min((stack + 1) * size, self.problem.n_queries))
         line = () if self.shares else (*group.batch, group.kv_start)
-        steps = (*(part.index for part in parts), END)
-        return item._replace(line=line, numbers=tuple([self.turns.take_number((line, step)) for step in steps]))
+        numbers = [self.turns.take_number((line, step)) for step in (*(part.index for part in parts), END)]
+        return Item(group, rows, parts, line, numbers)
 
     def _max_norm(self, name: str, group: HeadGroup) -> float:
         """Return the length of the longest key or value, "k" or "v", of some heads; not finite where one is not."""
@@ -100,7 +98,7 @@ class Walk:
 
     def turn_to(self, item: Item) -> None:
         """Turn to an item: to its row tiles, and to the keys and values of its heads."""
-        group, self.count = item.group, item.rows.stop - item.rows.start
+        self.item, group, self.count = item, item.group, item.rows.stop - item.rows.start
         self.members = group.count * cdiv(self.count, self.blocks.rows)
         if self._heads == (group.batch, group.kv_start):
             return
@@ -128,29 +126,26 @@ class Walk:
             copy[:, : there.shape[1]] = there
             copy[:, there.shape[1] :] = 0
 
-    def bounded(self, longest_q: float, item: Item) -> bool:
-        """Whether all scores of an item are within the window around 0, given the longest of the scaled queries.
+    def bounded(self, longest_q: float) -> bool:
+        """Whether all scores of the item are within the window around 0, given the longest of the scaled queries.
 
         Cauchy and Schwarz give such a bound; it is not finite where something is not.
         """
-        largest, cap = longest_q * self.task.max_norm("k", item.group), self.problem.softcap
-        if cap is not None and largest < math.inf:
-            largest = cap
+        largest = longest_q * self.task.max_norm("k", self.item.group)
+        if self.problem.softcap is not None and largest < math.inf:
+            largest = self.problem.softcap
         if "bias" in self.task.operands:
-            bias = item.group.of_queries(self.task.operands["bias"])
-            bias = bias[:, item.rows] if bias.shape[1] > 1 else bias
+            bias = self.item.group.of_queries(self.task.operands["bias"], self.item.rows)
             largest += max(float(bias.max()), -float(bias.min()))
         return largest <= WINDOW
 
-    def by_run(self, part: Part, tiles: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+    def by_run(self, part: Part, tiles: ndarray) -> Iterator[tuple[slice, ndarray]]:
         """Yield slots of a part, and the keys or values that belong there."""
         for first, slots, _ in part.runs:
             place = first % tiles.shape[1]
             yield slots, tiles[:, place : place + slots.stop - slots.start]
 
-    def load(
-        self, name: str, matrices: np.ndarray, factors: Any, empty: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def load(self, name: str, matrices: ndarray, factors: Any, empty: ndarray | None = None) -> tuple[ndarray, ndarray]:
         """Return rows, (heads | 1, count, width), times `factors`, also transposed; missing and `empty` rows are 0."""
         upright = self.buffers.get(name, self.members, self.blocks.rows, matrices.shape[-1])
         flat = self.by_head(upright)
@@ -162,14 +157,12 @@ class Walk:
         np.copyto(transposed, upright.swapaxes(1, 2))
         return upright, transposed
 
-    def by_head(self, array: np.ndarray) -> np.ndarray:
+    def by_head(self, array: ndarray) -> ndarray:
         """Return an array of axes (members, rows, ...) with axes (heads, rows, ...)."""
         tiles = cdiv(self.count, self.blocks.rows)
         return array.reshape(self.members // tiles, tiles * self.blocks.rows, *array.shape[2:])
 
-    def make_scores(
-        self, item: Item, part: Part, q: np.ndarray, *, careful: bool
-    ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
+    def make_scores(self, part: Part, q: ndarray, *, careful: bool) -> tuple[ndarray, list[tuple[ndarray, ndarray]]]:
         """Return the scores of a part, and the tiles of them that hide something with the bits of what they show.
 
         q is (members, width, rows), scaled.  Algorithms 2 and 4, lines 10 and 11: what is hidden is not yet.
@@ -182,34 +175,30 @@ class Walk:
             self.tanh = np.tanh(s, out=self.buffers.get("tanh", *s.shape))
             np.multiply(self.tanh, self.problem.softcap, out=s)
         if "bias" in self.task.operands:
-            for tile, bias in self.bias_of(item.group.of_queries(self.task.operands["bias"]), item, part, s):
+            for tile, bias in self.bias_of(self.task.operands["bias"], part, s):
                 tile += bias
                 if careful:  # hidden even where the score itself is NaN
                     np.copyto(tile, -np.inf, where=bias == -np.inf)
         if careful:  # lest rows that do not exist, and see everything, lead NaN to the sums over rows
-            by_head = s.reshape(item.group.count, -1, *s.shape[1:])
+            by_head = s.reshape(self.item.group.count, -1, *s.shape[1:])
             by_head[:, -1, ..., (self.count - 1) % self.blocks.rows + 1 :] = -np.inf
         return s, [(s[:, slot], shown()) for slot, shown in part.masks]
 
-    def bias_of(
-        self, bias: np.ndarray, item: Item, part: Part, s: np.ndarray
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def bias_of(self, bias: ndarray, part: Part, s: ndarray) -> Iterator[tuple[ndarray, ndarray]]:
         """Yield elements of scores, (heads, keys, rows), and those of a bias (each axis may be 1) for them."""
-        wide, tall = bias.shape[2] > 1, bias.shape[1] > 1
         for _, slots, keys in part.runs:
-            tile = s[:, slots].reshape(len(s), -1, s.shape[-1])
-            tile = tile[:, : keys.stop - keys.start, : self.count]
-            yield tile, bias[:, item.rows if tall else slice(None), keys if wide else slice(None)].swapaxes(1, 2)
+            tile = s[:, slots].reshape(len(s), -1, s.shape[-1])[:, : keys.stop - keys.start, : self.count]
+            yield tile, self.item.group.of_queries(bias, self.item.rows, keys).swapaxes(1, 2)
 
-    def dropped(self, item: Item, part: Part) -> Iterator[tuple[tuple, np.ndarray]]:
+    def dropped(self, part: Part) -> Iterator[tuple[tuple, ndarray]]:
         """Yield which elements dropout takes from a part: an index of tiles of it, and bool (keys, rows) of these."""
         for _, slots, keys in part.runs:
-            for head in range(item.group.count):
-                kept = self.task.dropout.kept(item.group.batch, item.group.start + head, item.rows, keys)
+            for head in range(self.item.group.count):
+                kept = self.task.dropout.kept(self.item.group.batch, self.item.group.start + head, self.item.rows, keys)
                 yield (head, slots), ~kept.T
 
     @staticmethod
-    def drop(array: np.ndarray, dropped: Iterator[tuple[tuple, np.ndarray]]) -> None:
+    def drop(array: ndarray, dropped: Iterator[tuple[tuple, ndarray]]) -> None:
         """Set the dropped elements of an array of a part's shape to 0."""
         for index, which in dropped:
             tiles = array[index].reshape(-1, array.shape[-1])

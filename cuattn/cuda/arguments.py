@@ -169,22 +169,20 @@ def problem_fields(problem: Problem, axes: Axes) -> dict[str, Any]:
     }
 
 
-def change(dtype: np.dtype, name: str, value: int) -> list[Change]:
-    """Return what sets a field of an argument to a value of its size."""
-    field, first = dtype.fields[name][:2]
-    return [(first // 4 + word, value >> 32 * word & 0xFFFFFFFF) for word in range(field.itemsize // 4)]
-
-
 def changes(dtype: np.dtype, fields: dict[str, int]) -> list[Change]:
-    """Return what sets fields of an argument."""
-    return [word for field in fields.items() for word in change(dtype, *field)]
+    """Return what sets fields of an argument to values of their sizes."""
+    found: list[Change] = []
+    for name, value in fields.items():
+        field, first = dtype.fields[name][:2]
+        found += [(first // 4 + word, value >> 32 * word & 0xFFFFFFFF) for word in range(field.itemsize // 4)]
+    return found
 
 
 @functools.lru_cache(maxsize=256)
 def _key_changes(seed: int) -> list[Change]:
     """Return what sets the two 32-bit keys of each Philox round."""
     keys = np.array(round_keys(RNGState(seed).key), "<u4")
-    return change(PARAMS, "dropout.keys", int.from_bytes(keys.tobytes(), "little"))
+    return changes(PARAMS, {"dropout.keys": int.from_bytes(keys.tobytes(), "little")})
 
 
 def state_changes(state: RNGState, device: int) -> list[Change]:

@@ -2,7 +2,8 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 from cuattn.cuda.arguments import Array, Axes, collapse, load_bytes, operand_fields, problem_fields, slot_of, steps_of
 from cuattn.cuda.constants import Constants
@@ -12,20 +13,6 @@ from cuattn.cuda.sequence import LaunchSequence
 from cuattn.cuda.tables import TABLE_SLOTS, CallMasks
 from cuattn.plans import Plan
 from cuattn.problem import OPERATIONS, Problem
-
-
-def statistics(problem: Problem, dtype: Any = None) -> dict[str, Array]:
-    """Return a forward's o, in its own dtype or another, with l and m if they are asked for."""
-    found = {"o": Array(problem.o_shape, dtype or problem.out_dtype)}
-    if problem.statistics or dtype:
-        found |= {name: Array(problem.stat_shape, problem.stat_dtype) for name in "lm"}
-    return found
-
-
-def gradients(problem: Problem, operands: Mapping[str, Any]) -> dict[str, Array]:
-    """Return a backward's results: for each operand with a gradient one of its (aligned) shape."""
-    named = {f"d{name}": operands[name] for name in ("q", "k", "v", "bias") if name in operands}
-    return {name: Array(tuple(array.shape), problem.grad_dtype(array.dtype)) for name, array in named.items()}
 
 
 class Call:
@@ -45,7 +32,7 @@ class Call:
     Attributes
     ----------
     family : str
-        The name of the family.
+        The name of the family, once it was chosen.
     device : Device
     arrays : dict of str to array
         Operands and, from :meth:`begin` on, results.
@@ -53,7 +40,7 @@ class Call:
         From :meth:`begin` on.
     """
 
-    family: ClassVar[str]
+    family: str
     sequence: LaunchSequence
 
     def __init__(self, problem: Problem, operands: Mapping[str, Any], masks: Sequence[Any]) -> None:
@@ -81,22 +68,23 @@ class Call:
         """:meth:`begin` the call, add its launches, and plan it."""
         raise NotImplementedError
 
-    def begin(self, results: dict[str, Array], scratch: dict[str, Array], counters: int = 0) -> None:
+    def begin(self, scratch: dict[str, Array], counters: int = 0) -> None:
         """Make the launch sequence, empty yet.
 
         Parameters
         ----------
-        results, scratch : dict of str to Array
+        scratch : dict of str to Array
         counters : int, optional
             See :class:`LaunchSequence`.
         """
-        problem = self.problem
+        problem, operation = self.problem, OPERATIONS[self.problem.operation]
+        made = operation.made(replace(problem, rank=3), self.operands)  # every axis written out
+        results = {name: Array(*one) for name, one in made.items()}
         self.arrays |= results
         self._fields = problem_fields(problem, self.axes)
         for name, array in self.arrays.items():
             self._fields |= operand_fields(name, array, self.axes, len(problem.batch))
-        inputs = OPERATIONS[problem.operation].inputs
-        self.sequence = LaunchSequence(self.device.number, inputs, results, scratch, counters, problem)
+        self.sequence = LaunchSequence(self.device.number, operation.inputs, results, scratch, counters, problem)
         self.slots = {slot: name for name in self.sequence.names if name != "mask" and (slot := slot_of(name))}
 
     def load_bytes(self, *names: str) -> int:
@@ -139,18 +127,9 @@ class Call:
         launched = path, kernel, constants, grid, 32 * warps, PARAMS, fields, slots
         self.sequence.add(*launched, tables=tables, **more)
 
-    def planned(
-        self,
-        block_m: int,
-        block_n: int,
-        warps: int,
-        shared_bytes: int,
-        reason: str,
-        notes: Sequence[str],
-        constants: Constants,
-    ) -> Plan:
-        """Return the plan of the call, whose launches were added; `constants` are those of its main kernel."""
+    def planned(self, tile: Sequence[int], warps: int, shared_bytes: int, constants: Constants, *notes: str) -> Plan:
+        """Return the plan of the call, whose launches were added: tile and so on are those of its main kernel."""
         return Plan(
-            self.family, self.problem.operation, block_m, block_n, warps, shared_bytes, self.sequence.workspace_bytes,
-            reason, tuple(notes), tuple(constants.items()),
+            self.family, self.problem.operation, *tile[:2], warps, shared_bytes, self.sequence.workspace_bytes, "",
+            notes, tuple(constants.items()),
         )  # fmt: skip

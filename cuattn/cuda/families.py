@@ -40,6 +40,8 @@ class Family:
     ----------
     name : str
         What ``kernel=`` calls it.
+    reason : str
+        What speaks for it, as its plans say.
     operations : mapping of str to type
         How it does each operation, on the current device.
     simplify : callable
@@ -47,6 +49,7 @@ class Family:
     """
 
     name: str
+    reason: str
     operations: Mapping[str, type[Call]]
     simplify: Callable[[Problem, Sequence[Any]], Simpler] = _as_given
 
@@ -62,9 +65,15 @@ def register_family(family: Family) -> None:
     FAMILIES.update({family.name: family, **others})
 
 
-register_family(Family("sm80", {"forward": sm80.Forward, "backward": sm80.Backward}))
-# These take no boolean masks.
-register_family(Family("sm90", {"forward": sm90.Forward, "backward": sm90.Backward}, _bands_apart))
+register_family(Family("sm80", "portable tensor-core kernel", {"forward": sm80.Forward, "backward": sm80.Backward}))
+register_family(
+    Family(
+        "sm90",
+        "bulk tensor copies and warpgroup products",
+        {"forward": sm90.Forward, "backward": sm90.Backward},
+        _bands_apart,  # since it takes no boolean masks
+    )
+)
 
 
 def _choose(problem: Problem, operands: Operands, masks: Sequence[Any]) -> tuple[Call, list[str]]:
@@ -80,6 +89,7 @@ def _choose(problem: Problem, operands: Operands, masks: Sequence[Any]) -> tuple
         if operation is not None:
             taken, left = family.simplify(problem, masks)
             call = operation(taken, operands, left)
+            call.family = name
             reason = call.unsupported_reason()
             if reason is None:
                 if taken.masks != problem.masks:
@@ -114,4 +124,5 @@ def plan(problem: Problem, operands: Operands, masks: Sequence[Any]) -> Plan:
     """Return the plan of a call for arrays on the current device; it says why other families do not take it."""
     call, notes = _choose(problem, operands, masks)
     made = call.prepare()
-    return replace(made, notes=(*made.notes, *notes))
+    reason = f"{FAMILIES[made.kernel].reason}, {call.device.arch}"
+    return replace(made, reason=reason, notes=(*made.notes, *notes))

@@ -126,30 +126,24 @@ class Kernel:
 
     def _start(self, piece: Piece, maps: Sequence[Any], stream: int) -> None:
         """Launch with the arguments of a piece, which the driver copies; `maps` keeps those behind the first alive."""
-        if not _thread.ready:
-            _make_current()
-        _driver_launch()(self._function.ptr, *self._shape, stream, piece.arguments, 0)
+        launch = _thread.launch or _prepare_thread()
+        launch(self._function.ptr, *self._shape, stream, piece.arguments, 0)
 
 
 class _Thread(threading.local):
-    """Whether the calling thread has launched before."""
+    """The driver's function, once the calling thread may use it."""
 
-    ready = False
+    launch: Any = None
 
 
 _thread = _Thread()
 
 
-def _make_current() -> None:
+def _prepare_thread() -> Any:
     """Make the current device's context the calling thread's, which the driver's own calls do not."""
     import cupy
-
-    cupy.cuda.runtime.memGetInfo()
-    _thread.ready = True
-
-
-@functools.cache
-def _driver_launch() -> Any:
     from cupy_backends.cuda.api import driver
 
-    return driver.launchKernel
+    cupy.cuda.runtime.memGetInfo()
+    _thread.launch = driver.launchKernel
+    return _thread.launch

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from importlib import resources
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')
+_TYPES = {bool: "bool", int: "int", float: "double"}
 _HEADERS = {"__half": "cuda_fp16.h", "__nv_bfloat16": "cuda_bf16.h"}
 
 
@@ -42,10 +43,29 @@ def flatten(path: str) -> str:
     return flatten_text(_read(path, None), path)
 
 
-def flatten_text(text: str, name: str = "text") -> str:
-    """Return `text` with its quoted includes written out, each once; `name` is what compiler messages call it."""
-    lines: list[str] = []
-    _append(text, name, lines, {name})
+def flatten_text(text: str, name: str = "text", seen: set[str] | None = None) -> str:
+    """Return `text` with its quoted includes written out, each once.
+
+    Parameters
+    ----------
+    text : str
+    name : str, optional
+        What compiler messages call it.
+    seen : set of str, optional
+        Files that are not written out again; it grows.
+    """
+    seen = {name} if seen is None else seen
+    lines = [f'#line 1 "{name}"']
+    for number, line in enumerate(text.splitlines(), 1):
+        include = _INCLUDE.match(line)
+        if include is None:
+            lines.append("" if line.strip() == "#pragma once" else line)
+            continue
+        path = include[1]
+        if path not in seen:
+            seen.add(path)
+            lines.append(flatten_text(_read(path, f"{name}:{number}"), path, seen))
+        lines.append(f'#line {number + 1} "{name}"')
     return "\n".join(lines) + "\n"
 
 
@@ -55,22 +75,6 @@ def _read(path: str, origin: str | None) -> str:
         by = f", included by {origin}" if origin else ""
         raise FileNotFoundError(f"kernel source {path!r} does not exist{by}")
     return file.read_text(encoding="utf-8")
-
-
-def _append(text: str, name: str, lines: list[str], seen: set[str]) -> None:
-    lines.append(f'#line 1 "{name}"')
-    for number, line in enumerate(text.splitlines(), 1):
-        include = _INCLUDE.match(line)
-        if include:
-            path = include[1]
-            if path not in seen:
-                seen.add(path)
-                _append(_read(path, f"{name}:{number}"), path, lines, seen)
-            lines.append(f'#line {number + 1} "{name}"')
-        elif line.strip() == "#pragma once":
-            lines.append("")
-        else:
-            lines.append(line)
 
 
 def prologue(constants: Mapping[str, object] | Iterable[tuple[str, object]]) -> str:
@@ -105,24 +109,20 @@ def prologue(constants: Mapping[str, object] | Iterable[tuple[str, object]]) -> 
 def _declare(name: str, value: object) -> str:
     if isinstance(value, str):
         return f"using {name} = {value};"
-    if isinstance(value, bool):
-        return f"constexpr bool {name} = {str(value).lower()};"
-    if isinstance(value, int):
-        return f"constexpr int {name} = {value};"
-    if isinstance(value, float):
-        return f"constexpr double {name} = {value!r};"
-    raise TypeError(f"prologue constant {name} must be a bool, int, float or str, got {value!r}")
+    kind = _TYPES.get(type(value))
+    if kind is None:
+        raise TypeError(f"prologue constant {name} must be a bool, int, float or str, got {value!r}")
+    return f"constexpr {kind} {name} = {str(value).lower()};"
 
 
-@functools.lru_cache(maxsize=256)
-def build(path: str, constants: tuple[tuple[str, object], ...]) -> str:
+def build(path: str, constants: Mapping[str, object] | Iterable[tuple[str, object]]) -> str:
     """Return the complete text of one specialised kernel file.
 
     Parameters
     ----------
     path : str
         As for :func:`flatten`.
-    constants : tuple of (str, value)
+    constants : mapping
         As for :func:`prologue`.
     """
     return prologue(constants) + flatten(path)

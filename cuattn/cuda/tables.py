@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.cuda.arguments import Array, Axes, align_up, band_fields, changes, collapse
+from cuattn.cuda.arguments import Array, Axes, align_up, band_fields, changes, collapse, steps_of
 from cuattn.cuda.device import zero
 from cuattn.cuda.launch import Kernel
 from cuattn.cuda.params import BATCH_AXES, MASK_PARAMS
@@ -21,7 +21,6 @@ from cuattn.io_model.sizes import cdiv
 from cuattn.masks.base import KINDS, Mask
 from cuattn.masks.cuda_half import Source
 from cuattn.masks.device import Ready
-from cuattn.masks.recent import Recent
 from cuattn.problem import Problem
 
 _ORDER_SHARED_BYTES = 40 * 1024  # more row tiles than fit here run unsorted
@@ -104,20 +103,19 @@ class CallMasks:
         self.constants = mask_constants(problem)
         self.halves = [KINDS[kind].cuda for kind in problem.masks]
         # The structs in ``MaskParams`` that describe them.
+        fields = [half.source for half in self.halves]
         self.prefixes = [
-            half.source
-            if half.most == 1
-            else f"{half.source}.{[other.source for other in self.halves[:at]].count(half.source)}"
-            for at, half in enumerate(self.halves)
+            half.source if half.most == 1 else f"{half.source}.{fields[:number].count(half.source)}"
+            for number, half in enumerate(self.halves)
         ]
         self.sources = [_aligned(mask.source(), len(problem.batch) + 1) for mask in masks]
         self.leading = np.broadcast_shapes(*(source.leading for source in self.sources))
         self.instances = math.prod(self.leading)
         self.lasting = not any(getattr(mask, "borrowed", False) for mask in masks)
         # The tables' own instances, as a mask with one element each.
-        table = Source(self.leading, Array(self.leading, np.dtype(np.uint8)).strides, 0, 0)
+        table = Source(self.leading, steps_of(Array(self.leading, np.dtype(np.uint8))), 0, 0)
         described = [(half.operand, source) for half, source in zip(self.halves, self.sources, strict=True)]
-        self._described = {"table": _aligned(table)} if masks else {}
+        self._described = {"table": table} if masks else {}
         self._described |= {name: source for name, source in described if name}
         self.kernels = {name: half.file for half in self.halves for name in half.kernels}
         self.columns = sum("mask_bounds" in half.kernels for half in self.halves)
@@ -217,15 +215,15 @@ class MaskTables:
         if not self._masks.lasting:
             return None
         device = self._masks.device
-        cache = masks[0]._cache.get(("cuda", device)) or masks[0]._cache.setdefault(("cuda", device), Recent(_KEPT))
-        key = (*self._key, *band_fields(self._masks.problem, shift).values(), *map(id, masks[1:]))
-        kept = cache.get(key)
-        if kept is None:
+        cache, place = masks[0]._cache, ("cuda", device)
+        cells = cache.get(place) or cache.setdefault(place, functools.lru_cache(_KEPT)(lambda *key: []))
+        cell = cells(*self._key, *band_fields(self._masks.problem, shift).values(), *map(id, masks[1:]))
+        if not cell:  # until its tables are made
             if capturing:
                 return None
-            kept = cache.keep(key, self._make(masks, shift, stream))
-        kept.use(stream)
-        return kept
+            cell.append(self._make(masks, shift, stream))
+        cell[0].use(stream)
+        return cell[0]
 
     def _make(self, masks: Sequence[Mask], shift: int, stream: Any) -> Kept:
         import cupy
@@ -263,11 +261,10 @@ class MaskTables:
         return [*found, *tables]
 
 
-def _aligned(source: Source, rank: int = 0) -> Source:
-    """Give a mask as many leading axes as a problem has; where it is broadcast its strides are 0."""
-    more = (1,) * (rank - len(source.leading))
-    own = tuple(0 if n == 1 else stride for n, stride in zip(source.leading, source.strides, strict=True))
-    return source._replace(leading=more + source.leading, strides=(0,) * len(more) + own)
+def _aligned(source: Source, rank: int) -> Source:
+    """Give a mask as many leading axes as a problem has; along new ones it is broadcast."""
+    more = rank - len(source.leading)
+    return source._replace(leading=(1,) * more + source.leading, strides=(0,) * more + source.strides)
 
 
 def _source_fields(masks: CallMasks) -> dict[str, Any]:

@@ -35,8 +35,6 @@ from cuattn.interop.torch_tensors import Torch
 
 __all__ = ["ArrayOrigin", "Outputs", "signature", "to_backend"]
 
-OPTIONAL = frozenset({"bias", "mask"})
-
 # Most specific first: tensors of CuPy, PyTorch and JAX have __dlpack__ too, and dlpack takes whatever has it.
 _KINDS = (NumPy, Torch, CuPy, Jax, DLPack)
 
@@ -66,19 +64,17 @@ def signature(values):
     return None if find is None else find(values)
 
 
-def to_backend(named, *, optional=OPTIONAL):
+def to_backend(named):
     """Return NumPy or CuPy views of a call's arrays and the way back.
 
     Parameters
     ----------
     named : dict of str to object
-        The arrays of one call under the names that error messages use.
-    optional : set of str, optional
-        The names that may be None; they stay None.
+        The arrays of one call, at least one, under the names that error messages use.
 
     Returns
     -------
-    arrays : dict of str to (numpy.ndarray or cupy.ndarray or None)
+    arrays : dict of str to (numpy.ndarray or cupy.ndarray)
         Views of the same memory, in the order of `named`; all NumPy or all CuPy.
     origin : ArrayOrigin
         The arrays' kind and place.
@@ -95,16 +91,13 @@ def to_backend(named, *, optional=OPTIONAL):
     Examples
     --------
     >>> import numpy as np
-    >>> arrays, origin = to_backend({"q": np.zeros((2, 3)), "mask": None})
-    >>> arrays["q"].shape, arrays["mask"], origin
-    ((2, 3), None, NumPy(kind='numpy', backend='cpu', device=0))
+    >>> arrays, origin = to_backend({"q": np.zeros((2, 3))})
+    >>> arrays["q"].shape, origin
+    ((2, 3), NumPy(kind='numpy', backend='cpu', device=0))
     """
     arrays = {}
     first = origin = None
     for name, value in named.items():
-        if value is None and name in optional:
-            arrays[name] = None
-            continue
         kind = _kind_of(name, value)
         arrays[name], place = kind.take(name, value)
         if place.backend == "cuda" and kind.signature:
@@ -116,8 +109,6 @@ def to_backend(named, *, optional=OPTIONAL):
                 f"{name} is {_whereabouts(value, place)}, but {first} is {_whereabouts(named[first], origin)}; "
                 "all arrays of one call must be of one kind and on one device"
             )
-    if origin is None:
-        raise DtypeError(f"expected at least one array among {', '.join(named) or 'the arguments'}, got none")
     return arrays, origin
 
 

@@ -3,7 +3,7 @@
 A backend is handed a tuple of masks, which hold together, bound to its problem's lengths (:meth:`Mask.bind`); it never
 asks what kind a mask is.  The CPU walks a mask by tiles of its own size::
 
-    parts = join((*masks, band))             # masks.bands: all masks of intervals become one, which is quicker
+    parts = join((*masks, band))             # masks.intervals: all masks of intervals become one, which is quicker
     instance = mask.instance((batch, head))  # equal for matrices under the same mask: a key for what is remembered
     mask.states(instance, rows, keys, t, t + 16)         # of 16 row tiles; the minimum over the parts holds
     mask.patterns(instance, rows, keys, row_tiles, key_tiles)  # a key for each of these tiles, or None
@@ -20,10 +20,10 @@ import numpy as np
 
 from cuattn.errors import MaskError
 from cuattn.io_model.sizes import cdiv
-from cuattn.masks import checks, draw
+from cuattn.masks import checks
 from cuattn.masks.cuda_half import CudaHalf, Source
+from cuattn.masks.draw import Drawable
 from cuattn.masks.immutable import Immutable
-from cuattn.masks.intervals import SKIP
 from cuattn.masks.runs import Runs, as_runs
 
 Self = TypeVar("Self", bound="Mask")
@@ -31,16 +31,13 @@ Self = TypeVar("Self", bound="Mask")
 Instance = tuple[int, ...]
 """Index into a mask's own leading axes: one of its matrices."""
 
-Reach = tuple[int | None, int | None]
-"""(left, right): row i sees key j if i - left <= j <= i + right; None leaves that side open."""
-
 KINDS: "dict[str, type[Mask]]" = {}
 """The classes of masks by the name of their kind."""
 
 _STRIP = 64  # row tiles that are classified at once
 
 
-class Mask(Immutable):
+class Mask(Immutable, Drawable):
     """What every mask can tell.
 
     A new kind of mask needs `kind`, `leading`, `n_queries`, `n_keys`, `hidden` and `states`, and calls `_settle` when
@@ -124,9 +121,6 @@ class Mask(Immutable):
         """Return which of the mask's matrices belongs to an index into a problem's (*batch, heads)."""
         own = index[len(index) - len(self.leading) :]
         return tuple([0 if n == 1 else i for i, n in zip(own, self.leading, strict=True)])
-
-    reach: Reach | None = None
-    """The band that the mask is, where that is known, see `ColumnMask.reach`."""
 
     def source(self) -> Source:
         """Return where the mask's numbers lie on a GPU, for kinds that have a `cuda` half."""
@@ -259,12 +253,13 @@ class Mask(Immutable):
         0.4375
         """
         mask, tile, (row_tiles, key_tiles) = self._tiles(block_m, block_n, n_queries, n_keys)
-        skipped = 0
+        strips = (
+            mask.states(instance, *tile, start, min(start + _STRIP, row_tiles))
+            for instance in np.ndindex(*mask.leading)
+            for start in range(0, row_tiles, _STRIP)
+        )
         with mask._scope():
-            for instance in np.ndindex(*mask.leading):
-                for start in range(0, row_tiles, _STRIP):
-                    states = mask.states(instance, *tile, start, min(start + _STRIP, row_tiles))
-                    skipped += int((states == SKIP).sum())
+            skipped = sum(int((states == 0).sum()) for states in strips)
         return skipped / max(math.prod(mask.leading) * row_tiles * key_tiles, 1)
 
     def _tiles(
@@ -282,28 +277,6 @@ class Mask(Immutable):
             for instance in np.ndindex(*self.leading):
                 joined[instance] = of(instance)
         return joined
-
-    def plot(self, ax: Any = None) -> Any:
-        """Draw which tiles are skipped, partial and full, of the first mask along the leading axes.
-
-        Parameters
-        ----------
-        ax : matplotlib.axes.Axes, optional
-            Where to draw; by default the current axes.
-
-        Returns
-        -------
-        matplotlib.axes.Axes
-
-        Raises
-        ------
-        UnsupportedError
-            Matplotlib is not installed.
-        """
-        return draw.plot(self, ax)
-
-    def _repr_html_(self) -> str:
-        return draw.to_html(self)
 
     def restrict(self, rows: Any = slice(None), keys: Any = slice(None)) -> "Mask":
         """Return the mask of a part of the matrix, whose rows and keys are counted anew from 0.

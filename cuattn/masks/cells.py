@@ -1,7 +1,7 @@
 """Masks that hold a boolean for each cell of the matrix: a block of rows and keys, or a single element."""
 
 import math
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -11,8 +11,6 @@ from cuattn.masks.base import Instance, Mask
 from cuattn.masks.cuda_half import CudaHalf, Source, source_of
 from cuattn.masks.device import copy, namespace
 from cuattn.masks.runs import Runs, indices, length_of, taken
-
-Self = TypeVar("Self", bound="CellMask")
 
 
 class CellMask(Mask):
@@ -25,22 +23,23 @@ class CellMask(Mask):
     block_m: int
     """Rows and keys of a cell."""
     block_n: int
-    borrowed: bool
+    borrowed: bool = False
     """Whether the array is a caller's, who may change it after a call: nothing made of it may be kept."""
-    _lengths: tuple[int, int] | None  # of queries and keys; None: not known
+    _lengths: tuple[int, int] | None = None  # of queries and keys; None: not known
     _stretches: ClassVar[bool] = False  # whether a single cell stands for any length
 
     def _settle(self, array: Any, **fields: Any) -> None:
+        super()._settle(array, **fields)
         *leading, rows, columns = array.shape
-        n_queries, n_keys = fields["_lengths"] or (rows * fields["block_m"], columns * fields["block_n"])  # whole cells
-        super()._settle(array, leading=tuple(leading), n_queries=n_queries, n_keys=n_keys, **fields)
+        n_queries, n_keys = self._lengths or (rows * self.block_m, columns * self.block_n)  # of whole cells
+        vars(self).update(leading=tuple(leading), n_queries=n_queries, n_keys=n_keys)
 
     @property
     def block(self) -> tuple[int, int]:
         """Rows and keys of a cell."""
         return self.block_m, self.block_n
 
-    def _bound(self: Self, n_queries: int, n_keys: int) -> Self:
+    def _bound(self, n_queries: int, n_keys: int) -> "CellMask":
         return self._wrap(self._array, *self.block, self.borrowed, (n_queries, n_keys), _ready=self._ready)
 
     def fits(self, n_queries: int, n_keys: int) -> bool:
@@ -66,19 +65,20 @@ class CellMask(Mask):
         xp, (rows, columns) = namespace(matrix), matrix.shape
         top, bottom = _cells_of_tiles(self.n_queries, block_m, self.block_m, rows)
         left, right = map(xp.asarray, _cells_of_tiles(self.n_keys, block_n, self.block_n, columns))
-        seen = xp.empty((2, stop - start, columns), bool)  # by some row of a tile, and by all
+        before = xp.zeros(
+            (2, stop - start, columns + 1), xp.int32
+        )  # cells that some row of a tile sees, and that all do
         for t in range(start, stop):
             part = matrix[top[t] : bottom[t]]
-            seen[0, t - start], seen[1, t - start] = part.any(axis=0), part.all(axis=0)
-        before = xp.zeros((2, stop - start, columns + 1), xp.int32)
-        before[..., 1:] = seen.cumsum(axis=-1, dtype=xp.int32)
+            before[0, t - start, 1:] = part.any(axis=0).cumsum(dtype=xp.int32)
+            before[1, t - start, 1:] = part.all(axis=0).cumsum(dtype=xp.int32)
         some, every = before[..., right] - before[..., left]
         return (some > 0).astype(xp.int8) + (every == right - left)
 
     def source(self) -> Source:
         return source_of(self._array, block_m=self.block_m, block_n=self.block_n)
 
-    def _restrict(self: Self, rows: Runs, keys: Runs) -> Self:
+    def _restrict(self, rows: Runs, keys: Runs) -> "CellMask":
         block_m, part = _cut(self._array, rows, self.block_m, -2)
         block_n, part = _cut(part, keys, self.block_n, -1)
         return self._wrap(part, block_m, block_n, self.borrowed, (length_of(rows), length_of(keys)))
@@ -159,7 +159,7 @@ class BlockMask(CellMask):
     def __init__(self, blocks: Any, block_m: int, block_n: int) -> None:
         blocks = checks.booleans("blocks", blocks)
         block_m, block_n = checks.tile(block_m, block_n)
-        self._settle(copy(blocks), block_m=block_m, block_n=block_n, borrowed=False, _lengths=None)
+        self._settle(copy(blocks), block_m=block_m, block_n=block_n)
 
     @property
     def blocks(self) -> Any:
@@ -204,10 +204,10 @@ class BooleanMask(CellMask):
     kind = "boolean"
     cuda = CudaHalf(16, 1, "boolean", "boolean", "util/mask_alive.cu", ("mask_alive",))
     _stretches = True
+    block_m = block_n = 1
 
     def __init__(self, array: Any) -> None:
-        array = copy(checks.booleans("array", array))
-        self._settle(array, block_m=1, block_n=1, borrowed=False, _lengths=None)
+        self._settle(copy(checks.booleans("array", array)))
 
     @classmethod
     def borrow(cls, array: Any) -> "BooleanMask":

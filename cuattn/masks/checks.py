@@ -1,12 +1,11 @@
 """Checks of what callers hand to masks: each names the argument, its value and what was expected."""
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from cuattn.errors import DtypeError, MaskError, shown
+from cuattn.errors import DtypeError, MaskError, as_integer, shown
 from cuattn.masks.device import adopt, is_device_array
 
 INT32_MAX = 2**31 - 1
@@ -14,12 +13,9 @@ INT32_MAX = 2**31 - 1
 
 def integer(name: str, value: Any, minimum: int = 0, maximum: float = INT32_MAX) -> int:
     """Return `value` as an int in [minimum, maximum]."""
-    try:
-        if isinstance(value, bool | np.bool_):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise DtypeError(f"{name} = {shown(value)}: expected an integer, got {type(value).__name__}") from None
+    number = as_integer(value)
+    if number is None:
+        raise DtypeError(f"{name} = {shown(value)}: expected an integer, got {type(value).__name__}")
     if not minimum <= number <= maximum:
         raise MaskError(f"{name} = {shown(number)}: expected an integer in [{minimum}, {maximum}]")
     return number
@@ -83,11 +79,6 @@ def lengths(name: str, value: Any) -> np.ndarray:
     return array
 
 
-def pairs(name: str, value: Any) -> np.ndarray:
-    """Return a list of pairs of integers >= 0 as int64, (n, 2)."""
-    return numbers(name, value, 2)
-
-
 def booleans(name: str, value: Any) -> Any:
     """Return `value` as a bool array, NumPy or CuPy, of at least two axes."""
     array = any_array(name, value)
@@ -106,12 +97,13 @@ def vectors(named: dict[str, Any]) -> dict[str, Any]:
         raise DtypeError(f"{places}: expected one place")
     shapes = [array.shape for array in arrays.values()]
     given = ", ".join(f"{name} {shape}" for name, shape in zip(arrays, shapes, strict=True))
-    if () in shapes or len({shape[-1] for shape in shapes}) != 1:
-        raise MaskError(f"shapes {given}: expected (..., n_keys) with the same n_keys")
     try:
+        if () in shapes or len({shape[-1] for shape in shapes}) != 1:
+            raise ValueError
         np.broadcast_shapes(*shapes)
     except ValueError:
-        raise MaskError(f"shapes {given}: expected leading axes that broadcast") from None
+        expected = "(..., n_keys) with the same n_keys and leading axes that broadcast"
+        raise MaskError(f"shapes {given}: expected {expected}") from None
     return arrays
 
 

@@ -9,13 +9,10 @@ import numpy as np
 
 from cuattn.errors import DtypeError, MaskError, shown
 from cuattn.masks import checks, convert
-from cuattn.masks.base import Reach
 from cuattn.masks.cuda_half import CudaHalf, Source, source_of
 from cuattn.masks.device import namespace, pack
-from cuattn.masks.interval_mask import IntervalMask
+from cuattn.masks.intervals import IntervalMask
 from cuattn.masks.runs import Runs, indices, kept_before, length_of, taken
-
-_NAMES = ("lts", "lte", "uts", "ute")
 
 
 class ColumnMask(IntervalMask):
@@ -72,6 +69,7 @@ class ColumnMask(IntervalMask):
     """
 
     kind = "column"
+    _names = ("lts", "lte", "uts", "ute")
     cuda = CudaHalf(1, 4, "column", None, "util/mask_bounds.cu", ("mask_bounds", "mask_order"))
     lts: Any
     lte: Any
@@ -81,7 +79,7 @@ class ColumnMask(IntervalMask):
 
     def __init__(self, lts: Any, lte: Any, uts: Any, ute: Any, *, n_queries: int) -> None:
         n_queries = checks.integer("n_queries", n_queries)
-        vectors = checks.vectors(dict(zip(_NAMES, (lts, lte, uts, ute), strict=True)))
+        vectors = checks.vectors(dict(zip(self._names, (lts, lte, uts, ute), strict=True)))
         for name, vector in vectors.items():
             if isinstance(vector, np.ndarray):
                 checks.in_range(name, vector, 0, n_queries)
@@ -93,12 +91,8 @@ class ColumnMask(IntervalMask):
         vectors = [n_queries if bound is None else bound for bound in (lts, lte, uts, ute)]
         return cls._wrap(pack(vectors, n_queries), n_queries)
 
-    def _settle(self, array: Any, **fields: Any) -> None:
-        super()._settle(array, **fields)
-        vars(self).update(zip(_NAMES, array, strict=True))
-
     @cached_property
-    def reach(self) -> Reach | None:
+    def reach(self) -> tuple[int | None, int | None] | None:
         """For backends: the band that this mask is, or None where it is none or where that is not known.
 
         ``(left, right)`` says that row i sees key j if ``i - left <= j <= i + right``; None leaves that side open.
@@ -224,14 +218,11 @@ class ColumnMask(IntervalMask):
         if xp is np:
             checks.in_range("idx", idx, 0, n_queries)
         n_keys, columns = idx.shape[-2:]
-        given, zero = list(xp.moveaxis(idx, -1, 0)), xp.zeros(n_keys, dtype=xp.int32)
-        last = zero + n_queries
+        given = list(xp.moveaxis(idx, -1, 0))
         if is_causal:
             upper = xp.arange(n_keys, dtype=xp.int64) - (n_keys - n_queries)
-            given = [given[0], last if columns == 1 else given[1], zero, xp.clip(upper, 0, n_queries)]
-        elif columns == 2:
-            given = [given[0], last, zero, given[1]]
-        return cls._of(n_queries, *given)
+            return cls._of(n_queries, *given, ute=xp.clip(upper, 0, n_queries))
+        return cls._of(n_queries, *given) if columns == 4 else cls._of(n_queries, given[0], ute=given[1])
 
     def to_startend_row_indices(self) -> Any:
         """Return FlashMask's tensor of row indices, to be used without its causal flag.

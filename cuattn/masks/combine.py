@@ -14,7 +14,7 @@ from cuattn.masks.base import Instance, Mask
 from cuattn.masks.cells import BooleanMask, CellMask
 from cuattn.masks.column import ColumnMask
 from cuattn.masks.device import namespace
-from cuattn.masks.interval_mask import join
+from cuattn.masks.intervals import join
 from cuattn.masks.runs import Runs
 
 
@@ -69,12 +69,14 @@ class AllOf(Mask):
 
     def _settle(self, array: Any, **fields: Any) -> None:
         parts = fields["parts"]
+        lengths = [sorted({getattr(part, name) for part in parts}, reverse=True) for name in ("n_queries", "n_keys")]
         try:
             leading = np.broadcast_shapes(*(part.leading for part in parts))
-        except ValueError:
-            shapes = " & ".join(str(part.leading) for part in parts)
-            raise MaskError(f"leading axes {shapes}: expected ones that broadcast") from None
-        n_queries, n_keys = _common_lengths(parts)
+            # Where lengths are open, the largest.
+            n_queries, n_keys = next(pair for pair in product(*lengths) if all(part.fits(*pair) for part in parts))
+        except (ValueError, StopIteration):
+            given = " & ".join(map(repr, parts))
+            raise MaskError(f"{given}: expected masks of one shape, whose leading axes broadcast") from None
         # It lies where the first part does that is on a GPU.
         first = next((part for part in parts if part.on_device), parts[0])
         array = first._array if first.on_device else None
@@ -131,8 +133,7 @@ def both(a: Any, b: Any) -> Mask:
     for part in given.parts:
         part = part if is_open else _as_columns(part, n_queries, n_keys)
         for place, other in enumerate(parts):
-            joined = None if part.on_device or other.on_device else _joined(part, other)
-            if joined is not None:
+            if (joined := _joined(part, other)) is not None:
                 parts[place] = joined
                 break
         else:
@@ -154,19 +155,12 @@ def _as_columns(mask: Mask, n_queries: int, n_keys: int) -> Mask:
 
 def _joined(a: Mask, b: Mask) -> Mask | None:
     """Return one mask on the host that says what two of the same kind do, or None."""
+    if a.on_device or b.on_device:
+        return None
     if isinstance(a, ColumnMask) and isinstance(b, ColumnMask):
-        found = convert.runs(np.stack(np.broadcast_arrays(*a._array, *b._array)), a.n_queries)
+        found = convert.runs(join((a, b))[0]._array, a.n_queries)
         two = (found[0] <= 2).all()
         return ColumnMask._of(a.n_queries, *convert.assign(*found, a.n_queries)) if two else None
     if isinstance(a, CellMask) and isinstance(b, CellMask) and a.kind == b.kind and a.block == b.block:
         return a._wrap(a._array & b._array, *a.block, False, a._lengths or b._lengths)
     return None
-
-
-def _common_lengths(parts: Sequence[Mask]) -> tuple[int, int]:
-    """Return the lengths that masks share, the largest where they leave them open; MaskError if there are none."""
-    lengths = [sorted({getattr(part, name) for part in parts}, reverse=True) for name in ("n_queries", "n_keys")]
-    for pair in product(*lengths):
-        if all(part.fits(*pair) for part in parts):
-            return pair
-    raise MaskError(f"{' & '.join(map(repr, parts))}: expected masks of one shape")

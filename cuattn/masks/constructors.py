@@ -238,11 +238,9 @@ def qk_sparse(n: int, spans: Any) -> ColumnMask:
            [1, 1, 1, 1, 1]])
     """
     n = checks.integer("n", n)
-    start, length = checks.pairs("spans", spans).T
+    start, length = checks.numbers("spans", spans, 2).T
     end = start + length
-    outside = end > n
-    if outside.any():
-        first = int(outside.argmax())
+    for first in np.flatnonzero(end > n)[:1]:
         raise MaskError(f"spans[{first}] = ({start[first]}, {length[first]}): expected a span within [0, {n})")
     last_end = np.zeros(n + 1, dtype=np.int64)  # last end of the spans that begin at key j; key n: empty spans
     np.maximum.at(last_end, start, end)
@@ -322,8 +320,9 @@ def random_eviction(n: int, start: int, rng: Any = None) -> ColumnMask:
     slot_of = np.concatenate([np.arange(slots), rng.integers(0, max(slots, 1), size=n - slots)])
     tenants = np.argsort(slot_of, kind="stable")
     evicted_at = np.full(n, n)
-    succeeded = slot_of[tenants[:-1]] == slot_of[tenants[1:]]
-    evicted_at[tenants[:-1][succeeded]] = tenants[1:][succeeded]
+    tenant, following = tenants[:-1], tenants[1:]
+    succeeded = slot_of[tenant] == slot_of[following]
+    evicted_at[tenant[succeeded]] = following[succeeded]
     return eviction(evicted_at)
 
 

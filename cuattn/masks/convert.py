@@ -1,6 +1,7 @@
 """Between column intervals and other forms: dense masks, bands, FlashMask's index tensors, the transposed problem."""
 
 import math
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -81,13 +82,20 @@ def runs(bounds: np.ndarray, n_queries: int) -> tuple[np.ndarray, Pair, Pair]:
     bounds = np.clip(bounds, 0, n_queries)
     empty = bounds[::2] >= bounds[1::2]
     # Starts and ends in order, each for itself: a run begins where all intervals so far have ended.
-    starts, ends = (np.sort(np.where(empty, -1, bounds[side::2]), axis=0) for side in (0, 1))
+    starts, ends = (_ordered(np.where(empty, -1, bounds[side::2])) for side in (0, 1))
     begins = starts >= 0
     begins[1:] &= starts[1:] > ends[:-1]
     count = begins.sum(axis=0)
     first, last = np.where(begins, starts, n_queries).min(axis=0), np.where(begins, starts, -1).max(axis=0)
     first_end = np.where(ends < last, ends, -1).max(axis=0)
     return count, (first, np.where(count > 1, first_end, ends[-1])), (last, ends[-1])
+
+
+def _ordered(sides: np.ndarray) -> np.ndarray:
+    """Sort an array along its first axis, in place; where that is short this is much quicker than np.sort."""
+    for i, j in combinations(range(len(sides)), 2):
+        sides[i], sides[j] = np.minimum(sides[i], sides[j]), np.maximum(sides[i], sides[j])
+    return sides
 
 
 def find_reach(bounds: np.ndarray, n_queries: int) -> tuple[int | None, int | None] | None:
@@ -143,7 +151,7 @@ def transpose(bounds: np.ndarray, n_queries: int) -> tuple[np.ndarray, np.ndarra
     count, first, last = runs(bounds.reshape(4, math.prod(leading), n_keys), n_queries)
     disjoint = np.where([count > 0] * 2 + [count > 1] * 2, [*first, *last], n_queries)
     disjoint = np.pad(disjoint, ((0, 0), (0, 0), (1, 1)), constant_values=n_queries)  # beyond the keys
-    changes = np.sort(np.concatenate([disjoint[..., :-1], disjoint[..., 1:]]), axis=0)
+    changes = _ordered(np.concatenate([disjoint[..., :-1], disjoint[..., 1:]]))
     changes = changes + np.arange(len(count))[:, None] * n_queries  # rows of all masks
     some = changes[::2] < changes[1::2]
     start, stop, key = changes[::2][some], changes[1::2][some], np.nonzero(some)[-1]

@@ -75,7 +75,7 @@ def upload(array: np.ndarray, device: int | None) -> Any:
 
 
 def pack(vectors: Sequence[Any], limit: int) -> Any:
-    """Copy vectors or, on the host, scalars that broadcast into one new int32 array, (len(vectors), ...).
+    """Copy vectors and scalars that broadcast into one new int32 array, (len(vectors), ...).
 
     Values on a GPU, which nobody has checked, are clamped to [0, limit].
     """
@@ -84,7 +84,9 @@ def pack(vectors: Sequence[Any], limit: int) -> Any:
     with there(array):
         packed = xp.empty((len(vectors), *np.broadcast_shapes(*map(np.shape, vectors))), dtype=xp.int32)
         for k, vector in enumerate(vectors):
-            packed[k] = vector if array is None else xp.clip(vector.astype(xp.int64), 0, limit)
+            packed[k] = (
+                vector if array is None or isinstance(vector, int) else xp.clip(vector.astype(xp.int64), 0, limit)
+            )
     return packed
 
 
@@ -95,8 +97,6 @@ def current_stream() -> Any:
 
 class Ready:
     """The moment when device memory is written: an event on the stream that writes it."""
-
-    __slots__ = ("_event", "_stream")
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream.ptr

@@ -30,7 +30,8 @@ class Immutable(ABC):
     _parameter_names: ClassVar[tuple[str, ...]] = ()
     """The attributes that, with `_array`, make the mask."""
 
-    reach: Any = None
+    reach: tuple[int | None, int | None] | None = None
+    """The band that a mask is, where that is known, see `ColumnMask.reach`."""
 
     def _settle(self, array: Any, **fields: Any) -> None:
         """Freeze the mask around an array that nobody else writes to."""
@@ -80,7 +81,7 @@ class Immutable(ABC):
     def _hash(self) -> int:
         if self.on_device:
             return id(self)
-        content = self._array if self._array is None else (self._array.shape, self._array.tobytes())
+        content = self._array is not None and (self._array.shape, self._array.tobytes())
         return hash((type(self), self._parameters(), content))
 
     @property
@@ -124,12 +125,10 @@ class Immutable(ABC):
         """
         if device is not None:
             device = checks.integer("device", device)
-        if self._array is None:
+        if self._array is None or (self.on_device and device in (None, self.device)):
             return self
         if self.on_device:
-            if device not in (None, self.device):
-                raise DtypeError(f"device = {device}: expected {self.device}, where this mask is")
-            return self
+            raise DtypeError(f"device = {device}: expected {self.device}, where this mask is")
         device = int(load_cupy("device").cuda.Device().id) if device is None else device
         key = ("device", device)
         if key not in self._cache:

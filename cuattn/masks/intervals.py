@@ -12,44 +12,20 @@ nothing.  Four integers per key tile and interval answer every question about th
 therefore never stored.
 """
 
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache, partial
+from typing import Any, ClassVar
 
 import numpy as np
 
 from cuattn.io_model.sizes import cdiv
+from cuattn.masks.base import Instance, Mask
 from cuattn.masks.device import namespace
 
 FULL, PARTIAL, SKIP = 2, 1, 0
 """Tile states: everything visible, elements must be tested, nothing visible."""
 
-
-def covered(starts: Any, ends: Any, n_queries: int) -> Any:
-    """Return which keys the intervals together hide from every row (with no rows: all keys).
-
-    Parameters
-    ----------
-    starts, ends : array, (K, ..., n_keys)
-        Bounds of any value.
-    n_queries : int
-        Rows.
-
-    Returns
-    -------
-    bool array, (..., n_keys)
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> covered(np.array([[3, 4], [0, 0]]), np.array([[8, 8], [3, 3]]), 8).tolist()
-    [True, False]
-    """
-    xp = namespace(starts)
-    row = xp.zeros((), dtype=starts.dtype)  # every row before this one is hidden
-    for _ in starts:
-        for start, end in zip(starts, ends, strict=True):
-            row = xp.where((start <= row) & (end > row), end, row)
-    return row >= n_queries
+_TABLES = 8  # that a mask on the host remembers
 
 
 def tile_table(bounds: Any, n_queries: int, block_m: int, block_n: int) -> Any:
@@ -88,7 +64,10 @@ def tile_table(bounds: Any, n_queries: int, block_m: int, block_n: int) -> Any:
     bounds = xp.pad(xp.clip(bounds, 0, n_queries), [*[(0, 0)] * (bounds.ndim - 1), (0, -n_keys % block_n)], mode="edge")
     bounds = bounds.reshape(*bounds.shape[:-1], -1, block_n)  # the last key fills a ragged last tile
     starts, ends = bounds[::2], bounds[1::2]
-    empty, dead = starts >= ends, covered(starts, ends, n_queries)
+    row = xp.zeros((), xp.int32)  # of each key, the first that no interval hides as far as is known
+    for _ in starts:
+        row = xp.where((starts <= row) & (ends > row), ends, row).max(axis=0)
+    empty, dead = starts >= ends, row >= n_queries
     # An empty interval becomes (n_queries, 0), which is neutral in a minimum of starts and in a maximum of ends.
     starts = xp.where(dead, 0, xp.where(empty, n_queries, starts))
     ends = xp.where(dead, n_queries, xp.where(empty, 0, ends))
@@ -137,3 +116,75 @@ def tile_states(table: Any, row_start: int, row_stop: int) -> Any:
 def bit_lines(rows: int, dtype: np.dtype) -> np.ndarray:
     """Return (rows + 1, rows), whose line t has all bits set before row t; the bits of tiles are made of such lines."""
     return np.negative(np.tri(rows + 1, rows, -1, dtype))
+
+
+class IntervalMask(Mask):
+    """A mask that hides from each key the rows of K intervals: an array (2 K, ..., n_keys) of their starts and ends."""
+
+    _parameter_names = ("n_queries",)
+
+    _names: ClassVar[tuple[str, ...]] = ()
+    """What the starts and ends are called."""
+
+    def _settle(self, array: Any, **fields: Any) -> None:
+        super()._settle(array, **fields)
+        vars(self).update(zip(self._names, array, strict=False), leading=array.shape[1:-1], n_keys=array.shape[-1])
+
+    def _bounds(self, instance: Instance) -> Any:
+        """Return one matrix's starts and ends, (2 K, n_keys)."""
+        return self._array[(slice(None), *instance)]
+
+    @cached_property
+    def _table(self) -> Callable[[int, int], Any]:
+        """The function that returns the `tile_table` of tiles of a size; on the host some are kept."""
+        make = partial(tile_table, self._array, self.n_queries)
+        return make if self.on_device else lru_cache(_TABLES)(make)
+
+    def hidden(self, instance: Instance, rows: slice, keys: slice) -> Any:
+        bounds = self._bounds(instance)[:, keys, None]
+        i = namespace(bounds).arange(rows.start, rows.stop)
+        return ((bounds[::2] <= i) & (i < bounds[1::2])).any(axis=0)
+
+    def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
+        return tile_states(self._table(block_m, block_n)[instance], start, stop)
+
+    def patterns(self, instance, block_m, block_n, row_tiles, key_tiles):
+        bounds = np.pad(self._bounds(instance), ((0, 0), (0, -self.n_keys % block_n)))
+        tiles = bounds.reshape(len(bounds), -1, block_n).swapaxes(0, 1)[key_tiles]
+        tiles -= (row_tiles * block_m).astype(np.int32)[:, None, None]
+        return [tile.tobytes() for tile in np.clip(tiles, 0, block_m, out=tiles)]
+
+    def shown(self, instance, block_m, block_n, row_tile, key_tile, ramp):
+        bounds = self._bounds(instance)[:, key_tile * block_n : (key_tile + 1) * block_n] - row_tile * block_m
+        touched = self._table(block_m, block_n)[instance][2:, :, key_tile].T.tolist()
+        shown = None
+        for (first, last), start, end in zip(touched, bounds[::2], bounds[1::2], strict=True):
+            if first <= row_tile < last:
+                outside = _outside(start, end, ramp)
+                shown = outside if shown is None else np.bitwise_and(shown, outside, out=outside)
+        return ramp[-1:] if shown is None else shown
+
+
+def _outside(start: np.ndarray, end: np.ndarray, ramp: np.ndarray) -> np.ndarray:
+    """Return, as bits, row < start or row >= end for each key and row; a side that no key needs is not looked up."""
+    if end.min() >= ramp.shape[1]:
+        return ramp.take(start, 0, mode="clip")
+    after = ramp.take(end, 0, mode="clip")
+    np.invert(after, out=after)
+    if start.max() > 0:
+        after |= ramp.take(start, 0, mode="clip")
+    return after
+
+
+def join(masks: Sequence[Mask]) -> tuple[Mask, ...]:
+    """Return masks that hide together what these do: those of intervals, on the host, are joined to one.
+
+    Keys that they hide from every row only together are then known, so that more tiles may be skipped.
+    """
+    ours, others = [], []
+    for mask in masks:
+        (ours if isinstance(mask, IntervalMask) and not mask.on_device else others).append(mask)
+    if len(ours) < 2:
+        return tuple(masks)
+    bounds = np.stack(np.broadcast_arrays(*(bound for mask in ours for bound in mask._array)))
+    return (IntervalMask._wrap(bounds, ours[0].n_queries), *others)

@@ -150,10 +150,8 @@ def prefix_lm_document(documents: Any) -> ColumnMask:
            [1, 1, 1, 0],
            [0, 0, 0, 1]])
     """
-    prefix, length = checks.pairs("documents", documents).T
-    too_long = prefix > length
-    if too_long.any():
-        first = int(too_long.argmax())
+    prefix, length = checks.numbers("documents", documents, 2).T
+    for first in np.flatnonzero(prefix > length)[:1]:
         raise MaskError(f"documents[{first}] = ({prefix[first]}, {length[first]}): expected prefix <= length")
     length = checks.lengths("documents[:, 1]", length)
     start, end = _segments(length)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.errors import MaskError
+from cuattn.errors import MaskError, shown
 from cuattn.masks import checks
 from cuattn.masks.device import namespace
 
@@ -27,13 +27,10 @@ def as_runs(name: str, value: Any, length: int) -> Runs:
         if step != 1:
             raise MaskError(f"{name} = {value!r}: expected a slice of step 1")
         return ((start, max(start, stop)),)
-    runs = tuple(map(tuple, checks.pairs(name, value).tolist()))
-    end = 0
-    for start, stop in runs:
-        if not end <= start <= stop <= length:
-            raise MaskError(f"{name} has the run ({start}, {stop}): expected ascending runs within [0, {length}]")
-        end = stop
-    return runs
+    runs = checks.numbers(name, value, 2)
+    if (np.diff(runs.ravel(), prepend=0, append=length) < 0).any():
+        raise MaskError(f"{name} = {shown(runs.tolist())}: expected ascending runs within [0, {length}]")
+    return tuple(map(tuple, runs.tolist()))
 
 
 def length_of(runs: Runs) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 
 from cuattn.errors import ArgumentError, DtypeError, as_integer, shown
+from cuattn.masks.runs import indices
 from cuattn.problem.model import Place, Problem
 
 Runs = tuple[tuple[int, int], ...]
@@ -108,17 +109,13 @@ def _check_runs(name: str, value: Any) -> int | Runs:
     return runs[0][1] if len(runs) == 1 else runs
 
 
-def _runs(start: int | Runs) -> Runs:
-    return ((0, start),) if isinstance(start, int) else start
-
-
 def pieces(start: int | Runs, length: int) -> Runs:
     """Return the global (start, stop) of each piece of a part of `length` rows or keys.
 
     >>> pieces(((0, 4), (2, 10)), 4)
     ((4, 6), (10, 12))
     """
-    runs = _runs(start)
+    runs = ((0, start),) if isinstance(start, int) else start
     ends = (*(first for first, _ in runs[1:]), length)
     return tuple((at, at + end - first) for (first, at), end in zip(runs, ends, strict=True))
 
@@ -139,11 +136,15 @@ def _part(problem: Problem, origin: Origin) -> Place:
             f"origin.head is {origin.head} with {problem.heads} heads; expected at most origin.heads = {heads} in all"
         )
     starts, blocks = [], []
-    for name, length in (("row", problem.n_queries), ("key", problem.n_keys)):
+    for name, length, whole in (
+        ("row", problem.n_queries, origin.n_queries),
+        ("key", problem.n_keys, origin.n_keys),
+    ):
         start = getattr(origin, name)
-        _check_end(origin, name, start, length, aligned=problem.dropout > 0)
-        starts.append(start if isinstance(start, int) else 0)
-        blocks.append(_blocks(pieces(start, length)) if problem.runs and isinstance(start, tuple) else None)
+        runs = pieces(start, length)
+        _check_end(f"origin.{name} is {shown(start)}", runs, length, whole, problem.dropout > 0)
+        starts.append(start if len(runs) == 1 else 0)
+        blocks.append(indices(runs)[::_BLOCK].astype(np.int32) if problem.runs and len(runs) > 1 else None)
     row, key = starts
     shift = 0
     if problem.band is not None:
@@ -161,21 +162,13 @@ def whole_offset(origin: Origin) -> int:
     return origin.n_keys - origin.n_queries
 
 
-def _blocks(runs: Runs) -> np.ndarray:
-    """Return the global index of the first of every 16 local rows or keys."""
-    return np.concatenate([np.arange(*run, _BLOCK, dtype=np.int32) for run in runs])
-
-
-def _check_end(origin: Origin, name: str, start: int | Runs, length: int, *, aligned: bool) -> None:
-    whole, runs = getattr(origin, {"row": "n_queries", "key": "n_keys"}[name]), _runs(start)
-    first, at = runs[-1]
-    end, limit = at + length - first, _LIMIT - 1 if whole is None else whole
-    expected = ""
-    if first > length:
-        expected = f"; expected local starts of at most {length}"
-    elif end > min(limit, _LIMIT - 1):
-        expected = f", which ends at {end}; expected an end of at most {limit}"
-    elif aligned and any(index % _BLOCK for run in runs for index in run):
-        expected = f"; expected multiples of {_BLOCK} with dropout_p > 0"
-    if expected:
-        raise ArgumentError(f"origin.{name} is {shown(start)}{expected}")
+def _check_end(given: str, runs: Runs, length: int, whole: int | None, aligned: bool) -> None:
+    """Check that the pieces of a part lie in the whole problem and, for dropout, begin at blocks of its generator."""
+    *edges, end = chain(*runs)
+    limit = _LIMIT - 1 if whole is None else min(whole, _LIMIT - 1)
+    if end < edges[-1]:
+        raise ArgumentError(f"{given}; expected local starts of at most {length}")
+    if end > limit:
+        raise ArgumentError(f"{given}, which ends at {end}; expected an end of at most {limit}")
+    if aligned and any(edge % _BLOCK for edge in edges):
+        raise ArgumentError(f"{given}; expected multiples of {_BLOCK} with dropout_p > 0")

@@ -40,12 +40,6 @@ class Solution(NamedTuple):
     slope: Any
 
 
-def softmax(s, axis=-1):
-    """Return exp(s) / sum(exp(s)) along an axis."""
-    p = np.exp(s - s.max(axis=axis, keepdims=True))
-    return p / p.sum(axis=axis, keepdims=True)
-
-
 def solve(
     q,
     k,
@@ -62,7 +56,7 @@ def solve(
     delta_from_o=False,
     low=None,
     operand=None,
-    softmax=softmax,
+    softmax=None,
 ):
     """Compute attention and, with `do`, its gradients by the formulas of the paper.
 
@@ -134,13 +128,15 @@ def solve(
         if bias is not None:
             s = rounded(s + bias.astype(work))
         s = xp.where(seen, s, -np.inf)
-        if not s.shape[-1]:
-            m, l, p = xp.full(shape[:-1], -np.inf, work), xp.zeros(shape[:-1], work), s
+        m = s.max(-1) if s.shape[-1] else xp.full(shape[:-1], -np.inf, work)
+        none = (m == -np.inf)[..., None]
+        p = xp.where(none, 0, xp.exp(s - xp.where(none, 0, m[..., None])))
+        l = p.sum(-1)
+        if softmax is None or not s.shape[-1]:
+            p = p / xp.where(none, 1, l[..., None])
         else:
-            m = s.max(-1)
-            none = (m == -np.inf)[..., None]
-            l = xp.where(none, 0, xp.exp(s - xp.where(none, 0, m[..., None]))).sum(-1)
-            p = rounded(xp.where(none, 0, softmax(xp.where(none, 0, s), axis=-1)).astype(work))
+            p = xp.where(none, 0, softmax(xp.where(none, 0, s), axis=-1)).astype(work)
+        p = rounded(p)
         z = 1 if keep is None else keep * work.type(keep_scale)
         dropped = factor(rounded(p * z))
         o = rounded(dropped @ value_heads)

@@ -42,31 +42,19 @@ __device__ __forceinline__ void describe_group_member(Head& head, const Params& 
     if (shares(p)) head.walk.end = min(head.walk.end, first_shared(p) + p.split_tiles);
 }
 
-// acc += A^T B for a tile of weights and one of rows.  float64: ready() before the first of the weights is read, loaded() when the last of
-// both are in registers.
-template <int stride, class Ready, class Loaded>
-__device__ __forceinline__ void add_rows(KeyGradients& acc, TileAt weights, TileAt rows, const Ready& ready, const Loaded& loaded) {
-    if constexpr (sizeof(Elem) == 8) {
-        constexpr int last = cfg::block_m / 8 - 1;
-        const auto between = [&](int step) {
-            if (step == last) loaded();
-        };
-        product_of_doubles<cfg::block_m, Along::rows, p_stride, Along::rows, stride>(acc, weights, rows, ready, between);
-    } else {
-        product<cfg::block_m, Along::rows, p_stride, Along::rows, stride>(acc, weights, rows);
-    }
-}
-
-// Algorithm 4 lines 16 and 22: dV += P^T dO or dK += dS^T Q, for the columns that this warp owns.
+// Algorithm 4 lines 16 and 22: dV += P^T dO or dK += dS^T Q, for the columns that this warp owns.  float64: ready() before the first of the weights
+// is read, loaded() when the last of weights and rows are in registers.
 template <class Ready = Nothing, class Loaded = Nothing>
 __device__ __forceinline__ void add_keys(KeyGradients& acc, KeySpace space, const Slice& slice, int stage, const Ready& ready = {},
                                          const Loaded& loaded = {}) {
     const TileAt weights = part_of_weights(slice.is_k ? space.ds(stage) : space.p(), 0, slice.team * team_keys);
-    const TileAt q = part_of_rows<qk_stride>(space.q(stage), 0, slice.column);
-    const TileAt dout = part_of_rows<v_stride>(space.dout(stage), 0, slice.column);
-    if constexpr (split_slices) add_rows<qk_stride>(acc, weights, slice.is_k ? q : dout, ready, loaded);
-    else if (slice.is_k) add_rows<qk_stride>(acc, weights, q, ready, loaded);
-    else add_rows<v_stride>(acc, weights, dout, ready, loaded);
+    const TileAt q = part_of_rows<qk_stride>(space.q(stage), 0, slice.column), dout = part_of_rows<v_stride>(space.dout(stage), 0, slice.column);
+    const auto between = [&](int step) {
+        if (step == cfg::block_m / 8 - 1) loaded();
+    };
+    if (split_slices || slice.is_k)
+        product<cfg::block_m, Along::rows, p_stride, Along::rows, qk_stride>(acc, weights, slice.is_k ? q : dout, ready, between);
+    else product<cfg::block_m, Along::rows, p_stride, Along::rows, v_stride>(acc, weights, dout, ready, between);
 }
 
 // The rows of dK or dV of the block's head.

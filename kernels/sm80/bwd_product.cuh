@@ -116,9 +116,8 @@ struct Step {
 
 // float64.  A lane has element (l / 4, l % 4) of its operands, the second along the axis that is summed over.  Loads run one step ahead of the
 // products, two where few registers are needed.  ready() comes before the first load from a; between(step) is other work to be done meanwhile.
-template <int length, Along along_a, int stride_a, Along along_b, int stride_b, int tiles_m, int tiles_n, class Ready = Nothing, class Between = Nothing>
-__device__ __forceinline__ void product_of_doubles(double (&acc)[tiles_m][tiles_n][4], TileAt a, TileAt b, const Ready& ready = {},
-                                                   const Between& between = {}) {
+template <int length, Along along_a, int stride_a, Along along_b, int stride_b, int tiles_m, int tiles_n, class Ready, class Between>
+__device__ __forceinline__ void product_of_doubles(double (&acc)[tiles_m][tiles_n][4], TileAt a, TileAt b, const Ready& ready, const Between& between) {
     constexpr int count = length / 8;
     constexpr bool few = tiles_n <= 2 && count <= 16 && count > 2;
     constexpr int depth = few ? 3 : 2, unrolled = few ? count : count <= 2 ? 2 : 4;
@@ -162,10 +161,10 @@ __device__ __forceinline__ void product_of_doubles(double (&acc)[tiles_m][tiles_
     }
 }
 
-template <int length, Along along_a, int stride_a, Along along_b, int stride_b, int tiles_m, int tiles_n>
-__device__ __forceinline__ void product(Acc (&acc)[tiles_m][tiles_n][4], TileAt a, TileAt b) {
+template <int length, Along along_a, int stride_a, Along along_b, int stride_b, int tiles_m, int tiles_n, class Ready = Nothing, class Between = Nothing>
+__device__ __forceinline__ void product(Acc (&acc)[tiles_m][tiles_n][4], TileAt a, TileAt b, const Ready& ready = {}, const Between& between = {}) {
     if constexpr (is_split) product_of_pairs<length, along_a, stride_a, along_b, stride_b>(acc, a, b);
-    else if constexpr (sizeof(Elem) == 8) product_of_doubles<length, along_a, stride_a, along_b, stride_b>(acc, a, b);
+    else if constexpr (sizeof(Elem) == 8) product_of_doubles<length, along_a, stride_a, along_b, stride_b>(acc, a, b, ready, between);
     else product_of_halves<length, along_a, stride_a, along_b, stride_b>(acc, a, b);
 }
 

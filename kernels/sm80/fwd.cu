@@ -48,9 +48,7 @@ __device__ __forceinline__ void load_kv(const Params& p, const Work& w, Tile til
     }, thread());
     if constexpr (column_masks > 0) {
         const int4* cols = p.table.cols + static_cast<i64>(w.mask.instance) * column_masks * p.table.keys_padded + first;
-        for (int r = thread(); tile.partial() && r < cfg::block_n; r += threads) {
-            ptx::cp_async<16>(shared + k_bytes + v_bytes + r * 16, cols + r, 16);
-        }
+        for (int r = thread(); tile.partial() && r < cfg::block_n; r += threads) ptx::cp_async<16>(shared + k_bytes + v_bytes + r * 16, cols + r, 16);
     }
 }
 
@@ -60,15 +58,7 @@ __device__ __forceinline__ i32 row_of(const Params& p, const Work& w, int mt, in
     return min(row / cfg::pack, p.n_queries - 1);
 }
 
-__device__ __forceinline__ i32 key_of(Tile tile, int n, int e) {
-    return tile.n() * cfg::block_n + n * 8 + 2 * (threadIdx.x % 4) + e;
-}
-
-__device__ __forceinline__ void finish_scores(const Params& p, const Work& w, Tile tile, Acc (&s)[m_tiles][n_tiles][4]) {
-    unroll<m_tiles, n_tiles, 4>([&](int mt, int n, int r) {
-        s[mt][n][r] = finish_score(p, s[mt][n][r], w.bias_offset, row_of(p, w, mt, r / 2), key_of(tile, n, r % 2)).score;
-    });
-}
+__device__ __forceinline__ i32 key_of(Tile tile, int n, int e) { return tile.n() * cfg::block_n + n * 8 + 2 * (threadIdx.x % 4) + e; }
 
 __device__ __forceinline__ void mask_scores(const Params& p, const Work& w, Tile tile, u32 cols, Acc (&s)[m_tiles][n_tiles][4]) {
     unroll<n_tiles, 2>([&](int n, int e) {
@@ -93,7 +83,11 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, Tile tile
     const i32 own = Product::prepares ? ptx::opaque(static_cast<i32>(thread())) : 0;  // its addresses are not kept in registers
     Acc s[m_tiles][n_tiles][4] = {};
     Product::scores(s, q, shared, lane);  // line 10
-    if constexpr (cfg::prescaled) finish_scores(p, w, tile, s);
+    if constexpr (cfg::prescaled) {
+        unroll<m_tiles, n_tiles, 4>([&](int mt, int n, int r) {
+            s[mt][n][r] = finish_score(p, s[mt][n][r], w.bias_offset, row_of(p, w, mt, r / 2), key_of(tile, n, r % 2)).score;
+        });
+    }
     if (tile.partial()) mask_scores(p, w, tile, shared + k_bytes + v_bytes, s);  // line 11; FlashMask's 18-25
     const Log2Factor<Acc> to_log2 = w.to_log2;
     rows.update(s, o, to_log2);  // lines 12 and 13

@@ -113,15 +113,17 @@ __device__ __forceinline__ void combine_teams(const Work& w, u32 rings, Softmax&
         });
         rows.m[0][h] = top, rows.l[0][h] = sum;
     });
-    unroll<v_tiles, 4>([&](int n, int i) {
+    unroll<v_tiles>([&](int n) {
         if (!finishes(n)) return;
-        Acc sum = 0;
-        unroll<cfg::teams>([&](int t) {
-            Acc x;
-            ptx::load_shared(x, place(t, 4 + 4 * n + i));
-            sum += x * weight[t][i / 2];
+        unroll<4>([&](int i) {
+            Acc sum = 0;
+            unroll<cfg::teams>([&](int t) {
+                Acc x;
+                ptx::load_shared(x, place(t, 4 + 4 * n + i));
+                sum += x * weight[t][i / 2];
+            });
+            o[0][n][i] = sum;
         });
-        o[0][n][i] = sum;
     });
 }
 

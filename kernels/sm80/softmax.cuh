@@ -74,9 +74,8 @@ struct SoftmaxRows {
                 else l[mt][h] += x;
             });
             if constexpr (corrected) {
-                const Acc y = sum - excess[mt][h], corrected_sum = l[mt][h] + y;
-                excess[mt][h] = (corrected_sum - l[mt][h]) - y;
-                l[mt][h] = corrected_sum;
+                const Acc y = sum - excess[mt][h], total = l[mt][h] + y;
+                if (sum != 0) excess[mt][h] = (total - l[mt][h]) - y, l[mt][h] = total;  // keys that a row does not see leave no trace in it
             }
         });
     }

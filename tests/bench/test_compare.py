@@ -62,7 +62,7 @@ class Spoilt(Runner):
         if self.error:
             raise self.error
         o = torch.nn.functional.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v) * self.factor
-        return Bound(lambda: o, lambda o: {"o": o})
+        return Bound(lambda: o, lambda o: [o])
 
 
 def test_peers_are_checked_then_timed(session):
@@ -183,7 +183,7 @@ def test_blank_inputs_share_their_memory():
         assert (mine.shape, mine.stride(), mine.dtype) == (other.shape, other.stride(), other.dtype)
         assert mine.data_ptr() == blank.q.data_ptr()
         assert not mine.any()
-    assert (blank.samples, blank.rho, blank.blank, real.blank) == (real.samples, real.rho, True, False)
+    assert (blank.samples, blank.rho) == (real.samples, real.rho)
 
 
 def test_every_runner_says_what_it_cannot_do():

@@ -164,6 +164,6 @@ def test_the_report_says_how_to_replay(tmp_path, monkeypatch):
     assert command.main(["--seed", "1", "--problems", "6", "--quiet", "--report", str(path)]) == 1
     report = json.loads(path.read_text())
     assert report["complaints"] == [{"replay": "python -m bench.fuzz --replay 1:3", "what": "o", "message": "planted"}]
-    assert (report["problems"], report["kernels"]) == (6, {"chosen": 6})
+    assert report["problems"] == 6 and set(report["kernels"]) <= {"forward cpu", "backward cpu"}
     assert math.isfinite(report["seconds"]) and report["features"] and report["versions"]
     assert command.main(["--replay", "1:3,4"]) == 0

@@ -71,21 +71,24 @@ def test_equal_samples_share_one_mask():
 @pytest.mark.parametrize("kind", KINDS)
 def test_flex_sees_what_cuattn_sees(kind):
     torch = pytest.importorskip("torch")
-    from bench.peers.flex import BLOCK, block_tables, mask_function
+    from bench.inputs import make
+    from bench.peers.flex import block_mask, mask_function
 
     n, batch = 640, 3
-    drawn = samples(kind, n, batch)
-    exact = np.stack([sample.column_mask().dense() for sample in drawn])
-    visible = mask_function(Case("t", "forward", batch, 1, 1, n, n, 8, mask=kind), drawn, "cpu")
+    case = Case("t", "forward", batch, 1, 1, n, n, 8, dtype="float32", mask=kind)
+    inputs = make(case, "cpu")
+    exact = np.stack([sample.column_mask().dense() for sample in inputs.samples])
+    visible = mask_function(case, inputs.samples, "cpu")
     if visible is None:
         assert exact.all()
         return
     b, i, j = torch.arange(batch)[:, None, None], torch.arange(n)[:, None], torch.arange(n)
     assert np.array_equal(visible(b, 0, i, j).expand(batch, n, n).numpy(), exact)
-    some, every = block_tables(visible, batch, n, n, "cpu")
-    blocks = exact.reshape(batch, n // BLOCK, BLOCK, n // BLOCK, BLOCK)
-    assert np.array_equal(some.numpy(), blocks.any((2, 4)))
-    assert np.array_equal(every.numpy(), blocks.all((2, 4)))
+    tables = block_mask(case, visible, inputs)
+    some = exact.reshape(batch, n // 128, 128, n // 128, 128).any((2, 4))
+    assert np.array_equal(tables.to_dense().numpy()[:, 0] > 0, some[: tables.shape[0]])
+    every = exact.reshape(batch, n // 128, 128, n // 128, 128).all((2, 4))
+    assert np.array_equal(tables.full_kv_num_blocks.numpy()[:, 0], every[: tables.shape[0]].sum(-1))
 
 
 def test_packed_documents_start_where_the_mask_says():

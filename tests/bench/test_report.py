@@ -24,14 +24,14 @@ ABOUT = {**RUN, "time": "now", "command": "python -m bench.hopper"}
 
 def test_a_file_resumes_only_on_the_same_machine_and_source(tmp_path):
     path = tmp_path / "sub" / "rows.json"
-    rows.RowFile(path, RUN).add([row("t/a/forward", "cuattn", 1.0), row("t/a/forward", "fa2", 1.0)])
+    rows.RowFile(path, RUN).add(raced("a", cuattn=1.0, fa2=1.0))
     again = rows.RowFile(path, RUN)
     assert again.done("t/a/forward", ["cuattn", "fa2"])
     assert not again.done("t/a/forward", ["cuattn", "fa4"])
     assert not again.done("t/b/forward", ["cuattn"])
     changed = rows.RowFile(path, {**RUN, "trees": {"kernels": "cd"}})
     assert not changed.done("t/a/forward", ["cuattn"])
-    changed.add([row("t/a/forward", "cuattn", 2.0)])
+    changed.add(raced("a", cuattn=2.0))
     content = json.loads(path.read_text())
     assert [(entry["run"], entry["runner"], entry["rate"]) for entry in content["rows"]] == [
         (0, "fa2", 1.0),
@@ -43,15 +43,15 @@ def test_a_file_resumes_only_on_the_same_machine_and_source(tmp_path):
 
 def test_a_case_is_not_done_by_two_different_runs(tmp_path):
     path = tmp_path / "rows.json"
-    rows.RowFile(path, RUN).add([row("t/a/forward", "cuattn", 1.0)])
-    rows.RowFile(path, RUN).add([row("t/a/forward", "fa2", 1.0)])
+    rows.RowFile(path, RUN).add(raced("a", cuattn=1.0))
+    rows.RowFile(path, RUN).add(raced("a", fa2=1.0))
     assert not rows.RowFile(path, RUN).done("t/a/forward", ["cuattn", "fa2"])
 
 
 def test_files_of_two_machines_become_one(tmp_path):
     here, there, both = (tmp_path / f"{name}.json" for name in ("here", "there", "both"))
-    rows.RowFile(here, RUN).add([row("t/a/forward", "cuattn", 1.0), row("t/b/forward", "cuattn", 1.0)])
-    rows.RowFile(there, {**RUN, "device": "another"}).add([row("t/b/forward", "cuattn", 2.0)])
+    rows.RowFile(here, RUN).add([*raced("a", cuattn=1.0), *raced("b", cuattn=1.0)])
+    rows.RowFile(there, {**RUN, "device": "another"}).add(raced("b", cuattn=2.0))
     rows.merge(both, [here, there])
     content = json.loads(both.read_text())
     assert [run["device"] for run in content["runs"]] == ["A GPU", "another"]
@@ -63,7 +63,7 @@ def test_files_of_two_machines_become_one(tmp_path):
 
 def test_not_a_number_is_never_written(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
-        rows.RowFile(tmp_path / "rows.json", RUN).add([row("t/a/forward", "cuattn", float("nan"))])
+        rows.RowFile(tmp_path / "rows.json", RUN).add(raced("a", cuattn=float("nan")))
 
 
 def test_trees_are_handed_in_or_asked_from_git():
@@ -74,6 +74,11 @@ def test_trees_are_handed_in_or_asked_from_git():
 def test_the_environment_hands_in_what_git_cannot_say(monkeypatch):
     monkeypatch.setenv("CUATTN_TREES", "kernels=12")
     assert rows.sources() == (None, {"kernels": "12"})
+
+
+def raced(label, problem=None, **rates):
+    """Rows of one case, by runner."""
+    return [row(f"t/{label}/forward", runner, rate, problem=problem or {}) for runner, rate in rates.items()]
 
 
 def one_table(*found):
@@ -87,9 +92,8 @@ def ratios(table):
 
 def test_the_ratio_is_to_the_best_rival():
     table = one_table(
-        row("t/a/forward", "cuattn", 600.0), row("t/a/forward", "fa4", 500.0), row("t/a/forward", "cudnn", 400.0),
-        row("t/b/forward", "cuattn", 450.0), row("t/b/forward", "fa4", 500.0), row("t/b/forward", "cudnn", 300.0),
-    )  # fmt: skip
+        *raced("a", cuattn=600.0, fa4=500.0, cudnn=400.0), *raced("b", cuattn=450.0, fa4=500.0, cudnn=300.0)
+    )
     assert ratios(table) == {"a": pytest.approx(1.2), "b": pytest.approx(0.9)}
     text = markdown(*table)
     assert "| a | **600** | 400 | 500 | fa4 | 1.20 | 1.0% |" in text
@@ -97,11 +101,7 @@ def test_the_ratio_is_to_the_best_rival():
 
 
 def test_a_stated_rival_counts_alone():
-    named = {"rivals": ["fa2"], "bar": 1.3}
-    table = one_table(
-        row("t/a/forward", "cuattn", 300.0, problem=named), row("t/a/forward", "fa2", 250.0, problem=named),
-        row("t/a/forward", "cudnn", 600.0, problem=named),
-    )  # fmt: skip
+    table = one_table(*raced("a", {"rivals": ["fa2"], "bar": 1.3}, cuattn=300.0, fa2=250.0, cudnn=600.0))
     assert ratios(table) == {"a": pytest.approx(1.2)}
     assert "1 of 1 rows below their bar: a." in markdown(*table)
 

@@ -23,7 +23,7 @@ QUIET = Console(file=io.StringIO())
 
 
 def available():
-    return [pytest.param(*item, id=item[0]) for item in redraw.available()]
+    return [pytest.param(section, id=section.name) for section in redraw.available()]
 
 
 def section(name, rows):
@@ -42,17 +42,17 @@ def test_every_section_is_a_script_or_names_its_files():
         assert kind.files or (ROOT / "bench" / f"{name}.py").exists()
 
 
-@pytest.mark.parametrize(("name", "section", "runs"), available())
-def test_committed_rows_have_a_table_and_a_picture(name, section, runs):
+@pytest.mark.parametrize("section", available())
+def test_committed_rows_have_a_table_and_a_picture(section):
     text = section.text()
     widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
     assert widths
     assert "nan" not in text.lower().split()
-    assert all(run["command"] and run["time"] for run in runs)
+    assert all(run["command"] and run["time"] for run in section.runs)
     if section.figure:
         pytest.importorskip("matplotlib")
         section.figure().savefig(io.BytesIO(), dpi=40)
-        assert (RESULTS / f"{name}.png").exists()
+        assert (RESULTS / f"{section.name}.png").exists()
 
 
 def test_the_readme_and_the_tables_are_those_of_the_rows():
@@ -197,9 +197,9 @@ def test_every_peer_case_has_a_group():
 def test_conclusions_are_computed(tmp_path):
     """A section's words follow from its rows: turned round, the rows say the opposite."""
     (shown,) = redraw.available(names=["loop_order"])
-    assert shown.section.summary().startswith("Yes: ")
+    assert shown.summary().startswith("Yes: ")
     swap = {"keys-outside-o16": "queries-outside", "queries-outside": "keys-outside-o16"}
-    frame = shown.section.frame
+    frame = shown.frame
     turned = frame.assign(runner=frame["runner"].replace(swap))
     assert SECTIONS["loop_order"](turned).summary().startswith("No: ")
 

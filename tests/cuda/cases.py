@@ -56,6 +56,11 @@ class Case(NamedTuple):
         return qkv, options
 
 
+def sized(name: str, n_queries: int, n_keys: int, head_dim: int = 64, **more: Any) -> Case:
+    """Return a case of these lengths."""
+    return Case(name, n_queries=n_queries, n_keys=n_keys, head_dim=head_dim, **more)
+
+
 def outliers(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Normal values with a few large ones, so that some rows of the softmax are peaked."""
     x = rng.standard_normal(shape)
@@ -98,6 +103,12 @@ def oracle_options(case: Case, options: dict[str, Any]) -> dict[str, Any]:
         "visible": visible(case, options), "bias": options.get("bias"), "scale": options.get("scale"),
         "softcap": options.get("softcap"), "keep": keep, "keep_scale": scale,
     }  # fmt: skip
+
+
+def same_bits(first: Any, second: Any) -> None:
+    """Check that arrays are the same bit for bit, or both absent."""
+    for a, b in zip(first, second, strict=True):
+        assert a is b is None or a.tobytes() == b.tobytes()
 
 
 def to_device(x: Any) -> Any:
@@ -245,3 +256,8 @@ WIDE_HEADS = [
         "wide d 288 bias softcap": dict(head_dim=288, bias=bias_of(1, 0, 1, 1), options={"softcap": 5.0}),
     }.items()
 ]
+
+
+def case_of(name: str, cases: list[Case] = CASES) -> Case:
+    """Return the case of that name."""
+    return next(case for case in cases if case.name == name)

@@ -142,8 +142,28 @@ def _stand_in(shape, strides, dtype, address):
     )  # fmt: skip
 
 
+def operands(p: Problem, **options) -> dict[str, Any]:
+    """Return the arrays of a problem, which need not be there."""
+    q = array((*p.batch, p.heads, p.n_queries, p.head_dim), p.dtype, **options)
+    k = array((*p.batch, p.kv_heads, p.n_keys, p.head_dim), p.dtype, **options)
+    v = array((*p.batch, p.kv_heads, p.n_keys, p.head_dim_v), p.dtype, **options)
+    if p.operation != "backward":
+        return {"q": q, "k": k, "v": v}
+    stat = array(p.stat_shape, p.stat_dtype)
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "do": array(p.o_shape, p.dtype, **options),
+        "o": array(p.o_shape),
+        "l": stat,
+        "m": stat,
+    }
+
+
 def sequence_of(made: call.Call) -> sequence.LaunchSequence:
     """Return what a call launches."""
+    made.family = "chosen"
     made.prepare()
     return made.sequence
 

@@ -12,8 +12,8 @@ from cuattn.cuda.call import Call
 from cuattn.errors import UnsupportedError
 from cuattn.problem import OPERATIONS
 from tests.cuda.cases import F16
-from tests.cuda.recording import array
 from tests.cuda.recording import driver as driver
+from tests.cuda.recording import operands
 from tests.cuda.sm90.test_forward_plan import problem
 
 pytestmark = pytest.mark.usefixtures("driver")
@@ -22,17 +22,14 @@ pytestmark = pytest.mark.usefixtures("driver")
 class Mine(Call):
     """How the family of these tests computes a forward, or an operation that nobody else knows."""
 
-    family = "mine"
-
     def unsupported_reason(self):
         return "it is for eight heads" if self.problem.heads != 8 else None
 
     def prepare(self):
-        o = Array(self.problem.o_shape, self.problem.out_dtype)
-        self.begin({"o": o}, {"delta": Array((3,), np.dtype(np.float32))})
+        self.begin({"delta": Array((3,), np.dtype(np.float32))})
         constants = {"elem": self.problem.row.cuda}
         self.add("mine/fwd.cu", "my_kernel", constants, self.problem.instances, 4, {})
-        return self.planned(1, 1, 4, 0, "a test", (), constants)
+        return self.planned((1, 1), 4, 0, constants)
 
 
 @pytest.fixture
@@ -40,11 +37,7 @@ def mine(monkeypatch):
     """A family that is only registered."""
     monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))
     monkeypatch.setitem(OPERATIONS, "transpose", OPERATIONS["forward"])
-    families.register_family(families.Family("mine", {"forward": Mine, "transpose": Mine}))
-
-
-def operands(p):
-    return {name: array((*p.batch, p.heads, p.n_queries, p.head_dim), p.dtype) for name in "qkv"}
+    families.register_family(families.Family("mine", "a test", {"forward": Mine, "transpose": Mine}))
 
 
 def test_names_in_order():
@@ -81,11 +74,18 @@ def test_an_operation_is_an_entry_of_a_table(mine):
 def test_the_planned_workspace_is_what_is_allocated(operation, kernel, driver):
     p = problem(operation=operation, kernel=kernel, n_queries=130, masks=("column",))
     mask = cuattn.masks.causal_document([96, 4000]).restrict(slice(0, 130))
-    stat = array((*p.batch, p.heads, p.n_queries), p.stat_dtype)
-    taken = {name: array((*p.batch, p.heads, 4096, p.head_dim)) for name in "kv"}
-    taken |= {name: array((*p.batch, p.heads, 130, p.head_dim)) for name in ("q", "do", "o")} | {"l": stat, "m": stat}
-    taken = taken if operation == "backward" else {name: taken[name] for name in "qkv"}
+    taken = operands(p)
     sequence = families.launch_sequence(p, taken, (mask,))
     driver.run(sequence, {}, (mask,), capturing=True)
     counters = 4 if (operation, kernel) == ("forward", "sm90") else 0
     assert families.plan(p, taken, (mask,)).workspace_bytes == driver.sizes[-1] - counters > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"masks": ("column",)}, {"dropout": 6554}])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_a_backward_is_planned_without_what_a_forward_returns(kernel, head_dim, options):
+    p = problem(head_dim, operation="backward", kernel=kernel, **options)
+    whole, masks = operands(p), (cuattn.masks.causal_document([96, 4000]),) if p.masks else ()
+    planned = {name: array for name, array in whole.items() if name in "qkv"}
+    assert families.plan(p, planned, masks) == families.plan(p, whole, masks)

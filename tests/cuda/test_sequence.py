@@ -13,7 +13,7 @@ from cuattn.cuda import families, sequence, source
 from cuattn.cuda.arguments import Array
 from cuattn.cuda.merge import merge_sequence
 from cuattn.cuda.params import MAX_PARTS, PARAMS
-from tests.cuda.cases import BF16, CASES, Case
+from tests.cuda.cases import BF16, CASES, Case, case_of
 from tests.cuda.recording import BASE, MASK, TICKET, Launch, Zeroed, prepared, validated
 from tests.cuda.recording import driver as driver
 from tests.strategies import cases
@@ -73,7 +73,7 @@ def test_memory_of_any_call(direction, driver, case):
 
 
 def test_warm_arguments_differ_in_addresses_alone(driver):
-    case = next(case for case in CASES if case.name == "dropout")
+    case = case_of("dropout")
     call = prepared(case)
     made = families.launch_sequence(*call[:3])
     first = driver.run(made, call.addresses, (), call.state)[0][-1].argument
@@ -117,7 +117,7 @@ def test_counters_are_the_streams_own(driver):
 
 def test_a_place_is_a_launch_argument(driver):
     """The whole after a part has the arguments that it had before."""
-    call = prepared(next(case for case in CASES if case.name == "dropout causal"))
+    call = prepared(case_of("dropout causal"))
     made = families.launch_sequence(*call[:3])
 
     def argument(place=None):
@@ -141,7 +141,7 @@ def test_places_of_runs_are_copied_once_and_held_by_a_graph(driver, monkeypatch)
 
     monkeypatch.setattr(sequence, "upload", upload)
     monkeypatch.setattr(sequence, "_runs", {})
-    call = prepared(next(case for case in CASES if case.name == "dropout"))
+    call = prepared(case_of("dropout"))
     made = families.launch_sequence(dataclasses.replace(call.problem, runs=True), *call[1:3])
     place = call.problem.place._replace(row_blocks=np.array([0, 16, 64], np.int32))
     for _ in range(2):
@@ -152,7 +152,7 @@ def test_places_of_runs_are_copied_once_and_held_by_a_graph(driver, monkeypatch)
 
 
 def test_a_graph_holds_tables_that_a_mask_keeps(driver):
-    case = next(case for case in CASES if case.name == "column")
+    case = case_of("column")
     call = prepared(case)
     made = families.launch_sequence(*call[:3])
     kept = SimpleNamespace(addresses=[0] * 6)
@@ -189,7 +189,7 @@ def test_the_cotangent_of_lse_reaches_the_preprocess(kernel, driver):
 @pytest.mark.parametrize("name", ["bias row", "d64", "float32 d64", "grouped"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients_may_stay_unrounded(name, deterministic, driver):
-    case = next(case for case in CASES if case.name == name)
+    case = case_of(name)
     call = prepared(case, "backward", kernel="sm80", out_dtype=np.float32, deterministic=deterministic)
     made = families.launch_sequence(*call[:3])
     assert {array.dtype for array in made.results.values()} == {np.dtype(np.float32)}
@@ -205,7 +205,7 @@ def test_what_is_launched_beside_the_large_kernels_compiles(kernel, driver):
     calls = [prepared(case, "backward", kernel=kernel) for case in (LARGE, LARGE._replace(head_dim=128), wide)]
     calls.append(prepared(LARGE, "backward", kernel=kernel, out_dtype=np.float32, dlse=True))
     names = ("column", "blocks", "dense", "bias row", "float64 bias") if kernel == "sm80" else ("column", "blocks")
-    cases = [next(case for case in CASES if case.name == name) for name in names]
+    cases = [case_of(name) for name in names]
     calls += [prepared(case, operation, kernel=kernel) for case in cases for operation in ("forward", "backward")]
     if kernel == "sm80":
         calls += [prepared(SPLIT._replace(n_queries=100, n_keys=65536), kernel=kernel)]

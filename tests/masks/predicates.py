@@ -1,6 +1,23 @@
-"""The constructors' predicates as plain broadcasting: i is a column of rows, j a row of keys, True = visible."""
+"""The constructors' predicates as plain broadcasting, i a column of rows, j a row of keys; and what tiles truly are."""
 
 import numpy as np
+
+
+def states_of(visible, block_m, block_n):
+    """Return what the tiles of a boolean array (..., rows, keys) truly are: 0 hidden, 1 partly visible, 2 visible."""
+    *leading, rows, keys = visible.shape
+    states = np.empty((*leading, -(-rows // block_m), -(-keys // block_n)), np.int8)
+    for m, n in np.ndindex(states.shape[-2:]):
+        tile = visible[..., m * block_m : (m + 1) * block_m, n * block_n : (n + 1) * block_n]
+        states[..., m, n] = tile.any(axis=(-2, -1)).astype(np.int8) + tile.all(axis=(-2, -1))
+    return states
+
+
+def assert_sound(states, visible, block_m, block_n):
+    """Any tile may be called partial, but what is called skipped or full must be."""
+    truth = states_of(visible, block_m, block_n)
+    assert states.dtype == np.int8 and states.shape == truth.shape
+    assert ((states == truth) | (states == 1)).all()
 
 
 def _labels(lengths):

@@ -1,15 +1,13 @@
 """BlockMask: building, meaning, tiles of any size."""
 
-import pickle
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cuattn.errors import DtypeError, MaskError
-from cuattn.io_model.sizes import cdiv
 from cuattn.masks import BlockMask
+from tests.masks.predicates import states_of
 from tests.masks.strategies import block_masks
 
 
@@ -35,24 +33,9 @@ def test_tile_states_are_exact(drawn, block_m, block_n):
     mask, n_queries, n_keys = drawn
     states = mask.tile_states(block_m, block_n, n_queries, n_keys)
     assert states.dtype == np.int8
-    assert states.shape == (*mask.leading, cdiv(n_queries, block_m), cdiv(n_keys, block_n))
-    dense = mask.dense(n_queries, n_keys)
-    for row in range(states.shape[-2]):
-        for key in range(states.shape[-1]):
-            tile = dense[..., row * block_m : (row + 1) * block_m, key * block_n : (key + 1) * block_n]
-            expected = np.where(tile.all(axis=(-2, -1)), 2, np.where(tile.any(axis=(-2, -1)), 1, 0))
-            np.testing.assert_array_equal(states[..., row, key], expected)
+    np.testing.assert_array_equal(states, states_of(mask.dense(n_queries, n_keys), block_m, block_n))
     rho = mask.block_sparsity(block_m, block_n, n_queries, n_keys)
     assert rho == (float((states == 0).mean()) if states.size else 0.0)
-
-
-@given(block_masks())
-def test_pickle(drawn):
-    mask = drawn[0]
-    again = pickle.loads(pickle.dumps(mask))
-    assert again == mask
-    assert hash(again) == hash(mask)
-    assert not again.blocks.flags.writeable
 
 
 def test_blocks_are_copied_and_frozen():

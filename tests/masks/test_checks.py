@@ -63,7 +63,7 @@ def test_an_array_of_masks_is_a_sequence():
     "mask",
     [
         masks.document([]), masks.causal_document([0, 0]), masks.share_question([]), masks.share_question([(0, [])]),
-        masks.share_question([(0, [0, 0]), (0, [])]), masks.causal_blockwise([]), masks.causal_blockwise([0]),
+        masks.share_question([(0, [0, 0]), (0, [])]), masks.causal_blockwise([]), masks.causal_blockwise([0, 0]),
         masks.prefix_lm_document([]), masks.prefix_lm_document([(0, 0)]), masks.qk_sparse(0, []),
         masks.qk_sparse(0, [(0, 0)]), masks.hash_sparse([]), masks.eviction([]), masks.random_eviction(0, 0),
         masks.full(0), masks.causal(0), masks.sliding_window(0, 0), masks.global_sliding_window(0, 0, 0),

@@ -12,7 +12,8 @@ from cuattn import masks
 from cuattn.errors import DtypeError, MaskError
 from cuattn.masks import ColumnMask
 from cuattn.masks.constructors import band as band_mask
-from cuattn.masks.interval_mask import join
+from cuattn.masks.intervals import join
+from tests.masks.predicates import assert_sound, states_of
 from tests.masks.strategies import any_constructor, column_masks
 
 NAMES = ("lts", "lte", "uts", "ute")
@@ -25,33 +26,12 @@ def meaning(mask):
     return ~(((lts <= i) & (i < lte)) | ((uts <= i) & (i < ute)))
 
 
-def blocks_of(dense, block_m, block_n):
-    """Yield (row tile, key tile, elements) of a dense mask with leading axes."""
-    for row in range(-(-dense.shape[-2] // block_m)):
-        for key in range(-(-dense.shape[-1] // block_n)):
-            yield row, key, dense[..., row * block_m : (row + 1) * block_m, key * block_n : (key + 1) * block_n]
-
-
 @given(column_masks())
 def test_dense(mask):
     dense = mask.dense()
     assert dense.dtype == np.bool_
     assert dense.shape == (*mask.leading, mask.n_queries, mask.n_keys)
     np.testing.assert_array_equal(dense, meaning(mask))
-
-
-@given(column_masks(), st.integers(1, 9), st.integers(1, 9))
-def test_tile_states_agree_with_dense(mask, block_m, block_n):
-    states = mask.tile_states(block_m, block_n)
-    assert states.dtype == np.int8
-    assert states.shape == (*mask.leading, -(-mask.n_queries // block_m), -(-mask.n_keys // block_n))
-    for row, key, tile in blocks_of(mask.dense(), block_m, block_n):
-        state, any_visible, all_visible = states[..., row, key], tile.any(axis=(-2, -1)), tile.all(axis=(-2, -1))
-        assert not (any_visible & (state == 0)).any()
-        assert not (~all_visible & (state == 2)).any()
-    rho = mask.block_sparsity(block_m, block_n)
-    assert isinstance(rho, float)
-    assert rho == (float((states == 0).mean()) if states.size else 0.0)
 
 
 @given(st.integers(1, 24).flatmap(any_constructor))
@@ -64,9 +44,7 @@ def test_tiles_of_one_element_are_exact(mask):
 def test_aligned_documents_have_no_tile_to_spare(name):
     """Where documents end on tiles, only the diagonal of a causal mask is partial, and nothing of the other."""
     mask = getattr(masks, name)([8, 4, 12])
-    states, dense = mask.tile_states(4, 4), mask.dense()
-    for row, key, tile in blocks_of(dense, 4, 4):
-        assert states[row, key] == (2 if tile.all() else 1 if tile.any() else 0)
+    np.testing.assert_array_equal(mask.tile_states(4, 4), states_of(mask.dense(), 4, 4))
 
 
 @given(column_masks(), st.none() | st.integers(0, 9), st.none() | st.integers(0, 9), st.integers(-9, 9))
@@ -76,10 +54,7 @@ def test_joined_with_a_band(mask, left, right, offset):
     (joined,) = join((mask, band))
     visible = mask.dense() & band.dense()
     np.testing.assert_array_equal(joined.dense(), visible)
-    states = joined.tile_states(3, 4)
-    for row, key, tile in blocks_of(visible, 3, 4):
-        assert not (tile.any(axis=(-2, -1)) & (states[..., row, key] == 0)).any()
-        assert not (~tile.all(axis=(-2, -1)) & (states[..., row, key] == 2)).any()
+    assert_sound(joined.tile_states(3, 4), visible, 3, 4)
 
 
 def test_padding_does_not_spoil_a_tile():
@@ -131,16 +106,6 @@ def test_leading_axes_broadcast():
     mask = ColumnMask([[[1]], [[2]]], [[2], [3], [3]], [0], [0], n_queries=3)
     assert mask.leading == (2, 3)
     np.testing.assert_array_equal(mask.dense(), meaning(mask))
-
-
-@given(column_masks())
-def test_pickle(mask):
-    mask.tile_states(4, 4)
-    again = pickle.loads(pickle.dumps(mask))
-    assert again == mask
-    assert hash(again) == hash(mask)
-    assert not again.lts.flags.writeable
-    np.testing.assert_array_equal(again.dense(), mask.dense())
 
 
 def test_pickle_leaves_the_tables_out():

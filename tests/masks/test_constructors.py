@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cuattn import masks
 from cuattn.errors import DtypeError, MaskError
 from tests.masks import predicates
-from tests.masks.strategies import any_constructor, calls
+from tests.masks.strategies import calls
 
 
 def grid(n_queries, n_keys):
@@ -71,23 +71,6 @@ def test_eviction_takes_leading_axes():
     assert mask.leading == (2,)
     for one, row in zip(mask.dense(), evicted_at, strict=True):
         np.testing.assert_array_equal(one, masks.eviction(row).dense())
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("full", (0,)), ("causal", (0,)), ("sliding_window", (0, 3)), ("causal_document", ([],)), ("document", ([],)),
-        ("share_question", ([],)), ("global_sliding_window", (0, 1, 1)), ("causal_blockwise", ([],)),
-        ("prefix_lm_causal", (0, 0)), ("prefix_lm_document", ([],)), ("qk_sparse", (0, [])), ("hash_sparse", ([],)),
-        ("random_eviction", (0, 0)), ("eviction", ([],)), ("share_question", ([(0, [])],)),
-        ("causal_blockwise", ([0, 0],)), ("prefix_lm_document", ([(0, 0)],)), ("qk_sparse", (0, [(0, 0)])),
-    ],
-)  # fmt: skip
-def test_empty(name, arguments):
-    mask = getattr(masks, name)(*arguments)
-    assert mask.dense().shape == (0, 0)
-    assert mask.tile_states(4, 4).shape == (0, 0)
-    assert mask.block_sparsity() == 0.0
 
 
 def test_qk_sparse_keeps_keys_without_a_span():
@@ -180,8 +163,3 @@ def _timed(name):
     begin = time.process_time()
     getattr(masks, name)(*LARGE[name])
     return time.process_time() - begin
-
-
-@given(st.integers(0, 10).flatmap(any_constructor))
-def test_any_constructor_draws_masks(mask):
-    assert isinstance(mask, masks.ColumnMask)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cuattn.masks import causal, intervals
+from tests.masks.predicates import assert_sound
 
 
 @st.composite
@@ -22,14 +23,6 @@ def hides(bounds, n_queries):
     return ((bounds[::2, None] <= i) & (i < bounds[1::2, None])).any(axis=0)
 
 
-def by_tile(matrix, block_m, block_n):
-    """Return a nested list of the matrix's tiles."""
-    rows, columns = matrix.shape
-    return [
-        [matrix[i : i + block_m, j : j + block_n] for j in range(0, columns, block_n)] for i in range(0, rows, block_m)
-    ]
-
-
 @given(unchecked(), st.integers(1, 9), st.integers(1, 9))
 def test_tile_states_are_sound(drawn, block_m, block_n):
     bounds, n_queries, n_keys = drawn
@@ -37,13 +30,7 @@ def test_tile_states_are_sound(drawn, block_m, block_n):
     row_tiles, key_tiles = -(-n_queries // block_m), -(-n_keys // block_n)
     assert table.shape == (4, len(bounds) // 2, key_tiles)
     assert table.dtype == np.int32
-    states = intervals.tile_states(table, 0, row_tiles)
-    assert states.shape == (row_tiles, key_tiles)
-    assert states.dtype == np.int8
-    for row, tiles in enumerate(by_tile(hides(bounds, n_queries), block_m, block_n)):
-        for key, tile in enumerate(tiles):
-            assert states[row, key] != intervals.SKIP or tile.all()
-            assert states[row, key] != intervals.FULL or not tile.any()
+    assert_sound(intervals.tile_states(table, 0, row_tiles), ~hides(bounds, n_queries), block_m, block_n)
 
 
 @given(unchecked(), st.integers(1, 9), st.integers(1, 9))
@@ -78,11 +65,12 @@ def test_a_range_of_row_tiles(drawn, block_m, block_n, data):
 
 
 @given(unchecked())
-def test_covered(drawn):
+def test_keys_that_intervals_hide_together(drawn):
+    """A key that no row sees is skipped, however many intervals that takes."""
     bounds, n_queries, _ = drawn
-    bounds = np.clip(bounds, 0, n_queries)
-    dead = intervals.covered(bounds[::2], bounds[1::2], n_queries)
-    np.testing.assert_array_equal(dead, hides(bounds, n_queries).all(axis=0))
+    states = intervals.tile_states(intervals.tile_table(bounds, n_queries, max(n_queries, 1), 1), 0, 1)
+    if n_queries:
+        np.testing.assert_array_equal(states[0] == intervals.SKIP, hides(bounds, n_queries).all(axis=0))
 
 
 def test_a_block_larger_than_the_keys_costs_no_memory():

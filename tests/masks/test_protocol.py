@@ -12,9 +12,9 @@ from cuattn.errors import MaskError
 from cuattn.masks.base import Mask
 from cuattn.masks.cells import BooleanMask
 from cuattn.masks.constructors import band
-from cuattn.masks.interval_mask import join
-from cuattn.masks.intervals import bit_lines
+from cuattn.masks.intervals import bit_lines, join
 from cuattn.masks.runs import length_of
+from tests.masks.predicates import assert_sound
 from tests.masks.strategies import band_masks, block_masks, boolean_masks, column_masks
 
 
@@ -68,23 +68,17 @@ def runs(draw, length):
     return pairs, np.concatenate([whole[:0], *(whole[start:stop] for start, stop in pairs)])
 
 
-def kind_of(tile):
-    return 2 if tile.all() else 1 if tile.any() else 0
-
-
 @given(ANY, TILE, TILE)
 def test_states(mask, block_m, block_n):
-    dense, states = mask.dense(), mask.tile_states(block_m, block_n)
-    row_tiles, key_tiles = -(-mask.n_queries // block_m), -(-mask.n_keys // block_n)
-    assert states.dtype == np.int8 and states.shape == (*mask.leading, row_tiles, key_tiles)
-    assert mask.block_sparsity(block_m, block_n) == (float((states == 0).mean()) if states.size else 0.0)
+    states = mask.tile_states(block_m, block_n)
+    row_tiles = states.shape[-2]
+    assert_sound(states, mask.dense(), block_m, block_n)
+    rho = mask.block_sparsity(block_m, block_n)
+    assert isinstance(rho, float) and rho == (float((states == 0).mean()) if states.size else 0.0)
     for instance in np.ndindex(*mask.leading):
         for start in range(0, row_tiles, 2):
             some = mask.states(instance, block_m, block_n, start, min(start + 2, row_tiles))
             np.testing.assert_array_equal(some, states[instance][start : start + 2])
-        for m, n in np.ndindex(row_tiles, key_tiles):
-            tile = dense[instance][m * block_m : (m + 1) * block_m, n * block_n : (n + 1) * block_n]
-            assert states[(*instance, m, n)] in (kind_of(tile), 1)
 
 
 @given(ANY, TILE, TILE, st.sampled_from((np.uint32, np.uint64)))
@@ -126,6 +120,7 @@ def test_parts(mask, data):
 def test_identity(mask):
     again = pickle.loads(pickle.dumps(mask))
     assert again == mask and hash(again) == hash(mask)
+    assert again._array is None or not again._array.flags.writeable
     assert isinstance(hash(mask.layout), int)
     np.testing.assert_array_equal(again.dense(), mask.dense())
     assert mask.device is None
@@ -171,8 +166,8 @@ def test_join(first, second, band, drawn):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([(2, 4), (3, 6)], r"rows has the run \(3, 6\)"),
-        ([(4, 2)], r"rows has the run \(4, 2\)"),
+        ([(2, 4), (3, 6)], r"rows = .*\[3, 6\]"),
+        ([(4, 2)], r"rows = \[\[4, 2\]\]"),
         ([(0, 9)], r"within \[0, 8\]"),
         ([(0, -1)], r"rows\[0, 1\] = -1"),
         (slice(None, None, 2), "step 1"),

@@ -6,12 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cuattn
-from cuattn import rng
 from cuattn.errors import ArgumentError, DtypeError
 from cuattn.problem.origin import pieces
 from tests import oracle
 from tests.oracle import visible_band
-from tests.strategies import DTYPES
+from tests.strategies import DTYPES, Case
 from tests.tolerances import assert_close
 
 UNIT = 16
@@ -61,15 +60,9 @@ def solve(q, k, v, do, options, seed):
     if "is_causal" in options:
         right = 0 if right is None else min(right, 0)
     visible = visible_band(n_queries, n_keys, left, right, n_keys - n_queries if align == "bottom_right" else 0)
-    dense = {"visible": visible}
-    if "dropout_p" in options:
-        T = rng.threshold(options["dropout_p"])
-        state = cuattn.RNGState(seed)
-        dense["keep"] = np.stack([rng.keep(state, T, b, (0, n_queries), (0, n_keys)) for b in range(q.shape[0])])
-        dense["keep_scale"] = 65536 / (65536 - T)
+    dense = Case(q, k, v, do, visible, {**options, "rng": seed}).reference()
     exact = oracle.solve(q, k, v, do, **dense)
-    dense_floor = {name: value for name, value in dense.items() if name != "visible"}
-    return exact, oracle.solve(q, k, v, do, **dense, dtype=q.dtype), oracle.floors(exact, q, k, v, do, **dense_floor)
+    return exact, oracle.solve(q, k, v, do, **dense, dtype=q.dtype), oracle.floors(exact, q, k, v, do, **dense)
 
 
 def assert_is_part(actual, whole, name, index, dtype):

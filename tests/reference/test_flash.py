@@ -69,7 +69,9 @@ def test_backward_is_the_derivative_of_the_forward(mask, share, dropout):
     options = {"mask": mask, "blocks": draw_blocks(case, share)[0], "dropout_p": dropout.p, "b": dropout.b}
     fwd = reference.flash_forward(*case.qkv, case.M, rng=dropout.state, **options)
     grads = reference.flash_backward(case.do, *case.qkv, fwd, case.M, **options)[:3]
-    check_derivatives(case, lambda *qkv: reference.flash_forward(*qkv, case.M, rng=dropout.state, **options).o, grads)
+    check_derivatives(
+        case.qkv, case.do, lambda *qkv: reference.flash_forward(*qkv, case.M, rng=dropout.state, **options).o, grads
+    )
 
 
 def test_all_blocks_is_algorithm_2():

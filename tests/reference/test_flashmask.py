@@ -100,7 +100,7 @@ def test_backward_is_the_derivative_of_the_forward():
     case, vectors = make_case(14, 3, 24, seed=4), draw_vectors(14, 40)
     fwd = reference.flashmask_forward(*case.qkv, vectors, case.M)
     grads = reference.flashmask_backward(case.do, *case.qkv, fwd, vectors, case.M)[:3]
-    check_derivatives(case, lambda *qkv: reference.flashmask_forward(*qkv, vectors, case.M).o, grads)
+    check_derivatives(case.qkv, case.do, lambda *qkv: reference.flashmask_forward(*qkv, vectors, case.M).o, grads)
 
 
 def test_vectors_of_another_length():

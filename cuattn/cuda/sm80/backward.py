@@ -6,13 +6,13 @@ computes dbias.
 """
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuattn.cuda.arguments import Array, pad
-from cuattn.cuda.call import Call, gradients
+from cuattn.cuda.call import Call
 from cuattn.cuda.constants import Constants, backward_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.params import BATCH_AXES, SUM_PARAMS
@@ -69,7 +69,8 @@ class Cut:
             tiles = BackwardTiles(*4 * (WIDE[self.products],))
             self.chunk, self.part = _CHUNK, pad(cdiv(widest, cdiv(widest, _PART)), _CHUNK)
             self.head_dim, self.head_dim_v = pad(problem.head_dim, _CHUNK), pad(problem.head_dim_v, _CHUNK)
-        narrow = bool(problem.masks) and problem.dropout > 0 and widest <= 64
+        # Dropout takes registers beside a mask; in float32 dk and dv depend on the tile, which must be every mask's.
+        narrow = bool(problem.masks) and widest <= 64 and (problem.dropout > 0 or self.products == "split")
         self.keys, self.rows, self.bias = tiles.heavy if is_heavy(problem) or narrow else tiles.keys, *tiles[2:]
         while not self.chunk and not all(_divides(tile, self.head_dim) for tile in (self.keys, self.rows)):
             self.head_dim += _PADDING
@@ -214,9 +215,14 @@ def row_arrays(problem: Problem, vectors: int = 1) -> dict[str, Array]:
     return {"delta": delta, "stat": Array((vectors, *delta.shape), delta.dtype), "counters": counters}
 
 
-def is_sum(problem: Problem, shape: tuple[int, ...], heads: int) -> bool:
-    """Whether an operand of `shape` (aligned; `heads` of its own kind) was broadcast, so that its gradient is a sum."""
-    return any(n == 1 < full for n, full in zip(shape, (*problem.batch, heads), strict=False))
+def summed(problem: Problem, operands: Mapping[str, Any]) -> dict[str, int]:
+    """Return which of q, k, v were broadcast, so that their gradients are sums, with the heads of their kind."""
+    heads = {"q": problem.heads, "k": problem.kv_heads, "v": problem.kv_heads}
+    return {
+        name: count
+        for name, count in heads.items()
+        if any(n == 1 < full for n, full in zip(operands[name].shape, (*problem.batch, count), strict=False))
+    }
 
 
 class _Sum(NamedTuple):
@@ -230,8 +236,6 @@ class _Sum(NamedTuple):
 class Backward(Call):
     """Up to seven launches: preprocess, key kernel, row kernel or conversion, bias kernel, and sums."""
 
-    family = "sm80"
-
     def unsupported_reason(self) -> str | None:
         return unsupported_reason(self.problem)
 
@@ -239,32 +243,31 @@ class Backward(Call):
         problem, operands = self.problem, self.operands
         load_bytes = self.load_bytes("q", "k", "v", "do")
         self.cut = cut = Cut(problem, self.device)
-        self.constants = cut.constants(load_bytes, getattr(operands.get("o"), "dtype", None))
         self._deal_out_bias()
         self.sums = self._sums()
+        self.constants = cut.constants(load_bytes, getattr(operands.get("o"), "dtype", None))
+        self.constants |= {f"sum_{name}": name in self.sums for name in ("dq", "dk", "dv")}
         scratch = row_arrays(problem, 1 if problem.row.products == "half" else 2)
         if cut.atomic:
             rows = pad(problem.n_queries, cut.keys.block_m)
             scratch["dq_acc"] = Array((*operands["q"].shape[:-2], rows, cut.head_dim), problem.stat_dtype)
         for name, total in self.sums.items():
             scratch[f"{name}_acc"] = Array((*total.size, total.inner), problem.stat_dtype)
-        self.begin(gradients(problem, operands), scratch)
+        self.begin(scratch)
         if problem.head_dim_v and math.prod(problem.score_shape):
             self._keys()
             self._rows()
             if "bias" in operands:
                 self._bias()
-        reason = f"portable tensor-core kernel, {self.device.arch}"
-        shape = cut.keys.block_m, cut.keys.block_n, cut.keys.warps, cut.shared_bytes("keys")
-        return self.planned(*shape, reason, cut.notes(load_bytes), self.constants)
+        notes = cut.notes(load_bytes)
+        return self.planned(cut.keys, cut.keys.warps, cut.shared_bytes("keys"), self.constants, *notes)
 
     def _sums(self) -> dict[str, _Sum]:
         problem, axes = self.problem, self.axes
         found = {}
-        for name, heads in (("q", problem.heads), ("k", problem.kv_heads), ("v", problem.kv_heads)):
-            shape = self.operands[name].shape
-            if is_sum(problem, shape, heads) and not (name == "q" and self.cut.atomic):
-                size = (*axes.size, heads)
+        for name, heads in summed(problem, self.operands).items():
+            if name != "q" or not self.cut.atomic:
+                shape, size = self.operands[name].shape, (*axes.size, heads)
                 own = (*axes.pick(shape, 1), shape[-3])
                 keep = tuple(n == full for n, full in zip(own, size, strict=True))
                 found[f"d{name}"] = _Sum(keep, size, shape[-2] * shape[-1])
@@ -283,16 +286,15 @@ class Backward(Call):
             members = self.problem.instances // max(self.bias_instances, 1)
             self.splits = max(1, min(members, cdiv(2 * self.device.multiprocessors, self.bias_tiles)))
 
-    def _add(self, path: str, kernel: str, blocks: int, which: str, extra: Constants, values: dict[str, int]) -> None:
+    def _add(
+        self, path: str, kernel: str, blocks: int, which: str, extra: Constants | None = None, **values: int
+    ) -> None:
         """Append a kernel that has the tile and the shared memory of `which`, and `extra` constants of its own."""
         tile = self.cut.keys if which == "convert" else getattr(self.cut, which)
-        constants = {**self.constants, **tile._asdict(), **extra}
+        constants = {**self.constants, **tile._asdict(), **(extra or {})}
         counts = dict(zip(("row_tiles", "key_tiles"), tile_counts(self.problem, tile), strict=True))
         launched = f"sm80/{path}.cu", kernel, constants, blocks, tile.warps, counts | values
         self.add(*launched, tile[:2], shared_bytes=self.cut.shared_bytes(which))
-
-    def _sum_flags(self, *names: str) -> dict[str, object]:
-        return {f"sum_{name}": name in self.sums for name in names}
 
     def _keys(self) -> None:
         """Compute rows' delta and statistics, then dk and dv, and dq if the order of its sums does not matter."""
@@ -305,10 +307,10 @@ class Backward(Call):
         add_preprocess(self, {**self.constants, "split_delta": False}, cut.head_dim, values)
         if cut.chunk:
             blocks *= cdiv(cut.head_dim_v, cut.part) + cdiv(cut.head_dim, cut.part)
-            self._add("bwd_wide", "backward_wide_keys", blocks, "keys", self._sum_flags("dk", "dv", "dq"), {})
+            self._add("bwd_wide", "backward_wide_keys", blocks, "keys")
         else:
-            values = {"shared_tile": first, "splits": parts, "split_tiles": row_tiles}
-            self._add("bwd", "attention_backward", blocks, "keys", self._sum_flags("dk", "dv"), values)
+            shared = {"shared_tile": first, "splits": parts, "split_tiles": row_tiles}
+            self._add("bwd", "attention_backward", blocks, "keys", **shared)
         self._sum("dk")
         self._sum("dv")
 
@@ -317,14 +319,14 @@ class Backward(Call):
         problem, cut = self.problem, self.cut
         if cut.atomic:
             blocks = cut.row_tiles * math.prod(self.operands["q"].shape[:-2])
-            self._add("bwd_convert", "backward_convert", blocks, "convert", {}, {})
+            self._add("bwd_convert", "backward_convert", blocks, "convert")
             return
         blocks = cdiv(problem.n_queries, cut.rows.block_m) * problem.instances
         if cut.chunk:
             blocks *= cdiv(cut.head_dim, cut.part)
-            self._add("bwd_wide", "backward_wide_rows", blocks, "rows", self._sum_flags("dk", "dv", "dq"), {})
+            self._add("bwd_wide", "backward_wide_rows", blocks, "rows")
         else:
-            self._add("bwd_rows", "backward_rows", blocks, "rows", self._sum_flags("dq"), {})
+            self._add("bwd_rows", "backward_rows", blocks, "rows")
         self._sum("dq")
 
     def _bias(self) -> None:
@@ -332,7 +334,7 @@ class Backward(Call):
         shape = self.operands["bias"].shape
         extra = {"split": self.splits > 1, "sum_rows": shape[-2] == 1, "sum_keys": shape[-1] == 1, "atomic_dq": False}
         values = {"splits": self.splits, "bias_instances": self.bias_instances}
-        self._add("bwd_bias", "backward_bias", self.bias_tiles * self.splits, "bias", extra, values)
+        self._add("bwd_bias", "backward_bias", self.bias_tiles * self.splits, "bias", extra, **values)
         self._sum("dbias")
 
     def _sum(self, name: str) -> None:

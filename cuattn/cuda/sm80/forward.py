@@ -2,7 +2,7 @@
 
 from cuattn.cuda import merge
 from cuattn.cuda.arguments import Array, pad
-from cuattn.cuda.call import Call, statistics
+from cuattn.cuda.call import Call
 from cuattn.cuda.constants import Constants, forward_constants
 from cuattn.cuda.device import COUNTERS, Device
 from cuattn.cuda.params import MAX_PARTS
@@ -213,8 +213,6 @@ class Cut:
 class Forward(Call):
     """One launch or, where parts of the key axis are not merged by their last blocks, two."""
 
-    family = "sm80"
-
     def unsupported_reason(self) -> str | None:
         problem = self.problem
         against = unsupported_reason(problem)
@@ -227,9 +225,9 @@ class Forward(Call):
         problem, cut, load_bytes = self.problem, Cut(self.problem, self.device), self.load_bytes(*"qkv")
         scratch = {}
         if cut.splits > 1:
-            whole = statistics(problem, problem.stat_dtype)
-            scratch = {_PARTS[name]: Array((cut.splits, *one.shape), one.dtype) for name, one in whole.items()}
-        self.begin(statistics(problem), scratch, cut.blocks if cut.merges else 0)
+            scratch = {part: Array((cut.splits, *problem.stat_shape), problem.stat_dtype) for part in _PARTS.values()}
+            scratch["o_part"] = Array((cut.splits, *problem.o_shape), problem.stat_dtype)
+        self.begin(scratch, cut.blocks if cut.merges else 0)
         if not self.operands["v"].size:
             self.slots["v.data"] = "k"  # an empty v has no address, and copies of nothing must name one
         constants, tile, warps = cut.constants(load_bytes), cut.tile[:2], cut.tile.warps * cut.teams
@@ -244,5 +242,4 @@ class Forward(Call):
                 slots = _PARTS | {f"{name}_out": name if name in self.arrays else "" for name in "olm"}
                 dtypes = problem.stat_dtype, problem.out_dtype, problem.stat_dtype
                 merge.add(self.sequence, cut.splits, problem.o_shape, dtypes, slots, stacked=True)
-        reason = f"portable tensor-core kernel, {self.device.arch}"
-        return self.planned(*tile, warps, cut.shared_bytes, reason, cut.notes(load_bytes), constants)
+        return self.planned(tile, warps, cut.shared_bytes, constants, *cut.notes(load_bytes))

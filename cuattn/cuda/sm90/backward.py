@@ -11,12 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.cuda.arguments import Array, pad
-from cuattn.cuda.call import gradients
 from cuattn.cuda.constants import Constants, backward_constants
 from cuattn.cuda.device import Device
-from cuattn.cuda.sm80.backward import add_preprocess, is_sum, row_arrays
+from cuattn.cuda.sm80.backward import add_preprocess, row_arrays, summed
 from cuattn.cuda.sm90 import forward
-from cuattn.cuda.sm90.forward import L2_SHARE, REASON, ROW_BYTES, SLAB_COLUMNS, width_of
+from cuattn.cuda.sm90.forward import L2_SHARE, ROW_BYTES, SLAB_COLUMNS, width_of
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
@@ -32,7 +31,7 @@ _TURNS, _CAUSAL_TURNS = 16, 32  # heads at least, where key tiles take turns: me
 _CONVERT_WARPS = 8
 CONVERT = (
     "elem", "acc", "grad", "head_dim", "head_dim_v", "block_m", "block_n", "stages", "band_left", "band_right", "mask",
-    "dropout", "split_delta",
+    "dropout", "runs", "split_delta",
 )  # fmt: skip
 
 
@@ -110,14 +109,9 @@ class Cut:
         crowded = problem.softcap is not None or (problem.masks == ("block",) and problem.dropout)  # registers are
         if one and max(slabs, slabs_v) == 1 and not crowded:
             block_m = 128
-        if one:
-            keys = 2 * slabs + slabs_v
-            handed = 4 * block_m * SLAB_COLUMNS * slabs  # dq
-            gradients = 2 * _WARPGROUPS * block_m * ROW_BYTES
-        else:
-            keys = 2 * max(slabs, slabs_v)
-            handed = 2 * 4 * 64 * block_m  # P
-            gradients = 0
+        keys = 2 * slabs + slabs_v if one else 2 * max(slabs, slabs_v)
+        handed = 4 * block_m * SLAB_COLUMNS * slabs if one else 2 * 4 * 64 * block_m  # dq, or P
+        gradients = 2 * _WARPGROUPS * block_m * ROW_BYTES if one else 0
         rows = (slabs + slabs_v) * block_m * ROW_BYTES + 4 * block_m
         rows += _DELTA_OPERAND if self.split_delta else 4 * block_m
         draws = block_m * block_n // 8 if problem.dropout else 0
@@ -192,11 +186,8 @@ class Backward(MappedCall):
 
     def _sum_reason(self) -> str | None:
         problem = self.problem
-        heads = {"k": problem.kv_heads, "v": problem.kv_heads}
-        if problem.deterministic or not Cut(problem).fused:
-            heads["q"] = problem.heads
-        for name, count in heads.items():
-            if is_sum(problem, self.operands[name].shape, count):
+        for name in summed(problem, self.operands):
+            if name != "q" or problem.deterministic or not Cut(problem).fused:
                 return f"the gradient of {name} is a sum over axes along which it was broadcast"
         return None
 
@@ -204,7 +195,7 @@ class Backward(MappedCall):
         problem, operands, cut = self.problem, self.operands, Cut(self.problem)
         keys, rows, dq_instances = cut.keys, cut.rows, math.prod(operands["q"].shape[:-2])
         constants = cut.constants(getattr(operands.get("o"), "dtype", None))
-        self.begin(gradients(problem, operands), cut.scratch(dq_instances))
+        self.begin(cut.scratch(dq_instances))
         add_preprocess(self, {**constants, "atomic_dq": cut.fused}, cut.columns, keys.counts)
         warps = 4 * (_WARPGROUPS + 1)
         drawing = 4 * bool(problem.dropout and cut.fused)
@@ -218,11 +209,12 @@ class Backward(MappedCall):
             own = {**constants, "block_m": rows.block_m, "block_n": rows.block_n, "v_stages": rows.v_stages}
             blocks = rows.counts["row_tiles"] * problem.instances
             self._add("bwd_rows", "backward_rows", own, blocks, warps, rows, "dq")
-        return self.planned(*keys[:2], warps + drawing, keys.shared_bytes, REASON, [cut.note], constants)
+        return self.planned(keys, warps + drawing, keys.shared_bytes, constants, cut.note)
 
     def _add(
         self, path: str, kernel: str, constants: Constants, blocks: int, warps: int, tile: Tile, *written: str
     ) -> None:
         """Append a persistent kernel that reads q, k, v and do and writes gradients."""
-        launched = f"sm90/{path}.cu", kernel, constants, blocks, warps, tile.counts, tile[:2], tile.shared_bytes
-        self.add_mapped(*launched, ("q", "k", "v", "do"), {name: name[1:] for name in written})
+        launched = f"sm90/{path}.cu", kernel, constants, self.persistent(blocks), warps, tile.counts, tile[:2]
+        maps = self.mapped(tile, ("q", "k", "v", "do"), {name: name[1:] for name in written})
+        self.add(*launched, shared_bytes=tile.shared_bytes, **maps)

@@ -3,16 +3,14 @@
 from typing import NamedTuple
 
 from cuattn.cuda.arguments import pad
-from cuattn.cuda.call import statistics
 from cuattn.cuda.constants import Constants, forward_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.sm80 import forward as portable
-from cuattn.cuda.sm90.tensor_map import ARCH, WARPGROUP_ROWS, MappedCall
+from cuattn.cuda.sm90.tensor_map import WARPGROUP_ROWS, MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
 from cuattn.problem import DTYPES, Problem
 
-REASON = f"bulk tensor copies and warpgroup products, {ARCH}"
 SLAB_COLUMNS, ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
 
 # Widths that accumulating products come in (kernels/ptx/wgmma.cuh).
@@ -185,8 +183,8 @@ class Forward(MappedCall):
     def prepare(self) -> Plan:
         cut = Cut(self.problem)
         tile, constants, size = cut.tile[:2], cut.constants, cut.shared_bytes
-        self.begin(statistics(self.problem), {}, counters=1)
-        warps = 4 * (cut.tile.block_m // WARPGROUP_ROWS + 1)
-        launched = "sm90/fwd.cu", "attention_forward", constants, cut.blocks, warps, cut.counts
-        self.add_mapped(*launched, (*tile, WARPGROUP_ROWS), size, "qkv", {"o": "q"})
-        return self.planned(*tile, warps, size, REASON, (), constants)
+        self.begin({}, counters=1)
+        warps, blocks = 4 * (cut.tile.block_m // WARPGROUP_ROWS + 1), self.persistent(cut.blocks)
+        launched = "sm90/fwd.cu", "attention_forward", constants, blocks, warps, cut.counts, (*tile, WARPGROUP_ROWS)
+        self.add(*launched, shared_bytes=size, **self.mapped(tile, "qkv", {"o": "q"}))
+        return self.planned(tile, warps, size, constants)

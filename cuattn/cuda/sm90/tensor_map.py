@@ -7,7 +7,7 @@ The driver encodes a map into 128 opaque bytes, which a kernel takes by value.
 
 import ctypes
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ import numpy as np
 
 from cuattn.cuda.arguments import steps_of
 from cuattn.cuda.call import Call
-from cuattn.cuda.constants import Constants
 from cuattn.errors import CuattnError, UnsupportedError
 from cuattn.problem import Dtype
 
@@ -97,8 +96,8 @@ def describe(address: int, dtype: Dtype, view: View) -> TensorMap:
     """
     shape, strides, box_rows = view
     extent = (ctypes.c_uint64 * _RANK)(*reversed(shape))
-    # The driver wants a plausible stride on axes that are never stepped along.
-    plausible = [stride if size > 1 else max(stride, 16) for size, stride in zip(shape, strides, strict=False)]
+    # The driver wants a plausible stride also on axes that are never stepped along.
+    plausible = [stride if size > 1 else 16 for size, stride in zip(shape, strides, strict=False)]
     step = (ctypes.c_uint64 * (_RANK - 1))(*reversed(plausible))
     box = (ctypes.c_uint32 * _RANK)(BOX_COLUMNS, box_rows, 1, 1)
     ones = (ctypes.c_uint32 * _RANK)(1, 1, 1, 1)
@@ -117,8 +116,6 @@ def describe(address: int, dtype: Dtype, view: View) -> TensorMap:
 
 class MappedCall(Call):
     """A call of kernels that read and write by tensor maps."""
-
-    family = "sm90"
 
     def layout_reason(self, read: Iterable[str]) -> str | None:
         """Say why the arrays cannot be described; `read` names those that the copy engine reads."""
@@ -145,31 +142,23 @@ class MappedCall(Call):
         shape = (self.axes.size[-1] if batch else 1, heads if head else 1, rows, columns)
         return View(shape, (batch, head, row), box_rows)
 
-    def add_mapped(
-        self,
-        path: str,
-        kernel: str,
-        constants: Constants,
-        blocks: int,
-        warps: int,
-        values: Mapping[str, int],
-        tile: tuple[int, ...],
-        shared_bytes: int,
-        read: Iterable[str],
-        written: Mapping[str, str],
-    ) -> None:
-        """Append a persistent kernel that takes maps of arrays: those that it reads, then those that it writes.
+    def persistent(self, work: int) -> int:
+        """Return how many blocks share pieces of work."""
+        return min(work, self.device.multiprocessors)
+
+    def mapped(self, tile: Sequence[int], read: Iterable[str], written: Mapping[str, str]) -> dict[str, Any]:
+        """Return arguments of :meth:`add` for a kernel that takes maps of what it reads, then of what it writes.
 
         Results leave in boxes of one warpgroup's rows.  Unrounded ones leave without a map; `written` names for each a
-        rounded array whose map stands in then.  The other arguments are those of :meth:`Call.add`.
+        rounded array whose map stands in then.
         """
-        dtype, views = self.problem.row, {name: self.view(name, tile[name in ("k", "v")]) for name in read}
+        dtype, known = self.problem.row, [name for name in read if name in self.arrays]  # not all of a planned call
+        views = {name: self.view(name, tile[name in ("k", "v")]) for name in known}
         for name, instead in written.items():
             rounded = self.arrays[name].dtype == dtype.dtype
             views[name] = self.view(name if rounded else instead, WARPGROUP_ROWS)
         maps = {name: lru_cache(_MAPS_KEPT)(partial(describe, dtype=dtype, view=view)) for name, view in views.items()}
-        launched = path, kernel, constants, min(blocks, self.device.multiprocessors), warps, values, tile
-        self.add(*launched, maps=maps, shared_bytes=shared_bytes, arch=ARCH)
+        return {"maps": maps, "arch": ARCH}
 
 
 def _array_reason(array: Any) -> str | None:

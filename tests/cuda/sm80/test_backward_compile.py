@@ -6,7 +6,7 @@ import pytest
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.sm80.backward import STAT_ROWS, Cut
-from tests.cuda.cases import CASES, F16, WIDE_HEADS, Case
+from tests.cuda.cases import CASES, F16, WIDE_HEADS, Case, case_of
 from tests.cuda.sm80.test_forward_compile import COMPILED, failures
 from tests.cuda.sm80.test_forward_plan import DEVICES, STATIC_BYTES, problem_of
 
@@ -93,7 +93,7 @@ def test_fits_the_card(device):
 )
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_shared_memory_is_what_the_key_kernel_lays_out(name, softcap):
-    case = next(case for case in CASES if case.name == name)
+    case = case_of(name)
     problem = problem_of(case._replace(options={**(case.options or {}), "softcap": softcap}), "backward")
     made = Cut(problem, DEVICES["H200"])
     wanted = made.shared_bytes("keys")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -54,3 +56,12 @@ def test_sums_over_broadcast_axes_are_not_shared():
     assert shared(problem).parts > 1
     assert shared(problem, ["dk"]).parts == shared(problem, {"dv": 1}).parts == 1
     assert "dk and dv" in str(Cut(problem, DEVICE).notes())
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_mask_has_the_same_sums_in_float32(head_dim, device):
+    """dk and dv of float32 depend on the tile, and a mask's kind must not."""
+    problem = shaped(np.float32, n_queries=300, n_keys=300, head_dim=head_dim)
+    kinds = [Cut(dataclasses.replace(problem, masks=(kind,)), device).keys for kind in ("column", "block", "boolean")]
+    assert len(set(kinds)) == 1

@@ -8,7 +8,18 @@ import pytest
 import cuattn
 from cuattn.masks import ColumnMask
 from tests import oracle
-from tests.cuda.cases import BF16, CASES, WIDE, Case, hostile_columns, oracle_options, to_device, visible
+from tests.cuda.cases import (
+    BF16,
+    CASES,
+    WIDE,
+    Case,
+    case_of,
+    hostile_columns,
+    oracle_options,
+    same_bits,
+    to_device,
+    visible,
+)
 from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +57,7 @@ def test_oracle(case):
 
 
 def _case(name: str):
-    case = next(case for case in CASES if case.name == name)
+    case = case_of(name)
     arrays, options = case.arrays()
     return case, list(arrays.values()), options
 
@@ -55,8 +66,7 @@ def _case(name: str):
 def test_same_bits_twice(name):
     _, qkv, options = _case(name)
     first, second = run(qkv, options), run(qkv, options)
-    for a, b in zip(first, second, strict=True):
-        assert a.tobytes() == b.tobytes()
+    same_bits(first, second)
 
 
 @pytest.mark.parametrize("name", ["column", "column d64 causal", "dropout column", "one query column"])
@@ -64,8 +74,7 @@ def test_column_mask_equals_boolean_mask_bit_for_bit(name):
     _, qkv, options = _case(name)
     column = run(qkv, options)
     dense = run(qkv, {**options, "mask": options["mask"].dense()})
-    for a, b in zip(column, dense, strict=True):
-        assert a.tobytes() == b.tobytes()
+    same_bits(column, dense)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +104,7 @@ def test_invisible_keys_may_hold_nan(name):
     assert dead.any()
     for x in qkv[1:]:
         x[dead] = np.nan  # heads are not grouped here, so k and v have the mask's leading axes
-    for a, b in zip(run(qkv, options), clean, strict=True):
-        assert a.tobytes() == b.tobytes()
+    same_bits(run(qkv, options), clean)
 
 
 def test_key_beyond_the_causal_band_may_hold_nan():
@@ -104,8 +112,7 @@ def test_key_beyond_the_causal_band_may_hold_nan():
     clean = run(qkv, options)
     for x in qkv[1:]:
         x[..., 200:, :] = np.nan
-    for a, b in zip(run(qkv, options), clean, strict=True):
-        assert a.tobytes() == b.tobytes()
+    same_bits(run(qkv, options), clean)
 
 
 def test_rows_without_keys_are_empty():
@@ -144,8 +151,7 @@ def test_hostile_device_vectors_are_clamped():
     n, keys = 300, 400
     device, host = hostile_columns(rng, n, keys)
     qkv = [rng.standard_normal((2, m, 64)).astype(BF16) for m in (n, keys, keys)]
-    for a, b in zip(run(qkv, {"mask": device}), run(qkv, {"mask": host}), strict=True):
-        assert a.tobytes() == b.tobytes()
+    same_bits(run(qkv, {"mask": device}), run(qkv, {"mask": host}))
 
 
 def test_out_dtype_and_merge():
@@ -165,7 +171,7 @@ def test_out_dtype_and_merge():
 
 def test_tf32_is_as_good_as_inputs_rounded_to_tf32():
     _, qkv, options = _case("float32 d64")
-    case = next(case for case in CASES if case.name == "float32 d64")
+    case = case_of("float32 d64")
     actual = run(qkv, {**options, "precision": "tf32"})
     rounded = [oracle.tf32(x) for x in qkv]
     exact, textbook = expected(case, qkv, options), expected(case, rounded, options, np.float32)

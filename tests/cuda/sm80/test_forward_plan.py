@@ -11,7 +11,7 @@ from cuattn.cuda.families import launch_sequence, plan
 from cuattn.cuda.sm80.forward import Cut, unsupported_reason
 from cuattn.errors import UnsupportedError
 from cuattn.problem import OPERATIONS, Options, check
-from tests.cuda.cases import BF16, CASES, Case
+from tests.cuda.cases import BF16, CASES, Case, case_of
 from tests.cuda.recording import driver as driver
 from tests.cuda.recording import prepared, validated
 
@@ -51,7 +51,7 @@ def test_fits_the_card(case, device):
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 def test_mask_kind_does_not_change_key_tiles(device):
-    column = next(case for case in CASES if case.name == "column")
+    column = case_of("column")
     problem = problem_of(column)
     dense = dataclasses.replace(problem, masks=("boolean",))
     assert Cut(problem, device).tile.block_n == Cut(dense, device).tile.block_n
@@ -128,7 +128,7 @@ def test_heads_too_wide_for_the_device(driver, monkeypatch):
 @pytest.mark.parametrize("operation", ["forward", "backward"])
 @pytest.mark.parametrize("name", ["d64", "one query", "dropout", "bias", "d 512"])
 def test_plans_print(operation, name, driver):
-    call = prepared(next(case for case in CASES if case.name == name), operation, kernel="sm80")
+    call = prepared(case_of(name), operation, kernel="sm80")
     made = plan(*call[:3])
     assert made.direction == operation and f"{made.block_m} query rows" in str(made) and "sm_90" in str(made)
 

@@ -8,21 +8,12 @@ from cuattn.cuda import families
 from cuattn.cuda.sm80.backward import Backward as PortableBackward
 from cuattn.cuda.sm90.backward import Backward
 from cuattn.errors import UnsupportedError
-from tests.cuda.recording import array, sequence_of
+from tests.cuda.recording import array, operands, sequence_of
 from tests.cuda.recording import driver as driver
 from tests.cuda.sm90.test_backward_plan import problem
 from tests.cuda.sm90.test_forward_plan import CAUSAL
 
 pytestmark = pytest.mark.usefixtures("driver")
-
-
-def operands(p, **options):
-    q = array((*p.batch, p.heads, p.n_queries, p.head_dim), **options)
-    k = array((*p.batch, p.kv_heads, p.n_keys, p.head_dim), **options)
-    v = array((*p.batch, p.kv_heads, p.n_keys, p.head_dim_v), **options)
-    do = array((*p.batch, p.heads, p.n_queries, p.head_dim_v), **options)
-    stat = array((*p.batch, p.heads, p.n_queries), p.stat_dtype)
-    return {"q": q, "k": k, "v": v, "do": do, "o": array(p.o_shape), "l": stat, "m": stat}
 
 
 def launched(driver, p, taken, masks=(), **more):

@@ -10,7 +10,20 @@ import pytest
 import cuattn
 from cuattn import masks
 from cuattn.errors import UnsupportedError
-from tests.cuda.cases import BF16, CASES, F16, Case, blocks_of, columns_of, hostile_columns, to_device, visible
+from tests.cuda.cases import (
+    BF16,
+    CASES,
+    F16,
+    Case,
+    blocks_of,
+    case_of,
+    columns_of,
+    hostile_columns,
+    same_bits,
+    sized,
+    to_device,
+    visible,
+)
 from tests.cuda.sm80.test_backward_gpu import check, made, poisoned_memory, run  # noqa: F401
 from tests.cuda.sm90.test_forward_gpu import hopper  # noqa: F401
 
@@ -30,40 +43,40 @@ def diagonal(case: Case, rng: np.random.Generator) -> masks.ColumnMask:
 
 
 OWN = [
-    Case("long", batch=(1,), n_queries=2000, n_keys=700, head_dim=128),
-    Case("long d64", batch=(1,), n_queries=2000, n_keys=700),
-    Case("long causal", batch=(1,), n_queries=1300, n_keys=1300, head_dim=128, options={"is_causal": True}),
-    Case("many tiles", batch=(3,), heads=60, kv_heads=20, n_queries=200, n_keys=130, head_dim=128),
-    Case("many tiles d64", batch=(3,), heads=60, kv_heads=20, n_queries=200, n_keys=130),
+    sized("long", 2000, 700, 128, batch=(1,)),
+    sized("long d64", 2000, 700, batch=(1,)),
+    sized("long causal", 1300, 1300, 128, batch=(1,), options={"is_causal": True}),
+    sized("many tiles", 200, 130, 128, batch=(3,), heads=60, kv_heads=20),
+    sized("many tiles d64", 200, 130, batch=(3,), heads=60, kv_heads=20),
     Case("d 64 dv 128", head_dim_v=128),
     Case("d 128 dv 64", head_dim=128, head_dim_v=64),
     Case("d 96 dv 40", head_dim=96, head_dim_v=40, options={"is_causal": "bottom_right"}),
     Case("float16 softcap", dtype=F16, head_dim=128, options={"softcap": 3.0, "is_causal": "top_left"}),
-    Case("columns", heads=20, kv_heads=20, n_queries=500, n_keys=600, head_dim=128, mask=columns_of),
-    Case("columns d64", n_queries=500, n_keys=600, mask=columns_of),
-    Case("columns grouped", heads=8, kv_heads=2, n_queries=300, n_keys=400, head_dim=128, mask=columns_of),
-    Case("heads between", heads=8, kv_heads=2, n_queries=300, n_keys=400, head_dim=128, mask=some_heads),
-    Case("columns window", n_queries=500, n_keys=500, mask=columns_of, options={"window": (99, 40)}),
-    Case("columns softcap", n_queries=300, n_keys=400, head_dim=128, mask=columns_of, options={"softcap": 3.0}),
-    Case("diagonal", n_queries=300, n_keys=400, head_dim=128, mask=diagonal,
+    sized("columns", 500, 600, 128, heads=20, kv_heads=20, mask=columns_of),
+    sized("columns d64", 500, 600, mask=columns_of),
+    sized("columns grouped", 300, 400, 128, heads=8, kv_heads=2, mask=columns_of),
+    sized("heads between", 300, 400, 128, heads=8, kv_heads=2, mask=some_heads),
+    sized("columns window", 500, 500, mask=columns_of, options={"window": (99, 40)}),
+    sized("columns softcap", 300, 400, 128, mask=columns_of, options={"softcap": 3.0}),
+    sized("diagonal", 300, 400, 128, mask=diagonal,
          options={"window": (250, 7, "bottom_right")}),
-    Case("no diagonal", n_queries=400, n_keys=300, mask=diagonal, options={"is_causal": "top_left"}),
-    Case("blocks", n_queries=500, n_keys=600, head_dim=128, mask=blocks_of(128, 128)),
-    Case("small blocks", n_queries=300, n_keys=400, mask=blocks_of(24, 40), options={"dropout_p": 0.3, "rng": 7}),
-    Case("dropout", n_queries=300, n_keys=400, head_dim=128, options={"dropout_p": 0.1, "rng": 42}),
-    Case("dropout d64", n_queries=300, n_keys=400, options={"dropout_p": 0.7, "rng": 42}),
-    Case("dropout grouped", heads=8, kv_heads=2, n_queries=500, n_keys=600, mask=some_heads,
+    sized("no diagonal", 400, 300, mask=diagonal, options={"is_causal": "top_left"}),
+    sized("blocks", 500, 600, 128, mask=blocks_of(128, 128)),
+    sized("small blocks", 300, 400, mask=blocks_of(24, 40), options={"dropout_p": 0.3, "rng": 7}),
+    sized("dropout", 300, 400, 128, options={"dropout_p": 0.1, "rng": 42}),
+    sized("dropout d64", 300, 400, options={"dropout_p": 0.7, "rng": 42}),
+    sized("dropout grouped", 500, 600, heads=8, kv_heads=2, mask=some_heads,
          options={"dropout_p": 0.1, "rng": 11, "is_causal": "bottom_right"}),
     Case("d 192 dv 128", head_dim=192, head_dim_v=128, options={"is_causal": True}, n_keys=200),
-    Case("d256 grouped", heads=8, kv_heads=2, n_queries=300, n_keys=400, head_dim=256),
+    sized("d256 grouped", 300, 400, 256, heads=8, kv_heads=2),
     Case("d256 window", head_dim=256, options={"window": (50, 20, "bottom_right"), "scale": -0.05}),
-    Case("d256 blocks", n_queries=300, n_keys=400, head_dim=256, mask=blocks_of(24, 40)),
-    Case("d256 columns", heads=20, kv_heads=20, n_queries=300, n_keys=400, head_dim=256, mask=columns_of),
-    Case("d256 everything", n_queries=300, n_keys=400, head_dim=256, mask=columns_of,
+    sized("d256 blocks", 300, 400, 256, mask=blocks_of(24, 40)),
+    sized("d256 columns", 300, 400, 256, heads=20, kv_heads=20, mask=columns_of),
+    sized("d256 everything", 300, 400, 256, mask=columns_of,
          options={"softcap": 3.0, "dropout_p": 0.3, "rng": 7, "is_causal": "top_left"}),
-    Case("turns", batch=(1,), heads=6, kv_heads=3, n_queries=900, n_keys=900, head_dim=128),
-    Case("turns causal", batch=(1,), heads=4, kv_heads=4, n_queries=900, n_keys=900, options={"is_causal": True}),
-    Case("dropout columns", n_queries=300, n_keys=400, head_dim=128, mask=columns_of,
+    sized("turns", 900, 900, 128, batch=(1,), heads=6, kv_heads=3),
+    sized("turns causal", 900, 900, batch=(1,), heads=4, kv_heads=4, options={"is_causal": True}),
+    sized("dropout columns", 300, 400, 128, mask=columns_of,
          options={"dropout_p": 0.1, "rng": 42}),
 ]  # fmt: skip
 
@@ -92,8 +105,7 @@ def test_deterministic(name):
     first = run(do, qkv, options, deterministic=True, kernel="sm90")
     check(case, first, do, qkv, options)
     for _ in range(5):
-        for a, b in zip(first, run(do, qkv, options, deterministic=True, kernel="sm90"), strict=True):
-            assert a is b is None or a.tobytes() == b.tobytes()
+        same_bits(first, run(do, qkv, options, deterministic=True, kernel="sm90"))
 
 
 @pytest.mark.parametrize("name", ["turns", "turns causal", "columns"])
@@ -114,7 +126,7 @@ def test_a_thousand_runs_are_bitwise_equal(name):
 
 
 def named(name: str):
-    case = next(case for case in OWN if case.name == name)
+    case = case_of(name, OWN)
     return case, *made(case)
 
 
@@ -216,8 +228,7 @@ def test_graph_holds_its_scratch():
         noise = [cupy.full(1 << 20, np.nan, np.float32) for _ in range(4)]
         for _ in range(2):
             graph.launch(stream)
-        for a, b in zip(result[1:3], eager[1:3], strict=True):
-            assert a.get().tobytes() == b.get().tobytes()
+        same_bits(result[1:3], eager[1:3])
         np.testing.assert_allclose(result[0].get().astype(np.float32), eager[0].get().astype(np.float32), atol=1e-2)
     del noise
 
@@ -225,8 +236,7 @@ def test_graph_holds_its_scratch():
 def test_key_gradients_repeat_bit_for_bit():
     _, do, qkv, options = named("columns grouped")
     first, second = (run(do, qkv, options, kernel="sm90")[1:3] for _ in range(2))
-    for a, b in zip(first, second, strict=True):
-        assert a.tobytes() == b.tobytes()
+    same_bits(first, second)
 
 
 HOLD = r"""
@@ -276,8 +286,7 @@ def test_a_fixed_order_waits_for_no_block_that_has_yet_to_run(options):
     flags[0] = 1
     cupy.cuda.Device().synchronize()
     assert held and in_time
-    for a, b in zip(actual[:3], expected[:3], strict=True):
-        assert a.get().tobytes() == b.get().tobytes()
+    same_bits(actual[:3], expected[:3])
 
 
 @pytest.mark.parametrize("scale", [30.0, -30.0, 3e4, 1e9, 1e30])

@@ -10,7 +10,7 @@ from cuattn.cuda.sm90.backward import CONVERT, Cut, unsupported_reason
 from cuattn.cuda.sm90.tensor_map import ARCH
 from cuattn.problem import Band
 from tests.cuda.cases import F16
-from tests.cuda.nvrtc import kernel_resources
+from tests.cuda.nvrtc import kernel_resources, version
 from tests.cuda.sm90.test_forward_plan import CAUSAL, H200
 from tests.cuda.sm90.test_forward_plan import problem as forward_problem
 
@@ -86,6 +86,9 @@ def test_many_heads_take_turns():
     assert Cut(problem(256, deterministic=True)).keys.counts["section"] == 1
 
 
+# What NVRTC 12 keeps in local memory of the warps that draw what dropout drops: one value, once per tile.
+DRAWER_BYTES = 8
+
 VARIANTS = [
     problem(64),
     problem(64, masks=("column",), band=WINDOW),
@@ -125,7 +128,8 @@ def kernels(p):
 def test_spills(variant):
     for path, constants, _, _ in kernels(variant):
         (used,) = kernel_resources(path, tuple(constants.items()), ARCH).values()
-        assert used.stack == 0, (path, used)
+        drawn_early = variant.dropout and version().startswith("12.")
+        assert used.stack <= (DRAWER_BYTES if drawn_early else 0), (path, used)
 
 
 @pytest.mark.parametrize("dlse", [False, True])

@@ -7,18 +7,11 @@ from cuattn.cuda import families
 from cuattn.cuda.sm80.forward import Forward as PortableForward
 from cuattn.cuda.sm90.forward import Forward
 from cuattn.errors import UnsupportedError
-from tests.cuda.recording import TICKET, array, sequence_of
+from tests.cuda.recording import TICKET, operands, sequence_of
 from tests.cuda.recording import driver as driver
 from tests.cuda.sm90.test_forward_plan import CAUSAL, problem
 
 pytestmark = pytest.mark.usefixtures("driver")
-
-
-def operands(p, **options):
-    q = array((*p.batch, p.heads, p.n_queries, p.head_dim), **options)
-    k = array((*p.batch, p.kv_heads, p.n_keys, p.head_dim), **options)
-    v = array((*p.batch, p.kv_heads, p.n_keys, p.head_dim_v), **options)
-    return {"q": q, "k": k, "v": v}
 
 
 def launched(driver, p, taken, masks=(), **more):

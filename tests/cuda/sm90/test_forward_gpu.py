@@ -9,7 +9,7 @@ import cuattn
 from cuattn import masks
 from cuattn.errors import UnsupportedError
 from cuattn.masks import ColumnMask
-from tests.cuda.cases import BF16, CASES, F16, Case, blocks_of, columns_of, visible
+from tests.cuda.cases import BF16, CASES, F16, Case, blocks_of, case_of, columns_of, same_bits, sized, visible
 from tests.cuda.sm80.test_forward_gpu import check
 from tests.cuda.sm80.test_forward_gpu import run as run_on
 
@@ -42,35 +42,33 @@ def patches_of(case: Case, rng: np.random.Generator) -> ColumnMask:
 
 
 OWN = [
-    Case("hopper long", batch=(1,), n_queries=700, n_keys=4200, head_dim=128),
-    Case("hopper long causal", batch=(1,), n_queries=2300, n_keys=2300, options={"is_causal": True}),
-    Case("hopper rows before the first", heads=40, kv_heads=40, n_queries=440, n_keys=440, options={"is_causal": True}),
-    Case(
+    sized("hopper long", 700, 4200, 128, batch=(1,)),
+    sized("hopper long causal", 2300, 2300, batch=(1,), options={"is_causal": True}),
+    sized("hopper rows before the first", 440, 440, heads=40, kv_heads=40, options={"is_causal": True}),
+    sized(
         "hopper rows before the first d128",
-        n_queries=300,
-        n_keys=350,
-        head_dim=128,
+        300,
+        350,
+        128,
         options={"window": (200, 9, "bottom_right")},
     ),
-    Case("hopper many tiles", batch=(3,), heads=60, kv_heads=20, n_queries=260, n_keys=130, head_dim=128),
-    Case("hopper many tiles d64", batch=(3,), heads=60, kv_heads=20, n_queries=400, n_keys=130),
-    Case("hopper many tiles d256", batch=(3,), heads=60, kv_heads=20, n_queries=260, n_keys=90, head_dim=256),
+    sized("hopper many tiles", 260, 130, 128, batch=(3,), heads=60, kv_heads=20),
+    sized("hopper many tiles d64", 400, 130, batch=(3,), heads=60, kv_heads=20),
+    sized("hopper many tiles d256", 260, 90, 256, batch=(3,), heads=60, kv_heads=20),
     Case("hopper 192 128", head_dim=192, head_dim_v=128),
     Case("hopper float16 softcap", dtype=F16, head_dim=128, options={"softcap": 3.0, "is_causal": "top_left"}),
-    Case("hopper columns", heads=40, kv_heads=40, n_queries=700, n_keys=900, head_dim=128, mask=columns_of),
-    Case("hopper columns d256", n_queries=300, n_keys=400, head_dim=256, mask=columns_of),
-    Case("hopper patches", heads=40, kv_heads=40, n_queries=700, n_keys=1100, head_dim=128, mask=patches_of),
-    Case("hopper patches d64", heads=40, kv_heads=40, n_queries=700, n_keys=1100, mask=patches_of),
-    Case("hopper long columns", batch=(1,), n_queries=500, n_keys=9000, mask=patches_of),
-    Case("hopper one strip of a tile", heads=40, kv_heads=40, n_queries=200, n_keys=2500),
-    Case("hopper narrow window", n_queries=900, n_keys=900, options={"window": (20, 3)}),
-    Case("hopper columns window", n_queries=500, n_keys=500, mask=columns_of, options={"window": (99, 40)}),
-    Case("hopper blocks", n_queries=500, n_keys=600, head_dim=128, mask=blocks_of(128, 128)),
-    Case(
-        "hopper small blocks", n_queries=500, n_keys=600, mask=blocks_of(24, 40), options={"dropout_p": 0.3, "rng": 7}
-    ),
-    Case("hopper dropout", n_queries=300, n_keys=400, head_dim=128, options={"dropout_p": 0.1, "rng": 42}),
-    Case("hopper dropout d256", n_queries=300, n_keys=400, head_dim=256, options={"dropout_p": 0.7, "rng": 42}),
+    sized("hopper columns", 700, 900, 128, heads=40, kv_heads=40, mask=columns_of),
+    sized("hopper columns d256", 300, 400, 256, mask=columns_of),
+    sized("hopper patches", 700, 1100, 128, heads=40, kv_heads=40, mask=patches_of),
+    sized("hopper patches d64", 700, 1100, heads=40, kv_heads=40, mask=patches_of),
+    sized("hopper long columns", 500, 9000, batch=(1,), mask=patches_of),
+    sized("hopper one strip of a tile", 200, 2500, heads=40, kv_heads=40),
+    sized("hopper narrow window", 900, 900, options={"window": (20, 3)}),
+    sized("hopper columns window", 500, 500, mask=columns_of, options={"window": (99, 40)}),
+    sized("hopper blocks", 500, 600, 128, mask=blocks_of(128, 128)),
+    sized("hopper small blocks", 500, 600, mask=blocks_of(24, 40), options={"dropout_p": 0.3, "rng": 7}),
+    sized("hopper dropout", 300, 400, 128, options={"dropout_p": 0.1, "rng": 42}),
+    sized("hopper dropout d256", 300, 400, 256, options={"dropout_p": 0.7, "rng": 42}),
 ]
 
 
@@ -84,7 +82,7 @@ def test_oracle(case):
 
 
 def _case(name: str):
-    case = next(case for case in OWN if case.name == name)
+    case = case_of(name, OWN)
     arrays, options = case.arrays()
     return case, list(arrays.values()), options
 
@@ -93,8 +91,7 @@ def _case(name: str):
 def test_same_bits_twice(name):
     _, qkv, options = _case(name)
     first, second = run(qkv, options), run(qkv, options)
-    for a, b in zip(first, second, strict=True):
-        assert a.tobytes() == b.tobytes()
+    same_bits(first, second)
 
 
 def test_float32_output_is_the_rounded_one():
@@ -131,8 +128,7 @@ def test_invisible_keys_may_hold_nan(name):
     assert dead.any()
     for x in qkv[1:]:
         x[dead] = np.nan
-    for a, b in zip(run(qkv, options), clean, strict=True):
-        assert a.tobytes() == b.tobytes()
+    same_bits(run(qkv, options), clean)
 
 
 def test_keys_beyond_the_causal_band_may_hold_nan():
@@ -141,8 +137,7 @@ def test_keys_beyond_the_causal_band_may_hold_nan():
     clean = run(qkv, {"is_causal": "top_left"})
     for x in qkv[1:]:
         x[..., 200:, :] = np.nan
-    for a, b in zip(run(qkv, {"is_causal": "top_left"}), clean, strict=True):
-        assert a.tobytes() == b.tobytes()
+    same_bits(run(qkv, {"is_causal": "top_left"}), clean)
 
 
 def test_empty_rows_are_zero_whatever_the_values_hold():
@@ -169,8 +164,7 @@ def test_strides(layout):
     else:
         arrays = [cupy.asarray(np.pad(x, ((0, 0), (0, 0), (0, 0), (8, 24))))[..., 8:72] for x in (q, k, v)]
     actual = run(arrays, {})
-    for a, b in zip(actual, run([q, k, v], {}), strict=True):
-        assert a.tobytes() == b.tobytes()
+    same_bits(actual, run([q, k, v], {}))
 
 
 def test_captured_in_a_graph():

@@ -8,7 +8,7 @@ from cuattn.cuda import source
 from cuattn.cuda.sm90 import tensor_map
 from cuattn.cuda.sm90.forward import Cut, unsupported_reason
 from cuattn.cuda.sm90.tensor_map import ARCH
-from cuattn.problem import Band, Problem
+from cuattn.problem import Band, Problem, row_of
 from tests.cuda.cases import BF16, F16
 from tests.cuda.nvrtc import kernel_resources
 from tests.cuda.recording import H200
@@ -99,6 +99,14 @@ def test_fits_in_shared_memory(head_dim, masks):
 )
 def test_tensor_map_conditions(address, stride, good):
     assert (tensor_map.unsupported_reason(address, (0, stride)) is None) == good
+
+
+def test_the_driver_is_told_plausible_strides(monkeypatch):
+    """Also of axes of length 1, whose strides nothing is wrong with: 27 values of 16 bits from row to row."""
+    told = []
+    monkeypatch.setattr(tensor_map, "_encoder", lambda: lambda *arguments: told.extend(arguments[5]) or 0)
+    tensor_map.describe(4096, row_of(F16), tensor_map.View((1, 3, 1, 27), (54, 64, 54), 64))
+    assert told == [16, 64, 16]
 
 
 VARIANTS = [

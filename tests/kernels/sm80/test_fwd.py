@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import cuattn
+from cuattn import masks
 from tests import oracle
 from tests.cuda.cases import to_device
 from tests.tolerances import FACTOR, assert_close, eps, max_error
@@ -106,6 +107,15 @@ def test_large_scores_leave_other_rows_alone(dtype):
     moved = both(q, [q, k, v], {})[0]
     for a, b in zip(plain, moved, strict=True):
         assert np.delete(a, 7, 1).tobytes() == np.delete(b, 7, 1).tobytes()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_tiles_that_a_row_does_not_see_leave_no_trace(dtype):
+    """A boolean mask visits tiles that a ColumnMask passes over: the results are the same, bit for bit."""
+    qkv, mask = normal(dtype, *[(2, 120, 64)] * 3), masks.hash_sparse([26, 11, 83])
+    column, dense = (both(qkv[0], qkv, {"mask": kind})[0] for kind in (mask, mask.dense()))
+    for a, b in zip(column, dense, strict=True):
+        assert a.tobytes() == b.tobytes()
 
 
 @pytest.mark.parametrize("dtype", TYPES)
