@@ -184,6 +184,14 @@ def differentiate_softcap(ds: ndarray, tanh: ndarray, softcap: float, *, careful
     ds *= np.multiply(tanh, softcap, tanh)
 
 
+def transposed(x: ndarray) -> ndarray:
+    """Return a contiguous copy of (..., n, m) as (..., m, n); rows a power of two apart would share a cache's sets."""
+    width = x.shape[-1]
+    apart = np.empty((*x.shape[:-1], width + _LANES), x.dtype)[..., :width]
+    apart[...] = x
+    return np.ascontiguousarray(apart.swapaxes(-1, -2))
+
+
 def summed_to(part: ndarray, shape: tuple[int, ...], dtype: np.dtype) -> ndarray:
     """Return a part summed over the axes in which a shape of as many has length 1."""
     axes = tuple([axis for axis, n in enumerate(shape) if n == 1 and part.shape[axis] > 1])

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from cuattn.cpu.arithmetic import WINDOW, longest_of
+from cuattn.cpu.arithmetic import WINDOW, longest_of, transposed
 from cuattn.cpu.blocks import HeadGroup, choose, head_groups
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.task import Task
@@ -176,7 +176,7 @@ class Walk:
             np.multiply(self.tanh, self.problem.softcap, out=s)
         if "bias" in self.task.operands:
             for tile, bias in self.bias_of(self.task.operands["bias"], part, s):
-                tile += bias
+                tile += transposed(bias.swapaxes(1, 2))
                 if careful:  # hidden even where the score itself is NaN
                     np.copyto(tile, -np.inf, where=bias == -np.inf)
         if careful:  # lest rows that do not exist, and see everything, lead NaN to the sums over rows
