@@ -178,6 +178,9 @@ def changes(dtype: np.dtype, fields: dict[str, int]) -> list[Change]:
     return found
 
 
+_OFFSET, _OFFSET_DATA = (PARAMS.fields[f"dropout.{name}"][1] // 4 for name in ("offset", "offset_data"))
+
+
 @functools.lru_cache(maxsize=256)
 def _key_changes(seed: int) -> list[Change]:
     """Return what sets the two 32-bit keys of each Philox round."""
@@ -190,13 +193,12 @@ def state_changes(state: RNGState, device: int) -> list[Change]:
 
     The offset may be a 0-d array of integers on the device, whose low word the kernel reads.
     """
-    fields = {"dropout.offset": 0, "dropout.offset_data": 0}
-    if isinstance(state.offset, (int, np.integer)):
-        fields["dropout.offset"] = int(state.offset)
-    else:
-        fields["dropout.offset_data"] = address = state.offset.__cuda_array_interface__["data"][0]
+    offset, address = state.offset, 0
+    if not isinstance(offset, (int, np.integer)):
+        offset, address = 0, offset.__cuda_array_interface__["data"][0]
         check_reachable("rng.offset", address, device)
-    return _key_changes(int(state.seed)) + changes(PARAMS, fields)
+    where = (_OFFSET_DATA, address & 0xFFFFFFFF), (_OFFSET_DATA + 1, address >> 32)
+    return [*_key_changes(int(state.seed)), (_OFFSET, int(offset)), *where]
 
 
 def place_changes(problem: Problem, place: Place, row_blocks: int = 0, key_blocks: int = 0) -> list[Change]:

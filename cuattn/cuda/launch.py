@@ -10,6 +10,7 @@ import numpy as np
 
 from cuattn.cuda.arguments import Change
 from cuattn.cuda.compile import function
+from cuattn.cuda.params import PARAMS
 
 _WORD = 8  # bytes
 
@@ -76,7 +77,7 @@ class Kernel:
         ]
         self._maps = [(names[name], describe) for name, describe in maps.items()]
         self._idle: list[Piece] = []  # arguments that no launch is being made of
-        self.dtype = dtype
+        self.dtype, self.takes_params = dtype, dtype is PARAMS
 
     @functools.cached_property
     def _function(self) -> Any:

@@ -19,7 +19,6 @@ import numpy as np
 from cuattn.cuda.arguments import Array, Change, align_up, place_changes, state_changes
 from cuattn.cuda.device import counters_of, zero
 from cuattn.cuda.launch import Kernel
-from cuattn.cuda.params import PARAMS
 from cuattn.cuda.tables import TABLE_SLOTS, MaskTables
 from cuattn.errors import UnsupportedError
 from cuattn.masks.device import upload
@@ -141,7 +140,7 @@ class LaunchSequence:
             shift = place.shift if self.shifts else 0
             placed, blocks = self._placed(place._replace(shift=shift))
             changes, held = changes + placed, (*held, *blocks)
-        kept = [table.find(masks, shift, stream, capturing) for table in self._tables]
+        kept = [table.find(masks, shift, stream, capturing) for table in self._tables] if self._tables else ()
         needed = self.scratch_bytes
         if capturing or None in kept:
             needed += sum(size for size, found in zip(self._table_sizes, kept, strict=True) if found is None)
@@ -164,7 +163,7 @@ class LaunchSequence:
             else:
                 known += found.addresses
         for kernel in self._kernels:
-            kernel.launch(known, handle, changes if kernel.dtype is PARAMS else (), place is None)
+            kernel.launch(known, handle, changes if kernel.takes_params else (), place is None)
         del keep
         return results
 
