@@ -51,8 +51,9 @@ class Archive:
             if unknown := [name for name in found if name not in NAMES]:
                 raise ArgumentError(f"{path} has entries {unknown}; expected only {', '.join(NAMES)}")
             if missing := [name for name in required if name not in found]:
-                held = ", ".join(found) or "nothing"
-                raise ArgumentError(f"{path} has no {' and no '.join(missing)}; it holds {held}")
+                raise ArgumentError(
+                    f"{path} has no {' and no '.join(missing)}; it holds {', '.join(found) or 'nothing'}"
+                )
             headers = {name: self._header(name) for name in found}
         declared = self._declared(*headers.pop("dtype")) if "dtype" in headers else None
         self.arrays = {
