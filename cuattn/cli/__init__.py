@@ -20,11 +20,6 @@ from cuattn.errors import CuattnError
 
 __all__ = ["main"]
 
-_DESCRIPTION = (
-    "Print versions, devices, caches and what will be used; then check forward and backward on the best device "
-    "against a textbook computation in higher precision. Exit code 1 when anything is off."
-)
-
 
 def main(argv=None):
     """Run the command line.
@@ -52,23 +47,21 @@ def main(argv=None):
 
 def _parser():
     """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(prog="python -m cuattn", description=_DESCRIPTION)
+    parser = argparse.ArgumentParser(
+        prog="python -m cuattn",
+        description="Print versions, devices, caches and what will be used; then check forward and backward on the "
+        "best device against a textbook computation in higher precision. Exit code 1 when anything is off.",
+    )
     parser.add_argument("--no-check", action="store_true", help="print the report only")
     parser.set_defaults(command=_report_and_check)
-    commands = parser.add_subparsers(title="commands")
-    command = commands.add_parser(
+    command = parser.add_subparsers(title="commands").add_parser(
         "run",
         help="compute attention on the arrays of an .npz file",
         description="Read q, k, v (and do, bias, mask) from an .npz file, write o, l, m, rng_state (and dq, dk, dv, "
         "dbias) to another. bfloat16 arrays are stored as uint16, with an entry dtype = 'bfloat16'.",
     )
-    _add_run_arguments(command.add_argument)
     command.set_defaults(command=run)
-    return parser
-
-
-def _add_run_arguments(add):
-    """Add the arguments of ``run``: files, then the keyword arguments of the API under their own names."""
+    add = command.add_argument  # files, then the keyword arguments of the API under their own names
     add("input", metavar="INPUT.npz", help="arrays q, k, v; with --backward also do; optional bias, mask")
     add("--output", metavar="OUT.npz", required=True, help="a file appears complete or not at all")
     add("--backward", action="store_true", help="compute dq, dk, dv (and dbias) too")
@@ -91,6 +84,7 @@ def _add_run_arguments(add):
     add("--kernel", choices=("cpu", *FAMILIES))
     add("--out-dtype", choices=("float32",), help="keep o unrounded")
     add("--deterministic", action="store_true", help="bitwise reproducible gradients")
+    return parser
 
 
 def _report_and_check(options):

@@ -1,8 +1,6 @@
 """The self-check: forward and backward of a handful of cases on one device, against the textbook."""
 
 import timeit
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -15,71 +13,40 @@ from cuattn import masks, rng
 from cuattn.errors import UnsupportedError
 from cuattn.reference import textbook
 
-__all__ = ["CASES", "Case", "Row", "check", "show"]
+__all__ = ["CASES", "check", "show"]
 
 HEADS, LENGTH, HEAD_DIM = 4, 389, 64  # a length that is a multiple of no tile
 RATE_HEADS = 8
 RATE_LENGTH = {"cpu": 1024, "cuda": 8192}
-REPEATS = {"cpu": 4, "cuda": 11}  # the first may compile
+REPEATS = 6  # the first may compile
 STATE = cuattn.RNGState(20220527, 1)
-
-
-class Case(NamedTuple):
-    """One configuration.
-
-    Attributes
-    ----------
-    name : str
-        What it exercises.
-    dtype : type
-        Of the arrays.
-    options : callable
-        From the sequence length to the keyword arguments of the API; with enable_gqa, heads are grouped in pairs.
-    """
-
-    name: str
-    dtype: Any
-    options: Callable[[int], dict] = lambda n: {}
-
-    @property
-    def title(self):
-        """Name and dtype."""
-        return f"{self.name}, {np.dtype(self.dtype)}"
-
-
-class Row(NamedTuple):
-    """What the check found for one case in one direction."""
-
-    case: str
-    direction: str
-    worst: str = "-"  # the result with the largest error beside what is allowed
-    error: str = "-"
-    allowed: str = "-"
-    ms: str = "-"
-    gflops: str = "-"
-    verdict: str = "ok"  # or "off", "failed", "not checked"
-    message: str = ""
-
-
-def _capped(n):
-    return {"softcap": 5.0, "window": (n // 4, 8), "bias": np.sin(np.arange(n, dtype=np.float32))[None]}
-
-
-def _shared(n):
-    answers = [n // 8, n // 5, n - n // 4 - n // 8 - n // 5]
-    return {"mask": masks.share_question([(n // 4, answers)]), "enable_gqa": True}
-
-
-CASES = (
-    Case("no mask", np.float32),
-    Case("no mask", np.float64),
-    Case("causal", np.float16, lambda n: {"is_causal": True}),
-    Case("causal", ml_dtypes.bfloat16, lambda n: {"is_causal": True}),
-    Case("causal documents", ml_dtypes.bfloat16, lambda n: {"mask": masks.causal_document([n // 3, n - n // 3])}),
-    Case("shared question, grouped heads", np.float16, _shared),
-    Case("dropout 0.1", ml_dtypes.bfloat16, lambda n: {"dropout_p": 0.1}),
-    Case("bias, softcap, window", np.float32, _capped),
+# worst: the result with the largest error beside what is allowed; verdict: ok, off, failed or not checked
+COLUMNS = ("case", "direction", "worst", "error", "allowed", "ms", "gflops", "verdict")
+DIRECTIONS = {"forward": (2, ("o", "lse")), "backward": (5, ("dq", "dk", "dv", "dbias"))}  # products, results
+CASES = (  # one of `_options`, and the dtype of the arrays
+    "no mask, float32",
+    "no mask, float64",
+    "causal, float16",
+    "causal, bfloat16",
+    "causal documents, bfloat16",
+    "shared question, grouped heads, float16",
+    "dropout 0.1, bfloat16",
+    "bias, softcap, window, float32",
 )
+
+
+def _options(n):
+    """Return the keyword arguments of the API in each configuration, at a sequence length, by name."""
+    answers = [n // 8, n // 5, n - n // 4 - n // 8 - n // 5]
+    bias = np.sin(np.arange(n, dtype=np.float32))[None]
+    return {
+        "no mask": {},
+        "causal": {"is_causal": True},
+        "causal documents": {"mask": masks.causal_document([n // 3, n - n // 3])},
+        "shared question, grouped heads": {"mask": masks.share_question([(n // 4, answers)]), "enable_gqa": True},
+        "dropout 0.1": {"dropout_p": 0.1},
+        "bias, softcap, window": {"softcap": 5.0, "window": (n // 4, 8), "bias": bias},
+    }
 
 
 def show(console, device, cases=CASES):
@@ -91,7 +58,7 @@ def show(console, device, cases=CASES):
         Where to print the results; progress goes to standard error.
     device : Device
         Where to compute.
-    cases : sequence of Case, optional
+    cases : sequence of str, optional
         What to compute.
 
     Returns
@@ -106,14 +73,14 @@ def show(console, device, cases=CASES):
         f"Self-check on {device.backend}: errors at {HEADS} heads x {LENGTH} x {HEAD_DIM} against a textbook "
         f"computation in higher precision, ms and GFLOP/s at {RATE_HEADS} x {RATE_LENGTH[device.backend]} x {HEAD_DIM}"
     )
-    table = Table(*Row._fields[:-1], title=title, title_justify="left")
+    table = Table(*COLUMNS, title=title, title_justify="left")
     for row in rows:
-        table.add_row(*row[:-1])
+        table.add_row(*row[: len(COLUMNS)])
     console.print(table)
-    for row in rows:
-        if row.message:
-            console.print(f"{row.case}: {row.verdict}: {row.message}", style="red", markup=False, soft_wrap=True)
-    verdicts = [row.verdict for row in rows]
+    for case, *_, verdict, message in rows:
+        if message:
+            console.print(f"{case}: {verdict}: {message}", style="red", markup=False, soft_wrap=True)
+    verdicts = [row[-2] for row in rows]
     bad = verdicts.count("off") + verdicts.count("failed")
     if bad or "ok" not in verdicts:
         console.print(f"{bad} of {len(rows)} checks are off", style="bold red")
@@ -127,72 +94,74 @@ def check(case, device):
 
     Parameters
     ----------
-    case : Case
-        What to compute.
+    case : str
+        What to compute: one of `CASES`.
     device : Device
         Where.
 
     Returns
     -------
-    list of Row
-        Forward and backward, or one row that says why there is no result.
+    list of tuple of str
+        The columns of the table and a message, for forward and backward or in one row that says why there is no result.
     """
+    rows = []
     try:
-        if case.dtype is np.float64 and not textbook.EXTENDED:
+        if case.endswith("float64") and not textbook.EXTENDED:
             raise UnsupportedError("long double is float64 here: nothing to compare with")
-        problem, forward, backward = _calls(case, HEADS, LENGTH, device)
-        fwd = forward()
-        results = {"forward": {"o": fwd.o, "lse": fwd.lse}, "backward": backward(fwd)._asdict()}
-        exact, rounded = (_textbook(problem, low) for low in (None, np.dtype(case.dtype)))
-        rates = _rates(case, device)
+        arrays, options, visible = _problem(case, HEADS, LENGTH)
+        exact, rounded = (_textbook(arrays, options, visible, low) for low in (None, arrays[0].dtype))
+        calls = _calls(arrays, options, device)
+        arrays, options, visible = _problem(case, RATE_HEADS, RATE_LENGTH[device.backend])
+        flops = 2 * HEAD_DIM * RATE_HEADS * np.count_nonzero(visible)  # of one product
+        timed = _calls(arrays, options, device)
+        for direction, (products, names) in DIRECTIONS.items():
+            result = calls[direction]()
+            results = {name: device.fetch(getattr(result, name)) for name in names if exact[name] is not None}
+            name, error, limit = _worst(results, exact, rounded)
+            seconds = min(timeit.repeat(timed[direction], number=1, repeat=REPEATS))
+            rates = f"{seconds * 1e3:8.2f}", f"{products * flops / seconds / 1e9:8.1f}"
+            verdict = "ok" if error <= limit else "off"
+            rows.append((case, direction, name, f"{error:.1e}", f"{limit:.1e}", *rates, verdict, ""))
     except Exception as error:  # whatever goes wrong here is what the user runs this command to learn
         verdict = "not checked" if isinstance(error, UnsupportedError) else "failed"
-        return [Row(case.title, "both", verdict=verdict, message=f"{type(error).__name__}: {error}")]
-    rows = []
-    for direction, arrays in results.items():
-        arrays = {name: device.fetch(value) for name, value in arrays.items() if value is not None}
-        name, error, limit = _worst(arrays, exact, rounded)
-        verdict = "ok" if error <= limit else "off"
-        rows.append(Row(case.title, direction, name, f"{error:.1e}", f"{limit:.1e}", *rates[direction], verdict))
+        return [(case, "both", *"-----", verdict, f"{type(error).__name__}: {error}")]
     return rows
 
 
-def _calls(case, heads, n, device):
-    """Return the arrays and options of a case, and two functions: forward, and backward of a forward's result."""
-    generator, options = np.random.default_rng(n), case.options(n)
-    kv_heads = heads // 2 if "enable_gqa" in options else heads
-    shapes = {"q": heads, "k": kv_heads, "v": kv_heads, "do": heads}
-    problem = {name: generator.standard_normal((h, n, HEAD_DIM)).astype(case.dtype) for name, h in shapes.items()}
-    problem |= options
-    there = {name: device.put(value) if isinstance(value, np.ndarray) else value for name, value in problem.items()}
-    q, k, v, do = (there.pop(name) for name in shapes)
-    return (
-        problem,
-        lambda: cuattn.forward(q, k, v, rng=STATE, **there),
-        lambda fwd: cuattn.backward(do, q, k, v, fwd, **there),
-    )
-
-
-def _visible(problem):
-    """Return what the mask, causality and the window let through together, (n, n) booleans."""
-    n = problem["q"].shape[1]
+def _problem(case, heads, n):
+    """Return (q, k, v, do) of a case, its options, and what these let through together, (n, n) booleans."""
+    name, dtype = case.rsplit(", ", 1)
+    options = _options(n)[name]
+    q, k, v, do = np.random.default_rng(n).standard_normal((4, heads, n, HEAD_DIM)).astype(dtype)
+    if "enable_gqa" in options:
+        k, v = k[: heads // 2], v[: heads // 2]
     i, j = np.ogrid[:n, :n]
-    left, right = problem.get("window", (n, 0 if problem.get("is_causal") else n))
-    visible = (i - left <= j) & (j <= i + right)
-    return visible & problem["mask"].dense() if "mask" in problem else visible
+    left, right = options.get("window", (n, 0 if "is_causal" in options else n))
+    visible = options["mask"].dense() if "mask" in options else (i - left <= j) & (j <= i + right)
+    return (q, k, v, do), options, visible
 
 
-def _textbook(problem, low):
+def _calls(arrays, options, device):
+    """Return a function for each direction, which waits for its results; the backward is of one forward."""
+    q, k, v, do = map(device.put, arrays)
+    options = {name: device.put(value) if name == "bias" else value for name, value in options.items()}
+    fwd = cuattn.forward(q, k, v, rng=STATE, **options)
+    return {
+        "forward": lambda: device.finish(cuattn.forward(q, k, v, rng=STATE, **options)),
+        "backward": lambda: device.finish(cuattn.backward(do, q, k, v, fwd, **options)),
+    }
+
+
+def _textbook(arrays, options, visible, low):
     """Return the textbook's results by name: exact (low=None), or with every step rounded to `low`."""
-    heads, n, _ = problem["q"].shape
-    level = rng.threshold(problem.get("dropout_p", 0))
+    level, whole = rng.threshold(options.get("dropout_p", 0)), (0, len(visible))
     solution = textbook.solve(
-        *(problem[name] for name in ("q", "k", "v", "do")),
-        visible=_visible(problem),
-        keep=np.stack([rng.keep(STATE, level, head, (0, n), (0, n)) for head in range(heads)]),
+        *arrays,
+        visible=visible,
+        keep=np.stack([rng.keep(STATE, level, head, whole, whole) for head in range(len(arrays[0]))]),
         keep_scale=rng.LEVELS / (rng.LEVELS - level),
-        bias=problem.get("bias"),
-        softcap=problem.get("softcap"),
+        bias=options.get("bias"),
+        softcap=options.get("softcap"),
         low=low,
     )
     return {**solution._asdict(), "lse": solution.m + np.log(solution.l)}
@@ -210,15 +179,3 @@ def _worst(results, exact, rounded):
         error = np.nan_to_num(np.abs(value.astype(right.dtype) - right), nan=np.inf, posinf=np.inf).max()
         rows.append((error / limit, name, error, limit))
     return max(rows)[1:]
-
-
-def _rates(case, device):
-    """Return the milliseconds and the GFLOP/s of each direction, written out, at the size for rates."""
-    problem, forward, backward = _calls(case, RATE_HEADS, RATE_LENGTH[device.backend], device)
-    fwd = forward()
-    pairs = RATE_HEADS * np.count_nonzero(_visible(problem))
-    rates = {}
-    for direction, call, products in (("forward", forward, 2), ("backward", lambda: backward(fwd), 5)):
-        seconds = min(timeit.repeat(lambda: device.finish(call()), number=1, repeat=REPEATS[device.backend]))  # noqa: B023
-        rates[direction] = f"{seconds * 1e3:8.2f}", f"{2 * products * HEAD_DIM * pairs / seconds / 1e9:8.1f}"
-    return rates

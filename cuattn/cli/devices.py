@@ -78,15 +78,13 @@ def pick(wanted, kernel):
     """
     if (wanted, kernel) == ("cuda", "cpu"):
         raise ArgumentError("--device cuda --kernel cpu: expected one device")
-    asked = f"--device {wanted}"
-    if wanted == "auto" and kernel is not None:
-        asked, wanted = f"--kernel {kernel}", "cpu" if kernel == "cpu" else "cuda"
-    if wanted == "auto":
+    if (wanted, kernel) == ("auto", None):
         return best()
-    if wanted == "cpu":
+    if "cpu" in (wanted, kernel):
         return Device("cpu", "asked for", np)
     cupy, reason = cupy_with_gpu()
     if cupy is None:
+        asked = f"--kernel {kernel}" if wanted == "auto" else f"--device {wanted}"
         raise UnsupportedError(f"{asked} needs a GPU, but {reason}")
     return Device("cuda", "asked for", cupy)
 

@@ -4,9 +4,8 @@ import contextlib
 import math
 import os
 import pathlib
+import secrets
 import shutil
-import tempfile
-import zipfile
 
 import ml_dtypes
 import numpy as np
@@ -47,14 +46,15 @@ class Archive:
     def __init__(self, path, required):
         self._path = path
         with self._readable():
-            self._zip = zipfile.ZipFile(path)
-            found = {info.filename.removesuffix(".npy"): info for info in self._zip.infolist()}
+            self._file = np.lib.npyio.NpzFile(path)
+            found = self._file.files
             if unknown := [name for name in found if name not in NAMES]:
                 raise ArgumentError(f"{path} has entries {unknown}; expected only {', '.join(NAMES)}")
             if missing := [name for name in required if name not in found]:
-                held = ", ".join(found) or "nothing"
-                raise ArgumentError(f"{path} has no {' and no '.join(missing)}; it holds {held}")
-            headers = {name: self._header(info) for name, info in found.items()}
+                raise ArgumentError(
+                    f"{path} has no {' and no '.join(missing)}; it holds {', '.join(found) or 'nothing'}"
+                )
+            headers = {name: self._header(name) for name in found}
         declared = self._declared(*headers.pop("dtype")) if "dtype" in headers else None
         self.arrays = {
             name: np.broadcast_to(np.zeros(shape[-1:], self._dtype(name, stored, declared)), shape)
@@ -68,8 +68,8 @@ class Archive:
 
     def _stored(self, name):
         """Return an entry as it is in the file."""
-        with self._readable(), self._zip.open(f"{name}.npy") as file:
-            return np.lib.format.read_array(file)
+        with self._readable():
+            return self._file[name]
 
     @contextlib.contextmanager
     def _readable(self):
@@ -79,12 +79,12 @@ class Archive:
         except ArgumentError:
             raise
         except Exception as error:  # it may go wrong in zipfile, zlib, struct or NumPy's header parser
-            text = " ".join(str(error).split()) if not isinstance(error, OSError) else error.strerror or str(error)
-            raise ArgumentError(f"{self._path} cannot be read: {text or type(error).__name__}") from error
+            text = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+            raise ArgumentError(f"{self._path} cannot be read: {text}") from error
 
-    def _header(self, info):
+    def _header(self, name):
         """Return the shape and the dtype that an entry says it has."""
-        with self._zip.open(info) as file:
+        with self._file.zip.open(f"{name}.npy") as file:
             major, _ = np.lib.format.read_magic(file)
             shape, _, dtype = getattr(np.lib.format, f"read_array_header_{min(major, 2)}_0")(file)
         return shape, dtype
@@ -126,34 +126,32 @@ def write(path, arrays):
     arrays : dict of str to numpy.ndarray
         bfloat16 is stored as uint16, and then an entry ``dtype`` = "bfloat16" is added.
     """
-    stored = {name: array.view(np.uint16) if array.dtype == BFLOAT16 else array for name, array in arrays.items()}
-    if any(array.dtype == BFLOAT16 for array in arrays.values()):
-        stored["dtype"] = np.array("bfloat16")
     path = pathlib.Path(path)
     if _special(path):
-        with path.open("wb") as file:
-            np.savez(file, **stored)
+        _save(path, arrays)
         return
-    # Readable for nobody else until it is complete.
-    with tempfile.NamedTemporaryFile(dir=path.resolve().parent, prefix=".cuattn-", delete=False) as file:
-        try:
-            np.savez(file, **stored)
-            if path.exists():
-                shutil.copymode(path, file.name)
-            else:
-                os.chmod(file.name, 0o666 & ~_umask())
-            os.replace(file.name, path.resolve())
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    path = path.resolve()
+    part = path.with_name(f".cuattn-{secrets.token_hex(8)}")
+    # Readable for nobody who may not read the complete file.
+    part.touch(0o600 if path.exists() else 0o666, exist_ok=False)
+    try:
+        _save(part, arrays)
+        if path.exists():
+            shutil.copymode(path, part)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _save(path, arrays):
+    """Write arrays into a file that may be there already."""
+    stored = {name: array.view(np.uint16) if array.dtype == BFLOAT16 else array for name, array in arrays.items()}
+    if BFLOAT16 in [array.dtype for array in arrays.values()]:
+        stored["dtype"] = np.array("bfloat16")
+    with path.open("wb") as file:
+        np.savez(file, **stored)
 
 
 def _special(path):
     """Tell whether there is something other than a regular file: a device, a pipe, a folder."""
     return path.exists() and not path.is_file()
-
-
-def _umask():
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

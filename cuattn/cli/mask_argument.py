@@ -39,7 +39,7 @@ def build_mask(words, n_queries, n_keys):
     """
     name, *words = words
     option = f"--mask {name}"
-    constructors = {each: getattr(masks, each) for each in masks.__all__ if inspect.isfunction(getattr(masks, each))}
+    constructors = dict(inspect.getmembers(masks, inspect.isfunction))
     if name not in constructors:
         raise ArgumentError(f"{option}: expected one of {', '.join(constructors)}")
     parameters = list(inspect.signature(constructors[name]).parameters)

@@ -37,7 +37,7 @@ def show(console, device):
 def _versions():
     """Return the version of everything that takes part, by name."""
     text = "{internal_api} {version}, {num_threads} threads ({filepath})"
-    blas = [text.format(**pool) for pool in threadpool_info() if pool["user_api"] == "blas"]
+    blas = [text.format_map(pool) for pool in threadpool_info() if pool["user_api"] == "blas"]
     return {
         "cuattn": f"{cuattn.__version__} in {pathlib.Path(cuattn.__file__).parent}",
         "Python": f"{platform.python_version()} on {platform.platform()}",
@@ -70,9 +70,10 @@ def _devices():
     cupy, _ = devices.cupy_with_gpu()
     for index in range(cupy.cuda.runtime.getDeviceCount() if cupy else 0):
         facts = cupy.cuda.runtime.getDeviceProperties(index)
-        name, memory = facts["name"].decode(), facts["totalGlobalMem"] / 2**30
-        text = "{0}, sm_{major}{minor}, {multiProcessorCount} multiprocessors, {1:.0f} GiB"
-        found[f"GPU {index}"] = text.format(name, memory, **facts)
+        found[f"GPU {index}"] = (
+            f"{facts['name'].decode()}, sm_{facts['major']}{facts['minor']}, {facts['multiProcessorCount']} "
+            f"multiprocessors, {facts['totalGlobalMem'] / 2**30:.0f} GiB"
+        )
     return found
 
 
