@@ -20,7 +20,7 @@ from cuattn import rng as contract
 
 __all__ = ["Problem", "draw_problem"]
 
-WORK = 4e6  # multiplications of one product of a problem, about, at most; a hundredth of it in long double
+WORK = 3e6  # multiplications of one product of a problem, about, at most; a hundredth of it in long double
 # What may be drawn, and how often.
 DTYPES = {np.dtype(np.float16): 0.25, np.dtype(ml_dtypes.bfloat16): 0.25, np.dtype("f4"): 0.3, np.dtype("f8"): 0.2}
 LENGTHS = {(0, 1): 0.02, (1, 2): 0.08, (2, 20): 0.3, (20, 80): 0.4, (80, 200): 0.17, (200, 600): 0.03}
@@ -45,7 +45,7 @@ COMPILED_CHECKS = {
     "deterministic": 0.25, "shards": 0.2, "dlse": 0.15, "gradients in out_dtype": 0.5, "attention": 0.15,
     "boolean": 0.2,
 }  # fmt: skip
-CHECKS = {"twice": 0.2, "out": 0.15, "plan": 0.03, "mask on the device": 0.3}
+CHECKS = {"twice": 0.15, "out": 0.15, "plan": 0.03, "mask on the device": 0.3}
 
 
 @dataclass
