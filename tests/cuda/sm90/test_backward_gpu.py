@@ -124,11 +124,9 @@ def test_a_thousand_runs_are_bitwise_equal(name):
     assert int(different) == 0
 
 
-# More keys than queries leaves dead keys, more queries than keys empty rows.
 BEYOND = [
-    sized("beyond", *lengths, 128, options={"is_causal": align})
-    for align in ("top_left", "bottom_right")
-    for lengths in ((200, 333), (333, 200))
+    sized("dead keys beyond", 200, 333, 128, options={"is_causal": "top_left"}),
+    sized("empty rows beyond", 333, 200, 128, options={"is_causal": "bottom_right"}),
 ]
 UNSEEN = ("columns", "columns window", "small blocks", "columns d64", "d256 columns", "d256 blocks")
 
