@@ -20,17 +20,19 @@ class Buffers:
         Of all arrays.
     sizes : dict of str to int
         The most elements that are asked for by each name.
+
+    Attributes
+    ----------
+    nbytes : int
+        How much memory the arrays take.
     """
 
     def __init__(self, dtype: np.dtype, sizes: dict[str, int]) -> None:
         self._dtype, self._sizes = dtype, sizes
         self._arrays: dict[str, ndarray] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """How much memory the arrays take."""
-        size = sum(size * self._dtype.itemsize + _LINE + _SKEW for size in self._sizes.values())
-        return size + (_HUGE_PAGE if size >= 2 * _HUGE_PAGE else _LINE)
+        size = sum(size * dtype.itemsize + _LINE + _SKEW for size in sizes.values())
+        self._boundary = _HUGE_PAGE if size >= 2 * _HUGE_PAGE else _LINE
+        self.nbytes = size + self._boundary
 
     def get(self, name: str, *shape: int) -> ndarray:
         """Return an uninitialised C-contiguous array; what one of the same name held is lost."""
@@ -42,8 +44,7 @@ class Buffers:
 
     def _cut(self) -> None:
         block = np.empty(self.nbytes, np.uint8)
-        boundary = _HUGE_PAGE if len(block) >= 3 * _HUGE_PAGE else _LINE
-        block, start = block[-block.ctypes.data % boundary :], 0
+        block, start = block[-block.ctypes.data % self._boundary :], 0
         for name, size in self._sizes.items():
             stop = start + size * self._dtype.itemsize
             self._arrays[name] = block[start:stop].view(self._dtype)

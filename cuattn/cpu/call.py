@@ -73,7 +73,7 @@ def run(
             results[name].fill(0)
     dropout = Dropout(problem, place, state) if problem.dropout else None
     task = _task(problem, operands, visible_parts(problem, masks, place), dropout, totals, shares)
-    threads.run(task.sizes, task.item, lambda: _worker(task), _threads(task), task.turns.abort)
+    threads.run(task, lambda: _worker(task), _threads(task))
     with np.errstate(over="ignore"):  # the largest numbers of narrow dtypes are soon reached
         for name, result in results.items():
             if totals[name] is not result:

@@ -25,11 +25,12 @@ def merge(parts: list[tuple[ndarray, ndarray, ndarray]]) -> tuple[ndarray, ndarr
     ----------
     T. Dao et al., "FlashAttention", NeurIPS 2022, algorithm 1, lines 11 and 12.
     """
+    outputs, sums, maxima = zip(*parts, strict=True)
     with np.errstate(all="ignore"):  # -inf - -inf of a row that is empty in all parts
-        m = np.maximum.reduce([part[2] for part in parts])
-        shares = [np.where(part[2] == -np.inf, 0, part[1] * np.exp(part[2] - m)) for part in parts]
+        sums, maxima = np.array(sums), np.array(maxima)
+        m = np.maximum.reduce(maxima)
+        shares = np.where(maxima == -np.inf, 0, sums * np.exp(maxima - m))
         l = np.add.reduce(shares)
-        o = np.zeros(parts[0][0].shape, l.dtype)
-        for part, share in zip(parts, shares, strict=True):
-            o += part[0] * np.where(l == 0, 0, share / l)[..., None]
-        return o.astype(parts[0][0].dtype, copy=False), l, m
+        weights = np.where(l == 0, 0, shares / l)[..., None]
+        o = sum(output * weight for output, weight in zip(outputs, weights, strict=True))
+        return o.astype(outputs[0].dtype, copy=False), l, m

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
@@ -144,33 +145,27 @@ class Dispatcher:
             self._open, self._unopened = set(), iter(())
 
 
-def run(
-    sizes: Sequence[int],
-    prepare: Callable[[int, int], object],
-    make_worker: Callable[[], Callable[[object], None]],
-    threads: int,
-    on_error: Callable[[], None] = lambda: None,
-) -> None:
-    """Run the items of groups of these sizes on `threads` threads, the caller's included; raise the first error.
+def run(task: Any, make_worker: Callable[[], Callable[[Any], None]], threads: int) -> None:
+    """Run the items of a task on `threads` threads, the caller's included; raise the first error.
 
-    ``prepare(group, item)`` returns an item, for one after the other of a group.  ``make_worker()`` is called once in
-    each thread and returns what computes an item; `on_error` must wake workers that wait for others.  Where threads
-    cannot be started, fewer do the work.
+    ``task.item(group, n)`` returns an item, for one after the other of each of the groups whose sizes ``task.sizes``
+    tells.  ``make_worker()`` is called once in each thread and returns what computes an item; it may wait for its
+    ``task.turns``.  Where threads cannot be started, fewer do the work.
     """
-    dispatcher, errors = Dispatcher(sizes), []
+    dispatcher, errors = Dispatcher(task.sizes), []
 
     def loop() -> None:
         group = None
         try:
             with np.errstate(all="ignore"):  # -inf and NaN are values here; the setting is each thread's own
                 worker = make_worker()
-                while (taken := dispatcher.take(group, prepare)) is not None:
+                while (taken := dispatcher.take(group, task.item)) is not None:
                     group, item = taken
                     worker(item)
         except BaseException as error:  # also KeyboardInterrupt: the other threads must end first
             errors.append(error)
             dispatcher.stop()
-            on_error()
+            task.turns.abort()
 
     with single_threaded_blas():
         if threads == 1:

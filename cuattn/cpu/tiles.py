@@ -21,8 +21,8 @@ _PATTERNS = 1 << 10  # partial tiles in a strip; where there are more they are l
 _REMEMBERED = 1 << 12  # strips
 
 
-Shown = Callable[[], ndarray]
-"""Returns what a tile shows, as bits (keys, rows)."""
+Shown = Callable[[], tuple[slice, ndarray]]
+"""Returns what a tile shows, as bits (keys, rows), and of which keys these are; all others hide nothing."""
 
 
 class Run(NamedTuple):
@@ -105,7 +105,7 @@ class Visibility:
             found[row, tile] = make
         return found
 
-    def _tile_mask(self, instances: tuple, row_tile: int, tile: int) -> ndarray:
+    def _tile_mask(self, instances: tuple, row_tile: int, tile: int) -> tuple[slice, ndarray]:
         blocks = self._blocks
         ramp = bit_lines(blocks.rows, self._dtype)
         there = min(blocks.keys, self._problem.n_keys - tile * blocks.keys)
@@ -113,7 +113,9 @@ class Visibility:
         full[:there] = ramp[-1]
         for mask, instance in zip(self._masks, instances, strict=True):
             full[:there] &= mask.shown(instance, blocks.rows, blocks.keys, row_tile, tile, ramp)[:there]
-        return full
+        touched = np.flatnonzero(~np.bitwise_and.reduce(full, 1))
+        keys = slice(touched[0], touched[-1] + 1) if len(touched) else slice(0)
+        return keys, full[keys]
 
     def _part(self, index: int, tiles: list[int], masks: list[tuple[int, Shown]]) -> Part:
         """Return the part of a step with these tiles."""

@@ -182,7 +182,8 @@ class Walk:
         if careful:  # lest rows that do not exist, and see everything, lead NaN to the sums over rows
             by_head = s.reshape(self.item.group.count, -1, *s.shape[1:])
             by_head[:, -1, ..., (self.count - 1) % self.blocks.rows + 1 :] = -np.inf
-        return s, [(s[:, slot], shown()) for slot, shown in part.masks]
+        masks = [(slot, *shown()) for slot, shown in part.masks]
+        return s, [(s[:, slot, keys], bits) for slot, keys, bits in masks]
 
     def bias_of(self, bias: ndarray, part: Part, s: ndarray) -> Iterator[tuple[ndarray, ndarray]]:
         """Yield elements of scores, (heads, keys, rows), and those of a bias (each axis may be 1) for them."""

@@ -54,8 +54,14 @@ class Call:
 
     @functools.cached_property
     def axes(self) -> Axes:
-        """The merged batch axes."""
-        return collapse(self.problem.batch, [*map(steps_of, self.operands.values()), *self._masks.layouts])
+        """The merged batch axes.
+
+        An operand may have a stride of 0 along an axis that its gradient has: axes that only one of the two has are
+        not merged, so the layouts of contiguous arrays of the operands' shapes count, too.
+        """
+        operands = self.operands.values()
+        arrays = [*operands, *(Array(x.shape, x.dtype) for x in operands)]
+        return collapse(self.problem.batch, [*map(steps_of, arrays), *self._masks.layouts])
 
     def unsupported_reason(self) -> str | None:
         """Say why the family does not do this call, or return None.

@@ -148,9 +148,10 @@ def transpose(bounds: np.ndarray, n_queries: int) -> tuple[np.ndarray, np.ndarra
     most four intervals of rows.  A row of two runs changes four times, and all changes are listed.
     """
     leading, n_keys = bounds.shape[1:-1], bounds.shape[-1]
-    count, first, last = runs(bounds.reshape(4, math.prod(leading), n_keys), n_queries)
+    # Beyond the keys nothing is hidden.
+    bounds = np.pad(bounds.reshape(4, math.prod(leading), n_keys), ((0, 0), (0, 0), (1, 1)))
+    count, first, last = runs(bounds, n_queries)
     disjoint = np.where([count > 0] * 2 + [count > 1] * 2, [*first, *last], n_queries)
-    disjoint = np.pad(disjoint, ((0, 0), (0, 0), (1, 1)), constant_values=n_queries)  # beyond the keys
     changes = _ordered(np.concatenate([disjoint[..., :-1], disjoint[..., 1:]]))
     changes = changes + np.arange(len(count))[:, None] * n_queries  # rows of all masks
     some = changes[::2] < changes[1::2]

@@ -189,32 +189,28 @@ struct Consumer : Worker {
         ptx::wgmma_pin(dv);
     }
 
+    // A gradient of the warpgroup's keys leaves, by way of slabs at `staged`, `stride` bytes apart.
+    template <int slab_count, int n>
+    __device__ __forceinline__ void leave(const float (&x)[n], float factor, const Work& work, const ptx::TensorMap& map, const Operand& to,
+                                          i32 columns, u32 staged, u32 stride) const {
+        const i32 first_key = work.tile * cfg::block_n + 64 * warpgroup;
+        if constexpr (unrounded)
+            return write_gradient(x, factor, to.data, work.batch * p.kv_heads + work.head, p.n_keys, columns, first_key + fragment_row());
+        stage_gradient(x, factor, staged, stride);
+        ptx::barrier_sync(store_barrier + warpgroup, 128);  // it is staged
+        if (threadIdx.x % 128 == 0) store_gradient<slab_count>(map, staged, stride, first_key, work.head, work.batch);
+    }
+
     // Line 24.  dV leaves through this warpgroup's part of the buffers of dS; so does dK,
     // if each has room for 128 rows, else through the buffer of dQ.
     __device__ __forceinline__ void write() {
-        const float factor_v = static_cast<float>(p.dropout_scale), factor_k = static_cast<float>(p.scale * p.dropout_scale);
-        const bool leader = threadIdx.x % 128 == 0;
         const Work work = this->work();
-        const i32 first_key = work.tile * cfg::block_n + 64 * warpgroup, slice = work.batch * p.kv_heads + work.head;
         release_read(shared.barrier(k_empty + keys.stage));
         ptx::barrier_sync(keys_barrier, consumers);  // nobody reads dS any more
-        if constexpr (unrounded) {
-            write_gradient(dv, factor_v, p.dv.data, slice, p.n_keys, p.head_dim_v, first_key + fragment_row());
-        } else {
-            const u32 staged = own_gradients(0);
-            stage_gradient(dv, factor_v, staged, ds_bytes);
-            ptx::barrier_sync(store_barrier + warpgroup, 128);  // dV is staged
-            if (leader) store_gradient<slabs_v>(dv_map, staged, ds_bytes, first_key, work.head, work.batch);
-        }
-        if constexpr (unrounded) {
-            write_gradient(dk, factor_k, p.dk.data, slice, p.n_keys, p.head_dim, first_key + fragment_row());
-        } else {
-            if constexpr (!dq_by_rows) ptx::mbarrier_wait(shared.barrier(taken), slot.stage ^ 1);
-            const u32 staged = dq_by_rows ? own_gradients(0) + 64 * row_bytes : shared.handed_on(warpgroup);
-            stage_gradient(dk, factor_k, staged, 64 * row_bytes);
-            ptx::barrier_sync(store_barrier + warpgroup, 128);  // dK is staged
-            if (leader) store_gradient<slabs>(dk_map, staged, 64 * row_bytes, first_key, work.head, work.batch);
-        }
+        leave<slabs_v>(dv, static_cast<float>(p.dropout_scale), work, dv_map, p.dv, p.head_dim_v, own_gradients(0), ds_bytes);
+        if constexpr (!dq_by_rows && !unrounded) await_taken(slot.stage);
+        leave<slabs>(dk, static_cast<float>(p.scale * p.dropout_scale), work, dk_map, p.dk, p.head_dim,
+                     dq_by_rows ? own_gradients(0) + 64 * row_bytes : shared.handed_on(warpgroup), 64 * row_bytes);
     }
 
     // Before dS and dQ are written again.

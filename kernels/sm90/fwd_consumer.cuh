@@ -48,10 +48,8 @@ struct Consumer {
 
     // With keys come their tile's code and intervals, which every lane reads.
     __device__ __forceinline__ void release_keys() {
-        if constexpr (later_tiles_vary)
-            release_read(shared.barrier(k_empty + k.stage));
-        else
-            release(shared.barrier(k_empty + k.stage));
+        const u32 empty = shared.barrier(k_empty + k.stage);
+        later_tiles_vary ? release_read(empty) : release(empty);
         k.advance();
     }
 
@@ -124,16 +122,17 @@ struct Consumer {
     }
 
     // Algorithm 2, line 10 (FlashMask algorithm 1, line 17): issues the scores; where registers allow it, what is visible of a partial tile is found meanwhile.
-    __device__ __forceinline__ void begin_scores() {
-        if (search_beside && uniform(tile.partial(warpgroup)))
+    // may_cut: some tiles that come here are partial.
+    __device__ __forceinline__ void begin_scores(bool may_cut = true) {
+        if (search_beside && may_cut && uniform(tile.partial(warpgroup)))
             issue_scores([&](int step) { search(step, score_steps); });
         else
             issue_scores([](int) {});
     }
 
     // While the products run: the same where registers are fewer.
-    __device__ __forceinline__ void search_behind() {
-        if (!search_beside && uniform(tile.partial(warpgroup))) search(0, 1);
+    __device__ __forceinline__ void search_behind(bool may_cut = true) {
+        if (!search_beside && may_cut && uniform(tile.partial(warpgroup))) search(0, 1);
     }
 
     // The scores are there: their keys' buffer goes back at once, since only a few are under way.
@@ -143,9 +142,9 @@ struct Consumer {
     }
 
     // Line 11 (FlashMask algorithm 1, lines 18-25): prescales and masks the scores.
-    __device__ __forceinline__ void refine_scores() {
+    __device__ __forceinline__ void refine_scores(bool may_cut = true) {
         if constexpr (cfg::prescaled) prescale(s, p);
-        if (uniform(tile.partial(warpgroup))) mask_scores(s, visible);
+        if (may_cut && uniform(tile.partial(warpgroup))) mask_scores(s, visible);
     }
 
     // Lines 12 and 13: the running softmax.  What dropout keeps is drawn between the exponentials, block by block: the two wait for
@@ -235,14 +234,11 @@ struct Consumer {
     // Scores of a tile beside P V of the tile before.  True when this was the last tile of the row.
     __device__ __forceinline__ bool step() {
         await_ping_pong();
-        if constexpr (later_tiles_vary)
-            begin_scores();
-        else
-            issue_scores([](int) {});
+        begin_scores(later_tiles_vary);
         issue_values([](int) {});
         pass_ping_pong();
         free_output();
-        if constexpr (later_tiles_vary) search_behind();
+        search_behind(later_tiles_vary);
         ptx::wgmma_wait<1>();
         finish_scores();
         const bool last = uniform(tile.last()), settled = !plain && (!later_tiles_vary || !uniform(tile.partial(warpgroup)));
@@ -250,10 +246,7 @@ struct Consumer {
             ptx::wgmma_wait<0>();
             finish_values();
         }
-        if constexpr (later_tiles_vary)
-            refine_scores();
-        else if constexpr (cfg::prescaled)
-            prescale(s, p);
+        refine_scores(later_tiles_vary);
         const bool grown = update_softmax<proceeds_early>(last, settled);
         if constexpr (cfg::overlap && !proceeds_early) proceed<true>(last, fminf(state.sum[0], state.sum[1]));
         weigh();
@@ -362,46 +355,44 @@ struct Consumer {
         finish_ending(ending);
     }
 
-    __device__ __forceinline__ void run();
-};
-
-__device__ __forceinline__ void Consumer::run() {
-    if (warpgroup + 1 == warpgroups) pass_ping_pong();  // the first warpgroup begins
-    bool some = await_row();
-    while (some) {
-        state.reset();
-        clear();
-        bool last = false, pending = false;
-        Work before;
-        Slot<cfg::q_stages> buffer;
-        for (;;) {
+    __device__ __forceinline__ void run() {
+        if (warpgroup + 1 == warpgroups) pass_ping_pong();  // the first warpgroup begins
+        bool some = await_row();
+        while (some) {
+            state.reset();
+            clear();
+            bool last = false, pending = false;
+            Work before;
+            Slot<cfg::q_stages> buffer;
+            for (;;) {
 #pragma unroll 1
-            while (!last) {
-                if (!seen) {
-                    pass(pending);
-                    pending = false;
-                } else if (!pending) {
-                    last = single();
-                    pending = true;
-                } else {
-                    do last = step();
-                    while (!last && seen);
+                while (!last) {
+                    if (!seen) {
+                        pass(pending);
+                        pending = false;
+                    } else if (!pending) {
+                        last = single();
+                        pending = true;
+                    } else {
+                        do last = step();
+                        while (!last && seen);
+                    }
                 }
+                before = work;
+                buffer = q;
+                q.advance();
+                if constexpr (!stage_output) ptx::mbarrier_arrive(shared.barrier(q_empty + buffer.stage));
+                if constexpr (cfg::q_stages == 1) break;
+                free_output();
+                some = await_row();
+                if (!some || !seen) break;
+                last = cross(before, buffer);
             }
-            before = work;
-            buffer = q;
-            q.advance();
-            if constexpr (!stage_output) ptx::mbarrier_arrive(shared.barrier(q_empty + buffer.stage));
-            if constexpr (cfg::q_stages == 1) break;
-            free_output();
-            some = await_row();
-            if (!some || !seen) break;
-            last = cross(before, buffer);
+            write(before, buffer);
+            if constexpr (cfg::q_stages == 1) some = await_row();
         }
-        write(before, buffer);
-        if constexpr (cfg::q_stages == 1) some = await_row();
+        free_output();  // shared memory is read until then
     }
-    free_output();  // shared memory is read until then
-}
+};
 
 }  // namespace sm90::fwd

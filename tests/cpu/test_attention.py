@@ -17,13 +17,11 @@ from tests import oracle
 from tests.cpu.problems import plain
 from tests.cpu.sizes import block_sizes, tiled, ways, whole_heads
 from tests.strategies import DTYPES, cases, normal
-from tests.test_api import GRADIENTS, check
+from tests.test_api import FLOAT32, GRADIENTS, check, dtypes
 from tests.tolerances import eps, max_error
 
-FLOAT32 = np.dtype(np.float32)
 THREE_WAYS = [tiled, lambda: whole_heads(1), whole_heads]
 in_each_way = pytest.mark.parametrize("way", THREE_WAYS, ids=["tiles", "head by head", "whole heads"])
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def both(case, do=None):
@@ -411,6 +409,17 @@ def test_what_is_not_a_common_number_warns_of_nothing_and_stays_where_it_is(wher
     assert np.isfinite(fwd.o[1]).all()
     if masked:
         assert not fwd.l[:, 5:9].any() and (fwd.m[:, 5:9] == -np.inf).all()
+
+
+@in_each_way
+@pytest.mark.parametrize("bias", [None, np.zeros((1, 70), np.float16)])
+def test_gradients_beyond_float16_are_infinite_without_a_warning(bias, way):
+    rng = np.random.default_rng(19)
+    q, k, v, do = (rng.standard_normal((2, 70, 8)).astype(np.float16) * np.float16(size) for size in (1, 1, 1e4, 1e2))
+    with way(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        grads = cuattn.backward(do, q, k, v, cuattn.forward(q, k, v, bias=bias), bias=bias)
+    assert np.isinf(grads.dq).any() and np.isfinite(grads.dv).all()
 
 
 def test_work_is_in_proportion_to_what_is_visible(monkeypatch):

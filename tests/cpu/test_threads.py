@@ -1,6 +1,7 @@
 """Threads: the dispatcher, the BLAS setting, errors, and turns at sums (cuattn.cpu.threads)."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,10 @@ import cuattn
 from cuattn.cpu import threads
 from cuattn.cpu.threads import Aborted, Turns
 from tests.cpu.sizes import tiled
+
+
+def task_of(sizes, item=lambda group, n: n):
+    return SimpleNamespace(sizes=sizes, item=item, turns=Turns())
 
 
 def blas_threads():
@@ -26,7 +31,7 @@ def test_every_item_is_handed_out_once_and_in_order_within_its_group(sizes, work
         prepared.append((group, item))
         return group, item
 
-    threads.run(sizes, prepare, lambda: done.append, workers)
+    threads.run(task_of(sizes, prepare), lambda: done.append, workers)
     everything = [(group, item) for group, size in enumerate(sizes) for item in range(size)]
     assert sorted(done) == sorted(prepared) == everything
     for group in range(len(sizes)):
@@ -54,10 +59,11 @@ def test_the_first_error_of_any_thread_is_raised_and_blas_gets_its_threads_back(
         if item == 5:
             raise ValueError("five")
 
-    aborted = []
+    task = task_of([20])
     with pytest.raises(ValueError, match="five"):
-        threads.run([20], lambda group, item: item, lambda: worker, workers, lambda: aborted.append(1))
-    assert aborted
+        threads.run(task, lambda: worker, workers)
+    with pytest.raises(Aborted):
+        task.turns.wait("key", 1)
     assert blas_threads() == before
 
 
@@ -102,7 +108,7 @@ def test_where_threads_cannot_be_started_those_that_there_are_do_the_work(monkey
         start(self)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    threads.run([20], lambda group, item: item, lambda: done.append, 4)
+    threads.run(task_of([20]), lambda: done.append, 4)
     assert sorted(done) == list(range(20))
     assert blas_threads() == before
     x = np.random.default_rng(0).standard_normal((2, 400, 16), np.float32)

@@ -62,7 +62,8 @@ def _mark(seen, part, blocks):
     assert {tile // blocks.step for tile, _ in tiles} == {part.index}
     shown = np.ones((part.count, blocks.keys, blocks.rows), np.float32)
     for slot, bits in part.masks:
-        hide(shown[slot], bits())
+        keys, seen_bits = bits()
+        hide(shown[slot, keys], seen_bits)
     for tile, slot in tiles:
         seen[:, tile * blocks.keys : (tile + 1) * blocks.keys] += shown[slot].T
 

@@ -220,3 +220,30 @@ def test_what_is_launched_beside_the_large_kernels_compiles(kernel, driver):
     assert len({path for path, _ in found}) >= (6 if kernel == "sm80" else 4)
     for path, constants in sorted(found, key=str):
         compiler.compile_log(source.build(path, constants), "sm_90", name=path)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("q", "k", "v", "strides"),
+    [
+        ((4, 1, 1, 5, 16), (4, 3, 1, 6, 16), (1, 1, 1, 6, 16), (0, 0, 0, 16, 1)),  # one row of q, handed out 4 times
+        ((2, 3, 1, 5, 16), (2, 3, 2, 6, 16), (2, 3, 1, 6, 16), None),
+        ((2, 1, 2, 5, 16), (2, 3, 2, 6, 16), (1, 3, 2, 6, 16), None),
+        ((2, 3, 2, 5, 16), (1, 1, 1, 6, 16), (2, 1, 1, 6, 16), None),
+    ],
+)
+def test_gradients_are_summed_over_broadcast_axes_alone(q, k, v, strides, deterministic, driver):
+    shapes = {"dq": q, "dk": k, "dv": v}
+    arrays = [np.ones(shape, np.float32) for shape in shapes.values()]
+    if strides:
+        arrays[0] = np.lib.stride_tricks.as_strided(arrays[0], q, [4 * step for step in strides])
+    call = validated(arrays, {"kernel": "sm80"}, "backward", deterministic=deterministic)
+    made = families.launch_sequence(call.problem, call.operands, call.masks)
+    launches, _ = driver.run(made, call.addresses, call.masks)
+    sums = [launch.argument for launch in launches if getattr(launch, "kernel", "") == "backward_sum"]
+    for argument in sums:
+        kept = [n for n, keep in zip(argument["size"], argument["keep"], strict=True) if keep]
+        assert argument["results"] == np.prod(kept, dtype=int) * argument["inner"]
+    whole = np.broadcast_shapes(*(shape[:-2] for shape in shapes.values()))
+    partial = {name for name, shape in shapes.items() if shape[:-2] != whole}
+    assert len(sums) == len(partial - ({"dq"} if not deterministic else set()))  # else dq is added up in memory

@@ -269,7 +269,7 @@ class Backward(Call):
             if name != "q" or not self.cut.atomic:
                 shape, size = self.operands[name].shape, (*axes.size, heads)
                 own = (*axes.pick(shape, 1), shape[-3])
-                keep = tuple(n == full for n, full in zip(own, size, strict=True))
+                keep = tuple(n > 1 or full == 1 for n, full in zip(own, size, strict=True))  # n: of one of merged axes
                 found[f"d{name}"] = _Sum(keep, size, shape[-2] * shape[-1])
         if self.splits > 1:
             keep, size = (False, *[True] * BATCH_AXES), (self.splits, *[1] * BATCH_AXES)
