@@ -126,14 +126,6 @@ def columns_of(case: Case, rng: np.random.Generator) -> ColumnMask:
     return ColumnMask(*a, n_queries=n)
 
 
-def hostile_columns(rng: np.random.Generator, n_queries: int, n_keys: int) -> tuple[ColumnMask, ColumnMask]:
-    """Return a mask of device vectors far outside the queries, and its twin on the host, clamped."""
-    wild = rng.integers(-1000, 1400, (4, n_keys)).astype(np.int32)
-    wild[:, :3] = [[-(2**31)] * 3, [2**31 - 1] * 3, [2**31 - 1] * 3, [-(2**31)] * 3]
-    device = ColumnMask(*map(to_device, wild), n_queries=n_queries)
-    return device, ColumnMask(*np.clip(wild, 0, n_queries), n_queries=n_queries)
-
-
 def _documents(case: Case, rng: np.random.Generator) -> ColumnMask:
     third, half = case.n_keys // 3, case.n_keys // 2
     return masks.causal_document([third, half, case.n_keys - third - half])

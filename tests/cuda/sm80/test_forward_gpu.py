@@ -8,73 +8,30 @@ import pytest
 import cuattn
 from cuattn.masks import ColumnMask
 from tests import oracle
-from tests.cuda.cases import (
-    BF16,
-    CASES,
-    WIDE,
-    Case,
-    case_of,
-    hostile_columns,
-    oracle_options,
-    same_bits,
-    to_device,
-    visible,
-)
+from tests.cuda.cases import BF16, CASES, Case, same_bits, to_device
+from tests.cuda.gpu import hostile, made, named
+from tests.cuda.test_graph_gpu import CuPy
 from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.gpu
 
 
-def run(qkv, options, kernel="sm80", **more):
-    """Run ``cuattn.forward`` on a kernel, by default the portable one; NumPy in, NumPy out."""
-    options = {name: to_device(value) for name, value in options.items()}
-    result = cuattn.forward(*map(to_device, qkv), kernel=kernel, **options, **more)
-    return result.o.get(), result.l.get(), result.m.get()
-
-
-def expected(case: Case, qkv, options, dtype=None):
-    """Return o, l, m of the oracle, or of the textbook in `dtype`."""
-    return oracle.forward(*qkv, **oracle_options(case, options), dtype=dtype)
-
-
-def check(case: Case, kernel="sm80") -> None:
-    """Compare one case with the oracle."""
-    arrays, options = case.arrays()
-    qkv = tuple(arrays.values())
-    actual = run(qkv, options, kernel)
-    spelled_out = oracle_options(case, options)
-    exact, textbook = (oracle.solve(*qkv, **spelled_out, dtype=dtype) for dtype in (None, case.dtype))
-    floors = {}
-    if case.dtype in WIDE:  # where the inputs' own rounding does not hide the order of sums
-        floors = oracle.floors(exact, *qkv, **spelled_out)
-    for name, a, e, t in zip("olm", actual, exact, textbook, strict=False):
-        assert_close(a, e, t, dtype=case.dtype, floor=floors.get(name), name=name)
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_oracle(case):
-    check(case)
-
-
-def _case(name: str):
-    case = case_of(name)
-    arrays, options = case.arrays()
-    return case, list(arrays.values()), options
+    problem = made(case)
+    problem.check(problem.forward())
 
 
 @pytest.mark.parametrize("name", ["aligned", "one query", "dropout", "column"])
 def test_same_bits_twice(name):
-    _, qkv, options = _case(name)
-    first, second = run(qkv, options), run(qkv, options)
-    same_bits(first, second)
+    problem = named(name)
+    same_bits(problem.forward(), problem.forward())
 
 
 @pytest.mark.parametrize("name", ["column", "column d64 causal", "dropout column", "one query column"])
 def test_column_mask_equals_boolean_mask_bit_for_bit(name):
-    _, qkv, options = _case(name)
-    column = run(qkv, options)
-    dense = run(qkv, {**options, "mask": options["mask"].dense()})
-    same_bits(column, dense)
+    problem = named(name)
+    same_bits(problem.forward(), problem.forward(mask=problem.options["mask"].dense()))
 
 
 @pytest.mark.parametrize(
@@ -88,132 +45,69 @@ def test_over_many_keys(dtype, keys, head_dim):
     qkv = [rng.standard_normal((n, head_dim)).astype(dtype) for n in (70, keys, keys)]
     mask = ColumnMask(*np.sort(rng.integers(0, 71, (4, keys)), axis=0), n_queries=70)
     arrays = [cupy.broadcast_to(cupy.asarray(x), (80, *x.shape)) for x in qkv]
-    column, dense = run(arrays, {"mask": mask}), run(arrays, {"mask": mask.dense()})
+    found = [cuattn.forward(*arrays, kernel="sm80", mask=seen)[:3] for seen in (mask, to_device(mask.dense()))]
     exact, textbook = (oracle.forward(*qkv, visible=mask.dense(), dtype=dtype) for dtype in (None, qkv[0].dtype))
-    for name, a, b, e, t in zip("olm", column, dense, exact, textbook, strict=True):
-        assert a.tobytes() == b.tobytes()
-        assert_close(a[7], e, t, name=name)
-
-
-def check_with_nan(case: Case, qkv, options, **how):
-    """Check that NaN in keys that no row sees changes no bit; heads are not grouped, so k, v have the mask's axes."""
-    clean = run(qkv, options, **how)
-    seen = visible(case, options)
-    dead = ~np.broadcast_to(seen, (*case.batch, case.heads, case.n_queries, case.n_keys)).any(-2)
-    assert dead.any()
-    for x in qkv[1:]:
-        x[dead] = np.nan
-    same_bits(run(qkv, options, **how), clean)
+    for name, a, b, e, t in zip("olm", *found, exact, textbook, strict=True):
+        assert a.get().tobytes() == b.get().tobytes()
+        assert_close(a[7].get(), e, t, name=name)
 
 
 @pytest.mark.parametrize("name", ["column", "dense", "small blocks", "causal top left"])
 def test_invisible_keys_may_hold_nan(name):
-    check_with_nan(*_case(name))
+    named(name).check_unseen_keys()
 
 
 def test_rows_without_keys_are_empty():
-    _, qkv, options = _case("dense")
-    o, l, m = run(qkv, options)
+    o, l, m = named("dense").forward()
     assert not o[..., 5, :].any() and not l[..., 5].any() and (m[..., 5] == -np.inf).all()
 
 
 @pytest.mark.parametrize("layout", ["swapped", "negative", "broadcast", "odd stride", "batch axes apart"])
 def test_strides(layout):
-    import cupy
-
-    rng = np.random.default_rng(5)
     batch = (2, 3) if layout == "batch axes apart" else (2,)
-    case = Case(layout, batch=batch, heads=3, kv_heads=3, n_queries=70, n_keys=150, head_dim=64)
-    qkv = [rng.standard_normal((*batch, 3, n, 64)).astype(BF16) for n in (70, 150, 150)]
-    if layout == "swapped":
-        arrays = [cupy.asarray(np.ascontiguousarray(x.swapaxes(-2, -3))).swapaxes(-2, -3) for x in qkv]
-    elif layout == "negative":
-        arrays = [cupy.asarray(np.ascontiguousarray(x[..., ::-1, :]))[..., ::-1, :] for x in qkv]
-    elif layout == "broadcast":
-        qkv[1:] = [np.broadcast_to(x[:1, :1], x.shape) for x in qkv[1:]]
-        arrays = [cupy.asarray(qkv[0])] + [cupy.broadcast_to(cupy.asarray(x[:1, :1]), x.shape) for x in qkv[1:]]
-    elif layout == "odd stride":
-        arrays = [cupy.asarray(np.concatenate([x, x[..., :3]], -1))[..., :64] for x in qkv]
-    else:
-        arrays = [cupy.asarray(np.ascontiguousarray(x.swapaxes(0, 1))).swapaxes(0, 1) for x in qkv]
-    actual = run(arrays, {})
-    exact, textbook = expected(case, qkv, {}), expected(case, qkv, {}, BF16)
-    for name, a, e, t in zip("olm", actual, exact, textbook, strict=True):
-        assert_close(a, e, t, dtype=BF16, name=name)
+    problem, twin = made(Case(layout, batch=batch, heads=3, kv_heads=3, n_queries=70, n_keys=150)).strided(layout)
+    problem.check(twin.forward())
 
 
 def test_hostile_device_vectors_are_clamped():
-    rng = np.random.default_rng(1)
-    n, keys = 300, 400
-    device, host = hostile_columns(rng, n, keys)
-    qkv = [rng.standard_normal((2, m, 64)).astype(BF16) for m in (n, keys, keys)]
-    same_bits(run(qkv, {"mask": device}), run(qkv, {"mask": host}))
+    problem, mask = hostile()
+    same_bits(problem.forward(), problem.forward(mask=mask))
 
 
 def test_out_dtype_and_merge():
-    import cupy
-
-    case, (q, k, v), _ = _case("aligned")
-    exact, textbook = expected(case, (q, k, v), {}), expected(case, (q, k, v), {}, case.dtype)
+    problem = named("aligned")
+    _, q, k, v = problem.arrays()
     parts = [
-        cuattn.forward(*map(cupy.asarray, (q, k[..., a:b, :], v[..., a:b, :])), out_dtype="float32")
+        cuattn.forward(q, k[..., a:b, :], v[..., a:b, :], out_dtype="float32")
         for a, b in ((0, 100), (100, 101), (101, 512))
     ]
-    for result in (cuattn.forward(*map(cupy.asarray, (q, k, v)), out_dtype="float32"), cuattn.merge(*parts)):
+    for result in (cuattn.forward(q, k, v, out_dtype="float32"), cuattn.merge(*parts)):
         assert result.o.dtype == np.float32
-        for name, a, e, t in zip("olm", result[:3], exact, textbook, strict=True):
-            assert_close(a.get(), e, t, dtype=np.float32, name=name)
+        problem.check([x.get() for x in result[:3]], np.float32)
 
 
 def test_tf32_is_as_good_as_inputs_rounded_to_tf32():
-    _, qkv, options = _case("float32 d64")
-    case = case_of("float32 d64")
-    actual = run(qkv, {**options, "precision": "tf32"})
-    rounded = [oracle.tf32(x) for x in qkv]
-    exact, textbook = expected(case, qkv, options), expected(case, rounded, options, np.float32)
-    for name, a, e, t in zip("olm", actual, exact, textbook, strict=True):
+    problem = named("float32 d64")
+    rounded = [oracle.tf32(x) for x in problem.qkv]
+    exact, textbook = oracle.forward(*problem.qkv), oracle.forward(*rounded, dtype=np.float32)
+    for name, a, e, t in zip("olm", problem.forward(precision="tf32"), exact, textbook, strict=True):
         assert_close(a, e, t, name=name)
 
 
 def test_device_offset_and_graph():
+    """Torch's offsets are signed, those of CuPy need not be."""
     import cupy
 
-    _, qkv, _ = _case("dropout")
-    arrays = [cupy.asarray(x) for x in qkv]
+    problem, library = named("dropout"), CuPy()
+    _, *qkv = problem.arrays()
     offset = cupy.zeros((), np.uint64)
-    state = cuattn.RNGState(3, offset)
-    call = {"dropout_p": 0.1, "rng": state, "kernel": "sm80"}
-    eager = [run(qkv, {"dropout_p": 0.1, "rng": cuattn.RNGState(3, i)})[0] for i in range(2)]
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        cuattn.forward(*arrays, **call)  # compiles and loads
-        stream.begin_capture()
-        result = cuattn.forward(*arrays, **call)
-        graph = stream.end_capture()
-        for i in range(2):
-            offset[...] = i
-            graph.launch(stream)
-            assert result.o.get().tobytes() == eager[i].tobytes()
-
-
-def test_graph_with_split_keys():
-    import cupy
-
-    _, qkv, _ = _case("one query")
-    arrays = [cupy.asarray(x) for x in qkv]
-    plan = cuattn.plan(*arrays, kernel="sm80")
-    assert plan.workspace_bytes > 0 and "parts" in str(plan)
-    eager = run(qkv, {})[0]
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        cuattn.forward(*arrays, kernel="sm80")
-        stream.begin_capture()
-        result = cuattn.forward(*arrays, kernel="sm80")
-        graph = stream.end_capture()
-        noise = [cupy.full(1 << 20, np.nan, np.float32) for _ in range(4)]
-        graph.launch(stream)
-        assert result.o.get().tobytes() == eager.tobytes()
-    del noise
+    call = {"dropout_p": 0.1, "rng": cuattn.RNGState(3, offset), "kernel": "sm80"}
+    cuattn.forward(*qkv, **call)  # compiles and loads
+    result, replay = library.capture(lambda: cuattn.forward(*qkv, **call))
+    for i in range(2):
+        offset[...] = i
+        replay()
+        same_bits([result.o.get()], problem.forward(rng=cuattn.RNGState(3, i))[:1])
 
 
 def test_more_than_two_to_the_31_elements():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.cuda.cases import BF16, F16, Case, bias_of, blocks_of, columns_of, dense_of
-from tests.cuda.sm80.test_forward_gpu import check
+from tests.cuda.gpu import made
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,10 +36,10 @@ FEATURES = {
 )
 def test_every_combination(dtype, head_dim, mask, band, features):
     bias = bias_of(1, 1, 1, 1, dtype=np.float64 if dtype == np.float64 else np.float32)
-    check(
-        Case(
-            f"{dtype} {head_dim} {mask} {band} {features}", dtype=dtype, head_dim=head_dim, n_queries=150, n_keys=220,
-            batch=(1,), options={**BANDS[band], **FEATURES[features]}, mask=MASKS[mask],
-            bias=bias if features in ("bias", "all") else None,
-        )
+    case = Case(
+        f"{dtype} {head_dim} {mask} {band} {features}", dtype=dtype, head_dim=head_dim, n_queries=150, n_keys=220,
+        batch=(1,), options={**BANDS[band], **FEATURES[features]}, mask=MASKS[mask],
+        bias=bias if features in ("bias", "all") else None,
     )  # fmt: skip
+    problem = made(case)
+    problem.check(problem.forward())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,21 +11,12 @@ import pytest
 import cuattn
 from cuattn import masks
 from cuattn.errors import UnsupportedError
-from tests.cuda.cases import (
-    BF16,
-    CASES,
-    F16,
-    Case,
-    blocks_of,
-    case_of,
-    columns_of,
-    hostile_columns,
-    same_bits,
-    sized,
-    to_device,
-)
-from tests.cuda.sm80.test_backward_gpu import check, check_with_nan, made, poisoned_memory, run  # noqa: F401
-from tests.cuda.sm90.test_forward_gpu import hopper  # noqa: F401
+from tests.cuda.cases import BF16, CASES, F16, Case, blocks_of, columns_of, same_bits, sized, to_device
+from tests.cuda.gpu import Problem, hostile, made
+from tests.cuda.gpu import named as named_among
+from tests.cuda.gpu import poisoned_memory as poisoned_memory
+from tests.cuda.sm90.test_forward_gpu import hopper as hopper
+from tests.cuda.test_graph_gpu import CuPy
 
 pytestmark = pytest.mark.gpu
 
@@ -80,15 +72,19 @@ OWN = [
 ]  # fmt: skip
 
 
+def named(name: str) -> Problem:
+    return named_among(name, OWN)
+
+
 @pytest.mark.parametrize("case", [*CASES, *OWN], ids=lambda case: case.name)
 def test_oracle(case):
-    do, qkv, options = made(case)
+    problem = made(case)
     try:
-        actual = run(do, qkv, options, kernel="sm90")
+        actual = problem.backward("sm90")
     except UnsupportedError as error:
         assert case not in OWN
         pytest.skip(str(error))
-    check(case, actual, do, qkv, options)
+    problem.check(actual)
 
 
 # Where turns matter: many key tiles add to a row tile, and masks leave some of them out.
@@ -100,80 +96,64 @@ TURNS = [
 
 @pytest.mark.parametrize("name", TURNS)
 def test_deterministic(name):
-    case, do, qkv, options = named(name)
-    first = run(do, qkv, options, deterministic=True, kernel="sm90")
-    check(case, first, do, qkv, options)
+    problem = named(name)
+    first = problem.backward("sm90", deterministic=True)
+    problem.check(first)
     for _ in range(5):
-        same_bits(first, run(do, qkv, options, deterministic=True, kernel="sm90"))
+        same_bits(first, problem.backward("sm90", deterministic=True))
+
+
+def prepared(problem: Problem):
+    """Return a function of further options that runs a backward; its forward has run."""
+    arrays, options = problem.arrays(), {"kernel": "sm90", **problem.options}
+    forward = cuattn.forward(*arrays[1:], **options)
+    options.pop("rng", None)
+    return partial(cuattn.backward, *arrays, forward, **options)
 
 
 @pytest.mark.parametrize("name", ["turns", "turns causal", "columns"])
 def test_a_thousand_runs_are_bitwise_equal(name):
     import cupy
 
-    _, do, qkv, options = named(name)
-    options = {"deterministic": True, "kernel": "sm90", **options}
-    arrays = [cupy.asarray(x) for x in (do, *qkv)]
-    forward_options = {key: value for key, value in options.items() if key not in ("deterministic", "kernel")}
-    forward = cuattn.forward(*arrays[1:], **forward_options)
-    first = [x.view(np.uint16) for x in cuattn.backward(*arrays, forward, **options)[:3]]
+    backward = partial(prepared(named(name)), deterministic=True)
+    first = [x.view(np.uint16) for x in backward()[:3]]
     different = cupy.zeros((), np.int64)
     for _ in range(1000):
-        for a, b in zip(first, cuattn.backward(*arrays, forward, **options)[:3], strict=True):
+        for a, b in zip(first, backward()[:3], strict=True):
             different += (a != b.view(np.uint16)).any()
     assert int(different) == 0
 
 
-def named(name: str):
-    case = case_of(name, OWN)
-    return case, *made(case)
+BEYOND = [
+    sized("dead keys beyond", 200, 333, 128, options={"is_causal": "top_left"}),
+    sized("empty rows beyond", 333, 200, 128, options={"is_causal": "bottom_right"}),
+]
+UNSEEN = ("columns", "columns window", "small blocks", "columns d64", "d256 columns", "d256 blocks")
 
 
-@pytest.mark.parametrize(
-    "name", ["columns", "columns window", "small blocks", "columns d64", "d256 columns", "d256 blocks"]
-)
-def test_what_nobody_sees_may_hold_nan(name):
-    check_with_nan(*named(name), kernel="sm90")
-
-
-@pytest.mark.parametrize("align", ["top_left", "bottom_right"])
-@pytest.mark.parametrize("lengths", [(200, 333), (333, 200)])
-def test_beyond_the_causal_band_may_hold_nan(lengths, align):
-    """More keys than queries leaves dead keys, more queries than keys empty rows."""
-    case = sized("beyond", *lengths, 128)
-    do, qkv, _ = made(case)
-    check_with_nan(case, do, qkv, {"is_causal": align}, kernel="sm90")
+@pytest.mark.parametrize("case", [*BEYOND, *(case for case in OWN if case.name in UNSEEN)], ids=lambda case: case.name)
+def test_what_nobody_sees_may_hold_nan(case):
+    made(case).check_unseen("sm90")
 
 
 def test_hostile_device_vectors_are_clamped():
-    rng = np.random.default_rng(1)
-    n, keys = 300, 400
-    device, host = hostile_columns(rng, n, keys)
-    do, *qkv = [rng.standard_normal((2, m, 64)).astype(BF16) for m in (n, n, keys, keys)]
-    case = Case("hostile", batch=(), heads=2, kv_heads=2, n_queries=n, n_keys=keys)
-    check(case, run(do, qkv, {"mask": device}, kernel="sm90"), do, qkv, {"mask": host})
+    problem, mask = hostile()
+    problem.check(problem.backward("sm90", mask=mask))
 
 
 @pytest.mark.parametrize("layout", ["swapped", "broadcast q", "offset"])
 def test_strides(layout):
-    import cupy
-
-    rng = np.random.default_rng(5)
-    case = Case(layout, heads=3, kv_heads=3, n_queries=170, n_keys=250)
-    arrays = [rng.standard_normal((2, 3, n, 64)).astype(BF16) for n in (170, 170, 250, 250)]
-    if layout == "swapped":
-        device = [cupy.asarray(np.ascontiguousarray(x.swapaxes(-2, -3))).swapaxes(-2, -3) for x in arrays]
-    elif layout == "broadcast q":
-        arrays[1] = arrays[1][:1]
-        device = [cupy.asarray(np.ascontiguousarray(x)) for x in arrays]
+    problem = twin = made(sized(layout, 170, 250, heads=3, kv_heads=3))
+    if layout == "broadcast q":
+        problem.qkv[0] = problem.qkv[0][:1]
     else:
-        device = [cupy.asarray(np.pad(x, ((0, 0), (0, 0), (0, 0), (8, 24))))[..., 8:72] for x in arrays]
-    check(case, run(device[0], device[1:], {}, kernel="sm90"), arrays[0], arrays[1:], {})
+        _, twin = problem.strided(layout)
+    problem.check(twin.backward("sm90"))
 
 
 def test_unrounded_o():
-    case, do, qkv, options = named("long")
-    check(case, run(do, qkv, options, kernel="sm90", o_dtype="float32"), do, qkv, options)
+    problem = named("long")
+    problem.check(problem.backward("sm90", o_dtype="float32"))
 
 
 @pytest.mark.parametrize("name", ["long", "columns", "long d64"])
@@ -181,43 +161,31 @@ def test_delta_cancels_to_its_last_bits(name):
     """Where all values are alike dP is D, whatever P is; no term of D is negative, so that its own error is small."""
     import cupy
 
-    _, do, (q, k, v), options = named(name)
-    v[...] = values = np.linspace(0.5, 2, v.shape[-1]).astype(v.dtype)
-    do, q, k, v = map(to_device, (np.abs(do), q, k, v))
-    forward = cuattn.forward(q, k, v, **options)
+    problem = named(name)
+    problem.qkv[2][...] = values = np.linspace(0.5, 2, problem.case.head_dim).astype(BF16)
+    problem.do[...] = np.abs(problem.do)
+    do, q, k, v = problem.arrays()
+    forward = cuattn.forward(q, k, v, **problem.options)
     forward.o[...] = to_device(values)  # o that is rounded may be off by a unit
-    dq = cuattn.backward(do, q, k, v, forward, kernel="sm90", **options).dq
+    dq = cuattn.backward(do, q, k, v, forward, kernel="sm90", **problem.options).dq
     delta = do.astype(cupy.float64) @ to_device(values.astype(np.float64))
     bound = 2.0**-18 * delta * abs(k.astype(cupy.float64)).max() / q.shape[-1] ** 0.5
     assert (abs(dq.astype(cupy.float64)) <= bound[..., None]).all()
 
 
 def test_graph_holds_its_scratch():
-    import cupy
-
-    _, do, qkv, options = named("columns")
-    arrays = [cupy.asarray(x) for x in qkv]
-    upstream = cupy.asarray(do)
-    forward = cuattn.forward(*arrays, **options)
-    call = {"kernel": "sm90", **options}
-    eager = cuattn.backward(upstream, *arrays, forward, **call)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        stream.begin_capture()
-        result = cuattn.backward(upstream, *arrays, forward, **call)
-        graph = stream.end_capture()
-        noise = [cupy.full(1 << 20, np.nan, np.float32) for _ in range(4)]
-        for _ in range(2):
-            graph.launch(stream)
-        same_bits(result[1:3], eager[1:3])
-        np.testing.assert_allclose(result[0].get().astype(np.float32), eager[0].get().astype(np.float32), atol=1e-2)
-    del noise
+    backward = prepared(named("columns"))
+    eager = backward()
+    result, replay = CuPy().capture(backward)
+    for _ in range(2):
+        replay()
+    same_bits(result[1:3], eager[1:3])
+    np.testing.assert_allclose(result[0].get().astype(np.float32), eager[0].get().astype(np.float32), atol=1e-2)
 
 
 def test_key_gradients_repeat_bit_for_bit():
-    _, do, qkv, options = named("columns grouped")
-    first, second = (run(do, qkv, options, kernel="sm90")[1:3] for _ in range(2))
-    same_bits(first, second)
+    problem = named("columns grouped")
+    same_bits(*(problem.backward("sm90")[1:3] for _ in range(2)))
 
 
 HOLD = r"""
@@ -304,14 +272,8 @@ def test_scores_of_any_size(head_dim, options, scale):
 
 @pytest.mark.parametrize("name", ["long d64", "columns", "dropout", "d256 grouped", "d 96 dv 40"])
 def test_unrounded_gradients(name):
-    _, do, qkv, options = named(name)
-    options = {"kernel": "sm90", "deterministic": True, **options}
-    arrays = [to_device(x) for x in (do, *qkv)]
-    forward_options = {key: value for key, value in options.items() if key != "deterministic"}
-    forward = cuattn.forward(*arrays[1:], **forward_options)
-    options.pop("rng", None)
-    rounded = cuattn.backward(*arrays, forward, **options)
-    unrounded = cuattn.backward(*arrays, forward, out_dtype=np.float32, **options)
+    backward = partial(prepared(named(name)), deterministic=True)
+    rounded, unrounded = backward(), backward(out_dtype=np.float32)
     for a, b in zip(rounded[:3], unrounded[:3], strict=True):
         assert b.dtype == np.float32 and b.astype(a.dtype).get().tobytes() == a.get().tobytes()
 
@@ -321,9 +283,5 @@ def test_plan_says_which():
 
     q = cupy.zeros((1, 8, 2048, 64), np.float32)
     assert any("not the sm90 kernel" in note for note in cuattn.plan(q, q, q, direction="backward").notes)
-    halves = [q.astype(BF16)] * 3
-    assert cuattn.plan(*halves, direction="backward").kernel == "sm90"
-    assert (
-        cuattn.plan(*halves, direction="backward", mask=masks.causal_document([700, 1348]), dropout_p=0.1).kernel
-        == "sm90"
-    )
+    for options in ({}, {"mask": masks.causal_document([700, 1348]), "dropout_p": 0.1}):
+        assert cuattn.plan(*[q.astype(BF16)] * 3, direction="backward", **options).kernel == "sm90"

@@ -9,28 +9,19 @@ import cuattn
 from cuattn import masks
 from cuattn.errors import UnsupportedError
 from cuattn.masks import ColumnMask
-from tests.cuda.cases import BF16, CASES, F16, Case, blocks_of, case_of, columns_of, same_bits, sized
-from tests.cuda.sm80.test_forward_gpu import check, check_with_nan
-from tests.cuda.sm80.test_forward_gpu import run as run_on
+from tests.cuda.cases import BF16, CASES, F16, Case, blocks_of, columns_of, same_bits, sized, to_device
+from tests.cuda.gpu import made, named
+from tests.cuda.test_graph_gpu import CuPy, replays_bit_for_bit
 
 pytestmark = pytest.mark.gpu
 
 
-def _is_hopper() -> bool:
-    import cupy
-
-    return cupy.cuda.Device().compute_capability == "90"
-
-
 @pytest.fixture(autouse=True)
 def hopper():
-    if not _is_hopper():
+    import cupy
+
+    if cupy.cuda.Device().compute_capability != "90":
         pytest.skip("needs compute capability 9.0")
-
-
-def run(qkv, options, **more):
-    """Run ``cuattn.forward`` on Hopper's kernel; NumPy in, NumPy out."""
-    return run_on(qkv, options, kernel="sm90", **more)
 
 
 def patches_of(case: Case, rng: np.random.Generator) -> ColumnMask:
@@ -45,13 +36,7 @@ OWN = [
     sized("hopper long", 700, 4200, 128, batch=(1,)),
     sized("hopper long causal", 2300, 2300, batch=(1,), options={"is_causal": True}),
     sized("hopper rows before the first", 440, 440, heads=40, kv_heads=40, options={"is_causal": True}),
-    sized(
-        "hopper rows before the first d128",
-        300,
-        350,
-        128,
-        options={"window": (200, 9, "bottom_right")},
-    ),
+    sized("hopper rows before the first d128", 300, 350, 128, options={"window": (200, 9, "bottom_right")}),
     sized("hopper many tiles", 260, 130, 128, batch=(3,), heads=60, kv_heads=20),
     sized("hopper many tiles d64", 400, 130, batch=(3,), heads=60, kv_heads=20),
     sized("hopper many tiles d256", 260, 90, 256, batch=(3,), heads=60, kv_heads=20),
@@ -74,105 +59,68 @@ OWN = [
 
 @pytest.mark.parametrize("case", [*CASES, *OWN], ids=lambda case: case.name)
 def test_oracle(case):
+    problem = made(case)
     try:
-        check(case, "sm90")
+        actual = problem.forward("sm90")
     except UnsupportedError as error:
         assert case not in OWN
         pytest.skip(str(error))
-
-
-def _case(name: str):
-    case = case_of(name, OWN)
-    arrays, options = case.arrays()
-    return case, list(arrays.values()), options
+    problem.check(actual)
 
 
 @pytest.mark.parametrize("name", ["hopper long", "hopper many tiles", "hopper patches d64", "hopper small blocks"])
 def test_same_bits_twice(name):
-    _, qkv, options = _case(name)
-    first, second = run(qkv, options), run(qkv, options)
-    same_bits(first, second)
+    problem = named(name, OWN)
+    same_bits(problem.forward("sm90"), problem.forward("sm90"))
 
 
 def test_float32_output_is_the_rounded_one():
-    case, qkv, options = _case("hopper long")
-    exact = run(qkv, options, out_dtype=np.float32)[0]
+    problem = named("hopper long", OWN)
+    exact = problem.forward("sm90", out_dtype=np.float32)[0]
     assert exact.dtype == np.float32
-    np.testing.assert_array_equal(exact.astype(case.dtype), run(qkv, options)[0])
+    np.testing.assert_array_equal(exact.astype(problem.case.dtype), problem.forward("sm90")[0])
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_column_masks_equal_causality_bit_for_bit(head_dim):
     """A mask that is known to be a band is taken as one; of vectors that come from the device nobody knows."""
-    import cupy
-
     n = 440  # the flag's row tiles end with the last 64 queries, the mask's begin with the first
-    case = Case(f"bits {head_dim}", heads=20, kv_heads=20, n_queries=n, n_keys=n, head_dim=head_dim)
-    qkv = list(case.arrays()[0].values())
+    problem = made(sized(f"bits {head_dim}", n, n, head_dim, heads=20, kv_heads=20))
     for mask, option in (
         (masks.causal(n), {"is_causal": True}),
         (masks.sliding_window(n, 77), {"is_causal": True, "window": (76, None)}),
     ):
-        unknown = masks.ColumnMask(*(cupy.asarray(x) for x in (mask.lts, mask.lte, mask.uts, mask.ute)), n_queries=n)
+        unknown = ColumnMask(*map(to_device, (mask.lts, mask.lte, mask.uts, mask.ute)), n_queries=n)
         assert mask.to_device().reach == mask.reach is not None is unknown.reach
-        for a, b, c in zip(run(qkv, {"mask": unknown}), run(qkv, {"mask": mask}), run(qkv, option), strict=True):
-            assert a.tobytes() == b.tobytes() == c.tobytes()
+        band = problem.forward("sm90", **option)
+        for given in (unknown, mask):
+            same_bits(problem.forward("sm90", mask=given), band)
 
 
-@pytest.mark.parametrize("name", ["hopper columns", "hopper columns window", "hopper small blocks"])
+@pytest.mark.parametrize("name", ["hopper columns", "hopper columns window", "hopper small blocks", "causal top left"])
 def test_invisible_keys_may_hold_nan(name):
-    check_with_nan(*_case(name), kernel="sm90")
-
-
-def test_keys_beyond_the_causal_band_may_hold_nan():
-    case = sized("beyond", 200, 333)
-    check_with_nan(case, list(case.arrays()[0].values()), {"is_causal": "top_left"}, kernel="sm90")
+    named(name, CASES + OWN).check_unseen_keys("sm90")
 
 
 def test_empty_rows_are_zero_whatever_the_values_hold():
     n = 300
     start = np.full(n, 100)
     mask = ColumnMask(start, np.full(n, 140), np.zeros(n, int), np.zeros(n, int), n_queries=n)
-    qkv = list(Case("empty rows", n_queries=n, n_keys=n).arrays()[0].values())
-    qkv[2][..., 7, :] = np.nan
-    o, l, m = run(qkv, {"mask": mask})
+    problem = made(sized("empty rows", n, n))
+    problem.qkv[2][..., 7, :] = np.nan
+    o, l, m = problem.forward("sm90", mask=mask)
     assert not o[..., 100:140, :].any() and not l[..., 100:140].any() and (m[..., 100:140] == -np.inf).all()
 
 
-@pytest.mark.parametrize("layout", ["swapped", "broadcast", "offset"])
+@pytest.mark.parametrize("layout", ["swapped", "broadcast batch", "offset"])
 def test_strides(layout):
-    import cupy
-
-    rng = np.random.default_rng(5)
-    q, k, v = (rng.standard_normal((2, 3, n, 64)).astype(BF16) for n in (300, 500, 500))
-    if layout == "swapped":
-        arrays = [cupy.asarray(np.ascontiguousarray(x.swapaxes(1, 2))).swapaxes(1, 2) for x in (q, k, v)]
-    elif layout == "broadcast":
-        q, k, v = (np.broadcast_to(x[:1], x.shape) for x in (q, k, v))
-        arrays = [cupy.broadcast_to(cupy.asarray(np.ascontiguousarray(x[:1])), x.shape) for x in (q, k, v)]
-    else:
-        arrays = [cupy.asarray(np.pad(x, ((0, 0), (0, 0), (0, 0), (8, 24))))[..., 8:72] for x in (q, k, v)]
-    actual = run(arrays, {})
-    same_bits(actual, run([q, k, v], {}))
+    problem, twin = made(sized(layout, 300, 500, heads=3, kv_heads=3)).strided(layout)
+    same_bits(twin.forward("sm90"), problem.forward("sm90"))
 
 
 def test_captured_in_a_graph():
-    import cupy
-
-    arrays = [cupy.asarray(x) for x in Case("graph", heads=80, kv_heads=80).arrays()[0].values()]
-    plain = cuattn.forward(*arrays, kernel="sm90")
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        cuattn.forward(*arrays, kernel="sm90")
-        stream.synchronize()
-        stream.begin_capture()
-        result = cuattn.forward(*arrays, kernel="sm90")
-        graph = stream.end_capture()
-        result.o.fill(0)
-        for _ in range(3):
-            graph.launch(stream)
-        stream.synchronize()
-    assert result.o.get().tobytes() == plain.o.get().tobytes()
+    _, *qkv = made(Case("graph", heads=80, kv_heads=80)).arrays()
+    assert replays_bit_for_bit(CuPy(), lambda: cuattn.forward(*qkv, kernel="sm90"))
 
 
 def test_plan_says_why_not():

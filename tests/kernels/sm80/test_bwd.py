@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.cuda.cases import Case
-from tests.cuda.sm80.test_backward_gpu import check, made, poisoned_memory, run
+from tests.cuda.gpu import Problem, made, poisoned_memory
 
 __all__ = ["poisoned_memory"]
 
@@ -26,20 +26,20 @@ def test_widths_and_groups(dtype, widths, group, deterministic):
     options = {"window": (90, 60, "top_left")} if group > 1 else {}
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     case = Case("widths", kind, (2,), 4, 4 // group, ROWS[dtype], 170, *widths, options=options)
-    do, qkv, options = made(case)
-    check(case, run(do, qkv, options, deterministic), do, qkv, options)
+    problem = made(case)
+    problem.check(problem.backward(deterministic=deterministic))
 
 
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("widths", [(192, 128), (128, 64), (64, 128)])
 def test_widths_and_groups_on_hopper(widths, group):
     case = Case("widths", np.dtype(ml_dtypes.bfloat16), (2,), 4, 4 // group, 500, 170, *widths)
-    do, qkv, options = made(case)
+    problem = made(case)
     try:
-        actual = run(do, qkv, options, kernel="sm90")
+        actual = problem.backward("sm90")
     except NotImplementedError as error:
         pytest.skip(str(error))
-    check(case, actual, do, qkv, options)
+    problem.check(actual)
 
 
 @pytest.mark.parametrize("dtype", ROWS)
@@ -47,6 +47,7 @@ def test_saturated_softmax(dtype):
     """The scores are the forward's, bit for bit: where one key has all the weight, its weight is 1."""
     rng = np.random.default_rng(0)
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    case = Case("saturated", kind, (1,), 1, 1, 512, 512, 64, options={"scale": 1.0})
+    case = Case("saturated", kind, (1,), 1, 1, 512, 512, 64)
     q, v, do = (rng.standard_normal((1, 1, 512, 64)).astype(kind) for _ in range(3))
-    check(case, run(do, [q, q, v], case.options), do, [q, q, v], case.options)
+    problem = Problem(case, do, [q, q, v], {"scale": 1.0})
+    problem.check(problem.backward())
