@@ -83,7 +83,9 @@ def floors(exact: Solution, q, k, v, do=None, *, scale=None, softcap=None, bias=
     whose terms may be alike and round one way.  Weights p below eps**3 count as 0.  For 16-bit inputs, their eps times
     this is added: p |v| and p |do| (P is rounded before it is multiplied), |do . o| in D (o was rounded), |ds| |k| and
     |ds| |q| (so was dS).  Their capped scores may be cap - 2 cap / (1 + e^2x), the difference of terms of up to 2 cap.
-    What moves ds is multiplied by the slope of the soft cap as it is computed, for ds itself may be 0.
+    What moves ds is multiplied by the slope of the soft cap as it is computed, for ds itself may be 0.  P and dS are
+    rounded without dropout's factor and dS behind the cap, so that the coarse numbers near 0 are not made finer by its
+    slope, but coarser by that factor.
 
     With `halves`, weights of float32 are pairs of float16, as the portable kernels have them, whose least bit is a part
     of the largest in their tile.  The forward's are 2^14 p and have a least bit of 2^-24, half of which is 2^-39 of p;
@@ -122,6 +124,7 @@ class _Bound:
         self.shapes, lead, low = (q.shape, k.shape, v.shape), exact.p.shape[:-2], q.dtype
         self.unit = unit = eps(np.float64 if low == np.float64 else np.float32)
         self.grain = eps(low, smallest=True) / eps(low)  # 16-bit numbers near 0 are this coarse
+        self.grain_ds = self.grain * given["keep_scale"]
         self.factors = factors = ((1 + 2.0**-11) ** 2 - 1) / unit if precision == "tf32" else 0.0
         terms = (q.shape[-1], v.shape[-1], *exact.p.shape[-2:])
         width, self.width_v, self.rows, self.keys = (min(n, 2 * n**0.5) for n in terms)
@@ -194,7 +197,7 @@ class _Bound:
         rounded_p = xp.where(p > 0, p + self.grain, 0)
         short_delta = p * ((do * (o + self.grain)).sum(-1) + (rounded_p * a).sum(-1))[..., None]
         slope = self.slope + self.unit * self.bend
-        short = (short_delta + ds + self.grain) * slope
+        short = (short_delta + ds) * slope + xp.where(exact.s > -np.inf, self.grain_ds, 0)
         for_rows, for_keys = (wide * slope + ds * (self.bend + (n + t) * self.slope) for n in (self.keys, self.rows))
         held = ds + self.unit * wide
         held = xp.minimum(held / self.unit, _largest(xp, held) * self.of_largest)
