@@ -5,7 +5,7 @@
 One list for both families (``--kernel sm90`` or ``sm80`` runs one of them), every dtype, both directions, heads in
 groups whose values are wider than their keys, few queries over many keys, merging.  ``--part 1 4`` takes every fourth
 problem from number 1 on, so that several processes share the work; a run without the sanitizer before it fills the disk
-cache of compiled kernels.  racecheck is slow: name the kernel that it is to watch, ``--kernel-name
+cache of compiled kernels; ``--canary`` shows whether the tool is watching.  racecheck is slow: name the kernel that it is to watch, ``--kernel-name
 kns=attention_backward`` (``attention_forward``, ``backward_rows``), and give it one problem at a time.
 """
 
@@ -74,6 +74,8 @@ class Problem(NamedTuple):
 
         q, k, v = array(heads, n_queries, d), array(kv_heads, n_keys, d), array(kv_heads, n_keys, dv)
         options = {**self.options, "kernel": self.kernel}
+        if self.dtype is np.float64:
+            options.pop("out_dtype", None)  # nothing is wider
         if "mask" in options:
             options["mask"] = made(options["mask"], rng, n_queries, n_keys)
         if "bias" in options:
@@ -121,7 +123,14 @@ def main():
         "--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th problem from I on"
     )
     parser.add_argument("--kernel", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--canary", action="store_true", help="write past the end of an array: is the tool watching?")
     arguments = parser.parse_args()
+    cupy = harness.namespace("cuda")
+    cupy.cuda.set_allocator(None)  # memory of its own for each array, since a pool hides what lies beyond its end
+    if arguments.canary:
+        kernel = cupy.RawKernel('extern "C" __global__ void canary(float* x) { x[threadIdx.x + 1] = 1; }', "canary")
+        kernel((1,), (128,), (cupy.zeros(128, np.float32),))
+        harness.synchronize(cupy)
     part, parts = arguments.part
     for problem in problems(arguments.kernel)[part::parts]:
         print(problem.kernel, np.dtype(problem.dtype), *problem.shape, *problem.options, problem.run(), flush=True)
