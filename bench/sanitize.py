@@ -5,8 +5,9 @@
 One list for both families (``--kernel sm90`` or ``sm80`` runs one of them), every dtype, both directions, heads in
 groups whose values are wider than their keys, few queries over many keys, merging.  ``--part 1 4`` takes every fourth
 problem from number 1 on, so that several processes share the work; a run without the sanitizer before it fills the disk
-cache of compiled kernels; ``--canary`` shows whether the tool is watching.  racecheck is slow: name the kernel that it is to watch, ``--kernel-name
-kns=attention_backward`` (``attention_forward``, ``backward_rows``), and give it one problem at a time.
+cache of compiled kernels; ``--canary`` shows whether the tool is watching.  racecheck is slow: name the kernel that it
+is to watch, ``--kernel-name kns=attention_backward`` (``attention_forward``, ``backward_rows``), and give it one
+problem at a time.
 """
 
 import argparse
