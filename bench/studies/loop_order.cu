@@ -6,25 +6,13 @@
 //
 // cfg::keys_on_chip is the papers' B_c, cfg::block_m their B_r; the inner step works on cfg::block_n keys at a time, whose scores fit
 // in registers.  Lengths must be multiples of the blocks.  l and m are float32, o in memory is cfg::out.
-#include "sm80/mma.cuh"
+#include "sm80/fwd_tiles.cuh"
 #include "sm80/softmax.cuh"
-#include "sm80/tile.cuh"
-#include "ptx/shared.cuh"
 
-using Elem = cfg::elem;
 using Out = cfg::out;
-using Product = Mma<Elem>;
 
-constexpr int threads = cfg::warps * 32;
-constexpr int warp_rows = cfg::block_m / cfg::warps;
-constexpr int m_tiles = warp_rows / 16;
-constexpr int n_tiles = cfg::block_n / 8;
-constexpr int v_tiles = cfg::head_dim_v / 8;
-constexpr int q_bytes = Product::tile_bytes<cfg::block_m, cfg::head_dim>;
-constexpr int k_bytes = Product::tile_bytes<cfg::block_n, cfg::head_dim>;
-constexpr int stage_bytes = 2 * k_bytes;
+constexpr int stage_bytes = k_bytes + v_bytes;
 
-using Q = Product::QRows<m_tiles, cfg::head_dim>;
 using Softmax = SoftmaxRows<float, m_tiles, true>;
 using Output = float[m_tiles][v_tiles][4];
 
