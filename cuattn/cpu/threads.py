@@ -35,7 +35,8 @@ def worker_count() -> int:
     """Return how many threads the BLAS library would use."""
     with _lock:
         counts = [count for _, count in _saved] if _depth else [library.num_threads for library in _libraries()]
-    return max(counts, default=os.cpu_count() or 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(counts, default=cores)
 
 
 def useful(items: int, nanoseconds: float) -> int:
@@ -136,7 +137,10 @@ class Dispatcher:
                 return None
             item = self._next[group]
             self._next[group] += 1
-            (self._open.add if self._next[group] < self._sizes[group] else self._open.discard)(group)
+            if self._next[group] < self._sizes[group]:
+                self._open.add(group)
+            else:
+                self._open.discard(group)
             return group, prepare(group, item)
 
     def stop(self) -> None:
@@ -177,13 +181,15 @@ def run(task: Any, make_worker: Callable[[], Callable[[Any], None]], threads: in
 
 
 def _on_threads(loop: Callable[[], None], threads: int, stop: Callable[[], None]) -> None:
-    """Run a function that raises nothing in the caller's thread and in new ones."""
+    """Run a function that raises nothing in the caller's thread and in new ones; return when all have ended."""
+    pool = ThreadPoolExecutor(threads - 1, thread_name_prefix="cuattn-")
     try:
-        with ThreadPoolExecutor(threads - 1, thread_name_prefix="cuattn-") as pool:
-            with suppress(RuntimeError):  # the system has no more threads to give: those that there are do the work
-                for _ in range(1, threads):
-                    pool.submit(loop)
-            loop()
-    except BaseException:  # interrupted while it waits for the others
+        with suppress(RuntimeError):  # the system has no more threads to give: those that there are do the work
+            for _ in range(1, threads):
+                pool.submit(loop)
+        loop()
+        pool.shutdown()
+    except BaseException:  # interrupted: the BLAS setting and the results must outlive the other threads
         stop()
+        pool.shutdown()
         raise

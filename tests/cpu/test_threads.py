@@ -1,6 +1,8 @@
 """Threads: the dispatcher, the BLAS setting, errors, and turns at sums (cuattn.cpu.threads)."""
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -115,6 +117,30 @@ def test_where_threads_cannot_be_started_those_that_there_are_do_the_work(monkey
     with tiled(32, 32, workers=4):
         fwd = cuattn.forward(x, x, x)
         cuattn.backward(x, x, x, x, fwd)
+
+
+def test_an_interrupt_waits_for_the_other_threads(monkeypatch):
+    """Their results and the BLAS setting must not change when the call is over."""
+    started, finished = threading.Event(), []
+    shutdown, calls = ThreadPoolExecutor.shutdown, iter(range(9))
+
+    def worker(item):
+        if threading.current_thread() is threading.main_thread():
+            started.wait()
+        else:
+            started.set()
+            time.sleep(0.2)
+            finished.append(item)
+
+    def interrupted(self, *args, **options):
+        if next(calls) == 0:
+            raise KeyboardInterrupt
+        shutdown(self, *args, **options)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        threads.run(task_of([2]), lambda: worker, 2)
+    assert finished
 
 
 def test_turns_come_in_order():
