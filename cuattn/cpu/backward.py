@@ -97,7 +97,10 @@ class BackwardWalk(Walk):
         s, masks = self.make_scores(part, self._q_transposed, careful=self._careful)
         if self._moved:
             s -= self._reference[:, None, None]
-        (exponentiate if self._bounded else relative)(s)
+        if self._bounded:
+            exponentiate(s)
+        else:
+            relative(s)
         for tile, shown in masks:
             hide(tile, shown)
         return s

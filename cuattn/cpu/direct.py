@@ -5,7 +5,7 @@ so no key or value is copied (but to the precision of the sums).  References and
 """
 
 import math
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product as every
 from typing import Any
 
@@ -103,12 +103,15 @@ class WholeHeads(Task):
             {name: x if name.removeprefix("d") in ("k", "v") else self._grouped(x) for name, x in arrays.items()}
             for arrays in (self.operands, self.results)
         )
-        self.low = False  # whether a bias makes scores as good as hidden
-        if (bias := self.operands.get("bias")) is not None:
-            self.low = not bias.min() > _LOW
-            bias = np.moveaxis(bias, -1, -3)  # as scores are
+        if "bias" in self.operands:
+            bias = np.moveaxis(self.operands["bias"], -1, -3)  # as scores are
             of_all = bias.size == bias.shape[-3] * bias.shape[-1]
             self.operands["bias"] = np.ascontiguousarray(bias) if of_all else bias
+
+    @cached_property
+    def low(self) -> bool:
+        """Whether a bias makes scores as good as hidden."""
+        return "bias" in self.operands and not self.operands["bias"].min() > _LOW
 
     def _grouped(self, x: ndarray) -> ndarray:
         axis, group = len(self.problem.batch), self.problem.group
@@ -127,15 +130,15 @@ class Direct:
         self.task, self.problem, self.dtype = task, task.problem, task.problem.stat_dtype
         self.buffers = Buffers(self.dtype, task.buffer_sizes)
         self.rows = self.problem.group * self.problem.n_queries
-        self._compute = self._forward if self.problem.operation == "forward" else self._backward
-        self._shown_by = lru_cache(1)(self._shown)
+        self._last_shown: tuple[tuple, ndarray] | None = None  # bits, and the instances of masks whose they are
 
     def __call__(self, item: tuple[Index, int]) -> None:
         """Compute a batch; again, with care for what is hidden, if something is not a finite number."""
         index, number = item
         self.index, self.lead = index, [part.stop - part.start for part in index]
         self.operands = {name: self.take(x).astype(self.dtype, copy=False) for name, x in self.task.operands.items()}
-        results = self._compute(careful=False) or self._compute(careful=True)
+        compute = self._forward if self.problem.operation == "forward" else self._backward
+        results = compute(careful=False) or compute(careful=True)
         if self.task.shares:
             self.task.turns.wait((), number)
         for name, part in results.items():
@@ -203,17 +206,21 @@ class Direct:
         ranges = [range(part.start, part.stop) for part in (*batch, slice(kv.start * group, kv.stop * group))]
         if all(math.prod(mask.leading) == 1 for mask in masks):
             ranges = [part[:1] for part in ranges]
-        shown = [self._shown_by(tuple([mask.instance(head) for mask in masks])) for head in every(*ranges)]
+        shown = [self._shown(tuple([mask.instance(head) for mask in masks])) for head in every(*ranges)]
         if all(one is shown[0] for one in shown):
             return shown[0][:, None]
         return np.moveaxis(np.array(shown).reshape(*self.lead, group, *shown[0].shape), -3, -2)
 
     def _shown(self, instances: tuple) -> ndarray:
+        if self._last_shown is not None and self._last_shown[0] == instances:
+            return self._last_shown[1]
         problem, hidden = self.problem, np.zeros((1, 1), bool)
         for mask, instance in zip(self.task.masks, instances, strict=True):
             hidden = hidden | mask.hidden(instance, slice(0, problem.n_queries), slice(0, problem.n_keys))
         hidden = np.broadcast_to(hidden, (problem.n_keys, problem.n_queries))
-        return np.subtract(hidden, 1, dtype=np.dtype(f"u{self.dtype.itemsize}"), casting="unsafe")
+        bits = np.subtract(hidden, 1, dtype=np.dtype(f"u{self.dtype.itemsize}"), casting="unsafe")
+        self._last_shown = instances, bits
+        return bits
 
     def _forward(self, *, careful: bool) -> dict[str, ndarray] | None:
         """Return o and, if they are wanted, l and m; None where care is needed."""

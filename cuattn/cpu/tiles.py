@@ -4,7 +4,7 @@ Elements are (keys, rows), as scores are.  A key that does not exist, at the end
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ class Visibility:
 
     def __init__(self, problem: Problem, masks: Sequence[Any], blocks: Blocks) -> None:
         self._problem, self._masks, self._blocks = problem, masks, blocks
-        self._strip = lru_cache(_REMEMBERED)(self._make_strip)
+        self._strips: dict[Hashable, list[tuple[Part, ...]]] = {}
         self._tile_masks: dict[Hashable, Shown] = {}
         self._dtype = np.dtype(f"u{problem.stat_dtype.itemsize}")
         self._most = MASK_BYTES // (blocks.rows * blocks.keys * self._dtype.itemsize)  # masks that are remembered
@@ -56,9 +56,14 @@ class Visibility:
         """Return what a row tile of a head, an index into (*batch, heads), sees."""
         instances = tuple([mask.instance(head) for mask in self._masks])
         strip, row = divmod(row_tile if self._masks else 0, _STRIP)
-        return self._strip(instances, strip * _STRIP)[row]
+        key = (instances, strip)
+        if key not in self._strips:
+            if len(self._strips) >= _REMEMBERED:
+                self._strips.clear()
+            self._strips[key] = self._strip(instances, strip * _STRIP)
+        return self._strips[key][row]
 
-    def _make_strip(self, instances: tuple, start: int) -> list[tuple[Part, ...]]:
+    def _strip(self, instances: tuple, start: int) -> list[tuple[Part, ...]]:
         """Return what the row tiles of a strip see."""
         blocks = self._blocks
         stop = min(start + _STRIP, blocks.row_tiles)
@@ -99,29 +104,34 @@ class Visibility:
             key = (*pattern, instances, tile == blocks.key_tiles - 1)
             make = self._tile_masks.get(key)
             if make is None:
-                make = partial(self._tile_mask, instances, row + start, tile)
+                n_keys = self._problem.n_keys
+                make = partial(_tile_mask, self._masks, blocks, n_keys, self._dtype, instances, row + start, tile)
                 if len(self._tile_masks) < self._most:
                     make = self._tile_masks[key] = cache(make)
             found[row, tile] = make
         return found
 
-    def _tile_mask(self, instances: tuple, row_tile: int, tile: int) -> tuple[slice, ndarray]:
-        blocks = self._blocks
-        ramp = bit_lines(blocks.rows, self._dtype)
-        there = min(blocks.keys, self._problem.n_keys - tile * blocks.keys)
-        full = np.zeros((blocks.keys, blocks.rows), ramp.dtype)
-        full[:there] = ramp[-1]
-        for mask, instance in zip(self._masks, instances, strict=True):
-            full[:there] &= mask.shown(instance, blocks.rows, blocks.keys, row_tile, tile, ramp)[:there]
-        touched = np.flatnonzero(~np.bitwise_and.reduce(full, 1))
-        keys = slice(touched[0], touched[-1] + 1) if len(touched) else slice(0)
-        return keys, full[keys]
-
     def _part(self, index: int, tiles: list[int], masks: list[tuple[int, Shown]]) -> Part:
         """Return the part of a step with these tiles."""
         runs, size = [], self._blocks.keys
         for _, run in groupby(enumerate(tiles), lambda pair: pair[1] - pair[0]):
-            (slot, first), *_, (last_slot, last) = list(run) * 2
+            pairs = list(run)
+            (slot, first), (last_slot, last) = pairs[0], pairs[-1]
             keys = slice(first * size, min((last + 1) * size, self._problem.n_keys))
             runs.append(Run(first, slice(slot, last_slot + 1), keys))
         return Part(index, len(tiles), runs, masks)
+
+
+def _tile_mask(
+    masks: Sequence[Any], blocks: Blocks, n_keys: int, dtype: np.dtype, instances: tuple, row_tile: int, tile: int
+) -> tuple[slice, ndarray]:
+    """Return what a tile shows; no method, so that what remembers it does not hold itself."""
+    ramp = bit_lines(blocks.rows, dtype)
+    there = min(blocks.keys, n_keys - tile * blocks.keys)
+    full = np.zeros((blocks.keys, blocks.rows), ramp.dtype)
+    full[:there] = ramp[-1]
+    for mask, instance in zip(masks, instances, strict=True):
+        full[:there] &= mask.shown(instance, blocks.rows, blocks.keys, row_tile, tile, ramp)[:there]
+    touched = np.flatnonzero(~np.bitwise_and.reduce(full, 1))
+    keys = slice(touched[0], touched[-1] + 1) if len(touched) else slice(0)
+    return keys, full[keys]

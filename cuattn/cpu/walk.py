@@ -6,7 +6,6 @@ statistics of a row then run down an axis along which NumPy reduces whole regist
 
 import math
 from collections.abc import Hashable, Iterator, Mapping
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +46,7 @@ class Tiles(Task):
         self._groups = [[group for some in groups for group in some]] if self.shares else groups
         self._stacks = cdiv(self.blocks.row_tiles, self.blocks.stack)
         self.sizes = [len(some) * self._stacks for some in self._groups]
-        self.max_norm = cache(self._max_norm)
+        self._max_norms: dict[Hashable, float] = {}
 
     def item(self, index: int, n: int) -> Item:
         """Return an item of work; to be called for one after the other of those with the same first index."""
@@ -56,12 +55,17 @@ class Tiles(Task):
         parts = self.visibility.parts((*group.batch, group.start), stack * self.blocks.stack)
         rows = slice(stack * size, min((stack + 1) * size, self.problem.n_queries))
         line = () if self.shares else (*group.batch, group.kv_start)
-        numbers = [self.turns.take_number((line, step)) for step in (*(part.index for part in parts), END)]
+        numbers = []
+        if self.problem.operation == "backward":
+            numbers = [self.turns.take_number((line, step)) for step in (*(part.index for part in parts), END)]
         return Item(group, rows, parts, line, numbers)
 
-    def _max_norm(self, name: str, group: HeadGroup) -> float:
+    def max_norm(self, name: str, group: HeadGroup) -> float:
         """Return the length of the longest key or value, "k" or "v", of some heads; not finite where one is not."""
-        return longest_of(group.of_keys(self.operands[name]), self.problem.stat_dtype)
+        key = (name, *group.batch, group.kv_start)
+        if key not in self._max_norms:
+            self._max_norms[key] = longest_of(group.of_keys(self.operands[name]), self.problem.stat_dtype)
+        return self._max_norms[key]
 
 
 class Walk:

@@ -1,7 +1,9 @@
 """Forward and backward on the CPU, by tiles of any sizes and by whole heads (cuattn.cpu's call, forward, backward)."""
 
+import gc
 import math
 import warnings
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -499,3 +501,25 @@ def test_a_dtype_that_only_its_row_knows_is_computed():
             assert grads.dq.dtype == dtype
     finally:
         del dtypes.DTYPES[dtype]
+
+
+MASKS = {"none": None, "column": cuattn.masks.causal_document([30, 34]), "boolean": np.tri(64, dtype=bool)}
+
+
+@pytest.mark.parametrize("way", [tiled, whole_heads], ids=["tiles", "whole heads"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_a_call_lets_go_of_its_arrays_when_it_is_over(way, mask):
+    """At once: nothing waits for the collector of cycles."""
+    q, k, v, do = normal(np.random.default_rng(0), (4, 2, 64, 16), FLOAT32)
+    q = q.copy()
+    freed = weakref.ref(q)
+    gc.collect()
+    gc.disable()
+    try:
+        with way():
+            fwd = cuattn.forward(q, k, v, mask=mask)
+            cuattn.backward(do, q, k, v, fwd, mask=mask)
+        del q, fwd
+        assert freed() is None
+    finally:
+        gc.enable()
