@@ -80,7 +80,11 @@ class AllOf(Mask):
         # It lies where the first part does that is on a GPU.
         first = next((part for part in parts if part.on_device), parts[0])
         array = first._array if first.on_device else None
-        super()._settle(array, **fields, leading=leading, n_queries=n_queries, n_keys=n_keys, _ready=first._ready)
+        super()._settle(array, **fields, leading=leading, n_queries=n_queries, n_keys=n_keys, _ready=None)
+
+    def _wait(self) -> None:
+        for part in self.parts:
+            part._wait()
 
     @cached_property
     def _walk(self) -> tuple[Mask, ...]:

@@ -68,7 +68,7 @@ class Immutable(ABC):
         return type(self)._wrap, (self._array, *self._parameters())
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, type(self)):
+        if type(other) is not type(self):
             return NotImplemented
         if self is other or self.on_device or other.on_device:
             return self is other

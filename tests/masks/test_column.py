@@ -115,6 +115,15 @@ def test_pickle_leaves_the_tables_out():
     assert len(pickle.dumps(mask)) == before
 
 
+def test_masks_of_another_class_are_not_equal():
+    class Kind(ColumnMask):
+        pass
+
+    vectors = np.zeros((4, 3), np.int32)
+    mask, kind = ColumnMask(*vectors, n_queries=2), Kind(*vectors, n_queries=2)
+    assert mask != kind and kind != mask and kind == Kind(*vectors, n_queries=2)
+
+
 def test_identity():
     mask = masks.causal(4)
     assert copy.copy(mask) is mask

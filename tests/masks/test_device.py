@@ -176,6 +176,17 @@ def test_a_mask_of_device_vectors_is_waited_for_on_other_streams(cupy):
     assert [event.stream.ptr for event in cupy.stream.waited] == [1]
 
 
+def test_all_parts_of_a_mask_are_waited_for(cupy):
+    parts = []
+    for number in (1, 3):
+        cupy.stream = Stream(number)
+        parts.append(ColumnMask(*(DeviceArray(np.zeros(4, np.int32)) for _ in range(4)), n_queries=4))
+    mask = parts[0] & parts[1]
+    cupy.stream = Stream(2)
+    mask.dense()
+    assert {event.stream.ptr for event in cupy.stream.waited} == {1, 3}
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64])
 def test_device_vectors_are_not_read_back(cupy, dtype):
     vectors = np.array([[-3, 2], [9, 4], [0, 0], [0, 1]], dtype=dtype)
