@@ -28,7 +28,7 @@ ROWS = (
     {"__main__"},
 )
 NARROW = {  # rooms that see less than the rows above them
-    "interop": {"errors"},
+    "interop": {"errors", "io_model"},
     "reference": {"errors", "rng", "io_model"},
 }
 # Libraries that no module imports at its top level, but those of the rooms named here.

@@ -4,7 +4,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterable
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,17 +16,11 @@ from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Place, Problem
 from cuattn.rng import RNGState, round_keys
 
-_ALIGNMENT = 256  # bytes; pieces of memory begin at multiples of it
 _OPEN = 2**30  # a band side that hides nothing; lengths are smaller
 _FIELDS = {"do": "dout"}  # operands whose names C++ reserves
 
 Change = tuple[int, int]
 """Number of a 32-bit word of an argument, and its value."""
-
-
-def align_up(size: int) -> int:
-    """Round a number of bytes up to where the next piece of memory may begin."""
-    return cdiv(size, _ALIGNMENT) * _ALIGNMENT
 
 
 def pad(length: int, unit: int) -> int:
@@ -61,10 +55,10 @@ class Array(NamedTuple):
         return tuple(steps)[: len(self.shape)][::-1]
 
 
-def slot_of(name: str) -> str | None:
-    """Return the field of ``Params`` that takes the address of an operand, result or piece of workspace."""
-    field = _FIELDS.get(name, name)
-    return next((slot for slot in (f"{field}.data", field) if slot in PARAMS.fields), None)
+def slots_of(names: Iterable[str]) -> dict[str, str]:
+    """Return the fields of ``Params`` that take addresses, each with the name of an operand, result or workspace."""
+    fields = [(_FIELDS.get(name, name), name) for name in names]
+    return {slot: name for field, name in fields for slot in (f"{field}.data", field) if slot in PARAMS.fields}
 
 
 def steps_of(array: Any) -> tuple[int, ...]:
@@ -123,13 +117,11 @@ def collapse(
     return Axes((1,) * (most - len(sizes)) + tuple(sizes), tuple(inner))
 
 
-def operand_fields(name: str, array: Any, axes: Axes, rank: int) -> dict[str, Any]:
-    """Return the fields of ``Params`` that describe an array's layout; its heads follow `rank` batch axes."""
+def layout_fields(name: str, steps: tuple[int, ...], axes: Axes, rank: int) -> dict[str, Any]:
+    """Return the fields of ``Params`` that describe an array by its strides, of which `rank` are of batch axes."""
     name = _FIELDS.get(name, name)
-    steps = (*steps_of(array), 0)  # l and m have no columns
-    return {f"{name}.batch": axes.pick(steps)} | {
-        f"{name}.{field}": steps[rank + number] for number, field in enumerate(("head", "row", "col"))
-    }
+    inner = zip(("head", "row", "col"), steps[rank:], strict=False)  # l and m have no columns
+    return {f"{name}.batch": axes.pick(steps), **{f"{name}.{field}": step for field, step in inner}}
 
 
 def load_bytes(*arrays: Any) -> int:
@@ -178,14 +170,13 @@ def changes(dtype: np.dtype, fields: dict[str, int]) -> list[Change]:
     return found
 
 
-_OFFSET, _OFFSET_DATA = (PARAMS.fields[f"dropout.{name}"][1] // 4 for name in ("offset", "offset_data"))
+_KEYS, _OFFSET, _OFFSET_DATA = (PARAMS.fields[f"dropout.{name}"][1] // 4 for name in ("keys", "offset", "offset_data"))
 
 
 @functools.lru_cache(maxsize=256)
 def _key_changes(seed: int) -> list[Change]:
     """Return what sets the two 32-bit keys of each Philox round."""
-    keys = np.array(round_keys(RNGState(seed).key), "<u4")
-    return changes(PARAMS, {"dropout.keys": int.from_bytes(keys.tobytes(), "little")})
+    return list(enumerate(chain(*round_keys(RNGState(seed).key)), _KEYS))
 
 
 def state_changes(state: RNGState, device: int) -> list[Change]:

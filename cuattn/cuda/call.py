@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cuattn.cuda.arguments import Array, Axes, collapse, load_bytes, operand_fields, problem_fields, slot_of, steps_of
+from cuattn.cuda.arguments import Array, Axes, collapse, layout_fields, load_bytes, problem_fields, slots_of, steps_of
 from cuattn.cuda.constants import Constants
 from cuattn.cuda.device import device_of
 from cuattn.cuda.params import PARAMS
@@ -31,8 +31,6 @@ class Call:
 
     Attributes
     ----------
-    family : str
-        The name of the family, once it was chosen.
     device : Device
     arrays : dict of str to array
         Operands and, from :meth:`begin` on, results.
@@ -40,7 +38,6 @@ class Call:
         From :meth:`begin` on.
     """
 
-    family: str
     sequence: LaunchSequence
 
     def __init__(self, problem: Problem, operands: Mapping[str, Any], masks: Sequence[Any]) -> None:
@@ -62,6 +59,14 @@ class Call:
         operands = self.operands.values()
         arrays = [*operands, *(Array(x.shape, x.dtype) for x in operands)]
         return collapse(self.problem.batch, [*map(steps_of, arrays), *self._masks.layouts])
+
+    @staticmethod
+    def simplify(problem: Problem, masks: Sequence[Any]) -> tuple[Problem, Sequence[Any]]:
+        """Return a problem and masks that come to the same, and that the kernels do faster; by default as they are.
+
+        A column mask must give the bits that its boolean twin gives on the same kernel.
+        """
+        return problem, masks
 
     def unsupported_reason(self) -> str | None:
         """Say why the family does not do this call, or return None.
@@ -89,9 +94,9 @@ class Call:
         self.arrays |= results
         self._fields = problem_fields(problem, self.axes)
         for name, array in self.arrays.items():
-            self._fields |= operand_fields(name, array, self.axes, len(problem.batch))
+            self._fields |= layout_fields(name, steps_of(array), self.axes, len(problem.batch))
         self.sequence = LaunchSequence(self.device.number, operation.inputs, results, scratch, counters, problem)
-        self.slots = {slot: name for name in self.sequence.names if name != "mask" and (slot := slot_of(name))}
+        self.slots = slots_of(name for name in self.sequence.names if name != "mask")
 
     def load_bytes(self, *names: str) -> int:
         """Return the widest access that the addresses and row strides of the named operands allow."""
@@ -102,7 +107,7 @@ class Call:
         path: str,
         kernel: str,
         constants: Constants,
-        blocks: int | tuple[int, ...],
+        grid: tuple[int, ...],
         warps: int,
         values: Mapping[str, Any],
         tile: tuple[int, ...] = (),
@@ -114,8 +119,7 @@ class Call:
         ----------
         path, kernel, constants
             Of the kernel, see :func:`cuattn.cuda.compile.function`.
-        blocks : int or tuple of int
-            The grid.
+        grid : tuple of int
         warps : int
             Of a block.
         values : dict of str to object
@@ -129,13 +133,15 @@ class Call:
         if tile and self.problem.masks:
             fields |= self._masks.fields(self.axes, tile[1])
             slots, tables = {**slots, **{slot: slot for slot in TABLE_SLOTS}}, self._masks.tables(*tile)
-        grid = (blocks,) if isinstance(blocks, int) else blocks
         launched = path, kernel, constants, grid, 32 * warps, PARAMS, fields, slots
         self.sequence.add(*launched, tables=tables, **more)
 
     def planned(self, tile: Sequence[int], warps: int, shared_bytes: int, constants: Constants, *notes: str) -> Plan:
-        """Return the plan of the call, whose launches were added: tile and so on are those of its main kernel."""
+        """Return the plan of the call, whose launches were added, but for the family and what speaks for it.
+
+        Tile and so on are those of its main kernel.
+        """
         return Plan(
-            self.family, self.problem.operation, *tile[:2], warps, shared_bytes, self.sequence.workspace_bytes, "",
-            notes, tuple(constants.items()),
+            "", self.problem.operation, *tile[:2], warps, shared_bytes, self.sequence.workspace_bytes, "", notes,
+            tuple(constants.items()),
         )  # fmt: skip

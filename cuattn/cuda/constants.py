@@ -59,10 +59,37 @@ name                    type     meaning
 
 import numpy as np
 
-from cuattn.cuda.tables import band_constants, mask_constants
+from cuattn.errors import UnsupportedError
+from cuattn.masks.base import KINDS
 from cuattn.problem import Problem, row_of
 
 Constants = dict[str, object]
+
+
+def mask_constants(problem: Problem) -> dict[str, object]:
+    """Return the constants of masks that kernels are specialised by.
+
+    Raises
+    ------
+    UnsupportedError
+        A kind of mask is not for GPUs, or there are more of it than a kernel takes.
+    """
+    code = 0
+    for kind in problem.masks:
+        half = KINDS[kind].cuda
+        if half is None:
+            raise UnsupportedError(f"mask holds a {kind} mask; expected kinds that a GPU takes")
+        count = problem.masks.count(kind)
+        if count > half.most:
+            raise UnsupportedError(f"mask holds {count} {kind} masks; expected at most {half.most} on a GPU")
+        code += half.code
+    return {"mask": code}
+
+
+def band_constants(problem: Problem) -> dict[str, object]:
+    """Return which sides of the band hide keys."""
+    band = problem.band
+    return {f"band_{side}": band is not None and getattr(band, side) is not None for side in ("left", "right")}
 
 
 def _constants(problem: Problem) -> Constants:

@@ -4,7 +4,7 @@ A family is a set of kernels for some GPUs.  What ``kernel=`` accepts, the choic
 :data:`FAMILIES`; a new family is registered, and a new operation is an entry in a family's table.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,23 +13,9 @@ from cuattn.cuda.call import Call
 from cuattn.cuda.sequence import LaunchSequence
 from cuattn.errors import UnsupportedError
 from cuattn.plans import Plan
-from cuattn.problem import Band, Problem
+from cuattn.problem import Problem
 
 Operands = Mapping[str, Any]
-Simpler = tuple[Problem, Sequence[Any]]
-
-
-def _as_given(problem: Problem, masks: Sequence[Any]) -> Simpler:
-    """Take masks as they are: a column mask must give the bits that its boolean twin gives."""
-    return problem, masks
-
-
-def _bands_apart(problem: Problem, masks: Sequence[Any]) -> Simpler:
-    """Take a mask that is no more than a band as one."""
-    reach = masks[0].reach if problem.masks == ("column",) and problem.band is None else None
-    if reach is None:
-        return problem, masks
-    return replace(problem, masks=(), band=None if reach == (None, None) else Band(*reach, 0)), ()
 
 
 @dataclass(frozen=True)
@@ -44,14 +30,11 @@ class Family:
         What speaks for it, as its plans say.
     operations : mapping of str to type
         How it does each operation, on the current device.
-    simplify : callable
-        Returns a problem and masks that come to the same as its arguments, and that its kernels do faster.
     """
 
     name: str
     reason: str
     operations: Mapping[str, type[Call]]
-    simplify: Callable[[Problem, Sequence[Any]], Simpler] = _as_given
 
 
 FAMILIES: dict[str, Family] = {}
@@ -66,17 +49,11 @@ def register_family(family: Family) -> None:
 
 
 register_family(Family("sm80", "portable tensor-core kernel", {"forward": sm80.Forward, "backward": sm80.Backward}))
-register_family(
-    Family(
-        "sm90",
-        "bulk tensor copies and warpgroup products",
-        {"forward": sm90.Forward, "backward": sm90.Backward},
-        _bands_apart,  # since it takes no boolean masks
-    )
-)
+_REASON = "bulk tensor copies and warpgroup products"
+register_family(Family("sm90", _REASON, {"forward": sm90.Forward, "backward": sm90.Backward}))
 
 
-def _choose(problem: Problem, operands: Operands, masks: Sequence[Any]) -> tuple[Call, list[str]]:
+def _choose(problem: Problem, operands: Operands, masks: Sequence[Any]) -> tuple[Call, Family, list[str]]:
     """Return the first family's call that nothing speaks against, and what does against those asked before."""
     notes: list[str] = []
     reason = None
@@ -87,14 +64,13 @@ def _choose(problem: Problem, operands: Operands, masks: Sequence[Any]) -> tuple
         operation = family.operations.get(problem.operation)
         reason = f"it does no {problem.operation}"
         if operation is not None:
-            taken, left = family.simplify(problem, masks)
+            taken, left = operation.simplify(problem, masks)
             call = operation(taken, operands, left)
-            call.family = name
             reason = call.unsupported_reason()
             if reason is None:
                 if taken.masks != problem.masks:
                     notes.append("the mask is a band and is taken as one: nothing reads its vectors")
-                return call, notes
+                return call, family, notes
         notes.append(f"not the {name} kernel: {reason}")
     raise UnsupportedError(reason if problem.kernel is None else f"kernel is {problem.kernel!r}, but {reason}")
 
@@ -114,15 +90,14 @@ def launch_sequence(problem: Problem, operands: Operands, masks: Sequence[Any]) 
     UnsupportedError
         Naming the argument that no kernel can take.
     """
-    call, _ = _choose(problem, operands, masks)
+    call, *_ = _choose(problem, operands, masks)
     call.prepare()
-    call.sequence.shifts = problem.band is not None
     return call.sequence
 
 
 def plan(problem: Problem, operands: Operands, masks: Sequence[Any]) -> Plan:
     """Return the plan of a call for arrays on the current device; it says why other families do not take it."""
-    call, notes = _choose(problem, operands, masks)
+    call, family, notes = _choose(problem, operands, masks)
     made = call.prepare()
-    reason = f"{FAMILIES[made.kernel].reason}, {call.device.arch}"
-    return replace(made, reason=reason, notes=(*made.notes, *notes))
+    reason = f"{family.reason}, {call.device.arch}"
+    return replace(made, kernel=family.name, reason=reason, notes=(*made.notes, *notes))

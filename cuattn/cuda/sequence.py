@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.cuda.arguments import Array, Change, align_up, place_changes, state_changes
+from cuattn.cuda.arguments import Array, Change, place_changes, state_changes
 from cuattn.cuda.device import counters_of, zero
 from cuattn.cuda.launch import Kernel
 from cuattn.cuda.tables import TABLE_SLOTS, MaskTables
 from cuattn.errors import UnsupportedError
+from cuattn.io_model.sizes import align_up
 from cuattn.masks.device import upload
 from cuattn.problem import Place, Problem
 
@@ -51,8 +52,6 @@ class LaunchSequence:
     results : dict of str to Array
     names : dict of str to int
         The number of each address; "" is null.
-    shifts : bool
-        Whether a part's place shifts the band; not one that stands for a mask, which is the part's own.
     scratch_bytes : int
         What a run allocates beside its results, without tables, which masks keep.
     """
@@ -69,9 +68,7 @@ class LaunchSequence:
         self.device, self.inputs, self.results = device, tuple(inputs), results
         self._problem = problem
         self._tables: list[MaskTables] = []
-        self._table_sizes: list[int] = []
         self._kernels: list[Kernel] = []
-        self.shifts = True
         *self._offsets, self.scratch_bytes = accumulate(
             (align_up(array.nbytes) for array in scratch.values()), initial=0
         )
@@ -86,7 +83,6 @@ class LaunchSequence:
         if tables is not None:
             if tables not in self._tables:
                 self._tables.append(tables)
-                self._table_sizes.append(align_up(tables.nbytes))
             first = len(names) + self._tables.index(tables) * len(TABLE_SLOTS)
             names = {**names, **{slot: number for number, slot in enumerate(TABLE_SLOTS, first)}}
         self._kernels.append(Kernel(self.device, names, *launched, **more))
@@ -94,7 +90,7 @@ class LaunchSequence:
     @property
     def workspace_bytes(self) -> int:
         """Memory beyond arguments and results, with the tables that masks keep and without a stream's counters."""
-        return self.scratch_bytes + sum(self._table_sizes)
+        return self.scratch_bytes + sum(table.nbytes for table in self._tables)
 
     def run(
         self,
@@ -137,13 +133,14 @@ class LaunchSequence:
         changes: list[Change] = [] if state is None else state_changes(state, self.device)
         shift = 0
         if place is not None:
-            shift = place.shift if self.shifts else 0
-            placed, blocks = self._placed(place._replace(shift=shift))
+            shift = place.shift
+            placed, blocks = self._placed(place)
             changes, held = changes + placed, (*held, *blocks)
-        kept = [table.find(masks, shift, stream, capturing) for table in self._tables] if self._tables else ()
-        needed = self.scratch_bytes
-        if capturing or None in kept:
-            needed += sum(size for size, found in zip(self._table_sizes, kept, strict=True) if found is None)
+        needed, kept = self.scratch_bytes, []
+        for table in self._tables:
+            kept.append(table.find(masks, shift, stream, capturing))
+            if kept[-1] is None:
+                needed += table.nbytes
         if capturing:
             held = (*held, *kept)
             needed += self._counter_bytes
@@ -156,10 +153,10 @@ class LaunchSequence:
         if self._counter_bytes:
             known.append(self._counters(stream, free + needed - self._counter_bytes, capturing))
         free += self.scratch_bytes
-        for table, size, found in zip(self._tables, self._table_sizes, kept, strict=True):
+        for table, found in zip(self._tables, kept, strict=True):
             if found is None:
                 known += table.fill(table.sources(masks, known[self._plain], stream), shift, free, stream)
-                free += size
+                free += table.nbytes
             else:
                 known += found.addresses
         for kernel in self._kernels:
@@ -178,7 +175,7 @@ class LaunchSequence:
         """Return what gives a ``Params`` a place, and the device arrays that it then points to."""
         found = [None if blocks is None else _uploaded(self.device, blocks) for blocks in place[-2:]]
         addresses = [0 if array is None else array.data.ptr for array in found]
-        return place_changes(self._problem, place, *addresses), [array for array in found if array is not None]
+        return place_changes(self._problem, place, *addresses), found
 
 
 _runs: dict[tuple[int, bytes], Any] = {}  # by device and content

@@ -6,18 +6,19 @@ What a kind of mask needs is said by its class (:class:`cuattn.masks.cuda_half.C
 import functools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from cuattn.cuda.arguments import Array, Axes, align_up, band_fields, changes, collapse, steps_of
+from cuattn.cuda.arguments import Array, Axes, band_fields, changes, collapse, layout_fields, steps_of
+from cuattn.cuda.constants import band_constants, mask_constants
 from cuattn.cuda.device import zero
 from cuattn.cuda.launch import Kernel
 from cuattn.cuda.params import BATCH_AXES, MASK_PARAMS
 from cuattn.errors import UnsupportedError
-from cuattn.io_model.sizes import cdiv
+from cuattn.io_model.sizes import align_up, cdiv
 from cuattn.masks.base import KINDS, Mask
 from cuattn.masks.cuda_half import Source
 from cuattn.masks.device import Ready
@@ -32,32 +33,6 @@ _OPERANDS = ("mask", "boolean")  # the operands of Params that kernels read besi
 _TABLES = ("cols", "bounds", "order", "alive")
 TABLE_SLOTS = (*(f"{name}.data" for name in _OPERANDS), *(f"table.{name}" for name in _TABLES))
 """The fields of ``Params`` that take the addresses of :meth:`MaskTables.fill`."""
-
-
-def mask_constants(problem: Problem) -> dict[str, object]:
-    """Return the constants of masks that kernels are specialised by.
-
-    Raises
-    ------
-    UnsupportedError
-        A kind of mask is not for GPUs, or there are more of it than a kernel takes.
-    """
-    code = 0
-    for kind in problem.masks:
-        half = KINDS[kind].cuda
-        if half is None:
-            raise UnsupportedError(f"mask holds a {kind} mask; expected kinds that a GPU takes")
-        count = problem.masks.count(kind)
-        if count > half.most:
-            raise UnsupportedError(f"mask holds {count} {kind} masks; expected at most {half.most} on a GPU")
-        code += half.code
-    return {"mask": code}
-
-
-def band_constants(problem: Problem) -> dict[str, object]:
-    """Return which sides of the band hide keys."""
-    band = problem.band
-    return {f"band_{side}": band is not None and getattr(band, side) is not None for side in ("left", "right")}
 
 
 class Kept:
@@ -99,43 +74,47 @@ class CallMasks:
     """
 
     def __init__(self, problem: Problem, masks: Sequence[Mask], device: int) -> None:
-        self.problem, self.device = problem, device
+        self.problem, self.device, self._rank = problem, device, len(problem.batch)
         self.constants = mask_constants(problem)
         self.halves = [KINDS[kind].cuda for kind in problem.masks]
-        # The structs in ``MaskParams`` that describe them.
-        fields = [half.source for half in self.halves]
-        self.prefixes = [
-            half.source if half.most == 1 else f"{half.source}.{fields[:number].count(half.source)}"
-            for number, half in enumerate(self.halves)
-        ]
-        self.sources = [_aligned(mask.source(), len(problem.batch) + 1) for mask in masks]
+        self.sources = [_aligned(mask.source(), self._rank + 1) for mask in masks]
         self.leading = np.broadcast_shapes(*(source.leading for source in self.sources))
-        self.instances = math.prod(self.leading)
         self.lasting = not any(getattr(mask, "borrowed", False) for mask in masks)
-        # The tables' own instances, as a mask with one element each.
-        table = Source(self.leading, steps_of(Array(self.leading, np.dtype(np.uint8))), 0, 0)
-        described = [(half.operand, source) for half, source in zip(self.halves, self.sources, strict=True)]
-        self._described = {"table": table} if masks else {}
-        self._described |= {name: source for name, source in described if name}
         self.kernels = {name: half.file for half in self.halves for name in half.kernels}
         self.columns = sum("mask_bounds" in half.kernels for half in self.halves)
+        self._operands = {
+            half.operand: source for half, source in zip(self.halves, self.sources, strict=True) if half.operand
+        }
+        # Strides of the tables' own instances, as a mask with one element each, and of masks that are read beside them.
+        self._steps = {"table": steps_of(Array(self.leading, np.dtype(np.uint8)))} if masks else {}
+        self._steps |= {name: (*source.strides, source.row, source.col) for name, source in self._operands.items()}
         self._tables = functools.cache(functools.partial(MaskTables, self))
 
     @property
-    def layouts(self) -> list[tuple[int, ...]]:
-        """Strides over (*batch, heads) that merging axes must keep."""
-        return [source.strides for source in self._described.values()]
+    def layouts(self) -> Iterable[tuple[int, ...]]:
+        """Strides over (*batch, heads), and any behind them, that merging axes must keep."""
+        return self._steps.values()
 
     def fields(self, axes: Axes, block_n: int) -> dict[str, Any]:
         """Return the fields of ``Params`` that describe masks and tables."""
         values: dict[str, Any] = {"table.keys_padded": cdiv(self.problem.n_keys, block_n) * block_n}
-        for name, source in self._described.items():
-            values |= {f"{name}.batch": axes.pick(source.strides), f"{name}.head": source.strides[-1]}
-            if name != "table":
-                values |= {f"{name}.row": source.row, f"{name}.col": source.col}
-            if name == "mask":
-                values |= {"table.block_m": source.block_m, "table.block_n": source.block_n}
+        for name, steps in self._steps.items():
+            values |= layout_fields(name, steps, axes, self._rank)
+        if "mask" in self._operands:
+            blocks = self._operands["mask"]
+            values |= {"table.block_m": blocks.block_m, "table.block_n": blocks.block_n}
         return values
+
+    def source_fields(self) -> tuple[list[str], dict[str, Any]]:
+        """Return the fields of ``MaskParams`` that take the masks' addresses, and those that describe the masks."""
+        axes = collapse(self.leading, [source.strides for source in self.sources], BATCH_AXES + 1, "mask")
+        slots, fields = [], {"size": axes.size}
+        for number, (half, source) in enumerate(zip(self.halves, self.sources, strict=True)):
+            name = half.source if half.most == 1 else f"{half.source}.{self.halves[:number].count(half)}"
+            slots.append(f"{name}.data")
+            fields[f"{name}.stride"] = axes.pick(source.strides)
+            fields |= {f"{name}.{field}": getattr(source, field) for field in ("row", "col", "block_m", "block_n")}
+        return slots, fields
 
     def tables(self, block_m: int, block_n: int, unit: int | None = None) -> "MaskTables":
         """Return the tables for tiles of `block_m` rows and `block_n` keys; those that are the same are one object.
@@ -155,40 +134,41 @@ class MaskTables:
     """
 
     def __init__(self, masks: CallMasks, block_m: int, block_n: int, unit: int) -> None:
-        problem, columns, instances = masks.problem, masks.columns, masks.instances
+        problem, columns, instances = masks.problem, masks.columns, math.prod(masks.leading)
+        n_queries, n_keys = problem.n_queries, problem.n_keys
         self._masks = masks
-        self._key = (block_m, block_n, unit, problem.n_queries, problem.n_keys, problem.masks, masks.leading)
-        row_tiles, key_tiles = cdiv(problem.n_queries, unit), cdiv(problem.n_keys, block_n)
+        self._key = (block_m, block_n, unit, n_queries, n_keys, problem.masks, masks.leading)
+        row_tiles, key_tiles = cdiv(n_queries, unit), cdiv(n_keys, block_n)
         order_shared = 4 * (row_tiles + 1)
         ordered = columns and order_shared <= _ORDER_SHARED_BYTES
         sizes = {
             "cols": 16 * columns * instances * key_tiles * block_n,
             "bounds": 32 * columns * instances * key_tiles,
-            "order": 4 * instances * cdiv(problem.n_queries, block_m) if ordered else 0,
-            "alive": instances * problem.n_keys if "mask_alive" in masks.kernels else 0,
+            "order": 4 * instances * cdiv(n_queries, block_m) if ordered else 0,
+            "alive": instances * n_keys if "mask_alive" in masks.kernels else 0,
         }
         self._sizes = list(sizes.values())
         *self._offsets, self.nbytes = accumulate(map(align_up, self._sizes), initial=0)
         # Without keys nothing would write an order, which rows would yet be taken in.
-        self._empty = instances * problem.n_keys * problem.n_queries == 0
+        self._empty = instances * n_keys * n_queries == 0
         # Neighbouring rows that see the same, as far as sizes tell.
-        alike = max(min(problem.n_queries if source.row == 0 else source.block_m for source in masks.sources), 1)
-        chunks = cdiv(cdiv(problem.n_queries, alike), _GROUPS_PER_BLOCK)
+        alike = max(min(n_queries if source.row == 0 else source.block_m for source in masks.sources), 1)
+        chunks = cdiv(cdiv(n_queries, alike), _GROUPS_PER_BLOCK)
         shapes = {
-            "mask_alive": (instances * chunks * cdiv(problem.n_keys, _KEYS_PER_BLOCK), _KEYS_PER_BLOCK, 0),
+            "mask_alive": (instances * chunks * cdiv(n_keys, _KEYS_PER_BLOCK), _KEYS_PER_BLOCK, 0),
             "mask_bounds": (instances * key_tiles, cdiv(block_n, 32) * 32, 0),
             "mask_order": (instances if sizes["order"] else 0, 1024, order_shared),
         }
-        values = {
-            **_source_fields(masks), **band_fields(problem), "alike": alike, "n_queries": problem.n_queries,
-            "n_keys": problem.n_keys, "keys_padded": key_tiles * block_n, "row_tiles": row_tiles,
-            "key_tiles": key_tiles,
+        slots, values = masks.source_fields()
+        values |= {
+            **band_fields(problem), "alike": alike, "n_queries": n_queries, "n_keys": n_keys,
+            "keys_padded": key_tiles * block_n, "row_tiles": row_tiles, "key_tiles": key_tiles,
         }  # fmt: skip
         constants = {
             "block_m": unit, "block_n": block_n, "rows_per_item": block_m // unit, **band_constants(problem),
             **masks.constants,
         }  # fmt: skip
-        slots = [*(f"{name}.data" for name in masks.prefixes), *_TABLES]
+        slots += _TABLES
         numbers, names = {name: number for number, name in enumerate(slots)}, {name: name for name in slots}
         self._kernels = []
         for name, path in masks.kernels.items():
@@ -265,13 +245,3 @@ def _aligned(source: Source, rank: int) -> Source:
     """Give a mask as many leading axes as a problem has; along new ones it is broadcast."""
     more = rank - len(source.leading)
     return source._replace(leading=(1,) * more + source.leading, strides=(0,) * more + source.strides)
-
-
-def _source_fields(masks: CallMasks) -> dict[str, Any]:
-    """Return the fields of ``MaskParams`` that describe the masks as they were given."""
-    axes = collapse(masks.leading, [source.strides for source in masks.sources], BATCH_AXES + 1, "mask")
-    fields: dict[str, Any] = {"size": axes.size}
-    for name, source in zip(masks.prefixes, masks.sources, strict=True):
-        fields[f"{name}.stride"] = axes.pick(source.strides)
-        fields |= {f"{name}.{field}": getattr(source, field) for field in ("row", "col", "block_m", "block_n")}
-    return fields

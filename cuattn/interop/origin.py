@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from cuattn.errors import DtypeError, UnsupportedError
+from cuattn.io_model.sizes import align_up
 
 _kept = []  # memory of captured calls whose results cannot hold it
-_UNIT = 256  # bytes; what shares a piece of memory begins at multiples of it
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def _release(memory):
 def pieces(wanted, scratch_bytes):
     """Return where in one piece of memory each result and, last, scratch memory begin, and the size of it all."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
-    *starts, size = accumulate((-(-size // _UNIT) * _UNIT for size in (*sizes, scratch_bytes)), initial=0)
+    *starts, size = accumulate(map(align_up, (*sizes, scratch_bytes)), initial=0)
     return starts, size
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from cuattn.errors import ArgumentError, ShapeError, as_integer
 
 MASK_VECTORS = 4  # LTS, LTE, UTS, UTE
+_ALIGNMENT = 256  # bytes
 
 
 class Traffic(NamedTuple):
@@ -98,6 +99,11 @@ def cdiv(a, b):
     (3, 2, 0)
     """
     return -(-a // b)
+
+
+def align_up(size):
+    """Return a number of bytes rounded up to where the next piece of shared memory on a GPU begins."""
+    return cdiv(size, _ALIGNMENT) * _ALIGNMENT
 
 
 def block_lengths(n, block):

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from cuattn.cuda import arguments, call, launch, merge, sequence, tables
+from cuattn.cuda import call, launch, merge, sequence, tables
 from cuattn.cuda.device import Device
 from cuattn.cuda.sm90 import tensor_map
+from cuattn.io_model.sizes import align_up
 from cuattn.masks import BooleanMask
 from cuattn.problem import OPERATIONS, Options, Problem, bind, check
 from cuattn.rng import RNGState, resolve
@@ -88,7 +89,7 @@ class Driver:
         def allocate(scratch_bytes, together, held):
             assert together == stream.capturing
             self.held = held
-            sizes = [arguments.align_up(array.nbytes) for array in made.results.values()] + [scratch_bytes]
+            sizes = [align_up(array.nbytes) for array in made.results.values()] + [scratch_bytes]
             places[:] = np.cumsum([BASE, *sizes[:-1]]).tolist()
             self.sizes = sizes
             return ["results"], list(places), None
@@ -163,7 +164,6 @@ def operands(p: Problem, **options) -> dict[str, Any]:
 
 def sequence_of(made: call.Call) -> sequence.LaunchSequence:
     """Return what a call launches."""
-    made.family = "chosen"
     made.prepare()
     return made.sequence
 

@@ -28,7 +28,7 @@ class Mine(Call):
     def prepare(self):
         self.begin({"delta": Array((3,), np.dtype(np.float32))})
         constants = {"elem": self.problem.row.cuda}
-        self.add("mine/fwd.cu", "my_kernel", constants, self.problem.instances, 4, {})
+        self.add("mine/fwd.cu", "my_kernel", constants, (self.problem.instances,), 4, {})
         return self.planned((1, 1), 4, 0, constants)
 
 

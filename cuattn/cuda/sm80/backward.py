@@ -204,7 +204,7 @@ def add_preprocess(call: Call, constants: Constants, head_dim: int, values: dict
     own = {**{name: constants[name] for name in PREPROCESS}, "head_dim": head_dim, "load_bytes": max(vector, size)}
     own |= {"warps": _THREADS // 32, "dlse": "dlse" in call.operands}
     blocks = cdiv(problem.n_queries, STAT_ROWS) * problem.instances
-    call.add("util/bwd_preprocess.cu", "backward_preprocess", own, blocks, _THREADS // 32, values)
+    call.add("util/bwd_preprocess.cu", "backward_preprocess", own, (blocks,), _THREADS // 32, values)
 
 
 def row_arrays(problem: Problem, vectors: int = 1) -> dict[str, Array]:
@@ -293,7 +293,7 @@ class Backward(Call):
         tile = self.cut.keys if which == "convert" else getattr(self.cut, which)
         constants = {**self.constants, **tile._asdict(), **(extra or {})}
         counts = dict(zip(("row_tiles", "key_tiles"), tile_counts(self.problem, tile), strict=True))
-        launched = f"sm80/{path}.cu", kernel, constants, blocks, tile.warps, counts | values
+        launched = f"sm80/{path}.cu", kernel, constants, (blocks,), tile.warps, counts | values
         self.add(*launched, tile[:2], shared_bytes=self.cut.shared_bytes(which))
 
     def _keys(self) -> None:

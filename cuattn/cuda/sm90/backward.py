@@ -203,7 +203,7 @@ class Backward(MappedCall):
         self._add("bwd", "attention_backward", constants, blocks, warps + drawing, keys, "dk", "dv")
         if cut.fused:
             own = {name: constants[name] for name in CONVERT}
-            launched = "sm90/bwd_convert.cu", "backward_convert", own, keys.counts["row_tiles"] * dq_instances
+            launched = "sm90/bwd_convert.cu", "backward_convert", own, (keys.counts["row_tiles"] * dq_instances,)
             self.add(*launched, _CONVERT_WARPS, keys.counts)
         else:
             own = {**constants, "block_m": rows.block_m, "block_n": rows.block_n, "v_stages": rows.v_stages}

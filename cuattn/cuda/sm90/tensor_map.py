@@ -8,6 +8,7 @@ The driver encodes a map into 128 opaque bytes, which a kernel takes by value.
 import ctypes
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 from cuattn.cuda.arguments import steps_of
 from cuattn.cuda.call import Call
 from cuattn.errors import CuattnError, UnsupportedError
-from cuattn.problem import Dtype
+from cuattn.problem import Band, Dtype, Problem
 
 ARCH = "sm_90a"
 WARPGROUP_ROWS = 64  # query rows of a warpgroup, which the bounds of column masks count in
@@ -117,6 +118,14 @@ def describe(address: int, dtype: Dtype, view: View) -> TensorMap:
 class MappedCall(Call):
     """A call of kernels that read and write by tensor maps."""
 
+    @staticmethod
+    def simplify(problem: Problem, masks: Sequence[Any]) -> tuple[Problem, Sequence[Any]]:
+        """Take a mask that is no more than a band as one; no boolean mask, which must give the same bits, is taken."""
+        reach = masks[0].reach if problem.masks == ("column",) and problem.band is None else None
+        if reach is None:
+            return problem, masks
+        return replace(problem, masks=(), band=None if reach == (None, None) else Band(*reach, 0)), ()
+
     def layout_reason(self, read: Iterable[str]) -> str | None:
         """Say why the arrays cannot be described; `read` names those that the copy engine reads."""
         try:
@@ -142,9 +151,9 @@ class MappedCall(Call):
         shape = (self.axes.size[-1] if batch else 1, heads if head else 1, rows, columns)
         return View(shape, (batch, head, row), box_rows)
 
-    def persistent(self, work: int) -> int:
-        """Return how many blocks share pieces of work."""
-        return min(work, self.device.multiprocessors)
+    def persistent(self, work: int) -> tuple[int]:
+        """Return the grid of blocks that share pieces of work."""
+        return (min(work, self.device.multiprocessors),)
 
     def mapped(self, tile: Sequence[int], read: Iterable[str], written: Mapping[str, str]) -> dict[str, Any]:
         """Return arguments of :meth:`add` for a kernel that takes maps of what it reads, then of what it writes.

@@ -89,10 +89,10 @@ def test_choice():
     assert type(families._choose(p, operands(p), ())[0]) is Backward
     planned = {name: array for name, array in operands(p).items() if name in "qkv"}
     assert type(families._choose(p, planned, ())[0]) is Backward
-    call, notes = families._choose(problem(kernel="sm80"), operands(p), ())
+    call, _, notes = families._choose(problem(kernel="sm80"), operands(p), ())
     assert type(call) is PortableBackward and notes == ["not the sm90 kernel: kernel is 'sm80'"]
     short = problem(n_queries=100, n_keys=100)
-    assert "fewer than its tiles" in families._choose(short, operands(short), ())[1][0]
+    assert "fewer than its tiles" in families._choose(short, operands(short), ())[-1][0]
     short = problem(n_queries=100, n_keys=100, kernel="sm90")
     assert type(families._choose(short, operands(short), ())[0]) is Backward
     wide = problem(264, kernel="sm90")

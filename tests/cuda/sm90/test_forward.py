@@ -93,7 +93,7 @@ def test_a_mask_that_is_a_band_is_taken_as_one(driver):
     mask = masks.causal(4096)
     p = problem(masks=("column",))
     taken = operands(p)
-    call, _ = families._choose(p, taken, (mask,))
+    call, *_ = families._choose(p, taken, (mask,))
     assert (type(call), call.problem, call._given_masks) == (Forward, problem(band=CAUSAL), ())
     assert any("the mask is a band" in note for note in families.plan(p, taken, (mask,)).notes)
     documents = (masks.causal_document([96, 4000]),)
@@ -116,13 +116,13 @@ def test_a_band_that_is_a_mask_stays_where_it_is(driver):
 
 def test_choice():
     few = problem(batch=(1,), n_queries=1)
-    assert "query rows" in families._choose(few, operands(few), ())[1][0]
+    assert "query rows" in families._choose(few, operands(few), ())[-1][0]
     grouped = problem(batch=(16,), heads=32, kv_heads=8, n_queries=1, n_keys=8192)
-    assert "fill its tiles" in families._choose(grouped, operands(grouped), ())[1][0]
+    assert "fill its tiles" in families._choose(grouped, operands(grouped), ())[-1][0]
     few = problem(batch=(1,), n_queries=1, kernel="sm90")
     assert type(families._choose(few, operands(few), ())[0]) is Forward
     wide = problem(264, kernel="sm90")
     with pytest.raises(UnsupportedError, match="'sm90', but it takes head dimensions up to 256"):
         families._choose(wide, operands(wide), ())
-    call, notes = families._choose(problem(kernel="sm80"), operands(problem()), ())
+    call, _, notes = families._choose(problem(kernel="sm80"), operands(problem()), ())
     assert type(call) is PortableForward and notes == ["not the sm90 kernel: kernel is 'sm80'"]
