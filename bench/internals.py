@@ -35,10 +35,10 @@ BACKWARD_TILES = {
 def portable_tile(tile):
     """Let the portable forward or backward use `tile`; launch sequences made before are forgotten."""
     if isinstance(tile, Tile):
-        changed = mock.patch.object(forward, "forward_tile", lambda *_: tile)
+        changed = mock.patch.object(forward, "look_up", lambda *_: tile)
     else:
         tiles = BackwardTiles(tile, tile, tile, tile)
-        changed = mock.patch.object(backward, "backward_tiles", lambda *_: tiles)
+        changed = mock.patch.object(backward, "look_up", lambda *_: tiles)
     dispatch._known.cache_clear()
     try:
         with changed:

@@ -3,7 +3,7 @@
 import functools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -146,6 +146,11 @@ def band_fields(problem: Problem, shift: int = 0) -> dict[str, int]:
         return _OPEN if width is None else max(min(width + sign * offset, _OPEN), -_OPEN)
 
     return {"band_left": side(band.left, -1), "band_right": side(band.right, 1)}
+
+
+def tile_counts(problem: Problem, tile: Sequence[int]) -> dict[str, int]:
+    """Return the numbers of row tiles and of key tiles; `tile` begins with the sizes of one."""
+    return {"row_tiles": cdiv(problem.n_queries, tile[0]), "key_tiles": cdiv(problem.n_keys, tile[1])}
 
 
 def problem_fields(problem: Problem, axes: Axes) -> dict[str, Any]:

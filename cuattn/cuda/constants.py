@@ -57,8 +57,6 @@ name                    type     meaning
 ======================  =======  ==================================================================================
 """
 
-import numpy as np
-
 from cuattn.errors import UnsupportedError
 from cuattn.masks.base import KINDS
 from cuattn.problem import Problem, row_of
@@ -115,9 +113,8 @@ def forward_constants(problem: Problem) -> Constants:
     return {**_constants(problem), "out": row_of(problem.out_dtype).cuda, "statistics": problem.statistics}
 
 
-def backward_constants(problem: Problem, o_dtype: np.dtype | None = None) -> Constants:
-    """Return what every backward kernel is told of a problem; `o_dtype` is o's, by default the inputs'."""
+def backward_constants(problem: Problem) -> Constants:
+    """Return what every backward kernel is told of a problem."""
     found = _constants(problem)
-    grad = row_of(problem.grad_dtype(problem.dtype)).cuda
     bias_grad = found["acc"] if problem.bias is None else row_of(problem.grad_dtype(problem.bias)).cuda
-    return {**found, "o_elem": row_of(o_dtype or problem.dtype).cuda, "grad": grad, "bias_grad": bias_grad}
+    return {**found, "grad": row_of(problem.grad_dtype(problem.dtype)).cuda, "bias_grad": bias_grad}

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cuattn.cuda import source
 from cuattn.cuda.arguments import Change
 from cuattn.cuda.compile import function
 from cuattn.cuda.params import PARAMS
@@ -33,7 +34,8 @@ class Kernel:
     names : mapping of str to int
         The numbers of the addresses by which they are named below.
     path, kernel, constants, grid, threads
-        The kernel, see :func:`cuattn.cuda.compile.function`; its grid and the size of its blocks.
+        The kernel, see :func:`cuattn.cuda.compile.function`; its grid and the size of its blocks.  It is told those of
+        the constants that its file reads.
     dtype, values : dtype, dict of str to object
         The first argument, and what its fields hold; others are 0.
     slots : mapping of str to (sequence of) str
@@ -63,6 +65,8 @@ class Kernel:
         maps: Mapping[str, Callable[[int], Any]] = MappingProxyType({}),
         arch: str | None = None,
     ) -> None:
+        read = source.constants_of(path)
+        constants = {name: value for name, value in constants.items() if name in read}
         self._found = device, path, kernel, tuple(constants.items()), shared_bytes, arch
         self._shape = (*(*grid, 1, 1)[:3], threads, 1, 1, shared_bytes)
         record = np.zeros((), dtype)

@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -37,57 +38,57 @@ def merge_sequence(device: int, count: int, shape: tuple[int, ...], dtype: np.dt
         Its results are o, in the parts' dtype and rounded once, l and m.
     """
 
-    def arrays(part: str, o_dtype: np.dtype) -> dict[str, Array]:
-        return {f"o{part}": Array(shape, o_dtype)} | {f"{name}{part}": Array(shape[:-1], stat) for name in "lm"}
+    levels = [[f" {part}" for part in range(count)]]  # names; each level has one part where there were MAX_PARTS
+    while len(levels[-1]) > MAX_PARTS:
+        levels.append([f" {part} of level {len(levels)}" for part in range(cdiv(len(levels[-1]), MAX_PARTS))])
+    levels.append([""])
 
-    parts = [f" {part}" for part in range(count)]
-    inputs, scratch = [f"{name}{part}" for part in parts for name in "olm"], {}
-    launches, own = [], dtype  # each level leaves one part where there were MAX_PARTS
-    while len(parts) > MAX_PARTS:
-        groups = [parts[first : first + MAX_PARTS] for first in range(0, len(parts), MAX_PARTS)]
-        parts = [f" {group} of {len(groups)}" for group in range(len(groups))]
-        launches += [(group, out, (own, stat, stat)) for group, out in zip(groups, parts, strict=True)]
-        for part in parts:
-            scratch |= arrays(part, stat)
-        own = stat
-    sequence = LaunchSequence(device, inputs, arrays("", dtype), scratch)
-    for group, out, dtypes in [*launches, (parts, "", (own, dtype, stat))]:
-        slots = {name: [f"{name}{part}" for part in group] for name in "olm"}
-        slots |= {f"{name}_out": [f"{name}{out}"] for name in "olm"}
-        add(sequence, len(group), shape, dtypes, slots)
+    def arrays(names: Iterable[str], o_dtype: np.dtype) -> dict[str, Array]:
+        part = {"o": Array(shape, o_dtype), **dict.fromkeys("lm", Array(shape[:-1], stat))}
+        return {f"{own}{name}": array for name in names for own, array in part.items()}
+
+    inputs, scratch = arrays(levels[0], dtype), arrays(chain(*levels[1:-1]), stat)
+    sequence = LaunchSequence(device, list(inputs), arrays([""], dtype), scratch)
+    for parts, merged in pairwise(levels):
+        dtypes = dtype if parts is levels[0] else stat, dtype if merged is levels[-1] else stat, stat
+        for number, out in enumerate(merged):
+            add(sequence, shape, dtypes, parts[number * MAX_PARTS :][:MAX_PARTS], out)
     return sequence
 
 
 def add(
     sequence: LaunchSequence,
-    count: int,
     shape: tuple[int, ...],
     dtypes: tuple[np.dtype, np.dtype, np.dtype],
-    slots: Mapping[str, Sequence[str]],
-    stacked: bool = False,
+    parts: Sequence[str],
+    out: str = "",
+    stacked: int = 0,
 ) -> None:
     """Append the launch that combines parts.
 
     Parameters
     ----------
     sequence : LaunchSequence
-    count : int
-        Number of parts.
     shape : tuple of int
         Of o.
     dtypes : tuple of dtype
         Of the parts' o, of the merged o, and of l and m.
-    slots : mapping of str to (sequence of) str
-        The names of the arrays: "o", "l", "m" of the parts, and "o_out", "l_out", "m_out".
-    stacked : bool, optional
-        Whether "o", "l", "m" are each one array that holds all parts.
+    parts : sequence of str
+        What follows "o", "l" and "m" in the names of each part's arrays.
+    out : str, optional
+        Likewise of the merged arrays; l and m need not be there.
+    stacked : int, optional
+        How many parts there are in the arrays of the only name in `parts`; 0: one in the arrays of each.
     """
     rows, columns = math.prod(shape[:-1]), shape[-1]
     if rows == 0:
         return
+    count = stacked or len(parts)
     row_warps = _WARPS if rows < _FEW_ROWS and count >= _WARPS else 1
     part, merged, acc = (row_of(dtype).cuda for dtype in dtypes)
-    constants = {"acc": acc, "part": part, "out": merged, "row_warps": row_warps, "stacked": stacked}
+    constants = {"acc": acc, "part": part, "out": merged, "row_warps": row_warps, "stacked": stacked > 0}
     values = {"rows": rows, "head_dim_v": columns, "parts": count}
     grid = (cdiv(rows * row_warps, _WARPS), max(cdiv(columns, 32), 1) if row_warps > 1 else 1)
+    slots = {name: [f"{name}{part}" for part in parts] for name in "olm"}
+    slots |= {f"{name}_out": [f"{name}{out}"] for name in "olm" if f"{name}{out}" in sequence.names}
     sequence.add("util/merge.cu", "attention_merge", constants, grid, 32 * _WARPS, MERGE_PARAMS, values, slots)

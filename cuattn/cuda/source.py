@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from importlib import resources
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')
+_CONSTANT, _COMMENT = re.compile(r"\bcfg::(\w+)"), re.compile("//.*")
 _TYPES = {bool: "bool", int: "int", float: "double"}
 _HEADERS = {"__half": "cuda_fp16.h", "__nv_bfloat16": "cuda_bf16.h"}
 
@@ -41,6 +42,12 @@ def flatten(path: str) -> str:
         CUDA source that includes system headers only.
     """
     return flatten_text(_read(path, None), path)
+
+
+@functools.lru_cache(maxsize=64)
+def constants_of(path: str) -> frozenset[str]:
+    """Return the names of the constants that a kernel file, with all that it includes, reads."""
+    return frozenset(_CONSTANT.findall(_COMMENT.sub("", flatten(path))))
 
 
 def flatten_text(text: str, name: str = "text", seen: set[str] | None = None) -> str:

@@ -134,8 +134,13 @@ class MaskTables:
     """
 
     def __init__(self, masks: CallMasks, block_m: int, block_n: int, unit: int) -> None:
-        problem, columns, instances = masks.problem, masks.columns, math.prod(masks.leading)
-        n_queries, n_keys = problem.n_queries, problem.n_keys
+        problem, columns, n_queries, n_keys = (
+            masks.problem,
+            masks.columns,
+            masks.problem.n_queries,
+            masks.problem.n_keys,
+        )
+        instances = math.prod(masks.leading) if n_queries and n_keys else 0  # else nothing is read
         self._masks = masks
         self._key = (block_m, block_n, unit, n_queries, n_keys, problem.masks, masks.leading)
         row_tiles, key_tiles = cdiv(n_queries, unit), cdiv(n_keys, block_n)
@@ -149,15 +154,13 @@ class MaskTables:
         }
         self._sizes = list(sizes.values())
         *self._offsets, self.nbytes = accumulate(map(align_up, self._sizes), initial=0)
-        # Without keys nothing would write an order, which rows would yet be taken in.
-        self._empty = instances * n_keys * n_queries == 0
         # Neighbouring rows that see the same, as far as sizes tell.
         alike = max(min(n_queries if source.row == 0 else source.block_m for source in masks.sources), 1)
         chunks = cdiv(cdiv(n_queries, alike), _GROUPS_PER_BLOCK)
         shapes = {
             "mask_alive": (instances * chunks * cdiv(n_keys, _KEYS_PER_BLOCK), _KEYS_PER_BLOCK, 0),
             "mask_bounds": (instances * key_tiles, cdiv(block_n, 32) * 32, 0),
-            "mask_order": (instances if sizes["order"] else 0, 1024, order_shared),
+            "mask_order": (instances if ordered else 0, 1024, order_shared),
         }
         slots, values = masks.source_fields()
         values |= {
@@ -231,8 +234,6 @@ class MaskTables:
         """Launch what fills `memory` from masks at `sources`; return the addresses for the slots of masks."""
         operands = {half.operand: address for half, address in zip(self._masks.halves, sources, strict=True)}
         found = [operands.get(name, 0) for name in _OPERANDS]
-        if self._empty:
-            return [*found, *[0] * len(_TABLES)]
         tables = [memory + at if size else 0 for at, size in zip(self._offsets, self._sizes, strict=True)]
         zero(tables[-1], self._sizes[-1], stream)
         moved = changes(MASK_PARAMS, band_fields(self._masks.problem, shift))

@@ -28,7 +28,7 @@ class Mine(Call):
     def prepare(self):
         self.begin({"delta": Array((3,), np.dtype(np.float32))})
         constants = {"elem": self.problem.row.cuda}
-        self.add("mine/fwd.cu", "my_kernel", constants, (self.problem.instances,), 4, {})
+        self.add("sm80/fwd.cu", "my_kernel", constants, (self.problem.instances,), 4, {})
         return self.planned((1, 1), 4, 0, constants)
 
 
@@ -49,7 +49,7 @@ def test_a_family_is_registered(mine, driver):
     assert list(families.FAMILIES) == ["mine", "sm90", "sm80"]
     assert families.plan(p, operands(p), ()).kernel == "mine"
     (launch,), _ = driver.run(families.launch_sequence(p, operands(p), ()), {"q": 1})
-    assert (launch.path, launch.kernel, launch.grid, launch.block) == ("mine/fwd.cu", "my_kernel", (16,), (128,))
+    assert (launch.path, launch.kernel, launch.grid, launch.block) == ("sm80/fwd.cu", "my_kernel", (16,), (128,))
     assert launch.argument["q.data"] == 1 and launch.argument["delta"] and launch.argument["heads"] == 8
 
 

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.cuda.arguments import Array, pad
+from cuattn.cuda.arguments import Array, pad, tile_counts
 from cuattn.cuda.call import Call
 from cuattn.cuda.constants import Constants, backward_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.params import BATCH_AXES, SUM_PARAMS
 from cuattn.cuda.sm80.forward import flush_tiles, is_heavy, unsupported_reason
-from cuattn.cuda.sm80.tiles import WIDE, BackwardTile, BackwardTiles, backward_tiles
+from cuattn.cuda.sm80.tiles import BACKWARD, WIDE, BackwardTile, BackwardTiles, look_up
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
 from cuattn.problem import Problem, row_of
@@ -29,7 +29,6 @@ _CHUNK = 64
 _PART = 256
 STAT_ROWS = 128  # kStatRows: rows that one block of backward_preprocess looks at
 _THREADS = 256  # of backward_preprocess and backward_sum
-PREPROCESS = ("elem", "acc", "o_elem", "block_m", "head_dim_v", "atomic_dq", "split_delta")
 
 
 class SharedKeys(NamedTuple):
@@ -64,7 +63,7 @@ class Cut:
         self.head_dim, self.head_dim_v = _padded(problem.head_dim), _padded(problem.head_dim_v)
         self.chunk = self.part = 0
         widest = max(self.head_dim, self.head_dim_v)
-        tiles = backward_tiles(device.shared_bytes, self.products, widest)
+        tiles = look_up(BACKWARD, device.shared_bytes, self.products, widest)
         if tiles is None:
             tiles = BackwardTiles(*4 * (WIDE[self.products],))
             self.chunk, self.part = _CHUNK, pad(cdiv(widest, cdiv(widest, _PART)), _CHUNK)
@@ -76,34 +75,29 @@ class Cut:
             self.head_dim += _PADDING
         summed = max(self.head_dim, self.head_dim_v) <= _WIDEST_SUMMED
         self.atomic = summed and not problem.deterministic and not self.chunk
-        self.row_tiles, self.key_tiles = tile_counts(problem, self.keys)
+        self.row_tiles, self.key_tiles = tile_counts(problem, self.keys).values()
         self.flush_every = flush_tiles(self.products, problem.n_queries * problem.group, self.keys.block_m)
 
     def shared_bytes(self, kernel: str) -> int:
         """Return the shared memory of a block of a kernel ("keys", "rows", "bias", "convert"), as its layout has it."""
         size, acc = self.problem.dtype.itemsize, self.problem.stat_dtype.itemsize
         padding, numbers = (32 if self.products == "double" else 16), (2 if self.products == "half" else 3)
-        tile = self.keys if kernel == "convert" else getattr(self, kernel)
-        block_m, block_n = tile.block_m, tile.block_n
         if kernel == "convert":
-            return block_m * (self.head_dim * size + padding)
-        width = (self.head_dim + self.head_dim_v) * size + 2 * padding  # of a row of q and do, or k and v
+            return self.keys.block_m * (self.head_dim * size + padding)
+        tile: BackwardTile = getattr(self, kernel)
+        block_m, block_n, stages = tile.block_m, tile.block_n, tile.stages
         unit = 4 / 16 if self.products == "split" else 0  # a float for 16 rows or keys
-        scores = block_m * (block_n * size + padding) + int(block_m * block_n / 16 * unit)
-        rows = block_m * (width + numbers * acc) + int(2 * block_m * unit)
-        keys = block_n * width + int(2 * block_n * unit)
-        exchange = block_m * block_n * acc if self._paired(tile) else 0
+        width = (self.head_dim + self.head_dim_v) * size + 2 * (padding + unit)  # of a row of q and do, or k and v
+        rows, keys = block_m * (width + numbers * acc), block_n * width
+        scores = block_m * (block_n * (size + unit / 16) + padding)
+        # How many tiles of rows, of keys and of scores a block holds.
+        held = {"keys": (stages, 1, stages + 1), "rows": (1, stages, 1), "bias": (1, 1, 0)}[kernel]
         if self.chunk:
-            rows, both = block_m * numbers * acc, block_m + block_n
-            keys = 2 * (both * (self.chunk * size + padding) + int(both * unit))
-            if kernel != "bias":
-                return keys + rows + scores
-        if kernel == "keys":
-            exchange = exchange if self.problem.softcap is not None else 0
-            return keys + tile.stages * (rows + scores) + scores + exchange
-        if kernel == "rows":
-            return rows + tile.stages * keys + scores + exchange
-        return max(rows + keys + exchange, block_m * (block_n + 1) * acc)
+            rows, keys = block_m * numbers * acc, 2 * (block_m + block_n) * (self.chunk * size + padding + unit)
+            held = 1, 1, min(held[2], 1)
+        exchanged = self._paired(tile) and (kernel != "keys" or self.problem.softcap is not None)
+        total = int(held[0] * rows + held[1] * keys + held[2] * scores) + exchanged * block_m * block_n * acc
+        return max(total, block_m * (block_n + 1) * acc) if kernel == "bias" else total
 
     def _paired(self, tile: BackwardTile) -> bool:
         """Whether half of the warps compute scores and the others dp (sm80/bwd_layout.cuh)."""
@@ -132,20 +126,18 @@ class Cut:
             return none
         return SharedKeys(tiles - last, parts, each, tiles + last * (parts - 1))
 
-    def constants(self, load_bytes: int = 16, o_dtype: np.dtype | None = None) -> Constants:
+    def constants(self, load_bytes: int = 16) -> Constants:
         """Return the prologue that all kernels share, with the tile of the key kernel.
 
         Parameters
         ----------
         load_bytes : {16, 8, 4, 2}
             The widest access that the addresses and strides of q, k, v and do allow.
-        o_dtype : dtype, optional
-            Of o; the input's by default.
         """
         problem = self.problem
         exact = (self.head_dim, self.head_dim_v) == (problem.head_dim, problem.head_dim_v)
         return {
-            **backward_constants(problem, o_dtype),
+            **backward_constants(problem),
             **self.keys._asdict(),
             **{name: getattr(self, name) for name in ("head_dim", "head_dim_v", "flush_every", "chunk", "part")},
             "whole_columns": exact and load_bytes == 16,
@@ -169,11 +161,6 @@ class Cut:
         return [note for note, holds in notes.items() if holds]
 
 
-def tile_counts(problem: Problem, tile: BackwardTile) -> tuple[int, int]:
-    """Return the numbers of row tiles and of key tiles."""
-    return cdiv(problem.n_queries, tile.block_m), cdiv(problem.n_keys, tile.block_n)
-
-
 def _divides(tile: BackwardTile, head_dim: int) -> bool:
     """Whether the warps can share dq's tile in blocks of 16 x 16 (square_partition in sm80/bwd_layout.cuh)."""
     along_rows = [m for m in (1, 2, 4, 8) if tile.warps % m == 0 and tile.block_m % (16 * m) == 0]
@@ -191,20 +178,22 @@ def add_preprocess(call: Call, constants: Constants, head_dim: int, values: dict
     ----------
     call : Call
     constants : dict
-        Among them all that the kernel is specialised by but what follows from the arrays.
+        Those of the kernels that follow.
     head_dim : int
         Columns of a row of dq's accumulator.
     values : dict of str to int
         Fields of ``Params``.
     """
-    problem = call.problem
+    problem, o = call.problem, call.operands.get("o")
     size, vector = problem.dtype.itemsize, call.load_bytes("do", "o")
     while vector > size and problem.head_dim_v * size % vector:
         vector //= 2
-    own = {**{name: constants[name] for name in PREPROCESS}, "head_dim": head_dim, "load_bytes": max(vector, size)}
-    own |= {"warps": _THREADS // 32, "dlse": "dlse" in call.operands}
+    constants = {
+        **constants, "head_dim": head_dim, "load_bytes": max(vector, size), "warps": _THREADS // 32,
+        "o_elem": constants["elem"] if o is None else row_of(o.dtype).cuda, "dlse": "dlse" in call.operands,
+    }  # fmt: skip
     blocks = cdiv(problem.n_queries, STAT_ROWS) * problem.instances
-    call.add("util/bwd_preprocess.cu", "backward_preprocess", own, (blocks,), _THREADS // 32, values)
+    call.add("util/bwd_preprocess.cu", "backward_preprocess", constants, (blocks,), _THREADS // 32, values)
 
 
 def row_arrays(problem: Problem, vectors: int = 1) -> dict[str, Array]:
@@ -215,7 +204,7 @@ def row_arrays(problem: Problem, vectors: int = 1) -> dict[str, Array]:
     return {"delta": delta, "stat": Array((vectors, *delta.shape), delta.dtype), "counters": counters}
 
 
-def summed(problem: Problem, operands: Mapping[str, Any]) -> dict[str, int]:
+def broadcast_heads(problem: Problem, operands: Mapping[str, Any]) -> dict[str, int]:
     """Return which of q, k, v were broadcast, so that their gradients are sums, with the heads of their kind."""
     heads = {"q": problem.heads, "k": problem.kv_heads, "v": problem.kv_heads}
     return {
@@ -225,14 +214,6 @@ def summed(problem: Problem, operands: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-class _Sum(NamedTuple):
-    """A gradient that is a sum over axes along which its operand was broadcast."""
-
-    keep: tuple[bool, ...]
-    size: tuple[int, ...]
-    inner: int
-
-
 class Backward(Call):
     """Up to seven launches: preprocess, key kernel, row kernel or conversion, bias kernel, and sums."""
 
@@ -240,51 +221,49 @@ class Backward(Call):
         return unsupported_reason(self.problem)
 
     def prepare(self) -> Plan:
-        problem, operands = self.problem, self.operands
-        load_bytes = self.load_bytes("q", "k", "v", "do")
+        problem, load_bytes = self.problem, self.load_bytes("q", "k", "v", "do")
         self.cut = cut = Cut(problem, self.device)
-        self._deal_out_bias()
+        self.splits = 1
+        if "bias" in self.operands:
+            self._deal_out_bias()
         self.sums = self._sums()
-        self.constants = cut.constants(load_bytes, getattr(operands.get("o"), "dtype", None))
-        self.constants |= {f"sum_{name}": name in self.sums for name in ("dq", "dk", "dv")}
+        self.constants = cut.constants(load_bytes) | {f"sum_d{name}": f"d{name}" in self.sums for name in "qkv"}
         scratch = row_arrays(problem, 1 if problem.row.products == "half" else 2)
         if cut.atomic:
             rows = pad(problem.n_queries, cut.keys.block_m)
-            scratch["dq_acc"] = Array((*operands["q"].shape[:-2], rows, cut.head_dim), problem.stat_dtype)
+            scratch["dq_acc"] = Array((*self.operands["q"].shape[:-2], rows, cut.head_dim), problem.stat_dtype)
         for name, total in self.sums.items():
-            scratch[f"{name}_acc"] = Array((*total.size, total.inner), problem.stat_dtype)
+            scratch[f"{name}_acc"] = Array((*total["size"], total["inner"]), problem.stat_dtype)
         self.begin(scratch)
         if problem.head_dim_v and math.prod(problem.score_shape):
             self._keys()
             self._rows()
-            if "bias" in operands:
+            if "bias" in self.operands:
                 self._bias()
         notes = cut.notes(load_bytes)
         return self.planned(cut.keys, cut.keys.warps, cut.shared_bytes("keys"), self.constants, *notes)
 
-    def _sums(self) -> dict[str, _Sum]:
-        problem, axes = self.problem, self.axes
-        found = {}
-        for name, heads in summed(problem, self.operands).items():
+    def _deal_out_bias(self) -> None:
+        """Say in how many parts the heads that share a bias are dealt out, so that the device is full."""
+        *lead, rows, keys = self.operands["bias"].shape
+        tile, self.bias_instances = self.cut.bias, math.prod(lead)
+        self.bias_tiles = max(self.bias_instances * cdiv(rows, tile.block_m) * cdiv(keys, tile.block_n), 1)
+        members = self.problem.instances // max(self.bias_instances, 1)
+        self.splits = max(1, min(members, cdiv(2 * self.device.multiprocessors, self.bias_tiles)))
+
+    def _sums(self) -> dict[str, dict[str, Any]]:
+        """Return the gradients that are sums over axes along which operands were broadcast: fields of the kernel."""
+        axes, found = self.axes, {}
+        for name, heads in broadcast_heads(self.problem, self.operands).items():
             if name != "q" or not self.cut.atomic:
                 shape, size = self.operands[name].shape, (*axes.size, heads)
                 own = (*axes.pick(shape, 1), shape[-3])
                 keep = tuple(n > 1 or full == 1 for n, full in zip(own, size, strict=True))  # n: of one of merged axes
-                found[f"d{name}"] = _Sum(keep, size, shape[-2] * shape[-1])
+                found[f"d{name}"] = {"keep": keep, "size": size, "inner": shape[-2] * shape[-1]}
         if self.splits > 1:
             keep, size = (False, *[True] * BATCH_AXES), (self.splits, *[1] * BATCH_AXES)
-            found["dbias"] = _Sum(keep, size, self.operands["bias"].size)
+            found["dbias"] = {"keep": keep, "size": size, "inner": self.operands["bias"].size}
         return found
-
-    def _deal_out_bias(self) -> None:
-        """Say in how many parts the heads that share a bias are dealt out, so that the device is full."""
-        self.splits = 1
-        if "bias" in self.operands:
-            *lead, rows, keys = self.operands["bias"].shape
-            tile, self.bias_instances = self.cut.bias, math.prod(lead)
-            self.bias_tiles = max(self.bias_instances * cdiv(rows, tile.block_m) * cdiv(keys, tile.block_n), 1)
-            members = self.problem.instances // max(self.bias_instances, 1)
-            self.splits = max(1, min(members, cdiv(2 * self.device.multiprocessors, self.bias_tiles)))
 
     def _add(
         self, path: str, kernel: str, blocks: int, which: str, extra: Constants | None = None, **values: int
@@ -292,15 +271,14 @@ class Backward(Call):
         """Append a kernel that has the tile and the shared memory of `which`, and `extra` constants of its own."""
         tile = self.cut.keys if which == "convert" else getattr(self.cut, which)
         constants = {**self.constants, **tile._asdict(), **(extra or {})}
-        counts = dict(zip(("row_tiles", "key_tiles"), tile_counts(self.problem, tile), strict=True))
-        launched = f"sm80/{path}.cu", kernel, constants, (blocks,), tile.warps, counts | values
+        launched = f"sm80/{path}.cu", kernel, constants, (blocks,), tile.warps, tile_counts(self.problem, tile) | values
         self.add(*launched, tile[:2], shared_bytes=self.cut.shared_bytes(which))
 
     def _keys(self) -> None:
         """Compute rows' delta and statistics, then dk and dv, and dq if the order of its sums does not matter."""
         problem, cut = self.problem, self.cut
         first, parts, row_tiles, blocks = cut.shared_keys(self.sums)
-        values = {"row_tiles": cut.row_tiles, "key_tiles": cut.key_tiles}
+        values = tile_counts(problem, cut.keys)
         if parts > 1:
             head, of_head = divmod(first, cut.key_tiles)
             values |= {"shared_key": head * problem.n_keys + of_head * cut.keys.block_n, "splits": parts}
@@ -316,35 +294,32 @@ class Backward(Call):
 
     def _rows(self) -> None:
         """Compute dq in a fixed order, or round its sums."""
-        problem, cut = self.problem, self.cut
+        cut = self.cut
         if cut.atomic:
             blocks = cut.row_tiles * math.prod(self.operands["q"].shape[:-2])
             self._add("bwd_convert", "backward_convert", blocks, "convert")
             return
-        blocks = cdiv(problem.n_queries, cut.rows.block_m) * problem.instances
+        blocks = cdiv(self.problem.n_queries, cut.rows.block_m) * self.problem.instances
         if cut.chunk:
-            blocks *= cdiv(cut.head_dim, cut.part)
-            self._add("bwd_wide", "backward_wide_rows", blocks, "rows")
+            self._add("bwd_wide", "backward_wide_rows", blocks * cdiv(cut.head_dim, cut.part), "rows")
         else:
             self._add("bwd_rows", "backward_rows", blocks, "rows")
         self._sum("dq")
 
     def _bias(self) -> None:
         """Compute dbias."""
-        shape = self.operands["bias"].shape
-        extra = {"split": self.splits > 1, "sum_rows": shape[-2] == 1, "sum_keys": shape[-1] == 1, "atomic_dq": False}
+        *_, rows, keys = self.operands["bias"].shape
+        extra = {"split": self.splits > 1, "sum_rows": rows == 1, "sum_keys": keys == 1, "atomic_dq": False}
         values = {"splits": self.splits, "bias_instances": self.bias_instances}
         self._add("bwd_bias", "backward_bias", self.bias_tiles * self.splits, "bias", extra, **values)
         self._sum("dbias")
 
     def _sum(self, name: str) -> None:
         """Add a gradient up over the axes that its operand was broadcast along, and round it."""
-        total = self.sums.get(name)
-        if total is None:
-            return
-        out = self.arrays[name]
-        constants = {"grad": row_of(out.dtype).cuda, "acc": row_of(self.problem.stat_dtype).cuda}
-        grid = (min(cdiv(max(out.size, 1), _THREADS), 16 * self.device.multiprocessors),)
-        values: dict[str, Any] = {**total._asdict(), "results": out.size}
-        launched = "util/bwd_sum.cu", "backward_sum", constants, grid, _THREADS
-        self.sequence.add(*launched, SUM_PARAMS, values, {"in": f"{name}_acc", "out": name})
+        if name in self.sums:
+            out = self.arrays[name]
+            constants = {"grad": row_of(out.dtype).cuda, "acc": row_of(self.problem.stat_dtype).cuda}
+            grid = (min(cdiv(max(out.size, 1), _THREADS), 16 * self.device.multiprocessors),)
+            values = {**self.sums[name], "results": out.size}
+            launched = "util/bwd_sum.cu", "backward_sum", constants, grid, _THREADS
+            self.sequence.add(*launched, SUM_PARAMS, values, {"in": f"{name}_acc", "out": name})

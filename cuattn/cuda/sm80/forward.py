@@ -6,7 +6,7 @@ from cuattn.cuda.call import Call
 from cuattn.cuda.constants import Constants, forward_constants
 from cuattn.cuda.device import COUNTERS, Device
 from cuattn.cuda.params import MAX_PARTS
-from cuattn.cuda.sm80.tiles import VALUE_COLUMNS, Tile, forward_tile
+from cuattn.cuda.sm80.tiles import FORWARD, VALUE_COLUMNS, Tile, look_up
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
 from cuattn.problem import DTYPES, Problem, row_of
@@ -25,7 +25,6 @@ _SEGMENT = 128  # float32 is split into halves by segments of a row (kernels/sm8
 # Keys (forward) or queries (backward) that are summed in registers before the sums move to memory, and the smallest
 # number of them that is worth it: beyond, a sum that is rounded after every few terms loses digits.
 _FLUSH = {"split": (2048, 16384), "double": (1024, 1024)}
-_PARTS = {"o": "o_part", "l": "l_part", "m": "m_part"}
 
 
 def _padded(length: int, products: str) -> int:
@@ -96,7 +95,7 @@ class Cut:
         self.head_dim_v = _padded(min(problem.head_dim_v, VALUE_COLUMNS[self.products]), self.products)
         self.chunks = max(cdiv(problem.head_dim_v, self.head_dim_v), 1)
         self._widest = max(self.head_dim, self.head_dim_v)
-        self.tile = tile = forward_tile(device.shared_bytes, self.products, self._widest)
+        self.tile = tile = look_up(FORWARD, device.shared_bytes, self.products, self._widest)
         if tile is None:
             return
         if "block" in problem.masks and self.products == "half" and tile.block_n % _BLOCK:
@@ -223,10 +222,10 @@ class Forward(Call):
 
     def prepare(self) -> Plan:
         problem, cut, load_bytes = self.problem, Cut(self.problem, self.device), self.load_bytes(*"qkv")
-        scratch = {}
+        stat, scratch = problem.stat_dtype, {}
         if cut.splits > 1:
-            scratch = {part: Array((cut.splits, *problem.stat_shape), problem.stat_dtype) for part in _PARTS.values()}
-            scratch["o_part"] = Array((cut.splits, *problem.o_shape), problem.stat_dtype)
+            shapes = {"o": problem.o_shape, "l": problem.stat_shape, "m": problem.stat_shape}
+            scratch = {f"{name}_part": Array((cut.splits, *shape), stat) for name, shape in shapes.items()}
         self.begin(scratch, cut.blocks if cut.merges else 0)
         if not self.operands["v"].size:
             self.slots["v.data"] = "k"  # an empty v has no address, and copies of nothing must name one
@@ -239,7 +238,7 @@ class Forward(Call):
             launched = "sm80/fwd.cu", "attention_forward", constants, grid, warps, counts, tile
             self.add(*launched, shared_bytes=cut.shared_bytes)
             if cut.splits > 1 and not cut.merges:
-                slots = _PARTS | {f"{name}_out": name if name in self.arrays else "" for name in "olm"}
-                dtypes = problem.stat_dtype, problem.out_dtype, problem.stat_dtype
-                merge.add(self.sequence, cut.splits, problem.o_shape, dtypes, slots, stacked=True)
+                merge.add(
+                    self.sequence, problem.o_shape, (stat, problem.out_dtype, stat), ["_part"], stacked=cut.splits
+                )
         return self.planned(tile, warps, cut.shared_bytes, constants, *cut.notes(load_bytes))

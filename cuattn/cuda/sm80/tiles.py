@@ -49,14 +49,13 @@ class BackwardTiles(NamedTuple):
     bias: BackwardTile = _tile(64, 64)
 
 
-# Shared memory at least -> products -> padded head dimension at most -> tile; first match wins.
+# Shared memory at least -> products -> padded head dimension at most -> tile; first match wins, down to the last row.
 FORWARD: dict[int, dict[str, dict[int, Tile]]] = {
     _LARGE: {
         "half": {
             64: Tile(128, 96, 4, 2, 2),
             128: Tile(128, 64, 4, 2, 2),
             256: Tile(128, 64, 8),
-            512: Tile(64, 32, 4),
         },
         "split": {128: Tile(256, 32, 8), 256: Tile(128, 16, 8), 512: Tile(64, 16, 4)},
         "double": {
@@ -154,19 +153,10 @@ WIDE = {"half": _SQUARE_2, "split": _SQUARE_2, "double": _tile(32, 32, 2, warps=
 _Found = TypeVar("_Found", Tile, BackwardTiles)
 
 
-def forward_tile(shared_bytes: int, products: str, head_dim: int) -> Tile | None:
-    """Return the forward's tile for padded head dimensions up to `head_dim`, or None if there is none."""
-    return _look_up(FORWARD, shared_bytes, products, head_dim)
-
-
-def backward_tiles(shared_bytes: int, products: str, head_dim: int) -> BackwardTiles | None:
-    """Return the backward's tiles for padded head dimensions up to `head_dim`, or None where rows are too wide."""
-    return _look_up(BACKWARD, shared_bytes, products, head_dim)
-
-
-def _look_up(
+def look_up(
     table: dict[int, dict[str, dict[int, _Found]]], shared_bytes: int, products: str, head_dim: int
 ) -> _Found | None:
+    """Return the tiles of a table for padded head dimensions up to `head_dim`, or None where it has none so wide."""
     for shared, kinds in table.items():
         if shared_bytes >= shared:
             for limit, tile in kinds.get(products, {}).items():

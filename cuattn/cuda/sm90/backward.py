@@ -13,7 +13,7 @@ import numpy as np
 from cuattn.cuda.arguments import Array, pad
 from cuattn.cuda.constants import Constants, backward_constants
 from cuattn.cuda.device import Device
-from cuattn.cuda.sm80.backward import add_preprocess, row_arrays, summed
+from cuattn.cuda.sm80.backward import add_preprocess, broadcast_heads, row_arrays
 from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.forward import L2_SHARE, ROW_BYTES, SLAB_COLUMNS, width_of
 from cuattn.cuda.sm90.tensor_map import MappedCall
@@ -29,10 +29,6 @@ _DELTA_PARTS = 3  # bfloat16 that add up to a row's delta (kernels/attn/bwd_work
 _DELTA_OPERAND = 8 * ROW_BYTES  # bytes of which a row tile's parts are the first rows
 _TURNS, _CAUSAL_TURNS = 16, 32  # heads at least, where key tiles take turns: measured at N 8192
 _CONVERT_WARPS = 8
-CONVERT = (
-    "elem", "acc", "grad", "head_dim", "head_dim_v", "block_m", "block_n", "stages", "band_left", "band_right", "mask",
-    "dropout", "runs", "split_delta",
-)  # fmt: skip
 
 
 def unsupported_reason(problem: Problem, device: Device) -> str | None:
@@ -154,10 +150,11 @@ class Cut:
             found["dq_acc"] = Array((dq_instances, rows, self.columns), self.problem.stat_dtype)
         return found
 
-    def constants(self, o_dtype: np.dtype | None = None) -> Constants:
-        """Return the prologue of kernels/sm90/bwd.cu; `o_dtype` is o's, by default the inputs'."""
+    @property
+    def constants(self) -> Constants:
+        """The prologue of kernels/sm90/bwd.cu."""
         return {
-            **backward_constants(self.problem, o_dtype),
+            **backward_constants(self.problem),
             **forward.scaling(self.problem),
             **{name: getattr(self, name) for name in ("head_dim", "head_dim_v", "split_delta")},
             **{name: getattr(self.keys, name) for name in ("block_m", "block_n", "stages")},
@@ -186,7 +183,7 @@ class Backward(MappedCall):
 
     def _sum_reason(self) -> str | None:
         problem = self.problem
-        for name in summed(problem, self.operands):
+        for name in broadcast_heads(problem, self.operands):
             if name != "q" or problem.deterministic or not Cut(problem).fused:
                 return f"the gradient of {name} is a sum over axes along which it was broadcast"
         return None
@@ -194,22 +191,21 @@ class Backward(MappedCall):
     def prepare(self) -> Plan:
         problem, operands, cut = self.problem, self.operands, Cut(self.problem)
         keys, rows, dq_instances = cut.keys, cut.rows, math.prod(operands["q"].shape[:-2])
-        constants = cut.constants(getattr(operands.get("o"), "dtype", None))
+        constants = {**cut.constants, "atomic_dq": cut.fused}
         self.begin(cut.scratch(dq_instances))
-        add_preprocess(self, {**constants, "atomic_dq": cut.fused}, cut.columns, keys.counts)
+        add_preprocess(self, constants, cut.columns, keys.counts)
         warps = 4 * (_WARPGROUPS + 1)
         drawing = 4 * bool(problem.dropout and cut.fused)
         blocks = keys.counts["key_tiles"] * problem.kv_heads * math.prod(problem.batch)
         self._add("bwd", "attention_backward", constants, blocks, warps + drawing, keys, "dk", "dv")
         if cut.fused:
-            own = {name: constants[name] for name in CONVERT}
-            launched = "sm90/bwd_convert.cu", "backward_convert", own, (keys.counts["row_tiles"] * dq_instances,)
+            launched = "sm90/bwd_convert.cu", "backward_convert", constants, (keys.counts["row_tiles"] * dq_instances,)
             self.add(*launched, _CONVERT_WARPS, keys.counts)
         else:
             own = {**constants, "block_m": rows.block_m, "block_n": rows.block_n, "v_stages": rows.v_stages}
             blocks = rows.counts["row_tiles"] * problem.instances
             self._add("bwd_rows", "backward_rows", own, blocks, warps, rows, "dq")
-        return self.planned(keys, warps + drawing, keys.shared_bytes, constants, cut.note)
+        return self.planned(keys, warps + drawing, keys.shared_bytes, cut.constants, cut.note)
 
     def _add(
         self, path: str, kernel: str, constants: Constants, blocks: int, warps: int, tile: Tile, *written: str
