@@ -1,6 +1,6 @@
 """The CUDA backend: launch sequences for CuPy arrays on the current device."""
 
-from cuattn.cuda.families import FAMILIES, launch_sequence, plan, register_family
+from cuattn.cuda.families import FAMILIES, launch_sequence, plan
 from cuattn.cuda.merge import merge_sequence
 
-__all__ = ["FAMILIES", "launch_sequence", "merge_sequence", "plan", "register_family"]
+__all__ = ["FAMILIES", "launch_sequence", "merge_sequence", "plan"]

@@ -194,7 +194,7 @@ def function(
     kernel: str,
     constants: tuple[tuple[str, object], ...],
     shared_bytes: int = 0,
-    arch: str | None = None,
+    exact: bool = False,
 ) -> Any:
     """Return a kernel of ``kernels/<path>`` for GPU number `device`, which must be current.
 
@@ -207,8 +207,8 @@ def function(
         What the kernel is specialised by, see :mod:`cuattn.cuda.constants`.
     shared_bytes : int, optional
         Dynamic shared memory per block.
-    arch : str, optional
-        To compile for; by default the device's own.
+    exact : bool, optional
+        Whether it uses what only the device's exact architecture has, ``sm_90a`` for example.
     """
-    cubin = compile_cubin(source.build(path, constants), arch or device_of(device).arch, name=path)
-    return load(cubin, kernel, shared_bytes)
+    arch = device_of(device).arch + "a" * exact
+    return load(compile_cubin(source.build(path, constants), arch, name=path), kernel, shared_bytes)

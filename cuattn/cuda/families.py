@@ -1,12 +1,12 @@
 """Which kernels compute a call: the first family that has nothing against it.
 
 A family is a set of kernels for some GPUs.  What ``kernel=`` accepts, the choice and the reasons in plans follow from
-:data:`FAMILIES`; a new family is registered, and a new operation is an entry in a family's table.
+:data:`FAMILIES`; a new family is an entry there, and a new operation one in a family's table.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from cuattn.cuda import sm80, sm90
 from cuattn.cuda.call import Call
@@ -18,42 +18,29 @@ from cuattn.problem import Problem
 Operands = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """A set of kernels.
 
     Attributes
     ----------
-    name : str
-        What ``kernel=`` calls it.
     reason : str
         What speaks for it, as its plans say.
     operations : mapping of str to type
         How it does each operation, on the current device.
     """
 
-    name: str
     reason: str
     operations: Mapping[str, type[Call]]
 
 
-FAMILIES: dict[str, Family] = {}
-"""All families by name, in the order in which they are asked."""
+FAMILIES = {
+    "sm90": Family("bulk tensor copies and warpgroup products", {"forward": sm90.Forward, "backward": sm90.Backward}),
+    "sm80": Family("portable tensor-core kernel", {"forward": sm80.Forward, "backward": sm80.Backward}),
+}
+"""All families by the name that ``kernel=`` gives them, in the order in which they are asked."""
 
 
-def register_family(family: Family) -> None:
-    """Add a family, to be asked before the others."""
-    others = {name: other for name, other in FAMILIES.items() if name != family.name}
-    FAMILIES.clear()
-    FAMILIES.update({family.name: family, **others})
-
-
-register_family(Family("sm80", "portable tensor-core kernel", {"forward": sm80.Forward, "backward": sm80.Backward}))
-_REASON = "bulk tensor copies and warpgroup products"
-register_family(Family("sm90", _REASON, {"forward": sm90.Forward, "backward": sm90.Backward}))
-
-
-def _choose(problem: Problem, operands: Operands, masks: Sequence[Any]) -> tuple[Call, Family, list[str]]:
+def _choose(problem: Problem, operands: Operands, masks: Sequence[Any]) -> tuple[Call, str, list[str]]:
     """Return the first family's call that nothing speaks against, and what does against those asked before."""
     notes: list[str] = []
     reason = None
@@ -70,7 +57,7 @@ def _choose(problem: Problem, operands: Operands, masks: Sequence[Any]) -> tuple
             if reason is None:
                 if taken.masks != problem.masks:
                     notes.append("the mask is a band and is taken as one: nothing reads its vectors")
-                return call, family, notes
+                return call, name, notes
         notes.append(f"not the {name} kernel: {reason}")
     raise UnsupportedError(reason if problem.kernel is None else f"kernel is {problem.kernel!r}, but {reason}")
 
@@ -97,7 +84,7 @@ def launch_sequence(problem: Problem, operands: Operands, masks: Sequence[Any]) 
 
 def plan(problem: Problem, operands: Operands, masks: Sequence[Any]) -> Plan:
     """Return the plan of a call for arrays on the current device; it says why other families do not take it."""
-    call, family, notes = _choose(problem, operands, masks)
+    call, kernel, notes = _choose(problem, operands, masks)
     made = call.prepare()
-    reason = f"{family.reason}, {call.device.arch}"
-    return replace(made, kernel=family.name, reason=reason, notes=(*made.notes, *notes))
+    reason = f"{FAMILIES[kernel].reason}, {call.device.arch}"
+    return replace(made, kernel=kernel, reason=reason, notes=(*made.notes, *notes))

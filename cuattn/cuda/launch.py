@@ -43,9 +43,8 @@ class Kernel:
     shared_bytes : int, optional
         Dynamic shared memory of a block.
     maps : mapping of str to callable, optional
-        Further arguments: an address, and a function of it that describes the array there.
-    arch : str, optional
-        To compile for; by default the device's own.
+        Further arguments: an address, and a function of it that describes the array there.  A kernel that takes some
+        is compiled for the device's exact architecture, as ``sm_90a``.
     """
 
     def __init__(
@@ -63,11 +62,10 @@ class Kernel:
         *,
         shared_bytes: int = 0,
         maps: Mapping[str, Callable[[int], Any]] = MappingProxyType({}),
-        arch: str | None = None,
     ) -> None:
         read = source.constants_of(path)
         constants = {name: value for name, value in constants.items() if name in read}
-        self._found = device, path, kernel, tuple(constants.items()), shared_bytes, arch
+        self._found = device, path, kernel, tuple(constants.items()), shared_bytes, bool(maps)
         self._shape = (*(*grid, 1, 1)[:3], threads, 1, 1, shared_bytes)
         record = np.zeros((), dtype)
         for name, value in values.items():

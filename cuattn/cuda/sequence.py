@@ -10,6 +10,7 @@ graph therefore share scratch memory and results: replay them one after the othe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -173,36 +174,23 @@ class LaunchSequence:
 
     def _placed(self, place: Place) -> tuple[list[Change], list[Any]]:
         """Return what gives a ``Params`` a place, and the device arrays that it then points to."""
-        found = [None if blocks is None else _uploaded(self.device, blocks) for blocks in place[-2:]]
+        found = [None if blocks is None else _uploaded(self.device, blocks.tobytes()) for blocks in place[-2:]]
         addresses = [0 if array is None else array.data.ptr for array in found]
         return place_changes(self._problem, place, *addresses), found
 
 
-_runs: dict[tuple[int, bytes], Any] = {}  # by device and content
+@functools.lru_cache(maxsize=_RUNS_KEPT)
+def _uploaded(device: int, blocks: bytes) -> Any:
+    """Return the device's copy of where a shard's blocks of 16 rows or keys stand in the whole.
 
-
-def _uploaded(device: int, blocks: np.ndarray) -> Any:
-    """Return the device's copy of where a shard's blocks of 16 rows or keys stand in the whole."""
-    key = device, blocks.tobytes()
-    array = _runs.get(key)
-    if array is None:
-        try:
-            array = upload(blocks, device)
-        except UnsupportedError as error:
-            raise UnsupportedError(
-                "origin has runs, whose places a graph being captured cannot copy to a GPU; make such a call before"
-            ) from error
-        if len(_runs) >= _RUNS_KEPT:
-            _forget_runs()
-        _runs[key] = array
-    return array
-
-
-def _forget_runs() -> None:
-    """Give up the kept copies, once no kernel reads them; a captured graph holds its own."""
+    It has memory of its own, not the pool's: to free it waits for every launch that may still read it.
+    """
     import cupy
 
-    for device in {device for device, _ in _runs}:
-        with cupy.cuda.Device(device):
-            cupy.cuda.runtime.deviceSynchronize()
-    _runs.clear()
+    try:
+        with cupy.cuda.using_allocator(None):
+            return upload(np.frombuffer(blocks, np.int32), device)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            "origin has runs, whose places a graph being captured cannot copy to a GPU; make such a call before"
+        ) from error

@@ -140,7 +140,7 @@ def test_places_of_runs_are_copied_once_and_held_by_a_graph(driver, monkeypatch)
         return uploads[-1]
 
     monkeypatch.setattr(sequence, "upload", upload)
-    monkeypatch.setattr(sequence, "_runs", {})
+    sequence._uploaded.cache_clear()
     call = prepared(case_of("dropout"))
     made = families.launch_sequence(dataclasses.replace(call.problem, runs=True), *call[1:3])
     place = call.problem.place._replace(row_blocks=np.array([0, 16, 64], np.int32))
@@ -149,6 +149,7 @@ def test_places_of_runs_are_copied_once_and_held_by_a_graph(driver, monkeypatch)
     assert launch.constants["runs"] and launch.argument["dropout.row_blocks"] == 1 << 20
     assert launch.argument["dropout.key_blocks"] == 0
     assert [each.content for each in uploads] == [[0, 16, 64]] and uploads[0] in driver.held
+    sequence._uploaded.cache_clear()
 
 
 def test_a_graph_holds_tables_that_a_mask_keeps(driver):

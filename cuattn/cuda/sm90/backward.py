@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cuattn.cuda.arguments import Array, pad
+from cuattn.cuda.arguments import Array, pad, tile_counts
 from cuattn.cuda.constants import Constants, backward_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.sm80.backward import add_preprocess, broadcast_heads, row_arrays
 from cuattn.cuda.sm90 import forward
-from cuattn.cuda.sm90.forward import L2_SHARE, ROW_BYTES, SLAB_COLUMNS, width_of
+from cuattn.cuda.sm90.forward import ROW_BYTES, SLAB_COLUMNS, row_bytes, sharing_cache, width_of
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
@@ -23,6 +23,7 @@ from cuattn.problem import Problem
 
 _FUSED_HEAD_DIM = 128
 _WARPGROUPS = 2  # consumers
+_STAGES = 2  # tiles in flight
 _SHORT = 128
 _MAX_SOFTCAP = 1024  # beyond it rows may be far: their slopes are lost with their scores (attn/bwd_workspace.cuh)
 _DELTA_PARTS = 3  # bfloat16 that add up to a row's delta (kernels/attn/bwd_workspace.cuh)
@@ -42,14 +43,13 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
 
 
 class Tile(NamedTuple):
-    """One kernel's tile and buffers, shared memory, and the fields of ``Params``: row_tiles, key_tiles, section."""
+    """One kernel's tile, shared memory, and fields of ``Params``: row_tiles, key_tiles, section."""
 
     block_m: int
     block_n: int
-    stages: int
-    v_stages: int  # of the row kernel
     shared_bytes: int
     counts: dict[str, int]
+    v_stages: int = 0  # of the row kernel
 
 
 class Cut:
@@ -80,10 +80,10 @@ class Cut:
         self.fused = widest <= 64 or (widest <= _FUSED_HEAD_DIM and not crowded)
         self.split_delta = self.fused and widest > 64 and not problem.dropout and not blocks
         self._slabs = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
-        self._row = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+        self._row = row_bytes(problem)
         self.keys, self.rows = self._key_tile(), self._row_tile()
 
-    def _counts(self, block_m: int, block_n: int, row: int, rows: int, heads: int) -> dict[str, int]:
+    def _counts(self, tile: tuple[int, int], row: int, rows: int, heads: int) -> dict[str, int]:
         """Return the numbers of tiles, and how many heads are worked on side by side.
 
         Where the order of the tiles matters, their `rows` of `row` bytes share the L2 cache; where key tiles take
@@ -91,50 +91,51 @@ class Cut:
         """
         problem, together = self.problem, 1
         if problem.masks or problem.band is not None:
-            together = 1 << (max(L2_SHARE // (rows * row), 1).bit_length() - 1)
+            together = sharing_cache(rows * row)
         if problem.deterministic and self.fused:
             together = max(together, _CAUSAL_TURNS if not problem.masks and problem.band is not None else _TURNS)
-        section = max(min(together, heads * math.prod(problem.batch)), 1)
-        tiles = cdiv(problem.n_queries, block_m), cdiv(problem.n_keys, block_n)
-        return {"row_tiles": tiles[0], "key_tiles": tiles[1], "section": section}
+        return {**tile_counts(problem, tile), "section": max(min(together, heads), 1)}
 
     def _key_tile(self) -> Tile:
         """Return the tile of sm90/bwd.cu; shared memory as kernels/sm90/bwd_layout.cuh lays it out."""
         problem, (slabs, slabs_v), one = self.problem, self._slabs, self.fused
-        block_m, block_n, stages = 64, 128 if one else 64, 2
+        block_m, block_n = 64, 128 if one else 64
         crowded = problem.softcap is not None or (problem.masks == ("block",) and problem.dropout)  # registers are
         if one and max(slabs, slabs_v) == 1 and not crowded:
             block_m = 128
-        keys = 2 * slabs + slabs_v if one else 2 * max(slabs, slabs_v)
-        handed = 4 * block_m * SLAB_COLUMNS * slabs if one else 2 * 4 * 64 * block_m  # dq, or P
-        gradients = 2 * _WARPGROUPS * block_m * ROW_BYTES if one else 0
-        rows = (slabs + slabs_v) * block_m * ROW_BYTES + 4 * block_m
+        rows = block_m * ((slabs + slabs_v) * ROW_BYTES + 4)
         rows += _DELTA_OPERAND if self.split_delta else 4 * block_m
-        draws = block_m * block_n // 8 if problem.dropout else 0
-        barriers = 8 * ((6 if one else 4) + 4 * stages + 6 + 2 + (3 * stages if draws else 0))
-        tiles = keys * block_n * ROW_BYTES + stages * rows + gradients + handed + draws
-        work, steps, mail, walk, heads, dq_places = (3 if one else 2) * 16, 16 * stages, 32, 48, 24, 40
-        draw_places = 16 * stages if draws else 0
-        size = pad(tiles + barriers, 16) + work + draw_places + steps + mail + walk + heads + dq_places
+        draws = problem.dropout > 0
+        if one:
+            keys = (2 * slabs + slabs_v) * block_n * ROW_BYTES
+            sums = block_m * (4 * SLAB_COLUMNS * slabs + 2 * _WARPGROUPS * ROW_BYTES)  # dq, and dk and dv on their way
+            barriers, row_bytes_moved = 22, self._row + 4 * problem.head_dim
+        else:
+            keys = 2 * max(slabs, slabs_v) * block_n * ROW_BYTES
+            sums = 2 * 4 * 64 * block_m  # P
+            barriers, row_bytes_moved = 20, self._row
+        tiles = keys + _STAGES * rows + sums + draws * block_m * block_n // 8
+        # What the warpgroups tell each other: work, steps and draws of each stage, mail, walk, heads, places of dq.
+        told = 16 * (3 if one else 2) + _STAGES * 16 * (1 + draws) + 32 + 48 + 24 + 40
+        size = pad(tiles + 8 * (barriers + 3 * _STAGES * draws), 16) + told
         size = pad(size, _DELTA_OPERAND) if self.split_delta else size
-        row = self._row + (4 * problem.head_dim if one else 0)
-        counts = self._counts(block_m, block_n, row, problem.n_queries * problem.group, problem.kv_heads)
-        return Tile(block_m, block_n, stages, 0, size, counts)
+        heads = problem.instances // problem.group
+        counts = self._counts((block_m, block_n), row_bytes_moved, problem.n_queries * problem.group, heads)
+        return Tile(block_m, block_n, size, counts)
 
     def _row_tile(self) -> Tile:
         """Return the tile of sm90/bwd_rows.cu; shared memory as kernels/sm90/bwd_rows_layout.cuh lays it out."""
         problem, (slabs, slabs_v) = self.problem, self._slabs
         wide = max(slabs, slabs_v) > 2
         masked = bool(problem.masks) and wide
-        block_m, block_n, stages = 128, 32 if masked else 64, 2
+        block_m, block_n = 128, 32 if masked else 64
         v_stages = 1 if wide and not masked else 2
-        rows = (slabs + slabs_v) * block_m * ROW_BYTES + 2 * 4 * block_m
-        keys = (stages * slabs + v_stages * slabs_v) * block_n * ROW_BYTES
-        barriers = 8 * (2 + 2 * stages + 2 * v_stages + 2)
-        work, place, mail, steps = 16, 40, 24, 4 * stages
-        size = pad(rows + keys + barriers, 16) + work + place + mail + steps
-        counts = self._counts(block_m, block_n, self._row, problem.n_keys, problem.heads)
-        return Tile(block_m, block_n, stages, v_stages, size, counts)
+        rows = block_m * ((slabs + slabs_v) * ROW_BYTES + 2 * 4)
+        keys = (_STAGES * slabs + v_stages * slabs_v) * block_n * ROW_BYTES
+        barriers = 8 * (2 + 2 * _STAGES + 2 * v_stages + 2)
+        size = pad(rows + keys + barriers, 16) + 16 + 40 + 24 + 4 * _STAGES  # work, place, mail, steps
+        counts = self._counts((block_m, block_n), self._row, problem.n_keys, problem.instances)
+        return Tile(block_m, block_n, size, counts, v_stages)
 
     def scratch(self, dq_instances: int) -> dict[str, Array]:
         """Return the scratch memory by name; `dq_instances` counts the different (N, d) matrices of q."""
@@ -157,7 +158,9 @@ class Cut:
             **backward_constants(self.problem),
             **forward.scaling(self.problem),
             **{name: getattr(self, name) for name in ("head_dim", "head_dim_v", "split_delta")},
-            **{name: getattr(self.keys, name) for name in ("block_m", "block_n", "stages")},
+            "block_m": self.keys.block_m,
+            "block_n": self.keys.block_n,
+            "stages": _STAGES,
             "deterministic": self.problem.deterministic,
         }
 
@@ -179,7 +182,7 @@ class Backward(MappedCall):
         against = unsupported_reason(problem, self.device)
         if against is None and problem.kernel is None and max(problem.n_queries, problem.n_keys) < _SHORT:
             against = "rows and keys are fewer than its tiles have"
-        return against or self._sum_reason() or self.layout_reason(("q", "k", "v", "do"))
+        return against or self._sum_reason() or self.layout_reason()
 
     def _sum_reason(self) -> str | None:
         problem = self.problem
@@ -189,28 +192,22 @@ class Backward(MappedCall):
         return None
 
     def prepare(self) -> Plan:
-        problem, operands, cut = self.problem, self.operands, Cut(self.problem)
-        keys, rows, dq_instances = cut.keys, cut.rows, math.prod(operands["q"].shape[:-2])
+        problem, cut = self.problem, Cut(self.problem)
+        keys, rows, dq_instances = cut.keys, cut.rows, math.prod(self.operands["q"].shape[:-2])
         constants = {**cut.constants, "atomic_dq": cut.fused}
         self.begin(cut.scratch(dq_instances))
         add_preprocess(self, constants, cut.columns, keys.counts)
         warps = 4 * (_WARPGROUPS + 1)
-        drawing = 4 * bool(problem.dropout and cut.fused)
-        blocks = keys.counts["key_tiles"] * problem.kv_heads * math.prod(problem.batch)
-        self._add("bwd", "attention_backward", constants, blocks, warps + drawing, keys, "dk", "dv")
+        key_warps = warps + 4 * bool(problem.dropout and cut.fused)  # more of them draw
+        work = keys.counts["key_tiles"] * problem.instances // problem.group
+        launched = "sm90/bwd.cu", "attention_backward", constants, work, key_warps, keys.counts, keys[:2]
+        self.add_mapped(*launched, keys.shared_bytes, ("dk", "dv"))
         if cut.fused:
-            launched = "sm90/bwd_convert.cu", "backward_convert", constants, (keys.counts["row_tiles"] * dq_instances,)
-            self.add(*launched, _CONVERT_WARPS, keys.counts)
+            grid = (keys.counts["row_tiles"] * dq_instances,)
+            self.add("sm90/bwd_convert.cu", "backward_convert", constants, grid, _CONVERT_WARPS, keys.counts)
         else:
             own = {**constants, "block_m": rows.block_m, "block_n": rows.block_n, "v_stages": rows.v_stages}
-            blocks = rows.counts["row_tiles"] * problem.instances
-            self._add("bwd_rows", "backward_rows", own, blocks, warps, rows, "dq")
-        return self.planned(keys, warps + drawing, keys.shared_bytes, cut.constants, cut.note)
-
-    def _add(
-        self, path: str, kernel: str, constants: Constants, blocks: int, warps: int, tile: Tile, *written: str
-    ) -> None:
-        """Append a persistent kernel that reads q, k, v and do and writes gradients."""
-        launched = f"sm90/{path}.cu", kernel, constants, self.persistent(blocks), warps, tile.counts, tile[:2]
-        maps = self.mapped(tile, ("q", "k", "v", "do"), {name: name[1:] for name in written})
-        self.add(*launched, shared_bytes=tile.shared_bytes, **maps)
+            work = rows.counts["row_tiles"] * problem.instances
+            launched = "sm90/bwd_rows.cu", "backward_rows", own, work, warps, rows.counts, rows[:2]
+            self.add_mapped(*launched, rows.shared_bytes, ("dq",))
+        return self.planned(keys, key_warps, keys.shared_bytes, cut.constants, cut.note)

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from cuattn.cuda.arguments import pad
+from cuattn.cuda.arguments import pad, tile_counts
 from cuattn.cuda.constants import Constants, forward_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.sm80 import forward as portable
@@ -20,7 +20,7 @@ _LEAST_SCALE = 1e-30  # and its inverse the largest
 _LIST_BYTES = 4 * (32 + 4)  # a list of key tiles
 # Keys from which on it pays to begin the softmax under the warpgroup's own product, by rows of a tile.
 _LONG = {128: 1024, 192: 2048}
-L2_SHARE = 32 << 20  # bytes of k and v that neighbours in time share
+_L2_SHARE = 32 << 20  # bytes of k and v that neighbours in time share
 # Rows, with those of a tile that are not there, that a key must meet before its products take longer than reading it:
 # measured at d 128.
 _RIDGE, _PORTABLE_RIDGE = 222, 77
@@ -51,6 +51,16 @@ _TILES: tuple[tuple[int, int, Tile, Tile], ...] = (
 def width_of(columns: int) -> int:
     """Return the narrowest product that makes so many columns."""
     return next(width for width in _WIDTHS if columns <= width)
+
+
+def row_bytes(problem: Problem) -> int:
+    """Return the bytes of a row of k and of v, or of q and of do, together."""
+    return (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+
+
+def sharing_cache(size: int) -> int:
+    """Return how many heads, of which each reads so many bytes again and again, share the L2 cache: a power of two."""
+    return 1 << (max(_L2_SHARE // size, 1).bit_length() - 1)
 
 
 def unsupported_reason(problem: Problem, device: Device) -> str | None:
@@ -99,13 +109,8 @@ class Cut:
         self.tile = tile = self._tile()
         section = problem.group
         if problem.masks or (problem.band is not None and problem.band.right is not None):
-            bytes_per_head = problem.n_keys * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-            section *= 1 << (max(L2_SHARE // bytes_per_head, 1).bit_length() - 1)
-        self.counts = {
-            "row_tiles": cdiv(problem.n_queries, tile.block_m),
-            "key_tiles": cdiv(problem.n_keys, tile.block_n),
-            "section": max(min(section, problem.instances), 1),
-        }
+            section *= sharing_cache(problem.n_keys * row_bytes(problem))
+        self.counts = {**tile_counts(problem, tile), "section": max(min(section, problem.instances), 1)}
 
     def _tile(self) -> Tile:
         problem = self.problem
@@ -178,13 +183,13 @@ class Forward(MappedCall):
         against = unsupported_reason(problem, self.device)
         if against is None and problem.kernel is None:
             against = Cut(problem).slow_reason(self.device)
-        return against or self.layout_reason("qkv")
+        return against or self.layout_reason()
 
     def prepare(self) -> Plan:
         cut = Cut(self.problem)
         tile, constants, size = cut.tile[:2], cut.constants, cut.shared_bytes
         self.begin({}, counters=1)
-        warps, blocks = 4 * (cut.tile.block_m // WARPGROUP_ROWS + 1), self.persistent(cut.blocks)
-        launched = "sm90/fwd.cu", "attention_forward", constants, blocks, warps, cut.counts, (*tile, WARPGROUP_ROWS)
-        self.add(*launched, shared_bytes=size, **self.mapped(tile, "qkv", {"o": "q"}))
+        warps = 4 * (tile[0] // WARPGROUP_ROWS + 1)
+        launched = "sm90/fwd.cu", "attention_forward", constants, cut.blocks, warps, cut.counts, (*tile, WARPGROUP_ROWS)
+        self.add_mapped(*launched, size, ("o",))
         return self.planned(tile, warps, size, constants)

@@ -16,10 +16,10 @@ import numpy as np
 
 from cuattn.cuda.arguments import steps_of
 from cuattn.cuda.call import Call
+from cuattn.cuda.constants import Constants
 from cuattn.errors import CuattnError, UnsupportedError
 from cuattn.problem import Band, Dtype, Problem
 
-ARCH = "sm_90a"
 WARPGROUP_ROWS = 64  # query rows of a warpgroup, which the bounds of column masks count in
 BOX_COLUMNS = 64
 """Columns of a box: 128 bytes, the widest that the 128-byte swizzle takes."""
@@ -118,6 +118,11 @@ def describe(address: int, dtype: Dtype, view: View) -> TensorMap:
 class MappedCall(Call):
     """A call of kernels that read and write by tensor maps."""
 
+    @property
+    def read(self) -> list[str]:
+        """What the copy engine reads, as far as it is there: not all of a planned call is."""
+        return [name for name in ("q", "k", "v", "do") if name in self.operands]
+
     @staticmethod
     def simplify(problem: Problem, masks: Sequence[Any]) -> tuple[Problem, Sequence[Any]]:
         """Take a mask that is no more than a band as one; no boolean mask, which must give the same bits, is taken."""
@@ -126,8 +131,8 @@ class MappedCall(Call):
             return problem, masks
         return replace(problem, masks=(), band=None if reach == (None, None) else Band(*reach, 0)), ()
 
-    def layout_reason(self, read: Iterable[str]) -> str | None:
-        """Say why the arrays cannot be described; `read` names those that the copy engine reads."""
+    def layout_reason(self) -> str | None:
+        """Say why the operands cannot be described, or return None."""
         try:
             outer = self.axes.size[:-1]
         except UnsupportedError as error:
@@ -136,8 +141,12 @@ class MappedCall(Call):
             return (
                 f"its tensor maps have one leading axis, and the strides of its arrays keep {self.problem.batch} apart"
             )
-        for name in read:
-            unfit = _array_reason(self.operands[name]) if name in self.operands else None
+        for name in self.read:
+            array = self.operands[name]
+            strides = [stride for size, stride in zip(array.shape[:-1], array.strides[:-1], strict=True) if size > 1]
+            unfit = unsupported_reason(array.data.ptr, strides)
+            if unfit is None and array.shape[-2] > 1 and array.strides[-2] == 0:
+                unfit = "its rows are one row, repeated"
             if unfit is not None:
                 return f"the copy engine cannot read {name}: {unfit}"
         return None
@@ -151,28 +160,27 @@ class MappedCall(Call):
         shape = (self.axes.size[-1] if batch else 1, heads if head else 1, rows, columns)
         return View(shape, (batch, head, row), box_rows)
 
-    def persistent(self, work: int) -> tuple[int]:
-        """Return the grid of blocks that share pieces of work."""
-        return (min(work, self.device.multiprocessors),)
+    def add_mapped(
+        self,
+        path: str,
+        kernel: str,
+        constants: Constants,
+        work: int,
+        warps: int,
+        values: Mapping[str, Any],
+        tile: tuple[int, ...],
+        shared_bytes: int,
+        written: Iterable[str],
+    ) -> None:
+        """Append a kernel whose blocks share pieces of `work`, and that takes maps of what it reads and writes.
 
-    def mapped(self, tile: Sequence[int], read: Iterable[str], written: Mapping[str, str]) -> dict[str, Any]:
-        """Return arguments of :meth:`add` for a kernel that takes maps of what it reads, then of what it writes.
-
-        Results leave in boxes of one warpgroup's rows.  Unrounded ones leave without a map; `written` names for each a
-        rounded array whose map stands in then.
+        Results leave in boxes of one warpgroup's rows.  Unrounded ones leave without a map; q's stands in then.
         """
-        dtype, known = self.problem.row, [name for name in read if name in self.arrays]  # not all of a planned call
-        views = {name: self.view(name, tile[name in ("k", "v")]) for name in known}
-        for name, instead in written.items():
+        dtype = self.problem.row
+        views = {name: self.view(name, tile[1] if name in ("k", "v") else tile[0]) for name in self.read}
+        for name in written:
             rounded = self.arrays[name].dtype == dtype.dtype
-            views[name] = self.view(name if rounded else instead, WARPGROUP_ROWS)
+            views[name] = self.view(name if rounded else "q", WARPGROUP_ROWS)
         maps = {name: lru_cache(_MAPS_KEPT)(partial(describe, dtype=dtype, view=view)) for name, view in views.items()}
-        return {"maps": maps, "arch": ARCH}
-
-
-def _array_reason(array: Any) -> str | None:
-    strides = [stride for size, stride in zip(array.shape[:-1], array.strides[:-1], strict=True) if size > 1]
-    unfit = unsupported_reason(array.data.ptr, strides)
-    if unfit is None and array.shape[-2] > 1 and array.strides[-2] == 0:
-        return "its rows are one row, repeated"
-    return unfit
+        grid = (min(work, self.device.multiprocessors),)
+        self.add(path, kernel, constants, grid, warps, values, tile, shared_bytes=shared_bytes, maps=maps)

@@ -5,13 +5,11 @@ import pytest
 
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
-from cuattn.cuda.sm80.backward import PREPROCESS
-from cuattn.cuda.sm90.backward import CONVERT, Cut, unsupported_reason
-from cuattn.cuda.sm90.tensor_map import ARCH
+from cuattn.cuda.sm90.backward import Cut, unsupported_reason
 from cuattn.problem import Band
 from tests.cuda.cases import F16
 from tests.cuda.nvrtc import kernel_resources, version
-from tests.cuda.sm90.test_forward_plan import CAUSAL, H200
+from tests.cuda.sm90.test_forward_plan import ARCH, CAUSAL, H200
 from tests.cuda.sm90.test_forward_plan import problem as forward_problem
 
 WINDOW = Band(10, 5, 0)
@@ -114,10 +112,10 @@ VARIANTS = [
 def kernels(p):
     """Yield path, constants and shared memory of the kernels that are Hopper's own."""
     cut = Cut(p)
-    constants = cut.constants()
+    constants = cut.constants
     yield "sm90/bwd.cu", constants, cut.keys.shared_bytes, "bwd_layout"
     if cut.fused:
-        yield "sm90/bwd_convert.cu", {name: constants[name] for name in CONVERT}, 0, ""
+        yield "sm90/bwd_convert.cu", constants, 0, ""
     else:
         tile = cut.rows
         own = {"block_m": tile.block_m, "block_n": tile.block_n, "v_stages": tile.v_stages}
@@ -139,7 +137,7 @@ def test_spills(variant):
     "variant", [problem(64), problem(256), problem(96), problem(dtype=F16)], ids=["d64", "d256", "d96", "float16"]
 )
 def test_preprocess_spills(variant, o_elem, load_bytes, dlse):
-    constants = {name: value for name, value in Cut(variant).constants().items() if name in PREPROCESS}
+    constants = dict(Cut(variant).constants)
     constants["o_elem"] = constants["elem"] if o_elem == "elem" else "float"
     constants |= {"warps": 8, "head_dim": Cut(variant).columns, "atomic_dq": Cut(variant).fused}
     constants = tuple({**constants, "load_bytes": load_bytes, "dlse": dlse}.items())

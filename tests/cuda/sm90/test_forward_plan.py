@@ -7,12 +7,12 @@ from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.sm90 import tensor_map
 from cuattn.cuda.sm90.forward import Cut, unsupported_reason
-from cuattn.cuda.sm90.tensor_map import ARCH
 from cuattn.problem import Band, Problem, row_of
 from tests.cuda.cases import BF16, F16
 from tests.cuda.nvrtc import kernel_resources
 from tests.cuda.recording import H200
 
+ARCH = "sm_90a"
 CAUSAL = Band(None, 0, 0)
 
 
