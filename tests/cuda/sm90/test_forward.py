@@ -7,6 +7,7 @@ from cuattn.cuda import families
 from cuattn.cuda.sm80.forward import Forward as PortableForward
 from cuattn.cuda.sm90.forward import Forward
 from cuattn.errors import UnsupportedError
+from cuattn.problem import Origin, place_of
 from tests.cuda.recording import TICKET, operands, sequence_of
 from tests.cuda.recording import driver as driver
 from tests.cuda.sm90.test_forward_plan import CAUSAL, problem
@@ -105,13 +106,10 @@ def test_a_mask_that_is_a_band_is_taken_as_one(driver):
 
 def test_a_band_that_is_a_mask_stays_where_it_is(driver):
     """A part's place moves the band of the whole, but no mask, which is the part's own."""
-    place = problem().place._replace(row=512, shift=512)
-    p = problem(masks=("column",))
-    made = families.launch_sequence(p, operands(p), (masks.causal(4096),))
-    assert driver.run(made, {}, place=place)[0][-1].argument["band_right"] == 0
-    p = problem(band=CAUSAL)
-    made = families.launch_sequence(p, operands(p), ())
-    assert driver.run(made, {}, place=place)[0][-1].argument["band_right"] == 512
+    for p, given, right in ((problem(masks=("column",)), (masks.causal(4096),), 0), (problem(band=CAUSAL), (), 512)):
+        made = families.launch_sequence(p, operands(p), given)
+        launches, _ = driver.run(made, {}, place=place_of(p, Origin(row=512)))
+        assert launches[-1].argument["band_right"] == right
 
 
 def test_choice():
