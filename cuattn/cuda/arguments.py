@@ -148,6 +148,11 @@ def band_fields(problem: Problem, shift: int = 0) -> dict[str, int]:
     return {"band_left": side(band.left, -1), "band_right": side(band.right, 1)}
 
 
+def row_bytes(problem: Problem) -> int:
+    """Return the bytes of a row of k and of v, or of q and of do, together."""
+    return (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+
+
 def tile_counts(problem: Problem, tile: Sequence[int]) -> dict[str, int]:
     """Return the numbers of row tiles and of key tiles; `tile` begins with the sizes of one."""
     return {"row_tiles": cdiv(problem.n_queries, tile[0]), "key_tiles": cdiv(problem.n_keys, tile[1])}

@@ -59,40 +59,15 @@ name                    type     meaning
 
 from cuattn.errors import UnsupportedError
 from cuattn.masks.base import KINDS
+from cuattn.masks.cuda_half import CudaHalf
 from cuattn.problem import Problem, row_of
 
 Constants = dict[str, object]
 
 
-def mask_constants(problem: Problem) -> dict[str, object]:
-    """Return the constants of masks that kernels are specialised by.
-
-    Raises
-    ------
-    UnsupportedError
-        A kind of mask is not for GPUs, or there are more of it than a kernel takes.
-    """
-    code = 0
-    for kind in problem.masks:
-        half = KINDS[kind].cuda
-        if half is None:
-            raise UnsupportedError(f"mask holds a {kind} mask; expected kinds that a GPU takes")
-        count = problem.masks.count(kind)
-        if count > half.most:
-            raise UnsupportedError(f"mask holds {count} {kind} masks; expected at most {half.most} on a GPU")
-        code += half.code
-    return {"mask": code}
-
-
-def band_constants(problem: Problem) -> dict[str, object]:
-    """Return which sides of the band hide keys."""
-    band = problem.band
-    return {f"band_{side}": band is not None and getattr(band, side) is not None for side in ("left", "right")}
-
-
-def _constants(problem: Problem) -> Constants:
-    """Return what every attention kernel is told of a problem."""
-    row, acc = problem.row, row_of(problem.stat_dtype).cuda
+def problem_constants(problem: Problem) -> Constants:
+    """Return what every attention kernel, and every one that makes tables of masks, is told of a problem."""
+    row, acc, band = problem.row, row_of(problem.stat_dtype).cuda, problem.band
     return {
         "elem": row.cuda,
         "acc": acc,
@@ -102,19 +77,39 @@ def _constants(problem: Problem) -> Constants:
         "bias": problem.bias is not None,
         "softcap": problem.softcap is not None,
         "prescaled": problem.bias is not None or problem.softcap is not None or not problem.scale > 0,
-        **band_constants(problem),
+        "band_left": band is not None and band.left is not None,
+        "band_right": band is not None and band.right is not None,
         "tf32": problem.precision == "tf32",
-        **mask_constants(problem),
+        "mask": sum(half.code for half in halves(problem)),
     }
+
+
+def halves(problem: Problem) -> list[CudaHalf]:
+    """Return how kernels take each mask of a problem.
+
+    Raises
+    ------
+    UnsupportedError
+        A kind of mask is not for GPUs, or there are more of it than a kernel takes.
+    """
+    found = []
+    for kind in problem.masks:
+        half, count = KINDS[kind].cuda, problem.masks.count(kind)
+        if half is None:
+            raise UnsupportedError(f"mask holds a {kind} mask; expected kinds that a GPU takes")
+        if count > half.most:
+            raise UnsupportedError(f"mask holds {count} {kind} masks; expected at most {half.most} on a GPU")
+        found.append(half)
+    return found
 
 
 def forward_constants(problem: Problem) -> Constants:
     """Return what every forward kernel is told of a problem."""
-    return {**_constants(problem), "out": row_of(problem.out_dtype).cuda, "statistics": problem.statistics}
+    return {**problem_constants(problem), "out": row_of(problem.out_dtype).cuda, "statistics": problem.statistics}
 
 
 def backward_constants(problem: Problem) -> Constants:
     """Return what every backward kernel is told of a problem."""
-    found = _constants(problem)
+    found = problem_constants(problem)
     bias_grad = found["acc"] if problem.bias is None else row_of(problem.grad_dtype(problem.bias)).cuda
     return {**found, "grad": row_of(problem.grad_dtype(problem.dtype)).cuda, "bias_grad": bias_grad}

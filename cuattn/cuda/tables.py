@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from cuattn.cuda.arguments import Array, Axes, band_fields, changes, collapse, layout_fields, steps_of
-from cuattn.cuda.constants import band_constants, mask_constants
+from cuattn.cuda.constants import halves, problem_constants
 from cuattn.cuda.device import zero
 from cuattn.cuda.launch import Kernel
 from cuattn.cuda.params import BATCH_AXES, MASK_PARAMS
 from cuattn.errors import UnsupportedError
 from cuattn.io_model.sizes import align_up, cdiv
-from cuattn.masks.base import KINDS, Mask
+from cuattn.masks.base import Mask
 from cuattn.masks.cuda_half import Source
 from cuattn.masks.device import Ready
 from cuattn.problem import Problem
@@ -75,8 +75,7 @@ class CallMasks:
 
     def __init__(self, problem: Problem, masks: Sequence[Mask], device: int) -> None:
         self.problem, self.device, self._rank = problem, device, len(problem.batch)
-        self.constants = mask_constants(problem)
-        self.halves = [KINDS[kind].cuda for kind in problem.masks]
+        self.halves = halves(problem)
         self.sources = [_aligned(mask.source(), self._rank + 1) for mask in masks]
         self.leading = np.broadcast_shapes(*(source.leading for source in self.sources))
         self.lasting = not any(getattr(mask, "borrowed", False) for mask in masks)
@@ -134,14 +133,10 @@ class MaskTables:
     """
 
     def __init__(self, masks: CallMasks, block_m: int, block_n: int, unit: int) -> None:
-        problem, columns, n_queries, n_keys = (
-            masks.problem,
-            masks.columns,
-            masks.problem.n_queries,
-            masks.problem.n_keys,
-        )
+        problem, columns = masks.problem, masks.columns
+        n_queries, n_keys = problem.n_queries, problem.n_keys
         instances = math.prod(masks.leading) if n_queries and n_keys else 0  # else nothing is read
-        self._masks = masks
+        self._masks, self._device, self._problem = masks, masks.device, problem
         self._key = (block_m, block_n, unit, n_queries, n_keys, problem.masks, masks.leading)
         row_tiles, key_tiles = cdiv(n_queries, unit), cdiv(n_keys, block_n)
         order_shared = 4 * (row_tiles + 1)
@@ -167,10 +162,8 @@ class MaskTables:
             **band_fields(problem), "alike": alike, "n_queries": n_queries, "n_keys": n_keys,
             "keys_padded": key_tiles * block_n, "row_tiles": row_tiles, "key_tiles": key_tiles,
         }  # fmt: skip
-        constants = {
-            "block_m": unit, "block_n": block_n, "rows_per_item": block_m // unit, **band_constants(problem),
-            **masks.constants,
-        }  # fmt: skip
+        sized = {"block_m": unit, "block_n": block_n, "rows_per_item": block_m // unit}
+        constants = {**problem_constants(problem), **sized}
         slots += _TABLES
         numbers, names = {name: number for number, name in enumerate(slots)}, {name: name for name in slots}
         self._kernels = []
@@ -180,7 +173,7 @@ class MaskTables:
                 raise UnsupportedError(f"mask needs {blocks} blocks of {name}; expected less than 2**31")
             if blocks:
                 launched = path, name, constants, (blocks,), threads, MASK_PARAMS, values, names
-                self._kernels.append(Kernel(masks.device, numbers, *launched, shared_bytes=shared))
+                self._kernels.append(Kernel(self._device, numbers, *launched, shared_bytes=shared))
 
     def find(self, masks: Sequence[Mask], shift: int, stream: Any, capturing: bool) -> Kept | None:
         """Return tables that a mask keeps, or None when the call must fill tables of its own.
@@ -197,10 +190,9 @@ class MaskTables:
         """
         if not self._masks.lasting:
             return None
-        device = self._masks.device
-        cache, place = masks[0]._cache, ("cuda", device)
+        cache, place = masks[0]._cache, ("cuda", self._device)
         cells = cache.get(place) or cache.setdefault(place, functools.lru_cache(_KEPT)(lambda *key: []))
-        cell = cells(*self._key, *band_fields(self._masks.problem, shift).values(), *map(id, masks[1:]))
+        cell = cells(*self._key, *band_fields(self._problem, shift).values(), *map(id, masks[1:]))
         if not cell:  # until its tables are made
             if capturing:
                 return None
@@ -214,8 +206,8 @@ class MaskTables:
         with stream:  # the pool hands memory out, and takes it back, in the order of its current stream
             memory = cupy.cuda.alloc(self.nbytes)
         addresses = self.fill(self.sources(masks, 0, stream), shift, memory.ptr, stream)
-        held = memory, masks[1:], [mask.to_device(self._masks.device)._array for mask in masks]
-        return Kept(addresses, held, stream, self._masks.device)
+        held = memory, masks[1:], [mask.to_device(self._device)._array for mask in masks]
+        return Kept(addresses, held, stream, self._device)
 
     def sources(self, masks: Sequence[Mask], plain: int, stream: Any) -> list[int]:
         """Return the masks' addresses on this device, written before what `stream` does next.
@@ -225,7 +217,7 @@ class MaskTables:
         addresses = []
         with stream:
             for mask in masks:
-                twin = mask.to_device(self._masks.device)
+                twin = mask.to_device(self._device)
                 twin._wait()
                 addresses.append(twin._array.data.ptr)
         return addresses if self._masks.lasting else [*addresses, plain]
@@ -236,7 +228,7 @@ class MaskTables:
         found = [operands.get(name, 0) for name in _OPERANDS]
         tables = [memory + at if size else 0 for at, size in zip(self._offsets, self._sizes, strict=True)]
         zero(tables[-1], self._sizes[-1], stream)
-        moved = changes(MASK_PARAMS, band_fields(self._masks.problem, shift))
+        moved = changes(MASK_PARAMS, band_fields(self._problem, shift))
         for kernel in self._kernels:
             kernel.launch([*sources, *tables], stream.ptr, moved)
         return [*found, *tables]

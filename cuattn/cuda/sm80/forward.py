@@ -1,7 +1,7 @@
 """The forward by the portable kernel: its tiles and constants, and as many parts of the key axis as fill the device."""
 
 from cuattn.cuda import merge
-from cuattn.cuda.arguments import Array, pad
+from cuattn.cuda.arguments import Array, pad, row_bytes
 from cuattn.cuda.call import Call
 from cuattn.cuda.constants import Constants, forward_constants
 from cuattn.cuda.device import COUNTERS, Device
@@ -95,6 +95,7 @@ class Cut:
         self.head_dim_v = _padded(min(problem.head_dim_v, VALUE_COLUMNS[self.products]), self.products)
         self.chunks = max(cdiv(problem.head_dim_v, self.head_dim_v), 1)
         self._widest = max(self.head_dim, self.head_dim_v)
+        self._ragged = problem.head_dim != self.head_dim or problem.head_dim_v % self.head_dim_v != 0
         self.tile = tile = look_up(FORWARD, device.shared_bytes, self.products, self._widest)
         if tile is None:
             return
@@ -118,8 +119,7 @@ class Cut:
         self.merges = self.splits > 1 and self.blocks <= COUNTERS and merge_cost <= _MERGE_COST
         self.section = 1
         if "column" in problem.masks or problem.band is not None:
-            columns = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-            kv_bytes = problem.n_keys * columns / problem.group * self.pack
+            kv_bytes = problem.n_keys * row_bytes(problem) / problem.group * self.pack
             self.section = max(min(int(device.l2_bytes // 2 // max(kv_bytes, 1)), heads), 1)
 
     def _row_tile(self, tile: Tile) -> Tile:
@@ -138,8 +138,7 @@ class Cut:
         if tile.block_m <= 16 * tile.warps:
             return tile
         problem, heavy = self.problem, is_heavy(self.problem)
-        ragged = problem.head_dim != self.head_dim or problem.head_dim_v % self.head_dim_v != 0
-        crowded = ragged or bool(problem.masks) or problem.precision == "tf32"
+        crowded = self._ragged or problem.masks or problem.precision == "tf32"
         if self.products == "split" and (heavy or (self._widest > 64 and crowded)):
             return tile._replace(block_m=16 * tile.warps)
         if self.products == "half" and heavy and self._widest >= 64:
@@ -184,12 +183,12 @@ class Cut:
 
     def constants(self, load_bytes: int) -> Constants:
         """Return the prologue of kernels/sm80/fwd.cu; for `load_bytes` see :func:`cuattn.cuda.arguments.load_bytes`."""
-        problem, tile, columns = self.problem, self.tile, self.problem.head_dim_v
+        problem, tile = self.problem, self.tile
         constants = {
             **forward_constants(problem),
             **tile._asdict(),
             **{name: getattr(self, name) for name in ("head_dim", "head_dim_v", "teams", "pack", "merges")},
-            "exact": problem.head_dim == self.head_dim and columns > 0 and columns % self.head_dim_v == 0,
+            "exact": not self._ragged and problem.head_dim_v > 0,
             "load_bytes": max(load_bytes, min(problem.dtype.itemsize, 8)),
             "split": self.splits > 1,
             "flush_every": flush_tiles(self.products, problem.n_keys, tile.block_n),

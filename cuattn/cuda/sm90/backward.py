@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cuattn.cuda.arguments import Array, pad, tile_counts
+from cuattn.cuda.arguments import Array, pad, row_bytes, tile_counts
 from cuattn.cuda.constants import Constants, backward_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.sm80.backward import add_preprocess, broadcast_heads, row_arrays
 from cuattn.cuda.sm90 import forward
-from cuattn.cuda.sm90.forward import ROW_BYTES, SLAB_COLUMNS, row_bytes, sharing_cache, width_of
+from cuattn.cuda.sm90.forward import ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan

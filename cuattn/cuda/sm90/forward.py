@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from cuattn.cuda.arguments import pad, tile_counts
+from cuattn.cuda.arguments import pad, row_bytes, tile_counts
 from cuattn.cuda.constants import Constants, forward_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.sm80 import forward as portable
@@ -51,11 +51,6 @@ _TILES: tuple[tuple[int, int, Tile, Tile], ...] = (
 def width_of(columns: int) -> int:
     """Return the narrowest product that makes so many columns."""
     return next(width for width in _WIDTHS if columns <= width)
-
-
-def row_bytes(problem: Problem) -> int:
-    """Return the bytes of a row of k and of v, or of q and of do, together."""
-    return (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
 
 
 def sharing_cache(size: int) -> int:
