@@ -14,6 +14,7 @@ import os
 import pathlib
 import tempfile
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from cuattn.cuda import source
@@ -32,33 +33,33 @@ def cache_dir() -> pathlib.Path:
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "cuattn"
 
 
+@contextlib.contextmanager
+def _needed(what: str) -> Iterator[None]:
+    """Say what to install if something cannot be found or loaded: a missing wheel shows up as many kinds of error."""
+    try:
+        yield
+    except Exception as error:
+        raise CompileError(
+            f"{what} ({type(error).__name__}: {error}); install the extra that matches your driver: "
+            '`pip install "cuattn[cuda13]"` or `pip install "cuattn[cuda12]"`'
+        ) from error
+
+
 @functools.lru_cache(maxsize=1)
 def _include_options() -> tuple[str, ...]:
     # CuPy knows where the CUDA headers of its wheel are; the call is private, so it is made in this one place.
     from cupy._core import core
 
-    try:
-        options = core.assemble_cupy_compiler_options(())
-    except Exception as error:  # missing headers are a RuntimeError, and more may come
-        raise CompileError(_missing("the CUDA headers were not found", error)) from error
-    return tuple(option for option in options if option.startswith("-I"))
-
-
-def _missing(what: str, error: Exception) -> str:
-    return (
-        f"{what} ({type(error).__name__}: {error}); install the extra that matches your driver: "
-        '`pip install "cuattn[cuda13]"` or `pip install "cuattn[cuda12]"`'
-    )
+    with _needed("the CUDA headers were not found"):
+        return tuple(option for option in core.assemble_cupy_compiler_options(()) if option.startswith("-I"))
 
 
 @functools.lru_cache(maxsize=1)
 def _nvrtc():
-    try:
+    with _needed("NVRTC could not be loaded"):
         from cupy.cuda import nvrtc
 
         nvrtc.getVersion()
-    except Exception as error:  # a missing wheel shows up as many kinds of error
-        raise CompileError(_missing("NVRTC could not be loaded", error)) from error
     return nvrtc
 
 

@@ -51,10 +51,8 @@ def backward_jobs(arch):
             yield case.name, "sm80/bwd_bias.cu", tuple(bias.items()), arch
         if case.name in ("d64", "float16 d128", "d256") or (case.dtype.itemsize > 2 and case.head_dim in (64, 128)):
             yield case.name, "sm80/bwd_convert.cu", tuple(constants.items()), arch
-            few = {"elem", "acc", "o_elem", "block_m", "warps", "head_dim", "head_dim_v", "load_bytes", "atomic_dq"}
-            preprocess = tuple(item for item in constants.items() if item[0] in few)
-            preprocess += (("split_delta", False), ("dlse", False))
-            yield case.name, "util/bwd_preprocess.cu", preprocess, arch
+            own = {"o_elem": constants["elem"], "split_delta": False, "dlse": False}
+            yield case.name, "util/bwd_preprocess.cu", tuple({**constants, **own}.items()), arch
             deposits = {"flush_every": 64 if case.dtype.itemsize > 2 else 0}
             yield case.name, "sm80/bwd.cu", tuple({**keys, **deposits, "sum_dk": True, "sum_dv": True}.items()), arch
             yield case.name, "sm80/bwd_rows.cu", tuple({**rows, "sum_dq": True}.items()), arch
