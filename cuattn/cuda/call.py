@@ -10,6 +10,7 @@ from cuattn.cuda.constants import Constants
 from cuattn.cuda.device import device_of
 from cuattn.cuda.params import PARAMS
 from cuattn.cuda.sequence import LaunchSequence
+from cuattn.cuda.source import constants_of
 from cuattn.cuda.tables import TABLE_SLOTS, CallMasks
 from cuattn.plans import Plan
 from cuattn.problem import OPERATIONS, Problem
@@ -136,12 +137,14 @@ class Call:
         launched = path, kernel, constants, grid, 32 * warps, PARAMS, fields, slots
         self.sequence.add(*launched, tables=tables, **more)
 
-    def planned(self, tile: Sequence[int], warps: int, shared_bytes: int, constants: Constants, *notes: str) -> Plan:
+    def planned(
+        self, path: str, tile: Sequence[int], warps: int, shared_bytes: int, constants: Constants, *notes: str
+    ) -> Plan:
         """Return the plan of the call, whose launches were added, but for the family and what speaks for it.
 
-        Tile and so on are those of its main kernel.
+        The arguments are those of its main kernel.
         """
         return Plan(
             "", self.problem.operation, *tile[:2], warps, shared_bytes, self.sequence.workspace_bytes, "", notes,
-            tuple(constants.items()),
+            constants_of(path, constants),
         )  # fmt: skip

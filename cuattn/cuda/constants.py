@@ -66,17 +66,21 @@ Constants = dict[str, object]
 
 
 def problem_constants(problem: Problem) -> Constants:
-    """Return what every attention kernel, and every one that makes tables of masks, is told of a problem."""
-    row, acc, band = problem.row, row_of(problem.stat_dtype).cuda, problem.band
+    """Return what kernels are told of a problem, as far as they ask (:func:`cuattn.cuda.source.constants_of`)."""
+    acc, band, bias = row_of(problem.stat_dtype).cuda, problem.band, problem.bias
     return {
-        "elem": row.cuda,
+        "elem": problem.row.cuda,
         "acc": acc,
-        "bias_elem": acc if problem.bias is None else row_of(problem.bias).cuda,
+        "out": row_of(problem.out_dtype).cuda,
+        "bias_elem": acc if bias is None else row_of(bias).cuda,
+        "grad": row_of(problem.grad_dtype(problem.dtype)).cuda,
+        "bias_grad": acc if bias is None else row_of(problem.grad_dtype(bias)).cuda,
+        "statistics": problem.statistics,
         "dropout": problem.dropout,
         "runs": problem.runs,
-        "bias": problem.bias is not None,
+        "bias": bias is not None,
         "softcap": problem.softcap is not None,
-        "prescaled": problem.bias is not None or problem.softcap is not None or not problem.scale > 0,
+        "prescaled": bias is not None or problem.softcap is not None or not problem.scale > 0,
         "band_left": band is not None and band.left is not None,
         "band_right": band is not None and band.right is not None,
         "tf32": problem.precision == "tf32",
@@ -101,15 +105,3 @@ def halves(problem: Problem) -> list[CudaHalf]:
             raise UnsupportedError(f"mask holds {count} {kind} masks; expected at most {half.most} on a GPU")
         found.append(half)
     return found
-
-
-def forward_constants(problem: Problem) -> Constants:
-    """Return what every forward kernel is told of a problem."""
-    return {**problem_constants(problem), "out": row_of(problem.out_dtype).cuda, "statistics": problem.statistics}
-
-
-def backward_constants(problem: Problem) -> Constants:
-    """Return what every backward kernel is told of a problem."""
-    found = problem_constants(problem)
-    bias_grad = found["acc"] if problem.bias is None else row_of(problem.grad_dtype(problem.bias)).cuda
-    return {**found, "grad": row_of(problem.grad_dtype(problem.dtype)).cuda, "bias_grad": bias_grad}

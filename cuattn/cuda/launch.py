@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.cuda import source
 from cuattn.cuda.arguments import Change
 from cuattn.cuda.compile import function
-from cuattn.cuda.params import PARAMS
+from cuattn.cuda.source import constants_of
 
 _WORD = 8  # bytes
 
@@ -63,9 +62,7 @@ class Kernel:
         shared_bytes: int = 0,
         maps: Mapping[str, Callable[[int], Any]] = MappingProxyType({}),
     ) -> None:
-        read = source.constants_of(path)
-        constants = {name: value for name, value in constants.items() if name in read}
-        self._found = device, path, kernel, tuple(constants.items()), shared_bytes, bool(maps)
+        self._found = device, path, kernel, constants_of(path, constants), shared_bytes, bool(maps)
         self._shape = (*(*grid, 1, 1)[:3], threads, 1, 1, shared_bytes)
         record = np.zeros((), dtype)
         for name, value in values.items():
@@ -79,7 +76,7 @@ class Kernel:
         ]
         self._maps = [(names[name], describe) for name, describe in maps.items()]
         self._idle: list[Piece] = []  # arguments that no launch is being made of
-        self.dtype, self.takes_params = dtype, dtype is PARAMS
+        self.dtype = dtype
 
     @functools.cached_property
     def _function(self) -> Any:

@@ -20,6 +20,7 @@ import numpy as np
 from cuattn.cuda.arguments import Array, Change, place_changes, state_changes
 from cuattn.cuda.device import counters_of, zero
 from cuattn.cuda.launch import Kernel
+from cuattn.cuda.params import PARAMS
 from cuattn.cuda.tables import TABLE_SLOTS, MaskTables
 from cuattn.errors import UnsupportedError
 from cuattn.io_model.sizes import align_up
@@ -161,7 +162,7 @@ class LaunchSequence:
             else:
                 known += found.addresses
         for kernel in self._kernels:
-            kernel.launch(known, handle, changes if kernel.takes_params else (), place is None)
+            kernel.launch(known, handle, changes if kernel.dtype is PARAMS else (), place is None)
         del keep
         return results
 

@@ -45,9 +45,13 @@ def flatten(path: str) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def constants_of(path: str) -> frozenset[str]:
-    """Return the names of the constants that a kernel file, with all that it includes, reads."""
+def _names_read(path: str) -> frozenset[str]:
     return frozenset(_CONSTANT.findall(_COMMENT.sub("", flatten(path))))
+
+
+def constants_of(path: str, constants: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
+    """Return those of the constants that a kernel file, with all that it includes, reads."""
+    return tuple((name, value) for name, value in constants.items() if name in _names_read(path))
 
 
 def flatten_text(text: str, name: str = "text", seen: set[str] | None = None) -> str:

@@ -29,7 +29,7 @@ class Mine(Call):
         self.begin({"delta": Array((3,), np.dtype(np.float32))})
         constants = {"elem": self.problem.row.cuda}
         self.add("sm80/fwd.cu", "my_kernel", constants, (self.problem.instances,), 4, {})
-        return self.planned((1, 1), 4, 0, constants)
+        return self.planned("sm80/fwd.cu", (1, 1), 4, 0, constants)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import numpy as np
 
 from cuattn.cuda.arguments import Array, pad, tile_counts
 from cuattn.cuda.call import Call
-from cuattn.cuda.constants import Constants, backward_constants
+from cuattn.cuda.constants import Constants, problem_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.params import BATCH_AXES, SUM_PARAMS
 from cuattn.cuda.sm80.forward import flush_tiles, is_heavy, unsupported_reason
@@ -112,19 +112,16 @@ class Cut:
         cfg::flush_every.  `sums` names gradients that are sums over broadcast axes.
         """
         problem, multiprocessors = self.problem, self.device.multiprocessors
-        tiles = self.key_tiles * problem.kv_heads * math.prod(problem.batch)
-        none = SharedKeys(tiles, 1, self.row_tiles, tiles)
-        in_turns = self._paired(self.keys) and self.keys.stages == 2 and self.atomic
+        tiles = self.key_tiles * problem.instances // problem.group
         last = tiles % multiprocessors
-        if not in_turns or not self.flush_every or not last or tiles < multiprocessors:
-            return none
-        if problem.masks or problem.band is not None or "dk" in sums or "dv" in sums:
-            return none
-        each = cdiv(self.row_tiles, multiprocessors // last)
-        parts = cdiv(self.row_tiles, each)
-        if parts == 1 or tiles * self.keys.block_n > _MAX_ROWS or each * problem.group > self.flush_every:
-            return none
-        return SharedKeys(tiles - last, parts, each, tiles + last * (parts - 1))
+        in_turns = self._paired(self.keys) and self.keys.stages == 2 and self.atomic
+        alike = not (problem.masks or problem.band is not None or "dk" in sums or "dv" in sums)
+        if in_turns and alike and self.flush_every and last and tiles > multiprocessors:
+            each = cdiv(self.row_tiles, multiprocessors // last)
+            parts = cdiv(self.row_tiles, each)
+            if parts > 1 and tiles * self.keys.block_n <= _MAX_ROWS and each * problem.group <= self.flush_every:
+                return SharedKeys(tiles - last, parts, each, tiles + last * (parts - 1))
+        return SharedKeys(tiles, 1, self.row_tiles, tiles)
 
     def constants(self, load_bytes: int = 16) -> Constants:
         """Return the prologue that all kernels share, with the tile of the key kernel.
@@ -137,7 +134,7 @@ class Cut:
         problem = self.problem
         exact = (self.head_dim, self.head_dim_v) == (problem.head_dim, problem.head_dim_v)
         return {
-            **backward_constants(problem),
+            **problem_constants(problem),
             **self.keys._asdict(),
             **{name: getattr(self, name) for name in ("head_dim", "head_dim_v", "flush_every", "chunk", "part")},
             "whole_columns": exact and load_bytes == 16,
@@ -189,8 +186,9 @@ def add_preprocess(call: Call, constants: Constants, head_dim: int, values: dict
     while vector > size and problem.head_dim_v * size % vector:
         vector //= 2
     constants = {
-        **constants, "head_dim": head_dim, "load_bytes": max(vector, size), "warps": _THREADS // 32,
-        "o_elem": constants["elem"] if o is None else row_of(o.dtype).cuda, "dlse": "dlse" in call.operands,
+        "split_delta": False, **constants, "head_dim": head_dim, "load_bytes": max(vector, size),
+        "o_elem": row_of(problem.dtype if o is None else o.dtype).cuda, "dlse": "dlse" in call.operands,
+        "warps": _THREADS // 32,
     }  # fmt: skip
     blocks = cdiv(problem.n_queries, STAT_ROWS) * problem.instances
     call.add("util/bwd_preprocess.cu", "backward_preprocess", constants, (blocks,), _THREADS // 32, values)
@@ -207,11 +205,7 @@ def row_arrays(problem: Problem, vectors: int = 1) -> dict[str, Array]:
 def broadcast_heads(problem: Problem, operands: Mapping[str, Any]) -> dict[str, int]:
     """Return which of q, k, v were broadcast, so that their gradients are sums, with the heads of their kind."""
     heads = {"q": problem.heads, "k": problem.kv_heads, "v": problem.kv_heads}
-    return {
-        name: count
-        for name, count in heads.items()
-        if any(n == 1 < full for n, full in zip(operands[name].shape, (*problem.batch, count), strict=False))
-    }
+    return {name: n for name, n in heads.items() if operands[name].shape[:-2] != (*problem.batch, n)}
 
 
 class Backward(Call):
@@ -241,7 +235,7 @@ class Backward(Call):
             if "bias" in self.operands:
                 self._bias()
         notes = cut.notes(load_bytes)
-        return self.planned(cut.keys, cut.keys.warps, cut.shared_bytes("keys"), self.constants, *notes)
+        return self.planned("sm80/bwd.cu", cut.keys, cut.keys.warps, cut.shared_bytes("keys"), self.constants, *notes)
 
     def _deal_out_bias(self) -> None:
         """Say in how many parts the heads that share a bias are dealt out, so that the device is full."""
@@ -282,7 +276,7 @@ class Backward(Call):
         if parts > 1:
             head, of_head = divmod(first, cut.key_tiles)
             values |= {"shared_key": head * problem.n_keys + of_head * cut.keys.block_n, "splits": parts}
-        add_preprocess(self, {**self.constants, "split_delta": False}, cut.head_dim, values)
+        add_preprocess(self, self.constants, cut.head_dim, values)
         if cut.chunk:
             blocks *= cdiv(cut.head_dim_v, cut.part) + cdiv(cut.head_dim, cut.part)
             self._add("bwd_wide", "backward_wide_keys", blocks, "keys")

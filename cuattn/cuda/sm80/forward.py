@@ -3,7 +3,7 @@
 from cuattn.cuda import merge
 from cuattn.cuda.arguments import Array, pad, row_bytes
 from cuattn.cuda.call import Call
-from cuattn.cuda.constants import Constants, forward_constants
+from cuattn.cuda.constants import Constants, problem_constants
 from cuattn.cuda.device import COUNTERS, Device
 from cuattn.cuda.params import MAX_PARTS
 from cuattn.cuda.sm80.tiles import FORWARD, VALUE_COLUMNS, Tile, look_up
@@ -185,7 +185,7 @@ class Cut:
         """Return the prologue of kernels/sm80/fwd.cu; for `load_bytes` see :func:`cuattn.cuda.arguments.load_bytes`."""
         problem, tile = self.problem, self.tile
         constants = {
-            **forward_constants(problem),
+            **problem_constants(problem),
             **tile._asdict(),
             **{name: getattr(self, name) for name in ("head_dim", "head_dim_v", "teams", "pack", "merges")},
             "exact": not self._ragged and problem.head_dim_v > 0,
@@ -240,4 +240,4 @@ class Forward(Call):
                 merge.add(
                     self.sequence, problem.o_shape, (stat, problem.out_dtype, stat), ["_part"], stacked=cut.splits
                 )
-        return self.planned(tile, warps, cut.shared_bytes, constants, *cut.notes(load_bytes))
+        return self.planned("sm80/fwd.cu", tile, warps, cut.shared_bytes, constants, *cut.notes(load_bytes))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.cuda.arguments import Array, pad, row_bytes, tile_counts
-from cuattn.cuda.constants import Constants, backward_constants
+from cuattn.cuda.constants import Constants, problem_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.sm80.backward import add_preprocess, broadcast_heads, row_arrays
 from cuattn.cuda.sm90 import forward
@@ -155,7 +155,7 @@ class Cut:
     def constants(self) -> Constants:
         """The prologue of kernels/sm90/bwd.cu."""
         return {
-            **backward_constants(self.problem),
+            **problem_constants(self.problem),
             **forward.scaling(self.problem),
             **{name: getattr(self, name) for name in ("head_dim", "head_dim_v", "split_delta")},
             "block_m": self.keys.block_m,
@@ -210,4 +210,4 @@ class Backward(MappedCall):
             work = rows.counts["row_tiles"] * problem.instances
             launched = "sm90/bwd_rows.cu", "backward_rows", own, work, warps, rows.counts, rows[:2]
             self.add_mapped(*launched, rows.shared_bytes, ("dq",))
-        return self.planned(keys, key_warps, keys.shared_bytes, cut.constants, cut.note)
+        return self.planned("sm90/bwd.cu", keys[:2], key_warps, keys.shared_bytes, constants, cut.note)

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from cuattn.cuda.arguments import pad, row_bytes, tile_counts
-from cuattn.cuda.constants import Constants, forward_constants
+from cuattn.cuda.constants import Constants, problem_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.sm80 import forward as portable
 from cuattn.cuda.sm90.tensor_map import WARPGROUP_ROWS, MappedCall
@@ -37,14 +37,14 @@ class Tile(NamedTuple):
     q_stages: int
 
 
-# head_dim at most, head_dim_v at most -> the tile, and a smaller one for softcap and dropout (registers); first match
+# head_dim at most, head_dim_v at most -> the tile, and its keys where softcap or dropout take registers; first match
 # wins.  A column mask does not change it, so that the sums of one that says causal come in causal's order.
-_TILES: tuple[tuple[int, int, Tile, Tile], ...] = (
-    (64, 64, Tile(192, 128, 3, 3), Tile(192, 128, 3, 3)),
-    (128, 128, Tile(128, 128, 2, 3), Tile(128, 128, 2, 3)),
-    (192, 128, Tile(128, 128, 2, 1), Tile(128, 128, 2, 1)),
-    (192, 192, Tile(128, 112, 2, 1), Tile(128, 96, 2, 1)),
-    (256, 256, Tile(128, 80, 2, 1), Tile(128, 64, 2, 1)),
+_TILES = (
+    (64, 64, Tile(192, 128, 3, 3), 128),
+    (128, 128, Tile(128, 128, 2, 3), 128),
+    (192, 128, Tile(128, 128, 2, 1), 128),
+    (192, 192, Tile(128, 112, 2, 1), 96),
+    (256, 256, Tile(128, 80, 2, 1), 64),
 )
 
 
@@ -109,14 +109,15 @@ class Cut:
 
     def _tile(self) -> Tile:
         problem = self.problem
-        row = next(row for row in _TILES if self.head_dim <= row[0] and self.head_dim_v <= row[1])
+        widest, _, tile, few = next(row for row in _TILES if self.head_dim <= row[0] and self.head_dim_v <= row[1])
         capped = problem.softcap is not None
-        tile = row[3] if capped or problem.dropout else row[2]
+        if capped or problem.dropout:
+            tile = tile._replace(block_n=few)
         if tile.block_m == 192 and (capped or problem.masks == ("block",) or problem.out_dtype != problem.dtype):
             tile = tile._replace(block_m=128)  # these need registers that three warpgroups do not have
         if tile.block_m == 192 and problem.dropout and (problem.masks or problem.band is not None):
             tile = tile._replace(block_n=112)
-        if row[0] == 128 and problem.masks == ("column",):
+        if widest == 128 and problem.masks == ("column",):
             tile = tile._replace(q_stages=2)  # the intervals of partial tiles' keys take the third one's place
         return tile
 
@@ -161,7 +162,7 @@ class Cut:
         """The prologue of kernels/sm90/fwd.cu."""
         problem, tile = self.problem, self.tile
         return {
-            **forward_constants(problem),
+            **problem_constants(problem),
             **tile._asdict(),
             **scaling(problem),
             "head_dim": self.head_dim,
@@ -187,4 +188,4 @@ class Forward(MappedCall):
         warps = 4 * (tile[0] // WARPGROUP_ROWS + 1)
         launched = "sm90/fwd.cu", "attention_forward", constants, cut.blocks, warps, cut.counts, (*tile, WARPGROUP_ROWS)
         self.add_mapped(*launched, size, ("o",))
-        return self.planned(tile, warps, size, constants)
+        return self.planned("sm90/fwd.cu", tile, warps, size, constants)

@@ -46,7 +46,6 @@ def _encoder():
         raise UnsupportedError(f"the CUDA driver offers no tensor maps (expected 12.0 or newer): {error}") from error
     pointer, word = ctypes.c_void_p, ctypes.c_uint32
     function.argtypes = [pointer, ctypes.c_int, word, *[pointer] * 5, *[ctypes.c_int] * 4]
-    function.restype = ctypes.c_int
     return function
 
 
