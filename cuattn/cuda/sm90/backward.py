@@ -80,18 +80,17 @@ class Cut:
         self.fused = widest <= 64 or (widest <= _FUSED_HEAD_DIM and not crowded)
         self.split_delta = self.fused and widest > 64 and not problem.dropout and not blocks
         self._slabs = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
-        self._row = row_bytes(problem)
         self.keys, self.rows = self._key_tile(), self._row_tile()
 
-    def _counts(self, tile: tuple[int, int], row: int, rows: int, heads: int) -> dict[str, int]:
+    def _counts(self, tile: tuple[int, int], size: int, heads: int) -> dict[str, int]:
         """Return the numbers of tiles, and how many heads are worked on side by side.
 
-        Where the order of the tiles matters, their `rows` of `row` bytes share the L2 cache; where key tiles take
-        turns, the more heads, the fewer of one head wait for each other.
+        Where the order of the tiles matters, what they read, `size` bytes a head, shares the L2 cache; where key tiles
+        take turns, the more heads, the fewer of one head wait for each other.
         """
         problem, together = self.problem, 1
         if problem.masks or problem.band is not None:
-            together = sharing_cache(rows * row)
+            together = sharing_cache(size)
         if problem.deterministic and self.fused:
             together = max(together, _CAUSAL_TURNS if not problem.masks and problem.band is not None else _TURNS)
         return {**tile_counts(problem, tile), "section": max(min(together, heads), 1)}
@@ -109,18 +108,18 @@ class Cut:
         if one:
             keys = (2 * slabs + slabs_v) * block_n * ROW_BYTES
             sums = block_m * (4 * SLAB_COLUMNS * slabs + 2 * _WARPGROUPS * ROW_BYTES)  # dq, and dk and dv on their way
-            barriers, row_bytes_moved = 22, self._row + 4 * problem.head_dim
+            barriers, moved = 6, row_bytes(problem) + 4 * problem.head_dim  # and of a row
         else:
             keys = 2 * max(slabs, slabs_v) * block_n * ROW_BYTES
             sums = 2 * 4 * 64 * block_m  # P
-            barriers, row_bytes_moved = 20, self._row
+            barriers, moved = 4, row_bytes(problem)
         tiles = keys + _STAGES * rows + sums + draws * block_m * block_n // 8
         # What the warpgroups tell each other: work, steps and draws of each stage, mail, walk, heads, places of dq.
         told = 16 * (3 if one else 2) + _STAGES * 16 * (1 + draws) + 32 + 48 + 24 + 40
-        size = pad(tiles + 8 * (barriers + 3 * _STAGES * draws), 16) + told
+        size = pad(tiles + 8 * (barriers + 8 + (4 + 3 * draws) * _STAGES), 16) + told
         size = pad(size, _DELTA_OPERAND) if self.split_delta else size
         heads = problem.instances // problem.group
-        counts = self._counts((block_m, block_n), row_bytes_moved, problem.n_queries * problem.group, heads)
+        counts = self._counts((block_m, block_n), problem.n_queries * problem.group * moved, heads)
         return Tile(block_m, block_n, size, counts)
 
     def _row_tile(self) -> Tile:
@@ -134,7 +133,7 @@ class Cut:
         keys = (_STAGES * slabs + v_stages * slabs_v) * block_n * ROW_BYTES
         barriers = 8 * (2 + 2 * _STAGES + 2 * v_stages + 2)
         size = pad(rows + keys + barriers, 16) + 16 + 40 + 24 + 4 * _STAGES  # work, place, mail, steps
-        counts = self._counts((block_m, block_n), self._row, problem.n_keys, problem.instances)
+        counts = self._counts((block_m, block_n), problem.n_keys * row_bytes(problem), problem.instances)
         return Tile(block_m, block_n, size, counts, v_stages)
 
     def scratch(self, dq_instances: int) -> dict[str, Array]:
@@ -153,7 +152,7 @@ class Cut:
 
     @property
     def constants(self) -> Constants:
-        """The prologue of kernels/sm90/bwd.cu."""
+        """The prologue of kernels/sm90/bwd.cu, and of the others but for their tiles."""
         return {
             **problem_constants(self.problem),
             **forward.scaling(self.problem),
@@ -161,6 +160,8 @@ class Cut:
             "block_m": self.keys.block_m,
             "block_n": self.keys.block_n,
             "stages": _STAGES,
+            "v_stages": self.rows.v_stages,
+            "atomic_dq": self.fused,
             "deterministic": self.problem.deterministic,
         }
 
@@ -193,8 +194,8 @@ class Backward(MappedCall):
 
     def prepare(self) -> Plan:
         problem, cut = self.problem, Cut(self.problem)
-        keys, rows, dq_instances = cut.keys, cut.rows, math.prod(self.operands["q"].shape[:-2])
-        constants = {**cut.constants, "atomic_dq": cut.fused}
+        keys, rows, constants = cut.keys, cut.rows, cut.constants
+        dq_instances = math.prod(self.operands["q"].shape[:-2])
         self.begin(cut.scratch(dq_instances))
         add_preprocess(self, constants, cut.columns, keys.counts)
         warps = 4 * (_WARPGROUPS + 1)
@@ -206,7 +207,7 @@ class Backward(MappedCall):
             grid = (keys.counts["row_tiles"] * dq_instances,)
             self.add("sm90/bwd_convert.cu", "backward_convert", constants, grid, _CONVERT_WARPS, keys.counts)
         else:
-            own = {**constants, "block_m": rows.block_m, "block_n": rows.block_n, "v_stages": rows.v_stages}
+            own = {**constants, "block_m": rows.block_m, "block_n": rows.block_n}
             work = rows.counts["row_tiles"] * problem.instances
             launched = "sm90/bwd_rows.cu", "backward_rows", own, work, warps, rows.counts, rows[:2]
             self.add_mapped(*launched, rows.shared_bytes, ("dq",))

@@ -118,7 +118,7 @@ def kernels(p):
         yield "sm90/bwd_convert.cu", constants, 0, ""
     else:
         tile = cut.rows
-        own = {"block_m": tile.block_m, "block_n": tile.block_n, "v_stages": tile.v_stages}
+        own = {"block_m": tile.block_m, "block_n": tile.block_n}
         yield "sm90/bwd_rows.cu", {**constants, **own}, tile.shared_bytes, "bwd_rows_layout"
 
 
