@@ -110,16 +110,17 @@ def _all(tile: BackwardTile) -> BackwardTiles:
 
 _SMALL = _tile(32, 32, warps=4)
 _SQUARE, _SQUARE_2 = _tile(64, 64), _tile(64, 64, 2)
+_LONG, _LONG_2 = _tile(64, 128), _tile(64, 128, 2)
 BACKWARD: dict[int, dict[str, dict[int, BackwardTiles]]] = {
     _LARGE: {
         "half": {
-            64: BackwardTiles(_tile(128, 128, 2), _tile(64, 128, 2)),
-            128: BackwardTiles(_tile(64, 128, 2), _SQUARE_2),
+            64: BackwardTiles(_tile(128, 128, 2), _LONG_2),
+            128: BackwardTiles(_LONG_2, _SQUARE_2),
             192: BackwardTiles(_SQUARE_2, _tile(32, 64, 2), _SQUARE_2),
             256: BackwardTiles(_SQUARE_2, _tile(32, 64), _SQUARE_2),
             512: BackwardTiles(_tile(32, 32, 2), _tile(32, 32, 2), _tile(64, 32), _tile(64, 32)),
         },
-        "split": {64: BackwardTiles(_tile(64, 128), _SQUARE_2, _SQUARE_2), 128: _all(_SQUARE)},
+        "split": {64: BackwardTiles(_LONG, _SQUARE_2, _SQUARE_2), 128: _all(_SQUARE)},
         "double": {
             64: _all(_SMALL),
             128: BackwardTiles(_tile(16, 64, 2), _tile(16, 64), _SMALL, _SMALL),
@@ -128,9 +129,9 @@ BACKWARD: dict[int, dict[str, dict[int, BackwardTiles]]] = {
     },
     _MEDIUM: {
         "half": {
-            64: BackwardTiles(_tile(64, 128, 2), _tile(64, 128, 2)),
-            96: BackwardTiles(_tile(64, 128, 2), _SQUARE_2),
-            128: BackwardTiles(_tile(64, 128), _SQUARE_2),
+            64: BackwardTiles(_LONG_2, _LONG_2),
+            96: BackwardTiles(_LONG_2, _SQUARE_2),
+            128: BackwardTiles(_LONG, _SQUARE_2),
             256: BackwardTiles(_SQUARE, _tile(32, 64), _SQUARE),
         },
         "split": {64: _all(_SQUARE), 128: _all(_tile(32, 64)), 256: _all(_tile(32, 32))},
@@ -138,7 +139,7 @@ BACKWARD: dict[int, dict[str, dict[int, BackwardTiles]]] = {
     },
     0: {
         "half": {
-            64: BackwardTiles(_tile(64, 128), _tile(64, 128)),
+            64: BackwardTiles(_LONG, _LONG),
             128: _all(_SQUARE),
             256: _all(_SMALL),
         },
