@@ -17,7 +17,7 @@ from cuattn.cuda.constants import Constants, problem_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.params import BATCH_AXES, SUM_PARAMS
 from cuattn.cuda.sm80.forward import flush_tiles, is_heavy, unsupported_reason
-from cuattn.cuda.sm80.tiles import BACKWARD, WIDE, BackwardTile, BackwardTiles, look_up
+from cuattn.cuda.sm80.tiles import BACKWARD, WIDE, BackwardTile, look_up
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
 from cuattn.problem import Problem, row_of
@@ -65,7 +65,7 @@ class Cut:
         widest = max(self.head_dim, self.head_dim_v)
         tiles = look_up(BACKWARD, device.shared_bytes, self.products, widest)
         if tiles is None:
-            tiles = BackwardTiles(*4 * (WIDE[self.products],))
+            tiles = WIDE[self.products]
             self.chunk, self.part = _CHUNK, pad(cdiv(widest, cdiv(widest, _PART)), _CHUNK)
             self.head_dim, self.head_dim_v = pad(problem.head_dim, _CHUNK), pad(problem.head_dim_v, _CHUNK)
         # Dropout takes registers beside a mask; in float32 dk and dv depend on the tile, which must be every mask's.

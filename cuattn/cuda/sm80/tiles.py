@@ -148,8 +148,8 @@ BACKWARD: dict[int, dict[str, dict[int, BackwardTiles]]] = {
     },
 }
 
-# The tile of all backward kernels where rows are too wide for those above; it fits every GPU.
-WIDE = {"half": _SQUARE_2, "split": _SQUARE_2, "double": _tile(32, 32, 2, warps=4)}
+# Where rows are too wide for the tiles above; these fit every GPU.
+WIDE = {"half": _all(_SQUARE_2), "split": _all(_SQUARE_2), "double": _all(_tile(32, 32, 2, warps=4))}
 
 _Found = TypeVar("_Found", Tile, BackwardTiles)
 
