@@ -1,6 +1,5 @@
 """ColumnMask: two hidden row intervals per key column, the FlashMask paper's representation."""
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -107,8 +106,7 @@ class ColumnMask(IntervalMask):
         """
         if self.on_device:
             return None
-        matrices = np.moveaxis(self._array.reshape(4, math.prod(self.leading), self.n_keys), 1, 0)
-        found = (convert.find_reach(matrix, self.n_queries) for matrix in matrices)
+        found = (convert.find_reach(self._bounds(instance), self.n_queries) for instance in np.ndindex(*self.leading))
         first = next(found, None)
         return first if first and all(reach == first for reach in found) else None
 
@@ -210,19 +208,17 @@ class ColumnMask(IntervalMask):
         if not isinstance(is_causal, bool | np.bool_):
             raise DtypeError(f"is_causal = {shown(is_causal)}: expected a bool")
         idx = checks.integers("idx", idx)
-        allowed = (1, 2) if is_causal else (2, 4)
-        if idx.ndim < 2 or idx.shape[-1] not in allowed:
-            kind = "causal" if is_causal else "not causal"
-            raise MaskError(f"idx has shape {idx.shape}: expected (..., n_keys, {allowed[0]} or {allowed[1]}), {kind}")
-        xp = namespace(idx)
+        names = {1: ("lts",), 2: ("lts", "lte")} if is_causal else {2: ("lts", "ute"), 4: cls._names}
+        if idx.ndim < 2 or idx.shape[-1] not in names:
+            expected = f"(..., n_keys, {' or '.join(map(str, names))}), {'' if is_causal else 'not '}causal"
+            raise MaskError(f"idx has shape {idx.shape}: expected {expected}")
+        xp, (n_keys, columns) = namespace(idx), idx.shape[-2:]
         if xp is np:
             checks.in_range("idx", idx, 0, n_queries)
-        n_keys, columns = idx.shape[-2:]
-        given = list(xp.moveaxis(idx, -1, 0))
+        given = {name: idx[..., column] for column, name in enumerate(names[columns])}
         if is_causal:
-            upper = xp.arange(n_keys, dtype=xp.int64) - (n_keys - n_queries)
-            return cls._of(n_queries, *given, ute=xp.clip(upper, 0, n_queries))
-        return cls._of(n_queries, *given) if columns == 4 else cls._of(n_queries, given[0], ute=given[1])
+            given["ute"] = xp.clip(xp.arange(n_keys, dtype=xp.int64) - n_keys + n_queries, 0, n_queries)
+        return cls._of(n_queries, **given)
 
     def to_startend_row_indices(self) -> Any:
         """Return FlashMask's tensor of row indices, to be used without its causal flag.

@@ -70,6 +70,8 @@ def to_host(value):
 
 
 def on_device(value):
+    if isinstance(value, tuple):
+        return tuple(map(on_device, value))
     if isinstance(value, np.ndarray | np.generic) and not isinstance(value, np.dtype):
         return DeviceArray(value)
     if callable(value) and not isinstance(value, type):
