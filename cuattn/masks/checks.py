@@ -55,9 +55,9 @@ def integers(name: str, value: Any, of: Callable[[str, Any], Any] = any_array) -
 
 def in_range(name: str, array: np.ndarray, minimum: int, maximum: int) -> None:
     """Raise MaskError naming the first element of a host array outside [minimum, maximum]."""
-    if array.size == 0 or (array.min() >= minimum and array.max() <= maximum):
-        return
-    for place in np.argwhere((array < minimum) | (array > maximum))[:1].tolist():
+    outside = (array < minimum) | (array > maximum)
+    if outside.any():
+        place = np.argwhere(outside)[0].tolist()
         raise MaskError(f"{name}{place} = {array[tuple(place)]}: expected a value in [{minimum}, {maximum}]")
 
 
