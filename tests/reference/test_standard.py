@@ -52,5 +52,5 @@ def test_dtype_is_that_of_the_arithmetic():
 
 def test_p_of_another_shape():
     case = make_case(10, 4, 8)
-    with pytest.raises(ShapeError, match=r"p has shape \(10, 9\)"):
+    with pytest.raises(ShapeError, match=r"P has shape \(10, 9\)"):
         reference.standard_backward(case.do, *case.qkv, np.ones((10, 9)), 8)
