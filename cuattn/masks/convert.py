@@ -40,7 +40,7 @@ def _between(changes: Any, number: Any, length: int) -> tuple[Any, Any, Any, Any
     changes = namespace(changes).append(changes, [0, 0])  # for lines without any
     behind = number.cumsum().reshape(number.shape)
     before = behind - number
-    first, last = (tuple([changes[at], changes[at + 1]]) for at in (before, behind - 2))
+    first, last = ((changes[at], changes[at + 1]) for at in (before, behind - 2))
     return assign(number // 2, first, last, length)
 
 

@@ -9,6 +9,7 @@ from hypothesis.extra import numpy as hnp
 from cuattn import masks
 from cuattn.errors import DtypeError, MaskError
 from cuattn.masks import ColumnMask
+from tests import oracle
 from tests.masks.strategies import any_constructor, column_masks
 
 
@@ -94,17 +95,14 @@ def index_tensors(draw):
 def test_startend_row_indices_mean_what_flashmask_says(drawn):
     idx, is_causal, n_queries = drawn
     n_keys, columns = idx.shape[-2:]
-    row, key = np.arange(n_queries)[:, None], np.arange(n_keys)
-    c = [idx[..., None, :, column] for column in range(columns)]
+    c, whole = np.moveaxis(idx, -1, 0), np.full(idx.shape[:-1], n_queries)
     if is_causal:
-        hidden = row >= c[0] if columns == 1 else (row >= c[0]) & (row < c[1])
-        hidden = hidden | (row < key - (n_keys - n_queries))
-    elif columns == 2:
-        hidden = (row >= c[0]) | (row < c[1])
+        visible = oracle.visible_band(n_queries, n_keys, None, 0, n_keys - n_queries)
+        visible = visible & oracle.visible_outside([c[0], whole] if columns == 1 else c, n_queries)
     else:
-        hidden = ((row >= c[0]) & (row < c[1])) | ((row >= c[2]) & (row < c[3]))
+        visible = oracle.visible_outside([c[0], whole, 0 * whole, c[1]] if columns == 2 else c, n_queries)
     mask = ColumnMask.from_startend_row_indices(idx, is_causal, n_queries)
-    np.testing.assert_array_equal(mask.dense(), ~hidden)
+    np.testing.assert_array_equal(mask.dense(), visible)
     if idx.ndim <= 4:
         out = mask.to_startend_row_indices()
         assert out.dtype == np.int32

@@ -89,44 +89,46 @@ DROPOUTS = st.one_of(
 )
 
 
-def check_forward(case, result, *, visible=None, scale=None, dropout=NO_DROPOUT):
-    """Compare o, and where they are known l and m, with the oracle, to the accuracy of float32."""
-    options = {"visible": visible, "scale": scale, **dropout.replay(len(case.q))}
-    exact, textbook = (oracle.forward(*case.qkv, **options, dtype=dtype) for dtype in (None, FLOAT32))
-    assert_close(result.o, exact[0], textbook[0], dtype=FLOAT32, name="o")
-    if hasattr(result, "l"):
-        assert_close(result.l, exact[1], textbook[1], dtype=FLOAT32, name="l")
-        assert_close(result.m, exact[2], textbook[2], dtype=FLOAT32, name="m")
-    if hasattr(result, "lse"):
+def solutions(case, visible=None, scale=None, dropout=NO_DROPOUT):
+    """Return the oracle's results by name, exact and in the steps of float32, with lse for l and m."""
+    for dtype in (None, FLOAT32):
+        options = {"visible": visible, "scale": scale, **dropout.replay(len(case.q)), "dtype": dtype}
+        found = oracle.solve(*case.qkv, case.do, **options)._asdict()
         with np.errstate(divide="ignore"):
-            lse, low = (m + np.log(l) for _, l, m in (exact, textbook))
-        assert_close(result.lse, lse, low, dtype=FLOAT32, name="lse")
+            yield {**found, "lse": found["m"] + np.log(found["l"])}
 
 
-def check_backward(case, result, *, visible=None, scale=None, dropout=NO_DROPOUT):
+def check_forward(case, result, **options):
+    """Compare o, and where they are known l, m and lse, with the oracle, to the accuracy of float32."""
+    exact, textbook = solutions(case, **options)
+    for name in {"o", "l", "m", "lse"} & set(result._fields):
+        assert_close(getattr(result, name), exact[name], textbook[name], dtype=FLOAT32, name=name)
+
+
+def check_backward(case, result, **options):
     """Compare the gradients with the oracle, to the accuracy of float32.
 
     All three together, because dq and dk may be exactly 0 (when rows see one key each), which leaves no scale.
     """
-    options = {"visible": visible, "scale": scale, **dropout.replay(len(case.q))}
-    exact, textbook = (oracle.backward(case.do, *case.qkv, **options, dtype=dtype)[:3] for dtype in (None, FLOAT32))
-    assert_close(np.stack(result[:3]), np.stack(exact), np.stack(textbook), dtype=FLOAT32, name="dq, dk, dv")
+    exact, textbook = (np.stack([one[name] for name in ("dq", "dk", "dv")]) for one in solutions(case, **options))
+    assert_close(np.stack(result[:3]), exact, textbook, dtype=FLOAT32, name="dq, dk, dv")
 
 
-def check_derivatives(arrays, do, forward, gradients, step=1e-3):
+def check_derivatives(case, forward, backward, step=1e-3):
     """Compare gradients with central differences of sum(o * do) along random directions, in float64.
 
     A difference with half the step is accepted as far as the two differences disagree, which is three times its own
     error, plus the rounding of the sums.
     """
-    arrays, do = [x.astype(np.float64) for x in arrays], do.astype(np.float64)
+    arrays, do = [x.astype(np.float64) for x in case.qkv], case.do.astype(np.float64)
+    gradients = backward(forward(*case.qkv))[:3]
     generator = np.random.default_rng(1)
     for which, gradient in enumerate(gradients):
         direction = generator.standard_normal(gradient.shape)
 
         def loss(h, which=which, direction=direction):
             moved = [x + h * direction if index == which else x for index, x in enumerate(arrays)]
-            return forward(*moved) * do
+            return forward(*moved).o * do
 
         coarse, fine = ((loss(h) - loss(-h)).sum() / (2 * h) for h in (step, step / 2))
         rounding = do.shape[0] * eps(np.float64) * np.abs(loss(0)).sum() / step
