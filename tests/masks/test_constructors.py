@@ -10,12 +10,9 @@ from hypothesis import strategies as st
 
 from cuattn import masks
 from cuattn.errors import DtypeError, MaskError
+from tests import oracle
 from tests.masks import predicates
 from tests.masks.strategies import calls
-
-
-def grid(n_queries, n_keys):
-    return np.arange(n_queries)[:, None], np.arange(n_keys)[None, :]
 
 
 @given(st.integers(0, 24).flatmap(lambda n: st.tuples(st.just(n), calls(n))))
@@ -25,16 +22,16 @@ def test_constructor_is_its_predicate(drawn):
     assert (mask.n_queries, mask.n_keys, mask.leading, mask.on_device) == (n, n, (), False)
     if name == "random_eviction":
         return
-    expected = getattr(predicates, name)(*grid(n, n), *arguments)
+    expected = getattr(predicates, name)(*np.ogrid[:n, :n], *arguments)
     np.testing.assert_array_equal(mask.dense(), np.broadcast_to(expected, (n, n)))
 
 
 @given(st.integers(0, 12), st.integers(0, 12))
 def test_rectangles(n_queries, n_keys):
-    i, j = grid(n_queries, n_keys)
     assert masks.full(n_queries, n_keys).dense().all()
-    np.testing.assert_array_equal(masks.causal(n_queries, n_keys).dense(), j <= i + n_keys - n_queries)
-    np.testing.assert_array_equal(masks.causal(n_queries, n_keys, "top_left").dense(), j <= i)
+    for align, offset in (("bottom_right", n_keys - n_queries), ("top_left", 0)):
+        expected = oracle.visible_band(n_queries, n_keys, None, 0, offset)
+        np.testing.assert_array_equal(masks.causal(n_queries, n_keys, align).dense(), expected)
 
 
 @given(st.integers(0, 12), st.integers(0, 14), st.integers(0, 2**64))

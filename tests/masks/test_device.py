@@ -134,6 +134,10 @@ class FakeCuPy(types.ModuleType):
         return on_device(getattr(np, name))
 
 
+def of_device_vectors(dtype=np.int32):
+    return ColumnMask(*(DeviceArray(np.zeros(4, dtype)) for _ in range(4)), n_queries=4)
+
+
 @pytest.fixture
 def cupy(monkeypatch):
     fake = FakeCuPy()
@@ -177,7 +181,7 @@ def test_an_uploaded_mask_never_waits(cupy):
 
 
 def test_a_mask_of_device_vectors_is_waited_for_on_other_streams(cupy):
-    mask = ColumnMask(*(DeviceArray(np.zeros(4, np.int32)) for _ in range(4)), n_queries=4)
+    mask = of_device_vectors()
     mask.dense()
     assert cupy.stream.waited == []
     cupy.stream = Stream(2)
@@ -189,7 +193,7 @@ def test_all_parts_of_a_mask_are_waited_for(cupy):
     parts = []
     for number in (1, 3):
         cupy.stream = Stream(number)
-        parts.append(ColumnMask(*(DeviceArray(np.zeros(4, np.int32)) for _ in range(4)), n_queries=4))
+        parts.append(of_device_vectors())
     mask = parts[0] & parts[1]
     cupy.stream = Stream(2)
     mask.dense()
@@ -219,7 +223,7 @@ def test_vectors_in_two_places(cupy):
     with pytest.raises(DtypeError, match=r"lts on <CUDA Device 0>, .*ute on <CUDA Device 1>"):
         ColumnMask(device, device, device, DeviceArray(host, device=1), n_queries=4)
     with pytest.raises(DtypeError, match="lts has dtype float32"):
-        ColumnMask(*(DeviceArray(np.zeros(4, np.float32)) for _ in range(4)), n_queries=4)
+        of_device_vectors(np.float32)
     with pytest.raises(DtypeError, match="lengths is on a GPU"):
         masks.document(device)
 
@@ -277,7 +281,7 @@ def test_without_cupy(monkeypatch):
     with pytest.raises(UnsupportedError, match=r"needs CuPy.*cuda12"):
         masks.causal(4).to_device()
     with pytest.raises(UnsupportedError, match="lts is for a GPU"):
-        ColumnMask(*(DeviceArray(np.zeros(4, np.int32)) for _ in range(4)), n_queries=4)
+        of_device_vectors()
 
 
 @pytest.mark.gpu
