@@ -89,7 +89,7 @@ class Mask(Immutable, Drawable):
     def layout(self) -> tuple[Hashable, ...]:
         """All of the mask that a launch depends on: kind, shape, parameters and band, but not what else is hidden."""
         array = self._array
-        return (self.kind, array is not None and (array.shape, array.strides), self.reach, *self._parameters())
+        return (self.kind, array is not None and (array.shape, array.strides), self.reach, *self._parameters)
 
     def fits(self, n_queries: int, n_keys: int) -> bool:
         """Return whether this is a mask of an (n_queries, n_keys) matrix."""

@@ -53,12 +53,11 @@ def integers(name: str, value: Any, of: Callable[[str, Any], Any] = any_array) -
     return array
 
 
-def in_range(name: str, array: np.ndarray, minimum: int, maximum: int) -> None:
-    """Raise MaskError naming the first element of a host array outside [minimum, maximum]."""
-    outside = (array < minimum) | (array > maximum)
-    if outside.any():
-        place = np.argwhere(outside)[0].tolist()
-        raise MaskError(f"{name}{place} = {array[tuple(place)]}: expected a value in [{minimum}, {maximum}]")
+def in_range(name: str, array: np.ndarray, maximum: int) -> None:
+    """Raise MaskError naming the first element of a host array outside [0, maximum]."""
+    if array.min(initial=0) < 0 or array.max(initial=0) > maximum:
+        place = np.argwhere((array < 0) | (array > maximum))[0].tolist()
+        raise MaskError(f"{name}{place} = {array[tuple(place)]}: expected a value in [0, {maximum}]")
 
 
 def numbers(name: str, value: Any, *pair: int) -> np.ndarray:
@@ -68,7 +67,7 @@ def numbers(name: str, value: Any, *pair: int) -> np.ndarray:
         array = array.reshape(0, *pair)
     if array.ndim == 0 or array.shape[1:] != pair:
         raise MaskError(f"{name} has shape {array.shape}: expected a list of {'pairs' if pair else 'lengths'}")
-    in_range(name, array, 0, INT32_MAX)
+    in_range(name, array, INT32_MAX)
     return array.astype(np.int64)
 
 

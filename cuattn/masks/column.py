@@ -81,8 +81,8 @@ class ColumnMask(IntervalMask):
         vectors = checks.vectors(dict(zip(self._names, (lts, lte, uts, ute), strict=True)))
         for name, vector in vectors.items():
             if isinstance(vector, np.ndarray):
-                checks.in_range(name, vector, 0, n_queries)
-        self._settle(pack(list(vectors.values()), n_queries), n_queries=n_queries)
+                checks.in_range(name, vector, n_queries)
+        self._settle(pack(list(vectors.values()), n_queries), n_queries)
 
     @classmethod
     def _of(cls, n_queries: int, lts: Any = None, lte: Any = None, uts: Any = 0, ute: Any = 0) -> "ColumnMask":
@@ -214,7 +214,7 @@ class ColumnMask(IntervalMask):
             raise MaskError(f"idx has shape {idx.shape}: expected {expected}")
         xp, (n_keys, columns) = namespace(idx), idx.shape[-2:]
         if xp is np:
-            checks.in_range("idx", idx, 0, n_queries)
+            checks.in_range("idx", idx, n_queries)
         given = {name: idx[..., column] for column, name in enumerate(names[columns])}
         if is_causal:
             given["ute"] = xp.clip(xp.arange(n_keys, dtype=xp.int64) - n_keys + n_queries, 0, n_queries)

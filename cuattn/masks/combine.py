@@ -65,10 +65,10 @@ class AllOf(Mask):
         given = [part if isinstance(part, Mask) else BooleanMask(part) for part in checks.sequence("parts", parts)]
         if not given:
             raise MaskError("parts is empty: expected at least one mask")
-        self._settle(None, parts=tuple(part for mask in given for part in mask.parts))
+        self._settle(None, tuple(part for mask in given for part in mask.parts))
 
-    def _settle(self, array: Any, **fields: Any) -> None:
-        parts = fields["parts"]
+    def _settle(self, array: Any, *parameters: Any, **known: Any) -> None:
+        (parts,) = parameters
         lengths = [sorted({getattr(part, name) for part in parts}, reverse=True) for name in ("n_queries", "n_keys")]
         try:
             leading = np.broadcast_shapes(*(part.leading for part in parts))
@@ -78,9 +78,8 @@ class AllOf(Mask):
             given = " & ".join(map(repr, parts))
             raise MaskError(f"{given}: expected masks of one shape, whose leading axes broadcast") from None
         # It lies where the first part does that is on a GPU.
-        first = next((part for part in parts if part.on_device), parts[0])
-        array = first._array if first.on_device else None
-        super()._settle(array, **fields, leading=leading, n_queries=n_queries, n_keys=n_keys, _ready=None)
+        array = next((part._array for part in parts if part.on_device), None)
+        super()._settle(array, parts, leading=leading, n_queries=n_queries, n_keys=n_keys, _ready=None)
 
     def _wait(self) -> None:
         for part in self.parts:

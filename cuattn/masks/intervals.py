@@ -126,8 +126,8 @@ class IntervalMask(Mask):
     _names: ClassVar[tuple[str, ...]] = ()
     """What the starts and ends are called."""
 
-    def _settle(self, array: Any, **fields: Any) -> None:
-        super()._settle(array, **fields)
+    def _settle(self, array: Any, *parameters: Any, **known: Any) -> None:
+        super()._settle(array, *parameters, **known)
         vars(self).update(zip(self._names, array, strict=False), leading=array.shape[1:-1], n_keys=array.shape[-1])
 
     def _bounds(self, instance: Instance) -> Any:

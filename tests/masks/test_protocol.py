@@ -27,7 +27,7 @@ class Chequered(Mask):
     _parameter_names = ("n_queries", "n_keys")
 
     def __init__(self, n_queries, n_keys):
-        self._settle(None, n_queries=n_queries, n_keys=n_keys)
+        self._settle(None, n_queries, n_keys)
 
     def hidden(self, instance, rows, keys):
         i, j = np.arange(self.n_queries)[rows], np.arange(self.n_keys)[keys, None]
