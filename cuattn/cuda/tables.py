@@ -111,7 +111,7 @@ class CallMasks:
         self.sources = [_aligned(mask.source(), len(problem.batch) + 1) for mask in masks]
         self.leading = np.broadcast_shapes(*(source.leading for source in self.sources))
         self.instances = math.prod(self.leading)
-        self.lasting = not any(getattr(mask, "borrowed", False) for mask in masks)
+        self.lasting = not any(mask.borrowed for mask in masks)
         # The tables' own instances, as a mask with one element each.
         table = Source(self.leading, steps_of(Array(self.leading, np.dtype(np.uint8))), 0, 0)
         described = [(half.operand, source) for half, source in zip(self.halves, self.sources, strict=True)]

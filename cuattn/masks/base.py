@@ -58,6 +58,9 @@ class Mask(Immutable, Drawable):
         if "kind" in cls.__dict__:
             KINDS[cls.kind] = cls
 
+    borrowed: bool = False
+    """Whether the mask is of a caller's array, who may change it after a call: nothing made of it may be kept."""
+
     leading: tuple[int, ...]
     """Shape of the axes before queries and keys; they broadcast to a problem's (..., heads)."""
 

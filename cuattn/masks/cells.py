@@ -23,8 +23,6 @@ class CellMask(Mask):
     block_m: int
     """Rows and keys of a cell."""
     block_n: int
-    borrowed: bool
-    """Whether the array is a caller's, who may change it after a call: nothing made of it may be kept."""
     _lengths: tuple[int, int] | None  # of queries and keys; None: not known
     _stretches: ClassVar[bool] = False  # whether a single cell stands for any length
 

@@ -156,14 +156,14 @@ def _as_columns(mask: Mask, n_queries: int, n_keys: int) -> Mask:
     return found if found.n_queries == n_queries else ColumnMask._wrap(found._array * n_queries, n_queries)
 
 
-def _joined(a: Mask, b: Mask) -> Mask | None:
+def _joined(a: Mask, b: Any) -> Mask | None:
     """Return one mask on the host that says what two of the same kind do, or None."""
-    if a.on_device or b.on_device:
+    if a.kind != b.kind or a.on_device or b.on_device:
         return None
-    if isinstance(a, ColumnMask) and isinstance(b, ColumnMask):
+    if isinstance(a, ColumnMask):
         found = convert.runs(join((a, b))[0]._array, a.n_queries)
         two = (found[0] <= 2).all()
         return ColumnMask._of(a.n_queries, *convert.assign(*found, a.n_queries)) if two else None
-    if isinstance(a, CellMask) and isinstance(b, CellMask) and a.kind == b.kind and a.block == b.block:
+    if isinstance(a, CellMask) and a.block == b.block:
         return a._wrap(a._array & b._array, *a.block, False, a._lengths or b._lengths)
     return None

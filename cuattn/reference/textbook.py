@@ -172,7 +172,7 @@ def sum_to(x, shape):
 def _work_dtype(q, low):
     """Return the dtype of the arithmetic."""
     if low is not None:
-        return np.dtype(np.float64 if low == np.float64 else np.float32)
+        return np.result_type(low, np.float32)
     return np.dtype(np.longdouble if q.dtype == np.float64 and isinstance(q, np.ndarray) else np.float64)
 
 
