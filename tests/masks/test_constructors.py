@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 
 from cuattn import masks
 from cuattn.errors import DtypeError, MaskError
@@ -23,7 +24,7 @@ def test_constructor_is_its_predicate(drawn):
     if name == "random_eviction":
         return
     expected = getattr(predicates, name)(*np.ogrid[:n, :n], *arguments)
-    np.testing.assert_array_equal(mask.dense(), np.broadcast_to(expected, (n, n)))
+    assert_array_equal(mask.dense(), np.broadcast_to(expected, (n, n)))
 
 
 @given(st.integers(0, 12), st.integers(0, 12))
@@ -31,7 +32,7 @@ def test_rectangles(n_queries, n_keys):
     assert masks.full(n_queries, n_keys).dense().all()
     for align, offset in (("bottom_right", n_keys - n_queries), ("top_left", 0)):
         expected = oracle.visible_band(n_queries, n_keys, None, 0, offset)
-        np.testing.assert_array_equal(masks.causal(n_queries, n_keys, align).dense(), expected)
+        assert_array_equal(masks.causal(n_queries, n_keys, align).dense(), expected)
 
 
 @given(st.integers(0, 12), st.integers(0, 14), st.integers(0, 2**64))
@@ -67,7 +68,7 @@ def test_eviction_takes_leading_axes():
     mask = masks.eviction(evicted_at)
     assert mask.leading == (2,)
     for one, row in zip(mask.dense(), evicted_at, strict=True):
-        np.testing.assert_array_equal(one, masks.eviction(row).dense())
+        assert_array_equal(one, masks.eviction(row).dense())
 
 
 def test_qk_sparse_keeps_keys_without_a_span():

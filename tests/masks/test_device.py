@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 
 from cuattn import masks
 from cuattn.errors import DtypeError, MaskError, UnsupportedError
@@ -59,9 +60,6 @@ class DeviceArray:
     def __int__(self):
         return int(self._host)
 
-    def __float__(self):
-        return float(self._host)
-
 
 def to_host(value):
     if isinstance(value, tuple | list):
@@ -89,8 +87,7 @@ def _binary(name):
     return operate
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "neg", "and", "rand", "or", "invert", "lt", "le",
-              "gt", "ge", "eq", "ne", "iand"):  # fmt: skip
+for _name in ("add", "sub", "mul", "rmul", "floordiv", "neg", "and", "or", "invert", "gt", "ge", "eq", "ne"):
     setattr(DeviceArray, f"__{_name}__", _binary(f"__{_name}__"))
 
 
@@ -235,15 +232,15 @@ def test_vectors_in_two_places(cupy):
 def test_methods_on_a_device(library, mask, block_m, block_n):
     vectors = [library.asarray(getattr(mask, name)) for name in ("lts", "lte", "uts", "ute")]
     for twin in (mask.to_device(), ColumnMask(*vectors, n_queries=mask.n_queries)):
-        np.testing.assert_array_equal(twin.dense().get(), mask.dense())
-        np.testing.assert_array_equal(twin.tile_states(block_m, block_n).get(), mask.tile_states(block_m, block_n))
+        assert_array_equal(twin.dense().get(), mask.dense())
+        assert_array_equal(twin.tile_states(block_m, block_n).get(), mask.tile_states(block_m, block_n))
         assert twin.block_sparsity(block_m, block_n) == mask.block_sparsity(block_m, block_n)
         assert twin.to_host() == mask
         again = ColumnMask.from_dense(twin.dense()).to_host()
         assert again == ColumnMask.from_dense(mask.dense())
     if len(mask.leading) <= 2:
         out = twin.to_startend_row_indices()
-        np.testing.assert_array_equal(out.get(), mask.to_startend_row_indices())
+        assert_array_equal(out.get(), mask.to_startend_row_indices())
         again = ColumnMask.from_startend_row_indices(out, False, mask.n_queries)
         assert again.on_device and again.leading == out.shape[:-2]
 
@@ -270,8 +267,8 @@ def test_blocks_on_a_device(library):
     host = BlockMask(np.random.default_rng(4).random((2, 5, 7)) < 0.5, 3, 4)
     for mask in (host.to_device(), BlockMask(library.asarray(host.blocks), 3, 4)):
         assert repr(mask) == "<BlockMask (2,) x 5 x 7 blocks of 3 x 4 on GPU 0>"
-        np.testing.assert_array_equal(mask.dense(14, 28).get(), host.dense(14, 28))
-        np.testing.assert_array_equal(mask.tile_states(4, 8, 14, 28).get(), host.tile_states(4, 8, 14, 28))
+        assert_array_equal(mask.dense(14, 28).get(), host.dense(14, 28))
+        assert_array_equal(mask.tile_states(4, 8, 14, 28).get(), host.tile_states(4, 8, 14, 28))
         assert mask.block_sparsity(3, 4) == host.block_sparsity(3, 4)
         assert mask.to_host() == host
 

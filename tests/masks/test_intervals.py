@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from numpy.testing import assert_array_equal
 
 from cuattn.masks import causal, intervals
 from tests import oracle
@@ -50,7 +51,7 @@ def test_a_range_of_row_tiles(drawn, block_m, block_n, data):
     last = data.draw(st.integers(first, row_tiles))
     table = intervals.tile_table(bounds, n_queries, block_m, block_n)
     whole = intervals.tile_states(table, 0, row_tiles)
-    np.testing.assert_array_equal(intervals.tile_states(table, first, last), whole[first:last])
+    assert_array_equal(intervals.tile_states(table, first, last), whole[first:last])
 
 
 @given(unchecked())
@@ -59,9 +60,7 @@ def test_keys_that_intervals_hide_together(drawn):
     bounds, n_queries, _ = drawn
     states = intervals.tile_states(intervals.tile_table(bounds, n_queries, max(n_queries, 1), 1), 0, 1)
     if n_queries:
-        np.testing.assert_array_equal(
-            states[0] != intervals.SKIP, oracle.visible_outside(bounds, n_queries).any(axis=0)
-        )
+        assert_array_equal(states[0] != intervals.SKIP, oracle.visible_outside(bounds, n_queries).any(axis=0))
 
 
 def test_a_block_larger_than_the_keys_costs_no_memory():

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from cuattn import rng
+from cuattn import io_model, rng
 from tests import oracle
 from tests.tolerances import assert_close, eps
 
@@ -41,6 +41,11 @@ def make_case(n, d, M, seed=0):
     return Case(*arrays.astype(np.float32), M)
 
 
+def draw_blocks(n, d, M, share, seed=0):
+    """Draw a block mask of FlashAttention's blocks, of which a share is nonzero."""
+    return np.random.default_rng(seed).random(io_model.block_sizes(n, d, M)[2:]) < share
+
+
 def causal(i, j):
     return j <= i
 
@@ -59,7 +64,7 @@ MASKS = st.sampled_from([None, causal, window, scattered])
 
 def dense(mask, n):
     """Return a mask function as a boolean (N, N) array, None as None."""
-    return None if mask is None else np.broadcast_to(mask(np.arange(n)[:, None], np.arange(n)[None, :]), (n, n))
+    return None if mask is None else mask(*np.ogrid[:n, :n])
 
 
 class Dropout(NamedTuple):
