@@ -40,8 +40,9 @@ _STRIP = 64  # row tiles that are classified at once
 class Mask(Immutable, Drawable):
     """What every mask can tell.
 
-    A new kind of mask needs `kind`, `leading`, `n_queries`, `n_keys`, `hidden` and `states`, and calls `_settle` when
-    it is built; `_restrict` where parts of it are taken; everything else follows from these, if slowly.
+    A new kind of mask needs `kind`, `leading`, `n_queries`, `n_keys`, `hidden` and `states`, and calls `_settle` with
+    its array and parameters when it is built; `_restrict` where parts of it are taken; everything else follows from
+    these, if slowly.
     """
 
     kind: ClassVar[str]

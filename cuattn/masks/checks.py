@@ -50,9 +50,9 @@ def integers(name: str, value: Any, on_host: bool = False) -> Any:
     return array
 
 
-def in_range(name: str, array: np.ndarray, maximum: int) -> None:
-    """Raise MaskError naming the first element of a host array outside [0, maximum]."""
-    if array.min(initial=0) < 0 or array.max(initial=0) > maximum:
+def in_range(name: str, array: Any, maximum: int) -> None:
+    """Raise MaskError naming the first element of a host array outside [0, maximum]; one on a GPU is not read."""
+    if isinstance(array, np.ndarray) and (array.min(initial=0) < 0 or array.max(initial=0) > maximum):
         place = np.argwhere((array < 0) | (array > maximum))[0].tolist()
         raise MaskError(f"{name}{place} = {array[tuple(place)]}: expected a value in [0, {maximum}]")
 

@@ -80,8 +80,7 @@ class ColumnMask(IntervalMask):
         n_queries = checks.integer("n_queries", n_queries)
         vectors = checks.vectors(dict(zip(self._names, (lts, lte, uts, ute), strict=True)))
         for name, vector in vectors.items():
-            if isinstance(vector, np.ndarray):
-                checks.in_range(name, vector, n_queries)
+            checks.in_range(name, vector, n_queries)
         self._settle(pack(list(vectors.values()), n_queries), n_queries)
 
     @classmethod
@@ -138,12 +137,13 @@ class ColumnMask(IntervalMask):
         parts = [mask if isinstance(mask, ColumnMask) else cls.stack(mask) for mask in checks.sequence("masks", masks)]
         if not parts:
             raise MaskError("masks is empty: expected at least one mask")
+        first = parts[0]
         for part in parts:
             if part.on_device:
                 raise DtypeError(f"masks holds {part!r}: expected masks on the host")
-            if (part.n_queries, part._array.shape) != (parts[0].n_queries, parts[0]._array.shape):
-                raise MaskError(f"masks holds {parts[0]!r} and {part!r}: expected one shape")
-        return cls._wrap(np.stack([part._array for part in parts], axis=1), parts[0].n_queries)
+            if (part.n_queries, part._array.shape) != (first.n_queries, first._array.shape):
+                raise MaskError(f"masks holds {first!r} and {part!r}: expected one shape")
+        return cls._wrap(np.stack([part._array for part in parts], axis=1), first.n_queries)
 
     @classmethod
     def from_dense(cls, mask: Any) -> "ColumnMask":
@@ -212,9 +212,8 @@ class ColumnMask(IntervalMask):
         if idx.ndim < 2 or idx.shape[-1] not in names:
             expected = f"(..., n_keys, {' or '.join(map(str, names))}), {'' if is_causal else 'not '}causal"
             raise MaskError(f"idx has shape {idx.shape}: expected {expected}")
+        checks.in_range("idx", idx, n_queries)
         xp, (n_keys, columns) = namespace(idx), idx.shape[-2:]
-        if xp is np:
-            checks.in_range("idx", idx, n_queries)
         given = {name: idx[..., column] for column, name in enumerate(names[columns])}
         if is_causal:
             given["ute"] = xp.clip(xp.arange(n_keys, dtype=xp.int64) - n_keys + n_queries, 0, n_queries)
