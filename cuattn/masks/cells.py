@@ -26,11 +26,10 @@ class CellMask(Mask):
     _lengths: tuple[int, int] | None  # of queries and keys; None: not known
     _stretches: ClassVar[bool] = False  # whether a single cell stands for any length
 
-    def _settle(self, array: Any, *parameters: Any, **known: Any) -> None:
-        super()._settle(array, *parameters, **known)
-        *leading, rows, columns = array.shape
+    def _derived(self) -> dict[str, Any]:
+        *leading, rows, columns = self._array.shape
         n_queries, n_keys = self._lengths or (rows * self.block_m, columns * self.block_n)  # of whole cells
-        vars(self).update(leading=tuple(leading), n_queries=n_queries, n_keys=n_keys)
+        return {"leading": tuple(leading), "n_queries": n_queries, "n_keys": n_keys}
 
     @property
     def block(self) -> tuple[int, int]:

@@ -67,8 +67,8 @@ class AllOf(Mask):
             raise MaskError("parts is empty: expected at least one mask")
         self._settle(None, tuple(part for mask in given for part in mask.parts))
 
-    def _settle(self, array: Any, *parameters: Any, **known: Any) -> None:
-        (parts,) = parameters
+    def _derived(self) -> dict[str, Any]:
+        parts = self.parts
         lengths = [sorted({getattr(part, name) for part in parts}, reverse=True) for name in ("n_queries", "n_keys")]
         try:
             leading = np.broadcast_shapes(*(part.leading for part in parts))
@@ -79,7 +79,7 @@ class AllOf(Mask):
             raise MaskError(f"{given}: expected masks of one shape, whose leading axes broadcast") from None
         # It lies where the first part does that is on a GPU.
         array = next((part._array for part in parts if part.on_device), None)
-        super()._settle(array, parts, leading=leading, n_queries=n_queries, n_keys=n_keys, _ready=None)
+        return {"_array": array, "leading": leading, "n_queries": n_queries, "n_keys": n_keys}
 
     def _wait(self) -> None:
         for part in self.parts:

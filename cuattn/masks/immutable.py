@@ -43,6 +43,11 @@ class Immutable(ABC):
                 known["_ready"] = Ready(current_stream())
         vars(self).update(zip(self._parameter_names, parameters, strict=True), **known)
         vars(self).update(_array=array, _parameters=parameters, _cache={})
+        vars(self).update(self._derived())
+
+    def _derived(self) -> dict[str, Any]:
+        """Return the attributes that follow from the array and the parameters."""
+        return {}
 
     @classmethod
     def _wrap(cls: type[Self], array: Any, *parameters: Any, **known: Any) -> Self:

@@ -126,9 +126,9 @@ class IntervalMask(Mask):
     _names: ClassVar[tuple[str, ...]] = ()
     """What the starts and ends are called."""
 
-    def _settle(self, array: Any, *parameters: Any, **known: Any) -> None:
-        super()._settle(array, *parameters, **known)
-        vars(self).update(zip(self._names, array, strict=False), leading=array.shape[1:-1], n_keys=array.shape[-1])
+    def _derived(self) -> dict[str, Any]:
+        shape = self._array.shape
+        return dict(zip(self._names, self._array, strict=False), leading=shape[1:-1], n_keys=shape[-1])
 
     def _bounds(self, instance: Instance) -> Any:
         """Return one matrix's starts and ends, (2 K, n_keys)."""
