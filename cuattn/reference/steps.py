@@ -158,8 +158,7 @@ def blocks(n, size):
 
 def exp_minus(x, m):
     """Return e^(x - m) of numbers or rows; with m = -inf, where nothing was visible, all of x is too, and gives 0."""
-    m = np.where(m == -np.inf, 0, m)
-    return np.exp(x - (m if x.ndim == 1 else m[:, None]))
+    return np.exp((x.T - np.where(m == -np.inf, 0, m)).T)
 
 
 def softmax_tile(S):

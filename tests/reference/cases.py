@@ -119,21 +119,26 @@ def check_backward(case, result, **options):
     assert_close(np.stack(result[:3]), exact, textbook, dtype=FLOAT32, name="dq, dk, dv")
 
 
-def check_derivatives(case, forward, backward, step=1e-3):
+def check_reference_derivatives(case, forward, backward):
+    """Compare the gradients of a reference algorithm with differences of its forward."""
+    gradients = backward(forward(*case.qkv))[:3]
+    check_derivatives(case.qkv, case.do, lambda *qkv: forward(*qkv).o, gradients)
+
+
+def check_derivatives(arrays, do, forward, gradients, step=1e-3):
     """Compare gradients with central differences of sum(o * do) along random directions, in float64.
 
     A difference with half the step is accepted as far as the two differences disagree, which is three times its own
     error, plus the rounding of the sums.
     """
-    arrays, do = [x.astype(np.float64) for x in case.qkv], case.do.astype(np.float64)
-    gradients = backward(forward(*case.qkv))[:3]
+    arrays, do = [x.astype(np.float64) for x in arrays], do.astype(np.float64)
     generator = np.random.default_rng(1)
     for which, gradient in enumerate(gradients):
         direction = generator.standard_normal(gradient.shape)
 
         def loss(h, which=which, direction=direction):
             moved = [x + h * direction if index == which else x for index, x in enumerate(arrays)]
-            return forward(*moved).o * do
+            return forward(*moved) * do
 
         coarse, fine = ((loss(h) - loss(-h)).sum() / (2 * h) for h in (step, step / 2))
         rounding = do.shape[0] * eps(np.float64) * np.abs(loss(0)).sum() / step

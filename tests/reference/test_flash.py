@@ -15,8 +15,8 @@ from tests.reference.cases import (
     cases,
     causal,
     check_backward,
-    check_derivatives,
     check_forward,
+    check_reference_derivatives,
     dense,
     draw_blocks,
     make_case,
@@ -67,7 +67,7 @@ def test_forward_and_backward_match_the_oracle_and_the_model(case, mask, share, 
 def test_backward_is_the_derivative_of_the_forward(mask, share, dropout):
     case = make_case(13, 3, 30, seed=5)
     options = {"mask": mask, "blocks": sparsity(case, share)[0], "dropout_p": dropout.p, "b": dropout.b}
-    check_derivatives(
+    check_reference_derivatives(
         case,
         lambda *qkv: reference.flash_forward(*qkv, case.M, rng=dropout.state, **options),
         lambda fwd: reference.flash_backward(case.do, *case.qkv, fwd, case.M, **options),

@@ -11,7 +11,7 @@ from cuattn import io_model, masks, reference
 from cuattn.errors import ShapeError
 from tests import oracle
 from tests.masks.predicates import equation_4
-from tests.reference.cases import cases, check_backward, check_derivatives, check_forward, make_case
+from tests.reference.cases import cases, check_backward, check_forward, check_reference_derivatives, make_case
 
 
 def draw_vectors(n, seed):
@@ -83,7 +83,7 @@ def test_causal_documents_skip_and_leave_tiles_unmasked():
 
 def test_backward_is_the_derivative_of_the_forward():
     case, vectors = make_case(14, 3, 24, seed=4), draw_vectors(14, 40)
-    check_derivatives(
+    check_reference_derivatives(
         case,
         lambda *qkv: reference.flashmask_forward(*qkv, vectors, case.M),
         lambda fwd: reference.flashmask_backward(case.do, *case.qkv, fwd, vectors, case.M),
