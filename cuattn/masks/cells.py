@@ -62,11 +62,11 @@ class CellMask(Mask):
         xp, (rows, columns) = namespace(matrix), matrix.shape
         top, bottom = _cells_of_tiles(self.n_queries, block_m, self.block_m, rows)
         left, right = map(xp.asarray, _cells_of_tiles(self.n_keys, block_n, self.block_n, columns))
-        seen = xp.zeros((2, stop - start, columns + 1), xp.int32)  # by some row of a tile, and by all of them
+        # Columns before each that some row of a tile sees, and that all do.
+        before = xp.zeros((2, stop - start, columns + 1), xp.int32)
         for tile, part in enumerate(map(slice, top[start:stop], bottom[start:stop])):
-            seen[0, tile, 1:] = matrix[part].any(axis=0)
-            seen[1, tile, 1:] = matrix[part].all(axis=0)
-        before = seen.cumsum(axis=-1, dtype=xp.int32)
+            before[0, tile, 1:] = matrix[part].any(axis=0).cumsum(dtype=xp.int32)
+            before[1, tile, 1:] = matrix[part].all(axis=0).cumsum(dtype=xp.int32)
         some, every = before[..., right] - before[..., left]
         return (some > 0).astype(xp.int8) + (every == right - left)
 
