@@ -18,7 +18,7 @@ from cuattn.reference import textbook
 from cuattn.reference.textbook import Solution, sum_heads, sum_to
 from tests.tolerances import eps
 
-__all__ = ["Floor", "backward", "floors", "forward", "solve", "visible_band"]
+__all__ = ["Floor", "backward", "floors", "forward", "solve", "visible_band", "visible_outside"]
 
 
 class Floor(NamedTuple):
@@ -38,6 +38,13 @@ def visible_band(n_queries: int, n_keys: int, left: int | None, right: int | Non
     if right is not None:
         seen &= j <= i + right
     return seen
+
+
+def visible_outside(bounds: Any, n_queries: int) -> np.ndarray:
+    """Boolean (..., Nq, Nk): row i sees key j unless start <= i < end of an interval; starts and ends come in turn."""
+    i = np.arange(n_queries)[:, None]
+    bounds = np.asarray(bounds)[..., None, :]
+    return ~((bounds[::2] <= i) & (i < bounds[1::2])).any(axis=0)
 
 
 def solve(*arrays: Any, dtype: Any = None, precision: str | None = None, **options: Any) -> Solution:

@@ -152,10 +152,7 @@ def _visibility(draw, rng, kinds, lead, nq, nk):
         return {"mask": mask}, mask.dense()
     vectors = [rng.integers(0, nq + 1, (*draw(st.sampled_from([(), lead])), nk)) for _ in range(4)]
     vectors = [x.astype(np.int32) for x in np.broadcast_arrays(*vectors)]
-    i = np.arange(nq)[:, None]
-    lts, lte, uts, ute = (x[..., None, :] for x in vectors)
-    hidden = ((lts <= i) & (i < lte)) | ((uts <= i) & (i < ute))
-    return {"mask": cuattn.ColumnMask(*vectors, n_queries=nq)}, ~hidden
+    return {"mask": cuattn.ColumnMask(*vectors, n_queries=nq)}, oracle.visible_outside(vectors, nq)
 
 
 def _bias(draw, rng, lead, nq, nk, dtype):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cuattn import io_model, reference
 from cuattn.errors import ArgumentError, ShapeError
 from cuattn.io_model.sizes import cdiv
-from tests.reference.cases import make_case, scattered
+from tests.reference.cases import draw_blocks, make_case, scattered
 
 # Every M here makes 4 d divide M and both block sizes divide N, so that nothing is rounded up.
 WHOLE = [(64, 8, 128), (64, 8, 256), (64, 8, 512), (128, 8, 128), (96, 4, 96), (1024, 64, 16384), (4096, 128, 65536)]
@@ -19,11 +19,6 @@ def sizes(draw, max_n=10**6, max_d=512):
     """Draw N, d and an M with d <= M <= N d, evenly over its magnitudes."""
     n, d = draw(st.integers(1, max_n)), draw(st.integers(1, max_d))
     return n, d, max(d, min(n * d, int(d * n ** draw(st.floats(0, 1)))))
-
-
-def sparse_blocks(n, d, m, share, seed):
-    blocks = io_model.block_sizes(n, d, m)
-    return np.random.default_rng(seed).random((blocks.t_r, blocks.t_c)) < share
 
 
 def all_tiles(n, d, m, lower, upper):
@@ -89,7 +84,7 @@ def check_theta(size, flash, passes, once, standard, least, most):
 def test_proposition_4(size, share, seed):
     n, d, m = size
     m = max(m, min(n * d, 4 * d * 16))
-    blocks = sparse_blocks(n, d, m, share, seed)
+    blocks = draw_blocks(n, d, m, share, seed)
     b = io_model.block_sizes(n, d, m)
     rows = np.minimum(b.b_r, n - np.arange(0, n, b.b_r))
     s = blocks.sum(1) @ rows / (n * b.t_c)  # the share of nonzero blocks, each by the rows it has

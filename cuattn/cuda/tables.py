@@ -78,7 +78,7 @@ class CallMasks:
         self.halves = halves(problem)
         self.sources = [_aligned(mask.source(), self._rank + 1) for mask in masks]
         self.leading = np.broadcast_shapes(*(source.leading for source in self.sources))
-        self.lasting = not any(getattr(mask, "borrowed", False) for mask in masks)
+        self.lasting = not any(mask.borrowed for mask in masks)
         self.kernels = {name: half.file for half in self.halves for name in half.kernels}
         self.columns = sum("mask_bounds" in half.kernels for half in self.halves)
         self._operands = {

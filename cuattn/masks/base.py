@@ -40,8 +40,9 @@ _STRIP = 64  # row tiles that are classified at once
 class Mask(Immutable, Drawable):
     """What every mask can tell.
 
-    A new kind of mask needs `kind`, `leading`, `n_queries`, `n_keys`, `hidden` and `states`, and calls `_settle` when
-    it is built; `_restrict` where parts of it are taken; everything else follows from these, if slowly.
+    A new kind of mask needs `kind`, `leading`, `n_queries`, `n_keys`, `hidden` and `states`, and calls `_settle` with
+    its array and parameters when it is built; `_restrict` where parts of it are taken; everything else follows from
+    these, if slowly.
     """
 
     kind: ClassVar[str]
@@ -57,6 +58,9 @@ class Mask(Immutable, Drawable):
         super().__init_subclass__(**options)
         if "kind" in cls.__dict__:
             KINDS[cls.kind] = cls
+
+    borrowed: bool = False
+    """Whether the mask is of a caller's array, who may change it after a call: nothing made of it may be kept."""
 
     leading: tuple[int, ...]
     """Shape of the axes before queries and keys; they broadcast to a problem's (..., heads)."""
@@ -89,7 +93,7 @@ class Mask(Immutable, Drawable):
     def layout(self) -> tuple[Hashable, ...]:
         """All of the mask that a launch depends on: kind, shape, parameters and band, but not what else is hidden."""
         array = self._array
-        return (self.kind, array is not None and (array.shape, array.strides), self.reach, *self._parameters())
+        return (self.kind, array is not None and (array.shape, array.strides), self.reach, *self._parameters)
 
     def fits(self, n_queries: int, n_keys: int) -> bool:
         """Return whether this is a mask of an (n_queries, n_keys) matrix."""

@@ -23,16 +23,13 @@ class CellMask(Mask):
     block_m: int
     """Rows and keys of a cell."""
     block_n: int
-    borrowed: bool = False
-    """Whether the array is a caller's, who may change it after a call: nothing made of it may be kept."""
-    _lengths: tuple[int, int] | None = None  # of queries and keys; None: not known
+    _lengths: tuple[int, int] | None  # of queries and keys; None: not known
     _stretches: ClassVar[bool] = False  # whether a single cell stands for any length
 
-    def _settle(self, array: Any, **fields: Any) -> None:
-        super()._settle(array, **fields)
-        *leading, rows, columns = array.shape
+    def _derived(self) -> dict[str, Any]:
+        *leading, rows, columns = self._array.shape
         n_queries, n_keys = self._lengths or (rows * self.block_m, columns * self.block_n)  # of whole cells
-        vars(self).update(leading=tuple(leading), n_queries=n_queries, n_keys=n_keys)
+        return {"leading": tuple(leading), "n_queries": n_queries, "n_keys": n_keys}
 
     @property
     def block(self) -> tuple[int, int]:
@@ -40,7 +37,7 @@ class CellMask(Mask):
         return self.block_m, self.block_n
 
     def _bound(self, n_queries: int, n_keys: int) -> "CellMask":
-        return self._wrap(self._array, *self.block, self.borrowed, (n_queries, n_keys), _ready=self._ready)
+        return self._wrap(self._array, *self._parameters[:-1], (n_queries, n_keys), _ready=self._ready)
 
     def fits(self, n_queries: int, n_keys: int) -> bool:
         """Return whether this is a mask of an (n_queries, n_keys) matrix."""
@@ -65,13 +62,11 @@ class CellMask(Mask):
         xp, (rows, columns) = namespace(matrix), matrix.shape
         top, bottom = _cells_of_tiles(self.n_queries, block_m, self.block_m, rows)
         left, right = map(xp.asarray, _cells_of_tiles(self.n_keys, block_n, self.block_n, columns))
-        before = xp.zeros(
-            (2, stop - start, columns + 1), xp.int32
-        )  # cells that some row of a tile sees, and that all do
-        for t in range(start, stop):
-            part = matrix[top[t] : bottom[t]]
-            before[0, t - start, 1:] = part.any(axis=0).cumsum(dtype=xp.int32)
-            before[1, t - start, 1:] = part.all(axis=0).cumsum(dtype=xp.int32)
+        # Columns before each that some row of a tile sees, and that all do.
+        before = xp.zeros((2, stop - start, columns + 1), xp.int32)
+        for tile, part in enumerate(map(slice, top[start:stop], bottom[start:stop])):
+            before[0, tile, 1:] = matrix[part].any(axis=0).cumsum(dtype=xp.int32)
+            before[1, tile, 1:] = matrix[part].all(axis=0).cumsum(dtype=xp.int32)
         some, every = before[..., right] - before[..., left]
         return (some > 0).astype(xp.int8) + (every == right - left)
 
@@ -158,8 +153,7 @@ class BlockMask(CellMask):
 
     def __init__(self, blocks: Any, block_m: int, block_n: int) -> None:
         blocks = checks.booleans("blocks", blocks)
-        block_m, block_n = checks.tile(block_m, block_n)
-        self._settle(copy(blocks), block_m=block_m, block_n=block_n)
+        self._settle(copy(blocks), *checks.tile(block_m, block_n), False, None)
 
     @property
     def blocks(self) -> Any:
@@ -204,10 +198,9 @@ class BooleanMask(CellMask):
     kind = "boolean"
     cuda = CudaHalf(16, 1, "boolean", "boolean", "util/mask_alive.cu", ("mask_alive",))
     _stretches = True
-    block_m = block_n = 1
 
     def __init__(self, array: Any) -> None:
-        self._settle(copy(checks.booleans("array", array)))
+        self._settle(copy(checks.booleans("array", array)), 1, 1, False, None)
 
     @classmethod
     def borrow(cls, array: Any) -> "BooleanMask":

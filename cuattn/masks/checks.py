@@ -1,6 +1,6 @@
 """Checks of what callers hand to masks: each names the argument, its value and what was expected."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,12 @@ def tile(block_m: Any, block_n: Any) -> tuple[int, int]:
     return integer("block_m", block_m, 1), integer("block_n", block_n, 1)
 
 
-def host_array(name: str, value: Any) -> np.ndarray:
-    """Return `value` as a NumPy array, without copying one."""
+def any_array(name: str, value: Any, on_host: bool = False) -> Any:
+    """Return `value` as a NumPy or, unless it must be on the host, a CuPy array, without copying one."""
     if is_device_array(value):
-        raise DtypeError(f"{name} is on a GPU: expected host data")
+        if on_host:
+            raise DtypeError(f"{name} is on a GPU: expected host data")
+        return adopt(name, value)
     if isinstance(value, np.ma.MaskedArray):
         raise DtypeError(f"{name} is a numpy masked array: expected a plain one")
     try:
@@ -38,14 +40,9 @@ def host_array(name: str, value: Any) -> np.ndarray:
         raise DtypeError(f"{name} = {type(value).__name__}: expected something array-like") from error
 
 
-def any_array(name: str, value: Any) -> Any:
-    """Return `value` as a NumPy or a CuPy array, wherever it lies, without copying one."""
-    return adopt(name, value) if is_device_array(value) else host_array(name, value)
-
-
-def integers(name: str, value: Any, of: Callable[[str, Any], Any] = any_array) -> Any:
+def integers(name: str, value: Any, on_host: bool = False) -> Any:
     """Return `value` as an array of an integer dtype (bools and floats are refused; an empty list is fine)."""
-    array = of(name, value)
+    array = any_array(name, value, on_host)
     if array.size == 0 and isinstance(value, list | tuple):
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":
@@ -53,22 +50,21 @@ def integers(name: str, value: Any, of: Callable[[str, Any], Any] = any_array) -
     return array
 
 
-def in_range(name: str, array: np.ndarray, minimum: int, maximum: int) -> None:
-    """Raise MaskError naming the first element of a host array outside [minimum, maximum]."""
-    if array.size == 0 or (array.min() >= minimum and array.max() <= maximum):
-        return
-    for place in np.argwhere((array < minimum) | (array > maximum))[:1].tolist():
-        raise MaskError(f"{name}{place} = {array[tuple(place)]}: expected a value in [{minimum}, {maximum}]")
+def in_range(name: str, array: Any, maximum: int) -> None:
+    """Raise MaskError naming the first element of a host array outside [0, maximum]; one on a GPU is not read."""
+    if isinstance(array, np.ndarray) and (array.min(initial=0) < 0 or array.max(initial=0) > maximum):
+        place = np.argwhere((array < 0) | (array > maximum))[0].tolist()
+        raise MaskError(f"{name}{place} = {array[tuple(place)]}: expected a value in [0, {maximum}]")
 
 
 def numbers(name: str, value: Any, *pair: int) -> np.ndarray:
     """Return a list of integers in [0, 2**31) or, where `pair` is 2, of pairs of them, as int64."""
-    array = integers(name, value, host_array)
+    array = integers(name, value, on_host=True)
     if array.shape == (0,):
         array = array.reshape(0, *pair)
     if array.ndim == 0 or array.shape[1:] != pair:
         raise MaskError(f"{name} has shape {array.shape}: expected a list of {'pairs' if pair else 'lengths'}")
-    in_range(name, array, 0, INT32_MAX)
+    in_range(name, array, INT32_MAX)
     return array.astype(np.int64)
 
 

@@ -1,6 +1,5 @@
 """ColumnMask: two hidden row intervals per key column, the FlashMask paper's representation."""
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -81,9 +80,8 @@ class ColumnMask(IntervalMask):
         n_queries = checks.integer("n_queries", n_queries)
         vectors = checks.vectors(dict(zip(self._names, (lts, lte, uts, ute), strict=True)))
         for name, vector in vectors.items():
-            if isinstance(vector, np.ndarray):
-                checks.in_range(name, vector, 0, n_queries)
-        self._settle(pack(list(vectors.values()), n_queries), n_queries=n_queries)
+            checks.in_range(name, vector, n_queries)
+        self._settle(pack(list(vectors.values()), n_queries), n_queries)
 
     @classmethod
     def _of(cls, n_queries: int, lts: Any = None, lte: Any = None, uts: Any = 0, ute: Any = 0) -> "ColumnMask":
@@ -107,8 +105,7 @@ class ColumnMask(IntervalMask):
         """
         if self.on_device:
             return None
-        matrices = np.moveaxis(self._array.reshape(4, math.prod(self.leading), self.n_keys), 1, 0)
-        found = (convert.find_reach(matrix, self.n_queries) for matrix in matrices)
+        found = (convert.find_reach(self._bounds(instance), self.n_queries) for instance in np.ndindex(*self.leading))
         first = next(found, None)
         return first if first and all(reach == first for reach in found) else None
 
@@ -140,12 +137,13 @@ class ColumnMask(IntervalMask):
         parts = [mask if isinstance(mask, ColumnMask) else cls.stack(mask) for mask in checks.sequence("masks", masks)]
         if not parts:
             raise MaskError("masks is empty: expected at least one mask")
+        first = parts[0]
         for part in parts:
             if part.on_device:
                 raise DtypeError(f"masks holds {part!r}: expected masks on the host")
-            if (part.n_queries, part._array.shape) != (parts[0].n_queries, parts[0]._array.shape):
-                raise MaskError(f"masks holds {parts[0]!r} and {part!r}: expected one shape")
-        return cls._wrap(np.stack([part._array for part in parts], axis=1), parts[0].n_queries)
+            if (part.n_queries, part._array.shape) != (first.n_queries, first._array.shape):
+                raise MaskError(f"masks holds {first!r} and {part!r}: expected one shape")
+        return cls._wrap(np.stack([part._array for part in parts], axis=1), first.n_queries)
 
     @classmethod
     def from_dense(cls, mask: Any) -> "ColumnMask":
@@ -210,19 +208,16 @@ class ColumnMask(IntervalMask):
         if not isinstance(is_causal, bool | np.bool_):
             raise DtypeError(f"is_causal = {shown(is_causal)}: expected a bool")
         idx = checks.integers("idx", idx)
-        allowed = (1, 2) if is_causal else (2, 4)
-        if idx.ndim < 2 or idx.shape[-1] not in allowed:
-            kind = "causal" if is_causal else "not causal"
-            raise MaskError(f"idx has shape {idx.shape}: expected (..., n_keys, {allowed[0]} or {allowed[1]}), {kind}")
-        xp = namespace(idx)
-        if xp is np:
-            checks.in_range("idx", idx, 0, n_queries)
-        n_keys, columns = idx.shape[-2:]
-        given = list(xp.moveaxis(idx, -1, 0))
+        names = {1: ("lts",), 2: ("lts", "lte")} if is_causal else {2: ("lts", "ute"), 4: cls._names}
+        if idx.ndim < 2 or idx.shape[-1] not in names:
+            expected = f"(..., n_keys, {' or '.join(map(str, names))}), {'' if is_causal else 'not '}causal"
+            raise MaskError(f"idx has shape {idx.shape}: expected {expected}")
+        checks.in_range("idx", idx, n_queries)
+        xp, (n_keys, columns) = namespace(idx), idx.shape[-2:]
+        given = {name: idx[..., column] for column, name in enumerate(names[columns])}
         if is_causal:
-            upper = xp.arange(n_keys, dtype=xp.int64) - (n_keys - n_queries)
-            return cls._of(n_queries, *given, ute=xp.clip(upper, 0, n_queries))
-        return cls._of(n_queries, *given) if columns == 4 else cls._of(n_queries, given[0], ute=given[1])
+            given["ute"] = xp.clip(xp.arange(n_keys, dtype=xp.int64) - n_keys + n_queries, 0, n_queries)
+        return cls._of(n_queries, **given)
 
     def to_startend_row_indices(self) -> Any:
         """Return FlashMask's tensor of row indices, to be used without its causal flag.

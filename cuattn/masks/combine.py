@@ -65,10 +65,10 @@ class AllOf(Mask):
         given = [part if isinstance(part, Mask) else BooleanMask(part) for part in checks.sequence("parts", parts)]
         if not given:
             raise MaskError("parts is empty: expected at least one mask")
-        self._settle(None, parts=tuple(part for mask in given for part in mask.parts))
+        self._settle(None, tuple(part for mask in given for part in mask.parts))
 
-    def _settle(self, array: Any, **fields: Any) -> None:
-        parts = fields["parts"]
+    def _derived(self) -> dict[str, Any]:
+        parts = self.parts
         lengths = [sorted({getattr(part, name) for part in parts}, reverse=True) for name in ("n_queries", "n_keys")]
         try:
             leading = np.broadcast_shapes(*(part.leading for part in parts))
@@ -78,9 +78,8 @@ class AllOf(Mask):
             given = " & ".join(map(repr, parts))
             raise MaskError(f"{given}: expected masks of one shape, whose leading axes broadcast") from None
         # It lies where the first part does that is on a GPU.
-        first = next((part for part in parts if part.on_device), parts[0])
-        array = first._array if first.on_device else None
-        super()._settle(array, **fields, leading=leading, n_queries=n_queries, n_keys=n_keys, _ready=None)
+        array = next((part._array for part in parts if part.on_device), None)
+        return {"_array": array, "leading": leading, "n_queries": n_queries, "n_keys": n_keys}
 
     def _wait(self) -> None:
         for part in self.parts:
@@ -157,14 +156,14 @@ def _as_columns(mask: Mask, n_queries: int, n_keys: int) -> Mask:
     return found if found.n_queries == n_queries else ColumnMask._wrap(found._array * n_queries, n_queries)
 
 
-def _joined(a: Mask, b: Mask) -> Mask | None:
+def _joined(a: Mask, b: Any) -> Mask | None:
     """Return one mask on the host that says what two of the same kind do, or None."""
-    if a.on_device or b.on_device:
+    if a.kind != b.kind or a.on_device or b.on_device:
         return None
-    if isinstance(a, ColumnMask) and isinstance(b, ColumnMask):
+    if isinstance(a, ColumnMask):
         found = convert.runs(join((a, b))[0]._array, a.n_queries)
         two = (found[0] <= 2).all()
         return ColumnMask._of(a.n_queries, *convert.assign(*found, a.n_queries)) if two else None
-    if isinstance(a, CellMask) and isinstance(b, CellMask) and a.kind == b.kind and a.block == b.block:
+    if isinstance(a, CellMask) and a.block == b.block:
         return a._wrap(a._array & b._array, *a.block, False, a._lengths or b._lengths)
     return None

@@ -269,11 +269,11 @@ def eviction(evicted_at: Any) -> ColumnMask:
            [1, 0, 1, 0],
            [1, 0, 1, 1]])
     """
-    evicted_at = checks.integers("evicted_at", evicted_at, checks.host_array)
+    evicted_at = checks.integers("evicted_at", evicted_at, on_host=True)
     if evicted_at.ndim == 0:
         raise MaskError(f"evicted_at = {evicted_at}: expected at least one axis")
     n = checks.integer("evicted_at.shape[-1]", evicted_at.shape[-1])
-    checks.in_range("evicted_at", evicted_at, 0, n)
+    checks.in_range("evicted_at", evicted_at, n)
     return ColumnMask._of(n, evicted_at, ute=np.arange(n))
 
 

@@ -19,18 +19,31 @@ def from_dense(visible: Any) -> Any:
     O(n_queries * n_keys), a fixed number of array operations.
     """
     xp = namespace(visible)
-    n_queries, n_keys = visible.shape[-2:]
-    if visible.size == 0:
-        return xp.zeros((4, *visible.shape[:-2], n_keys), dtype=xp.int32)
-    hidden, edges = ~visible, xp.zeros((*visible.shape[:-2], n_queries + 1, n_keys), xp.int8)
-    edges[..., :-1, :] += hidden
-    edges[..., 1:, :] -= hidden
-    begins, ends = edges > 0, edges < 0  # of runs of hidden rows: the first, and the one behind the last
-    count = begins.sum(axis=-2)
-    _refuse_first(count, "column")
-    first = begins.argmax(axis=-2), ends.argmax(axis=-2)
-    last = n_queries - begins[..., ::-1, :].argmax(axis=-2), n_queries - ends[..., ::-1, :].argmax(axis=-2)
-    return assign(count, first, last, n_queries)
+    if visible.size == 0:  # CuPy has no running sum of nothing
+        return xp.zeros((4, *visible.shape[:-2], visible.shape[-1]), dtype=xp.int32)
+    changes = xp.diff(~visible, axis=-2, prepend=False, append=False).swapaxes(-1, -2)
+    number = changes.sum(axis=-1)
+    _refuse_first(number, "column")
+    return _between(xp.nonzero(changes)[-1], number, visible.shape[-2])
+
+
+def _between(changes: Any, number: Any, length: int) -> tuple[Any, Any, Any, Any]:
+    """Return the vectors of lines, each of which begins and ceases to be hidden where its changes say.
+
+    Parameters
+    ----------
+    changes : int array
+        Of line after line, ascending.
+    number : int array, (..., lines)
+        Of changes of each line: 0, 2 or 4.
+    length : int
+        Of a line.
+    """
+    changes = namespace(changes).append(changes, [0, 0])  # for lines without any
+    behind = number.cumsum().reshape(number.shape)
+    before = behind - number
+    first, last = ((changes[at], changes[at + 1]) for at in (before, behind - 2))
+    return assign(number // 2, first, last, length)
 
 
 def assign(count: Any, first: Pair, last: Pair, n_queries: int) -> tuple[Any, Any, Any, Any]:
@@ -158,19 +171,16 @@ def transpose(bounds: np.ndarray, n_queries: int) -> tuple[np.ndarray, np.ndarra
     start, stop, key = changes[::2][some], changes[1::2][some], np.nonzero(some)[-1]
     room = len(count) * n_queries + 1
     number = (np.bincount(start, minlength=room) - np.bincount(stop, minlength=room)).cumsum()[:-1]
-    count = number.reshape(*leading, n_queries) // 2
-    _refuse_first(count, "row")
+    number = number.reshape(*leading, n_queries)
+    _refuse_first(number, "row")
     length = stop - start
     row = np.repeat(stop - length.cumsum(), length) + np.arange(length.sum())
     listed = np.sort(row * (n_keys + 1) + np.repeat(key, length), kind="stable") % (n_keys + 1)  # of row after row
-    listed = np.append(listed, [0, 0])
-    behind = number.cumsum().reshape(count.shape)
-    before = behind - 2 * count
-    return assign(count, (listed[before], listed[before + 1]), (listed[behind - 2], listed[behind - 1]), n_keys)
+    return _between(listed, number, n_keys)
 
 
-def _refuse_first(count: Any, line: str) -> None:
-    """Raise MaskError naming the first line, a row or a column, that hides more than two runs."""
-    for *matrix, index in namespace(count).argwhere(count > 2)[:1].tolist():
-        found = int(count[(*matrix, index)])
+def _refuse_first(number: Any, line: str) -> None:
+    """Raise MaskError naming the first line, a row or a column, of more than four changes: two hidden runs."""
+    for *matrix, index in namespace(number).argwhere(number > 4)[:1].tolist():
+        found = int(number[(*matrix, index)]) // 2
         raise MaskError(f"mask{matrix or ''}: {line} {index} hides {found} separate intervals, expected at most two")

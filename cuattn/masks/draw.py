@@ -61,10 +61,11 @@ class Drawable:
         side = _SIDE / max(rows, keys, 1)
         paths = ["", "", ""]
         for row, line in enumerate(states.tolist()):
-            for state, run in groupby(range(len(line)), line.__getitem__):
-                first, *more = run
-                width = 1 + len(more)
-                paths[state] += f"M{first} {row}h{width}v1h-{width}z"
+            column = 0
+            for state, run in groupby(line):
+                width = len(list(run))
+                paths[state] += f"M{column} {row}h{width}v1h-{width}z"
+                column += width
         drawn = "".join(f'<path fill="{_COLOURS[state]}" d="{paths[state]}"/>' for state in (1, 2))
         return (
             f"<div><code>{html.escape(repr(self))}</code><br/>"

@@ -24,6 +24,7 @@ class Immutable(ABC):
     """
 
     _array: Any
+    _parameters: tuple[Any, ...]
     _cache: dict[Any, Any]  # what is made once for a GPU and kept: copies of the mask, tables of kernels
     _ready: Ready | None = None
 
@@ -33,24 +34,27 @@ class Immutable(ABC):
     reach: tuple[int | None, int | None] | None = None
     """The band that a mask is, where that is known, see `ColumnMask.reach`."""
 
-    def _settle(self, array: Any, **fields: Any) -> None:
-        """Freeze the mask around an array that nobody else writes to."""
+    def _settle(self, array: Any, *parameters: Any, **known: Any) -> None:
+        """Freeze the mask around a trusted array, which it takes over, its parameters and what else is known of it."""
         if isinstance(array, np.ndarray):
             array.setflags(write=False)
-        elif array is not None and "_ready" not in fields:
+        elif array is not None and "_ready" not in known:
             with array.device:
-                fields["_ready"] = Ready(current_stream())
-        vars(self).update(fields, _array=array, _cache={})
+                known["_ready"] = Ready(current_stream())
+        vars(self).update(zip(self._parameter_names, parameters, strict=True), **known)
+        vars(self).update(_array=array, _parameters=parameters, _cache={})
+        vars(self).update(self._derived())
+
+    def _derived(self) -> dict[str, Any]:
+        """Return the attributes that follow from the array and the parameters."""
+        return {}
 
     @classmethod
-    def _wrap(cls: type[Self], array: Any, *parameters: Any, **fields: Any) -> Self:
-        """Build a mask from a trusted array, which it takes over, its `_parameters` and what else is known of it."""
+    def _wrap(cls: type[Self], array: Any, *parameters: Any, **known: Any) -> Self:
+        """Build a mask from what `_settle` takes, which is not checked."""
         mask = object.__new__(cls)
-        mask._settle(array, **dict(zip(cls._parameter_names, parameters, strict=True)), **fields)
+        mask._settle(array, *parameters, **known)
         return mask
-
-    def _parameters(self) -> tuple[Any, ...]:
-        return tuple([getattr(self, name) for name in self._parameter_names])
 
     def __setattr__(self, name: str, *value: Any) -> None:
         raise AttributeError(f"cannot change {name}: {type(self).__name__} is immutable")
@@ -65,14 +69,14 @@ class Immutable(ABC):
     def __reduce__(self) -> tuple[Any, ...]:
         if self.on_device:
             raise MaskError(f"{self!r} cannot be pickled: expected a mask on the host (see to_host)")
-        return type(self)._wrap, (self._array, *self._parameters())
+        return type(self)._wrap, (self._array, *self._parameters)
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
         if self is other or self.on_device or other.on_device:
             return self is other
-        return self._parameters() == other._parameters() and np.array_equal(self._array, other._array)
+        return self._parameters == other._parameters and np.array_equal(self._array, other._array)
 
     def __hash__(self) -> int:
         return self._hash
@@ -82,7 +86,7 @@ class Immutable(ABC):
         if self.on_device:
             return id(self)
         content = self._array is not None and (self._array.shape, self._array.tobytes())
-        return hash((type(self), self._parameters(), content))
+        return hash((type(self), self._parameters, content))
 
     @property
     def device(self) -> int | None:
@@ -133,7 +137,7 @@ class Immutable(ABC):
         key = ("device", device)
         if key not in self._cache:
             # The upload has been waited for; nobody could tell the band of a copy without reading it back.
-            twin = self._wrap(upload(self._array, device), *self._parameters(), _ready=None, reach=self.reach)
+            twin = self._wrap(upload(self._array, device), *self._parameters, _ready=None, reach=self.reach)
             self._cache.setdefault(key, twin)
         return self._cache[key]
 
@@ -148,7 +152,7 @@ class Immutable(ABC):
         if not self.on_device:
             return self
         with self._scope():
-            return self._wrap(self._array.get(), *self._parameters())
+            return self._wrap(self._array.get(), *self._parameters)
 
     def _wait(self) -> None:
         """Make CuPy's current stream wait until the device vectors are written; free when they are."""

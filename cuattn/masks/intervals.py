@@ -13,7 +13,7 @@ therefore never stored.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial, reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -126,9 +126,9 @@ class IntervalMask(Mask):
     _names: ClassVar[tuple[str, ...]] = ()
     """What the starts and ends are called."""
 
-    def _settle(self, array: Any, **fields: Any) -> None:
-        super()._settle(array, **fields)
-        vars(self).update(zip(self._names, array, strict=False), leading=array.shape[1:-1], n_keys=array.shape[-1])
+    def _derived(self) -> dict[str, Any]:
+        shape = self._array.shape
+        return dict(zip(self._names, self._array, strict=False), leading=shape[1:-1], n_keys=shape[-1])
 
     def _bounds(self, instance: Instance) -> Any:
         """Return one matrix's starts and ends, (2 K, n_keys)."""
@@ -157,12 +157,12 @@ class IntervalMask(Mask):
     def shown(self, instance, block_m, block_n, row_tile, key_tile, ramp):
         bounds = self._bounds(instance)[:, key_tile * block_n : (key_tile + 1) * block_n] - row_tile * block_m
         touched = self._table(block_m, block_n)[instance][2:, :, key_tile].T.tolist()
-        shown = None
-        for (first, last), start, end in zip(touched, bounds[::2], bounds[1::2], strict=True):
-            if first <= row_tile < last:
-                outside = _outside(start, end, ramp)
-                shown = outside if shown is None else np.bitwise_and(shown, outside, out=outside)
-        return ramp[-1:] if shown is None else shown
+        outside = [
+            _outside(start, end, ramp)
+            for (first, last), start, end in zip(touched, bounds[::2], bounds[1::2], strict=True)
+            if first <= row_tile < last
+        ]
+        return reduce(np.bitwise_and, outside or [ramp[-1:]])
 
 
 def _outside(start: np.ndarray, end: np.ndarray, ramp: np.ndarray) -> np.ndarray:

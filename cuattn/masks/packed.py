@@ -10,6 +10,7 @@ import numpy as np
 from cuattn.errors import MaskError, shown
 from cuattn.masks import checks
 from cuattn.masks.column import ColumnMask
+from cuattn.masks.constructors import eviction
 
 
 def causal_document(lengths: Any) -> ColumnMask:
@@ -34,7 +35,8 @@ def causal_document(lengths: Any) -> ColumnMask:
            [0, 0, 1, 0],
            [0, 0, 1, 1]])
     """
-    return _causal_segments(checks.lengths("lengths", lengths))
+    _, end = _segments("lengths", lengths)
+    return eviction(end)
 
 
 def document(lengths: Any) -> ColumnMask:
@@ -56,8 +58,7 @@ def document(lengths: Any) -> ColumnMask:
            [0, 1, 1],
            [0, 1, 1]])
     """
-    lengths = checks.lengths("lengths", lengths)
-    start, end = _segments(lengths)
+    start, end = _segments("lengths", lengths)
     return ColumnMask._of(end.size, end, ute=start)
 
 
@@ -96,8 +97,7 @@ def share_question(documents: Any) -> ColumnMask:
     lengths = checks.lengths("documents", segments)
     seen_until = lengths.cumsum()
     seen_until[first] = seen_until[last]  # a question is seen to the end of its document
-    end = np.repeat(seen_until, lengths)
-    return ColumnMask._of(end.size, end, ute=np.arange(end.size))
+    return eviction(np.repeat(seen_until, lengths))
 
 
 def causal_blockwise(lengths: Any) -> ColumnMask:
@@ -123,8 +123,8 @@ def causal_blockwise(lengths: Any) -> ColumnMask:
            [1, 1, 1, 1]])
     """
     lengths = checks.lengths("lengths", lengths)
-    _, end = _segments(lengths)
-    last_block = end.size - int(lengths[-1]) if lengths.size else 0
+    _, end = _segments("lengths", lengths)
+    last_block = end.size - lengths[-1:].sum()
     return ColumnMask._of(end.size, end, np.maximum(end, last_block), ute=np.arange(end.size))
 
 
@@ -153,8 +153,7 @@ def prefix_lm_document(documents: Any) -> ColumnMask:
     prefix, length = checks.numbers("documents", documents, 2).T
     for first in np.flatnonzero(prefix > length)[:1]:
         raise MaskError(f"documents[{first}] = ({prefix[first]}, {length[first]}): expected prefix <= length")
-    length = checks.lengths("documents[:, 1]", length)
-    start, end = _segments(length)
+    start, end = _segments("documents[:, 1]", length)
     j = np.arange(end.size)
     upper_end = np.where(j < start + np.repeat(prefix, length), start, j)
     return ColumnMask._of(end.size, end, ute=upper_end)
@@ -181,15 +180,12 @@ def hash_sparse(bucket_lengths: Any) -> ColumnMask:
            [0, 1, 0],
            [0, 1, 1]])
     """
-    return _causal_segments(checks.lengths("bucket_lengths", bucket_lengths))
+    _, end = _segments("bucket_lengths", bucket_lengths)
+    return eviction(end)
 
 
-def _causal_segments(lengths: np.ndarray) -> ColumnMask:
-    _, end = _segments(lengths)
-    return ColumnMask._of(end.size, end, ute=np.arange(end.size))
-
-
-def _segments(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _segments(name: str, lengths: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return, per token, where its segment starts and ends."""
+    lengths = checks.lengths(name, lengths)
     end = np.cumsum(lengths)
     return np.repeat(end - lengths, lengths), np.repeat(end, lengths)

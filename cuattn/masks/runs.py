@@ -53,8 +53,7 @@ def kept_before(bound: Any, runs: Runs) -> Any:
     [0, 1, 2, 3]
     """
     xp = namespace(bound)
-    parts = [xp.clip(bound, start, stop) - start if start else xp.clip(bound, 0, stop) for start, stop in runs]
-    return sum(parts[1:], start=parts[0]) if parts else xp.zeros_like(bound)
+    return sum((xp.clip(bound, start, stop) - start for start, stop in runs), xp.zeros_like(bound))
 
 
 def taken(array: Any, cells: np.ndarray, axis: int) -> Any:

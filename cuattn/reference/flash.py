@@ -8,7 +8,7 @@ same with one `if`.
 import numpy as np
 
 from cuattn import rng as random
-from cuattn.errors import ArgumentError, ShapeError
+from cuattn.errors import ArgumentError
 from cuattn.reference.steps import (
     Backward,
     Forward,
@@ -74,14 +74,13 @@ def flash_forward(
            [0., 0., 1., 0.],
            [0., 0., 0., 1.]])
     """
-    hbm, n, d, rows, keys = start(M, dtype, Q=q, K=k, V=v)  # Alg. 1 l. 1, 3; Alg. 2 l. 2, 4
-    options = _Options(hbm, d, blocks, scale, mask, dropout_p, b, {"mask": (n, n), "blocks": (len(rows), len(keys))})
+    hbm, n, d, rows, keys = problem = start(M, dtype, Q=q, K=k, V=v)  # Alg. 1 l. 1, 3; Alg. 2 l. 2, 4
+    options = _Options(problem, blocks, scale, mask, dropout_p, b)
     if options.threshold:  # Alg. 2, 5 l. 1
         if rng is None:
             raise ArgumentError("rng is None: with dropout, expected a seed or a state")
         options.state = random.resolve(rng)
-        hbm.allocate(2, "R", dtype=np.uint64)
-        hbm.store(..., R=options.state)
+        hbm.allocate(2, "R", fill=options.state, dtype=np.uint64)
     hbm.allocate((n, d), "O", fill=0, output=True)  # Alg. 1, 5 l. 2; Alg. 2 l. 3
     hbm.allocate(n, "l", fill=0)
     hbm.allocate(n, "m", fill=-np.inf)
@@ -128,10 +127,10 @@ def flash_backward(do, q, k, v, fwd, M, *, blocks=None, scale=None, mask=None, d
     >>> flash_backward(do, q, k, v, fwd, 16, dropout_p=0.5).counts.total
     466
     """
-    hbm, n, d, rows, keys = start(M, dtype, Q=q, K=k, V=v, dO=do, O=fwd.o)  # Alg. 4 l. 2-3
-    hbm.place("l", fwd.l)
-    hbm.place("m", fwd.m)
-    options = _Options(hbm, d, blocks, scale, mask, dropout_p, b, {"mask": (n, n), "blocks": (len(rows), len(keys))})
+    hbm, n, d, rows, keys = problem = start(M, dtype, Q=q, K=k, V=v, dO=do, O=fwd.o)  # Alg. 4 l. 2-3
+    hbm.place("l", fwd.l, shape=(n,))
+    hbm.place("m", fwd.m, shape=(n,))
+    options = _Options(problem, blocks, scale, mask, dropout_p, b)
     if options.threshold:  # Alg. 4 l. 1
         hbm.place("R", random.recorded(fwd.rng_state), np.uint64)
         options.state = random.RNGState(*hbm.load(..., "R").tolist())
@@ -155,15 +154,15 @@ class _Options:
     0 without dropout, whose `state` the algorithm sets.
     """
 
-    def __init__(self, hbm, d, blocks, scale, mask, dropout_p, b, shapes):
-        self.hbm, self.mask, self.b, self.state = hbm, mask, b, None
+    def __init__(self, problem, blocks, scale, mask, dropout_p, b):
+        self.hbm, n, d, rows, keys = problem
+        self.mask, self.b, self.state = mask, b, None
         self.scale = d**-0.5 if scale is None else scale
         self.threshold = random.threshold(dropout_p)
-        for name, array in (("mask", None if callable(mask) else mask), ("blocks", blocks)):
-            if array is not None:
-                if np.shape(array) != shapes[name]:
-                    raise ShapeError(f"{name} has shape {np.shape(array)}: expected {shapes[name]}")
-                hbm.place(name, array, np.bool_)
+        if mask is not None and not callable(mask):
+            self.hbm.place("mask", mask, np.bool_, (n, n))
+        if blocks is not None:
+            self.hbm.place("blocks", blocks, np.bool_, (len(rows), len(keys)))
 
     def scores(self, Q_i, K_j, rows, keys):
         """Return MASK(tau Q_i K_j^T), -inf where row i may not see key j, and Z, what dropout multiplies P by."""

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cuattn.errors import ShapeError
 from cuattn.io_model import Tiles
 from cuattn.reference.steps import (
     Backward,
@@ -20,6 +19,8 @@ from cuattn.reference.steps import (
     reciprocal,
     start,
 )
+
+_VECTORS = "LTS", "LTE", "UTS", "UTE"
 
 
 class FlashMaskForward(NamedTuple):
@@ -88,14 +89,16 @@ def flashmask_forward(q, k, v, mask, M, *, scale=None, dtype=np.float64):
                 continue
             K_j, V_j = hbm.load(columns, "K", "V")  # Alg. 1 l. 16
             S_ij = hbm.on_chip("S", scale * (Q_i @ K_j.T))  # Alg. 1 l. 17
-            partial = _is_partial(here, hbm.load(j, "any"))  # Alg. 1 l. 18, 22
-            for interval in np.flatnonzero(partial):
-                S_ij = _hide(S_ij, here, hbm.load((columns, interval), "mask"))  # Alg. 1 l. 19-20, 23-24
+            lower, upper = _is_partial(here, hbm.load(j, "any"))  # Alg. 1 l. 18, 22
+            if lower:
+                S_ij = _hide(S_ij, here, *hbm.load(columns, "LTS", "LTE"))  # Alg. 1 l. 19-20
+            if upper:
+                S_ij = _hide(S_ij, here, *hbm.load(columns, "UTS", "UTE"))  # Alg. 1 l. 23-24
             m_new = np.maximum(m_i, S_ij.max(axis=1))  # Alg. 1 l. 26
             P_ij, old = exp_minus(S_ij, m_new), exp_minus(m_i, m_new)
             l_i, m_i = old * l_i + P_ij.sum(axis=1), m_new  # Alg. 1 l. 27
             O_i = old[:, None] * O_i + P_ij @ V_j  # Alg. 1 l. 28
-            tiles.visited[i, j], (tiles.lower[i, j], tiles.upper[i, j]) = True, partial
+            tiles.visited[i, j], tiles.lower[i, j], tiles.upper[i, j] = True, lower, upper
         L_i = m_i + np.log(l_i, out=np.zeros_like(l_i), where=l_i != 0)  # Alg. 1 l. 31
         hbm.store(here, O=reciprocal(l_i)[:, None] * O_i, L=L_i)  # Alg. 1 l. 30, 32, 33
     return FlashMaskForward(*hbm.take("O", "L"), tiles, hbm.counts)
@@ -143,7 +146,7 @@ def flashmask_backward(do, q, k, v, fwd, mask, M, *, scale=None, dtype=np.float6
     array([1., 1., 1., 1.])
     """
     hbm, n, d, rows, keys = start(M, dtype, Q=q, K=k, V=v, dO=do, O=fwd.o)  # Alg. 2 l. 2-3
-    hbm.place("L", fwd.lse)
+    hbm.place("L", fwd.lse, shape=(n,))
     scale = d**-0.5 if scale is None else scale
     hbm.allocate((n, d), "dQ", fill=0, output=True)  # Alg. 2 l. 4
     hbm.allocate((n, d), "dK", "dV", output=True)
@@ -153,15 +156,16 @@ def flashmask_backward(do, q, k, v, fwd, mask, M, *, scale=None, dtype=np.float6
     hbm.end_kernel()
     _place_mask(hbm, mask, n, keys)  # Alg. 2 l. 6-7
     for j, columns, K_j, *tiles in backward_blocks(hbm, keys):  # Alg. 2 l. 8-10, 36
-        vectors = hbm.load(columns, "mask")  # Alg. 2 l. 11-12
+        lts, lte, uts, ute = hbm.load(columns, *_VECTORS)  # Alg. 2 l. 11-12
         common, any_ = hbm.load(j, "common", "any")  # resident (appendix A.1)
         for here in rows:  # Alg. 2 l. 13
             if _is_masked(here, common):  # Alg. 2 l. 14-19
                 continue
             Q_i, _, dO_i, _, L_i, D_i = hbm.load(here, "Q", "O", "dO", "dQ", "L", "D")  # Alg. 2 l. 20
             S_ij = hbm.on_chip("S", scale * (Q_i @ K_j.T))  # Alg. 2 l. 21
-            for interval in np.flatnonzero(_is_partial(here, any_)):
-                S_ij = _hide(S_ij, here, vectors[:, interval])  # Alg. 2 l. 22-27
+            lower, upper = _is_partial(here, any_)
+            S_ij = _hide(S_ij, here, lts, lte) if lower else S_ij  # Alg. 2 l. 22-24
+            S_ij = _hide(S_ij, here, uts, ute) if upper else S_ij  # Alg. 2 l. 25-27
             P_ij, dQ_i = exp_minus(S_ij, L_i), hbm.load(here, "dQ")  # Alg. 2 l. 28, 32
             dQ_i = add_gradients(hbm, scale, P_ij, D_i, dO_i, Q_i, dQ_i, K_j, *tiles)  # Alg. 2 l. 29-34
             hbm.store(here, dQ=dQ_i)  # Alg. 2 l. 33
@@ -171,21 +175,18 @@ def flashmask_backward(do, q, k, v, fwd, mask, M, *, scale=None, dtype=np.float6
 def _place_mask(hbm, mask, n, keys):
     """Put the vectors into HBM, compute their bounds per block of keys and write them there.
 
-    "mask" holds the two intervals of each key, (LTS, LTE) and (UTS, UTE).  Per block, "common" holds those that all its
-    keys have in common, (max LTS, min LTE) and (max UTS, min UTE), and "any" those that hold every key's, (min LTS,
-    max LTE) and (min UTS, max UTE).
+    Of each of the two intervals, "common" holds the rows that all keys of the block have in common, (max LTS, min LTE)
+    and (max UTS, min UTE), and "any" those of any key, (min LTS, max LTE) and (min UTS, max UTE).
     """
     if hasattr(mask, "lts"):
         mask = (mask.lts, mask.lte, mask.uts, mask.ute)
-    for name, vector in zip(("LTS", "LTE", "UTS", "UTE"), mask, strict=True):
-        if np.shape(vector) != (n,):
-            raise ShapeError(f"mask: {name} has shape {np.shape(vector)}, expected (N,) = {(n,)}")
-    hbm.place("mask", np.transpose(mask).reshape(n, 2, 2), np.int32)
+    for name, vector in zip(_VECTORS, mask, strict=True):
+        hbm.place(name, vector, np.int32, (n,))
     hbm.allocate((len(keys), 2, 2), "common", "any", dtype=np.int32)
     for j, columns in enumerate(keys):
-        vectors = hbm.load(columns, "mask")
-        least, most, is_start = vectors.min(axis=0), vectors.max(axis=0), [True, False]
-        hbm.store(j, common=np.where(is_start, most, least), any=np.where(is_start, least, most))
+        lts, lte, uts, ute = hbm.load(columns, *_VECTORS)
+        hbm.store(j, common=[(lts.max(), lte.min()), (uts.max(), ute.min())])
+        hbm.store(j, any=[(lts.min(), lte.max()), (uts.min(), ute.max())])
     hbm.end_kernel()
 
 
@@ -194,17 +195,15 @@ def _is_masked(rows, common):
 
     The papers' i x B_r is the end of a block; the last one may be shorter, and ends at N.
     """
-    first, end = common.T
-    return ((rows.start >= first) & (rows.stop <= end)).any()
+    return any(rows.start >= first and rows.stop <= end for first, end in common)
 
 
 def _is_partial(rows, any_):
     """Tell for each interval whether it may hide an element of the tile."""
-    first, end = any_.T
-    return (rows.stop > first) & (rows.start < end)
+    return [rows.stop > first and rows.start < end for first, end in any_]
 
 
-def _hide(S, rows, interval):
-    """Set S to -inf where start <= row < end."""
-    row, (first, end) = np.arange(rows.start, rows.stop)[:, None], interval.T
+def _hide(S, rows, first, end):
+    """Set S to -inf where first <= row < end."""
+    row = np.c_[rows]
     return np.where((first <= row) & (row < end), -np.inf, S)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cuattn.errors import ShapeError
 from cuattn.reference.steps import Backward, Counts, blocks, softmax_tile, start
 
 
@@ -101,9 +100,7 @@ def standard_backward(do, q, k, v, p, M, *, dtype=np.float64):
     array([1., 1., 1., 1.])
     """
     hbm, n, d, *tiles = start(M, dtype, Q=q, K=k, V=v, dO=do)
-    if np.shape(p) != (n, n):
-        raise ShapeError(f"p has shape {np.shape(p)}: expected (N, N) = {(n, n)}")
-    hbm.place("P", p)
+    hbm.place("P", p, shape=(n, n))
     hbm.allocate((n, n), "dP", "dS")
     hbm.allocate((n, d), "dQ", "dK", "dV", output=True)
     _product(hbm, "P", "dO", "dV", *tiles, transposed=True)  # Alg. 3 l. 1: dV = P^T dO

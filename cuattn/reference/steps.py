@@ -61,8 +61,10 @@ class HBM:
         self._buffers = {}
         self._reads = self._writes = self._extra = self._sram = 0
 
-    def place(self, name, array, dtype=None):
-        """Put a copy of a caller's array into HBM, where it is when the algorithm starts; not an access."""
+    def place(self, name, array, dtype=None, shape=None):
+        """Put a copy of a caller's array, of this shape, into HBM, where it is when the algorithm starts; no access."""
+        if shape not in (None, np.shape(array)):
+            raise ShapeError(f"{name} has shape {np.shape(array)}: expected {shape}")
         self._arrays[name] = np.array(array, dtype or self.dtype)
 
     def allocate(self, shape, *names, fill=None, dtype=None, output=False):
@@ -89,11 +91,11 @@ class HBM:
     def on_chip(self, name, array):
         """Note that an array computed on the chip occupies the buffer `name`, and return it."""
         self._buffers[name] = max(self._buffers.get(name, 0), array.size)
+        self._sram = max(self._sram, sum(self._buffers.values()))
         return array
 
     def end_kernel(self):
         """Free the on-chip buffers, as between two kernels."""
-        self._sram = max(self._sram, sum(self._buffers.values()))
         self._buffers.clear()
 
     def take(self, *names):
@@ -103,7 +105,7 @@ class HBM:
     @property
     def counts(self) -> Counts:
         """The accesses so far."""
-        return Counts(self._reads, self._writes, self._extra, max(self._sram, sum(self._buffers.values())))
+        return Counts(self._reads, self._writes, self._extra, self._sram)
 
 
 class Forward(NamedTuple):
@@ -129,7 +131,7 @@ class Backward(NamedTuple):
 
 
 def start(M, dtype, *, square=False, **arrays):
-    """Put Q, K, V, ... (N, d), all of one shape, into HBM.
+    """Put Q, K, V, ... into HBM, all of one shape (N, d).
 
     Returns
     -------
@@ -139,14 +141,11 @@ def start(M, dtype, *, square=False, **arrays):
         The blocks of B_r rows and of B_c keys, :func:`cuattn.io_model.block_sizes`; the last may be shorter.
     """
     hbm = HBM(dtype)
-    (first, shape), *others = ((name, np.shape(array)) for name, array in arrays.items())
+    shape = np.shape(arrays["Q"])
     if len(shape) != 2 or 0 in shape:
-        raise ShapeError(f"{first} has shape {shape}: expected (N, d) with N, d >= 1")
-    for name, other in others:
-        if other != shape:
-            raise ShapeError(f"{name} has shape {other}: expected {shape}, the shape of {first}")
+        raise ShapeError(f"Q has shape {shape}: expected (N, d) with N, d >= 1")
     for name, array in arrays.items():
-        hbm.place(name, array)
+        hbm.place(name, array, shape=shape)
     n, d = shape
     sizes = block_sizes(n, d, M, square)
     return hbm, n, d, blocks(n, sizes.b_r), blocks(n, sizes.b_c)
@@ -159,8 +158,7 @@ def blocks(n, size):
 
 def exp_minus(x, m):
     """Return e^(x - m) of numbers or rows; with m = -inf, where nothing was visible, all of x is too, and gives 0."""
-    m = np.where(m == -np.inf, 0, m)
-    return np.exp(x - (m if x.ndim == 1 else m[:, None]))
+    return np.exp((x.T - np.where(m == -np.inf, 0, m)).T)
 
 
 def softmax_tile(S):
@@ -180,9 +178,8 @@ def reciprocal(l):
 
 def empty_rows(hbm, Q_i):
     """Return O_i, l_i and m_i of a block of queries on the chip, before any key."""
-    n = len(Q_i)
-    O_i, l_i = np.zeros_like(Q_i), np.zeros(n, hbm.dtype)
-    return hbm.on_chip("O", O_i), hbm.on_chip("l", l_i), hbm.on_chip("m", np.full(n, -np.inf, hbm.dtype))
+    O_i, l_i = np.zeros_like(Q_i), np.zeros_like(Q_i[:, 0])
+    return hbm.on_chip("O", O_i), hbm.on_chip("l", l_i), hbm.on_chip("m", l_i - np.inf)
 
 
 def backward_blocks(hbm, keys):

@@ -130,20 +130,16 @@ def solve(
         s = xp.where(seen, s, -np.inf)
         m = s.max(-1) if s.shape[-1] else xp.full(shape[:-1], -np.inf, work)
         none = (m == -np.inf)[..., None]
-        p = xp.where(none, 0, xp.exp(s - xp.where(none, 0, m[..., None])))
+        p = xp.where(none, 0, xp.exp(s - m[..., None]))
         l = p.sum(-1)
-        if softmax is None or not s.shape[-1]:
-            p = p / xp.where(none, 1, l[..., None])
-        else:
-            p = xp.where(none, 0, softmax(xp.where(none, 0, s), axis=-1)).astype(work)
-        p = rounded(p)
+        p = softmax(s, axis=-1).astype(work) if softmax and s.shape[-1] else p / l[..., None]
+        p = rounded(xp.where(none, 0, p))
         z = 1 if keep is None else keep * work.type(keep_scale)
         dropped = factor(rounded(p * z))
         o = rounded(dropped @ value_heads)
         if do is None:
             return Solution(o, l, m, None, None, None, None, s, p, None, None, slope)
         do = factor(xp.where(empty, 0, do.astype(work)))
-        dv = dropped.swapaxes(-1, -2) @ do
         dp = rounded(rounded(do @ value_heads.swapaxes(-1, -2)) * z)
         delta = rounded((do * o if delta_from_o else p * dp).sum(-1))
         if dlse is not None:
@@ -153,7 +149,7 @@ def solve(
         ds_raw = factor(rounded(ds * slope))
         dq = rounded(sum_to(scale * (ds_raw @ key_heads), q.shape))
         dk = rounded(sum_heads(scale * (ds_raw.swapaxes(-1, -2) @ q_rows), k.shape))
-        dv = rounded(sum_heads(dv, v.shape))
+        dv = rounded(sum_heads(dropped.swapaxes(-1, -2) @ do, v.shape))
     return Solution(o, l, m, dq, dk, dv, dbias, s, p, dp, ds, slope)
 
 
@@ -168,15 +164,15 @@ def sum_to(x, shape):
            [8.],
            [8.]])
     """
-    x = x.sum(axis=tuple(range(x.ndim - len(shape)))) if x.ndim > len(shape) else x
-    axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and x.shape[axis] != 1)
-    return x.sum(axis=axes, keepdims=True) if axes else x
+    aligned = (1,) * (x.ndim - len(shape)) + tuple(shape)
+    axes = tuple(axis for axis, size in enumerate(aligned) if size != x.shape[axis])
+    return (x.sum(axis=axes, keepdims=True) if axes else x).reshape(shape)
 
 
 def _work_dtype(q, low):
     """Return the dtype of the arithmetic."""
     if low is not None:
-        return np.dtype(np.float64 if low == np.float64 else np.float32)
+        return np.result_type(low, np.float32)
     return np.dtype(np.longdouble if q.dtype == np.float64 and isinstance(q, np.ndarray) else np.float64)
 
 

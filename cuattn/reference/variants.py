@@ -108,20 +108,20 @@ def rabe_staats_forward(q, k, v, M, *, dtype=np.float64):
     hbm.allocate((n, d), "O", output=True)
     # One output and one l and m per chunk of keys; the next chunk of queries uses the same memory.
     chunk = len(keys), rows[0].stop
-    hbm.allocate((*chunk, d), "O~")
-    hbm.allocate(chunk, "l~", "m~")
+    hbm.allocate((*chunk, d), "O_j")
+    hbm.allocate(chunk, "l_j", "m_j")
     for here in rows:
         used = slice(0, here.stop - here.start)
         Q_i = hbm.load(here, "Q")
         for j, columns in enumerate(keys):
             K_j, V_j = hbm.load(columns, "K", "V")
             m_ij, P_ij, l_ij = softmax_tile(hbm.on_chip("S", Q_i @ K_j.T))
-            hbm.store((j, used), **{"O~": P_ij @ V_j, "l~": l_ij, "m~": m_ij})
-        m_i = hbm.load((slice(None), used), "m~")
-        O_i, l_i = hbm.on_chip("O", np.zeros_like(Q_i)), hbm.on_chip("l", np.zeros(len(Q_i), hbm.dtype))
+            hbm.store((j, used), O_j=P_ij @ V_j, l_j=l_ij, m_j=m_ij)
+        m_i = hbm.load(np.s_[:, used], "m_j")
+        O_i = l_i = 0
         for j, share in enumerate(np.exp(m_i - m_i.max(axis=0))):
-            O_ij, l_ij = hbm.load((j, used), "O~", "l~")
-            O_i += share[:, None] * O_ij
-            l_i += share * l_ij
+            O_ij, l_ij = hbm.load((j, used), "O_j", "l_j")
+            O_i = hbm.on_chip("O", O_i + share[:, None] * O_ij)
+            l_i = hbm.on_chip("l", l_i + share * l_ij)
         hbm.store(here, O=O_i / l_i[:, None])
     return RabeStaatsForward(*hbm.take("O"), hbm.counts)

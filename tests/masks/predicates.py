@@ -20,6 +20,18 @@ def assert_sound(states, visible, block_m, block_n):
     assert ((states == truth) | (states == 1)).all()
 
 
+def equation_4(bounds, n_queries, block_m, block_n):
+    """Return, per interval and tile (K, Tr, Tc), whether the extremes of its bounds say it hides all, and may hide any.
+
+    The bounds (2 K, n_keys) are starts and ends in turn, start <= end.
+    """
+    first = np.arange(0, n_queries, block_m)[:, None]
+    last = np.minimum(first + block_m, n_queries)
+    tiles = np.arange(0, bounds.shape[1], block_n)
+    least, most = (extreme.reduceat(bounds, tiles, axis=1)[:, None] for extreme in (np.minimum, np.maximum))
+    return (first >= most[::2]) & (last <= least[1::2]), (first < most[1::2]) & (last > least[::2])
+
+
 def _labels(lengths):
     return np.repeat(np.arange(len(lengths)), lengths)
 
@@ -82,8 +94,7 @@ def qk_sparse(i, j, n, spans):
     return visible
 
 
-def hash_sparse(i, j, bucket_lengths):
-    return causal_document(i, j, bucket_lengths)
+hash_sparse = causal_document
 
 
 def eviction(i, j, evicted_at):

@@ -11,6 +11,7 @@ from cuattn import masks
 from cuattn.masks import BlockMask, BooleanMask, ColumnMask
 from cuattn.masks.constructors import band
 
+MAX_LENGTH = 24
 LEADING = ((), (1,), (3,), (2, 1), (1, 3), (2, 3))
 
 
@@ -37,23 +38,25 @@ def intervals(draw, n_queries, shape, hostile=True):
     return (start, end) if hostile else (np.minimum(start, end), np.maximum(start, end))
 
 
+def shapes(n_queries=None, n_keys=None, leading=None):
+    """Draw the leading axes and lengths of a mask, each where it is None."""
+    lengths = [st.integers(0, MAX_LENGTH) if n is None else st.just(n) for n in (n_queries, n_keys)]
+    return st.tuples(st.sampled_from(LEADING) if leading is None else st.just(leading), *lengths)
+
+
 @st.composite
-def column_masks(draw, n_queries=None, n_keys=None, leading=None, hostile=True, max_length=24):
+def column_masks(draw, n_queries=None, n_keys=None, leading=None, hostile=True):
     """Draw a ColumnMask; what is None is drawn too."""
-    n_queries = draw(st.integers(0, max_length)) if n_queries is None else n_queries
-    n_keys = draw(st.integers(0, max_length)) if n_keys is None else n_keys
-    leading = draw(st.sampled_from(LEADING)) if leading is None else leading
+    leading, n_queries, n_keys = draw(shapes(n_queries, n_keys, leading))
     lts, lte = draw(intervals(n_queries, (*leading, n_keys), hostile))
     uts, ute = draw(intervals(n_queries, (*leading, n_keys), hostile))
     return ColumnMask(lts, lte, uts, ute, n_queries=n_queries)
 
 
 @st.composite
-def block_masks(draw, n_queries=None, n_keys=None, leading=None, max_length=24):
+def block_masks(draw, n_queries=None, n_keys=None, leading=None):
     """Draw (BlockMask, n_queries, n_keys): the mask alone does not know the lengths."""
-    n_queries = draw(st.integers(0, max_length)) if n_queries is None else n_queries
-    n_keys = draw(st.integers(0, max_length)) if n_keys is None else n_keys
-    leading = draw(st.sampled_from(LEADING)) if leading is None else leading
+    leading, n_queries, n_keys = draw(shapes(n_queries, n_keys, leading))
     block_m, block_n = draw(st.integers(1, 9)), draw(st.integers(1, 9))
     shape = (*leading, -(-n_queries // block_m), -(-n_keys // block_n))
     blocks = draw(hnp.arrays(np.bool_, shape))
@@ -115,17 +118,14 @@ _ARGUMENTS = {
 
 
 @st.composite
-def boolean_masks(draw, n_queries=None, n_keys=None, leading=None, max_length=24):
+def boolean_masks(draw, n_queries=None, n_keys=None, leading=None):
     """Draw a BooleanMask; one of its axes may stand for any length and is then bound to one."""
-    n_queries = draw(st.integers(0, max_length)) if n_queries is None else n_queries
-    n_keys = draw(st.integers(0, max_length)) if n_keys is None else n_keys
-    leading = draw(st.sampled_from(LEADING)) if leading is None else leading
+    leading, n_queries, n_keys = draw(shapes(n_queries, n_keys, leading))
     rows, keys = (draw(st.sampled_from((n, n, 1))) for n in (n_queries, n_keys))
     return BooleanMask(draw(hnp.arrays(np.bool_, (*leading, rows, keys)))).bind(n_queries, n_keys)
 
 
-def band_masks(n_queries=None, n_keys=None, max_length=24):
+def band_masks(n_queries=None, n_keys=None):
     """Draw a band as the ColumnMask that it is."""
-    lengths = (st.integers(0, max_length) if n is None else st.just(n) for n in (n_queries, n_keys))
-    side = st.none() | st.integers(-3, 30)
-    return st.builds(band, *lengths, side, side, st.integers(-20, 20))
+    sides = st.tuples(*[st.none() | st.integers(-3, 30)] * 2, st.integers(-20, 20))
+    return st.builds(lambda shape, sides: band(*shape[1:], *sides), shapes(n_queries, n_keys), sides)

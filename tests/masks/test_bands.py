@@ -3,6 +3,7 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 
 from cuattn import masks
 from cuattn.masks import ColumnMask
@@ -17,7 +18,7 @@ SIDES = st.none() | st.integers(0, 20) | st.just(2**62)
 @given(st.integers(0, 20), st.integers(0, 20), SIDES, SIDES, st.integers(-20, 20))
 def test_bands_are_their_formula(n_queries, n_keys, left, right, offset):
     mask = band(n_queries, n_keys, left, right, offset)
-    np.testing.assert_array_equal(mask.dense(), oracle.visible_band(n_queries, n_keys, left, right, offset))
+    assert_array_equal(mask.dense(), oracle.visible_band(n_queries, n_keys, left, right, offset))
 
 
 @given(st.integers(2, 24), st.integers(1, 24), REACHES)
@@ -28,7 +29,7 @@ def test_bands_are_found(n_queries, n_keys, reach):
     if not visible.any():
         assert mask.reach is None
         return
-    np.testing.assert_array_equal(oracle.visible_band(n_queries, n_keys, *mask.reach, 0), visible)
+    assert_array_equal(oracle.visible_band(n_queries, n_keys, *mask.reach, 0), visible)
     assert ColumnMask.stack([[mask, mask]] * 3).reach == mask.reach
 
 
@@ -36,7 +37,7 @@ def test_bands_are_found(n_queries, n_keys, reach):
 def test_what_is_found_is_the_mask(mask):
     if mask.reach is not None:
         band = oracle.visible_band(mask.n_queries, mask.n_keys, *mask.reach, 0)
-        np.testing.assert_array_equal(np.broadcast_to(band, mask.dense().shape), mask.dense())
+        assert_array_equal(np.broadcast_to(band, mask.dense().shape), mask.dense())
 
 
 @given(st.integers(4, 24), st.integers(0, 2), st.data())

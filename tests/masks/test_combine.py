@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 
 from cuattn import masks
 from cuattn.errors import DtypeError, MaskError
@@ -32,9 +33,9 @@ def drawn_masks(n_queries=SHAPE[0], n_keys=SHAPE[1]):
 def test_both_hold(a, b):
     mask = a & b
     expected = a.dense(*SHAPE) & b.dense(*SHAPE)
-    np.testing.assert_array_equal(mask.dense(*SHAPE), expected)
+    assert_array_equal(mask.dense(*SHAPE), expected)
     assert isinstance(mask, ColumnMask | BlockMask | BooleanMask | AllOf)
-    np.testing.assert_array_equal((b & a).dense(*SHAPE), expected)
+    assert_array_equal((b & a).dense(*SHAPE), expected)
     assert sum(part.kind == "boolean" for part in mask.parts) <= 1
 
 
@@ -65,8 +66,8 @@ def test_two_intervals_suffice_or_not(a, b):
 def test_full_changes_nothing(drawn):
     mask, n = drawn
     assert isinstance(mask & masks.full(n), ColumnMask)
-    np.testing.assert_array_equal((mask & masks.full(n)).dense(), mask.dense())
-    np.testing.assert_array_equal((mask & mask).dense(), mask.dense())
+    assert_array_equal((mask & masks.full(n)).dense(), mask.dense())
+    assert_array_equal((mask & mask).dense(), mask.dense())
 
 
 def test_arrays():
@@ -74,12 +75,12 @@ def test_arrays():
     padding = np.array([True, True, False, True])
     for both in (mask & padding[None], padding[None] & mask):
         assert isinstance(both, ColumnMask)
-        np.testing.assert_array_equal(both.dense(), mask.dense() & padding)
+        assert_array_equal(both.dense(), mask.dense() & padding)
     chequered = np.indices((4, 4)).sum(axis=0) % 2 == 0
     chequered = np.block([[chequered, chequered], [chequered, chequered]])
     for both in (masks.causal(8) & chequered, chequered & masks.causal(8)):
         assert isinstance(both, AllOf)
-        np.testing.assert_array_equal(both.dense(), np.tri(8, dtype=bool) & chequered)
+        assert_array_equal(both.dense(), np.tri(8, dtype=bool) & chequered)
     chequered[:] = False
     assert both.dense().any()  # masks hold copies
 
@@ -88,7 +89,7 @@ def test_arrays_of_torch():
     torch = pytest.importorskip("torch")
     array = torch.ones(4, 4, dtype=torch.bool)
     for both in (masks.causal(4) & array, array & masks.causal(4)):
-        np.testing.assert_array_equal(both.dense(), np.tri(4, dtype=bool))
+        assert_array_equal(both.dense(), np.tri(4, dtype=bool))
 
 
 def test_lengths_that_masks_leave_open():
@@ -109,18 +110,18 @@ def test_lengths_stay_open():
     for mask in (blocks & row[None], row[None] & blocks, blocks & column, column & blocks):
         assert mask.fits(57, 57)
         expected = blocks.dense(57, 57) & (row if mask.fits(60, 57) else column)
-        np.testing.assert_array_equal(mask.dense(57, 57), expected)
-        np.testing.assert_array_equal((mask & masks.causal(57)).dense(), expected & np.tri(57, dtype=bool))
-    np.testing.assert_array_equal((row[None] & (column & blocks)).dense(57, 57), blocks.dense(57, 57) & row & column)
+        assert_array_equal(mask.dense(57, 57), expected)
+        assert_array_equal((mask & masks.causal(57)).dense(), expected & np.tri(57, dtype=bool))
+    assert_array_equal((row[None] & (column & blocks)).dense(57, 57), blocks.dense(57, 57) & row & column)
     both = BooleanMask(row[None]) & column
-    np.testing.assert_array_equal(both.dense(), row & column)
+    assert_array_equal(both.dense(), row & column)
 
 
 def test_parts_of_parts():
     mask = masks.causal(200) & BlockMask(np.eye(2, dtype=bool), 128, 128)
     part = mask.restrict([(0, 16), (128, 200)], slice(64, 200))
     rows = np.r_[0:16, 128:200]
-    np.testing.assert_array_equal(part.dense(), mask.dense()[rows, 64:])
+    assert_array_equal(part.dense(), mask.dense()[rows, 64:])
 
 
 def test_no_other_operators():

@@ -7,15 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 
 from cuattn import masks
 from cuattn.errors import DtypeError, MaskError
+from tests import oracle
 from tests.masks import predicates
 from tests.masks.strategies import calls
-
-
-def grid(n_queries, n_keys):
-    return np.arange(n_queries)[:, None], np.arange(n_keys)[None, :]
 
 
 @given(st.integers(0, 24).flatmap(lambda n: st.tuples(st.just(n), calls(n))))
@@ -25,16 +23,16 @@ def test_constructor_is_its_predicate(drawn):
     assert (mask.n_queries, mask.n_keys, mask.leading, mask.on_device) == (n, n, (), False)
     if name == "random_eviction":
         return
-    expected = getattr(predicates, name)(*grid(n, n), *arguments)
-    np.testing.assert_array_equal(mask.dense(), np.broadcast_to(expected, (n, n)))
+    expected = getattr(predicates, name)(*np.ogrid[:n, :n], *arguments)
+    assert_array_equal(mask.dense(), np.broadcast_to(expected, (n, n)))
 
 
 @given(st.integers(0, 12), st.integers(0, 12))
 def test_rectangles(n_queries, n_keys):
-    i, j = grid(n_queries, n_keys)
     assert masks.full(n_queries, n_keys).dense().all()
-    np.testing.assert_array_equal(masks.causal(n_queries, n_keys).dense(), j <= i + n_keys - n_queries)
-    np.testing.assert_array_equal(masks.causal(n_queries, n_keys, "top_left").dense(), j <= i)
+    for align, offset in (("bottom_right", n_keys - n_queries), ("top_left", 0)):
+        expected = oracle.visible_band(n_queries, n_keys, None, 0, offset)
+        assert_array_equal(masks.causal(n_queries, n_keys, align).dense(), expected)
 
 
 @given(st.integers(0, 12), st.integers(0, 14), st.integers(0, 2**64))
@@ -70,7 +68,7 @@ def test_eviction_takes_leading_axes():
     mask = masks.eviction(evicted_at)
     assert mask.leading == (2,)
     for one, row in zip(mask.dense(), evicted_at, strict=True):
-        np.testing.assert_array_equal(one, masks.eviction(row).dense())
+        assert_array_equal(one, masks.eviction(row).dense())
 
 
 def test_qk_sparse_keeps_keys_without_a_span():
@@ -78,54 +76,96 @@ def test_qk_sparse_keeps_keys_without_a_span():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("name", "arguments", "error", "message"),
     [
-        (lambda: masks.full(-1), MaskError, "n_queries = -1"),
-        (lambda: masks.full(2, -3), MaskError, "n_keys = -3"),
-        (lambda: masks.full(2.0), DtypeError, "n_queries = 2.0"),
-        (lambda: masks.full(True), DtypeError, "n_queries = True"),
-        (lambda: masks.full(2**31), MaskError, "n_queries = 2147483648"),
-        (lambda: masks.causal(4, align="left"), MaskError, "align = 'left'.*bottom_right"),
-        (lambda: masks.sliding_window(4, -1), MaskError, "window = -1"),
-        (lambda: masks.sliding_window(4, 1.5), DtypeError, "window = 1.5"),
-        (lambda: masks.causal_document([3, -1]), MaskError, r"lengths\[1\] = -1"),
-        (lambda: masks.causal_document([3.0, 1]), DtypeError, "lengths has dtype float64"),
-        (lambda: masks.causal_document([True]), DtypeError, "lengths has dtype bool"),
-        (lambda: masks.causal_document([[1, 2]]), MaskError, r"lengths has shape \(1, 2\)"),
-        (lambda: masks.causal_document([[1], [2, 3]]), DtypeError, "lengths = list"),
-        (lambda: masks.causal_document(3), MaskError, r"lengths has shape \(\)"),
-        (lambda: masks.causal_document(None), DtypeError, "lengths"),
-        (lambda: masks.causal_document("abc"), DtypeError, "lengths"),
-        (lambda: masks.document([2**31 - 1, 1]), MaskError, r"sum\(lengths\) = 2147483648"),
-        (lambda: masks.share_question([(3, [1, -2])]), MaskError, r"documents\[0\]\[1\]\[1\] = -2"),
-        (lambda: masks.share_question([(3, [1]), (-1, [])]), MaskError, r"documents\[1\]\[0\] = -1"),
-        (lambda: masks.share_question([(3, [1], 4)]), MaskError, r"documents\[0\]"),
-        (lambda: masks.share_question([3]), DtypeError, r"documents\[0\] = 3"),
-        (lambda: masks.share_question(3), DtypeError, "documents = 3"),
-        (lambda: masks.share_question([(3.5, [1])]), DtypeError, r"documents\[0\]\[0\] = 3.5"),
-        (lambda: masks.global_sliding_window(4, -1, 0), MaskError, "window = -1"),
-        (lambda: masks.global_sliding_window(4, 1, -2), MaskError, "n_global = -2"),
-        (lambda: masks.causal_blockwise([-4]), MaskError, r"lengths\[0\] = -4"),
-        (lambda: masks.prefix_lm_causal(4, 5), MaskError, r"prefix = 5.*\[0, 4\]"),
-        (lambda: masks.prefix_lm_document([(1, 2), (3, 2)]), MaskError, r"documents\[1\] = \(3, 2\)"),
-        (lambda: masks.prefix_lm_document([1, 2, 3]), MaskError, r"documents has shape \(3,\)"),
-        (lambda: masks.prefix_lm_document([(1, -2)]), MaskError, r"documents\[0, 1\] = -2"),
-        (lambda: masks.prefix_lm_document([(1, 2.5)]), DtypeError, "documents has dtype float64"),
-        (lambda: masks.qk_sparse(8, [(4, 5)]), MaskError, r"spans\[0\] = \(4, 5\).*\[0, 8\)"),
-        (lambda: masks.qk_sparse(8, [(-1, 5)]), MaskError, r"spans\[0, 0\] = -1"),
-        (lambda: masks.qk_sparse(8, [(1, -5)]), MaskError, r"spans\[0, 1\] = -5"),
-        (lambda: masks.hash_sparse([1, -1]), MaskError, r"bucket_lengths\[1\] = -1"),
-        (lambda: masks.eviction([5, 1]), MaskError, r"evicted_at\[0\] = 5.*\[0, 2\]"),
-        (lambda: masks.eviction([0.5, 1]), DtypeError, "evicted_at has dtype float64"),
-        (lambda: masks.eviction(3), MaskError, "evicted_at = 3"),
-        (lambda: masks.random_eviction(4, -1), MaskError, "start = -1"),
-        (lambda: masks.random_eviction(4, 1, "seed"), DtypeError, "rng = 'seed'"),
-        (lambda: masks.random_eviction(4, 1, -5), MaskError, "rng = -5"),
+        ("full", (-1,), MaskError, "n_queries = -1"),
+        ("full", (2, -3), MaskError, "n_keys = -3"),
+        ("full", (2.0,), DtypeError, "n_queries = 2.0"),
+        ("full", (True,), DtypeError, "n_queries = True"),
+        ("full", (2**31,), MaskError, "n_queries = 2147483648"),
+        (
+            "causal",
+            (
+                4,
+                None,
+                "left",
+            ),
+            MaskError,
+            "align = 'left'.*bottom_right",
+        ),
+        ("sliding_window", (4, -1), MaskError, "window = -1"),
+        ("sliding_window", (4, 1.5), DtypeError, "window = 1.5"),
+        ("causal_document", ([3, -1],), MaskError, r"lengths\[1\] = -1"),
+        ("causal_document", ([3.0, 1],), DtypeError, "lengths has dtype float64"),
+        ("causal_document", ([True],), DtypeError, "lengths has dtype bool"),
+        ("causal_document", ([[1, 2]],), MaskError, r"lengths has shape \(1, 2\)"),
+        ("causal_document", ([[1], [2, 3]],), DtypeError, "lengths = list"),
+        ("causal_document", (3,), MaskError, r"lengths has shape \(\)"),
+        ("causal_document", (None,), DtypeError, "lengths"),
+        ("causal_document", ("abc",), DtypeError, "lengths"),
+        ("document", ([2**31 - 1, 1],), MaskError, r"sum\(lengths\) = 2147483648"),
+        ("share_question", ([(3, [1, -2])],), MaskError, r"documents\[0\]\[1\]\[1\] = -2"),
+        ("share_question", ([(3, [1]), (-1, [])],), MaskError, r"documents\[1\]\[0\] = -1"),
+        ("share_question", ([(3, [1], 4)],), MaskError, r"documents\[0\]"),
+        ("share_question", ([3],), DtypeError, r"documents\[0\] = 3"),
+        ("share_question", (3,), DtypeError, "documents = 3"),
+        ("share_question", ([(3.5, [1])],), DtypeError, r"documents\[0\]\[0\] = 3.5"),
+        ("global_sliding_window", (4, -1, 0), MaskError, "window = -1"),
+        ("global_sliding_window", (4, 1, -2), MaskError, "n_global = -2"),
+        ("causal_blockwise", ([-4],), MaskError, r"lengths\[0\] = -4"),
+        ("prefix_lm_causal", (4, 5), MaskError, r"prefix = 5.*\[0, 4\]"),
+        ("prefix_lm_document", ([(1, 2), (3, 2)],), MaskError, r"documents\[1\] = \(3, 2\)"),
+        ("prefix_lm_document", ([1, 2, 3],), MaskError, r"documents has shape \(3,\)"),
+        ("prefix_lm_document", ([(1, -2)],), MaskError, r"documents\[0, 1\] = -2"),
+        ("prefix_lm_document", ([(1, 2.5)],), DtypeError, "documents has dtype float64"),
+        (
+            "qk_sparse",
+            (
+                8,
+                [(4, 5)],
+            ),
+            MaskError,
+            r"spans\[0\] = \(4, 5\).*\[0, 8\)",
+        ),
+        (
+            "qk_sparse",
+            (
+                8,
+                [(-1, 5)],
+            ),
+            MaskError,
+            r"spans\[0, 0\] = -1",
+        ),
+        (
+            "qk_sparse",
+            (
+                8,
+                [(1, -5)],
+            ),
+            MaskError,
+            r"spans\[0, 1\] = -5",
+        ),
+        ("hash_sparse", ([1, -1],), MaskError, r"bucket_lengths\[1\] = -1"),
+        ("eviction", ([5, 1],), MaskError, r"evicted_at\[0\] = 5.*\[0, 2\]"),
+        ("eviction", ([0.5, 1],), DtypeError, "evicted_at has dtype float64"),
+        ("eviction", (3,), MaskError, "evicted_at = 3"),
+        ("random_eviction", (4, -1), MaskError, "start = -1"),
+        (
+            "random_eviction",
+            (
+                4,
+                1,
+                "seed",
+            ),
+            DtypeError,
+            "rng = 'seed'",
+        ),
+        ("random_eviction", (4, 1, -5), MaskError, "rng = -5"),
     ],
 )
-def test_bad_arguments(call, error, message):
+def test_bad_arguments(name, arguments, error, message):
     with pytest.raises(error, match=message):
-        call()
+        getattr(masks, name)(*arguments)
 
 
 N = 2**20

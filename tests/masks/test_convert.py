@@ -5,10 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from numpy.testing import assert_array_equal
 
 from cuattn import masks
 from cuattn.errors import DtypeError, MaskError
 from cuattn.masks import ColumnMask
+from tests import oracle
 from tests.masks.strategies import any_constructor, column_masks
 
 
@@ -22,7 +24,7 @@ def runs(hidden, axis):
 def test_from_dense_round_trip(mask):
     again = ColumnMask.from_dense(mask.dense())
     assert (again.n_queries, again.n_keys, again.leading) == (mask.n_queries, mask.n_keys, mask.leading)
-    np.testing.assert_array_equal(again.dense(), mask.dense())
+    assert_array_equal(again.dense(), mask.dense())
 
 
 @given(st.integers(0, 24).flatmap(any_constructor), st.integers(1, 6), st.integers(1, 6))
@@ -41,13 +43,13 @@ def test_from_dense_of_anything(dense):
         with pytest.raises(MaskError, match=f"{where}: column {column} hides"):
             ColumnMask.from_dense(dense)
     else:
-        np.testing.assert_array_equal(ColumnMask.from_dense(dense).dense(), dense)
+        assert_array_equal(ColumnMask.from_dense(dense).dense(), dense)
 
 
 def test_from_dense_leaves_its_argument_alone():
     dense = np.tri(4, dtype=bool)
     ColumnMask.from_dense(dense)
-    np.testing.assert_array_equal(dense, np.tri(4, dtype=bool))
+    assert_array_equal(dense, np.tri(4, dtype=bool))
 
 
 @given(column_masks())
@@ -61,7 +63,7 @@ def test_rows(mask):
     else:
         rows = mask.rows()
         assert (rows.n_queries, rows.n_keys, rows.leading) == (mask.n_keys, mask.n_queries, mask.leading)
-        np.testing.assert_array_equal(rows.dense(), dense)
+        assert_array_equal(rows.dense(), dense)
 
 
 @given(st.integers(0, 24), st.integers(0, 24), st.data())
@@ -70,14 +72,14 @@ def test_rows_of_rows(n_queries, n_keys, data):
     window, offset = data.draw(st.integers(0, 9)), data.draw(st.integers(-9, 9))
     i, j = np.arange(n_queries)[:, None], np.arange(n_keys)
     mask = ColumnMask.from_dense(np.abs(i + offset - j) <= window)
-    np.testing.assert_array_equal(mask.rows().rows().dense(), mask.dense())
+    assert_array_equal(mask.rows().rows().dense(), mask.dense())
 
 
 def test_rows_of_a_large_mask():
     mask = masks.global_sliding_window(2**18, 1000, 100)
     rows = mask.rows()
     assert (rows.n_queries, rows.n_keys) == (2**18, 2**18)
-    np.testing.assert_array_equal(rows._table(1, 64), mask._table(1, 64))  # it is symmetric
+    assert_array_equal(rows._table(1, 64), mask._table(1, 64))  # it is symmetric
 
 
 @st.composite
@@ -94,23 +96,20 @@ def index_tensors(draw):
 def test_startend_row_indices_mean_what_flashmask_says(drawn):
     idx, is_causal, n_queries = drawn
     n_keys, columns = idx.shape[-2:]
-    row, key = np.arange(n_queries)[:, None], np.arange(n_keys)
-    c = [idx[..., None, :, column] for column in range(columns)]
+    c, whole = np.moveaxis(idx, -1, 0), np.full(idx.shape[:-1], n_queries)
     if is_causal:
-        hidden = row >= c[0] if columns == 1 else (row >= c[0]) & (row < c[1])
-        hidden = hidden | (row < key - (n_keys - n_queries))
-    elif columns == 2:
-        hidden = (row >= c[0]) | (row < c[1])
+        visible = oracle.visible_band(n_queries, n_keys, None, 0, n_keys - n_queries)
+        visible = visible & oracle.visible_outside([c[0], whole] if columns == 1 else c, n_queries)
     else:
-        hidden = ((row >= c[0]) & (row < c[1])) | ((row >= c[2]) & (row < c[3]))
+        visible = oracle.visible_outside([c[0], whole, 0 * whole, c[1]] if columns == 2 else c, n_queries)
     mask = ColumnMask.from_startend_row_indices(idx, is_causal, n_queries)
-    np.testing.assert_array_equal(mask.dense(), ~hidden)
+    assert_array_equal(mask.dense(), visible)
     if idx.ndim <= 4:
         out = mask.to_startend_row_indices()
         assert out.dtype == np.int32
         assert out.shape == (*(1,) * (4 - idx.ndim), *idx.shape[:-1], 4)
         again = ColumnMask.from_startend_row_indices(out, False, n_queries)
-        np.testing.assert_array_equal(again.dense().reshape(mask.dense().shape), mask.dense())
+        assert_array_equal(again.dense().reshape(mask.dense().shape), mask.dense())
 
 
 def test_causal_keeps_the_vectors_it_was_given():

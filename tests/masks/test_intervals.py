@@ -4,9 +4,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from numpy.testing import assert_array_equal
 
 from cuattn.masks import causal, intervals
-from tests.masks.predicates import assert_sound
+from tests import oracle
+from tests.masks.predicates import assert_sound, equation_4
 
 
 @st.composite
@@ -18,11 +20,6 @@ def unchecked(draw):
     return draw(hnp.arrays(np.int32, (2 * count, n_keys), elements=elements)), n_queries, n_keys
 
 
-def hides(bounds, n_queries):
-    i = np.arange(n_queries)[:, None]
-    return ((bounds[::2, None] <= i) & (i < bounds[1::2, None])).any(axis=0)
-
-
 @given(unchecked(), st.integers(1, 9), st.integers(1, 9))
 def test_tile_states_are_sound(drawn, block_m, block_n):
     bounds, n_queries, n_keys = drawn
@@ -30,7 +27,9 @@ def test_tile_states_are_sound(drawn, block_m, block_n):
     row_tiles, key_tiles = -(-n_queries // block_m), -(-n_keys // block_n)
     assert table.shape == (4, len(bounds) // 2, key_tiles)
     assert table.dtype == np.int32
-    assert_sound(intervals.tile_states(table, 0, row_tiles), ~hides(bounds, n_queries), block_m, block_n)
+    assert_sound(
+        intervals.tile_states(table, 0, row_tiles), oracle.visible_outside(bounds, n_queries), block_m, block_n
+    )
 
 
 @given(unchecked(), st.integers(1, 9), st.integers(1, 9))
@@ -38,19 +37,10 @@ def test_tile_states_are_as_tight_as_equation_4(drawn, block_m, block_n):
     bounds, n_queries, n_keys = drawn
     # The equation needs start <= end.
     bounds = np.sort(np.clip(bounds, 0, n_queries).reshape(len(bounds) // 2, 2, n_keys), axis=1).reshape(bounds.shape)
-    pairs = list(zip(bounds[::2], bounds[1::2], strict=True))
-    row_tiles = -(-n_queries // block_m)
-    states = intervals.tile_states(intervals.tile_table(bounds, n_queries, block_m, block_n), 0, row_tiles)
-    for row in range(row_tiles):
-        first, last = row * block_m, min((row + 1) * block_m, n_queries)
-        for key in range(-(-n_keys // block_n)):
-            tile = slice(key * block_n, (key + 1) * block_n)
-            masked = [first >= start[tile].max() and last <= end[tile].min() for start, end in pairs]
-            touched = [first < end[tile].max() and last > start[tile].min() for start, end in pairs]
-            if any(masked):
-                assert states[row, key] == intervals.SKIP
-            elif not any(touched):
-                assert states[row, key] == intervals.FULL
+    hidden, touched = equation_4(bounds, n_queries, block_m, block_n)
+    states = intervals.tile_states(intervals.tile_table(bounds, n_queries, block_m, block_n), 0, hidden.shape[1])
+    assert (states[hidden.any(axis=0)] == intervals.SKIP).all()
+    assert (states[~touched.any(axis=0)] == intervals.FULL).all()
 
 
 @given(unchecked(), st.integers(1, 9), st.integers(1, 9), st.data())
@@ -61,7 +51,7 @@ def test_a_range_of_row_tiles(drawn, block_m, block_n, data):
     last = data.draw(st.integers(first, row_tiles))
     table = intervals.tile_table(bounds, n_queries, block_m, block_n)
     whole = intervals.tile_states(table, 0, row_tiles)
-    np.testing.assert_array_equal(intervals.tile_states(table, first, last), whole[first:last])
+    assert_array_equal(intervals.tile_states(table, first, last), whole[first:last])
 
 
 @given(unchecked())
@@ -70,7 +60,7 @@ def test_keys_that_intervals_hide_together(drawn):
     bounds, n_queries, _ = drawn
     states = intervals.tile_states(intervals.tile_table(bounds, n_queries, max(n_queries, 1), 1), 0, 1)
     if n_queries:
-        np.testing.assert_array_equal(states[0] == intervals.SKIP, hides(bounds, n_queries).all(axis=0))
+        assert_array_equal(states[0] != intervals.SKIP, oracle.visible_outside(bounds, n_queries).any(axis=0))
 
 
 def test_a_block_larger_than_the_keys_costs_no_memory():

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from cuattn import rng
+from cuattn import io_model, rng
 from tests import oracle
 from tests.tolerances import assert_close, eps
 
@@ -41,6 +41,11 @@ def make_case(n, d, M, seed=0):
     return Case(*arrays.astype(np.float32), M)
 
 
+def draw_blocks(n, d, M, share, seed=0):
+    """Draw a block mask of FlashAttention's blocks, of which a share is nonzero."""
+    return np.random.default_rng(seed).random(io_model.block_sizes(n, d, M)[2:]) < share
+
+
 def causal(i, j):
     return j <= i
 
@@ -59,7 +64,7 @@ MASKS = st.sampled_from([None, causal, window, scattered])
 
 def dense(mask, n):
     """Return a mask function as a boolean (N, N) array, None as None."""
-    return None if mask is None else np.broadcast_to(mask(np.arange(n)[:, None], np.arange(n)[None, :]), (n, n))
+    return None if mask is None else mask(*np.ogrid[:n, :n])
 
 
 class Dropout(NamedTuple):
@@ -89,28 +94,35 @@ DROPOUTS = st.one_of(
 )
 
 
-def check_forward(case, result, *, visible=None, scale=None, dropout=NO_DROPOUT):
-    """Compare o, and where they are known l and m, with the oracle, to the accuracy of float32."""
-    options = {"visible": visible, "scale": scale, **dropout.replay(len(case.q))}
-    exact, textbook = (oracle.forward(*case.qkv, **options, dtype=dtype) for dtype in (None, FLOAT32))
-    assert_close(result.o, exact[0], textbook[0], dtype=FLOAT32, name="o")
-    if hasattr(result, "l"):
-        assert_close(result.l, exact[1], textbook[1], dtype=FLOAT32, name="l")
-        assert_close(result.m, exact[2], textbook[2], dtype=FLOAT32, name="m")
-    if hasattr(result, "lse"):
+def solutions(case, visible=None, scale=None, dropout=NO_DROPOUT):
+    """Return the oracle's results by name, exact and in the steps of float32, with lse for l and m."""
+    for dtype in (None, FLOAT32):
+        options = {"visible": visible, "scale": scale, **dropout.replay(len(case.q)), "dtype": dtype}
+        found = oracle.solve(*case.qkv, case.do, **options)._asdict()
         with np.errstate(divide="ignore"):
-            lse, low = (m + np.log(l) for _, l, m in (exact, textbook))
-        assert_close(result.lse, lse, low, dtype=FLOAT32, name="lse")
+            yield {**found, "lse": found["m"] + np.log(found["l"])}
 
 
-def check_backward(case, result, *, visible=None, scale=None, dropout=NO_DROPOUT):
+def check_forward(case, result, **options):
+    """Compare o, and where they are known l, m and lse, with the oracle, to the accuracy of float32."""
+    exact, textbook = solutions(case, **options)
+    for name in {"o", "l", "m", "lse"} & set(result._fields):
+        assert_close(getattr(result, name), exact[name], textbook[name], dtype=FLOAT32, name=name)
+
+
+def check_backward(case, result, **options):
     """Compare the gradients with the oracle, to the accuracy of float32.
 
     All three together, because dq and dk may be exactly 0 (when rows see one key each), which leaves no scale.
     """
-    options = {"visible": visible, "scale": scale, **dropout.replay(len(case.q))}
-    exact, textbook = (oracle.backward(case.do, *case.qkv, **options, dtype=dtype)[:3] for dtype in (None, FLOAT32))
-    assert_close(np.stack(result[:3]), np.stack(exact), np.stack(textbook), dtype=FLOAT32, name="dq, dk, dv")
+    exact, textbook = (np.stack([one[name] for name in ("dq", "dk", "dv")]) for one in solutions(case, **options))
+    assert_close(np.stack(result[:3]), exact, textbook, dtype=FLOAT32, name="dq, dk, dv")
+
+
+def check_reference_derivatives(case, forward, backward):
+    """Compare the gradients of a reference algorithm with differences of its forward."""
+    gradients = backward(forward(*case.qkv))[:3]
+    check_derivatives(case.qkv, case.do, lambda *qkv: forward(*qkv).o, gradients)
 
 
 def check_derivatives(arrays, do, forward, gradients, step=1e-3):

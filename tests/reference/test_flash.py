@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from cuattn import io_model, reference, rng
 from cuattn.errors import ArgumentError, DtypeError, ShapeError
+from cuattn.masks import BlockMask
 from tests.reference.cases import (
     DROPOUTS,
     MASKS,
@@ -14,9 +15,10 @@ from tests.reference.cases import (
     cases,
     causal,
     check_backward,
-    check_derivatives,
     check_forward,
+    check_reference_derivatives,
     dense,
+    draw_blocks,
     make_case,
     scattered,
 )
@@ -25,14 +27,12 @@ SCALES = st.sampled_from([None, 1.0, 0.3, -0.5, 0.0])  # 1 alone, without mask a
 SHARES = st.sampled_from([None, 0, 0.3, 0.8, 1])
 
 
-def draw_blocks(case, share, seed=0):
+def sparsity(case, share, seed=0):
     """Draw a block mask, and its elements; None for a share of None."""
     if share is None:
         return None, None
-    sizes = io_model.block_sizes(*case.q.shape, case.M)
-    blocks = np.random.default_rng(seed).random((sizes.t_r, sizes.t_c)) < share
-    rows, keys = np.arange(len(case.q)) // sizes.b_r, np.arange(len(case.q)) // sizes.b_c
-    return blocks, blocks[rows[:, None], keys]
+    blocks, n = draw_blocks(*case.q.shape, case.M, share, seed), len(case.q)
+    return blocks, BlockMask(blocks, *io_model.block_sizes(*case.q.shape, case.M)[:2]).dense(n, n)
 
 
 @given(
@@ -45,7 +45,7 @@ def draw_blocks(case, share, seed=0):
     seed=st.integers(0, 99),
 )
 def test_forward_and_backward_match_the_oracle_and_the_model(case, mask, share, dropout, scale, in_hbm, seed):
-    visible, (blocks, shown) = dense(mask, len(case.q)), draw_blocks(case, share, seed)
+    visible, (blocks, shown) = dense(mask, len(case.q)), sparsity(case, share, seed)
     options = {"scale": scale, "mask": visible if in_hbm else mask, "dropout_p": dropout.p, "b": dropout.b}
     options["blocks"] = blocks
     fwd = reference.flash_forward(*case.qkv, case.M, rng=dropout.state, **options)
@@ -66,17 +66,17 @@ def test_forward_and_backward_match_the_oracle_and_the_model(case, mask, share, 
 @pytest.mark.parametrize("dropout", [Dropout(), Dropout(0.4, rng.RNGState(8, 1), 2)])
 def test_backward_is_the_derivative_of_the_forward(mask, share, dropout):
     case = make_case(13, 3, 30, seed=5)
-    options = {"mask": mask, "blocks": draw_blocks(case, share)[0], "dropout_p": dropout.p, "b": dropout.b}
-    fwd = reference.flash_forward(*case.qkv, case.M, rng=dropout.state, **options)
-    grads = reference.flash_backward(case.do, *case.qkv, fwd, case.M, **options)[:3]
-    check_derivatives(
-        case.qkv, case.do, lambda *qkv: reference.flash_forward(*qkv, case.M, rng=dropout.state, **options).o, grads
+    options = {"mask": mask, "blocks": sparsity(case, share)[0], "dropout_p": dropout.p, "b": dropout.b}
+    check_reference_derivatives(
+        case,
+        lambda *qkv: reference.flash_forward(*qkv, case.M, rng=dropout.state, **options),
+        lambda fwd: reference.flash_backward(case.do, *case.qkv, fwd, case.M, **options),
     )
 
 
 def test_all_blocks_is_algorithm_2():
     case = make_case(17, 5, 33)
-    blocks, _ = draw_blocks(case, 1)
+    blocks, _ = sparsity(case, 1)
     options = {"dropout_p": 0.3, "rng": 3}
     sparse = reference.flash_forward(*case.qkv, case.M, blocks=blocks, **options)
     full = reference.flash_forward(*case.qkv, case.M, **options)

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from cuattn import io_model, masks, reference
 from cuattn.errors import ShapeError
-from tests.reference.cases import cases, check_backward, check_derivatives, check_forward, make_case
+from tests import oracle
+from tests.masks.predicates import equation_4
+from tests.reference.cases import cases, check_backward, check_forward, check_reference_derivatives, make_case
 
 
 def draw_vectors(n, seed):
@@ -27,32 +29,15 @@ def draw_vectors(n, seed):
     return end, np.full(n, n), none, upper
 
 
-def visible_by_definition(vectors, n):
-    lts, lte, uts, ute = vectors
-    i = np.arange(n)[:, None]
-    return ~(((lts <= i) & (i < lte)) | ((uts <= i) & (i < ute)))
-
-
-def tiles_by_definition(vectors, n, sizes):
-    """Classify every tile by eq. 4, from the minimum and maximum of each vector over its keys."""
-    tiles = io_model.Tiles(*(np.zeros((sizes.t_r, sizes.t_c), bool) for _ in range(3)))
-    for i, j in np.ndindex(sizes.t_r, sizes.t_c):
-        first, last = i * sizes.b_r, min((i + 1) * sizes.b_r, n)
-        lts, lte, uts, ute = (np.asarray(x)[j * sizes.b_c : (j + 1) * sizes.b_c] for x in vectors)
-        intervals = ((lts, lte), (uts, ute))
-        tiles.visited[i, j] = not any(first >= s.max() and last <= e.min() for s, e in intervals)
-        for partial, (s, e) in zip(tiles[1:], intervals, strict=True):
-            partial[i, j] = tiles.visited[i, j] and last > s.min() and first < e.max()
-    return tiles
-
-
 @given(case=cases(max_n=32), seed=st.integers(0, 10**6), as_object=st.booleans())
 def test_results_tiles_and_accesses(case, seed, as_object):
     """A skipped tile shows nothing, and a visited tile without element tests hides nothing."""
     n, d = case.q.shape
     vectors, sizes = draw_vectors(n, seed), io_model.block_sizes(n, d, case.M)
     mask = SimpleNamespace(**dict(zip(("lts", "lte", "uts", "ute"), vectors, strict=True))) if as_object else vectors
-    visible, tiles = visible_by_definition(vectors, n), tiles_by_definition(vectors, n, sizes)
+    visible, (hidden, touched) = oracle.visible_outside(vectors, n), equation_4(np.array(vectors), n, *sizes[:2])
+    visited = ~hidden.any(axis=0)
+    tiles = io_model.Tiles(visited, *(touched & visited))
     fwd = reference.flashmask_forward(*case.qkv, mask, case.M)
     check_forward(case, fwd, visible=visible)
     assert all(np.array_equal(x, y) for x, y in zip(fwd.tiles, tiles, strict=True))
@@ -98,9 +83,11 @@ def test_causal_documents_skip_and_leave_tiles_unmasked():
 
 def test_backward_is_the_derivative_of_the_forward():
     case, vectors = make_case(14, 3, 24, seed=4), draw_vectors(14, 40)
-    fwd = reference.flashmask_forward(*case.qkv, vectors, case.M)
-    grads = reference.flashmask_backward(case.do, *case.qkv, fwd, vectors, case.M)[:3]
-    check_derivatives(case.qkv, case.do, lambda *qkv: reference.flashmask_forward(*qkv, vectors, case.M).o, grads)
+    check_reference_derivatives(
+        case,
+        lambda *qkv: reference.flashmask_forward(*qkv, vectors, case.M),
+        lambda fwd: reference.flashmask_backward(case.do, *case.qkv, fwd, vectors, case.M),
+    )
 
 
 def test_vectors_of_another_length():

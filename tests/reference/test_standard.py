@@ -7,7 +7,7 @@ from hypothesis import given
 from cuattn import io_model, reference
 from cuattn.errors import ShapeError
 from tests import oracle
-from tests.reference.cases import FLOAT32, cases, check_backward, check_derivatives, check_forward, make_case
+from tests.reference.cases import FLOAT32, cases, check_backward, check_forward, check_reference_derivatives, make_case
 from tests.tolerances import assert_close
 
 
@@ -32,9 +32,11 @@ def test_p_is_the_softmax(case):
 
 def test_backward_is_the_derivative_of_the_forward():
     case = make_case(9, 4, 21)
-    fwd = reference.standard_forward(*case.qkv, case.M)
-    grads = reference.standard_backward(case.do, *case.qkv, fwd.p, case.M)[:3]
-    check_derivatives(case.qkv, case.do, lambda *qkv: reference.standard_forward(*qkv, case.M).o, grads)
+    check_reference_derivatives(
+        case,
+        lambda *qkv: reference.standard_forward(*qkv, case.M),
+        lambda fwd: reference.standard_backward(case.do, *case.qkv, fwd.p, case.M),
+    )
 
 
 def test_memory_beyond_the_outputs_is_quadratic():
@@ -52,5 +54,5 @@ def test_dtype_is_that_of_the_arithmetic():
 
 def test_p_of_another_shape():
     case = make_case(10, 4, 8)
-    with pytest.raises(ShapeError, match=r"p has shape \(10, 9\)"):
+    with pytest.raises(ShapeError, match=r"P has shape \(10, 9\)"):
         reference.standard_backward(case.do, *case.qkv, np.ones((10, 9)), 8)
