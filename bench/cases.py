@@ -105,6 +105,12 @@ class Case:
         return replace(self, direction="forward", deterministic=False, host=False, rivals=(), bar=1.0)
 
     @property
+    def tiny(self):
+        """The case at a size that NumPy does in seconds, one key head."""
+        lengths = {"n_queries": min(self.n_queries, 192), "n_keys": min(self.n_keys, 192)}
+        return replace(self, batch=min(self.batch, 2), heads=self.heads // self.kv_heads, kv_heads=1, **lengths)
+
+    @property
     def unit(self):
         """What the rate counts: ``"us"`` for host cost, ``"TB/s"`` for few queries, else ``"TFLOP/s"``."""
         if self.host:

@@ -60,7 +60,7 @@ class Inputs:
         return self.q, self.k, self.v, self.do
 
 
-def make(case, device, shared_mask=False, blank=False):
+def make(case, device, blank=False):
     """Make the operands of a case on a device.
 
     Parameters
@@ -69,8 +69,6 @@ def make(case, device, shared_mask=False, blank=False):
         What to make.
     device : {"cuda", "cpu"}
         Where.
-    shared_mask : bool, optional
-        Let all sequences have the first one's mask.
     blank : bool, optional
         Make operands of zeros that share their memory, so that many processes can compile at a time.
 
@@ -102,8 +100,7 @@ def make(case, device, shared_mask=False, blank=False):
         return replace(found, visible=visible)
     if case.mask is None:
         return found
-    drawn = samples(case.mask, case.n_keys, 1 if shared_mask else case.batch, case.documents)
-    drawn = drawn * case.batch if shared_mask else drawn
+    drawn = samples(case.mask, case.n_keys, case.batch, case.documents)
     mask = column_mask(drawn)
     return replace(found, samples=drawn, mask=mask, rho=mask.block_sparsity(128, 128))
 

@@ -25,7 +25,7 @@ from bench import rows
 from bench.fuzz.running import run
 from bench.fuzz.workers import CHUNK, Settings, outcomes, problem_of
 
-POOL = 40  # sets of features that a GPU's problems share
+POOL = 40  # sets of features, and of compiled kernels, that a GPU's problems share
 KEPT = 200  # complaints that a report holds in full
 
 
@@ -41,8 +41,7 @@ def report(settings, found, seconds, trees=None):
         "features": chain.from_iterable(x.features for x in outcomes),
     }
     return {
-        **rows.environment("cpu", trees),
-        **(_gpu() if settings.device == "cuda" else {}),
+        **rows.environment(settings.device, trees),
         "command": " ".join(["python -m bench.fuzz", *sys.argv[1:]]),
         "seed": settings.seed,
         "seconds": round(seconds, 1),
@@ -60,8 +59,7 @@ def complaints_of(settings, index, outcome):
     """Return the complaints of a problem, each with the command that runs it again."""
     device = "" if settings.device == "cpu" else f" --device {settings.device}"
     kernel = f" --kernel {settings.kernels[0]}" if len(settings.kernels) == 1 and settings.kernels[0] else ""
-    pool = f" --variants {settings.variants}" if settings.variants not in (0, POOL) else ""
-    replay = f"python -m bench.fuzz{device}{kernel}{pool} --replay {settings.seed}:{index}"
+    replay = f"python -m bench.fuzz{device}{kernel} --replay {settings.seed}:{index}"
     return [{"replay": replay, "what": what, "message": text} for what, text in outcome.complaints]
 
 
@@ -72,12 +70,12 @@ def main(argv=None):
     settings = Settings(int(seed))
     if args.device == "cuda":
         kernels = (args.kernel,) if args.kernel else (None, "sm80", "sm90")
-        settings = Settings(int(seed), args.device, kernels, args.variants)
+        settings = Settings(int(seed), args.device, kernels, POOL)
     if args.replay:
         return max([_replay(settings, int(index)) for index in indices.split(",")])
     found, bad, start = {}, 0, time.monotonic()
-    stop = 1 << 62 if args.problems is None else args.first + args.problems
-    chunks = (range(at, min(at + CHUNK, stop)) for at in range(args.first, stop, CHUNK))
+    stop = args.problems or 1 << 62
+    chunks = (range(at, min(at + CHUNK, stop)) for at in range(0, stop, CHUNK))
     columns = TextColumn("{task.completed} problems, {task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), disable=args.quiet) as bar:
         task = bar.add_task("", total=args.problems)
@@ -94,15 +92,6 @@ def main(argv=None):
     return int(bad > 0)
 
 
-def _gpu():
-    """Describe the GPU; nothing here needs PyTorch."""
-    import cupy
-
-    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    nvrtc = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
-    return {"device": name, "driver": cupy.cuda.runtime.driverGetVersion(), "nvrtc": nvrtc}
-
-
 def _parser():
     parser = argparse.ArgumentParser(prog="python -m bench.fuzz", description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -110,13 +99,9 @@ def _parser():
     add("--seconds", type=float, default=60.0, help="start problems for so long")
     add("--seed", type=int, default=0)
     add("--problems", type=int, help="stop after so many")
-    add("--first", type=int, default=0, help="number of the first problem")
     add("--kernel", choices=("sm80", "sm90"), help="this family alone; a GPU's are forced in turn")
     add("--replay", metavar="SEED:INDEX[,INDEX...]", help="run these problems and say all about them")
     add("--workers", type=int, default=os.cpu_count() or 1)
-    add(
-        "--variants", type=int, default=POOL, help="sets of features, and compiled kernels, that a GPU's problems share"
-    )
     add("--report", type=Path, help="JSON file to write")
     add("--trees", help="what python -m bench.rows prints, for a copy without git")
     add("--quiet", action="store_true", help="no progress")
