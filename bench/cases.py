@@ -39,8 +39,8 @@ class Case:
         One of `bench.mask_samples.KINDS`, or ``"random"``, a boolean matrix.
     documents : int, optional
         Documents per sequence, instead of the mask's own random number.
-    bias : {"keys", "scores"}, optional
-        A bias of shape (B, 1, 1, N), or one N x N for all heads.
+    bias : {"keys", "scores", "heads"}, optional
+        A bias of shape (B, 1, 1, N), or one N x N for all heads, or for each head of all sequences.
     dropout : float
         Probability of dropping.
     deterministic : bool

@@ -68,7 +68,7 @@ def measure(state, runners, direction, mask):
 
 
 def points(arguments):
-    """Return two points per problem, for the runners of ``--ours``."""
+    """Return two points per problem, for the runners of ``--ours``, on a GPU alone."""
     runners = tuple(arguments.ours)
     return [
         Point(
@@ -78,7 +78,7 @@ def points(arguments):
         )
         for direction, mask in PROBLEMS
         for state in ("cold", "disk")
-        if direction in arguments.directions
+        if direction in arguments.directions and arguments.device == "cuda"
     ]
 
 

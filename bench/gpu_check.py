@@ -2,10 +2,10 @@
 
     python -m bench.gpu_check [--full] [--workers N] [--trees kernels=ID,cuattn=ID,tests=ID] [-- pytest arguments]
 
-``python bench/gpu_check.py`` does the same.  The report names the device, the versions, the counts, the failures and the git tree ids of kernels/, cuattn/ and
-tests/, so that a reader can tell which files were tested.  The ids are read from git here, or handed in where the copy
-has no .git (``--trees`` or ``$CUATTN_TREES``).  With ``--full`` the product of all
-features runs, and property tests look at more examples.
+``python bench/gpu_check.py`` does the same.  The report names the device, the versions, the counts, the failures and
+the git tree ids of kernels/, cuattn/ and tests/, so that a reader can tell which files were tested.  The ids are read
+from git here, or handed in where the copy has no .git (``--trees`` or ``$CUATTN_TREES``).  With ``--full`` the product
+of all features runs, and property tests look at more examples.
 
 Compiling kernels and computing oracles keeps processors busier than the GPU, so the tests run in several processes
 (pytest-xdist), each with one BLAS thread.  Interrupted, it reports what has run.
@@ -47,7 +47,7 @@ class Collector:
         self.running.discard(nodeid)
 
     def report(self):
-        """Return how many tests passed, failed (or broke before or behind their own lines) and were skipped, and why."""
+        """Return the counts of outcomes (what broke before a test's own lines has failed), failures, what has not ended."""
         passed, failed, broken, skipped = (
             self.stats.get(name, []) for name in ("passed", "failed", "error", "skipped")
         )

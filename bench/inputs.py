@@ -38,7 +38,7 @@ class Inputs:
     rho : float
         Share of fully hidden 128 x 128 tiles.
     bias : tensor, optional
-        (B, 1, 1, Nk) or (1, 1, Nq, Nk).
+        (B, 1, 1, Nk), (1, 1, Nq, Nk) or (1, H, Nq, Nk).
     visible : tensor, optional
         (Nq, Nk) bool: the mask "random".
     """
@@ -93,8 +93,8 @@ def make(case, device, blank=False):
     q, do, k, v = ((zeros if blank else normal)(*shape) for shape in [case.q_shape] * 2 + [case.k_shape] * 2)
     found = Inputs(case, q, k, v, do)
     if case.bias:
-        shape = (case.batch, 1, 1, case.n_keys) if case.bias == "keys" else (1, 1, case.n_queries, case.n_keys)
-        found = replace(found, bias=normal(*shape))
+        rows = (1, case.heads if case.bias == "heads" else 1, case.n_queries)
+        found = replace(found, bias=normal(*(rows if case.bias != "keys" else (case.batch, 1, 1)), case.n_keys))
     if case.mask == "random":
         visible = torch.rand((case.n_queries, case.n_keys), device=device, generator=generator) < RANDOM_SHARE
         return replace(found, visible=visible)
@@ -153,7 +153,8 @@ def _head(inputs, b, h, gradients=False, dropped=False, first=0):
     def see(start, stop):
         bias = factor = None
         if inputs.bias is not None:
-            bias = inputs.bias[b % len(inputs.bias), 0].expand(case.n_queries, -1)[first + start : first + stop]
+            of_head = inputs.bias.expand(case.batch, case.heads, case.n_queries, case.n_keys)[b, h]
+            bias = of_head[first + start : first + stop]
         if dropped and case.dropout:
             threshold = rng.threshold(case.dropout)
             rows, columns = (first + start, first + stop), (0, case.n_keys)

@@ -147,8 +147,8 @@ def test_a_column_mask_is_linear_and_a_dense_one_is_not():
 
 
 def test_profiled_calls_are_calls():
-    for name in kernel_profiles.CALLS:
-        kernel_profiles.bind(np, name, 32)()
+    rows = measured(kernel_profiles)
+    assert len(rows) == 28 and all(row["median_us"] > 0 for row in rows.values())
 
 
 def test_a_profile_says_what_matters():
