@@ -47,7 +47,7 @@ class Collector:
         self.running.discard(nodeid)
 
     def report(self):
-        """Return the counts of outcomes (what broke before a test's own lines has failed), failures, what has not ended."""
+        """Return how many passed, failed or broke, and were skipped; what failed and why; what has not ended."""
         passed, failed, broken, skipped = (
             self.stats.get(name, []) for name in ("passed", "failed", "error", "skipped")
         )

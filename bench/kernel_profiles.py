@@ -7,9 +7,8 @@ A row per call, ``kernels`` in it: each kernel that took a noticeable part of th
 peak over the kernel's own elapsed cycles, so that they do not depend on the clock; stalls are shares of a warp's time.
 """
 
+from collections import Counter
 from dataclasses import replace
-
-import pandas as pd
 
 from bench import counters, harness, inputs
 from bench.cases import Case
@@ -89,15 +88,14 @@ def counted(name, device="cuda"):
 
 def summary(kernel):
     """Turn one kernel's metrics into what a reader wants: rounded, stalls as shares, conflicts per access."""
-    stalls = pd.Series({name: kernel.get(f"stall_{name}", 0.0) for name in STALLS}).sort_values(ascending=False)
-    stalls /= stalls.sum() or 1.0
+    stalls = Counter({name: kernel.get(f"stall_{name}", 0.0) for name in STALLS})
     conflicts = kernel.get("bank_conflicts_load", 0.0) + kernel.get("bank_conflicts_store", 0.0)
     return {
         "kernel": kernel["kernel"],
         "milliseconds": round(kernel["seconds"] * 1e3, 4),
         **{name: round(kernel[name], 2) for name in SHARES if name in kernel},
         "hbm_gb": round(counters.moved(kernel) / 1e9, 4),
-        "stalls": stalls[stalls >= 0.02].round(3).to_dict(),
+        "stalls": {name: round(x / stalls.total(), 3) for name, x in stalls.most_common() if x > 0.02 * stalls.total()},
         "bank_conflicts": round(conflicts / (kernel.get("shared_wavefronts") or 1.0), 4),
     }
 

@@ -247,7 +247,7 @@ class _Run:
         if isinstance(problem.mask, np.ndarray):
             mask = put(problem.mask[part.index("mask", problem.mask)])
         elif mask is not None:
-            mask = mask.restrict(part.rows, part.keys)
+            mask = mask.restrict(part.cuts["r"], part.cuts["k"])
         return {**arrays, "mask": mask, "origin": part.origin(problem.shape), "out_dtype": problem.stat_dtype}
 
     def _same(self, name, first, second):

@@ -140,7 +140,7 @@ def test_the_parts_of_a_problem_cover_it():
         unit = 16 if "dropout_p" in problem.options else 1
         scores = np.zeros(problem.shape, int)
         for part in itertools.chain.from_iterable(draw_parts(problem, rng)):
-            assert all(start % unit == 0 for start, _ in (*part.rows, *part.keys))
+            assert all(start % unit == 0 for axis in "rk" for start, _ in part.cuts[axis])
             scores[part.index("bias", scores)] += 1
         assert (scores == 1).all()
 
