@@ -10,7 +10,9 @@ It ends with status 1 when there is a complaint.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import operator
 import os
 import sys
 import time
@@ -19,6 +21,7 @@ from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
+from rich.pretty import pprint
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench import rows
@@ -32,7 +35,7 @@ KEPT = 200  # complaints that a report holds in full
 def report(settings, found, seconds, trees=None):
     """Return what is written as JSON of outcomes by the problems' numbers."""
     outcomes = list(found.values())
-    names = sorted({name for x in outcomes for name in x.worst})
+    worst = functools.reduce(operator.or_, (Counter(x.worst) for x in outcomes), Counter())  # the larger of each
     complaints = [complaint for index, x in found.items() for complaint in complaints_of(settings, index, x)]
     counts = {
         "kernels": chain.from_iterable(x.kernels for x in outcomes),
@@ -48,9 +51,7 @@ def report(settings, found, seconds, trees=None):
         "problems": len(found),
         "complaints": complaints[:KEPT],
         "complaint_count": len(complaints),
-        "largest_share_of_allowed": {
-            name: round(min(max(x.worst.get(name, 0.0) for x in outcomes), 1e30), 4) for name in names
-        },
+        "largest_share_of_allowed": {name: round(min(share, 1e30), 4) for name, share in sorted(worst.items())},
         **{name: dict(sorted(Counter(items).items())) for name, items in counts.items()},
     }
 
@@ -112,11 +113,7 @@ def _replay(settings, index):
     problem, target = problem_of(settings, index), settings.target(index)
     print(f"{settings.seed}:{index} on {target.kernel or target.device}: {problem.describe()}")
     outcome = run(problem, target)
-    if outcome.refused:
-        print("refused:", outcome.refused)
-    print("share of what is allowed:", {name: round(share, 4) for name, share in outcome.worst.items()})
-    for what, message in outcome.complaints:
-        print(f"{what}: {message}")
+    pprint(outcome)
     return int(bool(outcome.complaints))
 
 
