@@ -21,13 +21,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import cuattn
 from bench import timing
 from bench.rows import RESULTS, RowFile, environment
-
-COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
 
 class Point(NamedTuple):
@@ -187,21 +184,18 @@ def run(arguments, points, options=None, show=None):
     file = RowFile(destination(arguments), environment(arguments.device, arguments.trees, options))
     todo = [point for point in wanted if not file.done(point.case, point.runners, point.retry)]
     begin, longest = time.monotonic(), 0.0
-    with Progress(*COLUMNS, console=show, transient=True, disable=not show.is_terminal) as progress:
-        task = progress.add_task(arguments.name, total=len(todo))
-        for index, point in enumerate(todo):
-            start = time.monotonic()
-            if start - begin + longest > arguments.budget:
-                left = [point.case for point in todo[index:]]
-                show.print(f"{len(left)} cases left: " + " ".join(left), soft_wrap=True, highlight=False)
-                return left
-            progress.update(task, description=point.case)
+    for index, point in enumerate(todo):
+        start = time.monotonic()
+        if start - begin + longest > arguments.budget:
+            left = [point.case for point in todo[index:]]
+            show.print(f"{len(left)} cases left: " + " ".join(left), soft_wrap=True, highlight=False)
+            return left
+        with show.status(f"{index + 1} of {len(todo)}: {point.case}"):
             rows = _measure(point)
-            file.add(rows)
-            longest = max(longest, time.monotonic() - start)
-            said = ", ".join(_said(row) for row in rows if row["status"] != "unsupported")
-            show.print(f"{point.case}: {said}", highlight=False, soft_wrap=True)
-            progress.advance(task)
+        file.add(rows)
+        longest = max(longest, time.monotonic() - start)
+        said = ", ".join(_said(row) for row in rows if row["status"] != "unsupported")
+        show.print(f"{point.case}: {said}", highlight=False, soft_wrap=True)
     return []
 
 

@@ -38,7 +38,7 @@ class Suite(SimpleNamespace):
     ours : tuple of str
         Runners of cuattn.
     defaults : dict
-        Other defaults of the options.
+        Other defaults of the options; ``memory``: also observe the peak of allocated memory.
     """
 
     optional = ()
@@ -110,10 +110,9 @@ def parser(name):
         "--beside": dict(type=Path, metavar="PATH", help=checkout),
         "--least": dict(type=int, default=7, help="fewest samples of a runner"),
         "--most": dict(type=int, default=40, help="most samples of a runner"),
-        "--memory": dict(action="store_true", help="also observe the peak of allocated memory"),
         "--site": dict(metavar="FOLDER", help="unpacked wheels of peers, added like a site-packages folder"),
     }
-    found = harness.parser(suite.about, name, more, **{"seconds": 1.5, **suite.defaults})
+    found = harness.parser(suite.about, name, more, **{"seconds": 1.5, "memory": False, **suite.defaults})
     found.epilog = f"tables: {', '.join(known)}.  runners: {', '.join(RUNNERS)}."
     return found
 

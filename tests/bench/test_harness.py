@@ -53,6 +53,12 @@ def test_a_budget_and_a_selection_leave_points(tmp_path):
     assert harness.run(arguments(tmp_path, "--list"), points, show=QUIET) == []
 
 
+def test_trials_leave_the_committed_rows_alone():
+    parser = harness.parser("Ask.", "asked", {"--beside": {}})
+    for words, name in (("", "asked"), ("--tiny", "tiny-asked"), ("--beside x", "beside-asked"), ("--out y", "y")):
+        assert harness.destination(parser.parse_args(words.split())).stem == name
+
+
 TEXT = """==PROF== Connected to process 9
 "ID","thread Domain:Push/Pop_Range:PL_Type","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","t.sum"
 "","","","Mbyte","byte","ns"
