@@ -174,9 +174,9 @@ class _Run:
         problem = self.problem
         arrays = dict(problem.arrays)
         operands = [arrays.pop(name) for name in ("q", "k", "v", "do")]
-        keep, factor = problem.keep(state)
         more = {name: problem.options.get(name) for name in ("scale", "softcap")}
-        more |= {**arrays, "visible": problem.visible, "keep": keep, "keep_scale": factor}
+        more |= {**arrays, "visible": problem.visible}
+        more |= oracle.dropped(state, problem.options.get("dropout_p", 0.0), problem.shape)
         # On a CPU float32 has float32's accuracy, whatever a caller permits.
         gpu = self.target.device == "cuda"
         formats = {"precision": problem.options.get("precision")} if gpu else {}
