@@ -82,17 +82,12 @@ def test_counts_are_read_by_range_in_bytes_and_seconds():
     assert found["d64/c"] == []
 
 
-def test_a_missing_profiler_is_said(monkeypatch):
-    monkeypatch.setattr(counters.shutil, "which", lambda _: None)
-    with pytest.raises(RuntimeError, match="ncu"):
-        counters.count("bench.gpt2", "a", ("a",))
-
-
-def test_a_failing_profiler_is_quoted(monkeypatch):
+@pytest.mark.parametrize(("found", "said"), [(None, "is not installed"), ("ncu", "no counters here")])
+def test_a_missing_or_failing_profiler_is_said(monkeypatch, found, said):
     done = subprocess.CompletedProcess([], 1, stdout="", stderr="no counters here")
-    monkeypatch.setattr(counters.shutil, "which", lambda _: "ncu")
+    monkeypatch.setattr(counters.shutil, "which", lambda _: found)
     monkeypatch.setattr(counters.subprocess, "run", lambda *_, **__: done)
-    with pytest.raises(RuntimeError, match="no counters here"):
+    with pytest.raises(RuntimeError, match=said):
         counters.count("bench.gpt2", "a", ("a",))
 
 
