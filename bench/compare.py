@@ -95,7 +95,7 @@ class Comparison:
         begin = time.perf_counter()
         try:
             inputs = problem_inputs.make(case.problem, self.device, blank=True)
-            _scoped(runner.bind(case, inputs))()
+            scoped(runner.bind(case, inputs))()
             self.clock.synchronize()
             said = f"{time.perf_counter() - begin:.1f} s"
         except Exception as error:  # the run that measures will say so in its rows
@@ -137,7 +137,7 @@ class Comparison:
         row |= {"first_call_s": round(time.perf_counter() - begin, 3), "plan": call.plan}
         if self.memory:
             with peak(self.device) as used:
-                again = _scoped(call)()
+                again = scoped(call)()
                 self.clock.synchronize()
             del again
             row["peak_bytes"] = used.bytes
@@ -175,7 +175,7 @@ class Comparison:
 
     def _time(self, case, bound, rho):
         """Time the bound calls; return what each row gains."""
-        calls = {name: _scoped(call) for name, call in bound.items()}
+        calls = {name: scoped(call) for name, call in bound.items()}
         try:
             if case.host:
                 samples = {name: timing.host_cost(call, self.clock) for name, call in calls.items()}
@@ -219,7 +219,7 @@ def _reason(error, said):
     return "; ".join(line.partition(" (Triggered")[0] for line in lines)[:400]
 
 
-def _scoped(bound):
+def scoped(bound):
     """Return the call of a runner, inside its scope."""
     if bound.scope is contextlib.nullcontext:
         return bound.call

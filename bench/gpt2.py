@@ -8,6 +8,7 @@ attention, cuattn, FlashAttention-2, cuDNN, and the bytes that each moves to and
 
 from bench import counters, inputs
 from bench.cases import select
+from bench.compare import scoped
 from bench.harness import one
 from bench.peers import make
 from bench.suites import SUITES
@@ -19,14 +20,8 @@ KEPT = 4  # kernels that a row names, the ones that move most
 def counted(name):
     """Return the call of ``CASE:RUNNER``, for `bench.counters`."""
     label, _, runner = name.partition(":")
-    (case,) = (case for case in select(["gpt2"]) if case.label == label)
-    bound = make([runner])[0].bind(case, inputs.make(case.problem, "cuda"))
-
-    def call():
-        with bound.scope():
-            bound.call()
-
-    return call
+    case = {case.label: case for case in select(["gpt2"])}[label]
+    return scoped(make([runner])[0].bind(case, inputs.make(case.problem, "cuda")))
 
 
 def count(case, runner):

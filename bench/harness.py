@@ -118,16 +118,17 @@ def parser(description, name, more=(), **defaults):
         Other defaults of the shared options.
     """
     found = argparse.ArgumentParser(description=description.partition("\n")[0])
-    found.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="cases whose name or a word matches")
-    found.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="start no case past this time")
-    found.add_argument("--seconds", type=float, default=0.5, help="device time to sample per case")
-    found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    found.add_argument("--tiny", action="store_true", help="sizes that NumPy does in seconds, to try the command")
-    found.add_argument("--trees", metavar="NAME=ID,...", help="git ids of a copy without git (or $CUATTN_TREES)")
-    found.add_argument("--out", type=Path, metavar="FILE", help=f"by default bench/results/{name}.json")
-    found.add_argument("--list", action="store_true", help="print the cases and stop")
+    add = found.add_argument
+    add("--only", nargs="+", default=[], metavar="PATTERN", help="cases whose name or a word matches")
+    add("--budget", type=float, default=540.0, metavar="SECONDS", help="start no case past this time")
+    add("--seconds", type=float, default=0.5, help="device time to sample per case")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--tiny", action="store_true", help="sizes that NumPy does in seconds, to try the command")
+    add("--trees", metavar="NAME=ID,...", help="git ids of a copy without git (or $CUATTN_TREES)")
+    add("--out", type=Path, metavar="FILE", help=f"by default bench/results/{name}.json")
+    add("--list", action="store_true", help="print the cases and stop")
     for option, settings in dict(more).items():
-        found.add_argument(option, **settings)
+        add(option, **settings)
     found.set_defaults(name=name, **defaults)
     return found
 

@@ -135,7 +135,7 @@ def check(problem, runner, operands, found):
 def counted(name):
     """Return the call of ``LABEL/RUNNER``, for `bench.counters`."""
     label, runner = name.split("/")
-    (problem,) = (problem for problem in PROBLEMS if problem.label == label)
+    problem = {problem.label: problem for problem in PROBLEMS}[label]
     return launcher(problem, runner, *arrays(harness.namespace("cuda"), problem))
 
 

@@ -65,11 +65,7 @@ def _check_one(settings, index):
         if type(error).__name__ in FATAL:
             sys.stderr.write(f"problem {index}: {text}\n")
             os._exit(1)  # the GPU's context is lost; other problems run in another process
-        return _failed(type(error).__name__, text)
-
-
-def _failed(what, message):
-    return Outcome(complaints=[(what, message)])
+        return Outcome(complaints=[(type(error).__name__, text)])
 
 
 def outcomes(settings, chunks, workers, seconds=math.inf):
@@ -101,7 +97,7 @@ def outcomes(settings, chunks, workers, seconds=math.inf):
                 pool = _kill(pool)
                 for chunk in lost:
                     if len(chunk) == 1:
-                        yield chunk[0], _failed("process", f"it died or took over {PATIENCE} s")
+                        yield chunk[0], Outcome(complaints=[("process", f"it died or took over {PATIENCE} s")])
                     else:
                         yield from outcomes(settings, [range(index, index + 1) for index in chunk], 1)
             else:
