@@ -114,7 +114,7 @@ def draw_problem(fixed, rng, hopper=False):
     if values == "saturated" and shapes["q"] == shapes["k"]:
         arrays["k"] = arrays["q"].copy()
     arrays["do"] = _values(rng, "normal", shapes["do"], dtype)
-    features = {dtype.name, kind, f"values {values}", *(checks - {"gradients in out_dtype", "mask on the device"})}
+    features = {dtype.name, kind, f"values {values}", *checks}
     features |= {f"scale {value:g}" if name == "scale" else name.removesuffix("_p") for name, value in options.items()}
     features |= {"d != dv"} if widths[0] != widths[1] else set()
     features |= {"zero size"} if any(0 in shape for shape in shapes.values()) else set()
