@@ -10,6 +10,7 @@ Beside peers: ``hopper``, ``portable``, ``gpt2``, ``lengths``, ``cpu``, each als
 checkout of cuattn in the same run (``suites`` names them, ``cases`` the problems; ``compare`` checks and times one;
 ``report`` shows them; ``prepare`` compiles ahead what they need).  Questions of their own: ``block_size``,
 ``block_sparse``, ``traffic``, ``loop_order``, ``sparsity``, ``mask_memory``, ``same_bits``, ``training``, ``denoise``,
-``kernel_profiles``.  All of them are points that ``harness`` runs; ``counters`` reads hardware counters, ``sections``
+``kernel_profiles``.  All of them are points that ``harness`` runs (``--tiny`` tries a command, ``--device cpu`` without
+a GPU; its rows go to a file of their own); ``counters`` reads hardware counters, ``sections``
 show the rows, in one ``style``.  What is no public API of cuattn is in ``internals``.
 """

@@ -39,8 +39,8 @@ class Case:
         One of `bench.mask_samples.KINDS`, or ``"random"``, a boolean matrix.
     documents : int, optional
         Documents per sequence, instead of the mask's own random number.
-    bias : {"keys", "scores"}, optional
-        A bias of shape (B, 1, 1, N), or one N x N for all heads.
+    bias : {"keys", "scores", "heads"}, optional
+        A bias of shape (B, 1, 1, N), or one N x N for all heads, or for each head of all sequences.
     dropout : float
         Probability of dropping.
     deterministic : bool
@@ -103,6 +103,12 @@ class Case:
     def problem(self):
         """The case without what does not change its inputs and results: cases of one problem share them."""
         return replace(self, direction="forward", deterministic=False, host=False, rivals=(), bar=1.0)
+
+    @property
+    def tiny(self):
+        """The case at a size that NumPy does in seconds."""
+        n_queries, n_keys = min(self.n_queries, 192), min(self.n_keys, 192)
+        return replace(self, batch=min(self.batch, 2), n_queries=n_queries, n_keys=n_keys)
 
     @property
     def unit(self):

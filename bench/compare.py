@@ -30,8 +30,6 @@ class Comparison:
         Where.
     clock : CudaClock or HostClock, optional
         By default the device's.
-    shared_mask : bool
-        Give all sequences of a batch the same mask.
     memory : bool
         Also observe the peak of allocated memory in one more call.
     **rounds
@@ -43,9 +41,9 @@ class Comparison:
         Results that were refused so far.
     """
 
-    def __init__(self, device, clock=None, *, shared_mask=False, memory=False, **rounds):
+    def __init__(self, device, clock=None, *, memory=False, **rounds):
         self.device, self._clock = device, clock
-        self.shared_mask, self.memory, self.rounds = shared_mask, memory, rounds
+        self.memory, self.rounds = memory, rounds
         self.wrong = 0
         self._inputs, self._references = None, {}
         self._differentiated = set()  # problems whose gradients some case asks for
@@ -96,8 +94,8 @@ class Comparison:
         """Call a runner once on zeros, so that a later run finds in the disk caches what its compilers made."""
         begin = time.perf_counter()
         try:
-            inputs = problem_inputs.make(case.problem, self.device, self.shared_mask, blank=True)
-            _scoped(runner.bind(case, inputs))()
+            inputs = problem_inputs.make(case.problem, self.device, blank=True)
+            scoped(runner.bind(case, inputs))()
             self.clock.synchronize()
             said = f"{time.perf_counter() - begin:.1f} s"
         except Exception as error:  # the run that measures will say so in its rows
@@ -112,7 +110,7 @@ class Comparison:
         if self._inputs is None or self._inputs.case != case.problem:
             self._inputs, self._references = None, {}
             self._free()
-            self._inputs = problem_inputs.make(case.problem, self.device, self.shared_mask)
+            self._inputs = problem_inputs.make(case.problem, self.device)
         return self._inputs
 
     def _reference(self, case, inputs, dropped):
@@ -139,7 +137,7 @@ class Comparison:
         row |= {"first_call_s": round(time.perf_counter() - begin, 3), "plan": call.plan}
         if self.memory:
             with peak(self.device) as used:
-                again = _scoped(call)()
+                again = scoped(call)()
                 self.clock.synchronize()
             del again
             row["peak_bytes"] = used.bytes
@@ -177,7 +175,7 @@ class Comparison:
 
     def _time(self, case, bound, rho):
         """Time the bound calls; return what each row gains."""
-        calls = {name: _scoped(call) for name, call in bound.items()}
+        calls = {name: scoped(call) for name, call in bound.items()}
         try:
             if case.host:
                 samples = {name: timing.host_cost(call, self.clock) for name, call in calls.items()}
@@ -221,7 +219,7 @@ def _reason(error, said):
     return "; ".join(line.partition(" (Triggered")[0] for line in lines)[:400]
 
 
-def _scoped(bound):
+def scoped(bound):
     """Return the call of a runner, inside its scope."""
     if bound.scope is contextlib.nullcontext:
         return bound.call

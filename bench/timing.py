@@ -109,13 +109,11 @@ class HostClock:
 def _no_collection():
     """Keep Python's garbage collector out of the samples."""
     gc.collect()
-    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.enable()
 
 
 def measure(calls, clock, *, seconds=2.0, least=7, most=50, alone=()):

@@ -12,19 +12,18 @@ import contextlib
 import functools
 import itertools
 import math
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 import cuattn
-from bench import counters, harness
+from bench import counters, harness, inputs
 from bench.block_size import expected
 from bench.block_sparse import block_mask
 from bench.cases import Case
-from bench.harness import Calls, Point, one
+from bench.harness import Point, one
 from bench.internals import BACKWARD_TILES, TILES, portable_tile
-from bench.peers.pytorch import Standard
+from bench.peers import make
 from cuattn import io_model, reference
 
 HEADS = 64
@@ -106,54 +105,39 @@ def tile_in(call):
     return (BACKWARD_TILES if call.direction == "backward" else TILES)[call.block]
 
 
-def ours(call):
-    """Return the calls on the operands of one of ours."""
-    cupy = harness.namespace("cuda")
-    mask = {"mask": block_mask(call.n, call.density).to_device()} if call.study == "proposition-4" else {}
-    return Calls(*arrays(cupy, call), kernel=call.kernel, **mask)
-
-
-def arrays(xp, call):
-    """Return q, k, v, do."""
-    return harness.random_arrays(xp, 4, (call.heads, call.n, call.d), xp.float16)
+def problem(call):
+    """Return the case and the inputs of a call, and the options of its plan."""
+    case = Case(call.study, call.direction, 1, call.heads, call.heads, call.n, call.n, call.d, dtype="float16")
+    made, options = inputs.make(case, "cuda"), {"kernel": call.kernel, "direction": call.direction}
+    if call.study == "proposition-4":
+        options["mask"] = block_mask(call.n, call.density)
+        made = replace(made, mask=options["mask"])
+    return case, made, options
 
 
 def counted(name):
     """Return the call of a name, for `bench.counters`."""
-    (call,) = (call for call in calls() if call.name == name)
-    if call.kernel == "standard":
-        return _standard(call)
-    made = ours(call)
-    if call.direction == "backward":
-        made.fwd  # noqa: B018
+    call = {call.name: call for call in calls()}[name]
+    case, made, _ = problem(call)
+    (runner,) = make(["standard" if call.kernel == "standard" else f"cuattn-{call.kernel}"])
+    bound = runner.bind(case, made)
 
     def run():
         with portable_tile(tile_in(call)) if call.block else contextlib.nullcontext():
-            return getattr(made, call.direction)()
+            return bound.call()
 
     return run
 
 
-def _standard(call):
-    """Return a call of the papers' standard attention, as `bench.peers` times it."""
-    import torch
-
-    operands = map(torch.from_dlpack, arrays(harness.namespace("cuda"), call))
-    case = Case("", call.direction, 1, call.heads, call.heads, call.n, call.n, call.d, dtype="float16")
-    return Standard().bind(case, SimpleNamespace(operands=operands)).call
-
-
 def measure(call):
     """Return the counters of a call beside what the papers expect."""
-    kernels = counters.count("bench.traffic", tuple(x.name for x in calls() if x.study == call.study))[call.name]
-    if not kernels:
-        return {"status": "failed", "reason": "no kernel was counted; see the messages of the run"}
+    kernels = counters.count("bench.traffic", call.name, tuple(x.name for x in calls() if x.study == call.study))
     row = {"problem": vars(call), "counters": counters.total(kernels)}
     row["kernels"] = {kernel["kernel"][:60]: counters.moved(kernel) for kernel in kernels}
     if call.kernel == "standard":
         return row
-    made = ours(call)
-    tile = tile_in(call) if call.block else cuattn.plan(*made.operands, direction=call.direction, **made.options)
+    _, made, options = problem(call)
+    tile = tile_in(call) if call.block else cuattn.plan(*made.operands[:3], **options)
     row["problem"] = {**vars(call), "block_m": tile.block_m, "block_n": tile.block_n}
     backward = call.direction == "backward"
     forward = expected(call.heads, call.n, call.d, tile.block_m, call.density)

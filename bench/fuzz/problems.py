@@ -16,7 +16,6 @@ import numpy as np
 import cuattn
 from bench.fuzz import masking, sharding
 from bench.fuzz.masking import broadcastable, pick
-from cuattn import rng as contract
 
 __all__ = ["Problem", "draw_problem"]
 
@@ -87,15 +86,6 @@ class Problem:
         """Of the scores."""
         return (*self.arrays["do"].shape[:-1], self.arrays["k"].shape[-2])
 
-    def keep(self, state):
-        """Return what dropout keeps, dense, by the documented bits, and its factor."""
-        level = contract.threshold(self.options.get("dropout_p", 0.0))
-        if not level:
-            return None, 1.0
-        ranges = [(0, n) for n in self.shape[-2:]]
-        kept = [contract.keep(state, level, b, *ranges) for b in range(math.prod(self.shape[:-2]))]
-        return np.array(kept, bool).reshape(self.shape), 65536 / (65536 - level)
-
     def describe(self):
         """Say in one line what the problem is."""
         shapes = ", ".join(f"{name} {x.shape} {x.dtype}" for name, x in self.arrays.items())
@@ -124,7 +114,7 @@ def draw_problem(fixed, rng, hopper=False):
     if values == "saturated" and shapes["q"] == shapes["k"]:
         arrays["k"] = arrays["q"].copy()
     arrays["do"] = _values(rng, "normal", shapes["do"], dtype)
-    features = {dtype.name, kind, f"values {values}", *(checks - {"gradients in out_dtype", "mask on the device"})}
+    features = {dtype.name, kind, f"values {values}", *checks}
     features |= {f"scale {value:g}" if name == "scale" else name.removesuffix("_p") for name, value in options.items()}
     features |= {"d != dv"} if widths[0] != widths[1] else set()
     features |= {"zero size"} if any(0 in shape for shape in shapes.values()) else set()
