@@ -37,8 +37,6 @@ class Case:
         Causal by a band, without a mask object.
     mask : str, optional
         One of `bench.mask_samples.KINDS`, or ``"random"``, a boolean matrix.
-    documents : int, optional
-        Documents per sequence, instead of the mask's own random number.
     bias : {"keys", "scores"}, optional
         A bias of shape (B, 1, 1, N), or one N x N for all heads.
     dropout : float
@@ -64,18 +62,12 @@ class Case:
     dtype: str = "bfloat16"
     causal: bool = False
     mask: str | None = None
-    documents: int | None = None
     bias: str | None = None
     dropout: float = 0.0
     deterministic: bool = False
     host: bool = False
     rivals: tuple[str, ...] = ()
     bar: float = 1.0
-
-    @property
-    def pattern(self):
-        """What is visible, in a word: the kind of mask, and the number of documents where it is given."""
-        return self.kind if self.documents is None else f"{self.kind}-{self.documents}"
 
     @property
     def kind(self):
@@ -87,7 +79,7 @@ class Case:
         """The case without table and direction, as a table's row calls it."""
         n = f"N{self.n_keys}" if self.n_queries == self.n_keys else f"{self.n_queries}xN{self.n_keys}"
         parts = [f"{self.batch}x{self.heads}"] if self.table.startswith("cpu") else []
-        parts += [f"d{self.head_dim}", n, self.pattern]
+        parts += [f"d{self.head_dim}", n, self.kind]
         parts += [] if self.dtype == "bfloat16" else [self.dtype]
         parts += [f"bias_{self.bias}"] if self.bias else []
         parts += [f"drop{self.dropout:g}"] if self.dropout else []
@@ -157,7 +149,6 @@ def _grid(table, *, tokens=16384, hidden=2048, bars=(1.0, 1.0), **axes):
         yield Case(table, bar=bars[chosen["direction"] == "backward"], **usual | chosen)
 
 
-LATENCY = dict(tokens=32768, n=32768, head_dim=128)
 EXACT = dict(n=8192, head_dim=128, direction="backward")
 GPT2 = dict(head_dim=64, dtype="float16", direction=TOGETHER)
 ON_HOST = dict(head_dim=64, dtype="float32", direction=["forward", TOGETHER])
@@ -204,12 +195,6 @@ GRIDS = {  # table: the axes of its grids
     "lengths": [dict(GPT2, batch=8, heads=8, n=[2**exponent for exponent in range(7, 17)])],
     # Host cost of a warm call on a tiny problem, without and with a mask.
     "host": [dict(batch=1, heads=2, n=256, head_dim=64, mask=[None, "causal_document"], host=True, bars=(0.0, 0.0))],
-    # Column masks from rho = 0.5 to 0.95: time in proportion to what is visible.
-    "sparsity": [
-        dict(LATENCY, mask="full"),
-        dict(LATENCY, mask="document", documents=[2, 3, 5, 10, 18]),
-        dict(LATENCY, mask="causal_document", documents=[1, 2, 4, 9]),
-    ],
     # The CPU backend where its tiles are many, without a mask and with three.
     "cpu": [
         dict(ON_HOST, batch=1, heads=8, n=2048),

@@ -102,7 +102,7 @@ def make(case, device, shared_mask=False, blank=False):
         return replace(found, visible=visible)
     if case.mask is None:
         return found
-    drawn = samples(case.mask, case.n_keys, 1 if shared_mask else case.batch, case.documents)
+    drawn = samples(case.mask, case.n_keys, 1 if shared_mask else case.batch)
     drawn = drawn * case.batch if shared_mask else drawn
     mask = column_mask(drawn)
     return replace(found, samples=drawn, mask=mask, rho=mask.block_sparsity(128, 128))

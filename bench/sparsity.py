@@ -93,20 +93,6 @@ def check(sample, *operands):
         raise ValueError(f"{sample.kind}: o is {far:.2g} from the textbook's")
 
 
-def fit(rho, milliseconds):
-    """Return the line through latency against 1 - rho: ``slope`` and ``intercept`` (ms) and the correlation.
-
-    Examples
-    --------
-    >>> fit([0.0, 0.5, 1.0], [11.0, 6.0, 1.0])["intercept"]
-    1.0
-    """
-    visible = 1 - np.asarray(rho)
-    slope, intercept = np.polyfit(visible, milliseconds, 1)
-    found = {"slope": slope, "intercept": intercept, "correlation": np.corrcoef(visible, milliseconds)[0, 1]}
-    return {name: round(float(x), 6) for name, x in found.items()}
-
-
 def points(arguments):
     """Yield one point per mask."""
     shape, count = TINY if arguments.tiny else (HEADS, N, D), arguments.samples

@@ -133,10 +133,6 @@ def test_figure_4a_runs_on_the_host_and_checks_itself(few_tries):
         sparsity.check(sample, q, k, v, do)
 
 
-def test_the_fit_is_a_line():
-    assert sparsity.fit([0.2, 0.4, 0.9], [17.0, 13.0, 3.0]) == {"slope": 20.0, "intercept": 1.0, "correlation": 1.0}
-
-
 def test_a_column_mask_is_linear_and_a_dense_one_is_not():
     rows = measured(mask_memory)
     (a, b) = (row for (_, runner), row in rows.items() if runner == "dense")
