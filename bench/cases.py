@@ -46,9 +46,7 @@ class Case:
     host : bool
         Time the host, not the device.
     rivals : tuple of str
-        Peers that the stated bar counts; empty = all.
-    bar : float
-        Smallest ratio to the best rival that the claim needs; 0 where the claim is no ratio.
+        Peers that the ratio counts; empty = all.
     """
 
     table: str
@@ -67,7 +65,6 @@ class Case:
     deterministic: bool = False
     host: bool = False
     rivals: tuple[str, ...] = ()
-    bar: float = 1.0
 
     @property
     def kind(self):
@@ -94,7 +91,7 @@ class Case:
     @property
     def problem(self):
         """The case without what does not change its inputs and results: cases of one problem share them."""
-        return replace(self, direction="forward", deterministic=False, host=False, rivals=(), bar=1.0)
+        return replace(self, direction="forward", deterministic=False, host=False, rivals=())
 
     @property
     def unit(self):
@@ -134,11 +131,10 @@ class Case:
         return {**asdict(self), "rivals": list(self.rivals)}
 
 
-def _grid(table, *, tokens=16384, hidden=2048, bars=(1.0, 1.0), **axes):
+def _grid(table, *, tokens=16384, hidden=2048, **axes):
     """Yield the cases of all combinations of values, the last axis fastest; what is no list holds for all.
 
-    Where no `batch` is given, there are `tokens` of `hidden` elements in all.  `bars` are the forward's and the
-    backward's.
+    Where no `batch` is given, there are `tokens` of `hidden` elements in all.
     """
     axes["direction"] = axes.get("direction", list(BOTH))
     for values in product(*(x if isinstance(x, list) else [x] for x in axes.values())):
@@ -146,7 +142,7 @@ def _grid(table, *, tokens=16384, hidden=2048, bars=(1.0, 1.0), **axes):
         n = chosen.pop("n", 0)
         heads = chosen.get("heads", hidden // chosen["head_dim"])
         usual = {"n_queries": n, "n_keys": n, "heads": heads, "kv_heads": heads, "batch": tokens // max(n, 1)}
-        yield Case(table, bar=bars[chosen["direction"] == "backward"], **usual | chosen)
+        yield Case(table, **usual | chosen)
 
 
 EXACT = dict(n=8192, head_dim=128, direction="backward")
@@ -158,17 +154,15 @@ SMALL = (  # batch, heads, queries, keys, head dimension
 )  # fmt: skip
 GRIDS = {  # table: the axes of its grids
     # 16K tokens, hidden size 2048, full and causal: the sweep of the FlashAttention papers.
-    "dense": [dict(head_dim=[128, 64, 256], n=[1024, 4096, 16384], causal=[False, True], bars=(0.92, 0.92))],
+    "dense": [dict(head_dim=[128, 64, 256], n=[1024, 4096, 16384], causal=[False, True])],
     # The FlashMask paper's tables 4-9: twelve masks, 128K tokens, hidden size 4096.
     **{
-        f"masks-{n // 1024}k{end}": [
-            dict(tokens=131072, hidden=4096, n=n, head_dim=d, mask=list(KINDS), bars=(0.92, 0.92))
-        ]
+        f"masks-{n // 1024}k{end}": [dict(tokens=131072, hidden=4096, n=n, head_dim=d, mask=list(KINDS))]
         for d, end in ((128, ""), (64, "-d64"))
         for n in (8192, 32768, 131072)
     },
     # Beside the peers that can drop on chip.
-    "dropout": [dict(head_dim=[128, 64], n=4096, dropout=0.1, bars=(1.4, 1.25))],
+    "dropout": [dict(head_dim=[128, 64], n=4096, dropout=0.1)],
     # Bitwise reproducible gradients beside the fastest ones.
     "deterministic": [
         dict(EXACT, causal=[False, True], deterministic=[False, True]),
@@ -179,10 +173,7 @@ GRIDS = {  # table: the axes of its grids
     # 16 bits, float32 and float64, each beside the peer that it must reach.
     "portable": [
         dict(n=4096, head_dim=[128, 64], dropout=[0.0, 0.1], rivals=("fa2",)),
-        *(
-            dict(n=4096, dtype=dtype, head_dim=[64, 128], rivals=("mem-efficient", "math"), bars=bars)
-            for dtype, bars in (("float32", (1.3, 1.1)), ("float64", (1.2, 1.0)))
-        ),
+        dict(n=4096, dtype=["float32", "float64"], head_dim=[64, 128], rivals=("mem-efficient", "math")),
     ],
     # One query per sequence, 32 heads over 8 key/value heads: bound by reading k and v.
     "decode": [
@@ -194,7 +185,7 @@ GRIDS = {  # table: the axes of its grids
     # FlashAttention's figure 3: runtime and memory from 128 to 64K tokens.
     "lengths": [dict(GPT2, batch=8, heads=8, n=[2**exponent for exponent in range(7, 17)])],
     # Host cost of a warm call on a tiny problem, without and with a mask.
-    "host": [dict(batch=1, heads=2, n=256, head_dim=64, mask=[None, "causal_document"], host=True, bars=(0.0, 0.0))],
+    "host": [dict(batch=1, heads=2, n=256, head_dim=64, mask=[None, "causal_document"], host=True)],
     # The CPU backend where its tiles are many, without a mask and with three.
     "cpu": [
         dict(ON_HOST, batch=1, heads=8, n=2048),

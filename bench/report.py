@@ -5,6 +5,7 @@ A ratio compares cuattn with the fastest rival of the same run; what an earlier 
 
 import functools
 import json
+import math
 import statistics
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,6 +16,8 @@ from bench.cases import TABLES, select
 
 VERSIONS = ("cupy-cuda13x", "cupy-cuda12x", "torch", "cuda", "nvrtc", "cudnn", "flash-attn-4")
 LOWER_IS_BETTER = ("us", "s")
+NESTED = ("problem", "counters", "same")
+EMPTY = {"rivals": (), **dict.fromkeys(("rho", "q1_us", "q3_us"), math.nan)}  # what not all rows have
 DERIVED = {  # column: its unit, and the columns that it adds up
     "ms": (1e3, ["median_us"]),
     "MB": (1e6, ["peak_bytes"]),
@@ -77,9 +80,8 @@ def framed(rows):
     ``ms`` and the like come beside them: megabytes, ``GB`` of device memory traffic, those that ``entered`` the
     multiprocessors, were ``expected`` to enter, are moved by the ``algorithm``.
     """
-    parts = [[row.get(part) or {} for part in ("problem", "counters", "same")] for row in rows]
     frame = pd.DataFrame(
-        [problem | counters | same | row for (problem, counters, same), row in zip(parts, rows, strict=True)]
+        [EMPTY | {k: x for of in (*map(row.get, NESTED), row) for k, x in (of or {}).items()} for row in rows]
     )
     if not len(frame):
         return frame
@@ -105,26 +107,27 @@ def lines(rows):
     the fastest ``rival``; and ``ratio``, how many times faster ours is.
     """
     rows = compared(rows)
-    stated = rows.get("rivals", rows["case"].map({})).map(lambda of: of if isinstance(of, list) else [])
-    named = [who in ("cuattn", *of) for who, of in zip(rows["runner"], stated, strict=True)]
+    named = [who in ("cuattn", *stated) for who, stated in zip(rows["runner"], rows["rivals"], strict=True)]
     speed = rows["rate"].where(~rows["unit"].isin(LOWER_IS_BETTER), 1 / rows["rate"])
     rows = rows.assign(named=named, speed=speed)
     rows = rows[rows["named"] == rows.groupby(["case", "ours"])["named"].transform("any")]
     fastest = rows.sort_values("speed").drop_duplicates(["case", "ours"], keep="last").set_index("case")
     best, rival = fastest[fastest["ours"]], fastest[~fastest["ours"]]
-    quartiles = best.reindex(columns=["q1_us", "q3_us"])
-    spread = quartiles.diff(axis=1)["q3_us"] / 2 / best["median_us"]
-    return (
-        rows.drop_duplicates("case")
-        .set_index("case")
-        .assign(
-            best=best["runner"],
-            rival=rival["runner"],
-            rivals=rows[~rows["ours"]].groupby("case")["runner"].agg(list),
-            ratio=best["speed"] / rival["speed"],
-            spread=spread.map("{:.1%}".format, na_action="ignore"),
-        )
+    spread = (best["q3_us"] - best["q1_us"]) / 2 / best["median_us"]
+    found = rows.drop_duplicates("case").set_index("case")
+    return found.assign(
+        best=best["runner"],
+        rival=rival["runner"],
+        rivals=rows[~rows["ours"]].groupby("case")["runner"].agg(list),
+        ratio=best["speed"] / rival["speed"],
+        spread=spread.map("{:.1%}".format, na_action="ignore"),
     )
+
+
+def by_direction(rows, value):
+    """Return a value by case and runner, a frame per direction."""
+    groups = rows.groupby("direction", sort=False)
+    return {way: of.pivot_table(value, "label", "runner", sort=False) for way, of in groups}
 
 
 def standing(ratios):

@@ -40,7 +40,10 @@ LABELS = {  # column, or another word in a table: what a reader calls it
     "cuattn-column": "column mask", "cuattn-dense": "the same mask dense", "cuattn-documents": "one call per document",
     "cuattn-column-free": "column mask, the plan's choice", "cuattn-forward": "forward", "cuattn-backward": "backward",
     "cuattn-cupy": "cuattn, CuPy arrays", "cuattn-numpy": "cuattn, NumPy arrays",
-    **dict.fromkeys(("mask", "table", "label", "runner", "direction", "kind", "study"), ""),
+    "cpu": "many tiles", "cpu-statistics": "many tiles, with l and m", "cpu-torch": "shapes that PyTorch users call",
+    "cpu-small": "problems of a few rows", "times": "its time over cuattn's", "runner_rival": "rival",
+    "beyond": "cuattn's less 0.1 ms, over its", "size": "cases",
+    **dict.fromkeys(("case", "mask", "table", "label", "runner", "direction", "kind", "study"), ""),
 }  # fmt: skip
 SHADES = ("#24658f", "#d9674f", "#f2a65a", "#7fb285", "#8c6bb1", "#8a949d")  # of what is no runner
 
@@ -116,7 +119,7 @@ def curves(axis, frame, style="o-", log=False, **labels):
         axis.plot(points.dropna(), drawn, color=shade, label=heading(column), markersize=5)
     if log:
         axis.set_xscale("log", base=2)
-    axis.tick_params(axis="x", labelrotation=30 * isinstance(frame.index[0], str))
+    axis.tick_params(axis="x", labelrotation=90 * isinstance(frame.index[0], str))
     axis.set(**labels)
 
 

@@ -3,16 +3,10 @@
 import numpy as np
 import pandas as pd
 
-from bench.report import Section
+from bench.report import Section, by_direction
 from bench.style import bars, chart
 
 OVERHEAD = 0.1  # ms that a call on the CPU may cost beyond the formula
-CPU = {
-    "cpu": "many tiles",
-    "cpu-statistics": "many tiles, with l and m",
-    "cpu-torch": "shapes that PyTorch users call",
-    "cpu-small": "problems of a few rows",
-}
 
 
 def apart(rows):
@@ -64,42 +58,41 @@ def profiles(rows):
     return found.assign(stalls=stalls.array)
 
 
+def over(theirs, ours):
+    """Return the medians, turn by turn, of some samples over others."""
+    return [np.median([x / y for x, y in zip(*turns, strict=False)]) for turns in zip(theirs, ours, strict=True)]
+
+
 def pairs(rows):
-    """Return a line per case, function of ours and rival: the rival's time over ours, turn by turn."""
+    """Return a line per case, function of ours and rival: the rival's time over ours."""
     both = rows[rows["ours"]].merge(rows[~rows["ours"]], on="case", suffixes=("", "_rival"))
-    turns = zip(both["samples_us_rival"], both["samples_us"], strict=True)
-    times = [np.median([rival / ours for rival, ours in zip(*turn, strict=False)]) for turn in turns]
+    times = np.array(over(both["samples_us_rival"], both["samples_us"]))
     return both.assign(times=times, beyond=(both["ms"] - OVERHEAD) / both["ms"] / times)
 
 
 def cpu(rows):
     """Return the least and the most of the ratios to each rival, without and with masks."""
     found = pairs(rows)
-    mask = found["mask"].isna().map({True: "without a mask", False: "with a mask"})
-    found = found.groupby([found["table"].map(CPU), mask, found["runner_rival"]], sort=False)
-    found = found.agg(cases=("case", "size"), least=("times", "min"), most=("times", "max"), beyond=("beyond", "max"))
-    head = {"least": "its time over cuattn's, least", "beyond": f"cuattn's less {OVERHEAD} ms over its, at most"}
-    return found.rename(columns=head).rename_axis(["table", "mask", "rival"])
+    found["mask"] = np.where(found["mask"].isna(), "without a mask", "with a mask")
+    found = found.groupby(["table", "mask", "runner_rival"], sort=False)
+    return found.agg({"case": "size", "times": ["min", "max"], "beyond": "max"})
 
 
 def cases(rows):
     """Return the time of every case, and each rival's over it."""
-    found = pairs(rows).pivot_table(["times"], ["label", "direction", "runner", "ms"], "runner_rival", sort=False)
-    return found.rename(columns={"times": "its time over ours"})
+    return pairs(rows).pivot_table(["times"], ["label", "direction", "runner", "ms"], "runner_rival", sort=False)
 
 
 def draw_cpu(rows):
-    """Draw the milliseconds of all on the longest problem, under every mask."""
-    rows = rows[(rows["table"] == "cpu") & (rows["n_keys"] == rows["n_keys"].max())].fillna({"mask": "no mask"})
-    wide = {way: of.pivot_table("ms", "mask", "runner", sort=False) for way, of in rows.groupby("direction")}
-    return chart(wide, bars, "title", numbers=".0f", xlabel="ms (less is better)")
+    """Draw the milliseconds of all where tiles are many, under every mask."""
+    parts = by_direction(rows[rows["table"] == "cpu"], "ms")
+    return chart(parts, bars, "title", numbers=".0f", xlabel="ms (less is better)")
 
 
 def visible(rows):
     """Return the time under a mask over that without, beside the share of the tiles that is visible."""
     plain = rows[rows["mask"] == "none"].set_index("case")["samples_us"]
-    turns = zip(rows["samples_us"], rows["case"].map(plain), strict=True)
-    rows = rows.assign(share=1 - rows["rho"], time=[np.median(np.divide(*turn)) for turn in turns])
+    rows = rows.assign(share=1 - rows["rho"], time=over(rows["samples_us"], rows["case"].map(plain)))
     return rows[rows["mask"] != "none"].pivot_table("time", ["n", "mask", "share"], "direction", sort=False)
 
 
@@ -137,7 +130,7 @@ SECTIONS = {
     "cpu": Section(
         "On the CPU",
         ("cpu",),
-        tuple(CPU),
+        ("cpu", "cpu-statistics", "cpu-torch", "cpu-small"),
         "float32; a rival's time over cuattn's is the median over the turns in one run, and above 1 where cuattn is "
         "faster.  PyTorch takes a mask as a dense matrix.  All samples are in `bench/results/cpu.json`.",
         table=cpu,

@@ -6,12 +6,12 @@ import statistics
 import numpy as np
 import pandas as pd
 
-from bench.report import Section, compared, lines, standing
+from bench.report import Section, by_direction, compared, lines, standing
 from bench.style import INK, OURS, QUIET, WORSE, bars, chart, name, panels
 from bench.suites import SUITES
 
 NOISE = 0.005  # half a percent either way is called equal
-PEAK = 798  # TFLOP/s of a bfloat16 matrix product of 8192^3 on an H200
+PEAK, PRODUCT = 798, "a matrix product of 8192^3"  # TFLOP/s in bfloat16 on an H200
 MASKS = {  # the FlashMask paper's tables
     f"masks-{n.lower()}{end}": f"twelve masks, {n} tokens, {d}"
     for (end, d), n in itertools.product((("", "d 128"), ("-d64", "d 64")), ("8K", "32K", "128K"))
@@ -85,18 +85,6 @@ def determinism(rows):
     return (times[True] / times[False] - 1).droplevel("run").map("{:.1%}".format).unstack("runner")
 
 
-def draw_dense(rows):
-    """Draw dots of TFLOP/s under the line of the peak, a panel per direction and head dimension."""
-    rows = compared(rows).sort_values(["direction", "head_dim"], ascending=[False, True])
-    groups = rows.assign(label=rows["label"].str.partition("-")[2]).groupby(["direction", "head_dim"], sort=False)
-    parts = {f"{way}, d {d:.0f}": of.pivot_table("rate", "label", "runner", sort=False) for (way, d), of in groups}
-    drawn = chart(parts, says="title", width=4.2, height=3.0, rows=2, style="o", ylabel="TFLOP/s", ylim=(0, PEAK * 1.1))
-    for axis in drawn.axes:
-        axis.axhline(PEAK, color=QUIET, linestyle="--", linewidth=1)
-    drawn.suptitle(f"dashed: a matrix product, {PEAK} TFLOP/s")
-    return drawn
-
-
 def both(rows):
     """Return milliseconds, TFLOP/s of each direction and in total, and the sparsity, in the FlashMask paper's order."""
     rows = compared(rows)
@@ -128,31 +116,33 @@ def draw_masks(rows):
     drawn, (axis,) = panels(1, 3.2 + 0.95 * len(found.columns), 4.8)
     axis.imshow(np.log2(found), cmap="RdBu", vmin=-1.5, vmax=1.5, aspect="auto")
     axis.grid(visible=False)
-    for (row, column), ratio in np.ndenumerate(found):
-        axis.text(column, row, f"{ratio:.2f}", ha="center", va="center", fontsize=9)
+    for place, ratio in np.ndenumerate(found.T):
+        axis.text(*place, f"{ratio:.2f}", ha="center", va="center", fontsize=9)
     axis.set_yticks(range(len(found)), found.index)
     axis.set_xticks(range(len(found.columns)), [about.replace(", ", "\n") for about in found], fontsize=8)
     axis.set_title("times the fastest rival's speed, forward and backward", fontsize=10)
     return drawn
 
 
-def rates(rows):
-    """Return the rate of every runner by direction and case."""
-    return compared(rows).pivot_table("rate", ["direction", "label"], "runner", sort=False)
-
-
 def cases(rows):
     """Return the rate of every runner, the fastest rival of each case and the ratio to it."""
-    found = lines(rows).set_index(["direction", "label"])
-    found = found.reindex(columns=["rho", "rival", "ratio", "bar", "spread"]).dropna(axis="columns", how="all")
-    return rates(rows).join(found)
+    wide = compared(rows).pivot_table("rate", ["direction", "label"], "runner", sort=False)
+    return wide.join(lines(rows).set_index(["direction", "label"])[["rho", "rival", "ratio", "spread"]])
 
 
 def draw_rates(rows):
     """Draw a panel of bars per direction."""
-    parts = {way: of.droplevel(0) for way, of in rates(rows).groupby(level=0, sort=False)}
+    parts = by_direction(compared(rows), "rate")
     height = 1.4 + 0.125 * max(part.size + len(part) for part in parts.values())
     return chart(parts, bars, "title", width=4.8, height=height, xlabel=rows["unit"].iloc[0])
+
+
+def draw_dense(rows):
+    """Draw dots of TFLOP/s below those of a matrix product, a panel per direction."""
+    parts = {way: of.assign(**{PRODUCT: PEAK}) for way, of in by_direction(compared(rows), "rate").items()}
+    return chart(
+        parts, says="title", width=9.0, height=4.4, rows=2, columns=5, style="o", ylabel="TFLOP/s", ylim=(0, None)
+    )
 
 
 SECTIONS = {

@@ -107,9 +107,6 @@ def test_column_and_dense_masks_have_the_same_bits():
 @pytest.fixture
 def few_tries(monkeypatch):
     monkeypatch.setattr(sparsity, "TRIES", 150)
-    sparsity.buckets.cache_clear()
-    yield
-    sparsity.buckets.cache_clear()
 
 
 def test_buckets_hold_masks_of_their_sparsity(few_tries):
