@@ -14,7 +14,7 @@ from bench.harness import Calls, one
 from bench.internals import TILES, portable_tile
 
 SHAPE = (64, 16, 1024, 64)
-NAMES = tuple(map(str, TILES))
+TINY = 256  # tokens
 
 
 def expected(heads, n, d, block_m, density=1.0):
@@ -23,34 +23,40 @@ def expected(heads, n, d, block_m, density=1.0):
 
 
 def counted(name):
-    """Return the call with blocks of `name` rows, for `bench.counters`."""
-    calls = Calls(*harness.random_arrays(harness.namespace("cuda"), 3, SHAPE, "float16"), kernel="sm80")
+    """Return the call of a block and a number of tokens, for `bench.counters`."""
+    block, n = map(int, name.split("-"))
+    calls = Calls(*_operands(n), kernel="sm80")
 
     def call():
-        with portable_tile(TILES[int(name)]):
+        with portable_tile(TILES[block]):
             return calls.forward()
 
     return call
 
 
-def measure(name, seconds):
+def _operands(n):
+    return harness.random_arrays(harness.namespace("cuda"), 3, (*SHAPE[:2], n, SHAPE[3]), "float16")
+
+
+def measure(block, n, seconds):
     """Check, time and count one block size."""
-    call = counted(name)
-    plain = Calls(*harness.random_arrays(harness.namespace("cuda"), 3, SHAPE, "float16")).forward()
+    name = f"{block}-{n}"
+    call, plain = counted(name), Calls(*_operands(n)).forward()
     far = float(abs(call().o.astype("float32") - plain.o.astype("float32")).max())
     if not far < 0.01:
-        raise ValueError(f"blocks of {name} rows give another result, {far:.2g} away")
+        raise ValueError(f"blocks of {block} rows give another result, {far:.2g} away")
     return {
         **harness.timed({"": call}, "cuda", seconds)[""],
-        "problem": {"shape": SHAPE, "block_m": int(name), "tile": TILES[int(name)]._asdict()},
-        "expected_l2_to_sm": expected(SHAPE[0] * SHAPE[1], *SHAPE[2:], int(name)),
-        "counters": counters.total(counters.count("bench.block_size", NAMES)[name]),
+        "problem": {"shape": plain.o.shape, "block_m": block, "tile": TILES[block]._asdict()},
+        "expected_l2_to_sm": expected(SHAPE[0] * SHAPE[1], n, SHAPE[3], block),
+        "counters": counters.total(counters.count("bench.block_size", name, tuple(f"{b}-{n}" for b in TILES))),
     }
 
 
 def points(arguments):
-    """Return what is measured."""
-    return [one(f"block-size/B{name}/forward", "cuattn-sm80", measure, name, arguments.seconds) for name in NAMES]
+    """Return what is measured: on a GPU alone, for the CPU has no such blocks."""
+    n, blocks = TINY if arguments.tiny else SHAPE[2], TILES if arguments.device == "cuda" else ()
+    return [one(f"block-size/B{b}/forward", "cuattn-sm80", measure, b, n, arguments.seconds) for b in blocks]
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@
 4096 tokens, head dimension 64, float16; blocks of 128 x 128, drawn at random, each row of blocks with the same share.
 """
 
+import functools
+
 import numpy as np
 
 from bench import harness
@@ -50,12 +52,9 @@ def measure(density, device, shape, seconds):
 
 def points(arguments):
     """Return one point per density."""
-    device, shape = arguments.device, TINY if arguments.tiny or arguments.device == "cpu" else SHAPE
+    about = arguments.device, TINY if arguments.tiny else SHAPE, arguments.seconds
     runners = ("cuattn-forward", "cuattn-backward")
-    return [
-        Point(f"block-sparse/s{s:g}/both", runners, lambda s=s: measure(s, device, shape, arguments.seconds))
-        for s in DENSITIES
-    ]
+    return [Point(f"block-sparse/s{s:g}/both", runners, functools.partial(measure, s, *about)) for s in DENSITIES]
 
 
 if __name__ == "__main__":

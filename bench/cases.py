@@ -37,8 +37,8 @@ class Case:
         Causal by a band, without a mask object.
     mask : str, optional
         One of `bench.mask_samples.KINDS`, or ``"random"``, a boolean matrix.
-    bias : {"keys", "scores"}, optional
-        A bias of shape (B, 1, 1, N), or one N x N for all heads.
+    bias : {"keys", "scores", "heads"}, optional
+        A bias of shape (B, 1, 1, N), or one N x N for all heads, or for each head of all sequences.
     dropout : float
         Probability of dropping.
     deterministic : bool
@@ -92,6 +92,12 @@ class Case:
     def problem(self):
         """The case without what does not change its inputs and results: cases of one problem share them."""
         return replace(self, direction="forward", deterministic=False, host=False, rivals=())
+
+    @property
+    def tiny(self):
+        """The case at a size that NumPy does in seconds."""
+        n_queries, n_keys = min(self.n_queries, 192), min(self.n_keys, 192)
+        return replace(self, batch=min(self.batch, 2), n_queries=n_queries, n_keys=n_keys)
 
     @property
     def unit(self):

@@ -30,8 +30,6 @@ class Comparison:
         Where.
     clock : CudaClock or HostClock, optional
         By default the device's.
-    shared_mask : bool
-        Give all sequences of a batch the same mask.
     memory : bool
         Also observe the peak of allocated memory in one more call.
     **rounds
@@ -43,9 +41,9 @@ class Comparison:
         Results that were refused so far.
     """
 
-    def __init__(self, device, clock=None, *, shared_mask=False, memory=False, **rounds):
+    def __init__(self, device, clock=None, *, memory=False, **rounds):
         self.device, self._clock = device, clock
-        self.shared_mask, self.memory, self.rounds = shared_mask, memory, rounds
+        self.memory, self.rounds = memory, rounds
         self.wrong = 0
         self._inputs, self._references = None, {}
         self._differentiated = set()  # problems whose gradients some case asks for
@@ -96,7 +94,7 @@ class Comparison:
         """Call a runner once on zeros, so that a later run finds in the disk caches what its compilers made."""
         begin = time.perf_counter()
         try:
-            inputs = problem_inputs.make(case.problem, self.device, self.shared_mask, blank=True)
+            inputs = problem_inputs.make(case.problem, self.device, blank=True)
             _scoped(runner.bind(case, inputs))()
             self.clock.synchronize()
             said = f"{time.perf_counter() - begin:.1f} s"
@@ -112,7 +110,7 @@ class Comparison:
         if self._inputs is None or self._inputs.case != case.problem:
             self._inputs, self._references = None, {}
             self._free()
-            self._inputs = problem_inputs.make(case.problem, self.device, self.shared_mask)
+            self._inputs = problem_inputs.make(case.problem, self.device)
         return self._inputs
 
     def _reference(self, case, inputs, dropped):

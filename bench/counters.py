@@ -6,6 +6,7 @@ on, inside a named range.  The clocks and the caches are left as they are.
 """
 
 import collections
+import contextlib
 import csv
 import functools
 import importlib
@@ -35,16 +36,15 @@ UNITS = {
 }  # fmt: skip
 
 
-@functools.cache
-def count(module, names, metrics=TRAFFIC, timeout=240.0):
-    """Count the events of some calls, all in one process; asked again, the same is returned.
+def count(module, name, names, metrics=TRAFFIC, timeout=240.0):
+    """Count the events of a call, with those of others in one process; of all of them the counts are kept.
 
     Parameters
     ----------
     module : str
         A module with ``counted(name)``.
-    names : tuple of str
-        Calls of it.
+    name, names : str, tuple of str
+        A call of it, and all calls that are counted with it.
     metrics : tuple of (str, str)
         Names and ``ncu``'s metrics.
     timeout : float
@@ -52,15 +52,22 @@ def count(module, names, metrics=TRAFFIC, timeout=240.0):
 
     Returns
     -------
-    dict of str to list of dict
-        Per call, one entry per kernel that it launched: ``kernel`` and the metrics, in bytes, seconds or ncu's unit.
-        None for a call that failed.
+    list of dict
+        One entry per kernel that the call launched: ``kernel`` and the metrics, in bytes, seconds or ncu's unit, those
+        of them that are numbers.
 
     Raises
     ------
     RuntimeError
-        ``ncu`` is missing or failed; with the end of its messages.
+        ``ncu`` is missing or failed; with the end of its messages.  Or the call failed, which the run's messages tell.
     """
+    if kernels := _run(module, names, metrics, timeout)[name]:
+        return kernels
+    raise RuntimeError(f"no kernel of {name} was counted; see the messages of the run")
+
+
+@functools.cache
+def _run(module, names, metrics, timeout):
     if shutil.which("ncu") is None:
         raise RuntimeError("ncu (Nsight Compute) is not installed; the counters need it")
     with tempfile.TemporaryDirectory() as folder:
@@ -86,16 +93,12 @@ def parse(text, names, metrics):
         marks = " ".join(value or "" for title, value in row.items() if "Range" in title)
         for name in found:
             if f'"{name}"' in marks or f":{name}:" in marks:
-                values = {key: _value(row[x], units[x]) for key, x in metrics.items() if x in row}
-                found[name].append({"kernel": row["Kernel Name"].partition("(")[0], **values})
+                values = {"kernel": row["Kernel Name"].partition("(")[0]}
+                for key, metric in metrics.items():
+                    with contextlib.suppress(KeyError, ValueError):
+                        values[key] = float(row[metric].replace(",", "")) * UNITS.get(units[metric], 1)
+                found[name].append(values)
     return found
-
-
-def _value(text, unit):
-    try:
-        return float(text.replace(",", "")) * UNITS.get(unit, 1)
-    except ValueError:
-        return None
 
 
 def total(kernels):
@@ -114,7 +117,7 @@ def total(kernels):
 
 def moved(kernel):
     """Return the bytes that a kernel, or all of a call, moved to and from device memory."""
-    return (kernel.get("hbm_read") or 0) + (kernel.get("hbm_write") or 0)
+    return kernel.get("hbm_read", 0) + kernel.get("hbm_write", 0)
 
 
 def main():

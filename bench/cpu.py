@@ -23,18 +23,18 @@ from bench.mask_samples import column_mask, samples
 from bench.rows import cores
 
 HEADS, D = 8, 64
-TURNS = {4096: 11, 16384: 3}
-LONG = 16384
+TURNS = {4096: 11, 16384: 3}  # tokens: rounds
+TINY = {256: 3}
 MASKS = ("none", "causal_document", "sliding_window", "share_question")
 
 
-def measure(n, way):
+def measure(n, turns, way):
     """Time cuattn at a length under every mask, in turn."""
     operands = harness.random_arrays(np, 4, (HEADS, n, D), np.float32, seed=2)
     masks = {kind: None if kind == "none" else column_mask(samples(kind, n, 1)) for kind in MASKS}
     both = {kind: Calls(*operands, mask=mask).both for kind, mask in masks.items()}
     alone = {kind: functools.partial(cuattn.attention, *operands[:3], mask=mask) for kind, mask in masks.items()}
-    found = harness.timed(alone if way == "forward" else both, "cpu", 0.0, least=TURNS[n])
+    found = harness.timed(alone if way == "forward" else both, "cpu", 0.0, least=turns)
     return {
         f"cuattn-{kind}": {
             **row,
@@ -45,27 +45,28 @@ def measure(n, way):
     }
 
 
-def memory():
-    """Return the peak of memory beyond arguments and results at N = 16384, in bytes per thread."""
-    calls = Calls(*harness.random_arrays(np, 4, (2, LONG, D), np.float32))
+def memory(n):
+    """Return the peak of memory beyond arguments and results, in bytes per thread."""
+    calls = Calls(*harness.random_arrays(np, 4, (2, n, D), np.float32))
     rows = {}
     for way, results in (("forward", calls.fwd), ("backward", calls.backward())):
         with peak("cpu") as used:
             getattr(calls, way)()
         own = sum(x.nbytes for x in results if isinstance(x, np.ndarray))
-        rows[f"cuattn-{way}"] = {"bytes_per_thread": (used.bytes - own) / cores(), "problem": {"n": LONG}}
+        rows[f"cuattn-{way}"] = {"bytes_per_thread": (used.bytes - own) / cores(), "problem": {"n": n}}
     return rows
 
 
 def points(arguments):
     """Return what cuattn does alone."""
-    runners = tuple(f"cuattn-{kind}" for kind in MASKS)
+    runners, lengths = tuple(f"cuattn-{kind}" for kind in MASKS), TINY if arguments.tiny else TURNS
     found = [
-        Point(f"cpu-visible/N{n}/{direction}", runners, functools.partial(measure, n, direction))
-        for n in TURNS
+        Point(f"cpu-visible/N{n}/{direction}", runners, functools.partial(measure, n, turns, direction))
+        for n, turns in lengths.items()
         for direction in ("forward", "forward+backward")
     ]
-    return [*found, Point(f"cpu-memory/N{LONG}/both", ("cuattn-forward", "cuattn-backward"), memory)]
+    longest, ways = max(lengths), ("cuattn-forward", "cuattn-backward")
+    return [*found, Point(f"cpu-memory/N{longest}/both", ways, functools.partial(memory, longest))]
 
 
 if __name__ == "__main__":

@@ -30,10 +30,10 @@ from bench.harness import one
 from cuattn.masks import ColumnMask
 
 SIGMA = 0.1  # of the noise; pixels lie in [0, 1]
-RADIUS = 1  # of a patch: 3 x 3 pixels of three colours
+PATCH = 3  # pixels of a patch's side, of three colours
 STRENGTH = 0.45  # h over what noise alone makes patches differ by; smaller keeps more detail and more noise
 ROWS = 10  # image rows above and below that a local search looks at
-TINY = (24, 32)
+TINY = np.s_[:24, :32]
 
 
 def photograph(path=None):
@@ -56,21 +56,21 @@ def photograph(path=None):
     return image / 255 if image.max() > 1 else image
 
 
-def noisy(image, sigma=SIGMA):
+def noisy(image):
     """Return the image with white noise, the same at every call."""
-    return image + np.float32(sigma) * np.random.default_rng(0).standard_normal(image.shape, np.float32)
+    return image + np.float32(SIGMA) * np.random.default_rng(0).standard_normal(image.shape, np.float32)
 
 
-def patches(xp, image, radius=RADIUS):
-    """Return each pixel's patch, (pixels, 3 (2 radius + 1)^2), about the mean of all."""
-    padded = xp.pad(image, ((radius, radius), (radius, radius), (0, 0)), mode="reflect")
-    width = 2 * radius + 1
-    windows = xp.lib.stride_tricks.sliding_window_view(padded, (width, width), axis=(0, 1))
-    found = windows.reshape(len(image) * image.shape[1], -1)
+def patches(xp, image):
+    """Return each pixel's patch, (pixels, 3 PATCH^2), about the mean of all."""
+    rim = (PATCH // 2, PATCH // 2)
+    padded = xp.pad(image, (rim, rim, (0, 0)), mode="reflect")
+    windows = xp.lib.stride_tricks.sliding_window_view(padded, (PATCH, PATCH), axis=(0, 1))
+    found = windows.reshape(image.size // 3, -1)
     return found - found.mean(axis=0)  # distances stay; inner products lose fewer digits
 
 
-def denoise(xp, image, rows=ROWS, sigma=SIGMA, kernel=None):
+def denoise(xp, image, rows=ROWS):
     """Return the image with each pixel replaced by the weighted mean of those with similar surroundings.
 
     Parameters
@@ -81,30 +81,26 @@ def denoise(xp, image, rows=ROWS, sigma=SIGMA, kernel=None):
         With noise.
     rows : int or None
         Image rows above and below to search; None searches the whole image.
-    sigma : float
-        Standard deviation of the noise.
-    kernel : str, optional
-        As in `cuattn.attention`.
     """
     width = image.shape[1]
-    q, k, v, scale = operands(xp, image, sigma)
+    q, k, v, scale = operands(xp, image)
     window = None if rows is None else (rows * width, rows * width)
-    o = cuattn.attention(q, k, v, scale=scale, mask=but_itself(len(q)), window=window, kernel=kernel)
+    o = cuattn.attention(q, k, v, scale=scale, mask=but_itself(len(q)), window=window)
     return o.reshape(image.shape)
 
 
-def operands(xp, image, sigma=SIGMA):
+def operands(xp, image):
     """Return queries, keys, values and the scale under which attention is the non-local mean."""
     p = patches(xp, image)
     n, d = p.shape
     half = (p * p).sum(axis=1, keepdims=True) / 2
     q = xp.concatenate([p, xp.ones_like(half)], axis=1)
     k = xp.concatenate([p, -half], axis=1)
-    h = STRENGTH * sigma * math.sqrt(2 * d)
+    h = STRENGTH * SIGMA * math.sqrt(2 * d)
     return q, k, image.reshape(n, 3), 2 / h**2
 
 
-def by_keops(xp, image, sigma=SIGMA):
+def by_keops(xp, image):
     """Return what `denoise` makes of an image by a search of all of it, computed by KeOps (a PyTorch tensor).
 
     KeOps reduces symbolic matrices without storing them; here with the softmax of the same scores.  It has no masks: a
@@ -113,7 +109,7 @@ def by_keops(xp, image, sigma=SIGMA):
     import torch
     from pykeops.torch import LazyTensor
 
-    *arrays, scale = operands(xp, image, sigma)
+    *arrays, scale = operands(xp, image)
     q, k, v = map(torch.from_dlpack, arrays)
     place = torch.arange(len(q), dtype=q.dtype, device=q.device)[:, None]
     itself = (0.5 - (LazyTensor(place[:, None]) - LazyTensor(place[None])).abs()).step()
@@ -155,17 +151,15 @@ def measure(truth, rows, device, seconds, keops=False):
 
 
 def points(arguments):
-    """Return what is measured: a local search, and on a GPU the whole image too, by KeOps as well."""
+    """Yield what is measured: a local search, and on a GPU the whole image too, by KeOps as well."""
     device, tiny, seconds = arguments.device, arguments.tiny, arguments.seconds
-    runner = "cuattn-cupy" if device == "cuda" else "cuattn-numpy"
-    truth = photograph(arguments.photo)
-    truth = truth[: TINY[0], : TINY[1]] if tiny else truth
-    found = [one("denoise/local/float32", runner, measure, truth, ROWS, device, seconds)]
+    runner = f"cuattn-{harness.namespace(device).__name__}"
+    truth = photograph(arguments.photo)[TINY if tiny else ...]
+    yield one("denoise/local/float32", runner, measure, truth, ROWS, device, seconds)
     if device == "cuda" or tiny:
-        found.append(one("denoise/whole/float32", runner, measure, truth, None, device, seconds))
+        yield one("denoise/whole/float32", runner, measure, truth, None, device, seconds)
     if device == "cuda" and _keops_runs():
-        found.append(one("denoise/whole/float32", "keops", measure, truth, None, device, seconds, True))
-    return found
+        yield one("denoise/whole/float32", "keops", measure, truth, None, device, seconds, True)
 
 
 def _keops_runs():

@@ -12,7 +12,7 @@ import tempfile
 import time
 
 from bench import harness, timing
-from bench.harness import Calls, Point
+from bench.harness import Calls, one
 from bench.rows import ROOT
 from cuattn import masks
 
@@ -57,28 +57,21 @@ def samples(runner, direction, mask):
     return {"cold": [cold], "disk": disk}
 
 
-def measure(state, runners, direction, mask):
-    """Return the rows of every runner."""
-    rows = {}
-    for runner in runners:
-        found = timing.timed(samples(runner, direction, mask)[state])
-        problem = {"table": TABLE, "shape": SHAPE, "dtype": "float16"}
-        rows[runner] = {**found, "rate": round(found["median_us"] / 1e6, 4), "unit": "s", "problem": problem}
-    return rows
+def measure(state, runner, direction, mask):
+    """Return the values of a row."""
+    found = timing.timed(samples(runner, direction, mask)[state])
+    problem = {"table": TABLE, "shape": SHAPE, "dtype": "float16"}
+    return {**found, "rate": round(found["median_us"] / 1e6, 4), "unit": "s", "problem": problem}
 
 
 def points(arguments):
-    """Return two points per problem, for the runners of ``--ours``."""
-    runners = tuple(arguments.ours)
+    """Return two points per problem and runner of ``--ours``, on a GPU alone."""
     return [
-        Point(
-            f"{TABLE}/{state}-d{SHAPE[3]}-{mask}/{direction}",
-            runners,
-            functools.partial(measure, state, runners, direction, mask),
-        )
+        one(f"{TABLE}/{state}-d{SHAPE[3]}-{mask}/{direction}", runner, measure, state, runner, direction, mask)
         for direction, mask in PROBLEMS
         for state in ("cold", "disk")
-        if direction in arguments.directions
+        for runner in arguments.ours
+        if direction in arguments.directions and arguments.device == "cuda"
     ]
 
 

@@ -6,14 +6,13 @@ Batch 64, 16 heads, 1024 tokens, head dimension 64, float16, without and with dr
 attention, cuattn, FlashAttention-2, cuDNN, and the bytes that each moves to and from device memory (``ncu``).
 """
 
-import functools
-
 from bench import counters, inputs
 from bench.cases import select
-from bench.harness import Point
+from bench.harness import one
 from bench.peers import make
+from bench.suites import SUITES
 
-RUNNERS = ("cuattn", "cuattn-sm80", "standard", "fa2", "cudnn")
+RUNNERS = (*SUITES["gpt2"].ours, *SUITES["gpt2"].peers[""])
 KEPT = 4  # kernels that a row names, the ones that move most
 
 
@@ -30,29 +29,26 @@ def counted(name):
     return call
 
 
-def count(case):
-    """Return the bytes that each runner moves in a case."""
+def count(case, runner):
+    """Return the bytes that a runner moves in a case."""
     names = tuple(f"{case.label}:{runner}" for case in select(["gpt2"]) for runner in RUNNERS)
-    counts, rows = counters.count("bench.gpt2", names, counters.HBM), {}
-    for runner in RUNNERS:
-        kernels = sorted(counts[f"{case.label}:{runner}"], key=counters.moved, reverse=True)
-        rows[runner] = {
-            "problem": case.as_dict(),
-            "counters": counters.total(kernels),
-            "kernels": len(kernels),
-            "heaviest": [{**kernel, "kernel": kernel["kernel"][:80]} for kernel in kernels[:KEPT]],
-        }
-        if not kernels:
-            rows[runner] = {"status": "failed", "reason": "no kernel was counted; see the messages of the run"}
-    return rows
+    kernels = counters.count("bench.gpt2", f"{case.label}:{runner}", names, counters.HBM)
+    kernels = sorted(kernels, key=counters.moved, reverse=True)
+    return {
+        "problem": case.as_dict(),
+        "counters": counters.total(kernels),
+        "kernels": len(kernels),
+        "heaviest": [{**kernel, "kernel": kernel["kernel"][:80]} for kernel in kernels[:KEPT]],
+    }
 
 
 def points(arguments):
     """Return what is counted."""
     return [
-        Point(f"gpt2-bytes/{case.label}/{case.direction}", RUNNERS, functools.partial(count, case))
+        one(f"gpt2-bytes/{case.label}/{case.direction}", runner, count, case, runner)
         for case in select(["gpt2"])
-        if arguments.device == "cuda"
+        for runner in RUNNERS
+        if arguments.device == "cuda" and not arguments.tiny
     ]
 
 

@@ -1,22 +1,20 @@
 """Run the tests marked ``gpu`` on a GPU and write what they gave to ``bench/results/gpu-tests.json``.
 
-    python bench/gpu_check.py [--full] [--workers N] [--trees kernels=ID,cuattn=ID,tests=ID] [-- pytest arguments]
+    python -m bench.gpu_check [--full] [--workers N] [--trees kernels=ID,cuattn=ID,tests=ID] [-- pytest arguments]
 
-The report names the device, the versions, the counts, the failures and the git tree ids of kernels/, cuattn/ and
-tests/, so that a reader can tell which files were tested.  The ids are read from git here, or handed in where the copy
-has no .git (``--trees`` or ``$CUATTN_TREES``).  With ``--full`` the product of all
-features runs, and property tests look at more examples.
+``python bench/gpu_check.py`` does the same.  The report names the device, the versions, the counts, the failures and
+the git tree ids of kernels/, cuattn/ and tests/, so that a reader can tell which files were tested.  The ids are read
+from git here, or handed in where the copy has no .git (``--trees`` or ``$CUATTN_TREES``).  With ``--full`` the product
+of all features runs, and property tests look at more examples.
 
 Compiling kernels and computing oracles keeps processors busier than the GPU, so the tests run in several processes
 (pytest-xdist), each with one BLAS thread.  Interrupted, it reports what has run.
 """
 
 import argparse
-import datetime
 import json
 import os
 import pathlib
-import platform
 import signal
 import sys
 
@@ -25,7 +23,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.rows import cores, sources  # noqa: E402
+from bench.rows import cores, environment, sources  # noqa: E402
 
 REPORT = ROOT / "bench" / "results" / "gpu-tests.json"
 TREES = ("kernels", "cuattn", "tests")
@@ -34,11 +32,13 @@ ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_
 
 
 class Collector:
-    """A pytest plugin that counts outcomes and keeps failures, and knows what was begun and not ended."""
+    """A pytest plugin that keeps outcomes, and knows what was begun and not ended."""
 
     def __init__(self):
-        self.counts = {"passed": 0, "failed": 0, "skipped": 0}
-        self.failures, self.running = [], set()
+        self.stats, self.running = {}, set()
+
+    def pytest_terminal_summary(self, terminalreporter):
+        self.stats = terminalreporter.stats
 
     def pytest_runtest_logstart(self, nodeid):
         self.running.add(nodeid)
@@ -46,15 +46,17 @@ class Collector:
     def pytest_runtest_logfinish(self, nodeid):
         self.running.discard(nodeid)
 
-    def pytest_runtest_logreport(self, report):
-        if report.when == "call" or report.outcome != "passed":
-            self.counts[report.outcome] += 1
-            if report.failed:
-                self.failures.append({"test": report.nodeid, "error": reason(report.longrepr)})
-
-    def pytest_collectreport(self, report):
-        if report.failed:
-            self.pytest_runtest_logreport(report)
+    def report(self):
+        """Return how many passed, failed or broke, and were skipped; what failed and why; what has not ended."""
+        passed, failed, broken, skipped = (
+            self.stats.get(name, []) for name in ("passed", "failed", "error", "skipped")
+        )
+        failed = [*failed, *broken]
+        return {
+            "counts": {"passed": len(passed), "failed": len(failed), "skipped": len(skipped)},
+            "failures": [{"test": test.nodeid, "error": reason(test.longrepr)} for test in failed],
+            "unfinished": sorted(self.running),
+        }
 
 
 def run(tests, workers, collector):
@@ -67,25 +69,6 @@ def reason(longrepr):
     """Return the message of a failure, or the last line of what is known about it."""
     crash = getattr(longrepr, "reprcrash", None)
     return (crash.message if crash is not None else (str(longrepr).splitlines() or [""])[-1])[:500]
-
-
-def environment():
-    """Return the device and the versions of what the tests ran on."""
-    import cupy
-    import numpy
-
-    import cuattn
-
-    device = cupy.cuda.Device()
-    return {
-        "device": cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode(),
-        "compute_capability": device.compute_capability,
-        "driver": cupy.cuda.runtime.driverGetVersion(),
-        "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
-        **{module.__name__: module.__version__ for module in (cupy, numpy)},
-        "python": platform.python_version(),
-        "cuattn": cuattn.__version__,
-    }
 
 
 def main(arguments=None):
@@ -105,16 +88,13 @@ def main(arguments=None):
     status = run(options.pytest or ["tests"], options.workers, collector)
     _, trees = sources(options.trees, TREES)
     report = {
-        "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **environment(),
+        **environment("cuda", options.trees),
         "full": options.full,
-        "counts": collector.counts,
-        "failures": collector.failures,
-        "unfinished": sorted(collector.running),
+        **collector.report(),
         "trees": {name: None if (tree := trees.get(name, "+")).endswith("+") else tree for name in TREES},
     }
     REPORT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(f"{collector.counts} on {report['device']}; report in {REPORT.relative_to(ROOT)}")
+    print(f"{report['counts']} on {report['device']}; report in {REPORT.relative_to(ROOT)}")
     return status
 
 

@@ -21,13 +21,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import cuattn
 from bench import timing
 from bench.rows import RESULTS, RowFile, environment
-
-COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
 
 class Point(NamedTuple):
@@ -114,7 +111,7 @@ def parser(description, name, more=(), **defaults):
     description : str
         What it measures, in its first line.
     name : str
-        Rows go to ``bench/results/NAME.json``.
+        Rows go to ``bench/results/NAME.json``, see `destination`.
     more : mapping of str to dict, optional
         Options of its own, as ``add_argument`` takes them.
     **defaults
@@ -127,11 +124,11 @@ def parser(description, name, more=(), **defaults):
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     found.add_argument("--tiny", action="store_true", help="sizes that NumPy does in seconds, to try the command")
     found.add_argument("--trees", metavar="NAME=ID,...", help="git ids of a copy without git (or $CUATTN_TREES)")
-    found.add_argument("--out", type=Path, default=RESULTS / f"{name}.json", metavar="FILE")
+    found.add_argument("--out", type=Path, metavar="FILE", help=f"by default bench/results/{name}.json")
     found.add_argument("--list", action="store_true", help="print the cases and stop")
     for option, settings in dict(more).items():
         found.add_argument(option, **settings)
-    found.set_defaults(**defaults)
+    found.set_defaults(name=name, **defaults)
     return found
 
 
@@ -139,6 +136,12 @@ def main(description, name, points, more=(), **defaults):
     """Run a command: parse its line, measure ``points(arguments)``; the rest as for `parser`."""
     arguments = parser(description, name, more, **defaults).parse_args()
     run(arguments, points(arguments), {"tiny": arguments.tiny})
+
+
+def destination(arguments):
+    """Return the file of rows: what is tiny, or beside another checkout, stays away from the committed ones."""
+    kind = "tiny-" if arguments.tiny else "beside-" if vars(arguments).get("beside") else ""
+    return arguments.out or RESULTS / f"{kind}{arguments.name}.json"
 
 
 def matches(name, patterns):
@@ -178,24 +181,21 @@ def run(arguments, points, options=None, show=None):
         for point in wanted:
             show.print(point.case, highlight=False)
         return []
-    file = RowFile(arguments.out, environment(arguments.device, arguments.trees, options))
+    file = RowFile(destination(arguments), environment(arguments.device, arguments.trees, options))
     todo = [point for point in wanted if not file.done(point.case, point.runners, point.retry)]
     begin, longest = time.monotonic(), 0.0
-    with Progress(*COLUMNS, console=show, transient=True, disable=not show.is_terminal) as progress:
-        task = progress.add_task(arguments.out.stem, total=len(todo))
-        for index, point in enumerate(todo):
-            start = time.monotonic()
-            if start - begin + longest > arguments.budget:
-                left = [point.case for point in todo[index:]]
-                show.print(f"{len(left)} cases left: " + " ".join(left), soft_wrap=True, highlight=False)
-                return left
-            progress.update(task, description=point.case)
+    for index, point in enumerate(todo):
+        start = time.monotonic()
+        if start - begin + longest > arguments.budget:
+            left = [point.case for point in todo[index:]]
+            show.print(f"{len(left)} cases left: " + " ".join(left), soft_wrap=True, highlight=False)
+            return left
+        with show.status(f"{index + 1} of {len(todo)}: {point.case}"):
             rows = _measure(point)
-            file.add(rows)
-            longest = max(longest, time.monotonic() - start)
-            said = ", ".join(_said(row) for row in rows if row["status"] != "unsupported")
-            show.print(f"{point.case}: {said}", highlight=False, soft_wrap=True)
-            progress.advance(task)
+        file.add(rows)
+        longest = max(longest, time.monotonic() - start)
+        said = ", ".join(_said(row) for row in rows if row["status"] != "unsupported")
+        show.print(f"{point.case}: {said}", highlight=False, soft_wrap=True)
     return []
 
 
@@ -219,8 +219,9 @@ def _said(row):
     return f"{row['runner']} " + (f"[bold]{row['median_us'] / 1e3:.4g} ms[/]" if "median_us" in row else "done")
 
 
+@functools.cache
 def clock(device):
-    """Return the clock of a device, see `bench.timing`."""
+    """Return the clock of a device, see `bench.timing`; on a GPU it keeps a buffer to flush the caches with."""
     return timing.CudaClock() if device == "cuda" else timing.HostClock()
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ class Inputs:
     rho : float
         Share of fully hidden 128 x 128 tiles.
     bias : tensor, optional
-        (B, 1, 1, Nk) or (1, 1, Nq, Nk).
+        (B, 1, 1, Nk), (1, 1, Nq, Nk) or (1, H, Nq, Nk).
     visible : tensor, optional
         (Nq, Nk) bool: the mask "random".
     """
@@ -60,7 +60,7 @@ class Inputs:
         return self.q, self.k, self.v, self.do
 
 
-def make(case, device, shared_mask=False, blank=False):
+def make(case, device, blank=False):
     """Make the operands of a case on a device.
 
     Parameters
@@ -69,8 +69,6 @@ def make(case, device, shared_mask=False, blank=False):
         What to make.
     device : {"cuda", "cpu"}
         Where.
-    shared_mask : bool, optional
-        Let all sequences have the first one's mask.
     blank : bool, optional
         Make operands of zeros that share their memory, so that many processes can compile at a time.
 
@@ -93,19 +91,18 @@ def make(case, device, shared_mask=False, blank=False):
     if blank:
         memory = torch.zeros(max(map(math.prod, (case.q_shape, case.k_shape))), dtype=dtype, device=device)
     q, do, k, v = ((zeros if blank else normal)(*shape) for shape in [case.q_shape] * 2 + [case.k_shape] * 2)
-    found = Inputs(case, q, k, v, do)
+    more = {}
     if case.bias:
-        shape = (case.batch, 1, 1, case.n_keys) if case.bias == "keys" else (1, 1, case.n_queries, case.n_keys)
-        found = replace(found, bias=normal(*shape))
+        rows = (1, case.heads if case.bias == "heads" else 1, case.n_queries)
+        more["bias"] = normal(*(rows if case.bias != "keys" else (case.batch, 1, 1)), case.n_keys)
     if case.mask == "random":
-        visible = torch.rand((case.n_queries, case.n_keys), device=device, generator=generator) < RANDOM_SHARE
-        return replace(found, visible=visible)
-    if case.mask is None:
-        return found
-    drawn = samples(case.mask, case.n_keys, 1 if shared_mask else case.batch)
-    drawn = drawn * case.batch if shared_mask else drawn
-    mask = column_mask(drawn)
-    return replace(found, samples=drawn, mask=mask, rho=mask.block_sparsity(128, 128))
+        shape = (case.n_queries, case.n_keys)
+        more["visible"] = torch.rand(shape, device=device, generator=generator) < RANDOM_SHARE
+    elif case.mask is not None:
+        drawn = samples(case.mask, case.n_keys, case.batch)
+        mask = column_mask(drawn)
+        more |= {"samples": drawn, "mask": mask, "rho": mask.block_sparsity(128, 128)}
+    return Inputs(case, q, k, v, do, **more)
 
 
 def reference(inputs, gradients, dropped):
@@ -154,15 +151,16 @@ def _head(inputs, b, h, gradients=False, dropped=False, first=0):
         return i >= torch.arange(case.n_keys, device=device) if case.causal else None
 
     def see(start, stop):
-        bias = factor = None
+        bias, factor = 0, 1
         if inputs.bias is not None:
-            bias = inputs.bias[b % len(inputs.bias), 0].expand(case.n_queries, -1)[first + start : first + stop]
+            of_head = inputs.bias.expand(case.batch, case.heads, case.n_queries, case.n_keys)[b, h]
+            bias = of_head[first + start : first + stop]
         if dropped and case.dropout:
             threshold = rng.threshold(case.dropout)
             rows, columns = (first + start, first + stop), (0, case.n_keys)
             kept = rng.keep(rng.RNGState(*DROPOUT_STATE), threshold, b * case.heads + h, rows, columns)
             factor = torch.from_numpy(kept).to(device).double() * (rng.LEVELS / (rng.LEVELS - threshold))
-        return 0 if bias is None else bias, visible(start, stop), 1 if factor is None else factor
+        return bias, visible(start, stop), factor
 
     do = inputs.do[b, h, first:] if gradients else None
     return Head(inputs.q[b, h, first:], inputs.k[b, h // group], inputs.v[b, h // group], do, see, first > 0)

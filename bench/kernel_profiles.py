@@ -1,17 +1,20 @@
 """Profile every shipped kernel with ``ncu``: how busy its units are, and what its warps wait for.
 
     python -m bench.kernel_profiles
+    python -m bench.kernel_profiles --device cpu --tiny   # no profile: are the calls right?
 
 A row per call, ``kernels`` in it: each kernel that took a noticeable part of the time.  Percentages are of the unit's
 peak over the kernel's own elapsed cycles, so that they do not depend on the clock; stalls are shares of a warp's time.
 """
 
-import numpy as np
+from collections import Counter
+from dataclasses import replace
 
-from bench import counters, harness
-from bench.harness import Calls, one
-from bench.mask_samples import column_mask, samples
-from cuattn.errors import UnsupportedError
+from bench import counters, harness, inputs
+from bench.cases import Case
+from bench.harness import one
+from bench.mask_samples import column_mask
+from bench.peers import make
 
 STALLS = (
     "barrier", "branch_resolving", "dispatch_stall", "gmma", "lg_throttle", "long_scoreboard", "math_pipe_throttle",
@@ -36,107 +39,83 @@ METRICS = {
 }
 SMALLEST_SHARE = 0.02  # of a call's time that a kernel must take to be named
 
-# Large enough that every multiprocessor stays busy: (batch, heads, n) by head dimension, in 16 bits, or dtype and both.
-SHAPES = {
-    "d64": (4, 32, 4096), "d128": (4, 16, 4096), "d256": (4, 8, 4096), "float32-d64": (2, 16, 4096),
-    "float64-d64": (1, 16, 4096), "float64-d128": (1, 16, 4096), "float32-d512": (1, 8, 2048), "bias": (2, 16, 2048),
-    "new-mask": (1, 2, 32768), "decode": (16, 32, 8192), "decode-split": (1, 32, 65536),
-}  # fmt: skip
-OPTIONS = {
-    "causal": {"is_causal": True}, "documents": {"mask": "causal_document"}, "dropout": {"dropout_p": 0.1},
-    "deterministic": {"deterministic": True}, "bias": {"bias": True},
-    "new-mask": {"mask": "causal_document", "new": True}, "decode": {"decode": True}, "decode-split": {"decode": True},
-}  # fmt: skip
-NAMES = (
-    "sm90-forward-d128", "sm90-forward-d64", "sm90-forward-d256", "sm90-forward-d128-causal",
-    "sm90-forward-d128-documents", "sm90-forward-d128-dropout", "sm90-backward-d128", "sm90-backward-d64",
-    "sm90-backward-d256", "sm90-backward-d128-causal", "sm90-backward-d128-dropout", "sm90-backward-d128-documents",
-    "sm90-backward-d128-deterministic", "sm80-forward-d128", "sm80-forward-d64", "sm80-backward-d128",
-    "sm80-backward-d64", "sm80-backward-d128-deterministic", "sm80-forward-float32-d64", "sm80-backward-float32-d64",
-    "sm80-forward-float64-d64", "sm80-backward-float64-d64", "sm80-backward-float64-d128", "sm80-backward-float32-d512",
-    "sm80-backward-bias", "sm90-forward-new-mask", "sm80-decode", "sm80-decode-split",
-)  # fmt: skip
+NAMES = {  # kernel and direction: problems
+    "sm90-forward": "d128 d64 d256 d128-causal d128-documents d128-dropout new-mask",
+    "sm90-backward": "d128 d64 d256 d128-causal d128-dropout d128-documents d128-deterministic",
+    "sm80-forward": "d128 d64 float32-d64 float64-d64 decode decode-split",
+    "sm80-backward": "d128 d64 d128-deterministic float32-d64 float64-d64 float64-d128 float32-d512 bias",
+}
+PROBLEMS = {  # large enough that every multiprocessor stays busy; what differs from 4 x 16 heads of 4096 x 128
+    "d64": dict(heads=32, head_dim=64),
+    "d256": dict(heads=8, head_dim=256),
+    "d128-causal": dict(causal=True),
+    "d128-documents": dict(mask="causal_document"),
+    "d128-dropout": dict(dropout=0.1),
+    "d128-deterministic": dict(deterministic=True),
+    "float32-d64": dict(dtype="float32", batch=2, head_dim=64),
+    "float64-d64": dict(dtype="float64", batch=1, head_dim=64),
+    "float64-d128": dict(dtype="float64", batch=1),
+    "float32-d512": dict(dtype="float32", batch=1, heads=8, n_keys=2048, head_dim=512),
+    "bias": dict(batch=2, n_keys=2048, bias="heads"),
+    "new-mask": dict(batch=1, heads=2, n_keys=32768, mask="causal_document"),
+    "decode": dict(batch=16, heads=32, kv_heads=8, n_queries=1, n_keys=8192),
+    "decode-split": dict(heads=32, batch=1, kv_heads=8, n_queries=1, n_keys=65536),
+}
 
 
-def _parsed(name):
-    """Return what the name of a call says: kernel, direction, dtype, (batch, heads, n, d), options."""
-    kernel, about = name.split("-", 1)
-    direction, _, rest = about.partition("-") if not about.startswith("decode") else ("decode", "", about)
-    plain, _, option = (rest, "", rest) if rest in SHAPES else rest.rpartition("-")
-    words = plain.split("-")
-    dtype = words[0] if words[0].startswith("float") else "float16"
-    d = next((int(word[1:]) for word in words if word[1:].isdecimal()), 128)
-    return kernel, direction, dtype, (*SHAPES[plain], d), OPTIONS.get(option, {})
+def _case(direction, batch=4, heads=16, n_keys=4096, head_dim=128, dtype="float16", **options):
+    options = {"kv_heads": heads, "n_queries": n_keys, **options}
+    return Case("profile", direction, batch, heads, n_keys=n_keys, head_dim=head_dim, dtype=dtype, **options)
 
 
-CALLS = {name: _parsed(name) for name in NAMES}
+CALLS = {
+    f"{group}-{name}": _case(group[5:], **PROBLEMS.get(name, {}))
+    for group, names in NAMES.items()
+    for name in names.split()
+}
+CALLS |= {f"{name}-tiny": case.tiny for name, case in CALLS.items()}
 
 
-def counted(name):
-    """Return the call of a name, for `bench.counters`."""
-    return bind(harness.namespace("cuda"), name)
-
-
-def bind(xp, name, n=None):
-    """Return a call, with `n` tokens instead of its own where given."""
-    kernel, direction, dtype, (batch, heads, length, d), extra = CALLS[name]
-    gpu, n = xp.__name__ == "cupy", n or length
-    options = {**extra, "kernel": kernel if gpu else None}
-    decode, new, kind, bias = (options.pop(key, None) for key in ("decode", "new", "mask", "bias"))
-    q, do = harness.random_arrays(xp, 2, (batch, heads, 1 if decode else n, d), np.dtype(dtype))
-    k, v = harness.random_arrays(xp, 2, (batch, heads // 4 if decode else heads, n, d), np.dtype(dtype), seed=2)
-    if "dropout_p" in options:
-        options["rng"] = 1
-    if bias:
-        options["bias"] = harness.random_arrays(xp, 1, (heads, n, n), np.dtype(dtype), seed=3)[0]
-    if new:  # its tables are made in the call
-        return lambda: Calls(q, k, v, mask=column_mask(samples(kind, n, 1)), **options).forward()
-    if kind:
-        options["mask"] = harness.placed(column_mask(samples(kind, n, 1)), "cuda" if gpu else "cpu")
-    calls = Calls(q, k, v, do, **options)
-    if direction != "backward":
-        return calls.forward
-    try:
-        calls.fwd  # noqa: B018
-    except UnsupportedError:
-        calls.fwd = Calls(q, k, v, **{**options, "kernel": None}).forward()
-    return calls.backward
+def counted(name, device="cuda"):
+    """Return the call of a name, for `bench.counters`; on the host by the CPU's backend."""
+    case = CALLS[name]
+    (runner,) = make([f"cuattn-{name[:4]}" if device == "cuda" else "cuattn"])
+    made = inputs.make(case.problem, device)
+    if "new-mask" in name:  # its tables are made in the call
+        return lambda: runner.bind(case, replace(made, mask=column_mask(made.samples))).call()
+    return runner.bind(case, made).call
 
 
 def summary(kernel):
     """Turn one kernel's metrics into what a reader wants: rounded, stalls as shares, conflicts per access."""
-    kernel = {name: 0.0 if value is None else value for name, value in kernel.items()}
-    stalls = {name: kernel.get(f"stall_{name}", 0.0) for name in STALLS}
-    waited = sum(stalls.values()) or 1.0
-    ranked = sorted(stalls.items(), key=lambda item: -item[1])
-    wavefronts = kernel.get("shared_wavefronts", 0.0)
+    stalls = Counter({name: kernel.get(f"stall_{name}", 0.0) for name in STALLS})
     conflicts = kernel.get("bank_conflicts_load", 0.0) + kernel.get("bank_conflicts_store", 0.0)
     return {
         "kernel": kernel["kernel"],
         "milliseconds": round(kernel["seconds"] * 1e3, 4),
         **{name: round(kernel[name], 2) for name in SHARES if name in kernel},
         "hbm_gb": round(counters.moved(kernel) / 1e9, 4),
-        "stalls": {name: round(value / waited, 3) for name, value in ranked if value / waited >= 0.02},
-        "bank_conflicts": round(conflicts / wavefronts, 4) if wavefronts else 0.0,
+        "stalls": {name: round(x / stalls.total(), 3) for name, x in stalls.most_common() if x > 0.02 * stalls.total()},
+        "bank_conflicts": round(conflicts / (kernel.get("shared_wavefronts") or 1.0), 4),
     }
 
 
-def measure(name):
+def measure(name, device):
     """Return the profile of a call, made with all those of its kernel family in one process."""
-    kernel, direction, dtype, shape, options = CALLS[name]
-    family = tuple(name for name in NAMES if name.startswith(kernel))
-    kernels = counters.count("bench.kernel_profiles", family, tuple(METRICS.items()), 300.0)[name]
-    problem = {"kernel": kernel, "direction": direction, "dtype": dtype, "shape": shape, "options": options}
-    if not kernels:
-        return {"status": "unsupported", "reason": "no such kernel, see the messages of the run", "problem": problem}
+    row = {"problem": {"kernel": name[:4], **CALLS[name].as_dict()}}
+    if device == "cpu":
+        return row | harness.timed({"": counted(name, device)}, device, 0.0, least=1)[""]
+    family = tuple(other for other in CALLS if (other[:4], "-tiny" in other) == (name[:4], "-tiny" in name))
+    kernels = counters.count("bench.kernel_profiles", name, family, tuple(METRICS.items()), 300.0)
     whole = sum(kernel["seconds"] for kernel in kernels)
     named = [summary(kernel) for kernel in kernels if kernel["seconds"] >= SMALLEST_SHARE * whole]
-    return {"problem": problem, "kernels": named, "milliseconds": round(whole * 1e3, 4)}
+    return {**row, "kernels": named, "milliseconds": round(whole * 1e3, 4)}
 
 
 def points(arguments):
     """Return one point per call."""
-    return [one(f"profile/{name}/{CALLS[name][1]}", "cuattn", measure, name) for name in NAMES]
+    names = [name for name in CALLS if ("-tiny" in name) == arguments.tiny]
+    return [one(f"profile/{name}/{CALLS[name].direction}", "cuattn", measure, name, arguments.device) for name in names]
 
 
 if __name__ == "__main__":

@@ -146,13 +146,13 @@ def measure(problem, seconds):
     for runner, call in calls.items():
         check(problem, runner, operands, call())
     timed = harness.timed(calls, "cuda", seconds)
-    counts = counters.count("bench.loop_order", tuple(f"{p.label}/{runner}" for p in PROBLEMS for runner in RUNNERS))
+    names = tuple(f"{p.label}/{runner}" for p in PROBLEMS for runner in RUNNERS)
     return {
         runner: {
             **problem.row,
             **timed[runner],
             **(expected(problem, runner) if runner in KERNELS else {}),
-            "counters": counters.total(counts[f"{problem.label}/{runner}"]),
+            "counters": counters.total(counters.count("bench.loop_order", f"{problem.label}/{runner}", names)),
         }
         for runner in RUNNERS
     }

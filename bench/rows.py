@@ -106,16 +106,19 @@ def environment(device, handed=None, options=None):
             versions[name] = metadata.version(name)
     gpu = device == "cuda"
     if gpu:
-        import torch
+        import cupy
 
         from bench.internals import nvrtc_version
 
-        versions["cuda"] = str(torch.version.cuda)
-        versions["cudnn"] = str(torch.backends.cudnn.version())
         versions["nvrtc"] = nvrtc_version()
+        with contextlib.suppress(ImportError):
+            import torch
+
+            versions["cuda"] = str(torch.version.cuda)
+            versions["cudnn"] = str(torch.backends.cudnn.version())
     commit, trees = sources(handed)
     return {
-        "device": torch.cuda.get_device_name(0) if gpu else _processor(),
+        "device": cupy.cuda.runtime.getDeviceProperties(0)["name"].decode() if gpu else _processor(),
         "driver": _driver() if gpu else None,
         "clocks": clocks() if gpu else None,
         "versions": versions,

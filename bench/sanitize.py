@@ -24,35 +24,40 @@ from cuattn.masks import BlockMask, ColumnMask
 BOUND = 2**31 - 1
 BFLOAT16 = ml_dtypes.bfloat16
 DTYPES = {"sm90": (BFLOAT16, np.float16), "sm80": (BFLOAT16, np.float16, np.float32, np.float64)}
-FIXED = {"deterministic": True}
-# Heads, key/value heads, queries, keys, head_dim, head_dim_v; options, of which "hostile", "blocks", "seen" are masks.
+
+
+def feature(d=64, dv=0, heads=2, kv_heads=0, n_queries=200, n_keys=300, **options):
+    """Return (heads, key heads, queries, keys, widths) and options, of which "hostile", "blocks", "seen" are masks."""
+    return (heads, kv_heads or heads, n_queries, n_keys, d, dv or d), options
+
+
 FEATURES = (
-    ((2, 2, 200, 300, 64, 64), {}),
-    ((2, 2, 330, 300, 64, 64), {"is_causal": "bottom_right"}),  # rows before the first and past the last query
-    ((2, 1, 200, 333, 128, 128), {"is_causal": "top_left"}),
-    ((2, 2, 200, 300, 256, 256), {"is_causal": "bottom_right"}),
-    ((2, 2, 200, 300, 192, 128), {"window": (40, 30, "bottom_right")}),
-    ((4, 1, 200, 300, 128, 256), {"window": (40, 30, "bottom_right")}),
-    ((4, 2, 130, 170, 64, 128), {"mask": "hostile"}),
-    ((4, 2, 130, 170, 96, 40), {"dropout_p": 0.1, **FIXED}),
-    ((2, 2, 200, 300, 128, 128), {"mask": "hostile"}),
-    ((2, 2, 300, 300, 64, 64), {"mask": "hostile"}),
-    ((2, 2, 200, 300, 256, 256), {"mask": "hostile"}),
-    ((2, 1, 200, 300, 128, 128), {"mask": "blocks", "dropout_p": 0.1}),
-    ((2, 2, 200, 300, 64, 64), {"dropout_p": 0.1}),
-    ((2, 1, 70, 150, 128, 128), {"mask": "seen", "bias": True, "softcap": 4.0}),
-    ((2, 2, 200, 300, 64, 64), {"softcap": 3.0, "out_dtype": np.float32}),
-    ((2, 1, 70, 150, 40, 40), {"window": (30, 20, "bottom_right"), "dropout_p": 0.2}),
-    ((150, 150, 200, 160, 128, 128), {}),  # more row tiles than multiprocessors
-    ((1, 1, 130, 200, 128, 128), FIXED),
-    ((2, 2, 300, 300, 64, 64), {**FIXED, "is_causal": "top_left"}),
-    ((1, 1, 200, 300, 128, 128), {**FIXED, "mask": "hostile"}),
-    ((1, 1, 200, 300, 64, 64), {**FIXED, "mask": "blocks", "window": (90, 30, "top_left")}),
-    ((8, 2, 1, 3000, 128, 128), {}),  # parts that the last block merges
-    ((2, 2, 20, 1500, 64, 64), {}),  # parts that another kernel merges
-    ((2, 2, 1, 3000, 128, 128), {"mask": "hostile"}),
-    ((1, 1, 40, 70, 300, 300), {}),
-    ((1, 1, 40, 70, 512, 512), {"mask": "blocks"}),
+    feature(),
+    feature(n_queries=330, is_causal="bottom_right"),  # rows before the first and past the last query
+    feature(d=128, kv_heads=1, n_keys=333, is_causal="top_left"),
+    feature(d=256, is_causal="bottom_right"),
+    feature(d=192, dv=128, window=(40, 30, "bottom_right")),
+    feature(d=128, dv=256, heads=4, kv_heads=1, window=(40, 30, "bottom_right")),
+    feature(dv=128, heads=4, kv_heads=2, n_queries=130, n_keys=170, mask="hostile"),
+    feature(d=96, dv=40, heads=4, kv_heads=2, n_queries=130, n_keys=170, dropout_p=0.1, deterministic=True),
+    feature(d=128, mask="hostile"),
+    feature(n_queries=300, mask="hostile"),
+    feature(d=256, mask="hostile"),
+    feature(d=128, kv_heads=1, mask="blocks", dropout_p=0.1),
+    feature(dropout_p=0.1),
+    feature(d=128, kv_heads=1, n_queries=70, n_keys=150, mask="seen", bias=True, softcap=4.0),
+    feature(softcap=3.0, out_dtype=np.float32),
+    feature(d=40, kv_heads=1, n_queries=70, n_keys=150, window=(30, 20, "bottom_right"), dropout_p=0.2),
+    feature(d=128, heads=150, n_keys=160),  # more row tiles than multiprocessors
+    feature(d=128, heads=1, n_queries=130, n_keys=200, deterministic=True),
+    feature(n_queries=300, deterministic=True, is_causal="top_left"),
+    feature(d=128, heads=1, deterministic=True, mask="hostile"),
+    feature(heads=1, deterministic=True, mask="blocks", window=(90, 30, "top_left")),
+    feature(d=128, heads=8, kv_heads=2, n_queries=1, n_keys=3000),  # parts that the last block merges
+    feature(n_queries=20, n_keys=1500),  # parts that another kernel merges
+    feature(d=128, n_queries=1, n_keys=3000, mask="hostile"),
+    feature(d=300, heads=1, n_queries=40, n_keys=70),
+    feature(d=512, heads=1, n_queries=40, n_keys=70, mask="blocks"),
 )
 
 

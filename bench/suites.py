@@ -16,7 +16,7 @@ from bench import beside, harness
 from bench.cases import BOTH, select
 from bench.compare import Comparison
 from bench.peers import RUNNERS, make
-from bench.rows import RESULTS, sources
+from bench.rows import sources
 from bench.timing import HostClock
 
 PAUSE, BATCH = 0.05, 0.003  # seconds between two samples on the CPU, and what a sample takes at least
@@ -38,7 +38,7 @@ class Suite(SimpleNamespace):
     ours : tuple of str
         Runners of cuattn.
     defaults : dict
-        Other defaults of the options.
+        Other defaults of the options; ``memory``: also observe the peak of allocated memory.
     """
 
     optional = ()
@@ -64,10 +64,11 @@ SUITES = {
         tables=("portable", "decode", "host"),
         peers={
             "": ("fa2", "cudnn", "mem-efficient", "math", "jax"),
-            "decode": ("cudnn", "fa2", "flex", "fa4"),
-            "host": ("cuattn-cupy", "cuattn-sm90", "sdpa", "flex", "fa4"),
+            "decode": ("cuattn", "cuattn-cupy", "cudnn", "fa2", "sdpa"),
+            "host": ("cuattn", "cuattn-cupy", "sdpa", "cudnn", "fa2"),
         },
         studies={"first-call": "first_call"},
+        ours=("cuattn-sm80",),
     ),
     "lengths": Suite(
         about="FlashAttention's figure 3: runtime and memory of forward and backward from 128 to 64K tokens.",
@@ -108,11 +109,9 @@ def parser(name):
         "--beside": dict(type=Path, metavar="PATH", help=checkout),
         "--least": dict(type=int, default=7, help="fewest samples of a runner"),
         "--most": dict(type=int, default=40, help="most samples of a runner"),
-        "--shared-mask": dict(action="store_true", help="all sequences of a batch get one mask"),
-        "--memory": dict(action="store_true", help="also observe the peak of allocated memory"),
         "--site": dict(metavar="FOLDER", help="unpacked wheels of peers, added like a site-packages folder"),
     }
-    found = harness.parser(suite.about, name, more, **{"seconds": 1.5, **suite.defaults})
+    found = harness.parser(suite.about, name, more, **{"seconds": 1.5, "memory": False, **suite.defaults})
     found.epilog = f"tables: {', '.join(known)}.  runners: {', '.join(RUNNERS)}."
     return found
 
@@ -121,18 +120,16 @@ def main(name, words=None):
     """Run a suite's command; return 0, or 1 when a result was wrong."""
     arguments = parser(name).parse_args(words)
     compared = comparison(arguments)
-    options = {"shared_mask": arguments.shared_mask}
+    options = {"tiny": True} if arguments.tiny else {}
     if arguments.beside:
         options["beside"] = sources(names=("kernels", "cuattn"), root=arguments.beside.resolve())
-        if arguments.out == RESULTS / f"{name}.json":
-            arguments.out = RESULTS / f"beside-{name}.json"
     points = [point for cases, runners in tables(name, arguments) for point in compared.points(cases, runners)]
     for table, module in SUITES[name].studies.items():
         if table in arguments.tables:
             points += importlib.import_module(f"bench.{module}").points(arguments)
     harness.run(arguments, points, options)
-    if arguments.beside and arguments.out.exists() and not arguments.list:
-        _show(ratios(json.loads(arguments.out.read_text())["rows"]))
+    if arguments.beside and not arguments.list and (file := harness.destination(arguments)).exists():
+        _show(ratios(json.loads(file.read_text())["rows"]))
     return 1 if compared.wrong else 0
 
 
@@ -144,20 +141,23 @@ def comparison(arguments):
         beside.load(arguments.beside)
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # as all other compilers keep what they made
     resting = HostClock(pause=PAUSE, batch=BATCH) if arguments.device == "cpu" else None
-    asked = {key: getattr(arguments, key) for key in ("shared_mask", "memory", "seconds", "least", "most")}
+    asked = {key: getattr(arguments, key) for key in ("memory", "seconds", "least", "most")}
     return Comparison(arguments.device, resting, **asked)
 
 
 def tables(name, arguments):
-    """Yield the cases of each table that is asked for, and its runners: ours, then the other checkout's or peers."""
+    """Yield the cases of each table that is asked for, and its runners: ours, then peers or the other checkout's."""
     suite = SUITES[name]
-    twins = [runner.replace("cuattn", "base", 1) for runner in arguments.ours if arguments.beside]
     for table in arguments.tables:
         if table not in suite.studies:
-            usual = () if arguments.beside else suite.peers.get(table, suite.peers[""])
-            runners = make([*arguments.ours, *twins, *(usual if arguments.peers is None else arguments.peers)])
+            peers = suite.peers.get(table, suite.peers[""]) if arguments.peers is None else arguments.peers
+            runners = [*arguments.ours, *peers]
+            if arguments.beside:
+                mine = [runner for runner in runners if runner.startswith("cuattn")]
+                runners = [*mine, *(runner.replace("cuattn", "base", 1) for runner in mine)]
             cases = select([table], arguments.directions)
-            yield [case for case in cases if harness.matches(case.name, arguments.only)], runners
+            cases = dict.fromkeys(case.tiny if arguments.tiny else case for case in cases)
+            yield [case for case in cases if harness.matches(case.name, arguments.only)], make(runners)
 
 
 def ratios(rows):

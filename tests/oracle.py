@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import special
 
+from cuattn import rng
 from cuattn.reference import textbook
 from cuattn.reference.textbook import Solution, sum_heads, sum_to
 from tests.tolerances import eps
 
-__all__ = ["Floor", "backward", "floors", "forward", "solve", "visible_band"]
+__all__ = ["Floor", "backward", "dropped", "floors", "forward", "solve", "visible_band"]
 
 
 class Floor(NamedTuple):
@@ -38,6 +39,16 @@ def visible_band(n_queries: int, n_keys: int, left: int | None, right: int | Non
     if right is not None:
         seen &= j <= i + right
     return seen
+
+
+def dropped(state: Any, p: float, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return what dropout keeps of scores of a shape, by the documented bits, and its factor, as `solve` takes them."""
+    threshold = rng.threshold(p)
+    if not threshold:
+        return {}
+    state, whole = rng.resolve(state), [(0, n) for n in shape[-2:]]
+    kept = [rng.keep(state, threshold, b, *whole) for b in range(math.prod(shape[:-2]))]
+    return {"keep": np.array(kept, bool).reshape(shape), "keep_scale": rng.LEVELS / (rng.LEVELS - threshold)}
 
 
 def solve(*arrays: Any, dtype: Any = None, precision: str | None = None, **options: Any) -> Solution:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import ml_dtypes
@@ -10,7 +9,6 @@ import numpy as np
 from hypothesis import strategies as st
 
 import cuattn
-from cuattn import rng as cuattn_rng
 from tests import oracle
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -43,22 +41,12 @@ class Case:
         found = {name: put(value) if isinstance(value, np.ndarray) else value for name, value in options.items()}
         return (put(self.q), put(self.k), put(self.v)), found
 
-    @property
-    def keep(self):
-        """Dense keep decisions and their scale."""
-        t = cuattn_rng.threshold(self.options.get("dropout_p", 0.0))
-        if not t:
-            return None, 1.0
-        state = cuattn_rng.resolve(self.options["rng"])
-        shape = (*self.do.shape[:-1], self.k.shape[-2])
-        kept = [cuattn_rng.keep(state, t, b, *((0, n) for n in shape[-2:])) for b in range(math.prod(shape[:-2]))]
-        return np.array(kept, bool).reshape(shape), 65536 / (65536 - t)
-
     def reference(self):
         """Return keyword arguments for the oracle."""
-        keep, keep_scale = self.keep
+        shape = (*self.do.shape[:-1], self.k.shape[-2])
+        dropped = oracle.dropped(self.options.get("rng"), self.options.get("dropout_p", 0.0), shape)
         given = {name: self.options.get(name) for name in ("scale", "softcap")}
-        return dict(visible=self.visible, bias=self.bias, keep=keep, keep_scale=keep_scale, **given)
+        return dict(visible=self.visible, bias=self.bias, **dropped, **given)
 
 
 def _short(value):

@@ -10,7 +10,9 @@ It ends with status 1 when there is a complaint.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import operator
 import os
 import sys
 import time
@@ -19,21 +21,19 @@ from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
+from rich.pretty import pprint
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench import rows
 from bench.fuzz.running import run
 from bench.fuzz.workers import CHUNK, Settings, outcomes, problem_of
 
-POOL = 40  # sets of features that a GPU's problems share
 KEPT = 200  # complaints that a report holds in full
 
 
-def report(settings, found, seconds, trees=None):
-    """Return what is written as JSON of outcomes by the problems' numbers."""
-    outcomes = list(found.values())
-    names = sorted({name for x in outcomes for name in x.worst})
-    complaints = [complaint for index, x in found.items() for complaint in complaints_of(settings, index, x)]
+def report(settings, outcomes, complaints, seconds, trees=None):
+    """Return what is written as JSON."""
+    worst = functools.reduce(operator.or_, (Counter(x.worst) for x in outcomes), Counter())  # the larger of each
     counts = {
         "kernels": chain.from_iterable(x.kernels for x in outcomes),
         "refused": [x.refused for x in outcomes if x.refused],
@@ -41,17 +41,14 @@ def report(settings, found, seconds, trees=None):
         "features": chain.from_iterable(x.features for x in outcomes),
     }
     return {
-        **rows.environment("cpu", trees),
-        **(_gpu() if settings.device == "cuda" else {}),
+        **rows.environment(settings.device, trees),
         "command": " ".join(["python -m bench.fuzz", *sys.argv[1:]]),
         "seed": settings.seed,
         "seconds": round(seconds, 1),
-        "problems": len(found),
+        "problems": len(outcomes),
         "complaints": complaints[:KEPT],
         "complaint_count": len(complaints),
-        "largest_share_of_allowed": {
-            name: round(min(max(x.worst.get(name, 0.0) for x in outcomes), 1e30), 4) for name in names
-        },
+        "largest_share_of_allowed": {name: round(min(share, 1e30), 4) for name, share in sorted(worst.items())},
         **{name: dict(sorted(Counter(items).items())) for name, items in counts.items()},
     }
 
@@ -59,9 +56,7 @@ def report(settings, found, seconds, trees=None):
 def complaints_of(settings, index, outcome):
     """Return the complaints of a problem, each with the command that runs it again."""
     device = "" if settings.device == "cpu" else f" --device {settings.device}"
-    kernel = f" --kernel {settings.kernels[0]}" if len(settings.kernels) == 1 and settings.kernels[0] else ""
-    pool = f" --variants {settings.variants}" if settings.variants not in (0, POOL) else ""
-    replay = f"python -m bench.fuzz{device}{kernel}{pool} --replay {settings.seed}:{index}"
+    replay = f"python -m bench.fuzz{device} --replay {settings.seed}:{index}"
     return [{"replay": replay, "what": what, "message": text} for what, text in outcome.complaints]
 
 
@@ -69,38 +64,28 @@ def main(argv=None):
     """Fuzz, or replay some problems; return the exit status."""
     args = _parser().parse_args(argv)
     seed, _, indices = (args.replay or str(args.seed)).partition(":")
-    settings = Settings(int(seed))
-    if args.device == "cuda":
-        kernels = (args.kernel,) if args.kernel else (None, "sm80", "sm90")
-        settings = Settings(int(seed), args.device, kernels, args.variants)
+    settings = Settings(int(seed), args.device)
     if args.replay:
         return max([_replay(settings, int(index)) for index in indices.split(",")])
-    found, bad, start = {}, 0, time.monotonic()
-    stop = 1 << 62 if args.problems is None else args.first + args.problems
-    chunks = (range(at, min(at + CHUNK, stop)) for at in range(args.first, stop, CHUNK))
+    found, complaints, start = [], [], time.monotonic()
+    stop = args.problems or 1 << 62
+    chunks = (range(at, min(at + CHUNK, stop)) for at in range(0, stop, CHUNK))
     columns = TextColumn("{task.completed} problems, {task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), disable=args.quiet) as bar:
         task = bar.add_task("", total=args.problems)
-        for index, found[index] in outcomes(settings, chunks, args.workers, args.seconds):
-            complaints = complaints_of(settings, index, found[index])
-            for complaint in complaints:
+        for index, outcome in outcomes(settings, chunks, args.workers, args.seconds):
+            found.append(outcome)
+            for complaint in complaints_of(settings, index, outcome):
+                complaints.append(complaint)
                 bar.console.print(*complaint.values(), sep="  ", markup=False, highlight=False, soft_wrap=True)
-            bad, seconds = bad + len(complaints), time.monotonic() - start
-            bar.update(task, advance=1, description=f"{len(found) / seconds:.0f}/s, {bad} complaints")
+            seconds = time.monotonic() - start
+            bar.update(task, advance=1, description=f"{len(found) / seconds:.0f}/s, {len(complaints)} complaints")
     seconds = time.monotonic() - start
     if args.report:
-        args.report.write_text(json.dumps(report(settings, found, seconds, args.trees), indent=1) + "\n")
-    bar.console.print(f"{len(found)} problems in {seconds:.1f} s, {bad} complaints")
-    return int(bad > 0)
-
-
-def _gpu():
-    """Describe the GPU; nothing here needs PyTorch."""
-    import cupy
-
-    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    nvrtc = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
-    return {"device": name, "driver": cupy.cuda.runtime.driverGetVersion(), "nvrtc": nvrtc}
+        written = report(settings, found, complaints, seconds, args.trees)
+        args.report.write_text(json.dumps(written, indent=1) + "\n")
+    bar.console.print(f"{len(found)} problems in {seconds:.1f} s, {len(complaints)} complaints")
+    return int(bool(complaints))
 
 
 def _parser():
@@ -110,13 +95,8 @@ def _parser():
     add("--seconds", type=float, default=60.0, help="start problems for so long")
     add("--seed", type=int, default=0)
     add("--problems", type=int, help="stop after so many")
-    add("--first", type=int, default=0, help="number of the first problem")
-    add("--kernel", choices=("sm80", "sm90"), help="this family alone; a GPU's are forced in turn")
     add("--replay", metavar="SEED:INDEX[,INDEX...]", help="run these problems and say all about them")
     add("--workers", type=int, default=os.cpu_count() or 1)
-    add(
-        "--variants", type=int, default=POOL, help="sets of features, and compiled kernels, that a GPU's problems share"
-    )
     add("--report", type=Path, help="JSON file to write")
     add("--trees", help="what python -m bench.rows prints, for a copy without git")
     add("--quiet", action="store_true", help="no progress")
@@ -127,11 +107,7 @@ def _replay(settings, index):
     problem, target = problem_of(settings, index), settings.target(index)
     print(f"{settings.seed}:{index} on {target.kernel or target.device}: {problem.describe()}")
     outcome = run(problem, target)
-    if outcome.refused:
-        print("refused:", outcome.refused)
-    print("share of what is allowed:", {name: round(share, 4) for name, share in outcome.worst.items()})
-    for what, message in outcome.complaints:
-        print(f"{what}: {message}")
+    pprint(outcome)
     return int(bool(outcome.complaints))
 
 

@@ -16,7 +16,6 @@ import numpy as np
 import cuattn
 from bench.fuzz import masking, sharding
 from bench.fuzz.masking import broadcastable, pick
-from cuattn import rng as contract
 
 __all__ = ["Problem", "draw_problem"]
 
@@ -86,15 +85,6 @@ class Problem:
     def shape(self):
         """Of the scores."""
         return (*self.arrays["do"].shape[:-1], self.arrays["k"].shape[-2])
-
-    def keep(self, state):
-        """Return what dropout keeps, dense, by the documented bits, and its factor."""
-        level = contract.threshold(self.options.get("dropout_p", 0.0))
-        if not level:
-            return None, 1.0
-        ranges = [(0, n) for n in self.shape[-2:]]
-        kept = [contract.keep(state, level, b, *ranges) for b in range(math.prod(self.shape[:-2]))]
-        return np.array(kept, bool).reshape(self.shape), 65536 / (65536 - level)
 
     def describe(self):
         """Say in one line what the problem is."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import warnings
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -173,9 +174,9 @@ class _Run:
         problem = self.problem
         arrays = dict(problem.arrays)
         operands = [arrays.pop(name) for name in ("q", "k", "v", "do")]
-        keep, factor = problem.keep(state)
         more = {name: problem.options.get(name) for name in ("scale", "softcap")}
-        more |= {**arrays, "visible": problem.visible, "keep": keep, "keep_scale": factor}
+        more |= {**arrays, "visible": problem.visible}
+        more |= oracle.dropped(state, problem.options.get("dropout_p", 0.0), problem.shape)
         # On a CPU float32 has float32's accuracy, whatever a caller permits.
         gpu = self.target.device == "cuda"
         formats = {"precision": problem.options.get("precision")} if gpu else {}
@@ -218,21 +219,24 @@ class _Run:
     def _parts(self, state):
         """Compute it in shards: merged, they are the whole."""
         problem, sums = self.problem, self.problem.stat_dtype
-        exact = {name: getattr(self.exact, name) for names in RESULTS for name in names}
+        exact = {name: getattr(self.exact, name) for name in itertools.chain(*RESULTS)}
         total = {name: np.zeros(x.shape, sums) for name, x in exact.items() if x is not None}
         states = set()
+
+        def add(part, names, results):
+            for name, x in zip(names, results, strict=True):
+                if x is not None:
+                    total[name][part.index(name, total[name])] += self.target.get(x)
+
         for parts in problem.parts:
             options = [self._cut(part) for part in parts]
             forwards = [self._call(cuattn.forward, **each) for each in options]
             merged = cuattn.merge(*forwards)
             states.add(merged.rng_state)
-            for name, x in zip(RESULTS[0], merged[:3], strict=True):
-                total[name][parts[0].index(name, total[name])] = self.target.get(x)
+            add(parts[0], RESULTS[0], merged[:3])
             for part, each, fwd in zip(parts, options, forwards, strict=True):
                 grads = self._call(cuattn.backward, merged._replace(rng_state=fwd.rng_state), **each)
-                for name, x in zip(RESULTS[1], grads, strict=True):
-                    if x is not None:
-                        total[name][part.index(name, total[name])] += self.target.get(x)
+                add(part, RESULTS[1], grads)
         if problem.dtype == np.float64 and "bias" in problem.arrays and problem.arrays["bias"].dtype == np.float32:
             del total["dbias"]  # each part's gradient is rounded
         self._judge(total, total.values(), sums, " of shards")
@@ -247,7 +251,7 @@ class _Run:
         if isinstance(problem.mask, np.ndarray):
             mask = put(problem.mask[part.index("mask", problem.mask)])
         elif mask is not None:
-            mask = mask.restrict(part.rows, part.keys)
+            mask = mask.restrict(part.cuts["r"], part.cuts["k"])
         return {**arrays, "mask": mask, "origin": part.origin(problem.shape), "out_dtype": problem.stat_dtype}
 
     def _same(self, name, first, second):

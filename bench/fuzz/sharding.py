@@ -14,8 +14,10 @@ __all__ = ["Part", "draw_parts"]
 
 Pieces = list[tuple[int, int]]
 """Global (start, stop) of the pieces of an axis that a part takes, in ascending order."""
-AXES = {"bias": "rk", "mask": "rk", "q": "r.", "o": "r.", "k": "k.", "v": "k.", "l": "r", "m": "r", "lse": "r"}
-"""What the last axes of an array are: rows, keys or columns; gradients (do: of o) have those of their operand."""
+AXES = {"q": "bhr.", "o": "bhr.", "k": "bgk.", "v": "bgk.", "bias": "bhrk", "mask": "bhrk"}
+AXES |= dict.fromkeys(("l", "m", "lse"), "bhr")
+"""What the axes of an array are: batch, heads, groups that share a key head, rows, keys, columns; a gradient's (do: of
+o) are those of its operand."""
 
 
 class Part(NamedTuple):
@@ -23,37 +25,31 @@ class Part(NamedTuple):
 
     Attributes
     ----------
-    leads : tuple of Pieces
-        Of batch and heads; () where they are not cut.
-    rows, keys : Pieces
+    cuts : dict of str to Pieces
+        By axis: rows and keys, batch and heads where they are cut.
     group : int
         Query heads that share a key head.
     """
 
-    leads: tuple
-    rows: Pieces
-    keys: Pieces
+    cuts: dict[str, Pieces]
     group: int
 
     def index(self, name, x):
         """Return where this part lies in an array of the whole problem; an axis of 1 may be broadcast."""
-        inner = AXES[name if name in AXES else name[1:]]
-        wanted = {"r": _indices(self.rows), "k": _indices(self.keys), ".": None}
-        leads = [_indices(pieces) for pieces in self.leads]
-        if leads and inner[0] == "k" and self.group > 1:
-            leads[-1] = np.unique(leads[-1] // self.group)
-        found = [*leads, *(wanted[axis] for axis in inner)][-x.ndim :]
-        found = [None] * (x.ndim - len(found)) + found
-        return np.ix_(*(np.arange(n) if at is None or n == 1 else at for at, n in zip(found, x.shape, strict=True)))
+        taken = {axis: np.concatenate([np.arange(*piece) for piece in pieces]) for axis, pieces in self.cuts.items()}
+        if "h" in taken:
+            taken["g"] = np.unique(taken["h"] // self.group)
+        axes = ("." * x.ndim + AXES[name if name in AXES else name[1:]])[-x.ndim :]
+        found = zip(axes, x.shape, strict=True)
+        return np.ix_(*(np.arange(n) if n == 1 else taken.get(axis, np.arange(n)) for axis, n in found))
 
     def origin(self, shape):
         """Return the origin of this part of scores of a shape."""
         *lead, n_queries, n_keys = shape
-        starts = {name: pieces[0][0] for name, pieces in zip(("head", "batch"), self.leads[::-1], strict=False)}
-        heads = {"heads": lead[-1]} if self.leads else {}
-        return cuattn.Origin(
-            row=_runs(self.rows), key=_runs(self.keys), n_queries=n_queries, n_keys=n_keys, **starts, **heads
-        )
+        starts = {"row": _runs(self.cuts["r"]), "key": _runs(self.cuts["k"])}
+        starts |= {name: self.cuts[name[0]][0][0] for name in ("batch", "head") if name[0] in self.cuts}
+        heads = lead[-1] if "h" in self.cuts else None
+        return cuattn.Origin(heads=heads, n_queries=n_queries, n_keys=n_keys, **starts)
 
 
 def draw_parts(problem, rng):
@@ -67,11 +63,12 @@ def draw_parts(problem, rng):
     own_mask = problem.mask is not None and not isinstance(problem.mask, np.ndarray)
     kv_heads = problem.arrays["k"].shape[-3] if "grouped" in problem.features else 1
     group = lead[-1] // kv_heads if kv_heads > 1 else 1
-    leads = []
+    leads = {}
     if lead and not own_mask and 0 not in lead and rng.random() < 0.5:
-        axes = [(lead[0], 1)] * (len(lead) == 2) + [(lead[-1], group)]
-        leads = [_halves(rng, n, unit) for n, unit in axes]
-    return [[Part(lead, some, others, group) for others in keys] for *lead, some in itertools.product(*leads, rows)]
+        leads = {"b": _halves(rng, lead[0], 1)} if len(lead) == 2 else {}
+        leads["h"] = _halves(rng, lead[-1], group)
+    outer = [dict(zip(leads, pieces, strict=True)) for pieces in itertools.product(*leads.values())]
+    return [[Part({**of, "r": some, "k": others}, group) for others in keys] for of in outer for some in rows]
 
 
 def _deal(rng, length, unit):
@@ -86,10 +83,6 @@ def _deal(rng, length, unit):
 def _halves(rng, length, unit):
     cut = unit * int(rng.integers(0, length // unit))
     return [[piece] for piece in ((0, cut), (cut, length)) if piece[0] < piece[1]]
-
-
-def _indices(pieces):
-    return np.concatenate([np.arange(*piece) for piece in pieces])
 
 
 def _runs(pieces):

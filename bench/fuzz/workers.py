@@ -9,8 +9,8 @@ import time
 import traceback
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from multiprocessing import get_context
+from typing import NamedTuple
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -21,41 +21,29 @@ from bench.fuzz.running import Outcome, Target, run
 __all__ = ["CHUNK", "Settings", "check", "outcomes", "problem_of"]
 
 CHUNK = 50  # problems that a process is handed at a time; on a GPU they share their features
+POOL = 40  # sets of features, and of compiled kernels, that a GPU's problems share in turn
+KERNELS = None, "sm80", "sm90"  # a GPU's problems are forced into these families in turn; None: the plan chooses
 FATAL = ("CUDADriverError", "CUDARuntimeError")
 PATIENCE = 300.0  # seconds that a chunk may take
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What to fuzz.
-
-    Attributes
-    ----------
-    seed : int
-        Problem i is drawn from child i of its seed sequence.
-    device : {"cpu", "cuda"}
-    kernels : tuple of (str or None)
-        Problem i is forced into family i modulo their number; None lets the plan choose.
-    variants : int
-        How many sets of features, which kernels are compiled for, problems take turns to share; 0: each has its own.
-    """
+class Settings(NamedTuple):
+    """What to fuzz: problem i is drawn from child i of the seed's sequence, for the CPU or a GPU ("cuda")."""
 
     seed: int = 0
     device: str = "cpu"
-    kernels: tuple[str | None, ...] = (None,)
-    variants: int = 0
 
     def target(self, index):
         """Return where problem `index` runs."""
-        return Target(self.device, self.kernels[index % len(self.kernels)])
+        return Target(self.device, KERNELS[index % len(KERNELS)] if self.device == "cuda" else None)
 
 
 def problem_of(settings, index):
     """Draw problem `index`."""
     rng = _generator(settings.seed, index)
-    if not settings.variants:
+    if settings.device == "cpu":
         return draw_problem(rng, rng)
-    variant = index // CHUNK % settings.variants
+    variant = index // CHUNK % POOL
     return draw_problem(_generator(settings.seed, variant, 1), rng, hopper=variant % 2 > 0)
 
 

@@ -85,13 +85,12 @@ class Decoder(nn.Module):
     def forward(self, sequence, attention):
         """Return the loss of a `bench.llama.text.Sequence`, a 0-d tensor."""
         device = self.rotary.device
-        tokens, targets, weights = (torch.from_numpy(x).to(device) for x in sequence[:3])
+        tokens, targets = (torch.from_numpy(x).to(device) for x in sequence[:2])
         attention.prepare(sequence.lengths, device)
-        x = self.embedding(functional.one_hot(tokens.long(), VOCABULARY).float()).float()
+        x = self.embedding(functional.one_hot(tokens, VOCABULARY).float()).float()
         for block in self.blocks:
             x = block(x, self.rotary, attention)
-        losses = functional.cross_entropy(self.output(self.norm(x)).float(), targets.long(), reduction="none")
-        return (losses * weights).sum()
+        return functional.cross_entropy(self.output(self.norm(x)).float(), targets)
 
 
 def _rotate(x, rotary):

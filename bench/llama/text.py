@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 VOCABULARY = 256  # one token a byte
+NONE = -100  # what PyTorch takes for no target
 SHORTEST = 64  # bytes that a module must have
 
 
@@ -16,25 +17,22 @@ class Sequence(NamedTuple):
 
     Attributes
     ----------
-    tokens : array, (n,), int32
+    tokens : array, (n,), int64
         Bytes.
-    targets : array, (n,), int32
-        The byte after each one of the same document.
-    weights : array, (n,), float32
-        0 where there is no next byte, the same value elsewhere; they sum to 1.
+    targets : array, (n,), int64
+        The byte after each one of the same document, `NONE` where there is none.
     lengths : list of int
         Of the documents; they fill the sequence.
     """
 
     tokens: np.ndarray
     targets: np.ndarray
-    weights: np.ndarray
     lengths: list[int]
 
 
-def documents(folder=None):
+def documents():
     """Yield the standard library's modules, by name, over and over."""
-    files = sorted(Path(folder or sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     return itertools.cycle([text for path in files if len(text := path.read_bytes()) >= SHORTEST])
 
 
@@ -57,7 +55,7 @@ def pack(texts, n, longest):
             piece = next(pieces)[: n - len(content)]
             lengths.append(len(piece))
             content += piece
-        tokens = np.frombuffer(content, np.uint8).astype(np.int32)
-        weights = np.ones(n, np.float32)
-        weights[np.cumsum(lengths) - 1] = 0
-        yield Sequence(tokens, np.roll(tokens, -1), weights / weights.sum(), lengths)
+        tokens = np.frombuffer(content, np.uint8).astype(np.int64)
+        targets = np.roll(tokens, -1)
+        targets[np.cumsum(lengths) - 1] = NONE
+        yield Sequence(tokens, targets, lengths)

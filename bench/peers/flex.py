@@ -34,7 +34,7 @@ class Flex(Runner):
         import torch
         from torch.nn.attention.flex_attention import flex_attention
 
-        _raise_compile_limit(torch)
+        torch._dynamo.config.recompile_limit = COMPILATIONS
         torch._functorch.config.donated_buffer = False  # a backward may be run many times
         options = {"enable_gqa": case.heads != case.kv_heads}
         if self.backend:
@@ -53,13 +53,6 @@ class Flex(Runner):
         import torch
 
         torch._dynamo.reset()  # what was compiled for this mask would count against the limit
-
-
-def _raise_compile_limit(torch):
-    config = torch._dynamo.config
-    for name in ("recompile_limit", "cache_size_limit"):
-        if hasattr(config, name):
-            setattr(config, name, max(getattr(config, name), COMPILATIONS))
 
 
 def mask_function(case, drawn, device):

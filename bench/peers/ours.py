@@ -17,19 +17,17 @@ class Ours(Runner):
     ----------
     name : str
         ``cuattn``, or ``base`` for the other checkout that `bench.beside` loaded; then, behind a dash, one of ``sm90``,
-        ``sm80``, ``cpu`` (a kernel), ``band`` (full, causal and window masks by ``is_causal`` and ``window`` instead of
-        column vectors), ``cupy`` (CuPy arrays over the tensors' memory), ``attention`` (o alone).
+        ``sm80`` (a kernel), ``cupy`` (CuPy arrays over the tensors' memory), ``attention`` (o alone).
     """
 
     compile_seconds = 2.0
+    masks = EVERY
 
     def __init__(self, name):
         super().__init__(name)
         package, _, self.way = name.partition("-")
         self.ours = package == "cuattn"
         self.package = "cuattn" if self.ours else ALIAS
-        self.takes = "only for masks that are bands"
-        self.masks = ("full", "causal", "sliding_window") if self.way == "band" else EVERY
 
     def unsupported_reason(self, case):
         if self.way == "attention" and case.direction != "forward":
@@ -39,12 +37,9 @@ class Ours(Runner):
     def options(self, case, inputs):
         """Return the keyword arguments of the calls."""
         options = {"deterministic": case.deterministic}
-        band = self.way == "band"
-        if case.causal or (band and case.mask == "causal"):
+        if case.causal:
             options["is_causal"] = True
-        elif band and case.mask == "sliding_window":
-            options["window"] = (inputs.samples[0].number - 1, 0)
-        elif inputs.mask is not None and not band:
+        elif inputs.mask is not None:
             masks = importlib.import_module(f"{self.package}.masks")
             mask = inputs.mask if self.ours else column_mask(inputs.samples, masks)
             options["mask"] = mask.to_device() if inputs.q.is_cuda else mask
@@ -52,7 +47,7 @@ class Ours(Runner):
             options["mask"] = self.array(inputs.visible)
         if inputs.bias is not None:
             options["bias"] = self.array(inputs.bias)
-        if self.way in ("sm90", "sm80", "cpu"):
+        if self.way in ("sm90", "sm80"):
             options["kernel"] = self.way
         return options
 

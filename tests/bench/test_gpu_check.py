@@ -16,6 +16,13 @@ def test_right(i):
 def test_wrong():
     assert 1 == 2
 
+@pytest.fixture
+def broken():
+    raise ValueError("before the test")
+
+def test_broken(broken):
+    pass
+
 def test_skipped():
     pytest.skip("not here")
 """
@@ -28,7 +35,8 @@ def test_outcomes_are_counted(tmp_path, workers):
     collector = gpu_check.Collector()
     status = gpu_check.run([f"--rootdir={tmp_path}", str(tmp_path)], workers, collector)
     assert status == 1
-    assert collector.counts == {"passed": 4, "failed": 1, "skipped": 1}
-    assert [failure["test"].rpartition("::")[2] for failure in collector.failures] == ["test_wrong"]
-    assert "assert 1 == 2" in collector.failures[0]["error"]
-    assert not collector.running
+    report = collector.report()
+    assert report["counts"] == {"passed": 4, "failed": 2, "skipped": 1}
+    assert [failure["test"].rpartition("::")[2] for failure in report["failures"]] == ["test_wrong", "test_broken"]
+    assert "assert 1 == 2" in report["failures"][0]["error"]
+    assert not report["unfinished"]

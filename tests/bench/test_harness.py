@@ -53,6 +53,12 @@ def test_a_budget_and_a_selection_leave_points(tmp_path):
     assert harness.run(arguments(tmp_path, "--list"), points, show=QUIET) == []
 
 
+def test_trials_leave_the_committed_rows_alone():
+    parser = harness.parser("Ask.", "asked", {"--beside": {}})
+    for words, name in (("", "asked"), ("--tiny", "tiny-asked"), ("--beside x", "beside-asked"), ("--out y", "y")):
+        assert harness.destination(parser.parse_args(words.split())).stem == name
+
+
 TEXT = """==PROF== Connected to process 9
 "ID","thread Domain:Push/Pop_Range:PL_Type","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","t.sum"
 "","","","Mbyte","byte","ns"
@@ -69,25 +75,20 @@ def test_counts_are_read_by_range_in_bytes_and_seconds():
     found = counters.parse(TEXT, names, metrics)
     assert found["d64/a"] == [
         {"kernel": "copy", "read": 1.5e6, "write": 1024.0, "seconds": pytest.approx(2e-6)},
-        {"kernel": "add", "read": 0.5e6, "write": None, "seconds": pytest.approx(1e-9)},
+        {"kernel": "add", "read": 0.5e6, "seconds": pytest.approx(1e-9)},
     ]
     assert counters.total(found["d64/a"])["read"] == 2e6
     assert len(found["d64/ab"]) == 1
     assert found["d64/c"] == []
 
 
-def test_a_missing_profiler_is_said(monkeypatch):
-    monkeypatch.setattr(counters.shutil, "which", lambda _: None)
-    with pytest.raises(RuntimeError, match="ncu"):
-        counters.count("bench.gpt2", ("a",))
-
-
-def test_a_failing_profiler_is_quoted(monkeypatch):
+@pytest.mark.parametrize(("found", "said"), [(None, "is not installed"), ("ncu", "no counters here")])
+def test_a_missing_or_failing_profiler_is_said(monkeypatch, found, said):
     done = subprocess.CompletedProcess([], 1, stdout="", stderr="no counters here")
-    monkeypatch.setattr(counters.shutil, "which", lambda _: "ncu")
+    monkeypatch.setattr(counters.shutil, "which", lambda _: found)
     monkeypatch.setattr(counters.subprocess, "run", lambda *_, **__: done)
-    with pytest.raises(RuntimeError, match="no counters here"):
-        counters.count("bench.gpt2", ("a",))
+    with pytest.raises(RuntimeError, match=said):
+        counters.count("bench.gpt2", "a", ("a",))
 
 
 def test_memory_is_the_peak_beyond_the_start():

@@ -114,9 +114,3 @@ def test_inputs_are_the_same_every_time():
     assert torch.equal(first.q, second.q)
     assert first.samples == second.samples
     assert not torch.equal(first.q, first.do)
-
-
-def test_a_shared_mask_is_the_first_sequences():
-    own, shared = inputs.make(case("document"), "cpu"), inputs.make(case("document"), "cpu", shared_mask=True)
-    assert shared.samples == (own.samples[0],) * 2
-    assert shared.mask.leading == ()

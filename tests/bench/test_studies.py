@@ -91,7 +91,6 @@ def test_block_masks_have_their_density():
 
 def test_block_sparse_runs_on_the_host():
     assert len(measured(block_sparse)) == 2 * len(block_sparse.DENSITIES)
-    assert block_size.expected(1, 256, 64, 64) == 2 * 256 * 64 * 9
 
 
 def test_column_and_dense_masks_have_the_same_bits():
@@ -140,8 +139,8 @@ def test_a_column_mask_is_linear_and_a_dense_one_is_not():
 
 
 def test_profiled_calls_are_calls():
-    for name in kernel_profiles.CALLS:
-        kernel_profiles.bind(np, name, 32)()
+    rows = measured(kernel_profiles)
+    assert len(rows) == 28 and all(row["median_us"] > 0 for row in rows.values())
 
 
 def test_a_profile_says_what_matters():

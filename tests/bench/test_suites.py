@@ -23,6 +23,21 @@ def test_every_suite_names_tables_and_runners_that_exist():
         assert (ROOT / "bench" / f"{name}.py").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "names"),
+    {
+        "": "cuattn-sm80 cuattn cuattn-cupy cudnn fa2 sdpa",
+        "--peers fa2": "cuattn-sm80 fa2",
+        "--beside .": "cuattn-sm80 cuattn cuattn-cupy base-sm80 base base-cupy",
+    }.items(),
+)
+def test_the_portable_kernel_is_measured_beside_the_choice(words, names):
+    arguments = suites.parser("portable").parse_args(f"--tables decode host --tiny {words}".split())
+    for cases, runners in suites.tables("portable", arguments):
+        assert {runner.name for runner in runners} == set(names.split())
+        assert max(case.n_keys for case in cases) == 192
+
+
 def test_what_is_compiled_is_shared_by_what_compilers_make():
     cases = select(["dense", "masks-8k", "masks-32k"])
     calls = [(runner, case) for case in cases for runner in make(["cuattn", "cudnn", "fa2", "flex"])]

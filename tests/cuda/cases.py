@@ -12,9 +12,8 @@ import ml_dtypes
 import numpy as np
 
 from cuattn import masks
-from cuattn import rng as rng_contract
 from cuattn.masks import BlockMask, ColumnMask
-from tests.oracle import visible_band
+from tests.oracle import dropped, visible_band
 
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 WIDE = (np.dtype(np.float32), np.dtype(np.float64))
@@ -90,18 +89,11 @@ def visible(case: Case, options: dict[str, Any]) -> np.ndarray | None:
 
 def oracle_options(case: Case, options: dict[str, Any]) -> dict[str, Any]:
     """Return a call's options as the oracle takes them: dense booleans for what is visible and what dropout keeps."""
-    keep, scale = None, 1.0
-    threshold = rng_contract.threshold(options.get("dropout_p", 0.0))
-    if threshold:
-        state = rng_contract.resolve(options["rng"])
-        count = int(np.prod(case.batch)) * case.heads
-        rows, keys = (0, case.n_queries), (0, case.n_keys)
-        kept = [rng_contract.keep(state, threshold, b, rows, keys) for b in range(count)]
-        keep = np.reshape(kept, (*case.batch, case.heads, case.n_queries, case.n_keys))
-        scale = 65536 / (65536 - threshold)
+    shape = (*case.batch, case.heads, case.n_queries, case.n_keys)
     return {
+        **dropped(options.get("rng"), options.get("dropout_p", 0.0), shape),
         "visible": visible(case, options), "bias": options.get("bias"), "scale": options.get("scale"),
-        "softcap": options.get("softcap"), "keep": keep, "keep_scale": scale,
+        "softcap": options.get("softcap"),
     }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from bench.llama.text import documents, pack
+from bench.llama.text import NONE, documents, pack
 from cuattn import masks
 
 torch = pytest.importorskip("torch")
@@ -27,9 +27,8 @@ def test_sequences_are_full_and_predict_the_next_byte():
         assert len(sequence.tokens) == sum(sequence.lengths) == 512
         assert 0 < min(sequence.lengths) <= max(sequence.lengths) <= 200
         ends = np.cumsum(sequence.lengths) - 1
-        assert (sequence.weights[ends] == 0).all()
-        assert sequence.weights.sum() == pytest.approx(1)
-        inside = np.flatnonzero(sequence.weights)
+        assert (sequence.targets[ends] == NONE).all()
+        inside = np.setdiff1d(np.arange(512), ends)
         assert (sequence.targets[inside] == sequence.tokens[inside + 1]).all()
 
 
