@@ -6,6 +6,7 @@ python -m bench.redraw --folder FOLDER   # pictures and tables of the files in a
 """
 
 import argparse
+import re
 import textwrap
 from pathlib import Path
 
@@ -71,11 +72,10 @@ def tables(folder=RESULTS):
 
 def insert(text, section):
     """Return a README with what stands between the marks replaced."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
+    found, count = re.subn(f"{BEGIN}.*{END}", lambda _: section, text, flags=re.DOTALL)
+    if not count:
         raise ValueError(f"the README has no place for the results: expected {BEGIN} and {END}")
-    return before + section + after
+    return found
 
 
 def draw(folder=RESULTS):

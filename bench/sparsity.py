@@ -6,7 +6,9 @@
 three kinds are drawn until every bucket of 0.05 in sparsity has its samples; a row holds one mask.
 """
 
+import collections
 import functools
+import itertools
 
 import ml_dtypes
 import numpy as np
@@ -24,7 +26,7 @@ KINDS = {  # kind: documents at least and at most, lowest sparsity that has a bu
     "share_question": (1, 5, 0.5),
     "document": (2, 10, 0.0),
 }
-TRIES = 1000  # draws before a bucket that found too few samples is given up
+TRIES = 1000  # draws; a bucket that found too few samples by then is given up
 
 
 def draw(kind, n, rng):
@@ -47,18 +49,14 @@ def buckets(kind, n, count):
     n, count : int
         Tokens, and masks per bucket of `WIDTH`.
     """
-    rng = np.random.default_rng((7, list(KINDS).index(kind)))
-    lowest = KINDS[kind][2]
-    full = [[] for _ in range(round((1 - lowest) / WIDTH))]
-    for _ in range(TRIES):
-        sample = draw(kind, n, rng)
+    rng, lowest = np.random.default_rng((7, list(KINDS).index(kind))), KINDS[kind][2]
+    found = collections.defaultdict(list)
+    for sample in (draw(kind, n, rng) for _ in range(TRIES)):
         rho = sample.column_mask().block_sparsity()
         place = int((rho - lowest) / WIDTH)
-        if 0 <= place < len(full) and len(full[place]) < count:
-            full[place].append((rho, sample))
-        if all(len(found) == count for found in full):
-            break
-    return sorted((pair for found in full for pair in found), key=lambda pair: pair[0])
+        if lowest <= rho < 1 and len(found[place]) < count:
+            found[place].append((rho, sample))
+    return sorted(itertools.chain(*found.values()), key=lambda pair: pair[0])
 
 
 def measure(sample, rho, first, shape, device, seconds):
