@@ -64,7 +64,7 @@ def tables(folder=RESULTS):
     for name, section, rows in available(folder, PEER_TABLES | SECTIONS):
         if section.details:
             parts.append("## " + block(name, section, rows, section.details, "", folder))
-        if section.details and "reason" in rows:
+        if section.details and rows["reason"].notna().any():
             reasons = rows.dropna(subset="reason").groupby(["runner", "status", "reason"], sort=False)["label"]
             parts.append(style.table(reasons.agg(lambda labels: ", ".join(labels.unique())).rename("cases").to_frame()))
     return "\n\n".join(parts) + "\n"

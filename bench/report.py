@@ -17,7 +17,7 @@ from bench.cases import TABLES, select
 VERSIONS = ("cupy-cuda13x", "cupy-cuda12x", "torch", "cuda", "nvrtc", "cudnn", "flash-attn-4")
 LOWER_IS_BETTER = ("us", "s")
 NESTED = ("problem", "counters", "same")
-EMPTY = {"rivals": (), **dict.fromkeys(("rho", "q1_us", "q3_us"), math.nan)}  # what not all rows have
+EMPTY = {"rivals": (), "reason": None, **dict.fromkeys(("rho", "q1_us", "q3_us"), math.nan)}  # what not all rows have
 DERIVED = {  # column: its unit, and the columns that it adds up
     "ms": (1e3, ["median_us"]),
     "MB": (1e6, ["peak_bytes"]),

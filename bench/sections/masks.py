@@ -49,7 +49,7 @@ def memory(rows):
 
 
 def draw_memory(rows):
-    """Draw them."""
+    """Draw a mask's megabytes against the length."""
     return chart({"MB": memory(rows)}, width=6.0, log=True, xlabel="tokens", yscale="log")
 
 

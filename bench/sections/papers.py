@@ -29,7 +29,7 @@ def spent(rows):
 
 
 def gpt2(rows):
-    """Return them, and how cuattn's stand to the best rival's."""
+    """Return ms and GB by runner and dropout, and how cuattn's stand to the best rival's."""
     found = spent(rows)
     return pd.concat([found, against(found).rename("cuattn's over the least of other libraries'").to_frame().T])
 
@@ -59,7 +59,7 @@ def block_size(rows):
 
 
 def draw_block_size(rows):
-    """Draw both against the block size."""
+    """Draw time and bytes against the block size."""
     found = block_size(rows)
     parts = {"ms": found[["ms"]], "gigabytes": found.drop(columns="ms")}
     return chart(parts, log=True, xlabel="query rows in a block", ylim=(0, None))
@@ -92,8 +92,10 @@ def traffic(rows):
         "device memory over counted, median", "at most",
     ]  # fmt: skip
     plain = rows.query("n == 4096 and d == 64 and block == 0").pivot_table("GB", ["study", "direction"], "runner")
-    times = plain["standard"] / plain["cuattn-sm90"]
-    return found.join(times.rename("standard attention's device memory over the Hopper kernel's, N 4096, d 64"))
+    standard, ours = (plain.reindex(columns=[runner])[runner] for runner in ("standard", "cuattn-sm90"))
+    return found.join(
+        (standard / ours).rename("standard attention's device memory over the Hopper kernel's, N 4096, d 64")
+    )
 
 
 def calls(rows):
@@ -105,11 +107,12 @@ def calls(rows):
 
 
 def draw_traffic(rows):
-    """Draw forward and backward against N, block sizes, densities, one long head."""
+    """Draw forward and backward against N, block sizes, densities, one long head; a panel each that has rows."""
     values = {"entered": "o", "expected": "--", "GB": "s:"}
     parts = {
-        label: moved(rows).query(which).pivot_table(list(values), key, "runner")
+        label: of.pivot_table(list(values), key, "runner")
         for label, (which, key) in PANELS.items()
+        if len(of := moved(rows).query(which))
     }
     about = dict(style=values, log=True, ylabel="GB", yscale="log")
     return chart(parts, says="xlabel", width=4.0, height=3.5, rows=2, columns=3, **about)
