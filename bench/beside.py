@@ -7,8 +7,8 @@
 import importlib.util
 import re
 import sys
-from importlib.abc import MetaPathFinder
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import FileFinder, SourceFileLoader
+from types import SimpleNamespace
 
 NAME, ALIAS = "cuattn", "cuattn_base"
 
@@ -25,27 +25,20 @@ def load(checkout):
     if not (package / "__init__.py").exists():
         raise FileNotFoundError(f"{package} holds no package: expected a checkout with {NAME}/ and kernels/")
     if ALIAS not in sys.modules:
-        sys.meta_path.insert(0, _Finder(package))
-    return importlib.import_module(ALIAS)
+        sys.meta_path.insert(0, SimpleNamespace(find_spec=_find))
+        file, folders = package / "__init__.py", [str(package)]
+        loader = _Loader(ALIAS, str(file))
+        spec = importlib.util.spec_from_file_location(ALIAS, file, loader=loader, submodule_search_locations=folders)
+        sys.modules[ALIAS] = importlib.util.module_from_spec(spec)
+        loader.exec_module(sys.modules[ALIAS])
+    return sys.modules[ALIAS]
 
 
-class _Finder(MetaPathFinder):
-    """Finds the modules of the alias below a folder."""
-
-    def __init__(self, package):
-        self._package = package
-
-    def find_spec(self, fullname, path, target=None):
-        if fullname.partition(".")[0] != ALIAS:
-            return None
-        place = self._package.joinpath(*fullname.split(".")[1:])
-        package = place.is_dir()
-        file = place / "__init__.py" if package else place.with_suffix(".py")
-        if not file.exists():
-            return None
-        loader = _Loader(fullname, str(file))
-        folders = [str(place)] if package else None
-        return importlib.util.spec_from_file_location(fullname, file, loader=loader, submodule_search_locations=folders)
+def _find(fullname, path, target=None):
+    """Return where a module of the alias is, in its parent's folder; None for all others."""
+    if fullname.startswith(f"{ALIAS}."):
+        return FileFinder(path[0], (_Loader, [".py"])).find_spec(fullname)
+    return None
 
 
 class _Loader(SourceFileLoader):

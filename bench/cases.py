@@ -37,8 +37,6 @@ class Case:
         Causal by a band, without a mask object.
     mask : str, optional
         One of `bench.mask_samples.KINDS`, or ``"random"``, a boolean matrix.
-    documents : int, optional
-        Documents per sequence, instead of the mask's own random number.
     bias : {"keys", "scores", "heads"}, optional
         A bias of shape (B, 1, 1, N), or one N x N for all heads, or for each head of all sequences.
     dropout : float
@@ -48,9 +46,7 @@ class Case:
     host : bool
         Time the host, not the device.
     rivals : tuple of str
-        Peers that the stated bar counts; empty = all.
-    bar : float
-        Smallest ratio to the best rival that the claim needs; 0 where the claim is no ratio.
+        Peers that the ratio counts; empty = all.
     """
 
     table: str
@@ -64,18 +60,11 @@ class Case:
     dtype: str = "bfloat16"
     causal: bool = False
     mask: str | None = None
-    documents: int | None = None
     bias: str | None = None
     dropout: float = 0.0
     deterministic: bool = False
     host: bool = False
     rivals: tuple[str, ...] = ()
-    bar: float = 1.0
-
-    @property
-    def pattern(self):
-        """What is visible, in a word: the kind of mask, and the number of documents where it is given."""
-        return self.kind if self.documents is None else f"{self.kind}-{self.documents}"
 
     @property
     def kind(self):
@@ -87,7 +76,7 @@ class Case:
         """The case without table and direction, as a table's row calls it."""
         n = f"N{self.n_keys}" if self.n_queries == self.n_keys else f"{self.n_queries}xN{self.n_keys}"
         parts = [f"{self.batch}x{self.heads}"] if self.table.startswith("cpu") else []
-        parts += [f"d{self.head_dim}", n, self.pattern]
+        parts += [f"d{self.head_dim}", n, self.kind]
         parts += [] if self.dtype == "bfloat16" else [self.dtype]
         parts += [f"bias_{self.bias}"] if self.bias else []
         parts += [f"drop{self.dropout:g}"] if self.dropout else []
@@ -102,7 +91,7 @@ class Case:
     @property
     def problem(self):
         """The case without what does not change its inputs and results: cases of one problem share them."""
-        return replace(self, direction="forward", deterministic=False, host=False, rivals=(), bar=1.0)
+        return replace(self, direction="forward", deterministic=False, host=False, rivals=())
 
     @property
     def tiny(self):
@@ -148,11 +137,10 @@ class Case:
         return {**asdict(self), "rivals": list(self.rivals)}
 
 
-def _grid(table, *, tokens=16384, hidden=2048, bars=(1.0, 1.0), **axes):
+def _grid(table, *, tokens=16384, hidden=2048, **axes):
     """Yield the cases of all combinations of values, the last axis fastest; what is no list holds for all.
 
-    Where no `batch` is given, there are `tokens` of `hidden` elements in all.  `bars` are the forward's and the
-    backward's.
+    Where no `batch` is given, there are `tokens` of `hidden` elements in all.
     """
     axes["direction"] = axes.get("direction", list(BOTH))
     for values in product(*(x if isinstance(x, list) else [x] for x in axes.values())):
@@ -160,10 +148,9 @@ def _grid(table, *, tokens=16384, hidden=2048, bars=(1.0, 1.0), **axes):
         n = chosen.pop("n", 0)
         heads = chosen.get("heads", hidden // chosen["head_dim"])
         usual = {"n_queries": n, "n_keys": n, "heads": heads, "kv_heads": heads, "batch": tokens // max(n, 1)}
-        yield Case(table, bar=bars[chosen["direction"] == "backward"], **usual | chosen)
+        yield Case(table, **usual | chosen)
 
 
-LATENCY = dict(tokens=32768, n=32768, head_dim=128)
 EXACT = dict(n=8192, head_dim=128, direction="backward")
 GPT2 = dict(head_dim=64, dtype="float16", direction=TOGETHER)
 ON_HOST = dict(head_dim=64, dtype="float32", direction=["forward", TOGETHER])
@@ -173,17 +160,15 @@ SMALL = (  # batch, heads, queries, keys, head dimension
 )  # fmt: skip
 GRIDS = {  # table: the axes of its grids
     # 16K tokens, hidden size 2048, full and causal: the sweep of the FlashAttention papers.
-    "dense": [dict(head_dim=[128, 64, 256], n=[1024, 4096, 16384], causal=[False, True], bars=(0.92, 0.92))],
+    "dense": [dict(head_dim=[128, 64, 256], n=[1024, 4096, 16384], causal=[False, True])],
     # The FlashMask paper's tables 4-9: twelve masks, 128K tokens, hidden size 4096.
     **{
-        f"masks-{n // 1024}k{end}": [
-            dict(tokens=131072, hidden=4096, n=n, head_dim=d, mask=list(KINDS), bars=(0.92, 0.92))
-        ]
+        f"masks-{n // 1024}k{end}": [dict(tokens=131072, hidden=4096, n=n, head_dim=d, mask=list(KINDS))]
         for d, end in ((128, ""), (64, "-d64"))
         for n in (8192, 32768, 131072)
     },
     # Beside the peers that can drop on chip.
-    "dropout": [dict(head_dim=[128, 64], n=4096, dropout=0.1, bars=(1.4, 1.25))],
+    "dropout": [dict(head_dim=[128, 64], n=4096, dropout=0.1)],
     # Bitwise reproducible gradients beside the fastest ones.
     "deterministic": [
         dict(EXACT, causal=[False, True], deterministic=[False, True]),
@@ -194,10 +179,7 @@ GRIDS = {  # table: the axes of its grids
     # 16 bits, float32 and float64, each beside the peer that it must reach.
     "portable": [
         dict(n=4096, head_dim=[128, 64], dropout=[0.0, 0.1], rivals=("fa2",)),
-        *(
-            dict(n=4096, dtype=dtype, head_dim=[64, 128], rivals=("mem-efficient", "math"), bars=bars)
-            for dtype, bars in (("float32", (1.3, 1.1)), ("float64", (1.2, 1.0)))
-        ),
+        dict(n=4096, dtype=["float32", "float64"], head_dim=[64, 128], rivals=("mem-efficient", "math")),
     ],
     # One query per sequence, 32 heads over 8 key/value heads: bound by reading k and v.
     "decode": [
@@ -209,13 +191,7 @@ GRIDS = {  # table: the axes of its grids
     # FlashAttention's figure 3: runtime and memory from 128 to 64K tokens.
     "lengths": [dict(GPT2, batch=8, heads=8, n=[2**exponent for exponent in range(7, 17)])],
     # Host cost of a warm call on a tiny problem, without and with a mask.
-    "host": [dict(batch=1, heads=2, n=256, head_dim=64, mask=[None, "causal_document"], host=True, bars=(0.0, 0.0))],
-    # Column masks from rho = 0.5 to 0.95: time in proportion to what is visible.
-    "sparsity": [
-        dict(LATENCY, mask="full"),
-        dict(LATENCY, mask="document", documents=[2, 3, 5, 10, 18]),
-        dict(LATENCY, mask="causal_document", documents=[1, 2, 4, 9]),
-    ],
+    "host": [dict(batch=1, heads=2, n=256, head_dim=64, mask=[None, "causal_document"], host=True)],
     # The CPU backend where its tiles are many, without a mask and with three.
     "cpu": [
         dict(ON_HOST, batch=1, heads=8, n=2048),

@@ -99,7 +99,7 @@ def make(case, device, blank=False):
         shape = (case.n_queries, case.n_keys)
         more["visible"] = torch.rand(shape, device=device, generator=generator) < RANDOM_SHARE
     elif case.mask is not None:
-        drawn = samples(case.mask, case.n_keys, case.batch, case.documents)
+        drawn = samples(case.mask, case.n_keys, case.batch)
         mask = column_mask(drawn)
         more |= {"samples": drawn, "mask": mask, "rho": mask.block_sparsity(128, 128)}
     return Inputs(case, q, k, v, do, **more)

@@ -72,7 +72,7 @@ def documents_per_sequence(n):
     return (10, 14) if n <= 32768 else (11, 15)
 
 
-def samples(kind, n, count, documents=None):
+def samples(kind, n, count):
     """Draw the masks of a batch.
 
     Parameters
@@ -83,8 +83,6 @@ def samples(kind, n, count, documents=None):
         Tokens per sequence.
     count : int
         Sequences; each gets its own draw where the kind has anything to draw.
-    documents : int, optional
-        Documents per sequence, instead of a random number.
 
     Returns
     -------
@@ -93,7 +91,7 @@ def samples(kind, n, count, documents=None):
     """
     if kind not in KINDS:
         raise ValueError(f"kind = {kind!r}: expected one of {', '.join(KINDS)}")
-    return tuple(_draw(kind, n, (SEED, KINDS.index(kind), n, row), documents) for row in range(count))
+    return tuple(_draw(kind, n, (SEED, KINDS.index(kind), n, row)) for row in range(count))
 
 
 def column_mask(drawn, masks=masks):
@@ -103,7 +101,7 @@ def column_mask(drawn, masks=masks):
     return masks.ColumnMask.stack([[sample.column_mask(masks)] for sample in drawn])
 
 
-def _draw(kind, n, seed, documents):
+def _draw(kind, n, seed):
     rng = np.random.default_rng(seed)
     plain = {
         "full": (n,),
@@ -117,8 +115,7 @@ def _draw(kind, n, seed, documents):
     if kind in plain:
         return Sample(kind, n, plain[kind])
     fewest, most = documents_per_sequence(n)
-    wanted = int(rng.integers(fewest, most + 1)) if documents is None else documents
-    lengths = parts = split(n, rng.uniform(SHORTEST, 1.0, size=wanted))
+    lengths = parts = split(n, rng.uniform(SHORTEST, 1.0, size=int(rng.integers(fewest, most + 1))))
     if kind == "share_question":
         parts = tuple(question_and_answers(rng, length) for length in lengths)
     elif kind == "prefix_lm_document":

@@ -53,13 +53,14 @@ class RowFile:
 
         With `retry`, rows of runners that failed do not count.
         """
-        found = {}
-        for row in self.rows:
-            if row["case"] == case and not (retry and row["status"] == "failed"):
-                found.setdefault(row["run"], set()).add(row["runner"])
+        found = {
+            (row["run"], row["runner"])
+            for row in self.rows
+            if row["case"] == case and not (retry and row["status"] == "failed")
+        }
         mark = _fingerprint(self.runs[-1])
         same = (run["id"] for run in self.runs if _fingerprint(run) == mark)
-        return any(found.get(run, set()) >= set(runners) for run in same)
+        return any(all((run, runner) in found for runner in runners) for run in same)
 
     def add(self, rows):
         """Append the rows of a case and write the file; older rows of the same case and runner make way."""

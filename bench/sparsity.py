@@ -6,7 +6,9 @@
 three kinds are drawn until every bucket of 0.05 in sparsity has its samples; a row holds one mask.
 """
 
+import collections
 import functools
+import itertools
 
 import ml_dtypes
 import numpy as np
@@ -24,7 +26,7 @@ KINDS = {  # kind: documents at least and at most, lowest sparsity that has a bu
     "share_question": (1, 5, 0.5),
     "document": (2, 10, 0.0),
 }
-TRIES = 1000  # draws before a bucket that found too few samples is given up
+TRIES = 1000  # draws; a bucket that found too few samples by then is given up
 
 
 def draw(kind, n, rng):
@@ -37,7 +39,6 @@ def draw(kind, n, rng):
     return Sample(kind, n, (parts,), lengths)
 
 
-@functools.cache
 def buckets(kind, n, count):
     """Return up to `count` masks of every bucket, with their sparsity, from the densest to the sparsest.
 
@@ -48,31 +49,26 @@ def buckets(kind, n, count):
     n, count : int
         Tokens, and masks per bucket of `WIDTH`.
     """
-    rng = np.random.default_rng((7, list(KINDS).index(kind)))
-    lowest = KINDS[kind][2]
-    full = [[] for _ in range(round((1 - lowest) / WIDTH))]
-    for _ in range(TRIES):
-        sample = draw(kind, n, rng)
+    rng, lowest = np.random.default_rng((7, list(KINDS).index(kind))), KINDS[kind][2]
+    found = collections.defaultdict(list)
+    for sample in (draw(kind, n, rng) for _ in range(TRIES)):
         rho = sample.column_mask().block_sparsity()
         place = int((rho - lowest) / WIDTH)
-        if 0 <= place < len(full) and len(full[place]) < count:
-            full[place].append((rho, sample))
-        if all(len(found) == count for found in full):
-            break
-    return sorted((pair for found in full for pair in found), key=lambda pair: pair[0])
+        if lowest <= rho < 1 and len(found[place]) < count:
+            found[place].append((rho, sample))
+    return sorted(itertools.chain(*found.values()), key=lambda pair: pair[0])
 
 
-def measure(kind, index, shape, device, count, seconds):
-    """Time forward and backward with one mask."""
+def measure(sample, rho, first, shape, device, seconds):
+    """Time forward and backward with one mask; check the first."""
     heads, n, d = shape
-    rho, sample = buckets(kind, n, count)[index]
     calls = Calls(*_arrays(device, shape), mask=harness.placed(sample.column_mask(), device))
-    if index == 0:
+    if first:
         check(sample, *calls.operands, calls.fwd.o)
     return {
         **harness.timed({"": calls.both}, device, seconds, least=3, most=20)[""],
         "rho": round(rho, 6),
-        "problem": {"kind": kind, "heads": heads, "n": n, "d": d, "documents": len(sample.lengths)},
+        "problem": {"kind": sample.kind, "heads": heads, "n": n, "d": d, "documents": len(sample.lengths)},
     }
 
 
@@ -86,34 +82,19 @@ def check(sample, *operands):
     """Compare some rows of one head, of q, k, v and o, with the textbook's, on the host in float64."""
     q, k, v, o = (np.asarray(x[0].get() if hasattr(x, "get") else x[0], np.float32) for x in operands)
     rows = np.unique(np.linspace(0, len(q) - 1, 24).astype(int))
-    mask, i = sample.column_mask(), rows[:, None]
-    hidden = ((i >= mask.lts) & (i < mask.lte)) | ((i >= mask.uts) & (i < mask.ute))
-    far = np.abs(o[rows] - solve(q[rows], k, v, visible=~hidden).o).max()
+    visible = sample.column_mask().restrict([(i, i + 1) for i in rows]).dense()
+    far = np.abs(o[rows] - solve(q[rows], k, v, visible=visible).o).max()
     if not far < 0.02:
         raise ValueError(f"{sample.kind}: o is {far:.2g} from the textbook's")
 
 
-def fit(rho, milliseconds):
-    """Return the line through latency against 1 - rho: ``slope`` and ``intercept`` (ms) and the correlation.
-
-    Examples
-    --------
-    >>> fit([0.0, 0.5, 1.0], [11.0, 6.0, 1.0])["intercept"]
-    1.0
-    """
-    visible = 1 - np.asarray(rho)
-    slope, intercept = np.polyfit(visible, milliseconds, 1)
-    found = {"slope": slope, "intercept": intercept, "correlation": np.corrcoef(visible, milliseconds)[0, 1]}
-    return {name: round(float(x), 6) for name, x in found.items()}
-
-
 def points(arguments):
     """Yield one point per mask."""
-    shape, count = TINY if arguments.tiny else (HEADS, N, D), arguments.samples
+    shape, device = TINY if arguments.tiny else (HEADS, N, D), arguments.device
     for kind in KINDS:
-        for index, (rho, _) in enumerate(buckets(kind, shape[1], count)):
+        for index, (rho, sample) in enumerate(buckets(kind, shape[1], arguments.samples)):
             case = f"figure-4a/{kind}-{index}-rho{rho:.3f}/both"
-            yield one(case, "cuattn", measure, kind, index, shape, arguments.device, count, arguments.seconds)
+            yield one(case, "cuattn", measure, sample, rho, index == 0, shape, device, arguments.seconds)
 
 
 SAMPLES = {"--samples": {"type": int, "default": 2, "help": "masks per bucket of sparsity"}}

@@ -1,5 +1,7 @@
 """How everything that is shown looks: names, colours, markdown, axes.  Only figures import matplotlib."""
 
+import numbers
+
 import pandas as pd
 
 INK, QUIET, OURS, WORSE = "#22303c", "#6b7a86", "#24658f", "#d9674f"
@@ -26,47 +28,66 @@ PEERS = {  # runner: name, colour
     "queries-outside": ("queries outside", OURS),
 }
 
-
+LABELS = {  # column, or another word in a table: what a reader calls it
+    "n": "tokens", "n_keys": "tokens", "block_m": "query rows in a block", "density": "density s", "rho": "sparsity ρ",
+    "share": "share of visible tiles", "rate": "TFLOP/s", "spread": "±", "rival": "fastest rival",
+    "ratio": "times its speed", "GB": "GB of device memory", "entered": "GB into the multiprocessors",
+    "expected": "GB by the algorithm", "algorithm": "GB by the algorithm", "lectured": "GB by the lecture's formula",
+    "tables": "MB", "thread": "MB", "same_flags": "as flags", "reason": "why not all", "milliseconds": "ms",
+    "tensor_pct": "tensor %", "issue_pct": "issue %", "dram_pct": "DRAM %", "l2_pct": "L2 %",
+    "occupancy_pct": "occupancy %", "bank_conflicts": "bank conflicts", "stalls": "warps' time",
+    "theorem-2": "theorem 2", "theorem-5": "theorem 5", "proposition-4": "proposition 4", "beyond-l2": "one long head",
+    "cuattn-column": "column mask", "cuattn-dense": "the same mask dense", "cuattn-documents": "one call per document",
+    "cuattn-column-free": "column mask, the plan's choice", "cuattn-forward": "forward", "cuattn-backward": "backward",
+    "cuattn-cupy": "cuattn, CuPy arrays", "cuattn-numpy": "cuattn, NumPy arrays",
+    "cpu": "many tiles", "cpu-statistics": "many tiles, with l and m", "cpu-torch": "shapes that PyTorch users call",
+    "cpu-small": "problems of a few rows", "times": "its time over cuattn's", "runner_rival": "rival",
+    "beyond": "cuattn's less 0.1 ms, over its", "size": "cases", "min": "least", "max": "most",
+    **dict.fromkeys(("case", "mask", "table", "label", "runner", "direction", "kind", "study"), ""),
+}  # fmt: skip
 SHADES = ("#24658f", "#d9674f", "#f2a65a", "#7fb285", "#8c6bb1", "#8a949d")  # of what is no runner
 
 
-def name(runner):
-    """Return what a reader calls a runner."""
-    return PEERS.get(runner, (runner,))[0]
+def name(key):
+    """Return what a reader calls a runner, or a column."""
+    return PEERS[key][0] if key in PEERS else LABELS.get(key, str(key))
 
 
 def colour(runner, place=0):
     """Return the colour that a runner has in every figure; what is none has that of its place."""
-    return PEERS[runner][1] if runner in PEERS else OURS if runner.startswith("cuattn") else SHADES[place % len(SHADES)]
+    return PEERS[runner][1] if runner in PEERS else OURS if runner == "cuattn" else SHADES[place % len(SHADES)]
 
 
-def ours_first(runners):
-    """Return runners once each, cuattn's first."""
-    return sorted(dict.fromkeys(runners), key=lambda runner: not runner.startswith("cuattn"))
+def heading(column):
+    """Return what a reader calls a column, which may have several levels: ``("ms", "cudnn")`` is "cuDNN, ms"."""
+    levels = column if isinstance(column, tuple) else (column,)
+    return ", ".join(filter(None, map(name, reversed(levels))))
 
 
 def table(frame):
-    """Return a markdown table; floats get three digits, missing values a dash, the first column is text.
+    """Return a markdown table; floats get three digits, missing values a dash, a named index goes first.
 
     Examples
     --------
-    >>> print(table(pd.DataFrame({"who": ["a", "b"], "ms": [1.23456, None]})))
-    | who | ms |
+    >>> print(table(pd.DataFrame({"runner": ["a", "fa2"], "ms": [1.23456, None]})))
+    |  | ms |
     |---|--:|
     | a | 1.23 |
-    | b | – |
+    | FlashAttention-2 | – |
     """
-    lines = ["| " + " | ".join(map(str, line)) + " |" for line in [frame.columns, *frame.map(_cell).to_numpy()]]
-    lines.insert(1, "|---|" + "--:|" * (len(frame.columns) - 1))
-    return "\n".join(lines)
+    frame = frame.reset_index() if any(frame.index.names) else frame
+    lines = [map(heading, frame.columns), *frame.map(_cell).to_numpy()]
+    text = ["| " + " | ".join(line) + " |" for line in lines]
+    words = [not pd.api.types.is_numeric_dtype(of) for of in frame.dtypes]
+    return "\n".join([text[0], "|" + "".join("---|" if of else "--:|" for of in words), *text[1:]])
 
 
 def _cell(value):
     if value is None or value != value:
         return "–"
-    if isinstance(value, float):
-        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return str(value)
+    if isinstance(value, numbers.Real):
+        return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+    return name(value)
 
 
 def panels(count, width=4.6, height=3.7, rows=1):
@@ -86,31 +107,23 @@ def panels(count, width=4.6, height=3.7, rows=1):
 
 
 def curves(axis, frame, style="o-", log=False, **labels):
-    """Draw a column per runner against the index, which may be on a binary scale; missing values are left out."""
-    for place, (runner, points) in enumerate(frame.items()):
-        axis.plot(points.dropna(), style, color=colour(runner, place), label=name(runner), markersize=5)
+    """Draw a column per runner against the index, which may be on a binary scale; missing values are left out.
+
+    Columns of two levels are what is shown of each runner; `style` is then a mapping of the first level.
+    """
+    whose = [column[-1] if isinstance(column, tuple) else column for column in frame]
+    places = list(dict.fromkeys(whose))
+    for (column, points), runner in zip(frame.items(), whose, strict=True):
+        drawn = style[column[0]] if isinstance(style, dict) else style
+        shade = colour(runner, places.index(runner))
+        axis.plot(points.dropna(), drawn, color=shade, label=heading(column), markersize=5)
     if log:
         axis.set_xscale("log", base=2)
-    axis.tick_params(axis="x", labelrotation=30 * isinstance(frame.index[0], str))
+    axis.tick_params(axis="x", labelrotation=90 * isinstance(frame.index[0], str))
     axis.set(**labels)
 
 
-def proportion(frame):
-    """Return a frame whose index is a share of the work, with what its line for 1.0 would be in proportion."""
-    ideal = frame.loc[[1.0]].to_numpy() * frame.index.to_numpy()[:, None]
-    return frame.join(pd.DataFrame(ideal, frame.index, frame.columns).add_suffix(", in proportion"))
-
-
-def chart(*parts, width=4.6, height=3.7, rows=1, columns=4):
-    """Return a figure of panels with one legend; per part `curves` or `bars`, what it draws, and its options."""
-    figure, axes = panels(len(parts), width, height, rows)
-    for axis, (draw, frame, options) in zip(axes, parts, strict=True):
-        draw(axis, frame, **options)
-    legend(figure, columns)
-    return figure
-
-
-def bars(axis, frame, numbers, **labels):
+def bars(axis, frame, numbers=".3g", **labels):
     """Draw a group of horizontal bars per line, a bar and its value per runner, the first of all at the top."""
     frame.rename(columns=name).plot.barh(ax=axis, color=list(map(colour, frame)), width=0.9, legend=False)
     for container in axis.containers:
@@ -121,7 +134,19 @@ def bars(axis, frame, numbers, **labels):
     axis.set(**{"ylabel": "", **labels})
 
 
-def legend(figure, columns=4):
+def chart(frames, draw=curves, says="ylabel", *, width=4.6, height=3.7, rows=1, columns=None, **options):
+    """Return a figure with one legend and a panel per frame, drawn by `curves` or `bars`; its key is what it `says`.
+
+    The legend has two columns under each panel, unless it is told how many.
+    """
+    figure, axes = panels(len(frames), width, height, rows)
+    for axis, (key, frame) in zip(axes, frames.items(), strict=True):
+        draw(axis, frame, **{says: heading(key)}, **options)
+    legend(figure, columns or 2 * -(-len(frames) // rows))
+    return figure
+
+
+def legend(figure, columns):
     """Put one entry per name below the panels."""
     found = {}
     for axis in figure.axes:

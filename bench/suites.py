@@ -60,13 +60,12 @@ SUITES = {
         optional=("masks-128k", "masks-8k-d64", "masks-32k-d64", "masks-128k-d64", "long"),
     ),
     "portable": Suite(
-        about="Portable kernels: 16 bits, float32, float64, decode, host cost, column masks, first calls.",
-        tables=("portable", "decode", "host", "sparsity"),
+        about="Portable kernels: 16 bits, float32, float64, decode, host cost, first calls.",
+        tables=("portable", "decode", "host"),
         peers={
             "": ("fa2", "cudnn", "mem-efficient", "math", "jax"),
             "decode": ("cuattn", "cuattn-cupy", "cudnn", "fa2", "sdpa"),
             "host": ("cuattn", "cuattn-cupy", "sdpa", "cudnn", "fa2"),
-            "sparsity": (),
         },
         studies={"first-call": "first_call"},
         ours=("cuattn-sm80",),
@@ -196,6 +195,6 @@ def portions(calls):
     found = {}
     for runner, case in sorted(calls, key=lambda call: -call[0].compile_seconds):
         if runner.compile_seconds and runner.unsupported_reason(case) is None:
-            family = (runner.name, case.head_dim, case.dtype, case.pattern, case.dropout, case.deterministic)
+            family = (runner.name, case.head_dim, case.dtype, case.kind, case.dropout, case.deterministic)
             found.setdefault(family, []).append((runner, case))
     return list(found.values())

@@ -1,31 +1,10 @@
-"""What the README shows of each study: a `bench.report.Section` each, read from ``bench/results/NAME.json`` alone.
+"""What is shown of each study: a `bench.report.Section` each, read from ``bench/results`` alone.
 
-``SECTIONS`` is in the README's order, but for ``cpu``, which has a place of its own.  The tables of those in ``LONG``
-go to ``bench/results/tables.md``; the README shows their figure and their summary.
+``SECTIONS`` is in the README's order; `PEER_TABLES`, every case of every table that is measured beside peers, are in
+``bench/results/tables.md`` only.
 """
 
 from bench.sections import masks, others, papers, peers
+from bench.sections.peers import PEER_TABLES  # noqa: F401
 
-SECTIONS = {
-    "peers": peers.Peers,
-    "behind": peers.Behind,
-    "dense": peers.Dense,
-    "flashmask": masks.FlashMask,
-    "gpt2": papers.Gpt2,
-    "lengths": papers.Lengths,
-    "block_size": papers.BlockSize,
-    "block_sparse": papers.BlockSparse,
-    "traffic": papers.Traffic,
-    "loop_order": papers.LoopOrder,
-    "sparsity": masks.Sparsity,
-    "mask_memory": masks.MaskMemory,
-    "same_bits": masks.SameBits,
-    "training": others.Training,
-    "denoise": others.Denoise,
-    "kernel_profiles": others.KernelProfiles,
-    "cpu": others.Cpu,
-}
-LONG = (
-    "dense", "flashmask", "lengths", "block_size", "block_sparse", "traffic", "loop_order", "mask_memory",
-    "kernel_profiles",
-)  # fmt: skip
+SECTIONS = peers.SECTIONS | papers.SECTIONS | masks.SECTIONS | others.SECTIONS

@@ -3,212 +3,151 @@
 import numpy as np
 import pandas as pd
 
-from bench.report import Section
-from bench.style import bars, chart, curves, name
+from bench.report import Section, by_direction
+from bench.style import bars, chart
 
-FIRST = "cuattn-column"
-LABELS = {
-    FIRST: "column mask, deterministic",
-    "cuattn-dense": "the same mask dense, same kernel",
-    "cuattn-documents": "one call per document",
-    "cuattn-column-free": "column mask, the plan's choice",
+OVERHEAD = 0.1  # ms that a call on the CPU may cost beyond the formula
+
+
+def apart(rows):
+    """Return, by step and variant, how far the losses are from the first variant's."""
+    losses = pd.DataFrame(dict(zip(rows["runner"], rows["losses"], strict=True)))
+    return losses.sub(losses.iloc[:, 0], axis=0).abs()
+
+
+def training(rows):
+    """Return a line per variant, with how far its losses are from the first one's."""
+    found = rows.set_index("runner")
+    return pd.DataFrame({
+        "everything but attention": found["framework"],
+        "million parameters": found["parameters"] / 1e6,
+        "documents in a sequence": found["documents"],
+        "tokens/s": found["tokens_per_s"],
+        "GB at the peak beyond the weights": found["MB"] / 1e3,
+        "last loss": found["losses"].map(lambda losses: f"{losses[-1]:.4f}"),
+        "losses apart from the first line's, at most": apart(rows).max().rename_axis("runner"),
+    })  # fmt: skip
+
+
+def draw_training(rows):
+    """Draw how far the losses are from the first variant's."""
+    found = apart(rows).iloc[:, 1:]
+    return chart({"distance of the losses": found}, width=7.0, style="-", xlabel="step")
+
+
+def denoise(rows):
+    """Return a line per device and search."""
+    pixels = rows["height"] * rows["width"]
+    return pd.DataFrame({
+        "runner": rows["runner"],
+        "pixels": pixels,
+        "GB of a dense matrix": 4 * pixels**2 / 1e9,
+        "rows searched up and down": rows["rows"].astype(object).fillna("all"),
+        "billion pairs": rows["pairs"] / 1e9,
+        "seconds": rows["ms"] / 1e3,
+        "PSNR before, dB": rows["psnr_before"],
+        "after, dB": rows["psnr_after"],
+    })  # fmt: skip
+
+
+def profiles(rows):
+    """Return the longest kernel of every call."""
+    found = pd.DataFrame([max(kernels, key=lambda kernel: kernel["milliseconds"]) for kernels in rows["kernels"]])
+    stalls = found["stalls"].map(lambda of: ", ".join(f"{name} {x:.0%}" for name, x in list(of.items())[:3]))
+    found = found.set_index(rows["label"]).filter(regex="milli|pct|bank")
+    return found.assign(stalls=stalls.array)
+
+
+def over(theirs, ours):
+    """Return the medians, turn by turn, of some samples over others."""
+    return [np.median([x / y for x, y in zip(*turns, strict=False)]) for turns in zip(theirs, ours, strict=True)]
+
+
+def pairs(rows):
+    """Return a line per case, function of ours and rival: the rival's time over ours."""
+    both = rows[rows["ours"]].merge(rows[~rows["ours"]], on="case", suffixes=("", "_rival"))
+    times = np.array(over(both["samples_us_rival"], both["samples_us"]))
+    return both.assign(times=times, beyond=(both["ms"] - OVERHEAD) / both["ms"] / times)
+
+
+def cpu(rows):
+    """Return the least and the most of the ratios to each rival, without and with masks."""
+    found = pairs(rows)
+    found["mask"] = np.where(found["mask"].isna(), "without a mask", "with a mask")
+    found = found.groupby(["table", "mask", "runner_rival"], sort=False)
+    return found.agg({"case": "size", "times": ["min", "max"], "beyond": "max"})
+
+
+def cases(rows):
+    """Return the time of every case, and each rival's over it."""
+    return pairs(rows).pivot_table(["times"], ["label", "direction", "runner", "ms"], "runner_rival", sort=False)
+
+
+def draw_cpu(rows):
+    """Draw the milliseconds of all where tiles are many, under every mask."""
+    parts = by_direction(rows[rows["table"] == "cpu"], "ms")
+    return chart(parts, bars, "title", numbers=".0f", xlabel="ms (less is better)")
+
+
+def visible(rows):
+    """Return the time under a mask over that without, beside the share of the tiles that is visible."""
+    plain = rows[rows["mask"] == "none"].set_index("case")["samples_us"]
+    rows = rows.assign(share=1 - rows["rho"], time=over(rows["samples_us"], rows["case"].map(plain)))
+    return rows[rows["mask"] != "none"].pivot_table("time", ["n", "mask", "share"], "direction", sort=False)
+
+
+def memory(rows):
+    """Return the megabytes of a thread."""
+    return rows.set_index("runner")[["thread"]]
+
+
+SECTIONS = {
+    "training": Section(
+        "End to end: a small Llama on packed documents (FlashMask, sections 5.1 and 5.2)",
+        ("training",),
+        ("training",),
+        "4 layers, 8 heads of 64, sequences of 16,384 bytes of the standard library's sources, 200 steps.  Column and "
+        "dense mask run on the same kernel, with deterministic gradients: their losses agree bit for bit where the "
+        "last column says 0.",
+        table=training,
+        figure=draw_training,
+    ),
+    "denoise": Section(
+        "Not only transformers: non-local means as attention",
+        ("denoise", "denoise --device cpu"),
+        ("denoise",),
+        "A photograph of 600 x 512 pixels in float32: each pixel attends to those with similar surroundings "
+        "(`bench/denoise.py`).  KeOps is measured beside it where it runs; pykeops 2.3 does not under CUDA 13.",
+        table=denoise,
+    ),
+    "kernel_profiles": Section(
+        "Profiles (Nsight Compute)",
+        ("kernel_profiles",),
+        ("profile",),
+        "The longest kernel of each call, in percent of the unit's peak; bank conflicts per shared-memory wavefront.",
+        details=profiles,
+    ),
+    "cpu": Section(
+        "On the CPU",
+        ("cpu",),
+        ("cpu", "cpu-statistics", "cpu-torch", "cpu-small"),
+        "float32; a rival's time over cuattn's is the median over the turns in one run, and above 1 where cuattn is "
+        "faster.  PyTorch takes a mask as a dense matrix.  All samples are in `bench/results/cpu.json`.",
+        table=cpu,
+        details=cases,
+        figure=draw_cpu,
+    ),
+    "cpu_visible": Section(
+        "On the CPU: time under a mask over that without one",
+        ("cpu",),
+        ("cpu-visible",),
+        "Beside the share of 128 x 128 tiles that is visible.",
+        table=visible,
+    ),
+    "cpu_memory": Section(
+        "On the CPU: extra memory of a thread at N = 16384",
+        ("cpu",),
+        ("cpu-memory",),
+        table=memory,
+    ),
 }
-WHERE = {"cuattn-cupy": "GPU", "cuattn-numpy": "CPU", "keops": "KeOps, GPU"}
-SHARES = {f"{unit}_pct": f"{unit} %" for unit in ("tensor", "issue")}
-SHARES |= {"l2_pct": "L2 %", "dram_pct": "DRAM %", "occupancy_pct": "occupancy %"}
-RIVALS = {"sdpa-dense": "PyTorch", "sdpa-documents": "PyTorch by document", "numpy": "NumPy formula"}
-EXTRA_MS = 0.1  # what a call on the CPU may cost beyond the formula
-
-
-class Training(Section):
-    """A small Llama trained on packed documents, three ways to mask."""
-
-    title = "End to end: a small Llama on packed documents (FlashMask, sections 5.1 and 5.2)"
-    command = "python -m bench.training"
-
-    def found(self):
-        """Return a row per variant, with its losses and how far they are from the first one's at each step."""
-        found = self.of("training").drop_duplicates("runner", keep="last").set_index("runner")
-        found = found.filter(LABELS, axis=0)
-        apart = [np.abs(np.subtract(losses, found["losses"][FIRST])) for losses in found["losses"]]
-        return found.assign(apart=apart, GB=found.get("peak_bytes", np.nan) / 1e9)
-
-    @property
-    def about(self):
-        p = self.found().loc[FIRST].rename(lambda column: column.removeprefix("problem."))
-        return (
-            f"{p['layers']} layers, {p['heads']} heads of {p['head_dim']}, {p['parameters'] / 1e6:.1f} M parameters, "
-            f"sequences of {p['n']:,} bytes of the standard library's sources, {p['documents']:g} documents in each, "
-            f"{p['steps']} steps; everything but attention in {p.get('framework', 'CuPy')}."
-        )
-
-    def lines(self):
-        found = self.found()
-        same = ["the same bits" if not x.any() else f"{x.max():.1e} apart" for x in found["apart"]]
-        return {
-            "attention": found.index.map(LABELS),
-            "tokens/s": found["tokens_per_s"].array,
-            "peak GB beyond the weights": found["GB"].array,
-            "last loss": [f"{losses[-1]:.4f}" for losses in found["losses"]],
-            "losses against the first row's": ["–", *same[1:]],
-        }
-
-    def figure(self):
-        """Draw how far the losses are from the first variant's, and the speeds."""
-        found = self.found().rename(index=LABELS)
-        losses = dict(style="-", xlabel="step", ylabel="loss: distance from the column mask's")
-        apart = pd.DataFrame(dict(found["apart"].iloc[1:]))
-        speeds = found[["tokens_per_s"]].rename(columns={"tokens_per_s": "tokens/s"})
-        return chart((curves, apart, losses), (bars, speeds, dict(numbers=".0f", xlabel="tokens/s")), columns=2)
-
-
-class Denoise(Section):
-    """Denoising a photograph."""
-
-    title = "Not only transformers: non-local means as attention"
-    command = "python -m bench.denoise` and `python -m bench.denoise --device cpu"
-
-    @property
-    def about(self):
-        rows = self.of("denoise")
-        height, width = rows["problem.height"].max(), rows["problem.width"].max()
-        n = height * width
-        about = (
-            f"A photograph of {height} x {width} = {n:,} pixels in float32: each pixel attends to those with "
-            f"similar surroundings (`bench/denoise.py`).  A dense N x N matrix would take {4 * n * n / 1e9:.0f} GB."
-        )
-        missing = "  KeOps is measured beside it where it runs; pykeops 2.3 does not under CUDA 13."
-        return about if "keops" in set(rows["runner"]) else about + missing
-
-    def lines(self):
-        rows = self.of("denoise").rename(columns=lambda column: column.removeprefix("problem."))
-        near = rows.get("rows", rows["ms"] * np.nan).map("{:.0f} rows up and down".format, na_action="ignore")
-        size = rows["height"].astype(str) + " x " + rows["width"].astype(str)
-        return {
-            "search": rows["runner"].map(WHERE) + ", " + near.fillna("all of " + size + " pixels"),
-            "billion pairs": rows["pairs"] / 1e9,
-            "seconds": rows["ms"] / 1e3,
-            "PSNR before, dB": rows["psnr_before"],
-            "after, dB": rows["psnr_after"],
-        }
-
-
-class KernelProfiles(Section):
-    """Profiles of the kernels."""
-
-    title = "Profiles (Nsight Compute)"
-    command = "python -m bench.kernel_profiles"
-
-    about = (
-        "The longest kernel of each call, in percent of the unit's peak; bank conflicts per shared-memory wavefront."
-    )
-
-    def lines(self):
-        """Return the longest kernel of every call."""
-        rows = self.of("profile")
-        found = pd.DataFrame([max(kernels, key=lambda kernel: kernel["milliseconds"]) for kernels in rows["kernels"]])
-        stalls = [", ".join(f"{name} {x:.0%}" for name, x in list(of.items())[:3]) for of in found["stalls"]]
-        return {
-            "call": rows["label"].array,
-            "ms": found["milliseconds"],
-            **{label: found[key] for key, label in SHARES.items()},
-            "bank conflicts": found["bank_conflicts"].map("{:.2f}".format),
-            "warps' time": stalls,
-        }
-
-
-class Cpu(Section):
-    """The CPU backend: beside PyTorch and the NumPy formula, its time under a mask, its memory."""
-
-    title = "On the CPU"
-    command = "python -m bench.cpu"
-
-    def pairs(self):
-        """Return, per case and runner of ours, its milliseconds and each rival's time over its own, turn by turn."""
-        lines = []
-        for _, rows in self.of("cpu", "cpu-statistics", "cpu-torch", "cpu-small").groupby("case", sort=False):
-            samples = dict(zip(rows["runner"], rows["samples_us"], strict=True))
-            about = rows.iloc[0][["case", "table", "label", "direction"]]
-            for ours in [runner for runner in samples if runner.startswith("cuattn")]:
-                times = {
-                    label: np.median(np.divide(samples[runner], samples[ours]))
-                    for runner, label in RIVALS.items()
-                    if len(samples.get(runner, ())) == len(samples[ours])
-                }
-                lines.append({**about, "runner": ours, "ms": np.median(samples[ours]) / 1e3, **times})
-        return pd.DataFrame(lines)
-
-    about = (
-        "float32; batch x heads first in each name.  Results are checked before they are timed, rivals run in turn; "
-        "a ratio is the median over the turns, and above 1 where cuattn is faster."
-    )
-
-    def lines(self):
-        """Return a line per case and function of ours."""
-        found = self.pairs()
-        label = found["label"] + ", " + found["direction"] + ", " + found["runner"].map(name)
-        rivals = {f"{rival}, times that": found[rival] for rival in RIVALS.values() if rival in found}
-        return {"": label, "ms": found["ms"], **rivals}
-
-    def summary(self):
-        """Return the paragraph of the README."""
-        found = self.pairs()
-        return "  ".join(filter(None, [*_beside(found), _small(found), self.visible(), self.memory()]))
-
-    def visible(self):
-        """Say what share of its unmasked time cuattn takes under a mask, beside the share of visible tiles."""
-        rows = self.of("cpu-visible")
-        said = []
-        for n, of_n in rows[rows["direction"] == "forward"].groupby("problem.n") if len(rows) else ():
-            plain = of_n.loc[of_n["problem.mask"] == "none", "samples_us"].iloc[0]
-            shares = [
-                f"{np.median(np.divide(row['samples_us'], plain)):.3f} for {1 - row['rho']:.3f} ({row['problem.mask']})"
-                for row in of_n.to_dict("records")
-                if row["problem.mask"] != "none"
-            ]
-            said.append(f"at N = {n:.0f} {', '.join(shares)}")
-        about = "Its time under a mask over that without, forward, for the share of 128 x 128 tiles that is visible"
-        return f"{about}: {'; '.join(said)}." if said else ""
-
-    def memory(self):
-        """Say what a thread needs beside arguments and results."""
-        most = self.of("cpu-memory").get("bytes_per_thread", pd.Series(dtype=float)).max()
-        return f"Extra memory at N = 16384 is {most / 1e6:.0f} MB a thread." if most > 0 else ""
-
-    def figure(self):
-        """Draw the milliseconds of all under every mask."""
-        rows = self.of("cpu")
-        rows = rows[rows["problem.n_keys"] == rows["problem.n_keys"].max()]
-        rows = rows.assign(mask=rows["problem.mask"].fillna("no mask") if "problem.mask" in rows else "no mask")
-        about = dict(numbers=".0f", xlabel="ms (less is better)")
-        wide = {way: of.pivot_table("ms", "mask", "runner", sort=False) for way, of in rows.groupby("direction")}
-        return chart(*((bars, x, {**about, "title": way.replace("+", " and ")}) for way, x in wide.items()))
-
-
-def _beside(found):
-    """Say how many times PyTorch's speed cuattn has, without and with masks."""
-    masked = ~found["label"].str.contains("full")
-    said = []
-    for which, about, rows in (
-        ("cpu", "without a mask", ~masked),
-        ("cpu", "with one, which PyTorch takes as a dense matrix", masked),
-        ("cpu-torch", "for the shapes and biases that PyTorch users call", masked | ~masked),
-    ):
-        for rival in RIVALS.values():
-            times = found[rows & found["table"].isin([which, f"{which}-statistics"])].get(rival, pd.Series(dtype=float))
-            if times.notna().any():
-                said.append(f"{rival}'s time over cuattn's {about}: {times.min():.2f} to {times.max():.2f}.")
-    return said
-
-
-def _small(found):
-    """Say how far small problems are above the formula and its allowance."""
-    small = found[(found["table"] == "cpu-small") & (found["runner"] != "cuattn-cpu")]
-    if not len(small) or "NumPy formula" not in small:
-        return ""
-    share = (small["ms"] - EXTRA_MS) / (small["NumPy formula"] * small["ms"])
-    worst = small.loc[share.idxmax()]
-    return (
-        f"Problems of a few rows take at most {max(share.max(), 0):.2f} times the three lines of NumPy and "
-        f"{EXTRA_MS} ms ({worst['label']}, {worst['direction']})."
-    )

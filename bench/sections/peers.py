@@ -1,197 +1,197 @@
-"""Beside all peers: the mean and the worst ratio, where another library is faster, the sweep without masks."""
+"""Beside all peers: the mean and the worst ratio, where another library is faster, every table case by case."""
 
 import itertools
 import statistics
 
+import numpy as np
 import pandas as pd
 
-from bench import report
-from bench.sections.masks import left_out
-from bench.style import INK, OURS, QUIET, WORSE, chart, curves, name, ours_first, panels, table
+from bench.report import Section, by_direction, compared, lines, standing
+from bench.style import INK, OURS, QUIET, WORSE, bars, chart, name, panels
+from bench.suites import SUITES
 
 NOISE = 0.005  # half a percent either way is called equal
+PEAK, PRODUCT = 798, "a matrix product of 8192^3"  # TFLOP/s in bfloat16 on an H200
+MASKS = {  # the FlashMask paper's tables
+    f"masks-{n.lower()}{end}": f"twelve masks, {n} tokens, {d}"
+    for (end, d), n in itertools.product((("", "d 128"), ("-d64", "d 64")), ("8K", "32K", "128K"))
+}
 ABOUT = {
     "dense": "16K tokens, d 64 to 256, full and causal",
-    **{
-        f"masks-{n.lower()}{end}": f"twelve masks, {n} tokens, {d}"
-        for (end, d), n in itertools.product((("", "d 128"), ("-d64", "d 64")), ("8K", "32K", "128K"))
-    },
+    **MASKS,
     "dropout": "dropout 0.1",
     "deterministic": "bitwise reproducible gradients",
     "long": "128K and 512K tokens, few heads",
     "portable": "portable kernel: 16 bits, float32, float64",
     "decode": "one query, long caches",
     "host": "host time of a warm call",
+    "first-call": "first call of a process",
+    "lengths": "short and long sequences",
+    "gpt2": "GPT-2 medium's attention",
 }
-SINGLE = {
-    "host": "host time",
-    "decode": "one query",
-    "dropout": "dropout",
-    "portable": "portable kernel",
-    "lengths": "short sequences",
-    "gpt2": "short sequences",
+
+
+def names(runners):
+    """Return what a reader calls some runners, once each."""
+    return ", ".join(map(name, dict.fromkeys(runners)))
+
+
+def beside(rows):
+    """Yield, per table and direction that has ratios: what it is, the direction, and a line per case with a rival."""
+    found = lines(rows).dropna(subset="rival")
+    for (table, way), of in found.groupby(["table", "direction"], sort=False):
+        if of["ratio"].notna().any():
+            yield ABOUT[table], way, of.set_index("label")
+
+
+def peers(rows):
+    """Return all tables beside all peers, in one line each: the mean and the worst ratio to the best peer."""
+    return pd.DataFrame([
+        {"table": about, "direction": way, "beside": names(itertools.chain(*of["rivals"])), **standing(of["ratio"])}
+        for about, way, of in beside(rows)
+    ])  # fmt: skip
+
+
+def draw_peers(rows):
+    """Draw the ratio of every case, a line per table and direction: right of 1 cuattn is faster."""
+    found = {f"{about}, {way}": of["ratio"].dropna() for about, way, of in beside(rows)}
+    drawn, (axis,) = panels(1, 8.0, 0.7 + 0.27 * len(found))
+    axis.axvspan(1 - NOISE, 1 + NOISE, color=QUIET, alpha=0.3, linewidth=0)
+    for place, ratios in enumerate(found.values()):
+        shades = np.where(ratios >= 1, OURS, WORSE)
+        axis.scatter(ratios, [place] * len(ratios), s=22, color=shades, alpha=0.55, linewidths=0, zorder=3)
+        axis.plot(statistics.geometric_mean(ratios), place, "|", color=INK, markersize=12, markeredgewidth=2, zorder=4)
+    axis.set_yticks(range(len(found)), found, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel("times the fastest rival's speed (dots: cases; bar: geometric mean; grey: equal)", fontsize=9)
+    return drawn
+
+
+def behind(rows):
+    """Return the groups of cases in which a rival is faster, the one that is furthest behind first."""
+    slow = lines(rows).query("ratio < 1 - @NOISE")
+    return (
+        slow.groupby([slow["table"].map(ABOUT), "direction"])
+        .agg(cases=("ratio", "size"), least=("ratio", "min"), most=("ratio", "max"), rivals=("rival", names))
+        .sort_values("least")
+        .rename(columns={"least": "of the rival's speed, least", "rivals": "which is"})
+    )
+
+
+def determinism(rows):
+    """Return what bitwise reproducible gradients cost each runner, in the plain backward's time of the same run."""
+    rows = rows.assign(label=rows["label"].str.removesuffix("-deterministic"))
+    times = rows.pivot_table("ms", ["label", "runner", "run"], "deterministic", sort=False).dropna()
+    return (times[True] / times[False] - 1).droplevel("run").map("{:.1%}".format).unstack("runner")
+
+
+def both(rows):
+    """Return milliseconds, TFLOP/s of each direction and in total, and the sparsity, in the FlashMask paper's order."""
+    rows = compared(rows)
+    found = rows.pivot_table(
+        ["ms", "flops", "rate", "rho"], ["table", "runner", "mask"], "direction", sort=False
+    ).dropna()
+    found["ms", "total"] = found["ms"].sum(axis=1)
+    found["rate", "total"] = found["flops"].sum(axis=1) / found["ms", "total"] / 1e9
+    shown = [(unit, way) for unit in ("ms", "rate") for way in ("forward", "backward", "total")]
+    return found[[*shown, ("rho", "forward")]].rename(index=MASKS, level="table")
+
+
+def totals(rows):
+    """Return the total rate of cuattn and how many times the fastest rival's it is, by table and mask."""
+    rates = both(rows)["rate", "total"].unstack("runner", sort=False)
+    return rates["cuattn"], rates["cuattn"] / rates.drop(columns="cuattn").max(axis=1)
+
+
+def masks(rows):
+    """Return, per table, what cuattn reaches and how it stands beside the fastest rival of each mask."""
+    ours, ratios = (of.groupby("table", sort=False) for of in totals(rows))
+    reached = ours.agg(**{"TFLOP/s, least": "min", "most": "max"})
+    return reached.join(pd.DataFrame({table: standing(of.droplevel("table").dropna()) for table, of in ratios}).T)
+
+
+def draw_masks(rows):
+    """Draw the ratio to the fastest rival as a map, a column per table, a line per mask."""
+    found = totals(rows)[1].unstack("table", sort=False)
+    drawn, (axis,) = panels(1, 3.2 + 0.95 * len(found.columns), 4.8)
+    axis.imshow(np.log2(found), cmap="RdBu", vmin=-1.5, vmax=1.5, aspect="auto")
+    axis.grid(visible=False)
+    for place, ratio in np.ndenumerate(found.T):
+        axis.text(*place, f"{ratio:.2f}", ha="center", va="center", fontsize=9)
+    axis.set_yticks(range(len(found)), found.index)
+    axis.set_xticks(range(len(found.columns)), [about.replace(", ", "\n") for about in found], fontsize=8)
+    axis.set_title("times the fastest rival's speed, forward and backward", fontsize=10)
+    return drawn
+
+
+def cases(rows):
+    """Return the rate of every runner, the fastest rival of each case and the ratio to it."""
+    wide = compared(rows).pivot_table("rate", ["direction", "label"], "runner", sort=False)
+    return wide.join(lines(rows).set_index(["direction", "label"])[["rho", "rival", "ratio", "spread"]])
+
+
+def draw_rates(rows):
+    """Draw a panel of bars per direction."""
+    parts = by_direction(compared(rows), "rate")
+    height = 1.4 + 0.125 * max(part.size + len(part) for part in parts.values())
+    return chart(parts, bars, "title", width=4.8, height=height, xlabel=rows["unit"].iloc[0])
+
+
+def draw_dense(rows):
+    """Draw dots of TFLOP/s below those of a matrix product, a panel per direction."""
+    parts = {way: of.assign(**{PRODUCT: PEAK}) for way, of in by_direction(compared(rows), "rate").items()}
+    return chart(
+        parts, says="title", width=9.0, height=4.4, rows=2, columns=5, style="o", ylabel="TFLOP/s", ylim=(0, None)
+    )
+
+
+SECTIONS = {
+    "peers": Section(
+        "Beside other libraries",
+        ("hopper", "portable"),
+        tuple(ABOUT),
+        "How many times faster cuattn is than the fastest of the rivals named in each line, case by case in one run.  "
+        "Below 1 it is slower.  Every case, and every runner that was timed: "
+        "[bench/results/tables.md](bench/results/tables.md).",
+        table=peers,
+        figure=draw_peers,
+    ),
+    "behind": Section(
+        "Where it is behind",
+        ("hopper", "portable", "lengths", "gpt2"),
+        tuple(ABOUT),
+        "Every case in which a rival was more than half a percent faster in the same run.  `bench/NOTES.md` says what "
+        "was tried against each, and what comes next.",
+        table=behind,
+    ),
+    "deterministic": Section(
+        "What reproducible gradients cost",
+        ("hopper --tables deterministic",),
+        ("deterministic",),
+        "The time of a bitwise reproducible backward over that of the plain one, less one.",
+        table=determinism,
+    ),
+    "dense": Section(
+        "Full and causal attention, d 64 to 256 (as in the FlashAttention papers)",
+        ("hopper --tables dense",),
+        ("dense",),
+        "16K tokens, hidden size 2048, bfloat16.",
+        figure=draw_dense,
+    ),
+    "flashmask": Section(
+        "Twelve masks (FlashMask, tables 4 to 9, figure 5)",
+        (f"hopper --tables {' '.join(MASKS)}",),
+        tuple(MASKS),
+        "Forward and backward together, counting visible tiles only.",
+        table=masks,
+        details=both,
+        figure=draw_masks,
+    ),
 }
-PEAK = 798  # TFLOP/s of a bfloat16 matrix product of 8192^3 on an H200
-
-
-class Peers(report.Section):
-    """All tables beside all peers, in one line each: the mean and the worst ratio to the best peer."""
-
-    title = "Beside other libraries"
-    command = "python -m bench.hopper` and `python -m bench.portable"
-    files = ("hopper", "portable")
-
-    def found(self):
-        """Yield, per table and direction that has ratios: what it is, its lines, its ratios."""
-        for (which, direction), lines, _ in report.tables(self.frame):
-            ratios = lines.set_index("short")["ratio"].dropna()
-            if len(ratios):
-                yield f"{ABOUT.get(which, which)}, {direction}", lines, ratios
-
-    def text(self):
-        wrong = set(self.frame.loc[(self.frame["status"] == "wrong") & self.frame["ours"], "case"])
-        rows = []
-        for about, lines, ratios in self.found():
-            refused = list(lines.loc[lines["case"].isin(wrong) & lines["ratio"].isna(), "short"])
-            row = {"": about, "beside": ", ".join(map(name, dict.fromkeys(itertools.chain(*lines["rivals"]))))}
-            row["ahead in"] = f"{(ratios >= 1).sum()} of {len(ratios) + len(refused)}"
-            _, row["geometric mean"], worst, where = report.standing(ratios)
-            row["worst"] = f"{worst} ({where})"
-            rows.append({**row, "refused": ", ".join(refused) or None})
-        shown = pd.DataFrame(rows).dropna(axis="columns", how="all")
-        note = "Refused: not timed, since the error was above the bound." if "refused" in shown else ""
-        intro = (
-            "How many times faster cuattn is than the fastest of the rivals named in each line, case by case in one "
-            "run.  Below 1 it is slower.  Every case, and every runner that was timed: "
-            "[bench/results/tables.md](bench/results/tables.md)."
-        )
-        return "\n\n".join(filter(None, [intro, table(shown), note, left_out(self.frame), self.determinism()]))
-
-    def determinism(self):
-        """Return what reproducible gradients cost each runner."""
-        tables = [lines for (which, _), lines, _ in report.tables(self.frame) if which == "deterministic"]
-        costs = pd.DataFrame([case for lines in tables for case in report.costs_of_determinism(lines).values()])
-        said = [f"{name(runner)} {costs[runner].min():.0%} to {costs[runner].max():.0%}" for runner in costs]
-        return f"`deterministic=True`, in the plain backward's time, costs {', '.join(said)}." if said else ""
-
-    def figure(self):
-        """Draw the ratio of every case, a line per table and direction: right of 1 cuattn is faster."""
-        found = list(self.found())
-        drawn, (axis,) = panels(1, 8.0, 0.7 + 0.27 * len(found))
-        axis.axvspan(1 - NOISE, 1 + NOISE, color=QUIET, alpha=0.3, linewidth=0)
-        for place, (_, _, ratios) in enumerate(found):
-            shades = [OURS if ratio >= 1 else WORSE for ratio in ratios]
-            axis.scatter(ratios, [place] * len(ratios), s=22, color=shades, alpha=0.55, linewidths=0, zorder=3)
-            mean = statistics.geometric_mean(ratios)
-            axis.plot([mean, mean], [place - 0.36, place + 0.36], color=INK, linewidth=2, zorder=4)
-        ticks = (0.5, 0.75, 1, 1.5, 2, 3)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(ticks, map("{:g}".format, ticks))
-        axis.set_xticks([], minor=True)
-        axis.set_yticks(range(len(found)), [about for about, _, _ in found], fontsize=8)
-        axis.invert_yaxis()
-        axis.set_xlabel("times the fastest rival's speed (dots: cases; bar: geometric mean; grey: equal)", fontsize=9)
-        return drawn
-
-
-class Behind(report.Section):
-    """Where another library is faster, and by how much: every case behind its fastest rival, in groups of one kind.
-
-    The figures come from the rows; ``bench/NOTES.md`` says what was tried against each group, and what comes next.
-    """
-
-    title = "Where it is behind"
-    command = "python -m bench.hopper`, `python -m bench.portable` and `python -m bench.lengths"
-    files = ("hopper", "portable", "lengths", "gpt2")
-
-    def text(self):
-        """Return the table, the groups in which it is furthest behind first."""
-        found = report.lines(self.frame).dropna(subset="ratio")
-        rows = []
-        for label, cases in found.groupby(found.apply(group, axis=1), sort=False):
-            slow = cases[cases["ratio"] < 1 - NOISE].sort_values("ratio")
-            if len(slow):
-                share = " to ".join(f"{slow['ratio'].iloc[i]:.2f}" for i in sorted({0, len(slow) - 1}))
-                rivals = ", ".join(map(name, slow["rival"].unique()))
-                rows.append((slow["ratio"].iloc[0], label, f"{len(slow)} of {len(cases)}", share, rivals))
-        if not rows:
-            return "In no case that was measured."
-        shown = pd.DataFrame(rows, columns=["worst", "", "cases", "of the fastest rival's speed", "which is"])
-        about = (
-            "Every case in which a rival was more than half a percent faster in the same run.  `bench/NOTES.md` says "
-            "what was tried against each, and what comes next."
-        )
-        return f"{about}\n\n{table(shown.sort_values('worst', kind='stable').drop(columns='worst'))}"
-
-
-def group(line):
-    """Return the kind of a case, in words: what it computes that others do not."""
-    which, direction = line["table"], line["direction"]
-    if line.get("problem.deterministic") is True:
-        return "deterministic gradients"
-    if which == "portable" and line["problem.dtype"] == "float64":
-        return "float64"
-    if which in ("host", "decode"):
-        return SINGLE[which]
-    if which in SINGLE:
-        return f"{SINGLE[which]}, {direction.replace('+', ' and ')}"
-    masks = "masks" if which.startswith("masks") else "no mask"
-    return f"{direction}, d {line['problem.head_dim']:.0f}, {masks}"
-
-
-class Dense(report.Section):
-    """Without a mask: the sweep of the FlashAttention papers, 16K tokens, from 1K to 16K in a sequence."""
-
-    title = "Full and causal attention, d 64 to 256 (as in the FlashAttention papers)"
-    command = "python -m bench.hopper --tables dense"
-    files = ("hopper",)
-    prefix = "dense"
-
-    def found(self):
-        """Yield, per direction, its lines with their shape in words, by d and N."""
-        found = report.lines(self.frame[self.frame["table"] == "dense"])
-        kind = ", " + found["problem.causal"].map({True: "causal", False: "full"})
-        d, n = (found[f"problem.{key}"].astype(int) for key in ("head_dim", "n_keys"))
-        found = found.assign(d=d, n=n, shape="d " + d.astype(str) + ", N " + n.astype(str) + kind)
-        found["short"] = (n // 1024).astype(str) + "K" + kind.str.removeprefix(",")
-        return found.sort_values(["d", "problem.causal", "n"]).groupby("direction", sort=False)
-
-    def text(self):
-        """Return a line per shape, TFLOP/s of each runner in both directions."""
-        parts = [
-            _rates(lines, "shape").round().rename(columns=lambda runner, way=way: f"{name(runner)}, {way}")
-            for way, lines in self.found()
-        ]
-        rates = pd.concat(parts, axis=1).rename_axis("TFLOP/s").reset_index()
-        return f"16K tokens, hidden size 2048, bfloat16.\n\n{table(rates)}"
-
-    def summary(self):
-        """Return in how many shapes cuattn is ahead, and the shape in which it is furthest behind."""
-        said = ["16K tokens, hidden size 2048, bfloat16."]
-        for way, lines in self.found():
-            ahead, mean, worst, where = report.standing(lines.set_index("shape")["ratio"].dropna())
-            said.append(
-                f"{way.capitalize()}, cuattn is the fastest in {ahead} shapes, {worst} times the fastest rival's speed "
-                f"in its worst ({where}) and {mean} times in the geometric mean."
-            )
-        return "  ".join(said)
-
-    def figure(self):
-        """Draw dots of TFLOP/s under the line of the peak, a panel per direction and head dimension."""
-        groups = {
-            f"{way}, head dimension {d}": _rates(of_d, "short")
-            for way, lines in self.found()
-            for d, of_d in lines.groupby("d")
-        }
-        about = dict(style="o", ylabel="TFLOP/s", ylim=(0, PEAK * 1.1))
-        parts = ((curves, rates, {**about, "title": title}) for title, rates in groups.items())
-        drawn = chart(*parts, width=4.2, height=3.0, rows=2, columns=5)
-        for axis in drawn.axes:
-            axis.axhline(PEAK, color=QUIET, linestyle="--", linewidth=1)
-        drawn.suptitle(f"dashed: a matrix product, {PEAK} TFLOP/s")
-        return drawn
-
-
-def _rates(lines, index):
-    rates = pd.DataFrame(list(lines["rates"]), index=lines[index])
-    return rates[ours_first(rates)]
+PEER_TABLES = {
+    f"table-{table}": Section(
+        f"{table}: {ABOUT[table]}", (f"{script} --tables {table}",), (table,), details=cases, figure=draw_rates
+    )
+    for script in ("hopper", "portable")
+    for table in (*SUITES[script].tables, *SUITES[script].optional, *SUITES[script].studies)
+}

@@ -69,6 +69,6 @@ def test_only_takes_patterns_and_words():
 
 
 def test_cases_of_one_problem_are_recognised():
-    plain, exact = dense(direction="backward"), dense(direction="backward", deterministic=True, bar=0.9)
+    plain, exact = dense(direction="backward"), dense(direction="backward", deterministic=True)
     assert plain.problem == exact.problem == dense().problem
     assert plain.problem != dense(causal=True).problem

@@ -54,10 +54,6 @@ def test_questions_have_two_to_six_answers_of_ten_to_twenty_percent():
             assert question >= 0.09 * length
 
 
-def test_documents_can_be_set():
-    assert [len(sample.lengths) for sample in samples("document", 4096, 4, documents=9)] == [9] * 4
-
-
 def test_an_unknown_kind_is_refused():
     with pytest.raises(ValueError, match="'diagonal'"):
         samples("diagonal", 128, 1)

@@ -1,13 +1,16 @@
 """Row files that grow and resume, and what the report says of them."""
 
+import io
 import json
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from bench import rows
-from bench.report import framed, markdown, read, tables
+from bench import redraw, rows
+from bench.report import framed, lines, read, standing
+from bench.sections.peers import PEER_TABLES, cases
+from bench.style import table
 
 
 def row(case, runner, rate, *, unit="TFLOP/s", status="ok", ours=None, **more):
@@ -81,106 +84,81 @@ def raced(label, problem=None, **rates):
     return [row(f"t/{label}/forward", runner, rate, problem=problem or {}) for runner, rate in rates.items()]
 
 
-def one_table(*found):
-    (table,) = tables(framed({"run": "f 000", **entry} for entry in found))
-    return table
-
-
-def ratios(table):
-    return table[1].set_index("short")["ratio"].dropna().to_dict()
+def compared(*found):
+    """The line of each case, and its table."""
+    frame = framed([{"run": "f 000", **entry} for entry in found])
+    return lines(frame).set_index("label"), table(cases(frame))
 
 
 def test_the_ratio_is_to_the_best_rival():
-    table = one_table(
+    found, text = compared(
         *raced("a", cuattn=600.0, fa4=500.0, cudnn=400.0), *raced("b", cuattn=450.0, fa4=500.0, cudnn=300.0)
     )
-    assert ratios(table) == {"a": pytest.approx(1.2), "b": pytest.approx(0.9)}
-    text = markdown(*table)
-    assert "| a | **600** | 400 | 500 | fa4 | 1.20 | 1.0% |" in text
-    assert "mean of the ratio 1.039, worst row b 0.900, 1 of 2 rows below their bar: b." in text
+    assert found["ratio"].to_dict() == {"a": pytest.approx(1.2), "b": pytest.approx(0.9)}
+    assert "| forward | a | 600 | 500 | 400 | – | FlashAttention-4 | 1.2 | 1.0% |" in text
+    assert standing(found["ratio"]) == {"ahead in": "1 of 2", "geometric mean": "1.04", "worst": "0.90 (b)"}
 
 
 def test_a_stated_rival_counts_alone():
-    table = one_table(*raced("a", {"rivals": ["fa2"], "bar": 1.3}, cuattn=300.0, fa2=250.0, cudnn=600.0))
-    assert ratios(table) == {"a": pytest.approx(1.2)}
-    assert "1 of 1 rows below their bar: a." in markdown(*table)
+    found, text = compared(*raced("a", {"rivals": ["fa2"]}, cuattn=300.0, fa2=250.0, cudnn=600.0))
+    assert found["ratio"].to_dict() == {"a": pytest.approx(1.2)}
+    assert "| FlashAttention-2 | 1.2 | 1.0% |" in text
+
+
+def test_the_kernel_that_cuattn_chooses_is_compared():
+    found, _ = compared(*raced("a", **{"cuattn": 300.0, "cuattn-sm80": 400.0, "fa2": 200.0}))
+    assert found[["best", "ratio"]].loc["a"].to_list() == ["cuattn", 1.5]
 
 
 def test_less_time_is_better():
-    table = one_table(row("t/a/forward", "cuattn", 20.0, unit="us"), row("t/a/forward", "sdpa", 10.0, unit="us"))
-    assert ratios(table) == {"a": pytest.approx(0.5)}
-    assert "**10**" in markdown(*table)
+    found, _ = compared(row("t/a/forward", "cuattn", 20.0, unit="us"), row("t/a/forward", "sdpa", 10.0, unit="us"))
+    assert found["ratio"].to_dict() == {"a": pytest.approx(0.5)}
 
 
 def test_another_run_enters_no_ratio():
-    table = one_table(
+    found, text = compared(
         row("t/a/forward", "fa4", 700.0, run="f 000"),
         row("t/a/forward", "cuattn", 600.0, run="f 001"),
     )
-    assert ratios(table) == {}
-    assert "| a | **600** | (700) | – | – | 1.0% |" in markdown(*table)
+    assert found["ratio"].isna().all()
+    assert "700" not in text
+    assert "| a | 600 | – | – | – | 1.0% |" in text
 
 
-def test_empty_cells_are_explained():
-    table = one_table(
-        row("t/a/forward", "cuattn", 600.0), row("t/a/forward", "fa4", None, status="unsupported", reason="no dropout"),
-        row("t/a/forward", "fa2", None, status="wrong", reason="error of o is 3.00 of what is allowed"),
-    )  # fmt: skip
-    text = markdown(*table)
-    assert "- fa4 unsupported: no dropout (all)" in text
-    assert "- fa2 wrong: error of o is 3.00 of what is allowed (all)" in text
-
-
-def test_the_cost_of_determinism_is_shown():
-    table = one_table(
-        row("deterministic/a/backward", "cuattn", 500.0), row("deterministic/a-deterministic/backward", "cuattn", 400.0)
-    )
-    assert "a-deterministic: time over the plain backward's: cuattn +25.0%" in markdown(*table)
-
-
-def test_sparsity_shows_the_proportion():
-    table = one_table(
-        {**row("sparsity/d8-N9-full/forward", "cuattn", 1.0), "rho": 0.0, "median_us": 1000.0},
-        {**row("sparsity/d8-N9-document-2/forward", "cuattn", 1.0), "rho": 0.5, "median_us": 600.0},
-    )
-    assert "d8-N9-document-2: ρ 0.500, 0.600 ms, 1.200 x (1 - ρ) x the unmasked time" in markdown(*table)
+def test_empty_cells_are_explained(tmp_path):
+    rows.RowFile(tmp_path / "hopper.json", ABOUT).add([
+        row("dropout/a/forward", "cuattn", 600.0),
+        row("dropout/a/forward", "fa4", None, status="unsupported", reason="no dropout"),
+        row("dropout/a/forward", "fa2", None, status="wrong", reason="error of o is 3.00 of what is allowed"),
+    ])  # fmt: skip
+    text = redraw.tables(tmp_path)
+    assert "| FlashAttention-4 | unsupported | no dropout | a |" in text
+    assert "| FlashAttention-2 | wrong | error of o is 3.00 of what is allowed | a |" in text
 
 
 def test_files_are_read_plotted_and_written(tmp_path, monkeypatch):
-    from bench import redraw, report
-
     pytest.importorskip("matplotlib")
     file = rows.RowFile(tmp_path / "hopper.json", ABOUT)
     for direction in ("forward", "backward"):
         file.add([row(f"dropout/a/{direction}", name, 500.0) for name in ("cuattn", "fa4")])
-        file.add([{**row(f"sparsity/a-full/{direction}", "cuattn", 500.0), "rho": 0.0}])
-    runs, found = read([file.path])
-    assert [run["id"] for run in runs] == ["hopper.json 000"]
-    assert len(found) == 6
+    found = read(file.path)
+    assert [(entry["run"], entry["machine"]) for entry in found] == [
+        ("hopper.json 000", "A GPU, driver 1, torch 2")
+    ] * 4
+    for _, section, frame in redraw.available(tmp_path, PEER_TABLES):
+        section.figure(frame).savefig(io.BytesIO(), dpi=30)
+    (tmp_path / "table-dropout.png").touch()
     monkeypatch.setattr("sys.argv", ["redraw", "--folder", str(tmp_path), "--text"])
     redraw.main()
-    assert "| a | **500** | 500 | fa4 | 1.00 |" in (tmp_path / "tables.md").read_text()
-    pictures = [path.name for path in report.draw(found, tmp_path)]
-    assert sorted(pictures) == ["table-dropout.png", "table-sparsity.png"]
-    assert all((tmp_path / name).exists() for name in pictures)
-
-
-def test_what_all_labels_share_goes_to_the_title():
-    table = one_table(
-        row("masks-8k/d128-N8192-full/forward", "cuattn", 1.0), row("masks-8k/d128-N8192-causal/forward", "cuattn", 1.0)
-    )
-    text = markdown(*table)
-    assert text.startswith("### masks-8k, d128 N8192, forward (TFLOP/s)")
-    assert "| full | **1** |" in text
-    assert text.index("| full |") < text.index("| causal |")
+    text = (tmp_path / "tables.md").read_text()
+    assert "| forward | a | 500 | 500 | – | FlashAttention-4 | 1 | 1.0% |" in text
+    assert text.count("(table-dropout.png)") == 1
 
 
 def test_rows_come_in_the_order_of_the_cases():
     labels = ("unheard-of", "d64-N1024-full", "d128-N4096-causal", "d128-N1024-full")
-    table = one_table(*(row(f"dense/{label}/forward", "cuattn", 1.0) for label in labels))
-    assert list(table[1]["label"]) == [
-        "d128-N1024-full", "d128-N4096-causal", "d64-N1024-full", "unheard-of",
-    ]  # fmt: skip
+    found, _ = compared(*(row(f"dense/{label}/forward", "cuattn", 1.0) for label in labels))
+    assert list(found.index) == ["d128-N1024-full", "d128-N4096-causal", "d64-N1024-full", "unheard-of"]
 
 
 @pytest.mark.parametrize(("visible", "gpu"), [(None, "0"), ("", "0"), ("1", "1"), ("GPU-12ab, 0", "GPU-12ab")])
