@@ -1,4 +1,4 @@
-"""Draw a mask of any kind, a band, and the dense matrix of what they show."""
+"""Draw a mask of any kind and, by other means, the dense matrix of what it shows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 
 import cuattn
 from cuattn import masks
-from tests.oracle import visible_band
+from tests.masks import predicates
+from tests.oracle import visible_band, visible_outside
 
 __all__ = ["broadcastable", "draw", "pick"]
 
@@ -33,14 +34,14 @@ def draw(problem, fixed, rng, hopper):
     kinds, band = pick(fixed, MASKS), pick(fixed, BANDS)
     if hopper and (len(kinds) > 1 or "boolean" in kinds):
         kinds = kinds[:1] if "boolean" not in kinds else ("column",)
-    if band:
-        problem.visible = _band(problem, band, rng)
+    seen = [_band(problem, band, rng)] if band else []
     for kind in kinds:
-        mask, name = _MAKERS[kind](rng, *problem.shape)
-        shown = mask if kind == "boolean" else mask.dense(*problem.shape[-2:])
+        mask, shown, name = _MAKERS[kind](rng, *problem.shape)
         problem.mask = mask if problem.mask is None else problem.mask & mask
-        problem.visible = shown if problem.visible is None else problem.visible & shown
         problem.features.add("mask and" if len(kinds) > 1 else f"mask {name}")
+        seen.append(shown)
+    for shown in seen:
+        problem.visible = shown if problem.visible is None else problem.visible & shown
 
 
 def _band(problem, kind, rng):
@@ -73,7 +74,7 @@ def _boolean(rng, *shape):
     mask = rng.random((*broadcastable(rng, lead), *inner)) < rng.choice((0.05, 0.5, 0.9))
     if rng.random() < 0.3:
         mask &= rng.random((*mask.shape[:-2], 1, mask.shape[-1])) < 0.7
-    return mask, "boolean"
+    return mask, np.broadcast_to(mask, (*mask.shape[:-2], n_queries, n_keys)), "boolean"
 
 
 def _column(rng, *shape):
@@ -89,36 +90,49 @@ def _column(rng, *shape):
         bounds[0], bounds[1] = n_queries, 0
     elif style == 4:
         bounds[:, rng.random(shape) < 0.3] = np.array([0, n_queries, 0, 0])[:, None]
-    return cuattn.ColumnMask(*bounds, n_queries=n_queries), "column"
+    return cuattn.ColumnMask(*bounds, n_queries=n_queries), visible_outside(bounds, n_queries), "column"
 
 
 def _block(rng, *shape):
     *lead, n_queries, n_keys = shape
     block_m, block_n = (int(rng.choice((1, 5, 16, 64, 128))) for _ in range(2))
     shape = (*broadcastable(rng, lead), -(-n_queries // block_m), -(-n_keys // block_n))
-    return cuattn.BlockMask(rng.random(shape) < rng.choice((0.2, 0.6)), block_m, block_n), "block"
+    blocks = rng.random(shape) < rng.choice((0.2, 0.6))
+    dense = blocks.repeat(block_m, -2).repeat(block_n, -1)[..., :n_queries, :n_keys]
+    return cuattn.BlockMask(blocks, block_m, block_n), dense, "block"
 
 
 def _constructor(rng, *shape):
     *_, n, n_keys = shape
     names = [name for name in masks.__all__ if inspect.isfunction(getattr(masks, name))]
     name = str(rng.choice(names if n == n_keys else ("causal", "full")))
-    make, drawn = getattr(masks, name), _arguments(rng, n, n_keys, name)
-    return make(**{parameter: drawn[parameter] for parameter in inspect.signature(make).parameters}), name
+    drawn = _arguments(rng, n, n_keys, name)
+    mask = _call(getattr(masks, name), drawn)
+    if name == "random_eviction":
+        seen = (drawn["i"] < mask.lts[None]) & (drawn["i"] >= mask.ute[None])
+    else:
+        seen = _call(getattr(predicates, name), drawn)
+    return mask, np.broadcast_to(seen, (n, n_keys)), name
+
+
+def _call(function, drawn):
+    return function(**{name: drawn[name] for name in inspect.signature(function).parameters})
 
 
 def _arguments(rng, n, n_keys, name):
-    """Draw what constructors take, by the names of their parameters."""
-    lengths = _lengths(rng, n)
+    """Draw what constructors and their predicates take, by the names of the parameters."""
+    lengths, align = _lengths(rng, n), str(rng.choice(("top_left", "bottom_right")))
     window, n_global, start = rng.integers(0, n + 3, 3).tolist()
     prefix, first = rng.integers(0, n + 1, 2).tolist()
-    documents = [(int(rng.integers(0, length + 1)), length) for length in lengths]
     if name == "share_question":
         documents = [(question, answers) for question, *answers in (_lengths(rng, length) for length in lengths)]
+    else:
+        documents = [(int(rng.integers(0, length + 1)), length) for length in lengths]
+    offset = n_keys - n if name == "causal" and align == "bottom_right" else 0
     return {
-        "n": n, "n_queries": n, "n_keys": n_keys, "align": str(rng.choice(("top_left", "bottom_right"))),
-        "lengths": lengths, "bucket_lengths": lengths, "documents": documents, "window": window, "n_global": n_global,
-        "prefix": prefix, "start": start, "rng": int(rng.integers(2**32)),
+        "i": np.arange(n)[:, None] + offset, "j": np.arange(n_keys)[None], "n": n, "n_queries": n, "n_keys": n_keys,
+        "align": align, "lengths": lengths, "bucket_lengths": lengths, "documents": documents, "window": window,
+        "n_global": n_global, "prefix": prefix, "start": start, "rng": int(rng.integers(2**32)),
         "evicted_at": rng.integers(0, n + 1, n).tolist(),
         "spans": [(first, n - first), (prefix, (n - prefix) // 2)][: rng.integers(0, 3)],
     }  # fmt: skip
