@@ -12,11 +12,11 @@ import numpy as np
 from cuattn.errors import ArgumentError, DtypeError, as_integer, shown
 from cuattn.masks.runs import indices
 from cuattn.problem.model import Place, Problem
+from cuattn.rng import BLOCK
 
 Runs = tuple[tuple[int, int], ...]
 """Pieces of an axis, ``((local_start, global_start), ...)``; each reaches to the next one's local start."""
 
-_BLOCK = 16  # rows and keys of a block of dropout's generator (see cuattn.rng)
 _LIMIT = 2**31
 _COUNTER_LIMIT = 2**32  # the generator's counter words have 32 bits
 
@@ -123,8 +123,7 @@ def pieces(start: int | Runs, length: int) -> Runs:
 def place_of(problem: Problem, origin: Origin | None) -> Place:
     """Return a call's place, checked against its problem; without an origin the call is the whole problem."""
     place = problem.place if origin is None else _part(problem, origin)
-    total = (place.batch + math.prod(problem.batch)) * place.heads
-    if problem.dropout and total > _COUNTER_LIMIT:
+    if problem.dropout and (total := (place.batch + math.prod(problem.batch)) * place.heads) > _COUNTER_LIMIT:
         raise ArgumentError(f"dropout_p needs batch x heads indices up to {total}; expected at most {_COUNTER_LIMIT}")
     return place
 
@@ -144,7 +143,7 @@ def _part(problem: Problem, origin: Origin) -> Place:
         runs = pieces(start, length)
         _check_end(f"origin.{name} is {shown(start)}", runs, length, whole, problem.dropout > 0)
         starts.append(start if len(runs) == 1 else 0)
-        blocks.append(indices(runs)[::_BLOCK].astype(np.int32) if problem.runs and len(runs) > 1 else None)
+        blocks.append(indices(runs, BLOCK).astype(np.int32) if problem.runs and len(runs) > 1 else None)
     row, key = starts
     shift = 0
     if problem.band is not None:
@@ -170,5 +169,5 @@ def _check_end(given: str, runs: Runs, length: int, whole: int | None, aligned: 
         raise ArgumentError(f"{given}; expected local starts of at most {length}")
     if end > limit:
         raise ArgumentError(f"{given}, which ends at {end}; expected an end of at most {limit}")
-    if aligned and any(edge % _BLOCK for edge in edges):
-        raise ArgumentError(f"{given}; expected multiples of {_BLOCK} with dropout_p > 0")
+    if aligned and any(edge % BLOCK for edge in edges):
+        raise ArgumentError(f"{given}; expected multiples of {BLOCK} with dropout_p > 0")

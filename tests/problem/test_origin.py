@@ -1,5 +1,7 @@
 """Parts of a problem know their place: causality, windows and dropout of a part are the whole's."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 import cuattn
 from cuattn.errors import ArgumentError, DtypeError
-from cuattn.problem.origin import pieces
+from cuattn.problem import OPERATIONS, Options, check, pieces, place_of
 from tests import oracle
 from tests.oracle import visible_band
 from tests.strategies import DTYPES, Case
@@ -114,6 +116,22 @@ def test_merged_keys_and_their_gradients(xp, dtype, problem):
     for own, grad in zip(shards, grads, strict=True):
         for name in ("dk", "dv"):
             assert_is_part(xp.get(getattr(grad, name)), whole, name, np.index_exp[:, own], dtype)
+
+
+def test_a_shards_blocks_take_no_memory_of_its_length():
+    """Where each 16 of 4 million rows and keys stand is told by 1 MB; their indices would be 67 MB."""
+    n = 1 << 22
+    origin = cuattn.Origin(row=((0, 0), (32, 64)), key=((0, 16), (n - 16, 3 * n)))
+    x = np.broadcast_to(np.float32(0), (n, 1))
+    problem = check(OPERATIONS["forward"], dict.fromkeys("qkv", x), (), Options(dropout_p=0.5), origin)
+    tracemalloc.start()
+    try:
+        place = place_of(problem, origin)
+        assert tracemalloc.get_traced_memory()[1] < 16e6
+    finally:
+        tracemalloc.stop()
+    assert place.row_blocks[:4].tolist() == [0, 16, 64, 80] and len(place.row_blocks) == n // 16
+    assert place.key_blocks[[0, 1, -1]].tolist() == [16, 32, 3 * n] and len(place.key_blocks) == n // 16
 
 
 @given(st.integers(1, 80), st.data())
