@@ -120,9 +120,9 @@ def bind(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
     rank = len(problem.batch) + 3
     found = {}
     for name, array in arrays.items():
-        if array is not None:
-            columns = name not in ("l", "m", "dlse")
-            found[name] = _align(_contiguous_last(array) if columns and name != "bias" else array, rank - 1 + columns)
+        if array is not None and name != "mask":
+            per_row = name in ("l", "m", "dlse")
+            found[name] = _align(array if per_row or name == "bias" else _contiguous_last(array), rank - per_row)
     return found
 
 
