@@ -132,8 +132,7 @@ def attention(
     (2, 4, 16)
     """
     options = Options(is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, False)
-    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
-    return dispatch.compute(Call(FORWARD, arrays, options, rng, origin, out))[0][0]
+    return dispatch.compute(Call(FORWARD, (q, k, v, bias, mask), options, rng, origin, out))[0][0]
 
 
 @_public
@@ -199,8 +198,7 @@ def forward(
     (array([4., 4., 4., 4.], dtype=float32), array([4., 4., 4., 4.], dtype=float32))
     """
     options = Options(is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype)
-    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
-    results, state = dispatch.compute(Call(FORWARD, arrays, options, rng, origin, out))
+    results, state = dispatch.compute(Call(FORWARD, (q, k, v, bias, mask), options, rng, origin, out))
     return Forward(*results, rng_state=state)
 
 
@@ -285,7 +283,7 @@ def backward(
     options = Options(
         is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype, deterministic
     )
-    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "do": do, "o": o, "l": l, "m": m, "dlse": dlse}
+    arrays = q, k, v, bias, mask, do, o, l, m, dlse
     results, _ = dispatch.compute(Call(BACKWARD, arrays, options, state, origin, out))
     return Gradients(*results)
 
@@ -416,5 +414,4 @@ def plan(
     options = Options(
         is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype, deterministic
     )
-    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
-    return dispatch.plan(Call(OPERATIONS[direction], arrays, options, rng, origin))
+    return dispatch.plan(Call(OPERATIONS[direction], (q, k, v, bias, mask), options, rng, origin))

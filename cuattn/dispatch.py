@@ -8,7 +8,7 @@ launches that were prepared for it.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -47,22 +47,32 @@ class Call:
     Attributes
     ----------
     operation : Operation
-    arrays : dict of str to array, Mask or None
-        Its operands by name, in the order of `operation.inputs`; of a call that is only planned those up to mask.
+    arrays : dict of str to array or None
+        Its operands by name; made of a sequence in the order of `operation.inputs`, of a call that is only planned up
+        to the mask.
     options : Options
     random : object
         The argument rng or, where dropout is replayed, the forward's state.
     origin : Origin | None
     out : object
         Where results are wanted: one array, or a sequence with an item for each result; None for new arrays.
+    masks : tuple of Mask
+        Those that are no arrays.
     """
 
     operation: Operation
-    arrays: dict[str, Any]
+    arrays: Any
     options: Options
     random: Any = None
     origin: Origin | None = None
     out: Any = None
+    masks: tuple[Mask, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.arrays = dict(zip(self.operation.inputs, self.arrays, strict=False))
+        mask = self.arrays["mask"]
+        if isinstance(mask, Mask):
+            self.masks, self.arrays["mask"] = mask.parts, None
 
     @property
     def has_runs(self) -> bool:
@@ -96,9 +106,9 @@ def _known(*signature: Any) -> _Known:
     return _Known()
 
 
-def _cell(call: Call, layouts: tuple, masks: tuple) -> _Known:
+def _cell(call: Call, layouts: tuple) -> _Known:
     """Return the memo cell of a call whose arrays have these layouts; a cell of its own where it cannot be hashed."""
-    options, shapes = call.options, tuple([mask.layout for mask in masks])
+    options, shapes = call.options, tuple([mask.layout for mask in call.masks])
     try:  # each option beside its type, as True is no 1; so is each side of the window
         sides = options.window or ()
         return _known(call.operation.name, layouts, shapes, call.origin is None, call.has_runs, *options, *sides)
@@ -133,61 +143,60 @@ def _opaque() -> Any:
 
 
 def _run(call: Call) -> tuple[list[Any], Any]:
-    masks = _take_masks(call)
     seen = interop.signature(call.arrays.values()) if call.out is None and not call.has_runs else None
     if seen is None:
-        return _compute(call, masks)
+        return _compute(call)
     layouts, addresses = seen
-    known = _cell(call, layouts, masks)
+    known = _cell(call, layouts)
     origin = known.origin
     if origin is None:
-        return _compute(call, masks, known, addresses)
+        return _compute(call, known, addresses)
     state = _state(call, known.problem)
     place = None if call.origin is None else place_of(known.problem, call.origin)
     if origin.backend == "cpu":
-        return _on_host(known, call.arrays, masks, state, place), state
+        return _on_host(call, known, call.arrays, state, place), state
     with origin.on_device():
-        return known.sequence.run(known.allocate, origin.stream(), addresses, masks, state, place), state
+        return known.sequence.run(known.allocate, origin.stream(), addresses, call.masks, state, place), state
 
 
-def _compute(call: Call, masks: tuple, warm: _Known | None = None, seen: Any = None) -> tuple[list[Any], Any]:
+def _compute(call: Call, warm: _Known | None = None, seen: Any = None) -> tuple[list[Any], Any]:
     """Run a call that is checked; `warm` is told what it comes to if its arrays on a GPU are read at `seen`."""
     outputs = Outputs(call.operation.results if call.options.statistics else call.operation.results[:1], call.out)
     views, origin = _enter(call, outputs)
     with origin.scope():
-        known, masks, all_masks = _check(call, views, masks, origin)
+        known = _check(call, views, origin)
         problem = known.problem
         place, state = place_of(problem, call.origin), _state(call, problem)
         outputs.check(known.made, views, origin)
         if origin.backend == "cpu":
-            results = _on_host(known, views, masks, state, place, outputs.direct)
+            results = _on_host(call, known, views, state, place, outputs.direct)
             if origin.kind == "numpy":
                 known.origin = origin
         else:
             operands = bind(problem, views)
             inputs = {**operands, "mask": views["mask"]}
             _, addresses = interop.signature([inputs.get(name) for name in call.arrays])
-            known.sequence = known.sequence or known.backend.launch_sequence(problem, operands, all_masks)
+            if known.sequence is None:
+                known.sequence = known.backend.launch_sequence(problem, operands, _all_masks(call, views))
             allocate = outputs.allocator()
             if warm is not None and seen == addresses:  # not those of copies
                 vars(warm).update(vars(known), origin=origin, allocate=allocate)
             copies = [a for name, a in operands.items() if a.data.ptr != views[name].data.ptr]
             place = None if call.origin is None else place
-            results = known.sequence.run(allocate, origin.stream(), addresses, masks, state, place, copies)
+            results = known.sequence.run(allocate, origin.stream(), addresses, call.masks, state, place, copies)
         return outputs.fill(results), state
 
 
-def _on_host(known: _Known, views: dict[str, Any], masks: tuple, state: Any, place: Any, out: Any = None) -> list[Any]:
+def _on_host(call: Call, known: _Known, views: dict[str, Any], state: Any, place: Any, out: Any = None) -> list[Any]:
     """Run a checked call on the CPU; `out` has arrays for some of the results."""
-    problem, plain = known.problem, views["mask"]
-    for mask in masks:
+    problem = known.problem
+    for mask in call.masks:
         if mask.on_device:
             raise DtypeError("mask holds device vectors but q is on the CPU; expected a mask of host vectors")
     if state is not None and not isinstance(state.offset, int):
         raise DtypeError("rng.offset is a device array but q is on the CPU; expected an int")
-    masks = masks if plain is None else (*masks, borrowed_mask(plain))
     operands, direct = bind(problem, views), bind(problem, out or {})
-    found = known.backend.run(problem, operands, masks, state, place or problem.place, direct)
+    found = known.backend.run(problem, operands, _all_masks(call, views), state, place or problem.place, direct)
     return [found[name].reshape(shape) for name, (shape, _) in known.made.items()]
 
 
@@ -205,30 +214,33 @@ def _enter(call: Call, outputs: Outputs) -> tuple[dict[str, Any], interop.ArrayO
     return {name: taken.get(label(name)) for name in call.arrays}, origin
 
 
-def _check(call: Call, views: dict[str, Any], masks: tuple, origin: interop.ArrayOrigin) -> tuple[_Known, tuple, tuple]:
-    """Check a call; return its memo cell, its masks that are no arrays, and all its masks."""
+def _check(call: Call, views: dict[str, Any], origin: interop.ArrayOrigin) -> _Known:
+    """Check a call; return its memo cell."""
     if call.has_runs:
-        call, masks = _folded(call, views, masks)
+        _fold(call, views)
     layouts, _ = interop.signature(views.values())
-    known = _cell(call, layouts, masks)
-    all_masks = masks if views["mask"] is None else (*masks, borrowed_mask(views["mask"]))
+    known = _cell(call, layouts)
     if known.problem is None:
-        problem = check(call.operation, views, all_masks, call.options, call.origin)
+        problem = check(call.operation, views, _all_masks(call, views), call.options, call.origin)
         made, backend = call.operation.made(problem, views), _backend_of(origin, problem.kernel)
         vars(known).update(problem=problem, made=made, backend=backend)
-    return known, masks, all_masks
+    return known
 
 
-def _folded(call: Call, views: dict[str, Any], masks: tuple) -> tuple[Call, tuple]:
+def _all_masks(call: Call, views: dict[str, Any]) -> tuple:
+    """Return the masks of a call, an array among them, too."""
+    return call.masks if views["mask"] is None else (*call.masks, borrowed_mask(views["mask"]))
+
+
+def _fold(call: Call, views: dict[str, Any]) -> None:
     """Turn the band of a part that is made of several pieces into a mask of its own rows and keys."""
     rows, keys = (views[name].shape[-2] if views[name].ndim > 1 else 0 for name in "qk")
     options, origin = call.options, call.origin
     band = check_band(options.is_causal, options.window, rows, keys, sharded=True)
-    if band is None:
-        return call, masks
-    offset = whole_offset(origin) if band.bottom_right else 0
-    mask = _band_mask(pieces(origin.row, rows), pieces(origin.key, keys), band.left, band.right, offset)
-    return replace(call, options=options._replace(is_causal=False, window=None)), (*masks, mask)
+    if band is not None:
+        offset = whole_offset(origin) if band.bottom_right else 0
+        mask = _band_mask(pieces(origin.row, rows), pieces(origin.key, keys), band.left, band.right, offset)
+        call.options, call.masks = options._replace(is_causal=False, window=None), (*call.masks, mask)
 
 
 _band_mask = lru_cache(maxsize=64)(band_of_runs)  # kept, since a mask holds tables on a GPU
@@ -236,15 +248,14 @@ _band_mask = lru_cache(maxsize=64)(band_of_runs)  # kept, since a mask holds tab
 
 def plan(call: Call) -> Plan:
     """Return the plan of a call, of whose arrays q, k and v are enough."""
-    masks = _take_masks(call)
     views, origin = _enter(call, Outputs((), None))
     with origin.scope():
-        known, _, masks = _check(call, views, masks, origin)
+        known = _check(call, views, origin)
         problem = known.problem
         place_of(problem, call.origin)
         if not isinstance(call.random, np.random.Generator):  # which planning must not draw from
             drawn_state(problem, call.random)
-        return known.backend.plan(problem, bind(problem, views), masks)
+        return known.backend.plan(problem, bind(problem, views), _all_masks(call, views))
 
 
 def merge(parts: dict[str, Any], out: Any) -> list[Any]:
@@ -266,15 +277,6 @@ def merge(parts: dict[str, Any], out: Any) -> list[Any]:
             addresses = [copy.data.ptr for copy in copies]
             results = sequence.run(outputs.allocator(), origin.stream(), addresses, held=held)
         return outputs.fill(results)
-
-
-def _take_masks(call: Call) -> tuple:
-    """Return the masks of a call that are no arrays; an array stays among its arrays."""
-    mask = call.arrays["mask"]
-    if not isinstance(mask, Mask):
-        return ()
-    call.arrays["mask"] = None
-    return mask.parts
 
 
 def _backend_of(origin: interop.ArrayOrigin, kernel: str | None) -> ModuleType:

@@ -7,6 +7,7 @@ an entry in each backend's table of operations.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -42,10 +43,7 @@ class Operation:
     results: tuple[str, ...]
     replays: bool = False
 
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-    @property
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         """Every array of a call, in the order in which backends are given addresses."""
         return ("q", "k", "v", "bias", "mask", *self.operands, *self.optional)
