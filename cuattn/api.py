@@ -132,7 +132,8 @@ def attention(
     (2, 4, 16)
     """
     options = Options(is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, False)
-    return dispatch.compute(Call(FORWARD, (q, k, v, bias, mask), options, rng, origin, out))[0][0]
+    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
+    return dispatch.compute(Call(FORWARD, arrays, options, rng, origin, out))[0][0]
 
 
 @_public
@@ -198,7 +199,8 @@ def forward(
     (array([4., 4., 4., 4.], dtype=float32), array([4., 4., 4., 4.], dtype=float32))
     """
     options = Options(is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype)
-    results, state = dispatch.compute(Call(FORWARD, (q, k, v, bias, mask), options, rng, origin, out))
+    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
+    results, state = dispatch.compute(Call(FORWARD, arrays, options, rng, origin, out))
     return Forward(*results, rng_state=state)
 
 
@@ -283,7 +285,7 @@ def backward(
     options = Options(
         is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype, deterministic
     )
-    arrays = q, k, v, bias, mask, do, o, l, m, dlse
+    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "do": do, "o": o, "l": l, "m": m, "dlse": dlse}
     results, _ = dispatch.compute(Call(BACKWARD, arrays, options, state, origin, out))
     return Gradients(*results)
 
@@ -414,4 +416,5 @@ def plan(
     options = Options(
         is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype, deterministic
     )
-    return dispatch.plan(Call(OPERATIONS[direction], (q, k, v, bias, mask), options, rng, origin))
+    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
+    return dispatch.plan(Call(OPERATIONS[direction], arrays, options, rng, origin))

@@ -48,8 +48,8 @@ class Call:
     ----------
     operation : Operation
     arrays : dict of str to array or None
-        Its operands by name; made of a sequence in the order of `operation.inputs`, of a call that is only planned up
-        to the mask.
+        Its operands by name, in the order of `operation.inputs`; of a call that is only planned those up to mask.
+        A mask that is no array is moved to `masks`.
     options : Options
     random : object
         The argument rng or, where dropout is replayed, the forward's state.
@@ -61,7 +61,7 @@ class Call:
     """
 
     operation: Operation
-    arrays: Any
+    arrays: dict[str, Any]
     options: Options
     random: Any = None
     origin: Origin | None = None
@@ -69,16 +69,15 @@ class Call:
     masks: tuple[Mask, ...] = ()
 
     def __post_init__(self) -> None:
-        self.arrays = dict(zip(self.operation.inputs, self.arrays, strict=False))
         mask = self.arrays["mask"]
         if isinstance(mask, Mask):
             self.masks, self.arrays["mask"] = mask.parts, None
 
     @property
-    def has_runs(self) -> bool:
-        """Whether the call is part of a larger problem, in several pieces."""
+    def has_runs(self) -> bool | None:
+        """Whether the call is a part of several pieces of a larger problem; None of the whole."""
         if self.origin is None:
-            return False
+            return None
         if not isinstance(self.origin, Origin):
             raise DtypeError(f"origin is {shown(self.origin)}; expected a cuattn.Origin or None")
         return self.origin.has_runs
@@ -111,7 +110,7 @@ def _cell(call: Call, layouts: tuple) -> _Known:
     options, shapes = call.options, tuple([mask.layout for mask in call.masks])
     try:  # each option beside its type, as True is no 1; so is each side of the window
         sides = options.window or ()
-        return _known(call.operation.name, layouts, shapes, call.origin is None, call.has_runs, *options, *sides)
+        return _known(call.operation.name, layouts, shapes, call.has_runs, *options, *sides)
     except (TypeError, ValueError):  # an option that cannot be hashed: checked in every call
         return _Known()
 

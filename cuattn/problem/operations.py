@@ -7,7 +7,6 @@ an entry in each backend's table of operations.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,7 @@ class Operation:
     results: tuple[str, ...]
     replays: bool = False
 
-    @cached_property
+    @property
     def inputs(self) -> tuple[str, ...]:
         """Every array of a call, in the order in which backends are given addresses."""
         return ("q", "k", "v", "bias", "mask", *self.operands, *self.optional)
