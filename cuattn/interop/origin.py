@@ -110,16 +110,16 @@ class ArrayOrigin:
         cuda = sys.modules["cupy"].cuda
         return _HERE if cuda.runtime.getDevice() == self.device else cuda.Device(self.device)
 
-    @contextlib.contextmanager
     def scope(self):
-        """Make the arrays' device and the caller's stream current for CuPy; do nothing for host memory.
+        """Return a context manager in which the arrays' device and the caller's stream are current for CuPy.
 
         For PyTorch tensors that stream is PyTorch's current one on their device, for everything else CuPy's
-        current one there.
+        current one there; for host memory nothing is done.
         """
-        if self.backend == "cpu":
-            yield
-            return
+        return _HERE if self.backend == "cpu" else self._current()
+
+    @contextlib.contextmanager
+    def _current(self):
         with sys.modules["cupy"].cuda.Device(self.device), self.stream():
             yield
 
