@@ -14,6 +14,7 @@ from cuattn import dispatch, interop, masks
 from cuattn.errors import DtypeError
 from tests.cuda.recording import BASE, Stream
 from tests.cuda.recording import driver as driver
+from tests.interop.helpers import Producer
 
 
 def gpu_array(shape, dtype=np.float16, address=1 << 30, strides=None, owner=None):
@@ -131,49 +132,18 @@ def test_copied_arguments_are_looked_at_in_every_call(calls, driver, monkeypatch
     assert len(calls) == 1
 
 
-class Foreign:
-    """A CuPy array in the clothes of another framework, to which results go back as they are."""
-
-    def __init__(self, array):
-        self.array = array
-
-
-class ForeignOrigin(interop.ArrayOrigin):
-    library = "foreign"
-
-    @classmethod
-    def owns(cls, value):
-        return isinstance(value, Foreign)
-
-    @classmethod
-    def take(cls, name, value):
-        return value.array, cls.at(value.array.data.device_id)
-
-
 @pytest.mark.parametrize("wanted", [True, False])
-def test_calls_of_one_layout_run_on_their_own_frameworks_streams(calls, monkeypatch, wanted):
-    asked = []
-    monkeypatch.setattr(interop, "_KINDS", (ForeignOrigin, *interop._KINDS))
+def test_calls_of_one_layout_share_neither_streams_nor_outputs(calls, monkeypatch, wanted):
+    asked, owner = [], type("Owner", (), {})()
+    monkeypatch.setattr(pytest.importorskip("cupy"), "from_dlpack", lambda value: value.array)
     monkeypatch.setattr(interop.ArrayOrigin, "stream", lambda self: asked.append(self.kind) or Stream())
-    q, out = gpu_array((2, 100, 64)), gpu_array((2, 100, 64), address=1 << 31) if wanted else None
-    for dress in (Foreign, lambda array: array, Foreign):
+    q, out = gpu_array((2, 100, 64)), gpu_array((2, 100, 64), address=1 << 31, owner=owner)
+    for dress in 2 * (lambda array: Producer(array, (2, 0)), lambda array: array):
         x = dress(q)
-        for _ in range(2):
-            cuattn.attention(x, x, x, out=dress(out) if wanted else None)
-    assert asked == [kind for kind in ("foreign", "cupy", "foreign") for _ in range(2)]
-    assert len(calls) == 1
-
-
-def test_what_is_remembered_holds_no_outputs(calls):
-    class Owner:
-        pass
-
-    q, owner = gpu_array((2, 100, 64)), Owner()
+        cuattn.attention(x, x, x, out=dress(out) if wanted else None)
+    assert asked == ["tests", "cupy"] * 2 and len(calls) == 1
     alive = weakref.ref(owner)
-    out = gpu_array((2, 100, 64), address=1 << 31, owner=owner)
-    for _ in range(2):
-        cuattn.attention(q, q, q, out=out)
-    del owner, out
+    del out, owner
     gc.collect()
     assert alive() is None
 
