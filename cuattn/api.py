@@ -13,7 +13,7 @@ from cuattn.errors import ArgumentError, DtypeError, shown
 from cuattn.plans import Plan
 from cuattn.problem import BACKWARD, FORWARD, OPERATIONS, Options, Origin
 from cuattn.results import Forward, Gradients
-from cuattn.rng import RNGState
+from cuattn.rng import RNGState, recorded
 
 ArrayT = TypeVar("ArrayT")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -341,13 +341,19 @@ def merge(*parts: Forward, out: tuple | None = None) -> Forward:
     """
     if not parts:
         raise ArgumentError("merge got no parts; expected at least one Forward")
-    named, states = {}, []
+    named, states = {}, {}
     for index, part in enumerate(parts):
-        *arrays, state = _unpacked(f"parts[{index}]", part)
-        named |= {f"parts[{index}].{name}": array for name, array in zip("olm", arrays, strict=True)}
-        states.append(state)
-    agree = all(state is states[0] or dispatch.same_state(state, states[0]) for state in states)
-    return Forward(*dispatch.merge(named, out), rng_state=states[0] if agree else None)
+        label = f"parts[{index}]"
+        *arrays, state = _unpacked(label, part)
+        named |= {f"{label}.{name}": array for name, array in zip("olm", arrays, strict=True)}
+        state = None if state is None else recorded(state, f"{label}.rng_state")
+        states[_identity(state)] = state
+    return Forward(*dispatch.merge(named, out), rng_state=states.popitem()[1] if len(states) == 1 else None)
+
+
+def _identity(state: RNGState | None) -> Any:
+    """Return what equal states share, as far as that is known without reading an offset on a device."""
+    return state if state is None or isinstance(state.offset, int) else (state.seed, id(state.offset))
 
 
 @_public

@@ -8,7 +8,7 @@ launches that were prepared for it.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -22,6 +22,7 @@ from cuattn.masks.base import Mask
 from cuattn.masks.constructors import band_of_runs
 from cuattn.plans import Plan
 from cuattn.problem import (
+    Array,
     Operation,
     Options,
     Origin,
@@ -46,14 +47,17 @@ class Call:
     Attributes
     ----------
     operation : Operation
-    arrays : dict of str to array, Mask or None
+    arrays : dict of str to array or None
         Its operands by name, in the order of `operation.inputs`; of a call that is only planned those up to mask.
+        A mask that is no array is moved to `masks`.
     options : Options
     random : object
         The argument rng or, where dropout is replayed, the forward's state.
     origin : Origin | None
     out : object
         Where results are wanted: one array, or a sequence with an item for each result; None for new arrays.
+    masks : tuple of Mask
+        Those that are no arrays.
     """
 
     operation: Operation
@@ -62,12 +66,18 @@ class Call:
     random: Any = None
     origin: Origin | None = None
     out: Any = None
+    masks: tuple[Mask, ...] = ()
+
+    def __post_init__(self) -> None:
+        mask = self.arrays["mask"]
+        if isinstance(mask, Mask):
+            self.masks, self.arrays["mask"] = mask.parts, None
 
     @property
-    def has_runs(self) -> bool:
-        """Whether the call is part of a larger problem, in several pieces."""
+    def has_runs(self) -> bool | None:
+        """Whether the call is a part of several pieces of a larger problem; None of the whole."""
         if self.origin is None:
-            return False
+            return None
         if not isinstance(self.origin, Origin):
             raise DtypeError(f"origin is {shown(self.origin)}; expected a cuattn.Origin or None")
         return self.origin.has_runs
@@ -75,27 +85,32 @@ class Call:
 
 @dataclass
 class _Known:
-    """What calls of one signature come to; empty until the first of them was checked."""
+    """What calls of one signature come to; empty until the first of them was checked.
+
+    The problem, the results' shapes and dtypes and who computes them; on a GPU the sequence of launches; and, where a
+    look at the arrays is enough, the way back to such a caller.
+    """
 
     problem: Problem | None = None
-    origin: interop.ArrayOrigin | None = None
+    made: dict[str, Array] | None = None
+    backend: ModuleType | None = None
     sequence: Any = None
+    origin: interop.ArrayOrigin | None = None
     allocate: Any = None
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024, typed=True)
 def _known(*signature: Any) -> _Known:
     """Memo cell: empty until the first call with this signature."""
     return _Known()
 
 
-def _cell(call: Call, layouts: tuple, masks: tuple) -> _Known:
+def _cell(call: Call, layouts: tuple) -> _Known:
     """Return the memo cell of a call whose arrays have these layouts; a cell of its own where it cannot be hashed."""
-    options, window = call.options, call.options.window
-    try:
-        kinds = tuple(map(type, options)), None if window is None else tuple(map(type, window))
-        shapes = tuple([mask.layout for mask in masks])
-        return _known(call.operation, layouts, shapes, options, kinds, call.origin is None, call.has_runs)
+    options, shapes = call.options, tuple([mask.layout for mask in call.masks])
+    try:  # each option beside its type, as True is no 1; so is each side of the window
+        sides = options.window or ()
+        return _known(call.operation.name, layouts, shapes, call.has_runs, *options, *sides)
     except (TypeError, ValueError):  # an option that cannot be hashed: checked in every call
         return _Known()
 
@@ -127,66 +142,61 @@ def _opaque() -> Any:
 
 
 def _run(call: Call) -> tuple[list[Any], Any]:
-    masks = _take_masks(call)
     seen = interop.signature(call.arrays.values()) if call.out is None and not call.has_runs else None
     if seen is None:
-        return _compute(call, masks)
+        return _compute(call)
     layouts, addresses = seen
-    known = _cell(call, layouts, masks)
-    if known.sequence is None:
-        return _compute(call, masks, known, addresses)
+    known = _cell(call, layouts)
+    origin = known.origin
+    if origin is None:
+        return _compute(call, known, addresses)
     state = _state(call, known.problem)
     place = None if call.origin is None else place_of(known.problem, call.origin)
-    return _launch(known, addresses, masks, state, place, ()), state
+    if origin.backend == "cpu":
+        return _on_host(call, known, call.arrays, state, place), state
+    with origin.on_device():
+        return known.sequence.run(known.allocate, origin.stream(), addresses, call.masks, state, place), state
 
 
-def _compute(call: Call, masks: tuple, known: _Known | None = None, seen: Any = None) -> tuple[list[Any], Any]:
-    """Run a call that is checked; what it comes to is kept in `known` if its arrays are at the addresses `seen`."""
+def _compute(call: Call, warm: _Known | None = None, seen: Any = None) -> tuple[list[Any], Any]:
+    """Run a call that is checked; `warm` is told what it comes to if its arrays on a GPU are read at `seen`."""
     outputs = Outputs(call.operation.results if call.options.statistics else call.operation.results[:1], call.out)
     views, origin = _enter(call, outputs)
     with origin.scope():
-        known, operands, masks, all_masks = _check(call, views, masks, known)
+        known = _check(call, views, origin)
         problem = known.problem
         place, state = place_of(problem, call.origin), _state(call, problem)
-        made = call.operation.made(problem, views)
-        outputs.check(made, views, origin)
-        backend = _backend_of(origin, problem.kernel)
+        outputs.check(known.made, views, origin)
         if origin.backend == "cpu":
-            _check_host(masks, state)
-            found = backend.run(problem, operands, all_masks, state, place, bind(problem, outputs.direct))
-            results = [found[name].reshape(shape) for name, (shape, _) in made.items()]
+            results = _on_host(call, known, views, state, place, outputs.direct)
+            if origin.kind == "numpy":
+                known.origin = origin
         else:
+            operands = bind(problem, views)
             inputs = {**operands, "mask": views["mask"]}
-            addresses = [0 if inputs.get(name) is None else inputs[name].data.ptr for name in call.arrays]
-            if seen not in (None, addresses):  # of copies
-                known = _cell(call, _layouts(views), masks)
-            allocate = outputs.allocator(origin, made)
+            _, addresses = interop.signature([inputs.get(name) for name in call.arrays])
             if known.sequence is None:
-                sequence = backend.launch_sequence(problem, operands, all_masks)
-                vars(known).update(problem=problem, origin=origin, sequence=sequence, allocate=allocate)
+                known.sequence = known.backend.launch_sequence(problem, operands, _all_masks(call, views))
+            allocate = outputs.allocator()
+            if warm is not None and seen == addresses:  # not those of copies
+                vars(warm).update(vars(known), origin=origin, allocate=allocate)
             copies = [a for name, a in operands.items() if a.data.ptr != views[name].data.ptr]
             place = None if call.origin is None else place
-            results = _launch(replace(known, allocate=allocate), addresses, masks, state, place, copies)
-        return outputs.fill(dict(zip(made, map(origin.from_backend, results), strict=True))), state
+            results = known.sequence.run(allocate, origin.stream(), addresses, call.masks, state, place, copies)
+        return outputs.fill(results), state
 
 
-def _launch(known: _Known, *arguments: Any) -> list[Any]:
-    """Run a prepared sequence of launches; `arguments` are those of its `run` after the stream."""
-    origin, run = known.origin, known.sequence.run
-    if origin.is_current():
-        return run(known.allocate, origin.stream(), *arguments)
-    with origin.on_device():
-        return run(known.allocate, origin.stream(), *arguments)
-
-
-def _layouts(views: dict[str, Any]) -> tuple:
-    """Return all that checks and, on a GPU, a sequence of launches depend on of each array."""
-    found: list[Any] = []
-    for a in views.values():
-        found.append(None if a is None else (a.dtype, a.shape))
-        if not isinstance(a, (np.ndarray, type(None))):
-            found += a.strides, a.data.device_id, a.data.ptr & 15
-    return tuple(found)
+def _on_host(call: Call, known: _Known, views: dict[str, Any], state: Any, place: Any, out: Any = None) -> list[Any]:
+    """Run a checked call on the CPU; `out` has arrays for some of the results."""
+    problem = known.problem
+    for mask in call.masks:
+        if mask.on_device:
+            raise DtypeError("mask holds device vectors but q is on the CPU; expected a mask of host vectors")
+    if state is not None and not isinstance(state.offset, int):
+        raise DtypeError("rng.offset is a device array but q is on the CPU; expected an int")
+    operands, direct = bind(problem, views), bind(problem, out or {})
+    found = known.backend.run(problem, operands, _all_masks(call, views), state, place or problem.place, direct)
+    return [found[name].reshape(shape) for name, (shape, _) in known.made.items()]
 
 
 def _state(call: Call, problem: Problem) -> Any:
@@ -203,28 +213,33 @@ def _enter(call: Call, outputs: Outputs) -> tuple[dict[str, Any], interop.ArrayO
     return {name: taken.get(label(name)) for name in call.arrays}, origin
 
 
-def _check(call: Call, views: dict[str, Any], masks: tuple, known: _Known | None = None) -> tuple:
-    """Check a call; return its memo cell, its operands, its masks that are no arrays, and all its masks."""
+def _check(call: Call, views: dict[str, Any], origin: interop.ArrayOrigin) -> _Known:
+    """Check a call; return its memo cell."""
     if call.has_runs:
-        call, masks = _folded(call, views, masks)
-    known = known or _cell(call, _layouts(views), masks)
-    all_masks = masks if views["mask"] is None else (*masks, borrowed_mask(views["mask"]))
-    arrays = {name: array for name, array in views.items() if name != "mask"}
+        _fold(call, views)
+    layouts, _ = interop.signature(views.values())
+    known = _cell(call, layouts)
     if known.problem is None:
-        known.problem = check(call.operation, arrays, all_masks, call.options, call.origin)
-    return known, bind(known.problem, arrays), masks, all_masks
+        problem = check(call.operation, views, _all_masks(call, views), call.options, call.origin)
+        made, backend = call.operation.made(problem, views), _backend_of(origin, problem.kernel)
+        vars(known).update(problem=problem, made=made, backend=backend)
+    return known
 
 
-def _folded(call: Call, views: dict[str, Any], masks: tuple) -> tuple[Call, tuple]:
+def _all_masks(call: Call, views: dict[str, Any]) -> tuple:
+    """Return the masks of a call, an array among them, too."""
+    return call.masks if views["mask"] is None else (*call.masks, borrowed_mask(views["mask"]))
+
+
+def _fold(call: Call, views: dict[str, Any]) -> None:
     """Turn the band of a part that is made of several pieces into a mask of its own rows and keys."""
     rows, keys = (views[name].shape[-2] if views[name].ndim > 1 else 0 for name in "qk")
     options, origin = call.options, call.origin
     band = check_band(options.is_causal, options.window, rows, keys, sharded=True)
-    if band is None:
-        return call, masks
-    offset = whole_offset(origin) if band.bottom_right else 0
-    mask = _band_mask(pieces(origin.row, rows), pieces(origin.key, keys), band.left, band.right, offset)
-    return replace(call, options=options._replace(is_causal=False, window=None)), (*masks, mask)
+    if band is not None:
+        offset = whole_offset(origin) if band.bottom_right else 0
+        mask = _band_mask(pieces(origin.row, rows), pieces(origin.key, keys), band.left, band.right, offset)
+        call.options, call.masks = options._replace(is_causal=False, window=None), (*call.masks, mask)
 
 
 _band_mask = lru_cache(maxsize=64)(band_of_runs)  # kept, since a mask holds tables on a GPU
@@ -232,14 +247,14 @@ _band_mask = lru_cache(maxsize=64)(band_of_runs)  # kept, since a mask holds tab
 
 def plan(call: Call) -> Plan:
     """Return the plan of a call, of whose arrays q, k and v are enough."""
-    masks = _take_masks(call)
     views, origin = _enter(call, Outputs((), None))
     with origin.scope():
-        known, operands, _, masks = _check(call, views, masks)
-        place_of(known.problem, call.origin)
+        known = _check(call, views, origin)
+        problem = known.problem
+        place_of(problem, call.origin)
         if not isinstance(call.random, np.random.Generator):  # which planning must not draw from
-            drawn_state(known.problem, call.random)
-        return _backend_of(origin, known.problem.kernel).plan(known.problem, operands, masks)
+            drawn_state(problem, call.random)
+        return known.backend.plan(problem, bind(problem, views), _all_masks(call, views))
 
 
 def merge(parts: dict[str, Any], out: Any) -> list[Any]:
@@ -247,39 +262,20 @@ def merge(parts: dict[str, Any], out: Any) -> list[Any]:
     outputs = Outputs(("o", "l", "m"), out)
     views, origin = interop.to_backend({**parts, **outputs.given})
     made = check_parts(outputs.take(views))
-    flat = list(views.values())
-    triples = list(zip(*[iter(flat)] * 3, strict=True))
     outputs.check(made, views, origin)
+    arrays, backend = list(views.values()), _backend_of(origin, None)
     with origin.scope():
-        backend = _backend_of(origin, None)
         if origin.backend == "cpu":
-            results = backend.merge(triples)
+            results = backend.merge(list(zip(arrays[::3], arrays[1::3], arrays[2::3], strict=True)))
             outputs.direct.clear()  # they are filled below
         else:
-            o, l, _ = triples[0]
-            sequence = backend.merge_sequence(origin.device, len(triples), o.shape, o.dtype, l.dtype)
-            copies = [sys.modules["cupy"].ascontiguousarray(array) for array in flat]
-            held = [copy for copy, array in zip(copies, flat, strict=True) if copy is not array]
+            o, l = arrays[:2]
+            sequence = backend.merge_sequence(origin.device, len(arrays) // 3, o.shape, o.dtype, l.dtype)
+            copies = [sys.modules["cupy"].ascontiguousarray(array) for array in arrays]
+            held = [copy for copy, array in zip(copies, arrays, strict=True) if copy is not array]
             addresses = [copy.data.ptr for copy in copies]
-            results = sequence.run(outputs.allocator(origin, made), origin.stream(), addresses, held=held)
-        return outputs.fill(dict(zip(made, map(origin.from_backend, results), strict=True)))
-
-
-def _take_masks(call: Call) -> tuple:
-    """Return the masks of a call that are no arrays; an array stays among its arrays."""
-    mask = call.arrays["mask"]
-    if not isinstance(mask, Mask):
-        return ()
-    call.arrays["mask"] = None
-    return mask.parts
-
-
-def _check_host(masks: tuple, state: Any) -> None:
-    """Refuse what lies on a GPU in a call on the CPU."""
-    if any(mask.on_device for mask in masks):
-        raise DtypeError("mask holds device vectors but q is on the CPU; expected a mask of host vectors")
-    if state is not None and not isinstance(state.offset, int):
-        raise DtypeError("rng.offset is a device array but q is on the CPU; expected an int")
+            results = sequence.run(outputs.allocator(), origin.stream(), addresses, held=held)
+        return outputs.fill(results)
 
 
 def _backend_of(origin: interop.ArrayOrigin, kernel: str | None) -> ModuleType:
@@ -298,9 +294,3 @@ def _backend_of(origin: interop.ArrayOrigin, kernel: str | None) -> ModuleType:
     if kernel in cpu.FAMILIES:
         raise UnsupportedError(f"kernel is {kernel!r} but q is on a GPU; expected an array in host memory")
     return cuda
-
-
-def same_state(a: Any, b: Any) -> bool:
-    """Whether two random states are known to be equal, without reading a device."""
-    known = a is not None and b is not None and all(isinstance(x, (int, np.integer)) for x in (*a, *b))
-    return known and tuple(a) == tuple(b)

@@ -5,8 +5,10 @@ user would expect in its place, so existing ``except ValueError`` clauses keep w
 argument, its value and what was expected.
 """
 
+import math
 import operator
 import reprlib
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,9 @@ __all__ = [
     "ShapeError",
     "UnsupportedError",
     "as_integer",
+    "as_real",
     "expect_array",
+    "expect_dtype",
     "shown",
 ]
 
@@ -108,6 +112,43 @@ def as_integer(value: Any) -> int | None:
         return None
 
 
+def as_real(name: str, value: Any) -> float:
+    """Return what a caller passed as a finite float.
+
+    Parameters
+    ----------
+    name : str
+        What messages call it.
+    value : object
+        A number of Python or NumPy, or a 0-d array.
+
+    Returns
+    -------
+    number : float
+
+    Raises
+    ------
+    ArgumentError, DtypeError
+        When it is not finite, or no real number, as True is not.
+
+    Examples
+    --------
+    >>> as_real("scale", np.array(2))
+    2.0
+    """
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's numbers are, its booleans are not
+        raise DtypeError(f"{name} is {shown(value)}; expected a real number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ArgumentError(f"{name} is {shown(value)}; expected a finite number")
+    return number
+
+
 def expect_array(name: str, array: Any, shape: tuple[int, ...], *dtypes: Any) -> None:
     """Check an array whose shape and dtype follow from other arguments.
 
@@ -133,5 +174,29 @@ def expect_array(name: str, array: Any, shape: tuple[int, ...], *dtypes: Any) ->
     """
     if tuple(array.shape) != shape:
         raise ShapeError(f"{name} has shape {shown(tuple(array.shape))}; expected {shape}")
-    if array.dtype not in dtypes:
-        raise DtypeError(f"{name} has dtype {array.dtype}; expected {' or '.join(map(str, dict.fromkeys(dtypes)))}")
+    expect_dtype(name, array.dtype, *dtypes)
+
+
+def expect_dtype(name: str, dtype: Any, *dtypes: Any) -> None:
+    """Check the dtype of an array.
+
+    Parameters
+    ----------
+    name : str
+        What the message calls the array.
+    dtype : numpy.dtype
+        The array's.
+    *dtypes : numpy.dtype
+        Those of which it must be one.
+
+    Raises
+    ------
+    DtypeError
+        When it is not.
+
+    Examples
+    --------
+    >>> expect_dtype("l", np.dtype(np.float64), np.dtype(np.float32), np.dtype(np.float64))
+    """
+    if dtype not in dtypes:
+        raise DtypeError(f"{name} has dtype {dtype}; expected {' or '.join(map(str, dict.fromkeys(dtypes)))}")

@@ -51,7 +51,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cuattn.errors import ArgumentError, DtypeError, as_integer
+from cuattn.errors import ArgumentError, DtypeError, as_integer, as_real
 
 __all__ = [
     "BLOCK",
@@ -182,10 +182,7 @@ def threshold(dropout_p):
     >>> threshold(0.1), threshold(0.0), threshold(0.5)
     (6554, 0, 32768)
     """
-    try:
-        p = float(dropout_p)
-    except (TypeError, ValueError):
-        raise DtypeError(f"dropout_p must be a real number, got {type(dropout_p).__name__}") from None
+    p = as_real("dropout_p", dropout_p)
     if not 0.0 <= p < 1.0:
         raise ArgumentError(f"dropout_p = {dropout_p!r}: expected 0 <= dropout_p < 1")
     level = round(p * LEVELS)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cuattn
+from cuattn.errors import DtypeError
 from tests import oracle
 from tests.conftest import Host
 from tests.reference.cases import check_derivatives
@@ -130,6 +131,10 @@ def test_merge_keeps_the_rng_state_when_all_agree(xp):
     a, b = (cuattn.forward(q, q, q, dropout_p=0.5, rng=seed) for seed in (3, 4))
     assert cuattn.merge(a, a).rng_state == a.rng_state == cuattn.RNGState(3, 0)
     assert cuattn.merge(a, b).rng_state is None
+    for state, kept in ((3, a.rng_state), ((3, 0), a.rng_state), (4, None), (None, None)):
+        assert cuattn.merge(a, (*a[:3], state)).rng_state == kept
+    with pytest.raises(DtypeError, match=r"parts\[1\]\.rng_state has type str"):
+        cuattn.merge(a, (*a[:3], "3"))
 
 
 def test_empty_rows_are_the_identity_of_merge(xp):

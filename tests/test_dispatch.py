@@ -1,7 +1,9 @@
 """What is remembered of a kind of call on a GPU, and what is looked at anew in each, without a GPU."""
 
 import contextlib
+import gc
 import sys
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,12 +14,13 @@ from cuattn import dispatch, interop, masks
 from cuattn.errors import DtypeError
 from tests.cuda.recording import BASE, Stream
 from tests.cuda.recording import driver as driver
+from tests.interop.helpers import Producer
 
 
-def gpu_array(shape, dtype=np.float16, address=1 << 30, strides=None):
+def gpu_array(shape, dtype=np.float16, address=1 << 30, strides=None, owner=None):
     """Return a CuPy array over memory that is not there."""
     cupy = pytest.importorskip("cupy")
-    memory = cupy.cuda.UnownedMemory(address, 1 << 20, None, 0)
+    memory = cupy.cuda.UnownedMemory(address, 1 << 20, owner, 0)
     return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 
 
@@ -44,10 +47,10 @@ def calls(driver, monkeypatch):
     monkeypatch.setattr(cuda, "launch_sequence", launch_sequence)
     monkeypatch.setattr(tables.MaskTables, "find", lambda *_: SimpleNamespace(addresses=[0] * len(tables.TABLE_SLOTS)))
     monkeypatch.setattr(interop.ArrayOrigin, "scope", scope)
-    monkeypatch.setattr(interop.ArrayOrigin, "is_current", lambda self: True)
+    monkeypatch.setattr(interop.ArrayOrigin, "on_device", lambda self: contextlib.nullcontext())
     monkeypatch.setattr(interop.ArrayOrigin, "stream", lambda self: Stream())
     monkeypatch.setattr(interop.ArrayOrigin, "allocator", allocator)
-    monkeypatch.setattr(interop, "_signatures", {})
+    monkeypatch.setattr(interop, "_kinds", {})
     dispatch._known.cache_clear()
     yield prepared
     dispatch._known.cache_clear()
@@ -55,11 +58,10 @@ def calls(driver, monkeypatch):
 
 def test_a_warm_call_is_not_checked_again(calls, driver):
     q, k = gpu_array((2, 100, 64)), gpu_array((2, 80, 64))
-    first = [cuattn.forward(q, k, k) for _ in range(2)][-1]  # the first makes the type known, the second the call
-    assert len(calls) == 2
+    first = cuattn.forward(q, k, k)
     moved = gpu_array((2, 100, 64), address=1 << 31)
     assert cuattn.forward(moved, k, k) == first == (((2, 100, 64), q.dtype), *2 * [((2, 100), np.float32)], None)
-    assert len(calls) == 2
+    assert len(calls) == 1
     assert driver.done[-1].argument["q.data"] == 1 << 31
 
 
@@ -90,12 +92,11 @@ def test_masks_of_one_layout_are_one_kind(calls):
     q = gpu_array((2, 100, 64))
     for mask in (masks.document([40, 60]), masks.causal_document([7, 93]), masks.share_question([(30, [30, 40])])):
         cuattn.forward(q, q, q, mask=mask)
-    assert len(calls) == 2
+    assert len(calls) == 1
 
 
 def test_each_band_is_a_kind_of_its_own(calls):
     q = gpu_array((2, 100, 64))
-    cuattn.forward(q, q, q)  # makes the type known
     for mask in (masks.full(100), masks.causal(100), masks.sliding_window(100, 3), masks.document([40, 60])):
         before = len(calls)
         for _ in range(3):
@@ -129,6 +130,22 @@ def test_copied_arguments_are_looked_at_in_every_call(calls, driver, monkeypatch
         cuattn.forward(k, k, k)
         assert driver.done[-1].argument["q.data"] == address
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_calls_of_one_layout_share_neither_streams_nor_outputs(calls, monkeypatch, wanted):
+    asked, owner = [], type("Owner", (), {})()
+    monkeypatch.setattr(pytest.importorskip("cupy"), "from_dlpack", lambda value: value.array)
+    monkeypatch.setattr(interop.ArrayOrigin, "stream", lambda self: asked.append(self.kind) or Stream())
+    q, out = gpu_array((2, 100, 64)), gpu_array((2, 100, 64), address=1 << 31, owner=owner)
+    for dress in 2 * (lambda array: Producer(array, (2, 0)), lambda array: array):
+        x = dress(q)
+        cuattn.attention(x, x, x, out=dress(out) if wanted else None)
+    assert asked == ["tests", "cupy"] * 2 and len(calls) == 1
+    alive = weakref.ref(owner)
+    del out, owner
+    gc.collect()
+    assert alive() is None
 
 
 def test_look_leaves_to_enter_what_needs_more_than_a_look():

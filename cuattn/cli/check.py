@@ -1,6 +1,7 @@
 """The self-check: forward and backward of a handful of cases on one device, against the textbook."""
 
 import timeit
+from collections import Counter
 
 import ml_dtypes
 import numpy as np
@@ -11,6 +12,7 @@ from rich.table import Table
 import cuattn
 from cuattn import masks, rng
 from cuattn.errors import UnsupportedError
+from cuattn.masks.constructors import kept_band
 from cuattn.reference import textbook
 
 __all__ = ["CASES", "check", "show"]
@@ -74,18 +76,18 @@ def show(console, device, cases=CASES):
         f"computation in higher precision, ms and GFLOP/s at {RATE_HEADS} x {RATE_LENGTH[device.backend]} x {HEAD_DIM}"
     )
     table = Table(*COLUMNS, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*row[: len(COLUMNS)])
+    for *row, _ in rows:
+        table.add_row(*row)
     console.print(table)
     for case, *_, verdict, message in rows:
         if message:
             console.print(f"{case}: {verdict}: {message}", style="red", markup=False, soft_wrap=True)
-    verdicts = [row[-2] for row in rows]
-    bad = verdicts.count("off") + verdicts.count("failed")
-    if bad or "ok" not in verdicts:
+    verdicts = Counter(row[-2] for row in rows)
+    bad = verdicts["off"] + verdicts["failed"]
+    if bad or not verdicts["ok"]:
         console.print(f"{bad} of {len(rows)} checks are off", style="bold red")
         return 1
-    console.print(f"all {verdicts.count('ok')} checks are within twice the textbook's own error plus one rounding")
+    console.print(f"all {verdicts['ok']} checks are within twice the textbook's own error plus one rounding")
     return 0
 
 
@@ -135,9 +137,8 @@ def _problem(case, heads, n):
     q, k, v, do = np.random.default_rng(n).standard_normal((4, heads, n, HEAD_DIM)).astype(dtype)
     if "enable_gqa" in options:
         k, v = k[: heads // 2], v[: heads // 2]
-    i, j = np.ogrid[:n, :n]
-    left, right = options.get("window", (n, 0 if "is_causal" in options else n))
-    visible = options["mask"].dense() if "mask" in options else (i - left <= j) & (j <= i + right)
+    band = kept_band(n, n, *options.get("window", (None, 0 if "is_causal" in options else None)))
+    visible = options.get("mask", band).dense()
     return (q, k, v, do), options, visible
 
 

@@ -38,11 +38,11 @@ __all__ = ["ArrayOrigin", "Outputs", "signature", "to_backend"]
 # Most specific first: tensors of CuPy, PyTorch and JAX have __dlpack__ too, and dlpack takes whatever has it.
 _KINDS = (NumPy, Torch, CuPy, Jax, DLPack)
 
-_signatures = {}  # type of array on a GPU that has been entered -> its kind's look
+_kinds = {}  # by the type of arrays that were met
 
 
 def signature(values):
-    """Return what arrays on a GPU look like and where they are, without checking them.
+    """Return what arrays look like and where they are, without checking them.
 
     A call that looks like one whose arrays :func:`to_backend` took needs no other check.
 
@@ -54,14 +54,14 @@ def signature(values):
     Returns
     -------
     layouts : tuple
-        Hashable: dtype, shape, strides, device and alignment of each, None for what is absent.
+        Hashable: dtype and shape of each and, on a GPU, strides, device and alignment; None for what is absent.
     addresses : list of int
-        0 for what is absent.
+        On a GPU; 0 for what is absent.
 
     None stands for both when only :func:`to_backend` can tell.
     """
-    find = _signatures.get(type(next(iter(values))))
-    return None if find is None else find(values)
+    kind = _kind_of(next(iter(values)))
+    return kind and kind.signature(values)
 
 
 def to_backend(named):
@@ -98,10 +98,14 @@ def to_backend(named):
     arrays = {}
     first = origin = None
     for name, value in named.items():
-        kind = _kind_of(name, value)
+        kind = _kind_of(value)
+        if kind is None:
+            hint = "; pass numpy.asarray(...) of it" if isinstance(value, (list, tuple, float, int)) else ""
+            raise DtypeError(
+                f"{name} is {type_name(value)}; expected an array of NumPy, CuPy, PyTorch or JAX, "
+                f"or an object with __dlpack__{hint}"
+            )
         arrays[name], place = kind.take(name, value)
-        if place.backend == "cuda" and kind.signature:
-            _signatures[type(value)] = kind.signature
         if first is None:
             first, origin = name, place
         elif place != origin:
@@ -112,16 +116,14 @@ def to_backend(named):
     return arrays, origin
 
 
-def _kind_of(name, value):
-    """Return the kind of array that `value` is."""
-    for kind in _KINDS:
-        if kind.owns(value):
-            return kind
-    hint = "; pass numpy.asarray(...) of it" if isinstance(value, (list, tuple, float, int)) else ""
-    raise DtypeError(
-        f"{name} is {type_name(value)}; expected an array of NumPy, CuPy, PyTorch or JAX, "
-        f"or an object with __dlpack__{hint}"
-    )
+def _kind_of(value):
+    """Return the kind of array that `value` is, or None."""
+    found = _kinds.get(type(value))
+    if found is None:
+        found = next((kind for kind in _KINDS if kind.owns(value)), None)
+        if found is not None:
+            _kinds[type(value)] = found
+    return found
 
 
 def _whereabouts(value, place):

@@ -81,9 +81,9 @@ class DLPack(ArrayOrigin):
             if device_type in (_CUDA, _CUDA_MANAGED):
                 array = device_array_module(name, value).from_dlpack(value)
                 return array, cls.at(array.data.device_id, handle, library)
+        except UnsupportedError:
+            raise
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
-            if isinstance(error, UnsupportedError):
-                raise
             raise DtypeError(f"{name} is {type_name(value)} that cannot be read through DLPack: {error}") from error
         raise UnsupportedError(
             f"{name} is on a device of DLPack type {int(device_type)}; expected host (1, 3) or CUDA (2, 13) memory"

@@ -16,6 +16,7 @@ from cuattn.errors import DtypeError, UnsupportedError
 from cuattn.io_model.sizes import align_up
 
 _kept = []  # memory of captured calls whose results cannot hold it
+_HERE = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class ArrayOrigin:
     """Where a call's arrays came from, and how results go back there.
 
     A subclass is a kind of array.  It has ``take(name, value)``, which returns a NumPy or CuPy array over the memory of
-    an argument, and its origin; for arrays on a GPU it may have ``signature(values)``, see
-    :func:`cuattn.interop.signature`.  By default work on a GPU goes on CuPy's current stream, into memory of its pool.
+    an argument, and its origin; it may have ``signature(values)``, see :func:`cuattn.interop.signature`.  By default
+    work on a GPU goes on CuPy's current stream, into memory of its pool.
 
     Attributes
     ----------
@@ -46,13 +47,16 @@ class ArrayOrigin:
     handle: Any = field(default=None, repr=False)
 
     library = array = ""
-    signature = None
 
     @classmethod
     def owns(cls, value):
         """Return whether `value` is an array of this kind; what is not imported has none."""
         module = sys.modules.get(cls.library)
         return module is not None and isinstance(value, getattr(module, cls.array, ()))
+
+    @staticmethod
+    def signature(values):
+        """Return layouts and addresses of arrays, see :func:`cuattn.interop.signature`; None: ``take`` has to look."""
 
     @classmethod
     def at(cls, device=None, handle=None, kind=None):
@@ -101,24 +105,21 @@ class ArrayOrigin:
         """Return the caller's current stream of the device, which must be current, as a CuPy stream."""
         return sys.modules["cupy"].cuda.get_current_stream()
 
-    def is_current(self):
-        """Return whether the arrays' device is current for CuPy."""
-        return sys.modules["cupy"].cuda.runtime.getDevice() == self.device
-
     def on_device(self):
         """Return a context manager in which the arrays' device is current for CuPy."""
-        return sys.modules["cupy"].cuda.Device(self.device)
+        cuda = sys.modules["cupy"].cuda
+        return _HERE if cuda.runtime.getDevice() == self.device else cuda.Device(self.device)
 
-    @contextlib.contextmanager
     def scope(self):
-        """Make the arrays' device and the caller's stream current for CuPy; do nothing for host memory.
+        """Return a context manager in which the arrays' device and the caller's stream are current for CuPy.
 
         For PyTorch tensors that stream is PyTorch's current one on their device, for everything else CuPy's
-        current one there.
+        current one there; for host memory nothing is done.
         """
-        if self.backend == "cpu":
-            yield
-            return
+        return _HERE if self.backend == "cpu" else self._current()
+
+    @contextlib.contextmanager
+    def _current(self):
         with sys.modules["cupy"].cuda.Device(self.device), self.stream():
             yield
 
@@ -145,6 +146,19 @@ class NumPy(ArrayOrigin):
             )
         return value, _HOST
 
+    @staticmethod
+    def signature(values):
+        """Return layouts of plain arrays, see :func:`cuattn.interop.signature`."""
+        layouts = []
+        for value in values:
+            if value is None:
+                layouts.append(None)
+            elif type(value) is np.ndarray:
+                layouts += value.dtype, value.shape
+            else:
+                return None
+        return tuple(layouts), None
+
 
 _HOST = NumPy.at()
 
@@ -169,7 +183,7 @@ class CuPy(ArrayOrigin):
                 layouts.append(None)
                 addresses.append(0)
                 continue
-            if type(value) is not ndarray:
+            if not isinstance(value, ndarray):
                 return None
             data = value.data
             address = data.ptr

@@ -68,6 +68,7 @@ class Outputs:
         """
         if self.given and origin.kind == "jax":
             raise UnsupportedError("out is given for JAX arrays, which are immutable; expected None")
+        self._made, self._origin = made, origin
         taken = {name: array for name, array in operands.items() if array is not None}
         for label, view in self._views.items():
             name = self._names[label]
@@ -79,12 +80,12 @@ class Outputs:
             if view.flags.c_contiguous and _address(view) % _ALIGNMENT == 0:
                 self.direct[name] = view
 
-    def allocator(self, origin: ArrayOrigin, made: dict[str, Any]) -> Any:
+    def allocator(self) -> Any:
         """Return what allocates the results that are not given and scratch memory, see `ArrayOrigin.allocator`."""
-        allocate = origin.allocator([array for name, array in made.items() if name not in self.direct])
+        allocate = self._origin.allocator([one for name, one in self._made.items() if name not in self.direct])
         if not self.direct:
             return allocate
-        given, own = [self.direct.get(name) for name in made], list(self.given.values())
+        given, own = [self.direct.get(name) for name in self._made], list(self.given.values())
 
         def allocate_rest(scratch_bytes: int, together: bool, held: Sequence[Any]) -> tuple[list[Any], list[int], Any]:
             fresh, (*addresses, scratch), keep = allocate(scratch_bytes, together, held)
@@ -97,13 +98,14 @@ class Outputs:
 
         return allocate_rest
 
-    def fill(self, results: dict[str, Any]) -> list[Any]:
-        """Return the results, the given arrays among them, which are filled here where no backend could."""
+    def fill(self, results: Sequence[Any]) -> list[Any]:
+        """Return a backend's results as the caller's; the given arrays are filled here where no backend could."""
+        found = dict(zip(self._made, map(self._origin.from_backend, results), strict=True))
         for label, name in self._names.items():
             if name not in self.direct:
-                self.given[label][...] = results[name]
-            results[name] = self.given[label]
-        return list(results.values())
+                self.given[label][...] = found[name]
+            found[name] = self.given[label]
+        return list(found.values())
 
 
 def _check_memory(label: str, view: Any, taken: dict[str, Any]) -> None:

@@ -173,13 +173,15 @@ def _in_dual_level(forward_ad):
 def _unreadable(torch, name, value):
     """Return the error for a tensor whose elements do not lie in memory as its dtype and strides say."""
     if value.is_nested or value.layout is not torch.strided:
-        layout = "nested" if value.is_nested else str(value.layout)
+        layout = "nested" if value.is_nested else value.layout
         return UnsupportedError(f"{name} is a {layout} tensor; expected a dense one (torch.strided)")
-    if value.is_quantized:
-        return UnsupportedError(f"{name} is quantised ({value.dtype}); pass {name}.dequantize()")
-    if value.is_conj() or value.is_neg():
-        resolve = "conj" if value.is_conj() else "neg"
-        return UnsupportedError(f"{name} has its lazy {resolve} bit set; pass {name}.resolve_{resolve}()")
+    for unresolved, what, resolve in (
+        (value.is_quantized, f"is quantised ({value.dtype})", "dequantize"),
+        (value.is_conj(), "has its lazy conj bit set", "resolve_conj"),
+        (value.is_neg(), "has its lazy neg bit set", "resolve_neg"),
+    ):
+        if unresolved:
+            return UnsupportedError(f"{name} {what}; pass {name}.{resolve}()")
     return DtypeError(
         f"{name} has dtype {value.dtype}, which cuattn cannot read; expected torch.float16, torch.bfloat16, "
         "torch.float32 or torch.float64 (torch.bool for a mask)"

@@ -2,7 +2,7 @@
 
 from cuattn.problem.dtypes import DTYPES, FLOAT32, Dtype, register_dtype, row_of
 from cuattn.problem.model import Band, Place, Problem
-from cuattn.problem.operations import BACKWARD, FORWARD, OPERATIONS, Operation
+from cuattn.problem.operations import BACKWARD, FORWARD, OPERATIONS, Array, Operation
 from cuattn.problem.origin import Origin, pieces, place_of, whole_offset
 from cuattn.problem.scalars import check_band
 from cuattn.problem.validate import Options, bind, borrowed_mask, check, check_parts, drawn_state, replayed_state
@@ -13,6 +13,7 @@ __all__ = [
     "FLOAT32",
     "FORWARD",
     "OPERATIONS",
+    "Array",
     "Band",
     "Dtype",
     "Operation",

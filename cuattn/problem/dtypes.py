@@ -59,9 +59,3 @@ def register_dtype(row: Dtype) -> None:
 def row_of(dtype: np.dtype) -> Dtype:
     """Return the row of a dtype that a call was checked to have."""
     return DTYPES[dtype]
-
-
-def dtype_names() -> str:
-    """Return the known dtypes' names as error messages list them."""
-    *names, last = (row.name for row in DTYPES.values())
-    return f"{', '.join(names)} or {last}"

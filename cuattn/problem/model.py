@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuattn.problem.dtypes import FLOAT32, Dtype, row_of
+from cuattn.rng import LEVELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class Problem:
     @property
     def dropout_scale(self) -> float:
         """What a kept probability is multiplied by, ``65536 / (65536 - T)``."""
-        return 65536 / (65536 - self.dropout)
+        return LEVELS / (LEVELS - self.dropout)
 
     @property
     def leading(self) -> tuple[int, ...]:
@@ -121,7 +122,7 @@ class Problem:
     @property
     def o_shape(self) -> tuple[int, ...]:
         """Shape of o with every leading axis and the head axis written out."""
-        return (*self.batch, self.heads, self.n_queries, self.head_dim_v)
+        return (*self.stat_shape, self.head_dim_v)
 
     @property
     def stat_shape(self) -> tuple[int, ...]:
@@ -131,7 +132,7 @@ class Problem:
     @property
     def score_shape(self) -> tuple[int, ...]:
         """Shape that a mask or a bias broadcasts to; never allocated."""
-        return (*self.batch, self.heads, self.n_queries, self.n_keys)
+        return (*self.stat_shape, self.n_keys)
 
     @property
     def place(self) -> Place:

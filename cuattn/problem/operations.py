@@ -42,9 +42,6 @@ class Operation:
     results: tuple[str, ...]
     replays: bool = False
 
-    def __hash__(self) -> int:
-        return hash(self.name)
-
     @property
     def inputs(self) -> tuple[str, ...]:
         """Every array of a call, in the order in which backends are given addresses."""

@@ -12,11 +12,11 @@ import numpy as np
 from cuattn.errors import ArgumentError, DtypeError, as_integer, shown
 from cuattn.masks.runs import indices
 from cuattn.problem.model import Place, Problem
+from cuattn.rng import BLOCK
 
 Runs = tuple[tuple[int, int], ...]
 """Pieces of an axis, ``((local_start, global_start), ...)``; each reaches to the next one's local start."""
 
-_BLOCK = 16  # rows and keys of a block of dropout's generator (see cuattn.rng)
 _LIMIT = 2**31
 _COUNTER_LIMIT = 2**32  # the generator's counter words have 32 bits
 
@@ -123,8 +123,7 @@ def pieces(start: int | Runs, length: int) -> Runs:
 def place_of(problem: Problem, origin: Origin | None) -> Place:
     """Return a call's place, checked against its problem; without an origin the call is the whole problem."""
     place = problem.place if origin is None else _part(problem, origin)
-    total = (place.batch + math.prod(problem.batch)) * place.heads
-    if problem.dropout and total > _COUNTER_LIMIT:
+    if problem.dropout and (total := (place.batch + math.prod(problem.batch)) * place.heads) > _COUNTER_LIMIT:
         raise ArgumentError(f"dropout_p needs batch x heads indices up to {total}; expected at most {_COUNTER_LIMIT}")
     return place
 
@@ -135,21 +134,12 @@ def _part(problem: Problem, origin: Origin) -> Place:
         raise ArgumentError(
             f"origin.head is {origin.head} with {problem.heads} heads; expected at most origin.heads = {heads} in all"
         )
-    starts, blocks = [], []
-    for name, length, whole in (
-        ("row", problem.n_queries, origin.n_queries),
-        ("key", problem.n_keys, origin.n_keys),
-    ):
-        start = getattr(origin, name)
-        runs = pieces(start, length)
-        _check_end(f"origin.{name} is {shown(start)}", runs, length, whole, problem.dropout > 0)
-        starts.append(start if len(runs) == 1 else 0)
-        blocks.append(indices(runs)[::_BLOCK].astype(np.int32) if problem.runs and len(runs) > 1 else None)
-    row, key = starts
+    row, row_blocks = _axis(problem, "row", origin.row, problem.n_queries, origin.n_queries)
+    key, key_blocks = _axis(problem, "key", origin.key, problem.n_keys, origin.n_keys)
     shift = 0
     if problem.band is not None:
         shift = row - key + (whole_offset(origin) if problem.band.bottom_right else 0)
-    return Place(origin.batch, origin.head, heads, row, key, shift, *blocks)
+    return Place(origin.batch, origin.head, heads, row, key, shift, row_blocks, key_blocks)
 
 
 def whole_offset(origin: Origin) -> int:
@@ -162,13 +152,17 @@ def whole_offset(origin: Origin) -> int:
     return origin.n_keys - origin.n_queries
 
 
-def _check_end(given: str, runs: Runs, length: int, whole: int | None, aligned: bool) -> None:
-    """Check that the pieces of a part lie in the whole problem and, for dropout, begin at blocks of its generator."""
+def _axis(problem: Problem, name: str, start: Any, length: int, whole: int | None) -> tuple[int, Any]:
+    """Return where a part's rows or keys begin, checked; of several pieces 0 and, for dropout, where its blocks are."""
+    runs, given = pieces(start, length), f"origin.{name} is {shown(start)}"
     *edges, end = chain(*runs)
     limit = _LIMIT - 1 if whole is None else min(whole, _LIMIT - 1)
     if end < edges[-1]:
         raise ArgumentError(f"{given}; expected local starts of at most {length}")
     if end > limit:
         raise ArgumentError(f"{given}, which ends at {end}; expected an end of at most {limit}")
-    if aligned and any(edge % _BLOCK for edge in edges):
-        raise ArgumentError(f"{given}; expected multiples of {_BLOCK} with dropout_p > 0")
+    if problem.dropout and any(edge % BLOCK for edge in edges):
+        raise ArgumentError(f"{given}; expected multiples of {BLOCK} with dropout_p > 0")
+    if len(runs) == 1:
+        return start, None
+    return 0, indices(runs, BLOCK).astype(np.int32) if problem.runs else None

@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from cuattn.errors import ArgumentError, DtypeError, as_integer, shown
+from cuattn.errors import ArgumentError, DtypeError, as_integer, as_real, shown
 from cuattn.problem.dtypes import row_of
 from cuattn.problem.model import Band
 
 _ALIGNMENTS = ("top_left", "bottom_right")
 
 
-def real(name: str, value: Any) -> float:
-    """Return a finite float, or raise naming `name`."""
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value[()]
-    if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's numbers are, its booleans are not
-        raise DtypeError(f"{name} is {shown(value)}; expected a real number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ArgumentError(f"{name} is {shown(value)}; expected a finite number")
-    return number
-
-
 def of_scores(name: str, value: Any, dtype: np.dtype, positive: bool = False) -> float:
     """Return a number that scores of inputs of `dtype`, which have that of the sums, can have."""
-    number, limits = real(name, value), np.finfo(row_of(dtype).stat)
+    number, limits = as_real(name, value), np.finfo(row_of(dtype).stat)
     least, most = limits.tiny if positive else limits.min, limits.max
     if not float(least) <= number <= float(most):
         expected = "a number > 0 from" if positive else "a number from"

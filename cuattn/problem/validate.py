@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuattn import rng as _rng
-from cuattn.errors import ArgumentError, DtypeError, ShapeError, expect_array, shown
+from cuattn.errors import ArgumentError, DtypeError, ShapeError, expect_array, expect_dtype, shown
 from cuattn.masks import BooleanMask
 from cuattn.masks.base import Mask
 from cuattn.problem import scalars
-from cuattn.problem.dtypes import DTYPES, FLOAT32, dtype_names, row_of
+from cuattn.problem.dtypes import DTYPES, FLOAT32, row_of
 from cuattn.problem.model import Problem
 from cuattn.problem.operations import Array, Operation
 from cuattn.problem.origin import Origin
@@ -65,7 +65,7 @@ def check(
     dtype, bias = _common_dtype(arrays), arrays.get("bias")
     _check_shapes(q, k, v)
     heads = _heads(q, k, v, scalars.flag("enable_gqa", options.enable_gqa))
-    dropout = _rng.threshold(scalars.real("dropout_p", options.dropout_p))
+    dropout = _rng.threshold(options.dropout_p)
     try:
         batch = np.broadcast_shapes(q[:-3], k[:-3], v[:-3])
     except ValueError:
@@ -91,9 +91,7 @@ def check(
         rank=max(map(len, (q, k, v))),
     )
     if bias is not None:
-        if bias.dtype not in (dtype, FLOAT32):
-            allowed = dict.fromkeys((dtype, FLOAT32))
-            raise DtypeError(f"bias has dtype {bias.dtype}; expected {' or '.join(map(str, allowed))}")
+        expect_dtype("bias", bias.dtype, dtype, FLOAT32)
         _check_score_like("bias", bias, problem)
     for mask in masks:
         _check_mask(mask, problem)
@@ -107,8 +105,7 @@ def check_parts(parts: dict[str, Any]) -> dict[str, Array]:
     shape, dtype = tuple(o.shape), np.dtype(o.dtype)
     if len(shape) < 2:
         raise ShapeError(f"{first} has shape {shape}; expected (..., Nq, dv)")
-    if dtype not in DTYPES:
-        raise DtypeError(f"{first} has dtype {dtype}; expected {dtype_names()}")
+    expect_dtype(first, dtype, *DTYPES)
     found = {"o": (shape, dtype), **dict.fromkeys("lm", (shape[:-1], row_of(dtype).stat))}
     for name, array in parts.items():
         expect_array(name, array, *found[name[-1]])
@@ -120,9 +117,9 @@ def bind(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
     rank = len(problem.batch) + 3
     found = {}
     for name, array in arrays.items():
-        if array is not None:
-            columns = name not in ("l", "m", "dlse")
-            found[name] = _align(_contiguous_last(array) if columns and name != "bias" else array, rank - 1 + columns)
+        if array is not None and name != "mask":
+            per_row = name in ("l", "m", "dlse")
+            found[name] = _align(array if per_row or name == "bias" else _contiguous_last(array), rank - per_row)
     return found
 
 
@@ -157,8 +154,7 @@ def borrowed_mask(array: Any) -> Mask:
 def _common_dtype(arrays: dict[str, Any]) -> np.dtype:
     """Return the one dtype that q, k and v share."""
     dtype = np.dtype(arrays["q"].dtype)
-    if dtype not in DTYPES or not dtype.isnative:
-        raise DtypeError(f"q has dtype {dtype if dtype.isnative else dtype.str}; expected native {dtype_names()}")
+    expect_dtype("q", dtype, *DTYPES)
     for name in "kv":
         if arrays[name].dtype != dtype:
             raise DtypeError(f"{name} has dtype {arrays[name].dtype} and q {dtype}; expected the same dtype")

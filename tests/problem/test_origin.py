@@ -1,5 +1,7 @@
 """Parts of a problem know their place: causality, windows and dropout of a part are the whole's."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 import cuattn
 from cuattn.errors import ArgumentError, DtypeError
-from cuattn.problem.origin import pieces
+from cuattn.problem import FORWARD, Options, check, pieces, place_of
 from tests import oracle
 from tests.oracle import visible_band
 from tests.strategies import DTYPES, Case
@@ -114,6 +116,17 @@ def test_merged_keys_and_their_gradients(xp, dtype, problem):
     for own, grad in zip(shards, grads, strict=True):
         for name in ("dk", "dv"):
             assert_is_part(xp.get(getattr(grad, name)), whole, name, np.index_exp[:, own], dtype)
+
+
+def test_a_shards_blocks_take_no_memory_of_its_length():
+    n = 1 << 22
+    x, origin = np.broadcast_to(np.float32(0), (n, 1)), cuattn.Origin(row=((0, 0), (32, 64)))
+    problem = check(FORWARD, dict.fromkeys("qkv", x), (), Options(dropout_p=0.5), origin)
+    tracemalloc.start()
+    blocks = place_of(problem, origin).row_blocks
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 16e6 and len(blocks) == n // 16 and blocks[:4].tolist() == [0, 16, 64, 80]
 
 
 @given(st.integers(1, 80), st.data())
