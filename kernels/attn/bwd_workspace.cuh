@@ -6,7 +6,7 @@
 // A row of 16-bit input is far when its m is so large that m log2 e, rounded, would move its probabilities by half a rounding of float16.  Its stat
 // is without m, which is taken from the scores before they are scaled, both as the forward rounded them: the difference is 0 at the maximum.
 //
-// With cfg::split_delta tensor cores subtract delta from dP (sm90/bwd_products.cuh), and it is kept as they want it, as three bfloat16
+// With cfg::split_delta tensor cores subtract delta from dP (sm90/bwd_scores.cuh), and it is kept as they want it, as three bfloat16
 // that add up to it: [batch * heads][row tile][part][64 rows], the units of 16 bytes of a part in swizzled order.
 #pragma once
 #include "attn/math.cuh"

@@ -13,17 +13,10 @@ __device__ __forceinline__ void red_add(double* at, double value) {
     asm volatile("red.relaxed.gpu.global.add.f64 [%0], %1;" ::"l"(at), "d"(value) : "memory");
 }
 
-// Four neighbours, 16-byte aligned, in one access; one instruction from sm_90 on.
-__device__ __forceinline__ void red_add_x4(float* at, float a, float b, float c, float d) {
-#if __CUDA_ARCH__ >= 900
+// Four neighbours, 16-byte aligned, in one access, from sm_90 on; a template, so that others compile.
+template <class Float>
+__device__ __forceinline__ void red_add_x4(Float* at, Float a, Float b, Float c, Float d) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-#else
-    red_add(at, a), red_add(at + 1, b), red_add(at + 2, c), red_add(at + 3, d);
-#endif
-}
-
-__device__ __forceinline__ void red_add_x4(double* at, double a, double b, double c, double d) {
-    red_add(at, a), red_add(at + 1, b), red_add(at + 2, c), red_add(at + 3, d);
 }
 
 // Flags.  What follows sees what the writer of the value did before it.

@@ -26,17 +26,14 @@ PTX_BINARY(pack_positive_bf16, "cvt.rn.relu.bf16x2.f32", u32, "r", float, "f")
 PTX_BINARY(pack_positive_f16, "cvt.rn.relu.f16x2.f32", u32, "r", float, "f")
 
 // One half of a packed pair as float32.
-__device__ __forceinline__ float low_f16(u32 pair) {
-    float r;
-    asm("{\n.reg .f16 lo, hi;\nmov.b32 {lo, hi}, %1;\ncvt.f32.f16 %0, lo;\n}" : "=f"(r) : "r"(pair));
-    return r;
-}
-
-__device__ __forceinline__ float high_f16(u32 pair) {
-    float r;
-    asm("{\n.reg .f16 lo, hi;\nmov.b32 {lo, hi}, %1;\ncvt.f32.f16 %0, hi;\n}" : "=f"(r) : "r"(pair));
-    return r;
-}
+#define PTX_HALF(name, half)                                                                                          \
+    __device__ __forceinline__ float name(u32 pair) {                                                                 \
+        float r;                                                                                                      \
+        asm("{\n.reg .f16 lo, hi;\nmov.b32 {lo, hi}, %1;\ncvt.f32.f16 %0, " half ";\n}" : "=f"(r) : "r"(pair));       \
+        return r;                                                                                                     \
+    }
+PTX_HALF(low_f16, "lo")
+PTX_HALF(high_f16, "hi")
 
 // Of the special-function unit: 2^x, relative error 2^-22, 2^-inf = 0; log2 x; 1 / x to a unit of the last place, 1 / inf = 0.
 PTX_UNARY(ex2, "ex2.approx.ftz.f32", float, "f", float, "f")
@@ -82,16 +79,13 @@ __device__ __forceinline__ void set_zero(double& x) { asm volatile("mov.f64 %0, 
 __device__ __forceinline__ void set_zero(float& x) { asm volatile("mov.f32 %0, 0f00000000;" : "+f"(x)); }
 
 // Moves registers between warpgroups: the giver calls `release`, the taker blocks in `claim` until the pool has them.
-template <u32 registers>
-__device__ __forceinline__ void registers_release() {
-    static_assert(registers % 8 == 0 && registers >= 24 && registers <= 256);
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
-}
-
-template <u32 registers>
-__device__ __forceinline__ void registers_claim() {
-    static_assert(registers % 8 == 0 && registers >= 24 && registers <= 256);
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
-}
+#define PTX_SET_REGISTERS(name, change)                                                    \
+    template <u32 registers>                                                               \
+    __device__ __forceinline__ void name() {                                               \
+        static_assert(registers % 8 == 0 && registers >= 24 && registers <= 256);          \
+        asm volatile("setmaxnreg." change ".sync.aligned.u32 %0;" ::"n"(registers));       \
+    }
+PTX_SET_REGISTERS(registers_release, "dec")
+PTX_SET_REGISTERS(registers_claim, "inc")
 
 }  // namespace ptx

@@ -8,93 +8,56 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-__device__ __forceinline__ void store_shared(u32 address, u32 value) {
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ void store_shared(u32 address, float value) {
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-
-__device__ __forceinline__ void store_shared(u32 address, double value) {
-    asm volatile("st.shared.f64 [%0], %1;" ::"r"(address), "d"(value) : "memory");
-}
+// store_shared and load_shared of one number; store_shared_v2 and load_shared of two; load_shared of four.  r: kind of register.
+#define PTX_SHARED(Type, type, r)                                                                              \
+    __device__ __forceinline__ void store_shared(u32 address, Type value) {                                    \
+        asm volatile("st.shared." type " [%0], %1;" ::"r"(address), r(value) : "memory");                      \
+    }                                                                                                          \
+    __device__ __forceinline__ void load_shared(Type& value, u32 address) {                                    \
+        asm volatile("ld.shared." type " %0, [%1];" : "=" r(value) : "r"(address) : "memory");                 \
+    }
+#define PTX_SHARED_V2(Type, Pair, type, r)                                                                     \
+    __device__ __forceinline__ void store_shared_v2(u32 address, Type a, Type b) {                             \
+        asm volatile("st.shared.v2." type " [%0], {%1, %2};" ::"r"(address), r(a), r(b) : "memory");           \
+    }                                                                                                          \
+    __device__ __forceinline__ void load_shared(Pair& value, u32 address) {                                    \
+        asm volatile("ld.shared.v2." type " {%0, %1}, [%2];" : "=" r(value.x), "=" r(value.y) : "r"(address) : "memory"); \
+    }
+#define PTX_LOAD_V4(Four, type, r)                                                                             \
+    __device__ __forceinline__ void load_shared(Four& value, u32 address) {                                    \
+        asm volatile("ld.shared.v4." type " {%0, %1, %2, %3}, [%4];"                                           \
+                     : "=" r(value.x), "=" r(value.y), "=" r(value.z), "=" r(value.w)                          \
+                     : "r"(address)                                                                            \
+                     : "memory");                                                                              \
+    }
+PTX_SHARED(u32, "b32", "r")
+PTX_SHARED(float, "f32", "f")
+PTX_SHARED(double, "f64", "d")
+PTX_SHARED_V2(float, float2, "f32", "f")
+PTX_SHARED_V2(double, double2, "f64", "d")
+PTX_LOAD_V4(float4, "f32", "f")
+PTX_LOAD_V4(int4, "s32", "r")
 
 __device__ __forceinline__ void store_shared_v4(u32 address, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-__device__ __forceinline__ void store_shared_v2(u32 address, float a, float b) {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
-}
-
-__device__ __forceinline__ void store_shared_v2(u32 address, double a, double b) {
-    asm volatile("st.shared.v2.f64 [%0], {%1, %2};" ::"r"(address), "d"(a), "d"(b) : "memory");
-}
-
-__device__ __forceinline__ void load_shared(float& value, u32 address) {
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-}
-
-__device__ __forceinline__ void load_shared(double& value, u32 address) {
-    asm volatile("ld.shared.f64 %0, [%1];" : "=d"(value) : "r"(address) : "memory");
-}
-
-__device__ __forceinline__ void load_shared(u32& value, u32 address) {
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-}
-
-__device__ __forceinline__ void load_shared(float2& value, u32 address) {
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
-}
-
-__device__ __forceinline__ void load_shared(float4& value, u32 address) {
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "r"(address)
-                 : "memory");
-}
-
-__device__ __forceinline__ void load_shared(double2& value, u32 address) {
-    asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(value.x), "=d"(value.y) : "r"(address) : "memory");
-}
-
-__device__ __forceinline__ void load_shared(int4& value, u32 address) {
-    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "r"(address)
-                 : "memory");
-}
-
-// ldmatrix, 8x8 tiles of 16-bit values: lanes 8i..8i+7 give the addresses (bytes, 16-byte aligned) of the rows of tile i; register i of lane l
-// then holds elements (l / 4, 2 (l % 4)) and the next one of tile i, or of its transpose for _trans.
-__device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-__device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-// Stores a 16 x 16 block of 16-bit values held as a tensor-core A fragment; each lane names one 16-byte row segment.
-__device__ __forceinline__ void stmatrix_x4(u32 address, u32 a0, u32 a1, u32 a2, u32 a3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a0), "r"(a1),
-                 "r"(a2), "r"(a3)
-                 : "memory");
-}
-
-// The same block transposed: the lanes name row segments of the transpose.
-__device__ __forceinline__ void stmatrix_x4_trans(u32 address, u32 a0, u32 a1, u32 a2, u32 a3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a0),
-                 "r"(a1), "r"(a2), "r"(a3)
-                 : "memory");
-}
+// Four 8x8 tiles of 16-bit values, or (_trans) their transposes: lanes 8i..8i+7 give the addresses (bytes, 16-byte aligned) of the rows of tile i
+// in memory; register i of lane l holds elements (l / 4, 2 (l % 4)) and the next one of tile i.
+#define PTX_MATRIX(suffix, kind)                                                                               \
+    __device__ __forceinline__ void ldmatrix_x4##suffix(u32 (&r)[4], u32 address) {                            \
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4." kind " {%0,%1,%2,%3}, [%4];"                             \
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                                          \
+                     : "r"(address)                                                                            \
+                     : "memory");                                                                              \
+    }                                                                                                          \
+    __device__ __forceinline__ void stmatrix_x4##suffix(u32 address, u32 a0, u32 a1, u32 a2, u32 a3) {         \
+        asm volatile("stmatrix.sync.aligned.m8n8.x4." kind " [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a0), \
+                     "r"(a1), "r"(a2), "r"(a3)                                                                 \
+                     : "memory");                                                                              \
+    }
+PTX_MATRIX(, "shared.b16")
+PTX_MATRIX(_trans, "trans.shared.b16")
 
 // Asynchronous copies from global to shared memory (cp.async), in groups.
 //

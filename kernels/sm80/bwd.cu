@@ -57,7 +57,7 @@ __device__ __forceinline__ void walk_together(KeyGradients& acc, i32& group, Key
 // What the two halves of the warps tell each other in walk_alternating.  All but the first two barriers complete a phase with every row tile.
 struct Signals {
     static constexpr int rows = 0, gradients = 2, weights = 3, keys = 4, count = 5;  // mbarriers: rows in a stage, dP, P and dS; all are used
-    static constexpr u32 half = 32 * scores_warps;
+    static constexpr u32 half = 32 * scores_warps, read_barrier = 14;  // of the half that has read dP
     u32 barriers;  // shared address
     u32 tile;      // the row tile's number, odd or even
     u32 loads;     // of each stage, odd or even
@@ -85,6 +85,7 @@ struct AlternatingHandover {
     }
     __device__ __forceinline__ void done() const { signals.give(Signals::gradients); }
     __device__ __forceinline__ void wait() const { signals.wait(Signals::gradients); }
+    __device__ __forceinline__ void read() const { ptx::barrier_sync(Signals::read_barrier, Signals::half); }
 };
 
 // The same in float64, where half of the warps suffice for the scores:
@@ -138,7 +139,7 @@ __device__ __forceinline__ void walk_alternating(KeyGradients& acc, i32& group, 
     }
     // Each half passes its own barrier as often as the other: racecheck counts the barriers that a thread has passed, and else takes what
     // __syncthreads parts for a race.
-    if (scores && threadIdx.x >= Signals::half) ptx::barrier_sync(read_barrier, Signals::half);
+    if (scores && threadIdx.x >= Signals::half) ptx::barrier_sync(Signals::read_barrier, Signals::half);
 }
 
 extern "C" __global__ void __launch_bounds__(threads, cfg::blocks_per_sm) attention_backward(const __grid_constant__ Params p) {

@@ -4,12 +4,13 @@
 #include "ptx/global.cuh"
 #include "sm80/bwd_scores.cuh"
 
-constexpr bool split_slices = cfg::head_dim == cfg::head_dim_v;
-constexpr bool whole_slices = cfg::whole_columns && split_slices && slices / 2 * slice_columns == cfg::head_dim;  // no warp's columns end early
-constexpr int slice_tiles = slice_columns / 8;
+constexpr bool same_slices = cfg::head_dim == cfg::head_dim_v;  // of dV and dK
+constexpr int k_columns = slice_columns(cfg::head_dim), v_columns = slice_columns(cfg::head_dim_v), slice_tiles = slice_columns(widest) / 8;
+constexpr bool all_work = slices / 2 * k_columns == cfg::head_dim && slices / 2 * v_columns == cfg::head_dim_v;  // no warp is without columns
+constexpr bool whole_slices = cfg::whole_columns && same_slices && all_work;
 using KeyGradients = Acc[team_keys / 16][slice_tiles][4];
 
-// The part of dV or dK that this warp owns.
+// The part of dV or dK that this warp owns: the first k_columns or v_columns of its sums.
 struct Slice {
     i32 team, column;
     bool is_k;
@@ -18,8 +19,11 @@ struct Slice {
         const i32 warp = threadIdx.x / 32, part = warp % slices;
         team = warp / slices;
         is_k = part >= slices / 2;
-        column = part % (slices / 2) * slice_columns;
+        column = part % (slices / 2) * (same_slices || is_k ? k_columns : v_columns);
     }
+    // Of an array's columns.
+    __device__ __forceinline__ i32 end(i32 columns) const { return same_slices ? columns : min(columns, column + (is_k ? k_columns : v_columns)); }
+    __device__ __forceinline__ bool exists() const { return all_work || column < (is_k ? cfg::head_dim : cfg::head_dim_v); }
 };
 
 // Number of the block's tile.  From number p.shared_tile on, p.splits blocks share a tile: each takes p.split_tiles of the row tiles, and adds
@@ -47,14 +51,18 @@ __device__ __forceinline__ void describe_group_member(Head& head, const Params& 
 template <class Ready = Nothing, class Loaded = Nothing>
 __device__ __forceinline__ void add_keys(KeyGradients& acc, KeySpace space, const Slice& slice, int stage, const Ready& ready = {},
                                          const Loaded& loaded = {}) {
+    if (!slice.exists()) {
+        ready(), loaded();
+        return;
+    }
     const TileAt weights = part_of_weights(slice.is_k ? space.ds(stage) : space.p(), 0, slice.team * team_keys);
     const TileAt q = part_of_rows<qk_stride>(space.q(stage), 0, slice.column), dout = part_of_rows<v_stride>(space.dout(stage), 0, slice.column);
     const auto between = [&](int step) {
         if (step == cfg::block_m / 8 - 1) loaded();
     };
-    if (split_slices || slice.is_k)
-        product<cfg::block_m, Along::rows, p_stride, Along::rows, qk_stride>(acc, weights, slice.is_k ? q : dout, ready, between);
-    else product<cfg::block_m, Along::rows, p_stride, Along::rows, v_stride>(acc, weights, dout, ready, between);
+    if (same_slices || slice.is_k)
+        product<cfg::block_m, Along::rows, p_stride, Along::rows, qk_stride, k_columns / 8>(acc, weights, slice.is_k ? q : dout, ready, between);
+    else product<cfg::block_m, Along::rows, p_stride, Along::rows, v_stride, v_columns / 8>(acc, weights, dout, ready, between);
 }
 
 // The rows of dK or dV of the block's head.
@@ -64,12 +72,20 @@ __device__ __forceinline__ GradientRows<Out> gradient_of(const Params& p, i32 fl
                               i64(flat) * p.n_keys);
 }
 
+// The same, of which this warp has columns up to the end of its slice.
+template <class Out>
+__device__ __forceinline__ GradientRows<Out> slice_of_gradient(const Params& p, i32 flat, const BatchIndex& index, const Slice& slice, bool summed) {
+    GradientRows<Out> rows = gradient_of<Out>(p, flat, index, slice.is_k, summed);
+    rows.columns = slice.end(rows.columns);
+    return rows;
+}
+
 // Over very many rows sums lose digits: after every cfg::flush_every row tiles (0: never) a warp adds its part of dV or dK to the result in
 // memory, where nobody else adds, and starts anew.  This calls use(memory, sum) for all sums of a lane.
 template <class Use>
 __device__ __forceinline__ void visit_memory(KeyGradients& acc, const Params& p, const Slice& slice, const Use& use) {
     const i32 flat = flat_kv_head(p), own = ptx::opaque(static_cast<i32>(threadIdx.x)) % 32, first_column = slice.column + own % 4 * 2;
-    const GradientRows<Acc> to = gradient_of<Acc>(p, flat, batch_index(p, flat / p.kv_heads), slice.is_k, slice.is_k ? cfg::sum_dk : cfg::sum_dv);
+    const GradientRows<Acc> to = slice_of_gradient<Acc>(p, flat, batch_index(p, flat / p.kv_heads), slice, slice.is_k ? cfg::sum_dk : cfg::sum_dv);
     unroll<team_keys / 16, 2>([&](int m, int half) {
         const i32 key = key_tile(p) * cfg::block_n + slice.team * team_keys + 16 * m + 8 * half + own / 4;
         __syncwarp();  // loads are not moved ahead of this, and their registers with them
@@ -114,17 +130,17 @@ __device__ __forceinline__ void store_keys(const unsigned char* memory, KeySpace
     const bool summed = slice.is_k ? cfg::sum_dk : cfg::sum_dv;
     const i32 flat = flat_kv_head(p), first_key = key_tile(p) * cfg::block_n, key = slice.team * team_keys;
     const BatchIndex index = batch_index(p, flat / p.kv_heads);
-    if (summed) gradient_of<Acc>(p, flat, index, slice.is_k, true).store(acc, first_key + key, p.n_keys, slice.column, factor);
+    if (summed) slice_of_gradient<Acc>(p, flat, index, slice, true).store(acc, first_key + key, p.n_keys, slice.column, factor);
     if constexpr (!gradients_in_elements) {
-        if (!summed) gradient_of<cfg::grad>(p, flat, index, slice.is_k, false).store(acc, first_key + key, p.n_keys, slice.column, factor);
+        if (!summed) slice_of_gradient<cfg::grad>(p, flat, index, slice, false).store(acc, first_key + key, p.n_keys, slice.column, factor);
         return;
     }
     if (cfg::sum_dk && cfg::sum_dv) return;
     // This warp's columns of dV or dK, over the tile of v or k.
     scale_by(acc, factor);
     const u32 column = slice.column * int(sizeof(Elem));
-    if (slice.is_k) store_rounded<qk_stride, false>(space.k().tile + key * qk_stride + column, acc, cfg::head_dim - slice.column);
-    else store_rounded<v_stride, false>(space.v().tile + key * v_stride + column, acc, cfg::head_dim_v - slice.column);
+    if (slice.is_k) store_rounded<qk_stride, false>(space.k().tile + key * qk_stride + column, acc, slice.end(cfg::head_dim) - slice.column);
+    else store_rounded<v_stride, false>(space.v().tile + key * v_stride + column, acc, slice.end(cfg::head_dim_v) - slice.column);
     __syncthreads();  // dK and dV are complete
     if (!cfg::sum_dk) save_rows<cfg::block_n, cfg::head_dim>(memory, gradient_of<Elem>(p, flat, index, true, false), first_key, p.n_keys);
     if (!cfg::sum_dv) save_rows<cfg::block_n, cfg::head_dim_v>(memory + KeySpace::v_at, gradient_of<Elem>(p, flat, index, false, false), first_key, p.n_keys);

@@ -3,7 +3,7 @@
 // Three partitions of the warps, one per kind of product:
 //   S, dP   block_m x block_n   scores_m x scores_n warps, each scores_rows x scores_keys
 //   dK, dV  block_n x (d, dv)   teams of `slices` warps; a team owns 32 keys, the first half of its warps the columns of dV and the
-//                               second half those of dK, `slice_columns` each: a loaded block of dO or Q feeds two products
+//                               second half those of dK, slice_columns(dv or d) each: a loaded block of dO or Q feeds two products
 //   dQ      block_m x d         as square as possible (QueryShares); all or half of them
 #pragma once
 #include "sm80/bwd_tiles.cuh"
@@ -14,9 +14,10 @@ constexpr int team_keys = 32;
 constexpr int teams = cfg::block_n / team_keys;
 constexpr int slices = cfg::warps / teams;
 constexpr int widest = cfg::head_dim > cfg::head_dim_v ? cfg::head_dim : cfg::head_dim_v;
-constexpr int slice_columns = (2 * widest / slices + 15) / 16 * 16;
+constexpr int slice_columns(int width) { return (2 * width / slices + 15) / 16 * 16; }  // the last warps may have none
 static_assert(teams * team_keys == cfg::block_n && slices * teams == cfg::warps, "block_n / 32 must divide the warps");
 static_assert(slices % 2 == 0, "a team needs a warp for dV and one for dK");
+static_assert(cfg::head_dim % slice_columns(cfg::head_dim) == 0 && cfg::head_dim_v % slice_columns(cfg::head_dim_v) == 0, "slices are whole");
 
 constexpr int scores_m = cfg::scores_m;
 constexpr int scores_n = cfg::warps / scores_m < cfg::block_n / 16 ? cfg::warps / scores_m : cfg::block_n / 16;

@@ -1,7 +1,8 @@
 // acc += A B for two tiles in shared memory, by element type.
 //
 // product<length, along_a, stride_a, along_b, stride_b>(acc, a, b) sums over `length` elements, for this warp's 16 tiles_m x 8 tiles_n
-// results; a and b are the warp's parts of the tiles, stride_a and stride_b their rows in bytes.
+// results; a and b are the warp's parts of the tiles, stride_a and stride_b their rows in bytes.  Of an acc with more columns (`all`), those
+// behind the tiles_n first are left alone.
 #pragma once
 #include "ptx/registers.cuh"
 #include "sm80/bwd_tiles.cuh"
@@ -18,8 +19,8 @@ __device__ __forceinline__ void load_blocks(u32 (&fragment)[4], u32 address) {
 }
 
 // float16, bfloat16; loads run one 16-column block of B, and up to one step of A, ahead of the products.
-template <int length, Along along_a, int stride_a, Along along_b, int stride_b, int tiles_m, int tiles_n>
-__device__ __forceinline__ void product_of_halves(float (&acc)[tiles_m][tiles_n][4], TileAt a, TileAt b) {
+template <int length, Along along_a, int stride_a, Along along_b, int stride_b, int tiles_n, int tiles_m, int all>
+__device__ __forceinline__ void product_of_halves(float (&acc)[tiles_m][all][4], TileAt a, TileAt b) {
     static_assert(length % 16 == 0 && tiles_n % 2 == 0, "the product works on 16 x 16 blocks");
     constexpr int blocks = tiles_n / 2, total = length / 16 * blocks;
     constexpr int ahead = tiles_m <= 2 ? 1 : 0;  // steps that A is loaded ahead; more rows would take too many registers
@@ -54,8 +55,8 @@ __device__ __forceinline__ void product_of_halves(float (&acc)[tiles_m][tiles_n]
 //
 // Where both factors lie along their columns, both are tiles of rows; else A is one of weights.
 // Loads run one 8-column block of B ahead of the products.
-template <int length, Along along_a, int stride_a, Along along_b, int stride_b, int tiles_m, int tiles_n>
-__device__ __forceinline__ void product_of_pairs(float (&acc)[tiles_m][tiles_n][4], TileAt a, TileAt b) {
+template <int length, Along along_a, int stride_a, Along along_b, int stride_b, int tiles_n, int tiles_m, int all>
+__device__ __forceinline__ void product_of_pairs(float (&acc)[tiles_m][all][4], TileAt a, TileAt b) {
     static_assert(length % 16 == 0 && tiles_n % 2 == 0, "the product works on 16 x 16 blocks");
     constexpr int products = cfg::tf32 ? 1 : 3;
     constexpr bool a_columns = along_a == Along::columns, b_columns = along_b == Along::columns, weights = !(a_columns && b_columns);
@@ -116,8 +117,8 @@ struct Step {
 
 // float64.  A lane has element (l / 4, l % 4) of its operands, the second along the axis that is summed over.  Loads run one step ahead of the
 // products, two where few registers are needed.  ready() comes before the first load from a; between(step) is other work to be done meanwhile.
-template <int length, Along along_a, int stride_a, Along along_b, int stride_b, int tiles_m, int tiles_n, class Ready, class Between>
-__device__ __forceinline__ void product_of_doubles(double (&acc)[tiles_m][tiles_n][4], TileAt a, TileAt b, const Ready& ready, const Between& between) {
+template <int length, Along along_a, int stride_a, Along along_b, int stride_b, int tiles_n, int tiles_m, int all, class Ready, class Between>
+__device__ __forceinline__ void product_of_doubles(double (&acc)[tiles_m][all][4], TileAt a, TileAt b, const Ready& ready, const Between& between) {
     constexpr int count = length / 8;
     constexpr bool few = tiles_n <= 2 && count <= 16 && count > 2;
     constexpr int depth = few ? 3 : 2, unrolled = few ? count : count <= 2 ? 2 : 4;
@@ -161,11 +162,13 @@ __device__ __forceinline__ void product_of_doubles(double (&acc)[tiles_m][tiles_
     }
 }
 
-template <int length, Along along_a, int stride_a, Along along_b, int stride_b, int tiles_m, int tiles_n, class Ready = Nothing, class Between = Nothing>
-__device__ __forceinline__ void product(Acc (&acc)[tiles_m][tiles_n][4], TileAt a, TileAt b, const Ready& ready = {}, const Between& between = {}) {
-    if constexpr (is_split) product_of_pairs<length, along_a, stride_a, along_b, stride_b>(acc, a, b);
-    else if constexpr (sizeof(Elem) == 8) product_of_doubles<length, along_a, stride_a, along_b, stride_b>(acc, a, b, ready, between);
-    else product_of_halves<length, along_a, stride_a, along_b, stride_b>(acc, a, b);
+template <int length, Along along_a, int stride_a, Along along_b, int stride_b, int own_tiles = 0, int tiles_m, int all, class Ready = Nothing,
+          class Between = Nothing>
+__device__ __forceinline__ void product(Acc (&acc)[tiles_m][all][4], TileAt a, TileAt b, const Ready& ready = {}, const Between& between = {}) {
+    constexpr int tiles_n = own_tiles ? own_tiles : all;
+    if constexpr (is_split) product_of_pairs<length, along_a, stride_a, along_b, stride_b, tiles_n>(acc, a, b);
+    else if constexpr (sizeof(Elem) == 8) product_of_doubles<length, along_a, stride_a, along_b, stride_b, tiles_n>(acc, a, b, ready, between);
+    else product_of_halves<length, along_a, stride_a, along_b, stride_b, tiles_n>(acc, a, b);
 }
 
 // The same for an acc that adds up many tiles.  In float64, which is rounded after every term, the sum of these tiles is made by itself.

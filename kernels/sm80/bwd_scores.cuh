@@ -91,14 +91,15 @@ struct TilePlace {
     __device__ __forceinline__ u32 warp_numbers() const { return numbers + warp_score_row() * int(sizeof(Acc)); }
 };
 
-// How a tile of dP changes hands where warps are paired: the block waits for it.
+// How a tile of dP changes hands where warps are paired: the block meets when it is complete, and again when it has been read, so that all
+// warps pass the same barriers (racecheck counts them).  Who has computed dP has nothing to do before the block's next barrier.
 struct BlockHandover {
+    __device__ __forceinline__ void meet() const { ptx::barrier_sync(15, threads); }
     __device__ __forceinline__ void before() const {}
-    __device__ __forceinline__ void done() const { ptx::barrier_sync(15, threads); }
-    __device__ __forceinline__ void wait() const { done(); }
+    __device__ __forceinline__ void done() const { meet(), meet(); }
+    __device__ __forceinline__ void wait() const { meet(); }
+    __device__ __forceinline__ void read() const { meet(); }
 };
-
-constexpr int read_barrier = 14;  // of the warps that have read dP
 
 // The products behind a tile of S and dP: `scores` adds q k^T, `gradients` adds do v^T, for this warp's part.
 // This one has all columns of the four tiles in shared memory.
@@ -116,7 +117,7 @@ struct TilesInShared {
         if constexpr (paired) {
             handover.wait();  // the other warps' dP is complete
             move_scores([&](int i, Acc& x) { ptx::load_shared(x, exchange_place(i)); }, dp);
-            ptx::barrier_sync(read_barrier, 32 * scores_warps);  // P may take the place of dP
+            handover.read();  // by all: P may take the place of dP
         } else {
             multiply_gradients(dp);
         }

@@ -6,9 +6,7 @@
 
 namespace sm90::bwd {
 
-constexpr int slabs = (cfg::head_dim + 63) / 64;        // of q and k
-constexpr int slabs_v = (cfg::head_dim_v + 63) / 64;    // of v and do
-constexpr int warpgroups = 2;                           // consumers
+constexpr int warpgroups = 2;  // consumers
 
 // Two ways to share a key tile's work.  By keys: 64 for each warpgroup, and dQ is computed as well.  By function, for wide
 // heads: both have the same 64 keys, one computes P and dV, the other dS and dK; dQ is left to sm90/bwd_rows.cu.
@@ -151,11 +149,7 @@ constexpr int used_bytes = dq_places_at + 2 * int(sizeof(DqPlace));
 // The eight rows that hold delta's parts are read twice, as sixteen; compute-sanitizer takes the second time for what follows them.
 constexpr int shared_bytes = cfg::split_delta ? (used_bytes + delta_stride - 1) / delta_stride * delta_stride : used_bytes;
 
-// Shared memory as an address for instructions and as a pointer for ordinary reads and writes.
-struct Shared {
-    u32 address;
-    u8* memory;
-
+struct Shared : SharedMemory {
     __device__ __forceinline__ u32 barrier(int number) const { return address + barriers_at + 8 * number; }
     __device__ __forceinline__ u32 k(u32 stage) const { return address + k_at + stage * k_bytes; }
     __device__ __forceinline__ u32 v() const { return address + v_at; }
@@ -165,10 +159,6 @@ struct Shared {
     __device__ __forceinline__ u32 handed_on(u32 buffer) const { return address + handed_at + buffer * handed_bytes; }
     __device__ __forceinline__ u32 stat(u32 stage) const { return address + stat_at + stage * numbers_bytes; }
     __device__ __forceinline__ u32 delta(u32 stage) const { return address + delta_at + stage * delta_stride; }
-    template <class T>
-    __device__ __forceinline__ T& at(int offset, u32 index = 0) const {
-        return reinterpret_cast<T*>(memory + offset)[index];
-    }
     // Of the buffer of k with this number.
     __device__ __forceinline__ Work& work(u32 stage) const { return at<Work>(work_at, stage); }
     __device__ __forceinline__ Step& step(u32 stage) const { return at<Step>(steps_at, stage); }

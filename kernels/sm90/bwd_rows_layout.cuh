@@ -5,9 +5,7 @@
 
 namespace sm90::rows {
 
-constexpr int slabs = (cfg::head_dim + 63) / 64;      // of q and k
-constexpr int slabs_v = (cfg::head_dim_v + 63) / 64;  // of v and do
-constexpr int warpgroups = cfg::block_m / 64;         // consumers: 64 query rows each
+constexpr int warpgroups = cfg::block_m / 64;  // consumers: 64 query rows each
 constexpr int threads = 128 * (warpgroups + 1);
 // A wide tile leaves the producer few; walking blocks takes many.
 constexpr int producer_registers = cfg::head_dim > 128 && cfg::block_n == 64 ? 24 : cfg::mask == kMaskBlock ? 56 : 40;
@@ -70,22 +68,18 @@ constexpr int mail_at = place_at + int(sizeof(MaskPlace));
 constexpr int steps_at = mail_at + int(sizeof(Mail));
 constexpr int shared_bytes = steps_at + 4 * cfg::stages;
 
-// Shared memory as an address for instructions and as a pointer for ordinary reads and writes.
-struct Shared {
-    u32 address;
-    u8* memory;
-
+struct Shared : SharedMemory {
     __device__ __forceinline__ u32 barrier(int number) const { return address + barriers_at + 8 * number; }
     __device__ __forceinline__ u32 q() const { return address + q_at; }
     __device__ __forceinline__ u32 dout() const { return address + do_at; }
     __device__ __forceinline__ u32 k(u32 stage) const { return address + k_at + stage * k_bytes; }
     __device__ __forceinline__ u32 v(u32 stage) const { return address + v_at + stage * v_bytes; }
-    __device__ __forceinline__ const float* stat() const { return reinterpret_cast<const float*>(memory + stat_at); }
-    __device__ __forceinline__ const float* delta() const { return reinterpret_cast<const float*>(memory + delta_at); }
-    __device__ __forceinline__ Work& work() const { return *reinterpret_cast<Work*>(memory + work_at); }
-    __device__ __forceinline__ MaskPlace& place() const { return *reinterpret_cast<MaskPlace*>(memory + place_at); }
-    __device__ __forceinline__ Mail& mail() const { return *reinterpret_cast<Mail*>(memory + mail_at); }
-    __device__ __forceinline__ Step& step(u32 stage) const { return reinterpret_cast<Step*>(memory + steps_at)[stage]; }
+    __device__ __forceinline__ const float* stat() const { return &at<const float>(stat_at); }
+    __device__ __forceinline__ const float* delta() const { return &at<const float>(delta_at); }
+    __device__ __forceinline__ Work& work() const { return at<Work>(work_at); }
+    __device__ __forceinline__ MaskPlace& place() const { return at<MaskPlace>(place_at); }
+    __device__ __forceinline__ Mail& mail() const { return at<Mail>(mail_at); }
+    __device__ __forceinline__ Step& step(u32 stage) const { return at<Step>(steps_at, stage); }
 };
 
 }  // namespace sm90::rows

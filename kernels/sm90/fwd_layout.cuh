@@ -6,9 +6,7 @@
 
 namespace sm90::fwd {
 
-constexpr int slabs = (cfg::head_dim + 63) / 64;                    // of q and k
-constexpr int slabs_v = (cfg::head_dim_v + 63) / 64;                // of v and o
-constexpr int warpgroups = cfg::block_m / 64;                       // consumers: 64 query rows each
+constexpr int warpgroups = cfg::block_m / 64;  // consumers: 64 query rows each
 constexpr int threads = 128 * (warpgroups + 1);
 constexpr int producer_registers = warpgroups == 3 ? 32 : 40;
 constexpr int consumer_registers = warpgroups == 3 ? 160 : 232;
@@ -91,24 +89,16 @@ constexpr int shared_bytes = mail_at + static_cast<int>(sizeof(Mail));
 // too few.
 __device__ __forceinline__ u32 place_of_thread() { return ptx::opaque(static_cast<i32>(threadIdx.x % 128)); }
 
-// Shared memory as an address for instructions and as a pointer for ordinary reads and writes.
-struct Shared {
-    u32 address;
-    u8* memory;
-
+struct Shared : SharedMemory {
     __device__ __forceinline__ u32 barrier(int number) const { return address + barriers_at + 8 * number; }
     __device__ __forceinline__ u32 q(u32 stage) const { return address + q_at + stage * q_buffer_bytes; }
     __device__ __forceinline__ u32 k(u32 stage) const { return address + k_at + stage * k_bytes; }
     __device__ __forceinline__ u32 v(u32 stage) const { return address + v_at + stage * v_bytes; }
-    __device__ __forceinline__ Work& work(u32 stage) const { return reinterpret_cast<Work*>(memory + work_at)[stage]; }
-    __device__ __forceinline__ TileList& list() const { return *reinterpret_cast<TileList*>(memory + list_at); }
-    __device__ __forceinline__ KeyTile& code(u32 stage) const {
-        return reinterpret_cast<KeyTile*>(memory + codes_at)[stage];
-    }
-    __device__ __forceinline__ int4* cols(u32 stage) const {
-        return reinterpret_cast<int4*>(memory + cols_at + stage * cols_bytes);
-    }
-    __device__ __forceinline__ Mail& mail() const { return *reinterpret_cast<Mail*>(memory + mail_at); }
+    __device__ __forceinline__ Work& work(u32 stage) const { return at<Work>(work_at, stage); }
+    __device__ __forceinline__ TileList& list() const { return at<TileList>(list_at); }
+    __device__ __forceinline__ KeyTile& code(u32 stage) const { return at<KeyTile>(codes_at, stage); }
+    __device__ __forceinline__ int4* cols(u32 stage) const { return &at<int4>(cols_at + stage * cols_bytes); }
+    __device__ __forceinline__ Mail& mail() const { return at<Mail>(mail_at); }
 };
 
 }  // namespace sm90::fwd

@@ -12,6 +12,16 @@
 namespace sm90 {
 
 constexpr int row_bytes = 128;  // one row of a slab
+constexpr int slabs = (cfg::head_dim + 63) / 64, slabs_v = (cfg::head_dim_v + 63) / 64;  // of q and k; of v, o and do
+
+// A block's shared memory, as an address for instructions and as a pointer for ordinary reads and writes.
+struct SharedMemory {
+    u32 address;
+    u8* memory;
+
+    template <class T>
+    __device__ __forceinline__ T& at(int offset, u32 index = 0) const { return reinterpret_cast<T*>(memory + offset)[index]; }
+};
 
 constexpr bool unmasked = cfg::mask == kMaskNone && !cfg::band_left && !cfg::band_right;
 constexpr bool may_have_empty_rows = !unmasked, may_have_dead_keys = !unmasked;
