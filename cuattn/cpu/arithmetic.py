@@ -17,7 +17,6 @@ from numpy import ndarray
 # to 2^56, and its output stays below the largest number with values up to 2^71; values down to 2^-70 keep all bits.
 WINDOW = 22.0
 _LANES = 16  # keys whose scores are compared at once
-_LINES = 128  # keys that may be added up one by one
 
 
 def _exp2_is_vectorised() -> bool:
@@ -100,22 +99,20 @@ def selecting_product(weights: ndarray, data: ndarray, out: ndarray) -> ndarray:
     return out
 
 
-def fold(ufunc: np.ufunc, s: ndarray) -> ndarray:
-    """Reduce (..., keys, rows) over the keys; longer lines are quicker to add or to compare."""
+def fold(ufunc: np.ufunc, s: ndarray, room: ndarray) -> ndarray:
+    """Reduce (..., keys, rows) over the keys, by halves: lines are long, and no bit depends on the number of rows.
+
+    `room` has one axis and as many elements as s, and is overwritten.
+    """
     *lead, keys, rows = s.shape
-    if keys > _LANES and not keys % _LANES:
-        s = ufunc.reduce(s.reshape(*lead, -1, _LANES * rows), -2).reshape(*lead, _LANES, rows)
-    return ufunc.reduce(s, -2)
-
-
-def total(p: ndarray) -> ndarray:
-    """Return the sum of (..., keys, rows) over the keys, to bits that do not depend on the number of rows."""
-    *lead, keys, rows = p.shape
-    if keys < 2 * _LINES:
-        return fold(np.add, p)
-    cut = keys // _LINES * _LINES
-    parts = fold(np.add, p[..., :cut, :].reshape(*lead, -1, _LINES, rows))
-    return fold(np.add, parts) + fold(np.add, p[..., cut:, :])
+    while keys > 1:
+        last, odd, keys = s[..., -1, :], keys % 2, keys // 2
+        size = math.prod(lead) * keys * rows
+        half, room = room[:size], room[size:]
+        s = ufunc(s[..., :keys, :], s[..., keys : 2 * keys, :], out=half.reshape(*lead, keys, rows))
+        if odd:
+            ufunc(s[..., 0, :], last, out=s[..., 0, :])
+    return s[..., 0, :].copy()
 
 
 def hide(s: ndarray, shown: ndarray, value: float = 0.0) -> None:
@@ -137,6 +134,21 @@ def hide(s: ndarray, shown: ndarray, value: float = 0.0) -> None:
         np.bitwise_or(bits, ~shown & np.array(value, s.dtype).view(shown.dtype), bits)
 
 
+def reference_of(m: ndarray) -> ndarray | None:
+    """Return what rows with these highest scores are relative to; None for 0 throughout."""
+    away = np.abs(m)
+    if away.max() <= WINDOW:
+        return None
+    return np.where((away > WINDOW) & (m > -np.inf), m, 0)
+
+
+def add_bias(s: ndarray, bias: ndarray, *, careful: bool) -> None:
+    """Add a bias to scores; with care it hides even where the score itself is NaN."""
+    s += bias
+    if careful:
+        np.copyto(s, -np.inf, where=bias == -np.inf)
+
+
 class RowWeights(NamedTuple):
     """What the backward needs to know of rows, from the forward's results, (..., rows) each."""
 
@@ -149,10 +161,9 @@ class RowWeights(NamedTuple):
 def row_weights(rows: Mapping[str, ndarray], dropout_scale: float) -> RowWeights:
     """Return the weights of rows, given their do, o, l, m and perhaps dlse."""
     do, o, l, m = (rows[name] for name in ("do", "o", "l", "m"))
-    empty = reference = None
-    if not np.abs(m).max() <= WINDOW:  # as where a row is empty
+    empty, reference = None, reference_of(m)
+    if reference is not None:  # as where a row is empty
         empty = l == 0
-        reference = np.where((np.abs(m) > WINDOW) & ~empty, m, 0)
         m, l = np.where(empty, 0, m - reference), np.where(empty, np.inf, l)
     weight = 1 / (l * exponential(m))
     delta = np.vecdot(do, o, dtype=l.dtype, casting="unsafe")

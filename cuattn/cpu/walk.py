@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from cuattn.cpu.arithmetic import WINDOW, longest_of, transposed
+from cuattn.cpu.arithmetic import WINDOW, add_bias, longest_of, transposed
 from cuattn.cpu.blocks import HeadGroup, choose, head_groups
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.task import Task
@@ -180,9 +180,7 @@ class Walk:
             np.multiply(self.tanh, self.problem.softcap, out=s)
         if "bias" in self.task.operands:
             for tile, bias in self.bias_of(self.task.operands["bias"], part, s):
-                tile += transposed(bias.swapaxes(1, 2))
-                if careful:  # hidden even where the score itself is NaN
-                    np.copyto(tile, -np.inf, where=bias == -np.inf)
+                add_bias(tile, transposed(bias.swapaxes(1, 2)), careful=careful)
         if careful:  # lest rows that do not exist, and see everything, lead NaN to the sums over rows
             by_head = s.reshape(self.item.group.count, -1, *s.shape[1:])
             by_head[:, -1, ..., (self.count - 1) % self.blocks.rows + 1 :] = -np.inf
