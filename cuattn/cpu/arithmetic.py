@@ -35,7 +35,7 @@ _LOG2_E = float(1 / np.log(np.longdouble(2)))
 
 def exponential(s: ndarray) -> ndarray:
     """Return exp of an array, with the bits of :func:`exponentiate`."""
-    return exponentiate(np.array(s, ndmin=1)).reshape(np.shape(s))
+    return exponentiate(np.array(s))
 
 
 def exponentiate(s: ndarray) -> ndarray:
@@ -100,11 +100,13 @@ def selecting_product(weights: ndarray, data: ndarray, out: ndarray) -> ndarray:
 
 
 def fold(ufunc: np.ufunc, s: ndarray, room: ndarray) -> ndarray:
-    """Reduce (..., keys, rows) over the keys, by halves: lines are long, and no bit depends on the number of rows.
+    """Reduce (..., keys, rows) over the keys, by halves: lines are long, and no bit depends on how many rows there are.
 
     `room` has one axis and as many elements as s, and is overwritten.
     """
     *lead, keys, rows = s.shape
+    if rows == 1:
+        return ufunc.reduce(s, -2)
     while keys > 1:
         last, odd, keys = s[..., -1, :], keys % 2, keys // 2
         size = math.prod(lead) * keys * rows

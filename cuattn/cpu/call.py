@@ -74,10 +74,10 @@ def run(
     dropout = Dropout(problem, place, state) if problem.dropout else None
     task = _task(problem, operands, visible_parts(problem, masks, place), dropout, totals, shares)
     threads.run(task, lambda: _worker(task), _threads(task))
-    with np.errstate(over="ignore"):  # the largest numbers of narrow dtypes are soon reached
-        for name, result in results.items():
-            if totals[name] is not result:
-                result[...] = totals[name]
+    for name in sums:
+        if totals[name] is not results[name]:
+            with np.errstate(over="ignore"):  # the largest numbers of narrow dtypes are soon reached
+                results[name][...] = totals[name]
     return results
 
 
