@@ -156,28 +156,23 @@ class RowWeights(NamedTuple):
 
     empty: ndarray | None  # which rows see nothing; None if there are none
     reference: ndarray | None  # what scores are relative to; None for 0 throughout
-    factors: ndarray  # (..., rows, 1): do times them meets exponentials where it should meet probabilities
-    delta: ndarray  # D of algorithm 4, line 19, less dlse, for exponentials too
+    factors: ndarray  # make probabilities of exponentials
+    delta: ndarray  # D of algorithm 4, line 19, less dlse
 
 
-def row_weights(rows: Mapping[str, ndarray], dropout_scale: float) -> RowWeights:
+def row_weights(rows: Mapping[str, ndarray]) -> RowWeights:
     """Return the weights of rows, given their do, o, l, m and perhaps dlse."""
     do, o, l, m = (rows[name] for name in ("do", "o", "l", "m"))
-    empty, reference = None, reference_of(m)
-    if reference is not None:  # as where a row is empty
-        empty = l == 0
-        m, l = np.where(empty, 0, m - reference), np.where(empty, np.inf, l)
-    weight = 1 / (l * exponential(m))
     delta = np.vecdot(do, o, dtype=l.dtype, casting="unsafe")
     if "dlse" in rows:
         delta -= rows["dlse"]
-    delta *= weight
-    if reference is not None:
+    empty, reference = None, reference_of(m)
+    if reference is not None:  # as where a row is empty
+        empty = l == 0
         delta[empty] = 0
+        m, l = np.where(empty, 0, m - reference), np.where(empty, np.inf, l)
         empty, reference = (x if x.any() else None for x in (empty, reference))
-    if dropout_scale != 1:
-        weight *= dropout_scale
-    return RowWeights(empty, reference, weight[..., None], delta)
+    return RowWeights(empty, reference, 1 / (l * exponential(m)), delta)
 
 
 def differentiate_scores(ds: ndarray, p: ndarray, delta: ndarray, *, careful: bool) -> None:

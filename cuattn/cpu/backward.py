@@ -53,11 +53,13 @@ class BackwardWalk(Walk):
             for name, x in self.task.operands.items()
             if name not in ("k", "v", "bias")
         }
-        weights = row_weights(rows, problem.dropout_scale)
+        weights = row_weights(rows)
         self._q, self._q_transposed = self.load("q", rows["q"], self.task.factor, weights.empty)
-        self._do, self._do_transposed = self.load("do", rows["do"], weights.factors, weights.empty)
+        self._do, self._do_transposed = self.load(
+            "do", rows["do"], problem.dropout_scale * weights.factors[..., None], weights.empty
+        )
         self._reference, self._delta = np.zeros((2, self.members, self.blocks.rows), self.dtype)
-        self.by_head(self._delta)[:, : self.count] = weights.delta
+        self.by_head(self._delta)[:, : self.count] = weights.delta * weights.factors  # for exponentials
         self._moved = weights.reference is not None
         if self._moved:
             self.by_head(self._reference)[:, : self.count] = weights.reference

@@ -66,15 +66,12 @@ def layout(problem: Problem) -> tuple[list[Index], dict[str, int]]:
     Nothing here depends on the number of threads, as sums may depend on this.
     """
     shape = *problem.batch, problem.kv_heads
-    keys, rows, d, dv = problem.n_keys, problem.group * problem.n_queries, problem.head_dim, problem.head_dim_v
+    keys, rows = problem.n_keys, problem.group * problem.n_queries
     most = max(1, int(min(_SCORES / (keys * rows), _NANOSECONDS * math.prod(shape) / nanoseconds(problem))))
     batches = _batches(shape, most)
     heads = max(math.prod([part.stop - part.start for part in index]) for index in batches)
-    widths = {"s": keys, "q": d}
-    if problem.softcap is not None:
-        widths["tanh"] = keys
-    widths |= {"halves": keys} if problem.operation == "forward" else {"ds": keys, "do": dv}
-    return batches, {name: heads * rows * width for name, width in widths.items()}
+    names = ["s", "halves" if problem.operation == "forward" else "ds", "tanh"]
+    return batches, dict.fromkeys(names[: 2 + (problem.softcap is not None)], heads * rows * keys)
 
 
 def _batches(shape: tuple[int, ...], most: int) -> list[Index]:
@@ -125,7 +122,7 @@ class Direct:
         """Compute a batch; again, with care for what is hidden, if something is not a finite number."""
         self.index, number = item
         self.lead = [part.stop - part.start for part in self.index]
-        self.heads = [*self.lead[:-1], self.lead[-1] * self.group]
+        self.heads = (*self.lead[:-1], self.lead[-1] * self.group)
         *batch, kv = self.index
         self.of_heads = (*batch, slice(kv.start * self.group, kv.stop * self.group))
         task = self.task
@@ -157,19 +154,23 @@ class Direct:
             return np.empty(shape, self.dtype)
         return target.reshape(shape)
 
-    def load(self, name: str, factors: Any, empty: ndarray | None = None) -> ndarray:
-        """Return the rows of q or do, (..., rows, width), times `factors`; `empty` rows are 0."""
+    def rows_of(self, name: str, empty: ndarray | None = None) -> ndarray:
+        """Return the rows of q or do, (..., rows, width); `empty` ones are 0: nothing may depend on what they hold."""
         source = self.operands[name]
-        rows = self.buffers.get(name, *self.heads, *source.shape[-2:])
-        np.multiply(source, factors, rows)
         if empty is not None:
-            rows[empty] = 0
-        return rows.reshape(*self.lead, self.rows, rows.shape[-1])
+            source = np.where(empty[..., None], 0, source)
+        elif source.shape[:-2] != self.heads:
+            source = np.broadcast_to(source, (*self.heads, *source.shape[-2:]))
+        return source.reshape(*self.lead, self.rows, source.shape[-1])
 
     def products(self, out: str, keys: str, rows: ndarray) -> ndarray:
         """Return k or v times rows of q or do, (..., keys, rows)."""
         s = self.buffers.get(out, *self.lead, self.problem.n_keys, self.rows)
         return np.matmul(self.operands[keys], rows.swapaxes(-1, -2), s)
+
+    def to_scores(self, x: ndarray) -> ndarray:
+        """Return what there is for each row with axes like those of scores, (..., 1, rows)."""
+        return x.reshape(*self.lead, 1, self.rows)
 
     def by_group(self, s: ndarray) -> ndarray:
         """Return (..., keys, rows) as (..., keys, group, queries)."""
@@ -178,6 +179,7 @@ class Direct:
     def scores(self, q: ndarray, *, careful: bool) -> ndarray:
         """Return the scores: algorithm 2, lines 10 and 11; what masks hide is not yet."""
         s = self.products("s", "k", q)
+        s *= self.task.factor
         if self.problem.softcap is not None:
             self.tanh = np.tanh(s, self.buffers.get("tanh", *s.shape))
             np.multiply(self.tanh, self.problem.softcap, s)
@@ -188,7 +190,7 @@ class Direct:
     def exponentials(self, s: ndarray, reference: ndarray | None, *, low: bool) -> ndarray:
         """Replace scores by exponentials relative to (..., rows), or to 0: algorithm 2, line 12."""
         if reference is not None:
-            s -= reference.reshape(*self.lead, 1, self.rows)
+            s -= self.to_scores(reference)
         return relative(s) if low or reference is not None else exponentiate(s)
 
     def hide(self, s: ndarray, value: float = 0.0) -> None:
@@ -219,7 +221,7 @@ class Direct:
 
     def _forward(self, *, careful: bool) -> dict[str, ndarray] | None:
         """Return o and, if they are wanted, l and m; None where care is needed."""
-        s, statistics = self.scores(self.load("q", self.task.factor), careful=careful), self.problem.statistics
+        s, statistics = self.scores(self.rows_of("q"), careful=careful), self.problem.statistics
         room = self.buffers.get("halves", s.size)
         if not statistics and max(s.max(), -s.min()) <= WINDOW:  # then all references are 0, whatever is hidden
             p = exponentiate(s)
@@ -243,14 +245,14 @@ class Direct:
 
     def _backward(self, *, careful: bool) -> dict[str, ndarray] | None:
         """Return the gradients; None where care is needed."""
-        problem, operands, weights = self.problem, self.operands, row_weights(self.operands, 1.0)
-        q = self.load("q", self.task.factor, weights.empty)
+        problem, operands, weights = self.problem, self.operands, row_weights(self.operands)
+        q, do = (self.rows_of(name, weights.empty) for name in ("q", "do"))
         s = self.scores(q, careful=careful)
         p = self.exponentials(s, weights.reference, low="bias" in operands)
         self.hide(p)
-        do = self.load("do", weights.factors, weights.empty)
+        p *= self.to_scores(weights.factors)
         ds = self.products("ds", "v", do)
-        differentiate_scores(ds, p, weights.delta.reshape(*self.lead, 1, self.rows), careful=careful)
+        differentiate_scores(ds, p, self.to_scores(weights.delta), careful=careful)
         results = {"dv": product(p, do, self.result("dv", *p.shape[:-1], problem.head_dim_v), careful=careful)}
         if "dbias" in self.task.results:
             dbias, like = np.moveaxis(self.by_group(ds), -3, -1), self.take("dbias", self.task.results["dbias"])
@@ -258,10 +260,10 @@ class Direct:
             results["dbias"] = summed_to(dbias, like.shape, dtype).copy()  # as ds may change
         if problem.softcap is not None:
             differentiate_softcap(ds, self.tanh, problem.softcap, careful=careful)
+        ds *= self.task.factor
         results["dk"] = product(ds, q, self.result("dk", *p.shape[:-1], problem.head_dim), careful=careful)
         dq = self.result("dq", *q.shape)
         product(ds.swapaxes(-1, -2), operands["k"], dq, careful=careful)
         if not (careful or is_finite(results["dv"], results["dk"], dq)):
             return None
-        dq *= self.dtype.type(self.task.factor)
         return results | {"dq": dq.reshape(*self.heads, problem.n_queries, problem.head_dim)}
