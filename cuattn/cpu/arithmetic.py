@@ -60,6 +60,13 @@ def relative(s: ndarray) -> ndarray:
     return np.subtract(s, exponential(np.full(16, floor, s.dtype))[0], out=s)
 
 
+def exponentials(s: ndarray, reference: ndarray | None, *, bounded: bool) -> ndarray:
+    """Replace scores by exponentials relative to references, None for 0; `bounded` ones are not far from 0."""
+    if reference is not None:
+        s -= reference
+    return exponentiate(s) if bounded and reference is None else relative(s)
+
+
 def longest_of(vectors: ndarray, dtype: np.dtype | None = None) -> float:
     """Return the length of the longest of some vectors, or a little more; not finite where one is not.
 

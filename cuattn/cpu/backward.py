@@ -16,11 +16,10 @@ from numpy import ndarray
 from cuattn.cpu.arithmetic import (
     differentiate_scores,
     differentiate_softcap,
-    exponentiate,
+    exponentials,
     hide,
     longest_of,
     product,
-    relative,
     row_weights,
     summed_to,
 )
@@ -58,20 +57,23 @@ class BackwardWalk(Walk):
         self._do, self._do_transposed = self.load(
             "do", rows["do"], problem.dropout_scale * weights.factors[..., None], weights.empty
         )
-        self._reference, self._delta = np.zeros((2, self.members, self.blocks.rows), self.dtype)
-        self.by_head(self._delta)[:, : self.count] = weights.delta * weights.factors  # for exponentials
-        self._moved = weights.reference is not None
-        if self._moved:
-            self.by_head(self._reference)[:, : self.count] = weights.reference
+        self._delta = self._of_rows(weights.delta * weights.factors)  # for exponentials
+        self._reference = None if weights.reference is None else self._of_rows(weights.reference)
         self._dq = np.zeros_like(self._q)
         dbias, self._dbias = self.task.results.get("dbias"), None  # sums over keys, which this item makes alone
         if dbias is not None and dbias.shape[-1] == 1 < problem.n_keys:
             self._dbias = np.zeros_like(group.of_queries(dbias, self.item.rows).swapaxes(1, 2))
         longest_q, longest_do = longest_of(self._q), longest_of(self._do)
-        self._bounded = self.bounded(longest_q) and not self._moved
+        self._bounded = self.bounded(longest_q)
         k_norm, v_norm = (self.task.max_norm(name, group) for name in "kv")
         largest = longest_q + k_norm + longest_do * v_norm + float(np.abs(self._delta).max())  # NaN stays
         self._careful = not largest < np.finfo(self.dtype).max
+
+    def _of_rows(self, values: ndarray) -> ndarray:
+        """Return what there is for each row with axes like those of scores; 0 for rows that do not exist."""
+        padded = np.zeros((self.members, 1, 1, self.blocks.rows), self.dtype)
+        self.by_head(padded[:, 0, 0])[:, : self.count] = values
+        return padded
 
     def _advance(self, part: Part, number: int) -> None:
         """Take the row tiles through a part of their tiles: algorithm 4, lines 11 to 22."""
@@ -81,7 +83,7 @@ class BackwardWalk(Walk):
             np.matmul(v, self._do_transposed[:, None], ds[:, slots])
         dropped = [] if self.task.dropout is None else list(self.dropped(part))
         self.drop(ds, dropped)  # line 18
-        differentiate_scores(ds, p, self._delta[:, None, None], careful=careful)  # line 20
+        differentiate_scores(ds, p, self._delta, careful=careful)  # line 20
         self.drop(p, dropped)  # line 15
         dv = self._product(p, self._do)
         self.task.turns.wait((self.item.line, part.index), number)
@@ -97,12 +99,7 @@ class BackwardWalk(Walk):
     def _probabilities(self, part: Part) -> ndarray:
         """Return P of a part, unweighted: algorithm 4, lines 11 to 13."""
         s, masks = self.make_scores(part, self._q_transposed, careful=self._careful)
-        if self._moved:
-            s -= self._reference[:, None, None]
-        if self._bounded:
-            exponentiate(s)
-        else:
-            relative(s)
+        exponentials(s, self._reference, bounded=self._bounded)
         for tile, shown in masks:
             hide(tile, shown)
         return s

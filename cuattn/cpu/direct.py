@@ -18,13 +18,13 @@ from cuattn.cpu.arithmetic import (
     differentiate_scores,
     differentiate_softcap,
     exponential,
+    exponentials,
     exponentiate,
     fold,
     hide,
     is_finite,
     product,
     reference_of,
-    relative,
     row_weights,
     summed_to,
 )
@@ -168,9 +168,9 @@ class Direct:
         s = self.buffers.get(out, *self.lead, self.problem.n_keys, self.rows)
         return np.matmul(self.operands[keys], rows.swapaxes(-1, -2), s)
 
-    def to_scores(self, x: ndarray) -> ndarray:
+    def to_scores(self, x: ndarray | None) -> ndarray | None:
         """Return what there is for each row with axes like those of scores, (..., 1, rows)."""
-        return x.reshape(*self.lead, 1, self.rows)
+        return None if x is None else x.reshape(*self.lead, 1, self.rows)
 
     def by_group(self, s: ndarray) -> ndarray:
         """Return (..., keys, rows) as (..., keys, group, queries)."""
@@ -186,12 +186,6 @@ class Direct:
         if "bias" in self.operands:
             add_bias(self.by_group(s), np.ascontiguousarray(self.operands["bias"]), careful=careful)
         return s
-
-    def exponentials(self, s: ndarray, reference: ndarray | None, *, low: bool) -> ndarray:
-        """Replace scores by exponentials relative to (..., rows), or to 0: algorithm 2, line 12."""
-        if reference is not None:
-            s -= self.to_scores(reference)
-        return relative(s) if low or reference is not None else exponentiate(s)
 
     def hide(self, s: ndarray, value: float = 0.0) -> None:
         """Set what masks hide to a number."""
@@ -230,7 +224,8 @@ class Direct:
             self.hide(s, -np.inf)
             m = fold(np.maximum, s, room)
             reference = reference_of(m)
-            p = self.exponentials(s, reference, low=bool(self.task.masks) or "bias" in self.operands)
+            bounded = not (self.task.masks or "bias" in self.operands)
+            p = exponentials(s, self.to_scores(reference), bounded=bounded)
         l = fold(np.add, p, room)
         o = self.result("o", *l.shape, self.problem.head_dim_v)
         product(p.swapaxes(-1, -2), self.operands["v"], o, careful=careful)
@@ -248,7 +243,7 @@ class Direct:
         problem, operands, weights = self.problem, self.operands, row_weights(self.operands)
         q, do = (self.rows_of(name, weights.empty) for name in ("q", "do"))
         s = self.scores(q, careful=careful)
-        p = self.exponentials(s, weights.reference, low="bias" in operands)
+        p = exponentials(s, self.to_scores(weights.reference), bounded="bias" not in operands)
         self.hide(p)
         p *= self.to_scores(weights.factors)
         ds = self.products("ds", "v", do)

@@ -35,8 +35,12 @@ def worker_count() -> int:
     """Return how many threads the BLAS library would use."""
     with _lock:
         counts = [count for _, count in _saved] if _depth else [library.num_threads for library in _libraries()]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(counts, default=cores)
+    return max(counts, default=usable_cores())
+
+
+def usable_cores() -> int:
+    """Return how many processor cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def useful(items: int, nanoseconds: float) -> int:
