@@ -151,6 +151,13 @@ def reference_of(m: ndarray) -> ndarray | None:
     return np.where((away > WINDOW) & (m > -np.inf), m, 0)
 
 
+def statistics_of(l: ndarray, m: ndarray, reference: ndarray | None) -> dict[str, ndarray]:
+    """Return l and m of rows, given l relative to a reference; 0 and -inf where a row is empty."""
+    empty = l == 0
+    relative_to = exponential(m if reference is None else np.where(empty, 0, m - reference))
+    return {"l": np.where(empty, 0, l / relative_to), "m": np.where(empty, -np.inf, m)}
+
+
 def add_bias(s: ndarray, bias: ndarray, *, careful: bool) -> None:
     """Add a bias to scores; with care it hides even where the score itself is NaN."""
     s += bias

@@ -10,6 +10,8 @@ Scores are made by the forward's products, so they have its bits; exponentials a
 up with.  What a saturated softmax gives is then exact: its largest weight is exp(m - m) / l.
 """
 
+from contextlib import AbstractContextManager
+
 import numpy as np
 from numpy import ndarray
 
@@ -24,7 +26,7 @@ from cuattn.cpu.arithmetic import (
     summed_to,
 )
 from cuattn.cpu.tiles import Part
-from cuattn.cpu.walk import END, Item, Tiles, Walk
+from cuattn.cpu.walk import Item, Tiles, Walk
 from cuattn.io_model.sizes import cdiv
 
 
@@ -40,8 +42,8 @@ class BackwardWalk(Walk):
         """Compute an item."""
         self.turn_to(item)
         self._begin()
-        for part, number in zip(item.parts, item.numbers, strict=False):
-            self._advance(part, number)
+        for part, turn in zip(item.parts, item.turns, strict=False):
+            self._advance(part, turn)
         self._finish()
 
     def _begin(self) -> None:
@@ -75,7 +77,7 @@ class BackwardWalk(Walk):
         self.by_head(padded[:, 0, 0])[:, : self.count] = values
         return padded
 
-    def _advance(self, part: Part, number: int) -> None:
+    def _advance(self, part: Part, turn: AbstractContextManager) -> None:
         """Take the row tiles through a part of their tiles: algorithm 4, lines 11 to 22."""
         p, careful = self._probabilities(part), self._careful
         ds = self.buffers.get("ds", *p.shape)
@@ -86,14 +88,13 @@ class BackwardWalk(Walk):
         differentiate_scores(ds, p, self._delta, careful=careful)  # line 20
         self.drop(p, dropped)  # line 15
         dv = self._product(p, self._do)
-        self.task.turns.wait((self.item.line, part.index), number)
-        self._add("dv", part, dv)  # line 16
-        if "dbias" in self.task.results:
-            self._add_bias(part, ds)
-        if self.problem.softcap is not None:
-            differentiate_softcap(ds, self.tanh, self.problem.softcap, careful=careful)
-        self._add("dk", part, self._product(ds, self._q))  # line 22
-        self.task.turns.release((self.item.line, part.index))
+        with turn:
+            self._add("dv", part, dv)  # line 16
+            if "dbias" in self.task.results:
+                self._add_bias(part, ds)
+            if self.problem.softcap is not None:
+                differentiate_softcap(ds, self.tanh, self.problem.softcap, careful=careful)
+            self._add("dk", part, self._product(ds, self._q))  # line 22
         self._add_dq(part, ds)  # line 21
 
     def _probabilities(self, part: Part) -> ndarray:
@@ -138,10 +139,9 @@ class BackwardWalk(Walk):
             target[...] = dq
             if self._dbias is None:
                 return
-        self.task.turns.wait((self.item.line, END), self.item.numbers[-1])
-        if self.task.shares:
-            target += summed_to(dq, target.shape, target.dtype)
-        if self._dbias is not None:
-            total = self.item.group.of_queries(self.task.results["dbias"], self.item.rows).swapaxes(1, 2)
-            total += self._dbias
-        self.task.turns.release((self.item.line, END))
+        with self.item.turns[-1]:
+            if self.task.shares:
+                target += summed_to(dq, target.shape, target.dtype)
+            if self._dbias is not None:
+                total = self.item.group.of_queries(self.task.results["dbias"], self.item.rows).swapaxes(1, 2)
+                total += self._dbias

@@ -5,7 +5,9 @@ so no key or value is copied (but to the precision of the sums).  References and
 """
 
 import math
-from functools import lru_cache
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, partial
 from itertools import product as every
 from typing import Any
 
@@ -17,7 +19,6 @@ from cuattn.cpu.arithmetic import (
     add_bias,
     differentiate_scores,
     differentiate_softcap,
-    exponential,
     exponentials,
     exponentiate,
     fold,
@@ -26,6 +27,7 @@ from cuattn.cpu.arithmetic import (
     product,
     reference_of,
     row_weights,
+    statistics_of,
     summed_to,
 )
 from cuattn.cpu.blocks import place_of
@@ -104,9 +106,9 @@ class WholeHeads(Task):
         group = min(heads, self.problem.group)
         return x.reshape(*batch, heads // group, group, rows, keys)
 
-    def item(self, _: int, n: int) -> tuple[Index, int]:
+    def item(self, _: int, n: int) -> tuple[Index, AbstractContextManager]:
         """Return an item of work: a batch and its turn at shared sums."""
-        return self.batches[n], n
+        return self.batches[n], self.turns.take(()) if self.shares else nullcontext()
 
 
 class Direct:
@@ -116,11 +118,11 @@ class Direct:
         self.task, self.problem, self.dtype = task, task.problem, task.problem.stat_dtype
         self.buffers = Buffers(self.dtype, task.buffer_sizes)
         self.group, self.rows = self.problem.group, self.problem.group * self.problem.n_queries
-        self._last_shown: tuple[tuple, ndarray] | None = None  # bits, and the instances of masks whose they are
+        self._shown = lru_cache(1)(partial(_shown, task.masks, self.problem))
 
-    def __call__(self, item: tuple[Index, int]) -> None:
+    def __call__(self, item: tuple[Index, AbstractContextManager]) -> None:
         """Compute a batch; again, with care for what is hidden, if something is not a finite number."""
-        self.index, number = item
+        self.index, turn = item
         self.lead = [part.stop - part.start for part in self.index]
         self.heads = (*self.lead[:-1], self.lead[-1] * self.group)
         *batch, kv = self.index
@@ -129,16 +131,13 @@ class Direct:
         self.operands = {name: self.take(name, x).astype(self.dtype, copy=False) for name, x in task.operands.items()}
         compute = self._forward if self.problem.operation == "forward" else self._backward
         results = compute(careful=False) or compute(careful=True)
-        if task.shares:
-            task.turns.wait((), number)
-        for name, part in results.items():
-            target = self.take(name, task.results[name])
-            if task.shares:
-                target += summed_to(part, target.shape, target.dtype)
-            elif not np.may_share_memory(part, target):
-                target[...] = part.reshape(target.shape)
-        if task.shares:
-            task.turns.release(())
+        with turn:
+            for name, part in results.items():
+                target = self.take(name, task.results[name])
+                if task.shares:
+                    target += summed_to(part, target.shape, target.dtype)
+                elif not np.may_share_memory(part, target):
+                    target[...] = part.reshape(target.shape)
 
     def take(self, name: str, array: ndarray) -> ndarray:
         """Return the part of an array, whose leading axes may be 1, that belongs to the batch."""
@@ -202,17 +201,6 @@ class Direct:
             return shown[0][:, None]
         return np.moveaxis(np.array(shown).reshape(*self.lead, self.group, *shown[0].shape), -3, -2)
 
-    def _shown(self, instances: tuple) -> ndarray:
-        if self._last_shown is not None and self._last_shown[0] == instances:
-            return self._last_shown[1]
-        problem, hidden = self.problem, np.zeros((1, 1), bool)
-        for mask, instance in zip(self.task.masks, instances, strict=True):
-            hidden = hidden | mask.hidden(instance, slice(0, problem.n_queries), slice(0, problem.n_keys))
-        hidden = np.broadcast_to(hidden, (problem.n_keys, problem.n_queries))
-        bits = np.subtract(hidden, 1, dtype=np.dtype(f"u{self.dtype.itemsize}"), casting="unsafe")
-        self._last_shown = instances, bits
-        return bits
-
     def _forward(self, *, careful: bool) -> dict[str, ndarray] | None:
         """Return o and, if they are wanted, l and m; None where care is needed."""
         s, statistics = self.scores(self.rows_of("q"), careful=careful), self.problem.statistics
@@ -231,12 +219,8 @@ class Direct:
         product(p.swapaxes(-1, -2), self.operands["v"], o, careful=careful)
         if not (careful or is_finite(o, l)):
             return None
-        empty = l == 0
-        o /= np.where(empty, 1, l)[..., None]
-        if not statistics:
-            return {"o": o}
-        relative_to = exponential(m if reference is None else m - reference)
-        return {"o": o, "l": np.where(empty, 0, l / relative_to), "m": np.where(empty, -np.inf, m)}
+        o /= np.where(l == 0, 1, l)[..., None]
+        return {"o": o} | (statistics_of(l, m, reference) if statistics else {})
 
     def _backward(self, *, careful: bool) -> dict[str, ndarray] | None:
         """Return the gradients; None where care is needed."""
@@ -262,3 +246,11 @@ class Direct:
         if not (careful or is_finite(results["dv"], results["dk"], dq)):
             return None
         return results | {"dq": dq.reshape(*self.heads, problem.n_queries, problem.head_dim)}
+
+
+def _shown(masks: Sequence[Any], problem: Problem, instances: tuple) -> ndarray:
+    """Return the bits of what a head sees, (keys, queries); no method, lest what remembers it hold itself."""
+    hidden = np.zeros((problem.n_keys, problem.n_queries), bool)
+    for mask, instance in zip(masks, instances, strict=True):
+        hidden |= mask.hidden(instance, slice(0, problem.n_queries), slice(0, problem.n_keys))
+    return np.subtract(hidden, 1, dtype=f"u{problem.stat_dtype.itemsize}", casting="unsafe")

@@ -19,6 +19,7 @@ from cuattn.cpu.arithmetic import (
     lowest,
     product,
     relative,
+    statistics_of,
 )
 from cuattn.cpu.blocks import UNIT
 from cuattn.cpu.tiles import Part
@@ -102,15 +103,12 @@ class ForwardWalk(Walk):
 
     def _finish(self) -> None:
         """Write the results of an item: algorithm 2, lines 15 and 16, once for all."""
-        empty, group = self._l == 0, self.item.group
-        below = np.where(empty, 1, self._l)
+        group, below = self.item.group, np.where(self._l == 0, 1, self._l)
         below *= below.dtype.type(1 / self.problem.dropout_scale)
         target = group.of_queries(self.task.results["o"], self.item.rows)
         o, below = (self.by_head(x)[:, : self.count] for x in (self._o, below))
         np.divide(o, below[..., None], out=target, casting="unsafe")
         if self.problem.statistics:
-            self._m[empty] = -np.inf
-            relative_to = exponential(np.where(empty, 0, self._m - self._reference))
-            for name, values in (("l", self._l / relative_to), ("m", self._m)):
+            for name, values in statistics_of(self._l, self._m, self._reference).items():
                 target = group.of_queries(self.task.results[name], self.item.rows)
                 target[...] = self.by_head(values)[:, : self.count]
