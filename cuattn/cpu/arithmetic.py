@@ -16,7 +16,8 @@ from numpy import ndarray
 # Exponentials are within 2^-32 .. 2^32 of each row's reference.  float32 has 2^-126 .. 2^128: a row of 2^24 keys sums
 # to 2^56, and its output stays below the largest number with values up to 2^71; values down to 2^-70 keep all bits.
 WINDOW = 22.0
-_LANES = 16  # keys whose scores are compared at once
+_LANES = 16  # elements between lines, lest they share a cache's sets
+_FEW = 16  # keys that are quicker to add up by halves
 
 
 def _exp2_is_vectorised() -> bool:
@@ -107,7 +108,7 @@ def selecting_product(weights: ndarray, data: ndarray, out: ndarray) -> ndarray:
 
 
 def fold(ufunc: np.ufunc, s: ndarray, room: ndarray) -> ndarray:
-    """Reduce (..., keys, rows) over the keys, by halves: lines are long, and no bit depends on how many rows there are.
+    """Reduce (..., keys, rows) over the keys, by eighths or halves: lines are long, and bits do not depend on the rows.
 
     `room` has one axis and as many elements as s, and is overwritten.
     """
@@ -115,12 +116,17 @@ def fold(ufunc: np.ufunc, s: ndarray, room: ndarray) -> ndarray:
     if rows == 1:
         return ufunc.reduce(s, -2)
     while keys > 1:
-        last, odd, keys = s[..., -1, :], keys % 2, keys // 2
+        parts = 8 if keys > _FEW and keys % 8 == 0 else 2
+        last, odd, keys = s[..., -1, :], keys % parts, keys // parts
         size = math.prod(lead) * keys * rows
-        half, room = room[:size], room[size:]
-        s = ufunc(s[..., :keys, :], s[..., keys : 2 * keys, :], out=half.reshape(*lead, keys, rows))
+        some, room = room[:size].reshape(*lead, keys, rows), room[size:]
+        if parts == 8:
+            ufunc.reduce(s.reshape(*lead, parts, keys, rows), -3, out=some)
+        else:
+            ufunc(s[..., :keys, :], s[..., keys : 2 * keys, :], out=some)
         if odd:
-            ufunc(s[..., 0, :], last, out=s[..., 0, :])
+            ufunc(some[..., 0, :], last, out=some[..., 0, :])
+        s = some
     return s[..., 0, :].copy()
 
 

@@ -73,7 +73,8 @@ def layout(problem: Problem) -> tuple[list[Index], dict[str, int]]:
     batches = _batches(shape, most)
     heads = max(math.prod([part.stop - part.start for part in index]) for index in batches)
     names = ["s", "halves" if problem.operation == "forward" else "ds", "tanh"]
-    return batches, dict.fromkeys(names[: 2 + (problem.softcap is not None)], heads * rows * keys)
+    sizes = dict.fromkeys(names[: 2 + (problem.softcap is not None)], heads * rows * keys)
+    return batches, sizes | {"q": heads * rows * problem.head_dim}
 
 
 def _batches(shape: tuple[int, ...], most: int) -> list[Index]:
@@ -177,8 +178,10 @@ class Direct:
 
     def scores(self, q: ndarray, *, careful: bool) -> ndarray:
         """Return the scores: algorithm 2, lines 10 and 11; what masks hide is not yet."""
-        s = self.products("s", "k", q)
-        s *= self.task.factor
+        few = self.problem.n_keys <= self.problem.head_dim  # then there are fewer scores to scale than queries
+        s = self.products("s", "k", q if few else np.multiply(q, self.task.factor, self.buffers.get("q", *q.shape)))
+        if few:
+            s *= self.task.factor
         if self.problem.softcap is not None:
             self.tanh = np.tanh(s, self.buffers.get("tanh", *s.shape))
             np.multiply(self.tanh, self.problem.softcap, s)
