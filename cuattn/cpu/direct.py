@@ -5,9 +5,8 @@ so no key or value is copied (but to the precision of the sums).  References and
 """
 
 import math
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product as every
 from typing import Any
 
@@ -119,7 +118,7 @@ class Direct:
         self.task, self.problem, self.dtype = task, task.problem, task.problem.stat_dtype
         self.buffers = Buffers(self.dtype, task.buffer_sizes)
         self.group, self.rows = self.problem.group, self.problem.group * self.problem.n_queries
-        self._shown = lru_cache(1)(partial(_shown, task.masks, self.problem))
+        self._last_shown: dict[tuple, ndarray] = {}  # bits, by the instances of masks whose they are
 
     def __call__(self, item: tuple[Index, AbstractContextManager]) -> None:
         """Compute a batch; again, with care for what is hidden, if something is not a finite number."""
@@ -204,6 +203,16 @@ class Direct:
             return shown[0][:, None]
         return np.moveaxis(np.array(shown).reshape(*self.lead, self.group, *shown[0].shape), -3, -2)
 
+    def _shown(self, instances: tuple) -> ndarray:
+        """Return the bits of what a head sees, (keys, queries)."""
+        if instances not in self._last_shown:
+            hidden = np.zeros((self.problem.n_keys, self.problem.n_queries), bool)
+            for mask, instance in zip(self.task.masks, instances, strict=True):
+                hidden |= mask.hidden(instance, slice(0, hidden.shape[1]), slice(0, hidden.shape[0]))
+            bits = np.subtract(hidden, 1, dtype=f"u{self.dtype.itemsize}", casting="unsafe")
+            self._last_shown = {instances: bits}
+        return self._last_shown[instances]
+
     def _forward(self, *, careful: bool) -> dict[str, ndarray] | None:
         """Return o and, if they are wanted, l and m; None where care is needed."""
         s, statistics = self.scores(self.rows_of("q"), careful=careful), self.problem.statistics
@@ -249,11 +258,3 @@ class Direct:
         if not (careful or is_finite(results["dv"], results["dk"], dq)):
             return None
         return results | {"dq": dq.reshape(*self.heads, problem.n_queries, problem.head_dim)}
-
-
-def _shown(masks: Sequence[Any], problem: Problem, instances: tuple) -> ndarray:
-    """Return the bits of what a head sees, (keys, queries); no method, lest what remembers it hold itself."""
-    hidden = np.zeros((problem.n_keys, problem.n_queries), bool)
-    for mask, instance in zip(masks, instances, strict=True):
-        hidden |= mask.hidden(instance, slice(0, problem.n_queries), slice(0, problem.n_keys))
-    return np.subtract(hidden, 1, dtype=f"u{problem.stat_dtype.itemsize}", casting="unsafe")
