@@ -10,6 +10,7 @@ from threadpoolctl import threadpool_info
 
 import cuattn
 from cuattn.cli import devices
+from cuattn.cpu.threads import usable_cores
 from cuattn.cuda.compile import cache_dir, nvrtc_version
 from cuattn.errors import CompileError
 
@@ -65,8 +66,7 @@ def _cuda_versions():
 
 def _devices():
     """Return the CPU and the GPUs."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = {"CPU": f"{platform.machine()}, {usable} of {os.cpu_count()} cores usable"}
+    found = {"CPU": f"{platform.machine()}, {usable_cores()} of {os.cpu_count()} cores usable"}
     cupy, _ = devices.cupy_with_gpu()
     for index in range(cupy.cuda.runtime.getDeviceCount() if cupy else 0):
         facts = cupy.cuda.runtime.getDeviceProperties(index)

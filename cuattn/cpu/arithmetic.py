@@ -16,8 +16,8 @@ from numpy import ndarray
 # Exponentials are within 2^-32 .. 2^32 of each row's reference.  float32 has 2^-126 .. 2^128: a row of 2^24 keys sums
 # to 2^56, and its output stays below the largest number with values up to 2^71; values down to 2^-70 keep all bits.
 WINDOW = 22.0
-_LANES = 16  # keys whose scores are compared at once
-_LINES = 128  # keys that may be added up one by one
+_LANES = 16  # elements between lines, lest they share a cache's sets
+_FEW = 16  # keys that are quicker to add up by halves
 
 
 def _exp2_is_vectorised() -> bool:
@@ -36,7 +36,7 @@ _LOG2_E = float(1 / np.log(np.longdouble(2)))
 
 def exponential(s: ndarray) -> ndarray:
     """Return exp of an array, with the bits of :func:`exponentiate`."""
-    return exponentiate(np.array(s, ndmin=1)).reshape(np.shape(s))
+    return exponentiate(np.array(s))
 
 
 def exponentiate(s: ndarray) -> ndarray:
@@ -59,6 +59,13 @@ def relative(s: ndarray) -> ndarray:
     exponentiate(s)
     # Takes nothing from a weight that counts: it is less than half a unit in the last place of 2^-100.
     return np.subtract(s, exponential(np.full(16, floor, s.dtype))[0], out=s)
+
+
+def exponentials(s: ndarray, reference: ndarray | None, *, bounded: bool) -> ndarray:
+    """Replace scores by exponentials relative to references, None for 0; `bounded` ones are not far from 0."""
+    if reference is not None:
+        s -= reference
+    return exponentiate(s) if bounded and reference is None else relative(s)
 
 
 def longest_of(vectors: ndarray, dtype: np.dtype | None = None) -> float:
@@ -100,22 +107,27 @@ def selecting_product(weights: ndarray, data: ndarray, out: ndarray) -> ndarray:
     return out
 
 
-def fold(ufunc: np.ufunc, s: ndarray) -> ndarray:
-    """Reduce (..., keys, rows) over the keys; longer lines are quicker to add or to compare."""
+def fold(ufunc: np.ufunc, s: ndarray, room: ndarray) -> ndarray:
+    """Reduce (..., keys, rows) over the keys, by eighths or halves: lines are long, and bits do not depend on the rows.
+
+    `room` has one axis and as many elements as s, and is overwritten.
+    """
     *lead, keys, rows = s.shape
-    if keys > _LANES and not keys % _LANES:
-        s = ufunc.reduce(s.reshape(*lead, -1, _LANES * rows), -2).reshape(*lead, _LANES, rows)
-    return ufunc.reduce(s, -2)
-
-
-def total(p: ndarray) -> ndarray:
-    """Return the sum of (..., keys, rows) over the keys, to bits that do not depend on the number of rows."""
-    *lead, keys, rows = p.shape
-    if keys < 2 * _LINES:
-        return fold(np.add, p)
-    cut = keys // _LINES * _LINES
-    parts = fold(np.add, p[..., :cut, :].reshape(*lead, -1, _LINES, rows))
-    return fold(np.add, parts) + fold(np.add, p[..., cut:, :])
+    if rows == 1:
+        return ufunc.reduce(s, -2)
+    while keys > 1:
+        parts = 8 if keys > _FEW and keys % 8 == 0 else 2
+        last, odd, keys = s[..., -1, :], keys % parts, keys // parts
+        size = math.prod(lead) * keys * rows
+        some, room = room[:size].reshape(*lead, keys, rows), room[size:]
+        if parts == 8:
+            ufunc.reduce(s.reshape(*lead, parts, keys, rows), -3, out=some)
+        else:
+            ufunc(s[..., :keys, :], s[..., keys : 2 * keys, :], out=some)
+        if odd:
+            ufunc(some[..., 0, :], last, out=some[..., 0, :])
+        s = some
+    return s[..., 0, :].copy()
 
 
 def hide(s: ndarray, shown: ndarray, value: float = 0.0) -> None:
@@ -137,34 +149,50 @@ def hide(s: ndarray, shown: ndarray, value: float = 0.0) -> None:
         np.bitwise_or(bits, ~shown & np.array(value, s.dtype).view(shown.dtype), bits)
 
 
+def reference_of(m: ndarray) -> ndarray | None:
+    """Return what rows with these highest scores are relative to; None for 0 throughout."""
+    away = np.abs(m)
+    if away.max() <= WINDOW:
+        return None
+    return np.where((away > WINDOW) & (m > -np.inf), m, 0)
+
+
+def statistics_of(l: ndarray, m: ndarray, reference: ndarray | None) -> dict[str, ndarray]:
+    """Return l and m of rows, given l relative to a reference; 0 and -inf where a row is empty."""
+    empty = l == 0
+    relative_to = exponential(m if reference is None else np.where(empty, 0, m - reference))
+    return {"l": np.where(empty, 0, l / relative_to), "m": np.where(empty, -np.inf, m)}
+
+
+def add_bias(s: ndarray, bias: ndarray, *, careful: bool) -> None:
+    """Add a bias to scores; with care it hides even where the score itself is NaN."""
+    s += bias
+    if careful:
+        np.copyto(s, -np.inf, where=bias == -np.inf)
+
+
 class RowWeights(NamedTuple):
     """What the backward needs to know of rows, from the forward's results, (..., rows) each."""
 
     empty: ndarray | None  # which rows see nothing; None if there are none
     reference: ndarray | None  # what scores are relative to; None for 0 throughout
-    factors: ndarray  # (..., rows, 1): do times them meets exponentials where it should meet probabilities
-    delta: ndarray  # D of algorithm 4, line 19, less dlse, for exponentials too
+    factors: ndarray  # make probabilities of exponentials
+    delta: ndarray  # D of algorithm 4, line 19, less dlse
 
 
-def row_weights(rows: Mapping[str, ndarray], dropout_scale: float) -> RowWeights:
+def row_weights(rows: Mapping[str, ndarray]) -> RowWeights:
     """Return the weights of rows, given their do, o, l, m and perhaps dlse."""
     do, o, l, m = (rows[name] for name in ("do", "o", "l", "m"))
-    empty = reference = None
-    if not np.abs(m).max() <= WINDOW:  # as where a row is empty
-        empty = l == 0
-        reference = np.where((np.abs(m) > WINDOW) & ~empty, m, 0)
-        m, l = np.where(empty, 0, m - reference), np.where(empty, np.inf, l)
-    weight = 1 / (l * exponential(m))
     delta = np.vecdot(do, o, dtype=l.dtype, casting="unsafe")
     if "dlse" in rows:
         delta -= rows["dlse"]
-    delta *= weight
-    if reference is not None:
+    empty, reference = None, reference_of(m)
+    if reference is not None:  # as where a row is empty
+        empty = l == 0
         delta[empty] = 0
+        m, l = np.where(empty, 0, m - reference), np.where(empty, np.inf, l)
         empty, reference = (x if x.any() else None for x in (empty, reference))
-    if dropout_scale != 1:
-        weight *= dropout_scale
-    return RowWeights(empty, reference, weight[..., None], delta)
+    return RowWeights(empty, reference, 1 / (l * exponential(m)), delta)
 
 
 def differentiate_scores(ds: ndarray, p: ndarray, delta: ndarray, *, careful: bool) -> None:

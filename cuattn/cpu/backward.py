@@ -10,22 +10,23 @@ Scores are made by the forward's products, so they have its bits; exponentials a
 up with.  What a saturated softmax gives is then exact: its largest weight is exp(m - m) / l.
 """
 
+from contextlib import AbstractContextManager
+
 import numpy as np
 from numpy import ndarray
 
 from cuattn.cpu.arithmetic import (
     differentiate_scores,
     differentiate_softcap,
-    exponentiate,
+    exponentials,
     hide,
     longest_of,
     product,
-    relative,
     row_weights,
     summed_to,
 )
 from cuattn.cpu.tiles import Part
-from cuattn.cpu.walk import END, Item, Tiles, Walk
+from cuattn.cpu.walk import Item, Tiles, Walk
 from cuattn.io_model.sizes import cdiv
 
 
@@ -41,8 +42,8 @@ class BackwardWalk(Walk):
         """Compute an item."""
         self.turn_to(item)
         self._begin()
-        for part, number in zip(item.parts, item.numbers, strict=False):
-            self._advance(part, number)
+        for part, turn in zip(item.parts, item.turns, strict=False):
+            self._advance(part, turn)
         self._finish()
 
     def _begin(self) -> None:
@@ -53,25 +54,30 @@ class BackwardWalk(Walk):
             for name, x in self.task.operands.items()
             if name not in ("k", "v", "bias")
         }
-        weights = row_weights(rows, problem.dropout_scale)
+        weights = row_weights(rows)
         self._q, self._q_transposed = self.load("q", rows["q"], self.task.factor, weights.empty)
-        self._do, self._do_transposed = self.load("do", rows["do"], weights.factors, weights.empty)
-        self._reference, self._delta = np.zeros((2, self.members, self.blocks.rows), self.dtype)
-        self.by_head(self._delta)[:, : self.count] = weights.delta
-        self._moved = weights.reference is not None
-        if self._moved:
-            self.by_head(self._reference)[:, : self.count] = weights.reference
+        self._do, self._do_transposed = self.load(
+            "do", rows["do"], problem.dropout_scale * weights.factors[..., None], weights.empty
+        )
+        self._delta = self._of_rows(weights.delta * weights.factors)  # for exponentials
+        self._reference = None if weights.reference is None else self._of_rows(weights.reference)
         self._dq = np.zeros_like(self._q)
         dbias, self._dbias = self.task.results.get("dbias"), None  # sums over keys, which this item makes alone
         if dbias is not None and dbias.shape[-1] == 1 < problem.n_keys:
             self._dbias = np.zeros_like(group.of_queries(dbias, self.item.rows).swapaxes(1, 2))
         longest_q, longest_do = longest_of(self._q), longest_of(self._do)
-        self._bounded = self.bounded(longest_q) and not self._moved
+        self._bounded = self.bounded(longest_q)
         k_norm, v_norm = (self.task.max_norm(name, group) for name in "kv")
         largest = longest_q + k_norm + longest_do * v_norm + float(np.abs(self._delta).max())  # NaN stays
         self._careful = not largest < np.finfo(self.dtype).max
 
-    def _advance(self, part: Part, number: int) -> None:
+    def _of_rows(self, values: ndarray) -> ndarray:
+        """Return what there is for each row with axes like those of scores; 0 for rows that do not exist."""
+        padded = np.zeros((self.members, 1, 1, self.blocks.rows), self.dtype)
+        self.by_head(padded[:, 0, 0])[:, : self.count] = values
+        return padded
+
+    def _advance(self, part: Part, turn: AbstractContextManager) -> None:
         """Take the row tiles through a part of their tiles: algorithm 4, lines 11 to 22."""
         p, careful = self._probabilities(part), self._careful
         ds = self.buffers.get("ds", *p.shape)
@@ -79,28 +85,22 @@ class BackwardWalk(Walk):
             np.matmul(v, self._do_transposed[:, None], ds[:, slots])
         dropped = [] if self.task.dropout is None else list(self.dropped(part))
         self.drop(ds, dropped)  # line 18
-        differentiate_scores(ds, p, self._delta[:, None, None], careful=careful)  # line 20
+        differentiate_scores(ds, p, self._delta, careful=careful)  # line 20
         self.drop(p, dropped)  # line 15
         dv = self._product(p, self._do)
-        self.task.turns.wait((self.item.line, part.index), number)
-        self._add("dv", part, dv)  # line 16
-        if "dbias" in self.task.results:
-            self._add_bias(part, ds)
-        if self.problem.softcap is not None:
-            differentiate_softcap(ds, self.tanh, self.problem.softcap, careful=careful)
-        self._add("dk", part, self._product(ds, self._q))  # line 22
-        self.task.turns.release((self.item.line, part.index))
+        with turn:
+            self._add("dv", part, dv)  # line 16
+            if "dbias" in self.task.results:
+                self._add_bias(part, ds)
+            if self.problem.softcap is not None:
+                differentiate_softcap(ds, self.tanh, self.problem.softcap, careful=careful)
+            self._add("dk", part, self._product(ds, self._q))  # line 22
         self._add_dq(part, ds)  # line 21
 
     def _probabilities(self, part: Part) -> ndarray:
         """Return P of a part, unweighted: algorithm 4, lines 11 to 13."""
         s, masks = self.make_scores(part, self._q_transposed, careful=self._careful)
-        if self._moved:
-            s -= self._reference[:, None, None]
-        if self._bounded:
-            exponentiate(s)
-        else:
-            relative(s)
+        exponentials(s, self._reference, bounded=self._bounded)
         for tile, shown in masks:
             hide(tile, shown)
         return s
@@ -139,10 +139,9 @@ class BackwardWalk(Walk):
             target[...] = dq
             if self._dbias is None:
                 return
-        self.task.turns.wait((self.item.line, END), self.item.numbers[-1])
-        if self.task.shares:
-            target += summed_to(dq, target.shape, target.dtype)
-        if self._dbias is not None:
-            total = self.item.group.of_queries(self.task.results["dbias"], self.item.rows).swapaxes(1, 2)
-            total += self._dbias
-        self.task.turns.release((self.item.line, END))
+        with self.item.turns[-1]:
+            if self.task.shares:
+                target += summed_to(dq, target.shape, target.dtype)
+            if self._dbias is not None:
+                total = self.item.group.of_queries(self.task.results["dbias"], self.item.rows).swapaxes(1, 2)
+                total += self._dbias

@@ -30,15 +30,16 @@ class Buffers:
     def __init__(self, dtype: np.dtype, sizes: dict[str, int]) -> None:
         self._dtype, self._sizes = dtype, sizes
         self._arrays: dict[str, ndarray] = {}
+        self._small = sum(sizes.values()) <= _SMALL
         size = sum(size * dtype.itemsize + _LINE + _SKEW for size in sizes.values())
         self._boundary = _HUGE_PAGE if size >= 2 * _HUGE_PAGE else _LINE
         self.nbytes = size + self._boundary
 
     def get(self, name: str, *shape: int) -> ndarray:
         """Return an uninitialised C-contiguous array; what one of the same name held is lost."""
+        if self._small:
+            return np.empty(shape, self._dtype)
         if not self._arrays:
-            if sum(self._sizes.values()) <= _SMALL:
-                return np.empty(shape, self._dtype)
             self._cut()
         return self._arrays[name][: math.prod(shape)].reshape(shape)
 

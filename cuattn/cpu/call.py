@@ -74,10 +74,10 @@ def run(
     dropout = Dropout(problem, place, state) if problem.dropout else None
     task = _task(problem, operands, visible_parts(problem, masks, place), dropout, totals, shares)
     threads.run(task, lambda: _worker(task), _threads(task))
-    with np.errstate(over="ignore"):  # the largest numbers of narrow dtypes are soon reached
-        for name, result in results.items():
-            if totals[name] is not result:
-                result[...] = totals[name]
+    for name in sums:
+        if totals[name] is not results[name]:
+            with np.errstate(over="ignore"):  # the largest numbers of narrow dtypes are soon reached
+                results[name][...] = totals[name]
     return results
 
 
@@ -145,7 +145,9 @@ def _sums(problem: Problem, operands: Arrays) -> tuple[bool, dict[str, np.dtype]
     heads = {"q": problem.heads, "k": problem.kv_heads, "v": problem.kv_heads, "bias": problem.heads}
     shapes = {name: operands[name].shape for name in heads if name in operands}
     shares = any(shape[:-2] != (*problem.batch, heads[name]) for name, shape in shapes.items())
-    names = [name for name in shapes if shares or not (is_small(problem) or name == "q")]
+    if is_small(problem) and not shares:
+        return False, {}
+    names = [name for name in shapes if shares or name != "q"]
     dtypes = dict.fromkeys(names, problem.stat_dtype)
     if "bias" in names and 1 in shapes["bias"][-2:]:
         dtypes["bias"] = np.dtype(np.float64)  # many terms nearly cancel

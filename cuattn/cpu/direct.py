@@ -5,7 +5,8 @@ so no key or value is copied (but to the precision of the sums).  References and
 """
 
 import math
-from functools import cached_property, lru_cache
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from itertools import product as every
 from typing import Any
 
@@ -14,18 +15,19 @@ from numpy import ndarray
 
 from cuattn.cpu.arithmetic import (
     WINDOW,
+    add_bias,
     differentiate_scores,
     differentiate_softcap,
-    exponential,
+    exponentials,
     exponentiate,
     fold,
     hide,
     is_finite,
     product,
-    relative,
+    reference_of,
     row_weights,
+    statistics_of,
     summed_to,
-    total,
 )
 from cuattn.cpu.blocks import place_of
 from cuattn.cpu.buffers import Buffers
@@ -39,7 +41,6 @@ _MOST_OF_FEW = 1 << 22  # where they are few rows, for which tiles would have to
 _FEW = 16
 _SHARES = {"forward": 1.0, "backward": 2.5}  # of a forward's time
 _NANOSECONDS = 1_500_000  # that a batch is to take: a few times what its calls cost
-_LOW = -40.0  # bias above which nothing is as good as hidden
 
 Index = tuple[slice, ...]  # into axes (*batch, kv_heads)
 
@@ -66,19 +67,13 @@ def layout(problem: Problem) -> tuple[list[Index], dict[str, int]]:
     Nothing here depends on the number of threads, as sums may depend on this.
     """
     shape = *problem.batch, problem.kv_heads
-    keys, rows, d, dv = problem.n_keys, problem.group * problem.n_queries, problem.head_dim, problem.head_dim_v
+    keys, rows = problem.n_keys, problem.group * problem.n_queries
     most = max(1, int(min(_SCORES / (keys * rows), _NANOSECONDS * math.prod(shape) / nanoseconds(problem))))
     batches = _batches(shape, most)
     heads = max(math.prod([part.stop - part.start for part in index]) for index in batches)
-    widths = {"s": keys, "q": d}
-    if problem.softcap is not None:
-        widths["tanh"] = keys
-    if problem.operation == "forward":
-        widths["o"] = dv
-    else:
-        widths |= {"ds": keys, "do": dv, "dq": d}
-        widths |= {"dk": cdiv(keys * d, rows), "dv": cdiv(keys * dv, rows)}
-    return batches, {name: heads * rows * width for name, width in widths.items()}
+    names = ["s", "halves" if problem.operation == "forward" else "ds", "tanh"]
+    sizes = dict.fromkeys(names[: 2 + (problem.softcap is not None)], heads * rows * keys)
+    return batches, sizes | {"q": heads * rows * problem.head_dim}
 
 
 def _batches(shape: tuple[int, ...], most: int) -> list[Index]:
@@ -98,29 +93,22 @@ class WholeHeads(Task):
         super().__init__(*arguments)
         self.batches, self.buffer_sizes = layout(self.problem)
         self.sizes = [len(self.batches)]
-        # Arrays of axes (*batch, heads, ...) get axes (*batch, kv_heads, group, ...).
-        self.operands, self.results = (
-            {name: x if name.removeprefix("d") in ("k", "v") else self._grouped(x) for name, x in arrays.items()}
-            for arrays in (self.operands, self.results)
-        )
         if "bias" in self.operands:
-            bias = np.moveaxis(self.operands["bias"], -1, -3)  # as scores are
+            bias = np.moveaxis(self._grouped(self.operands["bias"]), -1, -3)  # as scores are
             of_all = bias.size == bias.shape[-3] * bias.shape[-1]
-            self.operands["bias"] = np.ascontiguousarray(bias) if of_all else bias
-
-    @cached_property
-    def low(self) -> bool:
-        """Whether a bias makes scores as good as hidden."""
-        return "bias" in self.operands and not self.operands["bias"].min() > _LOW
+            self.operands = {**self.operands, "bias": np.ascontiguousarray(bias) if of_all else bias}
+        if "dbias" in self.results:
+            self.results = {**self.results, "dbias": self._grouped(self.results["dbias"])}
 
     def _grouped(self, x: ndarray) -> ndarray:
-        axis, group = len(self.problem.batch), self.problem.group
-        split = (1, 1) if x.shape[axis] == 1 else (x.shape[axis] // group, group)
-        return x.reshape(*x.shape[:axis], *split, *x.shape[axis + 1 :])
+        """Return an array of axes (*batch, heads, ...) with axes (*batch, kv_heads, group, ...)."""
+        *batch, heads, rows, keys = x.shape
+        group = min(heads, self.problem.group)
+        return x.reshape(*batch, heads // group, group, rows, keys)
 
-    def item(self, _: int, n: int) -> tuple[Index, int]:
+    def item(self, _: int, n: int) -> tuple[Index, AbstractContextManager]:
         """Return an item of work: a batch and its turn at shared sums."""
-        return self.batches[n], n
+        return self.batches[n], self.turns.take(()) if self.shares else nullcontext()
 
 
 class Direct:
@@ -129,70 +117,76 @@ class Direct:
     def __init__(self, task: WholeHeads) -> None:
         self.task, self.problem, self.dtype = task, task.problem, task.problem.stat_dtype
         self.buffers = Buffers(self.dtype, task.buffer_sizes)
-        self.rows = self.problem.group * self.problem.n_queries
-        self._last_shown: tuple[tuple, ndarray] | None = None  # bits, and the instances of masks whose they are
+        self.group, self.rows = self.problem.group, self.problem.group * self.problem.n_queries
+        self._last_shown: dict[tuple, ndarray] = {}  # bits, by the instances of masks whose they are
 
-    def __call__(self, item: tuple[Index, int]) -> None:
+    def __call__(self, item: tuple[Index, AbstractContextManager]) -> None:
         """Compute a batch; again, with care for what is hidden, if something is not a finite number."""
-        index, number = item
-        self.index, self.lead = index, [part.stop - part.start for part in index]
-        self.operands = {name: self.take(x).astype(self.dtype, copy=False) for name, x in self.task.operands.items()}
+        self.index, turn = item
+        self.lead = [part.stop - part.start for part in self.index]
+        self.heads = (*self.lead[:-1], self.lead[-1] * self.group)
+        *batch, kv = self.index
+        self.of_heads = (*batch, slice(kv.start * self.group, kv.stop * self.group))
+        task = self.task
+        self.operands = {name: self.take(name, x).astype(self.dtype, copy=False) for name, x in task.operands.items()}
         compute = self._forward if self.problem.operation == "forward" else self._backward
         results = compute(careful=False) or compute(careful=True)
-        if self.task.shares:
-            self.task.turns.wait((), number)
-        for name, part in results.items():
-            target = self.take(self.task.results[name])
-            if self.task.shares:
-                target += summed_to(part, target.shape, target.dtype)
-            else:
-                target[...] = part.reshape(target.shape)
-        if self.task.shares:
-            self.task.turns.release(())
+        with turn:
+            for name, part in results.items():
+                target = self.take(name, task.results[name])
+                if task.shares:
+                    target += summed_to(part, target.shape, target.dtype)
+                elif not np.may_share_memory(part, target):
+                    target[...] = part.reshape(target.shape)
 
-    def take(self, array: ndarray) -> ndarray:
+    def take(self, name: str, array: ndarray) -> ndarray:
         """Return the part of an array, whose leading axes may be 1, that belongs to the batch."""
-        return array if len(self.task.batches) == 1 else array[place_of(array, self.index)]
+        if len(self.task.batches) == 1:
+            return array
+        by_kv_head = name.removeprefix("d") in ("k", "v", "bias")
+        return array[place_of(array, self.index if by_kv_head else self.of_heads)]
 
-    def load(self, name: str, factors: Any, empty: ndarray | None = None) -> ndarray:
-        """Return the rows of q or do, (..., rows, width), times `factors`; `empty` rows are 0."""
+    def result(self, name: str, *shape: int) -> ndarray:
+        """Return where to make a result of this shape: in its place, if that is not to be added to or rounded."""
+        target = self.take(name, self.task.results[name])
+        if self.task.shares or target.dtype != self.dtype:
+            return np.empty(shape, self.dtype)
+        return target.reshape(shape)
+
+    def rows_of(self, name: str, empty: ndarray | None = None) -> ndarray:
+        """Return the rows of q or do, (..., rows, width); `empty` ones are 0: nothing may depend on what they hold."""
         source = self.operands[name]
-        rows = self.buffers.get(name, *self.lead, self.problem.group, *source.shape[-2:])
-        np.multiply(source, factors, rows)
         if empty is not None:
-            rows[empty] = 0
-        return rows.reshape(*self.lead, self.rows, rows.shape[-1])
+            source = np.where(empty[..., None], 0, source)
+        elif source.shape[:-2] != self.heads:
+            source = np.broadcast_to(source, (*self.heads, *source.shape[-2:]))
+        return source.reshape(*self.lead, self.rows, source.shape[-1])
 
     def products(self, out: str, keys: str, rows: ndarray) -> ndarray:
         """Return k or v times rows of q or do, (..., keys, rows)."""
-        return np.matmul(
-            self.operands[keys],
-            rows.swapaxes(-1, -2),
-            self.buffers.get(out, *self.lead, self.problem.n_keys, self.rows),
-        )
+        s = self.buffers.get(out, *self.lead, self.problem.n_keys, self.rows)
+        return np.matmul(self.operands[keys], rows.swapaxes(-1, -2), s)
+
+    def to_scores(self, x: ndarray | None) -> ndarray | None:
+        """Return what there is for each row with axes like those of scores, (..., 1, rows)."""
+        return None if x is None else x.reshape(*self.lead, 1, self.rows)
 
     def by_group(self, s: ndarray) -> ndarray:
         """Return (..., keys, rows) as (..., keys, group, queries)."""
-        return s.reshape(*s.shape[:-1], self.problem.group, self.problem.n_queries)
+        return s.reshape(*s.shape[:-1], self.group, self.problem.n_queries)
 
     def scores(self, q: ndarray, *, careful: bool) -> ndarray:
         """Return the scores: algorithm 2, lines 10 and 11; what masks hide is not yet."""
-        s = self.products("s", "k", q)
+        few = self.problem.n_keys <= self.problem.head_dim  # then there are fewer scores to scale than queries
+        s = self.products("s", "k", q if few else np.multiply(q, self.task.factor, self.buffers.get("q", *q.shape)))
+        if few:
+            s *= self.task.factor
         if self.problem.softcap is not None:
             self.tanh = np.tanh(s, self.buffers.get("tanh", *s.shape))
             np.multiply(self.tanh, self.problem.softcap, s)
         if "bias" in self.operands:
-            bias, target = np.ascontiguousarray(self.operands["bias"]), self.by_group(s)
-            target += bias
-            if careful:  # hidden even where the score itself is NaN
-                np.copyto(target, -np.inf, where=bias == -np.inf)
+            add_bias(self.by_group(s), np.ascontiguousarray(self.operands["bias"]), careful=careful)
         return s
-
-    def exponentials(self, s: ndarray, reference: ndarray | None, *, low: bool) -> ndarray:
-        """Replace scores by exponentials relative to (..., rows), or to 0: algorithm 2, line 12."""
-        if reference is not None:
-            s -= reference.reshape(*self.lead, 1, self.rows)
-        return relative(s) if low or reference is not None else exponentiate(s)
 
     def hide(self, s: ndarray, value: float = 0.0) -> None:
         """Set what masks hide to a number."""
@@ -201,71 +195,66 @@ class Direct:
 
     def shown(self) -> ndarray:
         """Return the bits of what the heads see, which broadcast to (..., keys, group, queries)."""
-        *batch, kv = self.index
-        group, masks = self.problem.group, self.task.masks
-        ranges = [range(part.start, part.stop) for part in (*batch, slice(kv.start * group, kv.stop * group))]
-        if all(math.prod(mask.leading) == 1 for mask in masks):
+        ranges = [range(part.start, part.stop) for part in self.of_heads]
+        if all(math.prod(mask.leading) == 1 for mask in self.task.masks):
             ranges = [part[:1] for part in ranges]
-        shown = [self._shown(tuple([mask.instance(head) for mask in masks])) for head in every(*ranges)]
+        shown = [self._shown(tuple([mask.instance(head) for mask in self.task.masks])) for head in every(*ranges)]
         if all(one is shown[0] for one in shown):
             return shown[0][:, None]
-        return np.moveaxis(np.array(shown).reshape(*self.lead, group, *shown[0].shape), -3, -2)
+        return np.moveaxis(np.array(shown).reshape(*self.lead, self.group, *shown[0].shape), -3, -2)
 
     def _shown(self, instances: tuple) -> ndarray:
-        if self._last_shown is not None and self._last_shown[0] == instances:
-            return self._last_shown[1]
-        problem, hidden = self.problem, np.zeros((1, 1), bool)
-        for mask, instance in zip(self.task.masks, instances, strict=True):
-            hidden = hidden | mask.hidden(instance, slice(0, problem.n_queries), slice(0, problem.n_keys))
-        hidden = np.broadcast_to(hidden, (problem.n_keys, problem.n_queries))
-        bits = np.subtract(hidden, 1, dtype=np.dtype(f"u{self.dtype.itemsize}"), casting="unsafe")
-        self._last_shown = instances, bits
-        return bits
+        """Return the bits of what a head sees, (keys, queries)."""
+        if instances not in self._last_shown:
+            hidden = np.zeros((self.problem.n_keys, self.problem.n_queries), bool)
+            for mask, instance in zip(self.task.masks, instances, strict=True):
+                hidden |= mask.hidden(instance, slice(0, hidden.shape[1]), slice(0, hidden.shape[0]))
+            bits = np.subtract(hidden, 1, dtype=f"u{self.dtype.itemsize}", casting="unsafe")
+            self._last_shown = {instances: bits}
+        return self._last_shown[instances]
 
     def _forward(self, *, careful: bool) -> dict[str, ndarray] | None:
         """Return o and, if they are wanted, l and m; None where care is needed."""
-        s = self.scores(self.load("q", self.task.factor), careful=careful)
-        hides, low, reference = bool(self.task.masks), self.task.low, None
-        if hides and not self.problem.statistics and not low and max(s.max(), -s.min()) <= WINDOW:
-            p, m = exponentiate(s), s
+        s, statistics = self.scores(self.rows_of("q"), careful=careful), self.problem.statistics
+        room = self.buffers.get("halves", s.size)
+        if not statistics and max(s.max(), -s.min()) <= WINDOW:  # then all references are 0, whatever is hidden
+            p = exponentiate(s)
             self.hide(p)
         else:
             self.hide(s, -np.inf)
-            m = fold(np.maximum, s)
-            if not np.abs(m).max() <= WINDOW:
-                reference = np.where((np.abs(m) <= WINDOW) | (m == -np.inf) | np.isnan(m), 0, m)
-            p = self.exponentials(s, reference, low=hides or low)
-        l = total(p)
-        o = self.buffers.get("o", *l.shape, self.problem.head_dim_v)
+            m = fold(np.maximum, s, room)
+            reference = reference_of(m)
+            bounded = not (self.task.masks or "bias" in self.operands)
+            p = exponentials(s, self.to_scores(reference), bounded=bounded)
+        l = fold(np.add, p, room)
+        o = self.result("o", *l.shape, self.problem.head_dim_v)
         product(p.swapaxes(-1, -2), self.operands["v"], o, careful=careful)
         if not (careful or is_finite(o, l)):
             return None
-        empty = l == 0 if hides or low else False
-        o /= np.where(empty, 1, l)[..., None]
-        if not self.problem.statistics:
-            return {"o": o}
-        relative_to = exponential(m if reference is None else m - reference)
-        return {"o": o, "l": np.where(empty, 0, l / relative_to), "m": np.where(empty, -np.inf, m)}
+        o /= np.where(l == 0, 1, l)[..., None]
+        return {"o": o} | (statistics_of(l, m, reference) if statistics else {})
 
     def _backward(self, *, careful: bool) -> dict[str, ndarray] | None:
         """Return the gradients; None where care is needed."""
-        problem, get, weights = self.problem, self.buffers.get, row_weights(self.operands, 1.0)
-        q = self.load("q", self.task.factor, weights.empty)
-        p = self.exponentials(self.scores(q, careful=careful), weights.reference, low=self.task.low)
+        problem, operands, weights = self.problem, self.operands, row_weights(self.operands)
+        q, do = (self.rows_of(name, weights.empty) for name in ("q", "do"))
+        s = self.scores(q, careful=careful)
+        p = exponentials(s, self.to_scores(weights.reference), bounded="bias" not in operands)
         self.hide(p)
-        do = self.load("do", weights.factors, weights.empty)
+        p *= self.to_scores(weights.factors)
         ds = self.products("ds", "v", do)
-        differentiate_scores(ds, p, weights.delta.reshape(*self.lead, 1, self.rows), careful=careful)
-        results = {"dv": product(p, do, get("dv", *p.shape[:-1], problem.head_dim_v), careful=careful)}
+        differentiate_scores(ds, p, self.to_scores(weights.delta), careful=careful)
+        results = {"dv": product(p, do, self.result("dv", *p.shape[:-1], problem.head_dim_v), careful=careful)}
         if "dbias" in self.task.results:
-            dbias, like = np.moveaxis(self.by_group(ds), -3, -1), self.take(self.task.results["dbias"])
+            dbias, like = np.moveaxis(self.by_group(ds), -3, -1), self.take("dbias", self.task.results["dbias"])
             dtype = np.float64 if 1 in like.shape[-2:] else self.dtype
             results["dbias"] = summed_to(dbias, like.shape, dtype).copy()  # as ds may change
         if problem.softcap is not None:
             differentiate_softcap(ds, self.tanh, problem.softcap, careful=careful)
-        results["dk"] = product(ds, q, get("dk", *p.shape[:-1], problem.head_dim), careful=careful)
-        dq = product(ds.swapaxes(-1, -2), self.operands["k"], get("dq", *q.shape), careful=careful)
+        ds *= self.task.factor
+        results["dk"] = product(ds, q, self.result("dk", *p.shape[:-1], problem.head_dim), careful=careful)
+        dq = self.result("dq", *q.shape)
+        product(ds.swapaxes(-1, -2), operands["k"], dq, careful=careful)
         if not (careful or is_finite(results["dv"], results["dk"], dq)):
             return None
-        dq *= self.dtype.type(self.task.factor)
-        return results | {"dq": dq.reshape(*self.lead, problem.group, problem.n_queries, problem.head_dim)}
+        return results | {"dq": dq.reshape(*self.heads, problem.n_queries, problem.head_dim)}

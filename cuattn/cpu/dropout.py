@@ -9,8 +9,6 @@ from cuattn import rng
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Place, Problem
 
-_BLOCK = 16  # rows or keys of the generator's blocks; parts are made of whole ones
-
 
 class Dropout:
     """Which elements stay, by head and range of rows and keys; ranges start at multiples of 16."""
@@ -18,7 +16,7 @@ class Dropout:
     def __init__(self, problem: Problem, place: Place, state: rng.RNGState) -> None:
         self._problem, self._place, self._state = problem, place, state
         self._rows, self._keys = (
-            first + _BLOCK * np.arange(cdiv(length, _BLOCK)) if blocks is None else blocks
+            first + rng.BLOCK * np.arange(cdiv(length, rng.BLOCK)) if blocks is None else blocks
             for first, length, blocks in (
                 (place.row, problem.n_queries, place.row_blocks),
                 (place.key, problem.n_keys, place.key_blocks),
@@ -29,7 +27,7 @@ class Dropout:
         """Return which elements of a head stay, bool (rows, keys)."""
         flat = np.arange(math.prod(self._problem.batch)).reshape(self._problem.batch)[batch]
         b = (self._place.batch + int(flat)) * self._place.heads + self._place.head + head
-        of_rows = self._rows[rows.start // _BLOCK : cdiv(rows.stop, _BLOCK)]
-        of_keys = self._keys[keys.start // _BLOCK : cdiv(keys.stop, _BLOCK)]
+        of_rows = self._rows[rows.start // rng.BLOCK : cdiv(rows.stop, rng.BLOCK)]
+        of_keys = self._keys[keys.start // rng.BLOCK : cdiv(keys.stop, rng.BLOCK)]
         kept = rng.keep_blocks(self._state, self._problem.dropout, b, of_rows, of_keys)
         return kept[: rows.stop - rows.start, : keys.stop - keys.start]

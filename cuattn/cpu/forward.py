@@ -19,7 +19,9 @@ from cuattn.cpu.arithmetic import (
     lowest,
     product,
     relative,
+    statistics_of,
 )
+from cuattn.cpu.blocks import UNIT
 from cuattn.cpu.tiles import Part
 from cuattn.cpu.walk import Item, Tiles, Walk
 
@@ -29,7 +31,7 @@ class ForwardWalk(Walk):
 
     def __init__(self, task: Tiles) -> None:
         width, tiles = task.problem.head_dim_v, task.blocks.step + 1
-        super().__init__(task, {"o": width, "weighed": tiles * width, "sums": tiles})
+        super().__init__(task, {"o": width, "weighed": tiles * width, "sums": tiles, "halves": UNIT})
         self._ones = np.ones((1, self.blocks.keys), self.dtype)
 
     def __call__(self, item: Item) -> None:
@@ -59,7 +61,7 @@ class ForwardWalk(Walk):
             if self.problem.statistics:
                 for tile, shown in masks:
                     hide(tile, shown, lowest(s.dtype))
-                np.maximum(self._m, fold(np.maximum, s.reshape(len(s), -1, s.shape[-1])), out=self._m)
+                np.maximum(self._m, self._highest(s), out=self._m)
             exponentiate(s)
             for tile, shown in masks:
                 hide(tile, shown)
@@ -83,7 +85,7 @@ class ForwardWalk(Walk):
         """Move the references of the rows whose highest score has left the window, and take s relative to them."""
         m, reference = self._m, self._reference
         seen = m > -np.inf
-        np.maximum(m, fold(np.maximum, s.reshape(len(s), -1, s.shape[-1])), out=m)
+        np.maximum(m, self._highest(s), out=m)
         away = (m > reference + WINDOW) | (~seen & (m < reference - WINDOW) & (m > -np.inf))
         if away.any():
             moved = np.where(away, m, reference)
@@ -94,17 +96,19 @@ class ForwardWalk(Walk):
         if reference.any():
             s -= reference[:, None, None]
 
+    def _highest(self, s: ndarray) -> ndarray:
+        """Return the highest score of each row of (members, tiles, keys, rows)."""
+        some = np.maximum.reduce(s.reshape(len(s), -1, UNIT, s.shape[-1]), 1)
+        return fold(np.maximum, some, self.buffers.get("halves", some.size))
+
     def _finish(self) -> None:
         """Write the results of an item: algorithm 2, lines 15 and 16, once for all."""
-        empty, group = self._l == 0, self.item.group
-        below = np.where(empty, 1, self._l)
+        group, below = self.item.group, np.where(self._l == 0, 1, self._l)
         below *= below.dtype.type(1 / self.problem.dropout_scale)
         target = group.of_queries(self.task.results["o"], self.item.rows)
         o, below = (self.by_head(x)[:, : self.count] for x in (self._o, below))
         np.divide(o, below[..., None], out=target, casting="unsafe")
         if self.problem.statistics:
-            self._m[empty] = -np.inf
-            relative_to = exponential(np.where(empty, 0, self._m - self._reference))
-            for name, values in (("l", self._l / relative_to), ("m", self._m)):
+            for name, values in statistics_of(self._l, self._m, self._reference).items():
                 target = group.of_queries(self.task.results[name], self.item.rows)
                 target[...] = self.by_head(values)[:, : self.count]

@@ -10,7 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from typing import Any
 
@@ -35,8 +35,12 @@ def worker_count() -> int:
     """Return how many threads the BLAS library would use."""
     with _lock:
         counts = [count for _, count in _saved] if _depth else [library.num_threads for library in _libraries()]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(counts, default=cores)
+    return max(counts, default=usable_cores())
+
+
+def usable_cores() -> int:
+    """Return how many processor cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def useful(items: int, nanoseconds: float) -> int:
@@ -76,31 +80,29 @@ class Aborted(Exception):
 class Turns:
     """Turns at adding to sums, in an order that does not depend on the threads; a sum is named by any key.
 
-    Every item of work takes a number at each sum when it is handed out, and adds when all lower numbers have.  Nobody
-    waits for ever: the first item that has not finished never waits, as all numbers before its own are done.
+    Every item of work takes its turns when it is handed out, and adds when all earlier turns at a sum are over.  Nobody
+    waits for ever: the first item that has not finished never waits, as all turns before its own are over.
     """
 
     def __init__(self) -> None:
         self._changed, self._aborted = threading.Condition(), False
-        self._issued: dict[Hashable, int] = defaultdict(int)
-        self._passed: dict[Hashable, int] = defaultdict(int)
+        self._taken: dict[Hashable, int] = defaultdict(int)
+        self._over: dict[Hashable, int] = defaultdict(int)
 
-    def take_number(self, key: Hashable) -> int:
-        """Return the next number at a sum; to be called for one item after the other."""
-        self._issued[key] += 1
-        return self._issued[key] - 1
+    def take(self, key: Hashable) -> AbstractContextManager[None]:
+        """Return the next turn at a sum, which begins when the ones before are over."""
+        self._taken[key] += 1
+        return self._turn(key, self._taken[key] - 1)
 
-    def wait(self, key: Hashable, number: int) -> None:
-        """Return when all lower numbers have been released."""
+    @contextmanager
+    def _turn(self, key: Hashable, number: int) -> Iterator[None]:
         with self._changed:
-            self._changed.wait_for(lambda: self._aborted or self._passed[key] == number)
+            self._changed.wait_for(lambda: self._aborted or self._over[key] == number)
         if self._aborted:
             raise Aborted
-
-    def release(self, key: Hashable) -> None:
-        """Pass a sum on to the next number; only its present owner may."""
+        yield
         with self._changed:
-            self._passed[key] += 1
+            self._over[key] += 1
             self._changed.notify_all()
 
     def abort(self) -> None:

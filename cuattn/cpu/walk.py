@@ -6,12 +6,13 @@ statistics of a row then run down an axis along which NumPy reduces whole regist
 
 import math
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
 
-from cuattn.cpu.arithmetic import WINDOW, longest_of, transposed
+from cuattn.cpu.arithmetic import WINDOW, add_bias, longest_of, transposed
 from cuattn.cpu.blocks import HeadGroup, choose, head_groups
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.task import Task
@@ -29,8 +30,7 @@ class Item(NamedTuple):
     group: HeadGroup
     rows: slice  # that exist
     parts: tuple[Part, ...]
-    line: Hashable  # of a backward: which items it shares sums with
-    numbers: list[int]  # and its turns at them: part by part, and at the end
+    turns: list[AbstractContextManager]  # of a backward, at sums that it shares: part by part, and at the end
 
 
 class Tiles(Task):
@@ -54,11 +54,11 @@ class Tiles(Task):
         group, size = self._groups[index][heads], self.blocks.stack * self.blocks.rows
         parts = self.visibility.parts((*group.batch, group.start), stack * self.blocks.stack)
         rows = slice(stack * size, min((stack + 1) * size, self.problem.n_queries))
-        line = () if self.shares else (*group.batch, group.kv_start)
-        numbers = []
+        turns = []
         if self.problem.operation == "backward":
-            numbers = [self.turns.take_number((line, step)) for step in (*(part.index for part in parts), END)]
-        return Item(group, rows, parts, line, numbers)
+            line = () if self.shares else (*group.batch, group.kv_start)
+            turns = [self.turns.take((line, step)) for step in (*(part.index for part in parts), END)]
+        return Item(group, rows, parts, turns)
 
     def max_norm(self, name: str, group: HeadGroup) -> float:
         """Return the length of the longest key or value, "k" or "v", of some heads; not finite where one is not."""
@@ -180,9 +180,7 @@ class Walk:
             np.multiply(self.tanh, self.problem.softcap, out=s)
         if "bias" in self.task.operands:
             for tile, bias in self.bias_of(self.task.operands["bias"], part, s):
-                tile += transposed(bias.swapaxes(1, 2))
-                if careful:  # hidden even where the score itself is NaN
-                    np.copyto(tile, -np.inf, where=bias == -np.inf)
+                add_bias(tile, transposed(bias.swapaxes(1, 2)), careful=careful)
         if careful:  # lest rows that do not exist, and see everything, lead NaN to the sums over rows
             by_head = s.reshape(self.item.group.count, -1, *s.shape[1:])
             by_head[:, -1, ..., (self.count - 1) % self.blocks.rows + 1 :] = -np.inf

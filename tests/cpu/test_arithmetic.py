@@ -63,11 +63,10 @@ def test_row_weights_make_probabilities_of_exponentials():
     m, l = np.array([[3.0, 100.0, -np.inf, -90.0]], np.float32), np.array([[2.0, 1.0, 0.0, 5.0]], np.float32)
     do, o = np.ones((1, 4, 2), np.float32), np.full((1, 4, 2), 0.5, np.float32)
     do[0, 2] = np.nan
-    found = row_weights({"do": do, "o": o, "l": l, "m": m, "dlse": np.full((1, 4), 0.25, np.float32)}, 2.0)
+    found = row_weights({"do": do, "o": o, "l": l, "m": m, "dlse": np.full((1, 4), 0.25, np.float32)})
     np.testing.assert_array_equal(found.reference, [[0, 100, 0, -90]])
     np.testing.assert_array_equal(found.empty, [[False, False, True, False]])
-    factors = found.factors[..., 0]
-    np.testing.assert_allclose(factors * exponential(m - found.reference) * l, [[2, 2, 0, 2]], rtol=1e-6)
-    np.testing.assert_allclose(found.delta, 0.75 * factors / 2, rtol=1e-6)
-    plain = row_weights({"do": do[:, :1], "o": o[:, :1], "l": l[:, :1], "m": m[:, :1]}, 1.0)
+    np.testing.assert_allclose(found.factors * exponential(m - found.reference) * l, [[1, 1, 0, 1]], rtol=1e-6)
+    np.testing.assert_array_equal(found.delta, [[0.75, 0.75, 0, 0.75]])
+    plain = row_weights({"do": do[:, :1], "o": o[:, :1], "l": l[:, :1], "m": m[:, :1]})
     assert plain.reference is None and plain.empty is None

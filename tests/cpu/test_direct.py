@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import cuattn
 from cuattn.cpu.direct import is_small, layout
 from tests.cpu.problems import plain, problem_of
-from tests.cpu.sizes import whole_heads
+from tests.cpu.sizes import tiled, whole_heads
 from tests.strategies import normal
 from tests.test_api import check
 
@@ -100,3 +100,12 @@ def test_shards_drop_what_the_whole_drops():
                 q[1:3, 16:48], k[1:3], v[1:3], dropout_p=0.3, rng=7, origin=cuattn.Origin(head=1, heads=4, row=16)
             )
         np.testing.assert_allclose(part.o, whole.o[1:3, 16:48], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", [whole_heads, tiled])
+def test_a_row_whose_scores_are_all_invisible_is_empty_without_a_mask(way):
+    q, k, v = arrays(2, 5, 8)
+    with way():
+        fwd = cuattn.forward(np.ones_like(q), np.full_like(k, -np.inf), v)
+    for found, expected in zip(fwd[:3], (0, 0, -np.inf), strict=True):
+        np.testing.assert_array_equal(found, expected)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from threadpoolctl import threadpool_info, threadpool_limits
 
 import cuattn
-from cuattn.cpu import threads
+from cuattn.cpu import backward, threads
+from cuattn.cpu.arithmetic import summed_to
 from cuattn.cpu.threads import Aborted, Turns
 from tests.cpu.sizes import tiled
 
@@ -64,8 +65,8 @@ def test_the_first_error_of_any_thread_is_raised_and_blas_gets_its_threads_back(
     task = task_of([20])
     with pytest.raises(ValueError, match="five"):
         threads.run(task, lambda: worker, workers)
-    with pytest.raises(Aborted):
-        task.turns.wait("key", 1)
+    with pytest.raises(Aborted), task.turns.take("key"):
+        pass
     assert blas_threads() == before
 
 
@@ -145,13 +146,13 @@ def test_an_interrupt_waits_for_the_other_threads(monkeypatch):
 
 def test_turns_come_in_order():
     turns, seen = Turns(), []
-    numbers = [turns.take_number("key") for _ in range(4)]
-    assert numbers == [0, 1, 2, 3] and turns.take_number("other") == 0
+    taken = [turns.take("key") for _ in range(4)]
+    with turns.take("other"):
+        pass
 
     def take(number):
-        turns.wait("key", number)
-        seen.append(number)
-        turns.release("key")
+        with taken[number]:
+            seen.append(number)
 
     waiting = [threading.Thread(target=take, args=(n,)) for n in (3, 1, 2)]
     for thread in waiting:
@@ -164,10 +165,12 @@ def test_turns_come_in_order():
 
 def test_an_abort_wakes_those_who_wait():
     turns, caught = Turns(), []
+    _, later = turns.take("key"), turns.take("key")
 
     def wait():
         try:
-            turns.wait("key", 7)
+            with later:
+                pass
         except Aborted:
             caught.append(True)
 
@@ -179,15 +182,15 @@ def test_an_abort_wakes_those_who_wait():
 
 
 def test_an_error_in_the_backward_wakes_the_threads_that_wait(monkeypatch):
-    release, count = Turns.release, iter(range(1000))
+    count = iter(range(1000))
 
-    def failing(self, key):
-        if next(count) == 2:
+    def failing(*arguments):
+        if next(count) == 5:
             raise MemoryError("no room")
-        release(self, key)
+        return summed_to(*arguments)
 
     x = np.random.default_rng(0).standard_normal((1, 400, 16), np.float32)
     fwd = cuattn.forward(x, x, x, is_causal=True)
-    monkeypatch.setattr(Turns, "release", failing)
+    monkeypatch.setattr(backward, "summed_to", failing)
     with tiled(workers=3), pytest.raises(MemoryError, match="no room"):
         cuattn.backward(x, x, x, x, fwd, is_causal=True)
