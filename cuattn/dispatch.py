@@ -70,7 +70,7 @@ class Call:
 
     def __post_init__(self) -> None:
         mask = self.arrays["mask"]
-        if isinstance(mask, Mask):
+        if mask is not None and isinstance(mask, Mask):
             self.masks, self.arrays["mask"] = mask.parts, None
 
     @property
