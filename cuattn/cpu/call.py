@@ -125,10 +125,10 @@ def plan(problem: Problem, operands: Arrays, masks: Sequence[Any]) -> Plan:
 def visible_parts(problem: Problem, masks: Sequence[Any], place: Place) -> tuple[Any, ...]:
     """Return the masks of a problem with its band as one of them."""
     masks, band = [mask.bind(problem.n_queries, problem.n_keys) for mask in masks], problem.band
-    if band is None:
-        return join(masks)
-    offset = band.offset + place.shift
-    return join((*masks, kept_band(problem.n_queries, problem.n_keys, band.left, band.right, offset)))
+    if band is not None:
+        offset = band.offset + place.shift
+        masks.append(kept_band(problem.n_queries, problem.n_keys, band.left, band.right, offset))
+    return join(masks)
 
 
 def _wanted(problem: Problem, operands: Arrays) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

@@ -120,10 +120,9 @@ class Dispatcher:
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self._lock = threading.Lock()
-        self._sizes, self._next = sizes, [0] * len(sizes)
-        self._unopened = iter([group for group, size in enumerate(sizes) if size])
-        self._open: set[int] = set()
+        self._lock, self._sizes = threading.Lock(), sizes
+        self._left = {group: size for group, size in enumerate(sizes) if size}
+        self._unopened = iter(list(self._left))
 
     def take(self, group: int | None, prepare: Callable[[int, int], object]) -> tuple[int, object] | None:
         """Return (group, prepared item) for a thread that is in `group`; None at the end.
@@ -131,24 +130,21 @@ class Dispatcher:
         ``prepare(group, item)`` runs under the lock, so in the order of the items of each group.
         """
         with self._lock:
-            if group not in self._open:
+            if group not in self._left:
                 group = next(self._unopened, None)
                 if group is None:
-                    group = max(self._open, key=lambda g: self._sizes[g] - self._next[g], default=None)
+                    group = max(self._left, key=self._left.__getitem__, default=None)
             if group is None:
                 return None
-            item = self._next[group]
-            self._next[group] += 1
-            if self._next[group] < self._sizes[group]:
-                self._open.add(group)
-            else:
-                self._open.discard(group)
-            return group, prepare(group, item)
+            left = self._left.pop(group)
+            if left > 1:
+                self._left[group] = left - 1
+            return group, prepare(group, self._sizes[group] - left)
 
     def stop(self) -> None:
         """Hand out nothing more."""
         with self._lock:
-            self._open, self._unopened = set(), iter(())
+            self._left, self._unopened = {}, iter(())
 
 
 def run(task: Any, make_worker: Callable[[], Callable[[Any], None]], threads: int) -> None:
