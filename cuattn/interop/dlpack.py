@@ -33,11 +33,9 @@ class Jax(ArrayOrigin):
             )
         if value.is_deleted():
             raise DtypeError(f"{name} is a JAX array whose buffer was deleted or donated; expected a live array")
-        if len(value.devices()) != 1:
-            raise UnsupportedError(
-                f"{name} is spread over {len(value.devices())} devices; expected an array on one device"
-            )
-        (device,) = value.devices()
+        device, *others = value.devices()
+        if others:
+            raise UnsupportedError(f"{name} is spread over {1 + len(others)} devices; expected an array on one device")
         if device.platform == "cpu":
             try:
                 return np.asarray(value), cls.at(handle=device)

@@ -51,8 +51,7 @@ class ArrayOrigin:
     @classmethod
     def owns(cls, value):
         """Return whether `value` is an array of this kind; what is not imported has none."""
-        module = sys.modules.get(cls.library)
-        return module is not None and isinstance(value, getattr(module, cls.array, ()))
+        return isinstance(value, getattr(sys.modules.get(cls.library), cls.array, ()))
 
     @staticmethod
     def signature(values):
