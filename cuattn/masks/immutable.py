@@ -164,4 +164,4 @@ class Immutable(ABC):
         """Yield the module that computes on the mask, with its device current and its vectors written."""
         with there(self._array):
             self._wait()
-            yield np if self._array is None else namespace(self._array)
+            yield namespace(self._array)
