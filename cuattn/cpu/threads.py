@@ -7,7 +7,7 @@ used, so whatever already controls NumPy (OPENBLAS_NUM_THREADS, ``threadpoolctl.
 
 import os
 import threading
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -86,8 +86,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._changed, self._aborted = threading.Condition(), False
-        self._taken: dict[Hashable, int] = defaultdict(int)
-        self._over: dict[Hashable, int] = defaultdict(int)
+        self._taken, self._over = Counter[Hashable](), Counter[Hashable]()
 
     def take(self, key: Hashable) -> AbstractContextManager[None]:
         """Return the next turn at a sum, which begins when the ones before are over."""
