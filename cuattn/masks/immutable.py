@@ -41,8 +41,8 @@ class Immutable(ABC):
         elif array is not None and "_ready" not in known:
             with array.device:
                 known["_ready"] = Ready(current_stream())
-        vars(self).update(zip(self._parameter_names, parameters, strict=True), **known)
-        vars(self).update(_array=array, _parameters=parameters, _cache={})
+        named = zip(self._parameter_names, parameters, strict=True)
+        vars(self).update(named, **known, _array=array, _parameters=parameters, _cache={})
         vars(self).update(self._derived())
 
     def _derived(self) -> dict[str, Any]:
