@@ -100,7 +100,8 @@ def solve(
            [0.33, 0.67]])
     """
     xp = np if isinstance(q, np.ndarray) else sys.modules["cupy"]
-    work = _work_dtype(q, low)
+    most_exact = np.longdouble if xp is np and q.dtype == np.float64 else np.float64
+    work = np.dtype(most_exact) if low is None else np.result_type(low, np.float32)
 
     def rounded(x):
         return x if low is None or low == work else x.astype(low).astype(work)
@@ -167,13 +168,6 @@ def sum_to(x, shape):
     aligned = (1,) * (x.ndim - len(shape)) + tuple(shape)
     axes = tuple(axis for axis, size in enumerate(aligned) if size != x.shape[axis])
     return (x.sum(axis=axes, keepdims=True) if axes else x).reshape(shape)
-
-
-def _work_dtype(q, low):
-    """Return the dtype of the arithmetic."""
-    if low is not None:
-        return np.result_type(low, np.float32)
-    return np.dtype(np.longdouble if q.dtype == np.float64 and isinstance(q, np.ndarray) else np.float64)
 
 
 def _lead(q, k, v):
