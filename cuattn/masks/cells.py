@@ -152,8 +152,7 @@ class BlockMask(CellMask):
     cuda = CudaHalf(8, 1, "blocks", "mask", "util/mask_alive.cu", ("mask_alive",))
 
     def __init__(self, blocks: Any, block_m: int, block_n: int) -> None:
-        blocks = checks.booleans("blocks", blocks)
-        self._settle(copy(blocks), *checks.tile(block_m, block_n), False, None)
+        self._settle(copy(checks.booleans("blocks", blocks)), *checks.tile(block_m, block_n), False, None)
 
     @property
     def blocks(self) -> Any:
@@ -213,4 +212,4 @@ class BooleanMask(CellMask):
         return self._array
 
     def __repr__(self) -> str:
-        return f"<BooleanMask {tuple(self._array.shape)} {self._where}>"
+        return f"<BooleanMask {self._array.shape} {self._where}>"

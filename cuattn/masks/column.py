@@ -11,7 +11,7 @@ from cuattn.masks import checks, convert
 from cuattn.masks.cuda_half import CudaHalf, source_of
 from cuattn.masks.device import namespace, pack
 from cuattn.masks.intervals import IntervalMask
-from cuattn.masks.runs import indices, kept_before, length_of, taken
+from cuattn.masks.runs import Reach, indices, kept_before, length_of, taken
 
 
 class ColumnMask(IntervalMask):
@@ -89,7 +89,7 @@ class ColumnMask(IntervalMask):
         return cls._wrap(pack(vectors, n_queries), n_queries)
 
     @cached_property
-    def reach(self) -> tuple[int | None, int | None] | None:
+    def reach(self) -> Reach | None:
         """For backends: the band that this mask is, or None where it is none or where that is not known.
 
         ``(left, right)`` says that row i sees key j if ``i - left <= j <= i + right``; None leaves that side open.

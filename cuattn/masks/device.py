@@ -51,7 +51,7 @@ def namespace(array: Any) -> ModuleType:
 
 def there(array: Any) -> AbstractContextManager[Any]:
     """Return a context in which an array's GPU, if it lies on one, is the current one."""
-    return nullcontext() if array is None or isinstance(array, np.ndarray) else array.device
+    return nullcontext() if namespace(array) is np else array.device
 
 
 def copy(array: Any) -> Any:

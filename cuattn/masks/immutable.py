@@ -12,6 +12,7 @@ import numpy as np
 from cuattn.errors import DtypeError, MaskError
 from cuattn.masks import checks
 from cuattn.masks.device import Ready, current_stream, load_cupy, namespace, there, upload
+from cuattn.masks.runs import Reach
 
 Self = TypeVar("Self", bound="Immutable")
 
@@ -31,7 +32,7 @@ class Immutable(ABC):
     _parameter_names: ClassVar[tuple[str, ...]] = ()
     """The attributes that, with `_array`, make the mask."""
 
-    reach: tuple[int | None, int | None] | None = None
+    reach: Reach | None = None
     """The band that a mask is, where that is known, see `ColumnMask.reach`."""
 
     def _settle(self, array: Any, *parameters: Any, **known: Any) -> None:
