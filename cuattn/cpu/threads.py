@@ -123,22 +123,25 @@ class Dispatcher:
         self._left = {group: size for group, size in enumerate(sizes) if size}
         self._unopened = iter(list(self._left))
 
-    def take(self, group: int | None, prepare: Callable[[int, int], object]) -> tuple[int, object] | None:
-        """Return (group, prepared item) for a thread that is in `group`; None at the end.
+    def items(self, prepare: Callable[[int, int], object]) -> Iterator[object]:
+        """Yield the items of one thread, as ``prepare(group, n)`` makes them.
 
-        ``prepare(group, item)`` runs under the lock, so in the order of the items of each group.
+        That runs under the lock, so in the order of the items of each group.
         """
-        with self._lock:
-            if group not in self._left:
-                group = next(self._unopened, None)
+        group = None
+        while True:
+            with self._lock:
+                if group not in self._left:
+                    group = next(self._unopened, None)
+                    if group is None:
+                        group = max(self._left, key=self._left.__getitem__, default=None)
                 if group is None:
-                    group = max(self._left, key=self._left.__getitem__, default=None)
-            if group is None:
-                return None
-            left = self._left.pop(group)
-            if left > 1:
-                self._left[group] = left - 1
-            return group, prepare(group, self._sizes[group] - left)
+                    return
+                left = self._left.pop(group)
+                if left > 1:
+                    self._left[group] = left - 1
+                item = prepare(group, self._sizes[group] - left)
+            yield item
 
     def stop(self) -> None:
         """Hand out nothing more."""
@@ -156,12 +159,10 @@ def run(task: Any, make_worker: Callable[[], Callable[[Any], None]], threads: in
     dispatcher, errors = Dispatcher(task.sizes), []
 
     def loop() -> None:
-        group = None
         try:
             with np.errstate(all="ignore"):  # -inf and NaN are values here; the setting is each thread's own
                 worker = make_worker()
-                while (taken := dispatcher.take(group, task.item)) is not None:
-                    group, item = taken
+                for item in dispatcher.items(task.item):
                     worker(item)
         except BaseException as error:  # also KeyboardInterrupt: the other threads must end first
             errors.append(error)
