@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ _depth = 0  # how many callers hold the BLAS library to one thread just now
 _saved: list[tuple[object, int]] = []  # the libraries and what to give back to them
 
 
-@lru_cache(maxsize=1)
+@cache
 def _libraries() -> list:
     """Return the controllers of NumPy's BLAS library; finding them scans the loaded libraries, so it is done once."""
     found = ThreadpoolController().select(user_api="blas").lib_controllers
