@@ -132,7 +132,7 @@ def _parts():
     return torch, torch.autograd.forward_ad, (torch.Tensor, torch.nn.Parameter)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache
 def _dtypes(torch):
     """Return the NumPy dtype of each torch dtype that can be handed over."""
     table = {getattr(torch, name): np.dtype(name) for name in _NAMES}
