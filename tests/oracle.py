@@ -148,12 +148,12 @@ class _Bound:
         width, self.width_v, self.rows, self.keys = (min(n, 2 * n**0.5) for n in terms)
         self.rows *= max(math.prod(lead), 1) ** 0.5  # of all heads that may share a key
         self.q = xp.abs(q.astype(np.float64))
-        self.k, self.v = (textbook.repeat_heads(xp, xp.abs(x.astype(np.float64)), lead) for x in (k, v))
+        self.k, self.v = (textbook.repeat_heads(xp.abs(x.astype(np.float64)), q) for x in (k, v))
         self.scale = abs(q.shape[-1] ** -0.5 if given["scale"] is None else given["scale"])
         raw = (2 * width + factors) * self.scale * (self.q @ self.k.swapaxes(-1, -2))
         nearest = None
         if factors:
-            signed = q.astype(np.float64) @ textbook.repeat_heads(xp, k, lead).swapaxes(-1, -2)
+            signed = q.astype(np.float64) @ textbook.repeat_heads(k, q).swapaxes(-1, -2)
             nearest = xp.abs(self.scale * signed) - unit * raw
         short = eps(low) > unit
         size, self.slope, self.bend = _scores(xp, exact, raw, given["softcap"], given["bias"], short, unit, nearest)

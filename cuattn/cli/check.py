@@ -15,8 +15,6 @@ from cuattn.errors import UnsupportedError
 from cuattn.masks.constructors import kept_band
 from cuattn.reference import textbook
 
-__all__ = ["CASES", "check", "show"]
-
 HEADS, LENGTH, HEAD_DIM = 4, 389, 64  # a length that is a multiple of no tile
 RATE_HEADS = 8
 RATE_LENGTH = {"cpu": 1024, "cuda": 8192}

@@ -7,8 +7,6 @@ import numpy as np
 import cuattn
 from cuattn.errors import ArgumentError, CuattnError, UnsupportedError
 
-__all__ = ["Device", "best", "cupy_with_gpu", "pick"]
-
 
 class Device(NamedTuple):
     """A place to compute.

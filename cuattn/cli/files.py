@@ -12,8 +12,6 @@ import numpy as np
 
 from cuattn.errors import ArgumentError
 
-__all__ = ["Archive", "check_output", "write"]
-
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = ("q", "k", "v", "do", "bias")
 NAMES = (*FLOATS, "mask", "dtype")

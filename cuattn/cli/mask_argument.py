@@ -6,8 +6,6 @@ import inspect
 from cuattn import masks
 from cuattn.errors import ArgumentError, CuattnError
 
-__all__ = ["build_mask", "literal"]
-
 _WORDS = {"none": None, "true": True, "false": False}
 
 

@@ -14,8 +14,6 @@ from cuattn.cpu.threads import usable_cores
 from cuattn.cuda.compile import cache_dir, nvrtc_version
 from cuattn.errors import CompileError
 
-__all__ = ["show"]
-
 
 def show(console, device):
     """Print the report.

@@ -10,8 +10,6 @@ from cuattn.cli import devices, files
 from cuattn.cli.mask_argument import build_mask, literal
 from cuattn.errors import ArgumentError, ShapeError
 
-__all__ = ["run"]
-
 
 def run(options):
     """Read, compute, write.

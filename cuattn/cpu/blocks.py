@@ -1,7 +1,6 @@
 """Sizes of the blocks that the walk works on, and the heads that go through them together."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +23,7 @@ _SCORE_BYTES = 3 << 19  # of the scores at a time, which stay in a second-level 
 _COPIED_BYTES = 24 << 20  # of the copies of keys and values that a thread keeps
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
+class Blocks(NamedTuple):
     """Block sizes: a tile is `rows` x `keys` scores."""
 
     rows: int
@@ -61,7 +59,7 @@ def choose(problem: Problem, masks: Sequence[Any]) -> Blocks:
             heads = 1  # row tiles that read the same keys, as these then stay in the cache
         if heads == 1 or problem.group > 1:
             stack = min(row_tiles, _ABREAST // heads)
-    step = min(key_tiles, max(1, _SCORE_BYTES // (heads * stack * rows * keys * itemsize)))
+    step = max(1, _SCORE_BYTES // (heads * stack * rows * keys * itemsize))
     step = cdiv(key_tiles, cdiv(key_tiles, step))
     held = _COPIED_BYTES // (heads * keys * (problem.head_dim + problem.head_dim_v) * itemsize)
     held = min(key_tiles, max(1, held // step) * step)
@@ -70,7 +68,7 @@ def choose(problem: Problem, masks: Sequence[Any]) -> Blocks:
 
 def even(length: int, limit: int) -> int:
     """Return the block size, a multiple of 16 up to `limit`, that splits a length > 0 into equal blocks."""
-    return max(UNIT, cdiv(length, cdiv(length, limit) * UNIT) * UNIT)
+    return cdiv(length, cdiv(length, limit) * UNIT) * UNIT
 
 
 class HeadGroup(NamedTuple):
@@ -112,7 +110,8 @@ def place_of(array: ndarray, index: tuple[int | slice, ...]) -> tuple[int | slic
 def head_groups(problem: Problem, size: int) -> Iterable[list[HeadGroup]]:
     """Yield, in C order, lists of up to `size` heads each; heads of different lists read different keys and values."""
     some = problem.group if problem.group > 1 else problem.heads  # which are cut alike
-    for *batch, first in np.ndindex(*problem.batch, cdiv(problem.heads, some)):
-        stops = range(first * some + size, (first + 1) * some + size, size)
-        groups = [HeadGroup(tuple(batch), stop - size, min(stop, (first + 1) * some), problem.group) for stop in stops]
+    for *batch, index in np.ndindex(*problem.batch, problem.heads // some):
+        first, last = index * some, (index + 1) * some
+        starts = range(first, last, size)
+        groups = [HeadGroup(tuple(batch), start, min(start + size, last), problem.group) for start in starts]
         yield from [groups] if problem.group > 1 else ([group] for group in groups)

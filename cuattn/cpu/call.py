@@ -1,7 +1,7 @@
 """Running an operation, and its plan: the choice between whole heads and tiles, the results, the threads."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from cuattn.cpu.backward import BackwardWalk
 from cuattn.cpu.direct import Direct, WholeHeads, is_small, nanoseconds
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.forward import ForwardWalk
+from cuattn.cpu.task import Arrays
 from cuattn.cpu.tiles import MASK_BYTES
 from cuattn.cpu.walk import Tiles
 from cuattn.masks.constructors import kept_band
@@ -21,7 +22,6 @@ from cuattn.plans import Plan
 from cuattn.problem import OPERATIONS, Place, Problem
 from cuattn.rng import RNGState
 
-Arrays = Mapping[str, ndarray]
 _TABLE_BYTES = 26  # of each key, for what is seen of a mask of intervals; its own tables are kept with it
 
 
@@ -125,10 +125,10 @@ def plan(problem: Problem, operands: Arrays, masks: Sequence[Any]) -> Plan:
 def visible_parts(problem: Problem, masks: Sequence[Any], place: Place) -> tuple[Any, ...]:
     """Return the masks of a problem with its band as one of them."""
     masks, band = [mask.bind(problem.n_queries, problem.n_keys) for mask in masks], problem.band
-    if band is None:
-        return join(masks)
-    offset = band.offset + place.shift
-    return join((*masks, kept_band(problem.n_queries, problem.n_keys, band.left, band.right, offset)))
+    if band is not None:
+        offset = band.offset + place.shift
+        masks.append(kept_band(problem.n_queries, problem.n_keys, band.left, band.right, offset))
+    return join(masks)
 
 
 def _wanted(problem: Problem, operands: Arrays) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

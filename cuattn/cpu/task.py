@@ -1,6 +1,7 @@
 """What a call is to all threads: its arrays, and its items of work."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from numpy import ndarray
@@ -12,6 +13,7 @@ from cuattn.problem import Problem
 Arrays = Mapping[str, ndarray]
 
 
+@dataclass(eq=False)
 class Task:
     """A call: what is to be computed of what.
 
@@ -35,12 +37,14 @@ class Task:
         Of queries, which makes their products with keys scores, or what the cap is put on.
     """
 
-    sizes: list[int]
+    problem: Problem
+    operands: Arrays
+    masks: Sequence[Any]
+    dropout: Dropout | None
+    results: Arrays
+    shares: bool
+    sizes: list[int] = field(init=False)
 
-    def __init__(
-        self, problem: Problem, operands: Arrays, masks: Sequence[Any], dropout: Dropout | None, results: Arrays,
-        shares: bool,
-    ) -> None:  # fmt: skip
-        self.problem, self.operands, self.masks, self.dropout = problem, operands, masks, dropout
-        self.results, self.shares, self.turns = results, shares, Turns()
-        self.factor = problem.scale / (problem.softcap or 1)
+    def __post_init__(self) -> None:
+        self.turns = Turns()
+        self.factor = self.problem.scale / (self.problem.softcap or 1)

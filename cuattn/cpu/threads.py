@@ -7,11 +7,11 @@ used, so whatever already controls NumPy (OPENBLAS_NUM_THREADS, ``threadpoolctl.
 
 import os
 import threading
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ _depth = 0  # how many callers hold the BLAS library to one thread just now
 _saved: list[tuple[object, int]] = []  # the libraries and what to give back to them
 
 
-@lru_cache(maxsize=1)
+@cache
 def _libraries() -> list:
     """Return the controllers of NumPy's BLAS library; finding them scans the loaded libraries, so it is done once."""
     found = ThreadpoolController().select(user_api="blas").lib_controllers
@@ -86,8 +86,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._changed, self._aborted = threading.Condition(), False
-        self._taken: dict[Hashable, int] = defaultdict(int)
-        self._over: dict[Hashable, int] = defaultdict(int)
+        self._taken, self._over = Counter[Hashable](), Counter[Hashable]()
 
     def take(self, key: Hashable) -> AbstractContextManager[None]:
         """Return the next turn at a sum, which begins when the ones before are over."""
@@ -120,35 +119,34 @@ class Dispatcher:
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self._lock = threading.Lock()
-        self._sizes, self._next = sizes, [0] * len(sizes)
-        self._unopened = iter([group for group, size in enumerate(sizes) if size])
-        self._open: set[int] = set()
+        self._lock, self._sizes = threading.Lock(), sizes
+        self._left = {group: size for group, size in enumerate(sizes) if size}
+        self._unopened = iter(list(self._left))
 
-    def take(self, group: int | None, prepare: Callable[[int, int], object]) -> tuple[int, object] | None:
-        """Return (group, prepared item) for a thread that is in `group`; None at the end.
+    def items(self, prepare: Callable[[int, int], object]) -> Iterator[object]:
+        """Yield the items of one thread, as ``prepare(group, n)`` makes them.
 
-        ``prepare(group, item)`` runs under the lock, so in the order of the items of each group.
+        That runs under the lock, so in the order of the items of each group.
         """
-        with self._lock:
-            if group not in self._open:
-                group = next(self._unopened, None)
+        group = None
+        while True:
+            with self._lock:
+                if group not in self._left:
+                    group = next(self._unopened, None)
+                    if group is None:
+                        group = max(self._left, key=self._left.__getitem__, default=None)
                 if group is None:
-                    group = max(self._open, key=lambda g: self._sizes[g] - self._next[g], default=None)
-            if group is None:
-                return None
-            item = self._next[group]
-            self._next[group] += 1
-            if self._next[group] < self._sizes[group]:
-                self._open.add(group)
-            else:
-                self._open.discard(group)
-            return group, prepare(group, item)
+                    return
+                left = self._left.pop(group)
+                if left > 1:
+                    self._left[group] = left - 1
+                item = prepare(group, self._sizes[group] - left)
+            yield item
 
     def stop(self) -> None:
         """Hand out nothing more."""
         with self._lock:
-            self._open, self._unopened = set(), iter(())
+            self._left, self._unopened = {}, iter(())
 
 
 def run(task: Any, make_worker: Callable[[], Callable[[Any], None]], threads: int) -> None:
@@ -161,12 +159,10 @@ def run(task: Any, make_worker: Callable[[], Callable[[Any], None]], threads: in
     dispatcher, errors = Dispatcher(task.sizes), []
 
     def loop() -> None:
-        group = None
         try:
             with np.errstate(all="ignore"):  # -inf and NaN are values here; the setting is each thread's own
                 worker = make_worker()
-                while (taken := dispatcher.take(group, task.item)) is not None:
-                    group, item = taken
+                for item in dispatcher.items(task.item):
                     worker(item)
         except BaseException as error:  # also KeyboardInterrupt: the other threads must end first
             errors.append(error)

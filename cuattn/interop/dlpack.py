@@ -33,11 +33,9 @@ class Jax(ArrayOrigin):
             )
         if value.is_deleted():
             raise DtypeError(f"{name} is a JAX array whose buffer was deleted or donated; expected a live array")
-        if len(value.devices()) != 1:
-            raise UnsupportedError(
-                f"{name} is spread over {len(value.devices())} devices; expected an array on one device"
-            )
-        (device,) = value.devices()
+        device, *others = value.devices()
+        if others:
+            raise UnsupportedError(f"{name} is spread over {1 + len(others)} devices; expected an array on one device")
         if device.platform == "cpu":
             try:
                 return np.asarray(value), cls.at(handle=device)
@@ -74,7 +72,7 @@ class DLPack(ArrayOrigin):
         library = type(value).__module__.partition(".")[0]
         try:
             module = value.__array_namespace__() if hasattr(value, "__array_namespace__") else sys.modules.get(library)
-            handle = module if hasattr(module, "from_dlpack") else None
+            handle = getattr(module, "from_dlpack", None)
             device_type, _ = value.__dlpack_device__()
             if device_type in (_CPU, _CUDA_HOST):
                 return _host_view(value), cls.at(None, handle, library)
@@ -90,11 +88,11 @@ class DLPack(ArrayOrigin):
         )
 
     def from_backend(self, array):
-        """Return `array` through the ``from_dlpack`` of the handle, or as it is where there is none."""
+        """Return `array` through the handle, a ``from_dlpack``, or as it is where there is none."""
         if self.handle is None or array is None:
             return array
         try:
-            return self.handle.from_dlpack(array)
+            return self.handle(array)
         except BufferError:  # NumPy does not export bfloat16
             return array
 
@@ -126,9 +124,9 @@ def _host_view(value):
         data, _, _, ndim, code, bits, lanes, shape, strides, offset = struct.unpack(_TENSOR, tensor)
         if (code, bits, lanes) != (_BFLOAT, 16, 1):
             raise
-        lengths, steps = ((ctypes.c_int64 * ndim).from_address(at) if at else None for at in (shape, strides))
-        strides = None if steps is None else tuple(2 * step for step in steps)
-        memory = Memory(data + offset, tuple(lengths or ()), strides, np.dtype(np.uint16).str, capsule)
+        numbers = ctypes.c_int64 * ndim
+        steps = tuple(2 * step for step in numbers.from_address(strides)) if strides else None
+        memory = Memory(data + offset, tuple(numbers.from_address(shape)), steps, np.dtype(np.uint16).str, capsule)
         return np.asarray(memory).view(ml_dtypes.bfloat16)
 
 

@@ -51,8 +51,7 @@ class ArrayOrigin:
     @classmethod
     def owns(cls, value):
         """Return whether `value` is an array of this kind; what is not imported has none."""
-        module = sys.modules.get(cls.library)
-        return module is not None and isinstance(value, getattr(module, cls.array, ()))
+        return isinstance(value, getattr(sys.modules.get(cls.library), cls.array, ()))
 
     @staticmethod
     def signature(values):
@@ -204,7 +203,7 @@ class _FromPool:
         if together:
             return self._one_piece(scratch_bytes, held)
         ndarray = self._cupy.ndarray
-        results = [ndarray(shape, dtype) for shape, dtype in self._wanted]
+        results = [ndarray(*of) for of in self._wanted]
         addresses = [result.data.ptr for result in results]
         scratch = self._cupy.cuda.alloc(scratch_bytes) if scratch_bytes else None
         addresses.append(scratch.ptr if scratch_bytes else 0)
@@ -216,9 +215,7 @@ class _FromPool:
         memory = cuda.alloc(size)
         owner = cuda.UnownedMemory(memory.ptr, size, (memory, *held), self._device)
         places = [cuda.MemoryPointer(owner, start) for start in starts]
-        results = [
-            self._cupy.ndarray(shape, dtype, place) for (shape, dtype), place in zip(self._wanted, places, strict=False)
-        ]
+        results = [self._cupy.ndarray(*of, place) for of, place in zip(self._wanted, places, strict=False)]
         return results, [place.ptr for place in places], owner
 
 

@@ -125,10 +125,8 @@ def _address(array: Any) -> int:
 
 def _overlap(*arrays: Any) -> bool:
     """Whether two arrays share an element's memory; also true where that is hard to tell."""
-    if not all(array.size for array in arrays):
-        return False
     # As NumPy sees memory, which is never read: it may lie on a GPU.
-    seen = [Memory(_address(a), tuple(a.shape), tuple(a.strides), f"|V{a.dtype.itemsize}") for a in arrays]
+    seen = [Memory(_address(a), a.shape, a.strides, f"|V{a.dtype.itemsize}") for a in arrays]
     try:
         return np.shares_memory(*map(np.asarray, seen), max_work=10_000)
     except np.exceptions.TooHardError:

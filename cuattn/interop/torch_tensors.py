@@ -32,8 +32,7 @@ class Torch(ArrayOrigin):
         dtype = _dtypes(torch).get(value.dtype)
         if dtype is None or value.layout is not torch.strided or value.is_nested or value.is_neg():
             raise _unreadable(torch, name, value)
-        plain = type(value) in (torch.Tensor, torch.nn.Parameter)
-        if not plain and type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             # Its operations may not act on memory of its own: fake, distributed, ... tensors.
             raise UnsupportedError(f"{name} is {type_name(value)}, a subclass that is no plain block of memory")
         try:
@@ -96,39 +95,32 @@ class _FromTorch:
     def __init__(self, wanted, device):
         torch = sys.modules["torch"]
         names = {theirs: ours for ours, theirs in _dtypes(torch).items()}
-        self._torch, self._wanted = torch, wanted
-        self._place = torch.device("cuda", device)
+        self._wanted, place = wanted, torch.device("cuda", device)
         # One element that has a result's shape: empty_like takes half as long as empty.
         self._models = [
-            torch.empty_strided(shape, (0,) * len(shape), dtype=names[dtype], device=self._place)
-            for shape, dtype in wanted
+            torch.empty_strided(shape, (0,) * len(shape), dtype=names[dtype], device=place) for shape, dtype in wanted
         ]
+        self._empty_like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+        self._bytes = functools.partial(torch.empty, dtype=torch.uint8, device=place)
 
     def __call__(self, scratch_bytes, together, held):
         """Return results, their addresses and that of scratch memory, and what keeps the latter alive."""
         if together:
             return self._one_piece(scratch_bytes, held)
-        empty, layout = self._torch.empty_like, self._torch.contiguous_format
-        results = [empty(model, memory_format=layout) for model in self._models]
+        results = list(map(self._empty_like, self._models))
         addresses = [result.data_ptr() for result in results]
-        if not scratch_bytes:
-            addresses.append(0)
-            return results, addresses, None
-        torch = self._torch
-        scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=self._place)
-        addresses.append(scratch.data_ptr())
+        scratch = self._bytes(scratch_bytes) if scratch_bytes else None
+        addresses.append(scratch.data_ptr() if scratch_bytes else 0)
         return results, addresses, scratch
 
     def _one_piece(self, scratch_bytes, held):
-        torch = self._torch
         starts, size = pieces(self._wanted, scratch_bytes)
-        memory = torch.empty(size, dtype=torch.uint8, device=self._place)
+        memory = self._bytes(size)
         storage = memory.untyped_storage()
         results = []
         for model, start in zip(self._models, starts, strict=False):
-            empty = torch.empty(0, dtype=model.dtype, device=self._place)
             # Strides of a contiguous tensor follow from the shape.
-            results.append(empty.set_(storage, start // empty.element_size(), model.shape))
+            results.append(model.new_empty(0).set_(storage, start // model.element_size(), model.shape))
             hold(results[-1], held)
         return results, [memory.data_ptr() + start for start in starts], memory
 
@@ -140,7 +132,7 @@ def _parts():
     return torch, torch.autograd.forward_ad, (torch.Tensor, torch.nn.Parameter)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache
 def _dtypes(torch):
     """Return the NumPy dtype of each torch dtype that can be handed over."""
     table = {getattr(torch, name): np.dtype(name) for name in _NAMES}

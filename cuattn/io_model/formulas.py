@@ -68,7 +68,7 @@ def proposition_4(n, d, m, s):
     >>> io_model.proposition_4(1024, 64, 32768, 0.25)
     98304.0
     """
-    return n * d + n * n * d * d / m * s
+    return n * d + s * theorem_2_flash(n, d, m)
 
 
 def lecture_forward(n, d, m, s=1):

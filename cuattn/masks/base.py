@@ -54,8 +54,8 @@ class Mask(Immutable, Drawable):
     n_queries: int
     n_keys: int
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         if "kind" in cls.__dict__:
             KINDS[cls.kind] = cls
 

@@ -7,8 +7,8 @@ import numpy as np
 
 from cuattn.io_model.sizes import cdiv
 from cuattn.masks import checks
-from cuattn.masks.base import Instance, Mask
-from cuattn.masks.cuda_half import CudaHalf, Source, source_of
+from cuattn.masks.base import Mask
+from cuattn.masks.cuda_half import CudaHalf, source_of
 from cuattn.masks.device import copy, namespace
 from cuattn.masks.runs import Runs, indices, length_of, taken
 
@@ -36,7 +36,7 @@ class CellMask(Mask):
         """Rows and keys of a cell."""
         return self.block_m, self.block_n
 
-    def _bound(self, n_queries: int, n_keys: int) -> "CellMask":
+    def _bound(self, n_queries, n_keys):
         return self._wrap(self._array, *self._parameters[:-1], (n_queries, n_keys), _ready=self._ready)
 
     def fits(self, n_queries: int, n_keys: int) -> bool:
@@ -48,7 +48,7 @@ class CellMask(Mask):
             for length, cells, size in zip((n_queries, n_keys), self._array.shape[-2:], self.block, strict=True)
         )
 
-    def hidden(self, instance: Instance, rows: slice, keys: slice) -> Any:
+    def hidden(self, instance, rows, keys):
         matrix = self._array[instance]
         xp = namespace(matrix)
         rows, keys = (
@@ -57,7 +57,7 @@ class CellMask(Mask):
         )  # a single cell holds all there is
         return ~matrix[rows][:, keys].T
 
-    def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
+    def states(self, instance, block_m, block_n, start, stop):
         matrix = self._array[instance]
         xp, (rows, columns) = namespace(matrix), matrix.shape
         top, bottom = _cells_of_tiles(self.n_queries, block_m, self.block_m, rows)
@@ -70,10 +70,10 @@ class CellMask(Mask):
         some, every = before[..., right] - before[..., left]
         return (some > 0).astype(xp.int8) + (every == right - left)
 
-    def source(self) -> Source:
+    def source(self):
         return source_of(self._array, block_m=self.block_m, block_n=self.block_n)
 
-    def _restrict(self, rows: Runs, keys: Runs) -> "CellMask":
+    def _restrict(self, rows, keys):
         block_m, part = _cut(self._array, rows, self.block_m, -2)
         block_n, part = _cut(part, keys, self.block_n, -1)
         return self._wrap(part, block_m, block_n, self.borrowed, (length_of(rows), length_of(keys)))
@@ -152,8 +152,7 @@ class BlockMask(CellMask):
     cuda = CudaHalf(8, 1, "blocks", "mask", "util/mask_alive.cu", ("mask_alive",))
 
     def __init__(self, blocks: Any, block_m: int, block_n: int) -> None:
-        blocks = checks.booleans("blocks", blocks)
-        self._settle(copy(blocks), *checks.tile(block_m, block_n), False, None)
+        self._settle(copy(checks.booleans("blocks", blocks)), *checks.tile(block_m, block_n), False, None)
 
     @property
     def blocks(self) -> Any:
@@ -213,4 +212,4 @@ class BooleanMask(CellMask):
         return self._array
 
     def __repr__(self) -> str:
-        return f"<BooleanMask {tuple(self._array.shape)} {self._where}>"
+        return f"<BooleanMask {self._array.shape} {self._where}>"

@@ -78,7 +78,7 @@ def lengths(name: str, value: Any) -> np.ndarray:
 def booleans(name: str, value: Any) -> Any:
     """Return `value` as a bool array, NumPy or CuPy, of at least two axes."""
     array = any_array(name, value)
-    if array.dtype != np.bool_:
+    if array.dtype != bool:
         raise DtypeError(f"{name} has dtype {array.dtype}: expected bool")
     if array.ndim < 2:
         raise MaskError(f"{name} has shape {array.shape}: expected at least 2 axes")

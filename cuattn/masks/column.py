@@ -8,10 +8,10 @@ import numpy as np
 
 from cuattn.errors import DtypeError, MaskError, shown
 from cuattn.masks import checks, convert
-from cuattn.masks.cuda_half import CudaHalf, Source, source_of
+from cuattn.masks.cuda_half import CudaHalf, source_of
 from cuattn.masks.device import namespace, pack
 from cuattn.masks.intervals import IntervalMask
-from cuattn.masks.runs import Runs, indices, kept_before, length_of, taken
+from cuattn.masks.runs import Reach, indices, kept_before, length_of, taken
 
 
 class ColumnMask(IntervalMask):
@@ -74,7 +74,6 @@ class ColumnMask(IntervalMask):
     lte: Any
     uts: Any
     ute: Any
-    n_queries: int
 
     def __init__(self, lts: Any, lte: Any, uts: Any, ute: Any, *, n_queries: int) -> None:
         n_queries = checks.integer("n_queries", n_queries)
@@ -90,7 +89,7 @@ class ColumnMask(IntervalMask):
         return cls._wrap(pack(vectors, n_queries), n_queries)
 
     @cached_property
-    def reach(self) -> tuple[int | None, int | None] | None:
+    def reach(self) -> Reach | None:
         """For backends: the band that this mask is, or None where it is none or where that is not known.
 
         ``(left, right)`` says that row i sees key j if ``i - left <= j <= i + right``; None leaves that side open.
@@ -264,8 +263,8 @@ class ColumnMask(IntervalMask):
         """
         return self._of(self.n_keys, *convert.transpose(self.to_host()._array, self.n_queries))
 
-    def source(self) -> Source:
+    def source(self):
         return source_of(namespace(self._array).moveaxis(self._array, 0, -2))
 
-    def _restrict(self, rows: Runs, keys: Runs) -> "ColumnMask":
+    def _restrict(self, rows, keys):
         return self._of(length_of(rows), *kept_before(taken(self._array, indices(keys), -1), rows))

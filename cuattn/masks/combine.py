@@ -10,12 +10,11 @@ import numpy as np
 
 from cuattn.errors import MaskError
 from cuattn.masks import checks, convert
-from cuattn.masks.base import Instance, Mask
+from cuattn.masks.base import Mask
 from cuattn.masks.cells import BooleanMask, CellMask
 from cuattn.masks.column import ColumnMask
 from cuattn.masks.device import namespace
 from cuattn.masks.intervals import join
-from cuattn.masks.runs import Runs
 
 
 class AllOf(Mask):
@@ -107,17 +106,17 @@ class AllOf(Mask):
         """Return whether this is a mask of an (n_queries, n_keys) matrix."""
         return all(part.fits(n_queries, n_keys) for part in self.parts)
 
-    def _bound(self, n_queries: int, n_keys: int) -> "AllOf":
+    def _bound(self, n_queries, n_keys):
         return AllOf([part.bind(n_queries, n_keys) for part in self.parts])
 
-    def hidden(self, instance: Instance, rows: slice, keys: slice) -> Any:
+    def hidden(self, instance, rows, keys):
         return reduce(or_, (part.hidden(part.instance(instance), rows, keys) for part in self._walk))
 
-    def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
+    def states(self, instance, block_m, block_n, start, stop):
         found = [part.states(part.instance(instance), block_m, block_n, start, stop) for part in self._walk]
         return reduce(namespace(found[0]).minimum, found)
 
-    def _restrict(self, rows: Runs, keys: Runs) -> "AllOf":
+    def _restrict(self, rows, keys):
         return AllOf([part.bind(self.n_queries, self.n_keys).restrict(rows, keys) for part in self.parts])
 
 

@@ -8,9 +8,10 @@ import numpy as np
 
 from cuattn.errors import MaskError
 from cuattn.masks.device import namespace
-from cuattn.masks.runs import rows_of_band
+from cuattn.masks.runs import Reach, rows_of_band
 
 Pair = tuple[Any, Any]
+Vectors = tuple[Any, Any, Any, Any]
 
 
 def from_dense(visible: Any) -> Any:
@@ -27,7 +28,7 @@ def from_dense(visible: Any) -> Any:
     return _between(xp.nonzero(changes)[-1], number, visible.shape[-2])
 
 
-def _between(changes: Any, number: Any, length: int) -> tuple[Any, Any, Any, Any]:
+def _between(changes: Any, number: Any, length: int) -> Vectors:
     """Return the vectors of lines, each of which begins and ceases to be hidden where its changes say.
 
     Parameters
@@ -46,7 +47,7 @@ def _between(changes: Any, number: Any, length: int) -> tuple[Any, Any, Any, Any
     return assign(number // 2, first, last, length)
 
 
-def assign(count: Any, first: Pair, last: Pair, n_queries: int) -> tuple[Any, Any, Any, Any]:
+def assign(count: Any, first: Pair, last: Pair, n_queries: int) -> Vectors:
     """Choose which run of hidden rows is a key's lower and which its upper interval.
 
     The choice changes no meaning, but tiles are classified by the minimum and maximum over neighbouring keys, so
@@ -111,7 +112,7 @@ def _ordered(sides: np.ndarray) -> np.ndarray:
     return sides
 
 
-def find_reach(bounds: np.ndarray, n_queries: int) -> tuple[int | None, int | None] | None:
+def find_reach(bounds: np.ndarray, n_queries: int) -> Reach | None:
     """Return the band that the keys' hidden row intervals leave visible, or None where it is none.
 
     Parameters
@@ -153,7 +154,7 @@ def find_reach(bounds: np.ndarray, n_queries: int) -> tuple[int | None, int | No
     return reach if same.all() else None
 
 
-def transpose(bounds: np.ndarray, n_queries: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def transpose(bounds: np.ndarray, n_queries: int) -> Vectors:
     """Return the vectors, (..., n_queries), of the transposed mask; MaskError where a row hides more than two runs.
 
     O(n_queries + n_keys) for each mask, up to a sort.  Going along the keys, a row begins or ceases to be hidden where

@@ -31,6 +31,6 @@ class Source(NamedTuple):
 
 def source_of(array: Any, block_m: int = 1, block_n: int = 1) -> Source:
     """Describe an array (..., rows or vectors, keys); one on the host is contiguous, as its copy on a GPU will be."""
-    shape = tuple(array.shape)
-    strides = [0 if n == 1 else stride // array.dtype.itemsize for n, stride in zip(shape, array.strides, strict=True)]
-    return Source(shape[:-2], tuple(strides[:-2]), strides[-2], strides[-1], block_m, block_n)
+    steps = zip(array.shape, array.strides, strict=True)
+    *strides, row, col = (0 if n == 1 else stride // array.dtype.itemsize for n, stride in steps)
+    return Source(array.shape[:-2], tuple(strides), row, col, block_m, block_n)

@@ -45,13 +45,13 @@ def adopt(name: str, value: Any) -> Any:
 
 
 def namespace(array: Any) -> ModuleType:
-    """Return the module, NumPy or CuPy, that computes on `array`."""
-    return np if isinstance(array, np.ndarray) else importlib.import_module("cupy")
+    """Return the module, NumPy or CuPy, that computes on `array`; NumPy where there is None."""
+    return np if array is None or isinstance(array, np.ndarray) else importlib.import_module("cupy")
 
 
 def there(array: Any) -> AbstractContextManager[Any]:
     """Return a context in which an array's GPU, if it lies on one, is the current one."""
-    return nullcontext() if array is None or isinstance(array, np.ndarray) else array.device
+    return nullcontext() if namespace(array) is np else array.device
 
 
 def copy(array: Any) -> Any:
@@ -80,7 +80,7 @@ def pack(vectors: Sequence[Any], limit: int) -> Any:
     Values on a GPU, which nobody has checked, are clamped to [0, limit].
     """
     array = next(filter(is_device_array, vectors), None)
-    xp = np if array is None else namespace(array)
+    xp = namespace(array)
     with there(array):
         packed = xp.empty((len(vectors), *np.broadcast_shapes(*map(np.shape, vectors))), dtype=xp.int32)
         for k, vector in enumerate(vectors):

@@ -12,6 +12,7 @@ import numpy as np
 from cuattn.errors import DtypeError, MaskError
 from cuattn.masks import checks
 from cuattn.masks.device import Ready, current_stream, load_cupy, namespace, there, upload
+from cuattn.masks.runs import Reach
 
 Self = TypeVar("Self", bound="Immutable")
 
@@ -31,7 +32,7 @@ class Immutable(ABC):
     _parameter_names: ClassVar[tuple[str, ...]] = ()
     """The attributes that, with `_array`, make the mask."""
 
-    reach: tuple[int | None, int | None] | None = None
+    reach: Reach | None = None
     """The band that a mask is, where that is known, see `ColumnMask.reach`."""
 
     def _settle(self, array: Any, *parameters: Any, **known: Any) -> None:
@@ -41,8 +42,8 @@ class Immutable(ABC):
         elif array is not None and "_ready" not in known:
             with array.device:
                 known["_ready"] = Ready(current_stream())
-        vars(self).update(zip(self._parameter_names, parameters, strict=True), **known)
-        vars(self).update(_array=array, _parameters=parameters, _cache={})
+        named = zip(self._parameter_names, parameters, strict=True)
+        vars(self).update(named, **known, _array=array, _parameters=parameters, _cache={})
         vars(self).update(self._derived())
 
     def _derived(self) -> dict[str, Any]:
@@ -164,4 +165,4 @@ class Immutable(ABC):
         """Yield the module that computes on the mask, with its device current and its vectors written."""
         with there(self._array):
             self._wait()
-            yield np if self._array is None else namespace(self._array)
+            yield namespace(self._array)

@@ -140,12 +140,12 @@ class IntervalMask(Mask):
         make = partial(tile_table, self._array, self.n_queries)
         return make if self.on_device else lru_cache(_TABLES)(make)
 
-    def hidden(self, instance: Instance, rows: slice, keys: slice) -> Any:
+    def hidden(self, instance, rows, keys):
         bounds = self._bounds(instance)[:, keys, None]
         i = namespace(bounds).arange(rows.start, rows.stop)
         return ((bounds[::2] <= i) & (i < bounds[1::2])).any(axis=0)
 
-    def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
+    def states(self, instance, block_m, block_n, start, stop):
         return tile_states(self._table(block_m, block_n)[instance], start, stop)
 
     def patterns(self, instance, block_m, block_n, row_tiles, key_tiles):

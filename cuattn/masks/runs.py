@@ -11,6 +11,9 @@ from cuattn.masks.device import namespace
 Runs = tuple[tuple[int, int], ...]
 """Pairs (start, stop), each with start <= stop, none beginning before its predecessor stops."""
 
+Reach = tuple[int | None, int | None]
+"""How far a row sees before and behind its diagonal; None leaves that side open."""
+
 _OPEN = 2**33  # beyond any row index: a window at least this wide is open
 
 

@@ -185,8 +185,8 @@ def _place_mask(hbm, mask, n, keys):
     hbm.allocate((len(keys), 2, 2), "common", "any", dtype=np.int32)
     for j, columns in enumerate(keys):
         lts, lte, uts, ute = hbm.load(columns, *_VECTORS)
-        hbm.store(j, common=[(lts.max(), lte.min()), (uts.max(), ute.min())])
-        hbm.store(j, any=[(lts.min(), lte.max()), (uts.min(), ute.max())])
+        common = [(lts.max(), lte.min()), (uts.max(), ute.min())]
+        hbm.store(j, common=common, any=[(lts.min(), lte.max()), (uts.min(), ute.max())])
     hbm.end_kernel()
 
 

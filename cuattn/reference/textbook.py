@@ -100,7 +100,8 @@ def solve(
            [0.33, 0.67]])
     """
     xp = np if isinstance(q, np.ndarray) else sys.modules["cupy"]
-    work = _work_dtype(q, low)
+    most_exact = np.longdouble if xp is np and q.dtype == np.float64 else np.float64
+    work = np.dtype(most_exact) if low is None else np.result_type(low, np.float32)
 
     def rounded(x):
         return x if low is None or low == work else x.astype(low).astype(work)
@@ -108,17 +109,16 @@ def solve(
     def factor(x):
         return x if operand is None else operand(x)
 
-    lead = _lead(q, k, v)
-    shape = (*lead, q.shape[-2], k.shape[-2])
     scale = work.type(q.shape[-1] ** -0.5 if scale is None else scale)
     seen = xp.ones((), bool) if visible is None else visible
     with np.errstate(all="ignore"):
-        q_rows, key_heads, value_heads = (factor(x.astype(work)) for x in (q, k, v))
+        q_rows, key_heads, value_heads = read = [factor(repeat_heads(x, q).astype(work)) for x in (q, k, v)]
+        shape = (*np.broadcast_shapes(*(x.shape[:-2] for x in read)), q.shape[-2], k.shape[-2])
         if bias is not None:
             seen = seen & (bias != -np.inf)
         seen = xp.broadcast_to(seen, shape)
         dead, empty = (~seen.any(axis)[..., None] for axis in (-2, -1))
-        key_heads, value_heads = (xp.where(dead, 0, repeat_heads(xp, x, lead)) for x in (key_heads, value_heads))
+        key_heads, value_heads = (xp.where(dead, 0, x) for x in (key_heads, value_heads))
         q_rows = xp.where(empty, 0, q_rows)
         s = rounded(scale * rounded(q_rows @ key_heads.swapaxes(-1, -2)))
         slope = work.type(1)
@@ -169,25 +169,11 @@ def sum_to(x, shape):
     return (x.sum(axis=axes, keepdims=True) if axes else x).reshape(shape)
 
 
-def _work_dtype(q, low):
-    """Return the dtype of the arithmetic."""
-    if low is not None:
-        return np.result_type(low, np.float32)
-    return np.dtype(np.longdouble if q.dtype == np.float64 and isinstance(q, np.ndarray) else np.float64)
-
-
-def _lead(q, k, v):
-    """Return the leading axes of the scores, query heads last."""
-    heads = q.shape[-3] if q.ndim > 2 else 1
-    spread = [(*x.shape[:-3], heads) if x.ndim > 2 and 1 < x.shape[-3] < heads else x.shape[:-2] for x in (k, v)]
-    return np.broadcast_shapes(q.shape[:-2], *spread)
-
-
-def repeat_heads(xp, x, lead):
-    """Repeat grouped heads, so that query head h reads head h // group, and write all leading axes out."""
-    if x.ndim > 2 and 1 < x.shape[-3] < lead[-1]:
-        x = xp.repeat(x, lead[-1] // x.shape[-3], axis=-3)
-    return xp.broadcast_to(x, (*lead, *x.shape[-2:]))
+def repeat_heads(x, q):
+    """Repeat grouped heads, so that query head h of q reads head h // group."""
+    if min(x.ndim, q.ndim) > 2 and 1 < x.shape[-3] < q.shape[-3]:
+        x = x.repeat(q.shape[-3] // x.shape[-3], axis=-3)
+    return x
 
 
 def sum_heads(x, shape):

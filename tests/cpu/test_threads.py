@@ -44,13 +44,10 @@ def test_every_item_is_handed_out_once_and_in_order_within_its_group(sizes, work
 
 def test_a_thread_stays_in_its_group_then_opens_the_next_then_helps():
     dispatcher = threads.Dispatcher([3, 2])
-    take = lambda group: dispatcher.take(group, lambda group, item: item)  # noqa: E731
-    assert take(None) == (0, 0)
-    assert take(0) == (0, 1)
-    assert take(None) == (1, 0)
-    assert take(1) == (1, 1)
-    assert take(1) == (0, 2)
-    assert take(0) is None
+    one, other = (dispatcher.items(lambda *place: place) for _ in range(2))
+    assert [next(one), next(one)] == [(0, 0), (0, 1)]
+    assert list(other) == [(1, 0), (1, 1), (0, 2)]
+    assert list(one) == []
 
 
 @pytest.mark.parametrize("workers", [1, 3])

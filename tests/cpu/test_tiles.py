@@ -1,7 +1,5 @@
 """Which tiles are visited, and which of their elements are hidden, against dense masks (cuattn.cpu.tiles)."""
 
-import dataclasses
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +20,7 @@ def visibility(problem, _, masks, **sizes):
     blocks = choose(problem, parts)
     if sizes:
         tiles = {"row_tiles": cdiv(problem.n_queries, sizes["rows"]), "key_tiles": cdiv(problem.n_keys, sizes["keys"])}
-        blocks = dataclasses.replace(blocks, **sizes, **tiles)
+        blocks = blocks._replace(**sizes, **tiles)
     return Visibility(problem, parts, blocks), blocks
 
 

@@ -19,7 +19,7 @@ from tests.interop.helpers import BFLOAT16, FLOATS, Producer, library, one
 class CudaTensor:
     """Looks like a CUDA tensor and holds a CPU one."""
 
-    is_cpu, is_cuda, requires_grad, is_nested = False, True, False, False
+    is_cpu, is_cuda, requires_grad, is_nested, __torch_dispatch__ = False, True, False, False, None
 
     def __init__(self, tensor, index=1):
         self.tensor, self.index = tensor, index
