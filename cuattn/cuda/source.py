@@ -112,7 +112,7 @@ def prologue(constants: Mapping[str, object] | Iterable[tuple[str, object]]) -> 
     <BLANKLINE>
     """
     items = dict(constants)
-    headers = sorted({_HEADERS[value] for value in items.values() if isinstance(value, str) and value in _HEADERS})
+    headers = sorted({_HEADERS[value] for value in items.values() if value in _HEADERS})
     lines = [f"#include <{header}>" for header in headers]
     return "\n".join([*lines, "namespace cfg {", *map(_declare, items, items.values()), "}  // namespace cfg"]) + "\n"
 

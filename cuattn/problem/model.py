@@ -130,11 +130,6 @@ class Problem:
         return (*self.batch, self.heads, self.n_queries)
 
     @property
-    def score_shape(self) -> tuple[int, ...]:
-        """Shape that a mask or a bias broadcasts to; never allocated."""
-        return (*self.stat_shape, self.n_keys)
-
-    @property
     def place(self) -> Place:
         """The place of a call that is the whole problem."""
         return Place(0, 0, self.heads)

@@ -82,7 +82,7 @@ def check_band(is_causal: Any, window: Any, n_queries: int, n_keys: int, *, shar
         raise ArgumentError(f"window ends in {window_align!r} but is_causal is {align!r}; expected the same alignment")
     align = window_align or align
     if is_causal:
-        right = 0 if right is None else min(right, 0)
+        right = 0
     if left is None and right is None:
         return None
     if align is None and not placed:

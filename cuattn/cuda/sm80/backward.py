@@ -6,7 +6,7 @@ computes dbias.
 """
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -202,10 +202,11 @@ def row_arrays(problem: Problem, vectors: int = 1) -> dict[str, Array]:
     return {"delta": delta, "stat": Array((vectors, *delta.shape), delta.dtype), "counters": counters}
 
 
-def broadcast_heads(problem: Problem, operands: Mapping[str, Any]) -> dict[str, int]:
+def broadcast_heads(call: Call) -> dict[str, int]:
     """Return which of q, k, v were broadcast, so that their gradients are sums, with the heads of their kind."""
+    problem = call.problem
     heads = {"q": problem.heads, "k": problem.kv_heads, "v": problem.kv_heads}
-    return {name: n for name, n in heads.items() if operands[name].shape[:-2] != (*problem.batch, n)}
+    return {name: n for name, n in heads.items() if call.operands[name].shape[:-2] != (*problem.batch, n)}
 
 
 class Backward(Call):
@@ -229,7 +230,7 @@ class Backward(Call):
         for name, total in self.sums.items():
             scratch[f"{name}_acc"] = Array((*total["size"], total["inner"]), problem.stat_dtype)
         self.begin(scratch)
-        if problem.head_dim_v and math.prod(problem.score_shape):
+        if problem.n_queries * problem.n_keys * problem.head_dim_v * problem.instances:
             self._keys()
             self._rows()
             if "bias" in self.operands:
@@ -248,7 +249,7 @@ class Backward(Call):
     def _sums(self) -> dict[str, dict[str, Any]]:
         """Return the gradients that are sums over axes along which operands were broadcast: fields of the kernel."""
         axes, found = self.axes, {}
-        for name, heads in broadcast_heads(self.problem, self.operands).items():
+        for name, heads in broadcast_heads(self).items():
             if name != "q" or not self.cut.atomic:
                 shape, size = self.operands[name].shape, (*axes.size, heads)
                 own = (*axes.pick(shape, 1), shape[-3])
@@ -313,7 +314,7 @@ class Backward(Call):
         if name in self.sums:
             out = self.arrays[name]
             constants = {"grad": row_of(out.dtype).cuda, "acc": row_of(self.problem.stat_dtype).cuda}
-            grid = (min(cdiv(max(out.size, 1), _THREADS), 16 * self.device.multiprocessors),)
+            grid = (min(cdiv(out.size, _THREADS), 16 * self.device.multiprocessors),)
             values = {**self.sums[name], "results": out.size}
             launched = "util/bwd_sum.cu", "backward_sum", constants, grid, _THREADS
             self.sequence.add(*launched, SUM_PARAMS, values, {"in": f"{name}_acc", "out": name})

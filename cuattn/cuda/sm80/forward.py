@@ -30,7 +30,7 @@ _FLUSH = {"split": (2048, 16384), "double": (1024, 1024)}
 def _padded(length: int, products: str) -> int:
     """Return a head dimension as the kernel takes it: in float32 a power of two or whole segments."""
     if products == "split" and length <= _SEGMENT:
-        return max(1 << max(length - 1, 0).bit_length(), 16)
+        return max(1 << (length - 1).bit_length(), 16)
     return pad(length, _PADDING.get(products, _SEGMENT))
 
 

@@ -82,7 +82,7 @@ FORWARD: dict[int, dict[str, dict[int, Tile]]] = {
             64: Tile(64, 32, 4),
             128: Tile(64, 16, 4),
             256: Tile(32, 16, 2),
-            512: Tile(16, 16, 1, 1, 1),
+            512: Tile(16, 16, 1, 1),
         },
     },
     0: {
@@ -97,9 +97,9 @@ FORWARD: dict[int, dict[str, dict[int, Tile]]] = {
             64: Tile(128, 32, 8),
             128: Tile(64, 32, 4),
             256: Tile(32, 16, 2),
-            512: Tile(16, 16, 1, 1, 1),
+            512: Tile(16, 16, 1, 1),
         },
-        "double": {64: Tile(64, 16, 4), 128: Tile(32, 16, 2), 256: Tile(16, 16, 1, 1, 1)},
+        "double": {64: Tile(64, 16, 4), 128: Tile(32, 16, 2), 256: Tile(16, 16, 1, 1)},
     },
 }
 

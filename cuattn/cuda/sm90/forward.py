@@ -105,7 +105,7 @@ class Cut:
         section = problem.group
         if problem.masks or (problem.band is not None and problem.band.right is not None):
             section *= sharing_cache(problem.n_keys * row_bytes(problem))
-        self.counts = {**tile_counts(problem, tile), "section": max(min(section, problem.instances), 1)}
+        self.counts = {**tile_counts(problem, tile), "section": min(section, problem.instances)}
 
     def _tile(self) -> Tile:
         problem = self.problem
