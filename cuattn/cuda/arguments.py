@@ -67,6 +67,11 @@ def steps_of(array: Any) -> tuple[int, ...]:
     return tuple(0 if n == 1 else stride // size for n, stride in zip(array.shape, array.strides, strict=True))
 
 
+def row_strides(array: Any) -> list[int]:
+    """Return the strides, in bytes, of all axes but the last along which an array has several elements."""
+    return [stride for n, stride in zip(array.shape[:-1], array.strides[:-1], strict=True) if n > 1]
+
+
 class Axes(NamedTuple):
     """The batch axes of a call after neighbours with matching strides were merged."""
 
@@ -126,13 +131,7 @@ def layout_fields(name: str, steps: tuple[int, ...], axes: Axes, rank: int) -> d
 
 def load_bytes(*arrays: Any) -> int:
     """Return the widest access (16, 8, 4 or 2 bytes) that the arrays' addresses and row strides allow."""
-    bits = 16
-    for array in arrays:
-        bits |= array.data.ptr
-        for size, stride in zip(array.shape[:-1], array.strides[:-1], strict=True):
-            if size > 1:
-                bits |= stride
-    return bits & -bits
+    return math.gcd(16, *chain(*((array.data.ptr, *row_strides(array)) for array in arrays)))
 
 
 def band_fields(problem: Problem, shift: int = 0) -> dict[str, int]:

@@ -38,8 +38,6 @@ TABLE_SLOTS = (*(f"{name}.data" for name in _OPERANDS), *(f"table.{name}" for na
 class Kept:
     """Tables that a mask keeps; whoever launches on them holds this until it has."""
 
-    __slots__ = ("_device", "_held", "_home", "_ready", "_users", "addresses")
-
     def __init__(self, addresses: list[int], held: Any, stream: Any, device: int) -> None:
         self.addresses, self._held = addresses, held
         self._ready, self._home, self._device = Ready(stream), stream, device
@@ -99,8 +97,7 @@ class CallMasks:
         values: dict[str, Any] = {"table.keys_padded": cdiv(self.problem.n_keys, block_n) * block_n}
         for name, steps in self._steps.items():
             values |= layout_fields(name, steps, axes, self._rank)
-        if "mask" in self._operands:
-            blocks = self._operands["mask"]
+        if blocks := self._operands.get("mask"):
             values |= {"table.block_m": blocks.block_m, "table.block_n": blocks.block_n}
         return values
 
@@ -163,7 +160,7 @@ class MaskTables:
             "keys_padded": key_tiles * block_n, "row_tiles": row_tiles, "key_tiles": key_tiles,
         }  # fmt: skip
         sized = {"block_m": unit, "block_n": block_n, "rows_per_item": block_m // unit}
-        constants = {**problem_constants(problem), **sized}
+        constants = problem_constants(problem) | sized
         slots += _TABLES
         numbers, names = {name: number for number, name in enumerate(slots)}, {name: name for name in slots}
         self._kernels = []
