@@ -71,8 +71,8 @@ class Cut:
         # Dropout takes registers beside a mask; in float32 dk and dv depend on the tile, which must be every mask's.
         narrow = bool(problem.masks) and widest <= 64 and (problem.dropout > 0 or self.products == "split")
         self.keys, self.rows, self.bias = tiles.heavy if is_heavy(problem) or narrow else tiles.keys, *tiles[2:]
-        while not self.chunk and not all(_divides(tile, self.head_dim) for tile in (self.keys, self.rows)):
-            self.head_dim += _PADDING
+        if not self.chunk:
+            self.head_dim = pad(self.head_dim, max(map(_columns_shared, (self.keys, self.rows))))
         summed = max(self.head_dim, self.head_dim_v) <= _WIDEST_SUMMED
         self.atomic = summed and not problem.deterministic and not self.chunk
         self.row_tiles, self.key_tiles = tile_counts(problem, self.keys).values()
@@ -158,10 +158,12 @@ class Cut:
         return [note for note, holds in notes.items() if holds]
 
 
-def _divides(tile: BackwardTile, head_dim: int) -> bool:
-    """Whether the warps can share dq's tile in blocks of 16 x 16 (square_partition in sm80/bwd_layout.cuh)."""
-    along_rows = [m for m in (1, 2, 4, 8) if tile.warps % m == 0 and tile.block_m % (16 * m) == 0]
-    return any(head_dim % (16 * tile.warps // m) == 0 for m in along_rows)
+def _columns_shared(tile: BackwardTile) -> int:
+    """Return what dq's columns must be a multiple of for the warps to share its tile in blocks of 16 x 16.
+
+    As many warps as can lie along the rows (square_partition in sm80/bwd_layout.cuh).
+    """
+    return 16 * tile.warps // math.gcd(tile.warps, tile.block_m // 16)
 
 
 def _padded(width: int) -> int:
@@ -182,9 +184,8 @@ def add_preprocess(call: Call, constants: Constants, head_dim: int, values: dict
         Fields of ``Params``.
     """
     problem, o = call.problem, call.operands.get("o")
-    size, vector = problem.dtype.itemsize, call.load_bytes("do", "o")
-    while vector > size and problem.head_dim_v * size % vector:
-        vector //= 2
+    size = problem.dtype.itemsize
+    vector = math.gcd(call.load_bytes("do", "o"), problem.head_dim_v * size)
     constants = {
         "split_delta": False, **constants, "head_dim": head_dim, "load_bytes": max(vector, size),
         "o_elem": row_of(problem.dtype if o is None else o.dtype).cuda, "dlse": "dlse" in call.operands,
@@ -290,12 +291,11 @@ class Backward(Call):
     def _rows(self) -> None:
         """Compute dq in a fixed order, or round its sums."""
         cut = self.cut
+        blocks = cdiv(self.problem.n_queries, cut.rows.block_m) * self.problem.instances
         if cut.atomic:
             blocks = cut.row_tiles * math.prod(self.operands["q"].shape[:-2])
             self._add("bwd_convert", "backward_convert", blocks, "convert")
-            return
-        blocks = cdiv(self.problem.n_queries, cut.rows.block_m) * self.problem.instances
-        if cut.chunk:
+        elif cut.chunk:
             self._add("bwd_wide", "backward_wide_rows", blocks * cdiv(cut.head_dim, cut.part), "rows")
         else:
             self._add("bwd_rows", "backward_rows", blocks, "rows")

@@ -125,7 +125,7 @@ class Cut:
     def _row_tile(self, tile: Tile) -> Tile:
         """Shrink the row tile to what few queries fill: 16 rows per warp then, and more blocks side by side."""
         rows = self.problem.n_queries * self.pack
-        block_m = next(size for size in (16, 32, 64) if rows <= size or size == 64)
+        block_m = next((size for size in (16, 32) if rows <= size), 64)
         if rows > tile.block_m // 2 or block_m >= tile.block_m:
             return tile
         # Such a block streams keys and values; a deeper pipeline keeps the memory busy, and small tiles many warps.
