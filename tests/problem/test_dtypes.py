@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import cuattn
-from cuattn.problem import DTYPES, FLOAT32, Dtype, register_dtype, row_of
+from cuattn.problem import DTYPES, FLOAT32, Dtype, row_of
 from tests import oracle
 from tests.tolerances import assert_close
 
@@ -15,7 +15,7 @@ FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 @pytest.fixture
 def float8():
     """Make 8-bit numbers known for one test."""
-    register_dtype(Dtype(FLOAT8, FLOAT32))
+    DTYPES[FLOAT8] = Dtype(FLOAT8, FLOAT32)
     yield FLOAT8
     del DTYPES[FLOAT8]
 
