@@ -58,7 +58,7 @@ class Call:
         """
         operands = self.operands.values()
         arrays = [*operands, *(Array(x.shape, x.dtype) for x in operands)]
-        return collapse(self.problem.batch, [*map(steps_of, arrays), *self._masks.layouts])
+        return collapse(self.problem.batch, [*map(steps_of, arrays), *self._masks.layouts.values()])
 
     @staticmethod
     def simplify(problem: Problem, masks: Sequence[Any]) -> tuple[Problem, Sequence[Any]]:

@@ -6,7 +6,7 @@ What a kind of mask needs is said by its class (:class:`cuattn.masks.cuda_half.C
 import functools
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -69,6 +69,11 @@ class CallMasks:
     masks : sequence of Mask
         In the order of ``problem.masks``; only their layouts matter.
     device : int
+
+    Attributes
+    ----------
+    layouts : dict of str to tuple of int
+        Strides over (*batch, heads), and any behind them, that merging axes must keep.
     """
 
     def __init__(self, problem: Problem, masks: Sequence[Mask], device: int) -> None:
@@ -83,19 +88,14 @@ class CallMasks:
             half.operand: source for half, source in zip(self.halves, self.sources, strict=True) if half.operand
         }
         # Strides of the tables' own instances, as a mask with one element each, and of masks that are read beside them.
-        self._steps = {"table": steps_of(Array(self.leading, np.dtype(np.uint8)))} if masks else {}
-        self._steps |= {name: (*source.strides, source.row, source.col) for name, source in self._operands.items()}
+        self.layouts = {"table": steps_of(Array(self.leading, np.dtype(np.uint8)))} if masks else {}
+        self.layouts |= {name: (*source.strides, source.row, source.col) for name, source in self._operands.items()}
         self._tables = functools.cache(functools.partial(MaskTables, self))
-
-    @property
-    def layouts(self) -> Iterable[tuple[int, ...]]:
-        """Strides over (*batch, heads), and any behind them, that merging axes must keep."""
-        return self._steps.values()
 
     def fields(self, axes: Axes, block_n: int) -> dict[str, Any]:
         """Return the fields of ``Params`` that describe masks and tables."""
         values: dict[str, Any] = {"table.keys_padded": cdiv(self.problem.n_keys, block_n) * block_n}
-        for name, steps in self._steps.items():
+        for name, steps in self.layouts.items():
             values |= layout_fields(name, steps, axes, self._rank)
         if blocks := self._operands.get("mask"):
             values |= {"table.block_m": blocks.block_m, "table.block_n": blocks.block_n}

@@ -34,11 +34,6 @@ class Dtype:
     tensor_map: int | None = None
     products: str = "half"
 
-    @property
-    def name(self) -> str:
-        """The dtype's name, "bfloat16" for example."""
-        return self.dtype.name
-
 
 DTYPES: dict[np.dtype, Dtype] = {
     row.dtype: row
@@ -50,8 +45,3 @@ DTYPES: dict[np.dtype, Dtype] = {
     )
 }
 """Every dtype that calls know; a new one is an entry here."""
-
-
-def row_of(dtype: np.dtype) -> Dtype:
-    """Return the row of a dtype that a call was checked to have."""
-    return DTYPES[dtype]

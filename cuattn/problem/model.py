@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.problem.dtypes import FLOAT32, Dtype, row_of
+from cuattn.problem.dtypes import DTYPES, FLOAT32, Dtype
 from cuattn.rng import LEVELS
 
 
@@ -92,7 +92,7 @@ class Problem:
     @property
     def row(self) -> Dtype:
         """The dtype's row."""
-        return row_of(self.dtype)
+        return DTYPES[self.dtype]
 
     @property
     def group(self) -> int:

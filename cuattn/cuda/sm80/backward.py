@@ -20,7 +20,7 @@ from cuattn.cuda.sm80.forward import flush_tiles, is_heavy, unsupported_reason
 from cuattn.cuda.sm80.tiles import BACKWARD, WIDE, BackwardTile, look_up
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
-from cuattn.problem import Problem, row_of
+from cuattn.problem import DTYPES, Problem
 
 _MAX_ROWS = 2**31 - 1  # counted through all heads, where a kernel is told one of them
 _PADDING = 32  # elements: head dimensions are rounded up to a multiple of this, so that warps can share them evenly
@@ -188,7 +188,7 @@ def add_preprocess(call: Call, constants: Constants, head_dim: int, values: dict
     vector = math.gcd(call.load_bytes("do", "o"), problem.head_dim_v * size)
     constants = {
         "split_delta": False, **constants, "head_dim": head_dim, "load_bytes": max(vector, size),
-        "o_elem": row_of(problem.dtype if o is None else o.dtype).cuda, "dlse": "dlse" in call.operands,
+        "o_elem": DTYPES[problem.dtype if o is None else o.dtype].cuda, "dlse": "dlse" in call.operands,
         "warps": _THREADS // 32,
     }  # fmt: skip
     blocks = cdiv(problem.n_queries, STAT_ROWS) * problem.instances
@@ -313,7 +313,7 @@ class Backward(Call):
         """Add a gradient up over the axes that its operand was broadcast along, and round it."""
         if name in self.sums:
             out = self.arrays[name]
-            constants = {"grad": row_of(out.dtype).cuda, "acc": row_of(self.problem.stat_dtype).cuda}
+            constants = {"grad": DTYPES[out.dtype].cuda, "acc": DTYPES[self.problem.stat_dtype].cuda}
             grid = (min(cdiv(out.size, _THREADS), 16 * self.device.multiprocessors),)
             values = {**self.sums[name], "results": out.size}
             launched = "util/bwd_sum.cu", "backward_sum", constants, grid, _THREADS

@@ -9,7 +9,7 @@ from cuattn.cuda.params import MAX_PARTS
 from cuattn.cuda.sm80.tiles import FORWARD, VALUE_COLUMNS, Tile, look_up
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
-from cuattn.problem import DTYPES, Problem, row_of
+from cuattn.problem import DTYPES, Problem
 
 _MAX_LENGTH = 2**30  # rows and keys are counted in 32 bits, with room for the band's arithmetic
 _MAX_HEAD_DIM = 512
@@ -45,7 +45,7 @@ def length_reason(problem: Problem) -> str | None:
 def unsupported_reason(problem: Problem) -> str | None:
     """Say what of a problem the portable kernels cannot do on any device, naming the argument, or return None."""
     if problem.row.cuda is None:
-        known = ", ".join(row.name for row in DTYPES.values() if row.cuda)
+        known = ", ".join(row.dtype.name for row in DTYPES.values() if row.cuda)
         return f"q has dtype {problem.dtype}; expected one of {known} on a GPU"
     if problem.head_dim > _MAX_HEAD_DIM:
         return f"q has head dimension {problem.head_dim}; expected at most {_MAX_HEAD_DIM} on a GPU"
@@ -194,7 +194,7 @@ class Cut:
             "flush_every": flush_tiles(self.products, problem.n_keys, tile.block_n),
         }
         if self.splits > 1 and not self.merges:
-            constants |= {"out": row_of(problem.stat_dtype).cuda, "statistics": True}  # of parts
+            constants |= {"out": DTYPES[problem.stat_dtype].cuda, "statistics": True}  # of parts
         return constants
 
     def notes(self, load_bytes: int) -> list[str]:

@@ -63,7 +63,7 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
     if device.arch != "sm_90":
         return f"it needs compute capability 9.0, this GPU is {device.arch}"
     if problem.row.tensor_map is None:
-        known = " and ".join(row.name for row in DTYPES.values() if row.tensor_map is not None)
+        known = " and ".join(row.dtype.name for row in DTYPES.values() if row.tensor_map is not None)
         return f"it takes {known}, not {problem.dtype}"
     if problem.bias is not None:
         return "it takes no bias"

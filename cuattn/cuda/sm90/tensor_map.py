@@ -108,7 +108,7 @@ def describe(address: int, dtype: Dtype, view: View) -> TensorMap:
     status = _encoder()(*described, interleave, _SWIZZLE_128B, _PROMOTE_256B, fill)
     if status:
         raise CuattnError(
-            f"the driver refused a tensor map (CUresult {status}) of {dtype.name} {shape} at {address:#x}, "
+            f"the driver refused a tensor map (CUresult {status}) of {dtype.dtype} {shape} at {address:#x}, "
             f"strides {strides} bytes"
         )
     return TensorMap(encoded.ctypes.data, storage)
