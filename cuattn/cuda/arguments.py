@@ -194,11 +194,11 @@ def state_changes(state: RNGState, device: int) -> list[Change]:
     The offset may be a 0-d array of integers on the device, whose low word the kernel reads.
     """
     offset, address = state.offset, 0
-    if not isinstance(offset, (int, np.integer)):
+    if not isinstance(offset, int):
         offset, address = 0, offset.__cuda_array_interface__["data"][0]
         check_reachable("rng.offset", address, device)
     where = (_OFFSET_DATA, address & 0xFFFFFFFF), (_OFFSET_DATA + 1, address >> 32)
-    return [*_key_changes(int(state.seed)), (_OFFSET, int(offset)), *where]
+    return [*_key_changes(state.seed), (_OFFSET, offset), *where]
 
 
 def place_changes(problem: Problem, place: Place, row_blocks: int = 0, key_blocks: int = 0) -> list[Change]:

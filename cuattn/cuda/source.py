@@ -23,7 +23,7 @@ _HEADERS = {"__half": "cuda_fp16.h", "__nv_bfloat16": "cuda_bf16.h"}
 
 def kernel_root():
     """Return the folder that holds the kernels: inside the installed package, or beside it in a checkout."""
-    packaged = resources.files("cuattn").joinpath("kernels")
+    packaged = resources.files("cuattn") / "kernels"
     return packaged if packaged.is_dir() else pathlib.Path(__file__).resolve().parents[2] / "kernels"
 
 
@@ -81,7 +81,7 @@ def flatten_text(text: str, name: str = "text", seen: set[str] | None = None) ->
 
 
 def _read(path: str, origin: str | None) -> str:
-    file = kernel_root().joinpath(*path.split("/"))
+    file = kernel_root() / path
     if not file.is_file():
         by = f", included by {origin}" if origin else ""
         raise FileNotFoundError(f"kernel source {path!r} does not exist{by}")

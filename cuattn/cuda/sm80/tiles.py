@@ -160,7 +160,7 @@ def look_up(
     """Return the tiles of a table for padded head dimensions up to `head_dim`, or None where it has none so wide."""
     for shared, kinds in table.items():
         if shared_bytes >= shared:
-            for limit, tile in kinds.get(products, {}).items():
+            for limit, tile in kinds[products].items():
                 if head_dim <= limit:
                     return tile
     return None
