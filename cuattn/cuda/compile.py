@@ -212,4 +212,4 @@ def function(
         Whether it uses what only the device's exact architecture has, ``sm_90a`` for example.
     """
     arch = device_of(device).arch + "a" * exact
-    return load(compile_cubin(source.build(path, constants), arch, name=path), kernel, shared_bytes)
+    return load(compile_cubin(source.build(path, dict(constants)), arch, name=path), kernel, shared_bytes)

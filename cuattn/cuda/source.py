@@ -12,7 +12,7 @@ In front stands the prologue, ``namespace cfg { ... }``: a Python ``bool``, ``in
 import functools
 import pathlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import resources
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')
@@ -88,7 +88,7 @@ def _read(path: str, origin: str | None) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def prologue(constants: Mapping[str, object] | Iterable[tuple[str, object]]) -> str:
+def prologue(constants: Mapping[str, object]) -> str:
     """Return ``namespace cfg`` with one typed constant per item.
 
     Parameters
@@ -111,10 +111,10 @@ def prologue(constants: Mapping[str, object] | Iterable[tuple[str, object]]) -> 
     }  // namespace cfg
     <BLANKLINE>
     """
-    items = dict(constants)
-    headers = sorted({_HEADERS[value] for value in items.values() if value in _HEADERS})
+    headers = sorted({_HEADERS[value] for value in constants.values() if value in _HEADERS})
     lines = [f"#include <{header}>" for header in headers]
-    return "\n".join([*lines, "namespace cfg {", *map(_declare, items, items.values()), "}  // namespace cfg"]) + "\n"
+    lines += ["namespace cfg {", *map(_declare, constants, constants.values()), "}  // namespace cfg"]
+    return "\n".join(lines) + "\n"
 
 
 def _declare(name: str, value: object) -> str:
@@ -126,7 +126,7 @@ def _declare(name: str, value: object) -> str:
     return f"constexpr {kind} {name} = {str(value).lower()};"
 
 
-def build(path: str, constants: Mapping[str, object] | Iterable[tuple[str, object]]) -> str:
+def build(path: str, constants: Mapping[str, object]) -> str:
     """Return the complete text of one specialised kernel file.
 
     Parameters

@@ -162,7 +162,7 @@ def _common_dtype(arrays: dict[str, Any]) -> np.dtype:
 
 
 def _check_shapes(q: Shape, k: Shape, v: Shape) -> None:
-    for name, shape in (("q", q), ("k", k), ("v", v)):
+    for name, shape in zip("qkv", (q, k, v), strict=True):
         if len(shape) < 2:
             raise ShapeError(f"{name} has shape {shape}; expected at least two axes, (length, head_dim)")
         if shape[-2] > _MAX_LENGTH:

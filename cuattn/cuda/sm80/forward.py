@@ -54,7 +54,7 @@ def unsupported_reason(problem: Problem) -> str | None:
 
 def is_heavy(problem: Problem) -> bool:
     """Whether testing elements takes so many registers that a warp can only own 16 rows."""
-    tested = len(problem.masks) > 1 or not set(problem.masks) <= {"column"}
+    tested = problem.masks not in ((), ("column",))
     return problem.bias is not None or problem.softcap is not None or tested
 
 
