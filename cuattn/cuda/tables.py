@@ -123,6 +123,8 @@ class CallMasks:
 class MaskTables:
     """What the kernels with one tile read of a call's masks; the memory is kept on a mask, or is the call's own.
 
+    There are none for a call without queries, which launches nothing that would read them.
+
     Attributes
     ----------
     nbytes : int
@@ -132,7 +134,7 @@ class MaskTables:
     def __init__(self, masks: CallMasks, block_m: int, block_n: int, unit: int) -> None:
         problem, columns = masks.problem, masks.columns
         n_queries, n_keys = problem.n_queries, problem.n_keys
-        instances = math.prod(masks.leading) if n_queries and n_keys else 0  # else nothing is read
+        instances = math.prod(masks.leading) if n_keys else 0  # else nothing is read
         self._masks, self._device, self._problem = masks, masks.device, problem
         self._key = (block_m, block_n, unit, n_queries, n_keys, problem.masks, masks.leading)
         row_tiles, key_tiles = cdiv(n_queries, unit), cdiv(n_keys, block_n)
@@ -147,7 +149,7 @@ class MaskTables:
         self._sizes = list(sizes.values())
         *self._offsets, self.nbytes = accumulate(map(align_up, self._sizes), initial=0)
         # Neighbouring rows that see the same, as far as sizes tell.
-        alike = max(min(n_queries if source.row == 0 else source.block_m for source in masks.sources), 1)
+        alike = min(n_queries if source.row == 0 else source.block_m for source in masks.sources)
         chunks = cdiv(cdiv(n_queries, alike), _GROUPS_PER_BLOCK)
         shapes = {
             "mask_alive": (instances * chunks * cdiv(n_keys, _KEYS_PER_BLOCK), _KEYS_PER_BLOCK, 0),

@@ -29,7 +29,7 @@ class Dtype:
     """
 
     dtype: np.dtype
-    stat: np.dtype
+    stat: np.dtype = FLOAT32
     cuda: str | None = None
     tensor_map: int | None = None
     products: str = "half"
@@ -38,9 +38,9 @@ class Dtype:
 DTYPES: dict[np.dtype, Dtype] = {
     row.dtype: row
     for row in (
-        Dtype(np.dtype(np.float16), FLOAT32, cuda="__half", tensor_map=6),
-        Dtype(np.dtype(ml_dtypes.bfloat16), FLOAT32, cuda="__nv_bfloat16", tensor_map=9),
-        Dtype(FLOAT32, FLOAT32, cuda="float", products="split"),
+        Dtype(np.dtype(np.float16), cuda="__half", tensor_map=6),
+        Dtype(np.dtype(ml_dtypes.bfloat16), cuda="__nv_bfloat16", tensor_map=9),
+        Dtype(FLOAT32, cuda="float", products="split"),
         Dtype(np.dtype(np.float64), np.dtype(np.float64), cuda="double", products="double"),
     )
 }
