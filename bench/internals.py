@@ -50,7 +50,7 @@ def portable_tile(tile):
 @functools.lru_cache(maxsize=64)
 def study_text(name, constants):
     """Return the complete source of ``bench/studies/NAME``, specialised by `constants` as the library's kernels are."""
-    return source.prologue(constants) + source.flatten_text((STUDIES / name).read_text(), name)
+    return source.prologue(dict(constants)) + source.flatten_text((STUDIES / name).read_text(), name)
 
 
 @functools.lru_cache(maxsize=64)

@@ -290,10 +290,10 @@ def backward(
     return Gradients(*results)
 
 
-def _unpacked(name: str, fwd: Any) -> tuple:
+def _unpacked(name: str, fwd: Any) -> tuple | list:
     if not isinstance(fwd, (tuple, list)) or len(fwd) != 4:
         raise DtypeError(f"{name} is {type(fwd).__name__}; expected a Forward, or any (o, l, m, rng_state)")
-    return tuple(fwd)
+    return fwd
 
 
 def merge(*parts: Forward, out: tuple | None = None) -> Forward:

@@ -286,9 +286,9 @@ def _backend_of(origin: interop.ArrayOrigin, kernel: str | None) -> ModuleType:
         return cpu
     from cuattn import cuda
 
-    if kernel not in (None, *cpu.FAMILIES, *cuda.FAMILIES):
-        names = ", ".join(map(repr, (*cpu.FAMILIES, *cuda.FAMILIES)))
-        raise ArgumentError(f"kernel is {shown(kernel)}; expected None or one of {names}")
+    families = (*cpu.FAMILIES, *cuda.FAMILIES)
+    if kernel not in (None, *families):
+        raise ArgumentError(f"kernel is {shown(kernel)}; expected None or one of {', '.join(map(repr, families))}")
     if origin.backend == "cpu":
         raise UnsupportedError(f"kernel is {kernel!r} but q is in host memory; expected an array on a GPU")
     if kernel in cpu.FAMILIES:

@@ -147,8 +147,7 @@ def philox4x32(counter, key, rounds=10):
     """
     # Words live in 64 bits so that a product is one multiplication.  Only what the rounds have mixed takes the
     # broadcast shape: with a column of rows and a row of keys, the first two rounds cost next to nothing.
-    x0, x1, x2, x3 = (np.asarray(word, dtype=np.uint64) & _LOW for word in counter)
-    key = [np.asarray(word, dtype=np.uint64) & _LOW for word in key]
+    x0, x1, x2, x3, *key = (np.asarray(word, dtype=np.uint64) & _LOW for word in (*counter, *key))
     for k0, k1 in round_keys(key, rounds):
         product_0, product_2 = x0 * _MULTIPLIER_0, x2 * _MULTIPLIER_2
         x0, x1 = (product_2 >> _HALF) ^ (x1 ^ k0), product_2 & _LOW
@@ -290,9 +289,9 @@ def keep_blocks(state, T, b, row_blocks, key_blocks):
     starts = []
     for name, blocks in (("row_blocks", row_blocks), ("key_blocks", key_blocks)):
         start = np.asarray(blocks, dtype=np.int64)
-        if start.ndim != 1 or ((start % BLOCK != 0) | (start < 0) | (start >= 1 << 32)).any():
+        if start.ndim != 1 or (start != start & 0xFFFFFFF0).any():
             raise ArgumentError(f"{name}: expected one axis of multiples of {BLOCK} in [0, 2**32), got {blocks!r:.200}")
-        starts.append(start.astype(np.uint64))
+        starts.append(start)
     words = _words(state, b, *starts)
     return _unfold(words >= np.uint16(T))  # comparing before unfolding moves bytes instead of 16-bit words
 
@@ -357,16 +356,16 @@ def resolve(rng):
     RNGState(seed=7, offset=0)
     """
     if rng is None:
-        return RNGState(secrets.randbits(64), 0)
+        return RNGState(secrets.randbits(64))
     if isinstance(rng, np.random.Generator):
-        return RNGState(int(rng.integers(2**64, dtype=np.uint64)), 0)
+        return RNGState(int(rng.integers(2**64, dtype=np.uint64)))
     return _checked("rng", rng, "an int, an RNGState, a numpy.random.Generator or None")
 
 
 def _checked(name, state, expected):
     """Return a seed or a state as a state of Python integers within the limits."""
     if not isinstance(state, RNGState):
-        return RNGState(_integer(name, state, 64, expected), 0)
+        return RNGState(_integer(name, state, 64, expected))
     seed, offset = _integer(f"{name}.seed", state.seed, 64), state.offset
     return RNGState(seed, offset if _is_device_scalar(name, offset) else _integer(f"{name}.offset", offset, 32))
 
@@ -400,7 +399,7 @@ def _around(rows, keys):
         if not 0 <= start <= stop <= 1 << 32:
             raise ArgumentError(f"{name} = ({start}, {stop}): expected 0 <= start <= stop <= 2**32")
         first = start - start % BLOCK
-        starts.append(np.arange(first, stop, BLOCK, dtype=np.uint64))
+        starts.append(np.arange(first, stop, BLOCK))
         crop += (slice(start - first, stop - first),)
     return starts, crop
 
@@ -410,8 +409,8 @@ def _words(state, b, row_blocks, key_blocks):
     if not 0 <= b < 1 << 32:
         raise ArgumentError(f"b = {b!r}: expected 0 <= b < 2**32")
     # The calls of a block: rows with bit 3 clear, keys with bits 0 and 3 clear.
-    i = row_blocks[:, None] + np.arange(8, dtype=np.uint64)
-    j = key_blocks[:, None] + np.arange(0, 8, 2, dtype=np.uint64)
+    i = row_blocks[:, None] + np.arange(8)
+    j = key_blocks[:, None] + np.arange(0, 8, 2)
     words = philox4x32((j.reshape(1, -1), i.reshape(-1, 1), b, state.offset), state.key, ROUNDS)
     return words.astype("<u4", copy=False).view("<u2")
 

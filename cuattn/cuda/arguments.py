@@ -67,6 +67,11 @@ def steps_of(array: Any) -> tuple[int, ...]:
     return tuple(0 if n == 1 else stride // size for n, stride in zip(array.shape, array.strides, strict=True))
 
 
+def row_strides(array: Any) -> list[int]:
+    """Return the strides, in bytes, of all axes but the last along which an array has several elements."""
+    return [stride for n, stride in zip(array.shape[:-1], array.strides[:-1], strict=True) if n > 1]
+
+
 class Axes(NamedTuple):
     """The batch axes of a call after neighbours with matching strides were merged."""
 
@@ -126,13 +131,7 @@ def layout_fields(name: str, steps: tuple[int, ...], axes: Axes, rank: int) -> d
 
 def load_bytes(*arrays: Any) -> int:
     """Return the widest access (16, 8, 4 or 2 bytes) that the arrays' addresses and row strides allow."""
-    bits = 16
-    for array in arrays:
-        bits |= array.data.ptr
-        for size, stride in zip(array.shape[:-1], array.strides[:-1], strict=True):
-            if size > 1:
-                bits |= stride
-    return bits & -bits
+    return math.gcd(16, *chain(*((array.data.ptr, *row_strides(array)) for array in arrays)))
 
 
 def band_fields(problem: Problem, shift: int = 0) -> dict[str, int]:
@@ -195,11 +194,11 @@ def state_changes(state: RNGState, device: int) -> list[Change]:
     The offset may be a 0-d array of integers on the device, whose low word the kernel reads.
     """
     offset, address = state.offset, 0
-    if not isinstance(offset, (int, np.integer)):
+    if not isinstance(offset, int):
         offset, address = 0, offset.__cuda_array_interface__["data"][0]
         check_reachable("rng.offset", address, device)
     where = (_OFFSET_DATA, address & 0xFFFFFFFF), (_OFFSET_DATA + 1, address >> 32)
-    return [*_key_changes(int(state.seed)), (_OFFSET, int(offset)), *where]
+    return [*_key_changes(state.seed), (_OFFSET, offset), *where]
 
 
 def place_changes(problem: Problem, place: Place, row_blocks: int = 0, key_blocks: int = 0) -> list[Change]:

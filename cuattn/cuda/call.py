@@ -34,7 +34,7 @@ class Call:
     ----------
     device : Device
     arrays : dict of str to array
-        Operands and, from :meth:`begin` on, results.
+        Operands and results, from :meth:`begin` on.
     sequence : LaunchSequence
         From :meth:`begin` on.
     """
@@ -43,7 +43,6 @@ class Call:
 
     def __init__(self, problem: Problem, operands: Mapping[str, Any], masks: Sequence[Any]) -> None:
         self.problem, self.operands, self._given_masks = problem, operands, masks
-        self.arrays = dict(operands)
         self.device = device_of(operands["q"].device.id)
 
     @functools.cached_property
@@ -59,7 +58,7 @@ class Call:
         """
         operands = self.operands.values()
         arrays = [*operands, *(Array(x.shape, x.dtype) for x in operands)]
-        return collapse(self.problem.batch, [*map(steps_of, arrays), *self._masks.layouts])
+        return collapse(self.problem.batch, [*map(steps_of, arrays), *self._masks.layouts.values()])
 
     @staticmethod
     def simplify(problem: Problem, masks: Sequence[Any]) -> tuple[Problem, Sequence[Any]]:
@@ -92,7 +91,7 @@ class Call:
         problem, operation = self.problem, OPERATIONS[self.problem.operation]
         made = operation.made(replace(problem, rank=3), self.operands)  # every axis written out
         results = {name: Array(*one) for name, one in made.items()}
-        self.arrays |= results
+        self.arrays = {**self.operands, **results}
         self._fields = problem_fields(problem, self.axes)
         for name, array in self.arrays.items():
             self._fields |= layout_fields(name, steps_of(array), self.axes, len(problem.batch))
@@ -101,7 +100,7 @@ class Call:
 
     def load_bytes(self, *names: str) -> int:
         """Return the widest access that the addresses and row strides of the named operands allow."""
-        return load_bytes(*(self.arrays[name] for name in names if name in self.arrays))
+        return load_bytes(*(self.operands[name] for name in names if name in self.operands))
 
     def add(
         self,

@@ -194,8 +194,8 @@ def function(
     path: str,
     kernel: str,
     constants: tuple[tuple[str, object], ...],
-    shared_bytes: int = 0,
-    exact: bool = False,
+    shared_bytes: int,
+    exact: bool,
 ) -> Any:
     """Return a kernel of ``kernels/<path>`` for GPU number `device`, which must be current.
 
@@ -206,10 +206,10 @@ def function(
         File and ``extern "C"`` name.
     constants : tuple of (str, object)
         What the kernel is specialised by, see :mod:`cuattn.cuda.constants`.
-    shared_bytes : int, optional
+    shared_bytes : int
         Dynamic shared memory per block.
-    exact : bool, optional
+    exact : bool
         Whether it uses what only the device's exact architecture has, ``sm_90a`` for example.
     """
     arch = device_of(device).arch + "a" * exact
-    return load(compile_cubin(source.build(path, constants), arch, name=path), kernel, shared_bytes)
+    return load(compile_cubin(source.build(path, dict(constants)), arch, name=path), kernel, shared_bytes)

@@ -60,21 +60,21 @@ name                    type     meaning
 from cuattn.errors import UnsupportedError
 from cuattn.masks.base import KINDS
 from cuattn.masks.cuda_half import CudaHalf
-from cuattn.problem import Problem, row_of
+from cuattn.problem import DTYPES, Problem
 
 Constants = dict[str, object]
 
 
 def problem_constants(problem: Problem) -> Constants:
     """Return what kernels are told of a problem, as far as they ask (:func:`cuattn.cuda.source.constants_of`)."""
-    acc, band, bias = row_of(problem.stat_dtype).cuda, problem.band, problem.bias
+    acc, band, bias = DTYPES[problem.stat_dtype].cuda, problem.band, problem.bias
     return {
         "elem": problem.row.cuda,
         "acc": acc,
-        "out": row_of(problem.out_dtype).cuda,
-        "bias_elem": acc if bias is None else row_of(bias).cuda,
-        "grad": row_of(problem.grad_dtype(problem.dtype)).cuda,
-        "bias_grad": acc if bias is None else row_of(problem.grad_dtype(bias)).cuda,
+        "out": DTYPES[problem.out_dtype].cuda,
+        "bias_elem": acc if bias is None else DTYPES[bias].cuda,
+        "grad": DTYPES[problem.grad_dtype(problem.dtype)].cuda,
+        "bias_grad": acc if bias is None else DTYPES[problem.grad_dtype(bias)].cuda,
         "statistics": problem.statistics,
         "dropout": problem.dropout,
         "runs": problem.runs,

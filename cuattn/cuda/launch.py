@@ -68,11 +68,10 @@ class Kernel:
         for name, value in values.items():
             record[name] = value
         self._template = np.frombuffer(record.tobytes(), np.uint64)
-        first = {name: dtype.fields[name][1] // _WORD for name in dtype.names}
         self._slots = [
             (word, names[name])
             for slot, taken in slots.items()
-            for word, name in enumerate([taken] if isinstance(taken, str) else taken, first[slot])
+            for word, name in enumerate([taken] if isinstance(taken, str) else taken, dtype.fields[slot][1] // _WORD)
         ]
         self._maps = [(names[name], describe) for name, describe in maps.items()]
         self._idle: list[Piece] = []  # arguments that no launch is being made of

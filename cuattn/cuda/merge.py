@@ -11,7 +11,7 @@ from cuattn.cuda.arguments import Array
 from cuattn.cuda.params import MAX_PARTS, MERGE_PARAMS
 from cuattn.cuda.sequence import LaunchSequence
 from cuattn.io_model.sizes import cdiv
-from cuattn.problem import row_of
+from cuattn.problem import DTYPES
 
 _WARPS = 4
 _FEW_ROWS = 4096  # below this, the warps of a block share a row
@@ -85,7 +85,7 @@ def add(
         return
     count = stacked or len(parts)
     row_warps = _WARPS if rows < _FEW_ROWS and count >= _WARPS else 1
-    part, merged, acc = (row_of(dtype).cuda for dtype in dtypes)
+    part, merged, acc = (DTYPES[dtype].cuda for dtype in dtypes)
     constants = {"acc": acc, "part": part, "out": merged, "row_warps": row_warps, "stacked": stacked > 0}
     values = {"rows": rows, "head_dim_v": columns, "parts": count}
     grid = (cdiv(rows * row_warps, _WARPS), max(cdiv(columns, 32), 1) if row_warps > 1 else 1)

@@ -12,7 +12,7 @@ In front stands the prologue, ``namespace cfg { ... }``: a Python ``bool``, ``in
 import functools
 import pathlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import resources
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')
@@ -23,7 +23,7 @@ _HEADERS = {"__half": "cuda_fp16.h", "__nv_bfloat16": "cuda_bf16.h"}
 
 def kernel_root():
     """Return the folder that holds the kernels: inside the installed package, or beside it in a checkout."""
-    packaged = resources.files("cuattn").joinpath("kernels")
+    packaged = resources.files("cuattn") / "kernels"
     return packaged if packaged.is_dir() else pathlib.Path(__file__).resolve().parents[2] / "kernels"
 
 
@@ -81,14 +81,14 @@ def flatten_text(text: str, name: str = "text", seen: set[str] | None = None) ->
 
 
 def _read(path: str, origin: str | None) -> str:
-    file = kernel_root().joinpath(*path.split("/"))
+    file = kernel_root() / path
     if not file.is_file():
         by = f", included by {origin}" if origin else ""
         raise FileNotFoundError(f"kernel source {path!r} does not exist{by}")
     return file.read_text(encoding="utf-8")
 
 
-def prologue(constants: Mapping[str, object] | Iterable[tuple[str, object]]) -> str:
+def prologue(constants: Mapping[str, object]) -> str:
     """Return ``namespace cfg`` with one typed constant per item.
 
     Parameters
@@ -111,10 +111,10 @@ def prologue(constants: Mapping[str, object] | Iterable[tuple[str, object]]) -> 
     }  // namespace cfg
     <BLANKLINE>
     """
-    items = dict(constants)
-    headers = sorted({_HEADERS[value] for value in items.values() if isinstance(value, str) and value in _HEADERS})
+    headers = sorted({_HEADERS[value] for value in constants.values() if value in _HEADERS})
     lines = [f"#include <{header}>" for header in headers]
-    return "\n".join([*lines, "namespace cfg {", *map(_declare, items, items.values()), "}  // namespace cfg"]) + "\n"
+    lines += ["namespace cfg {", *map(_declare, constants, constants.values()), "}  // namespace cfg"]
+    return "\n".join(lines) + "\n"
 
 
 def _declare(name: str, value: object) -> str:
@@ -126,7 +126,7 @@ def _declare(name: str, value: object) -> str:
     return f"constexpr {kind} {name} = {str(value).lower()};"
 
 
-def build(path: str, constants: Mapping[str, object] | Iterable[tuple[str, object]]) -> str:
+def build(path: str, constants: Mapping[str, object]) -> str:
     """Return the complete text of one specialised kernel file.
 
     Parameters

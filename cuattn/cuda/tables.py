@@ -6,7 +6,7 @@ What a kind of mask needs is said by its class (:class:`cuattn.masks.cuda_half.C
 import functools
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -37,8 +37,6 @@ TABLE_SLOTS = (*(f"{name}.data" for name in _OPERANDS), *(f"table.{name}" for na
 
 class Kept:
     """Tables that a mask keeps; whoever launches on them holds this until it has."""
-
-    __slots__ = ("_device", "_held", "_home", "_ready", "_users", "addresses")
 
     def __init__(self, addresses: list[int], held: Any, stream: Any, device: int) -> None:
         self.addresses, self._held = addresses, held
@@ -71,6 +69,11 @@ class CallMasks:
     masks : sequence of Mask
         In the order of ``problem.masks``; only their layouts matter.
     device : int
+
+    Attributes
+    ----------
+    layouts : dict of str to tuple of int
+        Strides over (*batch, heads), and any behind them, that merging axes must keep.
     """
 
     def __init__(self, problem: Problem, masks: Sequence[Mask], device: int) -> None:
@@ -85,22 +88,16 @@ class CallMasks:
             half.operand: source for half, source in zip(self.halves, self.sources, strict=True) if half.operand
         }
         # Strides of the tables' own instances, as a mask with one element each, and of masks that are read beside them.
-        self._steps = {"table": steps_of(Array(self.leading, np.dtype(np.uint8)))} if masks else {}
-        self._steps |= {name: (*source.strides, source.row, source.col) for name, source in self._operands.items()}
+        self.layouts = {"table": steps_of(Array(self.leading, np.dtype(np.uint8)))} if masks else {}
+        self.layouts |= {name: (*source.strides, source.row, source.col) for name, source in self._operands.items()}
         self._tables = functools.cache(functools.partial(MaskTables, self))
-
-    @property
-    def layouts(self) -> Iterable[tuple[int, ...]]:
-        """Strides over (*batch, heads), and any behind them, that merging axes must keep."""
-        return self._steps.values()
 
     def fields(self, axes: Axes, block_n: int) -> dict[str, Any]:
         """Return the fields of ``Params`` that describe masks and tables."""
         values: dict[str, Any] = {"table.keys_padded": cdiv(self.problem.n_keys, block_n) * block_n}
-        for name, steps in self._steps.items():
+        for name, steps in self.layouts.items():
             values |= layout_fields(name, steps, axes, self._rank)
-        if "mask" in self._operands:
-            blocks = self._operands["mask"]
+        if blocks := self._operands.get("mask"):
             values |= {"table.block_m": blocks.block_m, "table.block_n": blocks.block_n}
         return values
 
@@ -126,6 +123,8 @@ class CallMasks:
 class MaskTables:
     """What the kernels with one tile read of a call's masks; the memory is kept on a mask, or is the call's own.
 
+    There are none for a call without queries, which launches nothing that would read them.
+
     Attributes
     ----------
     nbytes : int
@@ -135,7 +134,7 @@ class MaskTables:
     def __init__(self, masks: CallMasks, block_m: int, block_n: int, unit: int) -> None:
         problem, columns = masks.problem, masks.columns
         n_queries, n_keys = problem.n_queries, problem.n_keys
-        instances = math.prod(masks.leading) if n_queries and n_keys else 0  # else nothing is read
+        instances = math.prod(masks.leading) if n_keys else 0  # else nothing is read
         self._masks, self._device, self._problem = masks, masks.device, problem
         self._key = (block_m, block_n, unit, n_queries, n_keys, problem.masks, masks.leading)
         row_tiles, key_tiles = cdiv(n_queries, unit), cdiv(n_keys, block_n)
@@ -150,7 +149,7 @@ class MaskTables:
         self._sizes = list(sizes.values())
         *self._offsets, self.nbytes = accumulate(map(align_up, self._sizes), initial=0)
         # Neighbouring rows that see the same, as far as sizes tell.
-        alike = max(min(n_queries if source.row == 0 else source.block_m for source in masks.sources), 1)
+        alike = min(n_queries if source.row == 0 else source.block_m for source in masks.sources)
         chunks = cdiv(cdiv(n_queries, alike), _GROUPS_PER_BLOCK)
         shapes = {
             "mask_alive": (instances * chunks * cdiv(n_keys, _KEYS_PER_BLOCK), _KEYS_PER_BLOCK, 0),
@@ -163,7 +162,7 @@ class MaskTables:
             "keys_padded": key_tiles * block_n, "row_tiles": row_tiles, "key_tiles": key_tiles,
         }  # fmt: skip
         sized = {"block_m": unit, "block_n": block_n, "rows_per_item": block_m // unit}
-        constants = {**problem_constants(problem), **sized}
+        constants = problem_constants(problem) | sized
         slots += _TABLES
         numbers, names = {name: number for number, name in enumerate(slots)}, {name: name for name in slots}
         self._kernels = []

@@ -1,6 +1,6 @@
 """The problem of a call: its description and the one place that checks it."""
 
-from cuattn.problem.dtypes import DTYPES, FLOAT32, Dtype, register_dtype, row_of
+from cuattn.problem.dtypes import DTYPES, FLOAT32, Dtype
 from cuattn.problem.model import Band, Place, Problem
 from cuattn.problem.operations import BACKWARD, FORWARD, OPERATIONS, Array, Operation
 from cuattn.problem.origin import Origin, pieces, place_of, whole_offset
@@ -29,8 +29,6 @@ __all__ = [
     "drawn_state",
     "pieces",
     "place_of",
-    "register_dtype",
     "replayed_state",
-    "row_of",
     "whole_offset",
 ]

@@ -29,33 +29,19 @@ class Dtype:
     """
 
     dtype: np.dtype
-    stat: np.dtype
+    stat: np.dtype = FLOAT32
     cuda: str | None = None
     tensor_map: int | None = None
     products: str = "half"
-
-    @property
-    def name(self) -> str:
-        """The dtype's name, "bfloat16" for example."""
-        return self.dtype.name
 
 
 DTYPES: dict[np.dtype, Dtype] = {
     row.dtype: row
     for row in (
-        Dtype(np.dtype(np.float16), FLOAT32, cuda="__half", tensor_map=6),
-        Dtype(np.dtype(ml_dtypes.bfloat16), FLOAT32, cuda="__nv_bfloat16", tensor_map=9),
-        Dtype(FLOAT32, FLOAT32, cuda="float", products="split"),
+        Dtype(np.dtype(np.float16), cuda="__half", tensor_map=6),
+        Dtype(np.dtype(ml_dtypes.bfloat16), cuda="__nv_bfloat16", tensor_map=9),
+        Dtype(FLOAT32, cuda="float", products="split"),
         Dtype(np.dtype(np.float64), np.dtype(np.float64), cuda="double", products="double"),
     )
 }
-
-
-def register_dtype(row: Dtype) -> None:
-    """Make a dtype known to every call."""
-    DTYPES[row.dtype] = row
-
-
-def row_of(dtype: np.dtype) -> Dtype:
-    """Return the row of a dtype that a call was checked to have."""
-    return DTYPES[dtype]
+"""Every dtype that calls know; a new one is an entry here."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.problem.dtypes import FLOAT32, Dtype, row_of
+from cuattn.problem.dtypes import DTYPES, FLOAT32, Dtype
 from cuattn.rng import LEVELS
 
 
@@ -92,7 +92,7 @@ class Problem:
     @property
     def row(self) -> Dtype:
         """The dtype's row."""
-        return row_of(self.dtype)
+        return DTYPES[self.dtype]
 
     @property
     def group(self) -> int:
@@ -128,11 +128,6 @@ class Problem:
     def stat_shape(self) -> tuple[int, ...]:
         """Shape of l and m."""
         return (*self.batch, self.heads, self.n_queries)
-
-    @property
-    def score_shape(self) -> tuple[int, ...]:
-        """Shape that a mask or a bias broadcasts to; never allocated."""
-        return (*self.stat_shape, self.n_keys)
 
     @property
     def place(self) -> Place:

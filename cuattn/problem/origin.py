@@ -156,7 +156,7 @@ def _axis(problem: Problem, name: str, start: Any, length: int, whole: int | Non
     """Return where a part's rows or keys begin, checked; of several pieces 0 and, for dropout, where its blocks are."""
     runs, given = pieces(start, length), f"origin.{name} is {shown(start)}"
     *edges, end = chain(*runs)
-    limit = _LIMIT - 1 if whole is None else min(whole, _LIMIT - 1)
+    limit = _LIMIT - 1 if whole is None else whole
     if end < edges[-1]:
         raise ArgumentError(f"{given}; expected local starts of at most {length}")
     if end > limit:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cuattn.errors import ArgumentError, DtypeError, as_integer, as_real, shown
-from cuattn.problem.dtypes import row_of
+from cuattn.problem.dtypes import DTYPES
 from cuattn.problem.model import Band
 
 _ALIGNMENTS = ("top_left", "bottom_right")
@@ -15,7 +15,7 @@ _ALIGNMENTS = ("top_left", "bottom_right")
 
 def of_scores(name: str, value: Any, dtype: np.dtype, positive: bool = False) -> float:
     """Return a number that scores of inputs of `dtype`, which have that of the sums, can have."""
-    number, limits = as_real(name, value), np.finfo(row_of(dtype).stat)
+    number, limits = as_real(name, value), np.finfo(DTYPES[dtype].stat)
     least, most = limits.tiny if positive else limits.min, limits.max
     if not float(least) <= number <= float(most):
         expected = "a number > 0 from" if positive else "a number from"
@@ -48,7 +48,7 @@ def check_out_dtype(out_dtype: Any, dtype: np.dtype) -> np.dtype:
         wanted = np.dtype(getattr(out_dtype, "__name__", str(out_dtype)).removeprefix("torch."))
     except (TypeError, ValueError) as error:
         raise DtypeError(f"out_dtype is {shown(out_dtype)}; expected a dtype") from error
-    allowed = dict.fromkeys((dtype, row_of(dtype).stat))
+    allowed = dict.fromkeys((dtype, DTYPES[dtype].stat))
     if wanted in allowed:
         return wanted
     raise DtypeError(f"out_dtype is {wanted}; expected {' or '.join(map(str, allowed))} for {dtype} inputs")
@@ -82,7 +82,7 @@ def check_band(is_causal: Any, window: Any, n_queries: int, n_keys: int, *, shar
         raise ArgumentError(f"window ends in {window_align!r} but is_causal is {align!r}; expected the same alignment")
     align = window_align or align
     if is_causal:
-        right = 0 if right is None else min(right, 0)
+        right = 0
     if left is None and right is None:
         return None
     if align is None and not placed:

@@ -11,7 +11,7 @@ from cuattn.errors import ArgumentError, DtypeError, ShapeError, expect_array, e
 from cuattn.masks import BooleanMask
 from cuattn.masks.base import Mask
 from cuattn.problem import scalars
-from cuattn.problem.dtypes import DTYPES, FLOAT32, row_of
+from cuattn.problem.dtypes import DTYPES, FLOAT32
 from cuattn.problem.model import Problem
 from cuattn.problem.operations import Array, Operation
 from cuattn.problem.origin import Origin
@@ -106,7 +106,7 @@ def check_parts(parts: dict[str, Any]) -> dict[str, Array]:
     if len(shape) < 2:
         raise ShapeError(f"{first} has shape {shape}; expected (..., Nq, dv)")
     expect_dtype(first, dtype, *DTYPES)
-    found = {"o": (shape, dtype), **dict.fromkeys("lm", (shape[:-1], row_of(dtype).stat))}
+    found = {"o": (shape, dtype), **dict.fromkeys("lm", (shape[:-1], DTYPES[dtype].stat))}
     for name, array in parts.items():
         expect_array(name, array, *found[name[-1]])
     return found
@@ -162,7 +162,7 @@ def _common_dtype(arrays: dict[str, Any]) -> np.dtype:
 
 
 def _check_shapes(q: Shape, k: Shape, v: Shape) -> None:
-    for name, shape in (("q", q), ("k", k), ("v", v)):
+    for name, shape in zip("qkv", (q, k, v), strict=True):
         if len(shape) < 2:
             raise ShapeError(f"{name} has shape {shape}; expected at least two axes, (length, head_dim)")
         if shape[-2] > _MAX_LENGTH:

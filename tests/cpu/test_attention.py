@@ -488,7 +488,7 @@ def test_a_dtype_that_only_its_row_knows_is_computed():
     from cuattn.problem import dtypes
 
     dtype = np.dtype(ml_dtypes.float8_e4m3fn)
-    dtypes.register_dtype(dtypes.Dtype(dtype, np.dtype(np.float32)))
+    dtypes.DTYPES[dtype] = dtypes.Dtype(dtype, np.dtype(np.float32))
     try:
         rng = np.random.default_rng(18)
         q, k, v, do = (rng.standard_normal((2, 40, 16)).astype(dtype) for _ in range(4))

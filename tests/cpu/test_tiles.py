@@ -37,10 +37,11 @@ def of_case(case):
 )
 def test_visited_tiles_hold_all_that_is_visible_and_nothing_visible_is_hidden(case, rows, keys, step):
     problem, operands, masks = of_case(case)
-    if 0 in problem.score_shape:
+    scores = (*problem.stat_shape, problem.n_keys)
+    if 0 in scores:
         return
     found, blocks = visibility(problem, operands, masks, rows=rows, keys=keys, step=step, heads=1)
-    visible = np.broadcast_to(True if case.visible is None else case.visible, problem.score_shape)
+    visible = np.broadcast_to(True if case.visible is None else case.visible, scores)
     for head in np.ndindex(*problem.batch, problem.heads):
         seen = np.zeros((blocks.row_tiles, rows, blocks.key_tiles * keys), np.float32)
         for row_tile, of_rows in enumerate(seen):

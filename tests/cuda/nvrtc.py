@@ -32,7 +32,7 @@ class Resources(NamedTuple):
 
 def kernel_resources(path: str, constants: tuple, arch: str) -> dict[str, Resources]:
     """Compile ``kernels/<path>`` and return what each of its kernels uses, by kernel name."""
-    return resources(source.build(path, constants), arch, path)
+    return resources(source.build(path, dict(constants)), arch, path)
 
 
 def resources(text: str, arch: str, name: str = "kernel.cu") -> dict[str, Resources]:

@@ -220,7 +220,7 @@ def test_what_is_launched_beside_the_large_kernels_compiles(kernel, driver):
         found |= {(each.path, tuple(each.constants.items())) for each in small}
     assert len({path for path, _ in found}) >= (6 if kernel == "sm80" else 4)
     for path, constants in sorted(found, key=str):
-        compiler.compile_log(source.build(path, constants), "sm_90", name=path)
+        compiler.compile_log(source.build(path, dict(constants)), "sm_90", name=path)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import cuattn
-from cuattn.problem import DTYPES, FLOAT32, Dtype, register_dtype, row_of
+from cuattn.problem import DTYPES, FLOAT32, Dtype
 from tests import oracle
 from tests.tolerances import assert_close
 
@@ -15,7 +15,7 @@ FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 @pytest.fixture
 def float8():
     """Make 8-bit numbers known for one test."""
-    register_dtype(Dtype(FLOAT8, FLOAT32))
+    DTYPES[FLOAT8] = Dtype(FLOAT8, FLOAT32)
     yield FLOAT8
     del DTYPES[FLOAT8]
 
@@ -43,6 +43,6 @@ def test_a_dtype_that_is_only_a_row(float8, size):
 
 @pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
 def test_rows_say_what_their_sums_are(dtype):
-    row = row_of(dtype)
+    row = DTYPES[dtype]
     assert row.dtype == dtype
     assert row.stat.itemsize == max(dtype.itemsize, 4)

@@ -6,7 +6,7 @@ computes dbias.
 """
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from cuattn.cuda.sm80.forward import flush_tiles, is_heavy, unsupported_reason
 from cuattn.cuda.sm80.tiles import BACKWARD, WIDE, BackwardTile, look_up
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
-from cuattn.problem import Problem, row_of
+from cuattn.problem import DTYPES, Problem
 
 _MAX_ROWS = 2**31 - 1  # counted through all heads, where a kernel is told one of them
 _PADDING = 32  # elements: head dimensions are rounded up to a multiple of this, so that warps can share them evenly
@@ -71,8 +71,8 @@ class Cut:
         # Dropout takes registers beside a mask; in float32 dk and dv depend on the tile, which must be every mask's.
         narrow = bool(problem.masks) and widest <= 64 and (problem.dropout > 0 or self.products == "split")
         self.keys, self.rows, self.bias = tiles.heavy if is_heavy(problem) or narrow else tiles.keys, *tiles[2:]
-        while not self.chunk and not all(_divides(tile, self.head_dim) for tile in (self.keys, self.rows)):
-            self.head_dim += _PADDING
+        if not self.chunk:
+            self.head_dim = pad(self.head_dim, max(map(_columns_shared, (self.keys, self.rows))))
         summed = max(self.head_dim, self.head_dim_v) <= _WIDEST_SUMMED
         self.atomic = summed and not problem.deterministic and not self.chunk
         self.row_tiles, self.key_tiles = tile_counts(problem, self.keys).values()
@@ -158,10 +158,12 @@ class Cut:
         return [note for note, holds in notes.items() if holds]
 
 
-def _divides(tile: BackwardTile, head_dim: int) -> bool:
-    """Whether the warps can share dq's tile in blocks of 16 x 16 (square_partition in sm80/bwd_layout.cuh)."""
-    along_rows = [m for m in (1, 2, 4, 8) if tile.warps % m == 0 and tile.block_m % (16 * m) == 0]
-    return any(head_dim % (16 * tile.warps // m) == 0 for m in along_rows)
+def _columns_shared(tile: BackwardTile) -> int:
+    """Return what dq's columns must be a multiple of for the warps to share its tile in blocks of 16 x 16.
+
+    As many warps as can lie along the rows (square_partition in sm80/bwd_layout.cuh).
+    """
+    return 16 * tile.warps // math.gcd(tile.warps, tile.block_m // 16)
 
 
 def _padded(width: int) -> int:
@@ -182,12 +184,11 @@ def add_preprocess(call: Call, constants: Constants, head_dim: int, values: dict
         Fields of ``Params``.
     """
     problem, o = call.problem, call.operands.get("o")
-    size, vector = problem.dtype.itemsize, call.load_bytes("do", "o")
-    while vector > size and problem.head_dim_v * size % vector:
-        vector //= 2
+    size = problem.dtype.itemsize
+    vector = math.gcd(call.load_bytes("do", "o"), problem.head_dim_v * size)
     constants = {
         "split_delta": False, **constants, "head_dim": head_dim, "load_bytes": max(vector, size),
-        "o_elem": row_of(problem.dtype if o is None else o.dtype).cuda, "dlse": "dlse" in call.operands,
+        "o_elem": DTYPES[problem.dtype if o is None else o.dtype].cuda, "dlse": "dlse" in call.operands,
         "warps": _THREADS // 32,
     }  # fmt: skip
     blocks = cdiv(problem.n_queries, STAT_ROWS) * problem.instances
@@ -202,10 +203,11 @@ def row_arrays(problem: Problem, vectors: int = 1) -> dict[str, Array]:
     return {"delta": delta, "stat": Array((vectors, *delta.shape), delta.dtype), "counters": counters}
 
 
-def broadcast_heads(problem: Problem, operands: Mapping[str, Any]) -> dict[str, int]:
+def broadcast_heads(call: Call) -> dict[str, int]:
     """Return which of q, k, v were broadcast, so that their gradients are sums, with the heads of their kind."""
+    problem = call.problem
     heads = {"q": problem.heads, "k": problem.kv_heads, "v": problem.kv_heads}
-    return {name: n for name, n in heads.items() if operands[name].shape[:-2] != (*problem.batch, n)}
+    return {name: n for name, n in heads.items() if call.operands[name].shape[:-2] != (*problem.batch, n)}
 
 
 class Backward(Call):
@@ -229,7 +231,7 @@ class Backward(Call):
         for name, total in self.sums.items():
             scratch[f"{name}_acc"] = Array((*total["size"], total["inner"]), problem.stat_dtype)
         self.begin(scratch)
-        if problem.head_dim_v and math.prod(problem.score_shape):
+        if problem.n_queries * problem.n_keys * problem.head_dim_v * problem.instances:
             self._keys()
             self._rows()
             if "bias" in self.operands:
@@ -248,7 +250,7 @@ class Backward(Call):
     def _sums(self) -> dict[str, dict[str, Any]]:
         """Return the gradients that are sums over axes along which operands were broadcast: fields of the kernel."""
         axes, found = self.axes, {}
-        for name, heads in broadcast_heads(self.problem, self.operands).items():
+        for name, heads in broadcast_heads(self).items():
             if name != "q" or not self.cut.atomic:
                 shape, size = self.operands[name].shape, (*axes.size, heads)
                 own = (*axes.pick(shape, 1), shape[-3])
@@ -289,12 +291,11 @@ class Backward(Call):
     def _rows(self) -> None:
         """Compute dq in a fixed order, or round its sums."""
         cut = self.cut
+        blocks = cdiv(self.problem.n_queries, cut.rows.block_m) * self.problem.instances
         if cut.atomic:
             blocks = cut.row_tiles * math.prod(self.operands["q"].shape[:-2])
             self._add("bwd_convert", "backward_convert", blocks, "convert")
-            return
-        blocks = cdiv(self.problem.n_queries, cut.rows.block_m) * self.problem.instances
-        if cut.chunk:
+        elif cut.chunk:
             self._add("bwd_wide", "backward_wide_rows", blocks * cdiv(cut.head_dim, cut.part), "rows")
         else:
             self._add("bwd_rows", "backward_rows", blocks, "rows")
@@ -312,8 +313,8 @@ class Backward(Call):
         """Add a gradient up over the axes that its operand was broadcast along, and round it."""
         if name in self.sums:
             out = self.arrays[name]
-            constants = {"grad": row_of(out.dtype).cuda, "acc": row_of(self.problem.stat_dtype).cuda}
-            grid = (min(cdiv(max(out.size, 1), _THREADS), 16 * self.device.multiprocessors),)
+            constants = {"grad": DTYPES[out.dtype].cuda, "acc": DTYPES[self.problem.stat_dtype].cuda}
+            grid = (min(cdiv(out.size, _THREADS), 16 * self.device.multiprocessors),)
             values = {**self.sums[name], "results": out.size}
             launched = "util/bwd_sum.cu", "backward_sum", constants, grid, _THREADS
             self.sequence.add(*launched, SUM_PARAMS, values, {"in": f"{name}_acc", "out": name})

@@ -9,7 +9,7 @@ from cuattn.cuda.params import MAX_PARTS
 from cuattn.cuda.sm80.tiles import FORWARD, VALUE_COLUMNS, Tile, look_up
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
-from cuattn.problem import DTYPES, Problem, row_of
+from cuattn.problem import DTYPES, Problem
 
 _MAX_LENGTH = 2**30  # rows and keys are counted in 32 bits, with room for the band's arithmetic
 _MAX_HEAD_DIM = 512
@@ -30,7 +30,7 @@ _FLUSH = {"split": (2048, 16384), "double": (1024, 1024)}
 def _padded(length: int, products: str) -> int:
     """Return a head dimension as the kernel takes it: in float32 a power of two or whole segments."""
     if products == "split" and length <= _SEGMENT:
-        return max(1 << max(length - 1, 0).bit_length(), 16)
+        return max(1 << (length - 1).bit_length(), 16)
     return pad(length, _PADDING.get(products, _SEGMENT))
 
 
@@ -45,7 +45,7 @@ def length_reason(problem: Problem) -> str | None:
 def unsupported_reason(problem: Problem) -> str | None:
     """Say what of a problem the portable kernels cannot do on any device, naming the argument, or return None."""
     if problem.row.cuda is None:
-        known = ", ".join(row.name for row in DTYPES.values() if row.cuda)
+        known = ", ".join(row.dtype.name for row in DTYPES.values() if row.cuda)
         return f"q has dtype {problem.dtype}; expected one of {known} on a GPU"
     if problem.head_dim > _MAX_HEAD_DIM:
         return f"q has head dimension {problem.head_dim}; expected at most {_MAX_HEAD_DIM} on a GPU"
@@ -54,7 +54,7 @@ def unsupported_reason(problem: Problem) -> str | None:
 
 def is_heavy(problem: Problem) -> bool:
     """Whether testing elements takes so many registers that a warp can only own 16 rows."""
-    tested = len(problem.masks) > 1 or not set(problem.masks) <= {"column"}
+    tested = problem.masks not in ((), ("column",))
     return problem.bias is not None or problem.softcap is not None or tested
 
 
@@ -125,7 +125,7 @@ class Cut:
     def _row_tile(self, tile: Tile) -> Tile:
         """Shrink the row tile to what few queries fill: 16 rows per warp then, and more blocks side by side."""
         rows = self.problem.n_queries * self.pack
-        block_m = next(size for size in (16, 32, 64) if rows <= size or size == 64)
+        block_m = next((size for size in (16, 32) if rows <= size), 64)
         if rows > tile.block_m // 2 or block_m >= tile.block_m:
             return tile
         # Such a block streams keys and values; a deeper pipeline keeps the memory busy, and small tiles many warps.
@@ -194,7 +194,7 @@ class Cut:
             "flush_every": flush_tiles(self.products, problem.n_keys, tile.block_n),
         }
         if self.splits > 1 and not self.merges:
-            constants |= {"out": row_of(problem.stat_dtype).cuda, "statistics": True}  # of parts
+            constants |= {"out": DTYPES[problem.stat_dtype].cuda, "statistics": True}  # of parts
         return constants
 
     def notes(self, load_bytes: int) -> list[str]:

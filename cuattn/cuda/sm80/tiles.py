@@ -82,7 +82,7 @@ FORWARD: dict[int, dict[str, dict[int, Tile]]] = {
             64: Tile(64, 32, 4),
             128: Tile(64, 16, 4),
             256: Tile(32, 16, 2),
-            512: Tile(16, 16, 1, 1, 1),
+            512: Tile(16, 16, 1, 1),
         },
     },
     0: {
@@ -97,9 +97,9 @@ FORWARD: dict[int, dict[str, dict[int, Tile]]] = {
             64: Tile(128, 32, 8),
             128: Tile(64, 32, 4),
             256: Tile(32, 16, 2),
-            512: Tile(16, 16, 1, 1, 1),
+            512: Tile(16, 16, 1, 1),
         },
-        "double": {64: Tile(64, 16, 4), 128: Tile(32, 16, 2), 256: Tile(16, 16, 1, 1, 1)},
+        "double": {64: Tile(64, 16, 4), 128: Tile(32, 16, 2), 256: Tile(16, 16, 1, 1)},
     },
 }
 
@@ -160,7 +160,7 @@ def look_up(
     """Return the tiles of a table for padded head dimensions up to `head_dim`, or None where it has none so wide."""
     for shared, kinds in table.items():
         if shared_bytes >= shared:
-            for limit, tile in kinds.get(products, {}).items():
+            for limit, tile in kinds[products].items():
                 if head_dim <= limit:
                     return tile
     return None

@@ -93,7 +93,7 @@ class Cut:
             together = sharing_cache(size)
         if problem.deterministic and self.fused:
             together = max(together, _CAUSAL_TURNS if not problem.masks and problem.band is not None else _TURNS)
-        return {**tile_counts(problem, tile), "section": max(min(together, heads), 1)}
+        return {**tile_counts(problem, tile), "section": min(together, heads)}
 
     def _key_tile(self) -> Tile:
         """Return the tile of sm90/bwd.cu; shared memory as kernels/sm90/bwd_layout.cuh lays it out."""
@@ -187,7 +187,7 @@ class Backward(MappedCall):
 
     def _sum_reason(self) -> str | None:
         problem = self.problem
-        for name in broadcast_heads(problem, self.operands):
+        for name in broadcast_heads(self):
             if name != "q" or problem.deterministic or not Cut(problem).fused:
                 return f"the gradient of {name} is a sum over axes along which it was broadcast"
         return None

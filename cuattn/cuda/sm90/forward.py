@@ -63,7 +63,7 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
     if device.arch != "sm_90":
         return f"it needs compute capability 9.0, this GPU is {device.arch}"
     if problem.row.tensor_map is None:
-        known = " and ".join(row.name for row in DTYPES.values() if row.tensor_map is not None)
+        known = " and ".join(row.dtype.name for row in DTYPES.values() if row.tensor_map is not None)
         return f"it takes {known}, not {problem.dtype}"
     if problem.bias is not None:
         return "it takes no bias"
@@ -105,7 +105,7 @@ class Cut:
         section = problem.group
         if problem.masks or (problem.band is not None and problem.band.right is not None):
             section *= sharing_cache(problem.n_keys * row_bytes(problem))
-        self.counts = {**tile_counts(problem, tile), "section": max(min(section, problem.instances), 1)}
+        self.counts = {**tile_counts(problem, tile), "section": min(section, problem.instances)}
 
     def _tile(self) -> Tile:
         problem = self.problem

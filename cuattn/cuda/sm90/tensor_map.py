@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.cuda.arguments import steps_of
+from cuattn.cuda.arguments import row_strides, steps_of
 from cuattn.cuda.call import Call
 from cuattn.cuda.constants import Constants
 from cuattn.errors import CuattnError, UnsupportedError
@@ -108,7 +108,7 @@ def describe(address: int, dtype: Dtype, view: View) -> TensorMap:
     status = _encoder()(*described, interleave, _SWIZZLE_128B, _PROMOTE_256B, fill)
     if status:
         raise CuattnError(
-            f"the driver refused a tensor map (CUresult {status}) of {dtype.name} {shape} at {address:#x}, "
+            f"the driver refused a tensor map (CUresult {status}) of {dtype.dtype} {shape} at {address:#x}, "
             f"strides {strides} bytes"
         )
     return TensorMap(encoded.ctypes.data, storage)
@@ -142,8 +142,7 @@ class MappedCall(Call):
             )
         for name in self.read:
             array = self.operands[name]
-            strides = [stride for size, stride in zip(array.shape[:-1], array.strides[:-1], strict=True) if size > 1]
-            unfit = unsupported_reason(array.data.ptr, strides)
+            unfit = unsupported_reason(array.data.ptr, row_strides(array))
             if unfit is None and array.shape[-2] > 1 and array.strides[-2] == 0:
                 unfit = "its rows are one row, repeated"
             if unfit is not None:

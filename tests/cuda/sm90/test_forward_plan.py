@@ -7,7 +7,7 @@ from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.sm90 import tensor_map
 from cuattn.cuda.sm90.forward import Cut, unsupported_reason
-from cuattn.problem import Band, Problem, row_of
+from cuattn.problem import DTYPES, Band, Problem
 from tests.cuda.cases import BF16, F16
 from tests.cuda.nvrtc import kernel_resources
 from tests.cuda.recording import H200
@@ -105,7 +105,7 @@ def test_the_driver_is_told_plausible_strides(monkeypatch):
     """Also of axes of length 1, whose strides nothing is wrong with: 27 values of 16 bits from row to row."""
     told = []
     monkeypatch.setattr(tensor_map, "_encoder", lambda: lambda *arguments: told.extend(arguments[5]) or 0)
-    tensor_map.describe(4096, row_of(F16), tensor_map.View((1, 3, 1, 27), (54, 64, 54), 64))
+    tensor_map.describe(4096, DTYPES[F16], tensor_map.View((1, 3, 1, 27), (54, 64, 54), 64))
     assert told == [16, 64, 16]
 
 

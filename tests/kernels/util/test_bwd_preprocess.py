@@ -36,7 +36,7 @@ def launch(elem, arrays, results):
     p["batch_size"], p["batch"], p["heads"], p["n_queries"], p["head_dim_v"] = 1, 1, HEADS, ROWS, COLUMNS
     p["dropout_scale"], p["splits"] = 2.0, 1
     cubin = compiler.compile_cubin(
-        source.build("util/bwd_preprocess.cu", tuple(constants.items())), f"sm_{cupy.cuda.Device().compute_capability}"
+        source.build("util/bwd_preprocess.cu", constants), f"sm_{cupy.cuda.Device().compute_capability}"
     )
     kernel = compiler.load(cubin, "backward_preprocess")
     kernel((HEADS * 2,), (256,), (np.frombuffer(p.tobytes(), f"V{PARAMS.itemsize}")[0],), 0)
