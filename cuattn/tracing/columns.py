@@ -1,0 +1,346 @@
+"""Mask functions that are column masks in disguise: which rows each key is hidden from, as intervals.
+
+A comparison that divides into ``u(i) ? v(j)``, with u rising, falling or in few such pieces, or with values that lie in
+few runs of rows, shows to each key intervals of rows, which `numpy.searchsorted` finds.  Conjunctions, disjunctions and
+negations combine intervals.  Where all of that applies and no key needs more than two hidden intervals, the mask is a
+column mask, exactly.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from cuattn.tracing.bounds import Extremes, bounds, described
+from cuattn.tracing.build import apply
+from cuattn.tracing.evaluate import evaluate
+from cuattn.tracing.graph import Node, I, J, S, constant, order
+from cuattn.tracing.ranges import Interval, point
+from cuattn.tracing.trace import Bound
+
+_MOST = 6  # intervals of a key while they are combined
+_TERMS = 64  # of a sum, and depth of rewriting
+
+
+class _Rows(NamedTuple):
+    """The rows that each key sees: disjoint intervals in ascending order, (K, n_keys) or (K, 1); empty ones last."""
+
+    starts: np.ndarray
+    stops: np.ndarray
+
+
+class NotColumns(Exception):
+    """A mask has another form than that of intervals per key."""
+
+
+class _Solver:
+    """Solves the boolean nodes of one graph for one matrix."""
+
+    def __init__(self, bound: Bound, rows: np.ndarray, keys: np.ndarray, b: int, h: int, dtype: np.dtype) -> None:
+        self._bound, self._dtype = bound, dtype
+        self._n = len(rows)
+        self._variables = {"b": np.int32(b), "h": np.int32(h), "i": rows.astype(np.int32), "j": keys.astype(np.int32)}
+        self._extremes: list[Extremes] = [described(x) for x in bound.arrays]
+        self._ranges = {"b": point(b), "h": point(h)}
+        for name, values in (("i", rows), ("j", keys)):
+            self._ranges[name] = Interval(np.float64(values.min()), np.float64(values.max()))
+        self._solved: dict[Node, _Rows] = {}
+        self._depth = 0
+
+    def solve(self, node: Node) -> _Rows:
+        """Return the rows where a condition holds, of each key."""
+        if node not in self._solved:
+            self._depth += 1
+            if self._depth > _TERMS:
+                raise NotColumns
+            self._solved[node] = self._rows(node)
+            self._depth -= 1
+        return self._solved[node]
+
+    def _rows(self, node: Node) -> _Rows:
+        if not node.depends & I:
+            shown = np.atleast_1d(self._values(node))
+            return _Rows(np.zeros((1, len(shown)), np.int64), np.where(shown, self._n, 0)[None])
+        if not node.depends & J:
+            return self._few(*_runs(np.atleast_1d(self._values(node))))
+        rule = _LOGIC.get(node.op)
+        if rule is not None:
+            return rule(self, *node.args)
+        if node.op not in _FORMS:
+            raise NotColumns
+        form, swap, negate = _FORMS[node.op]
+        x, y = node.args[::-1] if swap else node.args
+        found = self._compare(form, x, y)
+        return self.hidden(found) if negate else found
+
+    def _values(self, node: Node) -> np.ndarray:
+        return evaluate(self._bound.of(node), self._variables, self._dtype)
+
+    # Sets of rows.
+
+    def _few(self, starts: np.ndarray, stops: np.ndarray) -> _Rows:
+        """Return disjoint intervals (K, n) in order, without those that are empty for all keys."""
+        if starts.ndim == 1:
+            starts, stops = starts[:, None], stops[:, None]
+        empty = starts >= stops
+        starts, stops = np.where(empty, self._n, starts), np.where(empty, self._n, stops)
+        order = np.argsort(starts, axis=0, kind="stable")
+        starts, stops = np.take_along_axis(starts, order, 0), np.take_along_axis(stops, order, 0)
+        count = int((~empty).sum(0).max(initial=0))
+        if count > _MOST:
+            raise NotColumns
+        return _Rows(starts[:count], stops[:count])
+
+    def hidden(self, rows: _Rows) -> _Rows:
+        """Return the rows outside of intervals."""
+        shape = (1, rows.starts.shape[1])
+        starts = np.concatenate([np.zeros(shape, np.int64), rows.stops])
+        return self._few(starts, np.concatenate([rows.starts, np.full(shape, self._n)]))
+
+    def both(self, x: _Rows, y: _Rows) -> _Rows:
+        """Return the rows within two sets."""
+        starts = np.maximum(x.starts[:, None], y.starts[None])
+        stops = np.minimum(x.stops[:, None], y.stops[None])
+        return self._few(starts.reshape(-1, starts.shape[2]), stops.reshape(-1, stops.shape[2]))
+
+    def either(self, x: _Rows, y: _Rows) -> _Rows:
+        """Return the rows within one of two sets, or both."""
+        return self.hidden(self.both(self.hidden(x), self.hidden(y)))
+
+    # Comparisons.
+
+    def _compare(self, form: str, x: Node, y: Node) -> _Rows:
+        """Return the rows where x < y, x <= y or x == y."""
+        if x.kind == "f":
+            sides = [side.depends & (I | J) for side in (x, y)]
+            if sides == [I, J]:
+                return self._split(form, x, y)
+            if sides == [J, I]:
+                return self._split(_MIRRORED[form], y, x)
+            raise NotColumns
+        found = self._bounded(x, y)
+        terms = _terms(x, y)
+        mixed = [node for node in terms if node.depends & I and node.depends & J]
+        if not found:
+            raise NotColumns
+        if mixed:
+            return self.solve(_rewritten(form, x, y))
+        u = _sum({node: factor for node, factor in terms.items() if node.depends & I})
+        v = _sum({node: -factor for node, factor in terms.items() if not node.depends & I})
+        if not self._bounded(u, v):
+            raise NotColumns
+        return self._split(form, u, v)
+
+    def _bounded(self, *nodes: Node) -> bool:
+        """Return whether integers are known to stay far below 2**63, so that sums may be regrouped."""
+        found = bounds(nodes, self._ranges, self._extremes, self._bound.numbers, keep=True)
+        return all(bool(np.isfinite(found[x].lo) and np.isfinite(found[x].hi)) for x in order(*nodes) if x.kind == "i")
+
+    def _split(self, form: str, u: Node, v: Node) -> _Rows:
+        """Return the rows where u(i) ? v(j)."""
+        left, right = np.atleast_1d(self._values(u)), np.atleast_1d(self._values(v))
+        if left.dtype.kind == "f" and (np.isnan(left).any() or np.isnan(right).any()):
+            raise NotColumns
+        if form == "equal":
+            return self._equal(left, right)
+        if form.startswith("greater"):
+            opposite = {"greater": "less_equal", "greater_equal": "less"}[form]
+            return self.hidden(self._below(opposite, left, right))
+        return self._below(form, left, right)
+
+    def _below(self, form: str, u: np.ndarray, v: np.ndarray) -> _Rows:
+        """Return the rows where u(i) is below v(j), piece by piece in which u rises or falls."""
+        side = "left" if form == "less" else "right"
+        step = np.sign(np.diff(u.astype(np.float64) if u.dtype == bool else u))
+        moves = np.flatnonzero(step)
+        cuts = moves[1:][step[moves[1:]] != step[moves[:-1]]]
+        if len(cuts) >= _MOST:
+            raise NotColumns
+        starts, stops = [], []
+        for first, last in zip([0, *(cuts + 1)], [*(cuts + 1), len(u)], strict=True):
+            piece = u[first:last]
+            rising = piece[0] <= piece[-1]
+            count = np.searchsorted(piece if rising else piece[::-1], v, side)
+            starts.append(np.full(len(v), first) if rising else last - count)
+            stops.append(first + count if rising else np.full(len(v), last))
+        return self._few(np.stack(starts), np.stack(stops))
+
+    def _equal(self, u: np.ndarray, v: np.ndarray) -> _Rows:
+        """Return the rows whose value u(i) is v(j): the runs of rows with that value."""
+        cuts = np.flatnonzero(u[1:] != u[:-1]) + 1
+        starts, stops = np.concatenate([[0], cuts]), np.concatenate([cuts, [len(u)]])
+        by_value = np.argsort(u[starts], kind="stable")
+        values = u[starts][by_value]
+        first, last = np.searchsorted(values, v, "left"), np.searchsorted(values, v, "right")
+        count = int((last - first).max(initial=0))
+        if count > _MOST:
+            raise NotColumns
+        place = first + np.arange(count)[:, None]
+        run = by_value[np.minimum(place, len(values) - 1)]
+        return self._few(np.where(place < last, starts[run], 0), np.where(place < last, stops[run], 0))
+
+
+def _runs(shown: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the runs of rows that are shown."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], shown, [False]]).astype(np.int8)))
+    return edges[::2], edges[1::2]
+
+
+_LOGIC: dict[str, Callable[..., _Rows]] = {
+    "logical_not": lambda solver, x: solver.hidden(solver.solve(x)),
+    "logical_and": lambda solver, x, y: solver.both(solver.solve(x), solver.solve(y)),
+    "logical_or": lambda solver, x, y: solver.either(solver.solve(x), solver.solve(y)),
+    "logical_xor": lambda solver, x, y: solver.solve(
+        apply("logical_and", apply("logical_or", x, y), apply("logical_not", apply("logical_and", x, y)))
+    ),
+    "select": lambda solver, c, x, y: solver.solve(_chosen(c, x, y)),
+}
+# Of a comparison: the form to which it is brought, whether its sides are exchanged, and whether it is negated.
+_FORMS = {
+    "less": ("less", False, False),
+    "less_equal": ("less_equal", False, False),
+    "greater": ("less", True, False),
+    "greater_equal": ("less_equal", True, False),
+    "equal": ("equal", False, False),
+    "not_equal": ("equal", False, True),
+}
+_MIRRORED = {"less": "greater", "less_equal": "greater_equal", "equal": "equal"}
+
+
+def _chosen(c: Node, x: Node, y: Node) -> Node:
+    """Return a choice of conditions as conjunctions."""
+    return apply("logical_or", apply("logical_and", c, x), apply("logical_and", apply("logical_not", c), y))
+
+
+def _terms(x: Node, y: Node) -> dict[Node, int]:
+    """Return x - y as a sum: factors by term; the constant's term is 1."""
+    found: dict[Node, int] = {}
+    waiting = [(x, 1), (y, -1)]
+    while waiting:
+        node, factor = waiting.pop()
+        if node.op in ("add", "subtract"):
+            waiting += [(node.args[0], factor), (node.args[1], factor if node.op == "add" else -factor)]
+        elif node.op == "negative":
+            waiting.append((node.args[0], -factor))
+        elif node.op == "multiply" and any(arg.op == "constant" for arg in node.args):
+            number, other = sorted(node.args, key=lambda arg: arg.op != "constant")
+            waiting.append((other, factor * number.value))
+        else:
+            term, times = (constant(1), node.value) if node.op == "constant" else (node, 1)
+            found[term] = found.get(term, 0) + factor * times
+    return {node: factor for node, factor in found.items() if factor}
+
+
+def _sum(terms: dict[Node, int]) -> Node:
+    total = constant(0)
+    for node, factor in terms.items():
+        total = apply("add", total, apply("multiply", node, constant(factor)))
+    return total
+
+
+def _rewritten(form: str, x: Node, y: Node) -> Node:
+    """Return a comparison of integers without the function around its first or its second side."""
+    for node, other, form_of in ((x, y, form), (y, x, _MIRRORED[form])):
+        if node.op in _UNWRAPPED and node.depends & I and node.depends & J:
+            return _UNWRAPPED[node.op](form_of, other, *node.args)
+    raise NotColumns
+
+
+def _is_upper(form: str) -> bool:
+    return form.startswith("less")
+
+
+def _of_absolute(form: str, y: Node, x: Node) -> Node:
+    return _of_extreme("maximum")(form, y, x, apply("negative", x))
+
+
+def _of_extreme(name: str) -> Callable[..., Node]:
+    """Return the rule of max(a, b) ? y, or of a minimum."""
+
+    def rule(form: str, y: Node, a: Node, b: Node) -> Node:
+        if form == "equal":
+            both = [rule(side, y, a, b) for side in ("less_equal", "greater_equal")]
+            return apply("logical_and", *both)
+        joined = "logical_and" if _is_upper(form) == (name == "maximum") else "logical_or"
+        return apply(joined, apply(form, a, y), apply(form, b, y))
+
+    return rule
+
+
+def _of_select(form: str, y: Node, c: Node, a: Node, b: Node) -> Node:
+    return _chosen(c, apply(form, a, y), apply(form, b, y))
+
+
+def _of_quotient(form: str, y: Node, x: Node, divisor: Node) -> Node:
+    """Return x // c ? y without the division, for a constant c > 0."""
+    if divisor.op != "constant" or divisor.value <= 0:
+        raise NotColumns
+    start, stop = apply("multiply", y, divisor), apply("multiply", apply("add", y, constant(1)), divisor)
+    if form == "equal":
+        return apply("logical_and", apply("greater_equal", x, start), apply("less", x, stop))
+    limit = start if form in ("less", "greater_equal") else stop
+    return apply("less" if _is_upper(form) else "greater_equal", x, limit)
+
+
+_UNWRAPPED: dict[str, Callable[..., Node]] = {
+    "absolute": _of_absolute,
+    "maximum": _of_extreme("maximum"),
+    "minimum": _of_extreme("minimum"),
+    "select": _of_select,
+    "floor_divide": _of_quotient,
+}
+
+
+def columns(
+    bound: Bound, rows: Sequence[int], keys: Sequence[int], b: int = 0, h: int = 0, dtype: np.dtype | type = np.float32
+) -> np.ndarray | None:
+    """Return which rows a mask function hides from each key, if two intervals say it.
+
+    Parameters
+    ----------
+    bound : Bound
+        With a boolean root and arrays on the host.
+    rows, keys : array of int
+        Global indices of the call's rows and keys.
+    b, h : int, optional
+        Which matrix.
+    dtype : dtype_like, default float32
+        In which numbers are computed.
+
+    Returns
+    -------
+    int32 array, (4, n_keys), or None
+        lts, lte, uts, ute: key j is hidden from the call's rows lts <= i < lte and uts <= i < ute, exactly; of the
+        two, uts begins with the first row where one does.  None: the function has another form.
+
+    Examples
+    --------
+    >>> from cuattn.tracing.trace import MASK, trace
+    >>> window = trace(lambda b, h, i, j: (j <= i) & (i < j + 2), MASK).bind()
+    >>> columns(window, np.arange(4), np.arange(4))
+    array([[2, 3, 4, 4],
+           [4, 4, 4, 4],
+           [0, 0, 0, 0],
+           [0, 1, 2, 3]], dtype=int32)
+    """
+    rows, keys = np.asarray(rows), np.asarray(keys)
+    if not len(rows) or not len(keys):
+        return np.zeros((4, len(keys)), np.int32)
+    if bound.root.depends & S or any(not isinstance(x, np.ndarray) for x in bound.arrays):
+        return None
+    solver = _Solver(bound, rows, keys, b, h, np.dtype(dtype))
+    try:
+        hidden = solver.hidden(solver.solve(bound.root))
+    except NotColumns:
+        return None
+    if len(hidden.starts) > 2:
+        return None
+    n = len(rows)
+    starts, stops = (np.broadcast_to(x, (len(x), len(keys))) for x in hidden)
+    pad = np.full((2 - len(starts), len(keys)), n)
+    (first, second), (first_stop, second_stop) = np.concatenate([starts, pad]), np.concatenate([stops, pad])
+    above = first == 0
+    lts, lte = np.where(above, second, first), np.where(above, second_stop, first_stop)
+    uts, ute = np.where(above, first, second), np.where(above, first_stop, second_stop)
+    uts, ute = np.where(uts == n, 0, uts), np.where(uts == n, 0, ute)
+    return np.stack([lts, lte, uts, ute]).astype(np.int32)
