@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from cuattn.tracing.bound import Bound
 from cuattn.tracing.graph import Node, order
 from cuattn.tracing.operations import TABLE
 from cuattn.tracing.ranges import EITHER, OPEN, Interval, point, whole, widened
-from cuattn.tracing.trace import Bound
 
 SKIP, PARTIAL, FULL = 0, 1, 2
 _STRIP = 1 << 16  # tiles that are bounded at once

@@ -106,7 +106,9 @@ class Tracer:
         return self._container(value, depth + 1)
 
     def _container(self, value: Any, depth: int) -> Any:
-        items = value if isinstance(value, tuple | list) else (value if isinstance(value, dict) else vars(value)).values()
+        items = (
+            value if isinstance(value, tuple | list) else (value if isinstance(value, dict) else vars(value)).values()
+        )
         made = [self.standin(x, depth) for x in items]
         if all(x is y for x, y in zip(items, made, strict=True)):
             return value
@@ -297,6 +299,8 @@ def copied(array: Any) -> Any:
     try:
         kept = np.array(np.from_dlpack(array))
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
-        raise complaint(f"{shown(array)}, which the function captures, cannot be read ({error}): expected an array") from error
+        raise complaint(
+            f"{shown(array)}, which the function captures, cannot be read ({error}): expected an array"
+        ) from error
     kept.flags.writeable = False
     return kept

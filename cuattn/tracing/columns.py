@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cuattn.tracing.bound import Bound
 from cuattn.tracing.bounds import Extremes, bounds, described
 from cuattn.tracing.build import apply
 from cuattn.tracing.evaluate import evaluate
-from cuattn.tracing.graph import Node, I, J, S, constant, order
+from cuattn.tracing.graph import I, J, Node, S, constant, order
 from cuattn.tracing.ranges import Interval, point
-from cuattn.tracing.trace import Bound
 
 _MOST = 6  # intervals of a key while they are combined
 _TERMS = 64  # of a sum, and depth of rewriting
@@ -83,13 +83,11 @@ class _Solver:
         if starts.ndim == 1:
             starts, stops = starts[:, None], stops[:, None]
         empty = starts >= stops
-        starts, stops = np.where(empty, self._n, starts), np.where(empty, self._n, stops)
-        order = np.argsort(starts, axis=0, kind="stable")
-        starts, stops = np.take_along_axis(starts, order, 0), np.take_along_axis(stops, order, 0)
         count = int((~empty).sum(0).max(initial=0))
         if count > _MOST:
             raise NotColumns
-        return _Rows(starts[:count], stops[:count])
+        # Of disjoint intervals the first begins and ends first, so that both may be sorted by themselves.
+        return _Rows(*(_sorted(np.where(empty, self._n, x))[:count] for x in (starts, stops)))
 
     def hidden(self, rows: _Rows) -> _Rows:
         """Return the rows outside of intervals."""
@@ -178,6 +176,16 @@ class _Solver:
         place = first + np.arange(count)[:, None]
         run = by_value[np.minimum(place, len(values) - 1)]
         return self._few(np.where(place < last, starts[run], 0), np.where(place < last, stops[run], 0))
+
+
+def _sorted(lines: np.ndarray) -> np.ndarray:
+    """Sort a few long lines of numbers element by element, in place."""
+    for last in range(len(lines) - 1, 0, -1):
+        for x, y in zip(lines[:last], lines[1 : last + 1], strict=True):
+            smaller = np.minimum(x, y)
+            np.maximum(x, y, out=y)
+            x[...] = smaller
+    return lines
 
 
 def _runs(shown: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

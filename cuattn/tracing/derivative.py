@@ -195,4 +195,15 @@ def split_visible(root: Node) -> tuple[Node | None, Node]:
     return visible, root
 
 
-__all__ = ["Weight", "addend", "along", "derivative", "intern", "remade", "split_visible", "tangent", "times", "weights"]
+__all__ = [
+    "Weight",
+    "addend",
+    "along",
+    "derivative",
+    "intern",
+    "remade",
+    "split_visible",
+    "tangent",
+    "times",
+    "weights",
+]

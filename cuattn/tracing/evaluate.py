@@ -6,62 +6,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cuattn.tracing.bound import ANY_LENGTH, Bound, Facts, facts
 from cuattn.tracing.bounds import bounds, of_dtype
 from cuattn.tracing.build import is_uniform
 from cuattn.tracing.graph import Node, order
 from cuattn.tracing.operations import TABLE
 from cuattn.tracing.ranges import EITHER, OPEN, Interval
-from cuattn.tracing.trace import Bound
 
 _LARGEST = float(2**31 - 1)
-ANY_LENGTH = (2**31,) * 4
-"""Limits of b, h, i and j where no lengths are known."""
-
-
-class Facts(NamedTuple):
-    """What is known of a call without a look at its arrays.
-
-    Attributes
-    ----------
-    limits : tuple of int
-        What b, h, i and j stay below.
-    arrays : tuple of (dtype, shape)
-        By slot.
-    numbers : tuple of str
-        By slot of the parameters: the kind; "l" of an integer beyond int32.
-    """
-
-    limits: tuple[int, int, int, int]
-    arrays: tuple[tuple[np.dtype, tuple[int, ...]], ...]
-    numbers: tuple[str, ...]
-
-
-def facts(bound: Bound, limits: tuple[int, int, int, int] = ANY_LENGTH) -> Facts:
-    """Return what is known of a call.
-
-    Parameters
-    ----------
-    bound : Bound
-    limits : tuple of int, optional
-        What b, h, i and j stay below.
-
-    Examples
-    --------
-    >>> facts(Bound(None, (np.zeros(3),), (2.0, 5)), (1, 2, 16, 16))
-    Facts(limits=(1, 2, 16, 16), arrays=((dtype('float64'), (3,)),), numbers=('f', 'i'))
-    """
-    arrays = tuple([(x.dtype, tuple(x.shape)) for x in bound.arrays])
-    return Facts(tuple(limits), arrays, tuple(map(_kind_of, bound.numbers)))
-
-
-def _kind_of(number: Any) -> str:
-    if isinstance(number, bool | np.bool_):
-        return "b"
-    if isinstance(number, float | np.floating):
-        return "f"
-    return "i" if abs(int(number)) <= _LARGEST else "l"
-
-
 _INT32 = Interval(np.float64(-_LARGEST - 1), np.float64(_LARGEST))
 _OF_KIND = {"b": EITHER, "i": _INT32, "l": OPEN, "f": OPEN._replace(nan=True)}
 
@@ -77,7 +29,7 @@ def known(roots: tuple[Node, ...], facts: Facts) -> dict[Node, Interval]:
     """
     limits = zip("bhij", facts.limits, strict=True)
     variables = {name: Interval(np.float64(0), np.float64(max(limit - 1, 0))) for name, limit in limits}
-    arrays = [of_dtype(np.dtype(dtype)) for dtype, _ in facts.arrays]
+    arrays = [of_dtype(np.dtype(layout.dtype)) for layout in facts.arrays]
     return bounds(roots, variables, arrays, [_OF_KIND[kind] for kind in facts.numbers], keep=True)
 
 

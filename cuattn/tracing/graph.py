@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-S, B, H, I, J, ARRAY, PARAMETER = (1 << bit for bit in range(7))  # noqa: E741
+S, B, H, I, J, ARRAY, PARAMETER = (1 << bit for bit in range(7))
 """What a node may depend on, as bits of `Node.depends`."""
 
 VARIABLES = {"s": S, "b": B, "h": H, "i": I, "j": J}

@@ -244,7 +244,7 @@ _ROWS = (
         "absolute",
         np.absolute,
         ("i-i", "f-f"),
-        "size_of({0})",
+        "absolute_of({0})",
         ranges.absolute,
         (lambda x, y: np.sign(x),),
         exact=True,

@@ -136,7 +136,10 @@ class Proxy(NDArrayOperatorsMixin):
     __getitem__ = _refused("indexing", "a score, b, h, i and j are single numbers; index an array argument by them")
     __setitem__ = _refused("assignment to an element", "write np.where(condition, new, old)")
     __hash__ = _refused("a look-up in a dict or set", "index an array by it")  # type: ignore[assignment]
-    __array__ = _refused("a NumPy array", "the NumPy function has no traced form, or an array that was made in the function was indexed; make arrays before it")
+    __array__ = _refused(
+        "a NumPy array",
+        "the NumPy function has no traced form, or an array that was made in the function was indexed; make arrays before it",
+    )
     __round__ = _refused("round()", "write np.rint(x)")
     __trunc__ = _refused("math.trunc()", "write np.trunc(x)")
     __floor__ = _refused("math.floor()", "write np.floor(x)")
@@ -330,7 +333,9 @@ def _power(x: Any, y: Any) -> Proxy:
 
 
 def _filled(value: Any) -> Callable[..., Proxy]:
-    return lambda like, *args, **options: Proxy(convert(as_node(args[0] if value is None else value), as_node(like).kind))
+    return lambda like, *args, **options: Proxy(
+        convert(as_node(args[0] if value is None else value), as_node(like).kind)
+    )
 
 
 _ALIASES = {"divide": "true_divide", "conjugate": "positive"}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cuattn.errors import ArgumentError, CuattnError, as_integer, shown
+from cuattn.tracing.bound import Bound
 from cuattn.tracing.build import complaint, convert, place_in
 from cuattn.tracing.capture import Argument, Tracer, copied, identity, is_array, watch
 from cuattn.tracing.graph import Node, intern, variable
@@ -49,19 +50,6 @@ class Traced:
         """
         arrays, numbers = ([args[x] if isinstance(x, Argument) else x for x in y] for y in (self.arrays, self.numbers))
         return Bound(self.root, tuple(arrays), tuple(numbers))
-
-
-@dataclass(frozen=True, eq=False)
-class Bound:
-    """A graph with the arrays and the numbers of a call, by slot."""
-
-    root: Node
-    arrays: tuple[Any, ...] = ()
-    numbers: tuple[Any, ...] = ()
-
-    def of(self, root: Node) -> "Bound":
-        """Return another graph of the same arrays and numbers: a derivative, or a part."""
-        return Bound(root, self.arrays, self.numbers)
 
 
 def trace(
@@ -173,7 +161,9 @@ def _checked(function: Callable, result: Any, kind: str) -> Node:
     if kind == "b" and node.kind != "b":
         raise ArgumentError(f"{place}the function returns a number: expected {wanted}; write x != 0")
     if kind == "f" and node.kind == "b":
-        raise ArgumentError(f"{place}the function returns a boolean: expected {wanted}; a function of visibility is a mask")
+        raise ArgumentError(
+            f"{place}the function returns a boolean: expected {wanted}; a function of visibility is a mask"
+        )
     return convert(node, kind)
 
 
