@@ -7,7 +7,7 @@ import numpy as np
 
 from cuattn.tracing.graph import Node
 
-ANY_LENGTH = (2**31,) * 4
+ANY_LENGTH = (2**31, 2**31, 2**31, 2**31)
 """Limits of b, h, i and j where no lengths are known."""
 
 
@@ -64,7 +64,7 @@ def facts(bound: Bound, limits: tuple[int, int, int, int] = ANY_LENGTH) -> Facts
     >>> facts(Bound(None, (np.zeros(3),), (2.0, 5)), (1, 2, 16, 16))
     Facts(limits=(1, 2, 16, 16), arrays=(Layout(dtype=dtype('float64'), shape=(3,), near=True),), numbers=('f', 'i'))
     """
-    return Facts(tuple(limits), tuple(map(_layout, bound.arrays)), tuple(map(_kind_of, bound.numbers)))
+    return Facts(limits, tuple(map(_layout, bound.arrays)), tuple(map(_kind_of, bound.numbers)))
 
 
 def _layout(array: Any) -> Layout:

@@ -37,9 +37,9 @@ def complaint(text: str) -> ArgumentError:
 
 
 def place_in(trace: TracebackType | None) -> str:
-    """Return file and line of the user's last frame in a traceback."""
+    """Return file and line of the user's last frame in a traceback, as errors write it; "" if there is none."""
     frames = [entry for entry in traceback.extract_tb(trace) if _is_users(entry.filename)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "?"
+    return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
 
 
 def apply(name: str, *operands: Node) -> Node:
@@ -77,7 +77,7 @@ def apply(name: str, *operands: Node) -> Node:
         if all("bif".index(have) <= "bif".index(want) for have, want in zip(kinds, wanted, strict=True)):
             return _made(row, [convert(x, want) for x, want in zip(operands, wanted, strict=True)], kind)
     shown = " and ".join(KINDS[kind] for kind in kinds)
-    raise complaint(f"np.{name} of {shown}: expected {KINDS[row.signatures[-1][0]]}s; convert with .astype(int)")
+    raise complaint(f"np.{name} of {shown}: expected {KINDS[row.signatures[-1][-3]]} too; convert with .astype(int)")
 
 
 def convert(node: Node, kind: str) -> Node:
@@ -146,7 +146,7 @@ def _check_divisor(name: str, divisor: Node) -> None:
     if divisor.depends == PARAMETER and any(node.op == "parameter" for node in order(divisor)):
         raise complaint(
             f"an integer of the arguments as {what} of np.{name}: expected a number that is known when the function is "
-            "compiled; take it from a closure (def make(n): return lambda b, h, i, j: i // n), or pass a 1-element array"
+            "compiled; take it from a closure, as in: def make(n): return lambda b, h, i, j: i // n"
         )
 
 

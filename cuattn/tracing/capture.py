@@ -1,8 +1,8 @@
 """What a function captures: recognised by identity, and replaced by stand-ins on a copy of the function.
 
 A function is known by its code and the identity of every value that it captures: closure cells, globals, defaults,
-arguments of partials, the object of a method.  Plain numbers and strings are compared by value.  What lies in a list, a
-dict or an attribute may change without a trace, so such functions have no identity (`None`) and are traced in each call.
+arguments of partials, the object of a method.  Plain numbers and strings are compared by value.  What lies in a list,
+a dict or an attribute may change unseen, so such functions have no identity (`None`) and are traced in each call.
 
 NumPy arrays refuse proxies as indices.  The function that is traced is therefore a copy, in which captured arrays are
 :class:`~cuattn.tracing.proxy.ArrayProxy`, in helpers that it calls too.
@@ -16,7 +16,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,12 +73,10 @@ class Tracer:
         """Return the stand-in of a captured array, of which a copy is kept."""
         if getattr(array, "requires_grad", False):
             raise complaint(
-                "the function captures a tensor that requires grad, whose gradient would be lost: pass it in score_args, "
-                "or detach it"
+                "the function captures a tensor that requires grad, whose gradient would be lost: pass it in "
+                "score_args, or detach it"
             )
         kept = self._adopt(array)
-        if np.dtype(kept.dtype).kind not in "biuf" and np.dtype(kept.dtype).name != "bfloat16":
-            raise complaint(f"a captured array of dtype {kept.dtype}: expected booleans, integers or floats")
         return ArrayProxy(kept, kept, True)
 
     def standin(self, value: Any, depth: int = 0) -> Any:
@@ -173,11 +171,12 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
 class Identity:
     """A key under which a function is known, and what has to live for it to hold."""
 
-    __slots__ = ("held", "parts")
+    __slots__ = ("held", "nested", "parts")
 
     def __init__(self) -> None:
         self.parts: list[Hashable] = []
         self.held: list[Any] = []
+        self.nested = False  # whether a function captures another one
 
 
 def identity(function: Any) -> Identity | None:
@@ -220,7 +219,9 @@ def _by_module(value: types.ModuleType, found: Identity) -> bool:
 
 def _by_items(values: Iterable[Any], found: Identity) -> bool:
     found.parts.append("(")
-    known = all([_identify(value, found) for value in values])
+    known = True
+    for value in values:
+        known &= _identify(value, found)
     found.parts.append(")")
     return known
 
@@ -229,6 +230,7 @@ def _by_code(function: types.FunctionType, found: Identity) -> bool:
     code = function.__code__
     if id(code) in found.parts:  # a function that captures itself
         return _by_object(function, found)
+    found.nested |= bool(found.parts)
     found.parts.append(id(code))
     found.held.append(code)
     if function.__module__ and function.__module__.partition(".")[0] in _MODULES:
@@ -277,6 +279,52 @@ def _rule_of(kind: type, value: Any) -> Callable[[Any, Identity], bool]:
     return _by_object if issubclass(kind, _FIXED) or is_array(value) else _unknown
 
 
+class Snapshot(NamedTuple):
+    """What a function object captured when it was traced: as long as it is the same, nothing else need be looked at.
+
+    Attributes
+    ----------
+    function : weak reference
+    code : code
+    defaults : tuple or None
+    cells : list of (cell, value)
+    scope : dict
+        The function's globals; `names` are those that it reads, with their values.
+    """
+
+    function: Any
+    code: types.CodeType
+    defaults: tuple | None
+    cells: list[tuple[types.CellType, Any]]
+    scope: dict[str, Any]
+    names: list[tuple[str, Any]]
+
+    @classmethod
+    def of(cls, function: Any, who: Identity, forget: Callable[[Any], Any]) -> "Snapshot | None":
+        """Return the snapshot of a function of an identity; None where it captures functions, which capture more."""
+        if not isinstance(function, types.FunctionType) or function.__kwdefaults__ or who.nested:
+            return None
+        code, scope = function.__code__, function.__globals__
+        names = [(name, scope[name]) for name in global_names(code) if name in scope]
+        cells = [(cell, cell.cell_contents) for cell in function.__closure__ or ()]
+        return cls(weakref.ref(function, forget), code, function.__defaults__, cells, scope, names)
+
+    def holds(self, function: types.FunctionType) -> bool:
+        """Return whether a function is the one, and captures the same objects."""
+        if self.function() is not function or function.__code__ is not self.code or function.__kwdefaults__:
+            return False
+        if function.__defaults__ is not self.defaults:
+            return False
+        for cell, value in self.cells:
+            if cell.cell_contents is not value:
+                return False
+        scope = self.scope
+        for name, value in self.names:  # noqa: SIM110 - a generator would take twice as long
+            if scope.get(name) is not value:
+                return False
+        return True
+
+
 def watch(held: list[Any], forget: Callable[[Any], Any]) -> list[Any]:
     """Return references to objects: weak where possible, with `forget` called when one dies, else strong."""
     references = []
@@ -289,7 +337,7 @@ def watch(held: list[Any], forget: Callable[[Any], Any]) -> list[Any]:
 
 
 def copied(array: Any) -> Any:
-    """Return a copy of a captured array that is the tracer's own: NumPy's on the host, else of the array's own library."""
+    """Return a copy of a captured array: NumPy's on the host, CuPy's of one of CuPy."""
     if isinstance(array, np.ndarray):
         kept = np.array(array)
         kept.flags.writeable = False

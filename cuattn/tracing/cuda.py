@@ -1,7 +1,7 @@
 """Graphs as CUDA source: one header with the functions of a score or a mask.
 
-The text is made of the graph alone and names everything by numbers, so that equal graphs give equal texts, which compile
-once, and nothing that a user wrote reaches the compiler.  It is a namespace ``traced``::
+The text is made of the graph alone and names everything by numbers, so that equal graphs give equal texts, which
+compile once, and nothing that a user wrote reaches the compiler.  It is a namespace ``traced``::
 
     struct Arguments { ... };                    // numbers, arrays and their strides: a kernel parameter
     struct Head { ... };                         // what depends on b and h alone,
@@ -13,8 +13,8 @@ once, and nothing that a user wrote reaches the compiler.  It is a namespace ``t
     void NAME(const Arguments&, const Head&, const Row&, const Key&, acc s, int b, int h, int i, int j,
               acc& result0, ...);                // for each NAME of the functions that were asked for
 
-``traced::Use`` says what the functions depend on (``head_of_row``: whether `Row` holds what depends on b or h, for tiles
-whose rows belong to several heads).  Indices must exist: kernels clamp those of padded rows and keys.
+``traced::Use`` says what the functions depend on (``head_of_row``: whether `Row` holds what depends on b or h, for
+tiles whose rows belong to several heads).  Indices must exist: kernels clamp those of padded rows and keys.
 """
 
 import math
@@ -26,10 +26,10 @@ import numpy as np
 
 from cuattn.tracing.bound import Bound, Facts
 from cuattn.tracing.build import is_uniform
-from cuattn.tracing.evaluate import fit, fits_int32, host_value, known
 from cuattn.tracing.graph import ARRAY, B, H, I, J, Node, S, order
 from cuattn.tracing.operations import TABLE
 from cuattn.tracing.ranges import Interval
+from cuattn.tracing.values import fit, fits_int32, host_value, known
 
 _ELEMENTS = {
     "bool": "bool",
@@ -87,14 +87,14 @@ class Source(NamedTuple):
         array, ()
             Of dtype `arguments`.
         """
-        packed = np.zeros((), self.arguments)
+        packed, names = np.zeros((), self.arguments), self.arguments.fields or {}
         for slot, pointer in enumerate(pointers):
             array, name = bound.arrays[slot], f"array{slot}"
-            if name in self.arguments.names:
+            if name in names:
                 packed[name] = pointer
             for axis, length in enumerate(array.shape):
                 for field, value in (("length", length), ("stride", array.strides[axis] // array.itemsize)):
-                    if f"{field}{slot}_{axis}" in self.arguments.names:
+                    if f"{field}{slot}_{axis}" in names:
                         packed[f"{field}{slot}_{axis}"] = value
         for index, node in enumerate(self.numbers):
             packed[f"number{index}"] = host_value(node, bound.numbers)
@@ -124,7 +124,7 @@ def source(
     Examples
     --------
     >>> from cuattn.tracing.bound import facts
-    >>> from cuattn.tracing.trace import trace
+    >>> from cuattn.tracing.functions import trace
     >>> bound = trace(lambda s, b, h, i, j: s + 0.5 * (j - i)).bind()
     >>> made = source({"score": [bound.root]}, facts(bound))
     >>> print(made.text[made.text.index("struct Arguments"):])  # doctest: +ELLIPSIS

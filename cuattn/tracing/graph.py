@@ -1,9 +1,9 @@
 """Expression graphs: immutable nodes, of which equal ones are one object.
 
-A node is an operation on other nodes, or a leaf: one of the five variables ``s, b, h, i, j``, a constant, a parameter (a
-number that is known in each call), or an element of an array.  Because equal nodes are one object, a graph is its own
-key: functions that compute the same have the same root, however they were written, and what is made of a graph is made
-once.  Nothing of a user's text is in it, not even a name: parameters and arrays are counted in the order of their use.
+A node is an operation on other nodes, or a leaf: one of the five variables ``s, b, h, i, j``, a constant, a parameter
+(a number that is known in each call), or an element of an array.  Because equal nodes are one object, a graph is its
+own key: functions that compute the same have the same root, however they were written, and what is made of a graph is
+made once.  Nothing of a user's text is in it, not even a name: parameters and arrays are numbered as they are used.
 """
 
 import threading

@@ -1,8 +1,8 @@
 """The operations that functions are made of: one row each.
 
-A row says how an operation is computed by NumPy and in CUDA, which kinds it takes, how its derivative follows from those
-of its operands and how its bounds follow from theirs.  Everything else in this room reads the table; a new operation is
-a row here.
+A row says how an operation is computed by NumPy and in CUDA, which kinds it takes, how its derivative follows from
+those of its operands and how its bounds follow from theirs.  Everything else in this room reads the table; a new
+operation is a row here.
 
 Ties: at a tie of `maximum` or `minimum` the slope is that of the first operand; `absolute` has slope 0 at 0; what is
 rounded to integers has slope 0.

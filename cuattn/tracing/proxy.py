@@ -1,7 +1,7 @@
 """What a user's function is called with: stand-ins that build the graph when NumPy computes with them.
 
-:class:`Proxy` stands for a number, :class:`ArrayProxy` for an array.  What cannot be traced raises an ArgumentError that
-names the user's line and says what to write instead.
+:class:`Proxy` stands for a number, :class:`ArrayProxy` for an array.  What cannot be traced raises an ArgumentError
+that names the user's line and says what to write instead.
 """
 
 import threading
@@ -23,6 +23,18 @@ _FOLDED = (0.0, 1.0, -1.0, np.inf, -np.inf)
 _KIND_OF = {"b": "b", "i": "i", "u": "i", "f": "f"}
 
 
+def kind_of(dtype: Any) -> str | None:
+    """Return the kind of an array's elements; None of dtypes that have none.
+
+    Examples
+    --------
+    >>> kind_of(np.uint8), kind_of(np.float16), kind_of(complex)
+    ('i', 'f', None)
+    """
+    dtype = np.dtype(dtype)
+    return "f" if dtype.name == "bfloat16" else _KIND_OF.get(dtype.kind)
+
+
 def as_node(value: Any) -> Node:
     """Return the node of what stands in a user's expression: a proxy, or a Python or NumPy number.
 
@@ -42,8 +54,8 @@ def as_node(value: Any) -> Node:
         return _number(float(value))
     if isinstance(value, np.ndarray):
         raise complaint(
-            f"an array of shape {value.shape} in an expression: expected its element, array[b, h, i, j] with the indices "
-            "that it has; make the array before the function is defined"
+            f"an array of shape {value.shape} in an expression: expected its element, array[b, h, i, j] with the "
+            "indices that it has; make the array before the function is defined"
         )
     raise complaint(f"{shown(value)} of type {type(value).__name__} in an expression: expected a number or an array")
 
@@ -64,6 +76,16 @@ def _refused(method: str, advice: str) -> Callable[..., NoReturn]:
         raise complaint(f"{method} needs a value that is not known while the function is traced: {advice}")
 
     return refuse
+
+
+_BRANCH = (
+    "write np.where(condition, a, b) for if, & for and, | for or, ~ for not, (a <= x) & (x < b) for a <= x < b, "
+    "np.minimum and np.maximum for min and max"
+)
+_INDEX = (
+    "index arrays that are arguments of the function, or that it takes from a closure; no lists, range() or arrays "
+    "made in the function"
+)
 
 
 class Proxy(NDArrayOperatorsMixin):
@@ -107,7 +129,7 @@ class Proxy(NDArrayOperatorsMixin):
         **options
             Ignored.
         """
-        kind = _KIND_OF.get(np.dtype(dtype).kind)
+        kind = kind_of(dtype)
         if kind is None:
             raise complaint(f"astype({dtype!r}): expected a boolean, integer or float dtype")
         return Proxy(convert(self.node, kind))
@@ -122,15 +144,11 @@ class Proxy(NDArrayOperatorsMixin):
     def __rpow__(self, base: Any) -> "Proxy":
         return _power(base, self)
 
-    _branch = "write np.where(condition, a, b) for if, & for and, | for or, ~ for not, (a <= x) & (x < b) for a <= x < b, np.minimum and np.maximum for min and max"
-    __bool__ = _refused("a branch", _branch)
+    __bool__ = _refused("a branch", _BRANCH)
     __float__ = _refused("float()", "write x.astype(float), and np.exp(x) for math.exp(x)")
     __int__ = _refused("int()", "write x.astype(int)")
     __complex__ = _refused("complex()", "expected real numbers")
-    __index__ = _refused(
-        "an index",
-        "index arrays that are arguments of the function, or that it takes from a closure; no lists, range() or arrays made in the function",
-    )
+    __index__ = _refused("an index", _INDEX)
     __iter__ = _refused("iteration", "a score is a single number, not an array")
     __len__ = _refused("len()", "a score is a single number, not an array")
     __getitem__ = _refused("indexing", "a score, b, h, i and j are single numbers; index an array argument by them")
@@ -138,7 +156,7 @@ class Proxy(NDArrayOperatorsMixin):
     __hash__ = _refused("a look-up in a dict or set", "index an array by it")  # type: ignore[assignment]
     __array__ = _refused(
         "a NumPy array",
-        "the NumPy function has no traced form, or an array that was made in the function was indexed; make arrays before it",
+        "the NumPy function has no traced form, or an array made in the function was indexed: make arrays before it",
     )
     __round__ = _refused("round()", "write np.rint(x)")
     __trunc__ = _refused("math.trunc()", "write np.trunc(x)")
@@ -220,7 +238,9 @@ class ArrayProxy(NDArrayOperatorsMixin):
                 f"an array of shape {self.shape} in an expression: expected one element; index it, for example "
                 f"array[{', '.join('bhij'[-self.ndim :])}]"
             )
-        kind = _KIND_OF[self._array.dtype.kind] if self._array.dtype.kind in _KIND_OF else "f"
+        kind = kind_of(self._array.dtype)
+        if kind is None:
+            raise complaint(f"an array of dtype {self._array.dtype}: expected booleans, integers or floats")
         if not all(self._array.shape):
             return convert(constant(0), kind)
         return load(active.tracer.slot(self._source), kind, indices)

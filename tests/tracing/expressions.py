@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.tracing.trace import MASK, SCORE, trace
+from cuattn.tracing.functions import MASK, SCORE, trace
 
 N_BATCH, N_HEADS, N_QUERIES, N_KEYS = 2, 3, 23, 17
 LIMITS = (N_BATCH, N_HEADS, N_QUERIES, N_KEYS)
@@ -22,16 +22,77 @@ ARRAYS: dict[str, Any] = {
 }
 ARRAYS = {name: x.astype(np.float32).astype(float) if x.dtype == float else x for name, x in ARRAYS.items()}
 
-_UNARY = ("np.tanh({})", "np.sin({})", "np.cos({})", "-{}", "abs({})", "{} ** 2", "np.exp(-abs({}))", "np.arctan({})",
-          "np.log1p(abs({}))", "np.sqrt(1 + {0} * {0})", "np.exp2(np.clip({}, -5, 5))", "np.sign({}) * 0.5", "np.expm1(np.minimum({}, 2))",
-          "np.log(2 + abs({}))", "np.cbrt(2 + abs({}))", "2.0 ** -abs({})", "{} / 3", "1.5 * {}", "np.square({})")  # fmt: skip
-_BINARY = ("{} + {}", "{} - {}", "{} * {}", "{} / (1.25 + abs({}))", "np.maximum({}, {})", "np.minimum({}, {})",
-           "np.logaddexp({}, {})", "np.hypot({}, {})", "np.arctan2({}, 1 + abs({}))")  # fmt: skip
-_NUMBERS = ("s", "s", "s", "0.75", "-1.0", "heads[h]", "table[h, i - j + 16]", "pair[i, j]", "(j - i) * 0.125", "i / 7", "heads[-1]")
+_UNARY = (
+    "np.tanh({})",
+    "np.sin({})",
+    "np.cos({})",
+    "-{}",
+    "abs({})",
+    "{} ** 2",
+    "np.exp(-abs({}))",
+    "np.arctan({})",
+    "np.log1p(abs({}))",
+    "np.sqrt(1 + {0} * {0})",
+    "np.exp2(np.clip({}, -5, 5))",
+    "np.sign({}) * 0.5",
+    "np.expm1(np.minimum({}, 2))",
+    "np.log(2 + abs({}))",
+    "np.cbrt(2 + abs({}))",
+    "2.0 ** -abs({})",
+    "{} / 3",
+    "1.5 * {}",
+    "np.square({})",
+)
+_BINARY = (
+    "{} + {}",
+    "{} - {}",
+    "{} * {}",
+    "{} / (1.25 + abs({}))",
+    "np.maximum({}, {})",
+    "np.minimum({}, {})",
+    "np.logaddexp({}, {})",
+    "np.hypot({}, {})",
+    "np.arctan2({}, 1 + abs({}))",
+)
+_NUMBERS = (
+    "s",
+    "s",
+    "s",
+    "0.75",
+    "-1.0",
+    "heads[h]",
+    "table[h, i - j + 16]",
+    "pair[i, j]",
+    "(j - i) * 0.125",
+    "i / 7",
+    "heads[-1]",
+)
 _INTEGERS = ("i", "j", "h", "b", "i - j", "3", "-2", "doc[b, i]", "odd[j]", "odd[-j]", "doc[b, (i * 5 + j) % 23]")
-_WHOLE_UNARY = ("{} // 3", "{} % 5", "abs({})", "-{}", "{} // -4", "{} % -7", "{} * 2 + 1", "{} & 5", "{} >> 1", "~{}", "{} << 2", "np.sign({})")
-_WHOLE_BINARY = ("{} + {}", "{} - {}", "{} * {}", "np.maximum({}, {})", "np.minimum({}, {})", "{} ^ {}", "{} | {}",
-                 "{} // (1 + abs({}))", "{} % (abs({}) + 2)")  # fmt: skip
+_WHOLE_UNARY = (
+    "{} // 3",
+    "{} % 5",
+    "abs({})",
+    "-{}",
+    "{} // -4",
+    "{} % -7",
+    "{} * 2 + 1",
+    "{} & 5",
+    "{} >> 1",
+    "~{}",
+    "{} << 2",
+    "np.sign({})",
+)
+_WHOLE_BINARY = (
+    "{} + {}",
+    "{} - {}",
+    "{} * {}",
+    "np.maximum({}, {})",
+    "np.minimum({}, {})",
+    "{} ^ {}",
+    "{} | {}",
+    "{} // (1 + abs({}))",
+    "{} % (abs({}) + 2)",
+)
 _COMPARE = ("{} < {}", "{} <= {}", "{} > {}", "{} >= {}", "{} == {}", "{} != {}")
 _JOIN = ("({}) & ({})", "({}) | ({})", "({}) ^ ({})", "~({})", "np.where({}, {}, {})", "np.logical_xor({}, {})")
 
@@ -136,4 +197,16 @@ def textbook(text: str, dtype: Any, **variables: Any) -> tuple[np.ndarray, float
     return np.asarray(getattr(result, "value", result)), start.largest[0]
 
 
-__all__ = ["LIMITS", "MASK", "SCORE", "compiled", "condition", "grid", "integer", "number", "plain", "textbook", "traced"]
+__all__ = [
+    "LIMITS",
+    "MASK",
+    "SCORE",
+    "compiled",
+    "condition",
+    "grid",
+    "integer",
+    "number",
+    "plain",
+    "textbook",
+    "traced",
+]

@@ -1,8 +1,8 @@
 """Exact derivatives of graphs, as graphs that can be differentiated again.
 
 Tangents are carried from the leaves to the root.  A choice chooses among the tangents too, and a factor is taken into
-the branches of a tangent that is 0 elsewhere: nothing is ever multiplied by a 0 that stands for "not chosen", so that an
-infinite or undefined slope of what was not chosen leaves no NaN.
+the branches of a tangent that is 0 elsewhere: nothing is ever multiplied by a 0 that stands for "not chosen", so that
+an infinite or undefined slope of what was not chosen leaves no NaN.
 """
 
 import functools
@@ -35,7 +35,7 @@ def derivative(root: Node, leaf: Node | None = None) -> Node:
 
     Examples
     --------
-    >>> from cuattn.tracing.trace import trace
+    >>> from cuattn.tracing.functions import trace
     >>> derivative(trace(lambda s, b, h, i, j: s * s + np.tanh(s)).root)
     add(add(s, s), subtract(1.0, multiply(tanh(s), tanh(s))))
     >>> derivative(trace(lambda s, b, h, i, j: np.where(i < j, np.sqrt(s), 0)).root)
@@ -118,7 +118,7 @@ def weights(root: Node, slot: int) -> list[Weight]:
 
     Examples
     --------
-    >>> from cuattn.tracing.trace import trace
+    >>> from cuattn.tracing.functions import trace
     >>> slope = np.ones(4)
     >>> weights(trace(lambda s, b, h, i, j: s + slope[h] * (j - i)).root, 0)
     [Weight(slot=0, indices=(h,), weight=to_float(subtract(j, i)))]
@@ -151,7 +151,7 @@ def addend(root: Node) -> Node | None:
 
     Examples
     --------
-    >>> from cuattn.tracing.trace import trace
+    >>> from cuattn.tracing.functions import trace
     >>> addend(trace(lambda s, b, h, i, j: 1 + s - h).root)
     subtract(1.0, to_float(h))
     >>> addend(trace(lambda s, b, h, i, j: 2 * s).root) is None
@@ -179,7 +179,7 @@ def split_visible(root: Node) -> tuple[Node | None, Node]:
 
     Examples
     --------
-    >>> from cuattn.tracing.trace import trace
+    >>> from cuattn.tracing.functions import trace
     >>> split_visible(trace(lambda s, b, h, i, j: np.where(i < j, -np.inf, s / 2)).root)
     (logical_not(less(i, j)), multiply(s, 0.5))
     """

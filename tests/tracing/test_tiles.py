@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuattn.tracing.bounds import bounds, described, tile_states
-from cuattn.tracing.evaluate import evaluate
+from cuattn.tracing.extremes import described
+from cuattn.tracing.functions import MASK, trace
 from cuattn.tracing.ranges import Interval, point
-from cuattn.tracing.trace import MASK, trace
+from cuattn.tracing.tiles import bounds, tile_states
+from cuattn.tracing.values import evaluate
 from tests.tracing import expressions as ex
 
 
@@ -18,7 +19,12 @@ def tiles(n, block):
 
 
 def by_tile(dense, rows, keys, ufunc):
-    return np.array([[ufunc(dense[..., a : b + 1, c : d + 1]) for c, d in zip(*keys, strict=True)] for a, b in zip(*rows, strict=True)])
+    return np.array(
+        [
+            [ufunc(dense[..., a : b + 1, c : d + 1]) for c, d in zip(*keys, strict=True)]
+            for a, b in zip(*rows, strict=True)
+        ]
+    )
 
 
 @given(random=st.randoms(use_true_random=False), block_m=st.integers(1, 9), block_n=st.integers(1, 9))
@@ -40,7 +46,9 @@ def test_every_value_lies_within_its_bounds(random, block):
     text = ex.number(random, 4)
     rows, keys = tiles(ex.N_QUERIES, block), tiles(ex.N_KEYS, block)
     bound, variables = ex.traced(text), ex.grid()
-    i, j = (Interval(*(np.asarray(x, float).reshape(shape) for x in t)) for t, shape in ((rows, (-1, 1)), (keys, (1, -1))))
+    i, j = (
+        Interval(*(np.asarray(x, float).reshape(shape) for x in t)) for t, shape in ((rows, (-1, 1)), (keys, (1, -1)))
+    )
     s = Interval(np.float64(variables["s"].min()), np.float64(variables["s"].max()))
     arrays = [described(x) for x in bound.arrays]
     for dtype in (np.float32, np.float64):
@@ -57,11 +65,18 @@ WINDOW = 16
 DOC = np.repeat(np.arange(8), 32)
 
 
-@pytest.mark.parametrize(("function", "open_tiles"), [
-    (lambda b, h, i, j: i >= j, 16), (lambda b, h, i, j: abs(i - j) < WINDOW, 3 * 16), (lambda b, h, i, j: DOC[i] == DOC[j], 0),
-    (lambda b, h, i, j: (i // WINDOW == j // WINDOW) & (i % WINDOW < 16), 0), (lambda b, h, i, j: i // WINDOW % 3 == j // WINDOW % 3, 0),
-    (lambda b, h, i, j: (i // WINDOW - j // WINDOW) ** 2 + 3 * (j // WINDOW) < 40, 0), (lambda b, h, i, j: np.where(j < 64, True, i < j), 12),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("function", "open_tiles"),
+    [
+        (lambda b, h, i, j: i >= j, 16),
+        (lambda b, h, i, j: abs(i - j) < WINDOW, 3 * 16),
+        (lambda b, h, i, j: DOC[i] == DOC[j], 0),
+        (lambda b, h, i, j: (i // WINDOW == j // WINDOW) & (i % WINDOW < 16), 0),
+        (lambda b, h, i, j: i // WINDOW % 3 == j // WINDOW % 3, 0),
+        (lambda b, h, i, j: (i // WINDOW - j // WINDOW) ** 2 + 3 * (j // WINDOW) < 40, 0),
+        (lambda b, h, i, j: np.where(j < 64, True, i < j), 12),
+    ],
+)
 def test_masks_are_resolved(function, open_tiles):
     """Tiles of 16 x 16 that stay open are those that a look at the elements leaves open, or hardly more."""
     rows = keys = tiles(256, 16)
@@ -89,5 +104,12 @@ def test_ranges_of_arrays():
                 index.append(np.clip(np.where(k < 0, k + n, k), 0, n - 1))
             box = array[np.ix_(*index)]
             assert np.broadcast_to(found.lo, 50)[tile] <= box.min() and np.broadcast_to(found.hi, 50)[tile] >= box.max()
+    pair = rng.normal(size=(20, 30))
+    boxes = pair.reshape(4, 5, 6, 5)
+    rows, keys = np.arange(0, 20, 5.0)[:, None], np.arange(0, 30, 5.0)[None]
+    for array, order in ((pair, (rows, keys)), (pair.T, (keys, rows))):  # of rows and keys, or of keys and rows
+        found = described(array)([Interval(first, first + 4) for first in order])
+        np.testing.assert_array_equal(found.lo, boxes.min((1, 3)))
+        np.testing.assert_array_equal(found.hi, boxes.max((1, 3)))
     nan = described(np.array([1, np.nan]))([point(0)])
     assert nan.nan and nan.lo == -np.inf

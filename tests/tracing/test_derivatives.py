@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuattn.tracing.bound import Bound
-from cuattn.tracing.derivative import addend, along, derivative, split_visible, weights
-from cuattn.tracing.evaluate import evaluate
+from cuattn.tracing.derivatives import addend, along, derivative, split_visible, weights
+from cuattn.tracing.functions import SCORE, trace
 from cuattn.tracing.graph import order, variable
-from cuattn.tracing.trace import SCORE, trace
+from cuattn.tracing.values import evaluate
 from tests.tracing import expressions as ex
 
 randoms = st.randoms(use_true_random=False)
@@ -74,12 +74,29 @@ def test_weights_give_the_gradients_of_arrays(random):
         np.testing.assert_allclose(total, (gradient * direction).sum(), rtol=1e-9, atol=1e-9 * size)
 
 
-@pytest.mark.parametrize(("text", "slope"), [
-    ("np.where(i > 5, np.sqrt(s), s)", 1), ("np.sqrt(np.where(i > 5, s, 0))", 0), ("np.where(i > 5, 1, s / s * 0) * s", 0),
-    ("np.maximum(s, 0)", 1), ("np.maximum(0, s)", 0), ("np.minimum(s, 0) * 2", 2), ("abs(s)", 0), ("np.clip(s, 0, 1)", 1),
-    ("np.floor(s) + np.rint(s) + np.sign(s)", 0), ("s ** 0", 0), ("s ** 1", 1), ("np.power(s, 2)", 0), ("np.hypot(s, 0)", 0),
-    ("np.logaddexp(s, 0)", 0.5), ("np.logaddexp(s, -np.inf)", 1), ("s % 3", 1), ("-s - s", -2), ("np.select([i > 3, i < 9], [s, 3 * s])", 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "slope"),
+    [
+        ("np.where(i > 5, np.sqrt(s), s)", 1),
+        ("np.sqrt(np.where(i > 5, s, 0))", 0),
+        ("np.where(i > 5, s / s, 2) * s", 2),
+        ("np.maximum(s, 0)", 1),
+        ("np.maximum(0, s)", 0),
+        ("np.minimum(s, 0) * 2", 2),
+        ("abs(s)", 0),
+        ("np.clip(s, 0, 1)", 1),
+        ("np.floor(s) + np.rint(s) + np.sign(s)", 0),
+        ("s ** 0", 0),
+        ("s ** 1", 1),
+        ("np.power(s, 2)", 0),
+        ("np.hypot(s, 0)", 0),
+        ("np.logaddexp(s, 0)", 0.5),
+        ("np.logaddexp(s, -np.inf)", 1),
+        ("s % 3", 1),
+        ("-s - s", -2),
+        ("np.select([i > 3, i < 9], [s, 3 * s])", 3),
+    ],
+)
 def test_at_zero(text, slope):
     """What is not chosen does not count, and ties are decided as documented: s = 0, i = 0."""
     bound = ex.traced(text)
@@ -87,11 +104,20 @@ def test_at_zero(text, slope):
     assert float(np.ravel(found)[0]) == slope
 
 
-@pytest.mark.parametrize(("text", "rest"), [
-    ("s + heads[h] * (j - i)", "heads[h] * (j - i)"), ("1 - (heads[h] - s)", "1 - heads[h]"), ("s", "0.0"),
-    ("np.where(i > j, s + 1, s - i)", "np.where(i > j, 1, -i)"), ("2 * s", None), ("s * 1 + np.tanh(s)", None), ("np.maximum(s, 0)", None),
-    ("0.5 * s + 0.5 * s", None), ("h * 0.0", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [
+        ("s + heads[h] * (j - i)", "heads[h] * (j - i)"),
+        ("1 - (heads[h] - s)", "1 - heads[h]"),
+        ("s", "0.0"),
+        ("np.where(i > j, s + 1, s - i)", "np.where(i > j, 1, -i)"),
+        ("2 * s", None),
+        ("s * 1 + np.tanh(s)", None),
+        ("np.maximum(s, 0)", None),
+        ("0.5 * s + 0.5 * s", None),
+        ("h * 0.0", None),
+    ],
+)
 def test_what_is_added_is_known(text, rest):
     bound, found = ex.traced(text), addend(ex.traced(text).root)
     assert (found is None) == (rest is None)
@@ -107,7 +133,9 @@ def test_a_root_that_hides_is_split_off():
     visible, score = split_visible(bound.root)
     assert score is ex.traced("s / 2").root
     assert visible is not None and visible.kind == "b"
-    assert split_visible(ex.traced("np.where(s > 0, s, -np.inf)").root)[0] is None  # a condition on s is part of the score
+    assert (
+        split_visible(ex.traced("np.where(s > 0, s, -np.inf)").root)[0] is None
+    )  # a condition on s is part of the score
     assert split_visible(score) == (None, score)
 
 

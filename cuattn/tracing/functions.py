@@ -3,23 +3,24 @@
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuattn.errors import ArgumentError, CuattnError, as_integer, shown
-from cuattn.tracing.bound import Bound
-from cuattn.tracing.build import complaint, convert, place_in
-from cuattn.tracing.capture import Argument, Tracer, copied, identity, is_array, watch
-from cuattn.tracing.graph import Node, intern, variable
-from cuattn.tracing.proxy import ArrayProxy, Proxy, active, as_node
+from cuattn.tracing.bound import Bound, facts
+from cuattn.tracing.build import convert, place_in
+from cuattn.tracing.capture import Argument, Snapshot, Tracer, copied, identity, is_array, watch
+from cuattn.tracing.graph import Node, variable
+from cuattn.tracing.proxy import ArrayProxy, Proxy, active, as_node, kind_of
+from cuattn.tracing.values import known, leaves_int64
 
 SCORE, MASK = ("s", "b", "h", "i", "j"), ("b", "h", "i", "j")
 """What functions of scores and of masks are called with."""
 
 _MOST = 512  # functions that are remembered
 _lock = threading.RLock()
-_known: "dict[Hashable, tuple[Traced, list]]" = {}
+_known: dict[Hashable, tuple["Traced", list]] = {}  # by identity; and what its keys' ids depend on
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,26 +90,48 @@ def trace(
     add(s, multiply(array0(h), to_float(subtract(j, i))))
     """
     signature = (names, adopt, *map(_signature, range(len(args)), args))
-    known = identity(function)
-    if known is None:
+    recent = _recent.get(id(function))
+    if recent is not None and recent.signature == signature and recent.snapshot.holds(function):
+        return recent.traced
+    who = identity(function)
+    if who is None:
         with _lock:
             return _trace(function, names, args, adopt)
-    key = (*known.parts, signature)
+    key = (*who.parts, signature)
     found = _known.get(key)
-    if found is not None:
-        return found[0]
-    with _lock:
-        traced = _trace(function, names, args, adopt)
-        while len(_known) >= _MOST:
-            _known.pop(next(iter(_known)), None)
-        _known[key] = traced, watch(known.held, lambda _: _known.pop(key, None))
-        return traced
+    if found is None:
+        with _lock:
+            traced = _trace(function, names, args, adopt)
+            _remember(_known, key, (traced, watch(who.held, lambda _: _known.pop(key, None))))
+    else:
+        traced = found[0]
+    place = id(function)
+    snapshot = Snapshot.of(function, who, lambda _: _recent.pop(place, None))
+    if snapshot is not None:
+        _remember(_recent, place, _Recent(signature, snapshot, traced))
+    return traced
+
+
+def _remember(where: dict, key: Hashable, value: Any) -> None:
+    """Keep a value among at most `_MOST`, of which the oldest make room."""
+    while len(where) >= _MOST:
+        where.pop(next(iter(where)), None)
+    where[key] = value
+
+
+class _Recent(NamedTuple):
+    signature: tuple
+    snapshot: Snapshot
+    traced: Traced
+
+
+_recent: dict[int, _Recent] = {}
 
 
 def _signature(index: int, value: Any) -> Hashable:
     """Return what of an argument a trace depends on."""
     if is_array(value):
-        if np.dtype(value.dtype).kind not in "biuf" and np.dtype(value.dtype).name != "bfloat16":
+        if kind_of(value.dtype) is None:
             raise ArgumentError(f"score_args[{index}] has dtype {value.dtype}: expected booleans, integers or floats")
         return value.dtype, tuple(value.shape)
     if isinstance(value, bool | np.bool_):
@@ -134,13 +157,24 @@ def _trace(function: Callable, names: tuple[str, ...], args: Sequence[Any], adop
         raise
     except Exception as error:
         raise ArgumentError(
-            f"{place_in(error.__traceback__)}: {type(error).__name__}: {error}, while the function was traced; it is called "
-            f"once, with ({', '.join(names)}) that stand for all of their values, and must be made of arithmetic and NumPy's "
-            "ufuncs"
+            f"{place_in(error.__traceback__) or _place(function)}{type(error).__name__}: {error}, while the function "
+            f"was traced; it is called once, with ({', '.join(names)}) that stand for all of their values, and must be "
+            "made of arithmetic and NumPy's ufuncs"
         ) from error
     finally:
         active.tracer = outer
-    return Traced(root, tuple(tracer.arrays), tuple(tracer.numbers))
+    traced = Traced(root, tuple(tracer.arrays), tuple(tracer.numbers))
+    if leaves_int64(known((root,), facts(traced.bind(args)))):
+        raise ArgumentError(
+            f"{_place(function)}the function computes an integer beyond int64: expected smaller ones, or floats"
+        )
+    return traced
+
+
+def _place(function: Callable) -> str:
+    """Return where a function begins, as errors write it."""
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
 
 
 def _operand(tracer: Tracer, index: Argument, value: Any) -> Proxy | ArrayProxy:
@@ -151,8 +185,7 @@ def _operand(tracer: Tracer, index: Argument, value: Any) -> Proxy | ArrayProxy:
 
 def _checked(function: Callable, result: Any, kind: str) -> Node:
     """Return the node of a function's result."""
-    code = getattr(function, "__code__", None)
-    place = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
+    place = _place(function)
     wanted = {"f": "the score, a single number", "b": "a boolean, True where the key may be seen"}[kind]
     if result is None or isinstance(result, tuple | list | dict | str) or getattr(result, "shape", ()) != ():
         what = "None (a return is missing?)" if result is None else f"{shown(result)} of type {type(result).__name__}"
@@ -165,6 +198,3 @@ def _checked(function: Callable, result: Any, kind: str) -> Node:
             f"{place}the function returns a boolean: expected {wanted}; a function of visibility is a mask"
         )
     return convert(node, kind)
-
-
-__all__ = ["MASK", "SCORE", "Bound", "Traced", "complaint", "intern", "trace"]

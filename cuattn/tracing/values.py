@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuattn.tracing.bound import ANY_LENGTH, Bound, Facts, facts
-from cuattn.tracing.bounds import bounds, of_dtype
 from cuattn.tracing.build import is_uniform
+from cuattn.tracing.extremes import of_dtype
 from cuattn.tracing.graph import Node, order
 from cuattn.tracing.operations import TABLE
 from cuattn.tracing.ranges import EITHER, OPEN, Interval
+from cuattn.tracing.tiles import bounds
 
 _LARGEST = float(2**31 - 1)
 _INT32 = Interval(np.float64(-_LARGEST - 1), np.float64(_LARGEST))
@@ -31,6 +32,17 @@ def known(roots: tuple[Node, ...], facts: Facts) -> dict[Node, Interval]:
     variables = {name: Interval(np.float64(0), np.float64(max(limit - 1, 0))) for name, limit in limits}
     arrays = [of_dtype(np.dtype(layout.dtype)) for layout in facts.arrays]
     return bounds(roots, variables, arrays, [_OF_KIND[kind] for kind in facts.numbers], keep=True)
+
+
+def leaves_int64(found: dict[Node, Interval]) -> bool:
+    """Return whether an integer among bounded values lies beyond int64 wherever it is computed."""
+    wrapping = [node for node in found if node.kind == "i" and node.op in TABLE and TABLE[node.op].wraps]
+    for node in wrapping:
+        with np.errstate(all="ignore"):
+            lo, hi, _ = TABLE[node.op].bounds(*[found[x] for x in node.args])
+        if lo >= 2.0**63 or hi < -(2.0**63):
+            return True
+    return False
 
 
 def fits_int32(interval: Interval) -> bool:
@@ -69,7 +81,7 @@ class Program:
 
     Examples
     --------
-    >>> from cuattn.tracing.trace import trace
+    >>> from cuattn.tracing.functions import trace
     >>> bound = trace(lambda s, b, h, i, j: s + 0.5 * (j - i)).bind()
     >>> program = Program((bound.root,), np.dtype(np.float32), facts(bound))
     >>> i, j = np.arange(2, dtype=np.int32)[:, None], np.arange(2, dtype=np.int32)
@@ -223,7 +235,7 @@ def evaluate(
 
     Examples
     --------
-    >>> from cuattn.tracing.trace import MASK, trace
+    >>> from cuattn.tracing.functions import MASK, trace
     >>> i, j = np.arange(3, dtype=np.int32)[:, None], np.arange(3, dtype=np.int32)
     >>> evaluate(trace(lambda b, h, i, j: i >= j, MASK).bind(), {"i": i, "j": j}).astype(int)
     array([[1, 0, 0],

@@ -6,17 +6,19 @@ negations combine intervals.  Where all of that applies and no key needs more th
 column mask, exactly.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuattn.tracing.bound import Bound
-from cuattn.tracing.bounds import Extremes, bounds, described
 from cuattn.tracing.build import apply
-from cuattn.tracing.evaluate import evaluate
+from cuattn.tracing.extremes import Extremes, described
 from cuattn.tracing.graph import I, J, Node, S, constant, order
 from cuattn.tracing.ranges import Interval, point
+from cuattn.tracing.tiles import bounds
+from cuattn.tracing.values import evaluate
 
 _MOST = 6  # intervals of a key while they are combined
 _TERMS = 64  # of a sum, and depth of rewriting
@@ -181,7 +183,7 @@ class _Solver:
 def _sorted(lines: np.ndarray) -> np.ndarray:
     """Sort a few long lines of numbers element by element, in place."""
     for last in range(len(lines) - 1, 0, -1):
-        for x, y in zip(lines[:last], lines[1 : last + 1], strict=True):
+        for x, y in itertools.pairwise(lines[: last + 1]):
             smaller = np.minimum(x, y)
             np.maximum(x, y, out=y)
             x[...] = smaller
@@ -300,7 +302,7 @@ _UNWRAPPED: dict[str, Callable[..., Node]] = {
 
 
 def columns(
-    bound: Bound, rows: Sequence[int], keys: Sequence[int], b: int = 0, h: int = 0, dtype: np.dtype | type = np.float32
+    bound: Bound, rows: Any, keys: Any, b: int = 0, h: int = 0, dtype: np.dtype | type = np.float32
 ) -> np.ndarray | None:
     """Return which rows a mask function hides from each key, if two intervals say it.
 
@@ -323,7 +325,7 @@ def columns(
 
     Examples
     --------
-    >>> from cuattn.tracing.trace import MASK, trace
+    >>> from cuattn.tracing.functions import MASK, trace
     >>> window = trace(lambda b, h, i, j: (j <= i) & (i < j + 2), MASK).bind()
     >>> columns(window, np.arange(4), np.arange(4))
     array([[2, 3, 4, 4],

@@ -5,13 +5,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuattn.tracing.columns import columns
-from cuattn.tracing.evaluate import evaluate
-from cuattn.tracing.trace import MASK, trace
+from cuattn.tracing.functions import MASK, trace
+from cuattn.tracing.recognition import columns
+from cuattn.tracing.values import evaluate
 from tests.tracing import expressions as ex
 
-_SIDES = ("i", "j", "i - j", "i + j", "abs(i - j)", "i // 3", "j // 3", "doc[b, i]", "doc[b, j]", "-i", "2 * j - i", "(i - j) // 4", "i % 7", "h",
-          "np.minimum(i, 9) - j", "np.maximum(i - j, j)", "np.where(j < 5, i, j)", "odd[j]", "5", "-3", "2", "9", "i * 2 - 1")  # fmt: skip
+_SIDES = (
+    "i",
+    "j",
+    "i - j",
+    "i + j",
+    "abs(i - j)",
+    "i // 3",
+    "j // 3",
+    "doc[b, i]",
+    "doc[b, j]",
+    "-i",
+    "2 * j - i",
+    "(i - j) // 4",
+    "i % 7",
+    "h",
+    "np.minimum(i, 9) - j",
+    "np.maximum(i - j, j)",
+    "np.where(j < 5, i, j)",
+    "odd[j]",
+    "5",
+    "-3",
+    "2",
+    "9",
+    "i * 2 - 1",
+)
 
 
 def random_mask(random, depth):
@@ -46,13 +69,27 @@ DOC = np.repeat([3, 1, 4, 0], [5, 9, 1, 15])
 STARTS = np.concatenate([[0], np.flatnonzero(np.diff(DOC)) + 1])[np.repeat(np.arange(4), [5, 9, 1, 15])]
 
 
-@pytest.mark.parametrize("function", [
-    lambda b, h, i, j: i >= j, lambda b, h, i, j: (i >= j) & (i - j <= 4), lambda b, h, i, j: abs(j - i) <= 4,
-    lambda b, h, i, j: (j < 7) | (j <= i), lambda b, h, i, j: (DOC[i] == DOC[j]) & (i >= j), lambda b, h, i, j: DOC[i] == DOC[j],
-    lambda b, h, i, j: i - STARTS[i] >= j - STARTS[i], lambda b, h, i, j: i // 4 >= j // 4, lambda b, h, i, j: j < 12, lambda b, h, i, j: i < 12,
-    lambda b, h, i, j: (j // 5 == i // 5) | (j < 2), lambda b, h, i, j: True, lambda b, h, i, j: np.sqrt(i * 2.0) < 0.3 * j,
-    lambda b, h, i, j: (i - j < 5) & ((j <= i) | (DOC[i] == DOC[j])), lambda b, h, i, j: 3 * i - 2 * j >= 5, lambda b, h, i, j: i * i >= j,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda b, h, i, j: i >= j,
+        lambda b, h, i, j: (i >= j) & (i - j <= 4),
+        lambda b, h, i, j: abs(j - i) <= 4,
+        lambda b, h, i, j: (j < 7) | (j <= i),
+        lambda b, h, i, j: (DOC[i] == DOC[j]) & (i >= j),
+        lambda b, h, i, j: DOC[i] == DOC[j],
+        lambda b, h, i, j: i - STARTS[i] >= j - STARTS[i],
+        lambda b, h, i, j: i // 4 >= j // 4,
+        lambda b, h, i, j: j < 12,
+        lambda b, h, i, j: i < 12,
+        lambda b, h, i, j: (j // 5 == i // 5) | (j < 2),
+        lambda b, h, i, j: True,
+        lambda b, h, i, j: np.sqrt(i * 2.0) < 0.3 * j,
+        lambda b, h, i, j: (i - j < 5) & ((j <= i) | (DOC[i] == DOC[j])),
+        lambda b, h, i, j: 3 * i - 2 * j >= 5,
+        lambda b, h, i, j: i * i >= j,
+    ],
+)
 def test_masks_that_are_columns_are_recognised(function):
     bound, i = trace(function, MASK).bind(), np.arange(30)
     found = columns(bound, i, i)
@@ -63,7 +100,11 @@ def test_masks_that_are_columns_are_recognised(function):
 
 def test_others_are_not():
     i = np.arange(64)
-    for function in (lambda b, h, i, j: (i - j) % 3 == 0, lambda b, h, i, j: i % 2 == j % 2, lambda b, h, i, j: abs(abs(i - j) - 9) < 2):
+    for function in (
+        lambda b, h, i, j: (i - j) % 3 == 0,
+        lambda b, h, i, j: i % 2 == j % 2,
+        lambda b, h, i, j: abs(abs(i - j) - 9) < 2,
+    ):
         assert columns(trace(function, MASK).bind(), i, i) is None
     nan = np.full(64, np.nan)
     assert columns(trace(lambda b, h, i, j: nan[i] < j * 0.5, MASK).bind(), i, i) is None
@@ -71,4 +112,6 @@ def test_others_are_not():
 
 def test_no_rows_or_keys():
     bound = trace(lambda b, h, i, j: i >= j, MASK).bind()
-    assert columns(bound, np.arange(0), np.arange(3)).shape == (4, 3) and columns(bound, np.arange(3), np.arange(0)).shape == (4, 0)
+    assert columns(bound, np.arange(0), np.arange(3)).shape == (4, 3) and columns(
+        bound, np.arange(3), np.arange(0)
+    ).shape == (4, 0)
