@@ -9,7 +9,7 @@ from types import FrameType, TracebackType
 import numpy as np
 
 from cuattn.errors import ArgumentError
-from cuattn.tracing.graph import ARRAY, KINDS, PARAMETER, Node, constant, intern, is_constant, order
+from cuattn.tracing.graph import KINDS, PARAMETER, Node, constant, intern, is_constant, order
 from cuattn.tracing.operations import DIVISIONS, SHIFTS, TABLE, Operation
 
 INT64 = (-(2**63), 2**63 - 1)
@@ -277,6 +277,28 @@ def remade(node: Node, args: list[Node]) -> Node:
     return convert(args[0], node.kind) if node.op in ("to_float", "to_integer") else apply(node.op, *args)
 
 
-def reads_arrays(node: Node) -> bool:
-    """Return whether a value depends on elements of arrays."""
-    return bool(node.depends & ARRAY)
+def linear_terms(x: Node, y: Node) -> dict[Node, int]:
+    """Return x - y of integers as a sum: factors by term, of which the constant's is 1.
+
+    Examples
+    --------
+    >>> from cuattn.tracing.graph import variable
+    >>> i, j = variable("i"), variable("j")
+    >>> linear_terms(apply("add", apply("subtract", i, j), constant(3)), apply("multiply", j, constant(2)))
+    {j: -3, 1: 3, i: 1}
+    """
+    found: dict[Node, int] = {}
+    waiting = [(x, 1), (y, -1)]
+    while waiting:
+        node, factor = waiting.pop()
+        if node.op in ("add", "subtract"):
+            waiting += [(node.args[0], factor), (node.args[1], factor if node.op == "add" else -factor)]
+        elif node.op == "negative":
+            waiting.append((node.args[0], -factor))
+        elif node.op == "multiply" and any(arg.op == "constant" for arg in node.args):
+            number, other = sorted(node.args, key=lambda arg: arg.op != "constant")
+            waiting.append((other, factor * number.value))
+        else:
+            term, times = (constant(1), node.value) if node.op == "constant" else (node, 1)
+            found[term] = found.get(term, 0) + factor * times
+    return {node: factor for node, factor in found.items() if factor}

@@ -28,7 +28,7 @@ from cuattn.tracing.proxy import ArrayProxy
 _ATOMS = (int, float, bool, complex, str, bytes, type(None), type(Ellipsis))
 _FIXED = (type, types.BuiltinFunctionType, np.ufunc, type(np.where), np.dtype)
 _MODULES = frozenset({"numpy", "math", "operator"})  # whose attributes stay what they are
-_DEEP = 4  # containers within containers that are looked into
+_DEEP = 6  # containers within containers, and functions within functions, that are looked into
 _UNIONS = (tuple, list, dict)
 
 
@@ -92,16 +92,14 @@ class Tracer:
     def _made(self, value: Any, depth: int) -> Any:
         if is_array(value):
             return self.captured(value)
-        if isinstance(value, types.FunctionType):
-            return self._function(value)
         if isinstance(value, types.MethodType):
-            return types.MethodType(self.standin(value.__func__), self.standin(value.__self__))
+            return types.MethodType(self.standin(value.__func__, depth), self.standin(value.__self__, depth))
         if isinstance(value, functools.partial):
-            options = {name: self.standin(x) for name, x in value.keywords.items()}
+            options = {name: self.standin(x, depth) for name, x in value.keywords.items()}
             return functools.partial(self.standin(value.func), *map(self.standin, value.args), **options)
         if depth >= _DEEP or not (isinstance(value, _UNIONS) or hasattr(value, "__dict__")):
             return value
-        return self._container(value, depth + 1)
+        return (self._function if isinstance(value, types.FunctionType) else self._container)(value, depth + 1)
 
     def _container(self, value: Any, depth: int) -> Any:
         items = (
@@ -118,7 +116,12 @@ class Tracer:
         vars(twin).update(zip(vars(value), made, strict=True))
         return twin
 
-    def _function(self, function: types.FunctionType) -> types.FunctionType:
+    def called(self, function: Callable) -> Callable:
+        """Return the stand-in of the function that is traced; of an object that can be called, its method's."""
+        method = type(function).__call__
+        return self.standin(types.MethodType(method, function) if isinstance(method, types.FunctionType) else function)
+
+    def _function(self, function: types.FunctionType, depth: int) -> types.FunctionType:
         """Return a copy of a function whose captured arrays are stand-ins."""
         if function.__module__ and function.__module__.partition(".")[0] in _MODULES:
             return function
@@ -129,13 +132,13 @@ class Tracer:
         self._standins[id(function)] = (function, twin)  # before what it captures, which may be the function itself
         scope.update({name: value for name, value in function.__globals__.items() if name.startswith("__")})
         present = [name for name in names if name in function.__globals__]
-        scope.update({name: self.standin(function.__globals__[name]) for name in present})
+        scope.update({name: self.standin(function.__globals__[name], depth) for name in present})
         for cell, old in zip(cells, function.__closure__ or (), strict=True):
             if not _is_empty(old):
-                cell.cell_contents = self.standin(old.cell_contents)
-        twin.__defaults__ = function.__defaults__ and tuple(map(self.standin, function.__defaults__))
+                cell.cell_contents = self.standin(old.cell_contents, depth)
+        twin.__defaults__ = function.__defaults__ and tuple([self.standin(x, depth) for x in function.__defaults__])
         defaults = function.__kwdefaults__
-        twin.__kwdefaults__ = defaults and {name: self.standin(value) for name, value in defaults.items()}
+        twin.__kwdefaults__ = defaults and {name: self.standin(value, depth) for name, value in defaults.items()}
         return twin
 
 
@@ -221,7 +224,7 @@ def _by_items(values: Iterable[Any], found: Identity) -> bool:
     found.parts.append("(")
     known = True
     for value in values:
-        known &= _identify(value, found)
+        known = known and _identify(value, found)
     found.parts.append(")")
     return known
 
@@ -238,7 +241,7 @@ def _by_code(function: types.FunctionType, found: Identity) -> bool:
     scope, known = function.__globals__, True
     for name in global_names(code):
         if name in scope:
-            known &= _identify(scope[name], found)
+            known = known and _identify(scope[name], found)
     for cell in function.__closure__ or ():
         known = known and not _is_empty(cell) and _identify(cell.cell_contents, found)
     if function.__defaults__:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cuattn.tracing.build import apply, remade, substitute
-from cuattn.tracing.graph import Node, S, constant, intern, is_constant, load, order, variable
+from cuattn.tracing.build import apply, linear_terms, substitute
+from cuattn.tracing.graph import I, J, Node, S, constant, is_constant, load, order, variable
 from cuattn.tracing.operations import TABLE
 from cuattn.tracing.proxy import Proxy, as_node
 
@@ -107,6 +107,40 @@ class Weight(NamedTuple):
     indices: tuple[Node, ...]
     weight: Node
 
+    @property
+    def place(self) -> str:
+        """Which scores read the same element, so that their cotangents are summed before they are scattered.
+
+        "head": all of a batch and head; "row": those of a row; "key": those of a key; "diagonal": those of equal
+        i - j; "element": it cannot be told.  The index may be read from arrays in each case.
+        """
+        bits = functools.reduce(lambda x, y: x | y.depends, self.indices, 0) & (I | J)
+        if bits == I | J:
+            return "diagonal" if all(map(on_diagonals, self.indices)) else "element"
+        return {0: "head", I: "row", J: "key"}[bits]
+
+
+def on_diagonals(node: Node) -> bool:
+    """Return whether a value depends on i and j by their difference alone.
+
+    Examples
+    --------
+    >>> i, j = variable("i"), variable("j")
+    >>> clipped = apply("minimum", apply("subtract", apply("add", i, constant(7)), j), constant(9))
+    >>> on_diagonals(clipped), on_diagonals(apply("add", i, j))
+    (True, False)
+    """
+    found: dict[Node, bool] = {}
+    i, j = variable("i"), variable("j")
+    for part in order(node):
+        terms = linear_terms(part, constant(0)) if part.kind == "i" else {part: 1}
+        if terms == {part: 1}:
+            found[part] = part.op != "variable" or part not in (i, j)
+            found[part] = found[part] and all(found[x] for x in part.args)
+        else:
+            found[part] = terms.pop(i, 0) == -terms.pop(j, 0) and all(found.get(x, True) for x in terms)
+    return found[node]
+
 
 def weights(root: Node, slot: int) -> list[Weight]:
     """Return how a graph depends on the elements of an array, one entry for each expression that reads it.
@@ -193,17 +227,3 @@ def split_visible(root: Node) -> tuple[Node | None, Node]:
         visible = condition if visible is None else apply("logical_and", visible, condition)
         root = x
     return visible, root
-
-
-__all__ = [
-    "Weight",
-    "addend",
-    "along",
-    "derivative",
-    "intern",
-    "remade",
-    "split_visible",
-    "tangent",
-    "times",
-    "weights",
-]

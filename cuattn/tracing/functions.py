@@ -151,7 +151,7 @@ def _trace(function: Callable, names: tuple[str, ...], args: Sequence[Any], adop
     outer, active.tracer = getattr(active, "tracer", None), tracer
     try:
         operands = [_operand(tracer, Argument(index), value) for index, value in enumerate(args)]
-        result = tracer.standin(function)(*[Proxy(variable(name)) for name in names], *operands)
+        result = tracer.called(function)(*[Proxy(variable(name)) for name in names], *operands)
         root = _checked(function, result, "f" if "s" in names else "b")
     except CuattnError:
         raise

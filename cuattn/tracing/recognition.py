@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuattn.tracing.bound import Bound
-from cuattn.tracing.build import apply
+from cuattn.tracing.build import apply, linear_terms
 from cuattn.tracing.extremes import Extremes, described
 from cuattn.tracing.graph import I, J, Node, S, constant, order
 from cuattn.tracing.ranges import Interval, point
@@ -119,7 +119,7 @@ class _Solver:
                 return self._split(_MIRRORED[form], y, x)
             raise NotColumns
         found = self._bounded(x, y)
-        terms = _terms(x, y)
+        terms = linear_terms(x, y)
         mixed = [node for node in terms if node.depends & I and node.depends & J]
         if not found:
             raise NotColumns
@@ -138,7 +138,7 @@ class _Solver:
 
     def _split(self, form: str, u: Node, v: Node) -> _Rows:
         """Return the rows where u(i) ? v(j)."""
-        left, right = np.atleast_1d(self._values(u)), np.atleast_1d(self._values(v))
+        left, right = np.broadcast_to(self._values(u), self._n), np.atleast_1d(self._values(v))
         if left.dtype.kind == "f" and (np.isnan(left).any() or np.isnan(right).any()):
             raise NotColumns
         if form == "equal":
@@ -220,25 +220,6 @@ _MIRRORED = {"less": "greater", "less_equal": "greater_equal", "equal": "equal"}
 def _chosen(c: Node, x: Node, y: Node) -> Node:
     """Return a choice of conditions as conjunctions."""
     return apply("logical_or", apply("logical_and", c, x), apply("logical_and", apply("logical_not", c), y))
-
-
-def _terms(x: Node, y: Node) -> dict[Node, int]:
-    """Return x - y as a sum: factors by term; the constant's term is 1."""
-    found: dict[Node, int] = {}
-    waiting = [(x, 1), (y, -1)]
-    while waiting:
-        node, factor = waiting.pop()
-        if node.op in ("add", "subtract"):
-            waiting += [(node.args[0], factor), (node.args[1], factor if node.op == "add" else -factor)]
-        elif node.op == "negative":
-            waiting.append((node.args[0], -factor))
-        elif node.op == "multiply" and any(arg.op == "constant" for arg in node.args):
-            number, other = sorted(node.args, key=lambda arg: arg.op != "constant")
-            waiting.append((other, factor * number.value))
-        else:
-            term, times = (constant(1), node.value) if node.op == "constant" else (node, 1)
-            found[term] = found.get(term, 0) + factor * times
-    return {node: factor for node, factor in found.items() if factor}
 
 
 def _sum(terms: dict[Node, int]) -> Node:

@@ -1,7 +1,7 @@
 """Graphs computed by NumPy: on tiles of any shape, in the accumulator's precision, in buffers that are used again."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,19 +91,28 @@ class Program:
     """
 
     def __init__(self, roots: tuple[Node, ...], dtype: np.dtype, facts: Facts) -> None:
-        self.roots, self.dtype, self._facts = roots, dtype, facts
-        self._known = known(roots, facts)
+        self.dtype, self._known = dtype, known(roots, facts)
         nodes = order(*roots)
-        self._host = [node for node in nodes if is_uniform(node)]
-        nodes = [node for node in nodes if not is_uniform(node)]
-        last = {arg: node for node in nodes for arg in node.args}
-        keep, self._dtypes = {*roots, *self._host}, {}
-        for node in (*self._host, *nodes):
+        places = {node: place for place, node in enumerate(nodes)}
+        self._dtypes: dict[Node, np.dtype] = {}
+        for node in nodes:
             self._dtypes[node] = self._dtype_of(node)
+        self._host = [node for node in nodes if is_uniform(node)]
+        self._variables = [(places[node], node.value) for node in nodes if node.op == "variable"]
+        computed = [node for node in nodes if node.args and not is_uniform(node)]
+        last = {arg: node for node in computed for arg in node.args}
+        made = {node for node in computed if node.op != "load"}.difference(roots)
+        self._places, self._roots = places, [places[root] for root in roots]
         self._steps = [
-            (node, self._dtypes[node], [x for x in dict.fromkeys(node.args) if last[x] is node and x not in keep])
-            for node in nodes
+            _Step(
+                places[node],
+                self._loader(node, facts) if node.op == "load" else _operation(node, self._dtypes[node]),
+                [places[x] for x in node.args],
+                [places[x] for x in dict.fromkeys(node.args) if last[x] is node and x in made],
+            )
+            for node in (*computed, *(node for node in nodes if node.op == "load" and not node.args))
         ]
+        self._steps.sort(key=lambda step: step.place)
 
     def _dtype_of(self, node: Node) -> np.dtype:
         """Return the dtype of a value: integers are of int32 if they fit and all that they are made of is."""
@@ -129,59 +138,81 @@ class Program:
         list of array
             The roots' values, of the shape to which what they depend on broadcasts.
         """
-        values: dict[Node, Any] = {}
-        owned: set[int] = set()
+        return self.ready(bound)(variables, out)
+
+    def ready(self, bound: Bound) -> Callable[..., list[np.ndarray]]:
+        """Return the function of (variables, out=None) for the arrays and numbers of a call, for many tiles.
+
+        Parameters
+        ----------
+        bound : Bound
+        """
+        values: list[Any] = [None] * len(self._places)
+        wide: dict[Node, Any] = {}  # what no element changes is computed in float64, and rounded once
+        types = {"b": np.dtype(bool), "i": np.dtype(np.int64), "f": np.dtype(np.float64)}
         with np.errstate(all="ignore"):
-            self._compute_host(values, bound.numbers)
-            for node, dtype, dying in self._steps:
-                if node.op == "variable":
-                    values[node] = variables[node.value]
-                elif node.op == "load":
-                    values[node] = self._loaded(node, dtype, values, bound.arrays[node.value])
+            for node in self._host:
+                dtype = types[node.kind]
+                if node.args:
+                    wide[node] = _operation(node, dtype)([wide[x] for x in node.args], ())
                 else:
-                    target = out if node is self.roots[0] and node is self._steps[-1][0] else None
-                    buffers = [target, *[values[x] for x in dying if id(values[x]) in owned]]
-                    values[node] = _computed(node, dtype, [values[x] for x in node.args], buffers)
-                for x in dying:
-                    owned.discard(id(values.pop(x)))
-                if node.args and node.op != "load":
-                    owned.add(id(values[node]))
-        return [np.asarray(values[root]) for root in self.roots]
+                    wide[node] = dtype.type(node.value if node.op == "constant" else bound.numbers[node.value])
+                values[self._places[node]] = self._dtypes[node].type(wide[node])
+        return functools.partial(self._run, values, bound.arrays)
 
-    def _compute_host(self, values: dict[Node, Any], numbers: Sequence[Any]) -> None:
-        """Compute what no element changes, in float64, and round it."""
-        wide: dict[Node, Any] = {}
-        types = {"b": np.bool_, "i": np.int64, "f": np.float64}
-        for node in self._host:
-            if node.args:
-                dtype = np.dtype(types[node.kind])
-                wide[node] = _computed(node, dtype, [wide[x] for x in node.args], ())
-            else:
-                wide[node] = types[node.kind](node.value if node.op == "constant" else numbers[node.value])
-            values[node] = self._dtypes[node].type(wide[node])
+    def _run(self, start: list[Any], arrays: Sequence[Any], variables: Mapping[str, Any], out: Any = None) -> list[Any]:
+        values = start.copy()
+        for place, name in self._variables:
+            values[place] = variables[name]
+        with np.errstate(all="ignore"):
+            for step in self._steps:
+                buffers = [values[x] for x in step.dying]
+                if out is not None and step is self._steps[-1] and step.place == self._roots[0]:
+                    buffers.insert(0, out)
+                values[step.place] = step.compute([values[x] for x in step.operands], buffers, arrays)
+                for x in step.dying:
+                    values[x] = None
+        return [np.asarray(values[place]) for place in self._roots]
 
-    def _loaded(self, node: Node, dtype: np.dtype, values: Mapping[Node, Any], array: np.ndarray) -> np.ndarray:
-        """Return elements of an array."""
-        indices = []
-        for arg, length in zip(node.args, array.shape, strict=True):
-            index, (wraps, clamps) = np.asarray(values[arg]), fit(self._known[arg], length)
-            index = np.where(index < 0, index + length, index) if clamps and wraps else index  # NumPy wraps
-            indices.append(np.clip(index, 0, length - 1) if clamps else index)
-        return array[tuple(indices)].astype(dtype, copy=False)
+    def _loader(self, node: Node, facts: Facts) -> Callable[..., np.ndarray]:
+        """Return the function that reads elements of an array."""
+        shape, dtype = facts.arrays[node.value].shape, self._dtypes[node]
+        fits = [fit(self._known[arg], length) for arg, length in zip(node.args, shape, strict=True)]
+
+        def load(operands: list[Any], buffers: Sequence[Any], arrays: Sequence[Any]) -> np.ndarray:
+            indices = []
+            for index, length, (wraps, clamps) in zip(map(np.asarray, operands), shape, fits, strict=True):
+                index = np.where(index < 0, index + length, index) if clamps and wraps else index  # NumPy wraps
+                indices.append(np.clip(index, 0, length - 1) if clamps else index)
+            return arrays[node.value][tuple(indices)].astype(dtype, copy=False)
+
+        return load
 
 
-def _computed(node: Node, dtype: np.dtype, operands: list[Any], buffers: Sequence[Any]) -> Any:
-    """Compute an operation, in a buffer of the right shape where there is one."""
+class _Step(NamedTuple):
+    """One operation: where its result goes, what computes it, its operands, and those that nothing else needs."""
+
+    place: int
+    compute: Callable[..., Any]
+    operands: list[int]
+    dying: list[int]
+
+
+def _operation(node: Node, dtype: np.dtype) -> Callable[..., Any]:
+    """Return the function that computes an operation, in a buffer of the right shape where there is one."""
     ufunc, options = TABLE[node.op].ufunc, {}
     if node.kind != "b" or not isinstance(ufunc, np.ufunc):
         options["dtype"] = dtype
     if node.op in ("to_float", "to_integer"):
         options["casting"] = "unsafe"
-    shape = np.broadcast_shapes(*[np.shape(x) for x in operands]) if buffers else ()
-    for buffer in buffers if shape else ():
-        if buffer is not None and buffer.shape == shape and buffer.dtype == dtype:
-            return ufunc(*operands, out=buffer, **options)
-    return ufunc(*operands, **options)
+
+    def compute(operands: list[Any], buffers: Sequence[Any], arrays: Sequence[Any] = ()) -> Any:
+        for buffer in buffers:
+            if np.ndim(buffer) and buffer.dtype == dtype and buffer.shape == np.broadcast(*operands).shape:
+                return ufunc(*operands, out=buffer, **options)
+        return ufunc(*operands, **options)
+
+    return compute
 
 
 _program = functools.lru_cache(maxsize=256)(Program)

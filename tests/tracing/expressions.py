@@ -94,7 +94,14 @@ _WHOLE_BINARY = (
     "{} % (abs({}) + 2)",
 )
 _COMPARE = ("{} < {}", "{} <= {}", "{} > {}", "{} >= {}", "{} == {}", "{} != {}")
-_JOIN = ("({}) & ({})", "({}) | ({})", "({}) ^ ({})", "~({})", "np.where({}, {}, {})", "np.logical_xor({}, {})")
+_JOIN = (
+    "({}) & ({})",
+    "({}) | ({})",
+    "({}) ^ ({})",
+    "np.logical_not({})",
+    "np.where({}, {}, {})",
+    "np.logical_xor({}, {})",
+)
 
 
 def _fill(random: Any, templates: tuple[str, ...], make: Any) -> str:

@@ -34,8 +34,8 @@ class Model:
     def score(self, s, b, h, i, j):
         return s + self.slopes[h] + self.layers[0][h, i % 4] + self.sizes["window"]
 
-    def plain(self, s, b, h, i, j):
-        return s * 2
+    def __call__(self, s, b, h, i, j):
+        return self.score(s, b, h, i, j) + TABLE[h, 0]
 
 
 def makers():
@@ -124,6 +124,7 @@ def test_what_may_change_unseen_is_traced_in_each_call():
     second = trace(model.score)
     assert second.root is not first.root and (second.arrays[1] == TABLE + 1).all()
     assert model.slopes[0] == 0.5 and isinstance(model.layers[0], np.ndarray)  # the object itself is left alone
+    assert "array2" in str(trace(model).root)
     sizes = [3]
     score = lambda s, b, h, i, j: s + sizes[0]  # noqa: E731
     assert trace(score).root is not (sizes.append(0) or sizes.__setitem__(0, 4) or trace(score).root)

@@ -59,6 +59,26 @@ def test_additive_scores_are_told_from_others():
         assert (visible is not None) == (make.__name__ in ("natten_with_bias", "window_and_alibi"))
 
 
+PLACES = {
+    "learned_alibi": ["head"],
+    "relative_table": ["diagonal"],
+    "t5_buckets": ["diagonal"],
+    "key_bias": ["key"],
+    "pair_bias": ["element"],
+    "temperature": ["head"],
+    "graphormer": ["element"],
+    "natten_with_bias": ["element"],
+}
+
+
+def test_the_sums_of_array_gradients_are_planned_by_index():
+    for make in SCORES:
+        recipe = make()
+        bound = trace(recipe.function, SCORE, recipe.args).bind(recipe.args)
+        found = [x.place for slot in range(len(bound.arrays)) for x in weights(bound.root, slot)]
+        assert found == PLACES.get(make.__name__, []), make.__name__
+
+
 def test_gradients_of_arrays_are_known_by_their_indices():
     """The weights of what is added are those that the formula reads: a histogram of the cotangent."""
     rng = np.random.default_rng(5)

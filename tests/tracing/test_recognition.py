@@ -40,7 +40,7 @@ _SIDES = (
 def random_mask(random, depth):
     if depth == 0 or random.random() < 0.3:
         return f"({random.choice(_SIDES)} {random.choice(('<', '<=', '>', '>=', '==', '!='))} {random.choice(_SIDES)})"
-    template = random.choice(("({} & {})", "({} | {})", "(~{})", "({} ^ {})", "np.where({}, {}, {})"))
+    template = random.choice(("({} & {})", "({} | {})", "np.logical_not({})", "({} ^ {})", "np.where({}, {}, {})"))
     return template.format(*(random_mask(random, depth - 1) for _ in range(template.count("{}"))))
 
 
