@@ -12,7 +12,7 @@ import numpy as np
 
 from cuattn.tracing.build import apply, linear_terms, substitute
 from cuattn.tracing.graph import I, J, Node, S, constant, is_constant, load, order, variable
-from cuattn.tracing.operations import TABLE
+from cuattn.tracing.operations import COMPARISONS, TABLE
 from cuattn.tracing.proxy import Proxy, as_node
 
 _ZERO, _ONE = constant(0.0), constant(1.0)
@@ -133,7 +133,9 @@ def on_diagonals(node: Node) -> bool:
     found: dict[Node, bool] = {}
     i, j = variable("i"), variable("j")
     for part in order(node):
-        terms = linear_terms(part, constant(0)) if part.kind == "i" else {part: 1}
+        compared = part.op in COMPARISONS and part.args[0].kind == "i"
+        sides = part.args if compared else (part, constant(0))
+        terms = linear_terms(*sides) if compared or part.kind == "i" else {part: 1}
         if terms == {part: 1}:
             found[part] = part.op != "variable" or part not in (i, j)
             found[part] = found[part] and all(found[x] for x in part.args)

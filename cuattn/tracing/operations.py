@@ -354,5 +354,6 @@ _ROWS = (
 TABLE = {row.name: row for row in _ROWS}
 """The operations by name."""
 
+COMPARISONS = frozenset({"less", "less_equal", "greater", "greater_equal", "equal", "not_equal"})
 DIVISIONS = frozenset({"floor_divide", "remainder", "fmod"})
 SHIFTS = frozenset({"left_shift", "right_shift"})
