@@ -1,6 +1,7 @@
 """A graph with the arrays and numbers of a call, and what of these the code that is made depends on."""
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,23 +14,67 @@ ANY_LENGTH = (2**31, 2**31, 2**31, 2**31)
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """A graph with the arrays and the numbers of a call, by slot."""
+    """A graph with the arrays and the numbers of a call, by slot.
+
+    Attributes
+    ----------
+    root : Node
+    arrays, numbers : tuple
+    spans : tuple of (int, int) or None
+        Least and greatest element of arrays that nobody can change, so that indices made of them may be trusted; None
+        of others.  May be shorter than `arrays`.
+    """
 
     root: Node
     arrays: tuple[Any, ...] = ()
     numbers: tuple[Any, ...] = ()
+    spans: tuple[tuple[int, int] | None, ...] = ()
 
     def of(self, root: Node) -> "Bound":
         """Return another graph of the same arrays and numbers: a derivative, or a part."""
-        return Bound(root, self.arrays, self.numbers)
+        return replace(self, root=root)
+
+
+def narrowed(array: Any) -> Any:
+    """Return an array of int64 on the host as one of int32 where its elements fit; others as they are."""
+    span = span_of(array)
+    if span is None or array.dtype.itemsize < 8 or span[0] < -(2**31) or span[1] >= 2**31:
+        return array
+    array = array.astype(np.int32)
+    array.flags.writeable = False
+    return array
+
+
+def span_of(array: Any) -> tuple[int, int] | None:
+    """Return the least and the greatest element of an array of integers on the host.
+
+    Examples
+    --------
+    >>> span_of(np.array([3, -1])), span_of(np.zeros(2))
+    ((-1, 3), None)
+    """
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu" or not array.size:
+        return None
+    return int(array.min()), int(array.max())
 
 
 class Layout(NamedTuple):
-    """An array's dtype and shape, and whether its elements lie within 2**31 of its first."""
+    """What the code that reads an array depends on.
+
+    Attributes
+    ----------
+    dtype : numpy.dtype
+    shape : tuple of int
+    near : bool
+        Whether all elements lie within 2**31 of the first.
+    span : (int, int) or None
+        Least and greatest element, if they are known.
+    """
 
     dtype: np.dtype
     shape: tuple[int, ...]
     near: bool = True
+    span: tuple[int, int] | None = None
 
 
 class Facts(NamedTuple):
@@ -61,15 +106,16 @@ def facts(bound: Bound, limits: tuple[int, int, int, int] = ANY_LENGTH) -> Facts
 
     Examples
     --------
-    >>> facts(Bound(None, (np.zeros(3),), (2.0, 5)), (1, 2, 16, 16))
-    Facts(limits=(1, 2, 16, 16), arrays=(Layout(dtype=dtype('float64'), shape=(3,), near=True),), numbers=('f', 'i'))
+    >>> facts(Bound(None, (np.zeros(3),), (2.0, 5)), (1, 2, 16, 16)).numbers
+    ('f', 'i')
     """
-    return Facts(limits, tuple(map(_layout, bound.arrays)), tuple(map(_kind_of, bound.numbers)))
+    spans = itertools.chain(bound.spans, itertools.repeat(None))
+    return Facts(limits, tuple(map(_layout, bound.arrays, spans)), tuple(map(_kind_of, bound.numbers)))
 
 
-def _layout(array: Any) -> Layout:
-    span = sum(abs(stride) * (length - 1) for stride, length in zip(array.strides, array.shape, strict=True))
-    return Layout(array.dtype, tuple(array.shape), span // array.itemsize < 2**31)
+def _layout(array: Any, span: tuple[int, int] | None) -> Layout:
+    reach = sum(abs(stride) * (length - 1) for stride, length in zip(array.strides, array.shape, strict=True))
+    return Layout(array.dtype, tuple(array.shape), reach // array.itemsize < 2**31, span)
 
 
 def _kind_of(number: Any) -> str:

@@ -83,11 +83,15 @@ def times(factor: Node, x: Node) -> Node:
     >>> times(s, apply("select", c, s, constant(0.0)))
     select(less(i, j), multiply(s, s), 0.0)
     """
-    if is_constant(x, 0):
-        return x
-    if x.op == "select" and any(is_constant(branch, 0) for branch in x.args[1:]):
-        return apply("select", x.args[0], times(factor, x.args[1]), times(factor, x.args[2]))
-    return apply("multiply", factor, x)
+    choices: list[tuple[Node, bool]] = []
+    while x.op == "select" and any(is_constant(branch, 0) for branch in x.args[1:]):
+        condition, first, second = x.args
+        choices.append((condition, is_constant(second, 0)))
+        x = first if is_constant(second, 0) else second
+    product = x if is_constant(x, 0) else apply("multiply", factor, x)
+    for condition, is_first in reversed(choices):
+        product = apply("select", condition, *((product, _ZERO) if is_first else (_ZERO, product)))
+    return product
 
 
 class Weight(NamedTuple):

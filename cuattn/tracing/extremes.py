@@ -25,10 +25,11 @@ def described(array: Any) -> Extremes:
     return _Elements(array) if isinstance(array, np.ndarray) and array.size else of_dtype(np.dtype(array.dtype))
 
 
-def of_dtype(dtype: np.dtype) -> Extremes:
-    """Return the bounds of any element of an array."""
+def of_dtype(dtype: np.dtype, span: tuple[int, int] | None = None) -> Extremes:
+    """Return the bounds of any element of an array, whose least and greatest integer may be known."""
     if dtype.kind in "iu":
-        found = whole(Interval(np.float64(np.iinfo(dtype).min), np.float64(np.iinfo(dtype).max)))
+        least, greatest = span or (np.iinfo(dtype).min, np.iinfo(dtype).max)
+        found = whole(Interval(np.float64(least), np.float64(greatest)))
     else:
         found = EITHER if dtype.kind == "b" else OPEN._replace(nan=True)
     return lambda indices: found

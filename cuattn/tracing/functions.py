@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuattn.errors import ArgumentError, CuattnError, as_integer, shown
-from cuattn.tracing.bound import Bound, facts
+from cuattn.tracing.bound import Bound, facts, narrowed, span_of
 from cuattn.tracing.build import convert, place_in
 from cuattn.tracing.capture import Argument, Snapshot, Tracer, copied, identity, is_array, watch
 from cuattn.tracing.graph import Node, variable
@@ -35,11 +35,14 @@ class Traced:
         By slot of the graph: an :class:`Argument`, the place of an array in the arguments, or a captured array.
     numbers : tuple
         By slot of the parameters: an :class:`Argument` or a Python float.
+    spans : tuple
+        By slot of the arrays: least and greatest element of captured integers.
     """
 
     root: Node
     arrays: tuple[Any, ...]
     numbers: tuple[Any, ...]
+    spans: tuple[tuple[int, int] | None, ...]
 
     def bind(self, args: Sequence[Any] = ()) -> "Bound":
         """Return the graph with the arrays and numbers of a call.
@@ -50,7 +53,7 @@ class Traced:
             The function's arguments after j.
         """
         arrays, numbers = ([args[x] if isinstance(x, Argument) else x for x in y] for y in (self.arrays, self.numbers))
-        return Bound(self.root, tuple(arrays), tuple(numbers))
+        return Bound(self.root, tuple(arrays), tuple(numbers), self.spans)
 
 
 def trace(
@@ -163,7 +166,8 @@ def _trace(function: Callable, names: tuple[str, ...], args: Sequence[Any], adop
         ) from error
     finally:
         active.tracer = outer
-    traced = Traced(root, tuple(tracer.arrays), tuple(tracer.numbers))
+    arrays = tuple(map(narrowed, tracer.arrays))
+    traced = Traced(root, arrays, tuple(tracer.numbers), tuple(map(span_of, arrays)))
     if leaves_int64(known((root,), facts(traced.bind(args)))):
         raise ArgumentError(
             f"{_place(function)}the function computes an integer beyond int64: expected smaller ones, or floats"

@@ -30,7 +30,7 @@ def known(roots: tuple[Node, ...], facts: Facts) -> dict[Node, Interval]:
     """
     limits = zip("bhij", facts.limits, strict=True)
     variables = {name: Interval(np.float64(0), np.float64(max(limit - 1, 0))) for name, limit in limits}
-    arrays = [of_dtype(np.dtype(layout.dtype)) for layout in facts.arrays]
+    arrays = [of_dtype(np.dtype(layout.dtype), layout.span) for layout in facts.arrays]
     return bounds(roots, variables, arrays, [_OF_KIND[kind] for kind in facts.numbers], keep=True)
 
 

@@ -179,6 +179,23 @@ def test_equal_graphs_give_equal_texts():
     assert "length" not in made(30.0, np.broadcast_to(np.zeros(1), (4, 2**20)), 65) and wide.shape[1] == 2**31 - 1
 
 
+def test_captured_integers_are_narrow():
+    """What the tracer keeps nobody can change: its integers are of int32, and as indices need no clamp; others do."""
+    starts, table = np.array([0, 5, 60]), np.zeros(64)
+
+    def score(s, b, h, i, j, first):
+        return s + table[i - first[h]]
+
+    limits = (1, 3, 4, 4)
+    for function, args, is_known in (
+        (score, (starts,), False),
+        (lambda s, b, h, i, j: score(s, b, h, i, j, starts), (), True),
+    ):
+        bound = trace(function, SCORE, args).bind(args)
+        text = source({"score": [bound.root]}, facts(bound, limits)).text
+        assert ("clamped" not in text) == ("long long" not in text) == is_known
+
+
 def test_what_is_read_once_is_told():
     """Loads move to where they are needed least often; tiles of several heads ask whether rows depend on the head."""
     doc, slopes = np.zeros((2, 9), int), np.zeros(3)

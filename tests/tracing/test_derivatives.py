@@ -139,6 +139,19 @@ def test_a_root_that_hides_is_split_off():
     assert split_visible(score) == (None, score)
 
 
+def test_a_thousand_choices_are_no_trouble():
+    def score(s, b, h, i, j):
+        for k in range(1100):
+            s = np.where(i == k, s * 1.5, np.where(j == k, 0.0, s))
+        return np.tanh(s)
+
+    bound = trace(score).bind()
+    found = evaluate(
+        bound.of(derivative(bound.root)), {"s": np.ones(1), "i": np.array([7]), "j": np.array([8])}, np.float64
+    )
+    assert found == 0
+
+
 def test_derivatives_by_parameters_are_not_taken():
     traced = trace(lambda s, b, h, i, j, p: p * s, SCORE, (2.0,))
     assert derivative(traced.root) is traced.root.args[0]

@@ -1,5 +1,6 @@
 """Graphs on NumPy: the function's own values, in the accumulator's precision, without leaks."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -109,6 +110,17 @@ def test_indices_wrap_and_are_clamped():
     wanted = row[np.clip(np.where(i - 9 < 0, i - 9 + 4, i - 9), 0, 3)]
     for limits in (ANY_LENGTH, (1, 1, 20, 1)):
         np.testing.assert_array_equal(evaluate(bound, {"s": np.float32(0), "i": i}, limits=limits), wanted)
+
+
+def test_short_arrays_are_read_in_the_accumulator():
+    for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64):
+        table = np.array([0.5, 1.25, 3]).astype(dtype)
+        for made in (
+            trace(lambda s, b, h, i, j, t: s + t[h], SCORE, (table,)).bind((table,)),
+            trace(lambda s, b, h, i, j, t=table: s + t[h]).bind(),
+        ):
+            found = evaluate(made, {"s": np.ones(3, np.float32), "h": np.arange(3)})
+            assert found.dtype == np.float32 and found.tolist() == [1.5, 2.25, 4]
 
 
 def test_an_array_without_elements_reads_as_zero():
