@@ -308,7 +308,7 @@ class Snapshot(NamedTuple):
         if not isinstance(function, types.FunctionType) or function.__kwdefaults__ or who.nested:
             return None
         code, scope = function.__code__, function.__globals__
-        names = [(name, scope[name]) for name in global_names(code) if name in scope]
+        names = [(name, scope.get(name)) for name in global_names(code)]  # builtins may be hidden later
         cells = [(cell, cell.cell_contents) for cell in function.__closure__ or ()]
         return cls(weakref.ref(function, forget), code, function.__defaults__, cells, scope, names)
 
@@ -318,9 +318,12 @@ class Snapshot(NamedTuple):
             return False
         if function.__defaults__ is not self.defaults:
             return False
-        for cell, value in self.cells:
-            if cell.cell_contents is not value:
-                return False
+        try:
+            for cell, value in self.cells:
+                if cell.cell_contents is not value:
+                    return False
+        except ValueError:  # the variable was deleted
+            return False
         scope = self.scope
         for name, value in self.names:  # noqa: SIM110 - a generator would take twice as long
             if scope.get(name) is not value:
@@ -341,6 +344,8 @@ def watch(held: list[Any], forget: Callable[[Any], Any]) -> list[Any]:
 
 def copied(array: Any) -> Any:
     """Return a copy of a captured array: NumPy's on the host, CuPy's of one of CuPy."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise complaint("the function captures a masked array: expected a plain one")
     if isinstance(array, np.ndarray):
         kept = np.array(array)
         kept.flags.writeable = False

@@ -305,7 +305,7 @@ _ROWS = (
         np.logaddexp,
         ("ff-f",),
         "log_add_exp({0}, {1})",
-        ranges.corners(np.logaddexp),
+        ranges.log_add_exp,
         (
             lambda x, y, z: np.where(x == -np.inf, 0.0, np.exp(x - z)),
             lambda x, y, z: np.where(y == -np.inf, 0.0, np.exp(y - z)),

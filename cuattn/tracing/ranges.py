@@ -6,6 +6,7 @@ their bounds are widened by more than any backend's rounding (:func:`widened`): 
 float64, on every device.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -85,6 +86,14 @@ def corners(ufunc: Callable) -> Rule:
         return _hull([ufunc(a, b) for a in x[:2] for b in y[:2]], nan)
 
     return rule
+
+
+def log_add_exp(x: Interval, y: Interval) -> Interval:
+    """Bound log(e^x + e^y), a sum whose parts are rounded and may cancel."""
+    found = corners(np.logaddexp)(x, y)
+    sizes = [np.where(np.isinf(bound), 0, np.abs(bound)) for bound in (*x[:2], *y[:2])]
+    error = (functools.reduce(np.maximum, sizes) + 1) * _RELATIVE
+    return Interval(found.lo - error, found.hi + error, found.nan)
 
 
 def add(x: Interval, y: Interval) -> Interval:

@@ -64,9 +64,9 @@ def bounds(
     found: dict[Node, Interval] = {}
     left = dict(uses)
     leaf = {
-        "constant": lambda node: point(node.value),
+        "constant": lambda node: _of_number(node.kind, node.value),
         "variable": lambda node: variables.get(node.value, OPEN._replace(nan=True)),
-        "parameter": lambda node: _of_number(node, numbers),
+        "parameter": lambda node: _of_number(node.kind, numbers[node.value]),
         "load": lambda node: _loaded(node, [found[x] for x in node.args], arrays),
     }
     with np.errstate(all="ignore"):
@@ -91,11 +91,13 @@ def _bounded(node: Node, operands: list[Interval]) -> Interval:
     return result if node.kind == "b" or row.exact else widened(result)
 
 
-def _of_number(node: Node, numbers: Sequence[Any]) -> Interval:
-    value = numbers[node.value]
+def _of_number(kind: str, value: Any) -> Interval:
+    """Return the bounds of a number, which the accumulator may have to round."""
     if isinstance(value, Interval):
         return value
-    return widened(point(float(value))) if node.kind == "f" else point(value)
+    if kind != "f":
+        return whole(point(value)) if kind == "i" else point(value)
+    return point(value) if np.float32(value) == value else widened(point(float(value)))
 
 
 def _loaded(node: Node, indices: list[Interval], arrays: Sequence[Extremes]) -> Interval:

@@ -11,7 +11,7 @@ from cuattn.tracing.build import is_uniform
 from cuattn.tracing.extremes import of_dtype
 from cuattn.tracing.graph import Node, order
 from cuattn.tracing.operations import TABLE
-from cuattn.tracing.ranges import EITHER, OPEN, Interval
+from cuattn.tracing.ranges import EITHER, OPEN, Interval, point
 from cuattn.tracing.tiles import bounds
 
 _LARGEST = float(2**31 - 1)
@@ -39,7 +39,8 @@ def leaves_int64(found: dict[Node, Interval]) -> bool:
     wrapping = [node for node in found if node.kind == "i" and node.op in TABLE and TABLE[node.op].wraps]
     for node in wrapping:
         with np.errstate(all="ignore"):
-            lo, hi, _ = TABLE[node.op].bounds(*[found[x] for x in node.args])
+            operands = [point(x.value) if x.op == "constant" else found[x] for x in node.args]
+            lo, hi, _ = TABLE[node.op].bounds(*operands)
         if lo >= 2.0**63 or hi < -(2.0**63):
             return True
     return False

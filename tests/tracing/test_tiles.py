@@ -61,6 +61,29 @@ def test_every_value_lies_within_its_bounds(random, block):
             assert (by_tile(dense[b, h], rows, keys, np.nanmax) <= found.hi).all(), text
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda b, h, i, j: i / 3 - j / 3 <= 0,
+        lambda b, h, i, j: i * 0.1 - j * 0.1 > 0,
+        lambda b, h, i, j: (i + 1 / 3) - (j + 1 / 3) <= 0,
+        lambda b, h, i, j: 1.0 / 3 - (i + 1) / (3 * (j + 1)) < 0,
+        lambda b, h, i, j: np.logaddexp(i * 0.01 - 0.7, j * 0.01 - 0.7) > 0,
+        lambda b, h, i, j: np.exp(np.log(i + 1.0)) <= j + 1,
+        lambda b, h, i, j: np.floor((i + 0.1) * 10) == np.floor((j + 0.1) * 10),
+        lambda b, h, i, j: (i * 0.3) // 0.1 == (j * 0.3) // 0.1,
+    ],
+)
+def test_roundings_are_allowed_for(function):
+    """Where numbers meet, float32 and float64 decide as they round; tiles of single elements are left open there."""
+    i = np.arange(150, dtype=np.int32)
+    bound = trace(function, MASK).bind()
+    states = tile_states(bound, (i, i), (i, i))
+    for dtype in (np.float32, np.float64):
+        dense = np.broadcast_to(evaluate(bound, {"i": i[:, None], "j": i}, dtype), (150, 150))
+        assert not dense[states == 0].any() and dense[states == 2].all()
+
+
 WINDOW = 16
 DOC = np.repeat(np.arange(8), 32)
 
