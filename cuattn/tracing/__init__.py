@@ -7,13 +7,15 @@ with the arrays and numbers of a call (``traced.bind(args)``) is a :class:`Bound
 - :func:`derivative`, :func:`weights` and :func:`along` are its derivatives, graphs again; :func:`addend` tells
   functions that only add to s, :func:`split_visible` those that hide;
 - :func:`source` writes it as CUDA;
-- :func:`tile_states` classifies the tiles of a mask, :func:`columns` finds the column mask that a mask is.
+- :func:`tile_states` classifies the tiles of a mask, :func:`tile_source` is the CUDA text that does so for arrays on
+  a device, and :func:`columns` finds the column mask that a mask is.
 
 Graphs that compute the same are one object, so that what is made of them is kept under them.
 """
 
 from cuattn.tracing.bound import ANY_LENGTH, Bound, Facts, facts
 from cuattn.tracing.cuda import Source, source
+from cuattn.tracing.cuda_tiles import tile_source
 from cuattn.tracing.derivatives import Weight, addend, along, derivative, split_visible, weights
 from cuattn.tracing.extremes import described
 from cuattn.tracing.functions import MASK, SCORE, Traced, trace
@@ -50,6 +52,7 @@ __all__ = [
     "host_value",
     "source",
     "split_visible",
+    "tile_source",
     "tile_states",
     "trace",
     "weights",

@@ -1,5 +1,6 @@
 """Nodes made and simplified: kinds promoted as NumPy's, constants folded, what is known in advance left out."""
 
+import operator
 import sys
 import traceback
 from collections.abc import Callable
@@ -119,14 +120,21 @@ def _made(row: Operation, operands: list[Node], kind: str) -> Node:
     return intern(row.name, operands, kind) if rewritten is None else rewritten
 
 
+_EXACT: dict[str, Callable[..., int]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "negative": operator.neg,
+    "left_shift": lambda x, count: x << count if 0 <= count < 64 else 0,
+}
+
+
 def _folded(row: Operation, operands: list[Node], kind: str) -> Node:
     """Return the constant that an operation on constants gives."""
     values = [x.value for x in operands]
     with np.errstate(all="ignore"):
-        if kind == "i" and row.name in ("add", "subtract", "multiply", "negative", "left_shift"):
-            exact = {"negative": lambda x: -x, "left_shift": lambda x, n: x << n if 0 <= n < 64 else 0}.get(row.name)
-            result = exact(*values) if exact else row.ufunc(*np.array(values, object))
-            return constant(checked_integer(int(result)))
+        if kind == "i" and row.name in _EXACT:
+            return constant(checked_integer(_EXACT[row.name](*values)))
         dtype = {"b": np.dtype(bool), "i": np.dtype(np.int64), "f": np.dtype(np.float64)}[kind]
         options = {} if kind == "b" and isinstance(row.ufunc, np.ufunc) else {"dtype": dtype}
         return constant(row.ufunc(*values, **options).item())

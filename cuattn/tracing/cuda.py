@@ -143,7 +143,7 @@ def source(
     >>> float(made.pack(bound, [])["number0"])
     0.5
     """
-    return _Writer(functions, facts, np.dtype(dtype), short).written()
+    return Writer(functions, facts, np.dtype(dtype), short).written()
 
 
 def is_heavy(node: Node) -> bool:
@@ -151,8 +151,8 @@ def is_heavy(node: Node) -> bool:
     return node.op == "load" or (node.op in TABLE and bool(re.search(r"[\w}]\(|/", TABLE[node.op].cuda)))
 
 
-class _Writer:
-    """Writes one text."""
+class Writer:
+    """Writes one text; parameters as of :func:`source`."""
 
     def __init__(self, functions: Mapping[str, Sequence[Node]], facts: Facts, dtype: np.dtype, short: bool) -> None:
         self._functions, self._facts, self._short = functions, facts, short
@@ -167,25 +167,19 @@ class _Writer:
 
     def written(self) -> Source:
         """Return the text and what belongs to it."""
-        bodies = [self._stage(name) for name in _STAGES] + [
-            self._function(name, roots) for name, roots in self._functions.items()
-        ]
-        self._fields = self._fields or {"nothing": "int"}
-        fields = [_declared(kind, name) for name, kind in self._fields.items()]
-        structs = [_struct("Arguments", fields)]
-        structs += [
+        functions = [self._function(name, roots) for name, roots in self._functions.items()]
+        bodies = [self._stage(name) for name in _STAGES] + functions
+        structs = [
             _struct(name, [_declared(self._type(x), field) for x, field in self._of_stage(name)]) for name in _STAGES
         ]
-        text = "\n".join(
-            [
-                '#include "attn/traced.cuh"',
-                "namespace traced {",
-                f"using acc = {self._acc};",
-                *structs,
-                self._uses(),
-                *bodies,
-            ]
-        )
+        return self.assembled("attn/traced.cuh", [*structs, self._uses(), *bodies])
+
+    def assembled(self, header: str, parts: Sequence[str]) -> Source:
+        """Return the text of some parts, behind the structure of what they use."""
+        self._fields = self._fields or {"nothing": "int"}
+        arguments = _struct("Arguments", [_declared(kind, name) for name, kind in self._fields.items()])
+        begin = [f'#include "{header}"', "namespace traced {", f"using acc = {self._acc};", arguments]
+        text = "\n".join([*begin, *parts])
         layout = [(name, np.uint64 if kind.endswith("*") else _WIDE[kind]) for name, kind in self._fields.items()]
         return Source(f"{text}\n}}  // namespace traced\n", np.dtype(layout, align=True), tuple(self._number_of))
 
@@ -235,7 +229,7 @@ class _Writer:
 
     def _stage(self, name: str) -> str:
         wanted = self._of_stage(name)
-        body, names = self._body([node for node, _ in wanted], name)
+        body, names = self.body([node for node, _ in wanted], name)
         values = ", ".join(names[node] for node, _ in wanted)
         head = f"__device__ __forceinline__ {name} {name.lower()}(const Arguments& args, {_STAGES[name]}) {{"
         return "\n".join([head, *body, f"    return {{{values}}};", "}"])
@@ -244,14 +238,14 @@ class _Writer:
         if not re.fullmatch("[a-z_]+", name):
             raise ValueError(f"{name!r} as the name of a function: expected lower case letters")
         results = "".join(f", {self._type(root)}& result{number}" for number, root in enumerate(roots))
-        body, names = self._body(roots, "Element")
+        body, names = self.body(roots, "Element")
         ends = [f"    result{number} = {names[root]};" for number, root in enumerate(roots)]
         parameters = (
             f"const Arguments& args, const Head& head, const Row& row, const Key& key, acc s, {_INDICES}{results}"
         )
         return "\n".join([f"__device__ __forceinline__ void {name}({parameters}) {{", *body, *ends, "}"])
 
-    def _body(self, roots: Sequence[Node], stage: str) -> tuple[list[str], dict[Node, str]]:
+    def body(self, roots: Sequence[Node], stage: str) -> tuple[list[str], dict[Node, str]]:
         """Return the statements that compute some values, and the names of these."""
         names: dict[Node, str] = {}
         lines: list[str] = []

@@ -10,7 +10,7 @@ rounded to integers has slope 0.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -69,10 +69,6 @@ class Operation:
     unsigned: str | None = None
     short: str | None = None
     wraps: bool = False
-    arity: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "arity", self.signatures[0].index("-"))
 
 
 def _quiet(ufunc: np.ufunc) -> Callable[..., Any]:

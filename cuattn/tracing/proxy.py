@@ -207,7 +207,7 @@ class ArrayProxy(NDArrayOperatorsMixin):
     def __getitem__(self, index: Any) -> Any:
         index = index if isinstance(index, tuple) else (index,)
         if self._known and not self._indices and not any(isinstance(x, Proxy | ArrayProxy) for x in index):
-            return wrapped(self._array[index], self._source)
+            return wrapped(self._array[index])
         if index and index[-1] is Ellipsis:
             index = index[:-1]
         if len(index) > self.ndim:
@@ -280,7 +280,7 @@ class ArrayProxy(NDArrayOperatorsMixin):
     __array__ = Proxy.__array__
 
 
-def wrapped(value: Any, source: Any = None) -> Any:
+def wrapped(value: Any) -> Any:
     """Return what was computed of captured arrays alone: an array as a captured one, a number as it is."""
     if getattr(value, "shape", ()) == () and not isinstance(value, tuple | list):
         return value
@@ -358,7 +358,7 @@ def _filled(value: Any) -> Callable[..., Proxy]:
     )
 
 
-_ALIASES = {"divide": "true_divide", "conjugate": "positive"}
+_ALIASES = {"divide": "true_divide", "radians": "deg2rad", "degrees": "rad2deg"}
 _COMPOSED: dict[str, Callable[..., Any]] = {
     "power": _power,
     "float_power": lambda x, y: _power(Proxy(convert(as_node(x), "f")), y),
@@ -373,8 +373,6 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
     "logaddexp2": lambda x, y: np.logaddexp(x * np.log(2), y * np.log(2)) / np.log(2),
     "deg2rad": lambda x: x * (np.pi / 180),
     "rad2deg": lambda x: x * (180 / np.pi),
-    "radians": lambda x: x * (np.pi / 180),
-    "degrees": lambda x: x * (180 / np.pi),
 }
 _FUNCTIONS: dict[str, Callable[..., Proxy]] = {
     "where": _where,

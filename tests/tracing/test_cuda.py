@@ -13,8 +13,10 @@ import pytest
 from cuattn.cuda import source as files
 from cuattn.tracing.bound import ANY_LENGTH, facts
 from cuattn.tracing.cuda import source
+from cuattn.tracing.cuda_tiles import tile_source
 from cuattn.tracing.derivatives import derivative
 from cuattn.tracing.functions import SCORE, trace
+from cuattn.tracing.tiles import tile_states
 from cuattn.tracing.values import evaluate
 from tests.tolerances import assert_close
 from tests.tracing import expressions as ex
@@ -69,40 +71,109 @@ def cases():
     )
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+
+def built(folder, parts):
+    """Compile texts that follow the headers into a library of the host."""
+    headers = [
+        re.sub("#.*", "", (files.kernel_root() / f"attn/{name}.cuh").read_text()) for name in ("traced", "bounds")
+    ]
+    (folder / "host.cpp").write_text("\n".join([_HOST, *headers, *parts]))
+    command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-o", "host.so", "host.cpp"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr[:3000]
+    return ctypes.CDLL(str(folder / "host.so"))
+
+
+def placed(template, number, made, **names):
+    """Put a text into a namespace of its own."""
+    text = re.sub("#include.*", "", made.text)
+    text = text.replace("namespace traced {", "namespace traced { using namespace ::traced;", 1)
+    return template.format(**dict(zip("BHIJ", ex.LIMITS, strict=True), number=number, text=text, **names))
+
+
+def call(function, *arrays):
+    return function(*(ctypes.c_void_p(x.ctypes.data) for x in arrays))
+
+
+@needs_compiler
 def test_the_text_computes_what_numpy_computes(tmp_path):
-    made, parts = [], [_HOST, re.sub("#.*", "", (files.kernel_root() / "attn/traced.cuh").read_text())]
+    made, parts = [], []
     for number, (text, dtype, limits) in enumerate(cases()):
         bound = ex.traced(text)
         found = source({"score": [bound.root, derivative(bound.root)]}, facts(bound, limits), dtype)
-        body = found.text.replace('#include "attn/traced.cuh"\n', "").replace(
-            "namespace traced {", "namespace traced { using namespace ::traced;", 1
-        )
-        names = dict(
-            zip("BHIJ", ex.LIMITS, strict=True),
-            number=number,
-            text=body,
-            acc="float" if dtype == np.float32 else "double",
-        )
-        parts.append(_CASE.format(**names))
+        parts.append(placed(_CASE, number, found, acc="float" if dtype == np.float32 else "double"))
         made.append((text, bound, dtype, found))
-    (tmp_path / "host.cpp").write_text("\n".join(parts))
-    command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-o", "host.so", "host.cpp"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stderr[:3000]
-    library = ctypes.CDLL(str(tmp_path / "host.so"))
+    library = built(tmp_path, parts)
     for number, (text, bound, dtype, found) in enumerate(made):
         variables = ex.grid(dtype)
         value, slope = np.empty_like(variables["s"]), np.empty_like(variables["s"])
         arguments = found.pack(bound, [x.ctypes.data for x in bound.arrays])
-        getattr(library, f"run{number}")(
-            *(ctypes.c_void_p(x.ctypes.data) for x in (arguments, variables["s"], value, slope))
-        )
+        call(getattr(library, f"run{number}"), arguments, variables["s"], value, slope)
         for result, root in ((value, bound.root), (slope, derivative(bound.root))):
             exact = np.broadcast_to(evaluate(bound.of(root), variables, np.float64), ex.LIMITS)
             numpy = np.broadcast_to(evaluate(bound.of(root), variables, dtype), ex.LIMITS)
             largest = max(1.0, float(np.abs(exact[np.isfinite(exact)]).max(initial=0)))
             assert_close(result, exact, numpy, magnitude=16 * largest, name=text)
+
+
+_TILES = """
+#ifndef GROW
+#define GROW
+void grow(traced::bounds::Interval& x, double value, bool first) {{
+    x = first ? traced::bounds::point(value) : traced::bounds::joined(x, traced::bounds::point(value));
+}}
+#endif
+namespace case{number} {{
+{text}
+}}
+extern "C" void run{number}(case{number}::traced::Arguments* args, signed char* states) {{
+    using namespace case{number}::traced;
+    for (int b = 0; b < {B}; ++b) for (int h = 0; h < {H}; ++h)
+    for (int i0 = 0; i0 < {I}; i0 += 5) for (int j0 = 0; j0 < {J}; j0 += 4) {{
+        bounds::Interval rows[row_count + 1], keys[key_count + 1];
+        double values[row_count + key_count + 1];
+        for (int i = i0; i < min(i0 + 5, {I}); ++i) {{
+            row_values(*args, b, h, i, values);
+            for (int k = 0; k < row_count; ++k) grow(rows[k], values[k], i == i0);
+        }}
+        for (int j = j0; j < min(j0 + 4, {J}); ++j) {{
+            key_values(*args, b, h, j, values);
+            for (int k = 0; k < key_count; ++k) grow(keys[k], values[k], j == j0);
+        }}
+        const bounds::Truth found = visible_in(*args, b, h, rows, keys);
+        *states++ = found.lo + found.hi;
+    }}
+}}
+"""
+
+
+@needs_compiler
+def test_tiles_are_bounded_as_by_numpy(tmp_path):
+    """The states of tiles are sound, and seldom open where NumPy's rules close them."""
+    generator, made, parts = random.Random(6), [], []
+    for number in range(60):
+        bound = ex.traced(ex.condition(generator, 3, numbers=True), ex.MASK)
+        found = tile_source(bound.root, facts(bound, ex.LIMITS))
+        parts.append(placed(_TILES, number, found))
+        made.append((bound, found))
+    library = built(tmp_path, parts)
+    rows, keys = (
+        (np.arange(0, n, size), np.minimum(np.arange(0, n, size) + size, n) - 1)
+        for n, size in ((ex.N_QUERIES, 5), (ex.N_KEYS, 4))
+    )
+    still_open = [0, 0]
+    for number, (bound, found) in enumerate(made):
+        dense = np.broadcast_to(evaluate(bound, ex.grid()), ex.LIMITS)
+        states = np.empty((ex.N_BATCH, ex.N_HEADS, len(rows[0]), len(keys[0])), np.int8)
+        call(getattr(library, f"run{number}"), found.pack(bound, [x.ctypes.data for x in bound.arrays]), states)
+        for (b, h, r, c), state in np.ndenumerate(states):
+            tile = dense[b, h, rows[0][r] : rows[1][r] + 1, keys[0][c] : keys[1][c] + 1]
+            assert tile.all() if state == 2 else state == 1 or not tile.any(), found.text
+        still_open[0] += (states == 1).sum()
+        still_open[1] += sum((tile_states(bound, rows, keys, b, h) == 1).sum() for b in range(2) for h in range(3))
+    assert still_open[0] <= 1.2 * still_open[1]
 
 
 def _probe(text):

@@ -5,6 +5,7 @@ import pytest
 
 from cuattn.tracing.bound import Bound, facts
 from cuattn.tracing.cuda import source
+from cuattn.tracing.cuda_tiles import tile_source
 from cuattn.tracing.derivatives import addend, derivative, split_visible, weights
 from cuattn.tracing.functions import MASK, SCORE, trace
 from cuattn.tracing.recognition import columns
@@ -116,6 +117,10 @@ def test_all_recipes_compile(arch):
         recipe, names = make(), MASK if make in MASKS else SCORE
         bound = trace(recipe.function, names, recipe.args).bind(recipe.args)
         roots = [bound.root, derivative(bound.root)] if names == SCORE else [bound.root]
-        text = source({"score": roots}, facts(bound, SHAPE), short=True).text
-        texts.append(text.replace("namespace traced {", f"namespace {make.__name__} {{ using namespace traced;"))
+        made = {"": source({"score": roots}, facts(bound, SHAPE), short=True)}
+        if names == MASK:
+            made["_tiles"] = tile_source(bound.root, facts(bound, SHAPE))
+        for end, one in made.items():
+            begin = f"namespace {make.__name__}{end} {{ using namespace traced;"
+            texts.append(one.text.replace("namespace traced {", begin))
     compiler.compile_log(files.flatten_text("\n".join(texts), "recipes.cu"), arch)
