@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -120,7 +121,7 @@ def _made(row: Operation, operands: list[Node], kind: str) -> Node:
     return intern(row.name, operands, kind) if rewritten is None else rewritten
 
 
-_EXACT: dict[str, Callable[..., int]] = {
+_EXACT: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "subtract": operator.sub,
     "multiply": operator.mul,
@@ -189,7 +190,9 @@ def raised(x: Node, exponent: int) -> Node:
 
 
 def _powered(x: Node, y: Node) -> Node | None:
-    if y.op == "constant" and y.value == 0.5:
+    if is_constant(y, 0):
+        return constant(1.0)
+    if is_constant(y, 0.5):
         return apply("sqrt", x)
     if y.op == "constant" and y.value == int(y.value or 0) and 0 < abs(y.value) <= _EXPANDED:
         found = raised(x, int(abs(y.value)))

@@ -99,7 +99,9 @@ class Tracer:
             return functools.partial(self.standin(value.func), *map(self.standin, value.args), **options)
         if depth >= _DEEP or not (isinstance(value, _UNIONS) or hasattr(value, "__dict__")):
             return value
-        return (self._function if isinstance(value, types.FunctionType) else self._container)(value, depth + 1)
+        if isinstance(value, types.FunctionType):
+            return self._function(value, depth + 1)
+        return self._container(value, depth + 1)
 
     def _container(self, value: Any, depth: int) -> Any:
         items = (

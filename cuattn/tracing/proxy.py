@@ -113,7 +113,7 @@ class Proxy(NDArrayOperatorsMixin):
     def __repr__(self) -> str:
         return f"<traced {self.node!r}>"
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> "Proxy":
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
         return computed(ufunc, method, inputs, options)
 
     def __array_function__(self, function: Callable, types: Any, args: Any, options: Any) -> "Proxy":
@@ -156,7 +156,8 @@ class Proxy(NDArrayOperatorsMixin):
     __hash__ = _refused("a look-up in a dict or set", "index an array by it")  # type: ignore[assignment]
     __array__ = _refused(
         "a NumPy array",
-        "the NumPy function has no traced form, or an array made in the function was indexed: make arrays before it",
+        "the NumPy function has no traced form, or an array was indexed that the function makes, or finds in a module: "
+        "make arrays before it, and take them from a closure",
     )
     __round__ = _refused("round()", "write np.rint(x)")
     __trunc__ = _refused("math.trunc()", "write np.trunc(x)")
@@ -208,8 +209,9 @@ class ArrayProxy(NDArrayOperatorsMixin):
         index = index if isinstance(index, tuple) else (index,)
         if self._known and not self._indices and not any(isinstance(x, Proxy | ArrayProxy) for x in index):
             return wrapped(self._array[index])
-        if index and index[-1] is Ellipsis:
-            index = index[:-1]
+        rest = tuple([x for x in index if x is not Ellipsis])
+        if len(rest) == self.ndim or (index and index[-1] is Ellipsis):
+            index = rest
         if len(index) > self.ndim:
             raise complaint(f"{len(index)} indices for an array of shape {self.shape}: expected at most {self.ndim}")
         nodes = tuple([self._index(x, axis) for axis, x in enumerate(index)])
@@ -280,6 +282,12 @@ class ArrayProxy(NDArrayOperatorsMixin):
     __array__ = Proxy.__array__
 
 
+# x += y is x = x + y
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
+    for _class in (Proxy, ArrayProxy):
+        setattr(_class, f"__i{_name}__", getattr(_class, f"__{_name}__"))
+
+
 def wrapped(value: Any) -> Any:
     """Return what was computed of captured arrays alone: an array as a captured one, a number as it is."""
     if getattr(value, "shape", ()) == () and not isinstance(value, tuple | list):
@@ -297,7 +305,7 @@ def _all_known(values: Any) -> bool:
     return all(x._known and not x._indices if isinstance(x, ArrayProxy) else not isinstance(x, Proxy) for x in values)
 
 
-def computed(ufunc: np.ufunc, method: str, inputs: tuple, options: dict[str, Any]) -> Proxy:
+def computed(ufunc: np.ufunc, method: str, inputs: tuple, options: dict[str, Any]) -> Any:
     """Return what a ufunc makes of proxies."""
     name = _ALIASES.get(ufunc.__name__, ufunc.__name__)
     if method != "__call__" or options:
@@ -361,6 +369,7 @@ def _filled(value: Any) -> Callable[..., Proxy]:
 _ALIASES = {"divide": "true_divide", "radians": "deg2rad", "degrees": "rad2deg"}
 _COMPOSED: dict[str, Callable[..., Any]] = {
     "power": _power,
+    "divmod": lambda x, y: (x // y, x % y),
     "float_power": lambda x, y: _power(Proxy(convert(as_node(x), "f")), y),
     "positive": lambda x: Proxy(as_node(x)),
     "fabs": lambda x: np.absolute(Proxy(convert(as_node(x), "f"))),

@@ -189,6 +189,13 @@ def test_constant_arrays_may_be_computed_with():
     assert any((x == [3, 5, 9]).all() for x in traced.arrays)
 
 
+def in_place(s, b, h, i, j):
+    before = s
+    s += i
+    s *= 2
+    return s - before
+
+
 def test_numpy_s_forms_are_the_same_graph():
     for one, other in (
         (lambda s, b, h, i, j: np.divide(s, 4), lambda s, b, h, i, j: s / 4),
@@ -199,6 +206,13 @@ def test_numpy_s_forms_are_the_same_graph():
         (lambda s, b, h, i, j: s + np.logical_and(i, j), lambda s, b, h, i, j: s + ((i != 0) & (j != 0))),
         (lambda s, b, h, i, j: 2.0**-h + s, lambda s, b, h, i, j: np.exp2(-h) + s),
         (lambda s, b, h, i, j: np.zeros_like(s) + s + 0 * i, lambda s, b, h, i, j: s),
+        (
+            lambda s, b, h, i, j: s + TABLE[h, ..., i] + TABLE[..., h, j],
+            lambda s, b, h, i, j: s + TABLE[h, i] + TABLE[h, j],
+        ),
+        (lambda s, b, h, i, j: s + sum(divmod(i, 4)), lambda s, b, h, i, j: s + (i // 4 + i % 4)),
+        (in_place, lambda s, b, h, i, j: (s + i) * 2 - s),
+        (lambda s, b, h, i, j: s**0 + s, lambda s, b, h, i, j: 1 + s),
     ):
         assert trace(one).root is trace(other).root
 
@@ -235,6 +249,8 @@ def refused():
         (lambda s, b, h, i, j: np.gcd(i, j), "np.gcd cannot be traced"),
         (lambda s, b, h, i, j: np.add.reduce(s), "plain call"),
         (lambda s, b, h, i, j: np.where(i > j), "np.where"),
+        (lambda s, b, h, i, j: np.add(s, 1, out=s), "plain call"),
+        (lambda s, b, h, i, j: s + TABLE[..., j], "integer for each axis"),
         (lambda s, b, h, i, j: s + "x", "number or an array"),
         (lambda s, b, h, i, j: s.mean(), "AttributeError"),
         (lambda s, b, h, i, j: s.astype(complex), "boolean, integer or float"),
