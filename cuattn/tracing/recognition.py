@@ -2,10 +2,12 @@
 
 A comparison that divides into ``u(i) ? v(j)``, with u rising, falling or in few such pieces, or with values that lie in
 few runs of rows, shows to each key intervals of rows, which `numpy.searchsorted` finds.  Conjunctions, disjunctions and
-negations combine intervals.  Where all of that applies and no key needs more than two hidden intervals, the mask is a
-column mask, exactly.
+negations combine intervals; of a conjunction one side may need the other, as where positions begin anew in each
+document: within the rows of its document, that of a key, they rise.  Where all of that applies and no key needs more
+than two hidden intervals, the mask is a column mask, exactly.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,7 +23,7 @@ from cuattn.tracing.tiles import bounds
 from cuattn.tracing.values import evaluate
 
 _MOST = 6  # intervals of a key while they are combined
-_TERMS = 64  # of a sum, and depth of rewriting
+_EFFORT = 256  # conditions that are solved
 
 
 class _Rows(NamedTuple):
@@ -46,20 +48,27 @@ class _Solver:
         self._ranges = {"b": point(b), "h": point(h)}
         for name, values in (("i", rows), ("j", keys)):
             self._ranges[name] = Interval(np.float64(values.min()), np.float64(values.max()))
-        self._solved: dict[Node, _Rows] = {}
-        self._depth = 0
+        self._solved: dict[Node, _Rows | None] = {}
+        self._effort = 0
 
-    def solve(self, node: Node) -> _Rows:
-        """Return the rows where a condition holds, of each key."""
+    def solve(self, node: Node, inside: _Rows | None = None) -> _Rows:
+        """Return the rows where a condition holds, of each key: of all rows, or only of those inside of intervals."""
         if node not in self._solved:
-            self._depth += 1
-            if self._depth > _TERMS:
+            self._effort += 1
+            if self._effort > _EFFORT:
                 raise NotColumns
-            self._solved[node] = self._rows(node)
-            self._depth -= 1
-        return self._solved[node]
+            try:
+                self._solved[node] = self._rows(node, None)
+            except NotColumns:
+                self._solved[node] = None
+        found = self._solved[node]
+        if found is not None:
+            return found if inside is None else self.both(inside, found)
+        if inside is None:
+            raise NotColumns
+        return self._rows(node, inside)
 
-    def _rows(self, node: Node) -> _Rows:
+    def _rows(self, node: Node, inside: _Rows | None) -> _Rows:
         if not node.depends & I:
             shown = np.atleast_1d(self._values(node))
             return _Rows(np.zeros((1, len(shown)), np.int64), np.where(shown, self._n, 0)[None])
@@ -67,13 +76,13 @@ class _Solver:
             return self._few(*_runs(np.atleast_1d(self._values(node))))
         rule = _LOGIC.get(node.op)
         if rule is not None:
-            return rule(self, *node.args)
+            return rule(self, inside, *node.args)
         if node.op not in _FORMS:
             raise NotColumns
         form, swap, negate = _FORMS[node.op]
         x, y = node.args[::-1] if swap else node.args
-        found = self._compare(form, x, y)
-        return self.hidden(found) if negate else found
+        found = self._compare(form, x, y, inside)
+        return self.without(found, inside) if negate else found
 
     def _values(self, node: Node) -> np.ndarray:
         return evaluate(self._bound.of(node), self._variables, self._dtype)
@@ -97,6 +106,19 @@ class _Solver:
         starts = np.concatenate([np.zeros(shape, np.int64), rows.stops])
         return self._few(starts, np.concatenate([rows.starts, np.full(shape, self._n)]))
 
+    def without(self, rows: _Rows, inside: _Rows | None) -> _Rows:
+        """Return the rows outside of intervals, of all or of those inside of others."""
+        return self.hidden(rows) if inside is None else self.both(inside, self.hidden(rows))
+
+    def conjunction(self, inside: _Rows | None, x: Node, y: Node) -> _Rows:
+        """Return the rows where two conditions hold, of which either may need the other."""
+        for first, second in ((x, y), (y, x)):
+            try:
+                return self.solve(second, self.solve(first, inside))
+            except NotColumns:
+                continue
+        raise NotColumns
+
     def both(self, x: _Rows, y: _Rows) -> _Rows:
         """Return the rows within two sets."""
         starts = np.maximum(x.starts[:, None], y.starts[None])
@@ -109,14 +131,14 @@ class _Solver:
 
     # Comparisons.
 
-    def _compare(self, form: str, x: Node, y: Node) -> _Rows:
+    def _compare(self, form: str, x: Node, y: Node, inside: _Rows | None) -> _Rows:
         """Return the rows where x < y, x <= y or x == y."""
         if x.kind == "f":
             sides = [side.depends & (I | J) for side in (x, y)]
             if sides == [I, J]:
-                return self._split(form, x, y)
+                return self._split(form, x, y, inside)
             if sides == [J, I]:
-                return self._split(_MIRRORED[form], y, x)
+                return self._split(_MIRRORED[form], y, x, inside)
             raise NotColumns
         found = self._bounded(x, y)
         terms = linear_terms(x, y)
@@ -124,29 +146,48 @@ class _Solver:
         if not found:
             raise NotColumns
         if mixed:
-            return self.solve(_rewritten(form, x, y))
+            return self.solve(_rewritten(form, x, y), inside)
         u = _sum({node: factor for node, factor in terms.items() if node.depends & I})
         v = _sum({node: -factor for node, factor in terms.items() if not node.depends & I})
         if not self._bounded(u, v):
             raise NotColumns
-        return self._split(form, u, v)
+        return self._split(form, u, v, inside)
 
     def _bounded(self, *nodes: Node) -> bool:
         """Return whether integers are known to stay far below 2**63, so that sums may be regrouped."""
         found = bounds(nodes, self._ranges, self._extremes, self._bound.numbers, keep=True)
         return all(bool(np.isfinite(found[x].lo) and np.isfinite(found[x].hi)) for x in order(*nodes) if x.kind == "i")
 
-    def _split(self, form: str, u: Node, v: Node) -> _Rows:
+    def _split(self, form: str, u: Node, v: Node, inside: _Rows | None) -> _Rows:
         """Return the rows where u(i) ? v(j)."""
         left, right = np.broadcast_to(self._values(u), self._n), np.atleast_1d(self._values(v))
         if left.dtype.kind == "f" and (np.isnan(left).any() or np.isnan(right).any()):
             raise NotColumns
-        if form == "equal":
+        if form == "equal" and inside is None:
             return self._equal(left, right)
+        below = self._below if inside is None else functools.partial(self._below_inside, inside)
+        if form == "equal":
+            return self.without(below("less", left, right), below("less_equal", left, right))
         if form.startswith("greater"):
             opposite = {"greater": "less_equal", "greater_equal": "less"}[form]
-            return self.hidden(self._below(opposite, left, right))
-        return self._below(form, left, right)
+            return self.without(below(opposite, left, right), inside)
+        return below(form, left, right)
+
+    def _below_inside(self, inside: _Rows, form: str, u: np.ndarray, v: np.ndarray) -> _Rows:
+        """Return the rows where u(i) is below v(j) inside of intervals, in each of which u rises or falls."""
+        below = {"less": np.less, "less_equal": np.less_equal}[form]
+        start, stop = (np.broadcast_to(x, (len(x), max(x.shape[1], len(v)))) for x in inside)
+        falls, rises = (np.concatenate([[0], np.cumsum(f(u[1:], u[:-1]))]) for f in (np.less, np.greater))
+        first, last = np.minimum(start, self._n - 1), np.maximum(stop - 1, 0)
+        rising, falling = falls[first] == falls[last], rises[first] == rises[last]
+        if not (rising | falling | (start >= stop)).all():
+            raise NotColumns
+        low, high = start.copy(), np.maximum(stop, start)
+        for _ in range(self._n.bit_length()):  # the first row where u is no longer on the side of the interval's start
+            middle = (low + high) // 2
+            same = (below(u[np.minimum(middle, self._n - 1)], v) == rising) & (middle < high)
+            low, high = np.where(same, middle + 1, low), np.where(same, high, middle)
+        return self._few(np.where(rising, start, low), np.where(rising, low, stop))
 
     def _below(self, form: str, u: np.ndarray, v: np.ndarray) -> _Rows:
         """Return the rows where u(i) is below v(j), piece by piece in which u rises or falls."""
@@ -197,13 +238,13 @@ def _runs(shown: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 _LOGIC: dict[str, Callable[..., _Rows]] = {
-    "logical_not": lambda solver, x: solver.hidden(solver.solve(x)),
-    "logical_and": lambda solver, x, y: solver.both(solver.solve(x), solver.solve(y)),
-    "logical_or": lambda solver, x, y: solver.either(solver.solve(x), solver.solve(y)),
-    "logical_xor": lambda solver, x, y: solver.solve(
-        apply("logical_and", apply("logical_or", x, y), apply("logical_not", apply("logical_and", x, y)))
+    "logical_not": lambda solver, inside, x: solver.without(solver.solve(x, inside), inside),
+    "logical_and": _Solver.conjunction,
+    "logical_or": lambda solver, inside, x, y: solver.either(solver.solve(x, inside), solver.solve(y, inside)),
+    "logical_xor": lambda solver, inside, x, y: solver.solve(
+        apply("logical_and", apply("logical_or", x, y), apply("logical_not", apply("logical_and", x, y))), inside
     ),
-    "select": lambda solver, c, x, y: solver.solve(_chosen(c, x, y)),
+    "select": lambda solver, inside, c, x, y: solver.solve(_chosen(c, x, y), inside),
 }
 # Of a comparison: the form to which it is brought, whether its sides are exchanged, and whether it is negated.
 _FORMS = {

@@ -20,6 +20,7 @@ ARRAYS: dict[str, Any] = {
     "odd": _RNG.integers(-9, 9, N_KEYS).astype(np.int16),
     "flag": _RNG.random(N_QUERIES) < 0.6,
 }
+ARRAYS["first"] = np.stack([np.searchsorted(x, x) for x in ARRAYS["doc"]])
 ARRAYS = {name: x.astype(np.float32).astype(float) if x.dtype == float else x for name, x in ARRAYS.items()}
 
 _UNARY = (

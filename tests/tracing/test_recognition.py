@@ -20,6 +20,8 @@ _SIDES = (
     "j // 3",
     "doc[b, i]",
     "doc[b, j]",
+    "i - first[b, i]",
+    "j - first[b, j]",
     "-i",
     "2 * j - i",
     "(i - j) // 4",
@@ -40,6 +42,8 @@ _SIDES = (
 def random_mask(random, depth):
     if depth == 0 or random.random() < 0.3:
         return f"({random.choice(_SIDES)} {random.choice(('<', '<=', '>', '>=', '==', '!='))} {random.choice(_SIDES)})"
+    if random.random() < 0.2:
+        return f"((doc[b, i] == doc[b, j]) & {random_mask(random, depth - 1)})"
     template = random.choice(("({} & {})", "({} | {})", "np.logical_not({})", "({} ^ {})", "np.where({}, {}, {})"))
     return template.format(*(random_mask(random, depth - 1) for _ in range(template.count("{}"))))
 
@@ -65,6 +69,7 @@ def test_what_is_recognised_is_exact(random, row, key):
         np.testing.assert_array_equal(hidden(found, len(rows)), ~dense, text)
 
 
+MANY = np.arange(30) // 4 * 4  # where the document of a row begins
 DOC = np.repeat([3, 1, 4, 0], [5, 9, 1, 15])
 STARTS = np.concatenate([[0], np.flatnonzero(np.diff(DOC)) + 1])[np.repeat(np.arange(4), [5, 9, 1, 15])]
 
@@ -88,6 +93,7 @@ STARTS = np.concatenate([[0], np.flatnonzero(np.diff(DOC)) + 1])[np.repeat(np.ar
         lambda b, h, i, j: (i - j < 5) & ((j <= i) | (DOC[i] == DOC[j])),
         lambda b, h, i, j: 3 * i - 2 * j >= 5,
         lambda b, h, i, j: i * i >= j,
+        lambda b, h, i, j: (0 <= i - MANY[i] - (j - MANY[j])) & (i - MANY[i] - j + MANY[j] < 3) & (MANY[i] == MANY[j]),
     ],
 )
 def test_masks_that_are_columns_are_recognised(function):
