@@ -313,3 +313,11 @@ def linear_terms(x: Node, y: Node) -> dict[Node, int]:
             term, times = (constant(1), node.value) if node.op == "constant" else (node, 1)
             found[term] = found.get(term, 0) + factor * times
     return {node: factor for node, factor in found.items() if factor}
+
+
+def linear_sum(terms: dict[Node, int]) -> Node:
+    """Return the sum of terms times factors."""
+    total = constant(0)
+    for node, factor in terms.items():
+        total = apply("add", total, apply("multiply", node, constant(factor)))
+    return total

@@ -29,7 +29,7 @@ from cuattn.tracing.build import is_uniform
 from cuattn.tracing.graph import ARRAY, B, H, I, J, Node, S, order
 from cuattn.tracing.operations import TABLE
 from cuattn.tracing.ranges import Interval
-from cuattn.tracing.values import fit, fits_int32, host_value, known
+from cuattn.tracing.values import fit, fits_int32, host_value, known, specialised
 
 _ELEMENTS = {
     "bool": "bool",
@@ -155,9 +155,10 @@ class Writer:
     """Writes one text; parameters as of :func:`source`."""
 
     def __init__(self, functions: Mapping[str, Sequence[Node]], facts: Facts, dtype: np.dtype, short: bool) -> None:
-        self._functions, self._facts, self._short = functions, facts, short
+        self._functions = {name: [specialised(x, facts) for x in roots] for name, roots in functions.items()}
+        self._facts, self._short = facts, short
         self._acc = "double" if dtype == np.float64 else "float"
-        self._roots = tuple(dict.fromkeys(root for roots in functions.values() for root in roots))
+        self._roots = tuple(dict.fromkeys(root for roots in self._functions.values() for root in roots))
         self._known: dict[Node, Interval] = known(self._roots, facts)
         self._nodes = order(*self._roots)
         self._fields: dict[str, str] = {}  # of Arguments: C++ types by name

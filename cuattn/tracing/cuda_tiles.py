@@ -97,6 +97,7 @@ class _TileWriter(Writer):
 
     def __init__(self, root: Node, facts: Facts, dtype: np.dtype) -> None:
         super().__init__({"visible": [root]}, facts, dtype, False)
+        (root,) = self._functions["visible"]
         self._root, self._stages = root, {}
         self._inner: list[Node] = []  # what depends on rows and keys, operands first
         self._outer: dict[int, list[Node]] = {0: [], I: [], J: []}  # the largest parts that do not

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuattn.tracing.bound import Bound
-from cuattn.tracing.build import apply, linear_terms
+from cuattn.tracing.build import apply, linear_sum, linear_terms
 from cuattn.tracing.extremes import Extremes, described
 from cuattn.tracing.graph import I, J, Node, S, constant, order
 from cuattn.tracing.ranges import Interval, point
@@ -147,8 +147,8 @@ class _Solver:
             raise NotColumns
         if mixed:
             return self.solve(_rewritten(form, x, y), inside)
-        u = _sum({node: factor for node, factor in terms.items() if node.depends & I})
-        v = _sum({node: -factor for node, factor in terms.items() if not node.depends & I})
+        u = linear_sum({node: factor for node, factor in terms.items() if node.depends & I})
+        v = linear_sum({node: -factor for node, factor in terms.items() if not node.depends & I})
         if not self._bounded(u, v):
             raise NotColumns
         return self._split(form, u, v, inside)
@@ -261,13 +261,6 @@ _MIRRORED = {"less": "greater", "less_equal": "greater_equal", "equal": "equal"}
 def _chosen(c: Node, x: Node, y: Node) -> Node:
     """Return a choice of conditions as conjunctions."""
     return apply("logical_or", apply("logical_and", c, x), apply("logical_and", apply("logical_not", c), y))
-
-
-def _sum(terms: dict[Node, int]) -> Node:
-    total = constant(0)
-    for node, factor in terms.items():
-        total = apply("add", total, apply("multiply", node, constant(factor)))
-    return total
 
 
 def _rewritten(form: str, x: Node, y: Node) -> Node:

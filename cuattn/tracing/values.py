@@ -7,14 +7,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuattn.tracing.bound import ANY_LENGTH, Bound, Facts, facts
-from cuattn.tracing.build import is_uniform
+from cuattn.tracing.build import apply, convert, is_uniform, linear_sum, linear_terms, remade
 from cuattn.tracing.extremes import of_dtype
-from cuattn.tracing.graph import Node, order
+from cuattn.tracing.graph import I, J, Node, constant, order
 from cuattn.tracing.operations import TABLE
 from cuattn.tracing.ranges import EITHER, OPEN, Interval, point
 from cuattn.tracing.tiles import bounds
 
 _LARGEST = float(2**31 - 1)
+_EXACT = 2**24  # integers up to here are numbers of float32
 _INT32 = Interval(np.float64(-_LARGEST - 1), np.float64(_LARGEST))
 _OF_KIND = {"b": EITHER, "i": _INT32, "l": OPEN, "f": OPEN._replace(nan=True)}
 
@@ -49,6 +50,53 @@ def leaves_int64(found: dict[Node, Interval]) -> bool:
 def fits_int32(interval: Interval) -> bool:
     """Return whether integers within bounds are integers of int32."""
     return bool(interval.lo >= -_LARGEST - 1 and interval.hi <= _LARGEST)
+
+
+@functools.lru_cache(maxsize=256)
+def specialised(root: Node, facts: Facts) -> Node:
+    """Return a graph that computes the same in calls of these facts, with fewer conversions.
+
+    The number i - j, a conversion for every element, becomes the difference of the numbers i and j, which are
+    converted once for each row and key: exact up to 2**24, as the integers were.
+
+    Parameters
+    ----------
+    root : Node
+    facts : Facts
+
+    Examples
+    --------
+    >>> from cuattn.tracing.functions import trace
+    >>> bound = trace(lambda s, b, h, i, j: s + (j - i + 3)).bind()
+    >>> specialised(bound.root, facts(bound, (1, 1, 4096, 4096)))
+    add(s, subtract(to_float(add(j, 3)), to_float(i)))
+    """
+    found, made = known((root,), facts), {}
+    for node in order(root):
+        args = [made[arg] for arg in node.args]
+        if node.op == "to_float" and args[0] is node.args[0] and args[0].kind == "i":
+            made[node] = _as_float(args[0], found)
+        else:
+            made[node] = node if all(x is y for x, y in zip(args, node.args, strict=True)) else remade(node, args)
+    return made[root]
+
+
+def _as_float(x: Node, found: Mapping[Node, Interval]) -> Node:
+    """Return an integer as a number: of a sum of something of rows and something of keys each by itself."""
+    if x.op in ("absolute", "negative"):
+        return apply(x.op, _as_float(x.args[0], found))
+    terms = linear_terms(x, constant(0))
+    places = {term.depends & (I | J) for term in terms}
+    sizes = [abs(n) * max(abs(found[x].lo), abs(found[x].hi)) if x in found else abs(n) for x, n in terms.items()]
+    if not {I, J} <= places or I | J in places or sum(sizes) > _EXACT:
+        return convert(x, "f")
+    rows = {term: n for term, n in terms.items() if term.depends & I}
+    rest = {term: n for term, n in terms.items() if not term.depends & I}
+    for plus, minus in ((rows, rest), (rest, rows)):
+        if all(n < 0 for term, n in minus.items() if term.depends & (I | J)):
+            lesser = linear_sum({term: -n for term, n in minus.items()})
+            return apply("subtract", convert(linear_sum(plus), "f"), convert(lesser, "f"))
+    return apply("add", convert(linear_sum(rows), "f"), convert(linear_sum(rest), "f"))
 
 
 class Fit(NamedTuple):
@@ -92,6 +140,7 @@ class Program:
     """
 
     def __init__(self, roots: tuple[Node, ...], dtype: np.dtype, facts: Facts) -> None:
+        roots = tuple([specialised(root, facts) for root in roots])
         self.dtype, self._known = dtype, known(roots, facts)
         nodes = order(*roots)
         places = {node: place for place, node in enumerate(nodes)}

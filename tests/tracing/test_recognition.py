@@ -93,7 +93,7 @@ STARTS = np.concatenate([[0], np.flatnonzero(np.diff(DOC)) + 1])[np.repeat(np.ar
         lambda b, h, i, j: (i - j < 5) & ((j <= i) | (DOC[i] == DOC[j])),
         lambda b, h, i, j: 3 * i - 2 * j >= 5,
         lambda b, h, i, j: i * i >= j,
-        lambda b, h, i, j: (0 <= i - MANY[i] - (j - MANY[j])) & (i - MANY[i] - j + MANY[j] < 3) & (MANY[i] == MANY[j]),
+        lambda b, h, i, j: (i - MANY[i] - (j - MANY[j]) >= 0) & (i - MANY[i] - j + MANY[j] < 3) & (MANY[i] == MANY[j]),
     ],
 )
 def test_masks_that_are_columns_are_recognised(function):
