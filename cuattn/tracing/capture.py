@@ -70,14 +70,18 @@ class Tracer:
         return parameter(len(self.numbers) - 1, kind)
 
     def captured(self, array: Any) -> ArrayProxy:
-        """Return the stand-in of a captured array, of which a copy is kept."""
-        if getattr(array, "requires_grad", False):
-            raise complaint(
-                "the function captures a tensor that requires grad, whose gradient would be lost: pass it in "
-                "score_args, or detach it"
-            )
-        kept = self._adopt(array)
-        return ArrayProxy(kept, kept, True)
+        """Return the stand-in of a captured array, of which a copy is made if it is used."""
+
+        @functools.lru_cache(maxsize=1)
+        def kept() -> Any:
+            if getattr(array, "requires_grad", False):
+                raise complaint(
+                    "the function captures a tensor that requires grad, whose gradient would be lost: pass it in "
+                    "score_args, or detach it"
+                )
+            return self._adopt(array)
+
+        return ArrayProxy(kept)
 
     def standin(self, value: Any, depth: int = 0) -> Any:
         """Return a captured value with every array in it replaced by its stand-in; itself if there is none."""
@@ -101,21 +105,42 @@ class Tracer:
             return value
         if isinstance(value, types.FunctionType):
             return self._function(value, depth + 1)
-        return self._container(value, depth + 1)
+        return (self._container if isinstance(value, _UNIONS) else self._object)(value, depth + 1)
 
     def _container(self, value: Any, depth: int) -> Any:
-        items = (
-            value if isinstance(value, tuple | list) else (value if isinstance(value, dict) else vars(value)).values()
-        )
+        items = value.values() if isinstance(value, dict) else value
         made = [self.standin(x, depth) for x in items]
         if all(x is y for x, y in zip(items, made, strict=True)):
             return value
-        if isinstance(value, tuple | list):
-            return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
         if isinstance(value, dict):
             return dict(zip(value, made, strict=True))
-        twin = copy.copy(value)
-        vars(twin).update(zip(vars(value), made, strict=True))
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+
+    def _object(self, value: Any, depth: int) -> Any:
+        """Return a copy of an object whose attributes are replaced when they are read."""
+        kind: Any = type(value)
+        standin = self.standin
+
+        def get(self: Any, name: str) -> Any:
+            found = kind.__getattribute__(self, name)
+            return found if name.startswith("__") else standin(found, depth)
+
+        members: dict[str, Any] = {"__getattribute__": get, "__slots__": ()}
+        if hasattr(kind, "__getattr__"):
+            members["__getattr__"] = lambda self, name: standin(kind.__getattr__(self, name), depth)
+        try:
+            twin = copy.copy(value)
+        except Exception:  # of an object that cannot be copied
+            return value
+        if twin is value:  # an enumeration's member, for example
+            return value
+        self._standins[id(twin)] = (twin, twin)
+        try:
+            object.__setattr__(
+                twin, "__class__", types.new_class(kind.__name__, (kind,), {}, lambda scope: scope.update(members))
+            )
+        except TypeError:  # of a type that forbids it, as a namespace
+            vars(twin).update({name: standin(item, depth) for name, item in vars(value).items()})
         return twin
 
     def called(self, function: Callable) -> Callable:

@@ -183,7 +183,7 @@ def _place(function: Callable) -> str:
 
 def _operand(tracer: Tracer, index: Argument, value: Any) -> Proxy | ArrayProxy:
     if is_array(value):
-        return ArrayProxy(index, value, False)
+        return ArrayProxy(lambda: value, index)
     return Proxy(tracer.argument(index, _signature(index, value).replace("l", "i")))  # type: ignore[union-attr]
 
 

@@ -147,7 +147,6 @@ class Proxy(NDArrayOperatorsMixin):
     __bool__ = _refused("a branch", _BRANCH)
     __float__ = _refused("float()", "write x.astype(float), and np.exp(x) for math.exp(x)")
     __int__ = _refused("int()", "write x.astype(int)")
-    __complex__ = _refused("complex()", "expected real numbers")
     __index__ = _refused("an index", _INDEX)
     __iter__ = _refused("iteration", "a score is a single number, not an array")
     __len__ = _refused("len()", "a score is a single number, not an array")
@@ -171,18 +170,24 @@ class ArrayProxy(NDArrayOperatorsMixin):
 
     Parameters
     ----------
-    source : object
-        Names the array for the tracer: the number of an argument, or the captured array.
-    array : array
-        Of which shape and dtype are known; its elements only if it is a constant.
-    known : bool
-        Whether it is a constant.
+    get : callable
+        Returns the array, of an argument only for its shape and dtype.
+    number : int, optional
+        Of an argument its number; the elements of other arrays are known.
     indices : tuple of Node
         Those that were given so far, of ``array[b][h]``.
     """
 
-    def __init__(self, source: Any, array: Any, known: bool, indices: tuple[Node, ...] = ()) -> None:
-        self._source, self._array, self._known, self._indices = source, array, known, indices
+    def __init__(self, get: Callable[[], Any], number: Any = None, indices: tuple[Node, ...] = ()) -> None:
+        self._get, self._number, self._indices = get, number, indices
+
+    @property
+    def _array(self) -> Any:
+        return self._get()
+
+    @property
+    def _known(self) -> bool:
+        return self._number is None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -215,7 +220,7 @@ class ArrayProxy(NDArrayOperatorsMixin):
         if len(index) > self.ndim:
             raise complaint(f"{len(index)} indices for an array of shape {self.shape}: expected at most {self.ndim}")
         nodes = tuple([self._index(x, axis) for axis, x in enumerate(index)])
-        return ArrayProxy(self._source, self._array, self._known, self._indices + nodes)._settled()
+        return ArrayProxy(self._get, self._number, self._indices + nodes)._settled()
 
     def _settled(self) -> Any:
         return self if self.ndim else Proxy(self.element(()))
@@ -245,7 +250,7 @@ class ArrayProxy(NDArrayOperatorsMixin):
             raise complaint(f"an array of dtype {self._array.dtype}: expected booleans, integers or floats")
         if not all(self._array.shape):
             return convert(constant(0), kind)
-        return load(active.tracer.slot(self._source), kind, indices)
+        return load(active.tracer.slot(self._array if self._known else self._number), kind, indices)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
         if _all_known(inputs):
@@ -294,7 +299,7 @@ def wrapped(value: Any) -> Any:
         return value
     if isinstance(value, tuple | list):
         return type(value)([wrapped(x) for x in value])
-    return ArrayProxy(value, value, True)
+    return ArrayProxy(lambda: value)
 
 
 def _plain(value: Any) -> Any:
