@@ -146,11 +146,6 @@ def source(
     return Writer(functions, facts, np.dtype(dtype), short).written()
 
 
-def is_heavy(node: Node) -> bool:
-    """Return whether an operation is worth computing once for many elements: more than an instruction or two."""
-    return node.op == "load" or (node.op in TABLE and bool(re.search(r"[\w}]\(|/", TABLE[node.op].cuda)))
-
-
 class Writer:
     """Writes one text; parameters as of :func:`source`."""
 
@@ -196,7 +191,11 @@ class Writer:
         """Return the stage and the field of each value that is computed once for many elements."""
         heavy: dict[Node, bool] = {}
         for node in self._nodes:
-            heavy[node] = is_heavy(node) or any(heavy[x] for x in node.args if not is_uniform(x))
+            heavy[node] = (
+                node.op == "load"
+                or (node.op in TABLE and TABLE[node.op].heavy)
+                or any(heavy[x] for x in node.args if not is_uniform(x))
+            )
         found: dict[Node, tuple[str, str]] = {}
         used: dict[Node, set[str]] = {root: {"Element"} for root in self._roots}
         for node in self._nodes:

@@ -51,6 +51,8 @@ class Operation:
         C++ expression in 16-bit problems.
     wraps : bool
         Whether an integer result may leave int64, in which it then wraps.
+    heavy : bool
+        Whether it takes more than a few instructions, so that it is worth computing once for many elements.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Operation:
     unsigned: str | None = None
     short: str | None = None
     wraps: bool = False
+    heavy: bool = False
 
 
 def _quiet(ufunc: np.ufunc) -> Callable[..., Any]:
@@ -106,7 +109,7 @@ def _select(c: Any, x: Any, y: Any, out: Any = None, dtype: Any = None) -> Any:
 
 def _math(name: str, ufunc: np.ufunc, cuda: str, bounds: ranges.Rule, slope: Callable, **options: Any) -> Operation:
     """Return the row of a function of one number."""
-    return Operation(name, ufunc, ("f-f",), cuda + "{f}({0})", bounds, (slope,), **options)
+    return Operation(name, ufunc, ("f-f",), cuda + "{f}({0})", bounds, (slope,), heavy=True, **options)
 
 
 def _rounding(name: str, ufunc: np.ufunc) -> Operation:
@@ -195,6 +198,7 @@ _ROWS = (
         ranges.divide,
         (lambda x, y, z: 1 / y, lambda x, y, z: -z / y),
         right=1,
+        heavy=True,
     ),
     Operation(
         "floor_divide",
@@ -204,6 +208,7 @@ _ROWS = (
         ranges.floor_divide_float,
         bounds_integer=ranges.floor_divide,
         unsigned="({T})(({U}){0} / ({U}){1})",
+        heavy=True,
     ),
     Operation(
         "remainder",
@@ -214,6 +219,7 @@ _ROWS = (
         (lambda x, y, z: 1, lambda x, y, z: -(x // y)),
         bounds_integer=ranges.remainder_integer,
         unsigned="({T})(({U}){0} % ({U}){1})",
+        heavy=True,
     ),
     Operation(
         "fmod",
@@ -223,6 +229,7 @@ _ROWS = (
         ranges.fmod,
         (lambda x, y, z: 1, lambda x, y, z: -np.trunc(x / y)),
         unsigned="({T})(({U}){0} % ({U}){1})",
+        heavy=True,
     ),
     Operation(
         "power",
@@ -235,6 +242,7 @@ _ROWS = (
             lambda x, y, z: np.where(x > 0, z * np.log(x), 0.0),
         ),
         right=1,
+        heavy=True,
     ),
     Operation(
         "absolute",
@@ -287,6 +295,7 @@ _ROWS = (
         "atan2{f}({0}, {1})",
         ranges.within(-3.2, 3.2),
         (lambda x, y, z: y / (x * x + y * y), lambda x, y, z: -x / (x * x + y * y)),
+        heavy=True,
     ),
     Operation(
         "hypot",
@@ -295,6 +304,7 @@ _ROWS = (
         "hypot{f}({0}, {1})",
         lambda x, y: ranges.corners(np.hypot)(ranges.absolute(x), ranges.absolute(y)),
         (lambda x, y, z: np.where(z == 0, 0.0, x / z), lambda x, y, z: np.where(z == 0, 0.0, y / z)),
+        heavy=True,
     ),
     Operation(
         "logaddexp",
@@ -306,6 +316,7 @@ _ROWS = (
             lambda x, y, z: np.where(x == -np.inf, 0.0, np.exp(x - z)),
             lambda x, y, z: np.where(y == -np.inf, 0.0, np.exp(y - z)),
         ),
+        heavy=True,
     ),
     *(_rounding(name, getattr(np, name)) for name in ("floor", "ceil", "trunc", "rint")),
     # Questions.

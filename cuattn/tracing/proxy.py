@@ -4,6 +4,7 @@
 that names the user's line and says what to write instead.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ _FOLDED = (0.0, 1.0, -1.0, np.inf, -np.inf)
 _KIND_OF = {"b": "b", "i": "i", "u": "i", "f": "f"}
 
 
+@functools.lru_cache(maxsize=64)
 def kind_of(dtype: Any) -> str | None:
     """Return the kind of an array's elements; None of dtypes that have none.
 
@@ -162,7 +164,6 @@ class Proxy(NDArrayOperatorsMixin):
     __trunc__ = _refused("math.trunc()", "write np.trunc(x)")
     __floor__ = _refused("math.floor()", "write np.floor(x)")
     __ceil__ = _refused("math.ceil()", "write np.ceil(x)")
-    item = _refused("item()", "compute with the value itself")
 
 
 class ArrayProxy(NDArrayOperatorsMixin):
