@@ -92,7 +92,7 @@ def trace(
     >>> trace(lambda s, b, h, i, j: s + slope[h] * (j - i)).root
     add(s, multiply(array0(h), to_float(subtract(j, i))))
     """
-    signature = (names, adopt, *map(_signature, range(len(args)), args))
+    signature = (names, adopt, *[_signature(names, index, value) for index, value in enumerate(args)])
     recent = _recent.get(id(function))
     if recent is not None and recent.signature == signature and recent.snapshot.holds(function):
         return recent.traced
@@ -131,11 +131,12 @@ class _Recent(NamedTuple):
 _recent: dict[int, _Recent] = {}
 
 
-def _signature(index: int, value: Any) -> Hashable:
+def _signature(names: tuple[str, ...], index: int, value: Any) -> Hashable:
     """Return what of an argument a trace depends on."""
     if is_array(value):
         if kind_of(value.dtype) is None:
-            raise ArgumentError(f"score_args[{index}] has dtype {value.dtype}: expected booleans, integers or floats")
+            place = _argument(names, index)
+            raise ArgumentError(f"{place} has dtype {value.dtype}: expected booleans, integers or floats")
         return value.dtype, tuple(value.shape)
     if isinstance(value, bool | np.bool_):
         return "b"
@@ -143,8 +144,13 @@ def _signature(index: int, value: Any) -> Hashable:
         return "f"
     number = as_integer(value)
     if number is None or not -(2**63) <= number < 2**63:
-        raise ArgumentError(f"score_args[{index}] = {shown(value)}: expected an array, or a number (integers of int64)")
+        place = _argument(names, index)
+        raise ArgumentError(f"{place} = {shown(value)}: expected an array, or a number (integers of int64)")
     return "i" if -(2**31) <= number < 2**31 else "l"
+
+
+def _argument(names: tuple[str, ...], index: int) -> str:
+    return f"{'score_args' if names == SCORE else 'args'}[{index}]"
 
 
 def _trace(function: Callable, names: tuple[str, ...], args: Sequence[Any], adopt: Callable) -> Traced:
@@ -184,7 +190,7 @@ def _place(function: Callable) -> str:
 def _operand(tracer: Tracer, index: Argument, value: Any) -> Proxy | ArrayProxy:
     if is_array(value):
         return ArrayProxy(lambda: value, index)
-    return Proxy(tracer.argument(index, _signature(index, value).replace("l", "i")))  # type: ignore[union-attr]
+    return Proxy(tracer.argument(index, _signature(SCORE, index, value).replace("l", "i")))  # type: ignore[union-attr]
 
 
 def _checked(function: Callable, result: Any, kind: str) -> Node:

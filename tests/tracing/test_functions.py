@@ -141,6 +141,8 @@ def test_arguments_are_known_by_kind_and_shape():
     assert trace(score, SCORE, (TABLE.astype(np.float32), 2.0)).root is first.root
     assert trace(score, SCORE, (np.zeros((3, 8)), 2.0)).root is not first.root  # its length is part of the graph
     assert trace(score, SCORE, (TABLE, 2)).root is not first.root
+    with pytest.raises(ArgumentError, match=r"^args\[0\] = 'x'"):
+        trace(lambda b, h, i, j, x: i < x, MASK, ("x",))
     bound = first.bind((TABLE, 7.0))
     assert bound.arrays == (TABLE,) or bound.arrays[0] is TABLE
     assert bound.numbers == (7.0,)
