@@ -16,7 +16,8 @@ from tests.tracing import expressions as ex
 pytestmark = pytest.mark.gpu
 
 KERNEL = """
-extern "C" __global__ void probe(traced::Arguments args, const traced::acc* s, traced::acc* value, traced::acc* slope) {
+extern "C" __global__ void probe(const traced::Arguments* given, const traced::acc* s, traced::acc* value, traced::acc* slope) {
+    const traced::Arguments& args = *given;
     const int b = blockIdx.y, h = blockIdx.x, i = threadIdx.y, j = threadIdx.x;
     const auto head = traced::head(args, b, h);
     const auto row = traced::row(args, head, b, h, i);
@@ -48,7 +49,8 @@ def test_functions_compute_what_numpy_computes(dtype, short):
         arrays = [cupy.asarray(x) for x in bound.arrays]
         s = cupy.asarray(variables["s"])
         value, slope = cupy.empty_like(s), cupy.empty_like(s)
-        arguments = made.pack(bound, [x.data.ptr for x in arrays])
+        packed = made.pack(bound, [x.data.ptr for x in arrays])
+        arguments = cupy.asarray(np.frombuffer(packed.tobytes(), np.uint8))
         kernel((ex.N_HEADS, ex.N_BATCH), (ex.N_KEYS, ex.N_QUERIES), (arguments, s, value, slope))
         for result, root in ((value, roots[0]), (slope, roots[1])):
             exact = np.broadcast_to(evaluate(bound.of(root), variables, np.float64), ex.LIMITS)
