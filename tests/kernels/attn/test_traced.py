@@ -16,7 +16,8 @@ from tests.tracing import expressions as ex
 pytestmark = pytest.mark.gpu
 
 KERNEL = """
-extern "C" __global__ void probe(const traced::Arguments* given, const traced::acc* s, traced::acc* value, traced::acc* slope) {
+using traced::acc;
+extern "C" __global__ void probe(const traced::Arguments* given, const acc* s, acc* value, acc* slope) {
     const traced::Arguments& args = *given;
     const int b = blockIdx.y, h = blockIdx.x, i = threadIdx.y, j = threadIdx.x;
     const auto head = traced::head(args, b, h);
