@@ -27,7 +27,7 @@ from cuattn.tracing.proxy import ArrayProxy
 
 _ATOMS = (int, float, bool, complex, str, bytes, type(None), type(Ellipsis))
 _FIXED = (type, types.BuiltinFunctionType, np.ufunc, type(np.where), np.dtype)
-_MODULES = frozenset({"numpy", "math", "operator"})  # whose attributes stay what they are
+_MODULES = frozenset({"builtins", "numpy", "math", "operator"})  # whose attributes stay what they are
 _DEEP = 6  # containers within containers, and functions within functions, that are looked into
 _UNIONS = (tuple, list, dict)
 
@@ -164,6 +164,7 @@ class Tracer:
             if not _is_empty(old):
                 cell.cell_contents = self.standin(old.cell_contents, depth)
         twin.__defaults__ = function.__defaults__ and tuple([self.standin(x, depth) for x in function.__defaults__])
+        twin.__dict__.update({name: self.standin(x, depth) for name, x in function.__dict__.items()})
         defaults = function.__kwdefaults__
         twin.__kwdefaults__ = defaults and {name: self.standin(value, depth) for name, value in defaults.items()}
         return twin
@@ -243,8 +244,10 @@ def _by_object(value: Any, found: Identity) -> bool:
     return True
 
 
-def _by_module(value: types.ModuleType, found: Identity) -> bool:
-    return value.__name__.partition(".")[0] in _MODULES and _by_object(value, found)
+def _by_name(value: Any, found: Identity) -> bool:
+    """Modules and classes, whose attributes may change, but those of well-known ones."""
+    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+    return name.partition(".")[0] in _MODULES and _by_object(value, found)
 
 
 def _by_items(values: Iterable[Any], found: Identity) -> bool:
@@ -265,7 +268,7 @@ def _by_code(function: types.FunctionType, found: Identity) -> bool:
     found.held.append(code)
     if function.__module__ and function.__module__.partition(".")[0] in _MODULES:
         return True
-    scope, known = function.__globals__, True
+    scope, known = function.__globals__, not function.__dict__  # attributes may change unseen
     for name in global_names(code):
         if name in scope:
             known = known and _identify(scope[name], found)
@@ -295,7 +298,8 @@ _RULES: dict[type, Callable[[Any, Identity], bool]] = {
     types.FunctionType: _by_code,
     types.MethodType: _by_method,
     functools.partial: _by_partial,
-    types.ModuleType: _by_module,
+    types.ModuleType: _by_name,
+    type: _by_name,
     tuple: _by_items,
     **dict.fromkeys(_ATOMS, _by_value),
     list: _unknown,
@@ -306,6 +310,8 @@ _RULES: dict[type, Callable[[Any, Identity], bool]] = {
 def _rule_of(kind: type, value: Any) -> Callable[[Any, Identity], bool]:
     if issubclass(kind, np.generic):
         return _by_value
+    if issubclass(kind, type):
+        return _by_name
     return _by_object if issubclass(kind, _FIXED) or is_array(value) else _unknown
 
 

@@ -127,6 +127,14 @@ def test_what_may_change_unseen_is_traced_in_each_call():
     assert second.root is not first.root and (second.arrays[1] == TABLE + 1).all()
     assert model.slopes[0] == 0.5 and isinstance(model.layers[0], np.ndarray)  # the object itself is left alone
     assert "array2" in str(trace(model).root)
+    kind = type("Config", (), {"window": 3})
+    score = lambda s, b, h, i, j: s + kind.window + score.window  # noqa: E731
+    score.window = 1
+    first = trace(score).root
+    kind.window = 4
+    second = trace(score).root
+    score.window = 2
+    assert len({first, second, trace(score).root}) == 3
     sizes = [3]
     score = lambda s, b, h, i, j: s + sizes[0]  # noqa: E731
     assert trace(score).root is not (sizes.append(0) or sizes.__setitem__(0, 4) or trace(score).root)
