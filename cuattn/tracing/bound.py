@@ -1,0 +1,126 @@
+"""A graph with the arrays and numbers of a call, and what of these the code that is made depends on."""
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuattn.tracing.graph import Node
+
+ANY_LENGTH = (2**31, 2**31, 2**31, 2**31)
+"""Limits of b, h, i and j where no lengths are known."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A graph with the arrays and the numbers of a call, by slot.
+
+    Attributes
+    ----------
+    root : Node
+    arrays, numbers : tuple
+    spans : tuple of (int, int) or None
+        Least and greatest element of arrays that nobody can change, so that indices made of them may be trusted; None
+        of others.  May be shorter than `arrays`.
+    """
+
+    root: Node
+    arrays: tuple[Any, ...] = ()
+    numbers: tuple[Any, ...] = ()
+    spans: tuple[tuple[int, int] | None, ...] = ()
+
+    def of(self, root: Node) -> "Bound":
+        """Return another graph of the same arrays and numbers: a derivative, or a part."""
+        return replace(self, root=root)
+
+
+def narrowed(array: Any) -> Any:
+    """Return an array of int64 on the host as one of int32 where its elements fit; others as they are."""
+    span = span_of(array)
+    if span is None or array.dtype.itemsize < 8 or span[0] < -(2**31) or span[1] >= 2**31:
+        return array
+    array = array.astype(np.int32)
+    array.flags.writeable = False
+    return array
+
+
+def span_of(array: Any) -> tuple[int, int] | None:
+    """Return the least and the greatest element of an array of integers on the host.
+
+    Examples
+    --------
+    >>> span_of(np.array([3, -1])), span_of(np.zeros(2))
+    ((-1, 3), None)
+    """
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu" or not array.size:
+        return None
+    return int(array.min()), int(array.max())
+
+
+class Layout(NamedTuple):
+    """What the code that reads an array depends on.
+
+    Attributes
+    ----------
+    dtype : numpy.dtype
+    shape : tuple of int
+    near : bool
+        Whether all elements lie within 2**31 of the first.
+    span : (int, int) or None
+        Least and greatest element, if they are known.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    near: bool = True
+    span: tuple[int, int] | None = None
+
+
+class Facts(NamedTuple):
+    """What is known of a call without a look at its arrays.
+
+    Attributes
+    ----------
+    limits : tuple of int
+        What b, h, i and j stay below.
+    arrays : tuple of Layout
+        By slot.
+    numbers : tuple of str
+        By slot of the parameters: the kind; "l" of an integer beyond int32.
+    """
+
+    limits: tuple[int, int, int, int]
+    arrays: tuple[Layout, ...]
+    numbers: tuple[str, ...]
+
+
+def facts(bound: Bound, limits: tuple[int, int, int, int] = ANY_LENGTH) -> Facts:
+    """Return what is known of a call.
+
+    Parameters
+    ----------
+    bound : Bound
+    limits : tuple of int, optional
+        What b, h, i and j stay below.
+
+    Examples
+    --------
+    >>> facts(Bound(None, (np.zeros(3),), (2.0, 5)), (1, 2, 16, 16)).numbers
+    ('f', 'i')
+    """
+    spans = itertools.chain(bound.spans, itertools.repeat(None))
+    return Facts(limits, tuple(map(_layout, bound.arrays, spans)), tuple(map(_kind_of, bound.numbers)))
+
+
+def _layout(array: Any, span: tuple[int, int] | None) -> Layout:
+    reach = sum(abs(stride) * (length - 1) for stride, length in zip(array.strides, array.shape, strict=True))
+    return Layout(array.dtype, tuple(array.shape), reach // array.itemsize < 2**31, span)
+
+
+def _kind_of(number: Any) -> str:
+    if isinstance(number, bool | np.bool_):
+        return "b"
+    if isinstance(number, float | np.floating):
+        return "f"
+    return "i" if -(2**31) <= int(number) < 2**31 else "l"

@@ -1,0 +1,172 @@
+"""Tile states of a mask function as CUDA source, for arrays that only the device can read.
+
+What depends on rows or on keys alone is computed for each of them, and its least and greatest value in each tile are
+found; the rest of the function is bounded tile by tile with the rules of ``attn/bounds.cuh``.  The text is a namespace
+``traced``, as that of :mod:`cuattn.tracing.cuda`::
+
+    struct Arguments { ... };
+    constexpr int row_count, key_count;          // how many values rows and keys have
+    void row_values(const Arguments&, int b, int h, int i, double* values);
+    void key_values(const Arguments&, int b, int h, int j, double* values);
+    bounds::Truth visible_in(const Arguments&, int b, int h, const bounds::Interval* rows,
+                             const bounds::Interval* keys);
+
+A tile's interval of a value joins ``bounds::point(value)`` over its rows (``bounds::joined``); the state of a tile is
+lo + hi of what `visible_in` returns.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cuattn.tracing.bound import Facts
+from cuattn.tracing.cuda import Source, Writer
+from cuattn.tracing.graph import I, J, Node
+from cuattn.tracing.operations import TABLE
+
+_INTEGERS = frozenset({"floor_divide", "remainder"})  # whose rules are of integers
+_RULES = frozenset(
+    (
+        "add",
+        "subtract",
+        "negative",
+        "multiply",
+        "absolute",
+        "maximum",
+        "minimum",
+        "select",
+        "floor_divide",
+        "remainder",
+        "floor",
+        "ceil",
+        "trunc",
+        "rint",
+        "sqrt",
+        "to_float",
+        "to_integer",
+        "less",
+        "less_equal",
+        "greater",
+        "greater_equal",
+        "equal",
+        "not_equal",
+        "logical_not",
+        "logical_and",
+        "logical_or",
+        "logical_xor",
+    )
+)
+"""Operations that ``attn/bounds.cuh`` bounds; of others nothing is known."""
+
+
+def tile_source(root: Node, facts: Facts, dtype: Any = np.float32) -> Source:
+    """Return the CUDA text that bounds a mask function over tiles.
+
+    Parameters
+    ----------
+    root : Node
+        Of kind boolean.
+    facts : Facts
+        Of the calls for which the text is.
+    dtype : dtype_like, default float32
+        The accumulator's.
+
+    Examples
+    --------
+    >>> from cuattn.tracing.bound import facts
+    >>> from cuattn.tracing.functions import MASK, trace
+    >>> bound = trace(lambda b, h, i, j: i - j < 4, MASK).bind()
+    >>> text = tile_source(bound.root, facts(bound)).text
+    >>> print(text[text.index("    const auto") :])
+        const auto v0 = bounds::whole(rows[0]);
+        const auto v1 = bounds::whole(keys[0]);
+        const auto v2 = bounds::whole(bounds::point((double)4));
+        const auto v3 = bounds::whole(bounds::subtract(v0, v1));
+        const auto v4 = bounds::less(v3, v2);
+        return v4;
+    }
+    }  // namespace traced
+    <BLANKLINE>
+    """
+    return _TileWriter(root, facts, np.dtype(dtype)).written()
+
+
+class _TileWriter(Writer):
+    """Writes the text of one mask."""
+
+    def __init__(self, root: Node, facts: Facts, dtype: np.dtype) -> None:
+        super().__init__({"visible": [root]}, facts, dtype, False)
+        (root,) = self._functions["visible"]
+        self._root, self._stages = root, {}
+        self._inner: list[Node] = []  # what depends on rows and keys, operands first
+        self._outer: dict[int, list[Node]] = {0: [], I: [], J: []}  # the largest parts that do not
+        self._divide(root)
+
+    def _divide(self, root: Node) -> None:
+        """Tell what is bounded from what is computed."""
+        seen: set[Node] = set()
+        stack = [root]
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            place = node.depends & (I | J)
+            if place != I | J:
+                self._outer[place].append(node)
+            elif node.op != "load":
+                stack.extend(reversed(node.args))
+        self._inner = [x for x in self._nodes if x in seen and x.depends & (I | J) == I | J]
+
+    def written(self) -> Source:
+        """Return the text and what belongs to it."""
+        counts = [f"constexpr int {name}_count = {len(self._outer[bit])};" for name, bit in (("row", I), ("key", J))]
+        values = [self._values("row", "i", self._outer[I]), self._values("key", "j", self._outer[J])]
+        return self.assembled("attn/bounds.cuh", [*counts, *values, self._visible()])
+
+    def _values(self, name: str, index: str, wanted: Sequence[Node]) -> str:
+        """Write the function that computes all that a row or a key decides."""
+        body, names = self.body(wanted, "Element")
+        ends = [f"    values[{number}] = (double){names[node]};" for number, node in enumerate(wanted)]
+        parameters = f"const Arguments& args, int b, int h, int {index}, double* values"
+        head = f"__device__ __forceinline__ void {name}_values({parameters}) {{"
+        return "\n".join([head, *body, *ends, "}"])
+
+    def _visible(self) -> str:
+        exact, names = self.body(self._outer[0], "Element")
+        lines: list[str] = []
+        bounded: dict[Node, str] = {}
+        made = len(exact)
+        for bit, array in ((I, "rows"), (J, "keys"), (0, "")):
+            for number, node in enumerate(self._outer[bit]):
+                text = f"{array}[{number}]" if array else f"bounds::point((double){names[node]})"
+                bounded[node] = f"v{made + len(lines)}"
+                lines.append(f"    const auto {bounded[node]} = {_as_kind(node, text)};")
+        for node in self._inner:
+            bounded[node] = f"v{made + len(lines)}"
+            rule = self._rule(node, [bounded.get(x, "") for x in node.args])
+            lines.append(f"    const auto {bounded[node]} = {rule};")
+        intervals = "const bounds::Interval* rows, const bounds::Interval* keys"
+        parameters = f"const Arguments& args, int b, int h, {intervals}"
+        head = f"__device__ __forceinline__ bounds::Truth visible_in({parameters}) {{"
+        return "\n".join([head, *exact, *lines, f"    return {bounded[self._root]};", "}"])
+
+    def _rule(self, node: Node, operands: Sequence[str]) -> str:
+        """Write the bounds of an operation."""
+        known = node.op in _RULES and (node.op not in _INTEGERS or node.kind == "i")
+        if not known:
+            return "bounds::either()" if node.kind == "b" else _as_kind(node, "bounds::anything()")
+        if node.op == "multiply" and operands[0] == operands[1]:
+            text = f"bounds::squared({operands[0]})"
+        else:
+            text = f"bounds::{node.op}({', '.join(operands)})"
+        if node.kind == "b" or (node.kind == "f" and TABLE[node.op].exact):
+            return text
+        return f"bounds::{'whole' if node.kind == 'i' else 'widened'}({text})"
+
+
+def _as_kind(node: Node, text: str) -> str:
+    """Write an interval of values as that of a boolean, an integer or a number."""
+    rule = {"b": "truth_of", "i": "whole", "f": "widened"}[node.kind]
+    return f"bounds::{rule}({text})"

@@ -1,0 +1,210 @@
+"""A function called once with proxies, and known from then on: by its identity, then by its graph."""
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuattn.errors import ArgumentError, CuattnError, as_integer, shown
+from cuattn.tracing.bound import Bound, facts, narrowed, span_of
+from cuattn.tracing.build import convert, place_in
+from cuattn.tracing.capture import Argument, Snapshot, Tracer, copied, identity, is_array, watch
+from cuattn.tracing.graph import Node, variable
+from cuattn.tracing.proxy import ArrayProxy, Proxy, active, as_node, kind_of
+from cuattn.tracing.values import known, leaves_int64
+
+SCORE, MASK = ("s", "b", "h", "i", "j"), ("b", "h", "i", "j")
+"""What functions of scores and of masks are called with."""
+
+_MOST = 512  # functions that are remembered
+_lock = threading.RLock()
+_known: dict[Hashable, tuple["Traced", list]] = {}  # by identity; and what its keys' ids depend on
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A traced function.
+
+    Attributes
+    ----------
+    root : Node
+        The result: a float of the variables in `SCORE`, or a boolean of those in `MASK`.
+    arrays : tuple
+        By slot of the graph: an :class:`Argument`, the place of an array in the arguments, or a captured array.
+    numbers : tuple
+        By slot of the parameters: an :class:`Argument` or a Python float.
+    spans : tuple
+        By slot of the arrays: least and greatest element of captured integers.
+    """
+
+    root: Node
+    arrays: tuple[Any, ...]
+    numbers: tuple[Any, ...]
+    spans: tuple[tuple[int, int] | None, ...]
+
+    def bind(self, args: Sequence[Any] = ()) -> "Bound":
+        """Return the graph with the arrays and numbers of a call.
+
+        Parameters
+        ----------
+        args : sequence
+            The function's arguments after j.
+        """
+        arrays, numbers = ([args[x] if isinstance(x, Argument) else x for x in y] for y in (self.arrays, self.numbers))
+        return Bound(self.root, tuple(arrays), tuple(numbers), self.spans)
+
+
+def trace(
+    function: Callable[..., Any],
+    names: tuple[str, ...] = SCORE,
+    args: Sequence[Any] = (),
+    *,
+    adopt: Callable[[Any], Any] = copied,
+) -> Traced:
+    """Trace a function, or return what is known of it.
+
+    Parameters
+    ----------
+    function : callable
+        ``score(s, b, h, i, j, *args)`` or ``visible(b, h, i, j, *args)``, in NumPy style.
+    names : tuple of str, default SCORE
+        `SCORE` or `MASK`.
+    args : sequence of arrays and numbers, optional
+        Further arguments; of arrays shape and dtype count.
+    adopt : callable, optional
+        Copies a captured array; by default to the host, or within CuPy.
+
+    Returns
+    -------
+    traced : Traced
+
+    Raises
+    ------
+    ArgumentError
+        The function cannot be traced; the message says where and what to write instead.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> slope = np.array([0.5, 0.25])
+    >>> trace(lambda s, b, h, i, j: s + slope[h] * (j - i)).root
+    add(s, multiply(array0(h), to_float(subtract(j, i))))
+    """
+    signature = (names, adopt, *[_signature(names, index, value) for index, value in enumerate(args)])
+    recent = _recent.get(id(function))
+    if recent is not None and recent.signature == signature and recent.snapshot.holds(function):
+        return recent.traced
+    who = identity(function)
+    if who is None:
+        with _lock:
+            return _trace(function, names, args, adopt)
+    key = (*who.parts, signature)
+    found = _known.get(key)
+    if found is None:
+        with _lock:
+            traced = _trace(function, names, args, adopt)
+            _remember(_known, key, (traced, watch(who.held, lambda _: _known.pop(key, None))))
+    else:
+        traced = found[0]
+    place = id(function)
+    snapshot = Snapshot.of(function, who, lambda _: _recent.pop(place, None))
+    if snapshot is not None:
+        _remember(_recent, place, _Recent(signature, snapshot, traced))
+    return traced
+
+
+def _remember(where: dict, key: Hashable, value: Any) -> None:
+    """Keep a value among at most `_MOST`, of which the oldest make room."""
+    while len(where) >= _MOST:
+        where.pop(next(iter(where)), None)
+    where[key] = value
+
+
+class _Recent(NamedTuple):
+    signature: tuple
+    snapshot: Snapshot
+    traced: Traced
+
+
+_recent: dict[int, _Recent] = {}
+
+
+def _signature(names: tuple[str, ...], index: int, value: Any) -> Hashable:
+    """Return what of an argument a trace depends on."""
+    if is_array(value):
+        if kind_of(value.dtype) is None:
+            place = _argument(names, index)
+            raise ArgumentError(f"{place} has dtype {value.dtype}: expected booleans, integers or floats")
+        return value.dtype, tuple(value.shape)
+    if isinstance(value, bool | np.bool_):
+        return "b"
+    if isinstance(value, float | np.floating):
+        return "f"
+    number = as_integer(value)
+    if number is None or not -(2**63) <= number < 2**63:
+        place = _argument(names, index)
+        raise ArgumentError(f"{place} = {shown(value)}: expected an array, or a number (integers of int64)")
+    return "i" if -(2**31) <= number < 2**31 else "l"
+
+
+def _argument(names: tuple[str, ...], index: int) -> str:
+    return f"{'score_args' if names == SCORE else 'args'}[{index}]"
+
+
+def _trace(function: Callable, names: tuple[str, ...], args: Sequence[Any], adopt: Callable) -> Traced:
+    if not callable(function):
+        raise ArgumentError(f"{shown(function)}: expected a function of ({', '.join(names)})")
+    tracer = Tracer(adopt)
+    outer, active.tracer = getattr(active, "tracer", None), tracer
+    try:
+        operands = [_operand(tracer, Argument(index), value) for index, value in enumerate(args)]
+        result = tracer.called(function)(*[Proxy(variable(name)) for name in names], *operands)
+        root = _checked(function, result, "f" if "s" in names else "b")
+    except CuattnError:
+        raise
+    except Exception as error:
+        raise ArgumentError(
+            f"{place_in(error.__traceback__) or _place(function)}{type(error).__name__}: {error}, while the function "
+            f"was traced; it is called once, with ({', '.join(names)}) that stand for all of their values, and must be "
+            "made of arithmetic and NumPy's ufuncs"
+        ) from error
+    finally:
+        active.tracer = outer
+    arrays = tuple(map(narrowed, tracer.arrays))
+    traced = Traced(root, arrays, tuple(tracer.numbers), tuple(map(span_of, arrays)))
+    if leaves_int64(known((root,), facts(traced.bind(args)))):
+        raise ArgumentError(
+            f"{_place(function)}the function computes an integer beyond int64: expected smaller ones, or floats"
+        )
+    return traced
+
+
+def _place(function: Callable) -> str:
+    """Return where a function begins, as errors write it."""
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
+
+
+def _operand(tracer: Tracer, index: Argument, value: Any) -> Proxy | ArrayProxy:
+    if is_array(value):
+        return ArrayProxy(lambda: value, index)
+    return Proxy(tracer.argument(index, _signature(SCORE, index, value).replace("l", "i")))  # type: ignore[union-attr]
+
+
+def _checked(function: Callable, result: Any, kind: str) -> Node:
+    """Return the node of a function's result."""
+    place = _place(function)
+    wanted = {"f": "the score, a single number", "b": "a boolean, True where the key may be seen"}[kind]
+    if result is None or isinstance(result, tuple | list | dict | str) or getattr(result, "shape", ()) != ():
+        what = "None (a return is missing?)" if result is None else f"{shown(result)} of type {type(result).__name__}"
+        raise ArgumentError(f"{place}the function returns {what}: expected {wanted}")
+    node = as_node(result)
+    if kind == "b" and node.kind != "b":
+        raise ArgumentError(f"{place}the function returns a number: expected {wanted}; write x != 0")
+    if kind == "f" and node.kind == "b":
+        raise ArgumentError(
+            f"{place}the function returns a boolean: expected {wanted}; a function of visibility is a mask"
+        )
+    return convert(node, kind)

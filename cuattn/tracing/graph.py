@@ -1,0 +1,168 @@
+"""Expression graphs: immutable nodes, of which equal ones are one object.
+
+A node is an operation on other nodes, or a leaf: one of the five variables ``s, b, h, i, j``, a constant, a parameter
+(a number that is known in each call), or an element of an array.  Because equal nodes are one object, a graph is its
+own key: functions that compute the same have the same root, however they were written, and what is made of a graph is
+made once.  Nothing of a user's text is in it, not even a name: parameters and arrays are numbered as they are used.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+S, B, H, I, J, ARRAY, PARAMETER = (1 << bit for bit in range(7))
+"""What a node may depend on, as bits of `Node.depends`."""
+
+VARIABLES = {"s": S, "b": B, "h": H, "i": I, "j": J}
+KINDS = {"b": "a boolean", "i": "an integer", "f": "a number"}
+
+_LONGEST = 400  # of a node's text
+_nodes: "weakref.WeakValueDictionary[tuple, Node]" = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+class Node:
+    """A value of a graph.
+
+    Attributes
+    ----------
+    op : str
+        The name of an operation (:mod:`cuattn.tracing.operations`), or "variable", "constant", "parameter", "load".
+    args : tuple of Node
+        Operands; of a load its indices.
+    kind : str
+        "b" boolean, "i" integer, "f" number of the accumulator's type.
+    value : object
+        Of a variable its name, of a constant the Python number, of a parameter or a load the number of its slot.
+    depends : int
+        Bits of what the value depends on.
+    """
+
+    __slots__ = ("__weakref__", "args", "depends", "kind", "op", "value")
+
+    op: str
+    args: "tuple[Node, ...]"
+    kind: str
+    value: Any
+    depends: int
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name}: nodes are immutable")
+
+    def __repr__(self) -> str:
+        texts: dict[Node, str] = {}
+        for node in order(self):
+            text = _written(node, [texts[arg] for arg in node.args])
+            texts[node] = text if len(text) <= _LONGEST else f"{node.op}(...)"
+        return texts[self]
+
+
+def _written(node: Node, operands: list[str]) -> str:
+    if node.op in ("variable", "constant"):
+        return str(node.value)
+    name = {"parameter": f"parameter{node.value}", "load": f"array{node.value}"}.get(node.op, node.op)
+    return name if node.op == "parameter" else f"{name}({', '.join(operands)})"
+
+
+def intern(op: str, args: Sequence[Node] = (), kind: str = "f", value: Any = None) -> Node:
+    """Return the node with this content, as it stands: :func:`cuattn.tracing.build.apply` simplifies.
+
+    Parameters
+    ----------
+    op, args, kind, value
+        As in :class:`Node`.
+
+    Examples
+    --------
+    >>> intern("add", (variable("i"), variable("j")), "i") is intern("add", (variable("i"), variable("j")), "i")
+    True
+    """
+    key = (op, kind, repr(value), *args)  # by repr, -0.0 is not 0.0, and NaN is itself
+    with _lock:
+        node = _nodes.get(key)
+        if node is None:
+            depends = {"variable": lambda: VARIABLES[value], "parameter": lambda: PARAMETER, "load": lambda: ARRAY}
+            bits = depends[op]() if op in depends else 0
+            for arg in args:
+                bits |= arg.depends
+            node = object.__new__(Node)
+            fields = {"op": op, "args": tuple(args), "kind": kind, "value": value, "depends": bits}
+            for name, content in fields.items():
+                object.__setattr__(node, name, content)
+            _nodes[key] = node
+        return node
+
+
+def variable(name: str) -> Node:
+    """Return the variable s, b, h, i or j."""
+    return intern("variable", (), "f" if name == "s" else "i", name)
+
+
+def constant(value: bool | int | float) -> Node:
+    """Return a constant; its kind is the Python number's.
+
+    Examples
+    --------
+    >>> constant(2).kind, constant(2.0).kind, constant(True).kind
+    ('i', 'f', 'b')
+    """
+    return intern("constant", (), {bool: "b", int: "i"}.get(type(value), "f"), value)
+
+
+def parameter(slot: int, kind: str) -> Node:
+    """Return the number in a slot, which is known in each call."""
+    return intern("parameter", (), kind, slot)
+
+
+def load(slot: int, kind: str, indices: Sequence[Node]) -> Node:
+    """Return an element of the array in a slot; indices wrap as NumPy's negative ones and are then clamped."""
+    return intern("load", indices, kind, slot)
+
+
+def order(*roots: Node) -> list[Node]:
+    """Return the nodes of graphs, each once, operands first.
+
+    Examples
+    --------
+    >>> order(intern("negative", (variable("s"),)))
+    [s, negative(s)]
+    """
+    found: dict[Node, None] = {}
+    stack = list(reversed(roots))
+    while stack:
+        node = stack[-1]
+        waiting = [arg for arg in node.args if arg not in found] if node not in found else []
+        if waiting:
+            stack.extend(reversed(waiting))
+        else:
+            found[stack.pop()] = None
+    return list(found)
+
+
+def rewrite(root: Node, change: Callable[[Node, tuple[Node, ...]], Node]) -> Node:
+    """Return a graph made anew from its leaves upwards.
+
+    Parameters
+    ----------
+    root : Node
+    change : callable
+        Of a node and its new operands; returns the new node.
+    """
+    made: dict[Node, Node] = {}
+    for node in order(root):
+        made[node] = change(node, tuple([made[arg] for arg in node.args]))
+    return made[root]
+
+
+def is_constant(node: Node, *values: object) -> bool:
+    """Return whether a node is a constant, and one of the values where some are given (0 is also 0.0, not False).
+
+    Examples
+    --------
+    >>> is_constant(constant(0.0), 0, 1), is_constant(constant(False), 0), is_constant(variable("s"))
+    (True, False, False)
+    """
+    if node.op != "constant":
+        return False
+    return not values or any(node.value == value and (node.kind == "b") == isinstance(value, bool) for value in values)

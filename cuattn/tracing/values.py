@@ -1,0 +1,327 @@
+"""Graphs computed by NumPy: on tiles of any shape, in the accumulator's precision, in buffers that are used again."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuattn.tracing.bound import ANY_LENGTH, Bound, Facts, facts
+from cuattn.tracing.build import apply, convert, is_uniform, linear_sum, linear_terms, remade
+from cuattn.tracing.extremes import of_dtype
+from cuattn.tracing.graph import I, J, Node, constant, order
+from cuattn.tracing.operations import TABLE
+from cuattn.tracing.ranges import EITHER, OPEN, Interval, point
+from cuattn.tracing.tiles import bounds
+
+_LARGEST = float(2**31 - 1)
+_EXACT = 2**24  # integers up to here are numbers of float32
+_INT32 = Interval(np.float64(-_LARGEST - 1), np.float64(_LARGEST))
+_OF_KIND = {"b": EITHER, "i": _INT32, "l": OPEN, "f": OPEN._replace(nan=True)}
+
+
+@functools.lru_cache(maxsize=256)
+def known(roots: tuple[Node, ...], facts: Facts) -> dict[Node, Interval]:
+    """Return the bounds of every value of graphs that hold throughout a call.
+
+    Parameters
+    ----------
+    roots : tuple of Node
+    facts : Facts
+    """
+    limits = zip("bhij", facts.limits, strict=True)
+    variables = {name: Interval(np.float64(0), np.float64(max(limit - 1, 0))) for name, limit in limits}
+    arrays = [of_dtype(np.dtype(layout.dtype), layout.span) for layout in facts.arrays]
+    return bounds(roots, variables, arrays, [_OF_KIND[kind] for kind in facts.numbers], keep=True)
+
+
+def leaves_int64(found: dict[Node, Interval]) -> bool:
+    """Return whether an integer among bounded values lies beyond int64 wherever it is computed."""
+    wrapping = [node for node in found if node.kind == "i" and node.op in TABLE and TABLE[node.op].wraps]
+    for node in wrapping:
+        with np.errstate(all="ignore"):
+            operands = [point(x.value) if x.op == "constant" else found[x] for x in node.args]
+            lo, hi, _ = TABLE[node.op].bounds(*operands)
+        if lo >= 2.0**63 or hi < -(2.0**63):
+            return True
+    return False
+
+
+def fits_int32(interval: Interval) -> bool:
+    """Return whether integers within bounds are integers of int32."""
+    return bool(interval.lo >= -_LARGEST - 1 and interval.hi <= _LARGEST)
+
+
+@functools.lru_cache(maxsize=256)
+def specialised(root: Node, facts: Facts) -> Node:
+    """Return a graph that computes the same in calls of these facts, with fewer conversions.
+
+    The number i - j, a conversion for every element, becomes the difference of the numbers i and j, which are
+    converted once for each row and key: exact up to 2**24, as the integers were.
+
+    Parameters
+    ----------
+    root : Node
+    facts : Facts
+
+    Examples
+    --------
+    >>> from cuattn.tracing.functions import trace
+    >>> bound = trace(lambda s, b, h, i, j: s + (j - i + 3)).bind()
+    >>> specialised(bound.root, facts(bound, (1, 1, 4096, 4096)))
+    add(s, subtract(to_float(add(j, 3)), to_float(i)))
+    """
+    found, made = known((root,), facts), {}
+    for node in order(root):
+        args = [made[arg] for arg in node.args]
+        if node.op == "to_float" and args[0] is node.args[0] and args[0].kind == "i":
+            made[node] = _as_float(args[0], found)
+        else:
+            made[node] = node if all(x is y for x, y in zip(args, node.args, strict=True)) else remade(node, args)
+    return made[root]
+
+
+def _as_float(x: Node, found: Mapping[Node, Interval]) -> Node:
+    """Return an integer as a number: of a sum of something of rows and something of keys each by itself."""
+    if x.op in ("absolute", "negative"):
+        return apply(x.op, _as_float(x.args[0], found))
+    terms = linear_terms(x, constant(0))
+    places = {term.depends & (I | J) for term in terms}
+    sizes = [abs(n) * max(abs(found[x].lo), abs(found[x].hi)) if x in found else abs(n) for x, n in terms.items()]
+    if not {I, J} <= places or I | J in places or sum(sizes) > _EXACT:
+        return convert(x, "f")
+    rows = {term: n for term, n in terms.items() if term.depends & I}
+    rest = {term: n for term, n in terms.items() if not term.depends & I}
+    for plus, minus in ((rows, rest), (rest, rows)):
+        if all(n < 0 for term, n in minus.items() if term.depends & (I | J)):
+            lesser = linear_sum({term: -n for term, n in minus.items()})
+            return apply("subtract", convert(linear_sum(plus), "f"), convert(lesser, "f"))
+    return apply("add", convert(linear_sum(rows), "f"), convert(linear_sum(rest), "f"))
+
+
+class Fit(NamedTuple):
+    """Whether indices of an axis may be negative, and so wrap, and whether they may leave it then."""
+
+    wraps: bool
+    clamps: bool
+
+
+def fit(index: Interval, length: int) -> Fit:
+    """Return what has to be done with an index within bounds.
+
+    Examples
+    --------
+    >>> fit(Interval(np.float64(0), np.float64(6)), 7), fit(Interval(np.float64(-3), np.float64(6)), 7)
+    (Fit(wraps=False, clamps=False), Fit(wraps=True, clamps=False))
+    """
+    return Fit(bool(index.lo < 0), not bool(index.lo >= -length and index.hi < length))
+
+
+class Program:
+    """Graphs in the order in which NumPy computes them.
+
+    Parameters
+    ----------
+    roots : tuple of Node
+    dtype : numpy.dtype
+        Of the accumulator: float32 or float64.
+    facts : Facts
+        Of the calls for which it is.
+
+    Examples
+    --------
+    >>> from cuattn.tracing.functions import trace
+    >>> bound = trace(lambda s, b, h, i, j: s + 0.5 * (j - i)).bind()
+    >>> program = Program((bound.root,), np.dtype(np.float32), facts(bound))
+    >>> i, j = np.arange(2, dtype=np.int32)[:, None], np.arange(2, dtype=np.int32)
+    >>> program({"s": np.zeros((2, 2), np.float32), "i": i, "j": j}, bound)
+    [array([[ 0. ,  0.5],
+           [-0.5,  0. ]], dtype=float32)]
+    """
+
+    def __init__(self, roots: tuple[Node, ...], dtype: np.dtype, facts: Facts) -> None:
+        roots = tuple([specialised(root, facts) for root in roots])
+        self.dtype, self._known = dtype, known(roots, facts)
+        nodes = order(*roots)
+        places = {node: place for place, node in enumerate(nodes)}
+        self._dtypes: dict[Node, np.dtype] = {}
+        for node in nodes:
+            self._dtypes[node] = self._dtype_of(node)
+        self._host = [node for node in nodes if is_uniform(node)]
+        self._variables = [(places[node], node.value) for node in nodes if node.op == "variable"]
+        computed = [node for node in nodes if node.args and not is_uniform(node)]
+        last = {arg: node for node in computed for arg in node.args}
+        made = {node for node in computed if node.op != "load"}.difference(roots)
+        self._places, self._roots = places, [places[root] for root in roots]
+        self._steps = [
+            _Step(
+                places[node],
+                self._loader(node, facts) if node.op == "load" else _operation(node, self._dtypes[node]),
+                [places[x] for x in node.args],
+                [places[x] for x in dict.fromkeys(node.args) if last[x] is node and x in made],
+            )
+            for node in (*computed, *(node for node in nodes if node.op == "load" and not node.args))
+        ]
+        self._steps.sort(key=lambda step: step.place)
+
+    def _dtype_of(self, node: Node) -> np.dtype:
+        """Return the dtype of a value: integers are of int32 if they fit and all that they are made of is."""
+        if node.kind != "i":
+            return np.dtype(bool) if node.kind == "b" else self.dtype
+        narrow = node.op == "load" or not any(self._dtypes[x] == np.int64 for x in node.args)
+        return np.dtype(np.int32 if narrow and fits_int32(self._known[node]) else np.int64)
+
+    def __call__(self, variables: Mapping[str, Any], bound: Bound, out: Any = None) -> list[np.ndarray]:
+        """Compute the roots.
+
+        Parameters
+        ----------
+        variables : mapping of str to array
+            s, b, h, i, j, which broadcast; those that the graphs do not depend on may be missing.
+        bound : Bound
+            Its arrays and numbers.
+        out : array, optional
+            Where the first root is written if it has that shape and dtype and is computed last; it may be `s`.
+
+        Returns
+        -------
+        list of array
+            The roots' values, of the shape to which what they depend on broadcasts.
+        """
+        return self.ready(bound)(variables, out)
+
+    def ready(self, bound: Bound) -> Callable[..., list[np.ndarray]]:
+        """Return the function of (variables, out=None) for the arrays and numbers of a call, for many tiles.
+
+        Parameters
+        ----------
+        bound : Bound
+        """
+        values: list[Any] = [None] * len(self._places)
+        wide: dict[Node, Any] = {}  # what no element changes is computed in float64, and rounded once
+        types = {"b": np.dtype(bool), "i": np.dtype(np.int64), "f": np.dtype(np.float64)}
+        with np.errstate(all="ignore"):
+            for node in self._host:
+                dtype = types[node.kind]
+                if node.args:
+                    wide[node] = _operation(node, dtype)([wide[x] for x in node.args], ())
+                else:
+                    wide[node] = dtype.type(node.value if node.op == "constant" else bound.numbers[node.value])
+                values[self._places[node]] = self._dtypes[node].type(wide[node])
+        return functools.partial(self._run, values, bound.arrays)
+
+    def _run(self, start: list[Any], arrays: Sequence[Any], variables: Mapping[str, Any], out: Any = None) -> list[Any]:
+        values = start.copy()
+        for place, name in self._variables:
+            values[place] = variables[name]
+        with np.errstate(all="ignore"):
+            for step in self._steps:
+                buffers = [values[x] for x in step.dying]
+                if out is not None and step is self._steps[-1] and step.place == self._roots[0]:
+                    buffers.insert(0, out)
+                values[step.place] = step.compute([values[x] for x in step.operands], buffers, arrays)
+                for x in step.dying:
+                    values[x] = None
+        return [np.asarray(values[place]) for place in self._roots]
+
+    def _loader(self, node: Node, facts: Facts) -> Callable[..., np.ndarray]:
+        """Return the function that reads elements of an array."""
+        shape, dtype = facts.arrays[node.value].shape, self._dtypes[node]
+        fits = [fit(self._known[arg], length) for arg, length in zip(node.args, shape, strict=True)]
+
+        def load(operands: list[Any], buffers: Sequence[Any], arrays: Sequence[Any]) -> np.ndarray:
+            indices = []
+            for index, length, (wraps, clamps) in zip(map(np.asarray, operands), shape, fits, strict=True):
+                index = np.where(index < 0, index + length, index) if clamps and wraps else index  # NumPy wraps
+                indices.append(np.clip(index, 0, length - 1) if clamps else index)
+            return arrays[node.value][tuple(indices)].astype(dtype, copy=False)
+
+        return load
+
+
+class _Step(NamedTuple):
+    """One operation: where its result goes, what computes it, its operands, and those that nothing else needs."""
+
+    place: int
+    compute: Callable[..., Any]
+    operands: list[int]
+    dying: list[int]
+
+
+def _operation(node: Node, dtype: np.dtype) -> Callable[..., Any]:
+    """Return the function that computes an operation, in a buffer of the right shape where there is one."""
+    ufunc, options = TABLE[node.op].ufunc, {}
+    if node.kind != "b" or not isinstance(ufunc, np.ufunc):
+        options["dtype"] = dtype
+    if node.op in ("to_float", "to_integer"):
+        options["casting"] = "unsafe"
+
+    def compute(operands: list[Any], buffers: Sequence[Any], arrays: Sequence[Any] = ()) -> Any:
+        for buffer in buffers:
+            if np.ndim(buffer) and buffer.dtype == dtype and buffer.shape == np.broadcast(*operands).shape:
+                return ufunc(*operands, out=buffer, **options)
+        return ufunc(*operands, **options)
+
+    return compute
+
+
+_program = functools.lru_cache(maxsize=256)(Program)
+
+
+def host_value(root: Node, numbers: Sequence[Any]) -> Any:
+    """Return a value that is made of constants and parameters alone, as a Python number.
+
+    Parameters
+    ----------
+    root : Node
+    numbers : sequence
+        By slot of the parameters.
+
+    Examples
+    --------
+    >>> from cuattn.tracing.build import apply
+    >>> from cuattn.tracing.graph import parameter
+    >>> host_value(apply("exp2", parameter(0, "f")), (3.0,))
+    8.0
+    """
+    return evaluate(Bound(root, (), tuple(numbers)), {}, np.float64).item()
+
+
+def evaluate(
+    bound: Bound,
+    variables: Mapping[str, Any],
+    dtype: Any = np.float32,
+    limits: tuple[int, int, int, int] = ANY_LENGTH,
+    out: Any = None,
+) -> np.ndarray:
+    """Compute a graph on a tile.
+
+    Parameters
+    ----------
+    bound : Bound
+        The graph, its arrays and its numbers.
+    variables : mapping of str to array
+        s, b, h, i, j, which broadcast against each other; s in `dtype`, the others of int32.
+    dtype : dtype_like, default float32
+        The accumulator's: float32 or float64.
+    limits : tuple of int, optional
+        What b, h, i and j stay below; with narrow limits integers are of int32, which is quicker.
+    out : array, optional
+        Where the result is written if it has that shape; it may be ``variables["s"]``.
+
+    Returns
+    -------
+    array
+        Of the shape to which those variables broadcast on which the graph depends.
+
+    Examples
+    --------
+    >>> from cuattn.tracing.functions import MASK, trace
+    >>> i, j = np.arange(3, dtype=np.int32)[:, None], np.arange(3, dtype=np.int32)
+    >>> evaluate(trace(lambda b, h, i, j: i >= j, MASK).bind(), {"i": i, "j": j}).astype(int)
+    array([[1, 0, 0],
+           [1, 1, 0],
+           [1, 1, 1]])
+    """
+    program = _program((bound.root,), np.dtype(dtype), facts(bound, limits))
+    return program(variables, bound, out)[0]

@@ -1,0 +1,126 @@
+"""Every mask and score of attention-gym, written for cuattn, is its own formula; tiles and columns are found."""
+
+import numpy as np
+import pytest
+
+from cuattn.tracing.bound import Bound, facts
+from cuattn.tracing.cuda import source
+from cuattn.tracing.cuda_tiles import tile_source
+from cuattn.tracing.derivatives import addend, derivative, split_visible, weights
+from cuattn.tracing.functions import MASK, SCORE, trace
+from cuattn.tracing.recognition import columns
+from cuattn.tracing.tiles import tile_states
+from cuattn.tracing.values import evaluate
+from tests.tolerances import assert_close
+from tests.tracing.recipes import BATCH, HEADS, MASKS, SCORES, N
+
+SHAPE = (BATCH, HEADS, N, N)
+NAMES = {name: x.astype(np.int32) for name, x in zip("bhij", np.ogrid[tuple(map(slice, SHAPE))], strict=True)}
+
+
+@pytest.mark.parametrize("make", MASKS, ids=lambda make: make.__name__)
+def test_masks(make):
+    recipe = make()
+    bound = trace(recipe.function, MASK).bind()
+    wanted = np.broadcast_to(recipe.formula(), SHAPE)
+    np.testing.assert_array_equal(np.broadcast_to(evaluate(bound, NAMES, limits=SHAPE), SHAPE), wanted)
+    first = np.arange(0, N, 8)
+    for b, h in np.ndindex(BATCH, HEADS):
+        states = tile_states(bound, (first, first + 7), (first, first + 7), b, h)
+        tiles = wanted[b, h].reshape(N // 8, 8, N // 8, 8).swapaxes(1, 2)
+        some, every = tiles.any((2, 3)), tiles.all((2, 3))
+        assert not (some & (states == 0)).any() and not (~every & (states == 2)).any()
+        assert (states == 1).sum() <= 1.5 * (some & ~every).sum()  # almost all that can be resolved is
+        found = columns(bound, np.arange(N), np.arange(N), b, h)
+        assert (found is not None) or not recipe.columns
+        if found is not None:
+            i, (lts, lte, uts, ute) = np.arange(N)[:, None], found
+            np.testing.assert_array_equal(((lts <= i) & (i < lte)) | ((uts <= i) & (i < ute)), ~wanted[b, h])
+
+
+@pytest.mark.parametrize("make", SCORES, ids=lambda make: make.__name__)
+def test_scores(make):
+    recipe = make()
+    bound = trace(recipe.function, SCORE, recipe.args).bind(recipe.args)
+    s = np.random.default_rng(3).normal(size=SHAPE, scale=3)
+    exact = recipe.formula(s.astype(np.float32).astype(float))
+    for dtype in (np.float32, np.float64):
+        found = evaluate(bound, {**NAMES, "s": s.astype(np.float32).astype(dtype)}, dtype, SHAPE)
+        assert found.dtype == dtype
+        assert_close(found, exact, exact.astype(dtype), magnitude=8 * np.abs(exact[np.isfinite(exact)]).max())
+
+
+def test_additive_scores_are_told_from_others():
+    others = {"softcap", "approximate_softcap", "temperature", "gated"}
+    for make in SCORES:
+        recipe = make()
+        traced = trace(recipe.function, SCORE, recipe.args)
+        visible, score = split_visible(traced.root)
+        assert (addend(score) is None) == (make.__name__ in others), make.__name__
+        assert (visible is not None) == (make.__name__ in ("natten_with_bias", "window_and_alibi"))
+
+
+PLACES = {
+    "learned_alibi": ["head"],
+    "relative_table": ["diagonal"],
+    "t5_buckets": ["diagonal"],
+    "key_bias": ["key"],
+    "pair_bias": ["element"],
+    "temperature": ["head"],
+    "graphormer": ["element"],
+    "natten_with_bias": ["element"],
+}
+
+
+def test_the_sums_of_array_gradients_are_planned_by_index():
+    for make in SCORES:
+        recipe = make()
+        bound = trace(recipe.function, SCORE, recipe.args).bind(recipe.args)
+        found = [x.place for slot in range(len(bound.arrays)) for x in weights(bound.root, slot)]
+        assert found == PLACES.get(make.__name__, []), make.__name__
+
+
+def test_gradients_of_arrays_are_known_by_their_indices():
+    """The weights of what is added are those that the formula reads: a histogram of the cotangent."""
+    rng = np.random.default_rng(5)
+    for make in SCORES:
+        recipe = make()
+        bound = trace(recipe.function, SCORE, recipe.args).bind(recipe.args)
+        s, cotangent = rng.normal(size=(2, *SHAPE))
+        for slot, array in enumerate(bound.arrays):
+            if array.dtype.kind != "f":
+                continue
+            gradient = np.zeros_like(array)
+            for _, indices, weight in weights(bound.root, slot):
+                places = [np.broadcast_to(evaluate(bound.of(x), NAMES), SHAPE) for x in indices]
+                values = evaluate(bound.of(weight), {**NAMES, "s": s}, np.float64)
+                np.add.at(gradient, tuple(places), np.broadcast_to(cotangent * values, SHAPE))
+            where = tuple(rng.integers(0, n) for n in array.shape)
+            moved = array.copy()
+            moved[where] += 1e-4
+            arrays = tuple([moved if x is array else x for x in bound.arrays])
+            calls = Bound(bound.root, arrays, bound.numbers), bound
+            after, before = (evaluate(x, {**NAMES, "s": s}, np.float64) for x in calls)
+            seen = np.isfinite(before)
+            wanted = (cotangent[seen] * (after[seen] - before[seen])).sum() / 1e-4
+            np.testing.assert_allclose(gradient[where], wanted, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_all_recipes_compile(arch):
+    pytest.importorskip("cupy")
+    from cuattn.cuda import compile as compiler
+    from cuattn.cuda import source as files
+
+    texts = []
+    for make in (*MASKS, *SCORES):
+        recipe, names = make(), MASK if make in MASKS else SCORE
+        bound = trace(recipe.function, names, recipe.args).bind(recipe.args)
+        roots = [bound.root, derivative(bound.root)] if names == SCORE else [bound.root]
+        made = {"": source({"score": roots}, facts(bound, SHAPE), short=True)}
+        if names == MASK:
+            made["_tiles"] = tile_source(bound.root, facts(bound, SHAPE))
+        for end, one in made.items():
+            begin = f"namespace {make.__name__}{end} {{ using namespace traced;"
+            texts.append(one.text.replace("namespace traced {", begin))
+    compiler.compile_log(files.flatten_text("\n".join(texts), "recipes.cu"), arch)
