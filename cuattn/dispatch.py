@@ -20,7 +20,7 @@ from cuattn.errors import ArgumentError, DtypeError, UnsupportedError, shown
 from cuattn.interop import Outputs
 from cuattn.masks.base import Mask
 from cuattn.masks.constructors import band_of_runs
-from cuattn.masks.function import mask_of_call
+from cuattn.masks.function import mask_of
 from cuattn.plans import Plan
 from cuattn.problem import (
     Array,
@@ -35,13 +35,12 @@ from cuattn.problem import (
     check_band,
     check_parts,
     drawn_state,
-    flag,
     pieces,
     place_of,
     replayed_state,
     whole_offset,
 )
-from cuattn.tracing import MASK, trace
+from cuattn.tracing import MASK, Frozen, trace
 
 
 @dataclass
@@ -92,13 +91,11 @@ class Call:
         return self.origin.has_runs
 
     def take_function(self, arrays: dict[str, Any]) -> None:
-        """Find the mask that a function is for operands of these shapes, at this origin."""
-        bound, origin = trace(self.function, MASK).frozen, self.origin or Origin()
-        q, k, v = (tuple(arrays[name].shape) for name in "qkv")
-        batch, heads, _ = check_axes(q, k, v, flag("enable_gqa", self.options.enable_gqa))
-        leading = () if max(map(len, (q, k, v))) == 2 else (*batch, heads)
-        rows, keys = pieces("row", origin.row, q[-2]), pieces("key", origin.key, k[-2])
-        self.masks, self.function = mask_of_call(bound, rows, keys, leading, (origin.batch, origin.head)).parts, None
+        """Make a function the mask that it is for operands of these shapes, at this origin."""
+        if self.function is not None:
+            shapes = [tuple(arrays[name].shape) for name in "qkv"]
+            found = _function_mask(trace(self.function, MASK).frozen, *shapes, self.origin)
+            self.masks, self.function = found.parts, None
 
 
 @dataclass
@@ -164,8 +161,7 @@ def _run(call: Call) -> tuple[list[Any], Any]:
     if seen is None:
         return _compute(call)
     layouts, addresses = seen
-    if call.function is not None:
-        call.take_function(call.arrays)
+    call.take_function(call.arrays)
     known = _cell(call, layouts)
     origin = known.origin
     if origin is None:
@@ -236,8 +232,7 @@ def _enter(call: Call, outputs: Outputs) -> tuple[dict[str, Any], interop.ArrayO
 def _check(call: Call, views: dict[str, Any], origin: interop.ArrayOrigin) -> _Known:
     """Check a call; return its memo cell."""
     has_runs = call.has_runs
-    if call.function is not None:
-        call.take_function(views)
+    call.take_function(views)
     if has_runs:
         _fold(call, views)
     layouts, _ = interop.signature(views.values())
@@ -268,6 +263,15 @@ def _fold(call: Call, views: dict[str, Any]) -> None:
 
 
 _band_mask = lru_cache(maxsize=64)(band_of_runs)  # kept, since a mask holds tables on a GPU
+
+
+@lru_cache(maxsize=32)  # masks hold tables
+def _function_mask(bound: Frozen, q: tuple, k: tuple, v: tuple, origin: Origin | None) -> Mask:
+    """Return the mask that a function is for operands of these shapes."""
+    batch, heads, _ = check_axes(q, k, v, True)
+    leading, origin = () if max(map(len, (q, k, v))) == 2 else (*batch, heads), origin or Origin()
+    rows, keys = pieces("row", origin.row, q[-2]), pieces("key", origin.key, k[-2])
+    return mask_of(bound, rows, keys, leading, (origin.batch, origin.head))
 
 
 def plan(call: Call) -> Plan:

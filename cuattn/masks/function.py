@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from cuattn.errors import MaskError, UnsupportedError, shown
-from cuattn.io_model.sizes import cdiv
 from cuattn.masks import checks
 from cuattn.masks.base import Instance, Mask
 from cuattn.masks.column import ColumnMask
@@ -24,37 +23,14 @@ _STRIPS = 1 << 10  # of tiles, whose states a mask remembers
 class FunctionMask(Mask):
     """A mask that a function describes: row i may see key j if ``visible(b, h, i, j)``.
 
-    The function is traced once into an expression, which is evaluated on the tiles that are neither wholly visible nor
-    wholly hidden; no matrix is made.  :func:`from_function` returns the quicker `ColumnMask` where that says the same.
-
-    Parameters
-    ----------
-    visible : callable
-        ``visible(b, h, i, j, *args) -> bool`` in NumPy style: of the flat leading index, the query head, the row and
-        the key.  It must be pure.  Arrays that it captures are copied.
-    n_queries : int
-        Rows.
-    n_keys : int, optional
-        Keys; by default `n_queries`.
-    args : sequence of arrays and numbers, optional
-        Further arguments, which are copied.
-    batch : int or tuple of int, optional
-        Length, or lengths, of the leading axes before the heads; needed where the function depends on b.
-    heads : int, optional
-        Query heads; needed where the function depends on h.
+    :func:`from_function` makes it, of functions that are no column masks.  The function was traced into an expression,
+    of which bounds tell the tiles that are wholly visible or hidden; on the others it is evaluated.  No matrix is made.
 
     Attributes
     ----------
     n_queries, n_keys, leading : int, int, tuple of int
         Shape of the matrix that is masked and of the axes before it: none where the function depends on neither b
         nor h.
-
-    Raises
-    ------
-    ArgumentError
-        The function cannot be traced, or returns no boolean; the message says where.
-    MaskError
-        A length is negative, or `batch` or `heads` is missing.
 
     Notes
     -----
@@ -63,8 +39,8 @@ class FunctionMask(Mask):
 
     Examples
     --------
-    >>> from cuattn.masks import FunctionMask
-    >>> mask = FunctionMask(lambda b, h, i, j: (i - j) % (h + 2) == 0, 4, heads=2)
+    >>> from cuattn.masks import from_function
+    >>> mask = from_function(lambda b, h, i, j: (i - j) % (h + 2) == 0, 4, heads=2)
     >>> mask
     <FunctionMask (2,) x 4 queries x 4 keys: equal(remainder(subtract(i, j), add(h, 2)), 0)>
     >>> mask.dense()[1].astype(int)
@@ -75,44 +51,19 @@ class FunctionMask(Mask):
     """
 
     kind = "function"
-    _parameter_names = ("_bound", "_rows", "_keys", "leading", "_first")
+    _parameter_names = ("_bound", "n_queries", "leading", "_first")
     _bound: Frozen
-    _rows: Runs  # that the mask has, of those that the function knows
-    _keys: Runs
-    _i: np.ndarray  # the same, one by one
-    _j: np.ndarray
     _first: tuple[int, int]  # b and h of the first matrix
-
-    def __init__(
-        self,
-        visible: Callable[..., Any],
-        n_queries: int,
-        n_keys: int | None = None,
-        *,
-        args: Sequence[Any] = (),
-        batch: int | tuple[int, ...] | None = None,
-        heads: int | None = None,
-    ) -> None:
-        lengths = [checks.integer("n_queries", n_queries)]
-        lengths.append(lengths[0] if n_keys is None else checks.integer("n_keys", n_keys))
-        args = [_snapshot(x) if is_array(x) else x for x in checks.sequence("args", args)]
-        bound = trace(visible, MASK, args, adopt=_snapshot).bind(args)
-        for name, given, variable in (("batch", batch, B), ("heads", heads, H)):
-            if given is None and bound.root.depends & variable:
-                raise MaskError(f"{name} = None: expected a length, as the function depends on {'bh'[variable == H]}")
-        batch = batch if isinstance(batch, tuple) else (1 if batch is None else batch,)
-        axes = [checks.integer("batch", n) for n in batch] + [1 if heads is None else checks.integer("heads", heads)]
-        rows, keys = (((0, length),) for length in lengths)
-        frozen = Frozen(bound.root, bound.arrays, bound.numbers)
-        self._settle(None, frozen, rows, keys, _needed(frozen, tuple(axes)), (0, 0))
+    _i: np.ndarray  # the rows and the keys, by the indices that the function knows
+    _j: np.ndarray
 
     def _derived(self) -> dict[str, Any]:
-        i, j = (indices(runs).astype(np.int32) for runs in (self._rows, self._keys))
-        return {"_i": i, "_j": j, "n_queries": len(i), "n_keys": len(j)}
+        i, j = np.split(self._array, [self.n_queries])
+        return {"_i": i, "_j": j, "n_keys": len(j)}
 
     @cached_property
     def _facts(self) -> Facts:
-        i, j = (max((stop for _, stop in runs), default=0) for runs in (self._rows, self._keys))
+        i, j = (int(x.max(initial=-1)) + 1 for x in (self._i, self._j))
         b, h = self._first
         return facts(self._bound, (b + math.prod(self.leading[:-1]), h + math.prod(self.leading[-1:]), i, j))
 
@@ -121,9 +72,9 @@ class FunctionMask(Mask):
         return Program((self._bound.root,), np.dtype(np.float32), self._facts).ready(self._bound)
 
     @cached_property
-    def _strips(self) -> Callable[..., np.ndarray]:
-        """The function that returns the states of a matrix's row tiles; some are kept."""
-        return lru_cache(_STRIPS)(partial(_states, self._bound, self._i, self._j))
+    def _states(self) -> Callable[..., np.ndarray]:
+        """The function that returns the states of a matrix's row tiles, of which some are kept."""
+        return lru_cache(_STRIPS)(partial(_strip, self._bound, self._i, self._j))
 
     @property
     def layout(self) -> tuple[Hashable, ...]:
@@ -131,8 +82,8 @@ class FunctionMask(Mask):
 
     def _matrix(self, instance: Instance) -> tuple[int, int]:
         """Return b and h of one of the matrices."""
-        heads = math.prod(self.leading[-1:])
-        b, h = divmod(int(np.ravel_multi_index(instance, self.leading)) if instance else 0, heads)
+        place = int(np.ravel_multi_index(instance, self.leading)) if instance else 0
+        b, h = divmod(place, math.prod(self.leading[-1:]))
         return self._first[0] + b, self._first[1] + h
 
     def hidden(self, instance: Instance, rows: slice, keys: slice) -> np.ndarray:
@@ -146,21 +97,11 @@ class FunctionMask(Mask):
         return hidden
 
     def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> np.ndarray:
-        return self._strips(*self._matrix(instance), block_m, block_n, start, stop)
-
-    def simplified(self) -> "FunctionMask | ColumnMask":
-        """For backends: return the `ColumnMask` that says the same, or else this mask."""
-        bounds = np.zeros((4, *self.leading, self.n_keys), np.int32)
-        for instance in np.ndindex(*self.leading):
-            found = columns(self._bound, self._i, self._j, *self._matrix(instance))
-            if found is None:
-                return self
-            bounds[(slice(None), *instance)] = found
-        return ColumnMask._wrap(bounds, self.n_queries)
+        return self._states(*self._matrix(instance), block_m, block_n, start, stop)
 
     def _restrict(self, rows: Runs, keys: Runs) -> "FunctionMask":
-        rows, keys = _within(self._rows, rows), _within(self._keys, keys)
-        return self._wrap(None, self._bound, rows, keys, self.leading, self._first)
+        i, j = self._i[indices(rows)], self._j[indices(keys)]
+        return self._wrap(np.concatenate([i, j]), self._bound, len(i), *self._parameters[2:])
 
     def to_device(self, device: int | None = None) -> "FunctionMask":
         """Raise UnsupportedError: kernels do not take this kind of mask."""
@@ -168,8 +109,7 @@ class FunctionMask(Mask):
 
     def __repr__(self) -> str:
         leading = f"{self.leading} x " if self.leading else ""
-        text = shown(self._bound.root)
-        return f"<FunctionMask {leading}{self.n_queries} queries x {self.n_keys} keys: {text}>"
+        return f"<FunctionMask {leading}{self.n_queries} queries x {self.n_keys} keys: {shown(self._bound.root)}>"
 
 
 def from_function(
@@ -186,7 +126,8 @@ def from_function(
     Parameters
     ----------
     visible : callable
-        ``visible(b, h, i, j, *args) -> bool`` in NumPy style, see `FunctionMask`.
+        ``visible(b, h, i, j, *args) -> bool`` in NumPy style: of the flat leading index, the query head, the row and
+        the key.  It must be pure, for it is called once, with stand-ins that trace what it computes.
     n_queries : int
         Rows.
     n_keys : int, optional
@@ -201,8 +142,8 @@ def from_function(
     Returns
     -------
     ColumnMask or FunctionMask
-        A `ColumnMask` where the function is recognised as one: bounds on rows and keys, windows, documents, prefixes
-        and what is combined of them.  It has leading axes only where the function depends on b or h.
+        A `ColumnMask` where the function is recognised as one: causal, windows, documents, prefixes and what is
+        combined of them.  It has leading axes only where the function depends on b or h.
 
     Raises
     ------
@@ -222,47 +163,44 @@ def from_function(
     >>> bool((mask.dense() == causal_document([300, 500, 224]).dense()).all())
     True
     """
-    return FunctionMask(visible, n_queries, n_keys, args=args, batch=batch, heads=heads).simplified()
+    rows = checks.integer("n_queries", n_queries)
+    keys = rows if n_keys is None else checks.integer("n_keys", n_keys)
+    args = [_snapshot(x) if is_array(x) else x for x in checks.sequence("args", args)]
+    bound = trace(visible, MASK, args, adopt=_snapshot).bind(args)
+    for name, given, variable, letter in (("batch", batch, B, "b"), ("heads", heads, H, "h")):
+        if given is None and bound.root.depends & variable:
+            raise MaskError(f"{name} = None: expected a length, as the function depends on {letter}")
+    lengths = [("batch", n) for n in (batch if isinstance(batch, tuple) else (batch,))] + [("heads", heads)]
+    leading = tuple([1 if n is None else checks.integer(name, n) for name, n in lengths])
+    return mask_of(Frozen(bound.root, bound.arrays, bound.numbers), ((0, rows),), ((0, keys),), leading)
 
 
-@lru_cache(maxsize=32)
-def mask_of_call(bound: Frozen, rows: Runs, keys: Runs, leading: tuple[int, ...], first: tuple[int, int]) -> Mask:
-    """Return the mask that a bare function is in a call; the latest are kept, with their tables.
+def mask_of(
+    bound: Frozen, rows: Runs, keys: Runs, leading: tuple[int, ...], first: tuple[int, int] = (0, 0)
+) -> FunctionMask | ColumnMask:
+    """Return the mask of a traced function, a `ColumnMask` if it is one.
 
     Parameters
     ----------
     bound : Frozen
-        The function, as :func:`cuattn.tracing.trace` knows it.
     rows, keys : tuple of (start, stop)
-        The call's, in global indices.
+        Those that the mask has, of what the function knows.
     leading : tuple of int
-        The call's leading axes, query heads last.
-    first : (int, int)
-        Global b and h of the call's first matrix.
+        Leading axes, query heads last; those that do not matter are dropped.
+    first : (int, int), optional
+        b and h of the first matrix.
     """
-    return FunctionMask._wrap(None, bound, rows, keys, _needed(bound, leading), first).simplified()
-
-
-def _needed(bound: Frozen, leading: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the leading axes on which a function depends; 1 in place of heads where these do not matter."""
-    depends = bound.root.depends
-    if not depends & B:
-        return leading[-1:] if depends & H else ()
-    return leading if depends & H or not leading else (*leading[:-1], 1)
-
-
-def _within(runs: Runs, taken: Runs) -> Runs:
-    """Return what runs, counted from 0 within others, take of the whole.
-
-    >>> _within(((4, 6), (10, 12)), ((1, 3),))
-    ((5, 6), (10, 11))
-    """
-    found, shift = [], 0
-    for start, stop in runs:
-        shift += start
-        found += [(max(first + shift, start), min(last + shift, stop)) for first, last in taken]
-        shift -= stop
-    return tuple([(start, stop) for start, stop in found if start < stop])
+    i, j = (indices(runs).astype(np.int32) for runs in (rows, keys))
+    batch = leading[:-1] if bound.root.depends & B else ()
+    heads = leading[-1:] if bound.root.depends & H else (1,) * bool(batch)
+    mask = FunctionMask._wrap(np.concatenate([i, j]), bound, len(i), (*batch, *heads), first)
+    bounds = np.zeros((4, *mask.leading, len(j)), np.int32)
+    for instance in np.ndindex(*mask.leading):
+        found = columns(bound, i, j, *mask._matrix(instance))
+        if found is None:
+            return mask
+        bounds[(slice(None), *instance)] = found
+    return ColumnMask._wrap(bounds, len(i))
 
 
 def _snapshot(array: Any) -> np.ndarray:
@@ -270,17 +208,17 @@ def _snapshot(array: Any) -> np.ndarray:
     return copied(adopt("args", array).get() if is_device_array(array) else array)
 
 
-def _states(
+def _strip(
     bound: Frozen, i: np.ndarray, j: np.ndarray, b: int, h: int, block_m: int, block_n: int, start: int, stop: int
 ) -> np.ndarray:
-    """Return the states of row tiles start to stop of one matrix, read-only."""
-    i = i[start * block_m : stop * block_m]
-    if not (i.size and j.size):
-        return np.zeros((stop - start, cdiv(len(j), block_n)), np.int8)
-    rows, keys = (
-        (x[::size], np.append(x[size - 1 :: size], x[-1])[: cdiv(len(x), size)])
-        for x, size in ((i, block_m), (j, block_n))
-    )
+    """Return the states of row tiles start to stop of one matrix."""
+    rows, keys = _ends(i[start * block_m : stop * block_m], block_m), _ends(j, block_n)
     states = tile_states(bound, rows, keys, b, h, bound.extremes)
     states.flags.writeable = False
     return states
+
+
+def _ends(x: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first and the last element of each tile."""
+    first = np.arange(0, len(x), size)
+    return x[first], x[np.minimum(first + size, len(x)) - 1]

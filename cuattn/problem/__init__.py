@@ -4,7 +4,7 @@ from cuattn.problem.dtypes import DTYPES, FLOAT32, Dtype, register_dtype, row_of
 from cuattn.problem.model import Band, Place, Problem
 from cuattn.problem.operations import BACKWARD, FORWARD, OPERATIONS, Array, Operation
 from cuattn.problem.origin import Origin, pieces, place_of, whole_offset
-from cuattn.problem.scalars import check_band, flag
+from cuattn.problem.scalars import check_band
 from cuattn.problem.validate import (
     Options,
     bind,
@@ -37,7 +37,6 @@ __all__ = [
     "check_band",
     "check_parts",
     "drawn_state",
-    "flag",
     "pieces",
     "place_of",
     "register_dtype",

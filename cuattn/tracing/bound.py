@@ -67,17 +67,13 @@ class Frozen(Bound):
     @functools.cached_property
     def content(self) -> Hashable:
         """What equal ones share."""
-        arrays = [(x.dtype, x.shape, hashlib.blake2b(x.tobytes()).digest()) for x in self.arrays]
-        return self.root, tuple(arrays), tuple(map(repr, self.numbers))
+        arrays = [(x.dtype.str, x.shape, hashlib.blake2b(x.tobytes()).digest()) for x in self.arrays]
+        return self.root, *arrays, *map(repr, self.numbers)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Frozen) and (self is other or self.content == other.content)
 
     def __hash__(self) -> int:
-        return self._hash
-
-    @functools.cached_property
-    def _hash(self) -> int:
         return hash(self.content)
 
     def __reduce__(self) -> tuple[Any, ...]:

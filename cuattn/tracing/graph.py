@@ -51,8 +51,7 @@ class Node:
         raise AttributeError(f"{name}: nodes are immutable")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        places = {node: place for place, node in enumerate(order(self))}
-        return _rebuilt, ([(node.op, [places[x] for x in node.args], node.kind, node.value) for node in places],)
+        return intern, (self.op, self.args, self.kind, self.value)
 
     def __repr__(self) -> str:
         texts: dict[Node, str] = {}
@@ -60,14 +59,6 @@ class Node:
             text = _written(node, [texts[arg] for arg in node.args])
             texts[node] = text if len(text) <= _LONGEST else f"{node.op}(...)"
         return texts[self]
-
-
-def _rebuilt(rows: list[tuple[str, list[int], str, Any]]) -> Node:
-    """Return the last node of a pickled graph, operands as the numbers of earlier ones."""
-    nodes: list[Node] = []
-    for op, places, kind, value in rows:
-        nodes.append(intern(op, [nodes[place] for place in places], kind, value))
-    return nodes[-1]
 
 
 def _written(node: Node, operands: list[str]) -> str:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cuattn import masks
-from cuattn.masks import BlockMask, BooleanMask, ColumnMask, FunctionMask
+from cuattn.masks import BlockMask, BooleanMask, ColumnMask, from_function
 from cuattn.masks.constructors import band
 from cuattn.tracing import MASK
 from tests.tracing import expressions
@@ -129,10 +129,10 @@ def boolean_masks(draw, n_queries=None, n_keys=None, leading=None):
 
 @st.composite
 def function_masks(draw):
-    """Draw a FunctionMask of an expression of integers."""
+    """Draw a mask of an expression of integers."""
     text = expressions.condition(draw(st.randoms(use_true_random=False)), 3)
     batch, heads, *lengths = expressions.LIMITS
-    return FunctionMask(expressions.compiled(text, MASK), *lengths, batch=batch, heads=heads)
+    return from_function(expressions.compiled(text, MASK), *lengths, batch=batch, heads=heads)
 
 
 def band_masks(n_queries=None, n_keys=None):

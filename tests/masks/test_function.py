@@ -13,9 +13,9 @@ from numpy.testing import assert_array_equal
 import cuattn
 from cuattn import Origin, masks
 from cuattn.cuda.constants import halves
+from cuattn.dispatch import _function_mask
 from cuattn.errors import ArgumentError, DtypeError, MaskError, ShapeError, UnsupportedError
-from cuattn.masks import ColumnMask, FunctionMask, from_function
-from cuattn.masks.function import mask_of_call
+from cuattn.masks import ColumnMask, from_function
 from cuattn.problem import FORWARD, Options, check
 from cuattn.tracing import MASK
 from tests.masks.predicates import assert_sound
@@ -64,9 +64,8 @@ def test_what_is_shown_is_what_the_function_says(random):
     text = ex.condition(random, 3)
     function, (batch, heads, *lengths) = ex.compiled(text, MASK), ex.LIMITS
     wanted = np.broadcast_to(ex.plain(text, MASK, **ex.grid()), ex.LIMITS)
-    for make in (FunctionMask, from_function):
-        mask = make(function, *lengths, batch=batch, heads=heads)
-        assert_array_equal(np.broadcast_to(mask.dense(), ex.LIMITS), wanted, text)
+    mask = from_function(function, *lengths, batch=batch, heads=heads)
+    assert_array_equal(np.broadcast_to(mask.dense(), ex.LIMITS), wanted, text)
 
 
 N = recipes.N
@@ -88,7 +87,6 @@ def test_columns_are_recognised(function, same):
     assert isinstance(mask, ColumnMask) and mask.leading == () and mask.reach == same.reach
     assert_array_equal(mask.dense(), same.dense())
     assert_array_equal(mask.tile_states(8, 8), same.tile_states(8, 8))
-    assert isinstance(FunctionMask(function, N), FunctionMask)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +110,7 @@ def test_leading_axes_are_those_that_matter(function, leading):
 def test_arguments_are_snapshots():
     ids, window = DOCUMENTS.copy(), np.int32(3)
     mask = from_function(lambda b, h, i, j, ids, w: (ids[i] == ids[j]) & (abs(i - j) % 7 < w), N, args=(ids, window))
-    wanted, captured = mask.dense(), FunctionMask(lambda b, h, i, j: ids[i] == ids[j], N)
+    wanted, captured = mask.dense(), from_function(lambda b, h, i, j: ids[i] == ids[j], N)
     ids[:] = 0
     assert_array_equal(mask.dense(), wanted)
     assert_array_equal(captured.dense(), DOCUMENTS[:, None] == DOCUMENTS)
@@ -121,7 +119,7 @@ def test_arguments_are_snapshots():
 
 @given(st.data())
 def test_parts_of_parts_see_global_indices(data):
-    mask = FunctionMask(dilated, 40, 30, heads=2)
+    mask = from_function(dilated, 40, 30, heads=2)
     dense = mask.dense()
     for _ in range(2):
         index = data.draw(parts(mask.n_queries, unit=3))
@@ -132,8 +130,8 @@ def test_parts_of_parts_see_global_indices(data):
 
 
 def test_algebra():
-    mask, window, array = FunctionMask(dilated, N, heads=2), masks.sliding_window(N, 12), np.eye(N, dtype=bool)
-    for other in (window, array, masks.BlockMask(np.eye(8, dtype=bool), 8, 8), FunctionMask(dilated, N, heads=2)):
+    mask, window, array = from_function(dilated, N, heads=2), masks.sliding_window(N, 12), np.eye(N, dtype=bool)
+    for other in (window, array, masks.BlockMask(np.eye(8, dtype=bool), 8, 8), from_function(dilated, N, heads=2)):
         seen = other if other is array else other.dense()
         assert_array_equal((mask & other).dense(), mask.dense() & seen)
         assert_array_equal((other & mask).dense(), mask.dense() & seen)
@@ -145,21 +143,21 @@ def test_equal_masks_compute_the_same():
     def window(width):
         return lambda b, h, i, j: (i - j) % 7 < width
 
-    ids = FunctionMask(lambda b, h, i, j: DOCUMENTS[i] % 7 < j % 5, N)
+    ids = from_function(lambda b, h, i, j: DOCUMENTS[i] * j % 7 < 3, N)
     again = DOCUMENTS.copy()
-    assert FunctionMask(window(3), N) == FunctionMask(window(3), N) != FunctionMask(window(4), N)
-    assert FunctionMask(window(3), N) != FunctionMask(window(3), N, N + 1)
-    assert ids == FunctionMask(lambda b, h, x, y: again[x] % 7 < y % 5, N)
+    assert from_function(window(3), N) == from_function(window(3), N) != from_function(window(4), N)
+    assert from_function(window(3), N) != from_function(window(3), N, N + 1)
+    assert ids == from_function(lambda b, h, x, y: again[x] * y % 7 < 3, N)
     again = again[::-1]
-    assert ids != FunctionMask(lambda b, h, i, j: again[i] % 7 < j % 5, N)
-    assert hash(FunctionMask(window(3), N)) == hash(FunctionMask(window(3), N))
+    assert ids != from_function(lambda b, h, i, j: again[i] * j % 7 < 3, N)
+    assert hash(from_function(window(3), N)) == hash(from_function(window(3), N))
     part = pickle.loads(pickle.dumps(ids.restrict(slice(5, 9))))
     assert part == ids.restrict(slice(5, 9)) and part.n_queries == 4
     assert repr(ids).startswith(f"<FunctionMask {N} queries x {N} keys: less(") and "\n" not in repr(ids)
 
 
 def test_states_are_kept():
-    mask = FunctionMask(dilated, N, heads=2)
+    mask = from_function(dilated, N, heads=2)
     assert mask.states((1,), 8, 8, 0, 4) is mask.states((1,), 8, 8, 0, 4)
     with pytest.raises(ValueError, match="read-only"):
         mask.states((1,), 8, 8, 0, 4)[:] = 2
@@ -167,7 +165,7 @@ def test_states_are_kept():
 
 def test_memory_is_no_matrix():
     n = 1 << 15
-    mask = FunctionMask(lambda b, h, i, j: (abs(i // 256 - j // 256) <= 1) & ((i + j) % 3 > 0), n)
+    mask = from_function(lambda b, h, i, j: (abs(i // 256 - j // 256) <= 1) & ((i + j) % 3 > 0), n)
     tracemalloc.start()
     states, hidden = mask.tile_states(128, 128), mask.hidden((), slice(0, 128), slice(0, n))
     most = tracemalloc.get_traced_memory()[1]
@@ -215,7 +213,7 @@ def test_bad_functions_in_calls():
 
 
 def test_a_gpu_takes_none_but_columns():
-    mask, x = FunctionMask(dilated, 8, heads=2), np.ones((2, 8, 4), np.float32)
+    mask, x = from_function(dilated, 8, heads=2), np.ones((2, 8, 4), np.float32)
     with pytest.raises(UnsupportedError, match="mask holds a function mask"):
         halves(check(FORWARD, {"q": x, "k": x, "v": x}, (mask,), Options()))
     with pytest.raises(UnsupportedError, match="mask holds <FunctionMask"):
@@ -274,7 +272,7 @@ def test_shards_equal_the_whole(data):
     part = q[b:, h:, rows], k[b:, h:, keys], v[b:, h:, keys]
     wanted = both(*part, part[0], mask=dense)
     assert_same(both(*part, part[0], mask=function, origin=origin), wanted)
-    own = FunctionMask(lambda b, h, i, j: dense[b, h, i, j], len(rows), len(keys), batch=3 - b, heads=2 - h)
+    own = from_function(lambda b, h, i, j: dense[b, h, i, j], len(rows), len(keys), batch=3 - b, heads=2 - h)
     assert_same(both(*part, part[0], mask=own, origin=origin), wanted)
 
 
@@ -285,7 +283,7 @@ def test_a_function_is_one_mask():
         return (table[i] * table[j]) % 5 < 3 + h
 
     def made():
-        return mask_of_call.cache_info().misses
+        return _function_mask.cache_info().misses
 
     before = made()
     first = cuattn.attention(x, x, x, mask=visible)
