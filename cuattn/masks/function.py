@@ -57,6 +57,9 @@ class FunctionMask(Mask):
     _i: np.ndarray  # the rows and the keys, by the indices that the function knows
     _j: np.ndarray
 
+    def __init__(self) -> None:
+        raise MaskError("a FunctionMask is made by cuattn.masks.from_function(...): expected a call of that")
+
     def _derived(self) -> dict[str, Any]:
         i, j = np.split(self._array, [self.n_queries])
         return {"_i": i, "_j": j, "n_keys": len(j)}

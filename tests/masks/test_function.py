@@ -1,6 +1,8 @@
 """Masks of functions: what they show is what the function says, of the whole and of parts, alone and in calls."""
 
+import functools
 import math
+import operator
 import pickle
 import tracemalloc
 
@@ -17,7 +19,7 @@ from cuattn.dispatch import _function_mask
 from cuattn.errors import ArgumentError, DtypeError, MaskError, ShapeError, UnsupportedError
 from cuattn.masks import ColumnMask, from_function
 from cuattn.problem import FORWARD, Options, check
-from cuattn.tracing import MASK
+from cuattn.tracing import MASK, Traced, trace
 from tests.masks.predicates import assert_sound
 from tests.problem.test_origin import parts, start
 from tests.tracing import expressions as ex
@@ -154,6 +156,25 @@ def test_equal_masks_compute_the_same():
     part = pickle.loads(pickle.dumps(ids.restrict(slice(5, 9))))
     assert part == ids.restrict(slice(5, 9)) and part.n_queries == 4
     assert repr(ids).startswith(f"<FunctionMask {N} queries x {N} keys: less(") and "\n" not in repr(ids)
+
+
+def test_deep_functions_pickle():
+    def visible(b, h, i, j):
+        return functools.reduce(operator.or_, [(i * x) % 7 == j % 5 for x in range(1500)])
+
+    mask = from_function(visible, 16)
+    assert pickle.loads(pickle.dumps(mask)) == mask
+
+
+def test_arrays_on_a_gpu_are_no_constants():
+    traced = Traced(trace(dilated, MASK).root, (object(),), (), ())
+    with pytest.raises(UnsupportedError, match=r"captures an array on a GPU: expected cuattn\.masks\.from_function"):
+        traced.frozen  # noqa: B018
+
+
+def test_one_way_to_make_them():
+    with pytest.raises(MaskError, match="from_function"):
+        masks.FunctionMask()
 
 
 def test_states_are_kept():
