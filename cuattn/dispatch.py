@@ -268,7 +268,7 @@ _band_mask = lru_cache(maxsize=64)(band_of_runs)  # kept, since a mask holds tab
 @lru_cache(maxsize=32)  # masks hold tables
 def _function_mask(bound: Frozen, q: tuple, k: tuple, v: tuple, origin: Origin | None) -> Mask:
     """Return the mask that a function is for operands of these shapes."""
-    batch, heads, _ = check_axes(q, k, v, True)
+    batch, heads, _ = check_axes(q, k, v, True)  # whether groups are allowed, `check` asks
     leading, origin = () if max(map(len, (q, k, v))) == 2 else (*batch, heads), origin or Origin()
     rows, keys = pieces("row", origin.row, q[-2]), pieces("key", origin.key, k[-2])
     return mask_of(bound, rows, keys, leading, (origin.batch, origin.head))

@@ -297,6 +297,28 @@ def test_shards_equal_the_whole(data):
     assert_same(both(*part, part[0], mask=own, origin=origin), wanted)
 
 
+def test_functions_on_a_gpu(xp):
+    """Recognised ones run, as their constructors do, arrays on the device are read back once; others are refused."""
+    x, ids = xp.put(np.linspace(-1, 1, 2 * N * 8, dtype=np.float32).reshape(2, N, 8)), xp.put(DOCUMENTS)
+
+    def same_document(b, h, i, j, ids):
+        return (ids[i] == ids[j]) & (j <= i)
+
+    wanted = xp.get(cuattn.attention(x, x, x, mask=masks.causal_document([10, 30, 24])))
+    for mask in (
+        from_function(same_document, N, args=(ids,)),
+        from_function(lambda b, h, i, j: same_document(b, h, i, j, ids), N),
+        lambda b, h, i, j: same_document(b, h, i, j, DOCUMENTS),
+    ):
+        for _ in range(2):
+            assert_array_equal(xp.get(cuattn.attention(x, x, x, mask=mask)), wanted)
+    if xp.name == "cupy":
+        with pytest.raises(UnsupportedError, match="mask holds a function mask"):
+            cuattn.attention(x, x, x, mask=dilated)
+        with pytest.raises(UnsupportedError, match="from_function"):
+            cuattn.attention(x, x, x, mask=lambda b, h, i, j: same_document(b, h, i, j, ids))
+
+
 def test_a_function_is_one_mask():
     x, table = np.ones((2, 8, 4), np.float32), np.arange(9)
 
