@@ -25,8 +25,10 @@ _SHARED = {
         Keys, of q's dtype.
     v : array, (..., Hkv, Nk, dv) or (Nk, dv)
         Values, of q's dtype.  Leading axes broadcast as in :func:`numpy.matmul`.""",
-    "mask": """mask : bool array | ColumnMask | BlockMask | AllOf, optional
-        Which keys each query may see (True = attend), broadcast to (..., Hq, Nq, Nk); see :mod:`cuattn.masks`.
+    "mask": """mask : bool array | mask of :mod:`cuattn.masks` | callable, optional
+        Which keys each query may see (True = attend), broadcast to (..., Hq, Nq, Nk); or a pure function
+        ``visible(b, h, i, j) -> bool`` in NumPy style, of the global indices of leading axes (flat), query head, row
+        and key: see :func:`cuattn.masks.from_function`.  Define it once, for it is recognised by identity.
         Mask, ``is_causal`` and ``window`` combine by AND.
     bias : array, optional
         Added to the scores after scale and softcap, broadcast to (..., Hq, Nq, Nk); q's dtype or float32.

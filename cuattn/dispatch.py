@@ -20,6 +20,7 @@ from cuattn.errors import ArgumentError, DtypeError, UnsupportedError, shown
 from cuattn.interop import Outputs
 from cuattn.masks.base import Mask
 from cuattn.masks.constructors import band_of_runs
+from cuattn.masks.function import mask_of
 from cuattn.plans import Plan
 from cuattn.problem import (
     Array,
@@ -30,6 +31,7 @@ from cuattn.problem import (
     bind,
     borrowed_mask,
     check,
+    check_axes,
     check_band,
     check_parts,
     drawn_state,
@@ -38,6 +40,7 @@ from cuattn.problem import (
     replayed_state,
     whole_offset,
 )
+from cuattn.tracing import MASK, Frozen, trace
 
 
 @dataclass
@@ -49,7 +52,7 @@ class Call:
     operation : Operation
     arrays : dict of str to array or None
         Its operands by name, in the order of `operation.inputs`; of a call that is only planned those up to mask.
-        A mask that is no array is moved to `masks`.
+        A mask that is no array is moved to `masks`, or to `function` until `take_function` was called.
     options : Options
     random : object
         The argument rng or, where dropout is replayed, the forward's state.
@@ -58,6 +61,8 @@ class Call:
         Where results are wanted: one array, or a sequence with an item for each result; None for new arrays.
     masks : tuple of Mask
         Those that are no arrays.
+    function : callable or None
+        A mask that is ``visible(b, h, i, j)``.
     """
 
     operation: Operation
@@ -67,11 +72,14 @@ class Call:
     origin: Origin | None = None
     out: Any = None
     masks: tuple[Mask, ...] = ()
+    function: Any = None
 
     def __post_init__(self) -> None:
         mask = self.arrays["mask"]
         if mask is not None and isinstance(mask, Mask):
             self.masks, self.arrays["mask"] = mask.parts, None
+        elif callable(mask):
+            self.function, self.arrays["mask"] = mask, None
 
     @property
     def has_runs(self) -> bool | None:
@@ -81,6 +89,13 @@ class Call:
         if not isinstance(self.origin, Origin):
             raise DtypeError(f"origin is {shown(self.origin)}; expected a cuattn.Origin or None")
         return self.origin.has_runs
+
+    def take_function(self, arrays: dict[str, Any]) -> None:
+        """Make a function the mask that it is for operands of these shapes, at this origin."""
+        if self.function is not None:
+            shapes = [tuple(arrays[name].shape) for name in "qkv"]
+            found = _function_mask(trace(self.function, MASK).frozen, *shapes, self.origin)
+            self.masks, self.function = found.parts, None
 
 
 @dataclass
@@ -146,6 +161,7 @@ def _run(call: Call) -> tuple[list[Any], Any]:
     if seen is None:
         return _compute(call)
     layouts, addresses = seen
+    call.take_function(call.arrays)
     known = _cell(call, layouts)
     origin = known.origin
     if origin is None:
@@ -215,7 +231,9 @@ def _enter(call: Call, outputs: Outputs) -> tuple[dict[str, Any], interop.ArrayO
 
 def _check(call: Call, views: dict[str, Any], origin: interop.ArrayOrigin) -> _Known:
     """Check a call; return its memo cell."""
-    if call.has_runs:
+    has_runs = call.has_runs
+    call.take_function(views)
+    if has_runs:
         _fold(call, views)
     layouts, _ = interop.signature(views.values())
     known = _cell(call, layouts)
@@ -238,11 +256,22 @@ def _fold(call: Call, views: dict[str, Any]) -> None:
     band = check_band(options.is_causal, options.window, rows, keys, sharded=True)
     if band is not None:
         offset = whole_offset(origin) if band.bottom_right else 0
-        mask = _band_mask(pieces(origin.row, rows), pieces(origin.key, keys), band.left, band.right, offset)
+        mask = _band_mask(
+            pieces("row", origin.row, rows), pieces("key", origin.key, keys), band.left, band.right, offset
+        )
         call.options, call.masks = options._replace(is_causal=False, window=None), (*call.masks, mask)
 
 
 _band_mask = lru_cache(maxsize=64)(band_of_runs)  # kept, since a mask holds tables on a GPU
+
+
+@lru_cache(maxsize=32)  # masks hold tables
+def _function_mask(bound: Frozen, q: tuple, k: tuple, v: tuple, origin: Origin | None) -> Mask:
+    """Return the mask that a function is for operands of these shapes."""
+    batch, heads, _ = check_axes(q, k, v, True)  # whether groups are allowed, `check` asks
+    leading, origin = () if max(map(len, (q, k, v))) == 2 else (*batch, heads), origin or Origin()
+    rows, keys = pieces("row", origin.row, q[-2]), pieces("key", origin.key, k[-2])
+    return mask_of(bound, rows, keys, leading, (origin.batch, origin.head))
 
 
 def plan(call: Call) -> Plan:

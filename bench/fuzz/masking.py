@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 
 import numpy as np
 
@@ -32,6 +33,8 @@ def pick(rng, shares):
 def draw(problem, fixed, rng, hopper):
     """Give a problem its mask, causality and window, and what they leave visible."""
     kinds, band = pick(fixed, MASKS), pick(fixed, BANDS)
+    if fixed is rng and rng.random() < 0.08:  # on a GPU, whose problems share features, kernels do not take it
+        kinds = "function", *kinds[:1]
     if hopper and (len(kinds) > 1 or "boolean" in kinds):
         kinds = kinds[:1] if "boolean" not in kinds else ("column",)
     seen = [_band(problem, band, rng)] if band else []
@@ -104,7 +107,7 @@ def _block(rng, *shape):
 
 def _constructor(rng, *shape):
     *_, n, n_keys = shape
-    names = [name for name in masks.__all__ if inspect.isfunction(getattr(masks, name))]
+    names = [name for name in masks.__all__ if inspect.isfunction(getattr(masks, name)) and name != "from_function"]
     name = str(rng.choice(names if n == n_keys else ("causal", "full")))
     drawn = _arguments(rng, n, n_keys, name)
     mask = _call(getattr(masks, name), drawn)
@@ -113,6 +116,22 @@ def _constructor(rng, *shape):
     else:
         seen = _call(getattr(predicates, name), drawn)
     return mask, np.broadcast_to(seen, (n, n_keys)), name
+
+
+def _function(rng, *shape):
+    *lead, n_queries, n_keys = shape
+    batch, heads = lead[:-1], math.prod(lead[-1:])
+    ids, (step, width) = rng.integers(0, 4, n_queries + n_keys + 1), rng.integers(1, 9, 2).tolist()
+    visible = (
+        lambda b, h, i, j: (i - j + h) % step < width,
+        lambda b, h, i, j: (ids[i] == ids[j]) & (j <= i + (b + h) * width),
+        lambda b, h, i, j: ids[abs(i - j)] * ids[j // step] < width,
+        lambda b, h, i, j: (j < width) | (ids[i] <= ids[j]),
+    )[rng.integers(0 if lead else 2, 4)]
+    mask = masks.from_function(visible, n_queries, n_keys, batch=tuple(batch), heads=heads)
+    shape = math.prod(batch), heads, n_queries, n_keys
+    dense = np.broadcast_to(visible(*np.ogrid[tuple(map(slice, shape))]), shape)
+    return mask, dense.reshape(*lead, n_queries, n_keys), "function"
 
 
 def _call(function, drawn):
@@ -144,4 +163,4 @@ def _lengths(rng, n):
     return np.diff([0, *cuts, n]).tolist()
 
 
-_MAKERS = {"boolean": _boolean, "column": _column, "block": _block, "constructor": _constructor}
+_MAKERS = {"boolean": _boolean, "column": _column, "block": _block, "constructor": _constructor, "function": _function}

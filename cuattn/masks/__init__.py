@@ -1,8 +1,8 @@
 """Attention masks: what each query row may see, without ever storing the matrix.
 
-`ColumnMask` holds two hidden row intervals per key (FlashMask), `BlockMask` a pattern of whole blocks; the functions
-build the masks of the FlashMask paper in O(N).  Importing this package imports NumPy alone; CuPy is imported when
-an array on a GPU arrives.
+`ColumnMask` holds two hidden row intervals per key (FlashMask), `BlockMask` a pattern of whole blocks, `FunctionMask`
+a function of row and key; `from_function` makes a mask of such a function, the other functions build the masks of the
+FlashMask paper in O(N).  Importing this package imports NumPy alone; CuPy is imported when an array on a GPU arrives.
 
 Examples
 --------
@@ -27,6 +27,7 @@ from cuattn.masks.constructors import (
     random_eviction,
     sliding_window,
 )
+from cuattn.masks.function import FunctionMask, from_function
 from cuattn.masks.packed import (
     causal_blockwise,
     causal_document,
@@ -41,11 +42,13 @@ __all__ = [
     "BlockMask",
     "BooleanMask",
     "ColumnMask",
+    "FunctionMask",
     "causal",
     "causal_blockwise",
     "causal_document",
     "document",
     "eviction",
+    "from_function",
     "full",
     "global_sliding_window",
     "hash_sparse",

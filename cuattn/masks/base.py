@@ -46,7 +46,7 @@ class Mask(Immutable, Drawable):
     """
 
     kind: ClassVar[str]
-    """The name by which a problem knows this kind of mask: "column", "block", "boolean"."""
+    """The name by which a problem knows this kind of mask: "column", "block", "boolean", "function"."""
 
     cuda: ClassVar[CudaHalf | None] = None
     """How kernels take this kind of mask; None: not at all."""

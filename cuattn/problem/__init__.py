@@ -5,7 +5,16 @@ from cuattn.problem.model import Band, Place, Problem
 from cuattn.problem.operations import BACKWARD, FORWARD, OPERATIONS, Array, Operation
 from cuattn.problem.origin import Origin, pieces, place_of, whole_offset
 from cuattn.problem.scalars import check_band
-from cuattn.problem.validate import Options, bind, borrowed_mask, check, check_parts, drawn_state, replayed_state
+from cuattn.problem.validate import (
+    Options,
+    bind,
+    borrowed_mask,
+    check,
+    check_axes,
+    check_parts,
+    drawn_state,
+    replayed_state,
+)
 
 __all__ = [
     "BACKWARD",
@@ -24,6 +33,7 @@ __all__ = [
     "bind",
     "borrowed_mask",
     "check",
+    "check_axes",
     "check_band",
     "check_parts",
     "drawn_state",

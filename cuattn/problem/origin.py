@@ -109,13 +109,15 @@ def _check_runs(name: str, value: Any) -> int | Runs:
     return runs[0][1] if len(runs) == 1 else runs
 
 
-def pieces(start: int | Runs, length: int) -> Runs:
+def pieces(name: str, start: int | Runs, length: int) -> Runs:
     """Return the global (start, stop) of each piece of a part of `length` rows or keys.
 
-    >>> pieces(((0, 4), (2, 10)), 4)
+    >>> pieces("row", ((0, 4), (2, 10)), 4)
     ((4, 6), (10, 12))
     """
     runs = ((0, start),) if isinstance(start, int) else start
+    if runs[-1][0] > length:
+        raise ArgumentError(f"origin.{name} is {shown(start)}; expected local starts of at most {length}")
     ends = (*(first for first, _ in runs[1:]), length)
     return tuple((at, at + end - first) for (first, at), end in zip(runs, ends, strict=True))
 
@@ -154,11 +156,9 @@ def whole_offset(origin: Origin) -> int:
 
 def _axis(problem: Problem, name: str, start: Any, length: int, whole: int | None) -> tuple[int, Any]:
     """Return where a part's rows or keys begin, checked; of several pieces 0 and, for dropout, where its blocks are."""
-    runs, given = pieces(start, length), f"origin.{name} is {shown(start)}"
+    runs, given = pieces(name, start, length), f"origin.{name} is {shown(start)}"
     *edges, end = chain(*runs)
     limit = _LIMIT - 1 if whole is None else whole
-    if end < edges[-1]:
-        raise ArgumentError(f"{given}; expected local starts of at most {length}")
     if end > limit:
         raise ArgumentError(f"{given}, which ends at {end}; expected an end of at most {limit}")
     if problem.dropout and any(edge % BLOCK for edge in edges):

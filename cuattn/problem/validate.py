@@ -63,17 +63,13 @@ def check(
     """
     q, k, v = (tuple(arrays[name].shape) for name in "qkv")
     dtype, bias = _common_dtype(arrays), arrays.get("bias")
-    _check_shapes(q, k, v)
-    heads = _heads(q, k, v, scalars.flag("enable_gqa", options.enable_gqa))
+    batch, heads, kv_heads = check_axes(q, k, v, scalars.flag("enable_gqa", options.enable_gqa))
     dropout = _rng.threshold(options.dropout_p)
-    try:
-        batch = np.broadcast_shapes(q[:-3], k[:-3], v[:-3])
-    except ValueError:
-        raise ShapeError(f"q has shape {q}, k {k} and v {v}; expected leading axes that broadcast") from None
     problem = Problem(
         operation.name,
         batch,
-        *heads,
+        heads,
+        kv_heads,
         *(q[-2], k[-2], q[-1], v[-1]),
         dtype=dtype,
         scale=q[-1] ** -0.5 if options.scale is None else scalars.of_scores("scale", options.scale, dtype),
@@ -97,6 +93,16 @@ def check(
         _check_mask(mask, problem)
     operation.check(problem, arrays)
     return problem
+
+
+def check_axes(q: Shape, k: Shape, v: Shape, enable_gqa: bool) -> tuple[Shape, int, int]:
+    """Check the shapes of q, k and v; return the leading axes without heads, the query heads and the key heads."""
+    _check_shapes(q, k, v)
+    heads = _heads(q, k, v, enable_gqa)
+    try:
+        return np.broadcast_shapes(q[:-3], k[:-3], v[:-3]), *heads
+    except ValueError:
+        raise ShapeError(f"q has shape {q}, k {k} and v {v}; expected leading axes that broadcast") from None
 
 
 def check_parts(parts: dict[str, Any]) -> dict[str, Array]:

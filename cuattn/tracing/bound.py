@@ -1,11 +1,15 @@
 """A graph with the arrays and numbers of a call, and what of these the code that is made depends on."""
 
+import functools
+import hashlib
 import itertools
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cuattn.tracing.extremes import Extremes, described
 from cuattn.tracing.graph import Node
 
 ANY_LENGTH = (2**31, 2**31, 2**31, 2**31)
@@ -32,7 +36,53 @@ class Bound:
 
     def of(self, root: Node) -> "Bound":
         """Return another graph of the same arrays and numbers: a derivative, or a part."""
-        return replace(self, root=root)
+        return Bound(root, self.arrays, self.numbers, self.spans)
+
+
+class Frozen(Bound):
+    """A graph of arrays on the host that nobody can change: equal to others of the same content, picklable.
+
+    Parameters
+    ----------
+    root : Node
+    arrays : sequence of numpy.ndarray
+        By slot; they are made read-only.
+    numbers : sequence
+        By slot.
+
+    Examples
+    --------
+    >>> from cuattn.tracing.graph import load, variable
+    >>> first = load(0, "i", [variable("j")])
+    >>> Frozen(first, [np.arange(3)]) == Frozen(first, [np.arange(3)])
+    True
+    """
+
+    def __init__(self, root: Node, arrays: Sequence[np.ndarray] = (), numbers: Sequence[Any] = ()) -> None:
+        kept = tuple(map(narrowed, arrays))
+        for array in kept:
+            array.flags.writeable = False
+        super().__init__(root, kept, tuple(numbers), tuple(map(span_of, kept)))
+
+    @functools.cached_property
+    def content(self) -> Hashable:
+        """What equal ones share."""
+        arrays = [(x.dtype.str, x.shape, hashlib.blake2b(x.tobytes()).digest()) for x in self.arrays]
+        return self.root, *arrays, *map(repr, self.numbers)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Frozen) and (self is other or self.content == other.content)
+
+    def __hash__(self) -> int:
+        return hash(self.content)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Frozen, (self.root, self.arrays, self.numbers)
+
+    @functools.cached_property
+    def extremes(self) -> list[Extremes]:
+        """The arrays `described`, with the tables that this keeps."""
+        return list(map(described, self.arrays))
 
 
 def narrowed(array: Any) -> Any:

@@ -77,13 +77,14 @@ class _Elements:
             return _of_grid(combine, values, *moving)
         if not moving:
             return values
-        if (combine, key) not in self._tables:
+        table = self._tables.get((combine, key))
+        if table is None:
             if len(self._tables) >= _TABLES:
                 self._tables.clear()
-            self._tables[combine, key] = _doubled(combine.reduce(values, tuple(range(values.ndim - 1))), combine)
+            table = _doubled(combine.reduce(values, tuple(range(values.ndim - 1))), combine)
+            self._tables[combine, key] = table
         first, last = (np.asarray(x, np.int64) for x in moving[-1][:2])
         level = np.frexp((last - first + 1).astype(np.float64))[1] - 1  # the largest power of 2 within the range
-        table = self._tables[combine, key]
         return combine(table[level, first], table[level, last - (np.int64(1) << level) + 1])
 
 

@@ -1,5 +1,6 @@
 """A function called once with proxies, and known from then on: by its identity, then by its graph."""
 
+import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -7,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.errors import ArgumentError, CuattnError, as_integer, shown
-from cuattn.tracing.bound import Bound, facts, narrowed, span_of
+from cuattn.errors import ArgumentError, CuattnError, UnsupportedError, as_integer, shown
+from cuattn.tracing.bound import Bound, Frozen, facts, narrowed, span_of
 from cuattn.tracing.build import convert, place_in
 from cuattn.tracing.capture import Argument, Snapshot, Tracer, copied, identity, is_array, watch
 from cuattn.tracing.graph import Node, variable
@@ -54,6 +55,16 @@ class Traced:
         """
         arrays, numbers = ([args[x] if isinstance(x, Argument) else x for x in y] for y in (self.arrays, self.numbers))
         return Bound(self.root, tuple(arrays), tuple(numbers), self.spans)
+
+    @functools.cached_property
+    def frozen(self) -> Frozen:
+        """The graph with what a function without further arguments captured, which lies on the host."""
+        if not all(isinstance(array, np.ndarray) for array in self.arrays):
+            raise UnsupportedError(
+                "mask is a function that captures an array on a GPU: expected cuattn.masks.from_function(...), which "
+                "reads it back once"
+            )
+        return Frozen(self.root, self.arrays, self.numbers)
 
 
 def trace(

@@ -50,12 +50,25 @@ class Node:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name}: nodes are immutable")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        nodes = order(self)
+        places = {node: place for place, node in enumerate(nodes)}
+        return _rebuilt, ([(x.op, [places[arg] for arg in x.args], x.kind, x.value) for x in nodes],)
+
     def __repr__(self) -> str:
         texts: dict[Node, str] = {}
         for node in order(self):
             text = _written(node, [texts[arg] for arg in node.args])
             texts[node] = text if len(text) <= _LONGEST else f"{node.op}(...)"
         return texts[self]
+
+
+def _rebuilt(rows: list[tuple[str, list[int], str, Any]]) -> Node:
+    """Return the last node of a list, whose operands are places in it: graphs may be too deep for pickle itself."""
+    nodes: list[Node] = []
+    for op, places, kind, value in rows:
+        nodes.append(intern(op, [nodes[place] for place in places], kind, value))
+    return nodes[-1]
 
 
 def _written(node: Node, operands: list[str]) -> str:

@@ -144,7 +144,9 @@ def tile_states(
     """
     extremes = list(map(described, bound.arrays)) if extremes is None else extremes
     states = np.empty((len(rows[0]), len(keys[0])), np.int8)
-    strip = max(_STRIP // max(len(keys[0]), 1), 1)
+    if not states.size:
+        return states
+    strip = max(_STRIP // len(keys[0]), 1)
     j = Interval(np.asarray(keys[0], np.float64), np.asarray(keys[1], np.float64))
     for start in range(0, len(states), strip):
         part = slice(start, start + strip)

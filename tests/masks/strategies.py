@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cuattn import masks
-from cuattn.masks import BlockMask, BooleanMask, ColumnMask
+from cuattn.masks import BlockMask, BooleanMask, ColumnMask, from_function
 from cuattn.masks.constructors import band
+from cuattn.tracing import MASK
+from tests.tracing import expressions
 
 MAX_LENGTH = 24
 LEADING = ((), (1,), (3,), (2, 1), (1, 3), (2, 3))
@@ -123,6 +125,14 @@ def boolean_masks(draw, n_queries=None, n_keys=None, leading=None):
     leading, n_queries, n_keys = draw(shapes(n_queries, n_keys, leading))
     rows, keys = (draw(st.sampled_from((n, n, 1))) for n in (n_queries, n_keys))
     return BooleanMask(draw(hnp.arrays(np.bool_, (*leading, rows, keys)))).bind(n_queries, n_keys)
+
+
+@st.composite
+def function_masks(draw):
+    """Draw a mask of an expression of integers."""
+    text = expressions.condition(draw(st.randoms(use_true_random=False)), 3)
+    batch, heads, *lengths = expressions.LIMITS
+    return from_function(expressions.compiled(text, MASK), *lengths, batch=batch, heads=heads)
 
 
 def band_masks(n_queries=None, n_keys=None):

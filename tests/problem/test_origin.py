@@ -132,7 +132,9 @@ def test_a_shards_blocks_take_no_memory_of_its_length():
 @given(st.integers(1, 80), st.data())
 def test_pieces_cover_the_part(length, data):
     index = data.draw(parts(length, unit=3))
-    assert np.array_equal(np.concatenate([np.arange(*piece) for piece in pieces(start(index), len(index))]), index)
+    assert np.array_equal(
+        np.concatenate([np.arange(*piece) for piece in pieces("row", start(index), len(index))]), index
+    )
 
 
 @pytest.mark.parametrize(
