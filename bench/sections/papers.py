@@ -31,7 +31,8 @@ def spent(rows):
 def gpt2(rows):
     """Return ms and GB by runner and dropout, and how cuattn's stand to the best rival's."""
     found = spent(rows)
-    return pd.concat([found, against(found).rename("cuattn's over the least of other libraries'").to_frame().T])
+    ratio = against(found).rename("cuattn's over the least of other libraries'").to_frame().T
+    return pd.concat([found, ratio]).rename_axis("runner")
 
 
 def draw_gpt2(rows):

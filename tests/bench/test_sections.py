@@ -46,6 +46,8 @@ def test_committed_rows_have_a_table_and_a_picture(name, section, rows):
         text = redraw.block(name, section, rows, shows, "", RESULTS)
         assert text.count("\n|") > 2
         assert "nan" not in text.lower().split()
+        frame = shows(rows[rows["status"] == "ok"])  # its lines say what they are of
+        assert any(frame.index.names) or not pd.api.types.is_numeric_dtype(frame.dtypes.iloc[0])
     assert rows["machine"].all()
     if section.figure:
         pytest.importorskip("matplotlib")
