@@ -152,10 +152,8 @@ class LaunchSequence:
             for array, address in zip(self.results.values(), places, strict=True):
                 zero(address, array.nbytes, stream)
         known = [0, *addresses, *places, *[free + offset for offset in self._offsets]]
-        if self._counter_bytes:  # a graph has its own, since it may be replayed beside other work of its stream
-            known.append(free + needed - self._counter_bytes if capturing else counters_of(stream, self.device))
-            if capturing:
-                zero(known[-1], self._counter_bytes, stream)
+        if self._counter_bytes:
+            known.append(self._counters(stream, free + needed - self._counter_bytes if capturing else 0))
         free += self.scratch_bytes
         for table, found in zip(self._tables, kept, strict=True):
             if found is None:
@@ -167,6 +165,13 @@ class LaunchSequence:
             kernel.launch(known, handle, changes if kernel.dtype is PARAMS else (), place is None)
         del keep
         return results
+
+    def _counters(self, stream: Any, own: int) -> int:
+        """Return the counters' address: its stream's, or a graph's `own`, which may run beside others of its stream."""
+        if not own:
+            return counters_of(stream, self.device)
+        zero(own, self._counter_bytes, stream)
+        return own
 
     def _placed(self, place: Place) -> tuple[list[Change], list[Any]]:
         """Return what gives a ``Params`` a place, and the device arrays that it then points to."""
