@@ -149,8 +149,7 @@ class LaunchSequence:
         results, places, keep = allocate(needed, capturing, held)
         free = places.pop()
         if not self._kernels:  # there is nothing to compute
-            for array, address in zip(self.results.values(), places, strict=True):
-                zero(address, array.nbytes, stream)
+            self._zero_results(places, stream)
         known = [0, *addresses, *places, *[free + offset for offset in self._offsets]]
         if self._counter_bytes:
             known.append(self._counters(stream, free + needed - self._counter_bytes if capturing else 0))
@@ -165,6 +164,10 @@ class LaunchSequence:
             kernel.launch(known, handle, changes if kernel.dtype is PARAMS else (), place is None)
         del keep
         return results
+
+    def _zero_results(self, addresses: Sequence[int], stream: Any) -> None:
+        for array, address in zip(self.results.values(), addresses, strict=True):
+            zero(address, array.nbytes, stream)
 
     def _counters(self, stream: Any, own: int) -> int:
         """Return the counters' address: its stream's, or a graph's `own`, which may run beside others of its stream."""
