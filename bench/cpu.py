@@ -20,7 +20,7 @@ import cuattn
 from bench import harness
 from bench.harness import Calls, Point, peak
 from bench.mask_samples import column_mask, samples
-from bench.rows import cores
+from cuattn.cpu.threads import usable_cores
 
 HEADS, D = 8, 64
 TURNS = {4096: 11, 16384: 3}  # tokens: rounds
@@ -53,7 +53,7 @@ def memory(n):
         with peak("cpu") as used:
             getattr(calls, way)()
         own = sum(x.nbytes for x in results if isinstance(x, np.ndarray))
-        rows[f"cuattn-{way}"] = {"bytes_per_thread": (used.bytes - own) / cores(), "problem": {"n": n}}
+        rows[f"cuattn-{way}"] = {"bytes_per_thread": (used.bytes - own) / usable_cores(), "problem": {"n": n}}
     return rows
 
 

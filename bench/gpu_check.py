@@ -23,7 +23,8 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.rows import cores, environment, sources  # noqa: E402
+from bench.rows import environment, sources  # noqa: E402
+from cuattn.cpu.threads import usable_cores  # noqa: E402
 
 REPORT = ROOT / "bench" / "results" / "gpu-tests.json"
 TREES = ("kernels", "cuattn", "tests")
@@ -76,7 +77,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trees", metavar="NAME=ID,...", help="git tree ids where the copy has no .git")
     parser.add_argument("--full", action="store_true", help="all variants, more examples")
-    parser.add_argument("--workers", type=int, default=min(cores(), 8), help="processes")
+    parser.add_argument("--workers", type=int, default=min(usable_cores(), 8), help="processes")
     parser.add_argument("pytest", nargs="*", help="further pytest arguments, after --")
     options = parser.parse_args(arguments)
     os.environ.setdefault("CUATTN_EXAMPLES", EXAMPLES[options.full])

@@ -18,6 +18,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from cuattn.cpu.threads import usable_cores
+
 PACKAGES = ("numpy", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl")
 TREES = ("kernels", "cuattn", "bench")
 SAME = ("device", "driver", "versions", "trees", "options")  # two processes that share these may fill one table
@@ -137,12 +139,7 @@ def _processor():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
     real_time = hasattr(os, "sched_getscheduler") and os.sched_getscheduler(0) != os.SCHED_OTHER
-    return f"{name}, {cores()} cores" + (", real-time scheduling" if real_time else "")
-
-
-def cores():
-    """Return how many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"{name}, {usable_cores()} cores" + (", real-time scheduling" if real_time else "")
 
 
 def clocks():
