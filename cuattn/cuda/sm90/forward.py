@@ -1,11 +1,14 @@
 """The forward for compute capability 9.0: when and with which tiles, tensor maps, a ticket, one launch."""
 
-from typing import NamedTuple
+import functools
+from enum import IntEnum
+from typing import Any, NamedTuple
 
-from cuattn.cuda.arguments import pad, row_bytes, tile_counts
+from cuattn.cuda.arguments import pad, row_bytes, row_strides, steps_of, tile_counts
 from cuattn.cuda.constants import Constants, problem_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.sm80 import forward as portable
+from cuattn.cuda.sm90 import tensor_map
 from cuattn.cuda.sm90.tensor_map import WARPGROUP_ROWS, MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
@@ -46,6 +49,37 @@ _TILES = (
     (192, 192, Tile(128, 112, 2, 1), 96),
     (256, 256, Tile(128, 80, 2, 1), 64),
 )
+# The same where a bias comes in tiles, whose buffers are those of keys.
+_BIASED_TILES = (
+    (64, 64, Tile(128, 128, 2, 3)),
+    (128, 128, Tile(128, 128, 2, 1)),
+    (192, 128, Tile(128, 64, 3, 1)),
+    (256, 256, Tile(128, 64, 2, 1)),
+)
+_KEY_BIAS_BYTES = 16  # beside a float for each key
+
+
+class BiasForm(IntEnum):
+    """How the bias comes (``cfg::bias_form``): by ordinary loads, all of it or a number a row, or with the keys."""
+
+    LOADS = 0
+    ROWS = 1
+    KEYS = 2
+    TILES = 3
+
+
+def bias_form(problem: Problem, bias: Any = None) -> BiasForm:
+    """Return how a bias comes, as its layout and address allow; without one, as a contiguous one's would."""
+    if bias is None:
+        return BiasForm.TILES if problem.bias == problem.dtype else BiasForm.LOADS
+    *_, row, column = steps_of(bias)
+    if row == 0:
+        return BiasForm.KEYS
+    if column == 0:
+        return BiasForm.ROWS
+    mapped = problem.bias == problem.dtype and column == 1
+    mapped = mapped and tensor_map.unsupported_reason(bias.data.ptr, row_strides(bias)) is None
+    return BiasForm.TILES if mapped else BiasForm.LOADS
 
 
 def width_of(columns: int) -> int:
@@ -65,7 +99,7 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
     if problem.row.tensor_map is None:
         known = " and ".join(row.dtype.name for row in DTYPES.values() if row.tensor_map is not None)
         return f"it takes {known}, not {problem.dtype}"
-    if problem.bias is not None:
+    if problem.bias is not None and problem.operation != "forward":
         return "it takes no bias"
     if "boolean" in problem.masks:
         return "it takes no boolean mask"
@@ -82,7 +116,8 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
 
 def scaling(problem: Problem) -> Constants:
     """Return the constants that say how scores are scaled: before their maximum where the scale would spoil it."""
-    prescaled = problem.softcap is not None or not _LEAST_SCALE <= abs(problem.scale) <= 1 / _LEAST_SCALE
+    natural = problem.softcap is not None or problem.bias is not None
+    prescaled = natural or not _LEAST_SCALE <= abs(problem.scale) <= 1 / _LEAST_SCALE
     return {"prescaled": prescaled, "negate": problem.scale < 0 and not prescaled}
 
 
@@ -94,12 +129,14 @@ class Cut:
     head_dim, head_dim_v : int
         Padded head dimensions.
     tile : Tile
+    bias_form : BiasForm or None
     counts : dict of str to int
         Fields of ``Params``: row_tiles, key_tiles, section.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, bias: Any = None) -> None:
         self.problem = problem
+        self.bias_form = None if problem.bias is None else bias_form(problem, bias)
         self.head_dim, self.head_dim_v = pad(problem.head_dim, 16), width_of(problem.head_dim_v)
         self.tile = tile = self._tile()
         section = problem.group
@@ -110,14 +147,20 @@ class Cut:
     def _tile(self) -> Tile:
         problem = self.problem
         widest, _, tile, few = next(row for row in _TILES if self.head_dim <= row[0] and self.head_dim_v <= row[1])
-        capped = problem.softcap is not None
-        if capped or problem.dropout:
+        capped, columns = problem.softcap is not None, problem.masks == ("column",)
+        if self.bias_form is BiasForm.TILES:
+            tile = next(row[2] for row in _BIASED_TILES if self.head_dim <= row[0] and self.head_dim_v <= row[1])
+            if widest == 128 and columns:  # the intervals of partial tiles' keys take room
+                tile = tile._replace(block_n=112)
+            few = min(few, tile.block_n)
+        if capped or problem.dropout or self.bias_form is BiasForm.LOADS:
             tile = tile._replace(block_n=few)
-        if tile.block_m == 192 and (capped or problem.masks == ("block",) or problem.out_dtype != problem.dtype):
+        crowded = capped or self.bias_form is not None
+        if tile.block_m == 192 and (crowded or problem.masks == ("block",) or problem.out_dtype != problem.dtype):
             tile = tile._replace(block_m=128)  # these need registers that three warpgroups do not have
         if tile.block_m == 192 and problem.dropout and (problem.masks or problem.band is not None):
             tile = tile._replace(block_n=112)
-        if widest == 128 and problem.masks == ("column",):
+        if widest == 128 and columns and tile.q_stages > 2:
             tile = tile._replace(q_stages=2)  # the intervals of partial tiles' keys take the third one's place
         return tile
 
@@ -134,9 +177,14 @@ class Cut:
         rounded = problem.out_dtype == problem.dtype
         queries = (max(slabs, slabs_v) if rounded else slabs) * block_m * ROW_BYTES
         intervals = 16 * block_n if problem.masks == ("column",) else 0
-        tiles = q_stages * queries + stages * ((slabs + slabs_v) * block_n * ROW_BYTES + intervals)
+        bias = {
+            BiasForm.TILES: cdiv(block_n, SLAB_COLUMNS) * block_m * ROW_BYTES,
+            BiasForm.KEYS: 4 * block_n + _KEY_BIAS_BYTES,
+        }.get(self.bias_form, 0)
+        tiles = q_stages * queries + stages * ((slabs + slabs_v) * block_n * ROW_BYTES + intervals + bias)
         barriers = 8 * (2 * q_stages + 4 * stages + 4)
         mail = 16 * q_stages + _LIST_BYTES + 4 * stages + 12
+        mail += 24 * (self.bias_form is not None)
         return pad(tiles + barriers, 16) + mail
 
     def slow_reason(self, device: Device) -> str | None:
@@ -165,6 +213,7 @@ class Cut:
             **problem_constants(problem),
             **tile._asdict(),
             **scaling(problem),
+            "bias_form": int(self.bias_form or 0),
             "head_dim": self.head_dim,
             "head_dim_v": self.head_dim_v,
             "overlap": problem.n_keys >= _LONG[tile.block_m] and not problem.dropout,
@@ -178,14 +227,20 @@ class Forward(MappedCall):
         problem = self.problem
         against = unsupported_reason(problem, self.device)
         if against is None and problem.kernel is None:
-            against = Cut(problem).slow_reason(self.device)
+            against = self._cut.slow_reason(self.device)
         return against or self.layout_reason()
 
+    @functools.cached_property
+    def _cut(self) -> Cut:
+        return Cut(self.problem, self.operands.get("bias"))
+
     def prepare(self) -> Plan:
-        cut = Cut(self.problem)
+        cut = self._cut
         tile, constants, size = cut.tile[:2], cut.constants, cut.shared_bytes
         self.begin({}, counters=1)
         warps = 4 * (tile[0] // WARPGROUP_ROWS + 1)
-        launched = "sm90/fwd.cu", "attention_forward", constants, cut.blocks, warps, cut.counts, (*tile, WARPGROUP_ROWS)
-        self.add_mapped(*launched, size, ("o",))
-        return self.planned("sm90/fwd.cu", tile, warps, size, constants)
+        tiled = cut.bias_form is BiasForm.TILES
+        path = "sm90/fwd_bias.cu" if tiled else "sm90/fwd.cu"
+        launched = path, "attention_forward", constants, cut.blocks, warps, cut.counts, (*tile, WARPGROUP_ROWS)
+        self.add_mapped(*launched, size, ("o",), ("bias",) * tiled)
+        return self.planned(path, tile, warps, size, constants)

@@ -29,7 +29,6 @@ def problem(head_dim=128, head_dim_v=None, **changes) -> Problem:
     ("changes", "words"),
     [
         ({"dtype": np.dtype(np.float32)}, "float32"),
-        ({"bias": np.dtype(np.float32)}, "bias"),
         ({"masks": ("boolean",)}, "boolean"),
         ({"head_dim": 264}, "264"),
         ({"head_dim_v": 36}, "36"),
