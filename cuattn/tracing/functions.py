@@ -116,13 +116,12 @@ def trace(
     if found is None:
         with _lock:
             traced = _trace(function, names, args, adopt)
-            _remember(_known, key, (traced, watch(who.held, lambda _: _known.pop(key, None))))
+            _remember(_known, key, (traced, watch(who.held, functools.partial(_known.pop, key))))
     else:
         traced = found[0]
-    place = id(function)
-    snapshot = Snapshot.of(function, who, lambda _: _recent.pop(place, None))
+    snapshot = Snapshot.of(function, who, functools.partial(_recent.pop, id(function)))
     if snapshot is not None:
-        _remember(_recent, place, _Recent(signature, snapshot, traced))
+        _remember(_recent, id(function), _Recent(signature, snapshot, traced))
     return traced
 
 
