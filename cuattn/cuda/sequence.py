@@ -178,8 +178,7 @@ class LaunchSequence:
 
     def _placed(self, place: Place) -> tuple[list[Change], list[Any]]:
         """Return what gives a ``Params`` a place, and the device arrays that it then points to."""
-        given = place.row_blocks, place.key_blocks
-        found = [None if blocks is None else _uploaded(self.device, blocks.tobytes()) for blocks in given]
+        found = [None if blocks is None else _uploaded(self.device, blocks.tobytes()) for blocks in place[-2:]]
         addresses = [0 if array is None else array.data.ptr for array in found]
         return place_changes(self._problem, place, *addresses), found
 

@@ -46,9 +46,8 @@ class Place(NamedTuple):
     shift : int
         What is added to the band's offset.
     row_blocks, key_blocks : int32 ndarray | None
-        Global index of the first of every 16 local rows or keys, for dropout over parts of several runs.
-    rows, keys : int32 ndarray | None
-        Global index of each local row or key, for score functions of such parts; None: they follow `row` or `key`.
+        Of parts of several runs: global index of the first of every 16 local rows or keys, with dropout, or of each
+        row or key, for a score function without dropout; None: they follow `row` or `key`.
     """
 
     batch: int
@@ -59,8 +58,6 @@ class Place(NamedTuple):
     shift: int = 0
     row_blocks: Any = None
     key_blocks: Any = None
-    rows: Any = None
-    keys: Any = None
 
 
 class ScoreFunction(NamedTuple):
@@ -124,7 +121,7 @@ class Problem:
     precision: str | None = None
     deterministic: bool = False
     kernel: str | None = None
-    runs: bool = False  # dropout or a score function over parts of several runs: the place has arrays
+    runs: bool = False  # dropout or a score function over parts of several runs: a place has row_blocks or key_blocks
     score: ScoreFunction | None = None
     rank: int = field(default=3, compare=False)
 

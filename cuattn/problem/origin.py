@@ -136,12 +136,12 @@ def _part(problem: Problem, origin: Origin) -> Place:
         raise ArgumentError(
             f"origin.head is {origin.head} with {problem.heads} heads; expected at most origin.heads = {heads} in all"
         )
-    row, *of_rows = _axis(problem, "row", origin.row, problem.n_queries, origin.n_queries)
-    key, *of_keys = _axis(problem, "key", origin.key, problem.n_keys, origin.n_keys)
+    row, row_blocks = _axis(problem, "row", origin.row, problem.n_queries, origin.n_queries)
+    key, key_blocks = _axis(problem, "key", origin.key, problem.n_keys, origin.n_keys)
     shift = 0
     if problem.band is not None:
         shift = row - key + (whole_offset(origin) if problem.band.bottom_right else 0)
-    return Place(origin.batch, origin.head, heads, row, key, shift, *chain(*zip(of_rows, of_keys, strict=True)))
+    return Place(origin.batch, origin.head, heads, row, key, shift, row_blocks, key_blocks)
 
 
 def whole_offset(origin: Origin) -> int:
@@ -154,11 +154,8 @@ def whole_offset(origin: Origin) -> int:
     return origin.n_keys - origin.n_queries
 
 
-def _axis(problem: Problem, name: str, start: Any, length: int, whole: int | None) -> tuple[int, Any, Any]:
-    """Return where a part's rows or keys begin, checked.
-
-    Of several pieces 0 and, for dropout, where its blocks are and, for a score function, all indices.
-    """
+def _axis(problem: Problem, name: str, start: Any, length: int, whole: int | None) -> tuple[int, Any]:
+    """Return where a part's rows or keys begin, checked; of several pieces 0 and, if asked for, where blocks are."""
     runs, given = pieces(name, start, length), f"origin.{name} is {shown(start)}"
     *edges, end = chain(*runs)
     limit = _LIMIT - 1 if whole is None else whole
@@ -167,9 +164,5 @@ def _axis(problem: Problem, name: str, start: Any, length: int, whole: int | Non
     if problem.dropout and any(edge % BLOCK for edge in edges):
         raise ArgumentError(f"{given}; expected multiples of {BLOCK} with dropout_p > 0")
     if len(runs) == 1:
-        return start, None, None
-    wanted = problem.dropout > 0, problem.score is not None
-    blocks, each = (
-        indices(runs, step).astype(np.int32) if asked else None for step, asked in zip((BLOCK, 1), wanted, strict=True)
-    )
-    return 0, blocks, each
+        return start, None
+    return 0, indices(runs, BLOCK if problem.dropout else 1).astype(np.int32) if problem.runs else None

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cuattn.errors import ArgumentError
-from cuattn.tracing.graph import KINDS, PARAMETER, Node, constant, intern, is_constant, order
+from cuattn.tracing.graph import KINDS, PARAMETER, Node, constant, intern, is_constant, order, rewrite
 from cuattn.tracing.operations import DIVISIONS, SHIFTS, TABLE, Operation
 
 INT64 = (-(2**63), 2**63 - 1)
@@ -269,22 +269,15 @@ def substitute(root: Node, values: dict[Node, Node]) -> Node:
     >>> substitute(apply("add", variable("s"), variable("h")), {variable("s"): constant(0.0)})
     to_float(h)
     """
-    made: dict[Node, Node] = {}
-    for node in order(root):
-        if node in values:
-            made[node] = values[node]
-        elif all(made[arg] is arg for arg in node.args):
-            made[node] = node
-        else:
-            args = [made[arg] for arg in node.args]
-            made[node] = remade(node, args)
-    return made[root]
+    return rewrite(root, lambda node, args: values[node] if node in values else remade(node, args))
 
 
-def remade(node: Node, args: list[Node]) -> Node:
+def remade(node: Node, args: tuple[Node, ...]) -> Node:
     """Return the operation of a node on other operands."""
-    if node.op == "load":
-        return intern("load", args, node.kind, node.value)
+    if args == node.args:
+        return node
+    if node.op in ("load", "offset"):
+        return intern(node.op, args, node.kind, node.value)
     return convert(args[0], node.kind) if node.op in ("to_float", "to_integer") else apply(node.op, *args)
 
 

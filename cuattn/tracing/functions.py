@@ -123,7 +123,7 @@ def trace(
             traced = _trace(function, names, args, signature)
         if who is not None:
             key = (*who.parts, signature)
-            _remember(_known, key, (traced, watch(who.held, lambda _: _known.pop(key, None))))
+            _remember(_known, key, (traced, watch(who.held, functools.partial(_known.pop, key))))
             _remember_snapshot(function, who, signature, traced)
     return traced
 
@@ -148,10 +148,9 @@ def _recalled(function: Callable, signature: tuple) -> Traced | None:
 
 
 def _remember_snapshot(function: Callable, who: Identity, signature: tuple, traced: Traced) -> None:
-    place = id(function)
-    snapshot = Snapshot.of(function, who, lambda _: _recent.pop(place, None))
+    snapshot = Snapshot.of(function, who, functools.partial(_recent.pop, id(function)))
     if snapshot is not None:
-        _remember(_recent, place, _Recent(signature, snapshot, traced))
+        _remember(_recent, id(function), _Recent(signature, snapshot, traced))
 
 
 def _remember(where: dict, key: Hashable, value: Any) -> None:
