@@ -29,7 +29,7 @@ from cuattn.tracing.build import is_uniform
 from cuattn.tracing.graph import ARRAY, B, H, I, J, Node, S, order
 from cuattn.tracing.operations import TABLE
 from cuattn.tracing.ranges import Interval
-from cuattn.tracing.values import fit, fits_int32, host_value, known, specialised
+from cuattn.tracing.values import fit, fits_int32, host_value, known
 
 _ELEMENTS = {
     "bool": "bool",
@@ -151,7 +151,7 @@ class Writer:
     """Writes one text; parameters as of :func:`source`."""
 
     def __init__(self, functions: Mapping[str, Sequence[Node]], facts: Facts, dtype: np.dtype, short: bool) -> None:
-        self._functions = {name: [specialised(x, facts) for x in roots] for name, roots in functions.items()}
+        self._functions = {name: list(roots) for name, roots in functions.items()}
         self._facts, self._short = facts, short
         self._acc = "double" if dtype == np.float64 else "float"
         self._roots = tuple(dict.fromkeys(root for roots in self._functions.values() for root in roots))
@@ -238,7 +238,8 @@ class Writer:
     def _function(self, name: str, roots: Sequence[Node]) -> str:
         if not re.fullmatch("[a-z_]+", name):
             raise ValueError(f"{name!r} as the name of a function: expected lower case letters")
-        results = "".join(f", {self._type(root)}& result{number}" for number, root in enumerate(roots))
+        kinds = ["long long" if root.kind == "i" else self._type(root) for root in roots]
+        results = "".join(f", {kind}& result{number}" for number, kind in enumerate(kinds))
         body, names = self.body(roots, "Element")
         ends = [f"    result{number} = {names[root]};" for number, root in enumerate(roots)]
         parameters = (
