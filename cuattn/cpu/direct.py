@@ -28,6 +28,7 @@ from cuattn.cpu.arithmetic import (
     row_weights,
     statistics_of,
     summed_to,
+    visible_bits,
 )
 from cuattn.cpu.blocks import place_of
 from cuattn.cpu.buffers import Buffers
@@ -206,10 +207,10 @@ class Direct:
     def _shown(self, instances: tuple) -> ndarray:
         """Return the bits of what a head sees, (keys, queries)."""
         if instances not in self._last_shown:
-            hidden = np.zeros((self.problem.n_keys, self.problem.n_queries), bool)
-            for mask, instance in zip(self.task.masks, instances, strict=True):
-                hidden |= mask.hidden(instance, slice(0, hidden.shape[1]), slice(0, hidden.shape[0]))
-            bits = np.subtract(hidden, 1, dtype=f"u{self.dtype.itemsize}", casting="unsafe")
+            rows, keys = slice(0, self.problem.n_queries), slice(0, self.problem.n_keys)
+            masks = zip(self.task.masks, instances, strict=True)
+            hidden = [mask.hidden(instance, rows, keys) for mask, instance in masks]
+            bits = visible_bits(hidden, (keys.stop, rows.stop), np.dtype(f"u{self.dtype.itemsize}"))
             self._last_shown = {instances: bits}
         return self._last_shown[instances]
 
