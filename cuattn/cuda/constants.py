@@ -33,7 +33,9 @@ name                    type     meaning
 ``runs``                bool     dropout: a shard's rows and keys are looked up in ``row_blocks``, ``key_blocks``
 ``statistics``          bool     forward: l and m are written; else their addresses are null
 ``bias``                bool     a bias is added
-``bias_form``           int      sm90 forward: how it comes, see kernels/sm90/fwd_layout.cuh
+``bias_tiles``          bool     sm90: the copy engine brings it, in tiles
+``bias_keys``           bool     sm90: it is broadcast along rows
+``bias_rows``           bool     sm90 forward: it is broadcast along keys
 ``softcap``             bool     scores pass through softcap * tanh(s / softcap)
 ``prescaled``           bool     scores are scaled before the maximum is taken
 ``negate``              bool     sm90: scale < 0, products are negated

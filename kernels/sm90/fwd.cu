@@ -18,7 +18,7 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
         ptx::mbarrier_init(shared.barrier(q_empty + stage), 32 * warps);
     }
     for (int stage = 0; stage < cfg::stages; ++stage) {
-        ptx::mbarrier_init(shared.barrier(k_full + stage), bias_keys ? 1 + 32 : 1);
+        ptx::mbarrier_init(shared.barrier(k_full + stage), cfg::bias_keys ? 1 + 32 : 1);
         ptx::mbarrier_init(shared.barrier(k_empty + stage), keys_are_read ? 32 * warps : warps);
         ptx::mbarrier_init(shared.barrier(v_full + stage), 1);
         ptx::mbarrier_init(shared.barrier(v_empty + stage), warps);
@@ -55,7 +55,7 @@ attention_forward(const __grid_constant__ Params p, const __grid_constant__ ptx:
         ptx::tensor_map_prefetch(k_map);
         ptx::tensor_map_prefetch(v_map);
         ptx::tensor_map_prefetch(o_map);
-        if constexpr (bias_tiles) ptx::tensor_map_prefetch(bias_map);
+        if constexpr (cfg::bias_tiles) ptx::tensor_map_prefetch(bias_map);
     }
     __syncthreads();  // the barriers are ready
 

@@ -5,11 +5,15 @@
 
 namespace sm90::fwd {
 
+// How the bias comes: with the keys, as a tile or as one row for all queries; or by ordinary loads, of which one for each row may do.
+enum BiasForm { kBiasLoads, kBiasRows, kBiasKeys, kBiasTiles };
+constexpr BiasForm bias_form = cfg::bias_tiles ? kBiasTiles : cfg::bias_keys ? kBiasKeys : cfg::bias_rows ? kBiasRows : kBiasLoads;
+
 // Is what the bias adds read before the scores are there?  Three warpgroups have no registers to keep it in.
-constexpr bool bias_ahead = cfg::bias && cfg::bias_form != kBiasLoads && warpgroups == 2;
+constexpr bool bias_ahead = cfg::bias && bias_form != kBiasLoads && warpgroups == 2;
 
 // What a thread adds to its scores of a key tile.
-template <int form>
+template <BiasForm form>
 struct Bias {  // by ordinary loads: nothing is kept
     i64 offset;
     i32 row, key;
@@ -54,7 +58,7 @@ struct Bias<kBiasKeys> {
 
 // A tile lies in slabs like those of q; pairs of 16-bit numbers come as fragments.
 template <>
-struct Bias<kBiasTile> {
+struct Bias<kBiasTiles> {
     u32 pairs[cfg::block_n / 16][4];
 
     __device__ __forceinline__ void load(const Params&, const Shared& shared, u32 stage, const Work&, i32, i32) {
@@ -80,7 +84,7 @@ __device__ __forceinline__ float add_bias(const Params& p, float product, float 
 }
 
 // Products become scores; where the bias `hides` keys, one of -inf does so whatever the product is.
-__device__ __forceinline__ void add_bias(Scores& s, const Params& p, const Bias<cfg::bias_form>& bias) {
+__device__ __forceinline__ void add_bias(Scores& s, const Params& p, const Bias<bias_form>& bias) {
     if (bias.hides()) {
         unroll<cfg::block_n / 2>([&](int i) {
             const float b = bias.of(p, i);

@@ -16,7 +16,7 @@ namespace sm90::fwd {
 constexpr bool plain = !cfg::overlap && cfg::dropout == 0;
 // Else no key tile is hidden, only a row's first one, the last of the keys, may be cut, and tiles are counted, not told.
 constexpr bool later_tiles_vary = !unmasked || plain;
-constexpr bool keys_are_read = later_tiles_vary || bias_tiles || bias_keys;  // by all threads, in what comes with them
+constexpr bool keys_are_read = later_tiles_vary || cfg::bias_tiles || cfg::bias_keys;  // by all threads, in what comes with them
 // The next keys, and the warpgroup's own P V, are awaited halfway through the exponentials: both have long been there, and
 // rounding P then runs beside the other half.  Three warpgroups fill each other's gaps, and do better with one long stretch.
 constexpr bool proceeds_early = cfg::overlap && warpgroups == 2;
@@ -138,7 +138,7 @@ struct Consumer {
     }
 
     // What the bias adds to the tile's scores.
-    using TileBias = Bias<cfg::bias_form>;
+    using TileBias = Bias<bias_form>;
     __device__ __forceinline__ void read_bias(TileBias& bias, bool ahead = true) const {
         if constexpr (cfg::bias)
             if (ahead == bias_ahead) bias.load(p, shared, k.stage, work, row(), tile.n());

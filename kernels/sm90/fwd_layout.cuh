@@ -11,17 +11,14 @@ constexpr int threads = 128 * (warpgroups + 1);
 constexpr int producer_registers = warpgroups == 3 ? 32 : 40;
 constexpr int consumer_registers = warpgroups == 3 ? 160 : 232;
 
-// How the bias comes: with the keys, as a tile or as one row for all queries; or by ordinary loads, of which one for each row may do.
-enum BiasForm { kBiasLoads, kBiasRows, kBiasKeys, kBiasTile };
-constexpr bool bias_tiles = cfg::bias && cfg::bias_form == kBiasTile, bias_keys = cfg::bias && cfg::bias_form == kBiasKeys;
-
-constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias, may_hide_keys = may_have_dead_keys || bias_keys;
+// Rows and keys that see nothing and nobody sees, also because of the bias.
+constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias, may_hide_keys = may_have_dead_keys || cfg::bias_keys;
 
 constexpr int q_bytes = slabs * cfg::block_m * row_bytes;
 constexpr int k_bytes = slabs * cfg::block_n * row_bytes;
 constexpr int v_bytes = slabs_v * cfg::block_n * row_bytes;
 constexpr int o_bytes = slabs_v * cfg::block_m * row_bytes;
-constexpr int bias_slabs = bias_tiles ? (cfg::block_n + 63) / 64 : 0;
+constexpr int bias_slabs = cfg::bias_tiles ? (cfg::block_n + 63) / 64 : 0;
 constexpr int bias_bytes = bias_slabs * cfg::block_m * row_bytes;
 constexpr int cols_bytes = cfg::mask == kMaskColumn ? cfg::block_n * 16 : 0;  // intervals of a partial tile's keys
 
@@ -42,7 +39,7 @@ constexpr int v_at = k_at + cfg::stages * k_bytes;
 constexpr int bias_tiles_at = v_at + cfg::stages * v_bytes;
 constexpr int cols_at = bias_tiles_at + cfg::stages * bias_bytes;
 constexpr int key_bias_at = cols_at + cfg::stages * cols_bytes;
-constexpr int barriers_at = key_bias_at + (bias_keys ? cfg::stages * static_cast<int>(sizeof(KeyBias)) : 0);
+constexpr int barriers_at = key_bias_at + (cfg::bias_keys ? cfg::stages * static_cast<int>(sizeof(KeyBias)) : 0);
 
 enum Barrier {
     q_full,

@@ -50,7 +50,7 @@ struct Producer {
 
     // With the bias that travels with them; one that is broadcast along rows may leave keys that no row sees.
     __device__ __forceinline__ void load_keys(Source& from) {
-        if constexpr (bias_keys) {
+        if constexpr (cfg::bias_keys) {
             const LoadedKeyBias bias(p, slice_of(p.bias, from.bias.batch, from.bias.query_head), from.tile.n() * cfg::block_n, lane);
             issue_keys(from);
             if (bias.store(shared.key_bias(k.stage), lane)) from.tile.code |= KeyTile::dead_bit;
@@ -69,7 +69,7 @@ struct Producer {
             const bool with_cols = cfg::mask == kMaskColumn && from.tile.partial();
             ptx::mbarrier_arrive_expect(full, k_bytes + bias_bytes + (with_cols ? cols_bytes : 0));
             const i32 key = from.tile.n() * cfg::block_n;
-            if constexpr (bias_tiles)
+            if constexpr (cfg::bias_tiles)
                 load_tile<cfg::block_m, bias_slabs>(bias_map, shared.bias(k.stage), full, ptx::evict_normal, from.bias.row,
                                                     {p.bias, from.bias.query_head, from.bias.batch}, key);
             load_tile<cfg::block_n, slabs>(k_map, shared.k(k.stage), full, ptx::evict_last, key,
@@ -91,7 +91,7 @@ struct Producer {
             full = shared.barrier(raw_full);
             if (lane == 0) {
                 shared.mail() = {static_cast<i32>(v.stage), from.tile.n(), from.instance};
-                if constexpr (bias_keys) shared.bias_of_mail() = from.bias;
+                if constexpr (cfg::bias_keys) shared.bias_of_mail() = from.bias;
             }
         }
         if (lane == 0) {
@@ -145,10 +145,10 @@ __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
         const Mail mail = shared.mail();
         if (mail.stage < 0) return;
         i64 bias = 0;
-        if constexpr (bias_keys) bias = slice_of(p.bias, shared.bias_of_mail().batch, shared.bias_of_mail().query_head);
+        if constexpr (cfg::bias_keys) bias = slice_of(p.bias, shared.bias_of_mail().batch, shared.bias_of_mail().query_head);
         for (u32 row = lane; row < cfg::block_n; row += 32) {
             const i32 key = mail.n * cfg::block_n + row;
-            if (key >= p.n_keys || (band_sees(p, key) && key_alive(p, mail.instance, key) && (!bias_keys || bias_shows(p, bias, key)))) continue;
+            if (key >= p.n_keys || (band_sees(p, key) && key_alive(p, mail.instance, key) && (!cfg::bias_keys || bias_shows(p, bias, key)))) continue;
             clear_row<cfg::block_n, slabs_v>(shared.memory + v_at + mail.stage * v_bytes, row);
         }
         ptx::async_proxy_fence();

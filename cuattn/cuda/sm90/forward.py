@@ -1,7 +1,6 @@
 """The forward for compute capability 9.0: when and with which tiles, tensor maps, a ticket, one launch."""
 
 import functools
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 from cuattn.cuda.arguments import pad, row_bytes, row_strides, steps_of, tile_counts
@@ -59,27 +58,18 @@ _BIASED_TILES = (
 _KEY_BIAS_BYTES = 16  # beside a float for each key
 
 
-class BiasForm(IntEnum):
-    """How the bias comes (``cfg::bias_form``): by ordinary loads, all of it or a number a row, or with the keys."""
+def bias_form(problem: Problem, bias: Any = None) -> str:
+    """Return how a bias comes: "tiles" or "keys" (one row for all queries) with the keys, else "rows" or "loads".
 
-    LOADS = 0
-    ROWS = 1
-    KEYS = 2
-    TILES = 3
-
-
-def bias_form(problem: Problem, bias: Any = None) -> BiasForm:
-    """Return how a bias comes, as its layout and address allow; without one, as a contiguous one's would."""
-    if bias is None:
-        return BiasForm.TILES if problem.bias == problem.dtype else BiasForm.LOADS
-    *_, row, column = steps_of(bias)
-    if row == 0:
-        return BiasForm.KEYS
-    if column == 0:
-        return BiasForm.ROWS
-    mapped = problem.bias == problem.dtype and column == 1
-    mapped = mapped and tensor_map.unsupported_reason(bias.data.ptr, row_strides(bias)) is None
-    return BiasForm.TILES if mapped else BiasForm.LOADS
+    Its layout and address decide; of one that is not there, a contiguous one's would.
+    """
+    mapped = problem.bias == problem.dtype
+    if bias is not None:
+        *_, row, column = steps_of(bias)
+        if row == 0 or column == 0:
+            return "rows" if row else "keys"
+        mapped &= column == 1 and tensor_map.unsupported_reason(bias.data.ptr, row_strides(bias)) is None
+    return "tiles" if mapped else "loads"
 
 
 def width_of(columns: int) -> int:
@@ -99,6 +89,8 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
     if problem.row.tensor_map is None:
         known = " and ".join(row.dtype.name for row in DTYPES.values() if row.tensor_map is not None)
         return f"it takes {known}, not {problem.dtype}"
+    if problem.score is not None:
+        return "score is a function, which it does not compute yet"
     if problem.bias is not None and problem.operation != "forward":
         return "it takes no bias"
     if "boolean" in problem.masks:
@@ -129,14 +121,15 @@ class Cut:
     head_dim, head_dim_v : int
         Padded head dimensions.
     tile : Tile
-    bias_form : BiasForm or None
+    bias_form : str
+        See :func:`bias_form`; empty without a bias.
     counts : dict of str to int
         Fields of ``Params``: row_tiles, key_tiles, section.
     """
 
     def __init__(self, problem: Problem, bias: Any = None) -> None:
         self.problem = problem
-        self.bias_form = None if problem.bias is None else bias_form(problem, bias)
+        self.bias_form = "" if problem.bias is None else bias_form(problem, bias)
         self.head_dim, self.head_dim_v = pad(problem.head_dim, 16), width_of(problem.head_dim_v)
         self.tile = tile = self._tile()
         section = problem.group
@@ -148,14 +141,14 @@ class Cut:
         problem = self.problem
         widest, _, tile, few = next(row for row in _TILES if self.head_dim <= row[0] and self.head_dim_v <= row[1])
         capped, columns = problem.softcap is not None, problem.masks == ("column",)
-        if self.bias_form is BiasForm.TILES:
+        if self.bias_form == "tiles":
             tile = next(row[2] for row in _BIASED_TILES if self.head_dim <= row[0] and self.head_dim_v <= row[1])
             if widest == 128 and columns:  # the intervals of partial tiles' keys take room
                 tile = tile._replace(block_n=112)
             few = min(few, tile.block_n)
-        if capped or problem.dropout or self.bias_form is BiasForm.LOADS:
+        if capped or problem.dropout or self.bias_form == "loads":
             tile = tile._replace(block_n=few)
-        crowded = capped or self.bias_form is not None
+        crowded = capped or bool(self.bias_form)
         if tile.block_m == 192 and (crowded or problem.masks == ("block",) or problem.out_dtype != problem.dtype):
             tile = tile._replace(block_m=128)  # these need registers that three warpgroups do not have
         if tile.block_m == 192 and problem.dropout and (problem.masks or problem.band is not None):
@@ -177,14 +170,12 @@ class Cut:
         rounded = problem.out_dtype == problem.dtype
         queries = (max(slabs, slabs_v) if rounded else slabs) * block_m * ROW_BYTES
         intervals = 16 * block_n if problem.masks == ("column",) else 0
-        bias = {
-            BiasForm.TILES: cdiv(block_n, SLAB_COLUMNS) * block_m * ROW_BYTES,
-            BiasForm.KEYS: 4 * block_n + _KEY_BIAS_BYTES,
-        }.get(self.bias_form, 0)
+        tiled = cdiv(block_n, SLAB_COLUMNS) * block_m * ROW_BYTES
+        bias = {"tiles": tiled, "keys": 4 * block_n + _KEY_BIAS_BYTES}.get(self.bias_form, 0)
         tiles = q_stages * queries + stages * ((slabs + slabs_v) * block_n * ROW_BYTES + intervals + bias)
         barriers = 8 * (2 * q_stages + 4 * stages + 4)
         mail = 16 * q_stages + _LIST_BYTES + 4 * stages + 12
-        mail += 24 * (self.bias_form is not None)
+        mail += 24 * (bool(self.bias_form))
         return pad(tiles + barriers, 16) + mail
 
     def slow_reason(self, device: Device) -> str | None:
@@ -213,7 +204,7 @@ class Cut:
             **problem_constants(problem),
             **tile._asdict(),
             **scaling(problem),
-            "bias_form": int(self.bias_form or 0),
+            **{f"bias_{form}": self.bias_form == form for form in ("tiles", "keys", "rows")},
             "head_dim": self.head_dim,
             "head_dim_v": self.head_dim_v,
             "overlap": problem.n_keys >= _LONG[tile.block_m] and not problem.dropout,
@@ -239,7 +230,7 @@ class Forward(MappedCall):
         tile, constants, size = cut.tile[:2], cut.constants, cut.shared_bytes
         self.begin({}, counters=1)
         warps = 4 * (tile[0] // WARPGROUP_ROWS + 1)
-        tiled = cut.bias_form is BiasForm.TILES
+        tiled = cut.bias_form == "tiles"
         path = "sm90/fwd_bias.cu" if tiled else "sm90/fwd.cu"
         launched = path, "attention_forward", constants, cut.blocks, warps, cut.counts, (*tile, WARPGROUP_ROWS)
         self.add_mapped(*launched, size, ("o",), ("bias",) * tiled)
