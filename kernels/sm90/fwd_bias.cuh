@@ -14,17 +14,18 @@ constexpr bool bias_ahead = cfg::bias && bias_form != kBiasLoads && warpgroups =
 
 // What a thread adds to its scores of a key tile.
 template <BiasForm form>
-struct Bias {  // by ordinary loads: nothing is kept
-    i64 offset;
-    i32 row, key;
+struct Bias {  // by ordinary loads: only where they begin is kept
+    const cfg::bias_elem* rows[2];
+    i32 key;
 
     __device__ __forceinline__ void load(const Params& p, const Shared&, u32, const Work& work, i32 first_row, i32 n) {
-        offset = slice_of(p.bias, work.batch, work.head);
-        row = max(first_row, 0), key = n * cfg::block_n + 2 * (threadIdx.x % 4);
+        const auto* head = static_cast<const cfg::bias_elem*>(p.bias.data) + slice_of(p.bias, work.batch, work.head);
+        unroll<2>([&](int r) { rows[r] = head + min(max(first_row, 0) + 8 * r, p.n_queries - 1) * p.bias.row; });
+        key = n * cfg::block_n + 2 * (threadIdx.x % 4);
     }
     __device__ __forceinline__ bool hides() const { return true; }
     __device__ __forceinline__ float of(const Params& p, int i) const {
-        return bias_at(p, offset, row + 8 * half_of(i), key + i / 4 * 8 + i % 2);
+        return to_acc(rows[half_of(i)][min(ptx::opaque(key) + i / 4 * 8 + i % 2, p.n_keys - 1) * p.bias.col]);
     }
 };
 

@@ -56,6 +56,7 @@ _BIASED_TILES = (
     (256, 256, Tile(128, 64, 2, 1)),
 )
 _KEY_BIAS_BYTES = 16  # beside a float for each key
+_LOADED_KEYS = 64  # of a tile where a bias comes by ordinary loads: more of them find no registers
 
 
 def bias_form(problem: Problem, bias: Any = None) -> str:
@@ -146,7 +147,9 @@ class Cut:
             if widest == 128 and columns:  # the intervals of partial tiles' keys take room
                 tile = tile._replace(block_n=112)
             few = min(few, tile.block_n)
-        if capped or problem.dropout or self.bias_form == "loads":
+        if self.bias_form == "loads":
+            few = _LOADED_KEYS
+        if capped or problem.dropout or self.bias_form == "loads" or (columns and self.bias_form):
             tile = tile._replace(block_n=few)
         crowded = capped or bool(self.bias_form)
         if tile.block_m == 192 and (crowded or problem.masks == ("block",) or problem.out_dtype != problem.dtype):
@@ -175,7 +178,7 @@ class Cut:
         tiles = q_stages * queries + stages * ((slabs + slabs_v) * block_n * ROW_BYTES + intervals + bias)
         barriers = 8 * (2 * q_stages + 4 * stages + 4)
         mail = 16 * q_stages + _LIST_BYTES + 4 * stages + 12
-        mail += 24 * (bool(self.bias_form))
+        mail += 24 * bool(self.bias_form)
         return pad(tiles + barriers, 16) + mail
 
     def slow_reason(self, device: Device) -> str | None:
@@ -197,8 +200,13 @@ class Cut:
         return None
 
     @property
+    def path(self) -> str:
+        """The kernel's file."""
+        return "sm90/fwd_bias.cu" if self.bias_form == "tiles" else "sm90/fwd.cu"
+
+    @property
     def constants(self) -> Constants:
-        """The prologue of kernels/sm90/fwd.cu."""
+        """The prologue of the kernel."""
         problem, tile = self.problem, self.tile
         return {
             **problem_constants(problem),
@@ -230,8 +238,8 @@ class Forward(MappedCall):
         tile, constants, size = cut.tile[:2], cut.constants, cut.shared_bytes
         self.begin({}, counters=1)
         warps = 4 * (tile[0] // WARPGROUP_ROWS + 1)
-        tiled = cut.bias_form == "tiles"
-        path = "sm90/fwd_bias.cu" if tiled else "sm90/fwd.cu"
-        launched = path, "attention_forward", constants, cut.blocks, warps, cut.counts, (*tile, WARPGROUP_ROWS)
-        self.add_mapped(*launched, size, ("o",), ("bias",) * tiled)
-        return self.planned(path, tile, warps, size, constants)
+        launched = (
+            cut.path, "attention_forward", constants, cut.blocks, warps, cut.counts, (*tile, WARPGROUP_ROWS)
+        )  # fmt: skip
+        self.add_mapped(*launched, size, ("o",), ("bias",) * (cut.bias_form == "tiles"))
+        return self.planned(cut.path, tile, warps, size, constants)
