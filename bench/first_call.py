@@ -1,7 +1,7 @@
 """Time the first call of a direction in a fresh process: with an empty disk cache, and from the disk cache.
 
-A table of ``python -m bench.portable`` and of ``python -m bench.scores``.  ``python -m bench.first_call forward`` is the child: it prints the seconds of
-its first call.
+A table of ``python -m bench.portable`` and of ``python -m bench.scores``.  ``python -m bench.first_call forward full``
+is the child: it prints the seconds of its first call.
 """
 
 import functools

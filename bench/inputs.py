@@ -172,54 +172,75 @@ def reference(inputs, gradients, dropped):
 
 def _head(inputs, b, h, gradients=False, dropped=False, first=0):
     """Return one head, from row `first` on."""
-    import torch
-
-    case, device = inputs.case, inputs.q.device
+    case = inputs.case
     group = case.heads // case.kv_heads
-    bounds, learned = None, {}
-    keys = torch.arange(case.n_keys, device=device)
-    if case.learned:
-        one = {"b": b, "h": h}
-        learned = {
-            name: (inputs.arrays[name].double().requires_grad_(), tuple(one.get(axis, slice(None)) for axis in axes))
-            for name, axes in inputs.formula.arrays.items()
-        }
-    score, mask = inputs.functions({**inputs.arrays, **{name: array for name, (array, _) in learned.items()}})
-    place = torch.tensor(b, device=device), torch.tensor(h, device=device)
-    if inputs.samples:
-        mask = inputs.samples[b].column_mask()
-        bounds = torch.from_numpy(np.stack([mask.lts, mask.lte, mask.uts, mask.ute])).to(device)
-
-    def visible(start, stop):
-        i = torch.arange(first + start, first + stop, device=device)[:, None]
-        if bounds is not None:
-            lts, lte, uts, ute = bounds
-            return ~(((i >= lts) & (i < lte)) | ((i >= uts) & (i < ute)))
-        if inputs.visible is not None:
-            return inputs.visible[first + start : first + stop]
-        if mask is not None:
-            return mask(*place, i, keys)
-        return i >= keys if case.causal else None
-
-    def scored(start, stop):
-        rows = torch.arange(first + start, first + stop, device=device)[:, None]
-        if inputs.bias is not None:
-            of_head = inputs.bias.expand(case.batch, case.heads, case.n_queries, case.n_keys)[b, h]
-            return lambda s: s + of_head[first + start : first + stop]
-        return score and (lambda s: score(s, *place, rows, keys))
+    learned = _learned(inputs, b, h)
+    score, visible = _score(inputs, b, h, learned), _visible(inputs, b, h)
 
     def see(start, stop):
-        factor = 1
-        if dropped and case.dropout:
-            threshold = rng.threshold(case.dropout)
-            rows, columns = (first + start, first + stop), (0, case.n_keys)
-            kept = rng.keep(rng.RNGState(*DROPOUT_STATE), threshold, b * case.heads + h, rows, columns)
-            factor = torch.from_numpy(kept).to(device).double() * (rng.LEVELS / (rng.LEVELS - threshold))
-        return scored(start, stop), visible(start, stop), factor
+        rows = first + start, first + stop
+        return score and functools.partial(score, *rows), visible(*rows), _factor(inputs, b, h, rows) if dropped else 1
 
     do = inputs.do[b, h, first:] if gradients else None
     part = first > 0 or group > 1
     return Head(inputs.q[b, h, first:], inputs.k[b, h // group], inputs.v[b, h // group], do, see, part, learned)
+
+
+def _learned(inputs, b, h):
+    """Return the arrays to be differentiated, in double precision, and the part of each that one head reads."""
+    one, case = {"b": b, "h": h}, inputs.case
+    return {
+        name: (inputs.arrays[name].double().requires_grad_(), tuple(one.get(axis, slice(None)) for axis in axes))
+        for name, axes in (inputs.formula.arrays.items() if case.learned else ())
+    }
+
+
+def _grid(inputs, b, h, start, stop):
+    """Return b, h, a column of rows and a row of keys, as tensors."""
+    import torch
+
+    place = [torch.tensor(x, device=inputs.q.device) for x in (b, h)]
+    rows, keys = (torch.arange(*ends, device=inputs.q.device) for ends in ((start, stop), (0, inputs.case.n_keys)))
+    return *place, rows[:, None], keys
+
+
+def _score(inputs, b, h, learned):
+    """Return the function of the first row, the one behind the last and the rows' scores; None if they stay."""
+    case = inputs.case
+    if inputs.bias is not None:
+        bias = inputs.bias.expand(case.batch, case.heads, case.n_queries, case.n_keys)[b, h]
+        return lambda start, stop, s: s + bias[start:stop]
+    score = inputs.functions(inputs.arrays | {name: array for name, (array, _) in learned.items()})[0]
+    return score and (lambda start, stop, s: score(s, *_grid(inputs, b, h, start, stop)))
+
+
+def _visible(inputs, b, h):
+    """Return the function of the first row and the one behind the last: which keys they see, or None for all."""
+    import torch
+
+    if inputs.samples:
+        mask = inputs.samples[b].column_mask()
+        bounds = torch.from_numpy(np.stack([mask.lts, mask.lte, mask.uts, mask.ute])).to(inputs.q.device)
+
+        def visible(b, h, i, j):
+            lts, lte, uts, ute = bounds
+            return ~(((i >= lts) & (i < lte)) | ((i >= uts) & (i < ute)))
+
+    elif inputs.visible is not None:
+        return lambda start, stop: inputs.visible[start:stop]
+    else:
+        visible = inputs.functions({})[1] or (inputs.case.causal and (lambda b, h, i, j: i >= j))
+    return lambda start, stop: visible(*_grid(inputs, b, h, start, stop)) if visible else None
+
+
+def _factor(inputs, b, h, rows):
+    """Return the factor by which cuattn's dropout multiplies the weights of some rows."""
+    import torch
+
+    case = inputs.case
+    threshold = rng.threshold(case.dropout)
+    kept = rng.keep(rng.RNGState(*DROPOUT_STATE), threshold, b * case.heads + h, rows, (0, case.n_keys))
+    return torch.from_numpy(kept).to(inputs.q.device).double() * (rng.LEVELS / (rng.LEVELS - threshold))
 
 
 def dropout_noise(inputs, exact, o):

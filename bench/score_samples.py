@@ -1,8 +1,9 @@
 """Functions of scores and of visibility that models use, as formulas that NumPy and PyTorch both read.
 
 A formula is written once, in the operators and functions that both libraries share: cuattn traces it with NumPy,
-FlexAttention compiles it with PyTorch, the reference evaluates it.  Arrays come as arguments behind the indices, so that
-the same formula serves fixed ones, which a function captures, and learned ones, which are passed and differentiated.
+FlexAttention compiles it with PyTorch, the reference evaluates it.  Arrays come as arguments behind the indices, so
+that the same formula serves fixed ones, which a function captures, and learned ones, which are passed and
+differentiated.
 """
 
 import functools
@@ -298,17 +299,40 @@ def global_window(case, xp):
     return Formula(visible=lambda b, h, i, j: (abs(i - j) <= reach) | (i < 64) | (j < 64))
 
 
-SCORES = {
-    make.__name__: make
-    for make in (identity, alibi, slopes, softcap, softcap_function, softcap_rational, relative, t5, temperature)
-    + (key_bias, graphormer, keys, pairs, all_pairs)
-}
-MASKS = {
-    make.__name__: make
-    for make in (document_ids, document_offsets, natten, natten_tiled, prefix, transfusion, flamingo, dilated)
-    + (random_blocks, block_diffusion, global_window)
-}
-FORMULAS = SCORES | MASKS | {"natten_bias": natten_bias}
+def _by_name(*makes):
+    return {make.__name__: make for make in makes}
+
+
+MASKS = _by_name(
+    document_ids,
+    document_offsets,
+    natten,
+    natten_tiled,
+    prefix,
+    transfusion,
+    flamingo,
+    dilated,
+    random_blocks,
+    block_diffusion,
+    global_window,
+)
+FORMULAS = MASKS | _by_name(
+    identity,
+    alibi,
+    slopes,
+    softcap,
+    softcap_function,
+    softcap_rational,
+    relative,
+    t5,
+    temperature,
+    key_bias,
+    graphormer,
+    keys,
+    pairs,
+    all_pairs,
+    natten_bias,
+)
 
 
 @functools.lru_cache(4)  # some draw large arrays

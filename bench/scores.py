@@ -1,4 +1,4 @@
-"""Functions of scores and masks, biases, softcap and boolean masks beside every peer: ``python -m bench.scores --help``.
+"""Functions of scores and masks, biases, softcap and boolean masks beside every peer.
 
     python -m bench.prepare scores --quick --site SITE     # compiles in many processes
     python -m bench.scores --quick --site SITE             # the most telling cases; then the bars are shown

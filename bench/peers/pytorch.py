@@ -90,8 +90,9 @@ class Sdpa(Runner):
         arrays = leaves(case, inputs)
 
         def attention(q, k, v):
-            bias = {"attn_mask": x.expand(*case.q_shape[:3], case.n_keys) for x in arrays.values()}
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options, **bias)
+            for bias in arrays.values():
+                options["attn_mask"] = bias.expand(*case.q_shape[:3], case.n_keys)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
         def scope():
             return sdpa_kernel([getattr(SDPBackend, self.member)])

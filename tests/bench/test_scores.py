@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 
-from bench.cases import Case
+from bench.cases import TABLES, Case, select
 from bench.score_samples import FORMULAS, formula
 from cuattn import tracing
 
 torch = pytest.importorskip("torch")
 
-from bench import inputs  # noqa: E402
+from bench import inputs, scores  # noqa: E402
+from bench.harness import matches  # noqa: E402
+from bench.suites import SUITES  # noqa: E402
 
 SHAPE = (2, 4, 192, 192)
 
@@ -61,3 +63,61 @@ def test_scores_are_the_same_in_numpy_and_pytorch(name):
         for weight in tracing.weights(bound.root, slot):
             np.add.at(gradient, tuple(map(ours, weight.indices)), cotangent * ours(weight.weight))
         np.testing.assert_allclose(gradient, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_the_reference_differentiates_learned_arrays():
+    """Its gradient of a part of an array is PyTorch's, of the whole batch."""
+    made = inputs.make(case("relative", "backward", learned=True), "cpu")
+    arrays = {key: x.double().requires_grad_() for key, x in made.arrays.items()}
+    q, k, v, do = (x.double() for x in made.operands)
+    s = made.functions(arrays)[0](q @ k.mT * 16**-0.5, *map(torch.from_numpy, indices()))
+    (wanted,) = torch.autograd.grad(s.softmax(-1) @ v, arrays.values(), do)
+    reference = inputs.reference(made, True, False)
+    (errors,) = reference.errors({"dtable": wanted}, peer=False).values()
+    assert errors["of_allowed"] < 0.01
+    assert errors["distance"] < 1e-9
+    (errors,) = reference.errors({"dtable": 1.001 * wanted}, peer=False).values()
+    assert errors["of_allowed"] > 1
+
+
+def rows(**times):
+    """Rows of one case, by runner."""
+    return [
+        {"case": "scores/d128-N4096-causal-softcap/forward", "runner": name.replace("_", "-"), "median_us": us}
+        for name, us in times.items()
+    ]
+
+
+def test_bars_are_counted_beside_the_fastest_peer():
+    lines = {line["what"]: line for line in scores.standings(rows(cuattn=10, cuattn_without=8, flex=15, fa4=12))}
+    assert lines["every score"]["mean"] == pytest.approx(1.2)
+    assert not lines["every score"]["met"]
+    assert lines["softcap, causal, N 4096, d 128: forward"]["met"]
+    failed = [{"case": "scores/d64/backward", "runner": "cuattn"}, {"case": "scores/d64/backward", "runner": "flex"}]
+    failed[1]["median_us"] = 3.0
+    assert scores.standings(failed)[0]["worst"] == 0
+
+
+def test_limits_count_what_a_function_costs_beyond_the_plain_call():
+    plain, alibi = ({"case": f"scores-host/d64-N256-full{end}/forward", "runner": "cuattn", "rate": rate}
+                    for end, rate in (("", 9.0), ("-alibi", 10.5)))  # fmt: skip
+    (line,) = scores.standings([plain, alibi])
+    assert line["worst"] == pytest.approx(1.5)
+    assert line["met"]
+
+
+@pytest.mark.parametrize("name", ["document_ids", "natten"])
+def test_making_tables_is_measured(name):
+    (row,) = scores.measure(name, 192, "cpu").values()
+    assert row["median_us"] > 0
+    assert row["mask_bytes"] >= 0
+    assert ("ColumnMask" in row["mask"]) == (name == "document_ids")
+
+
+def test_quick_cases_exist():
+    names = [case.name for case in select(TABLES)]
+    for pattern in SUITES["scores"].quick:
+        assert any(matches(name, [pattern]) for name in names), pattern
+    for bar in (*scores.BARS, *scores.LIMITS):
+        known = bar.cases.startswith(("scores-tables", "scores-first-call"))
+        assert known or any(matches(name, bar.cases.split()) for name in names), bar
