@@ -98,6 +98,8 @@ SUITES = {
             "scores-masks/d128-N4096-full-natten/*",
             "scores-masks/d128-N4096-full-document_ids/*",
             "scores-columns/d128-N8192-causal_document/*",
+            "scores-tables/N131072-natten/*",
+            "scores-tables/N131072-document_ids/*",
             "scores-host/*",
         ),
         shows="scores",
@@ -139,6 +141,7 @@ def parser(name):
         "--directions": dict(nargs="+", choices=BOTH, default=BOTH),
         "--ours": dict(nargs="*", default=list(suite.ours), metavar="RUNNER", help="cuattn, cuattn-sm90, ..."),
         "--peers": dict(nargs="*", metavar="RUNNER", help="by default all that may apply to the table"),
+        "--skip": dict(nargs="*", default=[], metavar="RUNNER", help="leave these out"),
         "--beside": dict(type=Path, metavar="PATH", help=checkout),
         "--least": dict(type=int, default=7, help="fewest samples of a runner"),
         "--most": dict(type=int, default=40, help="most samples of a runner"),
@@ -191,7 +194,7 @@ def tables(name, arguments):
     for table in arguments.tables:
         if table not in suite.studies:
             peers = suite.peers.get(table, suite.peers[""]) if arguments.peers is None else arguments.peers
-            runners = [*arguments.ours, *peers]
+            runners = [runner for runner in (*arguments.ours, *peers) if runner not in arguments.skip]
             if arguments.beside:
                 mine = [runner for runner in runners if runner.startswith("cuattn")]
                 runners = [*mine, *(runner.replace("cuattn", "base", 1) for runner in mine)]

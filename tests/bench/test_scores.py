@@ -3,14 +3,16 @@
 import numpy as np
 import pytest
 
-from bench.cases import TABLES, Case, select
+from bench.cases import BOTH, TABLES, Case, select
 from bench.score_samples import FORMULAS, formula
 from cuattn import tracing
 
 torch = pytest.importorskip("torch")
 
 from bench import inputs, scores  # noqa: E402
+from bench.compare import Comparison  # noqa: E402
 from bench.harness import matches  # noqa: E402
+from bench.peers import make  # noqa: E402
 from bench.suites import SUITES  # noqa: E402
 
 SHAPE = (2, 4, 192, 192)
@@ -121,3 +123,33 @@ def test_quick_cases_exist():
     for bar in (*scores.BARS, *scores.LIMITS):
         known = bar.cases.startswith(("scores-tables", "scores-first-call"))
         assert known or any(matches(name, bar.cases.split()) for name in names), bar
+
+
+def measured(name, direction, runners, **options):
+    """The rows of a tiny case on the host, in float32."""
+    problem = case(name, direction, **{"learned": bool(formula(case(name)).arrays), **options})
+    rows = Comparison("cpu", seconds=0.0, least=2, most=2).measure(problem, make(runners))
+    return {name: (row["status"], row.get("reason")) for name, row in rows.items()}, rows
+
+
+@pytest.mark.parametrize("direction", BOTH)
+@pytest.mark.parametrize("name", ["keys", "pairs", "all_pairs"])
+def test_biases_are_measured_beside_pytorch(name, direction):
+    status, rows = measured(name, direction, ["cuattn", "cuattn-without", "math", "fa2"])
+    assert [status[name][0] for name in ("cuattn", "cuattn-without", "math")] == ["ok"] * 3, status
+    assert ("dbias" in rows["math"]["error"]) == (direction == "backward")
+    assert status["fa2"][0] == "unsupported"
+
+
+def test_softcap_is_measured():
+    for direction in BOTH:
+        status, _ = measured("softcap", direction, ["cuattn", "cuattn-without"], causal=True)
+        assert set(status.values()) == {("ok", None)}
+
+
+@pytest.mark.parametrize("way", ["function", "boolean"])
+def test_a_column_mask_is_measured_in_other_words(way):
+    for direction in BOTH:
+        problem = Case("t", direction, 2, 2, 2, 192, 192, 16, dtype="float32", mask="causal_document")
+        rows = Comparison("cpu", seconds=0.0, least=2, most=2).measure(problem, make(["cuattn", f"cuattn-{way}"]))
+        assert [row["status"] for row in rows.values()] == ["ok", "ok"], rows
