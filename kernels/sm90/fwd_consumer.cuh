@@ -138,13 +138,16 @@ struct Consumer {
         if (!search_beside && may_cut && uniform(tile.partial(warpgroup))) search(0, 1);
     }
 
+    // The first of the thread's keys.
+    __device__ __forceinline__ i32 first_key() const { return tile.n() * cfg::block_n + 2 * (threadIdx.x % 4); }
+
     // What a score function asks about the thread's rows, and what the bias adds to the tile's scores: read while they are on their way.
     struct Completion {
         AskedRows asked;
         Bias<bias_form> bias;
     };
     __device__ __forceinline__ void prepare(Completion& with) const {
-        if constexpr (cfg::score) with.asked = AskedRows::of(p, work, row());
+        if constexpr (cfg::score) with.asked.ask(p, work, row(), first_key());
         if constexpr (bias_ahead) read_bias(with);
     }
     __device__ __forceinline__ void read_bias(Completion& with) const { with.bias.load(p, shared, k.stage, work, row(), tile.n()); }
@@ -161,7 +164,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void complete(const Completion& with) {
-        complete_scores(s, p, with.bias, with.asked, tile.n() * cfg::block_n + 2 * (threadIdx.x % 4));
+        complete_scores(s, p, with.bias, with.asked, first_key());
     }
 
     // Line 11 (FlashMask algorithm 1, lines 18-25): prescales and masks the scores.
@@ -175,7 +178,7 @@ struct Consumer {
     template <bool early>
     __device__ __forceinline__ bool update_softmax(bool last, bool settled) {
         const RandomStream stream = cfg::dropout ? random_stream(p.dropout, work.batch, work.head) : RandomStream{};
-        const i32 key = tile.n() * cfg::block_n + 2 * (threadIdx.x % 4);
+        const i32 key = first_key();
         const bool grown = follow(state, factor, s, settled);
         exponentiate(state, s, [&](int block, const float (&sums)[4]) {
             look_for_keys(block);

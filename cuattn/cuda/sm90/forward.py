@@ -12,6 +12,8 @@ from cuattn.cuda.sm90.tensor_map import WARPGROUP_ROWS, MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
 from cuattn.problem import DTYPES, Problem
+from cuattn.tracing import I, J, addend
+from cuattn.tracing.graph import order
 
 SLAB_COLUMNS, ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
 
@@ -59,7 +61,8 @@ _BIASED_TILES = (
     (256, 256, Tile(128, 64, 2, 1)),
 )
 _KEY_BIAS_BYTES = 16  # beside a float for each key
-_LOADED_KEYS = 64  # of a tile where a bias comes by ordinary loads: more of them find no registers
+_FEW_KEYS = 64  # of a tile where each element is looked up somewhere: more of them find no registers
+_LONG_FUNCTION = 60  # operations
 
 
 def bias_form(problem: Problem, bias: Any = None) -> str:
@@ -110,6 +113,14 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
     return portable.length_reason(problem)
 
 
+def is_long(problem: Problem) -> bool:
+    """Whether a score function reads an array anew for each element, or does much with each."""
+    if problem.score is None:
+        return False
+    nodes = order(problem.score.root)
+    return len(nodes) > _LONG_FUNCTION or any(x.op == "load" and x.depends & I and x.depends & J for x in nodes)
+
+
 def scaling(problem: Problem) -> Constants:
     """Return the constants that say how scores are scaled: before their maximum where the scale would spoil it."""
     natural = any(x is not None for x in (problem.softcap, problem.bias, problem.score))
@@ -144,29 +155,41 @@ class Cut:
         self.counts = {**tile_counts(problem, tile), "section": min(section, problem.instances)}
 
     def _tile(self) -> Tile:
-        problem = self.problem
-        widest, _, tile, few = next(row for row in _TILES if self.head_dim <= row[0] and self.head_dim_v <= row[1])
-        capped, columns = problem.softcap is not None, problem.masks == ("column",)
+        problem, columns = self.problem, self.problem.masks == ("column",)
         if self.bias_form == "tiles":
-            # Small tiles leave no registers for these.
-            scarce = problem.dropout or problem.masks == ("block",) or problem.score is not None
-            rows = _BIASED_TILES[1 if scarce else 0 :]
-            tile = next(row[2] for row in rows if self.head_dim <= row[0] and self.head_dim_v <= row[1])
-            if columns:  # the intervals of partial tiles' keys take room
-                tile = tile._replace(block_n=112 if widest == 128 else tile.block_n, stages=2)
-            few = min(few, tile.block_n)
-        if self.bias_form == "loads":
-            few = _LOADED_KEYS
-        if capped or problem.dropout or self.bias_form == "loads" or (columns and self.bias_form):
+            return self._biased_tile()
+        widest, _, tile, few = next(row for row in _TILES if self.head_dim <= row[0] and self.head_dim_v <= row[1])
+        if self.bias_form == "loads" or is_long(problem):
+            tile = tile._replace(block_n=_FEW_KEYS, stages=max(tile.stages, 3) if widest <= 128 else tile.stages)
+        elif problem.softcap is not None or problem.dropout or (columns and self.bias_form):
             tile = tile._replace(block_n=few)
-        crowded = capped or bool(self.bias_form) or problem.score is not None
-        if tile.block_m == 192 and (crowded or problem.masks == ("block",) or problem.out_dtype != problem.dtype):
+        if tile.block_m == 192 and self._is_crowded():
             tile = tile._replace(block_m=128)  # these need registers that three warpgroups do not have
         if tile.block_m == 192 and problem.dropout and (problem.masks or problem.band is not None):
             tile = tile._replace(block_n=112)
-        if widest == 128 and columns and tile.q_stages > 2:
+        if widest == 128 and columns:
             tile = tile._replace(q_stages=2)  # the intervals of partial tiles' keys take the third one's place
         return tile
+
+    def _is_crowded(self) -> bool:
+        """Whether three warpgroups have no registers for what is done to single elements."""
+        problem = self.problem
+        if problem.score is not None:
+            simple = addend(problem.score.root) is not None and not problem.masks and not problem.dropout
+            if not simple or is_long(problem):
+                return True
+        changed = problem.softcap is not None or bool(self.bias_form) or problem.out_dtype != problem.dtype
+        return changed or problem.masks == ("block",)
+
+    def _biased_tile(self) -> Tile:
+        problem = self.problem
+        # Two blocks do not share the registers that these take.
+        alone = problem.dropout or problem.masks == ("block",) or problem.score is not None
+        rows = _BIASED_TILES[1 if alone else 0 :]
+        tile = next(row[2] for row in rows if self.head_dim <= row[0] and self.head_dim_v <= row[1])
+        if problem.masks == ("column",):  # the intervals of partial tiles' keys take room
+            tile = tile._replace(block_n=min(tile.block_n, 112), stages=2)
+        return tile._replace(block_n=_FEW_KEYS) if is_long(problem) else tile
 
     @property
     def blocks(self) -> int:
