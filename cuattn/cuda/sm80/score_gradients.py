@@ -188,9 +188,8 @@ class ScoreGradients:
             "weights": max(len(self.weights), 1),
         }
         gather = functools.partial(self._gather, call, constants)
-        for slot in self.problem.score.learned:
-            if f"score_elements{slot}" in self.scratch:
-                gather(slot, to=f"score_elements{slot}")
+        for slot in {self.weights[number].slot for made in self.passes for number in made.elements}:
+            gather(slot, to=f"score_elements{slot}")  # zeros
         for number, made in enumerate(self.passes):
             lines, owners = self._lines(made.walk)
             heads = 1 if made.walk == _HEADS else self.problem.instances
@@ -211,25 +210,29 @@ class ScoreGradients:
 
     def _gather_all(self, gather: Any, slot: int) -> None:
         """Add up what belongs to one array, weight by weight."""
-        numbers = [number for number in self._of_slot(slot) if self._places[number] != "element"]
+        all_of_slot = self._of_slot(slot)
+        numbers = [number for number in all_of_slot if self._places[number] != "element"]
+        adds = len(numbers) < len(all_of_slot)
         for number in numbers[:-1]:
-            gather(slot, number, to=f"score_elements{slot}")
-        gather(slot, *numbers[-1:])
+            gather(slot, number, adds, to=f"score_elements{slot}")
+            adds = True
+        gather(slot, *(numbers[-1:] or [None]), adds)
 
-    def _gather(self, call: Call, constants: Constants, slot: int, number: int | None = None, to: str = "") -> None:
-        """Append a launch that adds what a weight has, if there is one, to an array's elements."""
+    def _gather(
+        self, call: Call, constants: Constants, slot: int, number: int | None = None, adds: bool = False, to: str = ""
+    ) -> None:
+        """Append a launch that sums what a weight has, if there is one, with what there `adds` to it already."""
         problem, elements, size = self.problem, f"score_elements{slot}", self._sizes[slot]
         if not size:
             return
         result = to or f"dscore{slot}"
         out = (self.scratch if to else call.arrays)[result].dtype
-        has_elements = elements in self.scratch and not (to and number is None)
         own: dict[str, Any] = {
-            "walk": 0, "gathers": 0, "weight": 0, "by_batch": False, "by_head": False, "adds": has_elements,
+            "walk": 0, "gathers": 0, "weight": 0, "by_batch": False, "by_head": False, "adds": adds,
             "rounds": not to, "result": DTYPES[out].cuda,
         }  # fmt: skip
         slots, values = {"result": result}, {"size": size}
-        if has_elements:
+        if adds:
             slots["elements"] = elements
         if number is not None:
             index, made = next((n, x) for n, x in enumerate(self.passes) if number in (*x.lines, *x.heads))
