@@ -82,8 +82,6 @@ def specialised(root: Node, facts: Facts) -> Node:
 
 def _as_float(x: Node, found: Mapping[Node, Interval]) -> Node:
     """Return an integer as a number: of a sum of something of rows and something of keys each by itself."""
-    if x.op in ("absolute", "negative"):
-        return apply(x.op, _as_float(x.args[0], found))
     terms = linear_terms(x, constant(0))
     places = {term.depends & (I | J) for term in terms}
     sizes = [abs(n) * max(abs(found[x].lo), abs(found[x].hi)) if x in found else abs(n) for x, n in terms.items()]
@@ -265,8 +263,6 @@ def _operation(node: Node, dtype: np.dtype) -> Callable[..., Any]:
     ufunc, options = TABLE[node.op].ufunc, {}
     if node.kind != "b" or not isinstance(ufunc, np.ufunc):
         options["dtype"] = dtype
-    if node.op in ("to_float", "to_integer"):
-        options["casting"] = "unsafe"
 
     def compute(operands: list[Any], buffers: Sequence[Any], arrays: Sequence[Any] = ()) -> Any:
         for buffer in buffers:

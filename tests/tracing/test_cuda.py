@@ -32,7 +32,11 @@ template <class A> constexpr bool same_type<A, A> = true;
 template <class T> T infinity() { return static_cast<T>(INFINITY); }
 template <class T> T __ldg(const T* at) { return *at; }
 constexpr double kLog2e = 1.4426950408889634;
-namespace ptx { inline float ex2(float x) { return exp2f(x); } inline float rcp(float x) { return 1 / x; } }
+namespace ptx { inline float ex2(float x) { return exp2f(x); } inline float rcp(float x) { return 1 / x; }
+inline float max_nan(float x, float y) { return x != x || y != y ? x + y : x > y ? x : y; }
+inline float min_nan(float x, float y) { return x != x || y != y ? x + y : x < y ? x : y; } }
+inline int __double2int_rz(double x) { return x != x ? 0 : int(min(max(x, -2147483648.0), 2147483647.0)); }
+inline int __float2int_rz(float x) { return __double2int_rz(x); }
 inline float to_acc(float x) { return x; }
 inline double to_acc(double x) { return x; }
 """
@@ -123,7 +127,7 @@ namespace case{number} {{
 {text}
 }}
 extern "C" void run{number}(case{number}::traced::Arguments* args, const float* s, float* value, bool* shown,
-                            float* weight, int* place) {{
+                            float* weight, long long* place) {{
     using namespace case{number}::traced;
     for (int b = 0, n = 0; b < {B}; ++b) for (int h = 0; h < {H}; ++h)
     for (int i = 0; i < {I}; ++i) for (int j = 0; j < {J}; ++j, ++n) {{
@@ -152,7 +156,7 @@ def test_score_mask_weights_and_offsets_share_a_text(tmp_path):
     found = source({name: [root] for name, root in functions.items()}, both)
     call_of = Bound(seen, score.arrays + mask.arrays, score.numbers + mask.numbers)
     library, variables = built(tmp_path, [placed(_JOINED, 0, found)]), ex.grid()
-    results = [np.empty(ex.LIMITS, dtype) for dtype in (np.float32, bool, np.float32, np.int32)]
+    results = [np.empty(ex.LIMITS, dtype) for dtype in (np.float32, bool, np.float32, np.int64)]
     call(library.run0, found.pack(call_of, [x.ctypes.data for x in call_of.arrays]), variables["s"], *results)
     for result, root in zip(results, functions.values(), strict=True):
         np.testing.assert_array_equal(result, np.broadcast_to(evaluate(call_of.of(root), variables), ex.LIMITS))
