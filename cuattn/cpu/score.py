@@ -225,7 +225,7 @@ class Stretch:
                 variables = self._of_differences(variables["i"][..., :1] - variables["j"][:, :1] + d, 4)
             (elements,) = where(variables)
             elements = elements.reshape(*[1] * (x.ndim - elements.ndim), *elements.shape)
-            x = summed_to(x, elements.shape, SUM).reshape(-1).astype(SUM, copy=False)
+            x = summed_to(x, elements.shape, SUM).reshape(-1).astype(SUM)  # a copy, as ds will change
             elements = elements.reshape(-1).astype(np.intp, copy=False)  # other dtypes would take ten times as long
             if x.size > size:
                 x, elements = np.bincount(elements, x, size), None
