@@ -3,13 +3,12 @@
 import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuattn.errors import ArgumentError, CuattnError, UnsupportedError, as_integer, shown
-from cuattn.tracing.bound import Bound, Frozen, facts, narrowed, span_of
+from cuattn.tracing.bound import Bound, Frozen, facts, kind_of_number, narrowed, span_of
 from cuattn.tracing.build import convert, place_in
 from cuattn.tracing.capture import Argument, Snapshot, Tracer, copied, identity, is_array, watch
 from cuattn.tracing.graph import Node, variable
@@ -24,8 +23,7 @@ _lock = threading.RLock()
 _known: dict[Hashable, tuple["Traced", list]] = {}  # by identity; and what its keys' ids depend on
 
 
-@dataclass(frozen=True, eq=False)
-class Traced:
+class Traced(Bound):
     """A traced function.
 
     Attributes
@@ -39,11 +37,6 @@ class Traced:
     spans : tuple
         By slot of the arrays: least and greatest element of captured integers.
     """
-
-    root: Node
-    arrays: tuple[Any, ...]
-    numbers: tuple[Any, ...]
-    spans: tuple[tuple[int, int] | None, ...]
 
     def bind(self, args: Sequence[Any] = ()) -> "Bound":
         """Return the graph with the arrays and numbers of a call.
@@ -148,15 +141,13 @@ def _signature(names: tuple[str, ...], index: int, value: Any) -> Hashable:
             place = _argument(names, index)
             raise ArgumentError(f"{place} has dtype {value.dtype}: expected booleans, integers or floats")
         return value.dtype, tuple(value.shape)
-    if isinstance(value, bool | np.bool_):
-        return "b"
-    if isinstance(value, float | np.floating):
-        return "f"
+    if isinstance(value, bool | np.bool_ | float | np.floating):
+        return kind_of_number(value)
     number = as_integer(value)
     if number is None or not -(2**63) <= number < 2**63:
         place = _argument(names, index)
         raise ArgumentError(f"{place} = {shown(value)}: expected an array, or a number (integers of int64)")
-    return "i" if -(2**31) <= number < 2**31 else "l"
+    return kind_of_number(number)
 
 
 def _argument(names: tuple[str, ...], index: int) -> str:

@@ -132,8 +132,14 @@ def offset(slot: int, indices: Sequence[Node]) -> Node:
     return intern("offset", indices, "i", slot) if indices else constant(0)
 
 
-def order(*roots: Node) -> list[Node]:
+def order(*roots: Node, inner: Callable[[Node], object] = lambda node: True) -> list[Node]:
     """Return the nodes of graphs, each once, operands first.
+
+    Parameters
+    ----------
+    *roots : Node
+    inner : callable, optional
+        Whether the operands of a node are wanted.
 
     Examples
     --------
@@ -144,7 +150,7 @@ def order(*roots: Node) -> list[Node]:
     stack = list(reversed(roots))
     while stack:
         node = stack[-1]
-        waiting = [arg for arg in node.args if arg not in found] if node not in found else []
+        waiting = [arg for arg in node.args if arg not in found] if node not in found and inner(node) else []
         if waiting:
             stack.extend(reversed(waiting))
         else:

@@ -96,22 +96,15 @@ def _as_float(x: Node, found: Mapping[Node, Interval]) -> Node:
     return apply("add", convert(linear_sum(rows), "f"), convert(linear_sum(rest), "f"))
 
 
-class Fit(NamedTuple):
-    """Whether indices of an axis may be negative, and so wrap, and whether they may leave it then."""
-
-    wraps: bool
-    clamps: bool
-
-
-def fit(index: Interval, length: int) -> Fit:
-    """Return what has to be done with an index within bounds.
+def fit(index: Interval, length: int) -> tuple[bool, bool]:
+    """Return whether an index within bounds may be negative, and so wraps, and whether it may leave the axis then.
 
     Examples
     --------
     >>> fit(Interval(np.float64(0), np.float64(6)), 7), fit(Interval(np.float64(-3), np.float64(6)), 7)
-    (Fit(wraps=False, clamps=False), Fit(wraps=True, clamps=False))
+    ((False, False), (True, False))
     """
-    return Fit(bool(index.lo < 0), not bool(index.lo >= -length and index.hi < length))
+    return bool(index.lo < 0), not (index.lo >= -length and index.hi < length)
 
 
 class Program:
@@ -146,7 +139,7 @@ class Program:
             self._dtypes[node] = self._dtype_of(node)
         self._host = [node for node in nodes if is_uniform(node)]
         self._variables = [(places[node], node.value) for node in nodes if node.op == "variable"]
-        computed = [node for node in nodes if node.args and not is_uniform(node)]
+        computed = [node for node in nodes if node.op != "variable" and not is_uniform(node)]
         last = {arg: node for node in computed for arg in node.args}
         made = {node for node in computed if node.op in TABLE}.difference(roots)
         self._places, self._roots = places, [places[root] for root in roots]
@@ -157,9 +150,8 @@ class Program:
                 [places[x] for x in node.args],
                 [places[x] for x in dict.fromkeys(node.args) if last[x] is node and x in made],
             )
-            for node in (*computed, *(node for node in nodes if node.op in ("load", "offset") and not node.args))
+            for node in computed
         ]
-        self._steps.sort(key=lambda step: step.place)
 
     def _dtype_of(self, node: Node) -> np.dtype:
         """Return the dtype of a value: integers are of int32 if they fit and all that they are made of is."""
