@@ -14,11 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 S, B, H, I, J, ARRAY, PARAMETER = (1 << bit for bit in range(7))
 """What a node may depend on, as bits of `Node.depends`."""
 
 VARIABLES = {"s": S, "b": B, "h": H, "i": I, "j": J}
 KINDS = {"b": "a boolean", "i": "an integer", "f": "a number"}
+HOST_DTYPES = {"b": np.dtype(bool), "i": np.dtype(np.int64), "f": np.dtype(np.float64)}
+"""Of what the host computes once, by kind."""
 
 _LONGEST = 400  # of a node's text
 _nodes: "weakref.WeakValueDictionary[tuple, Node]" = weakref.WeakValueDictionary()

@@ -2,14 +2,14 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cuattn.tracing.bound import ANY_LENGTH, Bound, Facts, facts
 from cuattn.tracing.build import apply, convert, is_uniform, linear_sum, linear_terms, remade
 from cuattn.tracing.extremes import of_dtype
-from cuattn.tracing.graph import I, J, Node, constant, order, rewrite
+from cuattn.tracing.graph import HOST_DTYPES, I, J, Node, constant, order, rewrite
 from cuattn.tracing.operations import TABLE
 from cuattn.tracing.ranges import EITHER, OPEN, Interval, point
 from cuattn.tracing.tiles import bounds
@@ -69,7 +69,7 @@ def specialised(root: Node, facts: Facts) -> Node:
     >>> from cuattn.tracing.functions import trace
     >>> bound = trace(lambda s, b, h, i, j: s + (j - i + 3)).bind()
     >>> specialised(bound.root, facts(bound, (1, 1, 4096, 4096)))
-    add(s, subtract(to_float(add(j, 3)), to_float(i)))
+    add(s, add(negative(to_float(i)), to_float(add(j, 3))))
     """
     found = known((root,), facts)
 
@@ -81,19 +81,15 @@ def specialised(root: Node, facts: Facts) -> Node:
 
 
 def _as_float(x: Node, found: Mapping[Node, Interval]) -> Node:
-    """Return an integer as a number: of a sum of something of rows and something of keys each by itself."""
+    """Return an integer as a number; of a sum, what rows and what keys give to it are converted by themselves."""
     terms = linear_terms(x, constant(0))
     places = {term.depends & (I | J) for term in terms}
     sizes = [abs(n) * max(abs(found[x].lo), abs(found[x].hi)) if x in found else abs(n) for x, n in terms.items()]
     if not {I, J} <= places or I | J in places or sum(sizes) > _EXACT:
         return convert(x, "f")
-    rows = {term: n for term, n in terms.items() if term.depends & I}
-    rest = {term: n for term, n in terms.items() if not term.depends & I}
-    for plus, minus in ((rows, rest), (rest, rows)):
-        if all(n < 0 for term, n in minus.items() if term.depends & (I | J)):
-            lesser = linear_sum({term: -n for term, n in minus.items()})
-            return apply("subtract", convert(linear_sum(plus), "f"), convert(lesser, "f"))
-    return apply("add", convert(linear_sum(rows), "f"), convert(linear_sum(rest), "f"))
+    rows = linear_sum({term: n for term, n in terms.items() if term.depends & I})
+    rest = linear_sum({term: n for term, n in terms.items() if not term.depends & I})
+    return apply("add", convert(rows, "f"), convert(rest, "f"))
 
 
 def fit(index: Interval, length: int) -> tuple[bool, bool]:
@@ -133,25 +129,18 @@ class Program:
         roots = tuple([specialised(root, facts) for root in roots])
         self.dtype, self._known = dtype, known(roots, facts)
         nodes = order(*roots)
-        places = {node: place for place, node in enumerate(nodes)}
         self._dtypes: dict[Node, np.dtype] = {}
         for node in nodes:
             self._dtypes[node] = self._dtype_of(node)
-        self._host = [node for node in nodes if is_uniform(node)]
-        self._variables = [(places[node], node.value) for node in nodes if node.op == "variable"]
+        self._roots, self._host = roots, [node for node in nodes if is_uniform(node)]
+        self._variables = [node for node in nodes if node.op == "variable"]
         computed = [node for node in nodes if node.op != "variable" and not is_uniform(node)]
         last = {arg: node for node in computed for arg in node.args}
         made = {node for node in computed if node.op in TABLE}.difference(roots)
-        self._places, self._roots = places, [places[root] for root in roots]
-        self._steps = [
-            _Step(
-                places[node],
-                _operation(node, self._dtypes[node]) if node.op in TABLE else self._loader(node, facts),
-                [places[x] for x in node.args],
-                [places[x] for x in dict.fromkeys(node.args) if last[x] is node and x in made],
-            )
-            for node in computed
-        ]
+        self._steps = []  # what is computed, how, and the operands that nothing else needs
+        for node in computed:
+            compute = _operation(node, self._dtypes[node]) if node.op in TABLE else self._loader(node, facts)
+            self._steps.append((node, compute, [x for x in dict.fromkeys(node.args) if last[x] is node and x in made]))
 
     def _dtype_of(self, node: Node) -> np.dtype:
         """Return the dtype of a value: integers are of int32 if they fit and all that they are made of is."""
@@ -186,32 +175,30 @@ class Program:
         ----------
         bound : Bound
         """
-        values: list[Any] = [None] * len(self._places)
         wide: dict[Node, Any] = {}  # what no element changes is computed in float64, and rounded once
-        types = {"b": np.dtype(bool), "i": np.dtype(np.int64), "f": np.dtype(np.float64)}
         with np.errstate(all="ignore"):
             for node in self._host:
-                dtype = types[node.kind]
+                dtype = HOST_DTYPES[node.kind]
                 if node.args:
                     wide[node] = _operation(node, dtype)([wide[x] for x in node.args], ())
                 else:
                     wide[node] = dtype.type(node.value if node.op == "constant" else bound.numbers[node.value])
-                values[self._places[node]] = self._dtypes[node].type(wide[node])
-        return functools.partial(self._run, values, bound.arrays)
+        start = {node: self._dtypes[node].type(value) for node, value in wide.items()}
+        return functools.partial(self._run, start, bound.arrays)
 
-    def _run(self, start: list[Any], arrays: Sequence[Any], variables: Mapping[str, Any], out: Any = None) -> list[Any]:
-        values = start.copy()
-        for place, name in self._variables:
-            values[place] = variables[name]
+    def _run(
+        self, start: dict[Node, Any], arrays: Sequence[Any], variables: Mapping[str, Any], out: Any = None
+    ) -> list[Any]:
+        values = start | {node: variables[node.value] for node in self._variables}
         with np.errstate(all="ignore"):
-            for step in self._steps:
-                buffers = [values[x] for x in step.dying]
-                if out is not None and step is self._steps[-1] and step.place == self._roots[0]:
+            for node, compute, dying in self._steps:
+                buffers = [values[x] for x in dying]
+                if out is not None and node is self._roots[0] and node is self._steps[-1][0]:
                     buffers.insert(0, out)
-                values[step.place] = step.compute([values[x] for x in step.operands], buffers, arrays)
-                for x in step.dying:
-                    values[x] = None
-        return [np.asarray(values[place]) for place in self._roots]
+                values[node] = compute([values[x] for x in node.args], buffers, arrays)
+                for x in dying:
+                    del values[x]
+        return [np.asarray(values[root]) for root in self._roots]
 
     def _loader(self, node: Node, facts: Facts) -> Callable[..., Any]:
         """Return the function that reads elements of an array, or says where they lie."""
@@ -221,7 +208,8 @@ class Program:
         def load(operands: list[Any], buffers: Sequence[Any], arrays: Sequence[Any]) -> Any:
             indices = []
             for index, length, (wraps, clamps) in zip(map(np.asarray, operands), shape, fits, strict=True):
-                index = np.where(index < 0, index + length, index) if clamps and wraps else index  # NumPy wraps
+                if wraps and (clamps or node.op == "offset"):  # NumPy wraps
+                    index = np.where(index < 0, index + length, index)
                 indices.append(np.clip(index, 0, length - 1) if clamps else index)
             if node.op == "load":
                 return arrays[node.value][tuple(indices)].astype(dtype, copy=False)
@@ -231,15 +219,6 @@ class Program:
             return place
 
         return load
-
-
-class _Step(NamedTuple):
-    """One operation: where its result goes, what computes it, its operands, and those that nothing else needs."""
-
-    place: int
-    compute: Callable[..., Any]
-    operands: list[int]
-    dying: list[int]
 
 
 def _operation(node: Node, dtype: np.dtype) -> Callable[..., Any]:
