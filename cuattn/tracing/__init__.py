@@ -18,7 +18,7 @@ from cuattn.tracing.cuda import Source, source
 from cuattn.tracing.cuda_tiles import tile_source
 from cuattn.tracing.derivatives import Weight, addend, along, derivative, split_visible, weights
 from cuattn.tracing.extremes import described
-from cuattn.tracing.functions import MASK, SCORE, Traced, trace
+from cuattn.tracing.functions import MASK, SCORE, Traced, recall, trace
 from cuattn.tracing.graph import ARRAY, B, H, I, J, Node, S
 from cuattn.tracing.recognition import columns
 from cuattn.tracing.tiles import bounds, tile_states
@@ -52,6 +52,7 @@ __all__ = [
     "facts",
     "host_value",
     "joined",
+    "recall",
     "source",
     "split_visible",
     "tile_source",

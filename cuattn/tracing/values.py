@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from cuattn.tracing.bound import ANY_LENGTH, Bound, Facts, facts
-from cuattn.tracing.build import apply, convert, is_uniform, linear_sum, linear_terms, remade
+from cuattn.tracing.build import is_uniform
 from cuattn.tracing.extremes import of_dtype
-from cuattn.tracing.graph import HOST_DTYPES, I, J, Node, constant, order, rewrite
+from cuattn.tracing.graph import HOST_DTYPES, Node, order
 from cuattn.tracing.operations import TABLE
 from cuattn.tracing.ranges import EITHER, OPEN, Interval, point
 from cuattn.tracing.tiles import bounds
@@ -52,46 +52,6 @@ def fits_int32(interval: Interval) -> bool:
     return bool(interval.lo >= -_LARGEST - 1 and interval.hi <= _LARGEST)
 
 
-@functools.lru_cache(maxsize=256)
-def specialised(root: Node, facts: Facts) -> Node:
-    """Return a graph that computes the same in calls of these facts, with fewer conversions.
-
-    The number i - j, a conversion for every element, becomes the difference of the numbers i and j, which are
-    converted once for each row and key: exact up to 2**24, as the integers were.
-
-    Parameters
-    ----------
-    root : Node
-    facts : Facts
-
-    Examples
-    --------
-    >>> from cuattn.tracing.functions import trace
-    >>> bound = trace(lambda s, b, h, i, j: s + (j - i + 3)).bind()
-    >>> specialised(bound.root, facts(bound, (1, 1, 4096, 4096)))
-    add(s, add(negative(to_float(i)), to_float(add(j, 3))))
-    """
-    found = known((root,), facts)
-
-    def change(node: Node, args: tuple[Node, ...]) -> Node:
-        is_integer = node.op == "to_float" and args == node.args and args[0].kind == "i"
-        return _as_float(args[0], found) if is_integer else remade(node, args)
-
-    return rewrite(root, change)
-
-
-def _as_float(x: Node, found: Mapping[Node, Interval]) -> Node:
-    """Return an integer as a number; of a sum, what rows and what keys give to it are converted by themselves."""
-    terms = linear_terms(x, constant(0))
-    places = {term.depends & (I | J) for term in terms}
-    sizes = [abs(n) * max(abs(found[x].lo), abs(found[x].hi)) if x in found else abs(n) for x, n in terms.items()]
-    if not {I, J} <= places or I | J in places or sum(sizes) > _EXACT:
-        return convert(x, "f")
-    rows = linear_sum({term: n for term, n in terms.items() if term.depends & I})
-    rest = linear_sum({term: n for term, n in terms.items() if not term.depends & I})
-    return apply("add", convert(rows, "f"), convert(rest, "f"))
-
-
 def fit(index: Interval, length: int) -> tuple[bool, bool]:
     """Return whether an index within bounds may be negative, and so wraps, and whether it may leave the axis then.
 
@@ -126,7 +86,6 @@ class Program:
     """
 
     def __init__(self, roots: tuple[Node, ...], dtype: np.dtype, facts: Facts) -> None:
-        roots = tuple([specialised(root, facts) for root in roots])
         self.dtype, self._known = dtype, known(roots, facts)
         nodes = order(*roots)
         self._dtypes: dict[Node, np.dtype] = {}
@@ -169,11 +128,12 @@ class Program:
         return self.ready(bound)(variables, out)
 
     def ready(self, bound: Bound) -> Callable[..., list[np.ndarray]]:
-        """Return the function of (variables, out=None) for the arrays and numbers of a call, for many tiles.
+        """Return the function of (variables, out=None, more=()) for the arrays and numbers of a call, for many tiles.
 
         Parameters
         ----------
         bound : Bound
+            What it has no arrays for, in slots that come after, each call of the function gives as `more`.
         """
         wide: dict[Node, Any] = {}  # what no element changes is computed in float64, and rounded once
         with np.errstate(all="ignore"):
@@ -187,9 +147,15 @@ class Program:
         return functools.partial(self._run, start, bound.arrays)
 
     def _run(
-        self, start: dict[Node, Any], arrays: Sequence[Any], variables: Mapping[str, Any], out: Any = None
+        self,
+        start: dict[Node, Any],
+        arrays: Sequence[Any],
+        variables: Mapping[str, Any],
+        out: Any = None,
+        more: Sequence[Any] = (),
     ) -> list[Any]:
         values = start | {node: variables[node.value] for node in self._variables}
+        arrays = (*arrays, *more)
         with np.errstate(all="ignore"):
             for node, compute, dying in self._steps:
                 buffers = [values[x] for x in dying]
