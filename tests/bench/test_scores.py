@@ -1,5 +1,7 @@
 """The functions of scores and masks: the same in NumPy and PyTorch, traced and compiled; measured and summed up."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -126,8 +128,9 @@ def test_quick_cases_exist():
 
 
 def measured(name, direction, runners, **options):
-    """The rows of a tiny case on the host, in float32."""
-    problem = case(name, direction, **{"learned": bool(formula(case(name)).arrays), **options})
+    """The rows of a tiny case on the host, in the bench's dtype."""
+    learned = bool(formula(case(name)).arrays)
+    problem = replace(case(name, direction, **{"learned": learned, **options}), dtype="bfloat16")
     rows = Comparison("cpu", seconds=0.0, least=2, most=2).measure(problem, make(runners))
     return {name: (row["status"], row.get("reason")) for name, row in rows.items()}, rows
 
@@ -153,3 +156,19 @@ def test_a_column_mask_is_measured_in_other_words(way):
         problem = Case("t", direction, 2, 2, 2, 192, 192, 16, dtype="float32", mask="causal_document")
         rows = Comparison("cpu", seconds=0.0, least=2, most=2).measure(problem, make(["cuattn", f"cuattn-{way}"]))
         assert [row["status"] for row in rows.values()] == ["ok", "ok"], rows
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_functions_are_measured(name):
+    """Gradients are right by the reference, those of learned arrays among them."""
+    status, rows = measured(name, "backward", ["cuattn"])
+    assert status == {"cuattn": ("ok", None)}
+    assert {f"d{array}" for array in formula(case(name)).arrays} <= set(rows["cuattn"]["error"])
+
+
+@pytest.mark.parametrize("name", ["relative", "natten_bias", "alibi"])
+def test_arrays_that_are_fixed_and_grouped_heads_are_measured(name):
+    problem = replace(case(name, "backward"), kv_heads=2, causal=name == "alibi")
+    (row,) = Comparison("cpu", seconds=0.0, least=2, most=2).measure(problem, make(["cuattn"])).values()
+    assert row["status"] == "ok", row
+    assert set(row["error"]) == {"dq"}  # dk and dv are sums over a group, which peers are compared by
