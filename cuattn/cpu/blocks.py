@@ -19,7 +19,7 @@ _MASKED_KEYS = 64  # under a mask, of which smaller tiles leave less to visit in
 _ABREAST = 8  # row tiles, of any heads, that go through the keys together
 _HEADS = {"forward": 8, "backward": 4}  # that do under a mask: more would leave no second thread sums of its own
 _FEW = 3  # heads for which taller tiles under a mask save more calls than they visit in vain
-_SCORE_BYTES = 3 << 19  # of the scores at a time, which stay in a second-level cache
+_SCORE_BYTES = 1 << 21  # of the scores at a time, which stay in the caches of a core
 _COPIED_BYTES = 24 << 20  # of the copies of keys and values that a thread keeps
 
 
