@@ -83,7 +83,7 @@ SUITES = {
             "": ("flex", "flex-autotune", "flex-FLASH", "fa4"),
             "scores": ("cuattn-without", "flex", "flex-autotune", "flex-FLASH", "fa4"),
             "scores-bias": ("cuattn-without", "flex", "flex-autotune", "flex-FLASH", "mem-efficient", "cudnn"),
-            "scores-columns": ("cuattn-function", "cuattn-boolean", "flex"),
+            "scores-columns": ("cuattn-function", "cuattn-boolean", "cuattn-array", "flex"),
             "scores-host": ("flex",),
         },
         studies={"scores-tables": "scores", "scores-first-call": "first_call"},

@@ -11,11 +11,10 @@ from cuattn import tracing
 
 torch = pytest.importorskip("torch")
 
-from bench import inputs, scores  # noqa: E402
+from bench import inputs, scores, suites  # noqa: E402
 from bench.compare import Comparison  # noqa: E402
 from bench.harness import matches  # noqa: E402
 from bench.peers import make  # noqa: E402
-from bench.suites import SUITES  # noqa: E402
 
 SHAPE = (2, 4, 192, 192)
 
@@ -119,11 +118,12 @@ def test_making_tables_is_measured(name):
 
 
 def test_quick_cases_exist():
-    names = [case.name for case in select(TABLES)]
-    for pattern in SUITES["scores"].quick:
+    tables = suites.parser("scores").parse_args(["--device", "cuda"])
+    names = [case.name for case in select(TABLES)] + [point.case for point in scores.points(tables)]
+    for pattern in suites.SUITES["scores"].quick:
         assert any(matches(name, [pattern]) for name in names), pattern
     for bar in (*scores.BARS, *scores.LIMITS):
-        known = bar.cases.startswith(("scores-tables", "scores-first-call"))
+        known = bar.cases.startswith("scores-first-call")
         assert known or any(matches(name, bar.cases.split()) for name in names), bar
 
 
@@ -150,7 +150,7 @@ def test_softcap_is_measured():
         assert set(status.values()) == {("ok", None)}
 
 
-@pytest.mark.parametrize("way", ["function", "boolean"])
+@pytest.mark.parametrize("way", ["function", "boolean", "array"])
 def test_a_column_mask_is_measured_in_other_words(way):
     for direction in BOTH:
         problem = Case("t", direction, 2, 2, 2, 192, 192, 16, dtype="float32", mask="causal_document")
