@@ -42,7 +42,7 @@ _MOST = 1 << 18  # scores of the query heads that read the same keys
 _MOST_OF_FEW = 1 << 22  # where they are few rows, for which tiles would have to be padded
 _FEW = 16
 _COPIED = 32  # rows of which a small product with their copy as columns takes less time, the copy's included
-_SHARES = {"forward": 1.0, "backward": 2.5}  # of a forward's time
+_SHARES = {"forward": 1.0, "backward": 2.2}  # of a forward's time
 _NANOSECONDS = 1_500_000  # that a batch is to take: a few times what its calls cost
 
 Index = tuple[slice, ...]  # into axes (*batch, kv_heads)
@@ -59,8 +59,8 @@ def is_small(problem: Problem) -> bool:
 def nanoseconds(problem: Problem) -> float:
     """Return how long a problem takes one thread, about."""
     widths = problem.head_dim + problem.head_dim_v
-    of_head = problem.group * problem.n_queries * problem.n_keys * (1.5 + widths / 55) + problem.n_keys * widths / 12
-    return math.prod(problem.batch) * problem.kv_heads * (1500 + of_head) * _SHARES[problem.operation]
+    of_head = problem.group * problem.n_queries * problem.n_keys * (1.5 + widths / 55) + problem.n_keys * widths / 4
+    return math.prod(problem.batch) * problem.kv_heads * (300 + of_head) * _SHARES[problem.operation]
 
 
 @lru_cache(maxsize=256)
