@@ -7,7 +7,6 @@ import warnings
 
 from bench import harness, timing
 from bench import inputs as problem_inputs
-from bench.cases import RESULTS
 from bench.harness import Point, free_caches, peak
 from bench.reference import distance
 from bench.rows import clocks
@@ -133,7 +132,7 @@ class Comparison:
             try:
                 call = runner.bind(case, inputs)
                 with call.scope():
-                    results = dict(zip(RESULTS[case.direction], call.convert(call.call()), strict=False))
+                    results = dict(zip(case.results, call.convert(call.call()), strict=False))
                 self.clock.synchronize()
             except Exception as error:  # a peer may fail in any way it likes; the others go on
                 raise Refused("failed", _reason(error, said)) from error
@@ -144,7 +143,7 @@ class Comparison:
                 self.clock.synchronize()
             del again
             row["peak_bytes"] = used.bytes
-        if wrong := self._judge(runner, case, inputs, results, truth, row):
+        if call.exact and (wrong := self._judge(runner, case, inputs, results, truth, row)):
             raise Refused("wrong", wrong)
         return call, results
 

@@ -23,40 +23,37 @@ import numpy as np
 from cuattn.tracing.bound import Facts
 from cuattn.tracing.cuda import Source, Writer
 from cuattn.tracing.graph import I, J, Node
-from cuattn.tracing.operations import TABLE
+from cuattn.tracing.operations import DIVISIONS, TABLE
 
-_INTEGERS = frozenset({"floor_divide", "remainder"})  # whose rules are of integers
-_RULES = frozenset(
-    (
-        "add",
-        "subtract",
-        "negative",
-        "multiply",
-        "absolute",
-        "maximum",
-        "minimum",
-        "select",
-        "floor_divide",
-        "remainder",
-        "floor",
-        "ceil",
-        "trunc",
-        "rint",
-        "sqrt",
-        "to_float",
-        "to_integer",
-        "less",
-        "less_equal",
-        "greater",
-        "greater_equal",
-        "equal",
-        "not_equal",
-        "logical_not",
-        "logical_and",
-        "logical_or",
-        "logical_xor",
-    )
-)
+_RULES = {
+    "add",
+    "subtract",
+    "negative",
+    "multiply",
+    "absolute",
+    "maximum",
+    "minimum",
+    "select",
+    "floor_divide",
+    "remainder",
+    "floor",
+    "ceil",
+    "trunc",
+    "rint",
+    "sqrt",
+    "to_float",
+    "to_integer",
+    "less",
+    "less_equal",
+    "greater",
+    "greater_equal",
+    "equal",
+    "not_equal",
+    "logical_not",
+    "logical_and",
+    "logical_or",
+    "logical_xor",
+}
 """Operations that ``attn/bounds.cuh`` bounds; of others nothing is known."""
 
 
@@ -154,7 +151,7 @@ class _TileWriter(Writer):
 
     def _rule(self, node: Node, operands: Sequence[str]) -> str:
         """Write the bounds of an operation."""
-        known = node.op in _RULES and (node.op not in _INTEGERS or node.kind == "i")
+        known = node.op in _RULES and (node.op not in DIVISIONS or node.kind == "i")
         if not known:
             return "bounds::either()" if node.kind == "b" else _as_kind(node, "bounds::anything()")
         if node.op == "multiply" and operands[0] == operands[1]:
