@@ -38,7 +38,8 @@ class Score(NamedTuple):
     def gradients(self, case: Case, s: Any, ds: Any, sizes: bool = False, **places: Any) -> list[Any]:
         """Return the gradients by the arrays of floats among the arguments, None of others.
 
-        s are the scores that the function was given, ds the gradients by what it returned; with `sizes`, their sizes are summed.
+        s are the scores that the function was given, ds the gradients by what it returned, of which `sizes` adds the
+        absolute values.
         """
         bound, named = self.bound, {"s": s.astype(np.float64), **indices(case, s.shape, **places)}
         found = []
