@@ -18,12 +18,12 @@ __device__ __forceinline__ void load_row_values(RowValues& values, u32 vector) {
     unroll<score_tiles_m, 2>([&](int m, int half) { ptx::load_shared(values[m][half], vector + (16 * m + 8 * half + g) * int(sizeof(Acc))); });
 }
 
-// One bit per element of this lane: 1 = not to be seen.  Found before the product, when registers are free and the looking up of masks
-// can overlap with it.
+// One bit per element of this lane.
 constexpr int score_elements = score_tiles_m * score_tiles_n * 4;
-using Hidden = u32[(score_elements + 31) / 32];
+using ElementBits = u32[(score_elements + 31) / 32];
 
-__device__ __forceinline__ void find_hidden(Hidden& hidden, const Params& p, const Head& head, i32 row0, i32 key0) {
+// Elements that are not to be seen; found before the product, when registers are free and the looking up of masks can overlap with it.
+__device__ __forceinline__ void find_hidden(ElementBits& hidden, const Params& p, const Head& head, i32 row0, i32 key0) {
     const i32 lane = ptx::opaque(static_cast<i32>(threadIdx.x)) % 32;  // the keys' masks are not kept in registers
     unroll<(score_elements + 31) / 32>([&](int word) { hidden[word] = 0; });
     unroll<score_tiles_n, 2>([&](int n, int odd) {
@@ -170,7 +170,7 @@ __device__ __forceinline__ void find_p(Scores& s, Scores& slope, Products& produ
     RowValues stat, inverse;
     load_row_values(stat, at.warp_numbers());
     if constexpr (split_stat) load_row_values(inverse, at.warp_numbers() + 2 * stat_bytes);
-    Hidden hidden;
+    ElementBits hidden;
     if (at.partial) find_hidden(hidden, p, head, at.row(), at.key());
     for_scores([&](int m, int n, int i) { s[m][n][i] = 0; });
     products.scores(s);  // line 11
@@ -210,10 +210,17 @@ __device__ __forceinline__ void store_ds(TileAt tile, const Scores& ds) { store_
 // the softcap, or (behind_cap) by what leaves it, which is the gradient by the bias.
 template <bool keep_p, bool behind_cap, class Products>
 __device__ __forceinline__ void find_ds(Scores& ds, Scores& s, const Scores& slope, Products& products, const TilePlace& at, TileAt p_tile) {
+    constexpr bool any_sign = cfg::dropout != 0 && cfg::score && cfg::sloped && !behind_cap;  // slopes may be negative, a sign is a mark no more
+    ElementBits dropped = {};
     if constexpr (cfg::sloped && !behind_cap) {  // P makes room for P times the slope of softcap and function
         if constexpr (keep_p) store_p(p_tile, s);
         for_scores([&](int m, int n, int i) {  // where P is 0, a function's slope may be anything
             Acc& x = s[m][n][i];
+            const int element = (m * score_tiles_n + n) * 4 + i;
+            if constexpr (any_sign) {
+                if (x < 0) dropped[element / 32] |= 1u << element % 32;
+                x = size_of(x);
+            }
             x = cfg::score && x == 0 ? Acc(0) : x * slope[m][n][i];
         });
     }
@@ -228,7 +235,9 @@ __device__ __forceinline__ void find_ds(Scores& ds, Scores& s, const Scores& slo
     for_scores([&](int m, int n, int i) {  // line 20, all divided by the scale of dropout; a dropped element's dP is 0
         const Acc x = s[m][n][i], d = delta[m][i / 2];
         Acc& dp = ds[m][n][i];
-        dp = cfg::dropout != 0 ? fma_of(max_of(x, Acc(0)), dp, -(size_of(x) * d)) : x * (dp - d);
+        const int element = (m * score_tiles_n + n) * 4 + i;
+        if constexpr (any_sign) dp = fma_of(dropped[element / 32] >> element % 32 & 1 ? Acc(0) : x, dp, -(x * d));
+        else dp = cfg::dropout != 0 ? fma_of(max_of(x, Acc(0)), dp, -(size_of(x) * d)) : x * (dp - d);
     });
 }
 
