@@ -129,8 +129,8 @@ def solve(
             tanh = rounded(xp.tanh(s / work.type(softcap)))
             s, slope = rounded(work.type(softcap) * tanh), 1 - tanh**2
         if score is not None:
-            s, more = score(s)
-            s, slope = rounded(s.astype(work)), slope * more.astype(work)
+            s, by_cap = score(s)
+            s, slope = rounded(s.astype(work)), xp.where(seen, slope * by_cap.astype(work), 0)
         if bias is not None:
             s = rounded(s + bias.astype(work))
         s = xp.where(seen, s, -np.inf)
