@@ -81,6 +81,8 @@ class Call:
     function: Any = None
 
     def __post_init__(self) -> None:
+        if self.score is not None or type(self.score_args) is not tuple or self.score_args:
+            self.score = Score(self.score, self.score_args, self.arrays, self.operation.replays)
         mask = self.arrays["mask"]
         if mask is None:
             return
@@ -88,8 +90,6 @@ class Call:
             self.masks, self.arrays["mask"] = mask.parts, None
         elif callable(mask):
             self.function, self.arrays["mask"] = mask, None
-        if self.score is not None or type(self.score_args) is not tuple or self.score_args:
-            self.score = Score(self.score, self.score_args, self.arrays, self.operation.replays)
 
     @property
     def has_runs(self) -> bool | None:

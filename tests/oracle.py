@@ -314,6 +314,12 @@ class Score:
         found = evaluate(self._bound.of(root), {**self._names, "s": s.astype(work)}, work)
         return np.broadcast_to(found, self._shape)
 
+    def before(self, q, k, scale=None, softcap=None):
+        """Return the scores that the function is given, in float64."""
+        s = q.astype(np.float64) @ textbook.repeat_heads(k, q).astype(np.float64).swapaxes(-1, -2)
+        s = np.broadcast_to(s * (q.shape[-1] ** -0.5 if scale is None else scale), self._shape)
+        return s if softcap is None else softcap * np.tanh(s / softcap)
+
     def curvature(self, s):
         """Return the second derivatives."""
         return self._of(derivative(self._slope), s)

@@ -112,8 +112,7 @@ def test_functions_combine_with_everything_in_every_way(options, dtype):
     given |= oracle.dropped(options.get("rng"), options.get("dropout_p", 0.0), shape)
     exact, rough = (oracle.solve(q, k, v, do, **given, dtype=low) for low in (None, dtype))
     floors = oracle.floors(exact, q, k, v, do, **given)
-    before = 0.25 * (q.astype(np.float64) @ k.astype(np.float64).repeat(2, 1).swapaxes(-1, -2))
-    before = before if options.get("softcap") is None else 2 * np.tanh(before / 2)
+    before = score.before(q, k, softcap=options.get("softcap"))
     results = []
     for way in (*WAYS.values(), functools.partial(tiled, 32, 16, 1, 2, step=3, workers=1)):
         with way():
