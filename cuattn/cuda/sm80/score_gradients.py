@@ -112,7 +112,8 @@ class ScoreGradients:
         for number, made in enumerate(self.passes):
             lines, owners = self._lines(made.walk)
             size = problem.instances * (len(made.lines) * lines + len(made.heads) * owners)
-            self.scratch[f"score_sums{number}"] = Array((size,), problem.stat_dtype)
+            if size:
+                self.scratch[f"score_sums{number}"] = Array((size,), problem.stat_dtype)
 
     def _of_slot(self, slot: int) -> list[int]:
         return [number for number, weight in enumerate(self.weights) if weight.slot == slot]
@@ -193,7 +194,7 @@ class ScoreGradients:
         for number, made in enumerate(self.passes):
             lines, owners = self._lines(made.walk)
             heads = 1 if made.walk == _HEADS else self.problem.instances
-            slots = {"sums": f"score_sums{number}"}
+            slots = {"sums": f"score_sums{number}"} if made.lines or made.heads else {}
             if made.elements:
                 slots["elements"] = f"score_elements{self.weights[made.elements[0]].slot}"
             values = {"first": self._first_of_heads(made), "owners": owners, "lines": lines}
