@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from cuattn.cuda.arguments import Array, Axes, collapse, layout_fields, load_bytes, problem_fields, slots_of, steps_of
 from cuattn.cuda.constants import Constants
@@ -40,6 +40,8 @@ class Call:
     """
 
     sequence: LaunchSequence
+    packed_masks: ClassVar[bool] = False
+    """Whether the kernels read elements of boolean masks as bits."""
 
     def __init__(self, problem: Problem, operands: Mapping[str, Any], masks: Sequence[Any]) -> None:
         self.problem, self.operands, self._given_masks = problem, operands, masks
@@ -47,7 +49,7 @@ class Call:
 
     @functools.cached_property
     def _masks(self) -> CallMasks:
-        return CallMasks(self.problem, self._given_masks, self.device.number)
+        return CallMasks(self.problem, self._given_masks, self.device.number, self.packed_masks)
 
     @functools.cached_property
     def axes(self) -> Axes:
@@ -131,8 +133,9 @@ class Call:
         """
         fields, slots, tables = {**self._fields, **values}, self.slots, None
         if tile and self.problem.masks:
-            fields |= self._masks.fields(self.axes, tile[1])
-            slots, tables = {**slots, **{slot: slot for slot in TABLE_SLOTS}}, self._masks.tables(*tile)
+            extent = self._masks.extent(*tile)
+            fields |= self._masks.fields(self.axes, extent)
+            slots, tables = {**slots, **{slot: slot for slot in TABLE_SLOTS}}, self._masks.tables(extent)
         launched = path, kernel, constants, grid, 32 * warps, PARAMS, fields, slots
         self.sequence.add(*launched, tables=tables, **more)
 

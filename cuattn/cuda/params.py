@@ -24,7 +24,15 @@ def _within(name: str, fields: Fields) -> Fields:
 
 _STRIDES = [("batch", np.int64, BATCH_AXES), ("head", np.int64)]
 _OPERAND = [("data", np.uint64), *_STRIDES, *_all(np.int64, "row col")]
-_TABLES = [*_all(np.uint64, "cols bounds order alive"), *_STRIDES, *_all(np.int32, "keys_padded block_m block_n")]
+TABLES = ("cols", "bounds", "order", "bits", "alive", "states")
+"""The tables of masks; the last two are zeros before they are written."""
+_TABLE_STRIDES = _all(np.int64, "bits_instance bits_row bits_tile states_instance")
+_TABLES = [
+    *_all(np.uint64, "cols bounds order alive bits states"),
+    *_STRIDES,
+    *_TABLE_STRIDES,
+    *_all(np.int32, "keys_padded block_m block_n"),
+]
 _DROPOUT = [
     ("keys", np.uint64, 7),  # two numbers of 32 bits each
     *_all(np.uint32, "offset batch head heads row key"),
@@ -61,9 +69,10 @@ _SOURCES = [*(f"column.{number}" for number in range(_MAX_COLUMN_MASKS)), "block
 MASK_PARAMS = np.dtype(
     [
         *(field for name in _SOURCES for field in _within(name, _SOURCE)),
-        *_all(np.uint64, "cols bounds order alive"),
+        *_all(np.uint64, "cols bounds order bits alive states"),
+        *_TABLE_STRIDES,
         ("size", np.int32, BATCH_AXES + 1),
-        *_all(np.int32, "alike n_queries n_keys keys_padded row_tiles key_tiles band_left band_right"),
+        *_all(np.int32, "instances alike n_queries n_keys keys_padded row_tiles key_tiles band_left band_right"),
     ],
     align=True,
 )

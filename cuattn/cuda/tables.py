@@ -6,6 +6,7 @@ What a kind of mask needs is said by its class (:class:`cuattn.masks.cuda_half.C
 import functools
 import math
 import sys
+from collections import ChainMap
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -16,22 +17,20 @@ from cuattn.cuda.arguments import Array, Axes, band_fields, changes, collapse, l
 from cuattn.cuda.constants import halves, problem_constants
 from cuattn.cuda.device import zero
 from cuattn.cuda.launch import Kernel
-from cuattn.cuda.params import BATCH_AXES, MASK_PARAMS
+from cuattn.cuda.params import BATCH_AXES, MASK_PARAMS, TABLES
 from cuattn.errors import UnsupportedError
-from cuattn.io_model.sizes import align_up, cdiv
+from cuattn.io_model.sizes import align_up
 from cuattn.masks.base import Mask
-from cuattn.masks.cuda_half import Source
+from cuattn.masks.cuda_half import Extent, Source
 from cuattn.masks.device import Ready
 from cuattn.problem import Problem
 
-_ORDER_SHARED_BYTES = 40 * 1024  # more row tiles than fit here run unsorted
-_KEYS_PER_BLOCK, _GROUPS_PER_BLOCK = 256, 512  # of mask_alive
 _MAX_GRID = 2**31 - 1
+_ZEROED = 2  # tables, the last, that are zeros before they are written
 _KEPT = 8  # tables that a mask keeps on each device
 
 _OPERANDS = ("mask", "boolean")  # the operands of Params that kernels read beside the tables
-_TABLES = ("cols", "bounds", "order", "alive")
-TABLE_SLOTS = (*(f"{name}.data" for name in _OPERANDS), *(f"table.{name}" for name in _TABLES))
+TABLE_SLOTS = (*(f"{name}.data" for name in _OPERANDS), *(f"table.{name}" for name in TABLES))
 """The fields of ``Params`` that take the addresses of :meth:`MaskTables.fill`."""
 
 
@@ -69,6 +68,8 @@ class CallMasks:
     masks : sequence of Mask
         In the order of ``problem.masks``; only their layouts matter.
     device : int
+    packed : bool, optional
+        Whether the kernels read elements of boolean masks as bits.
 
     Attributes
     ----------
@@ -76,14 +77,12 @@ class CallMasks:
         Strides over (*batch, heads), and any behind them, that merging axes must keep.
     """
 
-    def __init__(self, problem: Problem, masks: Sequence[Mask], device: int) -> None:
-        self.problem, self.device, self._rank = problem, device, len(problem.batch)
+    def __init__(self, problem: Problem, masks: Sequence[Mask], device: int, packed: bool = False) -> None:
+        self.problem, self.device, self._packed, self._rank = problem, device, packed, len(problem.batch)
         self.halves = halves(problem)
         self.sources = [_aligned(mask.source(), self._rank + 1) for mask in masks]
         self.leading = np.broadcast_shapes(*(source.leading for source in self.sources))
         self.lasting = not any(mask.borrowed for mask in masks)
-        self.kernels = {name: half.file for half in self.halves for name in half.kernels}
-        self.columns = sum("mask_bounds" in half.kernels for half in self.halves)
         self._operands = {
             half.operand: source for half, source in zip(self.halves, self.sources, strict=True) if half.operand
         }
@@ -92,9 +91,18 @@ class CallMasks:
         self.layouts |= {name: (*source.strides, source.row, source.col) for name, source in self._operands.items()}
         self._tables = functools.cache(functools.partial(MaskTables, self))
 
-    def fields(self, axes: Axes, block_n: int) -> dict[str, Any]:
+    def extent(self, block_m: int, block_n: int, unit: int | None = None) -> Extent:
+        """Return what tables for such tiles are made for."""
+        problem = self.problem
+        instances = math.prod(self.leading) if problem.n_keys else 0  # else nothing is read
+        sources = tuple(zip(problem.masks, self.sources, strict=True))
+        tile = block_m, block_n, unit or block_m
+        return Extent(instances, problem.n_queries, problem.n_keys, *tile, self._packed, sources)
+
+    def fields(self, axes: Axes, extent: Extent) -> dict[str, Any]:
         """Return the fields of ``Params`` that describe masks and tables."""
-        values: dict[str, Any] = {"table.keys_padded": cdiv(self.problem.n_keys, block_n) * block_n}
+        values: dict[str, Any] = {"table.keys_padded": extent.key_tiles * extent.block_n}
+        values |= {f"table.{name}": stride for name, stride in extent.strides.items()}
         for name, steps in self.layouts.items():
             values |= layout_fields(name, steps, axes, self._rank)
         if blocks := self._operands.get("mask"):
@@ -112,12 +120,11 @@ class CallMasks:
             fields |= {f"{name}.{field}": getattr(source, field) for field in ("row", "col", "block_m", "block_n")}
         return slots, fields
 
-    def tables(self, block_m: int, block_n: int, unit: int | None = None) -> "MaskTables":
-        """Return the tables for tiles of `block_m` rows and `block_n` keys; those that are the same are one object.
-
-        `unit`, a divisor of `block_m` and by default that, is what bounds of column masks count rows in.
-        """
-        return self._tables(block_m, block_n, unit or block_m) if self.columns else self._tables(1, 1, 1)
+    def tables(self, extent: Extent) -> "MaskTables":
+        """Return the tables for tiles of some sizes; those that are the same are one object."""
+        if not any(half.by_tile for half in self.halves):
+            extent = extent._replace(block_m=1, block_n=1, unit=1)
+        return self._tables(extent)
 
 
 class MaskTables:
@@ -131,47 +138,32 @@ class MaskTables:
         Memory that the tables take.
     """
 
-    def __init__(self, masks: CallMasks, block_m: int, block_n: int, unit: int) -> None:
-        problem, columns = masks.problem, masks.columns
-        n_queries, n_keys = problem.n_queries, problem.n_keys
-        instances = math.prod(masks.leading) if n_keys else 0  # else nothing is read
+    def __init__(self, masks: CallMasks, extent: Extent) -> None:
+        problem, halves = masks.problem, dict.fromkeys(masks.halves)
         self._masks, self._device, self._problem = masks, masks.device, problem
-        self._key = (block_m, block_n, unit, n_queries, n_keys, problem.masks, masks.leading)
-        row_tiles, key_tiles = cdiv(n_queries, unit), cdiv(n_keys, block_n)
-        order_shared = 4 * (row_tiles + 1)
-        ordered = columns and order_shared <= _ORDER_SHARED_BYTES
-        sizes = {
-            "cols": 16 * columns * instances * key_tiles * block_n,
-            "bounds": 32 * columns * instances * key_tiles,
-            "order": 4 * instances * cdiv(n_queries, block_m) if ordered else 0,
-            "alive": instances * n_keys if "mask_alive" in masks.kernels else 0,
-        }
-        self._sizes = list(sizes.values())
-        *self._offsets, self.nbytes = accumulate(map(align_up, self._sizes), initial=0)
-        # Neighbouring rows that see the same, as far as sizes tell.
-        alike = min(n_queries if source.row == 0 else source.block_m for source in masks.sources)
-        chunks = cdiv(cdiv(n_queries, alike), _GROUPS_PER_BLOCK)
-        shapes = {
-            "mask_alive": (instances * chunks * cdiv(n_keys, _KEYS_PER_BLOCK), _KEYS_PER_BLOCK, 0),
-            "mask_bounds": (instances * key_tiles, cdiv(block_n, 32) * 32, 0),
-            "mask_order": (instances if ordered else 0, 1024, order_shared),
-        }
+        self._key = (*extent[:-1], problem.masks, masks.leading)
+        needed = ChainMap(*(half.tables(extent) for half in halves))
+        sizes = [needed.get(name, 0) for name in TABLES]
+        *places, self.nbytes = accumulate(map(align_up, sizes), initial=0)
+        self._places = [place if size else None for place, size in zip(places, sizes, strict=True)]
+        self._zeros = places[-_ZEROED]
         slots, values = masks.source_fields()
         values |= {
-            **band_fields(problem), "alike": alike, "n_queries": n_queries, "n_keys": n_keys,
-            "keys_padded": key_tiles * block_n, "row_tiles": row_tiles, "key_tiles": key_tiles,
+            **band_fields(problem), **extent.strides, "instances": extent.instances, "alike": extent.alike,
+            "n_queries": problem.n_queries, "n_keys": problem.n_keys, "keys_padded": extent.key_tiles * extent.block_n,
+            "row_tiles": extent.row_tiles, "key_tiles": extent.key_tiles,
         }  # fmt: skip
-        sized = {"block_m": unit, "block_n": block_n, "rows_per_item": block_m // unit}
+        unit = extent.unit
+        sized = {"block_m": unit, "block_n": extent.block_n, "rows_per_item": extent.block_m // unit}
         constants = problem_constants(problem) | sized
-        slots += _TABLES
+        slots += TABLES
         numbers, names = {name: number for number, name in enumerate(slots)}, {name: name for name in slots}
         self._kernels = []
-        for name, path in masks.kernels.items():
-            blocks, threads, shared = shapes[name]
+        for file, name, blocks, threads, shared in dict.fromkeys(x for half in halves for x in half.kernels(extent)):
             if blocks > _MAX_GRID:
                 raise UnsupportedError(f"mask needs {blocks} blocks of {name}; expected less than 2**31")
             if blocks:
-                launched = path, name, constants, (blocks,), threads, MASK_PARAMS, values, names
+                launched = file, name, constants, (blocks,), threads, MASK_PARAMS, values, names
                 self._kernels.append(Kernel(self._device, numbers, *launched, shared_bytes=shared))
 
     def find(self, masks: Sequence[Mask], shift: int, stream: Any, capturing: bool) -> Kept | None:
@@ -225,8 +217,8 @@ class MaskTables:
         """Launch what fills `memory` from masks at `sources`; return the addresses for the slots of masks."""
         operands = {half.operand: address for half, address in zip(self._masks.halves, sources, strict=True)}
         found = [operands.get(name, 0) for name in _OPERANDS]
-        tables = [memory + at if size else 0 for at, size in zip(self._offsets, self._sizes, strict=True)]
-        zero(tables[-1], self._sizes[-1], stream)
+        tables = [0 if place is None else memory + place for place in self._places]
+        zero(memory + self._zeros, self.nbytes - self._zeros, stream)
         moved = changes(MASK_PARAMS, band_fields(self._problem, shift))
         for kernel in self._kernels:
             kernel.launch([*sources, *tables], stream.ptr, moved)

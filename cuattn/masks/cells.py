@@ -8,7 +8,7 @@ import numpy as np
 from cuattn.io_model.sizes import cdiv
 from cuattn.masks import checks
 from cuattn.masks.base import Mask
-from cuattn.masks.cuda_half import CudaHalf, source_of
+from cuattn.masks.cuda_half import CudaHalf, alive_kernels, alive_tables, boolean_kernels, boolean_tables, source_of
 from cuattn.masks.device import copy, namespace
 from cuattn.masks.runs import Runs, indices, length_of, taken
 
@@ -149,7 +149,7 @@ class BlockMask(CellMask):
     """
 
     kind = "block"
-    cuda = CudaHalf(8, 1, "blocks", "mask", "util/mask_alive.cu", ("mask_alive",))
+    cuda = CudaHalf(8, 1, "blocks", "mask", alive_tables, alive_kernels, by_tile=False)
 
     def __init__(self, blocks: Any, block_m: int, block_n: int) -> None:
         self._settle(copy(checks.booleans("blocks", blocks)), *checks.tile(block_m, block_n), False, None)
@@ -195,7 +195,7 @@ class BooleanMask(CellMask):
     """
 
     kind = "boolean"
-    cuda = CudaHalf(16, 1, "boolean", "boolean", "util/mask_alive.cu", ("mask_alive",))
+    cuda = CudaHalf(16, 1, "boolean", "boolean", boolean_tables, boolean_kernels)
     _stretches = True
 
     def __init__(self, array: Any) -> None:

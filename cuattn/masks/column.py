@@ -8,7 +8,7 @@ import numpy as np
 
 from cuattn.errors import DtypeError, MaskError, shown
 from cuattn.masks import checks, convert
-from cuattn.masks.cuda_half import CudaHalf, source_of
+from cuattn.masks.cuda_half import CudaHalf, column_kernels, column_tables, source_of
 from cuattn.masks.device import namespace, pack
 from cuattn.masks.intervals import IntervalMask
 from cuattn.masks.runs import Reach, indices, kept_before, length_of, taken
@@ -69,7 +69,7 @@ class ColumnMask(IntervalMask):
 
     kind = "column"
     _names = ("lts", "lte", "uts", "ute")
-    cuda = CudaHalf(1, 4, "column", None, "util/mask_bounds.cu", ("mask_bounds", "mask_order"))
+    cuda = CudaHalf(1, 4, "column", None, column_tables, column_kernels)
     lts: Any
     lte: Any
     uts: Any

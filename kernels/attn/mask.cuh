@@ -65,6 +65,24 @@ __device__ __forceinline__ bool cut(const Params& p, const Rows& rows, i32 n) {
     return partial;
 }
 
+// What the tables say of a tile, by the number of its rows in their unit: kSomeSeen and kSomeHidden of its elements.
+__device__ __forceinline__ u32 tile_state(const Params& p, i64 instance, i32 m, i32 n) {
+    const u32 word = __ldg(p.table.states + instance * p.table.states_instance + state_word(m, n, p.key_tiles));
+    return word >> state_shift(m, n) & (kSomeSeen | kSomeHidden);
+}
+
+// Is some key of the tile seen by no row, by the table of keys?
+__device__ __forceinline__ bool has_dead_keys(const Params& p, i64 instance, i32 n) {
+    const u32* alive = p.table.alive + instance * ((p.n_keys + 31) / 32);
+    const i32 first = n * cfg::block_n, end = min(first + cfg::block_n, p.n_keys);
+    bool dead = false;
+    for (i32 word = first / 32; word * 32 < end; ++word) {
+        const u32 ours = (~0u << max(first - 32 * word, 0)) & (~0u >> max(32 * word + 32 - end, 0));
+        dead |= (~__ldg(alive + word) & ours) != 0;
+    }
+    return dead;
+}
+
 // The key tiles of one row tile, or every step-th of them, in descending order.  All lanes of a warp hold the same walk.
 template <int step = 1>
 struct TileWalk {
@@ -81,11 +99,11 @@ struct TileWalk {
     }
 
     __device__ __forceinline__ Tile next() {
-        if constexpr (column_masks == 0 && !block_mask) {
+        if constexpr (cfg::mask == kMaskNone) {
             if (top < place.lowest) return Tile::none();
             const i32 n = top;
             top -= step;
-            return Tile::make(n, boolean_mask || cut(p, place.rows, n), boolean_mask);
+            return Tile::make(n, cut(p, place.rows, n), false);
         } else {
             while (visible == 0) {
                 if (top < place.lowest) return Tile::none();
@@ -94,8 +112,8 @@ struct TileWalk {
             const int bit = __ffs(visible) - 1;
             visible &= visible - 1;
             const i32 n = group - bit * step;
-            const bool edge = boolean_mask || (partial >> bit & 1) || cut(p, place.rows, n);
-            // The tables of block and boolean masks go by key: a tile in which nothing is hidden has none that no row sees.
+            const bool edge = (partial >> bit & 1) || cut(p, place.rows, n);
+            // A table of keys: a tile in which nothing is hidden has none that no row sees.
             return Tile::make(n, edge, (dead >> bit & 1) != 0 || (alive_table && edge));
         }
     }
@@ -112,6 +130,10 @@ struct TileWalk {
                 bool in_columns, cut_by_columns, dead_in_columns;
                 classify_column(n, in_columns, cut_by_columns, dead_in_columns);
                 seen &= in_columns, edge |= cut_by_columns, zero |= dead_in_columns;
+            }
+            if constexpr (stated_mask) {
+                const u32 state = tile_state(p, place.instance, place.rows.tile, n);
+                seen &= state & kSomeSeen, edge |= state & kSomeHidden;
             }
         }
         visible = __ballot_sync(~0u, seen);
@@ -203,7 +225,7 @@ struct KeyMask {
 
 // Does any row see the key?  Only asked in tiles that are marked dead.
 __device__ __forceinline__ bool key_alive(const Params& p, i64 instance, i32 key) {
-    if constexpr (alive_table) return p.table.alive[instance * p.n_keys + key] != 0;
+    if constexpr (alive_table) return p.table.alive[instance * ((p.n_keys + 31) / 32) + key / 32] >> key % 32 & 1;
     if constexpr (column_masks == 0) return true;
     const int4 x = column_intervals(p, instance, 0, key);
     return !(x.x == 0 && x.y == p.n_queries);  // what all masks together hide has these bounds in each of them

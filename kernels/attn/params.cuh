@@ -19,9 +19,12 @@ struct MaskTables {
     const int4* cols;           // column: [instance][mask][keys_padded] {lts, lte, uts, ute}, clamped; of keys that no row sees (0, n_queries, n_queries, 0)
     const int4* bounds;         // column: [instance][key_tiles][mask][2] {skip a, skip b, partial p, partial q} of each interval, in row tiles
     const i32* order;           // column: [instance][row tiles as they are worked on], most visible key tiles first
-    const u8* alive;            // boolean, block: [instance][n_keys] 1 = some row sees the key
+    const u32* alive;           // boolean, block: [instance][n_keys / 32] a bit per key, 1 = some row sees the key
+    const u64* bits;            // boolean: [instance][n_queries / 64][key_tiles][block_n] which of 64 rows see a key
+    const u32* states;          // boolean: [instance][row tiles / 4][key_tiles / 4] see attn/mask_format.cuh
     i64 batch[kBatchAxes];      // instance strides, 0 on a broadcast axis
     i64 head;
+    i64 bits_instance, bits_row, bits_tile, states_instance;  // strides; 0 from 64 rows to the next, or from tile to tile, where all are the same
     i32 keys_padded;            // keys rounded up to the key tile
     i32 block_m, block_n;       // block: rows and keys per block
 };

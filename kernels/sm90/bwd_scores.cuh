@@ -43,7 +43,7 @@ struct ReadValues {
 // part of V, since a product of 64 rows and keys reads as much shared memory as it can multiply, and then half as much.
 struct HeldValues {
     // Of 16 columns.  The assembler grants no more; a key tile under a column mask meets too few rows for as many.
-    static constexpr int steps = cfg::mask == kMaskColumn ? 2 : 4;
+    static constexpr int steps = column_masks > 0 || stated_mask ? 2 : 4;
     HeldRows<steps> rows;
     u32 minus_half[4];  // A: -1/2 where B has a part of D; both halves of B's 16 rows are the same 8
 
@@ -97,11 +97,10 @@ struct TilePlace {
 // Which of 64 rows from first_row on see a key.
 __device__ __forceinline__ u64 visible_rows(const Params& p, const TilePlace& at, i32 first_row, i32 key) {
     u64 rows = band_rows<u64>(p, first_row, key);
-    if constexpr (cfg::mask == kMaskColumn) {
-        const i64 instance = slice_of(p.table, at.batch, at.head);
-        rows &= column_rows<u64>(__ldg(p.table.cols + instance * p.table.keys_padded + key), first_row);
-    }
-    if constexpr (cfg::mask == kMaskBlock)
+    const i64 instance = column_masks > 0 || boolean_mask ? slice_of(p.table, at.batch, at.head) : 0;
+    if constexpr (column_masks > 0) rows &= column_rows<u64>(__ldg(p.table.cols + instance * p.table.keys_padded + key), first_row);
+    if constexpr (boolean_mask) rows &= __ldg(boolean_bits(p, instance, first_row / 64, key / cfg::block_n) + key % cfg::block_n);
+    if constexpr (block_mask)
         rows &= block_rows<u64>(p, static_cast<const u8*>(p.mask.data) + slice_of(p.mask, at.batch, at.head), first_row, key);
     return rows;
 }

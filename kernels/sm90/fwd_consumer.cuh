@@ -22,7 +22,7 @@ constexpr int middle = value_steps / 2 - 1;  // the block of 16 keys behind whic
 constexpr bool looks_for_values = cfg::dropout > 0;  // behind the exponentials; else it costs more than it saves
 constexpr u32 ping_pong_barrier = 1;              // + warpgroup
 constexpr int output_blocks = cfg::head_dim_v / 16;
-constexpr bool search_beside = cfg::head_dim <= 128 && cfg::mask != kMaskBlock && cfg::dropout == 0;
+constexpr bool search_beside = cfg::head_dim <= 128 && !block_mask && cfg::dropout == 0;
 
 struct Consumer {
     const Params& p;
@@ -117,7 +117,8 @@ struct Consumer {
             if constexpr (cfg::mask == kMaskNone)
                 find_in_band(visible, p, row(), tile.n());
             else
-                find_in_table(visible, phase, p, shared.cols(k.stage), work, work.row + 64 * warpgroup, tile.n());
+                find_in_table(visible, phase, p, {shared.cols(k.stage), shared.bits(k.stage, warpgroup)}, work, work.row + 64 * warpgroup,
+                              tile.n());
         }
     }
 

@@ -15,7 +15,8 @@ constexpr int q_bytes = slabs * cfg::block_m * row_bytes;
 constexpr int k_bytes = slabs * cfg::block_n * row_bytes;
 constexpr int v_bytes = slabs_v * cfg::block_n * row_bytes;
 constexpr int o_bytes = slabs_v * cfg::block_m * row_bytes;
-constexpr int cols_bytes = cfg::mask == kMaskColumn ? cfg::block_n * 16 : 0;  // intervals of a partial tile's keys
+constexpr int cols_bytes = column_masks > 0 ? cfg::block_n * 16 : 0;  // intervals of a partial tile's keys
+constexpr int bits_part = cfg::block_n * 8, bits_bytes = boolean_mask ? warpgroups * bits_part : 0;  // which of its rows see them; of a warpgroup's
 
 // The output leaves through the queries' buffer: a warpgroup has then read its rows of q for the last time.
 constexpr bool stage_output = sizeof(cfg::out) == 2;  // float32 is written from registers
@@ -26,7 +27,8 @@ constexpr int q_at = 0;
 constexpr int k_at = q_at + cfg::q_stages * q_buffer_bytes;
 constexpr int v_at = k_at + cfg::stages * k_bytes;
 constexpr int cols_at = v_at + cfg::stages * v_bytes;
-constexpr int barriers_at = cols_at + cfg::stages * cols_bytes;
+constexpr int bits_at = cols_at + cfg::stages * cols_bytes;
+constexpr int barriers_at = bits_at + cfg::stages * bits_bytes;
 
 enum Barrier {
     q_full,
@@ -67,8 +69,13 @@ struct KeyTile {
     __device__ __forceinline__ bool last() const { return code & last_bit; }  // of its row tile
 };
 
+struct Nothing {};
+struct RowNote {
+    i32 row;  // first query row
+};
+
 // Up to 32 key tiles that a row tile visits, from the planner to the producer.
-struct TileList {
+struct TileList : Either<boolean_mask, RowNote, Nothing>::type {
     KeyTile tiles[32];
     i32 count;           // negative: there is no further work
     i32 head, batch;     // of k and v
@@ -98,6 +105,7 @@ struct Shared : SharedMemory {
     __device__ __forceinline__ TileList& list() const { return at<TileList>(list_at); }
     __device__ __forceinline__ KeyTile& code(u32 stage) const { return at<KeyTile>(codes_at, stage); }
     __device__ __forceinline__ int4* cols(u32 stage) const { return &at<int4>(cols_at + stage * cols_bytes); }
+    __device__ __forceinline__ u64* bits(u32 stage, u32 warpgroup) const { return &at<u64>(bits_at + stage * bits_bytes + warpgroup * bits_part); }
     __device__ __forceinline__ Mail& mail() const { return at<Mail>(mail_at); }
 };
 

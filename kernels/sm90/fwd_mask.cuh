@@ -47,16 +47,23 @@ __device__ __forceinline__ void transpose_bits(Visible& x, int step) {
     });
 }
 
-// Which of 16 rows see keys `column` and the next of a tile: rows 0-7 of both, then rows 8-15 of both.
-__device__ __forceinline__ u32 pair_rows(const Params& p, const int4* cols, const Work& work, i32 first_row, i32 n,
+// What came with a tile's keys of the masks: their intervals, and which of the warpgroup's rows see them.
+struct TileMasks {
+    const int4* cols;
+    const u64* bits;
+};
+
+// Which of a warp's 16 rows see keys `column` and the next of a tile: rows 0-7 of both, then rows 8-15 of both.
+__device__ __forceinline__ u32 pair_rows(const Params& p, const TileMasks& masks, const Work& work, i32 first_row, i32 warp, i32 n,
                                          i32 column) {
     if (column >= cfg::block_n) return 0;
     const i32 key = n * cfg::block_n + column;
     u32 rows[2];
     unroll<2>([&](int e) {
         rows[e] = band_rows<u32>(p, first_row, key + e);
-        if constexpr (cfg::mask == kMaskColumn) rows[e] &= column_rows<u32>(cols[column + e], first_row);
-        if constexpr (cfg::mask == kMaskBlock) {
+        if constexpr (column_masks > 0) rows[e] &= column_rows<u32>(masks.cols[column + e], first_row);
+        if constexpr (boolean_mask) rows[e] &= reinterpret_cast<const u16*>(masks.bits + column + e)[warp];
+        if constexpr (block_mask) {
             const u8* blocks = static_cast<const u8*>(p.mask.data) + slice_of(p.mask, work.batch, work.head);
             rows[e] &= block_rows<u32>(p, blocks, first_row, key + e);
         }
@@ -65,13 +72,13 @@ __device__ __forceinline__ u32 pair_rows(const Params& p, const int4* cols, cons
 }
 
 // By a table, in five phases.  A lane finds which of its warp's 16 rows see keys 8 g + 2 q, 8 g + 2 q + 1 and the two 64
-// further (g, q: its place in the fragment); the bits then change sides.  `cols` are the intervals of the tile's keys.
-__device__ __forceinline__ void find_in_table(Visible& visible, int phase, const Params& p, const int4* cols,
+// further (g, q: its place in the fragment); the bits then change sides.
+__device__ __forceinline__ void find_in_table(Visible& visible, int phase, const Params& p, const TileMasks& masks,
                                               const Work& work, i32 first_row, i32 n) {
     if (phase >= 2) return transpose_bits(visible, 16 >> phase);
     const u32 thread = place_of_thread(), lane = thread % 32;
     const i32 column = 64 * phase + 8 * (lane / 4) + 2 * (lane % 4);
-    const u32 pair = pair_rows(p, cols, work, first_row + 16 * (thread / 32), n, column);
+    const u32 pair = pair_rows(p, masks, work, first_row + 16 * (thread / 32), thread / 32, n, column);
     if (phase == 0) {
         visible[0] = pair;
     } else {

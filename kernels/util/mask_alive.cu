@@ -1,4 +1,4 @@
-// Which keys some row sees when a block mask or a boolean one is among the masks: alive[instance][key] = 1, zeros before.
+// Which keys some row sees when a block mask is among the masks: a bit per key, zeros before.
 //
 // Grid: instances x chunks of kChunk groups of rows that are alike x keys / 256 (fastest), in one axis; 256 threads, one per key.
 #include "util/mask_params.cuh"
@@ -37,14 +37,15 @@ extern "C" __global__ __launch_bounds__(kThreads) void mask_alive(const __grid_c
     const i32 key_blocks = (p.n_keys + kThreads - 1) / kThreads;
     const i32 groups = (p.n_queries + p.alike - 1) / p.alike, chunks = (groups + kChunk - 1) / kChunk;
     const i32 key = blockIdx.x % key_blocks * kThreads + threadIdx.x, rest = blockIdx.x / key_blocks;
-    if (key >= p.n_keys) return;
     const i32 instance = rest / chunks, chunk = rest % chunks;
-    const RowRange rows = band_rows(p, key);
-    if (rows.first >= rows.end) return;
-    const KeySources sources(p, instance, key);
-    const i32 first = max(chunk * kChunk, rows.first / p.alike);
-    const i32 end = min(min(chunk * kChunk + kChunk, groups), (rows.end - 1) / p.alike + 1);
+    const RowRange rows = key < p.n_keys ? band_rows(p, key) : RowRange{0, 0};
     bool seen = false;
-    for (i32 group = first; group < end && !seen; ++group) seen = sources.visible(p, group * p.alike);
-    if (seen) p.alive[static_cast<i64>(instance) * p.n_keys + key] = 1;
+    if (rows.first < rows.end) {
+        const KeySources sources(p, instance, key);
+        const i32 first = max(chunk * kChunk, rows.first / p.alike);
+        const i32 end = min(min(chunk * kChunk + kChunk, groups), (rows.end - 1) / p.alike + 1);
+        for (i32 group = first; group < end && !seen; ++group) seen = sources.visible(p, group * p.alike);
+    }
+    const u32 alive = __ballot_sync(~0u, seen);
+    if (threadIdx.x % 32 == 0 && alive) atomicOr(p.alive + instance * ((p.n_keys + 31) / 32ll) + key / 32, alive);
 }

@@ -18,8 +18,11 @@ struct MaskParams {
     MaskSource blocks, boolean;          // u8
     int4 *cols, *bounds;
     i32* order;
-    u8* alive;                           // zeros on entry
+    u64* bits;
+    u32 *alive, *states;                 // zeros on entry
+    i64 bits_instance, bits_row, bits_tile, states_instance;
     i32 size[kLeadingAxes];              // leading axes of all masks together; their product is the number of instances
+    i32 instances;
     i32 alike;                           // mask_alive: neighbouring rows, from a multiple of this on, that see the same
     i32 n_queries, n_keys, keys_padded, row_tiles, key_tiles;
     i32 band_left, band_right;

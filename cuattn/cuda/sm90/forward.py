@@ -28,6 +28,9 @@ _GAIN = 1.3  # what the portable kernel must promise before it is taken, unless 
 _SMALLER = 8
 
 
+_TOGETHER = ([], ["column"], ["boolean"], ["boolean", "column"])  # masks, by kind
+
+
 class Tile(NamedTuple):
     """Query rows and keys of a tile, and buffers for keys (and values) and for queries."""
 
@@ -38,7 +41,7 @@ class Tile(NamedTuple):
 
 
 # head_dim at most, head_dim_v at most -> the tile, and its keys where softcap or dropout take registers; first match
-# wins.  A column mask does not change it, so that the sums of one that says causal come in causal's order.
+# wins.  Column and boolean masks do not change it, so that the sums of one that says causal come in causal's order.
 _TILES = (
     (64, 64, Tile(192, 128, 3, 3), 128),
     (128, 128, Tile(128, 128, 2, 3), 128),
@@ -67,10 +70,8 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
         return f"it takes {known}, not {problem.dtype}"
     if problem.bias is not None:
         return "it takes no bias"
-    if "boolean" in problem.masks:
-        return "it takes no boolean mask"
-    if problem.masks not in ((), ("column",), ("block",)):
-        return f"it takes one mask, not {len(problem.masks)}"
+    if problem.masks != ("block",) and sorted(problem.masks) not in _TOGETHER:
+        return f"it takes a block mask alone or one mask of each other kind, not {' and '.join(problem.masks)}"
     if max(problem.head_dim, problem.head_dim_v) > _MAX_HEAD_DIM:
         return f"it takes head dimensions up to {_MAX_HEAD_DIM}, not {problem.head_dim} and {problem.head_dim_v}"
     if problem.head_dim_v % 8:
@@ -117,8 +118,8 @@ class Cut:
             tile = tile._replace(block_m=128)  # these need registers that three warpgroups do not have
         if tile.block_m == 192 and problem.dropout and (problem.masks or problem.band is not None):
             tile = tile._replace(block_n=112)
-        if widest == 128 and problem.masks == ("column",):
-            tile = tile._replace(q_stages=2)  # the intervals of partial tiles' keys take the third one's place
+        if widest == 128 and problem.masks and problem.masks != ("block",):
+            tile = tile._replace(q_stages=2)  # what partial tiles' keys say of their rows takes the third one's place
         return tile
 
     @property
@@ -133,10 +134,11 @@ class Cut:
         slabs, slabs_v = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
         rounded = problem.out_dtype == problem.dtype
         queries = (max(slabs, slabs_v) if rounded else slabs) * block_m * ROW_BYTES
-        intervals = 16 * block_n if problem.masks == ("column",) else 0
-        tiles = q_stages * queries + stages * ((slabs + slabs_v) * block_n * ROW_BYTES + intervals)
+        boolean = "boolean" in problem.masks
+        masks = block_n * (16 * ("column" in problem.masks) + boolean * block_m // 8)  # intervals, and bits
+        tiles = q_stages * queries + stages * ((slabs + slabs_v) * block_n * ROW_BYTES + masks)
         barriers = 8 * (2 * q_stages + 4 * stages + 4)
-        mail = 16 * q_stages + _LIST_BYTES + 4 * stages + 12
+        mail = 16 * q_stages + _LIST_BYTES + 4 * boolean + 4 * stages + 12
         return pad(tiles + barriers, 16) + mail
 
     def slow_reason(self, device: Device) -> str | None:
