@@ -1,4 +1,4 @@
-"""What the kernels need to be told of a mask: its kind as a term of ``cfg::mask``, where its numbers lie, and its tables.
+"""What kernels need to be told of a mask: its kind as a term of ``cfg::mask``, where its numbers lie, and its tables.
 
 The tables that kernels read are made of all masks of a call together; what each kind adds to them, and which kernels
 write it, the kind says here.  `cuattn.cuda.tables` allocates and launches, and knows no kind.

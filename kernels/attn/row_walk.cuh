@@ -9,13 +9,19 @@
 
 constexpr bool looks_up = block_mask || stated_mask;  // whether tiles are visible
 
-struct Nothing {};
-struct StateInstance {
-    i64 instance;
+// Which matrix the states of tiles are looked up in, where they are.
+struct NoInstance {
+    __device__ __forceinline__ void set_instance(i64) {}
+    __device__ __forceinline__ i64 instance() const { return 0; }
+};
+struct Instance {
+    i64 number;
+    __device__ __forceinline__ void set_instance(i64 of) { number = of; }
+    __device__ __forceinline__ i64 instance() const { return number; }
 };
 
 // What the walk looks up for every tile; lies in shared memory, registers being short.
-struct WalkTables : Either<stated_mask, StateInstance, Nothing>::type {
+struct WalkTables : Either<stated_mask, Instance, NoInstance>::type {
     int4 bounds[column_masks > 1 ? 2 * column_masks : 2];  // column masks: skip [x, y) and partial [z, w) of their intervals, in row tiles
     const u8* blocks;  // the block mask of this head
     i32 first_key;
@@ -33,7 +39,7 @@ __device__ __forceinline__ bool describe_tables(WalkTables& tables, const Params
     tables.first_key = key_tile * cfg::block_n;
     tables.end = walk_end(p, tables.first_key);
     if constexpr (block_mask) tables.blocks = static_cast<const u8*>(p.mask.data) + mask_offset;
-    if constexpr (stated_mask) tables.instance = instance;
+    tables.set_instance(instance);
     const int4* bounds = p.table.bounds + (instance * p.key_tiles + key_tile) * (2 * column_masks);
 #pragma unroll
     for (int i = 0; i < 2 * column_masks; ++i) tables.bounds[i] = bounds[i];
@@ -95,7 +101,7 @@ struct DirectedRowWalk {
     }
 
     __device__ __forceinline__ u32 state(const Params& p, i32 row_tile) const {
-        return tile_state(p, tables.instance, row_tile, first_key() / cfg::block_n);
+        return tile_state(p, tables.instance(), row_tile, first_key() / cfg::block_n);
     }
 
     // Past what the column masks skip.  Leaving one range may enter another: of n ranges, n rounds leave none to enter, and of two

@@ -69,13 +69,20 @@ struct KeyTile {
     __device__ __forceinline__ bool last() const { return code & last_bit; }  // of its row tile
 };
 
-struct Nothing {};
-struct RowNote {
-    i32 row;  // first query row
+// The first query row of what is told, where its masks depend on it.
+struct NoRow {
+    __device__ __forceinline__ void set_row(i32) {}
+    __device__ __forceinline__ i32 row() const { return 0; }
 };
+struct FirstRow {
+    i32 first;
+    __device__ __forceinline__ void set_row(i32 row) { first = row; }
+    __device__ __forceinline__ i32 row() const { return first; }
+};
+using MaskRow = Either<boolean_mask, FirstRow, NoRow>::type;
 
 // Up to 32 key tiles that a row tile visits, from the planner to the producer.
-struct TileList : Either<boolean_mask, RowNote, Nothing>::type {
+struct TileList : MaskRow {
     KeyTile tiles[32];
     i32 count;           // negative: there is no further work
     i32 head, batch;     // of k and v

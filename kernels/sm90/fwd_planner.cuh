@@ -106,7 +106,7 @@ struct Planner {
             to.head = work.head / p.group;
             to.batch = work.batch;
             to.instance = work.instance;
-            if constexpr (boolean_mask) to.row = work.row;
+            to.set_row(work.row);
         }
         ptx::mbarrier_arrive(shared.barrier(list_full));
         list.advance();

@@ -8,7 +8,7 @@
 namespace sm90::fwd {
 
 // A key tile and where it comes from.
-struct Source : Either<boolean_mask, RowNote, Nothing>::type {
+struct Source : MaskRow {
     KeyTile tile;
     i32 head, batch;  // of k and v
     i32 instance;     // of the mask
@@ -37,9 +37,7 @@ struct Producer {
                 ptx::bulk_load(shared.address + cols_at + k.stage * cols_bytes,
                                p.table.cols + static_cast<i64>(from.instance) * p.table.keys_padded + key, cols_bytes,
                                full);
-            if constexpr (boolean_mask) {
-                if (with_bits) load_bits(from, full);
-            }
+            if (with_bits) load_bits(from, full);
         }
         k.advance();
     }
@@ -47,7 +45,7 @@ struct Producer {
     // Of rows that are not there, those of others.
     __device__ __forceinline__ void load_bits(const Source& from, u32 full) {
         for (int w = 0; w < warpgroups; ++w) {
-            const i32 rows = min(max(from.row / 64 + w, 0), (p.n_queries - 1) / 64);
+            const i32 rows = min(max(from.row() / 64 + w, 0), (p.n_queries - 1) / 64);
             ptx::bulk_load(ptx::shared_address(shared.bits(k.stage, w)), boolean_bits(p, from.instance, rows, from.tile.n()), bits_part, full);
         }
     }
@@ -86,7 +84,7 @@ struct Producer {
             const i32 count = from.count;
             Source source{};
             source.tile = mine, source.head = from.head, source.batch = from.batch, source.instance = from.instance;
-            if constexpr (boolean_mask) source.row = from.row;
+            source.set_row(from.row());
             if (count < 0) break;
             ptx::mbarrier_arrive(shared.barrier(list_empty));
             for (i32 i = 0; i < count; ++i) {

@@ -15,7 +15,7 @@ SLAB_COLUMNS, ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
 
 # Widths that accumulating products come in (kernels/ptx/wgmma.cuh).
 _WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM, _ROOMY_HEAD_DIM = 256, 192  # wider tiles leave no shared memory for two masks
 _LEAST_SCALE = 1e-30  # and its inverse the largest
 _LIST_BYTES = 4 * (32 + 4)  # a list of key tiles
 # Keys from which on it pays to begin the softmax under the warpgroup's own product, by rows of a tile.
@@ -72,6 +72,8 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
         return "it takes no bias"
     if problem.masks != ("block",) and sorted(problem.masks) not in _TOGETHER:
         return f"it takes a block mask alone or one mask of each other kind, not {' and '.join(problem.masks)}"
+    if {"column", "boolean"} <= {*problem.masks} and max(problem.head_dim, problem.head_dim_v) > _ROOMY_HEAD_DIM:
+        return f"beside a column mask it takes a boolean one up to head dimension {_ROOMY_HEAD_DIM}"
     if max(problem.head_dim, problem.head_dim_v) > _MAX_HEAD_DIM:
         return f"it takes head dimensions up to {_MAX_HEAD_DIM}, not {problem.head_dim} and {problem.head_dim_v}"
     if problem.head_dim_v % 8:
