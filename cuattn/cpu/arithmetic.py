@@ -7,7 +7,9 @@ depend neither on tiles nor on neighbours.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 import numpy as np
@@ -147,6 +149,14 @@ def hide(s: ndarray, shown: ndarray, value: float = 0.0) -> None:
     np.bitwise_and(bits, shown, bits)
     if value:
         np.bitwise_or(bits, ~shown & np.array(value, s.dtype).view(shown.dtype), bits)
+
+
+def visible_bits(hidden: Sequence[ndarray], shape: tuple[int, int], dtype: np.dtype) -> ndarray:
+    """Return as bits, see :func:`hide`, what no array of some hides; bool, they broadcast to a shape (keys, rows)."""
+    bits = np.broadcast_to(reduce(or_, hidden), shape).view(np.int8)
+    if bits.strides[0] < bits.strides[1]:  # as in a caller's array of (rows, keys)
+        bits = transposed(bits.T)
+    return np.subtract(bits, 1, dtype=np.int8).astype(dtype)
 
 
 def reference_of(m: ndarray) -> ndarray | None:

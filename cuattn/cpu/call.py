@@ -16,6 +16,7 @@ from cuattn.cpu.forward import ForwardWalk
 from cuattn.cpu.task import Arrays
 from cuattn.cpu.tiles import MASK_BYTES
 from cuattn.cpu.walk import Tiles
+from cuattn.errors import UnsupportedError
 from cuattn.masks.constructors import kept_band
 from cuattn.masks.intervals import join
 from cuattn.plans import Plan
@@ -26,7 +27,13 @@ _TABLE_BYTES = 26  # of each key, for what is seen of a mask of intervals; its o
 
 
 def run(
-    problem: Problem, operands: Arrays, masks: Sequence[Any], state: RNGState | None, place: Place, out: Arrays
+    problem: Problem,
+    operands: Arrays,
+    masks: Sequence[Any],
+    state: RNGState | None,
+    place: Place,
+    out: Arrays,
+    numbers: Sequence[Any] = (),
 ) -> dict[str, ndarray]:
     """Run an operation.
 
@@ -44,6 +51,8 @@ def run(
         Where the problem stands in a whole one.
     out : dict of str to ndarray
         C-contiguous arrays for some of the results, or none.
+    numbers : sequence of int or float, optional
+        Those of the score function, by slot of its parameters.
 
     Returns
     -------
@@ -59,6 +68,8 @@ def run(
     ----------
     T. Dao et al., "FlashAttention", NeurIPS 2022, algorithms 2 and 4 with the loops exchanged, 1 and 3 if small.
     """
+    if problem.score is not None:
+        raise UnsupportedError("score is a function, which the CPU does not compute yet")
     results = {name: out[name] if name in out else np.empty(*of) for name, of in _wanted(problem, operands).items()}
     if not problem.n_keys or 0 in problem.stat_shape:
         for name, result in results.items():

@@ -28,6 +28,8 @@ from cuattn.cpu.arithmetic import (
     row_weights,
     statistics_of,
     summed_to,
+    transposed,
+    visible_bits,
 )
 from cuattn.cpu.blocks import place_of
 from cuattn.cpu.buffers import Buffers
@@ -77,13 +79,13 @@ def layout(problem: Problem) -> tuple[list[Index], dict[str, int]]:
 
 
 def _batches(shape: tuple[int, ...], most: int) -> list[Index]:
-    """Cut an array into about equal parts of up to so many elements."""
+    """Cut an array into about equal parts of up to so many elements; neighbours are of the same heads."""
     if not shape:
         return [()]
     parts = cdiv(shape[0], max(1, most // math.prod(shape[1:])))
     step = cdiv(shape[0], parts)
     slices = [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
-    return [(part, *rest) for part in slices for rest in _batches(shape[1:], most)]
+    return [(part, *rest) for rest in _batches(shape[1:], most) for part in slices]
 
 
 class WholeHeads(Task):
@@ -95,8 +97,7 @@ class WholeHeads(Task):
         self.sizes = [len(self.batches)]
         if "bias" in self.operands:
             bias = np.moveaxis(self._grouped(self.operands["bias"]), -1, -3)  # as scores are
-            of_all = bias.size == bias.shape[-3] * bias.shape[-1]
-            self.operands = {**self.operands, "bias": np.ascontiguousarray(bias) if of_all else bias}
+            self.operands = {**self.operands, "bias": bias}
         if "dbias" in self.results:
             self.results = {**self.results, "dbias": self._grouped(self.results["dbias"])}
 
@@ -119,6 +120,7 @@ class Direct:
         self.buffers = Buffers(self.dtype, task.buffer_sizes)
         self.group, self.rows = self.problem.group, self.problem.group * self.problem.n_queries
         self._last_shown: dict[tuple, ndarray] = {}  # bits, by the instances of masks whose they are
+        self._last_bias: tuple = (None, None)  # its place, and a copy
 
     def __call__(self, item: tuple[Index, AbstractContextManager]) -> None:
         """Compute a batch; again, with care for what is hidden, if something is not a finite number."""
@@ -185,8 +187,20 @@ class Direct:
             self.tanh = np.tanh(s, self.buffers.get("tanh", *s.shape))
             np.multiply(self.tanh, self.problem.softcap, s)
         if "bias" in self.operands:
-            add_bias(self.by_group(s), np.ascontiguousarray(self.operands["bias"]), careful=careful)
+            add_bias(self.by_group(s), self.bias(), careful=careful)
         return s
+
+    def bias(self) -> ndarray:
+        """Return the bias, contiguous, with axes (..., keys, group, queries); kept for batches that have the same."""
+        bias = self.operands["bias"]
+        if bias.flags.c_contiguous:
+            return bias
+        place = place_of(self.task.operands["bias"], self.index)
+        if place != self._last_bias[0]:
+            *lead, keys, group, queries = bias.shape
+            copy = transposed(np.moveaxis(bias, -3, -1).reshape(*lead, group * queries, keys))
+            self._last_bias = place, copy.reshape(bias.shape)
+        return self._last_bias[1]
 
     def hide(self, s: ndarray, value: float = 0.0) -> None:
         """Set what masks hide to a number."""
@@ -206,10 +220,10 @@ class Direct:
     def _shown(self, instances: tuple) -> ndarray:
         """Return the bits of what a head sees, (keys, queries)."""
         if instances not in self._last_shown:
-            hidden = np.zeros((self.problem.n_keys, self.problem.n_queries), bool)
-            for mask, instance in zip(self.task.masks, instances, strict=True):
-                hidden |= mask.hidden(instance, slice(0, hidden.shape[1]), slice(0, hidden.shape[0]))
-            bits = np.subtract(hidden, 1, dtype=f"u{self.dtype.itemsize}", casting="unsafe")
+            rows, keys = slice(0, self.problem.n_queries), slice(0, self.problem.n_keys)
+            masks = zip(self.task.masks, instances, strict=True)
+            hidden = [mask.hidden(instance, rows, keys) for mask, instance in masks]
+            bits = visible_bits(hidden, (keys.stop, rows.stop), np.dtype(f"u{self.dtype.itemsize}"))
             self._last_shown = {instances: bits}
         return self._last_shown[instances]
 

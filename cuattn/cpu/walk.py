@@ -40,8 +40,9 @@ class Tiles(Task):
         super().__init__(*arguments)
         problem, masks = self.problem, self.masks
         self.blocks = choose(problem, masks)
-        self.visibility = Visibility(problem, masks, self.blocks)
         groups = list(head_groups(problem, self.blocks.heads))
+        instances = max([math.prod(mask.leading) for mask in masks], default=1)
+        self.visibility = Visibility(problem, masks, self.blocks, again=sum(map(len, groups)) > instances)
         # What adds to common sums is handed out in one order.
         self._groups = [[group for some in groups for group in some]] if self.shares else groups
         self._stacks = cdiv(self.blocks.row_tiles, self.blocks.stack)
@@ -184,8 +185,8 @@ class Walk:
         if careful:  # lest rows that do not exist, and see everything, lead NaN to the sums over rows
             by_head = s.reshape(self.item.group.count, -1, *s.shape[1:])
             by_head[:, -1, ..., (self.count - 1) % self.blocks.rows + 1 :] = -np.inf
-        masks = [(slot, *shown()) for slot, shown in part.masks]
-        return s, [(s[:, slot, keys], bits) for slot, keys, bits in masks]
+        masks = [(slots, *shown()) for slots, shown in part.masks]
+        return s, [(s[:, slots, keys], bits) for slots, keys, bits in masks]
 
     def bias_of(self, bias: ndarray, part: Part, s: ndarray) -> Iterator[tuple[ndarray, ndarray]]:
         """Yield elements of scores, (heads, keys, rows), and those of a bias (each axis may be 1) for them."""

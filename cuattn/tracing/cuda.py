@@ -29,7 +29,7 @@ from cuattn.tracing.build import is_uniform
 from cuattn.tracing.graph import ARRAY, B, H, I, J, Node, S, order
 from cuattn.tracing.operations import TABLE
 from cuattn.tracing.ranges import Interval
-from cuattn.tracing.values import fit, fits_int32, host_value, known, specialised
+from cuattn.tracing.values import fit, fits_int32, host_value, known
 
 _ELEMENTS = {
     "bool": "bool",
@@ -92,8 +92,9 @@ class Source(NamedTuple):
             array, name = bound.arrays[slot], f"array{slot}"
             if name in names:
                 packed[name] = pointer
-            for axis, length in enumerate(array.shape):
-                for field, value in (("length", length), ("stride", array.strides[axis] // array.itemsize)):
+            for axis, (length, stride) in enumerate(zip(array.shape, array.strides, strict=True)):
+                pitch = math.prod(array.shape[axis + 1 :])
+                for field, value in (("length", length), ("stride", stride // array.itemsize), ("pitch", pitch)):
                     if f"{field}{slot}_{axis}" in names:
                         packed[f"{field}{slot}_{axis}"] = value
         for index, node in enumerate(self.numbers):
@@ -150,7 +151,7 @@ class Writer:
     """Writes one text; parameters as of :func:`source`."""
 
     def __init__(self, functions: Mapping[str, Sequence[Node]], facts: Facts, dtype: np.dtype, short: bool) -> None:
-        self._functions = {name: [specialised(x, facts) for x in roots] for name, roots in functions.items()}
+        self._functions = {name: list(roots) for name, roots in functions.items()}
         self._facts, self._short = facts, short
         self._acc = "double" if dtype == np.float64 else "float"
         self._roots = tuple(dict.fromkeys(root for roots in self._functions.values() for root in roots))
@@ -237,7 +238,8 @@ class Writer:
     def _function(self, name: str, roots: Sequence[Node]) -> str:
         if not re.fullmatch("[a-z_]+", name):
             raise ValueError(f"{name!r} as the name of a function: expected lower case letters")
-        results = "".join(f", {self._type(root)}& result{number}" for number, root in enumerate(roots))
+        kinds = ["long long" if root.kind == "i" else self._type(root) for root in roots]
+        results = "".join(f", {kind}& result{number}" for number, kind in enumerate(kinds))
         body, names = self.body(roots, "Element")
         ends = [f"    result{number} = {names[root]};" for number, root in enumerate(roots)]
         parameters = (
@@ -280,9 +282,13 @@ class Writer:
     def _type(self, node: Node) -> str:
         if node.kind != "i":
             return "bool" if node.kind == "b" else self._acc
+        if node.op == "offset":
+            return "int" if math.prod(self._facts.arrays[node.value].shape) < 2**31 else "long long"
         return "int" if fits_int32(self._known[node]) else "long long"
 
     def _expression(self, node: Node, operands: list[str]) -> str:
+        if node.op == "offset":
+            return self._place(node, operands, "pitch", self._type(node))
         if node.op == "load":
             return self._load(node, operands)
         row, kind = TABLE[node.op], self._type(node)
@@ -315,20 +321,27 @@ class Writer:
         layout = self._facts.arrays[slot]
         element = _ELEMENTS[np.dtype(layout.dtype).name]
         self._fields[f"array{slot}"] = f"const {element}*"
-        terms = []
-        for axis, (arg, index, length) in enumerate(zip(node.args, indices, layout.shape, strict=True)):
-            self._fields[f"stride{slot}_{axis}"] = kind = "int" if layout.near else "long long"
-            wraps, clamps = fit(self._known[arg], length)
-            if wraps or clamps:
-                size = f"length{slot}_{axis}"
-                self._fields[size] = "int" if length < 2**31 else "long long"
-                index = f"wrapped({index}, args.{size})" if wraps else index
-                index = f"clamped({index}, args.{size})" if clamps else index
-            terms.append(f"({kind}){index} * args.stride{slot}_{axis}")
-        text = f"fetched(args.array{slot} + ({' + '.join(terms) or 0}))"
+        place = self._place(node, indices, "stride", "int" if layout.near else "long long")
+        text = f"fetched(args.array{slot} + ({place}))"
         if node.kind != "f":
             return f"({self._type(node)}){text}"
         return f"to_acc({text})" if element != "double" or self._acc == "double" else f"(float){text}"
+
+    def _place(self, node: Node, indices: list[str], factor: str, kind: str) -> str:
+        """Write the sum of the indices of an element times their factors, "stride" or "pitch"."""
+        terms = []
+        for axis, (arg, index, length) in enumerate(
+            zip(node.args, indices, self._facts.arrays[node.value].shape, strict=True)
+        ):
+            axis_of = f"{node.value}_{axis}"
+            wraps, clamps = fit(self._known[arg], length)
+            if wraps or clamps:
+                self._fields[f"length{axis_of}"] = "int" if length < 2**31 else "long long"
+                index = f"wrapped({index}, args.length{axis_of})" if wraps else index
+                index = f"clamped({index}, args.length{axis_of})" if clamps else index
+            self._fields[f"{factor}{axis_of}"] = kind
+            terms.append(f"({kind}){index} * args.{factor}{axis_of}")
+        return " + ".join(terms) or "0"
 
 
 def _stage_of(node: Node) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.tracing.build import apply, linear_terms, substitute
-from cuattn.tracing.graph import I, J, Node, S, constant, is_constant, load, order, variable
+from cuattn.tracing.graph import I, J, Node, S, constant, is_constant, load, offset, order, variable
 from cuattn.tracing.operations import COMPARISONS, TABLE
 from cuattn.tracing.proxy import Proxy, as_node
 
@@ -122,6 +122,11 @@ class Weight(NamedTuple):
         if bits == I | J:
             return "diagonal" if all(map(on_diagonals, self.indices)) else "element"
         return {0: "head", I: "row", J: "key"}[bits]
+
+    @property
+    def offset(self) -> Node:
+        """Where the element lies in an array of that shape in C order: in that of the gradient."""
+        return offset(self.slot, self.indices)
 
 
 def on_diagonals(node: Node) -> bool:

@@ -28,13 +28,14 @@ class Node:
     Attributes
     ----------
     op : str
-        The name of an operation (:mod:`cuattn.tracing.operations`), or "variable", "constant", "parameter", "load".
+        The name of an operation (:mod:`cuattn.tracing.operations`), or "variable", "constant", "parameter", "load",
+        "offset".
     args : tuple of Node
-        Operands; of a load its indices.
+        Operands; of a load or an offset its indices.
     kind : str
         "b" boolean, "i" integer, "f" number of the accumulator's type.
     value : object
-        Of a variable its name, of a constant the Python number, of a parameter or a load the number of its slot.
+        Of a variable its name, of a constant the Python number, of the others without a rule the number of a slot.
     depends : int
         Bits of what the value depends on.
     """
@@ -74,7 +75,7 @@ def _rebuilt(rows: list[tuple[str, list[int], str, Any]]) -> Node:
 def _written(node: Node, operands: list[str]) -> str:
     if node.op in ("variable", "constant"):
         return str(node.value)
-    name = {"parameter": f"parameter{node.value}", "load": f"array{node.value}"}.get(node.op, node.op)
+    name = {"load": "array"}.get(node.op, node.op) + ("" if node.value is None else str(node.value))
     return name if node.op == "parameter" else f"{name}({', '.join(operands)})"
 
 
@@ -131,6 +132,11 @@ def parameter(slot: int, kind: str) -> Node:
 def load(slot: int, kind: str, indices: Sequence[Node]) -> Node:
     """Return an element of the array in a slot; indices wrap as NumPy's negative ones and are then clamped."""
     return intern("load", indices, kind, slot)
+
+
+def offset(slot: int, indices: Sequence[Node]) -> Node:
+    """Return where an element of the array in a slot lies among all of them, in C order, whatever its strides are."""
+    return intern("offset", indices, "i", slot)
 
 
 def order(*roots: Node) -> list[Node]:

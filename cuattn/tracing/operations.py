@@ -94,6 +94,15 @@ def _shift(ufunc: np.ufunc, beyond: Callable) -> Callable[..., Any]:
     return compute
 
 
+def _converted(x: Any, out: Any = None, dtype: Any = None) -> Any:
+    return np.positive(x, out=out, dtype=dtype, casting="unsafe")
+
+
+def _truncated(x: Any, out: Any = None, dtype: Any = None) -> Any:
+    x = np.asarray(x, np.float64)
+    return np.clip(np.where(np.isnan(x), 0, x), -(2.0**31), 2.0**31 - 1).astype(dtype)
+
+
 def _select(c: Any, x: Any, y: Any, out: Any = None, dtype: Any = None) -> Any:
     if out is not None and out is x:
         np.copyto(out, y, where=np.logical_not(c))
@@ -354,8 +363,8 @@ _ROWS = (
         right=0,
     ),
     # From one kind to another.
-    Operation("to_float", np.positive, ("f-f",), "({T}){0}", ranges.as_number, (lambda x, y: 1,)),
-    Operation("to_integer", np.positive, ("i-i",), "({T}){0}", ranges.increasing(np.trunc)),
+    Operation("to_float", _converted, ("b-f", "i-f"), "({T}){0}", ranges.as_number),
+    Operation("to_integer", _truncated, ("b-i", "f-i"), "truncated_to<{T}>({0})", ranges.as_integer),
 )
 
 TABLE = {row.name: row for row in _ROWS}

@@ -102,7 +102,7 @@ class Proxy(NDArrayOperatorsMixin):
     >>> from cuattn.tracing.graph import variable
     >>> i, j = Proxy(variable("i")), Proxy(variable("j"))
     >>> np.where(i - j < 4, np.exp2(-i), 0).node
-    select(less(subtract(i, j), 4), exp2(to_float(negative(i))), 0.0)
+    select(less(subtract(i, j), 4), exp2(negative(to_float(i))), 0.0)
     """
 
     __slots__ = ("node",)

@@ -298,6 +298,12 @@ def as_number(x: Interval) -> Interval:
     return Interval(np.asarray(x.lo, np.float64), np.asarray(x.hi, np.float64), x.nan)
 
 
+def as_integer(x: Interval) -> Interval:
+    """Bound what is left of a number as an integer of int32; NaN becomes 0."""
+    lo, hi = (np.clip(np.trunc(np.asarray(bound, np.float64)), -(2.0**31), 2.0**31 - 1) for bound in x[:2])
+    return Interval(np.minimum(lo, 0), np.maximum(hi, 0)) if x.nan else Interval(lo, hi)
+
+
 def _bits(x: Interval) -> Any:
     """Return a bound 2**k - 1 of integers that are not negative."""
     safe = np.where((x.lo >= 0) & np.isfinite(x.hi), x.hi, 0)

@@ -68,6 +68,7 @@ def bounds(
         "variable": lambda node: variables.get(node.value, OPEN._replace(nan=True)),
         "parameter": lambda node: _of_number(node.kind, numbers[node.value]),
         "load": lambda node: _loaded(node, [found[x] for x in node.args], arrays),
+        "offset": lambda node: OPEN._replace(lo=np.float64(0)),
     }
     with np.errstate(all="ignore"):
         for node in nodes:

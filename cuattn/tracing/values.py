@@ -9,7 +9,7 @@ import numpy as np
 from cuattn.tracing.bound import ANY_LENGTH, Bound, Facts, facts
 from cuattn.tracing.build import apply, convert, is_uniform, linear_sum, linear_terms, remade
 from cuattn.tracing.extremes import of_dtype
-from cuattn.tracing.graph import I, J, Node, constant, order
+from cuattn.tracing.graph import I, J, Node, constant, order, rewrite
 from cuattn.tracing.operations import TABLE
 from cuattn.tracing.ranges import EITHER, OPEN, Interval, point
 from cuattn.tracing.tiles import bounds
@@ -71,20 +71,17 @@ def specialised(root: Node, facts: Facts) -> Node:
     >>> specialised(bound.root, facts(bound, (1, 1, 4096, 4096)))
     add(s, subtract(to_float(add(j, 3)), to_float(i)))
     """
-    found, made = known((root,), facts), {}
-    for node in order(root):
-        args = [made[arg] for arg in node.args]
-        if node.op == "to_float" and args[0] is node.args[0] and args[0].kind == "i":
-            made[node] = _as_float(args[0], found)
-        else:
-            made[node] = node if all(x is y for x, y in zip(args, node.args, strict=True)) else remade(node, args)
-    return made[root]
+    found = known((root,), facts)
+
+    def change(node: Node, args: tuple[Node, ...]) -> Node:
+        is_integer = node.op == "to_float" and args == node.args and args[0].kind == "i"
+        return _as_float(args[0], found) if is_integer else remade(node, args)
+
+    return rewrite(root, change)
 
 
 def _as_float(x: Node, found: Mapping[Node, Interval]) -> Node:
     """Return an integer as a number: of a sum of something of rows and something of keys each by itself."""
-    if x.op in ("absolute", "negative"):
-        return apply(x.op, _as_float(x.args[0], found))
     terms = linear_terms(x, constant(0))
     places = {term.depends & (I | J) for term in terms}
     sizes = [abs(n) * max(abs(found[x].lo), abs(found[x].hi)) if x in found else abs(n) for x, n in terms.items()]
@@ -151,16 +148,16 @@ class Program:
         self._variables = [(places[node], node.value) for node in nodes if node.op == "variable"]
         computed = [node for node in nodes if node.args and not is_uniform(node)]
         last = {arg: node for node in computed for arg in node.args}
-        made = {node for node in computed if node.op != "load"}.difference(roots)
+        made = {node for node in computed if node.op in TABLE}.difference(roots)
         self._places, self._roots = places, [places[root] for root in roots]
         self._steps = [
             _Step(
                 places[node],
-                self._loader(node, facts) if node.op == "load" else _operation(node, self._dtypes[node]),
+                _operation(node, self._dtypes[node]) if node.op in TABLE else self._loader(node, facts),
                 [places[x] for x in node.args],
                 [places[x] for x in dict.fromkeys(node.args) if last[x] is node and x in made],
             )
-            for node in (*computed, *(node for node in nodes if node.op == "load" and not node.args))
+            for node in (*computed, *(node for node in nodes if node.op in ("load", "offset") and not node.args))
         ]
         self._steps.sort(key=lambda step: step.place)
 
@@ -224,17 +221,22 @@ class Program:
                     values[x] = None
         return [np.asarray(values[place]) for place in self._roots]
 
-    def _loader(self, node: Node, facts: Facts) -> Callable[..., np.ndarray]:
-        """Return the function that reads elements of an array."""
+    def _loader(self, node: Node, facts: Facts) -> Callable[..., Any]:
+        """Return the function that reads elements of an array, or says where they lie."""
         shape, dtype = facts.arrays[node.value].shape, self._dtypes[node]
         fits = [fit(self._known[arg], length) for arg, length in zip(node.args, shape, strict=True)]
 
-        def load(operands: list[Any], buffers: Sequence[Any], arrays: Sequence[Any]) -> np.ndarray:
+        def load(operands: list[Any], buffers: Sequence[Any], arrays: Sequence[Any]) -> Any:
             indices = []
             for index, length, (wraps, clamps) in zip(map(np.asarray, operands), shape, fits, strict=True):
                 index = np.where(index < 0, index + length, index) if clamps and wraps else index  # NumPy wraps
                 indices.append(np.clip(index, 0, length - 1) if clamps else index)
-            return arrays[node.value][tuple(indices)].astype(dtype, copy=False)
+            if node.op == "load":
+                return arrays[node.value][tuple(indices)].astype(dtype, copy=False)
+            place = np.int64(0)
+            for index, length in zip(indices, shape, strict=True):
+                place = place * length + index
+            return place
 
         return load
 
@@ -253,8 +255,6 @@ def _operation(node: Node, dtype: np.dtype) -> Callable[..., Any]:
     ufunc, options = TABLE[node.op].ufunc, {}
     if node.kind != "b" or not isinstance(ufunc, np.ufunc):
         options["dtype"] = dtype
-    if node.op in ("to_float", "to_integer"):
-        options["casting"] = "unsafe"
 
     def compute(operands: list[Any], buffers: Sequence[Any], arrays: Sequence[Any] = ()) -> Any:
         for buffer in buffers:

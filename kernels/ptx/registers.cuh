@@ -40,6 +40,10 @@ PTX_UNARY(ex2, "ex2.approx.ftz.f32", float, "f", float, "f")
 PTX_UNARY(lg2, "lg2.approx.ftz.f32", float, "f", float, "f")
 PTX_UNARY(rcp, "rcp.approx.ftz.f32", float, "f", float, "f")
 
+// The greater, the lesser number; NaN if one of them is.
+PTX_BINARY(max_nan, "max.NaN.f32", float, "f", float, "f")
+PTX_BINARY(min_nan, "min.NaN.f32", float, "f", float, "f")
+
 // Two 16-bit numbers in one register.  The instructions on integers exist from sm_90 on.
 PTX_BINARY(mul_f16x2, "mul.rn.f16x2", u32, "r", u32, "r")
 #if __CUDA_ARCH__ >= 900

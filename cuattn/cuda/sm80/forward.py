@@ -49,6 +49,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         return f"q has dtype {problem.dtype}; expected one of {known} on a GPU"
     if problem.head_dim > _MAX_HEAD_DIM:
         return f"q has head dimension {problem.head_dim}; expected at most {_MAX_HEAD_DIM} on a GPU"
+    if problem.score is not None:
+        return "score is a function, which the kernels do not compute yet"
     return length_reason(problem)
 
 

@@ -68,6 +68,8 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
     if problem.row.tensor_map is None:
         known = " and ".join(row.dtype.name for row in DTYPES.values() if row.tensor_map is not None)
         return f"it takes {known}, not {problem.dtype}"
+    if problem.score is not None:
+        return "score is a function, which it does not compute yet"
     if problem.bias is not None:
         return "it takes no bias"
     if problem.masks != ("block",) and sorted(problem.masks) not in _TOGETHER:
