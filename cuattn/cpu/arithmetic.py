@@ -18,6 +18,7 @@ from numpy import ndarray
 # Exponentials are within 2^-32 .. 2^32 of each row's reference.  float32 has 2^-126 .. 2^128: a row of 2^24 keys sums
 # to 2^56, and its output stays below the largest number with values up to 2^71; values down to 2^-70 keep all bits.
 WINDOW = 22.0
+SUM = np.dtype(np.float64)  # of gradients in which many terms nearly cancel
 _LANES = 16  # elements between lines, lest they share a cache's sets
 _FEW = 16  # keys that are quicker to add up by halves
 

@@ -8,15 +8,15 @@ import numpy as np
 from numpy import ndarray
 
 from cuattn.cpu import threads
-from cuattn.cpu.arithmetic import BASE_2
+from cuattn.cpu.arithmetic import BASE_2, SUM
 from cuattn.cpu.backward import BackwardWalk
 from cuattn.cpu.direct import Direct, WholeHeads, is_small, nanoseconds
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.forward import ForwardWalk
+from cuattn.cpu.score import Scores
 from cuattn.cpu.task import Arrays
 from cuattn.cpu.tiles import MASK_BYTES
 from cuattn.cpu.walk import Tiles
-from cuattn.errors import UnsupportedError
 from cuattn.masks.constructors import kept_band
 from cuattn.masks.intervals import join
 from cuattn.plans import Plan
@@ -58,7 +58,7 @@ def run(
     -------
     dict of str to ndarray
         A forward's o and, if they are wanted, l and m: row sum of exp(s - m) and row maximum of the scores s; 0 and
-        -inf in empty rows, where o is 0.  A backward's dq, dk, dv and dbias.
+        -inf in empty rows, where o is 0.  A backward's dq, dk, dv, dbias and dscore0, ... by slot.
 
     Notes
     -----
@@ -68,8 +68,6 @@ def run(
     ----------
     T. Dao et al., "FlashAttention", NeurIPS 2022, algorithms 2 and 4 with the loops exchanged, 1 and 3 if small.
     """
-    if problem.score is not None:
-        raise UnsupportedError("score is a function, which the CPU does not compute yet")
     results = {name: out[name] if name in out else np.empty(*of) for name, of in _wanted(problem, operands).items()}
     if not problem.n_keys or 0 in problem.stat_shape:
         for name, result in results.items():
@@ -83,7 +81,9 @@ def run(
         else:
             results[name].fill(0)
     dropout = Dropout(problem, place, state) if problem.dropout else None
-    task = _task(problem, operands, visible_parts(problem, masks, place), dropout, totals, shares)
+    score = None if problem.score is None else Scores(problem, operands, place, numbers)
+    operands = {name: x for name, x in operands.items() if not name.startswith("score")}
+    task = _task(problem, operands, visible_parts(problem, masks, place), dropout, totals, shares, score)
     threads.run(task, lambda: _worker(task), _threads(task))
     for name in sums:
         if totals[name] is not results[name]:
@@ -155,13 +155,15 @@ def _sums(problem: Problem, operands: Arrays) -> tuple[bool, dict[str, np.dtype]
         return False, {}
     heads = {"q": problem.heads, "k": problem.kv_heads, "v": problem.kv_heads, "bias": problem.heads}
     shapes = {name: operands[name].shape for name in heads if name in operands}
-    shares = any(shape[:-2] != (*problem.batch, heads[name]) for name, shape in shapes.items())
+    learned = () if problem.score is None else problem.score.learned
+    shares = bool(learned) or any(shape[:-2] != (*problem.batch, heads[name]) for name, shape in shapes.items())
     if is_small(problem) and not shares:
         return False, {}
     names = [name for name in shapes if shares or name != "q"]
     dtypes = dict.fromkeys(names, problem.stat_dtype)
     if "bias" in names and 1 in shapes["bias"][-2:]:
-        dtypes["bias"] = np.dtype(np.float64)  # many terms nearly cancel
+        dtypes["bias"] = SUM
+    dtypes |= {f"score{slot}": SUM for slot in learned}
     return shares, {f"d{name}": dtype for name, dtype in dtypes.items()}
 
 

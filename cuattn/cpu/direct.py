@@ -33,6 +33,7 @@ from cuattn.cpu.arithmetic import (
 )
 from cuattn.cpu.blocks import place_of
 from cuattn.cpu.buffers import Buffers
+from cuattn.cpu.score import Scores, Stretch, Term
 from cuattn.cpu.task import Task
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
@@ -132,8 +133,11 @@ class Direct:
         task = self.task
         self.operands = {name: self.take(name, x).astype(self.dtype, copy=False) for name, x in task.operands.items()}
         compute = self._forward if self.problem.operation == "forward" else self._backward
+        self._terms: list[Term] = []
         results = compute(careful=False) or compute(careful=True)
         with turn:
+            for term in self._terms:
+                term.add_to(task.results)
             for name, part in results.items():
                 target = self.take(name, task.results[name])
                 if task.shares:
@@ -177,6 +181,17 @@ class Direct:
         """Return (..., keys, rows) as (..., keys, group, queries)."""
         return s.reshape(*s.shape[:-1], self.group, self.problem.n_queries)
 
+    def by_head(self, s: ndarray) -> ndarray:
+        """Return (*batch, kv_heads, keys, rows) as (*batch, kv_heads, group, 1, 1, keys, queries)."""
+        return np.moveaxis(self.by_group(s), -2, -3)[..., None, None, :, :]
+
+    def _stretch_of(self, score: Scores) -> Stretch:
+        """Return the score function for the heads of a batch."""
+        problem, (*batch, kv) = self.problem, self.index
+        flat = np.arange(math.prod(problem.batch)).reshape(problem.batch)[tuple(batch)][..., None, None]
+        heads = np.arange(kv.start * self.group, kv.stop * self.group).reshape(-1, self.group)
+        return score.of(flat, heads, slice(0, problem.n_queries), slice(0, problem.n_keys))
+
     def scores(self, q: ndarray, *, careful: bool) -> ndarray:
         """Return the scores: algorithm 2, lines 10 and 11; what masks hide is not yet."""
         few = self.problem.n_keys <= self.problem.head_dim  # then there are fewer scores to scale than queries
@@ -186,6 +201,9 @@ class Direct:
         if self.problem.softcap is not None:
             self.tanh = np.tanh(s, self.buffers.get("tanh", *s.shape))
             np.multiply(self.tanh, self.problem.softcap, s)
+        if self.task.score is not None:
+            self._stretch = self._stretch_of(self.task.score)
+            self.slopes = self._stretch(self.by_head(s), 0)
         if "bias" in self.operands:
             add_bias(self.by_group(s), self.bias(), careful=careful)
         return s
@@ -238,7 +256,7 @@ class Direct:
             self.hide(s, -np.inf)
             m = fold(np.maximum, s, room)
             reference = reference_of(m)
-            bounded = not (self.task.masks or "bias" in self.operands)
+            bounded = not (self.task.masks or "bias" in self.operands or self.task.score)
             p = exponentials(s, self.to_scores(reference), bounded=bounded)
         l = fold(np.add, p, room)
         o = self.result("o", *l.shape, self.problem.head_dim_v)
@@ -253,7 +271,8 @@ class Direct:
         problem, operands, weights = self.problem, self.operands, row_weights(self.operands)
         q, do = (self.rows_of(name, weights.empty) for name in ("q", "do"))
         s = self.scores(q, careful=careful)
-        p = exponentials(s, self.to_scores(weights.reference), bounded="bias" not in operands)
+        bounded = "bias" not in operands and self.task.score is None
+        p = exponentials(s, self.to_scores(weights.reference), bounded=bounded)
         self.hide(p)
         p *= self.to_scores(weights.factors)
         ds = self.products("ds", "v", do)
@@ -263,6 +282,8 @@ class Direct:
             dbias, like = np.moveaxis(self.by_group(ds), -3, -1), self.take("dbias", self.task.results["dbias"])
             dtype = np.float64 if 1 in like.shape[-2:] else self.dtype
             results["dbias"] = summed_to(dbias, like.shape, dtype).copy()  # as ds may change
+        if self.task.score is not None:
+            self._terms = self._stretch.differentiate(self.by_head(ds), self.slopes, 0)
         if problem.softcap is not None:
             differentiate_softcap(ds, self.tanh, problem.softcap, careful=careful)
         ds *= self.task.factor

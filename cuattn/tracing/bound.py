@@ -120,12 +120,15 @@ class Layout(NamedTuple):
         Whether all elements lie within 2**31 of the first.
     span : (int, int) or None
         Least and greatest element, if they are known.
+    dense : bool
+        Whether neighbours along the last axis are neighbours in memory.
     """
 
     dtype: np.dtype
     shape: tuple[int, ...]
     near: bool = True
     span: tuple[int, int] | None = None
+    dense: bool = False
 
 
 class Facts(NamedTuple):
@@ -212,8 +215,11 @@ def _renumbered(root: Node, arrays: int, numbers: int) -> Node:
 
 
 def _layout(array: Any, span: tuple[int, int] | None) -> Layout:
-    reach = sum(abs(stride) * (length - 1) for stride, length in zip(array.strides, array.shape, strict=True))
-    return Layout(array.dtype, tuple(array.shape), reach // array.itemsize < 2**31, span)
+    shape = tuple(array.shape)
+    if array.flags.c_contiguous:
+        return Layout(array.dtype, shape, array.size < 2**31, span, dense=True)
+    reach = sum(abs(stride) * (length - 1) for stride, length in zip(array.strides, shape, strict=True))
+    return Layout(array.dtype, shape, reach < 2**31 * array.itemsize, span, array.strides[-1] == array.itemsize)
 
 
 def _kind_of(number: Any) -> str:

@@ -92,6 +92,8 @@ class Source(NamedTuple):
             array, name = bound.arrays[slot], f"array{slot}"
             if name in names:
                 packed[name] = pointer
+                if array.ndim and f"stride{slot}_{array.ndim - 1}" not in names and not _is_dense(array):
+                    raise ValueError(f"array {slot} has strides {array.strides}: expected those of the facts")
             for axis, (length, stride) in enumerate(zip(array.shape, array.strides, strict=True)):
                 pitch = math.prod(array.shape[axis + 1 :])
                 for field, value in (("length", length), ("stride", stride // array.itemsize), ("pitch", pitch)):
@@ -329,19 +331,23 @@ class Writer:
 
     def _place(self, node: Node, indices: list[str], factor: str, kind: str) -> str:
         """Write the sum of the indices of an element times their factors, "stride" or "pitch"."""
-        terms = []
-        for axis, (arg, index, length) in enumerate(
-            zip(node.args, indices, self._facts.arrays[node.value].shape, strict=True)
-        ):
+        layout, terms = self._facts.arrays[node.value], []
+        for axis, (arg, index, length) in enumerate(zip(node.args, indices, layout.shape, strict=True)):
             axis_of = f"{node.value}_{axis}"
             wraps, clamps = fit(self._known[arg], length)
             if wraps or clamps:
                 self._fields[f"length{axis_of}"] = "int" if length < 2**31 else "long long"
                 index = f"wrapped({index}, args.length{axis_of})" if wraps else index
                 index = f"clamped({index}, args.length{axis_of})" if clamps else index
-            self._fields[f"{factor}{axis_of}"] = kind
-            terms.append(f"({kind}){index} * args.{factor}{axis_of}")
+            terms.append(f"({kind}){index}")
+            if axis < len(layout.shape) - 1 or (factor == "stride" and not layout.dense):
+                self._fields[f"{factor}{axis_of}"] = kind
+                terms[-1] += f" * args.{factor}{axis_of}"
         return " + ".join(terms) or "0"
+
+
+def _is_dense(array: Any) -> bool:
+    return array.shape[-1] <= 1 or array.strides[-1] == array.itemsize
 
 
 def _stage_of(node: Node) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 
 from cuattn.tracing import ranges
 
-_LN2, _LN10 = math.log(2), math.log(10)
+_LN2, _LN10, _LOG2E = math.log(2), math.log(10), 1 / math.log(2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,6 +207,7 @@ _ROWS = (
         ranges.divide,
         (lambda x, y, z: 1 / y, lambda x, y, z: -z / y),
         right=1,
+        short="{0} * ptx::rcp({1})",
         heavy=True,
     ),
     Operation(
@@ -276,10 +277,10 @@ _ROWS = (
         exact=True,
     ),
     # Functions of numbers.
-    _math("sqrt", np.sqrt, "sqrt", ranges.increasing(np.sqrt, 0), lambda x, y: 0.5 / y),
+    _math("sqrt", np.sqrt, "sqrt", ranges.increasing(np.sqrt, 0), lambda x, y: 0.5 / y, short="ptx::sqrt({0})"),
     _math("cbrt", np.cbrt, "cbrt", ranges.increasing(np.cbrt), lambda x, y: 1 / (3 * y * y)),
-    _math("exp", np.exp, "exp", ranges.increasing(np.exp), lambda x, y: y),
-    _math("exp2", np.exp2, "exp2", ranges.increasing(np.exp2), lambda x, y: _LN2 * y),
+    _math("exp", np.exp, "exp", ranges.exp, lambda x, y: y, short=f"ptx::ex2({{0}} * {_LOG2E}f)"),
+    _math("exp2", np.exp2, "exp2", ranges.increasing(np.exp2), lambda x, y: _LN2 * y, short="ptx::ex2({0})"),
     _math("expm1", np.expm1, "expm1", ranges.increasing(np.expm1), lambda x, y: y + 1),
     _math("log", np.log, "log", ranges.increasing(np.log, 0), lambda x, y: 1 / x),
     _math("log2", np.log2, "log2", ranges.increasing(np.log2, 0), lambda x, y: 1 / (_LN2 * x)),

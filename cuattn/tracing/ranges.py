@@ -211,6 +211,11 @@ def tanh(x: Interval) -> Interval:
     return Interval(np.tanh(x.lo) - 1e-6, np.tanh(x.hi) + 1e-6, x.nan)
 
 
+def exp(x: Interval) -> Interval:
+    """Bound an exponential, which kernels of 16-bit problems approximate."""
+    return Interval(np.exp(x.lo) * (1 - 1e-5), np.exp(x.hi) * (1 + 1e-5), x.nan)
+
+
 def within(low: float, high: float) -> Rule:
     """Return the rule of a function that is bounded, and NaN perhaps."""
 

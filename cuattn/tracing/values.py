@@ -188,11 +188,12 @@ class Program:
         return self.ready(bound)(variables, out)
 
     def ready(self, bound: Bound) -> Callable[..., list[np.ndarray]]:
-        """Return the function of (variables, out=None) for the arrays and numbers of a call, for many tiles.
+        """Return the function of (variables, out=None, more=()) for the arrays and numbers of a call, for many tiles.
 
         Parameters
         ----------
         bound : Bound
+            What it has no arrays for, in slots that come after, each call of the function gives as `more`.
         """
         values: list[Any] = [None] * len(self._places)
         wide: dict[Node, Any] = {}  # what no element changes is computed in float64, and rounded once
@@ -207,8 +208,15 @@ class Program:
                 values[self._places[node]] = self._dtypes[node].type(wide[node])
         return functools.partial(self._run, values, bound.arrays)
 
-    def _run(self, start: list[Any], arrays: Sequence[Any], variables: Mapping[str, Any], out: Any = None) -> list[Any]:
-        values = start.copy()
+    def _run(
+        self,
+        start: list[Any],
+        arrays: Sequence[Any],
+        variables: Mapping[str, Any],
+        out: Any = None,
+        more: Sequence[Any] = (),
+    ) -> list[Any]:
+        values, arrays = start.copy(), (*arrays, *more)
         for place, name in self._variables:
             values[place] = variables[name]
         with np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""Every mask and score of attention-gym, written for cuattn, is its own formula; tiles and columns are found."""
+"""Every mask and score of the guide is its own formula; tiles and columns are found."""
 
 import numpy as np
 import pytest
@@ -18,9 +18,8 @@ SHAPE = (BATCH, HEADS, N, N)
 NAMES = {name: x.astype(np.int32) for name, x in zip("bhij", np.ogrid[tuple(map(slice, SHAPE))], strict=True)}
 
 
-@pytest.mark.parametrize("make", MASKS, ids=lambda make: make.__name__)
-def test_masks(make):
-    recipe = make()
+@pytest.mark.parametrize("recipe", MASKS, ids=lambda recipe: recipe.name)
+def test_masks(recipe):
     bound = trace(recipe.function, MASK).bind()
     wanted = np.broadcast_to(recipe.formula(), SHAPE)
     np.testing.assert_array_equal(np.broadcast_to(evaluate(bound, NAMES, limits=SHAPE), SHAPE), wanted)
@@ -38,9 +37,8 @@ def test_masks(make):
             np.testing.assert_array_equal(((lts <= i) & (i < lte)) | ((uts <= i) & (i < ute)), ~wanted[b, h])
 
 
-@pytest.mark.parametrize("make", SCORES, ids=lambda make: make.__name__)
-def test_scores(make):
-    recipe = make()
+@pytest.mark.parametrize("recipe", SCORES, ids=lambda recipe: recipe.name)
+def test_scores(recipe):
     bound = trace(recipe.function, SCORE, recipe.args).bind(recipe.args)
     s = np.random.default_rng(3).normal(size=SHAPE, scale=3)
     exact = recipe.formula(s.astype(np.float32).astype(float))
@@ -52,18 +50,20 @@ def test_scores(make):
 
 def test_additive_scores_are_told_from_others():
     others = {"softcap", "approximate_softcap", "temperature", "gated"}
-    for make in SCORES:
-        recipe = make()
+    for recipe in SCORES:
         traced = trace(recipe.function, SCORE, recipe.args)
         visible, score = split_visible(traced.root)
-        assert (addend(score) is None) == (make.__name__ in others), make.__name__
-        assert (visible is not None) == (make.__name__ in ("natten_with_bias", "window_and_alibi"))
+        assert (addend(score) is None) == (recipe.name in others), recipe.name
+        assert (visible is not None) == (recipe.name in ("natten_with_bias", "window_and_alibi"))
 
 
 PLACES = {
+    "alibi": ["head"],
+    "window_and_alibi": ["head"],
+    "patch_distance": ["head"],
     "learned_alibi": ["head"],
-    "relative_table": ["diagonal"],
-    "t5_buckets": ["diagonal"],
+    "relative": ["diagonal"],
+    "t5": ["diagonal"],
     "key_bias": ["key"],
     "pair_bias": ["element"],
     "temperature": ["head"],
@@ -73,18 +73,16 @@ PLACES = {
 
 
 def test_the_sums_of_array_gradients_are_planned_by_index():
-    for make in SCORES:
-        recipe = make()
+    for recipe in SCORES:
         bound = trace(recipe.function, SCORE, recipe.args).bind(recipe.args)
         found = [x.place for slot in range(len(bound.arrays)) for x in weights(bound.root, slot)]
-        assert found == PLACES.get(make.__name__, []), make.__name__
+        assert found == PLACES.get(recipe.name, []), recipe.name
 
 
 def test_gradients_of_arrays_are_known_by_their_indices():
     """The weights of what is added are those that the formula reads: a histogram of the cotangent."""
     rng = np.random.default_rng(5)
-    for make in SCORES:
-        recipe = make()
+    for recipe in SCORES:
         bound = trace(recipe.function, SCORE, recipe.args).bind(recipe.args)
         s, cotangent = rng.normal(size=(2, *SHAPE))
         for slot, array in enumerate(bound.arrays):
@@ -113,14 +111,14 @@ def test_all_recipes_compile(arch):
     from cuattn.cuda import source as files
 
     texts = []
-    for make in (*MASKS, *SCORES):
-        recipe, names = make(), MASK if make in MASKS else SCORE
+    for recipe in (*MASKS, *SCORES):
+        names = MASK if recipe in MASKS else SCORE
         bound = trace(recipe.function, names, recipe.args).bind(recipe.args)
         roots = [bound.root, derivative(bound.root)] if names == SCORE else [bound.root]
         made = {"": source({"score": roots}, facts(bound, SHAPE), short=True)}
         if names == MASK:
             made["_tiles"] = tile_source(bound.root, facts(bound, SHAPE))
         for end, one in made.items():
-            begin = f"namespace {make.__name__}{end} {{ using namespace traced;"
+            begin = f"namespace {recipe.name}{end} {{ using namespace traced;"
             texts.append(one.text.replace("namespace traced {", begin))
     compiler.compile_log(files.flatten_text("\n".join(texts), "recipes.cu"), arch)

@@ -49,15 +49,13 @@ def unsupported_reason(problem: Problem) -> str | None:
         return f"q has dtype {problem.dtype}; expected one of {known} on a GPU"
     if problem.head_dim > _MAX_HEAD_DIM:
         return f"q has head dimension {problem.head_dim}; expected at most {_MAX_HEAD_DIM} on a GPU"
-    if problem.score is not None:
-        return "score is a function, which the kernels do not compute yet"
     return length_reason(problem)
 
 
 def is_heavy(problem: Problem) -> bool:
-    """Whether testing elements takes so many registers that a warp can only own 16 rows."""
+    """Whether what is done to single elements takes so many registers that a warp can only own 16 rows."""
     tested = problem.masks not in ((), ("column",))
-    return problem.bias is not None or problem.softcap is not None or tested
+    return tested or any(x is not None for x in (problem.bias, problem.softcap, problem.score))
 
 
 def flush_tiles(products: str, length: int, block: int) -> int:
