@@ -21,7 +21,7 @@ from cuattn.errors import ArgumentError, DtypeError, UnsupportedError, shown
 from cuattn.interop import Outputs
 from cuattn.masks.base import Mask
 from cuattn.masks.constructors import band_of_runs
-from cuattn.masks.function import mask_of
+from cuattn.masks.function import live, mask_of
 from cuattn.plans import Plan
 from cuattn.problem import (
     Array,
@@ -42,7 +42,7 @@ from cuattn.problem import (
     whole_offset,
 )
 from cuattn.scoring import Score
-from cuattn.tracing import MASK, Frozen, trace
+from cuattn.tracing import MASK, Bound, trace
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Call:
         """Make a function the mask that it is for operands of these shapes, at this origin."""
         if self.function is not None:
             shapes = [tuple(arrays[name].shape) for name in "qkv"]
-            found = _function_mask(trace(self.function, MASK).frozen, *shapes, self.origin)
+            found = _function_mask(trace(self.function, MASK, adopt=live).captured, *shapes, self.origin)
             self.masks, self.function = found.parts, None
 
 
@@ -316,7 +316,7 @@ _band_mask = lru_cache(maxsize=64)(band_of_runs)  # kept, since a mask holds tab
 
 
 @lru_cache(maxsize=32)  # masks hold tables
-def _function_mask(bound: Frozen, q: tuple, k: tuple, v: tuple, origin: Origin | None) -> Mask:
+def _function_mask(bound: Bound, q: tuple, k: tuple, v: tuple, origin: Origin | None) -> Mask:
     """Return the mask that a function is for operands of these shapes."""
     batch, heads, _ = check_axes(q, k, v, True)  # whether groups are allowed, `check` asks
     leading, origin = () if max(map(len, (q, k, v))) == 2 else (*batch, heads), origin or Origin()

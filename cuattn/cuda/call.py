@@ -11,8 +11,8 @@ from cuattn.cuda.device import device_of
 from cuattn.cuda.functions import Functions
 from cuattn.cuda.params import PARAMS
 from cuattn.cuda.sequence import LaunchSequence
-from cuattn.cuda.source import calls_functions, constants_of
-from cuattn.cuda.tables import TABLE_SLOTS, CallMasks
+from cuattn.cuda.source import calls_functions, constants_of, functions_text
+from cuattn.cuda.tables import CallMasks
 from cuattn.plans import Plan
 from cuattn.problem import OPERATIONS, Problem
 
@@ -142,11 +142,16 @@ class Call:
         if tile and self.problem.masks:
             extent = self._masks.extent(*tile)
             fields |= self._masks.fields(self.axes, extent)
-            slots, tables = {**slots, **{slot: slot for slot in TABLE_SLOTS}}, self._masks.tables(extent)
-        dtype, functions = PARAMS, self.functions
-        if functions is not None and calls_functions(path):
-            dtype, more = functions.dtype, {**more, "traced": functions.text}
-            fields, slots = {**fields, **functions.values}, {**slots, **functions.slots}
+            tables = self._masks.tables(extent)
+        dtype, functions, text = PARAMS, self.functions, ""
+        if calls_functions(path):
+            if functions is not None:
+                dtype, text = functions.dtype, functions.text
+                fields, slots = {**fields, **functions.values}, {**slots, **functions.slots}
+            dtype, values, masked = self._masks.traced(dtype, "visible")
+            fields, more = {**fields, **values}, {**more, "traced": functions_text(text, masked)}
+        if tables is not None:
+            slots = {**slots, **{slot: slot for slot in tables.slots if slot in dtype.fields}}
         launched = path, kernel, constants, grid, 32 * warps, dtype, fields, slots
         self.sequence.add(*launched, tables=tables, **more)
 

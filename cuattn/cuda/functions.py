@@ -17,7 +17,7 @@ from cuattn.tracing import Bound, addend, derivative, host_value, source
 from cuattn.tracing.graph import constant
 
 _PREFIX = "traced."
-_ONE, _ZERO, _TRUE = constant(1.0), constant(0.0), constant(True)
+_ONE, _ZERO = constant(1.0), constant(0.0)
 
 
 class Functions:
@@ -49,7 +49,6 @@ class Functions:
             "score": [score.root],
             "addend": [addend(score.root) or _ZERO],
             "score_and_slope": [score.root, derivative(score.root) if replays else _ONE],
-            "visible": [_TRUE],
         }
         made = source(functions, score.facts, problem.stat_dtype, short=problem.dtype.itemsize == 2)
         arrays = tuple(operands[name] for name in score.names)

@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -17,11 +17,12 @@ from cuattn.cuda.arguments import Array, Axes, band_fields, changes, collapse, l
 from cuattn.cuda.constants import halves, problem_constants
 from cuattn.cuda.device import zero
 from cuattn.cuda.launch import Kernel
-from cuattn.cuda.params import BATCH_AXES, MASK_PARAMS, TABLES
+from cuattn.cuda.params import BATCH_AXES, MASK_PARAMS, TABLES, derived
+from cuattn.cuda.source import functions_text
 from cuattn.errors import UnsupportedError
 from cuattn.io_model.sizes import align_up
 from cuattn.masks.base import Mask
-from cuattn.masks.cuda_half import Extent, Source
+from cuattn.masks.cuda_half import CudaHalf, Extent, Source
 from cuattn.masks.device import Ready
 from cuattn.problem import Problem
 
@@ -29,9 +30,7 @@ _MAX_GRID = 2**31 - 1
 _ZEROED = 2  # tables, the last, that are zeros before they are written
 _KEPT = 8  # tables that a mask keeps on each device
 
-_OPERANDS = ("mask", "boolean")  # the operands of Params that kernels read beside the tables
-TABLE_SLOTS = (*(f"{name}.data" for name in _OPERANDS), *(f"table.{name}" for name in TABLES))
-"""The fields of ``Params`` that take the addresses of :meth:`MaskTables.fill`."""
+_PREFIX = "visible."  # of the arguments of a mask function
 
 
 class Kept:
@@ -89,6 +88,8 @@ class CallMasks:
         # Strides of the tables' own instances, as a mask with one element each, and of masks that are read beside them.
         self.layouts = {"table": steps_of(Array(self.leading, np.dtype(np.uint8)))} if masks else {}
         self.layouts |= {name: (*source.strides, source.row, source.col) for name, source in self._operands.items()}
+        self.generated = {name: text for mask in masks for name, text in mask.generated.items()}
+        self._own_fields = {name: value for mask in masks for name, value in mask.fields.items()}
         self._tables = functools.cache(functools.partial(MaskTables, self))
 
     def extent(self, block_m: int, block_n: int, unit: int | None = None) -> Extent:
@@ -107,17 +108,33 @@ class CallMasks:
             values |= layout_fields(name, steps, axes, self._rank)
         if blocks := self._operands.get("mask"):
             values |= {"table.block_m": blocks.block_m, "table.block_n": blocks.block_n}
-        return values
+        return values | self._own_fields
+
+    def traced(self, dtype: np.dtype, name: str) -> tuple[np.dtype, dict[str, Any], str]:
+        """Return a kernel's argument with those of the mask function behind it, their values, and its text.
+
+        Parameters
+        ----------
+        dtype : dtype
+        name : str
+            What the function is for; "" where it is not asked.
+        """
+        made = self.generated.get(name)
+        if made is None:
+            return dtype, {}, ""
+        values = {_PREFIX + field: made.arguments[field] for field in made.arguments.dtype.names}
+        return derived(dtype, made.arguments.dtype, _PREFIX), values, made.text
 
     def source_fields(self) -> tuple[list[str], dict[str, Any]]:
         """Return the fields of ``MaskParams`` that take the masks' addresses, and those that describe the masks."""
         axes = collapse(self.leading, [source.strides for source in self.sources], BATCH_AXES + 1, "mask")
-        slots, fields = [], {"size": axes.size}
+        slots, fields = [], {"size": axes.size, **self._own_fields}
         for number, (half, source) in enumerate(zip(self.halves, self.sources, strict=True)):
             name = half.source if half.most == 1 else f"{half.source}.{self.halves[:number].count(half)}"
             slots.append(f"{name}.data")
             fields[f"{name}.stride"] = axes.pick(source.strides)
             fields |= {f"{name}.{field}": getattr(source, field) for field in ("row", "col", "block_m", "block_n")}
+            slots += [f"{_PREFIX}array{slot}" for slot in range(source.arrays)]
         return slots, fields
 
     def tables(self, extent: Extent) -> "MaskTables":
@@ -134,12 +151,14 @@ class MaskTables:
 
     Attributes
     ----------
+    slots : list of str
+        The fields of ``Params`` that take the addresses of :meth:`fill`, as far as a kernel has them.
     nbytes : int
         Memory that the tables take.
     """
 
     def __init__(self, masks: CallMasks, extent: Extent) -> None:
-        problem, halves = masks.problem, dict.fromkeys(masks.halves)
+        problem, halves = masks.problem, sorted({*masks.halves}, key=lambda half: half.code)
         self._masks, self._device, self._problem = masks, masks.device, problem
         self._key = (*extent[:-1], problem.masks, masks.leading)
         needed = ChainMap(*(half.tables(extent) for half in halves))
@@ -153,18 +172,28 @@ class MaskTables:
             "n_queries": problem.n_queries, "n_keys": problem.n_keys, "keys_padded": extent.key_tiles * extent.block_n,
             "row_tiles": extent.row_tiles, "key_tiles": extent.key_tiles,
         }  # fmt: skip
-        unit = extent.unit
+        read = {f"{half.source}.data": f"{half.operand}.data" for half in halves}
+        self.slots = [*(read.get(slot, slot) for slot in slots), *(f"table.{name}" for name in TABLES)]
+        self._kernels = self._launches(halves, extent, [*slots, *TABLES], values)
+
+    def _launches(self, halves: Iterable[CudaHalf], extent: Extent, slots: list[str], values: dict) -> list[Kernel]:
+        """Return what makes the tables, of arguments with these values and addresses."""
+        unit, problem, found = extent.unit, self._problem, []
         sized = {"block_m": unit, "block_n": extent.block_n, "rows_per_item": extent.block_m // unit}
-        constants = problem_constants(problem) | sized
-        slots += TABLES
-        numbers, names = {name: number for number, name in enumerate(slots)}, {name: name for name in slots}
-        self._kernels = []
-        for file, name, blocks, threads, shared in dict.fromkeys(x for half in halves for x in half.kernels(extent)):
+        constants, numbers = problem_constants(problem) | sized, {name: number for number, name in enumerate(slots)}
+        for file, name, blocks, threads, shared, text in dict.fromkeys(
+            x for half in halves for x in half.kernels(extent)
+        ):
             if blocks > _MAX_GRID:
                 raise UnsupportedError(f"mask needs {blocks} blocks of {name}; expected less than 2**31")
             if blocks:
-                launched = file, name, constants, (blocks,), threads, MASK_PARAMS, values, names
-                self._kernels.append(Kernel(self._device, numbers, *launched, shared_bytes=shared))
+                dtype, more, traced = self._masks.traced(MASK_PARAMS, text)
+                names = {name: name for name in slots if name in dtype.fields}
+                launched = file, name, constants, (blocks,), threads, dtype, {**values, **more}, names
+                found.append(
+                    Kernel(self._device, numbers, *launched, shared_bytes=shared, traced=functions_text("", traced))
+                )
+        return found
 
     def find(self, masks: Sequence[Mask], shift: int, stream: Any, capturing: bool) -> Kept | None:
         """Return tables that a mask keeps, or None when the call must fill tables of its own.
@@ -196,33 +225,31 @@ class MaskTables:
 
         with stream:  # the pool hands memory out, and takes it back, in the order of its current stream
             memory = cupy.cuda.alloc(self.nbytes)
-        addresses = self.fill(self.sources(masks, 0, stream), shift, memory.ptr, stream)
-        held = memory, masks[1:], [mask.to_device(self._device)._array for mask in masks]
-        return Kept(addresses, held, stream, self._device)
+        arrays = self._arrays(masks, stream)
+        addresses = self.fill([array.data.ptr for array in arrays], shift, memory.ptr, stream)
+        return Kept(addresses, (memory, masks[1:], arrays), stream, self._device)
+
+    def _arrays(self, masks: Sequence[Mask], stream: Any) -> list[Any]:
+        with stream:
+            return [array for mask in masks for array in mask.arrays_on(self._device)]
 
     def sources(self, masks: Sequence[Mask], plain: int, stream: Any) -> list[int]:
-        """Return the masks' addresses on this device, written before what `stream` does next.
+        """Return the addresses of the masks' arrays on this device, written before what `stream` does next.
 
         `plain` is that of a caller's boolean array, which comes last.
         """
-        addresses = []
-        with stream:
-            for mask in masks:
-                twin = mask.to_device(self._device)
-                twin._wait()
-                addresses.append(twin._array.data.ptr)
-        return addresses if self._masks.lasting else [*addresses, plain]
+        addresses = [array.data.ptr for array in self._arrays(masks, stream)]
+        return addresses if len(masks) == len(self._problem.masks) else [*addresses, plain]
 
     def fill(self, sources: Sequence[int], shift: int, memory: int, stream: Any) -> list[int]:
-        """Launch what fills `memory` from masks at `sources`; return the addresses for the slots of masks."""
-        operands = {half.operand: address for half, address in zip(self._masks.halves, sources, strict=True)}
-        found = [operands.get(name, 0) for name in _OPERANDS]
+        """Launch what fills `memory` from arrays at `sources`; return the addresses for `slots`."""
         tables = [0 if place is None else memory + place for place in self._places]
         zero(memory + self._zeros, self.nbytes - self._zeros, stream)
         moved = changes(MASK_PARAMS, band_fields(self._problem, shift))
+        addresses = [*sources, *tables]
         for kernel in self._kernels:
-            kernel.launch([*sources, *tables], stream.ptr, moved)
-        return [*found, *tables]
+            kernel.launch(addresses, stream.ptr, moved)
+        return addresses
 
 
 def _aligned(source: Source, rank: int) -> Source:

@@ -5,9 +5,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from cuattn.errors import MaskError
 from cuattn.io_model.sizes import cdiv
 from cuattn.masks import checks
 from cuattn.masks.base import Mask
+from cuattn.masks.column import ColumnMask
 from cuattn.masks.cuda_half import CudaHalf, alive_kernels, alive_tables, boolean_kernels, boolean_tables, source_of
 from cuattn.masks.device import copy, namespace
 from cuattn.masks.runs import Runs, indices, length_of, taken
@@ -77,6 +79,11 @@ class CellMask(Mask):
         block_m, part = _cut(self._array, rows, self.block_m, -2)
         block_n, part = _cut(part, keys, self.block_n, -1)
         return self._wrap(part, block_m, block_n, self.borrowed, (length_of(rows), length_of(keys)))
+
+    def joined(self, other):
+        if not isinstance(other, CellMask) or self.block != other.block:
+            return None
+        return self._wrap(self._array & other._array, *self.block, False, self._lengths or other._lengths)
 
 
 def _cells_of_tiles(length: int, tile: int, block: int, cells: int) -> tuple[np.ndarray, np.ndarray]:
@@ -210,6 +217,20 @@ class BooleanMask(CellMask):
     def array(self) -> Any:
         """The matrix or matrices, True = attend."""
         return self._array
+
+    @property
+    def unowned(self) -> bool:
+        return self.borrowed
+
+    def as_columns(self, n_queries, n_keys):
+        if self.on_device or self.array.shape[-1] != n_keys:
+            return self
+        try:
+            found = ColumnMask.from_dense(self.array)
+        except MaskError:
+            return self
+        # A single row stands for all of them.
+        return found if found.n_queries == n_queries else ColumnMask._wrap(found._array * n_queries, n_queries)
 
     def __repr__(self) -> str:
         return f"<BooleanMask {self._array.shape} {self._where}>"

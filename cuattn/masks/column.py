@@ -10,7 +10,7 @@ from cuattn.errors import DtypeError, MaskError, shown
 from cuattn.masks import checks, convert
 from cuattn.masks.cuda_half import CudaHalf, column_kernels, column_tables, source_of
 from cuattn.masks.device import namespace, pack
-from cuattn.masks.intervals import IntervalMask
+from cuattn.masks.intervals import IntervalMask, join
 from cuattn.masks.runs import Reach, indices, kept_before, length_of, taken
 
 
@@ -265,6 +265,11 @@ class ColumnMask(IntervalMask):
 
     def source(self):
         return source_of(namespace(self._array).moveaxis(self._array, 0, -2))
+
+    def joined(self, other):
+        found = convert.runs(join((self, other))[0]._array, self.n_queries)
+        two = (found[0] <= 2).all()
+        return self._of(self.n_queries, *convert.assign(*found, self.n_queries)) if two else None
 
     def _restrict(self, rows, keys):
         return self._of(length_of(rows), *kept_before(taken(self._array, indices(keys), -1), rows))

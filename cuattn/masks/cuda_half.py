@@ -11,6 +11,7 @@ from cuattn.io_model.sizes import cdiv
 
 _ORDER_SHARED_BYTES = 40 * 1024  # more row tiles than fit here run unsorted
 _KEYS_PER_BLOCK, _GROUPS_PER_BLOCK = 256, 512  # of mask_alive
+_STATES_THREADS, _INTERVAL_BYTES = 128, 24  # of mask_states
 _BITS_WARPS, _BITS_ROWS, _BITS_KEYS = 4, 64, 128  # of mask_bits: warps of a block, and what a warp reads
 
 
@@ -23,6 +24,15 @@ class Source(NamedTuple):
     col: int  # from key to key
     block_m: int = 1  # rows and keys that share an element
     block_n: int = 1
+    values: tuple[int, int] = (0, 0)  # of a function: how many of rows and of keys its tiles are bounded by
+    arrays: int = 0  # further arrays, which a function reads
+
+
+class Generated(NamedTuple):
+    """The text of a mask function for one purpose, and its arguments without addresses."""
+
+    text: str
+    arguments: Any  # structured array, ()
 
 
 class Extent(NamedTuple):
@@ -95,6 +105,7 @@ class TableKernel(NamedTuple):
     blocks: int
     threads: int
     shared_bytes: int = 0
+    generated: str = ""  # what the mask function in it is for
 
 
 class CudaHalf(NamedTuple):
@@ -141,7 +152,7 @@ def alive_kernels(extent: Extent) -> list[TableKernel]:
     """Return the kernel that looks for a row that sees a key."""
     chunks = cdiv(cdiv(extent.n_queries, extent.alike), _GROUPS_PER_BLOCK)
     blocks = extent.instances * chunks * cdiv(extent.n_keys, _KEYS_PER_BLOCK)
-    return [TableKernel("util/mask_alive.cu", "mask_alive", blocks, _KEYS_PER_BLOCK)]
+    return [TableKernel("util/mask_alive.cu", "mask_alive", blocks, _KEYS_PER_BLOCK, 0, "visible")]
 
 
 def boolean_tables(extent: Extent) -> dict[str, int]:
@@ -156,6 +167,29 @@ def boolean_kernels(extent: Extent) -> list[TableKernel]:
     groups = 2 * cdiv(extent.n_queries, 2 * _BITS_ROWS) * cdiv(extent.key_tiles * extent.block_n, _BITS_KEYS)
     blocks = cdiv(extent.instances * groups, _BITS_WARPS)
     return [TableKernel("util/mask_bits.cu", "mask_bits", blocks, 32 * _BITS_WARPS)]
+
+
+def function_tables(extent: Extent) -> dict[str, int]:
+    """Return the sizes of what bounds tiles, of their states, and of the bits by key."""
+    rows, keys = dict(extent.sources)["function"].values
+    values = _INTERVAL_BYTES * extent.instances * (extent.row_tiles * rows + extent.key_tiles * keys)
+    return {
+        "values": values,
+        "states": 4 * extent.instances * extent.strides["states_instance"],
+        **alive_tables(extent),
+    }
+
+
+def function_kernels(extent: Extent) -> list[TableKernel]:
+    """Return the kernels that bound values in tiles, then the tiles, and look for keys that some row sees."""
+    file, threads = "util/mask_states.cu", _STATES_THREADS
+    warps = extent.instances * (extent.row_tiles + extent.key_tiles)
+    words = extent.instances * extent.strides["states_instance"]
+    return [
+        TableKernel(file, "mask_values", cdiv(32 * warps, threads), threads, 0, "tiles"),
+        TableKernel(file, "mask_states", cdiv(words, threads), threads, 0, "tiles"),
+        *alive_kernels(extent),
+    ]
 
 
 def source_of(array: Any, block_m: int = 1, block_n: int = 1) -> Source:

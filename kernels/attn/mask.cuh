@@ -4,6 +4,8 @@
 // row's result does not depend on how its mask was expressed.
 #pragma once
 #include "attn/mask_format.cuh"
+#include "attn/mask_function.cuh"
+#include "attn/math.cuh"
 #include "attn/params.cuh"
 
 // A key tile to work on, packed into one register: several are under way at a time.
@@ -22,26 +24,44 @@ struct Rows {
     i32 first, end, tile;  // query rows of a row tile, and its number
 };
 
+// Which matrix of a mask function, where there is one.
+struct NoMatrix {
+    __device__ __forceinline__ void set_matrix(i32) {}
+    __device__ __forceinline__ i32 matrix() const { return 0; }
+};
+struct Matrix {
+    i32 number;
+    __device__ __forceinline__ void set_matrix(i32 of) { number = of; }
+    __device__ __forceinline__ i32 matrix() const { return number; }
+};
+using OwnMatrix = Either<function_mask, Matrix, NoMatrix>::type;
+
 // All of the masks that depends on the head: the instance of the tables, the element offsets of the block mask and of the boolean one.
-struct MaskSlices {
+struct MaskSlices : OwnMatrix {
     i64 instance, blocks, boolean;
+
+    __device__ __forceinline__ MaskSlices() = default;
+    __device__ __forceinline__ MaskSlices(i64 instance, i64 blocks, i64 boolean, i32 matrix) : instance(instance), blocks(blocks), boolean(boolean) { set_matrix(matrix); }
 
     __device__ __forceinline__ static MaskSlices of(const Params& p, const BatchIndex& index, i32 head) {
         return {cfg::mask != kMaskNone ? slice_offset(p.table, index, head) : 0, block_mask ? slice_offset(p.mask, index, head) : 0,
-                boolean_mask ? slice_offset(p.boolean, index, head) : 0};
+                boolean_mask ? slice_offset(p.boolean, index, head) : 0, function_mask ? static_cast<i32>(slice_offset(p.function, index, head)) : 0};
     }
 };
 
 // Where a block's masks lie: its rows, what MaskSlices says of its head, the lowest key tile to look at.
-struct MaskPlace {
+struct MaskPlace : OwnMatrix {
     Rows rows;
     i32 instance;
     i64 offset;  // of the block mask
     i32 lowest;
     i64 boolean;
 
-    __device__ __forceinline__ void set(const MaskSlices& of) { instance = static_cast<i32>(of.instance), offset = of.blocks, boolean = of.boolean; }
-    __device__ __forceinline__ MaskSlices slices() const { return {instance, offset, boolean}; }
+    __device__ __forceinline__ MaskPlace() = default;
+    __device__ __forceinline__ MaskPlace(const Rows& rows, i32 instance, i64 offset) : rows(rows), instance(instance), offset(offset), lowest(0), boolean(0) {}
+
+    __device__ __forceinline__ void set(const MaskSlices& of) { instance = static_cast<i32>(of.instance), offset = of.blocks, boolean = of.boolean, set_matrix(of.matrix()); }
+    __device__ __forceinline__ MaskSlices slices() const { return {instance, offset, boolean, matrix()}; }
 };
 
 __device__ __forceinline__ i32 clamp_key(i64 key, i32 n_keys) { return key < 0 ? 0 : (key > n_keys ? n_keys : static_cast<i32>(key)); }
@@ -182,6 +202,8 @@ __device__ __forceinline__ int4 column_intervals(const Params& p, i64 instance, 
 struct KeyMask {
     int4 columns[column_masks + 1];
     const u8 *blocks, *boolean;
+    FunctionHead head;
+    FunctionKey own;
     bool inside;
 
     __device__ __forceinline__ KeyMask(const Params& p, const MaskSlices& slices, i32 key) {
@@ -196,7 +218,7 @@ struct KeyMask {
     }
 
     __device__ __forceinline__ KeyMask(const Params& p, i64 instance, i64 mask_offset, i32 key)
-        : KeyMask(p, MaskSlices{instance, mask_offset, 0}, key) {}
+        : KeyMask(p, MaskSlices{instance, mask_offset, 0, 0}, key) {}
 
     __device__ __forceinline__ void find(const Params& p, const MaskSlices& slices, i32 key) {
         inside = key < p.n_keys;
@@ -205,6 +227,7 @@ struct KeyMask {
         for (int c = 1; c < column_masks; ++c) columns[c] = column_intervals(p, slices.instance, c, key);
         if constexpr (block_mask) blocks = static_cast<const u8*>(p.mask.data) + slices.blocks + safe / p.table.block_n * p.mask.col;
         if constexpr (boolean_mask) boolean = static_cast<const u8*>(p.boolean.data) + slices.boolean + safe * p.boolean.col;
+        if constexpr (function_mask) head = FunctionHead::of(p, slices.matrix()), own = FunctionKey::of(p, head, key);
     }
 
     // `row` must lie in [0, n_queries); `key` is the constructor's.
@@ -219,6 +242,7 @@ struct KeyMask {
         }
         if constexpr (boolean_mask) seen &= boolean[row * p.boolean.row] != 0;
         if constexpr (block_mask) seen &= blocks[row / p.table.block_m * p.mask.row] != 0;
+        if constexpr (function_mask) seen &= function_shows(p, head, FunctionRow::of(p, head, row), own);
         return seen;
     }
 };

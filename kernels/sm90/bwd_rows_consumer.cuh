@@ -60,7 +60,8 @@ struct Consumer {
     __device__ __forceinline__ void mask_scores(Step step) {
         const Work& work = shared.work();
         const MaskSlices slices{column_masks > 0 ? slice_of(p.table, work.batch, work.head) : 0, block_mask ? slice_of(p.mask, work.batch, work.head) : 0,
-                                boolean_mask ? slice_of(p.boolean, work.batch, work.head) : 0};
+                                boolean_mask ? slice_of(p.boolean, work.batch, work.head) : 0,
+                                function_mask ? static_cast<i32>(slice_of(p.function, work.batch, work.head)) : 0};
         const i32 row = own_row(), first = step.n() * cfg::block_n + 2 * (threadIdx.x % 4);
 #pragma unroll
         for (int i = 0; i < cfg::block_n / 2; i += 4)

@@ -84,7 +84,7 @@ struct Producer {
         const i32 row = work.tile * cfg::block_m;
         __syncwarp();  // the row tile before is no longer looked at
         if (leader) {
-            MaskPlace place{{row, min(row + cfg::block_m, p.n_queries), work.tile}, 0, 0, 0};
+            MaskPlace place{{row, min(row + cfg::block_m, p.n_queries), work.tile}, 0, 0};
             place.lowest = band_first(p, place.rows) / cfg::block_n;
             if constexpr (cfg::mask != kMaskNone) place.instance = slice_of(p.table, work.batch, work.head);
             if constexpr (block_mask) place.offset = slice_of(p.mask, work.batch, work.head);

@@ -108,10 +108,27 @@ __device__ __forceinline__ u64 visible_rows(const Params& p, const TilePlace& at
 // Visibility of a thread's elements: by key and 64 queries, bit query_of(i) % 64.
 using Visible = u64[2][(cfg::block_m + 63) / 64];
 
+// Takes away what a mask function hides.
+__device__ __forceinline__ void ask_function(Visible& visible, const Params& p, const TilePlace& at) {
+    const FunctionHead head = FunctionHead::of(p, static_cast<i32>(slice_of(p.function, at.batch, at.head)));
+    const FunctionKey keys[2] = {FunctionKey::of(p, head, at.key), FunctionKey::of(p, head, at.key + 8)};
+    const i32 first = at.first_row + 2 * (threadIdx.x % 4);
+    unroll<(cfg::block_m + 63) / 64>([&](int half) {
+#pragma unroll 2
+        for (int i = 0; i < 64; i += 8) {
+            unroll<2>([&](int e) {
+                const FunctionRow row = FunctionRow::of(p, head, first + 64 * half + i + e);
+                unroll<2>([&](int r) { visible[r][half] &= function_shows(p, head, row, keys[r]) ? ~0ull : ~(1ull << (i + e)); });
+            });
+        }
+    });
+}
+
 __device__ __forceinline__ void find_visible(Visible& visible, const Params& p, const TilePlace& at) {
     unroll<2, (cfg::block_m + 63) / 64>([&](int r, int half) {
         visible[r][half] = visible_rows(p, at, at.first_row + 64 * half, at.key + 8 * r) >> (2 * (threadIdx.x % 4));
     });
+    if constexpr (function_mask) ask_function(visible, p, at);
 }
 
 // Hidden scores become -inf, whatever they were.

@@ -114,7 +114,9 @@ struct Consumer {
 #pragma unroll
         for (int phase = 0; phase < search_phases; ++phase) {
             if (phase * steps / search_phases != step) continue;
-            if constexpr (cfg::mask == kMaskNone)
+            if (function_mask && phase + 1 == search_phases)
+                ask_function(visible, p, work, row(), tile.n());
+            else if constexpr (!by_table)
                 find_in_band(visible, p, row(), tile.n());
             else
                 find_in_table(visible, phase, p, {shared.cols(k.stage), shared.bits(k.stage, warpgroup)}, work, work.row + 64 * warpgroup,

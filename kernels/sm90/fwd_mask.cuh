@@ -11,13 +11,17 @@ namespace sm90::fwd {
 
 using Visible = u32[2];
 
+constexpr bool by_table = column_masks > 0 || block_mask || boolean_mask;  // which rows see a key
+
 // The score of a thread's first row that belongs to a bit.  Scores come in pairs of neighbouring keys: bits count them in
 // that order, or as transpose_bits leaves them.
 __device__ __forceinline__ constexpr int score_of(int bit) {
-    const int pair = cfg::mask == kMaskNone ? bit / 2 : bit / 16 * 8 + bit % 8;
-    const int key = cfg::mask == kMaskNone ? bit % 2 : bit / 8 % 2;
+    const int pair = by_table ? bit / 16 * 8 + bit % 8 : bit / 2;
+    const int key = by_table ? bit / 8 % 2 : bit % 2;
     return 4 * pair + key;
 }
+__device__ __forceinline__ int bit_of(int pair) { return by_table ? pair / 8 * 16 + pair % 8 : 2 * pair; }  // of its first key
+constexpr int second_key = by_table ? 8 : 1;                                                                // bits to that of the second
 
 // How many of a thread's keys come before `column`, which counts from its first.
 __device__ __forceinline__ i32 keys_before(i32 column) { return column / 8 * 2 + min(column % 8, 2); }
@@ -87,7 +91,22 @@ __device__ __forceinline__ void find_in_table(Visible& visible, int phase, const
     }
 }
 
-constexpr int search_phases = cfg::mask == kMaskNone ? 1 : 5;  // of finding what is visible
+// Takes away what a mask function hides; `row` is the first of the thread's two rows.
+__device__ __forceinline__ void ask_function(Visible& visible, const Params& p, const Work& work, i32 row, i32 n) {
+    const FunctionHead head = FunctionHead::of(p, static_cast<i32>(slice_of(p.function, work.batch, work.head)));
+    const FunctionRow rows[2] = {FunctionRow::of(p, head, max(row, 0)), FunctionRow::of(p, head, max(row + 8, 0))};
+    const i32 first = n * cfg::block_n + 2 * (threadIdx.x % 4);
+#pragma unroll 2
+    for (int pair = 0; pair < cfg::block_n / 8; ++pair) {
+        unroll<2>([&](int e) {
+            const FunctionKey key = FunctionKey::of(p, head, first + 8 * pair + e);
+            const u32 bit = 1u << (bit_of(pair) + e * second_key);
+            unroll<2>([&](int r) { visible[r] &= function_shows(p, head, rows[r], key) ? ~0u : ~bit; });
+        });
+    }
+}
+
+constexpr int search_phases = (by_table ? 5 : 1) + function_mask;  // of finding what is visible
 
 __device__ __forceinline__ void mask_scores(Scores& s, const Visible& visible) {
     unroll<2, 32>([&](int r, int bit) {

@@ -52,14 +52,14 @@ __device__ __forceinline__ KeyTile hidden_tile(const Params& p, const Work& work
 __device__ __forceinline__ KeyTile classify(const Params& p, const Work& work, i64 blocks, i32 n) {
     bool seen = true, partial = false, dead = false;
     if constexpr (block_mask) {
-        const MaskPlace place{all_rows(p, work), 0, blocks, 0};
+        const MaskPlace place{all_rows(p, work), 0, blocks};
         TileWalk(p, place, 0).classify_blocks(n, seen = false, partial, dead);
         dead = false;
     }
     i32 bits = band_hides(p, n) ? KeyTile::dead_bit : 0;
 #pragma unroll 1  // registers are few
     for (int w = 0; w < warpgroups; ++w) {
-        const MaskPlace place{warpgroup_rows(p, work, w), work.instance, 0, 0};
+        const MaskPlace place{warpgroup_rows(p, work, w), work.instance, 0};
         const Rows& rows = place.rows;
         if constexpr (column_masks > 0) TileWalk(p, place, 0).classify_column(n, seen, partial, dead);
         bool shown = seen, tested = partial;

@@ -1,5 +1,5 @@
 // A boolean mask as the kernels read it, in one pass: which of 64 rows see a key, a bit each (p.bits, unless null); the states of tiles; and,
-// where no block mask is beside it, which keys some row sees.  States and keys are zeros before.
+// where no block mask or mask function is beside it, which keys some row sees.  States and keys are zeros before.
 //
 // Grid: instances x groups of 64 rows (an even number) x groups of 128 keys (fastest), in one axis, a warp each.
 #include "util/mask_params.cuh"
@@ -97,7 +97,7 @@ extern "C" __global__ __launch_bounds__(kThreads, 8) void mask_bits(const __grid
         ulonglong2* to = reinterpret_cast<ulonglong2*>(p.bits + instance * p.bits_instance + row / kRows * p.bits_row + key / cfg::block_n * p.bits_tile + key % cfg::block_n);
         to[0] = {bits[0], bits[1]}, to[1] = {bits[2], bits[3]};
     }
-    if constexpr (!block_mask) {
+    if constexpr (!block_mask && !function_mask) {
         u32 alive = 0;
 #pragma unroll
         for (int i = 0; i < kOwn; ++i)

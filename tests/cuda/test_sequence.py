@@ -13,7 +13,6 @@ from cuattn.cuda import families, sequence, source
 from cuattn.cuda.arguments import Array
 from cuattn.cuda.merge import merge_sequence
 from cuattn.cuda.params import MAX_PARTS, PARAMS
-from cuattn.cuda.tables import TABLE_SLOTS
 from tests.cuda.cases import BF16, CASES, Case, case_of
 from tests.cuda.recording import BASE, MASK, TICKET, Launch, Zeroed, prepared, validated
 from tests.cuda.recording import driver as driver
@@ -157,7 +156,7 @@ def test_a_graph_holds_tables_that_a_mask_keeps(driver):
     case = case_of("column")
     call = prepared(case)
     made = families.launch_sequence(*call[:3])
-    kept = SimpleNamespace(addresses=[0] * len(TABLE_SLOTS))
+    kept = SimpleNamespace(addresses=[0] * len(made._tables[0].slots))
     for table in made._tables:
         table.find = lambda *_: kept
     driver.run(made, call.addresses, call.masks, capturing=True)

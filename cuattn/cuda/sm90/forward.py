@@ -28,7 +28,7 @@ _GAIN = 1.3  # what the portable kernel must promise before it is taken, unless 
 _SMALLER = 8
 
 
-_TOGETHER = ([], ["column"], ["boolean"], ["boolean", "column"])  # masks, by kind
+_TOGETHER = {"column", "boolean", "function"}  # kinds of masks, of each of which there may be one
 
 
 class Tile(NamedTuple):
@@ -72,9 +72,10 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
         return "score is a function, which it does not compute yet"
     if problem.bias is not None:
         return "it takes no bias"
-    if problem.masks != ("block",) and sorted(problem.masks) not in _TOGETHER:
+    kinds = {*problem.masks}
+    if problem.masks != ("block",) and (len(kinds) < len(problem.masks) or not kinds <= _TOGETHER):
         return f"it takes a block mask alone or one mask of each other kind, not {' and '.join(problem.masks)}"
-    if {"column", "boolean"} <= {*problem.masks} and max(problem.head_dim, problem.head_dim_v) > _ROOMY_HEAD_DIM:
+    if {"column", "boolean"} <= kinds and max(problem.head_dim, problem.head_dim_v) > _ROOMY_HEAD_DIM:
         return f"beside a column mask it takes a boolean one up to head dimension {_ROOMY_HEAD_DIM}"
     if max(problem.head_dim, problem.head_dim_v) > _MAX_HEAD_DIM:
         return f"it takes head dimensions up to {_MAX_HEAD_DIM}, not {problem.head_dim} and {problem.head_dim_v}"
@@ -118,11 +119,12 @@ class Cut:
         capped = problem.softcap is not None
         if capped or problem.dropout:
             tile = tile._replace(block_n=few)
-        if tile.block_m == 192 and (capped or problem.masks == ("block",) or problem.out_dtype != problem.dtype):
+        crowded = capped or {"block", "function"} & {*problem.masks} or problem.out_dtype != problem.dtype
+        if tile.block_m == 192 and crowded:
             tile = tile._replace(block_m=128)  # these need registers that three warpgroups do not have
         if tile.block_m == 192 and problem.dropout and (problem.masks or problem.band is not None):
             tile = tile._replace(block_n=112)
-        if widest == 128 and problem.masks and problem.masks != ("block",):
+        if widest == 128 and {"column", "boolean"} & {*problem.masks}:
             tile = tile._replace(q_stages=2)  # what partial tiles' keys say of their rows takes the third one's place
         return tile
 
