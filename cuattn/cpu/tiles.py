@@ -77,7 +77,7 @@ class Visibility:
     def _strip(self, instances: tuple, start: int) -> list[tuple[Part, ...]]:
         """Return what the row tiles of a strip see."""
         blocks = self._blocks
-        stop = min(start + _STRIP, blocks.row_tiles)
+        stop = min(start + (_STRIP if self._masks else 1), blocks.row_tiles)
         states = np.full((stop - start, blocks.key_tiles), FULL, np.int8)
         for mask, instance in zip(self._masks, instances, strict=True):
             np.minimum(states, mask.states(instance, blocks.rows, blocks.keys, start, stop), out=states)

@@ -209,11 +209,8 @@ class Writer:
         """Return the stage and the field of each value that is computed once for many elements."""
         heavy: dict[Node, bool] = {}
         for node in self._nodes:
-            heavy[node] = (
-                node.op == "load"
-                or (node.op in TABLE and TABLE[node.op].heavy)
-                or any(heavy[x] for x in node.args if not is_uniform(x))
-            )
+            own = node.op == "load" or (node.op in TABLE and TABLE[node.op].heavy)
+            heavy[node] = own or any(heavy[x] for x in node.args if not is_uniform(x))
         found: dict[Node, tuple[str, str]] = {}
         used: dict[Node, set[str]] = {root: {"Element"} for root in self._roots}
         for node in self._nodes:
@@ -268,19 +265,11 @@ class Writer:
         """Return the statements that compute some values, and the names of these."""
         names: dict[Node, str] = {}
         lines: list[str] = []
-        stack = list(reversed(roots))
-        while stack:
-            node = stack[-1]
-            missing = [] if node in names or self._given(node, stage) else [x for x in node.args if x not in names]
-            if missing:
-                stack.extend(reversed(missing))
-                continue
-            stack.pop()
-            if node not in names:
-                names[node] = self._given(node, stage) or f"v{len(lines)}"
-                if names[node] == f"v{len(lines)}":
-                    expression = self._expression(node, [names[x] for x in node.args])
-                    lines.append(f"    const {self._type(node)} v{len(lines)} = {expression};")
+        for node in order(*roots, inner=lambda x: not self._given(x, stage)):
+            names[node] = self._given(node, stage) or f"v{len(lines)}"
+            if names[node] == f"v{len(lines)}":
+                expression = self._expression(node, [names[x] for x in node.args])
+                lines.append(f"    const {self._type(node)} {names[node]} = {expression};")
         return lines, names
 
     def _given(self, node: Node, stage: str) -> str | None:
@@ -309,19 +298,17 @@ class Writer:
         if node.op == "load":
             return self._load(node, operands)
         row, kind = TABLE[node.op], self._type(node)
-        template = self._template(node)
-        integers = [self._type(x) for x in node.args if x.kind == "i"]
-        work = "long long" if "long long" in (kind, *integers) else kind
-        if node.kind == "i" and node.op not in ("to_integer", "select") and work == "long long":
-            operands = [_cast("long long", x, self._type(arg)) for x, arg in zip(operands, node.args, strict=True)]
+        work = kind  # integers are computed in the widest type among operands and result
+        if node.kind == "i" and node.op not in ("to_integer", "select"):
+            types = [kind, *map(self._type, node.args)]
+            work = "long long" if "long long" in types else kind
+            operands = [_cast(work, x, have) for x, have in zip(operands, types[1:], strict=True)]
         modular = row.wraps and node.kind == "i" and not math.isfinite(self._known[node].lo)
         if modular:
             operands = [f"(unsigned long long){x}" for x in operands]
         unsigned = "unsigned long long" if work == "long long" else "unsigned"
-        narrow = node.op in ("to_float", "to_integer", "select") or node.kind != "i"
-        used = kind if narrow else work
-        text = template.format(*operands, T=used, U=unsigned, f="f" if self._acc == "float" else "")
-        return f"({kind})({text})" if modular or (not narrow and work != kind) else text
+        text = self._template(node).format(*operands, T=work, U=unsigned, f="f" if self._acc == "float" else "")
+        return f"({kind})({text})" if modular or work != kind else text
 
     def _template(self, node: Node) -> str:
         row = TABLE[node.op]

@@ -66,11 +66,8 @@ def _rule(node: Node, tangents: list[Node]) -> Node:
     row, operands = TABLE[node.op], [Proxy(x) for x in node.args]
     if row.chosen is not None:
         return apply("select", as_node(row.chosen(*operands)), *tangents[-2:])
-    terms = [
-        times(as_node(slope(*operands, Proxy(node))), x)
-        for slope, x in zip(row.slopes, tangents, strict=False)
-        if x is not _ZERO
-    ]
+    slopes = row.slopes(*operands, Proxy(node)) if row.slopes else ()
+    terms = [times(as_node(slope), x) for slope, x in zip(slopes, tangents, strict=False) if x is not _ZERO]
     return functools.reduce(functools.partial(apply, "add"), terms, _ZERO)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuattn.errors import ArgumentError, CuattnError, as_integer, shown
-from cuattn.tracing.bound import Bound, Frozen, facts, narrowed, span_of
+from cuattn.tracing.bound import Bound, Frozen, facts, kind_of_number, narrowed, span_of
 from cuattn.tracing.build import convert, place_in
 from cuattn.tracing.capture import Argument, Identity, Snapshot, Tracer, copied, identity, is_array, watch
 from cuattn.tracing.graph import Node, variable
@@ -26,7 +26,7 @@ _known: dict[Hashable, tuple["Traced", list]] = {}  # by identity; and what its 
 
 
 @dataclass(frozen=True, eq=False)
-class Traced:
+class Traced(Bound):
     """A traced function.
 
     Attributes
@@ -41,10 +41,6 @@ class Traced:
         By slot of the arrays: least and greatest element of captured integers.
     """
 
-    root: Node
-    arrays: tuple[Any, ...]
-    numbers: tuple[Any, ...]
-    spans: tuple[tuple[int, int] | None, ...]
     signature: tuple = ()  # what of the arguments it was traced for
 
     @functools.cached_property
@@ -137,8 +133,8 @@ def _recalled(function: Callable, signature: tuple) -> Traced | None:
     if recent is not None and recent.signature == signature and recent.snapshot.holds(function):
         return recent.traced
     who = identity(function)
-    found = None if who is None else _known.get((*who.parts, signature))
-    if found is None:
+    found = who and _known.get((*who.parts, signature))
+    if not who or not found:
         return None
     _remember_snapshot(function, who, signature, found[0])
     return found[0]
@@ -174,15 +170,13 @@ def _signature(names: tuple[str, ...], index: int, value: Any) -> Hashable:
             place = _argument(names, index)
             raise ArgumentError(f"{place} has dtype {value.dtype}: expected booleans, integers or floats")
         return dtype, tuple(value.shape)
-    if isinstance(value, bool | np.bool_):
-        return "b"
-    if isinstance(value, float | np.floating):
-        return "f"
+    if isinstance(value, bool | np.bool_ | float | np.floating):
+        return kind_of_number(value)
     number = as_integer(value)
     if number is None or not -(2**63) <= number < 2**63:
         place = _argument(names, index)
         raise ArgumentError(f"{place} = {shown(value)}: expected an array, or a number (integers of int64)")
-    return "i" if -(2**31) <= number < 2**31 else "l"
+    return kind_of_number(number)
 
 
 @functools.lru_cache(maxsize=64)

@@ -128,9 +128,11 @@ class MappedCall(Call):
     def simplify(problem: Problem, masks: Sequence[Any]) -> tuple[Problem, Sequence[Any]]:
         """Take a column mask that is no more than a band as one; so it gives the bits of its boolean twin, too.
 
-        With dropout tiles without any mask are larger: a mask that hides nothing is a band without ends then.
+        With dropout tiles without any mask are larger: a mask that hides nothing is a band without ends then.  With a
+        bias tiles with a band are, too.
         """
-        reach = masks[0].reach if problem.masks == ("column",) and problem.band is None else None
+        alone = problem.masks == ("column",) and problem.band is None and problem.bias is None
+        reach = masks[0].reach if alone else None
         if reach is None:
             return problem, masks
         unmasked = reach == (None, None) and not problem.dropout
@@ -175,16 +177,19 @@ class MappedCall(Call):
         tile: tuple[int, ...],
         shared_bytes: int,
         written: Iterable[str],
+        beside: Iterable[str] = (),
     ) -> None:
         """Append a kernel whose blocks share pieces of `work`, and that takes maps of what it reads and writes.
 
-        Results leave in boxes of one warpgroup's rows.  Unrounded ones leave without a map; q's stands in then.
+        Results leave in boxes of one warpgroup's rows.  Unrounded ones leave without a map; q's stands in then.  Last
+        come maps of what is read `beside` q, k and v, in boxes of q's rows.
         """
         dtype = self.problem.row
         views = {name: self.view(name, tile[1] if name in ("k", "v") else tile[0]) for name in self.read}
         for name in written:
             rounded = self.arrays[name].dtype == dtype.dtype
             views[name] = self.view(name if rounded else "q", WARPGROUP_ROWS)
+        views |= {name: self.view(name, tile[0]) for name in beside}
         maps = {name: lru_cache(_MAPS_KEPT)(partial(describe, dtype=dtype, view=view)) for name, view in views.items()}
         grid = (min(work, self.device.multiprocessors),)
         self.add(path, kernel, constants, grid, warps, values, tile, shared_bytes=shared_bytes, maps=maps)
