@@ -154,7 +154,8 @@ struct Consumer {
             v.advance();
             differentiate();
             ptx::wgmma_fence();
-            accumulate_rows<cfg::block_n>(dq, ds, shared.k(stage));  // line 21
+            // Line 21, key by key from the last, as tiles are walked: how many keys a tile has changes no bit.
+            accumulate_rows<cfg::block_n, true>(dq, ds, shared.k(stage));
             ptx::wgmma_commit();
             before = stage;
             k.advance();
