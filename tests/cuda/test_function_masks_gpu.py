@@ -1,4 +1,4 @@
-"""Mask functions on a GPU: the bits of the boolean mask that says the same, on every kernel, beside other masks, too."""
+"""Mask functions on a GPU: the bits of the boolean mask that says the same, on every kernel, beside other masks."""
 
 from __future__ import annotations
 
