@@ -181,9 +181,8 @@ class MaskTables:
         unit, problem, found = extent.unit, self._problem, []
         sized = {"block_m": unit, "block_n": extent.block_n, "rows_per_item": extent.block_m // unit}
         constants, numbers = problem_constants(problem) | sized, {name: number for number, name in enumerate(slots)}
-        for file, name, blocks, threads, shared, text in dict.fromkeys(
-            x for half in halves for x in half.kernels(extent)
-        ):
+        kernels = dict.fromkeys(x for half in halves for x in half.kernels(extent))
+        for file, name, blocks, threads, shared, text, _ in sorted(kernels, key=lambda kernel: kernel.last):
             if blocks > _MAX_GRID:
                 raise UnsupportedError(f"mask needs {blocks} blocks of {name}; expected less than 2**31")
             if blocks:

@@ -64,7 +64,7 @@ class Mask(Immutable, Drawable):
     """Whether the mask is of a caller's arrays, who may change them after a call: nothing made of it may be kept."""
 
     unowned: bool = False
-    """Whether the mask is a caller's array itself, as `array`: an operand of the call."""
+    """Whether the mask is a caller's array itself: an operand of the call."""
 
     leading: tuple[int, ...]
     """Shape of the axes before queries and keys; they broadcast to a problem's (..., heads)."""
@@ -183,7 +183,7 @@ class Mask(Immutable, Drawable):
         """Return the `ColumnMask` of these lengths that the mask is, if it is one on the host; else the mask itself."""
         return self
 
-    def joined(self: Self, other: "Mask") -> "Mask | None":
+    def joined(self, other: "Mask") -> "Mask | None":
         """Return one mask on the host that says what this one and another of its kind do; None where there is none."""
         return None
 

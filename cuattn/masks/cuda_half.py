@@ -106,6 +106,7 @@ class TableKernel(NamedTuple):
     threads: int
     shared_bytes: int = 0
     generated: str = ""  # what the mask function in it is for
+    last: bool = False  # it reads what others write
 
 
 class CudaHalf(NamedTuple):
@@ -152,7 +153,7 @@ def alive_kernels(extent: Extent) -> list[TableKernel]:
     """Return the kernel that looks for a row that sees a key."""
     chunks = cdiv(cdiv(extent.n_queries, extent.alike), _GROUPS_PER_BLOCK)
     blocks = extent.instances * chunks * cdiv(extent.n_keys, _KEYS_PER_BLOCK)
-    return [TableKernel("util/mask_alive.cu", "mask_alive", blocks, _KEYS_PER_BLOCK, 0, "visible")]
+    return [TableKernel("util/mask_alive.cu", "mask_alive", blocks, _KEYS_PER_BLOCK, 0, "visible", True)]
 
 
 def boolean_tables(extent: Extent) -> dict[str, int]:

@@ -177,7 +177,9 @@ class FunctionMask(Mask):
     def arrays_on(self, device: int) -> tuple[Any, ...]:
         key = ("device", device)
         if key not in self._cache:
-            arrays = [x if is_device_array(x) else upload(x, device) for x in (self._array, *self._bound.arrays)]
+            arrays = [
+                x if is_device_array(x) else upload(_words(x), device) for x in (self._array, *self._bound.arrays)
+            ]
             self._cache.setdefault(key, tuple(arrays))
         return self._cache[key]
 
@@ -300,7 +302,12 @@ def _written(root: Node, known: Facts) -> tuple[Any, Any]:
 
 def live(array: Any) -> Any:
     """Return a captured array as a bare mask function reads it: on a GPU in every call, from the host a copy."""
-    return adopt("mask", array) if is_device_array(array) else copied(array)
+    return adopt("mask", array) if is_device_array(array) else np.array(copied(array), order="C")
+
+
+def _words(array: np.ndarray) -> np.ndarray:
+    """Return an array of a dtype that CuPy may not know as one of integers."""
+    return array.view(np.uint16) if array.dtype.kind == "V" else array
 
 
 def _snapshot(array: Any) -> np.ndarray:
@@ -309,7 +316,7 @@ def _snapshot(array: Any) -> np.ndarray:
 
 
 def _strip(
-    bound: Frozen, i: np.ndarray, j: np.ndarray, b: int, h: int, block_m: int, block_n: int, start: int, stop: int
+    bound: Any, i: np.ndarray, j: np.ndarray, b: int, h: int, block_m: int, block_n: int, start: int, stop: int
 ) -> np.ndarray:
     """Return the states of row tiles start to stop of one matrix."""
     rows, keys = _ends(i[start * block_m : stop * block_m], block_m), _ends(j, block_n)

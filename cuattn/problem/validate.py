@@ -226,7 +226,7 @@ def _heads(q: Shape, k: Shape, v: Shape, enable_gqa: bool) -> tuple[int, int]:
 def _check_mask(mask: Mask, problem: Problem) -> None:
     """Check a mask's shape against the scores."""
     if mask.unowned:
-        return _check_score_like("mask", mask.array, problem)
+        return _check_score_like("mask", mask._array, problem)
     lengths = f"{problem.n_queries} queries and {problem.n_keys} keys"
     if not mask.fits(problem.n_queries, problem.n_keys) or not _broadcasts_to(mask.leading, problem.leading):
         raise ShapeError(
