@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.errors import ArgumentError, CuattnError, UnsupportedError, as_integer, shown
+from cuattn.errors import ArgumentError, CuattnError, as_integer, shown
 from cuattn.tracing.bound import Bound, Frozen, facts, kind_of_number, narrowed, span_of
 from cuattn.tracing.build import convert, place_in
 from cuattn.tracing.capture import Argument, Identity, Snapshot, Tracer, copied, identity, is_array, watch
@@ -84,14 +84,11 @@ class Traced(Bound):
         return Bound(self.root, tuple(arrays), tuple(numbers), self.spans)
 
     @functools.cached_property
-    def frozen(self) -> Frozen:
-        """The graph with what a function without further arguments captured, which lies on the host."""
-        if not all(isinstance(array, np.ndarray) for array in self.arrays):
-            raise UnsupportedError(
-                "mask is a function that captures an array on a GPU: expected cuattn.masks.from_function(...), which "
-                "reads it back once"
-            )
-        return Frozen(self.root, self.arrays, self.numbers)
+    def captured(self) -> Bound:
+        """The graph with what a function without further arguments captured: a `Frozen` if all of it is on the host."""
+        if all(isinstance(array, np.ndarray) for array in self.arrays):
+            return Frozen(self.root, self.arrays, self.numbers)
+        return self.bind()
 
 
 def trace(
