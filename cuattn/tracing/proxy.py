@@ -194,6 +194,9 @@ class ArrayProxy(_Standin):
     def __init__(self, get: Callable[[], Any], number: Any = None, indices: tuple[Node, ...] = ()) -> None:
         self._get, self._number, self._indices = get, number, indices
 
+    def __repr__(self) -> str:
+        return f"<traced array of shape {self.shape}>"
+
     @property
     def _array(self) -> Any:
         return self._get()
