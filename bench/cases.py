@@ -168,14 +168,9 @@ def _grid(table, *, tokens=16384, hidden=2048, **axes):
 
 
 def _sweep(**axes):
-    """Return the grids of some scores or masks: 2K to 32K tokens, and grouped heads; the most telling cases first."""
-    of_four = dict(batch=4, heads=16)
-    return [
-        dict(of_four, kv_heads=16, n=4096, head_dim=[128, 64], **axes),
-        dict(of_four, kv_heads=4, n=4096, head_dim=128, **axes),
-        dict(of_four, kv_heads=16, n=[32768, 2048], head_dim=[128, 64], **axes),
-        dict(of_four, kv_heads=4, n=[32768, 2048], head_dim=64, **axes),
-    ]
+    """Return the grids of some scores or masks: 2K to 32K tokens, with and without groups; the most telling first."""
+    sizes = (4096, 128, 16), (4096, 64, 16), (8192, 128, 4), (32768, 128, 16), (2048, 64, 16), (32768, 64, 4)
+    return [dict(batch=4, heads=16, kv_heads=kv, n=n, head_dim=d, **axes) for n, d, kv in sizes]
 
 
 EXACT = dict(n=8192, head_dim=128, direction="backward")

@@ -82,7 +82,9 @@ class Call:
 
     def __post_init__(self) -> None:
         mask = self.arrays["mask"]
-        if mask is not None and isinstance(mask, Mask):
+        if mask is None:
+            return
+        if isinstance(mask, Mask):
             self.masks, self.arrays["mask"] = mask.parts, None
         elif callable(mask):
             self.function, self.arrays["mask"] = mask, None

@@ -33,6 +33,9 @@ name                    type     meaning
 ``runs``                bool     a shard's rows and keys are looked up in ``row_blocks``, ``key_blocks``
 ``statistics``          bool     forward: l and m are written; else their addresses are null
 ``bias``                bool     a bias is added
+``bias_tiles``          bool     sm90: the copy engine brings it, in tiles
+``bias_keys``           bool     sm90: it is broadcast along rows
+``bias_rows``           bool     sm90 forward: it is broadcast along keys
 ``softcap``             bool     scores pass through softcap * tanh(s / softcap)
 ``score``               bool     scores pass through a function, ``traced::score``
 ``additive``            bool     which adds ``traced::addend``, so that its slope is 1

@@ -182,6 +182,9 @@ __device__ __forceinline__ void find_p(Scores& s, Scores& slope, Products& produ
     const float to_log2 = static_cast<float>(cfg::prescaled ? kLog2e : p.scale * kLog2e);
     for_scores([&](int m, int n, int i) {  // line 13
         Acc& x = s[m][n][i];
+        if constexpr (cfg::score && !cfg::additive) {  // of a row without keys, whose q is loaded as zeros, a function may make anything
+            if (is_empty_row(stat[m][i / 2])) x = -infinity<Acc>();
+        }
         if constexpr (split_stat) x = exp_times(rounded_difference(cfg::prescaled ? x : x * Acc(p.scale), stat[m][i / 2]), inverse[m][i / 2]);
         else x = ptx::ex2(fmaf(x, to_log2, stat[m][i / 2]));
     });
