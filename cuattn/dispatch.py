@@ -83,8 +83,8 @@ class Call:
     def __post_init__(self) -> None:
         mask = self.arrays["mask"]
         if mask is None:
-            return
-        if isinstance(mask, Mask):
+            pass  # and is asked nothing
+        elif isinstance(mask, Mask):
             self.masks, self.arrays["mask"] = mask.parts, None
         elif callable(mask):
             self.function, self.arrays["mask"] = mask, None

@@ -310,7 +310,9 @@ def computed(ufunc: np.ufunc, method: str, inputs: tuple, options: dict[str, Any
     if name in _COMPOSED:
         return _COMPOSED[name](*inputs)
     if name not in TABLE:
-        raise complaint(f"np.{name} cannot be traced: expected arithmetic, or one of {', '.join(sorted(TABLE))}")
+        raise complaint(
+            f"np.{name} cannot be traced: expected arithmetic, or one of {', '.join(sorted(TABLE | _COMPOSED))}"
+        )
     as_operand = _boolean if name.startswith("logical_") else as_node
     return Proxy(apply(name, *map(as_operand, inputs)))
 
@@ -364,6 +366,9 @@ def _filled(value: Any) -> Callable[..., Proxy]:
 
 _ALIASES = {"divide": "true_divide", "radians": "deg2rad", "degrees": "rad2deg"}
 _COMPOSED: dict[str, Callable[..., Any]] = {
+    "greater": lambda x, y: np.less(y, x),
+    "greater_equal": lambda x, y: np.less_equal(y, x),
+    "not_equal": lambda x, y: ~np.equal(x, y),
     "power": _power,
     "divmod": lambda x, y: (x // y, x % y),
     "float_power": lambda x, y: _power(Proxy(convert(as_node(x), "f")), y),

@@ -237,21 +237,6 @@ def logical_not(x: Interval) -> Interval:
     return Interval(~x.hi, ~x.lo)
 
 
-def greater(x: Interval, y: Interval) -> Interval:
-    """Bound a comparison."""
-    return less(y, x)
-
-
-def greater_equal(x: Interval, y: Interval) -> Interval:
-    """Bound a comparison."""
-    return less_equal(y, x)
-
-
-def not_equal(x: Interval, y: Interval) -> Interval:
-    """Bound an inequality, True for NaN."""
-    return logical_not(equal(x, y))
-
-
 def logical_and(x: Interval, y: Interval) -> Interval:
     """Bound a conjunction."""
     return Interval(x.lo & y.lo, x.hi & y.hi)
