@@ -45,7 +45,7 @@ def as_node(value: Any) -> Node:
     if isinstance(value, Proxy):
         return value.node
     if isinstance(value, ArrayProxy):
-        return value.element(())
+        return value.element()
     if isinstance(value, np.ndarray | np.generic) and np.ndim(value) == 0 and value.dtype.kind in _KIND_OF:
         value = value.item()
     if isinstance(value, bool):
@@ -236,10 +236,8 @@ class ArrayProxy(_Standin):
         if len(index) > self.ndim:
             raise complaint(f"{len(index)} indices for an array of shape {self.shape}: expected at most {self.ndim}")
         nodes = tuple([self._index(x, axis) for axis, x in enumerate(index)])
-        return ArrayProxy(self._get, self._number, self._indices + nodes)._settled()
-
-    def _settled(self) -> Any:
-        return self if self.ndim else Proxy(self.element(()))
+        found = ArrayProxy(self._get, self._number, self._indices + nodes)
+        return found if found.ndim else Proxy(found.element())
 
     def _index(self, index: Any, axis: int) -> Node:
         if index is None or isinstance(index, slice | list | np.ndarray) or index is Ellipsis:
@@ -253,10 +251,9 @@ class ArrayProxy(_Standin):
             raise complaint(f"index {node.value} of an axis of length {length}: expected one in range")
         return node
 
-    def element(self, indices: tuple[Node, ...]) -> Node:
-        """Return the load of one element, all of whose indices are given."""
-        indices = self._indices + indices
-        if len(indices) < len(self._array.shape):
+    def element(self) -> Node:
+        """Return the load of the element whose indices were given."""
+        if self.ndim:
             raise complaint(
                 f"an array of shape {self.shape} in an expression: expected one element; index it, for example "
                 f"array[{', '.join('bhij'[-self.ndim :])}]"
@@ -266,7 +263,7 @@ class ArrayProxy(_Standin):
             raise complaint(f"an array of dtype {self._array.dtype}: expected booleans, integers or floats")
         if not all(self._array.shape):
             return convert(constant(0), kind)
-        return load(active.tracer.slot(self._array if self._known else self._number), kind, indices)
+        return load(active.tracer.slot(self._array if self._known else self._number), kind, self._indices)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
