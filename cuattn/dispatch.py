@@ -84,8 +84,8 @@ class Call:
             self.score = Score(self.score, self.score_args, self.arrays, self.operation.replays)
         mask = self.arrays["mask"]
         if mask is None:
-            return
-        if isinstance(mask, Mask):
+            pass  # and is asked nothing
+        elif isinstance(mask, Mask):
             self.masks, self.arrays["mask"] = mask.parts, None
         elif callable(mask):
             self.function, self.arrays["mask"] = mask, None
