@@ -168,14 +168,9 @@ def _grid(table, *, tokens=16384, hidden=2048, **axes):
 
 
 def _sweep(**axes):
-    """Return the grids of some scores or masks: 2K to 32K tokens, and grouped heads; the most telling cases first."""
-    of_four = dict(batch=4, heads=16)
-    return [
-        dict(of_four, kv_heads=16, n=4096, head_dim=[128, 64], **axes),
-        dict(of_four, kv_heads=4, n=4096, head_dim=128, **axes),
-        dict(of_four, kv_heads=16, n=[32768, 2048], head_dim=[128, 64], **axes),
-        dict(of_four, kv_heads=4, n=[32768, 2048], head_dim=64, **axes),
-    ]
+    """Return the grids of some scores or masks: 2K to 32K tokens, with and without groups; the most telling first."""
+    sizes = (4096, 128, 16), (4096, 64, 16), (8192, 128, 4), (32768, 128, 16), (2048, 64, 16), (32768, 64, 4)
+    return [dict(batch=4, heads=16, kv_heads=kv, n=n, head_dim=d, **axes) for n, d, kv in sizes]
 
 
 EXACT = dict(n=8192, head_dim=128, direction="backward")
@@ -265,6 +260,8 @@ GRIDS = {  # table: the axes of its grids
         dict(ON_HOST, batch=1, heads=8, n=1024, mask="random"),
         dict(ON_HOST, batch=8, heads=8, n=256, bias=["keys", "scores"], direction="forward"),
     ],
+    # Functions of the scores on the host, beside the call without them.
+    "cpu-scores": [dict(ON_HOST, batch=1, heads=8, n=4096, score=["alibi", "relative"])],
     # Problems of a few rows, beside the three lines of NumPy that compute them.
     "cpu-small": [
         dict(batch=batch, heads=heads, n_queries=n_queries, n_keys=n_keys, head_dim=d, dtype="float32")

@@ -131,13 +131,15 @@ class Reference:
         self.rough = {place: textbook(head, dtype) for place, head in heads.items()}
         learned = next(iter(heads.values())).learned
         self.index = {f"d{name}": index for name, (_, index) in learned.items()}
-        self.sums = {
-            name: [sum(found.pop(name) for found in of.values()) for of in (self.exact, self.rough)]
-            for name in self.index
-            if name in next(iter(self.exact.values()))
-        }
+        self.sums = {name: self._sum(name) for name in self.index if name in next(iter(self.exact.values()))}
         for place in [place for place, head in heads.items() if head.part]:
             self.exact[place] = {name: x for name, x in self.exact[place].items() if name in ("o", "dq")}
+
+    def _sum(self, name):
+        """Return the sum of an array's gradients over all heads, and that with their errors, which do not cancel."""
+        pairs = [(self.exact[place].pop(name), self.rough[place].pop(name)) for place in self.exact]
+        exact = sum(exact for exact, _ in pairs)
+        return exact, exact + sum((rough - exact).abs() for exact, rough in pairs)
 
     def errors(self, results, peer):
         """Compare results with the reference.

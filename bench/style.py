@@ -22,6 +22,7 @@ PEERS = {  # runner: name, colour
     "cuattn-without": ("cuattn, without the function", "#9cc4de"),
     "cuattn-function": ("cuattn, mask as a function", "#9cc4de"),
     "cuattn-boolean": ("cuattn, mask as a matrix", "#5b9bc4"),
+    "cuattn-array": ("cuattn, mask as a new matrix", "#b9d4e6"),
     "mem-efficient": ("memory-efficient", "#c9b458"),
     "jax": ("JAX", "#7fb285"),
     "sdpa": ("PyTorch", "#b5703a"),

@@ -83,7 +83,7 @@ SUITES = {
             "": ("flex", "flex-autotune", "flex-FLASH", "fa4"),
             "scores": ("cuattn-without", "flex", "flex-autotune", "flex-FLASH", "fa4"),
             "scores-bias": ("cuattn-without", "flex", "flex-autotune", "flex-FLASH", "mem-efficient", "cudnn"),
-            "scores-columns": ("cuattn-function", "cuattn-boolean", "flex"),
+            "scores-columns": ("cuattn-function", "cuattn-boolean", "cuattn-array", "flex"),
             "scores-host": ("flex",),
         },
         studies={"scores-tables": "scores", "scores-first-call": "first_call"},
@@ -103,7 +103,7 @@ SUITES = {
             "scores-host/*",
         ),
         shows="scores",
-        defaults={"seconds": 0.4},
+        defaults={"seconds": 0.4, "skip": ["flex-autotune"]},  # which compiles for half a minute a case
     ),
     "lengths": Suite(
         about="FlashAttention's figure 3: runtime and memory of forward and backward from 128 to 64K tokens.",
@@ -121,8 +121,12 @@ SUITES = {
     ),
     "cpu": Suite(
         about="The CPU backend beside PyTorch and the NumPy formula; its time under a mask; its memory.",
-        tables=("cpu", "cpu-torch", "cpu-small"),
-        peers={"": ("sdpa-dense", "sdpa-documents"), "cpu-small": ("numpy", "sdpa-dense")},
+        tables=("cpu", "cpu-torch", "cpu-small", "cpu-scores"),
+        peers={
+            "": ("sdpa-dense", "sdpa-documents"),
+            "cpu-small": ("numpy", "sdpa-dense"),
+            "cpu-scores": ("cuattn-without",),
+        },
         studies={"cpu-alone": "cpu"},
         ours=("cuattn-attention", "cuattn"),
         defaults={"device": "cpu", "seconds": 6.0, "most": 20, "budget": 1800.0},
@@ -141,7 +145,7 @@ def parser(name):
         "--directions": dict(nargs="+", choices=BOTH, default=BOTH),
         "--ours": dict(nargs="*", default=list(suite.ours), metavar="RUNNER", help="cuattn, cuattn-sm90, ..."),
         "--peers": dict(nargs="*", metavar="RUNNER", help="by default all that may apply to the table"),
-        "--skip": dict(nargs="*", default=[], metavar="RUNNER", help="leave these out"),
+        "--skip": dict(nargs="*", default=[], metavar="RUNNER", help="leave these out; without names, none"),
         "--beside": dict(type=Path, metavar="PATH", help=checkout),
         "--least": dict(type=int, default=7, help="fewest samples of a runner"),
         "--most": dict(type=int, default=40, help="most samples of a runner"),

@@ -8,7 +8,7 @@ from bench.peers.jax_nn import Jax
 from bench.peers.ours import Ours
 from bench.peers.pytorch import BACKENDS, Documents, Fa4, Fa4Packed, Formula, Sdpa, Standard
 
-WAYS = ("", "-sm90", "-sm80", "-cupy", "-attention", "-without", "-function", "-boolean")
+WAYS = ("", "-sm90", "-sm80", "-cupy", "-attention", "-without", "-function", "-boolean", "-array")
 RUNNERS = {
     **dict.fromkeys((f"{package}{way}" for package in ("cuattn", "base") for way in WAYS), Ours),
     **dict.fromkeys(BACKENDS, Sdpa),

@@ -24,7 +24,8 @@ class Ours(Runner):
     name : str
         ``cuattn``, or ``base`` for the other checkout that `bench.beside` loaded; then, behind a dash, one of ``sm90``,
         ``sm80`` (a kernel), ``cupy`` (CuPy arrays over the tensors' memory), ``attention`` (o alone); ``without`` the
-        function or bias of the case, its column mask as a ``function``, or as a ``boolean`` matrix.
+        function or bias of the case; its column mask as a ``function``, as a ``boolean`` mask that keeps its tables, or
+        as an ``array``, whose tables are made in each call.
     """
 
     compile_seconds = 2.0
@@ -67,8 +68,9 @@ class Ours(Runner):
             return mask_function(case, inputs.samples, np.asarray)
         masks = importlib.import_module(f"{self.package}.masks")
         mask = inputs.mask if self.ours else column_mask(inputs.samples, masks)
-        if self.way == "boolean":
-            return self.array(to_device(inputs.q.device)(np.array(mask.dense())))
+        if self.way in ("boolean", "array"):
+            matrix = self.array(to_device(inputs.q.device)(np.array(mask.dense())))
+            return masks.BooleanMask(matrix) if self.way == "boolean" else matrix
         return mask.to_device() if inputs.q.is_cuda else mask
 
     def function(self, case, inputs):

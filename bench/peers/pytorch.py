@@ -77,7 +77,7 @@ class Sdpa(Runner):
         self.masks = EVERY if name == "sdpa-dense" else BANDS
         self.grouped = name != "mem-efficient"
         self.learned = self.deterministic = name != "cudnn"
-        self.scores = BIASES
+        self.scores = () if name == "fa2" else BIASES
         self.scores_bytes = SCORES_BYTES if name == "math" else self.scores_bytes
 
     def bind(self, case, inputs):

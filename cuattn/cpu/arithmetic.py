@@ -58,7 +58,7 @@ def lowest(dtype: np.dtype) -> float:
 def relative(s: ndarray) -> ndarray:
     """Replace scores of any size, relative to their references, by exponentials; 0 for the lowest and for -inf."""
     floor = lowest(s.dtype)
-    np.maximum(s, floor, out=s)  # what is less may be subnormal, or is -inf: both are slow
+    s.clip(floor, np.inf, out=s)  # what is less may be subnormal, or is -inf: both are slow (and so is maximum)
     exponentiate(s)
     # Takes nothing from a weight that counts: it is less than half a unit in the last place of 2^-100.
     return np.subtract(s, exponential(np.full(16, floor, s.dtype))[0], out=s)

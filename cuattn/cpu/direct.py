@@ -31,7 +31,7 @@ from cuattn.cpu.arithmetic import (
     transposed,
     visible_bits,
 )
-from cuattn.cpu.blocks import place_of
+from cuattn.cpu.blocks import SMALL_PRODUCT, place_of
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.score import Scores, Stretch, Term
 from cuattn.cpu.task import Task
@@ -42,7 +42,8 @@ _SCORES = 1 << 17  # that are computed at a time: they stay in a second-level ca
 _MOST = 1 << 18  # scores of the query heads that read the same keys
 _MOST_OF_FEW = 1 << 22  # where they are few rows, for which tiles would have to be padded
 _FEW = 16
-_SHARES = {"forward": 1.0, "backward": 2.5}  # of a forward's time
+_COPIED = 32  # rows of which a small product with their copy as columns takes less time, the copy's included
+_SHARES = {"forward": 1.0, "backward": 2.2}  # of a forward's time
 _NANOSECONDS = 1_500_000  # that a batch is to take: a few times what its calls cost
 
 Index = tuple[slice, ...]  # into axes (*batch, kv_heads)
@@ -59,8 +60,8 @@ def is_small(problem: Problem) -> bool:
 def nanoseconds(problem: Problem) -> float:
     """Return how long a problem takes one thread, about."""
     widths = problem.head_dim + problem.head_dim_v
-    of_head = problem.group * problem.n_queries * problem.n_keys * (1.5 + widths / 55) + problem.n_keys * widths / 12
-    return math.prod(problem.batch) * problem.kv_heads * (1500 + of_head) * _SHARES[problem.operation]
+    of_head = problem.group * problem.n_queries * problem.n_keys * (1.5 + widths / 55) + problem.n_keys * widths / 4
+    return math.prod(problem.batch) * problem.kv_heads * (300 + of_head) * _SHARES[problem.operation]
 
 
 @lru_cache(maxsize=256)
@@ -76,7 +77,8 @@ def layout(problem: Problem) -> tuple[list[Index], dict[str, int]]:
     heads = max(math.prod([part.stop - part.start for part in index]) for index in batches)
     names = ["s", "halves" if problem.operation == "forward" else "ds", "tanh"]
     sizes = dict.fromkeys(names[: 2 + (problem.softcap is not None)], heads * rows * keys)
-    return batches, sizes | {"q": heads * rows * problem.head_dim}
+    widths = {"q": problem.head_dim, "columns": max(problem.head_dim, problem.head_dim_v)}
+    return batches, sizes | {name: heads * rows * width for name, width in widths.items()}
 
 
 def _batches(shape: tuple[int, ...], most: int) -> list[Index]:
@@ -170,8 +172,12 @@ class Direct:
 
     def products(self, out: str, keys: str, rows: ndarray) -> ndarray:
         """Return k or v times rows of q or do, (..., keys, rows)."""
-        s = self.buffers.get(out, *self.lead, self.problem.n_keys, self.rows)
-        return np.matmul(self.operands[keys], rows.swapaxes(-1, -2), s)
+        s, columns = self.buffers.get(out, *self.lead, self.problem.n_keys, self.rows), rows.swapaxes(-1, -2)
+        if self.rows >= _COPIED and self.problem.n_keys * self.rows * rows.shape[-1] <= SMALL_PRODUCT:
+            copy = self.buffers.get("columns", *columns.shape)
+            np.copyto(copy, columns)
+            columns = copy
+        return np.matmul(self.operands[keys], columns, s)
 
     def to_scores(self, x: ndarray | None) -> ndarray | None:
         """Return what there is for each row with axes like those of scores, (..., 1, rows)."""
@@ -290,6 +296,6 @@ class Direct:
         results["dk"] = product(ds, q, self.result("dk", *p.shape[:-1], problem.head_dim), careful=careful)
         dq = self.result("dq", *q.shape)
         product(ds.swapaxes(-1, -2), operands["k"], dq, careful=careful)
-        if not (careful or is_finite(results["dv"], results["dk"], dq)):
+        if not (careful or is_finite(results["dk"], dq)):  # of dv only sums of finite terms may be infinite then
             return None
         return results | {"dq": dq.reshape(*self.heads, problem.n_queries, problem.head_dim)}

@@ -4,6 +4,7 @@ What depends on i - j alone is computed once for each difference and read throug
 diagonals; what depends on rows or on keys alone broadcasts.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from numpy import ndarray
 from numpy.lib.stride_tricks import as_strided
 
 from cuattn.cpu.arithmetic import SUM, is_finite, summed_to
+from cuattn.cpu.blocks import UNIT
 from cuattn.problem import Place, Problem, ScoreFunction
 from cuattn.rng import BLOCK
 from cuattn.tracing import Bound, I, J, Node, Program, S, Weight, addend, derivative, weights
@@ -20,6 +22,8 @@ from cuattn.tracing.bound import Layout
 from cuattn.tracing.build import substitute
 from cuattn.tracing.derivatives import on_diagonals
 from cuattn.tracing.graph import load
+
+_DIAGONAL = 64  # keys whose diagonals are summed together, at most: with more of them lines have more that is 0
 
 
 class Term(NamedTuple):
@@ -217,13 +221,12 @@ class Stretch:
         for (weight, size, where), values in zip(scores.weights, more[scores.sloped :], strict=True):
             x, variables = _product(ds, values), self._variables(first, ds.shape[-4:])
             if weight.place == "diagonal" and scores.even:
-                x = along_diagonals(x)
-                *_, keys, rows = ds.shape
-                d = variables["i"][..., :1] - variables["j"][:, :1] + np.arange(1 - keys, rows, dtype=np.int32)
-                variables = self._of_differences(d, 4)
+                x, d = along_diagonals(x)
+                variables = self._of_differences(variables["i"][..., :1] - variables["j"][:, :1] + d, 4)
             (elements,) = where(variables)
             elements = elements.reshape(*[1] * (x.ndim - elements.ndim), *elements.shape)
-            x, elements = summed_to(x, elements.shape, SUM).reshape(-1), elements.reshape(-1)
+            x = summed_to(x, elements.shape, SUM).reshape(-1).astype(SUM)  # a copy, as ds will change
+            elements = elements.reshape(-1).astype(np.intp, copy=False)  # other dtypes would take ten times as long
             if x.size > size:
                 x, elements = np.bincount(elements, x, size), None
             found.append(Term(f"dscore{weight.slot}", elements, x))
@@ -242,16 +245,31 @@ def _product(ds: ndarray, factor: ndarray) -> ndarray:
     return product
 
 
-def along_diagonals(x: ndarray) -> ndarray:
-    """Return the sums of (..., keys, rows) along diagonals, (..., 1, keys + rows - 1), by increasing row - key.
+def along_diagonals(x: ndarray) -> tuple[ndarray, ndarray]:
+    """Sum along diagonals, some keys at a time.
 
+    Parameters
+    ----------
+    x : ndarray, (..., keys, rows)
+
+    Returns
+    -------
+    sums : ndarray, (..., parts, diagonals)
+    differences : ndarray of int, (parts, diagonals)
+        Row - key of each.
+
+    Examples
+    --------
     >>> along_diagonals(np.arange(6.0).reshape(2, 3))
-    array([[3., 4., 6., 2.]])
+    (array([[3., 4., 6., 2.]]), array([[-1,  0,  1,  2]], dtype=int32))
     """
     *lead, keys, rows = x.shape
-    width = keys + rows - 1
-    lines = np.zeros((*lead, keys * (width + 1)), SUM)
-    lines[..., : keys * width].reshape(*lead, keys, width)[..., :rows] = x
-    # In lines that are longer by one, each row stands one column to the left of the row before.
-    sums = np.add.reduce(lines.reshape(*lead, keys, width + 1), -2)
-    return np.concatenate([sums[..., width + 2 - keys :], sums[..., :rows]], -1)[..., None, :]
+    some = math.gcd(keys, _DIAGONAL)
+    some = some if some >= UNIT else keys
+    parts, width = keys // some, some + rows - 1
+    lines = np.zeros((*lead, parts, some * (width + 1)), x.dtype)
+    lines[..., : some * width].reshape(*lead, parts, some, width)[..., :rows] = x.reshape(*lead, parts, some, rows)
+    # In lines that are longer by one, each key's stand one column to the left of those of the key before.
+    sums = np.add.reduce(lines.reshape(*lead, parts, some, width + 1), -2)
+    differences = np.arange(1 - some, rows, dtype=np.int32) - some * np.arange(parts, dtype=np.int32)[:, None]
+    return np.concatenate([sums[..., width + 2 - some :], sums[..., :rows]], -1), differences

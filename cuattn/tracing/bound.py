@@ -60,7 +60,7 @@ class Frozen(Bound):
     """
 
     def __init__(self, root: Node, arrays: Sequence[np.ndarray] = (), numbers: Sequence[Any] = ()) -> None:
-        kept = tuple(map(narrowed, arrays))
+        kept = tuple(narrowed(x if x.flags.c_contiguous else x.copy(order="C")) for x in arrays)
         for array in kept:
             array.flags.writeable = False
         super().__init__(root, kept, tuple(numbers), tuple(map(span_of, kept)))
@@ -164,7 +164,7 @@ def facts(bound: Bound, limits: tuple[int, int, int, int] = ANY_LENGTH) -> Facts
     ('f', 'i')
     """
     spans = itertools.chain(bound.spans, itertools.repeat(None))
-    return Facts(limits, tuple(map(_layout, bound.arrays, spans)), tuple(map(_kind_of, bound.numbers)))
+    return Facts(limits, tuple(map(_layout, bound.arrays, spans)), tuple(map(kind_of_number, bound.numbers)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -222,7 +222,8 @@ def _layout(array: Any, span: tuple[int, int] | None) -> Layout:
     return Layout(array.dtype, shape, reach < 2**31 * array.itemsize, span, array.strides[-1] == array.itemsize)
 
 
-def _kind_of(number: Any) -> str:
+def kind_of_number(number: Any) -> str:
+    """Return the kind of a Python number: "l" of an integer beyond int32."""
     if isinstance(number, bool | np.bool_):
         return "b"
     if isinstance(number, float | np.floating):

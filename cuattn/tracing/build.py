@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cuattn.errors import ArgumentError
-from cuattn.tracing.graph import KINDS, PARAMETER, Node, constant, intern, is_constant, order, rewrite
+from cuattn.tracing.graph import HOST_DTYPES, KINDS, PARAMETER, Node, constant, intern, is_constant, order, rewrite
 from cuattn.tracing.operations import DIVISIONS, SHIFTS, TABLE, Operation
 
 INT64 = (-(2**63), 2**63 - 1)
@@ -92,7 +92,7 @@ def convert(node: Node, kind: str) -> Node:
     if node.kind == kind:
         return node
     if kind == "b":
-        return apply("not_equal", node, constant(0))
+        return apply("logical_not", apply("equal", node, constant(0)))
     return apply({"i": "to_integer", "f": "to_float"}[kind], node)
 
 
@@ -126,8 +126,7 @@ def _folded(row: Operation, operands: list[Node], kind: str) -> Node:
     with np.errstate(all="ignore"):
         if kind == "i" and row.name in _EXACT:
             return constant(checked_integer(_EXACT[row.name](*values)))
-        dtype = {"b": np.dtype(bool), "i": np.dtype(np.int64), "f": np.dtype(np.float64)}[kind]
-        options = {} if kind == "b" and isinstance(row.ufunc, np.ufunc) else {"dtype": dtype}
+        options = {} if kind == "b" and isinstance(row.ufunc, np.ufunc) else {"dtype": HOST_DTYPES[kind]}
         return constant(row.ufunc(*values, **options).item())
 
 

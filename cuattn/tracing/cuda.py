@@ -13,8 +13,9 @@ compile once, and nothing that a user wrote reaches the compiler.  It is a names
     void NAME(const Arguments&, const Head&, const Row&, const Key&, acc s, int b, int h, int i, int j,
               acc& result0, ...);                // for each NAME of the functions that were asked for
 
-``traced::Use`` says what the functions depend on (``head_of_row``: whether `Row` holds what depends on b or h, for
-tiles whose rows belong to several heads).  Indices must exist: kernels clamp those of padded rows and keys.
+``traced::Use`` says what the stages depend on: ``head_of_row``, ``head_of_key``: whether `Row`, `Key` hold what depends
+on b or h, for tiles whose rows belong to several heads.  Indices must exist: kernels clamp those of padded rows and
+keys.
 """
 
 import math
@@ -26,7 +27,7 @@ import numpy as np
 
 from cuattn.tracing.bound import Bound, Facts
 from cuattn.tracing.build import is_uniform
-from cuattn.tracing.graph import ARRAY, B, H, I, J, Node, S, order
+from cuattn.tracing.graph import B, H, I, J, Node, S, order
 from cuattn.tracing.operations import TABLE
 from cuattn.tracing.ranges import Interval
 from cuattn.tracing.values import fit, fits_int32, host_value, known
@@ -66,11 +67,14 @@ class Source(NamedTuple):
         The structure ``traced::Arguments``, C's layout.
     numbers : tuple of Node
         Values that the host computes, the fields ``number0, ...``.
+    counts : tuple of int
+        Of :func:`tile_source`: how many values rows and keys have.
     """
 
     text: str
     arguments: np.dtype
     numbers: tuple[Node, ...]
+    counts: tuple[int, int] = (0, 0)
 
     def pack(self, bound: Bound, pointers: Sequence[int]) -> np.ndarray:
         """Return the arguments of a call.
@@ -105,7 +109,12 @@ class Source(NamedTuple):
 
 
 def source(
-    functions: Mapping[str, Sequence[Node]], facts: Facts, dtype: Any = np.float32, *, short: bool = False
+    functions: Mapping[str, Sequence[Node]],
+    facts: Facts,
+    dtype: Any = np.float32,
+    *,
+    short: bool = False,
+    namespace: str = "traced",
 ) -> Source:
     """Return the CUDA text of some functions.
 
@@ -119,6 +128,8 @@ def source(
         The accumulator's: float32 or float64.
     short : bool, default False
         Whether the problem is of 16 bits, for which a coarser tanh does.
+    namespace : str, default "traced"
+        Of the text; or one within.
 
     Returns
     -------
@@ -146,13 +157,16 @@ def source(
     >>> float(made.pack(bound, [])["number0"])
     0.5
     """
-    return Writer(functions, facts, np.dtype(dtype), short).written()
+    return Writer(functions, facts, np.dtype(dtype), short, namespace).written()
 
 
 class Writer:
     """Writes one text; parameters as of :func:`source`."""
 
-    def __init__(self, functions: Mapping[str, Sequence[Node]], facts: Facts, dtype: np.dtype, short: bool) -> None:
+    def __init__(
+        self, functions: Mapping[str, Sequence[Node]], facts: Facts, dtype: np.dtype, short: bool, namespace: str
+    ) -> None:
+        self._namespace = namespace
         self._functions = {name: list(roots) for name, roots in functions.items()}
         self._facts, self._short = facts, short
         self._acc = "double" if dtype == np.float64 else "float"
@@ -177,10 +191,12 @@ class Writer:
         """Return the text of some parts, behind the structure of what they use."""
         self._fields = self._fields or {"nothing": "int"}
         arguments = _struct("Arguments", [_declared(kind, name) for name, kind in self._fields.items()])
-        begin = [f'#include "{header}"', "namespace traced {", f"using acc = {self._acc};", arguments]
+        begin = [f'#include "{header}"', f"namespace {self._namespace} {{", f"using acc = {self._acc};", arguments]
         text = "\n".join([*begin, *parts])
         layout = [(name, np.uint64 if kind.endswith("*") else _WIDE[kind]) for name, kind in self._fields.items()]
-        return Source(f"{text}\n}}  // namespace traced\n", np.dtype(layout, align=True), tuple(self._number_of))
+        return Source(
+            f"{text}\n}}  // namespace {self._namespace}\n", np.dtype(layout, align=True), tuple(self._number_of)
+        )
 
     # What is computed where.
 
@@ -194,11 +210,8 @@ class Writer:
         """Return the stage and the field of each value that is computed once for many elements."""
         heavy: dict[Node, bool] = {}
         for node in self._nodes:
-            heavy[node] = (
-                node.op == "load"
-                or (node.op in TABLE and TABLE[node.op].heavy)
-                or any(heavy[x] for x in node.args if not is_uniform(x))
-            )
+            own = node.op == "load" or (node.op in TABLE and TABLE[node.op].heavy)
+            heavy[node] = own or any(heavy[x] for x in node.args if not is_uniform(x))
         found: dict[Node, tuple[str, str]] = {}
         used: dict[Node, set[str]] = {root: {"Element"} for root in self._roots}
         for node in self._nodes:
@@ -214,19 +227,12 @@ class Writer:
         return [(node, field) for node, (stage, field) in self._stages.items() if stage == name]
 
     def _uses(self) -> str:
-        """Write down what the stages and the functions depend on."""
-        lines = [
-            f"constexpr bool {name.lower()}_is_empty = {str(not self._of_stage(name)).lower()};" for name in _STAGES
-        ]
+        """Write down what the stages depend on."""
+        lines = []
         for name in ("Row", "Key"):
             of_head = any(node.depends & (B | H) for node, _ in self._of_stage(name))
-            lines.append(f"constexpr bool head_of_{name.lower()} = {str(of_head).lower()};")
-        lines += [
-            f"constexpr bool {name}_reads_{variable} = {str(any(root.depends & bit for root in roots)).lower()};"
-            for name, roots in self._functions.items()
-            for variable, bit in (("s", S), ("b", B), ("h", H), ("i", I), ("j", J), ("arrays", ARRAY))
-        ]
-        return _struct("Use", [f"static {line}" for line in lines])
+            lines.append(f"static constexpr bool head_of_{name.lower()} = {str(of_head).lower()};")
+        return _struct("Use", lines)
 
     # Functions.
 
@@ -253,19 +259,11 @@ class Writer:
         """Return the statements that compute some values, and the names of these."""
         names: dict[Node, str] = {}
         lines: list[str] = []
-        stack = list(reversed(roots))
-        while stack:
-            node = stack[-1]
-            missing = [] if node in names or self._given(node, stage) else [x for x in node.args if x not in names]
-            if missing:
-                stack.extend(reversed(missing))
-                continue
-            stack.pop()
-            if node not in names:
-                names[node] = self._given(node, stage) or f"v{len(lines)}"
-                if names[node] == f"v{len(lines)}":
-                    expression = self._expression(node, [names[x] for x in node.args])
-                    lines.append(f"    const {self._type(node)} v{len(lines)} = {expression};")
+        for node in order(*roots, inner=lambda x: not self._given(x, stage)):
+            names[node] = self._given(node, stage) or f"v{len(lines)}"
+            if names[node] == f"v{len(lines)}":
+                expression = self._expression(node, [names[x] for x in node.args])
+                lines.append(f"    const {self._type(node)} {names[node]} = {expression};")
         return lines, names
 
     def _given(self, node: Node, stage: str) -> str | None:
@@ -294,19 +292,17 @@ class Writer:
         if node.op == "load":
             return self._load(node, operands)
         row, kind = TABLE[node.op], self._type(node)
-        template = self._template(node)
-        integers = [self._type(x) for x in node.args if x.kind == "i"]
-        work = "long long" if "long long" in (kind, *integers) else kind
-        if node.kind == "i" and node.op not in ("to_integer", "select") and work == "long long":
-            operands = [_cast("long long", x, self._type(arg)) for x, arg in zip(operands, node.args, strict=True)]
+        work = kind  # integers are computed in the widest type among operands and result
+        if node.kind == "i" and node.op not in ("to_integer", "select"):
+            types = [kind, *map(self._type, node.args)]
+            work = "long long" if "long long" in types else kind
+            operands = [_cast(work, x, have) for x, have in zip(operands, types[1:], strict=True)]
         modular = row.wraps and node.kind == "i" and not math.isfinite(self._known[node].lo)
         if modular:
             operands = [f"(unsigned long long){x}" for x in operands]
         unsigned = "unsigned long long" if work == "long long" else "unsigned"
-        narrow = node.op in ("to_float", "to_integer", "select") or node.kind != "i"
-        used = kind if narrow else work
-        text = template.format(*operands, T=used, U=unsigned, f="f" if self._acc == "float" else "")
-        return f"({kind})({text})" if modular or (not narrow and work != kind) else text
+        text = self._template(node).format(*operands, T=work, U=unsigned, f="f" if self._acc == "float" else "")
+        return f"({kind})({text})" if modular or work != kind else text
 
     def _template(self, node: Node) -> str:
         row = TABLE[node.op]

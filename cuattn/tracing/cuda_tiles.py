@@ -22,7 +22,7 @@ import numpy as np
 
 from cuattn.tracing.bound import Facts
 from cuattn.tracing.cuda import Source, Writer
-from cuattn.tracing.graph import I, J, Node
+from cuattn.tracing.graph import I, J, Node, order
 from cuattn.tracing.operations import DIVISIONS, TABLE
 
 _RULES = {
@@ -45,10 +45,7 @@ _RULES = {
     "to_integer",
     "less",
     "less_equal",
-    "greater",
-    "greater_equal",
     "equal",
-    "not_equal",
     "logical_not",
     "logical_and",
     "logical_or",
@@ -57,7 +54,7 @@ _RULES = {
 """Operations that ``attn/bounds.cuh`` bounds; of others nothing is known."""
 
 
-def tile_source(root: Node, facts: Facts, dtype: Any = np.float32) -> Source:
+def tile_source(root: Node, facts: Facts, dtype: Any = np.float32, namespace: str = "traced") -> Source:
     """Return the CUDA text that bounds a mask function over tiles.
 
     Parameters
@@ -68,6 +65,8 @@ def tile_source(root: Node, facts: Facts, dtype: Any = np.float32) -> Source:
         Of the calls for which the text is.
     dtype : dtype_like, default float32
         The accumulator's.
+    namespace : str, default "traced"
+        Of the text; or one within.
 
     Examples
     --------
@@ -86,41 +85,28 @@ def tile_source(root: Node, facts: Facts, dtype: Any = np.float32) -> Source:
     }  // namespace traced
     <BLANKLINE>
     """
-    return _TileWriter(root, facts, np.dtype(dtype)).written()
+    return _TileWriter(root, facts, np.dtype(dtype), namespace).written()
 
 
 class _TileWriter(Writer):
     """Writes the text of one mask."""
 
-    def __init__(self, root: Node, facts: Facts, dtype: np.dtype) -> None:
-        super().__init__({"visible": [root]}, facts, dtype, False)
+    def __init__(self, root: Node, facts: Facts, dtype: np.dtype, namespace: str) -> None:
+        super().__init__({"visible": [root]}, facts, dtype, False, namespace)
         (root,) = self._functions["visible"]
         self._root, self._stages = root, {}
-        self._inner: list[Node] = []  # what depends on rows and keys, operands first
-        self._outer: dict[int, list[Node]] = {0: [], I: [], J: []}  # the largest parts that do not
-        self._divide(root)
-
-    def _divide(self, root: Node) -> None:
-        """Tell what is bounded from what is computed."""
-        seen: set[Node] = set()
-        stack = [root]
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            place = node.depends & (I | J)
-            if place != I | J:
-                self._outer[place].append(node)
-            elif node.op != "load":
-                stack.extend(reversed(node.args))
-        self._inner = [x for x in self._nodes if x in seen and x.depends & (I | J) == I | J]
+        both = I | J
+        reached = order(root, inner=lambda node: node.depends & both == both and node.op != "load")
+        self._inner = [node for node in reached if node.depends & both == both]  # what rows and keys decide together
+        # The largest parts that one of them decides, or neither.
+        self._outer = {bits: [node for node in reached if node.depends & both == bits] for bits in (0, I, J)}
 
     def written(self) -> Source:
         """Return the text and what belongs to it."""
         counts = [f"constexpr int {name}_count = {len(self._outer[bit])};" for name, bit in (("row", I), ("key", J))]
         values = [self._values("row", "i", self._outer[I]), self._values("key", "j", self._outer[J])]
-        return self.assembled("attn/bounds.cuh", [*counts, *values, self._visible()])
+        made = self.assembled("attn/bounds.cuh", [*counts, *values, self._visible()])
+        return made._replace(counts=(len(self._outer[I]), len(self._outer[J])))
 
     def _values(self, name: str, index: str, wanted: Sequence[Node]) -> str:
         """Write the function that computes all that a row or a key decides."""

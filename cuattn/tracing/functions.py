@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.errors import ArgumentError, CuattnError, UnsupportedError, as_integer, shown
-from cuattn.tracing.bound import Bound, Frozen, facts, narrowed, span_of
+from cuattn.errors import ArgumentError, CuattnError, as_integer, shown
+from cuattn.tracing.bound import Bound, Frozen, facts, kind_of_number, narrowed, span_of
 from cuattn.tracing.build import convert, place_in
 from cuattn.tracing.capture import Argument, Identity, Snapshot, Tracer, copied, identity, is_array, watch
-from cuattn.tracing.graph import Node, variable
+from cuattn.tracing.derivatives import split_visible
+from cuattn.tracing.graph import Node, order, variable
 from cuattn.tracing.proxy import ArrayProxy, Proxy, active, as_node, kind_of
-from cuattn.tracing.values import known, leaves_int64
+from cuattn.tracing.values import leaves_int64
 
 SCORE, MASK = ("s", "b", "h", "i", "j"), ("b", "h", "i", "j")
 """What functions of scores and of masks are called with."""
@@ -26,7 +27,7 @@ _known: dict[Hashable, tuple["Traced", list]] = {}  # by identity; and what its 
 
 
 @dataclass(frozen=True, eq=False)
-class Traced:
+class Traced(Bound):
     """A traced function.
 
     Attributes
@@ -41,10 +42,6 @@ class Traced:
         By slot of the arrays: least and greatest element of captured integers.
     """
 
-    root: Node
-    arrays: tuple[Any, ...]
-    numbers: tuple[Any, ...]
-    spans: tuple[tuple[int, int] | None, ...]
     signature: tuple = ()  # what of the arguments it was traced for
 
     @functools.cached_property
@@ -52,6 +49,24 @@ class Traced:
         """What calls share that differ in the elements of arrays and in the values of numbers alone."""
         captured = [x if isinstance(x, Argument) else (np.dtype(x.dtype), x.shape, x.strides) for x in self.arrays]
         return self.root, self.signature, self.spans, *captured
+
+    @functools.cached_property
+    def split(self) -> tuple[Frozen | None, Node]:
+        """Where a score is visible, if captured integers alone say that, and the score there.
+
+        A mask may then say it, whatever the precision of scores.  See :func:`cuattn.tracing.split_visible`.
+        """
+        visible, score = split_visible(self.root)
+        if visible is None:
+            return None, self.root
+        nodes = order(visible)
+        read = {(x.op, x.value) for x in nodes}
+        arrays = [x if ("load", slot) in read else np.zeros(0) for slot, x in enumerate(self.arrays)]
+        numbers = [x if ("parameter", slot) in read else 0.0 for slot, x in enumerate(self.numbers)]
+        constant = all(isinstance(x, np.ndarray) for x in arrays) and Argument not in map(type, numbers)
+        if not constant or any(x.kind == "f" for x in nodes):
+            return None, self.root
+        return Frozen(visible, arrays, numbers), score
 
     def has_floats(self, index: int) -> bool:
         """Return whether an argument, which is an array, is one of floats."""
@@ -69,14 +84,11 @@ class Traced:
         return Bound(self.root, tuple(arrays), tuple(numbers), self.spans)
 
     @functools.cached_property
-    def frozen(self) -> Frozen:
-        """The graph with what a function without further arguments captured, which lies on the host."""
-        if not all(isinstance(array, np.ndarray) for array in self.arrays):
-            raise UnsupportedError(
-                "mask is a function that captures an array on a GPU: expected cuattn.masks.from_function(...), which "
-                "reads it back once"
-            )
-        return Frozen(self.root, self.arrays, self.numbers)
+    def captured(self) -> Bound:
+        """The graph with what a function without further arguments captured: a `Frozen` if all of it is on the host."""
+        if all(isinstance(array, np.ndarray) for array in self.arrays):
+            return Frozen(self.root, self.arrays, self.numbers)
+        return self.bind()
 
 
 def trace(
@@ -140,8 +152,8 @@ def _recalled(function: Callable, signature: tuple) -> Traced | None:
     if recent is not None and recent.signature == signature and recent.snapshot.holds(function):
         return recent.traced
     who = identity(function)
-    found = None if who is None else _known.get((*who.parts, signature))
-    if found is None:
+    found = who and _known.get((*who.parts, signature))
+    if not who or not found:
         return None
     _remember_snapshot(function, who, signature, found[0])
     return found[0]
@@ -177,15 +189,13 @@ def _signature(names: tuple[str, ...], index: int, value: Any) -> Hashable:
             place = _argument(names, index)
             raise ArgumentError(f"{place} has dtype {value.dtype}: expected booleans, integers or floats")
         return dtype, tuple(value.shape)
-    if isinstance(value, bool | np.bool_):
-        return "b"
-    if isinstance(value, float | np.floating):
-        return "f"
+    if isinstance(value, bool | np.bool_ | float | np.floating):
+        return kind_of_number(value)
     number = as_integer(value)
     if number is None or not -(2**63) <= number < 2**63:
         place = _argument(names, index)
         raise ArgumentError(f"{place} = {shown(value)}: expected an array, or a number (integers of int64)")
-    return "i" if -(2**31) <= number < 2**31 else "l"
+    return kind_of_number(number)
 
 
 @functools.lru_cache(maxsize=64)
@@ -226,7 +236,7 @@ def _trace(function: Callable, names: tuple[str, ...], args: Sequence[Any], sign
         active.tracer = outer
     arrays = tuple(map(narrowed, tracer.arrays))
     traced = Traced(root, arrays, tuple(tracer.numbers), tuple(map(span_of, arrays)), signature)
-    if leaves_int64(known((root,), facts(traced.bind(args)))):
+    if leaves_int64(root, facts(traced.bind(args))):
         raise ArgumentError(
             f"{_place(function)}the function computes an integer beyond int64: expected smaller ones, or floats"
         )
@@ -249,7 +259,9 @@ def _checked(function: Callable, result: Any, kind: str) -> Node:
     """Return the node of a function's result."""
     place = _place(function)
     wanted = {"f": "the score, a single number", "b": "a boolean, True where the key may be seen"}[kind]
-    if result is None or isinstance(result, tuple | list | dict | str) or getattr(result, "shape", ()) != ():
+    if not isinstance(result, Proxy | ArrayProxy | np.ndarray | np.generic | int | float) or getattr(
+        result, "shape", ()
+    ):
         what = "None (a return is missing?)" if result is None else f"{shown(result)} of type {type(result).__name__}"
         raise ArgumentError(f"{place}the function returns {what}: expected {wanted}")
     node = as_node(result)

@@ -6,22 +6,30 @@ own key: functions that compute the same have the same root, however they were w
 made once.  Nothing of a user's text is in it, not even a name: parameters and arrays are numbered as they are used.
 """
 
+import functools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 S, B, H, I, J, ARRAY, PARAMETER = (1 << bit for bit in range(7))
 """What a node may depend on, as bits of `Node.depends`."""
 
 VARIABLES = {"s": S, "b": B, "h": H, "i": I, "j": J}
 KINDS = {"b": "a boolean", "i": "an integer", "f": "a number"}
+HOST_DTYPES = {"b": np.dtype(bool), "i": np.dtype(np.int64), "f": np.dtype(np.float64)}
+"""Of what the host computes once, by kind."""
 
 _LONGEST = 400  # of a node's text
 _nodes: "weakref.WeakValueDictionary[tuple, Node]" = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
+@dataclass(frozen=True, eq=False, repr=False, slots=True, weakref_slot=True)
 class Node:
     """A value of a graph.
 
@@ -40,16 +48,11 @@ class Node:
         Bits of what the value depends on.
     """
 
-    __slots__ = ("__weakref__", "args", "depends", "kind", "op", "value")
-
     op: str
     args: "tuple[Node, ...]"
     kind: str
     value: Any
     depends: int
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{name}: nodes are immutable")
 
     def __reduce__(self) -> tuple[Any, ...]:
         nodes = order(self)
@@ -96,15 +99,9 @@ def intern(op: str, args: Sequence[Node] = (), kind: str = "f", value: Any = Non
     with _lock:
         node = _nodes.get(key)
         if node is None:
-            depends = {"variable": lambda: VARIABLES[value], "parameter": lambda: PARAMETER, "load": lambda: ARRAY}
-            bits = depends[op]() if op in depends else 0
-            for arg in args:
-                bits |= arg.depends
-            node = object.__new__(Node)
-            fields = {"op": op, "args": tuple(args), "kind": kind, "value": value, "depends": bits}
-            for name, content in fields.items():
-                object.__setattr__(node, name, content)
-            _nodes[key] = node
+            own = {"variable": VARIABLES.get(value, 0), "parameter": PARAMETER, "load": ARRAY}.get(op, 0)
+            bits = functools.reduce(operator.or_, [arg.depends for arg in args], own)
+            node = _nodes[key] = Node(op, tuple(args), kind, value, bits)
         return node
 
 
@@ -136,11 +133,17 @@ def load(slot: int, kind: str, indices: Sequence[Node]) -> Node:
 
 def offset(slot: int, indices: Sequence[Node]) -> Node:
     """Return where an element of the array in a slot lies among all of them, in C order, whatever its strides are."""
-    return intern("offset", indices, "i", slot)
+    return intern("offset", indices, "i", slot) if indices else constant(0)
 
 
-def order(*roots: Node) -> list[Node]:
+def order(*roots: Node, inner: Callable[[Node], object] = lambda node: True) -> list[Node]:
     """Return the nodes of graphs, each once, operands first.
+
+    Parameters
+    ----------
+    *roots : Node
+    inner : callable, optional
+        Whether the operands of a node are wanted.
 
     Examples
     --------
@@ -151,7 +154,7 @@ def order(*roots: Node) -> list[Node]:
     stack = list(reversed(roots))
     while stack:
         node = stack[-1]
-        waiting = [arg for arg in node.args if arg not in found] if node not in found else []
+        waiting = [arg for arg in node.args if arg not in found] if node not in found and inner(node) else []
         if waiting:
             stack.extend(reversed(waiting))
         else:

@@ -45,7 +45,7 @@ def as_node(value: Any) -> Node:
     if isinstance(value, Proxy):
         return value.node
     if isinstance(value, ArrayProxy):
-        return value.element(())
+        return value.element()
     if isinstance(value, np.ndarray | np.generic) and np.ndim(value) == 0 and value.dtype.kind in _KIND_OF:
         value = value.item()
     if isinstance(value, bool):
@@ -73,24 +73,67 @@ def _boolean(value: Any) -> Node:
     return convert(as_node(value), "b")
 
 
-def _refused(method: str, advice: str) -> Callable[..., NoReturn]:
+_REFUSED = {
+    "bool": (
+        "a branch",
+        "write np.where(condition, a, b) for if, & for and, | for or, ~ for not, (a <= x) & (x < b) for a <= x < b, "
+        "np.minimum and np.maximum for min and max",
+    ),
+    "float": ("float()", "write x.astype(float), and np.exp(x) for math.exp(x)"),
+    "int": ("int()", "write x.astype(int)"),
+    "index": (
+        "an index",
+        "index arrays that are arguments of the function, or that it takes from a closure; no lists, range() or "
+        "arrays made in the function",
+    ),
+    "iter": ("iteration", "a score is a single number, not an array"),
+    "len": ("len()", "a score is a single number, not an array"),
+    "getitem": ("indexing", "a score, b, h, i and j are single numbers; index an array argument by them"),
+    "setitem": ("assignment to an element", "write np.where(condition, new, old)"),
+    "hash": ("a look-up in a dict or set", "index an array by it"),
+    "array": (
+        "a NumPy array",
+        "the NumPy function has no traced form, or an array was indexed that the function makes, or finds in a "
+        "module: make arrays before it, and take them from a closure",
+    ),
+    "round": ("round()", "write np.rint(x)"),
+    "trunc": ("math.trunc()", "write np.trunc(x)"),
+    "floor": ("math.floor()", "write np.floor(x)"),
+    "ceil": ("math.ceil()", "write np.ceil(x)"),
+}
+"""What needs a value that is not known while a function is traced, by the method that Python calls, with advice."""
+
+
+class _Standin(NDArrayOperatorsMixin):
+    """What NumPy computes with."""
+
+    __slots__ = ()
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        if _all_known(inputs):
+            return wrapped(getattr(ufunc, method)(*map(_plain, inputs), **options))
+        return computed(ufunc, method, inputs, options)
+
+    def __array_function__(self, function: Callable, types: Any, args: Any, options: Any) -> Any:
+        if _all_known([*args, *options.values()]):
+            return wrapped(function(*map(_plain, args), **{name: _plain(x) for name, x in options.items()}))
+        return called(function, args, options)
+
+
+def _refused(what: str, advice: str) -> Callable[..., NoReturn]:
     def refuse(self: Any, *args: Any, **options: Any) -> NoReturn:
-        raise complaint(f"{method} needs a value that is not known while the function is traced: {advice}")
+        raise complaint(f"{what} needs a value that is not known while the function is traced: {advice}")
 
     return refuse
 
 
-_BRANCH = (
-    "write np.where(condition, a, b) for if, & for and, | for or, ~ for not, (a <= x) & (x < b) for a <= x < b, "
-    "np.minimum and np.maximum for min and max"
-)
-_INDEX = (
-    "index arrays that are arguments of the function, or that it takes from a closure; no lists, range() or arrays "
-    "made in the function"
-)
+for _name, _reason in _REFUSED.items():
+    setattr(_Standin, f"__{_name}__", _refused(*_reason))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
+    setattr(_Standin, f"__i{_name}__", getattr(_Standin, f"__{_name}__"))  # x += y is x = x + y
 
 
-class Proxy(NDArrayOperatorsMixin):
+class Proxy(_Standin):
     """A number of the graph.
 
     Parameters
@@ -115,12 +158,6 @@ class Proxy(NDArrayOperatorsMixin):
     def __repr__(self) -> str:
         return f"<traced {self.node!r}>"
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
-        return computed(ufunc, method, inputs, options)
-
-    def __array_function__(self, function: Callable, types: Any, args: Any, options: Any) -> "Proxy":
-        return called(function, args, options)
-
     def astype(self, dtype: Any, **options: Any) -> "Proxy":
         """Return the value as a boolean, an integer or a number of the accumulator's type.
 
@@ -140,33 +177,8 @@ class Proxy(NDArrayOperatorsMixin):
         """Return the value between two bounds, as `numpy.clip`."""
         return _clip(self, min, max)
 
-    def __pow__(self, exponent: Any) -> "Proxy":
-        return _power(self, exponent)
 
-    def __rpow__(self, base: Any) -> "Proxy":
-        return _power(base, self)
-
-    __bool__ = _refused("a branch", _BRANCH)
-    __float__ = _refused("float()", "write x.astype(float), and np.exp(x) for math.exp(x)")
-    __int__ = _refused("int()", "write x.astype(int)")
-    __index__ = _refused("an index", _INDEX)
-    __iter__ = _refused("iteration", "a score is a single number, not an array")
-    __len__ = _refused("len()", "a score is a single number, not an array")
-    __getitem__ = _refused("indexing", "a score, b, h, i and j are single numbers; index an array argument by them")
-    __setitem__ = _refused("assignment to an element", "write np.where(condition, new, old)")
-    __hash__ = _refused("a look-up in a dict or set", "index an array by it")  # type: ignore[assignment]
-    __array__ = _refused(
-        "a NumPy array",
-        "the NumPy function has no traced form, or an array was indexed that the function makes, or finds in a module: "
-        "make arrays before it, and take them from a closure",
-    )
-    __round__ = _refused("round()", "write np.rint(x)")
-    __trunc__ = _refused("math.trunc()", "write np.trunc(x)")
-    __floor__ = _refused("math.floor()", "write np.floor(x)")
-    __ceil__ = _refused("math.ceil()", "write np.ceil(x)")
-
-
-class ArrayProxy(NDArrayOperatorsMixin):
+class ArrayProxy(_Standin):
     """An array of the graph: an argument, or a constant that a function captured.
 
     Parameters
@@ -181,6 +193,9 @@ class ArrayProxy(NDArrayOperatorsMixin):
 
     def __init__(self, get: Callable[[], Any], number: Any = None, indices: tuple[Node, ...] = ()) -> None:
         self._get, self._number, self._indices = get, number, indices
+
+    def __repr__(self) -> str:
+        return f"<traced array of shape {self.shape}>"
 
     @property
     def _array(self) -> Any:
@@ -221,10 +236,8 @@ class ArrayProxy(NDArrayOperatorsMixin):
         if len(index) > self.ndim:
             raise complaint(f"{len(index)} indices for an array of shape {self.shape}: expected at most {self.ndim}")
         nodes = tuple([self._index(x, axis) for axis, x in enumerate(index)])
-        return ArrayProxy(self._get, self._number, self._indices + nodes)._settled()
-
-    def _settled(self) -> Any:
-        return self if self.ndim else Proxy(self.element(()))
+        found = ArrayProxy(self._get, self._number, self._indices + nodes)
+        return found if found.ndim else Proxy(found.element())
 
     def _index(self, index: Any, axis: int) -> Node:
         if index is None or isinstance(index, slice | list | np.ndarray) or index is Ellipsis:
@@ -238,10 +251,9 @@ class ArrayProxy(NDArrayOperatorsMixin):
             raise complaint(f"index {node.value} of an axis of length {length}: expected one in range")
         return node
 
-    def element(self, indices: tuple[Node, ...]) -> Node:
-        """Return the load of one element, all of whose indices are given."""
-        indices = self._indices + indices
-        if len(indices) < len(self._array.shape):
+    def element(self) -> Node:
+        """Return the load of the element whose indices were given."""
+        if self.ndim:
             raise complaint(
                 f"an array of shape {self.shape} in an expression: expected one element; index it, for example "
                 f"array[{', '.join('bhij'[-self.ndim :])}]"
@@ -251,17 +263,7 @@ class ArrayProxy(NDArrayOperatorsMixin):
             raise complaint(f"an array of dtype {self._array.dtype}: expected booleans, integers or floats")
         if not all(self._array.shape):
             return convert(constant(0), kind)
-        return load(active.tracer.slot(self._array if self._known else self._number), kind, indices)
-
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
-        if _all_known(inputs):
-            return wrapped(getattr(ufunc, method)(*map(_plain, inputs), **options))
-        return computed(ufunc, method, inputs, options)
-
-    def __array_function__(self, function: Callable, types: Any, args: Any, options: Any) -> Any:
-        if _all_known((*args, *options.values())):
-            return wrapped(function(*map(_plain, args), **{name: _plain(x) for name, x in options.items()}))
-        return called(function, args, options)
+        return load(active.tracer.slot(self._array if self._known else self._number), kind, self._indices)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -272,26 +274,6 @@ class ArrayProxy(NDArrayOperatorsMixin):
         if not callable(found):
             return wrapped(found)
         return lambda *args, **options: wrapped(found(*args, **options))
-
-    def __pow__(self, exponent: Any) -> Any:
-        return wrapped(self._array**exponent) if _all_known((self, exponent)) else _power(self, exponent)
-
-    def __rpow__(self, base: Any) -> Any:
-        return _power(base, self)
-
-    __bool__ = Proxy.__bool__
-    __float__ = Proxy.__float__
-    __int__ = Proxy.__int__
-    __index__ = Proxy.__index__
-    __setitem__ = Proxy.__setitem__
-    __hash__ = Proxy.__hash__  # type: ignore[assignment]
-    __array__ = Proxy.__array__
-
-
-# x += y is x = x + y
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
-    for _class in (Proxy, ArrayProxy):
-        setattr(_class, f"__i{_name}__", getattr(_class, f"__{_name}__"))
 
 
 def wrapped(value: Any) -> Any:
@@ -304,11 +286,16 @@ def wrapped(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value))
     return value._array if isinstance(value, ArrayProxy) else value
 
 
 def _all_known(values: Any) -> bool:
-    return all(x._known and not x._indices if isinstance(x, ArrayProxy) else not isinstance(x, Proxy) for x in values)
+    """Return whether nothing in some operands is traced but captured arrays, with which NumPy may compute."""
+    if isinstance(values, ArrayProxy):
+        return values._known and not values._indices
+    return all(map(_all_known, values)) if isinstance(values, list | tuple) else not isinstance(values, Proxy)
 
 
 def computed(ufunc: np.ufunc, method: str, inputs: tuple, options: dict[str, Any]) -> Any:
@@ -320,7 +307,9 @@ def computed(ufunc: np.ufunc, method: str, inputs: tuple, options: dict[str, Any
     if name in _COMPOSED:
         return _COMPOSED[name](*inputs)
     if name not in TABLE:
-        raise complaint(f"np.{name} cannot be traced: expected arithmetic, or one of {', '.join(sorted(TABLE))}")
+        raise complaint(
+            f"np.{name} cannot be traced: expected arithmetic, or one of {', '.join(sorted(TABLE | _COMPOSED))}"
+        )
     as_operand = _boolean if name.startswith("logical_") else as_node
     return Proxy(apply(name, *map(as_operand, inputs)))
 
@@ -374,6 +363,9 @@ def _filled(value: Any) -> Callable[..., Proxy]:
 
 _ALIASES = {"divide": "true_divide", "radians": "deg2rad", "degrees": "rad2deg"}
 _COMPOSED: dict[str, Callable[..., Any]] = {
+    "greater": lambda x, y: np.less(y, x),
+    "greater_equal": lambda x, y: np.less_equal(y, x),
+    "not_equal": lambda x, y: ~np.equal(x, y),
     "power": _power,
     "divmod": lambda x, y: (x // y, x % y),
     "float_power": lambda x, y: _power(Proxy(convert(as_node(x), "f")), y),

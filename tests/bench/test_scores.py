@@ -1,5 +1,7 @@
 """The functions of scores and masks: the same in NumPy and PyTorch, traced and compiled; measured and summed up."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,11 +11,10 @@ from cuattn import tracing
 
 torch = pytest.importorskip("torch")
 
-from bench import inputs, scores  # noqa: E402
+from bench import inputs, scores, suites  # noqa: E402
 from bench.compare import Comparison  # noqa: E402
 from bench.harness import matches  # noqa: E402
 from bench.peers import make  # noqa: E402
-from bench.suites import SUITES  # noqa: E402
 
 SHAPE = (2, 4, 192, 192)
 
@@ -117,17 +118,19 @@ def test_making_tables_is_measured(name):
 
 
 def test_quick_cases_exist():
-    names = [case.name for case in select(TABLES)]
-    for pattern in SUITES["scores"].quick:
+    tables = suites.parser("scores").parse_args(["--device", "cuda"])
+    names = [case.name for case in select(TABLES)] + [point.case for point in scores.points(tables)]
+    for pattern in suites.SUITES["scores"].quick:
         assert any(matches(name, [pattern]) for name in names), pattern
     for bar in (*scores.BARS, *scores.LIMITS):
-        known = bar.cases.startswith(("scores-tables", "scores-first-call"))
+        known = bar.cases.startswith("scores-first-call")
         assert known or any(matches(name, bar.cases.split()) for name in names), bar
 
 
 def measured(name, direction, runners, **options):
-    """The rows of a tiny case on the host, in float32."""
-    problem = case(name, direction, **{"learned": bool(formula(case(name)).arrays), **options})
+    """The rows of a tiny case on the host, in the bench's dtype."""
+    learned = bool(formula(case(name)).arrays)
+    problem = replace(case(name, direction, **{"learned": learned, **options}), dtype="bfloat16")
     rows = Comparison("cpu", seconds=0.0, least=2, most=2).measure(problem, make(runners))
     return {name: (row["status"], row.get("reason")) for name, row in rows.items()}, rows
 
@@ -147,9 +150,25 @@ def test_softcap_is_measured():
         assert set(status.values()) == {("ok", None)}
 
 
-@pytest.mark.parametrize("way", ["function", "boolean"])
+@pytest.mark.parametrize("way", ["function", "boolean", "array"])
 def test_a_column_mask_is_measured_in_other_words(way):
     for direction in BOTH:
         problem = Case("t", direction, 2, 2, 2, 192, 192, 16, dtype="float32", mask="causal_document")
         rows = Comparison("cpu", seconds=0.0, least=2, most=2).measure(problem, make(["cuattn", f"cuattn-{way}"]))
         assert [row["status"] for row in rows.values()] == ["ok", "ok"], rows
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_functions_are_measured(name):
+    """Gradients are right by the reference, those of learned arrays among them."""
+    status, rows = measured(name, "backward", ["cuattn"])
+    assert status == {"cuattn": ("ok", None)}
+    assert {f"d{array}" for array in formula(case(name)).arrays} <= set(rows["cuattn"]["error"])
+
+
+@pytest.mark.parametrize("name", ["relative", "natten_bias", "alibi"])
+def test_arrays_that_are_fixed_and_grouped_heads_are_measured(name):
+    problem = replace(case(name, "backward"), kv_heads=2, causal=name == "alibi")
+    (row,) = Comparison("cpu", seconds=0.0, least=2, most=2).measure(problem, make(["cuattn"])).values()
+    assert row["status"] == "ok", row
+    assert set(row["error"]) == {"dq"}  # dk and dv are sums over a group, which peers are compared by

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import cuattn
 from cuattn.tracing.bound import Bound, facts
 from cuattn.tracing.cuda import source
 from cuattn.tracing.cuda_tiles import tile_source
@@ -46,6 +47,25 @@ def test_scores(recipe):
         found = evaluate(bound, {**NAMES, "s": s.astype(np.float32).astype(dtype)}, dtype, SHAPE)
         assert found.dtype == dtype
         assert_close(found, exact, exact.astype(dtype), magnitude=8 * np.abs(exact[np.isfinite(exact)]).max())
+
+
+def attended(q, k, v, score):
+    """Attention of scores that a formula changes, in the precision of q."""
+    s = score(np.einsum("bhid,bhjd->bhij", q, k) * q.dtype.type(q.shape[-1] ** -0.5)).astype(q.dtype)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    return np.einsum("bhij,bhjd->bhid", p / p.sum(-1, keepdims=True), v)
+
+
+@pytest.mark.parametrize("package", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("recipe", SCORES, ids=lambda recipe: recipe.name)
+def test_scores_in_calls(recipe, package):
+    xp = pytest.importorskip(package)
+    q, k, v = np.random.default_rng(8).standard_normal((3, *SHAPE[:3], 16), np.float32)
+    wide = attended(*[x.astype(float) for x in (q, k, v)], recipe.formula)
+    args = tuple([xp.asarray(x.astype(np.float32) if x.dtype == float else x) for x in recipe.args])
+    found = cuattn.attention(*map(xp.asarray, (q, k, v)), score=recipe.function, score_args=args)
+    found = found if package == "numpy" else found.get()
+    assert_close(found, wide, attended(q, k, v, recipe.formula), magnitude=32)
 
 
 def test_additive_scores_are_told_from_others():

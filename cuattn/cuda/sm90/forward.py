@@ -11,7 +11,7 @@ from cuattn.cuda.sm90 import tensor_map
 from cuattn.cuda.sm90.tensor_map import WARPGROUP_ROWS, MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
-from cuattn.problem import DTYPES, Problem
+from cuattn.problem import DTYPES, Problem, ScoreFunction
 from cuattn.tracing import I, J, addend
 from cuattn.tracing.graph import order
 
@@ -20,7 +20,7 @@ SLAB_COLUMNS, ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
 # Widths that accumulating products come in (kernels/ptx/wgmma.cuh).
 _WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
 _NARROW = 32  # columns of v for which there is a product of that width
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM, _ROOMY_HEAD_DIM = 256, 192  # wider tiles leave no shared memory for two masks
 _LEAST_SCALE = 1e-30  # and its inverse the largest
 _LIST_BYTES = 4 * (32 + 4)  # a list of key tiles
 # Keys from which on it pays to begin the softmax under the warpgroup's own product, by rows of a tile.
@@ -31,6 +31,9 @@ _L2_SHARE = 32 << 20  # bytes of k and v that neighbours in time share
 _RIDGE, _PORTABLE_RIDGE = 222, 77
 _GAIN = 1.3  # what the portable kernel must promise before it is taken, unless its tiles are this much smaller:
 _SMALLER = 8
+
+
+_TOGETHER = {"column", "boolean", "function"}  # kinds of masks, of each of which there may be one
 
 
 class Tile(NamedTuple):
@@ -44,7 +47,7 @@ class Tile(NamedTuple):
 
 
 # head_dim at most, head_dim_v at most -> the tile, and its keys where softcap or dropout take registers; first match
-# wins.  A column mask does not change it, so that the sums of one that says causal come in causal's order.
+# wins.  Column and boolean masks do not change it, so that the sums of one that says causal come in causal's order.
 _TILES = (
     (64, 64, Tile(192, 128, 3, 3), 128),
     (128, 128, Tile(128, 128, 2, 3), 128),
@@ -62,7 +65,7 @@ _BIASED_TILES = (
 )
 _KEY_BIAS_BYTES = 16  # beside a float for each key
 _FEW_KEYS = 64  # of a tile where each element is looked up somewhere: more of them find no registers
-_LONG_FUNCTION = 60  # operations
+_SHORT_FUNCTION, _LONG_FUNCTION = 16, 60  # operations, at most and from which on
 
 
 def bias_form(problem: Problem, bias: Any = None) -> str:
@@ -100,10 +103,12 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
         return "score is a function, which it does not compute yet"
     if problem.bias is not None and problem.operation != "forward":
         return "it takes no bias"
-    if "boolean" in problem.masks:
-        return "it takes no boolean mask"
-    if problem.masks not in ((), ("column",), ("block",)):
-        return f"it takes one mask, not {len(problem.masks)}"
+    kinds = {*problem.masks}
+    if problem.masks != ("block",) and (len(kinds) < len(problem.masks) or not kinds <= _TOGETHER):
+        return f"it takes a block mask alone or one mask of each other kind, not {' and '.join(problem.masks)}"
+    wide = max(problem.head_dim, problem.head_dim_v) > _ROOMY_HEAD_DIM
+    if {"column", "boolean"} <= kinds and (wide or problem.bias is not None):
+        return f"beside a column mask it takes a boolean one without a bias, up to head dimension {_ROOMY_HEAD_DIM}"
     if max(problem.head_dim, problem.head_dim_v) > _MAX_HEAD_DIM:
         return f"it takes head dimensions up to {_MAX_HEAD_DIM}, not {problem.head_dim} and {problem.head_dim_v}"
     if problem.head_dim_v % 8:
@@ -115,10 +120,19 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
 
 def is_long(problem: Problem) -> bool:
     """Whether a score function reads an array anew for each element, or does much with each."""
-    if problem.score is None:
-        return False
-    nodes = order(problem.score.root)
-    return len(nodes) > _LONG_FUNCTION or any(x.op == "load" and x.depends & I and x.depends & J for x in nodes)
+    return problem.score is not None and (
+        reads(problem.score, I | J) or len(order(problem.score.root)) > _LONG_FUNCTION
+    )
+
+
+def reads(score: ScoreFunction, places: int) -> bool:
+    """Whether a score function reads an array at an index that depends on all of some variables."""
+    return any(node.op == "load" and node.depends & places == places for node in order(score.root))
+
+
+def is_walked(problem: Problem) -> bool:
+    """Whether consumers look at a mask's blocks or ask its function."""
+    return bool({"block", "function"} & {*problem.masks})
 
 
 def scaling(problem: Problem) -> Constants:
@@ -155,39 +169,44 @@ class Cut:
         self.counts = {**tile_counts(problem, tile), "section": min(section, problem.instances)}
 
     def _tile(self) -> Tile:
-        problem, columns = self.problem, self.problem.masks == ("column",)
+        problem, described = self.problem, self._is_described
         if self.bias_form == "tiles":
             return self._biased_tile()
         widest, _, tile, few = next(row for row in _TILES if self.head_dim <= row[0] and self.head_dim_v <= row[1])
         if self.bias_form == "loads" or is_long(problem):
             tile = tile._replace(block_n=_FEW_KEYS, stages=max(tile.stages, 3) if widest <= 128 else tile.stages)
-        elif problem.softcap is not None or problem.dropout or (columns and self.bias_form):
+        elif problem.softcap is not None or problem.dropout or (described and self.bias_form):
             tile = tile._replace(block_n=few)
         if tile.block_m == 192 and self._is_crowded():
             tile = tile._replace(block_m=128)  # these need registers that three warpgroups do not have
         if tile.block_m == 192 and problem.dropout and (problem.masks or problem.band is not None):
             tile = tile._replace(block_n=112)
-        if widest == 128 and columns:
-            tile = tile._replace(q_stages=2)  # the intervals of partial tiles' keys take the third one's place
+        if widest == 128 and described:
+            tile = tile._replace(q_stages=2)  # what partial tiles' keys say of their rows takes the third one's place
         return tile
+
+    @property
+    def _is_described(self) -> bool:
+        """Whether partial tiles' keys come with what they say of their rows, which takes room."""
+        return bool({"column", "boolean"} & {*self.problem.masks})
 
     def _is_crowded(self) -> bool:
         """Whether three warpgroups have no registers for what is done to single elements."""
-        problem = self.problem
-        if problem.score is not None:
-            simple = addend(problem.score.root) is not None and not problem.masks and not problem.dropout
-            if not simple or is_long(problem):
+        problem, score = self.problem, self.problem.score
+        if score is not None:
+            short = len(order(score.root)) <= _SHORT_FUNCTION and not reads(score, J)
+            if not short or addend(score.root) is None or problem.masks or problem.dropout:
                 return True
         changed = problem.softcap is not None or bool(self.bias_form) or problem.out_dtype != problem.dtype
-        return changed or problem.masks == ("block",)
+        return changed or is_walked(problem)
 
     def _biased_tile(self) -> Tile:
         problem = self.problem
         # Two blocks do not share the registers that these take.
-        alone = problem.dropout or problem.masks == ("block",) or problem.score is not None
+        alone = problem.dropout or is_walked(problem) or problem.score is not None
         rows = _BIASED_TILES[1 if alone else 0 :]
         tile = next(row[2] for row in rows if self.head_dim <= row[0] and self.head_dim_v <= row[1])
-        if problem.masks == ("column",):  # the intervals of partial tiles' keys take room
+        if self._is_described:
             tile = tile._replace(block_n=min(tile.block_n, 112), stages=2)
         return tile._replace(block_n=_FEW_KEYS) if is_long(problem) else tile
 
@@ -203,12 +222,13 @@ class Cut:
         slabs, slabs_v = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
         rounded = problem.out_dtype == problem.dtype
         queries = (max(slabs, slabs_v) if rounded else slabs) * block_m * ROW_BYTES
-        intervals = 16 * block_n if problem.masks == ("column",) else 0
+        boolean = "boolean" in problem.masks
+        masks = block_n * (16 * ("column" in problem.masks) + boolean * block_m // 8)  # intervals, and bits
         tiled = cdiv(block_n, SLAB_COLUMNS) * block_m * ROW_BYTES
         bias = {"tiles": tiled, "keys": 4 * block_n + _KEY_BIAS_BYTES}.get(self.bias_form, 0)
-        tiles = q_stages * queries + stages * ((slabs + slabs_v) * block_n * ROW_BYTES + intervals + bias)
+        tiles = q_stages * queries + stages * ((slabs + slabs_v) * block_n * ROW_BYTES + masks + bias)
         barriers = 8 * (2 * q_stages + 4 * stages + 4)
-        mail = 16 * q_stages + _LIST_BYTES + 4 * stages + 12
+        mail = 16 * q_stages + _LIST_BYTES + 4 * boolean + 4 * stages + 12
         mail += 24 * bool(self.bias_form)
         return pad(tiles + barriers, 16) + mail
 
