@@ -46,14 +46,17 @@ struct Bias<kBiasRows> {
 template <>
 struct Bias<kBiasKeys> {
     float2 keys[cfg::block_n / 8];
-    bool some_hidden;
+    float most;
+    bool wild;
 
     __device__ __forceinline__ void load(const Params&, const Shared& shared, u32 stage, const Work&, i32, i32) {
         const KeyBias& row = shared.key_bias(stage);
         unroll<cfg::block_n / 8>([&](int block) { keys[block] = *reinterpret_cast<const float2*>(row.of + 8 * block + 2 * (threadIdx.x % 4)); });
-        some_hidden = uniform(row.hides);
+        most = row.most;
+        wild = uniform(row.wild);
     }
-    __device__ __forceinline__ bool hides() const { return some_hidden; }
+    __device__ __forceinline__ bool hides() const { return wild; }
+    __device__ __forceinline__ void clear() { unroll<cfg::block_n / 8>([&](int block) { keys[block] = {0.0f, 0.0f}; }); }
     __device__ __forceinline__ float of(const Params&, int i) const { return i % 2 ? keys[i / 4].y : keys[i / 4].x; }
 };
 
