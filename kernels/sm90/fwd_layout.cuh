@@ -31,8 +31,7 @@ constexpr int q_buffer_bytes = stage_output && o_bytes > q_bytes ? o_bytes : q_b
 // The bias of a tile's keys.
 struct alignas(16) KeyBias {
     float of[cfg::block_n];
-    u32 wild;   // some of them is no finite number
-    float most;
+    float most, wild;  // the largest; 1 where some is no finite number
 };
 
 // Offsets in bytes; every tile starts on a multiple of 1024.
@@ -133,7 +132,7 @@ struct Shared : SharedMemory {
     __device__ __forceinline__ TileList& list() const { return at<TileList>(list_at); }
     __device__ __forceinline__ KeyTile& code(u32 stage) const { return at<KeyTile>(codes_at, stage); }
     __device__ __forceinline__ u32 bias(u32 stage) const { return address + bias_tiles_at + stage * bias_bytes; }
-    __device__ __forceinline__ KeyBias& key_bias(u32 stage) const { return at<KeyBias>(key_bias_at, stage); }
+    __device__ __forceinline__ u32 key_bias(u32 stage) const { return address + key_bias_at + stage * static_cast<u32>(sizeof(KeyBias)); }
     __device__ __forceinline__ int4* cols(u32 stage) const { return &at<int4>(cols_at + stage * cols_bytes); }
     __device__ __forceinline__ u64* bits(u32 stage, u32 warpgroup) const { return &at<u64>(bits_at + stage * bits_bytes + warpgroup * bits_part); }
     __device__ __forceinline__ Mail& mail() const { return at<Mail>(mail_at); }

@@ -17,7 +17,12 @@ __device__ __forceinline__ i32 rows_before_first(const Params& p) {
 
 // In a section the row tiles with most work come first; neighbours share keys and values.
 __device__ __forceinline__ Work row_tile(const Params& p, i32 number) {
-    const TileRank place = rank_of(p, number, p.heads, p.row_tiles);
+    TileRank place = rank_of(p, number, p.heads, p.row_tiles);
+    if constexpr (cfg::bias_shared) {  // in a section are then the batches of a head
+        const i32 pair = place.batch * p.heads + place.head;
+        place.head = pair / p.batch;
+        place.batch = pair - place.head * p.batch;
+    }
     i32 tile = p.row_tiles - 1 - place.rank, instance = 0;
     if constexpr (cfg::mask != kMaskNone) instance = static_cast<i32>(slice_of(p.table, place.batch, place.head));
     if constexpr (column_masks > 0)

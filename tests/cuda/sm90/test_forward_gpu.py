@@ -73,7 +73,7 @@ OWN = [
         128,
         dtype=F16,
         bias=bias_of(1, 1, 1, 1, dtype=F16),
-        options={"softcap": 3.0, "window": (200, 150)},
+        options={"softcap": 3.0, "window": (200, 150, "top_left")},
     ),
     sized(
         "hopper bias columns dropout",
