@@ -12,11 +12,6 @@
 
 namespace sm90::fwd {
 
-// Short rows of three warpgroups do best with the plainest steps.
-constexpr bool plain = !cfg::overlap && cfg::dropout == 0;
-// Else no key tile is hidden, only a row's first one, the last of the keys, may be cut, and tiles are counted, not told.
-constexpr bool later_tiles_vary = !unmasked || plain;
-constexpr bool keys_are_read = later_tiles_vary || cfg::bias_tiles || cfg::bias_keys;  // by all threads, in what comes with them
 // The next keys, and the warpgroup's own P V, are awaited halfway through the exponentials: both have long been there, and
 // rounding P then runs beside the other half.  Three warpgroups fill each other's gaps, and do better with one long stretch.
 constexpr bool proceeds_early = cfg::overlap && warpgroups == 2;
@@ -69,11 +64,14 @@ struct Consumer {
         if (later_tiles_vary && block == when + 1 && arrived) next = shared.code(k.stage);
     }
 
+    __device__ __forceinline__ i32 first_tile() const { return cfg::bias_keys ? work.instance & 0xffffff : p.key_tiles - 1; }
+    __device__ __forceinline__ i32 last_tile() const { return cfg::bias_keys ? work.instance >> 24 : 0; }
+
     // The tile that follows, or the row's `first`, where all are visited.
     __device__ __forceinline__ KeyTile count_down(bool first) const {
-        const i32 n = first ? p.key_tiles - 1 : tile.n() - 1;
+        const i32 n = first ? first_tile() : tile.n() - 1;
         const bool whole = !first || (n + 1) * cfg::block_n <= p.n_keys;
-        return KeyTile::make(n, (whole ? 0 : KeyTile::partial_bits) | (n == 0 ? KeyTile::last_bit : 0));
+        return KeyTile::make(n, (whole ? 0 : KeyTile::partial_bits) | (n == last_tile() ? KeyTile::last_bit : 0));
     }
 
     template <bool first = false>

@@ -15,6 +15,11 @@ constexpr int consumer_registers = cfg::min_blocks == 2 ? 104 : warpgroups == 3 
 // Rows and keys that see nothing and nobody sees, also because of the bias.
 constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias || cfg::score, may_hide_keys = may_have_dead_keys || cfg::bias_keys;
 
+// Short rows of three warpgroups do best with the plainest steps.
+constexpr bool plain = !cfg::overlap && cfg::dropout == 0;
+// Else no key tile is hidden, only a row's first one, the last of the keys, may be cut, and tiles are counted, not told.
+constexpr bool later_tiles_vary = !unmasked || plain;
+constexpr bool keys_are_read = later_tiles_vary || cfg::bias_tiles || cfg::bias_keys;  // by all threads, in what comes with them
 constexpr int q_bytes = slabs * cfg::block_m * row_bytes;
 constexpr int k_bytes = slabs * cfg::block_n * row_bytes;
 constexpr int v_bytes = slabs_v * cfg::block_n * row_bytes;
@@ -62,7 +67,7 @@ enum Barrier {
 struct alignas(16) Work {
     i32 row;          // first query row
     i32 head, batch;  // of q and o; negative head: there is no further work
-    i32 instance;     // of the mask
+    i32 instance;     // of the mask; where tiles are counted and the bias may hide keys, the first one counted and, << 24, the last one
 };
 
 // A key tile as it travels to the consumers, with its buffer of k.
