@@ -3,18 +3,27 @@
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
 
 from cuattn.cuda.arguments import Array, Axes, collapse, layout_fields, load_bytes, problem_fields, slots_of, steps_of
 from cuattn.cuda.constants import Constants
 from cuattn.cuda.device import device_of
 from cuattn.cuda.functions import Functions
-from cuattn.cuda.params import PARAMS
+from cuattn.cuda.params import PARAMS, derived
 from cuattn.cuda.sequence import LaunchSequence
 from cuattn.cuda.source import calls_functions, constants_of, functions_text
 from cuattn.cuda.tables import CallMasks
 from cuattn.plans import Plan
 from cuattn.problem import OPERATIONS, Problem
+
+
+class Own(NamedTuple):
+    """What a kernel takes behind ``Params``: a struct, and which of its fields take addresses, and which."""
+
+    dtype: np.dtype
+    slots: Mapping[str, str]
 
 
 class Call:
@@ -120,6 +129,7 @@ class Call:
         warps: int,
         values: Mapping[str, Any],
         tile: tuple[int, ...] = (),
+        own: Own | None = None,
         **more: Any,
     ) -> None:
         """Append the launch of a kernel that takes ``Params``.
@@ -135,6 +145,8 @@ class Call:
             Fields of ``Params`` that are this kernel's own.
         tile : tuple of int, optional
             Of a kernel that reads tables of masks: rows and keys of its tiles, and rows that the tables count in.
+        own : Own, optional
+            Of a kernel that takes more than ``Params``.
         **more
             For :class:`cuattn.cuda.launch.Kernel`.
         """
@@ -152,6 +164,8 @@ class Call:
             fields, more = {**fields, **values}, {**more, "traced": functions_text(text, masked)}
         if tables is not None:
             slots = {**slots, **{slot: slot for slot in tables.slots if slot in dtype.fields}}
+        if own is not None:
+            dtype, slots = derived(dtype, own.dtype, ""), {**slots, **own.slots}
         launched = path, kernel, constants, grid, 32 * warps, dtype, fields, slots
         self.sequence.add(*launched, tables=tables, **more)
 

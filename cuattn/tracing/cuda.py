@@ -13,8 +13,9 @@ compile once, and nothing that a user wrote reaches the compiler.  It is a names
     void NAME(const Arguments&, const Head&, const Row&, const Key&, acc s, int b, int h, int i, int j,
               acc& result0, ...);                // for each NAME of the functions that were asked for
 
-``traced::Use`` says what the functions depend on (``head_of_row``: whether `Row` holds what depends on b or h, for
-tiles whose rows belong to several heads).  Indices must exist: kernels clamp those of padded rows and keys.
+``traced::Use`` says what the stages depend on: ``head_of_row``, ``head_of_key``: whether `Row`, `Key` hold what depends
+on b or h, for tiles whose rows belong to several heads.  Indices must exist: kernels clamp those of padded rows and
+keys.
 """
 
 import math
@@ -26,7 +27,7 @@ import numpy as np
 
 from cuattn.tracing.bound import Bound, Facts
 from cuattn.tracing.build import is_uniform
-from cuattn.tracing.graph import ARRAY, B, H, I, J, Node, S, order
+from cuattn.tracing.graph import B, H, I, J, Node, S, order
 from cuattn.tracing.operations import TABLE
 from cuattn.tracing.ranges import Interval
 from cuattn.tracing.values import fit, fits_int32, host_value, known
@@ -226,19 +227,12 @@ class Writer:
         return [(node, field) for node, (stage, field) in self._stages.items() if stage == name]
 
     def _uses(self) -> str:
-        """Write down what the stages and the functions depend on."""
-        lines = [
-            f"constexpr bool {name.lower()}_is_empty = {str(not self._of_stage(name)).lower()};" for name in _STAGES
-        ]
+        """Write down what the stages depend on."""
+        lines = []
         for name in ("Row", "Key"):
             of_head = any(node.depends & (B | H) for node, _ in self._of_stage(name))
-            lines.append(f"constexpr bool head_of_{name.lower()} = {str(of_head).lower()};")
-        lines += [
-            f"constexpr bool {name}_reads_{variable} = {str(any(root.depends & bit for root in roots)).lower()};"
-            for name, roots in self._functions.items()
-            for variable, bit in (("s", S), ("b", B), ("h", H), ("i", I), ("j", J), ("arrays", ARRAY))
-        ]
-        return _struct("Use", [f"static {line}" for line in lines])
+            lines.append(f"static constexpr bool head_of_{name.lower()} = {str(of_head).lower()};")
+        return _struct("Use", lines)
 
     # Functions.
 

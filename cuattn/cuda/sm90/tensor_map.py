@@ -178,11 +178,12 @@ class MappedCall(Call):
         shared_bytes: int,
         written: Iterable[str],
         beside: Iterable[str] = (),
+        together: int = 1,
     ) -> None:
         """Append a kernel whose blocks share pieces of `work`, and that takes maps of what it reads and writes.
 
         Results leave in boxes of one warpgroup's rows.  Unrounded ones leave without a map; q's stands in then.  Last
-        come maps of what is read `beside` q, k and v, in boxes of q's rows.
+        come maps of what is read `beside` q, k and v, in boxes of q's rows.  `together`: blocks of a multiprocessor.
         """
         dtype = self.problem.row
         views = {name: self.view(name, tile[1] if name in ("k", "v") else tile[0]) for name in self.read}
@@ -191,5 +192,5 @@ class MappedCall(Call):
             views[name] = self.view(name if rounded else "q", WARPGROUP_ROWS)
         views |= {name: self.view(name, tile[0]) for name in beside}
         maps = {name: lru_cache(_MAPS_KEPT)(partial(describe, dtype=dtype, view=view)) for name, view in views.items()}
-        grid = (min(work, self.device.multiprocessors),)
+        grid = (min(work, together * self.device.multiprocessors),)
         self.add(path, kernel, constants, grid, warps, values, tile, shared_bytes=shared_bytes, maps=maps)
