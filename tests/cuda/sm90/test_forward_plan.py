@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+import cuattn.masks.function  # noqa: F401 - its kind is known when it is imported
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.sm90 import tensor_map
