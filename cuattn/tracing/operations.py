@@ -94,7 +94,7 @@ def _shift(ufunc: np.ufunc, beyond: Callable) -> Callable[..., Any]:
 
 
 def _converted(x: Any, out: Any = None, dtype: Any = None) -> Any:
-    return np.positive(x, out=out, dtype=dtype, casting="unsafe")
+    return np.asarray(x).astype(dtype)
 
 
 def _truncated(x: Any, out: Any = None, dtype: Any = None) -> Any:
