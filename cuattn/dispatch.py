@@ -21,7 +21,6 @@ from cuattn.errors import ArgumentError, DtypeError, UnsupportedError, shown
 from cuattn.interop import Outputs
 from cuattn.masks.base import Mask
 from cuattn.masks.constructors import band_of_runs
-from cuattn.masks.function import mask_of
 from cuattn.plans import Plan
 from cuattn.problem import (
     Array,
@@ -41,8 +40,6 @@ from cuattn.problem import (
     replayed_state,
     whole_offset,
 )
-from cuattn.scoring import Score
-from cuattn.tracing import MASK, Frozen, trace
 
 
 @dataclass
@@ -54,7 +51,7 @@ class Call:
     operation : Operation
     arrays : dict of str to array or None
         Its operands by name, in the order of `operation.inputs`; of a call that is only planned those up to mask.
-        A mask that is no array is moved to `masks`, or to `function` until `take_function` was called.
+        A mask that is no array is moved to `masks`, or to `function` until `take_functions` was called.
     options : Options
     random : object
         The argument rng or, where dropout is replayed, the forward's state.
@@ -81,6 +78,10 @@ class Call:
     function: Any = None
 
     def __post_init__(self) -> None:
+        if self.score is not None or type(self.score_args) is not tuple or self.score_args:
+            from cuattn.scoring import Score  # with all of tracing, which only functions need
+
+            self.score = Score(self.score, self.score_args, self.arrays, self.operation.replays)
         mask = self.arrays["mask"]
         if mask is None:
             pass  # and is asked nothing
@@ -88,8 +89,6 @@ class Call:
             self.masks, self.arrays["mask"] = mask.parts, None
         elif callable(mask):
             self.function, self.arrays["mask"] = mask, None
-        if self.score is not None or type(self.score_args) is not tuple or self.score_args:
-            self.score = Score(self.score, self.score_args, self.arrays, self.operation.replays)
 
     @property
     def has_runs(self) -> bool | None:
@@ -100,12 +99,22 @@ class Call:
             raise DtypeError(f"origin is {shown(self.origin)}; expected a cuattn.Origin or None")
         return self.origin.has_runs
 
-    def take_function(self, arrays: dict[str, Any]) -> None:
-        """Make a function the mask that it is for operands of these shapes, at this origin."""
+    def take_functions(self, arrays: dict[str, Any]) -> None:
+        """Make functions of visibility the masks that they are for operands of these shapes, at this origin."""
         if self.function is not None:
-            shapes = [tuple(arrays[name].shape) for name in "qkv"]
-            found = _function_mask(trace(self.function, MASK).frozen, *shapes, self.origin)
-            self.masks, self.function = found.parts, None
+            from cuattn.masks.function import live
+            from cuattn.tracing import MASK, trace
+
+            self._add_mask(trace(self.function, MASK, adopt=live).captured, arrays)
+            self.function = None
+        if self.score is not None and self.score.visible is not None:
+            self._add_mask(self.score.visible, arrays)
+            self.score.visible = None
+
+    def _add_mask(self, visible: Any, arrays: dict[str, Any]) -> None:
+        """Add the mask that a traced function is."""
+        shapes = [tuple(arrays[name].shape) for name in "qkv"]
+        self.masks = (*self.masks, *_function_mask(visible, *shapes, self.origin).parts)
 
 
 @dataclass
@@ -173,7 +182,7 @@ def _run(call: Call) -> tuple[list[Any], Any]:
     if seen is None or (call.score is not None and not call.score.recall()):
         return _compute(call)
     layouts, addresses = seen
-    call.take_function(call.arrays)
+    call.take_functions(call.arrays)
     known = _cell(call, layouts)
     origin = known.origin
     if origin is None:
@@ -280,11 +289,11 @@ def _enter(call: Call, outputs: Outputs) -> tuple[dict[str, Any], interop.ArrayO
 def _check(call: Call, views: dict[str, Any], origin: interop.ArrayOrigin) -> _Known:
     """Check a call; return its memo cell."""
     has_runs = call.has_runs
-    call.take_function(views)
+    if call.score is not None and not call.score.known:
+        call.score.trace(views)
+    call.take_functions(views)
     if has_runs:
         _fold(call, views)
-    if call.score is not None:
-        call.score.trace(views)
     layouts, _ = interop.signature(views.values())
     known = _cell(call, layouts)
     if known.problem is None:
@@ -318,8 +327,10 @@ _band_mask = lru_cache(maxsize=64)(band_of_runs)  # kept, since a mask holds tab
 
 
 @lru_cache(maxsize=32)  # masks hold tables
-def _function_mask(bound: Frozen, q: tuple, k: tuple, v: tuple, origin: Origin | None) -> Mask:
-    """Return the mask that a function is for operands of these shapes."""
+def _function_mask(bound: Any, q: tuple, k: tuple, v: tuple, origin: Origin | None) -> Mask:
+    """Return the mask that a function is for operands of these shapes; `bound` is what was traced."""
+    from cuattn.masks.function import mask_of
+
     batch, heads, _ = check_axes(q, k, v, True)  # whether groups are allowed, `check` asks
     leading, origin = () if max(map(len, (q, k, v))) == 2 else (*batch, heads), origin or Origin()
     rows, keys = pieces("row", origin.row, q[-2]), pieces("key", origin.key, k[-2])

@@ -3,18 +3,27 @@
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
 
 from cuattn.cuda.arguments import Array, Axes, collapse, layout_fields, load_bytes, problem_fields, slots_of, steps_of
 from cuattn.cuda.constants import Constants
 from cuattn.cuda.device import device_of
 from cuattn.cuda.functions import Functions
-from cuattn.cuda.params import PARAMS
+from cuattn.cuda.params import PARAMS, derived
 from cuattn.cuda.sequence import LaunchSequence
-from cuattn.cuda.source import calls_functions, constants_of
-from cuattn.cuda.tables import TABLE_SLOTS, CallMasks
+from cuattn.cuda.source import calls_functions, constants_of, functions_text
+from cuattn.cuda.tables import CallMasks
 from cuattn.plans import Plan
 from cuattn.problem import OPERATIONS, Problem
+
+
+class Own(NamedTuple):
+    """What a kernel takes behind ``Params``: a struct, and which of its fields take addresses, and which."""
+
+    dtype: np.dtype
+    slots: Mapping[str, str]
 
 
 class Call:
@@ -41,6 +50,8 @@ class Call:
     """
 
     sequence: LaunchSequence
+    packed_masks: ClassVar[bool] = False
+    """Whether the kernels read elements of boolean masks as bits."""
 
     def __init__(self, problem: Problem, operands: Mapping[str, Any], masks: Sequence[Any]) -> None:
         self.problem, self.operands, self._given_masks = problem, operands, masks
@@ -48,7 +59,7 @@ class Call:
 
     @functools.cached_property
     def _masks(self) -> CallMasks:
-        return CallMasks(self.problem, self._given_masks, self.device.number)
+        return CallMasks(self.problem, self._given_masks, self.device.number, self.packed_masks)
 
     @functools.cached_property
     def axes(self) -> Axes:
@@ -118,6 +129,7 @@ class Call:
         warps: int,
         values: Mapping[str, Any],
         tile: tuple[int, ...] = (),
+        own: Own | None = None,
         **more: Any,
     ) -> None:
         """Append the launch of a kernel that takes ``Params``.
@@ -133,17 +145,27 @@ class Call:
             Fields of ``Params`` that are this kernel's own.
         tile : tuple of int, optional
             Of a kernel that reads tables of masks: rows and keys of its tiles, and rows that the tables count in.
+        own : Own, optional
+            Of a kernel that takes more than ``Params``.
         **more
             For :class:`cuattn.cuda.launch.Kernel`.
         """
         fields, slots, tables = {**self._fields, **values}, self.slots, None
         if tile and self.problem.masks:
-            fields |= self._masks.fields(self.axes, tile[1])
-            slots, tables = {**slots, **{slot: slot for slot in TABLE_SLOTS}}, self._masks.tables(*tile)
-        dtype, functions = PARAMS, self.functions
-        if functions is not None and calls_functions(path):
-            dtype, more = functions.dtype, {**more, "traced": functions.text}
-            fields, slots = {**fields, **functions.values}, {**slots, **functions.slots}
+            extent = self._masks.extent(*tile)
+            fields |= self._masks.fields(self.axes, extent)
+            tables = self._masks.tables(extent)
+        dtype, functions, text = PARAMS, self.functions, ""
+        if calls_functions(path):
+            if functions is not None:
+                dtype, text = functions.dtype, functions.text
+                fields, slots = {**fields, **functions.values}, {**slots, **functions.slots}
+            dtype, values, masked = self._masks.traced(dtype, "visible")
+            fields, more = {**fields, **values}, {**more, "traced": functions_text(text, masked)}
+        if tables is not None:
+            slots = {**slots, **{slot: slot for slot in tables.slots if slot in dtype.fields}}
+        if own is not None:
+            dtype, slots = derived(dtype, own.dtype, ""), {**slots, **own.slots}
         launched = path, kernel, constants, grid, 32 * warps, dtype, fields, slots
         self.sequence.add(*launched, tables=tables, **more)
 

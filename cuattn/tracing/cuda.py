@@ -67,11 +67,14 @@ class Source(NamedTuple):
         The structure ``traced::Arguments``, C's layout.
     numbers : tuple of Node
         Values that the host computes, the fields ``number0, ...``.
+    counts : tuple of int
+        Of :func:`tile_source`: how many values rows and keys have.
     """
 
     text: str
     arguments: np.dtype
     numbers: tuple[Node, ...]
+    counts: tuple[int, int] = (0, 0)
 
     def pack(self, bound: Bound, pointers: Sequence[int]) -> np.ndarray:
         """Return the arguments of a call.
@@ -106,7 +109,12 @@ class Source(NamedTuple):
 
 
 def source(
-    functions: Mapping[str, Sequence[Node]], facts: Facts, dtype: Any = np.float32, *, short: bool = False
+    functions: Mapping[str, Sequence[Node]],
+    facts: Facts,
+    dtype: Any = np.float32,
+    *,
+    short: bool = False,
+    namespace: str = "traced",
 ) -> Source:
     """Return the CUDA text of some functions.
 
@@ -120,6 +128,8 @@ def source(
         The accumulator's: float32 or float64.
     short : bool, default False
         Whether the problem is of 16 bits, for which a coarser tanh does.
+    namespace : str, default "traced"
+        Of the text; or one within.
 
     Returns
     -------
@@ -147,13 +157,16 @@ def source(
     >>> float(made.pack(bound, [])["number0"])
     0.5
     """
-    return Writer(functions, facts, np.dtype(dtype), short).written()
+    return Writer(functions, facts, np.dtype(dtype), short, namespace).written()
 
 
 class Writer:
     """Writes one text; parameters as of :func:`source`."""
 
-    def __init__(self, functions: Mapping[str, Sequence[Node]], facts: Facts, dtype: np.dtype, short: bool) -> None:
+    def __init__(
+        self, functions: Mapping[str, Sequence[Node]], facts: Facts, dtype: np.dtype, short: bool, namespace: str
+    ) -> None:
+        self._namespace = namespace
         self._functions = {name: list(roots) for name, roots in functions.items()}
         self._facts, self._short = facts, short
         self._acc = "double" if dtype == np.float64 else "float"
@@ -178,10 +191,12 @@ class Writer:
         """Return the text of some parts, behind the structure of what they use."""
         self._fields = self._fields or {"nothing": "int"}
         arguments = _struct("Arguments", [_declared(kind, name) for name, kind in self._fields.items()])
-        begin = [f'#include "{header}"', "namespace traced {", f"using acc = {self._acc};", arguments]
+        begin = [f'#include "{header}"', f"namespace {self._namespace} {{", f"using acc = {self._acc};", arguments]
         text = "\n".join([*begin, *parts])
         layout = [(name, np.uint64 if kind.endswith("*") else _WIDE[kind]) for name, kind in self._fields.items()]
-        return Source(f"{text}\n}}  // namespace traced\n", np.dtype(layout, align=True), tuple(self._number_of))
+        return Source(
+            f"{text}\n}}  // namespace {self._namespace}\n", np.dtype(layout, align=True), tuple(self._number_of)
+        )
 
     # What is computed where.
 

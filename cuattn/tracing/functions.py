@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.errors import ArgumentError, CuattnError, UnsupportedError, as_integer, shown
+from cuattn.errors import ArgumentError, CuattnError, as_integer, shown
 from cuattn.tracing.bound import Bound, Frozen, facts, kind_of_number, narrowed, span_of
 from cuattn.tracing.build import convert, place_in
 from cuattn.tracing.capture import Argument, Identity, Snapshot, Tracer, copied, identity, is_array, watch
-from cuattn.tracing.graph import Node, variable
+from cuattn.tracing.derivatives import split_visible
+from cuattn.tracing.graph import Node, order, variable
 from cuattn.tracing.proxy import ArrayProxy, Proxy, active, as_node, kind_of
 from cuattn.tracing.values import leaves_int64
 
@@ -49,6 +50,24 @@ class Traced(Bound):
         captured = [x if isinstance(x, Argument) else (np.dtype(x.dtype), x.shape, x.strides) for x in self.arrays]
         return self.root, self.signature, self.spans, *captured
 
+    @functools.cached_property
+    def split(self) -> tuple[Frozen | None, Node]:
+        """Where a score is visible, if captured integers alone say that, and the score there.
+
+        A mask may then say it, whatever the precision of scores.  See :func:`cuattn.tracing.split_visible`.
+        """
+        visible, score = split_visible(self.root)
+        if visible is None:
+            return None, self.root
+        nodes = order(visible)
+        read = {(x.op, x.value) for x in nodes}
+        arrays = [x if ("load", slot) in read else np.zeros(0) for slot, x in enumerate(self.arrays)]
+        numbers = [x if ("parameter", slot) in read else 0.0 for slot, x in enumerate(self.numbers)]
+        constant = all(isinstance(x, np.ndarray) for x in arrays) and Argument not in map(type, numbers)
+        if not constant or any(x.kind == "f" for x in nodes):
+            return None, self.root
+        return Frozen(visible, arrays, numbers), score
+
     def has_floats(self, index: int) -> bool:
         """Return whether an argument, which is an array, is one of floats."""
         return kind_of(self.signature[2 + index][0]) == "f"
@@ -65,14 +84,11 @@ class Traced(Bound):
         return Bound(self.root, tuple(arrays), tuple(numbers), self.spans)
 
     @functools.cached_property
-    def frozen(self) -> Frozen:
-        """The graph with what a function without further arguments captured, which lies on the host."""
-        if not all(isinstance(array, np.ndarray) for array in self.arrays):
-            raise UnsupportedError(
-                "mask is a function that captures an array on a GPU: expected cuattn.masks.from_function(...), which "
-                "reads it back once"
-            )
-        return Frozen(self.root, self.arrays, self.numbers)
+    def captured(self) -> Bound:
+        """The graph with what a function without further arguments captured: a `Frozen` if all of it is on the host."""
+        if all(isinstance(array, np.ndarray) for array in self.arrays):
+            return Frozen(self.root, self.arrays, self.numbers)
+        return self.bind()
 
 
 def trace(

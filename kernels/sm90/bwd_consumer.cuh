@@ -28,7 +28,7 @@ struct Consumer : Worker {
     // 128 rows, or a part of V, leave few registers.
     static constexpr bool crowded = cfg::block_m == 128 || cfg::split_delta;
     using Ahead = Numbers<crowded ? 0 : cfg::block_m / 8>;
-    static constexpr int held = cfg::dropout ? unmasked : !cfg::split_delta ? 2 : cfg::mask == kMaskColumn ? 4 : 0;  // before what is hidden is hidden
+    static constexpr int held = cfg::dropout ? unmasked : !cfg::split_delta ? 2 : column_masks > 0 && stated_mask ? 0 : column_masks > 0 || stated_mask ? 4 : 0;  // before what is hidden is hidden
     using Stat = Numbers<crowded ? held : cfg::block_m / 8>;
     using Delta = Either<cfg::split_delta, NoNumbers, Ahead>::type;
     const ptx::TensorMap &dk_map, &dv_map;

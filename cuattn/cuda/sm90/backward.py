@@ -115,7 +115,8 @@ class Cut:
             barriers, moved = 4, row_bytes(problem)
         tiles = keys + _STAGES * rows + sums + draws * block_m * block_n // 8
         # What the warpgroups tell each other: work, steps and draws of each stage, mail, walk, heads, places of dq.
-        told = 16 * (3 if one else 2) + _STAGES * 16 * (1 + draws) + 32 + 48 + 24 + 40
+        walk = 48 + 16 * bool({"boolean", "function"} & {*problem.masks})
+        told = 16 * (3 if one else 2) + _STAGES * 16 * (1 + draws) + 32 + walk + 24 + 40
         size = pad(tiles + 8 * (barriers + 8 + (4 + 3 * draws) * _STAGES), 16) + told
         size = pad(size, _DELTA_OPERAND) if self.split_delta else size
         heads = problem.instances // problem.group

@@ -117,6 +117,8 @@ def describe(address: int, dtype: Dtype, view: View) -> TensorMap:
 class MappedCall(Call):
     """A call of kernels that read and write by tensor maps."""
 
+    packed_masks = True
+
     @property
     def read(self) -> list[str]:
         """What the copy engine reads, as far as it is there: not all of a planned call is."""
@@ -124,11 +126,17 @@ class MappedCall(Call):
 
     @staticmethod
     def simplify(problem: Problem, masks: Sequence[Any]) -> tuple[Problem, Sequence[Any]]:
-        """Take a mask that is no more than a band as one; no boolean mask, which must give the same bits, is taken."""
-        reach = masks[0].reach if problem.masks == ("column",) and problem.band is None else None
+        """Take a column mask that is no more than a band as one; so it gives the bits of its boolean twin, too.
+
+        With dropout tiles without any mask are larger: a mask that hides nothing is a band without ends then.  With a
+        bias tiles with a band are, too.
+        """
+        alone = problem.masks == ("column",) and problem.band is None and problem.bias is None
+        reach = masks[0].reach if alone else None
         if reach is None:
             return problem, masks
-        return replace(problem, masks=(), band=None if reach == (None, None) else Band(*reach, 0)), ()
+        unmasked = reach == (None, None) and not problem.dropout
+        return replace(problem, masks=(), band=None if unmasked else Band(*reach, 0)), ()
 
     def layout_reason(self) -> str | None:
         """Say why the operands cannot be described, or return None."""
@@ -170,11 +178,12 @@ class MappedCall(Call):
         shared_bytes: int,
         written: Iterable[str],
         beside: Iterable[str] = (),
+        together: int = 1,
     ) -> None:
         """Append a kernel whose blocks share pieces of `work`, and that takes maps of what it reads and writes.
 
         Results leave in boxes of one warpgroup's rows.  Unrounded ones leave without a map; q's stands in then.  Last
-        come maps of what is read `beside` q, k and v, in boxes of q's rows.
+        come maps of what is read `beside` q, k and v, in boxes of q's rows.  `together`: blocks of a multiprocessor.
         """
         dtype = self.problem.row
         views = {name: self.view(name, tile[1] if name in ("k", "v") else tile[0]) for name in self.read}
@@ -183,5 +192,5 @@ class MappedCall(Call):
             views[name] = self.view(name if rounded else "q", WARPGROUP_ROWS)
         views |= {name: self.view(name, tile[0]) for name in beside}
         maps = {name: lru_cache(_MAPS_KEPT)(partial(describe, dtype=dtype, view=view)) for name, view in views.items()}
-        grid = (min(work, self.device.multiprocessors),)
+        grid = (min(work, together * self.device.multiprocessors),)
         self.add(path, kernel, constants, grid, warps, values, tile, shared_bytes=shared_bytes, maps=maps)

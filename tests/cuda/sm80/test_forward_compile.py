@@ -32,7 +32,9 @@ UTILITIES = [
     ("util/mask_bounds.cu", {"block_m": 64, "block_n": 96, "rows_per_item": 3, **_COLUMNS}),
     ("util/mask_bounds.cu", {"block_m": 64, "block_n": 32, "rows_per_item": 1, **_COLUMNS, "band_left": False}),
     ("util/mask_bounds.cu", {"block_m": 64, "block_n": 32, "rows_per_item": 1, **_COLUMNS, "mask": 3 + 8 + 16}),
-    ("util/mask_alive.cu", {**_COLUMNS, "mask": 16, "block_m": 1, "block_n": 1, "rows_per_item": 1}),
+    ("util/mask_alive.cu", {**_COLUMNS, "mask": 8, "block_m": 1, "block_n": 1, "rows_per_item": 1}),
+    ("util/mask_bits.cu", {**_COLUMNS, "mask": 16, "block_m": 64, "block_n": 112, "rows_per_item": 2}),
+    ("util/mask_bits.cu", {**_COLUMNS, "mask": 4 + 8 + 16, "block_m": 16, "block_n": 32, "rows_per_item": 1}),
     ("util/mask_alive.cu", {**_COLUMNS, "mask": 4 + 8 + 16, "block_m": 1, "block_n": 1, "rows_per_item": 1}),
     ("util/merge.cu", {"acc": "float", "part": "float", "out": "__nv_bfloat16", "row_warps": 4, "stacked": True}),
     ("util/merge.cu", {"acc": "float", "part": "__half", "out": "__half", "row_warps": 1, "stacked": False}),
@@ -40,15 +42,16 @@ UTILITIES = [
 
 
 def failures(jobs):
-    """Compile (name, path, constants, arch) in parallel; return what uses local memory."""
+    """Compile (name, path, constants, arch[, traced]) in parallel; return what uses local memory."""
     unique = list({job[1:] for job in jobs})
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
         found = dict(zip(unique, pool.map(kernel_resources, *zip(*unique, strict=True)), strict=True))
     failures = []
     for name, *key in jobs:
+        arch = key[2]
         for kernel, used in found[tuple(key)].items():
-            if used.stack > (SPILL_BYTES if (key[-1], name) in EXCEPTIONS else 0):
-                failures.append(f"{key[-1]} {name}: {kernel} {used}")
+            if used.stack > (SPILL_BYTES if (arch, name) in EXCEPTIONS else 0):
+                failures.append(f"{arch} {name}: {kernel} {used}")
     return failures
 
 
