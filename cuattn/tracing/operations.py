@@ -163,7 +163,7 @@ _ROWS = (
         "ff-f",
         slopes=lambda x, y, z: (1 / y, -z / y),
         right=1,
-        short="{0} * ptx::rcp({1})",
+        short="product_of({0}, ptx::rcp({1}))",
         heavy=True,
     ),
     _row(
