@@ -33,6 +33,9 @@ name                    type     meaning
 ``runs``                bool     dropout: a shard's rows and keys are looked up in ``row_blocks``, ``key_blocks``
 ``statistics``          bool     forward: l and m are written; else their addresses are null
 ``bias``                bool     a bias is added
+``bias_keys``           bool     sm90 backward: the bias is broadcast along rows
+``bias_tiles``          bool     sm90 backward: the copy engine brings tiles of the bias
+``dbias``               int      sm90 backward: how the main kernel makes dbias, see kernels/attn/bwd_workspace.cuh
 ``softcap``             bool     scores pass through softcap * tanh(s / softcap)
 ``prescaled``           bool     scores are scaled before the maximum is taken
 ``negate``              bool     sm90: scale < 0, products are negated

@@ -41,6 +41,10 @@ constexpr int delta_bytes = cfg::split_delta ? kDeltaParts * row_bytes : numbers
 constexpr int delta_stride = cfg::split_delta ? 8 * row_bytes : numbers_bytes;
 constexpr int draws_bytes = drawers ? cfg::block_m * cfg::block_n / 8 : 0;  // a bit per element
 
+// A tile of the bias arrives where dS will be.
+constexpr int bias_bytes = cfg::bias_tiles ? ds_bytes : 0;
+static_assert(!cfg::bias_tiles || (!by_function && sizeof(cfg::bias_elem) == 2));
+
 // Offsets in bytes; every tile starts on a multiple of 1024.
 constexpr int k_at = 0;
 constexpr int k_stages = by_function ? 1 : 2;  // the next key tile arrives while this one is worked on
@@ -126,7 +130,7 @@ struct alignas(16) DrawPlace {
 };
 
 struct Maps {
-    const ptx::TensorMap &q, &k, &v, &dout, &dk, &dv;
+    const ptx::TensorMap &q, &k, &v, &dout, &dk, &dv, &bias, &dbias;
 };
 
 // To the cleaner: which tiles have just arrived raw.  Stage: of q and do; keys_stage - i: v and k in buffer i; done_stage: no

@@ -2,6 +2,7 @@
 // issues.  Also the cleaner warp, through which tiles pass that may hold NaN where it must not count.
 #pragma once
 #include "attn/philox.cuh"
+#include "attn/score.cuh"
 #include "ptx/barrier.cuh"
 #include "sm90/bwd_layout.cuh"
 #include "sm90/hidden.cuh"
@@ -42,8 +43,18 @@ struct StepWalk {
             // A key that no head sees is none that the first one sees.
             if (dead && member == 0) shared.pending().flags |= Work::dead_bit;
         }
+        if constexpr (cfg::bias_keys) note_hidden_keys(head);
         __syncwarp();  // the new ones are there
         rows.begin(p);
+    }
+
+    // The same of keys that the bias hides.
+    __device__ __forceinline__ void note_hidden_keys(i32 head) {
+        bool hides = false;
+        for (i32 key = threadIdx.x % 32; key < cfg::block_n; key += 32)
+            hides |= !bias_shows(p, slice_of(p.bias, work.batch, head), work.tile * cfg::block_n + key);
+        hides = uniform(hides);
+        if (hides && member == 0 && threadIdx.x % 32 == 0) shared.pending().flags |= Work::dead_bit;
     }
 
     // Of a head that sees the key tile: the one before may still have a step to be loaded, whatever heads lie between them.
@@ -122,9 +133,9 @@ struct Producer {
         if (may_have_empty_rows && uniform(step.dirty())) {
             mail(stage);
             full = full_do = shared.barrier(raw_full);
-            if (leader) ptx::mbarrier_arrive_expect(full, q_bytes + do_bytes + numbers_bytes + delta_bytes);
+            if (leader) ptx::mbarrier_arrive_expect(full, q_bytes + do_bytes + numbers_bytes + delta_bytes + bias_bytes);
         } else if (leader) {
-            ptx::mbarrier_arrive_expect(full, q_bytes + numbers_bytes);
+            ptx::mbarrier_arrive_expect(full, q_bytes + numbers_bytes + bias_bytes);
             ptx::mbarrier_arrive_expect(full_do, do_bytes + delta_bytes);
         }
         if (leader) {
@@ -133,10 +144,20 @@ struct Producer {
             const i64 at = stat_row(p, place.flat, row);
             load_tile<cfg::block_m, slabs>(maps.q, shared.q(stage), full, ptx::evict_last, row, {p.q, place.head, work.batch});
             ptx::bulk_load(shared.stat(stage), static_cast<const float*>(p.stat) + at, numbers_bytes, full);
+            if constexpr (cfg::bias_tiles) load_bias(shared.ds(stage), full, row, {p.bias, place.head, work.batch});
             load_tile<cfg::block_m, slabs_v>(maps.dout, shared.dout(stage), full_do, ptx::evict_last, row, {p.dout, place.head, work.batch});
             ptx::bulk_load(shared.delta(stage), static_cast<const u8*>(p.delta) + at / cfg::block_m * delta_bytes, delta_bytes, full_do);
         }
         positions.advance(row_ring);
+    }
+
+    // To where dS will be, of which nobody reads the last one any more.
+    __device__ __forceinline__ void load_bias(u32 tile, u32 full, i32 row, const Place& place) const {
+        const u64 policy = p.bias.head && p.bias.batch[kBatchAxes - 1] ? ptx::evict_first : ptx::evict_last;
+        unroll<warpgroups>([&](int slab) {
+            ptx::tensor_load(tile + slab * cfg::block_m * row_bytes, maps.bias, full, policy,
+                             shared.pending().tile * cfg::block_n + 64 * slab, row, place.head, place.batch);
+        });
     }
 
     // May some key of the tile be seen by no row?
@@ -234,10 +255,13 @@ struct Producer {
 // Is the key visible to some row of some head that shares it?
 __device__ __forceinline__ bool key_lives(const Params& p, const Work& work, i32 key) {
     if (key >= p.n_keys || !band_sees(p, key)) return false;
-    if constexpr (cfg::mask == kMaskNone) return true;
+    if constexpr (cfg::mask == kMaskNone && !cfg::bias_keys) return true;
     bool alive = false;
-    for (i32 member = 0; member < p.group && !alive; ++member)
-        alive = key_alive(p, slice_of(p.table, work.batch, work.head * p.group + member), key);
+    for (i32 member = 0; member < p.group && !alive; ++member) {
+        const i32 head = work.head * p.group + member;
+        alive = key_alive(p, slice_of(p.table, work.batch, head), key);
+        if constexpr (cfg::bias_keys) alive = alive && bias_shows(p, slice_of(p.bias, work.batch, head), key);
+    }
     return alive;
 }
 

@@ -56,6 +56,14 @@ struct Consumer {
     // Element i belongs to row i / 2 % 2 of the thread's two, and to this key of the tile, counted from twice its place in the quad.
     __device__ __forceinline__ static constexpr int key_of(int i) { return 8 * (i >> 2) + (i & 1); }
 
+    // Raw products to scores.
+    __device__ __forceinline__ void add_biases(Step step) {
+        const Work& work = shared.work();
+        const i64 offset = slice_of(p.bias, work.batch, work.head);
+        const i32 row = own_row(), first = step.n() * cfg::block_n + 2 * (threadIdx.x % 4);
+        unroll<cfg::block_n / 2>([&](int i) { s[i] = add_bias(p, s[i], bias_at(p, offset, row + 8 * (i / 2 % 2), first + key_of(i))); });
+    }
+
     // Hidden scores become -inf, whatever they were; so do those of rows that see nothing.
     __device__ __forceinline__ void mask_scores(Step step) {
         const Work& work = shared.work();
@@ -89,7 +97,8 @@ struct Consumer {
     // come, and the slope of the cap joins P at once: P itself is needed no more.
     __device__ __forceinline__ void weigh(Step step) {
         const float scale = score_scale(p);
-        if constexpr (cfg::prescaled) prescale(s, p);
+        if constexpr (cfg::bias) add_biases(step);
+        else if constexpr (cfg::prescaled) prescale(s, p);
         if (uniform(step.partial())) {
             mask_scores(step);
             if (uniform(step.far())) subtract_maxima();

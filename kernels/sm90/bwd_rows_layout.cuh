@@ -59,7 +59,7 @@ struct Step {
 // To the cleaner: a key tile that has just arrived raw.  Negative stage: no more work.
 struct Mail {
     i32 k_stage, v_stage, n;
-    i64 instance;
+    i64 instance;  // with cfg::bias_keys the number of the head, batches counted in, stands in its high half
 };
 
 constexpr int work_at = (barriers_at + 8 * barrier_count + 15) / 16 * 16;

@@ -20,6 +20,12 @@ __device__ __forceinline__ void prescale(float (&s)[n], const Params& p) {
     unroll<n>([&](int i) { s[i] = cap_score(p, s[i]); });
 }
 
+// A score from its raw product, by the operations of the forward.
+__device__ __forceinline__ float add_bias(const Params& p, float product, float bias) {
+    if constexpr (cfg::softcap) return cap_score(p, product) + bias;
+    else return fmaf(product, static_cast<float>(p.scale), bias);
+}
+
 // What the softcap does to gradients, from the score behind it; a hidden score must not turn into NaN.
 __device__ __forceinline__ float cap_slope(const Params& p, float score) {
     const float t = fmaxf(score * static_cast<float>(1 / p.softcap), -1.0f);

@@ -24,7 +24,7 @@ struct SharedMemory {
 };
 
 constexpr bool unmasked = cfg::mask == kMaskNone && !cfg::band_left && !cfg::band_right;
-constexpr bool may_have_empty_rows = !unmasked, may_have_dead_keys = !unmasked;
+constexpr bool may_have_empty_rows = !unmasked || cfg::bias, may_have_dead_keys = may_have_empty_rows;
 
 // The first of a thread's two rows among the 64 of its warpgroup's accumulators; the other lies 8 further.
 __device__ __forceinline__ i32 fragment_row() { return 16 * (threadIdx.x % 128 / 32) + threadIdx.x % 32 / 4; }

@@ -5,7 +5,9 @@ adds dq up in memory, key tiles taking turns where the order must be fixed; sm90
 rows.  Else the same kernel with 64 keys computes dK and dV, and sm90/bwd_rows.cu computes dq.
 """
 
+import functools
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +17,9 @@ from cuattn.cuda.constants import Constants, problem_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.sm80.backward import add_preprocess, broadcast_heads, row_arrays
 from cuattn.cuda.sm90 import forward
+from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, BiasGradient, Dbias, bias_form
 from cuattn.cuda.sm90.forward import ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
-from cuattn.cuda.sm90.tensor_map import MappedCall
+from cuattn.cuda.sm90.tensor_map import MappedCall, View
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
 from cuattn.problem import Problem
@@ -34,7 +37,7 @@ _CONVERT_WARPS = 8
 
 def unsupported_reason(problem: Problem, device: Device) -> str | None:
     """Say why these kernels do not take a problem, or return None; strides and addresses are another matter."""
-    against = forward.unsupported_reason(problem, device)
+    against = forward.unsupported_reason(replace(problem, bias=None), device)
     if against is None and problem.head_dim % 8:
         return f"it writes rows in units of 8 elements, and q has {problem.head_dim}"
     if against is None and problem.softcap is not None and problem.softcap > _MAX_SOFTCAP:
@@ -65,11 +68,12 @@ class Cut:
         One kernel computes everything and adds dq up in memory.
     split_delta : bool
         Tensor cores subtract delta from dP: dropout needs it apart, and blocks take the registers of V.
+    bias : BiasForm
     keys, rows : Tile
         Of sm90/bwd.cu and sm90/bwd_rows.cu.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, bias: BiasForm = NO_BIAS) -> None:
         self.problem, blocks = problem, problem.masks == ("block",)
         self.head_dim, self.head_dim_v = width_of(problem.head_dim), width_of(problem.head_dim_v)
         self.columns = pad(problem.head_dim, SLAB_COLUMNS)
@@ -78,8 +82,10 @@ class Cut:
         beside = problem.band is not None or problem.deterministic or problem.dropout
         crowded = problem.softcap is not None or (blocks and beside)
         self.fused = widest <= 64 or (widest <= _FUSED_HEAD_DIM and not crowded)
-        self.split_delta = self.fused and widest > 64 and not problem.dropout and not blocks
         self._slabs = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
+        self.bias = bias if self.fused else BiasForm(bias.keys)
+        passes = problem.bias is not None and self.bias.gradient == Dbias.ELSEWHERE  # it takes delta whole
+        self.split_delta = self.fused and widest > 64 and not problem.dropout and not blocks and not passes
         self.keys, self.rows = self._key_tile(), self._row_tile()
 
     def _counts(self, tile: tuple[int, int], size: int, heads: int) -> dict[str, int]:
@@ -157,6 +163,9 @@ class Cut:
             **problem_constants(self.problem),
             **forward.scaling(self.problem),
             **{name: getattr(self, name) for name in ("head_dim", "head_dim_v", "split_delta")},
+            "bias_keys": self.bias.keys,
+            "bias_tiles": self.bias.tiles,
+            "dbias": int(self.bias.gradient),
             "block_m": self.keys.block_m,
             "block_n": self.keys.block_n,
             "stages": _STAGES,
@@ -176,7 +185,12 @@ class Cut:
 
 
 class Backward(MappedCall):
-    """Three launches, of which the last makes dq: from its sums, or anew from the scores."""
+    """Three launches, of which the last makes dq, from its sums, or anew from the scores; and what dbias needs."""
+
+    @functools.cached_property
+    def cut(self) -> Cut:
+        """How the call is cut."""
+        return Cut(self.problem, bias_form(self.problem, self.operands.get("bias")))
 
     def unsupported_reason(self) -> str | None:
         problem = self.problem
@@ -188,21 +202,28 @@ class Backward(MappedCall):
     def _sum_reason(self) -> str | None:
         problem = self.problem
         for name in broadcast_heads(self):
-            if name != "q" or problem.deterministic or not Cut(problem).fused:
+            if name != "q" or problem.deterministic or not self.cut.fused:
                 return f"the gradient of {name} is a sum over axes along which it was broadcast"
         return None
 
     def prepare(self) -> Plan:
-        problem, cut = self.problem, Cut(self.problem)
+        problem, cut = self.problem, self.cut
         keys, rows, constants = cut.keys, cut.rows, cut.constants
         dq_instances = math.prod(self.operands["q"].shape[:-2])
-        self.begin(cut.scratch(dq_instances))
-        add_preprocess(self, constants, cut.columns, keys.counts)
+        dbias = BiasGradient(self, cut.bias.gradient, keys.counts, keys[:2]) if "bias" in self.operands else None
+        scratch, counts = cut.scratch(dq_instances), keys.counts
+        if dbias is not None:
+            scratch, counts = scratch | dbias.scratch, counts | dbias.fields
+        self.begin(scratch)
+        add_preprocess(self, constants, cut.columns, counts)
         warps = 4 * (_WARPGROUPS + 1)
         key_warps = warps + 4 * bool(problem.dropout and cut.fused)  # more of them draw
         work = keys.counts["key_tiles"] * problem.instances // problem.group
-        launched = "sm90/bwd.cu", "attention_backward", constants, work, key_warps, keys.counts, keys[:2]
-        self.add_mapped(*launched, keys.shared_bytes, ("dk", "dv"))
+        path = "sm90/bwd_bias.cu" if cut.bias.tiles else "sm90/bwd.cu"
+        launched = path, "attention_backward", constants, work, key_warps, counts, keys[:2]
+        self.add_mapped(*launched, keys.shared_bytes, ("dk", "dv"), self._bias_views())
+        if dbias is not None:
+            dbias.finish(constants, counts)
         if cut.fused:
             grid = (keys.counts["row_tiles"] * dq_instances,)
             self.add("sm90/bwd_convert.cu", "backward_convert", constants, grid, _CONVERT_WARPS, keys.counts)
@@ -211,4 +232,15 @@ class Backward(MappedCall):
             work = rows.counts["row_tiles"] * problem.instances
             launched = "sm90/bwd_rows.cu", "backward_rows", own, work, warps, rows.counts, rows[:2]
             self.add_mapped(*launched, rows.shared_bytes, ("dq",))
-        return self.planned("sm90/bwd.cu", keys[:2], key_warps, keys.shared_bytes, constants, cut.note)
+        return self.planned(path, keys[:2], key_warps, keys.shared_bytes, constants, cut.note)
+
+    def _bias_views(self) -> dict[str, View]:
+        """Return the looks of a bias whose tiles travel and of its gradient; where that does not, another's stands in."""
+        cut, block_m = self.cut, self.cut.keys.block_m
+        if not cut.bias.tiles:
+            return {}
+        stored = cut.bias.gradient == Dbias.STORED
+        return {
+            "bias": self.view("bias", block_m),
+            "dbias" if stored else "dq_acc": self.view("dbias" if stored else "q", block_m),
+        }

@@ -82,7 +82,8 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
 
 def scaling(problem: Problem) -> Constants:
     """Return the constants that say how scores are scaled: before their maximum where the scale would spoil it."""
-    prescaled = problem.softcap is not None or not _LEAST_SCALE <= abs(problem.scale) <= 1 / _LEAST_SCALE
+    altered = problem.softcap is not None or problem.bias is not None
+    prescaled = altered or not _LEAST_SCALE <= abs(problem.scale) <= 1 / _LEAST_SCALE
     return {"prescaled": prescaled, "negate": problem.scale < 0 and not prescaled}
 
 

@@ -23,7 +23,6 @@ def problem(*sizes, **changes):
     ("changes", "words"),
     [
         ({"dtype": np.dtype(np.float32)}, "float32"),
-        ({"bias": np.dtype(np.float32)}, "bias"),
         ({"masks": ("boolean",)}, "boolean"),
         ({"head_dim": 264}, "264"),
         ({"head_dim": 36, "head_dim_v": 40}, "36"),
