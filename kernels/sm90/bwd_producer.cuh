@@ -50,11 +50,12 @@ struct StepWalk {
 
     // The same of keys that the bias hides.
     __device__ __forceinline__ void note_hidden_keys(i32 head) {
+        if (member != 0) return;
         bool hides = false;
+#pragma unroll 1  // of registers there are few
         for (i32 key = threadIdx.x % 32; key < cfg::block_n; key += 32)
             hides |= !bias_shows(p, slice_of(p.bias, work.batch, head), work.tile * cfg::block_n + key);
-        hides = uniform(hides);
-        if (hides && member == 0 && threadIdx.x % 32 == 0) shared.pending().flags |= Work::dead_bit;
+        if (uniform(hides) && threadIdx.x % 32 == 0) shared.pending().flags |= Work::dead_bit;
     }
 
     // Of a head that sees the key tile: the one before may still have a step to be loaded, whatever heads lie between them.

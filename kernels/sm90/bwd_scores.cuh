@@ -43,7 +43,7 @@ struct ReadValues {
 // part of V, since a product of 64 rows and keys reads as much shared memory as it can multiply, and then half as much.
 struct HeldValues {
     // Of 16 columns.  The assembler grants no more; a key tile under a column mask meets too few rows for as many.
-    static constexpr int steps = cfg::mask == kMaskColumn ? 2 : 4;
+    static constexpr int steps = cfg::mask == kMaskColumn || (cfg::bias && !cfg::bias_keys && !cfg::bias_tiles) ? 2 : cfg::dbias == kDbiasAdded ? 3 : 4;
     HeldRows<steps> rows;
     u32 minus_half[4];  // A: -1/2 where B has a part of D; both halves of B's 16 rows are the same 8
 

@@ -78,14 +78,16 @@ class Cut:
         self.head_dim, self.head_dim_v = width_of(problem.head_dim), width_of(problem.head_dim_v)
         self.columns = pad(problem.head_dim, SLAB_COLUMNS)
         widest = max(self.head_dim, self.head_dim_v)
-        # A softcap takes registers, too, and so does walking blocks beside anything else.
-        beside = problem.band is not None or problem.deterministic or problem.dropout
-        crowded = problem.softcap is not None or (blocks and beside)
+        # Walking blocks takes registers beside anything else, and so does dropout beside a softcap.
+        capped = problem.softcap is not None
+        beside = problem.band is not None or problem.deterministic or problem.dropout or capped
+        crowded = (blocks and beside) or (capped and problem.dropout)
         self.fused = widest <= 64 or (widest <= _FUSED_HEAD_DIM and not crowded)
         self._slabs = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
         self.bias = bias if self.fused else BiasForm(bias.keys)
         passes = problem.bias is not None and self.bias.gradient == Dbias.ELSEWHERE  # it takes delta whole
-        self.split_delta = self.fused and widest > 64 and not problem.dropout and not blocks and not passes
+        apart = problem.dropout or blocks or passes or capped
+        self.split_delta = self.fused and widest > 64 and not apart
         self.keys, self.rows = self._key_tile(), self._row_tile()
 
     def _counts(self, tile: tuple[int, int], size: int, heads: int) -> dict[str, int]:
@@ -105,7 +107,10 @@ class Cut:
         """Return the tile of sm90/bwd.cu; shared memory as kernels/sm90/bwd_layout.cuh lays it out."""
         problem, (slabs, slabs_v), one = self.problem, self._slabs, self.fused
         block_m, block_n = 64, 128 if one else 64
-        crowded = problem.softcap is not None or (problem.masks == ("block",) and problem.dropout)  # registers are
+        # Registers are short with a softcap, and with dropout beside what takes some, too.
+        crowded = problem.softcap is not None or (
+            problem.dropout and (problem.masks == ("block",) or problem.bias is not None)
+        )
         if one and max(slabs, slabs_v) == 1 and not crowded:
             block_m = 128
         rows = block_m * ((slabs + slabs_v) * ROW_BYTES + 4)
@@ -235,7 +240,7 @@ class Backward(MappedCall):
         return self.planned(path, keys[:2], key_warps, keys.shared_bytes, constants, cut.note)
 
     def _bias_views(self) -> dict[str, View]:
-        """Return the looks of a bias whose tiles travel and of its gradient; where that does not, another's stands in."""
+        """Return the looks of a bias whose tiles travel and of its gradient, or of what stands in for that."""
         cut, block_m = self.cut, self.cut.keys.block_m
         if not cut.bias.tiles:
             return {}
