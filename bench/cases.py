@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 
 from bench.mask_samples import KINDS
+from bench.score_samples import MASKS, formula
 
 WORK = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}  # in forwards
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -45,6 +46,10 @@ class Case:
         Ask for bitwise reproducible gradients.
     host : bool
         Time the host, not the device.
+    score : str, optional
+        One of `bench.score_samples.FORMULAS`: a function of the scores, of what is visible, or both.
+    learned : bool
+        The function's float arrays are differentiated too.
     rivals : tuple of str
         Peers that the ratio counts; empty = all.
     """
@@ -64,6 +69,8 @@ class Case:
     dropout: float = 0.0
     deterministic: bool = False
     host: bool = False
+    score: str | None = None
+    learned: bool = False
     rivals: tuple[str, ...] = ()
 
     @property
@@ -79,6 +86,9 @@ class Case:
         parts += [f"d{self.head_dim}", n, self.kind]
         parts += [] if self.dtype == "bfloat16" else [self.dtype]
         parts += [f"bias_{self.bias}"] if self.bias else []
+        parts += [self.score] if self.score else []
+        parts += ["learned"] if self.learned else []
+        parts += [f"kv{self.kv_heads}"] if self.score and self.heads != self.kv_heads else []
         parts += [f"drop{self.dropout:g}"] if self.dropout else []
         parts += ["deterministic"] if self.deterministic else []
         return "-".join(parts)
@@ -87,6 +97,12 @@ class Case:
     def name(self):
         """Unique name, ``table/label/direction``."""
         return f"{self.table}/{self.label}/{self.direction}"
+
+    @property
+    def results(self):
+        """Names of what is computed: o, and gradients, those of learned arrays behind the others."""
+        learned = formula(self).arrays if self.learned and self.direction != "forward" else ()
+        return (*RESULTS[self.direction], *(f"d{name}" for name in learned))
 
     @property
     def problem(self):
@@ -109,7 +125,7 @@ class Case:
     def flops(self, rho=0.0):
         """Return the floating-point operations that count, with `rho` of the tiles hidden by a mask."""
         work = 4.0 * self.batch * self.heads * self.n_queries * self.n_keys * self.head_dim
-        visible = 1.0 - rho if self.mask is not None else 0.5 if self.causal else 1.0
+        visible = 0.5 if self.causal else 1.0 - rho
         return work * visible * WORK[self.direction]
 
     @property
@@ -151,8 +167,16 @@ def _grid(table, *, tokens=16384, hidden=2048, **axes):
         yield Case(table, **usual | chosen)
 
 
+def _sweep(**axes):
+    """Return the grids of some scores or masks: 2K to 32K tokens, with and without groups; the most telling first."""
+    sizes = (4096, 128, 16), (4096, 64, 16), (8192, 128, 4), (32768, 128, 16), (2048, 64, 16), (32768, 64, 4)
+    return [dict(batch=4, heads=16, kv_heads=kv, n=n, head_dim=d, **axes) for n, d, kv in sizes]
+
+
 EXACT = dict(n=8192, head_dim=128, direction="backward")
 GPT2 = dict(head_dim=64, dtype="float16", direction=TOGETHER)
+BIAS = dict(heads=16, learned=True)
+COLUMNS = dict(batch=4, heads=16, n=8192, head_dim=[128, 64])
 ON_HOST = dict(head_dim=64, dtype="float32", direction=["forward", TOGETHER])
 SMALL = (  # batch, heads, queries, keys, head dimension
     (1, 8, 1, 128, 64), (1, 8, 1, 4096, 64), (1, 8, 16, 16, 64), (1, 64, 32, 32, 32), (1024, 4, 49, 49, 32),
@@ -192,6 +216,38 @@ GRIDS = {  # table: the axes of its grids
     "lengths": [dict(GPT2, batch=8, heads=8, n=[2**exponent for exponent in range(7, 17)])],
     # Host cost of a warm call on a tiny problem, without and with a mask.
     "host": [dict(batch=1, heads=2, n=256, head_dim=64, mask=[None, "causal_document"], host=True)],
+    # Functions of the scores whose arrays, if any, are fixed; one that does nothing.
+    "scores": [
+        *_sweep(causal=True, score=["softcap", "alibi", "softcap_function", "softcap_rational"]),
+        *_sweep(score=["relative", "temperature"]),
+        *_sweep(mask="sliding_window", score="alibi"),
+        dict(batch=4, heads=16, n=4096, head_dim=[128, 64], score="identity"),
+    ],
+    # Arrays that are differentiated.
+    "scores-learned": [
+        *_sweep(causal=True, learned=True, score="slopes"),
+        *_sweep(learned=True, score=["relative", "t5", "key_bias", "temperature", "natten_bias"]),
+        dict(batch=4, heads=16, n=[4096, 2048], head_dim=[128, 64], learned=True, score="graphormer"),
+    ],
+    # Biases that are differentiated: of pairs (structure prediction), of padded keys.
+    "scores-bias": [
+        dict(BIAS, batch=1, n=2048, head_dim=64, score="pairs"),
+        dict(BIAS, batch=256, heads=4, n=256, head_dim=32, score="pairs"),
+        dict(BIAS, batch=4, n=4096, head_dim=[128, 64], score="keys"),
+        dict(BIAS, batch=4, n=2048, head_dim=[128, 64], score="all_pairs"),
+        dict(BIAS, batch=4, n=4096, head_dim=[128, 64], score="pairs"),
+        dict(BIAS, batch=4, n=4096, head_dim=128, kv_heads=4, score=["keys", "pairs"]),
+        dict(BIAS, batch=4, n=[32768, 2048], head_dim=[128, 64], score="keys"),
+    ],
+    # Functions of what is visible.
+    "scores-masks": _sweep(score=list(MASKS)),
+    # Column masks, which a function or a boolean matrix can say too.
+    "scores-columns": [dict(COLUMNS, mask=["causal_document", "sliding_window", "document", "prefix_lm_causal"])],
+    # Host cost of a warm call: without a function, with one, with an array.
+    "scores-host": [
+        dict(batch=1, heads=2, n=256, head_dim=64, host=True, score=[None, "alibi"]),
+        dict(batch=1, heads=2, n=256, head_dim=64, host=True, score="slopes", learned=True),
+    ],
     # The CPU backend where its tiles are many, without a mask and with three.
     "cpu": [
         dict(ON_HOST, batch=1, heads=8, n=2048),

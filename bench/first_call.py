@@ -1,7 +1,7 @@
 """Time the first call of a direction in a fresh process: with an empty disk cache, and from the disk cache.
 
-A table of ``python -m bench.portable``.  ``python -m bench.first_call forward`` is the child: it prints the seconds of
-its first call.
+A table of ``python -m bench.portable`` and of ``python -m bench.scores``.  ``python -m bench.first_call forward full``
+is the child: it prints the seconds of its first call.
 """
 
 import functools
@@ -11,25 +11,34 @@ import sys
 import tempfile
 import time
 
+import numpy as np
+
 from bench import harness, timing
+from bench.cases import Case
 from bench.harness import Calls, one
 from bench.rows import ROOT
+from bench.score_samples import FORMULAS
 from cuattn import masks
 
-TABLE = "first-call"
-PROBLEMS = (("forward", "full"), ("forward", "causal_document"), ("backward", "full"))
+TABLES = {"portable": "first-call", "scores": "scores-first-call"}
+PROBLEMS = {
+    "portable": (("forward", "full"), ("forward", "causal_document"), ("backward", "full")),
+    "scores": (("forward", "alibi"), ("backward", "alibi"), ("forward", "natten")),
+}
 FROM_DISK = 3  # times that the call from the disk cache is measured
 SHAPE = (2, 4, 1024, 128)
 
 
-def child(direction, mask, kernel=None):
+def child(direction, what, kernel=None):
     """Return the seconds of this process's first call of `direction`, until its result is there.
 
     The CUDA context, the arrays and, for a backward, the forward exist before.
     """
     cupy = harness.namespace("cuda")
-    lengths = [SHAPE[2] // 4] * 4
-    options = {} if mask == "full" else {"mask": getattr(masks, mask)(lengths)}
+    options = {"mask": masks.causal_document([SHAPE[2] // 4] * 4)} if what == "causal_document" else {}
+    if what in FORMULAS:
+        found = FORMULAS[what](Case(what, direction, *SHAPE[:2], *SHAPE[1:3], *SHAPE[2:]), np)
+        options = {"score": found.score, "mask": found.visible}
     calls = Calls(*harness.random_arrays(cupy, 4, SHAPE, cupy.float16), kernel=kernel, **options)
     if direction == "backward":
         calls.fwd  # noqa: B018
@@ -50,25 +59,26 @@ def _in_child(cache, *arguments):
 
 
 @functools.cache
-def samples(runner, direction, mask):
+def samples(runner, direction, what):
     """Return the seconds of the first calls, with an empty cache and from the disk cache."""
     with tempfile.TemporaryDirectory() as cache:
-        cold, *disk = (_in_child(cache, direction, mask, runner.partition("-")[2]) for _ in range(1 + FROM_DISK))
+        cold, *disk = (_in_child(cache, direction, what, runner.partition("-")[2]) for _ in range(1 + FROM_DISK))
     return {"cold": [cold], "disk": disk}
 
 
-def measure(state, runner, direction, mask):
+def measure(state, runner, direction, what):
     """Return the values of a row."""
-    found = timing.timed(samples(runner, direction, mask)[state])
-    problem = {"table": TABLE, "shape": SHAPE, "dtype": "float16"}
+    found = timing.timed(samples(runner, direction, what)[state])
+    problem = {"shape": SHAPE, "dtype": "float16"}
     return {**found, "rate": round(found["median_us"] / 1e6, 4), "unit": "s", "problem": problem}
 
 
 def points(arguments):
     """Return two points per problem and runner of ``--ours``, on a GPU alone."""
+    name = arguments.name
     return [
-        one(f"{TABLE}/{state}-d{SHAPE[3]}-{mask}/{direction}", runner, measure, state, runner, direction, mask)
-        for direction, mask in PROBLEMS
+        one(f"{TABLES[name]}/{state}-d{SHAPE[3]}-{what}/{direction}", runner, measure, state, runner, direction, what)
+        for direction, what in PROBLEMS[name]
         for state in ("cold", "disk")
         for runner in arguments.ours
         if direction in arguments.directions and arguments.device == "cuda"

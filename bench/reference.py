@@ -7,7 +7,8 @@ beside the largest value but large beside their own row.
 Everything is computed on PyTorch tensors where the inputs are, some rows at a time, so that a sequence of 128K fits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,18 +28,21 @@ class Head(NamedTuple):
     q, k, v, do : tensor, (Nq, d), (Nk, d), (Nk, d), (Nq, d)
         do may be None where no gradient is asked for.
     see : callable
-        Given the first row and the one behind the last: the scores' bias, or 0; which keys the rows see, bool
-        (rows, Nk) or None for all; and the factor by which dropout multiplies each weight.
-    last : bool
-        These are the last rows of a longer sequence: dk and dv are not those of the whole.
+        Given the first row and the one behind the last: the function of the rows' scores, or None; which keys the rows
+        see, bool (rows, Nk) or None for all; and the factor by which dropout multiplies each weight.
+    part : bool
+        These are the last rows of a longer sequence, or one head of a group: dk and dv are not those of the whole.
+    learned : dict of str to (tensor, tuple)
+        Arrays that the function of the scores reads and that are differentiated, and the part of each to look at.
     """
 
     q: Any
     k: Any
     v: Any
     do: Any = None
-    see: Callable = lambda start, stop: (0, None, 1)
-    last: bool = False
+    see: Callable = lambda start, stop: (None, None, 1)
+    part: bool = False
+    learned: Mapping[str, tuple[Any, tuple]] = MappingProxyType({})
 
 
 def textbook(head, rounded_to=None):
@@ -55,7 +59,7 @@ def textbook(head, rounded_to=None):
     Returns
     -------
     dict of str to tensor
-        ``o`` and, with do, ``dq``, ``dk``, ``dv``, in the precision computed in.
+        ``o`` and, with do, ``dq``, ``dk``, ``dv`` and ``dNAME`` of learned arrays, in the precision computed in.
     """
     import torch
 
@@ -70,27 +74,37 @@ def textbook(head, rounded_to=None):
     if head.do is not None:
         do = head.do.to(work)
         result |= {"dq": torch.empty_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
+        result |= {f"d{name}": torch.zeros_like(array[index]) for name, (array, index) in head.learned.items()}
     rows = max(1, CHUNK_ELEMENTS // len(k))
     for start in range(0, len(q), rows):
         part = slice(start, min(start + rows, len(q)))
-        bias, seen, factor = head.see(part.start, part.stop)
-        p = step(weights(q[part], k, bias, seen, step, product))
+        score, seen, factor = head.see(part.start, part.stop)
+        raw = step(step(product(q[part], k.T)) * q.shape[-1] ** -0.5)
+        with torch.enable_grad():
+            s = score(raw.requires_grad_()) if score else raw
+        p = step(weights(s.detach(), seen))
         dropped = step(p * factor)
         result["o"][part] = step(product(dropped, v))
         if head.do is None:
             continue
         result["dv"] += product(dropped.T, do[part])
         dp = step(step(product(do[part], v.T)) * factor)
-        ds = step(p * (dp - step((p * dp).sum(-1, keepdim=True)))) * q.shape[-1] ** -0.5
+        ds = step(p * (dp - step((p * dp).sum(-1, keepdim=True))))
+        if score:
+            leaves = [raw, *(array for array, _ in head.learned.values())]
+            ds, *found = torch.autograd.grad(s, leaves, ds.to(s.dtype))
+            ds = step(ds)
+            for (name, (_, index)), gradient in zip(head.learned.items(), found, strict=True):
+                result[f"d{name}"] += gradient[index]
+        ds = ds * q.shape[-1] ** -0.5
         result["dq"][part] = step(product(ds, k))
         result["dk"] += product(ds.T, q[part])
     return {name: step(x) for name, x in result.items()}
 
 
-def weights(q, k, bias, seen, step=lambda x: x, product=lambda a, b: a @ b):
+def weights(s, seen):
     """Return the softmax of some rows' scores, 0 where a row sees nothing."""
-    s = step(step(step(product(q, k.T)) * q.shape[-1] ** -0.5) + bias)
-    return (s if seen is None else s.masked_fill_(~seen, -np.inf)).softmax(-1).nan_to_num_(0.0)
+    return (s if seen is None else s.masked_fill(~seen, -np.inf)).softmax(-1).nan_to_num_(0.0)
 
 
 def _blocked(a, b):
@@ -104,7 +118,7 @@ class Reference:
     Parameters
     ----------
     heads : dict of (int, int) to Head
-        By (batch, query head).
+        By (batch, query head).  Gradients of learned arrays are sums over all of them.
     dtype : torch dtype
         Precision that the textbook rounds to.
     pooled : bool
@@ -115,16 +129,25 @@ class Reference:
         self.dtype, self.pooled = dtype, pooled
         self.exact = {place: textbook(head) for place, head in heads.items()}
         self.rough = {place: textbook(head, dtype) for place, head in heads.items()}
-        for place in [place for place, head in heads.items() if head.last]:
+        learned = next(iter(heads.values())).learned
+        self.index = {f"d{name}": index for name, (_, index) in learned.items()}
+        self.sums = {name: self._sum(name) for name in self.index if name in next(iter(self.exact.values()))}
+        for place in [place for place, head in heads.items() if head.part]:
             self.exact[place] = {name: x for name, x in self.exact[place].items() if name in ("o", "dq")}
+
+    def _sum(self, name):
+        """Return the sum of an array's gradients over all heads, and that with their errors, which do not cancel."""
+        pairs = [(self.exact[place].pop(name), self.rough[place].pop(name)) for place in self.exact]
+        exact = sum(exact for exact, _ in pairs)
+        return exact, exact + sum((rough - exact).abs() for exact, rough in pairs)
 
     def errors(self, results, peer):
         """Compare results with the reference.
 
         Parameters
         ----------
-        results : dict of str to tensor, (B, H, N, d)
-            Any of o, dq, dk, dv.
+        results : dict of str to tensor
+            Any of o, dq, dk, dv, each (B, H, N, d), and of the gradients of learned arrays.
         peer : bool
             Apply the wider rule for peers.
 
@@ -137,7 +160,11 @@ class Reference:
         import torch
 
         groups = [list(self.exact)] if self.pooled else [[place] for place in self.exact]
-        found = {}
+        found = {
+            name: compare(results[name][self.index[name]], exact, rough, self.dtype, peer)
+            for name, (exact, rough) in self.sums.items()
+            if name in results
+        }
         for name in [name for name in results if name in self.exact[groups[0][0]]]:
             errors = []
             for places in groups:
@@ -149,8 +176,9 @@ class Reference:
 
     def spread(self, names):
         """Return the textbook's largest relative distance from the exact results, over heads and `names`."""
-        pairs = [(self.rough[place][name], x[name]) for place, x in self.exact.items() for name in names if name in x]
-        return max((distance(rough, exact) for rough, exact in pairs), default=0.0)
+        pairs = [(x[name], self.rough[place][name]) for place, x in self.exact.items() for name in names if name in x]
+        pairs += [pair for name, pair in self.sums.items() if name in names]
+        return max((distance(rough, exact) for exact, rough in pairs), default=0.0)
 
 
 def compare(x, exact, rough, dtype, peer=False):

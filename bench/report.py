@@ -17,7 +17,8 @@ from bench.cases import TABLES, select
 VERSIONS = ("cupy-cuda13x", "cupy-cuda12x", "torch", "cuda", "nvrtc", "cudnn", "flash-attn-4")
 LOWER_IS_BETTER = ("us", "s")
 NESTED = ("problem", "counters", "same")
-EMPTY = {"rivals": (), "reason": None, **dict.fromkeys(("rho", "q1_us", "q3_us"), math.nan)}  # what not all rows have
+NUMBERS = ("rho", "q1_us", "q3_us", "cold_us")
+EMPTY = {"rivals": (), "reason": None, **dict.fromkeys(NUMBERS, math.nan)}  # what not all rows have
 DERIVED = {  # column: its unit, and the columns that it adds up
     "ms": (1e3, ["median_us"]),
     "MB": (1e6, ["peak_bytes"]),

@@ -31,6 +31,8 @@ STEPS = {  # command: about how many seconds it takes on an H200
     "denoise --device cpu": 30,
     "training": 85,
     "kernel_profiles": 60,
+    "prepare scores": 300,
+    "scores": 1500,
     f"prepare hopper --tables dense dropout deterministic long {MASKS}": 150,
     "hopper --tables dense dropout deterministic long": 140,
     f"hopper --tables {MASKS}": 700,

@@ -18,6 +18,11 @@ PEERS = {  # runner: name, colour
     "fa4-varlen": ("FlashAttention-4 (packed)", "#e79c8b"),
     "flex": ("FlexAttention", "#bfa9d6"),
     "flex-FLASH": ("FlexAttention (FLASH)", "#8c6bb1"),
+    "flex-autotune": ("FlexAttention (max-autotune)", "#d9cbe8"),
+    "cuattn-without": ("cuattn, without the function", "#9cc4de"),
+    "cuattn-function": ("cuattn, mask as a function", "#9cc4de"),
+    "cuattn-boolean": ("cuattn, mask as a matrix", "#5b9bc4"),
+    "cuattn-array": ("cuattn, mask as a new matrix", "#b9d4e6"),
     "mem-efficient": ("memory-efficient", "#c9b458"),
     "jax": ("JAX", "#7fb285"),
     "sdpa": ("PyTorch", "#b5703a"),
@@ -42,7 +47,8 @@ LABELS = {  # column, or another word in a table: what a reader calls it
     "cuattn-cupy": "cuattn, CuPy arrays", "cuattn-numpy": "cuattn, NumPy arrays",
     "cpu": "many tiles", "cpu-statistics": "many tiles, with l and m", "cpu-torch": "shapes that PyTorch users call",
     "cpu-small": "problems of a few rows", "times": "its time over cuattn's", "runner_rival": "rival",
-    "beyond": "cuattn's less 0.1 ms, over its", "size": "cases", "min": "least", "max": "most",
+    "beyond": "cuattn's less 0.1 ms, over its", "cold": "cold, its time over cuattn's", "size": "cases",
+    "min": "least", "max": "most",
     **dict.fromkeys(("case", "mask", "table", "label", "runner", "direction", "kind", "study"), ""),
 }  # fmt: skip
 SHADES = ("#24658f", "#d9674f", "#f2a65a", "#7fb285", "#8c6bb1", "#8a949d")  # of what is no runner

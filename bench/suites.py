@@ -19,7 +19,7 @@ from bench.peers import RUNNERS, make
 from bench.rows import sources
 from bench.timing import HostClock
 
-PAUSE, BATCH = 0.05, 0.003  # seconds between two samples on the CPU, and what a sample takes at least
+PAUSE, BATCH = 0.05, 0.04  # seconds between two samples on the CPU, and what those of short calls take
 
 
 class Suite(SimpleNamespace):
@@ -37,6 +37,10 @@ class Suite(SimpleNamespace):
         Tables that are no `Case`, and the module whose ``points(arguments)`` measures them.
     ours : tuple of str
         Runners of cuattn.
+    quick : tuple of str
+        Patterns of the most telling cases, for ``--quick``.
+    shows : str
+        A module whose ``show(rows)`` prints what the rows say.
     defaults : dict
         Other defaults of the options; ``memory``: also observe the peak of allocated memory.
     """
@@ -44,6 +48,8 @@ class Suite(SimpleNamespace):
     optional = ()
     studies = defaults = {}  # noqa: RUF012, never written to
     ours = ("cuattn",)
+    quick: tuple[str, ...] = ()
+    shows = ""
 
 
 SUITES = {
@@ -70,6 +76,35 @@ SUITES = {
         studies={"first-call": "first_call"},
         ours=("cuattn-sm80",),
     ),
+    "scores": Suite(
+        about="Functions of scores and masks, biases, softcap, boolean masks beside every peer that takes them.",
+        tables=("scores-bias", "scores", "scores-learned", "scores-masks", "scores-columns", "scores-host"),
+        peers={
+            "": ("flex", "flex-autotune", "flex-FLASH", "fa4"),
+            "scores": ("cuattn-without", "flex", "flex-autotune", "flex-FLASH", "fa4"),
+            "scores-bias": ("cuattn-without", "flex", "flex-autotune", "flex-FLASH", "mem-efficient", "cudnn"),
+            "scores-columns": ("cuattn-function", "cuattn-boolean", "cuattn-array", "flex"),
+            "scores-host": ("flex",),
+        },
+        studies={"scores-tables": "scores", "scores-first-call": "first_call"},
+        quick=(
+            "scores-bias/d64-N2048-full-pairs-learned/*",
+            "scores-bias/d32-*",
+            "scores-bias/d128-N4096-full-keys-learned/*",
+            "scores/d128-N4096-causal-softcap/*",
+            "scores/d128-N4096-causal-alibi/*",
+            "scores-learned/d128-N4096-*-slopes-learned/*",
+            "scores-learned/d128-N4096-*-relative-learned/*",
+            "scores-masks/d128-N4096-full-natten/*",
+            "scores-masks/d128-N4096-full-document_ids/*",
+            "scores-columns/d128-N8192-causal_document/*",
+            "scores-tables/N131072-natten/*",
+            "scores-tables/N131072-document_ids/*",
+            "scores-host/*",
+        ),
+        shows="scores",
+        defaults={"seconds": 0.4, "skip": ["flex-autotune"]},  # which compiles for half a minute a case
+    ),
     "lengths": Suite(
         about="FlashAttention's figure 3: runtime and memory of forward and backward from 128 to 64K tokens.",
         tables=("lengths",),
@@ -90,7 +125,7 @@ SUITES = {
         peers={"": ("sdpa-dense", "sdpa-documents"), "cpu-small": ("numpy", "sdpa-dense")},
         studies={"cpu-alone": "cpu"},
         ours=("cuattn-attention", "cuattn"),
-        defaults={"device": "cpu", "seconds": 6.0, "budget": 1800.0},
+        defaults={"device": "cpu", "seconds": 6.0, "most": 20, "budget": 1800.0},
     ),
 }
 
@@ -106,11 +141,15 @@ def parser(name):
         "--directions": dict(nargs="+", choices=BOTH, default=BOTH),
         "--ours": dict(nargs="*", default=list(suite.ours), metavar="RUNNER", help="cuattn, cuattn-sm90, ..."),
         "--peers": dict(nargs="*", metavar="RUNNER", help="by default all that may apply to the table"),
+        "--skip": dict(nargs="*", default=[], metavar="RUNNER", help="leave these out; without names, none"),
         "--beside": dict(type=Path, metavar="PATH", help=checkout),
         "--least": dict(type=int, default=7, help="fewest samples of a runner"),
         "--most": dict(type=int, default=40, help="most samples of a runner"),
         "--site": dict(metavar="FOLDER", help="unpacked wheels of peers, added like a site-packages folder"),
     }
+    if suite.quick:
+        most = dict(dest="only", action="store_const", const=list(suite.quick), help="the most telling cases alone")
+        more["--quick"] = most
     found = harness.parser(suite.about, name, more, **{"seconds": 1.5, "memory": False, **suite.defaults})
     found.epilog = f"tables: {', '.join(known)}.  runners: {', '.join(RUNNERS)}."
     return found
@@ -128,8 +167,12 @@ def main(name, words=None):
         if table in arguments.tables:
             points += importlib.import_module(f"bench.{module}").points(arguments)
     harness.run(arguments, points, options)
-    if arguments.beside and not arguments.list and (file := harness.destination(arguments)).exists():
-        _show(ratios(json.loads(file.read_text())["rows"]))
+    if not arguments.list and (file := harness.destination(arguments)).exists():
+        rows = json.loads(file.read_text())["rows"]
+        if arguments.beside:
+            _show(ratios(rows))
+        elif SUITES[name].shows:
+            importlib.import_module(f"bench.{SUITES[name].shows}").show(rows)
     return 1 if compared.wrong else 0
 
 
@@ -140,9 +183,10 @@ def comparison(arguments):
     if arguments.beside:
         beside.load(arguments.beside)
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # as all other compilers keep what they made
-    resting = HostClock(pause=PAUSE, batch=BATCH) if arguments.device == "cpu" else None
     asked = {key: getattr(arguments, key) for key in ("memory", "seconds", "least", "most")}
-    return Comparison(arguments.device, resting, **asked)
+    if arguments.device != "cpu":
+        return Comparison(arguments.device, **asked)
+    return Comparison("cpu", HostClock(pause=PAUSE, batch=BATCH), cold=HostClock(pause=PAUSE), **asked)
 
 
 def tables(name, arguments):
@@ -151,7 +195,7 @@ def tables(name, arguments):
     for table in arguments.tables:
         if table not in suite.studies:
             peers = suite.peers.get(table, suite.peers[""]) if arguments.peers is None else arguments.peers
-            runners = [*arguments.ours, *peers]
+            runners = [runner for runner in (*arguments.ours, *peers) if runner not in arguments.skip]
             if arguments.beside:
                 mine = [runner for runner in runners if runner.startswith("cuattn")]
                 runners = [*mine, *(runner.replace("cuattn", "base", 1) for runner in mine)]
@@ -195,6 +239,7 @@ def portions(calls):
     found = {}
     for runner, case in sorted(calls, key=lambda call: -call[0].compile_seconds):
         if runner.compile_seconds and runner.unsupported_reason(case) is None:
-            family = (runner.name, case.head_dim, case.dtype, case.kind, case.dropout, case.deterministic)
+            made_for = case.kind, case.score, case.learned, case.dropout, case.deterministic
+            family = (runner.name, case.head_dim, case.dtype, *made_for)
             found.setdefault(family, []).append((runner, case))
     return list(found.values())

@@ -77,7 +77,8 @@ class HostClock:
         Seconds to sleep before a sample: for 7 to 9 ms after a call the threads of PyTorch's OpenMP spin, on cores that
         the next call needs.
     batch : float, optional
-        Seconds that a sample takes at least: shorter calls are repeated, and the sample is their mean.
+        Seconds that a sample takes, about, of calls that are shorter: it is the mean of several in a row, which begin
+        warm.  Without it a sample is the first call after the pause.
     """
 
     def __init__(self, pause=0.0, batch=0.0):
@@ -87,11 +88,16 @@ class HostClock:
         """Do nothing: there is no device to keep busy."""
 
     def start(self, call, host_seconds=0.0, passes=1):
-        """Run `call`, repeatedly where `host_seconds` says that it is short; return its duration in seconds."""
-        repeats = max(1, round(self._batch / host_seconds)) if host_seconds else 1
+        """Run `call`, repeatedly if it is short; return its duration in seconds."""
         time.sleep(self._pause)
-        if repeats > 1:
-            call()
+        found = self._mean(call, 1)
+        if repeats := round(self._batch / found):
+            self._mean(call, 1 + repeats // 4)
+            found = self._mean(call, repeats)
+        return found
+
+    @staticmethod
+    def _mean(call, repeats):
         begin = time.perf_counter()
         for _ in range(repeats):
             call()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,8 +31,16 @@ _SHARED = {
         and key: see :func:`cuattn.masks.from_function`.  Define it once, for it is recognised by identity.
         Mask, ``is_causal`` and ``window`` combine by AND.
     bias : array, optional
-        Added to the scores after scale and softcap, broadcast to (..., Hq, Nq, Nk); q's dtype or float32.
+        Added to the scores after scale, softcap and score, broadcast to (..., Hq, Nq, Nk); q's dtype or float32.
         -inf makes a score invisible.
+    score : callable, optional
+        A pure function ``score(s, b, h, i, j, *score_args) -> s`` in NumPy style that changes each score s, after scale
+        and softcap and before bias and mask: of the flat leading index, query head, row and key, all global.  It is
+        traced once and recognised by its code and what it captures, which is constant: see :mod:`cuattn.tracing`.  It
+        computes in float32 (float64 for float64), and -inf makes a score invisible.
+    score_args : sequence, optional
+        Its further arguments: arrays of q's kind and device, which it indexes by integers made of b, h, i, j and of
+        elements of integer arrays (``table[h, i - j + n]``), and Python numbers.
     is_causal : {False, True, "top_left", "bottom_right"}, optional
         Row i sees keys j <= i ("top_left") or j <= i + Nk - Nq ("bottom_right"); True needs Nq == Nk.
     window : (left, right) or (left, right, alignment), optional
@@ -41,7 +49,7 @@ _SHARED = {
     scale : float, optional
         Factor of the scores, by default ``d ** -0.5``.
     softcap : float, optional
-        Cap the scores softly: ``s = softcap * tanh(s / softcap)``, before bias and mask.
+        Cap the scores softly: ``s = softcap * tanh(s / softcap)``, before score, bias and mask.
     dropout_p : float, default 0
         Probability of dropping each attention weight, 0 <= dropout_p < 1.""",
     "rng": """rng : int, RNGState, numpy.random.Generator or None, optional
@@ -78,6 +86,8 @@ def attention(
     *,
     mask: Any = None,
     bias: ArrayT | None = None,
+    score: Callable[..., Any] | None = None,
+    score_args: Sequence[Any] = (),
     is_causal: bool | str = False,
     window: tuple | None = None,
     scale: float | None = None,
@@ -135,7 +145,7 @@ def attention(
     """
     options = Options(is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, False)
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
-    return dispatch.compute(Call(FORWARD, arrays, options, rng, origin, out))[0][0]
+    return dispatch.compute(Call(FORWARD, arrays, options, rng, origin, out, score, score_args))[0][0]
 
 
 @_public
@@ -147,6 +157,8 @@ def forward(
     *,
     mask: Any = None,
     bias: ArrayT | None = None,
+    score: Callable[..., Any] | None = None,
+    score_args: Sequence[Any] = (),
     is_causal: bool | str = False,
     window: tuple | None = None,
     scale: float | None = None,
@@ -202,7 +214,7 @@ def forward(
     """
     options = Options(is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype)
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
-    results, state = dispatch.compute(Call(FORWARD, arrays, options, rng, origin, out))
+    results, state = dispatch.compute(Call(FORWARD, arrays, options, rng, origin, out, score, score_args))
     return Forward(*results, rng_state=state)
 
 
@@ -217,6 +229,8 @@ def backward(
     *,
     mask: Any = None,
     bias: ArrayT | None = None,
+    score: Callable[..., Any] | None = None,
+    score_args: Sequence[Any] = (),
     is_causal: bool | str = False,
     window: tuple | None = None,
     scale: float | None = None,
@@ -256,7 +270,8 @@ def backward(
     Returns
     -------
     Gradients
-        ``(dq, dk, dv, dbias)``, each of its operand's shape; dbias is None without a bias.
+        ``(dq, dk, dv, dbias)``, each of its operand's shape; dbias is None without a bias.  The attribute ``dscore``
+        has the gradients of the arrays of floats in `score_args`.
 
     Raises
     ------
@@ -288,8 +303,9 @@ def backward(
         is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype, deterministic
     )
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "do": do, "o": o, "l": l, "m": m, "dlse": dlse}
-    results, _ = dispatch.compute(Call(BACKWARD, arrays, options, state, origin, out))
-    return Gradients(*results)
+    call = Call(BACKWARD, arrays, options, state, origin, out, score, score_args)
+    results, _ = dispatch.compute(call)
+    return Gradients(*results) if call.score is None else call.score.gradients(results)
 
 
 def _unpacked(name: str, fwd: Any) -> tuple | list:
@@ -367,6 +383,8 @@ def plan(
     *,
     mask: Any = None,
     bias: ArrayT | None = None,
+    score: Callable[..., Any] | None = None,
+    score_args: Sequence[Any] = (),
     is_causal: bool | str = False,
     window: tuple | None = None,
     scale: float | None = None,
@@ -419,4 +437,4 @@ def plan(
         is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype, deterministic
     )
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
-    return dispatch.plan(Call(OPERATIONS[direction], arrays, options, rng, origin))
+    return dispatch.plan(Call(OPERATIONS[direction], arrays, options, rng, origin, None, score, score_args))

@@ -8,7 +8,8 @@ launches that were prepared for it.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -40,6 +41,7 @@ from cuattn.problem import (
     replayed_state,
     whole_offset,
 )
+from cuattn.scoring import Score
 from cuattn.tracing import MASK, Frozen, trace
 
 
@@ -59,6 +61,8 @@ class Call:
     origin : Origin | None
     out : object
         Where results are wanted: one array, or a sequence with an item for each result; None for new arrays.
+    score, score_args : object
+        The arguments; a function is made a `Score`.
     masks : tuple of Mask
         Those that are no arrays.
     function : callable or None
@@ -71,15 +75,21 @@ class Call:
     random: Any = None
     origin: Origin | None = None
     out: Any = None
+    score: Any = None
+    score_args: Any = ()
     masks: tuple[Mask, ...] = ()
     function: Any = None
 
     def __post_init__(self) -> None:
         mask = self.arrays["mask"]
-        if mask is not None and isinstance(mask, Mask):
+        if mask is None:
+            return
+        if isinstance(mask, Mask):
             self.masks, self.arrays["mask"] = mask.parts, None
         elif callable(mask):
             self.function, self.arrays["mask"] = mask, None
+        if self.score is not None or type(self.score_args) is not tuple or self.score_args:
+            self.score = Score(self.score, self.score_args, self.arrays, self.operation.replays)
 
     @property
     def has_runs(self) -> bool | None:
@@ -123,6 +133,8 @@ def _known(*signature: Any) -> _Known:
 def _cell(call: Call, layouts: tuple) -> _Known:
     """Return the memo cell of a call whose arrays have these layouts; a cell of its own where it cannot be hashed."""
     options, shapes = call.options, tuple([mask.layout for mask in call.masks])
+    if call.score is not None:
+        shapes = (*shapes, call.score.traced and call.score.traced.kind)
     try:  # each option beside its type, as True is no 1; so is each side of the window
         sides = options.window or ()
         return _known(call.operation.name, layouts, shapes, call.has_runs, *options, *sides)
@@ -158,7 +170,7 @@ def _opaque() -> Any:
 
 def _run(call: Call) -> tuple[list[Any], Any]:
     seen = interop.signature(call.arrays.values()) if call.out is None and not call.has_runs else None
-    if seen is None:
+    if seen is None or (call.score is not None and not call.score.recall()):
         return _compute(call)
     layouts, addresses = seen
     call.take_function(call.arrays)
@@ -169,9 +181,29 @@ def _run(call: Call) -> tuple[list[Any], Any]:
     state = _state(call, known.problem)
     place = None if call.origin is None else place_of(known.problem, call.origin)
     if origin.backend == "cpu":
-        return _on_host(call, known, call.arrays, state, place), state
+        return _on_host(call, known, call.arrays, origin, state, place), state
     with origin.on_device():
-        return known.sequence.run(known.allocate, origin.stream(), addresses, call.masks, state, place), state
+        return _launch(call, known, known.allocate, origin, addresses, state, place), state
+
+
+def _launch(
+    call: Call,
+    known: _Known,
+    allocate: Any,
+    origin: interop.ArrayOrigin,
+    addresses: list[int],
+    state: Any,
+    place: Any,
+    held: Sequence[Any] = (),
+) -> list[Any]:
+    """Run a checked call on its GPU, the current one, given the addresses of its arrays; `held` are copies of some."""
+    arguments = allocate, origin.stream(), addresses, call.masks, state, place, held
+    if call.score is None:
+        return known.sequence.run(*arguments)
+    captured, places = call.score.captured(origin.device)
+    addresses, held = call.score.by_slot(addresses, places), (*held, *captured)
+    more = {"numbers": call.score.numbers} if call.score.traced else {}
+    return known.sequence.run(*arguments[:2], addresses, *arguments[3:6], held, **more)
 
 
 def _compute(call: Call, warm: _Known | None = None, seen: Any = None) -> tuple[list[Any], Any]:
@@ -184,7 +216,7 @@ def _compute(call: Call, warm: _Known | None = None, seen: Any = None) -> tuple[
         place, state = place_of(problem, call.origin), _state(call, problem)
         outputs.check(known.made, views, origin)
         if origin.backend == "cpu":
-            results = _on_host(call, known, views, state, place, outputs.direct)
+            results = _on_host(call, known, views, origin, state, place, outputs.direct)
             if origin.kind == "numpy":
                 known.origin = origin
         else:
@@ -192,17 +224,26 @@ def _compute(call: Call, warm: _Known | None = None, seen: Any = None) -> tuple[
             inputs = {**operands, "mask": views["mask"]}
             _, addresses = interop.signature([inputs.get(name) for name in call.arrays])
             if known.sequence is None:
-                known.sequence = known.backend.launch_sequence(problem, operands, _all_masks(call, views))
+                given = bind(problem, _operands(call, views, origin))
+                known.sequence = known.backend.launch_sequence(problem, given, _all_masks(call, views))
             allocate = outputs.allocator()
             if warm is not None and seen == addresses:  # not those of copies
                 vars(warm).update(vars(known), origin=origin, allocate=allocate)
             copies = [a for name, a in operands.items() if a.data.ptr != views[name].data.ptr]
             place = None if call.origin is None else place
-            results = known.sequence.run(allocate, origin.stream(), addresses, call.masks, state, place, copies)
+            results = _launch(call, known, allocate, origin, addresses, state, place, copies)
         return outputs.fill(results), state
 
 
-def _on_host(call: Call, known: _Known, views: dict[str, Any], state: Any, place: Any, out: Any = None) -> list[Any]:
+def _on_host(
+    call: Call,
+    known: _Known,
+    views: dict[str, Any],
+    origin: interop.ArrayOrigin,
+    state: Any,
+    place: Any,
+    out: Any = None,
+) -> list[Any]:
     """Run a checked call on the CPU; `out` has arrays for some of the results."""
     problem = known.problem
     for mask in call.masks:
@@ -210,9 +251,16 @@ def _on_host(call: Call, known: _Known, views: dict[str, Any], state: Any, place
             raise DtypeError("mask holds device vectors but q is on the CPU; expected a mask of host vectors")
     if state is not None and not isinstance(state.offset, int):
         raise DtypeError("rng.offset is a device array but q is on the CPU; expected an int")
-    operands, direct = bind(problem, views), bind(problem, out or {})
-    found = known.backend.run(problem, operands, _all_masks(call, views), state, place or problem.place, direct)
+    operands, direct = bind(problem, _operands(call, views, origin)), bind(problem, out or {})
+    numbers = () if call.score is None else call.score.numbers
+    masks, place = _all_masks(call, views), place or problem.place
+    found = known.backend.run(problem, operands, masks, state, place, direct, numbers)
     return [found[name].reshape(shape) for name, (shape, _) in known.made.items()]
+
+
+def _operands(call: Call, views: dict[str, Any], origin: interop.ArrayOrigin) -> dict[str, Any]:
+    """Return the arrays of a call by a backend's names, those that its score function captures among them."""
+    return views if call.score is None else call.score.operands(views, origin)
 
 
 def _state(call: Call, problem: Problem) -> Any:
@@ -235,11 +283,15 @@ def _check(call: Call, views: dict[str, Any], origin: interop.ArrayOrigin) -> _K
     call.take_function(views)
     if has_runs:
         _fold(call, views)
+    if call.score is not None:
+        call.score.trace(views)
     layouts, _ = interop.signature(views.values())
     known = _cell(call, layouts)
     if known.problem is None:
-        problem = check(call.operation, views, _all_masks(call, views), call.options, call.origin)
-        made, backend = call.operation.made(problem, views), _backend_of(origin, problem.kernel)
+        operands = _operands(call, views, origin)
+        score = () if call.score is None else (call.score.bound(operands), tuple(call.score.learned))
+        problem = check(call.operation, operands, _all_masks(call, views), call.options, call.origin, *score)
+        made, backend = call.operation.made(problem, operands), _backend_of(origin, problem.kernel)
         vars(known).update(problem=problem, made=made, backend=backend)
     return known
 
@@ -283,7 +335,10 @@ def plan(call: Call) -> Plan:
         place_of(problem, call.origin)
         if not isinstance(call.random, np.random.Generator):  # which planning must not draw from
             drawn_state(problem, call.random)
-        return known.backend.plan(problem, bind(problem, views), _all_masks(call, views))
+        found = known.backend.plan(problem, bind(problem, _operands(call, views, origin)), _all_masks(call, views))
+        if problem.score is None:
+            return found
+        return replace(found, notes=(*found.notes, f"score {shown(problem.score.root, 200)}"))
 
 
 def merge(parts: dict[str, Any], out: Any) -> list[Any]:

@@ -35,8 +35,15 @@ class Forward(NamedTuple):
         return self.m + _log(self.l)
 
 
-class Gradients(NamedTuple):
-    """The result of :func:`cuattn.backward`.
+class _Gradients(NamedTuple):
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any = None
+
+
+class Gradients(_Gradients):
+    """The result of :func:`cuattn.backward`, a tuple of four.
 
     Attributes
     ----------
@@ -44,12 +51,22 @@ class Gradients(NamedTuple):
         Gradients, each of the shape and dtype of its operand (broadcast axes are summed).
     dbias : array | None
         Gradient of the bias, of its shape and dtype; None when no bias was given.
+    dscore : tuple of array | None
+        One entry for each of the score function's arguments: the gradient of an array of floats, of its shape and
+        dtype, else None.  No element of the tuple.
     """
 
-    dq: Any
-    dk: Any
-    dv: Any
-    dbias: Any = None
+    dscore: tuple[Any, ...] = ()
+
+    def __new__(cls, dq: Any, dk: Any, dv: Any, dbias: Any = None, dscore: tuple[Any, ...] = ()) -> Gradients:
+        """Return gradients with those of the score function's arguments."""
+        made = super().__new__(cls, dq, dk, dv, dbias)
+        made.dscore = tuple(dscore)
+        return made
+
+    def _replace(self, **fields: Any) -> Gradients:
+        """Return gradients with some replaced."""
+        return type(self)(**{**self._asdict(), "dscore": self.dscore, **fields})
 
 
 def _log(x: Any) -> Any:

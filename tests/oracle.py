@@ -17,9 +17,11 @@ from scipy import special
 from cuattn import rng
 from cuattn.reference import textbook
 from cuattn.reference.textbook import Solution, sum_heads, sum_to
+from cuattn.tracing import SCORE, derivative, evaluate, trace, weights
+from cuattn.tracing.proxy import kind_of
 from tests.tolerances import eps
 
-__all__ = ["Floor", "backward", "dropped", "floors", "forward", "solve", "visible_band", "visible_outside"]
+__all__ = ["Floor", "Score", "backward", "dropped", "floors", "forward", "solve", "visible_band", "visible_outside"]
 
 
 class Floor(NamedTuple):
@@ -84,7 +86,7 @@ def backward(do, q, k, v, *, dtype=None, **options) -> tuple[np.ndarray, ...]:
 
 
 def floors(exact: Solution, q, k, v, do=None, *, scale=None, softcap=None, bias=None, keep=None, keep_scale=1.0,
-           dlse=None, visible=None, halves=False, precision=None) -> dict[str, Floor]:  # fmt: skip
+           dlse=None, visible=None, halves=False, precision=None, score=None) -> dict[str, Floor]:  # fmt: skip
     """Bound, to first order, what the roundings of any algorithm in the sums' precision do to each result.
 
     A score that is a sum of large products is known to eps times the sum of their absolute values, S_ij, and nothing
@@ -128,7 +130,7 @@ def floors(exact: Solution, q, k, v, do=None, *, scale=None, softcap=None, bias=
     dict of str to Floor
         By the names of the results.
     """
-    given = {"scale": scale, "softcap": softcap, "bias": bias, "keep": keep, "keep_scale": keep_scale}
+    given = {"scale": scale, "softcap": softcap, "bias": bias, "keep": keep, "keep_scale": keep_scale, "score": score}
     bound = _Bound(exact, q, k, v, given, halves, precision)
     return bound.forward() if do is None else {**bound.forward(), **bound.backward(do, bias, dlse)}
 
@@ -149,14 +151,21 @@ class _Bound:
         self.rows *= max(math.prod(lead), 1) ** 0.5  # of all heads that may share a key
         self.q = xp.abs(q.astype(np.float64))
         self.k, self.v = (textbook.repeat_heads(xp.abs(x.astype(np.float64)), q) for x in (k, v))
-        self.scale = abs(q.shape[-1] ** -0.5 if given["scale"] is None else given["scale"])
+        scale = q.shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
+        self.scale = abs(scale)
         raw = (2 * width + factors) * self.scale * (self.q @ self.k.swapaxes(-1, -2))
         nearest = None
         if factors:
             signed = q.astype(np.float64) @ textbook.repeat_heads(k, q).swapaxes(-1, -2)
             nearest = xp.abs(self.scale * signed) - unit * raw
         short = eps(low) > unit
-        size, self.slope, self.bend = _scores(xp, exact, raw, given["softcap"], given["bias"], short, unit, nearest)
+        size, self.slope, self.bend = _scores(xp, exact, raw, given["softcap"], short, unit, nearest)
+        if given["score"] is not None:
+            natural = scale * (q.astype(np.float64) @ textbook.repeat_heads(k, q).astype(np.float64).swapaxes(-1, -2))
+            size, self.slope, self.bend = _scored(given["score"], given["softcap"], natural, (size, self.bend), unit)
+        if given["bias"] is not None:
+            bias = xp.abs(given["bias"].astype(np.float64))
+            size = xp.minimum(size + xp.where(bias < np.inf, bias, 0), 1e150)
         seen = exact.s > -np.inf
         size = xp.where(seen, size, 0)
         self.p = exact.p.astype(np.float64)
@@ -231,10 +240,11 @@ class _Bound:
         }
         if bias is not None:
             found["dbias"] = [sum_to(x, bias.shape) for x in (wide + self.rows * ds, short_delta)]
+        found["ds"] = [wide + self.rows * ds, short_delta]
         return {name: Floor(*parts) for name, parts in found.items()}
 
 
-def _scores(xp, exact, raw, softcap, bias, short, unit, nearest):
+def _scores(xp, exact, raw, softcap, short, unit, nearest):
     """Return S, the slope of the soft cap, and by how much that slope moves.
 
     `nearest` is how small a score's size may become, negative on the other side of 0; None to the first order.
@@ -249,10 +259,83 @@ def _scores(xp, exact, raw, softcap, bias, short, unit, nearest):
             size = xp.maximum(size, (capped - softcap * xp.tanh(nearest / softcap)) / unit + capped)
             steepest = 1 - xp.tanh(xp.maximum(nearest, 0) / softcap) ** 2
             slope, bend = steepest, bend + xp.maximum(steepest - slope, 0) / unit
-    if bias is not None:
-        bias = xp.abs(bias.astype(np.float64))
-        size = xp.minimum(size + xp.where(bias < np.inf, bias, 0), 1e150)
     return size, slope, bend
+
+
+def _scored(score, softcap, s, moved, unit):
+    """Return S, the slope and its move behind a score function: what it rounds is known from the sums' precision."""
+    capped, of_cap = s, 1.0
+    if softcap is not None:
+        capped = softcap * np.tanh(s / softcap)
+        of_cap = 1 - (capped / softcap) ** 2
+    (value, slope), (near, near_slope) = score(capped), score(capped.astype(np.float32 if unit > 1e-10 else np.float64))
+    with np.errstate(all="ignore"):
+        value, slope, rounded, bent = (
+            np.nan_to_num(np.abs(x.astype(np.float64)), posinf=0)
+            for x in (value, slope, value - near, slope - near_slope)
+        )
+        curve = np.nan_to_num(np.abs(score.curvature(capped)), posinf=0)
+    size, bend = moved
+    bend = slope * bend + of_cap * (curve * size + 4 * bent / unit + slope)
+    return slope * size + value + 4 * rounded / unit, slope * of_cap, bend
+
+
+class Score:
+    """A score function as the textbook takes it: of all scores at once, by plain NumPy.
+
+    Parameters
+    ----------
+    function, args
+        As the library's ``score`` and ``score_args``; arrays of NumPy.
+    shape : tuple of int
+        Of the scores.
+    """
+
+    def __init__(self, function, args, shape) -> None:
+        *lead, n_queries, n_keys = shape
+        heads = lead[-1] if lead else 1
+        places = np.arange(math.prod(lead)).reshape(*lead, 1, 1) if lead else np.zeros((), int)
+        indices = places // max(heads, 1), places % max(heads, 1), np.arange(n_queries)[:, None], np.arange(n_keys)
+        self._function, self._args, self._shape = function, args, tuple(shape)
+        self._names = {name: x.astype(np.int32) for name, x in zip("bhij", indices, strict=True)}
+        self._bound = trace(function, SCORE, args).bind(args)
+        self._slope = derivative(self._bound.root)
+
+    def __call__(self, s):
+        with np.errstate(all="ignore"):
+            value = self._function(s, *(x.astype(np.int64) for x in self._names.values()), *self._args)
+        return np.broadcast_to(value, self._shape).astype(s.dtype), self._of(self._slope, s)
+
+    def _of(self, root, s):
+        work = np.float32 if s.dtype == np.float32 else np.float64
+        found = evaluate(self._bound.of(root), {**self._names, "s": s.astype(work)}, work)
+        return np.broadcast_to(found, self._shape)
+
+    def curvature(self, s):
+        """Return the second derivatives."""
+        return self._of(derivative(self._slope), s)
+
+    def gradients(self, s, ds, dtype=np.float64, size=lambda x: x):
+        """Return the gradients of the arguments from the scores before and derivatives after; of floats alone."""
+        found = []
+        for array in self._args:
+            slots = [slot for slot, x in enumerate(self._bound.arrays) if x is array]
+            is_float = getattr(array, "ndim", None) is not None and kind_of(array.dtype) == "f"
+            total = np.zeros(array.shape, dtype) if is_float else None
+            for weight in weights(self._bound.root, slots[0]) if is_float and slots else ():
+                values = np.where(ds == 0, 0, ds * size(self._of(weight.weight, s))).astype(dtype)
+                at = np.broadcast_to(evaluate(self._bound.of(weight.offset), self._names), self._shape)
+                np.add.at(total.reshape(-1), at, values)
+            found.append(total)
+        return found
+
+    def judged(self, gradients, s, exact, rough, floors):
+        """Yield of each argument its gradient, the exact one, the textbook's and the floor; s are scores before."""
+        sides = [(exact.ds.astype(np.float64), np.float64), (rough.ds, rough.ds.dtype)]
+        wanted = [self.gradients(s, ds, dtype) for ds, dtype in sides]
+        least = [self.gradients(s, x, size=np.abs) for x in np.broadcast_arrays(*floors["ds"])]
+        for actual, e, t, *parts in zip(gradients, *wanted, *least, strict=True):
+            yield actual, e, t, e if e is None else Floor(*parts)
 
 
 def _largest(xp, x):

@@ -19,6 +19,7 @@ ROWS = (
     {"plans", "problem", "results"},
     {"cpu", "cuda"},
     {"interop"},  # so that only what serves callers knows other libraries' arrays
+    {"scoring"},
     {"dispatch"},
     {"api"},
     {"__init__"},

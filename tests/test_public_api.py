@@ -8,7 +8,8 @@ import cuattn
 import cuattn.errors
 import cuattn.masks
 
-SCORES = "mask=None, bias=None, is_causal=False, window=None, scale=None, softcap=None, dropout_p=0.0"
+FUNCTION = "score=None, score_args=()"
+SCORES = f"mask=None, bias=None, {FUNCTION}, is_causal=False, window=None, scale=None, softcap=None, dropout_p=0.0"
 KERNEL = "enable_gqa=False, precision=None, kernel=None"
 PLACES = "origin=None, out=None"
 GRADIENTS = "deterministic=False, out_dtype=None, dlse=None"

@@ -8,7 +8,7 @@ from bench.peers.jax_nn import Jax
 from bench.peers.ours import Ours
 from bench.peers.pytorch import BACKENDS, Documents, Fa4, Fa4Packed, Formula, Sdpa, Standard
 
-WAYS = ("", "-sm90", "-sm80", "-cupy", "-attention")
+WAYS = ("", "-sm90", "-sm80", "-cupy", "-attention", "-without", "-function", "-boolean", "-array")
 RUNNERS = {
     **dict.fromkeys((f"{package}{way}" for package in ("cuattn", "base") for way in WAYS), Ours),
     **dict.fromkeys(BACKENDS, Sdpa),
@@ -18,6 +18,7 @@ RUNNERS = {
     "jax": Jax,
     "flex": Flex,
     "flex-FLASH": Flex,
+    "flex-autotune": Flex,
     "fa4": Fa4,
     "fa4-varlen": Fa4Packed,
 }

@@ -33,6 +33,8 @@ class Bound:
         How the runner says it will run.
     alone : bool
         The call works on a stream of its own and waits for it.
+    exact : bool
+        The results are those of the case.
     """
 
     call: Callable[[], Any]
@@ -40,6 +42,7 @@ class Bound:
     scope: Callable[[], Any] = field(default=contextlib.nullcontext)
     plan: str = ""
     alone: bool = False
+    exact: bool = True
 
 
 class Runner:
@@ -57,6 +60,10 @@ class Runner:
         What must be installed.
     masks, dtypes : tuple of str
         What it takes; `takes` says what becomes of other masks.  A bias counts as a mask.
+    scores : tuple of str
+        Functions of `bench.score_samples` that it takes.
+    learned : bool
+        Whether it differentiates the arrays that they read.
     largest : int
         Head dimension.
     dropout, deterministic, grouped, host : bool
@@ -70,6 +77,8 @@ class Runner:
     compile_seconds = 0.0
     masks, takes = BANDS, "takes a mask only as an N x N matrix"  # which no runner makes
     dtypes = ALL
+    scores: tuple[str, ...] = ()
+    learned = True
     largest = 1024
     dropout = deterministic = grouped = host = True
     scores_bytes = float("inf")
@@ -84,6 +93,8 @@ class Runner:
         refused = {
             f"{self.package} is not installed": self.package and not installed(self.package),
             self.takes: case.kind not in self.masks or (case.bias and "bias" not in self.masks),
+            f"takes no function {case.score}": case.score is not None and case.score not in self.scores,
+            "has no gradients of arrays": case.learned and case.direction != "forward" and not self.learned,
             f"does not compute in {case.dtype}": case.dtype not in self.dtypes,
             f"head dimension at most {self.largest}": case.head_dim > self.largest,
             "has no dropout": case.dropout and not self.dropout,

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from bench.cases import TOGETHER
+from bench.cases import RESULTS, TOGETHER
 from bench.peers.base import ALL, BANDS, DOCUMENTS, EVERY, HALF, Bound, Runner
+from bench.score_samples import CAP
 
 BACKENDS = {  # name: (member of SDPBackend, dtypes, largest head dimension)
     "cudnn": ("CUDNN_ATTENTION", HALF, 256),
@@ -16,10 +17,11 @@ BACKENDS = {  # name: (member of SDPBackend, dtypes, largest head dimension)
     "sdpa": ("", ALL, 1024),
     "sdpa-dense": ("", ALL, 1024),
 }
+BIASES = ("keys", "pairs", "all_pairs")
 SCORES_BYTES = 40 << 30  # several score matrices of up to this size have to fit
 
 
-def through_autograd(case, attention, operands, to_heads=lambda x: x):
+def through_autograd(case, attention, operands, to_heads=lambda x: x, arrays=()):
     """Bind a differentiable PyTorch function.
 
     Parameters
@@ -32,24 +34,34 @@ def through_autograd(case, attention, operands, to_heads=lambda x: x):
         In the function's own layout.
     to_heads : callable
         Turns an array of that layout into (B, H, N, d), where it is another one.
+    arrays : iterable of tensor
+        What `attention` reads besides; the gradients of those that require them follow the others.
     """
     import torch
 
-    *leaves, do = (x.detach() for x in operands)
+    *operands, do = (x.detach() for x in operands)
     if case.direction != "forward":
-        leaves = [x.requires_grad_() for x in leaves]
-    o = attention(*leaves) if case.direction == "backward" else None
+        operands = [x.requires_grad_() for x in operands]
+    leaves = [*operands, *(x for x in arrays if x.requires_grad)]
+    o = attention(*operands) if case.direction == "backward" else None
 
     def both():
-        o = attention(*leaves)
+        o = attention(*operands)
         return o.detach(), *torch.autograd.grad(o, leaves, do)
 
     calls = {
-        "forward": lambda: [attention(*leaves)],
+        "forward": lambda: [attention(*operands)],
         "backward": lambda: torch.autograd.grad(o, leaves, do, retain_graph=True),
         TOGETHER: both,
     }
-    return Bound(calls[case.direction], lambda found: map(to_heads, found))
+    count = len(RESULTS[case.direction])
+    return Bound(calls[case.direction], lambda found: [*map(to_heads, found[:count]), *found[count:]])
+
+
+def leaves(case, inputs):
+    """Return the arrays that a case's function reads, those to be differentiated as leaves."""
+    wanted = case.learned and case.direction != "forward"
+    return {name: x.detach().requires_grad_(wanted) for name, x in inputs.arrays.items()}
 
 
 class Sdpa(Runner):
@@ -64,7 +76,8 @@ class Sdpa(Runner):
         self.member, self.dtypes, self.largest = BACKENDS[name]
         self.masks = EVERY if name == "sdpa-dense" else BANDS
         self.grouped = name != "mem-efficient"
-        self.deterministic = name != "cudnn"
+        self.learned = self.deterministic = name != "cudnn"
+        self.scores = () if name == "fa2" else BIASES
         self.scores_bytes = SCORES_BYTES if name == "math" else self.scores_bytes
 
     def bind(self, case, inputs):
@@ -74,18 +87,21 @@ class Sdpa(Runner):
         options = dict(is_causal=case.kind == "causal", dropout_p=case.dropout, enable_gqa=case.heads != case.kv_heads)
         if self.name == "sdpa-dense":
             options |= _dense(inputs)
+        arrays = leaves(case, inputs)
 
         def attention(q, k, v):
+            for bias in arrays.values():
+                options["attn_mask"] = bias.expand(*case.q_shape[:3], case.n_keys)
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
         def scope():
             return sdpa_kernel([getattr(SDPBackend, self.member)])
 
         if not self.member:
-            return through_autograd(case, attention, inputs.operands)
+            return through_autograd(case, attention, inputs.operands, arrays=arrays.values())
         torch.use_deterministic_algorithms(case.deterministic)
         with scope():
-            bound = through_autograd(case, attention, inputs.operands)
+            bound = through_autograd(case, attention, inputs.operands, arrays=arrays.values())
         return replace(bound, scope=scope)
 
     def close(self):
@@ -123,13 +139,14 @@ class Documents(Runner):
 
 
 class Fa4(Runner):
-    """FlashAttention-4's ``flash_attn_func``: full, causal, and the sliding window."""
+    """FlashAttention-4's ``flash_attn_func``: full, causal, the sliding window; its softcap, ALiBi as a score_mod."""
 
     package = "flash_attn.cute"
     compile_seconds = 8.0
     masks = ("full", "causal", "sliding_window")
     takes = "says only full, causal and window masks (others: FlexAttention's FLASH backend)"
     dtypes = HALF
+    scores = ("softcap", "alibi")
     largest = 256
     dropout = False
 
@@ -137,6 +154,10 @@ class Fa4(Runner):
         from flash_attn.cute import flash_attn_func
 
         options = dict(causal=case.kind == "causal", deterministic=case.deterministic)
+        if case.score == "softcap":
+            options["softcap"] = CAP
+        elif case.score:
+            options |= _cute_alibi(case.heads)
         if case.mask == "sliding_window":
             options["window_size"] = (inputs.samples[0].number - 1, 0)
 
@@ -148,10 +169,30 @@ class Fa4(Runner):
         return through_autograd(case, attention, swapped, lambda x: x.transpose(1, 2))
 
 
+def _cute_alibi(heads):
+    """Return ALiBi in the language of FlashAttention-4's kernels, and its derivative."""
+    import cutlass
+    from cutlass import cute
+
+    rate = -8.0 / heads
+
+    @cute.jit
+    def score_mod(s, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):
+        slope = cute.math.exp2((h + 1).to(cutlass.Float32) * rate, fastmath=True)
+        return s + slope * (kv_idx - q_idx).to(cutlass.Float32)
+
+    @cute.jit
+    def score_mod_bwd(gradient, s, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):
+        return gradient
+
+    return {"score_mod": score_mod, "score_mod_bwd": score_mod_bwd}
+
+
 class Fa4Packed(Fa4):
     """FlashAttention-4's ``flash_attn_varlen_func``: documents as separate sequences, back to back."""
 
     masks, takes = DOCUMENTS, "packs documents only"
+    scores = ()
 
     def bind(self, case, inputs):
         import torch

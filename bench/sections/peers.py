@@ -6,6 +6,7 @@ import statistics
 import numpy as np
 import pandas as pd
 
+from bench import scores
 from bench.report import Section, by_direction, compared, lines, standing
 from bench.style import INK, OURS, QUIET, WORSE, bars, chart, name, panels
 from bench.suites import SUITES
@@ -26,6 +27,14 @@ ABOUT = {
     "decode": "one query, long caches",
     "host": "host time of a warm call",
     "first-call": "first call of a process",
+    "scores": "functions of the scores",
+    "scores-learned": "learned arrays in functions of the scores",
+    "scores-bias": "biases and their gradients",
+    "scores-masks": "functions of what is visible",
+    "scores-columns": "column masks as functions and as boolean matrices",
+    "scores-host": "host time of a function",
+    "scores-first-call": "first call of a process with a function",
+    "scores-tables": "tables of a mask function",
     "lengths": "short and long sequences",
     "gpt2": "GPT-2 medium's attention",
 }
@@ -76,6 +85,11 @@ def behind(rows):
         .sort_values("least")
         .rename(columns={"least": "of the rival's speed, least", "rivals": "which is"})
     )
+
+
+def standings(rows):
+    """Return what functions of scores and masks reach, and what they were to reach."""
+    return pd.DataFrame(scores.standings([row.dropna().to_dict() for _, row in rows.iterrows()]))
 
 
 def determinism(rows):
@@ -148,7 +162,7 @@ def draw_dense(rows):
 SECTIONS = {
     "peers": Section(
         "Beside other libraries",
-        ("hopper", "portable"),
+        ("hopper", "portable", "scores"),
         tuple(ABOUT),
         "How many times faster cuattn is than the fastest of the rivals named in each line, case by case in one run.  "
         "Below 1 it is slower.  Every case, and every runner that was timed: "
@@ -158,11 +172,19 @@ SECTIONS = {
     ),
     "behind": Section(
         "Where it is behind",
-        ("hopper", "portable", "lengths", "gpt2"),
+        ("hopper", "portable", "scores", "lengths", "gpt2"),
         tuple(ABOUT),
         "Every case in which a rival was more than half a percent faster in the same run.  `bench/NOTES.md` says what "
         "was tried against each, and what comes next.",
         table=behind,
+    ),
+    "scores": Section(
+        "Functions of scores and masks",
+        ("scores",),
+        tuple(table for table in ABOUT if table.startswith("scores")),
+        "How many times faster than the fastest peer of the same run, and what was to be reached; learned arrays and "
+        "biases are differentiated too.",
+        table=standings,
     ),
     "deterministic": Section(
         "What reproducible gradients cost",
@@ -192,6 +214,6 @@ PEER_TABLES = {
     f"table-{table}": Section(
         f"{table}: {ABOUT[table]}", (f"{script} --tables {table}",), (table,), details=cases, figure=draw_rates
     )
-    for script in ("hopper", "portable")
+    for script in ("hopper", "portable", "scores")
     for table in (*SUITES[script].tables, *SUITES[script].optional, *SUITES[script].studies)
 }

@@ -7,7 +7,9 @@ depend neither on tiles nor on neighbours.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +18,7 @@ from numpy import ndarray
 # Exponentials are within 2^-32 .. 2^32 of each row's reference.  float32 has 2^-126 .. 2^128: a row of 2^24 keys sums
 # to 2^56, and its output stays below the largest number with values up to 2^71; values down to 2^-70 keep all bits.
 WINDOW = 22.0
+SUM = np.dtype(np.float64)  # of gradients in which many terms nearly cancel
 _LANES = 16  # elements between lines, lest they share a cache's sets
 _FEW = 16  # keys that are quicker to add up by halves
 
@@ -55,7 +58,7 @@ def lowest(dtype: np.dtype) -> float:
 def relative(s: ndarray) -> ndarray:
     """Replace scores of any size, relative to their references, by exponentials; 0 for the lowest and for -inf."""
     floor = lowest(s.dtype)
-    np.maximum(s, floor, out=s)  # what is less may be subnormal, or is -inf: both are slow
+    s.clip(floor, np.inf, out=s)  # what is less may be subnormal, or is -inf: both are slow (and so is maximum)
     exponentiate(s)
     # Takes nothing from a weight that counts: it is less than half a unit in the last place of 2^-100.
     return np.subtract(s, exponential(np.full(16, floor, s.dtype))[0], out=s)
@@ -147,6 +150,14 @@ def hide(s: ndarray, shown: ndarray, value: float = 0.0) -> None:
     np.bitwise_and(bits, shown, bits)
     if value:
         np.bitwise_or(bits, ~shown & np.array(value, s.dtype).view(shown.dtype), bits)
+
+
+def visible_bits(hidden: Sequence[ndarray], shape: tuple[int, int], dtype: np.dtype) -> ndarray:
+    """Return as bits, see :func:`hide`, what no array of some hides; bool, they broadcast to a shape (keys, rows)."""
+    bits = np.broadcast_to(reduce(or_, hidden), shape).view(np.int8)
+    if bits.strides[0] < bits.strides[1]:  # as in a caller's array of (rows, keys)
+        bits = transposed(bits.T)
+    return np.subtract(bits, 1, dtype=np.int8).astype(dtype)
 
 
 def reference_of(m: ndarray) -> ndarray | None:

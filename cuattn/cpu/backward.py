@@ -25,6 +25,7 @@ from cuattn.cpu.arithmetic import (
     row_weights,
     summed_to,
 )
+from cuattn.cpu.score import Term
 from cuattn.cpu.tiles import Part
 from cuattn.cpu.walk import Item, Tiles, Walk
 from cuattn.io_model.sizes import cdiv
@@ -62,6 +63,7 @@ class BackwardWalk(Walk):
         self._delta = self._of_rows(weights.delta * weights.factors)  # for exponentials
         self._reference = None if weights.reference is None else self._of_rows(weights.reference)
         self._dq = np.zeros_like(self._q)
+        self._terms: list[Term] = []  # of gradients of the score function's arrays
         dbias, self._dbias = self.task.results.get("dbias"), None  # sums over keys, which this item makes alone
         if dbias is not None and dbias.shape[-1] == 1 < problem.n_keys:
             self._dbias = np.zeros_like(group.of_queries(dbias, self.item.rows).swapaxes(1, 2))
@@ -92,6 +94,8 @@ class BackwardWalk(Walk):
             self._add("dv", part, dv)  # line 16
             if "dbias" in self.task.results:
                 self._add_bias(part, ds)
+            for more, (tiles, first) in zip(self.slopes, self.by_head_and_run(part, ds), strict=False):
+                self._terms += self._stretch.differentiate(tiles, more, first)
             if self.problem.softcap is not None:
                 differentiate_softcap(ds, self.tanh, self.problem.softcap, careful=careful)
             self._add("dk", part, self._product(ds, self._q))  # line 22
@@ -142,6 +146,8 @@ class BackwardWalk(Walk):
         with self.item.turns[-1]:
             if self.task.shares:
                 target += summed_to(dq, target.shape, target.dtype)
+            for term in self._terms:
+                term.add_to(self.task.results)
             if self._dbias is not None:
                 total = self.item.group.of_queries(self.task.results["dbias"], self.item.rows).swapaxes(1, 2)
                 total += self._dbias

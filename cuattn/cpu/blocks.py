@@ -10,7 +10,7 @@ from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
 
 UNIT = 16  # blocks are multiples of it: whole vector registers, and whole blocks of the dropout generator
-_SMALL_PRODUCT = 1_000_000  # OpenBLAS multiplies matrices of at most 100 ** 3 multiplications without packing them
+SMALL_PRODUCT = 1_000_000  # OpenBLAS multiplies matrices of at most 100 ** 3 multiplications without packing them
 _SUMMED_PER_COLUMN = 12  # keys that one product with narrow values sums over; more would err more than the textbook
 _FEWEST_KEYS = 48  # with many dimensions a product is large anyway
 _ROWS = 64  # of a tile: what a product of transposed scores keeps in the first-level cache while it takes all columns
@@ -19,7 +19,7 @@ _MASKED_KEYS = 64  # under a mask, of which smaller tiles leave less to visit in
 _ABREAST = 8  # row tiles, of any heads, that go through the keys together
 _HEADS = {"forward": 8, "backward": 4}  # that do under a mask: more would leave no second thread sums of its own
 _FEW = 3  # heads for which taller tiles under a mask save more calls than they visit in vain
-_SCORE_BYTES = 3 << 19  # of the scores at a time, which stay in a second-level cache
+_SCORE_BYTES = 1 << 21  # of the scores at a time, which stay in the caches of a core
 _COPIED_BYTES = 24 << 20  # of the copies of keys and values that a thread keeps
 
 
@@ -39,7 +39,7 @@ class Blocks(NamedTuple):
 def choose(problem: Problem, masks: Sequence[Any]) -> Blocks:
     """Choose the block sizes of a problem.
 
-    A tile makes every product of the algorithm a small one (see ``_SMALL_PRODUCT``); NumPy runs the products of several
+    A tile makes every product of the algorithm a small one (see ``SMALL_PRODUCT``); NumPy runs the products of several
     tiles and heads one after the other without returning to Python, which only one thread at a time can run.
     Nothing here depends on the number of threads, since the results do depend on this.
     """
@@ -49,7 +49,7 @@ def choose(problem: Problem, masks: Sequence[Any]) -> Blocks:
     if any(mask.leading and mask.leading[-1] > 1 for mask in masks):  # only operands may tell heads apart
         heads = 1
     rows = even(problem.n_queries, 2 * _ROWS if masks and heads < _FEW else _ROWS)
-    limit = max(_SMALL_PRODUCT // (rows * depth) // UNIT * UNIT, _FEWEST_KEYS)
+    limit = max(SMALL_PRODUCT // (rows * depth) // UNIT * UNIT, _FEWEST_KEYS)
     limit = min(limit, max(UNIT, _SUMMED_PER_COLUMN * problem.head_dim_v // UNIT * UNIT))
     keys = even(problem.n_keys, min(limit, _MASKED_KEYS if masks else _KEYS))
     row_tiles, key_tiles = cdiv(problem.n_queries, rows), cdiv(problem.n_keys, keys)

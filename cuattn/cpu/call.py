@@ -8,11 +8,12 @@ import numpy as np
 from numpy import ndarray
 
 from cuattn.cpu import threads
-from cuattn.cpu.arithmetic import BASE_2
+from cuattn.cpu.arithmetic import BASE_2, SUM
 from cuattn.cpu.backward import BackwardWalk
 from cuattn.cpu.direct import Direct, WholeHeads, is_small, nanoseconds
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.forward import ForwardWalk
+from cuattn.cpu.score import Scores
 from cuattn.cpu.task import Arrays
 from cuattn.cpu.tiles import MASK_BYTES
 from cuattn.cpu.walk import Tiles
@@ -26,7 +27,13 @@ _TABLE_BYTES = 26  # of each key, for what is seen of a mask of intervals; its o
 
 
 def run(
-    problem: Problem, operands: Arrays, masks: Sequence[Any], state: RNGState | None, place: Place, out: Arrays
+    problem: Problem,
+    operands: Arrays,
+    masks: Sequence[Any],
+    state: RNGState | None,
+    place: Place,
+    out: Arrays,
+    numbers: Sequence[Any] = (),
 ) -> dict[str, ndarray]:
     """Run an operation.
 
@@ -44,12 +51,14 @@ def run(
         Where the problem stands in a whole one.
     out : dict of str to ndarray
         C-contiguous arrays for some of the results, or none.
+    numbers : sequence of int or float, optional
+        Those of the score function, by slot of its parameters.
 
     Returns
     -------
     dict of str to ndarray
         A forward's o and, if they are wanted, l and m: row sum of exp(s - m) and row maximum of the scores s; 0 and
-        -inf in empty rows, where o is 0.  A backward's dq, dk, dv and dbias.
+        -inf in empty rows, where o is 0.  A backward's dq, dk, dv, dbias and dscore0, ... by slot.
 
     Notes
     -----
@@ -72,7 +81,9 @@ def run(
         else:
             results[name].fill(0)
     dropout = Dropout(problem, place, state) if problem.dropout else None
-    task = _task(problem, operands, visible_parts(problem, masks, place), dropout, totals, shares)
+    score = None if problem.score is None else Scores(problem, operands, place, numbers)
+    operands = {name: x for name, x in operands.items() if not name.startswith("score")}
+    task = _task(problem, operands, visible_parts(problem, masks, place), dropout, totals, shares, score)
     threads.run(task, lambda: _worker(task), _threads(task))
     for name in sums:
         if totals[name] is not results[name]:
@@ -144,13 +155,15 @@ def _sums(problem: Problem, operands: Arrays) -> tuple[bool, dict[str, np.dtype]
         return False, {}
     heads = {"q": problem.heads, "k": problem.kv_heads, "v": problem.kv_heads, "bias": problem.heads}
     shapes = {name: operands[name].shape for name in heads if name in operands}
-    shares = any(shape[:-2] != (*problem.batch, heads[name]) for name, shape in shapes.items())
+    learned = () if problem.score is None else problem.score.learned
+    shares = bool(learned) or any(shape[:-2] != (*problem.batch, heads[name]) for name, shape in shapes.items())
     if is_small(problem) and not shares:
         return False, {}
     names = [name for name in shapes if shares or name != "q"]
     dtypes = dict.fromkeys(names, problem.stat_dtype)
     if "bias" in names and 1 in shapes["bias"][-2:]:
-        dtypes["bias"] = np.dtype(np.float64)  # many terms nearly cancel
+        dtypes["bias"] = SUM
+    dtypes |= {f"score{slot}": SUM for slot in learned}
     return shares, {f"d{name}": dtype for name, dtype in dtypes.items()}
 
 

@@ -28,9 +28,12 @@ from cuattn.cpu.arithmetic import (
     row_weights,
     statistics_of,
     summed_to,
+    transposed,
+    visible_bits,
 )
-from cuattn.cpu.blocks import place_of
+from cuattn.cpu.blocks import SMALL_PRODUCT, place_of
 from cuattn.cpu.buffers import Buffers
+from cuattn.cpu.score import Scores, Stretch, Term
 from cuattn.cpu.task import Task
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
@@ -39,7 +42,8 @@ _SCORES = 1 << 17  # that are computed at a time: they stay in a second-level ca
 _MOST = 1 << 18  # scores of the query heads that read the same keys
 _MOST_OF_FEW = 1 << 22  # where they are few rows, for which tiles would have to be padded
 _FEW = 16
-_SHARES = {"forward": 1.0, "backward": 2.5}  # of a forward's time
+_COPIED = 32  # rows of which a small product with their copy as columns takes less time, the copy's included
+_SHARES = {"forward": 1.0, "backward": 2.2}  # of a forward's time
 _NANOSECONDS = 1_500_000  # that a batch is to take: a few times what its calls cost
 
 Index = tuple[slice, ...]  # into axes (*batch, kv_heads)
@@ -56,8 +60,8 @@ def is_small(problem: Problem) -> bool:
 def nanoseconds(problem: Problem) -> float:
     """Return how long a problem takes one thread, about."""
     widths = problem.head_dim + problem.head_dim_v
-    of_head = problem.group * problem.n_queries * problem.n_keys * (1.5 + widths / 55) + problem.n_keys * widths / 12
-    return math.prod(problem.batch) * problem.kv_heads * (1500 + of_head) * _SHARES[problem.operation]
+    of_head = problem.group * problem.n_queries * problem.n_keys * (1.5 + widths / 55) + problem.n_keys * widths / 4
+    return math.prod(problem.batch) * problem.kv_heads * (300 + of_head) * _SHARES[problem.operation]
 
 
 @lru_cache(maxsize=256)
@@ -73,17 +77,18 @@ def layout(problem: Problem) -> tuple[list[Index], dict[str, int]]:
     heads = max(math.prod([part.stop - part.start for part in index]) for index in batches)
     names = ["s", "halves" if problem.operation == "forward" else "ds", "tanh"]
     sizes = dict.fromkeys(names[: 2 + (problem.softcap is not None)], heads * rows * keys)
-    return batches, sizes | {"q": heads * rows * problem.head_dim}
+    widths = {"q": problem.head_dim, "columns": max(problem.head_dim, problem.head_dim_v)}
+    return batches, sizes | {name: heads * rows * width for name, width in widths.items()}
 
 
 def _batches(shape: tuple[int, ...], most: int) -> list[Index]:
-    """Cut an array into about equal parts of up to so many elements."""
+    """Cut an array into about equal parts of up to so many elements; neighbours are of the same heads."""
     if not shape:
         return [()]
     parts = cdiv(shape[0], max(1, most // math.prod(shape[1:])))
     step = cdiv(shape[0], parts)
     slices = [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
-    return [(part, *rest) for part in slices for rest in _batches(shape[1:], most)]
+    return [(part, *rest) for rest in _batches(shape[1:], most) for part in slices]
 
 
 class WholeHeads(Task):
@@ -95,8 +100,7 @@ class WholeHeads(Task):
         self.sizes = [len(self.batches)]
         if "bias" in self.operands:
             bias = np.moveaxis(self._grouped(self.operands["bias"]), -1, -3)  # as scores are
-            of_all = bias.size == bias.shape[-3] * bias.shape[-1]
-            self.operands = {**self.operands, "bias": np.ascontiguousarray(bias) if of_all else bias}
+            self.operands = {**self.operands, "bias": bias}
         if "dbias" in self.results:
             self.results = {**self.results, "dbias": self._grouped(self.results["dbias"])}
 
@@ -119,6 +123,7 @@ class Direct:
         self.buffers = Buffers(self.dtype, task.buffer_sizes)
         self.group, self.rows = self.problem.group, self.problem.group * self.problem.n_queries
         self._last_shown: dict[tuple, ndarray] = {}  # bits, by the instances of masks whose they are
+        self._last_bias: tuple = (None, None)  # its place, and a copy
 
     def __call__(self, item: tuple[Index, AbstractContextManager]) -> None:
         """Compute a batch; again, with care for what is hidden, if something is not a finite number."""
@@ -130,8 +135,11 @@ class Direct:
         task = self.task
         self.operands = {name: self.take(name, x).astype(self.dtype, copy=False) for name, x in task.operands.items()}
         compute = self._forward if self.problem.operation == "forward" else self._backward
+        self._terms: list[Term] = []
         results = compute(careful=False) or compute(careful=True)
         with turn:
+            for term in self._terms:
+                term.add_to(task.results)
             for name, part in results.items():
                 target = self.take(name, task.results[name])
                 if task.shares:
@@ -164,8 +172,12 @@ class Direct:
 
     def products(self, out: str, keys: str, rows: ndarray) -> ndarray:
         """Return k or v times rows of q or do, (..., keys, rows)."""
-        s = self.buffers.get(out, *self.lead, self.problem.n_keys, self.rows)
-        return np.matmul(self.operands[keys], rows.swapaxes(-1, -2), s)
+        s, columns = self.buffers.get(out, *self.lead, self.problem.n_keys, self.rows), rows.swapaxes(-1, -2)
+        if self.rows >= _COPIED and self.problem.n_keys * self.rows * rows.shape[-1] <= SMALL_PRODUCT:
+            copy = self.buffers.get("columns", *columns.shape)
+            np.copyto(copy, columns)
+            columns = copy
+        return np.matmul(self.operands[keys], columns, s)
 
     def to_scores(self, x: ndarray | None) -> ndarray | None:
         """Return what there is for each row with axes like those of scores, (..., 1, rows)."""
@@ -174,6 +186,17 @@ class Direct:
     def by_group(self, s: ndarray) -> ndarray:
         """Return (..., keys, rows) as (..., keys, group, queries)."""
         return s.reshape(*s.shape[:-1], self.group, self.problem.n_queries)
+
+    def by_head(self, s: ndarray) -> ndarray:
+        """Return (*batch, kv_heads, keys, rows) as (*batch, kv_heads, group, 1, 1, keys, queries)."""
+        return np.moveaxis(self.by_group(s), -2, -3)[..., None, None, :, :]
+
+    def _stretch_of(self, score: Scores) -> Stretch:
+        """Return the score function for the heads of a batch."""
+        problem, (*batch, kv) = self.problem, self.index
+        flat = np.arange(math.prod(problem.batch)).reshape(problem.batch)[tuple(batch)][..., None, None]
+        heads = np.arange(kv.start * self.group, kv.stop * self.group).reshape(-1, self.group)
+        return score.of(flat, heads, slice(0, problem.n_queries), slice(0, problem.n_keys))
 
     def scores(self, q: ndarray, *, careful: bool) -> ndarray:
         """Return the scores: algorithm 2, lines 10 and 11; what masks hide is not yet."""
@@ -184,9 +207,24 @@ class Direct:
         if self.problem.softcap is not None:
             self.tanh = np.tanh(s, self.buffers.get("tanh", *s.shape))
             np.multiply(self.tanh, self.problem.softcap, s)
+        if self.task.score is not None:
+            self._stretch = self._stretch_of(self.task.score)
+            self.slopes = self._stretch(self.by_head(s), 0)
         if "bias" in self.operands:
-            add_bias(self.by_group(s), np.ascontiguousarray(self.operands["bias"]), careful=careful)
+            add_bias(self.by_group(s), self.bias(), careful=careful)
         return s
+
+    def bias(self) -> ndarray:
+        """Return the bias, contiguous, with axes (..., keys, group, queries); kept for batches that have the same."""
+        bias = self.operands["bias"]
+        if bias.flags.c_contiguous:
+            return bias
+        place = place_of(self.task.operands["bias"], self.index)
+        if place != self._last_bias[0]:
+            *lead, keys, group, queries = bias.shape
+            copy = transposed(np.moveaxis(bias, -3, -1).reshape(*lead, group * queries, keys))
+            self._last_bias = place, copy.reshape(bias.shape)
+        return self._last_bias[1]
 
     def hide(self, s: ndarray, value: float = 0.0) -> None:
         """Set what masks hide to a number."""
@@ -206,10 +244,10 @@ class Direct:
     def _shown(self, instances: tuple) -> ndarray:
         """Return the bits of what a head sees, (keys, queries)."""
         if instances not in self._last_shown:
-            hidden = np.zeros((self.problem.n_keys, self.problem.n_queries), bool)
-            for mask, instance in zip(self.task.masks, instances, strict=True):
-                hidden |= mask.hidden(instance, slice(0, hidden.shape[1]), slice(0, hidden.shape[0]))
-            bits = np.subtract(hidden, 1, dtype=f"u{self.dtype.itemsize}", casting="unsafe")
+            rows, keys = slice(0, self.problem.n_queries), slice(0, self.problem.n_keys)
+            masks = zip(self.task.masks, instances, strict=True)
+            hidden = [mask.hidden(instance, rows, keys) for mask, instance in masks]
+            bits = visible_bits(hidden, (keys.stop, rows.stop), np.dtype(f"u{self.dtype.itemsize}"))
             self._last_shown = {instances: bits}
         return self._last_shown[instances]
 
@@ -224,7 +262,7 @@ class Direct:
             self.hide(s, -np.inf)
             m = fold(np.maximum, s, room)
             reference = reference_of(m)
-            bounded = not (self.task.masks or "bias" in self.operands)
+            bounded = not (self.task.masks or "bias" in self.operands or self.task.score)
             p = exponentials(s, self.to_scores(reference), bounded=bounded)
         l = fold(np.add, p, room)
         o = self.result("o", *l.shape, self.problem.head_dim_v)
@@ -239,7 +277,8 @@ class Direct:
         problem, operands, weights = self.problem, self.operands, row_weights(self.operands)
         q, do = (self.rows_of(name, weights.empty) for name in ("q", "do"))
         s = self.scores(q, careful=careful)
-        p = exponentials(s, self.to_scores(weights.reference), bounded="bias" not in operands)
+        bounded = "bias" not in operands and self.task.score is None
+        p = exponentials(s, self.to_scores(weights.reference), bounded=bounded)
         self.hide(p)
         p *= self.to_scores(weights.factors)
         ds = self.products("ds", "v", do)
@@ -249,12 +288,14 @@ class Direct:
             dbias, like = np.moveaxis(self.by_group(ds), -3, -1), self.take("dbias", self.task.results["dbias"])
             dtype = np.float64 if 1 in like.shape[-2:] else self.dtype
             results["dbias"] = summed_to(dbias, like.shape, dtype).copy()  # as ds may change
+        if self.task.score is not None:
+            self._terms = self._stretch.differentiate(self.by_head(ds), self.slopes, 0)
         if problem.softcap is not None:
             differentiate_softcap(ds, self.tanh, problem.softcap, careful=careful)
         ds *= self.task.factor
         results["dk"] = product(ds, q, self.result("dk", *p.shape[:-1], problem.head_dim), careful=careful)
         dq = self.result("dq", *q.shape)
         product(ds.swapaxes(-1, -2), operands["k"], dq, careful=careful)
-        if not (careful or is_finite(results["dv"], results["dk"], dq)):
+        if not (careful or is_finite(results["dk"], dq)):  # of dv only sums of finite terms may be infinite then
             return None
         return results | {"dq": dq.reshape(*self.heads, problem.n_queries, problem.head_dim)}

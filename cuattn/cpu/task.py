@@ -7,6 +7,7 @@ from typing import Any
 from numpy import ndarray
 
 from cuattn.cpu.dropout import Dropout
+from cuattn.cpu.score import Scores
 from cuattn.cpu.threads import Turns
 from cuattn.problem import Problem
 
@@ -28,6 +29,8 @@ class Task:
         o and, if they are wanted, l and m, to write to; or what a backward's dq, dk, dv and dbias are added to.
     shares : bool
         Whether a gradient gets terms from several batch elements or heads; then all items add to sums in one order.
+    score : Scores or None
+        The score function.
 
     Attributes
     ----------
@@ -43,6 +46,7 @@ class Task:
     dropout: Dropout | None
     results: Arrays
     shares: bool
+    score: Scores | None = None
     sizes: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

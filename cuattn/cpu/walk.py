@@ -15,6 +15,7 @@ from numpy import ndarray
 from cuattn.cpu.arithmetic import WINDOW, add_bias, longest_of, transposed
 from cuattn.cpu.blocks import HeadGroup, choose, head_groups
 from cuattn.cpu.buffers import Buffers
+from cuattn.cpu.score import Scores, Stretch
 from cuattn.cpu.task import Task
 from cuattn.cpu.tiles import Part, Visibility
 from cuattn.io_model.sizes import cdiv
@@ -40,8 +41,9 @@ class Tiles(Task):
         super().__init__(*arguments)
         problem, masks = self.problem, self.masks
         self.blocks = choose(problem, masks)
-        self.visibility = Visibility(problem, masks, self.blocks)
         groups = list(head_groups(problem, self.blocks.heads))
+        instances = max([math.prod(mask.leading) for mask in masks], default=1)
+        self.visibility = Visibility(problem, masks, self.blocks, again=sum(map(len, groups)) > instances)
         # What adds to common sums is handed out in one order.
         self._groups = [[group for some in groups for group in some]] if self.shares else groups
         self._stacks = cdiv(self.blocks.row_tiles, self.blocks.stack)
@@ -98,12 +100,15 @@ class Walk:
             keys = (1 if problem.group > 1 else blocks.heads) * blocks.held * blocks.keys
             sizes |= {"k": keys * problem.head_dim, "v": keys * problem.head_dim_v}
         self.buffers = Buffers(self.dtype, sizes)
+        self.slopes: list[list[ndarray]] = []  # of a backward's score function, by run of the part
         self._heads: tuple | None = None
 
     def turn_to(self, item: Item) -> None:
         """Turn to an item: to its row tiles, and to the keys and values of its heads."""
         self.item, group, self.count = item, item.group, item.rows.stop - item.rows.start
         self.members = group.count * cdiv(self.count, self.blocks.rows)
+        if self.task.score is not None and item.parts:
+            self._stretch = self._stretch_of(item, self.task.score)
         if self._heads == (group.batch, group.kv_start):
             return
         self._heads, self._held = (group.batch, group.kv_start), {}
@@ -114,6 +119,14 @@ class Walk:
             else self.buffers.get(name, len(x), self.blocks.held, self.blocks.keys, x.shape[-1])
             for name, x in zip("kv", self._sources, strict=True)
         )
+
+    def _stretch_of(self, item: Item, score: Scores) -> Stretch:
+        """Return the score function for what an item sees."""
+        group, size, rows = item.group, self.blocks.keys, self.members // item.group.count * self.blocks.rows
+        batch = np.ravel_multi_index(group.batch, self.problem.batch) if group.batch else 0
+        first, last = item.parts[0].runs[0], item.parts[-1].runs[-1]
+        keys = slice(first.first * size, (last.first + last.slots.stop - last.slots.start) * size)
+        return score.of(batch, np.arange(group.start, group.stop), slice(item.rows.start, item.rows.start + rows), keys)
 
     def _hold(self, index: int) -> None:
         """See to it that the keys and values of a step are there: algorithm 2, line 7."""
@@ -138,6 +151,8 @@ class Walk:
         largest = longest_q * self.task.max_norm("k", self.item.group)
         if self.problem.softcap is not None and largest < math.inf:
             largest = self.problem.softcap
+        if self.task.score is not None:
+            return False
         if "bias" in self.task.operands:
             bias = self.item.group.of_queries(self.task.operands["bias"], self.item.rows)
             largest += max(float(bias.max()), -float(bias.min()))
@@ -178,14 +193,22 @@ class Walk:
         if self.problem.softcap is not None:
             self.tanh = np.tanh(s, out=self.buffers.get("tanh", *s.shape))
             np.multiply(self.tanh, self.problem.softcap, out=s)
+        if self.task.score is not None:
+            self.slopes = [self._stretch(tiles, first) for tiles, first in self.by_head_and_run(part, s)]
         if "bias" in self.task.operands:
             for tile, bias in self.bias_of(self.task.operands["bias"], part, s):
                 add_bias(tile, transposed(bias.swapaxes(1, 2)), careful=careful)
-        if careful:  # lest rows that do not exist, and see everything, lead NaN to the sums over rows
+        if careful or self.task.score is not None:  # lest rows that do not exist, and see everything, lead to NaN
             by_head = s.reshape(self.item.group.count, -1, *s.shape[1:])
             by_head[:, -1, ..., (self.count - 1) % self.blocks.rows + 1 :] = -np.inf
-        masks = [(slot, *shown()) for slot, shown in part.masks]
-        return s, [(s[:, slot, keys], bits) for slot, keys, bits in masks]
+        masks = [(slots, *shown()) for slots, shown in part.masks]
+        return s, [(s[:, slots, keys], bits) for slots, keys, bits in masks]
+
+    def by_head_and_run(self, part: Part, s: ndarray) -> Iterator[tuple[ndarray, int]]:
+        """Yield a part's neighbouring tiles, (heads, row tiles, key tiles, keys, rows), and the first of their keys."""
+        by_head = s.reshape(self.item.group.count, -1, *s.shape[1:])
+        for first, slots, _ in part.runs:
+            yield by_head[:, :, slots], first * self.blocks.keys
 
     def bias_of(self, bias: ndarray, part: Part, s: ndarray) -> Iterator[tuple[ndarray, ndarray]]:
         """Yield elements of scores, (heads, keys, rows), and those of a bias (each axis may be 1) for them."""

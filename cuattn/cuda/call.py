@@ -8,9 +8,10 @@ from typing import Any
 from cuattn.cuda.arguments import Array, Axes, collapse, layout_fields, load_bytes, problem_fields, slots_of, steps_of
 from cuattn.cuda.constants import Constants
 from cuattn.cuda.device import device_of
+from cuattn.cuda.functions import Functions
 from cuattn.cuda.params import PARAMS
 from cuattn.cuda.sequence import LaunchSequence
-from cuattn.cuda.source import constants_of
+from cuattn.cuda.source import calls_functions, constants_of
 from cuattn.cuda.tables import TABLE_SLOTS, CallMasks
 from cuattn.plans import Plan
 from cuattn.problem import OPERATIONS, Problem
@@ -56,7 +57,7 @@ class Call:
         An operand may have a stride of 0 along an axis that its gradient has: axes that only one of the two has are
         not merged, so the layouts of contiguous arrays of the operands' shapes count, too.
         """
-        operands = self.operands.values()
+        operands = [array for name, array in self.operands.items() if "score" not in name]
         arrays = [*operands, *(Array(x.shape, x.dtype) for x in operands)]
         return collapse(self.problem.batch, [*map(steps_of, arrays), *self._masks.layouts.values()])
 
@@ -94,8 +95,14 @@ class Call:
         self.arrays = {**self.operands, **results}
         self._fields = problem_fields(problem, self.axes)
         for name, array in self.arrays.items():
-            self._fields |= layout_fields(name, steps_of(array), self.axes, len(problem.batch))
-        self.sequence = LaunchSequence(self.device.number, operation.inputs, results, scratch, counters, problem)
+            if "score" not in name:  # those have axes of their own
+                self._fields |= layout_fields(name, steps_of(array), self.axes, len(problem.batch))
+        inputs, score = operation.inputs, problem.score
+        self.functions = None if score is None else Functions(problem, self.operands)
+        self.sequence = LaunchSequence(
+            self.device.number, inputs if score is None else (*inputs, *score.names), results, scratch, counters,
+            problem, self.functions,
+        )  # fmt: skip
         self.slots = slots_of(name for name in self.sequence.names if name != "mask")
 
     def load_bytes(self, *names: str) -> int:
@@ -133,7 +140,11 @@ class Call:
         if tile and self.problem.masks:
             fields |= self._masks.fields(self.axes, tile[1])
             slots, tables = {**slots, **{slot: slot for slot in TABLE_SLOTS}}, self._masks.tables(*tile)
-        launched = path, kernel, constants, grid, 32 * warps, PARAMS, fields, slots
+        dtype, functions = PARAMS, self.functions
+        if functions is not None and calls_functions(path):
+            dtype, more = functions.dtype, {**more, "traced": functions.text}
+            fields, slots = {**fields, **functions.values}, {**slots, **functions.slots}
+        launched = path, kernel, constants, grid, 32 * warps, dtype, fields, slots
         self.sequence.add(*launched, tables=tables, **more)
 
     def planned(

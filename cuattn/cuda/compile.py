@@ -196,6 +196,7 @@ def function(
     constants: tuple[tuple[str, object], ...],
     shared_bytes: int,
     exact: bool,
+    traced: str = "",
 ) -> Any:
     """Return a kernel of ``kernels/<path>`` for GPU number `device`, which must be current.
 
@@ -210,6 +211,8 @@ def function(
         Dynamic shared memory per block.
     exact : bool
         Whether it uses what only the device's exact architecture has, ``sm_90a`` for example.
+    traced : str, optional
+        The text of its score and mask functions.
     """
     arch = device_of(device).arch + "a" * exact
-    return load(compile_cubin(source.build(path, dict(constants)), arch, name=path), kernel, shared_bytes)
+    return load(compile_cubin(source.build(path, dict(constants), traced), arch, name=path), kernel, shared_bytes)

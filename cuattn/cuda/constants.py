@@ -30,13 +30,17 @@ name                    type     meaning
 ``stacked``             bool     merge: the parts lie one after another
 ``load_bytes``          int      widest access that every address and stride of q, k, v (do) allows: 16, 8, 4 or 2
 ``dropout``             int      threshold T; 0 = no dropout
-``runs``                bool     dropout: a shard's rows and keys are looked up in ``row_blocks``, ``key_blocks``
+``runs``                bool     a shard's rows and keys are looked up in ``row_blocks``, ``key_blocks``
 ``statistics``          bool     forward: l and m are written; else their addresses are null
 ``bias``                bool     a bias is added
-``bias_keys``           bool     sm90 backward: the bias is broadcast along rows
-``bias_tiles``          bool     sm90 backward: the copy engine brings tiles of the bias
+``bias_tiles``          bool     sm90: the copy engine brings it, in tiles
+``bias_keys``           bool     sm90: it is broadcast along rows
+``bias_rows``           bool     sm90 forward: it is broadcast along keys
 ``dbias``               int      sm90 backward: how the main kernel makes dbias, see kernels/attn/bwd_workspace.cuh
 ``softcap``             bool     scores pass through softcap * tanh(s / softcap)
+``score``               bool     scores pass through a function, ``traced::score``
+``additive``            bool     which adds ``traced::addend``, so that its slope is 1
+``sloped``              bool     the slope of softcap and function together is not 1
 ``prescaled``           bool     scores are scaled before the maximum is taken
 ``negate``              bool     sm90: scale < 0, products are negated
 ``overlap``             bool     sm90 forward: the softmax begins under the warpgroup's own product
@@ -64,13 +68,14 @@ from cuattn.errors import UnsupportedError
 from cuattn.masks.base import KINDS
 from cuattn.masks.cuda_half import CudaHalf
 from cuattn.problem import DTYPES, Problem
+from cuattn.tracing import addend
 
 Constants = dict[str, object]
 
 
 def problem_constants(problem: Problem) -> Constants:
     """Return what kernels are told of a problem, as far as they ask (:func:`cuattn.cuda.source.constants_of`)."""
-    acc, band, bias = DTYPES[problem.stat_dtype].cuda, problem.band, problem.bias
+    acc, band, bias, score = DTYPES[problem.stat_dtype].cuda, problem.band, problem.bias, problem.score
     return {
         "elem": problem.row.cuda,
         "acc": acc,
@@ -83,12 +88,21 @@ def problem_constants(problem: Problem) -> Constants:
         "runs": problem.runs,
         "bias": bias is not None,
         "softcap": problem.softcap is not None,
-        "prescaled": bias is not None or problem.softcap is not None or not problem.scale > 0,
+        "score": score is not None,
+        "additive": score is not None and addend(score.root) is not None,
+        "sloped": is_sloped(problem),
+        "prescaled": any(x is not None for x in (bias, problem.softcap, score)) or not problem.scale > 0,
         "band_left": band is not None and band.left is not None,
         "band_right": band is not None and band.right is not None,
         "tf32": problem.precision == "tf32",
         "mask": sum(half.code for half in halves(problem)),
     }
+
+
+def is_sloped(problem: Problem) -> bool:
+    """Return whether the derivative of scores by scaled products is not 1: under a softcap, and by most functions."""
+    score = problem.score
+    return problem.softcap is not None or (score is not None and addend(score.root) is None)
 
 
 def halves(problem: Problem) -> list[CudaHalf]:

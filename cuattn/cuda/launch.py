@@ -10,6 +10,7 @@ import numpy as np
 
 from cuattn.cuda.arguments import Change
 from cuattn.cuda.compile import function
+from cuattn.cuda.params import PARAMS
 from cuattn.cuda.source import constants_of
 
 _WORD = 8  # bytes
@@ -44,6 +45,15 @@ class Kernel:
     maps : mapping of str to callable, optional
         Further arguments: an address, and a function of it that describes the array there.  A kernel that takes some
         is compiled for the device's exact architecture, as ``sm_90a``.
+    traced : str, optional
+        The text of its score and mask functions.
+
+    Attributes
+    ----------
+    is_placed : bool
+        Whether its first argument begins with ``CoreParams``, of which a call's random state and place change words.
+    is_traced : bool
+        Whether that holds arguments of functions, too, of which a call's numbers change words.
     """
 
     def __init__(
@@ -61,8 +71,9 @@ class Kernel:
         *,
         shared_bytes: int = 0,
         maps: Mapping[str, Callable[[int], Any]] = MappingProxyType({}),
+        traced: str = "",
     ) -> None:
-        self._found = device, path, kernel, constants_of(path, constants), shared_bytes, bool(maps)
+        self._found = device, path, kernel, constants_of(path, constants), shared_bytes, bool(maps), traced
         self._shape = (*(*grid, 1, 1)[:3], threads, 1, 1, shared_bytes)
         record = np.zeros((), dtype)
         for name, value in values.items():
@@ -76,6 +87,7 @@ class Kernel:
         self._maps = [(names[name], describe) for name, describe in maps.items()]
         self._idle: list[Piece] = []  # arguments that no launch is being made of
         self.dtype = dtype
+        self.is_placed, self.is_traced = dtype.names[0] == PARAMS.names[0], bool(traced)
 
     @functools.cached_property
     def _function(self) -> Any:

@@ -1,11 +1,13 @@
-"""NumPy mirrors of the structs that kernels take: ``Params`` (kernels/attn/params.cuh), the argument of every attention
-kernel, ``MaskParams`` and ``MergeParams``.
+"""NumPy mirrors of the structs that kernels take: ``CoreParams`` (kernels/attn/params.cuh), with which the argument of
+every attention kernel begins, ``MaskParams`` and ``MergeParams``.
 
 A field of a struct within has the name "field.of.it".  The two sides are written by hand and compared by a test that
 compiles ``static_assert``s on size and offsets.
 """
 
 import numpy as np
+
+from cuattn.io_model.sizes import cdiv
 
 BATCH_AXES = 4
 MAX_PARTS = 64
@@ -86,3 +88,20 @@ MERGE_PARAMS = np.dtype(
     ],
     align=True,
 )
+
+
+def derived(first: np.dtype, second: np.dtype, prefix: str) -> np.dtype:
+    """Return the struct that derives from two; the second one's fields get a prefix.
+
+    >>> last = np.dtype([("x", np.int32), ("y", np.uint64)], align=True)
+    >>> both = derived(np.dtype([("a", np.uint64)], align=True), last, "last.")
+    >>> both.names, both.itemsize
+    (('a', 'last.x', 'last.y'), 24)
+    """
+    begin = cdiv(first.itemsize, second.alignment) * second.alignment
+    fields = dict(first.fields)
+    fields |= {prefix + name: (kind, begin + offset) for name, (kind, offset) in second.fields.items()}
+    formats, offsets = zip(*fields.values(), strict=True)
+    unit = max(first.alignment, second.alignment)
+    itemsize = cdiv(begin + second.itemsize, unit) * unit
+    return np.dtype({"names": [*fields], "formats": formats, "offsets": offsets, "itemsize": itemsize}, align=True)

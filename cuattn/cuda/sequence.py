@@ -19,8 +19,8 @@ import numpy as np
 
 from cuattn.cuda.arguments import Array, Change, place_changes, state_changes
 from cuattn.cuda.device import counters_of, zero
+from cuattn.cuda.functions import Functions
 from cuattn.cuda.launch import Kernel
-from cuattn.cuda.params import PARAMS
 from cuattn.cuda.tables import TABLE_SLOTS, MaskTables
 from cuattn.errors import UnsupportedError
 from cuattn.io_model.sizes import align_up
@@ -46,6 +46,8 @@ class LaunchSequence:
         launch.
     problem : Problem, optional
         Whose place runs may be told.
+    functions : Functions, optional
+        Its score function, whose numbers runs are told.
 
     Attributes
     ----------
@@ -66,9 +68,10 @@ class LaunchSequence:
         scratch: dict[str, Array],
         counters: int = 0,
         problem: Problem | None = None,
+        functions: Functions | None = None,
     ) -> None:
         self.device, self.inputs, self.results = device, tuple(inputs), results
-        self._problem = problem
+        self._problem, self._functions = problem, functions
         self._tables: list[MaskTables] = []
         self._kernels: list[Kernel] = []
         *self._offsets, self.scratch_bytes = accumulate(
@@ -103,6 +106,7 @@ class LaunchSequence:
         state: Any = None,
         place: Place | None = None,
         held: Sequence[Any] = (),
+        numbers: tuple[Any, ...] = (),
     ) -> list[Any]:
         """Launch everything on a stream of the current device.
 
@@ -124,6 +128,8 @@ class LaunchSequence:
             Of a part in the whole; None is the whole.
         held : sequence of object, optional
             Copies that some of the inputs are.
+        numbers : tuple, optional
+            Those of the score function, by slot.
 
         Returns
         -------
@@ -160,8 +166,10 @@ class LaunchSequence:
                 free += table.nbytes
             else:
                 known += found.addresses
+        with_numbers = [*changes, *self._functions.changes(numbers)] if numbers else changes
         for kernel in self._kernels:
-            kernel.launch(known, handle, changes if kernel.dtype is PARAMS else (), place is None)
+            own = with_numbers if kernel.is_traced else changes if kernel.is_placed else ()
+            kernel.launch(known, handle, own, place is None)
         del keep
         return results
 
@@ -185,7 +193,7 @@ class LaunchSequence:
 
 @functools.lru_cache(maxsize=_RUNS_KEPT)
 def _uploaded(device: int, blocks: bytes) -> Any:
-    """Return the device's copy of where a shard's blocks of 16 rows or keys stand in the whole.
+    """Return the device's copy of where a shard's rows or keys, or every 16th of them, stand in the whole.
 
     It has memory of its own, not the pool's: to free it waits for every launch that may still read it.
     """

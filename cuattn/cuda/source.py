@@ -7,6 +7,9 @@ compile cache, and no include path leads to our own files.
 In front stands the prologue, ``namespace cfg { ... }``: a Python ``bool``, ``int`` or ``float`` becomes a
 ``constexpr`` of that type, a ``str`` a type alias.  Kernels branch on it with ``if constexpr``;
 :mod:`cuattn.cuda.constants` lists the names.
+
+The text of a score or mask function (:func:`cuattn.tracing.source`) stands where kernels include
+``attn/untraced.cuh``, which declares the same for kernels without one.
 """
 
 import functools
@@ -18,6 +21,7 @@ from importlib import resources
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')
 _CONSTANT, _COMMENT = re.compile(r"\bcfg::(\w+)"), re.compile("//.*")
 _TYPES = {bool: "bool", int: "int", float: "double"}
+_UNTRACED = "attn/untraced.cuh"
 _HEADERS = {"__half": "cuda_fp16.h", "__nv_bfloat16": "cuda_bf16.h"}
 
 
@@ -54,7 +58,12 @@ def constants_of(path: str, constants: Mapping[str, object]) -> tuple[tuple[str,
     return tuple((name, value) for name, value in constants.items() if name in _names_read(path))
 
 
-def flatten_text(text: str, name: str = "text", seen: set[str] | None = None) -> str:
+def calls_functions(path: str) -> bool:
+    """Return whether a kernel file asks for score or mask functions."""
+    return not _names_read(path).isdisjoint(("score", "mask_function"))
+
+
+def flatten_text(text: str, name: str = "text", seen: set[str] | None = None, traced: str = "") -> str:
     """Return `text` with its quoted includes written out, each once.
 
     Parameters
@@ -64,6 +73,8 @@ def flatten_text(text: str, name: str = "text", seen: set[str] | None = None) ->
         What compiler messages call it.
     seen : set of str, optional
         Files that are not written out again; it grows.
+    traced : str, optional
+        What stands for ``attn/untraced.cuh``.
     """
     seen = {name} if seen is None else seen
     lines = [f'#line 1 "{name}"']
@@ -75,7 +86,8 @@ def flatten_text(text: str, name: str = "text", seen: set[str] | None = None) ->
         path = include[1]
         if path not in seen:
             seen.add(path)
-            lines.append(flatten_text(_read(path, f"{name}:{number}"), path, seen))
+            included = traced if traced and path == _UNTRACED else _read(path, f"{name}:{number}")
+            lines.append(flatten_text(included, path, seen, traced))
         lines.append(f'#line {number + 1} "{name}"')
     return "\n".join(lines) + "\n"
 
@@ -126,7 +138,7 @@ def _declare(name: str, value: object) -> str:
     return f"constexpr {kind} {name} = {str(value).lower()};"
 
 
-def build(path: str, constants: Mapping[str, object]) -> str:
+def build(path: str, constants: Mapping[str, object], traced: str = "") -> str:
     """Return the complete text of one specialised kernel file.
 
     Parameters
@@ -135,5 +147,7 @@ def build(path: str, constants: Mapping[str, object]) -> str:
         As for :func:`flatten`.
     constants : mapping
         As for :func:`prologue`.
+    traced : str, optional
+        The text of its score and mask functions.
     """
-    return prologue(constants) + flatten(path)
+    return prologue(constants) + (flatten_text(_read(path, None), path, None, traced) if traced else flatten(path))

@@ -33,7 +33,7 @@ from cuattn.interop.origin import ArrayOrigin, CuPy, NumPy, type_name
 from cuattn.interop.outputs import Outputs
 from cuattn.interop.torch_tensors import Torch
 
-__all__ = ["ArrayOrigin", "Outputs", "signature", "to_backend"]
+__all__ = ["ArrayOrigin", "Outputs", "signature", "to_backend", "type_name"]
 
 # Most specific first: tensors of CuPy, PyTorch and JAX have __dlpack__ too, and dlpack takes whatever has it.
 _KINDS = (NumPy, Torch, CuPy, Jax, DLPack)

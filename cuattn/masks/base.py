@@ -7,8 +7,8 @@ asks what kind a mask is.  The CPU walks a mask by tiles of its own size::
     instance = mask.instance((batch, head))  # equal for matrices under the same mask: a key for what is remembered
     mask.states(instance, rows, keys, t, t + 16)         # of 16 row tiles; the minimum over the parts holds
     mask.patterns(instance, rows, keys, row_tiles, key_tiles)  # a key for each of these tiles, or None
-    mask.shown(instance, rows, keys, row_tile, key_tile, ramp)  # one tile's bits; parts combine by &
-    mask.hidden(instance, row_slice, key_slice)          # the same as booleans; parts combine by |
+    mask.shown(instance, rows, keys, row_tile, key_tile, ramp)  # one tile's bits, if there are keys; parts combine by &
+    mask.hidden(instance, row_slice, key_slice)          # any part as booleans; parts combine by |
 """
 
 import math
@@ -141,7 +141,8 @@ class Mask(Immutable, Drawable):
     ) -> Sequence[Hashable] | None:
         """Return one key per tile, of which equal ones imply equal element masks; None where that takes long to tell.
 
-        The keys hold for whole tiles, and for instances, tile sizes and masks that are the same.
+        The keys hold for whole tiles, and for instances, tile sizes and masks that are the same.  Of a mask that has
+        them, `shown` is asked what a tile shows, of others `hidden` what several tiles hide.
         """
         return None
 
@@ -156,13 +157,7 @@ class Mask(Immutable, Drawable):
             From :func:`cuattn.masks.intervals.bit_lines`, whose dtype the bits get; rows that do not exist may be
             among them.
         """
-        rows, keys = row_tile * block_m, key_tile * block_n
-        there = min(block_m, self.n_queries - rows)
-        hidden = self.hidden(instance, slice(rows, rows + there), slice(keys, min(keys + block_n, self.n_keys)))
-        shown = np.empty((len(hidden), block_m), ramp.dtype)
-        np.subtract(hidden, 1, out=shown[:, :there], dtype=ramp.dtype, casting="unsafe")
-        shown[:, there:] = ramp[-1, 0]
-        return shown
+        raise NotImplementedError(f"{type(self).__name__}.shown, which masks with patterns need")
 
     # For everybody.
 

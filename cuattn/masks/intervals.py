@@ -14,6 +14,7 @@ therefore never stored.
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial, reduce
+from operator import or_
 from typing import Any, ClassVar
 
 import numpy as np
@@ -142,8 +143,8 @@ class IntervalMask(Mask):
 
     def hidden(self, instance, rows, keys):
         bounds = self._bounds(instance)[:, keys, None]
-        i = namespace(bounds).arange(rows.start, rows.stop)
-        return ((bounds[::2] <= i) & (i < bounds[1::2])).any(axis=0)
+        i = namespace(bounds).arange(rows.start, rows.stop, dtype=bounds.dtype)
+        return reduce(or_, [(start <= i) & (i < end) for start, end in zip(bounds[::2], bounds[1::2], strict=True)])
 
     def states(self, instance, block_m, block_n, start, stop):
         return tile_states(self._table(block_m, block_n)[instance], start, stop)

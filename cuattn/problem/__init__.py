@@ -1,7 +1,7 @@
 """The problem of a call: its description and the one place that checks it."""
 
 from cuattn.problem.dtypes import DTYPES, FLOAT32, Dtype
-from cuattn.problem.model import Band, Place, Problem
+from cuattn.problem.model import Band, Place, Problem, ScoreFunction
 from cuattn.problem.operations import BACKWARD, FORWARD, OPERATIONS, Array, Operation
 from cuattn.problem.origin import Origin, pieces, place_of, whole_offset
 from cuattn.problem.scalars import check_band
@@ -30,6 +30,7 @@ __all__ = [
     "Origin",
     "Place",
     "Problem",
+    "ScoreFunction",
     "bind",
     "borrowed_mask",
     "check",

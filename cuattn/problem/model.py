@@ -8,6 +8,7 @@ part of it: :class:`Place` is an argument of each launch.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from cuattn.problem.dtypes import DTYPES, FLOAT32, Dtype
 from cuattn.rng import LEVELS
+from cuattn.tracing import Facts, Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,8 @@ class Place(NamedTuple):
     shift : int
         What is added to the band's offset.
     row_blocks, key_blocks : int32 ndarray | None
-        Global index of the first of every 16 local rows or keys, for dropout over parts of several runs.
+        Of parts of several runs: global index of the first of every 16 local rows or keys, with dropout, or of each
+        row or key, for a score function without dropout; None: they follow `row` or `key`.
     """
 
     batch: int
@@ -55,6 +58,38 @@ class Place(NamedTuple):
     shift: int = 0
     row_blocks: Any = None
     key_blocks: Any = None
+
+
+class ScoreFunction(NamedTuple):
+    """What is done to each score before the bias is added: a graph, and what is known of what it reads.
+
+    Attributes
+    ----------
+    root : Node
+        The score, of s, b, h, i, j (global indices), of arrays and of numbers by slot.
+    facts : Facts
+        Layouts of the arrays, the operands "score0", "score1", ...; kinds of the numbers; limits of b, h, i, j.
+    learned : tuple of int
+        Slots of the arrays of which a backward returns the gradients.
+    """
+
+    root: Node
+    facts: Facts
+    learned: tuple[int, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of its arrays among the operands, by slot."""
+        return self.names_of(self.facts.arrays)
+
+    @staticmethod
+    def names_of(arrays: Sequence[Any]) -> list[str]:
+        """Return the names among the operands of arrays by slot.
+
+        >>> ScoreFunction.names_of("ab")
+        ['score0', 'score1']
+        """
+        return [f"score{slot}" for slot in range(len(arrays))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +121,8 @@ class Problem:
     precision: str | None = None
     deterministic: bool = False
     kernel: str | None = None
-    runs: bool = False  # dropout over parts of several runs: a place has row_blocks or key_blocks
+    runs: bool = False  # dropout or a score function over parts of several runs: a place has row_blocks or key_blocks
+    score: ScoreFunction | None = None
     rank: int = field(default=3, compare=False)
 
     @property

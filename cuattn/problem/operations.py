@@ -44,7 +44,7 @@ class Operation:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Every array of a call, in the order in which backends are given addresses."""
+        """Every array of a call, in the order in which backends are given addresses; a score function's come after."""
         return ("q", "k", "v", "bias", "mask", *self.operands, *self.optional)
 
     def label(self, name: str) -> str:
@@ -65,7 +65,9 @@ class Operation:
             wanted = self.results if problem.statistics else self.results[:1]
             found = {name: _of_rows(problem, name) for name in wanted}
             return {**found, "o": (found["o"][0], problem.out_dtype)}
-        given = {name: operands.get(name.removeprefix("d")) for name in self.results}
+        learned = () if problem.score is None else problem.score.learned
+        wanted = (*self.results, *(f"dscore{slot}" for slot in learned))
+        given = {name: operands.get(name.removeprefix("d")) for name in wanted}
         return {n: (tuple(x.shape), problem.grad_dtype(np.dtype(x.dtype))) for n, x in given.items() if x is not None}
 
 

@@ -155,7 +155,7 @@ def whole_offset(origin: Origin) -> int:
 
 
 def _axis(problem: Problem, name: str, start: Any, length: int, whole: int | None) -> tuple[int, Any]:
-    """Return where a part's rows or keys begin, checked; of several pieces 0 and, for dropout, where its blocks are."""
+    """Return where a part's rows or keys begin, checked; of several pieces 0 and, if asked for, where blocks are."""
     runs, given = pieces(name, start, length), f"origin.{name} is {shown(start)}"
     *edges, end = chain(*runs)
     limit = _LIMIT - 1 if whole is None else whole
@@ -165,4 +165,4 @@ def _axis(problem: Problem, name: str, start: Any, length: int, whole: int | Non
         raise ArgumentError(f"{given}; expected multiples of {BLOCK} with dropout_p > 0")
     if len(runs) == 1:
         return start, None
-    return 0, indices(runs, BLOCK).astype(np.int32) if problem.runs else None
+    return 0, indices(runs, BLOCK if problem.dropout else 1).astype(np.int32) if problem.runs else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +13,10 @@ from cuattn.masks import BooleanMask
 from cuattn.masks.base import Mask
 from cuattn.problem import scalars
 from cuattn.problem.dtypes import DTYPES, FLOAT32
-from cuattn.problem.model import Problem
+from cuattn.problem.model import Problem, ScoreFunction
 from cuattn.problem.operations import Array, Operation
 from cuattn.problem.origin import Origin
+from cuattn.tracing import ANY_LENGTH, Bound, facts
 
 Shape = tuple[int, ...]
 
@@ -43,6 +45,8 @@ def check(
     masks: tuple[Mask, ...],
     options: Options,
     origin: Origin | None = None,
+    score: Bound | None = None,
+    learned: tuple[int, ...] = (),
 ) -> Problem:
     """Check every argument of a call against the others.
 
@@ -56,6 +60,10 @@ def check(
     origin : Origin, optional
         Of a part of a larger problem: of it only whether it is given, which decides how the band is placed (see
         :func:`place_of`), and whether it has runs.
+    score : Bound, optional
+        A score function with the call's arrays and numbers.
+    learned : tuple of int, optional
+        Slots of its arrays that are differentiated.
 
     Returns
     -------
@@ -65,6 +73,7 @@ def check(
     dtype, bias = _common_dtype(arrays), arrays.get("bias")
     batch, heads, kv_heads = check_axes(q, k, v, scalars.flag("enable_gqa", options.enable_gqa))
     dropout = _rng.threshold(options.dropout_p)
+    limits = (math.prod(batch), heads, q[-2], k[-2]) if origin is None else ANY_LENGTH
     problem = Problem(
         operation.name,
         batch,
@@ -83,7 +92,8 @@ def check(
         precision=scalars.choice("precision", options.precision, "tf32"),
         deterministic=scalars.flag("deterministic", options.deterministic),
         kernel=scalars.choice("kernel", options.kernel),
-        runs=bool(dropout and origin is not None and origin.has_runs),
+        runs=bool((dropout or score) and origin is not None and origin.has_runs),
+        score=None if score is None else ScoreFunction(score.root, facts(score, limits), learned),
         rank=max(map(len, (q, k, v))),
     )
     if bias is not None:
@@ -119,11 +129,16 @@ def check_parts(parts: dict[str, Any]) -> dict[str, Array]:
 
 
 def bind(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's operands, aligned to one rank, with a contiguous last axis where it holds columns."""
+    """Return a call's operands, aligned to one rank, with a contiguous last axis where it holds columns.
+
+    Those of a score function stay as they are.
+    """
     rank = len(problem.batch) + 3
     found = {}
     for name, array in arrays.items():
-        if array is not None and name != "mask":
+        if name.startswith("score"):
+            found[name] = array
+        elif array is not None and name != "mask":
             per_row = name in ("l", "m", "dlse")
             found[name] = _align(array if per_row or name == "bias" else _contiguous_last(array), rank - per_row)
     return found

@@ -23,7 +23,7 @@ class Solution(NamedTuple):
     s, p, dp, ds : array, (..., Hq, Nq, Nk)
         Masked scores, their softmax, and the gradients of the dropped-out p and of s after bias.
     slope : array or float
-        Derivative of the soft cap.
+        Derivative of the soft cap and of the score function.
     """
 
     o: Any
@@ -52,6 +52,7 @@ def solve(
     bias=None,
     scale=None,
     softcap=None,
+    score=None,
     dlse=None,
     delta_from_o=False,
     low=None,
@@ -70,6 +71,8 @@ def solve(
         Factor of what is kept.
     bias, scale, softcap : optional
         As in :func:`cuattn.attention`.
+    score : callable, optional
+        Of scores, which it replaces by others; it returns these and their derivatives.
     dlse : array, (..., Hq, Nq), optional
         Gradient with respect to m + log(l).
     delta_from_o : bool, default False
@@ -125,6 +128,9 @@ def solve(
         if softcap is not None:
             tanh = rounded(xp.tanh(s / work.type(softcap)))
             s, slope = rounded(work.type(softcap) * tanh), 1 - tanh**2
+        if score is not None:
+            s, by_cap = score(s)
+            s, slope = rounded(s.astype(work)), xp.where(seen, slope * by_cap.astype(work), 0)
         if bias is not None:
             s = rounded(s + bias.astype(work))
         s = xp.where(seen, s, -np.inf)
@@ -146,7 +152,7 @@ def solve(
             delta = delta - dlse.astype(work)
         ds = rounded(p * (dp - delta[..., None]))
         dbias = None if bias is None else rounded(sum_to(ds, bias.shape))
-        ds_raw = factor(rounded(ds * slope))
+        ds_raw = factor(rounded(xp.where(ds == 0, 0, ds * slope)))
         dq = rounded(sum_to(scale * (ds_raw @ key_heads), q.shape))
         dk = rounded(sum_heads(scale * (ds_raw.swapaxes(-1, -2) @ q_rows), k.shape))
         dv = rounded(sum_heads(dropped.swapaxes(-1, -2) @ do, v.shape))

@@ -13,12 +13,12 @@ with the arrays and numbers of a call (``traced.bind(args)``) is a :class:`Bound
 Graphs that compute the same are one object, so that what is made of them is kept under them.
 """
 
-from cuattn.tracing.bound import ANY_LENGTH, Bound, Facts, Frozen, facts
+from cuattn.tracing.bound import ANY_LENGTH, Bound, Facts, Frozen, facts, joined
 from cuattn.tracing.cuda import Source, source
 from cuattn.tracing.cuda_tiles import tile_source
 from cuattn.tracing.derivatives import Weight, addend, along, derivative, split_visible, weights
 from cuattn.tracing.extremes import described
-from cuattn.tracing.functions import MASK, SCORE, Traced, trace
+from cuattn.tracing.functions import MASK, SCORE, Traced, recall, trace
 from cuattn.tracing.graph import ARRAY, B, H, I, J, Node, S
 from cuattn.tracing.recognition import columns
 from cuattn.tracing.tiles import bounds, tile_states
@@ -51,6 +51,8 @@ __all__ = [
     "evaluate",
     "facts",
     "host_value",
+    "joined",
+    "recall",
     "source",
     "split_visible",
     "tile_source",

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cuattn.tracing.build import remade
 from cuattn.tracing.extremes import Extremes, described
-from cuattn.tracing.graph import Node
+from cuattn.tracing.graph import Node, intern, rewrite
 
 ANY_LENGTH = (2**31, 2**31, 2**31, 2**31)
 """Limits of b, h, i and j where no lengths are known."""
@@ -119,12 +120,15 @@ class Layout(NamedTuple):
         Whether all elements lie within 2**31 of the first.
     span : (int, int) or None
         Least and greatest element, if they are known.
+    dense : bool
+        Whether neighbours along the last axis are neighbours in memory.
     """
 
     dtype: np.dtype
     shape: tuple[int, ...]
     near: bool = True
     span: tuple[int, int] | None = None
+    dense: bool = False
 
 
 class Facts(NamedTuple):
@@ -160,15 +164,66 @@ def facts(bound: Bound, limits: tuple[int, int, int, int] = ANY_LENGTH) -> Facts
     ('f', 'i')
     """
     spans = itertools.chain(bound.spans, itertools.repeat(None))
-    return Facts(limits, tuple(map(_layout, bound.arrays, spans)), tuple(map(_kind_of, bound.numbers)))
+    return Facts(limits, tuple(map(_layout, bound.arrays, spans)), tuple(map(kind_of_number, bound.numbers)))
+
+
+@functools.lru_cache(maxsize=256)
+def joined(*parts: tuple[Node, Facts]) -> tuple[tuple[Node, ...], Facts]:
+    """Return graphs of calls of their own as graphs of one call, so that one text can compute them.
+
+    The arrays and the numbers of that call are those of the parts, one part after the other.
+
+    Parameters
+    ----------
+    *parts : (Node, Facts)
+        A graph and what is known of its calls.
+
+    Returns
+    -------
+    roots : tuple of Node
+        The graphs with their slots renumbered.
+    facts : Facts
+        Limits are the greatest.
+
+    Examples
+    --------
+    >>> from cuattn.tracing.functions import MASK, SCORE, trace
+    >>> slope, window = np.ones(4), np.ones(4, int)
+    >>> score = trace(lambda s, b, h, i, j: s * slope[h]).bind()
+    >>> mask = trace(lambda b, h, i, j: i - j < window[h], MASK).bind()
+    >>> roots, both = joined((score.root, facts(score)), (mask.root, facts(mask)))
+    >>> roots
+    (multiply(s, array0(h)), less(subtract(i, j), array1(h)))
+    """
+    roots, arrays, numbers = [], (), ()
+    for root, known in parts:
+        roots.append(_renumbered(root, len(arrays), len(numbers)))
+        arrays, numbers = arrays + known.arrays, numbers + known.numbers
+    limits = [max(limit) for limit in zip(*[known.limits for _, known in parts], strict=True)]
+    return tuple(roots), Facts(tuple(limits), arrays, numbers)
+
+
+def _renumbered(root: Node, arrays: int, numbers: int) -> Node:
+    """Return a graph with its slots of arrays and of numbers raised."""
+    shifts = {"load": arrays, "offset": arrays, "parameter": numbers}
+
+    def change(node: Node, args: tuple[Node, ...]) -> Node:
+        shift = shifts.get(node.op)
+        return remade(node, args) if not shift else intern(node.op, args, node.kind, node.value + shift)
+
+    return rewrite(root, change)
 
 
 def _layout(array: Any, span: tuple[int, int] | None) -> Layout:
-    reach = sum(abs(stride) * (length - 1) for stride, length in zip(array.strides, array.shape, strict=True))
-    return Layout(array.dtype, tuple(array.shape), reach // array.itemsize < 2**31, span)
+    shape = tuple(array.shape)
+    if array.flags.c_contiguous:
+        return Layout(array.dtype, shape, array.size < 2**31, span, dense=True)
+    reach = sum(abs(stride) * (length - 1) for stride, length in zip(array.strides, shape, strict=True))
+    return Layout(array.dtype, shape, reach < 2**31 * array.itemsize, span, array.strides[-1] == array.itemsize)
 
 
-def _kind_of(number: Any) -> str:
+def kind_of_number(number: Any) -> str:
+    """Return the kind of a Python number: "l" of an integer beyond int32."""
     if isinstance(number, bool | np.bool_):
         return "b"
     if isinstance(number, float | np.floating):

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from cuattn.errors import ArgumentError
-from cuattn.tracing.graph import KINDS, PARAMETER, Node, constant, intern, is_constant, order
+from cuattn.tracing.graph import HOST_DTYPES, KINDS, PARAMETER, Node, constant, intern, is_constant, order, rewrite
 from cuattn.tracing.operations import DIVISIONS, SHIFTS, TABLE, Operation
 
 INT64 = (-(2**63), 2**63 - 1)
-INT_LIMIT = 2147483520.0  # the largest number of float32 below 2**31
 _EXPANDED = 16  # the largest whole exponent that is multiplied out
 _OURS = (str(Path(__file__).parent), str(Path(np.__file__).parent))
 
@@ -83,7 +82,7 @@ def apply(name: str, *operands: Node) -> Node:
 
 
 def convert(node: Node, kind: str) -> Node:
-    """Return a node as one of another kind: numbers become integers towards 0 (NaN 0, at most 2147483520 away).
+    """Return a node as one of another kind: numbers become integers of int32, towards 0 (NaN 0).
 
     Examples
     --------
@@ -94,16 +93,7 @@ def convert(node: Node, kind: str) -> Node:
         return node
     if kind == "b":
         return apply("not_equal", node, constant(0))
-    if node.op == "constant" and node.kind != "f":
-        return constant({"i": int, "f": float}[kind](node.value))
-    if kind == "f":
-        return intern("to_float", (node,), "f")
-    if node.kind == "f":
-        number = apply("select", apply("isnan", node), constant(0.0), node)
-        node = apply("minimum", apply("maximum", number, constant(-INT_LIMIT)), constant(INT_LIMIT))
-        if node.op == "constant":
-            return constant(int(node.value))
-    return intern("to_integer", (node,), "i")
+    return apply({"i": "to_integer", "f": "to_float"}[kind], node)
 
 
 def _made(row: Operation, operands: list[Node], kind: str) -> Node:
@@ -136,8 +126,7 @@ def _folded(row: Operation, operands: list[Node], kind: str) -> Node:
     with np.errstate(all="ignore"):
         if kind == "i" and row.name in _EXACT:
             return constant(checked_integer(_EXACT[row.name](*values)))
-        dtype = {"b": np.dtype(bool), "i": np.dtype(np.int64), "f": np.dtype(np.float64)}[kind]
-        options = {} if kind == "b" and isinstance(row.ufunc, np.ufunc) else {"dtype": dtype}
+        options = {} if kind == "b" and isinstance(row.ufunc, np.ufunc) else {"dtype": HOST_DTYPES[kind]}
         return constant(row.ufunc(*values, **options).item())
 
 
@@ -239,6 +228,11 @@ def _selected(c: Node, x: Node, y: Node) -> Node | None:
     return apply("select", c.args[0], y, x) if c.op == "logical_not" else None
 
 
+def _signed(x: Node) -> Node | None:
+    """Convert before the sign changes, which costs nothing on numbers."""
+    return apply(x.op, convert(x.args[0], "f")) if x.op in ("absolute", "negative") else None
+
+
 def _twice(name: str) -> Callable[[Node], Node | None]:
     return lambda x: x.args[0] if x.op == name else None
 
@@ -252,6 +246,7 @@ _REWRITES: dict[str, Callable[..., Node | None]] = {
     "select": _selected,
     "logical_not": _twice("logical_not"),
     "negative": _twice("negative"),
+    "to_float": _signed,
 }
 
 
@@ -269,23 +264,16 @@ def substitute(root: Node, values: dict[Node, Node]) -> Node:
     >>> substitute(apply("add", variable("s"), variable("h")), {variable("s"): constant(0.0)})
     to_float(h)
     """
-    made: dict[Node, Node] = {}
-    for node in order(root):
-        if node in values:
-            made[node] = values[node]
-        elif all(made[arg] is arg for arg in node.args):
-            made[node] = node
-        else:
-            args = [made[arg] for arg in node.args]
-            made[node] = remade(node, args)
-    return made[root]
+    return rewrite(root, lambda node, args: values[node] if node in values else remade(node, args))
 
 
-def remade(node: Node, args: list[Node]) -> Node:
+def remade(node: Node, args: tuple[Node, ...]) -> Node:
     """Return the operation of a node on other operands."""
-    if node.op == "load":
-        return intern("load", args, node.kind, node.value)
-    return convert(args[0], node.kind) if node.op in ("to_float", "to_integer") else apply(node.op, *args)
+    if args == node.args:
+        return node
+    if node.op in ("load", "offset"):
+        return intern(node.op, args, node.kind, node.value)
+    return apply(node.op, *args)
 
 
 def linear_terms(x: Node, y: Node) -> dict[Node, int]:

@@ -380,13 +380,13 @@ def copied(array: Any) -> Any:
     if isinstance(array, np.ma.MaskedArray):
         raise complaint("the function captures a masked array: expected a plain one")
     if isinstance(array, np.ndarray):
-        kept = np.array(array)
+        kept = np.array(array, order="C")
         kept.flags.writeable = False
         return kept
     if "cupy" in sys.modules and isinstance(array, sys.modules["cupy"].ndarray):
         return array.copy()
     try:
-        kept = np.array(np.from_dlpack(array))
+        kept = np.array(np.from_dlpack(array), order="C")
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise complaint(
             f"{shown(array)}, which the function captures, cannot be read ({error}): expected an array"

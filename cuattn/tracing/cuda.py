@@ -29,7 +29,7 @@ from cuattn.tracing.build import is_uniform
 from cuattn.tracing.graph import ARRAY, B, H, I, J, Node, S, order
 from cuattn.tracing.operations import TABLE
 from cuattn.tracing.ranges import Interval
-from cuattn.tracing.values import fit, fits_int32, host_value, known, specialised
+from cuattn.tracing.values import fit, fits_int32, host_value, known
 
 _ELEMENTS = {
     "bool": "bool",
@@ -92,8 +92,11 @@ class Source(NamedTuple):
             array, name = bound.arrays[slot], f"array{slot}"
             if name in names:
                 packed[name] = pointer
-            for axis, length in enumerate(array.shape):
-                for field, value in (("length", length), ("stride", array.strides[axis] // array.itemsize)):
+                if array.ndim and f"stride{slot}_{array.ndim - 1}" not in names and not _is_dense(array):
+                    raise ValueError(f"array {slot} has strides {array.strides}: expected those of the facts")
+            for axis, (length, stride) in enumerate(zip(array.shape, array.strides, strict=True)):
+                pitch = math.prod(array.shape[axis + 1 :])
+                for field, value in (("length", length), ("stride", stride // array.itemsize), ("pitch", pitch)):
                     if f"{field}{slot}_{axis}" in names:
                         packed[f"{field}{slot}_{axis}"] = value
         for index, node in enumerate(self.numbers):
@@ -150,7 +153,7 @@ class Writer:
     """Writes one text; parameters as of :func:`source`."""
 
     def __init__(self, functions: Mapping[str, Sequence[Node]], facts: Facts, dtype: np.dtype, short: bool) -> None:
-        self._functions = {name: [specialised(x, facts) for x in roots] for name, roots in functions.items()}
+        self._functions = {name: list(roots) for name, roots in functions.items()}
         self._facts, self._short = facts, short
         self._acc = "double" if dtype == np.float64 else "float"
         self._roots = tuple(dict.fromkeys(root for roots in self._functions.values() for root in roots))
@@ -191,11 +194,8 @@ class Writer:
         """Return the stage and the field of each value that is computed once for many elements."""
         heavy: dict[Node, bool] = {}
         for node in self._nodes:
-            heavy[node] = (
-                node.op == "load"
-                or (node.op in TABLE and TABLE[node.op].heavy)
-                or any(heavy[x] for x in node.args if not is_uniform(x))
-            )
+            own = node.op == "load" or (node.op in TABLE and TABLE[node.op].heavy)
+            heavy[node] = own or any(heavy[x] for x in node.args if not is_uniform(x))
         found: dict[Node, tuple[str, str]] = {}
         used: dict[Node, set[str]] = {root: {"Element"} for root in self._roots}
         for node in self._nodes:
@@ -237,7 +237,8 @@ class Writer:
     def _function(self, name: str, roots: Sequence[Node]) -> str:
         if not re.fullmatch("[a-z_]+", name):
             raise ValueError(f"{name!r} as the name of a function: expected lower case letters")
-        results = "".join(f", {self._type(root)}& result{number}" for number, root in enumerate(roots))
+        kinds = ["long long" if root.kind == "i" else self._type(root) for root in roots]
+        results = "".join(f", {kind}& result{number}" for number, kind in enumerate(kinds))
         body, names = self.body(roots, "Element")
         ends = [f"    result{number} = {names[root]};" for number, root in enumerate(roots)]
         parameters = (
@@ -249,19 +250,11 @@ class Writer:
         """Return the statements that compute some values, and the names of these."""
         names: dict[Node, str] = {}
         lines: list[str] = []
-        stack = list(reversed(roots))
-        while stack:
-            node = stack[-1]
-            missing = [] if node in names or self._given(node, stage) else [x for x in node.args if x not in names]
-            if missing:
-                stack.extend(reversed(missing))
-                continue
-            stack.pop()
-            if node not in names:
-                names[node] = self._given(node, stage) or f"v{len(lines)}"
-                if names[node] == f"v{len(lines)}":
-                    expression = self._expression(node, [names[x] for x in node.args])
-                    lines.append(f"    const {self._type(node)} v{len(lines)} = {expression};")
+        for node in order(*roots, inner=lambda x: not self._given(x, stage)):
+            names[node] = self._given(node, stage) or f"v{len(lines)}"
+            if names[node] == f"v{len(lines)}":
+                expression = self._expression(node, [names[x] for x in node.args])
+                lines.append(f"    const {self._type(node)} {names[node]} = {expression};")
         return lines, names
 
     def _given(self, node: Node, stage: str) -> str | None:
@@ -280,25 +273,27 @@ class Writer:
     def _type(self, node: Node) -> str:
         if node.kind != "i":
             return "bool" if node.kind == "b" else self._acc
+        if node.op == "offset":
+            return "int" if math.prod(self._facts.arrays[node.value].shape) < 2**31 else "long long"
         return "int" if fits_int32(self._known[node]) else "long long"
 
     def _expression(self, node: Node, operands: list[str]) -> str:
+        if node.op == "offset":
+            return self._place(node, operands, "pitch", self._type(node))
         if node.op == "load":
             return self._load(node, operands)
         row, kind = TABLE[node.op], self._type(node)
-        template = self._template(node)
-        integers = [self._type(x) for x in node.args if x.kind == "i"]
-        work = "long long" if "long long" in (kind, *integers) else kind
-        if node.kind == "i" and node.op not in ("to_integer", "select") and work == "long long":
-            operands = [_cast("long long", x, self._type(arg)) for x, arg in zip(operands, node.args, strict=True)]
+        work = kind  # integers are computed in the widest type among operands and result
+        if node.kind == "i" and node.op not in ("to_integer", "select"):
+            types = [kind, *map(self._type, node.args)]
+            work = "long long" if "long long" in types else kind
+            operands = [_cast(work, x, have) for x, have in zip(operands, types[1:], strict=True)]
         modular = row.wraps and node.kind == "i" and not math.isfinite(self._known[node].lo)
         if modular:
             operands = [f"(unsigned long long){x}" for x in operands]
         unsigned = "unsigned long long" if work == "long long" else "unsigned"
-        narrow = node.op in ("to_float", "to_integer", "select") or node.kind != "i"
-        used = kind if narrow else work
-        text = template.format(*operands, T=used, U=unsigned, f="f" if self._acc == "float" else "")
-        return f"({kind})({text})" if modular or (not narrow and work != kind) else text
+        text = self._template(node).format(*operands, T=work, U=unsigned, f="f" if self._acc == "float" else "")
+        return f"({kind})({text})" if modular or work != kind else text
 
     def _template(self, node: Node) -> str:
         row = TABLE[node.op]
@@ -315,20 +310,31 @@ class Writer:
         layout = self._facts.arrays[slot]
         element = _ELEMENTS[np.dtype(layout.dtype).name]
         self._fields[f"array{slot}"] = f"const {element}*"
-        terms = []
-        for axis, (arg, index, length) in enumerate(zip(node.args, indices, layout.shape, strict=True)):
-            self._fields[f"stride{slot}_{axis}"] = kind = "int" if layout.near else "long long"
-            wraps, clamps = fit(self._known[arg], length)
-            if wraps or clamps:
-                size = f"length{slot}_{axis}"
-                self._fields[size] = "int" if length < 2**31 else "long long"
-                index = f"wrapped({index}, args.{size})" if wraps else index
-                index = f"clamped({index}, args.{size})" if clamps else index
-            terms.append(f"({kind}){index} * args.stride{slot}_{axis}")
-        text = f"fetched(args.array{slot} + ({' + '.join(terms) or 0}))"
+        place = self._place(node, indices, "stride", "int" if layout.near else "long long")
+        text = f"fetched(args.array{slot} + ({place}))"
         if node.kind != "f":
             return f"({self._type(node)}){text}"
         return f"to_acc({text})" if element != "double" or self._acc == "double" else f"(float){text}"
+
+    def _place(self, node: Node, indices: list[str], factor: str, kind: str) -> str:
+        """Write the sum of the indices of an element times their factors, "stride" or "pitch"."""
+        layout, terms = self._facts.arrays[node.value], []
+        for axis, (arg, index, length) in enumerate(zip(node.args, indices, layout.shape, strict=True)):
+            axis_of = f"{node.value}_{axis}"
+            wraps, clamps = fit(self._known[arg], length)
+            if wraps or clamps:
+                self._fields[f"length{axis_of}"] = "int" if length < 2**31 else "long long"
+                index = f"wrapped({index}, args.length{axis_of})" if wraps else index
+                index = f"clamped({index}, args.length{axis_of})" if clamps else index
+            terms.append(f"({kind}){index}")
+            if axis < len(layout.shape) - 1 or (factor == "stride" and not layout.dense):
+                self._fields[f"{factor}{axis_of}"] = kind
+                terms[-1] += f" * args.{factor}{axis_of}"
+        return " + ".join(terms) or "0"
+
+
+def _is_dense(array: Any) -> bool:
+    return array.shape[-1] <= 1 or array.strides[-1] == array.itemsize
 
 
 def _stage_of(node: Node) -> str:

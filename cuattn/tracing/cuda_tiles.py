@@ -22,41 +22,38 @@ import numpy as np
 
 from cuattn.tracing.bound import Facts
 from cuattn.tracing.cuda import Source, Writer
-from cuattn.tracing.graph import I, J, Node
-from cuattn.tracing.operations import TABLE
+from cuattn.tracing.graph import I, J, Node, order
+from cuattn.tracing.operations import DIVISIONS, TABLE
 
-_INTEGERS = frozenset({"floor_divide", "remainder"})  # whose rules are of integers
-_RULES = frozenset(
-    (
-        "add",
-        "subtract",
-        "negative",
-        "multiply",
-        "absolute",
-        "maximum",
-        "minimum",
-        "select",
-        "floor_divide",
-        "remainder",
-        "floor",
-        "ceil",
-        "trunc",
-        "rint",
-        "sqrt",
-        "to_float",
-        "to_integer",
-        "less",
-        "less_equal",
-        "greater",
-        "greater_equal",
-        "equal",
-        "not_equal",
-        "logical_not",
-        "logical_and",
-        "logical_or",
-        "logical_xor",
-    )
-)
+_RULES = {
+    "add",
+    "subtract",
+    "negative",
+    "multiply",
+    "absolute",
+    "maximum",
+    "minimum",
+    "select",
+    "floor_divide",
+    "remainder",
+    "floor",
+    "ceil",
+    "trunc",
+    "rint",
+    "sqrt",
+    "to_float",
+    "to_integer",
+    "less",
+    "less_equal",
+    "greater",
+    "greater_equal",
+    "equal",
+    "not_equal",
+    "logical_not",
+    "logical_and",
+    "logical_or",
+    "logical_xor",
+}
 """Operations that ``attn/bounds.cuh`` bounds; of others nothing is known."""
 
 
@@ -99,25 +96,11 @@ class _TileWriter(Writer):
         super().__init__({"visible": [root]}, facts, dtype, False)
         (root,) = self._functions["visible"]
         self._root, self._stages = root, {}
-        self._inner: list[Node] = []  # what depends on rows and keys, operands first
-        self._outer: dict[int, list[Node]] = {0: [], I: [], J: []}  # the largest parts that do not
-        self._divide(root)
-
-    def _divide(self, root: Node) -> None:
-        """Tell what is bounded from what is computed."""
-        seen: set[Node] = set()
-        stack = [root]
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            place = node.depends & (I | J)
-            if place != I | J:
-                self._outer[place].append(node)
-            elif node.op != "load":
-                stack.extend(reversed(node.args))
-        self._inner = [x for x in self._nodes if x in seen and x.depends & (I | J) == I | J]
+        both = I | J
+        reached = order(root, inner=lambda node: node.depends & both == both and node.op != "load")
+        self._inner = [node for node in reached if node.depends & both == both]  # what rows and keys decide together
+        # The largest parts that one of them decides, or neither.
+        self._outer = {bits: [node for node in reached if node.depends & both == bits] for bits in (0, I, J)}
 
     def written(self) -> Source:
         """Return the text and what belongs to it."""
@@ -154,7 +137,7 @@ class _TileWriter(Writer):
 
     def _rule(self, node: Node, operands: Sequence[str]) -> str:
         """Write the bounds of an operation."""
-        known = node.op in _RULES and (node.op not in _INTEGERS or node.kind == "i")
+        known = node.op in _RULES and (node.op not in DIVISIONS or node.kind == "i")
         if not known:
             return "bounds::either()" if node.kind == "b" else _as_kind(node, "bounds::anything()")
         if node.op == "multiply" and operands[0] == operands[1]:

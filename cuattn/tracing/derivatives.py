@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.tracing.build import apply, linear_terms, substitute
-from cuattn.tracing.graph import I, J, Node, S, constant, is_constant, load, order, variable
+from cuattn.tracing.graph import I, J, Node, S, constant, is_constant, load, offset, order, variable
 from cuattn.tracing.operations import COMPARISONS, TABLE
 from cuattn.tracing.proxy import Proxy, as_node
 
@@ -66,11 +66,8 @@ def _rule(node: Node, tangents: list[Node]) -> Node:
     row, operands = TABLE[node.op], [Proxy(x) for x in node.args]
     if row.chosen is not None:
         return apply("select", as_node(row.chosen(*operands)), *tangents[-2:])
-    terms = [
-        times(as_node(slope(*operands, Proxy(node))), x)
-        for slope, x in zip(row.slopes, tangents, strict=False)
-        if x is not _ZERO
-    ]
+    slopes = row.slopes(*operands, Proxy(node)) if row.slopes else ()
+    terms = [times(as_node(slope), x) for slope, x in zip(slopes, tangents, strict=False) if x is not _ZERO]
     return functools.reduce(functools.partial(apply, "add"), terms, _ZERO)
 
 
@@ -122,6 +119,11 @@ class Weight(NamedTuple):
         if bits == I | J:
             return "diagonal" if all(map(on_diagonals, self.indices)) else "element"
         return {0: "head", I: "row", J: "key"}[bits]
+
+    @property
+    def offset(self) -> Node:
+        """Where the element lies in an array of that shape in C order: in that of the gradient."""
+        return offset(self.slot, self.indices)
 
 
 def on_diagonals(node: Node) -> bool:

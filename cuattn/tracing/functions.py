@@ -1,5 +1,6 @@
 """A function called once with proxies, and known from then on: by its identity, then by its graph."""
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -9,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuattn.errors import ArgumentError, CuattnError, UnsupportedError, as_integer, shown
-from cuattn.tracing.bound import Bound, Frozen, facts, narrowed, span_of
+from cuattn.tracing.bound import Bound, Frozen, facts, kind_of_number, narrowed, span_of
 from cuattn.tracing.build import convert, place_in
-from cuattn.tracing.capture import Argument, Snapshot, Tracer, copied, identity, is_array, watch
+from cuattn.tracing.capture import Argument, Identity, Snapshot, Tracer, copied, identity, is_array, watch
 from cuattn.tracing.graph import Node, variable
 from cuattn.tracing.proxy import ArrayProxy, Proxy, active, as_node, kind_of
 from cuattn.tracing.values import known, leaves_int64
@@ -25,7 +26,7 @@ _known: dict[Hashable, tuple["Traced", list]] = {}  # by identity; and what its 
 
 
 @dataclass(frozen=True, eq=False)
-class Traced:
+class Traced(Bound):
     """A traced function.
 
     Attributes
@@ -40,10 +41,17 @@ class Traced:
         By slot of the arrays: least and greatest element of captured integers.
     """
 
-    root: Node
-    arrays: tuple[Any, ...]
-    numbers: tuple[Any, ...]
-    spans: tuple[tuple[int, int] | None, ...]
+    signature: tuple = ()  # what of the arguments it was traced for
+
+    @functools.cached_property
+    def kind(self) -> Hashable:
+        """What calls share that differ in the elements of arrays and in the values of numbers alone."""
+        captured = [x if isinstance(x, Argument) else (np.dtype(x.dtype), x.shape, x.strides) for x in self.arrays]
+        return self.root, self.signature, self.spans, *captured
+
+    def has_floats(self, index: int) -> bool:
+        """Return whether an argument, which is an array, is one of floats."""
+        return kind_of(self.signature[2 + index][0]) == "f"
 
     def bind(self, args: Sequence[Any] = ()) -> "Bound":
         """Return the graph with the arrays and numbers of a call.
@@ -104,26 +112,41 @@ def trace(
     add(s, multiply(array0(h), to_float(subtract(j, i))))
     """
     signature = (names, adopt, *[_signature(names, index, value) for index, value in enumerate(args)])
+    traced = _recalled(function, signature)
+    if traced is None:
+        who = identity(function)
+        with _lock:
+            traced = _trace(function, names, args, signature)
+        if who is not None:
+            key = (*who.parts, signature)
+            _remember(_known, key, (traced, watch(who.held, functools.partial(_known.pop, key))))
+            _remember_snapshot(function, who, signature, traced)
+    return traced
+
+
+def recall(
+    function: Callable[..., Any], names: tuple[str, ...], args: Sequence[Any], adopt: Callable[[Any], Any]
+) -> Traced | None:
+    """Return what :func:`trace` returned for such arguments, if it is known; arrays may be of any library."""
+    return _recalled(function, (names, adopt, *[_signature(names, index, value) for index, value in enumerate(args)]))
+
+
+def _recalled(function: Callable, signature: tuple) -> Traced | None:
     recent = _recent.get(id(function))
     if recent is not None and recent.signature == signature and recent.snapshot.holds(function):
         return recent.traced
     who = identity(function)
-    if who is None:
-        with _lock:
-            return _trace(function, names, args, adopt)
-    key = (*who.parts, signature)
-    found = _known.get(key)
-    if found is None:
-        with _lock:
-            traced = _trace(function, names, args, adopt)
-            _remember(_known, key, (traced, watch(who.held, lambda _: _known.pop(key, None))))
-    else:
-        traced = found[0]
-    place = id(function)
-    snapshot = Snapshot.of(function, who, lambda _: _recent.pop(place, None))
+    found = who and _known.get((*who.parts, signature))
+    if not who or not found:
+        return None
+    _remember_snapshot(function, who, signature, found[0])
+    return found[0]
+
+
+def _remember_snapshot(function: Callable, who: Identity, signature: tuple, traced: Traced) -> None:
+    snapshot = Snapshot.of(function, who, functools.partial(_recent.pop, id(function)))
     if snapshot is not None:
-        _remember(_recent, place, _Recent(signature, snapshot, traced))
-    return traced
+        _remember(_recent, id(function), _Recent(signature, snapshot, traced))
 
 
 def _remember(where: dict, key: Hashable, value: Any) -> None:
@@ -145,34 +168,46 @@ _recent: dict[int, _Recent] = {}
 def _signature(names: tuple[str, ...], index: int, value: Any) -> Hashable:
     """Return what of an argument a trace depends on."""
     if is_array(value):
-        if kind_of(value.dtype) is None:
+        dtype = _plain(value.dtype)
+        if kind_of(dtype) is None:
             place = _argument(names, index)
             raise ArgumentError(f"{place} has dtype {value.dtype}: expected booleans, integers or floats")
-        return value.dtype, tuple(value.shape)
-    if isinstance(value, bool | np.bool_):
-        return "b"
-    if isinstance(value, float | np.floating):
-        return "f"
+        return dtype, tuple(value.shape)
+    if isinstance(value, bool | np.bool_ | float | np.floating):
+        return kind_of_number(value)
     number = as_integer(value)
     if number is None or not -(2**63) <= number < 2**63:
         place = _argument(names, index)
         raise ArgumentError(f"{place} = {shown(value)}: expected an array, or a number (integers of int64)")
-    return "i" if -(2**31) <= number < 2**31 else "l"
+    return kind_of_number(number)
+
+
+@functools.lru_cache(maxsize=64)
+def _plain(dtype: Any) -> np.dtype:
+    """Return a dtype of any library as NumPy's."""
+    with contextlib.suppress(TypeError):
+        return np.dtype(dtype)
+    try:
+        return np.dtype(str(dtype).rpartition(".")[2])  # "torch.float32"
+    except TypeError:
+        return np.dtype(object)
 
 
 def _argument(names: tuple[str, ...], index: int) -> str:
     return f"{'score_args' if names == SCORE else 'args'}[{index}]"
 
 
-def _trace(function: Callable, names: tuple[str, ...], args: Sequence[Any], adopt: Callable) -> Traced:
+def _trace(function: Callable, names: tuple[str, ...], args: Sequence[Any], signature: tuple) -> Traced:
     if not callable(function):
         raise ArgumentError(f"{shown(function)}: expected a function of ({', '.join(names)})")
-    tracer = Tracer(adopt)
+    tracer = Tracer(signature[1])
     outer, active.tracer = getattr(active, "tracer", None), tracer
     try:
         operands = [_operand(tracer, Argument(index), value) for index, value in enumerate(args)]
         result = tracer.called(function)(*[Proxy(variable(name)) for name in names], *operands)
         root = _checked(function, result, "f" if "s" in names else "b")
+        for index in [Argument(index) for index, value in enumerate(args) if is_array(value)]:
+            tracer.slot(index)  # of what the function does not read, too
     except CuattnError:
         raise
     except Exception as error:
@@ -184,7 +219,7 @@ def _trace(function: Callable, names: tuple[str, ...], args: Sequence[Any], adop
     finally:
         active.tracer = outer
     arrays = tuple(map(narrowed, tracer.arrays))
-    traced = Traced(root, arrays, tuple(tracer.numbers), tuple(map(span_of, arrays)))
+    traced = Traced(root, arrays, tuple(tracer.numbers), tuple(map(span_of, arrays)), signature)
     if leaves_int64(known((root,), facts(traced.bind(args)))):
         raise ArgumentError(
             f"{_place(function)}the function computes an integer beyond int64: expected smaller ones, or floats"

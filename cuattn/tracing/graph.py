@@ -6,49 +6,53 @@ own key: functions that compute the same have the same root, however they were w
 made once.  Nothing of a user's text is in it, not even a name: parameters and arrays are numbered as they are used.
 """
 
+import functools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 S, B, H, I, J, ARRAY, PARAMETER = (1 << bit for bit in range(7))
 """What a node may depend on, as bits of `Node.depends`."""
 
 VARIABLES = {"s": S, "b": B, "h": H, "i": I, "j": J}
 KINDS = {"b": "a boolean", "i": "an integer", "f": "a number"}
+HOST_DTYPES = {"b": np.dtype(bool), "i": np.dtype(np.int64), "f": np.dtype(np.float64)}
+"""Of what the host computes once, by kind."""
 
 _LONGEST = 400  # of a node's text
 _nodes: "weakref.WeakValueDictionary[tuple, Node]" = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
+@dataclass(frozen=True, eq=False, repr=False, slots=True, weakref_slot=True)
 class Node:
     """A value of a graph.
 
     Attributes
     ----------
     op : str
-        The name of an operation (:mod:`cuattn.tracing.operations`), or "variable", "constant", "parameter", "load".
+        The name of an operation (:mod:`cuattn.tracing.operations`), or "variable", "constant", "parameter", "load",
+        "offset".
     args : tuple of Node
-        Operands; of a load its indices.
+        Operands; of a load or an offset its indices.
     kind : str
         "b" boolean, "i" integer, "f" number of the accumulator's type.
     value : object
-        Of a variable its name, of a constant the Python number, of a parameter or a load the number of its slot.
+        Of a variable its name, of a constant the Python number, of the others without a rule the number of a slot.
     depends : int
         Bits of what the value depends on.
     """
-
-    __slots__ = ("__weakref__", "args", "depends", "kind", "op", "value")
 
     op: str
     args: "tuple[Node, ...]"
     kind: str
     value: Any
     depends: int
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{name}: nodes are immutable")
 
     def __reduce__(self) -> tuple[Any, ...]:
         nodes = order(self)
@@ -74,7 +78,7 @@ def _rebuilt(rows: list[tuple[str, list[int], str, Any]]) -> Node:
 def _written(node: Node, operands: list[str]) -> str:
     if node.op in ("variable", "constant"):
         return str(node.value)
-    name = {"parameter": f"parameter{node.value}", "load": f"array{node.value}"}.get(node.op, node.op)
+    name = {"load": "array"}.get(node.op, node.op) + ("" if node.value is None else str(node.value))
     return name if node.op == "parameter" else f"{name}({', '.join(operands)})"
 
 
@@ -95,15 +99,9 @@ def intern(op: str, args: Sequence[Node] = (), kind: str = "f", value: Any = Non
     with _lock:
         node = _nodes.get(key)
         if node is None:
-            depends = {"variable": lambda: VARIABLES[value], "parameter": lambda: PARAMETER, "load": lambda: ARRAY}
-            bits = depends[op]() if op in depends else 0
-            for arg in args:
-                bits |= arg.depends
-            node = object.__new__(Node)
-            fields = {"op": op, "args": tuple(args), "kind": kind, "value": value, "depends": bits}
-            for name, content in fields.items():
-                object.__setattr__(node, name, content)
-            _nodes[key] = node
+            own = {"variable": VARIABLES.get(value, 0), "parameter": PARAMETER, "load": ARRAY}.get(op, 0)
+            bits = functools.reduce(operator.or_, [arg.depends for arg in args], own)
+            node = _nodes[key] = Node(op, tuple(args), kind, value, bits)
         return node
 
 
@@ -133,8 +131,19 @@ def load(slot: int, kind: str, indices: Sequence[Node]) -> Node:
     return intern("load", indices, kind, slot)
 
 
-def order(*roots: Node) -> list[Node]:
+def offset(slot: int, indices: Sequence[Node]) -> Node:
+    """Return where an element of the array in a slot lies among all of them, in C order, whatever its strides are."""
+    return intern("offset", indices, "i", slot) if indices else constant(0)
+
+
+def order(*roots: Node, inner: Callable[[Node], object] = lambda node: True) -> list[Node]:
     """Return the nodes of graphs, each once, operands first.
+
+    Parameters
+    ----------
+    *roots : Node
+    inner : callable, optional
+        Whether the operands of a node are wanted.
 
     Examples
     --------
@@ -145,7 +154,7 @@ def order(*roots: Node) -> list[Node]:
     stack = list(reversed(roots))
     while stack:
         node = stack[-1]
-        waiting = [arg for arg in node.args if arg not in found] if node not in found else []
+        waiting = [arg for arg in node.args if arg not in found] if node not in found and inner(node) else []
         if waiting:
             stack.extend(reversed(waiting))
         else:

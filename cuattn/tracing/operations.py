@@ -27,16 +27,16 @@ class Operation:
     Attributes
     ----------
     name : str
-    ufunc : callable
-        Computes it, as ``ufunc(*operands, out=..., dtype=...)``; the dtype is that of the operands' kind.
     signatures : tuple of str
         Kinds of operands and result, "ii-i" for example; the first to which all operands can be promoted holds.
     cuda : str
         C++ expression of the operands {0}, {1}, {2}, of the accumulator's suffix {f} and of the result's type {T}.
+    slopes : callable, optional
+        Partial derivatives in NumPy style, of the operands and the result; without it all are 0.
+    ufunc : callable
+        Computes it, as ``ufunc(*operands, out=..., dtype=...)``; the dtype is that of the operands' kind.
     bounds : callable
-        Rule of :mod:`cuattn.tracing.ranges`; `bounds_integer` where integers have another.
-    slopes : tuple of callable
-        Partial derivatives in NumPy style, of the operands and the result; () means that all are 0.
+        Rule of :mod:`cuattn.tracing.ranges`; of divisions that of integers.
     chosen : callable, optional
         Of operations that choose one of their last two operands: when it is the first of these.
     left, right : number, optional
@@ -56,13 +56,12 @@ class Operation:
     """
 
     name: str
-    ufunc: Callable[..., Any]
     signatures: tuple[str, ...]
     cuda: str
+    slopes: Callable[..., Any] | None
+    ufunc: Callable[..., Any]
     bounds: ranges.Rule
-    slopes: tuple[Callable[..., Any], ...] = ()
     chosen: Callable[..., Any] | None = None
-    bounds_integer: ranges.Rule | None = None
     left: float | bool | None = None
     right: float | bool | None = None
     absorbing: float | bool | None = None
@@ -94,6 +93,15 @@ def _shift(ufunc: np.ufunc, beyond: Callable) -> Callable[..., Any]:
     return compute
 
 
+def _converted(x: Any, out: Any = None, dtype: Any = None) -> Any:
+    return np.positive(x, out=out, dtype=dtype, casting="unsafe")
+
+
+def _truncated(x: Any, out: Any = None, dtype: Any = None) -> Any:
+    x = np.asarray(x, np.float64)
+    return np.clip(np.where(np.isnan(x), 0, x), -(2.0**31), 2.0**31 - 1).astype(dtype)
+
+
 def _select(c: Any, x: Any, y: Any, out: Any = None, dtype: Any = None) -> Any:
     if out is not None and out is x:
         np.copyto(out, y, where=np.logical_not(c))
@@ -107,255 +115,185 @@ def _select(c: Any, x: Any, y: Any, out: Any = None, dtype: Any = None) -> Any:
     return out
 
 
-def _math(name: str, ufunc: np.ufunc, cuda: str, bounds: ranges.Rule, slope: Callable, **options: Any) -> Operation:
-    """Return the row of a function of one number."""
-    return Operation(name, ufunc, ("f-f",), cuda + "{f}({0})", bounds, (slope,), heavy=True, **options)
+def _row(name: str, signatures: str, cuda: str, slopes: Callable[..., Any] | None = None, **options: Any) -> Operation:
+    """Return a row, computed by NumPy's function of that name and bounded by the rule of that name, or by others."""
+    options = {"ufunc": getattr(np, name, None), "bounds": getattr(ranges, name, None), **options}
+    return Operation(name, tuple(signatures.split()), cuda, slopes, **options)
 
 
-def _rounding(name: str, ufunc: np.ufunc) -> Operation:
-    return Operation(name, ufunc, ("f-f",), name + "{f}({0})", ranges.increasing(ufunc), exact=True)
+def _math(
+    name: str, slope: Callable[..., Any], low: float = -np.inf, high: float = np.inf, **options: Any
+) -> Operation:
+    """Return the row of a function of one number, by default one that rises between two numbers."""
+    bounds = ranges.increasing(getattr(np, name), low, high)
+    cuda = name.replace("arc", "a") + "{f}({0})"
+    return _row(name, "f-f", cuda, lambda x, y: (slope(x, y),), heavy=True, **{"bounds": bounds, **options})
 
 
-def _comparison(name: str, ufunc: np.ufunc, sign: str, bounds: ranges.Rule) -> Operation:
-    return Operation(name, ufunc, ("ii-b", "ff-b"), f"{{0}} {sign} {{1}}", bounds)
+def _rounding(name: str) -> Operation:
+    return _row(name, "f-f", name + "{f}({0})", bounds=ranges.increasing(getattr(np, name)), exact=True)
 
 
-def _choice(name: str, ufunc: np.ufunc, bounds: ranges.Rule, chosen: Callable, boolean: str) -> Operation:
-    return Operation(
-        name,
-        ufunc,
-        ("ii-i", "ff-f"),
-        f"{name}_of<{{T}}>({{0}}, {{1}})",
-        bounds,
-        chosen=chosen,
-        exact=True,
-        boolean=boolean,
-    )
+def _infix(name: str, sign: str, signatures: str, **options: Any) -> Operation:
+    """Return the row of what is an operator of two operands in C++."""
+    return _row(name, signatures, f"{{0}} {sign} {{1}}", **options)
 
 
-def _logic(name: str, ufunc: np.ufunc, sign: str, bounds: ranges.Rule, unit: bool, **options: Any) -> Operation:
-    return Operation(name, ufunc, ("bb-b",), f"{{0}} {sign} {{1}}", bounds, left=unit, right=unit, **options)
-
-
-def _bitwise(name: str, ufunc: np.ufunc, sign: str, bounds: ranges.Rule, boolean: str, unit: int) -> Operation:
-    return Operation(name, ufunc, ("ii-i",), f"{{0}} {sign} {{1}}", bounds, boolean=boolean, left=unit, right=unit)
-
-
+_NUMBERS = "ii-i ff-f"
+_COMPARED = "ii-b ff-b"
 _ROWS = (
     # Arithmetic.
-    Operation(
-        "add",
-        np.add,
-        ("ii-i", "ff-f"),
-        "{0} + {1}",
-        ranges.add,
-        (lambda x, y, z: 1, lambda x, y, z: 1),
-        left=0,
-        right=0,
-        boolean="logical_or",
-        wraps=True,
-    ),
-    Operation(
-        "subtract",
-        np.subtract,
-        ("ii-i", "ff-f"),
-        "{0} - {1}",
-        ranges.subtract,
-        (lambda x, y, z: 1, lambda x, y, z: -1),
-        right=0,
-        boolean="",
-        wraps=True,
-    ),
-    Operation(
+    _infix("add", "+", _NUMBERS, slopes=lambda x, y, z: (1, 1), left=0, right=0, boolean="logical_or", wraps=True),
+    _infix("subtract", "-", _NUMBERS, slopes=lambda x, y, z: (1, -1), right=0, boolean="", wraps=True),
+    _infix(
         "multiply",
-        np.multiply,
-        ("ii-i", "ff-f"),
-        "{0} * {1}",
-        ranges.corners(np.multiply),
-        (lambda x, y, z: y, lambda x, y, z: x),
+        "*",
+        _NUMBERS,
+        slopes=lambda x, y, z: (y, x),
         left=1,
         right=1,
         absorbing=0,
         boolean="logical_and",
         wraps=True,
     ),
-    Operation(
-        "negative",
-        np.negative,
-        ("i-i", "f-f"),
-        "-{0}",
-        ranges.negative,
-        (lambda x, y: -1,),
-        exact=True,
-        boolean="",
-        wraps=True,
-    ),
-    Operation(
+    _row("negative", "i-i f-f", "-{0}", lambda x, y: (-1,), exact=True, boolean="", wraps=True),
+    _infix(
         "true_divide",
-        np.true_divide,
-        ("ff-f",),
-        "{0} / {1}",
-        ranges.divide,
-        (lambda x, y, z: 1 / y, lambda x, y, z: -z / y),
+        "/",
+        "ff-f",
+        slopes=lambda x, y, z: (1 / y, -z / y),
         right=1,
+        short="{0} * ptx::rcp({1})",
         heavy=True,
     ),
-    Operation(
+    _row(
         "floor_divide",
-        _quiet(np.floor_divide),
-        ("ii-i", "ff-f"),
+        _NUMBERS,
         "floor_quotient({0}, {1})",
-        ranges.floor_divide_float,
-        bounds_integer=ranges.floor_divide,
+        ufunc=_quiet(np.floor_divide),
         unsigned="({T})(({U}){0} / ({U}){1})",
         heavy=True,
     ),
-    Operation(
+    _row(
         "remainder",
-        _quiet(np.remainder),
-        ("ii-i", "ff-f"),
+        _NUMBERS,
         "floor_remainder({0}, {1})",
-        ranges.remainder,
-        (lambda x, y, z: 1, lambda x, y, z: -(x // y)),
-        bounds_integer=ranges.remainder_integer,
+        lambda x, y, z: (1, -(x // y)),
+        ufunc=_quiet(np.remainder),
         unsigned="({T})(({U}){0} % ({U}){1})",
         heavy=True,
     ),
-    Operation(
+    _row(
         "fmod",
-        _quiet(np.fmod),
-        ("ii-i", "ff-f"),
+        _NUMBERS,
         "truncated_remainder({0}, {1})",
-        ranges.fmod,
-        (lambda x, y, z: 1, lambda x, y, z: -np.trunc(x / y)),
+        lambda x, y, z: (1, -np.trunc(x / y)),
+        ufunc=_quiet(np.fmod),
         unsigned="({T})(({U}){0} % ({U}){1})",
         heavy=True,
     ),
-    Operation(
+    _row(
         "power",
-        np.power,
-        ("ff-f",),
+        "ff-f",
         "pow{f}({0}, {1})",
-        ranges.power,
-        (
-            lambda x, y, z: np.where(y == 0, 0.0, y * np.power(x, y - 1)),
-            lambda x, y, z: np.where(x > 0, z * np.log(x), 0.0),
+        lambda x, y, z: (
+            np.where(y == 0, 0.0, y * np.power(x, y - 1)),
+            np.where(x > 0, z * np.log(x), 0.0),
         ),
+        bounds=ranges.anything,
         right=1,
         heavy=True,
     ),
-    Operation(
-        "absolute",
-        np.absolute,
-        ("i-i", "f-f"),
-        "absolute_of({0})",
-        ranges.absolute,
-        (lambda x, y: np.sign(x),),
+    _row("absolute", "i-i f-f", "absolute_of({0})", lambda x, y: (np.sign(x),), exact=True, boolean=""),
+    _row("sign", "i-i f-f", "sign_of({0})", bounds=ranges.increasing(np.sign), exact=True, boolean=""),
+    _row(
+        "maximum",
+        _NUMBERS,
+        "maximum_of<{T}>({0}, {1})",
+        chosen=lambda x, y: x >= y,
         exact=True,
-        boolean="",
+        boolean="logical_or",
     ),
-    Operation("sign", np.sign, ("i-i", "f-f"), "sign_of({0})", ranges.increasing(np.sign), exact=True, boolean=""),
-    _choice("maximum", np.maximum, ranges.greater, lambda x, y: x >= y, "logical_or"),
-    _choice("minimum", np.minimum, ranges.lesser, lambda x, y: x <= y, "logical_and"),
-    Operation(
-        "select",
-        _select,
-        ("bbb-b", "bii-i", "bff-f"),
-        "{0} ? {1} : {2}",
-        ranges.select,
-        chosen=lambda c, x, y: c,
+    _row(
+        "minimum",
+        _NUMBERS,
+        "minimum_of<{T}>({0}, {1})",
+        chosen=lambda x, y: x <= y,
         exact=True,
+        boolean="logical_and",
     ),
+    _row("select", "bbb-b bii-i bff-f", "{0} ? {1} : {2}", ufunc=_select, chosen=lambda c, x, y: c, exact=True),
     # Functions of numbers.
-    _math("sqrt", np.sqrt, "sqrt", ranges.increasing(np.sqrt, 0), lambda x, y: 0.5 / y),
-    _math("cbrt", np.cbrt, "cbrt", ranges.increasing(np.cbrt), lambda x, y: 1 / (3 * y * y)),
-    _math("exp", np.exp, "exp", ranges.increasing(np.exp), lambda x, y: y),
-    _math("exp2", np.exp2, "exp2", ranges.increasing(np.exp2), lambda x, y: _LN2 * y),
-    _math("expm1", np.expm1, "expm1", ranges.increasing(np.expm1), lambda x, y: y + 1),
-    _math("log", np.log, "log", ranges.increasing(np.log, 0), lambda x, y: 1 / x),
-    _math("log2", np.log2, "log2", ranges.increasing(np.log2, 0), lambda x, y: 1 / (_LN2 * x)),
-    _math("log10", np.log10, "log10", ranges.increasing(np.log10, 0), lambda x, y: 1 / (_LN10 * x)),
-    _math("log1p", np.log1p, "log1p", ranges.increasing(np.log1p, -1), lambda x, y: 1 / (1 + x)),
-    _math("sin", np.sin, "sin", ranges.within(-1, 1), lambda x, y: np.cos(x)),
-    _math("cos", np.cos, "cos", ranges.within(-1, 1), lambda x, y: -np.sin(x)),
-    _math("tan", np.tan, "tan", ranges.anything, lambda x, y: 1 + y * y),
-    _math("arcsin", np.arcsin, "asin", ranges.increasing(np.arcsin, -1, 1), lambda x, y: 1 / np.sqrt(1 - x * x)),
-    _math("arccos", np.arccos, "acos", ranges.decreasing(np.arccos, -1, 1), lambda x, y: -1 / np.sqrt(1 - x * x)),
-    _math("arctan", np.arctan, "atan", ranges.increasing(np.arctan), lambda x, y: 1 / (1 + x * x)),
-    _math("sinh", np.sinh, "sinh", ranges.increasing(np.sinh), lambda x, y: np.cosh(x)),
-    _math("cosh", np.cosh, "cosh", ranges.even(np.cosh), lambda x, y: np.sinh(x)),
-    _math("tanh", np.tanh, "tanh", ranges.tanh, lambda x, y: 1 - y * y, short="short_tanh({0})"),
-    _math("arcsinh", np.arcsinh, "asinh", ranges.increasing(np.arcsinh), lambda x, y: 1 / np.sqrt(x * x + 1)),
-    _math("arccosh", np.arccosh, "acosh", ranges.increasing(np.arccosh, 1), lambda x, y: 1 / np.sqrt(x * x - 1)),
-    _math("arctanh", np.arctanh, "atanh", ranges.increasing(np.arctanh, -1, 1), lambda x, y: 1 / (1 - x * x)),
-    Operation(
+    _math("sqrt", lambda x, y: 0.5 / y, 0, short="ptx::sqrt({0})"),
+    _math("cbrt", lambda x, y: 1 / (3 * y * y)),
+    _math("exp", lambda x, y: y, bounds=ranges.exp, short=f"ptx::ex2({{0}} * {1 / _LN2}f)"),
+    _math("exp2", lambda x, y: _LN2 * y, short="ptx::ex2({0})"),
+    _math("expm1", lambda x, y: y + 1),
+    _math("log", lambda x, y: 1 / x, 0),
+    _math("log2", lambda x, y: 1 / (_LN2 * x), 0),
+    _math("log10", lambda x, y: 1 / (_LN10 * x), 0),
+    _math("log1p", lambda x, y: 1 / (1 + x), -1),
+    _math("sin", lambda x, y: np.cos(x), bounds=ranges.within(-1, 1)),
+    _math("cos", lambda x, y: -np.sin(x), bounds=ranges.within(-1, 1)),
+    _math("tan", lambda x, y: 1 + y * y, bounds=ranges.anything),
+    _math("arcsin", lambda x, y: 1 / np.sqrt(1 - x * x), -1, 1),
+    _math("arccos", lambda x, y: -1 / np.sqrt(1 - x * x), bounds=ranges.decreasing(np.arccos, -1, 1)),
+    _math("arctan", lambda x, y: 1 / (1 + x * x)),
+    _math("sinh", lambda x, y: np.cosh(x)),
+    _math("cosh", lambda x, y: np.sinh(x), bounds=ranges.even(np.cosh)),
+    _math("tanh", lambda x, y: 1 - y * y, bounds=ranges.tanh, short="short_tanh({0})"),
+    _math("arcsinh", lambda x, y: 1 / np.sqrt(x * x + 1)),
+    _math("arccosh", lambda x, y: 1 / np.sqrt(x * x - 1), 1),
+    _math("arctanh", lambda x, y: 1 / (1 - x * x), -1, 1),
+    _row(
         "arctan2",
-        np.arctan2,
-        ("ff-f",),
+        "ff-f",
         "atan2{f}({0}, {1})",
-        ranges.within(-3.2, 3.2),
-        (lambda x, y, z: y / (x * x + y * y), lambda x, y, z: -x / (x * x + y * y)),
+        lambda x, y, z: (y / (x * x + y * y), -x / (x * x + y * y)),
+        bounds=ranges.within(-3.2, 3.2),
         heavy=True,
     ),
-    Operation(
+    _row(
         "hypot",
-        np.hypot,
-        ("ff-f",),
+        "ff-f",
         "hypot{f}({0}, {1})",
-        lambda x, y: ranges.corners(np.hypot)(ranges.absolute(x), ranges.absolute(y)),
-        (lambda x, y, z: np.where(z == 0, 0.0, x / z), lambda x, y, z: np.where(z == 0, 0.0, y / z)),
+        lambda x, y, z: (np.where(z == 0, 0.0, x / z), np.where(z == 0, 0.0, y / z)),
         heavy=True,
     ),
-    Operation(
+    _row(
         "logaddexp",
-        np.logaddexp,
-        ("ff-f",),
+        "ff-f",
         "log_add_exp({0}, {1})",
-        ranges.log_add_exp,
-        (
-            lambda x, y, z: np.where(x == -np.inf, 0.0, np.exp(x - z)),
-            lambda x, y, z: np.where(y == -np.inf, 0.0, np.exp(y - z)),
-        ),
+        lambda x, y, z: tuple([np.where(side == -np.inf, 0.0, np.exp(side - z)) for side in (x, y)]),
+        bounds=ranges.anything,
         heavy=True,
     ),
-    *(_rounding(name, getattr(np, name)) for name in ("floor", "ceil", "trunc", "rint")),
+    *map(_rounding, ("floor", "ceil", "trunc", "rint")),
     # Questions.
-    Operation("isnan", np.isnan, ("f-b",), "{0} != {0}", ranges.is_nan),
-    Operation("isinf", np.isinf, ("f-b",), "is_infinite({0})", ranges.either),
-    _comparison("less", np.less, "<", ranges.less),
-    _comparison("less_equal", np.less_equal, "<=", ranges.less_equal),
-    _comparison("greater", np.greater, ">", ranges.swapped(ranges.less)),
-    _comparison("greater_equal", np.greater_equal, ">=", ranges.swapped(ranges.less_equal)),
-    _comparison("equal", np.equal, "==", ranges.equal),
-    _comparison("not_equal", np.not_equal, "!=", ranges.not_equal),
-    Operation("logical_not", np.logical_not, ("b-b",), "!{0}", ranges.logical_not),
-    _logic("logical_and", np.logical_and, "&&", ranges.logical_and, True, absorbing=False),
-    _logic("logical_or", np.logical_or, "||", ranges.logical_or, False, absorbing=True),
-    _logic("logical_xor", np.logical_xor, "!=", ranges.logical_xor, False),
+    _row("isnan", "f-b", "{0} != {0}"),
+    _row("isinf", "f-b", "is_infinite({0})", bounds=ranges.either),
+    _infix("less", "<", _COMPARED),
+    _infix("less_equal", "<=", _COMPARED),
+    _infix("greater", ">", _COMPARED),
+    _infix("greater_equal", ">=", _COMPARED),
+    _infix("equal", "==", _COMPARED),
+    _infix("not_equal", "!=", _COMPARED),
+    _row("logical_not", "b-b", "!{0}"),
+    _infix("logical_and", "&&", "bb-b", left=True, right=True, absorbing=False),
+    _infix("logical_or", "||", "bb-b", left=False, right=False, absorbing=True),
+    _infix("logical_xor", "!=", "bb-b", left=False, right=False),
     # Bits of integers.
-    _bitwise("bitwise_and", np.bitwise_and, "&", ranges.bitwise_and, "logical_and", -1),
-    _bitwise("bitwise_or", np.bitwise_or, "|", ranges.bitwise_or, "logical_or", 0),
-    _bitwise("bitwise_xor", np.bitwise_xor, "^", ranges.bitwise_or, "logical_xor", 0),
-    Operation("invert", np.invert, ("i-i",), "~{0}", ranges.invert, boolean="logical_not"),
-    Operation(
-        "left_shift",
-        _shift(np.left_shift, np.zeros_like),
-        ("ii-i",),
-        "shifted_left<{T}>({0}, {1})",
-        ranges.left_shift,
-        right=0,
-    ),
-    Operation(
-        "right_shift",
-        _shift(np.right_shift, lambda x: x >> 63),
-        ("ii-i",),
-        "shifted_right<{T}>({0}, {1})",
-        ranges.right_shift,
-        right=0,
+    _infix("bitwise_and", "&", "ii-i", boolean="logical_and", left=-1, right=-1),
+    _infix("bitwise_or", "|", "ii-i", boolean="logical_or", left=0, right=0),
+    _infix("bitwise_xor", "^", "ii-i", bounds=ranges.bitwise_or, boolean="logical_xor", left=0, right=0),
+    _row("invert", "i-i", "~{0}", boolean="logical_not"),
+    _row("left_shift", "ii-i", "shifted_left<{T}>({0}, {1})", ufunc=_shift(np.left_shift, np.zeros_like), right=0),
+    _row(
+        "right_shift", "ii-i", "shifted_right<{T}>({0}, {1})", ufunc=_shift(np.right_shift, lambda x: x >> 63), right=0
     ),
     # From one kind to another.
-    Operation("to_float", np.positive, ("f-f",), "({T}){0}", ranges.as_number, (lambda x, y: 1,)),
-    Operation("to_integer", np.positive, ("i-i",), "({T}){0}", ranges.increasing(np.trunc)),
+    _row("to_float", "b-f i-f", "({T}){0}", ufunc=_converted),
+    _row("to_integer", "b-i f-i", "truncated_to<{T}>({0})", ufunc=_truncated),
 )
 
 TABLE = {row.name: row for row in _ROWS}

@@ -73,24 +73,67 @@ def _boolean(value: Any) -> Node:
     return convert(as_node(value), "b")
 
 
-def _refused(method: str, advice: str) -> Callable[..., NoReturn]:
+_REFUSED = {
+    "bool": (
+        "a branch",
+        "write np.where(condition, a, b) for if, & for and, | for or, ~ for not, (a <= x) & (x < b) for a <= x < b, "
+        "np.minimum and np.maximum for min and max",
+    ),
+    "float": ("float()", "write x.astype(float), and np.exp(x) for math.exp(x)"),
+    "int": ("int()", "write x.astype(int)"),
+    "index": (
+        "an index",
+        "index arrays that are arguments of the function, or that it takes from a closure; no lists, range() or "
+        "arrays made in the function",
+    ),
+    "iter": ("iteration", "a score is a single number, not an array"),
+    "len": ("len()", "a score is a single number, not an array"),
+    "getitem": ("indexing", "a score, b, h, i and j are single numbers; index an array argument by them"),
+    "setitem": ("assignment to an element", "write np.where(condition, new, old)"),
+    "hash": ("a look-up in a dict or set", "index an array by it"),
+    "array": (
+        "a NumPy array",
+        "the NumPy function has no traced form, or an array was indexed that the function makes, or finds in a "
+        "module: make arrays before it, and take them from a closure",
+    ),
+    "round": ("round()", "write np.rint(x)"),
+    "trunc": ("math.trunc()", "write np.trunc(x)"),
+    "floor": ("math.floor()", "write np.floor(x)"),
+    "ceil": ("math.ceil()", "write np.ceil(x)"),
+}
+"""What needs a value that is not known while a function is traced, by the method that Python calls, with advice."""
+
+
+class _Standin(NDArrayOperatorsMixin):
+    """What NumPy computes with."""
+
+    __slots__ = ()
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        if _all_known(inputs):
+            return wrapped(getattr(ufunc, method)(*map(_plain, inputs), **options))
+        return computed(ufunc, method, inputs, options)
+
+    def __array_function__(self, function: Callable, types: Any, args: Any, options: Any) -> Any:
+        if _all_known([*args, *options.values()]):
+            return wrapped(function(*map(_plain, args), **{name: _plain(x) for name, x in options.items()}))
+        return called(function, args, options)
+
+
+def _refused(what: str, advice: str) -> Callable[..., NoReturn]:
     def refuse(self: Any, *args: Any, **options: Any) -> NoReturn:
-        raise complaint(f"{method} needs a value that is not known while the function is traced: {advice}")
+        raise complaint(f"{what} needs a value that is not known while the function is traced: {advice}")
 
     return refuse
 
 
-_BRANCH = (
-    "write np.where(condition, a, b) for if, & for and, | for or, ~ for not, (a <= x) & (x < b) for a <= x < b, "
-    "np.minimum and np.maximum for min and max"
-)
-_INDEX = (
-    "index arrays that are arguments of the function, or that it takes from a closure; no lists, range() or arrays "
-    "made in the function"
-)
+for _name, _reason in _REFUSED.items():
+    setattr(_Standin, f"__{_name}__", _refused(*_reason))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
+    setattr(_Standin, f"__i{_name}__", getattr(_Standin, f"__{_name}__"))  # x += y is x = x + y
 
 
-class Proxy(NDArrayOperatorsMixin):
+class Proxy(_Standin):
     """A number of the graph.
 
     Parameters
@@ -102,7 +145,7 @@ class Proxy(NDArrayOperatorsMixin):
     >>> from cuattn.tracing.graph import variable
     >>> i, j = Proxy(variable("i")), Proxy(variable("j"))
     >>> np.where(i - j < 4, np.exp2(-i), 0).node
-    select(less(subtract(i, j), 4), exp2(to_float(negative(i))), 0.0)
+    select(less(subtract(i, j), 4), exp2(negative(to_float(i))), 0.0)
     """
 
     __slots__ = ("node",)
@@ -114,12 +157,6 @@ class Proxy(NDArrayOperatorsMixin):
 
     def __repr__(self) -> str:
         return f"<traced {self.node!r}>"
-
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
-        return computed(ufunc, method, inputs, options)
-
-    def __array_function__(self, function: Callable, types: Any, args: Any, options: Any) -> "Proxy":
-        return called(function, args, options)
 
     def astype(self, dtype: Any, **options: Any) -> "Proxy":
         """Return the value as a boolean, an integer or a number of the accumulator's type.
@@ -140,33 +177,8 @@ class Proxy(NDArrayOperatorsMixin):
         """Return the value between two bounds, as `numpy.clip`."""
         return _clip(self, min, max)
 
-    def __pow__(self, exponent: Any) -> "Proxy":
-        return _power(self, exponent)
 
-    def __rpow__(self, base: Any) -> "Proxy":
-        return _power(base, self)
-
-    __bool__ = _refused("a branch", _BRANCH)
-    __float__ = _refused("float()", "write x.astype(float), and np.exp(x) for math.exp(x)")
-    __int__ = _refused("int()", "write x.astype(int)")
-    __index__ = _refused("an index", _INDEX)
-    __iter__ = _refused("iteration", "a score is a single number, not an array")
-    __len__ = _refused("len()", "a score is a single number, not an array")
-    __getitem__ = _refused("indexing", "a score, b, h, i and j are single numbers; index an array argument by them")
-    __setitem__ = _refused("assignment to an element", "write np.where(condition, new, old)")
-    __hash__ = _refused("a look-up in a dict or set", "index an array by it")  # type: ignore[assignment]
-    __array__ = _refused(
-        "a NumPy array",
-        "the NumPy function has no traced form, or an array was indexed that the function makes, or finds in a module: "
-        "make arrays before it, and take them from a closure",
-    )
-    __round__ = _refused("round()", "write np.rint(x)")
-    __trunc__ = _refused("math.trunc()", "write np.trunc(x)")
-    __floor__ = _refused("math.floor()", "write np.floor(x)")
-    __ceil__ = _refused("math.ceil()", "write np.ceil(x)")
-
-
-class ArrayProxy(NDArrayOperatorsMixin):
+class ArrayProxy(_Standin):
     """An array of the graph: an argument, or a constant that a function captured.
 
     Parameters
@@ -253,16 +265,6 @@ class ArrayProxy(NDArrayOperatorsMixin):
             return convert(constant(0), kind)
         return load(active.tracer.slot(self._array if self._known else self._number), kind, indices)
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
-        if _all_known(inputs):
-            return wrapped(getattr(ufunc, method)(*map(_plain, inputs), **options))
-        return computed(ufunc, method, inputs, options)
-
-    def __array_function__(self, function: Callable, types: Any, args: Any, options: Any) -> Any:
-        if _all_known((*args, *options.values())):
-            return wrapped(function(*map(_plain, args), **{name: _plain(x) for name, x in options.items()}))
-        return called(function, args, options)
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -272,26 +274,6 @@ class ArrayProxy(NDArrayOperatorsMixin):
         if not callable(found):
             return wrapped(found)
         return lambda *args, **options: wrapped(found(*args, **options))
-
-    def __pow__(self, exponent: Any) -> Any:
-        return wrapped(self._array**exponent) if _all_known((self, exponent)) else _power(self, exponent)
-
-    def __rpow__(self, base: Any) -> Any:
-        return _power(base, self)
-
-    __bool__ = Proxy.__bool__
-    __float__ = Proxy.__float__
-    __int__ = Proxy.__int__
-    __index__ = Proxy.__index__
-    __setitem__ = Proxy.__setitem__
-    __hash__ = Proxy.__hash__  # type: ignore[assignment]
-    __array__ = Proxy.__array__
-
-
-# x += y is x = x + y
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
-    for _class in (Proxy, ArrayProxy):
-        setattr(_class, f"__i{_name}__", getattr(_class, f"__{_name}__"))
 
 
 def wrapped(value: Any) -> Any:
@@ -304,11 +286,16 @@ def wrapped(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value))
     return value._array if isinstance(value, ArrayProxy) else value
 
 
 def _all_known(values: Any) -> bool:
-    return all(x._known and not x._indices if isinstance(x, ArrayProxy) else not isinstance(x, Proxy) for x in values)
+    """Return whether nothing in some operands is traced but captured arrays, with which NumPy may compute."""
+    if isinstance(values, ArrayProxy):
+        return values._known and not values._indices
+    return all(map(_all_known, values)) if isinstance(values, list | tuple) else not isinstance(values, Proxy)
 
 
 def computed(ufunc: np.ufunc, method: str, inputs: tuple, options: dict[str, Any]) -> Any:

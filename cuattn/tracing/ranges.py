@@ -6,7 +6,6 @@ their bounds are widened by more than any backend's rounding (:func:`widened`): 
 float64, on every device.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -88,14 +87,6 @@ def corners(ufunc: Callable) -> Rule:
     return rule
 
 
-def log_add_exp(x: Interval, y: Interval) -> Interval:
-    """Bound log(e^x + e^y), a sum whose parts are rounded and may cancel."""
-    found = corners(np.logaddexp)(x, y)
-    sizes = [np.where(np.isinf(bound), 0, np.abs(bound)) for bound in (*x[:2], *y[:2])]
-    error = (functools.reduce(np.maximum, sizes) + 1) * _RELATIVE
-    return Interval(found.lo - error, found.hi + error, found.nan)
-
-
 def add(x: Interval, y: Interval) -> Interval:
     """Bound a sum."""
     lo, hi = x.lo + y.lo, x.hi + y.hi
@@ -115,23 +106,12 @@ def subtract(x: Interval, y: Interval) -> Interval:
     return add(x, negative(y))
 
 
-def _divided(quotient: Callable) -> Rule:
-    def rule(x: Interval, y: Interval) -> Interval:
-        through = (y.lo <= 0) & (y.hi >= 0)
-        found = _hull([quotient(a, b) for a in x[:2] for b in y[:2]], False)
-        nan = x.nan or y.nan or bool(np.any(through)) or (_infinite(x) and _infinite(y))
-        return Interval(np.where(through, -np.inf, found.lo), np.where(through, np.inf, found.hi), nan)
-
-    return rule
-
-
-divide = _divided(np.true_divide)
-
-
-def floor_divide_float(x: Interval, y: Interval) -> Interval:
-    """Bound a floored quotient of numbers."""
-    found = widened(divide(x, y))
-    return Interval(np.floor(found.lo), np.floor(found.hi), found.nan)
+def true_divide(x: Interval, y: Interval) -> Interval:
+    """Bound a quotient."""
+    through = (y.lo <= 0) & (y.hi >= 0)
+    found = _hull([a / b for a in x[:2] for b in y[:2]], False)
+    nan = x.nan or y.nan or bool(np.any(through)) or (_infinite(x) and _infinite(y))
+    return Interval(np.where(through, -np.inf, found.lo), np.where(through, np.inf, found.hi), nan)
 
 
 def floor_divide(x: Interval, y: Interval) -> Interval:
@@ -145,23 +125,12 @@ def floor_divide(x: Interval, y: Interval) -> Interval:
 
 
 def remainder(x: Interval, y: Interval) -> Interval:
-    """Bound a remainder of the divisor's sign; within one period it moves with the dividend."""
-    positive = y.lo > 0
-    single = positive & (y.lo == y.hi) & np.isfinite(x.lo) & np.isfinite(x.hi)
-    divisor = np.where(single, y.lo, 1)
+    """Bound a remainder of integers, of the divisor's sign, 0 for the divisor 0; in one period it moves with x."""
+    divisor = np.where((y.lo > 0) & (y.lo == y.hi), y.lo, np.nan)
     first, last = np.floor(x.lo / divisor), np.floor(x.hi / divisor)
-    near = single & (first == last)
-    start = np.where(near, x.lo - first * divisor, 0)
-    stop = np.where(near, x.hi - last * divisor, 0)
-    most, least = np.maximum(y.hi, 0), np.minimum(y.lo, 0)
-    return Interval(np.where(near, start, least), np.where(near, stop, most), x.nan or y.nan or _infinite(x, y))
-
-
-def remainder_integer(x: Interval, y: Interval) -> Interval:
-    """Bound a remainder of integers, which is 0 for the divisor 0."""
-    found = remainder(x, y)
-    below = np.where(y.lo > 0, np.minimum(found.hi, np.maximum(y.hi - 1, 0)), found.hi)
-    return Interval(found.lo, np.maximum(below, found.lo))
+    near = (first == last) & np.isfinite(first)
+    lo = np.where(near, x.lo - first * divisor, np.minimum(y.lo + 1, 0))
+    return Interval(lo, np.where(near, x.hi - last * divisor, np.maximum(y.hi - 1, 0)))
 
 
 def fmod(x: Interval, y: Interval) -> Interval:
@@ -203,12 +172,22 @@ def even(function: Callable) -> Rule:
     return rule
 
 
-absolute, square = even(np.positive), even(np.square)
+absolute, square, multiply = even(np.positive), even(np.square), corners(np.multiply)
+
+
+def hypot(x: Interval, y: Interval) -> Interval:
+    """Bound the length of a vector."""
+    return corners(np.hypot)(absolute(x), absolute(y))
 
 
 def tanh(x: Interval) -> Interval:
     """Bound a tanh, which kernels of 16-bit problems approximate."""
     return Interval(np.tanh(x.lo) - 1e-6, np.tanh(x.hi) + 1e-6, x.nan)
+
+
+def exp(x: Interval) -> Interval:
+    """Bound an exponential, which kernels of 16-bit problems approximate."""
+    return Interval(np.exp(x.lo) * (1 - 1e-5), np.exp(x.hi) * (1 + 1e-5), x.nan)
 
 
 def within(low: float, high: float) -> Rule:
@@ -220,21 +199,12 @@ def within(low: float, high: float) -> Rule:
     return rule
 
 
-def power(x: Interval, y: Interval) -> Interval:
-    """Bound a power: of a positive base by its corners."""
-    positive = x.lo > 0
-    base = Interval(np.where(positive, x.lo, 1), np.where(positive, x.hi, 1))
-    found = _hull([np.power(a, b) for a in base[:2] for b in y[:2]], False)
-    nan = x.nan or y.nan or not bool(np.all(positive)) or _infinite(x, y)
-    return Interval(np.where(positive, found.lo, -np.inf), np.where(positive, found.hi, np.inf), nan)
-
-
-def lesser(x: Interval, y: Interval) -> Interval:
+def minimum(x: Interval, y: Interval) -> Interval:
     """Bound a minimum."""
     return Interval(np.minimum(x.lo, y.lo), np.minimum(x.hi, y.hi), x.nan or y.nan)
 
 
-def greater(x: Interval, y: Interval) -> Interval:
+def maximum(x: Interval, y: Interval) -> Interval:
     """Bound a maximum."""
     return Interval(np.maximum(x.lo, y.lo), np.maximum(x.hi, y.hi), x.nan or y.nan)
 
@@ -267,9 +237,14 @@ def logical_not(x: Interval) -> Interval:
     return Interval(~x.hi, ~x.lo)
 
 
-def swapped(rule: Rule) -> Rule:
-    """Return the rule with its two operands exchanged."""
-    return lambda x, y: rule(y, x)
+def greater(x: Interval, y: Interval) -> Interval:
+    """Bound a comparison."""
+    return less(y, x)
+
+
+def greater_equal(x: Interval, y: Interval) -> Interval:
+    """Bound a comparison."""
+    return less_equal(y, x)
 
 
 def not_equal(x: Interval, y: Interval) -> Interval:
@@ -293,9 +268,15 @@ def logical_xor(x: Interval, y: Interval) -> Interval:
     return Interval(known & (x.lo ^ y.lo), ~known | (x.lo ^ y.lo))
 
 
-def as_number(x: Interval) -> Interval:
+def to_float(x: Interval) -> Interval:
     """Return a boolean's or an integer's bounds as a number's."""
     return Interval(np.asarray(x.lo, np.float64), np.asarray(x.hi, np.float64), x.nan)
+
+
+def to_integer(x: Interval) -> Interval:
+    """Bound what is left of a number as an integer of int32; NaN becomes 0."""
+    lo, hi = (np.clip(np.trunc(np.asarray(bound, np.float64)), -(2.0**31), 2.0**31 - 1) for bound in x[:2])
+    return Interval(np.minimum(lo, 0), np.maximum(hi, 0)) if x.nan else Interval(lo, hi)
 
 
 def _bits(x: Interval) -> Any:
@@ -337,7 +318,7 @@ def right_shift(x: Interval, y: Interval) -> Interval:
     return Interval(np.where(odd, np.minimum(found.lo, -1), found.lo), np.where(odd, np.maximum(found.hi, 0), found.hi))
 
 
-def is_nan(x: Interval) -> Interval:
+def isnan(x: Interval) -> Interval:
     """Bound the question for NaN."""
     return Interval(np.False_, np.bool_(x.nan))
 

@@ -10,8 +10,8 @@ import numpy as np
 from cuattn.tracing.bound import Bound
 from cuattn.tracing.extremes import Extremes, described
 from cuattn.tracing.graph import Node, order
-from cuattn.tracing.operations import TABLE
-from cuattn.tracing.ranges import OPEN, Interval, point, whole, widened
+from cuattn.tracing.operations import DIVISIONS, TABLE
+from cuattn.tracing.ranges import OPEN, Interval, anything, point, whole, widened
 
 SKIP, PARTIAL, FULL = 0, 1, 2
 _STRIP = 1 << 16  # tiles that are bounded at once
@@ -68,6 +68,7 @@ def bounds(
         "variable": lambda node: variables.get(node.value, OPEN._replace(nan=True)),
         "parameter": lambda node: _of_number(node.kind, numbers[node.value]),
         "load": lambda node: _loaded(node, [found[x] for x in node.args], arrays),
+        "offset": lambda node: OPEN._replace(lo=np.float64(0)),
     }
     with np.errstate(all="ignore"):
         for node in nodes:
@@ -85,9 +86,10 @@ def bounds(
 def _bounded(node: Node, operands: list[Interval]) -> Interval:
     """Return the bounds of an operation."""
     row = TABLE[node.op]
+    rule = anything if node.op in DIVISIONS and node.kind == "f" else row.bounds
+    result = rule(*operands)
     if node.kind == "i":
-        return whole((row.bounds_integer or row.bounds)(*operands)._replace(nan=False))
-    result = row.bounds(*operands)
+        return whole(result._replace(nan=False))
     return result if node.kind == "b" or row.exact else widened(result)
 
 

@@ -2,14 +2,14 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cuattn.tracing.bound import ANY_LENGTH, Bound, Facts, facts
-from cuattn.tracing.build import apply, convert, is_uniform, linear_sum, linear_terms, remade
+from cuattn.tracing.build import is_uniform
 from cuattn.tracing.extremes import of_dtype
-from cuattn.tracing.graph import I, J, Node, constant, order
+from cuattn.tracing.graph import HOST_DTYPES, Node, order
 from cuattn.tracing.operations import TABLE
 from cuattn.tracing.ranges import EITHER, OPEN, Interval, point
 from cuattn.tracing.tiles import bounds
@@ -52,69 +52,15 @@ def fits_int32(interval: Interval) -> bool:
     return bool(interval.lo >= -_LARGEST - 1 and interval.hi <= _LARGEST)
 
 
-@functools.lru_cache(maxsize=256)
-def specialised(root: Node, facts: Facts) -> Node:
-    """Return a graph that computes the same in calls of these facts, with fewer conversions.
-
-    The number i - j, a conversion for every element, becomes the difference of the numbers i and j, which are
-    converted once for each row and key: exact up to 2**24, as the integers were.
-
-    Parameters
-    ----------
-    root : Node
-    facts : Facts
-
-    Examples
-    --------
-    >>> from cuattn.tracing.functions import trace
-    >>> bound = trace(lambda s, b, h, i, j: s + (j - i + 3)).bind()
-    >>> specialised(bound.root, facts(bound, (1, 1, 4096, 4096)))
-    add(s, subtract(to_float(add(j, 3)), to_float(i)))
-    """
-    found, made = known((root,), facts), {}
-    for node in order(root):
-        args = [made[arg] for arg in node.args]
-        if node.op == "to_float" and args[0] is node.args[0] and args[0].kind == "i":
-            made[node] = _as_float(args[0], found)
-        else:
-            made[node] = node if all(x is y for x, y in zip(args, node.args, strict=True)) else remade(node, args)
-    return made[root]
-
-
-def _as_float(x: Node, found: Mapping[Node, Interval]) -> Node:
-    """Return an integer as a number: of a sum of something of rows and something of keys each by itself."""
-    if x.op in ("absolute", "negative"):
-        return apply(x.op, _as_float(x.args[0], found))
-    terms = linear_terms(x, constant(0))
-    places = {term.depends & (I | J) for term in terms}
-    sizes = [abs(n) * max(abs(found[x].lo), abs(found[x].hi)) if x in found else abs(n) for x, n in terms.items()]
-    if not {I, J} <= places or I | J in places or sum(sizes) > _EXACT:
-        return convert(x, "f")
-    rows = {term: n for term, n in terms.items() if term.depends & I}
-    rest = {term: n for term, n in terms.items() if not term.depends & I}
-    for plus, minus in ((rows, rest), (rest, rows)):
-        if all(n < 0 for term, n in minus.items() if term.depends & (I | J)):
-            lesser = linear_sum({term: -n for term, n in minus.items()})
-            return apply("subtract", convert(linear_sum(plus), "f"), convert(lesser, "f"))
-    return apply("add", convert(linear_sum(rows), "f"), convert(linear_sum(rest), "f"))
-
-
-class Fit(NamedTuple):
-    """Whether indices of an axis may be negative, and so wrap, and whether they may leave it then."""
-
-    wraps: bool
-    clamps: bool
-
-
-def fit(index: Interval, length: int) -> Fit:
-    """Return what has to be done with an index within bounds.
+def fit(index: Interval, length: int) -> tuple[bool, bool]:
+    """Return whether an index within bounds may be negative, and so wraps, and whether it may leave the axis then.
 
     Examples
     --------
     >>> fit(Interval(np.float64(0), np.float64(6)), 7), fit(Interval(np.float64(-3), np.float64(6)), 7)
-    (Fit(wraps=False, clamps=False), Fit(wraps=True, clamps=False))
+    ((False, False), (True, False))
     """
-    return Fit(bool(index.lo < 0), not bool(index.lo >= -length and index.hi < length))
+    return bool(index.lo < 0), not (index.lo >= -length and index.hi < length)
 
 
 class Program:
@@ -140,29 +86,20 @@ class Program:
     """
 
     def __init__(self, roots: tuple[Node, ...], dtype: np.dtype, facts: Facts) -> None:
-        roots = tuple([specialised(root, facts) for root in roots])
         self.dtype, self._known = dtype, known(roots, facts)
         nodes = order(*roots)
-        places = {node: place for place, node in enumerate(nodes)}
         self._dtypes: dict[Node, np.dtype] = {}
         for node in nodes:
             self._dtypes[node] = self._dtype_of(node)
-        self._host = [node for node in nodes if is_uniform(node)]
-        self._variables = [(places[node], node.value) for node in nodes if node.op == "variable"]
-        computed = [node for node in nodes if node.args and not is_uniform(node)]
+        self._roots, self._host = roots, [node for node in nodes if is_uniform(node)]
+        self._variables = [node for node in nodes if node.op == "variable"]
+        computed = [node for node in nodes if node.op != "variable" and not is_uniform(node)]
         last = {arg: node for node in computed for arg in node.args}
-        made = {node for node in computed if node.op != "load"}.difference(roots)
-        self._places, self._roots = places, [places[root] for root in roots]
-        self._steps = [
-            _Step(
-                places[node],
-                self._loader(node, facts) if node.op == "load" else _operation(node, self._dtypes[node]),
-                [places[x] for x in node.args],
-                [places[x] for x in dict.fromkeys(node.args) if last[x] is node and x in made],
-            )
-            for node in (*computed, *(node for node in nodes if node.op == "load" and not node.args))
-        ]
-        self._steps.sort(key=lambda step: step.place)
+        made = {node for node in computed if node.op in TABLE}.difference(roots)
+        self._steps = []  # what is computed, how, and the operands that nothing else needs
+        for node in computed:
+            compute = _operation(node, self._dtypes[node]) if node.op in TABLE else self._loader(node, facts)
+            self._steps.append((node, compute, [x for x in dict.fromkeys(node.args) if last[x] is node and x in made]))
 
     def _dtype_of(self, node: Node) -> np.dtype:
         """Return the dtype of a value: integers are of int32 if they fit and all that they are made of is."""
@@ -191,61 +128,63 @@ class Program:
         return self.ready(bound)(variables, out)
 
     def ready(self, bound: Bound) -> Callable[..., list[np.ndarray]]:
-        """Return the function of (variables, out=None) for the arrays and numbers of a call, for many tiles.
+        """Return the function of (variables, out=None, more=()) for the arrays and numbers of a call, for many tiles.
 
         Parameters
         ----------
         bound : Bound
+            What it has no arrays for, in slots that come after, each call of the function gives as `more`.
         """
-        values: list[Any] = [None] * len(self._places)
         wide: dict[Node, Any] = {}  # what no element changes is computed in float64, and rounded once
-        types = {"b": np.dtype(bool), "i": np.dtype(np.int64), "f": np.dtype(np.float64)}
         with np.errstate(all="ignore"):
             for node in self._host:
-                dtype = types[node.kind]
+                dtype = HOST_DTYPES[node.kind]
                 if node.args:
                     wide[node] = _operation(node, dtype)([wide[x] for x in node.args], ())
                 else:
                     wide[node] = dtype.type(node.value if node.op == "constant" else bound.numbers[node.value])
-                values[self._places[node]] = self._dtypes[node].type(wide[node])
-        return functools.partial(self._run, values, bound.arrays)
+        start = {node: self._dtypes[node].type(value) for node, value in wide.items()}
+        return functools.partial(self._run, start, bound.arrays)
 
-    def _run(self, start: list[Any], arrays: Sequence[Any], variables: Mapping[str, Any], out: Any = None) -> list[Any]:
-        values = start.copy()
-        for place, name in self._variables:
-            values[place] = variables[name]
+    def _run(
+        self,
+        start: dict[Node, Any],
+        arrays: Sequence[Any],
+        variables: Mapping[str, Any],
+        out: Any = None,
+        more: Sequence[Any] = (),
+    ) -> list[Any]:
+        values = start | {node: variables[node.value] for node in self._variables}
+        arrays = (*arrays, *more)
         with np.errstate(all="ignore"):
-            for step in self._steps:
-                buffers = [values[x] for x in step.dying]
-                if out is not None and step is self._steps[-1] and step.place == self._roots[0]:
+            for node, compute, dying in self._steps:
+                buffers = [values[x] for x in dying]
+                if out is not None and node is self._roots[0] and node is self._steps[-1][0]:
                     buffers.insert(0, out)
-                values[step.place] = step.compute([values[x] for x in step.operands], buffers, arrays)
-                for x in step.dying:
-                    values[x] = None
-        return [np.asarray(values[place]) for place in self._roots]
+                values[node] = compute([values[x] for x in node.args], buffers, arrays)
+                for x in dying:
+                    del values[x]
+        return [np.asarray(values[root]) for root in self._roots]
 
-    def _loader(self, node: Node, facts: Facts) -> Callable[..., np.ndarray]:
-        """Return the function that reads elements of an array."""
+    def _loader(self, node: Node, facts: Facts) -> Callable[..., Any]:
+        """Return the function that reads elements of an array, or says where they lie."""
         shape, dtype = facts.arrays[node.value].shape, self._dtypes[node]
         fits = [fit(self._known[arg], length) for arg, length in zip(node.args, shape, strict=True)]
 
-        def load(operands: list[Any], buffers: Sequence[Any], arrays: Sequence[Any]) -> np.ndarray:
+        def load(operands: list[Any], buffers: Sequence[Any], arrays: Sequence[Any]) -> Any:
             indices = []
             for index, length, (wraps, clamps) in zip(map(np.asarray, operands), shape, fits, strict=True):
-                index = np.where(index < 0, index + length, index) if clamps and wraps else index  # NumPy wraps
+                if wraps and (clamps or node.op == "offset"):  # NumPy wraps
+                    index = np.where(index < 0, index + length, index)
                 indices.append(np.clip(index, 0, length - 1) if clamps else index)
-            return arrays[node.value][tuple(indices)].astype(dtype, copy=False)
+            if node.op == "load":
+                return arrays[node.value][tuple(indices)].astype(dtype, copy=False)
+            place = np.int64(0)
+            for index, length in zip(indices, shape, strict=True):
+                place = place * length + index
+            return place
 
         return load
-
-
-class _Step(NamedTuple):
-    """One operation: where its result goes, what computes it, its operands, and those that nothing else needs."""
-
-    place: int
-    compute: Callable[..., Any]
-    operands: list[int]
-    dying: list[int]
 
 
 def _operation(node: Node, dtype: np.dtype) -> Callable[..., Any]:
@@ -253,8 +192,6 @@ def _operation(node: Node, dtype: np.dtype) -> Callable[..., Any]:
     ufunc, options = TABLE[node.op].ufunc, {}
     if node.kind != "b" or not isinstance(ufunc, np.ufunc):
         options["dtype"] = dtype
-    if node.op in ("to_float", "to_integer"):
-        options["casting"] = "unsafe"
 
     def compute(operands: list[Any], buffers: Sequence[Any], arrays: Sequence[Any] = ()) -> Any:
         for buffer in buffers:

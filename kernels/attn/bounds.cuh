@@ -90,7 +90,10 @@ __device__ __forceinline__ Interval rint(const Interval& x) { return {::rint(x.l
 __device__ __forceinline__ Interval sqrt(const Interval& x) { return {::sqrt(fmax(x.lo, 0.0)), ::sqrt(fmax(x.hi, 0.0)), x.nan || x.lo < 0}; }
 __device__ __forceinline__ Interval to_float(const Interval& x) { return x; }
 __device__ __forceinline__ Interval to_float(const Truth& x) { return {double(x.lo), double(x.hi), false}; }
-__device__ __forceinline__ Interval to_integer(const Interval& x) { return trunc(x); }
+__device__ __forceinline__ Interval to_integer(const Interval& x) {
+    const double lo = fmin(fmax(::trunc(x.lo), -2147483648.0), 2147483647.0), hi = fmin(fmax(::trunc(x.hi), -2147483648.0), 2147483647.0);
+    return {x.nan ? fmin(lo, 0.0) : lo, x.nan ? fmax(hi, 0.0) : hi, false};
+}
 __device__ __forceinline__ Interval to_integer(const Truth& x) { return to_float(x); }
 
 // NaN compares as false.

@@ -51,6 +51,10 @@ __device__ __forceinline__ double fma_of(double a, double b, double c) { return 
 __device__ __forceinline__ float product_of(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double product_of(double a, double b) { return __dmul_rn(a, b); }
 
+// A sum of numbers that are rounded first, even where one is a product.
+__device__ __forceinline__ float sum_of(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ double sum_of(double a, double b) { return __dadd_rn(a, b); }
+
 // a - b with a rounded first, even where it is a product: what it is compared with was rounded too.
 __device__ __forceinline__ float rounded_difference(float a, float b) { return __fadd_rn(a, -b); }
 __device__ __forceinline__ double rounded_difference(double a, double b) { return __dadd_rn(a, -b); }

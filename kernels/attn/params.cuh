@@ -2,6 +2,7 @@
 //
 // Strides are in elements and may be negative or 0 (a broadcast axis); offsets are 64 bits wide everywhere.
 #pragma once
+#include "attn/untraced.cuh"
 #include "ptx/types.cuh"
 
 constexpr int kBatchAxes = 4;  // leading axes that remain after neighbours with matching strides were merged
@@ -36,7 +37,7 @@ struct Dropout {
     const i32 *row_blocks, *key_blocks;  // cfg::runs: global index of the first of every 16 rows, of every 16 keys; null: from row or key on
 };
 
-struct Params {
+struct CoreParams {
     Operand q, k, v, o, l, m;                  // o: cfg::out (forward), cfg::o_elem (backward); l, m: cfg::acc, col unused, null = not wanted
     Operand dout, dlse, dq, dk, dv;            // backward; dlse: cfg::acc, col unused, null = none; dq, dk, dv: cfg::grad
     Operand bias, dbias;                       // col, row: 0 where broadcast
@@ -60,6 +61,9 @@ struct Params {
     i32 shared_tile, shared_key;               // backward: first key tile, and its first key, that several blocks share (counted through all heads)
     i32 bias_instances;                        // distinct biases: the product of its own leading axes
 };
+
+// Without a score or mask function nothing follows.
+struct Params : CoreParams, traced::Arguments {};
 
 // Indices along the batch axes of flat batch number ib.
 struct BatchIndex {

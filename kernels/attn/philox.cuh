@@ -1,6 +1,6 @@
 // Dropout's random bits, one Philox4x32-7 call per lane and 16 x 16 block (the contract is in cuattn/rng.py).
 #pragma once
-#include "attn/params.cuh"
+#include "attn/place.cuh"
 #include "ptx/registers.cuh"
 
 // The part of the counter that does not change within a kernel.
@@ -36,17 +36,6 @@ __device__ __forceinline__ void philox(u32 (&x)[4], const u32 (&keys)[7][2]) {
         x[3] = static_cast<u32>(product0);
     }
 }
-
-// Number in the whole problem of row or key `index` of the operands, of which there are `count`: counted on from `first`, or (cfg::runs) looked
-// up by sixteens.  Beyond the last any number will do.
-__device__ __forceinline__ u32 global_index(u32 first, const i32* blocks, i32 index, i32 count) {
-    if constexpr (cfg::runs) {
-        if (blocks != nullptr) return static_cast<u32>(__ldg(blocks + min(index, count - 1) / 16) + index % 16);
-    }
-    return first + static_cast<u32>(index);
-}
-__device__ __forceinline__ u32 global_row(const Params& p, i32 row) { return global_index(p.dropout.row, p.dropout.row_blocks, row, p.n_queries); }
-__device__ __forceinline__ u32 global_key(const Params& p, i32 key) { return global_index(p.dropout.key, p.dropout.key_blocks, key, p.n_keys); }
 
 // Draws of the eight elements {row, row + 8} x {key, key + 1, key + 8, key + 9}, rows and keys counted from the operands' first:
 // bit 3 of row, and bits 0 and 3 of key, are clear.  Word w masks register a[w] of the m16k16 fragment, low half = even key.

@@ -1,12 +1,14 @@
-// Scores from raw products when something other than a positive scale stands between them: softcap, bias, scale <= 0.
+// Scores from raw products when something other than a positive scale stands between them: softcap, function, bias, scale <= 0.
+//
+//   s = scale product  or  softcap tanh(scale product / softcap),   then s = traced::score(s, b, h, i, j),   then s += bias
 //
 // The forward and the backward make them by the same operations in the same order: the backward's exp(s - m) / l add up to 1 only if s is
 // what m and l were made from.
 #pragma once
 #include "attn/math.cuh"
-#include "attn/params.cuh"
+#include "attn/place.cuh"
 
-// What the softcap makes of a product, and its derivative by what it caps.
+// What the softcap, or softcap, function and bias, make of a product; and its derivative by the scaled product.
 struct Capped {
     cfg::acc score, slope;
 };
@@ -23,7 +25,7 @@ __device__ __forceinline__ Capped cap_product(const Params& p, cfg::acc product)
     }
 }
 
-// One score before its bias.
+// One score before function and bias.
 __device__ __forceinline__ cfg::acc cap_score(const Params& p, cfg::acc product) {
     if constexpr (cfg::softcap) return cap_product(p, product).score;
     else return product_of(product, static_cast<cfg::acc>(p.scale));
@@ -41,13 +43,35 @@ __device__ __forceinline__ bool bias_shows(const Params& p, i64 offset, i32 key)
     return !bias_hides_keys(p) || bias_at(p, offset, 0, key) != -infinity<cfg::acc>();
 }
 
-// A score, and the slope of its softcap.  bias_offset: of the head's slice.  A bias of -inf hides whatever the product is.
-__device__ __forceinline__ Capped finish_score(const Params& p, cfg::acc product, i64 bias_offset, i32 row, i32 key) {
-    if constexpr (cfg::softcap) {
-        const Capped capped = cap_product(p, product);
-        if constexpr (!cfg::bias) return capped;
+// A score before its bias: the function of what the softcap leaves.  Of a function that adds, the scale and the addition are one operation.
+template <class Head, class Row, class Key>  // TracedHead, TracedRow, TracedKey
+__device__ __forceinline__ Capped function_score(const Params& p, cfg::acc product, const Head& head, const Row& row, const Key& key) {
+    Capped x = {product, 1};
+    if constexpr (cfg::softcap) x = cap_product(p, product);
+    if constexpr (cfg::additive) {
+        cfg::acc addend;
+        traced::addend(p, head.made, row.made, key.made, x.score, head.b, head.h, row.i, key.j, addend);
+        x.score = cfg::softcap ? sum_of(x.score, addend) : fma_of(product, static_cast<cfg::acc>(p.scale), addend);
+    } else {
+        cfg::acc slope;
+        if constexpr (!cfg::softcap) x.score = cap_score(p, product);
+        traced::score_and_slope(p, head.made, row.made, key.made, x.score, head.b, head.h, row.i, key.j, x.score, slope);
+        x.slope *= slope;
+    }
+    return x;
+}
+
+// A score, and its slope.  bias_offset: of the head's slice; place: TracedHead, TracedRow and TracedKey for a function.  A bias of -inf hides
+// whatever the product is.
+template <class... Place>
+__device__ __forceinline__ Capped finish_score(const Params& p, cfg::acc product, i64 bias_offset, i32 row, i32 key, const Place&... place) {
+    if constexpr (cfg::score || cfg::softcap) {
+        Capped x;
+        if constexpr (cfg::score) x = function_score(p, product, place...);
+        else x = cap_product(p, product);
+        if constexpr (!cfg::bias) return x;
         const cfg::acc bias = bias_at(p, bias_offset, row, key);
-        return {bias == -infinity<cfg::acc>() ? bias : capped.score + bias, capped.slope};
+        return {bias == -infinity<cfg::acc>() ? bias : sum_of(x.score, bias), x.slope};
     }
     if constexpr (!cfg::bias) return {cap_score(p, product), 1};
     const cfg::acc bias = bias_at(p, bias_offset, row, key);

@@ -5,10 +5,17 @@
 
 namespace traced {
 
+// NaN if one of the numbers is.
 template <class T>
-__device__ __forceinline__ T maximum_of(T a, T b) { return a > b || a != a ? a : b; }  // NaN if one of them is
+__device__ __forceinline__ T maximum_of(T a, T b) {
+    if constexpr (same_type<T, float>) return ptx::max_nan(a, b);
+    else return a > b || a != a ? a : b;
+}
 template <class T>
-__device__ __forceinline__ T minimum_of(T a, T b) { return a < b || a != a ? a : b; }
+__device__ __forceinline__ T minimum_of(T a, T b) {
+    if constexpr (same_type<T, float>) return ptx::min_nan(a, b);
+    else return a < b || a != a ? a : b;
+}
 template <class T>
 __device__ __forceinline__ T absolute_of(T a) { return a < 0 ? -a : a; }
 __device__ __forceinline__ float absolute_of(float a) { return fabsf(a); }
@@ -33,6 +40,14 @@ __device__ __forceinline__ T floor_quotient(T a, T b) {
     const T quotient = a / b, rest = a % b;
     return rest != 0 && (rest < 0) != (b < 0) ? quotient - 1 : quotient;
 }
+
+// What int32 holds of a number, towards 0; NaN gives 0.
+template <class T>
+__device__ __forceinline__ T truncated_to(bool a) { return a; }
+template <class T>
+__device__ __forceinline__ T truncated_to(float a) { return __float2int_rz(a); }
+template <class T>
+__device__ __forceinline__ T truncated_to(double a) { return a == a ? __double2int_rz(a) : 0; }
 
 // Numbers: the remainder is exact, and the quotient the whole number that belongs to it.
 __device__ __forceinline__ float truncated_remainder(float a, float b) { return fmodf(a, b); }

@@ -35,10 +35,16 @@ PTX_BINARY(pack_positive_f16, "cvt.rn.relu.f16x2.f32", u32, "r", float, "f")
 PTX_HALF(low_f16, "lo")
 PTX_HALF(high_f16, "hi")
 
-// Of the special-function unit: 2^x, relative error 2^-22, 2^-inf = 0; log2 x; 1 / x to a unit of the last place, 1 / inf = 0.
+// Of the special-function unit: 2^x, relative error 2^-22, 2^-inf = 0; log2 x; 1 / x to a unit of the last place, 1 / inf = 0;
+// the square root, to 2^-22.
 PTX_UNARY(ex2, "ex2.approx.ftz.f32", float, "f", float, "f")
 PTX_UNARY(lg2, "lg2.approx.ftz.f32", float, "f", float, "f")
 PTX_UNARY(rcp, "rcp.approx.ftz.f32", float, "f", float, "f")
+PTX_UNARY(sqrt, "sqrt.approx.ftz.f32", float, "f", float, "f")
+
+// The greater, the lesser number; NaN if one of them is.
+PTX_BINARY(max_nan, "max.NaN.f32", float, "f", float, "f")
+PTX_BINARY(min_nan, "min.NaN.f32", float, "f", float, "f")
 
 // Two 16-bit numbers in one register.  The instructions on integers exist from sm_90 on.
 PTX_BINARY(mul_f16x2, "mul.rn.f16x2", u32, "r", u32, "r")

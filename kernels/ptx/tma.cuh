@@ -12,6 +12,7 @@ struct alignas(64) TensorMap {
 // Cache policies, as encoded by createpolicy.fractional for a fraction of 1.
 constexpr u64 evict_first = 0x12F0000000000000ull;
 constexpr u64 evict_last = 0x14F0000000000000ull;
+constexpr u64 evict_normal = 0x1000000000000000ull;
 
 __device__ __forceinline__ void tensor_map_prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");

@@ -85,7 +85,7 @@ struct Space {
     static constexpr int p_units_at = do_units_at + row_stages * row_units;
     static constexpr int ds_units_at = p_units_at + keeps_p * weight_units;
     static constexpr int end = ds_units_at + ds_buffers * weight_units;
-    static constexpr bool exchange_in_p = keeps_p && paired && !cfg::softcap;  // under a softcap P is stored before dP comes
+    static constexpr bool exchange_in_p = keeps_p && paired && !cfg::sloped;  // times its slope, P is stored before dP comes
     static constexpr int exchange_at = exchange_in_p ? p_at : end, bytes = end + (exchange_in_p ? 0 : exchange_bytes);
 
     __device__ __forceinline__ TileAt k(int stage = 0) const { return {base + stage * cfg::block_n * qk_stride, base + k_units_at + stage * key_units}; }

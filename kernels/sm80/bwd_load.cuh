@@ -20,7 +20,7 @@ struct Columns {
 };
 
 // The part of the problem that one query head sees; in shared memory, registers being short.
-struct Head {
+struct Head : TracedHead {
     const Elem *q, *k, *v, *dout;
     const Acc *stat, *delta, *inverse;  // (padded rows)
     const Acc* m;             // as the forward left it
@@ -49,6 +49,7 @@ __device__ __forceinline__ void describe_head(Head& h, const Params& p, i32 ib, 
     const i64 flat = i64(ib) * p.heads + head;
     const i32 flags = row_flags(p, flat);
     if (threadIdx.x != 0) return;
+    static_cast<TracedHead&>(h) = TracedHead::of(p, ib, head);
     h.has_empty_rows = flags & kEmptyRows;
     h.has_far_rows = flags & kFarRows;
     h.row_flags = p.counters + flat * stat_groups(p);

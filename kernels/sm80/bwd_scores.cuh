@@ -37,14 +37,26 @@ __device__ __forceinline__ void find_hidden(Hidden& hidden, const Params& p, con
     });
 }
 
-// Raw products to scores in natural units: scale, softcap, bias.
+// Raw products to scores in natural units: scale, softcap, function, bias.
 __device__ __forceinline__ void finish_scores(Scores& s, Scores& slope, const Params& p, const Head& head, i32 row0, i32 key0) {
     const i32 lane = threadIdx.x % 32;
-    if constexpr (cfg::bias && is_split) __syncwarp();  // loads are not moved ahead of this
-    for_scores([&](int m, int n, int i) {
-        const Capped x = finish_score(p, s[m][n][i], head.bias, row0 + 16 * m + lane / 4 + i / 2 * 8, key0 + 8 * n + lane % 4 * 2 + i % 2);
+    if constexpr ((cfg::bias || cfg::score) && is_split) __syncwarp();  // loads are not moved ahead of this
+    const auto row_of = [&](int m, int half) { return row0 + 16 * m + lane / 4 + 8 * half; };
+    const auto key_of = [&](int n, int odd) { return key0 + 8 * n + lane % 4 * 2 + odd; };
+    const auto finish = [&](int m, int n, int i, const auto&... place) {
+        const Capped x = finish_score(p, s[m][n][i], head.bias, row_of(m, i / 2), key_of(n, i % 2), place...);
         s[m][n][i] = x.score, slope[m][n][i] = x.slope;
-    });
+    };
+    if constexpr (cfg::score) {
+        TracedRow rows[score_tiles_m][2];
+        unroll<score_tiles_m, 2>([&](int m, int half) { rows[m][half] = TracedRow::of(p, head, row_of(m, half)); });
+        unroll<score_tiles_n, 2>([&](int n, int odd) {
+            const TracedKey key = TracedKey::of(p, head, key_of(n, odd));
+            unroll<score_tiles_m, 2>([&](int m, int half) { finish(m, n, 2 * half + odd, static_cast<const TracedHead&>(head), rows[m][half], key); });
+        });
+    } else {
+        for_scores(finish);
+    }
 }
 
 // Takes m from the scores of far rows (attn/bwd_workspace.cuh).
@@ -170,6 +182,9 @@ __device__ __forceinline__ void find_p(Scores& s, Scores& slope, Products& produ
     const float to_log2 = static_cast<float>(cfg::prescaled ? kLog2e : p.scale * kLog2e);
     for_scores([&](int m, int n, int i) {  // line 13
         Acc& x = s[m][n][i];
+        if constexpr (cfg::score && !cfg::additive) {  // of a row without keys, whose q is loaded as zeros, a function may make anything
+            if (is_empty_row(stat[m][i / 2])) x = -infinity<Acc>();
+        }
         if constexpr (split_stat) x = exp_times(rounded_difference(cfg::prescaled ? x : x * Acc(p.scale), stat[m][i / 2]), inverse[m][i / 2]);
         else x = ptx::ex2(fmaf(x, to_log2, stat[m][i / 2]));
     });
@@ -190,15 +205,18 @@ __device__ __forceinline__ void store_ds(TileAt tile, const Scores& ds) { store_
 // the softcap, or (behind_cap) by what leaves it, which is the gradient by the bias.
 template <bool keep_p, bool behind_cap, class Products>
 __device__ __forceinline__ void find_ds(Scores& ds, Scores& s, const Scores& slope, Products& products, const TilePlace& at, TileAt p_tile) {
-    if constexpr (cfg::softcap && !behind_cap) {  // P makes room for P times the slope of the cap
+    if constexpr (cfg::sloped && !behind_cap) {  // P makes room for P times the slope of softcap and function
         if constexpr (keep_p) store_p(p_tile, s);
-        for_scores([&](int m, int n, int i) { s[m][n][i] *= slope[m][n][i]; });
+        for_scores([&](int m, int n, int i) {  // where P is 0, a function's slope may be anything
+            Acc& x = s[m][n][i];
+            x = cfg::score && x == 0 ? Acc(0) : x * slope[m][n][i];
+        });
     }
     RowValues delta;
     for_scores([&](int m, int n, int i) { ds[m][n][i] = 0; });
     products.gradients(ds);  // line 17
     // Only after the product: its loads would have to wait for the stores.
-    if constexpr (keep_p && !cfg::softcap) store_p(p_tile, s);
+    if constexpr (keep_p && !cfg::sloped) store_p(p_tile, s);
     load_row_values(delta, at.warp_numbers() + stat_bytes);
     // Where p is 0, dP may be anything (a hidden key's v); it must not turn 0 * dP into NaN.
     if (at.partial) for_scores([&](int m, int n, int i) { ds[m][n][i] = s[m][n][i] == 0 ? Acc(0) : ds[m][n][i]; });

@@ -52,13 +52,40 @@ __device__ __forceinline__ void load_kv(const Params& p, const Work& w, Tile til
     }
 }
 
-// This lane's query row in half h of row tile mt; past the last row, the last.
-__device__ __forceinline__ i32 row_of(const Params& p, const Work& w, int mt, int h) {
-    const i32 row = w.row0 + static_cast<i32>(warp()) * warp_rows + mt * 16 + h * 8 + (threadIdx.x % 32) / 4;
-    return min(row / cfg::pack, p.n_queries - 1);
+// This lane's (packed) row in half h of row tile mt.
+__device__ __forceinline__ i32 packed_row(const Work& w, int mt, int h) {
+    return w.row0 + static_cast<i32>(warp()) * warp_rows + mt * 16 + h * 8 + (threadIdx.x % 32) / 4;
 }
 
+// Its query row; past the last row, the last.
+__device__ __forceinline__ i32 row_of(const Params& p, const Work& w, int mt, int h) { return min(packed_row(w, mt, h) / cfg::pack, p.n_queries - 1); }
+
 __device__ __forceinline__ i32 key_of(Tile tile, int n, int e) { return tile.n() * cfg::block_n + n * 8 + 2 * (threadIdx.x % 4) + e; }
+
+// Raw products to scores in natural units: scale, softcap, function, bias.
+__device__ __forceinline__ void finish_scores(const Params& p, const Work& w, Tile tile, Acc (&s)[m_tiles][n_tiles][4]) {
+    const auto finish = [&](int mt, int n, int r, const auto&... place) {
+        s[mt][n][r] = finish_score(p, s[mt][n][r], w.bias_offset, row_of(p, w, mt, r / 2), key_of(tile, n, r % 2), place...).score;
+    };
+    if constexpr (cfg::score) {
+        TracedHead heads[m_tiles][2];  // of packed rows
+        TracedRow rows[m_tiles][2];
+        unroll<m_tiles, 2>([&](int mt, int h) {
+            heads[mt][h] = cfg::pack == 1 ? static_cast<const TracedHead&>(w) : TracedHead::of(p, w.ib, w.head + packed_row(w, mt, h) % cfg::pack);
+            rows[mt][h] = TracedRow::of(p, heads[mt][h], row_of(p, w, mt, h));
+        });
+        constexpr bool own_keys = cfg::pack > 1 && traced::Use::head_of_key;
+        unroll<n_tiles, 2>([&](int n, int e) {
+            const TracedKey first = TracedKey::of(p, heads[0][0], key_of(tile, n, e));
+            unroll<m_tiles, 2>([&](int mt, int h) {
+                const TracedKey key = own_keys ? TracedKey::of(p, heads[mt][h], key_of(tile, n, e)) : first;
+                finish(mt, n, 2 * h + e, heads[mt][h], rows[mt][h], key);
+            });
+        });
+    } else {
+        unroll<m_tiles, n_tiles, 4>(finish);
+    }
+}
 
 __device__ __forceinline__ void mask_scores(const Params& p, const Work& w, Tile tile, u32 cols, Acc (&s)[m_tiles][n_tiles][4]) {
     unroll<n_tiles, 2>([&](int n, int e) {
@@ -83,11 +110,7 @@ __device__ __forceinline__ void attend(const Params& p, const Work& w, Tile tile
     const i32 own = Product::prepares ? ptx::opaque(static_cast<i32>(thread())) : 0;  // its addresses are not kept in registers
     Acc s[m_tiles][n_tiles][4] = {};
     Product::scores(s, q, shared, lane);  // line 10
-    if constexpr (cfg::prescaled) {
-        unroll<m_tiles, n_tiles, 4>([&](int mt, int n, int r) {
-            s[mt][n][r] = finish_score(p, s[mt][n][r], w.bias_offset, row_of(p, w, mt, r / 2), key_of(tile, n, r % 2)).score;
-        });
-    }
+    if constexpr (cfg::prescaled) finish_scores(p, w, tile, s);
     if (tile.partial()) mask_scores(p, w, tile, shared + k_bytes + v_bytes, s);  // line 11; FlashMask's 18-25
     const Log2Factor<Acc> to_log2 = w.to_log2;
     rows.update(s, o, to_log2);  // lines 12 and 13

@@ -27,7 +27,7 @@ __device__ __forceinline__ void sync_team() {
 }
 
 // What one team works on; kept in shared memory, since registers are short and most of it is needed rarely.
-struct Work {
+struct Work : TracedHead {  // the first of the packed heads
     MaskPlace mask;
     i64 bias_offset;
     const Elem *q, *k, *v;   // row 0 of the head
@@ -47,6 +47,7 @@ __device__ __forceinline__ void locate(const Params& p, Work& w) {
     const i32 rank = quotient(rest, width), flat = section * p.section + rest - rank * width;
     w.ib = quotient(flat, heads);
     w.head = (flat - w.ib * heads) * cfg::pack;
+    static_cast<TracedHead&>(w) = TracedHead::of(p, w.ib, w.head);
     const BatchIndex index = batch_index(p, w.ib);
     w.q = static_cast<const Elem*>(p.q.data) + slice_offset(p.q, index, w.head);
     const i32 kv_head = quotient(w.head, p.group);

@@ -8,43 +8,95 @@
 
 namespace sm90::bwd {
 
-// Of a thread's two keys, the same for all rows of a head.
-struct KeyBias {
-    float numbers[2];
+// The bias of a thread's elements, asked for in ascending order.
+struct Bias {
+    float keys[2];
+    const cfg::bias_elem* first;  // of the thread's first query and key 0
+    i64 columns[2];
+    i32 rows;  // from the thread's first query to the last one
+    u32 tile, pairs[4];
 
-    __device__ __forceinline__ void load(const Params& p, const TilePlace& at) {
+    // Of a thread's two keys, the same for all rows of a head.
+    __device__ __forceinline__ void load_keys(const Params& p, const TilePlace& at) {
         const i64 offset = slice_of(p.bias, at.batch, at.head);
-        unroll<2>([&](int r) { numbers[r] = bias_at(p, offset, 0, at.key + 8 * r); });
+        unroll<2>([&](int r) { keys[r] = bias_at(p, offset, 0, at.key + 8 * r); });
     }
 
-    __device__ __forceinline__ void add_to(Scores& s, const Params& p) const {
-        unroll<cfg::block_m / 2>([&](int i) { s[i] = add_bias(p, s[i], numbers[key_of(i)]); });
+    // slab: where store_gradients will put dS.
+    __device__ __forceinline__ void begin(const Params& p, const TilePlace& at, u32 slab) {
+        if constexpr (cfg::bias_keys) return;
+        if constexpr (cfg::bias_tiles) {
+            tile = gradients_at(slab);
+        } else if constexpr (cfg::bias) {
+            const i32 row = at.first_row + 2 * (threadIdx.x % 4);
+            first = static_cast<const cfg::bias_elem*>(p.bias.data) + slice_of(p.bias, at.batch, at.head) + row * p.bias.row;
+            rows = p.n_queries - 1 - row;
+            unroll<2>([&](int r) { columns[r] = min(at.key + 8 * r, p.n_keys - 1) * p.bias.col; });
+        }
+    }
+
+    __device__ __forceinline__ float of(const Params& p, int i) {
+        if constexpr (cfg::bias_keys) return keys[key_of(i)];
+        if constexpr (cfg::bias_tiles) {
+            if (i % 8 == 0) ptx::ldmatrix_x4_trans(pairs, tile + i / 4 * eight_rows);
+            const float2 pair = unpack<cfg::bias_elem>(pairs[i / 2 % 4]);
+            return i % 2 ? pair.y : pair.x;
+        }
+        return cfg::bias ? to_acc(first[min(query_of(i), rows) * p.bias.row + columns[key_of(i)]]) : 0.0f;
     }
 };
 
-// tile: where store_gradients will put dS.
-__device__ __forceinline__ void add_tile(Scores& s, const Params& p, u32 tile) {
-    const u32 at = gradients_at(tile);
-    unroll<cfg::block_m / 16>([&](int j) {
-        u32 pairs[4];
-        ptx::ldmatrix_x4_trans(pairs, at + j * 2 * eight_rows);
-        unroll<4>([&](int w) {
-            const float2 pair = unpack<cfg::bias_elem>(pairs[w]);
-            s[8 * j + 2 * w] = add_bias(p, s[8 * j + 2 * w], pair.x);
-            s[8 * j + 2 * w + 1] = add_bias(p, s[8 * j + 2 * w + 1], pair.y);
-        });
+// What functions are asked about: the head of a row tile and the thread's two keys.
+struct Traced {
+    TracedHead head;
+    TracedKey keys[2];
+
+    __device__ __forceinline__ Traced(const Params& p, const TilePlace& at)
+        : head(TracedHead::of(p, at.batch, at.head)), keys{TracedKey::of(p, head, at.key), TracedKey::of(p, head, at.key + 8)} {}
+    __device__ __forceinline__ TracedRow row(const Params& p, const TilePlace& at, int i) const {
+        return TracedRow::of(p, head, at.first_row + query_of(i) + 2 * (threadIdx.x % 4));
+    }
+};
+
+// Raw products to scores, whose slopes are 1.
+__device__ __forceinline__ void finish_scores(Scores& s, const Params& p, const TilePlace& at, Bias& bias) {
+    const Traced traced(p, at);
+    TracedRow rows[2];
+    unroll<cfg::block_m / 2>([&](int i) {
+        if (i % 4 < 2) rows[i % 2] = traced.row(p, at, i);
+        s[i] = score_with_bias(p, s[i], bias.of(p, i), traced.head, rows[i % 2], traced.keys[key_of(i)]).score;
     });
 }
 
-__device__ __forceinline__ void add_loaded(Scores& s, const Params& p, const TilePlace& at) {
-    const auto* slice = static_cast<const cfg::bias_elem*>(p.bias.data) + slice_of(p.bias, at.batch, at.head);
-    const i64 keys[2] = {min(at.key, p.n_keys - 1) * p.bias.col, min(at.key + 8, p.n_keys - 1) * p.bias.col};
-    const i32 row = at.first_row + 2 * (threadIdx.x % 4);
-    unroll<cfg::block_m / 8, 2>([&](int eight, int odd) {
-        const auto* of_row = slice + min(row + 8 * eight + odd, p.n_queries - 1) * p.bias.row;
-        unroll<2>([&](int r) {
-            float& score = s[4 * eight + 2 * r + odd];
-            score = add_bias(p, score, to_acc(of_row[keys[r]]));
+// weigh where slopes come with the scores: P is rounded, and then multiplied by its slope.  Hidden products are -inf.
+template <class Numbers>
+__device__ __forceinline__ void weigh_apart(Scores& s, Fragments& weights, const Params& p, const TilePlace& at, Bias& bias, const Numbers& stat,
+                                            const Draws& draws, bool far) {
+    const float* maxima = static_cast<const float*>(p.m.data) + slice_of(p.m, at.batch, at.head);
+    const Traced traced(p, at);
+    TracedRow rows[2];
+    float tops[2] = {}, slopes[2];
+    unroll<cfg::block_m / 2>([&](int i) {
+        const float2 shifts = stat[i / 4];
+        const float shift = i % 2 ? shifts.y : shifts.x;
+        if (i % 4 < 2) {
+            rows[i % 2] = traced.row(p, at, i);
+            if (far) {
+                const float top = maxima[min(at.first_row + query_of(i) + 2 * static_cast<i32>(threadIdx.x % 4), p.n_queries - 1) * p.m.row];
+                tops[i % 2] = is_far_row(top) ? top : 0.0f;
+            }
+        }
+        Capped x = score_with_bias(p, s[i], bias.of(p, i), traced.head, rows[i % 2], traced.keys[key_of(i)]);
+        // Of a row that sees nothing a function may make anything.
+        if (s[i] == minus_infinity() || (!cfg::additive && shift == minus_infinity())) x.score = minus_infinity();
+        const float weight = ptx::ex2(fmaf(rounded_difference(x.score, tops[i % 2]), static_cast<float>(kLog2e), shift));
+        s[i] = cfg::dropout ? draws.mark(i, weight) : weight;
+        slopes[i % 2] = x.slope;
+        if (i % 2 == 0) return;
+        weights[i / 8][i / 2 % 4] = round_weights(s[i - 1], s[i]);
+        unroll<2>([&](int e) {  // where P is 0 a function's slope may be anything
+            float& one = s[i - 1 + e];
+            one = cfg::score && one == 0.0f ? 0.0f : one * slopes[e];
         });
     });
 }

@@ -86,7 +86,7 @@ __device__ __forceinline__ void run_block(const Params& p, const Maps& maps) {
                 reduce(p, shared, warp - 1);
             else if constexpr (drawers)
                 draw_ahead(p, shared, warp - 1);
-        } else if (may_have_dead_keys) {
+        } else if (may_hide_rows) {
             clean(p, shared);
         }
     } else if (drawing_warpgroups && warp >= 4 * (1 + warpgroups)) {

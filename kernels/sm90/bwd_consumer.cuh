@@ -9,11 +9,11 @@ namespace sm90::bwd {
 
 // P is rounded together with dS, and dV comes after dS, which is faster by 1-4 % and takes fewer registers; but a softcap's slope
 // leaves no P to round.
-constexpr bool values_first = cfg::block_m <= 64 && cfg::softcap;
+constexpr bool values_first = cfg::block_m <= 64 && cfg::sloped;
 
 // Beside products a load waits for hundreds of clocks; ahead of them it delays them.  With dropout at d 128 what the probabilities need is
 // loaded before the two products of a row tile where nothing is masked (2.6 %, but - 2 % under causality), else behind them.
-constexpr bool given_first = cfg::dropout && cfg::block_m == 64 && unmasked && !cfg::softcap && !cfg::bias;
+constexpr bool given_first = cfg::dropout && cfg::block_m == 64 && unmasked && !cfg::sloped && !cfg::bias;
 
 static_assert(cfg::stages == 2, "the buffers of dS and the phases of `taken` go by the stage");
 constexpr u32 consumers = 128 * warpgroups;
@@ -88,9 +88,8 @@ struct Consumer : Worker {
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(s);
         const Stat stat(given.stat);
-        finish_scores(s, 64 * warpgroup, own_gradients(slot.stage));
-        hidden.refine(s, p, [&] { return await_taken(slot.stage); });
-        weigh<values_first>(s, weights, p, stat, given.draws);
+        find_weights<values_first>(s, weights, hidden, stat, given.draws, 64 * warpgroup, own_gradients(slot.stage),
+                                   [&] { return await_taken(slot.stage); });
     }
 
     // What takes dS of the warpgroup's part of the row tile.

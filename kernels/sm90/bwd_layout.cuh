@@ -8,6 +8,9 @@ namespace sm90::bwd {
 
 constexpr int warpgroups = 2;  // consumers
 
+// A bias hides as masks do, and so does a function of the scores.
+constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias || cfg::score, may_hide_keys = may_have_dead_keys || cfg::bias_keys;
+
 // Two ways to share a key tile's work.  By keys: 64 for each warpgroup, and dQ is computed as well.  By function, for wide
 // heads: both have the same 64 keys, one computes P and dV, the other dS and dK; dQ is left to sm90/bwd_rows.cu.
 constexpr bool by_function = cfg::block_n == 64;

@@ -80,7 +80,7 @@ struct StepWalk {
         const bool odd = shared.pending().odd();
         StepCode step{rows.tile << 6 | (odd ? StepCode::odd_bit : 0) | (rows.partial(p) ? StepCode::partial_bit : 0)};
         const i32 flags = p.counters[shared.head(odd).flat * stat_groups(p) + rows.tile * cfg::block_m / kStatRows];
-        if (may_have_empty_rows && flags & kEmptyRows) step.code |= StepCode::dirty_bit;
+        if (may_hide_rows && flags & kEmptyRows) step.code |= StepCode::dirty_bit;
         if (flags & kFarRows) step.code |= StepCode::far_bit | StepCode::partial_bit;
         return step;
     }
@@ -131,7 +131,7 @@ struct Producer {
         ptx::mbarrier_wait(shared.barrier(do_empty + stage), slot().phase ^ 1);
         const HeadPlace& place = shared.head(step.odd());
         if (leader) shared.step(stage) = {step, place.head, place.first_dq_tile + step.m()};  // told by the arrival that follows
-        if (may_have_empty_rows && uniform(step.dirty())) {
+        if (may_hide_rows && uniform(step.dirty())) {
             mail(stage);
             full = full_do = shared.barrier(raw_full);
             if (leader) ptx::mbarrier_arrive_expect(full, q_bytes + do_bytes + numbers_bytes + delta_bytes + bias_bytes);
@@ -164,7 +164,7 @@ struct Producer {
     // May some key of the tile be seen by no row?
     __device__ __forceinline__ bool is_dead() const {
         const Work& work = shared.pending();
-        return may_have_dead_keys && (cfg::mask == kMaskBlock || uniform(work.dead()) || band_hides(p, work.tile));
+        return may_hide_keys && (cfg::mask == kMaskBlock || uniform(work.dead()) || band_hides(p, work.tile));
     }
 
     __device__ __forceinline__ void load_keys(u32 full) {
@@ -246,7 +246,7 @@ struct Producer {
             shared.work(keys().stage) = {-1, 0, 0, 0};
             ptx::mbarrier_arrive(shared.barrier(k_full + keys().stage));
         }
-        if (may_have_dead_keys) {
+        if (may_hide_rows) {
             mail(Mail::done_stage);
             if (leader) ptx::mbarrier_arrive(shared.barrier(raw_full));
         }

@@ -58,7 +58,7 @@ struct Producer {
         u32 full = shared.barrier(k_full + k.stage), full_v = shared.barrier(v_full + v.stage);
         ptx::mbarrier_wait(shared.barrier(k_empty + k.stage), k.phase ^ 1);
         if (leader) shared.step(k.stage) = step;
-        if (may_have_dead_keys && dead) {
+        if (may_hide_keys && dead) {
             ptx::mbarrier_wait(shared.barrier(v_empty + v.stage), v.phase ^ 1);
             ptx::mbarrier_wait(shared.barrier(raw_empty), raw_phase);
             raw_phase ^= 1;
@@ -71,7 +71,7 @@ struct Producer {
             ptx::mbarrier_arrive_expect(full, k_bytes);
         }
         if (leader) load_tile<cfg::block_n, slabs>(maps.k, shared.k(k.stage), full, ptx::evict_last, key, {p.k, head, work.batch});
-        if (!(may_have_dead_keys && dead)) {
+        if (!(may_hide_keys && dead)) {
             ptx::mbarrier_wait(shared.barrier(v_empty + v.stage), v.phase ^ 1);
             if (leader) ptx::mbarrier_arrive_expect(full_v, v_bytes);
         }
@@ -131,7 +131,7 @@ struct Producer {
             shared.work() = {-1, 0, 0, 0};
             ptx::mbarrier_arrive(shared.barrier(rows_full));
         }
-        if (may_have_dead_keys) {
+        if (may_hide_keys) {
             ptx::mbarrier_wait(shared.barrier(raw_empty), raw_phase);
             if (leader) {
                 shared.mail().k_stage = -1;

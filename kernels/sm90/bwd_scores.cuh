@@ -194,7 +194,7 @@ struct NoNumbers {
 // round_now P is also rounded, and then, with a softcap, multiplied by the slope that dS needs.
 template <bool round_now, class Numbers>
 __device__ __forceinline__ void weigh(Scores& s, Fragments& weights, const Params& p, const Numbers& stat, const Draws& draws) {
-    static_assert(round_now || !cfg::softcap);
+    static_assert(round_now || !cfg::sloped);
     const float scale = score_scale(p);
 #pragma unroll
     for (int i = 0; i < cfg::block_m / 2; i += 2) {

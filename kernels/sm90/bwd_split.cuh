@@ -59,9 +59,7 @@ struct Weigher : Worker {
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(s);
             if (before >= 0) release_read(shared.barrier(do_empty + before));
-            finish_scores(s, 0);
-            hidden.refine(s, p, [&] { return await_taken(); });
-            weigh<true>(s, weights, p, stat, draws);
+            find_weights<true>(s, weights, hidden, stat, draws, 0, 0, [&] { return await_taken(); });
             release_read(shared.barrier(q_empty + stage));
             hand_on();
             await_douts();

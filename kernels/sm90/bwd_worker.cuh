@@ -14,7 +14,7 @@ struct Worker {
     const Shared shared;
     Slot<cfg::stages> slot;  // of the row tile being worked on
     Slot<k_stages> keys;     // of the key tile
-    KeyBias key_bias;
+    Bias bias;
 
     __device__ __forceinline__ const Step& step() const { return shared.step(slot.stage); }
     // stat or delta of the row tile in the slot, from the thread's first query on.
@@ -47,16 +47,25 @@ struct Worker {
     // The bias of the warpgroup's keys from first_key on, if it is the same for all rows of a head: asked for when a head begins.
     __device__ __forceinline__ void load_bias(i32 first_key) {
         if constexpr (cfg::bias_keys) {
-            if (uniform(step().first()) || p.group > 1) key_bias.load(p, place(first_key));
+            if (uniform(step().first()) || p.group > 1) bias.load_keys(p, place(first_key));
         }
     }
 
-    // Raw products to scores, as far as something stands between them; first_key as above.  tile: of the bias.
-    __device__ __forceinline__ void finish_scores(Scores& s, i32 first_key, u32 tile = 0) const {
-        if constexpr (cfg::bias_keys) key_bias.add_to(s, p);
-        else if constexpr (cfg::bias_tiles) add_tile(s, p, tile);
-        else if constexpr (cfg::bias) add_loaded(s, p, place(first_key));
-        else if constexpr (cfg::prescaled) prescale(s, p);
+    // Raw products to scores, as far as something stands between them, and to P.  first_key: as above; slab: of a tile of the bias;
+    // await_buffer(): as below.
+    template <bool round_now, class Hidden, class Stat, class Buffer>
+    __device__ __forceinline__ void find_weights(Scores& s, Fragments& weights, const Hidden& hidden, const Stat& stat, const Draws& draws,
+                                                 i32 first_key, u32 slab, const Buffer& await_buffer) {
+        if constexpr (cfg::bias || cfg::score) bias.begin(p, place(first_key), slab);
+        if constexpr (slopes_apart) {
+            hidden.mask(s);
+            weigh_apart(s, weights, p, place(first_key), bias, stat, draws, uniform(step().far()));
+        } else {
+            if constexpr (cfg::bias || cfg::score) finish_scores(s, p, place(first_key), bias);
+            else if constexpr (cfg::prescaled) prescale(s, p);
+            hidden.refine(s, p, await_buffer);
+            weigh<round_now>(s, weights, p, stat, draws);
+        }
     }
 
     // Waits for the key tile in the slot; false when there is none.
@@ -113,6 +122,10 @@ struct Hidden {
             find_visible(visible, worker.p, worker.place(first_key));
         else if (cfg::dropout && (unmasked || cfg::block_m == 128))
             clear(visible);  // or the assembler keeps the last tile's in registers, of which dropout leaves few
+    }
+
+    __device__ __forceinline__ void mask(Scores& s) const {
+        if (partial) mask_scores(s, visible);
     }
 
     // Hides scores, and takes the maximum from those of far rows.  await_buffer(): the address of handed_bytes, once nobody needs them.

@@ -18,8 +18,8 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
         ptx::mbarrier_init(shared.barrier(q_empty + stage), 32 * warps);
     }
     for (int stage = 0; stage < cfg::stages; ++stage) {
-        ptx::mbarrier_init(shared.barrier(k_full + stage), 1);
-        ptx::mbarrier_init(shared.barrier(k_empty + stage), later_tiles_vary ? 32 * warps : warps);
+        ptx::mbarrier_init(shared.barrier(k_full + stage), cfg::bias_keys ? 1 + 32 : 1);
+        ptx::mbarrier_init(shared.barrier(k_empty + stage), keys_are_read ? 32 * warps : warps);
         ptx::mbarrier_init(shared.barrier(v_full + stage), 1);
         ptx::mbarrier_init(shared.barrier(v_empty + stage), warps);
     }
@@ -33,10 +33,16 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
 
 }  // namespace sm90::fwd
 
+// The map of a bias that comes in tiles is an argument of the kernel in sm90/fwd_bias.cu, which is this one else.
+#ifndef BIAS_ARGUMENT
+#define BIAS_ARGUMENT
+#define bias_map k_map
+#endif
+
 extern "C" __global__ void __launch_bounds__(sm90::fwd::threads, 1)
 attention_forward(const __grid_constant__ Params p, const __grid_constant__ ptx::TensorMap q_map,
                   const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
-                  const __grid_constant__ ptx::TensorMap o_map) {
+                  const __grid_constant__ ptx::TensorMap o_map BIAS_ARGUMENT) {
     using namespace sm90;
     using namespace sm90::fwd;
     extern __shared__ __align__(1024) u8 memory[];
@@ -49,18 +55,19 @@ attention_forward(const __grid_constant__ Params p, const __grid_constant__ ptx:
         ptx::tensor_map_prefetch(k_map);
         ptx::tensor_map_prefetch(v_map);
         ptx::tensor_map_prefetch(o_map);
+        if constexpr (cfg::bias_tiles) ptx::tensor_map_prefetch(bias_map);
     }
     __syncthreads();  // the barriers are ready
 
     if (warp < 4) {
         ptx::registers_release<producer_registers>();
         if (warp == 0) {
-            Producer producer{p, k_map, v_map, shared, threadIdx.x};
+            Producer producer{p, k_map, v_map, bias_map, shared, threadIdx.x};
             producer.run();
         } else if (warp == 1) {
             Planner planner{p, q_map, shared, threadIdx.x % 32};
             planner.run();
-        } else if (warp == 2 && may_have_dead_keys) {
+        } else if (warp == 2 && may_hide_keys) {
             clean(p, shared);
         }
     } else {
@@ -70,3 +77,4 @@ attention_forward(const __grid_constant__ Params p, const __grid_constant__ ptx:
         consumer.run();
     }
 }
+

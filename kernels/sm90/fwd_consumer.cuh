@@ -6,6 +6,7 @@
 // pays where rows are long.  With two buffers for queries all this goes on across row tiles.
 #pragma once
 #include "attn/philox.cuh"
+#include "sm90/fwd_bias.cuh"
 #include "sm90/fwd_epilogue.cuh"
 #include "sm90/fwd_mask.cuh"
 
@@ -14,7 +15,8 @@ namespace sm90::fwd {
 // Short rows of three warpgroups do best with the plainest steps.
 constexpr bool plain = !cfg::overlap && cfg::dropout == 0;
 // Else no key tile is hidden, only a row's first one, the last of the keys, may be cut, and tiles are counted, not told.
-constexpr bool later_tiles_vary = may_have_empty_rows || plain;
+constexpr bool later_tiles_vary = !unmasked || plain;
+constexpr bool keys_are_read = later_tiles_vary || cfg::bias_tiles || cfg::bias_keys;  // by all threads, in what comes with them
 // The next keys, and the warpgroup's own P V, are awaited halfway through the exponentials: both have long been there, and
 // rounding P then runs beside the other half.  Three warpgroups fill each other's gaps, and do better with one long stretch.
 constexpr bool proceeds_early = cfg::overlap && warpgroups == 2;
@@ -46,10 +48,10 @@ struct Consumer {
     Weights weights, kept;
     Output o;
 
-    // With keys come their tile's code and intervals, which every lane reads.
+    // With keys come their tile's code, intervals and bias, which every lane reads.
     __device__ __forceinline__ void release_keys() {
         const u32 empty = shared.barrier(k_empty + k.stage);
-        later_tiles_vary ? release_read(empty) : release(empty);
+        keys_are_read ? release_read(empty) : release(empty);
         k.advance();
     }
 
@@ -135,15 +137,25 @@ struct Consumer {
         if (!search_beside && may_cut && uniform(tile.partial(warpgroup))) search(0, 1);
     }
 
+    // What the bias adds to the tile's scores.
+    using TileBias = Bias<bias_form>;
+    __device__ __forceinline__ void read_bias(TileBias& bias, bool ahead = true) const {
+        if constexpr (cfg::bias)
+            if (ahead == bias_ahead) bias.load(p, shared, k.stage, work, row(), tile.n());
+    }
+
     // The scores are there: their keys' buffer goes back at once, since only a few are under way.
-    __device__ __forceinline__ void finish_scores() {
+    __device__ __forceinline__ void finish_scores(TileBias& bias) {
         ptx::wgmma_pin(s);
+        read_bias(bias, false);
+        if constexpr (cfg::bias && !bias_ahead) add_bias(s, p, bias);
         release_keys();
+        if constexpr (bias_ahead) add_bias(s, p, bias);
     }
 
     // Line 11 (FlashMask algorithm 1, lines 18-25): prescales and masks the scores.
     __device__ __forceinline__ void refine_scores(bool may_cut = true) {
-        if constexpr (cfg::prescaled) prescale(s, p);
+        if constexpr (cfg::prescaled && !cfg::bias) prescale(s, p);
         if (may_cut && uniform(tile.partial(warpgroup))) mask_scores(s, visible);
     }
 
@@ -208,9 +220,11 @@ struct Consumer {
         begin_scores();
         pass_ping_pong();
         search_behind();
+        TileBias bias;
+        read_bias(bias);
         ptx::wgmma_wait<0>();
         const bool last = uniform(tile.last());
-        finish_scores();
+        finish_scores(bias);
         refine_scores();
         if (update_softmax<false>(last, false)) rescale(o, factor);
         weigh();
@@ -239,8 +253,10 @@ struct Consumer {
         pass_ping_pong();
         free_output();
         search_behind(later_tiles_vary);
+        TileBias bias;
+        read_bias(bias);
         ptx::wgmma_wait<1>();
-        finish_scores();
+        finish_scores(bias);
         const bool last = uniform(tile.last()), settled = !plain && (!later_tiles_vary || !uniform(tile.partial(warpgroup)));
         if constexpr (!cfg::overlap) {
             ptx::wgmma_wait<0>();
@@ -276,9 +292,11 @@ struct Consumer {
         finish_ending(ending);
         state.reset();
         clear();
+        TileBias bias;
+        read_bias(bias);
         ptx::wgmma_wait<0>();
         const bool last = uniform(tile.last());
-        finish_scores();
+        finish_scores(bias);
         refine_scores();
         update_softmax<false>(last, false);
         weigh();
@@ -323,7 +341,7 @@ struct Consumer {
 
     // A row that saw nothing met only zero weights; a NaN among the values must not survive that.
     __device__ __forceinline__ void clear_empty_rows(const Ending& ending) {
-        if (!may_have_empty_rows || !uniform(ending.sum[0] == 0.0f || ending.sum[1] == 0.0f)) return;
+        if (!may_hide_rows || !uniform(ending.sum[0] == 0.0f || ending.sum[1] == 0.0f)) return;
         unroll<cfg::head_dim_v / 2>([&](int i) { o[i] = ending.sum[half_of(i)] == 0.0f ? 0.0f : o[i]; });
     }
 

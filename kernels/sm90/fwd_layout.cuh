@@ -11,22 +11,35 @@ constexpr int threads = 128 * (warpgroups + 1);
 constexpr int producer_registers = warpgroups == 3 ? 32 : 40;
 constexpr int consumer_registers = warpgroups == 3 ? 160 : 232;
 
+// Rows and keys that see nothing and nobody sees, also because of the bias.
+constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias, may_hide_keys = may_have_dead_keys || cfg::bias_keys;
+
 constexpr int q_bytes = slabs * cfg::block_m * row_bytes;
 constexpr int k_bytes = slabs * cfg::block_n * row_bytes;
 constexpr int v_bytes = slabs_v * cfg::block_n * row_bytes;
 constexpr int o_bytes = slabs_v * cfg::block_m * row_bytes;
+constexpr int bias_slabs = cfg::bias_tiles ? (cfg::block_n + 63) / 64 : 0;
+constexpr int bias_bytes = bias_slabs * cfg::block_m * row_bytes;
 constexpr int cols_bytes = cfg::mask == kMaskColumn ? cfg::block_n * 16 : 0;  // intervals of a partial tile's keys
 
 // The output leaves through the queries' buffer: a warpgroup has then read its rows of q for the last time.
 constexpr bool stage_output = sizeof(cfg::out) == 2;  // float32 is written from registers
 constexpr int q_buffer_bytes = stage_output && o_bytes > q_bytes ? o_bytes : q_bytes;
 
+// The bias of a tile's keys.
+struct alignas(16) KeyBias {
+    float of[cfg::block_n];
+    u32 hides;  // some of them is -inf
+};
+
 // Offsets in bytes; every tile starts on a multiple of 1024.
 constexpr int q_at = 0;
 constexpr int k_at = q_at + cfg::q_stages * q_buffer_bytes;
 constexpr int v_at = k_at + cfg::stages * k_bytes;
-constexpr int cols_at = v_at + cfg::stages * v_bytes;
-constexpr int barriers_at = cols_at + cfg::stages * cols_bytes;
+constexpr int bias_tiles_at = v_at + cfg::stages * v_bytes;
+constexpr int cols_at = bias_tiles_at + cfg::stages * bias_bytes;
+constexpr int key_bias_at = cols_at + cfg::stages * cols_bytes;
+constexpr int barriers_at = key_bias_at + (cfg::bias_keys ? cfg::stages * static_cast<int>(sizeof(KeyBias)) : 0);
 
 enum Barrier {
     q_full,
@@ -75,6 +88,11 @@ struct TileList {
     i32 instance;        // of the mask
 };
 
+// Beside a list and beside mail: whose bias it is, and from which row on.
+struct BiasPlace {
+    i32 query_head, batch, row;
+};
+
 struct Mail {  // to the cleaner: which buffer of v, which keys; negative stage: no more work
     i32 stage, n, instance;
 };
@@ -83,7 +101,8 @@ constexpr int work_at = (barriers_at + 8 * barrier_count + 15) / 16 * 16;
 constexpr int list_at = work_at + 16 * cfg::q_stages;
 constexpr int codes_at = list_at + static_cast<int>(sizeof(TileList));
 constexpr int mail_at = codes_at + 4 * cfg::stages;
-constexpr int shared_bytes = mail_at + static_cast<int>(sizeof(Mail));
+constexpr int bias_places_at = mail_at + static_cast<int>(sizeof(Mail));
+constexpr int shared_bytes = bias_places_at + (cfg::bias ? 2 * static_cast<int>(sizeof(BiasPlace)) : 0);
 
 // A thread's place in its warpgroup.  What follows from it is not kept in registers from one tile to the next: they are
 // too few.
@@ -97,8 +116,12 @@ struct Shared : SharedMemory {
     __device__ __forceinline__ Work& work(u32 stage) const { return at<Work>(work_at, stage); }
     __device__ __forceinline__ TileList& list() const { return at<TileList>(list_at); }
     __device__ __forceinline__ KeyTile& code(u32 stage) const { return at<KeyTile>(codes_at, stage); }
+    __device__ __forceinline__ u32 bias(u32 stage) const { return address + bias_tiles_at + stage * bias_bytes; }
+    __device__ __forceinline__ KeyBias& key_bias(u32 stage) const { return at<KeyBias>(key_bias_at, stage); }
     __device__ __forceinline__ int4* cols(u32 stage) const { return &at<int4>(cols_at + stage * cols_bytes); }
     __device__ __forceinline__ Mail& mail() const { return at<Mail>(mail_at); }
+    __device__ __forceinline__ BiasPlace& bias_of_list() const { return at<BiasPlace>(bias_places_at, 0); }
+    __device__ __forceinline__ BiasPlace& bias_of_mail() const { return at<BiasPlace>(bias_places_at, 1); }
 };
 
 }  // namespace sm90::fwd

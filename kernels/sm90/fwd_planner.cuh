@@ -100,6 +100,7 @@ struct Planner {
             to.head = work.head / p.group;
             to.batch = work.batch;
             to.instance = work.instance;
+            if constexpr (cfg::bias) shared.bias_of_list() = {work.head, work.batch, work.row};
         }
         ptx::mbarrier_arrive(shared.barrier(list_full));
         list.advance();

@@ -1,6 +1,7 @@
 // The producer warp: takes the planner's lists and keeps the copy engine busy with keys and values.  All lanes follow,
 // lane 0 issues.
 #pragma once
+#include "attn/score.cuh"
 #include "ptx/barrier.cuh"
 #include "sm90/fwd_layout.cuh"
 #include "sm90/hidden.cuh"
@@ -12,25 +13,65 @@ struct Source {
     KeyTile tile;
     i32 head, batch;  // of k and v
     i32 instance;     // of the mask
+    BiasPlace bias;
+};
+
+// The bias of a tile's keys on its way to shared memory, block_n / 32 of them in each lane.
+struct LoadedKeyBias {
+    float of[(cfg::block_n + 31) / 32];
+
+    __device__ __forceinline__ LoadedKeyBias(const Params& p, i64 offset, i32 first_key, u32 lane) {
+        unroll<(cfg::block_n + 31) / 32>([&](int i) {
+            const i32 column = 32 * i + lane;
+            of[i] = column < cfg::block_n && first_key + column < p.n_keys ? bias_at(p, offset, 0, first_key + column) : 0.0f;
+        });
+    }
+
+    // True if a key is hidden.
+    __device__ __forceinline__ bool store(KeyBias& row, u32 lane) const {
+        bool hides = false;
+        unroll<(cfg::block_n + 31) / 32>([&](int i) {
+            if (32 * i + lane < cfg::block_n) row.of[32 * i + lane] = of[i];
+            hides |= of[i] == minus_infinity();
+        });
+        row.hides = hides = uniform(hides);
+        return hides;
+    }
 };
 
 struct Producer {
     const Params& p;
-    const ptx::TensorMap &k_map, &v_map;
+    const ptx::TensorMap &k_map, &v_map, &bias_map;
     const Shared shared;
     const u32 lane;
     Slot<cfg::stages> k, v;
     Slot<1> list;
     u32 raw_phase = 1;
 
-    __device__ __forceinline__ void load_keys(const Source& from) {
+    // With the bias that travels with them; one that is broadcast along rows may leave keys that no row sees.
+    __device__ __forceinline__ void load_keys(Source& from) {
+        if constexpr (cfg::bias_keys) {
+            const LoadedKeyBias bias(p, slice_of(p.bias, from.bias.batch, from.bias.query_head), from.tile.n() * cfg::block_n, lane);
+            issue_keys(from);
+            if (bias.store(shared.key_bias(k.stage), lane)) from.tile.code |= KeyTile::dead_bit;
+            ptx::mbarrier_arrive(shared.barrier(k_full + k.stage));
+        } else {
+            issue_keys(from);
+        }
+        k.advance();
+    }
+
+    __device__ __forceinline__ void issue_keys(const Source& from) {
         const u32 full = shared.barrier(k_full + k.stage);
         ptx::mbarrier_wait(shared.barrier(k_empty + k.stage), k.phase ^ 1);
         if (lane == 0) {
             shared.code(k.stage) = from.tile;
             const bool with_cols = cfg::mask == kMaskColumn && from.tile.partial();
-            ptx::mbarrier_arrive_expect(full, k_bytes + (with_cols ? cols_bytes : 0));
+            ptx::mbarrier_arrive_expect(full, k_bytes + bias_bytes + (with_cols ? cols_bytes : 0));
             const i32 key = from.tile.n() * cfg::block_n;
+            if constexpr (cfg::bias_tiles)
+                load_tile<cfg::block_m, bias_slabs>(bias_map, shared.bias(k.stage), full, ptx::evict_normal, from.bias.row,
+                                                    {p.bias, from.bias.query_head, from.bias.batch}, key);
             load_tile<cfg::block_n, slabs>(k_map, shared.k(k.stage), full, ptx::evict_last, key,
                                            {p.k, from.head, from.batch});
             if (with_cols)
@@ -38,18 +79,20 @@ struct Producer {
                                p.table.cols + static_cast<i64>(from.instance) * p.table.keys_padded + key, cols_bytes,
                                full);
         }
-        k.advance();
     }
 
     __device__ __forceinline__ void load_values(const Source& from) {
         u32 full = shared.barrier(v_full + v.stage);
         ptx::mbarrier_wait(shared.barrier(v_empty + v.stage), v.phase ^ 1);
-        if (may_have_dead_keys && from.tile.dead()) {
+        if (may_hide_keys && from.tile.dead()) {
             // The bytes arrive at the cleaner, who passes the tile on.
             ptx::mbarrier_wait(shared.barrier(raw_empty), raw_phase);
             raw_phase ^= 1;
             full = shared.barrier(raw_full);
-            if (lane == 0) shared.mail() = {static_cast<i32>(v.stage), from.tile.n(), from.instance};
+            if (lane == 0) {
+                shared.mail() = {static_cast<i32>(v.stage), from.tile.n(), from.instance};
+                if constexpr (cfg::bias_keys) shared.bias_of_mail() = from.bias;
+            }
         }
         if (lane == 0) {
             ptx::mbarrier_arrive_expect(full, v_bytes);
@@ -61,7 +104,7 @@ struct Producer {
 
     // Values of a tile are needed one step after its keys, across row tiles too, unless the next one is not known yet.
     __device__ __forceinline__ void run() {
-        Source before{KeyTile::none(), 0, 0, 0};
+        Source before{KeyTile::none(), 0, 0, 0, {}};
         for (;;) {
             if (before.tile.exists() && !uniform(ptx::mbarrier_passed(shared.barrier(list_full), list.phase))) {
                 load_values(before);
@@ -72,7 +115,8 @@ struct Producer {
             const TileList& from = shared.list();
             const KeyTile mine = from.tiles[lane];
             const i32 count = from.count;
-            Source source{mine, from.head, from.batch, from.instance};
+            Source source{mine, from.head, from.batch, from.instance, {}};
+            if constexpr (cfg::bias) source.bias = shared.bias_of_list();
             if (count < 0) break;
             ptx::mbarrier_arrive(shared.barrier(list_empty));
             for (i32 i = 0; i < count; ++i) {
@@ -83,7 +127,7 @@ struct Producer {
             }
         }
         if (before.tile.exists()) load_values(before);
-        if (may_have_dead_keys) {
+        if (may_hide_keys) {
             ptx::mbarrier_wait(shared.barrier(raw_empty), raw_phase);
             if (lane == 0) {
                 shared.mail() = {-1, 0, 0};
@@ -100,9 +144,11 @@ __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
         ptx::mbarrier_wait(shared.barrier(raw_full), phase);
         const Mail mail = shared.mail();
         if (mail.stage < 0) return;
+        i64 bias = 0;
+        if constexpr (cfg::bias_keys) bias = slice_of(p.bias, shared.bias_of_mail().batch, shared.bias_of_mail().query_head);
         for (u32 row = lane; row < cfg::block_n; row += 32) {
             const i32 key = mail.n * cfg::block_n + row;
-            if (key >= p.n_keys || (band_sees(p, key) && key_alive(p, mail.instance, key))) continue;
+            if (key >= p.n_keys || (band_sees(p, key) && key_alive(p, mail.instance, key) && (!cfg::bias_keys || bias_shows(p, bias, key)))) continue;
             clear_row<cfg::block_n, slabs_v>(shared.memory + v_at + mail.stage * v_bytes, row);
         }
         ptx::async_proxy_fence();

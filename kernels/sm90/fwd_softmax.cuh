@@ -145,7 +145,9 @@ __device__ __forceinline__ bool follow(Softmax& state, float (&factor)[2], Score
     float top[2];
     if (settled) {
         find_largest_positive(top, s);
-        settled = __all_sync(~0u, top[0] > 0.0f && top[0] <= state.limit[0] && top[1] > 0.0f && top[1] <= state.limit[1]);
+        // Of scores that are no higher than 0 nothing need be known where the row has seen a higher one.
+        const bool below[2] = {cfg::prescaled && state.top[0] >= 0.0f, cfg::prescaled && state.top[1] >= 0.0f};
+        settled = __all_sync(~0u, (top[0] > 0.0f || below[0]) && top[0] <= state.limit[0] && (top[1] > 0.0f || below[1]) && top[1] <= state.limit[1]);
     }
     bool grown = false;
     if (!settled) {

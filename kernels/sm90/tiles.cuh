@@ -24,7 +24,7 @@ struct SharedMemory {
 };
 
 constexpr bool unmasked = cfg::mask == kMaskNone && !cfg::band_left && !cfg::band_right;
-constexpr bool may_have_empty_rows = !unmasked || cfg::bias, may_have_dead_keys = may_have_empty_rows;
+constexpr bool may_have_empty_rows = !unmasked, may_have_dead_keys = !unmasked;
 
 // The first of a thread's two rows among the 64 of its warpgroup's accumulators; the other lies 8 further.
 __device__ __forceinline__ i32 fragment_row() { return 16 * (threadIdx.x % 128 / 32) + threadIdx.x % 32 / 4; }
@@ -97,12 +97,12 @@ struct Place {
         : head(operand.head ? head : 0), batch(operand.batch[kBatchAxes - 1] ? batch : 0) {}
 };
 
-// A tile of `rows` rows and slab_count slabs; `barrier` counts its bytes.
+// A tile of `rows` rows and slab_count slabs, the first of which begins with a column; `barrier` counts its bytes.
 template <int rows, int slab_count>
 __device__ __forceinline__ void load_tile(const ptx::TensorMap& map, u32 tile, u32 barrier, u64 policy, i32 row,
-                                          const Place& place) {
+                                          const Place& place, i32 column = 0) {
     unroll<slab_count>([&](int slab) {
-        ptx::tensor_load(tile + slab * rows * row_bytes, map, barrier, policy, 64 * slab, row, place.head, place.batch);
+        ptx::tensor_load(tile + slab * rows * row_bytes, map, barrier, policy, column + 64 * slab, row, place.head, place.batch);
     });
 }
 

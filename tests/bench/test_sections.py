@@ -179,7 +179,7 @@ def test_every_case_behind_a_rival_is_shown():
 
 def test_every_peer_table_is_described_and_shown():
     measured = {case.table for case in select(TABLES) if not case.table.startswith("cpu")}
-    assert measured | {"first-call"} == set(ABOUT)
+    assert measured | {"first-call", "scores-first-call", "scores-tables"} == set(ABOUT)
     assert set(ABOUT) - {"gpt2", "lengths"} == {name.removeprefix("table-") for name in PEER_TABLES}
 
 

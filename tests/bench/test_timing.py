@@ -101,16 +101,18 @@ def test_summary_is_the_usual_quartiles():
     assert (found["median_us"], found["q1_us"], found["q3_us"]) == (3e6, 2e6, 4e6)
 
 
-def test_short_calls_on_the_host_are_repeated_and_rest_before():
-    made = []
-    clock = timing.HostClock(pause=0.01, batch=1.0)
-    begin = timing.time.perf_counter()
-    spent = clock.start(lambda: made.append(0), host_seconds=0.1)
-    assert len(made) == 11  # one more to wake up
-    assert 0 < spent < 0.01 < timing.time.perf_counter() - begin
-    assert len(made) == 11
-    clock.start(lambda: made.append(0), host_seconds=2.0)
-    assert len(made) == 12
+def test_short_calls_on_the_host_are_timed_warm(monkeypatch):
+    ticks = []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: sum(ticks))
+    monkeypatch.setattr(timing.time, "sleep", ticks.append)
+
+    def call():  # its first call after a pause takes longer
+        ticks.append(0.25 if ticks[-1] == 10 else 0.125)
+
+    for batch, calls, spent in ((1.0, 1 + 2 + 4, 0.125), (0.0, 1, 0.25), (0.12, 1, 0.25)):
+        ticks.clear()
+        assert timing.HostClock(pause=10, batch=batch).start(call) == spent
+        assert len(ticks) == 1 + calls
 
 
 def test_the_host_clock_times_the_call_itself():

@@ -9,19 +9,20 @@ from cuattn.cpu.arithmetic import hide
 from cuattn.cpu.blocks import choose
 from cuattn.cpu.call import visible_parts
 from cuattn.cpu.tiles import MASK_BYTES, Visibility
+from cuattn.cpu.walk import Tiles
 from cuattn.io_model.sizes import cdiv
 from tests.cpu.problems import problem_of
 from tests.strategies import DTYPES, cases
 
 
-def visibility(problem, _, masks, **sizes):
+def visibility(problem, _, masks, again=True, **sizes):
     """Return the visibility of a problem in tiles of given sizes, and its blocks."""
     parts = visible_parts(problem, masks, problem.place)
     blocks = choose(problem, parts)
     if sizes:
         tiles = {"row_tiles": cdiv(problem.n_queries, sizes["rows"]), "key_tiles": cdiv(problem.n_keys, sizes["keys"])}
         blocks = blocks._replace(**sizes, **tiles)
-    return Visibility(problem, parts, blocks), blocks
+    return Visibility(problem, parts, blocks, again=again), blocks
 
 
 def of_case(case):
@@ -60,9 +61,9 @@ def _mark(seen, part, blocks):
     assert [slot for _, slot in tiles] == list(range(part.count))
     assert {tile // blocks.step for tile, _ in tiles} == {part.index}
     shown = np.ones((part.count, blocks.keys, blocks.rows), np.float32)
-    for slot, bits in part.masks:
+    for slots, bits in part.masks:
         keys, seen_bits = bits()
-        hide(shown[slot, keys], seen_bits)
+        hide(shown[slots, keys], seen_bits)
     for tile, slot in tiles:
         seen[:, tile * blocks.keys : (tile + 1) * blocks.keys] += shown[slot].T
 
@@ -90,7 +91,17 @@ def test_no_more_is_remembered_than_there_is_room_for():
     found, blocks = visibility(*problem_of(x, x, x, mask=rng.random((4096, 4096)) < 0.5))
     made = [found.parts((0,), t) for t in range(blocks.row_tiles)]
     size = blocks.rows * blocks.keys * 4
-    assert MASK_BYTES - size < len(found._tile_masks) * size <= MASK_BYTES
+    remembered = sum(shown()[1].nbytes for shown in found._tile_masks.values())
+    assert MASK_BYTES - 16 * size < remembered <= MASK_BYTES
     assert found.parts((0,), 0) is made[0]
     (_, first), (_, last) = made[0][0].masks[0], made[-1][-1].masks[-1]
     assert first() is first() and last() is not last()
+
+
+def test_elements_are_remembered_for_other_heads_alone():
+    x, rng = np.zeros((2, 1, 256, 64), np.float32), np.random.default_rng(0)
+    for batch in (2, 1):
+        problem, operands, masks = problem_of(x, x, x, mask=rng.random((batch, 1, 256, 256)) < 0.5)
+        task = Tiles(problem, operands, masks, None, {}, True)
+        (_, shown), *_ = task.visibility.parts((0, 0), 0)[0].masks
+        assert (shown() is shown()) == (batch == 1)

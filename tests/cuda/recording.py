@@ -68,7 +68,7 @@ class Driver:
         self.sizes: list[int] = []  # of the pieces of memory of the last run
 
     def start(self, kernel, piece, maps, stream):
-        _, path, name, constants, shared_bytes, _ = kernel._found
+        _, path, name, constants, shared_bytes, *_ = kernel._found
         struct = len(piece.words) - 1 - len(maps)
         assert list(piece.words[struct + 1 :]) == [described.address for described in maps]
         argument = np.frombuffer(piece.words[:struct].tobytes(), kernel.dtype)[0]

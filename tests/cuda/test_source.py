@@ -12,7 +12,7 @@ from cuattn.errors import CompileError
 def test_includes_are_written_out_once_with_line_marks():
     text = source.flatten("sm80/fwd.cu")
     assert '#include "' not in text and "#pragma once" not in text
-    assert text.count("struct Params {") == 1
+    assert text.count("struct CoreParams {") == 1
     assert '#line 1 "attn/params.cuh"' in text
     marks = [line for line in text.splitlines() if line.startswith("#line")]
     assert any(mark.endswith('"sm80/fwd.cu"') and mark != '#line 1 "sm80/fwd.cu"' for mark in marks)
@@ -41,7 +41,7 @@ def test_prologue_types():
 @pytest.mark.parametrize(
     ("struct", "header", "dtype"),
     [
-        ("Params", "attn/params.cuh", params.PARAMS),
+        ("CoreParams", "attn/params.cuh", params.PARAMS),
         ("MaskParams", "util/mask_params.cuh", params.MASK_PARAMS),
         ("MergeParams", "util/merge.cu", params.MERGE_PARAMS),
     ],

@@ -27,7 +27,7 @@ from tests.tracing import recipes
 
 SHAPE = recipes.BATCH, recipes.HEADS, recipes.N, recipes.N
 DOCUMENTS = np.repeat([3, 1, 2], [10, 30, 24])
-RECIPES = pytest.mark.parametrize("make", recipes.MASKS, ids=lambda make: make.__name__)
+RECIPES = pytest.mark.parametrize("recipe", recipes.MASKS, ids=lambda recipe: recipe.name)
 
 
 def dilated(b, h, i, j):
@@ -52,8 +52,7 @@ def assert_same(found, wanted):
 
 
 @RECIPES
-def test_recipes(make):
-    recipe = make()
+def test_recipes(recipe):
     mask = from_function(recipe.function, recipes.N, batch=recipes.BATCH, heads=recipes.HEADS)
     wanted = recipe.formula()
     assert_array_equal(np.broadcast_to(mask.dense(), SHAPE), np.broadcast_to(wanted, SHAPE))
@@ -245,8 +244,7 @@ def test_a_gpu_takes_none_but_columns():
 
 
 @RECIPES
-def test_recipes_in_calls(make):
-    recipe = make()
+def test_recipes_in_calls(recipe):
     q, k, v, do = arrays(1, *[(*SHAPE[:-1], 8)] * 4)
     wanted = both(q, k, v, do, mask=np.broadcast_to(recipe.formula(), SHAPE))
     assert_same(both(q, k, v, do, mask=recipe.function), wanted)

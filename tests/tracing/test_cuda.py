@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from cuattn.cuda import source as files
-from cuattn.tracing.bound import ANY_LENGTH, facts
+from cuattn.tracing.bound import ANY_LENGTH, Bound, facts, joined
 from cuattn.tracing.cuda import source
 from cuattn.tracing.cuda_tiles import tile_source
-from cuattn.tracing.derivatives import derivative
+from cuattn.tracing.derivatives import derivative, weights
 from cuattn.tracing.functions import SCORE, trace
 from cuattn.tracing.tiles import tile_states
 from cuattn.tracing.values import evaluate
@@ -32,7 +32,11 @@ template <class A> constexpr bool same_type<A, A> = true;
 template <class T> T infinity() { return static_cast<T>(INFINITY); }
 template <class T> T __ldg(const T* at) { return *at; }
 constexpr double kLog2e = 1.4426950408889634;
-namespace ptx { inline float ex2(float x) { return exp2f(x); } inline float rcp(float x) { return 1 / x; } }
+namespace ptx { inline float ex2(float x) { return exp2f(x); } inline float rcp(float x) { return 1 / x; }
+inline float max_nan(float x, float y) { return x != x || y != y ? x + y : x > y ? x : y; }
+inline float min_nan(float x, float y) { return x != x || y != y ? x + y : x < y ? x : y; } }
+inline int __double2int_rz(double x) { return x != x ? 0 : int(min(max(x, -2147483648.0), 2147483647.0)); }
+inline int __float2int_rz(float x) { return __double2int_rz(x); }
 inline float to_acc(float x) { return x; }
 inline double to_acc(double x) { return x; }
 """
@@ -116,6 +120,50 @@ def test_the_text_computes_what_numpy_computes(tmp_path):
             numpy = np.broadcast_to(evaluate(bound.of(root), variables, dtype), ex.LIMITS)
             largest = max(1.0, float(np.abs(exact[np.isfinite(exact)]).max(initial=0)))
             assert_close(result, exact, numpy, magnitude=16 * largest, name=text)
+
+
+_JOINED = """
+namespace case{number} {{
+{text}
+}}
+extern "C" void run{number}(case{number}::traced::Arguments* args, const float* s, float* value, bool* shown,
+                            float* weight, long long* place) {{
+    using namespace case{number}::traced;
+    for (int b = 0, n = 0; b < {B}; ++b) for (int h = 0; h < {H}; ++h)
+    for (int i = 0; i < {I}; ++i) for (int j = 0; j < {J}; ++j, ++n) {{
+        const Head at_head = head(*args, b, h);
+        const Row at_row = row(*args, at_head, b, h, i);
+        const Key at_key = key(*args, at_head, b, h, j);
+        score(*args, at_head, at_row, at_key, s[n], b, h, i, j, value[n]);
+        visible(*args, at_head, at_row, at_key, s[n], b, h, i, j, shown[n]);
+        weights(*args, at_head, at_row, at_key, s[n], b, h, i, j, weight[n]);
+        offsets(*args, at_head, at_row, at_key, s[n], b, h, i, j, place[n]);
+    }}
+}}
+"""
+
+
+@needs_compiler
+def test_score_mask_weights_and_offsets_share_a_text(tmp_path):
+    table, windows = ex.ARRAYS["table"].T, np.array([3, 9, 20])  # a view: strides are no offsets
+    args = table, 0.5
+    score = trace(lambda s, b, h, i, j, t, x: x * s * t[i - j, h], SCORE, args).bind(args)
+    mask = trace(lambda b, h, i, j: np.abs(i - j) * 1.5 < windows[h], ex.MASK).bind()
+    parts = (score.root, facts(score, ex.LIMITS)), (mask.root, facts(mask, ex.LIMITS))
+    (seen, visible), both = joined(*parts)
+    (weight,) = weights(seen, 0)
+    functions = {"score": seen, "visible": visible, "weights": weight.weight, "offsets": weight.offset}
+    found = source({name: [root] for name, root in functions.items()}, both)
+    call_of = Bound(seen, score.arrays + mask.arrays, score.numbers + mask.numbers)
+    library, variables = built(tmp_path, [placed(_JOINED, 0, found)]), ex.grid()
+    results = [np.empty(ex.LIMITS, dtype) for dtype in (np.float32, bool, np.float32, np.int64)]
+    call(library.run0, found.pack(call_of, [x.ctypes.data for x in call_of.arrays]), variables["s"], *results)
+    for result, root in zip(results, functions.values(), strict=True):
+        for limits in (ANY_LENGTH, ex.LIMITS):
+            wanted = evaluate(call_of.of(root), variables, limits=limits)
+            np.testing.assert_array_equal(result, np.broadcast_to(wanted, ex.LIMITS))
+    _, h, i, j = np.ogrid[tuple(map(slice, ex.LIMITS))]
+    np.testing.assert_array_equal(results[3], np.broadcast_to((i - j) % len(table) * 3 + h, ex.LIMITS))
 
 
 _TILES = """

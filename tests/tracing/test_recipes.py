@@ -1,8 +1,9 @@
-"""Every mask and score of attention-gym, written for cuattn, is its own formula; tiles and columns are found."""
+"""Every mask and score of the guide is its own formula; tiles and columns are found."""
 
 import numpy as np
 import pytest
 
+import cuattn
 from cuattn.tracing.bound import Bound, facts
 from cuattn.tracing.cuda import source
 from cuattn.tracing.cuda_tiles import tile_source
@@ -18,9 +19,8 @@ SHAPE = (BATCH, HEADS, N, N)
 NAMES = {name: x.astype(np.int32) for name, x in zip("bhij", np.ogrid[tuple(map(slice, SHAPE))], strict=True)}
 
 
-@pytest.mark.parametrize("make", MASKS, ids=lambda make: make.__name__)
-def test_masks(make):
-    recipe = make()
+@pytest.mark.parametrize("recipe", MASKS, ids=lambda recipe: recipe.name)
+def test_masks(recipe):
     bound = trace(recipe.function, MASK).bind()
     wanted = np.broadcast_to(recipe.formula(), SHAPE)
     np.testing.assert_array_equal(np.broadcast_to(evaluate(bound, NAMES, limits=SHAPE), SHAPE), wanted)
@@ -38,9 +38,8 @@ def test_masks(make):
             np.testing.assert_array_equal(((lts <= i) & (i < lte)) | ((uts <= i) & (i < ute)), ~wanted[b, h])
 
 
-@pytest.mark.parametrize("make", SCORES, ids=lambda make: make.__name__)
-def test_scores(make):
-    recipe = make()
+@pytest.mark.parametrize("recipe", SCORES, ids=lambda recipe: recipe.name)
+def test_scores(recipe):
     bound = trace(recipe.function, SCORE, recipe.args).bind(recipe.args)
     s = np.random.default_rng(3).normal(size=SHAPE, scale=3)
     exact = recipe.formula(s.astype(np.float32).astype(float))
@@ -50,20 +49,41 @@ def test_scores(make):
         assert_close(found, exact, exact.astype(dtype), magnitude=8 * np.abs(exact[np.isfinite(exact)]).max())
 
 
+def attended(q, k, v, score):
+    """Attention of scores that a formula changes, in the precision of q."""
+    s = score(np.einsum("bhid,bhjd->bhij", q, k) * q.dtype.type(q.shape[-1] ** -0.5)).astype(q.dtype)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    return np.einsum("bhij,bhjd->bhid", p / p.sum(-1, keepdims=True), v)
+
+
+@pytest.mark.parametrize("package", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("recipe", SCORES, ids=lambda recipe: recipe.name)
+def test_scores_in_calls(recipe, package):
+    xp = pytest.importorskip(package)
+    q, k, v = np.random.default_rng(8).standard_normal((3, *SHAPE[:3], 16), np.float32)
+    wide = attended(*[x.astype(float) for x in (q, k, v)], recipe.formula)
+    args = tuple([xp.asarray(x.astype(np.float32) if x.dtype == float else x) for x in recipe.args])
+    found = cuattn.attention(*map(xp.asarray, (q, k, v)), score=recipe.function, score_args=args)
+    found = found if package == "numpy" else found.get()
+    assert_close(found, wide, attended(q, k, v, recipe.formula), magnitude=32)
+
+
 def test_additive_scores_are_told_from_others():
     others = {"softcap", "approximate_softcap", "temperature", "gated"}
-    for make in SCORES:
-        recipe = make()
+    for recipe in SCORES:
         traced = trace(recipe.function, SCORE, recipe.args)
         visible, score = split_visible(traced.root)
-        assert (addend(score) is None) == (make.__name__ in others), make.__name__
-        assert (visible is not None) == (make.__name__ in ("natten_with_bias", "window_and_alibi"))
+        assert (addend(score) is None) == (recipe.name in others), recipe.name
+        assert (visible is not None) == (recipe.name in ("natten_with_bias", "window_and_alibi"))
 
 
 PLACES = {
+    "alibi": ["head"],
+    "window_and_alibi": ["head"],
+    "patch_distance": ["head"],
     "learned_alibi": ["head"],
-    "relative_table": ["diagonal"],
-    "t5_buckets": ["diagonal"],
+    "relative": ["diagonal"],
+    "t5": ["diagonal"],
     "key_bias": ["key"],
     "pair_bias": ["element"],
     "temperature": ["head"],
@@ -73,18 +93,16 @@ PLACES = {
 
 
 def test_the_sums_of_array_gradients_are_planned_by_index():
-    for make in SCORES:
-        recipe = make()
+    for recipe in SCORES:
         bound = trace(recipe.function, SCORE, recipe.args).bind(recipe.args)
         found = [x.place for slot in range(len(bound.arrays)) for x in weights(bound.root, slot)]
-        assert found == PLACES.get(make.__name__, []), make.__name__
+        assert found == PLACES.get(recipe.name, []), recipe.name
 
 
 def test_gradients_of_arrays_are_known_by_their_indices():
     """The weights of what is added are those that the formula reads: a histogram of the cotangent."""
     rng = np.random.default_rng(5)
-    for make in SCORES:
-        recipe = make()
+    for recipe in SCORES:
         bound = trace(recipe.function, SCORE, recipe.args).bind(recipe.args)
         s, cotangent = rng.normal(size=(2, *SHAPE))
         for slot, array in enumerate(bound.arrays):
@@ -113,14 +131,14 @@ def test_all_recipes_compile(arch):
     from cuattn.cuda import source as files
 
     texts = []
-    for make in (*MASKS, *SCORES):
-        recipe, names = make(), MASK if make in MASKS else SCORE
+    for recipe in (*MASKS, *SCORES):
+        names = MASK if recipe in MASKS else SCORE
         bound = trace(recipe.function, names, recipe.args).bind(recipe.args)
         roots = [bound.root, derivative(bound.root)] if names == SCORE else [bound.root]
         made = {"": source({"score": roots}, facts(bound, SHAPE), short=True)}
         if names == MASK:
             made["_tiles"] = tile_source(bound.root, facts(bound, SHAPE))
         for end, one in made.items():
-            begin = f"namespace {make.__name__}{end} {{ using namespace traced;"
+            begin = f"namespace {recipe.name}{end} {{ using namespace traced;"
             texts.append(one.text.replace("namespace traced {", begin))
     compiler.compile_log(files.flatten_text("\n".join(texts), "recipes.cu"), arch)

@@ -91,7 +91,7 @@ def test_integers_beyond_int32_are_exact():
         ("1 << (i + 60)", 0),
         ("-1 >> (i + 60)", -1),
         ("(s * 0 - 2.5).astype(int)", -2),
-        ("(s / (j - j)).astype(int)", 2147483520),
+        ("(s / (j - j)).astype(int) - 1", 2147483646),
         ("((s - s) / (j - j)).astype(int)", 0),
         ("(i > 2).astype(int)", 1),
         ("np.where(i > 2, 3, 4)", 3),

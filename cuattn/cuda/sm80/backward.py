@@ -13,7 +13,7 @@ import numpy as np
 
 from cuattn.cuda.arguments import Array, Axes, pad, tile_counts
 from cuattn.cuda.call import Call
-from cuattn.cuda.constants import Constants, problem_constants
+from cuattn.cuda.constants import Constants, is_sloped, problem_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.params import BATCH_AXES, SUM_PARAMS
 from cuattn.cuda.sm80.forward import flush_tiles, is_heavy, unsupported_reason
@@ -95,7 +95,7 @@ class Cut:
         if self.chunk:
             rows, keys = block_m * numbers * acc, 2 * (block_m + block_n) * (self.chunk * size + padding + unit)
             held = 1, 1, min(held[2], 1)
-        exchanged = self._paired(tile) and (kernel != "keys" or self.problem.softcap is not None)
+        exchanged = self._paired(tile) and (kernel != "keys" or is_sloped(self.problem))
         total = int(held[0] * rows + held[1] * keys + held[2] * scores) + exchanged * block_m * block_n * acc
         return max(total, block_m * (block_n + 1) * acc) if kernel == "bias" else total
 

@@ -53,9 +53,9 @@ def unsupported_reason(problem: Problem) -> str | None:
 
 
 def is_heavy(problem: Problem) -> bool:
-    """Whether testing elements takes so many registers that a warp can only own 16 rows."""
+    """Whether what is done to single elements takes so many registers that a warp can only own 16 rows."""
     tested = problem.masks not in ((), ("column",))
-    return problem.bias is not None or problem.softcap is not None or tested
+    return tested or any(x is not None for x in (problem.bias, problem.softcap, problem.score))
 
 
 def flush_tiles(products: str, length: int, block: int) -> int:

@@ -7,7 +7,6 @@ rows.  Else the same kernel with 64 keys computes dK and dV, and sm90/bwd_rows.c
 
 import functools
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from cuattn.cuda.sm80.backward import add_preprocess, broadcast_heads, row_array
 from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, BiasGradient, Dbias, bias_form
 from cuattn.cuda.sm90.forward import ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
-from cuattn.cuda.sm90.tensor_map import MappedCall, View
+from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
 from cuattn.problem import Problem
@@ -37,7 +36,7 @@ _CONVERT_WARPS = 8
 
 def unsupported_reason(problem: Problem, device: Device) -> str | None:
     """Say why these kernels do not take a problem, or return None; strides and addresses are another matter."""
-    against = forward.unsupported_reason(replace(problem, bias=None), device)
+    against = forward.unsupported_reason(problem, device)
     if against is None and problem.head_dim % 8:
         return f"it writes rows in units of 8 elements, and q has {problem.head_dim}"
     if against is None and problem.softcap is not None and problem.softcap > _MAX_SOFTCAP:
@@ -226,7 +225,10 @@ class Backward(MappedCall):
         work = keys.counts["key_tiles"] * problem.instances // problem.group
         path = "sm90/bwd_bias.cu" if cut.bias.tiles else "sm90/bwd.cu"
         launched = path, "attention_backward", constants, work, key_warps, counts, keys[:2]
-        self.add_mapped(*launched, keys.shared_bytes, ("dk", "dv"), self._bias_views())
+        beside = {}
+        if cut.bias.tiles:  # a map that is not needed takes the place of dbias's, of memory that has an address
+            beside = {"bias": "bias", **({"dbias": "dbias"} if cut.bias.gradient == Dbias.STORED else {"dq_acc": "q"})}
+        self.add_mapped(*launched, keys.shared_bytes, ("dk", "dv"), beside)
         if dbias is not None:
             dbias.finish(constants, counts)
         if cut.fused:
@@ -238,14 +240,3 @@ class Backward(MappedCall):
             launched = "sm90/bwd_rows.cu", "backward_rows", own, work, warps, rows.counts, rows[:2]
             self.add_mapped(*launched, rows.shared_bytes, ("dq",))
         return self.planned(path, keys[:2], key_warps, keys.shared_bytes, constants, cut.note)
-
-    def _bias_views(self) -> dict[str, View]:
-        """Return the looks of a bias whose tiles travel and of its gradient, or of what stands in for that."""
-        cut, block_m = self.cut, self.cut.keys.block_m
-        if not cut.bias.tiles:
-            return {}
-        stored = cut.bias.gradient == Dbias.STORED
-        return {
-            "bias": self.view("bias", block_m),
-            "dbias" if stored else "dq_acc": self.view("dbias" if stored else "q", block_m),
-        }

@@ -1,11 +1,13 @@
 """The forward for compute capability 9.0: when and with which tiles, tensor maps, a ticket, one launch."""
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
-from cuattn.cuda.arguments import pad, row_bytes, tile_counts
+from cuattn.cuda.arguments import pad, row_bytes, row_strides, steps_of, tile_counts
 from cuattn.cuda.constants import Constants, problem_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.sm80 import forward as portable
+from cuattn.cuda.sm90 import tensor_map
 from cuattn.cuda.sm90.tensor_map import WARPGROUP_ROWS, MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
@@ -46,6 +48,29 @@ _TILES = (
     (192, 192, Tile(128, 112, 2, 1), 96),
     (256, 256, Tile(128, 80, 2, 1), 64),
 )
+# The same where a bias comes in tiles, whose buffers are those of keys.
+_BIASED_TILES = (
+    (64, 64, Tile(128, 128, 2, 3)),
+    (128, 128, Tile(128, 128, 2, 1)),
+    (192, 128, Tile(128, 64, 3, 1)),
+    (256, 256, Tile(128, 64, 2, 1)),
+)
+_KEY_BIAS_BYTES = 16  # beside a float for each key
+_LOADED_KEYS = 64  # of a tile where a bias comes by ordinary loads: more of them find no registers
+
+
+def bias_form(problem: Problem, bias: Any = None) -> str:
+    """Return how a bias comes: "tiles" or "keys" (one row for all queries) with the keys, else "rows" or "loads".
+
+    Its layout and address decide; of one that is not there, a contiguous one's would.
+    """
+    mapped = problem.bias == problem.dtype
+    if bias is not None:
+        *_, row, column = steps_of(bias)
+        if row == 0 or column == 0:
+            return "rows" if row else "keys"
+        mapped &= column == 1 and tensor_map.unsupported_reason(bias.data.ptr, row_strides(bias)) is None
+    return "tiles" if mapped else "loads"
 
 
 def width_of(columns: int) -> int:
@@ -65,8 +90,8 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
     if problem.row.tensor_map is None:
         known = " and ".join(row.dtype.name for row in DTYPES.values() if row.tensor_map is not None)
         return f"it takes {known}, not {problem.dtype}"
-    if problem.bias is not None:
-        return "it takes no bias"
+    if problem.score is not None:
+        return "score is a function, which it does not compute yet"
     if "boolean" in problem.masks:
         return "it takes no boolean mask"
     if problem.masks not in ((), ("column",), ("block",)):
@@ -82,8 +107,8 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
 
 def scaling(problem: Problem) -> Constants:
     """Return the constants that say how scores are scaled: before their maximum where the scale would spoil it."""
-    altered = problem.softcap is not None or problem.bias is not None
-    prescaled = altered or not _LEAST_SCALE <= abs(problem.scale) <= 1 / _LEAST_SCALE
+    natural = problem.softcap is not None or problem.bias is not None
+    prescaled = natural or not _LEAST_SCALE <= abs(problem.scale) <= 1 / _LEAST_SCALE
     return {"prescaled": prescaled, "negate": problem.scale < 0 and not prescaled}
 
 
@@ -95,12 +120,15 @@ class Cut:
     head_dim, head_dim_v : int
         Padded head dimensions.
     tile : Tile
+    bias_form : str
+        See :func:`bias_form`; empty without a bias.
     counts : dict of str to int
         Fields of ``Params``: row_tiles, key_tiles, section.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, bias: Any = None) -> None:
         self.problem = problem
+        self.bias_form = "" if problem.bias is None else bias_form(problem, bias)
         self.head_dim, self.head_dim_v = pad(problem.head_dim, 16), width_of(problem.head_dim_v)
         self.tile = tile = self._tile()
         section = problem.group
@@ -111,14 +139,22 @@ class Cut:
     def _tile(self) -> Tile:
         problem = self.problem
         widest, _, tile, few = next(row for row in _TILES if self.head_dim <= row[0] and self.head_dim_v <= row[1])
-        capped = problem.softcap is not None
-        if capped or problem.dropout:
+        capped, columns = problem.softcap is not None, problem.masks == ("column",)
+        if self.bias_form == "tiles":
+            tile = next(row[2] for row in _BIASED_TILES if self.head_dim <= row[0] and self.head_dim_v <= row[1])
+            if widest == 128 and columns:  # the intervals of partial tiles' keys take room
+                tile = tile._replace(block_n=112)
+            few = min(few, tile.block_n)
+        if self.bias_form == "loads":
+            few = _LOADED_KEYS
+        if capped or problem.dropout or self.bias_form == "loads" or (columns and self.bias_form):
             tile = tile._replace(block_n=few)
-        if tile.block_m == 192 and (capped or problem.masks == ("block",) or problem.out_dtype != problem.dtype):
+        crowded = capped or bool(self.bias_form)
+        if tile.block_m == 192 and (crowded or problem.masks == ("block",) or problem.out_dtype != problem.dtype):
             tile = tile._replace(block_m=128)  # these need registers that three warpgroups do not have
         if tile.block_m == 192 and problem.dropout and (problem.masks or problem.band is not None):
             tile = tile._replace(block_n=112)
-        if widest == 128 and problem.masks == ("column",):
+        if widest == 128 and columns and tile.q_stages > 2:
             tile = tile._replace(q_stages=2)  # the intervals of partial tiles' keys take the third one's place
         return tile
 
@@ -135,9 +171,12 @@ class Cut:
         rounded = problem.out_dtype == problem.dtype
         queries = (max(slabs, slabs_v) if rounded else slabs) * block_m * ROW_BYTES
         intervals = 16 * block_n if problem.masks == ("column",) else 0
-        tiles = q_stages * queries + stages * ((slabs + slabs_v) * block_n * ROW_BYTES + intervals)
+        tiled = cdiv(block_n, SLAB_COLUMNS) * block_m * ROW_BYTES
+        bias = {"tiles": tiled, "keys": 4 * block_n + _KEY_BIAS_BYTES}.get(self.bias_form, 0)
+        tiles = q_stages * queries + stages * ((slabs + slabs_v) * block_n * ROW_BYTES + intervals + bias)
         barriers = 8 * (2 * q_stages + 4 * stages + 4)
         mail = 16 * q_stages + _LIST_BYTES + 4 * stages + 12
+        mail += 24 * bool(self.bias_form)
         return pad(tiles + barriers, 16) + mail
 
     def slow_reason(self, device: Device) -> str | None:
@@ -159,13 +198,19 @@ class Cut:
         return None
 
     @property
+    def path(self) -> str:
+        """The kernel's file."""
+        return "sm90/fwd_bias.cu" if self.bias_form == "tiles" else "sm90/fwd.cu"
+
+    @property
     def constants(self) -> Constants:
-        """The prologue of kernels/sm90/fwd.cu."""
+        """The prologue of the kernel."""
         problem, tile = self.problem, self.tile
         return {
             **problem_constants(problem),
             **tile._asdict(),
             **scaling(problem),
+            **{f"bias_{form}": self.bias_form == form for form in ("tiles", "keys", "rows")},
             "head_dim": self.head_dim,
             "head_dim_v": self.head_dim_v,
             "overlap": problem.n_keys >= _LONG[tile.block_m] and not problem.dropout,
@@ -179,14 +224,20 @@ class Forward(MappedCall):
         problem = self.problem
         against = unsupported_reason(problem, self.device)
         if against is None and problem.kernel is None:
-            against = Cut(problem).slow_reason(self.device)
+            against = self._cut.slow_reason(self.device)
         return against or self.layout_reason()
 
+    @functools.cached_property
+    def _cut(self) -> Cut:
+        return Cut(self.problem, self.operands.get("bias"))
+
     def prepare(self) -> Plan:
-        cut = Cut(self.problem)
+        cut = self._cut
         tile, constants, size = cut.tile[:2], cut.constants, cut.shared_bytes
         self.begin({}, counters=1)
         warps = 4 * (tile[0] // WARPGROUP_ROWS + 1)
-        launched = "sm90/fwd.cu", "attention_forward", constants, cut.blocks, warps, cut.counts, (*tile, WARPGROUP_ROWS)
-        self.add_mapped(*launched, size, ("o",))
-        return self.planned("sm90/fwd.cu", tile, warps, size, constants)
+        launched = (
+            cut.path, "attention_forward", constants, cut.blocks, warps, cut.counts, (*tile, WARPGROUP_ROWS)
+        )  # fmt: skip
+        self.add_mapped(*launched, size, ("o",), {"bias": "bias"} if cut.bias_form == "tiles" else {})
+        return self.planned(cut.path, tile, warps, size, constants)

@@ -170,19 +170,19 @@ class MappedCall(Call):
         tile: tuple[int, ...],
         shared_bytes: int,
         written: Iterable[str],
-        further: Mapping[str, View] = MappingProxyType({}),
+        beside: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Append a kernel whose blocks share pieces of `work`, and that takes maps of what it reads and writes.
 
-        Results leave in boxes of one warpgroup's rows.  Unrounded ones leave without a map; q's stands in then.  Maps
-        of `further` views come last.
+        Results leave in boxes of one warpgroup's rows.  Unrounded ones leave without a map; q's stands in then.  Last
+        come maps of what travels `beside` q, k and v, in boxes of q's rows: the name of each, and of whose look it has.
         """
         dtype = self.problem.row
         views = {name: self.view(name, tile[1] if name in ("k", "v") else tile[0]) for name in self.read}
         for name in written:
             rounded = self.arrays[name].dtype == dtype.dtype
             views[name] = self.view(name if rounded else "q", WARPGROUP_ROWS)
-        views |= further
+        views |= {name: self.view(like, tile[0]) for name, like in beside.items()}
         maps = {name: lru_cache(_MAPS_KEPT)(partial(describe, dtype=dtype, view=view)) for name, view in views.items()}
         grid = (min(work, self.device.multiprocessors),)
         self.add(path, kernel, constants, grid, warps, values, tile, shared_bytes=shared_bytes, maps=maps)

@@ -9,7 +9,7 @@ import cuattn
 from cuattn import masks
 from cuattn.errors import UnsupportedError
 from cuattn.masks import ColumnMask
-from tests.cuda.cases import BF16, CASES, F16, Case, blocks_of, columns_of, same_bits, sized, to_device
+from tests.cuda.cases import BF16, CASES, F16, Case, bias_of, blocks_of, columns_of, same_bits, sized, to_device
 from tests.cuda.gpu import made, named
 from tests.cuda.test_graph_gpu import CuPy, replays_bit_for_bit
 
@@ -54,6 +54,53 @@ OWN = [
     sized("hopper small blocks", 500, 600, mask=blocks_of(24, 40), options={"dropout_p": 0.3, "rng": 7}),
     sized("hopper dropout", 300, 400, 128, options={"dropout_p": 0.1, "rng": 42}),
     sized("hopper dropout d256", 300, 400, 256, options={"dropout_p": 0.7, "rng": 42}),
+    # A bias in tiles: rows of whole 16 bytes.
+    *(sized(f"hopper bias d{d}", 300, 408, d, bias=bias_of(1, 1, 1, 1, dtype=BF16)) for d in (32, 64, 96, 192, 256)),
+    sized("hopper bias long", 300, 2504, 128, heads=40, kv_heads=40, bias=bias_of(0, 1, 1, 1, dtype=BF16)),
+    sized(
+        "hopper bias causal",
+        440,
+        440,
+        heads=40,
+        kv_heads=8,
+        bias=bias_of(1, 0, 1, 1, dtype=BF16),
+        options={"is_causal": True},
+    ),
+    sized(
+        "hopper bias float16",
+        200,
+        1200,
+        128,
+        dtype=F16,
+        bias=bias_of(1, 1, 1, 1, dtype=F16),
+        options={"softcap": 3.0, "window": (200, 150)},
+    ),
+    sized(
+        "hopper bias columns dropout",
+        500,
+        504,
+        128,
+        mask=columns_of,
+        bias=bias_of(1, 1, 1, 1, dtype=BF16),
+        options={"dropout_p": 0.2, "rng": 3},
+    ),
+    sized("hopper bias blocks", 500, 600, 128, mask=blocks_of(128, 128), bias=bias_of(1, 1, 1, 1, dtype=BF16)),
+    Case("hopper bias 192 128", head_dim=192, head_dim_v=128, n_keys=400, bias=bias_of(1, 1, 1, 1, dtype=BF16)),
+    # Of all queries together, or of all keys; by ordinary loads.
+    *(sized(f"hopper key bias d{d}", 300, 1001, d, bias=bias_of(1, 0, 0, 1)) for d in (64, 128, 256)),
+    sized("hopper key bias columns", 500, 505, 128, mask=columns_of, bias=bias_of(1, 1, 0, 1, dtype=BF16)),
+    sized(
+        "hopper key bias causal dropout",
+        440,
+        440,
+        heads=40,
+        kv_heads=40,
+        bias=bias_of(1, 1, 0, 1),
+        options={"is_causal": True, "dropout_p": 0.2, "rng": 3, "scale": -0.2},
+    ),
+    sized("hopper row bias", 440, 440, 128, bias=bias_of(1, 1, 1, 0), options={"is_causal": True}),
+    sized("hopper loaded bias", 440, 441, bias=bias_of(1, 1, 1, 1, dtype=BF16), options={"is_causal": "top_left"}),
+    sized("hopper loaded bias dropout", 300, 333, 256, bias=bias_of(1, 1, 1, 1), options={"dropout_p": 0.2, "rng": 3}),
 ]
 
 
@@ -68,7 +115,41 @@ def test_oracle(case):
     problem.check(actual)
 
 
-@pytest.mark.parametrize("name", ["hopper long", "hopper many tiles", "hopper patches d64", "hopper small blocks"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("lowest", [-np.inf, -3.3895314e38, -1e30])
+@pytest.mark.parametrize("shape", [(1, 0, 0, 1), (1, 1, 1, 1), (1, 1, 1, 0)])
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32)])
+def test_padding_by_a_bias(head_dim, lowest, shape, dtype):
+    """A bias of -inf hides, and the lowest numbers do as well as; throughout a row these give the mean of v."""
+    problem = made(sized("padding", 200, 408, head_dim, bias=bias_of(*shape, dtype=dtype)))
+    bias = problem.options["bias"]
+    if shape[-1]:
+        bias[..., :7], bias[..., 250:] = lowest, lowest
+    if shape[-2]:
+        bias[..., 5, :], bias[..., 64:140, :] = lowest, lowest
+    elif lowest == -np.inf:  # keys that no query sees
+        for x in problem.qkv[1:]:
+            x[..., 250:, :] = np.nan
+        seen = problem._replace(qkv=[problem.qkv[0], *(np.nan_to_num(x) for x in problem.qkv[1:])])
+        actual = problem.forward("sm90")
+        same_bits(actual, seen.forward("sm90"))
+        return seen.check(actual)
+    actual = problem.forward("sm90")
+    if shape[-2] and lowest == -np.inf:
+        assert not actual[0][..., 5, :].any() and not actual[1][..., 5].any() and (actual[2][..., 5] == -np.inf).all()
+    problem.check(actual)
+
+
+def test_nothing_is_seen_through_a_bias():
+    problem = made(sized("all hidden", 200, 333, 128))
+    problem.qkv[2][:] = np.nan
+    o, l, m = problem.forward("sm90", bias=np.full((1, 1, 1, 333), -np.inf, np.float32))
+    assert not o.any() and not l.any() and (m == -np.inf).all()
+
+
+@pytest.mark.parametrize(
+    "name", ["hopper long", "hopper many tiles", "hopper patches d64", "hopper small blocks", "hopper bias long"]
+)
 def test_same_bits_twice(name):
     problem = named(name, OWN)
     same_bits(problem.forward("sm90"), problem.forward("sm90"))

@@ -1,18 +1,21 @@
 """Hopper's plan: what it takes, that every variant compiles without spills and fits in shared memory."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.sm90 import tensor_map
-from cuattn.cuda.sm90.forward import Cut, unsupported_reason
+from cuattn.cuda.sm90.forward import Cut, bias_form, unsupported_reason
 from cuattn.problem import DTYPES, Band, Problem
 from tests.cuda.cases import BF16, F16
 from tests.cuda.nvrtc import kernel_resources
-from tests.cuda.recording import H200
+from tests.cuda.recording import H200, array
 
 ARCH = "sm_90a"
+FLOAT32 = np.dtype(np.float32)
 CAUSAL = Band(None, 0, 0)
 
 
@@ -29,7 +32,6 @@ def problem(head_dim=128, head_dim_v=None, **changes) -> Problem:
     ("changes", "words"),
     [
         ({"dtype": np.dtype(np.float32)}, "float32"),
-        ({"bias": np.dtype(np.float32)}, "bias"),
         ({"masks": ("boolean",)}, "boolean"),
         ({"head_dim": 264}, "264"),
         ({"head_dim_v": 36}, "36"),
@@ -90,8 +92,27 @@ def test_causal_heads_share_the_cache():
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("masks", [(), ("column",), ("block",)])
 def test_fits_in_shared_memory(head_dim, masks):
-    for out in (BF16, np.dtype(np.float32)):
-        assert Cut(problem(head_dim, masks=masks, out_dtype=out)).shared_bytes <= H200.shared_bytes
+    for out, bias in itertools.product((BF16, FLOAT32), (None, BF16, FLOAT32)):
+        for given in (None,) if bias is None else (None, array((1, 1, 1, 4096), bias)):
+            cut = Cut(problem(head_dim, masks=masks, out_dtype=out, bias=bias), given)
+            assert cut.shared_bytes <= H200.shared_bytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "options", "form"),
+    [
+        ((2, 16, 4096, 4096), BF16, {}, "tiles"),
+        ((1, 16, 4096, 4096), BF16, {"broadcast": (1,)}, "tiles"),
+        ((2, 16, 4096, 4096), FLOAT32, {}, "loads"),
+        ((2, 16, 4096, 4096), BF16, {"address": 4098}, "loads"),
+        ((2, 16, 4096, 4095), BF16, {}, "loads"),
+        ((2, 16, 4096, 1), BF16, {}, "rows"),
+        ((2, 1, 1, 4096), FLOAT32, {}, "keys"),
+        ((2, 16, 4096, 4096), BF16, {"broadcast": (2,)}, "keys"),
+    ],
+)
+def test_how_a_bias_comes(shape, dtype, options, form):
+    assert bias_form(problem(bias=dtype), array(shape, dtype, **options)) == form
 
 
 @pytest.mark.parametrize(
@@ -117,25 +138,47 @@ VARIANTS = [
     problem(96, scale=-0.1),
     problem(128, n_keys=1024),
     problem(128, masks=("column",), band=Band(10, 0, 0), dropout=6554, softcap=3.0),
-    problem(192, 128, out_dtype=np.dtype(np.float32)),
+    problem(192, 128, out_dtype=FLOAT32),
     problem(256, masks=("column",)),
     problem(256, masks=("column",), dropout=6554),
     problem(256, band=CAUSAL, softcap=3.0),
+    problem(32, bias=BF16, n_keys=256),
+    problem(128, bias=BF16),
+    problem(128, bias=BF16, masks=("column",), dropout=6554, softcap=3.0),
+    problem(256, bias=BF16, masks=("column",)),
+    problem(128, bias=FLOAT32, dropout=6554, band=CAUSAL),
+    problem(64, bias=FLOAT32, masks=("block",), band=Band(10, 0, 0)),
 ]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda p: f"d{p.head_dim} {p.masks} {p.dropout} {p.softcap}")
-def test_spills(variant):
-    (used,) = kernel_resources("sm90/fwd.cu", tuple(Cut(variant).constants.items()), ARCH).values()
+def cuts() -> list[Cut]:
+    """Return the variants, and those where a bias is broadcast along rows or keys."""
+    rows, keys = array((1, 1, 1, 4096), FLOAT32), array((2, 16, 4096, 1), FLOAT32)
+    broadcast = [
+        Cut(problem(64, bias=FLOAT32), rows),
+        Cut(problem(128, bias=FLOAT32), rows),
+        Cut(problem(256, bias=FLOAT32, masks=("column",), dropout=6554), rows),
+        Cut(problem(128, bias=FLOAT32, band=CAUSAL), keys),
+    ]
+    return [*map(Cut, VARIANTS), *broadcast]
+
+
+def name_of(cut: Cut) -> str:
+    p = cut.problem
+    return f"d{p.head_dim} {p.masks} {p.dropout} {p.softcap} {cut.bias_form}"
+
+
+@pytest.mark.parametrize("cut", cuts(), ids=name_of)
+def test_spills(cut):
+    (used,) = kernel_resources(cut.path, tuple(cut.constants.items()), ARCH).values()
     assert used.stack == 0, used
 
 
 def test_layout_agrees_with_the_kernel():
-    for variant in VARIANTS:
-        constants = Cut(variant).constants
-        text = source.prologue(constants) + source.flatten_text(
-            f'#include "sm90/fwd_layout.cuh"\nstatic_assert(sm90::fwd::shared_bytes == {Cut(variant).shared_bytes});\n'
-            f"static_assert(sm90::fwd::threads == {2 * constants['block_m'] + 128});\n",
+    for cut in cuts():
+        text = source.prologue(cut.constants) + source.flatten_text(
+            f'#include "sm90/fwd_layout.cuh"\nstatic_assert(sm90::fwd::shared_bytes == {cut.shared_bytes});\n'
+            f"static_assert(sm90::fwd::threads == {2 * cut.tile.block_m + 128});\n",
             "layout.cu",
         )
         compiler.compile_log(text, ARCH)

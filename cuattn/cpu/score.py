@@ -1,0 +1,275 @@
+"""Score functions: values of tiles, slopes, and the gradients of the arrays that they read.
+
+What depends on i - j alone is computed once for each difference and read through a view that repeats it along the
+diagonals; what depends on rows or on keys alone broadcasts.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy import ndarray
+from numpy.lib.stride_tricks import as_strided
+
+from cuattn.cpu.arithmetic import SUM, is_finite, summed_to
+from cuattn.cpu.blocks import UNIT
+from cuattn.problem import Place, Problem, ScoreFunction
+from cuattn.rng import BLOCK
+from cuattn.tracing import Bound, I, J, Node, Program, S, Weight, addend, derivative, weights
+from cuattn.tracing.bound import Layout
+from cuattn.tracing.build import substitute
+from cuattn.tracing.derivatives import on_diagonals
+from cuattn.tracing.graph import load
+
+_DIAGONAL = 64  # keys whose diagonals are summed together, at most: with more of them lines have more that is 0
+
+
+class Term(NamedTuple):
+    """What is to be added to a gradient: values to elements of it, or to all, in C order."""
+
+    name: str
+    elements: ndarray | None
+    values: ndarray
+
+    def add_to(self, results: Mapping[str, ndarray]) -> None:
+        """Add the values."""
+        total = results[self.name].reshape(-1)
+        if self.elements is None:
+            total += self.values
+        else:
+            np.add.at(total, self.elements, self.values)
+
+
+class _Compiled(NamedTuple):
+    """What is computed of a score function.
+
+    Attributes
+    ----------
+    program : Program
+        Of the score and, for a backward, of its slope, if that is not 1, and of the weights.
+    diagonals : Program or None
+        Of values that depend on i - j alone, which the program finds in further slots.
+    sloped : bool
+        Whether there is a slope.
+    weights : list of (Weight, Program)
+        How the score depends on elements of arrays, and where in these they lie.
+    """
+
+    program: Program
+    diagonals: Program | None
+    sloped: bool
+    weights: list[tuple[Weight, Program]]
+
+
+@lru_cache(maxsize=256)
+def _compiled(score: ScoreFunction, dtype: np.dtype, *, backward: bool, even: bool) -> _Compiled:
+    """Return what is computed of a score function; `even` rows and keys have indices that follow each other."""
+    facts, sloped = score.facts, backward and addend(score.root) is None
+    found = [weight for slot in score.learned for weight in weights(score.root, slot)]
+    roots = (score.root, *[derivative(score.root)] * sloped, *(weight.weight for weight in found))
+    nodes = _diagonal_nodes(roots) if even else []
+    slots = {node: load(slot, node.kind, ()) for slot, node in enumerate(nodes, len(facts.arrays))}
+    layouts = [Layout(np.dtype(bool) if node.kind == "b" else dtype, ()) for node in nodes]
+    program = Program(
+        tuple([substitute(root, slots) for root in roots]), dtype, facts._replace(arrays=(*facts.arrays, *layouts))
+    )
+    diagonals = Program(tuple(nodes), dtype, facts) if nodes else None
+    return _Compiled(
+        program, diagonals, sloped, [(weight, Program((weight.offset,), dtype, facts)) for weight in found]
+    )
+
+
+def _diagonal_nodes(roots: Sequence[Node]) -> list[Node]:
+    """Return the largest parts of graphs that are the same all along each diagonal, but not everywhere."""
+    found: dict[Node, bool] = {}
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found[node] = node.kind != "i" and node.depends & (I | J | S) == I | J and on_diagonals(node)
+            waiting += [] if found[node] else node.args
+    return [node for node, is_diagonal in found.items() if is_diagonal]
+
+
+class Scores:
+    """The score function of a call.
+
+    Parameters
+    ----------
+    problem : Problem
+    operands : mapping of str to ndarray
+        The function's arrays among them.
+    place : Place
+    numbers : sequence
+        The function's, by slot.
+    """
+
+    def __init__(self, problem: Problem, operands: Mapping[str, ndarray], place: Place, numbers: Sequence[Any]) -> None:
+        score: Any = problem.score
+        self.even = place.row_blocks is None and place.key_blocks is None
+        unit = BLOCK if problem.dropout else 1
+        self.rows = _indices(place.row, place.row_blocks, unit, problem.n_queries)
+        self.keys = _indices(place.key, place.key_blocks, unit, problem.n_keys)
+        self._first = place.batch, place.head
+        made = _compiled(score, problem.stat_dtype, backward=problem.operation == "backward", even=self.even)
+        bound = Bound(score.root, tuple([operands[name] for name in score.names]), tuple(numbers))
+        self.backward = problem.operation == "backward"
+        self.compute = made.program.ready(bound)
+        self.diagonals = made.diagonals and made.diagonals.ready(bound)
+        self.sloped = made.sloped
+        self.weights = [(weight, bound.arrays[weight.slot].size, where.ready(bound)) for weight, where in made.weights]
+
+    def of(self, batch: Any, heads: Any, rows: slice, keys: slice) -> "Stretch":
+        """Return the function for some rows and keys of some heads.
+
+        Parameters
+        ----------
+        batch, heads : array of int
+            Local: flat index of the leading axes, and query heads; they broadcast to the heads' axes.
+        rows, keys : slice
+            Local; those that do not exist count as the last.
+        """
+        b, h = (np.add(x, first, dtype=np.int32) for x, first in zip((batch, heads), self._first, strict=True))
+        return Stretch(self, b, h, rows, keys)
+
+
+def _indices(first: int, blocks: ndarray | None, unit: int, length: int) -> ndarray:
+    """Return the global indices of all rows or keys, given those of the first of every `unit` unless they are even."""
+    if blocks is None:
+        return np.arange(first, first + length, dtype=np.int32)
+    return (blocks[:, None] + np.arange(unit, dtype=np.int32)).reshape(-1)[:length]
+
+
+class Stretch:
+    """A score function for rows and keys of some heads.
+
+    Scores have the axes of the heads and (row tiles, key tiles, keys, rows).
+    """
+
+    def __init__(self, scores: Scores, b: ndarray, h: ndarray, rows: slice, keys: slice) -> None:
+        self._scores, self._b, self._h, self._first_key = scores, b, h, keys.start
+        self._i = scores.rows[np.minimum(np.arange(rows.start, rows.stop), len(scores.rows) - 1)]
+        self._j = scores.keys[np.minimum(np.arange(keys.start, keys.stop), len(scores.keys) - 1)]
+        self._lines: list[ndarray] = []
+        if scores.diagonals is not None:
+            first = self._i[0] - self._j[0]
+            d = np.arange(first + 1 - len(self._j), first + len(self._i), dtype=np.int32)
+            self._lines = scores.diagonals(self._of_differences(d, 1))
+
+    def _heads(self, axes: int) -> dict[str, ndarray]:
+        """Return b and h with further axes."""
+        return {name: x.reshape(*x.shape, *[1] * axes) for name, x in (("b", self._b), ("h", self._h))}
+
+    def _of_differences(self, d: ndarray, axes: int) -> dict[str, Any]:
+        """Return variables with these differences i - j, which are indices of rows and of keys."""
+        d = np.clip(d, -self._scores.keys[-1], self._scores.rows[-1])
+        return {**self._heads(axes), "i": np.maximum(d, 0), "j": np.maximum(-d, 0)}
+
+    def _variables(self, first: int, shape: tuple[int, ...]) -> dict[str, Any]:
+        tiles, n, keys, rows = shape
+        start = first - self._first_key
+        j = self._j[start : start + n * keys].reshape(n, keys, 1)
+        return {**self._heads(4), "i": self._i.reshape(tiles, 1, 1, rows), "j": j}
+
+    def __call__(self, s: ndarray, first: int) -> list[ndarray]:
+        """Replace scores by the function's values.
+
+        Parameters
+        ----------
+        s : ndarray
+        first : int
+            The first of their keys.
+
+        Returns
+        -------
+        list of ndarray
+            Of a backward the slope, if there is one, and the weights; they broadcast to the scores.
+        """
+        *_, keys, rows = s.shape
+        start = len(self._j) - 1 - (first - self._first_key)
+        views = []
+        for line in self._lines:
+            *steps, step = line.strides
+            shape, strides = (*line.shape[:-1], *s.shape[-4:]), (*steps, rows * step, -keys * step, -step, step)
+            views.append(as_strided(line[..., start:], shape, strides, writeable=False))
+        variables = {"s": s, **self._variables(first, s.shape[-4:])}
+        value, *more = self._scores.compute(variables, None if self._scores.backward else s, views)
+        more = [x.copy() if x is s else x for x in more]
+        if value is not s:
+            np.copyto(s, value)
+        return more
+
+    def differentiate(self, ds: ndarray, more: Sequence[ndarray], first: int) -> list[Term]:
+        """Turn derivatives by the function's values into those by the scores that went into it.
+
+        Parameters
+        ----------
+        ds : ndarray
+        more : sequence of ndarray
+            What the call returned for these scores.
+        first : int
+            The first of their keys.
+
+        Returns
+        -------
+        list of Term
+            Of the gradients of arrays.
+        """
+        scores, found = self._scores, []
+        for (weight, size, where), values in zip(scores.weights, more[scores.sloped :], strict=True):
+            x, variables = _product(ds, values), self._variables(first, ds.shape[-4:])
+            if weight.place == "diagonal" and scores.even:
+                x, d = along_diagonals(x)
+                variables = self._of_differences(variables["i"][..., :1] - variables["j"][:, :1] + d, 4)
+            (elements,) = where(variables)
+            elements = elements.reshape(*[1] * (x.ndim - elements.ndim), *elements.shape)
+            x = summed_to(x, elements.shape, SUM).reshape(-1).astype(SUM)  # a copy, as ds will change
+            elements = elements.reshape(-1).astype(np.intp, copy=False)  # other dtypes would take ten times as long
+            if x.size > size:
+                x, elements = np.bincount(elements, x, size), None
+            found.append(Term(f"dscore{weight.slot}", elements, x))
+        if scores.sloped:
+            np.copyto(ds, _product(ds, more[0]))
+        return found
+
+
+def _product(ds: ndarray, factor: ndarray) -> ndarray:
+    """Return derivatives times a factor; 0, as where something is hidden, stays 0, whatever the factor is."""
+    if factor.ndim == 0 and factor == 1:
+        return ds
+    product = ds * factor
+    if not is_finite(product):
+        product[ds == 0] = 0
+    return product
+
+
+def along_diagonals(x: ndarray) -> tuple[ndarray, ndarray]:
+    """Sum along diagonals, some keys at a time.
+
+    Parameters
+    ----------
+    x : ndarray, (..., keys, rows)
+
+    Returns
+    -------
+    sums : ndarray, (..., parts, diagonals)
+    differences : ndarray of int, (parts, diagonals)
+        Row - key of each.
+
+    Examples
+    --------
+    >>> along_diagonals(np.arange(6.0).reshape(2, 3))
+    (array([[3., 4., 6., 2.]]), array([[-1,  0,  1,  2]], dtype=int32))
+    """
+    *lead, keys, rows = x.shape
+    some = math.gcd(keys, _DIAGONAL)
+    some = some if some >= UNIT else keys
+    parts, width = keys // some, some + rows - 1
+    lines = np.zeros((*lead, parts, some * (width + 1)), x.dtype)
+    lines[..., : some * width].reshape(*lead, parts, some, width)[..., :rows] = x.reshape(*lead, parts, some, rows)
+    # In lines that are longer by one, each key's stand one column to the left of those of the key before.
+    sums = np.add.reduce(lines.reshape(*lead, parts, some, width + 1), -2)
+    differences = np.arange(1 - some, rows, dtype=np.int32) - some * np.arange(parts, dtype=np.int32)[:, None]
+    return np.concatenate([sums[..., width + 2 - some :], sums[..., :rows]], -1), differences

@@ -1,0 +1,156 @@
+"""The score function of a call: traced once, known from then on, and the arrays that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from cuattn import interop
+from cuattn.errors import ArgumentError, DtypeError, shown
+from cuattn.masks.device import upload
+from cuattn.problem import ScoreFunction
+from cuattn.results import Gradients
+from cuattn.tracing import SCORE, Bound, Traced, recall, trace
+from cuattn.tracing.capture import Argument, copied
+from cuattn.tracing.graph import variable
+
+_UNCHANGED = variable("s")
+
+
+class Score:
+    """A score function and its arguments in one call.
+
+    Parameters
+    ----------
+    function, args : object
+        The caller's ``score`` and ``score_args``.
+    arrays : dict of str to array
+        The call's, to which the arrays among `args` are added.
+    differentiates : bool
+        Whether the call returns gradients.
+
+    Attributes
+    ----------
+    traced : Traced or None
+        The function, once it is known; None also if it changes nothing and there is nothing to differentiate.
+    """
+
+    traced: Traced | None = None
+
+    def __init__(self, function: Any, args: Any, arrays: dict[str, Any], differentiates: bool) -> None:
+        if not isinstance(args, tuple | list):
+            raise DtypeError(
+                f"score_args is {interop.type_name(args)}; expected a tuple of arrays and numbers, as (x,)"
+            )
+        if function is None:
+            raise ArgumentError(f"score_args has {len(args)} items but score is None; expected a function of them")
+        if not callable(function):
+            raise DtypeError(f"score is {shown(function)}; expected a function score(s, b, h, i, j, *score_args)")
+        self._function, self._args, self._differentiates = function, args, differentiates
+        self._own = len(arrays)
+        self._places: dict[int, int] = {}  # of arguments, among the call's arrays
+        for index, value in enumerate(args):
+            if hasattr(value, "__dlpack__"):
+                self._places[index] = len(arrays)
+                arrays[f"score_args[{index}]"] = value
+
+    def recall(self) -> bool:
+        """Take what is known of the function; return whether nothing is left to trace."""
+        found = recall(self._function, SCORE, self._args, _copied)
+        return found is not None and self._take(found)
+
+    def trace(self, views: dict[str, Any]) -> None:
+        """Trace the function for NumPy or CuPy views of the call's arrays."""
+        args = [views.get(f"score_args[{index}]", value) for index, value in enumerate(self._args)]
+        self._take(trace(self._function, SCORE, args, adopt=_copied))
+
+    def _take(self, traced: Traced) -> bool:
+        self.traced = traced
+        if traced.root is _UNCHANGED and not self.learned:
+            self.traced = None
+        return True
+
+    @property
+    def learned(self) -> dict[int, int]:
+        """The slots of the arrays that the call differentiates, those of floats, and which arguments they are."""
+        arrays = self.traced.arrays if self.traced and self._differentiates else ()
+        slots = {slot: index for slot, index in enumerate(arrays) if type(index) is Argument}
+        return {slot: index for slot, index in slots.items() if self.traced.has_floats(index)}
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """Python numbers by slot of the function's parameters."""
+        numbers = self.traced.numbers if self.traced else ()
+        return tuple([_as_number(self._args[x]) if type(x) is Argument else x for x in numbers])
+
+    def bound(self, operands: dict[str, Any]) -> Bound | None:
+        """Return the function with the arrays, by a backend's names, and the numbers of the call."""
+        if self.traced is None:
+            return None
+        arrays = [operands[name] for name in ScoreFunction.names_of(self.traced.arrays)]
+        return Bound(self.traced.root, tuple(arrays), self.numbers, self.traced.spans)
+
+    def captured(self, device: int | None) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """Return the captured arrays and their addresses, by slot, on a GPU or (None) on the host."""
+        return _captured(self.traced, device) if self.traced else ((), ())
+
+    def by_slot(self, values: list[Any], captured: Sequence[Any]) -> list[Any]:
+        """Return what belongs to the arrays that a backend is given, in order: the function's come last.
+
+        Parameters
+        ----------
+        values : list
+            What belongs to the call's arrays: themselves or their addresses.
+        captured : sequence
+            What belongs to those that are captured, by slot.
+        """
+        found = values[: self._own]
+        if self.traced is not None:
+            for slot, source in enumerate(self.traced.arrays):
+                found.append(values[self._places[source]] if type(source) is Argument else captured[slot])
+        return found
+
+    def operands(self, views: dict[str, Any], origin: interop.ArrayOrigin) -> dict[str, Any]:
+        """Return the call's arrays, and captured ones, by a backend's names."""
+        captured, _ = self.captured(None if origin.backend == "cpu" else origin.device)
+        found = self.by_slot(list(views.values()), captured)
+        names = [*list(views)[: self._own], *ScoreFunction.names_of(found[self._own :])]
+        return dict(zip(names, found, strict=True))
+
+    def gradients(self, results: Sequence[Any]) -> Gradients:
+        """Return a backward's results, of which those by the function's arrays come last."""
+        learned = self.learned
+        own = len(results) - len(learned)
+        by_argument = dict(zip(learned.values(), results[own:], strict=True))
+        return Gradients(*results[:own], dscore=tuple([by_argument.get(n) for n in range(len(self._args))]))
+
+
+def _as_number(value: Any) -> Any:
+    """Return a number of Python or NumPy as Python's."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _copied(array: Any) -> Any:
+    """Return a copy of an array that a function captures, of NumPy or CuPy."""
+    views, _ = interop.to_backend({"an array that score captures": array})
+    return copied(*views.values())
+
+
+@lru_cache(maxsize=64)
+def _captured(traced: Traced, device: int | None) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Return the arrays that a function captures and their addresses, by slot; copied to a GPU once."""
+    found = [None if isinstance(array, Argument) else _moved(array, device) for array in traced.arrays]
+    return tuple(found), tuple([0 if array is None or device is None else array.data.ptr for array in found])
+
+
+def _moved(array: Any, device: int | None) -> Any:
+    """Return a captured array where those of a call lie."""
+    if isinstance(array, np.ndarray):
+        return array if device is None else upload(array, device)
+    if array.device.id != device:
+        here = "the CPU" if device is None else f"CUDA device {device}"
+        raise DtypeError(f"score captures an array on CUDA device {array.device.id}; expected {here}, where q is")
+    return array
