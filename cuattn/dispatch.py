@@ -54,7 +54,7 @@ class Call:
     operation : Operation
     arrays : dict of str to array or None
         Its operands by name, in the order of `operation.inputs`; of a call that is only planned those up to mask.
-        A mask that is no array is moved to `masks`, or to `function` until `take_function` was called.
+        A mask that is no array is moved to `masks`, or to `function` until `take_functions` was called.
     options : Options
     random : object
         The argument rng or, where dropout is replayed, the forward's state.
@@ -81,6 +81,8 @@ class Call:
     function: Any = None
 
     def __post_init__(self) -> None:
+        if self.score is not None or type(self.score_args) is not tuple or self.score_args:
+            self.score = Score(self.score, self.score_args, self.arrays, self.operation.replays)
         mask = self.arrays["mask"]
         if mask is None:
             return
@@ -88,8 +90,6 @@ class Call:
             self.masks, self.arrays["mask"] = mask.parts, None
         elif callable(mask):
             self.function, self.arrays["mask"] = mask, None
-        if self.score is not None or type(self.score_args) is not tuple or self.score_args:
-            self.score = Score(self.score, self.score_args, self.arrays, self.operation.replays)
 
     @property
     def has_runs(self) -> bool | None:
@@ -100,12 +100,18 @@ class Call:
             raise DtypeError(f"origin is {shown(self.origin)}; expected a cuattn.Origin or None")
         return self.origin.has_runs
 
-    def take_function(self, arrays: dict[str, Any]) -> None:
-        """Make a function the mask that it is for operands of these shapes, at this origin."""
+    def take_functions(self, arrays: dict[str, Any]) -> None:
+        """Make functions of visibility the masks that they are for operands of these shapes, at this origin."""
         if self.function is not None:
-            shapes = [tuple(arrays[name].shape) for name in "qkv"]
-            found = _function_mask(trace(self.function, MASK).frozen, *shapes, self.origin)
-            self.masks, self.function = found.parts, None
+            self._add_mask(trace(self.function, MASK).frozen, arrays)
+            self.function = None
+        if self.score is not None and self.score.visible is not None:
+            self._add_mask(self.score.visible, arrays)
+            self.score.visible = None
+
+    def _add_mask(self, visible: Frozen, arrays: dict[str, Any]) -> None:
+        shapes = [tuple(arrays[name].shape) for name in "qkv"]
+        self.masks = (*self.masks, *_function_mask(visible, *shapes, self.origin).parts)
 
 
 @dataclass
@@ -173,7 +179,7 @@ def _run(call: Call) -> tuple[list[Any], Any]:
     if seen is None or (call.score is not None and not call.score.recall()):
         return _compute(call)
     layouts, addresses = seen
-    call.take_function(call.arrays)
+    call.take_functions(call.arrays)
     known = _cell(call, layouts)
     origin = known.origin
     if origin is None:
@@ -280,11 +286,11 @@ def _enter(call: Call, outputs: Outputs) -> tuple[dict[str, Any], interop.ArrayO
 def _check(call: Call, views: dict[str, Any], origin: interop.ArrayOrigin) -> _Known:
     """Check a call; return its memo cell."""
     has_runs = call.has_runs
-    call.take_function(views)
+    if call.score is not None and not call.score.known:
+        call.score.trace(views)
+    call.take_functions(views)
     if has_runs:
         _fold(call, views)
-    if call.score is not None:
-        call.score.trace(views)
     layouts, _ = interop.signature(views.values())
     known = _cell(call, layouts)
     if known.problem is None:

@@ -13,7 +13,7 @@ from cuattn.errors import ArgumentError, DtypeError, shown
 from cuattn.masks.device import upload
 from cuattn.problem import ScoreFunction
 from cuattn.results import Gradients
-from cuattn.tracing import SCORE, Bound, Traced, recall, trace
+from cuattn.tracing import SCORE, Bound, Frozen, Traced, recall, trace
 from cuattn.tracing.capture import Argument, copied
 from cuattn.tracing.graph import variable
 
@@ -34,11 +34,17 @@ class Score:
 
     Attributes
     ----------
+    known : bool
+        Whether the function is.
     traced : Traced or None
-        The function, once it is known; None also if it changes nothing and there is nothing to differentiate.
+        Then; but None if it changes no score that is visible, and there is nothing to differentiate.
+    visible : Frozen or None
+        Then, where scores are visible, if it is for a mask to say that.
     """
 
+    known = False
     traced: Traced | None = None
+    visible: Frozen | None = None
 
     def __init__(self, function: Any, args: Any, arrays: dict[str, Any], differentiates: bool) -> None:
         if not isinstance(args, tuple | list):
@@ -60,18 +66,19 @@ class Score:
     def recall(self) -> bool:
         """Take what is known of the function; return whether nothing is left to trace."""
         found = recall(self._function, SCORE, self._args, _copied)
-        return found is not None and self._take(found)
+        if found is not None:
+            self._take(found)
+        return self.known
 
     def trace(self, views: dict[str, Any]) -> None:
         """Trace the function for NumPy or CuPy views of the call's arrays."""
         args = [views.get(f"score_args[{index}]", value) for index, value in enumerate(self._args)]
         self._take(trace(self._function, SCORE, args, adopt=_copied))
 
-    def _take(self, traced: Traced) -> bool:
-        self.traced = traced
-        if traced.root is _UNCHANGED and not self.learned:
+    def _take(self, traced: Traced) -> None:
+        self.known, self.traced, (self.visible, root) = True, traced, traced.split
+        if root is _UNCHANGED and not self.learned:
             self.traced = None
-        return True
 
     @property
     def learned(self) -> dict[int, int]:
@@ -91,7 +98,7 @@ class Score:
         if self.traced is None:
             return None
         arrays = [operands[name] for name in ScoreFunction.names_of(self.traced.arrays)]
-        return Bound(self.traced.root, tuple(arrays), self.numbers, self.traced.spans)
+        return Bound(self.traced.split[1], tuple(arrays), self.numbers, self.traced.spans)
 
     def captured(self, device: int | None) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         """Return the captured arrays and their addresses, by slot, on a GPU or (None) on the host."""

@@ -297,19 +297,28 @@ class Score:
         places = np.arange(math.prod(lead)).reshape(*lead, 1, 1) if lead else np.zeros((), int)
         indices = places // max(heads, 1), places % max(heads, 1), np.arange(n_queries)[:, None], np.arange(n_keys)
         self._function, self._args, self._shape = function, args, tuple(shape)
+        self._wide = [
+            x.astype(np.float64) if getattr(x, "ndim", -1) >= 0 and kind_of(x.dtype) == "f" else x for x in args
+        ]
         self._names = {name: x.astype(np.int32) for name, x in zip("bhij", indices, strict=True)}
         self._bound = trace(function, SCORE, args).bind(args)
         self._slope = derivative(self._bound.root)
 
     def __call__(self, s):
         with np.errstate(all="ignore"):
-            value = self._function(s, *(x.astype(np.int64) for x in self._names.values()), *self._args)
+            value = self._function(s, *(x.astype(np.int64) for x in self._names.values()), *self._wide)
         return np.broadcast_to(value, self._shape).astype(s.dtype), self._of(self._slope, s)
 
     def _of(self, root, s):
         work = np.float32 if s.dtype == np.float32 else np.float64
         found = evaluate(self._bound.of(root), {**self._names, "s": s.astype(work)}, work)
         return np.broadcast_to(found, self._shape)
+
+    def before(self, q, k, scale=None, softcap=None):
+        """Return the scores that the function is given, in float64."""
+        s = q.astype(np.float64) @ textbook.repeat_heads(k, q).astype(np.float64).swapaxes(-1, -2)
+        s = np.broadcast_to(s * (q.shape[-1] ** -0.5 if scale is None else scale), self._shape)
+        return s if softcap is None else softcap * np.tanh(s / softcap)
 
     def curvature(self, s):
         """Return the second derivatives."""
@@ -318,9 +327,9 @@ class Score:
     def gradients(self, s, ds, dtype=np.float64, size=lambda x: x):
         """Return the gradients of the arguments from the scores before and derivatives after; of floats alone."""
         found = []
-        for array in self._args:
+        for array, wide in zip(self._args, self._wide, strict=True):
             slots = [slot for slot, x in enumerate(self._bound.arrays) if x is array]
-            is_float = getattr(array, "ndim", None) is not None and kind_of(array.dtype) == "f"
+            is_float = getattr(wide, "dtype", None) == np.float64
             total = np.zeros(array.shape, dtype) if is_float else None
             for weight in weights(self._bound.root, slots[0]) if is_float and slots else ():
                 values = np.where(ds == 0, 0, ds * size(self._of(weight.weight, s))).astype(dtype)

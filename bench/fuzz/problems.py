@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 import cuattn
-from bench.fuzz import masking, sharding
+from bench.fuzz import masking, scoring, sharding
 from bench.fuzz.masking import broadcastable, pick
 
 __all__ = ["Problem", "draw_problem"]
@@ -44,6 +44,7 @@ COMPILED_CHECKS = {
     "deterministic": 0.25, "shards": 0.2, "dlse": 0.15, "gradients in out_dtype": 0.5, "attention": 0.15,
     "boolean": 0.2,
 }  # fmt: skip
+SCORED = 0.01, 0.15  # the shares of problems with a score function: on a GPU each is compiled for its shapes
 CHECKS = {"twice": 0.15, "out": 0.15, "plan": 0.03, "mask on the device": 0.3}
 
 
@@ -122,6 +123,8 @@ def draw_problem(fixed, rng, hopper=False):
     masking.draw(problem, fixed, rng, hopper)
     if fixed.random() < 0.3 and not hopper:
         _add_bias(problem, dtype if fixed.random() < 0.5 else np.dtype("f4"), str(fixed.choice(list(BIASES))), rng)
+    if rng.random() < SCORED[fixed is rng] and values != "large":
+        scoring.draw(problem, fixed, rng)
     if kind == "grouped":
         options["enable_gqa"] = True
     if "dropout_p" in options:

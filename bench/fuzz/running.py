@@ -106,6 +106,8 @@ class _Run:
             mask = mask.to_device()
         grad_dtype = problem.options.get("out_dtype") if "gradients in out_dtype" in problem.checks else None
         self.options = {**problem.options, "mask": mask, "kernel": target.kernel}
+        self.options["score_args"] = tuple([target.put(x) for x in problem.options.get("score_args", ())])
+        self.score = None
         self.backward = {"deterministic": False, "out_dtype": grad_dtype}
 
     def check(self):
@@ -143,11 +145,14 @@ class _Run:
         return fwd
 
     def _gradients(self, fwd):
-        self._judge(RESULTS[1], self._call(cuattn.backward, fwd, **self.backward), self.backward["out_dtype"])
+        grads = self._call(cuattn.backward, fwd, **self.backward)
+        self._judge(RESULTS[1], grads, self.backward["out_dtype"])
+        self._judge_scores(grads.dscore, self.backward["out_dtype"])
         if "deterministic" in self.problem.checks:
             more = {**self.backward, "deterministic": True}
             grads = self._call(cuattn.backward, fwd, **more)
             self._judge(RESULTS[1], grads, more["out_dtype"], " deterministic")
+            self._judge_scores(grads.dscore, more["out_dtype"], " deterministic")
             self._other_ways("backward", grads, cuattn.backward, fwd, **more)
 
     def _other_ways(self, name, known, function, *more, **options):
@@ -180,15 +185,32 @@ class _Run:
         # On a CPU float32 has float32's accuracy, whatever a caller permits.
         gpu = self.target.device == "cuda"
         formats = {"precision": problem.options.get("precision")} if gpu else {}
+        if "score" in problem.options:
+            taken = [problem.options[name] for name in ("score", "score_args")]
+            self.score = more["score"] = oracle.Score(*taken, problem.shape)
         with np.errstate(all="ignore"):
             self.exact = oracle.solve(*operands, **more)
             self.rough = oracle.solve(*operands, **more, dtype=problem.dtype, **formats)
             halves = gpu and problem.dtype == np.float32
             self.floors = oracle.floors(self.exact, *operands, **more, halves=halves, **formats)
 
+    def _judge_scores(self, gradients, dtype=None, tag=""):
+        """Hold the gradients of a score function's arrays to the rule."""
+        if self.score is None:
+            return
+        (q, k), scale = (self.problem.arrays[name] for name in "qk"), self.problem.options.get("scale")
+        before = self.score.before(q, k, scale, self.problem.options.get("softcap"))
+        judged = self.score.judged(map(self.target.get, gradients), before, self.exact, self.rough, self.floors)
+        for n, (actual, exact, rough, floor) in enumerate(judged):
+            if exact is None or not exact.size:
+                continue
+            self._verdict(
+                f"dscore[{n}]", actual, (exact, rough, floor), dtype or self.problem.options["score_args"][n].dtype, tag
+            )
+
     def _judge(self, names, results, dtype=None, tag=""):
         """Hold results to the rule; `dtype` is what gradients, or all the results of parts, were asked for in."""
-        outcome, problem = self.outcome, self.problem
+        problem = self.problem
         dtypes = {"o": problem.options.get("out_dtype"), "l": problem.stat_dtype, "m": problem.stat_dtype}
         for name, actual in zip(names, map(self.target.get, results), strict=True):
             exact = getattr(self.exact, name)
@@ -196,17 +218,20 @@ class _Run:
                 continue
             operand = problem.arrays["bias" if name == "dbias" else "q"]
             wanted = dtype or dtypes.get(name) or operand.dtype
-            if (actual.shape, actual.dtype) != (exact.shape, wanted):
-                text = f"{actual.dtype} {actual.shape}, expected {wanted} {exact.shape}"
-                self.complain(name + tag, text)
-                continue
-            verdict = judge(name, actual, exact, getattr(self.rough, name), self.floors[name], problem.dtype)
-            outcome.worst[name] = max(outcome.worst.get(name, 0.0), verdict.share)
-            if verdict.plain > 1 >= verdict.share:
-                outcome.plain.append(name)
-            if not verdict.share <= 1:
-                text = f"error {verdict.error:.3g}, allowed {verdict.allowed:.3g} ({verdict.share:.3g} times)"
-                self.complain(name + tag, text)
+            self._verdict(name, actual, (exact, getattr(self.rough, name), self.floors[name]), wanted, tag)
+
+    def _verdict(self, name, actual, known, wanted, tag):
+        """Hold one result to the rule, given the exact one, the textbook's and the floor."""
+        exact, *others = known
+        if (actual.shape, actual.dtype) != (exact.shape, wanted):
+            return self.complain(name + tag, f"{actual.dtype} {actual.shape}, expected {wanted} {exact.shape}")
+        verdict = judge(name, actual, exact, *others, self.problem.dtype)
+        self.outcome.worst[name] = max(self.outcome.worst.get(name, 0.0), verdict.share)
+        if verdict.plain > 1 >= verdict.share:
+            self.outcome.plain.append(name)
+        if not verdict.share <= 1:
+            text = f"error {verdict.error:.3g}, allowed {verdict.allowed:.3g} ({verdict.share:.3g} times)"
+            self.complain(name + tag, text)
 
     def _check_sums(self, fwd):
         """Check what holds for scores of any size: 1 <= l <= the visible keys."""
@@ -221,7 +246,7 @@ class _Run:
         problem, sums = self.problem, self.problem.stat_dtype
         exact = {name: getattr(self.exact, name) for name in itertools.chain(*RESULTS)}
         total = {name: np.zeros(x.shape, sums) for name, x in exact.items() if x is not None}
-        states = set()
+        states, scored = set(), None
 
         def add(part, names, results):
             for name, x in zip(names, results, strict=True):
@@ -237,9 +262,18 @@ class _Run:
             for part, each, fwd in zip(parts, options, forwards, strict=True):
                 grads = self._call(cuattn.backward, merged._replace(rng_state=fwd.rng_state), **each)
                 add(part, RESULTS[1], grads)
+                if self.score is not None:
+                    found = [x if x is None else self.target.get(x) for x in grads.dscore]
+                    scored = (
+                        found
+                        if scored is None
+                        else [x if x is None else x + y for x, y in zip(scored, found, strict=True)]
+                    )
         if problem.dtype == np.float64 and "bias" in problem.arrays and problem.arrays["bias"].dtype == np.float32:
             del total["dbias"]  # each part's gradient is rounded
         self._judge(total, total.values(), sums, " of shards")
+        if scored is not None and problem.dtype != np.float64:  # whose parts' gradients may be rounded
+            self._judge_scores(scored, sums, " of shards")
         if states != {state}:
             self.complain("rng_state of shards", f"{states}, expected {state}")
 

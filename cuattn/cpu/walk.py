@@ -195,10 +195,11 @@ class Walk:
             np.multiply(self.tanh, self.problem.softcap, out=s)
         if self.task.score is not None:
             self.slopes = [self._stretch(tiles, first) for tiles, first in self.by_head_and_run(part, s)]
+            careful = True  # whatever the function's values are
         if "bias" in self.task.operands:
             for tile, bias in self.bias_of(self.task.operands["bias"], part, s):
                 add_bias(tile, transposed(bias.swapaxes(1, 2)), careful=careful)
-        if careful or self.task.score is not None:  # lest rows that do not exist, and see everything, lead to NaN
+        if careful:  # lest rows that do not exist, and see everything, lead NaN to the sums over rows
             by_head = s.reshape(self.item.group.count, -1, *s.shape[1:])
             by_head[:, -1, ..., (self.count - 1) % self.blocks.rows + 1 :] = -np.inf
         masks = [(slots, *shown()) for slots, shown in part.masks]

@@ -3,18 +3,27 @@
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from cuattn.cuda.arguments import Array, Axes, collapse, layout_fields, load_bytes, problem_fields, slots_of, steps_of
 from cuattn.cuda.constants import Constants
 from cuattn.cuda.device import device_of
 from cuattn.cuda.functions import Functions
-from cuattn.cuda.params import PARAMS
+from cuattn.cuda.params import PARAMS, derived
 from cuattn.cuda.sequence import LaunchSequence
 from cuattn.cuda.source import calls_functions, constants_of
 from cuattn.cuda.tables import TABLE_SLOTS, CallMasks
 from cuattn.plans import Plan
 from cuattn.problem import OPERATIONS, Problem
+
+
+class Own(NamedTuple):
+    """What a kernel takes behind ``Params``: a struct, and which of its fields take addresses, and which."""
+
+    dtype: np.dtype
+    slots: Mapping[str, str]
 
 
 class Call:
@@ -118,6 +127,7 @@ class Call:
         warps: int,
         values: Mapping[str, Any],
         tile: tuple[int, ...] = (),
+        own: Own | None = None,
         **more: Any,
     ) -> None:
         """Append the launch of a kernel that takes ``Params``.
@@ -133,6 +143,8 @@ class Call:
             Fields of ``Params`` that are this kernel's own.
         tile : tuple of int, optional
             Of a kernel that reads tables of masks: rows and keys of its tiles, and rows that the tables count in.
+        own : Own, optional
+            Of a kernel that takes more than ``Params``.
         **more
             For :class:`cuattn.cuda.launch.Kernel`.
         """
@@ -144,6 +156,8 @@ class Call:
         if functions is not None and calls_functions(path):
             dtype, more = functions.dtype, {**more, "traced": functions.text}
             fields, slots = {**fields, **functions.values}, {**slots, **functions.slots}
+        if own is not None:
+            dtype, slots = derived(dtype, own.dtype, ""), {**slots, **own.slots}
         launched = path, kernel, constants, grid, 32 * warps, dtype, fields, slots
         self.sequence.add(*launched, tables=tables, **more)
 

@@ -59,6 +59,15 @@ name                    type     meaning
                                  unrounded
 ``sum_rows``            bool     bias kernel: the bias is broadcast along rows
 ``sum_keys``            bool     bias kernel: the bias is broadcast along keys
+``weights``             int      gradients of a function's arrays: numbers that ``traced::weights`` returns
+``weight``              int      which of them
+``shared``              int      what scores share the index of each, two bits a weight (kernels/attn/score_sums.cuh)
+``gathers``             int      the same of one weight, whose sums are added to the elements of its array
+``walk``                int      which scores a block adds up, see there
+``by_batch``            bool     the index depends on b
+``by_head``             bool     the index depends on h
+``adds``, ``rounds``    bool     there is a sum already; these are the last to be added
+``result``              type     of what is written then
 ``chunk``, ``part``     int      backward of wide heads: columns loaded at a time, columns that a block owns; else 0
 ``tf32``                bool     float32 products in one TF32 pass instead of float32 accuracy
 ======================  =======  ==================================================================================
@@ -68,14 +77,15 @@ from cuattn.errors import UnsupportedError
 from cuattn.masks.base import KINDS
 from cuattn.masks.cuda_half import CudaHalf
 from cuattn.problem import DTYPES, Problem
-from cuattn.tracing import addend
+from cuattn.tracing import Node, addend
+from cuattn.tracing.graph import variable
 
 Constants = dict[str, object]
 
 
 def problem_constants(problem: Problem) -> Constants:
     """Return what kernels are told of a problem, as far as they ask (:func:`cuattn.cuda.source.constants_of`)."""
-    acc, band, bias, score = DTYPES[problem.stat_dtype].cuda, problem.band, problem.bias, problem.score
+    acc, band, bias, score = DTYPES[problem.stat_dtype].cuda, problem.band, problem.bias, function_of(problem)
     return {
         "elem": problem.row.cuda,
         "acc": acc,
@@ -89,7 +99,7 @@ def problem_constants(problem: Problem) -> Constants:
         "bias": bias is not None,
         "softcap": problem.softcap is not None,
         "score": score is not None,
-        "additive": score is not None and addend(score.root) is not None,
+        "additive": score is not None and addend(score) is not None,
         "sloped": is_sloped(problem),
         "prescaled": any(x is not None for x in (bias, problem.softcap, score)) or not problem.scale > 0,
         "band_left": band is not None and band.left is not None,
@@ -101,8 +111,14 @@ def problem_constants(problem: Problem) -> Constants:
 
 def is_sloped(problem: Problem) -> bool:
     """Return whether the derivative of scores by scaled products is not 1: under a softcap, and by most functions."""
+    score = function_of(problem)
+    return problem.softcap is not None or (score is not None and addend(score) is None)
+
+
+def function_of(problem: Problem) -> Node | None:
+    """Return what scores pass through, None if it changes nothing."""
     score = problem.score
-    return problem.softcap is not None or (score is not None and addend(score.root) is None)
+    return None if score is None or score.root is variable("s") else score.root
 
 
 def halves(problem: Problem) -> list[CudaHalf]:

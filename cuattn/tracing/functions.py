@@ -13,7 +13,8 @@ from cuattn.errors import ArgumentError, CuattnError, UnsupportedError, as_integ
 from cuattn.tracing.bound import Bound, Frozen, facts, kind_of_number, narrowed, span_of
 from cuattn.tracing.build import convert, place_in
 from cuattn.tracing.capture import Argument, Identity, Snapshot, Tracer, copied, identity, is_array, watch
-from cuattn.tracing.graph import Node, variable
+from cuattn.tracing.derivatives import split_visible
+from cuattn.tracing.graph import Node, order, variable
 from cuattn.tracing.proxy import ArrayProxy, Proxy, active, as_node, kind_of
 from cuattn.tracing.values import known, leaves_int64
 
@@ -48,6 +49,24 @@ class Traced(Bound):
         """What calls share that differ in the elements of arrays and in the values of numbers alone."""
         captured = [x if isinstance(x, Argument) else (np.dtype(x.dtype), x.shape, x.strides) for x in self.arrays]
         return self.root, self.signature, self.spans, *captured
+
+    @functools.cached_property
+    def split(self) -> tuple[Frozen | None, Node]:
+        """Where a score is visible, if captured integers alone say that, and the score there.
+
+        A mask may then say it, whatever the precision of scores.  See :func:`cuattn.tracing.split_visible`.
+        """
+        visible, score = split_visible(self.root)
+        if visible is None:
+            return None, self.root
+        nodes = order(visible)
+        read = {(x.op, x.value) for x in nodes}
+        arrays = [x if ("load", slot) in read else np.zeros(0) for slot, x in enumerate(self.arrays)]
+        numbers = [x if ("parameter", slot) in read else 0.0 for slot, x in enumerate(self.numbers)]
+        constant = all(isinstance(x, np.ndarray) for x in arrays) and Argument not in map(type, numbers)
+        if not constant or any(x.kind == "f" for x in nodes):
+            return None, self.root
+        return Frozen(visible, arrays, numbers), score
 
     def has_floats(self, index: int) -> bool:
         """Return whether an argument, which is an array, is one of floats."""

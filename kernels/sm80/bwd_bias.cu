@@ -3,15 +3,10 @@
 // One block owns one tile of the bias (one row or column of tiles where rows or keys are summed).  It recomputes dS for all the heads that
 // read its bias (Algorithm 4 lines 11-15, 17-20) and adds them up in registers in a fixed order: no atomics, no N x N memory.
 //
-// Shared memory   q [block_m][d]   do [block_m][dv]   k [block_n][d]   v [block_n][dv]   stat, delta [block_m];
-//                 or, of tiles too wide, two stages of their stream (sm80/bwd_stream.cuh) and the statistics;
-//                 at the end sums [block_m][block_n] of cfg::acc over all of it
+// Shared memory   sm80/bwd_pairs.cuh
 // Grid            tiles of the bias (keys fastest, then rows) * instances of the bias * splits
 // Result          dbias, or (cfg::split) dbias_acc [splits][like dbias]: part s takes every splits-th head
-#include "sm80/bwd_stream.cuh"
-
-using BiasSpace = Space<1, 1, false, 0>;
-constexpr int sums_stride = cfg::block_n + 1;
+#include "sm80/bwd_pairs.cuh"
 
 // The block's place: the range of tiles it sums over and the bias instance it belongs to.
 struct Place {
@@ -43,47 +38,19 @@ __device__ __forceinline__ void add_ds(Scores& sums, Products& products, const T
     for_scores([&](int m, int n, int i) { sums[m][n][i] += ds[m][n][i]; });
 }
 
-// Loads a pair of tiles, of which the keys may be there already, and adds its dS.
-__device__ __forceinline__ void add_pair(Scores& sums, BiasSpace space, const Params& p, const Head& head, const TilePlace& at, bool new_keys) {
-    if constexpr (streams) {
-        Stream<false> stream(p, head, space.base, at, true, {}, 0);
-        add_ds(sums, stream, at, p, head);
-    } else {
-        const WholeTiles tiles = {space.q(), space.k(), space.dout(), space.v(), space.exchange()};
-        __syncthreads();  // all tiles are done with
-        if (new_keys) {
-            load_key_tile(tiles.k, tiles.v, p, head, at.first_key, true);
-            finish_key_tile(tiles.k, tiles.v);
-        }
-        load_row_tile(tiles.q, tiles.dout, at.numbers, p, head, at.first_row / cfg::block_m);
-        finish_row_tile(tiles.q, tiles.dout);
-        __syncthreads();  // everything has arrived
-        if (threadIdx.x / 32 < scores_warps) add_ds(sums, tiles, at, p, head);
-        else tiles.help();
-    }
-}
-
 // Adds dS of one head to the sums, over the block's tiles.
-__device__ __forceinline__ void add_head(Scores& sums, BiasSpace space, const Params& p, Head& head, const Place& place) {
+__device__ __forceinline__ void add_head(Scores& sums, PairSpace space, const Params& p, Head& head, const Place& place) {
     for (i32 key_tile = place.key_begin; key_tile < place.key_end; ++key_tile) {
         __syncthreads();  // the last head, key tile and walk are done with
         if (threadIdx.x == 0) describe_walk(head, p, key_tile);
         __syncthreads();  // head and walk are complete
         RowWalk walk(p, head.walk);
         walk.tile = max(walk.tile, place.row_begin - 1);
-        const u32 numbers = streams ? space.base + 2 * stage_bytes : space.numbers();
+        const u32 numbers = pair_numbers(space);
         for (bool first = true; walk.next(p) && walk.tile < place.row_end; first = false)
-            add_pair(sums, space, p, head, {numbers, walk.tile * cfg::block_m, head.walk.first_key, walk.partial(p)}, first);
+            visit_pair(space, p, head, {numbers, walk.tile * cfg::block_m, head.walk.first_key, walk.partial(p)}, first,
+                       [&](auto& products, const TilePlace& at) { add_ds(sums, products, at, p, head); });
     }
-}
-
-// The warp's sums to the tile in shared memory.
-__device__ __forceinline__ void save_sums(Acc* tile, const Scores& sums) {
-    const i32 lane = threadIdx.x % 32;
-    Acc* to = tile + warp_score_row() * sums_stride + warp_score_key();
-    for_scores([&](int m, int n, int i) {
-        to[(16 * m + i / 2 * 8 + lane / 4) * sums_stride + 8 * n + lane % 4 * 2 + i % 2] = sums[m][n][i];
-    });
 }
 
 // One number of the result per thread: a sum over the rows or keys of the tile where those are summed.
@@ -108,7 +75,7 @@ __device__ __forceinline__ void store_sums(const Acc* sums, const Params& p, con
 extern "C" __global__ void __launch_bounds__(threads, cfg::blocks_per_sm) backward_bias(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) unsigned char memory[];
     __shared__ Head head;
-    const BiasSpace space = {ptx::shared_address(memory)};
+    const PairSpace space = {ptx::shared_address(memory)};
     const Place place(p);
     const i64 size = bias_rows(p) * bias_keys(p);
     Scores sums = {};

@@ -18,12 +18,12 @@ __device__ __forceinline__ void load_row_values(RowValues& values, u32 vector) {
     unroll<score_tiles_m, 2>([&](int m, int half) { ptx::load_shared(values[m][half], vector + (16 * m + 8 * half + g) * int(sizeof(Acc))); });
 }
 
-// One bit per element of this lane: 1 = not to be seen.  Found before the product, when registers are free and the looking up of masks
-// can overlap with it.
+// One bit per element of this lane.
 constexpr int score_elements = score_tiles_m * score_tiles_n * 4;
-using Hidden = u32[(score_elements + 31) / 32];
+using ElementBits = u32[(score_elements + 31) / 32];
 
-__device__ __forceinline__ void find_hidden(Hidden& hidden, const Params& p, const Head& head, i32 row0, i32 key0) {
+// Elements that are not to be seen; found before the product, when registers are free and the looking up of masks can overlap with it.
+__device__ __forceinline__ void find_hidden(ElementBits& hidden, const Params& p, const Head& head, i32 row0, i32 key0) {
     const i32 lane = ptx::opaque(static_cast<i32>(threadIdx.x)) % 32;  // the keys' masks are not kept in registers
     unroll<(score_elements + 31) / 32>([&](int word) { hidden[word] = 0; });
     unroll<score_tiles_n, 2>([&](int n, int odd) {
@@ -37,26 +37,31 @@ __device__ __forceinline__ void find_hidden(Hidden& hidden, const Params& p, con
     });
 }
 
-// Raw products to scores in natural units: scale, softcap, function, bias.
+// Calls work(m, n, i, head, row, key) for a lane's scores and what functions know of their places.
+template <class Work>
+__device__ __forceinline__ void for_places(const Params& p, const TracedHead& head, i32 row0, i32 key0, const Work& work) {
+    const i32 lane = threadIdx.x % 32;
+    TracedRow rows[score_tiles_m][2];
+    unroll<score_tiles_m, 2>([&](int m, int half) { rows[m][half] = TracedRow::of(p, head, row0 + 16 * m + lane / 4 + 8 * half); });
+    unroll<score_tiles_n, 2>([&](int n, int odd) {
+        const TracedKey key = TracedKey::of(p, head, key0 + 8 * n + lane % 4 * 2 + odd);
+        unroll<score_tiles_m, 2>([&](int m, int half) { work(m, n, 2 * half + odd, head, rows[m][half], key); });
+    });
+}
+
+// Raw products to scores in natural units: scale, softcap, function, bias.  What goes to `slope` is, on demand (`keep_input`), what the function
+// was given.
+template <bool keep_input>
 __device__ __forceinline__ void finish_scores(Scores& s, Scores& slope, const Params& p, const Head& head, i32 row0, i32 key0) {
     const i32 lane = threadIdx.x % 32;
     if constexpr ((cfg::bias || cfg::score) && is_split) __syncwarp();  // loads are not moved ahead of this
-    const auto row_of = [&](int m, int half) { return row0 + 16 * m + lane / 4 + 8 * half; };
-    const auto key_of = [&](int n, int odd) { return key0 + 8 * n + lane % 4 * 2 + odd; };
     const auto finish = [&](int m, int n, int i, const auto&... place) {
-        const Capped x = finish_score(p, s[m][n][i], head.bias, row_of(m, i / 2), key_of(n, i % 2), place...);
-        s[m][n][i] = x.score, slope[m][n][i] = x.slope;
+        const Capped x = finish_score(p, s[m][n][i], head.bias, row0 + 16 * m + lane / 4 + i / 2 * 8, key0 + 8 * n + lane % 4 * 2 + i % 2, place...);
+        slope[m][n][i] = keep_input ? cap_score(p, s[m][n][i]) : x.slope;
+        s[m][n][i] = x.score;
     };
-    if constexpr (cfg::score) {
-        TracedRow rows[score_tiles_m][2];
-        unroll<score_tiles_m, 2>([&](int m, int half) { rows[m][half] = TracedRow::of(p, head, row_of(m, half)); });
-        unroll<score_tiles_n, 2>([&](int n, int odd) {
-            const TracedKey key = TracedKey::of(p, head, key_of(n, odd));
-            unroll<score_tiles_m, 2>([&](int m, int half) { finish(m, n, 2 * half + odd, static_cast<const TracedHead&>(head), rows[m][half], key); });
-        });
-    } else {
-        for_scores(finish);
-    }
+    if constexpr (cfg::score) for_places(p, head, row0, key0, finish);
+    else for_scores(finish);
 }
 
 // Takes m from the scores of far rows (attn/bwd_workspace.cuh).
@@ -160,16 +165,16 @@ private:
 using WholeTiles = TilesInShared<BlockHandover>;
 
 // Algorithm 4 lines 11-15 for this warp's part of a tile.
-template <class Products>
+template <bool keep_input = false, class Products>
 __device__ __forceinline__ void find_p(Scores& s, Scores& slope, Products& products, const TilePlace& at, const Params& p, const Head& head) {
     RowValues stat, inverse;
     load_row_values(stat, at.warp_numbers());
     if constexpr (split_stat) load_row_values(inverse, at.warp_numbers() + 2 * stat_bytes);
-    Hidden hidden;
+    ElementBits hidden;
     if (at.partial) find_hidden(hidden, p, head, at.row(), at.key());
     for_scores([&](int m, int n, int i) { s[m][n][i] = 0; });
     products.scores(s);  // line 11
-    if constexpr (cfg::prescaled) finish_scores(s, slope, p, head, at.row(), at.key());
+    if constexpr (cfg::prescaled) finish_scores<keep_input>(s, slope, p, head, at.row(), at.key());
     if (at.partial) {  // line 12, FlashMask's algorithm 2 lines 22-27: scores that may not be seen become -inf
         for_scores([&](int m, int n, int i) {
             const int element = (m * score_tiles_n + n) * 4 + i;
@@ -205,10 +210,17 @@ __device__ __forceinline__ void store_ds(TileAt tile, const Scores& ds) { store_
 // the softcap, or (behind_cap) by what leaves it, which is the gradient by the bias.
 template <bool keep_p, bool behind_cap, class Products>
 __device__ __forceinline__ void find_ds(Scores& ds, Scores& s, const Scores& slope, Products& products, const TilePlace& at, TileAt p_tile) {
+    constexpr bool any_sign = cfg::dropout != 0 && cfg::score && cfg::sloped && !behind_cap;  // slopes may be negative, a sign is a mark no more
+    ElementBits dropped = {};
     if constexpr (cfg::sloped && !behind_cap) {  // P makes room for P times the slope of softcap and function
         if constexpr (keep_p) store_p(p_tile, s);
         for_scores([&](int m, int n, int i) {  // where P is 0, a function's slope may be anything
             Acc& x = s[m][n][i];
+            const int element = (m * score_tiles_n + n) * 4 + i;
+            if constexpr (any_sign) {
+                if (x < 0) dropped[element / 32] |= 1u << element % 32;
+                x = size_of(x);
+            }
             x = cfg::score && x == 0 ? Acc(0) : x * slope[m][n][i];
         });
     }
@@ -223,7 +235,9 @@ __device__ __forceinline__ void find_ds(Scores& ds, Scores& s, const Scores& slo
     for_scores([&](int m, int n, int i) {  // line 20, all divided by the scale of dropout; a dropped element's dP is 0
         const Acc x = s[m][n][i], d = delta[m][i / 2];
         Acc& dp = ds[m][n][i];
-        dp = cfg::dropout != 0 ? fma_of(max_of(x, Acc(0)), dp, -(size_of(x) * d)) : x * (dp - d);
+        const int element = (m * score_tiles_n + n) * 4 + i;
+        if constexpr (any_sign) dp = fma_of(dropped[element / 32] >> element % 32 & 1 ? Acc(0) : x, dp, -(x * d));
+        else dp = cfg::dropout != 0 ? fma_of(max_of(x, Acc(0)), dp, -(size_of(x) * d)) : x * (dp - d);
     });
 }
 

@@ -39,7 +39,7 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
 #define bias_map k_map
 #endif
 
-extern "C" __global__ void __launch_bounds__(sm90::fwd::threads, 1)
+extern "C" __global__ void __launch_bounds__(sm90::fwd::threads, cfg::min_blocks)
 attention_forward(const __grid_constant__ Params p, const __grid_constant__ ptx::TensorMap q_map,
                   const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
                   const __grid_constant__ ptx::TensorMap o_map BIAS_ARGUMENT) {

@@ -10,7 +10,7 @@ enum BiasForm { kBiasLoads, kBiasRows, kBiasKeys, kBiasTiles };
 constexpr BiasForm bias_form = cfg::bias_tiles ? kBiasTiles : cfg::bias_keys ? kBiasKeys : cfg::bias_rows ? kBiasRows : kBiasLoads;
 
 // Is what the bias adds read before the scores are there?  Three warpgroups have no registers to keep it in.
-constexpr bool bias_ahead = cfg::bias && bias_form != kBiasLoads && warpgroups == 2;
+constexpr bool bias_ahead = cfg::bias && bias_form != kBiasLoads && warpgroups == 2, bias_late = cfg::bias && !bias_ahead;
 
 // What a thread adds to its scores of a key tile.
 template <BiasForm form>
@@ -78,22 +78,40 @@ struct Bias<kBiasTiles> {
     }
 };
 
-// A score with its bias.
+// A thread's two rows, of which a score function is asked.
+struct AskedRows {
+    TracedHead head;
+    TracedRow rows[2];
+
+    __device__ __forceinline__ static AskedRows of(const Params& p, const Work& work, i32 first_row) {
+        const TracedHead head = TracedHead::of(p, work.batch, work.head);
+        return {head, {TracedRow::of(p, head, max(first_row, 0)), TracedRow::of(p, head, max(first_row, 0) + 8)}};
+    }
+};
+
+// A score with its bias, as finish_score makes it.
 __device__ __forceinline__ float add_bias(const Params& p, float product, float bias) {
-    if constexpr (cfg::softcap) return cap_score(p, product) + bias;
+    if constexpr (cfg::softcap) return sum_of(cap_score(p, product), bias);
     return fmaf(product, static_cast<float>(p.scale), bias);
 }
 
-// Products become scores; where the bias `hides` keys, one of -inf does so whatever the product is.
-__device__ __forceinline__ void add_bias(Scores& s, const Params& p, const Bias<bias_form>& bias) {
-    if (bias.hides()) {
-        unroll<cfg::block_n / 2>([&](int i) {
-            const float b = bias.of(p, i);
-            s[i] = b == minus_infinity() ? b : add_bias(p, s[i], b);
+// Products become scores: softcap, function, bias.  Where the bias `hides` keys, one of -inf does so whatever the product is.
+template <class Asked>
+__device__ __forceinline__ void complete_scores(Scores& s, const Params& p, const Bias<bias_form>& bias, const Asked& asked, i32 first_key) {
+    if constexpr (cfg::score) {
+        unroll<cfg::block_n / 8, 2>([&](int block, int e) {
+            const TracedKey key = TracedKey::of(p, asked.head, first_key + 8 * block + e);
+            unroll<2>([&](int r) {
+                float& x = s[4 * block + 2 * r + e];
+                x = function_score(p, x, asked.head, asked.rows[r], key).score;
+                if constexpr (cfg::bias) x = sum_of(x, bias.of(p, 4 * block + 2 * r + e));
+            });
         });
     } else {
         unroll<cfg::block_n / 2>([&](int i) { s[i] = add_bias(p, s[i], bias.of(p, i)); });
     }
+    if constexpr (cfg::bias)
+        if (bias.hides()) unroll<cfg::block_n / 2>([&](int i) { s[i] = bias.of(p, i) == minus_infinity() ? minus_infinity() : s[i]; });
 }
 
 }  // namespace sm90::fwd

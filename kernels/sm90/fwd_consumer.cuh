@@ -21,6 +21,7 @@ constexpr bool keys_are_read = later_tiles_vary || cfg::bias_tiles || cfg::bias_
 // rounding P then runs beside the other half.  Three warpgroups fill each other's gaps, and do better with one long stretch.
 constexpr bool proceeds_early = cfg::overlap && warpgroups == 2;
 constexpr int middle = value_steps / 2 - 1;  // the block of 16 keys behind which that is
+constexpr bool completes = cfg::bias || cfg::score;  // what comes between products and scores is more than a scale or softcap
 constexpr bool looks_for_values = cfg::dropout > 0;  // behind the exponentials; else it costs more than it saves
 constexpr u32 ping_pong_barrier = 1;              // + warpgroup
 constexpr int output_blocks = cfg::head_dim_v / 16;
@@ -137,25 +138,35 @@ struct Consumer {
         if (!search_beside && may_cut && uniform(tile.partial(warpgroup))) search(0, 1);
     }
 
-    // What the bias adds to the tile's scores.
-    using TileBias = Bias<bias_form>;
-    __device__ __forceinline__ void read_bias(TileBias& bias, bool ahead = true) const {
-        if constexpr (cfg::bias)
-            if (ahead == bias_ahead) bias.load(p, shared, k.stage, work, row(), tile.n());
+    // What a score function asks about the thread's rows, and what the bias adds to the tile's scores: read while they are on their way.
+    struct Completion {
+        AskedRows asked;
+        Bias<bias_form> bias;
+    };
+    __device__ __forceinline__ void prepare(Completion& with) const {
+        if constexpr (cfg::score) with.asked = AskedRows::of(p, work, row());
+        if constexpr (bias_ahead) read_bias(with);
     }
+    __device__ __forceinline__ void read_bias(Completion& with) const { with.bias.load(p, shared, k.stage, work, row(), tile.n()); }
 
     // The scores are there: their keys' buffer goes back at once, since only a few are under way.
-    __device__ __forceinline__ void finish_scores(TileBias& bias) {
+    __device__ __forceinline__ void finish_scores(Completion& with) {
         ptx::wgmma_pin(s);
-        read_bias(bias, false);
-        if constexpr (cfg::bias && !bias_ahead) add_bias(s, p, bias);
+        if constexpr (bias_late) {
+            read_bias(with);
+            complete(with);
+        }
         release_keys();
-        if constexpr (bias_ahead) add_bias(s, p, bias);
+        if constexpr (completes && !bias_late) complete(with);
+    }
+
+    __device__ __forceinline__ void complete(const Completion& with) {
+        complete_scores(s, p, with.bias, with.asked, tile.n() * cfg::block_n + 2 * (threadIdx.x % 4));
     }
 
     // Line 11 (FlashMask algorithm 1, lines 18-25): prescales and masks the scores.
     __device__ __forceinline__ void refine_scores(bool may_cut = true) {
-        if constexpr (cfg::prescaled && !cfg::bias) prescale(s, p);
+        if constexpr (cfg::prescaled && !completes) prescale(s, p);
         if (may_cut && uniform(tile.partial(warpgroup))) mask_scores(s, visible);
     }
 
@@ -220,11 +231,11 @@ struct Consumer {
         begin_scores();
         pass_ping_pong();
         search_behind();
-        TileBias bias;
-        read_bias(bias);
+        Completion with;
+        prepare(with);
         ptx::wgmma_wait<0>();
         const bool last = uniform(tile.last());
-        finish_scores(bias);
+        finish_scores(with);
         refine_scores();
         if (update_softmax<false>(last, false)) rescale(o, factor);
         weigh();
@@ -253,10 +264,10 @@ struct Consumer {
         pass_ping_pong();
         free_output();
         search_behind(later_tiles_vary);
-        TileBias bias;
-        read_bias(bias);
+        Completion with;
+        prepare(with);
         ptx::wgmma_wait<1>();
-        finish_scores(bias);
+        finish_scores(with);
         const bool last = uniform(tile.last()), settled = !plain && (!later_tiles_vary || !uniform(tile.partial(warpgroup)));
         if constexpr (!cfg::overlap) {
             ptx::wgmma_wait<0>();
@@ -292,11 +303,11 @@ struct Consumer {
         finish_ending(ending);
         state.reset();
         clear();
-        TileBias bias;
-        read_bias(bias);
+        Completion with;
+        prepare(with);
         ptx::wgmma_wait<0>();
         const bool last = uniform(tile.last());
-        finish_scores(bias);
+        finish_scores(with);
         refine_scores();
         update_softmax<false>(last, false);
         weigh();

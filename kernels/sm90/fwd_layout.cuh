@@ -8,11 +8,12 @@ namespace sm90::fwd {
 
 constexpr int warpgroups = cfg::block_m / 64;  // consumers: 64 query rows each
 constexpr int threads = 128 * (warpgroups + 1);
-constexpr int producer_registers = warpgroups == 3 ? 32 : 40;
-constexpr int consumer_registers = warpgroups == 3 ? 160 : 232;
+// Two blocks share a multiprocessor where tiles are small.
+constexpr int producer_registers = cfg::min_blocks == 2 ? 32 : warpgroups == 3 ? 32 : 40;
+constexpr int consumer_registers = cfg::min_blocks == 2 ? 104 : warpgroups == 3 ? 160 : 232;
 
 // Rows and keys that see nothing and nobody sees, also because of the bias.
-constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias, may_hide_keys = may_have_dead_keys || cfg::bias_keys;
+constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias || cfg::score, may_hide_keys = may_have_dead_keys || cfg::bias_keys;
 
 constexpr int q_bytes = slabs * cfg::block_m * row_bytes;
 constexpr int k_bytes = slabs * cfg::block_n * row_bytes;

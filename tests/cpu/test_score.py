@@ -74,3 +74,172 @@ def test_gradients_are_finite_differences(recipe):
             step = 1e-6 * rng.standard_normal(x.shape)
             ends = [loss(*given[:n], x + sign * step, *given[n + 1 :]) for sign in (1, -1)]
             np.testing.assert_allclose((ends[0] - ends[1]) / 2, (gradient * step).sum(), rtol=1e-6, atol=1e-13)
+
+
+def table(s, b, h, i, j, heads, table, temper, distance, factor):
+    """A function with all kinds of arguments, of which the arrays are read in all kinds of places."""
+    return s * np.exp(temper * 0.125) + heads[b, h] * factor + table[h, i - j + 90] + table[0, distance[j]] * i / 64
+
+
+def arguments(dtype=np.float64, seed=4):
+    rng = np.random.default_rng(seed)
+    floats = [rng.standard_normal(shape).astype(dtype) for shape in ((2, 6), (6, 180), ())]
+    return *floats, rng.integers(0, 6, 90).astype(np.int16), 0.25
+
+
+OPTIONS = {
+    "plain": {},
+    "causal and softcap": {"is_causal": True, "softcap": 2.0},
+    "window and dropout": {"window": (30, 4), "dropout_p": 0.3, "rng": cuattn.RNGState(5)},
+    "boolean mask": {"mask": np.random.default_rng(0).random((6, 90, 90)) < 0.3},
+    "bias": {"bias": np.where(np.random.default_rng(1).random((90, 90)) < 0.1, -np.inf, 0.5)},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_functions_combine_with_everything_in_every_way(options, dtype):
+    """Groups, masks, bias, dropout: whole heads and tiles agree with the textbook, and threads change no bit."""
+    q, do, k, v = arrays(6, (2, 6, 90, 16), (2, 6, 90, 8), (2, 3, 90, 16), (2, 3, 90, 8), dtype=dtype)
+    options = {**options, "score": table, "score_args": arguments(dtype), "enable_gqa": True}
+    if "bias" in options:
+        options["bias"] = options["bias"].astype(dtype)
+    score, shape = oracle.Score(table, options["score_args"], (2, 6, 90, 90)), (2, 6, 90, 90)
+    i, j = np.ogrid[:90, :90]
+    seen = {"is_causal": j <= i, "window": (j >= i - 30) & (j <= i + 4), "mask": options.get("mask")}
+    given = {name: options.get(name) for name in ("bias", "softcap")} | {"score": score}
+    given["visible"] = next((seen[name] for name in seen if name in options), None)
+    given |= oracle.dropped(options.get("rng"), options.get("dropout_p", 0.0), shape)
+    exact, rough = (oracle.solve(q, k, v, do, **given, dtype=low) for low in (None, dtype))
+    floors = oracle.floors(exact, q, k, v, do, **given)
+    before = score.before(q, k, softcap=options.get("softcap"))
+    results = []
+    for way in (*WAYS.values(), functools.partial(tiled, 32, 16, 1, 2, step=3, workers=1)):
+        with way():
+            fwd, grads = both(do, q, k, v, **options)
+        results.append((*fwd[:3], *grads[:3], *grads.dscore[:3]))
+        for name, actual in zip(("o", "l", "m", "dq", "dk", "dv"), results[-1], strict=False):
+            assert_close(actual, getattr(exact, name), getattr(rough, name), dtype=dtype, floor=floors[name], name=name)
+        assert grads.dscore[3:] == (None, None)
+        for actual, e, t, floor in list(score.judged(grads.dscore, before, exact, rough, floors))[:3]:
+            if actual.ndim:
+                assert_close(actual, e, t, dtype=dtype, floor=floor, name="dscore")
+    for one, other in zip(results[-1], results[-2], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@in_each_way
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+def test_merged_parts_are_the_whole(way, dropout_p):
+    """Parts at any origin, of several pieces too: global indices, gradients of arrays sum up."""
+    q, do, k, v = arrays(7, *2 * [(2, 4, 96, 16)], *2 * [(2, 4, 160, 16)])
+    options = {"score": table, "dropout_p": dropout_p, "rng": cuattn.RNGState(3), "is_causal": "top_left"}
+    options["score_args"] = args = (*(x if i else x[:, :4] for i, x in enumerate(arguments()[:2])), *arguments()[2:])
+    with way():
+        fwd, grads = both(do, q, k, v, **options)
+        total = [np.zeros_like(x) if x is not None else None for x in grads.dscore]
+        sums = [np.zeros_like(x) for x in grads[:3]]
+        for rows in ([(0, 48)], [(48, 64), (80, 96)], [(64, 80)]):
+            for heads in (slice(0, 3), slice(3, 4)):
+                r = np.concatenate([np.arange(*piece) for piece in rows])
+                parts, calls = [], []
+                for keys in ([(0, 32), (64, 112)], [(32, 64)], [(112, 160)]):
+                    c = np.concatenate([np.arange(*piece) for piece in keys])
+                    starts = [(np.cumsum([0, *(b - a for a, b in x)])[:-1].tolist(), x) for x in (rows, keys)]
+                    runs = [tuple((at, a) for at, (a, _) in zip(*start, strict=True)) for start in starts]
+                    origin = cuattn.Origin(head=heads.start, heads=4, row=runs[0], key=runs[1])
+                    part = [x[:, heads][:, :, at] for x, at in ((q, r), (k, c), (v, c))]
+                    parts.append(cuattn.forward(*part, origin=origin, **options))
+                    calls.append((part, origin, c))
+                merged = cuattn.merge(*parts)
+                np.testing.assert_allclose(merged.o, fwd.o[:, heads][:, :, r], rtol=1e-11, atol=1e-12)
+                given = {name: x for name, x in options.items() if name != "rng"}
+                for (part, origin, c), forward in zip(calls, parts, strict=True):
+                    replayed = merged._replace(rng_state=forward.rng_state)
+                    found = cuattn.backward(do[:, heads][:, :, r], *part, replayed, origin=origin, **given)
+                    for n, at in enumerate((r, c, c)):
+                        sums[n][np.ix_(range(2), range(*heads.indices(4)), at)] += found[n]
+                    for x, y in zip(total[:3], found.dscore, strict=False):
+                        x += y
+    for one, other in zip((*sums, *total[:3]), (*grads[:3], *grads.dscore[:3]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-10)
+    assert len(args) == 5
+
+
+@in_each_way
+def test_what_nobody_sees_leaves_nothing(way):
+    """Values and slopes that are infinite or no numbers where a mask, a bias or the function itself hides."""
+    q, k, v, do = arrays(8, *4 * [(1, 2, 100, 16)], dtype=np.float32)
+    i, j = np.ogrid[:100, :100]
+
+    def harsh(s, b, h, i, j, x):
+        return s + np.sqrt(i - j) * x[h] + np.log(s * 0 + i - j + 1)
+
+    x = np.array([0.5, -0.25], np.float32)
+    for hidden in ({"is_causal": True}, {"mask": j <= i}, {"bias": np.where(j <= i, 0, -np.inf).astype(np.float32)}):
+        with way():
+            fwd, grads = both(do, q, k, v, score=harsh, score_args=(x,), **hidden)
+            inside = both(do, q, k, v, score=_hiding(harsh), score_args=(x,))
+        results = [(*f[:3], *g[:3], *g.dscore) for f, g in ((fwd, grads), inside)]
+        for one, other in zip(*results, strict=True):
+            assert np.isfinite(one).all()
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def _hiding(score):
+    return lambda s, b, h, i, j, x: np.where(j <= i, score(s, b, h, i, j, x), -np.inf)
+
+
+def test_visible_parts_join_the_mask():
+    """A choice with -inf is a mask, which costs what the mask costs and gives its bits."""
+    q, k, v, do = arrays(9, *4 * [(2, 2, 90, 16)], dtype=np.float32)
+    document = np.repeat([0, 1], [40, 50])
+
+    def score(s, b, h, i, j):
+        return np.where((document[i] == document[j]) & (j <= i), s, -np.inf)
+
+    mask = cuattn.masks.causal_document([40, 50])
+    for way in WAYS.values():
+        with way():
+            found, wanted = both(do, q, k, v, score=score), both(do, q, k, v, mask=mask)
+        for one, other in zip((*found[0][:3], *found[1][:3]), (*wanted[0][:3], *wanted[1][:3]), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_functions_are_read_anew():
+    """Numbers and elements of arguments count in each call, captured arrays when the function is made."""
+    q, k, v = arrays(10, *3 * [(2, 30, 8)])
+    x = np.ones(2)
+    captured = np.ones(2)
+
+    def argument(s, b, h, i, j, x, n):
+        return s * x[h] * n
+
+    def closure(s, b, h, i, j):
+        return s * captured[h]
+
+    for factor, n in ((1.0, 1), (2.0, 1), (2.0, 3)):
+        x[:] = factor
+        wanted = cuattn.attention(factor * n * q, k, v)
+        np.testing.assert_allclose(cuattn.attention(q, k, v, score=argument, score_args=(x, n)), wanted, rtol=1e-10)
+        wanted = cuattn.attention(q, k, v)
+        captured[:] = factor
+        np.testing.assert_allclose(cuattn.attention(q, k, v, score=closure), wanted, rtol=1e-10)
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0)])
+def test_empty_problems_have_gradients_of_zeros(shape):
+    q, k = (np.zeros((2, n, 8)) for n in shape)
+    x = np.ones((2, 0)), np.ones(3), np.arange(3)
+    options = {"score": lambda s, b, h, i, j, x, y, z: s + x[h, j] + y[z[h]], "score_args": x}
+    _, grads = both(np.zeros_like(q), q, k, k, **options)
+    assert not grads.dscore[0].any() and grads.dscore[0].shape == (2, 0) and grads.dscore[2] is None
+    np.testing.assert_array_equal(grads.dscore[1], np.zeros(3))
+
+
+def test_what_is_not_read_has_a_gradient_of_zeros():
+    q, k, v, do = arrays(11, *4 * [(2, 20, 8)])
+    _, grads = both(do, q, k, v, score=lambda s, b, h, i, j, x, y: s, score_args=(np.ones(3, np.float32), 2))
+    zeros, nothing = grads.dscore
+    assert zeros.dtype == np.float32 and not zeros.any() and nothing is None
+    np.testing.assert_array_equal(grads.dq, both(do, q, k, v)[1].dq)

@@ -30,9 +30,9 @@ class Resources(NamedTuple):
     spill_loads: int
 
 
-def kernel_resources(path: str, constants: tuple, arch: str) -> dict[str, Resources]:
+def kernel_resources(path: str, constants: tuple, arch: str, traced: str = "") -> dict[str, Resources]:
     """Compile ``kernels/<path>`` and return what each of its kernels uses, by kernel name."""
-    return resources(source.build(path, dict(constants)), arch, path)
+    return resources(source.build(path, dict(constants), traced), arch, path)
 
 
 def resources(text: str, arch: str, name: str = "kernel.cu") -> dict[str, Resources]:

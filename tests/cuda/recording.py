@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,8 +15,9 @@ from cuattn.cuda.device import Device
 from cuattn.cuda.sm90 import tensor_map
 from cuattn.io_model.sizes import align_up
 from cuattn.masks import BooleanMask
-from cuattn.problem import OPERATIONS, Options, Problem, bind, check
+from cuattn.problem import OPERATIONS, Options, Problem, ScoreFunction, bind, check
 from cuattn.rng import RNGState, resolve
+from cuattn.tracing import facts
 from tests.cuda.cases import BF16, Case
 
 H200 = Device("sm_90", 132, 232448, 60 << 20)
@@ -80,7 +82,10 @@ class Driver:
         if size:
             self.done.append(Zeroed(address, size))
 
-    def run(self, made: sequence.LaunchSequence, inputs: dict[str, int], masks=(), state=None, place=None, **stream):
+    def run(
+        self, made: sequence.LaunchSequence, inputs: dict[str, int], masks=(), state=None, place=None, numbers=(),
+        **stream,
+    ):  # fmt: skip
         """Run a sequence; return what it launched, in order, and the addresses of its results by position."""
         self.done.clear()
         places: list[int] = []
@@ -96,7 +101,7 @@ class Driver:
 
         addresses = [inputs.get(name, 0) for name in made.inputs]
         masks = [mask for mask in masks if not getattr(mask, "borrowed", False)]
-        assert made.run(allocate, stream, addresses, masks, state, place) == ["results"]
+        assert made.run(allocate, stream, addresses, masks, state, place, (), numbers) == ["results"]
         return list(self.done), places
 
     @property
@@ -176,6 +181,18 @@ class Prepared(NamedTuple):
     masks: tuple[Any, ...]
     addresses: dict[str, int]
     state: RNGState | None
+
+
+def scored(call: Prepared, score: Any) -> Prepared:
+    """Return a call with a score function, a `tests.cuda.scores.Score`; of a backward, whose arrays are learned."""
+    bound, p = score.bound, call.problem
+    floats = [slot for slot, x in enumerate(bound.arrays) if x.dtype.kind not in "biu"] * (p.operation == "backward")
+    limits = (math.prod(p.batch), p.heads, p.n_queries, p.n_keys)
+    problem = replace(p, score=ScoreFunction(bound.root, facts(bound, limits), tuple(floats)))
+    arrays = dict(zip(problem.score.names, bound.arrays, strict=True))
+    first = max(call.addresses.values()) + (1 << 28)
+    addresses = {name: first + (slot << 28) for slot, name in enumerate(arrays)}
+    return call._replace(problem=problem, operands=call.operands | arrays, addresses=call.addresses | addresses)
 
 
 def prepared(case: Case, operation="forward", **more) -> Prepared:

@@ -35,10 +35,11 @@ class Score(NamedTuple):
 
         return score
 
-    def gradients(self, case: Case, s: Any, ds: Any, **places: Any) -> list[Any]:
+    def gradients(self, case: Case, s: Any, ds: Any, sizes: bool = False, **places: Any) -> list[Any]:
         """Return the gradients by the arrays of floats among the arguments, None of others.
 
-        s are the scores that the function was given, ds the gradients by what it returned.
+        s are the scores that the function was given, ds the gradients by what it returned, of which `sizes` adds the
+        absolute values.
         """
         bound, named = self.bound, {"s": s.astype(np.float64), **indices(case, s.shape, **places)}
         found = []
@@ -48,6 +49,7 @@ class Score(NamedTuple):
                 at = np.broadcast_to(evaluate(bound.of(weight.offset), named, np.float64), s.shape)
                 values = evaluate(bound.of(weight.weight), named, np.float64)
                 shares = np.where(ds == 0, 0, ds * values).astype(np.float64)
+                shares = np.abs(shares) if sizes else shares
                 total += np.bincount(at.ravel(), shares.ravel(), array.size).reshape(array.shape)
             found.append(total)
         return found

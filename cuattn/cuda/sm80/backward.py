@@ -16,7 +16,9 @@ from cuattn.cuda.call import Call
 from cuattn.cuda.constants import Constants, is_sloped, problem_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.params import BATCH_AXES, SUM_PARAMS
+from cuattn.cuda.sm80 import score_gradients
 from cuattn.cuda.sm80.forward import flush_tiles, is_heavy, unsupported_reason
+from cuattn.cuda.sm80.score_gradients import ScoreGradients
 from cuattn.cuda.sm80.tiles import BACKWARD, WIDE, BackwardTile, look_up
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
@@ -272,7 +274,7 @@ class Backward(Call):
     """Up to seven launches: preprocess, key kernel, row kernel or conversion, bias kernel, and sums."""
 
     def unsupported_reason(self) -> str | None:
-        return unsupported_reason(self.problem)
+        return unsupported_reason(self.problem) or score_gradients.unsupported_reason(self.problem)
 
     def prepare(self) -> Plan:
         problem, load_bytes = self.problem, self.load_bytes("q", "k", "v", "do")
@@ -286,15 +288,19 @@ class Backward(Call):
             scratch["dq_acc"] = Array((*self.operands["q"].shape[:-2], rows, cut.head_dim), problem.stat_dtype)
         for name, total in self.sums.items():
             scratch[f"{name}_acc"] = sum_array(problem, total)
-        if bias is not None:
-            scratch |= bias.scratch
+        learns = problem.score is not None and problem.score.learned
+        by_score = ScoreGradients(problem, cut.bias) if learns else None
+        for passed in (bias, by_score):
+            scratch |= passed.scratch if passed else {}
         self.begin(scratch)
         if problem.n_queries * problem.n_keys * problem.head_dim_v * problem.instances:
             self._keys()
             self._rows()
-            if bias is not None:
+            if bias:
                 bias.add(self.constants)
-        notes = cut.notes(load_bytes)
+            if by_score:
+                by_score.add(self, self.constants, cut.shared_bytes("bias"))
+        notes = cut.notes(load_bytes) + (by_score.notes if by_score else [])
         return self.planned("sm80/bwd.cu", cut.keys, cut.keys.warps, cut.shared_bytes("keys"), self.constants, *notes)
 
     def _sums(self) -> dict[str, Sum]:

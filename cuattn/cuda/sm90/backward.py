@@ -12,11 +12,14 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.cuda.arguments import Array, pad, row_bytes, tile_counts
-from cuattn.cuda.constants import Constants, problem_constants
+from cuattn.cuda.constants import Constants, is_sloped, problem_constants
 from cuattn.cuda.device import Device
+from cuattn.cuda.sm80 import backward as portable
+from cuattn.cuda.sm80 import score_gradients
 from cuattn.cuda.sm80.backward import add_preprocess, broadcast_heads, row_arrays
+from cuattn.cuda.sm80.score_gradients import ScoreGradients
 from cuattn.cuda.sm90 import forward
-from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, BiasGradient, Dbias, bias_form
+from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, BiasGradient, Dbias, bias_form, portable_constants
 from cuattn.cuda.sm90.forward import ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
@@ -37,11 +40,18 @@ _CONVERT_WARPS = 8
 def unsupported_reason(problem: Problem, device: Device) -> str | None:
     """Say why these kernels do not take a problem, or return None; strides and addresses are another matter."""
     against = forward.unsupported_reason(problem, device)
+    if against is None and problem.dropout and problem.score is not None and is_sloped(problem):
+        return "it marks what dropout drops by a sign, which a function's slope may change"
     if against is None and problem.head_dim % 8:
         return f"it writes rows in units of 8 elements, and q has {problem.head_dim}"
     if against is None and problem.softcap is not None and problem.softcap > _MAX_SOFTCAP:
         return f"it takes softcaps up to {_MAX_SOFTCAP}, not {problem.softcap}"
     return against
+
+
+def learns(problem: Problem) -> bool:
+    """Return whether arrays of a score function have gradients."""
+    return problem.score is not None and bool(problem.score.learned)
 
 
 class Tile(NamedTuple):
@@ -77,15 +87,16 @@ class Cut:
         self.head_dim, self.head_dim_v = width_of(problem.head_dim), width_of(problem.head_dim_v)
         self.columns = pad(problem.head_dim, SLAB_COLUMNS)
         widest = max(self.head_dim, self.head_dim_v)
-        # Walking blocks takes registers beside anything else, and so does dropout beside a softcap.
-        capped = problem.softcap is not None
-        beside = problem.band is not None or problem.deterministic or problem.dropout or capped
-        crowded = (blocks and beside) or (capped and problem.dropout)
+        # Walking blocks takes registers beside anything else, and so does dropout beside slopes.
+        sloped = is_sloped(problem)
+        beside = problem.band is not None or problem.deterministic or problem.dropout or sloped
+        crowded = (blocks and beside) or (sloped and problem.dropout)
         self.fused = widest <= 64 or (widest <= _FUSED_HEAD_DIM and not crowded)
         self._slabs = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
         self.bias = bias if self.fused else BiasForm(bias.keys)
-        passes = problem.bias is not None and self.bias.gradient == Dbias.ELSEWHERE  # it takes delta whole
-        apart = problem.dropout or blocks or passes or capped
+        # Passes of their own take delta whole.
+        passes = learns(problem) or (problem.bias is not None and self.bias.gradient == Dbias.ELSEWHERE)
+        apart = problem.dropout or blocks or passes or sloped
         self.split_delta = self.fused and widest > 64 and not apart
         self.keys, self.rows = self._key_tile(), self._row_tile()
 
@@ -106,10 +117,10 @@ class Cut:
         """Return the tile of sm90/bwd.cu; shared memory as kernels/sm90/bwd_layout.cuh lays it out."""
         problem, (slabs, slabs_v), one = self.problem, self._slabs, self.fused
         block_m, block_n = 64, 128 if one else 64
-        # Registers are short with a softcap, and with dropout beside what takes some, too.
-        crowded = problem.softcap is not None or (
-            problem.dropout and (problem.masks == ("block",) or problem.bias is not None)
-        )
+        # Registers are short with slopes, with dropout beside what takes some, too, and where masks stand beside sums.
+        beside = problem.masks == ("block",) or problem.bias is not None or problem.score is not None
+        sums = problem.masks and self.bias.gradient == Dbias.ADDED
+        crowded = is_sloped(problem) or (problem.dropout and beside) or sums
         if one and max(slabs, slabs_v) == 1 and not crowded:
             block_m = 128
         rows = block_m * ((slabs + slabs_v) * ROW_BYTES + 4)
@@ -201,7 +212,7 @@ class Backward(MappedCall):
         against = unsupported_reason(problem, self.device)
         if against is None and problem.kernel is None and max(problem.n_queries, problem.n_keys) < _SHORT:
             against = "rows and keys are fewer than its tiles have"
-        return against or self._sum_reason() or self.layout_reason()
+        return against or score_gradients.unsupported_reason(problem) or self._sum_reason() or self.layout_reason()
 
     def _sum_reason(self) -> str | None:
         problem = self.problem
@@ -218,7 +229,9 @@ class Backward(MappedCall):
         scratch, counts = cut.scratch(dq_instances), keys.counts
         if dbias is not None:
             scratch, counts = scratch | dbias.scratch, counts | dbias.fields
-        self.begin(scratch)
+        other = portable.Cut(problem, self.device)
+        by_score = ScoreGradients(problem, other.bias) if learns(problem) else None
+        self.begin(scratch | (by_score.scratch if by_score else {}))
         add_preprocess(self, constants, cut.columns, counts)
         warps = 4 * (_WARPGROUPS + 1)
         key_warps = warps + 4 * bool(problem.dropout and cut.fused)  # more of them draw
@@ -231,6 +244,8 @@ class Backward(MappedCall):
         self.add_mapped(*launched, keys.shared_bytes, ("dk", "dv"), beside)
         if dbias is not None:
             dbias.finish(constants, counts)
+        if by_score:
+            by_score.add(self, portable_constants(self, other), other.shared_bytes("bias"))
         if cut.fused:
             grid = (keys.counts["row_tiles"] * dq_instances,)
             self.add("sm90/bwd_convert.cu", "backward_convert", constants, grid, _CONVERT_WARPS, keys.counts)
@@ -239,4 +254,5 @@ class Backward(MappedCall):
             work = rows.counts["row_tiles"] * problem.instances
             launched = "sm90/bwd_rows.cu", "backward_rows", own, work, warps, rows.counts, rows[:2]
             self.add_mapped(*launched, rows.shared_bytes, ("dq",))
-        return self.planned(path, keys[:2], key_warps, keys.shared_bytes, constants, cut.note)
+        notes = [cut.note, *(by_score.notes if by_score else [])]
+        return self.planned(path, keys[:2], key_warps, keys.shared_bytes, constants, *notes)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from cuattn.cuda.arguments import Array, row_strides, steps_of
 from cuattn.cuda.call import Call
-from cuattn.cuda.constants import Constants
+from cuattn.cuda.constants import Constants, is_sloped
 from cuattn.cuda.sm80 import backward as portable
 from cuattn.cuda.sm90 import tensor_map
 from cuattn.cuda.sm90.forward import SLAB_COLUMNS
@@ -65,8 +65,8 @@ def _gradient_form(problem: Problem, bias: Any, tiles: bool) -> Dbias:
     *_, heads, rows, columns = bias.shape
     whole = bias.shape == (*problem.batch, problem.heads, problem.n_queries, problem.n_keys)
     rounded = problem.grad_dtype(bias.dtype) == problem.dtype
-    if problem.softcap is not None:
-        return Dbias.ELSEWHERE  # what is at hand is the gradient by what enters the cap
+    if is_sloped(problem):
+        return Dbias.ELSEWHERE  # what is at hand is the gradient by what enters softcap and function
     if whole and tiles and rounded and not problem.dropout and problem.n_keys % _UNIT == 0:
         return Dbias.STORED
     if (rows, columns) == (problem.n_queries, problem.n_keys) and (whole or not problem.deterministic):
@@ -74,6 +74,11 @@ def _gradient_form(problem: Problem, bias: Any, tiles: bool) -> Dbias:
     if rows == 1 and columns == problem.n_keys and (heads == 1 or problem.group == 1):
         return Dbias.OF_KEYS
     return Dbias.ELSEWHERE
+
+
+def portable_constants(call: Call, cut: portable.Cut) -> Constants:
+    """Return the prologue of the portable kernels that a call launches behind its own."""
+    return cut.constants(call.load_bytes("q", "k", "v", "do")) | {f"sum_d{name}": False for name in "qkv"}
 
 
 class BiasGradient:
@@ -121,8 +126,7 @@ class BiasGradient:
         """Append the launches behind the main kernel, which has these constants and numbers of tiles."""
         call = self._call
         if self._form == Dbias.ELSEWHERE:
-            own = self._portable.constants(call.load_bytes("q", "k", "v", "do"))
-            self._pass.add(own | {f"sum_d{name}": False for name in "qkv"})
+            self._pass.add(portable_constants(call, self._portable))
         elif self._form == Dbias.OF_KEYS:
             portable.add_sum(call, "dbias", self._sum)
         elif self._form == Dbias.ADDED:

@@ -17,6 +17,7 @@ SLAB_COLUMNS, ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
 
 # Widths that accumulating products come in (kernels/ptx/wgmma.cuh).
 _WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
+_NARROW = 32  # columns of v for which there is a product of that width
 _MAX_HEAD_DIM = 256
 _LEAST_SCALE = 1e-30  # and its inverse the largest
 _LIST_BYTES = 4 * (32 + 4)  # a list of key tiles
@@ -31,12 +32,13 @@ _SMALLER = 8
 
 
 class Tile(NamedTuple):
-    """Query rows and keys of a tile, and buffers for keys (and values) and for queries."""
+    """Query rows and keys of a tile, buffers for keys (and values) and for queries, and blocks of a multiprocessor."""
 
     block_m: int
     block_n: int
     stages: int
     q_stages: int
+    min_blocks: int = 1
 
 
 # head_dim at most, head_dim_v at most -> the tile, and its keys where softcap or dropout take registers; first match
@@ -50,7 +52,8 @@ _TILES = (
 )
 # The same where a bias comes in tiles, whose buffers are those of keys.
 _BIASED_TILES = (
-    (64, 64, Tile(128, 128, 2, 3)),
+    (32, 32, Tile(128, 64, 2, 2, 2)),
+    (64, 64, Tile(128, 128, 3, 2)),
     (128, 128, Tile(128, 128, 2, 1)),
     (192, 128, Tile(128, 64, 3, 1)),
     (256, 256, Tile(128, 64, 2, 1)),
@@ -90,8 +93,6 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
     if problem.row.tensor_map is None:
         known = " and ".join(row.dtype.name for row in DTYPES.values() if row.tensor_map is not None)
         return f"it takes {known}, not {problem.dtype}"
-    if problem.score is not None:
-        return "score is a function, which it does not compute yet"
     if "boolean" in problem.masks:
         return "it takes no boolean mask"
     if problem.masks not in ((), ("column",), ("block",)):
@@ -107,7 +108,7 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
 
 def scaling(problem: Problem) -> Constants:
     """Return the constants that say how scores are scaled: before their maximum where the scale would spoil it."""
-    natural = problem.softcap is not None or problem.bias is not None
+    natural = any(x is not None for x in (problem.softcap, problem.bias, problem.score))
     prescaled = natural or not _LEAST_SCALE <= abs(problem.scale) <= 1 / _LEAST_SCALE
     return {"prescaled": prescaled, "negate": problem.scale < 0 and not prescaled}
 
@@ -130,6 +131,8 @@ class Cut:
         self.problem = problem
         self.bias_form = "" if problem.bias is None else bias_form(problem, bias)
         self.head_dim, self.head_dim_v = pad(problem.head_dim, 16), width_of(problem.head_dim_v)
+        if problem.head_dim_v <= _NARROW:
+            self.head_dim_v = _NARROW
         self.tile = tile = self._tile()
         section = problem.group
         if problem.masks or (problem.band is not None and problem.band.right is not None):
@@ -141,15 +144,18 @@ class Cut:
         widest, _, tile, few = next(row for row in _TILES if self.head_dim <= row[0] and self.head_dim_v <= row[1])
         capped, columns = problem.softcap is not None, problem.masks == ("column",)
         if self.bias_form == "tiles":
-            tile = next(row[2] for row in _BIASED_TILES if self.head_dim <= row[0] and self.head_dim_v <= row[1])
-            if widest == 128 and columns:  # the intervals of partial tiles' keys take room
-                tile = tile._replace(block_n=112)
+            # Small tiles leave no registers for these.
+            scarce = problem.dropout or problem.masks == ("block",) or problem.score is not None
+            rows = _BIASED_TILES[1 if scarce else 0 :]
+            tile = next(row[2] for row in rows if self.head_dim <= row[0] and self.head_dim_v <= row[1])
+            if columns:  # the intervals of partial tiles' keys take room
+                tile = tile._replace(block_n=112 if widest == 128 else tile.block_n, stages=2)
             few = min(few, tile.block_n)
         if self.bias_form == "loads":
             few = _LOADED_KEYS
         if capped or problem.dropout or self.bias_form == "loads" or (columns and self.bias_form):
             tile = tile._replace(block_n=few)
-        crowded = capped or bool(self.bias_form)
+        crowded = capped or bool(self.bias_form) or problem.score is not None
         if tile.block_m == 192 and (crowded or problem.masks == ("block",) or problem.out_dtype != problem.dtype):
             tile = tile._replace(block_m=128)  # these need registers that three warpgroups do not have
         if tile.block_m == 192 and problem.dropout and (problem.masks or problem.band is not None):
@@ -166,7 +172,7 @@ class Cut:
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory, as kernels/sm90/fwd_layout.cuh lays it out."""
-        problem, (block_m, block_n, stages, q_stages) = self.problem, self.tile
+        problem, (block_m, block_n, stages, q_stages, _) = self.problem, self.tile
         slabs, slabs_v = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
         rounded = problem.out_dtype == problem.dtype
         queries = (max(slabs, slabs_v) if rounded else slabs) * block_m * ROW_BYTES
@@ -236,8 +242,7 @@ class Forward(MappedCall):
         tile, constants, size = cut.tile[:2], cut.constants, cut.shared_bytes
         self.begin({}, counters=1)
         warps = 4 * (tile[0] // WARPGROUP_ROWS + 1)
-        launched = (
-            cut.path, "attention_forward", constants, cut.blocks, warps, cut.counts, (*tile, WARPGROUP_ROWS)
-        )  # fmt: skip
-        self.add_mapped(*launched, size, ("o",), {"bias": "bias"} if cut.bias_form == "tiles" else {})
+        launched = cut.path, "attention_forward", constants, cut.blocks, warps, cut.counts, (*tile, WARPGROUP_ROWS)
+        beside = {"bias": "bias"} if cut.bias_form == "tiles" else {}
+        self.add_mapped(*launched, size, ("o",), beside, cut.tile.min_blocks)
         return self.planned(cut.path, tile, warps, size, constants)

@@ -40,15 +40,16 @@ UTILITIES = [
 
 
 def failures(jobs):
-    """Compile (name, path, constants, arch) in parallel; return what uses local memory."""
+    """Compile (name, path, constants, arch[, traced]) in parallel; return what uses local memory."""
     unique = list({job[1:] for job in jobs})
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
         found = dict(zip(unique, pool.map(kernel_resources, *zip(*unique, strict=True)), strict=True))
     failures = []
     for name, *key in jobs:
+        arch = key[2]
         for kernel, used in found[tuple(key)].items():
-            if used.stack > (SPILL_BYTES if (key[-1], name) in EXCEPTIONS else 0):
-                failures.append(f"{key[-1]} {name}: {kernel} {used}")
+            if used.stack > (SPILL_BYTES if (arch, name) in EXCEPTIONS else 0):
+                failures.append(f"{arch} {name}: {kernel} {used}")
     return failures
 
 

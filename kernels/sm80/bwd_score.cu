@@ -1,0 +1,153 @@
+// Gradients of the arrays that a score function reads (attn/score_sums.cuh): dS times weights, added up where scores share an index.
+//
+// S and dP are computed again (Algorithm 4 lines 11-15, 17-20) for one pair of tiles after another, which are added up in registers, element
+// by element, as long as a block's pairs lie alike.  At the end the block adds the elements of each of its lines, or all of them.
+//
+// Walk            cfg::walk: the pairs of a key tile, of a row tile, or along a diagonal, all of one head; or one pair of all heads in turn
+// Shared memory   sm80/bwd_pairs.cuh
+// Grid            owners (tiles; diagonals, the longest first) * heads * batch
+// Result          sums of lines and of heads, in a fixed order; elements of arrays without one, added up in memory
+#include "attn/score_sums.cuh"
+#include "ptx/global.cuh"
+#include "sm80/bwd_pairs.cuh"
+
+constexpr int weights = cfg::weights;
+using Weighted = typename CountTo<weights>::type;
+
+// Which scores share an index in weight k; and how many weights before it share as much.
+__device__ __forceinline__ constexpr int shared_by(int k) { return cfg::shared >> (2 * k) & 3; }
+__device__ __forceinline__ constexpr int count_alike(int k) {
+    int count = 0;
+    for (int other = 0; other < k; ++other) count += shared_by(other) == shared_by(k);
+    return count;
+}
+__device__ __forceinline__ constexpr bool is_summed(int k) { return shared_by(k) == kShareLine || shared_by(k) == kShareHead; }
+using Sums = Scores[weights];  // those of weights that are not summed are never touched
+using Diagonal = Diagonals<cfg::block_m, cfg::block_n>;
+
+// Where a block walks: of each of its key tiles the range of row tiles.
+struct Place {
+    i32 owner, flat, flat_end, key_begin, key_end;
+
+    __device__ __forceinline__ explicit Place(const ScoreSumsParams& p) {
+        const i32 block = blockIdx.x, heads = p.batch * p.heads;
+        owner = cfg::walk == kWalkHeads ? block : block % p.owners;
+        if constexpr (cfg::walk == kWalkDiagonals) {  // from the middle outwards
+            const i32 middle = ((p.key_tiles - 1) * cfg::block_n) / Diagonal::step, reach = min(middle, p.owners - 1 - middle);
+            const i32 from_middle = (owner + 1) / 2;
+            if (owner <= 2 * reach) owner = middle + (owner % 2 ? from_middle : -from_middle);
+            else if (middle == reach) {}
+            else owner = p.owners - 1 - owner;
+        }
+        flat = cfg::walk == kWalkHeads ? 0 : block / p.owners;
+        flat_end = cfg::walk == kWalkHeads ? heads : flat + 1;
+        const bool one_key_tile = cfg::walk == kWalkKeys || cfg::walk == kWalkHeads;
+        key_begin = one_key_tile ? owner % p.key_tiles : 0;
+        key_end = one_key_tile ? key_begin + 1 : p.key_tiles;
+    }
+    __device__ __forceinline__ void rows(const ScoreSumsParams& p, i32 key_tile, i32& begin, i32& end) const {
+        begin = 0, end = p.row_tiles;
+        if constexpr (cfg::walk == kWalkKeys) return;
+        if constexpr (cfg::walk == kWalkRows) begin = owner;
+        if constexpr (cfg::walk == kWalkHeads) begin = owner / p.key_tiles;
+        if constexpr (cfg::walk == kWalkDiagonals) {
+            const i32 first_row = key_tile * cfg::block_n + Diagonal::corner(owner, p.key_tiles);
+            begin = first_row < 0 || first_row % cfg::block_m ? p.row_tiles : first_row / cfg::block_m;
+        }
+        end = min(begin + 1, p.row_tiles);
+    }
+};
+
+// Adds dS times the weights of one pair of tiles.
+template <class Products>
+__device__ __forceinline__ void add_weighted(Sums& sums, Products& products, const TilePlace& at, const ScoreSumsParams& p, const Head& head) {
+    Scores s, input, ds;
+    find_p<true>(s, input, products, at, p, head);
+    find_ds<false, true>(ds, s, input, products, at, {});
+    for_places(p, head, at.row(), at.key(), [&](int m, int n, int i, const TracedHead& of_head, const TracedRow& row, const TracedKey& key) {
+        Acc weight[weights];
+        i64 offset[weights];
+        find_weights(weight, Weighted(), p, input[m][n][i], of_head, row, key);
+        find_offsets(offset, Weighted(), p, of_head, row, key);
+        unroll<weights>([&](int k) {
+            const Acc share = ds[m][n][i] == 0 ? Acc(0) : ds[m][n][i] * weight[k];  // of a hidden score a weight may be anything
+            if (is_summed(k)) sums[k][m][n][i] += share;
+            if (shared_by(k) == kShareElement && share != 0) ptx::red_add(static_cast<Acc*>(p.elements) + offset[k], share);
+        });
+    });
+}
+
+// Adds a head's pairs of tiles.
+__device__ __forceinline__ void add_head(Sums& sums, PairSpace space, const ScoreSumsParams& p, Head& head, const Place& place) {
+    for (i32 key_tile = place.key_begin; key_tile < place.key_end; ++key_tile) {
+        i32 begin, end;
+        place.rows(p, key_tile, begin, end);
+        if (begin >= end) continue;
+        __syncthreads();  // the last key tile and walk are done with
+        if (threadIdx.x == 0) describe_walk(head, p, key_tile);
+        __syncthreads();  // head and walk are complete
+        RowWalk walk(p, head.walk);
+        walk.tile = max(walk.tile, begin - 1);
+        for (bool first = true; walk.next(p) && walk.tile < end; first = false)
+            visit_pair(space, p, head, {pair_numbers(space), walk.tile * cfg::block_m, head.walk.first_key, walk.partial(p)}, first,
+                       [&](auto& products, const TilePlace& at) { add_weighted(sums, products, at, p, head); });
+    }
+}
+
+// The elements of line x of a tile of sums: along it, or all of them.
+__device__ __forceinline__ Acc line_sum(const Acc* tile, int x) {
+    constexpr int rows = cfg::block_m, keys = cfg::block_n;
+    const int first = cfg::walk == kWalkDiagonals ? max(0, x - (keys - 1)) : 0;
+    const int end = cfg::walk == kWalkKeys ? rows : cfg::walk == kWalkRows ? keys : min(rows, x + 1);
+    Acc sum = 0;
+    for (int e = first; e < end; ++e) {
+        const int row = cfg::walk == kWalkRows ? x : e;
+        const int key = cfg::walk == kWalkKeys ? x : cfg::walk == kWalkRows ? e : e - (x - (keys - 1));
+        sum += tile[row * sums_stride + key];
+    }
+    return sum;
+}
+
+// The sums of weight k to memory.  A head's total comes from those of its lines.
+__device__ __forceinline__ void store_sums(Acc* tile, const ScoreSumsParams& p, const Place& place, int k) {
+    constexpr int keys = cfg::walk == kWalkKeys ? cfg::block_n : 0, rows = cfg::walk == kWalkRows ? cfg::block_m : 0;
+    constexpr int lines = cfg::walk == kWalkDiagonals ? Diagonal::lines - 1 : keys + rows;
+    constexpr int pitch = cfg::walk == kWalkDiagonals ? Diagonal::lines : lines;
+    const bool of_head = shared_by(k) == kShareHead;
+    const i64 heads = i64(p.batch) * p.heads, number = count_alike(k) * heads + place.flat;
+    Acc* const to = static_cast<Acc*>(p.sums) + (of_head ? p.first + number * p.owners + place.owner : number * p.lines + place.owner * pitch);
+    __shared__ Acc totals[lines > 0 ? lines : 1];
+    for (int x = threadIdx.x; x < lines; x += threads) {
+        const Acc sum = line_sum(tile, x);
+        if (of_head) totals[x] = sum;
+        else if (place.owner * i64(pitch) + x < p.lines) to[x] = sum;
+    }
+    if (!of_head) return;
+    __syncthreads();  // totals are complete
+    if (threadIdx.x != 0) return;
+    Acc sum = 0;
+    for (int x = 0; x < lines; ++x) sum += totals[x];
+    *to = sum;
+}
+
+extern "C" __global__ void __launch_bounds__(threads, cfg::blocks_per_sm) backward_score(const __grid_constant__ ScoreSumsParams p) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    __shared__ Head head;
+    const PairSpace space = {ptx::shared_address(memory)};
+    const Place place(p);
+    Sums sums = {};
+    for (i32 flat = place.flat; flat < place.flat_end; ++flat) {
+        __syncthreads();  // the last head is done with
+        describe_head(head, p, flat / p.heads, flat % p.heads);
+        __syncthreads();  // head is complete
+        add_head(sums, space, p, head, place);
+    }
+    Acc* const tile = reinterpret_cast<Acc*>(memory);
+    unroll<weights>([&](int k) {
+        if (!is_summed(k)) return;
+        __syncthreads();  // all tiles are done with
+        if (threadIdx.x / 32 < scores_warps) save_sums(tile, sums[k]);
+        __syncthreads();  // the sums are complete
+        store_sums(tile, p, place, k);
+    });
+}
