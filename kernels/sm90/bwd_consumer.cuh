@@ -13,7 +13,7 @@ constexpr bool values_first = cfg::block_m <= 64 && cfg::sloped;
 
 // Beside products a load waits for hundreds of clocks; ahead of them it delays them.  With dropout at d 128 what the probabilities need is
 // loaded before the two products of a row tile where nothing is masked (2.6 %, but - 2 % under causality), else behind them.
-constexpr bool given_first = cfg::dropout && cfg::block_m == 64 && unmasked && !cfg::sloped && !cfg::bias;
+constexpr bool given_first = cfg::dropout && cfg::block_m == 64 && unmasked && !cfg::sloped && !cfg::bias && !cfg::score;
 
 static_assert(cfg::stages == 2, "the buffers of dS and the phases of `taken` go by the stage");
 constexpr u32 consumers = 128 * warpgroups;
@@ -25,10 +25,10 @@ template <int n>
 __device__ __forceinline__ QueryGradient& place_of_queries(float (&)[n], QueryGradient& dq) { return dq; }
 
 struct Consumer : Worker {
-    // 128 rows, or a part of V, leave few registers; so does dropout beside a bias.
-    static constexpr bool crowded = cfg::block_m == 128 || cfg::split_delta || (cfg::dropout && cfg::bias);
+    // 128 rows, or a part of V, leave few registers; so do slopes, and dropout beside a bias or a function.
+    static constexpr bool crowded = cfg::block_m == 128 || cfg::split_delta || slopes_apart || (cfg::dropout && (cfg::bias || cfg::score));
     using Ahead = Numbers<crowded ? 0 : cfg::block_m / 8>;
-    static constexpr int held = cfg::dropout ? unmasked && !cfg::bias : cfg::dbias == kDbiasAdded ? 3 : !cfg::split_delta ? 2 : cfg::mask == kMaskColumn ? 4 : 0;  // before what is hidden is hidden
+    static constexpr int held = slopes_apart ? 0 : cfg::dropout ? unmasked && !cfg::bias && !cfg::score : cfg::dbias == kDbiasAdded ? 3 : !cfg::split_delta ? 2 : cfg::mask == kMaskColumn ? 4 : 0;  // before what is hidden is hidden
     using Stat = Numbers<crowded ? held : cfg::block_m / 8>;
     using Delta = Either<cfg::split_delta, NoNumbers, Ahead>::type;
     const ptx::TensorMap &dk_map, &dv_map, &dbias_map;

@@ -14,7 +14,11 @@ constexpr bool in_order = cfg::deterministic && !by_function;
 
 // In a section the key tiles with most work come first; neighbours share q, do and dq.
 __device__ __forceinline__ Work key_tile(const Params& p, i32 number) {
-    const TileRank place = rank_of(p, number, p.kv_heads, p.key_tiles);
+    TileRank place = rank_of(p, number, p.kv_heads, p.key_tiles);
+    if constexpr (cfg::batches_first) {  // sequences that share a bias are worked on side by side
+        const i32 pair = place.batch * p.kv_heads + place.head;
+        place.head = pair / p.batch, place.batch = pair - place.head * p.batch;
+    }
     // Under causality the first keys are seen by most rows, without it (but with a window) the last.  A fixed order
     // is from the first to the last.
     const bool ascending = in_order || cfg::band_right || !cfg::band_left;

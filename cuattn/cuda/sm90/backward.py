@@ -109,6 +109,8 @@ class Cut:
         problem, together = self.problem, 1
         if problem.masks or problem.band is not None:
             together = sharing_cache(size)
+        if self.bias.batches_first:
+            together = math.prod(problem.batch)
         if problem.deterministic and self.fused:
             together = max(together, _CAUSAL_TURNS if not problem.masks and problem.band is not None else _TURNS)
         return {**tile_counts(problem, tile), "section": min(together, heads)}
@@ -178,6 +180,7 @@ class Cut:
             **problem_constants(self.problem),
             **forward.scaling(self.problem),
             **{name: getattr(self, name) for name in ("head_dim", "head_dim_v", "split_delta")},
+            "batches_first": self.bias.batches_first,
             "bias_keys": self.bias.keys,
             "bias_tiles": self.bias.tiles,
             "dbias": int(self.bias.gradient),

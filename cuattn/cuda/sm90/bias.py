@@ -18,6 +18,7 @@ from cuattn.cuda.sm90.forward import SLAB_COLUMNS
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
 
+_CACHED = 16 << 20  # bytes of sums that stay in the L2 cache whatever the order
 _UNIT = 8  # elements that the copy engine moves at least
 _THREADS = 256  # of backward_bias_convert
 
@@ -38,11 +39,14 @@ class BiasForm(NamedTuple):
     tiles : bool
         The copy engine brings tiles of it; elements that come in neither way are loaded.
     gradient : Dbias
+    batches_first : bool
+        Sequences share sums that the L2 cache does not hold: they are worked on side by side.
     """
 
     keys: bool = False
     tiles: bool = False
     gradient: Dbias = Dbias.ELSEWHERE
+    batches_first: bool = False
 
 
 NO_BIAS = BiasForm()
@@ -58,7 +62,9 @@ def bias_form(problem: Problem, bias: Any) -> BiasForm:
         problem.head_dim, SLAB_COLUMNS
     )  # dV then leaves through dQ's place
     tiles = fits and tensor_map.unsupported_reason(bias.data.ptr, row_strides(bias)) is None
-    return BiasForm(row == 0, tiles, _gradient_form(problem, bias, tiles))
+    gradient = _gradient_form(problem, bias, tiles)
+    shared = bias.size < problem.instances * problem.n_queries * problem.n_keys and bias.shape[-3] > 1
+    return BiasForm(row == 0, tiles, gradient, gradient == Dbias.ADDED and shared and 4 * bias.size > _CACHED)
 
 
 def _gradient_form(problem: Problem, bias: Any, tiles: bool) -> Dbias:
