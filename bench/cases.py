@@ -260,6 +260,8 @@ GRIDS = {  # table: the axes of its grids
         dict(ON_HOST, batch=1, heads=8, n=1024, mask="random"),
         dict(ON_HOST, batch=8, heads=8, n=256, bias=["keys", "scores"], direction="forward"),
     ],
+    # Functions of the scores on the host, beside the call without them.
+    "cpu-scores": [dict(ON_HOST, batch=1, heads=8, n=4096, score=["alibi", "relative"])],
     # Problems of a few rows, beside the three lines of NumPy that compute them.
     "cpu-small": [
         dict(batch=batch, heads=heads, n_queries=n_queries, n_keys=n_keys, head_dim=d, dtype="float32")

@@ -121,8 +121,12 @@ SUITES = {
     ),
     "cpu": Suite(
         about="The CPU backend beside PyTorch and the NumPy formula; its time under a mask; its memory.",
-        tables=("cpu", "cpu-torch", "cpu-small"),
-        peers={"": ("sdpa-dense", "sdpa-documents"), "cpu-small": ("numpy", "sdpa-dense")},
+        tables=("cpu", "cpu-torch", "cpu-small", "cpu-scores"),
+        peers={
+            "": ("sdpa-dense", "sdpa-documents"),
+            "cpu-small": ("numpy", "sdpa-dense"),
+            "cpu-scores": ("cuattn-without",),
+        },
         studies={"cpu-alone": "cpu"},
         ours=("cuattn-attention", "cuattn"),
         defaults={"device": "cpu", "seconds": 6.0, "most": 20, "budget": 1800.0},

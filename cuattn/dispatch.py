@@ -21,7 +21,6 @@ from cuattn.errors import ArgumentError, DtypeError, UnsupportedError, shown
 from cuattn.interop import Outputs
 from cuattn.masks.base import Mask
 from cuattn.masks.constructors import band_of_runs
-from cuattn.masks.function import mask_of
 from cuattn.plans import Plan
 from cuattn.problem import (
     Array,
@@ -41,8 +40,6 @@ from cuattn.problem import (
     replayed_state,
     whole_offset,
 )
-from cuattn.scoring import Score
-from cuattn.tracing import MASK, Frozen, trace
 
 
 @dataclass
@@ -82,11 +79,13 @@ class Call:
 
     def __post_init__(self) -> None:
         if self.score is not None or type(self.score_args) is not tuple or self.score_args:
+            from cuattn.scoring import Score  # with all of tracing, which only functions need
+
             self.score = Score(self.score, self.score_args, self.arrays, self.operation.replays)
         mask = self.arrays["mask"]
         if mask is None:
-            return
-        if isinstance(mask, Mask):
+            pass  # and is asked nothing
+        elif isinstance(mask, Mask):
             self.masks, self.arrays["mask"] = mask.parts, None
         elif callable(mask):
             self.function, self.arrays["mask"] = mask, None
@@ -103,13 +102,17 @@ class Call:
     def take_functions(self, arrays: dict[str, Any]) -> None:
         """Make functions of visibility the masks that they are for operands of these shapes, at this origin."""
         if self.function is not None:
-            self._add_mask(trace(self.function, MASK).frozen, arrays)
+            from cuattn.masks.function import live
+            from cuattn.tracing import MASK, trace
+
+            self._add_mask(trace(self.function, MASK, adopt=live).captured, arrays)
             self.function = None
         if self.score is not None and self.score.visible is not None:
             self._add_mask(self.score.visible, arrays)
             self.score.visible = None
 
-    def _add_mask(self, visible: Frozen, arrays: dict[str, Any]) -> None:
+    def _add_mask(self, visible: Any, arrays: dict[str, Any]) -> None:
+        """Add the mask that a traced function is."""
         shapes = [tuple(arrays[name].shape) for name in "qkv"]
         self.masks = (*self.masks, *_function_mask(visible, *shapes, self.origin).parts)
 
@@ -324,8 +327,10 @@ _band_mask = lru_cache(maxsize=64)(band_of_runs)  # kept, since a mask holds tab
 
 
 @lru_cache(maxsize=32)  # masks hold tables
-def _function_mask(bound: Frozen, q: tuple, k: tuple, v: tuple, origin: Origin | None) -> Mask:
-    """Return the mask that a function is for operands of these shapes."""
+def _function_mask(bound: Any, q: tuple, k: tuple, v: tuple, origin: Origin | None) -> Mask:
+    """Return the mask that a function is for operands of these shapes; `bound` is what was traced."""
+    from cuattn.masks.function import mask_of
+
     batch, heads, _ = check_axes(q, k, v, True)  # whether groups are allowed, `check` asks
     leading, origin = () if max(map(len, (q, k, v))) == 2 else (*batch, heads), origin or Origin()
     rows, keys = pieces("row", origin.row, q[-2]), pieces("key", origin.key, k[-2])

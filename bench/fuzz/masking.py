@@ -33,10 +33,10 @@ def pick(rng, shares):
 def draw(problem, fixed, rng, hopper):
     """Give a problem its mask, causality and window, and what they leave visible."""
     kinds, band = pick(fixed, MASKS), pick(fixed, BANDS)
-    if fixed is rng and rng.random() < 0.08:  # on a GPU, whose problems share features, kernels do not take it
+    if fixed is rng and rng.random() < 0.08:  # on a GPU, whose problems share features, each would be compiled
         kinds = "function", *kinds[:1]
-    if hopper and (len(kinds) > 1 or "boolean" in kinds):
-        kinds = kinds[:1] if "boolean" not in kinds else ("column",)
+    if hopper:
+        kinds = kinds[:1]
     seen = [_band(problem, band, rng)] if band else []
     for kind in kinds:
         mask, shown, name = _MAKERS[kind](rng, *problem.shape)
@@ -107,8 +107,7 @@ def _block(rng, *shape):
 
 def _constructor(rng, *shape):
     *_, n, n_keys = shape
-    names = [name for name in masks.__all__ if inspect.isfunction(getattr(masks, name)) and name != "from_function"]
-    name = str(rng.choice(names if n == n_keys else ("causal", "full")))
+    name = str(rng.choice([*masks.CONSTRUCTORS] if n == n_keys else ("causal", "full")))
     drawn = _arguments(rng, n, n_keys, name)
     mask = _call(getattr(masks, name), drawn)
     if name == "random_eviction":

@@ -160,8 +160,7 @@ class _Run:
         if "twice" in self.problem.checks:
             self._same(f"{name} twice", known, self._call(function, *more, **options))
         mask, put = self.problem.mask, self.target.put
-        takes_both = self.target.device == "cpu" or self.target.kernel == "sm80"
-        if "boolean" in self.problem.checks and isinstance(mask, cuattn.ColumnMask) and takes_both:
+        if "boolean" in self.problem.checks and isinstance(mask, cuattn.ColumnMask):
             other = self._call(function, *more, **options, mask=put(mask.dense()))
             self._same(f"{name} of a boolean mask", known, other)
         if "out" in self.problem.checks:

@@ -180,8 +180,8 @@ SECTIONS = {
     ),
     "scores": Section(
         "Functions of scores and masks",
-        ("scores",),
-        tuple(table for table in ABOUT if table.startswith("scores")),
+        ("scores", "cpu"),
+        (*(table for table in ABOUT if table.startswith("scores")), "cpu-scores"),
         "How many times faster than the fastest peer of the same run, and what was to be reached; learned arrays and "
         "biases are differentiated too.",
         table=standings,

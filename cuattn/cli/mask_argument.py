@@ -37,8 +37,7 @@ def build_mask(words, n_queries, n_keys):
     """
     name, *words = words
     option = f"--mask {name}"
-    constructors = dict(inspect.getmembers(masks, inspect.isfunction))
-    del constructors["from_function"]  # of a function, which is no literal
+    constructors = masks.CONSTRUCTORS
     if name not in constructors:
         raise ArgumentError(f"{option}: expected one of {', '.join(constructors)}")
     parameters = list(inspect.signature(constructors[name]).parameters)

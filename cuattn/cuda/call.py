@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -13,8 +13,8 @@ from cuattn.cuda.device import device_of
 from cuattn.cuda.functions import Functions
 from cuattn.cuda.params import PARAMS, derived
 from cuattn.cuda.sequence import LaunchSequence
-from cuattn.cuda.source import calls_functions, constants_of
-from cuattn.cuda.tables import TABLE_SLOTS, CallMasks
+from cuattn.cuda.source import calls_functions, constants_of, functions_text
+from cuattn.cuda.tables import CallMasks
 from cuattn.plans import Plan
 from cuattn.problem import OPERATIONS, Problem
 
@@ -50,6 +50,8 @@ class Call:
     """
 
     sequence: LaunchSequence
+    packed_masks: ClassVar[bool] = False
+    """Whether the kernels read elements of boolean masks as bits."""
 
     def __init__(self, problem: Problem, operands: Mapping[str, Any], masks: Sequence[Any]) -> None:
         self.problem, self.operands, self._given_masks = problem, operands, masks
@@ -57,7 +59,7 @@ class Call:
 
     @functools.cached_property
     def _masks(self) -> CallMasks:
-        return CallMasks(self.problem, self._given_masks, self.device.number)
+        return CallMasks(self.problem, self._given_masks, self.device.number, self.packed_masks)
 
     @functools.cached_property
     def axes(self) -> Axes:
@@ -150,12 +152,18 @@ class Call:
         """
         fields, slots, tables = {**self._fields, **values}, self.slots, None
         if tile and self.problem.masks:
-            fields |= self._masks.fields(self.axes, tile[1])
-            slots, tables = {**slots, **{slot: slot for slot in TABLE_SLOTS}}, self._masks.tables(*tile)
-        dtype, functions = PARAMS, self.functions
-        if functions is not None and calls_functions(path):
-            dtype, more = functions.dtype, {**more, "traced": functions.text}
-            fields, slots = {**fields, **functions.values}, {**slots, **functions.slots}
+            extent = self._masks.extent(*tile)
+            fields |= self._masks.fields(self.axes, extent)
+            tables = self._masks.tables(extent)
+        dtype, functions, text = PARAMS, self.functions, ""
+        if calls_functions(path):
+            if functions is not None:
+                dtype, text = functions.dtype, functions.text
+                fields, slots = {**fields, **functions.values}, {**slots, **functions.slots}
+            dtype, values, masked = self._masks.traced(dtype, "visible")
+            fields, more = {**fields, **values}, {**more, "traced": functions_text(text, masked)}
+        if tables is not None:
+            slots = {**slots, **{slot: slot for slot in tables.slots if slot in dtype.fields}}
         if own is not None:
             dtype, slots = derived(dtype, own.dtype, ""), {**slots, **own.slots}
         launched = path, kernel, constants, grid, 32 * warps, dtype, fields, slots

@@ -17,7 +17,7 @@ from cuattn.tracing import Bound, Weight, addend, derivative, host_value, source
 from cuattn.tracing.graph import constant
 
 _PREFIX = "traced."
-_ONE, _ZERO, _TRUE = constant(1.0), constant(0.0), constant(True)
+_ONE, _ZERO = constant(1.0), constant(0.0)
 
 
 def weights_of(problem: Problem) -> list[Weight]:
@@ -55,7 +55,6 @@ class Functions:
             "score": [score.root],
             "addend": [addend(score.root) or _ZERO],
             "score_and_slope": [score.root, derivative(score.root) if replays else _ONE],
-            "visible": [_TRUE],
         }
         if score.learned:
             functions["weights"] = [weight.weight for weight in found] or [_ZERO]

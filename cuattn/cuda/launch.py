@@ -87,7 +87,8 @@ class Kernel:
         self._maps = [(names[name], describe) for name, describe in maps.items()]
         self._idle: list[Piece] = []  # arguments that no launch is being made of
         self.dtype = dtype
-        self.is_placed, self.is_traced = dtype.names[0] == PARAMS.names[0], bool(traced)
+        self.is_placed = dtype.names[0] == PARAMS.names[0]
+        self.is_traced = any(name.startswith("traced.") for name in dtype.names)
 
     @functools.cached_property
     def _function(self) -> Any:

@@ -26,13 +26,22 @@ def _within(name: str, fields: Fields) -> Fields:
 
 _STRIDES = [("batch", np.int64, BATCH_AXES), ("head", np.int64)]
 _OPERAND = [("data", np.uint64), *_STRIDES, *_all(np.int64, "row col")]
-_TABLES = [*_all(np.uint64, "cols bounds order alive"), *_STRIDES, *_all(np.int32, "keys_padded block_m block_n")]
+TABLES = ("cols", "bounds", "order", "bits", "values", "alive", "states")
+"""The tables of masks, and what some are made by; the last two are zeros before they are written."""
+_TABLE_STRIDES = _all(np.int64, "bits_instance bits_row bits_tile states_instance")
+_TABLES = [
+    *_all(np.uint64, "cols bounds order alive bits states"),
+    *_STRIDES,
+    *_TABLE_STRIDES,
+    *_all(np.int32, "keys_padded block_m block_n"),
+]
+_MATRICES = _within("matrices", _all(np.int32, "first_b first_h heads"))
 _DROPOUT = [
     ("keys", np.uint64, 7),  # two numbers of 32 bits each
     *_all(np.uint32, "offset batch head heads row key"),
     *_all(np.uint64, "offset_data row_blocks key_blocks"),
 ]
-_OPERANDS = "q k v o l m dout dlse dq dk dv bias dbias mask boolean"
+_OPERANDS = "q k v o l m dout dlse dq dk dv bias dbias mask boolean function"
 _WORKSPACE = "o_part l_part m_part delta stat dq_acc dk_acc dv_acc dbias_acc counters ticket turns"
 _COUNTS = (
     "batch heads kv_heads group n_queries n_keys head_dim head_dim_v band_left band_right row_tiles key_tiles "
@@ -48,6 +57,7 @@ PARAMS = np.dtype(
         *_all(np.float64, "scale softcap cap_scale dropout_scale"),
         ("batch_size", np.int32, BATCH_AXES),
         *_all(np.int32, _COUNTS),
+        *_MATRICES,
     ],
     align=True,
 )
@@ -58,14 +68,16 @@ _SOURCE = [
     *_all(np.int64, "row col"),
     *_all(np.int32, "block_m block_n"),
 ]
-_SOURCES = [*(f"column.{number}" for number in range(_MAX_COLUMN_MASKS)), "blocks", "boolean"]
+_SOURCES = [*(f"column.{number}" for number in range(_MAX_COLUMN_MASKS)), "blocks", "boolean", "function"]
 
 MASK_PARAMS = np.dtype(
     [
         *(field for name in _SOURCES for field in _within(name, _SOURCE)),
-        *_all(np.uint64, "cols bounds order alive"),
+        *_all(np.uint64, "cols bounds order bits values alive states"),
+        *_TABLE_STRIDES,
         ("size", np.int32, BATCH_AXES + 1),
-        *_all(np.int32, "alike n_queries n_keys keys_padded row_tiles key_tiles band_left band_right"),
+        *_MATRICES,
+        *_all(np.int32, "instances alike n_queries n_keys keys_padded row_tiles key_tiles band_left band_right"),
     ],
     align=True,
 )

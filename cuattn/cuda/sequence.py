@@ -21,7 +21,7 @@ from cuattn.cuda.arguments import Array, Change, place_changes, state_changes
 from cuattn.cuda.device import counters_of, zero
 from cuattn.cuda.functions import Functions
 from cuattn.cuda.launch import Kernel
-from cuattn.cuda.tables import TABLE_SLOTS, MaskTables
+from cuattn.cuda.tables import MaskTables
 from cuattn.errors import UnsupportedError
 from cuattn.io_model.sizes import align_up
 from cuattn.masks.device import upload
@@ -88,8 +88,9 @@ class LaunchSequence:
         if tables is not None:
             if tables not in self._tables:
                 self._tables.append(tables)
-            first = len(names) + self._tables.index(tables) * len(TABLE_SLOTS)
-            names = {**names, **{slot: number for number, slot in enumerate(TABLE_SLOTS, first)}}
+            before = self._tables[: self._tables.index(tables)]
+            first = len(names) + sum(len(other.slots) for other in before)
+            names = {**names, **{slot: number for number, slot in enumerate(tables.slots, first)}}
         self._kernels.append(Kernel(self.device, names, *launched, **more))
 
     @property

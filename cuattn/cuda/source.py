@@ -9,7 +9,7 @@ In front stands the prologue, ``namespace cfg { ... }``: a Python ``bool``, ``in
 :mod:`cuattn.cuda.constants` lists the names.
 
 The text of a score or mask function (:func:`cuattn.tracing.source`) stands where kernels include
-``attn/untraced.cuh``, which declares the same for kernels without one.
+``attn/functions.cuh``, which declares the same for kernels without one.
 """
 
 import functools
@@ -21,7 +21,7 @@ from importlib import resources
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')
 _CONSTANT, _COMMENT = re.compile(r"\bcfg::(\w+)"), re.compile("//.*")
 _TYPES = {bool: "bool", int: "int", float: "double"}
-_UNTRACED = "attn/untraced.cuh"
+_FUNCTIONS = "attn/functions.cuh"
 _HEADERS = {"__half": "cuda_fp16.h", "__nv_bfloat16": "cuda_bf16.h"}
 
 
@@ -60,7 +60,18 @@ def constants_of(path: str, constants: Mapping[str, object]) -> tuple[tuple[str,
 
 def calls_functions(path: str) -> bool:
     """Return whether a kernel file asks for score or mask functions."""
-    return not _names_read(path).isdisjoint(("score", "mask_function"))
+    return not _names_read(path).isdisjoint(("score", "mask"))
+
+
+def functions_text(score: str, mask: str) -> str:
+    """Return what stands for ``attn/functions.cuh``: texts of a score and of a mask function; "" for neither.
+
+    >>> print(functions_text("", "namespace traced::mask { ... }"))
+    #include "attn/untraced.cuh"
+    namespace traced::mask { ... }
+    """
+    stubs = '#include "attn/untraced.cuh"\n', '#include "attn/unmasked.cuh"\n'
+    return "".join(text or stub for text, stub in zip((score, mask), stubs, strict=True)) if score or mask else ""
 
 
 def flatten_text(text: str, name: str = "text", seen: set[str] | None = None, traced: str = "") -> str:
@@ -74,7 +85,7 @@ def flatten_text(text: str, name: str = "text", seen: set[str] | None = None, tr
     seen : set of str, optional
         Files that are not written out again; it grows.
     traced : str, optional
-        What stands for ``attn/untraced.cuh``.
+        What stands for ``attn/functions.cuh``.
     """
     seen = {name} if seen is None else seen
     lines = [f'#line 1 "{name}"']
@@ -86,7 +97,7 @@ def flatten_text(text: str, name: str = "text", seen: set[str] | None = None, tr
         path = include[1]
         if path not in seen:
             seen.add(path)
-            included = traced if traced and path == _UNTRACED else _read(path, f"{name}:{number}")
+            included = traced if traced and path == _FUNCTIONS else _read(path, f"{name}:{number}")
             lines.append(flatten_text(included, path, seen, traced))
         lines.append(f'#line {number + 1} "{name}"')
     return "\n".join(lines) + "\n"

@@ -6,7 +6,8 @@ What a kind of mask needs is said by its class (:class:`cuattn.masks.cuda_half.C
 import functools
 import math
 import sys
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -16,23 +17,20 @@ from cuattn.cuda.arguments import Array, Axes, band_fields, changes, collapse, l
 from cuattn.cuda.constants import halves, problem_constants
 from cuattn.cuda.device import zero
 from cuattn.cuda.launch import Kernel
-from cuattn.cuda.params import BATCH_AXES, MASK_PARAMS
+from cuattn.cuda.params import BATCH_AXES, MASK_PARAMS, TABLES, derived
+from cuattn.cuda.source import functions_text
 from cuattn.errors import UnsupportedError
-from cuattn.io_model.sizes import align_up, cdiv
+from cuattn.io_model.sizes import align_up
 from cuattn.masks.base import Mask
-from cuattn.masks.cuda_half import Source
+from cuattn.masks.cuda_half import CudaHalf, Extent, Source
 from cuattn.masks.device import Ready
 from cuattn.problem import Problem
 
-_ORDER_SHARED_BYTES = 40 * 1024  # more row tiles than fit here run unsorted
-_KEYS_PER_BLOCK, _GROUPS_PER_BLOCK = 256, 512  # of mask_alive
 _MAX_GRID = 2**31 - 1
+_ZEROED = 2  # tables, the last, that are zeros before they are written
 _KEPT = 8  # tables that a mask keeps on each device
 
-_OPERANDS = ("mask", "boolean")  # the operands of Params that kernels read beside the tables
-_TABLES = ("cols", "bounds", "order", "alive")
-TABLE_SLOTS = (*(f"{name}.data" for name in _OPERANDS), *(f"table.{name}" for name in _TABLES))
-"""The fields of ``Params`` that take the addresses of :meth:`MaskTables.fill`."""
+_PREFIX = "visible."  # of the arguments of a mask function
 
 
 class Kept:
@@ -69,6 +67,8 @@ class CallMasks:
     masks : sequence of Mask
         In the order of ``problem.masks``; only their layouts matter.
     device : int
+    packed : bool, optional
+        Whether the kernels read elements of boolean masks as bits.
 
     Attributes
     ----------
@@ -76,48 +76,72 @@ class CallMasks:
         Strides over (*batch, heads), and any behind them, that merging axes must keep.
     """
 
-    def __init__(self, problem: Problem, masks: Sequence[Mask], device: int) -> None:
-        self.problem, self.device, self._rank = problem, device, len(problem.batch)
+    def __init__(self, problem: Problem, masks: Sequence[Mask], device: int, packed: bool = False) -> None:
+        self.problem, self.device, self._packed, self._rank = problem, device, packed, len(problem.batch)
         self.halves = halves(problem)
         self.sources = [_aligned(mask.source(), self._rank + 1) for mask in masks]
         self.leading = np.broadcast_shapes(*(source.leading for source in self.sources))
         self.lasting = not any(mask.borrowed for mask in masks)
-        self.kernels = {name: half.file for half in self.halves for name in half.kernels}
-        self.columns = sum("mask_bounds" in half.kernels for half in self.halves)
         self._operands = {
             half.operand: source for half, source in zip(self.halves, self.sources, strict=True) if half.operand
         }
         # Strides of the tables' own instances, as a mask with one element each, and of masks that are read beside them.
         self.layouts = {"table": steps_of(Array(self.leading, np.dtype(np.uint8)))} if masks else {}
         self.layouts |= {name: (*source.strides, source.row, source.col) for name, source in self._operands.items()}
+        self.generated = {name: text for mask in masks for name, text in mask.generated.items()}
+        self._own_fields = {name: value for mask in masks for name, value in mask.fields.items()}
         self._tables = functools.cache(functools.partial(MaskTables, self))
 
-    def fields(self, axes: Axes, block_n: int) -> dict[str, Any]:
+    def extent(self, block_m: int, block_n: int, unit: int | None = None) -> Extent:
+        """Return what tables for such tiles are made for."""
+        problem = self.problem
+        instances = math.prod(self.leading) if problem.n_keys else 0  # else nothing is read
+        sources = tuple(zip(problem.masks, self.sources, strict=True))
+        tile = block_m, block_n, unit or block_m
+        return Extent(instances, problem.n_queries, problem.n_keys, *tile, self._packed, sources)
+
+    def fields(self, axes: Axes, extent: Extent) -> dict[str, Any]:
         """Return the fields of ``Params`` that describe masks and tables."""
-        values: dict[str, Any] = {"table.keys_padded": cdiv(self.problem.n_keys, block_n) * block_n}
+        values: dict[str, Any] = {"table.keys_padded": extent.key_tiles * extent.block_n}
+        values |= {f"table.{name}": stride for name, stride in extent.strides.items()}
         for name, steps in self.layouts.items():
             values |= layout_fields(name, steps, axes, self._rank)
         if blocks := self._operands.get("mask"):
             values |= {"table.block_m": blocks.block_m, "table.block_n": blocks.block_n}
-        return values
+        return values | self._own_fields
+
+    def traced(self, dtype: np.dtype, name: str) -> tuple[np.dtype, dict[str, Any], str]:
+        """Return a kernel's argument with those of the mask function behind it, their values, and its text.
+
+        Parameters
+        ----------
+        dtype : dtype
+        name : str
+            What the function is for; "" where it is not asked.
+        """
+        made = self.generated.get(name)
+        if made is None:
+            return dtype, {}, ""
+        values = {_PREFIX + field: made.arguments[field] for field in made.arguments.dtype.names}
+        return derived(dtype, made.arguments.dtype, _PREFIX), values, made.text
 
     def source_fields(self) -> tuple[list[str], dict[str, Any]]:
         """Return the fields of ``MaskParams`` that take the masks' addresses, and those that describe the masks."""
         axes = collapse(self.leading, [source.strides for source in self.sources], BATCH_AXES + 1, "mask")
-        slots, fields = [], {"size": axes.size}
+        slots, fields = [], {"size": axes.size, **self._own_fields}
         for number, (half, source) in enumerate(zip(self.halves, self.sources, strict=True)):
             name = half.source if half.most == 1 else f"{half.source}.{self.halves[:number].count(half)}"
             slots.append(f"{name}.data")
             fields[f"{name}.stride"] = axes.pick(source.strides)
             fields |= {f"{name}.{field}": getattr(source, field) for field in ("row", "col", "block_m", "block_n")}
+            slots += [f"{_PREFIX}array{slot}" for slot in range(source.arrays)]
         return slots, fields
 
-    def tables(self, block_m: int, block_n: int, unit: int | None = None) -> "MaskTables":
-        """Return the tables for tiles of `block_m` rows and `block_n` keys; those that are the same are one object.
-
-        `unit`, a divisor of `block_m` and by default that, is what bounds of column masks count rows in.
-        """
-        return self._tables(block_m, block_n, unit or block_m) if self.columns else self._tables(1, 1, 1)
+    def tables(self, extent: Extent) -> "MaskTables":
+        """Return the tables for tiles of some sizes; those that are the same are one object."""
+        if not any(half.by_tile for half in self.halves):
+            extent = extent._replace(block_m=1, block_n=1, unit=1)
+        return self._tables(extent)
 
 
 class MaskTables:
@@ -127,52 +151,48 @@ class MaskTables:
 
     Attributes
     ----------
+    slots : list of str
+        The fields of ``Params`` that take the addresses of :meth:`fill`, as far as a kernel has them.
     nbytes : int
         Memory that the tables take.
     """
 
-    def __init__(self, masks: CallMasks, block_m: int, block_n: int, unit: int) -> None:
-        problem, columns = masks.problem, masks.columns
-        n_queries, n_keys = problem.n_queries, problem.n_keys
-        instances = math.prod(masks.leading) if n_keys else 0  # else nothing is read
+    def __init__(self, masks: CallMasks, extent: Extent) -> None:
+        problem, halves = masks.problem, sorted({*masks.halves}, key=lambda half: half.code)
         self._masks, self._device, self._problem = masks, masks.device, problem
-        self._key = (block_m, block_n, unit, n_queries, n_keys, problem.masks, masks.leading)
-        row_tiles, key_tiles = cdiv(n_queries, unit), cdiv(n_keys, block_n)
-        order_shared = 4 * (row_tiles + 1)
-        ordered = columns and order_shared <= _ORDER_SHARED_BYTES
-        sizes = {
-            "cols": 16 * columns * instances * key_tiles * block_n,
-            "bounds": 32 * columns * instances * key_tiles,
-            "order": 4 * instances * cdiv(n_queries, block_m) if ordered else 0,
-            "alive": instances * n_keys if "mask_alive" in masks.kernels else 0,
-        }
-        self._sizes = list(sizes.values())
-        *self._offsets, self.nbytes = accumulate(map(align_up, self._sizes), initial=0)
-        # Neighbouring rows that see the same, as far as sizes tell.
-        alike = min(n_queries if source.row == 0 else source.block_m for source in masks.sources)
-        chunks = cdiv(cdiv(n_queries, alike), _GROUPS_PER_BLOCK)
-        shapes = {
-            "mask_alive": (instances * chunks * cdiv(n_keys, _KEYS_PER_BLOCK), _KEYS_PER_BLOCK, 0),
-            "mask_bounds": (instances * key_tiles, cdiv(block_n, 32) * 32, 0),
-            "mask_order": (instances if ordered else 0, 1024, order_shared),
-        }
+        self._key = (*extent[:-1], problem.masks, masks.leading)
+        needed = ChainMap(*(half.tables(extent) for half in halves))
+        sizes = [needed.get(name, 0) for name in TABLES]
+        *places, self.nbytes = accumulate(map(align_up, sizes), initial=0)
+        self._places = [place if size else None for place, size in zip(places, sizes, strict=True)]
+        self._zeros = places[-_ZEROED]
         slots, values = masks.source_fields()
         values |= {
-            **band_fields(problem), "alike": alike, "n_queries": n_queries, "n_keys": n_keys,
-            "keys_padded": key_tiles * block_n, "row_tiles": row_tiles, "key_tiles": key_tiles,
+            **band_fields(problem), **extent.strides, "instances": extent.instances, "alike": extent.alike,
+            "n_queries": problem.n_queries, "n_keys": problem.n_keys, "keys_padded": extent.key_tiles * extent.block_n,
+            "row_tiles": extent.row_tiles, "key_tiles": extent.key_tiles,
         }  # fmt: skip
-        sized = {"block_m": unit, "block_n": block_n, "rows_per_item": block_m // unit}
-        constants = problem_constants(problem) | sized
-        slots += _TABLES
-        numbers, names = {name: number for number, name in enumerate(slots)}, {name: name for name in slots}
-        self._kernels = []
-        for name, path in masks.kernels.items():
-            blocks, threads, shared = shapes[name]
+        read = {f"{half.source}.data": f"{half.operand}.data" for half in halves}
+        self.slots = [*(read.get(slot, slot) for slot in slots), *(f"table.{name}" for name in TABLES)]
+        self._kernels = self._launches(halves, extent, [*slots, *TABLES], values)
+
+    def _launches(self, halves: Iterable[CudaHalf], extent: Extent, slots: list[str], values: dict) -> list[Kernel]:
+        """Return what makes the tables, of arguments with these values and addresses."""
+        unit, problem, found = extent.unit, self._problem, []
+        sized = {"block_m": unit, "block_n": extent.block_n, "rows_per_item": extent.block_m // unit}
+        constants, numbers = problem_constants(problem) | sized, {name: number for number, name in enumerate(slots)}
+        kernels = dict.fromkeys(x for half in halves for x in half.kernels(extent))
+        for file, name, blocks, threads, shared, text, _ in sorted(kernels, key=lambda kernel: kernel.last):
             if blocks > _MAX_GRID:
                 raise UnsupportedError(f"mask needs {blocks} blocks of {name}; expected less than 2**31")
             if blocks:
-                launched = path, name, constants, (blocks,), threads, MASK_PARAMS, values, names
-                self._kernels.append(Kernel(self._device, numbers, *launched, shared_bytes=shared))
+                dtype, more, traced = self._masks.traced(MASK_PARAMS, text)
+                names = {name: name for name in slots if name in dtype.fields}
+                launched = file, name, constants, (blocks,), threads, dtype, {**values, **more}, names
+                found.append(
+                    Kernel(self._device, numbers, *launched, shared_bytes=shared, traced=functions_text("", traced))
+                )
+        return found
 
     def find(self, masks: Sequence[Mask], shift: int, stream: Any, capturing: bool) -> Kept | None:
         """Return tables that a mask keeps, or None when the call must fill tables of its own.
@@ -204,33 +224,31 @@ class MaskTables:
 
         with stream:  # the pool hands memory out, and takes it back, in the order of its current stream
             memory = cupy.cuda.alloc(self.nbytes)
-        addresses = self.fill(self.sources(masks, 0, stream), shift, memory.ptr, stream)
-        held = memory, masks[1:], [mask.to_device(self._device)._array for mask in masks]
-        return Kept(addresses, held, stream, self._device)
+        arrays = self._arrays(masks, stream)
+        addresses = self.fill([array.data.ptr for array in arrays], shift, memory.ptr, stream)
+        return Kept(addresses, (memory, masks[1:], arrays), stream, self._device)
+
+    def _arrays(self, masks: Sequence[Mask], stream: Any) -> list[Any]:
+        with stream:
+            return [array for mask in masks for array in mask.arrays_on(self._device)]
 
     def sources(self, masks: Sequence[Mask], plain: int, stream: Any) -> list[int]:
-        """Return the masks' addresses on this device, written before what `stream` does next.
+        """Return the addresses of the masks' arrays on this device, written before what `stream` does next.
 
         `plain` is that of a caller's boolean array, which comes last.
         """
-        addresses = []
-        with stream:
-            for mask in masks:
-                twin = mask.to_device(self._device)
-                twin._wait()
-                addresses.append(twin._array.data.ptr)
-        return addresses if self._masks.lasting else [*addresses, plain]
+        addresses = [array.data.ptr for array in self._arrays(masks, stream)]
+        return addresses if len(masks) == len(self._problem.masks) else [*addresses, plain]
 
     def fill(self, sources: Sequence[int], shift: int, memory: int, stream: Any) -> list[int]:
-        """Launch what fills `memory` from masks at `sources`; return the addresses for the slots of masks."""
-        operands = {half.operand: address for half, address in zip(self._masks.halves, sources, strict=True)}
-        found = [operands.get(name, 0) for name in _OPERANDS]
-        tables = [memory + at if size else 0 for at, size in zip(self._offsets, self._sizes, strict=True)]
-        zero(tables[-1], self._sizes[-1], stream)
+        """Launch what fills `memory` from arrays at `sources`; return the addresses for `slots`."""
+        tables = [0 if place is None else memory + place for place in self._places]
+        zero(memory + self._zeros, self.nbytes - self._zeros, stream)
         moved = changes(MASK_PARAMS, band_fields(self._problem, shift))
+        addresses = [*sources, *tables]
         for kernel in self._kernels:
-            kernel.launch([*sources, *tables], stream.ptr, moved)
-        return [*found, *tables]
+            kernel.launch(addresses, stream.ptr, moved)
+        return addresses
 
 
 def _aligned(source: Source, rank: int) -> Source:

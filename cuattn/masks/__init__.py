@@ -14,6 +14,8 @@ Examples
 0.65625
 """
 
+from typing import TYPE_CHECKING, Any
+
 from cuattn.masks.cells import BlockMask, BooleanMask
 from cuattn.masks.column import ColumnMask
 from cuattn.masks.combine import AllOf
@@ -27,7 +29,6 @@ from cuattn.masks.constructors import (
     random_eviction,
     sliding_window,
 )
-from cuattn.masks.function import FunctionMask, from_function
 from cuattn.masks.packed import (
     causal_blockwise,
     causal_document,
@@ -36,6 +37,30 @@ from cuattn.masks.packed import (
     prefix_lm_document,
     share_question,
 )
+
+if TYPE_CHECKING:
+    from cuattn.masks.function import FunctionMask, from_function
+
+CONSTRUCTORS = {
+    make.__name__: make
+    for make in (
+        causal,
+        causal_blockwise,
+        causal_document,
+        document,
+        eviction,
+        full,
+        global_sliding_window,
+        hash_sparse,
+        prefix_lm_causal,
+        prefix_lm_document,
+        qk_sparse,
+        random_eviction,
+        share_question,
+        sliding_window,
+    )
+}
+"""What builds column masks of numbers and lists of them, by name."""
 
 __all__ = [
     "AllOf",
@@ -59,3 +84,12 @@ __all__ = [
     "share_question",
     "sliding_window",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what masks of functions need when the first of them is made."""
+    if name not in ("FunctionMask", "from_function"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from cuattn.masks import function
+
+    return getattr(function, name)

@@ -13,7 +13,8 @@ asks what kind a mask is.  The CPU walks a mask by tiles of its own size::
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy as np
 from cuattn.errors import MaskError
 from cuattn.io_model.sizes import cdiv
 from cuattn.masks import checks
-from cuattn.masks.cuda_half import CudaHalf, Source
+from cuattn.masks.cuda_half import CudaHalf, Generated, Source
 from cuattn.masks.draw import Drawable
 from cuattn.masks.immutable import Immutable
 from cuattn.masks.runs import Runs, as_runs
@@ -60,7 +61,10 @@ class Mask(Immutable, Drawable):
             KINDS[cls.kind] = cls
 
     borrowed: bool = False
-    """Whether the mask is of a caller's array, who may change it after a call: nothing made of it may be kept."""
+    """Whether the mask is of a caller's arrays, who may change them after a call: nothing made of it may be kept."""
+
+    unowned: bool = False
+    """Whether the mask is a caller's array itself: an operand of the call."""
 
     leading: tuple[int, ...]
     """Shape of the axes before queries and keys; they broadcast to a problem's (..., heads)."""
@@ -130,6 +134,18 @@ class Mask(Immutable, Drawable):
         """Return where the mask's numbers lie on a GPU, for kinds that have a `cuda` half."""
         raise NotImplementedError(f"{type(self).__name__}.source")
 
+    generated: Mapping[str, Generated] = MappingProxyType({})
+    """The texts that kernels are compiled with, of a mask that is a function, by what they are for."""
+
+    fields: Mapping[str, int] = MappingProxyType({})
+    """Fields of ``Params`` and ``MaskParams`` beside those of `source`."""
+
+    def arrays_on(self, device: int) -> tuple[Any, ...]:
+        """Return what kernels read of the mask on a GPU, written before what its current stream does next."""
+        twin = self.to_device(device)
+        twin._wait()
+        return (twin._array,)
+
     # For backends: what one instance hides, by tiles.
 
     @abstractmethod
@@ -162,6 +178,14 @@ class Mask(Immutable, Drawable):
     # For everybody.
 
     __array_ufunc__ = None  # ``array & mask`` is this class's affair
+
+    def as_columns(self, n_queries: int, n_keys: int) -> "Mask":
+        """Return the `ColumnMask` of these lengths that the mask is, if it is one on the host; else the mask itself."""
+        return self
+
+    def joined(self, other: "Mask") -> "Mask | None":
+        """Return one mask on the host that says what this one and another of its kind do; None where there is none."""
+        return None
 
     def __and__(self, other: Any) -> "Mask":
         """Return the mask of what both show: of another mask, or of a boolean array."""

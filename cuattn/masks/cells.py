@@ -5,10 +5,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from cuattn.errors import MaskError
 from cuattn.io_model.sizes import cdiv
 from cuattn.masks import checks
 from cuattn.masks.base import Mask
-from cuattn.masks.cuda_half import CudaHalf, source_of
+from cuattn.masks.column import ColumnMask
+from cuattn.masks.cuda_half import CudaHalf, alive_kernels, alive_tables, boolean_kernels, boolean_tables, source_of
 from cuattn.masks.device import copy, namespace
 from cuattn.masks.runs import Runs, indices, length_of, taken
 
@@ -77,6 +79,11 @@ class CellMask(Mask):
         block_m, part = _cut(self._array, rows, self.block_m, -2)
         block_n, part = _cut(part, keys, self.block_n, -1)
         return self._wrap(part, block_m, block_n, self.borrowed, (length_of(rows), length_of(keys)))
+
+    def joined(self, other):
+        if not isinstance(other, CellMask) or self.block != other.block:
+            return None
+        return self._wrap(self._array & other._array, *self.block, False, self._lengths or other._lengths)
 
 
 def _cells_of_tiles(length: int, tile: int, block: int, cells: int) -> tuple[np.ndarray, np.ndarray]:
@@ -149,7 +156,7 @@ class BlockMask(CellMask):
     """
 
     kind = "block"
-    cuda = CudaHalf(8, 1, "blocks", "mask", "util/mask_alive.cu", ("mask_alive",))
+    cuda = CudaHalf(8, 1, "blocks", "mask", alive_tables, alive_kernels, by_tile=False)
 
     def __init__(self, blocks: Any, block_m: int, block_n: int) -> None:
         self._settle(copy(checks.booleans("blocks", blocks)), *checks.tile(block_m, block_n), False, None)
@@ -195,7 +202,7 @@ class BooleanMask(CellMask):
     """
 
     kind = "boolean"
-    cuda = CudaHalf(16, 1, "boolean", "boolean", "util/mask_alive.cu", ("mask_alive",))
+    cuda = CudaHalf(16, 1, "boolean", "boolean", boolean_tables, boolean_kernels)
     _stretches = True
 
     def __init__(self, array: Any) -> None:
@@ -210,6 +217,20 @@ class BooleanMask(CellMask):
     def array(self) -> Any:
         """The matrix or matrices, True = attend."""
         return self._array
+
+    @property
+    def unowned(self) -> bool:
+        return self.borrowed
+
+    def as_columns(self, n_queries, n_keys):
+        if self.on_device or self.array.shape[-1] != n_keys:
+            return self
+        try:
+            found = ColumnMask.from_dense(self.array)
+        except MaskError:
+            return self
+        # A single row stands for all of them.
+        return found if found.n_queries == n_queries else ColumnMask._wrap(found._array * n_queries, n_queries)
 
     def __repr__(self) -> str:
         return f"<BooleanMask {self._array.shape} {self._where}>"

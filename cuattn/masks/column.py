@@ -8,9 +8,9 @@ import numpy as np
 
 from cuattn.errors import DtypeError, MaskError, shown
 from cuattn.masks import checks, convert
-from cuattn.masks.cuda_half import CudaHalf, source_of
+from cuattn.masks.cuda_half import CudaHalf, column_kernels, column_tables, source_of
 from cuattn.masks.device import namespace, pack
-from cuattn.masks.intervals import IntervalMask
+from cuattn.masks.intervals import IntervalMask, join
 from cuattn.masks.runs import Reach, indices, kept_before, length_of, taken
 
 
@@ -69,7 +69,7 @@ class ColumnMask(IntervalMask):
 
     kind = "column"
     _names = ("lts", "lte", "uts", "ute")
-    cuda = CudaHalf(1, 4, "column", None, "util/mask_bounds.cu", ("mask_bounds", "mask_order"))
+    cuda = CudaHalf(1, 4, "column", None, column_tables, column_kernels)
     lts: Any
     lte: Any
     uts: Any
@@ -265,6 +265,11 @@ class ColumnMask(IntervalMask):
 
     def source(self):
         return source_of(namespace(self._array).moveaxis(self._array, 0, -2))
+
+    def joined(self, other):
+        found = convert.runs(join((self, other))[0]._array, self.n_queries)
+        two = (found[0] <= 2).all()
+        return self._of(self.n_queries, *convert.assign(*found, self.n_queries)) if two else None
 
     def _restrict(self, rows, keys):
         return self._of(length_of(rows), *kept_before(taken(self._array, indices(keys), -1), rows))

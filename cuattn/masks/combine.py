@@ -1,6 +1,6 @@
 """Masks that hold together: ``a & b``."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, reduce
 from itertools import product
 from operator import or_
@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from cuattn.errors import MaskError
-from cuattn.masks import checks, convert
+from cuattn.masks import checks
 from cuattn.masks.base import Mask
-from cuattn.masks.cells import BooleanMask, CellMask
-from cuattn.masks.column import ColumnMask
+from cuattn.masks.cells import BooleanMask
 from cuattn.masks.device import namespace
 from cuattn.masks.intervals import join
 
@@ -110,11 +109,16 @@ class AllOf(Mask):
         return AllOf([part.bind(n_queries, n_keys) for part in self.parts])
 
     def hidden(self, instance, rows, keys):
-        return reduce(or_, (part.hidden(part.instance(instance), rows, keys) for part in self._walk))
+        return reduce(or_, self._gathered(part.hidden(part.instance(instance), rows, keys) for part in self._walk))
 
     def states(self, instance, block_m, block_n, start, stop):
-        found = [part.states(part.instance(instance), block_m, block_n, start, stop) for part in self._walk]
-        return reduce(namespace(found[0]).minimum, found)
+        found = (part.states(part.instance(instance), block_m, block_n, start, stop) for part in self._walk)
+        return reduce(namespace(self._array).minimum, self._gathered(found))
+
+    def _gathered(self, arrays: Iterable[Any]) -> list[Any]:
+        """Return arrays where the mask is: a function is evaluated on the host."""
+        xp = namespace(self._array)
+        return [xp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays]
 
     def _restrict(self, rows, keys):
         return AllOf([part.bind(self.n_queries, self.n_keys).restrict(rows, keys) for part in self.parts])
@@ -133,36 +137,12 @@ def both(a: Any, b: Any) -> Mask:
     is_open = given.fits(n_queries - 1, n_keys) or given.fits(n_queries, n_keys - 1)
     parts: list[Mask] = []
     for part in given.parts:
-        part = part if is_open else _as_columns(part, n_queries, n_keys)
+        part = part if is_open else part.as_columns(n_queries, n_keys)
         for place, other in enumerate(parts):
-            if (joined := _joined(part, other)) is not None:
+            together = part.kind == other.kind and not part.on_device and not other.on_device
+            if together and (joined := part.joined(other)) is not None:
                 parts[place] = joined
                 break
         else:
             parts.append(part)
     return parts[0] if len(parts) == 1 else AllOf(parts)
-
-
-def _as_columns(mask: Mask, n_queries: int, n_keys: int) -> Mask:
-    """Return a host's boolean mask as a `ColumnMask` of these lengths, where it is one."""
-    if not isinstance(mask, BooleanMask) or mask.on_device or mask.array.shape[-1] != n_keys:
-        return mask
-    try:
-        found = ColumnMask.from_dense(mask.array)
-    except MaskError:
-        return mask
-    # A single row stands for all of them.
-    return found if found.n_queries == n_queries else ColumnMask._wrap(found._array * n_queries, n_queries)
-
-
-def _joined(a: Mask, b: Any) -> Mask | None:
-    """Return one mask on the host that says what two of the same kind do, or None."""
-    if a.kind != b.kind or a.on_device or b.on_device:
-        return None
-    if isinstance(a, ColumnMask):
-        found = convert.runs(join((a, b))[0]._array, a.n_queries)
-        two = (found[0] <= 2).all()
-        return ColumnMask._of(a.n_queries, *convert.assign(*found, a.n_queries)) if two else None
-    if isinstance(a, CellMask) and a.block == b.block:
-        return a._wrap(a._array & b._array, *a.block, False, a._lengths or b._lengths)
-    return None

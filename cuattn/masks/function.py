@@ -7,17 +7,36 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.errors import MaskError, UnsupportedError, shown
+from cuattn.errors import MaskError, shown
 from cuattn.masks import checks
 from cuattn.masks.base import Instance, Mask
 from cuattn.masks.column import ColumnMask
-from cuattn.masks.device import adopt, is_device_array
+from cuattn.masks.cuda_half import CudaHalf, Generated, Source, function_kernels, function_tables
+from cuattn.masks.device import adopt, current_stream, is_device_array, upload
 from cuattn.masks.runs import Runs, indices
-from cuattn.tracing import MASK, B, Facts, Frozen, H, Program, columns, facts, tile_states, trace
+from cuattn.tracing import (
+    MASK,
+    B,
+    Bound,
+    Facts,
+    Frozen,
+    H,
+    Node,
+    Program,
+    columns,
+    facts,
+    joined,
+    source,
+    tile_source,
+    tile_states,
+    trace,
+)
+from cuattn.tracing.build import apply
 from cuattn.tracing.capture import copied, is_array
 
 _ELEMENTS = 1 << 16  # that are evaluated at once
 _STRIPS = 1 << 10  # of tiles, whose states a mask remembers
+_NAMESPACE = "traced::mask"  # of generated text
 
 
 class FunctionMask(Mask):
@@ -34,8 +53,8 @@ class FunctionMask(Mask):
 
     Notes
     -----
-    Numbers are float32.  A mask compares and pickles by what the function computes, not by the function.  A GPU does
-    not take this kind of mask yet.
+    Numbers are float32.  A mask compares and pickles by what the function computes, not by the function.  On a GPU the
+    bounds of tiles and the function on the others are computed by code that is compiled for it.
 
     Examples
     --------
@@ -51,8 +70,9 @@ class FunctionMask(Mask):
     """
 
     kind = "function"
+    cuda = CudaHalf(32, 1, "function", "function", function_tables, function_kernels)
     _parameter_names = ("_bound", "n_queries", "leading", "_first")
-    _bound: Frozen
+    _bound: Bound  # a Frozen, unless it reads a caller's arrays on a GPU
     _first: tuple[int, int]  # b and h of the first matrix
     _i: np.ndarray  # the rows and the keys, by the indices that the function knows
     _j: np.ndarray
@@ -62,7 +82,7 @@ class FunctionMask(Mask):
 
     def _derived(self) -> dict[str, Any]:
         i, j = np.split(self._array, [self.n_queries])
-        return {"_i": i, "_j": j, "n_keys": len(j)}
+        return {"_i": i, "_j": j, "n_keys": len(j), "borrowed": not isinstance(self._bound, Frozen)}
 
     @cached_property
     def _facts(self) -> Facts:
@@ -81,7 +101,14 @@ class FunctionMask(Mask):
 
     @property
     def layout(self) -> tuple[Hashable, ...]:
-        return self.kind, self.leading, self._bound.root, self._facts
+        return (
+            self.kind,
+            self.leading,
+            self._bound.root,
+            self._facts,
+            self._first,
+            tuple(map(repr, self._bound.numbers)),
+        )
 
     def _matrix(self, instance: Instance) -> tuple[int, int]:
         """Return b and h of one of the matrices."""
@@ -106,9 +133,66 @@ class FunctionMask(Mask):
         i, j = self._i[indices(rows)], self._j[indices(keys)]
         return self._wrap(np.concatenate([i, j]), self._bound, len(i), *self._parameters[2:])
 
+    def joined(self, other: Mask) -> "FunctionMask | None":
+        if not isinstance(other, FunctionMask) or not self._aligned(other):
+            return None
+        (ours, theirs), _ = joined((self._bound.root, self._facts), (other._bound.root, other._facts))
+        arrays, numbers = (getattr(self._bound, name) + getattr(other._bound, name) for name in ("arrays", "numbers"))
+        both, leading = Frozen(apply("logical_and", ours, theirs), arrays, numbers), self.leading or other.leading
+        return self._wrap(self._array, both, self.n_queries, leading, self._first if self.leading else other._first)
+
+    def _aligned(self, other: "FunctionMask") -> bool:
+        """Return whether another mask's function is asked about the same indices."""
+        same = self.leading == other.leading and self._first == other._first
+        return np.array_equal(self._array, other._array) and (same or not self.leading or not other.leading)
+
+    @property
+    def on_device(self) -> bool:
+        return self.borrowed
+
+    # For a GPU.
+
+    def source(self) -> Source:
+        inner = np.cumprod((1, *self.leading[:0:-1]))[::-1][: len(self.leading)]
+        strides = tuple(0 if n == 1 else int(step) for n, step in zip(self.leading, inner, strict=True))
+        counts = self._sources[1].counts
+        return Source(self.leading, strides, 1, 1, values=counts, arrays=len(self._bound.arrays))
+
+    @cached_property
+    def _sources(self) -> tuple[Any, Any]:
+        """The texts of the function itself and of its bounds on tiles."""
+        return _written(self._bound.root, self._facts)
+
+    @property
+    def generated(self) -> dict[str, Generated]:
+        blank = (0,) * len(self._bound.arrays)
+        made = zip(("visible", "tiles"), self._sources, strict=True)
+        return {name: Generated(text.text, text.pack(self._bound, blank)) for name, text in made}
+
+    @property
+    def fields(self) -> dict[str, int]:
+        b, h = self._first
+        return {"matrices.first_b": b, "matrices.first_h": h, "matrices.heads": math.prod(self.leading[-1:])}
+
+    def arrays_on(self, device: int) -> tuple[Any, ...]:
+        key = ("device", device)
+        if key not in self._cache:
+            arrays = [
+                x if is_device_array(x) else upload(_words(x), device) for x in (self._array, *self._bound.arrays)
+            ]
+            self._cache.setdefault(key, tuple(arrays))
+        return self._cache[key]
+
     def to_device(self, device: int | None = None) -> "FunctionMask":
-        """Raise UnsupportedError: kernels do not take this kind of mask."""
-        raise UnsupportedError(f"mask holds {self!r}; expected kinds that a GPU takes")
+        """Return this mask, which lies on the host, with copies on a GPU of what it reads.
+
+        Parameters
+        ----------
+        device : int, optional
+            Index of the GPU; by default CuPy's current device.
+        """
+        self.arrays_on(int(current_stream().device_id) if device is None else checks.integer("device", device))
+        return self
 
     def __repr__(self) -> str:
         leading = f"{self.leading} x " if self.leading else ""
@@ -179,13 +263,14 @@ def from_function(
 
 
 def mask_of(
-    bound: Frozen, rows: Runs, keys: Runs, leading: tuple[int, ...], first: tuple[int, int] = (0, 0)
+    bound: Bound, rows: Runs, keys: Runs, leading: tuple[int, ...], first: tuple[int, int] = (0, 0)
 ) -> FunctionMask | ColumnMask:
-    """Return the mask of a traced function, a `ColumnMask` if it is one.
+    """Return the mask of a traced function, a `ColumnMask` if it is one and reads nothing on a GPU.
 
     Parameters
     ----------
-    bound : Frozen
+    bound : Bound
+        With arrays on one GPU, which every call reads; or a Frozen.
     rows, keys : tuple of (start, stop)
         Those that the mask has, of what the function knows.
     leading : tuple of int
@@ -197,6 +282,8 @@ def mask_of(
     batch = leading[:-1] if bound.root.depends & B else ()
     heads = leading[-1:] if bound.root.depends & H else (1,) * bool(batch)
     mask = FunctionMask._wrap(np.concatenate([i, j]), bound, len(i), (*batch, *heads), first)
+    if not isinstance(bound, Frozen):
+        return mask
     bounds = np.zeros((4, *mask.leading, len(j)), np.int32)
     for instance in np.ndindex(*mask.leading):
         found = columns(bound, i, j, *mask._matrix(instance))
@@ -206,13 +293,30 @@ def mask_of(
     return ColumnMask._wrap(bounds, len(i))
 
 
+@lru_cache(maxsize=64)
+def _written(root: Node, known: Facts) -> tuple[Any, Any]:
+    """Return the texts of a function and of its bounds on tiles."""
+    visible = source({"visible": [root]}, known, namespace=_NAMESPACE)
+    return visible, tile_source(root, known, namespace=_NAMESPACE)
+
+
+def live(array: Any) -> Any:
+    """Return a captured array as a bare mask function reads it: on a GPU in every call, from the host a copy."""
+    return adopt("mask", array) if is_device_array(array) else np.array(copied(array), order="C")
+
+
+def _words(array: np.ndarray) -> np.ndarray:
+    """Return an array of a dtype that CuPy may not know as one of integers."""
+    return array.view(np.uint16) if array.dtype.kind == "V" else array
+
+
 def _snapshot(array: Any) -> np.ndarray:
     """Return a copy of an array on the host, wherever it lies."""
     return copied(adopt("args", array).get() if is_device_array(array) else array)
 
 
 def _strip(
-    bound: Frozen, i: np.ndarray, j: np.ndarray, b: int, h: int, block_m: int, block_n: int, start: int, stop: int
+    bound: Any, i: np.ndarray, j: np.ndarray, b: int, h: int, block_m: int, block_n: int, start: int, stop: int
 ) -> np.ndarray:
     """Return the states of row tiles start to stop of one matrix."""
     rows, keys = _ends(i[start * block_m : stop * block_m], block_m), _ends(j, block_n)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from cuattn.problem.dtypes import DTYPES, FLOAT32, Dtype
 from cuattn.rng import LEVELS
-from cuattn.tracing import Facts, Node
+
+if TYPE_CHECKING:
+    from cuattn.tracing import Facts, Node
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,9 @@ from cuattn.problem.dtypes import DTYPES, FLOAT32
 from cuattn.problem.model import Problem, ScoreFunction
 from cuattn.problem.operations import Array, Operation
 from cuattn.problem.origin import Origin
-from cuattn.tracing import ANY_LENGTH, Bound, facts
+
+if TYPE_CHECKING:
+    from cuattn.tracing import Bound
 
 Shape = tuple[int, ...]
 
@@ -73,7 +75,7 @@ def check(
     dtype, bias = _common_dtype(arrays), arrays.get("bias")
     batch, heads, kv_heads = check_axes(q, k, v, scalars.flag("enable_gqa", options.enable_gqa))
     dropout = _rng.threshold(options.dropout_p)
-    limits = (math.prod(batch), heads, q[-2], k[-2]) if origin is None else ANY_LENGTH
+    limits = (math.prod(batch), heads, q[-2], k[-2]) if origin is None else None
     problem = Problem(
         operation.name,
         batch,
@@ -93,7 +95,7 @@ def check(
         deterministic=scalars.flag("deterministic", options.deterministic),
         kernel=scalars.choice("kernel", options.kernel),
         runs=bool((dropout or score) and origin is not None and origin.has_runs),
-        score=None if score is None else ScoreFunction(score.root, facts(score, limits), learned),
+        score=None if score is None else _score_function(score, limits, learned),
         rank=max(map(len, (q, k, v))),
     )
     if bias is not None:
@@ -103,6 +105,13 @@ def check(
         _check_mask(mask, problem)
     operation.check(problem, arrays)
     return problem
+
+
+def _score_function(score: Bound, limits: tuple | None, learned: tuple[int, ...]) -> ScoreFunction:
+    """Return a call's score function; `limits` is None where no lengths are known."""
+    from cuattn.tracing import ANY_LENGTH, facts
+
+    return ScoreFunction(score.root, facts(score, limits or ANY_LENGTH), learned)
 
 
 def check_axes(q: Shape, k: Shape, v: Shape, enable_gqa: bool) -> tuple[Shape, int, int]:
@@ -216,8 +225,8 @@ def _heads(q: Shape, k: Shape, v: Shape, enable_gqa: bool) -> tuple[int, int]:
 
 def _check_mask(mask: Mask, problem: Problem) -> None:
     """Check a mask's shape against the scores."""
-    if isinstance(mask, BooleanMask) and mask.borrowed:
-        return _check_score_like("mask", mask.array, problem)
+    if mask.unowned:
+        return _check_score_like("mask", mask._array, problem)
     lengths = f"{problem.n_queries} queries and {problem.n_keys} keys"
     if not mask.fits(problem.n_queries, problem.n_keys) or not _broadcasts_to(mask.leading, problem.leading):
         raise ShapeError(

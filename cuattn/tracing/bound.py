@@ -60,7 +60,7 @@ class Frozen(Bound):
     """
 
     def __init__(self, root: Node, arrays: Sequence[np.ndarray] = (), numbers: Sequence[Any] = ()) -> None:
-        kept = tuple(map(narrowed, arrays))
+        kept = tuple(narrowed(x if x.flags.c_contiguous else x.copy(order="C")) for x in arrays)
         for array in kept:
             array.flags.writeable = False
         super().__init__(root, kept, tuple(numbers), tuple(map(span_of, kept)))

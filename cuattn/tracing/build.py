@@ -92,7 +92,7 @@ def convert(node: Node, kind: str) -> Node:
     if node.kind == kind:
         return node
     if kind == "b":
-        return apply("not_equal", node, constant(0))
+        return apply("logical_not", apply("equal", node, constant(0)))
     return apply({"i": "to_integer", "f": "to_float"}[kind], node)
 
 

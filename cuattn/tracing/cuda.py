@@ -13,8 +13,9 @@ compile once, and nothing that a user wrote reaches the compiler.  It is a names
     void NAME(const Arguments&, const Head&, const Row&, const Key&, acc s, int b, int h, int i, int j,
               acc& result0, ...);                // for each NAME of the functions that were asked for
 
-``traced::Use`` says what the functions depend on (``head_of_row``: whether `Row` holds what depends on b or h, for
-tiles whose rows belong to several heads).  Indices must exist: kernels clamp those of padded rows and keys.
+``traced::Use`` says what the stages depend on: ``head_of_row``, ``head_of_key``: whether `Row`, `Key` hold what depends
+on b or h, for tiles whose rows belong to several heads.  Indices must exist: kernels clamp those of padded rows and
+keys.
 """
 
 import math
@@ -26,7 +27,7 @@ import numpy as np
 
 from cuattn.tracing.bound import Bound, Facts
 from cuattn.tracing.build import is_uniform
-from cuattn.tracing.graph import ARRAY, B, H, I, J, Node, S, order
+from cuattn.tracing.graph import B, H, I, J, Node, S, order
 from cuattn.tracing.operations import TABLE
 from cuattn.tracing.ranges import Interval
 from cuattn.tracing.values import fit, fits_int32, host_value, known
@@ -66,11 +67,14 @@ class Source(NamedTuple):
         The structure ``traced::Arguments``, C's layout.
     numbers : tuple of Node
         Values that the host computes, the fields ``number0, ...``.
+    counts : tuple of int
+        Of :func:`tile_source`: how many values rows and keys have.
     """
 
     text: str
     arguments: np.dtype
     numbers: tuple[Node, ...]
+    counts: tuple[int, int] = (0, 0)
 
     def pack(self, bound: Bound, pointers: Sequence[int]) -> np.ndarray:
         """Return the arguments of a call.
@@ -105,7 +109,12 @@ class Source(NamedTuple):
 
 
 def source(
-    functions: Mapping[str, Sequence[Node]], facts: Facts, dtype: Any = np.float32, *, short: bool = False
+    functions: Mapping[str, Sequence[Node]],
+    facts: Facts,
+    dtype: Any = np.float32,
+    *,
+    short: bool = False,
+    namespace: str = "traced",
 ) -> Source:
     """Return the CUDA text of some functions.
 
@@ -119,6 +128,8 @@ def source(
         The accumulator's: float32 or float64.
     short : bool, default False
         Whether the problem is of 16 bits, for which a coarser tanh does.
+    namespace : str, default "traced"
+        Of the text; or one within.
 
     Returns
     -------
@@ -146,13 +157,16 @@ def source(
     >>> float(made.pack(bound, [])["number0"])
     0.5
     """
-    return Writer(functions, facts, np.dtype(dtype), short).written()
+    return Writer(functions, facts, np.dtype(dtype), short, namespace).written()
 
 
 class Writer:
     """Writes one text; parameters as of :func:`source`."""
 
-    def __init__(self, functions: Mapping[str, Sequence[Node]], facts: Facts, dtype: np.dtype, short: bool) -> None:
+    def __init__(
+        self, functions: Mapping[str, Sequence[Node]], facts: Facts, dtype: np.dtype, short: bool, namespace: str
+    ) -> None:
+        self._namespace = namespace
         self._functions = {name: list(roots) for name, roots in functions.items()}
         self._facts, self._short = facts, short
         self._acc = "double" if dtype == np.float64 else "float"
@@ -177,10 +191,12 @@ class Writer:
         """Return the text of some parts, behind the structure of what they use."""
         self._fields = self._fields or {"nothing": "int"}
         arguments = _struct("Arguments", [_declared(kind, name) for name, kind in self._fields.items()])
-        begin = [f'#include "{header}"', "namespace traced {", f"using acc = {self._acc};", arguments]
+        begin = [f'#include "{header}"', f"namespace {self._namespace} {{", f"using acc = {self._acc};", arguments]
         text = "\n".join([*begin, *parts])
         layout = [(name, np.uint64 if kind.endswith("*") else _WIDE[kind]) for name, kind in self._fields.items()]
-        return Source(f"{text}\n}}  // namespace traced\n", np.dtype(layout, align=True), tuple(self._number_of))
+        return Source(
+            f"{text}\n}}  // namespace {self._namespace}\n", np.dtype(layout, align=True), tuple(self._number_of)
+        )
 
     # What is computed where.
 
@@ -211,19 +227,12 @@ class Writer:
         return [(node, field) for node, (stage, field) in self._stages.items() if stage == name]
 
     def _uses(self) -> str:
-        """Write down what the stages and the functions depend on."""
-        lines = [
-            f"constexpr bool {name.lower()}_is_empty = {str(not self._of_stage(name)).lower()};" for name in _STAGES
-        ]
+        """Write down what the stages depend on."""
+        lines = []
         for name in ("Row", "Key"):
             of_head = any(node.depends & (B | H) for node, _ in self._of_stage(name))
-            lines.append(f"constexpr bool head_of_{name.lower()} = {str(of_head).lower()};")
-        lines += [
-            f"constexpr bool {name}_reads_{variable} = {str(any(root.depends & bit for root in roots)).lower()};"
-            for name, roots in self._functions.items()
-            for variable, bit in (("s", S), ("b", B), ("h", H), ("i", I), ("j", J), ("arrays", ARRAY))
-        ]
-        return _struct("Use", [f"static {line}" for line in lines])
+            lines.append(f"static constexpr bool head_of_{name.lower()} = {str(of_head).lower()};")
+        return _struct("Use", lines)
 
     # Functions.
 

@@ -45,10 +45,7 @@ _RULES = {
     "to_integer",
     "less",
     "less_equal",
-    "greater",
-    "greater_equal",
     "equal",
-    "not_equal",
     "logical_not",
     "logical_and",
     "logical_or",
@@ -57,7 +54,7 @@ _RULES = {
 """Operations that ``attn/bounds.cuh`` bounds; of others nothing is known."""
 
 
-def tile_source(root: Node, facts: Facts, dtype: Any = np.float32) -> Source:
+def tile_source(root: Node, facts: Facts, dtype: Any = np.float32, namespace: str = "traced") -> Source:
     """Return the CUDA text that bounds a mask function over tiles.
 
     Parameters
@@ -68,6 +65,8 @@ def tile_source(root: Node, facts: Facts, dtype: Any = np.float32) -> Source:
         Of the calls for which the text is.
     dtype : dtype_like, default float32
         The accumulator's.
+    namespace : str, default "traced"
+        Of the text; or one within.
 
     Examples
     --------
@@ -86,14 +85,14 @@ def tile_source(root: Node, facts: Facts, dtype: Any = np.float32) -> Source:
     }  // namespace traced
     <BLANKLINE>
     """
-    return _TileWriter(root, facts, np.dtype(dtype)).written()
+    return _TileWriter(root, facts, np.dtype(dtype), namespace).written()
 
 
 class _TileWriter(Writer):
     """Writes the text of one mask."""
 
-    def __init__(self, root: Node, facts: Facts, dtype: np.dtype) -> None:
-        super().__init__({"visible": [root]}, facts, dtype, False)
+    def __init__(self, root: Node, facts: Facts, dtype: np.dtype, namespace: str) -> None:
+        super().__init__({"visible": [root]}, facts, dtype, False, namespace)
         (root,) = self._functions["visible"]
         self._root, self._stages = root, {}
         both = I | J
@@ -106,7 +105,8 @@ class _TileWriter(Writer):
         """Return the text and what belongs to it."""
         counts = [f"constexpr int {name}_count = {len(self._outer[bit])};" for name, bit in (("row", I), ("key", J))]
         values = [self._values("row", "i", self._outer[I]), self._values("key", "j", self._outer[J])]
-        return self.assembled("attn/bounds.cuh", [*counts, *values, self._visible()])
+        made = self.assembled("attn/bounds.cuh", [*counts, *values, self._visible()])
+        return made._replace(counts=(len(self._outer[I]), len(self._outer[J])))
 
     def _values(self, name: str, index: str, wanted: Sequence[Node]) -> str:
         """Write the function that computes all that a row or a key decides."""

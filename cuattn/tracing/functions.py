@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.errors import ArgumentError, CuattnError, UnsupportedError, as_integer, shown
+from cuattn.errors import ArgumentError, CuattnError, as_integer, shown
 from cuattn.tracing.bound import Bound, Frozen, facts, kind_of_number, narrowed, span_of
 from cuattn.tracing.build import convert, place_in
 from cuattn.tracing.capture import Argument, Identity, Snapshot, Tracer, copied, identity, is_array, watch
 from cuattn.tracing.derivatives import split_visible
 from cuattn.tracing.graph import Node, order, variable
 from cuattn.tracing.proxy import ArrayProxy, Proxy, active, as_node, kind_of
-from cuattn.tracing.values import known, leaves_int64
+from cuattn.tracing.values import leaves_int64
 
 SCORE, MASK = ("s", "b", "h", "i", "j"), ("b", "h", "i", "j")
 """What functions of scores and of masks are called with."""
@@ -84,14 +84,11 @@ class Traced(Bound):
         return Bound(self.root, tuple(arrays), tuple(numbers), self.spans)
 
     @functools.cached_property
-    def frozen(self) -> Frozen:
-        """The graph with what a function without further arguments captured, which lies on the host."""
-        if not all(isinstance(array, np.ndarray) for array in self.arrays):
-            raise UnsupportedError(
-                "mask is a function that captures an array on a GPU: expected cuattn.masks.from_function(...), which "
-                "reads it back once"
-            )
-        return Frozen(self.root, self.arrays, self.numbers)
+    def captured(self) -> Bound:
+        """The graph with what a function without further arguments captured: a `Frozen` if all of it is on the host."""
+        if all(isinstance(array, np.ndarray) for array in self.arrays):
+            return Frozen(self.root, self.arrays, self.numbers)
+        return self.bind()
 
 
 def trace(
@@ -239,7 +236,7 @@ def _trace(function: Callable, names: tuple[str, ...], args: Sequence[Any], sign
         active.tracer = outer
     arrays = tuple(map(narrowed, tracer.arrays))
     traced = Traced(root, arrays, tuple(tracer.numbers), tuple(map(span_of, arrays)), signature)
-    if leaves_int64(known((root,), facts(traced.bind(args)))):
+    if leaves_int64(root, facts(traced.bind(args))):
         raise ArgumentError(
             f"{_place(function)}the function computes an integer beyond int64: expected smaller ones, or floats"
         )
@@ -262,7 +259,9 @@ def _checked(function: Callable, result: Any, kind: str) -> Node:
     """Return the node of a function's result."""
     place = _place(function)
     wanted = {"f": "the score, a single number", "b": "a boolean, True where the key may be seen"}[kind]
-    if result is None or isinstance(result, tuple | list | dict | str) or getattr(result, "shape", ()) != ():
+    if not isinstance(result, Proxy | ArrayProxy | np.ndarray | np.generic | int | float) or getattr(
+        result, "shape", ()
+    ):
         what = "None (a return is missing?)" if result is None else f"{shown(result)} of type {type(result).__name__}"
         raise ArgumentError(f"{place}the function returns {what}: expected {wanted}")
     node = as_node(result)

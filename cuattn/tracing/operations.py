@@ -274,10 +274,7 @@ _ROWS = (
     _row("isinf", "f-b", "is_infinite({0})", bounds=ranges.either),
     _infix("less", "<", _COMPARED),
     _infix("less_equal", "<=", _COMPARED),
-    _infix("greater", ">", _COMPARED),
-    _infix("greater_equal", ">=", _COMPARED),
     _infix("equal", "==", _COMPARED),
-    _infix("not_equal", "!=", _COMPARED),
     _row("logical_not", "b-b", "!{0}"),
     _infix("logical_and", "&&", "bb-b", left=True, right=True, absorbing=False),
     _infix("logical_or", "||", "bb-b", left=False, right=False, absorbing=True),
@@ -299,6 +296,6 @@ _ROWS = (
 TABLE = {row.name: row for row in _ROWS}
 """The operations by name."""
 
-COMPARISONS = frozenset({"less", "less_equal", "greater", "greater_equal", "equal", "not_equal"})
+COMPARISONS = frozenset({"less", "less_equal", "equal"})  # of which the others are made
 DIVISIONS = frozenset({"floor_divide", "remainder", "fmod"})
 SHIFTS = frozenset({"left_shift", "right_shift"})

@@ -45,7 +45,7 @@ def as_node(value: Any) -> Node:
     if isinstance(value, Proxy):
         return value.node
     if isinstance(value, ArrayProxy):
-        return value.element(())
+        return value.element()
     if isinstance(value, np.ndarray | np.generic) and np.ndim(value) == 0 and value.dtype.kind in _KIND_OF:
         value = value.item()
     if isinstance(value, bool):
@@ -194,6 +194,9 @@ class ArrayProxy(_Standin):
     def __init__(self, get: Callable[[], Any], number: Any = None, indices: tuple[Node, ...] = ()) -> None:
         self._get, self._number, self._indices = get, number, indices
 
+    def __repr__(self) -> str:
+        return f"<traced array of shape {self.shape}>"
+
     @property
     def _array(self) -> Any:
         return self._get()
@@ -233,10 +236,8 @@ class ArrayProxy(_Standin):
         if len(index) > self.ndim:
             raise complaint(f"{len(index)} indices for an array of shape {self.shape}: expected at most {self.ndim}")
         nodes = tuple([self._index(x, axis) for axis, x in enumerate(index)])
-        return ArrayProxy(self._get, self._number, self._indices + nodes)._settled()
-
-    def _settled(self) -> Any:
-        return self if self.ndim else Proxy(self.element(()))
+        found = ArrayProxy(self._get, self._number, self._indices + nodes)
+        return found if found.ndim else Proxy(found.element())
 
     def _index(self, index: Any, axis: int) -> Node:
         if index is None or isinstance(index, slice | list | np.ndarray) or index is Ellipsis:
@@ -250,10 +251,9 @@ class ArrayProxy(_Standin):
             raise complaint(f"index {node.value} of an axis of length {length}: expected one in range")
         return node
 
-    def element(self, indices: tuple[Node, ...]) -> Node:
-        """Return the load of one element, all of whose indices are given."""
-        indices = self._indices + indices
-        if len(indices) < len(self._array.shape):
+    def element(self) -> Node:
+        """Return the load of the element whose indices were given."""
+        if self.ndim:
             raise complaint(
                 f"an array of shape {self.shape} in an expression: expected one element; index it, for example "
                 f"array[{', '.join('bhij'[-self.ndim :])}]"
@@ -263,7 +263,7 @@ class ArrayProxy(_Standin):
             raise complaint(f"an array of dtype {self._array.dtype}: expected booleans, integers or floats")
         if not all(self._array.shape):
             return convert(constant(0), kind)
-        return load(active.tracer.slot(self._array if self._known else self._number), kind, indices)
+        return load(active.tracer.slot(self._array if self._known else self._number), kind, self._indices)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -307,7 +307,9 @@ def computed(ufunc: np.ufunc, method: str, inputs: tuple, options: dict[str, Any
     if name in _COMPOSED:
         return _COMPOSED[name](*inputs)
     if name not in TABLE:
-        raise complaint(f"np.{name} cannot be traced: expected arithmetic, or one of {', '.join(sorted(TABLE))}")
+        raise complaint(
+            f"np.{name} cannot be traced: expected arithmetic, or one of {', '.join(sorted(TABLE | _COMPOSED))}"
+        )
     as_operand = _boolean if name.startswith("logical_") else as_node
     return Proxy(apply(name, *map(as_operand, inputs)))
 
@@ -361,6 +363,9 @@ def _filled(value: Any) -> Callable[..., Proxy]:
 
 _ALIASES = {"divide": "true_divide", "radians": "deg2rad", "degrees": "rad2deg"}
 _COMPOSED: dict[str, Callable[..., Any]] = {
+    "greater": lambda x, y: np.less(y, x),
+    "greater_equal": lambda x, y: np.less_equal(y, x),
+    "not_equal": lambda x, y: ~np.equal(x, y),
     "power": _power,
     "divmod": lambda x, y: (x // y, x % y),
     "float_power": lambda x, y: _power(Proxy(convert(as_node(x), "f")), y),

@@ -59,8 +59,8 @@ def _hull(candidates: list[Any], nan: bool) -> Interval:
 
 def widened(x: Interval) -> Interval:
     """Return an interval that also holds what rounding makes of the value."""
-    lo = np.where(np.isinf(x.lo), x.lo, x.lo - (np.abs(x.lo) * _RELATIVE + _ABSOLUTE))
-    hi = np.where(np.isinf(x.hi), x.hi, x.hi + (np.abs(x.hi) * _RELATIVE + _ABSOLUTE))
+    below, above = (np.minimum(np.abs(bound), _FLOAT32_MAX) * _RELATIVE + _ABSOLUTE for bound in x[:2])
+    lo, hi = x.lo - below, x.hi + above
     lo, hi = np.where(x.lo >= 0, np.maximum(lo, 0), lo), np.where(x.hi <= 0, np.minimum(hi, 0), hi)  # signs are exact
     lo = np.where(lo > _FLOAT32_MAX, _FLOAT32_MAX, np.where(lo < -_FLOAT32_MAX, -np.inf, lo))
     hi = np.where(hi > _FLOAT32_MAX, np.inf, np.where(hi < -_FLOAT32_MAX, -_FLOAT32_MAX, hi))
@@ -106,22 +106,22 @@ def subtract(x: Interval, y: Interval) -> Interval:
     return add(x, negative(y))
 
 
+def _quotient(ufunc: Callable, x: Interval, y: Interval, most: Any, nan: bool = False) -> Interval:
+    """Bound a quotient, which has `most` as its size where the divisor may be 0."""
+    through = (y.lo <= 0) & (y.hi >= 0)
+    found = _hull([ufunc(a, np.where(through, 1, b)) for a in x[:2] for b in y[:2]], False)
+    nan = nan and (x.nan or y.nan or bool(np.any(through)) or (_infinite(x) and _infinite(y)))
+    return Interval(np.where(through, -most, found.lo), np.where(through, most, found.hi), nan)
+
+
 def true_divide(x: Interval, y: Interval) -> Interval:
     """Bound a quotient."""
-    through = (y.lo <= 0) & (y.hi >= 0)
-    found = _hull([a / b for a in x[:2] for b in y[:2]], False)
-    nan = x.nan or y.nan or bool(np.any(through)) or (_infinite(x) and _infinite(y))
-    return Interval(np.where(through, -np.inf, found.lo), np.where(through, np.inf, found.hi), nan)
+    return _quotient(np.true_divide, x, y, np.inf, nan=True)
 
 
 def floor_divide(x: Interval, y: Interval) -> Interval:
     """Bound a floored quotient of integers, which is 0 for the divisor 0."""
-    lo, hi = np.abs(x.lo), np.abs(x.hi)
-    through = (y.lo <= 0) & (y.hi >= 0)
-    largest = np.maximum(lo, hi) + 1
-    quotients = [np.floor_divide(a, np.where(through, 1, b)) for a in x[:2] for b in y[:2]]
-    found = _hull(quotients, False)
-    return Interval(np.where(through, -largest, found.lo), np.where(through, largest, found.hi))
+    return _quotient(np.floor_divide, x, y, np.maximum(np.abs(x.lo), np.abs(x.hi)) + 1)
 
 
 def remainder(x: Interval, y: Interval) -> Interval:
@@ -237,21 +237,6 @@ def logical_not(x: Interval) -> Interval:
     return Interval(~x.hi, ~x.lo)
 
 
-def greater(x: Interval, y: Interval) -> Interval:
-    """Bound a comparison."""
-    return less(y, x)
-
-
-def greater_equal(x: Interval, y: Interval) -> Interval:
-    """Bound a comparison."""
-    return less_equal(y, x)
-
-
-def not_equal(x: Interval, y: Interval) -> Interval:
-    """Bound an inequality, True for NaN."""
-    return logical_not(equal(x, y))
-
-
 def logical_and(x: Interval, y: Interval) -> Interval:
     """Bound a conjunction."""
     return Interval(x.lo & y.lo, x.hi & y.hi)
@@ -304,18 +289,19 @@ def invert(x: Interval) -> Interval:
     return Interval(-x.hi - 1, -x.lo - 1)
 
 
-def left_shift(x: Interval, y: Interval) -> Interval:
-    """Bound a shift to the left by 0 to 63 bits, 0 for others."""
-    found = _hull([a * np.exp2(np.clip(b, 0, 64)) for a in x[:2] for b in y[:2]], False)
-    odd = (y.lo < 0) | (y.hi > 63)
-    return Interval(np.where(odd, np.minimum(found.lo, 0), found.lo), np.where(odd, np.maximum(found.hi, 0), found.hi))
+def _shift(move: Callable) -> Rule:
+    """Return the rule of a shift; by fewer than 0 or more than 63 bits it leaves 0, or -1."""
+
+    def rule(x: Interval, y: Interval) -> Interval:
+        found = _hull([move(a, np.exp2(np.clip(b, 0, 64))) for a in x[:2] for b in y[:2]], False)
+        odd = (y.lo < 0) | (y.hi > 63)
+        lo, hi = np.minimum(found.lo, -1), np.maximum(found.hi, 0)
+        return Interval(np.where(odd, lo, found.lo), np.where(odd, hi, found.hi))
+
+    return rule
 
 
-def right_shift(x: Interval, y: Interval) -> Interval:
-    """Bound a shift to the right; by fewer than 0 or more than 63 bits it leaves the sign."""
-    found = _hull([np.floor(a / np.exp2(np.clip(b, 0, 63))) for a in x[:2] for b in y[:2]], False)
-    odd = (y.lo < 0) | (y.hi > 63)
-    return Interval(np.where(odd, np.minimum(found.lo, -1), found.lo), np.where(odd, np.maximum(found.hi, 0), found.hi))
+left_shift, right_shift = _shift(np.multiply), _shift(np.floor_divide)
 
 
 def isnan(x: Interval) -> Interval:

@@ -18,6 +18,7 @@ from cuattn.tracing.bound import Bound
 from cuattn.tracing.build import apply, linear_sum, linear_terms
 from cuattn.tracing.extremes import Extremes, described
 from cuattn.tracing.graph import I, J, Node, S, constant, order
+from cuattn.tracing.operations import COMPARISONS
 from cuattn.tracing.ranges import Interval, point
 from cuattn.tracing.tiles import bounds
 from cuattn.tracing.values import evaluate
@@ -77,12 +78,10 @@ class _Solver:
         rule = _LOGIC.get(node.op)
         if rule is not None:
             return rule(self, inside, *node.args)
-        if node.op not in _FORMS:
+        if node.op not in COMPARISONS:
             raise NotColumns
-        form, swap, negate = _FORMS[node.op]
-        x, y = node.args[::-1] if swap else node.args
-        found = self._compare(form, x, y, inside)
-        return self.without(found, inside) if negate else found
+        x, y = node.args
+        return self._compare(node.op, x, y, inside)
 
     def _values(self, node: Node) -> np.ndarray:
         return evaluate(self._bound.of(node), self._variables, self._dtype)
@@ -138,7 +137,7 @@ class _Solver:
             if sides == [I, J]:
                 return self._split(form, x, y, inside)
             if sides == [J, I]:
-                return self._split(_MIRRORED[form], y, x, inside)
+                return self._split(form, apply("negative", y), apply("negative", x), inside)
             raise NotColumns
         found = self._bounded(x, y)
         terms = linear_terms(x, y)
@@ -168,9 +167,6 @@ class _Solver:
         below = self._below if inside is None else functools.partial(self._below_inside, inside)
         if form == "equal":
             return self.without(below("less", left, right), below("less_equal", left, right))
-        if form.startswith("greater"):
-            opposite = {"greater": "less_equal", "greater_equal": "less"}[form]
-            return self.without(below(opposite, left, right), inside)
         return below(form, left, right)
 
     def _below_inside(self, inside: _Rows, form: str, u: np.ndarray, v: np.ndarray) -> _Rows:
@@ -246,16 +242,6 @@ _LOGIC: dict[str, Callable[..., _Rows]] = {
     ),
     "select": lambda solver, inside, c, x, y: solver.solve(_chosen(c, x, y), inside),
 }
-# Of a comparison: the form to which it is brought, whether its sides are exchanged, and whether it is negated.
-_FORMS = {
-    "less": ("less", False, False),
-    "less_equal": ("less_equal", False, False),
-    "greater": ("less", True, False),
-    "greater_equal": ("less_equal", True, False),
-    "equal": ("equal", False, False),
-    "not_equal": ("equal", False, True),
-}
-_MIRRORED = {"less": "greater", "less_equal": "greater_equal", "equal": "equal"}
 
 
 def _chosen(c: Node, x: Node, y: Node) -> Node:
@@ -265,31 +251,29 @@ def _chosen(c: Node, x: Node, y: Node) -> Node:
 
 def _rewritten(form: str, x: Node, y: Node) -> Node:
     """Return a comparison of integers without the function around its first or its second side."""
-    for node, other, form_of in ((x, y, form), (y, x, _MIRRORED[form])):
-        if node.op in _UNWRAPPED and node.depends & I and node.depends & J:
-            return _UNWRAPPED[node.op](form_of, other, *node.args)
+    both = I | J
+    if x.op in _UNWRAPPED and x.depends & both == both:
+        return _UNWRAPPED[x.op](form, y, *x.args)
+    if y.op in _UNWRAPPED and y.depends & both == both:
+        opposite = {"less": "less_equal", "less_equal": "less", "equal": "equal"}[form]
+        found = _UNWRAPPED[y.op](opposite, x, *y.args)
+        return found if form == "equal" else apply("logical_not", found)
     raise NotColumns
 
 
-def _is_upper(form: str) -> bool:
-    return form.startswith("less")
+# What f(...) ? y is without f.
 
 
 def _of_absolute(form: str, y: Node, x: Node) -> Node:
-    return _of_extreme("maximum")(form, y, x, apply("negative", x))
+    return _of_extreme("logical_and", form, y, x, apply("negative", x))
 
 
-def _of_extreme(name: str) -> Callable[..., Node]:
-    """Return the rule of max(a, b) ? y, or of a minimum."""
-
-    def rule(form: str, y: Node, a: Node, b: Node) -> Node:
-        if form == "equal":
-            both = [rule(side, y, a, b) for side in ("less_equal", "greater_equal")]
-            return apply("logical_and", *both)
-        joined = "logical_and" if _is_upper(form) == (name == "maximum") else "logical_or"
-        return apply(joined, apply(form, a, y), apply(form, b, y))
-
-    return rule
+def _of_extreme(joined: str, form: str, y: Node, a: Node, b: Node) -> Node:
+    """Of a maximum, which is below if both of its operands are, or of a minimum."""
+    if form == "equal":
+        below, above = [_of_extreme(joined, side, y, a, b) for side in ("less_equal", "less")]
+        return apply("logical_and", below, apply("logical_not", above))
+    return apply(joined, apply(form, a, y), apply(form, b, y))
 
 
 def _of_select(form: str, y: Node, c: Node, a: Node, b: Node) -> Node:
@@ -297,20 +281,18 @@ def _of_select(form: str, y: Node, c: Node, a: Node, b: Node) -> Node:
 
 
 def _of_quotient(form: str, y: Node, x: Node, divisor: Node) -> Node:
-    """Return x // c ? y without the division, for a constant c > 0."""
+    """Of x // c, for a constant c > 0."""
     if divisor.op != "constant" or divisor.value <= 0:
         raise NotColumns
     start, stop = apply("multiply", y, divisor), apply("multiply", apply("add", y, constant(1)), divisor)
-    if form == "equal":
-        return apply("logical_and", apply("greater_equal", x, start), apply("less", x, stop))
-    limit = start if form in ("less", "greater_equal") else stop
-    return apply("less" if _is_upper(form) else "greater_equal", x, limit)
+    below = apply("less", x, start if form == "less" else stop)
+    return apply("logical_and", apply("less_equal", start, x), below) if form == "equal" else below
 
 
 _UNWRAPPED: dict[str, Callable[..., Node]] = {
     "absolute": _of_absolute,
-    "maximum": _of_extreme("maximum"),
-    "minimum": _of_extreme("minimum"),
+    "maximum": functools.partial(_of_extreme, "logical_and"),
+    "minimum": functools.partial(_of_extreme, "logical_or"),
     "select": _of_select,
     "floor_divide": _of_quotient,
 }

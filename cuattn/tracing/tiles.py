@@ -2,7 +2,7 @@
 
 import collections
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ def bounds(
     numbers: Sequence[Any] = (),
     *,
     keep: bool = False,
+    integers: Callable[[Interval], Interval] = whole,
 ) -> dict[Node, Interval]:
     """Bound the values of graphs.
 
@@ -45,6 +46,8 @@ def bounds(
         By slot of the parameters: a number, or its bounds.
     keep : bool, default False
         Whether to return the bounds of every node, not of the roots alone.
+    integers : callable, optional
+        What becomes of the bounds of integers: by default they are left open where float64 does not hold them.
 
     Returns
     -------
@@ -64,18 +67,19 @@ def bounds(
     found: dict[Node, Interval] = {}
     left = dict(uses)
     leaf = {
-        "constant": lambda node: _of_number(node.kind, node.value),
+        "constant": lambda node: _of_number(node.value),
         "variable": lambda node: variables.get(node.value, OPEN._replace(nan=True)),
-        "parameter": lambda node: _of_number(node.kind, numbers[node.value]),
-        "load": lambda node: _loaded(node, [found[x] for x in node.args], arrays),
+        "parameter": lambda node: _of_number(numbers[node.value]),
         "offset": lambda node: OPEN._replace(lo=np.float64(0)),
     }
     with np.errstate(all="ignore"):
         for node in nodes:
+            operands = [found[x] for x in node.args]
             if node.op in leaf:
-                found[node] = leaf[node.op](node)
+                result = leaf[node.op](node)
             else:
-                found[node] = _bounded(node, [found[x] for x in node.args])
+                result = _rounded(node, arrays[node.value](operands) if node.op == "load" else _bounded(node, operands))
+            found[node] = integers(result._replace(nan=False)) if node.kind == "i" else result
             for arg in node.args if not keep else ():
                 left[arg] -= 1
                 if not left[arg]:
@@ -83,28 +87,21 @@ def bounds(
     return found
 
 
-def _bounded(node: Node, operands: list[Interval]) -> Interval:
-    """Return the bounds of an operation."""
-    row = TABLE[node.op]
-    rule = anything if node.op in DIVISIONS and node.kind == "f" else row.bounds
-    result = rule(*operands)
-    if node.kind == "i":
-        return whole(result._replace(nan=False))
-    return result if node.kind == "b" or row.exact else widened(result)
-
-
-def _of_number(kind: str, value: Any) -> Interval:
+def _of_number(value: Any) -> Interval:
     """Return the bounds of a number, which the accumulator may have to round."""
     if isinstance(value, Interval):
         return value
-    if kind != "f":
-        return whole(point(value)) if kind == "i" else point(value)
-    return point(value) if np.float32(value) == value else widened(point(float(value)))
+    is_exact = not isinstance(value, float | np.floating) or np.float32(value) == value
+    return point(value) if is_exact else widened(point(value))
 
 
-def _loaded(node: Node, indices: list[Interval], arrays: Sequence[Extremes]) -> Interval:
-    found = arrays[node.value](indices)
-    return whole(found) if node.kind == "i" else (found if node.kind == "b" else widened(found))
+def _bounded(node: Node, operands: list[Interval]) -> Interval:
+    return (anything if node.op in DIVISIONS and node.kind == "f" else TABLE[node.op].bounds)(*operands)
+
+
+def _rounded(node: Node, result: Interval) -> Interval:
+    is_exact = node.kind != "f" or (node.op in TABLE and TABLE[node.op].exact)
+    return result if is_exact else widened(result)
 
 
 def tile_states(

@@ -11,40 +11,41 @@ from cuattn.tracing.build import is_uniform
 from cuattn.tracing.extremes import of_dtype
 from cuattn.tracing.graph import HOST_DTYPES, Node, order
 from cuattn.tracing.operations import TABLE
-from cuattn.tracing.ranges import EITHER, OPEN, Interval, point
+from cuattn.tracing.ranges import EITHER, OPEN, Interval, whole
 from cuattn.tracing.tiles import bounds
 
 _LARGEST = float(2**31 - 1)
-_EXACT = 2**24  # integers up to here are numbers of float32
 _INT32 = Interval(np.float64(-_LARGEST - 1), np.float64(_LARGEST))
 _OF_KIND = {"b": EITHER, "i": _INT32, "l": OPEN, "f": OPEN._replace(nan=True)}
 
 
 @functools.lru_cache(maxsize=256)
-def known(roots: tuple[Node, ...], facts: Facts) -> dict[Node, Interval]:
+def known(
+    roots: tuple[Node, ...], facts: Facts, integers: Callable[[Interval], Interval] = whole
+) -> dict[Node, Interval]:
     """Return the bounds of every value of graphs that hold throughout a call.
 
     Parameters
     ----------
     roots : tuple of Node
     facts : Facts
+    integers : callable, optional
+        What becomes of the bounds of integers.
     """
     limits = zip("bhij", facts.limits, strict=True)
     variables = {name: Interval(np.float64(0), np.float64(max(limit - 1, 0))) for name, limit in limits}
     arrays = [of_dtype(np.dtype(layout.dtype), layout.span) for layout in facts.arrays]
-    return bounds(roots, variables, arrays, [_OF_KIND[kind] for kind in facts.numbers], keep=True)
+    return bounds(roots, variables, arrays, [_OF_KIND[kind] for kind in facts.numbers], keep=True, integers=integers)
 
 
-def leaves_int64(found: dict[Node, Interval]) -> bool:
-    """Return whether an integer among bounded values lies beyond int64 wherever it is computed."""
-    wrapping = [node for node in found if node.kind == "i" and node.op in TABLE and TABLE[node.op].wraps]
-    for node in wrapping:
-        with np.errstate(all="ignore"):
-            operands = [point(x.value) if x.op == "constant" else found[x] for x in node.args]
-            lo, hi, _ = TABLE[node.op].bounds(*operands)
-        if lo >= 2.0**63 or hi < -(2.0**63):
-            return True
-    return False
+def leaves_int64(root: Node, facts: Facts) -> bool:
+    """Return whether an integer of a graph lies beyond int64 wherever it is computed."""
+    found = known((root,), facts, _unlimited)
+    return any(node.kind == "i" and bool(x.lo >= 2.0**63 or x.hi < -(2.0**63)) for node, x in found.items())
+
+
+def _unlimited(x: Interval) -> Interval:
+    return x
 
 
 def fits_int32(interval: Interval) -> bool:

@@ -99,13 +99,10 @@ __device__ __forceinline__ Interval to_integer(const Truth& x) { return to_float
 // NaN compares as false.
 __device__ __forceinline__ Truth less(const Interval& x, const Interval& y) { return {x.hi < y.lo && !x.nan && !y.nan, x.lo < y.hi}; }
 __device__ __forceinline__ Truth less_equal(const Interval& x, const Interval& y) { return {x.hi <= y.lo && !x.nan && !y.nan, x.lo <= y.hi}; }
-__device__ __forceinline__ Truth greater(const Interval& x, const Interval& y) { return less(y, x); }
-__device__ __forceinline__ Truth greater_equal(const Interval& x, const Interval& y) { return less_equal(y, x); }
 __device__ __forceinline__ Truth equal(const Interval& x, const Interval& y) {
     return {x.lo == y.hi && x.hi == y.lo && !x.nan && !y.nan, x.hi >= y.lo && x.lo <= y.hi};
 }
 __device__ __forceinline__ Truth logical_not(const Truth& x) { return {!x.hi, !x.lo}; }
-__device__ __forceinline__ Truth not_equal(const Interval& x, const Interval& y) { return logical_not(equal(x, y)); }
 __device__ __forceinline__ Truth logical_and(const Truth& x, const Truth& y) { return {x.lo && y.lo, x.hi && y.hi}; }
 __device__ __forceinline__ Truth logical_or(const Truth& x, const Truth& y) { return {x.lo || y.lo, x.hi || y.hi}; }
 __device__ __forceinline__ Truth logical_xor(const Truth& x, const Truth& y) {

@@ -4,6 +4,8 @@
 // row's result does not depend on how its mask was expressed.
 #pragma once
 #include "attn/mask_format.cuh"
+#include "attn/mask_function.cuh"
+#include "attn/math.cuh"
 #include "attn/params.cuh"
 
 // A key tile to work on, packed into one register: several are under way at a time.
@@ -22,26 +24,44 @@ struct Rows {
     i32 first, end, tile;  // query rows of a row tile, and its number
 };
 
+// Which matrix of a mask function, where there is one.
+struct NoMatrix {
+    __device__ __forceinline__ void set_matrix(i32) {}
+    __device__ __forceinline__ i32 matrix() const { return 0; }
+};
+struct Matrix {
+    i32 number;
+    __device__ __forceinline__ void set_matrix(i32 of) { number = of; }
+    __device__ __forceinline__ i32 matrix() const { return number; }
+};
+using OwnMatrix = Either<function_mask, Matrix, NoMatrix>::type;
+
 // All of the masks that depends on the head: the instance of the tables, the element offsets of the block mask and of the boolean one.
-struct MaskSlices {
+struct MaskSlices : OwnMatrix {
     i64 instance, blocks, boolean;
+
+    __device__ __forceinline__ MaskSlices() = default;
+    __device__ __forceinline__ MaskSlices(i64 instance, i64 blocks, i64 boolean, i32 matrix) : instance(instance), blocks(blocks), boolean(boolean) { set_matrix(matrix); }
 
     __device__ __forceinline__ static MaskSlices of(const Params& p, const BatchIndex& index, i32 head) {
         return {cfg::mask != kMaskNone ? slice_offset(p.table, index, head) : 0, block_mask ? slice_offset(p.mask, index, head) : 0,
-                boolean_mask ? slice_offset(p.boolean, index, head) : 0};
+                boolean_mask ? slice_offset(p.boolean, index, head) : 0, function_mask ? static_cast<i32>(slice_offset(p.function, index, head)) : 0};
     }
 };
 
 // Where a block's masks lie: its rows, what MaskSlices says of its head, the lowest key tile to look at.
-struct MaskPlace {
+struct MaskPlace : OwnMatrix {
     Rows rows;
     i32 instance;
     i64 offset;  // of the block mask
     i32 lowest;
     i64 boolean;
 
-    __device__ __forceinline__ void set(const MaskSlices& of) { instance = static_cast<i32>(of.instance), offset = of.blocks, boolean = of.boolean; }
-    __device__ __forceinline__ MaskSlices slices() const { return {instance, offset, boolean}; }
+    __device__ __forceinline__ MaskPlace() = default;
+    __device__ __forceinline__ MaskPlace(const Rows& rows, i32 instance, i64 offset) : rows(rows), instance(instance), offset(offset), lowest(0), boolean(0) {}
+
+    __device__ __forceinline__ void set(const MaskSlices& of) { instance = static_cast<i32>(of.instance), offset = of.blocks, boolean = of.boolean, set_matrix(of.matrix()); }
+    __device__ __forceinline__ MaskSlices slices() const { return {instance, offset, boolean, matrix()}; }
 };
 
 __device__ __forceinline__ i32 clamp_key(i64 key, i32 n_keys) { return key < 0 ? 0 : (key > n_keys ? n_keys : static_cast<i32>(key)); }
@@ -65,6 +85,24 @@ __device__ __forceinline__ bool cut(const Params& p, const Rows& rows, i32 n) {
     return partial;
 }
 
+// What the tables say of a tile, by the number of its rows in their unit: kSomeSeen and kSomeHidden of its elements.
+__device__ __forceinline__ u32 tile_state(const Params& p, i64 instance, i32 m, i32 n) {
+    const u32 word = __ldg(p.table.states + instance * p.table.states_instance + state_word(m, n, p.key_tiles));
+    return word >> state_shift(m, n) & (kSomeSeen | kSomeHidden);
+}
+
+// Is some key of the tile seen by no row, by the table of keys?
+__device__ __forceinline__ bool has_dead_keys(const Params& p, i64 instance, i32 n) {
+    const u32* alive = p.table.alive + instance * ((p.n_keys + 31) / 32);
+    const i32 first = n * cfg::block_n, end = min(first + cfg::block_n, p.n_keys);
+    bool dead = false;
+    for (i32 word = first / 32; word * 32 < end; ++word) {
+        const u32 ours = (~0u << max(first - 32 * word, 0)) & (~0u >> max(32 * word + 32 - end, 0));
+        dead |= (~__ldg(alive + word) & ours) != 0;
+    }
+    return dead;
+}
+
 // The key tiles of one row tile, or every step-th of them, in descending order.  All lanes of a warp hold the same walk.
 template <int step = 1>
 struct TileWalk {
@@ -81,11 +119,11 @@ struct TileWalk {
     }
 
     __device__ __forceinline__ Tile next() {
-        if constexpr (column_masks == 0 && !block_mask) {
+        if constexpr (cfg::mask == kMaskNone) {
             if (top < place.lowest) return Tile::none();
             const i32 n = top;
             top -= step;
-            return Tile::make(n, boolean_mask || cut(p, place.rows, n), boolean_mask);
+            return Tile::make(n, cut(p, place.rows, n), false);
         } else {
             while (visible == 0) {
                 if (top < place.lowest) return Tile::none();
@@ -94,8 +132,8 @@ struct TileWalk {
             const int bit = __ffs(visible) - 1;
             visible &= visible - 1;
             const i32 n = group - bit * step;
-            const bool edge = boolean_mask || (partial >> bit & 1) || cut(p, place.rows, n);
-            // The tables of block and boolean masks go by key: a tile in which nothing is hidden has none that no row sees.
+            const bool edge = (partial >> bit & 1) || cut(p, place.rows, n);
+            // A table of keys: a tile in which nothing is hidden has none that no row sees.
             return Tile::make(n, edge, (dead >> bit & 1) != 0 || (alive_table && edge));
         }
     }
@@ -112,6 +150,10 @@ struct TileWalk {
                 bool in_columns, cut_by_columns, dead_in_columns;
                 classify_column(n, in_columns, cut_by_columns, dead_in_columns);
                 seen &= in_columns, edge |= cut_by_columns, zero |= dead_in_columns;
+            }
+            if constexpr (stated_mask) {
+                const u32 state = tile_state(p, place.instance, place.rows.tile, n);
+                seen &= state & kSomeSeen, edge |= state & kSomeHidden;
             }
         }
         visible = __ballot_sync(~0u, seen);
@@ -160,6 +202,8 @@ __device__ __forceinline__ int4 column_intervals(const Params& p, i64 instance, 
 struct KeyMask {
     int4 columns[column_masks + 1];
     const u8 *blocks, *boolean;
+    FunctionHead head;
+    FunctionKey own;
     bool inside;
 
     __device__ __forceinline__ KeyMask(const Params& p, const MaskSlices& slices, i32 key) {
@@ -174,7 +218,7 @@ struct KeyMask {
     }
 
     __device__ __forceinline__ KeyMask(const Params& p, i64 instance, i64 mask_offset, i32 key)
-        : KeyMask(p, MaskSlices{instance, mask_offset, 0}, key) {}
+        : KeyMask(p, MaskSlices{instance, mask_offset, 0, 0}, key) {}
 
     __device__ __forceinline__ void find(const Params& p, const MaskSlices& slices, i32 key) {
         inside = key < p.n_keys;
@@ -183,6 +227,7 @@ struct KeyMask {
         for (int c = 1; c < column_masks; ++c) columns[c] = column_intervals(p, slices.instance, c, key);
         if constexpr (block_mask) blocks = static_cast<const u8*>(p.mask.data) + slices.blocks + safe / p.table.block_n * p.mask.col;
         if constexpr (boolean_mask) boolean = static_cast<const u8*>(p.boolean.data) + slices.boolean + safe * p.boolean.col;
+        if constexpr (function_mask) head = FunctionHead::of(p, slices.matrix()), own = FunctionKey::of(p, head, key);
     }
 
     // `row` must lie in [0, n_queries); `key` is the constructor's.
@@ -197,13 +242,14 @@ struct KeyMask {
         }
         if constexpr (boolean_mask) seen &= boolean[row * p.boolean.row] != 0;
         if constexpr (block_mask) seen &= blocks[row / p.table.block_m * p.mask.row] != 0;
+        if constexpr (function_mask) seen &= function_shows(p, head, FunctionRow::of(p, head, row), own);
         return seen;
     }
 };
 
 // Does any row see the key?  Only asked in tiles that are marked dead.
 __device__ __forceinline__ bool key_alive(const Params& p, i64 instance, i32 key) {
-    if constexpr (alive_table) return p.table.alive[instance * p.n_keys + key] != 0;
+    if constexpr (alive_table) return p.table.alive[instance * ((p.n_keys + 31) / 32) + key / 32] >> key % 32 & 1;
     if constexpr (column_masks == 0) return true;
     const int4 x = column_intervals(p, instance, 0, key);
     return !(x.x == 0 && x.y == p.n_queries);  // what all masks together hide has these bounds in each of them

@@ -2,7 +2,7 @@
 //
 // Strides are in elements and may be negative or 0 (a broadcast axis); offsets are 64 bits wide everywhere.
 #pragma once
-#include "attn/untraced.cuh"
+#include "attn/functions.cuh"
 #include "ptx/types.cuh"
 
 constexpr int kBatchAxes = 4;  // leading axes that remain after neighbours with matching strides were merged
@@ -20,11 +20,19 @@ struct MaskTables {
     const int4* cols;           // column: [instance][mask][keys_padded] {lts, lte, uts, ute}, clamped; of keys that no row sees (0, n_queries, n_queries, 0)
     const int4* bounds;         // column: [instance][key_tiles][mask][2] {skip a, skip b, partial p, partial q} of each interval, in row tiles
     const i32* order;           // column: [instance][row tiles as they are worked on], most visible key tiles first
-    const u8* alive;            // boolean, block: [instance][n_keys] 1 = some row sees the key
+    const u32* alive;           // boolean, block, function: [instance][n_keys / 32] a bit per key, 1 = some row sees the key
+    const u64* bits;            // boolean: [instance][n_queries / 64][key_tiles][block_n] which of 64 rows see a key
+    const u32* states;          // boolean, function: [instance][row tiles / 4][key_tiles / 4] see attn/mask_format.cuh
     i64 batch[kBatchAxes];      // instance strides, 0 on a broadcast axis
     i64 head;
+    i64 bits_instance, bits_row, bits_tile, states_instance;  // strides; 0 from 64 rows to the next, or from tile to tile, where all are the same
     i32 keys_padded;            // keys rounded up to the key tile
     i32 block_m, block_n;       // block: rows and keys per block
+};
+
+// A mask function's matrices: b and h of the first, and how many differ in h alone.
+struct MatrixPlace {
+    i32 first_b, first_h, heads;
 };
 
 // Philox4x32-7 dropout (the contract is in cuattn/rng.py).
@@ -42,6 +50,7 @@ struct CoreParams {
     Operand dout, dlse, dq, dk, dv;            // backward; dlse: cfg::acc, col unused, null = none; dq, dk, dv: cfg::grad
     Operand bias, dbias;                       // col, row: 0 where broadcast
     Operand mask, boolean;                     // u8: the blocks of a block mask; the elements of a boolean one
+    Operand function;                          // i32: the indices of rows, and behind them of keys, that a mask function knows; strides count matrices
     MaskTables table;
     Dropout dropout;
     // Workspace, contiguous.  Forward with splits: [split][batch][head][row]([head_dim_v]), and a counter per row tile that is 0 between
@@ -60,10 +69,11 @@ struct CoreParams {
     i32 splits, split_tiles;                   // forward: parts of the key axis and key tiles in each; backward: sm80/bwd.cu
     i32 shared_tile, shared_key;               // backward: first key tile, and its first key, that several blocks share (counted through all heads)
     i32 bias_instances;                        // distinct biases: the product of its own leading axes
+    MatrixPlace matrices;
 };
 
 // Without a score or mask function nothing follows.
-struct Params : CoreParams, traced::Arguments {};
+struct Params : CoreParams, traced::Arguments, traced::mask::Arguments {};
 
 // Indices along the batch axes of flat batch number ib.
 struct BatchIndex {

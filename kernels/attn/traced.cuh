@@ -93,8 +93,11 @@ __device__ __forceinline__ T shifted_right(T a, Count n) { return static_cast<T>
 template <class T, class Length>
 __device__ __forceinline__ T wrapped(T index, Length length) { return index < 0 ? index + length : index; }
 template <class T, class Length>
-__device__ __forceinline__ T clamped(T index, Length length) { return index < 0 ? 0 : index < length ? index : static_cast<T>(length - 1); }
-
+__device__ __forceinline__ T clamped(T index, Length length) {
+    const Length last = length - 1;
+    if constexpr (same_type<T, Length>) return max(min(index, last), T(0));
+    else return index < 0 ? 0 : index < length ? index : static_cast<T>(last);
+}
 
 // An element of an array that no kernel writes.
 template <class T>

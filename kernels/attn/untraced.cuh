@@ -1,4 +1,4 @@
-// What cuattn/tracing/cuda.py writes for a score or a mask function, where there is none; its text takes the place of this file.
+// What cuattn/tracing/cuda.py writes for a score function, where there is none.
 #pragma once
 
 namespace traced {
@@ -24,7 +24,5 @@ template <class Acc>
 __device__ __forceinline__ void score_and_slope(const Arguments&, const Head&, const Row&, const Key&, Acc s, int, int, int, int, Acc& value, Acc& slope) {
     value = s, slope = 1;
 }
-template <class Acc>
-__device__ __forceinline__ void visible(const Arguments&, const Head&, const Row&, const Key&, Acc, int, int, int, int, bool& result) { result = true; }
 
 }  // namespace traced

@@ -28,7 +28,9 @@ struct Consumer : Worker {
     // 128 rows, or a part of V, leave few registers; so do slopes, and dropout beside a bias or a function.
     static constexpr bool crowded = cfg::block_m == 128 || cfg::split_delta || slopes_apart || (cfg::dropout && (cfg::bias || cfg::score));
     using Ahead = Numbers<crowded ? 0 : cfg::block_m / 8>;
-    static constexpr int held = slopes_apart ? 0 : cfg::dropout ? unmasked && !cfg::bias && !cfg::score : cfg::dbias == kDbiasAdded ? 3 : !cfg::split_delta ? 2 : cfg::mask == kMaskColumn ? 4 : 0;  // before what is hidden is hidden
+    static constexpr int held =  // before what is hidden is hidden
+        slopes_apart ? 0 : cfg::dropout ? unmasked && !cfg::bias && !cfg::score : cfg::dbias == kDbiasAdded ? 3 : !cfg::split_delta ? 2
+        : column_masks > 0 && stated_mask ? 0 : column_masks > 0 || stated_mask ? 4 : 0;
     using Stat = Numbers<crowded ? held : cfg::block_m / 8>;
     using Delta = Either<cfg::split_delta, NoNumbers, Ahead>::type;
     const ptx::TensorMap &dk_map, &dv_map, &dbias_map;

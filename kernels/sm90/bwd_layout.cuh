@@ -88,7 +88,7 @@ struct alignas(16) Work {
     i32 flags;
     static constexpr i32 seen_bit = 1, dead_bit = 2, odd_bit = 4;
     __device__ __forceinline__ bool seen() const { return flags & seen_bit; }  // by some row
-    __device__ __forceinline__ bool dead() const { return flags & dead_bit; }  // a column mask hides some key of it from every row of the first head
+    __device__ __forceinline__ bool dead() const { return flags & dead_bit; }  // masks hide some key of it from every row of the first head
     __device__ __forceinline__ bool odd() const { return flags & odd_bit; }    // the producer's own: where it noted the head of its last step
 };
 

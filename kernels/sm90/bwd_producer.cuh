@@ -39,8 +39,8 @@ struct StepWalk {
 
     __device__ __forceinline__ void enter_head() {
         const i32 head = work.head * p.group + member;
-        const i64 offset = cfg::mask == kMaskBlock ? slice_of(p.mask, work.batch, head) : 0;
-        const i64 instance = cfg::mask == kMaskColumn ? slice_of(p.table, work.batch, head) : 0;
+        const i64 offset = block_mask ? slice_of(p.mask, work.batch, head) : 0;
+        const i64 instance = cfg::mask != kMaskNone ? slice_of(p.table, work.batch, head) : 0;
         __syncwarp();  // the tables of the head before are no longer looked at
         if (threadIdx.x % 32 == 0) {
             const bool dead = describe_tables(shared.walk(), p, instance, offset, work.tile);
@@ -168,7 +168,7 @@ struct Producer {
     // May some key of the tile be seen by no row?
     __device__ __forceinline__ bool is_dead() const {
         const Work& work = shared.pending();
-        return may_hide_keys && (cfg::mask == kMaskBlock || uniform(work.dead()) || band_hides(p, work.tile));
+        return may_hide_keys && (uniform(work.dead()) || band_hides(p, work.tile));
     }
 
     __device__ __forceinline__ void load_keys(u32 full) {

@@ -22,17 +22,21 @@ __device__ __forceinline__ i32 first_key_tile(const Params& p, i32 m) {
     return first_key > 0 ? static_cast<i32>(first_key / cfg::block_n) : 0;
 }
 
-// Does the mask show the row tile some key of key tile n?  As RowWalk has it.
+// Do the masks show the row tile some key of key tile n?  As RowWalk has it.
 __device__ __forceinline__ bool adds_to(const Params& p, const DqPlace& place, i32 n) {
-    if constexpr (cfg::mask == kMaskColumn) {
+    bool seen = true;
+    if constexpr (stated_mask) seen = tile_state(p, slice_of(p.table, place.batch, place.head), place.m, n) & kSomeSeen;
+    if constexpr (column_masks > 0) {
         const int4* bounds = p.table.bounds + (slice_of(p.table, place.batch, place.head) * p.key_tiles + n) * 2;
         const int4 a = __ldg(bounds), b = __ldg(bounds + 1);
-        return !(place.m >= (a.x & ~kDeadTile) && place.m < a.y) && !(place.m >= b.x && place.m < b.y);
-    } else {
-        WalkTables tables;
-        describe_tables(tables, p, 0, slice_of(p.mask, place.batch, place.head), n);
-        return RowWalk(p, tables).template block_state<false>(p, place.m);
+        seen = seen && !(place.m >= (a.x & ~kDeadTile) && place.m < a.y) && !(place.m >= b.x && place.m < b.y);
     }
+    if constexpr (block_mask) {
+        WalkTables tables;
+        describe_tables(tables, p, slice_of(p.table, place.batch, place.head), slice_of(p.mask, place.batch, place.head), n);
+        seen = RowWalk(p, tables).template block_state<false>(p, place.m);
+    }
+    return seen;
 }
 
 // A key tile's place in a row tile's sum: it has come when the flag holds one more than the number of the key tile before, or 0.

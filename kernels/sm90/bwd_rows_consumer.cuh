@@ -94,14 +94,15 @@ struct Consumer {
     // Hidden scores become -inf, whatever they were; so do those of rows that see nothing.
     __device__ __forceinline__ void mask_scores(Step step) {
         const Work& work = shared.work();
-        const i64 instance = cfg::mask == kMaskColumn ? slice_of(p.table, work.batch, work.head) : 0;
-        const i64 offset = cfg::mask == kMaskBlock ? slice_of(p.mask, work.batch, work.head) : 0;
+        const MaskSlices slices{column_masks > 0 ? slice_of(p.table, work.batch, work.head) : 0, block_mask ? slice_of(p.mask, work.batch, work.head) : 0,
+                                boolean_mask ? slice_of(p.boolean, work.batch, work.head) : 0,
+                                function_mask ? static_cast<i32>(slice_of(p.function, work.batch, work.head)) : 0};
         const i32 row = own_row(), first = step.n() * cfg::block_n + 2 * (threadIdx.x % 4);
 #pragma unroll
         for (int i = 0; i < cfg::block_n / 2; i += 4)
             unroll<2>([&](int e) {
                 const i32 key = first + key_of(i + e);
-                const KeyMask mask(p, instance, offset, key);
+                const KeyMask mask(p, slices, key);
                 if (!mask.visible(p, min(row, p.n_queries - 1), key)) s[i + e] = minus_infinity();
                 if (!mask.visible(p, min(row + 8, p.n_queries - 1), key)) s[i + e + 2] = minus_infinity();
             });
@@ -199,7 +200,8 @@ struct Consumer {
             v.advance();
             differentiate();
             ptx::wgmma_fence();
-            accumulate_rows<cfg::block_n>(dq, ds, shared.k(stage));  // line 21
+            // Line 21, key by key from the last, as tiles are walked: how many keys a tile has changes no bit.
+            accumulate_rows<cfg::block_n, true>(dq, ds, shared.k(stage));
             ptx::wgmma_commit();
             before = stage;
             k.advance();

@@ -17,7 +17,7 @@ struct Maps {
 __device__ __forceinline__ Work row_tile(const Params& p, i32 number) {
     const TileRank place = rank_of(p, number, p.heads, p.row_tiles);
     i32 tile = p.row_tiles - 1 - place.rank;
-    if constexpr (cfg::mask == kMaskColumn) {
+    if constexpr (column_masks > 0) {
         if (p.table.order != nullptr) tile = p.table.order[slice_of(p.table, place.batch, place.head) * p.row_tiles + place.rank];
     }
     return {tile, place.head, place.batch, 0};
@@ -85,10 +85,10 @@ struct Producer {
         const i32 row = work.tile * cfg::block_m;
         __syncwarp();  // the row tile before is no longer looked at
         if (leader) {
-            MaskPlace place{{row, min(row + cfg::block_m, p.n_queries), work.tile}, 0, 0, 0};
+            MaskPlace place{{row, min(row + cfg::block_m, p.n_queries), work.tile}, 0, 0};
             place.lowest = band_first(p, place.rows) / cfg::block_n;
             if constexpr (cfg::mask != kMaskNone) place.instance = slice_of(p.table, work.batch, work.head);
-            if constexpr (cfg::mask == kMaskBlock) place.offset = slice_of(p.mask, work.batch, work.head);
+            if constexpr (block_mask) place.offset = slice_of(p.mask, work.batch, work.head);
             shared.place() = place;
         }
         __syncwarp();  // the place is known

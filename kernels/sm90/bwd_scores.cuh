@@ -43,7 +43,8 @@ struct ReadValues {
 // part of V, since a product of 64 rows and keys reads as much shared memory as it can multiply, and then half as much.
 struct HeldValues {
     // Of 16 columns.  The assembler grants no more; a key tile under a column mask meets too few rows for as many.
-    static constexpr int steps = cfg::mask == kMaskColumn || (cfg::bias && !cfg::bias_keys && !cfg::bias_tiles) ? 2 : cfg::dbias == kDbiasAdded ? 3 : 4;
+    static constexpr bool loads_bias = cfg::bias && !cfg::bias_keys && !cfg::bias_tiles;
+    static constexpr int steps = column_masks > 0 || stated_mask || loads_bias || cfg::dbias == kDbiasAdded ? 2 : 4;
     HeldRows<steps> rows;
     u32 minus_half[4];  // A: -1/2 where B has a part of D; both halves of B's 16 rows are the same 8
 
@@ -97,11 +98,10 @@ struct TilePlace {
 // Which of 64 rows from first_row on see a key.
 __device__ __forceinline__ u64 visible_rows(const Params& p, const TilePlace& at, i32 first_row, i32 key) {
     u64 rows = band_rows<u64>(p, first_row, key);
-    if constexpr (cfg::mask == kMaskColumn) {
-        const i64 instance = slice_of(p.table, at.batch, at.head);
-        rows &= column_rows<u64>(__ldg(p.table.cols + instance * p.table.keys_padded + key), first_row);
-    }
-    if constexpr (cfg::mask == kMaskBlock)
+    const i64 instance = column_masks > 0 || boolean_mask ? slice_of(p.table, at.batch, at.head) : 0;
+    if constexpr (column_masks > 0) rows &= column_rows<u64>(__ldg(p.table.cols + instance * p.table.keys_padded + key), first_row);
+    if constexpr (boolean_mask) rows &= __ldg(boolean_bits(p, instance, first_row / 64, key / cfg::block_n) + key % cfg::block_n);
+    if constexpr (block_mask)
         rows &= block_rows<u64>(p, static_cast<const u8*>(p.mask.data) + slice_of(p.mask, at.batch, at.head), first_row, key);
     return rows;
 }
@@ -109,10 +109,27 @@ __device__ __forceinline__ u64 visible_rows(const Params& p, const TilePlace& at
 // Visibility of a thread's elements: by key and 64 queries, bit query_of(i) % 64.
 using Visible = u64[2][(cfg::block_m + 63) / 64];
 
+// Takes away what a mask function hides.
+__device__ __forceinline__ void ask_function(Visible& visible, const Params& p, const TilePlace& at) {
+    const FunctionHead head = FunctionHead::of(p, static_cast<i32>(slice_of(p.function, at.batch, at.head)));
+    const FunctionKey keys[2] = {FunctionKey::of(p, head, at.key), FunctionKey::of(p, head, at.key + 8)};
+    const i32 first = at.first_row + 2 * (threadIdx.x % 4);
+    unroll<(cfg::block_m + 63) / 64>([&](int half) {
+#pragma unroll 2
+        for (int i = 0; i < 64; i += 8) {
+            unroll<2>([&](int e) {
+                const FunctionRow row = FunctionRow::of(p, head, first + 64 * half + i + e);
+                unroll<2>([&](int r) { visible[r][half] &= function_shows(p, head, row, keys[r]) ? ~0ull : ~(1ull << (i + e)); });
+            });
+        }
+    });
+}
+
 __device__ __forceinline__ void find_visible(Visible& visible, const Params& p, const TilePlace& at) {
     unroll<2, (cfg::block_m + 63) / 64>([&](int r, int half) {
         visible[r][half] = visible_rows(p, at, at.first_row + 64 * half, at.key + 8 * r) >> (2 * (threadIdx.x % 4));
     });
+    if constexpr (function_mask) ask_function(visible, p, at);
 }
 
 // Hidden scores become -inf, whatever they were.

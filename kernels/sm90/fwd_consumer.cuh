@@ -25,7 +25,7 @@ constexpr bool completes = cfg::bias || cfg::score;  // what comes between produ
 constexpr bool looks_for_values = cfg::dropout > 0;  // behind the exponentials; else it costs more than it saves
 constexpr u32 ping_pong_barrier = 1;              // + warpgroup
 constexpr int output_blocks = cfg::head_dim_v / 16;
-constexpr bool search_beside = cfg::head_dim <= 128 && cfg::mask != kMaskBlock && cfg::dropout == 0;
+constexpr bool search_beside = cfg::head_dim <= 128 && !block_mask && cfg::dropout == 0;
 
 struct Consumer {
     const Params& p;
@@ -117,10 +117,13 @@ struct Consumer {
 #pragma unroll
         for (int phase = 0; phase < search_phases; ++phase) {
             if (phase * steps / search_phases != step) continue;
-            if constexpr (cfg::mask == kMaskNone)
+            if (function_mask && phase + 1 == search_phases)
+                ask_function(visible, p, work, row(), tile.n());
+            else if constexpr (!by_table)
                 find_in_band(visible, p, row(), tile.n());
             else
-                find_in_table(visible, phase, p, shared.cols(k.stage), work, work.row + 64 * warpgroup, tile.n());
+                find_in_table(visible, phase, p, {shared.cols(k.stage), shared.bits(k.stage, warpgroup)}, work, work.row + 64 * warpgroup,
+                              tile.n());
         }
     }
 

@@ -21,7 +21,8 @@ constexpr int v_bytes = slabs_v * cfg::block_n * row_bytes;
 constexpr int o_bytes = slabs_v * cfg::block_m * row_bytes;
 constexpr int bias_slabs = cfg::bias_tiles ? (cfg::block_n + 63) / 64 : 0;
 constexpr int bias_bytes = bias_slabs * cfg::block_m * row_bytes;
-constexpr int cols_bytes = cfg::mask == kMaskColumn ? cfg::block_n * 16 : 0;  // intervals of a partial tile's keys
+constexpr int cols_bytes = column_masks > 0 ? cfg::block_n * 16 : 0;  // intervals of a partial tile's keys
+constexpr int bits_part = cfg::block_n * 8, bits_bytes = boolean_mask ? warpgroups * bits_part : 0;  // which of its rows see them; of a warpgroup's
 
 // The output leaves through the queries' buffer: a warpgroup has then read its rows of q for the last time.
 constexpr bool stage_output = sizeof(cfg::out) == 2;  // float32 is written from registers
@@ -39,7 +40,8 @@ constexpr int k_at = q_at + cfg::q_stages * q_buffer_bytes;
 constexpr int v_at = k_at + cfg::stages * k_bytes;
 constexpr int bias_tiles_at = v_at + cfg::stages * v_bytes;
 constexpr int cols_at = bias_tiles_at + cfg::stages * bias_bytes;
-constexpr int key_bias_at = cols_at + cfg::stages * cols_bytes;
+constexpr int bits_at = cols_at + cfg::stages * cols_bytes;
+constexpr int key_bias_at = bits_at + cfg::stages * bits_bytes;
 constexpr int barriers_at = key_bias_at + (cfg::bias_keys ? cfg::stages * static_cast<int>(sizeof(KeyBias)) : 0);
 
 enum Barrier {
@@ -81,8 +83,20 @@ struct KeyTile {
     __device__ __forceinline__ bool last() const { return code & last_bit; }  // of its row tile
 };
 
+// The first query row of what is told, where its masks depend on it.
+struct NoRow {
+    __device__ __forceinline__ void set_row(i32) {}
+    __device__ __forceinline__ i32 row() const { return 0; }
+};
+struct FirstRow {
+    i32 first;
+    __device__ __forceinline__ void set_row(i32 row) { first = row; }
+    __device__ __forceinline__ i32 row() const { return first; }
+};
+using MaskRow = Either<boolean_mask, FirstRow, NoRow>::type;
+
 // Up to 32 key tiles that a row tile visits, from the planner to the producer.
-struct TileList {
+struct TileList : MaskRow {
     KeyTile tiles[32];
     i32 count;           // negative: there is no further work
     i32 head, batch;     // of k and v
@@ -120,6 +134,7 @@ struct Shared : SharedMemory {
     __device__ __forceinline__ u32 bias(u32 stage) const { return address + bias_tiles_at + stage * bias_bytes; }
     __device__ __forceinline__ KeyBias& key_bias(u32 stage) const { return at<KeyBias>(key_bias_at, stage); }
     __device__ __forceinline__ int4* cols(u32 stage) const { return &at<int4>(cols_at + stage * cols_bytes); }
+    __device__ __forceinline__ u64* bits(u32 stage, u32 warpgroup) const { return &at<u64>(bits_at + stage * bits_bytes + warpgroup * bits_part); }
     __device__ __forceinline__ Mail& mail() const { return at<Mail>(mail_at); }
     __device__ __forceinline__ BiasPlace& bias_of_list() const { return at<BiasPlace>(bias_places_at, 0); }
     __device__ __forceinline__ BiasPlace& bias_of_mail() const { return at<BiasPlace>(bias_places_at, 1); }

@@ -20,7 +20,7 @@ __device__ __forceinline__ Work row_tile(const Params& p, i32 number) {
     const TileRank place = rank_of(p, number, p.heads, p.row_tiles);
     i32 tile = p.row_tiles - 1 - place.rank, instance = 0;
     if constexpr (cfg::mask != kMaskNone) instance = static_cast<i32>(slice_of(p.table, place.batch, place.head));
-    if constexpr (cfg::mask == kMaskColumn)
+    if constexpr (column_masks > 0)
         if (p.table.order != nullptr) tile = p.table.order[static_cast<i64>(instance) * p.row_tiles + place.rank];
     return {tile * cfg::block_m - rows_before_first(p), place.head, place.batch, instance};
 }
@@ -51,24 +51,30 @@ __device__ __forceinline__ KeyTile hidden_tile(const Params& p, const Work& work
 // of the head's blocks.
 __device__ __forceinline__ KeyTile classify(const Params& p, const Work& work, i64 blocks, i32 n) {
     bool seen = true, partial = false, dead = false;
-    if constexpr (cfg::mask == kMaskBlock) {
-        const MaskPlace place{all_rows(p, work), 0, blocks, 0};
+    if constexpr (block_mask) {
+        const MaskPlace place{all_rows(p, work), 0, blocks};
         TileWalk(p, place, 0).classify_blocks(n, seen = false, partial, dead);
+        dead = false;
     }
-    i32 bits = dead || band_hides(p, n) ? KeyTile::dead_bit : 0;
+    i32 bits = band_hides(p, n) ? KeyTile::dead_bit : 0;
 #pragma unroll 1  // registers are few
     for (int w = 0; w < warpgroups; ++w) {
-        const MaskPlace place{warpgroup_rows(p, work, w), work.instance, 0, 0};
+        const MaskPlace place{warpgroup_rows(p, work, w), work.instance, 0};
         const Rows& rows = place.rows;
-        if constexpr (cfg::mask == kMaskColumn) TileWalk(p, place, 0).classify_column(n, seen, partial, dead);
-        const bool some = rows.first < rows.end, mine = seen && some && n * cfg::block_n < band_end(p, rows) &&
-                                                        (n + 1) * cfg::block_n > band_first(p, rows);
+        if constexpr (column_masks > 0) TileWalk(p, place, 0).classify_column(n, seen, partial, dead);
+        bool shown = seen, tested = partial;
+        const bool some = rows.first < rows.end;
+        if constexpr (stated_mask) {
+            const u32 state = some ? tile_state(p, work.instance, rows.tile, n) : 0;
+            shown &= state & kSomeSeen, tested |= state & kSomeHidden;
+        }
+        const bool mine = shown && some && n * cfg::block_n < band_end(p, rows) && (n + 1) * cfg::block_n > band_first(p, rows);
         if (!mine) bits |= KeyTile::hidden_bit << w;
-        if (some && (!mine || partial || cut(p, rows, n))) bits |= KeyTile::partial_bit << w;
+        if (some && (!mine || tested || cut(p, rows, n))) bits |= KeyTile::partial_bit << w;
         if (dead) bits |= KeyTile::dead_bit;
     }
-    // Blocks and the band may hide a key only together.
-    if (cfg::mask == kMaskBlock && bits & KeyTile::partial_bits) bits |= KeyTile::dead_bit;
+    if constexpr (alive_table)
+        if (bits & KeyTile::partial_bits && has_dead_keys(p, work.instance, n)) bits |= KeyTile::dead_bit;
     constexpr i32 hidden = (1 << warpgroups) - 1;
     return (bits & hidden) == hidden ? KeyTile::none() : KeyTile::make(n, bits);
 }
@@ -100,6 +106,7 @@ struct Planner {
             to.head = work.head / p.group;
             to.batch = work.batch;
             to.instance = work.instance;
+            to.set_row(work.row);
             if constexpr (cfg::bias) shared.bias_of_list() = {work.head, work.batch, work.row};
         }
         ptx::mbarrier_arrive(shared.barrier(list_full));
@@ -125,7 +132,7 @@ struct Planner {
     // Key tiles in descending order, 32 candidates at a time.  The queries follow the first list.
     __device__ __forceinline__ void plan(const Work& work) {
         i64 blocks = 0;
-        if constexpr (cfg::mask == kMaskBlock) blocks = slice_of(p.mask, work.batch, work.head);
+        if constexpr (block_mask) blocks = slice_of(p.mask, work.batch, work.head);
         const Rows rows = all_rows(p, work);
         const i32 lowest = band_first(p, rows) / cfg::block_n;
         const i32 top = (band_end(p, rows) + cfg::block_n - 1) / cfg::block_n - 1;

@@ -9,7 +9,7 @@
 namespace sm90::fwd {
 
 // A key tile and where it comes from.
-struct Source {
+struct Source : MaskRow {
     KeyTile tile;
     i32 head, batch;  // of k and v
     i32 instance;     // of the mask
@@ -66,8 +66,8 @@ struct Producer {
         ptx::mbarrier_wait(shared.barrier(k_empty + k.stage), k.phase ^ 1);
         if (lane == 0) {
             shared.code(k.stage) = from.tile;
-            const bool with_cols = cfg::mask == kMaskColumn && from.tile.partial();
-            ptx::mbarrier_arrive_expect(full, k_bytes + bias_bytes + (with_cols ? cols_bytes : 0));
+            const bool with_cols = column_masks > 0 && from.tile.partial(), with_bits = boolean_mask && from.tile.partial();
+            ptx::mbarrier_arrive_expect(full, k_bytes + bias_bytes + (with_cols ? cols_bytes : 0) + (with_bits ? bits_bytes : 0));
             const i32 key = from.tile.n() * cfg::block_n;
             if constexpr (cfg::bias_tiles)
                 load_tile<cfg::block_m, bias_slabs>(bias_map, shared.bias(k.stage), full, ptx::evict_normal, from.bias.row,
@@ -78,6 +78,15 @@ struct Producer {
                 ptx::bulk_load(shared.address + cols_at + k.stage * cols_bytes,
                                p.table.cols + static_cast<i64>(from.instance) * p.table.keys_padded + key, cols_bytes,
                                full);
+            if (with_bits) load_bits(from, full);
+        }
+    }
+
+    // Of rows that are not there, those of others.
+    __device__ __forceinline__ void load_bits(const Source& from, u32 full) {
+        for (int w = 0; w < warpgroups; ++w) {
+            const i32 rows = min(max(from.row() / 64 + w, 0), (p.n_queries - 1) / 64);
+            ptx::bulk_load(ptx::shared_address(shared.bits(k.stage, w)), boolean_bits(p, from.instance, rows, from.tile.n()), bits_part, full);
         }
     }
 
@@ -104,7 +113,8 @@ struct Producer {
 
     // Values of a tile are needed one step after its keys, across row tiles too, unless the next one is not known yet.
     __device__ __forceinline__ void run() {
-        Source before{KeyTile::none(), 0, 0, 0, {}};
+        Source before{};
+        before.tile = KeyTile::none();
         for (;;) {
             if (before.tile.exists() && !uniform(ptx::mbarrier_passed(shared.barrier(list_full), list.phase))) {
                 load_values(before);
@@ -115,7 +125,9 @@ struct Producer {
             const TileList& from = shared.list();
             const KeyTile mine = from.tiles[lane];
             const i32 count = from.count;
-            Source source{mine, from.head, from.batch, from.instance, {}};
+            Source source{};
+            source.tile = mine, source.head = from.head, source.batch = from.batch, source.instance = from.instance;
+            source.set_row(from.row());
             if constexpr (cfg::bias) source.bias = shared.bias_of_list();
             if (count < 0) break;
             ptx::mbarrier_arrive(shared.barrier(list_empty));

@@ -22,7 +22,7 @@ __device__ __forceinline__ Bits bit_range(i32 begin, i32 end) {
 template <class Bits>
 __device__ __forceinline__ Bits band_rows(const Params& p, i32 first_row, i32 key) {
     const i32 diagonal = key - first_row;
-    Bits rows = cfg::mask == kMaskColumn || key < p.n_keys ? ~Bits{0} : 0;
+    Bits rows = column_masks > 0 || key < p.n_keys ? ~Bits{0} : 0;
     if constexpr (cfg::band_right) rows &= ~low_bits<Bits>(diagonal - p.band_right);
     if constexpr (cfg::band_left) rows &= low_bits<Bits>(diagonal + p.band_left + 1);
     return rows;
@@ -44,6 +44,11 @@ __device__ __forceinline__ Bits block_rows(const Params& p, const u8* blocks, i3
         if (column[block * p.mask.row])
             rows |= bit_range<Bits>(block * size - first_row, (block + 1) * size - first_row);
     return rows;
+}
+
+// Where the words of 64 rows, counted in such, and a key tile begin.
+__device__ __forceinline__ const u64* boolean_bits(const Params& p, i64 instance, i32 rows, i32 n) {
+    return p.table.bits + instance * p.table.bits_instance + rows * p.table.bits_row + n * p.table.bits_tile;
 }
 
 // Does the band alone hide some key of the tile from every row?  The keys it shows to some row are consecutive.

@@ -51,12 +51,14 @@ struct HeldRows {
     }
 };
 
-// d += A B (begun = 0: d = A B), A in registers, 16 rows of B to a fragment; the tile's slabs lie `rows` rows apart.
-template <int rows, int n, int steps>
+// d += A B (begun = 0: d = A B), A in registers, 16 rows of B to a fragment, from the first or from the last; the tile's slabs lie `rows`
+// rows apart.
+template <int rows, bool from_last = false, int n, int steps>
 __device__ __forceinline__ void accumulate_rows(float (&d)[n], const u32 (&a)[steps][4], u32 b, u32 begun = 1) {
-    unroll<steps>([&](int step) {
+    unroll<steps>([&](int number) {
+        const int step = from_last ? steps - 1 - number : number;
         const u64 right = ptx::wgmma_descriptor(b, rows * row_bytes, eight_rows) + ((step * 2 * eight_rows) >> 4);
-        ptx::Product<2 * n>::template rs<is_bfloat16, 1, 1>(d, a[step], right, step > 0 || begun);
+        ptx::Product<2 * n>::template rs<is_bfloat16, 1, 1>(d, a[step], right, number > 0 || begun);
     });
 }
 

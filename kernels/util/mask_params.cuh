@@ -13,17 +13,25 @@ struct MaskSource {
     i32 block_m, block_n;      // block: rows and keys per block;  others: 1, 1
 };
 
-struct MaskParams {
+struct CoreMaskParams {
     MaskSource column[kMaxColumnMasks];  // i32
     MaskSource blocks, boolean;          // u8
+    MaskSource function;                 // i32: see Params; strides count matrices
     int4 *cols, *bounds;
     i32* order;
-    u8* alive;                           // zeros on entry
+    u64* bits;
+    void* values;                        // function: see util/mask_states.cu
+    u32 *alive, *states;                 // zeros on entry
+    i64 bits_instance, bits_row, bits_tile, states_instance;
     i32 size[kLeadingAxes];              // leading axes of all masks together; their product is the number of instances
+    MatrixPlace matrices;
+    i32 instances;
     i32 alike;                           // mask_alive: neighbouring rows, from a multiple of this on, that see the same
     i32 n_queries, n_keys, keys_padded, row_tiles, key_tiles;
     i32 band_left, band_right;
 };
+
+struct MaskParams : CoreMaskParams, traced::mask::Arguments {};
 
 // Where an instance of a mask begins, in elements.
 __device__ __forceinline__ i64 source_offset(const MaskParams& p, const MaskSource& source, i32 instance) {

@@ -40,7 +40,9 @@ def test_the_struct_is_what_python_fills(name):
         member = field.removeprefix("traced.")
         checks.append(f'static_assert(__builtin_offsetof(traced::Arguments, {member}) == {at}, "{field}");')
     checks.append(f"static_assert(sizeof(CoreParams) == {PARAMS.itemsize});")
-    program = source.flatten_text('#include "attn/params.cuh"\n' + "\n".join(checks), "check.cu", None, made.text)
+    program = source.flatten_text(
+        '#include "attn/params.cuh"\n' + "\n".join(checks), "check.cu", None, source.functions_text(made.text, "")
+    )
     compiler.compile_log(program, "sm_80")
     assert made.slots == {"traced.array0": "score0", "traced.array1": "score1"}
     assert made.values["traced.stride1_1"] == 500

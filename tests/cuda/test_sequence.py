@@ -156,7 +156,7 @@ def test_a_graph_holds_tables_that_a_mask_keeps(driver):
     case = case_of("column")
     call = prepared(case)
     made = families.launch_sequence(*call[:3])
-    kept = SimpleNamespace(addresses=[0] * 6)
+    kept = SimpleNamespace(addresses=[0] * len(made._tables[0].slots))
     for table in made._tables:
         table.find = lambda *_: kept
     driver.run(made, call.addresses, call.masks, capturing=True)

@@ -19,7 +19,7 @@ from cuattn.dispatch import _function_mask
 from cuattn.errors import ArgumentError, DtypeError, MaskError, ShapeError, UnsupportedError
 from cuattn.masks import ColumnMask, from_function
 from cuattn.problem import FORWARD, Options, check
-from cuattn.tracing import MASK, Traced, trace
+from cuattn.tracing import MASK, Frozen, Traced, trace
 from tests.masks.predicates import assert_sound
 from tests.problem.test_origin import parts, start
 from tests.tracing import expressions as ex
@@ -167,8 +167,7 @@ def test_deep_functions_pickle():
 
 def test_arrays_on_a_gpu_are_no_constants():
     traced = Traced(trace(dilated, MASK).root, (object(),), (), ())
-    with pytest.raises(UnsupportedError, match=r"captures an array on a GPU: expected cuattn\.masks\.from_function"):
-        traced.frozen  # noqa: B018
+    assert not isinstance(traced.captured, Frozen) and traced.captured is traced.captured
 
 
 def test_one_way_to_make_them():
@@ -232,12 +231,23 @@ def test_bad_functions_in_calls():
             cuattn.attention(x, x, x, mask=dilated, origin=Origin(**{axis: 2**31 - 4}))
 
 
-def test_a_gpu_takes_none_but_columns():
+def test_two_functions_are_one():
+    near, far = (from_function(lambda b, h, i, j, n=n: abs(i - j) % n < DOCUMENTS[i] - h, 64, heads=2) for n in (3, 5))
+    both = near & far & masks.causal(64)
+    assert [part.kind for part in both.parts] == ["function", "column"]
+    assert_array_equal(both.dense(), near.dense() & far.dense() & masks.causal(64).dense())
+    plain = from_function(lambda b, h, i, j: (i + j) % 2 == 0, 64)
+    assert_array_equal((plain & near).dense(), plain.dense() & near.dense())
+
+
+def test_a_gpu_takes_one():
     mask, x = from_function(dilated, 8, heads=2), np.ones((2, 8, 4), np.float32)
-    with pytest.raises(UnsupportedError, match="mask holds a function mask"):
-        halves(check(FORWARD, {"q": x, "k": x, "v": x}, (mask,), Options()))
-    with pytest.raises(UnsupportedError, match="mask holds <FunctionMask"):
-        (mask & masks.causal(8)).to_device()
+    with pytest.raises(UnsupportedError, match="mask holds 2 function masks; expected at most 1"):
+        halves(check(FORWARD, {"q": x, "k": x, "v": x}, (mask, mask), Options()))
+    source, fields = mask.source(), mask.fields
+    assert (source.leading, source.strides, source.arrays) == ((2,), (1,), 0) and fields["matrices.heads"] == 2
+    assert "namespace traced::mask" in mask.generated["visible"].text
+    assert "visible_in" in mask.generated["tiles"].text
 
 
 # In calls.
@@ -296,7 +306,7 @@ def test_shards_equal_the_whole(data):
 
 
 def test_functions_on_a_gpu(xp):
-    """Recognised ones run, as their constructors do, arrays on the device are read back once; others are refused."""
+    """Recognised ones run as their constructors do; arrays on the device are read back once, or in every call."""
     x, ids = xp.put(np.linspace(-1, 1, 2 * N * 8, dtype=np.float32).reshape(2, N, 8)), xp.put(DOCUMENTS)
 
     def same_document(b, h, i, j, ids):
@@ -310,11 +320,8 @@ def test_functions_on_a_gpu(xp):
     ):
         for _ in range(2):
             assert_array_equal(xp.get(cuattn.attention(x, x, x, mask=mask)), wanted)
-    if xp.name == "cupy":
-        with pytest.raises(UnsupportedError, match="mask holds a function mask"):
-            cuattn.attention(x, x, x, mask=dilated)
-        with pytest.raises(UnsupportedError, match="from_function"):
-            cuattn.attention(x, x, x, mask=lambda b, h, i, j: same_document(b, h, i, j, ids))
+    live = cuattn.attention(x, x, x, mask=lambda b, h, i, j: same_document(b, h, i, j, ids))
+    assert_array_equal(xp.get(live), wanted)
 
 
 def test_a_function_is_one_mask():

@@ -322,4 +322,4 @@ def test_what_is_read_once_is_told():
     text = source({"score": [bound.root]}, facts(bound)).text
     element = text[text.index("void score") :]
     assert "fetched" not in element and all(f"{stage}.value" in element for stage in ("head", "row", "key"))
-    assert "head_of_row = true" in text and "score_reads_s = true" in text and "row_is_empty = false" in text
+    assert "head_of_row = true" in text and "head_of_key = true" in text

@@ -121,8 +121,8 @@ class Cut:
         block_m, block_n = 64, 128 if one else 64
         # Registers are short with slopes, with dropout beside what takes some, too, and where masks stand beside sums.
         beside = problem.masks == ("block",) or problem.bias is not None or problem.score is not None
-        sums = problem.masks and self.bias.gradient == Dbias.ADDED
-        crowded = is_sloped(problem) or (problem.dropout and beside) or sums
+        added = problem.masks and self.bias.gradient == Dbias.ADDED
+        crowded = is_sloped(problem) or (problem.dropout and beside) or added
         if one and max(slabs, slabs_v) == 1 and not crowded:
             block_m = 128
         rows = block_m * ((slabs + slabs_v) * ROW_BYTES + 4)
@@ -138,7 +138,8 @@ class Cut:
             barriers, moved = 4, row_bytes(problem)
         tiles = keys + _STAGES * rows + sums + draws * block_m * block_n // 8
         # What the warpgroups tell each other: work, steps and draws of each stage, mail, walk, heads, places of dq.
-        told = 16 * (3 if one else 2) + _STAGES * 16 * (1 + draws) + 32 + 48 + 24 + 40
+        walk = 48 + 16 * bool({"boolean", "function"} & {*problem.masks})
+        told = 16 * (3 if one else 2) + _STAGES * 16 * (1 + draws) + 32 + walk + 24 + 40
         size = pad(tiles + 8 * (barriers + 8 + (4 + 3 * draws) * _STAGES), 16) + told
         size = pad(size, _DELTA_OPERAND) if self.split_delta else size
         heads = problem.instances // problem.group

@@ -18,7 +18,7 @@ SLAB_COLUMNS, ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
 # Widths that accumulating products come in (kernels/ptx/wgmma.cuh).
 _WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
 _NARROW = 32  # columns of v for which there is a product of that width
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM, _ROOMY_HEAD_DIM = 256, 192  # wider tiles leave no shared memory for two masks
 _LEAST_SCALE = 1e-30  # and its inverse the largest
 _LIST_BYTES = 4 * (32 + 4)  # a list of key tiles
 # Keys from which on it pays to begin the softmax under the warpgroup's own product, by rows of a tile.
@@ -29,6 +29,9 @@ _L2_SHARE = 32 << 20  # bytes of k and v that neighbours in time share
 _RIDGE, _PORTABLE_RIDGE = 222, 77
 _GAIN = 1.3  # what the portable kernel must promise before it is taken, unless its tiles are this much smaller:
 _SMALLER = 8
+
+
+_TOGETHER = {"column", "boolean", "function"}  # kinds of masks, of each of which there may be one
 
 
 class Tile(NamedTuple):
@@ -42,7 +45,7 @@ class Tile(NamedTuple):
 
 
 # head_dim at most, head_dim_v at most -> the tile, and its keys where softcap or dropout take registers; first match
-# wins.  A column mask does not change it, so that the sums of one that says causal come in causal's order.
+# wins.  Column and boolean masks do not change it, so that the sums of one that says causal come in causal's order.
 _TILES = (
     (64, 64, Tile(192, 128, 3, 3), 128),
     (128, 128, Tile(128, 128, 2, 3), 128),
@@ -93,10 +96,12 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
     if problem.row.tensor_map is None:
         known = " and ".join(row.dtype.name for row in DTYPES.values() if row.tensor_map is not None)
         return f"it takes {known}, not {problem.dtype}"
-    if "boolean" in problem.masks:
-        return "it takes no boolean mask"
-    if problem.masks not in ((), ("column",), ("block",)):
-        return f"it takes one mask, not {len(problem.masks)}"
+    kinds = {*problem.masks}
+    if problem.masks != ("block",) and (len(kinds) < len(problem.masks) or not kinds <= _TOGETHER):
+        return f"it takes a block mask alone or one mask of each other kind, not {' and '.join(problem.masks)}"
+    wide = max(problem.head_dim, problem.head_dim_v) > _ROOMY_HEAD_DIM
+    if {"column", "boolean"} <= kinds and (wide or problem.bias is not None):
+        return f"beside a column mask it takes a boolean one without a bias, up to head dimension {_ROOMY_HEAD_DIM}"
     if max(problem.head_dim, problem.head_dim_v) > _MAX_HEAD_DIM:
         return f"it takes head dimensions up to {_MAX_HEAD_DIM}, not {problem.head_dim} and {problem.head_dim_v}"
     if problem.head_dim_v % 8:
@@ -142,26 +147,26 @@ class Cut:
     def _tile(self) -> Tile:
         problem = self.problem
         widest, _, tile, few = next(row for row in _TILES if self.head_dim <= row[0] and self.head_dim_v <= row[1])
-        capped, columns = problem.softcap is not None, problem.masks == ("column",)
+        capped, described = problem.softcap is not None, bool({"column", "boolean"} & {*problem.masks})
         if self.bias_form == "tiles":
             # Small tiles leave no registers for these.
-            scarce = problem.dropout or problem.masks == ("block",) or problem.score is not None
+            scarce = problem.dropout or bool({"block", "function"} & {*problem.masks}) or problem.score is not None
             rows = _BIASED_TILES[1 if scarce else 0 :]
             tile = next(row[2] for row in rows if self.head_dim <= row[0] and self.head_dim_v <= row[1])
-            if columns:  # the intervals of partial tiles' keys take room
+            if described:  # the intervals of partial tiles' keys take room
                 tile = tile._replace(block_n=112 if widest == 128 else tile.block_n, stages=2)
             few = min(few, tile.block_n)
         if self.bias_form == "loads":
             few = _LOADED_KEYS
-        if capped or problem.dropout or self.bias_form == "loads" or (columns and self.bias_form):
+        if capped or problem.dropout or self.bias_form == "loads" or (described and self.bias_form):
             tile = tile._replace(block_n=few)
-        crowded = capped or bool(self.bias_form) or problem.score is not None
-        if tile.block_m == 192 and (crowded or problem.masks == ("block",) or problem.out_dtype != problem.dtype):
+        crowded = capped or self.bias_form or problem.score is not None or {"block", "function"} & {*problem.masks}
+        if tile.block_m == 192 and (crowded or problem.out_dtype != problem.dtype):
             tile = tile._replace(block_m=128)  # these need registers that three warpgroups do not have
         if tile.block_m == 192 and problem.dropout and (problem.masks or problem.band is not None):
             tile = tile._replace(block_n=112)
-        if widest == 128 and columns and tile.q_stages > 2:
-            tile = tile._replace(q_stages=2)  # the intervals of partial tiles' keys take the third one's place
+        if widest == 128 and described and tile.q_stages > 2:
+            tile = tile._replace(q_stages=2)  # what partial tiles' keys say of their rows takes the third one's place
         return tile
 
     @property
@@ -176,12 +181,13 @@ class Cut:
         slabs, slabs_v = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
         rounded = problem.out_dtype == problem.dtype
         queries = (max(slabs, slabs_v) if rounded else slabs) * block_m * ROW_BYTES
-        intervals = 16 * block_n if problem.masks == ("column",) else 0
+        boolean = "boolean" in problem.masks
+        masks = block_n * (16 * ("column" in problem.masks) + boolean * block_m // 8)  # intervals, and bits
         tiled = cdiv(block_n, SLAB_COLUMNS) * block_m * ROW_BYTES
         bias = {"tiles": tiled, "keys": 4 * block_n + _KEY_BIAS_BYTES}.get(self.bias_form, 0)
-        tiles = q_stages * queries + stages * ((slabs + slabs_v) * block_n * ROW_BYTES + intervals + bias)
+        tiles = q_stages * queries + stages * ((slabs + slabs_v) * block_n * ROW_BYTES + masks + bias)
         barriers = 8 * (2 * q_stages + 4 * stages + 4)
-        mail = 16 * q_stages + _LIST_BYTES + 4 * stages + 12
+        mail = 16 * q_stages + _LIST_BYTES + 4 * boolean + 4 * stages + 12
         mail += 24 * bool(self.bias_form)
         return pad(tiles + barriers, 16) + mail
 

@@ -118,6 +118,8 @@ def describe(address: int, dtype: Dtype, view: View) -> TensorMap:
 class MappedCall(Call):
     """A call of kernels that read and write by tensor maps."""
 
+    packed_masks = True
+
     @property
     def read(self) -> list[str]:
         """What the copy engine reads, as far as it is there: not all of a planned call is."""
@@ -125,11 +127,17 @@ class MappedCall(Call):
 
     @staticmethod
     def simplify(problem: Problem, masks: Sequence[Any]) -> tuple[Problem, Sequence[Any]]:
-        """Take a mask that is no more than a band as one; no boolean mask, which must give the same bits, is taken."""
-        reach = masks[0].reach if problem.masks == ("column",) and problem.band is None else None
+        """Take a column mask that is no more than a band as one; so it gives the bits of its boolean twin, too.
+
+        With dropout tiles without any mask are larger: a mask that hides nothing is a band without ends then.  With a
+        bias tiles with a band are, too.
+        """
+        alone = problem.masks == ("column",) and problem.band is None and problem.bias is None
+        reach = masks[0].reach if alone else None
         if reach is None:
             return problem, masks
-        return replace(problem, masks=(), band=None if reach == (None, None) else Band(*reach, 0)), ()
+        unmasked = reach == (None, None) and not problem.dropout
+        return replace(problem, masks=(), band=None if unmasked else Band(*reach, 0)), ()
 
     def layout_reason(self) -> str | None:
         """Say why the operands cannot be described, or return None."""

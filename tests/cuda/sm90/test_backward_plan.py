@@ -23,7 +23,6 @@ def problem(*sizes, **changes):
     ("changes", "words"),
     [
         ({"dtype": np.dtype(np.float32)}, "float32"),
-        ({"masks": ("boolean",)}, "boolean"),
         ({"head_dim": 264}, "264"),
         ({"head_dim": 36, "head_dim_v": 40}, "36"),
         ({"n_queries": 0}, "nothing"),
@@ -63,7 +62,7 @@ def test_who_subtracts_delta():
     assert Cut(problem(64, n_queries=130)).scratch(3)["delta"].dtype == np.float32
 
 
-@pytest.mark.parametrize("masks", [(), ("column",), ("block",)])
+@pytest.mark.parametrize("masks", [(), ("column",), ("block",), ("column", "boolean")])
 @pytest.mark.parametrize("sizes", [(64,), (96, 40), (128,), (64, 256), (192, 128), (256,)])
 def test_fits_in_shared_memory(sizes, masks):
     for changes in ({}, {"dropout": 6554}, {"softcap": 1.0}, {"deterministic": True}):
@@ -105,6 +104,11 @@ VARIANTS = [
     problem(64, deterministic=True, band=CAUSAL),
     problem(128, deterministic=True, masks=("column",)),
     problem(96, deterministic=True, masks=("block",), dropout=6554),
+    problem(64, masks=("boolean",), dropout=6554, band=CAUSAL),
+    problem(128, masks=("boolean",), deterministic=True, band=WINDOW),
+    problem(128, masks=("column", "boolean"), deterministic=True, band=WINDOW),
+    problem(128, masks=("column", "boolean"), dropout=6554, band=CAUSAL),
+    problem(192, masks=("column", "boolean"), dropout=6554, softcap=3.0, band=WINDOW),
 ]
 
 

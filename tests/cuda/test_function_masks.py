@@ -1,0 +1,75 @@
+"""Mask functions in kernels, without a GPU: everything that a call launches compiles for three generations."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from cuattn.cuda import call, families, source
+from cuattn.cuda.params import MASK_PARAMS, PARAMS
+from cuattn.masks import BooleanMask, causal_document, from_function
+from tests.cuda.nvrtc import resources
+from tests.cuda.recording import H200, operands
+from tests.cuda.recording import driver as driver
+from tests.cuda.sm90.test_forward_plan import problem as problem_of
+
+N = 4096
+GROUPS = np.random.default_rng(0).integers(0, 4, N)
+NEIGHBOURS = from_function(lambda b, h, i, j: (abs(i // 64 - j // 64) <= 6) & (abs(i % 64 - j % 64) <= 6), N)
+BY_HEAD = from_function(lambda b, h, i, j: ((i - j) % (h + 2) == 0) & (GROUPS[i] == GROUPS[j]), N, heads=16)
+BESIDE = NEIGHBOURS, causal_document([1000, N - 1000]), BooleanMask(np.ones((1, N), bool))
+
+
+def launches(masks, operation, **changes):
+    """Return the kernels of a call, and of its tables."""
+    p = problem_of(masks=tuple(mask.kind for mask in masks), operation=operation, **changes)
+    made = families.launch_sequence(p, operands(p), masks)
+    return [*made._kernels, *(kernel for table in made._tables for kernel in table._kernels)]
+
+
+def spills(kernels, arch):
+    """Compile those with a function; return what uses local memory."""
+    found = {}
+    for kernel in (kernel for kernel in kernels if kernel._found[-1]):
+        _, path, _, constants, _, exact, text = kernel._found
+        used = resources(source.build(path, dict(constants), text), "sm_90a" if exact else arch, path)
+        found |= {f"{path} {name}": each.stack for name, each in used.items() if each.stack}
+    return found
+
+
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_spills(arch, operation, driver, monkeypatch):
+    if arch != "sm_90":
+        monkeypatch.setattr(call, "device_of", lambda number: H200._replace(arch=arch, shared_bytes=101376))
+    kernels = launches([BY_HEAD], operation, kernel="sm90" if arch == "sm_90" else "sm80")
+    assert any("mask_states" in kernel._found[1] for kernel in kernels)
+    assert not spills(kernels, arch)
+
+
+def test_beside_other_masks(driver):
+    assert not spills(launches(BESIDE, "forward", kernel="sm90"), "sm_90")
+
+
+def test_arguments(driver):
+    """What a function reads follows both structs; its arrays come behind the indices of rows and keys."""
+    kernels = launches([BY_HEAD], "forward", kernel="sm90")
+    main = next(kernel for kernel in kernels if kernel._found[1] == "sm90/fwd.cu")
+    tables = [kernel for kernel in kernels if kernel._found[1].startswith("util/mask")]
+    assert {"visible.array0", "visible.array1"} & {*main.dtype.names}
+    assert main.dtype.names[: len(PARAMS.names)] == PARAMS.names
+    assert all(kernel.dtype.names[: len(MASK_PARAMS.names)] == MASK_PARAMS.names for kernel in tables)
+    assert not main.is_traced and main.is_placed
+
+
+def test_numbers_tell_masks_apart():
+    first, second = (from_function(lambda b, h, i, j, x=x: np.sin(x * i) > np.cos(j), 64) for x in (0.25, 0.5))
+    assert first.layout != second.layout and first.generated["visible"].text == second.generated["visible"].text
+
+
+def test_rows_and_keys_have_strides_that_merge(driver):
+    mask = from_function(lambda b, h, i, j: (i - j) % (2 * b + h + 1) == 0, N, batch=2, heads=16)
+    p = dataclasses.replace(problem_of(), masks=("function",))
+    made = families.launch_sequence(p, operands(p), [mask])
+    argument = driver.run(made, {"q": 1, "k": 2, "v": 3}, [mask], capturing=True)[0][-1].argument
+    assert (argument["function.batch"][-1], argument["function.head"], argument["matrices.heads"]) == (16, 1, 16)

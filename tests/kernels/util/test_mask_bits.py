@@ -1,0 +1,75 @@
+"""What the table kernels make of boolean masks: bits, states of tiles, and which keys some row sees."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from cuattn.cuda.tables import CallMasks
+from cuattn.masks import BooleanMask
+from cuattn.problem import Band
+from tests.cuda.sm90.test_forward_plan import problem as problem_of
+
+pytestmark = pytest.mark.gpu
+
+
+def tables(mask, problem, tile, packed):
+    """Return the tables of a mask, by name, as arrays of 32-bit words, and what they are made for."""
+    import cupy
+
+    masks = CallMasks(dataclasses.replace(problem, masks=(mask.kind,)), [mask], 0, packed)
+    made = masks.tables(extent := masks.extent(*tile))
+    memory = cupy.full(made.nbytes, 0xA5, np.uint8)
+    stream = cupy.cuda.get_current_stream()
+    made.fill(made.sources([mask], 0, stream), 0, memory.data.ptr, stream)
+    names = ("cols", "bounds", "order", "bits", "alive", "states")
+    found, ends = memory.get(), [*[place for place in made._places if place is not None][1:], made.nbytes]
+    given = [(name, place) for name, place in zip(names, made._places, strict=True) if place is not None]
+    return {name: found[place:end].view(np.uint32) for (name, place), end in zip(given, ends, strict=True)}, extent
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile", "band"),
+    [
+        ((1, 333, 421), (128, 128, 64), None),
+        ((3, 640, 512), (192, 128, 64), Band(40, 0, 10)),
+        ((2, 130, 270), (128, 112, 64), None),
+        ((1, 100, 77), (16, 32, 16), None),
+        ((2, 65, 300), (64, 64, 64), Band(None, 0, 0)),
+        ((2, 1, 300), (128, 128, 128), None),
+    ],
+)
+def test_tables(shape, tile, band):
+    rng = np.random.default_rng(shape)
+    heads, n_queries, n_keys = shape
+    seen = np.repeat(np.repeat(rng.random((heads, -(-n_queries // 32), -(-n_keys // 32))) < 0.4, 32, 1), 32, 2)
+    seen = seen[:, :n_queries, :n_keys] & (rng.random(shape) < np.where(rng.random((heads, 1, 1)) < 0.5, 1, 0.9))
+    mask = BooleanMask(seen)
+    problem = problem_of(heads=heads, kv_heads=heads, batch=(), n_queries=n_queries, n_keys=n_keys, band=band)
+    found, extent = tables(mask, problem, tile, True)
+
+    unit, block_n = tile[2], tile[1]
+    states = mask.bind(n_queries, n_keys).tile_states(unit, block_n)
+    words = found["states"][: heads * extent.strides["states_instance"]].reshape(heads, -(-extent.row_tiles // 4), -1)
+    m, n = np.indices(states.shape[1:])
+    codes = words[:, m // 4, n // 4] >> (2 * (m % 4 * 4 + n % 4)).astype(np.uint32) & 3
+    np.testing.assert_array_equal(codes, np.array([2, 3, 1])[states])
+
+    rows = 2 * -(-n_queries // 128)
+    bits = found["bits"].view(np.uint64)[: heads * extent.strides["bits_instance"]]
+    bits = bits.reshape(heads, rows if n_queries > 1 else 1, -1)
+    padded = np.zeros((heads, 64 * bits.shape[1], bits.shape[2]), bool)
+    padded[:, :n_queries, :n_keys] = seen
+    packed = np.packbits(padded.reshape(heads, -1, 64, bits.shape[2]), axis=2, bitorder="little")
+    expected = packed.swapaxes(2, 3).copy().view(np.uint64)[..., 0]
+    if n_queries > 1:
+        np.testing.assert_array_equal(bits, expected)
+
+    i, j = np.arange(n_queries)[:, None], np.arange(n_keys)
+    if band is not None:
+        offset = i + band.offset
+        seen = seen & (j <= offset + band.right) & (j >= offset - (n_keys if band.left is None else band.left))
+    alive = found["alive"][: heads * -(-n_keys // 32)].reshape(heads, -1)
+    np.testing.assert_array_equal(alive[:, j // 32] >> (j % 32).astype(np.uint32) & 1, seen.any(axis=1))
