@@ -210,13 +210,11 @@ def _launch(
     held: Sequence[Any] = (),
 ) -> list[Any]:
     """Run a checked call on its GPU, the current one, given the addresses of its arrays; `held` are copies of some."""
-    arguments = allocate, origin.stream(), addresses, call.masks, state, place, held
-    if call.score is None:
-        return known.sequence.run(*arguments)
-    captured, places = call.score.captured(origin.device)
-    addresses, held = call.score.by_slot(addresses, places), (*held, *captured)
-    more = {"numbers": call.score.numbers} if call.score.traced else {}
-    return known.sequence.run(*arguments[:2], addresses, *arguments[3:6], held, **more)
+    numbers: tuple[Any, ...] = ()
+    if call.score is not None:
+        addresses, captured, numbers = call.score.given(addresses, origin.device)
+        held = (*held, *captured)
+    return known.sequence.run(allocate, origin.stream(), addresses, call.masks, state, place, held, numbers)
 
 
 def _compute(call: Call, warm: _Known | None = None, seen: Any = None) -> tuple[list[Any], Any]:
