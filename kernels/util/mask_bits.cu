@@ -19,22 +19,28 @@ __device__ __forceinline__ u32 load_keys(const u8* row, i64 col, i32 count) {
     return keys;
 }
 
+// The highest bit of each byte that is not 0.
+__device__ __forceinline__ u32 marked(u32 bytes) { return (((bytes & 0x7f7f7f7f) + 0x7f7f7f7f) | bytes) & 0x80808080; }
+
 // Which of `rows` rows see each of a lane's keys.  together: four bytes at an address that four divides.
 template <bool together>
 __device__ __forceinline__ void load_bits(u64 (&bits)[kOwn], const MaskSource& source, const u8* first, i32 rows, i32 count) {
-    constexpr int kAhead = together ? 16 : 4;  // rows that are loaded before any is looked at
-#pragma unroll 1
-    for (i32 row = 0; row < rows; row += kAhead) {
-        u32 loaded[kAhead];
+    u32 eights[kRows / 8] = {};  // of eight rows, a byte per key
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) loaded[i] = row + i < rows ? load_keys<together>(first + (row + i) * source.row, source.col, count) : 0;
-        u32 found[kOwn] = {};
+    for (int row = 0; row < kRows; ++row) {
+        const u32 keys = row < rows ? load_keys<together>(first + row * source.row, source.col, count) : 0;
+        eights[row / 8] |= marked(keys) >> (7 - row % 8);
+    }
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i)
+    for (int key = 0; key < kOwn; ++key) {
+        u32 halves[2];
 #pragma unroll
-            for (int key = 0; key < kOwn; ++key) found[key] |= (loaded[i] >> 8 * key & 0xff) != 0 ? 1u << i : 0;
-#pragma unroll
-        for (int key = 0; key < kOwn; ++key) bits[key] |= static_cast<u64>(found[key]) << row;
+        for (int half = 0; half < 2; ++half) {
+            const u32* from = eights + 4 * half;
+            const u32 pair = key | (4 + key) << 4;
+            halves[half] = __byte_perm(__byte_perm(from[0], from[1], pair), __byte_perm(from[2], from[3], pair), 0x5410);
+        }
+        bits[key] = static_cast<u64>(halves[1]) << 32 | halves[0];
     }
 }
 
