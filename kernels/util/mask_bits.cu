@@ -25,11 +25,21 @@ __device__ __forceinline__ u32 marked(u32 bytes) { return (((bytes & 0x7f7f7f7f)
 // Which of `rows` rows see each of a lane's keys.  together: four bytes at an address that four divides.
 template <bool together>
 __device__ __forceinline__ void load_bits(u64 (&bits)[kOwn], const MaskSource& source, const u8* first, i32 rows, i32 count) {
-    u32 eights[kRows / 8] = {};  // of eight rows, a byte per key
+    constexpr int groups = kRows / 8, ahead = together ? 16 : 8;  // rows that are loaded before any is looked at
+    u32 eights[groups];                                           // of eight rows, a byte per key; they move up as they come
+#pragma unroll(together ? kRows / ahead : 1)
+    for (int row = 0; row < kRows; row += ahead) {
+        u32 loaded[ahead];
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-        const u32 keys = row < rows ? load_keys<together>(first + row * source.row, source.col, count) : 0;
-        eights[row / 8] |= marked(keys) >> (7 - row % 8);
+        for (int i = 0; i < ahead; ++i, first += source.row) loaded[i] = row + i < rows ? load_keys<together>(first, source.col, count) : 0;
+#pragma unroll
+        for (int group = 0; group < ahead / 8; ++group) {
+#pragma unroll
+            for (int i = 1; i < groups; ++i) eights[i - 1] = eights[i];
+            eights[groups - 1] = 0;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) eights[groups - 1] |= marked(loaded[8 * group + i]) >> (7 - i);
+        }
     }
 #pragma unroll
     for (int key = 0; key < kOwn; ++key) {
