@@ -45,7 +45,7 @@ def calls(driver, monkeypatch):
         return lambda scratch_bytes, together, held: (list(wanted), [BASE] * (len(wanted) + 1), None)
 
     monkeypatch.setattr(cuda, "launch_sequence", launch_sequence)
-    monkeypatch.setattr(tables.MaskTables, "find", lambda *_: SimpleNamespace(addresses=[0] * len(tables.TABLE_SLOTS)))
+    monkeypatch.setattr(tables.MaskTables, "find", lambda self, *_: SimpleNamespace(addresses=[0] * len(self.slots)))
     monkeypatch.setattr(interop.ArrayOrigin, "scope", scope)
     monkeypatch.setattr(interop.ArrayOrigin, "on_device", lambda self: contextlib.nullcontext())
     monkeypatch.setattr(interop.ArrayOrigin, "stream", lambda self: Stream())
