@@ -111,16 +111,18 @@ class Call:
             from cuattn.masks.function import live
             from cuattn.tracing import MASK, trace
 
-            self._add_mask(trace(self.function, MASK, adopt=live).captured, arrays)
+            self.masks = (*self.masks, self._mask_of(trace(self.function, MASK, adopt=live).captured, arrays))
             self.function = None
         if self.score is not None and self.score.visible is not None:
-            self._add_mask(self.score.visible, arrays)
-            self.score.visible = None
+            found, kinds = self._mask_of(self.score.visible, arrays), {mask.kind for mask in self.masks}
+            if found.kind == "column" or found.kind not in kinds:  # of others, kernels take one of a kind
+                self.masks = (*self.masks, found)
+                self.score.leave_visible()
 
-    def _add_mask(self, visible: Any, arrays: dict[str, Any]) -> None:
-        """Add the mask that a traced function is."""
+    def _mask_of(self, visible: Any, arrays: dict[str, Any]) -> Mask:
+        """Return the mask that a traced function is."""
         shapes = [tuple(arrays[name].shape) for name in "qkv"]
-        self.masks = (*self.masks, *_function_mask(visible, *shapes, self.origin).parts)
+        return _function_mask(visible, *shapes, self.origin)
 
 
 @dataclass
