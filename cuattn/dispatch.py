@@ -90,8 +90,8 @@ class Call:
             self.score = _score_type()(self.score, self.score_args, self.arrays, self.operation.replays)
         mask = self.arrays["mask"]
         if mask is None:
-            pass  # and is asked nothing
-        elif isinstance(mask, Mask):
+            return
+        if isinstance(mask, Mask):
             self.masks, self.arrays["mask"] = mask.parts, None
         elif callable(mask):
             self.function, self.arrays["mask"] = mask, None
@@ -111,18 +111,20 @@ class Call:
             from cuattn.masks.function import live
             from cuattn.tracing import MASK, trace
 
-            self.masks = (*self.masks, self._mask_of(trace(self.function, MASK, adopt=live).captured, arrays))
+            self._add_mask(trace(self.function, MASK, adopt=live).captured, arrays)
             self.function = None
         if self.score is not None and self.score.visible is not None:
-            found, kinds = self._mask_of(self.score.visible, arrays), {mask.kind for mask in self.masks}
-            if found.kind == "column" or found.kind not in kinds:  # of others, kernels take one of a kind
-                self.masks = (*self.masks, found)
-                self.score.leave_visible()
+            self._add_mask(self.score.visible, arrays)
+            self.score.visible = None
 
-    def _mask_of(self, visible: Any, arrays: dict[str, Any]) -> Mask:
-        """Return the mask that a traced function is."""
+    def _add_mask(self, visible: Any, arrays: dict[str, Any]) -> None:
+        """Add the mask of a traced function to the call's, within one of its kind where one mask says both."""
         shapes = [tuple(arrays[name].shape) for name in "qkv"]
-        return _function_mask(visible, *shapes, self.origin)
+        for part in _function_mask(visible, *shapes, self.origin).parts:
+            alike = [mask for mask in self.masks if mask.kind == part.kind and not mask.on_device]
+            joined = _joined(alike[0], part) if alike and not part.on_device else None
+            others = self.masks if joined is None else [mask for mask in self.masks if mask is not alike[0]]
+            self.masks = (*others, joined or part)
 
 
 @dataclass
@@ -329,6 +331,7 @@ def _fold(call: Call, views: dict[str, Any]) -> None:
         call.options, call.masks = options._replace(is_causal=False, window=None), (*call.masks, mask)
 
 
+_joined = lru_cache(maxsize=32)(lambda one, other: one.joined(other))  # masks hold tables
 _band_mask = lru_cache(maxsize=64)(band_of_runs)  # kept, since a mask holds tables on a GPU
 
 

@@ -14,7 +14,7 @@ from cuattn.errors import ArgumentError, DtypeError, shown
 from cuattn.masks.device import upload
 from cuattn.problem import ScoreFunction
 from cuattn.results import Gradients
-from cuattn.tracing import SCORE, Bound, Frozen, Node, Traced, recall, trace
+from cuattn.tracing import SCORE, Bound, Frozen, Traced, recall, trace
 from cuattn.tracing.capture import Argument, copied
 from cuattn.tracing.graph import variable
 
@@ -40,7 +40,7 @@ class Score:
     traced : Traced or None
         Then; but None if it changes no score that is visible, and there is nothing to differentiate.
     visible : Frozen or None
-        Then, where scores are visible, if a mask can say that; None once one does.
+        Then, where scores are visible, until a mask says that.
     """
 
     known = False
@@ -77,20 +77,9 @@ class Score:
         self._take(trace(self._function, SCORE, args, adopt=_copied))
 
     def _take(self, traced: Traced) -> None:
-        self.known, self.traced, self.visible = True, traced, traced.split[0]
-        self._take_root(traced.root)
-
-    def _take_root(self, root: Node) -> None:
-        """Take a graph as the function; none, if it changes nothing and there is nothing to differentiate."""
-        self._root = root
+        self.known, self.traced, (self.visible, root) = True, traced, traced.split
         if root is _UNCHANGED and not self.learned:
             self.traced = None
-
-    def leave_visible(self) -> None:
-        """Leave it to a mask to say what is visible."""
-        if self.traced is not None:
-            self.visible = None
-            self._take_root(self.traced.split[1])
 
     @property
     def learned(self) -> dict[int, int]:
@@ -112,7 +101,7 @@ class Score:
         if self.traced is None:
             return None
         arrays = [operands[name] for name in ScoreFunction.names_of(self.traced.arrays)]
-        return Bound(self._root, tuple(arrays), self.numbers, self.traced.spans)
+        return Bound(self.traced.split[1], tuple(arrays), self.numbers, self.traced.spans)
 
     def _by_slot(self, values: list[Any], captured: Sequence[Any]) -> list[Any]:
         """Return what belongs to the function's arrays from what belongs to the call's and to those it captures."""

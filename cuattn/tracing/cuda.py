@@ -148,8 +148,8 @@ def source(
     ...
         const int v0 = j - i;
         const float v1 = (float)v0;
-        const float v2 = args.number0 * v1;
-        const float v3 = s + v2;
+        const float v2 = product_of(args.number0, v1);
+        const float v3 = fma_of(args.number0, v1, s);
         result0 = v3;
     }
     }  // namespace traced
@@ -262,7 +262,7 @@ class Writer:
         for node in order(*roots, inner=lambda x: not self._given(x, stage)):
             names[node] = self._given(node, stage) or f"v{len(lines)}"
             if names[node] == f"v{len(lines)}":
-                expression = self._expression(node, [names[x] for x in node.args])
+                expression = self._rounded(node, names, stage) or self._expression(node, [names[x] for x in node.args])
                 lines.append(f"    const {self._type(node)} {names[node]} = {expression};")
         return lines, names
 
@@ -303,6 +303,24 @@ class Writer:
         unsigned = "unsigned long long" if work == "long long" else "unsigned"
         text = self._template(node).format(*operands, T=work, U=unsigned, f="f" if self._acc == "float" else "")
         return f"({kind})({text})" if modular or work != kind else text
+
+    def _rounded(self, node: Node, names: Mapping[Node, str], stage: str) -> str | None:
+        """Write a product of numbers, or a sum with one, which is rounded once whatever else uses the product.
+
+        Equal graphs so give equal results in all kernels, which the compiler may fuse each in its own way.
+        """
+        if node.kind != "f" or node.op not in ("add", "subtract", "multiply"):
+            return None
+        if node.op == "multiply":
+            return f"product_of({', '.join([names[x] for x in node.args])})"
+        for place in (1, 0):
+            product, other = node.args[place], names[node.args[1 - place]]
+            if product.op == "multiply" and not self._given(product, stage):
+                a, b = [names[x] for x in product.args]
+                if node.op == "subtract":
+                    a, other = (f"-{a}", other) if place else (a, f"-{other}")
+                return f"fma_of({a}, {b}, {other})"
+        return None
 
     def _template(self, node: Node) -> str:
         row = TABLE[node.op]

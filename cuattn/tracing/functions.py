@@ -192,7 +192,7 @@ def _signature(names: tuple[str, ...], index: int, value: Any) -> Hashable:
     if type(value) in _array_types or is_array(value):
         _array_types.add(type(value))
         dtype = _plain(value.dtype)
-        if kind_of(dtype) is None:
+        if dtype is None:
             place = _argument(names, index)
             raise ArgumentError(f"{place} has dtype {value.dtype}: expected booleans, integers or floats")
         return dtype, tuple(value.shape)
@@ -206,14 +206,12 @@ def _signature(names: tuple[str, ...], index: int, value: Any) -> Hashable:
 
 
 @functools.lru_cache(maxsize=64)
-def _plain(dtype: Any) -> np.dtype:
-    """Return a dtype of any library as NumPy's."""
-    with contextlib.suppress(TypeError):
-        return np.dtype(dtype)
-    try:
-        return np.dtype(str(dtype).rpartition(".")[2])  # "torch.float32"
-    except TypeError:
-        return np.dtype(object)
+def _plain(dtype: Any) -> np.dtype | None:
+    """Return a dtype of any library as NumPy's; None of those whose elements are no numbers."""
+    for given in (dtype, str(dtype).rpartition(".")[2]):  # "torch.float32"
+        with contextlib.suppress(TypeError):
+            return np.dtype(given) if kind_of(given) else None
+    return None
 
 
 def _argument(names: tuple[str, ...], index: int) -> str:

@@ -94,7 +94,7 @@ def _shift(ufunc: np.ufunc, beyond: Callable) -> Callable[..., Any]:
 
 
 def _converted(x: Any, out: Any = None, dtype: Any = None) -> Any:
-    return np.positive(x, out=out, dtype=dtype, casting="unsafe")
+    return np.asarray(x).astype(dtype)
 
 
 def _truncated(x: Any, out: Any = None, dtype: Any = None) -> Any:
@@ -163,7 +163,7 @@ _ROWS = (
         "ff-f",
         slopes=lambda x, y, z: (1 / y, -z / y),
         right=1,
-        short="{0} * ptx::rcp({1})",
+        short="product_of({0}, ptx::rcp({1}))",
         heavy=True,
     ),
     _row(
