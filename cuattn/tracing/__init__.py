@@ -17,16 +17,14 @@ from cuattn.tracing.bound import ANY_LENGTH, Bound, Facts, Frozen, facts, joined
 from cuattn.tracing.cuda import Source, source
 from cuattn.tracing.cuda_tiles import tile_source
 from cuattn.tracing.derivatives import Weight, addend, along, derivative, split_visible, weights
-from cuattn.tracing.extremes import described
 from cuattn.tracing.functions import MASK, SCORE, Traced, recall, trace
-from cuattn.tracing.graph import ARRAY, B, H, I, J, Node, S
+from cuattn.tracing.graph import B, H, I, J, Node, S
 from cuattn.tracing.recognition import columns
 from cuattn.tracing.tiles import bounds, tile_states
 from cuattn.tracing.values import Program, evaluate, host_value
 
 __all__ = [
     "ANY_LENGTH",
-    "ARRAY",
     "MASK",
     "SCORE",
     "B",
@@ -47,7 +45,6 @@ __all__ = [
     "bounds",
     "columns",
     "derivative",
-    "described",
     "evaluate",
     "facts",
     "host_value",
