@@ -18,6 +18,7 @@ on b or h, for tiles whose rows belong to several heads.  Indices must exist: ke
 keys.
 """
 
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -26,9 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuattn.tracing.bound import Bound, Facts
-from cuattn.tracing.build import is_uniform
-from cuattn.tracing.graph import B, H, I, J, Node, S, order
-from cuattn.tracing.operations import TABLE
+from cuattn.tracing.build import apply, is_uniform, remade
+from cuattn.tracing.graph import B, H, I, J, Node, S, constant, order, rewrite
+from cuattn.tracing.operations import COMPARISONS, TABLE
 from cuattn.tracing.ranges import Interval
 from cuattn.tracing.values import fit, fits_int32, host_value, known
 
@@ -167,7 +168,7 @@ class Writer:
         self, functions: Mapping[str, Sequence[Node]], facts: Facts, dtype: np.dtype, short: bool, namespace: str
     ) -> None:
         self._namespace = namespace
-        self._functions = {name: list(roots) for name, roots in functions.items()}
+        self._functions = {name: [_by_difference(root, facts) for root in roots] for name, roots in functions.items()}
         self._facts, self._short = facts, short
         self._acc = "double" if dtype == np.float64 else "float"
         self._roots = tuple(dict.fromkeys(root for roots in self._functions.values() for root in roots))
@@ -358,6 +359,26 @@ class Writer:
                 self._fields[f"{factor}{axis_of}"] = kind
                 terms[-1] += f" * args.{factor}{axis_of}"
         return " + ".join(terms) or "0"
+
+
+@functools.lru_cache(maxsize=256)
+def _by_difference(root: Node, facts: Facts) -> Node:
+    """Return a graph whose comparisons of integers look at their difference, if that is computed anyway.
+
+    What depends on i - j alone is then seen to, and computed once for the elements of a diagonal.
+    """
+    found = known((root,), facts)
+
+    def change(node: Node, args: tuple[Node, ...]) -> Node:
+        if node.op in COMPARISONS and args == node.args and args[0].kind == "i":
+            for x, y, swapped in ((*args, False), (*args[::-1], True)):
+                difference = apply("subtract", x, y)
+                if difference in found and fits_int32(found[difference]):
+                    sides = difference, constant(0)
+                    return apply(node.op, *(sides[::-1] if swapped else sides))
+        return remade(node, args)
+
+    return rewrite(root, change)
 
 
 def _is_dense(array: Any) -> bool:

@@ -180,9 +180,15 @@ def hypot(x: Interval, y: Interval) -> Interval:
     return corners(np.hypot)(absolute(x), absolute(y))
 
 
-def tanh(x: Interval) -> Interval:
-    """Bound a tanh, which kernels of 16-bit problems approximate."""
-    return Interval(np.tanh(x.lo) - 1e-6, np.tanh(x.hi) + 1e-6, x.nan)
+def approximated(function: Callable, low: float = -np.inf) -> Rule:
+    """Return the rule of a function that rises from `low` on, which kernels of 16-bit problems approximate."""
+    rising = increasing(function, low)
+
+    def rule(x: Interval) -> Interval:
+        lo, hi, nan = rising(x)
+        return Interval(lo - 1e-6, hi + 1e-6, nan)
+
+    return rule
 
 
 def exp(x: Interval) -> Interval:
