@@ -51,6 +51,11 @@ class Traced(Bound):
         return self.root, self.signature, self.spans, *captured
 
     @functools.cached_property
+    def has_own_numbers(self) -> bool:
+        """Whether none of the numbers are arguments."""
+        return Argument not in map(type, self.numbers)
+
+    @functools.cached_property
     def split(self) -> tuple[Frozen | None, Node]:
         """Where a score is visible, if captured integers alone say that, and the score there.
 
@@ -179,11 +184,13 @@ class _Recent(NamedTuple):
 
 
 _recent: dict[int, _Recent] = {}
+_array_types: set[type] = set()  # of which arrays were met
 
 
 def _signature(names: tuple[str, ...], index: int, value: Any) -> Hashable:
     """Return what of an argument a trace depends on."""
-    if is_array(value):
+    if type(value) in _array_types or is_array(value):
+        _array_types.add(type(value))
         dtype = _plain(value.dtype)
         if dtype is None:
             place = _argument(names, index)
@@ -220,8 +227,9 @@ def _trace(function: Callable, names: tuple[str, ...], args: Sequence[Any], sign
         operands = [_operand(tracer, Argument(index), value) for index, value in enumerate(args)]
         result = tracer.called(function)(*[Proxy(variable(name)) for name in names], *operands)
         root = _checked(function, result, "f" if "s" in names else "b")
-        for index in [Argument(index) for index, value in enumerate(args) if is_array(value)]:
-            tracer.slot(index)  # of what the function does not read, too
+        for index, value in enumerate(args if names == SCORE else ()):
+            if is_array(value):
+                tracer.slot(Argument(index))  # one that the function does not read has a gradient, of 0
     except CuattnError:
         raise
     except Exception as error:

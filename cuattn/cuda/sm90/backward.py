@@ -133,7 +133,8 @@ class Cut:
         rows = block_m * ((slabs + slabs_v) * ROW_BYTES + 2 * 4)
         keys = (_STAGES * slabs + v_stages * slabs_v) * block_n * ROW_BYTES
         barriers = 8 * (2 + 2 * _STAGES + 2 * v_stages + 2)
-        size = pad(rows + keys + barriers, 16) + 16 + 40 + 24 + 4 * _STAGES  # work, place, mail, steps
+        place = 40 + 8 * ("function" in problem.masks)
+        size = pad(rows + keys + barriers, 16) + 16 + place + 24 + 4 * _STAGES  # work, place, mail, steps
         counts = self._counts((block_m, block_n), problem.n_keys * row_bytes(problem), problem.instances)
         return Tile(block_m, block_n, size, counts, v_stages)
 

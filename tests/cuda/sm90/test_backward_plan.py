@@ -106,6 +106,8 @@ VARIANTS = [
     problem(128, deterministic=True, masks=("column",)),
     problem(96, deterministic=True, masks=("block",), dropout=6554),
     problem(64, masks=("boolean",), dropout=6554, band=CAUSAL),
+    problem(128, masks=("function",)),
+    problem(256, masks=("function", "boolean")),
     problem(128, masks=("boolean",), deterministic=True, band=WINDOW),
     problem(128, masks=("column", "boolean"), deterministic=True, band=WINDOW),
     problem(128, masks=("column", "boolean"), dropout=6554, band=CAUSAL),
