@@ -6,7 +6,7 @@ with the arrays and numbers of a call (``traced.bind(args)``) is a :class:`Bound
 - :func:`evaluate` computes it by NumPy, in float32 or float64;
 - :func:`derivative`, :func:`weights` and :func:`along` are its derivatives, graphs again; :func:`addend` tells
   functions that only add to s, :func:`split_visible` those that hide;
-- :func:`source` writes it as CUDA;
+- :func:`source` writes it as CUDA, several functions in one text if they are :func:`joined`;
 - :func:`tile_states` classifies the tiles of a mask, :func:`tile_source` is the CUDA text that does so for arrays on
   a device, and :func:`columns` finds the column mask that a mask is.
 

@@ -128,7 +128,7 @@ def source(
     dtype : dtype_like, default float32
         The accumulator's: float32 or float64.
     short : bool, default False
-        Whether the problem is of 16 bits, for which a coarser tanh does.
+        Whether the problem is of 16 bits, for which coarser quotients, exponentials, logarithms and tanh do.
     namespace : str, default "traced"
         Of the text; or one within.
 
