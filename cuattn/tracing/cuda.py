@@ -92,21 +92,18 @@ class Source(NamedTuple):
         array, ()
             Of dtype `arguments`.
         """
-        packed, names = np.zeros((), self.arguments), self.arguments.fields or {}
-        for slot, pointer in enumerate(pointers):
-            array, name = bound.arrays[slot], f"array{slot}"
-            if name in names:
-                packed[name] = pointer
-                if array.ndim and f"stride{slot}_{array.ndim - 1}" not in names and not _is_dense(array):
-                    raise ValueError(f"array {slot} has strides {array.strides}: expected those of the facts")
+        values = {f"number{index}": host_value(node, bound.numbers) for index, node in enumerate(self.numbers)}
+        for slot, (array, pointer) in enumerate(zip(bound.arrays, pointers, strict=True)):
+            values[f"array{slot}"] = pointer
             for axis, (length, stride) in enumerate(zip(array.shape, array.strides, strict=True)):
-                pitch = math.prod(array.shape[axis + 1 :])
-                for field, value in (("length", length), ("stride", stride // array.itemsize), ("pitch", pitch)):
-                    if f"{field}{slot}_{axis}" in names:
-                        packed[f"{field}{slot}_{axis}"] = value
-        for index, node in enumerate(self.numbers):
-            packed[f"number{index}"] = host_value(node, bound.numbers)
-        return packed
+                place = f"{slot}_{axis}"
+                values |= {f"length{place}": length, f"stride{place}": stride // array.itemsize}
+                values[f"pitch{place}"] = math.prod(array.shape[axis + 1 :])
+            dense = not array.ndim or array.shape[-1] <= 1 or array.strides[-1] == array.itemsize
+            names = self.arguments.names or ()
+            if f"array{slot}" in names and not dense and f"stride{slot}_{array.ndim - 1}" not in names:
+                raise ValueError(f"array {slot} has strides {array.strides}: expected those of the facts")
+        return np.array(tuple([values.get(name, 0) for name in self.arguments.names or ()]), self.arguments)
 
 
 def source(
@@ -297,7 +294,7 @@ class Writer:
         if node.kind == "i" and node.op not in ("to_integer", "select"):
             types = [kind, *map(self._type, node.args)]
             work = "long long" if "long long" in types else kind
-            operands = [_cast(work, x, have) for x, have in zip(operands, types[1:], strict=True)]
+            operands = [x if have == work else f"({work}){x}" for x, have in zip(operands, types[1:], strict=True)]
         modular = row.wraps and node.kind == "i" and not math.isfinite(self._known[node].lo)
         if modular:
             operands = [f"(unsigned long long){x}" for x in operands]
@@ -381,10 +378,6 @@ def _by_difference(root: Node, facts: Facts) -> Node:
     return rewrite(root, change)
 
 
-def _is_dense(array: Any) -> bool:
-    return array.shape[-1] <= 1 or array.strides[-1] == array.itemsize
-
-
 def _stage_of(node: Node) -> str:
     """Return for how many elements a value is the same."""
     by = {0: "Head", I: "Row", J: "Key"}
@@ -397,10 +390,6 @@ def _declared(kind: str, name: str) -> str:
 
 def _struct(name: str, lines: Sequence[str]) -> str:
     return "\n".join([f"struct {name} {{", *(f"    {line}" for line in lines), "};"])
-
-
-def _cast(kind: str, text: str, have: str) -> str:
-    return text if have == kind else f"({kind}){text}"
 
 
 def _literal(value: Any, kind: str) -> str:
