@@ -29,7 +29,7 @@ import numpy as np
 from cuattn.tracing.bound import Bound, Facts
 from cuattn.tracing.build import apply, is_uniform, remade
 from cuattn.tracing.graph import B, H, I, J, Node, S, constant, order, rewrite
-from cuattn.tracing.operations import COMPARISONS, TABLE
+from cuattn.tracing.operations import COMPARISONS, ROUNDED, TABLE
 from cuattn.tracing.ranges import Interval
 from cuattn.tracing.values import fit, fits_int32, host_value, known
 
@@ -322,7 +322,7 @@ class Writer:
 
     def _template(self, node: Node) -> str:
         row = TABLE[node.op]
-        if self._short and row.short:
+        if self._short and row.short and (node.depends & S or node.op not in ROUNDED):
             return row.short
         if row.unsigned and node.kind == "i":
             operands = [self._known[x] for x in node.args]

@@ -48,7 +48,7 @@ class Operation:
     unsigned : str, optional
         C++ expression where no operand is negative and the last one not 0; {U} is the unsigned type.
     short : str, optional
-        C++ expression in 16-bit problems.
+        C++ expression in 16-bit problems; of what is rounded correctly only where it depends on s.
     wraps : bool
         Whether an integer result may leave int64, in which it then wraps.
     heavy : bool
@@ -304,3 +304,4 @@ TABLE = {row.name: row for row in _ROWS}
 COMPARISONS = frozenset({"less", "less_equal", "equal"})  # of which the others are made
 DIVISIONS = frozenset({"floor_divide", "remainder", "fmod"})
 SHIFTS = frozenset({"left_shift", "right_shift"})
+ROUNDED = frozenset({"true_divide", "sqrt"})  # correctly, by IEEE 754
