@@ -42,6 +42,14 @@ from cuattn.problem import (
 )
 
 
+@lru_cache(maxsize=1)
+def _score_type() -> Any:
+    """Import what knows score functions, with all of tracing, which calls without functions do not need."""
+    from cuattn.scoring import Score
+
+    return Score
+
+
 @dataclass
 class Call:
     """One call of an operation, as the caller made it.
@@ -79,13 +87,11 @@ class Call:
 
     def __post_init__(self) -> None:
         if self.score is not None or type(self.score_args) is not tuple or self.score_args:
-            from cuattn.scoring import Score  # with all of tracing, which only functions need
-
-            self.score = Score(self.score, self.score_args, self.arrays, self.operation.replays)
+            self.score = _score_type()(self.score, self.score_args, self.arrays, self.operation.replays)
         mask = self.arrays["mask"]
         if mask is None:
-            pass  # and is asked nothing
-        elif isinstance(mask, Mask):
+            return
+        if isinstance(mask, Mask):
             self.masks, self.arrays["mask"] = mask.parts, None
         elif callable(mask):
             self.function, self.arrays["mask"] = mask, None
@@ -112,9 +118,13 @@ class Call:
             self.score.visible = None
 
     def _add_mask(self, visible: Any, arrays: dict[str, Any]) -> None:
-        """Add the mask that a traced function is."""
+        """Add the mask of a traced function to the call's, within one of its kind where one mask says both."""
         shapes = [tuple(arrays[name].shape) for name in "qkv"]
-        self.masks = (*self.masks, *_function_mask(visible, *shapes, self.origin).parts)
+        for part in _function_mask(visible, *shapes, self.origin).parts:
+            alike = [mask for mask in self.masks if mask.kind == part.kind and not mask.on_device]
+            joined = _joined(alike[0], part) if alike and not part.on_device else None
+            others = self.masks if joined is None else [mask for mask in self.masks if mask is not alike[0]]
+            self.masks = (*others, joined or part)
 
 
 @dataclass
@@ -206,13 +216,11 @@ def _launch(
     held: Sequence[Any] = (),
 ) -> list[Any]:
     """Run a checked call on its GPU, the current one, given the addresses of its arrays; `held` are copies of some."""
-    arguments = allocate, origin.stream(), addresses, call.masks, state, place, held
-    if call.score is None:
-        return known.sequence.run(*arguments)
-    captured, places = call.score.captured(origin.device)
-    addresses, held = call.score.by_slot(addresses, places), (*held, *captured)
-    more = {"numbers": call.score.numbers} if call.score.traced else {}
-    return known.sequence.run(*arguments[:2], addresses, *arguments[3:6], held, **more)
+    numbers: tuple[Any, ...] = ()
+    if call.score is not None:
+        addresses, captured, numbers = call.score.given(addresses, origin.device)
+        held = (*held, *captured)
+    return known.sequence.run(allocate, origin.stream(), addresses, call.masks, state, place, held, numbers)
 
 
 def _compute(call: Call, warm: _Known | None = None, seen: Any = None) -> tuple[list[Any], Any]:
@@ -323,6 +331,7 @@ def _fold(call: Call, views: dict[str, Any]) -> None:
         call.options, call.masks = options._replace(is_causal=False, window=None), (*call.masks, mask)
 
 
+_joined = lru_cache(maxsize=32)(lambda one, other: one.joined(other))  # masks hold tables
 _band_mask = lru_cache(maxsize=64)(band_of_runs)  # kept, since a mask holds tables on a GPU
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -18,6 +19,7 @@ from cuattn.tracing.capture import Argument, copied
 from cuattn.tracing.graph import variable
 
 _UNCHANGED = variable("s")
+_NAMES = [f"score_args[{index}]" for index in range(1000)]
 
 
 class Score:
@@ -39,7 +41,7 @@ class Score:
     traced : Traced or None
         Then; but None if it changes no score that is visible, and there is nothing to differentiate.
     visible : Frozen or None
-        Then, where scores are visible, if it is for a mask to say that.
+        Then, where scores are visible, until a mask says that.
     """
 
     known = False
@@ -47,7 +49,7 @@ class Score:
     visible: Frozen | None = None
 
     def __init__(self, function: Any, args: Any, arrays: dict[str, Any], differentiates: bool) -> None:
-        if not isinstance(args, tuple | list):
+        if not isinstance(args, (tuple, list)):
             raise DtypeError(
                 f"score_args is {interop.type_name(args)}; expected a tuple of arrays and numbers, as (x,)"
             )
@@ -57,11 +59,9 @@ class Score:
             raise DtypeError(f"score is {shown(function)}; expected a function score(s, b, h, i, j, *score_args)")
         self._function, self._args, self._differentiates = function, args, differentiates
         self._own = len(arrays)
-        self._places: dict[int, int] = {}  # of arguments, among the call's arrays
-        for index, value in enumerate(args):
+        for name, value in zip(_NAMES, args, strict=False):
             if hasattr(value, "__dlpack__"):
-                self._places[index] = len(arrays)
-                arrays[f"score_args[{index}]"] = value
+                arrays[name] = value
 
     def recall(self) -> bool:
         """Take what is known of the function; return whether nothing is left to trace."""
@@ -72,7 +72,7 @@ class Score:
 
     def trace(self, views: dict[str, Any]) -> None:
         """Trace the function for NumPy or CuPy views of the call's arrays."""
-        args = [views.get(f"score_args[{index}]", value) for index, value in enumerate(self._args)]
+        args = [views.get(name, value) for name, value in zip(_NAMES, self._args, strict=False)]
         self._take(trace(self._function, SCORE, args, adopt=_copied))
 
     def _take(self, traced: Traced) -> None:
@@ -91,6 +91,8 @@ class Score:
     def numbers(self) -> tuple[Any, ...]:
         """Python numbers by slot of the function's parameters."""
         numbers = self.traced.numbers if self.traced else ()
+        if not numbers or self.traced.has_own_numbers:
+            return numbers
         return tuple([_as_number(self._args[x]) if type(x) is Argument else x for x in numbers])
 
     def bound(self, operands: dict[str, Any]) -> Bound | None:
@@ -100,32 +102,35 @@ class Score:
         arrays = [operands[name] for name in ScoreFunction.names_of(self.traced.arrays)]
         return Bound(self.traced.split[1], tuple(arrays), self.numbers, self.traced.spans)
 
-    def captured(self, device: int | None) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """Return the captured arrays and their addresses, by slot, on a GPU or (None) on the host."""
-        return _captured(self.traced, device) if self.traced else ((), ())
+    def _by_slot(self, values: list[Any], captured: Sequence[Any]) -> list[Any]:
+        """Return what belongs to the function's arrays from what belongs to the call's and to those it captures."""
+        own, order = self._own, enumerate(self.traced.order)
+        return [captured[slot] if n < 0 else values[own + n] for slot, n in order]
 
-    def by_slot(self, values: list[Any], captured: Sequence[Any]) -> list[Any]:
-        """Return what belongs to the arrays that a backend is given, in order: the function's come last.
+    def given(self, addresses: list[int], device: int) -> tuple[list[int], tuple[Any, ...], tuple[Any, ...]]:
+        """Return what a launch on a GPU is given, from the addresses of the call's arrays.
 
-        Parameters
-        ----------
-        values : list
-            What belongs to the call's arrays: themselves or their addresses.
-        captured : sequence
-            What belongs to those that are captured, by slot.
+        Returns
+        -------
+        addresses : list of int
+            Those of the function's arrays come last, by slot.
+        captured : tuple of array
+            What some of them belong to.
+        numbers : tuple
         """
-        found = values[: self._own]
-        if self.traced is not None:
-            for slot, source in enumerate(self.traced.arrays):
-                found.append(values[self._places[source]] if type(source) is Argument else captured[slot])
-        return found
+        if self.traced is None or not self.traced.arrays:
+            return addresses[: self._own], (), self.numbers
+        captured, places = _captured(self.traced, device)
+        return addresses[: self._own] + self._by_slot(addresses, places), captured, self.numbers
 
     def operands(self, views: dict[str, Any], origin: interop.ArrayOrigin) -> dict[str, Any]:
         """Return the call's arrays, and captured ones, by a backend's names."""
-        captured, _ = self.captured(None if origin.backend == "cpu" else origin.device)
-        found = self.by_slot(list(views.values()), captured)
-        names = [*list(views)[: self._own], *ScoreFunction.names_of(found[self._own :])]
-        return dict(zip(names, found, strict=True))
+        own = dict(itertools.islice(views.items(), self._own))
+        if self.traced is None:
+            return own
+        captured, _ = _captured(self.traced, None if origin.backend == "cpu" else origin.device)
+        arrays = self._by_slot(list(views.values()), captured)
+        return own | dict(zip(ScoreFunction.names_of(arrays), arrays, strict=True))
 
     def gradients(self, results: Sequence[Any]) -> Gradients:
         """Return a backward's results, of which those by the function's arrays come last."""

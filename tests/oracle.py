@@ -7,6 +7,7 @@ as a chain of array operations in that dtype would.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from typing import Any, NamedTuple
@@ -17,7 +18,8 @@ from scipy import special
 from cuattn import rng
 from cuattn.reference import textbook
 from cuattn.reference.textbook import Solution, sum_heads, sum_to
-from cuattn.tracing import SCORE, derivative, evaluate, trace, weights
+from cuattn.tracing import SCORE, Program, derivative, evaluate, facts, trace, weights
+from cuattn.tracing.graph import order
 from cuattn.tracing.proxy import kind_of
 from tests.tolerances import eps
 
@@ -276,6 +278,7 @@ def _scored(score, softcap, s, moved, unit):
         )
         curve = np.nan_to_num(np.abs(score.curvature(capped)), posinf=0)
     size, bend = moved
+    value = np.maximum(value, score.largest(capped))
     bend = slope * bend + of_cap * (curve * size + 4 * bent / unit + slope)
     return slope * size + value + 4 * rounded / unit, slope * of_cap, bend
 
@@ -323,6 +326,12 @@ class Score:
     def curvature(self, s):
         """Return the second derivatives."""
         return self._of(derivative(self._slope), s)
+
+    def largest(self, s):
+        """Return the size of the largest number on the way to the value."""
+        nodes = [x for x in order(self._bound.root) if x.kind == "f"]
+        found = Program(tuple(nodes), np.dtype(np.float64), facts(self._bound))({**self._names, "s": s}, self._bound)
+        return functools.reduce(np.maximum, (np.nan_to_num(np.abs(x), posinf=0) for x in found))
 
     def gradients(self, s, ds, dtype=np.float64, size=lambda x: x):
         """Return the gradients of the arguments from the scores before and derivatives after; of floats alone."""

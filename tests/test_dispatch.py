@@ -45,7 +45,7 @@ def calls(driver, monkeypatch):
         return lambda scratch_bytes, together, held: (list(wanted), [BASE] * (len(wanted) + 1), None)
 
     monkeypatch.setattr(cuda, "launch_sequence", launch_sequence)
-    monkeypatch.setattr(tables.MaskTables, "find", lambda *_: SimpleNamespace(addresses=[0] * len(tables.TABLE_SLOTS)))
+    monkeypatch.setattr(tables.MaskTables, "find", lambda self, *_: SimpleNamespace(addresses=[0] * len(self.slots)))
     monkeypatch.setattr(interop.ArrayOrigin, "scope", scope)
     monkeypatch.setattr(interop.ArrayOrigin, "on_device", lambda self: contextlib.nullcontext())
     monkeypatch.setattr(interop.ArrayOrigin, "stream", lambda self: Stream())
@@ -170,3 +170,63 @@ def test_look_leaves_to_enter_what_needs_more_than_a_look():
     assert torch.func.vmap(lambda row: (look((row,)) is None) * row)(x + 1).any()
     with torch.autograd.forward_ad.dual_level():
         assert look((x,)) is None
+
+
+def test_warm_calls_of_score_functions(calls, monkeypatch):
+    """Tables and numbers are read in every call, and what is captured is copied to the GPU once."""
+    from cuattn import scoring
+    from cuattn.cuda.sequence import LaunchSequence
+
+    runs, copies, run = [], [], LaunchSequence.run
+    constants = np.ones(4, np.float32)
+
+    def recorded(self, allocate, stream, addresses, *more):
+        runs.append((addresses[5:], more[-1]))
+        return run(self, allocate, stream, addresses, *more)
+
+    def upload(array, device):
+        copies.append(array)
+        return gpu_array(array.shape, array.dtype, 7 << 30)
+
+    def score(s, b, h, i, j, slope, factor, unread):
+        return s + constants[h] * slope[h] * factor
+
+    monkeypatch.setattr(LaunchSequence, "run", recorded)
+    monkeypatch.setattr(scoring, "upload", upload)
+    q, unread = gpu_array((2, 4, 100, 64)), gpu_array((3,), np.int32, 5 << 30)
+    for address, factor in ((1 << 31, 2.0), (1 << 32, 3.0), (1 << 33, 3.0)):
+        slope = gpu_array((4,), np.float32, address)
+        cuattn.attention(q, q, q, score=score, score_args=(slope, factor, unread))
+        assert runs[-1] == ([7 << 30, address, 5 << 30], (factor,))
+    assert len(calls) == len(copies) == 1
+    for other in (gpu_array((5,), np.float32), gpu_array((4,), np.float16)):
+        cuattn.attention(q, q, q, score=score, score_args=(other, 2.0, unread))
+    cuattn.attention(q, q, q, score=lambda *given: score(*given) + 1, score_args=(slope, 2.0, unread))
+    assert len(calls) == 4
+
+
+def test_a_function_that_changes_nothing_is_dropped(calls):
+    q, x = gpu_array((2, 4, 100, 64)), gpu_array((4,), np.float32)
+    for _ in range(2):
+        cuattn.attention(q, q, q, score=lambda s, b, h, i, j, x: s * 1, score_args=(x,))
+        assert calls[-1][0].score is None
+    assert "score" in str(cuattn.plan(q, q, q, score=lambda s, b, h, i, j, x: s + x[h], score_args=(x,)))
+
+
+def test_what_a_score_hides_joins_the_mask(calls):
+    """Within one function, where there is another that no column mask says."""
+    q = gpu_array((2, 4, 100, 64))
+    window, odd = (lambda s, b, h, i, j: np.where(j <= i, s, -np.inf)), (lambda b, h, i, j: (i + j) % 3 > 0)
+
+    def score(s, b, h, i, j):
+        return np.where((i * j) % 5 > 0, s, -np.inf)
+
+    for given, kinds in (
+        ({"score": window, "mask": odd}, ("function", "column")),
+        ({"score": score}, ("function",)),
+        ({"score": score, "mask": odd}, ("function",)),
+    ):
+        for _ in range(2):
+            cuattn.attention(q, q, q, **given)
+            assert calls[-1][0].masks == kinds and calls[-1][0].score is None
+    assert len(calls) == 3

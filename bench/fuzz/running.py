@@ -245,7 +245,7 @@ class _Run:
         problem, sums = self.problem, self.problem.stat_dtype
         exact = {name: getattr(self.exact, name) for name in itertools.chain(*RESULTS)}
         total = {name: np.zeros(x.shape, sums) for name, x in exact.items() if x is not None}
-        states, scored = set(), None
+        states, scored = set(), {}
 
         def add(part, names, results):
             for name, x in zip(names, results, strict=True):
@@ -261,18 +261,13 @@ class _Run:
             for part, each, fwd in zip(parts, options, forwards, strict=True):
                 grads = self._call(cuattn.backward, merged._replace(rng_state=fwd.rng_state), **each)
                 add(part, RESULTS[1], grads)
-                if self.score is not None:
-                    found = [x if x is None else self.target.get(x) for x in grads.dscore]
-                    scored = (
-                        found
-                        if scored is None
-                        else [x if x is None else x + y for x, y in zip(scored, found, strict=True)]
-                    )
+                for n, x in enumerate(grads.dscore):
+                    scored[n] = None if x is None else scored.get(n, 0) + self.target.get(x)
         if problem.dtype == np.float64 and "bias" in problem.arrays and problem.arrays["bias"].dtype == np.float32:
             del total["dbias"]  # each part's gradient is rounded
         self._judge(total, total.values(), sums, " of shards")
-        if scored is not None and problem.dtype != np.float64:  # whose parts' gradients may be rounded
-            self._judge_scores(scored, sums, " of shards")
+        if problem.dtype != np.float64:  # whose parts' gradients may be rounded
+            self._judge_scores(scored.values(), sums, " of shards")
         if states != {state}:
             self.complain("rng_state of shards", f"{states}, expected {state}")
 

@@ -51,6 +51,17 @@ class Traced(Bound):
         return self.root, self.signature, self.spans, *captured
 
     @functools.cached_property
+    def order(self) -> tuple[int, ...]:
+        """By slot of the arrays, which of the arguments that are arrays it is; -1 of a captured array."""
+        arguments = sorted(x for x in self.arrays if isinstance(x, Argument))
+        return tuple([arguments.index(x) if isinstance(x, Argument) else -1 for x in self.arrays])
+
+    @functools.cached_property
+    def has_own_numbers(self) -> bool:
+        """Whether none of the numbers are arguments."""
+        return Argument not in map(type, self.numbers)
+
+    @functools.cached_property
     def split(self) -> tuple[Frozen | None, Node]:
         """Where a score is visible, if captured integers alone say that, and the score there.
 
@@ -179,13 +190,17 @@ class _Recent(NamedTuple):
 
 
 _recent: dict[int, _Recent] = {}
+_array_types: set[type] = set()  # of which arrays were met
 
 
 def _signature(names: tuple[str, ...], index: int, value: Any) -> Hashable:
     """Return what of an argument a trace depends on."""
-    if is_array(value):
+    if type(value) is float:
+        return "f"
+    if type(value) in _array_types or is_array(value):
+        _array_types.add(type(value))
         dtype = _plain(value.dtype)
-        if kind_of(dtype) is None:
+        if dtype is None:
             place = _argument(names, index)
             raise ArgumentError(f"{place} has dtype {value.dtype}: expected booleans, integers or floats")
         return dtype, tuple(value.shape)
@@ -199,14 +214,12 @@ def _signature(names: tuple[str, ...], index: int, value: Any) -> Hashable:
 
 
 @functools.lru_cache(maxsize=64)
-def _plain(dtype: Any) -> np.dtype:
-    """Return a dtype of any library as NumPy's."""
-    with contextlib.suppress(TypeError):
-        return np.dtype(dtype)
-    try:
-        return np.dtype(str(dtype).rpartition(".")[2])  # "torch.float32"
-    except TypeError:
-        return np.dtype(object)
+def _plain(dtype: Any) -> np.dtype | None:
+    """Return a dtype of any library as NumPy's; None of those whose elements are no numbers."""
+    for given in (dtype, str(dtype).rpartition(".")[2]):  # "torch.float32"
+        with contextlib.suppress(TypeError):
+            return np.dtype(given) if kind_of(given) else None
+    return None
 
 
 def _argument(names: tuple[str, ...], index: int) -> str:
@@ -222,8 +235,9 @@ def _trace(function: Callable, names: tuple[str, ...], args: Sequence[Any], sign
         operands = [_operand(tracer, Argument(index), value) for index, value in enumerate(args)]
         result = tracer.called(function)(*[Proxy(variable(name)) for name in names], *operands)
         root = _checked(function, result, "f" if "s" in names else "b")
-        for index in [Argument(index) for index, value in enumerate(args) if is_array(value)]:
-            tracer.slot(index)  # of what the function does not read, too
+        for index, value in enumerate(args if names == SCORE else ()):
+            if is_array(value):
+                tracer.slot(Argument(index))  # one that the function does not read has a gradient, of 0
     except CuattnError:
         raise
     except Exception as error:

@@ -58,7 +58,7 @@ def test_everything_that_the_api_takes_comes_up():
         "dropout", "softcap", "scale 0", "scale -0.2", "out_dtype", "precision", "dlse", "shards", "out", "twice",
         "deterministic",
         "mask boolean", "mask column", "mask block", "mask function", "mask and", "mask share_question",
-        "mask random_eviction",
+        "mask random_eviction", "score s", "score np.where",
         "bias padding", "bias holes", "bias heads", "band causal", "band window", "bottom_right", "values saturated",
         "values large", "strides negative", "strides spread", "strides unaligned",
     }  # fmt: skip

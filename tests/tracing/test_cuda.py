@@ -37,6 +37,8 @@ inline float max_nan(float x, float y) { return x != x || y != y ? x + y : x > y
 inline float min_nan(float x, float y) { return x != x || y != y ? x + y : x < y ? x : y; } }
 inline int __double2int_rz(double x) { return x != x ? 0 : int(min(max(x, -2147483648.0), 2147483647.0)); }
 inline int __float2int_rz(float x) { return __double2int_rz(x); }
+template <class T> T product_of(T a, T b) { return a * b; }
+template <class T> T fma_of(T a, T b, T c) { return fma(a, b, c); }
 inline float to_acc(float x) { return x; }
 inline double to_acc(double x) { return x; }
 """

@@ -107,10 +107,6 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
     if problem.row.tensor_map is None:
         known = " and ".join(row.dtype.name for row in DTYPES.values() if row.tensor_map is not None)
         return f"it takes {known}, not {problem.dtype}"
-    if problem.score is not None and problem.operation != "forward":
-        return "score is a function, which it does not compute yet"
-    if problem.bias is not None and problem.operation != "forward":
-        return "it takes no bias"
     kinds = {*problem.masks}
     if problem.masks != ("block",) and (len(kinds) < len(problem.masks) or not kinds <= _TOGETHER):
         return f"it takes a block mask alone or one mask of each other kind, not {' and '.join(problem.masks)}"
@@ -316,6 +312,6 @@ class Forward(MappedCall):
         self.begin({}, counters=1)
         warps = 4 * (tile[0] // WARPGROUP_ROWS + 1)
         launched = cut.path, "attention_forward", constants, cut.blocks, warps, cut.counts, (*tile, WARPGROUP_ROWS)
-        beside = ("bias",) if cut.bias_form == "tiles" else ()
+        beside = {"bias": "bias"} if cut.bias_form == "tiles" else {}
         self.add_mapped(*launched, size, ("o",), beside, cut.tile.min_blocks)
         return self.planned(cut.path, tile, warps, size, constants)

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+import cuattn.masks.function  # noqa: F401 - its kind is known when it is imported
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.sm90 import tensor_map
@@ -144,6 +145,7 @@ VARIANTS = [
     problem(256, masks=("column",), dropout=6554),
     problem(256, band=CAUSAL, softcap=3.0),
     problem(64, masks=("boolean",)),
+    problem(64, masks=("function",), dropout=6554),
     problem(64, masks=("column", "boolean"), dropout=6554),
     problem(128, masks=("boolean",), band=Band(10, 0, 0)),
     problem(128, masks=("column", "boolean"), band=Band(10, 0, 0), dropout=6554, softcap=3.0),
