@@ -100,7 +100,7 @@ struct Bias<kBiasTiles> {
 };
 
 // What a score function adds to scores that are not there yet, for as many keys as there are registers: the first of each warpgroup's thread.
-constexpr int free_registers = (warpgroups == 3 ? 128 : cfg::min_blocks == 2 ? 96 : cfg::reads_keys ? 192 : 200) - cfg::block_n * 3 / 4 - cfg::head_dim_v / 2;
+constexpr int free_registers = (warpgroups == 3 ? 128 : cfg::min_blocks == 2 ? 96 : cfg::reads_keys || cfg::dropout > 0 ? 184 : 200) - cfg::block_n * 3 / 4 - cfg::head_dim_v / 2;
 constexpr int blocks_ahead = !cfg::additive || cfg::bias || free_registers < 4 ? 0 : free_registers / 4 < cfg::block_n / 8 ? free_registers / 4 : cfg::block_n / 8;
 
 // A key of which a score function is asked.  One beyond the last is taken for that only where arrays are read by keys: its score is masked.
