@@ -99,9 +99,14 @@ struct Bias<kBiasTiles> {
     }
 };
 
-// What a score function adds to scores that are not there yet, for as many keys as there are registers: the first of each warpgroup's thread.
-constexpr int free_registers = (warpgroups == 3 ? 128 : cfg::min_blocks == 2 ? 96 : cfg::reads_keys || cfg::dropout > 0 ? 184 : 200) - cfg::block_n * 3 / 4 - cfg::head_dim_v / 2;
-constexpr int blocks_ahead = !cfg::additive || cfg::bias || free_registers < 4 ? 0 : free_registers / 4 < cfg::block_n / 8 ? free_registers / 4 : cfg::block_n / 8;
+// For how many blocks of 8 keys there are registers to keep what a score function adds to scores that are not there yet.
+constexpr int find_blocks_ahead() {
+    if (!cfg::additive || cfg::bias) return 0;
+    const int all = warpgroups == 3 ? 128 : cfg::reads_keys || cfg::dropout > 0 ? 184 : 200;
+    const int blocks = (all - cfg::block_n * 3 / 4 - cfg::head_dim_v / 2) / 4;
+    return blocks < 0 ? 0 : blocks < cfg::block_n / 8 ? blocks : cfg::block_n / 8;
+}
+constexpr int blocks_ahead = find_blocks_ahead();
 
 // A key of which a score function is asked.  One beyond the last is taken for that only where arrays are read by keys: its score is masked.
 template <class Key, class Head>
