@@ -81,6 +81,12 @@ def unsupported_reason(problem: Problem) -> str | None:
     return None
 
 
+def by_keys(problem: Problem) -> bool:
+    """Return whether few sums over keys or heads are all that the gradients need."""
+    found = weights_of(problem) if problem.score is not None else []
+    return 0 < len(found) <= _TOGETHER and all(place_of(weight, problem) in ("key", "head") for weight in found)
+
+
 class ScoreGradients:
     """The launches that make the gradients of a score function's arrays.
 
@@ -89,6 +95,9 @@ class ScoreGradients:
     problem : Problem
     tile : BackwardTile
         Of the passes.
+    owners : int, optional
+        The main kernel takes the place of the only pass, over keys (:func:`by_keys`), and leaves so many sums of heads
+        for each.
 
     Attributes
     ----------
@@ -98,9 +107,9 @@ class ScoreGradients:
         What is worth knowing of them.
     """
 
-    def __init__(self, problem: Problem, tile: BackwardTile) -> None:
+    def __init__(self, problem: Problem, tile: BackwardTile, owners: int = 0) -> None:
         self.problem, self.tile, self.weights = problem, tile, weights_of(problem)
-        self._counts = tile_counts(problem, tile)
+        self._counts, self._owners = tile_counts(problem, tile), owners
         self._places = [place_of(weight, problem) for weight in self.weights]
         self.passes = self._passes()
         self._sizes = {slot: math.prod(problem.score.facts.arrays[slot].shape) for slot in problem.score.learned}
@@ -113,7 +122,11 @@ class ScoreGradients:
             lines, owners = self._lines(made.walk)
             size = problem.instances * (len(made.lines) * lines + len(made.heads) * owners)
             if size:
-                self.scratch[f"score_sums{number}"] = Array((size,), problem.stat_dtype)
+                self.scratch[self._sums(number)] = Array((size,), problem.stat_dtype)
+
+    def _sums(self, number: int) -> str:
+        """Return the name of a pass's sums."""
+        return "dbias_acc" if self._owners else f"score_sums{number}"
 
     def _of_slot(self, slot: int) -> list[int]:
         return [number for number, weight in enumerate(self.weights) if weight.slot == slot]
@@ -151,7 +164,7 @@ class ScoreGradients:
     @property
     def notes(self) -> list[str]:
         """What is worth knowing of the plan."""
-        if not self.passes:
+        if not self.passes or self._owners:
             return []
         in_order = self.problem.deterministic or "element" not in self._places
         order = "in a fixed order" if in_order else "some of them added up in memory in no fixed order"
@@ -161,6 +174,8 @@ class ScoreGradients:
         """Return the sums to a head of a pass, and the blocks."""
         rows, keys = self._counts.values()
         block_m, block_n = self.tile[:2]
+        if self._owners:
+            return self.problem.n_keys, self._owners
         if walk == _HEADS:
             return 0, rows * keys
         if walk != _DIAGONALS:
@@ -191,10 +206,10 @@ class ScoreGradients:
         gather = functools.partial(self._gather, call, constants)
         for slot in {self.weights[number].slot for made in self.passes for number in made.elements}:
             gather(slot, to=f"score_elements{slot}")  # zeros
-        for number, made in enumerate(self.passes):
+        for number, made in enumerate(() if self._owners else self.passes):
             lines, owners = self._lines(made.walk)
             heads = 1 if made.walk == _HEADS else self.problem.instances
-            slots = {"sums": f"score_sums{number}"} if made.lines or made.heads else {}
+            slots = {"sums": self._sums(number)} if made.lines or made.heads else {}
             if made.elements:
                 slots["elements"] = f"score_elements{self.weights[made.elements[0]].slot}"
             values = {"first": self._first_of_heads(made), "owners": owners, "lines": lines}
@@ -245,7 +260,7 @@ class ScoreGradients:
                 "walk": made.walk, "gathers": _LINE if of_lines else _HEAD, "weight": number,
                 "by_batch": bool(depends & B), "by_head": bool(depends & H),
             }  # fmt: skip
-            slots["sums"] = f"score_sums{index}"
+            slots["sums"] = self._sums(index)
             each = lines if of_lines else owners
             values |= {
                 "first": (0 if of_lines else self._first_of_heads(made)) + among * problem.instances * each,
