@@ -4,6 +4,7 @@
 #include "attn/philox.cuh"
 #include "attn/score.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/global.cuh"
 #include "sm90/bwd_layout.cuh"
 #include "sm90/hidden.cuh"
 
@@ -126,8 +127,17 @@ struct Producer {
         ptx::mbarrier_arrive(shared.barrier(draws_told + slot().stage));
     }
 
+    // Brings what a boolean mask says of a row tile closer, for consumers who will wait for it.
+    __device__ __forceinline__ void prefetch_bits(StepCode step) const {
+        const i64 instance = slice_of(p.table, shared.pending().batch, shared.head(step.odd()).head);
+        const i32 own = (threadIdx.x % 32) * (cfg::block_n / 32);
+        for (int part = 0; part < cfg::block_m / 64; ++part)
+            ptx::prefetch(boolean_bits(p, instance, step.m() * (cfg::block_m / 64) + part, shared.pending().tile) + own);
+    }
+
     __device__ __forceinline__ void load_step(StepCode step) {
         const u32 stage = slot().stage;
+        if (boolean_mask && uniform(step.partial())) prefetch_bits(step);
         if constexpr (drawers)
             tell({shared.pending().tile, step.m(), random_batch(p.dropout, shared.pending().batch, shared.head(step.odd()).head)});
         u32 full = shared.barrier(q_full + stage), full_do = shared.barrier(do_full + stage);
