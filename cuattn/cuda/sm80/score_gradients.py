@@ -239,7 +239,7 @@ class ScoreGradients:
         if number in made.lines:
             return Sums(*of_pass, _LINE, made.lines.index(number) * instances * lines, lines, 1)
         if number in made.heads:
-            return Sums(*of_pass, _HEAD, heads_at + made.heads.index(number) * instances * owners, 1, owners)
+            return Sums(*of_pass, _HEAD, heads_at + made.heads.index(number) * instances * owners, owners, 1)
         return Sums(*of_pass, _SLICE, slices_at, self._slice(made), owners)
 
     def _gather(
