@@ -149,7 +149,7 @@ struct WeightedSums {
     static constexpr int weights = cfg::weights;
     float sums[weights][2];
 
-    __device__ __forceinline__ static constexpr int shared_by(int k) { return cfg::shared >> (2 * k) & 3; }
+    __device__ __forceinline__ static constexpr int shared_by(int k) { return cfg::shared >> (3 * k) & 7; }
     __device__ __forceinline__ static constexpr int count_before(int end, int shared) {
         int count = 0;
         for (int k = 0; k < end; ++k) count += shared_by(k) == shared;
@@ -173,7 +173,7 @@ struct WeightedSums {
                 if (i % 4 == 0) rows[e] = traced.row(p, at, i + e);
                 const float ds = e ? high : low;
                 float weight[weights];
-                ::find_weights(weight, typename ::CountTo<weights>::type(), p, 0.0f, traced.head, rows[e], traced.keys[key_of(i)]);
+                ScorePlace{p, traced.head, rows[e], traced.keys[key_of(i)]}.weights(weight, typename ::CountTo<WeightedSums::weights>::type(), 0.0f);
                 unroll<weights>([&](int k) {  // of a hidden score a weight may be anything
                     to.sums[k][key_of(i)] += ds == 0.0f ? 0.0f : ds * weight[k];
                 });
