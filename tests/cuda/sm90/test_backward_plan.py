@@ -5,12 +5,15 @@ import pytest
 
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
+from cuattn.cuda.families import launch_sequence
 from cuattn.cuda.sm90.backward import Cut, unsupported_reason
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, Dbias, bias_form
 from cuattn.problem import Band
-from tests.cuda.cases import BF16, F16
+from tests.cuda import scores
+from tests.cuda.cases import BF16, F16, Case, columns_of
 from tests.cuda.nvrtc import kernel_resources, version
-from tests.cuda.recording import array
+from tests.cuda.recording import array, prepared, scored
+from tests.cuda.recording import driver as driver
 from tests.cuda.sm90.test_forward_plan import ARCH, CAUSAL, H200
 from tests.cuda.sm90.test_forward_plan import problem as forward_problem
 
@@ -206,6 +209,28 @@ def test_biases_spills(variant, form):
     for path, constants, _, _ in kernels(variant, form):
         (used,) = kernel_resources(path, tuple(constants.items()), ARCH).values()
         assert used.stack == 0, (path, used)
+
+
+SCORED = [
+    *((name, {"head_dim": d}) for name in ("alibi", "key_bias", "relative_table") for d in (64, 128)),
+    ("alibi", {"head_dim": 128, "mask": columns_of}),
+    ("key_bias", {"options": {"dropout_p": 0.25, "rng": 9}}),
+    *((name, {}) for name in ("gated", "row_temperature")),
+    ("row_temperature", {"head_dim": 256}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), SCORED)
+def test_scores_spills(driver, name, changes):
+    case = Case("scored", n_queries=400, n_keys=400, **changes)
+    call = scored(prepared(case, "backward", kernel="sm90"), scores.SCORES[name](case))
+    kernels = [kernel._found for kernel in launch_sequence(*call[:3])._kernels]
+    by_main = "sm90/bwd_weights.cu" in [path for _, path, *_ in kernels]
+    assert by_main == (name in ("alibi", "key_bias"))
+    for _, path, _, constants, _, exact, traced in kernels:
+        if exact:
+            (used,) = kernel_resources(path, constants, ARCH, traced).values()
+            assert used.stack == 0, (path, used)
 
 
 @pytest.mark.parametrize("dlse", [False, True])
