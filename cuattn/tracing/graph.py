@@ -99,7 +99,9 @@ def intern(op: str, args: Sequence[Node] = (), kind: str = "f", value: Any = Non
     with _lock:
         node = _nodes.get(key)
         if node is None:
-            own = {"variable": VARIABLES.get(value, 0), "parameter": PARAMETER, "load": ARRAY}.get(op, 0)
+            own = {"variable": VARIABLES.get(value, 0), "parameter": PARAMETER, "load": ARRAY, "offset": ARRAY}.get(
+                op, 0
+            )
             bits = functools.reduce(operator.or_, [arg.depends for arg in args], own)
             node = _nodes[key] = Node(op, tuple(args), kind, value, bits)
         return node
