@@ -6,7 +6,7 @@ with the arrays and numbers of a call (``traced.bind(args)``) is a :class:`Bound
 - :func:`evaluate` computes it by NumPy, in float32 or float64;
 - :func:`derivative`, :func:`weights` and :func:`along` are its derivatives, graphs again; :func:`addend` tells
   functions that only add to s, :func:`split_visible` those that hide;
-- :func:`source` writes it as CUDA;
+- :func:`source` writes it as CUDA, several functions in one text if they are :func:`joined`;
 - :func:`tile_states` classifies the tiles of a mask, :func:`tile_source` is the CUDA text that does so for arrays on
   a device, and :func:`columns` finds the column mask that a mask is.
 
@@ -17,16 +17,14 @@ from cuattn.tracing.bound import ANY_LENGTH, Bound, Facts, Frozen, facts, joined
 from cuattn.tracing.cuda import Source, source
 from cuattn.tracing.cuda_tiles import tile_source
 from cuattn.tracing.derivatives import Weight, addend, along, derivative, split_visible, weights
-from cuattn.tracing.extremes import described
 from cuattn.tracing.functions import MASK, SCORE, Traced, recall, trace
-from cuattn.tracing.graph import ARRAY, B, H, I, J, Node, S
+from cuattn.tracing.graph import B, H, I, J, Node, S
 from cuattn.tracing.recognition import columns
 from cuattn.tracing.tiles import bounds, tile_states
 from cuattn.tracing.values import Program, evaluate, host_value
 
 __all__ = [
     "ANY_LENGTH",
-    "ARRAY",
     "MASK",
     "SCORE",
     "B",
@@ -47,7 +45,6 @@ __all__ = [
     "bounds",
     "columns",
     "derivative",
-    "described",
     "evaluate",
     "facts",
     "host_value",

@@ -1,5 +1,6 @@
 """Nodes made and simplified: kinds promoted as NumPy's, constants folded, what is known in advance left out."""
 
+import math
 import operator
 import sys
 import traceback
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cuattn.errors import ArgumentError
-from cuattn.tracing.graph import HOST_DTYPES, KINDS, PARAMETER, Node, constant, intern, is_constant, order, rewrite
+from cuattn.tracing.graph import HOST_DTYPES, KINDS, PARAMETER, Node, S, constant, intern, is_constant, order, rewrite
 from cuattn.tracing.operations import DIVISIONS, SHIFTS, TABLE, Operation
 
 INT64 = (-(2**63), 2**63 - 1)
@@ -154,10 +155,11 @@ def is_uniform(node: Node) -> bool:
 
 
 def _divided(x: Node, y: Node) -> Node | None:
-    """Multiply by the inverse where the host knows it."""
+    """Multiply by the inverse where the host knows it: of scores, and by powers of 2; 41 / 41 of indices stays 1."""
     if is_constant(y) and np.isfinite(y.value) and abs(y.value) > 1e-30:
-        return apply("multiply", x, constant(1 / y.value))
-    if y.op != "constant" and is_uniform(y) and not is_uniform(x):
+        is_exact = abs(math.frexp(y.value)[0]) == 0.5
+        return apply("multiply", x, constant(1 / y.value)) if is_exact or x.depends & S else None
+    if y.op != "constant" and is_uniform(y) and x.depends & S:
         return apply("multiply", x, intern("true_divide", (constant(1.0), y)))
     return None
 

@@ -8,7 +8,6 @@ NumPy arrays refuse proxies as indices.  The function that is traced is therefor
 :class:`~cuattn.tracing.proxy.ArrayProxy`, in helpers that it calls too.
 """
 
-import builtins
 import copy
 import dis
 import functools
@@ -152,21 +151,19 @@ class Tracer:
         """Return a copy of a function whose captured arrays are stand-ins."""
         if function.__module__ and function.__module__.partition(".")[0] in _MODULES:
             return function
-        names = global_names(function.__code__)
+        stand, outer = functools.partial(self.standin, depth=depth), function.__globals__
         cells = tuple([types.CellType() for _ in function.__closure__ or ()])
-        scope = {"__builtins__": function.__globals__.get("__builtins__", builtins)}
+        scope = {name: value for name, value in outer.items() if name.startswith("__")}
         twin = types.FunctionType(function.__code__, scope, function.__name__, None, cells or None)
         self._standins[id(function)] = (function, twin)  # before what it captures, which may be the function itself
-        scope.update({name: value for name, value in function.__globals__.items() if name.startswith("__")})
-        present = [name for name in names if name in function.__globals__]
-        scope.update({name: self.standin(function.__globals__[name], depth) for name in present})
+        scope.update({name: stand(outer[name]) for name in global_names(function.__code__) if name in outer})
         for cell, old in zip(cells, function.__closure__ or (), strict=True):
             if not _is_empty(old):
-                cell.cell_contents = self.standin(old.cell_contents, depth)
-        twin.__defaults__ = function.__defaults__ and tuple([self.standin(x, depth) for x in function.__defaults__])
-        twin.__dict__.update({name: self.standin(x, depth) for name, x in function.__dict__.items()})
+                cell.cell_contents = stand(old.cell_contents)
+        twin.__defaults__ = function.__defaults__ and tuple(map(stand, function.__defaults__))
         defaults = function.__kwdefaults__
-        twin.__kwdefaults__ = defaults and {name: self.standin(value, depth) for name, value in defaults.items()}
+        twin.__kwdefaults__ = defaults and {name: stand(value) for name, value in defaults.items()}
+        twin.__dict__.update({name: stand(value) for name, value in function.__dict__.items()})
         return twin
 
 

@@ -18,6 +18,7 @@ on b or h, for tiles whose rows belong to several heads.  Indices must exist: ke
 keys.
 """
 
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -26,9 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuattn.tracing.bound import Bound, Facts
-from cuattn.tracing.build import is_uniform
-from cuattn.tracing.graph import B, H, I, J, Node, S, order
-from cuattn.tracing.operations import TABLE
+from cuattn.tracing.build import apply, is_uniform, remade
+from cuattn.tracing.graph import B, H, I, J, Node, S, constant, order, rewrite
+from cuattn.tracing.operations import COMPARISONS, ROUNDED, TABLE
 from cuattn.tracing.ranges import Interval
 from cuattn.tracing.values import fit, fits_int32, host_value, known
 
@@ -91,21 +92,18 @@ class Source(NamedTuple):
         array, ()
             Of dtype `arguments`.
         """
-        packed, names = np.zeros((), self.arguments), self.arguments.fields or {}
-        for slot, pointer in enumerate(pointers):
-            array, name = bound.arrays[slot], f"array{slot}"
-            if name in names:
-                packed[name] = pointer
-                if array.ndim and f"stride{slot}_{array.ndim - 1}" not in names and not _is_dense(array):
-                    raise ValueError(f"array {slot} has strides {array.strides}: expected those of the facts")
+        values = {f"number{index}": host_value(node, bound.numbers) for index, node in enumerate(self.numbers)}
+        for slot, (array, pointer) in enumerate(zip(bound.arrays, pointers, strict=True)):
+            values[f"array{slot}"] = pointer
             for axis, (length, stride) in enumerate(zip(array.shape, array.strides, strict=True)):
-                pitch = math.prod(array.shape[axis + 1 :])
-                for field, value in (("length", length), ("stride", stride // array.itemsize), ("pitch", pitch)):
-                    if f"{field}{slot}_{axis}" in names:
-                        packed[f"{field}{slot}_{axis}"] = value
-        for index, node in enumerate(self.numbers):
-            packed[f"number{index}"] = host_value(node, bound.numbers)
-        return packed
+                place = f"{slot}_{axis}"
+                values |= {f"length{place}": length, f"stride{place}": stride // array.itemsize}
+                values[f"pitch{place}"] = math.prod(array.shape[axis + 1 :])
+            dense = not array.ndim or array.shape[-1] <= 1 or array.strides[-1] == array.itemsize
+            names = self.arguments.names or ()
+            if f"array{slot}" in names and not dense and f"stride{slot}_{array.ndim - 1}" not in names:
+                raise ValueError(f"array {slot} has strides {array.strides}: expected those of the facts")
+        return np.array(tuple([values.get(name, 0) for name in self.arguments.names or ()]), self.arguments)
 
 
 def source(
@@ -127,7 +125,7 @@ def source(
     dtype : dtype_like, default float32
         The accumulator's: float32 or float64.
     short : bool, default False
-        Whether the problem is of 16 bits, for which a coarser tanh does.
+        Whether the problem is of 16 bits, for which coarser quotients, exponentials, logarithms and tanh do.
     namespace : str, default "traced"
         Of the text; or one within.
 
@@ -167,7 +165,7 @@ class Writer:
         self, functions: Mapping[str, Sequence[Node]], facts: Facts, dtype: np.dtype, short: bool, namespace: str
     ) -> None:
         self._namespace = namespace
-        self._functions = {name: list(roots) for name, roots in functions.items()}
+        self._functions = {name: [_by_difference(root, facts) for root in roots] for name, roots in functions.items()}
         self._facts, self._short = facts, short
         self._acc = "double" if dtype == np.float64 else "float"
         self._roots = tuple(dict.fromkeys(root for roots in self._functions.values() for root in roots))
@@ -296,7 +294,7 @@ class Writer:
         if node.kind == "i" and node.op not in ("to_integer", "select"):
             types = [kind, *map(self._type, node.args)]
             work = "long long" if "long long" in types else kind
-            operands = [_cast(work, x, have) for x, have in zip(operands, types[1:], strict=True)]
+            operands = [x if have == work else f"({work}){x}" for x, have in zip(operands, types[1:], strict=True)]
         modular = row.wraps and node.kind == "i" and not math.isfinite(self._known[node].lo)
         if modular:
             operands = [f"(unsigned long long){x}" for x in operands]
@@ -324,7 +322,7 @@ class Writer:
 
     def _template(self, node: Node) -> str:
         row = TABLE[node.op]
-        if self._short and row.short:
+        if self._short and row.short and (node.depends & S or node.op not in ROUNDED):
             return row.short
         if row.unsigned and node.kind == "i":
             operands = [self._known[x] for x in node.args]
@@ -360,8 +358,24 @@ class Writer:
         return " + ".join(terms) or "0"
 
 
-def _is_dense(array: Any) -> bool:
-    return array.shape[-1] <= 1 or array.strides[-1] == array.itemsize
+@functools.lru_cache(maxsize=256)
+def _by_difference(root: Node, facts: Facts) -> Node:
+    """Return a graph whose comparisons of integers look at their difference, if that is computed anyway.
+
+    What depends on i - j alone is then seen to, and computed once for the elements of a diagonal.
+    """
+    found = known((root,), facts)
+
+    def change(node: Node, args: tuple[Node, ...]) -> Node:
+        if node.op in COMPARISONS and args == node.args and args[0].kind == "i":
+            for x, y, swapped in ((*args, False), (*args[::-1], True)):
+                difference = apply("subtract", x, y)
+                if difference in found and fits_int32(found[difference]):
+                    sides = difference, constant(0)
+                    return apply(node.op, *(sides[::-1] if swapped else sides))
+        return remade(node, args)
+
+    return rewrite(root, change)
 
 
 def _stage_of(node: Node) -> str:
@@ -376,10 +390,6 @@ def _declared(kind: str, name: str) -> str:
 
 def _struct(name: str, lines: Sequence[str]) -> str:
     return "\n".join([f"struct {name} {{", *(f"    {line}" for line in lines), "};"])
-
-
-def _cast(kind: str, text: str, have: str) -> str:
-    return text if have == kind else f"({kind}){text}"
 
 
 def _literal(value: Any, kind: str) -> str:

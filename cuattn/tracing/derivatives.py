@@ -6,6 +6,7 @@ an infinite or undefined slope of what was not chosen leaves no NaN.
 """
 
 import functools
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -165,8 +166,7 @@ def weights(root: Node, slot: int) -> list[Weight]:
     >>> weights(trace(lambda s, b, h, i, j: s + slope[h] * (j - i)).root, 0)
     [Weight(slot=0, indices=(h,), weight=to_float(subtract(j, i)))]
     """
-    loads = [node for node in order(root) if node.op == "load" and node.value == slot and node.kind == "f"]
-    found = [Weight(slot, node.args, derivative(root, node)) for node in loads]
+    found = [Weight(slot, node.args, derivative(root, node)) for node in _loads(root, [slot])]
     return [weight for weight in found if weight.weight is not _ZERO]
 
 
@@ -179,8 +179,11 @@ def along(root: Node, slots: dict[int, int]) -> Node:
     slots : dict of int to int
         The slot of each array's tangent.
     """
-    loads = [node for node in order(root) if node.op == "load" and node.value in slots and node.kind == "f"]
-    return tangent(root, {node: load(slots[node.value], "f", node.args) for node in loads})
+    return tangent(root, {node: load(slots[node.value], "f", node.args) for node in _loads(root, slots)})
+
+
+def _loads(root: Node, slots: Collection[int]) -> list[Node]:
+    return [node for node in order(root) if node.op == "load" and node.value in slots and node.kind == "f"]
 
 
 @functools.lru_cache(maxsize=1024)

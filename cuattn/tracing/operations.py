@@ -48,7 +48,7 @@ class Operation:
     unsigned : str, optional
         C++ expression where no operand is negative and the last one not 0; {U} is the unsigned type.
     short : str, optional
-        C++ expression in 16-bit problems.
+        C++ expression in 16-bit problems; of what is rounded correctly only where it depends on s.
     wraps : bool
         Whether an integer result may leave int64, in which it then wraps.
     heavy : bool
@@ -229,8 +229,13 @@ _ROWS = (
     _math("exp", lambda x, y: y, bounds=ranges.exp, short=f"ptx::ex2({{0}} * {1 / _LN2}f)"),
     _math("exp2", lambda x, y: _LN2 * y, short="ptx::ex2({0})"),
     _math("expm1", lambda x, y: y + 1),
-    _math("log", lambda x, y: 1 / x, 0),
-    _math("log2", lambda x, y: 1 / (_LN2 * x), 0),
+    _math(
+        "log",
+        lambda x, y: 1 / x,
+        bounds=ranges.approximated(np.log, 0),
+        short=f"product_of(ptx::lg2_any({{0}}), {_LN2}f)",
+    ),
+    _math("log2", lambda x, y: 1 / (_LN2 * x), bounds=ranges.approximated(np.log2, 0), short="ptx::lg2_any({0})"),
     _math("log10", lambda x, y: 1 / (_LN10 * x), 0),
     _math("log1p", lambda x, y: 1 / (1 + x), -1),
     _math("sin", lambda x, y: np.cos(x), bounds=ranges.within(-1, 1)),
@@ -241,7 +246,7 @@ _ROWS = (
     _math("arctan", lambda x, y: 1 / (1 + x * x)),
     _math("sinh", lambda x, y: np.cosh(x)),
     _math("cosh", lambda x, y: np.sinh(x), bounds=ranges.even(np.cosh)),
-    _math("tanh", lambda x, y: 1 - y * y, bounds=ranges.tanh, short="short_tanh({0})"),
+    _math("tanh", lambda x, y: 1 - y * y, bounds=ranges.approximated(np.tanh), short="short_tanh({0})"),
     _math("arcsinh", lambda x, y: 1 / np.sqrt(x * x + 1)),
     _math("arccosh", lambda x, y: 1 / np.sqrt(x * x - 1), 1),
     _math("arctanh", lambda x, y: 1 / (1 - x * x), -1, 1),
@@ -299,3 +304,4 @@ TABLE = {row.name: row for row in _ROWS}
 COMPARISONS = frozenset({"less", "less_equal", "equal"})  # of which the others are made
 DIVISIONS = frozenset({"floor_divide", "remainder", "fmod"})
 SHIFTS = frozenset({"left_shift", "right_shift"})
+ROUNDED = frozenset({"true_divide", "sqrt"})  # correctly, by IEEE 754

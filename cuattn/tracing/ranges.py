@@ -1,6 +1,6 @@
 """Interval arithmetic: what an operation makes of operands that lie between bounds, for all tiles at once.
 
-Bounds are float64 arrays that broadcast (booleans: False and True as bounds).  Integers are exact up to 2**53; a bound
+Bounds are float64 arrays that broadcast (booleans: False and True as bounds).  Integers are exact below 2**53; a bound
 beyond that leaves the interval open.  Numbers of the accumulator's type are rounded when they are computed, so that
 their bounds are widened by more than any backend's rounding (:func:`widened`): the intervals hold for float32 and
 float64, on every device.
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-EXACT = 2.0**53  # integers up to here are numbers of float64
+EXACT = 2.0**53  # integers below are numbers of float64
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _RELATIVE, _ABSOLUTE = 2.0**-20, 1e-37
 
@@ -69,7 +69,7 @@ def widened(x: Interval) -> Interval:
 
 def whole(x: Interval) -> Interval:
     """Return the interval of an integer, left open where float64 does not hold it."""
-    beyond = (x.lo < -EXACT) | (x.hi > EXACT)
+    beyond = (x.lo <= -EXACT) | (x.hi >= EXACT)  # the next integer is rounded to that, too
     if not np.any(beyond):
         return x
     return Interval(np.where(beyond, -np.inf, x.lo), np.where(beyond, np.inf, x.hi))
@@ -180,9 +180,15 @@ def hypot(x: Interval, y: Interval) -> Interval:
     return corners(np.hypot)(absolute(x), absolute(y))
 
 
-def tanh(x: Interval) -> Interval:
-    """Bound a tanh, which kernels of 16-bit problems approximate."""
-    return Interval(np.tanh(x.lo) - 1e-6, np.tanh(x.hi) + 1e-6, x.nan)
+def approximated(function: Callable, low: float = -np.inf) -> Rule:
+    """Return the rule of a function that rises from `low` on, which kernels of 16-bit problems approximate."""
+    rising = increasing(function, low)
+
+    def rule(x: Interval) -> Interval:
+        lo, hi, nan = rising(x)
+        return Interval(lo - 1e-6, hi + 1e-6, nan)
+
+    return rule
 
 
 def exp(x: Interval) -> Interval:

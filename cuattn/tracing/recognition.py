@@ -188,7 +188,7 @@ class _Solver:
     def _below(self, form: str, u: np.ndarray, v: np.ndarray) -> _Rows:
         """Return the rows where u(i) is below v(j), piece by piece in which u rises or falls."""
         side = "left" if form == "less" else "right"
-        step = np.sign(np.diff(u.astype(np.float64) if u.dtype == bool else u))
+        step = np.greater(u[1:], u[:-1]).astype(np.int8) - np.less(u[1:], u[:-1])
         moves = np.flatnonzero(step)
         cuts = moves[1:][step[moves[1:]] != step[moves[:-1]]]
         if len(cuts) >= _MOST:

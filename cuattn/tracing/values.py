@@ -14,8 +14,7 @@ from cuattn.tracing.operations import TABLE
 from cuattn.tracing.ranges import EITHER, OPEN, Interval, whole
 from cuattn.tracing.tiles import bounds
 
-_LARGEST = float(2**31 - 1)
-_INT32 = Interval(np.float64(-_LARGEST - 1), np.float64(_LARGEST))
+_INT32 = Interval(np.float64(-(2**31)), np.float64(2**31 - 1))
 _OF_KIND = {"b": EITHER, "i": _INT32, "l": OPEN, "f": OPEN._replace(nan=True)}
 
 
@@ -50,7 +49,7 @@ def _unlimited(x: Interval) -> Interval:
 
 def fits_int32(interval: Interval) -> bool:
     """Return whether integers within bounds are integers of int32."""
-    return bool(interval.lo >= -_LARGEST - 1 and interval.hi <= _LARGEST)
+    return bool(interval.lo >= _INT32.lo and interval.hi <= _INT32.hi)
 
 
 def fit(index: Interval, length: int) -> tuple[bool, bool]:

@@ -26,7 +26,7 @@ __device__ __forceinline__ Truth truth_of(const Interval& x) { return {x.lo > 0.
 
 // An integer that doubles hold, or an open one; a number as wide as any rounding of it.
 __device__ __forceinline__ Interval whole(const Interval& x) {
-    const bool beyond = !(x.lo >= -9007199254740992.0 && x.hi <= 9007199254740992.0);
+    const bool beyond = !(x.lo > -9007199254740992.0 && x.hi < 9007199254740992.0);
     return beyond ? Interval{-infinity<double>(), infinity<double>(), false} : Interval{x.lo, x.hi, false};
 }
 __device__ __forceinline__ double moved(double x, double direction) {

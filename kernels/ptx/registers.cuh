@@ -39,6 +39,7 @@ PTX_HALF(high_f16, "hi")
 // the square root, to 2^-22.
 PTX_UNARY(ex2, "ex2.approx.ftz.f32", float, "f", float, "f")
 PTX_UNARY(lg2, "lg2.approx.ftz.f32", float, "f", float, "f")
+PTX_UNARY(lg2_any, "lg2.approx.f32", float, "f", float, "f")  // of denormal numbers, too
 PTX_UNARY(rcp, "rcp.approx.ftz.f32", float, "f", float, "f")
 PTX_UNARY(sqrt, "sqrt.approx.ftz.f32", float, "f", float, "f")
 

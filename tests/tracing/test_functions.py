@@ -118,6 +118,13 @@ def test_captured_arrays_are_copied_and_arguments_are_not():
     assert not captured.flags.writeable
 
 
+def test_numpy_computes_what_is_captured_alone():
+    traced = trace(lambda s, b, h, i, j: s + np.stack([SLOPES, 2.0**SLOPES])[h % 2, i % 3] + (TABLE[1] ** 2)[j % 4])
+    both, squares = traced.arrays
+    np.testing.assert_array_equal(both, [SLOPES, 2.0**SLOPES])
+    np.testing.assert_array_equal(squares, TABLE[1] ** 2)
+
+
 def test_what_may_change_unseen_is_traced_in_each_call():
     model = Model()
     first = trace(model.score)

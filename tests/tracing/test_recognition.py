@@ -69,6 +69,8 @@ def test_what_is_recognised_is_exact(random, row, key):
         np.testing.assert_array_equal(hidden(found, len(rows)), ~dense, text)
 
 
+FAR = np.repeat([-2_000_000_000, 2_000_000_000, 0], 10)  # whose differences leave int32
+LEVELS = np.repeat([-np.inf, 3, np.inf], 10)
 MANY = np.arange(30) // 4 * 4  # where the document of a row begins
 DOC = np.repeat([3, 1, 4, 0], [5, 9, 1, 15])
 STARTS = np.concatenate([[0], np.flatnonzero(np.diff(DOC)) + 1])[np.repeat(np.arange(4), [5, 9, 1, 15])]
@@ -92,6 +94,8 @@ STARTS = np.concatenate([[0], np.flatnonzero(np.diff(DOC)) + 1])[np.repeat(np.ar
         lambda b, h, i, j: np.sqrt(i * 2.0) < 0.3 * j,
         lambda b, h, i, j: (i - j < 5) & ((j <= i) | (DOC[i] == DOC[j])),
         lambda b, h, i, j: 3 * i - 2 * j >= 5,
+        lambda b, h, i, j: j < FAR[i],
+        lambda b, h, i, j: j * 0.5 < LEVELS[i],
         lambda b, h, i, j: i * i >= j,
         lambda b, h, i, j: (i - MANY[i] - (j - MANY[j]) >= 0) & (i - MANY[i] - j + MANY[j] < 3) & (MANY[i] == MANY[j]),
     ],

@@ -136,3 +136,11 @@ def test_ranges_of_arrays():
         np.testing.assert_array_equal(found.hi, boxes.max((1, 3)))
     nan = described(np.array([1, np.nan]))([point(0)])
     assert nan.nan and nan.lo == -np.inf
+
+
+def test_integers_that_float64_rounds_leave_tiles_open():
+    large, first = np.array([2**53 + 1, 2**53, 5]), np.arange(3)
+    bound = trace(lambda b, h, i, j: large[i] <= large[j], MASK).bind()
+    shown = evaluate(bound, {"i": first[:, None].astype(np.int32), "j": first.astype(np.int32)})
+    states = tile_states(bound, (first, first), (first, first))
+    assert (shown[states == 2]).all() and not shown[states == 0].any()

@@ -91,6 +91,7 @@ def test_integers_beyond_int32_are_exact():
         ("1 << (i + 60)", 0),
         ("-1 >> (i + 60)", -1),
         ("(s * 0 - 2.5).astype(int)", -2),
+        ("((i - 4) * 41 / 41.0).astype(int) + ((i - 4) * 47 / 47).astype(int)", 2),
         ("(s / (j - j)).astype(int) - 1", 2147483646),
         ("((s - s) / (j - j)).astype(int)", 0),
         ("(i > 2).astype(int)", 1),
