@@ -42,6 +42,14 @@ from cuattn.problem import (
 )
 
 
+@lru_cache(maxsize=1)
+def _score_type() -> Any:
+    """Import what knows score functions, with all of tracing, which calls without functions do not need."""
+    from cuattn.scoring import Score
+
+    return Score
+
+
 @dataclass
 class Call:
     """One call of an operation, as the caller made it.
@@ -79,9 +87,7 @@ class Call:
 
     def __post_init__(self) -> None:
         if self.score is not None or type(self.score_args) is not tuple or self.score_args:
-            from cuattn.scoring import Score  # with all of tracing, which only functions need
-
-            self.score = Score(self.score, self.score_args, self.arrays, self.operation.replays)
+            self.score = _score_type()(self.score, self.score_args, self.arrays, self.operation.replays)
         mask = self.arrays["mask"]
         if mask is None:
             return

@@ -19,6 +19,7 @@ from cuattn.tracing.capture import Argument, copied
 from cuattn.tracing.graph import variable
 
 _UNCHANGED = variable("s")
+_NAMES = [f"score_args[{index}]" for index in range(1000)]
 
 
 class Score:
@@ -40,7 +41,7 @@ class Score:
     traced : Traced or None
         Then; but None if it changes no score that is visible, and there is nothing to differentiate.
     visible : Frozen or None
-        Then, where scores are visible, if it is for a mask to say that.
+        Then, where scores are visible, until a mask says that.
     """
 
     known = False
@@ -58,11 +59,9 @@ class Score:
             raise DtypeError(f"score is {shown(function)}; expected a function score(s, b, h, i, j, *score_args)")
         self._function, self._args, self._differentiates = function, args, differentiates
         self._own = len(arrays)
-        self._places: dict[int, int] = {}  # of arguments, among the call's arrays
-        for index, value in enumerate(args):
+        for name, value in zip(_NAMES, args, strict=False):
             if hasattr(value, "__dlpack__"):
-                self._places[index] = len(arrays)
-                arrays[f"score_args[{index}]"] = value
+                arrays[name] = value
 
     def recall(self) -> bool:
         """Take what is known of the function; return whether nothing is left to trace."""
@@ -73,7 +72,7 @@ class Score:
 
     def trace(self, views: dict[str, Any]) -> None:
         """Trace the function for NumPy or CuPy views of the call's arrays."""
-        args = [views.get(f"score_args[{index}]", value) for index, value in enumerate(self._args)]
+        args = [views.get(name, value) for name, value in zip(_NAMES, self._args, strict=False)]
         self._take(trace(self._function, SCORE, args, adopt=_copied))
 
     def _take(self, traced: Traced) -> None:
@@ -105,8 +104,8 @@ class Score:
 
     def _by_slot(self, values: list[Any], captured: Sequence[Any]) -> list[Any]:
         """Return what belongs to the function's arrays from what belongs to the call's and to those it captures."""
-        arrays, places = enumerate(self.traced.arrays), self._places
-        return [values[places[x]] if type(x) is Argument else captured[slot] for slot, x in arrays]
+        own, order = self._own, enumerate(self.traced.order)
+        return [captured[slot] if n < 0 else values[own + n] for slot, n in order]
 
     def given(self, addresses: list[int], device: int) -> tuple[list[int], tuple[Any, ...], tuple[Any, ...]]:
         """Return what a launch on a GPU is given, from the addresses of the call's arrays.

@@ -211,3 +211,22 @@ def test_a_function_that_changes_nothing_is_dropped(calls):
         cuattn.attention(q, q, q, score=lambda s, b, h, i, j, x: s * 1, score_args=(x,))
         assert calls[-1][0].score is None
     assert "score" in str(cuattn.plan(q, q, q, score=lambda s, b, h, i, j, x: s + x[h], score_args=(x,)))
+
+
+def test_what_a_score_hides_joins_the_mask(calls):
+    """Within one function, where there is another that no column mask says."""
+    q = gpu_array((2, 4, 100, 64))
+    window, odd = (lambda s, b, h, i, j: np.where(j <= i, s, -np.inf)), (lambda b, h, i, j: (i + j) % 3 > 0)
+
+    def score(s, b, h, i, j):
+        return np.where((i * j) % 5 > 0, s, -np.inf)
+
+    for given, kinds in (
+        ({"score": window, "mask": odd}, ("function", "column")),
+        ({"score": score}, ("function",)),
+        ({"score": score, "mask": odd}, ("function",)),
+    ):
+        for _ in range(2):
+            cuattn.attention(q, q, q, **given)
+            assert calls[-1][0].masks == kinds and calls[-1][0].score is None
+    assert len(calls) == 3

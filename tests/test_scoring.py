@@ -1,4 +1,4 @@
-"""Score functions at the door: what is refused, and how results come back."""
+"""Score functions: what is refused, and the guide's recipes on NumPy and, on a GPU, on CuPy arrays."""
 
 import copy
 import pickle
@@ -8,10 +8,48 @@ import pytest
 
 import cuattn
 from cuattn.errors import ArgumentError, DtypeError, UnsupportedError
+from tests import oracle
+from tests.strategies import BFLOAT16, normal
 from tests.test_dispatch import gpu_array
+from tests.tolerances import assert_close
+from tests.tracing.recipes import BATCH, HEADS, SCORES, N
 
+SHAPE = (BATCH, HEADS, N, N)
+recipes = pytest.mark.parametrize("recipe", SCORES, ids=lambda recipe: recipe.name)
 Q = np.ones((2, 4, 8, 16), np.float32)
 SLOPES = np.ones(4, np.float32)
+
+
+def both(do, q, k, v, **options):
+    """Return a forward, its gradients, and those of the score function's arguments."""
+    fwd = cuattn.forward(q, k, v, **options)
+    options.pop("rng", None)
+    options.pop("out_dtype", None)
+    grads = cuattn.backward(do, q, k, v, fwd, **options)
+    return fwd, grads
+
+
+def check_recipe(xp, recipe, dtype):
+    """Hold a recipe's forward and gradients, those of its arrays too, to the rule."""
+    rng = np.random.default_rng(1)
+    q, k, v, do = (normal(rng, (*SHAPE[:3], 16), dtype) for _ in range(4))
+    score = oracle.Score(recipe.function, recipe.args, SHAPE)
+    s = score.before(q, k)
+    np.testing.assert_allclose(score(s)[0], np.broadcast_to(recipe.formula(s), SHAPE), rtol=1e-10, atol=1e-10)
+    given = {"score": recipe.function, "score_args": [*map(xp.put, recipe.args)]}
+    fwd, grads = both(*map(xp.put, (do, q, k, v)), **given)
+    exact, rough = (oracle.solve(q, k, v, do, score=score, dtype=low) for low in (None, dtype))
+    halves = xp.name == "cupy" and dtype == np.float32
+    floors = oracle.floors(exact, q, k, v, do, score=score, halves=halves)
+    for name, actual in zip(("o", "l", "m", "dq", "dk", "dv"), (*fwd[:3], *grads[:3]), strict=True):
+        e, t = getattr(exact, name), getattr(rough, name)
+        assert_close(xp.get(actual), e, t, dtype=dtype, floor=floors[name], name=name)
+    judged = score.judged(grads.dscore, s, exact, rough, floors)
+    for array, (actual, e, t, floor) in zip(recipe.args, judged, strict=True):
+        assert (actual is None) == (array.dtype.kind != "f")
+        if actual is not None:
+            assert actual.dtype == array.dtype
+            assert_close(xp.get(actual), e, t, dtype=dtype, floor=floor, name="dscore")
 
 
 def alibi(s, b, h, i, j, slope):
@@ -75,3 +113,30 @@ def test_gradients_are_four_and_have_those_of_the_score_function():
     for same in (made, pickle.loads(pickle.dumps(made)), copy.deepcopy(made), made._replace(dq=1)):
         assert same == made and same.dscore == (5, None)
     assert made._replace(dscore=()).dscore == cuattn.Gradients._make([1, 2, 3, 4]).dscore == ()
+
+
+@recipes
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
+def test_recipes(xp, recipe, dtype):
+    check_recipe(xp, recipe, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_come_back_as_tensors(dtype):
+    torch = pytest.importorskip("torch")
+    q, k, v, do = torch.randn(4, 2, 4, 8, 16, generator=torch.manual_seed(0)).to(getattr(torch, dtype)).unbind()
+    slope, doc = torch.rand(4).to(q.dtype), torch.arange(8, dtype=torch.int32) // 3
+    captured = torch.ones(4, dtype=q.dtype)
+
+    def score(s, b, h, i, j, slope, doc):
+        return np.where(doc[i] == doc[j], s + slope[h] * captured[h] * (j - i), -np.inf)
+
+    for _ in range(2):
+        fwd, grads = both(do, q, k, v, score=score, score_args=(slope, doc))
+    gradient, nothing = grads.dscore
+    assert nothing is None and type(gradient) is torch.Tensor and gradient.dtype == q.dtype and gradient.shape == (4,)
+    i, j = np.ogrid[:8, :8]
+    bias = slope.double()[:, None, None] * torch.from_numpy(j - i)
+    bias = torch.where(doc[:, None] == doc, bias, -torch.inf)
+    wanted = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), attn_mask=bias)
+    torch.testing.assert_close(fwd.o.double(), wanted, rtol=2e-2, atol=2e-2)

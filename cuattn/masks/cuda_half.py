@@ -121,6 +121,18 @@ class CudaHalf(NamedTuple):
     by_tile: bool = True  # whether the tables depend on the sizes of tiles
 
 
+def order_tables(extent: Extent) -> dict[str, int]:
+    """Return the size of the order of row tiles."""
+    return {"order": 4 * extent.instances * cdiv(extent.n_queries, extent.block_m) if _order_bytes(extent) else 0}
+
+
+def order_kernels(extent: Extent) -> list[TableKernel]:
+    """Return the kernel that sorts row tiles."""
+    shared = _order_bytes(extent)
+    blocks = extent.instances if shared else 0
+    return [TableKernel("util/mask_order.cu", "mask_order", blocks, 1024, shared, last=True)]
+
+
 def _order_bytes(extent: Extent) -> int:
     """Return the shared memory in which row tiles are sorted; 0: they are not."""
     size = 4 * (extent.row_tiles + 1)
@@ -131,17 +143,13 @@ def column_tables(extent: Extent) -> dict[str, int]:
     """Return the sizes of intervals by key, of bounds by tile, and of the order of row tiles."""
     keys, tiles = extent.key_tiles * extent.block_n, extent.key_tiles
     matrices = extent.columns * extent.instances
-    order = 4 * extent.instances * cdiv(extent.n_queries, extent.block_m) if _order_bytes(extent) else 0
-    return {"cols": 16 * matrices * keys, "bounds": 32 * matrices * tiles, "order": order}
+    return {"cols": 16 * matrices * keys, "bounds": 32 * matrices * tiles, **order_tables(extent)}
 
 
 def column_kernels(extent: Extent) -> list[TableKernel]:
     """Return the kernels that bound tiles and sort row tiles."""
-    file, threads, shared = "util/mask_bounds.cu", cdiv(extent.block_n, 32) * 32, _order_bytes(extent)
-    return [
-        TableKernel(file, "mask_bounds", extent.instances * extent.key_tiles, threads),
-        TableKernel(file, "mask_order", extent.instances if shared else 0, 1024, shared),
-    ]
+    blocks, threads = extent.instances * extent.key_tiles, cdiv(extent.block_n, 32) * 32
+    return [TableKernel("util/mask_bounds.cu", "mask_bounds", blocks, threads), *order_kernels(extent)]
 
 
 def alive_tables(extent: Extent) -> dict[str, int]:
@@ -156,29 +164,30 @@ def alive_kernels(extent: Extent) -> list[TableKernel]:
     return [TableKernel("util/mask_alive.cu", "mask_alive", blocks, _KEYS_PER_BLOCK, 0, "visible", True)]
 
 
+def stated_tables(extent: Extent) -> dict[str, int]:
+    """Return the sizes of states of tiles, of the order of row tiles, and of the bits by key."""
+    states = 4 * extent.instances * extent.strides["states_instance"]
+    return {"states": states, **order_tables(extent), **alive_tables(extent)}
+
+
 def boolean_tables(extent: Extent) -> dict[str, int]:
-    """Return the sizes of elements as bits, of states of tiles, and of the bits by key."""
-    strides, instances = extent.strides, extent.instances
-    bits = 8 * instances * strides["bits_instance"] if extent.packed else 0
-    return {"bits": bits, "states": 4 * instances * strides["states_instance"], **alive_tables(extent)}
+    """Return the sizes of elements as bits, and of what follows from states of tiles."""
+    bits = 8 * extent.instances * extent.strides["bits_instance"] if extent.packed else 0
+    return {"bits": bits, **stated_tables(extent)}
 
 
 def boolean_kernels(extent: Extent) -> list[TableKernel]:
     """Return the kernel that reads the mask."""
     groups = 2 * cdiv(extent.n_queries, 2 * _BITS_ROWS) * cdiv(extent.key_tiles * extent.block_n, _BITS_KEYS)
     blocks = cdiv(extent.instances * groups, _BITS_WARPS)
-    return [TableKernel("util/mask_bits.cu", "mask_bits", blocks, 32 * _BITS_WARPS)]
+    return [TableKernel("util/mask_bits.cu", "mask_bits", blocks, 32 * _BITS_WARPS), *order_kernels(extent)]
 
 
 def function_tables(extent: Extent) -> dict[str, int]:
-    """Return the sizes of what bounds tiles, of their states, and of the bits by key."""
+    """Return the sizes of what bounds tiles, and of what follows from their states."""
     rows, keys = dict(extent.sources)["function"].values
     values = _INTERVAL_BYTES * extent.instances * (extent.row_tiles * rows + extent.key_tiles * keys)
-    return {
-        "values": values,
-        "states": 4 * extent.instances * extent.strides["states_instance"],
-        **alive_tables(extent),
-    }
+    return {"values": values, **stated_tables(extent)}
 
 
 def function_kernels(extent: Extent) -> list[TableKernel]:
@@ -189,6 +198,7 @@ def function_kernels(extent: Extent) -> list[TableKernel]:
     return [
         TableKernel(file, "mask_values", cdiv(32 * warps, threads), threads, 0, "tiles"),
         TableKernel(file, "mask_states", cdiv(words, threads), threads, 0, "tiles"),
+        *order_kernels(extent),
         *alive_kernels(extent),
     ]
 

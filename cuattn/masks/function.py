@@ -99,7 +99,7 @@ class FunctionMask(Mask):
         """The function that returns the states of a matrix's row tiles, of which some are kept."""
         return lru_cache(_STRIPS)(partial(_strip, self._bound, self._i, self._j))
 
-    @property
+    @cached_property
     def layout(self) -> tuple[Hashable, ...]:
         return (
             self.kind,

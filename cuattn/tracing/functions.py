@@ -51,6 +51,12 @@ class Traced(Bound):
         return self.root, self.signature, self.spans, *captured
 
     @functools.cached_property
+    def order(self) -> tuple[int, ...]:
+        """By slot of the arrays, which of the arguments that are arrays it is; -1 of a captured array."""
+        arguments = sorted(x for x in self.arrays if isinstance(x, Argument))
+        return tuple([arguments.index(x) if isinstance(x, Argument) else -1 for x in self.arrays])
+
+    @functools.cached_property
     def has_own_numbers(self) -> bool:
         """Whether none of the numbers are arguments."""
         return Argument not in map(type, self.numbers)
@@ -189,6 +195,8 @@ _array_types: set[type] = set()  # of which arrays were met
 
 def _signature(names: tuple[str, ...], index: int, value: Any) -> Hashable:
     """Return what of an argument a trace depends on."""
+    if type(value) is float:
+        return "f"
     if type(value) in _array_types or is_array(value):
         _array_types.add(type(value))
         dtype = _plain(value.dtype)

@@ -149,3 +149,10 @@ __device__ __forceinline__ u32 pack(float low, float high) {
     if constexpr (same_type<Elem, __nv_bfloat16>) return positive ? ptx::pack_positive_bf16(low, high) : ptx::pack_bf16(low, high);
     else return positive ? ptx::pack_positive_f16(low, high) : ptx::pack_f16(low, high);
 }
+
+// Two numbers of a 16-bit type, that in the low half first.
+template <class Elem>
+__device__ __forceinline__ float2 unpack(u32 pair) {
+    if constexpr (same_type<Elem, __nv_bfloat16>) return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u)};
+    else return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}

@@ -19,6 +19,9 @@ __device__ __forceinline__ void red_add_x4(Float* at, Float a, Float b, Float c,
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
+// Asks for a cache line near this multiprocessor, ahead of a load.
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L1 [%0];" ::"l"(at)); }
+
 // Flags.  What follows sees what the writer of the value did before it.
 __device__ __forceinline__ i32 load_acquire(const i32* at) {
     i32 value;

@@ -56,7 +56,7 @@ __device__ __forceinline__ void locate(const Params& p, Work& w) {
     w.mask.set(MaskSlices::of(p, index, w.head));
     if constexpr (cfg::bias) w.bias_offset = slice_offset(p.bias, index, w.head);
     i32 tile = p.row_tiles - 1 - rank;
-    if constexpr (column_masks > 0) {
+    if constexpr (column_masks > 0 || stated_mask) {
         if (p.table.order != nullptr) tile = p.table.order[static_cast<i64>(w.mask.instance) * p.row_tiles + rank];
     }
     w.row0 = tile * cfg::block_m;

@@ -1,107 +1,10 @@
 // Attention backward for compute capability 9.0 (FlashAttention algorithm 4 and FlashMask algorithm 2, tile by tile).
-//
-// A persistent grid.  Per block: a producer warp feeds row tiles of q and do to two consumer warpgroups of 64 keys each, two
-// reducer warps add dQ up in memory, and a cleaner warp looks after NaN (sm90/bwd_producer.cuh, bwd_consumer.cuh, bwd_reducer.cuh).
-// With dropout a further warpgroup draws what is dropped (bwd_draws.cuh).
-#include "attn/params.cuh"
-#include "ptx/registers.cuh"
-#include "sm90/bwd_consumer.cuh"
-#include "sm90/bwd_draws.cuh"
-#include "sm90/bwd_producer.cuh"
-#include "sm90/bwd_reducer.cuh"
-#include "sm90/bwd_split.cuh"
-
-namespace sm90::bwd {
-
-// Accumulators leave the others few; walking blocks takes more.  Setting registers goes by eights.
-constexpr bool shared_evenly = drawing_warpgroups && (cfg::block_m == 64 || (cfg::runs && !drawn_in_pairs));
-constexpr int producer_registers = by_function || block_mask || (stated_mask && cfg::deterministic) ? 40 : shared_evenly ? 32 : 24;
-constexpr int drawer_registers = drawn_in_pairs ? 40 : shared_evenly ? 32 : 24;
-constexpr int consumer_registers = ((drawing_warpgroups ? 512 - drawer_registers : 504) - producer_registers) / 16 * 8;
-
-__device__ __forceinline__ void init_barriers(const Shared& shared) {
-    constexpr u32 warps = 4 * warpgroups;
-    for (int stage = 0; stage < k_stages; ++stage) {
-        ptx::mbarrier_init(shared.barrier(k_full + stage), 1);
-        ptx::mbarrier_init(shared.barrier(k_empty + stage), consumers);
-    }
-    ptx::mbarrier_init(shared.barrier(v_full), 1);
-    ptx::mbarrier_init(shared.barrier(v_empty), by_function ? 128 : cfg::split_delta ? consumers : warps);
-    for (int stage = 0; stage < cfg::stages; ++stage) {
-        ptx::mbarrier_init(shared.barrier(q_full + stage), 1);
-        ptx::mbarrier_init(shared.barrier(q_empty + stage), consumers);
-        ptx::mbarrier_init(shared.barrier(do_full + stage), 1);
-        ptx::mbarrier_init(shared.barrier(do_empty + stage), by_function ? consumers : warps);
-        if constexpr (drawers) {
-            ptx::mbarrier_init(shared.barrier(draws_told + stage), 1);
-            ptx::mbarrier_init(shared.barrier(draws_full + stage), 32 * drawers);
-            ptx::mbarrier_init(shared.barrier(draws_empty + stage), by_function ? 128 : consumers);
-        }
-    }
-    for (int buffer = 0; buffer < 2; ++buffer) {
-        ptx::mbarrier_init(shared.barrier(handed + buffer), by_function ? 128 : warps);
-        ptx::mbarrier_init(shared.barrier(taken + buffer), by_function ? 128 : 1);
-        ptx::mbarrier_init(shared.barrier(foretold + buffer), 1);
-    }
-    ptx::mbarrier_init(shared.barrier(raw_full), 1);
-    ptx::mbarrier_init(shared.barrier(raw_empty), 32);
-    ptx::mbarrier_init_fence();
-}
-
-// Of what tensor cores read as D all but its parts is never written.
-__device__ __forceinline__ void clear_delta(const Shared& shared) {
-    for (u32 i = threadIdx.x; i < cfg::stages * delta_stride / 16; i += threads) shared.at<uint4>(delta_at, i) = {0, 0, 0, 0};
-    ptx::async_proxy_fence();
-}
-
-__device__ __forceinline__ void run_consumer(const Params& p, const Shared& shared, const Maps& maps, u32 warpgroup) {
-    if constexpr (!by_function) {
-        Consumer(p, shared, maps, warpgroup).run();
-    } else if (warpgroup == 0) {
-        Weigher weigher{{p, shared}};
-        weigher.run(maps);
-    } else {
-        Differentiator differentiator{{p, shared}};
-        differentiator.run(maps);
-    }
-}
-
-}  // namespace sm90::bwd
+#include "sm90/bwd_block.cuh"
 
 extern "C" __global__ void __launch_bounds__(sm90::bwd::threads, 1)
 attention_backward(const __grid_constant__ Params p, const __grid_constant__ ptx::TensorMap q_map,
                    const __grid_constant__ ptx::TensorMap k_map, const __grid_constant__ ptx::TensorMap v_map,
                    const __grid_constant__ ptx::TensorMap do_map, const __grid_constant__ ptx::TensorMap dk_map,
                    const __grid_constant__ ptx::TensorMap dv_map) {
-    using namespace sm90;
-    using namespace sm90::bwd;
-    extern __shared__ __align__(1024) u8 memory[];
-    const Shared shared{ptx::shared_address(memory), memory};
-    const Maps maps{q_map, k_map, v_map, do_map, dk_map, dv_map};
-    // The same in all lanes; the shuffle tells the compiler so.
-    const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (threadIdx.x == 0) init_barriers(shared);
-    if constexpr (cfg::split_delta) clear_delta(shared);
-    __syncthreads();  // the barriers and the zeros beside delta are ready
-
-    if (warp < 4) {
-        ptx::registers_release<producer_registers>();
-        if (warp == 0) {
-            Producer producer{p, maps, shared, threadIdx.x == 0};
-            producer.run();
-        } else if (warp <= warpgroups) {
-            if constexpr (!by_function)
-                reduce(p, shared, warp - 1);
-            else if constexpr (drawers)
-                draw_ahead(p, shared, warp - 1);
-        } else if (may_have_dead_keys) {
-            clean(p, shared);
-        }
-    } else if (drawing_warpgroups && warp >= 4 * (1 + warpgroups)) {
-        ptx::registers_release<drawer_registers>();
-        draw_ahead(p, shared, warp % 4);
-    } else {
-        ptx::registers_claim<consumer_registers>();
-        run_consumer(p, shared, maps, warp / 4 - 1);
-    }
+    sm90::bwd::run_block(p, {q_map, k_map, v_map, do_map, dk_map, dv_map, q_map, q_map});
 }

@@ -9,11 +9,11 @@ namespace sm90::bwd {
 
 // P is rounded together with dS, and dV comes after dS, which is faster by 1-4 % and takes fewer registers; but a softcap's slope
 // leaves no P to round.
-constexpr bool values_first = cfg::block_m <= 64 && cfg::softcap;
+constexpr bool values_first = cfg::block_m <= 64 && cfg::sloped;
 
 // Beside products a load waits for hundreds of clocks; ahead of them it delays them.  With dropout at d 128 what the probabilities need is
 // loaded before the two products of a row tile where nothing is masked (2.6 %, but - 2 % under causality), else behind them.
-constexpr bool given_first = cfg::dropout && cfg::block_m == 64 && unmasked && !cfg::softcap;
+constexpr bool given_first = cfg::dropout && cfg::block_m == 64 && unmasked && !cfg::sloped && !cfg::bias && !cfg::score;
 
 static_assert(cfg::stages == 2, "the buffers of dS and the phases of `taken` go by the stage");
 constexpr u32 consumers = 128 * warpgroups;
@@ -25,13 +25,15 @@ template <int n>
 __device__ __forceinline__ QueryGradient& place_of_queries(float (&)[n], QueryGradient& dq) { return dq; }
 
 struct Consumer : Worker {
-    // 128 rows, or a part of V, leave few registers.
-    static constexpr bool crowded = cfg::block_m == 128 || cfg::split_delta;
+    // 128 rows, or a part of V, leave few registers; so do slopes, and dropout beside a bias or a function.
+    static constexpr bool crowded = cfg::block_m == 128 || cfg::split_delta || slopes_apart || (cfg::dropout && (cfg::bias || cfg::score));
     using Ahead = Numbers<crowded ? 0 : cfg::block_m / 8>;
-    static constexpr int held = cfg::dropout ? unmasked : !cfg::split_delta ? 2 : column_masks > 0 && stated_mask ? 0 : column_masks > 0 || stated_mask ? 4 : 0;  // before what is hidden is hidden
+    static constexpr int held =  // before what is hidden is hidden
+        slopes_apart ? 0 : cfg::dropout ? unmasked && !cfg::bias && !cfg::score : cfg::dbias == kDbiasAdded ? 3 : !cfg::split_delta ? 2
+        : column_masks > 0 && stated_mask ? 0 : column_masks > 0 || stated_mask ? 4 : 0;
     using Stat = Numbers<crowded ? held : cfg::block_m / 8>;
     using Delta = Either<cfg::split_delta, NoNumbers, Ahead>::type;
-    const ptx::TensorMap &dk_map, &dv_map;
+    const ptx::TensorMap &dk_map, &dv_map, &dbias_map;
     const u32 warpgroup;
     Scores s, dp;
     QueryGradient dq;
@@ -41,9 +43,10 @@ struct Consumer : Worker {
     Either<cfg::split_delta, HeldValues, ReadValues>::type values;
     StepCode code;  // of the row tile whose scores were begun last
     u32 begun = 0;  // 0 in the first step of a key tile, whose products overwrite dK and dV
+    KeySums key_sums;
 
     __device__ __forceinline__ Consumer(const Params& p, const Shared& shared, const Maps& maps, u32 warpgroup)
-        : Worker{p, shared}, dk_map(maps.dk), dv_map(maps.dv), warpgroup(warpgroup) {}
+        : Worker{p, shared}, dk_map(maps.dk), dv_map(maps.dv), dbias_map(maps.dbias), warpgroup(warpgroup) {}
 
     __device__ __forceinline__ u32 own_rows(u32 tile) const { return tile + 64 * warpgroup * row_bytes; }
 
@@ -87,13 +90,37 @@ struct Consumer : Worker {
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(s);
         const Stat stat(given.stat);
-        hidden.refine(s, p, [&] { return await_taken(slot.stage); });
-        weigh<values_first>(s, weights, p, stat, given.draws);
+        find_weights<values_first>(s, weights, hidden, stat, given.draws, 64 * warpgroup, own_gradients(slot.stage),
+                                   [&] { return await_taken(slot.stage); });
+    }
+
+    // What takes dS of the warpgroup's part of the row tile.
+    __device__ __forceinline__ auto bias_gradient() const {
+        if constexpr (cfg::dbias == kDbiasAdded) {
+            const i64 tile = static_cast<i64>(step().m()) * p.key_tiles + work().tile;
+            return AddedTile{static_cast<float*>(p.dbias_acc) + slice_of(p.dbias, work().batch, step().head) +
+                             (tile * warpgroups + warpgroup) * (64 * cfg::block_m) + 4 * (threadIdx.x % 128)};
+        } else {
+            return NoSums{};
+        }
+    }
+
+    // dS leaves as it is, which is the gradient of a bias of its own.
+    __device__ __forceinline__ void store_bias_gradient() const {
+        if (cfg::dbias != kDbiasStored || threadIdx.x % 128 != 0) return;
+        ptx::tensor_store(dbias_map, own_gradients(slot.stage), work().tile * cfg::block_n + 64 * warpgroup, step().m() * cfg::block_m,
+                          step().head, work().batch);
+        ptx::bulk_commit();
     }
 
     // Lines 18 and 20: dS, which goes to shared memory for dQ.
     __device__ __forceinline__ void gradients(const Delta& delta) {
-        differentiate<!values_first>(ds, weights, s, dp, delta);
+        if constexpr (cfg::dbias == kDbiasOfKeys) {
+            differentiate<!values_first>(ds, weights, s, dp, delta, key_sums);
+        } else {
+            auto dbias = bias_gradient();
+            differentiate<!values_first>(ds, weights, s, dp, delta, dbias);
+        }
         store_gradients(ds, own_gradients(slot.stage));
     }
 
@@ -113,10 +140,12 @@ struct Consumer : Worker {
             const Given given = load_given();
             issue_s();
             issue_dp();
+            load_bias(64 * warpgroup);
             probabilities(find_hidden(), given);
         } else {
             issue_s();
             issue_dp();
+            load_bias(64 * warpgroup);
             const Hidden hidden = find_hidden();
             probabilities(hidden, load_given());
         }
@@ -133,6 +162,7 @@ struct Consumer : Worker {
         if constexpr (!values_first) accumulate(dv, weights, shared.dout(slot.stage), begun);
         ptx::async_proxy_fence();  // of dS, beside dV
         ptx::barrier_sync(gradients_barrier, consumers);  // dS is complete
+        store_bias_gradient();
         issue_dq();
         ptx::wgmma_wait<1>();
         release(shared.barrier(do_empty + slot.stage));
@@ -171,6 +201,7 @@ struct Consumer : Worker {
         ptx::wgmma_wait<1>();
         hand_over(slot.stage);
         ptx::wgmma_wait<0>();
+        if (cfg::dbias == kDbiasStored && threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
         release_read(shared.barrier(q_empty + slot.stage));
         slot.advance();
     }
@@ -205,12 +236,26 @@ struct Consumer : Worker {
     // if each has room for 128 rows, else through the buffer of dQ.
     __device__ __forceinline__ void write() {
         const Work work = this->work();
+        if constexpr (cfg::dbias == kDbiasOfKeys) key_sums.store(p, work, work.tile * cfg::block_n + 64 * warpgroup + fragment_row());
+        if constexpr (cfg::bias_tiles) return write_beside_biases(work);
         release_read(shared.barrier(k_empty + keys.stage));
         ptx::barrier_sync(keys_barrier, consumers);  // nobody reads dS any more
         leave<slabs_v>(dv, static_cast<float>(p.dropout_scale), work, dv_map, p.dv, p.head_dim_v, own_gradients(0), ds_bytes);
         if constexpr (!dq_by_rows && !unrounded) await_taken(slot.stage);
         leave<slabs>(dk, static_cast<float>(p.scale * p.dropout_scale), work, dk_map, p.dk, p.head_dim,
                      dq_by_rows ? own_gradients(0) + 64 * row_bytes : shared.handed_on(warpgroup), 64 * row_bytes);
+    }
+
+    // The same where the buffers of dS have begun to take the next key tile's biases: dK leaves through this warpgroup's rows of k.
+    __device__ __forceinline__ void write_beside_biases(const Work& work) {
+        static_assert(!cfg::bias_tiles || slabs_v * 64 * row_bytes <= handed_bytes);
+        ptx::barrier_sync(keys_barrier, consumers);  // nobody reads k any more
+        leave<slabs>(dk, static_cast<float>(p.scale * p.dropout_scale), work, dk_map, p.dk, p.head_dim, own_rows(shared.k(keys.stage)),
+                     cfg::block_n * row_bytes);
+        if constexpr (!unrounded) await_taken(slot.stage);
+        leave<slabs_v>(dv, static_cast<float>(p.dropout_scale), work, dv_map, p.dv, p.head_dim_v, shared.handed_on(warpgroup), 64 * row_bytes);
+        await_stores();
+        release_read(shared.barrier(k_empty + keys.stage));
     }
 
     // Before dS and dQ are written again.
@@ -231,6 +276,7 @@ struct Consumer : Worker {
             await_stores();
             await_values();
             values.load(own_rows(shared.v()));
+            if constexpr (cfg::dbias == kDbiasOfKeys) clear(key_sums.sums);
             if (uniform(work().seen()))
                 accumulate_steps();
             else

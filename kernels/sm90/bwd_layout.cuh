@@ -8,6 +8,9 @@ namespace sm90::bwd {
 
 constexpr int warpgroups = 2;  // consumers
 
+// A bias hides as masks do, and so does a function of the scores.
+constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias || cfg::score, may_hide_keys = may_have_dead_keys || cfg::bias_keys;
+
 // Two ways to share a key tile's work.  By keys: 64 for each warpgroup, and dQ is computed as well.  By function, for wide
 // heads: both have the same 64 keys, one computes P and dV, the other dS and dK; dQ is left to sm90/bwd_rows.cu.
 constexpr bool by_function = cfg::block_n == 64;
@@ -40,6 +43,10 @@ constexpr int numbers_bytes = cfg::block_m * 4;                  // stat or delt
 constexpr int delta_bytes = cfg::split_delta ? kDeltaParts * row_bytes : numbers_bytes;  // that arrive
 constexpr int delta_stride = cfg::split_delta ? 8 * row_bytes : numbers_bytes;
 constexpr int draws_bytes = drawers ? cfg::block_m * cfg::block_n / 8 : 0;  // a bit per element
+
+// A tile of the bias arrives where dS will be.
+constexpr int bias_bytes = cfg::bias_tiles ? ds_bytes : 0;
+static_assert(!cfg::bias_tiles || (!by_function && sizeof(cfg::bias_elem) == 2));
 
 // Offsets in bytes; every tile starts on a multiple of 1024.
 constexpr int k_at = 0;
@@ -126,7 +133,7 @@ struct alignas(16) DrawPlace {
 };
 
 struct Maps {
-    const ptx::TensorMap &q, &k, &v, &dout, &dk, &dv;
+    const ptx::TensorMap &q, &k, &v, &dout, &dk, &dv, &bias, &dbias;
 };
 
 // To the cleaner: which tiles have just arrived raw.  Stage: of q and do; keys_stage - i: v and k in buffer i; done_stage: no

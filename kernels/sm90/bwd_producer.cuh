@@ -2,7 +2,9 @@
 // issues.  Also the cleaner warp, through which tiles pass that may hold NaN where it must not count.
 #pragma once
 #include "attn/philox.cuh"
+#include "attn/score.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/global.cuh"
 #include "sm90/bwd_layout.cuh"
 #include "sm90/hidden.cuh"
 
@@ -13,7 +15,11 @@ constexpr bool in_order = cfg::deterministic && !by_function;
 
 // In a section the key tiles with most work come first; neighbours share q, do and dq.
 __device__ __forceinline__ Work key_tile(const Params& p, i32 number) {
-    const TileRank place = rank_of(p, number, p.kv_heads, p.key_tiles);
+    TileRank place = rank_of(p, number, p.kv_heads, p.key_tiles);
+    if constexpr (cfg::batches_first) {  // sequences that share a bias are worked on side by side
+        const i32 pair = place.batch * p.kv_heads + place.head;
+        place.head = pair / p.batch, place.batch = pair - place.head * p.batch;
+    }
     // Under causality the first keys are seen by most rows, without it (but with a window) the last.  A fixed order
     // is from the first to the last.
     const bool ascending = in_order || cfg::band_right || !cfg::band_left;
@@ -42,8 +48,19 @@ struct StepWalk {
             // A key that no head sees is none that the first one sees.
             if (dead && member == 0) shared.pending().flags |= Work::dead_bit;
         }
+        if constexpr (cfg::bias_keys) note_hidden_keys(head);
         __syncwarp();  // the new ones are there
         rows.begin(p);
+    }
+
+    // The same of keys that the bias hides.
+    __device__ __forceinline__ void note_hidden_keys(i32 head) {
+        if (member != 0) return;
+        bool hides = false;
+#pragma unroll 1  // of registers there are few
+        for (i32 key = threadIdx.x % 32; key < cfg::block_n; key += 32)
+            hides |= !bias_shows(p, slice_of(p.bias, work.batch, head), work.tile * cfg::block_n + key);
+        if (uniform(hides) && threadIdx.x % 32 == 0) shared.pending().flags |= Work::dead_bit;
     }
 
     // Of a head that sees the key tile: the one before may still have a step to be loaded, whatever heads lie between them.
@@ -68,7 +85,7 @@ struct StepWalk {
         const bool odd = shared.pending().odd();
         StepCode step{rows.tile << 6 | (odd ? StepCode::odd_bit : 0) | (rows.partial(p) ? StepCode::partial_bit : 0)};
         const i32 flags = p.counters[shared.head(odd).flat * stat_groups(p) + rows.tile * cfg::block_m / kStatRows];
-        if (may_have_empty_rows && flags & kEmptyRows) step.code |= StepCode::dirty_bit;
+        if (may_hide_rows && flags & kEmptyRows) step.code |= StepCode::dirty_bit;
         if (flags & kFarRows) step.code |= StepCode::far_bit | StepCode::partial_bit;
         return step;
     }
@@ -110,8 +127,17 @@ struct Producer {
         ptx::mbarrier_arrive(shared.barrier(draws_told + slot().stage));
     }
 
+    // Brings what a boolean mask says of a row tile closer, for consumers who will wait for it.
+    __device__ __forceinline__ void prefetch_bits(StepCode step) const {
+        const i64 instance = slice_of(p.table, shared.pending().batch, shared.head(step.odd()).head);
+        const i32 own = (threadIdx.x % 32) * (cfg::block_n / 32);
+        for (int part = 0; part < cfg::block_m / 64; ++part)
+            ptx::prefetch(boolean_bits(p, instance, step.m() * (cfg::block_m / 64) + part, shared.pending().tile) + own);
+    }
+
     __device__ __forceinline__ void load_step(StepCode step) {
         const u32 stage = slot().stage;
+        if (boolean_mask && uniform(step.partial())) prefetch_bits(step);
         if constexpr (drawers)
             tell({shared.pending().tile, step.m(), random_batch(p.dropout, shared.pending().batch, shared.head(step.odd()).head)});
         u32 full = shared.barrier(q_full + stage), full_do = shared.barrier(do_full + stage);
@@ -119,12 +145,12 @@ struct Producer {
         ptx::mbarrier_wait(shared.barrier(do_empty + stage), slot().phase ^ 1);
         const HeadPlace& place = shared.head(step.odd());
         if (leader) shared.step(stage) = {step, place.head, place.first_dq_tile + step.m()};  // told by the arrival that follows
-        if (may_have_empty_rows && uniform(step.dirty())) {
+        if (may_hide_rows && uniform(step.dirty())) {
             mail(stage);
             full = full_do = shared.barrier(raw_full);
-            if (leader) ptx::mbarrier_arrive_expect(full, q_bytes + do_bytes + numbers_bytes + delta_bytes);
+            if (leader) ptx::mbarrier_arrive_expect(full, q_bytes + do_bytes + numbers_bytes + delta_bytes + bias_bytes);
         } else if (leader) {
-            ptx::mbarrier_arrive_expect(full, q_bytes + numbers_bytes);
+            ptx::mbarrier_arrive_expect(full, q_bytes + numbers_bytes + bias_bytes);
             ptx::mbarrier_arrive_expect(full_do, do_bytes + delta_bytes);
         }
         if (leader) {
@@ -133,16 +159,26 @@ struct Producer {
             const i64 at = stat_row(p, place.flat, row);
             load_tile<cfg::block_m, slabs>(maps.q, shared.q(stage), full, ptx::evict_last, row, {p.q, place.head, work.batch});
             ptx::bulk_load(shared.stat(stage), static_cast<const float*>(p.stat) + at, numbers_bytes, full);
+            if constexpr (cfg::bias_tiles) load_bias(shared.ds(stage), full, row, {p.bias, place.head, work.batch});
             load_tile<cfg::block_m, slabs_v>(maps.dout, shared.dout(stage), full_do, ptx::evict_last, row, {p.dout, place.head, work.batch});
             ptx::bulk_load(shared.delta(stage), static_cast<const u8*>(p.delta) + at / cfg::block_m * delta_bytes, delta_bytes, full_do);
         }
         positions.advance(row_ring);
     }
 
+    // To where dS will be, of which nobody reads the last one any more.
+    __device__ __forceinline__ void load_bias(u32 tile, u32 full, i32 row, const Place& place) const {
+        const u64 policy = p.bias.head && p.bias.batch[kBatchAxes - 1] ? ptx::evict_first : ptx::evict_last;
+        unroll<warpgroups>([&](int slab) {
+            ptx::tensor_load(tile + slab * cfg::block_m * row_bytes, maps.bias, full, policy,
+                             shared.pending().tile * cfg::block_n + 64 * slab, row, place.head, place.batch);
+        });
+    }
+
     // May some key of the tile be seen by no row?
     __device__ __forceinline__ bool is_dead() const {
         const Work& work = shared.pending();
-        return may_have_dead_keys && (uniform(work.dead()) || band_hides(p, work.tile));
+        return may_hide_keys && (uniform(work.dead()) || band_hides(p, work.tile));
     }
 
     __device__ __forceinline__ void load_keys(u32 full) {
@@ -224,7 +260,7 @@ struct Producer {
             shared.work(keys().stage) = {-1, 0, 0, 0};
             ptx::mbarrier_arrive(shared.barrier(k_full + keys().stage));
         }
-        if (may_have_dead_keys) {
+        if (may_hide_rows) {
             mail(Mail::done_stage);
             if (leader) ptx::mbarrier_arrive(shared.barrier(raw_full));
         }
@@ -234,10 +270,13 @@ struct Producer {
 // Is the key visible to some row of some head that shares it?
 __device__ __forceinline__ bool key_lives(const Params& p, const Work& work, i32 key) {
     if (key >= p.n_keys || !band_sees(p, key)) return false;
-    if constexpr (cfg::mask == kMaskNone) return true;
+    if constexpr (cfg::mask == kMaskNone && !cfg::bias_keys) return true;
     bool alive = false;
-    for (i32 member = 0; member < p.group && !alive; ++member)
-        alive = key_alive(p, slice_of(p.table, work.batch, work.head * p.group + member), key);
+    for (i32 member = 0; member < p.group && !alive; ++member) {
+        const i32 head = work.head * p.group + member;
+        alive = key_alive(p, slice_of(p.table, work.batch, head), key);
+        if constexpr (cfg::bias_keys) alive = alive && bias_shows(p, slice_of(p.bias, work.batch, head), key);
+    }
     return alive;
 }
 

@@ -44,7 +44,7 @@ backward_rows(const __grid_constant__ Params p, const __grid_constant__ ptx::Ten
         if (warp == 0) {
             Producer producer{p, maps, shared, threadIdx.x == 0};
             producer.run();
-        } else if (warp == 1 && may_have_dead_keys) {
+        } else if (warp == 1 && may_hide_keys) {
             clean(p, shared);
         }
     } else {

@@ -56,6 +56,41 @@ struct Consumer {
     // Element i belongs to row i / 2 % 2 of the thread's two, and to this key of the tile, counted from twice its place in the quad.
     __device__ __forceinline__ static constexpr int key_of(int i) { return 8 * (i >> 2) + (i & 1); }
 
+    // Raw products to scores where there is a function or a bias: take(i, score and slope).
+    template <class Take>
+    __device__ __forceinline__ void find_scores(Step step, const Take& take) const {
+        const Work& work = shared.work();
+        const i64 offset = cfg::bias ? slice_of(p.bias, work.batch, work.head) : 0;
+        const i32 row = own_row(), first = step.n() * cfg::block_n + 2 * (threadIdx.x % 4);
+        const TracedHead head = TracedHead::of(p, work.batch, work.head);
+        const TracedRow rows[2] = {TracedRow::of(p, head, row), TracedRow::of(p, head, row + 8)};
+        unroll<cfg::block_n / 8, 2>([&](int eight, int odd) {
+            const i32 key = first + key_of(4 * eight + odd);
+            const TracedKey traced = TracedKey::of(p, head, key);
+            unroll<2>([&](int r) {
+                const int i = 4 * eight + 2 * r + odd;
+                take(i, score_with_bias(p, s[i], cfg::bias ? bias_at(p, offset, row + 8 * r, key) : 0.0f, head, rows[r], traced));
+            });
+        });
+    }
+
+    // Lines 13 to 15 where slopes come with the scores: P times its slope in place of the products, of which hidden ones are -inf.
+    __device__ __forceinline__ void weigh_apart(Step step) {
+        float tops[2] = {};
+        if (uniform(step.partial())) {
+            mask_scores(step);
+            if (uniform(step.far())) find_maxima(tops);
+        }
+        find_scores(step, [&](int i, const Capped& x) {
+            const int r = i / 2 % 2;
+            const float shift = r ? stat.y : stat.x;
+            const bool hidden = s[i] == minus_infinity() || (!cfg::additive && shift == minus_infinity());
+            const float score = hidden ? minus_infinity() : rounded_difference(x.score, tops[r]);
+            const float weight = ptx::ex2(fmaf(score, static_cast<float>(kLog2e), shift));
+            s[i] = cfg::score && weight == 0.0f ? 0.0f : weight * x.slope;
+        });
+    }
+
     // Hidden scores become -inf, whatever they were; so do those of rows that see nothing.
     __device__ __forceinline__ void mask_scores(Step step) {
         const Work& work = shared.work();
@@ -73,24 +108,28 @@ struct Consumer {
             });
     }
 
-    // Takes the maximum from the scores of far rows.
-    __device__ __forceinline__ void subtract_maxima() {
+    // Of far rows; else 0.
+    __device__ __forceinline__ void find_maxima(float (&top)[2]) const {
         const Work& work = shared.work();
-        const float scale = cfg::prescaled ? 1.0f : fabsf(static_cast<float>(p.scale)), inverse = __fdividef(1.0f, scale);
         const float* maxima = static_cast<const float*>(p.m.data) + slice_of(p.m, work.batch, work.head);
-        float top[2];
         unroll<2>([&](int r) {
             top[r] = maxima[min(own_row() + 8 * r, p.n_queries - 1) * p.m.row];
             if (!is_far_row(top[r])) top[r] = 0.0f;
         });
+    }
+
+    // Takes the maximum from the scores of far rows.
+    __device__ __forceinline__ void subtract_maxima() {
+        const float scale = cfg::prescaled ? 1.0f : fabsf(static_cast<float>(p.scale)), inverse = __fdividef(1.0f, scale);
+        float top[2];
+        find_maxima(top);
         unroll<cfg::block_n / 2>([&](int i) { s[i] = subtract_far(s[i], top[i / 2 % 2], scale, inverse); });
     }
 
-    // Algorithm 4, lines 13 to 15: P in place of the scores; what dropout drops is marked by its sign.  With a softcap, `dp` of line 17 is still to
-    // come, and the slope of the cap joins P at once: P itself is needed no more.
-    __device__ __forceinline__ void weigh(Step step) {
+    __device__ __forceinline__ void weigh_plain(Step step) {
         const float scale = score_scale(p);
-        if constexpr (cfg::prescaled) prescale(s, p);
+        if constexpr (cfg::bias || cfg::score) find_scores(step, [&](int i, const Capped& x) { s[i] = x.score; });
+        else if constexpr (cfg::prescaled) prescale(s, p);
         if (uniform(step.partial())) {
             mask_scores(step);
             if (uniform(step.far())) subtract_maxima();
@@ -100,6 +139,13 @@ struct Consumer {
             s[i] = ptx::ex2(fmaf(score, scale, i / 2 % 2 ? stat.y : stat.x));
             if constexpr (cfg::softcap) s[i] *= cap_slope(p, score);
         });
+    }
+
+    // Algorithm 4, lines 13 to 15: P in place of the scores; what dropout drops is marked by its sign.  With a softcap, `dp` of line 17 is still to
+    // come, and the slope of the cap joins P at once: P itself is needed no more.
+    __device__ __forceinline__ void weigh(Step step) {
+        if constexpr (slopes_apart) weigh_apart(step);
+        else weigh_plain(step);
         if constexpr (cfg::dropout) mark_dropped(step);
     }
 
@@ -124,7 +170,7 @@ struct Consumer {
             const float d = i / 2 % 2 ? delta.y : delta.x;
             s[i] *= cfg::dropout && s[i] < 0 ? d : dp[i] - d;
         });
-        if constexpr (may_have_empty_rows) {
+        if constexpr (may_hide_rows) {
             const bool empty[2] = {stat.x == minus_infinity(), stat.y == minus_infinity()};
             if (uniform(empty[0] || empty[1])) {
                 unroll<cfg::block_n / 2>([&](int i) { s[i] = empty[i / 2 % 2] ? 0.0f : s[i]; });

@@ -6,6 +6,9 @@
 namespace sm90::rows {
 
 constexpr int warpgroups = cfg::block_m / 64;  // consumers: 64 query rows each
+
+// A bias hides as masks do, and so does a function of the scores.
+constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias || cfg::score, may_hide_keys = may_have_dead_keys || cfg::bias_keys;
 constexpr int threads = 128 * (warpgroups + 1);
 // A wide tile leaves the producer few; walking blocks takes many.
 constexpr int producer_registers = cfg::head_dim > 128 && cfg::block_n == 64 ? 24 : cfg::mask == kMaskBlock ? 56 : 40;
@@ -59,7 +62,7 @@ struct Step {
 // To the cleaner: a key tile that has just arrived raw.  Negative stage: no more work.
 struct Mail {
     i32 k_stage, v_stage, n;
-    i64 instance;
+    i64 instance;  // with cfg::bias_keys the number of the head, batches counted in, stands in its high half
 };
 
 constexpr int work_at = (barriers_at + 8 * barrier_count + 15) / 16 * 16;

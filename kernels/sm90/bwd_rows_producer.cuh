@@ -3,6 +3,7 @@
 #pragma once
 #include "ptx/barrier.cuh"
 #include "attn/bwd_workspace.cuh"
+#include "attn/score.cuh"
 #include "sm90/bwd_rows_layout.cuh"
 #include "sm90/hidden.cuh"
 
@@ -16,7 +17,7 @@ struct Maps {
 __device__ __forceinline__ Work row_tile(const Params& p, i32 number) {
     const TileRank place = rank_of(p, number, p.heads, p.row_tiles);
     i32 tile = p.row_tiles - 1 - place.rank;
-    if constexpr (column_masks > 0) {
+    if constexpr (column_masks > 0 || stated_mask) {
         if (p.table.order != nullptr) tile = p.table.order[slice_of(p.table, place.batch, place.head) * p.row_tiles + place.rank];
     }
     return {tile, place.head, place.batch, 0};
@@ -57,7 +58,7 @@ struct Producer {
         u32 full = shared.barrier(k_full + k.stage), full_v = shared.barrier(v_full + v.stage);
         ptx::mbarrier_wait(shared.barrier(k_empty + k.stage), k.phase ^ 1);
         if (leader) shared.step(k.stage) = step;
-        if (may_have_dead_keys && dead) {
+        if (may_hide_keys && dead) {
             ptx::mbarrier_wait(shared.barrier(v_empty + v.stage), v.phase ^ 1);
             ptx::mbarrier_wait(shared.barrier(raw_empty), raw_phase);
             raw_phase ^= 1;
@@ -70,7 +71,7 @@ struct Producer {
             ptx::mbarrier_arrive_expect(full, k_bytes);
         }
         if (leader) load_tile<cfg::block_n, slabs>(maps.k, shared.k(k.stage), full, ptx::evict_last, key, {p.k, head, work.batch});
-        if (!(may_have_dead_keys && dead)) {
+        if (!(may_hide_keys && dead)) {
             ptx::mbarrier_wait(shared.barrier(v_empty + v.stage), v.phase ^ 1);
             if (leader) ptx::mbarrier_arrive_expect(full_v, v_bytes);
         }
@@ -94,6 +95,14 @@ struct Producer {
         return shared.place();
     }
 
+    // Does the bias hide some key of the tile, as far as this lane looks?
+    __device__ __forceinline__ bool bias_hides(const Work& work, i32 n) const {
+        bool hides = false;
+        for (i32 key = threadIdx.x % 32; key < cfg::block_n; key += 32)
+            hides |= !bias_shows(p, slice_of(p.bias, work.batch, work.head), n * cfg::block_n + key);
+        return hides;
+    }
+
     __device__ __forceinline__ void feed(Work work) {
         const MaskPlace& place = describe(work);
         TileWalk walk(p, place, p.key_tiles);
@@ -105,7 +114,11 @@ struct Producer {
         while (tile.exists()) {
             const Tile after = walk.next();
             const Step step{tile.n() << 3 | far | (after.exists() ? 0 : Step::last_bit) | (tile.partial() ? Step::partial_bit : 0)};
-            load_keys(work, step, uniform(tile.dead() || band_hides(p, tile.n())), place.instance);
+            if constexpr (cfg::bias_keys)
+                load_keys(work, step, uniform(tile.dead() || band_hides(p, tile.n()) || bias_hides(work, tile.n())),
+                          static_cast<i64>(work.batch * p.heads + work.head) << 32 | place.instance);
+            else
+                load_keys(work, step, uniform(tile.dead() || band_hides(p, tile.n())), place.instance);
             tile = after;
         }
     }
@@ -118,7 +131,7 @@ struct Producer {
             shared.work() = {-1, 0, 0, 0};
             ptx::mbarrier_arrive(shared.barrier(rows_full));
         }
-        if (may_have_dead_keys) {
+        if (may_hide_keys) {
             ptx::mbarrier_wait(shared.barrier(raw_empty), raw_phase);
             if (leader) {
                 shared.mail().k_stage = -1;
@@ -128,6 +141,16 @@ struct Producer {
     }
 };
 
+// Do masks and a bias show the key?
+__device__ __forceinline__ bool key_lives(const Params& p, i64 instance, i32 key) {
+    if constexpr (!cfg::bias_keys) {
+        return key_alive(p, instance, key);
+    } else {
+        const i32 flat = instance >> 32, batch = flat / p.heads;
+        return key_alive(p, static_cast<i32>(instance), key) && bias_shows(p, slice_of(p.bias, batch, flat - batch * p.heads), key);
+    }
+}
+
 // The cleaner: 0 * NaN must not reach dQ, so that keys no row sees become zero.
 __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
     for (u32 phase = 0;; phase ^= 1) {
@@ -136,7 +159,7 @@ __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
         if (mail.k_stage < 0) return;
         for (u32 row = threadIdx.x % 32; row < cfg::block_n; row += 32) {
             const i32 key = mail.n * cfg::block_n + row;
-            if (key >= p.n_keys || (band_sees(p, key) && key_alive(p, mail.instance, key))) continue;
+            if (key >= p.n_keys || (band_sees(p, key) && key_lives(p, mail.instance, key))) continue;
             clear_row<cfg::block_n, slabs>(shared.memory + k_at + mail.k_stage * k_bytes, row);
             clear_row<cfg::block_n, slabs_v>(shared.memory + v_at + mail.v_stage * v_bytes, row);
         }

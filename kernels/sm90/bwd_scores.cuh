@@ -43,7 +43,8 @@ struct ReadValues {
 // part of V, since a product of 64 rows and keys reads as much shared memory as it can multiply, and then half as much.
 struct HeldValues {
     // Of 16 columns.  The assembler grants no more; a key tile under a column mask meets too few rows for as many.
-    static constexpr int steps = column_masks > 0 || stated_mask ? 2 : 4;
+    static constexpr bool loads_bias = cfg::bias && !cfg::bias_keys && !cfg::bias_tiles;
+    static constexpr int steps = column_masks > 0 || stated_mask || loads_bias || cfg::dbias == kDbiasAdded ? 2 : 4;
     HeldRows<steps> rows;
     u32 minus_half[4];  // A: -1/2 where B has a part of D; both halves of B's 16 rows are the same 8
 
@@ -210,7 +211,7 @@ struct NoNumbers {
 // round_now P is also rounded, and then, with a softcap, multiplied by the slope that dS needs.
 template <bool round_now, class Numbers>
 __device__ __forceinline__ void weigh(Scores& s, Fragments& weights, const Params& p, const Numbers& stat, const Draws& draws) {
-    static_assert(round_now || !cfg::softcap);
+    static_assert(round_now || !cfg::sloped);
     const float scale = score_scale(p);
 #pragma unroll
     for (int i = 0; i < cfg::block_m / 2; i += 2) {
@@ -225,21 +226,30 @@ __device__ __forceinline__ void weigh(Scores& s, Fragments& weights, const Param
 }
 
 // Lines 18 and 20: dS = P (dP - D), rounded; all divided by the scale of dropout, where a dropped element's dP is 0.
-template <bool round_weights_now, class Numbers>
-__device__ __forceinline__ void differentiate(Fragments& ds, Fragments& weights, const Scores& s, const Scores& dp, const Numbers& delta) {
+// dbias takes dS before it is rounded.
+template <bool round_weights_now, class Numbers, class BiasGradient>
+__device__ __forceinline__ void differentiate(Fragments& ds, Fragments& weights, const Scores& s, const Scores& dp, const Numbers& delta,
+                                              BiasGradient& dbias) {
 #pragma unroll
     for (int i = 0; i < cfg::block_m / 2; i += 2) {
         const float2 d = delta[i / 4];
-        ds[i / 8][i / 2 % 4] = pack(gradient(s[i], dp[i], d.x), gradient(s[i + 1], dp[i + 1], d.y));
+        const float low = gradient(s[i], dp[i], d.x), high = gradient(s[i + 1], dp[i + 1], d.y);
+        dbias.take(i, low, high);
+        ds[i / 8][i / 2 % 4] = pack(low, high);
         if constexpr (round_weights_now) weights[i / 8][i / 2 % 4] = round_weights(s[i], s[i + 1]);
     }
 }
 
-// dS as [queries][keys]: this warpgroup's 64 keys are the slab at `ds`.
-__device__ __forceinline__ void store_gradients(const Fragments& fragments, u32 ds) {
+// Where a lane's part of a slab [queries][keys] begins, whose 64 keys are the warpgroup's, as matrices are stored and loaded transposed.
+__device__ __forceinline__ u32 gradients_at(u32 slab) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
     const u32 query = lane % 8 + 8 * (lane / 16), chunk = (2 * warp + lane / 8 % 2) ^ (query % 8);
-    const u32 at = ds + query * row_bytes + 16 * chunk;
+    return slab + query * row_bytes + 16 * chunk;
+}
+
+// dS as [queries][keys]: this warpgroup's 64 keys are the slab at `ds`.
+__device__ __forceinline__ void store_gradients(const Fragments& fragments, u32 ds) {
+    const u32 at = gradients_at(ds);
     unroll<cfg::block_m / 16>([&](int j) {
         ptx::stmatrix_x4_trans(at + j * 2 * eight_rows, fragments[j][0], fragments[j][1], fragments[j][2], fragments[j][3]);
     });

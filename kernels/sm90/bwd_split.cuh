@@ -50,6 +50,7 @@ struct Weigher : Worker {
     __device__ __forceinline__ void accumulate_steps() {
         issue_s();
         for (i32 before = -1;;) {
+            load_bias(0);
             const Hidden hidden(*this, 0, uniform(step().partial()));
             const Draws draws = take_draws(0);
             const Numbers<cfg::block_m / 8> stat(numbers(stat_at));
@@ -58,8 +59,7 @@ struct Weigher : Worker {
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(s);
             if (before >= 0) release_read(shared.barrier(do_empty + before));
-            hidden.refine(s, p, [&] { return await_taken(); });
-            weigh<true>(s, weights, p, stat, draws);
+            find_weights<true>(s, weights, hidden, stat, draws, 0, 0, [&] { return await_taken(); });
             release_read(shared.barrier(q_empty + stage));
             hand_on();
             await_douts();
@@ -101,7 +101,8 @@ struct Differentiator : Worker {
         ptx::mbarrier_wait(shared.barrier(handed + slot.stage), slot.phase);
         load_registers(s, shared.handed_on(slot.stage));
         release_read(shared.barrier(taken + slot.stage));
-        differentiate<false>(ds, ds, s, dp, delta);
+        NoSums dbias;
+        differentiate<false>(ds, ds, s, dp, delta, dbias);
     }
 
     __device__ __forceinline__ void accumulate_steps() {

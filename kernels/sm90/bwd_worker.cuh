@@ -3,7 +3,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/shared.cuh"
 #include "sm90/gradients.cuh"
-#include "sm90/bwd_scores.cuh"
+#include "sm90/bwd_bias.cuh"
 
 namespace sm90::bwd {
 
@@ -14,6 +14,7 @@ struct Worker {
     const Shared shared;
     Slot<cfg::stages> slot;  // of the row tile being worked on
     Slot<k_stages> keys;     // of the key tile
+    Bias bias;
 
     __device__ __forceinline__ const Step& step() const { return shared.step(slot.stage); }
     // stat or delta of the row tile in the slot, from the thread's first query on.
@@ -41,6 +42,30 @@ struct Worker {
     // Of the warpgroup's part of the row tile in the slot, first_key on within the key tile.
     __device__ __forceinline__ TilePlace place(i32 first_key) const {
         return {work().batch, step().head, step().m() * cfg::block_m, work().tile * cfg::block_n + first_key + fragment_row()};
+    }
+
+    // The bias of the warpgroup's keys from first_key on, if it is the same for all rows of a head: asked for when a head begins.
+    __device__ __forceinline__ void load_bias(i32 first_key) {
+        if constexpr (cfg::bias_keys) {
+            if (uniform(step().first()) || p.group > 1) bias.load_keys(p, place(first_key));
+        }
+    }
+
+    // Raw products to scores, as far as something stands between them, and to P.  first_key: as above; slab: of a tile of the bias;
+    // await_buffer(): as below.
+    template <bool round_now, class Hidden, class Stat, class Buffer>
+    __device__ __forceinline__ void find_weights(Scores& s, Fragments& weights, const Hidden& hidden, const Stat& stat, const Draws& draws,
+                                                 i32 first_key, u32 slab, const Buffer& await_buffer) {
+        if constexpr (cfg::bias || cfg::score) bias.begin(p, place(first_key), slab);
+        if constexpr (slopes_apart) {
+            hidden.mask(s);
+            weigh_apart(s, weights, p, place(first_key), bias, stat, draws, uniform(step().far()));
+        } else {
+            if constexpr (cfg::bias || cfg::score) finish_scores(s, p, place(first_key), bias);
+            else if constexpr (cfg::prescaled) prescale(s, p);
+            hidden.refine(s, p, await_buffer);
+            weigh<round_now>(s, weights, p, stat, draws);
+        }
     }
 
     // Waits for the key tile in the slot; false when there is none.
@@ -99,10 +124,13 @@ struct Hidden {
             clear(visible);  // or the assembler keeps the last tile's in registers, of which dropout leaves few
     }
 
-    // Raw products to scores, as far as something stands between them.  await_buffer(): the address of handed_bytes, once nobody needs them.
+    __device__ __forceinline__ void mask(Scores& s) const {
+        if (partial) mask_scores(s, visible);
+    }
+
+    // Hides scores, and takes the maximum from those of far rows.  await_buffer(): the address of handed_bytes, once nobody needs them.
     template <class Buffer>
     __device__ __forceinline__ void refine(Scores& s, const Params& p, const Buffer& await_buffer) const {
-        if constexpr (cfg::prescaled) prescale(s, p);
         if (!partial) return;
         mask_scores(s, visible);
         if (!uniform(worker.step().far())) return;

@@ -46,14 +46,17 @@ struct Bias<kBiasRows> {
 template <>
 struct Bias<kBiasKeys> {
     float2 keys[cfg::block_n / 8];
-    bool some_hidden;
+    float most;
+    bool wild;
 
     __device__ __forceinline__ void load(const Params&, const Shared& shared, u32 stage, const Work&, i32, i32) {
         const KeyBias& row = shared.key_bias(stage);
         unroll<cfg::block_n / 8>([&](int block) { keys[block] = *reinterpret_cast<const float2*>(row.of + 8 * block + 2 * (threadIdx.x % 4)); });
-        some_hidden = uniform(row.hides);
+        most = row.most;
+        wild = uniform(row.wild);
     }
-    __device__ __forceinline__ bool hides() const { return some_hidden; }
+    __device__ __forceinline__ bool hides() const { return wild; }
+    __device__ __forceinline__ void clear() { unroll<cfg::block_n / 8>([&](int block) { keys[block] = {0.0f, 0.0f}; }); }
     __device__ __forceinline__ float of(const Params&, int i) const { return i % 2 ? keys[i / 4].y : keys[i / 4].x; }
 };
 
@@ -78,14 +81,37 @@ struct Bias<kBiasTiles> {
     }
 };
 
+// What a score function adds to scores that are not there yet, for as many keys as there are registers: the first of each warpgroup's thread.
+constexpr int free_registers = (warpgroups == 3 ? 128 : cfg::min_blocks == 2 ? 96 : 208) - cfg::block_n * 3 / 4 - cfg::head_dim_v / 2;
+constexpr int blocks_ahead = !cfg::additive || cfg::bias || free_registers < 4 ? 0 : free_registers / 4 < cfg::block_n / 8 ? free_registers / 4 : cfg::block_n / 8;
+
 // A thread's two rows, of which a score function is asked.
 struct AskedRows {
     TracedHead head;
     TracedRow rows[2];
+    float addends[4 * blocks_ahead + 1];
 
-    __device__ __forceinline__ static AskedRows of(const Params& p, const Work& work, i32 first_row) {
-        const TracedHead head = TracedHead::of(p, work.batch, work.head);
-        return {head, {TracedRow::of(p, head, max(first_row, 0)), TracedRow::of(p, head, max(first_row, 0) + 8)}};
+    __device__ __forceinline__ void ask(const Params& p, const Work& work, i32 first_row, i32 first_key) {
+        head = TracedHead::of(p, work.batch, work.head);
+        unroll<2>([&](int r) { rows[r] = TracedRow::of(p, head, max(first_row, 0) + 8 * r); });
+        ask_ahead(p, head, first_key);
+    }
+
+    template <class Head>
+    __device__ __forceinline__ void ask_ahead(const Params& p, const Head& of, i32 first_key) {
+        if constexpr (cfg::additive) {
+            unroll<2 * blocks_ahead>([&](int i) {
+                const auto key = TracedKey::of(p, of, first_key + i / 2 * 8 + i % 2);
+                unroll<2>([&](int r) { addends[i / 2 * 4 + 2 * r + i % 2] = addend(p, of, rows[r], key); });
+            });
+        }
+    }
+
+    template <class Head, class Row, class Key>
+    __device__ __forceinline__ static float addend(const Params& p, const Head& head, const Row& row, const Key& key) {
+        float x;
+        traced::addend(p, head.made, row.made, key.made, 0.0f, head.b, head.h, row.i, key.j, x);
+        return x;
     }
 };
 
@@ -102,9 +128,10 @@ __device__ __forceinline__ void complete_scores(Scores& s, const Params& p, cons
         unroll<cfg::block_n / 8, 2>([&](int block, int e) {
             const TracedKey key = TracedKey::of(p, asked.head, first_key + 8 * block + e);
             unroll<2>([&](int r) {
-                float& x = s[4 * block + 2 * r + e];
-                x = function_score(p, x, asked.head, asked.rows[r], key).score;
-                if constexpr (cfg::bias) x = sum_of(x, bias.of(p, 4 * block + 2 * r + e));
+                const int i = 4 * block + 2 * r + e;
+                float& x = s[i];
+                x = block < blocks_ahead ? add_bias(p, x, asked.addends[i]) : function_score(p, x, asked.head, asked.rows[r], key).score;
+                if constexpr (cfg::bias) x = sum_of(x, bias.of(p, i));
             });
         });
     } else {

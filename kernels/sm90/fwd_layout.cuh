@@ -31,7 +31,8 @@ constexpr int q_buffer_bytes = stage_output && o_bytes > q_bytes ? o_bytes : q_b
 // The bias of a tile's keys.
 struct alignas(16) KeyBias {
     float of[cfg::block_n];
-    u32 hides;  // some of them is -inf
+    u32 wild;   // some of them is no finite number
+    float most;
 };
 
 // Offsets in bytes; every tile starts on a multiple of 1024.

@@ -20,7 +20,7 @@ __device__ __forceinline__ Work row_tile(const Params& p, i32 number) {
     const TileRank place = rank_of(p, number, p.heads, p.row_tiles);
     i32 tile = p.row_tiles - 1 - place.rank, instance = 0;
     if constexpr (cfg::mask != kMaskNone) instance = static_cast<i32>(slice_of(p.table, place.batch, place.head));
-    if constexpr (column_masks > 0)
+    if constexpr (column_masks > 0 || stated_mask)
         if (p.table.order != nullptr) tile = p.table.order[static_cast<i64>(instance) * p.row_tiles + place.rank];
     return {tile * cfg::block_m - rows_before_first(p), place.head, place.batch, instance};
 }

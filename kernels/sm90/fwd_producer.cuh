@@ -27,16 +27,23 @@ struct LoadedKeyBias {
         });
     }
 
-    // True if a key is hidden.
+    // True if a key may be hidden.
     __device__ __forceinline__ bool store(KeyBias& row, u32 lane) const {
-        bool hides = false;
+        bool wild = false;
+        float most = of[0];
         unroll<(cfg::block_n + 31) / 32>([&](int i) {
             if (32 * i + lane < cfg::block_n) row.of[32 * i + lane] = of[i];
-            hides |= of[i] == minus_infinity();
+            wild |= !(fabsf(of[i]) < -minus_infinity());
+            most = fmaxf(most, of[i]);
         });
-        row.hides = hides = uniform(hides);
-        return hides;
+        row.most = ordered_float(__reduce_max_sync(~0u, ordered_bits(most)));
+        row.wild = wild = uniform(wild);
+        return wild;
     }
+
+    // Floats as integers of the same order, and back.
+    __device__ __forceinline__ static i32 ordered_bits(float x) { return __float_as_int(x) ^ (__float_as_int(x) >> 31 & 0x7fffffff); }
+    __device__ __forceinline__ static float ordered_float(i32 x) { return __int_as_float(x ^ (x >> 31 & 0x7fffffff)); }
 };
 
 struct Producer {

@@ -1,4 +1,4 @@
-// Before the backward: what its main kernels need of o, do, l and m per query row, and a zeroed dQ accumulator.
+// Before the backward: what its main kernels need of o, do, l and m per query row, and zeros where gradients are added up in memory.
 //
 //   delta = (rowsum(do * o) - dlse) / dropout_scale             Algorithm 4 line 19; the scale of dropout joins the last factor of dQ, dK
 //   stat  = -(m log2 e + log2 l)                                float16, bfloat16: p = 2^(s log2 e + stat), unless stat is large
@@ -139,6 +139,17 @@ __device__ __forceinline__ void zero_shared_keys(const Params& p) {
     zero(p.dv.data, p.head_dim_v);
 }
 
+// What the main kernel for compute capability 9.0 adds dBias to, or where it stores that of visible tiles.
+constexpr bool zeroed_dbias = cfg::dbias == kDbiasAdded || (cfg::dbias == kDbiasStored && (cfg::mask != 0 || cfg::band_left || cfg::band_right));
+
+__device__ __forceinline__ void zero_bias_gradient(const Params& p) {
+    const bool added = cfg::dbias == kDbiasAdded;
+    const i64 elements = added ? i64(p.row_tiles) * cfg::block_m * p.key_tiles * cfg::block_n : i64(p.n_queries) * p.n_keys;
+    const i64 units = p.bias_instances * elements * int(added ? sizeof(cfg::acc) : sizeof(cfg::bias_grad)) / 16;  // rows are whole units
+    uint4* to = static_cast<uint4*>(added ? p.dbias_acc : p.dbias.data);
+    for (i64 i = i64(blockIdx.x) * kThreads + threadIdx.x; i < units; i += i64(gridDim.x) * kThreads) to[i] = make_uint4(0, 0, 0, 0);
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_preprocess(const __grid_constant__ Params p) {
     const i32 block = gridDim.x - 1 - blockIdx.x, group = block % stat_groups(p), flat = block / stat_groups(p), head = flat % p.heads;
     const BatchIndex index = batch_index(p, flat / p.heads);
@@ -150,6 +161,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_prepro
 
     if constexpr (cfg::atomic_dq) zero_accumulator(p, index, head, group);
     if (sizeof(cfg::elem) == 8 && p.splits > 1) zero_shared_keys(p);
+    if constexpr (zeroed_dbias) zero_bias_gradient(p);
     __shared__ __align__(16) u16 parts[cfg::split_delta ? kStatRows * kDeltaParts : 1];
     bool any_empty = false, any_far = false;
     for (i32 pass = 0; pass < kPasses; pass += kTogether) {

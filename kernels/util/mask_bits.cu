@@ -19,22 +19,38 @@ __device__ __forceinline__ u32 load_keys(const u8* row, i64 col, i32 count) {
     return keys;
 }
 
+// The highest bit of each byte that is not 0.
+__device__ __forceinline__ u32 marked(u32 bytes) { return (((bytes & 0x7f7f7f7f) + 0x7f7f7f7f) | bytes) & 0x80808080; }
+
 // Which of `rows` rows see each of a lane's keys.  together: four bytes at an address that four divides.
 template <bool together>
 __device__ __forceinline__ void load_bits(u64 (&bits)[kOwn], const MaskSource& source, const u8* first, i32 rows, i32 count) {
-    constexpr int kAhead = together ? 16 : 4;  // rows that are loaded before any is looked at
-#pragma unroll 1
-    for (i32 row = 0; row < rows; row += kAhead) {
-        u32 loaded[kAhead];
+    constexpr int groups = kRows / 8, ahead = together ? 16 : 8;  // rows that are loaded before any is looked at
+    u32 eights[groups];                                           // of eight rows, a byte per key; they move up as they come
+#pragma unroll(together ? kRows / ahead : 1)
+    for (int row = 0; row < kRows; row += ahead) {
+        u32 loaded[ahead];
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) loaded[i] = row + i < rows ? load_keys<together>(first + (row + i) * source.row, source.col, count) : 0;
-        u32 found[kOwn] = {};
+        for (int i = 0; i < ahead; ++i, first += source.row) loaded[i] = row + i < rows ? load_keys<together>(first, source.col, count) : 0;
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i)
+        for (int group = 0; group < ahead / 8; ++group) {
 #pragma unroll
-            for (int key = 0; key < kOwn; ++key) found[key] |= (loaded[i] >> 8 * key & 0xff) != 0 ? 1u << i : 0;
+            for (int i = 1; i < groups; ++i) eights[i - 1] = eights[i];
+            eights[groups - 1] = 0;
 #pragma unroll
-        for (int key = 0; key < kOwn; ++key) bits[key] |= static_cast<u64>(found[key]) << row;
+            for (int i = 0; i < 8; ++i) eights[groups - 1] |= marked(loaded[8 * group + i]) >> (7 - i);
+        }
+    }
+#pragma unroll
+    for (int key = 0; key < kOwn; ++key) {
+        u32 halves[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const u32* from = eights + 4 * half;
+            const u32 pair = key | (4 + key) << 4;
+            halves[half] = __byte_perm(__byte_perm(from[0], from[1], pair), __byte_perm(from[2], from[3], pair), 0x5410);
+        }
+        bits[key] = static_cast<u64>(halves[1]) << 32 | halves[0];
     }
 }
 

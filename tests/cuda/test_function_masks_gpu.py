@@ -22,7 +22,7 @@ FUNCTIONS = {
     "neighbours": lambda b, h, i, j: (abs(i // 20 - j // 20) <= 3) & (abs(i % 20 - j % 20) <= 3),
     "dilated by heads": lambda b, h, i, j: (i - j) % SLOPE[h] == b,
     "groups": lambda b, h, i, j: (GROUPS[i] == GROUPS[j]) & ((j < 200) | (GROUPS[j] == 1)),
-    "dead keys": lambda b, h, i, j: (j < 300) & (abs(i - j) < 100) & (j % 7 != 3),
+    "dead keys": lambda b, h, i, j: (j < 300) & (abs(i - j) % 5 < 3) & (j % 7 != 3),
     "numbers": lambda b, h, i, j: np.sin(0.1 * i) > np.cos(0.05 * j) - 0.3 * h,
 }
 

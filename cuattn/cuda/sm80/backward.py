@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.cuda.arguments import Array, pad, tile_counts
+from cuattn.cuda.arguments import Array, Axes, pad, tile_counts
 from cuattn.cuda.call import Call
 from cuattn.cuda.constants import Constants, is_sloped, problem_constants
 from cuattn.cuda.device import Device
@@ -189,7 +189,7 @@ def add_preprocess(call: Call, constants: Constants, head_dim: int, values: dict
     size = problem.dtype.itemsize
     vector = math.gcd(call.load_bytes("do", "o"), problem.head_dim_v * size)
     constants = {
-        "split_delta": False, **constants, "head_dim": head_dim, "load_bytes": max(vector, size),
+        "split_delta": False, "dbias": 0, **constants, "head_dim": head_dim, "load_bytes": max(vector, size),
         "o_elem": DTYPES[problem.dtype if o is None else o.dtype].cuda, "dlse": "dlse" in call.operands,
         "warps": _THREADS // 32,
     }  # fmt: skip
@@ -212,6 +212,64 @@ def broadcast_heads(call: Call) -> dict[str, int]:
     return {name: n for name, n in heads.items() if call.operands[name].shape[:-2] != (*problem.batch, n)}
 
 
+Sum = dict[str, Any]
+"""Fields of what kernels/util/bwd_sum.cu takes: which axes stay, the lengths of all, and what lies behind them."""
+
+
+def sum_over(axes: Axes, shape: tuple[int, ...], heads: int) -> Sum:
+    """Return the sum over the leading axes along which an operand of that shape was broadcast to so many heads."""
+    own, size = (*axes.pick(shape, 1), shape[-3]), (*axes.size, heads)
+    keep = tuple(n > 1 or full == 1 for n, full in zip(own, size, strict=True))  # n: of one of merged axes
+    return {"keep": keep, "size": size, "inner": shape[-2] * shape[-1]}
+
+
+def sum_array(problem: Problem, total: Sum) -> Array:
+    """Return the scratch memory that a sum is taken of."""
+    return Array((*total["size"], total["inner"]), problem.stat_dtype)
+
+
+def add_sum(call: Call, name: str, total: Sum) -> None:
+    """Append the launch that adds a gradient up, from scratch memory with its name and "_acc", and rounds it."""
+    out = call.arrays[name]
+    constants = {"grad": DTYPES[out.dtype].cuda, "acc": DTYPES[call.problem.stat_dtype].cuda}
+    grid = (min(cdiv(out.size, _THREADS), 16 * call.device.multiprocessors),)
+    launched = "util/bwd_sum.cu", "backward_sum", constants, grid, _THREADS
+    call.sequence.add(*launched, SUM_PARAMS, {**total, "results": out.size}, {"in": f"{name}_acc", "out": name})
+
+
+class BiasPass:
+    """dbias by launches of their own, behind those that leave delta, whole, and the rows' statistics.
+
+    Attributes
+    ----------
+    scratch : dict of str to Array
+        The parts of a sum, where the heads that share a bias are dealt out to several blocks.
+    """
+
+    def __init__(self, call: Call, cut: Cut) -> None:
+        self._call, self._cut = call, cut
+        *lead, rows, keys = call.operands["bias"].shape
+        self._instances = math.prod(lead)
+        self._tiles = max(self._instances * cdiv(rows, cut.bias.block_m) * cdiv(keys, cut.bias.block_n), 1)
+        members = call.problem.instances // max(self._instances, 1)
+        self._splits = max(1, min(members, cdiv(2 * call.device.multiprocessors, self._tiles)))
+        keep, size = (False, *[True] * BATCH_AXES), (self._splits, *[1] * BATCH_AXES)
+        self._sum: Sum = {"keep": keep, "size": size, "inner": call.operands["bias"].size}
+        self.scratch = {"dbias_acc": sum_array(call.problem, self._sum)} if self._splits > 1 else {}
+
+    def add(self, constants: Constants) -> None:
+        """Append the launches; `constants` are those of the portable kernels."""
+        call, tile = self._call, self._cut.bias
+        *_, rows, keys = call.operands["bias"].shape
+        own = {"split": self._splits > 1, "sum_rows": rows == 1, "sum_keys": keys == 1, "atomic_dq": False}
+        values = {**tile_counts(call.problem, tile), "splits": self._splits, "bias_instances": self._instances}
+        constants, grid = {**constants, **tile._asdict(), **own}, (self._tiles * self._splits,)
+        launched = "sm80/bwd_bias.cu", "backward_bias", constants, grid, tile.warps, values
+        call.add(*launched, tile[:2], shared_bytes=self._cut.shared_bytes("bias"))
+        if self._splits > 1:
+            add_sum(call, "dbias", self._sum)
+
+
 class Backward(Call):
     """Up to seven launches: preprocess, key kernel, row kernel or conversion, bias kernel, and sums."""
 
@@ -221,9 +279,7 @@ class Backward(Call):
     def prepare(self) -> Plan:
         problem, load_bytes = self.problem, self.load_bytes("q", "k", "v", "do")
         self.cut = cut = Cut(problem, self.device)
-        self.splits = 1
-        if "bias" in self.operands:
-            self._deal_out_bias()
+        bias = BiasPass(self, cut) if "bias" in self.operands else None
         self.sums = self._sums()
         self.constants = cut.constants(load_bytes) | {f"sum_d{name}": f"d{name}" in self.sums for name in "qkv"}
         scratch = row_arrays(problem, 1 if problem.row.products == "half" else 2)
@@ -231,48 +287,34 @@ class Backward(Call):
             rows = pad(problem.n_queries, cut.keys.block_m)
             scratch["dq_acc"] = Array((*self.operands["q"].shape[:-2], rows, cut.head_dim), problem.stat_dtype)
         for name, total in self.sums.items():
-            scratch[f"{name}_acc"] = Array((*total["size"], total["inner"]), problem.stat_dtype)
+            scratch[f"{name}_acc"] = sum_array(problem, total)
         learns = problem.score is not None and problem.score.learned
         by_score = ScoreGradients(problem, cut.bias) if learns else None
-        self.begin(scratch | (by_score.scratch if by_score else {}))
+        for passed in (bias, by_score):
+            scratch |= passed.scratch if passed else {}
+        self.begin(scratch)
         if problem.n_queries * problem.n_keys * problem.head_dim_v * problem.instances:
             self._keys()
             self._rows()
-            if "bias" in self.operands:
-                self._bias()
+            if bias:
+                bias.add(self.constants)
             if by_score:
                 by_score.add(self, self.constants, cut.shared_bytes("bias"))
         notes = cut.notes(load_bytes) + (by_score.notes if by_score else [])
         return self.planned("sm80/bwd.cu", cut.keys, cut.keys.warps, cut.shared_bytes("keys"), self.constants, *notes)
 
-    def _deal_out_bias(self) -> None:
-        """Say in how many parts the heads that share a bias are dealt out, so that the device is full."""
-        *lead, rows, keys = self.operands["bias"].shape
-        tile, self.bias_instances = self.cut.bias, math.prod(lead)
-        self.bias_tiles = max(self.bias_instances * cdiv(rows, tile.block_m) * cdiv(keys, tile.block_n), 1)
-        members = self.problem.instances // max(self.bias_instances, 1)
-        self.splits = max(1, min(members, cdiv(2 * self.device.multiprocessors, self.bias_tiles)))
-
-    def _sums(self) -> dict[str, dict[str, Any]]:
+    def _sums(self) -> dict[str, Sum]:
         """Return the gradients that are sums over axes along which operands were broadcast: fields of the kernel."""
         axes, found = self.axes, {}
         for name, heads in broadcast_heads(self).items():
             if name != "q" or not self.cut.atomic:
-                shape, size = self.operands[name].shape, (*axes.size, heads)
-                own = (*axes.pick(shape, 1), shape[-3])
-                keep = tuple(n > 1 or full == 1 for n, full in zip(own, size, strict=True))  # n: of one of merged axes
-                found[f"d{name}"] = {"keep": keep, "size": size, "inner": shape[-2] * shape[-1]}
-        if self.splits > 1:
-            keep, size = (False, *[True] * BATCH_AXES), (self.splits, *[1] * BATCH_AXES)
-            found["dbias"] = {"keep": keep, "size": size, "inner": self.operands["bias"].size}
+                found[f"d{name}"] = sum_over(axes, self.operands[name].shape, heads)
         return found
 
-    def _add(
-        self, path: str, kernel: str, blocks: int, which: str, extra: Constants | None = None, **values: int
-    ) -> None:
-        """Append a kernel that has the tile and the shared memory of `which`, and `extra` constants of its own."""
+    def _add(self, path: str, kernel: str, blocks: int, which: str, **values: int) -> None:
+        """Append a kernel that has the tile and the shared memory of `which`."""
         tile = self.cut.keys if which == "convert" else getattr(self.cut, which)
-        constants = {**self.constants, **tile._asdict(), **(extra or {})}
+        constants = {**self.constants, **tile._asdict()}
         launched = f"sm80/{path}.cu", kernel, constants, (blocks,), tile.warps, tile_counts(self.problem, tile) | values
         self.add(*launched, tile[:2], shared_bytes=self.cut.shared_bytes(which))
 
@@ -307,20 +349,7 @@ class Backward(Call):
             self._add("bwd_rows", "backward_rows", blocks, "rows")
         self._sum("dq")
 
-    def _bias(self) -> None:
-        """Compute dbias."""
-        *_, rows, keys = self.operands["bias"].shape
-        extra = {"split": self.splits > 1, "sum_rows": rows == 1, "sum_keys": keys == 1, "atomic_dq": False}
-        values = {"splits": self.splits, "bias_instances": self.bias_instances}
-        self._add("bwd_bias", "backward_bias", self.bias_tiles * self.splits, "bias", extra, **values)
-        self._sum("dbias")
-
     def _sum(self, name: str) -> None:
         """Add a gradient up over the axes that its operand was broadcast along, and round it."""
         if name in self.sums:
-            out = self.arrays[name]
-            constants = {"grad": DTYPES[out.dtype].cuda, "acc": DTYPES[self.problem.stat_dtype].cuda}
-            grid = (min(cdiv(out.size, _THREADS), 16 * self.device.multiprocessors),)
-            values = {**self.sums[name], "results": out.size}
-            launched = "util/bwd_sum.cu", "backward_sum", constants, grid, _THREADS
-            self.sequence.add(*launched, SUM_PARAMS, values, {"in": f"{name}_acc", "out": name})
+            add_sum(self, name, self.sums[name])

@@ -126,11 +126,7 @@ class ScoreGradients:
     def _passes(self) -> list[Pass]:
         """Return the passes: of each walk that weights ask for, which others go along with."""
         places = {place: [n for n, found in enumerate(self._places) if found == place] for place in self._places}
-        elements: dict[int, tuple[int, ...]] = {}  # by slot
-        for number in places.pop("element", ()):
-            slot = self.weights[number].slot
-            elements[slot] = (*elements.get(slot, ()), number)
-        heads = places.pop("head", [])
+        elements, heads = places.pop("element", []), places.pop("head", [])
         made = [
             Pass(_WALKS[place], lines=tuple(numbers[first : first + _TOGETHER]))
             for place, numbers in places.items()
@@ -140,12 +136,14 @@ class ScoreGradients:
             if not made or len(made[-1].lines) + len(made[-1].heads) == _TOGETHER:
                 made.append(Pass(_KEYS))
             made[-1] = made[-1]._replace(heads=(*made[-1].heads, number))
-        in_order = self.problem.deterministic
-        for index, numbers in enumerate(elements.values()):
-            if in_order or index >= len(made):
-                made.append(Pass(_HEADS if in_order else _KEYS, elements=numbers))
-            else:
-                made[index] = made[index]._replace(elements=numbers)
+        if self.problem.deterministic:
+            return made + [Pass(_HEADS, elements=(number,)) for number in elements]
+        slots = {self.weights[number].slot for number in elements}
+        for index, slot in enumerate(sorted(slots)):
+            if index == len(made):
+                made.append(Pass(_KEYS))
+            own = tuple(number for number in elements if self.weights[number].slot == slot)
+            made[index] = made[index]._replace(elements=own)
         return made
 
     @property
@@ -180,14 +178,8 @@ class ScoreGradients:
         shared_bytes : int
             Of a block of a pass.
         """
-        tile = self.tile
-        constants = {
-            **constants,
-            **tile._asdict(),
-            "atomic_dq": False,
-            "score": True,
-            "weights": max(len(self.weights), 1),
-        }
+        tile, weights = self.tile, max(len(self.weights), 1)
+        constants = {**constants, **tile._asdict(), "atomic_dq": False, "score": True, "weights": weights}
         gather = functools.partial(self._gather, call, constants)
         for slot in {self.weights[number].slot for made in self.passes for number in made.elements}:
             gather(slot, to=f"score_elements{slot}")  # zeros

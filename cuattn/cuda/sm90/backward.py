@@ -5,16 +5,21 @@ adds dq up in memory, key tiles taking turns where the order must be fixed; sm90
 rows.  Else the same kernel with 64 keys computes dK and dV, and sm90/bwd_rows.cu computes dq.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
 import numpy as np
 
 from cuattn.cuda.arguments import Array, pad, row_bytes, tile_counts
-from cuattn.cuda.constants import Constants, problem_constants
+from cuattn.cuda.constants import Constants, is_sloped, problem_constants
 from cuattn.cuda.device import Device
+from cuattn.cuda.sm80 import backward as portable
+from cuattn.cuda.sm80 import score_gradients
 from cuattn.cuda.sm80.backward import add_preprocess, broadcast_heads, row_arrays
+from cuattn.cuda.sm80.score_gradients import ScoreGradients
 from cuattn.cuda.sm90 import forward
+from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, BiasGradient, Dbias, bias_form, portable_constants
 from cuattn.cuda.sm90.forward import ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
@@ -35,11 +40,18 @@ _CONVERT_WARPS = 8
 def unsupported_reason(problem: Problem, device: Device) -> str | None:
     """Say why these kernels do not take a problem, or return None; strides and addresses are another matter."""
     against = forward.unsupported_reason(problem, device)
+    if against is None and problem.dropout and problem.score is not None and is_sloped(problem):
+        return "it marks what dropout drops by a sign, which a function's slope may change"
     if against is None and problem.head_dim % 8:
         return f"it writes rows in units of 8 elements, and q has {problem.head_dim}"
     if against is None and problem.softcap is not None and problem.softcap > _MAX_SOFTCAP:
         return f"it takes softcaps up to {_MAX_SOFTCAP}, not {problem.softcap}"
     return against
+
+
+def learns(problem: Problem) -> bool:
+    """Return whether arrays of a score function have gradients."""
+    return problem.score is not None and bool(problem.score.learned)
 
 
 class Tile(NamedTuple):
@@ -65,21 +77,27 @@ class Cut:
         One kernel computes everything and adds dq up in memory.
     split_delta : bool
         Tensor cores subtract delta from dP: dropout needs it apart, and blocks take the registers of V.
+    bias : BiasForm
     keys, rows : Tile
         Of sm90/bwd.cu and sm90/bwd_rows.cu.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, bias: BiasForm = NO_BIAS) -> None:
         self.problem, blocks = problem, problem.masks == ("block",)
         self.head_dim, self.head_dim_v = width_of(problem.head_dim), width_of(problem.head_dim_v)
         self.columns = pad(problem.head_dim, SLAB_COLUMNS)
         widest = max(self.head_dim, self.head_dim_v)
-        # A softcap takes registers, too, and so does walking blocks beside anything else.
-        beside = problem.band is not None or problem.deterministic or problem.dropout
-        crowded = problem.softcap is not None or (blocks and beside)
+        # Walking blocks takes registers beside anything else, and so does dropout beside slopes.
+        sloped = is_sloped(problem)
+        beside = problem.band is not None or problem.deterministic or problem.dropout or sloped
+        crowded = (blocks and beside) or (sloped and problem.dropout)
         self.fused = widest <= 64 or (widest <= _FUSED_HEAD_DIM and not crowded)
-        self.split_delta = self.fused and widest > 64 and not problem.dropout and not blocks
         self._slabs = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
+        self.bias = bias if self.fused else BiasForm(bias.keys)
+        # Passes of their own take delta whole.
+        passes = learns(problem) or (problem.bias is not None and self.bias.gradient == Dbias.ELSEWHERE)
+        apart = problem.dropout or blocks or passes or sloped
+        self.split_delta = self.fused and widest > 64 and not apart
         self.keys, self.rows = self._key_tile(), self._row_tile()
 
     def _counts(self, tile: tuple[int, int], size: int, heads: int) -> dict[str, int]:
@@ -91,6 +109,8 @@ class Cut:
         problem, together = self.problem, 1
         if problem.masks or problem.band is not None:
             together = sharing_cache(size)
+        if self.bias.batches_first:
+            together = math.prod(problem.batch)
         if problem.deterministic and self.fused:
             together = max(together, _CAUSAL_TURNS if not problem.masks and problem.band is not None else _TURNS)
         return {**tile_counts(problem, tile), "section": min(together, heads)}
@@ -99,7 +119,10 @@ class Cut:
         """Return the tile of sm90/bwd.cu; shared memory as kernels/sm90/bwd_layout.cuh lays it out."""
         problem, (slabs, slabs_v), one = self.problem, self._slabs, self.fused
         block_m, block_n = 64, 128 if one else 64
-        crowded = problem.softcap is not None or (problem.masks == ("block",) and problem.dropout)  # registers are
+        # Registers are short with slopes, with dropout beside what takes some, too, and where masks stand beside sums.
+        beside = problem.masks == ("block",) or problem.bias is not None or problem.score is not None
+        added = problem.masks and self.bias.gradient == Dbias.ADDED
+        crowded = is_sloped(problem) or (problem.dropout and beside) or added
         if one and max(slabs, slabs_v) == 1 and not crowded:
             block_m = 128
         rows = block_m * ((slabs + slabs_v) * ROW_BYTES + 4)
@@ -159,6 +182,10 @@ class Cut:
             **problem_constants(self.problem),
             **forward.scaling(self.problem),
             **{name: getattr(self, name) for name in ("head_dim", "head_dim_v", "split_delta")},
+            "batches_first": self.bias.batches_first,
+            "bias_keys": self.bias.keys,
+            "bias_tiles": self.bias.tiles,
+            "dbias": int(self.bias.gradient),
             "block_m": self.keys.block_m,
             "block_n": self.keys.block_n,
             "stages": _STAGES,
@@ -178,33 +205,52 @@ class Cut:
 
 
 class Backward(MappedCall):
-    """Three launches, of which the last makes dq: from its sums, or anew from the scores."""
+    """Three launches, of which the last makes dq, from its sums, or anew from the scores; and what dbias needs."""
+
+    @functools.cached_property
+    def cut(self) -> Cut:
+        """How the call is cut."""
+        return Cut(self.problem, bias_form(self.problem, self.operands.get("bias")))
 
     def unsupported_reason(self) -> str | None:
         problem = self.problem
         against = unsupported_reason(problem, self.device)
         if against is None and problem.kernel is None and max(problem.n_queries, problem.n_keys) < _SHORT:
             against = "rows and keys are fewer than its tiles have"
-        return against or self._sum_reason() or self.layout_reason()
+        return against or score_gradients.unsupported_reason(problem) or self._sum_reason() or self.layout_reason()
 
     def _sum_reason(self) -> str | None:
         problem = self.problem
         for name in broadcast_heads(self):
-            if name != "q" or problem.deterministic or not Cut(problem).fused:
+            if name != "q" or problem.deterministic or not self.cut.fused:
                 return f"the gradient of {name} is a sum over axes along which it was broadcast"
         return None
 
     def prepare(self) -> Plan:
-        problem, cut = self.problem, Cut(self.problem)
+        problem, cut = self.problem, self.cut
         keys, rows, constants = cut.keys, cut.rows, cut.constants
         dq_instances = math.prod(self.operands["q"].shape[:-2])
-        self.begin(cut.scratch(dq_instances))
-        add_preprocess(self, constants, cut.columns, keys.counts)
+        dbias = BiasGradient(self, cut.bias.gradient, keys.counts, keys[:2]) if "bias" in self.operands else None
+        scratch, counts = cut.scratch(dq_instances), keys.counts
+        if dbias is not None:
+            scratch, counts = scratch | dbias.scratch, counts | dbias.fields
+        other = portable.Cut(problem, self.device)
+        by_score = ScoreGradients(problem, other.bias) if learns(problem) else None
+        self.begin(scratch | (by_score.scratch if by_score else {}))
+        add_preprocess(self, constants, cut.columns, counts)
         warps = 4 * (_WARPGROUPS + 1)
         key_warps = warps + 4 * bool(problem.dropout and cut.fused)  # more of them draw
         work = keys.counts["key_tiles"] * problem.instances // problem.group
-        launched = "sm90/bwd.cu", "attention_backward", constants, work, key_warps, keys.counts, keys[:2]
-        self.add_mapped(*launched, keys.shared_bytes, ("dk", "dv"))
+        path = "sm90/bwd_bias.cu" if cut.bias.tiles else "sm90/bwd.cu"
+        launched = path, "attention_backward", constants, work, key_warps, counts, keys[:2]
+        beside = {}
+        if cut.bias.tiles:  # a map that is not needed takes the place of dbias's, of memory that has an address
+            beside = {"bias": "bias", **({"dbias": "dbias"} if cut.bias.gradient == Dbias.STORED else {"dq_acc": "q"})}
+        self.add_mapped(*launched, keys.shared_bytes, ("dk", "dv"), beside)
+        if dbias is not None:
+            dbias.finish(constants, counts)
+        if by_score:
+            by_score.add(self, portable_constants(self, other), other.shared_bytes("bias"))
         if cut.fused:
             grid = (keys.counts["row_tiles"] * dq_instances,)
             self.add("sm90/bwd_convert.cu", "backward_convert", constants, grid, _CONVERT_WARPS, keys.counts)
@@ -213,4 +259,5 @@ class Backward(MappedCall):
             work = rows.counts["row_tiles"] * problem.instances
             launched = "sm90/bwd_rows.cu", "backward_rows", own, work, warps, rows.counts, rows[:2]
             self.add_mapped(*launched, rows.shared_bytes, ("dq",))
-        return self.planned("sm90/bwd.cu", keys[:2], key_warps, keys.shared_bytes, constants, cut.note)
+        notes = [cut.note, *(by_score.notes if by_score else [])]
+        return self.planned(path, keys[:2], key_warps, keys.shared_bytes, constants, *notes)

@@ -11,7 +11,9 @@ from cuattn.cuda.sm90 import tensor_map
 from cuattn.cuda.sm90.tensor_map import WARPGROUP_ROWS, MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
-from cuattn.problem import DTYPES, Problem
+from cuattn.problem import DTYPES, Problem, ScoreFunction
+from cuattn.tracing import I, J, addend
+from cuattn.tracing.graph import order
 
 SLAB_COLUMNS, ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
 
@@ -62,7 +64,8 @@ _BIASED_TILES = (
     (256, 256, Tile(128, 64, 2, 1)),
 )
 _KEY_BIAS_BYTES = 16  # beside a float for each key
-_LOADED_KEYS = 64  # of a tile where a bias comes by ordinary loads: more of them find no registers
+_FEW_KEYS = 64  # of a tile where each element is looked up somewhere: more of them find no registers
+_SHORT_FUNCTION, _LONG_FUNCTION = 16, 60  # operations, at most and from which on
 
 
 def bias_form(problem: Problem, bias: Any = None) -> str:
@@ -96,10 +99,6 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
     if problem.row.tensor_map is None:
         known = " and ".join(row.dtype.name for row in DTYPES.values() if row.tensor_map is not None)
         return f"it takes {known}, not {problem.dtype}"
-    if problem.score is not None and problem.operation != "forward":
-        return "score is a function, which it does not compute yet"
-    if problem.bias is not None and problem.operation != "forward":
-        return "it takes no bias"
     kinds = {*problem.masks}
     if problem.masks != ("block",) and (len(kinds) < len(problem.masks) or not kinds <= _TOGETHER):
         return f"it takes a block mask alone or one mask of each other kind, not {' and '.join(problem.masks)}"
@@ -113,6 +112,23 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
     if not problem.n_queries * problem.n_keys * problem.head_dim_v * problem.instances:
         return "there is nothing to compute"
     return portable.length_reason(problem)
+
+
+def is_long(problem: Problem) -> bool:
+    """Whether a score function reads an array anew for each element, or does much with each."""
+    return problem.score is not None and (
+        reads(problem.score, I | J) or len(order(problem.score.root)) > _LONG_FUNCTION
+    )
+
+
+def reads(score: ScoreFunction, places: int) -> bool:
+    """Whether a score function reads an array at an index that depends on all of some variables."""
+    return any(node.op == "load" and node.depends & places == places for node in order(score.root))
+
+
+def is_walked(problem: Problem) -> bool:
+    """Whether consumers look at a mask's blocks or ask its function."""
+    return bool({"block", "function"} & {*problem.masks})
 
 
 def scaling(problem: Problem) -> Constants:
@@ -149,29 +165,58 @@ class Cut:
         self.counts = {**tile_counts(problem, tile), "section": min(section, problem.instances)}
 
     def _tile(self) -> Tile:
-        problem = self.problem
-        widest, _, tile, few = next(row for row in _TILES if self.head_dim <= row[0] and self.head_dim_v <= row[1])
-        capped, described = problem.softcap is not None, bool({"column", "boolean"} & {*problem.masks})
+        problem, described = self.problem, self._is_described
         if self.bias_form == "tiles":
-            # Small tiles leave no registers for these.
-            scarce = problem.dropout or bool({"block", "function"} & {*problem.masks}) or problem.score is not None
-            rows = _BIASED_TILES[1 if scarce else 0 :]
-            tile = next(row[2] for row in rows if self.head_dim <= row[0] and self.head_dim_v <= row[1])
-            if described:  # the intervals of partial tiles' keys take room
-                tile = tile._replace(block_n=112 if widest == 128 else tile.block_n, stages=2)
-            few = min(few, tile.block_n)
-        if self.bias_form == "loads":
-            few = _LOADED_KEYS
-        if capped or problem.dropout or self.bias_form == "loads" or (described and self.bias_form):
+            return self._biased_tile()
+        widest, _, tile, few = next(row for row in _TILES if self.head_dim <= row[0] and self.head_dim_v <= row[1])
+        if self.bias_form == "loads" or is_long(problem):
+            tile = tile._replace(block_n=_FEW_KEYS, stages=max(tile.stages, 3) if widest <= 128 else tile.stages)
+        elif problem.softcap is not None or problem.dropout or (described and self.bias_form):
             tile = tile._replace(block_n=few)
-        crowded = capped or self.bias_form or problem.score is not None or {"block", "function"} & {*problem.masks}
-        if tile.block_m == 192 and (crowded or problem.out_dtype != problem.dtype):
+        if tile.block_m == 192 and self._is_crowded():
             tile = tile._replace(block_m=128)  # these need registers that three warpgroups do not have
         if tile.block_m == 192 and problem.dropout and (problem.masks or problem.band is not None):
             tile = tile._replace(block_n=112)
-        if widest == 128 and described and tile.q_stages > 2:
+        if widest == 128 and described:
             tile = tile._replace(q_stages=2)  # what partial tiles' keys say of their rows takes the third one's place
         return tile
+
+    @property
+    def _is_described(self) -> bool:
+        """Whether partial tiles' keys come with what they say of their rows, which takes room."""
+        return bool({"column", "boolean"} & {*self.problem.masks})
+
+    @property
+    def _adds_late(self) -> bool:
+        """Whether the bias is added beside the exponentials: that of a key, to scores that nothing else changes."""
+        problem = self.problem
+        changed = problem.softcap is not None or problem.score is not None or problem.scale < _LEAST_SCALE
+        return self.bias_form == "keys" and self._overlaps and not changed
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether it pays to begin the softmax under the warpgroup's own product."""
+        return self.problem.n_keys >= _LONG[self.tile.block_m] and not self.problem.dropout
+
+    def _is_crowded(self) -> bool:
+        """Whether three warpgroups have no registers for what is done to single elements."""
+        problem, score = self.problem, self.problem.score
+        if score is not None:
+            short = len(order(score.root)) <= _SHORT_FUNCTION and not reads(score, J)
+            if not short or addend(score.root) is None or problem.masks or problem.dropout:
+                return True
+        changed = problem.softcap is not None or bool(self.bias_form) or problem.out_dtype != problem.dtype
+        return changed or is_walked(problem)
+
+    def _biased_tile(self) -> Tile:
+        problem = self.problem
+        # Two blocks do not share the registers that these take.
+        alone = problem.dropout or is_walked(problem) or problem.score is not None
+        rows = _BIASED_TILES[1 if alone else 0 :]
+        tile = next(row[2] for row in rows if self.head_dim <= row[0] and self.head_dim_v <= row[1])
+        if self._is_described:
+            tile = tile._replace(block_n=min(tile.block_n, 112), stages=2)
+        return tile._replace(block_n=_FEW_KEYS) if is_long(problem) else tile
 
     @property
     def blocks(self) -> int:
@@ -226,10 +271,11 @@ class Cut:
             **problem_constants(problem),
             **tile._asdict(),
             **scaling(problem),
+            "bias_deferred": self._adds_late,
             **{f"bias_{form}": self.bias_form == form for form in ("tiles", "keys", "rows")},
             "head_dim": self.head_dim,
             "head_dim_v": self.head_dim_v,
-            "overlap": problem.n_keys >= _LONG[tile.block_m] and not problem.dropout,
+            "overlap": self._overlaps,
         }
 
 
@@ -253,6 +299,6 @@ class Forward(MappedCall):
         self.begin({}, counters=1)
         warps = 4 * (tile[0] // WARPGROUP_ROWS + 1)
         launched = cut.path, "attention_forward", constants, cut.blocks, warps, cut.counts, (*tile, WARPGROUP_ROWS)
-        beside = ("bias",) if cut.bias_form == "tiles" else ()
+        beside = {"bias": "bias"} if cut.bias_form == "tiles" else {}
         self.add_mapped(*launched, size, ("o",), beside, cut.tile.min_blocks)
         return self.planned(cut.path, tile, warps, size, constants)

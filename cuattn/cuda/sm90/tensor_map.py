@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -177,20 +178,21 @@ class MappedCall(Call):
         tile: tuple[int, ...],
         shared_bytes: int,
         written: Iterable[str],
-        beside: Iterable[str] = (),
+        beside: Mapping[str, str] = MappingProxyType({}),
         together: int = 1,
     ) -> None:
         """Append a kernel whose blocks share pieces of `work`, and that takes maps of what it reads and writes.
 
         Results leave in boxes of one warpgroup's rows.  Unrounded ones leave without a map; q's stands in then.  Last
-        come maps of what is read `beside` q, k and v, in boxes of q's rows.  `together`: blocks of a multiprocessor.
+        come maps of what travels `beside` q, k and v, in boxes of q's rows: the name of each, and of whose look it has.
+        `together`: blocks of a multiprocessor.
         """
         dtype = self.problem.row
         views = {name: self.view(name, tile[1] if name in ("k", "v") else tile[0]) for name in self.read}
         for name in written:
             rounded = self.arrays[name].dtype == dtype.dtype
             views[name] = self.view(name if rounded else "q", WARPGROUP_ROWS)
-        views |= {name: self.view(name, tile[0]) for name in beside}
+        views |= {name: self.view(like, tile[0]) for name, like in beside.items()}
         maps = {name: lru_cache(_MAPS_KEPT)(partial(describe, dtype=dtype, view=view)) for name, view in views.items()}
         grid = (min(work, together * self.device.multiprocessors),)
         self.add(path, kernel, constants, grid, warps, values, tile, shared_bytes=shared_bytes, maps=maps)

@@ -30,7 +30,8 @@ EXCEPTIONS = {
 _COLUMNS = {"mask": 1, "band_left": True, "band_right": True}
 UTILITIES = [
     ("util/mask_bounds.cu", {"block_m": 64, "block_n": 96, "rows_per_item": 3, **_COLUMNS}),
-    ("util/mask_bounds.cu", {"block_m": 64, "block_n": 32, "rows_per_item": 1, **_COLUMNS, "band_left": False}),
+    ("util/mask_order.cu", {"block_m": 64, "block_n": 32, "rows_per_item": 1, **_COLUMNS, "band_left": False}),
+    ("util/mask_order.cu", {"block_m": 64, "block_n": 96, "rows_per_item": 3, **_COLUMNS, "mask": 16}),
     ("util/mask_bounds.cu", {"block_m": 64, "block_n": 32, "rows_per_item": 1, **_COLUMNS, "mask": 3 + 8 + 16}),
     ("util/mask_alive.cu", {**_COLUMNS, "mask": 8, "block_m": 1, "block_n": 1, "rows_per_item": 1}),
     ("util/mask_bits.cu", {**_COLUMNS, "mask": 16, "block_m": 64, "block_n": 112, "rows_per_item": 2}),

@@ -8,6 +8,7 @@ from cuattn.cuda import families
 from cuattn.cuda.sm80.backward import Backward as PortableBackward
 from cuattn.cuda.sm90.backward import Backward
 from cuattn.errors import UnsupportedError
+from tests.cuda.cases import BF16
 from tests.cuda.recording import array, operands, sequence_of
 from tests.cuda.recording import driver as driver
 from tests.cuda.sm90.test_backward_plan import problem
@@ -63,6 +64,42 @@ def test_broadcast_queries_share_an_accumulator(driver):
     _, keys, convert = launched(driver, p, taken)
     assert convert.grid == (64 * 16,) and not keys.argument["dq.batch"].any()
     assert "q is a sum" in Backward(problem(256), taken, ()).unsupported_reason()
+
+
+def biased(driver, shape, **changes):
+    p = problem(bias=BF16, **changes)
+    return launched(driver, p, {**operands(p), "bias": array(shape)})
+
+
+def test_a_bias_of_its_own_and_its_gradient_travel_in_tiles(driver):
+    preprocess, keys, _ = biased(driver, (2, 16, 4096, 4096), band=CAUSAL)
+    bias, dbias = keys.maps[-2:]
+    assert keys.path == "sm90/bwd_bias.cu" and tuple(bias) == tuple(dbias)
+    assert tuple(bias) == ((2, 16, 4096, 4096), (16 * 4096 * 8192, 4096 * 8192, 8192), 64)
+    assert preprocess.argument["bias_instances"] == 32 and preprocess.argument["dbias.data"]
+
+
+def test_a_shared_bias_is_added_up_in_memory(driver):
+    preprocess, keys, convert, _ = biased(driver, (1, 16, 4096, 4096))
+    tile = 64 * 32 * 64 * 128  # of all row tiles and key tiles
+    assert keys.argument["dbias.head"] == tile and not keys.argument["dbias.batch"].any()
+    assert keys.argument["section"] == 2 and keys.constants["batches_first"]
+    assert (convert.path, convert.grid) == ("sm90/bwd_bias_convert.cu", (16 * 64 * 32,))
+    assert preprocess.argument["dbias_acc"] == keys.argument["dbias_acc"] == convert.argument["dbias_acc"] != 0
+
+
+def test_a_key_bias_is_summed_by_key_tiles(driver):
+    _, keys, add, _ = biased(driver, (2, 1, 1, 4096), kv_heads=4)
+    assert keys.path == "sm90/bwd.cu" and len(keys.maps) == 6
+    assert (add.path, list(add.argument["keep"]), add.argument["inner"]) == (
+        "util/bwd_sum.cu", [True, True, True, True, False], 4096
+    )  # fmt: skip
+
+
+def test_the_portable_pass_makes_other_gradients_of_a_bias(driver):
+    done = biased(driver, (2, 16, 4096, 1), kv_heads=4)
+    assert [each.path for each in done][1:3] == ["sm90/bwd.cu", "sm80/bwd_bias.cu"]
+    assert not done[1].constants["split_delta"]
 
 
 @pytest.mark.parametrize(

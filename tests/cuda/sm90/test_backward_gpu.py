@@ -11,10 +11,12 @@ import pytest
 import cuattn
 from cuattn import masks
 from cuattn.errors import UnsupportedError
-from tests.cuda.cases import BF16, CASES, F16, Case, blocks_of, columns_of, same_bits, sized, to_device
+from tests.cuda import scores
+from tests.cuda.cases import BF16, CASES, F16, Case, bias_of, blocks_of, columns_of, same_bits, sized, to_device
 from tests.cuda.gpu import Problem, hostile, made
 from tests.cuda.gpu import named as named_among
 from tests.cuda.gpu import poisoned_memory as poisoned_memory
+from tests.cuda.sm80.test_score_gpu import check, results
 from tests.cuda.sm90.test_forward_gpu import hopper as hopper
 from tests.cuda.test_graph_gpu import CuPy
 
@@ -69,6 +71,29 @@ OWN = [
     sized("turns causal", 900, 900, batch=(1,), heads=4, kv_heads=4, options={"is_causal": True}),
     sized("dropout columns", 300, 400, 128, mask=columns_of,
          options={"dropout_p": 0.1, "rng": 42}),
+    sized("softcap", 500, 400, 128, options={"softcap": 3.0, "is_causal": "bottom_right"}),
+    # A bias of its own, whose gradient is dS; one that heads or sequences share; loaded ones; one for each key or row.
+    *(sized(f"bias d{d}", 300, 400, d, bias=bias_of(1, 1, 1, 1, dtype=BF16)) for d in (64, 128)),
+    sized("bias many tiles", 200, 136, 128, batch=(3,), heads=60, kv_heads=60, bias=bias_of(1, 1, 1, 1, dtype=BF16)),
+    sized("bias columns", 500, 600, bias=bias_of(1, 1, 1, 1, dtype=BF16), mask=columns_of),
+    sized("bias causal", 400, 400, 128, bias=bias_of(1, 1, 1, 1, dtype=BF16), options={"is_causal": True}),
+    sized("bias softcap", 300, 400, 128, bias=bias_of(1, 1, 1, 1, dtype=BF16), options={"softcap": 3.0}),
+    sized("bias dropout", 300, 400, 128, bias=bias_of(1, 1, 1, 1, dtype=BF16), options={"dropout_p": 0.3, "rng": 7}),
+    sized("bias grouped", 300, 400, bias=bias_of(1, 1, 1, 1, dtype=BF16), heads=8),
+    sized("bias float16", 300, 400, 128, dtype=F16, bias=bias_of(0, 1, 1, 1, dtype=F16)),
+    sized("pair bias", 256, 256, 32, batch=(20,), heads=4, kv_heads=4, bias=bias_of(0, 1, 1, 1, dtype=BF16)),
+    sized("bias shared by heads", 500, 600, 128, bias=bias_of(1, 0, 1, 1, dtype=BF16), mask=columns_of),
+    sized("bias shared by sequences", 1100, 2048, 128, heads=3, kv_heads=3, bias=bias_of(0, 1, 1, 1, dtype=BF16)),
+    sized("bias loaded", 300, 333, 128, bias=bias_of(0, 1, 1, 1)),
+    sized("bias loaded d64", 300, 333, bias=bias_of(1, 1, 1, 1), options={"window": (99, 40)}),
+    sized("bias blocks", 500, 600, 128, bias=bias_of(1, 1, 1, 1, dtype=BF16), mask=blocks_of(128, 128)),
+    sized("bias d256", 300, 400, 256, bias=bias_of(1, 1, 1, 1, dtype=BF16)),
+    *(sized(f"key bias d{d}", 300, 401, d, bias=bias_of(1, 0, 0, 1)) for d in (64, 128, 256)),
+    sized("key bias grouped", 300, 400, 128, heads=8, bias=bias_of(1, 1, 0, 1, dtype=BF16)),
+    sized("key bias causal dropout", 400, 400, bias=bias_of(1, 0, 0, 1, dtype=BF16),
+         options={"is_causal": True, "dropout_p": 0.3, "rng": 7}),
+    sized("key bias softcap", 300, 400, 128, bias=bias_of(0, 1, 0, 1, dtype=BF16), options={"softcap": 3.0}),
+    sized("row bias", 300, 400, 128, bias=bias_of(1, 1, 1, 0)),
 ]  # fmt: skip
 
 
@@ -91,6 +116,7 @@ def test_oracle(case):
 TURNS = [
     "turns", "turns causal", "many tiles", "many tiles d64", "columns", "columns grouped", "columns window",
     "small blocks", "blocks", "dropout", "dropout grouped", "d 96 dv 40", "d256 everything",
+    "bias d64", "bias d128", "bias columns", "pair bias", "bias loaded d64", "key bias d64", "key bias d128",
 ]  # fmt: skip
 
 
@@ -134,6 +160,57 @@ UNSEEN = ("columns", "columns window", "small blocks", "columns d64", "d256 colu
 @pytest.mark.parametrize("case", [*BEYOND, *(case for case in OWN if case.name in UNSEEN)], ids=lambda case: case.name)
 def test_what_nobody_sees_may_hold_nan(case):
     made(case).check_unseen("sm90")
+
+
+@pytest.mark.parametrize("name", ["key bias d64", "key bias d128", "key bias d256", "key bias causal dropout"])
+def test_what_a_bias_hides_may_hold_nan(name):
+    problem = named(name)
+    problem.options["bias"][..., 250:] = -np.inf
+    clean = problem.backward("sm90", deterministic=True)
+    for x in problem.qkv[1:]:
+        x[..., 250:, :] = np.nan
+    same_bits(problem.backward("sm90", deterministic=True), clean)
+
+
+@pytest.mark.parametrize("name", ["bias d64", "bias d128", "key bias d128"])
+def test_rows_that_a_bias_empties_may_hold_nan(name):
+    problem = named(name)
+    bias = problem.options["bias"]
+    rows = np.s_[:] if bias.shape[-2] == 1 else np.s_[128:200]
+    bias[..., rows, :] = -np.inf
+    problem.qkv[0][..., rows, :] = problem.do[..., rows, :] = np.nan
+    dq, *rest = problem.backward("sm90")
+    assert not dq[..., rows, :].any() and not any(np.isnan(x.astype(np.float32)).any() for x in rest)
+
+
+SCORED = [
+    sized("scored", 300, 400, 128),
+    sized("scored d64", 300, 400),
+    sized("scored causal", 400, 400, 128, dtype=F16, options={"is_causal": True}),
+    sized("scored columns", 300, 400, 128, mask=columns_of),
+    sized("scored softcap", 300, 400, options={"softcap": 6.0}),
+    sized("scored dropout", 300, 400, 128, options={"dropout_p": 0.25, "rng": 9}),
+    sized("scored d256", 300, 400, 256),
+]
+
+
+@pytest.mark.parametrize("case", SCORED, ids=lambda case: case.name)
+@pytest.mark.parametrize("name", scores.SCORES)
+def test_scores(name, case):
+    problem, score = made(case), scores.SCORES[name](case)
+    if case.options and "dropout_p" in case.options and name not in scores.ADDITIVE:
+        with pytest.raises(UnsupportedError, match="by a sign, which a function's slope may change"):
+            results(problem, score, kernel="sm90")
+    else:
+        check(problem, score, results(problem, score, kernel="sm90"))
+
+
+@pytest.mark.parametrize("name", ["alibi", "relative_table", "gated"])
+def test_scores_in_a_fixed_order(name):
+    problem, score = named("turns"), scores.SCORES[name](named("turns").case)
+    first = results(problem, score, True, "sm90")
+    check(problem, score, first)
+    same_bits(first, results(problem, score, True, "sm90"))
 
 
 def test_hostile_device_vectors_are_clamped():

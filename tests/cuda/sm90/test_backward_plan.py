@@ -6,13 +6,16 @@ import pytest
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.sm90.backward import Cut, unsupported_reason
+from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, Dbias, bias_form
 from cuattn.problem import Band
-from tests.cuda.cases import F16
+from tests.cuda.cases import BF16, F16
 from tests.cuda.nvrtc import kernel_resources, version
+from tests.cuda.recording import array
 from tests.cuda.sm90.test_forward_plan import ARCH, CAUSAL, H200
 from tests.cuda.sm90.test_forward_plan import problem as forward_problem
 
 WINDOW = Band(10, 5, 0)
+FLOAT32 = np.dtype(np.float32)
 
 
 def problem(*sizes, **changes):
@@ -23,7 +26,6 @@ def problem(*sizes, **changes):
     ("changes", "words"),
     [
         ({"dtype": np.dtype(np.float32)}, "float32"),
-        ({"bias": np.dtype(np.float32)}, "bias"),
         ({"head_dim": 264}, "264"),
         ({"head_dim": 36, "head_dim_v": 40}, "36"),
         ({"n_queries": 0}, "nothing"),
@@ -41,7 +43,8 @@ def test_takes_head_dimensions(head_dim):
 def test_one_kernel_or_two():
     assert Cut(problem()).fused and Cut(problem(64, softcap=3.0, dropout=6554)).fused
     assert [Cut(problem(masks=(kind,), dropout=6554)).fused for kind in ("column", "block")] == [True, False]
-    assert not Cut(problem(256)).fused and not Cut(problem(softcap=3.0)).fused
+    assert not Cut(problem(256)).fused and not Cut(problem(softcap=3.0, dropout=6554)).fused
+    assert Cut(problem(softcap=3.0, band=CAUSAL)).fused and not Cut(problem(softcap=3.0)).split_delta
     assert "turns" in Cut(problem(64, deterministic=True)).note
     assert "fixed order" in Cut(problem(256)).note
 
@@ -83,6 +86,45 @@ def test_many_heads_take_turns():
     assert Cut(problem(256, deterministic=True)).keys.counts["section"] == 1
 
 
+SHAPES = {"whole": (2, 16, 4096, 4096), "heads": (1, 16, 4096, 4096), "keys": (2, 1, 1, 4096), "rows": (2, 16, 4096, 1)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "form"),
+    [
+        ("whole", {}, (False, True, Dbias.STORED)),
+        ("whole", {"dropout": 6554}, (False, True, Dbias.ADDED)),
+        ("whole", {"bias": FLOAT32}, (False, False, Dbias.ADDED)),
+        ("whole", {"out_dtype": FLOAT32, "deterministic": True}, (False, True, Dbias.ADDED)),
+        ("whole", {"softcap": 3.0}, (False, True, Dbias.ELSEWHERE)),
+        ("heads", {}, (False, True, Dbias.ADDED, True)),
+        ("heads", {"deterministic": True}, (False, True, Dbias.ELSEWHERE)),
+        ("keys", {"deterministic": True}, (True, False, Dbias.OF_KEYS)),
+        ("keys", {"kv_heads": 4}, (True, False, Dbias.OF_KEYS)),
+        ("rows", {}, (False, False, Dbias.ELSEWHERE)),
+    ],
+)
+def test_how_a_bias_comes_and_its_gradient_leaves(shape, changes, form):
+    p = problem(**{"bias": BF16, **changes})
+    assert bias_form(p, array(SHAPES[shape], p.bias)) == BiasForm(*form)
+
+
+def test_what_a_bias_asks_for():
+    assert bias_form(problem(), None) == BiasForm()
+    odd = problem(bias=BF16, n_keys=4095)
+    assert bias_form(odd, array((2, 16, 4096, 4095))) == BiasForm(gradient=Dbias.ADDED)
+    heads = problem(bias=BF16, kv_heads=4)
+    assert bias_form(heads, array((1, 16, 1, 4096))) == BiasForm(keys=True)
+    wide = problem(64, 128, bias=BF16)
+    assert not bias_form(wide, array(SHAPES["whole"])).tiles
+    few = problem(bias=BF16, n_queries=256, n_keys=256)
+    assert not bias_form(few, array((1, 16, 256, 256))).batches_first
+    shared = Cut(problem(bias=BF16), BiasForm(tiles=True, gradient=Dbias.ADDED, batches_first=True))
+    assert shared.split_delta and shared.keys.counts["section"] == 2
+    assert not Cut(problem(bias=BF16), BiasForm(tiles=True)).split_delta  # the pass takes delta whole
+    assert Cut(problem(256, bias=BF16), BiasForm(True, gradient=Dbias.OF_KEYS)).bias == BiasForm(True)
+
+
 # What NVRTC 12 keeps in local memory of the warps that draw what dropout drops: one value, once per tile.
 DRAWER_BYTES = 8
 
@@ -115,11 +157,34 @@ VARIANTS = [
 ]
 
 
-def kernels(p):
+KEYS = BiasForm(True, gradient=Dbias.OF_KEYS)
+TILES, LOADS = (
+    {form: BiasForm(tiles=tiles, gradient=form) for form in (Dbias.ELSEWHERE, Dbias.STORED, Dbias.ADDED)}
+    for tiles in (True, False)
+)
+BIASED = [
+    *((problem(d, bias=BF16), KEYS) for d in (64, 128)),
+    *((problem(d, bias=BF16, dropout=6554, band=CAUSAL), KEYS) for d in (64, 128)),
+    (problem(64, bias=BF16, masks=("column",), softcap=3.0), BiasForm(True)),
+    *((problem(d, bias=BF16), TILES[Dbias.STORED]) for d in (64, 128)),
+    (problem(128, bias=BF16, masks=("column",), deterministic=True), TILES[Dbias.STORED]),
+    *((problem(d, bias=BF16, band=CAUSAL), TILES[Dbias.ADDED]) for d in (64, 128)),
+    (problem(64, bias=BF16, masks=("column",)), TILES[Dbias.ADDED]),
+    (problem(128, bias=BF16, dropout=6554), TILES[Dbias.ADDED]),
+    (problem(64, bias=FLOAT32), LOADS[Dbias.ADDED]),
+    (problem(128, bias=FLOAT32, dropout=6554), LOADS[Dbias.ELSEWHERE]),
+    (problem(256, bias=FLOAT32), BiasForm()),
+    (problem(256, bias=BF16, band=WINDOW), BiasForm(True)),
+]
+
+
+def kernels(p, form=NO_BIAS):
     """Yield path, constants and shared memory of the kernels that are Hopper's own."""
-    cut = Cut(p)
+    cut = Cut(p, form)
     constants = cut.constants
-    yield "sm90/bwd.cu", constants, cut.keys.shared_bytes, "bwd_layout"
+    yield "sm90/bwd_bias.cu" if form.tiles else "sm90/bwd.cu", constants, cut.keys.shared_bytes, "bwd_layout"
+    if form.gradient == Dbias.ADDED:
+        yield "sm90/bwd_bias_convert.cu", constants, 0, ""
     if cut.fused:
         yield "sm90/bwd_convert.cu", constants, 0, ""
     else:
@@ -134,6 +199,13 @@ def test_spills(variant):
         (used,) = kernel_resources(path, tuple(constants.items()), ARCH).values()
         drawn_early = variant.dropout and version().startswith("12.")
         assert used.stack <= (DRAWER_BYTES if drawn_early else 0), (path, used)
+
+
+@pytest.mark.parametrize(("variant", "form"), BIASED)
+def test_biases_spills(variant, form):
+    for path, constants, _, _ in kernels(variant, form):
+        (used,) = kernel_resources(path, tuple(constants.items()), ARCH).values()
+        assert used.stack == 0, (path, used)
 
 
 @pytest.mark.parametrize("dlse", [False, True])
@@ -152,8 +224,8 @@ def test_preprocess_spills(variant, o_elem, load_bytes, dlse):
 
 
 def test_layout_agrees_with_the_kernel():
-    for variant in VARIANTS:
-        for _, constants, smem_bytes, layout in kernels(variant):
+    for variant, form in [*((variant, NO_BIAS) for variant in VARIANTS), *BIASED[::4]]:
+        for _, constants, smem_bytes, layout in kernels(variant, form):
             if layout:
                 space = "rows" if "rows" in layout else "bwd"
                 check = f'#include "sm90/{layout}.cuh"\nstatic_assert(sm90::{space}::shared_bytes == {smem_bytes});\n'

@@ -52,7 +52,7 @@ def test_walk_visits_what_the_band_sees():
                 assert state[m, n] in (0, 1)
 
 
-@pytest.mark.parametrize("mask", [0, 1, 3, 8, 9, 10])
+@pytest.mark.parametrize("mask", [0, 1, 3, 8, 9, 10, 16, 17, 26])
 def test_row_walk_goes_both_ways(mask):
     rng = np.random.default_rng(mask)
     row_tiles, key_tiles, left, right, offset = 75, 7, 1700, 4, 70
@@ -60,12 +60,15 @@ def test_row_walk_goes_both_ways(mask):
     ranges = 2 * (mask % 8)
     bounds = np.sort(rng.integers(0, row_tiles + 1, (key_tiles, ranges, 2)), -1).repeat(2, -1)[..., [0, 2, 1, 3]]
     blocks = rng.random((row_tiles, key_tiles)) < 0.1
+    states = rng.integers(0, 4, (-(-row_tiles // 4), -(-key_tiles // 4), 4, 4), np.uint32)  # bits 0: seen, 1: hidden
+    words = (states << (2 * np.arange(16, dtype=np.uint32)).reshape(4, 4)).sum((2, 3), dtype=np.uint32)
     body = f"""
         Params p{{}};
         p.n_queries = {n_queries}, p.n_keys = {n_keys}, p.row_tiles = {row_tiles}, p.key_tiles = {key_tiles};
         p.band_left = {left - offset}, p.band_right = {right + offset};
         p.table.bounds = bounds, p.table.block_m = 32, p.table.block_n = 16;
         p.mask.data = blocks, p.mask.row = {key_tiles}, p.mask.col = 1;
+        p.table.states = words, p.table.alive = words;
         __shared__ WalkTables tables;
         for (int n = 0; n < {key_tiles}; ++n) {{
             __syncwarp();
@@ -78,10 +81,10 @@ def test_row_walk_goes_both_ways(mask):
                 if (l == 0) down[{row_tiles} * n + count] = walk.tile;
         }}"""
     nothing = np.full((key_tiles, row_tiles), -1, np.int32)
-    _, _, up, down = run(
-        ["attn/row_walk.cuh"], "const int4* bounds, u8* blocks, i32* up, i32* down", body,
+    _, _, _, up, down = run(
+        ["attn/row_walk.cuh"], "const int4* bounds, u8* blocks, u32* words, i32* up, i32* down", body,
         np.append(bounds, 0).astype(np.int32),
-        blocks.astype(np.uint8), nothing, nothing, constants={**_MASK, "mask": mask},
+        blocks.astype(np.uint8), words, nothing, nothing, constants={**_MASK, "mask": mask},
     )  # fmt: skip
     i, j = np.arange(n_queries)[:, None] + offset, np.arange(n_keys)
     band = (j >= i - left) & (j <= i + right)
@@ -89,8 +92,10 @@ def test_row_walk_goes_both_ways(mask):
         seen = [band[32 * m : 32 * m + 32, 16 * n : 16 * n + 16].any() for m in range(row_tiles)]
         for first, end in bounds[n, :, :2]:
             seen[first:end] = [False] * (end - first)
-        if mask >= 8:
+        if mask & 8:
             seen &= blocks[:, n]
+        if mask & 16:
+            seen &= states[np.arange(row_tiles) // 4, n // 4, np.arange(row_tiles) % 4, n % 4] % 2 == 1
         visited = np.flatnonzero(seen)
         np.testing.assert_array_equal(up[n, : len(visited)], visited)
         np.testing.assert_array_equal(down[n, : len(visited)], visited[::-1])

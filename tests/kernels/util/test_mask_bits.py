@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from cuattn.cuda.params import TABLES
 from cuattn.cuda.tables import CallMasks
 from cuattn.masks import BooleanMask
 from cuattn.problem import Band
@@ -24,9 +25,8 @@ def tables(mask, problem, tile, packed):
     memory = cupy.full(made.nbytes, 0xA5, np.uint8)
     stream = cupy.cuda.get_current_stream()
     made.fill(made.sources([mask], 0, stream), 0, memory.data.ptr, stream)
-    names = ("cols", "bounds", "order", "bits", "alive", "states")
     found, ends = memory.get(), [*[place for place in made._places if place is not None][1:], made.nbytes]
-    given = [(name, place) for name, place in zip(names, made._places, strict=True) if place is not None]
+    given = [(name, place) for name, place in zip(TABLES, made._places, strict=True) if place is not None]
     return {name: found[place:end].view(np.uint32) for (name, place), end in zip(given, ends, strict=True)}, extent
 
 
@@ -71,5 +71,6 @@ def test_tables(shape, tile, band):
     if band is not None:
         offset = i + band.offset
         seen = seen & (j <= offset + band.right) & (j >= offset - (n_keys if band.left is None else band.left))
+    assert sorted(found["order"][: -(-n_queries // tile[0])]) == list(range(-(-n_queries // tile[0])))
     alive = found["alive"][: heads * -(-n_keys // 32)].reshape(heads, -1)
     np.testing.assert_array_equal(alive[:, j // 32] >> (j % 32).astype(np.uint32) & 1, seen.any(axis=1))

@@ -1,0 +1,64 @@
+"""Score functions in Hopper's forward on a GPU against the float64 oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cuattn
+from tests import oracle
+from tests.cuda import scores
+from tests.cuda.cases import BF16, F16, Case, bias_of, blocks_of, columns_of, oracle_options, same_bits, to_device
+from tests.cuda.gpu import made
+from tests.cuda.gpu import poisoned_memory as poisoned_memory
+from tests.tolerances import assert_close
+
+pytestmark = pytest.mark.gpu
+
+DROPPED = {"dropout_p": 0.25, "rng": 9}
+PLAIN = Case("plain", n_queries=300, n_keys=408)
+CASES = [
+    PLAIN,
+    PLAIN._replace(name="float16 d128 causal", dtype=F16, head_dim=128, options={"is_causal": "bottom_right"}),
+    PLAIN._replace(name="column dropout", head_dim=128, mask=columns_of, options=DROPPED),
+    PLAIN._replace(name="grouped window", heads=4, options={"window": (60, 20, "top_left")}),
+    PLAIN._replace(name="blocks", n_keys=640, mask=blocks_of(128, 64)),
+    PLAIN._replace(name="softcap", options={"softcap": 6.0, "scale": -0.2}),
+    PLAIN._replace(name="d256", head_dim=256),
+    PLAIN._replace(name="bias", head_dim=128, bias=bias_of(0, 1, 1, 1, dtype=BF16)),
+    PLAIN._replace(name="key bias", bias=bias_of(1, 0, 0, 1), options={"is_causal": "top_left"}),
+]
+
+
+def forward(problem, score, **more):
+    """Return o, l, m with a score function."""
+    options = {name: to_device(value) for name, value in problem.options.items()}
+    args = tuple(map(to_device, score.args))
+    more = {"kernel": "sm90", "score": score.function, "score_args": args, **more}
+    return [x.get() for x in cuattn.forward(*problem.arrays()[1:], **options, **more)[:3]]
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    import cupy
+
+    if cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("needs compute capability 9.0")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("name", scores.SCORES)
+def test_oracle(name, case):
+    problem, score = made(case), scores.SCORES[name](case)
+    spelled_out = {**oracle_options(case, problem.options), "score": score.of_scores(case)}
+    exact, textbook = (oracle.solve(*problem.qkv, **spelled_out, dtype=low) for low in (None, case.dtype))
+    for given, part in zip(forward(problem, score), ("o", "l", "m"), strict=True):
+        e, t = getattr(exact, part), getattr(textbook, part)
+        size = float(np.abs(e[np.isfinite(e)]).max(initial=0))
+        assert_close(given, e, t, dtype=case.dtype, magnitude=64 * size, name=part)
+
+
+@pytest.mark.parametrize("kernel", ["sm90", "sm80"])
+def test_an_identity_is_no_function(kernel):
+    problem = made(PLAIN)
+    same_bits(forward(problem, scores.Score(lambda s, b, h, i, j: s), kernel=kernel), problem.forward(kernel))
