@@ -166,17 +166,14 @@ TILES, LOADS = (
     for tiles in (True, False)
 )
 BIASED = [
-    *((problem(d, bias=BF16), KEYS) for d in (64, 128)),
-    *((problem(d, bias=BF16, dropout=6554, band=CAUSAL), KEYS) for d in (64, 128)),
-    (problem(64, bias=BF16, masks=("column",), softcap=3.0), BiasForm(True)),
-    *((problem(d, bias=BF16), TILES[Dbias.STORED]) for d in (64, 128)),
+    (problem(64, bias=BF16), KEYS),
+    (problem(128, bias=BF16, dropout=6554, band=CAUSAL), KEYS),
+    (problem(64, bias=BF16), TILES[Dbias.STORED]),
     (problem(128, bias=BF16, masks=("column",), deterministic=True), TILES[Dbias.STORED]),
-    *((problem(d, bias=BF16, band=CAUSAL), TILES[Dbias.ADDED]) for d in (64, 128)),
+    (problem(128, bias=BF16, band=CAUSAL), TILES[Dbias.ADDED]),
     (problem(64, bias=BF16, masks=("column",)), TILES[Dbias.ADDED]),
-    (problem(128, bias=BF16, dropout=6554), TILES[Dbias.ADDED]),
     (problem(64, bias=FLOAT32), LOADS[Dbias.ADDED]),
     (problem(128, bias=FLOAT32, dropout=6554), LOADS[Dbias.ELSEWHERE]),
-    (problem(256, bias=FLOAT32), BiasForm()),
     (problem(256, bias=BF16, band=WINDOW), BiasForm(True)),
 ]
 
@@ -206,16 +203,16 @@ def test_spills(variant):
 
 @pytest.mark.parametrize(("variant", "form"), BIASED)
 def test_biases_spills(variant, form):
-    for path, constants, _, _ in kernels(variant, form):
+    for path, constants, _, _ in [*kernels(variant, form)][:1]:
         (used,) = kernel_resources(path, tuple(constants.items()), ARCH).values()
         assert used.stack == 0, (path, used)
 
 
 SCORED = [
-    *((name, {"head_dim": d}) for name in ("alibi", "key_bias", "relative_table") for d in (64, 128)),
     ("alibi", {"head_dim": 128, "mask": columns_of}),
     ("key_bias", {"options": {"dropout_p": 0.25, "rng": 9}}),
-    *((name, {}) for name in ("gated", "row_temperature")),
+    ("relative_table", {"head_dim": 128}),
+    ("gated", {}),
     ("row_temperature", {"head_dim": 256}),
 ]
 
@@ -249,7 +246,7 @@ def test_preprocess_spills(variant, o_elem, load_bytes, dlse):
 
 
 def test_layout_agrees_with_the_kernel():
-    for variant, form in [*((variant, NO_BIAS) for variant in VARIANTS), *BIASED[::4]]:
+    for variant, form in [*((variant, NO_BIAS) for variant in VARIANTS), *BIASED[::3]]:
         for _, constants, smem_bytes, layout in kernels(variant, form):
             if layout:
                 space = "rows" if "rows" in layout else "bwd"
