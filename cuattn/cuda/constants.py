@@ -35,12 +35,14 @@ name                    type     meaning
 ``bias``                bool     a bias is added
 ``bias_tiles``          bool     sm90: the copy engine brings it, in tiles
 ``bias_keys``           bool     sm90: it is broadcast along rows
+``bias_shared``         bool     sm90 forward: batches that share it are worked on side by side
 ``bias_deferred``       bool     sm90 forward: it is added beside the exponentials
 ``bias_rows``           bool     sm90 forward: it is broadcast along keys
 ``batches_first``       bool     sm90 backward: sequences are worked on side by side
 ``dbias``               int      sm90 backward: how the main kernel makes dbias, see kernels/attn/bwd_workspace.cuh
 ``softcap``             bool     scores pass through softcap * tanh(s / softcap)
 ``score``               bool     scores pass through a function, ``traced::score``
+``reads_keys``          bool     sm90 forward: it reads arrays by keys
 ``additive``            bool     which adds ``traced::addend``, so that its slope is 1
 ``sloped``              bool     the slope of softcap and function together is not 1
 ``prescaled``           bool     scores are scaled before the maximum is taken

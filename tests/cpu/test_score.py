@@ -53,6 +53,7 @@ def test_gradients_are_finite_differences(recipe):
 
 def table(s, b, h, i, j, heads, table, temper, distance, factor):
     """A function with all kinds of arguments, of which the arrays are read in all kinds of places."""
+    s = s + heads[1, -2] * (i + j) / 512
     return s * np.exp(temper * 0.125) + heads[b, h] * factor + table[h, i - j + 90] + table[0, distance[j]] * i / 64
 
 

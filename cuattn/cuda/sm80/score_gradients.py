@@ -89,6 +89,12 @@ def unsupported_reason(problem: Problem) -> str | None:
     return None
 
 
+def by_keys(problem: Problem) -> bool:
+    """Return whether few sums over keys or heads are all that the gradients need."""
+    found = learned(problem)
+    return 0 < len(found) <= _TOGETHER and all(each.place in ("key", "head") for each in found)
+
+
 class ScoreGradients:
     """The launches that make the gradients of a score function's arrays.
 
@@ -97,6 +103,9 @@ class ScoreGradients:
     problem : Problem
     tile : BackwardTile
         Of the passes.
+    owners : int, optional
+        The main kernel takes the place of the only pass, over keys (:func:`by_keys`), and leaves so many sums of heads
+        for each.
 
     Attributes
     ----------
@@ -106,9 +115,9 @@ class ScoreGradients:
         What is worth knowing of them.
     """
 
-    def __init__(self, problem: Problem, tile: BackwardTile) -> None:
+    def __init__(self, problem: Problem, tile: BackwardTile, owners: int = 0) -> None:
         self.problem, self.tile, self.weights = problem, tile, learned(problem)
-        self._counts = tile_counts(problem, tile)
+        self._counts, self._owners = tile_counts(problem, tile), owners
         self.passes = self._passes()
         self._sizes = {slot: math.prod(problem.score.facts.arrays[slot].shape) for slot in problem.score.learned}
         steps = {
@@ -119,7 +128,11 @@ class ScoreGradients:
         self.scratch = {f"score_elements{slot}": Array((self._sizes[slot],), stat) for slot in steps if steps[slot]}
         for index, made in enumerate(self.passes):
             if size := self._starts(made)[-1]:
-                self.scratch[f"score_sums{index}"] = Array((size,), stat)
+                self.scratch[self._name(index)] = Array((size,), stat)
+
+    def _name(self, index: int) -> str:
+        """Return the name of a pass's sums."""
+        return "dbias_acc" if self._owners else f"score_sums{index}"
 
     def _of_slot(self, slot: int) -> list[int]:
         return [number for number, found in enumerate(self.weights) if found.weight.slot == slot]
@@ -149,7 +162,7 @@ class ScoreGradients:
     @property
     def notes(self) -> list[str]:
         """What is worth knowing of the plan."""
-        if not self.passes:
+        if not self.passes or self._owners:
             return []
         in_order = self.problem.deterministic or all(found.place != "element" for found in self.weights)
         order = "in a fixed order" if in_order else "some of them added up in memory in no fixed order"
@@ -159,6 +172,8 @@ class ScoreGradients:
         """Return the lines of a head that a pass sums, and its blocks to a head."""
         rows, keys = self._counts.values()
         block_m, block_n = self.tile[:2]
+        if self._owners:
+            return self.problem.n_keys, self._owners
         if walk == _HEADS:
             return 0, rows * keys
         if walk != _DIAGONALS:
@@ -192,7 +207,7 @@ class ScoreGradients:
         constants = {**constants, **self.tile._asdict(), "atomic_dq": False, "score": True, "weights": count}
         for slot in {self.weights[number].weight.slot for made in self.passes for number in made.elements}:
             self._gather(call, constants, slot, to=f"score_elements{slot}")  # zeros
-        for index, made in enumerate(self.passes):
+        for index, made in enumerate(() if self._owners else self.passes):
             self._pass(call, constants, index, made, shared_bytes)
         for slot in self._sizes:
             self._gather_all(call, constants, slot)
@@ -200,7 +215,7 @@ class ScoreGradients:
     def _pass(self, call: Call, constants: Constants, index: int, made: Pass, shared_bytes: int) -> None:
         """Append a pass."""
         (lines, owners), (heads_at, slices_at, size) = self._lines(made.walk), self._starts(made)
-        slots = {"sums": f"score_sums{index}"} if size else {}
+        slots = {"sums": self._name(index)} if size else {}
         if made.elements:
             slots["elements"] = f"score_elements{self.weights[made.elements[0]].weight.slot}"
         length, histogram = self._slice(made), cdiv(shared_bytes, 16) * 16
@@ -235,7 +250,7 @@ class ScoreGradients:
         """Return where the sums of a weight are."""
         index, made = next((n, x) for n, x in enumerate(self.passes) if number in (*x.lines, *x.heads, *x.slices))
         (lines, owners), (heads_at, slices_at, _) = self._lines(made.walk), self._starts(made)
-        of_pass, instances = (f"score_sums{index}", made.walk), self.problem.instances
+        of_pass, instances = (self._name(index), made.walk), self.problem.instances
         if number in made.lines:
             return Sums(*of_pass, _LINE, made.lines.index(number) * instances * lines, lines, 1)
         if number in made.heads:
