@@ -35,12 +35,14 @@ name                    type     meaning
 ``bias``                bool     a bias is added
 ``bias_tiles``          bool     sm90: the copy engine brings it, in tiles
 ``bias_keys``           bool     sm90: it is broadcast along rows
+``bias_shared``         bool     sm90 forward: batches that share it are worked on side by side
 ``bias_deferred``       bool     sm90 forward: it is added beside the exponentials
 ``bias_rows``           bool     sm90 forward: it is broadcast along keys
 ``batches_first``       bool     sm90 backward: sequences are worked on side by side
 ``dbias``               int      sm90 backward: how the main kernel makes dbias, see kernels/attn/bwd_workspace.cuh
 ``softcap``             bool     scores pass through softcap * tanh(s / softcap)
 ``score``               bool     scores pass through a function, ``traced::score``
+``reads_keys``          bool     sm90 forward: it reads arrays by keys
 ``additive``            bool     which adds ``traced::addend``, so that its slope is 1
 ``sloped``              bool     the slope of softcap and function together is not 1
 ``prescaled``           bool     scores are scaled before the maximum is taken
@@ -63,8 +65,9 @@ name                    type     meaning
 ``sum_keys``            bool     bias kernel: the bias is broadcast along keys
 ``weights``             int      gradients of a function's arrays: numbers that ``traced::weights`` returns
 ``weight``              int      which of them
-``shared``              int      what scores share the index of each, two bits a weight (kernels/attn/score_sums.cuh)
+``shared``              int      what scores share the index of each, three bits a weight (kernels/attn/score_sums.cuh)
 ``gathers``             int      the same of one weight, whose sums are added to the elements of its array
+``sharers``             int      threads that share their sums of a slice
 ``walk``                int      which scores a block adds up, see there
 ``by_batch``            bool     the index depends on b
 ``by_head``             bool     the index depends on h

@@ -81,6 +81,11 @@ __device__ __forceinline__ i32 opaque(i32 value) {
     return value;
 }
 
+__device__ __forceinline__ float opaque(float value) {
+    asm volatile("" : "+f"(value));
+    return value;
+}
+
 // Zero in the register that x has.  Assigned under a condition, a zero may cost a copy of x in every turn of a loop.
 __device__ __forceinline__ void set_zero(double& x) { asm volatile("mov.f64 %0, 0d0000000000000000;" : "+d"(x)); }
 __device__ __forceinline__ void set_zero(float& x) { asm volatile("mov.f32 %0, 0f00000000;" : "+f"(x)); }

@@ -1,5 +1,6 @@
 // The bias as the consumers add it: it comes with the keys, as a tile or as the one row that all queries share, or by ordinary loads.
 #pragma once
+#include "ptx/registers.cuh"
 #include "ptx/shared.cuh"
 #include "sm90/fwd_softmax.cuh"
 
@@ -12,13 +13,22 @@ constexpr BiasForm bias_form = cfg::bias_tiles ? kBiasTiles : cfg::bias_keys ? k
 // Is what the bias adds read before the scores are there?  Three warpgroups have no registers to keep it in.
 constexpr bool bias_ahead = cfg::bias && bias_form != kBiasLoads && warpgroups == 2, bias_late = cfg::bias && !bias_ahead;
 
-// What a thread adds to its scores of a key tile.
+// Calls work(i) for those of `count` pieces that belong to one of `steps` steps.
+template <int count, class Work>
+__device__ __forceinline__ void unroll_part(int step, int steps, const Work& work) {
+    unroll<count>([&](int i) { if (i * steps / count == step) work(i); });
+}
+
+// What a thread adds to its scores of a key tile, read in steps, and unpacked in steps.
+struct Unpacked {
+    __device__ __forceinline__ void unpack(int, int) const {}
+};
 template <BiasForm form>
-struct Bias {  // by ordinary loads: only where they begin is kept
+struct Bias : Unpacked {  // by ordinary loads: only where they begin is kept
     const cfg::bias_elem* rows[2];
     i32 key;
 
-    __device__ __forceinline__ void load(const Params& p, const Shared&, u32, const Work& work, i32 first_row, i32 n) {
+    __device__ __forceinline__ void load(int, int, const Params& p, const Shared&, u32, const Work& work, i32 first_row, i32 n) {
         const auto* head = static_cast<const cfg::bias_elem*>(p.bias.data) + slice_of(p.bias, work.batch, work.head);
         unroll<2>([&](int r) { rows[r] = head + min(max(first_row, 0) + 8 * r, p.n_queries - 1) * p.bias.row; });
         key = n * cfg::block_n + 2 * (threadIdx.x % 4);
@@ -31,10 +41,11 @@ struct Bias {  // by ordinary loads: only where they begin is kept
 
 // One number for each of the thread's two rows.
 template <>
-struct Bias<kBiasRows> {
+struct Bias<kBiasRows> : Unpacked {
     float rows[2];
 
-    __device__ __forceinline__ void load(const Params& p, const Shared&, u32, const Work& work, i32 first_row, i32) {
+    __device__ __forceinline__ void load(int step, int, const Params& p, const Shared&, u32, const Work& work, i32 first_row, i32) {
+        if (step > 0) return;
         const i64 offset = slice_of(p.bias, work.batch, work.head);
         unroll<2>([&](int r) { rows[r] = bias_at(p, offset, max(first_row, 0) + 8 * r, 0); });
     }
@@ -44,37 +55,44 @@ struct Bias<kBiasRows> {
 
 // One number for each of the thread's keys.
 template <>
-struct Bias<kBiasKeys> {
+struct Bias<kBiasKeys> : Unpacked {
     float2 keys[cfg::block_n / 8];
-    float most;
-    bool wild;
+    float2 told;  // of the tile: the largest; 1 where some is no finite number
 
-    __device__ __forceinline__ void load(const Params&, const Shared& shared, u32 stage, const Work&, i32, i32) {
-        const KeyBias& row = shared.key_bias(stage);
-        unroll<cfg::block_n / 8>([&](int block) { keys[block] = *reinterpret_cast<const float2*>(row.of + 8 * block + 2 * (threadIdx.x % 4)); });
-        most = row.most;
-        wild = uniform(row.wild);
+    __device__ __forceinline__ void load(int step, int steps, const Params&, const Shared& shared, u32 stage, const Work&, i32, i32) {
+        const u32 row = shared.key_bias(stage), own = row + 8 * (threadIdx.x % 4);
+        unroll_part<cfg::block_n / 8>(step, steps, [&](int block) { ptx::load_shared(keys[block], own + 32 * block); });
+        if (step == 0) ptx::load_shared(told, row + 4 * cfg::block_n);
     }
-    __device__ __forceinline__ bool hides() const { return wild; }
+    __device__ __forceinline__ bool hides() const { return uniform(told.y != 0.0f); }
     __device__ __forceinline__ void clear() { unroll<cfg::block_n / 8>([&](int block) { keys[block] = {0.0f, 0.0f}; }); }
     __device__ __forceinline__ float of(const Params&, int i) const { return i % 2 ? keys[i / 4].y : keys[i / 4].x; }
 };
 
-// A tile lies in slabs like those of q; pairs of 16-bit numbers come as fragments.
+// A tile lies in slabs like those of q; pairs of 16-bit numbers come as fragments, and are told apart where there are registers for that.
+constexpr bool unpacks_ahead = bias_form == kBiasTiles && cfg::min_blocks == 1 && cfg::block_n * 5 / 4 + cfg::head_dim_v / 2 <= 192;
 template <>
 struct Bias<kBiasTiles> {
     u32 pairs[cfg::block_n / 16][4];
+    float numbers[unpacks_ahead ? cfg::block_n / 2 : 1];
 
-    __device__ __forceinline__ void load(const Params&, const Shared& shared, u32 stage, const Work&, i32, i32) {
+    __device__ __forceinline__ void load(int step, int steps, const Params&, const Shared& shared, u32 stage, const Work&, i32, i32) {
         const u32 thread = ptx::opaque(static_cast<i32>(threadIdx.x - 128)), lane = thread % 32, row = 16 * (thread / 32) + lane % 16;
         const u32 tile = shared.bias(stage) + row * row_bytes;
-        unroll<cfg::block_n / 16>([&](int block) {
+        unroll_part<cfg::block_n / 16>(step, steps, [&](int block) {
             ptx::ldmatrix_x4(pairs[block], tile + block / 4 * cfg::block_m * row_bytes + 16 * ((2 * (block % 4) + lane / 16) ^ (row % 8)));
         });
+    }
+    __device__ __forceinline__ void unpack(int step, int steps) {
+        if constexpr (unpacks_ahead) unroll_part<cfg::block_n / 2>(step, steps, [&](int i) { numbers[i] = ptx::opaque(unpacked(i)); });
     }
     // A dense bias of -inf hides what is finite.
     __device__ __forceinline__ bool hides() const { return false; }
     __device__ __forceinline__ float of(const Params&, int i) const {
+        if constexpr (unpacks_ahead) return numbers[i];
+        return unpacked(i);
+    }
+    __device__ __forceinline__ float unpacked(int i) const {
         const u32 pair = pairs[i / 8][i / 2 % 4];
         if constexpr (is_bfloat16) return __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
         return i % 2 ? ptx::high_f16(pair) : ptx::low_f16(pair);
@@ -82,8 +100,16 @@ struct Bias<kBiasTiles> {
 };
 
 // What a score function adds to scores that are not there yet, for as many keys as there are registers: the first of each warpgroup's thread.
-constexpr int free_registers = (warpgroups == 3 ? 128 : cfg::min_blocks == 2 ? 96 : 208) - cfg::block_n * 3 / 4 - cfg::head_dim_v / 2;
+constexpr int free_registers = (warpgroups == 3 ? 128 : cfg::min_blocks == 2 ? 96 : cfg::reads_keys || cfg::dropout > 0 ? 184 : 200) - cfg::block_n * 3 / 4 - cfg::head_dim_v / 2;
 constexpr int blocks_ahead = !cfg::additive || cfg::bias || free_registers < 4 ? 0 : free_registers / 4 < cfg::block_n / 8 ? free_registers / 4 : cfg::block_n / 8;
+
+// A key of which a score function is asked.  One beyond the last is taken for that only where arrays are read by keys: its score is masked.
+template <class Key, class Head>
+__device__ __forceinline__ Key key_of(const Params& p, const Head& head, i32 key) {
+    if constexpr (cfg::reads_keys) return Key::of(p, head, key);
+    const i32 j = static_cast<i32>(global_key(p, key));
+    return {j, traced::key(p, head.made, head.b, head.h, j)};
+}
 
 // A thread's two rows, of which a score function is asked.
 struct AskedRows {
@@ -91,18 +117,20 @@ struct AskedRows {
     TracedRow rows[2];
     float addends[4 * blocks_ahead + 1];
 
-    __device__ __forceinline__ void ask(const Params& p, const Work& work, i32 first_row, i32 first_key) {
-        head = TracedHead::of(p, work.batch, work.head);
-        unroll<2>([&](int r) { rows[r] = TracedRow::of(p, head, max(first_row, 0) + 8 * r); });
-        ask_ahead(p, head, first_key);
+    __device__ __forceinline__ void ask(int step, int steps, const Params& p, const Work& work, i32 first_row, i32 first_key) {
+        if (step == 0) {
+            head = TracedHead::of(p, work.batch, work.head);
+            unroll<2>([&](int r) { rows[r] = TracedRow::of(p, head, max(first_row, 0) + 8 * r); });
+        }
+        ask_ahead(step, steps, p, head, first_key);
     }
 
     template <class Head>
-    __device__ __forceinline__ void ask_ahead(const Params& p, const Head& of, i32 first_key) {
-        if constexpr (cfg::additive) {
-            unroll<2 * blocks_ahead>([&](int i) {
-                const auto key = TracedKey::of(p, of, first_key + i / 2 * 8 + i % 2);
-                unroll<2>([&](int r) { addends[i / 2 * 4 + 2 * r + i % 2] = addend(p, of, rows[r], key); });
+    __device__ __forceinline__ void ask_ahead(int step, int steps, const Params& p, const Head& of, i32 first_key) {
+        if constexpr (blocks_ahead > 0) {
+            unroll_part<2 * blocks_ahead>(step, steps, [&](int i) {
+                const auto key = key_of<TracedKey>(p, of, first_key + i / 2 * 8 + i % 2);
+                unroll<2>([&](int r) { addends[i / 2 * 4 + 2 * r + i % 2] = ptx::opaque(addend(p, of, rows[r], key)); });
             });
         }
     }
@@ -126,7 +154,7 @@ template <class Asked>
 __device__ __forceinline__ void complete_scores(Scores& s, const Params& p, const Bias<bias_form>& bias, const Asked& asked, i32 first_key) {
     if constexpr (cfg::score) {
         unroll<cfg::block_n / 8, 2>([&](int block, int e) {
-            const TracedKey key = TracedKey::of(p, asked.head, first_key + 8 * block + e);
+            const auto key = key_of<TracedKey>(p, asked.head, first_key + 8 * block + e);
             unroll<2>([&](int r) {
                 const int i = 4 * block + 2 * r + e;
                 float& x = s[i];

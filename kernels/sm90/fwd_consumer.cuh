@@ -12,11 +12,6 @@
 
 namespace sm90::fwd {
 
-// Short rows of three warpgroups do best with the plainest steps.
-constexpr bool plain = !cfg::overlap && cfg::dropout == 0;
-// Else no key tile is hidden, only a row's first one, the last of the keys, may be cut, and tiles are counted, not told.
-constexpr bool later_tiles_vary = !unmasked || plain;
-constexpr bool keys_are_read = later_tiles_vary || cfg::bias_tiles || cfg::bias_keys;  // by all threads, in what comes with them
 // The next keys, and the warpgroup's own P V, are awaited halfway through the exponentials: both have long been there, and
 // rounding P then runs beside the other half.  Three warpgroups fill each other's gaps, and do better with one long stretch.
 constexpr bool proceeds_early = cfg::overlap && warpgroups == 2;
@@ -69,11 +64,14 @@ struct Consumer {
         if (later_tiles_vary && block == when + 1 && arrived) next = shared.code(k.stage);
     }
 
+    __device__ __forceinline__ i32 first_tile() const { return cfg::bias_keys ? work.instance & 0xffffff : p.key_tiles - 1; }
+    __device__ __forceinline__ i32 last_tile() const { return cfg::bias_keys ? work.instance >> 24 : 0; }
+
     // The tile that follows, or the row's `first`, where all are visited.
     __device__ __forceinline__ KeyTile count_down(bool first) const {
-        const i32 n = first ? p.key_tiles - 1 : tile.n() - 1;
+        const i32 n = first ? first_tile() : tile.n() - 1;
         const bool whole = !first || (n + 1) * cfg::block_n <= p.n_keys;
-        return KeyTile::make(n, (whole ? 0 : KeyTile::partial_bits) | (n == 0 ? KeyTile::last_bit : 0));
+        return KeyTile::make(n, (whole ? 0 : KeyTile::partial_bits) | (n == last_tile() ? KeyTile::last_bit : 0));
     }
 
     template <bool first = false>
@@ -127,13 +125,29 @@ struct Consumer {
         }
     }
 
+    // What a score function asks about the thread's rows, and what the bias adds to the tile's scores: read while products are issued.
+    struct Completion {
+        AskedRows asked;
+        Bias<bias_form> bias;
+    };
+    __device__ __forceinline__ void prepare(Completion& with, int step) const {
+        if constexpr (cfg::score) with.asked.ask(step, score_steps, p, work, row(), first_key());
+        if constexpr (bias_ahead) read_bias(with, step, score_steps);
+    }
+    __device__ __forceinline__ void read_bias(Completion& with, int step, int steps) const {
+        with.bias.load(step, steps, p, shared, k.stage, work, row(), tile.n());
+    }
+
+    // The first of the thread's keys.
+    __device__ __forceinline__ i32 first_key() const { return tile.n() * cfg::block_n + 2 * (threadIdx.x % 4); }
+
     // Algorithm 2, line 10 (FlashMask algorithm 1, line 17): issues the scores; where registers allow it, what is visible of a partial tile is found meanwhile.
     // may_cut: some tiles that come here are partial.
-    __device__ __forceinline__ void begin_scores(bool may_cut = true) {
+    __device__ __forceinline__ void begin_scores(Completion& with, bool may_cut = true) {
         if (search_beside && may_cut && uniform(tile.partial(warpgroup)))
-            issue_scores([&](int step) { search(step, score_steps); });
+            issue_scores([&](int step) { search(step, score_steps), prepare(with, step); });
         else
-            issue_scores([](int) {});
+            issue_scores([&](int step) { prepare(with, step); });
     }
 
     // While the products run: the same where registers are fewer.
@@ -141,25 +155,11 @@ struct Consumer {
         if (!search_beside && may_cut && uniform(tile.partial(warpgroup))) search(0, 1);
     }
 
-    // The first of the thread's keys.
-    __device__ __forceinline__ i32 first_key() const { return tile.n() * cfg::block_n + 2 * (threadIdx.x % 4); }
-
-    // What a score function asks about the thread's rows, and what the bias adds to the tile's scores: read while they are on their way.
-    struct Completion {
-        AskedRows asked;
-        Bias<bias_form> bias;
-    };
-    __device__ __forceinline__ void prepare(Completion& with) const {
-        if constexpr (cfg::score) with.asked.ask(p, work, row(), first_key());
-        if constexpr (bias_ahead) read_bias(with);
-    }
-    __device__ __forceinline__ void read_bias(Completion& with) const { with.bias.load(p, shared, k.stage, work, row(), tile.n()); }
-
     // The scores are there: their keys' buffer goes back at once, since only a few are under way.
     __device__ __forceinline__ void finish_scores(Completion& with) {
         ptx::wgmma_pin(s);
         if constexpr (bias_late) {
-            read_bias(with);
+            read_bias(with, 0, 1);
             complete(with);
         }
         release_keys();
@@ -182,7 +182,8 @@ struct Consumer {
         float top[2];
         find_largest_positive(top, s);
         const float scale = static_cast<float>(p.scale);
-        return __all_sync(~0u, fmaf(top[0], scale, with.bias.most) <= state.limit[0] && fmaf(top[1], scale, with.bias.most) <= state.limit[1] && !with.bias.wild);
+        return __all_sync(~0u, fmaf(top[0], scale, with.bias.told.x) <= state.limit[0] && fmaf(top[1], scale, with.bias.told.x) <= state.limit[1] &&
+                                   with.bias.told.y == 0.0f);
     }
 
     // Lines 11 to 13: the scores, and the running softmax.  What dropout keeps is drawn between the exponentials, block by block: the two wait for
@@ -266,11 +267,11 @@ struct Consumer {
     // A key tile with nothing to overlap with.  True when the row has no further one.
     __device__ __forceinline__ bool single() {
         await_ping_pong();
-        begin_scores();
-        pass_ping_pong();
-        search_behind();
         Completion with;
-        prepare(with);
+        begin_scores(with);
+        pass_ping_pong();
+        with.bias.unpack(0, 1);
+        search_behind();
         ptx::wgmma_wait<0>();
         const bool last = uniform(tile.last());
         finish_scores(with);
@@ -296,13 +297,12 @@ struct Consumer {
     // Scores of a tile beside P V of the tile before.  True when this was the last tile of the row.
     __device__ __forceinline__ bool step() {
         await_ping_pong();
-        begin_scores(later_tiles_vary);
-        issue_values([](int) {});
+        Completion with;
+        begin_scores(with, later_tiles_vary);
+        issue_values([&](int step) { with.bias.unpack(step, value_steps); });
         pass_ping_pong();
         free_output();
         search_behind(later_tiles_vary);
-        Completion with;
-        prepare(with);
         ptx::wgmma_wait<1>();
         finish_scores(with);
         const bool last = uniform(tile.last()), settled = !plain && (!later_tiles_vary || !uniform(tile.partial(warpgroup)));
@@ -332,15 +332,16 @@ struct Consumer {
         ptx::wgmma_wait<0>();
         finish_values();
         clear_empty_rows(ending);
+        Completion with;
         issue_scores([&](int step) {
             unroll<output_blocks>([&](int block) { if (block * score_steps / output_blocks == step) write_columns(ending, block); });
+            prepare(with, step);
         });
         pass_ping_pong();
+        with.bias.unpack(0, 1);
         finish_ending(ending);
         state.reset();
         clear();
-        Completion with;
-        prepare(with);
         ptx::wgmma_wait<0>();
         const bool last = uniform(tile.last());
         finish_scores(with);

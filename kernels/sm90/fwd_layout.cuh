@@ -15,6 +15,11 @@ constexpr int consumer_registers = cfg::min_blocks == 2 ? 104 : warpgroups == 3 
 // Rows and keys that see nothing and nobody sees, also because of the bias.
 constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias || cfg::score, may_hide_keys = may_have_dead_keys || cfg::bias_keys;
 
+// Short rows of three warpgroups do best with the plainest steps.
+constexpr bool plain = !cfg::overlap && cfg::dropout == 0;
+// Else no key tile is hidden, only a row's first one, the last of the keys, may be cut, and tiles are counted, not told.
+constexpr bool later_tiles_vary = !unmasked || plain;
+constexpr bool keys_are_read = later_tiles_vary || cfg::bias_tiles || cfg::bias_keys;  // by all threads, in what comes with them
 constexpr int q_bytes = slabs * cfg::block_m * row_bytes;
 constexpr int k_bytes = slabs * cfg::block_n * row_bytes;
 constexpr int v_bytes = slabs_v * cfg::block_n * row_bytes;
@@ -31,8 +36,7 @@ constexpr int q_buffer_bytes = stage_output && o_bytes > q_bytes ? o_bytes : q_b
 // The bias of a tile's keys.
 struct alignas(16) KeyBias {
     float of[cfg::block_n];
-    u32 wild;   // some of them is no finite number
-    float most;
+    float most, wild;  // the largest; 1 where some is no finite number
 };
 
 // Offsets in bytes; every tile starts on a multiple of 1024.
@@ -63,7 +67,7 @@ enum Barrier {
 struct alignas(16) Work {
     i32 row;          // first query row
     i32 head, batch;  // of q and o; negative head: there is no further work
-    i32 instance;     // of the mask
+    i32 instance;     // of the mask; where tiles are counted and the bias may hide keys, the first one counted and, << 24, the last one
 };
 
 // A key tile as it travels to the consumers, with its buffer of k.
@@ -133,7 +137,7 @@ struct Shared : SharedMemory {
     __device__ __forceinline__ TileList& list() const { return at<TileList>(list_at); }
     __device__ __forceinline__ KeyTile& code(u32 stage) const { return at<KeyTile>(codes_at, stage); }
     __device__ __forceinline__ u32 bias(u32 stage) const { return address + bias_tiles_at + stage * bias_bytes; }
-    __device__ __forceinline__ KeyBias& key_bias(u32 stage) const { return at<KeyBias>(key_bias_at, stage); }
+    __device__ __forceinline__ u32 key_bias(u32 stage) const { return address + key_bias_at + stage * static_cast<u32>(sizeof(KeyBias)); }
     __device__ __forceinline__ int4* cols(u32 stage) const { return &at<int4>(cols_at + stage * cols_bytes); }
     __device__ __forceinline__ u64* bits(u32 stage, u32 warpgroup) const { return &at<u64>(bits_at + stage * bits_bytes + warpgroup * bits_part); }
     __device__ __forceinline__ Mail& mail() const { return at<Mail>(mail_at); }

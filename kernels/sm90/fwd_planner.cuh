@@ -2,6 +2,7 @@
 //
 // It runs ahead of the producer, so that no table is waited for while keys or values could be on their way.
 #pragma once
+#include "attn/score.cuh"
 #include "ptx/barrier.cuh"
 #include "sm90/fwd_layout.cuh"
 #include "sm90/hidden.cuh"
@@ -17,7 +18,12 @@ __device__ __forceinline__ i32 rows_before_first(const Params& p) {
 
 // In a section the row tiles with most work come first; neighbours share keys and values.
 __device__ __forceinline__ Work row_tile(const Params& p, i32 number) {
-    const TileRank place = rank_of(p, number, p.heads, p.row_tiles);
+    TileRank place = rank_of(p, number, p.heads, p.row_tiles);
+    if constexpr (cfg::bias_shared) {  // in a section are then the batches of a head
+        const i32 pair = place.batch * p.heads + place.head;
+        place.head = pair / p.batch;
+        place.batch = pair - place.head * p.batch;
+    }
     i32 tile = p.row_tiles - 1 - place.rank, instance = 0;
     if constexpr (cfg::mask != kMaskNone) instance = static_cast<i32>(slice_of(p.table, place.batch, place.head));
     if constexpr (column_masks > 0 || stated_mask)
@@ -129,13 +135,46 @@ struct Planner {
         q.advance();
     }
 
+    // Does the bias let anybody see some key of a tile?
+    __device__ __forceinline__ bool shows(i64 offset, i32 n) const {
+        for (i32 key = n * cfg::block_n; key < (n + 1) * cfg::block_n; key += 8) {
+            bool some = false;
+            unroll<8>([&](int i) { some |= bias_shows(p, offset, key + i); });
+            if (some) return true;
+        }
+        return false;
+    }
+
+    // Narrows a range of key tiles by what the bias hides of its ends: padding costs nothing.
+    __device__ __forceinline__ void trim(const Work& work, i32& lowest, i32& top) const {
+        const i64 offset = slice_of(p.bias, work.batch, work.head);
+        u32 some = 0;
+        for (; top >= lowest; top -= 32) {
+            const i32 n = top - static_cast<i32>(lane);
+            some = __ballot_sync(~0u, n >= lowest && shows(offset, n));
+            if (some != 0) break;
+        }
+        if (some == 0) return;
+        top -= __ffs(some) - 1;
+        for (;; lowest += 32) {
+            const i32 n = lowest + static_cast<i32>(lane);
+            some = __ballot_sync(~0u, n <= top && shows(offset, n));
+            if (some != 0) break;
+        }
+        lowest += __ffs(some) - 1;
+    }
+
     // Key tiles in descending order, 32 candidates at a time.  The queries follow the first list.
-    __device__ __forceinline__ void plan(const Work& work) {
+    __device__ __forceinline__ void plan(Work work) {
         i64 blocks = 0;
         if constexpr (block_mask) blocks = slice_of(p.mask, work.batch, work.head);
         const Rows rows = all_rows(p, work);
-        const i32 lowest = band_first(p, rows) / cfg::block_n;
-        const i32 top = (band_end(p, rows) + cfg::block_n - 1) / cfg::block_n - 1;
+        i32 lowest = band_first(p, rows) / cfg::block_n;
+        i32 top = (band_end(p, rows) + cfg::block_n - 1) / cfg::block_n - 1;
+        if constexpr (cfg::bias_keys) {
+            trim(work, lowest, top);
+            if (!later_tiles_vary && top >= lowest) lowest = min(lowest, 127), work.instance = top | lowest << 24;
+        }
         KeyTile held = KeyTile::none();
         bool first = true, some = false;
         for (i32 group = top; group >= lowest; group -= 32) {

@@ -28,16 +28,16 @@ struct LoadedKeyBias {
     }
 
     // True if a key may be hidden.
-    __device__ __forceinline__ bool store(KeyBias& row, u32 lane) const {
+    __device__ __forceinline__ bool store(u32 row, u32 lane) const {
         bool wild = false;
         float most = of[0];
         unroll<(cfg::block_n + 31) / 32>([&](int i) {
-            if (32 * i + lane < cfg::block_n) row.of[32 * i + lane] = of[i];
+            if (32 * i + lane < cfg::block_n) ptx::store_shared(row + 4 * (32 * i + lane), of[i]);
             wild |= !(fabsf(of[i]) < -minus_infinity());
             most = fmaxf(most, of[i]);
         });
-        row.most = ordered_float(__reduce_max_sync(~0u, ordered_bits(most)));
-        row.wild = wild = uniform(wild);
+        wild = uniform(wild);
+        ptx::store_shared_v2(row + 4 * cfg::block_n, ordered_float(__reduce_max_sync(~0u, ordered_bits(most))), wild ? 1.0f : 0.0f);
         return wild;
     }
 

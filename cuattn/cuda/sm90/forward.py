@@ -1,6 +1,7 @@
 """The forward for compute capability 9.0: when and with which tiles, tensor maps, a ticket, one launch."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 from cuattn.cuda.arguments import pad, row_bytes, row_strides, steps_of, tile_counts
@@ -80,6 +81,13 @@ def bias_form(problem: Problem, bias: Any = None) -> str:
             return "rows" if row else "keys"
         mapped &= column == 1 and tensor_map.unsupported_reason(bias.data.ptr, row_strides(bias)) is None
     return "tiles" if mapped else "loads"
+
+
+def is_shared(bias: Any) -> bool:
+    """Whether a bias is broadcast along all batches and too large to stay in the L2 cache by itself."""
+    *batch, heads, _, _ = steps_of(bias)
+    size = math.prod(bias.shape[-2:]) * bias.dtype.itemsize * (bias.shape[-3] if heads else 1)
+    return not any(batch) and math.prod(bias.shape) > 0 and size > _L2_SHARE
 
 
 def width_of(columns: int) -> int:
@@ -162,6 +170,9 @@ class Cut:
         section = problem.group
         if problem.masks or (problem.band is not None and problem.band.right is not None):
             section *= sharing_cache(problem.n_keys * row_bytes(problem))
+        self._shares_bias = self.bias_form == "tiles" and bias is not None and is_shared(bias)
+        if self._shares_bias:
+            section = min(math.prod(problem.batch), sharing_cache(problem.n_keys * row_bytes(problem)))
         self.counts = {**tile_counts(problem, tile), "section": min(section, problem.instances)}
 
     def _tile(self) -> Tile:
@@ -272,6 +283,8 @@ class Cut:
             **tile._asdict(),
             **scaling(problem),
             "bias_deferred": self._adds_late,
+            "reads_keys": problem.score is not None and (problem.runs or reads(problem.score, J)),
+            "bias_shared": self._shares_bias,
             **{f"bias_{form}": self.bias_form == form for form in ("tiles", "keys", "rows")},
             "head_dim": self.head_dim,
             "head_dim_v": self.head_dim_v,

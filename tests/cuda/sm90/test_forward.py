@@ -8,7 +8,8 @@ from cuattn.cuda.sm80.forward import Forward as PortableForward
 from cuattn.cuda.sm90.forward import Forward
 from cuattn.errors import UnsupportedError
 from cuattn.problem import Origin, place_of
-from tests.cuda.recording import TICKET, operands, sequence_of
+from tests.cuda.cases import BF16
+from tests.cuda.recording import H200, TICKET, array, operands, sequence_of
 from tests.cuda.recording import driver as driver
 from tests.cuda.sm90.test_forward_plan import CAUSAL, problem
 
@@ -74,6 +75,29 @@ def test_unfit_arrays(options, words):
 def test_unfit_stride():
     p = problem(100, 96)
     assert "200 bytes" in Forward(p, operands(p), ()).unsupported_reason()
+
+
+@pytest.mark.parametrize(
+    ("shape", "path", "maps", "section"),
+    [
+        ((1, 16, 4096, 4096), "sm90/fwd_bias.cu", 5, 2),  # both batches of a head share what is read of it
+        ((2, 1, 4096, 4096), "sm90/fwd_bias.cu", 5, 1),
+        ((2, 1, 1, 4096), "sm90/fwd.cu", 4, 1),
+        ((2, 16, 4096, 1), "sm90/fwd.cu", 4, 1),
+    ],
+)
+def test_a_bias_comes_in_tiles_or_with_the_keys(driver, shape, path, maps, section):
+    p = problem(bias=BF16)
+    found = launched(driver, p, {**operands(p), "bias": array(shape)})
+    assert (found.path, len(found.maps), found.argument["section"]) == (path, maps, section)
+    assert found.maps[-1].shape == (shape if maps == 5 else (2, 16, 4096, 128))
+    assert bool(found.argument["bias.head"]) == (shape[1] > 1)
+
+
+def test_two_blocks_share_a_multiprocessor_where_heads_are_narrow(driver):
+    p = problem(32, bias=BF16, n_queries=256, n_keys=256, batch=(256,))
+    found = launched(driver, p, {**operands(p), "bias": array((1, 16, 256, 256))})
+    assert found.grid == (264,) and 2 * (found.shared_bytes + 1024) <= H200.shared_bytes + 1024
 
 
 def test_a_graph_counts_its_tiles_in_memory_of_its_results(driver):

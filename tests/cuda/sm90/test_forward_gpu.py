@@ -73,7 +73,7 @@ OWN = [
         128,
         dtype=F16,
         bias=bias_of(1, 1, 1, 1, dtype=F16),
-        options={"softcap": 3.0, "window": (200, 150)},
+        options={"softcap": 3.0, "window": (200, 150, "top_left")},
     ),
     sized(
         "hopper bias columns dropout",
@@ -88,6 +88,7 @@ OWN = [
     Case("hopper bias 192 128", head_dim=192, head_dim_v=128, n_keys=400, bias=bias_of(1, 1, 1, 1, dtype=BF16)),
     # Of all queries together, or of all keys; by ordinary loads.
     *(sized(f"hopper key bias d{d}", 300, 1001, d, bias=bias_of(1, 0, 0, 1)) for d in (64, 128, 256)),
+    sized("hopper key bias long", 300, 2504, 128, heads=40, kv_heads=40, bias=bias_of(1, 1, 0, 1)),
     sized("hopper key bias columns", 500, 505, 128, mask=columns_of, bias=bias_of(1, 1, 0, 1, dtype=BF16)),
     sized(
         "hopper key bias causal dropout",
@@ -118,18 +119,18 @@ def test_oracle(case):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("lowest", [-np.inf, -3.3895314e38, -1e30])
 @pytest.mark.parametrize("shape", [(1, 0, 0, 1), (1, 1, 1, 1), (1, 1, 1, 0)])
-@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32)])
-def test_padding_by_a_bias(head_dim, lowest, shape, dtype):
+@pytest.mark.parametrize(("dtype", "n_keys"), [(BF16, 408), (np.dtype(np.float32), 1608)])
+def test_padding_by_a_bias(head_dim, lowest, shape, dtype, n_keys):
     """A bias of -inf hides, and the lowest numbers do as well as; throughout a row these give the mean of v."""
-    problem = made(sized("padding", 200, 408, head_dim, bias=bias_of(*shape, dtype=dtype)))
-    bias = problem.options["bias"]
+    problem = made(sized("padding", 200, n_keys, head_dim, bias=bias_of(*shape, dtype=dtype)))
+    bias, end = problem.options["bias"], n_keys - 158
     if shape[-1]:
-        bias[..., :7], bias[..., 250:] = lowest, lowest
+        bias[..., : n_keys // 9], bias[..., end:] = lowest, lowest
     if shape[-2]:
         bias[..., 5, :], bias[..., 64:140, :] = lowest, lowest
     elif lowest == -np.inf:  # keys that no query sees
         for x in problem.qkv[1:]:
-            x[..., 250:, :] = np.nan
+            x[..., : n_keys // 9, :] = x[..., end:, :] = np.nan
         seen = problem._replace(qkv=[problem.qkv[0], *(np.nan_to_num(x) for x in problem.qkv[1:])])
         actual = problem.forward("sm90")
         same_bits(actual, seen.forward("sm90"))
