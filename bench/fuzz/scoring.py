@@ -11,7 +11,7 @@ _NAMES = ("heads", "table", "rows", "keys", "marks", "kinds", "number", "count")
 _LEAVES = (
     "heads[b % 2, h]", f"table[h, np.clip(i - j, -{_REACH}, {_REACH}) + {_REACH}]", "rows[i]", "keys[j]",
     "marks[kinds[j]]", "marks[(i + 3 * j - count) % 5]", "number", "0.75", "(j - i) / 64", "np.abs(i - j) * 0.125",
-    "h / 2",
+    "h / 2", "marks[-2]",
 )  # fmt: skip
 _OPERATIONS = (
     "{} + {}", "{} - {}", "{} * {}", "np.maximum({}, {})", "np.where(i < j, {}, {})", "{} / (1.5 + np.abs({}))",

@@ -15,6 +15,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from cuattn.cpu.arithmetic import SUM, is_finite, summed_to
 from cuattn.cpu.blocks import UNIT
+from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Place, Problem, ScoreFunction
 from cuattn.rng import BLOCK
 from cuattn.tracing import Bound, I, J, Node, Program, S, Weight, addend, derivative, weights
@@ -260,13 +261,15 @@ def along_diagonals(x: ndarray) -> tuple[ndarray, ndarray]:
 
     Examples
     --------
-    >>> along_diagonals(np.arange(6.0).reshape(2, 3))
-    (array([[3., 4., 6., 2.]]), array([[-1,  0,  1,  2]], dtype=int32))
+    >>> along_diagonals(np.arange(9.0).reshape(3, 3))
+    (array([[ 6., 10., 12.,  6.,  2.]]), array([[-2, -1,  0,  1,  2]], dtype=int32))
     """
     *lead, keys, rows = x.shape
-    some = math.gcd(keys, _DIAGONAL)
-    some = some if some >= UNIT else keys
-    parts, width = keys // some, some + rows - 1
+    some, most = math.gcd(keys, _DIAGONAL), min(rows, _DIAGONAL)
+    if not min(most, UNIT) <= some <= 2 * most:  # lest lines have much more that is 0
+        some = most
+        x = np.concatenate([x, np.zeros((*lead, -keys % some, rows), x.dtype)], -2)
+    parts, width = cdiv(keys, some), some + rows - 1
     lines = np.zeros((*lead, parts, some * (width + 1)), x.dtype)
     lines[..., : some * width].reshape(*lead, parts, some, width)[..., :rows] = x.reshape(*lead, parts, some, rows)
     # In lines that are longer by one, each key's stand one column to the left of those of the key before.

@@ -65,8 +65,9 @@ name                    type     meaning
 ``sum_keys``            bool     bias kernel: the bias is broadcast along keys
 ``weights``             int      gradients of a function's arrays: numbers that ``traced::weights`` returns
 ``weight``              int      which of them
-``shared``              int      what scores share the index of each, two bits a weight (kernels/attn/score_sums.cuh)
+``shared``              int      what scores share the index of each, three bits a weight (kernels/attn/score_sums.cuh)
 ``gathers``             int      the same of one weight, whose sums are added to the elements of its array
+``sharers``             int      threads that share their sums of a slice
 ``walk``                int      which scores a block adds up, see there
 ``by_batch``            bool     the index depends on b
 ``by_head``             bool     the index depends on h

@@ -11,19 +11,14 @@ from typing import Any
 import numpy as np
 
 from cuattn.cuda.arguments import Change
+from cuattn.cuda.learned import learned
 from cuattn.cuda.params import PARAMS, derived
 from cuattn.problem import OPERATIONS, Problem
-from cuattn.tracing import Bound, Weight, addend, derivative, host_value, source, weights
+from cuattn.tracing import Bound, addend, derivative, host_value, source
 from cuattn.tracing.graph import constant
 
 _PREFIX = "traced."
 _ONE, _ZERO = constant(1.0), constant(0.0)
-
-
-def weights_of(problem: Problem) -> list[Weight]:
-    """Return how a backward's score function depends on the arrays that are differentiated."""
-    score = problem.score
-    return [weight for slot in score.learned for weight in weights(score.root, slot)]
 
 
 class Functions:
@@ -50,15 +45,16 @@ class Functions:
 
     def __init__(self, problem: Problem, operands: Mapping[str, Any]) -> None:
         score = problem.score
-        replays, found = OPERATIONS[problem.operation].replays, weights_of(problem)
+        replays, found = OPERATIONS[problem.operation].replays, learned(problem)
         functions = {
             "score": [score.root],
             "addend": [addend(score.root) or _ZERO],
             "score_and_slope": [score.root, derivative(score.root) if replays else _ONE],
         }
         if score.learned:
-            functions["weights"] = [weight.weight for weight in found] or [_ZERO]
-            functions["offsets"] = [weight.offset for weight in found] or [constant(0)]
+            functions["weights"] = [x.weight.weight for x in found] or [_ZERO]
+            for name in ("number", "offset", "base"):
+                functions[f"{name}s"] = [getattr(x, name) for x in found] or [constant(0)]
         made = source(functions, score.facts, problem.stat_dtype, short=problem.dtype.itemsize == 2)
         arrays = tuple(operands[name] for name in score.names)
         self.text, self._nodes = made.text, made.numbers

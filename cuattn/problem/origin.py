@@ -25,7 +25,8 @@ _COUNTER_LIMIT = 2**32  # the generator's counter words have 32 bits
 class Origin:
     """Global indices of a call's first element: its place in a larger problem that is computed in parts.
 
-    Causality, windows and dropout then use global indices; masks and bias are the call's own, already cut.
+    Causality, windows, dropout and functions then use global indices; masks and bias are the call's own, already cut,
+    and what functions read is the whole's.
 
     Parameters
     ----------

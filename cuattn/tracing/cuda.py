@@ -324,10 +324,10 @@ class Writer:
         row = TABLE[node.op]
         if self._short and row.short and (node.depends & S or node.op not in ROUNDED):
             return row.short
-        if row.unsigned and node.kind == "i":
-            operands = [self._known[x] for x in node.args]
-            if all(x.lo >= 0 for x in operands) and operands[-1].lo > 0:
-                return row.unsigned
+        if row.unsigned and row.positive and node.kind == "i":
+            x, y = (self._known[arg] for arg in node.args)
+            if y.lo > 0:
+                return row.unsigned if x.lo >= 0 else row.positive
         return row.cuda
 
     def _load(self, node: Node, indices: list[str]) -> str:

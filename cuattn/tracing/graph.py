@@ -20,6 +20,7 @@ S, B, H, I, J, ARRAY, PARAMETER = (1 << bit for bit in range(7))
 """What a node may depend on, as bits of `Node.depends`."""
 
 VARIABLES = {"s": S, "b": B, "h": H, "i": I, "j": J}
+_OF_SLOTS = {"parameter": PARAMETER, "load": ARRAY, "offset": ARRAY}
 KINDS = {"b": "a boolean", "i": "an integer", "f": "a number"}
 HOST_DTYPES = {"b": np.dtype(bool), "i": np.dtype(np.int64), "f": np.dtype(np.float64)}
 """Of what the host computes once, by kind."""
@@ -99,7 +100,7 @@ def intern(op: str, args: Sequence[Node] = (), kind: str = "f", value: Any = Non
     with _lock:
         node = _nodes.get(key)
         if node is None:
-            own = {"variable": VARIABLES.get(value, 0), "parameter": PARAMETER, "load": ARRAY}.get(op, 0)
+            own = VARIABLES[value] if op == "variable" else _OF_SLOTS.get(op, 0)
             bits = functools.reduce(operator.or_, [arg.depends for arg in args], own)
             node = _nodes[key] = Node(op, tuple(args), kind, value, bits)
         return node

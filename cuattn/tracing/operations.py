@@ -46,7 +46,9 @@ class Operation:
     exact : bool
         Whether the result is never rounded.
     unsigned : str, optional
-        C++ expression where no operand is negative and the last one not 0; {U} is the unsigned type.
+        C++ expression of integers where none is negative and the last one not 0; {U} is the unsigned type.
+    positive : str, optional
+        C++ expression of integers where the last one is positive.
     short : str, optional
         C++ expression in 16-bit problems; of what is rounded correctly only where it depends on s.
     wraps : bool
@@ -68,6 +70,7 @@ class Operation:
     boolean: str | None = None
     exact: bool = False
     unsigned: str | None = None
+    positive: str | None = None
     short: str | None = None
     wraps: bool = False
     heavy: bool = False
@@ -172,6 +175,7 @@ _ROWS = (
         "floor_quotient({0}, {1})",
         ufunc=_quiet(np.floor_divide),
         unsigned="({T})(({U}){0} / ({U}){1})",
+        positive="quotient_by_positive({0}, {1})",
         heavy=True,
     ),
     _row(
@@ -181,6 +185,7 @@ _ROWS = (
         lambda x, y, z: (1, -(x // y)),
         ufunc=_quiet(np.remainder),
         unsigned="({T})(({U}){0} % ({U}){1})",
+        positive="remainder_by_positive({0}, {1})",
         heavy=True,
     ),
     _row(
@@ -190,6 +195,7 @@ _ROWS = (
         lambda x, y, z: (1, -np.trunc(x / y)),
         ufunc=_quiet(np.fmod),
         unsigned="({T})(({U}){0} % ({U}){1})",
+        positive="{0} % {1}",
         heavy=True,
     ),
     _row(

@@ -3,26 +3,32 @@
 //   d loss / d x[index(b, h, i, j)] += dS(b, h, i, j) weight(s, b, h, i, j)     for every expression in which a function reads an array x
 //
 // The first kernel adds what belongs together whatever the array: the elements of a head, of a row, of a key or of a diagonal, since the index
-// is the same for all of them.  The second one adds these sums where they belong.  Of other indices the first kernel adds every element itself.
+// is the same for all of them; or, where a head reads no more than a small slice of the array, those of each element of that.  The second one
+// adds these sums where they belong.  Of other indices the first kernel adds every element itself.
 #pragma once
 #include "attn/place.cuh"
 
 // Which scores share an index; a weight that a launch has nothing to do with shares nothing.
-enum Shared { kShareNothing, kShareHead, kShareLine, kShareElement };
+enum Shared { kShareNothing, kShareHead, kShareLine, kShareSlice, kShareElement };
 
 // What a block of the first kernel walks over, whose lines are: the keys of a key tile, rows of a row tile, diagonals of tiles along a diagonal;
 // or all heads, for one pair of tiles.
 enum Walk { kWalkKeys, kWalkRows, kWalkDiagonals, kWalkHeads };
 
 struct ScoreSums {
-    void* sums;      // cfg::acc: [weights of the launch that share lines][heads * batch][lines], then [those of heads][heads * batch][owners]
+    void* sums;      // cfg::acc: [weights of the launch that share lines][heads * batch][lines], [those of heads][heads * batch][owners], and of one
+                     // of slices [heads * batch][owners][slice]
     void* elements;  // cfg::acc: gradients of arrays whose elements are added one by one, or null
-    void* result;    // cfg::acc or cfg::grad
-    i64 first;       // of the second kernel's sums; of the first kernel's sums of heads
-    i64 size;        // elements of the array
-    i32 owners;      // blocks to a head: tiles, or diagonals of tiles
+    void* result;    // second kernel: cfg::result
+    i64 first;       // second kernel: the first of its sums
+    i64 reach;       // second kernel: elements from the first to the last that a head may read, less 1
+    i64 size;        // second kernel: elements of the array
+    i64 heads_at, slices_at;  // first kernel: where in `sums` those of heads and of slices begin
+    i32 owners;      // blocks to a head: tiles, or diagonals of tiles; second kernel: sums to a line
     i32 lines;       // sums to a head
-    i32 owned;       // elements that a block of the second kernel adds up
+    i32 slice;       // elements of a slice
+    i32 histogram;   // first kernel: where in shared memory it has their sums
+    i32 owned;       // second kernel: elements that a block adds up
 };
 
 struct ScoreSumsParams : Params, ScoreSums {};
@@ -39,7 +45,7 @@ struct Diagonals {
     __device__ __forceinline__ static i32 difference(i32 corner, i32 x) { return corner + x - (keys - 1); }
 };
 
-// traced::weights and traced::offsets return a number for each weight.
+// traced::weights, numbers, offsets and bases return a number for each weight.
 template <int... n>
 struct Numbers {};
 template <int count, int... n>
@@ -49,11 +55,27 @@ struct CountTo<0, n...> {
     using type = Numbers<n...>;
 };
 
-template <int count, int... n>
-__device__ __forceinline__ void find_weights(cfg::acc (&weights)[count], Numbers<n...>, const Params& p, cfg::acc s, const TracedHead& head, const TracedRow& row, const TracedKey& key) {
-    traced::weights(p, head.made, row.made, key.made, s, head.b, head.h, row.i, key.j, weights[n]...);
-}
-template <int count, int... n>
-__device__ __forceinline__ void find_offsets(i64 (&offsets)[count], Numbers<n...>, const Params& p, const TracedHead& head, const TracedRow& row, const TracedKey& key) {
-    traced::offsets(p, head.made, row.made, key.made, cfg::acc(0), head.b, head.h, row.i, key.j, offsets[n]...);
-}
+// What they are asked about.
+struct ScorePlace {
+    const Params& p;
+    const TracedHead& head;
+    const TracedRow& row;
+    const TracedKey& key;
+
+    template <int count, int... n>
+    __device__ __forceinline__ void weights(cfg::acc (&found)[count], Numbers<n...>, cfg::acc s) const {
+        traced::weights(p, head.made, row.made, key.made, s, head.b, head.h, row.i, key.j, found[n]...);
+    }
+    template <int count, int... n>
+    __device__ __forceinline__ void numbers(i64 (&found)[count], Numbers<n...>) const {
+        traced::numbers(p, head.made, row.made, key.made, cfg::acc(0), head.b, head.h, row.i, key.j, found[n]...);
+    }
+    template <int count, int... n>
+    __device__ __forceinline__ void offsets(i64 (&found)[count], Numbers<n...>) const {
+        traced::offsets(p, head.made, row.made, key.made, cfg::acc(0), head.b, head.h, row.i, key.j, found[n]...);
+    }
+    template <int count, int... n>
+    __device__ __forceinline__ void bases(i64 (&found)[count], Numbers<n...>) const {
+        traced::bases(p, head.made, row.made, key.made, cfg::acc(0), head.b, head.h, row.i, key.j, found[n]...);
+    }
+};

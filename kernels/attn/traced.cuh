@@ -40,6 +40,14 @@ __device__ __forceinline__ T floor_quotient(T a, T b) {
     const T quotient = a / b, rest = a % b;
     return rest != 0 && (rest < 0) != (b < 0) ? quotient - 1 : quotient;
 }
+// By a divisor that is known to be positive.
+template <class T>
+__device__ __forceinline__ T remainder_by_positive(T a, T b) {
+    const T rest = a % b;
+    return rest < 0 ? rest + b : rest;
+}
+template <class T>
+__device__ __forceinline__ T quotient_by_positive(T a, T b) { return a / b - (a % b < 0); }
 
 // What int32 holds of a number, towards 0; NaN gives 0.
 template <class T>

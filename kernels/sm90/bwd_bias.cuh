@@ -1,9 +1,8 @@
-// A bias in the backward: how it joins the scores of a warpgroup's part of a tile, and how its gradient, dS, is made of them.
+// How a bias and a score function join the scores of a warpgroup's part of a tile.
 //
-// It is two numbers of a thread, for its keys (cfg::bias_keys); or it arrives by the copy engine in the buffer that dS will take, each
+// A bias is two numbers of a thread, for its keys (cfg::bias_keys); or it arrives by the copy engine in the buffer that dS will take, each
 // warp reading what it later overwrites (cfg::bias_tiles); or it is loaded, element by element.
 #pragma once
-#include "ptx/global.cuh"
 #include "sm90/bwd_scores.cuh"
 
 namespace sm90::bwd {
@@ -100,40 +99,5 @@ __device__ __forceinline__ void weigh_apart(Scores& s, Fragments& weights, const
         });
     });
 }
-
-// What becomes of dS on its way to bfloat16, two neighbouring queries of a key at a time: nothing,
-struct NoSums {
-    __device__ __forceinline__ void take(int, float, float) {}
-};
-
-// a sum over queries for each of the thread's two keys,
-struct KeySums {
-    float sums[2];
-
-    __device__ __forceinline__ void take(int i, float low, float high) { sums[key_of(i)] += low + high; }
-
-    // Of all of the warpgroup's keys, from the thread's first on.
-    __device__ __forceinline__ void store(const Params& p, const Work& work, i32 key) {
-        unroll<2>([&](int r) {
-            float& sum = sums[r];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            sum *= static_cast<float>(p.dropout_scale);
-            float* to = static_cast<float*>(p.dbias_acc) + static_cast<i64>(work.batch * p.kv_heads + work.head) * p.n_keys;
-            if (threadIdx.x % 4 == r && key + 8 * r < p.n_keys) to[key + 8 * r] = sum;
-        });
-    }
-};
-
-// or an addition in memory: [bias][row tile][key tile][warpgroup][part][thread][4], a part in the order of the registers.
-struct AddedTile {
-    float* to;
-    float low, high;
-
-    __device__ __forceinline__ void take(int i, float a, float b) {
-        if (i % 4 == 0) low = a, high = b;
-        else ptx::red_add_x4(to + i / 4 * 512, low, high, a, b);
-    }
-};
 
 }  // namespace sm90::bwd

@@ -1,4 +1,4 @@
-// The gradient of a bias from the sums of kernels/sm90/bwd.cu (AddedTile in sm90/bwd_bias.cuh): scaled, rounded and put in order.
+// The gradient of a bias from the sums of kernels/sm90/bwd.cu (AddedTile in sm90/bwd_sums.cuh): scaled, rounded and put in order.
 //
 // Grid: key tiles * row tiles * instances of the bias, key tiles fastest.  Through shared memory, 16 rows at a time.
 #include "attn/params.cuh"

@@ -29,7 +29,7 @@ struct Consumer : Worker {
     static constexpr bool crowded = cfg::block_m == 128 || cfg::split_delta || slopes_apart || (cfg::dropout && (cfg::bias || cfg::score));
     using Ahead = Numbers<crowded ? 0 : cfg::block_m / 8>;
     static constexpr int held =  // before what is hidden is hidden
-        slopes_apart ? 0 : cfg::dropout ? unmasked && !cfg::bias && !cfg::score : cfg::dbias == kDbiasAdded ? 3 : !cfg::split_delta ? 2
+        slopes_apart ? 0 : cfg::dropout ? unmasked && !cfg::bias && !cfg::score : cfg::dbias == kDbiasAdded ? 3 : !cfg::split_delta ? (cfg::dbias == kDbiasWeighted ? 0 : 2)
         : column_masks > 0 && stated_mask ? 0 : column_masks > 0 || stated_mask ? 4 : 0;
     using Stat = Numbers<crowded ? held : cfg::block_m / 8>;
     using Delta = Either<cfg::split_delta, NoNumbers, Ahead>::type;
@@ -44,6 +44,9 @@ struct Consumer : Worker {
     StepCode code;  // of the row tile whose scores were begun last
     u32 begun = 0;  // 0 in the first step of a key tile, whose products overwrite dK and dV
     KeySums key_sums;
+#ifdef WEIGHTED_SUMS
+    WeightedSums weighted_sums;
+#endif
 
     __device__ __forceinline__ Consumer(const Params& p, const Shared& shared, const Maps& maps, u32 warpgroup)
         : Worker{p, shared}, dk_map(maps.dk), dv_map(maps.dv), dbias_map(maps.dbias), warpgroup(warpgroup) {}
@@ -115,12 +118,17 @@ struct Consumer : Worker {
 
     // Lines 18 and 20: dS, which goes to shared memory for dQ.
     __device__ __forceinline__ void gradients(const Delta& delta) {
+#ifdef WEIGHTED_SUMS
+        WeightedSums::Step step(weighted_sums, p, place(64 * warpgroup));
+        differentiate<!values_first>(ds, weights, s, dp, delta, step);
+#else
         if constexpr (cfg::dbias == kDbiasOfKeys) {
             differentiate<!values_first>(ds, weights, s, dp, delta, key_sums);
         } else {
             auto dbias = bias_gradient();
             differentiate<!values_first>(ds, weights, s, dp, delta, dbias);
         }
+#endif
         store_gradients(ds, own_gradients(slot.stage));
     }
 
@@ -237,6 +245,9 @@ struct Consumer : Worker {
     __device__ __forceinline__ void write() {
         const Work work = this->work();
         if constexpr (cfg::dbias == kDbiasOfKeys) key_sums.store(p, work, work.tile * cfg::block_n + 64 * warpgroup + fragment_row());
+#ifdef WEIGHTED_SUMS
+        weighted_sums.store(p, work, work.tile * cfg::block_n + 64 * warpgroup + fragment_row(), warpgroup);
+#endif
         if constexpr (cfg::bias_tiles) return write_beside_biases(work);
         release_read(shared.barrier(k_empty + keys.stage));
         ptx::barrier_sync(keys_barrier, consumers);  // nobody reads dS any more
@@ -277,6 +288,9 @@ struct Consumer : Worker {
             await_values();
             values.load(own_rows(shared.v()));
             if constexpr (cfg::dbias == kDbiasOfKeys) clear(key_sums.sums);
+#ifdef WEIGHTED_SUMS
+            weighted_sums.clear();
+#endif
             if (uniform(work().seen()))
                 accumulate_steps();
             else

@@ -53,7 +53,7 @@ struct Weigher : Worker {
             load_bias(0);
             const Hidden hidden(*this, 0, uniform(step().partial()));
             const Draws draws = take_draws(0);
-            const Numbers<cfg::block_m / 8> stat(numbers(stat_at));
+            const Numbers<slopes_apart ? 0 : cfg::block_m / 8> stat(numbers(stat_at));
             const u32 stage = slot.stage;
             const bool last = uniform(step().last());
             ptx::wgmma_wait<0>();

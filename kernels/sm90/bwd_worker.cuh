@@ -3,7 +3,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/shared.cuh"
 #include "sm90/gradients.cuh"
-#include "sm90/bwd_bias.cuh"
+#include "sm90/bwd_sums.cuh"
 
 namespace sm90::bwd {
 

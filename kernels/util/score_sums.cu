@@ -2,8 +2,8 @@
 //
 //   result[e] = elements[e] + scale sum of the sums (of heads, rows, keys, diagonals) whose index is e
 //
-// Each block owns some elements and goes through all indices; its warps share them, and each has sums of its own.  Heads that an index does
-// not depend on (not cfg::by_batch, not cfg::by_head) have their sums added up first.
+// Each block owns some elements and goes through the indices of all heads that may read them; its warps share those of a head, and each has
+// sums of its own.  Heads that an index does not depend on (not cfg::by_batch, not cfg::by_head) have their sums added up first.
 //
 // Shared memory   sums [warps][owned]
 // Grid            elements / owned
@@ -14,9 +14,9 @@ using Acc = cfg::acc;
 constexpr int weights = cfg::weights;
 using Weighted = typename CountTo<weights>::type;
 using Diagonal = Diagonals<cfg::block_m, cfg::block_n>;
-constexpr bool of_lines = cfg::gathers == kShareLine, of_diagonals = of_lines && cfg::walk == kWalkDiagonals;
+constexpr bool of_lines = cfg::gathers == kShareLine, of_slices = cfg::gathers == kShareSlice, of_diagonals = of_lines && cfg::walk == kWalkDiagonals;
 
-// The row and the key of a line, counted from the operands' first; or a line that does not exist.
+// The row and the key of a line, counted from the operands' first; or a line that does not exist.  The number of a slice's element is their sum.
 struct Line {
     i32 row = 0, key = 0;
     bool exists = true;
@@ -29,16 +29,30 @@ struct Line {
             exists = x < Diagonal::lines - 1 && row < p.n_queries && key < p.n_keys;
         } else if constexpr (of_lines) {
             (cfg::walk == kWalkRows ? row : key) = line;
+        } else if constexpr (of_slices) {
+            row = min(line, p.n_queries - 1), key = line - row;
         }
     }
 };
 
-// The sum of a line, over the heads that share its index: those with the same b or the same h, where the index depends on them.
+// What functions know of a line's row and key; those of a slice's element are not the problem's.
+__device__ __forceinline__ TracedRow row_of(const Params& p, const TracedHead& head, const Line& line) {
+    if constexpr (of_slices) return {line.row, traced::row(p, head.made, head.b, head.h, line.row)};
+    return TracedRow::of(p, head, line.row);
+}
+__device__ __forceinline__ TracedKey key_of(const Params& p, const TracedHead& head, const Line& line) {
+    if constexpr (of_slices) return {line.key, traced::key(p, head.made, head.b, head.h, line.key)};
+    return TracedKey::of(p, head, line.key);
+}
+
+// The sum of a line, over the blocks that have a part of it, and over the heads that share its index: those with the same b or the same h,
+// where the index depends on them.
 __device__ __forceinline__ Acc sum_of_line(const ScoreSumsParams& p, i32 ib, i32 head, i32 line) {
     const Acc* from = static_cast<const Acc*>(p.sums) + p.first + line;
     Acc sum = 0;
     for (i32 b = ib; b < (cfg::by_batch ? ib + 1 : p.batch); ++b)
-        for (i32 h = head; h < (cfg::by_head ? head + 1 : p.heads); ++h) sum += from[(i64(b) * p.heads + h) * p.lines];
+        for (i32 h = head; h < (cfg::by_head ? head + 1 : p.heads); ++h)
+            for (i32 owner = 0; owner < p.owners; ++owner) sum += from[((i64(b) * p.heads + h) * p.owners + owner) * p.lines];
     return sum;
 }
 
@@ -59,6 +73,26 @@ __device__ __forceinline__ void add_by_number(Acc* sums, i32 number, Acc value) 
     __syncwarp();
 }
 
+// Adds this warp's lines of a head to its sums, whose first is element number `first`.
+__device__ __forceinline__ void add_head(Acc* sums, const ScoreSumsParams& p, i32 ib, i32 head, i64 first) {
+    const TracedHead of_head = TracedHead::of(p, ib, head);
+    const TracedKey first_key = TracedKey::of(p, of_head, 0);
+    const TracedRow first_row = TracedRow::of(p, of_head, 0);
+    i64 found[weights];
+    ScorePlace{p, of_head, first_row, first_key}.bases(found, Weighted());
+    const i64 base = found[cfg::weight];
+    if (base >= first + p.owned || base + p.reach < first) return;  // as for all threads
+    const i32 share = (p.lines + 32 * cfg::warps - 1) / (32 * cfg::warps) * 32, begin = threadIdx.x / 32 * share, end = min(p.lines, begin + share);
+    for (i32 at = begin; at < end; at += 32) {
+        const i32 index = at + threadIdx.x % 32;
+        const Line line(p, min(index, p.lines - 1));
+        ScorePlace{p, of_head, row_of(p, of_head, line), key_of(p, of_head, line)}.offsets(found, Weighted());
+        const i64 number = found[cfg::weight] - first;
+        const bool owned = index < end && line.exists && number >= 0 && number < p.owned;
+        if (__any_sync(~0u, owned)) add_by_number(sums, owned ? static_cast<i32>(number) : -1, owned ? sum_of_line(p, ib, head, index) : Acc(0));
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(32 * cfg::warps) score_sums(const __grid_constant__ ScoreSumsParams p) {
     extern __shared__ __align__(16) unsigned char memory[];
     Acc* const all = reinterpret_cast<Acc*>(memory);
@@ -66,20 +100,9 @@ extern "C" __global__ void __launch_bounds__(32 * cfg::warps) score_sums(const _
     for (i32 e = threadIdx.x; e < cfg::warps * p.owned; e += 32 * cfg::warps) all[e] = 0;
     __syncthreads();  // the sums are 0
     if constexpr (cfg::gathers != kShareNothing) {
-        const i32 warp = threadIdx.x / 32, batch = cfg::by_batch ? p.batch : 1, heads = cfg::by_head ? p.heads : 1;
-        const i64 count = i64(batch) * heads * p.lines, share = (count + 32 * cfg::warps - 1) / (32 * cfg::warps) * 32;
-        const i64 end = min(count, (warp + 1) * share);
-        for (i64 begin = warp * share; begin < end; begin += 32) {
-            const i64 index = begin + threadIdx.x % 32, flat = index / p.lines;
-            const i32 ib = static_cast<i32>(flat / heads), head = static_cast<i32>(flat % heads), place = static_cast<i32>(index % p.lines);
-            const Line line(p, place);
-            i64 offsets[weights];
-            const TracedHead of_head = TracedHead::of(p, ib, head);
-            find_offsets(offsets, Weighted(), p, of_head, TracedRow::of(p, of_head, line.row), TracedKey::of(p, of_head, line.key));
-            const i64 number = offsets[cfg::weight] - first;
-            const bool owned = index < end && line.exists && number >= 0 && number < p.owned;
-            if (__any_sync(~0u, owned)) add_by_number(all + warp * p.owned, owned ? static_cast<i32>(number) : -1, owned ? sum_of_line(p, ib, head, place) : Acc(0));
-        }
+        const i32 batch = cfg::by_batch ? p.batch : 1, heads = cfg::by_head ? p.heads : 1;
+        for (i32 ib = 0; ib < batch; ++ib)
+            for (i32 head = 0; head < heads; ++head) add_head(all + threadIdx.x / 32 * p.owned, p, ib, head, first);
     }
     __syncthreads();  // the sums are complete
     for (i32 e = threadIdx.x; e < p.owned && first + e < p.size; e += 32 * cfg::warps) {

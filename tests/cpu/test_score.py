@@ -1,11 +1,13 @@
 """Score functions on the CPU: values, slopes and the gradients of arrays, by tiles and by whole heads."""
 
 import functools
+import tracemalloc
 
 import numpy as np
 import pytest
 
 import cuattn
+from cuattn.cpu.score import along_diagonals
 from tests import oracle
 from tests.conftest import Host
 from tests.cpu.sizes import tiled, whole_heads
@@ -53,6 +55,7 @@ def test_gradients_are_finite_differences(recipe):
 
 def table(s, b, h, i, j, heads, table, temper, distance, factor):
     """A function with all kinds of arguments, of which the arrays are read in all kinds of places."""
+    s = s + heads[1, -2] * (i + j) / 512
     return s * np.exp(temper * 0.125) + heads[b, h] * factor + table[h, i - j + 90] + table[0, distance[j]] * i / 64
 
 
@@ -200,6 +203,23 @@ def test_functions_are_read_anew():
         wanted = cuattn.attention(q, k, v)
         captured[:] = factor
         np.testing.assert_allclose(cuattn.attention(q, k, v, score=closure), wanted, rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows"), [(240, 64), (1, 1), (1, 9), (9, 1), (4099, 1), (997, 16), (128, 2), (50, 70)]
+)
+def test_sums_along_diagonals(keys, rows):
+    """Of any shape, in memory of a few times their own."""
+    x = np.random.default_rng(keys).standard_normal((2, keys, rows))
+    tracemalloc.start()
+    sums, differences = along_diagonals(x)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    found = np.zeros((2, keys + rows - 1))
+    np.add.at(found, (slice(None), np.clip(differences + keys - 1, 0, None)), sums)
+    wanted = np.array([[np.trace(each, n) for n in range(1 - keys, rows)] for each in x])
+    np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-12)
+    assert most < 8 * x.nbytes + 100_000
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0)])

@@ -123,6 +123,12 @@ def graph(case: Case) -> Score:
     return Score(lambda s, b, h, i, j, d, t: s + t[d[i, j], h], (distance, _table(6, case.heads)))
 
 
+def grid(case: Case) -> Score:
+    """Relative positions in two dimensions."""
+    table = _table(case.heads, 25, 9)
+    return Score(lambda s, b, h, i, j, t: s + t[h, i // 16 - j // 16 + 12, i % 5 - j % 5 + 4], (table,))
+
+
 def roots(case: Case) -> Score:
     """Values and slopes that are NaN above the diagonal, for calls that hide it."""
     return Score(lambda s, b, h, i, j, x: s * np.sqrt(i - j) * x[h], (0.1 + np.abs(_table(case.heads)) / 4,))
@@ -132,5 +138,5 @@ def hidden(case: Case) -> Score:
     return Score(lambda s, b, h, i, j: np.where((i + j) % 3 == 0, -np.inf, s * 0.5 + h))
 
 
-ADDITIVE = {f.__name__: f for f in (alibi, relative_table, buckets, key_bias, pair_bias, graph)}
+ADDITIVE = {f.__name__: f for f in (alibi, relative_table, buckets, key_bias, pair_bias, graph, grid)}
 SCORES = {**ADDITIVE, **{f.__name__: f for f in (row_temperature, head_temperature, softcap, gated, hidden)}}

@@ -7,6 +7,7 @@ computes dbias.
 
 import math
 from collections.abc import Container
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,7 +73,10 @@ class Cut:
             self.head_dim, self.head_dim_v = pad(problem.head_dim, _CHUNK), pad(problem.head_dim_v, _CHUNK)
         # Dropout takes registers beside a mask; in float32 dk and dv depend on the tile, which must be every mask's.
         narrow = bool(problem.masks) and widest <= 64 and (problem.dropout > 0 or self.products == "split")
-        self.keys, self.rows, self.bias = tiles.heavy if is_heavy(problem) or narrow else tiles.keys, *tiles[2:]
+        # What a function only adds takes no register from one product to the next.
+        adds = problem.score is not None and not (is_sloped(problem) or problem.masks or problem.dropout)
+        alone = replace(problem, score=None) if adds and self.products == "half" else problem
+        self.keys, self.rows, self.bias = tiles.heavy if is_heavy(alone) or narrow else tiles.keys, *tiles[2:]
         if not self.chunk:
             self.head_dim = pad(self.head_dim, max(map(_columns_shared, (self.keys, self.rows))))
         summed = max(self.head_dim, self.head_dim_v) <= _WIDEST_SUMMED

@@ -1,11 +1,11 @@
 """Gradients of the arrays that a score function reads: passes over the scores, then sums by element.
 
 A pass (kernels/sm80/bwd_score.cu) makes dS once more and adds what belongs together whatever the array: what a head, a
-row, a key or a diagonal shares.  A gathering (kernels/util/score_sums.cu) adds these sums to the elements that the
-function read with them, in a fixed order.  Where an index can only be told element by element, the pass adds to memory.
+row, a key or a diagonal shares, or what reads the same element of a small slice.  A gathering
+(kernels/util/score_sums.cu) adds these sums to the elements that the function read with them, in a fixed order.  Where
+an index can only be told element by element, the pass adds to memory.
 """
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -14,71 +14,85 @@ import numpy as np
 from cuattn.cuda.arguments import Array, tile_counts
 from cuattn.cuda.call import Call, Own
 from cuattn.cuda.constants import Constants
-from cuattn.cuda.functions import weights_of
+from cuattn.cuda.learned import Learned, learned
 from cuattn.cuda.sm80.tiles import BackwardTile
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import DTYPES, Problem
-from cuattn.tracing import B, H, I, J, Weight
+from cuattn.tracing import B, H, I, J
 
 SCORE_SUMS = np.dtype(
     [
         *((name, np.uint64) for name in ("sums", "elements", "result")),
-        *((name, np.int64) for name in ("first", "size")),
-        *((name, np.int32) for name in ("owners", "lines", "owned")),
+        *((name, np.int64) for name in ("first", "reach", "size", "heads_at", "slices_at")),
+        *((name, np.int32) for name in ("owners", "lines", "slice", "histogram", "owned")),
     ],
     align=True,
 )
 """What the kernels take beside ``Params``: ``ScoreSums`` (kernels/attn/score_sums.cuh)."""
 
-_HEAD, _LINE, _ELEMENT = 1, 2, 3  # kernels/attn/score_sums.cuh: which scores share an index,
+_HEAD, _LINE, _SLICE, _ELEMENT = range(1, 5)  # kernels/attn/score_sums.cuh: what scores share, in three bits of
+_BITS, _MOST = 3, 10  # an int for so many weights,
 _KEYS, _ROWS, _DIAGONALS, _HEADS = range(4)  # and what blocks walk over
 _WALKS = {"key": _KEYS, "row": _ROWS, "diagonal": _DIAGONALS}
 _TOGETHER = 4  # weights whose sums a pass holds in registers
-_MOST = 15  # weights that a constant has two bits for
+_SHARERS = 4  # threads that may share their sums of a slice for another block beside theirs
+_STATIC_BYTES = 1024  # of shared memory, which a pass declares itself
 _GATHER_WARPS = 8
 _OWNED = 1024  # elements that a block of a gathering owns at most
 
 
 class Pass(NamedTuple):
-    """A launch of bwd_score.cu: its walk, and the weights by what their scores share."""
+    """A launch of bwd_score.cu: its walk, and the numbers of the weights by what their scores share."""
 
     walk: int
     lines: tuple[int, ...] = ()
     heads: tuple[int, ...] = ()
-    elements: tuple[int, ...] = ()
+    slices: tuple[int, ...] = ()  # at most one
+    elements: tuple[int, ...] = ()  # of one array
 
     @property
     def shared(self) -> int:
-        """Return ``cfg::shared``."""
-        kinds = ((_LINE, self.lines), (_HEAD, self.heads), (_ELEMENT, self.elements))
-        return sum(kind << 2 * number for kind, numbers in kinds for number in numbers)
+        """``cfg::shared``."""
+        kinds = ((_LINE, self.lines), (_HEAD, self.heads), (_SLICE, self.slices), (_ELEMENT, self.elements))
+        return sum(kind << _BITS * number for kind, numbers in kinds for number in numbers)
 
 
-def place_of(weight: Weight, problem: Problem) -> str:
-    """Return which scores of a call read the same element: of parts that are made of pieces, no diagonals."""
-    return "element" if problem.runs and weight.place == "diagonal" else weight.place
+class Sums(NamedTuple):
+    """Where a gathering finds the sums of a weight: in those of a pass, from the first on."""
+
+    name: str
+    walk: int
+    kind: int
+    first: int
+    lines: int
+    owners: int
 
 
-def is_own(weight: Weight) -> bool:
+def _is_own(found: Learned) -> bool:
     """Return whether all scores of a head read elements of their own."""
-    return {I, J} <= {index.depends for index in weight.indices if index.op == "variable"}
+    return {I, J} <= {index.depends for index in found.weight.indices if index.op == "variable"}
 
 
 def unsupported_reason(problem: Problem) -> str | None:
     """Say which gradients of arrays no kernel makes, or return None."""
-    found = weights_of(problem) if problem.score is not None else []
+    found = learned(problem)
     if len(found) > _MOST:
         return f"score reads arrays of floats in {len(found)} places; expected at most {_MOST} in a backward on a GPU"
-    if problem.deterministic:
-        for weight in found:
-            if place_of(weight, problem) == "element" and not is_own(weight):
-                indices = ", ".join(map(str, weight.indices))
-                return (
-                    f"deterministic is True and score reads an array of floats at [{indices}], whose gradient is added "
-                    "up in no fixed order; expected indices made of b, h, i, j and i - j (of a call that is no part in "
-                    "several pieces), or deterministic=False"
-                )
+    for each in found if problem.deterministic else ():
+        if each.place == "element" and not _is_own(each):
+            indices = ", ".join(map(str, each.weight.indices))
+            return (
+                f"deterministic is True and score reads an array of floats at [{indices}], whose gradient is added up "
+                "in no fixed order; expected indices made of b, h, i, j and i - j (no parts in several pieces), an "
+                "array with fewer elements, or deterministic=False"
+            )
     return None
+
+
+def by_keys(problem: Problem) -> bool:
+    """Return whether few sums over keys or heads are all that the gradients need."""
+    found = learned(problem)
+    return 0 < len(found) <= _TOGETHER and all(each.place in ("key", "head") for each in found)
 
 
 class ScoreGradients:
@@ -89,6 +103,9 @@ class ScoreGradients:
     problem : Problem
     tile : BackwardTile
         Of the passes.
+    owners : int, optional
+        The main kernel takes the place of the only pass, over keys (:func:`by_keys`), and leaves so many sums of heads
+        for each.
 
     Attributes
     ----------
@@ -98,73 +115,81 @@ class ScoreGradients:
         What is worth knowing of them.
     """
 
-    def __init__(self, problem: Problem, tile: BackwardTile) -> None:
-        self.problem, self.tile, self.weights = problem, tile, weights_of(problem)
-        self._counts = tile_counts(problem, tile)
-        self._places = [place_of(weight, problem) for weight in self.weights]
+    def __init__(self, problem: Problem, tile: BackwardTile, owners: int = 0) -> None:
+        self.problem, self.tile, self.weights = problem, tile, learned(problem)
+        self._counts, self._owners = tile_counts(problem, tile), owners
         self.passes = self._passes()
         self._sizes = {slot: math.prod(problem.score.facts.arrays[slot].shape) for slot in problem.score.learned}
-        self.scratch = {
-            f"score_elements{slot}": Array((size,), problem.stat_dtype)
-            for slot, size in self._sizes.items()
-            if self._takes_steps(slot)
+        steps = {
+            slot: len(numbers) > 1 or any(self.weights[number].place == "element" for number in numbers)
+            for slot, numbers in ((slot, self._of_slot(slot)) for slot in self._sizes)
         }
-        for number, made in enumerate(self.passes):
-            lines, owners = self._lines(made.walk)
-            size = problem.instances * (len(made.lines) * lines + len(made.heads) * owners)
-            if size:
-                self.scratch[f"score_sums{number}"] = Array((size,), problem.stat_dtype)
+        stat = problem.stat_dtype
+        self.scratch = {f"score_elements{slot}": Array((self._sizes[slot],), stat) for slot in steps if steps[slot]}
+        for index, made in enumerate(self.passes):
+            if size := self._starts(made)[-1]:
+                self.scratch[self._name(index)] = Array((size,), stat)
+
+    def _name(self, index: int) -> str:
+        """Return the name of a pass's sums."""
+        return "dbias_acc" if self._owners else f"score_sums{index}"
 
     def _of_slot(self, slot: int) -> list[int]:
-        return [number for number, weight in enumerate(self.weights) if weight.slot == slot]
-
-    def _takes_steps(self, slot: int) -> bool:
-        """Whether a gradient is made in several steps."""
-        numbers = self._of_slot(slot)
-        return len(numbers) > 1 or any(self._places[number] == "element" for number in numbers)
+        return [number for number, found in enumerate(self.weights) if found.weight.slot == slot]
 
     def _passes(self) -> list[Pass]:
         """Return the passes: of each walk that weights ask for, which others go along with."""
-        places = {place: [n for n, found in enumerate(self._places) if found == place] for place in self._places}
-        elements, heads = places.pop("element", []), places.pop("head", [])
+        numbers: dict[str, list[int]] = {}
+        for number, found in enumerate(self.weights):
+            numbers.setdefault(found.place, []).append(number)
+        elements, slices, heads = (numbers.pop(place, []) for place in ("element", "slice", "head"))
         made = [
-            Pass(_WALKS[place], lines=tuple(numbers[first : first + _TOGETHER]))
-            for place, numbers in places.items()
-            for first in range(0, len(numbers), _TOGETHER)
+            Pass(_WALKS[place], lines=tuple(several[first : first + _TOGETHER]))
+            for place, several in numbers.items()
+            for first in range(0, len(several), _TOGETHER)
         ]
         for number in heads:
             if not made or len(made[-1].lines) + len(made[-1].heads) == _TOGETHER:
                 made.append(Pass(_KEYS))
             made[-1] = made[-1]._replace(heads=(*made[-1].heads, number))
+        _go_along(made, "slices", [(number,) for number in slices])
         if self.problem.deterministic:
             return made + [Pass(_HEADS, elements=(number,)) for number in elements]
-        slots = {self.weights[number].slot for number in elements}
-        for index, slot in enumerate(sorted(slots)):
-            if index == len(made):
-                made.append(Pass(_KEYS))
-            own = tuple(number for number in elements if self.weights[number].slot == slot)
-            made[index] = made[index]._replace(elements=own)
+        slots = sorted({self.weights[number].weight.slot for number in elements})
+        _go_along(made, "elements", [tuple(n for n in elements if self.weights[n].weight.slot == x) for x in slots])
         return made
 
     @property
     def notes(self) -> list[str]:
         """What is worth knowing of the plan."""
-        if not self.passes:
+        if not self.passes or self._owners:
             return []
-        in_order = self.problem.deterministic or "element" not in self._places
+        in_order = self.problem.deterministic or all(found.place != "element" for found in self.weights)
         order = "in a fixed order" if in_order else "some of them added up in memory in no fixed order"
         return [f"gradients of score's arrays by {len(self.passes)} further pass(es) over the scores, {order}"]
 
     def _lines(self, walk: int) -> tuple[int, int]:
-        """Return the sums to a head of a pass, and the blocks."""
+        """Return the lines of a head that a pass sums, and its blocks to a head."""
         rows, keys = self._counts.values()
         block_m, block_n = self.tile[:2]
+        if self._owners:
+            return self.problem.n_keys, self._owners
         if walk == _HEADS:
             return 0, rows * keys
         if walk != _DIAGONALS:
             return (self.problem.n_keys, keys) if walk == _KEYS else (self.problem.n_queries, rows)
         owners = ((rows - 1) * block_m + (keys - 1) * block_n) // math.gcd(block_m, block_n) + 1
         return owners * (block_m + block_n), owners
+
+    def _slice(self, made: Pass) -> int:
+        return sum(self.weights[number].length for number in made.slices)
+
+    def _starts(self, made: Pass) -> tuple[int, int, int]:
+        """Return where in a pass's sums those of heads and of slices begin, and their number."""
+        (lines, owners), instances = self._lines(made.walk), self.problem.instances
+        heads_at = len(made.lines) * instances * lines
+        slices_at = heads_at + len(made.heads) * instances * owners
+        return heads_at, slices_at, slices_at + instances * owners * self._slice(made)
 
     def add(self, call: Call, constants: Constants, shared_bytes: int) -> None:
         """Append the launches, behind those that make rows' statistics.
@@ -178,74 +203,92 @@ class ScoreGradients:
         shared_bytes : int
             Of a block of a pass.
         """
-        tile, weights = self.tile, max(len(self.weights), 1)
-        constants = {**constants, **tile._asdict(), "atomic_dq": False, "score": True, "weights": weights}
-        gather = functools.partial(self._gather, call, constants)
-        for slot in {self.weights[number].slot for made in self.passes for number in made.elements}:
-            gather(slot, to=f"score_elements{slot}")  # zeros
-        for number, made in enumerate(self.passes):
-            lines, owners = self._lines(made.walk)
-            heads = 1 if made.walk == _HEADS else self.problem.instances
-            slots = {"sums": f"score_sums{number}"} if made.lines or made.heads else {}
-            if made.elements:
-                slots["elements"] = f"score_elements{self.weights[made.elements[0]].slot}"
-            values = {"first": self._first_of_heads(made), "owners": owners, "lines": lines}
-            own = {**constants, "walk": made.walk, "shared": made.shared}
-            launched = "sm80/bwd_score.cu", "backward_score", own, (owners * heads,), tile.warps
-            call.add(
-                *launched, {**self._counts, **values}, tile[:2], own=Own(SCORE_SUMS, slots), shared_bytes=shared_bytes
-            )
-        for slot in self.problem.score.learned:
-            self._gather_all(gather, slot)
+        count = max(len(self.weights), 1)
+        constants = {**constants, **self.tile._asdict(), "atomic_dq": False, "score": True, "weights": count}
+        for slot in {self.weights[number].weight.slot for made in self.passes for number in made.elements}:
+            self._gather(call, constants, slot, to=f"score_elements{slot}")  # zeros
+        for index, made in enumerate(() if self._owners else self.passes):
+            self._pass(call, constants, index, made, shared_bytes)
+        for slot in self._sizes:
+            self._gather_all(call, constants, slot)
 
-    def _first_of_heads(self, made: Pass) -> int:
-        return len(made.lines) * self.problem.instances * self._lines(made.walk)[0]
+    def _pass(self, call: Call, constants: Constants, index: int, made: Pass, shared_bytes: int) -> None:
+        """Append a pass."""
+        (lines, owners), (heads_at, slices_at, size) = self._lines(made.walk), self._starts(made)
+        slots = {"sums": self._name(index)} if size else {}
+        if made.elements:
+            slots["elements"] = f"score_elements{self.weights[made.elements[0]].weight.slot}"
+        length, histogram = self._slice(made), cdiv(shared_bytes, 16) * 16
+        sharers, threads, element = 1, 32 * self.tile.warps, self.problem.stat_dtype.itemsize
+        while sharers < 32:
+            blocks = 2 if sharers < _SHARERS else 1  # to a multiprocessor
+            if length * threads // sharers * element <= call.device.shared_bytes // blocks - _STATIC_BYTES - histogram:
+                break
+            sharers *= 2
+        own = {**constants, "walk": made.walk, "shared": made.shared, "sharers": sharers}
+        values = {
+            **self._counts, "heads_at": heads_at, "slices_at": slices_at, "owners": owners, "lines": lines,
+            "slice": length, "histogram": histogram,
+        }  # fmt: skip
+        grid = owners * (1 if made.walk == _HEADS else self.problem.instances)
+        call.add(
+            "sm80/bwd_score.cu", "backward_score", own, (grid,), self.tile.warps, values, self.tile[:2],
+            own=Own(SCORE_SUMS, slots), shared_bytes=histogram + length * threads // sharers * element,
+        )  # fmt: skip
 
-    def _gather_all(self, gather: Any, slot: int) -> None:
+    def _gather_all(self, call: Call, constants: Constants, slot: int) -> None:
         """Add up what belongs to one array, weight by weight."""
         all_of_slot = self._of_slot(slot)
-        numbers = [number for number in all_of_slot if self._places[number] != "element"]
+        numbers = [number for number in all_of_slot if self.weights[number].place != "element"]
         adds = len(numbers) < len(all_of_slot)
         for number in numbers[:-1]:
-            gather(slot, number, adds, to=f"score_elements{slot}")
+            self._gather(call, constants, slot, number, adds, to=f"score_elements{slot}")
             adds = True
-        gather(slot, *(numbers[-1:] or [None]), adds)
+        self._gather(call, constants, slot, *(numbers[-1:] or [None]), adds)
+
+    def _sums(self, number: int) -> Sums:
+        """Return where the sums of a weight are."""
+        index, made = next((n, x) for n, x in enumerate(self.passes) if number in (*x.lines, *x.heads, *x.slices))
+        (lines, owners), (heads_at, slices_at, _) = self._lines(made.walk), self._starts(made)
+        of_pass, instances = (self._name(index), made.walk), self.problem.instances
+        if number in made.lines:
+            return Sums(*of_pass, _LINE, made.lines.index(number) * instances * lines, lines, 1)
+        if number in made.heads:
+            return Sums(*of_pass, _HEAD, heads_at + made.heads.index(number) * instances * owners, owners, 1)
+        return Sums(*of_pass, _SLICE, slices_at, self._slice(made), owners)
 
     def _gather(
         self, call: Call, constants: Constants, slot: int, number: int | None = None, adds: bool = False, to: str = ""
     ) -> None:
         """Append a launch that sums what a weight has, if there is one, with what there `adds` to it already."""
-        problem, elements, size = self.problem, f"score_elements{slot}", self._sizes[slot]
+        size, result = self._sizes[slot], to or f"dscore{slot}"
         if not size:
             return
-        result = to or f"dscore{slot}"
         out = (self.scratch if to else call.arrays)[result].dtype
         own: dict[str, Any] = {
             "walk": 0, "gathers": 0, "weight": 0, "by_batch": False, "by_head": False, "adds": adds,
-            "rounds": not to, "result": DTYPES[out].cuda,
+            "rounds": not to, "result": DTYPES[out].cuda, "warps": _GATHER_WARPS,
         }  # fmt: skip
-        slots, values = {"result": result}, {"size": size}
-        if adds:
-            slots["elements"] = elements
-        if number is not None:
-            index, made = next((n, x) for n, x in enumerate(self.passes) if number in (*x.lines, *x.heads))
-            lines, owners = self._lines(made.walk)
-            of_lines = number in made.lines
-            among = (made.lines if of_lines else made.heads).index(number)
-            depends = self.weights[number].offset.depends
-            own |= {
-                "walk": made.walk, "gathers": _LINE if of_lines else _HEAD, "weight": number,
-                "by_batch": bool(depends & B), "by_head": bool(depends & H),
-            }  # fmt: skip
-            slots["sums"] = f"score_sums{index}"
-            each = lines if of_lines else owners
-            values |= {
-                "first": (0 if of_lines else self._first_of_heads(made)) + among * problem.instances * each,
-                "lines": each,
-            }
         owned = max(min(cdiv(size, 2 * call.device.multiprocessors), _OWNED), 1)
+        slots, values = {"result": result}, {**self._counts, "size": size, "owned": owned}
+        if adds:
+            slots["elements"] = f"score_elements{slot}"
+        if number is not None:
+            found, sums = self.weights[number], self._sums(number)
+            depends = found.offset.depends
+            own |= {"walk": sums.walk, "gathers": sums.kind, "weight": number}
+            own |= {"by_batch": bool(depends & B), "by_head": bool(depends & H)}
+            slots["sums"] = sums.name
+            values |= {"first": sums.first, "lines": sums.lines, "owners": sums.owners, "reach": found.reach}
         call.add(
-            "util/score_sums.cu", "score_sums", {**constants, **own, "warps": _GATHER_WARPS}, (cdiv(size, owned),),
-            _GATHER_WARPS, {**self._counts, **values, "owned": owned}, own=Own(SCORE_SUMS, slots),
-            shared_bytes=_GATHER_WARPS * owned * problem.stat_dtype.itemsize,
+            "util/score_sums.cu", "score_sums", {**constants, **own}, (cdiv(size, owned),), _GATHER_WARPS, values,
+            own=Own(SCORE_SUMS, slots), shared_bytes=_GATHER_WARPS * owned * self.problem.stat_dtype.itemsize,
         )  # fmt: skip
+
+
+def _go_along(made: list[Pass], what: str, groups: list[tuple[int, ...]]) -> None:
+    """Give each pass, or further ones, one group of weights."""
+    for index, group in enumerate(groups):
+        if index == len(made):
+            made.append(Pass(_KEYS))
+        made[index] = made[index]._replace(**{what: group})

@@ -78,6 +78,8 @@ class Cut:
     split_delta : bool
         Tensor cores subtract delta from dP: dropout needs it apart, and blocks take the registers of V.
     bias : BiasForm
+    weighted : bool
+        The main kernel sums what arrays of a score function need of dS.
     keys, rows : Tile
         Of sm90/bwd.cu and sm90/bwd_rows.cu.
     """
@@ -94,8 +96,13 @@ class Cut:
         self.fused = widest <= 64 or (widest <= _FUSED_HEAD_DIM and not crowded)
         self._slabs = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
         self.bias = bias if self.fused else BiasForm(bias.keys)
+        alone = self.fused and not sloped and problem.group == 1 and problem.bias is None
+        self.weighted = alone and score_gradients.by_keys(problem)
+        if self.weighted:
+            self.bias = BiasForm(gradient=Dbias.WEIGHTED)
         # Passes of their own take delta whole.
-        passes = learns(problem) or (problem.bias is not None and self.bias.gradient == Dbias.ELSEWHERE)
+        passes = problem.bias is not None and self.bias.gradient == Dbias.ELSEWHERE
+        passes |= learns(problem) and not self.weighted
         apart = problem.dropout or blocks or passes or sloped
         self.split_delta = self.fused and widest > 64 and not apart
         self.keys, self.rows = self._key_tile(), self._row_tile()
@@ -235,13 +242,17 @@ class Backward(MappedCall):
         if dbias is not None:
             scratch, counts = scratch | dbias.scratch, counts | dbias.fields
         other = portable.Cut(problem, self.device)
-        by_score = ScoreGradients(problem, other.bias) if learns(problem) else None
+        owners = 4 * _WARPGROUPS * counts["key_tiles"] if cut.weighted else 0
+        by_score = ScoreGradients(problem, other.bias, owners) if learns(problem) else None
         self.begin(scratch | (by_score.scratch if by_score else {}))
         add_preprocess(self, constants, cut.columns, counts)
         warps = 4 * (_WARPGROUPS + 1)
         key_warps = warps + 4 * bool(problem.dropout and cut.fused)  # more of them draw
         work = keys.counts["key_tiles"] * problem.instances // problem.group
         path = "sm90/bwd_bias.cu" if cut.bias.tiles else "sm90/bwd.cu"
+        if by_score and cut.weighted:
+            path = "sm90/bwd_weights.cu"
+            constants |= {"weights": len(by_score.weights), "shared": by_score.passes[0].shared}
         launched = path, "attention_backward", constants, work, key_warps, counts, keys[:2]
         beside = {}
         if cut.bias.tiles:  # a map that is not needed takes the place of dbias's, of memory that has an address

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import cuattn
-from cuattn.errors import UnsupportedError
 from tests import oracle
 from tests.cuda import scores
 from tests.cuda.cases import BF16, F16, Case, columns_of, oracle_options, same_bits, to_device
@@ -76,14 +75,10 @@ def check(problem, score, actual, **places):
 @pytest.mark.parametrize("name", scores.SCORES)
 def test_oracle(name, case, deterministic):
     problem, score = made(case), scores.SCORES[name](case)
-    if deterministic and name == "graph":
-        with pytest.raises(UnsupportedError, match=r"deterministic is True and score .* made of b, h, i, j and i - j"):
-            results(problem, score, deterministic)
-    else:
-        check(problem, score, results(problem, score, deterministic))
+    check(problem, score, results(problem, score, deterministic))
 
 
-@pytest.mark.parametrize("name", ["alibi", "relative_table", "row_temperature", "key_bias"])
+@pytest.mark.parametrize("name", ["alibi", "relative_table", "row_temperature", "key_bias", "grid"])
 @by_case
 def test_deterministic_is_bitwise(name, case):
     problem, score = made(case), scores.SCORES[name](case)

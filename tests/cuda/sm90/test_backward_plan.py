@@ -5,12 +5,15 @@ import pytest
 
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
+from cuattn.cuda.families import launch_sequence
 from cuattn.cuda.sm90.backward import Cut, unsupported_reason
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, Dbias, bias_form
 from cuattn.problem import Band
-from tests.cuda.cases import BF16, F16
+from tests.cuda import scores
+from tests.cuda.cases import BF16, F16, Case, columns_of
 from tests.cuda.nvrtc import kernel_resources, version
-from tests.cuda.recording import array
+from tests.cuda.recording import array, prepared, scored
+from tests.cuda.recording import driver as driver
 from tests.cuda.sm90.test_forward_plan import ARCH, CAUSAL, H200
 from tests.cuda.sm90.test_forward_plan import problem as forward_problem
 
@@ -163,17 +166,14 @@ TILES, LOADS = (
     for tiles in (True, False)
 )
 BIASED = [
-    *((problem(d, bias=BF16), KEYS) for d in (64, 128)),
-    *((problem(d, bias=BF16, dropout=6554, band=CAUSAL), KEYS) for d in (64, 128)),
-    (problem(64, bias=BF16, masks=("column",), softcap=3.0), BiasForm(True)),
-    *((problem(d, bias=BF16), TILES[Dbias.STORED]) for d in (64, 128)),
+    (problem(64, bias=BF16), KEYS),
+    (problem(128, bias=BF16, dropout=6554, band=CAUSAL), KEYS),
+    (problem(64, bias=BF16), TILES[Dbias.STORED]),
     (problem(128, bias=BF16, masks=("column",), deterministic=True), TILES[Dbias.STORED]),
-    *((problem(d, bias=BF16, band=CAUSAL), TILES[Dbias.ADDED]) for d in (64, 128)),
+    (problem(128, bias=BF16, band=CAUSAL), TILES[Dbias.ADDED]),
     (problem(64, bias=BF16, masks=("column",)), TILES[Dbias.ADDED]),
-    (problem(128, bias=BF16, dropout=6554), TILES[Dbias.ADDED]),
     (problem(64, bias=FLOAT32), LOADS[Dbias.ADDED]),
     (problem(128, bias=FLOAT32, dropout=6554), LOADS[Dbias.ELSEWHERE]),
-    (problem(256, bias=FLOAT32), BiasForm()),
     (problem(256, bias=BF16, band=WINDOW), BiasForm(True)),
 ]
 
@@ -203,9 +203,31 @@ def test_spills(variant):
 
 @pytest.mark.parametrize(("variant", "form"), BIASED)
 def test_biases_spills(variant, form):
-    for path, constants, _, _ in kernels(variant, form):
+    for path, constants, _, _ in [*kernels(variant, form)][:1]:
         (used,) = kernel_resources(path, tuple(constants.items()), ARCH).values()
         assert used.stack == 0, (path, used)
+
+
+SCORED = [
+    ("alibi", {"head_dim": 128, "mask": columns_of}),
+    ("key_bias", {"options": {"dropout_p": 0.25, "rng": 9}}),
+    ("relative_table", {"head_dim": 128}),
+    ("gated", {}),
+    ("row_temperature", {"head_dim": 256}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), SCORED)
+def test_scores_spills(driver, name, changes):
+    case = Case("scored", n_queries=400, n_keys=400, **changes)
+    call = scored(prepared(case, "backward", kernel="sm90"), scores.SCORES[name](case))
+    kernels = [kernel._found for kernel in launch_sequence(*call[:3])._kernels]
+    by_main = "sm90/bwd_weights.cu" in [path for _, path, *_ in kernels]
+    assert by_main == (name in ("alibi", "key_bias"))
+    for _, path, _, constants, _, exact, traced in kernels:
+        if exact:
+            (used,) = kernel_resources(path, constants, ARCH, traced).values()
+            assert used.stack == 0, (path, used)
 
 
 @pytest.mark.parametrize("dlse", [False, True])
@@ -224,7 +246,7 @@ def test_preprocess_spills(variant, o_elem, load_bytes, dlse):
 
 
 def test_layout_agrees_with_the_kernel():
-    for variant, form in [*((variant, NO_BIAS) for variant in VARIANTS), *BIASED[::4]]:
+    for variant, form in [*((variant, NO_BIAS) for variant in VARIANTS), *BIASED[::3]]:
         for _, constants, smem_bytes, layout in kernels(variant, form):
             if layout:
                 space = "rows" if "rows" in layout else "bwd"

@@ -1,0 +1,91 @@
+"""How a score function depends on the arrays that a backward differentiates, as kernels are told of it."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from cuattn.problem import Problem, ScoreFunction
+from cuattn.tracing import I, J, Node, Weight, weights
+from cuattn.tracing.graph import constant, variable
+from cuattn.tracing.proxy import Proxy, as_node
+
+_SLICE = 256  # elements that a block of threads keeps sums of
+
+
+class Learned(NamedTuple):
+    """One expression in which a function reads such an array.
+
+    Attributes
+    ----------
+    weight : Weight
+    place : str
+        As of the weight, or "slice": in each head it reads no more than a few elements, a slice of the array.
+    length : int
+        Of the slice; else 0.
+    number : Node
+        Which element of the slice is read.
+    offset : Node
+        Which element of the array; of a slice, of its element number i + j.
+    base : Node
+        The first element that a head may read.
+    reach : int
+        How far behind that the last one lies.
+    """
+
+    weight: Weight
+    place: str
+    length: int
+    number: Node
+    offset: Node
+    base: Node
+    reach: int
+
+
+def learned(problem: Problem) -> tuple[Learned, ...]:
+    """Return how a problem's score function depends on arrays that are differentiated."""
+    return () if problem.score is None else _learned(problem.score, problem.runs)
+
+
+@functools.lru_cache(maxsize=256)
+def _learned(score: ScoreFunction, runs: bool) -> tuple[Learned, ...]:
+    found = (weight for slot in score.learned for weight in weights(score.root, slot))
+    return tuple(_described(weight, score, runs) for weight in found)
+
+
+def _described(weight: Weight, score: ScoreFunction, runs: bool) -> Learned:
+    shape = score.facts.arrays[weight.slot].shape
+    inner = [axis for axis, index in enumerate(weight.indices) if index.depends & (I | J)]
+    first = tuple(constant(0) if axis in inner else index for axis, index in enumerate(weight.indices))
+    reach = sum((shape[axis] - 1) * math.prod(shape[axis + 1 :]) for axis in inner)
+    length = math.prod(shape[axis] for axis in inner)
+    place, number, offset = weight.place, constant(0), weight.offset
+    if runs and place == "diagonal":  # those of the whole problem are no diagonals of the part
+        place = "element"
+    _, _, rows, keys = score.facts.limits
+    if place == "element" and length <= min(_SLICE, rows + keys - 1):
+        place, number = "slice", _number_in(weight, shape, inner)
+        offset = weight._replace(indices=_numbered(weight, shape, inner)).offset
+    return Learned(
+        weight, place, length * (place == "slice"), number, offset, weight._replace(indices=first).offset, reach
+    )
+
+
+def _number_in(weight: Weight, shape: tuple[int, ...], inner: list[int]) -> Node:
+    """Return the number of the element that is read among those of the axes `inner`."""
+    number = Proxy(constant(0))
+    for axis in inner:
+        index, size = Proxy(weight.indices[axis]), shape[axis]
+        index = np.where(index < 0, index + size, index)
+        number = number * size + np.minimum(np.maximum(index, 0), size - 1)
+    return as_node(number)
+
+
+def _numbered(weight: Weight, shape: tuple[int, ...], inner: list[int]) -> tuple[Node, ...]:
+    """Return the indices of the element with number i + j there."""
+    indices, rest = list(weight.indices), Proxy(variable("i")) + Proxy(variable("j"))
+    for axis in reversed(inner):
+        indices[axis] = as_node(rest % shape[axis] if axis != inner[0] else rest)
+        rest = rest // shape[axis]
+    return tuple(indices)
