@@ -57,15 +57,14 @@ struct Bias<kBiasRows> : Unpacked {
 template <>
 struct Bias<kBiasKeys> : Unpacked {
     float2 keys[cfg::block_n / 8];
-    float2 told;  // of the tile: the largest; 1 where some is no finite number
+    float some_hidden;
 
     __device__ __forceinline__ void load(int step, int steps, const Params&, const Shared& shared, u32 stage, const Work&, i32, i32) {
         const u32 row = shared.key_bias(stage), own = row + 8 * (threadIdx.x % 4);
         unroll_part<cfg::block_n / 8>(step, steps, [&](int block) { ptx::load_shared(keys[block], own + 32 * block); });
-        if (step == 0) ptx::load_shared(told, row + 4 * cfg::block_n);
+        if (step == 0) ptx::load_shared(some_hidden, row + 4 * cfg::block_n);
     }
-    __device__ __forceinline__ bool hides() const { return uniform(told.y != 0.0f); }
-    __device__ __forceinline__ void clear() { unroll<cfg::block_n / 8>([&](int block) { keys[block] = {0.0f, 0.0f}; }); }
+    __device__ __forceinline__ bool hides() const { return uniform(some_hidden != 0.0f); }
     __device__ __forceinline__ float of(const Params&, int i) const { return i % 2 ? keys[i / 4].y : keys[i / 4].x; }
 };
 
