@@ -90,7 +90,9 @@ __device__ __forceinline__ void add_states(const MaskParams& p, i32 instance, co
     }
 }
 
-extern "C" __global__ __launch_bounds__(kThreads, 8) void mask_bits(const __grid_constant__ MaskParams p) {
+constexpr int kBlocks = __CUDA_ARCH__ > 900 ? 6 : 8;  // of a multiprocessor; on compute capability 12 registers for eight spill
+
+extern "C" __global__ __launch_bounds__(kThreads, kBlocks) void mask_bits(const __grid_constant__ MaskParams p) {
     const i32 key_groups = (p.keys_padded + kKeys - 1) / kKeys, row_groups = (p.n_queries + 2 * kRows - 1) / (2 * kRows) * 2;
     const i64 warp = static_cast<i64>(blockIdx.x) * kWarps + threadIdx.x / 32, group = warp / key_groups;
     const i32 instance = static_cast<i32>(group / row_groups), row = static_cast<i32>(group % row_groups) * kRows;

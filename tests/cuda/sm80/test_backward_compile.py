@@ -51,7 +51,7 @@ def backward_jobs(arch):
             yield case.name, "sm80/bwd_bias.cu", tuple(bias.items()), arch
         if case.name in ("d64", "float16 d128", "d256") or (case.dtype.itemsize > 2 and case.head_dim in (64, 128)):
             yield case.name, "sm80/bwd_convert.cu", tuple(constants.items()), arch
-            own = {"o_elem": constants["elem"], "split_delta": False, "dlse": False}
+            own = {"o_elem": constants["elem"], "split_delta": False, "dlse": False, "dbias": 0}
             yield case.name, "util/bwd_preprocess.cu", tuple({**constants, **own}.items()), arch
             deposits = {"flush_every": 64 if case.dtype.itemsize > 2 else 0}
             yield case.name, "sm80/bwd.cu", tuple({**keys, **deposits, "sum_dk": True, "sum_dv": True}.items()), arch
