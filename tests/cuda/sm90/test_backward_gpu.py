@@ -85,7 +85,7 @@ OWN = [
     sized("bias shared by heads", 500, 600, 128, bias=bias_of(1, 0, 1, 1, dtype=BF16), mask=columns_of),
     sized("bias shared by sequences", 1100, 2048, 128, heads=3, kv_heads=3, bias=bias_of(0, 1, 1, 1, dtype=BF16)),
     sized("bias loaded", 300, 333, 128, bias=bias_of(0, 1, 1, 1)),
-    sized("bias loaded d64", 300, 333, bias=bias_of(1, 1, 1, 1), options={"window": (99, 40)}),
+    sized("bias loaded d64", 300, 333, bias=bias_of(1, 1, 1, 1), options={"window": (99, 40, "top_left")}),
     sized("bias blocks", 500, 600, 128, bias=bias_of(1, 1, 1, 1, dtype=BF16), mask=blocks_of(128, 128)),
     sized("bias d256", 300, 400, 256, bias=bias_of(1, 1, 1, 1, dtype=BF16)),
     *(sized(f"key bias d{d}", 300, 401, d, bias=bias_of(1, 0, 0, 1)) for d in (64, 128, 256)),
