@@ -36,7 +36,6 @@ name                    type     meaning
 ``bias_tiles``          bool     sm90: the copy engine brings it, in tiles
 ``bias_keys``           bool     sm90: it is broadcast along rows
 ``bias_shared``         bool     sm90 forward: batches that share it are worked on side by side
-``bias_deferred``       bool     sm90 forward: it is added beside the exponentials
 ``bias_rows``           bool     sm90 forward: it is broadcast along keys
 ``batches_first``       bool     sm90 backward: sequences are worked on side by side
 ``dbias``               int      sm90 backward: how the main kernel makes dbias, see kernels/attn/bwd_workspace.cuh

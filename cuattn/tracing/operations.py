@@ -129,8 +129,8 @@ def _math(
 ) -> Operation:
     """Return the row of a function of one number, by default one that rises between two numbers."""
     bounds = ranges.increasing(getattr(np, name), low, high)
-    cuda = name.replace("arc", "a") + "{f}({0})"
-    return _row(name, "f-f", cuda, lambda x, y: (slope(x, y),), heavy=True, **{"bounds": bounds, **options})
+    named = {"cuda": name.replace("arc", "a") + "{f}({0})", "bounds": bounds, **options}
+    return _row(name, "f-f", slopes=lambda x, y: (slope(x, y),), heavy=True, **named)
 
 
 def _rounding(name: str) -> Operation:
@@ -241,7 +241,13 @@ _ROWS = (
         bounds=ranges.approximated(np.log, 0),
         short=f"product_of(ptx::lg2_any({{0}}), {_LN2}f)",
     ),
-    _math("log2", lambda x, y: 1 / (_LN2 * x), bounds=ranges.approximated(np.log2, 0), short="ptx::lg2_any({0})"),
+    _math(
+        "log2",
+        lambda x, y: 1 / (_LN2 * x),
+        bounds=ranges.approximated(np.log2, 0),
+        cuda="binary_logarithm({0})",
+        short="ptx::lg2_any({0})",
+    ),
     _math("log10", lambda x, y: 1 / (_LN10 * x), 0),
     _math("log1p", lambda x, y: 1 / (1 + x), -1),
     _math("sin", lambda x, y: np.cos(x), bounds=ranges.within(-1, 1)),

@@ -91,6 +91,13 @@ __device__ __forceinline__ double log_add_exp(double a, double b) {
 // tanh to about 2^-22 of 1, for 16-bit problems.
 __device__ __forceinline__ float short_tanh(float x) { return fmaf(-2.f, ptx::rcp(1.f + ptx::ex2(x * static_cast<float>(2 * kLog2e))), 1.f); }
 
+// Base 2; of a power of two exact, as NumPy's, which steps at these depend on.
+__device__ __forceinline__ float binary_logarithm(float x) { return log2f(x); }
+__device__ __forceinline__ double binary_logarithm(double x) {
+    const double y = log2(x), whole = rint(y);
+    return ldexp(1.0, static_cast<int>(whole)) == x ? whole : y;
+}
+
 // Shifts by any count.
 template <class T, class Count>
 __device__ __forceinline__ T shifted_left(T a, Count n) { return n < 0 || n > 63 ? 0 : static_cast<T>(static_cast<unsigned long long>(a) << n); }

@@ -57,15 +57,14 @@ struct Bias<kBiasRows> : Unpacked {
 template <>
 struct Bias<kBiasKeys> : Unpacked {
     float2 keys[cfg::block_n / 8];
-    float2 told;  // of the tile: the largest; 1 where some is no finite number
+    float some_hidden;
 
     __device__ __forceinline__ void load(int step, int steps, const Params&, const Shared& shared, u32 stage, const Work&, i32, i32) {
         const u32 row = shared.key_bias(stage), own = row + 8 * (threadIdx.x % 4);
         unroll_part<cfg::block_n / 8>(step, steps, [&](int block) { ptx::load_shared(keys[block], own + 32 * block); });
-        if (step == 0) ptx::load_shared(told, row + 4 * cfg::block_n);
+        if (step == 0) ptx::load_shared(some_hidden, row + 4 * cfg::block_n);
     }
-    __device__ __forceinline__ bool hides() const { return uniform(told.y != 0.0f); }
-    __device__ __forceinline__ void clear() { unroll<cfg::block_n / 8>([&](int block) { keys[block] = {0.0f, 0.0f}; }); }
+    __device__ __forceinline__ bool hides() const { return uniform(some_hidden != 0.0f); }
     __device__ __forceinline__ float of(const Params&, int i) const { return i % 2 ? keys[i / 4].y : keys[i / 4].x; }
 };
 
@@ -99,9 +98,14 @@ struct Bias<kBiasTiles> {
     }
 };
 
-// What a score function adds to scores that are not there yet, for as many keys as there are registers: the first of each warpgroup's thread.
-constexpr int free_registers = (warpgroups == 3 ? 128 : cfg::min_blocks == 2 ? 96 : cfg::reads_keys || cfg::dropout > 0 ? 184 : 200) - cfg::block_n * 3 / 4 - cfg::head_dim_v / 2;
-constexpr int blocks_ahead = !cfg::additive || cfg::bias || free_registers < 4 ? 0 : free_registers / 4 < cfg::block_n / 8 ? free_registers / 4 : cfg::block_n / 8;
+// For how many blocks of 8 keys there are registers to keep what a score function adds to scores that are not there yet.
+constexpr int find_blocks_ahead() {
+    if (!cfg::additive || cfg::bias) return 0;
+    const int all = warpgroups == 3 ? 128 : cfg::reads_keys || cfg::dropout > 0 ? 184 : 200;
+    const int blocks = (all - cfg::block_n * 3 / 4 - cfg::head_dim_v / 2) / 4;
+    return blocks < 0 ? 0 : blocks < cfg::block_n / 8 ? blocks : cfg::block_n / 8;
+}
+constexpr int blocks_ahead = find_blocks_ahead();
 
 // A key of which a score function is asked.  One beyond the last is taken for that only where arrays are read by keys: its score is masked.
 template <class Key, class Head>

@@ -163,7 +163,7 @@ struct Consumer {
             complete(with);
         }
         release_keys();
-        if constexpr (completes && !bias_late && !cfg::bias_deferred) complete(with);
+        if constexpr (completes && !bias_late) complete(with);
     }
 
     __device__ __forceinline__ void complete(const Completion& with) {
@@ -176,44 +176,15 @@ struct Consumer {
         if (may_cut && uniform(tile.partial(warpgroup))) mask_scores(s, visible);
     }
 
-    // Do no scores of the tile move the reference, if each has the largest bias?
-    template <class With>
-    __device__ __forceinline__ bool stays_within(const With& with) const {
-        float top[2];
-        find_largest_positive(top, s);
-        const float scale = static_cast<float>(p.scale);
-        return __all_sync(~0u, fmaf(top[0], scale, with.bias.told.x) <= state.limit[0] && fmaf(top[1], scale, with.bias.told.x) <= state.limit[1] &&
-                                   with.bias.told.y == 0.0f);
-    }
-
     // Lines 11 to 13: the scores, and the running softmax.  What dropout keeps is drawn between the exponentials, block by block: the two wait for
     // different units.  True when earlier outputs must be multiplied by factor.
-    template <bool early, class With>
-    __device__ __forceinline__ bool update_softmax(With& with, bool last, bool settled, bool may_cut = true) {
+    template <bool early>
+    __device__ __forceinline__ bool update_softmax(bool last, bool settled, bool may_cut = true) {
         const RandomStream stream = cfg::dropout ? random_stream(p.dropout, work.batch, work.head) : RandomStream{};
         const i32 key = first_key();
-        float times = static_cast<float>(p.scale), top[2] = {minus_infinity(), minus_infinity()};
-        bool grown = false;
-        if constexpr (cfg::bias_deferred) {
-            settled = settled && stays_within(with);
-            if (!settled) {
-                complete(with);
-                refine_scores(may_cut);
-                with.bias.clear();
-                times = 1.0f;
-                grown = follow(state, factor, s, false);
-            }
-        } else {
-            refine_scores(may_cut);
-            grown = follow(state, factor, s, settled);
-        }
-        const auto complete_one = [&](int i) {
-            if constexpr (cfg::bias_deferred) {
-                s[i] = fmaf(s[i], times, with.bias.of(p, i));
-                top[half_of(i)] = fmaxf(top[half_of(i)], s[i]);
-            }
-        };
-        exponentiate(state, s, complete_one, [&](int block, const float (&sums)[4]) {
+        refine_scores(may_cut);
+        const bool grown = follow(state, factor, s, settled);
+        exponentiate(state, s, [&](int block, const float (&sums)[4]) {
             look_for_keys(block);
             if (early && block == middle) proceed<true>(last, fminf(fminf(sums[0], sums[1]), fminf(sums[2], sums[3])));
             if constexpr (cfg::dropout > 0) {
@@ -222,9 +193,6 @@ struct Consumer {
                 unroll<4>([&](int w) { kept[block][w] = drop_pair<cfg::dropout>(~0u, words[w]); });
             }
         });
-        if constexpr (cfg::bias_deferred) {
-            unroll<2>([&](int r) { state.top[r] = settled ? fmaxf(state.top[r], top[r]) : state.top[r]; });
-        }
         return grown;
     }
 
@@ -275,7 +243,7 @@ struct Consumer {
         ptx::wgmma_wait<0>();
         const bool last = uniform(tile.last());
         finish_scores(with);
-        if (update_softmax<false>(with, last, false)) rescale(o, factor);
+        if (update_softmax<false>(last, false)) rescale(o, factor);
         weigh();
         proceed<false>(last, 0.0f);
         return last;
@@ -310,7 +278,7 @@ struct Consumer {
             ptx::wgmma_wait<0>();
             finish_values();
         }
-        const bool grown = update_softmax<proceeds_early>(with, last, settled, later_tiles_vary);
+        const bool grown = update_softmax<proceeds_early>(last, settled, later_tiles_vary);
         if constexpr (cfg::overlap && !proceeds_early) proceed<true>(last, fminf(state.sum[0], state.sum[1]));
         weigh();
         if constexpr (!cfg::overlap) proceed<false>(last, 0.0f);
@@ -345,7 +313,7 @@ struct Consumer {
         ptx::wgmma_wait<0>();
         const bool last = uniform(tile.last());
         finish_scores(with);
-        update_softmax<false>(with, last, false);
+        update_softmax<false>(last, false);
         weigh();
         proceed<false>(last, 0.0f);
         return last;

@@ -36,7 +36,7 @@ constexpr int q_buffer_bytes = stage_output && o_bytes > q_bytes ? o_bytes : q_b
 // The bias of a tile's keys.
 struct alignas(16) KeyBias {
     float of[cfg::block_n];
-    float most, wild;  // the largest; 1 where some is no finite number
+    float hides;  // 1 where some is -inf
 };
 
 // Offsets in bytes; every tile starts on a multiple of 1024.

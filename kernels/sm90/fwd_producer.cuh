@@ -27,23 +27,17 @@ struct LoadedKeyBias {
         });
     }
 
-    // True if a key may be hidden.
+    // True if a key is hidden.
     __device__ __forceinline__ bool store(u32 row, u32 lane) const {
-        bool wild = false;
-        float most = of[0];
+        bool hides = false;
         unroll<(cfg::block_n + 31) / 32>([&](int i) {
             if (32 * i + lane < cfg::block_n) ptx::store_shared(row + 4 * (32 * i + lane), of[i]);
-            wild |= !(fabsf(of[i]) < -minus_infinity());
-            most = fmaxf(most, of[i]);
+            hides |= of[i] == minus_infinity();
         });
-        wild = uniform(wild);
-        ptx::store_shared_v2(row + 4 * cfg::block_n, ordered_float(__reduce_max_sync(~0u, ordered_bits(most))), wild ? 1.0f : 0.0f);
-        return wild;
+        hides = uniform(hides);
+        ptx::store_shared(row + 4 * cfg::block_n, hides ? 1.0f : 0.0f);
+        return hides;
     }
-
-    // Floats as integers of the same order, and back.
-    __device__ __forceinline__ static i32 ordered_bits(float x) { return __float_as_int(x) ^ (__float_as_int(x) >> 31 & 0x7fffffff); }
-    __device__ __forceinline__ static float ordered_float(i32 x) { return __int_as_float(x ^ (x >> 31 & 0x7fffffff)); }
 };
 
 struct Producer {

@@ -159,13 +159,12 @@ __device__ __forceinline__ bool follow(Softmax& state, float (&factor)[2], Score
     return grown;
 }
 
-// Replaces the scores by exp2(score * scale + shift) and adds them up; calls `before` ahead of each, and `beside` after each block of 16
-// keys, with the sums so far.
-template <class Before, class Beside>
-__device__ __forceinline__ void exponentiate(Softmax& state, Scores& s, const Before& before, const Beside& beside) {
+// Replaces the scores by exp2(score * scale + shift) and adds them up; calls `beside` after each block of 16 keys, with the
+// sums so far.
+template <class Beside>
+__device__ __forceinline__ void exponentiate(Softmax& state, Scores& s, const Beside& beside) {
     float chain[4];
     unroll<cfg::block_n / 2>([&](int i) {
-        before(i);
         s[i] = ptx::ex2(fmaf(s[i], state.scale, state.shift[half_of(i)]));
         chain[i & 3] = i < 4 ? s[i] : chain[i & 3] + s[i];
         if (i % 8 == 7) beside(i / 8, chain);

@@ -85,7 +85,7 @@ def buckets(case: Case) -> Score:
     """Relative positions by their logarithm, in a table of the inputs' own dtype."""
 
     def score(s, b, h, i, j, table):
-        far = np.floor(3 * np.log2(np.abs(i - j) + 1.0)).astype(int)
+        far = np.floor(3 * np.log2(np.abs(i - j) + 1.0) + 0.01).astype(int)
         return s + table[np.where(i > j, 16, 0) + np.minimum(far, 15), h]
 
     return Score(score, (_table(32, case.heads, dtype=case.dtype),))

@@ -197,18 +197,6 @@ class Cut:
         """Whether partial tiles' keys come with what they say of their rows, which takes room."""
         return bool({"column", "boolean"} & {*self.problem.masks})
 
-    @property
-    def _adds_late(self) -> bool:
-        """Whether the bias is added beside the exponentials: that of a key, to scores that nothing else changes."""
-        problem = self.problem
-        changed = problem.softcap is not None or problem.score is not None or problem.scale < _LEAST_SCALE
-        return self.bias_form == "keys" and self._overlaps and not changed
-
-    @property
-    def _overlaps(self) -> bool:
-        """Whether it pays to begin the softmax under the warpgroup's own product."""
-        return self.problem.n_keys >= _LONG[self.tile.block_m] and not self.problem.dropout
-
     def _is_crowded(self) -> bool:
         """Whether three warpgroups have no registers for what is done to single elements."""
         problem, score = self.problem, self.problem.score
@@ -282,13 +270,12 @@ class Cut:
             **problem_constants(problem),
             **tile._asdict(),
             **scaling(problem),
-            "bias_deferred": self._adds_late,
             "reads_keys": problem.score is not None and (problem.runs or reads(problem.score, J)),
             "bias_shared": self._shares_bias,
             **{f"bias_{form}": self.bias_form == form for form in ("tiles", "keys", "rows")},
             "head_dim": self.head_dim,
             "head_dim_v": self.head_dim_v,
-            "overlap": self._overlaps,
+            "overlap": problem.n_keys >= _LONG[tile.block_m] and not problem.dropout,
         }
 
 

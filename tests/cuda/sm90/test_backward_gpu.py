@@ -49,7 +49,7 @@ OWN = [
     sized("columns d64", 500, 600, mask=columns_of),
     sized("columns grouped", 300, 400, 128, heads=8, kv_heads=2, mask=columns_of),
     sized("heads between", 300, 400, 128, heads=8, kv_heads=2, mask=some_heads),
-    sized("columns window", 500, 500, mask=columns_of, options={"window": (99, 40)}),
+    sized("columns window", 500, 500, mask=columns_of, options={"window": (99, 40, "top_left")}),
     sized("columns softcap", 300, 400, 128, mask=columns_of, options={"softcap": 3.0}),
     sized("diagonal", 300, 400, 128, mask=diagonal,
          options={"window": (250, 7, "bottom_right")}),

@@ -28,6 +28,7 @@ def test_cap_score_by_type():
     x = np.linspace(-30, 30, 32, dtype=np.float32)
     for elem, accuracy in (("__half", 2e-6), ("__nv_bfloat16", 2e-6), ("float", 1e-6)):
         constants = {"elem": elem, "acc": "float", "bias_elem": "float", "softcap": True, "bias": False}
+        constants |= dict.fromkeys(("score", "additive", "runs"), False) | {"dropout": 0}
         body = "Params p{}; p.scale = -0.5; p.softcap = 4; p.cap_scale = -0.125; y[l] = cap_score(p, x[l]);"
         y = run(["attn/score.cuh"], "const float* x, float* y", body, x, np.empty_like(x), constants=constants)[1]
         np.testing.assert_allclose(y, 4 * np.tanh(-0.5 * x.astype(float) / 4), atol=accuracy)

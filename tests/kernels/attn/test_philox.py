@@ -48,7 +48,7 @@ def test_block_of_draws(threshold, runs):
         ["attn/philox.cuh"],
         "const u32* k, const i32* rows, const i32* keys, u32* words, u32* dropped, u8* kept, u32* wrong", body,
         keys, *blocks, np.empty((32, 4), np.uint32), np.empty((32, 4), np.uint32), np.empty((32, 4, 2), np.uint8),
-        np.zeros(32, np.uint32), constants={"runs": runs},
+        np.zeros(32, np.uint32), constants={"runs": runs, "dropout": 1, "score": False},
     )[3:]  # fmt: skip
     draws = cuattn_rng.draws(cuattn_rng.RNGState(seed, 5), 3, (32, 48), (64, 80))
     # Word w of a lane has two neighbours of tile w / 2, in its upper half or its lower one.
