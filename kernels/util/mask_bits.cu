@@ -90,7 +90,7 @@ __device__ __forceinline__ void add_states(const MaskParams& p, i32 instance, co
     }
 }
 
-constexpr int kBlocks = __CUDA_ARCH__ > 900 ? 6 : 8;  // of a multiprocessor; on compute capability 12 registers for eight spill
+constexpr int kBlocks = __CUDA_ARCH__ > 900 ? 4 : 8;  // of a multiprocessor; on compute capability 12 registers for eight spill
 
 extern "C" __global__ __launch_bounds__(kThreads, kBlocks) void mask_bits(const __grid_constant__ MaskParams p) {
     const i32 key_groups = (p.keys_padded + kKeys - 1) / kKeys, row_groups = (p.n_queries + 2 * kRows - 1) / (2 * kRows) * 2;
