@@ -130,6 +130,7 @@ def test_what_a_bias_asks_for():
 
 # What NVRTC 12 keeps in local memory of the warps that draw what dropout drops: one value, once per tile.
 DRAWER_BYTES = 8
+CROWDED_BYTES = 24  # of NVRTC 12 alone, where a column mask meets a softcap or a boolean mask in one kernel at d 128
 
 VARIANTS = [
     problem(64),
@@ -197,8 +198,11 @@ def kernels(p, form=NO_BIAS):
 def test_spills(variant):
     for path, constants, _, _ in kernels(variant):
         (used,) = kernel_resources(path, tuple(constants.items()), ARCH).values()
-        drawn_early = variant.dropout and version().startswith("12.")
-        assert used.stack <= (DRAWER_BYTES if drawn_early else 0), (path, used)
+        known = 0
+        if version().startswith("12."):
+            crowded = "column" in variant.masks and (variant.softcap is not None or "boolean" in variant.masks)
+            known = DRAWER_BYTES if variant.dropout else CROWDED_BYTES if crowded else 0
+        assert used.stack <= known, (path, used)
 
 
 @pytest.mark.parametrize(("variant", "form"), BIASED)
