@@ -20,7 +20,7 @@ from cuattn.cpu.walk import Tiles
 from cuattn.masks.constructors import kept_band
 from cuattn.masks.intervals import join
 from cuattn.plans import Plan
-from cuattn.problem import OPERATIONS, Place, Problem
+from cuattn.problem import OPERATIONS, Place, Problem, ScoreFunction
 from cuattn.rng import RNGState
 
 _TABLE_BYTES = 26  # of each key, for what is seen of a mask of intervals; its own tables are kept with it
@@ -82,7 +82,7 @@ def run(
             results[name].fill(0)
     dropout = Dropout(problem, place, state) if problem.dropout else None
     score = None if problem.score is None else Scores(problem, operands, place, numbers)
-    operands = {name: x for name, x in operands.items() if not name.startswith("score")}
+    operands = {name: x for name, x in operands.items() if not ScoreFunction.has(name)}
     task = _task(problem, operands, visible_parts(problem, masks, place), dropout, totals, shares, score)
     threads.run(task, lambda: _worker(task), _threads(task))
     for name in sums:
@@ -155,15 +155,14 @@ def _sums(problem: Problem, operands: Arrays) -> tuple[bool, dict[str, np.dtype]
         return False, {}
     heads = {"q": problem.heads, "k": problem.kv_heads, "v": problem.kv_heads, "bias": problem.heads}
     shapes = {name: operands[name].shape for name in heads if name in operands}
-    learned = () if problem.score is None else problem.score.learned
-    shares = bool(learned) or any(shape[:-2] != (*problem.batch, heads[name]) for name, shape in shapes.items())
+    shares = bool(problem.learned) or any(shape[:-2] != (*problem.batch, heads[name]) for name, shape in shapes.items())
     if is_small(problem) and not shares:
         return False, {}
     names = [name for name in shapes if shares or name != "q"]
     dtypes = dict.fromkeys(names, problem.stat_dtype)
     if "bias" in names and 1 in shapes["bias"][-2:]:
         dtypes["bias"] = SUM
-    dtypes |= {f"score{slot}": SUM for slot in learned}
+    dtypes |= {f"score{slot}": SUM for slot in problem.learned}
     return shares, {f"d{name}": dtype for name, dtype in dtypes.items()}
 
 

@@ -114,9 +114,9 @@ class Scores:
         self.rows = _indices(place.row, place.row_blocks, unit, problem.n_queries)
         self.keys = _indices(place.key, place.key_blocks, unit, problem.n_keys)
         self._first = place.batch, place.head
-        made = _compiled(score, problem.stat_dtype, backward=problem.operation == "backward", even=self.even)
         bound = Bound(score.root, tuple([operands[name] for name in score.names]), tuple(numbers))
         self.backward = problem.operation == "backward"
+        made = _compiled(score, problem.stat_dtype, backward=self.backward, even=self.even)
         self.compute = made.program.ready(bound)
         self.diagonals = made.diagonals and made.diagonals.ready(bound)
         self.sloped = made.sloped

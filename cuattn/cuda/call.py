@@ -16,7 +16,7 @@ from cuattn.cuda.sequence import LaunchSequence
 from cuattn.cuda.source import calls_functions, constants_of, functions_text
 from cuattn.cuda.tables import CallMasks
 from cuattn.plans import Plan
-from cuattn.problem import OPERATIONS, Problem
+from cuattn.problem import OPERATIONS, Problem, ScoreFunction
 
 
 class Own(NamedTuple):
@@ -68,7 +68,7 @@ class Call:
         An operand may have a stride of 0 along an axis that its gradient has: axes that only one of the two has are
         not merged, so the layouts of contiguous arrays of the operands' shapes count, too.
         """
-        operands = [array for name, array in self.operands.items() if "score" not in name]
+        operands = [array for name, array in self.operands.items() if not ScoreFunction.has(name)]
         arrays = [*operands, *(Array(x.shape, x.dtype) for x in operands)]
         return collapse(self.problem.batch, [*map(steps_of, arrays), *self._masks.layouts.values()])
 
@@ -106,7 +106,7 @@ class Call:
         self.arrays = {**self.operands, **results}
         self._fields = problem_fields(problem, self.axes)
         for name, array in self.arrays.items():
-            if "score" not in name:  # those have axes of their own
+            if not ScoreFunction.has(name):
                 self._fields |= layout_fields(name, steps_of(array), self.axes, len(problem.batch))
         inputs, score = operation.inputs, problem.score
         self.functions = None if score is None else Functions(problem, self.operands)

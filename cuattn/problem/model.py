@@ -79,6 +79,15 @@ class ScoreFunction(NamedTuple):
     facts: Facts
     learned: tuple[int, ...] = ()
 
+    @staticmethod
+    def has(name: str) -> bool:
+        """Return whether an operand, or a gradient, belongs to a score function, and has axes of its own.
+
+        >>> ScoreFunction.has("score0"), ScoreFunction.has("dscore0"), ScoreFunction.has("bias")
+        (True, True, False)
+        """
+        return name.removeprefix("d").startswith("score")
+
     @property
     def names(self) -> list[str]:
         """Names of its arrays among the operands, by slot."""
@@ -131,6 +140,11 @@ class Problem:
     def row(self) -> Dtype:
         """The dtype's row."""
         return DTYPES[self.dtype]
+
+    @property
+    def learned(self) -> tuple[int, ...]:
+        """Slots of the arrays of a score function of which a backward returns the gradients."""
+        return () if self.score is None else self.score.learned
 
     @property
     def group(self) -> int:

@@ -65,8 +65,7 @@ class Operation:
             wanted = self.results if problem.statistics else self.results[:1]
             found = {name: _of_rows(problem, name) for name in wanted}
             return {**found, "o": (found["o"][0], problem.out_dtype)}
-        learned = () if problem.score is None else problem.score.learned
-        wanted = (*self.results, *(f"dscore{slot}" for slot in learned))
+        wanted = (*self.results, *(f"dscore{slot}" for slot in problem.learned))
         given = {name: operands.get(name.removeprefix("d")) for name in wanted}
         return {n: (tuple(x.shape), problem.grad_dtype(np.dtype(x.dtype))) for n, x in given.items() if x is not None}
 

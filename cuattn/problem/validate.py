@@ -145,7 +145,7 @@ def bind(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
     rank = len(problem.batch) + 3
     found = {}
     for name, array in arrays.items():
-        if name.startswith("score"):
+        if ScoreFunction.has(name):
             found[name] = array
         elif array is not None and name != "mask":
             per_row = name in ("l", "m", "dlse")

@@ -292,8 +292,7 @@ class Backward(Call):
             scratch["dq_acc"] = Array((*self.operands["q"].shape[:-2], rows, cut.head_dim), problem.stat_dtype)
         for name, total in self.sums.items():
             scratch[f"{name}_acc"] = sum_array(problem, total)
-        learns = problem.score is not None and problem.score.learned
-        by_score = ScoreGradients(problem, cut.bias) if learns else None
+        by_score = ScoreGradients(problem, cut.bias) if problem.learned else None
         for passed in (bias, by_score):
             scratch |= passed.scratch if passed else {}
         self.begin(scratch)

@@ -119,7 +119,7 @@ class ScoreGradients:
         self.problem, self.tile, self.weights = problem, tile, learned(problem)
         self._counts, self._owners = tile_counts(problem, tile), owners
         self.passes = self._passes()
-        self._sizes = {slot: math.prod(problem.score.facts.arrays[slot].shape) for slot in problem.score.learned}
+        self._sizes = {slot: math.prod(problem.score.facts.arrays[slot].shape) for slot in problem.learned}
         steps = {
             slot: len(numbers) > 1 or any(self.weights[number].place == "element" for number in numbers)
             for slot, numbers in ((slot, self._of_slot(slot)) for slot in self._sizes)

@@ -49,11 +49,6 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
     return against
 
 
-def learns(problem: Problem) -> bool:
-    """Return whether arrays of a score function have gradients."""
-    return problem.score is not None and bool(problem.score.learned)
-
-
 class Tile(NamedTuple):
     """One kernel's tile, shared memory, and fields of ``Params``: row_tiles, key_tiles, section."""
 
@@ -102,7 +97,7 @@ class Cut:
             self.bias = BiasForm(gradient=Dbias.WEIGHTED)
         # Passes of their own take delta whole.
         passes = problem.bias is not None and self.bias.gradient == Dbias.ELSEWHERE
-        passes |= learns(problem) and not self.weighted
+        passes |= bool(problem.learned) and not self.weighted
         apart = problem.dropout or blocks or passes or sloped
         self.split_delta = self.fused and widest > 64 and not apart
         self.keys, self.rows = self._key_tile(), self._row_tile()
@@ -241,9 +236,9 @@ class Backward(MappedCall):
         scratch, counts = cut.scratch(dq_instances), keys.counts
         if dbias is not None:
             scratch, counts = scratch | dbias.scratch, counts | dbias.fields
-        other = portable.Cut(problem, self.device)
+        other = portable.Cut(problem, self.device) if problem.learned else None
         owners = 4 * _WARPGROUPS * counts["key_tiles"] if cut.weighted else 0
-        by_score = ScoreGradients(problem, other.bias, owners) if learns(problem) else None
+        by_score = None if other is None else ScoreGradients(problem, other.bias, owners)
         self.begin(scratch | (by_score.scratch if by_score else {}))
         add_preprocess(self, constants, cut.columns, counts)
         warps = 4 * (_WARPGROUPS + 1)

@@ -9,11 +9,11 @@ import enum
 import math
 from typing import Any, NamedTuple
 
-from cuattn.cuda.arguments import Array, row_strides, steps_of
+from cuattn.cuda.arguments import Array
 from cuattn.cuda.call import Call
 from cuattn.cuda.constants import Constants, is_sloped
 from cuattn.cuda.sm80 import backward as portable
-from cuattn.cuda.sm90 import tensor_map
+from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.forward import SLAB_COLUMNS
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
@@ -56,15 +56,12 @@ def bias_form(problem: Problem, bias: Any) -> BiasForm:
     """Return how the kernel that computes everything takes a bias, an array with all axes, or None."""
     if bias is None:
         return NO_BIAS
-    row, column = steps_of(bias)[-2:]
-    fits = bias.dtype == problem.dtype and row > 0 and column == 1
-    fits &= cdiv(problem.head_dim_v, SLAB_COLUMNS) <= cdiv(
-        problem.head_dim, SLAB_COLUMNS
-    )  # dV then leaves through dQ's place
-    tiles = fits and tensor_map.unsupported_reason(bias.data.ptr, row_strides(bias)) is None
+    form = forward.bias_form(problem, bias)
+    slabs, slabs_v = (cdiv(columns, SLAB_COLUMNS) for columns in (problem.head_dim, problem.head_dim_v))
+    tiles = form == "tiles" and slabs_v <= slabs  # dV then leaves through dQ's place
     gradient = _gradient_form(problem, bias, tiles)
     shared = bias.size < problem.instances * problem.n_queries * problem.n_keys and bias.shape[-3] > 1
-    return BiasForm(row == 0, tiles, gradient, gradient == Dbias.ADDED and shared and 4 * bias.size > _CACHED)
+    return BiasForm(form == "keys", tiles, gradient, gradient == Dbias.ADDED and shared and 4 * bias.size > _CACHED)
 
 
 def _gradient_form(problem: Problem, bias: Any, tiles: bool) -> Dbias:
