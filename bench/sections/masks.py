@@ -83,7 +83,8 @@ SECTIONS = {
         ("same_bits",),
         ("same-bits",),
         "Of the paper's twelve masks, how many give the same bits as a column mask and as a boolean matrix on the same "
-        "kernel, forward and deterministic backward; and, where `is_causal` or `window` say the same, as flags.",
+        "kernel, forward and deterministic backward; and, where `is_causal` or `window` say the same, as flags.  "
+        "The rows are of a commit whose Hopper kernels took no boolean matrix.",
         table=same,
     ),
 }
