@@ -14,6 +14,7 @@ from tests.cpu.sizes import tiled, whole_heads
 from tests.strategies import DTYPES, normal
 from tests.test_scoring import SHAPE, both, check_recipe, recipes
 from tests.tolerances import assert_close
+from tests.tracing.recipes import HEADS, Recipe
 
 WAYS = {
     "whole heads": whole_heads,
@@ -35,6 +36,13 @@ def arrays(seed, *shapes, dtype=np.float64):
 def test_recipes_hold_the_rule(recipe, way, dtype):
     with way():
         check_recipe(Host, recipe, dtype)
+
+
+def test_the_rule_knows_what_weights_lose():
+    """1 - tanh(18)^2 is 2e-16, and 0 in float32: no algorithm in that precision knows better."""
+    function = lambda s, b, h, i, j, x: s * np.tanh(x[h] + 18)  # noqa: E731
+    recipe = Recipe("saturated", function, (np.zeros(HEADS),), lambda s: s * np.tanh(18), False)
+    check_recipe(Host, recipe, np.dtype(np.float32))
 
 
 @recipes
