@@ -37,6 +37,7 @@ from cuattn.tracing.capture import copied, is_array
 _ELEMENTS = 1 << 16  # that are evaluated at once
 _STRIPS = 1 << 10  # of tiles, whose states a mask remembers
 _NAMESPACE = "traced::mask"  # of generated text
+_NUMBERS = np.dtype(np.float64)  # so that a mask is one matrix, that of its formula in NumPy, in calls of any dtype
 
 
 class FunctionMask(Mask):
@@ -53,8 +54,9 @@ class FunctionMask(Mask):
 
     Notes
     -----
-    Numbers are float32.  A mask compares and pickles by what the function computes, not by the function.  On a GPU the
-    bounds of tiles and the function on the others are computed by code that is compiled for it.
+    Numbers are float64, whatever the dtype of a call, as in NumPy.  A mask compares and pickles by what the function
+    computes, not by the function.  On a GPU the bounds of tiles and the function on the others are computed by code
+    that is compiled for it.
 
     Examples
     --------
@@ -92,7 +94,7 @@ class FunctionMask(Mask):
 
     @cached_property
     def _visible(self) -> Callable[..., list[np.ndarray]]:
-        return Program((self._bound.root,), np.dtype(np.float32), self._facts).ready(self._bound)
+        return Program((self._bound.root,), _NUMBERS, self._facts).ready(self._bound)
 
     @cached_property
     def _states(self) -> Callable[..., np.ndarray]:
@@ -286,7 +288,7 @@ def mask_of(
         return mask
     bounds = np.zeros((4, *mask.leading, len(j)), np.int32)
     for instance in np.ndindex(*mask.leading):
-        found = columns(bound, i, j, *mask._matrix(instance))
+        found = columns(bound, i, j, *mask._matrix(instance), _NUMBERS)
         if found is None:
             return mask
         bounds[(slice(None), *instance)] = found
@@ -296,8 +298,8 @@ def mask_of(
 @lru_cache(maxsize=64)
 def _written(root: Node, known: Facts) -> tuple[Any, Any]:
     """Return the texts of a function and of its bounds on tiles."""
-    visible = source({"visible": [root]}, known, namespace=_NAMESPACE)
-    return visible, tile_source(root, known, namespace=_NAMESPACE)
+    visible = source({"visible": [root]}, known, _NUMBERS, namespace=_NAMESPACE)
+    return visible, tile_source(root, known, _NUMBERS, namespace=_NAMESPACE)
 
 
 def live(array: Any) -> Any:
