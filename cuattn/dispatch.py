@@ -43,11 +43,11 @@ from cuattn.problem import (
 
 
 @lru_cache(maxsize=1)
-def _score_type() -> Any:
-    """Import what knows score functions, with all of tracing, which calls without functions do not need."""
-    from cuattn.scoring import Score
+def _scoring() -> ModuleType:
+    """Import what knows functions, with all of tracing, which calls without functions do not need."""
+    from cuattn import scoring
 
-    return Score
+    return scoring
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Call:
 
     def __post_init__(self) -> None:
         if self.score is not None or type(self.score_args) is not tuple or self.score_args:
-            self.score = _score_type()(self.score, self.score_args, self.arrays, self.operation.replays)
+            self.score = _scoring().Score(self.score, self.score_args, self.arrays, self.operation.replays)
         mask = self.arrays["mask"]
         if mask is None:
             return
@@ -108,23 +108,15 @@ class Call:
     def take_functions(self, arrays: dict[str, Any]) -> None:
         """Make functions of visibility the masks that they are for operands of these shapes, at this origin."""
         if self.function is not None:
-            from cuattn.masks.function import live
-            from cuattn.tracing import MASK, trace
-
-            self._add_mask(trace(self.function, MASK, adopt=live).captured, arrays)
+            self._add_mask(_scoring().visible(self.function), arrays)
             self.function = None
         if self.score is not None and self.score.visible is not None:
             self._add_mask(self.score.visible, arrays)
             self.score.visible = None
 
     def _add_mask(self, visible: Any, arrays: dict[str, Any]) -> None:
-        """Add the mask of a traced function to the call's, within one of its kind where one mask says both."""
-        shapes = [tuple(arrays[name].shape) for name in "qkv"]
-        for part in _function_mask(visible, *shapes, self.origin).parts:
-            alike = [mask for mask in self.masks if mask.kind == part.kind and not mask.on_device]
-            joined = _joined(alike[0], part) if alike and not part.on_device else None
-            others = self.masks if joined is None else [mask for mask in self.masks if mask is not alike[0]]
-            self.masks = (*others, joined or part)
+        """Add the mask of a traced function to the call's."""
+        self.masks = _with_function(self.masks, visible, *[arrays[name].shape for name in "qkv"], self.origin)
 
 
 @dataclass
@@ -151,12 +143,12 @@ def _known(*signature: Any) -> _Known:
 
 def _cell(call: Call, layouts: tuple) -> _Known:
     """Return the memo cell of a call whose arrays have these layouts; a cell of its own where it cannot be hashed."""
-    options, shapes = call.options, tuple([mask.layout for mask in call.masks])
-    if call.score is not None:
-        shapes = (*shapes, call.score.traced and call.score.traced.kind)
+    options, score = call.options, call.score
+    masks = tuple([mask.layout for mask in call.masks]) if call.masks else ()
+    kind = score and (score.traced and score.traced.kind,)
     try:  # each option beside its type, as True is no 1; so is each side of the window
         sides = options.window or ()
-        return _known(call.operation.name, layouts, shapes, call.has_runs, *options, *sides)
+        return _known(call.operation.name, layouts, masks, kind, call.has_runs, *options, *sides)
     except (TypeError, ValueError):  # an option that cannot be hashed: checked in every call
         return _Known()
 
@@ -331,7 +323,17 @@ def _fold(call: Call, views: dict[str, Any]) -> None:
         call.options, call.masks = options._replace(is_causal=False, window=None), (*call.masks, mask)
 
 
-_joined = lru_cache(maxsize=32)(lambda one, other: one.joined(other))  # masks hold tables
+@lru_cache(maxsize=32)  # masks hold tables
+def _with_function(masks: tuple[Mask, ...], visible: Any, *operands: Any) -> tuple[Mask, ...]:
+    """Return masks and that of a traced function, within one of its kind where one mask says both."""
+    for part in _function_mask(visible, *operands).parts:
+        alike = [mask for mask in masks if mask.kind == part.kind and not mask.on_device]
+        joined = alike[0].joined(part) if alike and not part.on_device else None
+        others = masks if joined is None else [mask for mask in masks if mask is not alike[0]]
+        masks = (*others, joined or part)
+    return masks
+
+
 _band_mask = lru_cache(maxsize=64)(band_of_runs)  # kept, since a mask holds tables on a GPU
 
 

@@ -14,6 +14,7 @@ asks what kind a mask is.  The CPU walks a mask by tiles of its own size::
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
@@ -93,7 +94,7 @@ class Mask(Immutable, Drawable):
         """The masks that hold together in this one: for all but `AllOf` the mask itself."""
         return (self,)
 
-    @property
+    @cached_property
     def layout(self) -> tuple[Hashable, ...]:
         """All of the mask that a launch depends on: kind, shape, parameters and band, but not what else is hidden."""
         array = self._array
