@@ -260,7 +260,7 @@ def _on_host(
             raise DtypeError("mask holds device vectors but q is on the CPU; expected a mask of host vectors")
     if state is not None and not isinstance(state.offset, int):
         raise DtypeError("rng.offset is a device array but q is on the CPU; expected an int")
-    operands, direct = bind(problem, _operands(call, views, origin)), bind(problem, out or {})
+    operands, direct = bind(problem, _operands(call, views, origin)), bind(problem, out) if out else {}
     numbers = () if call.score is None else call.score.numbers
     masks, place = _all_masks(call, views), place or problem.place
     found = known.backend.run(problem, operands, masks, state, place, direct, numbers)
