@@ -48,7 +48,7 @@ class Traced(Bound):
     def kind(self) -> Hashable:
         """What calls share that differ in the elements of arrays and in the values of numbers alone."""
         captured = [x if isinstance(x, Argument) else (np.dtype(x.dtype), x.shape, x.strides) for x in self.arrays]
-        return self.root, self.signature, self.spans, *captured
+        return _token(self.root, self.signature, self.spans, *captured)
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
@@ -107,6 +107,12 @@ class Traced(Bound):
         if all(isinstance(array, np.ndarray) for array in self.arrays):
             return Frozen(self.root, self.arrays, self.numbers)
         return self.bind()
+
+
+@functools.lru_cache(_MOST)
+def _token(*content: Hashable) -> Hashable:
+    """Return an object that stands for some content: it takes no time to hash."""
+    return object()
 
 
 def trace(
