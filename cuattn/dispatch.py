@@ -115,8 +115,13 @@ class Call:
             self.score.visible = None
 
     def _add_mask(self, visible: Any, arrays: dict[str, Any]) -> None:
-        """Add the mask of a traced function to the call's."""
-        self.masks = _with_function(self.masks, visible, *[arrays[name].shape for name in "qkv"], self.origin)
+        """Add the mask of a traced function to the call's, within one of its kind where one mask says both."""
+        shapes = [arrays[name].shape for name in "qkv"]
+        for part in _function_mask(visible, *shapes, self.origin).parts:
+            alike = [mask for mask in self.masks if mask.kind == part.kind and not mask.on_device]
+            joined = _joined(alike[0], part) if alike and not part.on_device else None
+            others = self.masks if joined is None else [mask for mask in self.masks if mask is not alike[0]]
+            self.masks = (*others, joined or part)
 
 
 @dataclass
@@ -323,17 +328,7 @@ def _fold(call: Call, views: dict[str, Any]) -> None:
         call.options, call.masks = options._replace(is_causal=False, window=None), (*call.masks, mask)
 
 
-@lru_cache(maxsize=32)  # masks hold tables
-def _with_function(masks: tuple[Mask, ...], visible: Any, *operands: Any) -> tuple[Mask, ...]:
-    """Return masks and that of a traced function, within one of its kind where one mask says both."""
-    for part in _function_mask(visible, *operands).parts:
-        alike = [mask for mask in masks if mask.kind == part.kind and not mask.on_device]
-        joined = alike[0].joined(part) if alike and not part.on_device else None
-        others = masks if joined is None else [mask for mask in masks if mask is not alike[0]]
-        masks = (*others, joined or part)
-    return masks
-
-
+_joined = lru_cache(maxsize=32)(lambda one, other: one.joined(other))  # masks hold tables
 _band_mask = lru_cache(maxsize=64)(band_of_runs)  # kept, since a mask holds tables on a GPU
 
 
