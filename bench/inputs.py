@@ -32,7 +32,7 @@ class Inputs:
     case : Case
         The problem (its direction does not matter).
     q, k, v, do : tensor, (B, H, N, d)
-        Standard normal, contiguous.
+        Standard normal, contiguous; those of v and do may be of another width.
     samples : tuple of Sample
         What each sequence may see; empty without a mask.
     mask : Mask or None
@@ -109,8 +109,8 @@ def make(case, device, blank=False):
         return memory[: math.prod(shape)].view(shape).detach()
 
     if blank:
-        memory = torch.zeros(max(map(math.prod, (case.q_shape, case.k_shape))), dtype=dtype, device=device)
-    q, do, k, v = ((zeros if blank else normal)(*shape) for shape in [case.q_shape] * 2 + [case.k_shape] * 2)
+        memory = torch.zeros(max(map(math.prod, case.shapes)), dtype=dtype, device=device)
+    q, k, v, do = ((zeros if blank else normal)(*shape) for shape in case.shapes)
     more = {}
     if case.bias:
         rows = (1, case.heads if case.bias == "heads" else 1, case.n_queries)

@@ -26,7 +26,7 @@ def test_every_suite_names_tables_and_runners_that_exist():
 @pytest.mark.parametrize(
     ("words", "names"),
     {
-        "": "cuattn-sm80 cuattn cuattn-cupy cudnn fa2 sdpa",
+        "": "cuattn-sm80 cuattn cuattn-cupy cudnn fa3 fa2 sdpa",
         "--peers fa2": "cuattn-sm80 fa2",
         "--beside .": "cuattn-sm80 cuattn cuattn-cupy base-sm80 base base-cupy",
     }.items(),
@@ -121,7 +121,7 @@ def test_prepare_runs_its_shares_side_by_side(capfd):
     assert prepare.run("cpu", [*words, "--budget", "0"], 2) == 1
 
 
-@pytest.mark.parametrize(("suite", "table", "lines"), [("hopper", "dense", 36), ("portable", "decode", 2)])
+@pytest.mark.parametrize(("suite", "table", "lines"), [("hopper", "dense", 48), ("portable", "decode", 2)])
 def test_suites_list_their_cases_without_a_gpu(suite, table, lines):
     command = [sys.executable, "-m", f"bench.{suite}", "--list", "--tables", table]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
