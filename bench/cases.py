@@ -44,8 +44,6 @@ class Case:
         Causal by a band, without a mask object.
     mask : str, optional
         One of `bench.mask_samples.KINDS`, or ``"random"``, a boolean matrix.
-    bias : {"keys", "scores", "heads"}, optional
-        A bias of shape (B, 1, 1, N), or one N x N for all heads, or for each head of all sequences.
     dropout : float
         Probability of dropping.
     deterministic : bool
@@ -53,7 +51,7 @@ class Case:
     host : bool
         Time the host, not the device.
     score : str, optional
-        One of `bench.score_samples.FORMULAS`: a function of the scores, of what is visible, or both.
+        One of `bench.score_samples.FORMULAS`: a function of the scores, of what is visible, or both; or a bias.
     learned : bool
         The function's float arrays are differentiated too.
     rivals : tuple of str
@@ -73,7 +71,6 @@ class Case:
     dtype: str = "bfloat16"
     causal: bool = False
     mask: str | None = None
-    bias: str | None = None
     dropout: float = 0.0
     deterministic: bool = False
     host: bool = False
@@ -94,7 +91,6 @@ class Case:
         parts = [*filter(None, [self.use]), f"{self.batch}x{self.heads}"] if named else []
         parts += [f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v else ""), n, self.kind]
         parts += [] if self.dtype == "bfloat16" else [self.dtype]
-        parts += [f"bias_{self.bias}"] if self.bias else []
         parts += [self.score] if self.score else []
         parts += ["learned"] if self.learned else []
         parts += [f"kv{self.kv_heads}"] if (self.score or self.use) and self.heads != self.kv_heads else []
@@ -173,10 +169,10 @@ def _grid(table, *, tokens=16384, hidden=2048, **axes):
         yield Case(table, **usual | chosen)
 
 
-def _shape(use, batch, heads, n_queries, head_dim, *, kv_heads=0, n_keys=0, **axes):
+def _shape(use, batch, heads, n_queries, head_dim, kv_heads=0, n_keys=0, **axes):
     """Return the grid of one shape; as many key heads and keys as there are query heads and queries, unless said."""
-    lengths = {"n_queries": n_queries, "n_keys": n_keys or n_queries, "head_dim": head_dim}
-    return dict(use=use, batch=batch, heads=heads, kv_heads=kv_heads or heads, **lengths, **axes)
+    usual = {"n_keys": n_keys or n_queries, "kv_heads": kv_heads or heads, **USES.get(use, {})}
+    return {**usual, **dict(use=use, batch=batch, heads=heads, n_queries=n_queries, head_dim=head_dim), **axes}
 
 
 def _sweep(**axes):
@@ -194,9 +190,8 @@ SMALL = (  # batch, heads, queries, keys, head dimension
     (1, 8, 1, 128, 64), (1, 8, 1, 4096, 64), (1, 8, 16, 16, 64), (1, 64, 32, 32, 32), (1024, 4, 49, 49, 32),
     (1, 512, 16, 16, 32), (64, 8, 64, 64, 32), (32, 12, 128, 128, 64), (1, 32, 1, 4096, 128), (8, 16, 1, 512, 64),
 )  # fmt: skip
-LANGUAGE = dict(use="language", causal=True)
-ONCE = dict(use="decode", direction="forward")
-SHAPES = (  # that users call, by what calls them: batch, heads, queries, head dimension
+USES = {"language": {"causal": True}, "decode": {"direction": "forward"}}
+SHAPES = (  # that users call, by what calls them: batch, heads, queries, head dimension, key heads, keys
     _shape("vision", 128, 12, 197, 64),  # ViT-B/16
     _shape("vision", 32, 16, 577, 64),  # ViT-L/14, 336 x 336 pixels
     _shape("vision", 32, 16, 257, 80),  # ViT-H/14
@@ -208,17 +203,17 @@ SHAPES = (  # that users call, by what calls them: batch, heads, queries, head d
     _shape("video", 1, 24, 32760, 128),
     _shape("video", 1, 12, 32760, 128),  # Wan 2.1
     _shape("video", 2, 30, 17776, 64),  # CogVideoX
-    _shape(batch=4, heads=32, n_queries=4096, head_dim=128, kv_heads=8, **LANGUAGE),  # Llama 3 8B
-    _shape(batch=1, heads=64, n_queries=8192, head_dim=128, kv_heads=8, **LANGUAGE),  # Llama 3 70B
-    _shape(batch=1, heads=32, n_queries=32768, head_dim=128, kv_heads=8, **LANGUAGE),
-    _shape(batch=2, heads=14, n_queries=8192, head_dim=64, kv_heads=2, **LANGUAGE),  # Qwen 2.5 0.5B
-    _shape(batch=2, heads=32, n_queries=4096, head_dim=128, kv_heads=1, **LANGUAGE),
-    _shape(batch=1, heads=48, n_queries=8192, head_dim=128, kv_heads=1, **LANGUAGE),  # StarCoder
-    _shape(batch=4, heads=8, n_queries=4096, head_dim=256, kv_heads=1, **LANGUAGE),  # Gemma 2B
-    _shape(batch=2, heads=32, n_queries=4096, head_dim=96, **LANGUAGE),  # Phi 3 mini
-    _shape(batch=4, heads=16, n_queries=4096, head_dim=128, dtype="float16", **LANGUAGE),
-    _shape(batch=4, heads=16, n_queries=4096, head_dim=192, head_dim_v=128, **LANGUAGE),  # DeepSeek V3
-    _shape("language", 1, 32, 16384, 128, kv_heads=8, mask="sliding_window"),  # Mistral
+    _shape("language", 4, 32, 4096, 128, 8),  # Llama 3 8B
+    _shape("language", 1, 64, 8192, 128, 8),  # Llama 3 70B
+    _shape("language", 1, 32, 32768, 128, 8),
+    _shape("language", 2, 14, 8192, 64, 2),  # Qwen 2.5 0.5B
+    _shape("language", 2, 32, 4096, 128, 1),
+    _shape("language", 1, 48, 8192, 128, 1),  # StarCoder
+    _shape("language", 4, 8, 4096, 256, 1),  # Gemma 2B
+    _shape("language", 2, 32, 4096, 96),  # Phi 3 mini
+    _shape("language", 4, 16, 4096, 128, dtype="float16"),
+    _shape("language", 4, 16, 4096, 192, head_dim_v=128),  # DeepSeek V3
+    _shape("language", 1, 32, 16384, 128, 8, causal=False, mask="sliding_window"),
     _shape("structure", 256, 4, 256, 32),  # triangles of AlphaFold
     _shape("structure", 128, 8, 384, 32),
     _shape("structure", 4, 20, 1024, 64),  # ESM 2
@@ -239,12 +234,12 @@ SHAPES = (  # that users call, by what calls them: batch, heads, queries, head d
     _shape("cross", 8, 10, 4096, 64, n_keys=77),  # an image over its prompt
     _shape("cross", 8, 8, 512, 64, n_keys=16384),  # Perceiver
     _shape("cross", 16, 12, 448, 64, n_keys=1500),  # Whisper's text over its sound
-    _shape(batch=64, heads=32, n_queries=1, head_dim=128, kv_heads=8, n_keys=4096, **ONCE),
-    _shape(batch=8, heads=64, n_queries=1, head_dim=128, kv_heads=8, n_keys=32768, **ONCE),
-    _shape(batch=32, heads=16, n_queries=1, head_dim=64, n_keys=2048, **ONCE),
-    _shape(batch=4, heads=8, n_queries=1, head_dim=256, kv_heads=1, n_keys=16384, **ONCE),
-    _shape(batch=1, heads=32, n_queries=[1, 4], head_dim=128, kv_heads=8, n_keys=65536, **ONCE),
-    _shape(batch=16, heads=32, n_queries=[2, 8, 16], head_dim=128, kv_heads=8, n_keys=8192, **ONCE),
+    _shape("decode", 64, 32, 1, 128, 8, 4096),
+    _shape("decode", 8, 64, 1, 128, 8, 32768),
+    _shape("decode", 32, 16, 1, 64, n_keys=2048),
+    _shape("decode", 4, 8, 1, 256, 1, 16384),
+    _shape("decode", 1, 32, [1, 4], 128, 8, 65536),
+    _shape("decode", 16, 32, [2, 8, 16], 128, 8, 8192),
 )
 GRIDS = {  # table: the axes of its grids
     # 16K tokens and one sequence of 32K, hidden size 2048, full and causal: the sweep of the FlashAttention papers.
@@ -323,7 +318,7 @@ GRIDS = {  # table: the axes of its grids
         dict(ON_HOST, batch=8, heads=12, n=128),
         dict(ON_HOST, batch=1, heads=16, n=512),
         dict(ON_HOST, batch=1, heads=8, n=1024, mask="random"),
-        dict(ON_HOST, batch=8, heads=8, n=256, bias=["keys", "scores"], direction="forward"),
+        dict(ON_HOST, batch=8, heads=8, n=256, score=["keys", "matrix"], direction="forward"),
     ],
     # Functions of the scores on the host, beside the call without them.
     "cpu-scores": [dict(ON_HOST, batch=1, heads=8, n=4096, score=["alibi", "relative"])],

@@ -15,7 +15,7 @@ BACKENDS = {  # name: (member of SDPBackend, dtypes, largest head dimension)
     "sdpa": ("", ALL, 1024),
     "sdpa-dense": ("", ALL, 1024),
 }
-BIASES = ("keys", "pairs", "all_pairs")
+BIASES = ("keys", "matrix", "pairs", "all_pairs")
 SCORES_BYTES = 40 << 30  # several score matrices of up to this size have to fit
 
 
@@ -121,13 +121,13 @@ class Sdpa(Runner):
 
 
 def _dense(inputs):
-    """Return the mask and the bias of a problem as PyTorch's ``attn_mask``."""
+    """Return the mask of a problem as PyTorch's ``attn_mask``."""
     import torch
 
     if inputs.mask is not None:
         seen = torch.from_numpy(np.array(inputs.mask.dense())).to(inputs.q.device)
         return {"attn_mask": seen, "is_causal": False}
-    return {"attn_mask": inputs.visible if inputs.bias is None else inputs.bias}
+    return {"attn_mask": inputs.visible}
 
 
 class Documents(Runner):
