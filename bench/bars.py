@@ -93,6 +93,7 @@ class Limit(NamedTuple):
         return {**reached, "at least": None, "case": worst, "met": found[worst] <= self.most}
 
 
+UNCHANGED = 0.995, 0.98  # the mean and the worst ratio to a version of the same speed
 BARS = {  # suite: what is to be reached
     "hopper": (
         Bar("dense: forward", "dense/*/forward", 1.04, 0.99),
@@ -114,6 +115,9 @@ BARS = {  # suite: what is to be reached
         Limit("with a column mask, us", "host/*-causal_document/forward", 15.0),
         Limit("backward, us", "host/d64-N256-full/backward", 25.0),
     ),
+    "cpu": (
+        Bar("functions of scores: time without over with it", "cpu-scores/*", 1 / 1.3, 1 / 1.3, rival="cuattn-without"),
+    ),
     "scores": (
         Bar("bias of pairs, B 256, H 4, N 256, d 32: forward", "scores-bias/d32-*/forward", 1.1, 1.1),
         Bar("the same: backward", "scores-bias/d32-*/backward", 1.1, 1.1),
@@ -130,7 +134,6 @@ BARS = {  # suite: what is to be reached
         Bar("recognised functions over constructors", "scores-columns/*", 0.99, 0.99, "cuattn-function", "cuattn"),
         Bar("boolean masks over column masks", "scores-columns/*", 0.90, 0.90, "cuattn-boolean", "cuattn"),
         Bar("the same, tables made in each call", "scores-columns/*", 0.75, 0.75, "cuattn-array", "cuattn"),
-        Bar("on the CPU: time without over with it", "cpu-scores/*", 1 / 1.3, 1 / 1.3, rival="cuattn-without"),
         Bar("identity: time without over with it", "scores/*-identity/*", 0.99, 0.99, rival="cuattn-without"),
         Limit("tables at 128K on the device, ms", "scores-tables/N131072-*", 10.0, "device_ms"),
         Limit("recognition at 128K on the host, ms", "scores-tables/N131072-*", 100.0, "host_ms"),
@@ -145,15 +148,22 @@ BARS = {  # suite: what is to be reached
 }
 
 
-def standings(suite, rows):
-    """Return a line for every bar and limit of a suite of which there are rows: what is to be reached, and what was."""
-    found = ((bar, bar.found(rows)) for bar in BARS.get(suite, ()))
+def beside(rows):
+    """Return the bars of each runner and table beside another checkout, which must not have been faster."""
+    both = {(row["case"].partition("/")[0], row["runner"]): None for row in rows if row["runner"].startswith("cuattn")}
+    other = {name: name.replace("cuattn", "base", 1) for _, name in both}
+    return [Bar(f"{table}, {name}", f"{table}/*", *UNCHANGED, name, other[name]) for table, name in both]
+
+
+def standings(bars, rows):
+    """Return a line for every bar and limit of which there are rows: what is to be reached, and what was."""
+    found = ((bar, bar.found(rows)) for bar in bars)
     return [{"what": bar.what, "cases": len(values), **bar.judged(values)} for bar, values in found if values]
 
 
-def show(suite, rows):
+def show(bars, rows):
     """Print the standings."""
-    for line in standings(suite, rows):
+    for line in standings(bars, rows):
         met = "   " if line["met"] else "NOT"
         print(f"{met} {line['what']}: {line['mean']:.3g} {line['to reach']} (of {line['cases']}), ", end="")
         print(f"worst {line['worst']:.3g} {line['case']}")

@@ -8,7 +8,6 @@ import importlib
 import json
 import os
 import site
-import statistics
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -175,10 +174,7 @@ def main(name, words=None):
     harness.run(arguments, points, options)
     if not arguments.list and (file := harness.destination(arguments)).exists():
         rows = json.loads(file.read_text())["rows"]
-        if arguments.beside:
-            _show(ratios(rows))
-        else:
-            bars.show(name, rows)
+        bars.show(bars.beside(rows) if arguments.beside else bars.BARS.get(name, ()), rows)
     return 1 if compared.wrong else 0
 
 
@@ -208,32 +204,6 @@ def tables(name, arguments):
             cases = select([table], arguments.directions)
             cases = dict.fromkeys(case.tiny if arguments.tiny else case for case in cases)
             yield [case for case in cases if harness.matches(case.name, arguments.only)], make(runners)
-
-
-def ratios(rows):
-    """Return, by case and runner of this checkout, the other checkout's time over its own: above 1, it is faster.
-
-    Examples
-    --------
-    >>> both = [{"case": "t/a/forward", "runner": name, "median_us": us} for name, us in (("cuattn", 4), ("base", 5))]
-    >>> ratios(both)
-    {('t/a/forward', 'cuattn'): 1.25}
-    """
-    times = {(row["case"], row["runner"]): row["median_us"] for row in rows if "median_us" in row}
-    twins = {(case, name): (case, name.replace("cuattn", "base", 1)) for case, name in times if "cuattn" in name}
-    return {key: times[twin] / times[key] for key, twin in twins.items() if twin in times}
-
-
-def _show(found):
-    """Print the ratio of every row; per table the geometric mean and the worst."""
-    tables = {}
-    for (case, runner), ratio in sorted(found.items(), key=lambda item: item[1]):
-        print(f"  {ratio:.3f}  {case} {runner}")
-        tables.setdefault(case.partition("/")[0], {})[f"{case} {runner}"] = ratio
-    for table, rows in tables.items():
-        worst, lowest = next(iter(rows.items()))
-        mean = statistics.geometric_mean(rows.values())
-        print(f"{table}: geometric mean {mean:.3f} of {len(rows)} rows, worst {lowest:.3f} ({worst})")
 
 
 def portions(calls):

@@ -6,7 +6,7 @@ import statistics
 import numpy as np
 import pandas as pd
 
-from bench.bars import standings
+from bench.bars import BARS, standings
 from bench.report import Section, by_direction, compared, lines, standing
 from bench.style import INK, OURS, QUIET, WORSE, bars, chart, name, panels
 from bench.suites import SUITES
@@ -90,7 +90,9 @@ def behind(rows):
 
 def scores(rows):
     """Return what functions of scores and masks reach, and what they were to reach."""
-    return pd.DataFrame(standings("scores", [row.dropna().to_dict() for _, row in rows.iterrows()]))
+    return pd.DataFrame(
+        standings((*BARS["scores"], *BARS["cpu"]), [row.dropna().to_dict() for _, row in rows.iterrows()])
+    )
 
 
 def shapes(rows):

@@ -94,20 +94,21 @@ def rows(**times):
 
 def test_bars_are_counted_beside_the_fastest_peer():
     lines = {
-        line["what"]: line for line in bars.standings("scores", rows(cuattn=10, cuattn_without=8, flex=15, fa4=12))
+        line["what"]: line
+        for line in bars.standings(bars.BARS["scores"], rows(cuattn=10, cuattn_without=8, flex=15, fa4=12))
     }
     assert lines["every score"]["mean"] == pytest.approx(1.2)
     assert not lines["every score"]["met"]
     assert lines["softcap, causal, N 4096, d 128: forward"]["met"]
     failed = [{"case": "scores/d64/backward", "runner": "cuattn"}, {"case": "scores/d64/backward", "runner": "flex"}]
     failed[1]["median_us"] = 3.0
-    assert bars.standings("scores", failed)[0]["worst"] == 0
+    assert bars.standings(bars.BARS["scores"], failed)[0]["worst"] == 0
 
 
 def test_limits_count_what_a_function_costs_beyond_the_plain_call():
     plain, alibi = ({"case": f"scores-host/d64-N256-full{end}/forward", "runner": "cuattn", "rate": rate}
                     for end, rate in (("", 9.0), ("-alibi", 10.5)))  # fmt: skip
-    (line,) = bars.standings("scores", [plain, alibi])
+    (line,) = bars.standings(bars.BARS["scores"], [plain, alibi])
     assert line["worst"] == pytest.approx(1.5)
     assert line["met"]
 
