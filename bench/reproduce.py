@@ -37,7 +37,7 @@ STEPS = {  # command: about how many seconds it takes on an H200
     "hopper --tables dense dropout deterministic long": 140,
     f"hopper --tables {MASKS}": 700,
     "prepare shapes": 150,
-    "shapes": 200,
+    "shapes": 300,
     "portable": 130,
     "cpu": 400,
 }

@@ -64,7 +64,7 @@ SUITES = {
     "shapes": Suite(
         about="Shapes that users call, in vision, video, language, structure and more, beside every peer.",
         tables=("shapes",),
-        peers={"": ("cudnn", "fa4", "fa3", "fa2", "flex", "sdpa")},
+        peers={"": ("cudnn", "fa4", "fa3", "fa2", "mem-efficient", "flex")},
         defaults={"seconds": 0.5},
     ),
     "portable": Suite(
