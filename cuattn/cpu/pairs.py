@@ -93,8 +93,8 @@ def term_of(root: Node) -> tuple[tuple[int, tuple[Node, ...]], Node] | None:
         if node.op in ("add", "subtract"):
             waiting += node.args[: 2 if node.op == "add" else 1]
         elif node.op == "load" and node.kind == "f" and _is_pair(node.args):
-            uses = [x for x in nodes if node in x.args or (x.op, x.value) == (node.op, node.value)]
-            if len(uses) == 2:  # itself and the sum
+            reads = [x for x in nodes if (x.op, x.value) == (node.op, node.value)]
+            if len(reads) == 1 and sum(x.args.count(node) for x in nodes) == 1:
                 return (node.value, node.args), substitute(root, {node: constant(0.0)})
     return None
 

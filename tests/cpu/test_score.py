@@ -139,6 +139,8 @@ PAIRS = {  # a function, the shape of x, and whether something is left of the fu
     "shared": (lambda s, b, h, i, j, x, y: s + x[i, j], (60, 90), None),
     "beyond its end": (lambda s, b, h, i, j, x, y: s + x[h, i, j], (4, 60, 80), False),
     "twice": (lambda s, b, h, i, j, x, y: s + x[h, i, j] + np.tanh(x[h, i, j]), (4, 60, 90), False),
+    "taken away again": (lambda s, b, h, i, j, x, y: s + (x[h, i, j] - x[h, i, j]), (4, 60, 90), False),
+    "read elsewhere": (lambda s, b, h, i, j, x, y: s + x[h, i, j] + x[h, i, 0], (4, 60, 90), False),
     "subtracted": (lambda s, b, h, i, j, x, y: s - x[h, i, j], (4, 60, 90), False),
 }
 
