@@ -28,7 +28,7 @@ _EFFORT = 256  # conditions that are solved
 
 
 class _Rows(NamedTuple):
-    """The rows that each key sees: disjoint intervals in ascending order, int32 (K, n_keys) or (K, 1); empty ones last."""
+    """The rows that each key sees: disjoint intervals in ascending order, (K, n_keys) or (K, 1); empty ones last."""
 
     starts: np.ndarray
     stops: np.ndarray
