@@ -160,7 +160,7 @@ class Call:
             if functions is not None:
                 dtype, text = functions.dtype, functions.text
                 fields, slots = {**fields, **functions.values}, {**slots, **functions.slots}
-            dtype, values, masked = self._masks.traced(dtype, "visible")
+            dtype, values, masked = self._masks.traced(dtype, "visible" if "function" in self.problem.masks else "")
             fields, more = {**fields, **values}, {**more, "traced": functions_text(text, masked)}
         if tables is not None:
             slots = {**slots, **{slot: slot for slot in tables.slots if slot in dtype.fields}}

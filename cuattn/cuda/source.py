@@ -25,6 +25,7 @@ _FUNCTIONS = "attn/functions.cuh"
 _HEADERS = {"__half": "cuda_fp16.h", "__nv_bfloat16": "cuda_bf16.h"}
 
 
+@functools.lru_cache(maxsize=1)
 def kernel_root():
     """Return the folder that holds the kernels: inside the installed package, or beside it in a checkout."""
     packaged = resources.files("cuattn") / "kernels"
@@ -108,6 +109,7 @@ def flatten_text(text: str, name: str = "text", seen: set[str] | None = None, tr
     return "\n".join(lines) + "\n"
 
 
+@functools.lru_cache(maxsize=512)
 def _read(path: str, origin: str | None) -> str:
     file = kernel_root() / path
     if not file.is_file():

@@ -53,6 +53,9 @@ class Mask(Immutable, Drawable):
     cuda: ClassVar[CudaHalf | None] = None
     """How kernels take this kind of mask; None: not at all."""
 
+    elements: ClassVar[CudaHalf | None] = None
+    """How they take it in place of a boolean mask: with its elements computed ahead; None: not at all."""
+
     n_queries: int
     n_keys: int
 

@@ -11,7 +11,7 @@ from cuattn.errors import MaskError, shown
 from cuattn.masks import checks
 from cuattn.masks.base import Instance, Mask
 from cuattn.masks.column import ColumnMask
-from cuattn.masks.cuda_half import CudaHalf, Generated, Source, function_kernels, function_tables
+from cuattn.masks.cuda_half import CudaHalf, Generated, Source, element_tables, function_kernels, function_tables
 from cuattn.masks.device import adopt, current_stream, is_device_array, upload
 from cuattn.masks.runs import Runs, indices
 from cuattn.tracing import (
@@ -56,7 +56,8 @@ class FunctionMask(Mask):
     -----
     Numbers are float64, whatever the dtype of a call, as in NumPy.  A mask compares and pickles by what the function
     computes, not by the function.  On a GPU the bounds of tiles and the function on the others are computed by code
-    that is compiled for it.
+    that is compiled for it.  On Hopper that is done once where a bit for each element takes up to 8 MB, or a quarter
+    of what q takes; else wherever the function is needed.
 
     Examples
     --------
@@ -73,6 +74,7 @@ class FunctionMask(Mask):
 
     kind = "function"
     cuda = CudaHalf(32, 1, "function", "function", function_tables, function_kernels)
+    elements = CudaHalf(16, 1, "function", None, element_tables, function_kernels)
     _parameter_names = ("_bound", "n_queries", "leading", "_first")
     _bound: Bound  # a Frozen, unless it reads a caller's arrays on a GPU
     _first: tuple[int, int]  # b and h of the first matrix
