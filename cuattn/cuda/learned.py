@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.problem import Problem, ScoreFunction
-from cuattn.tracing import I, J, Node, Weight, weights
+from cuattn.tracing import I, J, Node, Weight, row_step, weights
 from cuattn.tracing.graph import constant, variable
 from cuattn.tracing.proxy import Proxy, as_node
 
@@ -32,6 +32,8 @@ class Learned(NamedTuple):
         The first element that a head may read.
     reach : int
         How far behind that the last one lies.
+    step : Node or None
+        By how much the weight grows from row to row, if that is the same for all rows.
     """
 
     weight: Weight
@@ -41,6 +43,7 @@ class Learned(NamedTuple):
     offset: Node
     base: Node
     reach: int
+    step: Node | None
 
 
 def learned(problem: Problem) -> tuple[Learned, ...]:
@@ -67,9 +70,9 @@ def _described(weight: Weight, score: ScoreFunction, runs: bool) -> Learned:
     if place == "element" and length <= min(_SLICE, rows + keys - 1):
         place, number = "slice", _number_in(weight, shape, inner)
         offset = weight._replace(indices=_numbered(weight, shape, inner)).offset
-    return Learned(
-        weight, place, length * (place == "slice"), number, offset, weight._replace(indices=first).offset, reach
-    )
+    step = None if runs else row_step(weight.weight)
+    base = weight._replace(indices=first).offset
+    return Learned(weight, place, length * (place == "slice"), number, offset, base, reach, step)
 
 
 def _number_in(weight: Weight, shape: tuple[int, ...], inner: list[int]) -> Node:

@@ -151,6 +151,35 @@ def on_diagonals(node: Node) -> bool:
     return found[node]
 
 
+def row_step(node: Node) -> Node | None:
+    """Return by how much a number grows from one row to the next, None unless that is the same for all rows.
+
+    Examples
+    --------
+    >>> i, j, x = variable("i"), variable("j"), apply("exp", variable("h"))
+    >>> row_step(apply("multiply", x, apply("subtract", j, apply("multiply", i, constant(2)))))
+    multiply(exp(to_float(h)), -2.0)
+    >>> row_step(x), row_step(apply("multiply", i, apply("sqrt", i)))
+    (0.0, None)
+    """
+    if node.depends & S:
+        return None
+    if not node.depends & I:
+        return _ZERO
+    if node.op == "to_float" and node.args[0].kind == "i":
+        terms = linear_terms(node.args[0], constant(0))
+        factor = terms.pop(variable("i"), 0)
+        return None if any(x.depends & I for x in terms) else constant(float(factor))
+    found = [row_step(x) for x in node.args]
+    steps = [step for step in found if step is not None]
+    if node.op not in ("add", "subtract", "negative", "multiply") or node.kind != "f" or len(steps) < len(found):
+        return None
+    if node.op != "multiply":
+        return apply(node.op, *steps)
+    products = [(x, step) for x, step in zip(node.args, reversed(steps), strict=True) if step is not _ZERO]
+    return apply("multiply", *products[0]) if len(products) == 1 else None
+
+
 def weights(root: Node, slot: int) -> list[Weight]:
     """Return how a graph depends on the elements of an array, one entry for each expression that reads it.
 

@@ -29,7 +29,7 @@ struct Consumer : Worker {
     static constexpr bool crowded = cfg::block_m == 128 || cfg::split_delta || slopes_apart || (cfg::dropout && (cfg::bias || cfg::score));
     using Ahead = Numbers<crowded ? 0 : cfg::block_m / 8>;
     static constexpr int held =  // before what is hidden is hidden
-        slopes_apart ? 0 : cfg::dropout ? unmasked && !cfg::bias && !cfg::score : cfg::dbias == kDbiasAdded ? 3 : !cfg::split_delta ? (cfg::dbias == kDbiasWeighted ? 0 : 2)
+        slopes_apart ? 0 : cfg::dropout ? unmasked && !cfg::bias && !cfg::score : cfg::dbias == kDbiasAdded ? 3 : !cfg::split_delta ? (cfg::dbias >= kDbiasWeighted ? 0 : 2)
         : column_masks > 0 && stated_mask ? 0 : column_masks > 0 || stated_mask ? 4 : 0;
     using Stat = Numbers<crowded ? held : cfg::block_m / 8>;
     using Delta = Either<cfg::split_delta, NoNumbers, Ahead>::type;
@@ -49,7 +49,11 @@ struct Consumer : Worker {
 #endif
 
     __device__ __forceinline__ Consumer(const Params& p, const Shared& shared, const Maps& maps, u32 warpgroup)
-        : Worker{p, shared}, dk_map(maps.dk), dv_map(maps.dv), dbias_map(maps.dbias), warpgroup(warpgroup) {}
+        : Worker{p, shared}, dk_map(maps.dk), dv_map(maps.dv), dbias_map(maps.dbias), warpgroup(warpgroup)
+#ifdef WEIGHTED_SUMS
+          , weighted_sums{p}
+#endif
+    {}
 
     __device__ __forceinline__ u32 own_rows(u32 tile) const { return tile + 64 * warpgroup * row_bytes; }
 
@@ -119,8 +123,10 @@ struct Consumer : Worker {
     // Lines 18 and 20: dS, which goes to shared memory for dQ.
     __device__ __forceinline__ void gradients(const Delta& delta) {
 #ifdef WEIGHTED_SUMS
-        WeightedSums::Step step(weighted_sums, p, place(64 * warpgroup));
+        weighted_sums.store(work(), this->step().head, warpgroup);
+        WeightedSums::Step step(weighted_sums, place(64 * warpgroup));
         differentiate<!values_first>(ds, weights, s, dp, delta, step);
+        step.finish();
 #else
         if constexpr (cfg::dbias == kDbiasOfKeys) {
             differentiate<!values_first>(ds, weights, s, dp, delta, key_sums);
@@ -129,7 +135,20 @@ struct Consumer : Worker {
             differentiate<!values_first>(ds, weights, s, dp, delta, dbias);
         }
 #endif
+        await_added(slot);
         store_gradients(ds, own_gradients(slot.stage));
+    }
+
+    // Until nobody adds up dS of the buffer's last step any more.
+    __device__ __forceinline__ void await_added(const Slot<cfg::stages>& slot) const {
+        if constexpr (sums_diagonals) ptx::mbarrier_wait(shared.barrier(ds_empty + slot.stage), slot.phase ^ 1);
+    }
+
+    // Tells the adders that dS is there; n: number of the key tile.
+    __device__ __forceinline__ void tell_adders(i32 n) const {
+        if (!adders || warpgroup != 0 || threadIdx.x % 128 != 0) return;
+        shared.diagonal_place(slot.stage) = {step().m(), n, work().batch * p.heads + step().head};
+        ptx::mbarrier_arrive(shared.barrier(ds_full + slot.stage));
     }
 
     // Line 21: dQ of this warpgroup's rows or columns of the row tile.
@@ -170,6 +189,7 @@ struct Consumer : Worker {
         if constexpr (!values_first) accumulate(dv, weights, shared.dout(slot.stage), begun);
         ptx::async_proxy_fence();  // of dS, beside dV
         ptx::barrier_sync(gradients_barrier, consumers);  // dS is complete
+        tell_adders(work().tile);
         store_bias_gradient();
         issue_dq();
         ptx::wgmma_wait<1>();
@@ -246,10 +266,16 @@ struct Consumer : Worker {
         const Work work = this->work();
         if constexpr (cfg::dbias == kDbiasOfKeys) key_sums.store(p, work, work.tile * cfg::block_n + 64 * warpgroup + fragment_row());
 #ifdef WEIGHTED_SUMS
-        weighted_sums.store(p, work, work.tile * cfg::block_n + 64 * warpgroup + fragment_row(), warpgroup);
+        weighted_sums.store(work, (work.head + 1) * p.group, warpgroup);
 #endif
         if constexpr (cfg::bias_tiles) return write_beside_biases(work);
         release_read(shared.barrier(k_empty + keys.stage));
+        if constexpr (sums_diagonals) {
+            Slot<cfg::stages> other = slot;
+            other.advance();
+            await_added(slot);
+            await_added(other);
+        }
         ptx::barrier_sync(keys_barrier, consumers);  // nobody reads dS any more
         leave<slabs_v>(dv, static_cast<float>(p.dropout_scale), work, dv_map, p.dv, p.head_dim_v, own_gradients(0), ds_bytes);
         if constexpr (!dq_by_rows && !unrounded) await_taken(slot.stage);
@@ -289,7 +315,7 @@ struct Consumer : Worker {
             values.load(own_rows(shared.v()));
             if constexpr (cfg::dbias == kDbiasOfKeys) clear(key_sums.sums);
 #ifdef WEIGHTED_SUMS
-            weighted_sums.clear();
+            weighted_sums.begin(work());
 #endif
             if (uniform(work().seen()))
                 accumulate_steps();
@@ -297,6 +323,8 @@ struct Consumer : Worker {
                 skip_keys();
             write();
         }
+        await_added(slot);
+        tell_adders(-1);
         ptx::mbarrier_wait(shared.barrier(taken), slot.stage ^ 1);  // both reducers have read their last place
         for (u32 reducer = 0; reducer < 2; ++reducer, slot.advance()) foretell({-1, 0, 0, 0, 0});
         await_stores();

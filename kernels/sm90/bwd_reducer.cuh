@@ -11,6 +11,7 @@
 #include "attn/row_walk.cuh"
 #include "ptx/global.cuh"
 #include "ptx/barrier.cuh"
+#include "sm90/bwd_diagonals.cuh"
 #include "sm90/bwd_producer.cuh"
 
 namespace sm90::bwd {
@@ -96,6 +97,7 @@ __device__ __forceinline__ void reduce(const Params& p, const Shared& shared, u3
             ptx::mbarrier_arrive(shared.barrier(taken));
             sum.release();
         }
+        if constexpr (sums_diagonals && !adders) add_diagonals<1>(p, shared, stage, {place.m, place.n, place.batch * p.heads + place.head}, 0);
     }
 }
 

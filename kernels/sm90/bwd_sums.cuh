@@ -48,10 +48,16 @@ struct AddedTile {
 
 namespace sm90::bwd {
 
-// or sums of dS times the weights of a function's arrays, by key; heads' come from them.
+// or sums of dS times the weights of a function's arrays, by key, for one head after another; heads' come from them.
+//
+// Where a weight grows by the same step from row to row, sums of dS and of dS times the row's number in its tile tell all:
+// sum dS weight = weight(first row) sum dS + step sum dS number.
 struct WeightedSums {
     static constexpr int weights = cfg::weights;
+    using Count = typename ::CountTo<weights>::type;
+    const Params& p;
     float sums[weights][2];
+    i32 head;  // whose sums they are
 
     __device__ __forceinline__ static constexpr int shared_by(int k) { return cfg::shared >> (3 * k) & 7; }
     __device__ __forceinline__ static constexpr int count_before(int end, int shared) {
@@ -59,36 +65,75 @@ struct WeightedSums {
         for (int k = 0; k < end; ++k) count += shared_by(k) == shared;
         return count;
     }
+    // Has weight k a step; and one that is not 0?
+    __device__ __forceinline__ static constexpr bool steps(int k) { return cfg::steps >> k & 1; }
+    __device__ __forceinline__ static constexpr bool climbs(int k) { return cfg::climbs >> k & 1; }
 
     __device__ __forceinline__ void clear() { unroll<weights, 2>([&](int k, int r) { sums[k][r] = 0.0f; }); }
+
+    __device__ __forceinline__ void begin(const Work& work) {
+        clear();
+        head = work.head * p.group;
+    }
 
     // Takes those of one row tile.
     struct Step {
         WeightedSums& to;
-        const Params& p;
         const TilePlace at;
         const Traced traced;
         TracedRow rows[2];
+        float total[2] = {}, moment[2] = {};  // of dS, and of dS times the number of a row
 
-        __device__ __forceinline__ Step(WeightedSums& to, const Params& p, const TilePlace& at) : to(to), p(p), at(at), traced(p, at) {}
+        __device__ __forceinline__ Step(WeightedSums& to, const TilePlace& at) : to(to), at(at), traced(to.p, at) {}
+
+        __device__ __forceinline__ ScorePlace place(const TracedRow& row, int key) const { return {to.p, traced.head, row, traced.keys[key]}; }
 
         __device__ __forceinline__ void take(int i, float low, float high) {
+            const int key = key_of(i);
+            if constexpr (cfg::steps != 0) total[key] += low + high;
+            if constexpr (cfg::climbs != 0) {
+                moment[key] = fmaf(low, static_cast<float>(query_of(i)), moment[key]);
+                moment[key] = fmaf(high, static_cast<float>(query_of(i + 1)), moment[key]);
+            }
+            if constexpr (cfg::steps + 1 == 1 << weights) return;
             unroll<2>([&](int e) {
-                if (i % 4 == 0) rows[e] = traced.row(p, at, i + e);
+                if (i % 4 == 0) rows[e] = traced.row(to.p, at, i + e);
                 const float ds = e ? high : low;
                 float weight[weights];
-                ScorePlace{p, traced.head, rows[e], traced.keys[key_of(i)]}.weights(weight, typename ::CountTo<WeightedSums::weights>::type(), 0.0f);
+                place(rows[e], key).weights(weight, Count(), 0.0f);
                 unroll<weights>([&](int k) {  // of a hidden score a weight may be anything
-                    to.sums[k][key_of(i)] += ds == 0.0f ? 0.0f : ds * weight[k];
+                    if (!steps(k)) to.sums[k][key] += ds == 0.0f ? 0.0f : ds * weight[k];
+                });
+            });
+        }
+
+        __device__ __forceinline__ void finish() {
+            if constexpr (cfg::steps == 0) return;
+            const TracedRow first = traced.row(to.p, at, 0);
+            unroll<2>([&](int key) {
+                float weight[weights], step[weights];
+                place(first, key).weights(weight, Count(), 0.0f);
+                place(first, key).steps(step, Count());
+                unroll<weights>([&](int k) {
+                    if (steps(k)) to.sums[k][key] += total[key] == 0.0f ? 0.0f : total[key] * weight[k];
+                    if (climbs(k)) to.sums[k][key] += moment[key] == 0.0f ? 0.0f : moment[key] * step[k];
                 });
             });
         }
     };
 
-    // Of all of the warpgroup's keys, from the thread's first on; of heads a sum for each of the block's warps.
-    __device__ __forceinline__ void store(const Params& p, const Work& work, i32 key, u32 warpgroup) {
-        const i64 heads = static_cast<i64>(p.batch) * p.heads, flat = work.batch * p.heads + work.head;
-        float* const of_keys = static_cast<float*>(p.dbias_acc);
+    // Up to a head, of all of the warpgroup's keys, from the thread's first on; of heads a sum for each of the block's warps.
+    __device__ __forceinline__ void store(const Work& work, i32 end, u32 warpgroup) {
+        const i32 key = work.tile * cfg::block_n + 64 * warpgroup + fragment_row();
+        for (; head < end; ++head) {
+            store_head(work.batch * p.heads + head, key, work.tile * (4 * warpgroups) + 4 * warpgroup + threadIdx.x % 128 / 32);
+            clear();
+        }
+    }
+
+    __device__ __forceinline__ void store_head(i32 flat, i32 key, i32 warp) {
+        const i64 heads = static_cast<i64>(p.batch) * p.heads;
+        float* const of_keys = static_cast<float*>(p.dbias_acc) + (sums_diagonals ? heads * p.dbias.head + 4 : 0);  // behind diagonals
         float* const of_heads = of_keys + count_before(weights, kShareLine) * heads * p.n_keys;
         unroll<weights>([&](int k) {
             float (&sum)[2] = sums[k];
@@ -98,11 +143,10 @@ struct WeightedSums {
                 unroll<2>([&](int r) {
                     if (threadIdx.x % 4 == r && key + 8 * r < p.n_keys) of_keys[number * p.n_keys + key + 8 * r] = sum[r];
                 });
-            } else {
+            } else if (shared_by(k) == kShareHead) {
                 float all = sum[0] + sum[1];
                 unroll<3>([&](int step) { all += __shfl_xor_sync(~0u, all, 4 << step); });
-                const u32 warp = 4 * warpgroup + threadIdx.x % 128 / 32;
-                if (threadIdx.x % 32 == 0) of_heads[(number * p.key_tiles + work.tile) * (4 * warpgroups) + warp] = all;
+                if (threadIdx.x % 32 == 0) of_heads[number * (p.key_tiles * 4 * warpgroups) + warp] = all;
             }
         });
     }

@@ -17,7 +17,7 @@ from cuattn.cuda.device import Device
 from cuattn.cuda.sm80 import backward as portable
 from cuattn.cuda.sm80 import score_gradients
 from cuattn.cuda.sm80.backward import add_preprocess, broadcast_heads, row_arrays
-from cuattn.cuda.sm80.score_gradients import ScoreGradients
+from cuattn.cuda.sm80.score_gradients import Main, ScoreGradients
 from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, BiasGradient, Dbias, bias_form, portable_constants
 from cuattn.cuda.sm90.forward import ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
@@ -35,6 +35,7 @@ _DELTA_PARTS = 3  # bfloat16 that add up to a row's delta (kernels/attn/bwd_work
 _DELTA_OPERAND = 8 * ROW_BYTES  # bytes of which a row tile's parts are the first rows
 _TURNS, _CAUSAL_TURNS = 16, 32  # heads at least, where key tiles take turns: measured at N 8192
 _CONVERT_WARPS = 8
+_ADDED_ROWS = 128  # of the tiles whose diagonals a warpgroup of its own adds up
 
 
 def unsupported_reason(problem: Problem, device: Device) -> str | None:
@@ -91,10 +92,11 @@ class Cut:
         self.fused = widest <= 64 or (widest <= _FUSED_HEAD_DIM and not crowded)
         self._slabs = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
         self.bias = bias if self.fused else BiasForm(bias.keys)
-        alone = self.fused and not sloped and problem.group == 1 and problem.bias is None
-        self.weighted = alone and score_gradients.by_keys(problem)
+        alone = self.fused and not sloped and problem.bias is None
+        self.weighted = alone and score_gradients.by_main(problem)
         if self.weighted:
-            self.bias = BiasForm(gradient=Dbias.WEIGHTED)
+            diagonals = score_gradients.on_diagonals(problem)
+            self.bias = BiasForm(gradient=Dbias.DIAGONALS if diagonals else Dbias.WEIGHTED)
         # Passes of their own take delta whole.
         passes = problem.bias is not None and self.bias.gradient == Dbias.ELSEWHERE
         passes |= bool(problem.learned) and not self.weighted
@@ -142,7 +144,10 @@ class Cut:
         # What the warpgroups tell each other: work, steps and draws of each stage, mail, walk, heads, places of dq.
         walk = 48 + 16 * bool({"boolean", "function"} & {*problem.masks})
         told = 16 * (3 if one else 2) + _STAGES * 16 * (1 + draws) + 32 + walk + 24 + 40
-        size = pad(tiles + 8 * (barriers + 8 + (4 + 3 * draws) * _STAGES), 16) + told
+        sums = self.bias.gradient == Dbias.DIAGONALS
+        adds = sums and block_m == _ADDED_ROWS
+        told = pad(told, 16) + _STAGES * 16 if adds else told
+        size = pad(tiles + 8 * (barriers + 8 + (4 + 3 * draws + sums + adds) * _STAGES), 16) + told
         size = pad(size, _DELTA_OPERAND) if self.split_delta else size
         heads = problem.instances // problem.group
         counts = self._counts((block_m, block_n), problem.n_queries * problem.group * moved, heads)
@@ -237,17 +242,19 @@ class Backward(MappedCall):
         if dbias is not None:
             scratch, counts = scratch | dbias.scratch, counts | dbias.fields
         other = portable.Cut(problem, self.device) if problem.learned else None
-        owners = 4 * _WARPGROUPS * counts["key_tiles"] if cut.weighted else 0
-        by_score = None if other is None else ScoreGradients(problem, other.bias, owners)
+        main = Main(keys[:2], 4 * _WARPGROUPS) if cut.weighted else None
+        by_score = None if other is None else ScoreGradients(problem, other.bias, main)
+        counts = counts | (by_score.main_fields if by_score and main else {})
         self.begin(scratch | (by_score.scratch if by_score else {}))
         add_preprocess(self, constants, cut.columns, counts)
         warps = 4 * (_WARPGROUPS + 1)
-        key_warps = warps + 4 * bool(problem.dropout and cut.fused)  # more of them draw
+        adds = cut.bias.gradient == Dbias.DIAGONALS and keys.block_m == _ADDED_ROWS
+        helped = problem.dropout or adds  # by more of them, which draw or add
+        key_warps = warps + 4 * bool(helped and cut.fused)
         work = keys.counts["key_tiles"] * problem.instances // problem.group
         path = "sm90/bwd_bias.cu" if cut.bias.tiles else "sm90/bwd.cu"
-        if by_score and cut.weighted:
-            path = "sm90/bwd_weights.cu"
-            constants |= {"weights": len(by_score.weights), "shared": by_score.passes[0].shared}
+        if by_score and by_score.main_constants:
+            path, constants = "sm90/bwd_weights.cu", constants | by_score.main_constants
         launched = path, "attention_backward", constants, work, key_warps, counts, keys[:2]
         beside = {}
         if cut.bias.tiles:  # a map that is not needed takes the place of dbias's, of memory that has an address

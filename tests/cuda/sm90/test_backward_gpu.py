@@ -191,6 +191,7 @@ SCORED = [
     sized("scored softcap", 300, 400, options={"softcap": 6.0}),
     sized("scored dropout", 300, 400, 128, options={"dropout_p": 0.25, "rng": 9}),
     sized("scored d256", 300, 400, 256),
+    sized("scored grouped", 700, 900, heads=8, kv_heads=2, mask=some_heads),
 ]
 
 

@@ -176,6 +176,8 @@ BIASED = [
     (problem(64, bias=FLOAT32), LOADS[Dbias.ADDED]),
     (problem(128, bias=FLOAT32, dropout=6554), LOADS[Dbias.ELSEWHERE]),
     (problem(256, bias=BF16, band=WINDOW), BiasForm(True)),
+    (problem(64, masks=("column",)), BiasForm(gradient=Dbias.DIAGONALS)),
+    (problem(128, masks=("column",), band=CAUSAL), BiasForm(gradient=Dbias.DIAGONALS)),
 ]
 
 
@@ -228,6 +230,7 @@ def test_scores_spills(driver, name, changes):
     kernels = [kernel._found for kernel in launch_sequence(*call[:3])._kernels]
     by_main = "sm90/bwd_weights.cu" in [path for _, path, *_ in kernels]
     assert by_main == (name in ("alibi", "key_bias"))
+    assert ("sm80/bwd_score.cu" in [path for _, path, *_ in kernels]) == (name == "row_temperature")
     for _, path, _, constants, _, exact, traced in kernels:
         if exact:
             (used,) = kernel_resources(path, constants, ARCH, traced).values()
@@ -250,7 +253,7 @@ def test_preprocess_spills(variant, o_elem, load_bytes, dlse):
 
 
 def test_layout_agrees_with_the_kernel():
-    for variant, form in [*((variant, NO_BIAS) for variant in VARIANTS), *BIASED[::3]]:
+    for variant, form in [*((variant, NO_BIAS) for variant in VARIANTS), *BIASED[::3], *BIASED[-2:]]:
         for _, constants, smem_bytes, layout in kernels(variant, form):
             if layout:
                 space = "rows" if "rows" in layout else "bwd"
