@@ -17,6 +17,7 @@ from cuattn.tracing.operations import COMPARISONS, TABLE
 from cuattn.tracing.proxy import Proxy, as_node
 
 _ZERO, _ONE = constant(0.0), constant(1.0)
+_LINEAR = {"multiply": ([0], [1]), "true_divide": ([0],), "select": ([1], [2], [1, 2])}  # in which of their operands
 
 
 @functools.lru_cache(maxsize=1024)
@@ -231,10 +232,25 @@ def addend(root: Node) -> Node | None:
     >>> addend(trace(lambda s, b, h, i, j: 2 * s).root) is None
     True
     """
-    if derivative(root) is not _ONE:
+    if not is_linear(root) or derivative(root) is not _ONE:
         return None
-    rest = substitute(root, {variable("s"): _ZERO})
-    return None if rest.depends & S else rest
+    return substitute(root, {variable("s"): _ZERO})
+
+
+def is_linear(root: Node) -> bool:
+    """Return whether a graph is a multiple of s, by a factor without s, and something without s.
+
+    Examples
+    --------
+    >>> from cuattn.tracing.functions import trace
+    >>> [is_linear(trace(f).root) for f in (lambda s, b, h, i, j: h - s * i, lambda s, b, h, i, j: s + np.sign(s))]
+    [True, False]
+    """
+    for node in order(root):
+        with_s = [place for place, x in enumerate(node.args) if x.depends & S]
+        if with_s and node.op not in ("add", "subtract", "negative") and with_s not in _LINEAR.get(node.op, ()):
+            return False
+    return True
 
 
 @functools.lru_cache(maxsize=1024)

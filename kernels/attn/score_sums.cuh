@@ -34,7 +34,7 @@ struct ScoreSums {
 
 struct ScoreSumsParams : Params, ScoreSums {};
 
-// traced::weights, steps, numbers, offsets and bases return a number for each weight.
+// traced::weights, steps, tilts, numbers, offsets and bases return a number for each weight.
 template <int... n>
 struct Numbers {};
 template <int count, int... n>
@@ -58,6 +58,10 @@ struct ScorePlace {
     template <int count, int... n>
     __device__ __forceinline__ void steps(cfg::acc (&found)[count], Numbers<n...>) const {
         traced::steps(p, head.made, row.made, key.made, cfg::acc(0), head.b, head.h, row.i, key.j, found[n]...);
+    }
+    template <int count, int... n>
+    __device__ __forceinline__ void tilts(cfg::acc (&found)[count], Numbers<n...>) const {
+        traced::tilts(p, head.made, row.made, key.made, cfg::acc(0), head.b, head.h, row.i, key.j, found[n]...);
     }
     template <int count, int... n>
     __device__ __forceinline__ void numbers(i64 (&found)[count], Numbers<n...>) const {

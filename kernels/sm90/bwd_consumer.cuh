@@ -3,6 +3,7 @@
 // What a thread computes runs beside products, its own warpgroup's where possible: the probabilities beside dP, and writing dQ out
 // beside dK.
 #pragma once
+#include "sm90/bwd_factor.cuh"
 #include "sm90/bwd_worker.cuh"
 
 namespace sm90::bwd {
@@ -266,6 +267,7 @@ struct Consumer : Worker {
         const Work work = this->work();
         if constexpr (cfg::dbias == kDbiasOfKeys) key_sums.store(p, work, work.tile * cfg::block_n + 64 * warpgroup + fragment_row());
 #ifdef WEIGHTED_SUMS
+        weighted_sums.add_products(dk, own_rows(shared.k(keys.stage)), work, warpgroup);
         weighted_sums.store(work, (work.head + 1) * p.group, warpgroup);
 #endif
         if constexpr (cfg::bias_tiles) return write_beside_biases(work);
@@ -279,7 +281,7 @@ struct Consumer : Worker {
         ptx::barrier_sync(keys_barrier, consumers);  // nobody reads dS any more
         leave<slabs_v>(dv, static_cast<float>(p.dropout_scale), work, dv_map, p.dv, p.head_dim_v, own_gradients(0), ds_bytes);
         if constexpr (!dq_by_rows && !unrounded) await_taken(slot.stage);
-        leave<slabs>(dk, static_cast<float>(p.scale * p.dropout_scale), work, dk_map, p.dk, p.head_dim,
+        leave<slabs>(dk, score_factor(p, work.batch, work.head), work, dk_map, p.dk, p.head_dim,
                      dq_by_rows ? own_gradients(0) + 64 * row_bytes : shared.handed_on(warpgroup), 64 * row_bytes);
     }
 
@@ -287,7 +289,7 @@ struct Consumer : Worker {
     __device__ __forceinline__ void write_beside_biases(const Work& work) {
         static_assert(!cfg::bias_tiles || slabs_v * 64 * row_bytes <= handed_bytes);
         ptx::barrier_sync(keys_barrier, consumers);  // nobody reads k any more
-        leave<slabs>(dk, static_cast<float>(p.scale * p.dropout_scale), work, dk_map, p.dk, p.head_dim, own_rows(shared.k(keys.stage)),
+        leave<slabs>(dk, score_factor(p, work.batch, work.head), work, dk_map, p.dk, p.head_dim, own_rows(shared.k(keys.stage)),
                      cfg::block_n * row_bytes);
         if constexpr (!unrounded) await_taken(slot.stage);
         leave<slabs_v>(dv, static_cast<float>(p.dropout_scale), work, dv_map, p.dv, p.head_dim_v, shared.handed_on(warpgroup), 64 * row_bytes);

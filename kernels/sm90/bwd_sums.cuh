@@ -50,8 +50,8 @@ namespace sm90::bwd {
 
 // or sums of dS times the weights of a function's arrays, by key, for one head after another; heads' come from them.
 //
-// Where a weight grows by the same step from row to row, sums of dS and of dS times the row's number in its tile tell all:
-// sum dS weight = weight(first row) sum dS + step sum dS number.
+// Where a weight grows by the same step from row to row (cfg::climbs), sums of dS and of dS times the row's number in its tile tell all: sum dS weight
+// = weight(first row) sum dS + step sum dS number.  So do those of dS alone where the step is 0 (else in cfg::rests); others are cfg::apart.
 struct WeightedSums {
     static constexpr int weights = cfg::weights;
     using Count = typename ::CountTo<weights>::type;
@@ -65,9 +65,8 @@ struct WeightedSums {
         for (int k = 0; k < end; ++k) count += shared_by(k) == shared;
         return count;
     }
-    // Has weight k a step; and one that is not 0?
-    __device__ __forceinline__ static constexpr bool steps(int k) { return cfg::steps >> k & 1; }
-    __device__ __forceinline__ static constexpr bool climbs(int k) { return cfg::climbs >> k & 1; }
+    // Is weight k among those of a constant?
+    __device__ __forceinline__ static constexpr bool among(int those, int k) { return those >> k & 1; }
 
     __device__ __forceinline__ void clear() { unroll<weights, 2>([&](int k, int r) { sums[k][r] = 0.0f; }); }
 
@@ -90,37 +89,62 @@ struct WeightedSums {
 
         __device__ __forceinline__ void take(int i, float low, float high) {
             const int key = key_of(i);
-            if constexpr (cfg::steps != 0) total[key] += low + high;
+            if constexpr (cfg::rests != 0) total[key] += low + high;
             if constexpr (cfg::climbs != 0) {
                 moment[key] = fmaf(low, static_cast<float>(query_of(i)), moment[key]);
                 moment[key] = fmaf(high, static_cast<float>(query_of(i + 1)), moment[key]);
             }
-            if constexpr (cfg::steps + 1 == 1 << weights) return;
+            if constexpr (cfg::apart == 0) return;
             unroll<2>([&](int e) {
                 if (i % 4 == 0) rows[e] = traced.row(to.p, at, i + e);
                 const float ds = e ? high : low;
                 float weight[weights];
                 place(rows[e], key).weights(weight, Count(), 0.0f);
                 unroll<weights>([&](int k) {  // of a hidden score a weight may be anything
-                    if (!steps(k)) to.sums[k][key] += ds == 0.0f ? 0.0f : ds * weight[k];
+                    if (among(cfg::apart, k)) to.sums[k][key] += ds == 0.0f ? 0.0f : ds * weight[k];
                 });
             });
         }
 
         __device__ __forceinline__ void finish() {
-            if constexpr (cfg::steps == 0) return;
+            if constexpr (cfg::rests == 0) return;
             const TracedRow first = traced.row(to.p, at, 0);
             unroll<2>([&](int key) {
                 float weight[weights], step[weights];
                 place(first, key).weights(weight, Count(), 0.0f);
                 place(first, key).steps(step, Count());
                 unroll<weights>([&](int k) {
-                    if (steps(k)) to.sums[k][key] += total[key] == 0.0f ? 0.0f : total[key] * weight[k];
-                    if (climbs(k)) to.sums[k][key] += moment[key] == 0.0f ? 0.0f : moment[key] * step[k];
+                    if (among(cfg::rests, k)) to.sums[k][key] += total[key] == 0.0f ? 0.0f : total[key] * weight[k];
+                    if (among(cfg::climbs, k)) to.sums[k][key] += moment[key] == 0.0f ? 0.0f : moment[key] * step[k];
                 });
             });
         }
     };
+
+    // Of weights with a multiple of the score (cfg::tilts), sum dS s = k (sum dS scale q), since dK waits for its factors; k: the warpgroup's rows.
+    __device__ __forceinline__ void add_products(const KeyGradient& dk, u32 k, const Work& work, u32 warpgroup) {
+        if constexpr (cfg::tilts == 0) return;
+        const u32 row = fragment_row();
+        float products[2] = {};
+        unroll<cfg::head_dim / 4>([&](int pair) {
+            const int block = pair / 2, key = pair % 2;
+            u32 word;
+            ptx::load_shared(word, k + block / 8 * cfg::block_n * row_bytes + (row + 8 * key) * row_bytes + 16 * (block % 8 ^ row % 8) + 4 * (threadIdx.x % 4));
+            const float2 both = unpack<cfg::elem>(word);
+            products[key] = fmaf(dk[2 * pair], both.x, fmaf(dk[2 * pair + 1], both.y, products[key]));
+        });
+        const TilePlace at = {work.batch, head, 0, static_cast<i32>(work.tile * cfg::block_n + 64 * warpgroup + row)};
+        const Traced traced(p, at);
+        const TracedRow first = traced.row(p, at, 0);
+        unroll<2>([&](int key) {
+            float tilt[weights];
+            ScorePlace{p, traced.head, first, traced.keys[key]}.tilts(tilt, Count());
+            const float product = products[key] * static_cast<float>(p.scale);
+            unroll<weights>([&](int n) {
+                if (among(cfg::tilts, n)) sums[n][key] += product == 0.0f ? 0.0f : product * tilt[n];
+            });
+        });
+    }
 
     // Up to a head, of all of the warpgroup's keys, from the thread's first on; of heads a sum for each of the block's warps.
     __device__ __forceinline__ void store(const Work& work, i32 end, u32 warpgroup) {

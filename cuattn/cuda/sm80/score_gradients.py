@@ -18,7 +18,7 @@ from cuattn.cuda.learned import Learned, learned
 from cuattn.cuda.sm80.tiles import BackwardTile
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import DTYPES, Problem
-from cuattn.tracing import B, H, I, J
+from cuattn.tracing import B, H, I, J, S
 from cuattn.tracing.graph import constant
 
 SCORE_SUMS = np.dtype(
@@ -117,8 +117,13 @@ def by_main(problem: Problem) -> bool:
     found = learned(problem)
     in_order = problem.dropout or problem.deterministic
     diagonals = [each for each in found if each.place == "diagonal" and each.weight.weight is _ONE and not in_order]
-    lines = [each for each in found if each.place in ("key", "head")]
+    lines = [each for each in found if each.place in ("key", "head") and not _is_curved(each, problem)]
     return len(lines) <= _TOGETHER and 0 < len(lines) + len(diagonals) == len(found)
+
+
+def _is_curved(found: Learned, problem: Problem) -> bool:
+    """Return whether a weight depends on the score in a way that dK of one head does not tell."""
+    return bool(found.weight.weight.depends & S) and (found.line is None or problem.group > 1)
 
 
 class ScoreGradients:
@@ -198,9 +203,14 @@ class ScoreGradients:
         over = next((made for made in self.passes if made.walk == _KEYS), None)
         if not self._main or over is None:
             return {}
-        steps = [n for n, found in enumerate(self.weights) if found.step is not None or found.place == "diagonal"]
-        climbs = [n for n in steps if self.weights[n].step is not _ZERO]
-        bits = {name: sum(1 << n for n in which) for name, which in (("steps", steps), ("climbs", climbs))}
+        bits = dict.fromkeys(("rests", "climbs", "tilts", "apart"), 0)
+        for number in (*over.lines, *over.heads):
+            line, bit = self.weights[number].line, 1 << number
+            bits["apart"] |= bit if line is None else 0
+            if line is not None:
+                bits["rests"] |= bit if line.rests else 0
+                bits["climbs"] |= bit if line.step is not _ZERO else 0
+                bits["tilts"] |= bit if line.tilt is not _ZERO else 0
         return {"weights": len(self.weights), "shared": over.shared, **bits}
 
     @property

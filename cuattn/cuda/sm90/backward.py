@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.cuda.arguments import Array, pad, row_bytes, tile_counts
-from cuattn.cuda.constants import Constants, is_sloped, problem_constants
+from cuattn.cuda.constants import Constants, function_of, is_sloped, problem_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.sm80 import backward as portable
 from cuattn.cuda.sm80 import score_gradients
@@ -25,6 +25,7 @@ from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
 from cuattn.problem import Problem
+from cuattn.tracing import I, J, S, addend, derivative, is_linear
 
 _FUSED_HEAD_DIM = 128
 _WARPGROUPS = 2  # consumers
@@ -41,13 +42,26 @@ _ADDED_ROWS = 128  # of the tiles whose diagonals a warpgroup of its own adds up
 def unsupported_reason(problem: Problem, device: Device) -> str | None:
     """Say why these kernels do not take a problem, or return None; strides and addresses are another matter."""
     against = forward.unsupported_reason(problem, device)
-    if against is None and problem.dropout and problem.score is not None and is_sloped(problem):
+    sloped = is_sloped(problem) and not has_slopes_of_heads(problem)
+    if against is None and problem.dropout and problem.score is not None and sloped:
         return "it marks what dropout drops by a sign, which a function's slope may change"
     if against is None and problem.head_dim % 8:
         return f"it writes rows in units of 8 elements, and q has {problem.head_dim}"
     if against is None and problem.softcap is not None and problem.softcap > _MAX_SOFTCAP:
         return f"it takes softcaps up to {_MAX_SOFTCAP}, not {problem.softcap}"
     return against
+
+
+def has_slopes_of_heads(problem: Problem) -> bool:
+    """Return whether all scores of a head have the same slope, other than 1, and dQ and dK are sums of one head.
+
+    Only the kernel that computes everything makes use of it.
+    """
+    root, widest = function_of(problem), max(width_of(problem.head_dim), width_of(problem.head_dim_v))
+    if root is None or problem.softcap is not None or problem.bias is not None or problem.group > 1:
+        return False
+    alone = not derivative(root).depends & (S | I | J) and is_linear(root) and addend(root) is None
+    return alone and widest <= _FUSED_HEAD_DIM and problem.masks != ("block",)
 
 
 class Tile(NamedTuple):
@@ -74,6 +88,10 @@ class Cut:
     split_delta : bool
         Tensor cores subtract delta from dP: dropout needs it apart, and blocks take the registers of V.
     bias : BiasForm
+    slopes_of_heads : bool
+        All scores of a head have the same slope: it joins dQ and dK last.
+    sloped : bool
+        Slopes are others.
     weighted : bool
         The main kernel sums what arrays of a score function need of dS.
     keys, rows : Tile
@@ -86,7 +104,8 @@ class Cut:
         self.columns = pad(problem.head_dim, SLAB_COLUMNS)
         widest = max(self.head_dim, self.head_dim_v)
         # Walking blocks takes registers beside anything else, and so does dropout beside slopes.
-        sloped = is_sloped(problem)
+        self.slopes_of_heads = has_slopes_of_heads(problem)
+        self.sloped = sloped = is_sloped(problem) and not self.slopes_of_heads
         beside = problem.band is not None or problem.deterministic or problem.dropout or sloped
         crowded = (blocks and beside) or (sloped and problem.dropout)
         self.fused = widest <= 64 or (widest <= _FUSED_HEAD_DIM and not crowded)
@@ -126,7 +145,7 @@ class Cut:
         # Registers are short with slopes, with dropout beside what takes some, too, and where masks stand beside sums.
         beside = problem.masks == ("block",) or problem.bias is not None or problem.score is not None
         added = problem.masks and self.bias.gradient == Dbias.ADDED
-        crowded = is_sloped(problem) or (problem.dropout and beside) or added
+        crowded = self.sloped or (problem.dropout and beside) or added
         if one and max(slabs, slabs_v) == 1 and not crowded:
             block_m = 128
         rows = block_m * ((slabs + slabs_v) * ROW_BYTES + 4)
@@ -189,6 +208,8 @@ class Cut:
             **problem_constants(self.problem),
             **forward.scaling(self.problem),
             **{name: getattr(self, name) for name in ("head_dim", "head_dim_v", "split_delta")},
+            "sloped": self.sloped,
+            "slopes_of_heads": self.slopes_of_heads,
             "batches_first": self.bias.batches_first,
             "bias_keys": self.bias.keys,
             "bias_tiles": self.bias.tiles,
@@ -229,7 +250,7 @@ class Backward(MappedCall):
     def _sum_reason(self) -> str | None:
         problem = self.problem
         for name in broadcast_heads(self):
-            if name != "q" or problem.deterministic or not self.cut.fused:
+            if name != "q" or problem.deterministic or not self.cut.fused or self.cut.slopes_of_heads:
                 return f"the gradient of {name} is a sum over axes along which it was broadcast"
         return None
 
@@ -266,7 +287,8 @@ class Backward(MappedCall):
             by_score.add(self, portable_constants(self, other), other.shared_bytes("bias"))
         if cut.fused:
             grid = (keys.counts["row_tiles"] * dq_instances,)
-            self.add("sm90/bwd_convert.cu", "backward_convert", constants, grid, _CONVERT_WARPS, keys.counts)
+            convert = "sm90/bwd_convert_heads.cu" if cut.slopes_of_heads else "sm90/bwd_convert.cu"
+            self.add(convert, "backward_convert", constants, grid, _CONVERT_WARPS, keys.counts)
         else:
             own = {**constants, "block_m": rows.block_m, "block_n": rows.block_n}
             work = rows.counts["row_tiles"] * problem.instances
