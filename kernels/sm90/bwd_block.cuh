@@ -2,7 +2,7 @@
 //
 // A persistent grid.  Per block: a producer warp feeds row tiles of q and do to two consumer warpgroups of 64 keys each, two
 // reducer warps add dQ up in memory, and a cleaner warp looks after NaN (sm90/bwd_producer.cuh, bwd_consumer.cuh, bwd_reducer.cuh).
-// With dropout a further warpgroup draws what is dropped (bwd_draws.cuh); or it adds up dS along diagonals (bwd_diagonals.cuh).
+// With dropout a further warpgroup draws what is dropped (bwd_draws.cuh).
 #pragma once
 #include "attn/params.cuh"
 #include "ptx/registers.cuh"
@@ -15,10 +15,10 @@
 namespace sm90::bwd {
 
 // Accumulators leave the others few; walking blocks takes more.  Setting registers goes by eights.
-constexpr bool shared_evenly = helping_warpgroups && (cfg::block_m == 64 || (cfg::runs && !drawn_in_pairs));
-constexpr int producer_registers = (sums_diagonals && !adders) || by_function || block_mask || (stated_mask && cfg::deterministic) ? 40 : shared_evenly ? 32 : 24;
-constexpr int helper_registers = adders ? 40 : drawn_in_pairs ? 40 : shared_evenly ? 32 : 24;
-constexpr int consumer_registers = ((helping_warpgroups ? 512 - helper_registers : 504) - producer_registers) / 16 * 8;
+constexpr bool shared_evenly = drawing_warpgroups && (cfg::block_m == 64 || (cfg::runs && !drawn_in_pairs));
+constexpr int producer_registers = sums_diagonals || by_function || block_mask || (stated_mask && cfg::deterministic) ? 40 : shared_evenly ? 32 : 24;
+constexpr int drawer_registers = drawn_in_pairs ? 40 : shared_evenly ? 32 : 24;
+constexpr int consumer_registers = ((drawing_warpgroups ? 512 - drawer_registers : 504) - producer_registers) / 16 * 8;
 
 __device__ __forceinline__ void init_barriers(const Shared& shared) {
     constexpr u32 warps = 4 * warpgroups;
@@ -38,8 +38,7 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
             ptx::mbarrier_init(shared.barrier(draws_full + stage), 32 * drawers);
             ptx::mbarrier_init(shared.barrier(draws_empty + stage), by_function ? 128 : consumers);
         }
-        if constexpr (adders) ptx::mbarrier_init(shared.barrier(ds_full + stage), 1);
-        if constexpr (sums_diagonals) ptx::mbarrier_init(shared.barrier(ds_empty + stage), 32 * (adders ? adders : 1));
+        if constexpr (sums_diagonals) ptx::mbarrier_init(shared.barrier(ds_empty + stage), 32);
     }
     for (int buffer = 0; buffer < 2; ++buffer) {
         ptx::mbarrier_init(shared.barrier(handed + buffer), by_function ? 128 : warps);
@@ -91,10 +90,9 @@ __device__ __forceinline__ void run_block(const Params& p, const Maps& maps) {
         } else if (may_hide_rows) {
             clean(p, shared);
         }
-    } else if (helping_warpgroups && warp >= 4 * (1 + warpgroups)) {
-        ptx::registers_release<helper_registers>();
-        if constexpr (adders) add_steps(p, shared, warp % 4);
-        else draw_ahead(p, shared, warp % 4);
+    } else if (drawing_warpgroups && warp >= 4 * (1 + warpgroups)) {
+        ptx::registers_release<drawer_registers>();
+        draw_ahead(p, shared, warp % 4);
     } else {
         ptx::registers_claim<consumer_registers>();
         run_consumer(p, shared, maps, warp / 4 - 1);

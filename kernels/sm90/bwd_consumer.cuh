@@ -145,13 +145,6 @@ struct Consumer : Worker {
         if constexpr (sums_diagonals) ptx::mbarrier_wait(shared.barrier(ds_empty + slot.stage), slot.phase ^ 1);
     }
 
-    // Tells the adders that dS is there; n: number of the key tile.
-    __device__ __forceinline__ void tell_adders(i32 n) const {
-        if (!adders || warpgroup != 0 || threadIdx.x % 128 != 0) return;
-        shared.diagonal_place(slot.stage) = {step().m(), n, work().batch * p.heads + step().head};
-        ptx::mbarrier_arrive(shared.barrier(ds_full + slot.stage));
-    }
-
     // Line 21: dQ of this warpgroup's rows or columns of the row tile.
     __device__ __forceinline__ void issue_dq() {
         const u32 rows = shared.ds(slot.stage), columns = shared.k(keys.stage);
@@ -190,7 +183,6 @@ struct Consumer : Worker {
         if constexpr (!values_first) accumulate(dv, weights, shared.dout(slot.stage), begun);
         ptx::async_proxy_fence();  // of dS, beside dV
         ptx::barrier_sync(gradients_barrier, consumers);  // dS is complete
-        tell_adders(work().tile);
         store_bias_gradient();
         issue_dq();
         ptx::wgmma_wait<1>();
@@ -325,8 +317,6 @@ struct Consumer : Worker {
                 skip_keys();
             write();
         }
-        await_added(slot);
-        tell_adders(-1);
         ptx::mbarrier_wait(shared.barrier(taken), slot.stage ^ 1);  // both reducers have read their last place
         for (u32 reducer = 0; reducer < 2; ++reducer, slot.advance()) foretell({-1, 0, 0, 0, 0});
         await_stores();

@@ -1,8 +1,8 @@
-// dS added up along diagonals, for arrays that a score function reads by i - j, out of the tiles that lie in shared memory
-// for dQ.
+// dS added up along diagonals, for arrays that a score function reads by i - j, out of the tiles that lie in shared memory for dQ.
 //
-// A warp takes 64 keys of half of the rows.  Of each row a lane reads a word, two neighbouring keys, and goes on to the next word every other row:
-// so it stays on three diagonals, 2 m - 1, 2 m and 2 m + 1 (rows less keys, m the lane), and on those 64 before them until its words come round.
+// A warp goes down half of the rows.  Of each row a lane reads a word, two neighbouring keys, of each slab of 64 keys, and goes on to the next word
+// every other row: so it stays on three diagonals, 2 m - 1, 2 m and 2 m + 1 (rows less keys, m the lane), and on those 64 before them until
+// its words come round.
 //
 // The sums are [head][diagonal of tiles][line] of Diagonals (attn/diagonals.cuh), lines behind an odd number of others, so that pairs of them from
 // an even diagonal on are aligned.
@@ -25,10 +25,6 @@ struct DiagonalSums {
         above += second.x;
     }
 
-    __device__ __forceinline__ DiagonalSums operator-(const DiagonalSums& other) const {
-        return {below - other.below, own - other.own, above - other.above};
-    }
-
     // To memory if told so, with what the next lane has of its first diagonal.  All lanes of a warp take part.
     __device__ __forceinline__ void add_to(float* at, float first, bool told = true) const {
         const u32 lane = threadIdx.x % 32;
@@ -37,50 +33,48 @@ struct DiagonalSums {
     }
 };
 
-// Adds up the warp's part of a tile, whose first row is at an address; `before`: of the diagonals before the lane's own.
-__device__ __forceinline__ void add_part(DiagonalSums& all, DiagonalSums& before, u32 row) {
+// Adds up half of the rows, the first of which is at an address; `before`: of the diagonals before the lane's own.
+__device__ __forceinline__ void add_rows(DiagonalSums (&all)[warpgroups], DiagonalSums (&before)[warpgroups], u32 row) {
     const u32 lane = threadIdx.x % 32;
     u32 column = 4 * (32 - lane);
 #pragma unroll 1
-    for (u32 pair = 0; pair < DiagonalSums::rows / 2; pair += 4, row += eight_rows, column += 16) {
-        u32 words[8];
-        unroll<8>([&](int i) { ptx::load_shared(words[i], row + i * row_bytes + ((column + i / 2 * 4) & 0x7c ^ 16 * i)); });
-        unroll<4>([&](int i) {
-            if (pair + i == lane) before = all;
-            all.take(words[2 * i], words[2 * i + 1]);
+    for (u32 first = 0; first < DiagonalSums::rows / 2; first += 4) {
+        unroll<4>([&](int pair) {
+            u32 words[warpgroups][2];
+            unroll<2>([&](int e) {
+                const int i = 2 * pair + e;
+                const u32 at = row + i * row_bytes + ((column + 4 * pair) & 0x7c ^ 16 * i);
+                unroll<warpgroups>([&](int slab) { ptx::load_shared(words[slab][e], at + slab * cfg::block_m * row_bytes); });
+            });
+            unroll<warpgroups>([&](int slab) {
+                if (first + pair == lane) before[slab] = all[slab];
+                all[slab].take(words[slab][0], words[slab][1]);
+            });
         });
+        row += eight_rows;
+        column += 16;
     }
-    if (lane >= DiagonalSums::rows / 2) before = all;
+    if (lane < DiagonalSums::rows / 2) return;
+    unroll<warpgroups>([&](int slab) { before[slab] = all[slab]; });
 }
 
-// The warp's share of a tile in the buffer, where so many warps have one each.  All lanes take part.
-template <int warps>
-__device__ __forceinline__ void add_diagonals(const Params& p, const Shared& shared, u32 buffer, const DiagonalPlace& place, u32 warp) {
+// A tile in the buffer.  All lanes of a warp take part.
+__device__ __forceinline__ void add_diagonals(const Params& p, const Shared& shared, u32 buffer, const DqPlace& place) {
     using Diagonal = Diagonals<cfg::block_m, cfg::block_n>;
     const u32 lane = threadIdx.x % 32;
-    __syncwarp();  // all lanes know that dS is there
+    float* const tile = static_cast<float*>(p.dbias_acc) + 1 + (place.batch * p.heads + place.head) * p.dbias.head +
+                        Diagonal::owner(place.m, place.n, p.key_tiles) * Diagonal::lines + Diagonal::line(0);
 #pragma unroll 1
-    for (i32 part = warp; part < 4; part += warps) {
-        const i32 slab = part % 2, half = part / 2 * DiagonalSums::rows;
-        DiagonalSums all, before;
-        add_part(all, before, shared.ds(buffer) + (slab * cfg::block_m + half) * row_bytes);
-        if (part + warps >= 4) ptx::mbarrier_arrive(shared.barrier(ds_empty + buffer));  // each lane for itself
-        const DiagonalSums after = all - before;
-        float* const tile = static_cast<float*>(p.dbias_acc) + 1 + place.flat * p.dbias.head +
-                            Diagonal::owner(place.m, place.n, p.key_tiles) * Diagonal::lines + Diagonal::line(half - 64 * slab);
-        before.add_to(tile - 64, lane == 0 ? after.below : before.below);
-        after.add_to(tile, lane == 0 ? 0.0f : after.below, lane < DiagonalSums::rows / 2);
+    for (i32 first = 0; first < cfg::block_m; first += DiagonalSums::rows) {
+        DiagonalSums all[warpgroups], before[warpgroups];
+        add_rows(all, before, shared.ds(buffer) + first * row_bytes);
+        unroll<warpgroups>([&](int slab) {
+            const DiagonalSums after = {all[slab].below - before[slab].below, all[slab].own - before[slab].own, all[slab].above - before[slab].above};
+            before[slab].add_to(tile + first - 64 * (slab + 1), lane == 0 ? after.below : before[slab].below);
+            after.add_to(tile + first - 64 * slab, lane == 0 ? 0.0f : after.below, lane < DiagonalSums::rows / 2);
+        });
     }
-}
-
-// A warpgroup that does nothing else.
-__device__ __forceinline__ void add_steps(const Params& p, const Shared& shared, u32 warp) {
-    for (Slot<cfg::stages> slot;; slot.advance()) {
-        ptx::mbarrier_wait(shared.barrier(ds_full + slot.stage), slot.phase);
-        const DiagonalPlace place = shared.diagonal_place(slot.stage);
-        if (uniform(place.n < 0)) return;
-        add_diagonals<adders>(p, shared, slot.stage, place, warp);
-    }
+    ptx::mbarrier_arrive(shared.barrier(ds_empty + buffer));  // each lane for itself
 }
 
 }  // namespace sm90::bwd

@@ -19,13 +19,9 @@ static_assert(by_function || cfg::block_n == 64 * warpgroups);
 
 // Warps that draw what dropout drops (sm90/bwd_draws.cuh): a warpgroup of their own, or those that would reduce dQ.
 constexpr int drawers = !cfg::dropout ? 0 : by_function ? 2 : 4;
-// Warps that add up dS along diagonals (sm90/bwd_diagonals.cuh): a warpgroup of their own, too, or where that leaves the consumers too few
-// registers those that reduce dQ.
-constexpr bool sums_diagonals = cfg::dbias == kDbiasDiagonals;
-constexpr int adders = sums_diagonals && cfg::block_m == 128 ? 4 : 0;
-static_assert(!sums_diagonals || (!drawers && !by_function));
-constexpr int helping_warpgroups = (drawers + adders) / 4;
-constexpr int threads = 128 * (warpgroups + 1 + helping_warpgroups);
+constexpr int drawing_warpgroups = drawers / 4;
+constexpr int threads = 128 * (warpgroups + 1 + drawing_warpgroups);
+constexpr bool sums_diagonals = cfg::dbias == kDbiasDiagonals;  // the reducers do (sm90/bwd_diagonals.cuh)
 
 // dQ of a row tile is shared out by rows where there are enough of them, else by columns.
 constexpr bool dq_by_rows = cfg::block_m == 128;
@@ -84,8 +80,7 @@ enum Barrier {
     draws_told,  // which row tile to draw for; + stage
     draws_full = draws_told + (drawers ? cfg::stages : 0),
     draws_empty = draws_full + (drawers ? cfg::stages : 0),
-    ds_full = draws_empty + (drawers ? cfg::stages : 0),  // for the adders; + stage
-    ds_empty = ds_full + (sums_diagonals ? cfg::stages : 0),
+    ds_empty = draws_empty + (drawers ? cfg::stages : 0),  // nobody sums its diagonals any more; + stage
     barrier_count = ds_empty + (sums_diagonals ? cfg::stages : 0)
 };
 
@@ -140,12 +135,6 @@ struct alignas(16) DrawPlace {
     u32 batch;  // of the random stream
 };
 
-// To the adders: the tile whose dS is there.
-struct alignas(16) DiagonalPlace {
-    i32 m, n;  // n negative: no more work
-    i32 flat;  // number of the head, batches counted in
-};
-
 struct Maps {
     const ptx::TensorMap &q, &k, &v, &dout, &dk, &dv, &bias, &dbias;
 };
@@ -166,8 +155,7 @@ constexpr int walk_at = mail_at + int(sizeof(Mail));
 constexpr int pending_at = walk_at + int(sizeof(WalkTables));
 constexpr int heads_at = pending_at + int(sizeof(Work));
 constexpr int dq_places_at = heads_at + 2 * int(sizeof(HeadPlace));
-constexpr int diagonal_places_at = (dq_places_at + 2 * int(sizeof(DqPlace)) + 15) / 16 * 16;
-constexpr int used_bytes = adders ? diagonal_places_at + cfg::stages * int(sizeof(DiagonalPlace)) : dq_places_at + 2 * int(sizeof(DqPlace));
+constexpr int used_bytes = dq_places_at + 2 * int(sizeof(DqPlace));
 // The eight rows that hold delta's parts are read twice, as sixteen; compute-sanitizer takes the second time for what follows them.
 constexpr int shared_bytes = cfg::split_delta ? (used_bytes + delta_stride - 1) / delta_stride * delta_stride : used_bytes;
 
@@ -191,7 +179,6 @@ struct Shared : SharedMemory {
     __device__ __forceinline__ HeadPlace& head(bool odd) const { return at<HeadPlace>(heads_at, odd); }
     __device__ __forceinline__ DqPlace& dq_place(u32 stage) const { return at<DqPlace>(dq_places_at, stage); }
     __device__ __forceinline__ DrawPlace& draw_place(u32 stage) const { return at<DrawPlace>(draw_places_at, stage); }
-    __device__ __forceinline__ DiagonalPlace& diagonal_place(u32 stage) const { return at<DiagonalPlace>(diagonal_places_at, stage); }
     // What is kept of 64 rows and 16 keys for a lane of the warp that works on them; both counted in such blocks.
     __device__ __forceinline__ u32& draws(u32 rows, u32 keys, u32 lane) const {
         return at<u32>(draws_at, (rows * (cfg::block_n / 16) + keys) * 32 + lane);

@@ -97,7 +97,10 @@ __device__ __forceinline__ void reduce(const Params& p, const Shared& shared, u3
             ptx::mbarrier_arrive(shared.barrier(taken));
             sum.release();
         }
-        if constexpr (sums_diagonals && !adders) add_diagonals<1>(p, shared, stage, {place.m, place.n, place.batch * p.heads + place.head}, 0);
+        if constexpr (sums_diagonals) {
+            __syncwarp();  // all lanes know that dS is there
+            add_diagonals(p, shared, stage, place);
+        }
     }
 }
 

@@ -36,7 +36,6 @@ _DELTA_PARTS = 3  # bfloat16 that add up to a row's delta (kernels/attn/bwd_work
 _DELTA_OPERAND = 8 * ROW_BYTES  # bytes of which a row tile's parts are the first rows
 _TURNS, _CAUSAL_TURNS = 16, 32  # heads at least, where key tiles take turns: measured at N 8192
 _CONVERT_WARPS = 8
-_ADDED_ROWS = 128  # of the tiles whose diagonals a warpgroup of its own adds up
 
 
 def unsupported_reason(problem: Problem, device: Device) -> str | None:
@@ -164,9 +163,7 @@ class Cut:
         walk = 48 + 16 * bool({"boolean", "function"} & {*problem.masks})
         told = 16 * (3 if one else 2) + _STAGES * 16 * (1 + draws) + 32 + walk + 24 + 40
         sums = self.bias.gradient == Dbias.DIAGONALS
-        adds = sums and block_m == _ADDED_ROWS
-        told = pad(told, 16) + _STAGES * 16 if adds else told
-        size = pad(tiles + 8 * (barriers + 8 + (4 + 3 * draws + sums + adds) * _STAGES), 16) + told
+        size = pad(tiles + 8 * (barriers + 8 + (4 + 3 * draws + sums) * _STAGES), 16) + told
         size = pad(size, _DELTA_OPERAND) if self.split_delta else size
         heads = problem.instances // problem.group
         counts = self._counts((block_m, block_n), problem.n_queries * problem.group * moved, heads)
@@ -269,9 +266,7 @@ class Backward(MappedCall):
         self.begin(scratch | (by_score.scratch if by_score else {}))
         add_preprocess(self, constants, cut.columns, counts)
         warps = 4 * (_WARPGROUPS + 1)
-        adds = cut.bias.gradient == Dbias.DIAGONALS and keys.block_m == _ADDED_ROWS
-        helped = problem.dropout or adds  # by more of them, which draw or add
-        key_warps = warps + 4 * bool(helped and cut.fused)
+        key_warps = warps + 4 * bool(problem.dropout and cut.fused)  # more of them draw
         work = keys.counts["key_tiles"] * problem.instances // problem.group
         path = "sm90/bwd_bias.cu" if cut.bias.tiles else "sm90/bwd.cu"
         if by_score and by_score.main_constants:
