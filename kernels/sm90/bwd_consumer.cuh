@@ -27,13 +27,14 @@ __device__ __forceinline__ QueryGradient& place_of_queries(float (&)[n], QueryGr
 
 struct Consumer : Worker {
     // 128 rows, or a part of V, leave few registers; so do slopes, and dropout beside a bias or a function.
-    static constexpr bool crowded = cfg::block_m == 128 || cfg::split_delta || slopes_apart || (cfg::dropout && (cfg::bias || cfg::score));
+    static constexpr bool capped = cfg::softcap && !slopes_apart && slabs == 2;
+    static constexpr bool crowded = cfg::block_m == 128 || cfg::split_delta || slopes_apart || capped || (cfg::dropout && (cfg::bias || cfg::score));
     using Ahead = Numbers<crowded ? 0 : cfg::block_m / 8>;
     static constexpr int held =  // before what is hidden is hidden
-        slopes_apart ? 0 : cfg::dropout ? unmasked && !cfg::bias && !cfg::score : cfg::dbias == kDbiasAdded ? 3 : !cfg::split_delta ? (cfg::dbias >= kDbiasWeighted ? 0 : 2)
+        slopes_apart ? 0 : capped ? 4 : cfg::dropout ? unmasked && !cfg::bias && !cfg::score : cfg::dbias == kDbiasAdded ? 3 : !cfg::split_delta ? (cfg::dbias >= kDbiasWeighted ? 0 : 2)
         : column_masks > 0 && stated_mask ? 0 : column_masks > 0 || stated_mask ? 4 : 0;
     using Stat = Numbers<crowded ? held : cfg::block_m / 8>;
-    using Delta = Either<cfg::split_delta, NoNumbers, Ahead>::type;
+    using Delta = Either<cfg::split_delta, NoNumbers, Numbers<capped ? 4 : crowded ? 0 : cfg::block_m / 8>>::type;
     const ptx::TensorMap &dk_map, &dv_map, &dbias_map;
     const u32 warpgroup;
     Scores s, dp;
