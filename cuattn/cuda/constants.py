@@ -73,6 +73,7 @@ name                    type     meaning
 ``walk``                int      which scores a block adds up, see there
 ``by_batch``            bool     the index depends on b
 ``by_head``             bool     the index depends on h
+``alike``               bool     but for the first element of a head it does not
 ``adds``, ``rounds``    bool     there is a sum already; these are the last to be added
 ``result``              type     of what is written then
 ``chunk``, ``part``     int      backward of wide heads: columns loaded at a time, columns that a block owns; else 0

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.problem import Problem, ScoreFunction
-from cuattn.tracing import I, J, Node, S, Weight, derivative, is_linear, row_step, weights
+from cuattn.tracing import B, H, I, J, Node, S, Weight, derivative, is_linear, row_step, weights
 from cuattn.tracing.build import substitute
 from cuattn.tracing.graph import constant, order, variable
 from cuattn.tracing.proxy import Proxy, as_node
@@ -54,6 +54,8 @@ class Learned(NamedTuple):
         How far behind that the last one lies.
     line : Line or None
         Of the weight, if it is one.
+    alike : bool
+        Heads read alike: how far an element lies behind `base` is the same for all.
     """
 
     weight: Weight
@@ -64,6 +66,7 @@ class Learned(NamedTuple):
     base: Node
     reach: int
     line: Line | None
+    alike: bool
 
 
 def learned(problem: Problem) -> tuple[Learned, ...]:
@@ -92,7 +95,8 @@ def _described(weight: Weight, score: ScoreFunction, runs: bool) -> Learned:
         offset = weight._replace(indices=_numbered(weight, shape, inner)).offset
     base = weight._replace(indices=first).offset
     line = None if runs else _line(weight.weight)
-    return Learned(weight, place, length * (place == "slice"), number, offset, base, reach, line)
+    alike = not any(weight.indices[axis].depends & (B | H) for axis in inner)
+    return Learned(weight, place, length * (place == "slice"), number, offset, base, reach, line, alike)
 
 
 def _line(weight: Node) -> Line | None:

@@ -338,7 +338,7 @@ class ScoreGradients:
             return
         out = (self.scratch if to else call.arrays)[result].dtype
         own: dict[str, Any] = {
-            "walk": 0, "gathers": 0, "weight": 0, "by_batch": False, "by_head": False, "adds": adds,
+            "walk": 0, "gathers": 0, "weight": 0, "by_batch": False, "by_head": False, "alike": False, "adds": adds,
             "rounds": not to, "result": DTYPES[out].cuda, "warps": _GATHER_WARPS,
         }  # fmt: skip
         owned = max(min(cdiv(size, 2 * call.device.multiprocessors), _OWNED), 1)
@@ -351,7 +351,7 @@ class ScoreGradients:
             own |= {"walk": sums.walk, "gathers": sums.kind, "weight": number}
             if self._main:
                 own |= dict(zip(("block_m", "block_n"), self._main.tile, strict=True))
-            own |= {"by_batch": bool(depends & B), "by_head": bool(depends & H)}
+            own |= {"by_batch": bool(depends & B), "by_head": bool(depends & H), "alike": found.alike}
             slots["sums"] = sums.name
             values |= {"first": sums.first, "lines": sums.lines, "owners": sums.owners, "reach": found.reach}
         call.add(
