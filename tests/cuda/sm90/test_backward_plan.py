@@ -247,7 +247,6 @@ DROPPED = {"options": {"dropout_p": 0.25, "rng": 9}}
         ("key_bias", {"heads": 8}, {}, "weights"),
         ("alibi", DROPPED, {}, "weights"),
         ("head_temperature", {"head_dim": 128}, {}, "weights heads"),
-        ("head_temperature", DROPPED, {}, "weights heads"),
         ("head_temperature", {"heads": 8}, {}, "pass"),
         ("row_temperature", {}, {}, "pass"),
         ("relative_table", {}, {}, "diagonals"),
