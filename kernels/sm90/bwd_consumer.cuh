@@ -180,7 +180,7 @@ struct Consumer : Worker {
 
     // The buffer of dQ, once a reducer is done with what was there.
     __device__ __forceinline__ u32 await_taken(u32 stage) const {
-        ptx::mbarrier_wait(shared.barrier(taken), stage ^ 1);
+        if constexpr (!dq_held) ptx::mbarrier_wait(shared.barrier(taken), stage ^ 1);
         return shared.handed_on(warpgroup);
     }
 
@@ -188,14 +188,49 @@ struct Consumer : Worker {
     __device__ __forceinline__ void hand_over(u32 stage) {
         QueryGradient& dq = queries();
         ptx::wgmma_pin(dq);
+        if constexpr (dq_held) return hold(dq);
         store_registers(await_taken(stage), dq);
         if constexpr (!reducer_fences) ptx::async_proxy_fence();
         release(shared.barrier(handed + stage));
     }
 
+    // dQ to the sum that the thread holds of the row tile.
+    __device__ __forceinline__ void hold(const QueryGradient& dq) const {
+        QueryGradient sum;
+        const u32 held = shared.held(step().m(), warpgroup);
+        load_registers(sum, held);
+        unroll<dq_columns / 2>([&](int i) { sum[i] += dq[i]; });
+        store_registers(held, sum);
+    }
+
+    // Calls work(row tile) for all that a head's dQ is held of, if the key tile is its first or (last) its last.
+    template <class Work>
+    __device__ __forceinline__ void at_end_of_head(bool last, const Work& work) const {
+        if constexpr (!dq_held) return;
+        if (uniform(this->work().tile != (last ? p.key_tiles - 1 : 0))) return;
+#pragma unroll 1
+        for (i32 m = 0; m < p.row_tiles; ++m) work(m);
+    }
+
+    __device__ __forceinline__ void begin_queries() const {
+        at_end_of_head(false, [&](i32 m) {
+            const QueryGradient zeros = {};
+            store_registers(shared.held(m, warpgroup), zeros);
+        });
+    }
+
+    __device__ __forceinline__ void write_queries() const {
+        at_end_of_head(true, [&](i32 m) {
+            QueryGradient sum;
+            load_registers(sum, shared.held(m, warpgroup));
+            write_gradient(sum, static_cast<float>(p.scale * p.dropout_scale), p.dq.data, work().batch * p.heads + work().head, p.n_queries, p.head_dim,
+                           m * cfg::block_m + 64 * static_cast<i32>(warpgroup) + fragment_row());
+        });
+    }
+
     // Tells a reducer where the step's dQ will belong; after a step's end, when the entry before the last is free.
     __device__ __forceinline__ void foretell(const DqPlace& place) const {
-        if (warpgroup != 0 || threadIdx.x % 128 != 0) return;
+        if (dq_held || warpgroup != 0 || threadIdx.x % 128 != 0) return;
         shared.dq_place(slot.stage) = place;
         ptx::mbarrier_arrive(shared.barrier(foretold + slot.stage));
     }
@@ -291,13 +326,15 @@ struct Consumer : Worker {
 #ifdef WEIGHTED_SUMS
             weighted_sums.clear();
 #endif
+            begin_queries();
             if (uniform(work().seen()))
                 accumulate_steps();
             else
                 skip_keys();
+            write_queries();
             write();
         }
-        ptx::mbarrier_wait(shared.barrier(taken), slot.stage ^ 1);  // both reducers have read their last place
+        await_taken(slot.stage);  // both reducers have read their last place
         for (u32 reducer = 0; reducer < 2; ++reducer, slot.advance()) foretell({-1, 0, 0, 0, 0});
         await_stores();
     }

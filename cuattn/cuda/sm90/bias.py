@@ -10,11 +10,12 @@ import math
 from typing import Any, NamedTuple
 
 from cuattn.cuda.arguments import Array
-from cuattn.cuda.call import Call
 from cuattn.cuda.constants import Constants, is_sloped
 from cuattn.cuda.sm80 import backward as portable
 from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.forward import SLAB_COLUMNS
+from cuattn.cuda.sm90.pairs import BiasPass
+from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
 
@@ -72,16 +73,9 @@ def _gradient_form(problem: Problem, bias: Any, tiles: bool) -> Dbias:
         return Dbias.ELSEWHERE  # what is at hand is the gradient by what enters softcap and function
     if whole and tiles and rounded and not problem.dropout and problem.n_keys % _UNIT == 0:
         return Dbias.STORED
-    if (rows, columns) == (problem.n_queries, problem.n_keys) and (whole or not problem.deterministic):
-        return Dbias.ADDED
     if rows == 1 and columns == problem.n_keys and (heads == 1 or problem.group == 1):
         return Dbias.OF_KEYS
     return Dbias.ELSEWHERE
-
-
-def portable_constants(call: Call, cut: portable.Cut) -> Constants:
-    """Return the prologue of the portable kernels that a call launches behind its own."""
-    return cut.constants(call.load_bytes("q", "k", "v", "do")) | {f"sum_d{name}": False for name in "qkv"}
 
 
 class BiasGradient:
@@ -89,7 +83,7 @@ class BiasGradient:
 
     Parameters
     ----------
-    call : Call
+    call : MappedCall
         With a bias among its operands.
     form : Dbias
     tiles : dict of str to int
@@ -104,15 +98,14 @@ class BiasGradient:
         Of ``Params``, for all kernels.
     """
 
-    def __init__(self, call: Call, form: Dbias, tiles: dict[str, int], tile: tuple[int, int]) -> None:
+    def __init__(self, call: MappedCall, form: Dbias, tiles: dict[str, int], tile: tuple[int, int]) -> None:
         self._call, self._form = call, form
         problem, shape = call.problem, call.operands["bias"].shape
         instances = math.prod(shape[:-2])
         self.scratch: dict[str, Array] = {}
         self.fields: dict[str, Any] = {"bias_instances": instances}
         if form == Dbias.ELSEWHERE:
-            self._portable = portable.Cut(problem, call.device)
-            self._pass = portable.BiasPass(call, self._portable)
+            self._pass = BiasPass(call)
             self.scratch = self._pass.scratch
         elif form == Dbias.OF_KEYS:
             self._sum = portable.sum_over(call.axes, shape, problem.kv_heads)
@@ -129,7 +122,7 @@ class BiasGradient:
         """Append the launches behind the main kernel, which has these constants and numbers of tiles."""
         call = self._call
         if self._form == Dbias.ELSEWHERE:
-            self._pass.add(portable_constants(call, self._portable))
+            self._pass.add(constants)
         elif self._form == Dbias.OF_KEYS:
             portable.add_sum(call, "dbias", self._sum)
         elif self._form == Dbias.ADDED:
