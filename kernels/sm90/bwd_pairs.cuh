@@ -77,7 +77,7 @@ struct Producer {
                                                  const void* numbers, u32 bytes, const Step& step) {
         unroll<slab_count>([&](int slab) {
             ptx::mbarrier_wait(shared.empty(slot.stage), slot.phase ^ 1);
-            if (leader) {
+            if (ptx::elected()) {
                 const u32 full = shared.full(slot.stage);
                 if (slab == 0) shared.step(slot.stage) = step;  // told by the arrival that follows
                 ptx::mbarrier_arrive_expect(full, stage_bytes + (slab == 0 ? bytes : 0));

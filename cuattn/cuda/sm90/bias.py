@@ -19,7 +19,7 @@ from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
 
-_CACHED = 16 << 20  # bytes of sums that stay in the L2 cache whatever the order
+_CACHED = 16 << 20  # bytes that stay in the L2 cache whatever the order
 _UNIT = 8  # elements that the copy engine moves at least
 _THREADS = 256  # of backward_bias_convert
 
@@ -41,7 +41,7 @@ class BiasForm(NamedTuple):
         The copy engine brings tiles of it; elements that come in neither way are loaded.
     gradient : Dbias
     batches_first : bool
-        Sequences share sums that the L2 cache does not hold: they are worked on side by side.
+        Sequences share a bias that the L2 cache does not hold: they are worked on side by side.
     """
 
     keys: bool = False
@@ -60,9 +60,8 @@ def bias_form(problem: Problem, bias: Any) -> BiasForm:
     form = forward.bias_form(problem, bias)
     slabs, slabs_v = (cdiv(columns, SLAB_COLUMNS) for columns in (problem.head_dim, problem.head_dim_v))
     tiles = form == "tiles" and slabs_v <= slabs  # dV then leaves through dQ's place
-    gradient = _gradient_form(problem, bias, tiles)
     shared = bias.size < problem.instances * problem.n_queries * problem.n_keys and bias.shape[-3] > 1
-    return BiasForm(form == "keys", tiles, gradient, gradient == Dbias.ADDED and shared and 4 * bias.size > _CACHED)
+    return BiasForm(form == "keys", tiles, _gradient_form(problem, bias, tiles), shared and bias.nbytes > _CACHED)
 
 
 def _gradient_form(problem: Problem, bias: Any, tiles: bool) -> Dbias:

@@ -101,7 +101,7 @@ SHAPES = {"whole": (2, 16, 4096, 4096), "heads": (1, 16, 4096, 4096), "keys": (2
         ("whole", {"bias": FLOAT32}, ()),
         ("whole", {"out_dtype": FLOAT32, "deterministic": True}, (False, True)),
         ("whole", {"softcap": 3.0}, (False, True)),
-        ("heads", {}, (False, True)),
+        ("heads", {}, (False, True, Dbias.ELSEWHERE, True)),
         ("keys", {"deterministic": True}, (True, False, Dbias.OF_KEYS)),
         ("keys", {"kv_heads": 4}, (True, False, Dbias.OF_KEYS)),
         ("rows", {}, ()),
@@ -120,7 +120,10 @@ def test_what_a_bias_asks_for():
     assert bias_form(heads, array((1, 16, 1, 4096))) == BiasForm(keys=True)
     wide = problem(64, 128, bias=BF16)
     assert not bias_form(wide, array(SHAPES["whole"])).tiles
-    assert Cut(problem(bias=BF16), BiasForm(tiles=True)).split_delta
+    few = problem(bias=BF16, n_queries=256, n_keys=256)
+    assert not bias_form(few, array((1, 16, 256, 256))).batches_first
+    shared = Cut(problem(bias=BF16), BiasForm(tiles=True, batches_first=True))
+    assert shared.split_delta and shared.keys.counts["section"] == 2
     assert Cut(problem(256, bias=BF16), BiasForm(True, gradient=Dbias.OF_KEYS)).bias == BiasForm(True)
 
 
