@@ -67,11 +67,15 @@ name                    type     meaning
 ``weights``             int      gradients of a function's arrays: numbers that ``traced::weights`` returns
 ``weight``              int      which of them
 ``shared``              int      what scores share the index of each, three bits a weight (kernels/attn/score_sums.cuh)
+``rests``, ``climbs``   int      sm90 backward: bits of weights that grow by the same from row to row; by more than 0;
+                                 that are multiples of s beside (``tilts``); of all others (``apart``)
+``slopes_of_heads``     bool     sm90 backward: all scores of a head have the same slope
 ``gathers``             int      the same of one weight, whose sums are added to the elements of its array
 ``sharers``             int      threads that share their sums of a slice
 ``walk``                int      which scores a block adds up, see there
 ``by_batch``            bool     the index depends on b
 ``by_head``             bool     the index depends on h
+``alike``               bool     but for the first element of a head it does not
 ``adds``, ``rounds``    bool     there is a sum already; these are the last to be added
 ``result``              type     of what is written then
 ``chunk``, ``part``     int      backward of wide heads: columns loaded at a time, columns that a block owns; else 0

@@ -19,6 +19,12 @@ __device__ __forceinline__ void red_add_x4(Float* at, Float a, Float b, Float c,
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
+// Two of them, 8-byte aligned.
+template <class Float>
+__device__ __forceinline__ void red_add_x2(Float* at, Float a, Float b) {
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(at), "f"(a), "f"(b) : "memory");
+}
+
 // Asks for a cache line near this multiprocessor, ahead of a load.
 __device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L1 [%0];" ::"l"(at)); }
 

@@ -1,6 +1,7 @@
 // What the backward kernel keeps in shared memory, and the numbers that follow from the configuration.
 #pragma once
 #include "attn/bwd_workspace.cuh"
+#include "attn/diagonals.cuh"
 #include "attn/row_walk.cuh"
 #include "sm90/tiles.cuh"
 
@@ -20,6 +21,7 @@ static_assert(by_function || cfg::block_n == 64 * warpgroups);
 constexpr int drawers = !cfg::dropout ? 0 : by_function ? 2 : 4;
 constexpr int drawing_warpgroups = drawers / 4;
 constexpr int threads = 128 * (warpgroups + 1 + drawing_warpgroups);
+constexpr bool sums_diagonals = cfg::dbias == kDbiasDiagonals;  // the reducers do (sm90/bwd_diagonals.cuh)
 
 // dQ of a row tile is shared out by rows where there are enough of them, else by columns.
 constexpr bool dq_by_rows = cfg::block_m == 128;
@@ -84,7 +86,8 @@ enum Barrier {
     draws_told,  // which row tile to draw for; + stage
     draws_full = draws_told + (drawers ? cfg::stages : 0),
     draws_empty = draws_full + (drawers ? cfg::stages : 0),
-    barrier_count = draws_empty + (drawers ? cfg::stages : 0)
+    ds_empty = draws_empty + (drawers ? cfg::stages : 0),  // nobody sums its diagonals any more; + stage
+    barrier_count = ds_empty + (sums_diagonals ? cfg::stages : 0)
 };
 
 // A key tile as the producer announces it.

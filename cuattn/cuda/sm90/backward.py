@@ -12,11 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.cuda.arguments import Array, pad, row_bytes, tile_counts
-from cuattn.cuda.constants import Constants, is_sloped, problem_constants
+from cuattn.cuda.constants import Constants, function_of, is_sloped, problem_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.learned import learned
 from cuattn.cuda.sm80 import score_gradients
 from cuattn.cuda.sm80.backward import add_preprocess, broadcast_heads, row_arrays
+from cuattn.cuda.sm80.score_gradients import Main
 from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, BiasGradient, Dbias, bias_form
 from cuattn.cuda.sm90.forward import ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
@@ -25,6 +26,7 @@ from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
 from cuattn.problem import Problem
+from cuattn.tracing import I, J, S, addend, derivative, is_linear
 
 _FUSED_HEAD_DIM = 128
 _WARPGROUPS = 2  # consumers
@@ -42,13 +44,26 @@ _HELD_ROWS, _HELD_HEADS = 256, 264  # rows of which a block holds dq, heads that
 def unsupported_reason(problem: Problem, device: Device) -> str | None:
     """Say why these kernels do not take a problem, or return None; strides and addresses are another matter."""
     against = forward.unsupported_reason(problem, device)
-    if against is None and problem.dropout and problem.score is not None and is_sloped(problem):
+    sloped = is_sloped(problem) and not has_slopes_of_heads(problem)
+    if against is None and problem.dropout and problem.score is not None and sloped:
         return "it marks what dropout drops by a sign, which a function's slope may change"
     if against is None and problem.head_dim % 8:
         return f"it writes rows in units of 8 elements, and q has {problem.head_dim}"
     if against is None and problem.softcap is not None and problem.softcap > _MAX_SOFTCAP:
         return f"it takes softcaps up to {_MAX_SOFTCAP}, not {problem.softcap}"
     return against
+
+
+def has_slopes_of_heads(problem: Problem) -> bool:
+    """Return whether all scores of a head have the same slope, other than 1, and dQ and dK are sums of one head.
+
+    Only the kernel that computes everything makes use of it.
+    """
+    root, widest = function_of(problem), max(width_of(problem.head_dim), width_of(problem.head_dim_v))
+    if root is None or problem.softcap is not None or problem.bias is not None or problem.group > 1:
+        return False
+    alone = not derivative(root).depends & (S | I | J) and is_linear(root) and addend(root) is None
+    return alone and widest <= _FUSED_HEAD_DIM and problem.masks != ("block",)
 
 
 class Tile(NamedTuple):
@@ -77,6 +92,10 @@ class Cut:
     bias : BiasForm
     dq_tiles : int
         Of a head's rows, whose dq a block holds in shared memory over all key tiles; else 0.
+    slopes_of_heads : bool
+        All scores of a head have the same slope: it joins dQ and dK last.
+    sloped : bool
+        Slopes are others.
     weighted : bool
         The main kernel sums what arrays of a score function need of dS.
     arrays : dict of int to Learned
@@ -92,16 +111,18 @@ class Cut:
         )
         widest = max(self.head_dim, self.head_dim_v)
         # Walking blocks takes registers beside anything else, and so does dropout beside slopes.
-        sloped = is_sloped(problem)
+        self.slopes_of_heads = has_slopes_of_heads(problem)
+        self.sloped = sloped = is_sloped(problem) and not self.slopes_of_heads
         beside = problem.band is not None or problem.deterministic or problem.dropout or sloped
         crowded = (blocks and beside) or (sloped and problem.dropout)
         self.fused = widest <= 64 or (widest <= _FUSED_HEAD_DIM and not crowded)
         self._slabs = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
         self.bias = bias if self.fused else BiasForm(bias.keys)
-        alone = self.fused and not sloped and problem.group == 1 and problem.bias is None
-        self.weighted = alone and score_gradients.by_keys(problem)
+        alone = self.fused and not sloped and problem.bias is None
+        self.weighted = alone and score_gradients.by_main(problem)
         if self.weighted:
-            self.bias = BiasForm(gradient=Dbias.WEIGHTED)
+            diagonals = score_gradients.on_diagonals(problem)
+            self.bias = BiasForm(gradient=Dbias.DIAGONALS if diagonals else Dbias.WEIGHTED)
         self.arrays = {} if self.weighted else like_biases(problem)
         tables = len(self.arrays) < len(learned(problem)) and not self.weighted  # which take registers, too
         apart = problem.dropout or blocks or tables or sloped
@@ -110,8 +131,8 @@ class Cut:
         self.keys, self.rows = self._key_tile(), self._row_tile()
         narrow = self.keys.block_m == _TALL and self.head_dim <= _NARROW
         self.columns = _NARROW if narrow else pad(problem.head_dim, SLAB_COLUMNS)
-        alone = problem.group == 1 and not shares_q and problem.instances >= _HELD_HEADS
-        if narrow and alone and problem.n_queries <= _HELD_ROWS and not problem.dropout:
+        alone = problem.group == 1 and not (shares_q or problem.dropout or self.weighted or self.slopes_of_heads)
+        if narrow and alone and problem.n_queries <= _HELD_ROWS and problem.instances >= _HELD_HEADS:
             self.dq_tiles = self.keys.counts["row_tiles"]
             self.keys = self._key_tile()
 
@@ -139,7 +160,7 @@ class Cut:
         # Registers are short with slopes, with dropout beside what takes some, too, and where masks stand beside sums.
         beside = problem.masks == ("block",) or problem.bias is not None or problem.score is not None
         added = problem.masks and self.bias.gradient == Dbias.ADDED
-        crowded = is_sloped(problem) or (problem.dropout and beside) or added
+        crowded = self.sloped or (problem.dropout and beside) or added
         if one and max(slabs, slabs_v) == 1 and not crowded:
             block_m = _TALL
         rows = block_m * ((slabs + slabs_v) * ROW_BYTES + 4)
@@ -159,7 +180,8 @@ class Cut:
         # What the warpgroups tell each other: work, steps and draws of each stage, mail, walk, heads, places of dq.
         walk = 48 + 16 * bool({"boolean", "function"} & {*problem.masks})
         told = 16 * (3 if one else 2) + _STAGES * 16 * (1 + draws) + 32 + walk + 24 + 40
-        size = pad(tiles + 8 * (barriers + 8 + (4 + 3 * draws) * _STAGES), 16) + told
+        sums = self.bias.gradient == Dbias.DIAGONALS
+        size = pad(tiles + 8 * (barriers + 8 + (4 + 3 * draws + sums) * _STAGES), 16) + told
         size = pad(size, _DELTA_OPERAND) if self.split_delta else size
         heads = problem.instances // problem.group
         counts = self._counts((block_m, block_n), problem.n_queries * problem.group * moved, heads)
@@ -206,6 +228,8 @@ class Cut:
             **problem_constants(self.problem),
             **forward.scaling(self.problem),
             **{name: getattr(self, name) for name in ("head_dim", "head_dim_v", "split_delta")},
+            "sloped": self.sloped,
+            "slopes_of_heads": self.slopes_of_heads,
             "batches_first": self.bias.batches_first,
             "bias_keys": self.bias.keys,
             "bias_tiles": self.bias.tiles,
@@ -250,7 +274,7 @@ class Backward(MappedCall):
     def _sum_reason(self) -> str | None:
         problem = self.problem
         for name in broadcast_heads(self):
-            if name != "q" or problem.deterministic or not self.cut.fused:
+            if name != "q" or problem.deterministic or not self.cut.fused or self.cut.slopes_of_heads:
                 return f"the gradient of {name} is a sum over axes along which it was broadcast"
         return None
 
@@ -262,9 +286,10 @@ class Backward(MappedCall):
         scratch, counts = cut.scratch(dq_instances), keys.counts
         if dbias is not None:
             scratch, counts = scratch | dbias.scratch, counts | dbias.fields
-        owners = 4 * _WARPGROUPS * counts["key_tiles"] if cut.weighted else 0
+        main = Main(keys[:2], 4 * _WARPGROUPS) if cut.weighted else None
         elsewhere = [found.weight.slot for found in cut.arrays.values()]
-        by_score = PairScoreGradients(problem, owners, elsewhere) if problem.learned else None
+        by_score = PairScoreGradients(problem, main, elsewhere) if problem.learned else None
+        counts = counts | (by_score.main_fields if by_score and main else {})
         arrays = [ArrayPass(self, *each) for each in cut.arrays.items()]
         for passed in (by_score, *arrays):
             scratch |= passed.scratch if passed else {}
@@ -274,9 +299,8 @@ class Backward(MappedCall):
         key_warps = warps + 4 * bool(problem.dropout and cut.fused)  # more of them draw
         work = (1 if cut.dq_tiles else keys.counts["key_tiles"]) * problem.instances // problem.group
         path = "sm90/bwd_bias.cu" if cut.bias.tiles else "sm90/bwd.cu"
-        if by_score and cut.weighted:
-            path = "sm90/bwd_weights.cu"
-            constants |= {"weights": len(by_score.weights), "shared": by_score.passes[0].shared}
+        if by_score and by_score.main_constants:
+            path, constants = "sm90/bwd_weights.cu", constants | by_score.main_constants
         launched = path, "attention_backward", constants, work, key_warps, counts, keys[:2]
         beside = {}
         if cut.bias.tiles:  # a map that is not needed takes the place of dbias's, of memory that has an address
@@ -290,7 +314,8 @@ class Backward(MappedCall):
             by_score.add(self, constants, 0)
         if cut.adds_dq:
             grid = (keys.counts["row_tiles"] * dq_instances,)
-            self.add("sm90/bwd_convert.cu", "backward_convert", constants, grid, _CONVERT_WARPS, keys.counts)
+            convert = "sm90/bwd_convert_heads.cu" if cut.slopes_of_heads else "sm90/bwd_convert.cu"
+            self.add(convert, "backward_convert", constants, grid, _CONVERT_WARPS, keys.counts)
         elif not cut.fused:
             own = {**constants, "block_m": rows.block_m, "block_n": rows.block_n}
             work = rows.counts["row_tiles"] * problem.instances

@@ -27,7 +27,8 @@ _THREADS = 256  # of backward_bias_convert
 class Dbias(enum.IntEnum):
     """How the main kernel makes the gradient of a bias (kernels/attn/bwd_workspace.cuh)."""
 
-    ELSEWHERE, OF_KEYS, STORED, ADDED, WEIGHTED = range(5)  # the last: what arrays of a score function need of dS
+    ELSEWHERE, OF_KEYS, STORED, ADDED = range(4)
+    WEIGHTED, DIAGONALS = 4, 5  # what arrays of a score function need of dS; sums along diagonals, too
 
 
 class BiasForm(NamedTuple):

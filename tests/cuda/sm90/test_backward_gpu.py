@@ -203,6 +203,7 @@ SCORED = [
     sized("scored softcap", 300, 400, options={"softcap": 6.0}),
     sized("scored dropout", 300, 400, 128, options={"dropout_p": 0.25, "rng": 9}),
     sized("scored d256", 300, 400, 256),
+    sized("scored grouped", 700, 900, heads=8, kv_heads=2, mask=some_heads),
 ]
 
 
@@ -210,7 +211,7 @@ SCORED = [
 @pytest.mark.parametrize("name", scores.SCORES)
 def test_scores(name, case):
     problem, score = made(case), scores.SCORES[name](case)
-    if case.options and "dropout_p" in case.options and name not in scores.ADDITIVE:
+    if case.options and "dropout_p" in case.options and name not in (*scores.ADDITIVE, "head_temperature"):
         with pytest.raises(UnsupportedError, match="by a sign, which a function's slope may change"):
             results(problem, score, kernel="sm90")
     else:

@@ -129,7 +129,7 @@ def test_what_a_bias_asks_for():
 
 # What NVRTC 12 keeps in local memory of the warps that draw what dropout drops: one value, once per tile.
 DRAWER_BYTES = 8
-CROWDED_BYTES = 24  # of NVRTC 12 alone, where a column mask meets a softcap or a boolean mask in one kernel at d 128
+CROWDED_BYTES = 24  # of NVRTC 12 alone, where a column mask meets a boolean mask in one kernel at d 128
 
 VARIANTS = [
     problem(64),
@@ -175,6 +175,8 @@ BIASED = [
     (problem(64, bias=FLOAT32), LOADS[Dbias.ADDED]),
     (problem(128, bias=FLOAT32, dropout=6554), LOADS[Dbias.ELSEWHERE]),
     (problem(256, bias=BF16, band=WINDOW), BiasForm(True)),
+    (problem(64, masks=("column",)), BiasForm(gradient=Dbias.DIAGONALS)),
+    (problem(128, masks=("column",), band=CAUSAL), BiasForm(gradient=Dbias.DIAGONALS)),
 ]
 
 
@@ -199,7 +201,7 @@ def test_spills(variant):
         (used,) = kernel_resources(path, tuple(constants.items()), ARCH).values()
         known = 0
         if version().startswith("12."):
-            crowded = "column" in variant.masks and (variant.softcap is not None or "boolean" in variant.masks)
+            crowded = {"column", "boolean"} <= {*variant.masks}
             known = DRAWER_BYTES if variant.dropout else CROWDED_BYTES if crowded else 0
         assert used.stack <= known, (path, used)
 
@@ -249,6 +251,7 @@ def test_scores_spills(driver, name, changes):
     kernels = [kernel._found for kernel in launch_sequence(*call[:3])._kernels]
     by_main = "sm90/bwd_weights.cu" in [path for _, path, *_ in kernels]
     assert by_main == (name in ("alibi", "key_bias"))
+    assert ("sm80/bwd_score.cu" in [path for _, path, *_ in kernels]) == (name == "row_temperature")
     for _, path, _, constants, _, exact, traced in kernels:
         if exact:
             (used,) = kernel_resources(path, constants, ARCH, traced).values()
@@ -271,7 +274,7 @@ def test_preprocess_spills(variant, o_elem, load_bytes, dlse):
 
 
 def test_layout_agrees_with_the_kernel():
-    for variant, form in [*((variant, NO_BIAS) for variant in VARIANTS), *BIASED[::3]]:
+    for variant, form in [*((variant, NO_BIAS) for variant in VARIANTS), *BIASED[::3], *BIASED[-2:]]:
         for _, constants, smem_bytes, layout in kernels(variant, form):
             if layout:
                 space = "rows" if "rows" in layout else "bwd"
