@@ -31,7 +31,7 @@ struct Consumer : Worker {
     static constexpr bool crowded = cfg::block_m == 128 || cfg::split_delta || slopes_apart || capped || (cfg::dropout && (cfg::bias || cfg::score));
     using Ahead = Numbers<crowded ? 0 : cfg::block_m / 8>;
     static constexpr int held =  // before what is hidden is hidden
-        slopes_apart ? 0 : capped ? 4 : cfg::dropout ? unmasked && !cfg::bias && !cfg::score : cfg::dbias == kDbiasAdded ? 3 : !cfg::split_delta ? (cfg::dbias >= kDbiasWeighted ? 0 : 2)
+        slopes_apart ? 0 : capped ? 4 : cfg::dropout ? unmasked && !cfg::bias && !cfg::score : !cfg::split_delta ? (cfg::dbias >= kDbiasWeighted ? 0 : 2)
         : column_masks > 0 && stated_mask ? 0 : column_masks > 0 || stated_mask ? 4 : 0;
     using Stat = Numbers<crowded ? held : cfg::block_m / 8>;
     using Delta = Either<cfg::split_delta, NoNumbers, Numbers<capped ? 4 : crowded ? 0 : cfg::block_m / 8>>::type;
@@ -103,17 +103,6 @@ struct Consumer : Worker {
                                    [&] { return await_taken(slot.stage); });
     }
 
-    // What takes dS of the warpgroup's part of the row tile.
-    __device__ __forceinline__ auto bias_gradient() const {
-        if constexpr (cfg::dbias == kDbiasAdded) {
-            const i64 tile = static_cast<i64>(step().m()) * p.key_tiles + work().tile;
-            return AddedTile{static_cast<float*>(p.dbias_acc) + slice_of(p.dbias, work().batch, step().head) +
-                             (tile * warpgroups + warpgroup) * (64 * cfg::block_m) + 4 * (threadIdx.x % 128)};
-        } else {
-            return NoSums{};
-        }
-    }
-
     // dS leaves as it is, which is the gradient of a bias of its own.
     __device__ __forceinline__ void store_bias_gradient() const {
         if (cfg::dbias != kDbiasStored || threadIdx.x % 128 != 0) return;
@@ -133,7 +122,7 @@ struct Consumer : Worker {
         if constexpr (cfg::dbias == kDbiasOfKeys) {
             differentiate<!values_first>(ds, weights, s, dp, delta, key_sums);
         } else {
-            auto dbias = bias_gradient();
+            NoSums dbias;
             differentiate<!values_first>(ds, weights, s, dp, delta, dbias);
         }
 #endif

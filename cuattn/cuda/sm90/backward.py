@@ -157,10 +157,9 @@ class Cut:
         """Return the tile of sm90/bwd.cu; shared memory as kernels/sm90/bwd_layout.cuh lays it out."""
         problem, (slabs, slabs_v), one = self.problem, self._slabs, self.fused
         block_m, block_n = 64, 128 if one else 64
-        # Registers are short with slopes, with dropout beside what takes some, too, and where masks stand beside sums.
+        # Registers are short with slopes, and with dropout beside what takes some, too.
         beside = problem.masks == ("block",) or problem.bias is not None or problem.score is not None
-        added = problem.masks and self.bias.gradient == Dbias.ADDED
-        crowded = self.sloped or (problem.dropout and beside) or added
+        crowded = self.sloped or (problem.dropout and beside)
         if one and max(slabs, slabs_v) == 1 and not crowded:
             block_m = _TALL
         rows = block_m * ((slabs + slabs_v) * ROW_BYTES + 4)
@@ -282,7 +281,7 @@ class Backward(MappedCall):
         problem, cut = self.problem, self.cut
         keys, rows, constants = cut.keys, cut.rows, cut.constants
         dq_instances = math.prod(self.operands["q"].shape[:-2])
-        dbias = BiasGradient(self, cut.bias.gradient, keys.counts, keys[:2]) if "bias" in self.operands else None
+        dbias = BiasGradient(self, cut.bias.gradient) if "bias" in self.operands else None
         scratch, counts = cut.scratch(dq_instances), keys.counts
         if dbias is not None:
             scratch, counts = scratch | dbias.scratch, counts | dbias.fields
@@ -307,7 +306,7 @@ class Backward(MappedCall):
             beside = {"bias": "bias", **({"dbias": "dbias"} if cut.bias.gradient == Dbias.STORED else {"stat": "q"})}
         self.add_mapped(*launched, keys.shared_bytes, ("dk", "dv"), beside)
         if dbias is not None:
-            dbias.finish(constants, counts)
+            dbias.finish(constants)
         for each in arrays:
             each.add(constants)
         if by_score:

@@ -162,17 +162,16 @@ VARIANTS = [
 
 KEYS = BiasForm(True, gradient=Dbias.OF_KEYS)
 TILES, LOADS = (
-    {form: BiasForm(tiles=tiles, gradient=form) for form in (Dbias.ELSEWHERE, Dbias.STORED, Dbias.ADDED)}
-    for tiles in (True, False)
+    {form: BiasForm(tiles=tiles, gradient=form) for form in (Dbias.ELSEWHERE, Dbias.STORED)} for tiles in (True, False)
 )
 BIASED = [
     (problem(64, bias=BF16), KEYS),
     (problem(128, bias=BF16, dropout=6554, band=CAUSAL), KEYS),
     (problem(64, bias=BF16), TILES[Dbias.STORED]),
     (problem(128, bias=BF16, masks=("column",), deterministic=True), TILES[Dbias.STORED]),
-    (problem(128, bias=BF16, band=CAUSAL), TILES[Dbias.ADDED]),
-    (problem(64, bias=BF16, masks=("column",)), TILES[Dbias.ADDED]),
-    (problem(64, bias=FLOAT32), LOADS[Dbias.ADDED]),
+    (problem(128, bias=BF16, band=CAUSAL), TILES[Dbias.ELSEWHERE]),
+    (problem(64, bias=BF16, masks=("column",)), TILES[Dbias.ELSEWHERE]),
+    (problem(64, bias=FLOAT32), LOADS[Dbias.ELSEWHERE]),
     (problem(128, bias=FLOAT32, dropout=6554), LOADS[Dbias.ELSEWHERE]),
     (problem(256, bias=BF16, band=WINDOW), BiasForm(True)),
     (problem(64, masks=("column",)), BiasForm(gradient=Dbias.DIAGONALS)),
@@ -185,8 +184,6 @@ def kernels(p, form=NO_BIAS):
     cut = Cut(p, form)
     constants = cut.constants
     yield "sm90/bwd_bias.cu" if form.tiles else "sm90/bwd.cu", constants, cut.keys.shared_bytes, "bwd_layout"
-    if form.gradient == Dbias.ADDED:
-        yield "sm90/bwd_bias_convert.cu", constants, 0, ""
     if cut.fused:
         yield "sm90/bwd_convert.cu", constants, 0, ""
     else:
