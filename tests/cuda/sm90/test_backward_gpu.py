@@ -72,7 +72,7 @@ OWN = [
     sized("dropout columns", 300, 400, 128, mask=columns_of,
          options={"dropout_p": 0.1, "rng": 42}),
     sized("d32", 300, 400, 32, heads=6, kv_heads=3),
-    sized("d24 dv 64", 300, 400, 24, head_dim_v=64, options={"is_causal": True}),
+    sized("d24 dv 64", 300, 400, 24, head_dim_v=64, options={"is_causal": "top_left"}),
     # Many heads of few rows, whose dq a block holds.
     sized("few rows", 256, 256, 32, batch=(70,), heads=4, kv_heads=4),
     sized("few rows window", 200, 300, 24, batch=(70,), heads=4, kv_heads=4, dtype=F16,
