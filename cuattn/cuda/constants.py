@@ -56,6 +56,8 @@ name                    type     meaning
 ``flush_every``         int      float32, float64: tiles after which long sums are added to memory; 0 = never
 ``atomic_dq``           bool     backward: dq is added up in memory, in no fixed order
 ``deterministic``       bool     sm90 backward: key tiles take turns to add to dq
+``dq_tiles``            int      sm90 backward: row tiles of which a block holds dq over all keys; 0 = none
+``inputs``              bool     sm90 passes over pairs of tiles: weights depend on scores
 ``split_delta``         bool     backward: delta is kept in parts, for tensor cores to subtract
 ``dlse``                bool     backward's preprocess: there is a gradient by the rows' log-sum-exps
 ``sum_dq``, ``sum_dk``  bool     the gradient (``sum_dv`` likewise) is added up over broadcast axes later, and leaves

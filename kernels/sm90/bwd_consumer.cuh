@@ -31,7 +31,7 @@ struct Consumer : Worker {
     static constexpr bool crowded = cfg::block_m == 128 || cfg::split_delta || slopes_apart || capped || (cfg::dropout && (cfg::bias || cfg::score));
     using Ahead = Numbers<crowded ? 0 : cfg::block_m / 8>;
     static constexpr int held =  // before what is hidden is hidden
-        slopes_apart ? 0 : capped ? 4 : cfg::dropout ? unmasked && !cfg::bias && !cfg::score : cfg::dbias == kDbiasAdded ? 3 : !cfg::split_delta ? (cfg::dbias >= kDbiasWeighted ? 0 : 2)
+        slopes_apart ? 0 : capped ? 4 : cfg::dropout ? unmasked && !cfg::bias && !cfg::score : !cfg::split_delta ? (cfg::dbias >= kDbiasWeighted ? 0 : 2)
         : column_masks > 0 && stated_mask ? 0 : column_masks > 0 || stated_mask ? 4 : 0;
     using Stat = Numbers<crowded ? held : cfg::block_m / 8>;
     using Delta = Either<cfg::split_delta, NoNumbers, Numbers<capped ? 4 : crowded ? 0 : cfg::block_m / 8>>::type;
@@ -103,17 +103,6 @@ struct Consumer : Worker {
                                    [&] { return await_taken(slot.stage); });
     }
 
-    // What takes dS of the warpgroup's part of the row tile.
-    __device__ __forceinline__ auto bias_gradient() const {
-        if constexpr (cfg::dbias == kDbiasAdded) {
-            const i64 tile = static_cast<i64>(step().m()) * p.key_tiles + work().tile;
-            return AddedTile{static_cast<float*>(p.dbias_acc) + slice_of(p.dbias, work().batch, step().head) +
-                             (tile * warpgroups + warpgroup) * (64 * cfg::block_m) + 4 * (threadIdx.x % 128)};
-        } else {
-            return NoSums{};
-        }
-    }
-
     // dS leaves as it is, which is the gradient of a bias of its own.
     __device__ __forceinline__ void store_bias_gradient() const {
         if (cfg::dbias != kDbiasStored || threadIdx.x % 128 != 0) return;
@@ -133,7 +122,7 @@ struct Consumer : Worker {
         if constexpr (cfg::dbias == kDbiasOfKeys) {
             differentiate<!values_first>(ds, weights, s, dp, delta, key_sums);
         } else {
-            auto dbias = bias_gradient();
+            NoSums dbias;
             differentiate<!values_first>(ds, weights, s, dp, delta, dbias);
         }
 #endif
@@ -194,7 +183,7 @@ struct Consumer : Worker {
 
     // The buffer of dQ, once a reducer is done with what was there.
     __device__ __forceinline__ u32 await_taken(u32 stage) const {
-        ptx::mbarrier_wait(shared.barrier(taken), stage ^ 1);
+        if constexpr (!dq_held) ptx::mbarrier_wait(shared.barrier(taken), stage ^ 1);
         return shared.handed_on(warpgroup);
     }
 
@@ -202,14 +191,49 @@ struct Consumer : Worker {
     __device__ __forceinline__ void hand_over(u32 stage) {
         QueryGradient& dq = queries();
         ptx::wgmma_pin(dq);
+        if constexpr (dq_held) return hold(dq);
         store_registers(await_taken(stage), dq);
         if constexpr (!reducer_fences) ptx::async_proxy_fence();
         release(shared.barrier(handed + stage));
     }
 
+    // dQ to the sum that the thread holds of the row tile.
+    __device__ __forceinline__ void hold(const QueryGradient& dq) const {
+        QueryGradient sum;
+        const u32 held = shared.held(step().m(), warpgroup);
+        load_registers(sum, held);
+        unroll<dq_columns / 2>([&](int i) { sum[i] += dq[i]; });
+        store_registers(held, sum);
+    }
+
+    // Calls work(row tile) for all that a head's dQ is held of, if the key tile is its first or (last) its last.
+    template <class Work>
+    __device__ __forceinline__ void at_end_of_head(bool last, const Work& work) const {
+        if constexpr (!dq_held) return;
+        if (uniform(this->work().tile != (last ? p.key_tiles - 1 : 0))) return;
+#pragma unroll 1
+        for (i32 m = 0; m < p.row_tiles; ++m) work(m);
+    }
+
+    __device__ __forceinline__ void begin_queries() const {
+        at_end_of_head(false, [&](i32 m) {
+            const QueryGradient zeros = {};
+            store_registers(shared.held(m, warpgroup), zeros);
+        });
+    }
+
+    __device__ __forceinline__ void write_queries() const {
+        at_end_of_head(true, [&](i32 m) {
+            QueryGradient sum;
+            load_registers(sum, shared.held(m, warpgroup));
+            write_gradient(sum, static_cast<float>(p.scale * p.dropout_scale), p.dq.data, work().batch * p.heads + work().head, p.n_queries, p.head_dim,
+                           m * cfg::block_m + 64 * static_cast<i32>(warpgroup) + fragment_row());
+        });
+    }
+
     // Tells a reducer where the step's dQ will belong; after a step's end, when the entry before the last is free.
     __device__ __forceinline__ void foretell(const DqPlace& place) const {
-        if (warpgroup != 0 || threadIdx.x % 128 != 0) return;
+        if (dq_held || warpgroup != 0 || threadIdx.x % 128 != 0) return;
         shared.dq_place(slot.stage) = place;
         ptx::mbarrier_arrive(shared.barrier(foretold + slot.stage));
     }
@@ -312,13 +336,15 @@ struct Consumer : Worker {
 #ifdef WEIGHTED_SUMS
             weighted_sums.begin(work());
 #endif
+            begin_queries();
             if (uniform(work().seen()))
                 accumulate_steps();
             else
                 skip_keys();
+            write_queries();
             write();
         }
-        ptx::mbarrier_wait(shared.barrier(taken), slot.stage ^ 1);  // both reducers have read their last place
+        await_taken(slot.stage);  // both reducers have read their last place
         for (u32 reducer = 0; reducer < 2; ++reducer, slot.advance()) foretell({-1, 0, 0, 0, 0});
         await_stores();
     }

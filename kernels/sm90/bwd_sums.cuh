@@ -10,7 +10,7 @@ struct NoSums {
     __device__ __forceinline__ void take(int, float, float) {}
 };
 
-// a sum over queries for each of the thread's two keys,
+// or a sum over queries for each of the thread's two keys.
 struct KeySums {
     float sums[2];
 
@@ -26,17 +26,6 @@ struct KeySums {
             float* to = static_cast<float*>(p.dbias_acc) + static_cast<i64>(work.batch * p.kv_heads + work.head) * p.n_keys;
             if (threadIdx.x % 4 == r && key + 8 * r < p.n_keys) to[key + 8 * r] = sum;
         });
-    }
-};
-
-// or an addition in memory: [bias][row tile][key tile][warpgroup][part][thread][4], a part in the order of the registers.
-struct AddedTile {
-    float* to;
-    float low, high;
-
-    __device__ __forceinline__ void take(int i, float a, float b) {
-        if (i % 4 == 0) low = a, high = b;
-        else ptx::red_add_x4(to + i / 4 * 512, low, high, a, b);
     }
 };
 

@@ -7,6 +7,7 @@ an index can only be told element by element, the pass adds to memory.
 """
 
 import math
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ SCORE_SUMS = np.dtype(
 
 _HEAD, _LINE, _SLICE, _ELEMENT = range(1, 5)  # kernels/attn/score_sums.cuh: what scores share, in three bits of
 _BITS, _MOST = 3, 10  # an int for so many weights,
-_KEYS, _ROWS, _DIAGONALS, _HEADS = range(4)  # and what blocks walk over
+_KEYS, _ROWS, _DIAGONALS, HEADS = range(4)  # and what blocks walk over
 _WALKS = {"key": _KEYS, "row": _ROWS, "diagonal": _DIAGONALS}
 _TOGETHER = 4  # weights whose sums a pass holds in registers
 _SHARERS = 4  # threads that may share their sums of a slice for another block beside theirs
@@ -130,7 +131,7 @@ def _is_curved(found: Learned, problem: Problem) -> bool:
 
 
 class ScoreGradients:
-    """The launches that make the gradients of a score function's arrays.
+    """The launches that make the gradients of a score function's arrays: a base class for other passes.
 
     Parameters
     ----------
@@ -139,6 +140,8 @@ class ScoreGradients:
         Of the passes.
     main : Main, optional
         The main kernel takes the place of all passes (:func:`by_main`).
+    elsewhere : container of int, optional
+        Slots of arrays whose gradients something else makes.
 
     Attributes
     ----------
@@ -148,11 +151,14 @@ class ScoreGradients:
         What is worth knowing of them.
     """
 
-    def __init__(self, problem: Problem, tile: BackwardTile, main: Main | None = None) -> None:
+    def __init__(
+        self, problem: Problem, tile: BackwardTile, main: Main | None = None, elsewhere: Container[int] = ()
+    ) -> None:
+        self._slots = [slot for slot in problem.learned if slot not in elsewhere]
         self.problem, self.tile, self.weights, self._main = problem, tile, learned(problem), main
         self._counts = tile_counts(problem, main.tile if main else tile)
         self.passes = self._passes()
-        self._sizes = {slot: math.prod(problem.score.facts.arrays[slot].shape) for slot in problem.learned}
+        self._sizes = {slot: math.prod(problem.score.facts.arrays[slot].shape) for slot in self._slots}
         steps = {
             slot: len(numbers) > 1 or any(self.weights[number].place == "element" for number in numbers)
             for slot, numbers in ((slot, self._of_slot(slot)) for slot in self._sizes)
@@ -177,7 +183,8 @@ class ScoreGradients:
         """
         numbers: dict[str, list[int]] = {}
         for number, found in enumerate(self.weights):
-            numbers.setdefault(found.place, []).append(number)
+            if found.weight.slot in self._slots:
+                numbers.setdefault(found.place, []).append(number)
         if self._main:
             lines = {place: tuple(several) for place, several in numbers.items()}
             along = [Pass(_DIAGONALS, lines["diagonal"])] if "diagonal" in lines else []
@@ -185,9 +192,9 @@ class ScoreGradients:
             return along + over
         elements, slices, heads = (numbers.pop(place, []) for place in ("element", "slice", "head"))
         made = [
-            Pass(_WALKS[place], lines=tuple(several[first : first + _TOGETHER]))
+            Pass(_WALKS[place], lines=tuple(several[first : first + self.together[place]]))
             for place, several in numbers.items()
-            for first in range(0, len(several), _TOGETHER)
+            for first in range(0, len(several), self.together[place])
         ]
         for number in heads:
             if not made or len(made[-1].lines) + len(made[-1].heads) == _TOGETHER:
@@ -195,7 +202,7 @@ class ScoreGradients:
             made[-1] = made[-1]._replace(heads=(*made[-1].heads, number))
         _go_along(made, "slices", [(number,) for number in slices])
         if self.problem.deterministic:
-            return made + [Pass(_HEADS, elements=(number,)) for number in elements]
+            return made + [Pass(HEADS, elements=(number,)) for number in elements]
         slots = sorted({self.weights[number].weight.slot for number in elements})
         _go_along(made, "elements", [tuple(n for n in elements if self.weights[n].weight.slot == x) for x in slots])
         return made
@@ -231,7 +238,7 @@ class ScoreGradients:
         """What is worth knowing of the plan."""
         if not self.passes or self._main:
             return []
-        in_order = self.problem.deterministic or all(found.place != "element" for found in self.weights)
+        in_order = self.problem.deterministic or not any(made.elements for made in self.passes)
         order = "in a fixed order" if in_order else "some of them added up in memory in no fixed order"
         return [f"gradients of score's arrays by {len(self.passes)} further pass(es) over the scores, {order}"]
 
@@ -241,7 +248,7 @@ class ScoreGradients:
         block_m, block_n = self._main.tile if self._main else self.tile[:2]
         if self._main and walk == _KEYS:
             return self.problem.n_keys, keys * self._main.warps
-        if walk == _HEADS:
+        if walk == HEADS:
             return 0, rows * keys
         if walk != _DIAGONALS:
             return (self.problem.n_keys, keys) if walk == _KEYS else (self.problem.n_queries, rows)
@@ -295,12 +302,16 @@ class ScoreGradients:
         for slot in self._sizes:
             self._gather_all(call, constants, slot)
 
-    def _pass(self, call: Call, constants: Constants, index: int, made: Pass, shared_bytes: int) -> None:
-        """Append a pass."""
-        (lines, owners), (heads_at, slices_at, size) = self._lines(made.walk), self._starts(made)
-        slots = {"sums": self._name(index)} if size else {}
+    def _slots_of(self, index: int, made: Pass) -> dict[str, str]:
+        """Return which arrays a pass writes."""
+        slots = {"sums": self._name(index)} if self._starts(made)[-1] else {}
         if made.elements:
             slots["elements"] = f"score_elements{self.weights[made.elements[0]].weight.slot}"
+        return slots
+
+    def _pass(self, call: Call, constants: Constants, index: int, made: Pass, shared_bytes: int) -> None:
+        """Append a pass."""
+        (lines, owners), (heads_at, slices_at, _) = self._lines(made.walk), self._starts(made)
         length, histogram = self._slice(made), cdiv(shared_bytes, 16) * 16
         sharers, threads, element = 1, 32 * self.tile.warps, self.problem.stat_dtype.itemsize
         while sharers < 32:
@@ -313,10 +324,11 @@ class ScoreGradients:
             **self._counts, "heads_at": heads_at, "slices_at": slices_at, "owners": owners, "lines": lines,
             "slice": length, "histogram": histogram,
         }  # fmt: skip
-        grid = owners * (1 if made.walk == _HEADS else self.problem.instances)
+        grid = owners * (1 if made.walk == HEADS else self.problem.instances)
         call.add(
             "sm80/bwd_score.cu", "backward_score", own, (grid,), self.tile.warps, values, self.tile[:2],
-            own=Own(SCORE_SUMS, slots), shared_bytes=histogram + length * threads // sharers * element,
+            own=Own(SCORE_SUMS, self._slots_of(index, made)),
+            shared_bytes=histogram + length * threads // sharers * element,
         )  # fmt: skip
 
     def _gather_all(self, call: Call, constants: Constants, slot: int) -> None:

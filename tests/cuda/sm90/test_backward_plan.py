@@ -8,6 +8,7 @@ from cuattn.cuda import source
 from cuattn.cuda.families import launch_sequence
 from cuattn.cuda.sm90.backward import Cut, unsupported_reason
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, Dbias, bias_form
+from cuattn.cuda.sm90.pairs import TILE, ring
 from cuattn.problem import Band
 from tests.cuda import scores
 from tests.cuda.cases import BF16, F16, Case, columns_of
@@ -96,15 +97,14 @@ SHAPES = {"whole": (2, 16, 4096, 4096), "heads": (1, 16, 4096, 4096), "keys": (2
     ("shape", "changes", "form"),
     [
         ("whole", {}, (False, True, Dbias.STORED)),
-        ("whole", {"dropout": 6554}, (False, True, Dbias.ADDED)),
-        ("whole", {"bias": FLOAT32}, (False, False, Dbias.ADDED)),
-        ("whole", {"out_dtype": FLOAT32, "deterministic": True}, (False, True, Dbias.ADDED)),
-        ("whole", {"softcap": 3.0}, (False, True, Dbias.ELSEWHERE)),
-        ("heads", {}, (False, True, Dbias.ADDED, True)),
-        ("heads", {"deterministic": True}, (False, True, Dbias.ELSEWHERE)),
+        ("whole", {"dropout": 6554}, (False, True)),
+        ("whole", {"bias": FLOAT32}, ()),
+        ("whole", {"out_dtype": FLOAT32, "deterministic": True}, (False, True)),
+        ("whole", {"softcap": 3.0}, (False, True)),
+        ("heads", {}, (False, True, Dbias.ELSEWHERE, True)),
         ("keys", {"deterministic": True}, (True, False, Dbias.OF_KEYS)),
         ("keys", {"kv_heads": 4}, (True, False, Dbias.OF_KEYS)),
-        ("rows", {}, (False, False, Dbias.ELSEWHERE)),
+        ("rows", {}, ()),
     ],
 )
 def test_how_a_bias_comes_and_its_gradient_leaves(shape, changes, form):
@@ -115,16 +115,15 @@ def test_how_a_bias_comes_and_its_gradient_leaves(shape, changes, form):
 def test_what_a_bias_asks_for():
     assert bias_form(problem(), None) == BiasForm()
     odd = problem(bias=BF16, n_keys=4095)
-    assert bias_form(odd, array((2, 16, 4096, 4095))) == BiasForm(gradient=Dbias.ADDED)
+    assert bias_form(odd, array((2, 16, 4096, 4095))) == BiasForm()
     heads = problem(bias=BF16, kv_heads=4)
     assert bias_form(heads, array((1, 16, 1, 4096))) == BiasForm(keys=True)
     wide = problem(64, 128, bias=BF16)
     assert not bias_form(wide, array(SHAPES["whole"])).tiles
     few = problem(bias=BF16, n_queries=256, n_keys=256)
     assert not bias_form(few, array((1, 16, 256, 256))).batches_first
-    shared = Cut(problem(bias=BF16), BiasForm(tiles=True, gradient=Dbias.ADDED, batches_first=True))
+    shared = Cut(problem(bias=BF16), BiasForm(tiles=True, batches_first=True))
     assert shared.split_delta and shared.keys.counts["section"] == 2
-    assert not Cut(problem(bias=BF16), BiasForm(tiles=True)).split_delta  # the pass takes delta whole
     assert Cut(problem(256, bias=BF16), BiasForm(True, gradient=Dbias.OF_KEYS)).bias == BiasForm(True)
 
 
@@ -163,17 +162,16 @@ VARIANTS = [
 
 KEYS = BiasForm(True, gradient=Dbias.OF_KEYS)
 TILES, LOADS = (
-    {form: BiasForm(tiles=tiles, gradient=form) for form in (Dbias.ELSEWHERE, Dbias.STORED, Dbias.ADDED)}
-    for tiles in (True, False)
+    {form: BiasForm(tiles=tiles, gradient=form) for form in (Dbias.ELSEWHERE, Dbias.STORED)} for tiles in (True, False)
 )
 BIASED = [
     (problem(64, bias=BF16), KEYS),
     (problem(128, bias=BF16, dropout=6554, band=CAUSAL), KEYS),
     (problem(64, bias=BF16), TILES[Dbias.STORED]),
     (problem(128, bias=BF16, masks=("column",), deterministic=True), TILES[Dbias.STORED]),
-    (problem(128, bias=BF16, band=CAUSAL), TILES[Dbias.ADDED]),
-    (problem(64, bias=BF16, masks=("column",)), TILES[Dbias.ADDED]),
-    (problem(64, bias=FLOAT32), LOADS[Dbias.ADDED]),
+    (problem(128, bias=BF16, band=CAUSAL), TILES[Dbias.ELSEWHERE]),
+    (problem(64, bias=BF16, masks=("column",)), TILES[Dbias.ELSEWHERE]),
+    (problem(64, bias=FLOAT32), LOADS[Dbias.ELSEWHERE]),
     (problem(128, bias=FLOAT32, dropout=6554), LOADS[Dbias.ELSEWHERE]),
     (problem(256, bias=BF16, band=WINDOW), BiasForm(True)),
     (problem(64, masks=("column",)), BiasForm(gradient=Dbias.DIAGONALS)),
@@ -186,8 +184,6 @@ def kernels(p, form=NO_BIAS):
     cut = Cut(p, form)
     constants = cut.constants
     yield "sm90/bwd_bias.cu" if form.tiles else "sm90/bwd.cu", constants, cut.keys.shared_bytes, "bwd_layout"
-    if form.gradient == Dbias.ADDED:
-        yield "sm90/bwd_bias_convert.cu", constants, 0, ""
     if cut.fused:
         yield "sm90/bwd_convert.cu", constants, 0, ""
     else:
@@ -207,6 +203,26 @@ def test_spills(variant):
         assert used.stack <= known, (path, used)
 
 
+def test_passes_spills():
+    for variant, form, more in (
+        (problem(32, bias=BF16), TILES[Dbias.ELSEWHERE], {"split": True}),
+        (problem(64, bias=FLOAT32, softcap=3.0), LOADS[Dbias.ELSEWHERE], {}),
+        (problem(128, bias=BF16, masks=("column",)), TILES[Dbias.ELSEWHERE], {}),
+        (problem(128, bias=BF16, dropout=6554, band=CAUSAL), TILES[Dbias.ELSEWHERE], {}),
+        (problem(256, bias=BF16, masks=("block",)), BiasForm(True), {"sum_rows": True}),
+    ):
+        constants = Cut(variant, form).constants
+        own = TILE[0] * TILE[1] * variant.bias.itemsize
+        stages, shared_bytes = ring(variant, constants["split_delta"], own, H200.shared_bytes)
+        assert shared_bytes + own <= H200.shared_bytes
+        constants |= {"block_m": TILE[0], "block_n": TILE[1], "stages": stages, "split": False, "sum_rows": False}
+        constants |= {"sum_keys": False, "inputs": False, **more}
+        (used,) = kernel_resources("sm90/bwd_dbias.cu", tuple(constants.items()), ARCH).values()
+        assert used.stack == 0, (variant, used)
+        check = f'#include "sm90/bwd_pairs.cuh"\nstatic_assert(sm90::pairs::own_at == {shared_bytes});\n'
+        compiler.compile_log(source.prologue(constants) + source.flatten_text(check, "layout.cu"), ARCH)
+
+
 @pytest.mark.parametrize(("variant", "form"), BIASED)
 def test_biases_spills(variant, form):
     for path, constants, _, _ in [*kernels(variant, form)][:1]:
@@ -220,6 +236,8 @@ SCORED = [
     ("relative_table", {"head_dim": 128}),
     ("gated", {}),
     ("row_temperature", {"head_dim": 256}),
+    ("graph", {"head_dim": 128, "mask": columns_of}),
+    ("pair_bias", {}),
 ]
 
 
