@@ -8,7 +8,7 @@ an index can only be told element by element, the pass adds to memory.
 
 import math
 from collections.abc import Container
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -150,6 +150,9 @@ class ScoreGradients:
     notes : list of str
         What is worth knowing of them.
     """
+
+    together: ClassVar[dict[str, int]] = dict.fromkeys(_WALKS, _TOGETHER)
+    """Weights whose sums over lines a pass holds in registers."""
 
     def __init__(
         self, problem: Problem, tile: BackwardTile, main: Main | None = None, elsewhere: Container[int] = ()

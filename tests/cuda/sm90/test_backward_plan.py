@@ -248,7 +248,7 @@ def test_scores_spills(driver, name, changes):
     kernels = [kernel._found for kernel in launch_sequence(*call[:3])._kernels]
     by_main = "sm90/bwd_weights.cu" in [path for _, path, *_ in kernels]
     assert by_main == (name in ("alibi", "key_bias"))
-    assert ("sm80/bwd_score.cu" in [path for _, path, *_ in kernels]) == (name == "row_temperature")
+    assert ("sm90/bwd_score.cu" in [path for _, path, *_ in kernels]) == (name in ("row_temperature", "graph"))
     for _, path, _, constants, _, exact, traced in kernels:
         if exact:
             (used,) = kernel_resources(path, constants, ARCH, traced).values()
