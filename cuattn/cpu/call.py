@@ -1,7 +1,7 @@
 """Running an operation, and its plan: the choice between whole heads and tiles, the results, the threads."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,11 @@ from numpy import ndarray
 from cuattn.cpu import threads
 from cuattn.cpu.arithmetic import BASE_2, SUM
 from cuattn.cpu.backward import BackwardWalk
+from cuattn.cpu.backward_jvp import BackwardJvpWalk
 from cuattn.cpu.direct import Direct, WholeHeads, is_small, nanoseconds
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.forward import ForwardWalk
+from cuattn.cpu.jvp import JvpWalk
 from cuattn.cpu.score import Scores
 from cuattn.cpu.task import Arrays
 from cuattn.cpu.tiles import MASK_BYTES
@@ -20,7 +22,7 @@ from cuattn.cpu.walk import Tiles
 from cuattn.masks.constructors import kept_band
 from cuattn.masks.intervals import join
 from cuattn.plans import Plan
-from cuattn.problem import OPERATIONS, Place, Problem, ScoreFunction
+from cuattn.problem import OF_ROWS, OPERATIONS, Place, Problem, ScoreFunction
 from cuattn.rng import RNGState
 
 _TABLE_BYTES = 26  # of each key, for what is seen of a mask of intervals; its own tables are kept with it
@@ -83,6 +85,8 @@ def run(
     dropout = Dropout(problem, place, state) if problem.dropout else None
     score = None if problem.score is None else Scores(problem, operands, place, numbers)
     operands = {name: x for name, x in operands.items() if not ScoreFunction.has(name)}
+    if "ddo" in results:
+        results["ddo"][...] = operands["to"]
     task = _task(problem, operands, visible_parts(problem, masks, place), dropout, totals, shares, score)
     threads.run(task, lambda: _worker(task), _threads(task))
     for name in sums:
@@ -145,13 +149,14 @@ def visible_parts(problem: Problem, masks: Sequence[Any], place: Place) -> tuple
 def _wanted(problem: Problem, operands: Arrays) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Return the shapes and dtypes of the results, by name."""
     made = OPERATIONS[problem.operation].made(problem, operands)
-    aligned = {"o": problem.o_shape, "l": problem.stat_shape, "m": problem.stat_shape}
+    aligned = dict.fromkeys(("o", "to", "ddo"), problem.o_shape) | dict.fromkeys(OF_ROWS, problem.stat_shape)
     return {name: (aligned.get(name, shape), dtype) for name, (shape, dtype) in made.items()}
 
 
 def _sums(problem: Problem, operands: Arrays) -> tuple[bool, dict[str, np.dtype]]:
     """Return whether a backward's items of any heads share sums, and the dtypes of sums that several items add to."""
-    if problem.operation == "forward":
+    operation = OPERATIONS[problem.operation]
+    if not operation.replays:
         return False, {}
     heads = {"q": problem.heads, "k": problem.kv_heads, "v": problem.kv_heads, "bias": problem.heads}
     shapes = {name: operands[name].shape for name in heads if name in operands}
@@ -163,7 +168,8 @@ def _sums(problem: Problem, operands: Arrays) -> tuple[bool, dict[str, np.dtype]
     if "bias" in names and 1 in shapes["bias"][-2:]:
         dtypes["bias"] = SUM
     dtypes |= {f"score{slot}": SUM for slot in problem.learned}
-    return shares, {f"d{name}": dtype for name, dtype in dtypes.items()}
+    kinds = [kind for kind in ("d", "td") if f"{kind}q" in operation.results]
+    return shares, {f"{kind}{name}": dtype for kind in kinds for name, dtype in dtypes.items()}
 
 
 def _task(problem: Problem, *arguments: Any) -> Tiles | WholeHeads:
@@ -174,8 +180,15 @@ def _threads(task: Tiles | WholeHeads) -> int:
     return threads.useful(sum(task.sizes), nanoseconds(task.problem))
 
 
+_WALKS: dict[str, Callable[[Tiles], ForwardWalk | BackwardWalk]] = {
+    "forward": ForwardWalk,
+    "backward": BackwardWalk,
+    "jvp": JvpWalk,
+    "backward_jvp": BackwardJvpWalk,
+    "double_backward": BackwardJvpWalk,
+}
+
+
 def _worker(task: Tiles | WholeHeads) -> Direct | ForwardWalk | BackwardWalk:
     """Return what computes items of a task in one thread."""
-    if isinstance(task, WholeHeads):
-        return Direct(task)
-    return ForwardWalk(task) if task.problem.operation == "forward" else BackwardWalk(task)
+    return Direct(task) if isinstance(task, WholeHeads) else _WALKS[task.problem.operation](task)

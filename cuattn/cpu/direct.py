@@ -43,7 +43,8 @@ _MOST = 1 << 18  # scores of the query heads that read the same keys
 _MOST_OF_FEW = 1 << 22  # where they are few rows, for which tiles would have to be padded
 _FEW = 16
 _COPIED = 32  # rows of which a small product with their copy as columns takes less time, the copy's included
-_SHARES = {"forward": 1.0, "backward": 2.2}  # of a forward's time
+_TIMES = {"forward": 1.0, "backward": 2.2, "jvp": 3.0, "backward_jvp": 6.0, "double_backward": 5.0}  # of a forward's
+_SHARES = {"forward", "backward"}
 _NANOSECONDS = 1_500_000  # that a batch is to take: a few times what its calls cost
 
 Index = tuple[slice, ...]  # into axes (*batch, kv_heads)
@@ -51,7 +52,7 @@ Index = tuple[slice, ...]  # into axes (*batch, kv_heads)
 
 def is_small(problem: Problem) -> bool:
     """Whether whole score matrices are to be made; with dropout, which takes most of the time then, they are not."""
-    if problem.dropout:
+    if problem.dropout or problem.operation not in _SHARES:
         return False
     rows = problem.group * problem.n_queries
     return rows * problem.n_keys <= (_MOST_OF_FEW if rows <= _FEW else _MOST)
@@ -61,7 +62,7 @@ def nanoseconds(problem: Problem) -> float:
     """Return how long a problem takes one thread, about."""
     widths = problem.head_dim + problem.head_dim_v
     of_head = problem.group * problem.n_queries * problem.n_keys * (1.5 + widths / 55) + problem.n_keys * widths / 4
-    return math.prod(problem.batch) * problem.kv_heads * (300 + of_head) * _SHARES[problem.operation]
+    return math.prod(problem.batch) * problem.kv_heads * (300 + of_head) * _TIMES[problem.operation]
 
 
 @lru_cache(maxsize=256)
