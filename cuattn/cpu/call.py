@@ -12,6 +12,7 @@ from cuattn.cpu.arithmetic import BASE_2, SUM
 from cuattn.cpu.backward import BackwardWalk
 from cuattn.cpu.backward_jvp import BackwardJvpWalk
 from cuattn.cpu.direct import Direct, WholeHeads, is_small, nanoseconds
+from cuattn.cpu.direct_jvp import DirectJvp
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.forward import ForwardWalk
 from cuattn.cpu.jvp import JvpWalk
@@ -191,4 +192,6 @@ _WALKS: dict[str, Callable[[Tiles], ForwardWalk | BackwardWalk]] = {
 
 def _worker(task: Tiles | WholeHeads) -> Direct | ForwardWalk | BackwardWalk:
     """Return what computes items of a task in one thread."""
-    return Direct(task) if isinstance(task, WholeHeads) else _WALKS[task.problem.operation](task)
+    if isinstance(task, Tiles):
+        return _WALKS[task.problem.operation](task)
+    return (Direct if task.problem.operation in ("forward", "backward") else DirectJvp)(task)

@@ -132,6 +132,7 @@ class Scores:
         self._first = place.batch, place.head
         bound = Bound(score.root, tuple([operands[name] for name in score.names]), tuple(numbers))
         made = _compiled(score, problem.stat_dtype, problem.operation, moves=problem.moves, even=self.even)
+        self.primal = "dq" in OPERATIONS[problem.operation].results
         self.compute, self.names = made.program.ready(bound), made.names
         self.diagonals = made.diagonals and made.diagonals.ready(bound)
         self.weights = [(weight, bound.arrays[weight.slot].size, where.ready(bound)) for weight, where in made.weights]
@@ -256,8 +257,9 @@ class Stretch:
 
     def differentiate_moved(self, ds: ndarray, tds: ndarray, values: Values, moved: Values, first: int) -> list[Term]:
         """As `differentiate`, of derivatives and their tangents; `moved` is what `move` returned."""
-        found = self._terms("dscore", ds, values, first) + self._terms("tdscore", tds, values, first)
-        found += self._terms("tdscore", ds, moved, first)
+        found = self._terms("tdscore", tds, values, first) + self._terms("tdscore", ds, moved, first)
+        if self._scores.primal:
+            found += self._terms("dscore", ds, values, first)
         _multiply(tds, values.get("slope"))
         if "slope" in moved:
             tds += _product(ds, moved["slope"])
