@@ -16,13 +16,13 @@ import numpy as np
 from numpy import ndarray
 
 from cuattn.cpu.arithmetic import (
+    RowWeights,
     differentiate_scores,
     differentiate_softcap,
     exponentials,
     hide,
     longest_of,
     product,
-    RowWeights,
     row_weights,
     summed_to,
 )

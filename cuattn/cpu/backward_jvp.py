@@ -57,7 +57,7 @@ class BackwardJvpWalk(BackwardWalk):
 
     def _advance(self, part: Part, turn: AbstractContextManager) -> None:
         """Take the row tiles through a part of their tiles."""
-        p, careful, results = self._probabilities(part), self._careful, self.task.results
+        p, results = self._probabilities(part), self.task.results
         t = self._relative_tangents(part, p) if self.problem.moves else None
         dropped = [] if self.task.dropout is None else list(self.dropped(part))
         ds, tds = self._derivatives(part, p, t, dropped)

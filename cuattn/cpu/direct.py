@@ -15,6 +15,7 @@ from numpy import ndarray
 
 from cuattn.cpu.arithmetic import (
     WINDOW,
+    RowWeights,
     add_bias,
     differentiate_scores,
     differentiate_softcap,
@@ -24,7 +25,6 @@ from cuattn.cpu.arithmetic import (
     hide,
     is_finite,
     product,
-    RowWeights,
     reference_of,
     row_weights,
     statistics_of,

@@ -1,4 +1,4 @@
-"""Small problems along tangents: whole score matrices of as many heads as fit a fixed memory, by the textbook's steps."""
+"""Small problems along tangents: whole score matrices of some heads at a time, by the textbook's steps."""
 
 import numpy as np
 from numpy import ndarray

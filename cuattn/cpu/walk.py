@@ -63,9 +63,9 @@ class Tiles(Task):
         return Item(group, rows, parts, turns)
 
     def max_norm(self, name: str, group: HeadGroup) -> float:
-        """Return the length of the longest key or value, "k", "v" or their tangents, of some heads; 0 if there are none.
+        """Return the length of the longest of "k", "v", "tk" or "tv" of some heads; not finite where one is not.
 
-        It is not finite where one is not.
+        Where there are none it is 0.
         """
         if name not in self.operands:
             return 0.0

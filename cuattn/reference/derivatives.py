@@ -1,4 +1,4 @@
-"""Textbook derivatives of attention along tangents, with every N x N matrix written out: what results are compared with.
+"""Textbook derivatives of attention along tangents, every N x N matrix written out: what results are compared with.
 
 As :mod:`cuattn.reference.textbook`, the exact answer, or that of a chain of array operations in a low precision.
 """
@@ -63,6 +63,7 @@ def differentiate(
     score=None,
     dlse=None,
     low=None,
+    noise=None,
 ):
     """Compute attention, its derivative along tangents and, with `do`, the gradients and theirs.
 
@@ -77,6 +78,9 @@ def differentiate(
     score : callable, optional
         Of scores and their tangents, which it replaces: it returns the new ones, the derivative by scores, and the
         tangent of that.
+
+    noise : callable, optional
+        In place of rounding to `low`: what becomes of every intermediate result.
 
     Returns
     -------
@@ -95,6 +99,8 @@ def differentiate(
     work = np.dtype(most_exact) if low is None else np.result_type(low, np.float32)
 
     def rounded(x):
+        if noise is not None:
+            return noise(x)
         return x if low is None or low == work else x.astype(low).astype(work)
 
     scale = work.type(q.shape[-1] ** -0.5 if scale is None else scale)
