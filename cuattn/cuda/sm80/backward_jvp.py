@@ -1,0 +1,182 @@
+"""The gradients with their tangents by the portable kernels: a launch for dq, one for dk and one for dv, with theirs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cuattn.cuda.arguments import Array, layout_fields, steps_of, tile_counts
+from cuattn.cuda.constants import Constants
+from cuattn.cuda.params import BATCH_AXES, SUM_PARAMS
+from cuattn.cuda.sm80.backward import Sum, broadcast_heads, sum_array, sum_over
+from cuattn.cuda.sm80.forward import unsupported_reason
+from cuattn.cuda.sm80.jvp import TangentCall, Tile, notes, too_wide
+from cuattn.io_model.sizes import cdiv
+from cuattn.plans import Plan
+from cuattn.problem import DTYPES
+
+_NUMBERS = 5  # kRowNumbers: of each row (kernels/attn/tangents.cuh)
+_QUERIES, _KEYS, _VALUES, _BIAS = range(4)  # kernels/sm80/bwd_jvp.cuh: what a launch sums
+_OWNERS = {"q": _QUERIES, "k": _KEYS, "v": _VALUES}
+_STREAMED = 32  # rows of a streamed tile at most: scores, their tangents, slopes and derivatives are in registers
+_WARPS = 4  # of a block that looks at rows
+_THREADS = 256
+
+
+class BackwardJvp(TangentCall):
+    """What rows need, a launch for each of dq, dk and dv, and sums over broadcast axes."""
+
+    def _tile(self, owner: int) -> tuple[Tile, int, int] | None:
+        """Return the tile of a launch, its shared memory, and the columns that a block sums."""
+        widths, of_values = self.widths, owner == _VALUES
+        d, dv = widths.head_dim, widths.head_dim_v
+        rows = d * (1 + self.has("tq")) + dv * (1 + self.has("tdo"))
+        keys = d * (1 + self.has("tk")) + (0 if of_values else dv * (1 + self.has("tv")))
+        columns = widths.chunk(dv if of_values else d)
+        sides = (rows, keys) if owner in (_QUERIES, _BIAS) else (keys, rows + 2 * _NUMBERS)  # rows have numbers
+        found = widths.tile(*sides, self.device.shared_bytes, _STREAMED)
+        return found and (*found, columns)
+
+    def unsupported_reason(self) -> str | None:
+        problem = self.problem
+        against = unsupported_reason(problem)
+        if against is None and problem.learned:
+            return "score_args has arrays of floats; no kernel makes the tangents of their gradients yet"
+        if against is None and None in map(self._tile, _OWNERS.values()):
+            return too_wide(problem)
+        return against
+
+    def prepare(self) -> Plan:
+        problem = self.problem
+        axes, operands = self.axes, self.operands
+        wanted = [kind for kind in ("d", "td") if kind == "td" or problem.operation == "backward_jvp"]
+        self._sums: dict[str, Sum] = {
+            f"{kind}{name}": sum_over(axes, operands[name].shape, heads)
+            for name, heads in broadcast_heads(self).items()
+            for kind in wanted
+        }
+        scratch = {name: sum_array(problem, total) for name, total in self._sums.items()}
+        scratch = {f"{name}_acc": array for name, array in scratch.items()}
+        self._acc = np.dtype(np.float32) if self.widths.size == 2 else np.dtype(np.float64)
+        scratch["rows"] = Array((_NUMBERS, problem.instances, problem.n_queries), self._acc)
+        self._kinds = wanted
+        if "bias" in operands:
+            self._bias_splits(scratch)
+        self.begin(scratch, arithmetic=self.arithmetic)
+        constants = self.base_constants() | {
+            "primal": "d" in wanted,
+            **{f"sum_d{name}": f"td{name}" in self._sums for name in "qkv"},
+        }
+        shown: tuple[Any, ...] = ((16, 16), 1, 0, constants)
+        if problem.instances * problem.n_queries:
+            self._add_rows(constants)
+        for name, owner in _OWNERS.items():
+            shown = self._add(name, owner, constants)
+            for kind in wanted:
+                self._add_sum(f"{kind}{name}")
+        if "bias" in operands:
+            self._add_bias(constants)
+        block, warps, shared, constants = shown
+        return self.planned("sm80/bwd_jvp.cu", block, warps, shared, constants, *notes(problem))
+
+    def _add_rows(self, constants: Constants) -> None:
+        """Append the launch that computes what the others need of rows."""
+        problem = self.problem
+        names = {name: self.operands.get(name) for name in ("o", "to")}
+        of = {name: problem.dtype if x is None else x.dtype for name, x in names.items()}
+        constants = constants | {
+            "o_elem": DTYPES[of["o"]].cuda, "to_elem": DTYPES[of["to"]].cuda, "dlse": self.has("dlse") > 0,
+            "ddo": "ddo" in self.arrays,
+        }  # fmt: skip
+        fields, own = self.tangents(("tdo", "to", "tlse", "ddo"), {"rows": "rows"})
+        blocks = min(cdiv(problem.instances * problem.n_queries, _WARPS), 32 * self.device.multiprocessors)
+        self.add("util/bwd_jvp_rows.cu", "backward_jvp_rows", constants, (blocks,), _WARPS, fields, own=own)
+
+    def _add(self, name: str, owner: int, constants: Constants) -> tuple[Any, ...]:
+        """Append the launch that sums one gradient; return what its plan says."""
+        found = self._tile(owner)
+        assert found is not None
+        tile, shared, columns = found
+        owned, problem = 16 * tile.warps, self.problem
+        block = (owned, tile.streamed) if owner == _QUERIES else (tile.streamed, owned)
+        constants = constants | {
+            "owner": owner, "block_m": block[0], "block_n": block[1], "warps": tile.warps, "stages": tile.stages,
+            "columns": columns,
+        }  # fmt: skip
+        counts = tile_counts(problem, block)
+        fields, own = self.tangents(("tq", "tk", "tv", "tbias", "tdo"), {"rows": "rows"})
+        slots = {}
+        for kind in ("d", "td"):
+            target = f"{kind}{name}"
+            if target in self._sums:
+                total = self._sums[target]
+                lead = (*problem.batch, problem.heads if name == "q" else problem.kv_heads)
+                array = Array((*lead, *self.operands[name].shape[-2:]), problem.stat_dtype)
+                slots[f"{target}.data"] = f"{target}_acc"
+                assert array.size == sum_array(problem, total).size
+            elif target in self.arrays:
+                array = self.arrays[target]
+                slots[f"{target}.data"] = target
+            else:
+                continue
+            fields |= layout_fields(target, steps_of(array), self.axes, len(problem.batch))
+        own = own._replace(slots={**own.slots, **slots})
+        tiles, instances = counts["row_tiles"], problem.instances
+        if owner != _QUERIES:
+            tiles, instances = counts["key_tiles"], instances // problem.group
+        width = problem.head_dim_v if owner == _VALUES else problem.head_dim
+        grid = tiles * instances, cdiv(max(width, 1), columns)
+        if grid[0] and width:
+            launched = "sm80/bwd_jvp.cu", "backward_jvp", constants, grid, tile.warps, counts | fields, block
+            self.add(*launched, own=own, shared_bytes=shared)
+        return block, tile.warps, shared, constants
+
+    def _bias_splits(self, scratch: dict[str, Array]) -> None:
+        """Decide in how many parts the heads that share a bias are summed, and note the parts among scratch memory."""
+        problem, bias = self.problem, self.operands["bias"]
+        found = self._tile(_BIAS)
+        assert found is not None
+        owned, streamed = 16 * found[0].warps, found[0].streamed
+        *lead, rows, keys = bias.shape
+        self._instances = math.prod(lead)
+        self._tiles = self._instances * cdiv(rows, owned) * cdiv(keys, streamed)
+        members = problem.instances // max(self._instances, 1)
+        splits = max(1, min(members, cdiv(2 * self.device.multiprocessors, max(self._tiles, 1))))
+        keep, size = (False, *[True] * BATCH_AXES), (splits, *[1] * BATCH_AXES)
+        for kind in self._kinds:
+            self._sums[f"{kind}bias"] = {"keep": keep, "size": size, "inner": bias.size}
+            scratch[f"{kind}bias_acc"] = sum_array(problem, self._sums[f"{kind}bias"])
+
+    def _add_bias(self, constants: Constants) -> None:
+        """Append the launches that make the gradient of the bias and its tangent."""
+        found = self._tile(_BIAS)
+        assert found is not None
+        tile, shared, _ = found
+        block, (*_, rows, keys) = (16 * tile.warps, tile.streamed), self.operands["bias"].shape
+        splits = self._sums["tdbias"]["size"][0]
+        constants = constants | {
+            "owner": _BIAS, "block_m": block[0], "block_n": block[1], "warps": tile.warps, "stages": 1, "columns": 32,
+            "sum_rows": rows == 1, "sum_keys": keys == 1,
+        }  # fmt: skip
+        values = {**tile_counts(self.problem, block), "splits": splits, "bias_instances": self._instances}
+        fields, own = self.tangents(("tq", "tk", "tv", "tbias", "tdo"), {"rows": "rows", "tdbias_acc": "tdbias_acc"})
+        if "dbias" not in self.arrays:  # the tangent's layout tells which heads share a bias
+            fields |= layout_fields("dbias", steps_of(self.arrays["tdbias"]), self.axes, len(self.problem.batch))
+        if self._tiles:
+            launched = "sm80/bwd_jvp_bias.cu", "backward_jvp_bias", constants, (self._tiles * splits,), tile.warps
+            self.add(*launched, values | fields, block, own=own, shared_bytes=max(shared, 8 * block[0] * block[1]))
+        for kind in self._kinds:
+            self._add_sum(f"{kind}bias")
+
+    def _add_sum(self, name: str) -> None:
+        """Append the launch that adds a gradient up over the axes along which its operand was broadcast."""
+        if name not in self._sums or not self.arrays[name].size:
+            return
+        out = self.arrays[name]
+        constants = {"grad": DTYPES[out.dtype].cuda, "acc": DTYPES[self.problem.stat_dtype].cuda}
+        grid = (min(cdiv(out.size, _THREADS), 16 * self.device.multiprocessors),)
+        values = {**self._sums[name], "results": out.size}
+        launched = "util/bwd_sum.cu", "backward_sum", constants, grid, _THREADS, SUM_PARAMS, values
+        self.sequence.add(*launched, {"in": f"{name}_acc", "out": name})
