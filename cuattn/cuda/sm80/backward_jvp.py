@@ -1,4 +1,4 @@
-"""The gradients with their tangents by the portable kernels: a launch for dq, one for dk and one for dv, with theirs."""
+"""The gradients with their tangents by the portable kernels: a launch each for dq, dk and dv."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forward along tangents by the portable kernel: its tiles and constants, and what all kernels along tangents share."""
+"""The forward along tangents by the portable kernel, and what all kernels along tangents share."""
 
 from __future__ import annotations
 
