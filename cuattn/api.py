@@ -414,7 +414,8 @@ def jvp(
     options = Options(is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype)
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "tq": tq, "tk": tk, "tv": tv, "tbias": tbias}
     results, state = dispatch.compute(Call(JVP, arrays, options, rng, origin, out, score, score_args, tscore_args))
-    return Jvp(*results[:3], state, *results[3:])
+    o, l, m, to, tlse = results
+    return Jvp(o, l, m, state, to, tlse)
 
 
 @_public

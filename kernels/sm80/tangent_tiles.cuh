@@ -36,9 +36,24 @@ __device__ __forceinline__ void load_rows(u32 shared, const Source* from, i64 st
 template <int columns, int tiles>
 __device__ __forceinline__ void add_scores(Acc (&s)[1][tiles][4], u32 owner, u32 streamed) {
     const u32 lane = threadIdx.x % 32;
-    Product::template QRows<1, columns> rows(owner, owned_rows, threadIdx.x / 32 * 16, lane);
-    rows.load();
-    Product::scores(s, rows, streamed, lane);
+    if constexpr (sizeof(Elem) == 2) {
+        Product::QRows<1, columns> rows(owner, owned_rows, threadIdx.x / 32 * 16, lane);
+        rows.load();
+        Product::scores(s, rows, streamed, lane);
+    } else {  // unrolled altogether it would hold too many addresses
+        const Mma<double>::QRows<1, columns> rows(owner, owned_rows, threadIdx.x / 32 * 16, lane);
+        const Mma<double>::RowElements<columns * int(sizeof(double))> keys(streamed, lane);
+#pragma unroll 4
+        for (int k = 0; k < columns / 8; ++k) {
+            double a[4];
+            rows.get(a, 0, k);
+            unroll<tiles>([&](int n) {
+                double b0, b1;
+                keys.get(b0, b1, k, n * 8 * columns * int(sizeof(double)));
+                mma(s[0][n], a, b0, b1);
+            });
+        }
+    }
 }
 
 // sum += s with columns first ... first + 8 sums of a streamed tile that has `columns`; a multiple of 16.

@@ -34,7 +34,7 @@ class BackwardJvp(TangentCall):
         d, dv = widths.head_dim, widths.head_dim_v
         rows = d * (1 + self.has("tq")) + dv * (1 + self.has("tdo"))
         keys = d * (1 + self.has("tk")) + (0 if of_values else dv * (1 + self.has("tv")))
-        columns = widths.chunk(dv if of_values else d)
+        columns = widths.chunk(dv if of_values else d, primal=self.problem.operation == "backward_jvp")
         sides = (rows, keys) if owner in (_QUERIES, _BIAS) else (keys, rows + 2 * _NUMBERS)  # rows have numbers
         found = widths.tile(*sides, self.device.shared_bytes, _STREAMED)
         return found and (*found, columns)

@@ -18,7 +18,7 @@ from cuattn.problem import DTYPES, Problem
 
 _FLOAT64 = np.dtype(np.float64)
 _PADDING = {2: 32, 8: 16}  # columns, by bytes of an element: rows of a tile are multiples of this
-_COLUMNS = {2: 128, 8: 32}  # that a block sums at most: two sums of each are in registers
+_COLUMNS = {2: 128, 8: 64}  # that a block sums at most: two sums of each are in registers
 _STATIC_BYTES = 2048  # of shared memory, about, beside the tiles
 
 
@@ -53,9 +53,9 @@ class Widths:
         unit = _PADDING[self.size]
         self.head_dim, self.head_dim_v = pad(problem.head_dim, unit), pad(problem.head_dim_v, unit)
 
-    def chunk(self, width: int) -> int:
-        """Return how many columns of so many one block sums."""
-        most = _COLUMNS[self.size]
+    def chunk(self, width: int, *, primal: bool = False) -> int:
+        """Return how many columns of so many one block sums; `primal`: of a gradient beside its tangent."""
+        most = _COLUMNS[self.size] // (2 if primal else 1)
         return pad(cdiv(width, cdiv(width, most)), _PADDING[self.size])
 
     def tile(self, of_owner: int, of_stream: int, available: int, most: int = 64) -> tuple[Tile, int] | None:
