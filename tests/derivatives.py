@@ -10,7 +10,6 @@ from tests.tolerances import assert_close, eps
 JVP = ("o", "l", "m", "to", "tlse")
 GRADIENTS = ("dq", "dk", "dv", "dbias")
 TANGENTS = tuple(f"t{name}" for name in GRADIENTS)
-_SAMPLES = 3
 
 
 class Known:
@@ -25,9 +24,11 @@ class Known:
         q, k, v, do and their tangents, bias and its.
     options : dict
         Of :func:`cuattn.reference.derivatives.differentiate`.
+    samples : int
+        How often the operands are moved.
     """
 
-    def __init__(self, arrays, options):
+    def __init__(self, arrays, options, samples=3):
         self.dtype = arrays["q"].dtype
         self.exact, self.rough = (differentiate(**arrays, **options, low=low) for low in (None, self.dtype))
         self.sums = eps(np.float64 if self.dtype == np.float64 else np.float32)
@@ -38,7 +39,7 @@ class Known:
         def moved(x):
             return x * (1 + 4 * self.sums * rng.choice((-1, 1), np.shape(x)))
 
-        for _ in range(_SAMPLES):
+        for _ in range(samples):
             near = {name: x if x is None else moved(x.astype(wide)) for name, x in arrays.items()}
             other = differentiate(**near, **options, noise=moved)
             for name, e, x in zip(self.exact._fields, self.exact, other, strict=True):

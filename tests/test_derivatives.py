@@ -36,7 +36,7 @@ def arrays_of(case, names):
     return arrays | tangents_of(arrays, names)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(case=cases(), names=OPERANDS)
 def test_results_match_the_textbook(xp, case, names):
     arrays = arrays_of(case, names)
@@ -75,11 +75,10 @@ def test_a_double_backward_is_the_gradient_along_tangents(xp, case, names):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_accuracy(xp, dtype, is_causal):
     """The plain rule, on a problem so large that no textbook is right by luck."""
-    q, k, v, do, tq, tk, tv, tdo = random(12, 8, 2, 520, 64, dtype=dtype)
+    q, k, v, do, tq, tk, tv, tdo = random(12, 8, 2, 320, 64, dtype=dtype)
     arrays = {"q": q, "k": k, "v": v, "do": do, "tq": tq, "tk": tk, "tv": tv, "tdo": tdo}
-    visible = oracle.visible_band(520, 520, None, 0, 0) if is_causal else None
-    known = Known(arrays, {"visible": visible})
-    known.moved = dict.fromkeys(known.moved, 0.0)
+    visible = oracle.visible_band(320, 320, None, 0, 0) if is_causal else None
+    known = Known(arrays, {"visible": visible}, samples=0)
     _, found, *pair = run(xp, arrays, {"is_causal": is_causal})
     known.check(("o", "to", "tlse"), [found[0], *found[3:]])
     for names, some in zip((GRADIENTS, TANGENTS), pair, strict=True):
@@ -89,7 +88,7 @@ def test_accuracy(xp, dtype, is_causal):
 @dtypes
 @pytest.mark.parametrize("kind", ["sharp rows", "constant along rows", "of q itself"])
 def test_tangents_that_cancel_keep_the_rule(xp, dtype, kind):
-    q, k, v, do, tq, tk, tv, tdo = random(13, 8, 2, 300, 32, dtype=dtype)
+    q, k, v, do, tq, tk, tv, tdo = random(13, 8, 1, 200, 32, dtype=dtype)
     if kind == "sharp rows":
         q = (q * 6).astype(dtype)
     elif kind == "constant along rows":  # q.k has a part that is the same for all keys, and moves most

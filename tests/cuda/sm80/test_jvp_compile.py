@@ -35,7 +35,7 @@ MOST = 64  # bytes that a thread may spill: sums take every register
 def spills(call, arch):
     """Yield the kernels of a call that spill more than they may."""
     for kernel in launch_sequence(*call[:3])._kernels:
-        _, path, name, constants, _, _, traced = kernel._found
+        _, path, _, constants, _, _, traced = kernel._found
         if "jvp" in path:
             for entry, used in kernel_resources(path, constants, arch, traced).items():
                 if used.stack > MOST:
