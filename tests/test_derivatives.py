@@ -11,6 +11,7 @@ from tests import oracle
 from tests.derivatives import GRADIENTS, JVP, TANGENTS, Known, tangents_of
 from tests.strategies import BFLOAT16, cases, normal
 from tests.test_api import dtypes, random
+from tests.tolerances import assert_close
 
 OPERANDS = st.sets(st.sampled_from(("q", "k", "v", "bias", "do")))
 
@@ -225,6 +226,34 @@ def test_out_is_filled(xp):
     ddo = do * 0
     assert cuattn.double_backward(q, None, None, do, q, k, v, jvp, out=(ddo, None, None, None)).ddo is ddo
     np.testing.assert_allclose(xp.get(ddo), xp.get(jvp.to), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("bends", [False, True])
+def test_score_functions(xp, dtype, bends):
+    """Against the CPU in float64, which tests/cpu compares with differences."""
+    n, heads = 150, 2
+    arrays = dict(zip(("q", "k", "v", "do", "tq", "tk", "tv", "tdo"), random(9, 8, heads, n, 16), strict=True))
+    args = [x.reshape(shape) for x, shape in zip(random(10, 4, heads, n), ((heads, n),) * 4, strict=True)]
+
+    def score(s, b, h, i, j, rows, table):
+        t = table[h, np.clip(i - j, -40, 40) + 40]
+        return s * (1 + 0.5 * np.tanh(rows[h, i])) + t * t if bends else s + rows[h, i] * 0.5 + t
+
+    def results(put, dtype):
+        a = {name: put(x.astype(dtype)) for name, x in arrays.items()}
+        do, q, k, v, tdo = (a.pop(name) for name in ("do", "q", "k", "v", "tdo"))
+        given_, tangents = [tuple(put(x.astype(dtype)) for x in pair) for pair in (args[:2], args[2:])]
+        options = {"score": score, "score_args": given_, "softcap": 6.0 if bends else None}
+        jvp = cuattn.jvp(q, k, v, **a, tscore_args=tangents, **options, out_dtype=unrounded(q.dtype))
+        pair = cuattn.backward_jvp(do, q, k, v, jvp, tdo=tdo, **a, tscore_args=tangents, **options)
+        return [jvp.o, jvp.to, jvp.tlse, *(x for part in pair for x in (*part[:3], *part.dscore))]
+
+    exact = results(lambda x: x, np.float64)
+    rough = results(lambda x: x, dtype)
+    for e, r, x in zip(exact, rough, map(xp.get, results(xp.put, dtype)), strict=True):
+        size = 64 * float(np.abs(e).max())
+        assert_close(x, e, r, dtype=x.dtype, magnitude=size)
 
 
 ERRORS = [

@@ -57,6 +57,14 @@ class Functions:
             slope, tangents = derivative(score.root), dict(score.tangents)
             moved = along(score.root, tangents), derivative(slope), along(slope, tangents)
             functions["moved"] = [score.root, slope, *moved]
+            weights = [x.weight.weight for x in found]
+            if weights:
+                functions["weights_moved"] = [
+                    *weights,
+                    *(along(x, tangents) for x in weights),
+                    *map(derivative, weights),
+                ]
+                functions["places"] = [x.weight.offset for x in found]
         if score.learned:
             functions["weights"] = [x.weight.weight for x in found] or [_ZERO]
             for name in ("number", "offset", "base"):

@@ -11,6 +11,7 @@ from cuattn.io_model.sizes import cdiv
 
 BATCH_AXES = 4
 MAX_PARTS = 64
+MAX_WEIGHTS = 10  # kWeights: expressions of a score function that read arrays
 _MAX_COLUMN_MASKS = 4
 
 Fields = list[tuple]
@@ -89,7 +90,10 @@ TANGENTS = np.dtype(
             for name in ["tq", "tk", "tv", "tbias", "tdo", "to", "tlse", "tdq", "tdk", "tdv", "tdbias", "ddo"]
             for field in _within(name, _OPERAND)
         ),
-        *_all(np.uint64, "tdbias_acc rows"),
+        *_all(np.uint64, "tdbias_acc"),
+        *_all(np.uint64, "elements telements", MAX_WEIGHTS),
+        *_all(np.int64, "sizes", MAX_WEIGHTS),
+        *_all(np.uint64, "rows"),
     ],
     align=True,
 )

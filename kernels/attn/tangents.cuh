@@ -3,10 +3,14 @@
 #include "attn/score.cuh"
 
 // Tangents have a "t" before the operand's name; those that are not given are never read.
+constexpr int kWeights = 10;  // expressions of a score function that read arrays, at most
+
 struct Tangents {
     Operand tq, tk, tv, tbias, tdo, to, tlse;  // to: cfg::out (jvp), cfg::o_elem (backward); tlse: cfg::stat, col unused
     Operand tdq, tdk, tdv, tdbias, ddo;
     void* tdbias_acc;  // cfg::stat: [splits][like tdbias], as dbias_acc
+    void *elements[kWeights], *telements[kWeights];  // float64: sums of gradients of arrays and of their tangents, by expression; null: there are none
+    i64 sizes[kWeights];
     void* rows;  // backward: [five numbers][heads * batch][n_queries] of every row, in cfg::acc (RowNumber)
 };
 

@@ -14,7 +14,7 @@ constexpr int sums = cfg::columns / 8;
 using Sums = Acc[1][sums][4];
 
 // One tile of the other side: adds to the gradient and to its tangent.
-__device__ __forceinline__ void attend(const TangentParams& p, const Head& h, i32 own0, i32 stream0, bool partial, u32 own, u32 stream, Numbers& numbers, Sums& sum,
+__device__ __forceinline__ void attend(const TangentParams& p, const Head& h, i32 own0, i32 stream0, bool partial, u32 own, u32 stream, RowNumbers& numbers, Sums& sum,
                                        Sums& tsum) {
     constexpr int d = cfg::head_dim, dv = cfg::head_dim_v;
     const i32 column0 = blockIdx.y * cfg::columns;
@@ -43,7 +43,7 @@ __device__ __forceinline__ void attend(const TangentParams& p, const Head& h, i3
 
 // Goes through the tiles of the other side, next(first, partial) after next.
 template <class Next>
-__device__ __forceinline__ void walk_tiles(const TangentParams& p, const Head& h, i32 own0, u32 own, u32 stages, Numbers& numbers, Sums& sum, Sums& tsum,
+__device__ __forceinline__ void walk_tiles(const TangentParams& p, const Head& h, i32 own0, u32 own, u32 stages, RowNumbers& numbers, Sums& sum, Sums& tsum,
                                            const Next& next) {
     i32 first, after;
     bool partial, after_partial;
@@ -91,7 +91,7 @@ extern "C" __global__ __launch_bounds__(threads) void backward_jvp(const __grid_
     const i32 tiles = keys_own ? p.key_tiles : p.row_tiles, tile = static_cast<i32>(blockIdx.x) % tiles, flat = blockIdx.x / tiles;
     const i32 heads = keys_own ? p.kv_heads : p.heads, ib = flat / heads, head = flat % heads, own0 = tile * owned_rows;
     Sums sum = {}, tsum = {};
-    Numbers numbers;
+    RowNumbers numbers;
     if constexpr (keys_own) {
         for (i32 member = 0; member < p.group; ++member) {
             if (threadIdx.x == 0) describe(p, h, ib, head * p.group + member, tile);

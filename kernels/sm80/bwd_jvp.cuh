@@ -109,7 +109,7 @@ __device__ __forceinline__ void load_stream(const TangentParams& p, const Head& 
 }
 
 // The numbers of the row of a lane's element i in tile n of scores.
-struct Numbers {
+struct RowNumbers {
     Acc own[2][kRowNumbers];
     u32 shared;
 
@@ -128,7 +128,7 @@ struct Numbers {
 };
 
 // P and u; of scores that are not seen P is 0 and u is 0, whatever there was.  The slope and its tangent take the place of what led there.
-__device__ __forceinline__ void make_p(const TangentParams& p, const Head& h, i32 own0, i32 stream0, bool partial, const Numbers& numbers, Scores& s, Scores& t,
+__device__ __forceinline__ void make_p(const TangentParams& p, const Head& h, i32 own0, i32 stream0, bool partial, const RowNumbers& numbers, Scores& s, Scores& t,
                                        Scores& slope, Scores& bend) {
     for_elements<keys_own, n_tiles>(p, h, own0, stream0, [&](int n, int i, i32 row, i32 key, const auto&... place) {
         const MovedScore x = move_score(p, s[0][n][i], t[0][n][i], h.bias, h.tbias, row, key, static_cast<const TracedHead&>(h), place...);
@@ -144,7 +144,7 @@ __device__ __forceinline__ void make_p(const TangentParams& p, const Head& h, i3
 }
 
 // dS and dS. in place of P and u, given the derivatives by P without D: sums of products that dropout has not yet been applied to.
-__device__ __forceinline__ void make_ds(const TangentParams& p, const Head& h, i32 own0, i32 stream0, u32 own, u32 stream, const Numbers& numbers, Scores& s, Scores& t) {
+__device__ __forceinline__ void make_ds(const TangentParams& p, const Head& h, i32 own0, i32 stream0, u32 own, u32 stream, const RowNumbers& numbers, Scores& s, Scores& t) {
     constexpr int dv = cfg::head_dim_v;
     const Acc scale = static_cast<Acc>(p.dropout_scale);
     Scores g = {}, tg = {};
@@ -160,7 +160,7 @@ __device__ __forceinline__ void make_ds(const TangentParams& p, const Head& h, i
 }
 
 // The products that scores and their tangents are made of, and P and u.
-__device__ __forceinline__ void make_weights(const TangentParams& p, const Head& h, i32 own0, i32 stream0, bool partial, u32 own, u32 stream, const Numbers& numbers,
+__device__ __forceinline__ void make_weights(const TangentParams& p, const Head& h, i32 own0, i32 stream0, bool partial, u32 own, u32 stream, const RowNumbers& numbers,
                                              Scores& s, Scores& t, Scores& slope, Scores& bend) {
     add_scores<cfg::head_dim>(s, own, stream);
     if constexpr (OwnSide::moved) add_scores<cfg::head_dim>(t, own + OwnSide::tx_at, stream);

@@ -36,7 +36,7 @@ __device__ __forceinline__ void add_head(const TangentParams& p, Head& h, i32 fl
         }
         __syncthreads();  // h is complete
         load_queries<OwnSide>(p, h, own0, own);
-        Numbers numbers;
+        RowNumbers numbers;
         numbers.load_own(p, h, own0);
         TileWalk walk(p, h.place, place.key_end);
         for (Tile next = walk.next(); next.exists(); next = walk.next()) {

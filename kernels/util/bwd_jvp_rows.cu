@@ -1,5 +1,5 @@
 // What the gradients' tangents need of every row: m, 1 / l (0 of an empty row), D = do.o - dlse, D. = do.o. + do..o, and lse.; and, rounded, o.
-// as the gradient by do (cfg::ddo).
+// as the gradient by do (cfg::ddo).  Elements that are added up in memory begin with 0.
 //
 // Grid   heads * batch * row groups of 4 warps; a warp takes a row at a time.
 #include "attn/tangents.cuh"
@@ -9,6 +9,12 @@ using Source = cfg::source;
 extern "C" __global__ __launch_bounds__(128) void backward_jvp_rows(const __grid_constant__ TangentParams p) {
     const i64 rows = i64(p.batch) * p.heads * p.n_queries, step = i64(gridDim.x) * 4;
     const i32 lane = threadIdx.x % 32;
+    for (int k = 0; k < kWeights; ++k) {
+        for (i64 i = i64(blockIdx.x) * 128 + threadIdx.x; i < p.sizes[k]; i += i64(gridDim.x) * 128) {
+            if (p.elements[k] != nullptr) static_cast<double*>(p.elements[k])[i] = 0;
+            if (p.telements[k] != nullptr) static_cast<double*>(p.telements[k])[i] = 0;
+        }
+    }
     for (i64 at = i64(blockIdx.x) * 4 + threadIdx.x / 32; at < rows; at += step) {
         const i32 flat = at / p.n_queries, row = at % p.n_queries, head = flat % p.heads;
         const BatchIndex index = batch_index(p, flat / p.heads);

@@ -9,7 +9,8 @@ import numpy as np
 
 from cuattn.cuda.arguments import Array, layout_fields, steps_of, tile_counts
 from cuattn.cuda.constants import Constants
-from cuattn.cuda.params import BATCH_AXES, SUM_PARAMS
+from cuattn.cuda.learned import learned
+from cuattn.cuda.params import BATCH_AXES, MAX_WEIGHTS, SUM_PARAMS
 from cuattn.cuda.sm80.backward import Sum, broadcast_heads, sum_array, sum_over
 from cuattn.cuda.sm80.forward import unsupported_reason
 from cuattn.cuda.sm80.jvp import TangentCall, Tile, notes, too_wide
@@ -23,6 +24,7 @@ _OWNERS = {"q": _QUERIES, "k": _KEYS, "v": _VALUES}
 _STREAMED = 32  # rows of a streamed tile at most: scores, their tangents, slopes and derivatives are in registers
 _WARPS = 4  # of a block that looks at rows
 _THREADS = 256
+_FLOAT64 = np.dtype(np.float64)
 
 
 class BackwardJvp(TangentCall):
@@ -42,8 +44,13 @@ class BackwardJvp(TangentCall):
     def unsupported_reason(self) -> str | None:
         problem = self.problem
         against = unsupported_reason(problem)
-        if against is None and problem.learned:
-            return "score_args has arrays of floats; no kernel makes the tangents of their gradients yet"
+        if against is None and (count := len(self._slots())) > MAX_WEIGHTS:
+            return f"score reads arrays of floats in {count} places; expected at most {MAX_WEIGHTS} on a GPU"
+        if against is None and problem.learned and problem.deterministic:
+            return (
+                "deterministic is True and score_args has arrays of floats, whose gradients' tangents are added up in "
+                "no fixed order; expected deterministic=False"
+            )
         if against is None and None in map(self._tile, _OWNERS.values()):
             return too_wide(problem)
         return against
@@ -64,6 +71,8 @@ class BackwardJvp(TangentCall):
         self._kinds = wanted
         if "bias" in operands:
             self._bias_splits(scratch)
+        for slot in problem.learned:
+            scratch |= {f"{kind}score{slot}_acc": Array((self._size(slot),), _FLOAT64) for kind in wanted}
         self.begin(scratch, arithmetic=self.arithmetic)
         constants = self.base_constants() | {
             "primal": "d" in wanted,
@@ -78,6 +87,8 @@ class BackwardJvp(TangentCall):
                 self._add_sum(f"{kind}{name}")
         if "bias" in operands:
             self._add_bias(constants)
+        if problem.learned:
+            self._add_scores(constants)
         block, warps, shared, constants = shown
         return self.planned("sm80/bwd_jvp.cu", block, warps, shared, constants, *notes(problem))
 
@@ -90,7 +101,9 @@ class BackwardJvp(TangentCall):
             "o_elem": DTYPES[of["o"]].cuda, "to_elem": DTYPES[of["to"]].cuda, "dlse": self.has("dlse") > 0,
             "ddo": "ddo" in self.arrays,
         }  # fmt: skip
-        fields, own = self.tangents(("tdo", "to", "tlse", "ddo"), {"rows": "rows"})
+        fields, own = self.tangents(("tdo", "to", "tlse", "ddo"), {"rows": "rows", **self._elements()})
+        sizes = list(map(self._size, self._slots()))
+        fields["sizes"] = [*sizes, *[0] * (MAX_WEIGHTS - len(sizes))]
         blocks = min(cdiv(problem.instances * problem.n_queries, _WARPS), 32 * self.device.multiprocessors)
         self.add("util/bwd_jvp_rows.cu", "backward_jvp_rows", constants, (blocks,), _WARPS, fields, own=own)
 
@@ -170,12 +183,57 @@ class BackwardJvp(TangentCall):
         for kind in self._kinds:
             self._add_sum(f"{kind}bias")
 
-    def _add_sum(self, name: str) -> None:
+    def _size(self, slot: int) -> int:
+        """Return the elements of a score function's array."""
+        return math.prod(self.problem.score.facts.arrays[slot].shape)
+
+    def _slots(self) -> list[int]:
+        """Return the slot of the array that each expression reads; behind these, arrays that none reads."""
+        slots = [x.weight.slot for x in learned(self.problem)]
+        return slots + [slot for slot in self.problem.learned if slot not in slots]
+
+    def _elements(self) -> dict[str, list[str]]:
+        """Return what takes the addresses of the sums of arrays' elements, by expression that reads an array."""
+        slots = self._slots()
+        names = {"d": "elements", "td": "telements"}
+        return {names[kind]: [f"{kind}score{slot}_acc" for slot in slots] for kind in self._kinds} if slots else {}
+
+    def _add_scores(self, constants: Constants) -> None:
+        """Append the launches that make the gradients of a score function's arrays and their tangents."""
+        problem, found = self.problem, self._tile(_BIAS)
+        assert found is not None
+        tile, shared, _ = found
+        block, count = (16 * tile.warps, tile.streamed), len(learned(problem))
+        constants = constants | {
+            "owner": _BIAS, "block_m": block[0], "block_n": block[1], "warps": tile.warps, "stages": 1, "columns": 32,
+            "weights": count,
+        }  # fmt: skip
+        counts = tile_counts(problem, block)
+        fields, own = self.tangents(("tq", "tk", "tv", "tbias", "tdo"), {"rows": "rows", **self._elements()})
+        grid = (counts["row_tiles"] * problem.instances,)
+        if grid[0] and count:
+            launched = (
+                "sm80/bwd_jvp_score.cu",
+                "backward_jvp_score",
+                constants,
+                grid,
+                tile.warps,
+                counts | fields,
+                block,
+            )
+            self.add(*launched, own=own, shared_bytes=shared)
+        for slot in problem.learned:
+            keep, sizes = (False,) * (1 + BATCH_AXES), (1,) * (1 + BATCH_AXES)
+            for kind in self._kinds:
+                self._sums[f"{kind}score{slot}"] = {"keep": keep, "size": sizes, "inner": self._size(slot)}
+                self._add_sum(f"{kind}score{slot}", "double")
+
+    def _add_sum(self, name: str, acc: str = "") -> None:
         """Append the launch that adds a gradient up over the axes along which its operand was broadcast."""
         if name not in self._sums or not self.arrays[name].size:
             return
         out = self.arrays[name]
-        constants = {"grad": DTYPES[out.dtype].cuda, "acc": DTYPES[self.problem.stat_dtype].cuda}
+        constants = {"grad": DTYPES[out.dtype].cuda, "acc": acc or DTYPES[self.problem.stat_dtype].cuda}
         grid = (min(cdiv(out.size, _THREADS), 16 * self.device.multiprocessors),)
         values = {**self._sums[name], "results": out.size}
         launched = "util/bwd_sum.cu", "backward_sum", constants, grid, _THREADS, SUM_PARAMS, values

@@ -54,7 +54,8 @@ def test_spills(arch, operation, driver, monkeypatch):
             assert "no kernel along tangents" in str(error) and arch != "sm_90", case.name
 
 
+@pytest.mark.parametrize("operation", ["jvp", "backward_jvp"])
 @pytest.mark.parametrize("name", ["relative_table", "gated"])
-def test_score_functions_compile(name, driver):
-    call = scored(prepared(PLAIN, "jvp"), SCORES[name](PLAIN))
+def test_score_functions_compile(name, operation, driver):
+    call = scored(prepared(PLAIN, operation), SCORES[name](PLAIN))
     assert not list(spills(call, "sm_90"))
