@@ -12,8 +12,9 @@ import numpy as np
 from cuattn import interop
 from cuattn.errors import ArgumentError, DtypeError, expect_array, shown
 from cuattn.masks.device import upload
+from cuattn.masks.function import live
 from cuattn.problem import Operation, ScoreFunction
-from cuattn.tracing import SCORE, Bound, Frozen, Traced, recall, trace
+from cuattn.tracing import MASK, SCORE, Bound, Frozen, Traced, recall, signed, trace
 from cuattn.tracing.capture import Argument, copied
 from cuattn.tracing.graph import variable
 from cuattn.tracing.proxy import kind_of
@@ -64,9 +65,9 @@ class Score:
             raise DtypeError(f"score is {shown(function)}; expected a function score(s, b, h, i, j, *score_args)")
         self._function, self._args, self._operation = function, args, operation
         self._own = len(arrays)
-        for name, value in zip(_NAMES, args, strict=False):
+        for index, value in enumerate(args):
             if hasattr(value, "__dlpack__"):
-                arrays[name] = value
+                arrays[_NAMES[index]] = value
         self._all = len(arrays)
         named = self._named(tangents) if tangents is not None else {}
         self._given = {index for index, value in enumerate(named.values()) if value is not None}
@@ -82,7 +83,7 @@ class Score:
 
     def recall(self) -> bool:
         """Take what is known of the function; return whether nothing is left to trace."""
-        found = recall(self._function, SCORE, self._args, _copied)
+        found = recall(self._function, signed(SCORE, self._args, _copied))
         if found is not None:
             self._take(found)
         return self.known
@@ -99,19 +100,14 @@ class Score:
 
     @property
     def learned(self) -> dict[int, int]:
-        """The slots of the arrays that the call differentiates, those of floats, and which arguments they are."""
-        return self._float_slots() if self._operation.replays else {}
-
-    def _float_slots(self) -> dict[int, int]:
-        """Return the slots of the arguments that are arrays of floats, and which these are."""
-        arrays = self.traced.arrays if self.traced else ()
-        slots = {slot: index for slot, index in enumerate(arrays) if type(index) is Argument}
-        return {slot: index for slot, index in slots.items() if self.traced.has_floats(index)}
+        """The slots of the arrays that the call differentiates, and which arguments they are."""
+        return self.traced.floats if self.traced and self._operation.replays else {}
 
     @property
     def tangents(self) -> dict[int, int]:
         """The slots of the function's arrays that have a tangent, and the arguments' numbers."""
-        return {slot: index for slot, index in self._float_slots().items() if index in self._given}
+        floats = self.traced.floats if self.traced else {}
+        return {slot: index for slot, index in floats.items() if index in self._given}
 
     @property
     def tangent_slots(self) -> tuple[tuple[int, int], ...]:
@@ -158,8 +154,10 @@ class Score:
             What some of them belong to.
         numbers : tuple
         """
-        if self.traced is None or not self.traced.arrays:
-            return addresses[: self._own], (), self.numbers
+        if self.traced is None:
+            return addresses[: self._own], (), ()
+        if self.traced.in_order and len(addresses) == self._all:  # no tangents
+            return addresses, (), self.numbers
         captured, places = _captured(self.traced, device)
         tangents = [addresses[self._all + index] for index in self.tangents.values()]
         return addresses[: self._own] + self._by_slot(addresses, places) + tangents, captured, self.numbers
@@ -176,10 +174,16 @@ class Score:
 
     def divide(self, results: Sequence[Any]) -> tuple[Sequence[Any], tuple[Any, ...]]:
         """Divide a backward's results into those by operands and those by the function's arguments, which come last."""
-        learned = self.learned
+        learned, found = self.learned, [None] * len(self._args)
         own = len(results) - len(learned)
-        by_argument = dict(zip(learned.values(), results[own:], strict=True))
-        return results[:own], tuple([by_argument.get(n) for n in range(len(self._args))])
+        for index, gradient in zip(learned.values(), results[own:], strict=True):
+            found[index] = gradient
+        return results[:own], tuple(found)
+
+
+def visible(function: Any) -> Bound:
+    """Return a function of visibility with what it captures, traced."""
+    return trace(function, MASK, adopt=live).captured
 
 
 def _as_number(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Running an operation, and its plan: the choice between whole heads and tiles, the results, the threads."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from cuattn.cpu.direct_jvp import DirectJvp
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.forward import ForwardWalk
 from cuattn.cpu.jvp import JvpWalk
+from cuattn.cpu.pairs import Pairs, with_bias
 from cuattn.cpu.score import Scores
 from cuattn.cpu.task import Arrays
 from cuattn.cpu.tiles import MASK_BYTES
@@ -71,13 +72,18 @@ def run(
     ----------
     T. Dao et al., "FlashAttention", NeurIPS 2022, algorithms 2 and 4 with the loops exchanged, 1 and 3 if small.
     """
-    results = {name: out[name] if name in out else np.empty(*of) for name, of in _wanted(problem, operands).items()}
+    problem, operands, pairs = with_bias(problem, operands, place)
+    wanted, whole = _wanted(problem, operands, pairs), {}
+    if pairs is not None and "dbias" in wanted:
+        whole = {f"dscore{pairs.slot}": np.zeros(pairs.shape, wanted["dbias"][1])}
+        out = {**out, "dbias": pairs.view(*whole.values())}
+    results = {name: out[name] if name in out else np.empty(*of) for name, of in wanted.items()}
     if not problem.n_keys or 0 in problem.stat_shape:
         for name, result in results.items():
             result.fill(-np.inf if name == "m" else 0)
-        return results
+        return results | whole
     totals = dict(results)
-    shares, sums = _sums(problem, operands)
+    shares, sums = _sums(problem, operands, wanted)
     for name, dtype in sums.items():
         if results[name].dtype != dtype:
             totals[name] = np.zeros(results[name].shape, dtype)
@@ -94,7 +100,7 @@ def run(
         if totals[name] is not results[name]:
             with np.errstate(over="ignore"):  # the largest numbers of narrow dtypes are soon reached
                 results[name][...] = totals[name]
-    return results
+    return results | whole
 
 
 def plan(problem: Problem, operands: Arrays, masks: Sequence[Any]) -> Plan:
@@ -116,8 +122,9 @@ def plan(problem: Problem, operands: Arrays, masks: Sequence[Any]) -> Plan:
     """
     if not problem.n_keys or 0 in problem.stat_shape:
         return Plan("cpu", problem.operation, 1, 1, 1, 0, 0, "there is nothing to compute")
-    masks, wanted = visible_parts(problem, masks, problem.place), _wanted(problem, operands)
-    shares, sums = _sums(problem, operands)
+    problem, operands, pairs = with_bias(problem, operands, problem.place)
+    masks, wanted = visible_parts(problem, masks, problem.place), _wanted(problem, operands, pairs)
+    shares, sums = _sums(problem, operands, wanted)
     task = _task(problem, operands, masks, None, {}, shares)
     workers = _threads(task)
     memory = workers * _worker(task).buffers.nbytes
@@ -147,17 +154,18 @@ def visible_parts(problem: Problem, masks: Sequence[Any], place: Place) -> tuple
     return join(masks)
 
 
-def _wanted(problem: Problem, operands: Arrays) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+def _wanted(problem: Problem, operands: Arrays, pairs: Pairs | None) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Return the shapes and dtypes of the results, by name."""
     made = OPERATIONS[problem.operation].made(problem, operands)
+    if pairs is not None and not pairs.learned:
+        made.pop("dbias", None)
     aligned = dict.fromkeys(("o", "to", "ddo"), problem.o_shape) | dict.fromkeys(OF_ROWS, problem.stat_shape)
     return {name: (aligned.get(name, shape), dtype) for name, (shape, dtype) in made.items()}
 
 
-def _sums(problem: Problem, operands: Arrays) -> tuple[bool, dict[str, np.dtype]]:
+def _sums(problem: Problem, operands: Arrays, wanted: Collection[str]) -> tuple[bool, dict[str, np.dtype]]:
     """Return whether a backward's items of any heads share sums, and the dtypes of sums that several items add to."""
-    operation = OPERATIONS[problem.operation]
-    if not operation.replays:
+    if not OPERATIONS[problem.operation].replays:
         return False, {}
     heads = {"q": problem.heads, "k": problem.kv_heads, "v": problem.kv_heads, "bias": problem.heads}
     shapes = {name: operands[name].shape for name in heads if name in operands}
@@ -169,8 +177,8 @@ def _sums(problem: Problem, operands: Arrays) -> tuple[bool, dict[str, np.dtype]
     if "bias" in names and 1 in shapes["bias"][-2:]:
         dtypes["bias"] = SUM
     dtypes |= {f"score{slot}": SUM for slot in problem.learned}
-    kinds = [kind for kind in ("d", "td") if f"{kind}q" in operation.results]
-    return shares, {f"{kind}{name}": dtype for kind in kinds for name, dtype in dtypes.items()}
+    sums = {f"{kind}{name}": dtype for kind in ("d", "td") for name, dtype in dtypes.items()}
+    return shares, {name: dtype for name, dtype in sums.items() if name in wanted}
 
 
 def _task(problem: Problem, *arguments: Any) -> Tiles | WholeHeads:

@@ -17,7 +17,7 @@ from cuattn.tracing.bound import ANY_LENGTH, Bound, Facts, Frozen, facts, joined
 from cuattn.tracing.cuda import Source, source
 from cuattn.tracing.cuda_tiles import tile_source
 from cuattn.tracing.derivatives import Weight, addend, along, derivative, split_visible, weights
-from cuattn.tracing.functions import MASK, SCORE, Traced, recall, trace
+from cuattn.tracing.functions import MASK, SCORE, Traced, recall, signed, trace
 from cuattn.tracing.graph import B, H, I, J, Node, S
 from cuattn.tracing.recognition import columns
 from cuattn.tracing.tiles import bounds, tile_states
@@ -50,6 +50,7 @@ __all__ = [
     "host_value",
     "joined",
     "recall",
+    "signed",
     "source",
     "split_visible",
     "tile_source",
