@@ -153,8 +153,13 @@ def flash_jvp(n, d, m, dropout=False, mask=False, blocks=None):
 
     Parameters
     ----------
-    n, d, m, dropout, mask, blocks
-        As in :func:`flash_forward`; the blocks are those of m / 2, for there are twice the arrays on the chip.
+    n, d, m : int
+        Sequence length, head dimension and on-chip memory in elements; the blocks are those of m / 2, for there are
+        twice the arrays on the chip.
+    dropout, mask : bool
+        As in :func:`flash_forward`.
+    blocks : array_like, (T_r, T_c), bool, optional
+        The block sparsity mask.
 
     Returns
     -------
@@ -183,8 +188,12 @@ def flash_backward_jvp(n, d, m, dropout=False, mask=False, blocks=None):
 
     Parameters
     ----------
-    n, d, m, dropout, mask, blocks
-        As in :func:`flash_backward`; the blocks are those of m / 2.
+    n, d, m : int
+        Sequence length, head dimension and on-chip memory in elements; the blocks are those of m / 2.
+    dropout, mask : bool
+        As in :func:`flash_backward`.
+    blocks : array_like, (T_r, T_c), bool, optional
+        The block sparsity mask.
 
     Returns
     -------

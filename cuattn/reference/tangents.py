@@ -48,8 +48,10 @@ def flash_jvp(
     ----------
     q, k, v, tq, tk, tv : array_like, (N, d)
         Queries, keys and values, and their tangents.
-    M, blocks, scale, mask, dropout_p, rng, b, dtype
-        As in :func:`flash_forward`; the blocks are those of half the memory.
+    M : int
+        On-chip memory in elements; the blocks are those of half of it.
+    blocks, scale, mask, dropout_p, rng, b, dtype : optional
+        As in :func:`flash_forward`.
 
     Returns
     -------
@@ -116,12 +118,16 @@ def flash_backward_jvp(
 
     Parameters
     ----------
-    do, q, k, v, tdo, tq, tk, tv : array_like, (N, d)
-        Gradient of O, the forward's inputs, and the tangents of all.
+    do, q, k, v : array_like, (N, d)
+        Gradient of O, and the forward's inputs.
     jvp : Jvp
         Result of :func:`flash_jvp` along the same tangents.
-    M, blocks, scale, mask, dropout_p, b, dtype
+    tdo, tq, tk, tv : array_like, (N, d)
+        Tangents of do, q, k and v.
+    M : int
         As in :func:`flash_jvp`.
+    blocks, scale, mask, dropout_p, b, dtype : optional
+        As in :func:`flash_forward`.
 
     Returns
     -------
