@@ -149,8 +149,10 @@ def differentiate(
         do, tdo = (taken(y, empty, do) for y in (do, tdo))
         dp = rounded(rounded(do @ v.swapaxes(-1, -2)) * z)
         tdp = rounded(rounded(do @ tv.swapaxes(-1, -2) + tdo @ v.swapaxes(-1, -2)) * z)
-        delta = rounded((p * dp).sum(-1))
-        tdelta = rounded((tp * dp + p * tdp).sum(-1))
+        if noise is None:
+            delta, tdelta = rounded((p * dp).sum(-1)), rounded((tp * dp + p * tdp).sum(-1))
+        else:  # as whoever cannot hold p and dp has them, whose roundings are not those of dp
+            delta, tdelta = noise(do * o).sum(-1), (noise(tdo * o) + noise(do * to)).sum(-1)
         if dlse is not None:
             delta = delta - dlse.astype(work)
         ds = rounded(p * (dp - delta[..., None]))
