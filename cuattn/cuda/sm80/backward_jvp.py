@@ -30,13 +30,18 @@ _FLOAT64 = np.dtype(np.float64)
 class BackwardJvp(TangentCall):
     """What rows need, a launch for each of dq, dk and dv, and sums over broadcast axes."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        widths = self.widths
+        widths.head_dim, widths.head_dim_v = widths.whole(widths.head_dim), widths.whole(widths.head_dim_v)
+
     def _tile(self, owner: int) -> tuple[Tile, int, int] | None:
         """Return the tile of a launch, its shared memory, and the columns that a block sums."""
         widths, of_values = self.widths, owner == _VALUES
         d, dv = widths.head_dim, widths.head_dim_v
         rows = d * (1 + self.has("tq")) + dv * (1 + self.has("tdo"))
         keys = d * (1 + self.has("tk")) + (0 if of_values else dv * (1 + self.has("tv")))
-        columns = widths.chunk(dv if of_values else d, primal=self.problem.operation == "backward_jvp")
+        columns = widths.chunk(dv if of_values else d)
         sides = (rows, keys) if owner in (_QUERIES, _BIAS) else (keys, rows + 2 * _NUMBERS)  # rows have numbers
         found = widths.tile(*sides, self.device.shared_bytes, _STREAMED)
         return found and (*found, columns)

@@ -48,15 +48,19 @@ class Widths:
     """
 
     def __init__(self, problem: Problem) -> None:
+        self._sums = 2 if problem.operation == "backward_jvp" else 1  # a gradient beside its tangent
         self.arithmetic = problem.dtype if problem.row.products == "half" else _FLOAT64
         self.size = self.arithmetic.itemsize
         unit = _PADDING[self.size]
         self.head_dim, self.head_dim_v = pad(problem.head_dim, unit), pad(problem.head_dim_v, unit)
 
-    def chunk(self, width: int, *, primal: bool = False) -> int:
-        """Return how many columns of so many one block sums; `primal`: of a gradient beside its tangent."""
-        most = _COLUMNS[self.size] // (2 if primal else 1)
-        return pad(cdiv(width, cdiv(width, most)), _PADDING[self.size])
+    def chunk(self, width: int) -> int:
+        """Return how many columns of so many one block sums."""
+        return pad(cdiv(width, cdiv(width, _COLUMNS[self.size] // self._sums)), _PADDING[self.size])
+
+    def whole(self, width: int) -> int:
+        """Return a width rounded up to whole parts that blocks sum."""
+        return pad(width, self.chunk(width))
 
     def tile(self, of_owner: int, of_stream: int, available: int, most: int = 64) -> tuple[Tile, int] | None:
         """Return a tile of at most so many streamed rows and its shared memory; None if there is none.
