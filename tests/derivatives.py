@@ -37,7 +37,7 @@ class Known:
         rng = np.random.default_rng(0)
 
         def moved(x):  # every second time all numbers of an array alike, as roundings of equal numbers are
-            return x * (1 + 4 * self.sums * rng.choice((-1, 1), () if sample % 2 else np.shape(x)))
+            return x * (1 + 8 * self.sums * rng.choice((-1, 1), () if sample % 2 else np.shape(x)))
 
         for sample in range(samples):
             near = {name: x if x is None else moved(x.astype(wide)) for name, x in arrays.items()}
