@@ -128,8 +128,11 @@ __device__ __forceinline__ void store(const TangentParams& p, const Work& w, Row
         inverse[h] = rows.l[h] == 0 ? Acc(0) : Acc(cfg::dropout != 0 ? p.dropout_scale : 1.0) / rows.l[h];
         const i32 row = w.row0 + static_cast<i32>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4 + 8 * h;
         if (threadIdx.x % 4 || blockIdx.y || row >= p.n_queries) return;
-        static_cast<Stat*>(p.l.data)[first + row] = rows.l[h];
-        static_cast<Stat*>(p.m.data)[first + row] = rows.m[h];
+        const Stat m = static_cast<Stat>(rows.m[h]);
+        Acc l = rows.l[h];
+        if (!same_type<Stat, Acc> && l != 0) l *= exp2_term(rows.m[h] - Acc(m), Log2Factor<Acc>::of_e());  // as if m had been so all the time
+        static_cast<Stat*>(p.l.data)[first + row] = l;
+        static_cast<Stat*>(p.m.data)[first + row] = m;
         static_cast<Stat*>(p.tlse.data)[first + row] = rows.l[h] == 0 ? Acc(0) : rows.centre[h];
     });
     const auto out = [&](const Operand& x) { return static_cast<cfg::out*>(x.data) + first * p.head_dim_v; };
