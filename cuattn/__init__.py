@@ -12,7 +12,8 @@ Examples
 """
 
 from cuattn import errors, masks
-from cuattn.api import attention, backward, backward_jvp, double_backward, forward, jvp, merge, plan
+from cuattn.api import attention, backward, forward, merge, plan
+from cuattn.derivatives import backward_jvp, double_backward, jvp
 from cuattn.errors import (
     ArgumentError,
     CompileError,

@@ -1,9 +1,8 @@
-"""The public functions: attention, forward, backward, their derivatives, merge, plan."""
+"""The public functions: attention, forward, backward, merge, plan; :mod:`cuattn.derivatives` has the others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,25 +11,13 @@ from cuattn import dispatch
 from cuattn.dispatch import Call
 from cuattn.errors import ArgumentError, DtypeError, shown
 from cuattn.plans import Plan
-from cuattn.problem import (
-    BACKWARD,
-    BACKWARD_JVP,
-    DOUBLE_BACKWARD,
-    FORWARD,
-    GRADIENTS,
-    JVP,
-    OPERATIONS,
-    Options,
-    Origin,
-    check_state,
-)
-from cuattn.results import DoubleGradients, Forward, Gradients, Jvp
-from cuattn.rng import RNGState, recorded, threshold
+from cuattn.problem import BACKWARD, FORWARD, JVP, OPERATIONS, Options, Origin
+from cuattn.results import Forward, Gradients, Jvp
+from cuattn.rng import RNGState, recorded
 
 ArrayT = TypeVar("ArrayT")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_JVP_OF_DOUBLE = replace(JVP, tangents="gd")
 _SHARED = {
     "operands": """q : array, (..., Hq, Nq, d) or (Nq, d), float16 | bfloat16 | float32 | float64
         Queries.  NumPy, CuPy, PyTorch, JAX or any other DLPack array; results are of the same kind.
@@ -87,14 +74,14 @@ _SHARED = {
 }
 
 
-def _public(function: Function) -> Function:
+def public(function: Function) -> Function:
     """Fill the paragraphs that the public functions share into a docstring."""
     for name, text in _SHARED.items():
         function.__doc__ = (function.__doc__ or "").replace(f"<{name}>", text)
     return function
 
 
-@_public
+@public
 def attention(
     q: ArrayT,
     k: ArrayT,
@@ -165,7 +152,7 @@ def attention(
     return dispatch.compute(Call(FORWARD, arrays, options, rng, origin, out, score, score_args))[0][0]
 
 
-@_public
+@public
 def forward(
     q: ArrayT,
     k: ArrayT,
@@ -235,7 +222,7 @@ def forward(
     return Forward(*results, rng_state=state)
 
 
-@_public
+@public
 def backward(
     do: ArrayT,
     q: ArrayT,
@@ -315,17 +302,18 @@ def backward(
     >>> cuattn.backward(np.ones_like(fwd.o), q, q, q, fwd).dv[0, :3].round(6)
     array([1., 1., 1.], dtype=float32)
     """
-    o, l, m, state = _unpacked("fwd", fwd)
+    o, l, m, state = unpacked("fwd", fwd)
     options = Options(
         is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype, deterministic
     )
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "do": do, "o": o, "l": l, "m": m, "dlse": dlse}
     call = Call(BACKWARD, arrays, options, state, origin, out, score, score_args)
     results, _ = dispatch.compute(call)
-    return _gradients(call, results)
+    return gradients(call, results)
 
 
-def _unpacked(name: str, fwd: Any) -> tuple | list:
+def unpacked(name: str, fwd: Any) -> tuple | list:
+    """Return the o, l, m and rng_state of a forward or a jvp."""
     if isinstance(fwd, Jvp):
         return fwd[:4]
     if not isinstance(fwd, (tuple, list)) or len(fwd) != 4:
@@ -333,309 +321,10 @@ def _unpacked(name: str, fwd: Any) -> tuple | list:
     return fwd
 
 
-def _gradients(call: Call, results: list[Any]) -> Gradients:
+def gradients(call: Call, results: list[Any]) -> Gradients:
+    """Return the results of a backward."""
     own, of_score = (results, ()) if call.score is None else call.score.divide(results)
     return Gradients(*own, dscore=of_score)
-
-
-@_public
-def jvp(
-    q: ArrayT,
-    k: ArrayT,
-    v: ArrayT,
-    /,
-    *,
-    tq: ArrayT | None = None,
-    tk: ArrayT | None = None,
-    tv: ArrayT | None = None,
-    tbias: ArrayT | None = None,
-    tscore_args: Sequence[Any] | None = None,
-    mask: Any = None,
-    bias: ArrayT | None = None,
-    score: Callable[..., Any] | None = None,
-    score_args: Sequence[Any] = (),
-    is_causal: bool | str = False,
-    window: tuple | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout_p: float = 0.0,
-    rng: int | RNGState | np.random.Generator | None = None,
-    enable_gqa: bool = False,
-    precision: str | None = None,
-    kernel: str | None = None,
-    out_dtype: Any = None,
-    origin: Origin | None = None,
-    out: tuple | None = None,
-) -> Jvp:
-    """Compute exact attention and its derivative along tangents of the operands, in one pass.
-
-    Parameters
-    ----------
-    <operands>
-    <tangents>
-    <mask>
-    <rng>
-    <kernel>
-    out_dtype : dtype, optional
-        float32 keeps o and its tangent unrounded, for :func:`backward_jvp` and :func:`merge`; by default q's dtype.
-    <origin>
-    out : (o, l, m, to, tlse), optional
-        Arrays to fill, as :func:`attention`'s; None in place of one is a new array.
-
-    Returns
-    -------
-    Jvp
-        ``(o, l, m, rng_state, to, tlse)``: the forward, and the tangents of o and lse.  It serves as a
-        :class:`Forward`.
-
-    Raises
-    ------
-    <errors>
-
-    See Also
-    --------
-    backward_jvp : the same of the gradients.
-    merge : combines results over disjoint keys.
-
-    Notes
-    -----
-    With s. the tangent of a score, ``tlse = sum(p * s.)`` and ``to = sum(p * (s. - tlse) * v) + sum(p * tv)``, p with
-    dropout in the second.  The scores' tangents are taken relative to their running mean, so that nothing is lost where
-    they hardly differ along a row.  Extra memory is O(Nq).
-
-    Examples
-    --------
-    >>> import numpy as np, cuattn
-    >>> q, k, v, tq = np.random.default_rng(0).standard_normal((4, 8, 16))
-    >>> ahead, behind = (cuattn.attention(q + step * tq, k, v) for step in (1e-6, -1e-6))
-    >>> bool(np.allclose(cuattn.jvp(q, k, v, tq=tq).to, (ahead - behind) / 2e-6, atol=1e-8))
-    True
-    """
-    options = Options(is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype)
-    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "tq": tq, "tk": tk, "tv": tv, "tbias": tbias}
-    results, state = dispatch.compute(Call(JVP, arrays, options, rng, origin, out, score, score_args, tscore_args))
-    o, l, m, to, tlse = results
-    return Jvp(o, l, m, state, to, tlse)
-
-
-@_public
-def backward_jvp(
-    do: ArrayT,
-    q: ArrayT,
-    k: ArrayT,
-    v: ArrayT,
-    jvp: Any,
-    /,
-    *,
-    tdo: ArrayT | None = None,
-    tq: ArrayT | None = None,
-    tk: ArrayT | None = None,
-    tv: ArrayT | None = None,
-    tbias: ArrayT | None = None,
-    tscore_args: Sequence[Any] | None = None,
-    mask: Any = None,
-    bias: ArrayT | None = None,
-    score: Callable[..., Any] | None = None,
-    score_args: Sequence[Any] = (),
-    is_causal: bool | str = False,
-    window: tuple | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout_p: float = 0.0,
-    enable_gqa: bool = False,
-    precision: str | None = None,
-    kernel: str | None = None,
-    deterministic: bool = False,
-    out_dtype: Any = None,
-    dlse: ArrayT | None = None,
-    origin: Origin | None = None,
-    out: tuple | None = None,
-) -> tuple[Gradients, Gradients]:
-    """Compute the gradients of attention and their derivatives along tangents of the operands and of do.
-
-    Parameters
-    ----------
-    do : array, (..., Hq, Nq, dv)
-        Gradient with respect to o, of q's dtype.
-    <operands>
-    jvp : Jvp
-        The result of :func:`jvp` along the same tangents, or any ``(o, l, m, rng_state, to, tlse)``: merged over
-        shards, say.  Take it with ``out_dtype=numpy.float32``, as o and its tangent enter sums whose terms cancel.
-    tdo : array, optional
-        Tangent of do.
-    <tangents>
-    <mask>
-    <kernel>
-    deterministic : bool, default False
-        Make the results bitwise reproducible.
-    out_dtype : dtype, optional
-        float32 keeps the results unrounded, for sums over shards; by default each has its operand's dtype.
-    dlse : array, (..., Hq, Nq), float32 | float64, optional
-        Gradient with respect to lse, where it is used beside o; its tangent is 0.
-    <origin>
-    out : (gradients, tangents), optional
-        Arrays to fill, each a tuple as :func:`backward`'s, or None.
-
-    Returns
-    -------
-    gradients, tangents : Gradients
-        What :func:`backward` returns, and the tangents of that.
-
-    Raises
-    ------
-    <errors>
-
-    See Also
-    --------
-    double_backward : the gradient of the gradients.
-
-    Notes
-    -----
-    This is a Hessian-vector product.  It is the gradient of :func:`jvp`, too: with cotangents a of o and b of to, give
-    ``do=b, tdo=a``; the gradients are then those by the tangents, and the tangents those by the operands.
-    Extra memory is O(N d).
-
-    Examples
-    --------
-    >>> import numpy as np, cuattn
-    >>> do, q, k, v, tk = np.random.default_rng(0).standard_normal((5, 8, 16))
-    >>> def dv(step):
-    ...     return cuattn.backward(do, q, k + step * tk, v, cuattn.forward(q, k + step * tk, v)).dv
-    >>> _, tangents = cuattn.backward_jvp(do, q, k, v, cuattn.jvp(q, k, v, tk=tk), tk=tk)
-    >>> bool(np.allclose(tangents.dv, (dv(1e-6) - dv(-1e-6)) / 2e-6, atol=1e-8))
-    True
-    """
-    if not isinstance(jvp, (tuple, list)) or len(jvp) != 6:
-        raise DtypeError(f"jvp is {type(jvp).__name__}; expected a Jvp, or any (o, l, m, rng_state, to, tlse)")
-    o, l, m, state, to, tlse = jvp
-    options = Options(
-        is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype, deterministic
-    )
-    arrays = {
-        "q": q, "k": k, "v": v, "bias": bias, "mask": mask, "do": do, "o": o, "l": l, "m": m, "to": to, "tlse": tlse,
-        "dlse": dlse, "tq": tq, "tk": tk, "tv": tv, "tbias": tbias, "tdo": tdo,
-    }  # fmt: skip
-    call = Call(BACKWARD_JVP, arrays, options, state, origin, _pair(out), score, score_args, tscore_args)
-    results, _ = dispatch.compute(call)
-    half = len(results) // 2
-    return _gradients(call, results[:half]), _gradients(call, results[half:])
-
-
-def _pair(out: Any) -> list[Any] | None:
-    """Return the arrays to fill of gradients and of their tangents, one after the other."""
-    if out is None:
-        return None
-    n = len(GRADIENTS)
-    if (
-        not isinstance(out, (tuple, list))
-        or len(out) != 2
-        or not all(part is None or (isinstance(part, (tuple, list)) and n - 1 <= len(part) <= n) for part in out)
-    ):
-        raise ArgumentError(f"out is {shown(out)}; expected two tuples ({', '.join(GRADIENTS)}) of arrays or None")
-    return [array for part in out for array in [*(part or ()), *[None] * n][:n]]
-
-
-@_public
-def double_backward(
-    gdq: ArrayT | None,
-    gdk: ArrayT | None,
-    gdv: ArrayT | None,
-    do: ArrayT,
-    q: ArrayT,
-    k: ArrayT,
-    v: ArrayT,
-    fwd: Any,
-    /,
-    *,
-    gdbias: ArrayT | None = None,
-    gdscore: Sequence[Any] | None = None,
-    mask: Any = None,
-    bias: ArrayT | None = None,
-    score: Callable[..., Any] | None = None,
-    score_args: Sequence[Any] = (),
-    is_causal: bool | str = False,
-    window: tuple | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout_p: float = 0.0,
-    enable_gqa: bool = False,
-    precision: str | None = None,
-    kernel: str | None = None,
-    deterministic: bool = False,
-    out_dtype: Any = None,
-    dlse: ArrayT | None = None,
-    origin: Origin | None = None,
-    out: tuple | None = None,
-) -> DoubleGradients:
-    """Compute the gradients of :func:`backward`: of ``sum(gdq * dq) + sum(gdk * dk) + ...`` by all that it was given.
-
-    Parameters
-    ----------
-    gdq, gdk, gdv : array or None
-        Gradients with respect to dq, dk and dv, each of its operand's shape and dtype; None is 0 and costs nothing.
-    do : array, (..., Hq, Nq, dv)
-        Gradient with respect to o, of q's dtype.
-    <operands>
-    fwd : Forward or Jvp
-        The forward's result.  Only its ``rng_state`` is read: o is computed again, in float32, with its tangent.
-    gdbias : array, optional
-        Gradient with respect to dbias.
-    gdscore : sequence, optional
-        Gradients with respect to ``Gradients.dscore``, one entry each: an array, or None.
-    <mask>
-    <kernel>
-    deterministic : bool, default False
-        Make the gradients bitwise reproducible.
-    out_dtype : dtype, optional
-        float32 keeps the gradients unrounded; by default each has its operand's dtype.
-    dlse : array, (..., Hq, Nq), float32 | float64, optional
-        As the backward was given.
-    <origin>
-    out : (ddo, dq, dk, dv) or (ddo, dq, dk, dv, dbias), optional
-        Arrays to fill, as :func:`attention`'s; None in place of one is a new array.
-
-    Returns
-    -------
-    DoubleGradients
-        ``(ddo, dq, dk, dv, dbias)``, with the attributes ``dscore`` and ``ddlse``.
-
-    Raises
-    ------
-    <errors>
-
-    See Also
-    --------
-    backward_jvp : what it is made of; for keys in shards, merge :func:`jvp`'s results and call that.
-
-    Notes
-    -----
-    The gradients lie along tangents: ddo is the tangent of o along (gdq, gdk, gdv, gdbias), and dq that of the
-    backward's dq.  So this is one :func:`jvp` and one pass more.  Extra memory is O(N d).
-
-    Examples
-    --------
-    >>> import numpy as np, cuattn
-    >>> gdq, do, q, k, v = np.random.default_rng(0).standard_normal((5, 8, 16))
-    >>> double = cuattn.double_backward(gdq, None, None, do, q, k, v, cuattn.forward(q, k, v))
-    >>> bool(np.allclose(double.ddo, cuattn.jvp(q, k, v, tq=gdq).to))
-    True
-    """
-    *_, state = _unpacked("fwd", fwd)
-    check_state("fwd.rng_state", state, threshold(dropout_p))
-    sums = np.float64 if "float64" in str(getattr(q, "dtype", None)) else np.float32
-    options = Options(is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, sums)
-    tangents = {"tq": gdq, "tk": gdk, "tv": gdv, "tbias": gdbias}
-    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
-    first = Call(_JVP_OF_DOUBLE, {**arrays, **tangents}, options, state, origin, None, score, score_args, gdscore)
-    (o, l, m, to, tlse), _ = dispatch.compute(first)
-    arrays |= {"do": do, "o": o, "l": l, "m": m, "to": to, "tlse": tlse, "dlse": dlse, **tangents}
-    options = options._replace(out_dtype=out_dtype, deterministic=deterministic)
-    call = Call(DOUBLE_BACKWARD, arrays, options, state, origin, out, score, score_args, gdscore)
-    (ddo, *results), _ = dispatch.compute(call)
-    gradients = DoubleGradients(ddo, *(results if call.score is None else call.score.divide(results)[0]))
-    gradients.dscore = () if call.score is None else call.score.divide(results)[1]
-    gradients.ddlse = None if dlse is None else tlse
-    return gradients
 
 
 def merge(*parts: Any, out: tuple | None = None) -> Any:
@@ -690,7 +379,7 @@ def merge(*parts: Any, out: tuple | None = None) -> Any:
     named, states = {}, {}
     for index, part in enumerate(parts):
         label = f"parts[{index}]"
-        *arrays, state = _unpacked(label, part)
+        *arrays, state = unpacked(label, part)
         arrays += part[4:]
         named |= {f"{label}.{name}": array for name, array in zip(names, arrays, strict=True)}
         state = None if state is None else recorded(state, f"{label}.rng_state")
@@ -705,7 +394,7 @@ def _identity(state: RNGState | None) -> Any:
     return state if state is None or isinstance(state.offset, int) else (state.seed, id(state.offset))
 
 
-@_public
+@public
 def plan(
     q: ArrayT,
     k: ArrayT,

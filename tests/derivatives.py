@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from cuattn.reference.derivatives import differentiate
@@ -36,12 +38,15 @@ class Known:
         self.moved = dict.fromkeys(self.exact._fields, 0.0)
         rng = np.random.default_rng(0)
 
-        def moved(x):  # every second time all numbers of an array alike, as roundings of equal numbers are
-            return x * (1 + 8 * self.sums * rng.choice((-1, 1), () if sample % 2 else np.shape(x)))
+        def moved(x, alike):
+            return x * (1 + 8 * self.sums * rng.choice((-1, 1), () if alike else np.shape(x)))
 
-        for sample in range(samples):
-            near = {name: x if x is None else moved(x.astype(wide)) for name, x in arrays.items()}
-            other = differentiate(**near, **options, noise=moved)
+        for sample in range(
+            samples
+        ):  # every second time all numbers of an array alike, as equal numbers' roundings are
+            noise = functools.partial(moved, alike=sample % 2 > 0)
+            near = {name: x if x is None else noise(x.astype(wide)) for name, x in arrays.items()}
+            other = differentiate(**near, **options, noise=noise)
             for name, e, x in zip(self.exact._fields, self.exact, other, strict=True):
                 if e is not None and e.size:
                     with np.errstate(invalid="ignore"):

@@ -98,10 +98,10 @@ def differentiate(
     most_exact = np.longdouble if xp is np and q.dtype == np.float64 else np.float64
     work = np.dtype(most_exact) if low is None else np.result_type(low, np.float32)
 
-    def rounded(x):
-        if noise is not None:
-            return noise(x)
+    def plain(x):
         return x if low is None or low == work else x.astype(low).astype(work)
+
+    rounded = noise or plain
 
     scale = work.type(q.shape[-1] ** -0.5 if scale is None else scale)
     seen = xp.ones((), bool) if visible is None else visible
@@ -149,10 +149,8 @@ def differentiate(
         do, tdo = (taken(y, empty, do) for y in (do, tdo))
         dp = rounded(rounded(do @ v.swapaxes(-1, -2)) * z)
         tdp = rounded(rounded(do @ tv.swapaxes(-1, -2) + tdo @ v.swapaxes(-1, -2)) * z)
-        if noise is None:
-            delta, tdelta = rounded((p * dp).sum(-1)), rounded((tp * dp + p * tdp).sum(-1))
-        else:  # as whoever cannot hold p and dp has them, whose roundings are not those of dp
-            delta, tdelta = noise(do * o).sum(-1), (noise(tdo * o) + noise(do * to)).sum(-1)
+        terms = (p * dp, tp * dp + p * tdp) if noise is None else (noise(do * o), noise(tdo * o) + noise(do * to))
+        delta, tdelta = (rounded(y.sum(-1)) for y in terms)  # with noise as whoever cannot hold p and dp has them
         if dlse is not None:
             delta = delta - dlse.astype(work)
         ds = rounded(p * (dp - delta[..., None]))
