@@ -6,7 +6,7 @@ diagonals; what depends on rows or on keys alone broadcasts.
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +18,13 @@ from cuattn.cpu.blocks import UNIT
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import OPERATIONS, Place, Problem, ScoreFunction
 from cuattn.rng import BLOCK
-from cuattn.tracing import Bound, I, J, Node, Program, S, Weight, addend, along, derivative, weights
+from cuattn.tracing import Bound, I, J, Node, Program, S, Weight, addend, along, bounds, derivative, weights
 from cuattn.tracing.bound import Layout
 from cuattn.tracing.build import substitute
 from cuattn.tracing.derivatives import on_diagonals
+from cuattn.tracing.extremes import Extremes, of_dtype
 from cuattn.tracing.graph import is_constant, load
+from cuattn.tracing.ranges import Interval
 
 _DIAGONAL = 64  # keys whose diagonals are summed together, at most: with more of them lines have more that is 0
 
@@ -130,12 +132,24 @@ class Scores:
         self.rows = _indices(place.row, place.row_blocks, unit, problem.n_queries)
         self.keys = _indices(place.key, place.key_blocks, unit, problem.n_keys)
         self._first = place.batch, place.head
-        bound = Bound(score.root, tuple([operands[name] for name in score.names]), tuple(numbers))
+        self._bound = bound = Bound(score.root, tuple([operands[name] for name in score.names]), tuple(numbers))
+        self._last = place.batch + math.prod(problem.batch) - 1, place.head + problem.heads - 1
         made = _compiled(score, problem.stat_dtype, problem.operation, moves=problem.moves, even=self.even)
         self.primal = "dq" in OPERATIONS[problem.operation].results
         self.compute, self.names = made.program.ready(bound), made.names
         self.diagonals = made.diagonals and made.diagonals.ready(bound)
         self.weights = [(weight, bound.arrays[weight.slot].size, where.ready(bound)) for weight, where in made.weights]
+
+    @cached_property
+    def largest(self) -> float:
+        """What no number that the function adds is beyond; infinite if it does anything but add, or may add NaN."""
+        rest = addend(self._bound.root)
+        if rest is None:
+            return math.inf
+        ends = *zip(self._first, self._last, strict=True), *[(x[0], x[-1]) for x in (self.rows, self.keys)]
+        variables = {name: Interval(*map(np.float64, pair)) for name, pair in zip("bhij", ends, strict=True)}
+        found = bounds([rest], variables, [*map(_elements, self._bound.arrays)], self._bound.numbers)[rest]
+        return math.inf if found.nan else float(max(-found.lo, found.hi))
 
     def of(self, batch: Any, heads: Any, rows: slice, keys: slice) -> "Stretch":
         """Return the function for some rows and keys of some heads.
@@ -149,6 +163,14 @@ class Scores:
         """
         b, h = (np.add(x, first, dtype=np.int32) for x, first in zip((batch, heads), self._first, strict=True))
         return Stretch(self, b, h, rows, keys)
+
+
+def _elements(array: ndarray) -> Extremes:
+    """Return what bounds any element of an array."""
+    if not array.size or array.dtype == bool:
+        return of_dtype(array.dtype)
+    ends = [np.float64(end) for end in (array.min(), array.max())]
+    return lambda indices: Interval(*ends, nan=bool(np.isnan(ends[0])))
 
 
 def _indices(first: int, blocks: ndarray | None, unit: int, length: int) -> ndarray:

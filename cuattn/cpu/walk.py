@@ -162,7 +162,7 @@ class Walk:
         if self.problem.softcap is not None and largest < math.inf:
             largest = self.problem.softcap
         if self.task.score is not None:
-            return False
+            largest += self.task.score.largest
         if "bias" in self.task.operands:
             bias = self.item.group.of_queries(self.task.operands["bias"], self.item.rows)
             largest += max(float(bias.max()), -float(bias.min()))
