@@ -61,41 +61,39 @@ class BackwardJvp(TangentCall):
         return against
 
     def prepare(self) -> Plan:
-        problem = self.problem
-        axes, operands = self.axes, self.operands
-        wanted = [kind for kind in ("d", "td") if kind == "td" or problem.operation == "backward_jvp"]
+        problem, operands = self.problem, self.operands
+        self._kinds = ["td"] if problem.operation == "double_backward" else ["d", "td"]
         self._sums: dict[str, Sum] = {
-            f"{kind}{name}": sum_over(axes, operands[name].shape, heads)
+            f"{kind}{name}": sum_over(self.axes, operands[name].shape, heads)
             for name, heads in broadcast_heads(self).items()
-            for kind in wanted
+            for kind in self._kinds
         }
-        scratch = {name: sum_array(problem, total) for name, total in self._sums.items()}
-        scratch = {f"{name}_acc": array for name, array in scratch.items()}
-        self._acc = np.dtype(np.float32) if self.widths.size == 2 else np.dtype(np.float64)
-        scratch["rows"] = Array((_NUMBERS, problem.instances, problem.n_queries), self._acc)
-        self._kinds = wanted
+        scratch = {f"{name}_acc": sum_array(problem, total) for name, total in self._sums.items()}
+        numbers = np.dtype(np.float32) if self.widths.size == 2 else _FLOAT64
+        scratch["rows"] = Array((_NUMBERS, problem.instances, problem.n_queries), numbers)
         if "bias" in operands:
             self._bias_splits(scratch)
         for slot in problem.learned:
-            scratch |= {f"{kind}score{slot}_acc": Array((self._size(slot),), _FLOAT64) for kind in wanted}
+            scratch |= {f"{kind}score{slot}_acc": Array((self._size(slot),), _FLOAT64) for kind in self._kinds}
         self.begin(scratch, arithmetic=self.arithmetic)
-        constants = self.base_constants() | {
-            "primal": "d" in wanted,
-            **{f"sum_d{name}": f"td{name}" in self._sums for name in "qkv"},
-        }
-        shown: tuple[Any, ...] = ((16, 16), 1, 0, constants)
-        if problem.instances * problem.n_queries:
-            self._add_rows(constants)
+        summed = {f"sum_d{name}": f"td{name}" in self._sums for name in "qkv"}
+        constants = self.base_constants() | {"primal": "d" in self._kinds, **summed}
+        if problem.n_queries * problem.n_keys * problem.head_dim_v * problem.instances:  # else all is 0
+            self._add_all(constants)
+        tile, shared, columns = self._tile(_QUERIES) or (Tile(1, 16, 1), 0, 0)
+        block, own = (16 * tile.warps, tile.streamed), tile._asdict() | {"columns": columns}
+        return self.planned("sm80/bwd_jvp.cu", block, tile.warps, shared, constants | own, *notes(problem))
+
+    def _add_all(self, constants: Constants) -> None:
+        self._add_rows(constants)
         for name, owner in _OWNERS.items():
-            shown = self._add(name, owner, constants)
-            for kind in wanted:
+            self._add(name, owner, constants)
+            for kind in self._kinds:
                 self._add_sum(f"{kind}{name}")
-        if "bias" in operands:
+        if "bias" in self.operands:
             self._add_bias(constants)
-        if problem.learned:
+        if self.problem.learned:
             self._add_scores(constants)
-        block, warps, shared, constants = shown
-        return self.planned("sm80/bwd_jvp.cu", block, warps, shared, constants, *notes(problem))
 
     def _add_rows(self, constants: Constants) -> None:
         """Append the launch that computes what the others need of rows."""
@@ -112,8 +110,8 @@ class BackwardJvp(TangentCall):
         blocks = min(cdiv(problem.instances * problem.n_queries, _WARPS), 32 * self.device.multiprocessors)
         self.add("util/bwd_jvp_rows.cu", "backward_jvp_rows", constants, (blocks,), _WARPS, fields, own=own)
 
-    def _add(self, name: str, owner: int, constants: Constants) -> tuple[Any, ...]:
-        """Append the launch that sums one gradient; return what its plan says."""
+    def _add(self, name: str, owner: int, constants: Constants) -> None:
+        """Append the launch that sums one gradient."""
         found = self._tile(owner)
         assert found is not None
         tile, shared, columns = found
@@ -145,11 +143,9 @@ class BackwardJvp(TangentCall):
         if owner != _QUERIES:
             tiles, instances = counts["key_tiles"], instances // problem.group
         width = problem.head_dim_v if owner == _VALUES else problem.head_dim
-        grid = tiles * instances, cdiv(max(width, 1), columns)
-        if grid[0] and width:
-            launched = "sm80/bwd_jvp.cu", "backward_jvp", constants, grid, tile.warps, counts | fields, block
-            self.add(*launched, own=own, shared_bytes=shared)
-        return block, tile.warps, shared, constants
+        grid = tiles * instances, cdiv(width, columns)
+        launched = "sm80/bwd_jvp.cu", "backward_jvp", constants, grid, tile.warps, counts | fields, block
+        self.add(*launched, own=own, shared_bytes=shared)
 
     def _bias_splits(self, scratch: dict[str, Array]) -> None:
         """Decide in how many parts the heads that share a bias are summed, and note the parts among scratch memory."""
@@ -182,9 +178,8 @@ class BackwardJvp(TangentCall):
         fields, own = self.tangents(("tq", "tk", "tv", "tbias", "tdo"), {"rows": "rows", "tdbias_acc": "tdbias_acc"})
         if "dbias" not in self.arrays:  # the tangent's layout tells which heads share a bias
             fields |= layout_fields("dbias", steps_of(self.arrays["tdbias"]), self.axes, len(self.problem.batch))
-        if self._tiles:
-            launched = "sm80/bwd_jvp_bias.cu", "backward_jvp_bias", constants, (self._tiles * splits,), tile.warps
-            self.add(*launched, values | fields, block, own=own, shared_bytes=max(shared, 8 * block[0] * block[1]))
+        launched = "sm80/bwd_jvp_bias.cu", "backward_jvp_bias", constants, (self._tiles * splits,), tile.warps
+        self.add(*launched, values | fields, block, own=own, shared_bytes=max(shared, 8 * block[0] * block[1]))
         for kind in self._kinds:
             self._add_sum(f"{kind}bias")
 
@@ -216,7 +211,7 @@ class BackwardJvp(TangentCall):
         counts = tile_counts(problem, block)
         fields, own = self.tangents(("tq", "tk", "tv", "tbias", "tdo"), {"rows": "rows", **self._elements()})
         grid = (counts["row_tiles"] * problem.instances,)
-        if grid[0] and count:
+        if count:
             launched = (
                 "sm80/bwd_jvp_score.cu",
                 "backward_jvp_score",

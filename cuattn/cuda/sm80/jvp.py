@@ -150,10 +150,9 @@ class Jvp(TangentCall):
         }  # fmt: skip
         counts = tile_counts(problem, block)
         fields, own = self.tangents(("tq", "tk", "tv", "tbias", "to", "tlse"))
-        for name in ("v", "tv"):
-            if self.has(name) and not self.operands[name].size:
-                self.slots["v.data"] = "k"  # an empty v has no address, and copies of nothing must name one
-                own.slots.pop("tv.data", None)
+        if not self.operands["v"].size:  # it has no address, and copies of nothing must name one
+            self.slots["v.data"] = "k"
+            own.slots.update({"tv.data": "k"} if self.has("tv") else {})
         grid = counts["row_tiles"] * problem.instances, cdiv(max(problem.head_dim_v, 1), columns)
         if grid[0]:
             launched = "sm80/jvp.cu", "attention_jvp", constants, grid, tile.warps, counts | fields, block
