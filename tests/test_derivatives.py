@@ -13,6 +13,7 @@ from tests.strategies import BFLOAT16, cases, normal
 from tests.test_api import dtypes, random
 from tests.tolerances import assert_close
 
+FLOAT64 = np.dtype(np.float64)
 OPERANDS = st.sets(st.sampled_from(("q", "k", "v", "bias", "do")))
 
 
@@ -130,6 +131,47 @@ def test_merged_jvps_of_shards_are_the_whole(xp, case, cut, seed):
                 full = total.setdefault(name, np.zeros(getattr(known.exact, name).shape, wide))
                 full[(..., slice(None) if name.endswith("q") else part, slice(None))] += xp.get(x)
     known.check(total, total.values(), dtype=case.q.dtype)
+
+
+def test_parts_of_several_pieces_are_the_whole(xp):
+    """Zigzag parts of a causal problem with dropout, a softcap and a score function."""
+    names = "q", "k", "v", "do", "tq", "tk", "tv", "tdo"
+    arrays = dict(zip(names, random(14, 8, 2, 128, 16, dtype=FLOAT64), strict=True))
+    weights, moved = (x[0] for x in random(15, 2, 1, 128, dtype=FLOAT64))
+    given_ = {"score_args": (xp.put(weights),), "tscore_args": (xp.put(moved),)}
+    options = {"dropout_p": 0.25, "is_causal": True, "softcap": 5.0, **given_}
+    options["score"] = lambda s, b, h, i, j, w: s * (1 + 0.1 * np.tanh(w[i] - w[j]))
+    pieces = ((0, 0), (32, 96)), 32
+    places = [np.r_[0:32, 96:128], np.r_[32:96]]
+
+    def operands(rows, keys):
+        taken = {name: xp.put(x[:, keys if name[-1] in "kv" else rows].copy()) for name, x in arrays.items()}
+        return [taken.pop(name) for name in ("do", "q", "k", "v", "tdo")], taken
+
+    def gradients(rows, keys, jvp, **origin):
+        (do, q, k, v, tdo), tangents = operands(rows, keys)
+        pair = cuattn.backward_jvp(do, q, k, v, jvp, tdo=tdo, **tangents, **options, **origin)
+        return [xp.get(x) for part in pair for x in (*part[:3], *part.dscore)]
+
+    def jvp_of(rows, keys, **origin):
+        (_, q, k, v, _), tangents = operands(rows, keys)
+        return cuattn.jvp(q, k, v, **tangents, **options, rng=7, **origin)
+
+    everything = np.arange(128)
+    whole = jvp_of(everything, everything)
+    wanted = gradients(everything, everything, whole)
+    total = [np.zeros_like(x) for x in wanted]
+    for row, rows in zip(pieces, places, strict=True):
+        origins = [cuattn.Origin(row=row, key=key) for key in pieces]
+        merged = cuattn.merge(*(jvp_of(rows, keys, origin=at) for at, keys in zip(origins, places, strict=True)))
+        for a, b in zip(merged[4:], whole[4:], strict=True):
+            np.testing.assert_allclose(xp.get(a), xp.get(b)[:, rows], atol=1e-13)
+        for at, keys in zip(origins, places, strict=True):
+            for n, x in enumerate(gradients(rows, keys, merged, origin=at)):
+                taken = [(slice(None), rows), (slice(None), keys), (slice(None), keys), ...][n % 4]
+                total[n][taken] += x
+    for x, y in zip(total, wanted, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-12)
 
 
 @dtypes
