@@ -47,7 +47,8 @@ def with_bias(
 ) -> tuple[Problem, Mapping[str, ndarray], Pairs | None]:
     """Return a problem and its operands with what the score function adds by row and key as the bias."""
     score = problem.score
-    term = None if score is None or problem.bias is not None or problem.runs else term_of(score.root)
+    whole = problem.operation in ("forward", "backward") and not problem.runs
+    term = None if score is None or problem.bias is not None or not whole else term_of(score.root)
     if term is None:
         return problem, operands, None
     (slot, indices), rest = term
