@@ -14,11 +14,11 @@ namespace sm90::pairs {
 
 constexpr int warpgroups = cfg::block_m / 64;  // consumers
 constexpr int threads = 128 * (warpgroups + 1);
-constexpr int producer_registers = block_mask ? 56 : cfg::mask != kMaskNone || cfg::softcap ? 40 : 24, consumer_registers = (504 - producer_registers) / 16 * 8;
+constexpr int producer_registers = block_mask ? 56 : cfg::mask != kMaskNone ? 40 : 24, consumer_registers = (504 - producer_registers) / 16 * 8;
 static_assert(warpgroups == 2);
 
 constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias || cfg::score, may_hide_keys = may_have_dead_keys || cfg::bias_keys;
-// Are S and dP computed together?  They may not fit into the ring; and who draws random numbers, or evaluates a function, needs registers meanwhile.
+// Are S and dP computed together?  They may not fit into the ring; and random numbers and functions need registers meanwhile.
 constexpr bool together = slabs + slabs_v <= cfg::stages && !cfg::dropout && !cfg::score;
 
 // Offsets in bytes; every tile starts on a multiple of 1024.
@@ -29,7 +29,7 @@ constexpr int numbers_at = cfg::stages * stage_bytes;
 
 // A pair as the producer announces it, with the first stage of its q and k.
 struct alignas(16) Step {
-    i32 m, number;  // of the row tile and of the key tile; m is negative: there are no more
+    i32 m, number;  // of the row tile and of the key tile; m is negative: the place has no more
     i32 head, batch;
     i32 flags;
     static constexpr i32 partial_bit = 1, far_bit = 2;
@@ -125,13 +125,16 @@ struct Producer {
     __device__ __forceinline__ void run(const Pairs& place) {
         for (i32 number = 0; number < place.heads(); ++number) feed_head(place, place.head(p, number));
         ptx::mbarrier_wait(shared.empty(slot.stage), slot.phase ^ 1);
-        if (!leader) return;
-        shared.step(slot.stage).m = -1;
-        ptx::mbarrier_arrive(shared.full(slot.stage));
+        if (ptx::elected()) {
+            shared.step(slot.stage).m = -1;
+            ptx::mbarrier_arrive(shared.full(slot.stage));
+        }
+        slot.advance();
     }
 };
 
-// Self is what sums, and has take(): dS of the thread's elements is in `s`, but (cfg::inputs) where weights depend on scores.
+// Self is what sums, and has take(): dS of the thread's elements is in `s`; or, with takes_products, P, and dP in `dp`; or (cfg::inputs), where weights
+// depend on scores, for_ds() makes it.
 template <class Self>
 struct Consumer : RowScores<Self> {
     using Base = RowScores<Self>;
@@ -294,24 +297,35 @@ struct Consumer : RowScores<Self> {
         give_back<slabs_v>();
         if (may_hide_keys && (cfg::bias_keys || uniform(step.partial())))
             unroll<cfg::block_n / 2>([&](int i) { dp[i] = s[i] == 0.0f ? 0.0f : dp[i]; });  // a key that nobody sees may hold NaN
-        this->template differentiate<may_hide_rows>();
+        if constexpr (!Self::takes_products) this->template differentiate<may_hide_rows>();
+        else if constexpr (may_hide_rows) clear_empty();
     }
 
+    // P and dP of rows that see nothing, which may be NaN.
+    __device__ __forceinline__ void clear_empty() {
+        const bool empty[2] = {this->stat.x == minus_infinity(), this->stat.y == minus_infinity()};
+        if (!uniform(empty[0] || empty[1])) return;
+        unroll<cfg::block_n / 2>([&](int i) { s[i] = empty[i / 2 % 2] ? 0.0f : s[i], dp[i] = empty[i / 2 % 2] ? 0.0f : dp[i]; });
+    }
+
+    // All pairs of a place.
     __device__ __forceinline__ void run() {
         for (;;) {
             await();
             step = shared.step(slot.stage);
-            if (uniform(step.m < 0)) return;
+            if (uniform(step.m < 0)) break;
             if constexpr (cfg::inputs) find_products();
             else find_ds();
             self().take();
         }
+        slot.advance();
+        give_back<1>();
     }
 };
 
-// What all warps of a block do.  consume(warpgroup): of a consumer.
-template <class Pairs, class Consume>
-__device__ __forceinline__ void run_block(const Params& p, const Maps& maps, const Shared& shared, const Pairs& place, const Consume& consume) {
+// What all warps of a block do.  produce(producer) and consume(warpgroup): place after place.
+template <class Produce, class Consume>
+__device__ __forceinline__ void run_block(const Params& p, const Maps& maps, const Shared& shared, const Produce& produce, const Consume& consume) {
     const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes; the shuffle tells the compiler so
     if (threadIdx.x == 0) init_barriers(shared);
     __syncthreads();  // the barriers are ready
@@ -319,7 +333,7 @@ __device__ __forceinline__ void run_block(const Params& p, const Maps& maps, con
         ptx::registers_release<producer_registers>();
         if (warp == 0) {
             Producer producer{p, maps, shared, threadIdx.x == 0};
-            producer.run(place);
+            produce(producer);
         }
     } else {
         ptx::registers_claim<consumer_registers>();

@@ -47,6 +47,7 @@ struct Shares {
 };
 
 struct ScoreSumsOfBlock : Consumer<ScoreSumsOfBlock> {
+    static constexpr bool takes_products = false;
     const ScoreSumsParams& own;
     float lines[weights][line_count], heads[weights];  // those of weights that share nothing of the kind are never touched
     Shares shares;
@@ -175,5 +176,6 @@ backward_score(const __grid_constant__ ScoreSumsParams p, const __grid_constant_
     extern __shared__ __align__(1024) u8 memory[];
     const sm90::pairs::Shared shared{ptx::shared_address(memory), memory};
     const ScorePairs place(p);
-    run_block(p, {q_map, k_map, v_map, do_map}, shared, place, [&](u32 warpgroup) { consume(p, shared, place, warpgroup); });
+    run_block(p, {q_map, k_map, v_map, do_map}, shared, [&](Producer& producer) { producer.run(place); },
+              [&](u32 warpgroup) { consume(p, shared, place, warpgroup); });
 }

@@ -111,7 +111,7 @@ class ElementPass:
             **self._fields,
         }
         slots = {"dbias.data": name, **({"dbias_acc": f"{name}_acc"} if split else {})}
-        together = cdiv(self._blocks, call.device.multiprocessors)
+        together = cdiv(self._blocks, call.device.multiprocessors) if any(self._sums.values()) else 1
         launched = path, "backward_bias", constants, self._blocks, _WARPS, values, TILE
         call.add_mapped(*launched, shared_bytes + own, (), together=together, own=Own(np.dtype([]), slots))
         if split:
