@@ -80,6 +80,14 @@ name                    type     meaning
 ``result``              type     of what is written then
 ``chunk``, ``part``     int      backward of wide heads: columns loaded at a time, columns that a block owns; else 0
 ``tf32``                bool     float32 products in one TF32 pass instead of float32 accuracy
+``source``, ``stat``    type     along tangents: operands in memory, and l, m and unrounded sums
+``to_elem``             type     the tangent of o read by the backward: ``elem`` or ``acc``
+``columns``             int      along tangents: columns of a result that a block sums
+``owner``               int      along tangents: what a block of the backward sums (kernels/sm80/bwd_jvp.cuh)
+``moves``               bool     scores have a tangent
+``tq``, ``tk``          bool     there is a tangent of q, of k (``tv``, ``tdo``, ``tbias`` likewise)
+``primal``              bool     the gradients are wanted beside their tangents
+``ddo``                 bool     so is the gradient by do, which is the tangent of o
 ======================  =======  ==================================================================================
 """
 

@@ -4,8 +4,8 @@
 // every other row: so it stays on three diagonals, 2 m - 1, 2 m and 2 m + 1 (rows less keys, m the lane), and on those 64 before them until
 // its words come round.
 //
-// The sums are [head][diagonal of tiles][line] of Diagonals (attn/diagonals.cuh), lines behind an odd number of others, so that pairs of them from
-// an even diagonal on are aligned.
+// The sums are [head][key tile, in a fixed order][diagonal of tiles][line] of Diagonals (attn/diagonals.cuh), behind an odd number of others, so that
+// pairs of lines from an even diagonal on are aligned.  Of a key tile's own no more than two numbers are added to one, whose order changes nothing.
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/barrier.cuh"
@@ -25,11 +25,11 @@ struct DiagonalSums {
         above += second.x;
     }
 
-    // To memory if told so, with what the next lane has of its first diagonal.  All lanes of a warp take part.
-    __device__ __forceinline__ void add_to(float* at, float first, bool told = true) const {
-        const u32 lane = threadIdx.x % 32;
-        const float next = __shfl_sync(~0u, first, lane + 1);
-        if (told) ptx::red_add_x2(at + 2 * lane, own, above + next);
+    __device__ __forceinline__ DiagonalSums operator+(const DiagonalSums& other) const {
+        return {below + other.below, own + other.own, above + other.above};
+    }
+    __device__ __forceinline__ DiagonalSums operator-(const DiagonalSums& other) const {
+        return {below - other.below, own - other.own, above - other.above};
     }
 };
 
@@ -58,20 +58,23 @@ __device__ __forceinline__ void add_rows(DiagonalSums (&all)[warpgroups], Diagon
     unroll<warpgroups>([&](int slab) { before[slab] = all[slab]; });
 }
 
-// A tile in the buffer.  All lanes of a warp take part.
+// A tile in the buffer: adds each of its diagonals to memory once for each half of the rows.  All lanes of a warp take part.
 __device__ __forceinline__ void add_diagonals(const Params& p, const Shared& shared, u32 buffer, const DqPlace& place) {
     using Diagonal = Diagonals<cfg::block_m, cfg::block_n>;
     const u32 lane = threadIdx.x % 32;
-    float* const tile = static_cast<float*>(p.dbias_acc) + 1 + (place.batch * p.heads + place.head) * p.dbias.head +
+    float* const tile = static_cast<float*>(p.dbias_acc) + 1 + (place.batch * p.heads + place.head) * p.dbias.head + place.n * p.dbias.row +
                         Diagonal::owner(place.m, place.n, p.key_tiles) * Diagonal::lines + Diagonal::line(0);
 #pragma unroll 1
     for (i32 first = 0; first < cfg::block_m; first += DiagonalSums::rows) {
         DiagonalSums all[warpgroups], before[warpgroups];
         add_rows(all, before, shared.ds(buffer) + first * row_bytes);
-        unroll<warpgroups>([&](int slab) {
-            const DiagonalSums after = {all[slab].below - before[slab].below, all[slab].own - before[slab].own, all[slab].above - before[slab].above};
-            before[slab].add_to(tile + first - 64 * (slab + 1), lane == 0 ? after.below : before[slab].below);
-            after.add_to(tile + first - 64 * slab, lane == 0 ? 0.0f : after.below, lane < DiagonalSums::rows / 2);
+        const DiagonalSums runs[] = {all[0] - before[0], before[0] + (all[1] - before[1]), before[1]};  // of 64 diagonals
+        float behind = 0.0f;  // what the run above has of this one's last diagonal
+        unroll<3>([&](int run) {
+            const float next = __shfl_down_sync(~0u, runs[run].below, 1);
+            if (run > 0 || lane < DiagonalSums::rows / 2)
+                ptx::red_add_x2(tile + first - 64 * run + 2 * lane, runs[run].own, runs[run].above + (lane == 31 ? behind : next));
+            behind = __shfl_sync(~0u, runs[run].below, 0);
         });
     }
     ptx::mbarrier_arrive(shared.barrier(ds_empty + buffer));  // each lane for itself

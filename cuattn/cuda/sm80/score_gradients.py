@@ -41,6 +41,8 @@ _SHARERS = 4  # threads that may share their sums of a slice for another block b
 _STATIC_BYTES = 1024  # of shared memory, which a pass declares itself
 _GATHER_WARPS = 8
 _UNIT = 4  # numbers that kernels zero at a time
+_MAIN_KEYS = 128  # of a tile of the main kernel for compute capability 9.0,
+_MOST_SUMS = 1 << 27  # each of which has sums of diagonals of its own in a fixed order, not more than about so many
 _ZERO, _ONE = constant(0.0), constant(1.0)
 _OWNED = 1024  # elements that a block of a gathering owns at most
 
@@ -116,8 +118,9 @@ def on_diagonals(problem: Problem) -> bool:
 def by_main(problem: Problem) -> bool:
     """Return whether few sums over keys, heads or, of dS alone, diagonals are all that the gradients need."""
     found = learned(problem)
-    in_order = problem.dropout or problem.deterministic
-    diagonals = [each for each in found if each.place == "diagonal" and each.weight.weight is _ONE and not in_order]
+    sizes = 4 * problem.instances * (problem.n_queries + problem.n_keys) * cdiv(problem.n_keys, _MAIN_KEYS)
+    summed = not problem.dropout and (not problem.deterministic or sizes <= _MOST_SUMS)
+    diagonals = [each for each in found if each.place == "diagonal" and each.weight.weight is _ONE and summed]
     lines = [each for each in found if each.place in ("key", "head") and not _is_curved(each, problem)]
     return len(lines) <= _TOGETHER and 0 < len(lines) + len(diagonals) == len(found)
 
@@ -227,7 +230,11 @@ class ScoreGradients:
     def main_fields(self) -> dict[str, Any]:
         """Fields of ``Params`` for the main kernel: the sums of diagonals of a head, and how many heads have them."""
         along = any(made.walk == _DIAGONALS for made in self.passes)
-        return {"dbias.head": self._lines(_DIAGONALS)[0], "bias_instances": self.problem.instances} if along else {}
+        if not along:
+            return {}
+        lines, tiles = self._lines(_DIAGONALS)[0], self._sharers(_DIAGONALS)
+        own = lines if tiles > 1 else 0
+        return {"dbias.head": lines * tiles, "dbias.row": own, "bias_instances": self.problem.instances}
 
     @property
     def notes(self) -> list[str]:
@@ -251,13 +258,18 @@ class ScoreGradients:
         owners = ((rows - 1) * block_m + (keys - 1) * block_n) // math.gcd(block_m, block_n) + 1
         return owners * (block_m + block_n), owners
 
+    def _sharers(self, walk: int) -> int:
+        """Return how many sums a line of a head has: in a fixed order each key tile has its own of diagonals."""
+        own = self._main and walk == _DIAGONALS and self.problem.deterministic
+        return self._counts["key_tiles"] if own else 1
+
     def _slice(self, made: Pass) -> int:
         return sum(self.weights[number].length for number in made.slices)
 
     def _starts(self, made: Pass) -> tuple[int, int, int]:
         """Return where in a pass's sums those of heads and of slices begin, and their number."""
         (lines, owners), instances = self._lines(made.walk), self.problem.instances
-        heads_at = self._arrays(made) * instances * lines
+        heads_at = self._arrays(made) * instances * lines * self._sharers(made.walk)
         slices_at = heads_at + len(made.heads) * instances * owners
         return heads_at, slices_at, slices_at + instances * owners * self._slice(made)
 
@@ -339,7 +351,7 @@ class ScoreGradients:
         of_pass, instances, base = (self._name(index), made.walk), self.problem.instances, self._base(made)
         if number in made.lines:
             array = made.lines.index(number) % self._arrays(made)
-            return Sums(*of_pass, _LINE, base + array * instances * lines, lines, 1)
+            return Sums(*of_pass, _LINE, base + array * instances * lines, lines, self._sharers(made.walk))
         if number in made.heads:
             return Sums(*of_pass, _HEAD, base + heads_at + made.heads.index(number) * instances * owners, owners, 1)
         return Sums(*of_pass, _SLICE, slices_at, self._slice(made), owners)

@@ -60,7 +60,7 @@ def has_slopes_of_heads(problem: Problem) -> bool:
     Only the kernel that computes everything makes use of it.
     """
     root, widest = function_of(problem), max(width_of(problem.head_dim), width_of(problem.head_dim_v))
-    if root is None or problem.softcap is not None or problem.bias is not None or problem.group > 1:
+    if root is None or problem.softcap is not None or problem.bias is not None or problem.group > 1 or problem.dropout:
         return False
     alone = not derivative(root).depends & (S | I | J) and is_linear(root) and addend(root) is None
     return alone and widest <= _FUSED_HEAD_DIM and problem.masks != ("block",)

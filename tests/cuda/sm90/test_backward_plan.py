@@ -255,6 +255,42 @@ def test_scores_spills(driver, name, changes):
             assert used.stack == 0, (path, used)
 
 
+DROPPED = {"options": {"dropout_p": 0.25, "rng": 9}}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "options", "sums"),
+    [
+        ("alibi", {}, {}, "weights"),
+        ("key_bias", {"heads": 8}, {}, "weights"),
+        ("alibi", DROPPED, {}, "weights"),
+        ("head_temperature", {"head_dim": 128}, {}, "weights heads"),
+        ("head_temperature", {"heads": 8}, {}, "pass"),
+        ("row_temperature", {}, {}, "pass"),
+        ("relative_table", {}, {}, "diagonals"),
+        ("relative_table", {"heads": 8}, {"deterministic": True}, "diagonals"),
+        ("relative_table", {"n_queries": 30000, "n_keys": 30000}, {"deterministic": True}, "pass"),
+        ("relative_table", DROPPED, {}, "pass"),
+        ("relative_table", {"head_dim": 256}, {}, "pass"),
+        ("buckets", {}, {}, "diagonals"),
+        ("grid", {}, {}, "pass"),
+    ],
+)
+def test_who_sums_what_arrays_need(driver, name, changes, options, sums):
+    case = Case("summed", n_queries=400, n_keys=400)._replace(**changes)
+    call = scored(prepared(case, "backward", kernel="sm90", **options), scores.SCORES[name](case))
+    kernels = [kernel._found[1:4:2] for kernel in launch_sequence(*call[:3])._kernels]
+    paths = {path.rpartition("/")[2]: dict(constants) for path, constants in kernels}
+    found = {
+        "pass": "bwd_score.cu" in paths,
+        "weights": "bwd_weights.cu" in paths,
+        "heads": "bwd_convert_heads.cu" in paths,
+    }
+    main = paths.get("bwd_weights.cu", paths.get("bwd.cu"))
+    found["diagonals"] = main["dbias"] == Dbias.DIAGONALS
+    assert sums.split() == [what for what, holds in found.items() if holds]
+
+
 @pytest.mark.parametrize("dlse", [False, True])
 @pytest.mark.parametrize("load_bytes", [2, 8, 16])
 @pytest.mark.parametrize("o_elem", ["elem", "float"])
