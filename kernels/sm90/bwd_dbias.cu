@@ -47,7 +47,7 @@ using BiasPair = Two<cfg::bias_elem>;
 
 struct BiasSums : Consumer<BiasSums> {
     static constexpr bool holds_bias = cfg::bias && !learned_elements, takes_products = !learned_elements && !cfg::dropout && !cfg::softcap;
-    RowScoresOf sums;
+    Scores sums;
 
     // Element i's pair of the tile of the bias.
     __device__ __forceinline__ BiasPair& held(int i) const { return shared.at<BiasPair>(own_at, i / 2 * 128 * warpgroups + threadIdx.x - 128); }
@@ -59,8 +59,9 @@ struct BiasSums : Consumer<BiasSums> {
     // Calls work(i, row, key) for the first of each of the thread's pairs in a place's tile.
     template <class Work>
     __device__ __forceinline__ void for_pairs(const BiasPairs& place, const Work& work) const {
-        const i32 row = place.row_begin * cfg::block_m + 64 * warpgroup + fragment_row(), key = place.key_begin * cfg::block_n + 2 * (threadIdx.x % 4);
-        unroll<cfg::block_n / 4>([&](int pair) { work(2 * pair, row + 8 * (pair % 2), key + key_of(2 * pair)); });
+        const i32 row = place.row_begin * cfg::block_m + 64 * row_part() + fragment_row();
+        const i32 key = place.key_begin * cfg::block_n + key_part() * own_keys + 2 * (threadIdx.x % 4);
+        unroll<own_keys / 4>([&](int pair) { work(2 * pair, row + 8 * (pair % 2), key + key_of(2 * pair)); });
     }
 
     // Elements beyond the last row or key are those of others.
@@ -80,12 +81,12 @@ struct BiasSums : Consumer<BiasSums> {
             });
     }
 
-    // Asks for a tile ahead: half a row a thread, if rows are contiguous.
+    // Asks for a tile ahead: a part of a row a thread, if rows are contiguous.
     __device__ __forceinline__ void prefetch_bias(const BiasPairs& place) const {
-        constexpr int line = 128 / sizeof(cfg::bias_elem), half = cfg::block_n / 2;
+        constexpr int line = 128 / sizeof(cfg::bias_elem), half = cfg::block_n / warpgroups;
         const auto* bias = static_cast<const cfg::bias_elem*>(p.bias.data) + slice_of(p.bias, place.first_batch, place.first_head);
-        const i32 thread = threadIdx.x - 128, row = min(place.row_begin * cfg::block_m + thread / 2, p.n_queries - 1);
-        for (i32 key = place.key_begin * cfg::block_n + thread % 2 * half, end = min(key + half, p.n_keys); key < end; key += line)
+        const i32 thread = threadIdx.x - 128, row = min(place.row_begin * cfg::block_m + thread / warpgroups, p.n_queries - 1);
+        for (i32 key = place.key_begin * cfg::block_n + thread % warpgroups * half, end = min(key + half, p.n_keys); key < end; key += line)
             ptx::prefetch(bias + row * p.bias.row + key * p.bias.col);
     }
 
@@ -120,7 +121,7 @@ struct BiasSums : Consumer<BiasSums> {
     }
 #else
     __device__ __forceinline__ void take() {
-        unroll<cfg::block_n / 2>([&](int i) {
+        unroll<own_keys / 2>([&](int i) {
             if constexpr (takes_products) sums[i] = fmaf(s[i], dp[i] - (i / 2 % 2 ? delta.y : delta.x), sums[i]);
             else sums[i] += s[i];
         });
@@ -134,32 +135,26 @@ constexpr bool along = cfg::sum_rows || cfg::sum_keys;  // then a block has one 
 __device__ __forceinline__ void store_along(const BiasSums& sums, const BiasPairs& place) {
     ptx::barrier_sync(sums_barrier, 128 * warpgroups);  // nobody reads the ring any more
     float* const tile = &sums.shared.at<float>(0);
-    const i32 row = 64 * sums.warpgroup + fragment_row(), key = 2 * (threadIdx.x % 4);
-    unroll<cfg::block_n / 2>([&](int i) { tile[(row + 8 * (i / 2 % 2)) * bias_sums_stride + key + sums.key_of(i)] = sums.sums[i]; });
+    const i32 row = 64 * sums.row_part() + fragment_row(), key = sums.key_part() * own_keys + 2 * (threadIdx.x % 4);
+    unroll<own_keys / 2>([&](int i) { tile[(row + 8 * (i / 2 % 2)) * bias_sums_stride + key + sums.key_of(i)] = sums.sums[i]; });
     ptx::barrier_sync(sums_barrier, 128 * warpgroups);  // the sums are complete
     store_bias_sums<128 * warpgroups>(tile, sums.p, place, threadIdx.x - 128);
 }
 
-template <class Work>
-__device__ __forceinline__ void for_places(const Params& p, const Work& work) {
-    for (i32 number = blockIdx.x; number < BiasPlace::count(p); number += gridDim.x) work(number);
-}
-
 __device__ __forceinline__ void consume(const Params& p, const Shared& shared, u32 warpgroup) {
     BiasSums sums{{{p}, shared, warpgroup}};
-    for_places(p, [&](i32 number) {
-        unroll<cfg::block_n / 2>([&](int i) { sums.sums[i] = 0.0f; });
+    for (i32 number = blockIdx.x; number < BiasPlace::count(p); number += gridDim.x) {
+        unroll<own_keys / 2>([&](int i) { sums.sums[i] = 0.0f; });
         if constexpr (BiasSums::holds_bias) {
             sums.load_bias(BiasPairs(p, number));
-            const i32 next = ptx::opaque(static_cast<i32>(number + gridDim.x));
-            if (next < BiasPlace::count(p)) sums.prefetch_bias(BiasPairs(p, next));
+            if (number + gridDim.x < BiasPlace::count(p)) sums.prefetch_bias(BiasPairs(p, number + gridDim.x));
         }
-        sums.run();
-        const BiasPairs place(p, ptx::opaque(number));  // found anew: the sums leave no register for it
+        number = sums.run();
+        const BiasPairs place(p, number);
         if constexpr (along) store_along(sums, place);
         else if constexpr (cfg::split) sums.store(static_cast<float*>(p.dbias_acc), place);
         else sums.store(static_cast<cfg::bias_grad*>(p.dbias.data), place);
-    });
+    }
 }
 
 }  // namespace sm90::pairs
@@ -171,6 +166,8 @@ backward_bias(const __grid_constant__ Params p, const __grid_constant__ ptx::Ten
     extern __shared__ __align__(1024) u8 memory[];
     const sm90::pairs::Shared shared{ptx::shared_address(memory), memory};
     run_block(p, {q_map, k_map, v_map, do_map}, shared,
-              [&](Producer& producer) { for_places(p, [&](i32 number) { producer.run(BiasPairs(p, number)); }); },
+              [&](Producer& producer) {
+                  for (i32 number = blockIdx.x; number < BiasPlace::count(p); number += gridDim.x) producer.run(BiasPairs(p, number), number);
+              },
               [&](u32 warpgroup) { consume(p, shared, warpgroup); });
 }

@@ -198,6 +198,6 @@ backward_score(const __grid_constant__ ScoreSumsParams p, const __grid_constant_
     extern __shared__ __align__(1024) u8 memory[];
     const sm90::pairs::Shared shared{ptx::shared_address(memory), memory};
     const ScorePairs place(p);
-    run_block(p, {q_map, k_map, v_map, do_map}, shared, [&](Producer& producer) { producer.run(place); },
+    run_block(p, {q_map, k_map, v_map, do_map}, shared, [&](Producer& producer) { producer.run(place, 0); },
               [&](u32 warpgroup) { consume(p, shared, place, warpgroup); });
 }
