@@ -69,6 +69,8 @@ class Functions:
                 functions["places"] = [x.weight.offset for x in found]
         if score.learned:
             functions["weights"] = [x.weight.weight for x in found] or [_ZERO]
+            functions["tilts"] = [x.line.tilt if x.line else _ZERO for x in found] or [_ZERO]
+            functions["steps"] = [x.line.step if x.line else _ZERO for x in found] or [_ZERO]
             for name in ("number", "offset", "base"):
                 functions[f"{name}s"] = [getattr(x, name) for x in found] or [constant(0)]
         dtype = arithmetic or problem.stat_dtype
