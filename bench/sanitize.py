@@ -6,18 +6,20 @@
 
 One list for both families (``--kernel sm90`` or ``sm80`` runs one of them), every dtype, both directions, heads in
 groups whose values are wider than their keys, few queries over many keys, merging; biases, functions of scores and of
-what is visible, and matrices of it, in one dtype each.  ``--part 1 16`` takes every 16th problem from number 1 on, so
-that several processes share the work; ``--canary`` shows whether the tool is watching.  racecheck is slow: name the
-kernel that it is to watch, ``--kernel-name kns=attention_backward`` (``attention_forward``, ``backward_rows``,
-``backward_score``), and give it few problems at a time.
+what is visible, matrices of it, and derivatives along tangents, in one dtype each.  ``--part 1 16`` takes every 16th
+problem from number 1 on, so that several processes share the work; ``--canary`` shows whether the tool is watching.
+racecheck is slow: name the kernel that it is to watch, ``--kernel-name kns=attention_backward`` (``attention_forward``,
+``backward_rows``, ``backward_score``), and give it few problems at a time.
 """
 
 import argparse
+import functools
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+import cuattn
 from bench import harness
 from bench.cases import Case
 from bench.harness import Calls
@@ -35,7 +37,7 @@ def feature(d=64, dv=0, batch=1, heads=2, kv_heads=0, n_queries=200, n_keys=300,
     """Return a problem's shape and its options.
 
     Of these `bias` names axes, as `bench.score_samples.Formula` does; `mask` one that `made` makes, `score` one of
-    `SCORES`.
+    `SCORES`; `tangents` asks for the derivatives along them, too.
     """
     return Case("sanitize", "forward", batch, heads, kv_heads or heads, n_queries, n_keys, d, dv), options
 
@@ -86,6 +88,8 @@ SCORES = {  # of arrays that are differentiated, by what an element is for, and 
         arrays={"table": "hr"},
         given={"number": "ij"},
     ),
+    "distances": Formula(lambda s, b, h, i, j, distance: s + distance[h, i - j], arrays={"distance": "hr"}),
+    "temperature": Formula(lambda s, b, h, i, j, slope: s * np.exp(slope[h]), arrays={"slope": "h"}),
     "sloped": Formula(
         lambda s, b, h, i, j, row, slope: s * np.exp(row[h, i]) + slope[h] * j, arrays={"row": "hi", "slope": "h"}
     ),
@@ -113,6 +117,8 @@ IN_ONE_DTYPE = (
     feature(**SMALL, score="elements", mask="hostile"),
     feature(d=128, batch=2, **SMALL, score="elements", deterministic=True, is_causal="top_left"),
     feature(heads=4, kv_heads=2, **SMALL, score="anywhere"),
+    feature(**SMALL, score="distances", deterministic=True, mask="seen"),
+    feature(d=128, batch=2, **SMALL, score="temperature", is_causal="top_left"),
     feature(d=128, **SMALL, score="sloped", dropout_p=0.1),
     feature(kv_heads=1, **SMALL, score="sloped", softcap=4.0, mask="seen"),
     feature(d=128, heads=8, kv_heads=2, n_queries=1, n_keys=3000, score="sloped"),  # heads as rows of one tile
@@ -121,6 +127,12 @@ IN_ONE_DTYPE = (
     feature(d=128, **SMALL, mask="seen and hostile", dropout_p=0.1, is_causal="top_left"),
     feature(batch=2, n_queries=300, n_keys=270, mask="function", score="keys"),
     feature(d=256, kv_heads=1, **SMALL, mask="function", window=(90, 30, "top_left")),
+    # Derivatives along tangents, of the gradients, too.
+    feature(**SMALL, tangents=True, deterministic=True, is_causal="top_left"),
+    feature(d=128, dv=40, heads=4, kv_heads=2, **SMALL, tangents=True, bias="1hij", softcap=4.0),
+    feature(batch=2, **SMALL, tangents=True, score="lines", mask="hostile", dropout_p=0.1),
+    feature(d=80, **SMALL, tangents=True, score="elements", bias="b11j", mask="seen"),
+    feature(d=128, heads=8, kv_heads=2, n_queries=1, n_keys=3000, tangents=True, score="temperature"),
 )
 
 
@@ -140,6 +152,7 @@ class Problem(NamedTuple):
             return xp.asarray(rng.standard_normal(shape).astype(dtype))
 
         q, k, v, do = map(array, self.case.shapes)
+        options.pop("tangents", None)
         if self.dtype is np.float64:
             options.pop("out_dtype", None)  # nothing is wider
         if "mask" in options:
@@ -161,14 +174,26 @@ class Problem(NamedTuple):
         cupy = harness.namespace("cuda")
         calls, done = self.calls(cupy), []
         calls.options["kernel"] = self.kernel
+        steps = {"forward": calls.forward, "backward": calls.backward}
+        if self.options.get("tangents"):
+            steps["tangents"] = functools.partial(along_tangents, calls)
         try:
-            for direction in ("forward", "backward"):
-                getattr(calls, direction)()
+            for name, step in steps.items():
+                step()
                 harness.synchronize(cupy)
-                done.append(direction)
+                done.append(name)
         except UnsupportedError as error:
             return f"{' and '.join(done) or 'nothing'}; {error}"
-        return "forward and backward"
+        return " and ".join(done)
+
+
+def along_tangents(calls):
+    """Compute the derivatives of the forward and the backward along the operands themselves."""
+    operands, bias, options = calls.operands, calls.options.get("bias"), {**calls.options, **calls.exact}
+    tangents = dict(zip(("tq", "tk", "tv"), operands, strict=True), tbias=bias)
+    jvp = cuattn.jvp(*operands, **tangents, **calls.options, **calls.first)
+    cuattn.backward_jvp(calls.do, *operands, jvp, tdo=calls.do, **tangents, **options)
+    cuattn.double_backward(*operands, calls.do, *operands, calls.fwd, gdbias=bias, **options)
 
 
 def made(kind, rng, case, xp):

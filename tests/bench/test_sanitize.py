@@ -44,6 +44,8 @@ def test_every_dtype_group_and_width_is_there():
 def test_problems_are_legal(feature):
     calls = sanitize.Problem("cpu", np.float32, *feature).calls(np)
     assert all(np.isfinite(x).all() for x in calls.both())
+    if feature[1].get("tangents"):
+        sanitize.along_tangents(calls)
 
 
 def kernels(problem, operation):
@@ -66,18 +68,18 @@ def kernels(problem, operation):
 
 @pytest.fixture
 def launched(driver):
-    """Paths and constants of all that forwards and backwards launch, by operation and family."""
-    found = {}
+    """Paths and constants of all that forwards and backwards launch."""
+    found = {"forward": [], "backward": []}
     for problem in sanitize.problems():
-        for operation in ("forward", "backward"):
+        for operation, kept in found.items():
             taken = kernels(problem, operation)
-            found.setdefault((operation, problem.kernel), []).extend([] if isinstance(taken, str) else taken)
+            kept += [] if isinstance(taken, str) else taken
     return found
 
 
 def test_every_kernel_and_every_way_to_take_a_bias_and_a_function_is_there(launched):
     def ways(operation, *names):
-        return {tuple(constants.get(name) for name in names) for _, constants in launched[operation, "sm90"]}
+        return {tuple(constants.get(name) for name in names) for _, constants in launched[operation]}
 
     paths = {path for taken in launched.values() for path, _ in taken}
     for family in ("sm80", "sm90"):
@@ -86,7 +88,7 @@ def test_every_kernel_and_every_way_to_take_a_bias_and_a_function_is_there(launc
     assert paths >= {f"util/{name}.cu" for name in ("mask_bits", "mask_states", "mask_bounds", "score_sums")}
     forms = {(True, False, False), (False, True, False), (False, False, True), (False, False, False)}
     assert ways("forward", "bias", "bias_tiles", "bias_keys", "bias_rows") >= {(True, *form) for form in forms}
-    in_order = {(form, True) for form in (Dbias.STORED, Dbias.OF_KEYS, Dbias.WEIGHTED, Dbias.ELSEWHERE)}
+    in_order = {(form, True) for form in Dbias}
     assert ways("backward", "dbias", "deterministic") >= in_order
     assert {walk for (walk,) in ways("backward", "walk")} >= {*range(4)}  # keys, rows, diagonals, heads
     assert {kind for (kind,) in ways("backward", "gathers")} >= {*range(4)}  # nothing, heads, lines, slices
