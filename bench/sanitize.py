@@ -87,6 +87,8 @@ SCORES = {  # of arrays that are differentiated, by what an element is for, and 
         arrays={"table": "hr"},
         given={"number": "ij"},
     ),
+    "distances": Formula(lambda s, b, h, i, j, distance: s + distance[h, i - j], arrays={"distance": "hr"}),
+    "temperature": Formula(lambda s, b, h, i, j, slope: s * np.exp(slope[h]), arrays={"slope": "h"}),
     "sloped": Formula(
         lambda s, b, h, i, j, row, slope: s * np.exp(row[h, i]) + slope[h] * j, arrays={"row": "hi", "slope": "h"}
     ),
@@ -114,6 +116,8 @@ IN_ONE_DTYPE = (
     feature(**SMALL, score="elements", mask="hostile"),
     feature(d=128, batch=2, **SMALL, score="elements", deterministic=True, is_causal="top_left"),
     feature(heads=4, kv_heads=2, **SMALL, score="anywhere"),
+    feature(**SMALL, score="distances", deterministic=True, mask="seen"),
+    feature(d=128, batch=2, **SMALL, score="temperature", is_causal="top_left"),
     feature(d=128, **SMALL, score="sloped", dropout_p=0.1),
     feature(kv_heads=1, **SMALL, score="sloped", softcap=4.0, mask="seen"),
     feature(d=128, heads=8, kv_heads=2, n_queries=1, n_keys=3000, score="sloped"),  # heads as rows of one tile
@@ -129,6 +133,8 @@ TANGENTS = (  # in every dtype of the portable kernels: jvp, the gradients with 
     feature(dv=40, batch=2, n_queries=70, n_keys=150, bias="1h1j", mask="seen", window=(30, 20, "top_left")),
     feature(kv_heads=1, n_queries=70, n_keys=150, bias="bhij", mask="blocks"),
     feature(d=40, n_queries=70, n_keys=150, score="sloped"),
+    feature(batch=2, n_queries=70, n_keys=150, score="lines", mask="hostile", dropout_p=0.1),
+    feature(d=128, heads=8, kv_heads=2, n_queries=1, n_keys=1000, score="temperature"),
 )
 
 
