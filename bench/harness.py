@@ -56,6 +56,8 @@ def one(case, runner, measure, *arguments):
 class Calls:
     """What cuattn can be asked of some operands: ``forward``, ``backward`` after one forward, ``both``, ``results``.
 
+    And ``jvp``, ``backward_jvp``, ``double_backward``, along tangents that are the operands themselves.
+
     Parameters
     ----------
     q, k, v, do : array
@@ -87,6 +89,36 @@ class Calls:
         """Compute the gradients, of a given forward or of the one that is kept."""
         fwd = self.fwd if fwd is None else fwd
         return self.package.backward(self.do, *self.operands, fwd, **self.options, **self.exact)
+
+    @property
+    def tangents(self):
+        """Tangents of all operands and of arrays of floats that a score function is given."""
+        found = {**dict(zip(("tq", "tk", "tv"), self.operands, strict=True)), "tbias": self.options.get("bias")}
+        if args := self.options.get("score_args"):
+            found["tscore_args"] = tuple([x if "float" in str(getattr(x, "dtype", "")) else None for x in args])
+        return found
+
+    def jvp(self):
+        """Compute the forward along the tangents, unrounded."""
+        wide = "float64" if "float64" in str(self.operands[0].dtype) else "float32"
+        return self.package.jvp(*self.operands, **self.tangents, **self.options, **{**self.first, "out_dtype": wide})
+
+    @functools.cached_property
+    def along(self):
+        """The jvp that `backward_jvp` and `double_backward` follow, computed once."""
+        return self.jvp()
+
+    def backward_jvp(self):
+        """Compute the gradients and their tangents."""
+        options = {**self.tangents, **self.options, **self.exact, "tdo": self.do}
+        return self.package.backward_jvp(self.do, *self.operands, self.along, **options)
+
+    def double_backward(self):
+        """Compute the gradients of the gradients."""
+        more = {name.replace("t", "gd", 1).removesuffix("_args"): x for name, x in self.tangents.items()}
+        gradients = [more.pop(f"gd{name}") for name in "qkv"]
+        options = {**more, **self.options, **self.exact}
+        return self.package.double_backward(*gradients, self.do, *self.operands, self.along, **options)
 
     def both(self):
         """Compute the forward and the gradients; return o, dq, dk, dv."""

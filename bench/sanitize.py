@@ -6,10 +6,10 @@
 
 One list for both families (``--kernel sm90`` or ``sm80`` runs one of them), every dtype, both directions, heads in
 groups whose values are wider than their keys, few queries over many keys, merging; biases, functions of scores and of
-what is visible, and matrices of it, in one dtype each.  ``--part 1 16`` takes every 16th problem from number 1 on, so
-that several processes share the work; ``--canary`` shows whether the tool is watching.  racecheck is slow: name the
-kernel that it is to watch, ``--kernel-name kns=attention_backward`` (``attention_forward``, ``backward_rows``,
-``backward_score``), and give it few problems at a time.
+what is visible, and matrices of it, in one dtype each; derivatives along tangents.  ``--part 1 16`` takes every 16th
+problem from number 1 on, so that several processes share the work; ``--canary`` shows whether the tool is watching.
+racecheck is slow: name the kernel that it is to watch, ``--kernel-name kns=attention_backward`` (``attention_forward``,
+``backward_rows``, ``backward_score``, ``attention_jvp``, ``backward_jvp``), and give it few problems at a time.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+import cuattn
 from bench import harness
 from bench.cases import Case
 from bench.harness import Calls
@@ -86,6 +87,8 @@ SCORES = {  # of arrays that are differentiated, by what an element is for, and 
         arrays={"table": "hr"},
         given={"number": "ij"},
     ),
+    "distances": Formula(lambda s, b, h, i, j, distance: s + distance[h, i - j], arrays={"distance": "hr"}),
+    "temperature": Formula(lambda s, b, h, i, j, slope: s * np.exp(slope[h]), arrays={"slope": "h"}),
     "sloped": Formula(
         lambda s, b, h, i, j, row, slope: s * np.exp(row[h, i]) + slope[h] * j, arrays={"row": "hi", "slope": "h"}
     ),
@@ -113,6 +116,8 @@ IN_ONE_DTYPE = (
     feature(**SMALL, score="elements", mask="hostile"),
     feature(d=128, batch=2, **SMALL, score="elements", deterministic=True, is_causal="top_left"),
     feature(heads=4, kv_heads=2, **SMALL, score="anywhere"),
+    feature(**SMALL, score="distances", deterministic=True, mask="seen"),
+    feature(d=128, batch=2, **SMALL, score="temperature", is_causal="top_left"),
     feature(d=128, **SMALL, score="sloped", dropout_p=0.1),
     feature(kv_heads=1, **SMALL, score="sloped", softcap=4.0, mask="seen"),
     feature(d=128, heads=8, kv_heads=2, n_queries=1, n_keys=3000, score="sloped"),  # heads as rows of one tile
@@ -121,6 +126,15 @@ IN_ONE_DTYPE = (
     feature(d=128, **SMALL, mask="seen and hostile", dropout_p=0.1, is_causal="top_left"),
     feature(batch=2, n_queries=300, n_keys=270, mask="function", score="keys"),
     feature(d=256, kv_heads=1, **SMALL, mask="function", window=(90, 30, "top_left")),
+)
+TANGENTS = (  # in every dtype of the portable kernels: jvp, the gradients with their tangents, a double backward
+    feature(d=80, n_queries=150, n_keys=170, is_causal="bottom_right", softcap=4.0),
+    feature(d=128, heads=4, kv_heads=2, n_queries=150, n_keys=170, mask="hostile", dropout_p=0.1),
+    feature(dv=40, batch=2, n_queries=70, n_keys=150, bias="1h1j", mask="seen", window=(30, 20, "top_left")),
+    feature(kv_heads=1, n_queries=70, n_keys=150, bias="bhij", mask="blocks"),
+    feature(d=40, n_queries=70, n_keys=150, score="sloped"),
+    feature(batch=2, n_queries=70, n_keys=150, score="lines", mask="hostile", dropout_p=0.1),
+    feature(d=128, heads=8, kv_heads=2, n_queries=1, n_keys=1000, score="temperature"),
 )
 
 
@@ -131,6 +145,7 @@ class Problem(NamedTuple):
     dtype: Any
     case: Case
     options: dict[str, Any]
+    operations: tuple[str, ...] = ("forward", "backward")
 
     def calls(self, xp):
         """Return its calls, of arrays of one library."""
@@ -157,18 +172,21 @@ class Problem(NamedTuple):
         return Calls(q, k, v, do, **options)
 
     def run(self):
-        """Compute forward and backward and wait for the device; say what the family took."""
+        """Compute the operations, one after the other, and wait for the device; say what the family took."""
         cupy = harness.namespace("cuda")
         calls, done = self.calls(cupy), []
         calls.options["kernel"] = self.kernel
         try:
-            for direction in ("forward", "backward"):
-                getattr(calls, direction)()
+            for operation in self.operations:
+                getattr(calls, operation)()
                 harness.synchronize(cupy)
-                done.append(direction)
+                done.append(operation)
+            if "jvp" in done:
+                cuattn.merge(calls.along, calls.along)
+                harness.synchronize(cupy)
         except UnsupportedError as error:
             return f"{' and '.join(done) or 'nothing'}; {error}"
-        return "forward and backward"
+        return " and ".join(done)
 
 
 def made(kind, rng, case, xp):
@@ -196,6 +214,9 @@ def problems(kernels=("sm90", "sm80")):
             some = FEATURES[: len(FEATURES) // 4 if dtype is np.float16 else None]
             found += [Problem(kernel, dtype, *of) for of in some]
         found += [Problem(kernel, dtypes[n % len(dtypes)], *of) for n, of in enumerate(IN_ONE_DTYPE)]
+    if "sm80" in kernels:
+        operations = "jvp", "backward_jvp", "double_backward"
+        found += [Problem("sm80", dtype, *of, operations) for of in TANGENTS for dtype in DTYPES["sm80"]]
     return found
 
 

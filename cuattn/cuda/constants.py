@@ -22,7 +22,7 @@ name                    type     meaning
 ``stages``              int      k (and v) tiles in flight
 ``q_stages``            int      sm90 forward: query tiles in flight
 ``v_stages``            int      sm90 row kernel: v tiles in flight
-``min_blocks``          int      forward: blocks meant to share a multiprocessor
+``min_blocks``          int      forward, along tangents: blocks meant to share a multiprocessor
 ``blocks_per_sm``       int      backward: likewise
 ``pack``                int      forward: heads of a group whose rows share a row tile
 ``rows_per_item``       int      mask tables: units of the bounds in a row tile

@@ -84,7 +84,7 @@ __device__ __forceinline__ void store(const TangentParams& p, const Operand& to,
     store_sums(static_cast<Out*>(to.data) + slice_offset(to, index, head), to.row, rows, own0, blockIdx.y * cfg::columns, width, sum, factor, factor);
 }
 
-extern "C" __global__ __launch_bounds__(threads) void backward_jvp(const __grid_constant__ TangentParams p) {
+extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void backward_jvp(const __grid_constant__ TangentParams p) {
     extern __shared__ __align__(128) u8 memory[];
     const u32 own = ptx::shared_address(memory), stages = own + OwnSide::bytes;
     __shared__ Head h;

@@ -74,7 +74,7 @@ __device__ __forceinline__ void store(const TangentParams& p, const Place& place
     }
 }
 
-extern "C" __global__ __launch_bounds__(threads) void backward_jvp_bias(const __grid_constant__ TangentParams p) {
+extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void backward_jvp_bias(const __grid_constant__ TangentParams p) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ Head h;
     const u32 own = ptx::shared_address(memory), stage = own + OwnSide::bytes;

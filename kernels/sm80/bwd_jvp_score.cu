@@ -51,7 +51,7 @@ __device__ __forceinline__ void attend(const TangentParams& p, const Head& h, i3
     });
 }
 
-extern "C" __global__ __launch_bounds__(threads) void backward_jvp_score(const __grid_constant__ TangentParams p) {
+extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void backward_jvp_score(const __grid_constant__ TangentParams p) {
     extern __shared__ __align__(128) u8 memory[];
     const u32 own = ptx::shared_address(memory), stage = own + OwnSide::bytes;
     __shared__ Head h;

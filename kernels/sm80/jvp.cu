@@ -140,7 +140,7 @@ __device__ __forceinline__ void store(const TangentParams& p, const Work& w, Row
     store_sums(out(p.to), p.head_dim_v, p.n_queries, w.row0, w.column0, p.head_dim_v, rows.to, inverse[0], inverse[1]);
 }
 
-extern "C" __global__ __launch_bounds__(threads) void attention_jvp(const __grid_constant__ TangentParams p) {
+extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void attention_jvp(const __grid_constant__ TangentParams p) {
     extern __shared__ __align__(128) u8 memory[];
     const u32 q = ptx::shared_address(memory), stages = q + (cfg::tq ? 2 : 1) * q_bytes;
     __shared__ Work w;

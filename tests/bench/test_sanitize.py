@@ -46,6 +46,13 @@ def test_problems_are_legal(feature):
     assert all(np.isfinite(x).all() for x in calls.both())
 
 
+@pytest.mark.parametrize("feature", sanitize.TANGENTS, ids=str)
+def test_problems_along_tangents_are_legal(feature):
+    calls = sanitize.Problem("cpu", np.float32, *feature).calls(np)
+    jvp, (gradients, tangents), double = calls.jvp(), calls.backward_jvp(), calls.double_backward()
+    assert all(np.isfinite(x).all() for x in (jvp.to, jvp.tlse, *gradients[:3], *tangents[:3], *double[:4]))
+
+
 def kernels(problem, operation):
     """Return path and constants of what a problem launches, or why it is refused."""
     calls = problem.calls(np)
@@ -54,7 +61,7 @@ def kernels(problem, operation):
     if callable(mask := options.get("mask")):
         shape = problem.case.n_queries, problem.case.n_keys
         options["mask"] = from_function(mask, *shape, batch=problem.case.batch, heads=problem.case.heads)
-    call = validated(calls.operands, options, operation, **(exact if operation == "backward" else {}))
+    call = validated(calls.operands, options, operation, **(exact if "backward" in operation else {}))
     call = call if score is None else scored(call, Score(score, args))
     try:
         made = launch_sequence(*call[:3])
@@ -66,27 +73,28 @@ def kernels(problem, operation):
 
 @pytest.fixture
 def launched(driver):
-    """Paths and constants of all that forwards and backwards launch, by operation and family."""
+    """Paths and constants of all that is launched, by operation."""
     found = {}
     for problem in sanitize.problems():
-        for operation in ("forward", "backward"):
+        for operation in problem.operations:
             taken = kernels(problem, operation)
-            found.setdefault((operation, problem.kernel), []).extend([] if isinstance(taken, str) else taken)
+            found.setdefault(operation, []).extend([] if isinstance(taken, str) else taken)
     return found
 
 
 def test_every_kernel_and_every_way_to_take_a_bias_and_a_function_is_there(launched):
     def ways(operation, *names):
-        return {tuple(constants.get(name) for name in names) for _, constants in launched[operation, "sm90"]}
+        return {tuple(constants.get(name) for name in names) for _, constants in launched[operation]}
 
     paths = {path for taken in launched.values() for path, _ in taken}
     for family in ("sm80", "sm90"):
         files = [*(KERNELS / family).glob("fwd*.cu"), *(KERNELS / family).glob("bwd*.cu")]
-        assert paths >= {f"{family}/{file.name}" for file in files if "jvp" not in file.name}
+        assert paths >= {f"{family}/{file.name}" for file in files}
     assert paths >= {f"util/{name}.cu" for name in ("mask_bits", "mask_states", "mask_bounds", "score_sums")}
+    assert paths >= {"sm80/jvp.cu", "util/bwd_jvp_rows.cu"}
     forms = {(True, False, False), (False, True, False), (False, False, True), (False, False, False)}
     assert ways("forward", "bias", "bias_tiles", "bias_keys", "bias_rows") >= {(True, *form) for form in forms}
-    in_order = {(form, True) for form in (Dbias.STORED, Dbias.OF_KEYS, Dbias.WEIGHTED, Dbias.ELSEWHERE)}
+    in_order = {(form, True) for form in Dbias}
     assert ways("backward", "dbias", "deterministic") >= in_order
     assert {walk for (walk,) in ways("backward", "walk")} >= {*range(4)}  # keys, rows, diagonals, heads
     assert {kind for (kind,) in ways("backward", "gathers")} >= {*range(4)}  # nothing, heads, lines, slices
@@ -96,4 +104,4 @@ def test_every_kernel_and_every_way_to_take_a_bias_and_a_function_is_there(launc
 def test_each_family_computes_its_first_and_its_last_problem():
     for kernel in sanitize.DTYPES:
         for problem in sanitize.problems([kernel])[:: len(sanitize.problems([kernel])) - 1]:
-            assert problem.run() == "forward and backward"
+            assert problem.run() == " and ".join(problem.operations)

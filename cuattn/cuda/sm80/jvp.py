@@ -20,6 +20,7 @@ _FLOAT64 = np.dtype(np.float64)
 _PADDING = {2: 32, 8: 16}  # columns, by bytes of an element: rows of a tile are multiples of this
 _COLUMNS = {2: 128, 8: 64}  # that a block sums at most: two sums of each are in registers
 _STATIC_BYTES = 2048  # of shared memory, about, beside the tiles
+_TOGETHER = 2  # blocks meant to share a multiprocessor, where their tiles fit
 
 
 class Tile(NamedTuple):
@@ -67,14 +68,15 @@ class Widths:
 
         Given are the columns of all arrays of either side.
         """
-        for tile in _TILES[self.size]:
-            owned, streamed = 16 * tile.warps * of_owner, tile.stages * tile.streamed * of_stream
-            shared = (owned + streamed) * self.size
-            if tile.streamed > most:
-                continue
-            if shared <= available - _STATIC_BYTES:
-                return tile, shared
-        return None
+        found = [
+            (tile, (16 * tile.warps * of_owner + tile.stages * tile.streamed * of_stream) * self.size)
+            for tile in _TILES[self.size]
+            if tile.streamed <= most
+        ]
+        large = [(tile, shared) for tile, shared in found if tile.warps == found[0][0].warps]
+        limits = (large, available // _TOGETHER), (found, available)
+        fits = (pair for some, limit in limits for pair in some if pair[1] <= limit - _STATIC_BYTES)
+        return next(fits, None)
 
 
 class TangentCall(Call):
@@ -110,6 +112,7 @@ class TangentCall(Call):
             "head_dim_v": widths.head_dim_v,
             "load_bytes": max(self.load_bytes(*arrays), min(problem.dtype.itemsize, 8)),
             "moves": problem.moves,
+            "min_blocks": _TOGETHER if widths.size == 2 else 1,
             **{name: self.has(name) > 0 for name in ("tq", "tk", "tv", "tbias", "tdo")},
         }
 
