@@ -57,6 +57,7 @@ name                    type     meaning
 ``atomic_dq``           bool     backward: dq is added up in memory, in no fixed order
 ``deterministic``       bool     sm90 backward: key tiles take turns to add to dq
 ``dq_tiles``            int      sm90 backward: row tiles of which a block holds dq over all keys; 0 = none
+``pair_warpgroups``     int      sm90 passes over pairs of tiles: warpgroups that share a tile
 ``inputs``              bool     sm90 passes over pairs of tiles: weights depend on scores
 ``split_delta``         bool     backward: delta is kept in parts, for tensor cores to subtract
 ``dlse``                bool     backward's preprocess: there is a gradient by the rows' log-sum-exps

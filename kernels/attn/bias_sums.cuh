@@ -5,12 +5,12 @@
 
 constexpr int bias_sums_stride = cfg::block_n + 1;
 
-// The block's place: the range of tiles it sums over and the bias instance it belongs to.
+// A place, by default the block's: the range of tiles it sums over and the bias instance it belongs to.
 struct BiasPlace {
     i32 row_begin, row_end, key_begin, key_end, instance, split;
 
-    __device__ __forceinline__ explicit BiasPlace(const Params& p) {
-        i32 rest = blockIdx.x;
+    __device__ __forceinline__ explicit BiasPlace(const Params& p, i32 number = blockIdx.x) {
+        i32 rest = number;
         auto take = [&](bool summed, i32 tiles, i32& begin, i32& end) {
             begin = summed ? 0 : rest % tiles;
             end = summed ? tiles : begin + 1;
@@ -20,6 +20,11 @@ struct BiasPlace {
         take(cfg::sum_rows, p.row_tiles, row_begin, row_end);
         split = rest % p.splits;
         instance = rest / p.splits;
+    }
+
+    // How many there are.
+    __device__ __forceinline__ static i32 count(const Params& p) {
+        return (cfg::sum_keys ? 1 : p.key_tiles) * (cfg::sum_rows ? 1 : p.row_tiles) * p.splits * p.bias_instances;
     }
 };
 

@@ -12,14 +12,15 @@
 
 namespace sm90::pairs {
 
-constexpr int warpgroups = cfg::block_m / 64;  // consumers
+// Consumers: 64 rows each by all keys or, four of them, by half.  More hide each other's waits; what takes registers leaves two.
+constexpr int warpgroups = cfg::pair_warpgroups, key_parts = warpgroups / (cfg::block_m / 64), own_keys = cfg::block_n / key_parts;
 constexpr int threads = 128 * (warpgroups + 1);
-constexpr int producer_registers = block_mask ? 56 : cfg::mask != kMaskNone || cfg::softcap ? 40 : 24, consumer_registers = (504 - producer_registers) / 16 * 8;
-static_assert(warpgroups == 2);
+constexpr int producer_registers = block_mask ? 56 : cfg::mask != kMaskNone ? 40 : 24, consumer_registers = ((warpgroups == 2 ? 504 : 480) - producer_registers) / (8 * warpgroups) * 8;
+static_assert(warpgroups == 2 || warpgroups == 4);
 
 constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias || cfg::score, may_hide_keys = may_have_dead_keys || cfg::bias_keys;
-// Are S and dP computed together?  They may not fit into the ring; and who draws random numbers, or evaluates a function, needs registers meanwhile.
-constexpr bool together = slabs + slabs_v <= cfg::stages && !cfg::dropout && !cfg::score;
+// Are S and dP computed together?  They may not fit into the ring; and random numbers and functions need registers meanwhile.
+constexpr bool late = cfg::dropout || warpgroups == 4, together = slabs + slabs_v <= cfg::stages && !late && !cfg::score;
 
 // Offsets in bytes; every tile starts on a multiple of 1024.
 constexpr int a_bytes = cfg::block_m * row_bytes, stage_bytes = a_bytes + cfg::block_n * row_bytes;
@@ -29,7 +30,7 @@ constexpr int numbers_at = cfg::stages * stage_bytes;
 
 // A pair as the producer announces it, with the first stage of its q and k.
 struct alignas(16) Step {
-    i32 m, number;  // of the row tile and of the key tile; m is negative: there are no more
+    i32 m, number;  // of the row tile and of the key tile; m is negative: the place has no more, and this is its number
     i32 head, batch;
     i32 flags;
     static constexpr i32 partial_bit = 1, far_bit = 2;
@@ -121,20 +122,24 @@ struct Producer {
         }
     }
 
+    // number: of the place, which comes back at its end.
     template <class Pairs>
-    __device__ __forceinline__ void run(const Pairs& place) {
-        for (i32 number = 0; number < place.heads(); ++number) feed_head(place, place.head(p, number));
+    __device__ __forceinline__ void run(const Pairs& place, i32 number) {
+        for (i32 head = 0; head < place.heads(); ++head) feed_head(place, place.head(p, head));
         ptx::mbarrier_wait(shared.empty(slot.stage), slot.phase ^ 1);
-        if (!leader) return;
-        shared.step(slot.stage).m = -1;
-        ptx::mbarrier_arrive(shared.full(slot.stage));
+        if (ptx::elected()) {
+            shared.step(slot.stage).m = -1, shared.step(slot.stage).number = number;
+            ptx::mbarrier_arrive(shared.full(slot.stage));
+        }
+        slot.advance();
     }
 };
 
-// Self is what sums, and has take(): dS of the thread's elements is in `s`, but (cfg::inputs) where weights depend on scores.
+// Self is what sums, and has take(): dS of the thread's elements is in `s`; or, with takes_products, P, and dP in `dp`; or (cfg::inputs), where weights
+// depend on scores, for_ds() makes it.
 template <class Self>
-struct Consumer : RowScores<Self> {
-    using Base = RowScores<Self>;
+struct Consumer : RowScores<Self, own_keys> {
+    using Base = RowScores<Self, own_keys>;
     using Base::dp, Base::p, Base::s;
     static constexpr bool takes_slopes = false;
     const Shared shared;
@@ -144,10 +149,12 @@ struct Consumer : RowScores<Self> {
 
     using Base::self;
     __device__ __forceinline__ const Step& work() const { return step; }
-    __device__ __forceinline__ i32 own_row() const { return step.m * cfg::block_m + 64 * warpgroup + fragment_row(); }
+    __device__ __forceinline__ i32 row_part() const { return warpgroup / key_parts; }
+    __device__ __forceinline__ i32 key_part() const { return warpgroup % key_parts; }
+    __device__ __forceinline__ i32 own_row() const { return step.m * cfg::block_m + 64 * row_part() + fragment_row(); }
 
     __device__ __forceinline__ float2 own_numbers(u32 stage) const {
-        const float* own = &shared.template at<const float>(numbers_at + stage * numbers_bytes) + 64 * warpgroup + fragment_row();
+        const float* own = &shared.template at<const float>(numbers_at + stage * numbers_bytes) + 64 * row_part() + fragment_row();
         return make_float2(own[0], own[8]);
     }
 
@@ -160,7 +167,7 @@ struct Consumer : RowScores<Self> {
 
     __device__ __forceinline__ float2 own_deltas(u32 stage) const {
         if constexpr (!cfg::split_delta) return own_numbers(stage);
-        const u32 row = 64 * warpgroup + fragment_row();
+        const u32 row = 64 * row_part() + fragment_row();
         return make_float2(whole_delta(stage, row), whole_delta(stage, row + 8));
     }
 
@@ -168,11 +175,11 @@ struct Consumer : RowScores<Self> {
 
     // A B^T of so many columns, of which the first slab has arrived.
     template <int columns, int sign_a>
-    __device__ __forceinline__ void issue(RowScoresOf& x) {
+    __device__ __forceinline__ void issue(typename Base::Scores& x) {
         ptx::wgmma_fence();
         unroll<(columns + 63) / 64>([&](int slab) {
             if (slab) await();
-            const u32 rows = shared.a(slot.stage) + 64 * warpgroup * row_bytes, keys = shared.b(slot.stage);
+            const u32 rows = shared.a(slot.stage) + 64 * row_part() * row_bytes, keys = shared.b(slot.stage) + key_part() * own_keys * row_bytes;
             if (columns - 64 * slab >= 64) multiply_rows<64, cfg::block_m, cfg::block_n, sign_a>(x, rows, keys, slab > 0);
             else multiply_rows<columns % 64, cfg::block_m, cfg::block_n, sign_a>(x, rows, keys, slab > 0);
             slot.advance();
@@ -195,12 +202,12 @@ struct Consumer : RowScores<Self> {
         const i32 row = own_row(), rows[2] = {min(row, p.n_queries - 1), min(row + 8, p.n_queries - 1)};
         u32 shown[2] = {};
 #pragma unroll 4
-        for (int number = 0; number < cfg::block_n / 4; ++number) {
-            const i32 key = step.n() * cfg::block_n + 2 * (threadIdx.x % 4) + 4 * number - 3 * (number % 2);
+        for (int number = 0; number < own_keys / 4; ++number) {
+            const i32 key = step.n() * own_keys + 2 * (threadIdx.x % 4) + 4 * number - 3 * (number % 2);
             const KeyMask mask(p, slices, key);
             unroll<2>([&](int r) { shown[r] |= static_cast<u32>(mask.visible(p, rows[r], key)) << number; });
         }
-        unroll<cfg::block_n / 2>([&](int i) {
+        unroll<own_keys / 2>([&](int i) {
             if (!(shown[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1)) s[i] = minus_infinity();
         });
     }
@@ -217,8 +224,8 @@ struct Consumer : RowScores<Self> {
     // Calls work(i, key) for each of the thread's keys and its element in the first row.
     template <class Work>
     __device__ __forceinline__ void for_keys(const Work& work) const {
-        const i32 first = step.n() * cfg::block_n + 2 * (threadIdx.x % 4);
-        unroll<cfg::block_n / 8, 2>([&](int eight, int odd) { work(4 * eight + odd, first + Base::key_of(4 * eight + odd)); });
+        const i32 first = step.n() * own_keys + 2 * (threadIdx.x % 4);
+        unroll<own_keys / 8, 2>([&](int eight, int odd) { work(4 * eight + odd, first + Base::key_of(4 * eight + odd)); });
     }
 
     // Calls work(i, head, row, key) for each element, in ascending order of keys, as functions are asked.
@@ -251,7 +258,7 @@ struct Consumer : RowScores<Self> {
         for_elements([&](int i, const TracedHead& head, const TracedRow& row, const TracedKey& key) {
             const int r = i / 2 % 2;
             const float shift = r ? this->stat.y : this->stat.x;
-            const i32 number = step.n() * cfg::block_n + 2 * (threadIdx.x % 4) + Base::key_of(i);
+            const i32 number = step.n() * own_keys + 2 * (threadIdx.x % 4) + Base::key_of(i);
             const float bias = cfg::bias ? self().bias_of(i, offset, own_row() + 8 * r, number) : 0.0f;
             const float input = cfg::softcap ? cap_product(p, s[i]).score : product_of(s[i], static_cast<float>(p.scale));
             const bool hidden = s[i] == minus_infinity() || shift == minus_infinity();
@@ -285,33 +292,46 @@ struct Consumer : RowScores<Self> {
         ptx::wgmma_wait<together ? 1 : 0>();
         ptx::wgmma_pin(s);
         give_back<slabs>();
-        if constexpr (!together && !cfg::dropout) issue_dp();
+        if constexpr (!together && !late) issue_dp();
         if constexpr (cfg::bias_keys) clear_hidden();
         this->weigh(step);
-        if constexpr (cfg::dropout) issue_dp();
+        if constexpr (late) issue_dp();
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dp);
         give_back<slabs_v>();
         if (may_hide_keys && (cfg::bias_keys || uniform(step.partial())))
-            unroll<cfg::block_n / 2>([&](int i) { dp[i] = s[i] == 0.0f ? 0.0f : dp[i]; });  // a key that nobody sees may hold NaN
-        this->template differentiate<may_hide_rows>();
+            unroll<own_keys / 2>([&](int i) { dp[i] = s[i] == 0.0f ? 0.0f : dp[i]; });  // a key that nobody sees may hold NaN
+        if constexpr (!Self::takes_products) this->template differentiate<may_hide_rows>();
+        else if constexpr (may_hide_rows) clear_empty();
     }
 
-    __device__ __forceinline__ void run() {
+    // P and dP of rows that see nothing, which may be NaN.
+    __device__ __forceinline__ void clear_empty() {
+        const bool empty[2] = {this->stat.x == minus_infinity(), this->stat.y == minus_infinity()};
+        if (!uniform(empty[0] || empty[1])) return;
+        unroll<own_keys / 2>([&](int i) { s[i] = empty[i / 2 % 2] ? 0.0f : s[i], dp[i] = empty[i / 2 % 2] ? 0.0f : dp[i]; });
+    }
+
+    // All pairs of a place, whose number is returned: sums leave no register to remember it.
+    __device__ __forceinline__ i32 run() {
         for (;;) {
             await();
             step = shared.step(slot.stage);
-            if (uniform(step.m < 0)) return;
+            if (uniform(step.m < 0)) break;
+            step.number = step.number * key_parts + key_part();
             if constexpr (cfg::inputs) find_products();
             else find_ds();
             self().take();
         }
+        slot.advance();
+        give_back<1>();
+        return step.number;
     }
 };
 
-// What all warps of a block do.  consume(warpgroup): of a consumer.
-template <class Pairs, class Consume>
-__device__ __forceinline__ void run_block(const Params& p, const Maps& maps, const Shared& shared, const Pairs& place, const Consume& consume) {
+// What all warps of a block do.  produce(producer) and consume(warpgroup): place after place.
+template <class Produce, class Consume>
+__device__ __forceinline__ void run_block(const Params& p, const Maps& maps, const Shared& shared, const Produce& produce, const Consume& consume) {
     const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same in all lanes; the shuffle tells the compiler so
     if (threadIdx.x == 0) init_barriers(shared);
     __syncthreads();  // the barriers are ready
@@ -319,7 +339,7 @@ __device__ __forceinline__ void run_block(const Params& p, const Maps& maps, con
         ptx::registers_release<producer_registers>();
         if (warp == 0) {
             Producer producer{p, maps, shared, threadIdx.x == 0};
-            producer.run(place);
+            produce(producer);
         }
     } else {
         ptx::registers_claim<consumer_registers>();

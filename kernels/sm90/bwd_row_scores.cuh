@@ -7,16 +7,16 @@
 
 namespace sm90 {
 
-using RowScoresOf = float[cfg::block_n / 2];  // 64 queries x block_n keys
-
 // Self has work() with the rows' head and batch, own_row(), the thread's first row, and takes_slopes, whether dS is the gradient by what enters softcap
-// and function or by what leaves them; it may have a bias_of() and mask_scores() of its own.  A step says n(), which key tile it is, partial(),
+// and function or by what leaves them; it may have a bias_of() and mask_scores() of its own.  A step says n(), which tile of `keys` keys it is, partial(),
 // whether elements must be tested, and far(), whether some row is (attn/bwd_workspace.cuh).
-template <class Self>
+template <class Self, int keys = cfg::block_n>
 struct RowScores {
+    using Scores = float[keys / 2];  // 64 queries x that many keys
+
     const Params& p;
     float2 stat, delta;  // of the thread's two rows, which lie 8 apart
-    RowScoresOf s, dp;
+    Scores s, dp;
 
     __device__ __forceinline__ const Self& self() const { return static_cast<const Self&>(*this); }
     __device__ __forceinline__ Self& self() { return static_cast<Self&>(*this); }
@@ -31,10 +31,10 @@ struct RowScores {
     __device__ __forceinline__ void find_scores(Step step, const Take& take) const {
         const auto& work = self().work();
         const i64 offset = cfg::bias ? slice_of(p.bias, work.batch, work.head) : 0;
-        const i32 row = self().own_row(), first = step.n() * cfg::block_n + 2 * (threadIdx.x % 4);
+        const i32 row = self().own_row(), first = step.n() * keys + 2 * (threadIdx.x % 4);
         const TracedHead head = TracedHead::of(p, work.batch, work.head);
         const TracedRow rows[2] = {TracedRow::of(p, head, row), TracedRow::of(p, head, row + 8)};
-        unroll<cfg::block_n / 8, 2>([&](int eight, int odd) {
+        unroll<keys / 8, 2>([&](int eight, int odd) {
             const i32 key = first + key_of(4 * eight + odd);
             const TracedKey traced = TracedKey::of(p, head, key);
             unroll<2>([&](int r) {
@@ -73,9 +73,9 @@ struct RowScores {
     template <class Step>
     __device__ __forceinline__ void mask_scores(Step step) {
         const MaskSlices slices = mask_slices();
-        const i32 row = self().own_row(), first = step.n() * cfg::block_n + 2 * (threadIdx.x % 4);
+        const i32 row = self().own_row(), first = step.n() * keys + 2 * (threadIdx.x % 4);
 #pragma unroll
-        for (int i = 0; i < cfg::block_n / 2; i += 4)
+        for (int i = 0; i < keys / 2; i += 4)
             unroll<2>([&](int e) {
                 const i32 key = first + key_of(i + e);
                 const KeyMask mask(p, slices, key);
@@ -99,7 +99,7 @@ struct RowScores {
         const float scale = cfg::prescaled ? 1.0f : fabsf(static_cast<float>(p.scale)), inverse = __fdividef(1.0f, scale);
         float top[2];
         find_maxima(top);
-        unroll<cfg::block_n / 2>([&](int i) { s[i] = subtract_far(s[i], top[i / 2 % 2], scale, inverse); });
+        unroll<keys / 2>([&](int i) { s[i] = subtract_far(s[i], top[i / 2 % 2], scale, inverse); });
     }
 
     template <class Step>
@@ -111,7 +111,7 @@ struct RowScores {
             self().mask_scores(step);
             if (uniform(step.far())) subtract_maxima();
         }
-        unroll<cfg::block_n / 2>([&](int i) {
+        unroll<keys / 2>([&](int i) {
             const float score = s[i];
             s[i] = ptx::ex2(fmaf(score, scale, i / 2 % 2 ? stat.y : stat.x));
             if constexpr (cfg::softcap && Self::takes_slopes) s[i] *= cap_slope(p, score);
@@ -132,9 +132,9 @@ struct RowScores {
         constexpr u32 threshold = cfg::dropout ? cfg::dropout : 1;
         const auto& work = self().work();
         const RandomStream stream = random_stream(p.dropout, work.batch, work.head);
-        unroll<cfg::block_n / 16>([&](int block) {
+        unroll<keys / 16>([&](int block) {
             u32 words[4];
-            random_words(words, p, stream, self().own_row(), step.n() * cfg::block_n + 16 * block + 2 * (threadIdx.x % 4));
+            random_words(words, p, stream, self().own_row(), step.n() * keys + 16 * block + 2 * (threadIdx.x % 4));
             unroll<4>([&](int w) {
                 float &low = s[8 * block + 2 * w], &high = s[8 * block + 2 * w + 1];
                 if (!kept_low<threshold>(words[w])) low = -low;
@@ -146,14 +146,14 @@ struct RowScores {
     // Lines 18 and 20, in place of P.  A row that sees nothing may hold NaN.
     template <bool may_hide_rows>
     __device__ __forceinline__ void differentiate() {
-        unroll<cfg::block_n / 2>([&](int i) {
+        unroll<keys / 2>([&](int i) {
             const float d = i / 2 % 2 ? delta.y : delta.x;
             s[i] *= cfg::dropout && s[i] < 0 ? d : dp[i] - d;
         });
         if constexpr (may_hide_rows) {
             const bool empty[2] = {stat.x == minus_infinity(), stat.y == minus_infinity()};
             if (uniform(empty[0] || empty[1])) {
-                unroll<cfg::block_n / 2>([&](int i) { s[i] = empty[i / 2 % 2] ? 0.0f : s[i]; });
+                unroll<keys / 2>([&](int i) { s[i] = empty[i / 2 % 2] ? 0.0f : s[i]; });
             }
         }
     }

@@ -27,15 +27,27 @@ __device__ __forceinline__ constexpr int line_of(int i) {
     return cfg::walk == kWalkKeys ? i / 4 * 2 + i % 2 : cfg::walk == kWalkRows ? i / 2 % 2 : cfg::walk == kWalkDiagonals ? i : 0;
 }
 
+// The weight whose array has a slice here, or -1.
+__device__ __forceinline__ constexpr int find_slice() {
+    for (int k = 0; k < weights; ++k)
+        if (shared_by(k) == kShareSlice) return k;
+    return -1;
+}
+constexpr int of_slice = find_slice();
+
 // Four elements of a slice, and what is added to them: their sums are read together, which takes as long as one of them.
 struct Shares {
-    i32 numbers[4];
+    u32 packed;  // their numbers, less than 256
     float values[4];
 
     // Adds to a thread's sums, which lie `copies` apart.  An element that comes twice goes on from its first sum.
     __device__ __forceinline__ void add(float* own) const {
+        u32 numbers[4];
         float sums[4];
-        unroll<4>([&](int e) { sums[e] = own[numbers[e] * copies]; });
+        unroll<4>([&](int e) {
+            numbers[e] = packed >> 8 * e & 0xFF;
+            sums[e] = own[numbers[e] * copies];
+        });
         unroll<4>([&](int e) {
             unroll<4>([&](int before) {
                 if (before < e) sums[e] = numbers[before] == numbers[e] ? sums[before] : sums[e];
@@ -47,8 +59,10 @@ struct Shares {
 };
 
 struct ScoreSumsOfBlock : Consumer<ScoreSumsOfBlock> {
+    static constexpr bool takes_products = false;
     const ScoreSumsParams& own;
     float lines[weights][line_count], heads[weights];  // those of weights that share nothing of the kind are never touched
+    u32 numbers[cfg::block_n / 8];  // of the slice's elements, found before any is added to: loads do not pass stores
     Shares shares;
 
     // This thread's sums of the slice.
@@ -62,21 +76,30 @@ struct ScoreSumsOfBlock : Consumer<ScoreSumsOfBlock> {
         });
     }
 
+    __device__ __forceinline__ void find_numbers() {
+        unroll<cfg::block_n / 8>([&](int four) { numbers[four] = 0; });
+        for_elements([&](int i, const auto&... at) {
+            i64 number[weights];
+            ScorePlace{p, at...}.numbers(number, Weighted());
+            numbers[i / 4] |= static_cast<u32>(number[of_slice]) << 8 * (i % 4);
+        });
+    }
+
     __device__ __forceinline__ void take() {
+        if constexpr (of_slice >= 0) find_numbers();
         for_ds([&](int i, float ds, float input, const auto&... at) {
             const ScorePlace place{p, at...};
             float weight[weights];
-            i64 offset[weights], number[weights];
+            i64 offset[weights];
             place.weights(weight, Weighted(), input);
             place.offsets(offset, Weighted());
-            place.numbers(number, Weighted());
             unroll<weights>([&](int k) {
                 const float share = ds == 0.0f ? 0.0f : ds * weight[k];  // of a hidden score a weight may be anything
                 if (shared_by(k) == kShareLine) lines[k][line_of(i)] += share;
                 if (shared_by(k) == kShareHead) heads[k] += share;
                 if (shared_by(k) == kShareElement && share != 0.0f) ptx::red_add(static_cast<float*>(own.elements) + offset[k], share);
                 if (shared_by(k) != kShareSlice) return;
-                shares.numbers[i % 4] = static_cast<i32>(number[k]), shares.values[i % 4] = share;
+                shares.packed = numbers[i / 4], shares.values[i % 4] = share;
                 if (i % 4 == 3) add_shares();
             });
         });
@@ -175,5 +198,6 @@ backward_score(const __grid_constant__ ScoreSumsParams p, const __grid_constant_
     extern __shared__ __align__(1024) u8 memory[];
     const sm90::pairs::Shared shared{ptx::shared_address(memory), memory};
     const ScorePairs place(p);
-    run_block(p, {q_map, k_map, v_map, do_map}, shared, place, [&](u32 warpgroup) { consume(p, shared, place, warpgroup); });
+    run_block(p, {q_map, k_map, v_map, do_map}, shared, [&](Producer& producer) { producer.run(place, 0); },
+              [&](u32 warpgroup) { consume(p, shared, place, warpgroup); });
 }

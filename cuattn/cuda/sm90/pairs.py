@@ -27,7 +27,7 @@ from cuattn.tracing import Node, S
 from cuattn.tracing.graph import variable
 
 TILE = 128, 128  # rows and keys
-_WARPS = 12
+_WARPGROUPS, _MORE = 2, 4  # consumers; more where nothing but a bias takes registers
 _SLAB_BYTES = 128 * sum(TILE)  # of two operands
 _MOST, _LEAST = 6, 4  # stages
 _FLOAT = 4  # bytes
@@ -100,7 +100,8 @@ class ElementPass:
         """
         call, split, name = self._call, self._splits > 1, self._name
         stages, shared_bytes = ring(call.problem, bool(constants["split_delta"]), own, call.device.shared_bytes)
-        tile = {"block_m": TILE[0], "block_n": TILE[1], "stages": stages}
+        warpgroups = _WARPGROUPS if call.problem.masks or not own else _MORE
+        tile = {"block_m": TILE[0], "block_n": TILE[1], "stages": stages, "pair_warpgroups": warpgroups}
         grad = DTYPES[call.arrays[name].dtype].cuda
         constants = {**constants, **tile, **self._sums, "split": split, "bias_grad": grad, "inputs": False}
         instances = self._blocks // self._splits
@@ -111,8 +112,8 @@ class ElementPass:
             **self._fields,
         }
         slots = {"dbias.data": name, **({"dbias_acc": f"{name}_acc"} if split else {})}
-        together = cdiv(self._blocks, call.device.multiprocessors)
-        launched = path, "backward_bias", constants, self._blocks, _WARPS, values, TILE
+        together = cdiv(self._blocks, call.device.multiprocessors) if any(self._sums.values()) else 1
+        launched = path, "backward_bias", constants, self._blocks, 4 * (warpgroups + 1), values, TILE
         call.add_mapped(*launched, shared_bytes + own, (), together=together, own=Own(np.dtype([]), slots))
         if split:
             portable.add_sum(call, name, self._sum)
@@ -178,7 +179,7 @@ class PairScoreGradients(ScoreGradients):
     together: ClassVar[dict[str, int]] = {"key": 2, "row": 4, "diagonal": 1}
 
     def __init__(self, problem: Problem, *what: Any) -> None:
-        super().__init__(problem, BackwardTile(*TILE, _WARPS, 1), *what)
+        super().__init__(problem, BackwardTile(*TILE, 4 * (_WARPGROUPS + 1), 1), *what)
 
     def _pass(self, call: MappedCall, constants: Constants, index: int, made: Pass, shared_bytes: int) -> None:
         (lines, owners), (heads_at, slices_at, _) = self._lines(made.walk), self._starts(made)
@@ -196,6 +197,7 @@ class PairScoreGradients(ScoreGradients):
             "shared": made.shared,
             "sharers": sharers,
             "inputs": inputs,
+            "pair_warpgroups": _WARPGROUPS,
         }
         values = {
             **self._counts, "heads_at": heads_at, "slices_at": slices_at, "owners": owners, "lines": lines,
@@ -203,6 +205,6 @@ class PairScoreGradients(ScoreGradients):
         }  # fmt: skip
         blocks = owners * (1 if made.walk == HEADS else self.problem.instances)
         together = cdiv(blocks, call.device.multiprocessors)
-        launched = "sm90/bwd_score.cu", "backward_score", constants, blocks, _WARPS, values, TILE
+        launched = "sm90/bwd_score.cu", "backward_score", constants, blocks, self.tile.warps, values, TILE
         slots = self._slots_of(index, made)
         call.add_mapped(*launched, ring_bytes + own, (), together=together, own=Own(SCORE_SUMS, slots))
