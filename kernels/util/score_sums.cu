@@ -125,7 +125,7 @@ __device__ __forceinline__ void add_lines(Acc* sums, const ScoreSumsParams& p, i
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * cfg::warps) score_sums(const __grid_constant__ ScoreSumsParams p) {
+extern "C" __global__ void __launch_bounds__(32 * cfg::warps, 2) score_sums(const __grid_constant__ ScoreSumsParams p) {
     extern __shared__ __align__(16) unsigned char memory[];
     Acc* const all = reinterpret_cast<Acc*>(memory);
     const i64 first = i64(blockIdx.x) * p.owned;
