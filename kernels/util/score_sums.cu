@@ -88,24 +88,38 @@ __device__ __forceinline__ i64 base_of(const ScoreSumsParams& p, const TracedHea
     return found[cfg::weight];
 }
 
+// How far behind a head's first element the one that is read with line `index` lies; none (negative whatever it is added to) at the end.
+constexpr i64 nowhere = -(i64(1) << 62);
+__device__ __forceinline__ i64 distance_of(const ScoreSumsParams& p, const TracedHead& head, i64 base, i32 index, i32 end) {
+    const Line line(p, min(index, p.lines - 1));
+    return index < end && line.exists ? offset_of(p, head, line) - base : nowhere;
+}
+
 // Adds this warp's lines of all heads to its sums, whose first is element number `first`.
 __device__ __forceinline__ void add_lines(Acc* sums, const ScoreSumsParams& p, i64 first) {
+    constexpr int together = 8;  // steps of 32 lines, for which a head is asked once
     const TracedHead any = TracedHead::of(p, 0, 0);
     const i32 batch = cfg::by_batch ? p.batch : 1, heads = cfg::by_head ? p.heads : 1;
     const i32 share = (p.lines + 32 * cfg::warps - 1) / (32 * cfg::warps) * 32, begin = threadIdx.x / 32 * share, end = min(p.lines, begin + share);
-    for (i32 at = begin; at < end; at += 32) {
-        const i32 index = at + threadIdx.x % 32;
-        const Line line(p, min(index, p.lines - 1));
-        const bool exists = index < end && line.exists;
-        const i64 behind = cfg::alike ? offset_of(p, any, line) - base_of(p, any) : 0;
+    for (i32 at = begin + static_cast<i32>(threadIdx.x % 32); at < begin + share; at += 32 * together) {
+        i64 distance[together] = {};
+        if constexpr (cfg::alike) unroll<together>([&](int step) { distance[step] = distance_of(p, any, base_of(p, any), at + 32 * step, end); });
         for (i32 ib = 0; ib < batch; ++ib) {
             for (i32 head = 0; head < heads; ++head) {
                 const TracedHead of_head = TracedHead::of(p, ib, head);
-                const i64 base = base_of(p, of_head) - first;
-                if (base >= p.owned || base + p.reach < 0) continue;  // as for all threads
-                const i64 number = cfg::alike ? base + behind : offset_of(p, of_head, line) - first;
-                const bool owned = exists && number >= 0 && number < p.owned;
-                if (__any_sync(~0u, owned)) add_by_number(sums, owned ? static_cast<i32>(number) : -1, owned ? sum_of_line(p, ib, head, index) : Acc(0));
+                const i64 base = base_of(p, of_head), before = base - first;
+                if (before >= p.owned || before + p.reach < 0) continue;  // as for all threads
+                u32 some = 0;  // steps with lines that read what this block owns
+                unroll<together>([&](int step) {
+                    const i64 number = before + (cfg::alike ? distance[step] : distance_of(p, of_head, base, at + 32 * step, end));
+                    if (__any_sync(~0u, number >= 0 && number < p.owned)) some |= 1u << step;
+                });
+                for (; some != 0; some &= some - 1) {
+                    const i32 index = at + 32 * (__ffs(some) - 1);
+                    const i64 number = before + distance_of(p, of_head, base, index, end);
+                    const bool owned = number >= 0 && number < p.owned;
+                    add_by_number(sums, owned ? static_cast<i32>(number) : -1, owned ? sum_of_line(p, ib, head, index) : Acc(0));
+                }
             }
         }
     }
