@@ -18,7 +18,7 @@ class Known:
     """The exact results, the textbook's, and what moving the operands by a rounding does to the exact ones.
 
     No algorithm in the sums' precision knows any number on the way to better than to a few roundings of it, nor scores
-    to better than as if q and k were moved by some.
+    to better than as if q and k were moved by some; and weights that are multiplied in 16 bits to a rounding of these.
 
     Parameters
     ----------
@@ -38,14 +38,13 @@ class Known:
         self.moved = dict.fromkeys(self.exact._fields, 0.0)
         rng = np.random.default_rng(0)
 
-        def moved(x, alike):
-            return x * (1 + 8 * self.sums * rng.choice((-1, 1), () if alike else np.shape(x)))
+        def moved(x, unit, alike):
+            return x * (1 + unit * rng.choice((-1, 1), () if alike else np.shape(x)))
 
-        for sample in range(
-            samples
-        ):  # every second time all numbers of an array alike, as equal numbers' roundings are
-            noise = functools.partial(moved, alike=sample % 2 > 0)
-            near = {name: x if x is None else noise(x.astype(wide)) for name, x in arrays.items()}
+        units = 8 * self.sums, max(8 * self.sums, eps(self.dtype))  # weights of 16 bits are rounded for their products
+        for sample in range(samples):  # every second time an array's numbers move alike, as equal numbers do
+            noise = [functools.partial(moved, unit=unit, alike=sample % 2 > 0) for unit in units]
+            near = {name: x if x is None else noise[0](x.astype(wide)) for name, x in arrays.items()}
             other = differentiate(**near, **options, noise=noise)
             for name, e, x in zip(self.exact._fields, self.exact, other, strict=True):
                 if e is not None and e.size:

@@ -12,7 +12,7 @@ from cuattn.masks import checks
 from cuattn.masks.base import Instance, Mask
 from cuattn.masks.column import ColumnMask
 from cuattn.masks.cuda_half import CudaHalf, Generated, Source, element_tables, function_kernels, function_tables
-from cuattn.masks.device import adopt, current_stream, is_device_array, upload
+from cuattn.masks.device import adopt, is_device_array, load_cupy, upload
 from cuattn.masks.runs import Runs, indices
 from cuattn.tracing import (
     MASK,
@@ -195,7 +195,9 @@ class FunctionMask(Mask):
         device : int, optional
             Index of the GPU; by default CuPy's current device.
         """
-        self.arrays_on(int(current_stream().device_id) if device is None else checks.integer("device", device))
+        self.arrays_on(
+            int(load_cupy("device").cuda.Device().id) if device is None else checks.integer("device", device)
+        )
         return self
 
     def __repr__(self) -> str:

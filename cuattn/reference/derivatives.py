@@ -79,8 +79,8 @@ def differentiate(
         Of scores and their tangents, which it replaces: it returns the new ones, the derivative by scores, and the
         tangent of that.
 
-    noise : callable, optional
-        In place of rounding to `low`: what becomes of every intermediate result.
+    noise : (callable, callable), optional
+        In place of rounding to `low`: what becomes of intermediate results, and of weights in products.
 
     Returns
     -------
@@ -101,7 +101,7 @@ def differentiate(
     def plain(x):
         return x if low is None or low == work else x.astype(low).astype(work)
 
-    rounded = noise or plain
+    rounded, short = noise or (plain, plain)
 
     scale = work.type(q.shape[-1] ** -0.5 if scale is None else scale)
     seen = xp.ones((), bool) if visible is None else visible
@@ -137,27 +137,27 @@ def differentiate(
         none = (m == -np.inf)[..., None]
         p = xp.where(none, 0, xp.exp(s - m[..., None]))
         l = p.sum(-1)
-        p = rounded(xp.where(none, 0, p / l[..., None]))
+        p = short(xp.where(none, 0, p / l[..., None]))
         z = 1 if keep is None else keep * work.type(keep_scale)
         tlse = rounded((p * ts).sum(-1))
         gap = rounded(ts - tlse[..., None])
-        tp = rounded(p * gap)
-        dropped, tdropped = rounded(p * z), rounded(tp * z)
+        tp = short(p * gap)
+        dropped, tdropped = short(p * z), short(tp * z)
         o, to = rounded(dropped @ v), rounded(tdropped @ v + dropped @ tv)
         if do is None:
             return Derivatives(o, l, m, to, tlse, *[None] * 8, s, ts, None, None)
         do, tdo = (taken(y, empty, do) for y in (do, tdo))
         dp = rounded(rounded(do @ v.swapaxes(-1, -2)) * z)
         tdp = rounded(rounded(do @ tv.swapaxes(-1, -2) + tdo @ v.swapaxes(-1, -2)) * z)
-        terms = (p * dp, tp * dp + p * tdp) if noise is None else (noise(do * o), noise(tdo * o) + noise(do * to))
+        terms = (p * dp, tp * dp + p * tdp) if noise is None else (rounded(do * o), rounded(tdo * o) + rounded(do * to))
         delta, tdelta = (rounded(y.sum(-1)) for y in terms)  # with noise as whoever cannot hold p and dp has them
         if dlse is not None:
             delta = delta - dlse.astype(work)
         ds = rounded(p * (dp - delta[..., None]))
         tds = rounded(gap * ds + p * (tdp - tdelta[..., None]))
         dbias, tdbias = (None if bias is None else rounded(sum_to(y, bias.shape)) for y in (ds, tds))
-        dx = rounded(xp.where(ds == 0, 0, ds * slope))
-        tdx = rounded(xp.where(tds == 0, 0, tds * slope) + xp.where(ds == 0, 0, ds * tslope))
+        dx = short(xp.where(ds == 0, 0, ds * slope))
+        tdx = short(xp.where(tds == 0, 0, tds * slope) + xp.where(ds == 0, 0, ds * tslope))
         dq = rounded(sum_to(scale * (dx @ k), shapes["q"]))
         dk = rounded(sum_heads(scale * (dx.swapaxes(-1, -2) @ q), shapes["k"]))
         dv = rounded(sum_heads(dropped.swapaxes(-1, -2) @ do, shapes["v"]))

@@ -5,6 +5,7 @@ import math
 import operator
 import pickle
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -88,6 +89,16 @@ def test_numbers_are_float64_in_calls_of_any_dtype(xp, visible, kind, dtype):
     assert_sound(mask.tile_states(8, 8), wanted, 8, 8)
     for given_as in (mask, visible):
         assert_array_equal(xp.get(cuattn.forward(x, x, x, mask=given_as).l), 2 * [wanted.sum(1)])
+
+
+def test_to_device_takes_the_current_one(monkeypatch):
+    taken = []
+    device = SimpleNamespace(cuda=SimpleNamespace(Device=lambda: SimpleNamespace(id=2)))
+    monkeypatch.setattr("cuattn.masks.function.load_cupy", lambda name: device)
+    monkeypatch.setattr("cuattn.masks.function.upload", lambda array, number: taken.append(number))
+    mask = from_function(lambda b, h, i, j: (i - j) % 3 == 0, 8)
+    assert mask.to_device() is mask.to_device(2) is mask
+    assert taken == [2]
 
 
 N = recipes.N
