@@ -1,6 +1,6 @@
 // How a bias and a score function join the scores of a warpgroup's part of a tile.
 //
-// A bias is two numbers of a thread, for its keys (cfg::bias_keys); or it arrives by the copy engine in the buffer that dS will take, each
+// A bias is two numbers of a thread, for its keys (cfg::bias_keys), or in parts one more fragment of them (cfg::split_bias); or it arrives by the copy engine in the buffer that dS will take, each
 // warp reading what it later overwrites (cfg::bias_tiles); or it is loaded, element by element.
 #pragma once
 #include "sm90/bwd_scores.cuh"
@@ -19,6 +19,31 @@ struct Bias {
     __device__ __forceinline__ void load_keys(const Params& p, const TilePlace& at) {
         const i64 offset = slice_of(p.bias, at.batch, at.head);
         unroll<2>([&](int r) { keys[r] = bias_at(p, offset, 0, at.key + 8 * r); });
+    }
+
+    // The same in parts, as a fragment, whose two halves are the same, or in the warpgroup's rows.
+    __device__ __forceinline__ void split_keys(const Params& p, const TilePlace& at, u32 rows) {
+        const i64 offset = slice_of(p.bias, at.batch, at.head);
+        const u32 place = threadIdx.x % 4;
+        unroll<2>([&](int r) {
+            const BiasParts parts(bias_of_product(p, bias_at(p, offset, 0, at.key + 8 * r)));
+            if constexpr (parts_held) pairs[r] = pairs[r + 2] = place == 0 ? parts.pair : place == 1 ? parts.third : 0;
+            else if (place == 0) ptx::store_shared_v4(rows + part_bytes * (fragment_row() + 8 * r), parts.pair, parts.third, 0, 0);
+        });
+    }
+
+    // Adds them to products that are being issued.
+    __device__ __forceinline__ void add_parts(Scores& s, u32 halves, u32 rows) const {
+        if constexpr (parts_held) ptx::Product<cfg::block_m>::rs<true, 1, 0>(s, pairs, halves_descriptor(halves), 1);
+        else ptx::Product<cfg::block_m>::ss<true, 1, 0>(s, parts_descriptor(rows), halves_descriptor(halves), 1);
+    }
+
+    // The scores of sunk keys.
+    __device__ __forceinline__ void restore_sunk(Scores& s, const Params& p, const TilePlace& at) const {
+        const i64 offset = slice_of(p.bias, at.batch, at.head);
+        float x[2];
+        unroll<2>([&](int r) { x[r] = bias_of_product(p, bias_at(p, offset, 0, at.key + 8 * r)); });
+        unroll<cfg::block_m / 2>([&](int i) { s[i] = x[key_of(i)] <= sunk ? x[key_of(i)] : s[i]; });
     }
 
     // slab: where store_gradients will put dS.

@@ -62,8 +62,18 @@ struct Consumer : Worker {
     __device__ __forceinline__ void issue_s() {
         code = step();
         compute_s(s, own_rows(shared.k(keys.stage)), shared.q(slot.stage));
+        if constexpr (cfg::split_bias) bias.add_parts(s, shared.halves(), shared.parts(warpgroup));
         ptx::wgmma_commit();
         foretell_dq();
+    }
+
+    // When a key tile begins, or a head with a bias of its own: products add it from then on.
+    __device__ __forceinline__ void split_bias() {
+        if (!uniform(step().first()) && (p.group == 1 || p.bias.head == 0)) return;
+        bias.split_keys(p, place(64 * warpgroup), shared.parts(warpgroup));
+        if constexpr (parts_held) return;
+        ptx::async_proxy_fence();
+        ptx::barrier_sync(store_barrier + warpgroup, 128);  // they are there
     }
 
     __device__ __forceinline__ void issue_dp() {
@@ -151,9 +161,10 @@ struct Consumer : Worker {
             load_bias(64 * warpgroup);
             probabilities(find_hidden(), given);
         } else {
+            if constexpr (cfg::split_bias) split_bias();
             issue_s();
             issue_dp();
-            load_bias(64 * warpgroup);
+            if constexpr (!cfg::split_bias) load_bias(64 * warpgroup);
             const Hidden hidden = find_hidden();
             probabilities(hidden, load_given());
         }

@@ -56,13 +56,14 @@ struct Worker {
     template <bool round_now, class Hidden, class Stat, class Buffer>
     __device__ __forceinline__ void find_weights(Scores& s, Fragments& weights, const Hidden& hidden, const Stat& stat, const Draws& draws,
                                                  i32 first_key, u32 slab, const Buffer& await_buffer) {
-        if constexpr (cfg::bias || cfg::score) bias.begin(p, place(first_key), slab);
+        if constexpr (adds_bias || cfg::score) bias.begin(p, place(first_key), slab);
         if constexpr (slopes_apart) {
             hidden.mask(s);
             weigh_apart(s, weights, p, place(first_key), bias, stat, draws, uniform(step().far()));
         } else {
-            if constexpr (cfg::bias || cfg::score) finish_scores(s, p, place(first_key), bias);
+            if constexpr (adds_bias || cfg::score) finish_scores(s, p, place(first_key), bias);
             else if constexpr (cfg::prescaled) prescale(s, p);
+            if (cfg::split_bias && hidden.partial) bias.restore_sunk(s, p, place(first_key));
             hidden.refine(s, p, await_buffer);
             weigh<round_now>(s, weights, p, stat, draws);
         }

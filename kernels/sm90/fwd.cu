@@ -50,6 +50,7 @@ attention_forward(const __grid_constant__ Params p, const __grid_constant__ ptx:
     // The same in all lanes; the shuffle tells the compiler so.
     const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (threadIdx.x == 0) init_barriers(shared);
+    if constexpr (cfg::split_bias) store_halves(shared.halves());
     if (threadIdx.x == 32) {  // descriptors are on their way before the first copies need them
         ptx::tensor_map_prefetch(q_map);
         ptx::tensor_map_prefetch(k_map);

@@ -11,7 +11,7 @@ enum BiasForm { kBiasLoads, kBiasRows, kBiasKeys, kBiasTiles };
 constexpr BiasForm bias_form = cfg::bias_tiles ? kBiasTiles : cfg::bias_keys ? kBiasKeys : cfg::bias_rows ? kBiasRows : kBiasLoads;
 
 // Is what the bias adds read before the scores are there?  Three warpgroups have no registers to keep it in.
-constexpr bool bias_ahead = cfg::bias && bias_form != kBiasLoads && warpgroups == 2, bias_late = cfg::bias && !bias_ahead;
+constexpr bool bias_ahead = adds_bias && bias_form != kBiasLoads && warpgroups == 2, bias_late = adds_bias && !bias_ahead;
 
 // Calls work(i) for those of `count` pieces that belong to one of `steps` steps.
 template <int count, class Work>
@@ -146,6 +146,26 @@ struct AskedRows {
         return x;
     }
 };
+
+// Adds the bias of a tile's keys to their products, which are under way: a group of its own.
+__device__ __forceinline__ void add_parts(Scores& s, u32 halves, u32 parts) {
+    ptx::Product<cfg::block_n>::ss<true, 1, 0>(s, halves_descriptor(halves), parts_descriptor(parts), 1);
+    ptx::wgmma_commit();
+}
+
+// The scores of sunk keys, whose tile's parts these are.
+__device__ __forceinline__ void restore_sunk(Scores& s, u32 parts) {
+    const u32 own = parts + 2 * part_bytes * (place_of_thread() % 4);
+    unroll<cfg::block_n / 8, 2>([&](int block, int e) {
+        uint2 of;
+        ptx::load_shared(of, own + part_bytes * (8 * block + e));
+        const float x = BiasParts(of).whole();
+        unroll<2>([&](int r) {
+            float& score = s[4 * block + 2 * r + e];
+            score = x <= sunk ? x : score;
+        });
+    });
+}
 
 // A score with its bias, as finish_score makes it.
 __device__ __forceinline__ float add_bias(const Params& p, float product, float bias) {

@@ -16,7 +16,7 @@ namespace sm90::fwd {
 // rounding P then runs beside the other half.  Three warpgroups fill each other's gaps, and do better with one long stretch.
 constexpr bool proceeds_early = cfg::overlap && warpgroups == 2;
 constexpr int middle = value_steps / 2 - 1;  // the block of 16 keys behind which that is
-constexpr bool completes = cfg::bias || cfg::score;  // what comes between products and scores is more than a scale or softcap
+constexpr bool completes = adds_bias || cfg::score;  // what comes between products and scores is more than a scale or softcap
 constexpr bool looks_for_values = cfg::dropout > 0;  // behind the exponentials; else it costs more than it saves
 constexpr u32 ping_pong_barrier = 1;              // + warpgroup
 constexpr int output_blocks = cfg::head_dim_v / 16;
@@ -100,6 +100,8 @@ struct Consumer {
     template <class Beside>
     __device__ __forceinline__ void issue_scores(const Beside& beside) {
         compute_s(s, shared.q(q.stage) + 64 * warpgroup * row_bytes, shared.k(k.stage), beside);
+        if constexpr (cfg::split_bias)
+            if (uniform(tile.biased())) add_parts(s, shared.halves(), shared.key_bias(k.stage));
     }
 
     // Line 15; the sum is divided by l at the row's end.
@@ -158,6 +160,8 @@ struct Consumer {
     // The scores are there: their keys' buffer goes back at once, since only a few are under way.
     __device__ __forceinline__ void finish_scores(Completion& with) {
         ptx::wgmma_pin(s);
+        if constexpr (cfg::split_bias)
+            if (uniform(tile.has_sunk())) restore_sunk(s, shared.key_bias(k.stage));
         if constexpr (bias_late) {
             read_bias(with, 0, 1);
             complete(with);

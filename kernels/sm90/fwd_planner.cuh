@@ -135,14 +135,24 @@ struct Planner {
         q.advance();
     }
 
-    // Does the bias let anybody see some key of a tile?
-    __device__ __forceinline__ bool shows(i64 offset, i32 n) const {
+    // Does the bias of some key of a tile exceed `least`?
+    __device__ __forceinline__ bool shows(i64 offset, i32 n, float least = minus_infinity()) const {
         for (i32 key = n * cfg::block_n; key < (n + 1) * cfg::block_n; key += 8) {
             bool some = false;
-            unroll<8>([&](int i) { some |= bias_shows(p, offset, key + i); });
+            unroll<8>([&](int i) { some |= !(bias_at(p, offset, 0, key + i) <= least); });
             if (some) return true;
         }
         return false;
+    }
+
+    // What a key's bias must exceed for a row to notice it: where all rows see all keys, sunk ones count only where all are.
+    __device__ __forceinline__ float least_bias(i64 offset, i32 lowest, i32 top) const {
+        if (!unmasked) return minus_infinity();
+        for (; top >= lowest; top -= 32) {
+            const i32 n = top - static_cast<i32>(lane);
+            if (uniform(n >= lowest && shows(offset, n, sunk))) return sunk;
+        }
+        return minus_infinity();
     }
 
     // Narrows a range of key tiles by what the bias hides of its ends: padding costs nothing.
@@ -171,7 +181,10 @@ struct Planner {
         const Rows rows = all_rows(p, work);
         i32 lowest = band_first(p, rows) / cfg::block_n;
         i32 top = (band_end(p, rows) + cfg::block_n - 1) / cfg::block_n - 1;
-        if constexpr (cfg::bias_keys) {
+        float least = 0.0f;
+        if constexpr (cfg::split_bias) {
+            least = least_bias(slice_of(p.bias, work.batch, work.head), lowest, top);
+        } else if constexpr (cfg::bias_keys) {
             trim(work, lowest, top);
             if (!later_tiles_vary && top >= lowest) lowest = min(lowest, 127), work.instance = top | lowest << 24;
         }
@@ -179,7 +192,8 @@ struct Planner {
         bool first = true, some = false;
         for (i32 group = top; group >= lowest; group -= 32) {
             const i32 n = group - static_cast<i32>(lane);
-            const KeyTile tile = n >= lowest ? classify(p, work, blocks, n) : KeyTile::none();
+            const bool noticed = n >= lowest && (!cfg::split_bias || shows(slice_of(p.bias, work.batch, work.head), n, least));
+            const KeyTile tile = noticed ? classify(p, work, blocks, n) : KeyTile::none();
             if (!__any_sync(~0u, tile.exists())) continue;
             if (some) {
                 publish(work, held, false);

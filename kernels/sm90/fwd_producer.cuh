@@ -21,6 +21,7 @@ struct LoadedKeyBias {
     float of[(cfg::block_n + 31) / 32];
 
     __device__ __forceinline__ LoadedKeyBias(const Params& p, i64 offset, i32 first_key, u32 lane) {
+        lane = ptx::opaque(static_cast<i32>(lane));  // of registers there are few
         unroll<(cfg::block_n + 31) / 32>([&](int i) {
             const i32 column = 32 * i + lane;
             of[i] = column < cfg::block_n && first_key + column < p.n_keys ? bias_at(p, offset, 0, first_key + column) : 0.0f;
@@ -40,6 +41,20 @@ struct LoadedKeyBias {
     }
 };
 
+// Stores the bias of a tile's keys in parts; returns what consumers must know of it.
+__device__ __forceinline__ i32 store_parts(const Params& p, const LoadedKeyBias& bias, u32 rows, u32 lane) {
+    rows += part_bytes * ptx::opaque(static_cast<i32>(lane));
+    bool some = false, low = false;
+    unroll<(cfg::block_n + 31) / 32>([&](int i) {
+        const float x = bias_of_product(p, bias.of[i]);
+        const BiasParts parts(x);
+        if (32 * i + lane < cfg::block_n) ptx::store_shared_v4(rows + 32 * part_bytes * i, parts.pair, parts.third, 0, 0);
+        some |= x != 0.0f, low |= x <= sunk;
+    });
+    ptx::async_proxy_fence();
+    return (uniform(some) ? KeyTile::biased_bit : 0) | (uniform(low) ? KeyTile::sunk_bit : 0);
+}
+
 struct Producer {
     const Params& p;
     const ptx::TensorMap &k_map, &v_map, &bias_map;
@@ -54,7 +69,13 @@ struct Producer {
         if constexpr (cfg::bias_keys) {
             const LoadedKeyBias bias(p, slice_of(p.bias, from.bias.batch, from.bias.query_head), from.tile.n() * cfg::block_n, lane);
             issue_keys(from);
-            if (bias.store(shared.key_bias(k.stage), lane)) from.tile.code |= KeyTile::dead_bit;
+            if constexpr (cfg::split_bias) {
+                from.tile.code |= store_parts(p, bias, shared.key_bias(k.stage), lane);
+                if (lane == 0) shared.code(k.stage) = from.tile;
+                if (from.tile.has_sunk()) from.tile.code |= KeyTile::dead_bit;
+            } else if (bias.store(shared.key_bias(k.stage), lane)) {
+                from.tile.code |= KeyTile::dead_bit;
+            }
             ptx::mbarrier_arrive(shared.barrier(k_full + k.stage));
         } else {
             issue_keys(from);

@@ -139,6 +139,8 @@ __device__ __forceinline__ void find_largest_positive(float (&top)[2], const Sco
     unroll<2>([&](int r) { top[r] = __int_as_float(max(chain[r], chain[r + 2])); });
 }
 
+constexpr bool often_negative = cfg::prescaled || cfg::split_bias;  // are all scores of a row in a tile?
+
 // Brings the maximum up to date, and the reference if need be; true when earlier outputs of the warp must be multiplied by
 // factor.  With `settled` the rows are expected to have positive scores and to stay within their limits.
 __device__ __forceinline__ bool follow(Softmax& state, float (&factor)[2], Scores& s, bool settled) {
@@ -146,7 +148,7 @@ __device__ __forceinline__ bool follow(Softmax& state, float (&factor)[2], Score
     if (settled) {
         find_largest_positive(top, s);
         // Of scores that are no higher than 0 nothing need be known where the row has seen a higher one.
-        const bool below[2] = {cfg::prescaled && state.top[0] >= 0.0f, cfg::prescaled && state.top[1] >= 0.0f};
+        const bool below[2] = {often_negative && state.top[0] >= 0.0f, often_negative && state.top[1] >= 0.0f};
         settled = __all_sync(~0u, (top[0] > 0.0f || below[0]) && top[0] <= state.limit[0] && (top[1] > 0.0f || below[1]) && top[1] <= state.limit[1]);
     }
     bool grown = false;

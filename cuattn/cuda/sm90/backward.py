@@ -20,7 +20,7 @@ from cuattn.cuda.sm80.backward import add_preprocess, broadcast_heads, row_array
 from cuattn.cuda.sm80.score_gradients import ScoreGradients
 from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, BiasGradient, Dbias, bias_form, portable_constants
-from cuattn.cuda.sm90.forward import ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
+from cuattn.cuda.sm90.forward import HALVES_BYTES, KEY_BIAS_BYTES, ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
@@ -72,6 +72,8 @@ class Cut:
         One kernel computes everything and adds dq up in memory.
     split_delta : bool
         Tensor cores subtract delta from dP: dropout needs it apart, and blocks take the registers of V.
+    split_bias : bool
+        Tensor cores add a bias of keys, as in the forward.
     bias : BiasForm
     weighted : bool
         The main kernel sums what arrays of a score function need of dS.
@@ -100,6 +102,7 @@ class Cut:
         passes |= bool(problem.learned) and not self.weighted
         apart = problem.dropout or blocks or passes or sloped
         self.split_delta = self.fused and widest > 64 and not apart
+        self.split_bias = self.bias.keys and forward.splits_bias(problem)
         self.keys, self.rows = self._key_tile(), self._row_tile()
 
     def _counts(self, tile: tuple[int, int], size: int, heads: int) -> dict[str, int]:
@@ -139,6 +142,8 @@ class Cut:
             sums = 2 * 4 * 64 * block_m  # P
             barriers, moved = 4, row_bytes(problem)
         tiles = keys + _STAGES * rows + sums + draws * block_m * block_n // 8
+        if self.split_bias:
+            tiles += HALVES_BYTES * (not self.split_delta) + KEY_BIAS_BYTES * block_n * (max(slabs, slabs_v) == 1)
         # What the warpgroups tell each other: work, steps and draws of each stage, mail, walk, heads, places of dq.
         walk = 48 + 16 * bool({"boolean", "function"} & {*problem.masks})
         told = 16 * (3 if one else 2) + _STAGES * 16 * (1 + draws) + 32 + walk + 24 + 40
@@ -182,7 +187,7 @@ class Cut:
         """The prologue of kernels/sm90/bwd.cu, and of the others but for their tiles."""
         return {
             **problem_constants(self.problem),
-            **forward.scaling(self.problem),
+            **forward.scaling(self.problem, self.split_bias),
             **{name: getattr(self, name) for name in ("head_dim", "head_dim_v", "split_delta")},
             "batches_first": self.bias.batches_first,
             "bias_keys": self.bias.keys,

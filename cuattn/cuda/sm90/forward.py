@@ -64,7 +64,10 @@ _BIASED_TILES = (
     (192, 128, Tile(128, 64, 3, 1)),
     (256, 256, Tile(128, 64, 2, 1)),
 )
-_KEY_BIAS_BYTES = 16  # beside a float for each key
+KEY_BIAS_BYTES = 16  # beside a float for each key; and a key's, in parts
+HALVES_BYTES = 128  # what parts are multiplied by
+_SPLIT_KEYS = 1 << 28  # key tiles are counted in fewer bits
+_SPLIT_HEAD_DIM = 128
 _FEW_KEYS = 64  # of a tile where each element is looked up somewhere: more of them find no registers
 _SHORT_FUNCTION, _LONG_FUNCTION = 16, 60  # operations, at most and from which on
 
@@ -139,11 +142,24 @@ def is_walked(problem: Problem) -> bool:
     return bool({"block", "function"} & {*problem.masks})
 
 
-def scaling(problem: Problem) -> Constants:
+def splits_bias(problem: Problem) -> bool:
+    """Return whether tensor cores add a bias of keys, in parts: both directions, or neither."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    roomy = widest <= _SPLIT_HEAD_DIM and problem.n_keys < _SPLIT_KEYS and "block" not in problem.masks
+    roomy &= not problem.dropout or widest <= SLAB_COLUMNS
+    return roomy and problem.softcap is None and problem.score is None and _is_scalable(problem)
+
+
+def _is_scalable(problem: Problem) -> bool:
+    return _LEAST_SCALE <= abs(problem.scale) <= 1 / _LEAST_SCALE
+
+
+def scaling(problem: Problem, split_bias: bool) -> Constants:
     """Return the constants that say how scores are scaled: before their maximum where the scale would spoil it."""
-    natural = any(x is not None for x in (problem.softcap, problem.bias, problem.score))
-    prescaled = natural or not _LEAST_SCALE <= abs(problem.scale) <= 1 / _LEAST_SCALE
-    return {"prescaled": prescaled, "negate": problem.scale < 0 and not prescaled}
+    added = None if split_bias else problem.bias
+    natural = any(x is not None for x in (problem.softcap, added, problem.score))
+    prescaled = natural or not _is_scalable(problem)
+    return {"prescaled": prescaled, "negate": problem.scale < 0 and not prescaled, "split_bias": split_bias}
 
 
 class Cut:
@@ -156,6 +172,8 @@ class Cut:
     tile : Tile
     bias_form : str
         See :func:`bias_form`; empty without a bias.
+    split_bias : bool
+        Tensor cores add it (:func:`splits_bias`).
     counts : dict of str to int
         Fields of ``Params``: row_tiles, key_tiles, section.
     """
@@ -163,6 +181,7 @@ class Cut:
     def __init__(self, problem: Problem, bias: Any = None) -> None:
         self.problem = problem
         self.bias_form = "" if problem.bias is None else bias_form(problem, bias)
+        self.split_bias = self.bias_form == "keys" and splits_bias(problem)
         self.head_dim, self.head_dim_v = pad(problem.head_dim, 16), width_of(problem.head_dim_v)
         if problem.head_dim_v <= _NARROW:
             self.head_dim_v = _NARROW
@@ -188,8 +207,8 @@ class Cut:
             tile = tile._replace(block_m=128)  # these need registers that three warpgroups do not have
         if tile.block_m == 192 and problem.dropout and (problem.masks or problem.band is not None):
             tile = tile._replace(block_n=112)
-        if widest == 128 and described:
-            tile = tile._replace(q_stages=2)  # what partial tiles' keys say of their rows takes the third one's place
+        if widest == 128 and (described or self.split_bias):
+            tile = tile._replace(q_stages=2)  # what keys come with takes the third one's place
         return tile
 
     @property
@@ -204,7 +223,8 @@ class Cut:
             short = len(order(score.root)) <= _SHORT_FUNCTION and not reads(score, J)
             if not short or addend(score.root) is None or problem.masks or problem.dropout:
                 return True
-        changed = problem.softcap is not None or bool(self.bias_form) or problem.out_dtype != problem.dtype
+        biased = bool(self.bias_form) and (not self.split_bias or problem.dropout)
+        changed = problem.softcap is not None or biased or problem.out_dtype != problem.dtype
         return changed or is_walked(problem)
 
     def _biased_tile(self) -> Tile:
@@ -232,8 +252,10 @@ class Cut:
         boolean = "boolean" in problem.masks
         masks = block_n * (16 * ("column" in problem.masks) + boolean * block_m // 8)  # intervals, and bits
         tiled = cdiv(block_n, SLAB_COLUMNS) * block_m * ROW_BYTES
-        bias = {"tiles": tiled, "keys": 4 * block_n + _KEY_BIAS_BYTES}.get(self.bias_form, 0)
+        keys = KEY_BIAS_BYTES * block_n if self.split_bias else 4 * block_n + KEY_BIAS_BYTES
+        bias = {"tiles": tiled, "keys": keys}.get(self.bias_form, 0)
         tiles = q_stages * queries + stages * ((slabs + slabs_v) * block_n * ROW_BYTES + masks + bias)
+        tiles += HALVES_BYTES * self.split_bias
         barriers = 8 * (2 * q_stages + 4 * stages + 4)
         mail = 16 * q_stages + _LIST_BYTES + 4 * boolean + 4 * stages + 12
         mail += 24 * bool(self.bias_form)
@@ -269,7 +291,7 @@ class Cut:
         return {
             **problem_constants(problem),
             **tile._asdict(),
-            **scaling(problem),
+            **scaling(problem, self.split_bias),
             "reads_keys": problem.score is not None and (problem.runs or reads(problem.score, J)),
             "bias_shared": self._shares_bias,
             **{f"bias_{form}": self.bias_form == form for form in ("tiles", "keys", "rows")},

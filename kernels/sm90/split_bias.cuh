@@ -1,0 +1,55 @@
+// A bias of keys that tensor cores add (cfg::split_bias): no thread has anything to do for it.
+//
+// In units of raw products it is three bfloat16 that add up to it, and stands beside k as columns of 16 bytes a row, of which the others are 0.
+// They are multiplied by 1/2, twice: both halves of a product's 16 columns are the same 8.
+#pragma once
+#include "attn/score.cuh"
+#include "sm90/operands.cuh"
+
+namespace sm90 {
+
+constexpr int part_bytes = 16;     // of a key
+constexpr int halves_bytes = 128;  // eight rows of eight 1/2, of which all others are copies
+
+constexpr u32 two_halves = 0x3F003F00;
+
+// A key with no higher bias is sunk: its score is its bias, in which no product shows, and which hides where it is -inf.
+constexpr float sunk = -0x1p100f;
+// From here on a bias, which is finite, is left as it is.
+constexpr float outsized = 0x1p127f;
+
+// In units of raw products.
+__device__ __forceinline__ float bias_of_product(const Params& p, float bias) {
+    const float x = __fdividef(bias, fabsf(static_cast<float>(p.scale)));
+    return fabsf(x) < outsized ? x : bias;
+}
+
+// And back: a score from its raw product.
+__device__ __forceinline__ float natural_score(float x, float scale) { return cfg::split_bias && fabsf(x) >= outsized ? x : x * scale; }
+
+// x = first + second + third, of eight bits each; the third alone in a word.
+struct BiasParts {
+    u32 pair, third;
+
+    __device__ __forceinline__ explicit BiasParts(const uint2& words) : pair(words.x), third(words.y) {}
+    __device__ __forceinline__ explicit BiasParts(float x) {
+        const float rest = rest_of(x);
+        pair = __byte_perm(__float_as_uint(x), __float_as_uint(rest), 0x7632);
+        third = __float_as_uint(rest_of(rest)) >> 16;
+    }
+    __device__ __forceinline__ float whole() const {
+        return __uint_as_float(pair << 16) + (__uint_as_float(pair & 0xFFFF0000u) + __uint_as_float(third << 16));
+    }
+};
+
+// Descriptors of halves, and of the parts of keys in rows.
+__device__ __forceinline__ u64 halves_descriptor(u32 halves) { return ptx::wgmma_descriptor_of_units(halves, 0, 0); }
+__device__ __forceinline__ u64 parts_descriptor(u32 parts) { return ptx::wgmma_descriptor_of_units(parts, 0, 8 * part_bytes); }
+
+// By the first threads of a block, before its first barrier.
+__device__ __forceinline__ void store_halves(u32 halves) {
+    if (threadIdx.x < halves_bytes / 16) ptx::store_shared_v4(halves + 16 * threadIdx.x, two_halves, two_halves, two_halves, two_halves);
+    ptx::async_proxy_fence();
+}
+
+}  // namespace sm90

@@ -1,0 +1,72 @@
+"""Biases of keys on a Hopper GPU, which tensor cores add: padding, forward and backward, against the oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.cuda.cases import BF16, Case, bias_of, columns_of, same_bits, sized
+from tests.cuda.gpu import made
+from tests.cuda.sm90.test_forward_gpu import hopper as hopper
+
+pytestmark = pytest.mark.gpu
+
+FLOAT32 = np.dtype(np.float32)
+LOWEST = float(np.finfo(np.float32).min)
+CASES = [
+    *(sized(f"d{d}", 300, 700, d, bias=bias_of(1, 0, 0, 1)) for d in (64, 128)),
+    *(sized(f"d{d} causal", 700, 700, d, bias=bias_of(1, 0, 0, 1), options={"is_causal": True}) for d in (64, 128)),
+    *(sized(f"d{d} columns", 300, 700, d, bias=bias_of(1, 0, 0, 1), mask=columns_of) for d in (64, 128)),
+    *(sized(f"d{d} grouped", 300, 700, d, heads=4, bias=bias_of(1, 1, 0, 1)) for d in (64, 128)),
+    sized("d64 dropout", 300, 700, bias=bias_of(1, 0, 0, 1), options={"dropout_p": 0.2, "rng": 3}),
+    sized("d128 negative scale", 300, 700, 128, bias=bias_of(1, 0, 0, 1, dtype=BF16), options={"scale": -0.3}),
+]
+PADDED = {
+    "quarter": np.s_[..., 525:],
+    "first": np.s_[..., :300],
+    "inner": np.s_[..., 250:520],
+    "sequence": np.s_[0],  # all of its keys, and some of the other's
+    "every third": np.s_[..., ::3],
+}
+
+
+def padded(case: Case, where: str, lowest: float, rest: float | None):
+    """Return a problem whose bias is `lowest` somewhere, and `rest` elsewhere, if that is given."""
+    problem = made(case)
+    bias = problem.options["bias"]
+    if rest is not None:
+        bias[...] = rest
+    bias[PADDED[where]] = lowest
+    if where == "sequence":
+        bias[1:, ..., 600:] = lowest
+    return problem
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("lowest", [-np.inf, LOWEST, -1e9])
+@pytest.mark.parametrize(
+    ("where", "rest"), [*((where, 0.0) for where in PADDED), ("quarter", None), ("sequence", None)]
+)
+def test_padding(case, lowest, where, rest):
+    """Finite biases hide only beside higher ones: throughout a row they give the mean of v."""
+    if case.name.endswith("scale") and lowest == LOWEST:
+        lowest = -3.3895314e38  # the least bfloat16
+    problem = padded(case, where, lowest, rest)
+    problem.check(problem.forward("sm90"))
+    problem.check(problem.backward("sm90"))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_bias_of_zero_is_no_bias(head_dim):
+    problem = made(sized("zero", 300, 700, head_dim))
+    zero = np.zeros((2, 1, 1, 700), np.float32)
+    same_bits(problem.forward("sm90", bias=zero), problem.forward("sm90"))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("size", [1e-3, 30.0, 1e3, 3e4, 1e6])
+def test_sizes(head_dim, size):
+    problem = made(sized(f"sized {size}", 300, 700, head_dim, bias=bias_of(1, 0, 0, 1)))
+    problem.options["bias"] *= np.float32(size)
+    problem.check(problem.forward("sm90"))
+    problem.check(problem.backward("sm90", deterministic=True))
