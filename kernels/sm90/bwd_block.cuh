@@ -80,7 +80,7 @@ __device__ __forceinline__ void run_block(const Params& p, const Maps& maps) {
     const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (threadIdx.x == 0) init_barriers(shared);
     if constexpr (cfg::split_delta) clear_delta(shared);
-    if constexpr (cfg::split_bias) fill_halves(shared);
+    if constexpr (splits) fill_halves(shared);
     __syncthreads();  // the barriers and the zeros beside delta are ready
 
     if (warp < 4) {

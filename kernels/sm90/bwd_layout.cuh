@@ -61,12 +61,12 @@ constexpr int delta_at = handed_at + 2 * handed_bytes;
 constexpr int stat_at = delta_at + cfg::stages * delta_stride;
 constexpr int draws_at = stat_at + cfg::stages * numbers_bytes;
 // Below delta's parts there is room for what multiplies those of a bias.
-static_assert(!cfg::split_bias || !by_function);
+static_assert(!splits || !by_function);
 constexpr int own_halves_at = draws_at + draws_bytes, halves_at = cfg::split_delta ? delta_at + 4 * row_bytes : own_halves_at;
 // The parts themselves are fragments in registers, or in shared memory where tiles leave room.
 constexpr bool parts_held = slabs > 1 || slabs_v > 1;
-constexpr int parts_at = own_halves_at + (cfg::split_bias && !cfg::split_delta ? halves_bytes : 0);
-constexpr int barriers_at = parts_at + (cfg::split_bias && !parts_held ? part_bytes * cfg::block_n : 0);
+constexpr int parts_at = own_halves_at + (splits && !cfg::split_delta ? halves_bytes : 0);
+constexpr int barriers_at = parts_at + (splits && !parts_held ? part_bytes * cfg::block_n : 0);
 
 enum Barrier {
     k_full,

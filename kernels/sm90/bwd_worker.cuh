@@ -56,18 +56,33 @@ struct Worker {
     template <bool round_now, class Hidden, class Stat, class Buffer>
     __device__ __forceinline__ void find_weights(Scores& s, Fragments& weights, const Hidden& hidden, const Stat& stat, const Draws& draws,
                                                  i32 first_key, u32 slab, const Buffer& await_buffer) {
-        if constexpr (adds_bias || cfg::score) bias.begin(p, place(first_key), slab);
+        constexpr bool finishes = adds_bias || (cfg::score && !cfg::split_score);
+        if constexpr (finishes) bias.begin(p, place(first_key), slab);
         if constexpr (slopes_apart) {
             hidden.mask(s);
             weigh_apart(s, weights, p, place(first_key), bias, stat, draws, uniform(step().far()));
         } else {
-            if constexpr (adds_bias || cfg::score) finish_scores(s, p, place(first_key), bias);
+            if constexpr (finishes) finish_scores(s, p, place(first_key), bias);
             else if constexpr (cfg::prescaled) prescale(s, p);
             if (cfg::split_bias && hidden.partial) bias.restore_sunk(s, p, place(first_key));
+            if constexpr (cfg::split_score) return weigh_linear<round_now>(s, weights, hidden, stat, draws, await_buffer);
             hidden.refine(s, p, await_buffer);
             weigh<round_now>(s, weights, p, stat, draws);
         }
     }
+
+    // The same under a linear function, of which the scores lack the rows' part.  Those of far rows are made whole before their maximum is taken away.
+    template <bool round_now, class Hidden, class Stat, class Buffer>
+    __device__ __forceinline__ void weigh_linear(Scores& s, Fragments& weights, const Hidden& hidden, const Stat& stat, const Draws& draws,
+                                                 const Buffer& await_buffer) {
+        const LinearScore score = linear_score();
+        const i32 first_row = step().m() * cfg::block_m + 2 * (threadIdx.x % 4);
+        const bool far = uniform(step().far());
+        if (far) unroll<cfg::block_m / 2>([&](int i) { s[i] = sum_of(s[i], score.of_row(first_row + query_of(i))); });
+        hidden.refine(s, p, await_buffer);
+        weigh<round_now>(s, weights, p, LinearStat<Stat>{stat, score, first_row, far ? 0.0f : score_scale(p)}, draws);
+    }
+    __device__ __forceinline__ LinearScore linear_score() const { return {p, bias.head(), work().tile * cfg::block_n}; }
 
     // Waits for the key tile in the slot; false when there is none.
     __device__ __forceinline__ bool await_keys() const {

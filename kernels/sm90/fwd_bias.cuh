@@ -100,7 +100,7 @@ struct Bias<kBiasTiles> {
 
 // For how many blocks of 8 keys there are registers to keep what a score function adds to scores that are not there yet.
 constexpr int find_blocks_ahead() {
-    if (!cfg::additive || cfg::bias) return 0;
+    if (!cfg::additive || cfg::bias || cfg::split_score) return 0;
     const int all = warpgroups == 3 ? 128 : cfg::reads_keys || cfg::dropout > 0 ? 184 : 200;
     const int blocks = (all - cfg::block_n * 3 / 4 - cfg::head_dim_v / 2) / 4;
     return blocks < 0 ? 0 : blocks < cfg::block_n / 8 ? blocks : cfg::block_n / 8;

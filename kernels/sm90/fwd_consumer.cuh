@@ -16,7 +16,7 @@ namespace sm90::fwd {
 // rounding P then runs beside the other half.  Three warpgroups fill each other's gaps, and do better with one long stretch.
 constexpr bool proceeds_early = cfg::overlap && warpgroups == 2;
 constexpr int middle = value_steps / 2 - 1;  // the block of 16 keys behind which that is
-constexpr bool completes = adds_bias || cfg::score;  // what comes between products and scores is more than a scale or softcap
+constexpr bool completes = adds_bias || (cfg::score && !cfg::split_score);  // what comes between products and scores is more than a scale or softcap
 constexpr bool looks_for_values = cfg::dropout > 0;  // behind the exponentials; else it costs more than it saves
 constexpr u32 ping_pong_barrier = 1;              // + warpgroup
 constexpr int output_blocks = cfg::head_dim_v / 16;
@@ -102,6 +102,7 @@ struct Consumer {
         compute_s(s, shared.q(q.stage) + 64 * warpgroup * row_bytes, shared.k(k.stage), beside);
         if constexpr (cfg::split_bias)
             if (uniform(tile.biased())) add_parts(s, shared.halves(), shared.key_bias(k.stage));
+        if constexpr (cfg::split_score) add_parts(s, shared.halves(), shared.key_bias(k.stage));
     }
 
     // Line 15; the sum is divided by l at the row's end.
@@ -132,9 +133,15 @@ struct Consumer {
         AskedRows asked;
         Bias<bias_form> bias;
     };
-    __device__ __forceinline__ void prepare(Completion& with, int step) const {
-        if constexpr (cfg::score) with.asked.ask(step, score_steps, p, work, row(), first_key());
+    __device__ __forceinline__ void prepare(Completion& with, int step) {
+        if constexpr (cfg::split_score) {
+            if (step == 0) find_offsets();
+        } else if constexpr (cfg::score) with.asked.ask(step, score_steps, p, work, row(), first_key());
         if constexpr (bias_ahead) read_bias(with, step, score_steps);
+    }
+    __device__ __forceinline__ void find_offsets() {
+        const LinearScore score(p, work.batch, work.head, tile.n() * cfg::block_n);
+        unroll<2>([&](int r) { state.set_offset(r, ptx::opaque(score.of_row(max(row(), 0) + 8 * r))); });
     }
     __device__ __forceinline__ void read_bias(Completion& with, int step, int steps) const {
         with.bias.load(step, steps, p, shared, k.stage, work, row(), tile.n());

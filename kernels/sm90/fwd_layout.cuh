@@ -20,7 +20,7 @@ constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias || cfg::score, m
 constexpr bool plain = !cfg::overlap && cfg::dropout == 0;
 // Else no key tile is hidden, only a row's first one, the last of the keys, may be cut, and tiles are counted, not told.
 constexpr bool later_tiles_vary = !unmasked || plain || cfg::split_bias;
-constexpr bool keys_are_read = later_tiles_vary || cfg::bias_tiles || cfg::bias_keys;  // by all threads, in what comes with them
+constexpr bool keys_are_read = later_tiles_vary || cfg::bias_tiles || cfg::bias_keys || cfg::split_score;  // by all threads, in what comes with them
 constexpr int q_bytes = slabs * cfg::block_m * row_bytes;
 constexpr int k_bytes = slabs * cfg::block_n * row_bytes;
 constexpr int v_bytes = slabs_v * cfg::block_n * row_bytes;
@@ -48,9 +48,9 @@ constexpr int bias_tiles_at = v_at + cfg::stages * v_bytes;
 constexpr int cols_at = bias_tiles_at + cfg::stages * bias_bytes;
 constexpr int bits_at = cols_at + cfg::stages * cols_bytes;
 constexpr int key_bias_at = bits_at + cfg::stages * bits_bytes;
-constexpr int key_bias_bytes = cfg::split_bias ? part_bytes * cfg::block_n : cfg::bias_keys ? static_cast<int>(sizeof(KeyBias)) : 0;
+constexpr int key_bias_bytes = splits ? part_bytes * cfg::block_n : cfg::bias_keys ? static_cast<int>(sizeof(KeyBias)) : 0;
 constexpr int halves_at = key_bias_at + cfg::stages * key_bias_bytes;
-constexpr int barriers_at = halves_at + (cfg::split_bias ? halves_bytes : 0);
+constexpr int barriers_at = halves_at + (splits ? halves_bytes : 0);
 
 enum Barrier {
     q_full,
@@ -130,7 +130,7 @@ constexpr int list_at = work_at + 16 * cfg::q_stages;
 constexpr int codes_at = list_at + static_cast<int>(sizeof(TileList));
 constexpr int mail_at = codes_at + 4 * cfg::stages;
 constexpr int bias_places_at = mail_at + static_cast<int>(sizeof(Mail));
-constexpr int shared_bytes = bias_places_at + (cfg::bias ? 2 * static_cast<int>(sizeof(BiasPlace)) : 0);
+constexpr int shared_bytes = bias_places_at + (cfg::bias || cfg::split_score ? 2 * static_cast<int>(sizeof(BiasPlace)) : 0);
 
 // A thread's place in its warpgroup.  What follows from it is not kept in registers from one tile to the next: they are
 // too few.

@@ -113,7 +113,7 @@ struct Planner {
             to.batch = work.batch;
             to.instance = work.instance;
             to.set_row(work.row);
-            if constexpr (cfg::bias) shared.bias_of_list() = {work.head, work.batch, work.row};
+            if constexpr (cfg::bias || cfg::split_score) shared.bias_of_list() = {work.head, work.batch, work.row};
         }
         ptx::mbarrier_arrive(shared.barrier(list_full));
         list.advance();

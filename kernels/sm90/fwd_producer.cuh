@@ -41,18 +41,26 @@ struct LoadedKeyBias {
     }
 };
 
-// Stores the bias of a tile's keys in parts; returns what consumers must know of it.
-__device__ __forceinline__ i32 store_parts(const Params& p, const LoadedKeyBias& bias, u32 rows, u32 lane) {
+// Stores what tensor cores add to the products of a tile's keys, of_key(i) being that of the lane's i-th.
+template <class OfKey>
+__device__ __forceinline__ void store_parts(u32 rows, u32 lane, const OfKey& of_key) {
     rows += part_bytes * ptx::opaque(static_cast<i32>(lane));
-    bool some = false, low = false;
     unroll<(cfg::block_n + 31) / 32>([&](int i) {
-        const float x = bias_of_product(p, bias.of[i]);
-        const BiasParts parts(x);
+        const BiasParts parts(of_key(i));
         if (32 * i + lane < cfg::block_n) ptx::store_shared_v4(rows + 32 * part_bytes * i, parts.pair, parts.third, 0, 0);
-        some |= x != 0.0f, low |= x <= sunk;
     });
     ptx::async_proxy_fence();
-    return (uniform(some) ? KeyTile::biased_bit : 0) | (uniform(low) ? KeyTile::sunk_bit : 0);
+}
+
+// The same of a bias; returns what must be known of the tile.
+__device__ __forceinline__ i32 store_bias(const Params& p, const LoadedKeyBias& bias, u32 rows, u32 lane) {
+    bool some = false, low = false, hides = false;
+    store_parts(rows, lane, [&](int i) {
+        const float x = bias_of_product(p, bias.of[i]);
+        some |= x != 0.0f, low |= x <= sunk, hides |= x == minus_infinity();
+        return x;
+    });
+    return (uniform(some) ? KeyTile::biased_bit : 0) | (uniform(low) ? KeyTile::sunk_bit : 0) | (uniform(hides) ? KeyTile::dead_bit : 0);
 }
 
 struct Producer {
@@ -70,12 +78,17 @@ struct Producer {
             const LoadedKeyBias bias(p, slice_of(p.bias, from.bias.batch, from.bias.query_head), from.tile.n() * cfg::block_n, lane);
             issue_keys(from);
             if constexpr (cfg::split_bias) {
-                from.tile.code |= store_parts(p, bias, shared.key_bias(k.stage), lane);
+                from.tile.code |= store_bias(p, bias, shared.key_bias(k.stage), lane);
                 if (lane == 0) shared.code(k.stage) = from.tile;
-                if (from.tile.has_sunk()) from.tile.code |= KeyTile::dead_bit;
             } else if (bias.store(shared.key_bias(k.stage), lane)) {
                 from.tile.code |= KeyTile::dead_bit;
             }
+            ptx::mbarrier_arrive(shared.barrier(k_full + k.stage));
+        } else if constexpr (cfg::split_score) {
+            issue_keys(from);
+            const i32 key = from.tile.n() * cfg::block_n;
+            const LinearScore score(p, from.bias.batch, from.bias.query_head, key);
+            store_parts(shared.key_bias(k.stage), lane, [&](int i) { return score.of_key(key + 32 * i + static_cast<i32>(lane)); });
             ptx::mbarrier_arrive(shared.barrier(k_full + k.stage));
         } else {
             issue_keys(from);
@@ -150,7 +163,7 @@ struct Producer {
             Source source{};
             source.tile = mine, source.head = from.head, source.batch = from.batch, source.instance = from.instance;
             source.set_row(from.row());
-            if constexpr (cfg::bias) source.bias = shared.bias_of_list();
+            if constexpr (cfg::bias || cfg::split_score) source.bias = shared.bias_of_list();
             if (count < 0) break;
             ptx::mbarrier_arrive(shared.barrier(list_empty));
             for (i32 i = 0; i < count; ++i) {

@@ -1,4 +1,5 @@
-// A bias of keys that tensor cores add (cfg::split_bias): no thread has anything to do for it.
+// What tensor cores add to raw products for each key: a bias of keys (cfg::split_bias), or the keys' part of a score function that is linear in i
+// and j (cfg::split_score).  No thread has anything to do for it.
 //
 // In units of raw products it is three bfloat16 that add up to it, and stands beside k as columns of 16 bytes a row, of which the others are 0.
 // They are multiplied by 1/2, twice: both halves of a product's 16 columns are the same 8.
@@ -8,6 +9,7 @@
 
 namespace sm90 {
 
+constexpr bool splits = cfg::split_bias || cfg::split_score;
 constexpr int part_bytes = 16;     // of a key
 constexpr int halves_bytes = 128;  // eight rows of eight 1/2, of which all others are copies
 
@@ -51,5 +53,36 @@ __device__ __forceinline__ void store_halves(u32 halves) {
     if (threadIdx.x < halves_bytes / 16) ptx::store_shared_v4(halves + 16 * threadIdx.x, two_halves, two_halves, two_halves, two_halves);
     ptx::async_proxy_fence();
 }
+
+// A linear score function in a key tile.  Of a key tensor cores add what it adds beyond the tile's first one, the same in all rows; of a row is left
+// what it adds at that first key.  Both in units of raw products.
+struct LinearScore {
+    const Params& p;
+    TracedHead head;
+    i32 first;
+
+    __device__ __forceinline__ LinearScore(const Params& p, const TracedHead& head, i32 first_key)
+        : p(p), head(head), first(static_cast<i32>(global_key(p, first_key))) {}
+    __device__ __forceinline__ LinearScore(const Params& p, i32 batch, i32 head, i32 first_key)
+        : LinearScore(p, TracedHead::of(p, batch, head), first_key) {}
+
+    __device__ __forceinline__ float of(i32 i, i32 j) const {
+        return product_of(natural(p, head, i, j), __fdividef(1.0f, fabsf(static_cast<float>(p.scale))));
+    }
+    template <class Head>
+    __device__ __forceinline__ static float natural(const Params& p, const Head& head, i32 i, i32 j) {
+        float x = 0.0f;
+        if constexpr (cfg::split_score) {
+            const auto row = traced::row(p, head.made, head.b, head.h, i);
+            const auto key = traced::key(p, head.made, head.b, head.h, j);
+            traced::addend(p, head.made, row, key, 0.0f, head.b, head.h, i, j, x);
+        }
+        return x;
+    }
+    __device__ __forceinline__ float of_key(i32 key) const {
+        return rounded_difference(of(first, static_cast<i32>(global_key(p, key))), of(first, first));
+    }
+    __device__ __forceinline__ float of_row(i32 row) const { return of(static_cast<i32>(global_row(p, row)), first); }
+};
 
 }  // namespace sm90

@@ -1,4 +1,4 @@
-"""Biases of keys on a Hopper GPU, which tensor cores add: padding, forward and backward, against the oracle."""
+"""What tensor cores add to scores on a Hopper GPU: biases of keys, linear functions; against the oracle."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import pytest
 
 from tests.cuda.cases import BF16, Case, bias_of, columns_of, same_bits, sized
 from tests.cuda.gpu import made
+from tests.cuda.scores import Score
+from tests.cuda.sm80.test_score_gpu import check, results
 from tests.cuda.sm90.test_forward_gpu import hopper as hopper
 
 pytestmark = pytest.mark.gpu
@@ -70,3 +72,24 @@ def test_sizes(head_dim, size):
     problem.options["bias"] *= np.float32(size)
     problem.check(problem.forward("sm90"))
     problem.check(problem.backward("sm90", deterministic=True))
+
+
+def steep(s, b, h, i, j, slope):
+    return s + slope[h] * (j - i)
+
+
+LINEAR = {
+    "gentle": Score(steep, (np.array([0.02, -0.3, 0.004, 1], np.float32),)),
+    "steep": Score(steep, (np.array([-9, 7, 300, 0], np.float32),)),  # rows are far
+    "sum": Score(lambda s, b, h, i, j: s + (0.03 * j - i / 17 + h - b)),
+    "rows": Score(lambda s, b, h, i, j, x: s - x * i, (0.5,)),
+}
+FUNCTIONS = [case._replace(bias=None) for case in CASES if "dropout" not in case.name]
+
+
+@pytest.mark.parametrize("case", FUNCTIONS, ids=lambda case: case.name)
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_functions(name, case):
+    problem, score = made(case), LINEAR[name]
+    score = score._replace(args=tuple(x[: case.heads] if isinstance(x, np.ndarray) else x for x in score.args))
+    check(problem, score, results(problem, score, name == "steep", "sm90"))
