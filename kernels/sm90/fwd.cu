@@ -73,7 +73,7 @@ attention_forward(const __grid_constant__ Params p, const __grid_constant__ ptx:
         }
     } else {
         ptx::registers_claim<consumer_registers>();
-        Consumer consumer{p, o_map, shared, warp / 4 - 1};
+        Consumer consumer{{}, p, o_map, shared, warp / 4 - 1};
         consumer.state.scale = score_scale(p);
         consumer.run();
     }

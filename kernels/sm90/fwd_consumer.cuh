@@ -22,7 +22,20 @@ constexpr u32 ping_pong_barrier = 1;              // + warpgroup
 constexpr int output_blocks = cfg::head_dim_v / 16;
 constexpr bool search_beside = cfg::head_dim <= 128 && !block_mask && cfg::dropout == 0;
 
-struct Consumer {
+// What all lanes agree on once of a tile whose bias tensor cores add, which spares most tiles all other votes.
+struct Agreed {
+    bool is_ordinary, is_biased;
+    __device__ __forceinline__ void agree_on(const KeyTile& tile) { is_ordinary = uniform(tile.ordinary()), is_biased = uniform(tile.biased()); }
+    __device__ __forceinline__ bool ordinary() const { return is_ordinary; }
+    __device__ __forceinline__ bool biased() const { return is_biased; }
+};
+struct NotAgreed {
+    __device__ __forceinline__ void agree_on(const KeyTile&) {}
+    __device__ __forceinline__ bool ordinary() const { return false; }
+    __device__ __forceinline__ bool biased() const { return false; }
+};
+
+struct Consumer : Either<cfg::split_bias, Agreed, NotAgreed>::type {
     const Params& p;
     const ptx::TensorMap& o_map;
     const Shared shared;
@@ -83,8 +96,11 @@ struct Consumer {
         }
         if constexpr (!later_tiles_vary) tile = count_down(first);
         arrived = false;
-        seen = !later_tiles_vary || !uniform(tile.hidden(warpgroup));
+        agree_on(tile);
+        seen = !later_tiles_vary || ordinary() || !uniform(tile.hidden(warpgroup));
     }
+
+    __device__ __forceinline__ bool is_cut() const { return !ordinary() && uniform(tile.partial(warpgroup)); }
 
     // Waits for the next row tile's queries and first keys; false when there is no further row tile.
     __device__ __forceinline__ bool await_row() {
@@ -101,7 +117,7 @@ struct Consumer {
     __device__ __forceinline__ void issue_scores(const Beside& beside) {
         compute_s(s, shared.q(q.stage) + 64 * warpgroup * row_bytes, shared.k(k.stage), beside);
         if constexpr (cfg::split_bias)
-            if (uniform(tile.biased())) add_parts(s, shared.halves(), shared.key_bias(k.stage));
+            if (biased()) add_parts(s, shared.halves(), shared.key_bias(k.stage));
         if constexpr (cfg::split_score) add_parts(s, shared.halves(), shared.key_bias(k.stage));
     }
 
@@ -140,7 +156,8 @@ struct Consumer {
         if constexpr (bias_ahead) read_bias(with, step, score_steps);
     }
     __device__ __forceinline__ void find_offsets() {
-        const LinearScore score(p, work.batch, work.head, tile.n() * cfg::block_n);
+        const Work& at = shared.work(q.stage);  // of registers there are few
+        const LinearScore score(p, at.batch, at.head, tile.n() * cfg::block_n);
         unroll<2>([&](int r) { state.set_offset(r, ptx::opaque(score.of_row(max(row(), 0) + 8 * r))); });
     }
     __device__ __forceinline__ void read_bias(Completion& with, int step, int steps) const {
@@ -153,7 +170,7 @@ struct Consumer {
     // Algorithm 2, line 10 (FlashMask algorithm 1, line 17): issues the scores; where registers allow it, what is visible of a partial tile is found meanwhile.
     // may_cut: some tiles that come here are partial.
     __device__ __forceinline__ void begin_scores(Completion& with, bool may_cut = true) {
-        if (search_beside && may_cut && uniform(tile.partial(warpgroup)))
+        if (search_beside && may_cut && is_cut())
             issue_scores([&](int step) { search(step, score_steps), prepare(with, step); });
         else
             issue_scores([&](int step) { prepare(with, step); });
@@ -161,14 +178,14 @@ struct Consumer {
 
     // While the products run: the same where registers are fewer.
     __device__ __forceinline__ void search_behind(bool may_cut = true) {
-        if (!search_beside && may_cut && uniform(tile.partial(warpgroup))) search(0, 1);
+        if (!search_beside && may_cut && is_cut()) search(0, 1);
     }
 
     // The scores are there: their keys' buffer goes back at once, since only a few are under way.
     __device__ __forceinline__ void finish_scores(Completion& with) {
         ptx::wgmma_pin(s);
         if constexpr (cfg::split_bias)
-            if (uniform(tile.has_sunk())) restore_sunk(s, shared.key_bias(k.stage));
+            if (!ordinary() && uniform(tile.has_sunk())) restore_sunk(s, shared.key_bias(k.stage));
         if constexpr (bias_late) {
             read_bias(with, 0, 1);
             complete(with);
@@ -184,7 +201,7 @@ struct Consumer {
     // Line 11 (FlashMask algorithm 1, lines 18-25): prescales and masks the scores.
     __device__ __forceinline__ void refine_scores(bool may_cut = true) {
         if constexpr (cfg::prescaled && !completes) prescale(s, p);
-        if (may_cut && uniform(tile.partial(warpgroup))) mask_scores(s, visible);
+        if (may_cut && is_cut()) mask_scores(s, visible);
     }
 
     // Lines 11 to 13: the scores, and the running softmax.  What dropout keeps is drawn between the exponentials, block by block: the two wait for
@@ -284,7 +301,7 @@ struct Consumer {
         search_behind(later_tiles_vary);
         ptx::wgmma_wait<1>();
         finish_scores(with);
-        const bool last = uniform(tile.last()), settled = !plain && (!later_tiles_vary || !uniform(tile.partial(warpgroup)));
+        const bool last = uniform(tile.last()), settled = !plain && (!later_tiles_vary || !is_cut());
         if constexpr (!cfg::overlap) {
             ptx::wgmma_wait<0>();
             finish_values();
@@ -302,7 +319,7 @@ struct Consumer {
     __device__ __forceinline__ bool cross(const Work& before, Slot<cfg::q_stages> buffer) {
         await_ping_pong();
         // The new row's first tile is its diagonal one, as a rule: what is visible of it is found here.
-        if (search_beside && uniform(tile.partial(warpgroup)))
+        if (search_beside && is_cut())
             issue_values([&](int step) { search(step, value_steps); });
         else
             issue_values([](int) {});

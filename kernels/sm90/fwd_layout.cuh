@@ -20,7 +20,7 @@ constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias || cfg::score, m
 constexpr bool plain = !cfg::overlap && cfg::dropout == 0;
 // Else no key tile is hidden, only a row's first one, the last of the keys, may be cut, and tiles are counted, not told.
 constexpr bool later_tiles_vary = !unmasked || plain || cfg::split_bias;
-constexpr bool keys_are_read = later_tiles_vary || cfg::bias_tiles || cfg::bias_keys || cfg::split_score;  // by all threads, in what comes with them
+constexpr bool keys_are_read = later_tiles_vary || cfg::bias_tiles || cfg::bias_keys;  // by all threads, in what comes with them
 constexpr int q_bytes = slabs * cfg::block_m * row_bytes;
 constexpr int k_bytes = slabs * cfg::block_n * row_bytes;
 constexpr int v_bytes = slabs_v * cfg::block_n * row_bytes;
@@ -94,6 +94,8 @@ struct KeyTile {
     // Where tensor cores add the bias of keys: some key has one, or one that hides or sinks it.
     __device__ __forceinline__ bool biased() const { return code & biased_bit; }
     __device__ __forceinline__ bool has_sunk() const { return code & sunk_bit; }
+    // Nothing need be done to single scores.
+    __device__ __forceinline__ bool ordinary() const { return !(code & (hidden_bits | partial_bits | sunk_bit)); }
 };
 
 // The first query row of what is told, where its masks depend on it.
