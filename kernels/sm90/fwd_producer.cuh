@@ -75,24 +75,39 @@ struct Producer {
     // With the bias that travels with them; one that is broadcast along rows may leave keys that no row sees.
     __device__ __forceinline__ void load_keys(Source& from) {
         if constexpr (cfg::bias_keys) {
-            const LoadedKeyBias bias(p, slice_of(p.bias, from.bias.batch, from.bias.query_head), from.tile.n() * cfg::block_n, lane);
+            const LoadedKeyBias bias = load_bias(from);
             issue_keys(from);
-            if constexpr (cfg::split_bias) {
-                from.tile.code |= store_bias(p, bias, shared.key_bias(k.stage), lane);
-                if (lane == 0) shared.code(k.stage) = from.tile;
-            } else if (bias.store(shared.key_bias(k.stage), lane)) {
-                from.tile.code |= KeyTile::dead_bit;
-            }
-            ptx::mbarrier_arrive(shared.barrier(k_full + k.stage));
-        } else if constexpr (cfg::split_score) {
-            issue_keys(from);
-            const i32 key = from.tile.n() * cfg::block_n;
-            const LinearScore score(p, from.bias.batch, from.bias.query_head, key);
-            store_parts(shared.key_bias(k.stage), lane, [&](int i) { return score.of_key(key + 32 * i + static_cast<i32>(lane)); });
+            if (bias.store(shared.key_bias(k.stage), lane)) from.tile.code |= KeyTile::dead_bit;
             ptx::mbarrier_arrive(shared.barrier(k_full + k.stage));
         } else {
             issue_keys(from);
         }
+        k.advance();
+    }
+    __device__ __forceinline__ LoadedKeyBias load_bias(const Source& from) const {
+        return {p, slice_of(p.bias, from.bias.batch, from.bias.query_head), from.tile.n() * cfg::block_n, lane};
+    }
+
+    // A tile's keys and the values of the tile before.  What tensor cores add to the keys comes behind both copies, which it would hold up.
+    __device__ __forceinline__ void load(Source& from, const Source& before) {
+        if constexpr (cfg::split_bias) {
+            const LoadedKeyBias bias = load_bias(from);
+            issue_keys(from);
+            if (before.tile.exists()) load_values(before);
+            from.tile.code |= store_bias(p, bias, shared.key_bias(k.stage), lane);
+            if (lane == 0) shared.code(k.stage) = from.tile;
+        } else if constexpr (cfg::split_score) {
+            issue_keys(from);
+            if (before.tile.exists()) load_values(before);
+            const i32 key = from.tile.n() * cfg::block_n;
+            const LinearScore score(p, from.bias.batch, from.bias.query_head, key);
+            store_parts(shared.key_bias(k.stage), lane, [&](int i) { return score.of_key(key + 32 * i + static_cast<i32>(lane)); });
+        } else {
+            load_keys(from);
+            if (before.tile.exists()) load_values(before);
+            return;
+        }
+        ptx::mbarrier_arrive(shared.barrier(k_full + k.stage));
         k.advance();
     }
 
@@ -168,8 +183,7 @@ struct Producer {
             ptx::mbarrier_arrive(shared.barrier(list_empty));
             for (i32 i = 0; i < count; ++i) {
                 source.tile.code = __shfl_sync(~0u, mine.code, i);
-                load_keys(source);
-                if (before.tile.exists()) load_values(before);
+                load(source, before);
                 before = source;
             }
         }
