@@ -2,8 +2,9 @@
 
 A case says what is computed and how its work is counted; it never times anything.
 
-Work is counted as the papers do.  Forward: 4 B H Nq Nk d floating-point operations, halved under a causal band, times
-1 - rho under a mask, with rho the share of fully hidden 128 x 128 tiles.  Backward: 2.5 times the forward's.
+Work is counted as the papers do.  Forward: 4 B H Nq Nk d floating-point operations (2 (d + dv) where v is of another
+width), halved under a causal band, times 1 - rho under a mask, with rho the share of fully hidden 128 x 128 tiles.
+Backward: 2.5 times the forward's.
 """
 
 import math
@@ -17,6 +18,7 @@ WORK = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}  # in forwards
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 BOTH = ("forward", "backward")
 TOGETHER = "forward+backward"  # one after the other, as a training step does
+FEW = 16  # queries that wait for keys to be read, not for products
 RESULTS = {"forward": ("o",), "backward": ("dq", "dk", "dv"), TOGETHER: ("o", "dq", "dk", "dv")}
 
 
@@ -31,15 +33,17 @@ class Case:
     direction : {"forward", "backward", "forward+backward"}
         What is timed.
     batch, heads, kv_heads, n_queries, n_keys, head_dim : int
-        Shape: q is (batch, heads, n_queries, head_dim), k and v (batch, kv_heads, n_keys, head_dim).
+        Shape: q is (batch, heads, n_queries, head_dim), k (batch, kv_heads, n_keys, head_dim).
+    head_dim_v : int
+        Of v, which has k's other axes; 0 = `head_dim`.
+    use : str
+        What calls such a shape, where a table holds shapes of many kinds.
     dtype : str
         Of q, k, v and do.
     causal : bool
         Causal by a band, without a mask object.
     mask : str, optional
         One of `bench.mask_samples.KINDS`, or ``"random"``, a boolean matrix.
-    bias : {"keys", "scores", "heads"}, optional
-        A bias of shape (B, 1, 1, N), or one N x N for all heads, or for each head of all sequences.
     dropout : float
         Probability of dropping.
     deterministic : bool
@@ -47,7 +51,7 @@ class Case:
     host : bool
         Time the host, not the device.
     score : str, optional
-        One of `bench.score_samples.FORMULAS`: a function of the scores, of what is visible, or both.
+        One of `bench.score_samples.FORMULAS`: a function of the scores, of what is visible, or both; or a bias.
     learned : bool
         The function's float arrays are differentiated too.
     rivals : tuple of str
@@ -62,10 +66,11 @@ class Case:
     n_queries: int
     n_keys: int
     head_dim: int
+    head_dim_v: int = 0
+    use: str = ""
     dtype: str = "bfloat16"
     causal: bool = False
     mask: str | None = None
-    bias: str | None = None
     dropout: float = 0.0
     deterministic: bool = False
     host: bool = False
@@ -82,13 +87,13 @@ class Case:
     def label(self):
         """The case without table and direction, as a table's row calls it."""
         n = f"N{self.n_keys}" if self.n_queries == self.n_keys else f"{self.n_queries}xN{self.n_keys}"
-        parts = [f"{self.batch}x{self.heads}"] if self.table.startswith("cpu") else []
-        parts += [f"d{self.head_dim}", n, self.kind]
+        named = self.use or self.table.startswith("cpu")
+        parts = [*filter(None, [self.use]), f"{self.batch}x{self.heads}"] if named else []
+        parts += [f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v else ""), n, self.kind]
         parts += [] if self.dtype == "bfloat16" else [self.dtype]
-        parts += [f"bias_{self.bias}"] if self.bias else []
         parts += [self.score] if self.score else []
         parts += ["learned"] if self.learned else []
-        parts += [f"kv{self.kv_heads}"] if self.score and self.heads != self.kv_heads else []
+        parts += [f"kv{self.kv_heads}"] if (self.score or self.use) and self.heads != self.kv_heads else []
         parts += [f"drop{self.dropout:g}"] if self.dropout else []
         parts += ["deterministic"] if self.deterministic else []
         return "-".join(parts)
@@ -120,27 +125,24 @@ class Case:
         """What the rate counts: ``"us"`` for host cost, ``"TB/s"`` for few queries, else ``"TFLOP/s"``."""
         if self.host:
             return "us"
-        return "TB/s" if self.n_queries < 16 else "TFLOP/s"
+        return "TB/s" if self.n_queries <= FEW < self.n_keys else "TFLOP/s"
 
     def flops(self, rho=0.0):
         """Return the floating-point operations that count, with `rho` of the tiles hidden by a mask."""
-        work = 4.0 * self.batch * self.heads * self.n_queries * self.n_keys * self.head_dim
+        work = 2.0 * self.batch * self.heads * self.n_queries * self.n_keys * (self.head_dim + self.shapes[2][-1])
         visible = 0.5 if self.causal else 1.0 - rho
         return work * visible * WORK[self.direction]
 
     @property
-    def q_shape(self):
-        """Shape of q, do and o."""
-        return self.batch, self.heads, self.n_queries, self.head_dim
-
-    @property
-    def k_shape(self):
-        """Shape of k and v."""
-        return self.batch, self.kv_heads, self.n_keys, self.head_dim
+    def shapes(self):
+        """Shapes of q, k, v and do."""
+        q, k = (self.batch, self.heads, self.n_queries), (self.batch, self.kv_heads, self.n_keys)
+        dv = self.head_dim_v or self.head_dim
+        return (*q, self.head_dim), (*k, self.head_dim), (*k, dv), (*q, dv)
 
     def bytes(self):
         """Return the fewest bytes that the forward moves: q, k, v and o once."""
-        return 2 * (math.prod(self.q_shape) + math.prod(self.k_shape)) * ITEM_BYTES[self.dtype]
+        return sum(map(math.prod, self.shapes)) * ITEM_BYTES[self.dtype]
 
     def rate(self, seconds, rho=0.0):
         """Return the rate in `unit` (for host cost: the cost in microseconds)."""
@@ -163,8 +165,14 @@ def _grid(table, *, tokens=16384, hidden=2048, **axes):
         chosen = dict(zip(axes, values, strict=True))
         n = chosen.pop("n", 0)
         heads = chosen.get("heads", hidden // chosen["head_dim"])
-        usual = {"n_queries": n, "n_keys": n, "heads": heads, "kv_heads": heads, "batch": tokens // max(n, 1)}
+        usual = {"n_queries": n, "n_keys": n, "heads": heads, "kv_heads": heads, "batch": max(tokens // max(n, 1), 1)}
         yield Case(table, **usual | chosen)
+
+
+def _shape(use, batch, heads, n_queries, head_dim, kv_heads=0, n_keys=0, **axes):
+    """Return the grid of one shape; as many key heads and keys as there are query heads and queries, unless said."""
+    usual = {"n_keys": n_keys or n_queries, "kv_heads": kv_heads or heads, **USES.get(use, {})}
+    return {**usual, **dict(use=use, batch=batch, heads=heads, n_queries=n_queries, head_dim=head_dim), **axes}
 
 
 def _sweep(**axes):
@@ -182,9 +190,61 @@ SMALL = (  # batch, heads, queries, keys, head dimension
     (1, 8, 1, 128, 64), (1, 8, 1, 4096, 64), (1, 8, 16, 16, 64), (1, 64, 32, 32, 32), (1024, 4, 49, 49, 32),
     (1, 512, 16, 16, 32), (64, 8, 64, 64, 32), (32, 12, 128, 128, 64), (1, 32, 1, 4096, 128), (8, 16, 1, 512, 64),
 )  # fmt: skip
+USES = {"language": {"causal": True}, "decode": {"direction": "forward"}}
+SHAPES = (  # that users call, by what calls them: batch, heads, queries, head dimension, key heads, keys
+    _shape("vision", 128, 12, 197, 64),  # ViT-B/16
+    _shape("vision", 32, 16, 577, 64),  # ViT-L/14, 336 x 336 pixels
+    _shape("vision", 32, 16, 257, 80),  # ViT-H/14
+    _shape("vision", 16, 16, 729, 72),  # SigLIP
+    _shape("diffusion", 8, 10, 4096, 64),  # Stable Diffusion XL
+    _shape("diffusion", 8, 20, 1024, 64),
+    _shape("diffusion", 4, 24, 4250, 64),  # Stable Diffusion 3: image and text
+    _shape("diffusion", 2, 24, 4608, 128),  # FLUX
+    _shape("video", 1, 24, 32760, 128),
+    _shape("video", 1, 12, 32760, 128),  # Wan 2.1
+    _shape("video", 2, 30, 17776, 64),  # CogVideoX
+    _shape("language", 4, 32, 4096, 128, 8),  # Llama 3 8B
+    _shape("language", 1, 64, 8192, 128, 8),  # Llama 3 70B
+    _shape("language", 1, 32, 32768, 128, 8),
+    _shape("language", 2, 14, 8192, 64, 2),  # Qwen 2.5 0.5B
+    _shape("language", 2, 32, 4096, 128, 1),
+    _shape("language", 1, 48, 8192, 128, 1),  # StarCoder
+    _shape("language", 4, 8, 4096, 256, 1),  # Gemma 2B
+    _shape("language", 2, 32, 4096, 96),  # Phi 3 mini
+    _shape("language", 4, 16, 4096, 128, dtype="float16"),
+    _shape("language", 4, 16, 4096, 192, head_dim_v=128),  # DeepSeek V3
+    _shape("language", 1, 32, 16384, 128, 8, causal=False, mask="sliding_window"),
+    _shape("structure", 256, 4, 256, 32),  # triangles of AlphaFold
+    _shape("structure", 128, 8, 384, 32),
+    _shape("structure", 4, 20, 1024, 64),  # ESM 2
+    _shape("structure", 8, 32, 2048, 32),
+    _shape("short", 256, 16, 256, 64),
+    _shape("short", 512, 16, 128, 64, causal=True),
+    _shape("short", 64, 12, 512, 64),  # BERT
+    _shape("short", 1024, 4, 49, 32),  # Swin
+    _shape("odd", 1, 8, 3001, 128, causal=True),
+    _shape("odd", 2, 16, 2047, 128, causal=True),
+    _shape("odd", 4, 16, 1000, 64),
+    _shape("odd", 16, 12, 1500, 64),  # Whisper
+    _shape("few", 1, 8, 8192, 128, causal=True),
+    _shape("few", 1, 4, 65536, 128, causal=True),
+    _shape("few", 1, 2, 16384, 64),
+    _shape("few", 1, 1, 4096, 64),
+    _shape("cross", 8, 16, 1000, 64, n_keys=5000),
+    _shape("cross", 8, 10, 4096, 64, n_keys=77),  # an image over its prompt
+    _shape("cross", 8, 8, 512, 64, n_keys=16384),  # Perceiver
+    _shape("cross", 16, 12, 448, 64, n_keys=1500),  # Whisper's text over its sound
+    _shape("decode", 64, 32, 1, 128, 8, 4096),
+    _shape("decode", 8, 64, 1, 128, 8, 32768),
+    _shape("decode", 32, 16, 1, 64, n_keys=2048),
+    _shape("decode", 4, 8, 1, 256, 1, 16384),
+    _shape("decode", 1, 32, [1, 4], 128, 8, 65536),
+    _shape("decode", 16, 32, [2, 8, 16], 128, 8, 8192),
+)
 GRIDS = {  # table: the axes of its grids
-    # 16K tokens, hidden size 2048, full and causal: the sweep of the FlashAttention papers.
-    "dense": [dict(head_dim=[128, 64, 256], n=[1024, 4096, 16384], causal=[False, True])],
+    # 16K tokens and one sequence of 32K, hidden size 2048, full and causal: the sweep of the FlashAttention papers.
+    "dense": [dict(head_dim=[128, 64, 256], n=[1024, 4096, 16384, 32768], causal=[False, True])],
+    "shapes": SHAPES,
     # The FlashMask paper's tables 4-9: twelve masks, 128K tokens, hidden size 4096.
     **{
         f"masks-{n // 1024}k{end}": [dict(tokens=131072, hidden=4096, n=n, head_dim=d, mask=list(KINDS))]
@@ -258,7 +318,7 @@ GRIDS = {  # table: the axes of its grids
         dict(ON_HOST, batch=8, heads=12, n=128),
         dict(ON_HOST, batch=1, heads=16, n=512),
         dict(ON_HOST, batch=1, heads=8, n=1024, mask="random"),
-        dict(ON_HOST, batch=8, heads=8, n=256, bias=["keys", "scores"], direction="forward"),
+        dict(ON_HOST, batch=8, heads=8, n=256, score=["keys", "matrix"], direction="forward"),
     ],
     # Functions of the scores on the host, beside the call without them.
     "cpu-scores": [dict(ON_HOST, batch=1, heads=8, n=4096, score=["alibi", "relative"])],

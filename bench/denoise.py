@@ -11,12 +11,9 @@ N = number of pixels, in float32.
 
 A pixel must not vote for its own noise: a column mask hides the diagonal.  A window over the rows keeps the search
 local.
-
-Where KeOps (``pykeops``) is importable, it computes the same over the whole image on the GPU, beside cuattn.
 """
 
 import functools
-import importlib.util
 import io
 import math
 import time
@@ -100,23 +97,6 @@ def operands(xp, image):
     return q, k, image.reshape(n, 3), 2 / h**2
 
 
-def by_keops(xp, image):
-    """Return what `denoise` makes of an image by a search of all of it, computed by KeOps (a PyTorch tensor).
-
-    KeOps reduces symbolic matrices without storing them; here with the softmax of the same scores.  It has no masks: a
-    pixel's own score is pushed down until it underflows in the softmax.
-    """
-    import torch
-    from pykeops.torch import LazyTensor
-
-    *arrays, scale = operands(xp, image)
-    q, k, v = map(torch.from_dlpack, arrays)
-    place = torch.arange(len(q), dtype=q.dtype, device=q.device)[:, None]
-    itself = (0.5 - (LazyTensor(place[:, None]) - LazyTensor(place[None])).abs()).step()
-    scores = (LazyTensor(q[:, None]) | LazyTensor(k[None])) * scale - itself * 1e9
-    return scores.sumsoftmaxweight(LazyTensor(v[None]), axis=1).reshape(image.shape)
-
-
 def but_itself(n):
     """Return the mask in which everyone sees all others: column j hides row j."""
     j, nothing = np.arange(n, dtype=np.int32), np.zeros(n, np.int32)
@@ -128,18 +108,18 @@ def psnr(image, truth):
     return float(-10 * np.log10(np.mean((np.clip(image, 0, 1) - truth) ** 2)))
 
 
-def measure(truth, rows, device, seconds, keops=False):
+def measure(truth, rows, device, seconds):
     """Denoise, judge and time."""
     xp = harness.namespace(device)
     image = xp.asarray(noisy(truth))
-    call = functools.partial(by_keops, xp, image) if keops else functools.partial(denoise, xp, image, rows)
+    call = functools.partial(denoise, xp, image, rows)
     start = time.perf_counter()
     result = call()
     harness.synchronize(xp)
     first = time.perf_counter() - start
     height, width, _ = truth.shape
     n = height * width
-    result = result.cpu().numpy() if keops else result if device == "cpu" else result.get()
+    result = result if device == "cpu" else result.get()
     return {
         **harness.timed({"": call}, device, seconds, least=3 if device == "cuda" else 1, most=10)[""],
         "first_call_s": round(first, 3),
@@ -151,24 +131,13 @@ def measure(truth, rows, device, seconds, keops=False):
 
 
 def points(arguments):
-    """Yield what is measured: a local search, and on a GPU the whole image too, by KeOps as well."""
+    """Yield what is measured: a local search, and on a GPU one of the whole image too."""
     device, tiny, seconds = arguments.device, arguments.tiny, arguments.seconds
     runner = f"cuattn-{harness.namespace(device).__name__}"
     truth = photograph(arguments.photo)[TINY if tiny else ...]
     yield one("denoise/local/float32", runner, measure, truth, ROWS, device, seconds)
     if device == "cuda" or tiny:
         yield one("denoise/whole/float32", runner, measure, truth, None, device, seconds)
-    if device == "cuda" and _keops_runs():
-        yield one("denoise/whole/float32", "keops", measure, truth, None, device, seconds, True)
-
-
-def _keops_runs():
-    """Whether KeOps is there, and CUDA is not 13: pykeops 2.3 crashes in its runtime compiler."""
-    if importlib.util.find_spec("pykeops") is None:
-        return False
-    import torch
-
-    return int(torch.version.cuda.partition(".")[0]) < 13
 
 
 def picture(truth, path):

@@ -32,15 +32,13 @@ class Inputs:
     case : Case
         The problem (its direction does not matter).
     q, k, v, do : tensor, (B, H, N, d)
-        Standard normal, contiguous.
+        Standard normal, contiguous; those of v and do may be of another width.
     samples : tuple of Sample
         What each sequence may see; empty without a mask.
     mask : Mask or None
         The same as one mask; that of the case's function.
     rho : float
         Share of fully hidden 128 x 128 tiles.
-    bias : tensor, optional
-        (B, 1, 1, Nk), (1, 1, Nq, Nk) or (1, H, Nq, Nk).
     visible : tensor, optional
         (Nq, Nk) bool: the mask "random".
     formula : Formula, optional
@@ -57,7 +55,6 @@ class Inputs:
     samples: tuple[Sample, ...] = ()
     mask: Any = None
     rho: float = 0.0
-    bias: Any = None
     visible: Any = None
     formula: Any = None
     arrays: dict[str, Any] = field(default_factory=dict)
@@ -109,12 +106,9 @@ def make(case, device, blank=False):
         return memory[: math.prod(shape)].view(shape).detach()
 
     if blank:
-        memory = torch.zeros(max(map(math.prod, (case.q_shape, case.k_shape))), dtype=dtype, device=device)
-    q, do, k, v = ((zeros if blank else normal)(*shape) for shape in [case.q_shape] * 2 + [case.k_shape] * 2)
+        memory = torch.zeros(max(map(math.prod, case.shapes)), dtype=dtype, device=device)
+    q, k, v, do = ((zeros if blank else normal)(*shape) for shape in case.shapes)
     more = {}
-    if case.bias:
-        rows = (1, case.heads if case.bias == "heads" else 1, case.n_queries)
-        more["bias"] = normal(*(rows if case.bias != "keys" else (case.batch, 1, 1)), case.n_keys)
     if case.mask == "random":
         shape = (case.n_queries, case.n_keys)
         more["visible"] = torch.rand(shape, device=device, generator=generator) < RANDOM_SHARE
@@ -206,10 +200,6 @@ def _grid(inputs, b, h, start, stop):
 
 def _score(inputs, b, h, learned):
     """Return the function of the first row, the one behind the last and the rows' scores; None if they stay."""
-    case = inputs.case
-    if inputs.bias is not None:
-        bias = inputs.bias.expand(case.batch, case.heads, case.n_queries, case.n_keys)[b, h]
-        return lambda start, stop, s: s + bias[start:stop]
     score = inputs.functions(inputs.arrays | {name: array for name, (array, _) in learned.items()})[0]
     return score and (lambda start, stop, s: score(s, *_grid(inputs, b, h, start, stop)))
 

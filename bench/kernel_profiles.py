@@ -56,7 +56,7 @@ PROBLEMS = {  # large enough that every multiprocessor stays busy; what differs 
     "float64-d64": dict(dtype="float64", batch=1, head_dim=64),
     "float64-d128": dict(dtype="float64", batch=1),
     "float32-d512": dict(dtype="float32", batch=1, heads=8, n_keys=2048, head_dim=512),
-    "bias": dict(batch=2, n_keys=2048, bias="heads"),
+    "bias": dict(batch=2, n_keys=2048, score="pairs"),
     "new-mask": dict(batch=1, heads=2, n_keys=32768, mask="causal_document"),
     "decode": dict(batch=16, heads=32, kv_heads=8, n_queries=1, n_keys=8192),
     "decode-split": dict(heads=32, batch=1, kv_heads=8, n_queries=1, n_keys=65536),

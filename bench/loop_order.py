@@ -1,7 +1,6 @@
 """Does swapping FlashAttention's loops win?  The lecture's open question, by counters and by the clock.
 
     python -m bench.loop_order            # a GPU and ncu: the kernels of bench/studies/loop_order.cu
-    python -m bench.loop_order --device cpu --tiny    # the algorithms of cuattn.reference, which count their accesses
 
 ``keys-outside`` is algorithm 1 (O, l and m in device memory, O there in float32; ``-o16``: in the input's dtype, as the
 papers count), ``queries-outside`` the lecture's change; both work with one block per head.  ``cuattn-sm80`` has the
@@ -17,7 +16,7 @@ import cuattn
 from bench import counters, harness, internals
 from bench.harness import Point
 from bench.reference import Head, textbook
-from cuattn import io_model, reference
+from cuattn import io_model
 
 BLOCK_N = 64  # keys of one inner step
 ROUNDINGS = 2.0  # times the textbook's error, and one rounding of o per block of keys where o is stored in 16 bits
@@ -41,11 +40,6 @@ class Problem(NamedTuple):
         """The papers' M: the on-chip memory, in elements, whose block size is `block`."""
         return 4 * self.d * self.block
 
-    @property
-    def row(self):
-        """The part of a row that says what was computed."""
-        return {"problem": {**self._asdict(), "m": self.m}}
-
 
 PROBLEMS = (
     Problem(528, 1024, 64, 128),
@@ -53,7 +47,6 @@ PROBLEMS = (
     Problem(528, 8192, 64, 128),
     Problem(264, 4096, 128, 128),
 )
-TINY = (Problem(2, 128, 16, 32), Problem(2, 256, 16, 64))
 KERNELS = {  # runner: kernel, C++ type and bytes of o in memory
     "keys-outside": ("attention_keys_outside", "float", 4),
     "keys-outside-o16": ("attention_keys_outside", "__half", 2),
@@ -149,7 +142,7 @@ def measure(problem, seconds):
     names = tuple(f"{p.label}/{runner}" for p in PROBLEMS for runner in RUNNERS)
     return {
         runner: {
-            **problem.row,
+            "problem": {**problem._asdict(), "m": problem.m},
             **timed[runner],
             **(expected(problem, runner) if runner in KERNELS else {}),
             "counters": counters.total(counters.count("bench.loop_order", f"{problem.label}/{runner}", names)),
@@ -158,27 +151,13 @@ def measure(problem, seconds):
     }
 
 
-def measure_reference(problem):
-    """Count the accesses of the papers' algorithms in NumPy, in elements of one head."""
-    operands = [x[0].astype(np.float64) for x in arrays(np, problem)]
-    size = (problem.n, problem.d, problem.m)
-    found = {
-        "keys-outside": (reference.flash_forward(*operands, problem.m, scale=1), io_model.lecture_forward(*size)),
-        "queries-outside": (reference.swapped_forward(*operands, problem.m), io_model.lecture_swapped_forward(*size)),
-    }
-    return {
-        name: {**problem.row, "elements": result.counts.reads + result.counts.writes, "lecture": lecture}
-        for name, (result, lecture) in found.items()
-    }
-
-
 def points(arguments):
-    """Return what is measured."""
-    problems, runners, call = PROBLEMS, RUNNERS, functools.partial(measure, seconds=arguments.seconds)
-    if arguments.device == "cpu":
-        problems = TINY if arguments.tiny else TINY + PROBLEMS[:1]
-        runners, call = ("keys-outside", "queries-outside"), measure_reference
-    return [Point(f"loop-order/{p.label}/forward", runners, functools.partial(call, p)) for p in problems]
+    """Return what is measured, on a GPU alone: what the algorithms count in NumPy is in tests/reference."""
+    problems = PROBLEMS if arguments.device == "cuda" else ()
+    return [
+        Point(f"loop-order/{p.label}/forward", RUNNERS, functools.partial(measure, p, arguments.seconds))
+        for p in problems
+    ]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class Head(NamedTuple):
 
     Attributes
     ----------
-    q, k, v, do : tensor, (Nq, d), (Nk, d), (Nk, d), (Nq, d)
+    q, k, v, do : tensor, (Nq, d), (Nk, d), (Nk, dv), (Nq, dv)
         do may be None where no gradient is asked for.
     see : callable
         Given the first row and the one behind the last: the function of the rows' scores, or None; which keys the rows
@@ -70,7 +70,7 @@ def textbook(head, rounded_to=None):
         return x.to(rounded_to or work).to(work)
 
     q, k, v = (x.to(work) for x in head[:3])
-    result = {"o": torch.empty_like(q)}
+    result = {"o": q.new_empty(len(q), v.shape[-1])}
     if head.do is not None:
         do = head.do.to(work)
         result |= {"dq": torch.empty_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}

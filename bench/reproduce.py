@@ -36,6 +36,8 @@ STEPS = {  # command: about how many seconds it takes on an H200
     f"prepare hopper --tables dense dropout deterministic long {MASKS}": 150,
     "hopper --tables dense dropout deterministic long": 140,
     f"hopper --tables {MASKS}": 700,
+    "prepare shapes": 150,
+    "shapes": 300,
     "portable": 130,
     "cpu": 400,
 }

@@ -3,7 +3,7 @@
     python -m bench.same_bits                # every kernel of this GPU
     python -m bench.same_bits --device cpu
 
-The FlashMask paper's claim of exactness, for its twelve masks.  A kernel that takes no boolean mask says so in its row.
+The FlashMask paper's claim of exactness, for its twelve masks.
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ def compare(kind, kernel, device, n, d):
     Returns
     -------
     dict
-        ``same``: whether each of o, l, m, dq, dk, dv has the same bits; None if the kernel takes no dense mask.
+        ``same``: whether each of o, l, m, dq, dk, dv has the same bits.
         ``same_flags``: whether ``is_causal`` or ``window`` give them too, where they can say the mask.
         ``repeated``: whether a second call gave them.  ``largest``: by how much the worst result differs.
     """
@@ -59,10 +59,7 @@ def compare(kind, kernel, device, n, d):
     row["rho"] = round(mask.block_sparsity(), 6)
     row["same_flags"] = None if said is None else all(same(column, results(**said)).values())
     row["repeated"] = all(same(column, results(mask=mask)).values())
-    try:
-        dense = results(mask=xp.asarray(mask.dense()))
-    except UnsupportedError as error:
-        return {**row, "same": None, "reason": str(error)}
+    dense = results(mask=xp.asarray(mask.dense()))
     return {**row, "same": same(column, dense), "largest": max(apart(column[x], dense[x]) for x in RESULTS)}
 
 

@@ -1,13 +1,15 @@
 """Run each feature of the kernels once on a tiny problem, hostile masks included, for compute-sanitizer.
 
+    python -m bench.sanitize                                       # fills the disk cache of compiled kernels
     compute-sanitizer --tool memcheck python -m bench.sanitize
+    compute-sanitizer --tool racecheck python -m bench.sanitize
 
 One list for both families (``--kernel sm90`` or ``sm80`` runs one of them), every dtype, both directions, heads in
-groups whose values are wider than their keys, few queries over many keys, merging.  ``--part 1 4`` takes every fourth
-problem from number 1 on, so that several processes share the work; a run without the sanitizer before it fills the disk
-cache of compiled kernels; ``--canary`` shows whether the tool is watching.  racecheck is slow: name the kernel that it
-is to watch, ``--kernel-name kns=attention_backward`` (``attention_forward``, ``backward_rows``), and give it one
-problem at a time.
+groups whose values are wider than their keys, few queries over many keys, merging; biases, functions of scores and of
+what is visible, and matrices of it, in one dtype each.  ``--part 1 16`` takes every 16th problem from number 1 on, so
+that several processes share the work; ``--canary`` shows whether the tool is watching.  racecheck is slow: name the
+kernel that it is to watch, ``--kernel-name kns=attention_backward`` (``attention_forward``, ``backward_rows``,
+``backward_score``), and give it few problems at a time.
 """
 
 import argparse
@@ -17,21 +19,28 @@ import ml_dtypes
 import numpy as np
 
 from bench import harness
+from bench.cases import Case
 from bench.harness import Calls
+from bench.score_samples import Formula
 from cuattn.errors import UnsupportedError
-from cuattn.masks import BlockMask, ColumnMask
+from cuattn.masks import BlockMask, BooleanMask, ColumnMask
 
 BOUND = 2**31 - 1
 BFLOAT16 = ml_dtypes.bfloat16
 DTYPES = {"sm90": (BFLOAT16, np.float16), "sm80": (BFLOAT16, np.float16, np.float32, np.float64)}
+NUMBERS = 10  # that arrays of numbers hold
 
 
-def feature(d=64, dv=0, heads=2, kv_heads=0, n_queries=200, n_keys=300, **options):
-    """Return (heads, key heads, queries, keys, widths) and options, of which "hostile", "blocks", "seen" are masks."""
-    return (heads, kv_heads or heads, n_queries, n_keys, d, dv or d), options
+def feature(d=64, dv=0, batch=1, heads=2, kv_heads=0, n_queries=200, n_keys=300, **options):
+    """Return a problem's shape and its options.
+
+    Of these `bias` names axes, as `bench.score_samples.Formula` does; `mask` one that `made` makes, `score` one of
+    `SCORES`.
+    """
+    return Case("sanitize", "forward", batch, heads, kv_heads or heads, n_queries, n_keys, d, dv), options
 
 
-FEATURES = (
+FEATURES = (  # in every dtype
     feature(),
     feature(n_queries=330, is_causal="bottom_right"),  # rows before the first and past the last query
     feature(d=128, kv_heads=1, n_keys=333, is_causal="top_left"),
@@ -45,7 +54,7 @@ FEATURES = (
     feature(d=256, mask="hostile"),
     feature(d=128, kv_heads=1, mask="blocks", dropout_p=0.1),
     feature(dropout_p=0.1),
-    feature(d=128, kv_heads=1, n_queries=70, n_keys=150, mask="seen", bias=True, softcap=4.0),
+    feature(d=128, kv_heads=1, n_queries=70, n_keys=150, mask="seen", bias="11ij", softcap=4.0),
     feature(softcap=3.0, out_dtype=np.float32),
     feature(d=40, kv_heads=1, n_queries=70, n_keys=150, window=(30, 20, "bottom_right"), dropout_p=0.2),
     feature(d=128, heads=150, n_keys=160),  # more row tiles than multiprocessors
@@ -60,36 +69,98 @@ FEATURES = (
     feature(d=512, heads=1, n_queries=40, n_keys=70, mask="blocks"),
 )
 
+SCORES = {  # of arrays that are differentiated, by what an element is for, and of numbers
+    "keys": Formula(
+        lambda s, b, h, i, j, slope, bias: s + slope[h] * (j - i) + bias[b, j], arrays={"slope": "h", "bias": "bj"}
+    ),
+    "lines": Formula(
+        lambda s, b, h, i, j, row, distance: s + row[h, i] + distance[h, i - j], arrays={"row": "hi", "distance": "hr"}
+    ),
+    "elements": Formula(
+        lambda s, b, h, i, j, few, all, number: s + few[number[i, j], h] + all[h, i, j],
+        arrays={"few": "gh", "all": "hij"},
+        given={"number": "ij"},
+    ),
+    "anywhere": Formula(
+        lambda s, b, h, i, j, table, number: s + table[h, i % 9 + 40 * number[i, j]],
+        arrays={"table": "hr"},
+        given={"number": "ij"},
+    ),
+    "sloped": Formula(
+        lambda s, b, h, i, j, row, slope: s * np.exp(row[h, i]) + slope[h] * j, arrays={"row": "hi", "slope": "h"}
+    ),
+}
+SMALL = dict(n_queries=140, n_keys=176)
+IN_ONE_DTYPE = (
+    # Biases: whose gradient is stored as it is, added up, summed by key, made by a pass.
+    feature(batch=2, **SMALL, bias="bhij"),
+    feature(d=128, kv_heads=1, **SMALL, bias="bhij", deterministic=True, is_causal="top_left"),
+    feature(d=128, batch=2, **SMALL, bias="1hij"),
+    feature(d=32, batch=2, **SMALL, bias="1hij", dropout_p=0.1, mask="hostile"),
+    feature(batch=2, **SMALL, bias="1hij", softcap=3.0, deterministic=True),
+    feature(d=192, dv=128, **SMALL, bias="11ij", deterministic=True, window=(40, 30, "top_left")),
+    feature(d=128, batch=2, **SMALL, bias="b11j", deterministic=True, mask="hostile"),
+    feature(d=256, kv_heads=1, **SMALL, bias="1h1j", is_causal="top_left"),
+    feature(**SMALL, bias="bhi1", softcap=4.0, mask="blocks"),
+    feature(d=96, dv=40, batch=2, n_queries=140, n_keys=171, bias="1hij", mask="seen"),
+    feature(d=128, **SMALL, softcap=4.0, is_causal="top_left", deterministic=True),
+    # Functions of the scores, and the gradients of their arrays.
+    feature(batch=2, **SMALL, score="keys"),
+    feature(d=128, **SMALL, score="keys", deterministic=True, mask="hostile"),
+    feature(d=128, kv_heads=1, **SMALL, score="keys", bias="b11j", dropout_p=0.1),
+    feature(d=128, batch=2, **SMALL, score="lines", deterministic=True, window=(40, 30, "top_left")),
+    feature(d=256, kv_heads=1, **SMALL, score="lines", mask="seen"),
+    feature(**SMALL, score="elements", mask="hostile"),
+    feature(d=128, batch=2, **SMALL, score="elements", deterministic=True, is_causal="top_left"),
+    feature(heads=4, kv_heads=2, **SMALL, score="anywhere"),
+    feature(d=128, **SMALL, score="sloped", dropout_p=0.1),
+    feature(kv_heads=1, **SMALL, score="sloped", softcap=4.0, mask="seen"),
+    feature(d=128, heads=8, kv_heads=2, n_queries=1, n_keys=3000, score="sloped"),  # heads as rows of one tile
+    # What is visible: matrices and functions, alone and beside others.
+    feature(d=128, kv_heads=1, n_queries=140, n_keys=300, mask="seen", deterministic=True),
+    feature(d=128, **SMALL, mask="seen and hostile", dropout_p=0.1, is_causal="top_left"),
+    feature(batch=2, n_queries=300, n_keys=270, mask="function", score="keys"),
+    feature(d=256, kv_heads=1, **SMALL, mask="function", window=(90, 30, "top_left")),
+)
+
 
 class Problem(NamedTuple):
     """One problem of one family."""
 
     kernel: str
     dtype: Any
-    shape: tuple[int, ...]
+    case: Case
     options: dict[str, Any]
+
+    def calls(self, xp):
+        """Return its calls, of arrays of one library."""
+        rng, options = np.random.default_rng(1), {**self.options}
+
+        def array(shape, dtype=self.dtype):
+            return xp.asarray(rng.standard_normal(shape).astype(dtype))
+
+        q, k, v, do = map(array, self.case.shapes)
+        if self.dtype is np.float64:
+            options.pop("out_dtype", None)  # nothing is wider
+        if "mask" in options:
+            options["mask"] = made(options["mask"], rng, self.case, xp)
+        if "bias" in options:
+            options["bias"] = array(Formula(arrays={"bias": options["bias"]}).shapes(self.case)["bias"])
+        if "dropout_p" in options:
+            options["rng"] = 3
+        if "score" in options:
+            formula = SCORES[options["score"]]
+            learned = [array(shape, np.float32) for shape in formula.shapes(self.case).values()]
+            numbers = Formula(arrays=formula.given).shapes(self.case).values()
+            given = [xp.asarray(rng.integers(0, NUMBERS, shape, np.int32)) for shape in numbers]
+            options |= {"score": formula.score, "score_args": (*learned, *given)}
+        return Calls(q, k, v, do, **options)
 
     def run(self):
         """Compute forward and backward and wait for the device; say what the family took."""
         cupy = harness.namespace("cuda")
-        heads, kv_heads, n_queries, n_keys, d, dv = self.shape
-        rng = np.random.default_rng(1)
-
-        def array(*shape):
-            return cupy.asarray(rng.standard_normal((1, *shape)).astype(self.dtype))
-
-        q, k, v = array(heads, n_queries, d), array(kv_heads, n_keys, d), array(kv_heads, n_keys, dv)
-        options = {**self.options, "kernel": self.kernel}
-        if self.dtype is np.float64:
-            options.pop("out_dtype", None)  # nothing is wider
-        if "mask" in options:
-            options["mask"] = made(options["mask"], rng, n_queries, n_keys)
-        if "bias" in options:
-            options["bias"] = array(1, n_queries, n_keys)
-        if "dropout_p" in options:
-            options["rng"] = 3
-        calls = Calls(q, k, v, array(heads, n_queries, dv), **options)
-        done = []
+        calls, done = self.calls(cupy), []
+        calls.options["kernel"] = self.kernel
         try:
             for direction in ("forward", "backward"):
                 getattr(calls, direction)()
@@ -100,26 +171,32 @@ class Problem(NamedTuple):
         return "forward and backward"
 
 
-def made(kind, rng, n_queries, n_keys):
-    """Return a mask: device vectors that lie anywhere (they are clamped, never trusted), blocks, or a matrix."""
-    import cupy
-
-    if kind == "hostile":
-        vectors = rng.integers(-BOUND, BOUND, (4, n_keys), dtype=np.int32)
-        return ColumnMask(*map(cupy.asarray, vectors), n_queries=n_queries)
+def made(kind, rng, case, xp):
+    """Return a mask: vectors that lie anywhere (on a device they are clamped, never trusted), blocks, ..."""
+    n_queries, n_keys = case.n_queries, case.n_keys
+    if "hostile" in kind:
+        least, most = (0, n_queries) if xp is np else (-BOUND, BOUND)
+        vectors = rng.integers(least, most, (4, n_keys), dtype=np.int32)
+        hostile = ColumnMask(*map(xp.asarray, vectors), n_queries=n_queries)
+        return BooleanMask(made("seen", rng, case, xp)) & hostile if kind != "hostile" else hostile
     if kind == "blocks":
         return BlockMask(rng.random((-(-n_queries // 32), -(-n_keys // 40))) < 0.5, 32, 40)
-    return cupy.asarray(rng.random((1, 1, n_queries, n_keys)) < 0.6)
+    if kind == "function":
+        group = rng.integers(0, 4, max(n_queries, n_keys))
+        return lambda b, h, i, j: (group[i] == group[j]) | ((i - j) % (b + h + 2) == 0)
+    return xp.asarray(rng.random((1, 1, n_queries, n_keys)) < 0.6)
 
 
 def problems(kernels=("sm90", "sm80")):
-    """Return every feature on some families; in the second 16-bit dtype the first half of the list."""
-    return [
-        Problem(kernel, dtype, shape, options)
-        for kernel in kernels
-        for dtype in DTYPES[kernel]
-        for shape, options in FEATURES[: len(FEATURES) // 2 if dtype is np.float16 else None]
-    ]
+    """Return every feature on some families; in the second 16-bit dtype a part of the list."""
+    found = []
+    for kernel in kernels:
+        dtypes = DTYPES[kernel]
+        for dtype in dtypes:
+            some = FEATURES[: len(FEATURES) // 4 if dtype is np.float16 else None]
+            found += [Problem(kernel, dtype, *of) for of in some]
+        found += [Problem(kernel, dtypes[n % len(dtypes)], *of) for n, of in enumerate(IN_ONE_DTYPE)]
+    return found
 
 
 def main():
@@ -139,7 +216,8 @@ def main():
         harness.synchronize(cupy)
     part, parts = arguments.part
     for problem in problems(arguments.kernel)[part::parts]:
-        print(problem.kernel, np.dtype(problem.dtype), *problem.shape, *problem.options, problem.run(), flush=True)
+        said = problem.kernel, np.dtype(problem.dtype), *problem.case.shapes[:3], problem.options
+        print(*said, problem.run(), flush=True)
 
 
 if __name__ == "__main__":

@@ -151,6 +151,11 @@ def keys(case, xp):
     return Formula(lambda s, b, h, i, j, bias: s + bias[b, 0, 0, j], arrays={"bias": "b11j"}, option="bias")
 
 
+def matrix(case, xp):
+    """Bias (1, 1, N, N)."""
+    return Formula(lambda s, b, h, i, j, bias: s + bias[0, 0, i, j], arrays={"bias": "11ij"}, option="bias")
+
+
 def pairs(case, xp):
     """Bias (1, H, N, N)."""
     return Formula(lambda s, b, h, i, j, bias: s + bias[0, h, i, j], arrays={"bias": "1hij"}, option="bias")
@@ -329,6 +334,7 @@ FORMULAS = MASKS | _by_name(
     key_bias,
     graphormer,
     keys,
+    matrix,
     pairs,
     all_pairs,
     natten_bias,

@@ -16,6 +16,8 @@ PEERS = {  # runner: name, colour
     "fa2": ("FlashAttention-2", "#b8bfc6"),
     "fa4": ("FlashAttention-4", WORSE),
     "fa4-varlen": ("FlashAttention-4 (packed)", "#e79c8b"),
+    "fa3": ("FlashAttention-3", "#a8503c"),
+    "fa3-varlen": ("FlashAttention-3 (packed)", "#c98a7b"),
     "flex": ("FlexAttention", "#bfa9d6"),
     "flex-FLASH": ("FlexAttention (FLASH)", "#8c6bb1"),
     "flex-autotune": ("FlexAttention (max-autotune)", "#d9cbe8"),

@@ -1,4 +1,4 @@
-"""The commands that measure cuattn beside its peers: ``python -m bench.hopper``, ``portable``, ``lengths``, ``gpt2``.
+"""The commands that measure cuattn beside its peers: ``python -m bench.hopper``, ``shapes``, ``portable``, ...
 
 ``python -m bench.hopper --tables dense --directions forward --ours cuattn-sm90`` measures a part;
 ``--beside PATH`` measures another checkout of cuattn instead of the peers, in turn with this one, and says the ratios.
@@ -8,11 +8,10 @@ import importlib
 import json
 import os
 import site
-import statistics
 from pathlib import Path
 from types import SimpleNamespace
 
-from bench import beside, harness
+from bench import bars, beside, harness
 from bench.cases import BOTH, select
 from bench.compare import Comparison
 from bench.peers import RUNNERS, make
@@ -39,8 +38,6 @@ class Suite(SimpleNamespace):
         Runners of cuattn.
     quick : tuple of str
         Patterns of the most telling cases, for ``--quick``.
-    shows : str
-        A module whose ``show(rows)`` prints what the rows say.
     defaults : dict
         Other defaults of the options; ``memory``: also observe the peak of allocated memory.
     """
@@ -49,7 +46,6 @@ class Suite(SimpleNamespace):
     studies = defaults = {}  # noqa: RUF012, never written to
     ours = ("cuattn",)
     quick: tuple[str, ...] = ()
-    shows = ""
 
 
 SUITES = {
@@ -57,21 +53,27 @@ SUITES = {
         about="Hopper kernels beside every peer: dense sweep, twelve masks, dropout, deterministic gradients.",
         tables=("dense", "masks-8k", "masks-32k", "dropout", "deterministic"),
         peers={
-            "": ("fa4", "fa4-varlen", "flex-FLASH", "flex", "cudnn"),
-            "dense": ("cudnn", "fa4", "fa2"),
+            "": ("fa4", "fa3", "fa4-varlen", "fa3-varlen", "flex-FLASH", "flex", "cudnn"),
+            "dense": ("cudnn", "fa4", "fa3", "fa2"),
             "dropout": ("cudnn", "fa2"),
-            "deterministic": ("fa4", "fa2"),
-            "long": ("cudnn", "fa4"),
+            "deterministic": ("fa4", "fa3", "fa3-varlen", "fa2"),
+            "long": ("cudnn", "fa4", "fa3"),
         },
         optional=("masks-128k", "masks-8k-d64", "masks-32k-d64", "masks-128k-d64", "long"),
+    ),
+    "shapes": Suite(
+        about="Shapes that users call, in vision, video, language, structure and more, beside every peer.",
+        tables=("shapes",),
+        peers={"": ("cudnn", "fa4", "fa3", "fa2", "mem-efficient", "flex")},
+        defaults={"seconds": 0.5},
     ),
     "portable": Suite(
         about="Portable kernels: 16 bits, float32, float64, decode, host cost, first calls.",
         tables=("portable", "decode", "host"),
         peers={
             "": ("fa2", "cudnn", "mem-efficient", "math", "jax"),
-            "decode": ("cuattn", "cuattn-cupy", "cudnn", "fa2", "sdpa"),
-            "host": ("cuattn", "cuattn-cupy", "sdpa", "cudnn", "fa2"),
+            "decode": ("cuattn", "cuattn-cupy", "cudnn", "fa3", "fa2", "sdpa"),
+            "host": ("cuattn", "cuattn-cupy", "sdpa", "cudnn", "fa3", "fa2"),
         },
         studies={"first-call": "first_call"},
         ours=("cuattn-sm80",),
@@ -81,7 +83,7 @@ SUITES = {
         tables=("scores-bias", "scores", "scores-learned", "scores-masks", "scores-columns", "scores-host"),
         peers={
             "": ("flex", "flex-autotune", "flex-FLASH", "fa4"),
-            "scores": ("cuattn-without", "flex", "flex-autotune", "flex-FLASH", "fa4"),
+            "scores": ("cuattn-without", "flex", "flex-autotune", "flex-FLASH", "fa4", "fa3"),
             "scores-bias": ("cuattn-without", "flex", "flex-autotune", "flex-FLASH", "mem-efficient", "cudnn"),
             "scores-columns": ("cuattn-function", "cuattn-boolean", "cuattn-array", "flex"),
             "scores-host": ("flex",),
@@ -102,19 +104,18 @@ SUITES = {
             "scores-tables/N131072-document_ids/*",
             "scores-host/*",
         ),
-        shows="scores",
         defaults={"seconds": 0.4, "skip": ["flex-autotune"]},  # which compiles for half a minute a case
     ),
     "lengths": Suite(
         about="FlashAttention's figure 3: runtime and memory of forward and backward from 128 to 64K tokens.",
         tables=("lengths",),
-        peers={"": ("standard", "mem-efficient", "fa2", "cudnn")},
+        peers={"": ("standard", "mem-efficient", "fa2", "fa3", "cudnn")},
         defaults={"memory": True, "seconds": 0.6, "least": 3},
     ),
     "gpt2": Suite(
         about="FlashAttention's first figure: GPT-2 medium's attention, by the clock and by hardware counters.",
         tables=("gpt2",),
-        peers={"": ("standard", "fa2", "cudnn")},
+        peers={"": ("standard", "fa2", "fa3", "cudnn")},
         studies={"gpt2-bytes": "gpt2"},
         ours=("cuattn", "cuattn-sm80"),
         defaults={"most": 60},
@@ -149,7 +150,7 @@ def parser(name):
         "--beside": dict(type=Path, metavar="PATH", help=checkout),
         "--least": dict(type=int, default=7, help="fewest samples of a runner"),
         "--most": dict(type=int, default=40, help="most samples of a runner"),
-        "--site": dict(metavar="FOLDER", help="unpacked wheels of peers, added like a site-packages folder"),
+        "--site": dict(nargs="+", default=[], metavar="FOLDER", help="unpacked wheels of peers, like site-packages"),
     }
     if suite.quick:
         most = dict(dest="only", action="store_const", const=list(suite.quick), help="the most telling cases alone")
@@ -173,17 +174,14 @@ def main(name, words=None):
     harness.run(arguments, points, options)
     if not arguments.list and (file := harness.destination(arguments)).exists():
         rows = json.loads(file.read_text())["rows"]
-        if arguments.beside:
-            _show(ratios(rows))
-        elif SUITES[name].shows:
-            importlib.import_module(f"bench.{SUITES[name].shows}").show(rows)
+        bars.show(bars.beside(rows) if arguments.beside else bars.BARS.get(name, ()), rows)
     return 1 if compared.wrong else 0
 
 
 def comparison(arguments):
     """Return what measures, and compiles, as the arguments say."""
-    if arguments.site:
-        site.addsitedir(arguments.site)
+    for folder in arguments.site:
+        site.addsitedir(folder)
     if arguments.beside:
         beside.load(arguments.beside)
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # as all other compilers keep what they made
@@ -206,32 +204,6 @@ def tables(name, arguments):
             cases = select([table], arguments.directions)
             cases = dict.fromkeys(case.tiny if arguments.tiny else case for case in cases)
             yield [case for case in cases if harness.matches(case.name, arguments.only)], make(runners)
-
-
-def ratios(rows):
-    """Return, by case and runner of this checkout, the other checkout's time over its own: above 1, it is faster.
-
-    Examples
-    --------
-    >>> both = [{"case": "t/a/forward", "runner": name, "median_us": us} for name, us in (("cuattn", 4), ("base", 5))]
-    >>> ratios(both)
-    {('t/a/forward', 'cuattn'): 1.25}
-    """
-    times = {(row["case"], row["runner"]): row["median_us"] for row in rows if "median_us" in row}
-    twins = {(case, name): (case, name.replace("cuattn", "base", 1)) for case, name in times if "cuattn" in name}
-    return {key: times[twin] / times[key] for key, twin in twins.items() if twin in times}
-
-
-def _show(found):
-    """Print the ratio of every row; per table the geometric mean and the worst."""
-    tables = {}
-    for (case, runner), ratio in sorted(found.items(), key=lambda item: item[1]):
-        print(f"  {ratio:.3f}  {case} {runner}")
-        tables.setdefault(case.partition("/")[0], {})[f"{case} {runner}"] = ratio
-    for table, rows in tables.items():
-        worst, lowest = next(iter(rows.items()))
-        mean = statistics.geometric_mean(rows.values())
-        print(f"{table}: geometric mean {mean:.3f} of {len(rows)} rows, worst {lowest:.3f} ({worst})")
 
 
 def portions(calls):

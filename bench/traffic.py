@@ -1,7 +1,6 @@
 """Do the bytes follow the papers' theorems?  Theorem 2, Theorem 5 and Proposition 4 by hardware counters.
 
     python -m bench.traffic                       # a GPU and ncu
-    python -m bench.traffic --device cpu --tiny   # the algorithms of cuattn.reference, which count their accesses
 
 The theorems know one fast and one slow memory.  A GPU has an L2 cache between the two: what enters and leaves the
 multiprocessors follows the theorems with M = their shared memory; what enters and leaves device memory is less, as long
@@ -14,17 +13,14 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 import cuattn
 from bench import counters, harness, inputs
 from bench.block_size import expected
 from bench.block_sparse import block_mask
 from bench.cases import Case
-from bench.harness import Point, one
+from bench.harness import one
 from bench.internals import BACKWARD_TILES, TILES, portable_tile
 from bench.peers import make
-from cuattn import io_model, reference
 
 HEADS = 64
 LARGEST_SCORES = 4096  # tokens up to which standard attention is counted: ncu saves and restores its score matrices
@@ -144,32 +140,9 @@ def measure(call):
     return {**row, "expected_l2_to_sm": backward_reads(call, tile.block_n) if backward else forward}
 
 
-def measure_reference(n, d, m):
-    """Count the accesses of the papers' algorithms in NumPy, in elements of one head."""
-    q, k, v, do = (x.astype(np.float64) for x in harness.random_arrays(np, 4, (n, d), np.float32))
-    flash, standard = reference.flash_forward(q, k, v, m), reference.standard_forward(q, k, v, m)
-    back = reference.flash_backward(do, q, k, v, flash, m)
-    rows = {
-        "algorithm-2": (flash.counts, io_model.theorem_2_flash(n, d, m)),
-        "algorithm-4": (back.counts, io_model.theorem_2_flash(n, d, m)),
-        "algorithm-0": (standard.counts, io_model.theorem_2_standard(n, d)),
-    }
-    return {
-        name: {"problem": {"n": n, "d": d, "m": m}, "elements": counts.reads + counts.writes, "theorem": theorem}
-        for name, (counts, theorem) in rows.items()
-    }
-
-
 def points(arguments):
-    """Return what is counted."""
-    if arguments.device == "cuda":
-        return [one(call.case, call.kernel, measure, call) for call in calls()]
-    sizes = [(128, 16), (256, 16)] if arguments.tiny else [(n, 64) for n in (256, 512, 1024)]
-    runners = ("algorithm-2", "algorithm-4", "algorithm-0")
-    return [
-        Point(f"theorems/d{d}-N{n}/both", runners, functools.partial(measure_reference, n, d, 8 * d * d))
-        for n, d in sizes
-    ]
+    """Return what is counted, on a GPU alone: what the algorithms count in NumPy is in tests/reference."""
+    return [one(call.case, call.kernel, measure, call) for call in calls() if arguments.device == "cuda"]
 
 
 if __name__ == "__main__":

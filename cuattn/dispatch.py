@@ -43,11 +43,11 @@ from cuattn.problem import (
 
 
 @lru_cache(maxsize=1)
-def _score_type() -> Any:
-    """Import what knows score functions, with all of tracing, which calls without functions do not need."""
-    from cuattn.scoring import Score
+def _scoring() -> ModuleType:
+    """Import what knows functions, with all of tracing, which calls without functions do not need."""
+    from cuattn import scoring
 
-    return Score
+    return scoring
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Call:
 
     def __post_init__(self) -> None:
         if self.score is not None or type(self.score_args) is not tuple or self.score_args:
-            self.score = _score_type()(self.score, self.score_args, self.arrays, self.operation.replays)
+            self.score = _scoring().Score(self.score, self.score_args, self.arrays, self.operation.replays)
         mask = self.arrays["mask"]
         if mask is None:
             return
@@ -108,10 +108,7 @@ class Call:
     def take_functions(self, arrays: dict[str, Any]) -> None:
         """Make functions of visibility the masks that they are for operands of these shapes, at this origin."""
         if self.function is not None:
-            from cuattn.masks.function import live
-            from cuattn.tracing import MASK, trace
-
-            self._add_mask(trace(self.function, MASK, adopt=live).captured, arrays)
+            self._add_mask(_scoring().visible(self.function), arrays)
             self.function = None
         if self.score is not None and self.score.visible is not None:
             self._add_mask(self.score.visible, arrays)
@@ -119,7 +116,7 @@ class Call:
 
     def _add_mask(self, visible: Any, arrays: dict[str, Any]) -> None:
         """Add the mask of a traced function to the call's, within one of its kind where one mask says both."""
-        shapes = [tuple(arrays[name].shape) for name in "qkv"]
+        shapes = [arrays[name].shape for name in "qkv"]
         for part in _function_mask(visible, *shapes, self.origin).parts:
             alike = [mask for mask in self.masks if mask.kind == part.kind and not mask.on_device]
             joined = _joined(alike[0], part) if alike and not part.on_device else None
@@ -151,12 +148,12 @@ def _known(*signature: Any) -> _Known:
 
 def _cell(call: Call, layouts: tuple) -> _Known:
     """Return the memo cell of a call whose arrays have these layouts; a cell of its own where it cannot be hashed."""
-    options, shapes = call.options, tuple([mask.layout for mask in call.masks])
-    if call.score is not None:
-        shapes = (*shapes, call.score.traced and call.score.traced.kind)
+    options, score = call.options, call.score
+    masks = tuple([mask.layout for mask in call.masks]) if call.masks else ()
+    kind = score and (score.traced and score.traced.kind,)
     try:  # each option beside its type, as True is no 1; so is each side of the window
         sides = options.window or ()
-        return _known(call.operation.name, layouts, shapes, call.has_runs, *options, *sides)
+        return _known(call.operation.name, layouts, masks, kind, call.has_runs, *options, *sides)
     except (TypeError, ValueError):  # an option that cannot be hashed: checked in every call
         return _Known()
 
@@ -268,7 +265,7 @@ def _on_host(
             raise DtypeError("mask holds device vectors but q is on the CPU; expected a mask of host vectors")
     if state is not None and not isinstance(state.offset, int):
         raise DtypeError("rng.offset is a device array but q is on the CPU; expected an int")
-    operands, direct = bind(problem, _operands(call, views, origin)), bind(problem, out or {})
+    operands, direct = bind(problem, _operands(call, views, origin)), bind(problem, out) if out else {}
     numbers = () if call.score is None else call.score.numbers
     masks, place = _all_masks(call, views), place or problem.place
     found = known.backend.run(problem, operands, masks, state, place, direct, numbers)

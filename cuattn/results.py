@@ -60,8 +60,9 @@ class Gradients(_Gradients):
 
     def __new__(cls, dq: Any, dk: Any, dv: Any, dbias: Any = None, dscore: tuple[Any, ...] = ()) -> Gradients:
         """Return gradients with those of the score function's arguments."""
-        made = super().__new__(cls, dq, dk, dv, dbias)
-        made.dscore = tuple(dscore)
+        made = tuple.__new__(cls, (dq, dk, dv, dbias))
+        if dscore:
+            made.dscore = tuple(dscore)
         return made
 
     def _replace(self, **fields: Any) -> Gradients:

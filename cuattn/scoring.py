@@ -12,9 +12,10 @@ import numpy as np
 from cuattn import interop
 from cuattn.errors import ArgumentError, DtypeError, shown
 from cuattn.masks.device import upload
+from cuattn.masks.function import live
 from cuattn.problem import ScoreFunction
 from cuattn.results import Gradients
-from cuattn.tracing import SCORE, Bound, Frozen, Traced, recall, trace
+from cuattn.tracing import MASK, SCORE, Bound, Frozen, Traced, recall, signed, trace
 from cuattn.tracing.capture import Argument, copied
 from cuattn.tracing.graph import variable
 
@@ -59,13 +60,13 @@ class Score:
             raise DtypeError(f"score is {shown(function)}; expected a function score(s, b, h, i, j, *score_args)")
         self._function, self._args, self._differentiates = function, args, differentiates
         self._own = len(arrays)
-        for name, value in zip(_NAMES, args, strict=False):
+        for index, value in enumerate(args):
             if hasattr(value, "__dlpack__"):
-                arrays[name] = value
+                arrays[_NAMES[index]] = value
 
     def recall(self) -> bool:
         """Take what is known of the function; return whether nothing is left to trace."""
-        found = recall(self._function, SCORE, self._args, _copied)
+        found = recall(self._function, signed(SCORE, self._args, _copied))
         if found is not None:
             self._take(found)
         return self.known
@@ -82,10 +83,8 @@ class Score:
 
     @property
     def learned(self) -> dict[int, int]:
-        """The slots of the arrays that the call differentiates, those of floats, and which arguments they are."""
-        arrays = self.traced.arrays if self.traced and self._differentiates else ()
-        slots = {slot: index for slot, index in enumerate(arrays) if type(index) is Argument}
-        return {slot: index for slot, index in slots.items() if self.traced.has_floats(index)}
+        """The slots of the arrays that the call differentiates, and which arguments they are."""
+        return self.traced.floats if self.traced and self._differentiates else {}
 
     @property
     def numbers(self) -> tuple[Any, ...]:
@@ -118,8 +117,10 @@ class Score:
             What some of them belong to.
         numbers : tuple
         """
-        if self.traced is None or not self.traced.arrays:
-            return addresses[: self._own], (), self.numbers
+        if self.traced is None:
+            return addresses[: self._own], (), ()
+        if self.traced.in_order:
+            return addresses, (), self.numbers
         captured, places = _captured(self.traced, device)
         return addresses[: self._own] + self._by_slot(addresses, places), captured, self.numbers
 
@@ -134,10 +135,16 @@ class Score:
 
     def gradients(self, results: Sequence[Any]) -> Gradients:
         """Return a backward's results, of which those by the function's arrays come last."""
-        learned = self.learned
+        learned, found = self.learned, [None] * len(self._args)
         own = len(results) - len(learned)
-        by_argument = dict(zip(learned.values(), results[own:], strict=True))
-        return Gradients(*results[:own], dscore=tuple([by_argument.get(n) for n in range(len(self._args))]))
+        for index, gradient in zip(learned.values(), results[own:], strict=True):
+            found[index] = gradient
+        return Gradients(*results[:own], dscore=tuple(found))
+
+
+def visible(function: Any) -> Bound:
+    """Return a function of visibility with what it captures, traced."""
+    return trace(function, MASK, adopt=live).captured
 
 
 def _as_number(value: Any) -> Any:

@@ -144,7 +144,7 @@ class _Bound:
         self.exact = exact
         self.xp = xp = np if isinstance(q, np.ndarray) else sys.modules["cupy"]
         self.shapes, lead, low = (q.shape, k.shape, v.shape), exact.p.shape[:-2], q.dtype
-        self.unit = unit = eps(np.float64 if low == np.float64 else np.float32)
+        self.unit = unit = _unit(low)
         self.grain = eps(low, smallest=True) / eps(low)  # 16-bit numbers near 0 are this coarse
         self.grain_ds = self.grain * given["keep_scale"]
         self.factors = factors = ((1 + 2.0**-11) ** 2 - 1) / unit if precision == "tf32" else 0.0
@@ -162,6 +162,7 @@ class _Bound:
             nearest = xp.abs(self.scale * signed) - unit * raw
         short = eps(low) > unit
         size, self.slope, self.bend = _scores(xp, exact, raw, given["softcap"], short, unit, nearest)
+        self.before = size
         if given["score"] is not None:
             natural = scale * (q.astype(np.float64) @ textbook.repeat_heads(k, q).astype(np.float64).swapaxes(-1, -2))
             size, self.slope, self.bend = _scored(given["score"], given["softcap"], natural, (size, self.bend), unit)
@@ -242,7 +243,7 @@ class _Bound:
         }
         if bias is not None:
             found["dbias"] = [sum_to(x, bias.shape) for x in (wide + self.rows * ds, short_delta)]
-        found["ds"] = [wide + self.rows * ds, short_delta]
+        found |= {"ds": [wide + self.rows * ds, short_delta], "score": [self.before]}
         return {name: Floor(*parts) for name, parts in found.items()}
 
 
@@ -270,17 +271,9 @@ def _scored(score, softcap, s, moved, unit):
     if softcap is not None:
         capped = softcap * np.tanh(s / softcap)
         of_cap = 1 - (capped / softcap) ** 2
-    (value, slope), (near, near_slope) = score(capped), score(capped.astype(np.float32 if unit > 1e-10 else np.float64))
-    with np.errstate(all="ignore"):
-        value, slope, rounded, bent = (
-            np.nan_to_num(np.abs(x.astype(np.float64)), posinf=0)
-            for x in (value, slope, value - near, slope - near_slope)
-        )
-        curve = np.nan_to_num(np.abs(score.curvature(capped)), posinf=0)
-    size, bend = moved
-    value = np.maximum(value, score.largest(capped))
-    bend = slope * bend + of_cap * (curve * size + 4 * bent / unit + slope)
-    return slope * size + value + 4 * rounded / unit, slope * of_cap, bend
+    (size, bend), slope = moved, np.nan_to_num(np.abs(score(capped)[1]), posinf=0)
+    value, slope_moves = (score.moves(root, capped, size, unit) for root in (score.root, score.slope))
+    return value, slope * of_cap, slope * bend + of_cap * slope_moves
 
 
 class Score:
@@ -305,12 +298,13 @@ class Score:
         ]
         self._names = {name: x.astype(np.int32) for name, x in zip("bhij", indices, strict=True)}
         self._bound = trace(function, SCORE, args).bind(args)
-        self._slope = derivative(self._bound.root)
+        self.root = self._bound.root
+        self.slope = derivative(self.root)
 
     def __call__(self, s):
         with np.errstate(all="ignore"):
             value = self._function(s, *(x.astype(np.int64) for x in self._names.values()), *self._wide)
-        return np.broadcast_to(value, self._shape).astype(s.dtype), self._of(self._slope, s)
+        return np.broadcast_to(value, self._shape).astype(s.dtype), self._of(self.slope, s)
 
     def _of(self, root, s):
         work = np.float32 if s.dtype == np.float32 else np.float64
@@ -323,37 +317,53 @@ class Score:
         s = np.broadcast_to(s * (q.shape[-1] ** -0.5 if scale is None else scale), self._shape)
         return s if softcap is None else softcap * np.tanh(s / softcap)
 
-    def curvature(self, s):
-        """Return the second derivatives."""
-        return self._of(derivative(self._slope), s)
+    def moves(self, root, s, size, unit):
+        """Return by how much roundings move a number made of s, if s moves by `size`, in multiples of a unit."""
+        sums = np.float32 if unit > eps(np.float64) else np.float64
+        largest = Program(tuple(x for x in order(root) if x.kind == "f"), np.dtype(np.float64), facts(self._bound))
+        on_the_way = largest({**self._names, "s": s}, self._bound)
+        value, slope = self._of(root, s), self._of(derivative(root), s)
+        with np.errstate(all="ignore"):
+            rounded = value - self._of(root, s.astype(sums))
+            *on_the_way, slope, rounded = (
+                np.nan_to_num(np.abs(x), posinf=0) for x in (*on_the_way, value, slope, rounded)
+            )
+        return slope * size + functools.reduce(np.maximum, on_the_way) + 4 * rounded / unit
 
-    def largest(self, s):
-        """Return the size of the largest number on the way to the value."""
-        nodes = [x for x in order(self._bound.root) if x.kind == "f"]
-        found = Program(tuple(nodes), np.dtype(np.float64), facts(self._bound))({**self._names, "s": s}, self._bound)
-        return functools.reduce(np.maximum, (np.nan_to_num(np.abs(x), posinf=0) for x in found))
+    def gradients(self, s, ds, dtype=np.float64, moved=None):
+        """Return the gradients of the arguments from the scores before and derivatives after; of floats alone.
 
-    def gradients(self, s, ds, dtype=np.float64, size=lambda x: x):
-        """Return the gradients of the arguments from the scores before and derivatives after; of floats alone."""
+        With `moved`, what the scores before move by and the unit, by how much they are moved: ds is then a pair, how
+        large it is and by how much it is moved.
+        """
         found = []
         for array, wide in zip(self._args, self._wide, strict=True):
             slots = [slot for slot, x in enumerate(self._bound.arrays) if x is array]
             is_float = getattr(wide, "dtype", None) == np.float64
             total = np.zeros(array.shape, dtype) if is_float else None
-            for weight in weights(self._bound.root, slots[0]) if is_float and slots else ():
-                values = np.where(ds == 0, 0, ds * size(self._of(weight.weight, s))).astype(dtype)
+            for weight in weights(self.root, slots[0]) if is_float and slots else ():
+                factors = [self._of(weight.weight, s)]
+                if moved:
+                    factors = self.moves(weight.weight, s, *moved), np.abs(*factors)
+                terms = [np.where(x == 0, 0, x * y) for x, y in zip(ds if moved else (ds,), factors, strict=True)]
                 at = np.broadcast_to(evaluate(self._bound.of(weight.offset), self._names), self._shape)
-                np.add.at(total.reshape(-1), at, values)
+                np.add.at(total.reshape(-1), at, sum(terms).astype(dtype))
             found.append(total)
         return found
 
     def judged(self, gradients, s, exact, rough, floors):
         """Yield of each argument its gradient, the exact one, the textbook's and the floor; s are scores before."""
-        sides = [(exact.ds.astype(np.float64), np.float64), (rough.ds, rough.ds.dtype)]
-        wanted = [self.gradients(s, ds, dtype) for ds, dtype in sides]
-        least = [self.gradients(s, x, size=np.abs) for x in np.broadcast_arrays(*floors["ds"])]
+        ds, moved = exact.ds.astype(np.float64), (floors["score"].wide, _unit(rough.ds.dtype))
+        wanted = [self.gradients(s, ds), self.gradients(s, rough.ds, rough.ds.dtype)]
+        wide, short = np.broadcast_arrays(*floors["ds"])
+        least = [self.gradients(s, x, moved=moved) for x in ((np.abs(ds), wide), (np.zeros_like(ds), short))]
         for actual, e, t, *parts in zip(gradients, *wanted, *least, strict=True):
             yield actual, e, t, e if e is None else Floor(*parts)
+
+
+def _unit(dtype):
+    """Return eps of the sums."""
+    return eps(np.float64 if dtype == np.float64 else np.float32)
 
 
 def _largest(xp, x):

@@ -153,7 +153,8 @@ def test_look_leaves_to_enter_what_needs_more_than_a_look():
     look = interop.Torch.signature
     x = torch.zeros(4, 6)
     found, addresses = look((x, None))
-    assert found == (x.dtype, x.shape, x.stride(), x.device, x.data_ptr() & 15, None)
+    assert found == (x.dtype, x.shape, True, x.device, x.data_ptr() & 15, None)
+    assert look((x.T,))[0] == (x.dtype, x.T.shape, (1, 6), x.device, x.data_ptr() & 15)
     assert addresses == [x.data_ptr(), 0]
     subclass = type("Subclass", (torch.Tensor,), {})
     negative = torch.zeros(4, dtype=torch.complex64).conj().imag

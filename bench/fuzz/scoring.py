@@ -7,11 +7,11 @@ import numpy as np
 __all__ = ["draw"]
 
 _REACH, _KINDS = 20, 5
-_NAMES = ("heads", "table", "rows", "keys", "marks", "kinds", "number", "count")
+_NAMES = ("heads", "table", "rows", "keys", "marks", "pairs", "kinds", "number", "count")
 _LEAVES = (
     "heads[b % 2, h]", f"table[h, np.clip(i - j, -{_REACH}, {_REACH}) + {_REACH}]", "rows[i]", "keys[j]",
     "marks[kinds[j]]", "marks[(i + 3 * j - count) % 5]", "number", "0.75", "(j - i) / 64", "np.abs(i - j) * 0.125",
-    "h / 2", "marks[-2]",
+    "h / 2", "marks[-2]", "pairs[h, j, i]",
 )  # fmt: skip
 _OPERATIONS = (
     "{} + {}", "{} - {}", "{} * {}", "np.maximum({}, {})", "np.where(i < j, {}, {})", "{} / (1.5 + np.abs({}))",
@@ -19,7 +19,7 @@ _OPERATIONS = (
     "-{}", "np.hypot({}, 1 + {})",
 )  # fmt: skip
 _ROOTS = (
-    "s + {}", "s + {} - {}", "s * (1 + 0.5 * np.tanh({}))", "8 * np.tanh(s / 8) + {}",
+    "s + {}", "s + {} - {}", "s + pairs[h, j, i]", "s * (1 + 0.5 * np.tanh({}))", "8 * np.tanh(s / 8) + {}",
     "np.where((i + j) % 3 > 0, s, s / 2 + {})",
     "np.where((j - i) % (4 + h) < 3, s + {}, -np.inf)", "np.where(keys[j] > -1, s + {}, -np.inf)", "s",
 )  # fmt: skip
@@ -33,7 +33,7 @@ def draw(problem, fixed, rng):
     function = eval(f"lambda s, b, h, i, j, {', '.join(_NAMES)}: {text}", {"np": np})
     function.__name__ = text
     dtype = problem.dtype if fixed.random() < 0.5 else np.dtype("f4")
-    shapes = (2, heads), (heads, 2 * _REACH + 1), (n_queries,), (n_keys,), (_KINDS,)
+    shapes = (2, heads), (heads, 2 * _REACH + 1), (n_queries,), (n_keys,), (_KINDS,), (heads, n_keys, n_queries)
     floats = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
     kinds = rng.integers(-_KINDS, _KINDS, n_keys).astype(np.int32)
     problem.options |= {"score": function, "score_args": (*floats, kinds, float(rng.normal()), _KINDS)}

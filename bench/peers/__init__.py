@@ -3,10 +3,11 @@
 ``make(["cuattn", "cudnn"])`` turns names into runners.  A peer says itself which cases it can run.
 """
 
+from bench.peers.flash import Fa3, Fa3Packed, Fa4, Fa4Packed
 from bench.peers.flex import Flex
 from bench.peers.jax_nn import Jax
 from bench.peers.ours import Ours
-from bench.peers.pytorch import BACKENDS, Documents, Fa4, Fa4Packed, Formula, Sdpa, Standard
+from bench.peers.pytorch import BACKENDS, Documents, Formula, Sdpa, Standard
 
 WAYS = ("", "-sm90", "-sm80", "-cupy", "-attention", "-without", "-function", "-boolean", "-array")
 RUNNERS = {
@@ -21,6 +22,8 @@ RUNNERS = {
     "flex-autotune": Flex,
     "fa4": Fa4,
     "fa4-varlen": Fa4Packed,
+    "fa3": Fa3,
+    "fa3-varlen": Fa3Packed,
 }
 
 

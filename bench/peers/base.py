@@ -14,7 +14,7 @@ HALF = ("float16", "bfloat16")
 ALL = (*HALF, "float32", "float64")
 DOCUMENTS = ("document", "causal_document")
 BANDS = ("full", "causal")
-EVERY = (*KINDS, "random", "bias")
+EVERY = (*KINDS, "random")
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Runner:
     package : str
         What must be installed.
     masks, dtypes : tuple of str
-        What it takes; `takes` says what becomes of other masks.  A bias counts as a mask.
+        What it takes; `takes` says what becomes of other masks.
     scores : tuple of str
         Functions of `bench.score_samples` that it takes.
     learned : bool
@@ -92,7 +92,7 @@ class Runner:
         scores = case.batch * case.heads * case.n_queries * case.n_keys * item
         refused = {
             f"{self.package} is not installed": self.package and not installed(self.package),
-            self.takes: case.kind not in self.masks or (case.bias and "bias" not in self.masks),
+            self.takes: case.kind not in self.masks,
             f"takes no function {case.score}": case.score is not None and case.score not in self.scores,
             "has no gradients of arrays": case.learned and case.direction != "forward" and not self.learned,
             f"does not compute in {case.dtype}": case.dtype not in self.dtypes,

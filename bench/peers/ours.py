@@ -54,8 +54,6 @@ class Ours(Runner):
             options["mask"] = self.mask(case, inputs)
         elif inputs.visible is not None:
             options["mask"] = self.array(inputs.visible)
-        if inputs.bias is not None:
-            options["bias"] = self.array(inputs.bias)
         if case.score and self.way != "without":
             options |= self.function(case, inputs)
         if self.way in ("sm90", "sm80"):

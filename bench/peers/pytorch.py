@@ -1,13 +1,11 @@
-"""PyTorch and what builds on it: its attention on each backend, FlashAttention-4, the papers' standard attention."""
+"""PyTorch's attention on each backend, and the papers' standard attention written in PyTorch and in NumPy."""
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
 
 from bench.cases import RESULTS, TOGETHER
 from bench.peers.base import ALL, BANDS, DOCUMENTS, EVERY, HALF, Bound, Runner
-from bench.score_samples import CAP
 
 BACKENDS = {  # name: (member of SDPBackend, dtypes, largest head dimension)
     "cudnn": ("CUDNN_ATTENTION", HALF, 256),
@@ -17,7 +15,7 @@ BACKENDS = {  # name: (member of SDPBackend, dtypes, largest head dimension)
     "sdpa": ("", ALL, 1024),
     "sdpa-dense": ("", ALL, 1024),
 }
-BIASES = ("keys", "pairs", "all_pairs")
+BIASES = ("keys", "matrix", "pairs", "all_pairs")
 SCORES_BYTES = 40 << 30  # several score matrices of up to this size have to fit
 
 
@@ -58,6 +56,18 @@ def through_autograd(case, attention, operands, to_heads=lambda x: x, arrays=())
     return Bound(calls[case.direction], lambda found: [*map(to_heads, found[:count]), *found[count:]])
 
 
+def in_turn(case, forward, backward, convert):
+    """Bind functions of their own: ``forward() -> o, kept``, and ``backward(o, kept)``, which gives the gradients."""
+
+    def both():
+        o, kept = forward()
+        return o, *backward(o, kept)
+
+    o, kept = forward()
+    calls = {"forward": lambda: forward()[:1], "backward": lambda: backward(o, kept), TOGETHER: both}
+    return Bound(calls[case.direction], lambda found: map(convert, found))
+
+
 def leaves(case, inputs):
     """Return the arrays that a case's function reads, those to be differentiated as leaves."""
     wanted = case.learned and case.direction != "forward"
@@ -91,7 +101,7 @@ class Sdpa(Runner):
 
         def attention(q, k, v):
             for bias in arrays.values():
-                options["attn_mask"] = bias.expand(*case.q_shape[:3], case.n_keys)
+                options["attn_mask"] = bias.expand(case.batch, case.heads, case.n_queries, case.n_keys)
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
         def scope():
@@ -111,13 +121,13 @@ class Sdpa(Runner):
 
 
 def _dense(inputs):
-    """Return the mask and the bias of a problem as PyTorch's ``attn_mask``."""
+    """Return the mask of a problem as PyTorch's ``attn_mask``."""
     import torch
 
     if inputs.mask is not None:
         seen = torch.from_numpy(np.array(inputs.mask.dense())).to(inputs.q.device)
         return {"attn_mask": seen, "is_causal": False}
-    return {"attn_mask": inputs.visible if inputs.bias is None else inputs.bias}
+    return {"attn_mask": inputs.visible}
 
 
 class Documents(Runner):
@@ -136,90 +146,6 @@ class Documents(Runner):
             return torch.cat([attend(*part, is_causal=case.mask == "causal_document") for part in parts], dim=-2)
 
         return through_autograd(case, attention, inputs.operands)
-
-
-class Fa4(Runner):
-    """FlashAttention-4's ``flash_attn_func``: full, causal, the sliding window; its softcap, ALiBi as a score_mod."""
-
-    package = "flash_attn.cute"
-    compile_seconds = 8.0
-    masks = ("full", "causal", "sliding_window")
-    takes = "says only full, causal and window masks (others: FlexAttention's FLASH backend)"
-    dtypes = HALF
-    scores = ("softcap", "alibi")
-    largest = 256
-    dropout = False
-
-    def bind(self, case, inputs):
-        from flash_attn.cute import flash_attn_func
-
-        options = dict(causal=case.kind == "causal", deterministic=case.deterministic)
-        if case.score == "softcap":
-            options["softcap"] = CAP
-        elif case.score:
-            options |= _cute_alibi(case.heads)
-        if case.mask == "sliding_window":
-            options["window_size"] = (inputs.samples[0].number - 1, 0)
-
-        def attention(q, k, v):
-            return _first(flash_attn_func(q, k, v, **options))
-
-        # This library's own layout is (B, N, H, d).
-        swapped = [x.transpose(1, 2).contiguous() for x in inputs.operands]
-        return through_autograd(case, attention, swapped, lambda x: x.transpose(1, 2))
-
-
-def _cute_alibi(heads):
-    """Return ALiBi in the language of FlashAttention-4's kernels, and its derivative."""
-    import cutlass
-    from cutlass import cute
-
-    rate = -8.0 / heads
-
-    @cute.jit
-    def score_mod(s, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):
-        slope = cute.math.exp2((h + 1).to(cutlass.Float32) * rate, fastmath=True)
-        return s + slope * (kv_idx - q_idx).to(cutlass.Float32)
-
-    @cute.jit
-    def score_mod_bwd(gradient, s, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):
-        return gradient
-
-    return {"score_mod": score_mod, "score_mod_bwd": score_mod_bwd}
-
-
-class Fa4Packed(Fa4):
-    """FlashAttention-4's ``flash_attn_varlen_func``: documents as separate sequences, back to back."""
-
-    masks, takes = DOCUMENTS, "packs documents only"
-    scores = ()
-
-    def bind(self, case, inputs):
-        import torch
-        from flash_attn.cute import flash_attn_varlen_func
-
-        starts = document_starts(inputs)
-        cumulative = torch.tensor(starts, dtype=torch.int32, device=inputs.q.device)
-        longest = max(np.diff(starts).tolist())
-        options = {f"cu_seqlens_{x}": cumulative for x in "qk"} | {f"max_seqlen_{x}": longest for x in "qk"}
-        options |= dict(causal=case.mask == "causal_document", deterministic=case.deterministic)
-
-        def attention(q, k, v):
-            return _first(flash_attn_varlen_func(q, k, v, **options))
-
-        packed = [x.transpose(1, 2).flatten(0, 1) for x in inputs.operands]
-        return through_autograd(case, attention, packed, lambda x: x.unflatten(0, (case.batch, -1)).transpose(1, 2))
-
-
-def document_starts(inputs):
-    """Return where each document of the batch starts in the packed rows, and the total."""
-    lengths = (length for sample in inputs.samples for length in sample.lengths)
-    return [0, *itertools.accumulate(lengths)]
-
-
-def _first(result):
-    """Return the output alone: some versions return it together with the row sums."""
-    return result[0] if isinstance(result, (tuple, list)) else result
 
 
 class Standard(Runner):
@@ -265,10 +191,4 @@ class Formula(Standard):
             ds = scale * p * (dp - (do * o).sum(axis=-1, keepdims=True))
             return ds @ k, ds.swapaxes(-1, -2) @ q, dv
 
-        def both():
-            o, p = forward()
-            return o, *backward(o, p)
-
-        kept = forward()
-        calls = {"forward": lambda: forward()[:1], "backward": lambda: backward(*kept), TOGETHER: both}
-        return Bound(calls[case.direction], lambda found: map(torch.from_numpy, found))
+        return in_turn(case, forward, backward, torch.from_numpy)

@@ -120,7 +120,7 @@ SECTIONS = {
         ("denoise", "denoise --device cpu"),
         ("denoise",),
         "A photograph of 600 x 512 pixels in float32: each pixel attends to those with similar surroundings "
-        "(`bench/denoise.py`).  KeOps is measured beside it where it runs; pykeops 2.3 does not under CUDA 13.",
+        "(`bench/denoise.py`).",
         table=denoise,
     ),
     "kernel_profiles": Section(

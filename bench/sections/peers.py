@@ -6,7 +6,7 @@ import statistics
 import numpy as np
 import pandas as pd
 
-from bench import scores
+from bench.bars import BARS, standings
 from bench.report import Section, by_direction, compared, lines, standing
 from bench.style import INK, OURS, QUIET, WORSE, bars, chart, name, panels
 from bench.suites import SUITES
@@ -18,8 +18,9 @@ MASKS = {  # the FlashMask paper's tables
     for (end, d), n in itertools.product((("", "d 128"), ("-d64", "d 64")), ("8K", "32K", "128K"))
 }
 ABOUT = {
-    "dense": "16K tokens, d 64 to 256, full and causal",
+    "dense": "hidden size 2048, d 64 to 256, full and causal",
     **MASKS,
+    "shapes": "shapes that users call",
     "dropout": "dropout 0.1",
     "deterministic": "bitwise reproducible gradients",
     "long": "128K and 512K tokens, few heads",
@@ -87,9 +88,19 @@ def behind(rows):
     )
 
 
-def standings(rows):
+def scores(rows):
     """Return what functions of scores and masks reach, and what they were to reach."""
-    return pd.DataFrame(scores.standings([row.dropna().to_dict() for _, row in rows.iterrows()]))
+    return pd.DataFrame(
+        standings((*BARS["scores"], *BARS["cpu"]), [row.dropna().to_dict() for _, row in rows.iterrows()])
+    )
+
+
+def shapes(rows):
+    """Return, by what calls the shapes and direction, how cuattn stands beside the fastest rival of each."""
+    found = lines(rows).dropna(subset="rival").set_index("label").groupby(["use", "direction"], sort=False)["ratio"]
+    return pd.DataFrame({about: {"shapes": len(ratios), **standing(ratios)} for about, ratios in found}).T.rename_axis(
+        ["use", "direction"]
+    )
 
 
 def determinism(rows):
@@ -162,7 +173,7 @@ def draw_dense(rows):
 SECTIONS = {
     "peers": Section(
         "Beside other libraries",
-        ("hopper", "portable", "scores"),
+        ("hopper", "shapes", "portable", "scores"),
         tuple(ABOUT),
         "How many times faster cuattn is than the fastest of the rivals named in each line, case by case in one run.  "
         "Below 1 it is slower.  Every case, and every runner that was timed: "
@@ -172,11 +183,19 @@ SECTIONS = {
     ),
     "behind": Section(
         "Where it is behind",
-        ("hopper", "portable", "scores", "lengths", "gpt2"),
+        ("hopper", "shapes", "portable", "scores", "lengths", "gpt2"),
         tuple(ABOUT),
         "Every case in which a rival was more than half a percent faster in the same run.  `bench/NOTES.md` says what "
         "was tried against each, and what comes next.",
         table=behind,
+    ),
+    "shapes": Section(
+        "Shapes that users call",
+        ("shapes",),
+        ("shapes",),
+        "bfloat16 unless said; full attention, but causal in language and where a line says so.  How many times faster "
+        "cuattn is than the fastest rival of the same run.",
+        table=shapes,
     ),
     "scores": Section(
         "Functions of scores and masks",
@@ -184,7 +203,7 @@ SECTIONS = {
         (*(table for table in ABOUT if table.startswith("scores")), "cpu-scores"),
         "How many times faster than the fastest peer of the same run, and what was to be reached; learned arrays and "
         "biases are differentiated too.",
-        table=standings,
+        table=scores,
     ),
     "deterministic": Section(
         "What reproducible gradients cost",
@@ -197,7 +216,7 @@ SECTIONS = {
         "Full and causal attention, d 64 to 256 (as in the FlashAttention papers)",
         ("hopper --tables dense",),
         ("dense",),
-        "16K tokens, hidden size 2048, bfloat16.",
+        "Hidden size 2048, 16K tokens or one longer sequence, bfloat16.",
         figure=draw_dense,
     ),
     "flashmask": Section(
@@ -214,6 +233,6 @@ PEER_TABLES = {
     f"table-{table}": Section(
         f"{table}: {ABOUT[table]}", (f"{script} --tables {table}",), (table,), details=cases, figure=draw_rates
     )
-    for script in ("hopper", "portable", "scores")
+    for script in ("hopper", "shapes", "portable", "scores")
     for table in (*SUITES[script].tables, *SUITES[script].optional, *SUITES[script].studies)
 }

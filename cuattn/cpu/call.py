@@ -1,7 +1,7 @@
 """Running an operation, and its plan: the choice between whole heads and tiles, the results, the threads."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from cuattn.cpu.backward import BackwardWalk
 from cuattn.cpu.direct import Direct, WholeHeads, is_small, nanoseconds
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.forward import ForwardWalk
+from cuattn.cpu.pairs import Pairs, with_bias
 from cuattn.cpu.score import Scores
 from cuattn.cpu.task import Arrays
 from cuattn.cpu.tiles import MASK_BYTES
@@ -68,13 +69,18 @@ def run(
     ----------
     T. Dao et al., "FlashAttention", NeurIPS 2022, algorithms 2 and 4 with the loops exchanged, 1 and 3 if small.
     """
-    results = {name: out[name] if name in out else np.empty(*of) for name, of in _wanted(problem, operands).items()}
+    problem, operands, pairs = with_bias(problem, operands, place)
+    wanted, whole = _wanted(problem, operands, pairs), {}
+    if pairs is not None and "dbias" in wanted:
+        whole = {f"dscore{pairs.slot}": np.zeros(pairs.shape, wanted["dbias"][1])}
+        out = {**out, "dbias": pairs.view(*whole.values())}
+    results = {name: out[name] if name in out else np.empty(*of) for name, of in wanted.items()}
     if not problem.n_keys or 0 in problem.stat_shape:
         for name, result in results.items():
             result.fill(-np.inf if name == "m" else 0)
-        return results
+        return results | whole
     totals = dict(results)
-    shares, sums = _sums(problem, operands)
+    shares, sums = _sums(problem, operands, wanted)
     for name, dtype in sums.items():
         if results[name].dtype != dtype:
             totals[name] = np.zeros(results[name].shape, dtype)
@@ -89,7 +95,7 @@ def run(
         if totals[name] is not results[name]:
             with np.errstate(over="ignore"):  # the largest numbers of narrow dtypes are soon reached
                 results[name][...] = totals[name]
-    return results
+    return results | whole
 
 
 def plan(problem: Problem, operands: Arrays, masks: Sequence[Any]) -> Plan:
@@ -111,8 +117,9 @@ def plan(problem: Problem, operands: Arrays, masks: Sequence[Any]) -> Plan:
     """
     if not problem.n_keys or 0 in problem.stat_shape:
         return Plan("cpu", problem.operation, 1, 1, 1, 0, 0, "there is nothing to compute")
-    masks, wanted = visible_parts(problem, masks, problem.place), _wanted(problem, operands)
-    shares, sums = _sums(problem, operands)
+    problem, operands, pairs = with_bias(problem, operands, problem.place)
+    masks, wanted = visible_parts(problem, masks, problem.place), _wanted(problem, operands, pairs)
+    shares, sums = _sums(problem, operands, wanted)
     task = _task(problem, operands, masks, None, {}, shares)
     workers = _threads(task)
     memory = workers * _worker(task).buffers.nbytes
@@ -142,14 +149,16 @@ def visible_parts(problem: Problem, masks: Sequence[Any], place: Place) -> tuple
     return join(masks)
 
 
-def _wanted(problem: Problem, operands: Arrays) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+def _wanted(problem: Problem, operands: Arrays, pairs: Pairs | None) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Return the shapes and dtypes of the results, by name."""
     made = OPERATIONS[problem.operation].made(problem, operands)
+    if pairs is not None and not pairs.learned:
+        made.pop("dbias", None)
     aligned = {"o": problem.o_shape, "l": problem.stat_shape, "m": problem.stat_shape}
     return {name: (aligned.get(name, shape), dtype) for name, (shape, dtype) in made.items()}
 
 
-def _sums(problem: Problem, operands: Arrays) -> tuple[bool, dict[str, np.dtype]]:
+def _sums(problem: Problem, operands: Arrays, wanted: Collection[str]) -> tuple[bool, dict[str, np.dtype]]:
     """Return whether a backward's items of any heads share sums, and the dtypes of sums that several items add to."""
     if problem.operation == "forward":
         return False, {}
@@ -158,7 +167,7 @@ def _sums(problem: Problem, operands: Arrays) -> tuple[bool, dict[str, np.dtype]
     shares = bool(problem.learned) or any(shape[:-2] != (*problem.batch, heads[name]) for name, shape in shapes.items())
     if is_small(problem) and not shares:
         return False, {}
-    names = [name for name in shapes if shares or name != "q"]
+    names = [name for name in shapes if (shares or name != "q") and f"d{name}" in wanted]
     dtypes = dict.fromkeys(names, problem.stat_dtype)
     if "bias" in names and 1 in shapes["bias"][-2:]:
         dtypes["bias"] = SUM

@@ -13,7 +13,7 @@ from cuattn.cuda.device import device_of
 from cuattn.cuda.functions import Functions
 from cuattn.cuda.params import PARAMS, derived
 from cuattn.cuda.sequence import LaunchSequence
-from cuattn.cuda.source import calls_functions, constants_of, functions_text
+from cuattn.cuda.source import calls_functions, constants_of, functions_text, slots_read
 from cuattn.cuda.tables import CallMasks
 from cuattn.plans import Plan
 from cuattn.problem import OPERATIONS, Problem, ScoreFunction
@@ -150,7 +150,7 @@ class Call:
         **more
             For :class:`cuattn.cuda.launch.Kernel`.
         """
-        fields, slots, tables = {**self._fields, **values}, self.slots, None
+        fields, slots, tables = {**self._fields, **values}, slots_read(path, self.slots), None
         if tile and self.problem.masks:
             extent = self._masks.extent(*tile)
             fields |= self._masks.fields(self.axes, extent)
@@ -160,7 +160,7 @@ class Call:
             if functions is not None:
                 dtype, text = functions.dtype, functions.text
                 fields, slots = {**fields, **functions.values}, {**slots, **functions.slots}
-            dtype, values, masked = self._masks.traced(dtype, "visible")
+            dtype, values, masked = self._masks.traced(dtype, "visible" if "function" in self.problem.masks else "")
             fields, more = {**fields, **values}, {**more, "traced": functions_text(text, masked)}
         if tables is not None:
             slots = {**slots, **{slot: slot for slot in tables.slots if slot in dtype.fields}}

@@ -55,8 +55,10 @@ def _choose(problem: Problem, operands: Operands, masks: Sequence[Any]) -> tuple
             call = operation(taken, operands, left)
             reason = call.unsupported_reason()
             if reason is None:
-                if taken.masks != problem.masks:
+                if len(taken.masks) < len(problem.masks):
                     notes.append("the mask is a band and is taken as one: nothing reads its vectors")
+                elif taken.masks != problem.masks:
+                    notes.append("the mask function is computed ahead, into a bit for each element")
                 return call, name, notes
         notes.append(f"not the {name} kernel: {reason}")
     raise UnsupportedError(reason if problem.kernel is None else f"kernel is {problem.kernel!r}, but {reason}")

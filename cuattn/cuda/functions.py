@@ -5,6 +5,7 @@ into the arguments once, addresses in each call, and numbers where they are othe
 """
 
 import functools
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from cuattn.tracing.graph import constant
 
 _PREFIX = "traced."
 _ONE, _ZERO = constant(1.0), constant(0.0)
+_FORMATS = {"b": "?", "i": "q", "l": "q", "f": "d"}  # of a number, by its kind
 
 
 class Functions:
@@ -58,6 +60,7 @@ class Functions:
         made = source(functions, score.facts, problem.stat_dtype, short=problem.dtype.itemsize == 2)
         arrays = tuple(operands[name] for name in score.names)
         self.text, self._nodes = made.text, made.numbers
+        self._numbers = struct.Struct("=" + "".join(map(_FORMATS.get, score.facts.numbers)))
         self.dtype = derived(PARAMS, made.arguments, _PREFIX)
         blank = made.pack(Bound(score.root, arrays, (1,) * len(score.facts.numbers)), (0,) * len(arrays))
         self.values = {_PREFIX + name: blank[name] for name in made.arguments.names}
@@ -66,15 +69,15 @@ class Functions:
 
     def changes(self, numbers: tuple[Any, ...]) -> list[Change]:
         """Return what gives an argument the numbers of a call, by slot of the graph's parameters."""
-        return self._changes(numbers, repr(numbers)) if self._nodes else []
+        return self._changes(self._numbers.pack(*numbers)) if self._nodes else []
 
     @functools.cached_property
-    def _changes(self) -> Callable[[tuple[Any, ...], str], list[Change]]:
+    def _changes(self) -> Callable[[bytes], list[Change]]:
         return functools.lru_cache(maxsize=64)(self._words)
 
-    def _words(self, numbers: tuple[Any, ...], written: str) -> list[Change]:
-        """Return the words in which the numbers lie; `written` tells 0.0 from -0.0."""
-        record, words = np.zeros((), self.dtype), set()
+    def _words(self, packed: bytes) -> list[Change]:
+        """Return the words in which the numbers lie; `packed` ones tell 0.0 from -0.0."""
+        record, words, numbers = np.zeros((), self.dtype), set(), self._numbers.unpack(packed)
         for index, node in enumerate(self._nodes):
             field = f"{_PREFIX}number{index}"
             record[field] = numbers[node.value] if node.op == "parameter" else host_value(node, numbers)

@@ -129,9 +129,11 @@ class Kernel:
             words[word] = addresses[index]
         for half, value in changes:
             halves[half] = value
-        maps = [describe(addresses[index]) for index, describe in self._maps]
-        for word, described in enumerate(maps, len(words) - len(maps)):
-            words[word] = described.address
+        maps = ()
+        if self._maps:
+            maps = [describe(addresses[index]) for index, describe in self._maps]
+            for word, described in enumerate(maps, len(words) - len(maps)):
+                words[word] = described.address
         self._start(piece, maps, stream)
         if keep:
             self._idle.append(piece)

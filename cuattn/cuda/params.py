@@ -26,7 +26,7 @@ def _within(name: str, fields: Fields) -> Fields:
 
 _STRIDES = [("batch", np.int64, BATCH_AXES), ("head", np.int64)]
 _OPERAND = [("data", np.uint64), *_STRIDES, *_all(np.int64, "row col")]
-TABLES = ("cols", "bounds", "order", "bits", "values", "alive", "states")
+TABLES = ("cols", "bounds", "order", "bits", "values", "rough", "alive", "states")
 """The tables of masks, and what some are made by; the last two are zeros before they are written."""
 _TABLE_STRIDES = _all(np.int64, "bits_instance bits_row bits_tile states_instance")
 _TABLES = [
@@ -78,6 +78,7 @@ MASK_PARAMS = np.dtype(
         ("size", np.int32, BATCH_AXES + 1),
         *_MATRICES,
         *_all(np.int32, "instances alike n_queries n_keys keys_padded row_tiles key_tiles band_left band_right"),
+        ("rough", np.uint64),
     ],
     align=True,
 )

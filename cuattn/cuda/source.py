@@ -19,12 +19,13 @@ from collections.abc import Mapping
 from importlib import resources
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')
-_CONSTANT, _COMMENT = re.compile(r"\bcfg::(\w+)"), re.compile("//.*")
+_CONSTANT, _FIELD, _COMMENT = re.compile(r"\bcfg::(\w+)"), re.compile(r"\bp\.(\w+)"), re.compile("//.*")
 _TYPES = {bool: "bool", int: "int", float: "double"}
 _FUNCTIONS = "attn/functions.cuh"
 _HEADERS = {"__half": "cuda_fp16.h", "__nv_bfloat16": "cuda_bf16.h"}
 
 
+@functools.lru_cache(maxsize=1)
 def kernel_root():
     """Return the folder that holds the kernels: inside the installed package, or beside it in a checkout."""
     packaged = resources.files("cuattn") / "kernels"
@@ -48,14 +49,19 @@ def flatten(path: str) -> str:
     return flatten_text(_read(path, None), path)
 
 
-@functools.lru_cache(maxsize=64)
-def _names_read(path: str) -> frozenset[str]:
-    return frozenset(_CONSTANT.findall(_COMMENT.sub("", flatten(path))))
+@functools.lru_cache(maxsize=128)
+def _names_read(path: str, pattern: re.Pattern = _CONSTANT) -> frozenset[str]:
+    return frozenset(pattern.findall(_COMMENT.sub("", flatten(path))))
 
 
 def constants_of(path: str, constants: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
     """Return those of the constants that a kernel file, with all that it includes, reads."""
     return tuple((name, value) for name, value in constants.items() if name in _names_read(path))
+
+
+def slots_read(path: str, slots: Mapping[str, str]) -> dict[str, str]:
+    """Return those of the fields of ``Params``, which every file calls p, that a kernel file may read."""
+    return {slot: name for slot, name in slots.items() if slot.partition(".")[0] in _names_read(path, _FIELD)}
 
 
 def calls_functions(path: str) -> bool:
@@ -103,6 +109,7 @@ def flatten_text(text: str, name: str = "text", seen: set[str] | None = None, tr
     return "\n".join(lines) + "\n"
 
 
+@functools.lru_cache(maxsize=512)
 def _read(path: str, origin: str | None) -> str:
     file = kernel_root() / path
     if not file.is_file():

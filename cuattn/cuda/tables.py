@@ -78,7 +78,11 @@ class CallMasks:
 
     def __init__(self, problem: Problem, masks: Sequence[Mask], device: int, packed: bool = False) -> None:
         self.problem, self.device, self._packed, self._rank = problem, device, packed, len(problem.batch)
-        self.halves = halves(problem)
+        # A function in the place of a boolean mask is one whose elements are computed ahead.
+        self.halves = [
+            half if mask.kind == kind else mask.elements
+            for half, mask, kind in zip(halves(problem), masks, problem.masks, strict=True)
+        ]
         self.sources = [_aligned(mask.source(), self._rank + 1) for mask in masks]
         self.leading = np.broadcast_shapes(*(source.leading for source in self.sources))
         self.lasting = not any(mask.borrowed for mask in masks)
@@ -172,7 +176,7 @@ class MaskTables:
             "n_queries": problem.n_queries, "n_keys": problem.n_keys, "keys_padded": extent.key_tiles * extent.block_n,
             "row_tiles": extent.row_tiles, "key_tiles": extent.key_tiles,
         }  # fmt: skip
-        read = {f"{half.source}.data": f"{half.operand}.data" for half in halves}
+        read = {f"{half.source}.data": f"{half.operand}.data" for half in halves if half.operand}
         self.slots = [*(read.get(slot, slot) for slot in slots), *(f"table.{name}" for name in TABLES)]
         self._kernels = self._launches(halves, extent, [*slots, *TABLES], values)
 

@@ -186,7 +186,9 @@ class CuPy(ArrayOrigin):
                 return None
             data = value.data
             address = data.ptr
-            layouts += value.dtype, value.shape, value.strides, data.device_id, address & 15
+            # Whether an array is contiguous takes a fifth of the time that its strides take.
+            strides = value._c_contiguous or value.strides
+            layouts += value.dtype, value.shape, strides, data.device_id, address & 15
             addresses.append(address)
         return tuple(layouts), addresses
 

@@ -63,7 +63,8 @@ class Torch(ArrayOrigin):
                 if type(value) not in plain or value.is_neg() or (value.requires_grad and torch.is_grad_enabled()):
                     return None
                 address = value.data_ptr()
-                layouts += value.dtype, value.shape, value.stride(), value.device, address & 15
+                strides = value.is_contiguous() or value.stride()
+                layouts += value.dtype, value.shape, strides, value.device, address & 15
                 addresses.append(address)
         except RuntimeError:  # no memory, or no strides
             return None

@@ -14,6 +14,7 @@ asks what kind a mask is.  The CPU walks a mask by tiles of its own size::
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
@@ -51,6 +52,9 @@ class Mask(Immutable, Drawable):
 
     cuda: ClassVar[CudaHalf | None] = None
     """How kernels take this kind of mask; None: not at all."""
+
+    elements: ClassVar[CudaHalf | None] = None
+    """How they take it in place of a boolean mask: with its elements computed ahead; None: not at all."""
 
     n_queries: int
     n_keys: int
@@ -93,7 +97,7 @@ class Mask(Immutable, Drawable):
         """The masks that hold together in this one: for all but `AllOf` the mask itself."""
         return (self,)
 
-    @property
+    @cached_property
     def layout(self) -> tuple[Hashable, ...]:
         """All of the mask that a launch depends on: kind, shape, parameters and band, but not what else is hidden."""
         array = self._array

@@ -12,7 +12,7 @@ from cuattn.io_model.sizes import cdiv
 _ORDER_SHARED_BYTES = 40 * 1024  # more row tiles than fit here run unsorted
 _KEYS_PER_BLOCK, _GROUPS_PER_BLOCK = 256, 512  # of mask_alive
 _STATES_THREADS, _INTERVAL_BYTES = 128, 24  # of mask_states
-_BITS_WARPS, _BITS_ROWS, _BITS_KEYS = 4, 64, 128  # of mask_bits: warps of a block, and what a warp reads
+_BITS_WARPS, _BITS_ROWS, _BITS_KEYS = 4, 64, 128  # of mask_bits.cuh: warps of a block, and what a warp looks at
 
 
 class Source(NamedTuple):
@@ -24,7 +24,7 @@ class Source(NamedTuple):
     col: int  # from key to key
     block_m: int = 1  # rows and keys that share an element
     block_n: int = 1
-    values: tuple[int, int] = (0, 0)  # of a function: how many of rows and of keys its tiles are bounded by
+    values: tuple[int, int] | None = None  # of a function: how many of rows and of keys its tiles are bounded by
     arrays: int = 0  # further arrays, which a function reads
 
 
@@ -81,6 +81,12 @@ class Extent(NamedTuple):
     def alike(self) -> int:
         """Neighbouring rows that see the same, as far as sizes tell."""
         return min(self.n_queries if source.row == 0 else source.block_m for _, source in self.sources)
+
+    @property
+    def looks(self) -> int:
+        """Blocks of a kernel that looks at single elements."""
+        rows, keys = 2 * cdiv(self.n_queries, 2 * _BITS_ROWS), self.key_tiles * self.block_n
+        return cdiv(self.instances * rows * cdiv(keys, _BITS_KEYS), _BITS_WARPS)
 
     @property
     def strides(self) -> dict[str, int]:
@@ -178,29 +184,42 @@ def boolean_tables(extent: Extent) -> dict[str, int]:
 
 def boolean_kernels(extent: Extent) -> list[TableKernel]:
     """Return the kernel that reads the mask."""
-    groups = 2 * cdiv(extent.n_queries, 2 * _BITS_ROWS) * cdiv(extent.key_tiles * extent.block_n, _BITS_KEYS)
-    blocks = cdiv(extent.instances * groups, _BITS_WARPS)
-    return [TableKernel("util/mask_bits.cu", "mask_bits", blocks, 32 * _BITS_WARPS), *order_kernels(extent)]
+    return [TableKernel("util/mask_bits.cu", "mask_bits", extent.looks, 32 * _BITS_WARPS), *order_kernels(extent)]
 
 
 def function_tables(extent: Extent) -> dict[str, int]:
     """Return the sizes of what bounds tiles, and of what follows from their states."""
-    rows, keys = dict(extent.sources)["function"].values
+    rows, keys = next(source.values for _, source in extent.sources if source.values is not None)
     values = _INTERVAL_BYTES * extent.instances * (extent.row_tiles * rows + extent.key_tiles * keys)
-    return {"values": values, **stated_tables(extent)}
+    found = stated_tables(extent)
+    return {"values": values, "rough": 0 if _is_beside(extent) else found["states"], **found}
 
 
 def function_kernels(extent: Extent) -> list[TableKernel]:
-    """Return the kernels that bound values in tiles, then the tiles, and look for keys that some row sees."""
+    """Return the kernels that bound values in tiles, then the tiles, and look at the elements of those left open.
+
+    Beside boolean and block masks bounds are all that the states tell.
+    """
     file, threads = "util/mask_states.cu", _STATES_THREADS
     warps = extent.instances * (extent.row_tiles + extent.key_tiles)
     words = extent.instances * extent.strides["states_instance"]
+    looks = TableKernel("util/mask_elements.cu", "mask_elements", extent.looks, 32 * _BITS_WARPS, 0, "visible")
     return [
         TableKernel(file, "mask_values", cdiv(32 * warps, threads), threads, 0, "tiles"),
         TableKernel(file, "mask_states", cdiv(words, threads), threads, 0, "tiles"),
+        *(alive_kernels(extent) if _is_beside(extent) else [looks]),
         *order_kernels(extent),
-        *alive_kernels(extent),
     ]
+
+
+def _is_beside(extent: Extent) -> bool:
+    """Return whether a function stands beside a mask of elements or blocks."""
+    return sum(kind != "column" for kind, _ in extent.sources) > 1
+
+
+def element_tables(extent: Extent) -> dict[str, int]:
+    """Return the sizes of a function's elements as bits, and of what else it needs."""
+    return {**boolean_tables(extent), **function_tables(extent)}
 
 
 def source_of(array: Any, block_m: int = 1, block_n: int = 1) -> Source:

@@ -11,7 +11,7 @@ from cuattn.errors import MaskError, shown
 from cuattn.masks import checks
 from cuattn.masks.base import Instance, Mask
 from cuattn.masks.column import ColumnMask
-from cuattn.masks.cuda_half import CudaHalf, Generated, Source, function_kernels, function_tables
+from cuattn.masks.cuda_half import CudaHalf, Generated, Source, element_tables, function_kernels, function_tables
 from cuattn.masks.device import adopt, current_stream, is_device_array, upload
 from cuattn.masks.runs import Runs, indices
 from cuattn.tracing import (
@@ -37,6 +37,7 @@ from cuattn.tracing.capture import copied, is_array
 _ELEMENTS = 1 << 16  # that are evaluated at once
 _STRIPS = 1 << 10  # of tiles, whose states a mask remembers
 _NAMESPACE = "traced::mask"  # of generated text
+_NUMBERS = np.dtype(np.float64)  # so that a mask is one matrix, that of its formula in NumPy, in calls of any dtype
 
 
 class FunctionMask(Mask):
@@ -53,8 +54,10 @@ class FunctionMask(Mask):
 
     Notes
     -----
-    Numbers are float32.  A mask compares and pickles by what the function computes, not by the function.  On a GPU the
-    bounds of tiles and the function on the others are computed by code that is compiled for it.
+    Numbers are float64, whatever the dtype of a call, as in NumPy.  A mask compares and pickles by what the function
+    computes, not by the function.  On a GPU the bounds of tiles and the function on the others are computed by code
+    that is compiled for it.  On Hopper that is done once where a bit for each element takes up to 8 MB, or a quarter
+    of what q takes; else wherever the function is needed.
 
     Examples
     --------
@@ -71,6 +74,7 @@ class FunctionMask(Mask):
 
     kind = "function"
     cuda = CudaHalf(32, 1, "function", "function", function_tables, function_kernels)
+    elements = CudaHalf(16, 1, "function", None, element_tables, function_kernels)
     _parameter_names = ("_bound", "n_queries", "leading", "_first")
     _bound: Bound  # a Frozen, unless it reads a caller's arrays on a GPU
     _first: tuple[int, int]  # b and h of the first matrix
@@ -92,7 +96,7 @@ class FunctionMask(Mask):
 
     @cached_property
     def _visible(self) -> Callable[..., list[np.ndarray]]:
-        return Program((self._bound.root,), np.dtype(np.float32), self._facts).ready(self._bound)
+        return Program((self._bound.root,), _NUMBERS, self._facts).ready(self._bound)
 
     @cached_property
     def _states(self) -> Callable[..., np.ndarray]:
@@ -286,7 +290,7 @@ def mask_of(
         return mask
     bounds = np.zeros((4, *mask.leading, len(j)), np.int32)
     for instance in np.ndindex(*mask.leading):
-        found = columns(bound, i, j, *mask._matrix(instance))
+        found = columns(bound, i, j, *mask._matrix(instance), _NUMBERS)
         if found is None:
             return mask
         bounds[(slice(None), *instance)] = found
@@ -296,8 +300,8 @@ def mask_of(
 @lru_cache(maxsize=64)
 def _written(root: Node, known: Facts) -> tuple[Any, Any]:
     """Return the texts of a function and of its bounds on tiles."""
-    visible = source({"visible": [root]}, known, namespace=_NAMESPACE)
-    return visible, tile_source(root, known, namespace=_NAMESPACE)
+    visible = source({"visible": [root]}, known, _NUMBERS, namespace=_NAMESPACE)
+    return visible, tile_source(root, known, _NUMBERS, namespace=_NAMESPACE)
 
 
 def live(array: Any) -> Any:

@@ -86,7 +86,7 @@ class ScoreFunction(NamedTuple):
         >>> ScoreFunction.has("score0"), ScoreFunction.has("dscore0"), ScoreFunction.has("bias")
         (True, True, False)
         """
-        return name.removeprefix("d").startswith("score")
+        return "score" in name
 
     @property
     def names(self) -> list[str]:

@@ -142,14 +142,14 @@ def bind(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
 
     Those of a score function stay as they are.
     """
-    rank = len(problem.batch) + 3
-    found = {}
+    rank, found = len(problem.batch) + 3, {}
     for name, array in arrays.items():
-        if ScoreFunction.has(name):
-            found[name] = array
-        elif array is not None and name != "mask":
+        if array is None or name == "mask":
+            continue
+        if not ScoreFunction.has(name):
             per_row = name in ("l", "m", "dlse")
-            found[name] = _align(array if per_row or name == "bias" else _contiguous_last(array), rank - per_row)
+            array = _align(array if per_row or name == "bias" else _contiguous_last(array), rank - per_row)
+        found[name] = array
     return found
 
 

@@ -16,8 +16,8 @@ Graphs that compute the same are one object, so that what is made of them is kep
 from cuattn.tracing.bound import ANY_LENGTH, Bound, Facts, Frozen, facts, joined
 from cuattn.tracing.cuda import Source, source
 from cuattn.tracing.cuda_tiles import tile_source
-from cuattn.tracing.derivatives import Weight, addend, along, derivative, is_linear, split_visible, weights
-from cuattn.tracing.functions import MASK, SCORE, Traced, recall, trace
+from cuattn.tracing.derivatives import Weight, addend, along, derivative, is_affine, split_visible, weights
+from cuattn.tracing.functions import MASK, SCORE, Traced, recall, signed, trace
 from cuattn.tracing.graph import B, H, I, J, Node, S
 from cuattn.tracing.recognition import columns
 from cuattn.tracing.tiles import bounds, tile_states
@@ -48,9 +48,10 @@ __all__ = [
     "evaluate",
     "facts",
     "host_value",
-    "is_linear",
+    "is_affine",
     "joined",
     "recall",
+    "signed",
     "source",
     "split_visible",
     "tile_source",

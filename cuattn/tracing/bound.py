@@ -75,6 +75,10 @@ class Frozen(Bound):
         return isinstance(other, Frozen) and (self is other or self.content == other.content)
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
         return hash(self.content)
 
     def __reduce__(self) -> tuple[Any, ...]:

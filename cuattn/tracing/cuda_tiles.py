@@ -96,10 +96,14 @@ class _TileWriter(Writer):
         (root,) = self._functions["visible"]
         self._root, self._stages = root, {}
         both = I | J
-        reached = order(root, inner=lambda node: node.depends & both == both and node.op != "load")
+        reached = order(root, inner=lambda node: node.depends & both == both and not self._is_opaque(node))
         self._inner = [node for node in reached if node.depends & both == both]  # what rows and keys decide together
         # The largest parts that one of them decides, or neither.
         self._outer = {bits: [node for node in reached if node.depends & both == bits] for bits in (0, I, J)}
+
+    def _is_opaque(self, node: Node) -> bool:
+        """Return whether nothing is known of an element, wherever it lies."""
+        return node.op == "load" and self._facts.arrays[node.value].dtype.itemsize == 2 and node.kind == "f"
 
     def written(self) -> Source:
         """Return the text and what belongs to it."""
@@ -137,6 +141,8 @@ class _TileWriter(Writer):
 
     def _rule(self, node: Node, operands: Sequence[str]) -> str:
         """Write the bounds of an operation."""
+        if node.op == "load" and not self._is_opaque(node):
+            return _as_kind(node, self._box(node, operands))
         known = node.op in _RULES and (node.op not in DIVISIONS or node.kind == "i")
         if not known:
             return "bounds::either()" if node.kind == "b" else _as_kind(node, "bounds::anything()")
@@ -147,6 +153,16 @@ class _TileWriter(Writer):
         if node.kind == "b" or (node.kind == "f" and TABLE[node.op].exact):
             return text
         return f"bounds::{'whole' if node.kind == 'i' else 'widened'}({text})"
+
+    def _box(self, node: Node, indices: Sequence[str]) -> str:
+        """Write the bounds of an array's elements whose indices lie in intervals."""
+        self._load(node, indices)  # so the arguments hold the array
+        text = f"bounds::Box(args.array{node.value})"
+        for axis, index in enumerate(indices):
+            for name in ("length", "stride"):
+                self._fields.setdefault(f"{name}{node.value}_{axis}", "long long")
+            text += f".along({index}, args.length{node.value}_{axis}, args.stride{node.value}_{axis})"
+        return f"{text}.values()"
 
 
 def _as_kind(node: Node, text: str) -> str:

@@ -17,7 +17,7 @@ from cuattn.tracing.operations import COMPARISONS, TABLE
 from cuattn.tracing.proxy import Proxy, as_node
 
 _ZERO, _ONE = constant(0.0), constant(1.0)
-_SUMS = {"add", "subtract", "negative", "to_float"}
+_AFFINE = {"add", "subtract", "negative", "to_float"}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -210,26 +210,26 @@ def addend(root: Node) -> Node | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def is_linear(x: Node) -> bool:
+def is_affine(x: Node) -> bool:
     """Return whether a graph is a sum of a multiple of i, one of j, and what depends on neither.
 
     Examples
     --------
     >>> from cuattn.tracing.functions import trace
-    >>> is_linear(addend(trace(lambda s, b, h, i, j: s + (j - i) / (h + 1)).root))
+    >>> is_affine(addend(trace(lambda s, b, h, i, j: s + (j - i) / (h + 1)).root))
     True
-    >>> is_linear(addend(trace(lambda s, b, h, i, j: s - abs(i - j)).root))
+    >>> is_affine(addend(trace(lambda s, b, h, i, j: s - abs(i - j)).root))
     False
     """
     by_place = [arg for arg in x.args if arg.depends & (I | J)]
     if not by_place:
         return x.op == "variable" or not x.depends & (I | J)
     kept = (
-        x.op in _SUMS
+        x.op in _AFFINE
         or (x.op == "multiply" and len(by_place) == 1)
         or (x.op == "true_divide" and by_place == [x.args[0]])
     )
-    return kept and all(map(is_linear, by_place))
+    return kept and all(map(is_affine, by_place))
 
 
 @functools.lru_cache(maxsize=1024)

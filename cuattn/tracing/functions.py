@@ -48,13 +48,18 @@ class Traced(Bound):
     def kind(self) -> Hashable:
         """What calls share that differ in the elements of arrays and in the values of numbers alone."""
         captured = [x if isinstance(x, Argument) else (np.dtype(x.dtype), x.shape, x.strides) for x in self.arrays]
-        return self.root, self.signature, self.spans, *captured
+        return _token(self.root, self.signature, self.spans, *captured)
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
         """By slot of the arrays, which of the arguments that are arrays it is; -1 of a captured array."""
         arguments = sorted(x for x in self.arrays if isinstance(x, Argument))
         return tuple([arguments.index(x) if isinstance(x, Argument) else -1 for x in self.arrays])
+
+    @functools.cached_property
+    def in_order(self) -> bool:
+        """Whether the function's arrays are the arguments, in their order."""
+        return self.order == tuple(range(len(self.order)))
 
     @functools.cached_property
     def has_own_numbers(self) -> bool:
@@ -79,9 +84,11 @@ class Traced(Bound):
             return None, self.root
         return Frozen(visible, arrays, numbers), score
 
-    def has_floats(self, index: int) -> bool:
-        """Return whether an argument, which is an array, is one of floats."""
-        return kind_of(self.signature[2 + index][0]) == "f"
+    @functools.cached_property
+    def floats(self) -> dict[int, int]:
+        """The slots of arrays of floats among the arguments, and which arguments they are."""
+        slots = {slot: int(x) for slot, x in enumerate(self.arrays) if isinstance(x, Argument)}
+        return {slot: index for slot, index in slots.items() if kind_of(self.signature[2 + index][0]) == "f"}
 
     def bind(self, args: Sequence[Any] = ()) -> "Bound":
         """Return the graph with the arrays and numbers of a call.
@@ -100,6 +107,12 @@ class Traced(Bound):
         if all(isinstance(array, np.ndarray) for array in self.arrays):
             return Frozen(self.root, self.arrays, self.numbers)
         return self.bind()
+
+
+@functools.lru_cache(_MOST)
+def _token(*content: Hashable) -> Hashable:
+    """Return an object that stands for some content: it takes no time to hash."""
+    return object()
 
 
 def trace(
@@ -138,8 +151,8 @@ def trace(
     >>> trace(lambda s, b, h, i, j: s + slope[h] * (j - i)).root
     add(s, multiply(array0(h), to_float(subtract(j, i))))
     """
-    signature = (names, adopt, *[_signature(names, index, value) for index, value in enumerate(args)])
-    traced = _recalled(function, signature)
+    signature = signed(names, args, adopt)
+    traced = recall(function, signature)
     if traced is None:
         who = identity(function)
         with _lock:
@@ -151,14 +164,13 @@ def trace(
     return traced
 
 
-def recall(
-    function: Callable[..., Any], names: tuple[str, ...], args: Sequence[Any], adopt: Callable[[Any], Any]
-) -> Traced | None:
-    """Return what :func:`trace` returned for such arguments, if it is known; arrays may be of any library."""
-    return _recalled(function, (names, adopt, *[_signature(names, index, value) for index, value in enumerate(args)]))
+def signed(names: tuple[str, ...], args: Sequence[Any], adopt: Callable[[Any], Any]) -> tuple[Hashable, ...]:
+    """Return what a trace depends on beside the function; arrays may be of any library."""
+    return (names, adopt, *[_signature(names, n, value) for n, value in enumerate(args)]) if args else (names, adopt)
 
 
-def _recalled(function: Callable, signature: tuple) -> Traced | None:
+def recall(function: Callable, signature: tuple[Hashable, ...]) -> Traced | None:
+    """Return what :func:`trace` returned for arguments that are `signed` so, if it is known."""
     recent = _recent.get(id(function))
     if recent is not None and recent.signature == signature and recent.snapshot.holds(function):
         return recent.traced

@@ -72,7 +72,7 @@ class _Solver:
     def _rows(self, node: Node, inside: _Rows | None) -> _Rows:
         if not node.depends & I:
             shown = np.atleast_1d(self._values(node))
-            return _Rows(np.zeros((1, len(shown)), np.int64), np.where(shown, self._n, 0)[None])
+            return self._few(np.zeros((1, len(shown)), np.int32), np.where(shown, self._n, 0)[None])
         if not node.depends & J:
             return self._few(*_runs(np.atleast_1d(self._values(node))))
         rule = _LOGIC.get(node.op)
@@ -92,18 +92,21 @@ class _Solver:
         """Return disjoint intervals (K, n) in order, without those that are empty for all keys."""
         if starts.ndim == 1:
             starts, stops = starts[:, None], stops[:, None]
-        empty = starts >= stops
-        count = int((~empty).sum(0).max(initial=0))
+        shown = starts < stops
+        lines = shown.any(1)
+        shown, starts, stops = shown[lines], starts[lines], stops[lines]
+        count = int(shown.sum(0, np.int32).max(initial=0))
         if count > _MOST:
             raise NotColumns
         # Of disjoint intervals the first begins and ends first, so that both may be sorted by themselves.
-        return _Rows(*(_sorted(np.where(empty, self._n, x))[:count] for x in (starts, stops)))
+        last = np.int32(self._n)
+        return _Rows(*(_sorted(np.where(shown, x.astype(np.int32), last))[:count] for x in (starts, stops)))
 
     def hidden(self, rows: _Rows) -> _Rows:
         """Return the rows outside of intervals."""
         shape = (1, rows.starts.shape[1])
-        starts = np.concatenate([np.zeros(shape, np.int64), rows.stops])
-        return self._few(starts, np.concatenate([rows.starts, np.full(shape, self._n)]))
+        starts = np.concatenate([np.zeros(shape, np.int32), rows.stops])
+        return self._few(starts, np.concatenate([rows.starts, np.full(shape, self._n, np.int32)]))
 
     def without(self, rows: _Rows, inside: _Rows | None) -> _Rows:
         """Return the rows outside of intervals, of all or of those inside of others."""
@@ -180,7 +183,7 @@ class _Solver:
             raise NotColumns
         low, high = start.copy(), np.maximum(stop, start)
         for _ in range(self._n.bit_length()):  # the first row where u is no longer on the side of the interval's start
-            middle = (low + high) // 2
+            middle = low + (high - low) // 2
             same = (below(u[np.minimum(middle, self._n - 1)], v) == rising) & (middle < high)
             low, high = np.where(same, middle + 1, low), np.where(same, high, middle)
         return self._few(np.where(rising, start, low), np.where(rising, low, stop))

@@ -83,6 +83,39 @@ __device__ __forceinline__ Interval remainder(const Interval& x, const Interval&
     return {fmin(y.lo + 1, 0.0), fmax(y.hi - 1, 0.0), false};
 }
 
+// Elements of an array that no kernel writes, where the indices of each axis lie in an interval, as far as these are few; wrapped and clamped.
+template <class T>
+struct Box {
+    const T* at;
+    int count = 1;  // elements; 0: too many, or it is not known which
+    int sizes[4];
+    long long steps[4];
+    int axes = 0;
+
+    __device__ __forceinline__ explicit Box(const T* array) : at(array) {}
+    __device__ __forceinline__ Box& along(const Interval& index, long long length, long long step) {
+        constexpr int most = 16;
+        if (!(index.hi - index.lo < most) || (index.lo < 0 && index.hi >= 0) || axes == 4) count = 0;
+        if (count == 0) return *this;
+        const auto inside = [&](double x) { return clamped(wrapped(static_cast<long long>(x), length), length); };
+        const long long first = inside(index.lo);
+        sizes[axes] = static_cast<int>(inside(index.hi) - first) + 1, steps[axes] = step;
+        at += first * step, count *= sizes[axes++];
+        if (count > most) count = 0;
+        return *this;
+    }
+    __device__ __forceinline__ Interval values() const {
+        if (count == 0) return anything();
+        Interval found{infinity<double>(), -infinity<double>(), false};
+        for (int number = 0; number < count; ++number) {
+            const T* element = at;
+            for (int axis = 0, rest = number; axis < axes; rest /= sizes[axis++]) element += rest % sizes[axis] * steps[axis];
+            found = joined(found, point(static_cast<double>(fetched(element))));
+        }
+        return found;
+    }
+};
+
 __device__ __forceinline__ Interval floor(const Interval& x) { return {::floor(x.lo), ::floor(x.hi), x.nan}; }
 __device__ __forceinline__ Interval ceil(const Interval& x) { return {::ceil(x.lo), ::ceil(x.hi), x.nan}; }
 __device__ __forceinline__ Interval trunc(const Interval& x) { return {::trunc(x.lo), ::trunc(x.hi), x.nan}; }

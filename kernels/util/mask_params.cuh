@@ -29,6 +29,7 @@ struct CoreMaskParams {
     i32 alike;                           // mask_alive: neighbouring rows, from a multiple of this on, that see the same
     i32 n_queries, n_keys, keys_padded, row_tiles, key_tiles;
     i32 band_left, band_right;
+    u32* rough;                          // function: states of tiles by bounds alone, or null: they are the states
 };
 
 struct MaskParams : CoreMaskParams, traced::mask::Arguments {};

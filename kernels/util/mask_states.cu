@@ -3,7 +3,8 @@
 //
 // mask_values: grid instances x (row tiles + key tiles, fastest), in one axis; a warp each.  values: [instance] of row tiles' intervals
 //              [row_tiles][row_count], then of key tiles' [key_tiles][key_count].
-// mask_states: a thread for 4 x 4 tiles of an instance.  Beside a boolean mask, whose states are there, the lower state holds.
+// mask_states: a thread for 4 x 4 tiles of an instance, to p.rough or, if that is null, p.states.  There, beside a boolean mask, whose states
+//              are there, the lower state holds.
 #include "attn/bounds.cuh"
 #include "util/mask_params.cuh"
 
@@ -92,8 +93,8 @@ extern "C" __global__ __launch_bounds__(kThreads) void mask_states(const __grid_
         const auto truth = function::visible_in(p, at.b, at.h, rows + static_cast<i64>(m) * function::row_count, keys + static_cast<i64>(n) * function::key_count);
         states |= ((truth.hi ? kSomeSeen : 0) | (truth.lo ? 0 : kSomeHidden)) << state_shift(m, n);
     }
-    u32& to = p.states[instance * p.states_instance + word];
-    if constexpr (boolean_mask) {
+    u32& to = (p.rough != nullptr ? p.rough : p.states)[instance * p.states_instance + word];
+    if (boolean_mask && p.rough == nullptr) {
         constexpr u32 seen = 0x55555555 * kSomeSeen, hidden = 0x55555555 * kSomeHidden;
         states = (states & to & seen) | ((states | to) & hidden);
     }

@@ -46,8 +46,8 @@ def test_decode_counts_bytes_and_host_cost_counts_microseconds():
 
 def test_the_tables_have_the_papers_sizes():
     sweep = select(["dense"], directions=["forward"])
-    assert len(sweep) == 18
-    assert {case.batch * case.n_keys for case in sweep} == {16384}
+    assert len(sweep) == 24
+    assert {case.batch * case.n_keys for case in sweep if case.n_keys <= 16384} == {16384}
     assert {case.heads * case.head_dim for case in sweep} == {2048}
     for n, name in ((8192, "masks-8k"), (32768, "masks-32k"), (131072, "masks-128k")):
         cases = select([name], directions=["backward"])
@@ -63,9 +63,9 @@ def test_only_takes_patterns_and_words():
 
     assert [case.name for case in chosen("dense/d64-N1024-causal/forward")] == ["dense/d64-N1024-causal/forward"]
     assert {case.head_dim for case in chosen("d256")} == {256}
-    assert len(chosen("d64", "d256")) == 24
+    assert len(chosen("d64", "d256")) == 32
     assert chosen("nothing") == []
-    assert len(chosen()) == len(chosen("dense/*")) == 36
+    assert len(chosen()) == len(chosen("dense/*")) == 48
 
 
 def test_cases_of_one_problem_are_recognised():

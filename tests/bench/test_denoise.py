@@ -47,9 +47,3 @@ def test_the_photograph_is_measured_and_drawn(tmp_path):
     denoise.picture(denoise.photograph()[100:140, 200:240], tmp_path / "x.png")
     np.save(tmp_path / "x.npy", picture())
     assert denoise.photograph(tmp_path / "x.npy").shape == (20, 24, 3)
-
-
-def test_keops_makes_the_same_picture():
-    pytest.importorskip("pykeops")
-    image = denoise.noisy(picture())
-    np.testing.assert_allclose(denoise.by_keops(np, image), denoise.denoise(np, image, None), atol=2e-5)

@@ -74,7 +74,7 @@ def test_flex_sees_what_cuattn_sees(kind):
     case = Case("t", "forward", batch, 1, 1, n, n, 8, dtype="float32", mask=kind)
     inputs = make(case, "cpu")
     exact = np.stack([sample.column_mask().dense() for sample in inputs.samples])
-    visible = mask_function(case, inputs.samples, "cpu")
+    visible = mask_function(case, inputs.samples, torch.from_numpy)
     if visible is None:
         assert exact.all()
         return
@@ -90,7 +90,7 @@ def test_flex_sees_what_cuattn_sees(kind):
 def test_packed_documents_start_where_the_mask_says():
     pytest.importorskip("torch")
     from bench.inputs import make
-    from bench.peers.pytorch import document_starts
+    from bench.peers.flash import document_starts
 
     inputs = make(Case("t", "forward", 2, 1, 1, 512, 512, 8, mask="document"), "cpu")
     starts = document_starts(inputs)

@@ -1,10 +1,16 @@
-"""The list for compute-sanitizer holds every feature, and every option is one that the library takes."""
+"""The list for compute-sanitizer holds every feature and every way that kernels take it, and all of it is legal."""
 
 import numpy as np
 import pytest
 
-import cuattn
 from bench import sanitize
+from cuattn.cuda.families import launch_sequence
+from cuattn.cuda.sm90.bias import Dbias
+from cuattn.errors import UnsupportedError
+from cuattn.masks import from_function
+from tests.cuda.recording import driver as driver
+from tests.cuda.recording import scored, validated
+from tests.cuda.scores import Score
 
 
 def test_every_dtype_group_and_width_is_there():
@@ -14,21 +20,71 @@ def test_every_dtype_group_and_width_is_there():
     }
     for kernel, dtypes in sanitize.DTYPES.items():
         for dtype in dtypes:
-            shapes = [x.shape for x in found if (x.kernel, x.dtype) == (kernel, dtype)]
-            assert any(heads > kv_heads and d != dv for heads, kv_heads, _, _, d, dv in shapes)
+            cases = [x.case for x in found if (x.kernel, x.dtype) == (kernel, dtype)]
+            assert any(case.heads > case.kv_heads and case.head_dim_v for case in cases)
     used = {option for x in found for option in x.options}
-    assert used >= {"mask", "bias", "softcap", "dropout_p", "window", "is_causal", "deterministic", "out_dtype"}
+    assert used >= {
+        "mask",
+        "bias",
+        "softcap",
+        "dropout_p",
+        "window",
+        "is_causal",
+        "deterministic",
+        "out_dtype",
+        "score",
+    }
 
 
-@pytest.mark.parametrize(("shape", "options"), sanitize.FEATURES, ids=str)
-def test_problems_are_legal(shape, options):
-    heads, kv_heads, n_queries, n_keys, d, dv = shape
-    q, k, v = (np.zeros(x, np.float16) for x in ((heads, n_queries, d), (kv_heads, n_keys, d), (kv_heads, n_keys, dv)))
-    options = {key: x for key, x in options.items() if key not in ("mask", "bias", "deterministic", "out_dtype")}
-    assert cuattn.plan(q, k, v, **options, enable_gqa=heads != kv_heads)
+@pytest.mark.parametrize("feature", (*sanitize.FEATURES, *sanitize.IN_ONE_DTYPE), ids=str)
+def test_problems_are_legal(feature):
+    calls = sanitize.Problem("cpu", np.float32, *feature).calls(np)
+    assert all(np.isfinite(x).all() for x in calls.both())
+
+
+def kernels(problem, operation):
+    """Return path and constants of what a problem launches, or why it is refused."""
+    calls = problem.calls(np)
+    options = {"kernel": problem.kernel, **calls.options, **calls.first}
+    score, args, exact = options.pop("score", None), options.pop("score_args", ()), calls.exact
+    if callable(mask := options.get("mask")):
+        shape = problem.case.n_queries, problem.case.n_keys
+        options["mask"] = from_function(mask, *shape, batch=problem.case.batch, heads=problem.case.heads)
+    call = validated(calls.operands, options, operation, **(exact if operation == "backward" else {}))
+    call = call if score is None else scored(call, Score(score, args))
+    try:
+        made = launch_sequence(*call[:3])
+    except UnsupportedError as error:
+        return str(error)
+    found = [*made._kernels, *(kernel for table in made._tables for kernel in table._kernels)]
+    return [(kernel._found[1], dict(kernel._found[3])) for kernel in found]
+
+
+def test_every_way_to_take_a_bias_and_a_function_is_there(driver):
+    found = {"forward": [], "backward": []}
+    for problem in sanitize.problems(["sm90"])[-len(sanitize.IN_ONE_DTYPE) :]:
+        for operation, taken in found.items():
+            launched = kernels(problem, operation)
+            assert "sloped" in problem.options.values() or not isinstance(launched, str), launched
+            taken += [] if isinstance(launched, str) else launched
+
+    def ways(operation, *names):
+        return {tuple(constants.get(name) for name in names) for _, constants in found[operation]}
+
+    forms = {(True, False, False), (False, True, False), (False, False, True), (False, False, False)}
+    assert ways("forward", "bias", "bias_tiles", "bias_keys", "bias_rows") >= {(True, *form) for form in forms}
+    assert {form for (form,) in ways("backward", "dbias")} >= {*Dbias}
+    assert {(Dbias.STORED, True), (Dbias.OF_KEYS, True), (Dbias.WEIGHTED, True)} <= ways(
+        "backward", "dbias", "deterministic"
+    )
+    assert {walk for (walk,) in ways("backward", "walk")} >= {*range(4)}  # keys, rows, diagonals, heads
+    assert {kind for (kind,) in ways("backward", "gathers")} >= {*range(4)}  # nothing, heads, lines, slices
+    paths = {path for taken in found.values() for path, _ in taken}
+    assert paths >= {"util/mask_bits.cu", "util/mask_states.cu", "sm90/bwd_rows.cu", "sm80/bwd_bias.cu"}
 
 
 @pytest.mark.gpu
-def test_each_family_computes_its_first_problem():
+def test_each_family_computes_its_first_and_its_last_problem():
     for kernel in sanitize.DTYPES:
-        assert "forward" in sanitize.problems([kernel])[0].run()
+        for problem in sanitize.problems([kernel])[:: len(sanitize.problems([kernel])) - 1]:
+            assert problem.run() == "forward and backward"

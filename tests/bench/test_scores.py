@@ -1,5 +1,6 @@
 """The functions of scores and masks: the same in NumPy and PyTorch, traced and compiled; measured and summed up."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from cuattn import tracing
 
 torch = pytest.importorskip("torch")
 
-from bench import inputs, scores, suites  # noqa: E402
+from bench import bars, inputs, scores, suites  # noqa: E402
 from bench.compare import Comparison  # noqa: E402
 from bench.harness import matches  # noqa: E402
 from bench.peers import make  # noqa: E402
@@ -92,19 +93,22 @@ def rows(**times):
 
 
 def test_bars_are_counted_beside_the_fastest_peer():
-    lines = {line["what"]: line for line in scores.standings(rows(cuattn=10, cuattn_without=8, flex=15, fa4=12))}
+    lines = {
+        line["what"]: line
+        for line in bars.standings(bars.BARS["scores"], rows(cuattn=10, cuattn_without=8, flex=15, fa4=12))
+    }
     assert lines["every score"]["mean"] == pytest.approx(1.2)
     assert not lines["every score"]["met"]
     assert lines["softcap, causal, N 4096, d 128: forward"]["met"]
     failed = [{"case": "scores/d64/backward", "runner": "cuattn"}, {"case": "scores/d64/backward", "runner": "flex"}]
     failed[1]["median_us"] = 3.0
-    assert scores.standings(failed)[0]["worst"] == 0
+    assert bars.standings(bars.BARS["scores"], failed)[0]["worst"] == 0
 
 
 def test_limits_count_what_a_function_costs_beyond_the_plain_call():
     plain, alibi = ({"case": f"scores-host/d64-N256-full{end}/forward", "runner": "cuattn", "rate": rate}
                     for end, rate in (("", 9.0), ("-alibi", 10.5)))  # fmt: skip
-    (line,) = scores.standings([plain, alibi])
+    (line,) = bars.standings(bars.BARS["scores"], [plain, alibi])
     assert line["worst"] == pytest.approx(1.5)
     assert line["met"]
 
@@ -117,12 +121,12 @@ def test_making_tables_is_measured(name):
     assert ("ColumnMask" in row["mask"]) == (name == "document_ids")
 
 
-def test_quick_cases_exist():
+def test_quick_cases_and_those_of_bars_exist():
     tables = suites.parser("scores").parse_args(["--device", "cuda"])
     names = [case.name for case in select(TABLES)] + [point.case for point in scores.points(tables)]
     for pattern in suites.SUITES["scores"].quick:
         assert any(matches(name, [pattern]) for name in names), pattern
-    for bar in (*scores.BARS, *scores.LIMITS):
+    for bar in itertools.chain(*bars.BARS.values()):
         known = bar.cases.startswith("scores-first-call")
         assert known or any(matches(name, bar.cases.split()) for name in names), bar
 

@@ -173,7 +173,7 @@ def test_every_case_behind_a_rival_is_shown():
     assert shown("behind", rows).splitlines()[2:] == [
         "| dropout 0.1 | backward | 2 | 0.5 | 0.5 | FlashAttention-2 |",
         "| dropout 0.1 | forward | 2 | 0.5 | 0.5 | FlashAttention-2 |",
-        "| 16K tokens, d 64 to 256, full and causal | backward | 3 | 0.75 | 0.75 | FlashAttention-4 |",
+        "| hidden size 2048, d 64 to 256, full and causal | backward | 4 | 0.75 | 0.75 | FlashAttention-4 |",
     ]
 
 
@@ -240,8 +240,8 @@ def test_shapes_without_a_mask_are_drawn_and_summed_up():
         if row["case"] == "dense/d64-N1024-causal/forward" and row["ours"]:
             row["rate"] = 250.0
     text = shown("peers", rows)
-    assert "| forward | cuDNN, FlashAttention-4 | 17 of 18 | 1.14 | 0.50 (d64-N1024-causal) |" in text
-    assert "| backward | cuDNN, FlashAttention-4 | 18 of 18 | 1.20 | 1.20 (" in text
+    assert "| forward | cuDNN, FlashAttention-4 | 23 of 24 | 1.16 | 0.50 (d64-N1024-causal) |" in text
+    assert "| backward | cuDNN, FlashAttention-4 | 24 of 24 | 1.20 | 1.20 (" in text
     if importlib.util.find_spec("matplotlib"):
         SECTIONS["dense"].figure(framed(rows)).savefig(io.BytesIO(), dpi=30)
 
@@ -251,6 +251,11 @@ def test_the_summary_of_masks_is_drawn_and_said():
     rows = [row for row in rows if row["runner"] != "fa4" or row["problem"]["mask"] == "causal"]
     line = "| twelve masks, 8K tokens, d 128 | 500 | 500 | 11 of 12 | 1.20 | 0.80 (causal) |"
     assert line in shown("flashmask", rows)
+
+
+def test_shapes_are_summed_up_by_what_calls_them():
+    text = shown("shapes", peer_rows("shapes", {"cuattn": 600.0, "fa3": 500.0}))
+    assert "| few | backward | 4 | 4 of 4 | 1.20 | 1.20 (few-1x8-d128-N8192-causal) |" in text
 
 
 def test_the_cost_of_determinism_is_shown():

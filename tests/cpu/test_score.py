@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import cuattn
+from cuattn.cpu import call
+from cuattn.cpu.pairs import with_bias
 from cuattn.cpu.score import along_diagonals
 from tests import oracle
 from tests.conftest import Host
@@ -14,6 +16,7 @@ from tests.cpu.sizes import tiled, whole_heads
 from tests.strategies import DTYPES, normal
 from tests.test_scoring import SHAPE, both, check_recipe, recipes
 from tests.tolerances import assert_close
+from tests.tracing.recipes import HEADS, Recipe
 
 WAYS = {
     "whole heads": whole_heads,
@@ -35,6 +38,13 @@ def arrays(seed, *shapes, dtype=np.float64):
 def test_recipes_hold_the_rule(recipe, way, dtype):
     with way():
         check_recipe(Host, recipe, dtype)
+
+
+def test_the_rule_knows_what_weights_lose():
+    """1 - tanh(18)^2 is 2e-16, and 0 in float32: no algorithm in that precision knows better."""
+    function = lambda s, b, h, i, j, x: s * np.tanh(x[h] + 18)  # noqa: E731
+    recipe = Recipe("saturated", function, (np.zeros(HEADS),), lambda s: s * np.tanh(18), False)
+    check_recipe(Host, recipe, np.dtype(np.float32))
 
 
 @recipes
@@ -104,6 +114,48 @@ def test_functions_combine_with_everything_in_every_way(options, dtype):
                 assert_close(actual, e, t, dtype=dtype, floor=floor, name="dscore")
     for one, other in zip(results[-1], results[-2], strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+DISTANCES = np.random.default_rng(3).random((60, 90))
+PAIRS = {  # a function, the shape of x, and whether something is left of the function; False: it stays as it is
+    "heads": (lambda s, b, h, i, j, x, y: s + x[h, i, j], (4, 60, 90), None),
+    "turned, with another": (lambda s, b, h, i, j, x, y: s - 0.5 * h + x[j, 2, i, b] + y[h], (95, 3, 61, 6), True),
+    "all": (lambda s, b, h, i, j, x, y: y[h] * j / 90 + (s + x[-1, b, h, i, j]), (2, 6, 4, 60, 90), True),
+    "captured": (lambda s, b, h, i, j, x, y: s + x[h] + DISTANCES[i, j], (4,), True),
+    "shared": (lambda s, b, h, i, j, x, y: s + x[i, j], (60, 90), None),
+    "beyond its end": (lambda s, b, h, i, j, x, y: s + x[h, i, j], (4, 60, 80), False),
+    "twice": (lambda s, b, h, i, j, x, y: s + x[h, i, j] + np.tanh(x[h, i, j]), (4, 60, 90), False),
+    "subtracted": (lambda s, b, h, i, j, x, y: s - x[h, i, j], (4, 60, 90), False),
+}
+
+
+@in_each_way
+@pytest.mark.parametrize(
+    "origin", [None, cuattn.Origin(batch=1, head=1, row=7, key=16, heads=4)], ids=["whole", "part"]
+)
+@pytest.mark.parametrize(("function", "shape", "rest"), PAIRS.values(), ids=PAIRS)
+def test_what_is_added_by_row_and_key_is_a_bias(function, shape, rest, origin, way, monkeypatch):
+    """To the caller that is the same, whichever axes it has, what is around it, and of a part too."""
+    lead, n_queries, n_keys = ((1, 2, 3), 50, 70) if origin else ((3, 2, 4), 60, 90)
+    operands = arrays(8, *2 * [(*lead, n_queries, 8)], *2 * [(*lead, n_keys, 8)])
+    args, taken = arrays(9, shape, (4,)), []
+    options = {"score": function, "score_args": args, "origin": origin, "out_dtype": np.float64}
+
+    def recorded(problem, *more):
+        taken.append(with_bias(problem, *more))
+        return taken[-1]
+
+    with way():
+        monkeypatch.setattr(call, "with_bias", recorded)
+        fwd, grads = both(operands[1], operands[0], *operands[2:], **options)
+        assert all((pairs is not None) == (rest is not False) for *_, pairs in taken)
+        assert rest or rest is False or taken[0][0].score is None
+        monkeypatch.setattr(call, "with_bias", lambda problem, operands, place: (problem, operands, None))
+        others = both(operands[1], operands[0], *operands[2:], **options)
+    for x, y in zip(
+        (*fwd[:3], *grads[:3], *grads.dscore), (*others[0][:3], *others[1][:3], *others[1].dscore), strict=True
+    ):
+        np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12)
 
 
 @in_each_way

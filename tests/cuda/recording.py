@@ -205,7 +205,7 @@ def validated(arrays, options, operation, **more) -> Prepared:
     """Return a call of q, k, v and the options of a forward; `more` are the operation's own."""
     options = dict(options)
     rng, mask, bias = (options.pop(name, None) for name in ("rng", "mask", "bias"))
-    masks = () if mask is None else (BooleanMask.borrow(mask),) if isinstance(mask, np.ndarray) else (mask,)
+    masks = () if mask is None else (BooleanMask.borrow(mask),) if isinstance(mask, np.ndarray) else mask.parts
     named = dict(zip("qkv", arrays, strict=True))
     if bias is not None:
         named["bias"] = bias

@@ -51,6 +51,22 @@ def test_beside_other_masks(driver):
     assert not spills(launches(BESIDE, "forward", kernel="sm90"), "sm_90")
 
 
+@pytest.mark.parametrize(("n", "kind"), [(N, "boolean"), (8 * N, "function")])
+def test_few_bits_are_computed_ahead(n, kind, driver):
+    """The kernel that reads them is that of a boolean mask, and knows no function."""
+    mask = from_function(lambda b, h, i, j: (i - j) % 7 == 0, n)
+    p = problem_of(masks=("function",), heads=2, kv_heads=2, n_queries=n, n_keys=n, operation="backward")
+    made = families.launch_sequence(p, operands(p), [mask])
+    assert [table._problem.masks for table in made._tables] == [(kind,)]
+    assert any(kernel._found[-1] for kernel in made._kernels) == (kind == "function")
+    boolean = families.launch_sequence(
+        dataclasses.replace(p, masks=("boolean",)), operands(p), [BooleanMask(np.broadcast_to(np.bool_(1), (n, n)))]
+    )
+    same = [one._found[1:4] == other._found[1:4] for one, other in zip(made._kernels, boolean._kernels, strict=True)]
+    assert all(same) == (kind == "boolean")
+    assert (made._tables[0].nbytes > n * n // 8) == (kind == "boolean")
+
+
 def test_arguments(driver):
     """What a function reads follows both structs; its arrays come behind the indices of rows and keys."""
     kernels = launches([BY_HEAD], "forward", kernel="sm90")

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import cuattn
-from cuattn import masks
+from cuattn import dispatch, masks
+from cuattn.cuda.sm90 import tensor_map
 from cuattn.masks import AllOf, BooleanMask, FunctionMask, from_function
 from tests.cuda.cases import F16, to_device
 from tests.tracing import recipes
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.gpu
 
 BATCH, HEADS, QUERIES, KEYS = 2, 3, 333, 421
 GROUPS = np.random.default_rng(0).integers(0, 4, max(QUERIES, KEYS))
+KEPT = np.random.default_rng(4).random((HEADS, 6, 7)) < 0.4
 SLOPE = np.array([2, 5, 3], np.int32)
 NAMES = "o", "l", "m", "dq", "dk", "dv"
 
@@ -23,8 +25,20 @@ FUNCTIONS = {
     "dilated by heads": lambda b, h, i, j: (i - j) % SLOPE[h] == b,
     "groups": lambda b, h, i, j: (GROUPS[i] == GROUPS[j]) & ((j < 200) | (GROUPS[j] == 1)),
     "dead keys": lambda b, h, i, j: (j < 300) & (abs(i - j) % 5 < 3) & (j % 7 != 3),
+    "blocks": lambda b, h, i, j: KEPT[h, i // 64, j // 64],
     "numbers": lambda b, h, i, j: np.sin(0.1 * i) > np.cos(0.05 * j) - 0.3 * h,
 }
+
+
+@pytest.fixture(params=["sm80", "sm90", "sm90-asked"])
+def kernel(request, monkeypatch):
+    """A kernel; Hopper's with a function's elements computed ahead, and with the function asked in the kernel."""
+    need(request.param[:4])
+    if request.param.endswith("asked"):
+        monkeypatch.setattr(tensor_map, "takes_few_bits", lambda *_: False)
+        dispatch._known.cache_clear()
+    yield request.param[:4]
+    dispatch._known.cache_clear()
 
 
 def need(kernel):
@@ -56,11 +70,9 @@ def same(one, other):
         assert name in "lm" or np.isfinite(x).all(), name
 
 
-@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_bits_of_a_boolean_mask(name, head_dim, kernel):
-    need(kernel)
     mask = from_function(FUNCTIONS[name], QUERIES, KEYS, batch=BATCH, heads=HEADS)
     assert isinstance(mask, FunctionMask)
     seen = np.broadcast_to(mask.dense(), (BATCH, HEADS, QUERIES, KEYS))
@@ -70,10 +82,8 @@ def test_the_bits_of_a_boolean_mask(name, head_dim, kernel):
     same(solved(kernel, *given, FUNCTIONS[name]), expected)
 
 
-@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
 @pytest.mark.parametrize("options", [{}, {"is_causal": "bottom_right"}, {"window": (100, 30, "top_left")}], ids=str)
 def test_beside_other_masks(options, kernel):
-    need(kernel)
     rng = np.random.default_rng(2)
     bounds = np.sort(rng.integers(0, QUERIES + 1, (4, HEADS, KEYS)), axis=0)
     column, boolean = masks.ColumnMask(*bounds, n_queries=QUERIES), BooleanMask(rng.random((QUERIES, KEYS)) < 0.7)

@@ -69,6 +69,27 @@ def test_what_is_shown_is_what_the_function_says(random):
     assert_array_equal(np.broadcast_to(mask.dense(), ex.LIMITS), wanted, text)
 
 
+SECONDS = 1.7e9 + np.arange(64.0)  # since 1970: all one number in float32
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+@pytest.mark.parametrize(
+    ("visible", "kind"),
+    [
+        (lambda b, h, i, j: abs(SECONDS[i] - SECONDS[j]) * 0.1 < 1.1, "function"),
+        (lambda b, h, i, j: (j * 0.1 != 3.3) & (SECONDS[j] < 1.7e9 + 50), "column"),
+    ],
+)
+def test_numbers_are_float64_in_calls_of_any_dtype(xp, visible, kind, dtype):
+    wanted = np.broadcast_to(visible(0, 0, *np.ogrid[:64, :64]), (64, 64))
+    mask, x = from_function(visible, 64), xp.put(np.zeros((2, 64, 16), dtype))
+    assert mask.kind == kind
+    assert_array_equal(mask.dense(), wanted)
+    assert_sound(mask.tile_states(8, 8), wanted, 8, 8)
+    for given_as in (mask, visible):
+        assert_array_equal(xp.get(cuattn.forward(x, x, x, mask=given_as).l), 2 * [wanted.sum(1)])
+
+
 N = recipes.N
 
 

@@ -13,7 +13,7 @@ from cuattn.cuda.sm90.tensor_map import WARPGROUP_ROWS, MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
 from cuattn.problem import DTYPES, Problem, ScoreFunction
-from cuattn.tracing import I, J, addend, is_linear
+from cuattn.tracing import I, J, addend, is_affine
 from cuattn.tracing.graph import order
 
 SLAB_COLUMNS, ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
@@ -65,7 +65,6 @@ _BIASED_TILES = (
     (256, 256, Tile(128, 64, 2, 1)),
 )
 KEY_BIAS_BYTES = 16  # beside a float for each key; and a key's, in parts
-OPEN = True
 HALVES_BYTES = 128  # what parts are multiplied by
 _SPLIT_KEYS = 1 << 28  # key tiles are counted in fewer bits
 _SPLIT_HEAD_DIM = 128
@@ -150,11 +149,9 @@ def splits_bias(problem: Problem) -> bool:
 
 def splits_score(problem: Problem) -> bool:
     """Return whether tensor cores add what a score function adds to keys: both directions, or neither."""
-    if not OPEN:
-        return False
     root, plain = function_of(problem), problem.bias is None and not problem.dropout and _is_roomy(problem)
     added = addend(root) if root is not None and plain and not is_long(problem) else None
-    return added is not None and is_linear(added)
+    return added is not None and is_affine(added)
 
 
 def _is_roomy(problem: Problem) -> bool:

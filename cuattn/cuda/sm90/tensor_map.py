@@ -29,7 +29,15 @@ _SWIZZLE_128B = 3
 _PROMOTE_256B = 3
 _MAX_STRIDE = 1 << 40
 _RANK = 4
+_FEW_BITS = 8 << 20  # bytes
 _MAPS_KEPT = 64  # addresses of one operand whose maps are kept
+
+
+def takes_few_bits(problem: Problem, leading: Sequence[int]) -> bool:
+    """Return whether a bit for each element of a mask's matrices takes little memory, alone or beside q."""
+    q_bytes = problem.instances * problem.n_queries * problem.head_dim * problem.dtype.itemsize
+    bits = math.prod(leading) * problem.n_queries * problem.n_keys
+    return bits // 8 <= max(_FEW_BITS, q_bytes // 4)
 
 
 class TensorMap(NamedTuple):
@@ -131,7 +139,11 @@ class MappedCall(Call):
 
         With dropout tiles without any mask are larger: a mask that hides nothing is a band without ends then.  With a
         bias tiles with a band are, too.
+
+        A mask function is computed ahead and read as a boolean mask is, where its bits take little room.
         """
+        if problem.masks == ("function",) and takes_few_bits(problem, masks[0].leading):
+            return replace(problem, masks=("boolean",)), masks
         alone = problem.masks == ("column",) and problem.band is None and problem.bias is None
         reach = masks[0].reach if alone else None
         if reach is None:

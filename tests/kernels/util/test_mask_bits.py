@@ -1,4 +1,4 @@
-"""What the table kernels make of boolean masks: bits, states of tiles, and which keys some row sees."""
+"""What the table kernels make of elements, given or computed: bits, states of tiles, and which keys some row sees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from cuattn.cuda.params import TABLES
 from cuattn.cuda.tables import CallMasks
-from cuattn.masks import BooleanMask
+from cuattn.masks import BooleanMask, from_function
 from cuattn.problem import Band
 from tests.cuda.sm90.test_forward_plan import problem as problem_of
 
@@ -20,7 +20,7 @@ def tables(mask, problem, tile, packed):
     """Return the tables of a mask, by name, as arrays of 32-bit words, and what they are made for."""
     import cupy
 
-    masks = CallMasks(dataclasses.replace(problem, masks=(mask.kind,)), [mask], 0, packed)
+    masks = CallMasks(dataclasses.replace(problem, masks=("boolean",)), [mask], 0, packed)
     made = masks.tables(extent := masks.extent(*tile))
     memory = cupy.full(made.nbytes, 0xA5, np.uint8)
     stream = cupy.cuda.get_current_stream()
@@ -30,6 +30,7 @@ def tables(mask, problem, tile, packed):
     return {name: found[place:end].view(np.uint32) for (name, place), end in zip(given, ends, strict=True)}, extent
 
 
+@pytest.mark.parametrize("computed", [False, True])
 @pytest.mark.parametrize(
     ("shape", "tile", "band"),
     [
@@ -41,17 +42,18 @@ def tables(mask, problem, tile, packed):
         ((2, 1, 300), (128, 128, 128), None),
     ],
 )
-def test_tables(shape, tile, band):
+def test_tables(shape, tile, band, computed):
     rng = np.random.default_rng(shape)
     heads, n_queries, n_keys = shape
     seen = np.repeat(np.repeat(rng.random((heads, -(-n_queries // 32), -(-n_keys // 32))) < 0.4, 32, 1), 32, 2)
     seen = seen[:, :n_queries, :n_keys] & (rng.random(shape) < np.where(rng.random((heads, 1, 1)) < 0.5, 1, 0.9))
-    mask = BooleanMask(seen)
+    given = BooleanMask(seen)
+    mask = from_function(lambda b, h, i, j: seen[h, i, j], n_queries, n_keys, heads=heads) if computed else given
     problem = problem_of(heads=heads, kv_heads=heads, batch=(), n_queries=n_queries, n_keys=n_keys, band=band)
     found, extent = tables(mask, problem, tile, True)
 
     unit, block_n = tile[2], tile[1]
-    states = mask.bind(n_queries, n_keys).tile_states(unit, block_n)
+    states = given.bind(n_queries, n_keys).tile_states(unit, block_n)
     words = found["states"][: heads * extent.strides["states_instance"]].reshape(heads, -(-extent.row_tiles // 4), -1)
     m, n = np.indices(states.shape[1:])
     codes = words[:, m // 4, n // 4] >> (2 * (m % 4 * 4 + n % 4)).astype(np.uint32) & 3
@@ -59,7 +61,7 @@ def test_tables(shape, tile, band):
 
     rows = 2 * -(-n_queries // 128)
     bits = found["bits"].view(np.uint64)[: heads * extent.strides["bits_instance"]]
-    bits = bits.reshape(heads, rows if n_queries > 1 else 1, -1)
+    bits = bits.reshape(heads, rows if n_queries > 1 or computed else 1, -1)
     padded = np.zeros((heads, 64 * bits.shape[1], bits.shape[2]), bool)
     padded[:, :n_queries, :n_keys] = seen
     packed = np.packbits(padded.reshape(heads, -1, 64, bits.shape[2]), axis=2, bitorder="little")
