@@ -54,13 +54,6 @@ struct Bias : Either<cfg::split_score, LinearHead, NoHead>::type {
         unroll<2>([&](int r) { x[r] = bias_of_product(p, bias_at(p, offset, 0, at.key + 8 * r)); });
     }
 
-    // The scores of sunk keys.
-    __device__ __forceinline__ void restore_sunk(Scores& s, const Params& p, const TilePlace& at) const {
-        float x[2];
-        find_bias(x, p, at);
-        unroll<cfg::block_m / 2>([&](int i) { s[i] = x[key_of(i)] <= sunk ? x[key_of(i)] : s[i]; });
-    }
-
     // slab: where store_gradients will put dS.
     __device__ __forceinline__ void begin(const Params& p, const TilePlace& at, u32 slab) {
         if constexpr (cfg::bias_keys) return;

@@ -93,12 +93,12 @@ struct alignas(16) Work {
     i32 tile;         // number of the key tile; negative: there is no further work
     i32 head, batch;  // of k and v
     i32 flags;
-    static constexpr i32 seen_bit = 1, dead_bit = 2, odd_bit = 4, sunk_bit = 8, low_bit = 16;
+    static constexpr i32 seen_bit = 1, dead_bit = 2, odd_bit = 4, sunk_bit = 8, hides_bit = 16;
     __device__ __forceinline__ bool seen() const { return flags & seen_bit; }  // by some row
     __device__ __forceinline__ bool dead() const { return flags & dead_bit; }  // masks hide some key of it from every row of the first head
     __device__ __forceinline__ bool odd() const { return flags & odd_bit; }    // the producer's own: where it noted the head of its last step
     __device__ __forceinline__ bool sunk() const { return flags & sunk_bit; }  // the same: the head's bias sinks or hides all of its keys
-    __device__ __forceinline__ bool low() const { return flags & low_bit; }    // the same: some of them
+    __device__ __forceinline__ bool hides() const { return flags & hides_bit; }  // the same: it hides some of them
 };
 
 // A row tile as the producer finds it, packed into one register.

@@ -56,27 +56,26 @@ struct StepWalk {
     // The same of keys that the bias hides.
     __device__ __forceinline__ void note_hidden_keys(i32 head) {
         if (member != 0 && !cfg::split_bias) return;
-        bool hides = false, shows = false, low = false;
+        bool hides = false, shows = false;
 #pragma unroll 1  // of registers there are few
         for (i32 key = threadIdx.x % 32; key < cfg::block_n; key += 32) {
             const float x = bias_at(p, slice_of(p.bias, work.batch, head), 0, work.tile * cfg::block_n + key);
-            hides |= x == -infinity<float>(), shows |= !(x <= sunk), low |= bias_of_product(p, x) <= sunk;
+            hides |= uniform(x == -infinity<float>()), shows |= uniform(!(x <= sunk));
         }
-        hides = uniform(hides), shows = uniform(shows), low = uniform(low);
         if (threadIdx.x % 32 != 0) return;
         i32& flags = shared.pending().flags;
         if (hides && member == 0) flags |= Work::dead_bit;
-        if constexpr (cfg::split_bias) flags = (flags & ~(Work::sunk_bit | Work::low_bit)) | (shows ? 0 : Work::sunk_bit) | (low ? Work::low_bit : 0);
+        if constexpr (cfg::split_bias) flags = (flags & ~(Work::sunk_bit | Work::hides_bit)) | (shows ? 0 : Work::sunk_bit) | (hides ? Work::hides_bit : 0);
     }
 
     // Moves to the next row tile that sees the keys.  Where all are sunk they count only for far rows, unless an order is kept.
     __device__ __forceinline__ bool advance() {
-        if (!cfg::split_bias || in_order) return rows.next(p);
-        const bool sinks = shared.pending().sunk();
-        while (rows.next(p)) {
-            if (!sinks || flags_of(work.batch * p.heads + work.head * p.group + member) & kFarRows) return true;
+        bool some = rows.next(p);
+        if constexpr (cfg::split_bias && !in_order) {
+#pragma unroll 1
+            while (some && work.sunk() && !(flags_of((work.batch * p.kv_heads + work.head) * p.group + member) & kFarRows)) some = rows.next(p);
         }
-        return false;
+        return some;
     }
 
     // What is known of the rows of a row tile.
@@ -102,7 +101,7 @@ struct StepWalk {
         }
         if (entered) note_head();
         const bool odd = shared.pending().odd();
-        StepCode step{rows.tile << 6 | (odd ? StepCode::odd_bit : 0) | (rows.partial(p) || (cfg::split_bias && shared.pending().low()) ? StepCode::partial_bit : 0)};
+        StepCode step{rows.tile << 6 | (odd ? StepCode::odd_bit : 0) | (rows.partial(p) || (cfg::split_bias && shared.pending().hides()) ? StepCode::partial_bit : 0)};
         const i32 flags = flags_of(shared.head(odd).flat);
         if (may_hide_rows && flags & kEmptyRows) step.code |= StepCode::dirty_bit;
         if (flags & kFarRows) step.code |= StepCode::far_bit | StepCode::partial_bit;

@@ -103,6 +103,7 @@ __device__ __forceinline__ u64 visible_rows(const Params& p, const TilePlace& at
     if constexpr (boolean_mask) rows &= __ldg(boolean_bits(p, instance, first_row / 64, key / cfg::block_n) + key % cfg::block_n);
     if constexpr (block_mask)
         rows &= block_rows<u64>(p, static_cast<const u8*>(p.mask.data) + slice_of(p.mask, at.batch, at.head), first_row, key);
+    if constexpr (cfg::split_bias) rows &= bias_shows(p, slice_of(p.bias, at.batch, at.head), key) ? ~0ull : 0;
     return rows;
 }
 

@@ -64,7 +64,6 @@ struct Worker {
         } else {
             if constexpr (finishes) finish_scores(s, p, place(first_key), bias);
             else if constexpr (cfg::prescaled) prescale(s, p);
-            if (cfg::split_bias && hidden.partial) bias.restore_sunk(s, p, place(first_key));
             if constexpr (cfg::split_score) return weigh_linear<round_now>(s, weights, hidden, stat, draws, await_buffer);
             hidden.refine(s, p, await_buffer);
             weigh<round_now>(s, weights, p, stat, draws);
@@ -136,8 +135,8 @@ struct Hidden {
     __device__ __forceinline__ Hidden(const Worker& worker, i32 first_key, bool partial) : worker(worker), partial(partial) {
         if (partial)
             find_visible(visible, worker.p, worker.place(first_key));
-        else if (cfg::dropout && (unmasked || cfg::block_m == 128))
-            clear(visible);  // or the assembler keeps the last tile's in registers, of which dropout leaves few
+        else if ((cfg::dropout || cfg::split_bias) && (unmasked || cfg::block_m == 128))
+            clear(visible);  // or the assembler keeps the last tile's in registers, of which these leave few
     }
 
     __device__ __forceinline__ void mask(Scores& s) const {

@@ -153,20 +153,6 @@ __device__ __forceinline__ void add_parts(Scores& s, u32 halves, u32 parts) {
     ptx::wgmma_commit();
 }
 
-// The scores of sunk keys, whose tile's parts these are.
-__device__ __forceinline__ void restore_sunk(Scores& s, u32 parts) {
-    const u32 own = parts + 2 * part_bytes * (place_of_thread() % 4);
-    unroll<cfg::block_n / 8, 2>([&](int block, int e) {
-        uint2 of;
-        ptx::load_shared(of, own + part_bytes * (8 * block + e));
-        const float x = BiasParts(of).whole();
-        unroll<2>([&](int r) {
-            float& score = s[4 * block + 2 * r + e];
-            score = x <= sunk ? x : score;
-        });
-    });
-}
-
 // A score with its bias, as finish_score makes it.
 __device__ __forceinline__ float add_bias(const Params& p, float product, float bias) {
     if constexpr (cfg::softcap) return sum_of(cap_score(p, product), bias);

@@ -100,7 +100,7 @@ struct Consumer : Either<cfg::split_bias, Agreed, NotAgreed>::type {
         seen = !later_tiles_vary || ordinary() || !uniform(tile.hidden(warpgroup));
     }
 
-    __device__ __forceinline__ bool is_cut() const { return !ordinary() && uniform(tile.partial(warpgroup)); }
+    __device__ __forceinline__ bool is_cut() const { return !ordinary() && uniform(tile.partial(warpgroup) || tile.hides()); }
 
     // Waits for the next row tile's queries and first keys; false when there is no further row tile.
     __device__ __forceinline__ bool await_row() {
@@ -134,7 +134,9 @@ struct Consumer : Either<cfg::split_bias, Agreed, NotAgreed>::type {
 #pragma unroll
         for (int phase = 0; phase < search_phases; ++phase) {
             if (phase * steps / search_phases != step) continue;
-            if (function_mask && phase + 1 == search_phases)
+            if (cfg::split_bias && !uniform(tile.partial(warpgroup)))
+                visible[0] = visible[1] = ~0u;
+            else if (function_mask && phase + 1 == search_phases)
                 ask_function(visible, p, work, row(), tile.n());
             else if constexpr (!by_table)
                 find_in_band(visible, p, row(), tile.n());
@@ -142,6 +144,7 @@ struct Consumer : Either<cfg::split_bias, Agreed, NotAgreed>::type {
                 find_in_table(visible, phase, p, {shared.cols(k.stage), shared.bits(k.stage, warpgroup)}, work, work.row + 64 * warpgroup,
                               tile.n());
         }
+        if (cfg::split_bias && step + 1 == steps && uniform(tile.hides())) hide_keys(visible, shared.key_bias(k.stage));
     }
 
     // What a score function asks about the thread's rows, and what the bias adds to the tile's scores: read while products are issued.
@@ -184,8 +187,6 @@ struct Consumer : Either<cfg::split_bias, Agreed, NotAgreed>::type {
     // The scores are there: their keys' buffer goes back at once, since only a few are under way.
     __device__ __forceinline__ void finish_scores(Completion& with) {
         ptx::wgmma_pin(s);
-        if constexpr (cfg::split_bias)
-            if (!ordinary() && uniform(tile.has_sunk())) restore_sunk(s, shared.key_bias(k.stage));
         if constexpr (bias_late) {
             read_bias(with, 0, 1);
             complete(with);

@@ -77,7 +77,7 @@ struct alignas(16) Work {
 struct KeyTile {
     u32 code;  // number (of tiles there are fewer than 2^24, or 2^22) and, in the low bits, what the consumers must know
     static constexpr int flags = cfg::split_bias ? 10 : 8;
-    static constexpr i32 biased_bit = 256, sunk_bit = 512;
+    static constexpr i32 biased_bit = 256, hides_bit = 512;
     static constexpr i32 hidden_bit = 1, partial_bit = 8;  // << warpgroup
     static constexpr i32 dead_bit = 64, last_bit = 128, hidden_bits = 7, partial_bits = 56;
     __device__ __forceinline__ static constexpr KeyTile make(i32 n, i32 bits) { return {static_cast<u32>(n << flags | bits)}; }
@@ -91,11 +91,11 @@ struct KeyTile {
     __device__ __forceinline__ bool partial() const { return code & partial_bits; }
     __device__ __forceinline__ bool dead() const { return code & dead_bit; }  // no row sees some key: its v may be NaN
     __device__ __forceinline__ bool last() const { return code & last_bit; }  // of its row tile
-    // Where tensor cores add the bias of keys: some key has one, or one that hides or sinks it.
+    // Where tensor cores add the bias of keys: some key has one, or one that hides it.
     __device__ __forceinline__ bool biased() const { return code & biased_bit; }
-    __device__ __forceinline__ bool has_sunk() const { return code & sunk_bit; }
+    __device__ __forceinline__ bool hides() const { return cfg::split_bias && code & hides_bit; }
     // Nothing need be done to single scores.
-    __device__ __forceinline__ bool ordinary() const { return !(code & (hidden_bits | partial_bits | sunk_bit)); }
+    __device__ __forceinline__ bool ordinary() const { return !(code & (hidden_bits | partial_bits | hides_bit)); }
 };
 
 // The first query row of what is told, where its masks depend on it.

@@ -54,13 +54,13 @@ __device__ __forceinline__ void store_parts(u32 rows, u32 lane, const OfKey& of_
 
 // The same of a bias; returns what must be known of the tile.
 __device__ __forceinline__ i32 store_bias(const Params& p, const LoadedKeyBias& bias, u32 rows, u32 lane) {
-    bool some = false, low = false, hides = false;
+    bool some = false, hides = false;
     store_parts(rows, lane, [&](int i) {
         const float x = bias_of_product(p, bias.of[i]);
-        some |= x != 0.0f, low |= x <= sunk, hides |= x == minus_infinity();
+        some |= x != 0.0f, hides |= x == minus_infinity();
         return x;
     });
-    return (uniform(some) ? KeyTile::biased_bit : 0) | (uniform(low) ? KeyTile::sunk_bit : 0) | (uniform(hides) ? KeyTile::dead_bit : 0);
+    return (uniform(some) ? KeyTile::biased_bit : 0) | (uniform(hides) ? KeyTile::hides_bit | KeyTile::dead_bit : 0);
 }
 
 struct Producer {

@@ -15,7 +15,7 @@ constexpr int halves_bytes = 128;  // eight rows of eight 1/2, of which all othe
 
 constexpr u32 two_halves = 0x3F003F00;
 
-// A key with no higher bias is sunk: its score is its bias, in which no product shows, and which hides where it is -inf.
+// A key with no higher bias is sunk: no product shows in its score.
 constexpr float sunk = -0x1p100f;
 // From here on a bias, which is finite, is left as it is.
 constexpr float outsized = 0x1p127f;
@@ -33,15 +33,12 @@ __device__ __forceinline__ float natural_score(float x, float scale) { return cf
 struct BiasParts {
     u32 pair, third;
 
-    __device__ __forceinline__ explicit BiasParts(const uint2& words) : pair(words.x), third(words.y) {}
     __device__ __forceinline__ explicit BiasParts(float x) {
         const float rest = rest_of(x);
         pair = __byte_perm(__float_as_uint(x), __float_as_uint(rest), 0x7632);
         third = __float_as_uint(rest_of(rest)) >> 16;
     }
-    __device__ __forceinline__ float whole() const {
-        return __uint_as_float(pair << 16) + (__uint_as_float(pair & 0xFFFF0000u) + __uint_as_float(third << 16));
-    }
+    __device__ __forceinline__ static bool hides(u32 pair) { return (pair & 0xFFFFu) == 0xFF80u; }  // -inf
 };
 
 // Descriptors of halves, and of the parts of keys in rows.

@@ -241,7 +241,7 @@ class Cut:
             short = len(order(score.root)) <= _SHORT_FUNCTION and not reads(score, J)
             if not short or addend(score.root) is None or problem.masks or problem.dropout:
                 return True
-        biased = bool(self.bias_form) and (not self.split_bias or problem.dropout)
+        biased = bool(self.bias_form) and (not self.split_bias or problem.dropout or self._is_described)
         changed = problem.softcap is not None or biased or problem.out_dtype != problem.dtype
         return changed or is_walked(problem)
 
