@@ -1,25 +1,25 @@
 // How a bias and a score function join the scores of a warpgroup's part of a tile.
 //
-// A bias is two numbers of a thread, for its keys (cfg::bias_keys), or what tensor cores add (sm90/split_bias.cuh), as a linear function's part of keys; or it arrives by the copy engine in the buffer that dS will take, each
+// A bias is two numbers of a thread, for its keys (cfg::bias_keys), or what tensor cores add (sm90/split_bias.cuh), as of a function; or it arrives by the copy engine in the buffer that dS will take, each
 // warp reading what it later overwrites (cfg::bias_tiles); or it is loaded, element by element.
 #pragma once
 #include "sm90/bwd_scores.cuh"
 
 namespace sm90::bwd {
 
-// The head that a linear function was last asked about.
+// The head that a function was last asked about whose part tensor cores add.
 struct NoHead {
     __device__ __forceinline__ void set_head(const TracedHead&) {}
     __device__ __forceinline__ TracedHead head() const { return {}; }
 };
-struct LinearHead {
+struct SplitHead {
     TracedHead last;
     __device__ __forceinline__ void set_head(const TracedHead& of) { last = of; }
     __device__ __forceinline__ const TracedHead& head() const { return last; }
 };
 
 // The bias of a thread's elements, asked for in ascending order.
-struct Bias : Either<cfg::split_score, LinearHead, NoHead>::type {
+struct Bias : Either<cfg::split_score, SplitHead, NoHead>::type {
     float keys[2];
     const cfg::bias_elem* first;  // of the thread's first query and key 0
     i64 columns[2];
@@ -78,11 +78,11 @@ struct Bias : Either<cfg::split_score, LinearHead, NoHead>::type {
     }
 };
 
-// What is added to the exponents of a thread's queries, with what a linear function leaves to rows; pairs of neighbours, as Numbers.
+// What is added to the exponents of a thread's queries, with what a function leaves to rows; pairs of neighbours, as Numbers.
 template <class Stat>
-struct LinearStat {
+struct OffsetStat {
     const Stat& stat;
-    const LinearScore& score;
+    const SplitScore& score;
     i32 first_row;  // of the thread's queries
     float scale;    // 0 where scores are whole
     __device__ __forceinline__ float2 operator[](int i) const {

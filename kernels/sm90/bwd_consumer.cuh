@@ -74,7 +74,7 @@ struct Consumer : Worker {
         float x[2];
         if constexpr (cfg::split_score) {
             bias.set_head(TracedHead::of(p, at.batch, at.head));
-            const LinearScore score = linear_score();
+            const SplitScore score = split_score();
             unroll<2>([&](int r) { x[r] = score.of_key(at.key + 8 * r); });
         } else {
             bias.find_bias(x, p, at);

@@ -64,24 +64,24 @@ struct Worker {
         } else {
             if constexpr (finishes) finish_scores(s, p, place(first_key), bias);
             else if constexpr (cfg::prescaled) prescale(s, p);
-            if constexpr (cfg::split_score) return weigh_linear<round_now>(s, weights, hidden, stat, draws, await_buffer);
+            if constexpr (cfg::row_offsets) return weigh_with_offsets<round_now>(s, weights, hidden, stat, draws, await_buffer);
             hidden.refine(s, p, await_buffer);
             weigh<round_now>(s, weights, p, stat, draws);
         }
     }
 
-    // The same under a linear function, of which the scores lack the rows' part.  Those of far rows are made whole before their maximum is taken away.
+    // The same where the scores lack what a function adds to rows.  Those of far rows are made whole before their maximum is taken away.
     template <bool round_now, class Hidden, class Stat, class Buffer>
-    __device__ __forceinline__ void weigh_linear(Scores& s, Fragments& weights, const Hidden& hidden, const Stat& stat, const Draws& draws,
+    __device__ __forceinline__ void weigh_with_offsets(Scores& s, Fragments& weights, const Hidden& hidden, const Stat& stat, const Draws& draws,
                                                  const Buffer& await_buffer) {
-        const LinearScore score = linear_score();
+        const SplitScore score = split_score();
         const i32 first_row = step().m() * cfg::block_m + 2 * (threadIdx.x % 4);
         const bool far = uniform(step().far());
         if (far) unroll<cfg::block_m / 2>([&](int i) { s[i] = sum_of(s[i], score.of_row(first_row + query_of(i))); });
         hidden.refine(s, p, await_buffer);
-        weigh<round_now>(s, weights, p, LinearStat<Stat>{stat, score, first_row, far ? 0.0f : score_scale(p)}, draws);
+        weigh<round_now>(s, weights, p, OffsetStat<Stat>{stat, score, first_row, far ? 0.0f : score_scale(p)}, draws);
     }
-    __device__ __forceinline__ LinearScore linear_score() const { return {p, bias.head(), work().tile * cfg::block_n}; }
+    __device__ __forceinline__ SplitScore split_score() const { return {p, bias.head(), work().tile * cfg::block_n}; }
 
     // Waits for the key tile in the slot; false when there is none.
     __device__ __forceinline__ bool await_keys() const {

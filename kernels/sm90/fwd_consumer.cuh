@@ -154,13 +154,13 @@ struct Consumer : Either<cfg::split_bias, Agreed, NotAgreed>::type {
     };
     __device__ __forceinline__ void prepare(Completion& with, int step) {
         if constexpr (cfg::split_score) {
-            if (step == 0) find_offsets();
+            if (cfg::row_offsets && step == 0) find_offsets();
         } else if constexpr (cfg::score) with.asked.ask(step, score_steps, p, work, row(), first_key());
         if constexpr (bias_ahead) read_bias(with, step, score_steps);
     }
     __device__ __forceinline__ void find_offsets() {
         const Work& at = shared.work(q.stage);  // of registers there are few
-        const LinearScore score(p, at.batch, at.head, tile.n() * cfg::block_n);
+        const SplitScore score(p, at.batch, at.head, tile.n() * cfg::block_n);
         unroll<2>([&](int r) { state.set_offset(r, ptx::opaque(score.of_row(max(row(), 0) + 8 * r))); });
     }
     __device__ __forceinline__ void read_bias(Completion& with, int step, int steps) const {

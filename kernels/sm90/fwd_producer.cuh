@@ -100,7 +100,7 @@ struct Producer {
             issue_keys(from);
             if (before.tile.exists()) load_values(before);
             const i32 key = from.tile.n() * cfg::block_n;
-            const LinearScore score(p, from.bias.batch, from.bias.query_head, key);
+            const SplitScore score(p, from.bias.batch, from.bias.query_head, key);
             store_parts(shared.key_bias(k.stage), lane, [&](int i) { return score.of_key(key + 32 * i + static_cast<i32>(lane)); });
         } else {
             load_keys(from);

@@ -49,7 +49,7 @@ constexpr float slack = 8.0f;
 // row is far: its maximum is taken from each of its scores before they are scaled, which is exact at the maximum, and its shift is 0.
 constexpr float far = 1 << 13;
 
-// What the scores of a thread's two rows lack in a key tile (LinearScore): it is added to maxima, and to exponents.
+// What the scores of a thread's two rows lack in a key tile (SplitScore): it is added to maxima, and to exponents.
 struct RowOffsets {
     float offset[2];
     __device__ __forceinline__ void set_offset(int r, float x) { offset[r] = x; }
@@ -63,7 +63,7 @@ struct NoOffsets {
 };
 
 // Of the thread's two rows.  The decision to move the reference is taken per row, from the row's data alone.
-struct Softmax : Either<cfg::split_score, RowOffsets, NoOffsets>::type {
+struct Softmax : Either<cfg::row_offsets, RowOffsets, NoOffsets>::type {
     float top[2];    // exact maximum of the raw scores, this lane's share
     float limit[2];  // scores above it move the reference; -inf for a row that has seen nothing, or is far
     float shift[2];  // minus the reference, in powers of two
@@ -181,7 +181,7 @@ __device__ __forceinline__ bool follow(Softmax& state, float (&factor)[2], Score
 
 // What is added to exponents.
 __device__ __forceinline__ float shift_of(const Softmax& state, int r) {
-    return cfg::split_score ? fmaf(state.least(r), state.scale, state.shift[r]) : state.shift[r];
+    return cfg::row_offsets ? fmaf(state.least(r), state.scale, state.shift[r]) : state.shift[r];
 }
 
 // Replaces the scores by exp2(score * scale + shift) and adds them up; calls `beside` after each block of 16 keys, with the

@@ -1,5 +1,5 @@
-// What tensor cores add to raw products for each key: a bias of keys (cfg::split_bias), or the keys' part of a score function that is linear in i
-// and j (cfg::split_score).  No thread has anything to do for it.
+// What tensor cores add to raw products for each key: a bias of keys (cfg::split_bias), or the keys' part of a score function that adds something
+// that is affine in i and j (cfg::row_offsets), or does not depend on i (cfg::split_score alone).  No thread has anything to do for it.
 //
 // In units of raw products it is three bfloat16 that add up to it, and stands beside k as columns of 16 bytes a row, of which the others are 0.
 // They are multiplied by 1/2, twice: both halves of a product's 16 columns are the same 8.
@@ -27,7 +27,7 @@ __device__ __forceinline__ float bias_of_product(const Params& p, float bias) {
 }
 
 // And back: a score from its raw product.
-__device__ __forceinline__ float natural_score(float x, float scale) { return cfg::split_bias && fabsf(x) >= outsized ? x : x * scale; }
+__device__ __forceinline__ float natural_score(float x, float scale) { return splits && !cfg::row_offsets && fabsf(x) >= outsized ? x : x * scale; }
 
 // x = first + second + third, of eight bits each; the third alone in a word.
 struct BiasParts {
@@ -51,17 +51,17 @@ __device__ __forceinline__ void store_halves(u32 halves) {
     ptx::async_proxy_fence();
 }
 
-// A linear score function in a key tile.  Of a key tensor cores add what it adds beyond the tile's first one, the same in all rows; of a row is left
-// what it adds at that first key.  Both in units of raw products.
-struct LinearScore {
+// Such a function in a key tile, in units of raw products.  Of a key tensor cores add what the function adds, or what an affine one adds beyond the
+// tile's first key, the same in all rows; of a row is left what it adds at that first key.
+struct SplitScore {
     const Params& p;
     TracedHead head;
     i32 first;
 
-    __device__ __forceinline__ LinearScore(const Params& p, const TracedHead& head, i32 first_key)
+    __device__ __forceinline__ SplitScore(const Params& p, const TracedHead& head, i32 first_key)
         : p(p), head(head), first(static_cast<i32>(global_key(p, first_key))) {}
-    __device__ __forceinline__ LinearScore(const Params& p, i32 batch, i32 head, i32 first_key)
-        : LinearScore(p, TracedHead::of(p, batch, head), first_key) {}
+    __device__ __forceinline__ SplitScore(const Params& p, i32 batch, i32 head, i32 first_key)
+        : SplitScore(p, TracedHead::of(p, batch, head), first_key) {}
 
     __device__ __forceinline__ float of(i32 i, i32 j) const {
         return product_of(natural(p, head, i, j), __fdividef(1.0f, fabsf(static_cast<float>(p.scale))));
@@ -77,6 +77,7 @@ struct LinearScore {
         return x;
     }
     __device__ __forceinline__ float of_key(i32 key) const {
+        if constexpr (!cfg::row_offsets) return bias_of_product(p, natural(p, head, first, static_cast<i32>(global_key(p, min(key, p.n_keys - 1)))));
         return rounded_difference(of(first, static_cast<i32>(global_key(p, key))), of(first, first));
     }
     __device__ __forceinline__ float of_row(i32 row) const { return of(static_cast<i32>(global_row(p, row)), first); }

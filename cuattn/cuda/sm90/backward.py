@@ -74,8 +74,8 @@ class Cut:
         Tensor cores subtract delta from dP: dropout needs it apart, and blocks take the registers of V.
     split_bias : bool
         Tensor cores add a bias of keys, as in the forward.
-    split_score : bool
-        They add what a score function adds to keys, as in the forward.
+    split_score : Node or None
+        What a score function adds, if they add it to keys, as in the forward.
     bias : BiasForm
     weighted : bool
         The main kernel sums what arrays of a score function need of dS.
@@ -105,7 +105,7 @@ class Cut:
         apart = problem.dropout or blocks or passes or sloped
         self.split_delta = self.fused and widest > 64 and not apart
         self.split_bias = self.bias.keys and forward.splits_bias(problem)
-        self.split_score = forward.splits_score(problem)
+        self.split_score = forward.split_score(problem)
         self.keys, self.rows = self._key_tile(), self._row_tile()
 
     def _counts(self, tile: tuple[int, int], size: int, heads: int) -> dict[str, int]:
@@ -145,7 +145,7 @@ class Cut:
             sums = 2 * 4 * 64 * block_m  # P
             barriers, moved = 4, row_bytes(problem)
         tiles = keys + _STAGES * rows + sums + draws * block_m * block_n // 8
-        if self.split_bias or self.split_score:
+        if self.split_bias or self.split_score is not None:
             tiles += HALVES_BYTES * (not self.split_delta) + KEY_BIAS_BYTES * block_n * (max(slabs, slabs_v) == 1)
         # What the warpgroups tell each other: work, steps and draws of each stage, mail, walk, heads, places of dq.
         walk = 48 + 16 * bool({"boolean", "function"} & {*problem.masks})

@@ -13,7 +13,7 @@ from cuattn.cuda.sm90.tensor_map import WARPGROUP_ROWS, MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
 from cuattn.problem import DTYPES, Problem, ScoreFunction
-from cuattn.tracing import I, J, addend, is_affine
+from cuattn.tracing import I, J, Node, addend, is_affine
 from cuattn.tracing.graph import order
 
 SLAB_COLUMNS, ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
@@ -147,11 +147,11 @@ def splits_bias(problem: Problem) -> bool:
     return _is_roomy(problem) and problem.n_keys < _SPLIT_KEYS and problem.score is None
 
 
-def splits_score(problem: Problem) -> bool:
-    """Return whether tensor cores add what a score function adds to keys: both directions, or neither."""
+def split_score(problem: Problem) -> Node | None:
+    """Return what a score function adds, if tensor cores add it to keys: in both directions, or neither."""
     root, plain = function_of(problem), problem.bias is None and not problem.dropout and _is_roomy(problem)
     added = addend(root) if root is not None and plain and not is_long(problem) else None
-    return added is not None and is_affine(added)
+    return added if added is not None and (not added.depends & I or is_affine(added)) else None
 
 
 def _is_roomy(problem: Problem) -> bool:
@@ -164,13 +164,18 @@ def _is_scalable(problem: Problem) -> bool:
     return _LEAST_SCALE <= abs(problem.scale) <= 1 / _LEAST_SCALE
 
 
-def scaling(problem: Problem, split_bias: bool, split_score: bool) -> Constants:
-    """Return the constants that say how scores are scaled: before their maximum where the scale would spoil it."""
-    added = None if split_bias else problem.bias, None if split_score else problem.score
+def scaling(problem: Problem, split_bias: bool = False, score: Node | None = None) -> Constants:
+    """Return the constants that say how scores are scaled: before their maximum where the scale would spoil it.
+
+    Of kernels in which tensor cores add a bias of keys, or what a score function adds (:func:`split_score`).
+    """
+    added = None if split_bias else problem.bias, None if score else problem.score
     natural = any(x is not None for x in (problem.softcap, *added))
     prescaled = natural or not _is_scalable(problem)
     negate = problem.scale < 0 and not prescaled
-    return {"prescaled": prescaled, "negate": negate, "split_bias": split_bias, "split_score": split_score}
+    by_row = score is not None and bool(score.depends & I)
+    split = {"split_bias": split_bias, "split_score": score is not None, "row_offsets": by_row}
+    return {"prescaled": prescaled, "negate": negate, **split}
 
 
 class Cut:
@@ -185,8 +190,8 @@ class Cut:
         See :func:`bias_form`; empty without a bias.
     split_bias : bool
         Tensor cores add it (:func:`splits_bias`).
-    split_score : bool
-        They add what a score function adds to keys (:func:`splits_score`).
+    split_score : Node or None
+        They add it to keys (:func:`split_score`).
     counts : dict of str to int
         Fields of ``Params``: row_tiles, key_tiles, section.
     """
@@ -195,7 +200,7 @@ class Cut:
         self.problem = problem
         self.bias_form = "" if problem.bias is None else bias_form(problem, bias)
         self.split_bias = self.bias_form == "keys" and splits_bias(problem)
-        self.split_score = splits_score(problem)
+        self.split_score = split_score(problem)
         self.head_dim, self.head_dim_v = pad(problem.head_dim, 16), width_of(problem.head_dim_v)
         if problem.head_dim_v <= _NARROW:
             self.head_dim_v = _NARROW
@@ -227,7 +232,7 @@ class Cut:
 
     @property
     def _splits(self) -> bool:
-        return self.split_bias or self.split_score
+        return self.split_bias or self.split_score is not None
 
     @property
     def _is_described(self) -> bool:
@@ -238,7 +243,7 @@ class Cut:
         """Whether three warpgroups have no registers for what is done to single elements."""
         problem, score = self.problem, self.problem.score
         if score is not None:
-            short = len(order(score.root)) <= _SHORT_FUNCTION and not reads(score, J)
+            short = len(order(score.root)) <= _SHORT_FUNCTION and not reads(score, J) or self.split_score is not None
             if not short or addend(score.root) is None or problem.masks or problem.dropout:
                 return True
         biased = bool(self.bias_form) and (not self.split_bias or problem.dropout or self._is_described)
@@ -276,7 +281,7 @@ class Cut:
         tiles += HALVES_BYTES * self._splits
         barriers = 8 * (2 * q_stages + 4 * stages + 4)
         mail = 16 * q_stages + _LIST_BYTES + 4 * boolean + 4 * stages + 12
-        mail += 24 * (bool(self.bias_form) or self.split_score)
+        mail += 24 * (bool(self.bias_form) or self.split_score is not None)
         return pad(tiles + barriers, 16) + mail
 
     def slow_reason(self, device: Device) -> str | None:

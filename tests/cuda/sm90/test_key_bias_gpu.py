@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import cuattn
 from tests.cuda.cases import BF16, Case, bias_of, columns_of, same_bits, sized
 from tests.cuda.gpu import made
 from tests.cuda.scores import Score
@@ -83,6 +84,7 @@ LINEAR = {
     "gentle": Score(steep, (np.array([0.02, -0.3, 0.004, 1], np.float32),)),
     "steep": Score(steep, (np.array([-9, 7, 300, 0], np.float32),)),  # rows are far
     "sum": Score(lambda s, b, h, i, j: s + (0.03 * j - i / 17 + h - b)),
+    "keys": Score(lambda s, b, h, i, j, x: s + x[b, j], (np.random.default_rng(2).normal(size=(2, 700)).astype("f"),)),
     "rows": Score(lambda s, b, h, i, j, x: s - x * i, (0.5,)),
 }
 FUNCTIONS = [case._replace(bias=None) for case in CASES if "dropout" not in case.name]
@@ -92,5 +94,14 @@ FUNCTIONS = [case._replace(bias=None) for case in CASES if "dropout" not in case
 @pytest.mark.parametrize("name", LINEAR)
 def test_linear_functions(name, case):
     problem, score = made(case), LINEAR[name]
-    score = score._replace(args=tuple(x[: case.heads] if isinstance(x, np.ndarray) else x for x in score.args))
+    score = score._replace(args=tuple(x[: case.heads] if np.ndim(x) == 1 else x for x in score.args))
     check(problem, score, results(problem, score, name == "steep", "sm90"))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_function_of_keys_pads(head_dim):
+    problem, x = made(sized("padded", 300, 700, head_dim)), np.zeros((2, 700), np.float32)
+    x[0, 400:], x[1] = -np.inf, LOWEST
+    bias = {"bias": x[:, None, None]}
+    forward = cuattn.forward(*problem.arrays()[1:], kernel="sm90", score=lambda s, b, h, i, j: s + x[b, j])
+    problem._replace(options=bias).check([part.get() for part in forward[:3]])
