@@ -243,7 +243,7 @@ class Cut:
         """Whether three warpgroups have no registers for what is done to single elements."""
         problem, score = self.problem, self.problem.score
         if score is not None:
-            short = len(order(score.root)) <= _SHORT_FUNCTION and not reads(score, J) or self.split_score is not None
+            short = (len(order(score.root)) <= _SHORT_FUNCTION and not reads(score, J)) or self.split_score is not None
             if not short or addend(score.root) is None or problem.masks or problem.dropout:
                 return True
         biased = bool(self.bias_form) and (not self.split_bias or problem.dropout or self._is_described)
