@@ -76,13 +76,10 @@ def test_sizes(head_dim, size):
         problem.check(problem.backward("sm90", deterministic=True))
 
 
-def steep(s, b, h, i, j, slope):
-    return s + slope[h] * (j - i)
-
-
+STEEP = np.array([-9, 7, 300, 0], np.float32)
 LINEAR = {
-    "gentle": Score(steep, (np.array([0.02, -0.3, 0.004, 1], np.float32),)),
-    "steep": Score(steep, (np.array([-9, 7, 300, 0], np.float32),)),  # rows are far
+    "gentle": Score(lambda s, b, h, i, j, slope: s + slope[h] * (j - i), (0.1 * np.arange(-1, 3, dtype=np.float32),)),
+    "steep": Score(lambda s, b, h, i, j: s + STEEP[h] * (j - i)),  # rows are far
     "sum": Score(lambda s, b, h, i, j: s + (0.03 * j - i / 17 + h - b)),
     "keys": Score(lambda s, b, h, i, j, x: s + x[b, j], (np.random.default_rng(2).normal(size=(2, 700)).astype("f"),)),
     "rows": Score(lambda s, b, h, i, j, x: s - x * i, (0.5,)),
