@@ -74,7 +74,7 @@ struct Consumer : Either<cfg::split_bias, Agreed, NotAgreed>::type {
     __device__ __forceinline__ void look_for_keys(int block) {
         constexpr int when = proceeds_early ? middle / 2 : value_steps / 2;
         if (block == when) arrived = ptx::mbarrier_passed(shared.barrier(k_full + k.stage), k.phase);
-        if (later_tiles_vary && block == when + 1 && arrived) next = shared.code(k.stage);
+        if (later_tiles_vary && block == when + 1 && arrived) next = told();
     }
 
     __device__ __forceinline__ i32 first_tile() const { return cfg::bias_keys ? work.instance & 0xffffff : p.key_tiles - 1; }
@@ -87,15 +87,22 @@ struct Consumer : Either<cfg::split_bias, Agreed, NotAgreed>::type {
         return KeyTile::make(n, (whole ? 0 : KeyTile::partial_bits) | (n == last_tile() ? KeyTile::last_bit : 0));
     }
 
+    // What came with the next keys, in one lane or in all.
+    __device__ __forceinline__ KeyTile told() const {
+        if (told_once && threadIdx.x % 32 != 0) return {};
+        return shared.code(k.stage);
+    }
+
     template <bool first = false>
     __device__ __forceinline__ void await_keys() {
         if constexpr (later_tiles_vary) tile = next;
         if (!__all_sync(~0u, arrived)) {
             ptx::mbarrier_wait(shared.barrier(k_full + k.stage), k.phase);
-            if constexpr (later_tiles_vary) tile = shared.code(k.stage);
+            if constexpr (later_tiles_vary) tile = told();
         }
         if constexpr (!later_tiles_vary) tile = count_down(first);
         arrived = false;
+        if constexpr (told_once) tile.code = __shfl_sync(~0u, tile.code, 0);
         agree_on(tile);
         seen = !later_tiles_vary || ordinary() || !uniform(tile.hidden(warpgroup));
     }
